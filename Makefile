@@ -1,0 +1,83 @@
+# Bloomery. `make demo` is the whole way: a virtual environment, the torch that fits this machine, a model, an answer.
+# Plain make and sh: GNU make and BSD make both read it. Another Python: make demo PYTHON=python3.12
+# An environment that you have, with a vendor's torch in it: make demo VENV="$VIRTUAL_ENV"
+
+PYTHON ?= python3
+VENV = .venv
+BIN = $(VENV)/bin
+RUN = runs/demo
+
+.PHONY: help demo test check fix bench clean
+
+help:
+	@echo 'make demo    build a small model from text to answers, then ask it three questions'
+	@echo 'make test    every test that needs no GPU'
+	@echo 'make check   format, lint, types and the quick tests: what a change has to pass'
+	@echo 'make fix     format and mend what the linter can mend'
+	@echo 'make bench   every benchmark, quick; each ends with one line of JSON'
+	@echo 'make clean   remove caches; runs and $(VENV) stay'
+
+demo: $(VENV)/.installed
+	$(BIN)/bloomery run recipes/demo.toml
+	$(BIN)/bloomery chat $(RUN) \
+		--prompt 'What is 17 plus 25?' \
+		--prompt 'Mia put the lamp in the kitchen. Where is the lamp?' \
+		--prompt 'In Python, textwrap has fill, shorten and wrap. Which module has shorten?'
+	@echo
+	@echo 'Talk to it here:          $(BIN)/bloomery chat $(RUN)'
+	@echo 'Talk to it in a browser:  $(BIN)/bloomery serve'
+
+test: $(VENV)/.installed-dev
+	$(BIN)/python -m pytest -m 'not gpu'
+
+check: $(VENV)/.installed-dev
+	$(BIN)/python -m ruff format --check .
+	$(BIN)/python -m ruff check .
+	$(BIN)/python -m mypy
+	$(BIN)/python -m pytest -m 'not gpu and not slow'
+
+fix: $(VENV)/.installed-dev
+	$(BIN)/python -m ruff check --fix .
+	$(BIN)/python -m ruff format .
+	$(BIN)/python scripts/tree.py --write
+
+bench: $(VENV)/.installed-bench
+	@set -e; for file in benchmarks/*.py; do echo "$$file" >&2; $(BIN)/python "$$file" --quick --json; done
+
+clean:
+	rm -rf .mypy_cache .pytest_cache .ruff_cache .hypothesis build dist
+	find src tests scripts benchmarks -name __pycache__ -type d -prune -exec rm -rf {} +
+
+# An environment that is already there and new enough is kept. A new one sees the torch of the Python it is made with,
+# if that fits: a vendor's image brings its own, and a second one would take its place.
+$(VENV)/.made:
+	@if $(BIN)/python -c 'import sys, pip; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; then :; else \
+		found=; \
+		for candidate in $(PYTHON) python3.13 python3.12 python3.11; do \
+			if $$candidate -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; then found=$$candidate; break; fi; \
+		done; \
+		if [ -z "$$found" ]; then \
+			echo 'Bloomery needs Python 3.11 or newer, and $(PYTHON) is none.' >&2; \
+			echo 'Install one (Debian and Ubuntu: apt install python3 python3-venv) and say which: make PYTHON=python3.12' >&2; \
+			exit 2; \
+		fi; \
+		echo "$$found -m venv $(VENV)"; \
+		$$found -m venv $$(PYTHONPATH=src $$found -m bloomery.hw.wheel --venv-flags) $(VENV) || exit 2; \
+	fi
+	@touch $@
+
+$(VENV)/.torch: $(VENV)/.made src/bloomery/hw/wheel.py
+	PYTHONPATH=src $(BIN)/python -m bloomery.hw.wheel --install
+	@touch $@
+
+$(VENV)/.installed: $(VENV)/.torch pyproject.toml
+	$(BIN)/python -m pip install --editable .
+	@touch $@
+
+$(VENV)/.installed-dev: $(VENV)/.torch pyproject.toml
+	$(BIN)/python -m pip install --editable '.[dev]'
+	@touch $@ $(VENV)/.installed
+
+$(VENV)/.installed-bench: $(VENV)/.installed-dev
+	$(BIN)/python -m pip install --editable '.[dev,bench]'
+	@touch $@

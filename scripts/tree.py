@@ -1,0 +1,75 @@
+"""
+The tree of the package for the README, made from the first sentence of each module's docstring.
+
+`python scripts/tree.py` prints it; `--write` puts it between the two marks in README.md.
+"""
+
+import ast
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+SOURCE = ROOT / "src" / "bloomery"
+ORDER = (
+    "core",
+    "hw",
+    "data",
+    "tokenizer",
+    "shards",
+    "model",
+    "weights",
+    "train",
+    "generate",
+    "evaluation",
+    "serve",
+    "stages",
+    "recipe",
+    "cli",
+)
+"""The order in which data flows, and in which packages may import: only from the left."""
+
+START, END = "<!-- tree -->", "<!-- /tree -->"
+
+
+def summary(module: Path) -> str:
+    """The first sentence of a module's docstring, as far as its first line goes."""
+    text = ast.get_docstring(ast.parse(module.read_text(encoding="utf-8"))) or ""
+    line = text.strip().partition("\n")[0]
+    return line.partition(". ")[0].rstrip(".")
+
+
+def tree() -> str:
+    """The block for the README, packages in the order of the data, modules by name."""
+    rows: list[tuple[str, str]] = [("src/bloomery/", "")]
+    for part in ORDER:
+        folder = SOURCE / part
+        if folder.is_dir():
+            rows.append((f"  {part}/", summary(folder / "__init__.py")))
+            modules = sorted(path for path in folder.rglob("*.py") if path.name != "__init__.py")
+            rows += [(f"    {module.relative_to(folder).as_posix()}", summary(module)) for module in modules]
+        elif (module := SOURCE / f"{part}.py").is_file():
+            rows.append((f"  {module.name}", summary(module)))
+    width = max(len(name) for name, _ in rows) + 2
+    return "\n".join(["```", *(f"{name:<{width}}{text}".rstrip() for name, text in rows), "```"])
+
+
+def block(readme: str) -> str:
+    """What stands between the marks of a README."""
+    return readme.partition(START)[2].partition(END)[0].strip("\n")
+
+
+def main() -> None:
+    if sys.argv[1:] == ["--write"]:
+        readme = ROOT / "README.md"
+        text = readme.read_text(encoding="utf-8")
+        before, _, rest = text.partition(START)
+        _, mark, after = rest.partition(END)
+        if not mark:
+            sys.exit(f"README.md needs the lines {START} and {END}, in that order.")
+        readme.write_text(f"{before}{START}\n{tree()}\n{END}{after}", encoding="utf-8")
+    else:
+        print(tree())
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,218 @@
+"""
+Recipes: one TOML file, plus `key.path=value` from the command line, becomes one frozen pydantic model.
+
+The model is the schema. An unknown key, a missing key or a wrong type is an error that names the key; nothing is
+coerced except int -> float, str -> Path and array -> tuple. What a recipe chooses between is a union of models told
+apart by `kind`. TOML rather than YAML, because YAML 1.1 reads `3e-4` as a string and `no` as False.
+"""
+
+import difflib
+import json
+import tomllib
+import types
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from bloomery.core.errors import ConfigError
+
+VOLATILE: dict[str, Any] = {"volatile": True}
+"""`field: int = Field(1, json_schema_extra=VOLATILE)`: it cannot change the output, so it is not in the fingerprint."""
+
+Share = Annotated[float, Field(ge=0, le=1)]
+Positive = Annotated[int, Field(ge=1)]
+Count = Annotated[int, Field(ge=0)]
+
+
+class Config(BaseModel):
+    """Base of every section of a recipe: frozen, and strict about what it is given."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True, allow_inf_nan=False)
+
+
+C = TypeVar("C", bound=Config)
+
+
+def load(cls: type[C], path: Path, overrides: Sequence[str] = ()) -> C:
+    """Read a recipe. Raises ConfigError, which names the file, the key and the cure."""
+    try:
+        tree = tomllib.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        near = ", ".join(sorted(p.name for p in path.parent.glob("*.toml"))) or "none"
+        raise ConfigError("no such recipe", where=str(path), cure=f"Recipes in that folder: {near}.") from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"cannot be read: {error}", where=str(path), cure="A recipe is a UTF-8 TOML file.") from None
+    except tomllib.TOMLDecodeError as error:
+        raise ConfigError(str(error), where=str(path), cure="The file has to be TOML (https://toml.io).") from None
+    for override in overrides:
+        apply_override(tree, override)
+    return build(cls, tree, where=path.name)
+
+
+def build(cls: type[C], tree: dict[str, Any], where: str = "") -> C:
+    """Turn plain TOML data into `cls`, or raise one ConfigError that names every wrong key."""
+    try:
+        # JSON mode is the strict mode that still takes an array for a tuple and a string for a path.
+        return cls.model_validate_json(json.dumps(tree, default=str), strict=True)
+    except ValidationError as failure:
+        problems = [_explain(cls, problem) for problem in failure.errors()]
+        shown = [f"{key}: {what}" if key else what for key, what, _ in problems[:5]]
+        more = [f"… and {len(problems) - 5} more"] if len(problems) > 5 else []
+        cures = [cure for *_, cure in problems if cure]
+        raise ConfigError("\n".join(shown + more), where=where, cure=cures[0] if cures else "") from None
+
+
+def apply_override(tree: dict[str, Any], text: str) -> None:
+    """Set `key.path=value` in TOML data; a bare word is a string, and `list.0.key` reaches into an array."""
+    path, equals, raw = text.partition("=")
+    if not equals or not path.strip():
+        raise ConfigError(f"expected key=value, got {text!r}", cure="For example: train.steps=100")
+    *parents, leaf = path.strip().split(".")
+    node: Any = tree
+    for depth, name in enumerate(parents):
+        node = _descend(node, name, where=".".join(parents[: depth + 1]))
+    if isinstance(node, list):
+        node[_index(node, leaf, path)] = _value(raw)
+    else:
+        node[leaf] = _value(raw)
+
+
+def _descend(node: Any, name: str, where: str) -> Any:
+    child = node[_index(node, name, where)] if isinstance(node, list) else node.setdefault(name, {})
+    if not isinstance(child, dict | list):
+        raise ConfigError(f"is {child!r}, which has no keys of its own", where=where)
+    return child
+
+
+def _index(node: list[Any], name: str, where: str) -> int:
+    if not name.isdecimal() or int(name) >= len(node):
+        raise ConfigError(f"{name!r} is no place in an array of {len(node)}", where=where, cure="Places count from 0.")
+    return int(name)
+
+
+def _value(raw: str) -> Any:
+    try:
+        return tomllib.loads(f"v = {raw}")["v"]
+    except tomllib.TOMLDecodeError:
+        return raw.strip()  # `name=tiny` needs no quotes
+
+
+def _explain(cls: type[BaseModel], problem: Any) -> tuple[str, str, str]:
+    """(key, what is wrong, cure) of one pydantic problem."""
+    spot: tuple[int | str, ...] = problem["loc"]
+    key = ".".join(str(part) for part in _follow(cls, spot)[0])
+    if problem["type"] == "extra_forbidden":
+        _, owner = _follow(cls, spot[:-1])
+        names = sorted({name for model in _models(owner) for name in model.model_fields})
+        near = difflib.get_close_matches(str(spot[-1]), names, n=1)
+        return key, "unknown key", f"Did you mean {near[0]!r}?" if near else f"Known keys here: {', '.join(names)}."
+    if problem["type"] == "missing":
+        return key, "is required", ""
+    if problem["type"] == "union_tag_not_found":
+        return f"{key}.kind".lstrip("."), "is required: it says which one is meant", ""
+    if problem["type"] == "union_tag_invalid":
+        tag, expected = problem["ctx"]["tag"], problem["ctx"]["expected_tags"]
+        near = difflib.get_close_matches(tag, [name.strip("'") for name in expected.split(", ")], n=1)
+        return f"{key}.kind", f"{tag!r} is not one of {expected}", f"Did you mean {near[0]!r}?" if near else ""
+    message = problem["msg"].removeprefix("Value error, ")
+    message = message[0].lower() + message[1:]
+    given = problem["input"]
+    shown = f", got {given!r}" if isinstance(given, str | int | float | bool | None) else ""
+    return key, message + (shown if repr(given) not in message else ""), ""
+
+
+def _follow(cls: type[BaseModel], spot: Sequence[int | str]) -> tuple[list[int | str], Any]:
+    """A place as a person writes it, and its type. Pydantic puts the tag of a union into it, which no recipe holds."""
+    kept: list[int | str] = []
+    hint: Any = cls
+    for part in spot:
+        members = {tag: member for member in _models(hint) for tag in _tags(member)}
+        if len(_models(hint)) > 1 and part in members:
+            hint = members[str(part)]
+        else:
+            kept.append(part)
+            hint = _step(hint, part)
+    return kept, hint
+
+
+def _step(hint: Any, part: int | str) -> Any:
+    if isinstance(part, int):
+        inner = [inside for option in _options(hint) for inside in get_args(option) if inside is not Ellipsis]
+        return inner[min(part, len(inner) - 1)] if inner else Any
+    for model in _models(hint):
+        if part in model.model_fields:
+            return model.model_fields[part].annotation
+    return Any
+
+
+def _models(hint: Any) -> list[type[BaseModel]]:
+    return [option for option in _options(hint) if isinstance(option, type) and issubclass(option, BaseModel)]
+
+
+def _options(hint: Any) -> list[Any]:
+    """The types that a union chooses between, without what annotates them; a list of one for any other type."""
+    if get_origin(hint) is Annotated:
+        return _options(get_args(hint)[0])
+    if get_origin(hint) in (Union, types.UnionType):
+        return [option for argument in get_args(hint) for option in _options(argument)]
+    return [hint]
+
+
+def _tags(model: type[BaseModel]) -> tuple[str, ...]:
+    kind = model.model_fields.get("kind")
+    return get_args(kind.annotation) if kind and get_origin(kind.annotation) is Literal else ()
+
+
+def plain(config: BaseModel, *, stable_only: bool = False) -> dict[str, Any]:
+    """A config as JSON data. With `stable_only`, without the fields that cannot change the output."""
+    data: dict[str, Any] = config.model_dump(mode="json")
+    if stable_only:
+        for owner, twin in _walk(config, data):
+            for name, field in type(owner).model_fields.items():
+                if isinstance(field.json_schema_extra, dict) and field.json_schema_extra.get("volatile"):
+                    del twin[name]
+    return data
+
+
+def _walk(value: Any, twin: Any) -> Iterator[tuple[BaseModel, dict[str, Any]]]:
+    """Every model inside a config beside its JSON twin."""
+    if isinstance(value, BaseModel):
+        yield value, twin
+        for name in type(value).model_fields:
+            if name in twin:
+                yield from _walk(getattr(value, name), twin[name])
+    elif isinstance(value, tuple):
+        for item, other in zip(value, twin, strict=True):
+            yield from _walk(item, other)
+
+
+def to_toml(data: dict[str, Any]) -> str:
+    """JSON data of a config as TOML. None is left out: it is what a missing key means."""
+    lines: list[str] = []
+    _write_table(data, "", lines)
+    return "\n".join(lines).strip() + "\n"
+
+
+def _write_table(table: dict[str, Any], prefix: str, lines: list[str]) -> None:
+    inner = {k: v for k, v in table.items() if isinstance(v, dict)}
+    arrays = {k: v for k, v in table.items() if isinstance(v, list) and v and all(isinstance(i, dict) for i in v)}
+    for name, value in table.items():
+        if name not in inner and name not in arrays and value is not None:
+            lines.append(f"{name} = {_toml_value(value)}")
+    for name, value in inner.items():
+        lines += ["", f"[{prefix}{name}]"]
+        _write_table(value, f"{prefix}{name}.", lines)
+    for name, items in arrays.items():
+        for item in items:
+            lines += ["", f"[[{prefix}{name}]]"]
+            _write_table(item, f"{prefix}{name}.", lines)
+
+
+def _toml_value(value: Any) -> str:
+    if isinstance(value, list):
+        return "[" + ", ".join(_toml_value(item) for item in value) + "]"
+    if isinstance(value, dict):
+        return "{" + ", ".join(f"{k} = {_toml_value(v)}" for k, v in value.items() if v is not None) + "}"
+    return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")

@@ -1,0 +1,175 @@
+"""
+What a person sees of a run, and what a program reads of it.
+
+A terminal gets one live line per stage (rich): stage, bar, tokens/s, loss, time left. Anything else gets a plain line
+every few seconds. Both go to stderr, so that stdout stays free for results. Numbers go to metrics.jsonl.
+"""
+
+import json
+import math
+import sys
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from types import TracebackType
+from typing import Any, TextIO
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+
+from bloomery.core.errors import DataError
+from bloomery.core.files import disk_errors, whole_file
+
+SECONDS_BETWEEN_PLAIN_LINES = 10.0
+
+Number = float | int
+"""Counts are whole and rates are not; a checker at run time tells the two apart."""
+
+console = Console(stderr=True, highlight=False, soft_wrap=True)
+"""Where people look. stdout is for what a verb answers."""
+
+
+def say(text: str, style: str = "") -> None:
+    """One line for a person."""
+    console.print(text, style=style, markup=False)
+
+
+class Meter:
+    """How far one stage is. Made by `progress`; a stage calls `at` with what is done so far."""
+
+    def __init__(self, name: str, unit: str, total: Number | None) -> None:
+        self.name, self.unit, self.total = name, unit, total
+        self.done: Number = 0
+        self._first: Number = 0
+        self._began = self._printed = time.monotonic()
+        self._live: Progress | None = None
+        if console.is_terminal:
+            self._live = Progress(
+                SpinnerColumn(),
+                TextColumn("[bold]{task.description:<11}"),
+                BarColumn(bar_width=24),
+                TextColumn("{task.fields[detail]}"),
+                TimeElapsedColumn(),
+                TextColumn("left"),
+                TimeRemainingColumn(),
+                console=console,
+                transient=True,
+            )
+            self._task = self._live.add_task(name, total=total, detail="")
+            self._live.start()
+
+    def start_at(self, done: Number) -> None:
+        """Work that an earlier attempt did, which says nothing about today's speed."""
+        self.done = self._first = done
+
+    def at(self, done: Number, *, total: Number | None = None, **numbers: Number) -> None:
+        """Report `done` units so far, and any numbers worth showing beside them."""
+        self.done, self.total = done, total if total is not None else self.total
+        now = time.monotonic()
+        if self._live is not None:
+            self._live.update(self._task, completed=done, total=self.total, detail=self._detail(now, numbers))
+        elif now - self._printed >= SECONDS_BETWEEN_PLAIN_LINES:
+            self._printed = now
+            left = f", {_clock(seconds)} left" if (seconds := self._seconds_left(now)) is not None else ""
+            say(f"{self.name}: {self._detail(now, numbers)}{left}")
+
+    def close(self) -> None:
+        if self._live is not None:
+            self._live.stop()
+
+    def _seconds_left(self, now: float) -> float | None:
+        if not self.total or self.done <= self._first:
+            return None
+        return (now - self._began) * max(0, self.total - self.done) / (self.done - self._first)
+
+    def _detail(self, now: float, numbers: Mapping[str, Number]) -> str:
+        of = f"/{_short(self.total)}" if self.total else ""
+        shown = [f"{_short(self.done)}{of} {self.unit}"]
+        if "tokens_per_second" not in numbers and now > self._began + 1:
+            shown.append(f"{_short((self.done - self._first) / (now - self._began))}/s")
+        labels = {"tokens_per_second": "tok/s"}
+        shown += [f"{labels.get(name, name)} {_short(value)}" for name, value in numbers.items()]
+        return "  ".join(shown)
+
+
+@contextmanager
+def progress(name: str, unit: str, total: Number | None = None) -> Iterator[Meter]:
+    """Show how far a piece of work is while the block runs."""
+    meter = Meter(name, unit, total)
+    try:
+        yield meter
+    finally:
+        meter.close()
+
+
+class Metrics:
+    """
+    An append-only file of numbers, one JSON object a line, every one with its `step`.
+
+    A run that goes on from step N drops the lines after N first: they tell of work that was lost. Raises DataError
+    for a file that is damaged, and RunError where the disk is full.
+    """
+
+    def __init__(self, path: Path, resume_at: int) -> None:
+        self._path = path
+        kept = [line for line in read_metrics(path) if line["step"] <= resume_at]
+        with whole_file(path, "w") as file:
+            file.writelines(json.dumps(line) + "\n" for line in kept)
+        self._file: TextIO = path.open("a", encoding="utf-8")
+
+    def write(self, *, step: int, **numbers: Number | str) -> None:
+        with disk_errors(self._path):
+            self._file.write(json.dumps({"step": step, **numbers}) + "\n")
+            self._file.flush()
+
+    def __enter__(self) -> "Metrics":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        with disk_errors(self._path):  # closing writes what a full disk has not taken yet
+            self._file.close()
+
+
+def read_metrics(path: Path) -> list[dict[str, Any]]:
+    """
+    All whole lines of a metrics file; a last line that a dying process left torn is not one.
+
+    Raises DataError, which names file and line, for any other line that is no JSON object with a step.
+    """
+    if not path.exists():
+        return []
+    whole = path.read_bytes().split(b"\n")[:-1]
+    return [_metrics_line(line, f"{path}:{number}") for number, line in enumerate(whole, 1) if line]
+
+
+def _metrics_line(line: bytes, where: str) -> dict[str, Any]:
+    cure = "The file is damaged. Remove that line, or the file: nothing but reports and charts reads it."
+    try:
+        found = json.loads(line)
+    except ValueError as error:
+        raise DataError(f"is no JSON: {error}", where=where, cure=cure) from None
+    if not isinstance(found, dict) or not isinstance(found.get("step"), int):
+        raise DataError("is no JSON object with a whole number as step", where=where, cure=cure)
+    return found
+
+
+def _short(value: Number) -> str:
+    if not math.isfinite(value):
+        return str(value)
+    for size, letter in ((1e9, "G"), (1e6, "M"), (1e4, "k")):
+        if abs(value) >= size:
+            scaled = value / (1e3 if letter == "k" else size)
+            return f"{scaled:.1f}{letter}"
+    return f"{value:.0f}" if value == int(value) else f"{value:.3g}"
+
+
+def _clock(seconds: float) -> str:
+    minutes, rest = divmod(round(seconds), 60)
+    return f"{minutes}m{rest:02d}s" if minutes else f"{rest}s"
+
+
+def is_terminal() -> bool:
+    return sys.stderr.isatty()

@@ -1,0 +1,103 @@
+"""
+A run is a folder: a stage's output in each of its folders, the recipe that made them, and which of them are current.
+
+    runs/demo/
+      recipe.toml            the resolved recipe of the last run
+      current.json           stage -> folder, for that recipe
+      01-fetch-9f31c2aa/ …   as stage.py leaves them
+"""
+
+import shutil
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from bloomery.core import files
+from bloomery.core.config import Config, plain, to_toml
+from bloomery.core.errors import RunError
+from bloomery.core.stage import MANIFEST, Plan, damage, read_manifest
+
+RECIPE, CURRENT = "recipe.toml", "current.json"
+
+
+@dataclass(frozen=True)
+class StageState:
+    stage: str
+    folder: Path
+    state: str
+    """done, begun, waiting, or what is damaged."""
+    seconds: float | None
+    stats: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Waste:
+    """Something in a run folder that its current recipe does not need."""
+
+    path: Path
+    size: int
+    why: str
+
+
+def remember(root: Path, recipe: Config, plans: Sequence[Plan]) -> None:
+    """Save the resolved recipe and the folders that belong to it."""
+    with files.whole_file(root / RECIPE, "w") as file:
+        file.write(to_toml(plain(recipe)))
+    files.write_json(root / CURRENT, {plan.stage.name: plan.folder.name for plan in plans})
+
+
+def current(root: Path) -> dict[str, Path]:
+    """Stage -> folder of the recipe that ran last. Raises RunError where a folder is no run."""
+    try:
+        names: dict[str, str] = files.read_json(root / CURRENT)
+    except FileNotFoundError:
+        shown = "is no run folder" if root.is_dir() else "does not exist"
+        cure = "Run folders lie in runs/ and are made by: bloomery run RECIPE"
+        raise RunError(f"{shown} (it has no {CURRENT})", where=str(root), cure=cure) from None
+    return {stage: root / name for stage, name in names.items()}
+
+
+def states(root: Path, *, thorough: bool = False) -> list[StageState]:
+    """What has become of each stage of a run; `thorough` compares every file with its sha256."""
+    found = []
+    for stage, folder in current(root).items():
+        trouble = damage(folder, thorough=thorough)
+        if trouble == "not done":
+            begun = folder.is_dir() and any(folder.iterdir())
+            found.append(StageState(stage, folder, "begun" if begun else "waiting", None, {}))
+        else:
+            manifest = read_manifest(folder)
+            found.append(StageState(stage, folder, trouble or "done", manifest["seconds"], manifest["stats"]))
+    return found
+
+
+def waste(root: Path) -> list[Waste]:
+    """What could be removed: folders of other settings, and torn files."""
+    kept = set(current(root).values())
+    found = []
+    for folder in sorted(path for path in root.iterdir() if path.is_dir()):
+        if folder not in kept:
+            found.append(Waste(folder, size_of(folder), "made with other settings"))
+            continue
+        torn = sorted(folder.rglob(f"*{files.PARTIAL}"))
+        found += [Waste(path, size_of(path), "torn: a write that did not end") for path in torn]
+    return found
+
+
+def remove(found: Sequence[Waste]) -> int:
+    """Remove waste; returns the bytes freed. A stage folder loses its manifest first, so that it never looks done."""
+    for one in found:
+        if one.path.is_dir():
+            (one.path / MANIFEST).unlink(missing_ok=True)
+            shutil.rmtree(one.path)
+        else:
+            one.path.unlink(missing_ok=True)
+    return sum(one.size for one in found)
+
+
+def size_of(path: Path) -> int:
+    """Bytes in a file, or in all files below a folder."""
+    if path.is_file():
+        return path.stat().st_size
+    return sum(file.stat().st_size for file in path.rglob("*") if file.is_file())

@@ -1,0 +1,240 @@
+"""
+A stage is data, its folder is its fingerprint, and the manifest comes last.
+
+A folder's name ends in a hash of the stage's name, version, config and of the fingerprints of its inputs, so whatever
+could change the output changes the folder, and the work of an unchanged stage is found again. A folder counts as
+done when its manifest is there and every file that it lists has the size it lists; a stage that died in between finds
+its own leftovers in the folder and may go on from them.
+"""
+
+import importlib
+import os
+import platform
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+from bloomery.core import files
+from bloomery.core.config import Config, plain
+from bloomery.core.errors import RunError
+from bloomery.core.log import say
+
+if sys.platform != "win32":
+    import fcntl
+
+MANIFEST = "manifest.json"
+Stats = Mapping[str, Any]
+"""What a stage reports: JSON data, shown by `status` and in the report."""
+
+Runner = Callable[[Any, Mapping[str, Path], Path], Stats]
+"""`run(config, inputs, out) -> stats`: inputs maps the name of an earlier stage to its folder."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Stage:
+    name: str
+    run: str
+    """Where its function lives, as `package.module:function`. Text, so that reading a recipe imports no torch."""
+    after: tuple[str, ...] = ()
+    version: int = 1
+    """Raised when the meaning of the output changes. Code is not hashed."""
+    digest: str | None = None
+    """`module:function` of config -> str, for what the stage reads from outside the run. It joins the fingerprint."""
+
+    def runner(self) -> Runner:
+        runner: Runner = resolve(self.run)
+        return runner
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """Where a stage's output is or will be."""
+
+    stage: Stage
+    config: Config
+    folder: Path
+    fingerprint: str
+    inputs: Mapping[str, Path]
+
+    @property
+    def fresh(self) -> bool:
+        return damage(self.folder) == ""
+
+
+def resolve(place: str) -> Any:
+    """The object that `package.module:name` stands for."""
+    module, _, name = place.partition(":")
+    return getattr(importlib.import_module(module), name)
+
+
+def lay_out(stages: Sequence[Stage], recipe: Config, root: Path) -> list[Plan]:
+    """Every stage of a recipe with its folder under `root`, in order. Reads sources' digests; writes nothing."""
+    plans: dict[str, Plan] = {}
+    for number, stage in enumerate(stages, 1):
+        config: Config = getattr(recipe, stage.name)
+        outside = resolve(stage.digest)(config) if stage.digest else ""
+        inputs = [plans[name].fingerprint for name in stage.after]
+        known = [stage.name, stage.version, plain(config, stable_only=True), inputs, outside]
+        fingerprint = files.sha256_bytes(files.canonical(known))[:8]
+        plans[stage.name] = Plan(
+            stage=stage,
+            config=config,
+            folder=root / f"{number:02d}-{stage.name}-{fingerprint}",
+            fingerprint=fingerprint,
+            inputs={name: plans[name].folder for name in stage.after},
+        )
+    return list(plans.values())
+
+
+def execute(plans: Sequence[Plan], *, until: str | None = None, only: str | None = None) -> dict[str, str]:
+    """
+    Run what is not done, in order. Returns what became of each stage: "fresh" (nothing to do) or "ran".
+
+    `until` is the last stage wanted, `only` the single one; both run their ancestors' leftovers never twice. `only`
+    raises RunError where an input of that stage is not done.
+    """
+    by_name = {plan.stage.name: plan for plan in plans}
+    for name in (until, only):
+        if name is not None and name not in by_name:
+            raise RunError(f"there is no stage {name!r}", cure=f"Stages: {', '.join(by_name)}.")
+    wanted = _ancestors(by_name, until) if until else {only} if only else set(by_name)
+    done: dict[str, str] = {}
+    for plan in plans:
+        if plan.stage.name in wanted:
+            done[plan.stage.name] = "fresh" if plan.fresh else _run(plan)
+            if done[plan.stage.name] == "fresh":
+                say(f"✓ {plan.stage.name:<11} fresh   {plan.folder.name}", style="dim")
+    return done
+
+
+def _run(plan: Plan) -> str:
+    for name, folder in plan.inputs.items():
+        if trouble := damage(folder):
+            cure = f"Run it first: bloomery run RECIPE --until {name}"
+            raise RunError(f"its input {name} is not done ({trouble})", where=plan.stage.name, cure=cure)
+    with files.disk_errors(plan.folder):
+        plan.folder.mkdir(parents=True, exist_ok=True)
+    (plan.folder / MANIFEST).unlink(missing_ok=True)  # of outputs that are damaged: it must not vouch for new ones
+    resumed = any(plan.folder.iterdir())
+    say(
+        f"▸ {plan.stage.name:<11} {'goes on' if resumed else 'runs'}{'' if resumed else '   '} {plan.folder.name}",
+        "bold",
+    )
+    began = time.time()
+    stats = plan.stage.runner()(plan.config, plan.inputs, plan.folder)
+    seal(plan, stats, seconds=time.time() - began, resumed=resumed)
+    say(f"✓ {plan.stage.name:<11} done    {time.time() - began:.1f} s   {brief(stats)}")
+    return "ran"
+
+
+def seal(plan: Plan, stats: Stats, *, seconds: float, resumed: bool) -> None:
+    """Write the manifest: from here on the folder is done, and says what it was made from."""
+    outputs = {}
+    for file in sorted(path for path in plan.folder.rglob("*") if path.is_file()):
+        name = file.relative_to(plan.folder).as_posix()
+        if name != MANIFEST and not any(part.endswith(files.PARTIAL) for part in name.split("/")):
+            outputs[name] = {"bytes": file.stat().st_size, "sha256": files.sha256_file(file)}
+    manifest = {
+        "stage": plan.stage.name,
+        "version": plan.stage.version,
+        "fingerprint": plan.fingerprint,
+        "inputs": {name: folder.name for name, folder in plan.inputs.items()},
+        "config": plain(plan.config),
+        "stats": stats,
+        "outputs": outputs,
+        "seconds": round(seconds, 3),
+        "resumed": resumed,
+        "finished": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+        "versions": versions(),
+        "machine": machine(),
+    }
+    files.write_json(plan.folder / MANIFEST, manifest)
+
+
+def read_manifest(folder: Path) -> dict[str, Any]:
+    """The manifest of a finished stage folder."""
+    try:
+        manifest: dict[str, Any] = files.read_json(folder / MANIFEST)
+        if not isinstance(manifest, dict) or "outputs" not in manifest:
+            raise ValueError("it is no manifest of a stage")
+    except FileNotFoundError:
+        raise RunError("has no manifest, so it is not done", where=str(folder), cure="Run its recipe again.") from None
+    except ValueError as error:
+        cure = "Remove that file and run the recipe again."
+        raise RunError(f"cannot be read: {error}", where=str(folder / MANIFEST), cure=cure) from None
+    return manifest
+
+
+def content_hash(folder: Path) -> str:
+    """sha256 over the names and hashes of all that a finished stage left: equal for equal content, at any time."""
+    outputs = read_manifest(folder)["outputs"]
+    return files.sha256_bytes(files.canonical({name: facts["sha256"] for name, facts in outputs.items()}))
+
+
+def damage(folder: Path, *, thorough: bool = False) -> str:
+    """Why a stage folder is not whole, or "". `thorough` also compares every file's sha256."""
+    if not (folder / MANIFEST).is_file():
+        return "not done"
+    for name, facts in read_manifest(folder)["outputs"].items():
+        file = folder / name
+        if not file.is_file():
+            return f"{name} is gone"
+        if file.stat().st_size != facts["bytes"]:
+            return f"{name} has {file.stat().st_size} bytes instead of {facts['bytes']}"
+        if thorough and files.sha256_file(file) != facts["sha256"]:
+            return f"{name} has another sha256"
+    return ""
+
+
+@contextmanager
+def locked(root: Path) -> Iterator[None]:
+    """Hold a run folder for this process, so that two runs cannot write into each other. Raises RunError."""
+    with files.disk_errors(root):
+        root.mkdir(parents=True, exist_ok=True)
+        (root / ".lock").touch()
+    with (root / ".lock").open("a+") as file:
+        if sys.platform != "win32":
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                file.seek(0)
+                holder = file.read().strip() or "unknown"
+                cure = "Wait for it, or choose another folder with --runs."
+                raise RunError(f"process {holder} is running in it", where=str(root), cure=cure) from None
+        file.truncate(0)
+        with files.disk_errors(root / ".lock"):
+            os.write(file.fileno(), str(os.getpid()).encode())
+        yield
+
+
+def versions() -> dict[str, str]:
+    """Versions of what decides about results: Python, Bloomery, and the libraries that are installed."""
+    found = {"python": platform.python_version()}
+    for name in ("bloomery", "torch", "numpy", "tokenizers", "scikit-learn", "pyarrow", "safetensors"):
+        try:
+            found[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            continue
+    return found
+
+
+def machine() -> dict[str, Any]:
+    return {"system": platform.system(), "processor": platform.machine(), "cores": os.cpu_count()}
+
+
+def brief(stats: Stats) -> str:
+    """The plain numbers of a stage's statistics, on one line."""
+    return "  ".join(
+        f"{name}={value:,}" if isinstance(value, int) else f"{name}={value:.4g}" if isinstance(value, float) else ""
+        for name, value in stats.items()
+        if isinstance(value, int | float) and not isinstance(value, bool)
+    )
+
+
+def _ancestors(by_name: Mapping[str, Plan], name: str) -> set[str]:
+    return {name}.union(*(_ancestors(by_name, parent) for parent in by_name[name].inputs))

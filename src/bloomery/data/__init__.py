@@ -1,0 +1,1 @@
+"""Documents: sources, rules, classifier, near-duplicates, and the generator of small worlds."""

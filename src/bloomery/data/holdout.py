@@ -1,0 +1,9 @@
+"""Which documents no model is trained on: decided by their text alone, so in every run and for every copy alike."""
+
+import hashlib
+
+
+def is_held_out(text: str, share: float) -> bool:
+    """Whether a document belongs to the held-out share. Case and white space do not matter."""
+    digest = hashlib.sha256(" ".join(text.lower().split()).encode()).digest()
+    return int.from_bytes(digest[:8], "big") < share * 2.0**64

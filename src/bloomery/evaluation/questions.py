@@ -1,0 +1,79 @@
+"""Held-out questions of the small worlds: asked greedily, judged by equality."""
+
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import bloomery.hw.needs_torch  # noqa: F401
+from bloomery.data import worlds
+from bloomery.generate.engine import Engine
+from bloomery.tokenizer.chat import Message, Renderer
+
+
+@dataclass(frozen=True)
+class Question:
+    kind: str
+    messages: list[Message]
+    """Up to the question; earlier answers are the right ones."""
+    answer: str
+
+
+@dataclass(frozen=True)
+class Judged:
+    question: Question
+    said: str
+    ended: bool
+
+    @property
+    def exact(self) -> bool:
+        return self.ended and self.said == self.question.answer
+
+
+def held_out(seed: int, count: int) -> list[Question]:
+    """`count` held-out questions, as evenly over the kinds as it goes, no question twice."""
+    kinds = sorted({talk.kind for talk in worlds.conversations(seed, 400, "held out")})
+    wanted = {kind: count // len(kinds) + (place < count % len(kinds)) for place, kind in enumerate(kinds)}
+    found: dict[str, list[Question]] = defaultdict(list)
+    seen: set[str] = set()
+    for question in _stream(seed):
+        key = "\n".join(message["content"] for message in question.messages)
+        if key not in seen and len(found[question.kind]) < wanted.get(question.kind, 0):
+            seen.add(key)
+            found[question.kind].append(question)
+            if sum(map(len, found.values())) == count:
+                break
+    return [question for kind in kinds for question in found[kind]]
+
+
+def _stream(seed: int) -> Iterator[Question]:
+    for talk in worlds.conversations(seed, 10**9, "held out"):
+        messages = [Message(role=m["role"], content=m["content"]) for m in talk.messages()]  # type: ignore[typeddict-item]
+        yield Question(talk.kind, messages[:-1], messages[-1]["content"])
+
+
+def ask(engine: Engine, renderer: Renderer, questions: Sequence[Question], max_tokens: int) -> list[Judged]:
+    """Every question, answered greedily by the model, through the renderer it was trained with."""
+    prompts = [renderer.prompt(question.messages) for question in questions]
+    stop = frozenset({renderer.end_id})
+    answers = engine.complete(prompts, max_tokens=max_tokens, stop_ids=stop)
+    return [
+        Judged(question, renderer.tokenizer.decode(answer.ids), answer.stopped)
+        for question, answer in zip(questions, answers, strict=True)
+    ]
+
+
+def table(judged: Sequence[Judged]) -> dict[str, dict[str, float]]:
+    """By kind: how many, and the shares that were exactly right and that ended by themselves."""
+    kinds: dict[str, list[Judged]] = defaultdict(list)
+    for one in judged:
+        kinds[one.question.kind].append(one)
+    return {kind: scores(some) for kind, some in sorted(kinds.items())}
+
+
+def scores(judged: Sequence[Judged]) -> dict[str, float]:
+    n = len(judged)
+    return {
+        "n": n,
+        "exact": round(sum(one.exact for one in judged) / max(n, 1), 4),
+        "ended": round(sum(one.ended for one in judged) / max(n, 1), 4),
+    }

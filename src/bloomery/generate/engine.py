@@ -1,0 +1,114 @@
+"""
+Ids in, ids out: decoding with a cache of keys and values, one sequence as a stream or many at once.
+
+A sequence that is decoded with others gets the ids that it would get alone, by test.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from bloomery.core.errors import DataError
+from bloomery.generate.sampling import choose
+from bloomery.model.attention import Cache
+from bloomery.model.transformer import Transformer
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Completion:
+    ids: list[int]
+    """Without the id that stopped it."""
+    stopped: bool
+    """Whether the model ended by itself, and not because its tokens or its context ran out."""
+
+
+class Engine:
+    """Decodes with one model, in float32."""
+
+    def __init__(self, model: Transformer) -> None:
+        self.model = model.eval()
+        self.context = model.config.context
+
+    def stream(
+        self,
+        ids: Sequence[int],
+        *,
+        max_tokens: int,
+        temperature: float = 0.0,
+        top_p: float = 1.0,
+        top_k: int = 0,
+        seed: int | None = None,
+        stop_ids: frozenset[int] = frozenset(),
+    ) -> Iterator[int]:
+        """
+        Ids one by one as they are decided. The last is a stop id, unless `max_tokens` or the context ran out first.
+
+        Raises DataError for a prompt that is empty or leaves no room in the context.
+        """
+        self._check(ids)
+        generator = torch.Generator()
+        generator.manual_seed(seed) if seed is not None else generator.seed()
+        room = min(max_tokens, self.context - len(ids))
+        cache = Cache.empty(self.model.config, 1, len(ids) + room, self.model.embed.weight)
+        scores = self._extend([list(ids)], cache)
+        for number in range(room):
+            chosen = choose(scores[0], temperature=temperature, top_k=top_k, top_p=top_p, generator=generator)
+            yield chosen
+            if chosen in stop_ids or number == room - 1:
+                return
+            scores = self._extend([[chosen]], cache)
+
+    def complete(
+        self, prompts: Sequence[Sequence[int]], *, max_tokens: int, stop_ids: frozenset[int], batch: int = 32
+    ) -> list[Completion]:
+        """The greedy completion of every prompt, many at a time; prompts of one length share a batch."""
+        done: dict[int, Completion] = {}
+        for prompt in prompts:
+            self._check(prompt)
+        order = sorted(range(len(prompts)), key=lambda i: len(prompts[i]))
+        while order:
+            length = len(prompts[order[0]])
+            group = [i for i in order[:batch] if len(prompts[i]) == length]
+            order = order[len(group) :]
+            for i, completion in zip(
+                group, self._greedy([list(prompts[i]) for i in group], max_tokens, stop_ids), strict=True
+            ):
+                done[i] = completion
+        return [done[i] for i in range(len(prompts))]
+
+    def _greedy(self, prompts: list[list[int]], max_tokens: int, stop_ids: frozenset[int]) -> list[Completion]:
+        room = min(max_tokens, self.context - len(prompts[0]))
+        cache = Cache.empty(self.model.config, len(prompts), len(prompts[0]) + room, self.model.embed.weight)
+        said: list[list[int]] = [[] for _ in prompts]
+        stopped = [False] * len(prompts)
+        scores = self._extend(prompts, cache)
+        for number in range(room):
+            chosen = scores.argmax(dim=-1).tolist()
+            for row, id in enumerate(chosen):
+                stopped[row] = stopped[row] or id in stop_ids
+                if not stopped[row]:
+                    said[row].append(id)
+            if all(stopped) or number == room - 1:
+                break
+            scores = self._extend([[id] for id in chosen], cache)
+        return [Completion(ids, end) for ids, end in zip(said, stopped, strict=True)]
+
+    @torch.inference_mode()
+    def _extend(self, rows: Sequence[Sequence[int]], cache: Cache) -> Tensor:
+        """Scores (B, V) of what follows, after each row's new ids went into the cache."""
+        ids = torch.tensor(rows, device=cache.keys.device)
+        B, T = ids.shape
+        seen = torch.arange(cache.length + T, device=ids.device)
+        places = seen[cache.length :]
+        mask = (seen[None, :] <= places[:, None]).expand(B, T, -1)
+        hidden = self.model.extend(ids, places.expand(B, T), mask, cache)
+        return self.model.logits(hidden[:, -1:])[:, 0]
+
+    def _check(self, ids: Sequence[int]) -> None:
+        if not ids:
+            raise DataError("the prompt is empty", cure="Give at least one id.")
+        if len(ids) >= self.context:
+            cure = "Shorten the conversation."
+            raise DataError(f"the prompt has {len(ids)} tokens, and the model's context is {self.context}", cure=cure)

@@ -1,0 +1,35 @@
+"""From scores to one id: greedy, or by chance under temperature, top-k and top-p."""
+
+from jaxtyping import Float
+
+import bloomery.hw.needs_torch  # noqa: F401
+
+import torch
+from torch import Tensor
+
+
+def choose(
+    logits: Float[Tensor, " V"],
+    *,
+    temperature: float = 0.0,
+    top_k: int = 0,
+    top_p: float = 1.0,
+    generator: torch.Generator | None = None,
+) -> int:
+    """
+    One id. Temperature 0 takes the highest score; ties go to the smallest id.
+
+    Top-k keeps the k highest scores (0: all); top-p then keeps the fewest of them whose probabilities reach p
+    (Holtzman et al. 2019, https://arxiv.org/abs/1904.09751).
+    """
+    if temperature == 0.0:
+        return int(logits.argmax())
+    scores = logits.double().cpu() / temperature
+    ordered, ids = torch.sort(scores, descending=True, stable=True)
+    if top_k:
+        ordered, ids = ordered[:top_k], ids[:top_k]
+    chances = torch.softmax(ordered, dim=0)
+    if top_p < 1.0:
+        before = chances.cumsum(0) - chances  # what those ahead of each id already reach
+        chances = torch.where(before < top_p, chances, torch.zeros_like(chances))
+    return int(ids[torch.multinomial(chances, 1, generator=generator)])

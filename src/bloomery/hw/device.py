@@ -1,0 +1,150 @@
+"""
+The device that a process computes on. The one file that names a vendor in torch's terms; all others ask it.
+
+AMD answers to `torch.cuda` too (ROCm), with `nccl` standing for RCCL. What a vendor's own test claims is not always so:
+`torch.cuda.is_bf16_supported()` is True on every AMD GPU, and compute capabilities of AMD GPUs are above every
+threshold of NVIDIA's, so neither decides anything for AMD here.
+"""
+
+import ctypes
+import sys
+from dataclasses import dataclass
+from typing import Literal
+
+from bloomery.core.errors import HardwareError
+from bloomery.hw import needs_torch as needs_torch
+from bloomery.hw.host import INTEGRATED, Host, Wanted, fast_bf16, memory_bytes
+
+import torch
+
+if sys.platform != "win32":
+    import resource
+
+Vendor = Literal["amd", "nvidia", "apple", "cpu"]
+Backend = Literal["nccl", "gloo"]
+
+WITHOUT_BF16 = ("gfx8", "gfx900", "gfx902", "gfx904", "gfx906", "gfx909", "gfx90c", "gfx926", "gfx10")
+"""Beginnings of AMD targets that have no bfloat16 matrix instructions (LLVM, AMDGPUUsage.rst)."""
+
+M_TRIM_THRESHOLD, M_TOP_PAD, M_MMAP_MAX = -1, -2, -4  # glibc, malloc.h
+TOP_PAD_BYTES = 64 * 2**20
+
+
+@dataclass(frozen=True, kw_only=True)
+class Device:
+    place: torch.device
+    vendor: Vendor
+    name: str
+    memory_bytes: int
+    """What this process may use of it. For a processor: what the machine has, or its control group allows."""
+    compute_dtype: torch.dtype
+    """bfloat16 where the hardware multiplies it, else float32."""
+    backend: Backend
+    """Of torch.distributed."""
+
+    def synchronize(self) -> None:
+        """Wait until everything that was asked of the device is done."""
+        if self.place.type == "cuda":
+            torch.cuda.synchronize(self.place)
+        elif self.place.type == "mps":
+            torch.mps.synchronize()
+
+    def peak_bytes(self) -> int:
+        """The most memory that this process has held: on the device, or for a processor in all (0 where unknown)."""
+        if self.place.type == "cuda":
+            return torch.cuda.max_memory_allocated(self.place)
+        if self.place.type == "mps":
+            return torch.mps.driver_allocated_memory()  # the largest so far, as the driver keeps what it took
+        if sys.platform == "win32":
+            return 0
+        unit = 1 if sys.platform == "darwin" else 1024
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+
+
+def find(wanted: Wanted = "auto", host: Host | None = None) -> Device:
+    """
+    The device that this process should use. On a machine with several GPUs, the one that LOCAL_RANK says.
+
+    Raises HardwareError where what is wanted is not there.
+    """
+    host = host or Host.here()
+    if wanted in ("auto", "cuda") and torch.cuda.is_available():
+        return _gpu(host)
+    if wanted in ("auto", "mps") and torch.backends.mps.is_available():
+        return Device(
+            place=torch.device("mps"),
+            vendor="apple",
+            name=f"Apple {host.processor}",
+            memory_bytes=torch.mps.recommended_max_memory(),
+            compute_dtype=torch.float32,
+            backend="gloo",
+        )
+    if wanted in ("auto", "cpu"):
+        return Device(
+            place=torch.device("cpu"),
+            vendor="cpu",
+            name=_processor_name(host),
+            memory_bytes=memory_bytes(host) or 0,
+            compute_dtype=torch.bfloat16 if fast_bf16(host) else torch.float32,
+            backend="gloo",
+        )
+    what = f"asked for {wanted!r}, but torch {torch.__version__} finds none on this machine"
+    raise HardwareError(what, cure='Ask `bloomery doctor` why, or take device="auto" or device="cpu".')
+
+
+def _gpu(host: Host) -> Device:
+    index = int(host.env.get("LOCAL_RANK", "0")) % torch.cuda.device_count()
+    torch.cuda.set_device(index)
+    facts = torch.cuda.get_device_properties(index)
+    amd = is_rocm()
+    target = str(getattr(facts, "gcnArchName", "")).partition(":")[0] if amd else ""
+    bf16 = not target.startswith(WITHOUT_BF16) if amd else facts.major >= 8
+    size = facts.total_memory
+    if target in INTEGRATED or getattr(facts, "is_integrated", False):  # it takes its memory from the processor's
+        size = min(size, memory_bytes(host) or size)
+    return Device(
+        place=torch.device("cuda", index),
+        vendor="amd" if amd else "nvidia",
+        name=facts.name,
+        memory_bytes=size,
+        compute_dtype=torch.bfloat16 if bf16 else torch.float32,
+        backend="nccl",
+    )
+
+
+def is_rocm() -> bool:
+    """Whether this torch was built for AMD. Some of AMD's wheels say so only in their version."""
+    return bool(torch.version.hip) or "rocm" in torch.__version__
+
+
+def _processor_name(host: Host) -> str:
+    lines = (host.read("proc/cpuinfo") or "").splitlines()
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else host.processor
+
+
+def threads() -> int:
+    """How many threads one operation of torch uses on the processor."""
+    return torch.get_num_threads()
+
+
+def set_threads(count: int) -> None:
+    torch.set_num_threads(count)
+
+
+def keep_freed_memory() -> bool:
+    """
+    Tell glibc to keep what torch frees, instead of returning pages that the next step must fault in again.
+
+    Training on a processor frees and takes the same large blocks every step; keeping them made a step of a 124M model
+    1.4 times faster. The price: memory of the process never shrinks. To be called before the first large tensor.
+    Returns whether it was applied; other C libraries are left alone.
+    """
+    if sys.platform != "linux":
+        return False
+    library = ctypes.CDLL(None)
+    if not hasattr(library, "gnu_get_libc_version"):
+        return False
+    wishes = {M_MMAP_MAX: 0, M_TRIM_THRESHOLD: -1, M_TOP_PAD: TOP_PAD_BYTES}
+    granted = [library.mallopt(name, value) == 1 for name, value in wishes.items()]
+    return all(granted)

@@ -1,0 +1,1 @@
+"""The network, on one device; its arithmetic."""

@@ -1,0 +1,67 @@
+"""
+A recipe, read top to bottom, is the path that the data takes. Each field is one stage. Read this first.
+
+    fetch       sources                      -> documents
+    classify    documents                    -> a classifier of text worth keeping
+    filter      documents, classifier        -> kept and dropped documents, each dropped one with its reason
+    dedup       kept documents               -> documents without copies
+    tokenizer   documents                    -> a tokenizer
+    shard       documents, tokenizer         -> token files to train on, documents to validate on
+    pretrain    token files                  -> a language model
+    synthesize  an endpoint, where asked for -> conversations written by another model
+    instruct    conversations, tokenizer     -> packed rows of ids and loss masks
+    finetune    model, rows                  -> a model that answers
+    evaluate    everything                   -> scores, and a report
+"""
+
+from bloomery.core.config import Config
+from bloomery.core.stage import Stage
+from bloomery.stages import config as sections
+
+
+class Recipe(Config):
+    name: str
+    """Of the run folder."""
+    fetch: sections.Fetch
+    classify: sections.Classify = sections.Classify()
+    filter: sections.Filter = sections.Filter()
+    dedup: sections.Dedup = sections.Dedup()
+    tokenizer: sections.Vocabulary = sections.Vocabulary()
+    shard: sections.Shard = sections.Shard()
+    pretrain: sections.Pretrain
+    synthesize: sections.Synthesize = sections.Synthesize()
+    instruct: sections.Instruct = sections.Instruct()
+    finetune: sections.Finetune
+    evaluate: sections.Evaluate = sections.Evaluate()
+
+
+STAGES = (
+    Stage(name="fetch", run="bloomery.stages.fetch:run", digest="bloomery.stages.fetch:digest"),
+    Stage(
+        name="classify",
+        run="bloomery.stages.classify:run",
+        digest="bloomery.stages.classify:digest",
+        after=("fetch",),
+    ),
+    Stage(name="filter", run="bloomery.stages.filter:run", after=("fetch", "classify")),
+    Stage(name="dedup", run="bloomery.stages.dedup:run", after=("filter",)),
+    Stage(name="tokenizer", run="bloomery.stages.tokenizer:run", after=("dedup",)),
+    Stage(name="shard", run="bloomery.stages.shard:run", after=("dedup", "tokenizer")),
+    Stage(name="pretrain", run="bloomery.stages.pretrain:run", after=("tokenizer", "shard")),
+    Stage(name="synthesize", run="bloomery.stages.synthesize:run"),
+    Stage(
+        name="instruct",
+        run="bloomery.stages.instruct:run",
+        digest="bloomery.stages.instruct:digest",
+        after=("tokenizer", "synthesize"),
+    ),
+    Stage(name="finetune", run="bloomery.stages.finetune:run", after=("pretrain", "instruct")),
+    Stage(
+        name="evaluate",
+        run="bloomery.stages.evaluate:run",
+        after=(
+            *("fetch", "classify", "filter", "dedup", "tokenizer", "shard"),
+            *("pretrain", "instruct", "finetune"),
+        ),
+    ),
+)

@@ -1,0 +1,1 @@
+"""Models behind HTTP, and the page to talk to them."""

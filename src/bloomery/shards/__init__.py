@@ -1,0 +1,1 @@
+"""Token files, packing, and the order in which samples come."""

@@ -1,0 +1,118 @@
+"""
+Batches of samples, in the order of `order.py`, read from memory-mapped shards.
+
+The whole state of a loader is one integer: the number of the next sample. A thread prepares the batches ahead; how far
+ahead is no part of the state.
+"""
+
+from collections import deque
+from collections.abc import Generator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from bloomery.core.errors import DataError
+from bloomery.shards import format
+from bloomery.shards.order import sample_positions
+
+IGNORE = -100
+"""A target that carries no loss: padding, or what the user said."""
+AHEAD = 4
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Samples side by side, B × T each. Token t is input, and token t + 1 its target."""
+
+    ids: NDArray[np.int64]
+    targets: NDArray[np.int64]
+    positions: NDArray[np.int64]
+    """Counted from the start of each document."""
+    segments: NDArray[np.int64]
+    """Which document of the sample a token belongs to."""
+    samples: NDArray[np.int64]
+    """The numbers of the samples in the data, to name them."""
+
+    def split(self, size: int) -> list["Batch"]:
+        """The same samples in micro-batches of at most `size`."""
+        cuts = [slice(start, start + size) for start in range(0, len(self.ids), size)]
+        parts = (self.ids, self.targets, self.positions, self.segments, self.samples)
+        return [Batch(*(part[cut] for part in parts)) for cut in cuts]
+
+
+class Samples:
+    """Every sample of a split, by number: a window of T + 1 tokens."""
+
+    def __init__(self, folder: Path, split: str, length: int, tokenizer_hash: str) -> None:
+        """`length` is T. Raises DataError where the split is missing, damaged, or too small for one sample."""
+        paths = format.names(folder, split)
+        if not paths:
+            raise DataError(f"there are no shards {split}-*.bin", where=str(folder), cure="Run the stage before again.")
+        self.length = length
+        self._shards = [format.read(path, tokenizer_hash=tokenizer_hash) for path in paths]
+        kind, *others = [[s.index.get(key) for key in ("layout", "document_id", "row_tokens")] for s in self._shards]
+        for path, other in zip(paths[1:], others, strict=True):
+            if other != kind:
+                what = f"is made of {other}, and {paths[0].name} of {kind} (layout, opening token, tokens of a row)"
+                raise DataError(what, where=str(path), cure="Run the stage before again, in an empty folder.")
+        layout, document, row = kind
+        if not isinstance(document, int):
+            raise DataError("its index names no document_id", where=str(paths[0]), cure="Run the stage before again.")
+        self._document = document
+        self._stride = length + 1 if layout == "rows" else length
+        if layout == "rows" and row != length + 1:
+            raise DataError(
+                f"rows have {row} tokens, {length + 1} are wanted", where=str(folder), cure="Pack them again."
+            )
+        counts = [max(0, (len(s.tokens) - (length + 1)) // self._stride + 1) for s in self._shards]
+        self._ends = np.cumsum(counts)
+        self.num_samples = int(self._ends[-1])
+        if self.num_samples == 0:
+            have = sum(len(shard.tokens) for shard in self._shards)
+            cure = "Fetch more text, or lower model.context."
+            raise DataError(f"{have} tokens are fewer than one sample of {length + 1}", where=str(folder), cure=cure)
+
+    def batch(self, numbers: NDArray[np.int64]) -> Batch:
+        """The samples with these numbers, as one batch."""
+        rows = np.empty((len(numbers), self.length + 1), dtype=np.int64)
+        learned = np.ones_like(rows, dtype=bool)
+        for row, number in enumerate(numbers):
+            which = int(np.searchsorted(self._ends, number, side="right"))
+            shard = self._shards[which]
+            start = (int(number) - (int(self._ends[which - 1]) if which else 0)) * self._stride
+            rows[row] = shard.tokens[start : start + self.length + 1]
+            if shard.mask is not None:
+                learned[row] = shard.mask[start : start + self.length + 1] != 0
+        ids = rows[:, :-1]
+        opens = ids == self._document
+        opens[:, 0] = True
+        place = np.arange(self.length)
+        begin = np.maximum.accumulate(np.where(opens, place, 0), axis=1)
+        targets = np.where(learned[:, 1:], rows[:, 1:], IGNORE)
+        return Batch(ids.copy(), targets, place - begin, np.cumsum(opens, axis=1), numbers)
+
+
+def batches(samples: Samples, *, first: int, size: int, seed: int) -> Generator[Batch]:
+    """
+    Batches without end, from the run's sample number `first` on, prepared ahead by one thread.
+
+    A thread and not processes: forked workers hang on some drivers, and memory-mapped shards need no more than one.
+    """
+
+    def prepare(number: int) -> Batch:
+        return samples.batch(sample_positions(number, size, samples.num_samples, seed))
+
+    with ThreadPoolExecutor(max_workers=1, thread_name_prefix="loader") as thread:
+        ahead = deque(thread.submit(prepare, first + place * size) for place in range(AHEAD))
+        number = first + AHEAD * size
+        try:
+            while True:
+                ahead.append(thread.submit(prepare, number))
+                number += size
+                yield ahead.popleft().result()
+        finally:
+            for waiting in ahead:
+                waiting.cancel()

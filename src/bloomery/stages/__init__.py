@@ -1,0 +1,1 @@
+"""Where packages meet: one function per stage of a recipe."""

@@ -1,0 +1,192 @@
+"""The stage `evaluate`: a run -> how well its model answers and predicts, as report.json and report.html."""
+
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from bloomery.core.config import build
+from bloomery.core.files import whole_file, write_json
+from bloomery.core.log import progress, read_metrics
+from bloomery.core.stage import machine, read_manifest, versions
+from bloomery.data import document
+from bloomery.data.holdout import is_held_out
+from bloomery.evaluation import questions
+from bloomery.evaluation.compression import Compression, measure
+from bloomery.evaluation.questions import Judged
+from bloomery.evaluation.report import render
+from bloomery.evaluation.scoring import wilson
+from bloomery.generate.engine import Engine
+from bloomery.hw import device as devices
+from bloomery.stages import instruct
+from bloomery.stages.config import Evaluate, Instruct
+from bloomery.weights import huggingface
+from bloomery.weights.huggingface import Loaded
+
+SAMPLES_SHOWN = 16
+CONTINUED = ("def main():\n", "The module ", "Returns ")
+
+
+def run(config: Evaluate, inputs: Mapping[str, Path], out: Path) -> dict[str, Any]:
+    device = devices.find(config.device)
+    tuned = huggingface.load(inputs["finetune"] / "model", device.place)
+    base = huggingface.load(inputs["pretrain"] / "model", device.place)
+    asked = questions.held_out(config.seed, config.questions)
+    judged = ask(tuned, asked, config.max_tokens)
+    report = {
+        "recipe": out.parent.name,
+        "made": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+        "versions": versions(),
+        "machine": machine() | {"device": device.name},
+        "model": describe(tuned),
+        "answers": answers(judged),
+        "bits_per_byte": bits_per_byte(base, inputs["shard"], config, device),
+        "leaks": leaks(judged, inputs),
+        "curves": {name: read_metrics(inputs[name] / "metrics.jsonl") for name in ("pretrain", "finetune")},
+        "corpus": {
+            name: read_manifest(inputs[name])["stats"] for name in inputs if name not in ("pretrain", "finetune")
+        },
+        "dropped_samples": list(dropped_samples(inputs["filter"])),
+        "samples": {"answers": chosen(judged), "continuations": list(continuations(base))},
+        "stages": [stage_facts(inputs[name]) for name in inputs],
+    }
+    write_json(out / "report.json", report)
+    with whole_file(out / "report.html", "w") as file:
+        file.write(render(report))
+    write_json(out / "answers.json", [shown(one) for one in judged])
+    return {"answers": report["answers"], "bits_per_byte": report["bits_per_byte"], "leaks": report["leaks"]}
+
+
+def ask(loaded: Loaded, asked: Sequence[questions.Question], max_tokens: int) -> list[Judged]:
+    """Every question in turn, with progress."""
+    engine = Engine(loaded.model)
+    judged: list[Judged] = []
+    with progress("evaluate", "questions", len(asked)) as meter:
+        for start in range(0, len(asked), 50):
+            judged += questions.ask(engine, loaded.renderer, asked[start : start + 50], max_tokens)
+            meter.at(len(judged))
+    return judged
+
+
+def answers(judged: Sequence[Judged]) -> dict[str, Any]:
+    right = sum(one.exact for one in judged)
+    return {**questions.scores(judged), "interval": wilson(right, len(judged)), "by_kind": questions.table(judged)}
+
+
+def bits_per_byte(base: Loaded, shards: Path, config: Evaluate, device: devices.Device) -> dict[str, Any]:
+    """Of the pretrained model and of the compressors, over the held-out documents, by domain and together."""
+    texts: dict[str, list[str]] = {}
+    for row in document.read(shards / "held-out"):
+        texts.setdefault(row["domain"], []).append(row["text"])
+    wanted = config.domains or tuple(sorted(texts))
+    scored = {
+        domain: measure(base.model, base.tokenizer, up_to(texts[domain], config.heldout_bytes), device)
+        for domain in wanted
+        if texts.get(domain)
+    }
+    size = sum(one.bytes for one in scored.values())
+    return {
+        **{name: mean(name, list(scored.values()), size) for name in ("model", "xz", "zstd")},
+        "bytes": size,
+        "documents": sum(one.documents for one in scored.values()),
+        "by_domain": {domain: asdict(one) for domain, one in scored.items()},
+    }
+
+
+def mean(name: str, scored: Sequence[Compression], size: int) -> float | None:
+    """Mean over bytes of one predictor's bits per byte; None where nothing was held out."""
+    return round(sum(getattr(one, name) * one.bytes for one in scored) / size, 4) if size else None
+
+
+def up_to(texts: Sequence[str], limit: int) -> list[str]:
+    """Whole documents from the front until `limit` bytes are reached; at least one."""
+    taken: list[str] = []
+    size = 0
+    for text in texts:
+        if taken and size + len(text.encode()) > limit:
+            continue
+        taken.append(text)
+        size += len(text.encode())
+    return taken
+
+
+def leaks(judged: Sequence[Judged], inputs: Mapping[str, Path]) -> dict[str, int]:
+    """
+    How many held-out questions stand somewhere in the training text: the question with all that came before it, or,
+    where facts themselves are held out, the sentence that answers it.
+    """
+    held_out_share = read_manifest(inputs["shard"])["config"]["hold_out"]
+    pool = [
+        row["text"]
+        for row in document.read(inputs["dedup"] / "kept", ["text"])
+        if not is_held_out(row["text"], held_out_share)
+    ]
+    config = build(Instruct, read_manifest(inputs["instruct"])["config"])
+    for talk in instruct.read(config):
+        if isinstance(talk, instruct.Talk):
+            pool += [message["content"] for message in talk.messages]
+    text = "\n".join(pool)
+    found = 0
+    for one in judged:
+        question = one.question
+        needles = [] if question.kind.startswith("library") else [question.answer]
+        if len(question.messages) == 1:
+            needles.append(question.messages[0]["content"])
+        found += any(needle in text for needle in needles)
+    return {"checked": len(judged), "found": found}
+
+
+def dropped_samples(folder: Path) -> Iterator[dict[str, Any]]:
+    """One document for each reason, the first that came."""
+    seen: set[str] = set()
+    for row in document.read(folder / "dropped"):
+        if row["reason"] not in seen:
+            seen.add(row["reason"])
+            yield {key: row[key] for key in ("reason", "value", "domain")} | {"text": row["text"][:300]}
+
+
+def chosen(judged: Sequence[Judged]) -> list[dict[str, Any]]:
+    """Some answers to show, right and wrong, every kind if it goes."""
+    by_turn = sorted(judged, key=lambda one: (one.exact, one.question.kind))
+    wrong = [one for one in by_turn if not one.exact][: SAMPLES_SHOWN // 2]
+    kinds: dict[str, Judged] = {one.question.kind: one for one in by_turn if one.exact}
+    return [shown(one) for one in [*kinds.values(), *wrong][:SAMPLES_SHOWN]]
+
+
+def shown(one: Judged) -> dict[str, Any]:
+    return {
+        "kind": one.question.kind,
+        "messages": one.question.messages,
+        "expected": one.question.answer,
+        "said": one.said,
+        "exact": one.exact,
+        "ended": one.ended,
+    }
+
+
+def continuations(base: Loaded) -> Iterator[dict[str, str]]:
+    """What the pretrained model writes after a few beginnings, drawn at temperature 0.7 with a fixed seed."""
+    engine, tokenizer = Engine(base.model), base.tokenizer
+    for prompt in CONTINUED:
+        ids = [tokenizer.document_id, *tokenizer.encode(prompt)]
+        stop = frozenset({tokenizer.document_id, tokenizer.end_id})
+        said = list(engine.stream(ids, max_tokens=80, temperature=0.7, top_p=0.95, seed=0, stop_ids=stop))
+        yield {"prompt": prompt, "text": tokenizer.decode(said)}
+
+
+def describe(loaded: Loaded) -> dict[str, Any]:
+    weights = {id(weight): weight.numel() for weight in loaded.model.parameters()}
+    return {
+        "parameters": sum(weights.values()),
+        "context": loaded.model.config.context,
+        "vocab_size": loaded.model.vocab_size,
+        "tokenizer": loaded.tokenizer.hash,
+        "template": loaded.renderer.template.hash,
+        "folder": f"{loaded.folder.parent.name}/{loaded.folder.name}",
+    }
+
+
+def stage_facts(folder: Path) -> dict[str, Any]:
+    manifest = read_manifest(folder)
+    return {name: manifest[name] for name in ("stage", "seconds", "resumed")} | {"folder": folder.name}

@@ -1,0 +1,197 @@
+"""The stage `instruct`: conversations -> packed rows of ids and loss masks, through the one renderer."""
+
+import json
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from bloomery.core.errors import DataError
+from bloomery.core.files import sha256_file, whole_file
+from bloomery.core.log import progress
+from bloomery.data import rows, worlds
+from bloomery.data.holdout import is_held_out
+from bloomery.shards import format
+from bloomery.shards.packing import first_fit_decreasing
+from bloomery.stages.config import Instruct, TalkFile, WorldTalks
+from bloomery.tokenizer.chat import Message, Rendered, Renderer, half_pair
+from bloomery.tokenizer.tokenizer import Tokenizer
+
+
+@dataclass(frozen=True)
+class Talk:
+    source: str
+    place: str
+    """Where it stands: file and line, or its number."""
+    messages: list[Message]
+
+
+@dataclass(frozen=True)
+class Refused:
+    source: str
+    place: str
+    reason: str
+    what: str
+
+
+def digest(config: Instruct) -> str:
+    """A hash of the contents of all files of conversations, for the stage's fingerprint. Raises DataError."""
+    hashes = []
+    for source in config.sources:
+        if isinstance(source, TalkFile):
+            if not Path(source.path).is_file():
+                raise DataError("there is no such file", where=source.path, cure="See instruct.sources in the recipe.")
+            hashes.append(sha256_file(Path(source.path)))
+    return " ".join(hashes)
+
+
+def run(config: Instruct, inputs: Mapping[str, Path], out: Path) -> dict[str, Any]:
+    tokenizer = Tokenizer.load(inputs["tokenizer"])
+    renderer = Renderer(tokenizer)
+    refused: list[Refused] = []
+    splits: dict[str, list[Rendered]] = {"train": [], "val": []}
+    counts: Counter[str] = Counter()
+    cut = 0
+    with progress("instruct", "conversations") as meter:
+        for number, talk in enumerate(chain(read(config), written(inputs["synthesize"]))):
+            meter.at(number)
+            if isinstance(talk, Talk):
+                fitted = fit(renderer, talk, config.row_tokens)
+                if isinstance(fitted, Rendered):
+                    cut += len(fitted.ids) < len(renderer.render(talk.messages).ids)
+                    # By what is left of it: two that were cut to the same turns must not be told apart.
+                    held = is_held_out(tokenizer.decode(fitted.ids), config.hold_out)
+                    splits["val" if held else "train"].append(fitted)
+                    counts[talk.source] += 1
+                    continue
+                talk = fitted
+            refused.append(talk)
+    _write_refused(out / "refused.jsonl", refused)
+    if not splits["train"]:
+        cure = f"See {out / 'refused.jsonl'} for the reason of each."
+        raise DataError("no conversation is left to learn from", where="instruct", cure=cure)
+    if not splits["val"]:
+        cure = "Raise instruct.hold_out, or add conversations."
+        raise DataError("no conversation was held out, so nothing could be validated", where="instruct", cure=cure)
+    facts = {split: write_rows(out, split, some, renderer, config.row_tokens) for split, some in splits.items()}
+    return {
+        "conversations": sum(counts.values()),
+        "refused": len(refused),
+        "cut_at_a_turn": cut,
+        "by_source": dict(counts),
+        "refused_by_reason": dict(Counter(r.reason for r in refused)),
+        "template": renderer.template.hash,
+        "tokenizer": tokenizer.hash,
+        **facts,
+    }
+
+
+def read(config: Instruct) -> Iterator[Talk | Refused]:
+    """Every conversation of every source, or why it is none."""
+    for source in config.sources:
+        if isinstance(source, WorldTalks):
+            for number, made in enumerate(worlds.conversations(source.seed, source.count)):
+                yield Talk(source.name, str(number), [_message(m) for m in made.messages()])
+        else:
+            yield from _read_file(source)
+
+
+def written(synthesize: Path) -> Iterator[Talk | Refused]:
+    """The conversations that the stage `synthesize` left."""
+    yield from _read_file(TalkFile(name="synthesize", path=str(synthesize / "conversations.jsonl")))
+
+
+def _read_file(source: TalkFile) -> Iterator[Talk | Refused]:
+    for line, found in rows.jsonl(Path(source.path)):
+        place = f"{source.path}:{line}"
+        if isinstance(found, rows.Problem):
+            yield Refused(source.name, place, found.reason, found.what)
+        elif what := _trouble(found.get("messages")):
+            yield Refused(source.name, place, "not_a_conversation", what)
+        else:
+            yield Talk(source.name, place, [_message(m) for m in found["messages"]])
+
+
+def _trouble(messages: Any) -> str:
+    """Why a value is no list of messages, or ""."""
+    if not isinstance(messages, list) or not messages:
+        return "there is no list `messages`"
+    for number, message in enumerate(messages, 1):
+        if not isinstance(message, dict) or not {"role", "content"} <= message.keys():
+            return f"message {number} has no role and content"
+        if message["role"] not in ("system", "user", "assistant", "tool"):
+            return f"message {number} has the role {message['role']!r}"
+        if not isinstance(message["content"], str):
+            return f"the content of message {number} is no text"
+        if (spot := half_pair(message["content"])) is not None:
+            return f"character {spot} of message {number} is half a surrogate pair, which no UTF-8 can hold"
+    return ""
+
+
+def _message(value: Mapping[str, Any]) -> Message:
+    return Message(role=value["role"], content=value["content"])
+
+
+def fit(renderer: Renderer, talk: Talk, row_tokens: int) -> Rendered | Refused:
+    """The conversation, or as many whole turns of its beginning as fit into a row and end in an answer."""
+    for until in range(len(talk.messages), 0, -1):
+        if talk.messages[until - 1]["role"] != "assistant":
+            continue
+        rendered = renderer.render(talk.messages[:until])
+        if len(rendered.ids) <= row_tokens:
+            return rendered
+    answered = any(message["role"] == "assistant" for message in talk.messages)
+    if not answered:
+        return Refused(talk.source, talk.place, "nothing_to_learn", "no message is the assistant's")
+    return Refused(talk.source, talk.place, "too_long", f"its first answer does not end within {row_tokens} tokens")
+
+
+def write_rows(out: Path, split: str, talks: Sequence[Rendered], renderer: Renderer, row_tokens: int) -> dict[str, Any]:
+    """Pack conversations into rows, pad these, and write them as one shard. Returns what is in it."""
+    tokenizer = renderer.tokenizer
+    packed = first_fit_decreasing([len(talk.ids) for talk in talks], row_tokens)
+    kind = np.uint16 if tokenizer.vocab_size <= 2**16 else np.uint32
+    tokens = np.full((len(packed), row_tokens), tokenizer.pad_id, dtype=kind)
+    mask = np.zeros((len(packed), row_tokens), dtype=np.uint8)
+    starts: list[int] = []
+    for row, indices in enumerate(packed):
+        place = 0
+        for index in indices:
+            talk = talks[index]
+            starts.append(row * row_tokens + place)
+            tokens[row, place : place + len(talk.ids)] = talk.ids
+            mask[row, place : place + len(talk.ids)] = talk.mask
+            place += len(talk.ids)
+    format.write(
+        out / f"{split}-00000",
+        tokens.reshape(-1),
+        mask=mask.reshape(-1),
+        vocab_size=tokenizer.vocab_size,
+        starts=starts,
+        tokenizer_hash=tokenizer.hash,
+        layout="rows",
+        facts={
+            "document_id": tokenizer.document_id,
+            "row_tokens": row_tokens,
+            "template": renderer.template.hash,
+        },
+    )
+    filled = sum(len(talk.ids) for talk in talks)
+    return {
+        "conversations": len(talks),
+        "rows": len(packed),
+        "tokens": filled,
+        "supervised": int(mask.sum()),
+        "packing": round(filled / max(tokens.size, 1), 4),
+    }
+
+
+def _write_refused(path: Path, refused: Sequence[Refused]) -> None:
+    with whole_file(path, "w") as file:
+        for one in refused:
+            line = {"source": one.source, "place": one.place, "reason": one.reason, "what": one.what}
+            file.write(json.dumps(line, ensure_ascii=False) + "\n")

@@ -1,0 +1,108 @@
+"""
+Text to ids and back, without loss, and without a way for text to become a special token.
+
+A thin hold on the `tokenizers` library: byte-level BPE, so that every text has ids and every id has bytes.
+"""
+
+import json
+from collections.abc import Sequence
+from functools import cached_property
+from pathlib import Path
+
+import tokenizers
+
+from bloomery.core.errors import DataError
+from bloomery.core.files import canonical, sha256_bytes, whole_file
+
+FILE = "tokenizer.json"
+
+DOCUMENT = "<|endoftext|>"
+"""Opens every document and every conversation. Wherever it stands, a new context begins."""
+END = "<|end|>"
+"""Ends every message."""
+PAD = "<|pad|>"
+ROLES = ("system", "user", "assistant", "tool")
+SPECIAL = (DOCUMENT, END, PAD, *(f"<|{role}|>" for role in ROLES))
+
+
+class Tokenizer:
+    """A trained tokenizer. `hash` names it: weights and shards that were made with it carry that hash."""
+
+    def __init__(self, inner: tokenizers.Tokenizer) -> None:
+        # Text that spells a special token is text: a document or a user cannot end a turn.
+        inner.encode_special_tokens = True
+        self._inner = inner
+        vocabulary: dict[str, int] = inner.get_vocab(with_added_tokens=True)
+        if missing := [name for name in SPECIAL if name not in vocabulary]:
+            cure = "Train it with `bloomery run`, whose tokenizers hold all of them."
+            raise DataError(f"the tokenizer lacks the special tokens {', '.join(missing)}", cure=cure)
+        self.special = {name: vocabulary[name] for name in SPECIAL}
+        self.document_id, self.end_id, self.pad_id = (self.special[name] for name in (DOCUMENT, END, PAD))
+
+    @classmethod
+    def load(cls, folder: Path) -> "Tokenizer":
+        """Read FOLDER/tokenizer.json. Raises DataError."""
+        file = folder / FILE
+        if not file.is_file():
+            raise DataError(
+                "there is no tokenizer.json", where=str(folder), cure="Name the folder that a tokenizer was saved in."
+            )
+        try:
+            inner = tokenizers.Tokenizer.from_str(file.read_text(encoding="utf-8"))
+        except Exception as error:
+            if type(error) in (Exception, UnicodeDecodeError):  # the library raises nothing more precise
+                raise DataError(f"is no tokenizer: {error}", where=str(file), cure="Run its stage again.") from None
+            raise
+        return cls(inner)
+
+    def save(self, folder: Path) -> None:
+        with whole_file(folder / FILE, "w") as file:
+            file.write(self._inner.to_str(pretty=True))
+
+    @cached_property
+    def hash(self) -> str:
+        """sha256 of what decides about ids."""
+        return sha256_bytes(canonical(json.loads(self._inner.to_str())))
+
+    @property
+    def vocab_size(self) -> int:
+        return self._inner.get_vocab_size(with_added_tokens=True)
+
+    def encode(self, text: str) -> list[int]:
+        return self._inner.encode(text, add_special_tokens=False).ids
+
+    def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
+        """Many texts at once, on all cores."""
+        return [coded.ids for coded in self._inner.encode_batch_fast(list(texts), add_special_tokens=False)]
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """Text of ids, special tokens left out; bytes that are no UTF-8 become U+FFFD."""
+        return self.decode_bytes(ids).decode("utf-8", "replace")
+
+    def decode_bytes(self, ids: Sequence[int]) -> bytes:
+        """The exact bytes of ids; special tokens have none."""
+        table = self._bytes
+        return b"".join(table[id] for id in ids)
+
+    @cached_property
+    def _bytes(self) -> list[bytes]:
+        names = {id: name for name, id in self._inner.get_vocab(with_added_tokens=True).items()}
+        special = set(self.special.values())
+        alphabet = {letter: byte for byte, letter in byte_letters().items()}
+        return [
+            b"" if id in special or id not in names else bytes(alphabet[letter] for letter in names[id])
+            for id in range(self.vocab_size)
+        ]
+
+
+def byte_letters() -> dict[int, str]:
+    """
+    The printable letter that stands for each byte in a byte-level vocabulary.
+
+    Bytes that print stand for themselves, the others for the letters from U+0100 on
+    (Radford et al. 2019; the table of GPT-2's encoder).
+    """
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    letters = {byte: chr(byte) for byte in printable}
+    others = [byte for byte in range(256) if byte not in letters]
+    return letters | {byte: chr(0x100 + place) for place, byte in enumerate(others)}

@@ -1,0 +1,1 @@
+"""The one loop, its optimizers, its loss, its plan."""

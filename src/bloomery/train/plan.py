@@ -1,0 +1,60 @@
+"""
+What a run needs, before anything is allocated: parameters, bytes, work. Arithmetic on the recipe; needs no torch.
+
+    weights, gradients    4 bytes a parameter each
+    optimizer             8 bytes a parameter with AdamW, 4 for a matrix under Muon
+    activations           bytes a token and layer of what the backward pass reads again, by the formula below
+"""
+
+from dataclasses import dataclass
+
+from bloomery.model.config import ModelConfig
+from bloomery.model.cost import cost
+from bloomery.train.config import Muon, Training
+
+BYTES = 4
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainingPlan:
+    parameters: int
+    weights_bytes: int
+    gradient_bytes: int
+    optimizer_bytes: int
+    activation_bytes: int
+    tokens: int
+    """Positions that go through the model, padding included."""
+    flops: float
+
+    @property
+    def peak_bytes(self) -> int:
+        return self.weights_bytes + self.gradient_bytes + self.optimizer_bytes + self.activation_bytes
+
+
+def plan(config: Training, model: ModelConfig, vocab_size: int) -> TrainingPlan:
+    """An estimate, not yet checked against a dry run: allocator and libraries come on top."""
+    facts = cost(model, vocab_size)
+    matrices = facts.matmul_parameters - vocab_size * model.width
+    under_muon = matrices if isinstance(config.optimizer, Muon) else 0
+    micro = min(config.micro_batch_tokens, config.tokens_per_step)
+    return TrainingPlan(
+        parameters=facts.parameters,
+        weights_bytes=BYTES * facts.parameters,
+        gradient_bytes=BYTES * facts.parameters,
+        optimizer_bytes=2 * BYTES * facts.parameters - BYTES * under_muon,
+        activation_bytes=micro * activation_bytes_per_token(model),
+        tokens=config.steps * config.tokens_per_step,
+        flops=facts.train_flops_per_token * config.steps * config.tokens_per_step,
+    )
+
+
+def activation_bytes_per_token(model: ModelConfig) -> int:
+    """
+    Kept for the backward pass, a token: for each layer the residual stream twice and its norms in four bytes, and in
+    two bytes queries, keys, values, their turned copies, the attention weights, and the feed-forward's three tensors.
+    """
+    heads = (model.num_heads + 2 * model.num_kv_heads) * model.head_width
+    wide = 4 * 4 * model.width
+    narrow = 2 * (2 * model.width + 2 * heads + model.num_heads * model.head_width + 4 * model.mlp_width)
+    weights = 4 * model.num_heads * model.context
+    return model.num_layers * (wide + narrow + weights) + 8 * model.width

@@ -1,0 +1,1 @@
+"""Checkpoints of a run, and weights that other programs read."""

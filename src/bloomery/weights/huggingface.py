@@ -1,0 +1,182 @@
+"""
+A model as a folder that `transformers` loads as it is, and that says what it was made from.
+
+    config.json             LlamaForCausalLM
+    model.safetensors       its weights, float32, under transformers' names
+    tokenizer.json, tokenizer_config.json (with the chat template), generation_config.json
+    bloomery.json           lineage: hashes of tokenizer, chat template and shards
+"""
+
+import re
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from bloomery.core.errors import CheckpointError
+from bloomery.core.files import read_json, write_json
+from bloomery.model.config import ModelConfig
+from bloomery.model.transformer import Transformer
+from bloomery.tokenizer.chat import Renderer, Template
+from bloomery.tokenizer.tokenizer import Tokenizer
+from bloomery.weights.checkpoint import save_tensors
+
+import safetensors.torch
+import torch
+from torch import Tensor
+
+WEIGHTS, CONFIG, LINEAGE = "model.safetensors", "config.json", "bloomery.json"
+
+NAMES = (
+    (r"embed\.weight", "model.embed_tokens.weight"),
+    (r"blocks\.(\d+)\.attention\.(q|k|v)\.weight", r"model.layers.\1.self_attn.\2_proj.weight"),
+    (r"blocks\.(\d+)\.attention\.out\.weight", r"model.layers.\1.self_attn.o_proj.weight"),
+    (r"blocks\.(\d+)\.mlp\.(gate|up|down)\.weight", r"model.layers.\1.mlp.\2_proj.weight"),
+    (r"blocks\.(\d+)\.attention_norm\.weight", r"model.layers.\1.input_layernorm.weight"),
+    (r"blocks\.(\d+)\.mlp_norm\.weight", r"model.layers.\1.post_attention_layernorm.weight"),
+    (r"norm\.weight", "model.norm.weight"),
+    (r"head\.weight", "lm_head.weight"),
+)
+"""Our name of a weight, and transformers' name of it."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Lineage:
+    """What a model was made from, as hashes. A tokenizer, template or shard that does not match is refused."""
+
+    tokenizer: str
+    template: str | None
+    """None for a model that never saw a conversation."""
+    shards: str
+    """The content hash of the shards that it was trained on."""
+    base: str | None = None
+    """The shards of the model it started from."""
+    step: int = 0
+
+
+@dataclass(frozen=True)
+class Loaded:
+    model: Transformer
+    tokenizer: Tokenizer
+    renderer: Renderer
+    lineage: Lineage
+    folder: Path
+
+
+def theirs(name: str) -> str:
+    """Transformers' name of one of our weights."""
+    for pattern, replacement in NAMES:
+        if re.fullmatch(pattern, name):
+            return re.sub(pattern, replacement, name)
+    raise ValueError(f"{name!r} has no counterpart in a LlamaForCausalLM")
+
+
+def save(folder: Path, model: Transformer, renderer: Renderer, lineage: Lineage) -> None:
+    """Write a model folder. The tied head is not written twice."""
+    folder.mkdir(parents=True, exist_ok=True)
+    tied = model.config.tie_embeddings
+    weights = {theirs(n): w for n, w in model.state_dict().items() if not (tied and n == "head.weight")}
+    save_tensors(folder / WEIGHTS, weights)
+    tokenizer = renderer.tokenizer
+    write_json(folder / CONFIG, _config(model.config, model.vocab_size, tokenizer))
+    end = tokenizer.end_id if lineage.template else tokenizer.document_id
+    write_json(
+        folder / "generation_config.json", {"do_sample": False, "eos_token_id": end, "pad_token_id": tokenizer.pad_id}
+    )
+    tokenizer.save(folder)
+    write_json(folder / "tokenizer_config.json", _tokenizer_config(renderer, model.config.context))
+    write_json(folder / LINEAGE, asdict(lineage))
+
+
+def load(folder: Path, device: torch.device | str = "cpu") -> Loaded:
+    """
+    Read a model folder written by `save`. Raises CheckpointError where a file is missing, the weights have another
+    shape, or tokenizer or template are not those the model was trained with; it says which two differ.
+    """
+    for name in (CONFIG, WEIGHTS, LINEAGE):
+        if not (folder / name).is_file():
+            cure = "Name a run folder, a stage folder, or a checkpoint folder."
+            raise CheckpointError(f"there is no {name}", where=str(folder), cure=cure)
+    facts = read_json(folder / CONFIG)
+    tokenizer = Tokenizer.load(folder)
+    renderer = Renderer(tokenizer)
+    lineage = Lineage(**read_json(folder / LINEAGE))
+    _same("tokenizer", lineage.tokenizer, tokenizer.hash, folder)
+    if lineage.template is not None:
+        _same("chat template", lineage.template, renderer.template.hash, folder)
+    model = Transformer(_model_config(facts), int(facts["vocab_size"]))
+    _fill(model, safetensors.torch.load_file(folder / WEIGHTS), folder)
+    return Loaded(model.to(device).eval(), tokenizer, renderer, lineage, folder)
+
+
+def _same(what: str, trained: str, given: str, folder: Path) -> None:
+    if trained != given:
+        raise CheckpointError(
+            f"the model was trained with the {what} {trained[:8]}, and this one is {given[:8]}",
+            where=str(folder),
+            cure=f"Use the {what} that lies beside the weights, or train again.",
+        )
+
+
+def _fill(model: Transformer, weights: Mapping[str, Tensor], folder: Path) -> None:
+    wanted = {n: w for n, w in model.state_dict().items() if not (model.config.tie_embeddings and n == "head.weight")}
+    for name, weight in wanted.items():
+        given = weights.get(theirs(name))
+        if given is None or given.shape != weight.shape:
+            shown = "is missing" if given is None else f"has shape {tuple(given.shape)}, not {tuple(weight.shape)}"
+            raise CheckpointError(
+                f"{theirs(name)} {shown}", where=str(folder / WEIGHTS), cure="It belongs to another model."
+            )
+        weight.copy_(given)
+
+
+def _config(config: ModelConfig, vocab_size: int, tokenizer: Tokenizer) -> dict[str, Any]:
+    return {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "vocab_size": vocab_size,
+        "hidden_size": config.width,
+        "num_hidden_layers": config.num_layers,
+        "num_attention_heads": config.num_heads,
+        "num_key_value_heads": config.num_kv_heads,
+        "head_dim": config.head_width,
+        "intermediate_size": config.mlp_width,
+        "max_position_embeddings": config.context,
+        "rope_theta": config.rope_theta,
+        "rms_norm_eps": config.norm_eps,
+        "tie_word_embeddings": config.tie_embeddings,
+        "hidden_act": "silu",
+        "attention_bias": False,
+        "mlp_bias": False,
+        "bos_token_id": tokenizer.document_id,
+        "eos_token_id": tokenizer.end_id,
+        "pad_token_id": tokenizer.pad_id,
+        "torch_dtype": "float32",
+    }
+
+
+def _model_config(facts: Mapping[str, Any]) -> ModelConfig:
+    return ModelConfig(
+        width=facts["hidden_size"],
+        num_layers=facts["num_hidden_layers"],
+        num_heads=facts["num_attention_heads"],
+        num_kv_heads=facts["num_key_value_heads"],
+        mlp_width=facts["intermediate_size"],
+        context=facts["max_position_embeddings"],
+        rope_theta=facts["rope_theta"],
+        norm_eps=facts["rms_norm_eps"],
+        tie_embeddings=facts["tie_word_embeddings"],
+    )
+
+
+def _tokenizer_config(renderer: Renderer, context: int) -> dict[str, Any]:
+    template: Template = renderer.template
+    return {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "model_max_length": context,
+        "bos_token": template.opening,
+        "eos_token": template.end,
+        "pad_token": "<|pad|>",
+        "clean_up_tokenization_spaces": False,
+        "chat_template": template.jinja(),
+    }

@@ -1,0 +1,153 @@
+import errno
+import hashlib
+import os
+import resource
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from bloomery.core import files
+from bloomery.core.errors import RunError
+from bloomery.core.log import Metrics, read_metrics
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(), inner, max_size=3),
+    max_leaves=8,
+)
+
+
+@pytest.fixture(scope="module")
+def full(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """A file system of one mebibyte."""
+    place = tmp_path_factory.mktemp("small")
+    try:
+        subprocess.run(
+            ["mount", "-t", "tmpfs", "-o", "size=1m", "bloomery-test", place], check=True, capture_output=True
+        )
+    except (OSError, subprocess.CalledProcessError) as error:
+        pytest.skip(f"this user may not mount a small file system: {error}")
+    yield place
+    subprocess.run(["umount", place], check=True)
+
+
+@pytest.fixture
+def small(full: Path) -> Iterator[Path]:
+    yield full
+    for place in full.iterdir():
+        shutil.rmtree(place) if place.is_dir() else place.unlink()
+
+
+def test_a_file_appears_whole_or_not_at_all(tmp_path: Path) -> None:
+    path = tmp_path / "deep" / "a.bin"
+    with files.whole_file(path) as file:
+        file.write(b"first")
+        file.flush()
+        assert not path.exists()
+    assert path.read_bytes() == b"first"
+    assert [p.name for p in path.parent.iterdir()] == ["a.bin"]
+    with pytest.raises(TypeError), files.whole_file(path) as file:
+        file.writelines([b"second", "which is no bytes"])
+    assert path.read_bytes() == b"first"
+    assert [p.name for p in path.parent.iterdir()] == ["a.bin"]
+
+
+def test_a_killed_writer_leaves_no_file(tmp_path: Path) -> None:
+    code = f"""
+import os, signal, sys
+from pathlib import Path
+from bloomery.core.files import whole_file
+with whole_file(Path({str(tmp_path / "a.bin")!r})) as file:
+    file.write(b"x" * 100_000)
+    os.kill(os.getpid(), signal.SIGKILL)
+"""
+    done = subprocess.run([sys.executable, "-c", code], check=False)
+    assert done.returncode == -signal.SIGKILL
+    assert [p.name for p in tmp_path.iterdir()] == ["a.bin" + files.PARTIAL]
+
+
+def test_a_full_disk_names_the_file_what_is_free_and_the_cure(small: Path) -> None:
+    path = small / "deep" / "big.bin"
+    with pytest.raises(RunError) as caught, files.whole_file(path) as file:
+        file.write(bytes(2 * 2**20))
+    assert str(caught.value).startswith(f"{path}: cannot be written: {os.strerror(errno.ENOSPC)}.")
+    assert "Its file system has 1.0 MiB free" in caught.value.what
+    assert caught.value.cure == "Free some space and run the same command again: finished parts are kept."
+    assert [p for p in small.rglob("*") if p.is_file()] == []
+
+
+def test_a_full_disk_is_noticed_when_the_last_bytes_are_flushed(small: Path) -> None:
+    (small / "most.bin").write_bytes(bytes(2**20))
+    with pytest.raises(RunError, match=r"a\.json: cannot be written"):
+        files.write_json(small / "a.json", {"a": 1})
+    assert [p.name for p in small.iterdir()] == ["most.bin"]
+
+
+def test_metrics_on_a_full_disk_fail_as_everything_else_does_and_lose_no_line(small: Path) -> None:
+    with Metrics(small / "metrics.jsonl", 0) as metrics:
+        metrics.write(step=1, loss=2.5)
+    (small / "most.bin").write_bytes(bytes(2**20 - 3 * 4096))
+
+    def go_on() -> None:
+        with Metrics(small / "metrics.jsonl", 1) as metrics:
+            for step in range(2, 2000):
+                metrics.write(step=step, loss=1 / step)
+
+    with pytest.raises(RunError, match=r"metrics\.jsonl: cannot be written"):
+        go_on()
+    (small / "most.bin").unlink()
+    kept = read_metrics(small / "metrics.jsonl")
+    assert [line["step"] for line in kept] == list(range(1, len(kept) + 1))
+    assert len(kept) > 1
+
+
+def test_a_limit_on_file_sizes_is_named_as_such(tmp_path: Path) -> None:
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, before[1]))  # Python ignores the signal, so that errno tells
+    try:
+        with pytest.raises(RunError) as caught, files.whole_file(tmp_path / "a.bin") as file:
+            file.write(bytes(200_000))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert caught.value.what.startswith("cannot be written: File too large")
+    assert "ulimit -f" in caught.value.cure
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_other_errors_of_the_system_stay_what_they_are(tmp_path: Path) -> None:
+    with pytest.raises(IsADirectoryError), files.whole_file(tmp_path / "a"):
+        raise IsADirectoryError(errno.EISDIR, "x")
+    with pytest.raises(RunError, match="quota"), files.disk_errors(tmp_path / "no" / "such" / "folder"):
+        raise OSError(errno.EDQUOT, "x")
+
+
+def test_text_is_written_with_one_kind_of_line_end_and_read_back(tmp_path: Path) -> None:
+    files.write_json(tmp_path / "a.json", {"b": "é\u2028\n", "a": [1, None]})
+    assert files.read_json(tmp_path / "a.json") == {"b": "é\u2028\n", "a": [1, None]}
+    raw = (tmp_path / "a.json").read_bytes()
+    assert raw.endswith(b"}\n")
+    assert raw.index(b'"b"') < raw.index(b'"a"')
+    assert b"\r" not in raw
+
+
+@given(JSON)
+def test_the_hash_of_a_value_does_not_depend_on_the_order_of_its_keys(value: object) -> None:
+    def turned(inner: object) -> object:
+        if isinstance(inner, dict):
+            return {key: turned(inner[key]) for key in reversed(inner)}
+        return [turned(item) for item in inner] if isinstance(inner, list) else inner
+
+    assert files.canonical(turned(value)) == files.canonical(value)
+
+
+def test_a_file_has_the_hash_of_its_bytes(tmp_path: Path) -> None:
+    data = os.urandom(300_000)
+    (tmp_path / "a").write_bytes(data)
+    assert files.sha256_file(tmp_path / "a") == files.sha256_bytes(data) == hashlib.sha256(data).hexdigest()

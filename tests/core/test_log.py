@@ -1,0 +1,109 @@
+import io
+import math
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from rich.console import Console
+
+from bloomery.core import log
+from bloomery.core.errors import DataError
+from bloomery.core.log import Metrics, progress, read_metrics
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """A clock that stands still until a test moves it."""
+    now = [1000.0]
+    monkeypatch.setattr("bloomery.core.log.time.monotonic", lambda: now[0])
+    return now
+
+
+def test_a_program_gets_a_plain_line_every_few_seconds_and_none_at_the_end(
+    clock: list[float], capsys: pytest.CaptureFixture[str]
+) -> None:
+    with progress("shard", "documents", 4000) as meter:
+        meter.at(1)
+        clock[0] += log.SECONDS_BETWEEN_PLAIN_LINES
+        meter.at(1000, loss=2.5)
+        meter.at(1001)
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert captured.err == "shard: 1000/4000 documents  100/s  loss 2.5, 30s left\n"
+
+
+def test_the_work_of_an_earlier_attempt_says_nothing_about_the_speed(
+    clock: list[float], capsys: pytest.CaptureFixture[str]
+) -> None:
+    with progress("pretrain", "steps", 300) as meter:
+        meter.start_at(100)
+        clock[0] += 10
+        meter.at(200, tokens_per_second=123_456)
+    assert capsys.readouterr().err == "pretrain: 200/300 steps  tok/s 123.5k, 10s left\n"
+
+
+def test_a_terminal_gets_a_live_line_that_is_gone_at_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    screen = io.StringIO()
+    monkeypatch.setattr(log, "console", Console(file=screen, force_terminal=True, width=100))
+    with progress("filter", "documents", 10) as meter:
+        meter.at(5, total=20, kept=0.25)
+    assert "5/20 documents" in screen.getvalue()
+    assert screen.getvalue().endswith("\x1b[2K")
+
+
+@given(st.floats(-1e12, 1e12) | st.integers(-(10**12), 10**12) | st.sampled_from([math.nan, math.inf, -math.inf]))
+def test_every_number_can_be_shown_briefly(value: float) -> None:
+    shown = log._short(value)
+    assert len(shown) <= 10
+    if abs(value) < 10_000:
+        assert float(shown) == pytest.approx(value, rel=0.01)
+
+
+def test_metrics_of_lost_work_are_dropped_on_resume(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    with Metrics(path, 0) as metrics:
+        for step in (1, 2, 3, 4):
+            metrics.write(step=step, loss=1 / step)
+        assert [line["step"] for line in read_metrics(path)] == [1, 2, 3, 4]  # while it is still being written
+    with Metrics(path, 2) as metrics:
+        metrics.write(step=3, loss=7, note="again")
+    assert read_metrics(path) == [
+        {"step": 1, "loss": 1.0},
+        {"step": 2, "loss": 0.5},
+        {"step": 3, "loss": 7, "note": "again"},
+    ]
+
+
+def test_a_resume_that_dies_at_once_has_kept_the_metrics(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "metrics.jsonl"
+    with Metrics(path, 0) as metrics:
+        metrics.write(step=1)
+
+    def die(value: object) -> str:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr("bloomery.core.log.json.dumps", die)
+        with pytest.raises(KeyboardInterrupt):
+            Metrics(path, 1)
+    assert read_metrics(path) == [{"step": 1}]
+
+
+def test_a_torn_last_line_is_not_a_line(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    whole = '{"step": 1, "note": "é"}\n{"step": 2, "note": "€"}\n'.encode()
+    for cut in range(len(whole) + 1):
+        path.write_bytes(whole[:cut])
+        assert [line["step"] for line in read_metrics(path)] == [1, 2][: whole[:cut].count(b"\n")]
+    assert read_metrics(tmp_path / "none.jsonl") == []
+
+
+@pytest.mark.parametrize("wrong", [b'{"step": 2', b'{"step": "2"}', b'{"loss": 2}', b"[2]", b"\xff", b"\0\0"])
+def test_a_wrong_line_in_the_middle_is_an_error_with_its_number(tmp_path: Path, wrong: bytes) -> None:
+    path = tmp_path / "metrics.jsonl"
+    path.write_bytes(b'{"step": 1}\n' + wrong + b'\n{"step": 3}\n')
+    with pytest.raises(DataError, match=r"metrics\.jsonl:2: is no"):
+        read_metrics(path)
+    with pytest.raises(DataError, match=r"(?s)metrics\.jsonl:2: .*Remove that line"):
+        Metrics(path, 3)

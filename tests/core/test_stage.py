@@ -1,0 +1,366 @@
+import hashlib
+import json
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from pydantic import Field
+
+from bloomery.core import files
+from bloomery.core.config import VOLATILE, Config
+from bloomery.core.errors import RunError
+from bloomery.core.stage import (
+    MANIFEST,
+    Plan,
+    Stage,
+    brief,
+    content_hash,
+    damage,
+    execute,
+    lay_out,
+    locked,
+    read_manifest,
+)
+
+
+class Section(Config):
+    number: int = 1
+    outside: Path | None = None
+    workers: int = Field(1, json_schema_extra=VOLATILE)
+
+
+class Recipe(Config):
+    make: Section = Section()
+    double: Section = Section()
+    side: Section = Section()
+    join: Section = Section()
+
+
+RUNS: list[str] = []
+"""Every stage that ran, in order."""
+FAIL = ""
+"""A stage whose next run dies after it has left something behind."""
+
+
+def make(config: Section, inputs: Mapping[str, Path], out: Path) -> dict[str, Any]:
+    return work("make", str(config.number), out)
+
+
+def double(config: Section, inputs: Mapping[str, Path], out: Path) -> dict[str, Any]:
+    return work("double", 2 * (inputs["make"] / "out.txt").read_text(), out)
+
+
+def side(config: Section, inputs: Mapping[str, Path], out: Path) -> dict[str, Any]:
+    return work("side", "side", out)
+
+
+def join(config: Section, inputs: Mapping[str, Path], out: Path) -> dict[str, Any]:
+    return work("join", "+".join((inputs[name] / "out.txt").read_text() for name in ("double", "side")), out)
+
+
+def work(name: str, text: str, out: Path) -> dict[str, Any]:
+    RUNS.append(name)
+    assert not (out / MANIFEST).exists()
+    found = (out / "leftover.txt").exists()
+    (out / "leftover.txt").write_text("half")
+    if name == FAIL:
+        raise RuntimeError("died")
+    (out / "deep").mkdir(exist_ok=True)
+    files.write_json(out / "deep" / "more.json", [text])
+    (out / "out.txt").write_text(text)
+    return {"characters": len(text), "share": 0.5, "found": found}
+
+
+def digest(config: Section) -> str:
+    return files.sha256_file(config.outside) if config.outside else ""
+
+
+HERE = "tests.core.test_stage"
+STAGES = (
+    Stage(name="make", run=f"{HERE}:make", digest=f"{HERE}:digest"),
+    Stage(name="double", run=f"{HERE}:double", after=("make",)),
+    Stage(name="side", run=f"{HERE}:side"),
+    Stage(name="join", run=f"{HERE}:join", after=("double", "side")),
+)
+
+
+@pytest.fixture(autouse=True)
+def nothing_ran_yet(monkeypatch: pytest.MonkeyPatch) -> None:
+    RUNS.clear()
+    monkeypatch.setattr(f"{HERE}.FAIL", "")
+
+
+@pytest.fixture
+def plans(tmp_path: Path) -> list[Plan]:
+    return lay_out(STAGES, Recipe(), tmp_path)
+
+
+def fingerprints(recipe: Recipe, stages: Sequence[Stage] = STAGES, root: Path = Path("r")) -> dict[str, str]:
+    plans = lay_out(stages, recipe, root)
+    for number, plan in enumerate(plans, 1):
+        assert plan.folder == root / f"{number:02d}-{plan.stage.name}-{plan.fingerprint}"
+    return {plan.stage.name: plan.fingerprint for plan in plans}
+
+
+def changed(recipe: Recipe, stages: Sequence[Stage] = STAGES) -> set[str]:
+    before, after = fingerprints(Recipe()), fingerprints(recipe, stages)
+    return {name for name in after if after[name] != before[name]}
+
+
+def test_a_fingerprint_changes_with_the_config_of_a_stage_or_of_one_above_it() -> None:
+    other = Section(number=2)
+    assert changed(Recipe()) == set()
+    assert changed(Recipe(make=other)) == {"make", "double", "join"}
+    assert changed(Recipe(double=other)) == {"double", "join"}
+    assert changed(Recipe(side=other)) == {"side", "join"}
+    assert changed(Recipe(join=other)) == {"join"}
+
+
+def test_a_fingerprint_does_not_change_with_what_cannot_change_the_output() -> None:
+    many = Section(workers=8)
+    assert changed(Recipe(make=many, double=many, join=many)) == set()
+    assert changed(Recipe(make=Section(number=1))) == set()  # a default that is written out
+    assert fingerprints(Recipe(), root=Path("/else/where")) == fingerprints(Recipe())
+    moved = tuple(replace(stage, run="another.module:function") for stage in STAGES)
+    assert changed(Recipe(), moved) == set()
+
+
+def test_a_fingerprint_changes_with_version_name_and_inputs() -> None:
+    make, double, side, join = STAGES
+    assert changed(Recipe(), (make, replace(double, version=2), side, join)) == {"double", "join"}
+    assert changed(Recipe(), (make, double, replace(side, after=("make",)), join)) == {"side", "join"}
+    assert len(set(fingerprints(Recipe()).values())) == len(STAGES)  # equal configs, other names
+
+
+def test_a_fingerprint_changes_with_the_content_that_a_stage_reads_from_outside(tmp_path: Path) -> None:
+    source = tmp_path / "source.txt"
+    source.write_text("one")
+    recipe = Recipe(make=Section(outside=source))
+    first = fingerprints(recipe)
+    source.write_text("two")
+    second = fingerprints(recipe)
+    assert {name for name in first if first[name] != second[name]} == {"make", "double", "join"}
+    source.write_text("one")
+    assert fingerprints(recipe) == first
+
+
+def test_everything_runs_once_in_order_and_then_is_fresh(plans: list[Plan]) -> None:
+    assert not any(plan.fresh for plan in plans)
+    assert execute(plans) == dict.fromkeys(("make", "double", "side", "join"), "ran")
+    assert (plans[-1].folder / "out.txt").read_text() == "11+side"
+    assert execute(plans) == dict.fromkeys(("make", "double", "side", "join"), "fresh")
+    assert RUNS == ["make", "double", "side", "join"]
+
+
+def test_laying_out_a_run_writes_nothing(plans: list[Plan], tmp_path: Path) -> None:
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_changed_setting_runs_what_stands_below_it_and_reuses_the_rest(plans: list[Plan], tmp_path: Path) -> None:
+    execute(plans)
+    other = lay_out(STAGES, Recipe(double=Section(number=5)), tmp_path)
+    assert execute(other) == {"make": "fresh", "double": "ran", "side": "fresh", "join": "ran"}
+    assert execute(plans) == dict.fromkeys(("make", "double", "side", "join"), "fresh")  # the old ones are still there
+
+
+def test_until_runs_a_stage_and_its_ancestors_and_nothing_else(plans: list[Plan]) -> None:
+    assert execute(plans, until="double") == {"make": "ran", "double": "ran"}
+    assert execute(plans, until="side") == {"side": "ran"}
+    assert execute(plans, until="join") == {"make": "fresh", "double": "fresh", "side": "fresh", "join": "ran"}
+
+
+def test_only_runs_one_stage_and_refuses_where_an_input_is_not_done(plans: list[Plan]) -> None:
+    with pytest.raises(RunError) as caught:
+        execute(plans, only="double")
+    assert caught.value.where == "double"
+    assert caught.value.what == "its input make is not done (not done)"
+    assert "--until make" in caught.value.cure
+    assert not plans[1].folder.exists()
+    assert execute(plans, only="make") == {"make": "ran"}
+    assert execute(plans, only="double") == {"double": "ran"}
+    assert execute(plans, only="double") == {"double": "fresh"}
+    assert RUNS == ["make", "double"]
+
+
+@pytest.mark.parametrize("option", ["until", "only"])
+@pytest.mark.parametrize("name", ["dubble", ""])
+def test_an_unknown_stage_is_an_error_that_names_the_known_ones(plans: list[Plan], option: str, name: str) -> None:
+    with pytest.raises(RunError, match=rf"(?s)no stage '{name}'.*Stages: make, double, side, join\."):
+        execute(plans, **{option: name})
+    assert RUNS == []
+
+
+def test_a_folder_without_a_manifest_is_not_done(plans: list[Plan]) -> None:
+    execute(plans)
+    (plans[0].folder / MANIFEST).unlink()
+    assert not plans[0].fresh
+    assert damage(plans[0].folder) == "not done"
+    with pytest.raises(RunError, match=r"(?s)has no manifest, so it is not done.*Run its recipe again"):
+        read_manifest(plans[0].folder)
+    assert execute(plans)["make"] == "ran"
+
+
+DAMAGE: list[tuple[Callable[[Path], Any], str]] = [
+    (lambda file: file.write_bytes(b""), "out.txt has 0 bytes instead of 1"),
+    (lambda file: file.write_bytes(b"11"), "out.txt has 2 bytes instead of 1"),
+    (lambda file: file.unlink(), "out.txt is gone"),
+]
+
+
+@pytest.mark.parametrize(("do", "told"), DAMAGE, ids=["truncated", "longer", "missing"])
+def test_a_stage_whose_output_is_not_as_its_manifest_says_runs_again(
+    plans: list[Plan], do: Callable[[Path], Any], told: str
+) -> None:
+    execute(plans)
+    before = content_hash(plans[0].folder)
+    do(plans[0].folder / "out.txt")
+    assert damage(plans[0].folder) == told
+    shutil.rmtree(plans[1].folder)
+    with pytest.raises(RunError, match=f"its input make is not done \\({told}\\)"):
+        execute(plans, only="double")
+    assert execute(plans, until="double") == {"make": "ran", "double": "ran"}
+    assert content_hash(plans[0].folder) == before
+    assert read_manifest(plans[0].folder)["resumed"]
+
+
+def test_a_flipped_byte_is_found_when_looked_for(plans: list[Plan]) -> None:
+    execute(plans)
+    assert all(damage(plan.folder, thorough=True) == "" for plan in plans)
+    (plans[0].folder / "out.txt").write_bytes(b"7")
+    assert damage(plans[0].folder) == ""
+    assert damage(plans[0].folder, thorough=True) == "out.txt has another sha256"
+
+
+@pytest.mark.parametrize("text", ["", "{", '{"stage": "make"}', "[]", "3"])
+def test_a_manifest_that_cannot_be_read_is_an_error_that_names_it(plans: list[Plan], text: str) -> None:
+    execute(plans, until="make")
+    (plans[0].folder / MANIFEST).write_text(text)
+    with pytest.raises(RunError, match=rf"(?s){plans[0].folder.name}/manifest\.json: cannot be read.*Remove that file"):
+        execute(plans)
+
+
+def test_a_stage_that_died_finds_what_it_left(plans: list[Plan], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(f"{HERE}.FAIL", "double")
+    with pytest.raises(RuntimeError, match="died"):
+        execute(plans)
+    assert not plans[1].fresh
+    assert (plans[1].folder / "leftover.txt").exists()
+    assert not plans[2].folder.exists()  # nothing ran after it
+    monkeypatch.setattr(f"{HERE}.FAIL", "")
+    assert execute(plans) == {"make": "fresh", "double": "ran", "side": "ran", "join": "ran"}
+    found = {plan.stage.name: read_manifest(plan.folder) for plan in plans}
+    assert {name: manifest["resumed"] for name, manifest in found.items()} == {
+        "make": False,
+        "double": True,
+        "side": False,
+        "join": False,
+    }
+    assert found["double"]["stats"]["found"]
+
+
+def test_a_stage_that_dies_while_it_runs_again_is_not_done(plans: list[Plan], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its manifest tells of the outputs that were damaged, and must not vouch for half of the new ones."""
+    execute(plans, until="make")
+    whole = (plans[0].folder / "out.txt").read_bytes()
+    (plans[0].folder / "out.txt").unlink()
+    monkeypatch.setattr(f"{HERE}.FAIL", "make")
+    with pytest.raises(RuntimeError, match="died"):
+        execute(plans)
+    (plans[0].folder / "out.txt").write_bytes(whole)
+    assert not plans[0].fresh
+
+
+def test_a_manifest_says_what_was_made_from_what_and_how(plans: list[Plan], tmp_path: Path) -> None:
+    execute(plans)
+    plan = plans[3]
+    manifest = json.loads((plan.folder / MANIFEST).read_text())
+    assert manifest["stage"] == "join"
+    assert manifest["version"] == 1
+    assert manifest["fingerprint"] == plan.fingerprint == plan.folder.name[-8:]
+    assert manifest["inputs"] == {"double": plans[1].folder.name, "side": plans[2].folder.name}
+    assert manifest["config"] == {"number": 1, "outside": None, "workers": 1}
+    assert manifest["stats"] == {"characters": 7, "share": 0.5, "found": False}
+    on_disk = {"out.txt": b"11+side", "leftover.txt": b"half", "deep/more.json": b'[\n "11+side"\n]\n'}
+    assert manifest["outputs"] == {
+        name: {"bytes": len(data), "sha256": hashlib.sha256(data).hexdigest()} for name, data in on_disk.items()
+    }
+    assert 0 <= manifest["seconds"] < 60
+    assert time.strptime(manifest["finished"], "%Y-%m-%dT%H:%M:%SZ")
+    assert manifest["versions"]["python"] == sys.version.split()[0]
+    assert {"bloomery", "numpy", "tokenizers"} <= manifest["versions"].keys()
+    assert manifest["machine"]["cores"] >= 1
+
+
+def test_what_was_never_finished_is_no_output(plans: list[Plan]) -> None:
+    torn = plans[0].folder / "checkpoints" / f"000000500{files.PARTIAL}"
+    torn.mkdir(parents=True)
+    (torn / "model.safetensors").write_bytes(b"half")
+    (plans[0].folder / f"out.bin{files.PARTIAL}").write_bytes(b"half")
+    execute(plans, until="make")
+    assert set(read_manifest(plans[0].folder)["outputs"]) == {"out.txt", "leftover.txt", "deep/more.json"}
+
+
+def test_equal_content_has_an_equal_hash_at_any_time_and_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    hashes = []
+    for number, moment in enumerate((10.0, 2e9)):
+        plans = lay_out(STAGES, Recipe(make=Section(workers=number + 1)), tmp_path / str(number))
+        with monkeypatch.context() as patch:
+            patch.setattr("bloomery.core.stage.time.time", lambda moment=moment: moment)
+            execute(plans)
+        hashes.append([content_hash(plan.folder) for plan in plans])
+    assert hashes[0] == hashes[1]
+    assert len(set(hashes[0])) == len(STAGES)
+    other = lay_out(STAGES, Recipe(make=Section(number=2)), tmp_path / "other")
+    execute(other)
+    assert content_hash(other[0].folder) != hashes[0][0]
+    assert content_hash(other[2].folder) == hashes[0][2]
+
+
+HOLD = """
+import sys
+from pathlib import Path
+from bloomery.core.stage import locked
+with locked(Path(sys.argv[1])):
+    print("held", flush=True)
+    sys.stdin.read()
+"""
+
+
+def test_two_processes_cannot_hold_one_run_folder(tmp_path: Path) -> None:
+    root = tmp_path / "runs" / "demo"
+    command = [sys.executable, "-c", HOLD, str(root)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as holder:
+        assert holder.stdout is not None
+        assert holder.stdout.readline() == "held\n"
+        with pytest.raises(RunError, match=f"process {holder.pid} is running in it"), locked(root):
+            pass
+        with locked(tmp_path / "runs" / "other"):
+            pass
+        holder.send_signal(signal.SIGKILL)
+        holder.wait()
+        with locked(root):  # a killed process holds nothing
+            again = subprocess.run(command, input="", capture_output=True, text=True, check=False)
+            assert again.returncode == 1
+            assert "RunError" in again.stderr
+    with locked(root):
+        pass
+
+
+def test_the_lock_is_no_output_of_a_stage_and_is_free_after_an_error(plans: list[Plan], tmp_path: Path) -> None:
+    with pytest.raises(KeyError), locked(tmp_path):
+        raise KeyError
+    with locked(tmp_path):
+        execute(plans, until="make")
+    assert ".lock" not in read_manifest(plans[0].folder)["outputs"]
+
+
+def test_the_numbers_of_a_stage_fit_on_a_line() -> None:
+    stats = {"documents": 12345, "share": 1 / 3, "mix": {"web": 1}, "ok": True, "hash": "ab", "none": None}
+    assert brief(stats) == "documents=12,345  share=0.3333"

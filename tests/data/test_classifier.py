@@ -1,0 +1,171 @@
+import json
+import random
+import re
+from collections.abc import Sequence
+from functools import cache
+from pathlib import Path
+
+import numpy as np
+import pytest
+from sklearn.feature_extraction.text import HashingVectorizer
+from sklearn.linear_model import LogisticRegression
+from sklearn.metrics import roc_auc_score
+
+from bloomery.core.errors import DataError
+from bloomery.data import classifier, damage, library
+from bloomery.data.classifier import Classifier, Example, Quality, excerpt, load, save, score
+
+GOOD = re.findall(r"\w+", "the quiet river carried small boats past green hills while people walked along it and sang")
+BAD = re.findall(r"\w+", "buy cheap pills now win money casino bonus free offer deal click here today best price")
+SETTINGS = {"features": 2**14, "ngrams": (1, 2), "characters": 1000, "held_out": 0.2, "seed": 0}
+
+
+def made(words: list[str], number: int, length: int) -> str:
+    return " ".join(random.Random(f"{words[0]}{number}").choices(words, k=length))
+
+
+def examples(count: int = 200) -> list[Example]:
+    found = []
+    for number in range(count):
+        found.append(Example(made(GOOD, number, 30), True, f"g{number}"))
+        found.append(Example(made(BAD, number, 30), False, f"b{number}", "spam"))
+    return found
+
+
+def train(given: Sequence[Example], **more: object) -> tuple[Classifier, Quality]:
+    return classifier.train(given, **(SETTINGS | more))  # type: ignore[arg-type]
+
+
+@pytest.fixture(scope="module")
+def learned() -> tuple[Classifier, Quality]:
+    return train(examples())
+
+
+@cache
+def contrasted() -> tuple[Example, ...]:
+    """Real modules and their docstrings, of several lengths, and damaged copies of them."""
+    found = []
+    for number, (name, path) in enumerate(library.files()[::2]):
+        source = path.read_text(encoding="utf-8")
+        for part, whole in (("code", source), ("docs", library.docstrings(name, source))):
+            if len(whole) > 200:
+                text, group = excerpt(whole, 200 + 150 * (number % 10)), f"{part}/{name}"
+                kind = damage.choose(group)
+                found.append(Example(text, True, group))
+                found.append(Example(damage.damage(text, kind), False, group, kind))
+    return tuple(found)
+
+
+@pytest.fixture(scope="module")
+def contrast() -> tuple[Classifier, Quality]:
+    return train(contrasted(), features=2**16, characters=1500)
+
+
+def test_what_was_learned_tells_good_from_bad(learned: tuple[Classifier, Quality]) -> None:
+    model, quality = learned
+    assert quality.auc > 0.99
+    assert min(quality.precision, quality.recall, quality.caught["spam"]) > 0.95
+    assert quality.brier < 0.05
+    assert "river" in " ".join(quality.telling_keep)
+    assert "casino" in " ".join(quality.telling_drop)
+    good, bad = score(model, [made(GOOD, 999, 50), made(BAD, 999, 50)])
+    assert bad < 0.2 < 0.8 < good
+
+
+def test_scores_after_a_reload_are_equal(tmp_path: Path, learned: tuple[Classifier, Quality]) -> None:
+    model, quality = learned
+    texts = [example.text for example in examples(20)] + ["", "\u2028", "unseen words only"]
+    save(model, quality, tmp_path)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["classifier.json", "classifier.safetensors"]
+    assert list(score(load(tmp_path), texts)) == list(score(model, texts))
+
+
+def test_a_score_does_not_depend_on_the_other_texts(learned: tuple[Classifier, Quality]) -> None:
+    texts = [example.text for example in examples(300)]
+    assert list(score(learned[0], texts)) == [next(score(learned[0], [text])) for text in texts]
+
+
+def test_scores_equal_scikit_learns_own_probabilities_before_calibration() -> None:
+    texts = [example.text for example in examples(100)]
+    truth = [example.keep for example in examples(100)]
+    vectors = HashingVectorizer(
+        n_features=2**14, ngram_range=(1, 2), token_pattern=classifier.TOKENS, alternate_sign=False, norm="l2"
+    ).transform(texts)
+    reference = LogisticRegression().fit(vectors, truth)
+    model = Classifier(reference.coef_[0].astype(np.float32), float(reference.intercept_[0]), (1, 2), 1000)
+    assert list(score(model, texts)) == pytest.approx(reference.predict_proba(vectors)[:, 1].tolist(), abs=1e-5)
+
+
+def test_training_twice_gives_the_same_numbers(learned: tuple[Classifier, Quality]) -> None:
+    again, quality = train(examples())
+    assert np.array_equal(again.weights, learned[0].weights)
+    assert (again.bias, quality) == (learned[0].bias, learned[1])
+
+
+def test_a_document_and_its_damaged_copy_are_never_split_up() -> None:
+    pairs = [
+        Example(text, keep, f"g{n}") for n in range(200) for text, keep in ((f"good {n}", True), (f"bad {n}", False))
+    ]
+    _, quality = train(pairs)
+    assert quality.held_out % 2 == 0
+    assert quality.held_out < quality.examples / 3
+
+
+def test_length_alone_does_not_tell_a_copy_from_its_original() -> None:
+    truth = [example.keep for example in contrasted()]
+    lengths = [round(len(example.text), -2) for example in contrasted()]
+    assert roc_auc_score(truth, lengths) == pytest.approx(0.5, abs=0.05)
+
+
+def test_good_text_is_kept_at_every_length_it_was_learned_at(contrast: tuple[Classifier, Quality]) -> None:
+    good = [example.text for example in contrasted() if example.keep and len(example.text) > 1200]
+    for length in (300, 600, 1200):
+        assert np.mean([value > 0.5 for value in score(contrast[0], [text[:length] for text in good])]) > 0.7
+
+
+def test_contrast_teaches_what_damage_looks_like(contrast: tuple[Classifier, Quality]) -> None:
+    _, quality = contrast
+    assert quality.auc > 0.85
+    assert set(quality.caught) == set(damage.KINDS)
+    assert min(quality.caught[kind] for kind in ("broken", "shuffled", "spam")) > 0.6
+
+
+def test_spam_scores_below_short_code_and_short_prose(contrast: tuple[Classifier, Quality]) -> None:
+    code = "def mean(values):\n    total = 0\n    for value in values:\n        total += value\n    return total / 2\n"
+    prose = (
+        "Return the sum of the values.\n\nIf the list is empty, the result is 0. Raises TypeError for other objects.\n"
+    )
+    spam = "buy cheap pills now " * 40
+    of_code, of_prose, of_spam = score(contrast[0], [code, prose, spam])
+    assert of_spam < min(of_code, of_prose)
+    assert of_spam < 0.3
+
+
+def test_an_excerpt_is_the_whole_or_the_start_and_the_middle() -> None:
+    assert excerpt("short", 10) == "short"
+    text = "".join(chr(33 + n % 90) for n in range(1000))
+    start, middle = excerpt(text, 100).split("\n")
+    assert text.startswith(start)
+    assert text[500:550] == middle
+
+
+def test_too_few_examples_are_an_error_that_says_how_many() -> None:
+    with pytest.raises(
+        DataError, match=r"(?s)part of the examples that measures has \d+ texts to keep and 0 to drop.*more"
+    ):
+        train([Example(f"text {n}", True, str(n)) for n in range(50)])
+
+
+def test_a_broken_classifier_is_an_error(tmp_path: Path, learned: tuple[Classifier, Quality]) -> None:
+    with pytest.raises(DataError, match="no classifier that can be read"):
+        load(tmp_path)
+    save(*learned, tmp_path)
+    whole = (tmp_path / classifier.ARRAYS).read_bytes()
+    (tmp_path / classifier.ARRAYS).write_bytes(whole[:100])
+    with pytest.raises(DataError, match="no classifier that can be read"):
+        load(tmp_path)
+    (tmp_path / classifier.ARRAYS).write_bytes(whole)
+    facts = json.loads((tmp_path / classifier.FACTS).read_text())
+    (tmp_path / classifier.FACTS).write_text(json.dumps(facts | {"format": 9}))
+    with pytest.raises(DataError, match="format is 9"):
+        load(tmp_path)

@@ -1,0 +1,159 @@
+import os
+import resource
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pyarrow.parquet as pq
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from bloomery.core.errors import DataError, RunError
+from bloomery.core.files import PARTIAL
+from bloomery.data import document
+from bloomery.data.document import Row, Writer
+
+TEXT = st.text(st.characters(codec="utf-8"), max_size=20)
+ROWS = st.lists(
+    st.fixed_dictionaries(
+        {"id": TEXT, "text": TEXT, "source": TEXT, "domain": TEXT, "url": st.none() | TEXT, "license": st.none() | TEXT}
+    ),
+    max_size=12,
+)
+
+
+def row(number: int, text: str = "a text") -> Row:
+    return {"id": str(number), "text": text, "source": "s", "domain": "web", "url": None, "license": None}
+
+
+@settings(max_examples=30)  # each waits for the disk
+@given(rows=ROWS)
+def test_documents_come_back_in_order(tmp_path_factory: pytest.TempPathFactory, rows: list[Row]) -> None:
+    folder = tmp_path_factory.mktemp("documents")
+    with Writer(folder) as writer:
+        writer.write_all(rows)
+    assert writer.rows == document.count(folder) == len(rows)
+    assert list(document.read(folder)) == rows
+    assert list(document.read(folder, ["text"])) == [{"text": one["text"]} for one in rows]
+    assert sum(batch.num_rows for batch in document.batches(folder)) == len(rows)
+
+
+@pytest.mark.parametrize(("rows_per_part", "bytes_per_part"), [(1, 10**9), (4, 10**9), (10**9, 25), (10**9, 1)])
+def test_parts_roll_over_by_rows_and_by_size_and_together_hold_everything(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rows_per_part: int, bytes_per_part: int
+) -> None:
+    monkeypatch.setattr(document, "ROWS_PER_PART", rows_per_part)
+    monkeypatch.setattr(document, "BYTES_PER_PART", bytes_per_part)
+    rows = [row(number, "x" * number) for number in range(1, 11)]
+    with Writer(tmp_path) as writer:
+        writer.write_all(rows)
+    assert list(document.read(tmp_path)) == rows
+    assert document.count(tmp_path) == 10
+    tables = [pq.read_table(part).to_pylist() for part in document.parts(tmp_path)]
+    assert len(tables) > 1
+    for some in tables:
+        assert len(some) <= rows_per_part
+        assert sum(len(one["text"]) for one in some[:-1]) < bytes_per_part
+
+
+def test_no_documents_are_one_empty_part(tmp_path: Path) -> None:
+    with Writer(tmp_path):
+        pass
+    assert document.count(tmp_path) == 0
+    assert list(document.read(tmp_path)) == []
+
+
+def test_columns_of_a_stage_come_back_and_columns_without_a_place_are_left_out(tmp_path: Path) -> None:
+    with Writer(tmp_path, document.dropped_schema()) as writer:
+        writer.write({**row(1), "reason": "length.too_short", "value": 3.0, "other": 1})
+    assert list(document.read(tmp_path)) == [{**row(1), "reason": "length.too_short", "value": 3.0}]
+
+
+def test_an_error_leaves_out_the_open_part_and_the_next_attempt_begins_anew(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(document, "ROWS_PER_PART", 4)
+
+    def die() -> None:
+        with Writer(tmp_path) as writer:
+            writer.write_all(row(number) for number in range(10))
+            raise KeyError
+
+    with pytest.raises(KeyError):
+        die()
+    assert [one["id"] for one in document.read(tmp_path)] == list("01234567")
+    (tmp_path / f"part-00009.parquet{PARTIAL}").write_bytes(b"PAR1")
+    with Writer(tmp_path) as writer:
+        writer.write(row(99))
+    assert [one["id"] for one in document.read(tmp_path)] == ["99"]
+    assert [file.name for file in tmp_path.iterdir()] == ["part-00000.parquet"]
+
+
+DIE = """
+import os, signal, sys
+from pathlib import Path
+from bloomery.data import document
+document.ROWS_PER_PART = 3
+number, seen = int(sys.argv[2]), 0
+whole = os.fsync
+def fsync(handle):  # between the bytes of a part and its name
+    global seen
+    seen += 1
+    if seen == number:
+        os.kill(os.getpid(), signal.SIGKILL)
+    whole(handle)
+os.fsync = fsync
+with document.Writer(Path(sys.argv[1])) as writer:
+    for number_of_row in range(10):
+        writer.write({"id": str(number_of_row), "text": "x", "source": "s", "domain": "d"})
+"""
+
+
+@pytest.mark.parametrize("moment", [1, 3, 4])
+def test_a_killed_process_leaves_whole_parts_and_no_torn_one(tmp_path: Path, moment: int) -> None:
+    """Every part is flushed twice: its bytes (1, 3, 5 …), then its name in the folder (2, 4, …)."""
+    done = subprocess.run([sys.executable, "-c", DIE, str(tmp_path), str(moment)], check=False)
+    assert done.returncode == -signal.SIGKILL
+    whole = moment // 2
+    assert len(list(tmp_path.glob(f"*{PARTIAL}"))) == moment % 2
+    assert len(list(tmp_path.glob("part-*.parquet"))) == whole
+    if whole:
+        assert [one["id"] for one in document.read(tmp_path)] == [str(number) for number in range(3 * whole)]
+
+
+def test_a_torn_part_is_an_error_that_names_it_wherever_it_was_cut(tmp_path: Path) -> None:
+    with Writer(tmp_path) as writer:
+        writer.write_all(row(number, os.urandom(20).hex()) for number in range(500))
+    [part] = document.parts(tmp_path)
+    data = part.read_bytes()
+    for cut in (0, 3, 100, len(data) // 2, len(data) - 1):
+        part.write_bytes(data[:cut])
+        with pytest.raises(DataError, match=r"(?s)part-00000\.parquet: cannot be read.*It is torn"):
+            list(document.read(tmp_path))
+        with pytest.raises(DataError, match=r"(?s)part-00000\.parquet: cannot be read.*It is torn"):
+            document.count(tmp_path)
+
+
+def test_a_folder_without_documents_is_an_error(tmp_path: Path) -> None:
+    for folder in (tmp_path, tmp_path / "none"):
+        with pytest.raises(DataError, match=r"(?s)holds no documents.*Run the stage before again"):
+            list(document.read(folder))
+
+
+def test_a_part_that_outgrows_the_disk_is_an_error_that_names_it_and_leaves_nothing(tmp_path: Path) -> None:
+    """pyarrow hands the system's error on as it is."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+
+    def grow() -> None:
+        with Writer(tmp_path) as writer:
+            writer.write_all(row(number, os.urandom(2000).hex()) for number in range(200))
+
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, before[1]))
+    try:
+        with pytest.raises(RunError, match=r"part-00000\.parquet: cannot be written: File too large"):
+            grow()
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert list(tmp_path.iterdir()) == []

@@ -1,0 +1,141 @@
+"""The device is what the hardware is, not what a vendor's own test claims."""
+
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from bloomery.core.errors import HardwareError
+from bloomery.hw import device
+from bloomery.hw.host import Wanted
+from tests.hw.machines import GIB, ZEN2, machine, plant
+
+import torch
+
+
+def pretend(monkeypatch: pytest.MonkeyPatch, *, hip: str | None, count: int = 1, **facts: object) -> None:
+    """A torch that sees GPUs of one kind."""
+    shown = SimpleNamespace(**{"name": "GPU", "total_memory": 24 * GIB, "major": 9, "minor": 0} | facts)
+    monkeypatch.setattr(torch.version, "hip", hip)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: count)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda index: None)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: shown)
+
+
+@pytest.fixture
+def no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(torch.backends.mps, "is_available", lambda: False)
+
+
+@pytest.mark.parametrize(
+    ("target", "dtype"),
+    [
+        ("gfx906:sramecc+:xnack-", torch.float32),
+        ("gfx900", torch.float32),
+        ("gfx1030", torch.float32),
+        ("gfx1012", torch.float32),
+        ("gfx908:sramecc+:xnack-", torch.bfloat16),
+        ("gfx90a", torch.bfloat16),
+        ("gfx942:sramecc+:xnack-", torch.bfloat16),
+        ("gfx1100", torch.bfloat16),
+        ("gfx1151", torch.bfloat16),
+        ("gfx1201", torch.bfloat16),
+    ],
+)
+def test_an_amd_gpu_computes_in_bf16_only_with_matrix_instructions_for_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, target: str, dtype: torch.dtype
+) -> None:
+    pretend(monkeypatch, hip="7.2.0", gcnArchName=target)
+    found = device.find(host=machine(tmp_path, "7900-xtx"))
+    assert (found.vendor, found.backend, found.place.type, found.compute_dtype) == ("amd", "nccl", "cuda", dtype)
+
+
+def test_an_amd_wheel_that_says_so_only_in_its_version_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.version, "hip", None)
+    monkeypatch.setattr(torch, "__version__", "2.13.0+rocm7.14")
+    assert device.is_rocm()
+
+
+@pytest.mark.parametrize(("major", "dtype"), [(7, torch.float32), (8, torch.bfloat16), (12, torch.bfloat16)])
+def test_an_nvidia_gpu_computes_in_bf16_from_ampere_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, major: int, dtype: torch.dtype
+) -> None:
+    pretend(monkeypatch, hip=None, major=major)
+    found = device.find(host=machine(tmp_path, "nvidia"))
+    assert (found.vendor, found.compute_dtype) == ("nvidia", dtype)
+
+
+def test_a_gpu_inside_a_processor_has_no_more_memory_than_the_process(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pretend(monkeypatch, hip="7.2.0", gcnArchName="gfx1151", total_memory=96 * GIB)
+    host = machine(tmp_path, "strix-halo")
+    plant(tmp_path, {"proc/self/cgroup": "0::/\n", "sys/fs/cgroup/memory.max": f"{32 * GIB}"})
+    assert device.find(host=host).memory_bytes == 32 * GIB
+
+
+def test_each_process_of_a_machine_takes_its_own_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pretend(monkeypatch, hip="7.2.0", count=8, gcnArchName="gfx942")
+    assert device.find(host=machine(tmp_path, "mi300x", env={"LOCAL_RANK": "3"})).place == torch.device("cuda", 3)
+
+
+@pytest.mark.usefixtures("no_gpu")
+def test_a_processor_has_the_memory_of_its_control_group(tmp_path: Path) -> None:
+    host = machine(tmp_path, "none")
+    plant(tmp_path, {"proc/self/cgroup": "0::/\n", "sys/fs/cgroup/memory.max": f"{8 * GIB}"})
+    found = device.find(host=host)
+    assert (found.name, found.memory_bytes, found.backend) == ("Some Processor", 8 * GIB, "gloo")
+    assert found.compute_dtype == torch.bfloat16
+
+
+@pytest.mark.usefixtures("no_gpu")
+def test_an_older_processor_computes_in_float32(tmp_path: Path) -> None:
+    assert device.find("cpu", machine(tmp_path, "none", cpuinfo=ZEN2)).compute_dtype == torch.float32
+
+
+@pytest.mark.usefixtures("no_gpu")
+@pytest.mark.parametrize("wanted", ["cuda", "mps"])
+def test_a_device_that_is_not_there_is_an_error_with_a_cure(tmp_path: Path, wanted: Wanted) -> None:
+    with pytest.raises(HardwareError, match="doctor"):
+        device.find(wanted, machine(tmp_path, "none"))
+
+
+def test_a_processor_reports_its_peak_memory() -> None:
+    found = device.find("cpu")
+    found.synchronize()
+    assert found.peak_bytes() > 2**20
+
+
+def test_the_number_of_threads_can_be_set() -> None:
+    before = device.threads()
+    try:
+        device.set_threads(1)
+        assert device.threads() == 1
+    finally:
+        device.set_threads(before)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="mallopt is of glibc")
+def test_freed_memory_stays_with_the_process() -> None:
+    """After a few rounds, a large block that was freed is taken again without page faults."""
+    code = """
+import resource, torch
+from bloomery.hw.device import keep_freed_memory
+def faults():
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    for _ in range(5):
+        torch.zeros(2**25)
+    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
+if not keep_freed_memory():
+    raise SystemExit(9)
+sizes = [faults() for _ in range(5)]
+raise SystemExit(sizes[-1] > 1000)
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    if done.returncode == 9:
+        pytest.skip("this system has another C library than glibc")
+    assert done.returncode == 0, done.stderr

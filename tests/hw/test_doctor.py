@@ -1,0 +1,182 @@
+"""Every finding has a verdict, and everything that is not well has a cure."""
+
+import os
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from bloomery.hw import doctor
+from bloomery.hw.doctor import Finding, as_lines, examine, exit_code
+from bloomery.hw.host import Host, Reply
+from tests.hw.machines import GIB, MACHINES, machine, plant, told, torch_folder
+
+SEEN_AMD = {"version": "2.13.0+rocm7.2", "hip": "7.2.1", "cuda": None, "gpus": 1, "targets": ["gfx1151"]}
+DEVICE = {"device": "GPU", "vendor": "amd", "dtype": "bfloat16"}
+RIGHT = told(DEVICE, {"matmul_error": 0.003}, {"first_loss": 3.5, "last_loss": 0.1})
+
+
+def healthy(root: Path, *, env: Mapping[str, str] | None = None, **replies: Reply) -> Host:
+    """A Strix Halo on which all is well but for what is given."""
+    torch = torch_folder(root, "2.13.0+rocm7.2", hip="7.2.1")
+    host = machine(
+        root, "strix-halo", env=env, replies={"torch": told(SEEN_AMD), "compute": RIGHT} | replies, torch=torch
+    )
+    plant(root, {"sys/class/drm/renderD128/device/mem_info_gtt_total": str(96 * GIB)})
+    return host
+
+
+def by_id(findings: list[Finding]) -> dict[str, Finding]:
+    assert len({finding.id for finding in findings}) == len(findings)
+    return {finding.id: finding for finding in findings}
+
+
+@pytest.fixture(autouse=True)
+def large_disk(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(total=100 * GIB, free=50 * GIB))
+
+
+def test_a_healthy_machine_has_nothing_to_cure(tmp_path: Path) -> None:
+    findings = examine(healthy(tmp_path), tmp_path / "runs")
+    assert exit_code(findings) == 0, as_lines(findings)
+    assert {"python", "gpu", "amd-device-nodes", "gtt", "torch", "matmul", "training"} <= by_id(findings).keys()
+    assert not [finding for finding in findings if finding.cure]
+
+
+@pytest.mark.parametrize("kind", MACHINES)
+def test_every_machine_without_torch_is_told_how_to_get_it(tmp_path: Path, kind: str) -> None:
+    findings = by_id(examine(machine(tmp_path, kind), tmp_path / "runs"))
+    assert findings["torch"].status == "fail"
+    assert ("DTK" if kind == "hygon" else "pip install") in findings["torch"].cure
+    assert "matmul" not in findings
+
+
+@pytest.mark.parametrize("kind", MACHINES)
+def test_whatever_is_not_well_has_a_cure(tmp_path: Path, kind: str) -> None:
+    assert all(finding.cure for finding in examine(machine(tmp_path, kind), tmp_path) if finding.status != "ok")
+
+
+@pytest.mark.parametrize(
+    ("reply", "words"),
+    [
+        (Reply(code=-11), "signal 11"),
+        (Reply(code=None), "in time"),
+        (Reply(code=1, err="x\nImportError: no lib"), "lib"),
+    ],
+)
+def test_a_torch_that_cannot_be_imported_fails_with_how_it_ended(tmp_path: Path, reply: Reply, words: str) -> None:
+    finding = by_id(examine(healthy(tmp_path, torch=reply), tmp_path))["torch"]
+    assert finding.status == "fail"
+    assert words in finding.value
+    assert "--force-reinstall" in finding.cure
+
+
+@pytest.mark.parametrize(
+    ("reply", "broken"),
+    [
+        (told(DEVICE, code=-11), "matmul"),
+        (told(DEVICE, code=None), "matmul"),
+        (told(DEVICE, {"matmul_error": 0.9}, {"first_loss": 3.5, "last_loss": 0.1}), "matmul"),
+        (told(DEVICE, {"matmul_error": float("nan")}, {"first_loss": 3.5, "last_loss": 0.1}), "matmul"),
+        (told(DEVICE, {"matmul_error": 0.003}, code=-6), "training"),
+        (told(DEVICE, {"matmul_error": 0.003}, {"first_loss": 3.5, "last_loss": 3.4}), "training"),
+        (told(DEVICE, {"matmul_error": 0.003}, {"first_loss": 3.5, "last_loss": float("nan")}), "training"),
+    ],
+)
+def test_a_device_that_computes_wrong_numbers_or_none_fails(tmp_path: Path, reply: Reply, broken: str) -> None:
+    findings = examine(healthy(tmp_path, compute=reply), tmp_path)
+    assert [finding.id for finding in findings if finding.status == "fail"] == [broken]
+    assert exit_code(findings) == 2
+
+
+def test_a_torch_without_kernels_for_the_gpu_is_a_warning(tmp_path: Path) -> None:
+    host = healthy(tmp_path, torch=told(SEEN_AMD | {"targets": ["gfx942"]}))
+    finding = by_id(examine(host, tmp_path))["torch"]
+    assert (finding.status, "gfx1151" in finding.value, "device-gfx1151" in finding.cure) == ("warn", True, True)
+
+
+def test_a_torch_that_sees_no_gpu_says_what_hides_it(tmp_path: Path) -> None:
+    host = healthy(tmp_path, env={"HIP_VISIBLE_DEVICES": ""}, torch=told(SEEN_AMD | {"gpus": 0}))
+    finding = by_id(examine(host, tmp_path))["torch"]
+    assert finding.status == "warn"
+    assert "HIP_VISIBLE_DEVICES=''" in finding.value
+
+
+def test_a_processors_torch_on_a_machine_with_a_gpu_is_a_warning(tmp_path: Path) -> None:
+    replies = {"torch": told(SEEN_AMD | {"version": "2.13.0+cpu", "hip": None, "gpus": 0}), "compute": RIGHT}
+    host = machine(tmp_path, "7900-xtx", replies=replies, torch=torch_folder(tmp_path, "2.13.0+cpu"))
+    finding = by_id(examine(host, tmp_path))["torch"]
+    assert finding.status == "warn"
+    assert "torch[device-gfx1100]" in finding.cure
+
+
+def test_device_nodes_that_are_absent_or_closed_fail(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    host = healthy(tmp_path)
+    monkeypatch.setattr(os, "access", lambda path, mode: "renderD" not in str(path))
+    finding = by_id(examine(host, tmp_path))["amd-device-nodes"]
+    assert (finding.status, finding.value) == ("fail", "closed to this user: /dev/dri/renderD128")
+    assert "usermod" in finding.cure
+    (tmp_path / "dev/kfd").unlink()
+    plant(tmp_path, {".dockerenv": ""})
+    finding = by_id(examine(host, tmp_path))["amd-device-nodes"]
+    assert finding.value.startswith("absent: /dev/kfd; closed")
+    assert "--device=/dev/kfd" in finding.cure
+
+
+def test_an_override_of_the_target_is_a_warning(tmp_path: Path) -> None:
+    finding = by_id(examine(healthy(tmp_path, env={"HSA_OVERRIDE_GFX_VERSION": "11.0.0"}), tmp_path))["hsa-override"]
+    assert finding.status == "warn"
+    assert finding.value == "11.0.0 stands for gfx1100; the kernel says gfx1151"
+    assert finding.cure == "unset HSA_OVERRIDE_GFX_VERSION"
+
+
+def test_a_gpu_that_gets_half_of_the_memory_is_told_the_kernel_parameter(tmp_path: Path) -> None:
+    host = healthy(tmp_path)
+    plant(tmp_path, {"sys/class/drm/renderD128/device/mem_info_gtt_total": str(64 * GIB)})
+    finding = by_id(examine(host, tmp_path))["gtt"]
+    assert finding.status == "warn"
+    assert "ttm.pages_limit=25165824" in finding.cure  # 96 GiB of 4 KiB
+
+
+def test_a_large_carve_out_of_memory_is_fine(tmp_path: Path) -> None:
+    host = healthy(tmp_path)
+    folder = "sys/class/drm/renderD128/device"
+    sizes = {f"{folder}/mem_info_gtt_total": str(16 * GIB), f"{folder}/mem_info_vram_total": str(96 * GIB)}
+    plant(tmp_path, sizes)
+    assert by_id(examine(host, tmp_path))["gtt"].status == "ok"
+
+
+def test_scarce_disk_memory_and_shm_are_warnings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    host = healthy(tmp_path)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(total=GIB // 16, free=5 * GIB))
+    plant(tmp_path, {".dockerenv": "", "dev/shm/x": "", "proc/self/cgroup": "0::/\n"})
+    plant(tmp_path, {"sys/fs/cgroup/memory.max": str(2 * GIB)})
+    findings = by_id(examine(host, tmp_path / "runs/not/yet/there"))
+    assert {name: findings[name].status for name in ("disk", "memory", "shm")} == dict.fromkeys(
+        ("disk", "memory", "shm"), "warn"
+    )
+
+
+def test_the_worst_finding_decides_the_exit_code() -> None:
+    ok, warn, fail = (Finding(id="x", status=status, value="") for status in ("ok", "warn", "fail"))
+    assert [exit_code(found) for found in ([], [ok], [ok, warn], [fail, warn])] == [0, 0, 1, 2]
+
+
+def test_torch_of_this_machine_passes_its_own_probes(tmp_path: Path) -> None:
+    findings = by_id(examine(Host.here(), tmp_path))
+    assert findings["matmul"].status == "ok", findings["matmul"]
+    assert findings["training"].status == "ok", findings["training"]
+
+
+def test_a_report_shows_each_finding_and_its_cure() -> None:
+    finding = Finding(id="disk", status="warn", value="little", cure="first\nsecond")
+    assert [line.split() for line in as_lines([finding])] == [["!", "disk", "little"], ["first"], ["second"]]
+
+
+def test_the_order_of_checks_is_the_order_of_the_report(tmp_path: Path) -> None:
+    names = [finding.id for finding in examine(healthy(tmp_path), tmp_path)]
+    assert names[:2] == ["python", "gpu"]
+    assert names[-2:] == ["matmul", "training"]
+    assert len(doctor.CHECKS) >= 10

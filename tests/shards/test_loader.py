@@ -1,0 +1,258 @@
+import threading
+import time
+from collections import Counter
+from collections.abc import Iterator
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from bloomery.core.errors import DataError
+from bloomery.shards import format
+from bloomery.shards.loader import AHEAD, IGNORE, Batch, Samples, batches
+from bloomery.shards.order import sample_positions
+
+TOKENIZER = "a" * 64
+DOCUMENT, PAD, VOCAB_SIZE = 0, 2, 500
+
+
+def write(
+    folder: Path, number: int, tokens: list[int], *, row_tokens: int | None = None, mask: list[int] | None = None
+) -> None:
+    format.write(
+        folder / f"train-{number:05d}",
+        np.array(tokens, dtype=np.uint16),
+        vocab_size=VOCAB_SIZE,
+        starts=[place for place, token in enumerate(tokens) if token == DOCUMENT],
+        tokenizer_hash=TOKENIZER,
+        layout="rows" if row_tokens else "stream",
+        mask=None if mask is None else np.array(mask, dtype=np.uint8),
+        facts={"document_id": DOCUMENT, **({"row_tokens": row_tokens} if row_tokens else {})},
+    )
+
+
+def stream(folder: Path, sizes: tuple[int, ...] = (103, 5, 61, 8, 40), length: int = 8) -> Samples:
+    """Shards of these many tokens, no two tokens near each other alike, with documents here and there."""
+    rng = np.random.default_rng(1)
+    for number, size in enumerate(sizes):
+        tokens = (np.arange(size) * 7 + 1000 * number) % 490 + 10
+        tokens[rng.random(size) < 0.15] = DOCUMENT
+        write(folder, number, tokens.tolist())
+    return Samples(folder, "train", length, TOKENIZER)
+
+
+@pytest.fixture
+def samples(tmp_path: Path) -> Samples:
+    return stream(tmp_path)
+
+
+def every(samples: Samples) -> Batch:
+    return samples.batch(np.arange(samples.num_samples))
+
+
+# --- what a sample is ----------------------------------------------------------------------------------------------
+
+
+def test_windows_share_one_token_so_that_every_token_is_a_target_once(tmp_path: Path) -> None:
+    """Of each shard all but its first token, and the tail that fills no window."""
+    sizes, length = (103, 5, 61, 8, 9, 17), 8
+    samples = stream(tmp_path, sizes, length)
+    expected: list[int] = []
+    for path in format.names(tmp_path, "train"):
+        tokens = format.read(path).tokens.tolist()
+        windows = (len(tokens) - 1) // length
+        expected += tokens[1 : windows * length + 1]
+    assert every(samples).targets.flatten().tolist() == expected
+    assert samples.num_samples == sum((size - 1) // length for size in sizes)
+
+
+def test_a_target_is_the_next_token_also_at_the_end_of_a_window(tmp_path: Path) -> None:
+    batch = every(stream(tmp_path, (81,), 8))
+    assert np.array_equal(batch.targets[:, :-1], batch.ids[:, 1:])
+    assert np.array_equal(batch.targets[:-1, -1], batch.ids[1:, 0])
+
+
+def slow(tokens: list[int], mask: list[int] | None) -> dict[str, list[int]]:
+    """One sample of T + 1 tokens, as one would explain it."""
+    ids, targets, positions, segments = tokens[:-1], [], [], []
+    position, segment = -1, 1
+    for place, id in enumerate(ids):
+        if id == DOCUMENT and place > 0:
+            position, segment = 0, segment + 1
+        else:
+            position += 1
+        positions.append(position)
+        segments.append(segment)
+        targets.append(tokens[place + 1] if mask is None or mask[place + 1] else IGNORE)
+    return {"ids": ids, "targets": targets, "positions": positions, "segments": segments}
+
+
+TOKEN = st.sampled_from([DOCUMENT, DOCUMENT, PAD, 7, 8, 9])
+
+
+@settings(max_examples=30)  # each waits for the disk
+@given(st.integers(1, 6), st.lists(st.tuples(TOKEN, st.integers(0, 1)), min_size=7, max_size=60), st.booleans())
+def test_a_batch_is_what_a_slow_reference_says(
+    tmp_path_factory: pytest.TempPathFactory, length: int, pairs: list[tuple[int, int]], rows: bool
+) -> None:
+    folder, row = tmp_path_factory.mktemp("shard"), length + 1
+    pairs = pairs[: len(pairs) // row * row] if rows else pairs
+    tokens, mask = [token for token, _ in pairs], [marked for _, marked in pairs]
+    write(folder, 0, tokens, row_tokens=row if rows else None, mask=mask if rows else None)
+    batch = every(Samples(folder, "train", length, TOKENIZER))
+    stride = row if rows else length
+    starts = range(0, len(tokens) - length, stride)
+    assert len(batch.ids) == len(starts)
+    for number, start in enumerate(starts):
+        expected = slow(tokens[start : start + row], mask[start : start + row] if rows else None)
+        for name, values in expected.items():
+            assert getattr(batch, name)[number].tolist() == values, name
+
+
+def test_segments_and_positions_count_from_the_token_that_opens_a_document(tmp_path: Path) -> None:
+    write(tmp_path, 0, [5, 6, 0, 7, 8, 0, 0, 9, 3], row_tokens=9, mask=[0, 1, 0, 0, 1, 0, 0, 1, 1])
+    batch = every(Samples(tmp_path, "train", 8, TOKENIZER))
+    assert batch.segments[0].tolist() == [1, 1, 2, 2, 2, 3, 4, 4]
+    assert batch.positions[0].tolist() == [0, 1, 0, 1, 2, 0, 0, 1]
+    assert batch.targets[0].tolist() == [6, -100, -100, 8, -100, -100, 9, 3]
+
+
+def test_a_batch_splits_into_the_same_samples(samples: Samples) -> None:
+    batch = every(samples)
+    for size in (1, 3, 100):
+        parts = batch.split(size)
+        assert all(len(part.ids) <= size for part in parts)
+        for name in ("ids", "targets", "positions", "segments", "samples"):
+            assert np.array_equal(np.concatenate([getattr(part, name) for part in parts]), getattr(batch, name))
+
+
+# --- which come when -----------------------------------------------------------------------------------------------
+
+
+def numbers(samples: Samples, *, first: int, size: int, count: int, seed: int = 3) -> list[int]:
+    source = batches(samples, first=first, size=size, seed=seed)
+    found = [int(number) for batch in islice(source, count) for number in batch.samples]
+    source.close()
+    return found
+
+
+@pytest.mark.parametrize("size", [1, 2, 5, 7, 64])
+def test_every_sample_comes_exactly_once_an_epoch_at_any_batch_size(samples: Samples, size: int) -> None:
+    n = samples.num_samples
+    found = numbers(samples, first=0, size=size, count=-(-3 * n // size))
+    for epoch in range(3):
+        assert sorted(found[epoch * n : (epoch + 1) * n]) == list(range(n))
+    assert found == numbers(samples, first=0, size=1, count=len(found))
+    assert found != numbers(samples, first=0, size=1, count=len(found), seed=4)
+
+
+@pytest.mark.parametrize("size", [1, 4, 6])
+@pytest.mark.parametrize("done", [1, 2, 9])
+def test_a_resumed_run_sees_what_an_uninterrupted_one_would_have_seen(samples: Samples, size: int, done: int) -> None:
+    whole = list(islice(batches(samples, first=0, size=size, seed=3), done + 4))
+    tail = list(islice(batches(samples, first=done * size, size=size, seed=3), 4))
+    for one, other in zip(whole[done:], tail, strict=True):
+        for name in ("ids", "targets", "positions", "segments", "samples"):
+            assert np.array_equal(getattr(one, name), getattr(other, name))
+
+
+def test_a_run_may_go_on_with_another_batch_size(samples: Samples) -> None:
+    whole = numbers(samples, first=0, size=1, count=60)
+    assert numbers(samples, first=0, size=5, count=4) + numbers(samples, first=20, size=8, count=5) == whole
+
+
+def test_a_batch_is_the_samples_it_names(samples: Samples) -> None:
+    for batch in islice(batches(samples, first=0, size=4, seed=3), 8):
+        again = samples.batch(batch.samples)
+        assert np.array_equal(batch.ids, again.ids)
+        assert np.array_equal(batch.targets, again.targets)
+
+
+# --- the thread ----------------------------------------------------------------------------------------------------
+
+
+def loaders() -> list[threading.Thread]:
+    return [thread for thread in threading.enumerate() if thread.name.startswith("loader")]
+
+
+@pytest.fixture(autouse=True)
+def no_thread_is_left() -> Iterator[None]:
+    yield
+    assert loaders() == []
+
+
+def test_batches_are_prepared_ahead_by_one_thread_which_ends_with_the_reader(
+    samples: Samples, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: Counter[int] = Counter()
+    whole = samples.batch
+
+    def counted(which: Any) -> Batch:
+        asked[len(which)] += 1
+        return whole(which)
+
+    monkeypatch.setattr(samples, "batch", counted)
+    source = batches(samples, first=0, size=2, seed=0)
+    assert loaders() == []  # nothing happens before the first batch is wanted
+    next(source)
+    assert len(loaders()) == 1
+    until = time.monotonic() + 5
+    while asked[2] < AHEAD + 1 and time.monotonic() < until:
+        time.sleep(0.001)
+    assert asked[2] == AHEAD + 1
+    source.close()
+    assert loaders() == []
+
+
+def test_an_error_in_the_thread_reaches_the_reader(samples: Samples, monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = samples.batch
+
+    def torn(which: Any) -> Batch:
+        if 5 in which:
+            raise DataError("is torn")
+        return whole(which)
+
+    monkeypatch.setattr(samples, "batch", torn)
+    source = batches(samples, first=0, size=1, seed=0)
+    order = sample_positions(0, samples.num_samples, samples.num_samples, seed=0).tolist()
+    for number in order[: order.index(5)]:
+        assert next(source).samples.tolist() == [number]
+    with pytest.raises(DataError, match="is torn"):
+        next(source)
+    assert loaders() == []
+
+
+# --- what is refused -----------------------------------------------------------------------------------------------
+
+
+def test_shards_that_are_absent_too_small_or_of_other_rows_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=r"there are no shards train-\*\.bin"):
+        Samples(tmp_path, "train", 8, TOKENIZER)
+    write(tmp_path, 0, [0, 7, 8])
+    with pytest.raises(DataError, match=r"(?s)3 tokens are fewer than one sample of 9.*lower model\.context"):
+        Samples(tmp_path, "train", 8, TOKENIZER)
+    with pytest.raises(DataError, match="was made with tokenizer aaaaaaaa, not bbbbbbbb"):
+        Samples(tmp_path, "train", 2, "b" * 64)
+    write(tmp_path, 0, [0, 7, 8, 9], row_tokens=4)
+    with pytest.raises(DataError, match="rows have 4 tokens, 9 are wanted"):
+        Samples(tmp_path, "train", 8, TOKENIZER)
+    assert Samples(tmp_path, "train", 3, TOKENIZER).num_samples == 1
+
+
+def test_a_torn_shard_among_whole_ones_is_refused_by_name(tmp_path: Path) -> None:
+    stream(tmp_path)
+    file = tmp_path / "train-00002.bin"
+    file.write_bytes(file.read_bytes()[:-1])
+    with pytest.raises(DataError, match=r"train-00002\.bin: has"):
+        Samples(tmp_path, "train", 8, TOKENIZER)
+
+
+def test_shards_of_two_kinds_are_not_mixed(tmp_path: Path) -> None:
+    write(tmp_path, 0, [0] * 18)
+    write(tmp_path, 1, [0] * 18, row_tokens=9)
+    with pytest.raises(DataError, match=r"train-00001: is made of \['rows', 0, 9\], and train-00000 of \['stream'"):
+        Samples(tmp_path, "train", 8, TOKENIZER)

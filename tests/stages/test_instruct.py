@@ -1,0 +1,249 @@
+import gzip
+import json
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from bloomery.core.config import build
+from bloomery.core.errors import DataError
+from bloomery.core.stage import Plan, Stage, content_hash, seal
+from bloomery.data import worlds
+from bloomery.shards import format
+from bloomery.shards.loader import IGNORE, Samples
+from bloomery.stages import instruct
+from bloomery.stages.config import Instruct
+from bloomery.tokenizer.chat import Message, Renderer
+from tests.tokenizer.made import small
+
+ROW = 81
+LONG = "Now, and then, and once more, " * 30
+Rendered = tuple[tuple[int, ...], tuple[int, ...]]
+"""Ids and mask."""
+
+
+def talk(*contents: str, system: str | None = None) -> list[Message]:
+    """Messages of a user and an assistant in turn."""
+    opening = [Message(role="system", content=system)] if system is not None else []
+    roles = ("user", "assistant") * len(contents)
+    said = zip(roles, contents, strict=False)
+    return opening + [Message(role=role, content=content) for role, content in said]  # type: ignore[typeddict-item]
+
+
+FIT: list[list[Message]] = [
+    talk("What is 1 plus 1?", "2."),
+    talk("<|end|><|assistant|>", "I see <|end|>."),
+    talk("Be short.", "Yes.", "And?", "No.", system="You are brief."),
+    talk("", ""),
+    talk("Größe 😀 東京", " x \n"),
+    [Message(role="assistant", content="Hello."), Message(role="user", content="Hi."), *talk("A", "B")[1:]],
+    [*talk("Count.", "I ask."), Message(role="tool", content="3"), Message(role="assistant", content="Three.")],
+]
+CUT: list[tuple[list[Message], int]] = [
+    (talk("A", "B", "C", LONG), 2),
+    (talk("A", "B", "C", "D", LONG, "E"), 4),
+    (talk("A", "B", "C"), 2),  # nobody answers C
+    ([*talk("A", "B"), Message(role="tool", content=LONG), Message(role="assistant", content="C")], 2),
+]
+"""Conversations, and how many of their messages are kept."""
+
+BAD: list[tuple[str, str, str]] = [
+    ("{", "not_json", "is not JSON"),
+    ('["a"]', "not_json", "holds list instead of an object"),
+    ('{"text": "a"}', "not_a_conversation", "there is no list `messages`"),
+    ('{"messages": []}', "not_a_conversation", "there is no list `messages`"),
+    ('{"messages": [{"role": "user"}]}', "not_a_conversation", "message 1 has no role and content"),
+    ('{"messages": ["a"]}', "not_a_conversation", "message 1 has no role and content"),
+    ('{"messages": [{"role": "bot", "content": ""}]}', "not_a_conversation", "message 1 has the role 'bot'"),
+    ('{"messages": [{"role": ["user"], "content": ""}]}', "not_a_conversation", "message 1 has the role ['user']"),
+    ('{"messages": [{"role": "user", "content": null}]}', "not_a_conversation", "the content of message 1 is no text"),
+    (
+        '{"messages": [{"role": "user", "content": "a\\ud83d"}]}',
+        "not_a_conversation",
+        "character 1 of message 1 is half",
+    ),
+    ('{"messages": [{"role": "user", "content": "a"}]}', "nothing_to_learn", "no message is the assistant's"),
+    (json.dumps({"messages": talk(LONG, "Yes.")}), "too_long", f"its first answer does not end within {ROW} tokens"),
+    (json.dumps({"messages": talk("A", LONG)}), "too_long", f"its first answer does not end within {ROW} tokens"),
+]
+BOUGHT = [talk("Name a river.", "The Rhine."), talk("And a lake.", "Lake Constance.")]
+"""What the stage `synthesize` left."""
+COPIES = 12
+WORLD_TALKS = 150
+
+
+@dataclass(frozen=True)
+class Done:
+    out: Path
+    stats: Mapping[str, Any]
+    path: Path
+    refused: list[tuple[str, str, str]]
+    """Place, reason, and how the sentence begins."""
+    inputs: dict[str, Path]
+
+    @property
+    def config(self) -> Instruct:
+        jsonl = {"kind": "jsonl", "name": "file", "path": str(self.path)}
+        generated = {"kind": "worlds", "count": WORLD_TALKS, "seed": 3}
+        return build(Instruct, {"sources": [jsonl, generated], "row_tokens": ROW, "hold_out": 0.2})
+
+
+@pytest.fixture(scope="module")
+def done(tmp_path_factory: pytest.TempPathFactory) -> Done:
+    root = tmp_path_factory.mktemp("instruct")
+    path, refused, lines = root / "talks.jsonl.gz", [], []
+    for number in range(COPIES):
+        for messages in (*FIT, *(messages for messages, _ in CUT)):
+            lines.append(json.dumps({"messages": messages, "number": number}))
+        if number < len(BAD):
+            lines.append("")  # blank lines are passed, and counted
+    for line, _, _ in BAD:
+        lines.insert(len(lines) // 2, line)
+    for place, line in enumerate(lines, 1):
+        refused += [(f"{path}:{place}", reason, what) for bad, reason, what in BAD if bad == line]
+    path.write_bytes(gzip.compress("".join(line + "\n" for line in lines).encode()))
+    small().save(root / "tokenizer")
+    (root / "synthesize").mkdir()
+    bought = [json.dumps({"messages": messages, "tokens": 3}) + "\n" for messages in BOUGHT]
+    (root / "synthesize" / "conversations.jsonl").write_text("".join(bought), encoding="utf-8")
+    inputs = {name: root / name for name in ("tokenizer", "synthesize")}
+    made = Done(root / "out", {}, path, refused, inputs)
+    return Done(made.out, instruct.run(made.config, made.inputs, made.out), path, refused, made.inputs)
+
+
+def rendered(messages: list[Message]) -> Rendered:
+    found = Renderer(small()).render(messages)
+    return tuple(found.ids), tuple(found.mask)
+
+
+def accepted() -> Counter[Rendered]:
+    """What shall be learned, every conversation as often as it comes."""
+    some = [*FIT, *(messages[:kept] for messages, kept in CUT)]
+    wanted = Counter(map(rendered, [*some * COPIES, *BOUGHT]))
+    for messages in world_talks():
+        fitting = [n for n in range(2, len(messages) + 1, 2) if len(rendered(messages[:n])[0]) <= ROW]
+        wanted.update([rendered(messages[: max(fitting)])] if fitting else [])
+    return wanted
+
+
+def world_talks() -> list[list[Message]]:
+    made = [found.messages() for found in worlds.conversations(3, WORLD_TALKS)]
+    return [[Message(role=m["role"], content=m["content"]) for m in messages] for messages in made]  # type: ignore[typeddict-item]
+
+
+def packed(out: Path, split: str) -> Counter[Rendered]:
+    """The conversations in the rows of a split, cut at their opening tokens. What is left over is padding."""
+    made = format.read(out / f"{split}-00000", tokenizer_hash=small().hash, verify=True)
+    assert made.mask is not None
+    found: Counter[Rendered] = Counter()
+    for ids, mask in zip(made.tokens.reshape(-1, ROW).tolist(), made.mask.reshape(-1, ROW).tolist(), strict=True):
+        end = len(ids)
+        while ids[end - 1] == small().pad_id:
+            end -= 1
+        assert not any(mask[end:])
+        starts = [place for place in range(end) if ids[place] == small().document_id]
+        assert starts[0] == 0
+        for start, stop in zip(starts, [*starts[1:], end], strict=True):
+            found[tuple(ids[start:stop]), tuple(mask[start:stop])] += 1
+    return found
+
+
+def test_every_accepted_conversation_is_packed_once_with_its_mask(done: Done) -> None:
+    train, val = packed(done.out, "train"), packed(done.out, "val")
+    assert train + val == accepted()
+    assert train.total() == done.stats["train"]["conversations"]
+    assert val.total() == done.stats["val"]["conversations"] > 0
+    assert done.stats["conversations"] == accepted().total()
+    by_source = done.stats["by_source"]
+    assert by_source["file"] == COPIES * (len(FIT) + len(CUT))
+    assert by_source["synthesize"] == len(BOUGHT)
+
+
+def test_no_held_out_conversation_is_trained_on(done: Done) -> None:
+    assert not packed(done.out, "train").keys() & packed(done.out, "val").keys()
+
+
+def test_what_is_refused_is_listed_with_its_line_and_reason(done: Done) -> None:
+    listed = [json.loads(line) for line in (done.out / "refused.jsonl").read_text(encoding="utf-8").splitlines()]
+    assert done.stats["refused"] == len(listed)
+    assert done.stats["refused_by_reason"] == Counter(found["reason"] for found in listed)
+    assert done.stats["conversations"] + len(listed) == COPIES * (len(FIT) + len(CUT)) + len(BAD) + WORLD_TALKS + 2
+    from_file = [found for found in listed if found["source"] == "file"]
+    assert len(from_file) == len(done.refused) == len(BAD)
+    for found, (place, reason, what) in zip(from_file, done.refused, strict=True):
+        assert (found["place"], found["reason"]) == (place, reason)
+        assert what in found["what"]
+
+
+def test_conversations_cut_at_a_turn_are_counted(done: Done) -> None:
+    lengths = [(len(rendered(messages[:2])[0]), len(rendered(messages)[0])) for messages in world_talks()]
+    cut = sum(first <= ROW < whole for first, whole in lengths)
+    assert cut > 0
+    assert done.stats["cut_at_a_turn"] == COPIES * len(CUT) + cut
+
+
+def test_the_numbers_of_a_split_are_what_its_rows_hold(done: Done) -> None:
+    for split in ("train", "val"):
+        made = format.read(done.out / f"{split}-00000")
+        facts, talks = done.stats[split], packed(done.out, split)
+        assert made.mask is not None
+        assert facts["rows"] * ROW == len(made.tokens)
+        assert facts["tokens"] == sum(len(ids) * count for (ids, _), count in talks.items())
+        assert facts["supervised"] == sum(sum(mask) * count for (_, mask), count in talks.items()) == made.mask.sum()
+        assert facts["packing"] == round(facts["tokens"] / len(made.tokens), 4)
+        assert len(made.index["starts"]) == facts["conversations"]
+        assert made.index["template"] == done.stats["template"] == Renderer(small()).template.hash
+    assert done.stats["train"]["packing"] > 0.9
+
+
+def test_the_loader_learns_every_supervised_token_once_and_lets_no_conversation_see_another(done: Done) -> None:
+    samples = Samples(done.out, "train", ROW - 1, small().hash)
+    batch = samples.batch(np.arange(samples.num_samples))
+    assert samples.num_samples == done.stats["train"]["rows"]
+    assert int((batch.targets != IGNORE).sum()) == done.stats["train"]["supervised"]
+    assert int(batch.segments.max(axis=1).sum()) == done.stats["train"]["conversations"]
+    learned = batch.targets[batch.targets != IGNORE]
+    assert small().pad_id not in learned
+    assert small().document_id not in learned
+
+
+def test_two_runs_give_the_same_content(done: Done, tmp_path: Path) -> None:
+    stats = instruct.run(done.config, done.inputs, tmp_path)
+    assert stats == done.stats
+    stage = Stage(name="instruct", run="bloomery.stages.instruct:run")
+    for folder in (tmp_path, done.out):
+        plan = Plan(stage=stage, config=done.config, folder=folder, fingerprint="0", inputs={})
+        seal(plan, stats, seconds=1.0, resumed=False)
+    assert content_hash(tmp_path) == content_hash(done.out)
+
+
+def test_nothing_to_learn_or_to_validate_with_is_an_error(done: Done, tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_text("{\n")
+    (tmp_path / "conversations.jsonl").touch()
+    inputs = {**done.inputs, "synthesize": tmp_path}
+    tree: dict[str, Any] = {"sources": [{"kind": "jsonl", "name": "a", "path": str(tmp_path / "a.jsonl")}]}
+    with pytest.raises(DataError, match=r"(?s)no conversation is left to learn from.*refused\.jsonl"):
+        instruct.run(build(Instruct, tree), inputs, tmp_path / "out")
+    assert len((tmp_path / "out" / "refused.jsonl").read_text().splitlines()) == 1
+    (tmp_path / "a.jsonl").write_text(json.dumps({"messages": talk("A", "B")}) + "\n")
+    with pytest.raises(DataError, match=r"(?s)no conversation was held out.*Raise instruct\.hold_out"):
+        instruct.run(build(Instruct, {**tree, "hold_out": 0.0}), inputs, tmp_path / "out")
+    none = {"sources": [{"kind": "jsonl", "name": "a", "path": str(tmp_path / "none.jsonl")}]}
+    with pytest.raises(DataError, match=r"none\.jsonl: cannot be read"):
+        instruct.run(build(Instruct, none), inputs, tmp_path / "out")
+    with pytest.raises(DataError, match=r"(?s)none\.jsonl: there is no such file.*instruct\.sources"):
+        instruct.digest(build(Instruct, none))
+
+
+def test_the_digest_changes_with_the_content_of_a_file_and_not_with_its_place(done: Done, tmp_path: Path) -> None:
+    def digest(content: str, name: str) -> str:
+        (tmp_path / name).write_text(content)
+        source = {"kind": "jsonl", "name": "a", "path": str(tmp_path / name)}
+        return instruct.digest(build(Instruct, {"sources": [source, {"kind": "worlds"}]}))
+
+    assert digest("a\n", "a.jsonl") == digest("a\n", "b.jsonl") != digest("b\n", "a.jsonl")
+    assert instruct.digest(Instruct()) == ""

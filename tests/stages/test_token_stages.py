@@ -1,0 +1,233 @@
+import hashlib
+import random
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from bloomery.core.config import build
+from bloomery.core.errors import DataError
+from bloomery.data import document, worlds
+from bloomery.data.holdout import is_held_out
+from bloomery.shards import format
+from bloomery.shards.loader import Samples
+from bloomery.stages import shard
+from bloomery.stages import tokenizer as stage
+from bloomery.stages.config import Shard, Vocabulary
+from bloomery.tokenizer.tokenizer import Tokenizer
+from tests.tokenizer.made import CODE, ELSEWHERE, small
+
+DOMAINS = {"web": 300, "code": 60, "other": 25}
+
+
+def text(domain: str, number: int) -> str:
+    rng = random.Random(f"{domain} {number}")
+    if domain == "web":
+        return f"{number}. " + " ".join(worlds.documents(number, rng.randint(1, 4)))
+    lines = (CODE if domain == "code" else ELSEWHERE).splitlines(keepends=True)
+    return f"# {number}\n" + "".join(rng.choices(lines, k=rng.randint(3, 20)))
+
+
+ROWS = [
+    {"id": f"{domain}/{number}", "text": text(domain, number), "source": "s", "domain": domain}
+    for domain, count in DOMAINS.items()
+    for number in range(count)
+]
+
+
+def write(folder: Path, rows: Sequence[Mapping[str, str]]) -> dict[str, Path]:
+    """What a stage is handed: documents, and the small tokenizer."""
+    with document.Writer(folder / "dedup" / "kept") as writer:
+        writer.write_all(dict(row) for row in rows)
+    small().save(folder / "tokenizer")
+    return {"dedup": folder / "dedup", "tokenizer": folder / "tokenizer"}
+
+
+@pytest.fixture(scope="module")
+def inputs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    return write(tmp_path_factory.mktemp("inputs"), ROWS)
+
+
+def hashes(folder: Path) -> dict[str, str]:
+    found = sorted(path for path in folder.rglob("*") if path.is_file())
+    return {path.relative_to(folder).as_posix(): hashlib.sha256(path.read_bytes()).hexdigest() for path in found}
+
+
+# --- tokenizer -----------------------------------------------------------------------------------------------------
+
+
+def test_the_tokenizer_that_is_saved_is_the_one_that_is_reported(inputs: dict[str, Path], tmp_path: Path) -> None:
+    stats = stage.run(Vocabulary(vocab_size=500), inputs, tmp_path)
+    made = Tokenizer.load(tmp_path)
+    assert stats["hash"] == made.hash
+    assert stats["vocab_size"] == made.vocab_size == 500
+    for domain, ratio in stats["bytes_per_token"].items():
+        some = [row["text"] for row in ROWS if row["domain"] == domain]
+        tokens = sum(len(made.encode(one)) for one in some)
+        assert ratio == round(sum(len(one.encode()) for one in some) / tokens, 3)
+    assert stats["bytes_per_token"].keys() == DOMAINS.keys()
+
+
+def test_the_same_documents_give_the_same_tokenizer(inputs: dict[str, Path], tmp_path: Path) -> None:
+    for name in ("a", "b"):
+        stage.run(Vocabulary(vocab_size=400, sample_bytes=30_000), inputs, tmp_path / name)
+    assert hashes(tmp_path / "a") == hashes(tmp_path / "b")
+
+
+@pytest.mark.parametrize("budget", [40_000, 100_000])
+def test_a_sample_is_as_large_as_asked_and_gives_every_domain_the_same(inputs: dict[str, Path], budget: int) -> None:
+    sizes: Counter[str] = Counter()
+    for row in ROWS:
+        sizes[row["domain"]] += len(row["text"].encode())
+    chosen = stage.sample(inputs["dedup"] / "kept", budget)
+    got = {domain: sum(len(one.encode()) for one in some) for domain, some in chosen.items()}
+    assert sum(got.values()) == pytest.approx(budget, rel=0.35)  # documents are whole and chosen by hash
+    for domain, some in chosen.items():
+        assert set(some) <= {row["text"] for row in ROWS if row["domain"] == domain}
+        assert len(set(some)) == len(some)
+        if sizes[domain] <= budget / 3:
+            assert got[domain] == sizes[domain]
+        else:
+            assert got[domain] >= 0.5 * budget / 3
+
+
+def test_a_sample_larger_than_all_text_is_all_of_it(inputs: dict[str, Path]) -> None:
+    chosen = stage.sample(inputs["dedup"] / "kept", 10**9)
+    assert sorted(one for some in chosen.values() for one in some) == sorted(row["text"] for row in ROWS)
+
+
+def test_no_documents_make_no_tokenizer(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=r"(?s)no documents are left.*filter less"):
+        stage.run(Vocabulary(), write(tmp_path, []), tmp_path / "out")
+
+
+# --- shard ---------------------------------------------------------------------------------------------------------
+
+
+def documents_of(folder: Path, split: str) -> list[bytes]:
+    """The documents of a split as bytes, cut at their opening tokens and nowhere else."""
+    found: list[bytes] = []
+    for path in format.names(folder, split):
+        made = format.read(path, tokenizer_hash=small().hash, verify=True)
+        assert made.tokens[0] == small().document_id
+        starts = np.flatnonzero(made.tokens == small().document_id).tolist()
+        assert starts == made.index["starts"]
+        assert len(starts) == made.index["documents"]
+        for start, end in zip(starts, [*starts[1:], len(made.tokens)], strict=True):
+            found.append(small().decode_bytes(made.tokens[start + 1 : end].tolist()))
+    return found
+
+
+@pytest.fixture(scope="module")
+def sharded(inputs: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]]:
+    out = tmp_path_factory.mktemp("shard")
+    return out, shard.run(Shard(hold_out=0.1, shard_tokens=5000), inputs, out)
+
+
+def test_documents_in_are_documents_trained_on_and_documents_held_out(sharded: tuple[Path, dict[str, Any]]) -> None:
+    out, stats = sharded
+    train, val = documents_of(out, "train"), documents_of(out, "val")
+    held = sorted(row["text"].encode() for row in ROWS if is_held_out(row["text"], 0.1))
+    assert sorted(train + val) == sorted(row["text"].encode() for row in ROWS)
+    assert sorted(val) == held
+    assert sorted(one["text"].encode() for one in document.read(out / "held-out")) == held
+    assert (stats["documents"], stats["held_out_documents"]) == (len(train), len(val))
+    assert stats["tokens"] == sum(len(format.read(path).tokens) for path in format.names(out, "train"))
+    assert stats["held_out_tokens"] == sum(len(format.read(path).tokens) for path in format.names(out, "val"))
+    assert stats["tokenizer"] == small().hash
+
+
+def test_no_held_out_text_is_in_the_training_shards(sharded: tuple[Path, dict[str, Any]]) -> None:
+    out, _ = sharded
+    everything = b"\0".join(documents_of(out, "train"))
+    held = documents_of(out, "val")
+    assert len(held) > 20
+    assert not [one for one in held if one in everything]
+
+
+def test_shards_hold_whole_documents_and_are_about_as_long_as_asked(sharded: tuple[Path, dict[str, Any]]) -> None:
+    lengths = [len(format.read(path).tokens) for path in format.names(sharded[0], "train")]
+    longest = max(len(small().encode(row["text"])) + 1 for row in ROWS)
+    assert len(lengths) > 3
+    assert all(5000 <= length < 5000 + longest for length in lengths[:-1])
+    assert Samples(sharded[0], "train", 64, small().hash).num_samples > 100
+
+
+def test_two_runs_give_the_same_bytes_and_the_order_of_documents_does_not_matter(
+    inputs: dict[str, Path], sharded: tuple[Path, dict[str, Any]], tmp_path: Path
+) -> None:
+    config = Shard(hold_out=0.1, shard_tokens=5000)
+    assert shard.run(config, inputs, tmp_path / "again") == sharded[1]
+    assert hashes(tmp_path / "again") == hashes(sharded[0])
+    turned = write(tmp_path / "turned", ROWS[::-1])
+    shard.run(config, turned, tmp_path / "out")
+    theirs, ours = hashes(tmp_path / "out"), hashes(sharded[0])
+    assert {name: theirs[name] for name in theirs if name.endswith(".bin")} == {
+        name: ours[name] for name in ours if name.endswith(".bin")
+    }
+    other = build(Shard, {"hold_out": 0.1, "shard_tokens": 5000, "seed": 1})
+    shard.run(other, inputs, tmp_path / "other")
+    assert sorted(documents_of(tmp_path / "other", "train")) == sorted(documents_of(sharded[0], "train"))
+    assert documents_of(tmp_path / "other", "train") != documents_of(sharded[0], "train")
+
+
+MIXES: list[dict[str, Any]] = [
+    {"weights": [("web", 1, 1), ("code", 1, 4)], "tokens": 4000},
+    {"weights": [("web", 3, 4), ("code", 1, 4), ("other", 2, 4)], "tokens": 9000},
+    {"weights": [("code", 0.7, 2.5), ("other", 0.3, 1)], "tokens": None},
+    {"weights": [("other", 1, 3.5)], "tokens": None},
+    {"weights": [("web", 9, 0.5), ("other", 1, 9)], "tokens": None},
+]
+
+
+@pytest.mark.parametrize("mix", MIXES)
+def test_the_mix_reaches_the_asked_shares_within_one_document(
+    inputs: dict[str, Path], tmp_path: Path, mix: dict[str, Any]
+) -> None:
+    weights = [{"domain": domain, "weight": weight, "max_epochs": epochs} for domain, weight, epochs in mix["weights"]]
+    tree = {"weights": weights, "hold_out": 0.1, **({"tokens": mix["tokens"]} if mix["tokens"] else {})}
+    stats = shard.run(build(Shard, tree), inputs, tmp_path)
+    lengths: dict[str, dict[bytes, int]] = {domain: {} for domain in DOMAINS}
+    for row in ROWS:
+        if not is_held_out(row["text"], 0.1):
+            lengths[row["domain"]][row["text"].encode()] = len(small().encode(row["text"])) + 1
+    sizes = {domain: sum(some.values()) for domain, some in lengths.items()}
+    total_weight = sum(weight for _, weight, _ in mix["weights"])
+    size = mix["tokens"] or min(sizes[d] * epochs * total_weight / weight for d, weight, epochs in mix["weights"])
+    copies = Counter(documents_of(tmp_path, "train"))
+    seen: set[bytes] = set()
+    for domain, weight, epochs in mix["weights"]:
+        found = {one: copies[one] for one in lengths[domain]}
+        reached = sum(count * lengths[domain][one] for one, count in found.items())
+        assert 0 <= reached - size * weight / total_weight < max(lengths[domain].values()) + 1e-6
+        assert max(found.values()) <= -(-epochs // 1)
+        assert max(found.values()) - min(found.values()) <= 1
+        facts = stats["mix"][domain]
+        assert facts["tokens"] == reached
+        assert facts["epochs"] == round(reached / sizes[domain], 3)
+        assert facts["share"] == round(reached / stats["tokens"], 4)
+        assert facts["asked"] == round(weight / total_weight, 4)
+        seen |= set(found)
+    assert set(copies) <= seen
+    assert stats["mix"].keys() == {domain for domain, _, _ in mix["weights"]}
+
+
+@pytest.mark.parametrize(
+    ("tree", "told"),
+    [
+        (
+            {"weights": [{"domain": "webb", "weight": 1}]},
+            r"(?s)no documents of domain 'webb' are left.*code, other, web",
+        ),
+        ({"hold_out": 0.0}, r"(?s)no document was held out.*Raise shard\.hold_out"),
+        ({"hold_out": 1.0}, r"(?s)every document was held out.*Lower shard\.hold_out"),
+    ],
+)
+def test_a_split_that_cannot_be_made_is_an_error_with_its_cure(
+    inputs: dict[str, Path], tmp_path: Path, tree: dict[str, Any], told: str
+) -> None:
+    with pytest.raises(DataError, match=told):
+        shard.run(build(Shard, tree), inputs, tmp_path)

@@ -1,0 +1,183 @@
+import json
+import re
+import subprocess
+import sys
+from functools import cache
+from itertools import product
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from bloomery.core.errors import DataError
+from bloomery.tokenizer.tokenizer import DOCUMENT, END, FILE, SPECIAL, Tokenizer, byte_letters
+from bloomery.tokenizer.train import train
+from tests.tokenizer.made import CODE, ELSEWHERE, TEXTS, VOCAB_SIZE, small, training_texts
+
+EDGES = ("", " ", "  ", "\n", " \n  \n", "\x00", "\ufeffa", "a\u0301", "\U0010ffff")
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("tokenizer")
+    small().save(folder)
+    return folder
+
+
+@given(TEXTS)
+def test_every_text_comes_back_byte_for_byte(text: str) -> None:
+    ids = small().encode(text)
+    assert small().decode_bytes(ids) == text.encode()
+    assert small().decode(ids) == text
+    assert all(0 <= id < small().vocab_size for id in ids)
+
+
+@pytest.mark.parametrize("text", [CODE, ELSEWHERE, *EDGES])
+def test_indentation_marks_and_lone_space_come_back(text: str) -> None:
+    assert small().decode(small().encode(text)) == text
+
+
+@given(st.lists(st.integers(0, VOCAB_SIZE - 1), max_size=20))
+def test_every_id_has_bytes_and_special_ones_have_none(ids: list[int]) -> None:
+    special = set(small().special.values())
+    pieces = [small().decode_bytes([id]) for id in ids]
+    assert small().decode_bytes(ids) == b"".join(pieces)
+    assert [piece == b"" for piece in pieces] == [id in special for id in ids]
+    assert small().decode(ids) == b"".join(pieces).decode("utf-8", "replace")
+
+
+@given(st.lists(TEXTS, max_size=8))
+def test_a_batch_is_encoded_as_its_texts_are(texts: list[str]) -> None:
+    assert small().encode_batch(texts) == [small().encode(text) for text in texts]
+
+
+def spellings() -> list[str]:
+    """Special tokens as text: alone, in pairs, cut, nested, and with what a cleaner might take away."""
+    pairs = [one + other for one, other in product(SPECIAL, SPECIAL)]
+    nested = [name[:3] + DOCUMENT + name[3:] for name in SPECIAL]
+    sides = product(("", " ", "\n", "a", "<|"), ("", " ", "|>"))
+    around = [f"{left}{name}{right}" for left, right in sides for name in SPECIAL]
+    return [*pairs, *nested, *around, "".join(SPECIAL) * 3, *(name.upper() for name in SPECIAL)]
+
+
+@pytest.mark.parametrize("after_a_file", [False, True])
+def test_no_text_becomes_a_special_token(after_a_file: bool) -> None:
+    tokenizer = reloaded() if after_a_file else small()
+    special = set(tokenizer.special.values())
+    for text, ids in zip(spellings(), tokenizer.encode_batch(spellings()), strict=True):
+        assert not special & set(ids), text
+        assert tokenizer.encode(text) == ids
+        assert tokenizer.decode(ids) == text
+
+
+@given(TEXTS)
+def test_no_text_at_all_becomes_a_special_token(text: str) -> None:
+    assert not set(small().special.values()) & set(small().encode(text))
+
+
+def test_text_that_spells_special_tokens_was_learned_as_text() -> None:
+    """The training texts hold every spelling; no merge made one of them a single token."""
+    assert all(len(small().encode(name)) > 1 for name in SPECIAL)
+    assert len(set(small().special.values())) == len(SPECIAL)
+
+
+def test_digits_are_single_tokens() -> None:
+    for text in ("1234567890", "3.14159", "a1b22c333", "17 plus 25 is 42.", "0x1F"):
+        pieces = [small().decode(one) for one in ([id] for id in small().encode(text))]
+        assert [piece for piece in pieces if re.search(r"\d", piece)] == re.findall(r"\d", text)
+
+
+def test_learned_tokens_make_familiar_text_short() -> None:
+    text = next(iter(training_texts()))
+    assert len(small().encode(text)) < 0.6 * len(text.encode())
+
+
+def test_the_pattern_splits_words_space_and_line_ends() -> None:
+    """No token reaches from one word into the next, or from a line's end into the next line's letters."""
+    letters = {letter: byte for byte, letter in byte_letters().items()}
+    assert len(letters) == 256
+    for id in range(small().vocab_size):
+        piece = small().decode_bytes([id]).decode("utf-8", "replace")
+        assert not re.search(r"[a-z] [a-z]|[a-z]\n|\n[a-z]{2}", piece), piece
+
+
+# --- files ---------------------------------------------------------------------------------------------------------
+
+
+@given(TEXTS)
+def test_a_saved_tokenizer_gives_the_same_ids(text: str) -> None:
+    assert reloaded().encode(text) == small().encode(text)
+
+
+@cache
+def reloaded() -> Tokenizer:
+    with TemporaryDirectory() as folder:
+        small().save(Path(folder))
+        return Tokenizer.load(Path(folder))
+
+
+def test_the_hash_stays_the_same_through_files_and_use(saved: Path, tmp_path: Path) -> None:
+    again = Tokenizer.load(saved)
+    again.encode("a text")
+    again.save(tmp_path)
+    assert again.hash == small().hash == Tokenizer.load(tmp_path).hash
+    assert (tmp_path / FILE).read_bytes() == (saved / FILE).read_bytes()
+    compact = json.dumps(json.loads((saved / FILE).read_text()), sort_keys=True)
+    (tmp_path / FILE).write_text(compact)
+    assert Tokenizer.load(tmp_path).hash == small().hash
+
+
+def test_the_hash_changes_with_what_decides_about_ids(saved: Path, tmp_path: Path) -> None:
+    facts = json.loads((saved / FILE).read_text())
+    facts["model"]["merges"].pop()
+    (tmp_path / FILE).write_text(json.dumps(facts))
+    assert Tokenizer.load(tmp_path).hash != small().hash
+    assert train(training_texts()[:-2], VOCAB_SIZE).hash != small().hash
+
+
+def test_training_again_in_another_process_gives_the_same_tokenizer() -> None:
+    code = "from tests.tokenizer.made import small; print(small().hash)"
+    root = Path(__file__).parents[2]
+    done = subprocess.run([sys.executable, "-c", code], cwd=root, capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == small().hash
+
+
+def test_a_text_with_little_in_it_gives_fewer_ids_and_still_every_byte() -> None:
+    tiny = train(["ab ab"], 4096)
+    assert 256 + len(SPECIAL) <= tiny.vocab_size < 300
+    assert tiny.decode(tiny.encode("ß😀\x00")) == "ß😀\x00"
+    assert train([], 300).vocab_size == 256 + len(SPECIAL)
+
+
+LACKING = '{"model": {"type": "BPE", "vocab": {"a": 0}, "merges": []}}'
+
+
+@pytest.mark.parametrize("text", ["", "{", "3", "[]", '"model"', "{}", '{"model": 3}', LACKING])
+def test_a_damaged_file_is_an_error_that_names_it(tmp_path: Path, text: str) -> None:
+    (tmp_path / FILE).write_text(text)
+    with pytest.raises(DataError, match="tokenizer"):
+        Tokenizer.load(tmp_path)
+
+
+def test_a_torn_file_is_refused_wherever_it_was_cut(saved: Path, tmp_path: Path) -> None:
+    data = (saved / FILE).read_bytes()
+    for cut in range(0, len(data) - 2, len(data) // 20):
+        (tmp_path / FILE).write_bytes(data[:cut])
+        with pytest.raises(DataError, match=r"(?s)tokenizer\.json: is no tokenizer.*Run its stage again"):
+            Tokenizer.load(tmp_path)
+    (tmp_path / FILE).write_bytes(b"\xff" + data)
+    with pytest.raises(DataError, match="is no tokenizer"):
+        Tokenizer.load(tmp_path)
+
+
+def test_a_missing_file_and_missing_special_tokens_are_errors(saved: Path, tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=r"there is no tokenizer\.json"):
+        Tokenizer.load(tmp_path)
+    facts = json.loads((saved / FILE).read_text())
+    facts["added_tokens"] = [token for token in facts["added_tokens"] if token["content"] != END]
+    del facts["model"]["vocab"][END]
+    (tmp_path / FILE).write_text(json.dumps(facts))
+    with pytest.raises(DataError, match=r"lacks the special tokens <\|end\|>"):
+        Tokenizer.load(tmp_path)
