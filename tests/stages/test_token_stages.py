@@ -223,7 +223,6 @@ def test_the_mix_reaches_the_asked_shares_within_one_document(
             r"(?s)no documents of domain 'webb' are left.*code, other, web",
         ),
         ({"hold_out": 0.0}, r"(?s)no document was held out.*Raise shard\.hold_out"),
-        ({"hold_out": 1.0}, r"(?s)every document was held out.*Lower shard\.hold_out"),
     ],
 )
 def test_a_split_that_cannot_be_made_is_an_error_with_its_cure(

@@ -2,6 +2,9 @@
 
 import hashlib
 
+LARGEST_SHARE = 0.1
+"""No recipe holds out more. What learns from text before the split is made (the tokenizer) leaves out this much."""
+
 
 def is_held_out(text: str, share: float) -> bool:
     """Whether a document belongs to the held-out share. Case and white space do not matter."""

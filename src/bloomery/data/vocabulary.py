@@ -2,18 +2,13 @@
 
 PEOPLE = "Ada Ben Cleo Dan Eva Finn Gina Hugo Ida Jon Kim Leo Mia Noah Olga Paul Rosa Sam Tom Zoe".split()
 
-DOINGS = (
-    "bakes climbs cooks dances draws fishes hikes knits laughs paints plays reads rests rows runs sings skates sleeps "
-    "swims talks waits walks whistles writes"
-).split()
-
 THINGS = (
     "apple bag ball basket bell book bottle box coat coin cup drum hammer hat key knife lamp letter map mirror "
     "ring rope shoe spoon"
 ).split()
 
 PLACES = (
-    "abroad ahead ashore backstage behind below downstairs indoors inside nearby outdoors outside overhead "
+    "aboard ashore away backstage downstairs home indoors inside nearby outdoors outside overhead "
     "underground upstairs"
 ).split()
 

@@ -3,10 +3,10 @@ Small worlds: stories, sums and library facts that a program writes, asks about 
 
 A world is a few facts. It becomes a document that tells them, or a conversation of several turns that asks about
 them; the answer to each question follows from the facts alone. Some facts are held out, chosen by the hash of the fact
-itself and not by the seed: which thing is in which place or with whom, which two numbers are added, which names of
-the library are asked about together. No document and no training conversation of any seed states a held-out fact, and
-each held-out question asks for one. So no held-out question was ever seen as text; nor was its answer, but for the
-library's, where a name is in its module whatever stands beside it.
+itself and not by the seed: which thing is in which place or with whom, which two numbers are added or compared, which
+names of the library are asked about together. No document and no training conversation of any seed states a held-out
+fact, and each held-out question asks for one. So no held-out question was ever seen as text; nor was its answer, but
+for the library's, where a name is in its module whatever stands beside it.
 """
 
 import hashlib
@@ -15,7 +15,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from bloomery.data.vocabulary import DOINGS, FUNCTIONS, PEOPLE, PLACES, THINGS
+from bloomery.data.vocabulary import FUNCTIONS, PEOPLE, PLACES, THINGS
 
 LARGEST = 49
 """Operands of a sum lie between 0 and this."""
@@ -57,16 +57,18 @@ class Conversation:
 
 
 def is_held_out(fact: Fact) -> bool:
-    """Whether a fact is kept from all training text: the same answer in every run, on every machine."""
+    """Whether a fact is kept from all training text, in every run alike. The empty fact never is."""
+    if not fact:
+        return False
     digest = hashlib.sha256("\0".join(fact).encode()).digest()
     return int.from_bytes(digest[:8], "big") % HELD_OUT_OF == 0
 
 
 def documents(seed: int, count: int) -> Iterator[str]:
-    """Texts that tell worlds without asking: a story and its end, a page of sums, or a note on the library each."""
+    """Texts about worlds: a story and its end, a page of sums or of numbers compared, or a note on the library each."""
     for index in range(count):
         rng = random.Random(f"document {seed} {index}")
-        yield rng.choices((_story_text, _sums_text, _library_text), weights=(5, 3, 2))[0](rng)
+        yield rng.choices((_story_text, _sums_text, _numbers_text, _library_text), weights=(5, 4, 2, 2))[0](rng)
 
 
 def conversations(seed: int, count: int, split: Split = "train") -> Iterator[Conversation]:
@@ -78,7 +80,7 @@ def conversations(seed: int, count: int, split: Split = "train") -> Iterator[Con
     while made < count:
         rng = random.Random(f"{split} {seed} {index}")
         index += 1
-        make = rng.choices((_story, _sums, _library), weights=(6, 4, 3))[0]
+        make = rng.choices((_story, _sums, _numbers, _library), weights=(6, 4, 2, 2))[0]
         talk = make(rng, rng.choices((1, 2, 3, 4), weights=(3, 3, 3, 2))[0], split == "held out")
         if talk is not None:
             made += 1
@@ -89,79 +91,98 @@ def conversations(seed: int, count: int, split: Split = "train") -> Iterator[Con
 
 
 @dataclass(frozen=True)
-class _Deed:
-    """Someone does something, or has put a thing somewhere."""
+class _Move:
+    """Someone has brought the story's thing to a place."""
 
     person: str
-    thing: str | None
-    does: str
-    """What the person does; for a thing, where it is."""
+    place: str
 
-    @property
-    def fact(self) -> Fact:
-        return ("where", self.thing, self.does) if self.thing else ("does", self.person, self.does)
 
-    def told(self, verb: str = "put") -> str:
-        return f"{self.person} {verb} the {self.thing} {self.does}" if self.thing else f"{self.person} {self.does}"
+def _moves(rng: random.Random, thing: str, count: int) -> list[_Move]:
+    """Moves of one thing by different people to different places, none of them a held-out fact."""
+    people = [person for person in PEOPLE if not is_held_out(("who", thing, person))]
+    places = [place for place in PLACES if not is_held_out(("where", thing, place))]
+    pairs = zip(rng.sample(people, count), rng.sample(places, count), strict=True)
+    return [_Move(person, place) for person, place in pairs]
 
-    def asked(self, who: bool, now: str = "") -> Turn:
-        """A question about it and its answer; `now` follows on a change."""
-        if self.thing:
+
+def _tell(thing: str, moves: Sequence[_Move]) -> str:
+    first = f"Today {moves[0].person} put the {thing} {moves[0].place}."
+    return " ".join([first, *(f"Then {move.person} took it {move.place}." for move in moves[1:])])
+
+
+def _asked(thing: str, moves: Sequence[_Move], which: str) -> Turn:
+    """One of four questions about a story as it stands: where the thing is or was first, who had it last or first."""
+    first, last = moves[0], moves[-1]
+    match which:
+        case "where now":
             return Turn(
-                f"Where is the {self.thing}{now}?", f"You find the {self.thing} {self.does}.", "where", self.fact
+                f"Where is the {thing} now?", f"The {thing} is {last.place} now.", which, ("where", thing, last.place)
             )
-        question = f"Who {self.does}{now}?" if who else f"What does {self.person} do{now}?"
-        return Turn(question, f"Today {self.person} {self.does}.", "who" if who else "does", self.fact)
+        case "where first":
+            answer = f"The {thing} was {first.place} first."
+            return Turn(f"Where was the {thing} first?", answer, which, ("where", thing, first.place))
+        case "who last":
+            return Turn(
+                f"Who had the {thing} last?", f"{last.person} had the {thing} last.", which, ("who", thing, last.person)
+            )
+        case _:
+            answer = f"{first.person} had the {thing} first."
+            return Turn(f"Who had the {thing} first?", answer, "who first", ("who", thing, first.person))
 
 
-def _deeds(rng: random.Random, count: int, held_out: bool) -> list[_Deed]:
-    """Deeds of different people with different things, the first of them held out if asked for, the others not."""
-    people, things = rng.sample(PEOPLE, count), rng.sample(THINGS, count)
-    made: list[_Deed] = []
-    for number, (person, thing) in enumerate(zip(people, things, strict=True)):
-        has_thing = rng.random() < 0.5
-        key = ("where", thing) if has_thing else ("does", person)
-        wanted = held_out and number == 0
-        used = [deed.does for deed in made]
-        some = [
-            one for one in (PLACES if has_thing else DOINGS) if one not in used and is_held_out((*key, one)) == wanted
-        ]
-        if some:
-            made.append(_Deed(person, thing if has_thing else None, rng.choice(some)))
-    return made
-
-
-def _tell(rng: random.Random, deeds: Sequence[_Deed]) -> str:
-    told = [deed.told(rng.choice(("put", "left", "hid", "keeps"))) for deed in deeds]
-    return f"Today {told[0]}. " + " ".join(f"{one}." for one in told[1:])
+QUESTIONS = ("where now", "where first", "who last", "who first")
 
 
 def _story(rng: random.Random, num_turns: int, held_out: bool) -> Conversation | None:
-    """People do things and put things somewhere; the questions ask who, what and where. Sometimes it changes."""
-    deeds = _deeds(rng, rng.randint(2, 3), held_out)
-    if len(deeds) < 2 or is_held_out(deeds[0].fact) != held_out:
+    """A thing goes from hand to hand; the questions ask where it is and was. It may go on while they are asked."""
+    thing = rng.choice(THINGS)
+    moves = _moves(rng, thing, rng.randint(1, 4))
+    which = rng.choice(QUESTIONS)
+    more = num_turns > 1 and rng.random() < 0.4
+    place = -1 if more or which.endswith(("now", "last")) else 0
+    asks = "where now" if more else which
+    if held_out:
+        changed = _with_held_out(rng, thing, moves, place, asks)
+        if changed is None:
+            return None
+        moves = changed
+    told = moves[:-1] if more and len(moves) > 1 else moves
+    more = len(told) < len(moves)
+    turns = [_asked(thing, told, _safe(rng, thing, told)) for _ in range(num_turns - 1)]
+    turns.append(_asked(thing, moves, asks))
+    if more:
+        move, asked = moves[-1], turns[-1]
+        question = f"Then {move.person} took it {move.place}. {asked.question}"
+        turns[-1] = Turn(question, asked.answer, asked.kind, asked.fact)
+    return Conversation(_tell(thing, told), tuple(turns))
+
+
+def _safe(rng: random.Random, thing: str, moves: Sequence[_Move]) -> str:
+    """A question whose answer is not held out. There is one: at most one fact of a story is, and it has two ends."""
+    return rng.choice([which for which in QUESTIONS if not is_held_out(_asked(thing, moves, which).fact)])
+
+
+def _with_held_out(rng: random.Random, thing: str, moves: Sequence[_Move], place: int, asks: str) -> list[_Move] | None:
+    """The same moves, but for the one asked about: its person or place makes a held-out fact. None if there is none."""
+    kind = asks.split()[0]
+    used = {move.person for move in moves} | {move.place for move in moves}
+    some = [x for x in (PLACES if kind == "where" else PEOPLE) if x not in used and is_held_out((kind, thing, x))]
+    if not some:
         return None
-    last, others = deeds[0], deeds[1:]
-    turns = [rng.choice(others).asked(rng.random() < 0.5) for _ in range(num_turns - 1)]
-    if num_turns > 1 and rng.random() < 0.3:
-        change = last
-        before = [one for one in (PLACES if last.thing else DOINGS) if not is_held_out((*last.fact[:2], one))]
-        deeds = [_Deed(last.person, last.thing, rng.choice([one for one in before if one != last.does])), *others]
-        now = change.asked(rng.random() < 0.5, " now")
-        turns.append(Turn(f"Now {change.told()}. {now.question}", now.answer, "changed", now.fact))
-    else:
-        turns.append(last.asked(rng.random() < 0.5))
-    return Conversation(_tell(rng, rng.sample(deeds, len(deeds))), tuple(turns))
+    changed, old = list(moves), moves[place]
+    new = rng.choice(some)
+    changed[place] = _Move(old.person, new) if kind == "where" else _Move(new, old.place)
+    return changed
 
 
 def _story_text(rng: random.Random) -> str:
-    """A scene, and then all of it once more in another order, sometimes as questions."""
-    deeds = _deeds(rng, rng.randint(3, 6), held_out=False)
-    turns = [deed.asked(rng.random() < 0.5) for deed in rng.sample(deeds, len(deeds))]
-    asked = rng.random() < 0.4
-    return " ".join(
-        [_tell(rng, deeds), *(f"{turn.question} {turn.answer}" if asked else turn.answer for turn in turns)]
-    )
+    """A story, and what is true at its end."""
+    thing = rng.choice(THINGS)
+    moves = _moves(rng, thing, rng.randint(1, 5))
+    turns = [_asked(thing, moves, which) for which in rng.sample(QUESTIONS, len(QUESTIONS))]
+    asked = rng.random() < 0.5
+    return " ".join([_tell(thing, moves), *(f"{t.question} {t.answer}" if asked else t.answer for t in turns)])
 
 
 # --- sums ----------------------------------------------------------------------------------------------------------
@@ -175,7 +196,7 @@ def _sum(a: int, b: int) -> Turn:
     """
     fact: Fact = ("plus", str(min(a, b)), str(max(a, b)))
     if a < 10 and b < 10:
-        return Turn(f"What is {a} plus {b}?", f"{a} plus {b} is {a + b}.", "sum", ("digits", *fact[1:]))
+        return Turn(f"What is {a} plus {b}?", f"{a} plus {b} is {a + b}.", "sum", ())
     steps = f"{a % 10} plus {b % 10} is {a % 10 + b % 10}, so {a} plus {b} is {a + b}."
     return Turn(f"What is {a} plus {b}?", steps, "sum", fact)
 
@@ -199,6 +220,33 @@ def _sums_text(rng: random.Random) -> str:
     pairs = [(rng.randint(0, LARGEST), rng.randint(0, LARGEST)) for _ in range(rng.randint(5, 9))]
     turns = [turn for turn in (_sum(a, b) for a, b in pairs) if not is_held_out(turn.fact)]
     return " ".join(turn.answer[0].upper() + turn.answer[1:] for turn in turns)
+
+
+def _larger(a: int, b: int) -> Turn:
+    """Which of two different numbers is larger. The fact is the same in either order."""
+    low, high = sorted((a, b))
+    return Turn(
+        f"Which is larger, {a} or {b}?", f"{high} is larger than {low}.", "larger", ("larger", str(low), str(high))
+    )
+
+
+def _numbers(rng: random.Random, num_turns: int, held_out: bool) -> Conversation | None:
+    """Pairs of numbers, the later ones with the winner of the one before."""
+    turns: list[Turn] = []
+    a = rng.randint(0, 99)
+    for number in range(num_turns):
+        turn = _larger(a, rng.choice([n for n in range(100) if n != a]))
+        if is_held_out(turn.fact) != (held_out and number == num_turns - 1):
+            return None
+        question = turn.question if not turns else turn.question.replace("Which is larger,", "And")
+        turns.append(Turn(question, turn.answer, turn.kind, turn.fact))
+        a = int(turn.fact[2])
+    return Conversation("", tuple(turns))
+
+
+def _numbers_text(rng: random.Random) -> str:
+    turns = [_larger(*rng.sample(range(100), 2)) for _ in range(rng.randint(6, 10))]
+    return " ".join(turn.answer for turn in turns if not is_held_out(turn.fact))
 
 
 # --- the library ---------------------------------------------------------------------------------------------------

@@ -39,7 +39,7 @@ class Compression:
 
 
 def measure(model: Transformer, tokenizer: Tokenizer, texts: Sequence[str], device: Device) -> Compression:
-    """Score whole documents. Every token is predicted from at least half a context of its document, if it has so much."""
+    """Score whole documents. Every token is predicted from at least half a context, where its document has so much."""
     raw = "\n".join(texts).encode()
     size = sum(len(text.encode()) for text in texts)
     nats = document_nats(model, tokenizer, texts, device)

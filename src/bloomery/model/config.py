@@ -1,6 +1,6 @@
 """The shape of a model, as numbers. Needs no torch."""
 
-from pydantic import model_validator
+from pydantic import Field, model_validator
 
 from bloomery.core.config import Config, Positive
 
@@ -22,8 +22,8 @@ class ModelConfig(Config):
     mlp_width: Positive = 704
     context: Positive = 256
     """Most tokens that the model sees at once."""
-    rope_theta: float = 10_000.0
-    norm_eps: float = 1e-5
+    rope_theta: float = Field(10_000.0, gt=0)
+    norm_eps: float = Field(1e-5, gt=0)
     tie_embeddings: bool = True
     """The head is the embedding, transposed."""
 

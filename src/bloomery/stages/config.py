@@ -6,6 +6,7 @@ from typing import Annotated, Literal
 from pydantic import Field, model_validator
 
 from bloomery.core.config import VOLATILE, Config, Count, Positive, Share
+from bloomery.data.holdout import LARGEST_SHARE
 from bloomery.data.rules import Rule
 from bloomery.data.sources import Source
 from bloomery.hw.host import Wanted
@@ -114,8 +115,8 @@ class Shard(Config):
     """Domains that are not named are left out; without any, all domains in their own proportion."""
     tokens: Positive | None = None
     """Size of the mix. None: as large as the weights and epochs allow."""
-    hold_out: Share = 0.02
-    """Share of documents, by hash of their text, that no model is trained on."""
+    hold_out: float = Field(0.02, ge=0, le=LARGEST_SHARE)
+    """Share of documents, by hash of their text, that no model and no tokenizer is trained on."""
     shard_tokens: Positive = 100_000_000
     seed: int = 0
 

@@ -9,6 +9,7 @@ from bloomery.core.errors import DataError
 from bloomery.core.files import sha256_bytes
 from bloomery.core.log import say
 from bloomery.data import document
+from bloomery.data.holdout import LARGEST_SHARE, is_held_out
 from bloomery.stages.config import Vocabulary
 from bloomery.tokenizer.train import train
 
@@ -31,10 +32,10 @@ def sample(folder: Path, sample_bytes: int) -> dict[str, list[str]]:
     """
     About `sample_bytes` of text, the same share of every domain (or all that a domain has), documents by hash.
 
-    Raises DataError where there are no documents at all.
+    Documents that a recipe could hold out are left out. Raises DataError where nothing is left.
     """
     sizes: dict[str, int] = defaultdict(int)
-    for row in document.read(folder, ["domain", "text"]):
+    for row in _documents(folder):
         sizes[row["domain"]] += len(row["text"].encode())
     if not sizes:
         raise DataError("no documents are left", where=str(folder), cure="Fetch more, or filter less.")
@@ -59,4 +60,5 @@ def _shares(sizes: Mapping[str, int], budget: int) -> dict[str, float]:
 
 
 def _documents(folder: Path) -> Iterator[document.Row]:
-    return document.read(folder, ["id", "domain", "text"])
+    rows = document.read(folder, ["id", "domain", "text"])
+    return (row for row in rows if not is_held_out(row["text"], LARGEST_SHARE))

@@ -43,21 +43,26 @@ def save(
     *,
     keep: int,
 ) -> Path:
-    """Save a checkpoint for `step` under `root`, and then remove all but the newest `keep`."""
+    """
+    Save a checkpoint for `step` under `root`, and then remove all but the newest `keep`.
+
+    Whatever else lies there of this step or of later ones is damaged: an attempt that died left it, or it was passed
+    over. Raises RunError where the disk is full.
+    """
     folder = root / f"{step:09d}"
     partial = folder.with_name(folder.name + files.PARTIAL)
-    for stale in (partial, folder):  # a rerun of a step whose checkpoint turned out to be damaged
-        if stale.exists():
+    with files.disk_errors(folder):
+        for stale in [*root.glob(f"*{files.PARTIAL}"), *(one for one in _folders(root) if one >= folder)]:
             shutil.rmtree(stale)
-    partial.mkdir(parents=True)
-    write_model(partial)
-    save_tensors(partial / "training.safetensors", training)
-    files.write_json(partial / "state.json", dict(state))
-    hashes = {file.name: files.sha256_file(file) for file in sorted(partial.iterdir())}
-    files.write_json(partial / MANIFEST, {"step": step, "sha256": hashes})
-    files.sync_folder(partial)
-    partial.rename(folder)
-    files.sync_folder(root)
+        partial.mkdir(parents=True)
+        write_model(partial)
+        save_tensors(partial / "training.safetensors", training)
+        files.write_json(partial / "state.json", dict(state))
+        hashes = {file.name: files.sha256_file(file) for file in sorted(partial.iterdir())}
+        files.write_json(partial / MANIFEST, {"step": step, "sha256": hashes})
+        files.sync_folder(partial)
+        partial.rename(folder)
+        files.sync_folder(root)
     for old in _folders(root)[:-keep]:
         shutil.rmtree(old)
     return folder
@@ -86,7 +91,7 @@ def damage(folder: Path) -> str:
     if not (folder / MANIFEST).is_file():
         return "it has no manifest"
     try:
-        expected: dict[str, str] = files.read_json(folder / MANIFEST)["sha256"]
+        expected: dict[str, str] = dict(files.read_json(folder / MANIFEST)["sha256"])
     except (ValueError, KeyError, TypeError):
         return "its manifest cannot be read"
     for name, digest in expected.items():

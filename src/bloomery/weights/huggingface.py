@@ -8,10 +8,12 @@ A model as a folder that `transformers` loads as it is, and that says what it wa
 """
 
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
+
+from safetensors import SafetensorError
 
 from bloomery.core.errors import CheckpointError
 from bloomery.core.files import read_json, write_json
@@ -25,6 +27,7 @@ import safetensors.torch
 import torch
 from torch import Tensor
 
+T = TypeVar("T")
 WEIGHTS, CONFIG, LINEAGE = "model.safetensors", "config.json", "bloomery.json"
 
 NAMES = (
@@ -90,23 +93,37 @@ def save(folder: Path, model: Transformer, renderer: Renderer, lineage: Lineage)
 
 def load(folder: Path, device: torch.device | str = "cpu") -> Loaded:
     """
-    Read a model folder written by `save`. Raises CheckpointError where a file is missing, the weights have another
-    shape, or tokenizer or template are not those the model was trained with; it says which two differ.
+    Read a model folder written by `save`. Raises CheckpointError where a file is missing or torn, the weights have
+    another shape, or tokenizer or template are not those the model was trained with; it says which two differ.
     """
     for name in (CONFIG, WEIGHTS, LINEAGE):
         if not (folder / name).is_file():
             cure = "Name a run folder, a stage folder, or a checkpoint folder."
             raise CheckpointError(f"there is no {name}", where=str(folder), cure=cure)
-    facts = read_json(folder / CONFIG)
+    config, vocab_size = _read(folder / CONFIG, lambda facts: (_model_config(facts), int(facts["vocab_size"])))
+    lineage = _read(folder / LINEAGE, lambda facts: Lineage(**facts))
     tokenizer = Tokenizer.load(folder)
     renderer = Renderer(tokenizer)
-    lineage = Lineage(**read_json(folder / LINEAGE))
     _same("tokenizer", lineage.tokenizer, tokenizer.hash, folder)
     if lineage.template is not None:
         _same("chat template", lineage.template, renderer.template.hash, folder)
-    model = Transformer(_model_config(facts), int(facts["vocab_size"]))
-    _fill(model, safetensors.torch.load_file(folder / WEIGHTS), folder)
+    model = Transformer(config, vocab_size)
+    try:
+        _fill(model, safetensors.torch.load_file(folder / WEIGHTS), folder)
+    except SafetensorError as error:
+        raise CheckpointError(f"is torn: {error}", where=str(folder / WEIGHTS), cure=_AGAIN) from None
     return Loaded(model.to(device).eval(), tokenizer, renderer, lineage, folder)
+
+
+_AGAIN = "The file is damaged. Remove its stage's manifest.json and run the recipe again."
+
+
+def _read(file: Path, parse: Callable[[Any], T]) -> T:
+    try:
+        return parse(read_json(file))
+    except (ValueError, KeyError, TypeError) as error:
+        what = f"is no {file.name} of a model of ours: {type(error).__name__}: {error}"
+        raise CheckpointError(what, where=str(file), cure=_AGAIN) from None
 
 
 def _same(what: str, trained: str, given: str, folder: Path) -> None:

@@ -1,0 +1,169 @@
+import math
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from bloomery.model.attention import Cache
+from bloomery.model.config import ModelConfig
+from bloomery.model.transformer import Transformer
+from tests.model.made import SHAPES, VOCAB_SIZE, lively, random_config, random_ids
+
+import torch
+from torch import Tensor
+
+T = 24
+shapes = pytest.mark.parametrize("config", SHAPES, ids=["grouped", "one key head", "many key heads"])
+precisions = pytest.mark.parametrize("bf16", [False, True], ids=["float32", "bfloat16"])
+
+
+def hidden(model: Transformer, ids: Tensor, bf16: bool = False, **how: Tensor) -> Tensor:
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16, enabled=bf16):
+        out: Tensor = model(ids, **how)
+    return out
+
+
+# --- who sees whom -------------------------------------------------------------------------------------------------
+
+
+@shapes
+@precisions
+def test_a_token_cannot_see_the_future(config: ModelConfig, bf16: bool) -> None:
+    model, ids = lively(config), random_ids(2, T)
+    before = hidden(model, ids, bf16)
+    for place in range(1, T):
+        other = ids.clone()
+        other[:, place:] = random_ids(2, T - place, seed=place + 1)
+        after = hidden(model, other, bf16)
+        assert torch.equal(after[:, :place], before[:, :place])
+        assert not torch.equal(after[:, place:], before[:, place:])
+
+
+@shapes
+@precisions
+def test_a_conversation_cannot_see_another_in_its_row(config: ModelConfig, bf16: bool) -> None:
+    model, ids = lively(config), random_ids(2, T)
+    cut = 9
+    segments = (torch.arange(T) >= cut).long().expand(2, T)
+    positions = torch.cat((torch.arange(cut), torch.arange(T - cut))).expand(2, T)
+    before = hidden(model, ids, bf16, segments=segments, positions=positions)
+    other = ids.clone()
+    other[:, :cut] = random_ids(2, cut, seed=5)
+    after = hidden(model, other, bf16, segments=segments, positions=positions)
+    assert torch.equal(after[:, cut:], before[:, cut:])
+    assert not torch.equal(after[:, :cut], before[:, :cut])
+
+
+@shapes
+def test_no_gradient_flows_into_the_future_or_into_another_conversation(config: ModelConfig) -> None:
+    model = lively(config)
+    model.embed = torch.nn.Embedding(T, config.width)
+    segments = (torch.arange(T) >= 9).long()[None]
+    out = model(torch.arange(T)[None], segments=segments)  # each place has an embedding of its own
+    torch.autograd.backward(out[0, 15].sum())
+    seen = model.embed.weight.grad
+    assert seen is not None
+    assert [place for place in range(T) if seen[place].abs().sum() > 0] == list(range(9, 16))
+
+
+@shapes
+def test_a_packed_conversation_is_what_it_is_alone(config: ModelConfig) -> None:
+    """Positions restart, and nothing else tells the model where in a row it is."""
+    model, ids = lively(config), random_ids(1, T)
+    cut = 10
+    segments = (torch.arange(T) >= cut).long()[None]
+    positions = torch.cat((torch.arange(cut), torch.arange(T - cut)))[None]
+    packed = hidden(model, ids, segments=segments, positions=positions)
+    assert torch.allclose(packed[:, :cut], hidden(model, ids[:, :cut]), atol=1e-5)
+    assert torch.allclose(packed[:, cut:], hidden(model, ids[:, cut:]), atol=1e-5)
+
+
+@shapes
+def test_a_row_is_what_it_is_alone(config: ModelConfig) -> None:
+    model, ids = lively(config), random_ids(3, T)
+    together = hidden(model, ids)
+    for row in range(3):
+        assert torch.allclose(together[row], hidden(model, ids[row : row + 1])[0], atol=1e-5)
+
+
+@shapes
+def test_order_matters(config: ModelConfig) -> None:
+    model, ids = lively(config), random_ids(1, T)
+    turned = hidden(model, torch.cat((ids[:, :-1].flip(1), ids[:, -1:]), dim=1))
+    assert not torch.allclose(turned[:, -1], hidden(model, ids)[:, -1], atol=1e-3)
+
+
+# --- with a cache --------------------------------------------------------------------------------------------------
+
+
+def decoded(model: Transformer, ids: Tensor, pieces: list[int]) -> Tensor:
+    """The hidden states of ids that are handed over in pieces of these sizes."""
+    B, total = ids.shape
+    cache = Cache.empty(model.config, B, total, model.embed.weight)
+    found = []
+    for size in pieces:
+        begin = cache.length
+        places = torch.arange(begin, begin + size).expand(B, size)
+        mask = torch.arange(begin + size) <= places[:, :, None]
+        with torch.no_grad():
+            found.append(model.extend(ids[:, begin : begin + size], places, mask, cache))
+        assert cache.length == begin + size
+    return torch.cat(found, dim=1)
+
+
+@settings(max_examples=25)
+@given(st.integers(0, 30), st.lists(st.integers(1, 7), min_size=1, max_size=8))
+def test_decoding_in_pieces_of_any_size_is_one_forward_pass(seed: int, pieces: list[int]) -> None:
+    model = lively(random_config(seed), seed)
+    ids = random_ids(2, sum(pieces), seed)
+    full = hidden(model, ids)
+    assert torch.allclose(decoded(model, ids, pieces), full, atol=2e-5)
+    assert torch.allclose(decoded(model, ids, [1] * sum(pieces)), full, atol=2e-5)
+
+
+# --- the start of training -----------------------------------------------------------------------------------------
+
+
+def weights(model: Transformer) -> dict[str, Tensor]:
+    return {name: weight.detach().clone() for name, weight in model.state_dict().items()}
+
+
+def test_the_first_weights_depend_on_the_seed_and_on_nothing_else() -> None:
+    found = []
+    for noise, seed in ((1, 7), (2, 7), (1, 8)):
+        torch.manual_seed(noise)
+        model = Transformer(SHAPES[1], VOCAB_SIZE)
+        before = torch.get_rng_state()
+        model.initialize(seed)
+        assert torch.equal(torch.get_rng_state(), before)
+        found.append(weights(model))
+    assert all(torch.equal(found[0][name], found[1][name]) for name in found[0])
+    assert not torch.equal(found[0]["embed.weight"], found[2]["embed.weight"])
+
+
+def test_what_writes_to_the_residual_stream_starts_smaller_the_deeper_the_model_is() -> None:
+    config = ModelConfig(width=128, num_layers=8, num_heads=4, num_kv_heads=2, mlp_width=256, tie_embeddings=False)
+    model = Transformer(config, 300)
+    model.initialize(0)
+    for name, weight in model.state_dict().items():
+        if weight.dim() == 1:
+            assert torch.equal(weight, torch.ones_like(weight)), name
+        else:
+            into_stream = name.endswith(("out.weight", "down.weight"))
+            expected = 0.02 / math.sqrt(16) if into_stream else 0.02
+            assert float(weight.std()) == pytest.approx(expected, rel=0.03), name
+            assert float(weight.mean()) == pytest.approx(0, abs=expected / 30), name
+
+
+def test_a_tied_head_is_the_embedding_and_stays_it() -> None:
+    tied, own = (Transformer(config, VOCAB_SIZE) for config in SHAPES[:2])
+    assert tied.head.weight is tied.embed.weight
+    assert own.head.weight is not own.embed.weight
+    tied.load_state_dict(weights(lively(SHAPES[0])))
+    assert tied.head.weight is tied.embed.weight
+
+
+def test_scores_are_float32_under_autocast() -> None:
+    model = lively(SHAPES[0])
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+        assert model.logits(model(random_ids(1, 3))).dtype == torch.float32

@@ -1,0 +1,275 @@
+"""The one test file that imports transformers for weights: what is saved here is what is computed there."""
+
+import json
+import shutil
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from transformers import AutoTokenizer, LlamaForCausalLM
+
+from bloomery.core.errors import BloomeryError, CheckpointError, DataError
+from bloomery.generate.engine import Engine
+from bloomery.model.transformer import Transformer
+from bloomery.tokenizer.chat import Message, Renderer, Template
+from bloomery.tokenizer.tokenizer import DOCUMENT, Tokenizer
+from bloomery.tokenizer.train import train
+from bloomery.train.loss import token_loss
+from bloomery.weights import huggingface
+from bloomery.weights.huggingface import CONFIG, LINEAGE, WEIGHTS, Lineage
+from tests.model.made import SHAPES, lively, random_config, random_ids
+from tests.tokenizer.made import TEXTS, small
+
+import safetensors.torch
+import torch
+import torch.nn.functional as F
+
+VOCAB = small().vocab_size
+RENDERER = Renderer(small())
+LINEAGE_OF_CHAT = Lineage(tokenizer=small().hash, template=RENDERER.template.hash, shards="5" * 64, step=3)
+
+
+def saved(folder: Path, seed: int, **lineage: Any) -> Transformer:
+    model = lively(random_config(seed), seed, VOCAB)
+    huggingface.save(folder, model, RENDERER, replace(LINEAGE_OF_CHAT, **lineage))
+    return model
+
+
+def theirs(folder: Path) -> Any:
+    return LlamaForCausalLM.from_pretrained(folder, attn_implementation="eager").eval()
+
+
+# --- equal to transformers -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_transformers_computes_the_same_scores(seed: int, tmp_path: Path) -> None:
+    ours, other = saved(tmp_path, seed), theirs(tmp_path)
+    ids = random_ids(2, ours.config.context, seed, VOCAB)
+    with torch.no_grad():
+        mine, yours = ours.logits(ours(ids)), other(ids).logits
+    assert yours.dtype == torch.float32
+    assert float(yours.std()) > 0.5
+    assert float((mine - yours).abs().max()) < 1e-5
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_transformers_computes_the_same_gradients(seed: int, tmp_path: Path) -> None:
+    ours, other = saved(tmp_path, seed), theirs(tmp_path)
+    ids = random_ids(2, ours.config.context, seed, VOCAB)
+    hidden = ours(ids)[:, :-1].flatten(0, 1)
+    torch.autograd.backward(token_loss(hidden, ours.head.weight, ids[:, 1:].flatten()))
+    torch.autograd.backward(
+        F.cross_entropy(other(ids).logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten(), reduction="sum")
+    )
+    yours = dict(other.named_parameters())
+    compared = 0
+    for name, weight in ours.named_parameters():
+        mine, expected = weight.grad, yours[huggingface.theirs(name)].grad
+        assert mine is not None
+        assert float((mine - expected).norm()) <= 1e-4 * float(expected.norm()), name
+        compared += 1
+    assert compared == len(yours)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_transformers_says_the_same_greedily(seed: int, tmp_path: Path) -> None:
+    ours, other = saved(tmp_path, seed), theirs(tmp_path)
+    prompt = random_ids(1, 5, seed, VOCAB)[0].tolist()
+    said = list(Engine(ours).stream(prompt, max_tokens=7, stop_ids=frozenset({small().end_id})))
+    ids = torch.tensor([prompt])
+    out = other.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=7)
+    assert out[0, 5:].tolist() == said
+
+
+def test_every_setting_arrives_at_transformers(tmp_path: Path) -> None:
+    for seed in range(4):
+        ours, other = saved(tmp_path, seed), theirs(tmp_path).config
+        shape = ours.config
+        assert other.rope_parameters["rope_theta"] == shape.rope_theta != 10_000.0
+        assert (other.rms_norm_eps, other.tie_word_embeddings) == (shape.norm_eps, shape.tie_embeddings)
+        assert other.max_position_embeddings == shape.context
+        assert other.head_dim == shape.head_width
+
+
+def test_a_model_that_converses_ends_its_turn_and_one_that_does_not_ends_its_document(tmp_path: Path) -> None:
+    saved(tmp_path / "chat", 0)
+    saved(tmp_path / "base", 0, template=None)
+    assert theirs(tmp_path / "chat").generation_config.eos_token_id == small().end_id
+    assert theirs(tmp_path / "base").generation_config.eos_token_id == small().document_id
+
+
+# --- the tokenizer beside it ---------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def auto(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    folder = tmp_path_factory.mktemp("model")
+    saved(folder, 0)
+    return AutoTokenizer.from_pretrained(folder)
+
+
+TALKS: list[list[Message]] = [
+    [Message(role="user", content="What is 17 plus 25?")],
+    [
+        Message(role="system", content="Be brief.\n\n  Two spaces."),
+        Message(role="user", content="Größe 😀 東京?"),
+        Message(role="assistant", content=" yes, \t'quoted' {{ braces }} {% for %} \\ \n"),
+        Message(role="tool", content=""),
+        Message(role="user", content="12345 + 1"),
+    ],
+]
+
+
+@pytest.mark.parametrize("talk", TALKS)
+def test_the_chat_template_gives_the_ids_of_the_renderer(auto: Any, talk: list[Message]) -> None:
+    assert auto.apply_chat_template(talk, add_generation_prompt=True)["input_ids"] == RENDERER.prompt(talk)
+    assert auto.apply_chat_template(talk)["input_ids"] == RENDERER.render(talk).ids
+
+
+@settings(max_examples=60)
+@given(TEXTS.filter(lambda text: "<|" not in text))
+def test_auto_tokenizer_gives_the_same_ids_and_text(auto: Any, text: str) -> None:
+    ids = auto(text, add_special_tokens=False)["input_ids"]
+    assert ids == small().encode(text)
+    assert auto.decode(ids) == small().decode(ids) == text
+
+
+def test_auto_tokenizer_knows_the_special_tokens(auto: Any) -> None:
+    assert (auto.bos_token_id, auto.eos_token_id, auto.pad_token_id) == (
+        small().document_id,
+        small().end_id,
+        small().pad_id,
+    )
+    assert auto.decode([small().document_id]) == DOCUMENT
+    assert auto.model_max_length == random_config(0).context
+
+
+# --- and back ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("config", [*SHAPES, *map(random_config, range(3))])
+def test_a_model_that_was_saved_is_loaded_bit_for_bit(config: Any, tmp_path: Path) -> None:
+    model = lively(config, 1, VOCAB)
+    huggingface.save(tmp_path, model, RENDERER, LINEAGE_OF_CHAT)
+    found = huggingface.load(tmp_path)
+    assert found.model.config == config
+    assert found.lineage == LINEAGE_OF_CHAT
+    assert found.tokenizer.hash == small().hash
+    for name, weight in model.state_dict().items():
+        assert torch.equal(found.model.state_dict()[name], weight), name
+    assert not found.model.training
+    again = tmp_path / "again"
+    huggingface.save(again, found.model, found.renderer, found.lineage)
+    for file in again.iterdir():
+        assert file.read_bytes() == (tmp_path / file.name).read_bytes(), file.name
+
+
+def test_a_tied_head_is_not_written_twice(tmp_path: Path) -> None:
+    tied, own = (lively(config, 0, VOCAB) for config in SHAPES[:2])
+    huggingface.save(tmp_path / "tied", tied, RENDERER, LINEAGE_OF_CHAT)
+    huggingface.save(tmp_path / "own", own, RENDERER, LINEAGE_OF_CHAT)
+    names = {name: set(safetensors.torch.load_file(tmp_path / name / WEIGHTS)) for name in ("tied", "own")}
+    assert "lm_head.weight" not in names["tied"]
+    assert "lm_head.weight" in names["own"]
+    loaded = huggingface.load(tmp_path / "tied").model
+    assert loaded.head.weight is loaded.embed.weight
+
+
+def test_every_weight_has_one_counterpart() -> None:
+    for config in SHAPES:
+        names = [huggingface.theirs(name) for name in Transformer(config, VOCAB).state_dict()]
+        assert len(set(names)) == len(names)
+    with pytest.raises(ValueError, match=r"'blocks\.0\.bias' has no counterpart"):
+        huggingface.theirs("blocks.0.bias")
+
+
+# --- what is refused -----------------------------------------------------------------------------------------------
+
+
+def other_tokenizer() -> Tokenizer:
+    return train(["some other text entirely"] * 3, VOCAB)
+
+
+def test_weights_are_not_used_with_another_tokenizer(tmp_path: Path) -> None:
+    saved(tmp_path, 0)
+    other = other_tokenizer()
+    other.save(tmp_path)
+    with pytest.raises(CheckpointError) as caught:
+        huggingface.load(tmp_path)
+    assert caught.value.what == (
+        f"the model was trained with the tokenizer {small().hash[:8]}, and this one is {other.hash[:8]}"
+    )
+    assert caught.value.where == str(tmp_path)
+    assert "Use the tokenizer that lies beside the weights" in caught.value.cure
+
+
+def test_weights_are_not_used_with_another_chat_template(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    trained = Template(name="chatml", role="<|{role}|>")
+    saved(tmp_path, 0, template=trained.hash)
+    with pytest.raises(CheckpointError) as caught:
+        huggingface.load(tmp_path)
+    assert caught.value.what == (
+        f"the model was trained with the chat template {trained.hash[:8]}, and this one is {Template().hash[:8]}"
+    )
+    saved(tmp_path, 0, template=None)  # one that never saw a conversation takes any
+    assert huggingface.load(tmp_path).lineage.template is None
+
+
+def change(file: Path, do: Callable[[dict[str, Any]], Any]) -> None:
+    facts = json.loads(file.read_text())
+    do(facts)
+    file.write_text(json.dumps(facts))
+
+
+def change_weights(folder: Path, do: Callable[[dict[str, torch.Tensor]], Any]) -> None:
+    weights = safetensors.torch.load_file(folder / WEIGHTS)
+    do(weights)
+    (folder / WEIGHTS).write_bytes(safetensors.torch.save(weights))
+
+
+NAME = "model.layers.0.mlp.up_proj.weight"
+BROKEN: list[tuple[str, Callable[[Path], Any], str]] = [
+    ("no config", lambda f: (f / CONFIG).unlink(), f"there is no {CONFIG}"),
+    ("no weights", lambda f: (f / WEIGHTS).unlink(), f"there is no {WEIGHTS}"),
+    ("no lineage", lambda f: (f / LINEAGE).unlink(), f"there is no {LINEAGE}"),
+    ("no tokenizer", lambda f: (f / "tokenizer.json").unlink(), "there is no tokenizer.json"),
+    ("a weight less", lambda f: change_weights(f, lambda w: w.pop(NAME)), f"{NAME} is missing"),
+    (
+        "a smaller weight",
+        lambda f: change_weights(f, lambda w: w.update({"model.norm.weight": torch.ones(3)})),
+        "model.norm.weight has shape (3,), not",
+    ),
+    ("another width", lambda f: change(f / CONFIG, lambda c: c.update(intermediate_size=7)), "gate_proj.weight has shape"),
+    ("a setting less", lambda f: change(f / CONFIG, lambda c: c.pop("rope_theta")), "KeyError: 'rope_theta'"),
+    ("an impossible shape", lambda f: change(f / CONFIG, lambda c: c.update(num_attention_heads=0)), "num_heads"),
+    ("another lineage", lambda f: change(f / LINEAGE, lambda c: c.pop("shards")), "'shards'"),
+    ("torn weights", lambda f: (f / WEIGHTS).write_bytes((f / WEIGHTS).read_bytes()[:-9]), f"{WEIGHTS}: is torn"),
+    ("empty weights", lambda f: (f / WEIGHTS).write_bytes(b""), f"{WEIGHTS}: is torn"),
+    ("a torn config", lambda f: (f / CONFIG).write_bytes((f / CONFIG).read_bytes()[:-9]), f"{CONFIG}: is no"),
+    ("a torn tokenizer", lambda f: (f / "tokenizer.json").write_bytes(b"{"), "is no tokenizer"),
+]
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("model")
+    saved(folder, 2)
+    return folder
+
+
+@pytest.mark.parametrize(("do", "told"), [case[1:] for case in BROKEN], ids=[case[0] for case in BROKEN])
+def test_a_folder_that_is_not_as_it_was_saved_is_refused_by_name(
+    whole: Path, tmp_path: Path, do: Callable[[Path], Any], told: str
+) -> None:
+    folder = shutil.copytree(whole, tmp_path / "model")
+    do(folder)
+    with pytest.raises(BloomeryError) as caught:
+        huggingface.load(folder)
+    assert isinstance(caught.value, CheckpointError | DataError)
+    assert told in str(caught.value)
+    assert str(folder) in caught.value.where
+    assert caught.value.cure
