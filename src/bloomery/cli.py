@@ -25,7 +25,7 @@ SETTINGS = "settings that win over the recipe, in TOML's words: pretrain.steps=1
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one verb; returns the exit code."""
-    options = parser().parse_args(arguments)
+    options = parse(arguments)
     try:
         return int(options.verb(options) or 0)
     except BloomeryError as error:
@@ -40,6 +40,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
         traceback.print_exc()
         print("This is a fault of Bloomery's, not yours. The lines above say where.", file=sys.stderr)
         return 1
+
+
+def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
+    """The options of a verb. Settings may stand before and after options, which argparse alone does not take."""
+    top = parser()
+    options, rest = top.parse_known_args(arguments)
+    if rest and (not hasattr(options, "settings") or any(word.startswith("-") for word in rest)):
+        top.error(f"unrecognized arguments: {' '.join(rest)}")
+    if rest:
+        options.settings += rest
+    return options
 
 
 def parser() -> argparse.ArgumentParser:

@@ -7,6 +7,7 @@ A run is a folder: a stage's output in each of its folders, the recipe that made
       01-fetch-9f31c2aa/ …   as stage.py leaves them
 """
 
+import re
 import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -19,6 +20,7 @@ from bloomery.core.errors import RunError
 from bloomery.core.stage import MANIFEST, Plan, damage, read_manifest
 
 RECIPE, CURRENT = "recipe.toml", "current.json"
+STAGE_FOLDER = re.compile(r"\d\d-\w+-[0-9a-f]{8}")
 
 
 @dataclass(frozen=True)
@@ -50,11 +52,14 @@ def remember(root: Path, recipe: Config, plans: Sequence[Plan]) -> None:
 def current(root: Path) -> dict[str, Path]:
     """Stage -> folder of the recipe that ran last. Raises RunError where a folder is no run."""
     try:
-        names: dict[str, str] = files.read_json(root / CURRENT)
-    except FileNotFoundError:
-        shown = "is no run folder" if root.is_dir() else "does not exist"
+        names: dict[str, str] = dict(files.read_json(root / CURRENT))
+    except (FileNotFoundError, NotADirectoryError):
+        shown = "is no run folder" if root.exists() else "does not exist"
         cure = "Run folders lie in runs/ and are made by: bloomery run RECIPE"
         raise RunError(f"{shown} (it has no {CURRENT})", where=str(root), cure=cure) from None
+    except (ValueError, TypeError) as error:
+        cure = "Remove that file and run its recipe again: what is done stays done."
+        raise RunError(f"cannot be read: {error}", where=str(root / CURRENT), cure=cure) from None
     return {stage: root / name for stage, name in names.items()}
 
 
@@ -73,16 +78,20 @@ def states(root: Path, *, thorough: bool = False) -> list[StageState]:
 
 
 def waste(root: Path) -> list[Waste]:
-    """What could be removed: folders of other settings, and torn files."""
+    """What could be removed: folders of other settings, and torn files. What no stage made is left alone."""
     kept = set(current(root).values())
     found = []
-    for folder in sorted(path for path in root.iterdir() if path.is_dir()):
+    for folder in sorted(path for path in root.iterdir() if path.is_dir() and STAGE_FOLDER.fullmatch(path.name)):
         if folder not in kept:
             found.append(Waste(folder, size_of(folder), "made with other settings"))
             continue
-        torn = sorted(folder.rglob(f"*{files.PARTIAL}"))
+        torn = [path for path in sorted(folder.rglob(f"*{files.PARTIAL}")) if not _inside_torn(path, folder)]
         found += [Waste(path, size_of(path), "torn: a write that did not end") for path in torn]
     return found
+
+
+def _inside_torn(path: Path, folder: Path) -> bool:
+    return any(parent.name.endswith(files.PARTIAL) for parent in path.relative_to(folder).parents)
 
 
 def remove(found: Sequence[Waste]) -> int:

@@ -8,8 +8,7 @@ THINGS = (
 ).split()
 
 PLACES = (
-    "aboard ashore away backstage downstairs home indoors inside nearby outdoors outside overhead "
-    "underground upstairs"
+    "aboard ashore away backstage downstairs home indoors inside nearby outdoors outside overhead underground upstairs"
 ).split()
 
 FUNCTIONS: dict[str, tuple[str, ...]] = {

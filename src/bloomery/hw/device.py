@@ -132,6 +132,12 @@ def set_threads(count: int) -> None:
     torch.set_num_threads(count)
 
 
+def return_freed_memory() -> None:
+    """Give back to the system what `keep_freed_memory` kept, for once: blocks of many sizes leave gaps that add up."""
+    if sys.platform == "linux" and hasattr(library := ctypes.CDLL(None), "malloc_trim"):
+        library.malloc_trim(0)
+
+
 def keep_freed_memory() -> bool:
     """
     Tell glibc to keep what torch frees, instead of returning pages that the next step must fault in again.

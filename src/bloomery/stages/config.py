@@ -123,7 +123,6 @@ class Shard(Config):
 
 class Pretrain(Training):
     model: ModelConfig = ModelConfig()
-    evaluate_every: Positive = Field(100, json_schema_extra=VOLATILE)
 
 
 class Synthesize(Config):

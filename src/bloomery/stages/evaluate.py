@@ -133,8 +133,16 @@ def leaks(judged: Sequence[Judged], inputs: Mapping[str, Path]) -> dict[str, int
         needles = [] if question.kind.startswith("library") else [question.answer]
         if len(question.messages) == 1:
             needles.append(question.messages[0]["content"])
-        found += any(needle in text for needle in needles)
+        found += any(stands_in(text, needle) for needle in needles)
     return {"checked": len(judged), "found": found}
+
+
+def stands_in(text: str, needle: str) -> bool:
+    """Whether `needle` stands in `text` and does not begin inside a word or number: 9 is not 39."""
+    place = text.find(needle)
+    while place > 0 and text[place - 1].isalnum():
+        place = text.find(needle, place + 1)
+    return place >= 0
 
 
 def dropped_samples(folder: Path) -> Iterator[dict[str, Any]]:

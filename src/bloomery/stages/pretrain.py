@@ -28,5 +28,4 @@ def run(config: Pretrain, inputs: Mapping[str, Path], out: Path) -> dict[str, An
         validation=Samples(folder, "val", length, tokenizer.hash),
         lineage=Lineage(tokenizer=tokenizer.hash, template=None, shards=content_hash(folder)),
         out=out,
-        evaluate_every=config.evaluate_every,
     ).run()

@@ -70,4 +70,6 @@ class Training(Config):
     """Tokens that go through the model at once."""
     save_every_seconds: float = Field(20.0, gt=0, json_schema_extra=VOLATILE)
     keep_checkpoints: Positive = Field(2, json_schema_extra=VOLATILE)
+    evaluate_every: Positive = Field(100, json_schema_extra=VOLATILE)
+    """Steps between measurements of the validation loss."""
     log_every: Positive = Field(10, json_schema_extra=VOLATILE)

@@ -5,14 +5,15 @@ Pretraining and finetuning differ in where their weights and samples come from, 
 """
 
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
+from contextlib import closing
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from bloomery.core.log import Meter, Metrics, progress, say
+from bloomery.core.log import Meter, Metrics, progress, read_metrics, say
 from bloomery.hw import device as devices
 from bloomery.hw.device import Device
 from bloomery.model.cost import cost
@@ -28,6 +29,8 @@ from bloomery.weights.huggingface import Lineage
 import torch
 
 VALIDATION_BATCHES = 16
+STEPS_BETWEEN_TRIMS = 25
+METRICS = "metrics.jsonl"
 
 
 @dataclass
@@ -39,10 +42,9 @@ class Session:
     model: Transformer
     renderer: Renderer
     samples: Samples
-    validation: Samples | None
+    validation: Samples
     lineage: Lineage
     out: Path
-    evaluate_every: int | None = None
 
     def run(self) -> dict[str, Any]:
         """Train to the end from the newest whole checkpoint, and leave the model in `out/model`."""
@@ -50,11 +52,11 @@ class Session:
         self.model.to(device.place)
         optimizers = Optimizers(self.model, self.config.optimizer)
         state = self._resume(optimizers, device)
-        rows = max(1, self.config.tokens_per_step // self.samples.length)
-        began, seen_before = time.monotonic(), state.tokens
-        source = batches(self.samples, first=state.samples, size=rows, seed=self.config.seed)
+        began, first_step = time.monotonic(), state.step
+        source = batches(self.samples, first=state.samples, size=self.rows, seed=self.config.seed)
         with (
-            Metrics(self.out / "metrics.jsonl", state.step) as metrics,
+            closing(source),
+            Metrics(self.out / METRICS, state.step) as metrics,
             progress(self.name, "steps", self.config.steps) as meter,
         ):
             meter.start_at(state.step)
@@ -68,26 +70,35 @@ class Session:
                 learning_rate_share=lambda step: share(self.config.schedule, step, self.config.steps),
                 max_norm=self.config.max_norm,
                 device=device,
-                hooks=self._hooks(optimizers, device, metrics, meter),
+                hooks=self._hooks(state, optimizers, device, metrics, meter),
             )
-        source.close()
-        seconds = time.monotonic() - began
+        steps, seconds = state.step - first_step, time.monotonic() - began
         huggingface.save(self.out / "model", self.model, self.renderer, self._lineage(state))
-        final = self._validate(device) if self.validation else None
         facts = cost(self.model.config, self.model.vocab_size)
         return {
             "parameters": facts.parameters,
             "steps": state.step,
-            "tokens": state.tokens,
+            "tokens": state.step * self.tokens_per_step,
+            "supervised_tokens": state.tokens,
             "epochs": round(state.samples / self.samples.num_samples, 3),
-            "loss": round(state.metrics.get("loss", float("nan")), 5) if state.metrics else None,
-            "validation_loss": final,
-            "tokens_per_second": round((state.tokens - seen_before) / max(seconds, 1e-9)),
+            "loss": round(state.metrics["loss"], 5) if state.metrics else None,
+            "validation_loss": self._validate(device),
+            "tokens_per_second": round(steps * self.tokens_per_step / seconds) if steps else None,
             "device": device.name,
             "precision": str(device.compute_dtype).removeprefix("torch."),
             "threads": devices.threads(),
             "peak_bytes": device.peak_bytes(),
         }
+
+    @property
+    def rows(self) -> int:
+        """Samples of a step."""
+        return max(1, self.config.tokens_per_step // self.samples.length)
+
+    @property
+    def tokens_per_step(self) -> int:
+        """Positions that go through the model in a step, padding included."""
+        return self.rows * self.samples.length
 
     def _resume(self, optimizers: Optimizers, device: Device) -> State:
         found = checkpoint.newest(self.out / "checkpoints")
@@ -100,20 +111,21 @@ class Session:
         return State(**found.state)
 
     def _lineage(self, state: State) -> Lineage:
-        return Lineage(**{**self.lineage.__dict__, "step": state.step})
+        return replace(self.lineage, step=state.step)
 
-    def _hooks(self, optimizers: Optimizers, device: Device, metrics: Metrics, meter: Meter) -> Sequence[Hook]:
+    def _hooks(
+        self, start: State, optimizers: Optimizers, device: Device, metrics: Metrics, meter: Meter
+    ) -> Sequence[Hook]:
         """Log, save, evaluate: in this order, so that the weights are safe before anything else may fail."""
-        last_save, last_log = time.monotonic(), (time.monotonic(), 0)
-        due: Callable[[State], bool] = lambda s: (  # noqa: E731
-            time.monotonic() - last_save >= self.config.save_every_seconds or s.step == self.config.steps
-        )
+        steps, every = self.config.steps, self.config.evaluate_every
+        last_save = time.monotonic()
+        last_log = (last_save, start.step)
 
         def log(state: State) -> None:
             nonlocal last_log
             now = time.monotonic()
-            speed = (state.tokens - last_log[1]) / (now - last_log[0]) if last_log[1] else 0.0
-            last_log = (now, state.tokens)
+            speed = (state.step - last_log[1]) * self.tokens_per_step / (now - last_log[0])
+            last_log = (now, state.step)
             metrics.write(step=state.step, **state.metrics, tokens_per_second=round(speed, 1))
             meter.at(state.step, tokens_per_second=speed, loss=state.metrics["loss"])
 
@@ -124,25 +136,29 @@ class Session:
                 state.step,
                 lambda folder: huggingface.save(folder, self.model, self.renderer, self._lineage(state)),
                 optimizers.state(),
-                state.__dict__,
+                asdict(state),
                 keep=self.config.keep_checkpoints,
             )
             last_save = time.monotonic()
 
+        def save_is_due(state: State) -> bool:
+            return time.monotonic() - last_save >= self.config.save_every_seconds or state.step == steps
+
         def evaluate(state: State) -> None:
             metrics.write(step=state.step, validation_loss=self._validate(device))
 
-        hooks = [
-            Hook(lambda s: s.step % self.config.log_every == 0 or s.step == self.config.steps, log),
-            Hook(due, save),
+        evaluated = {line["step"] for line in read_metrics(self.out / METRICS) if "validation_loss" in line}
+        if start.step and start.step % every == 0 and start.step not in evaluated:
+            evaluate(start)  # the process died between saving and evaluating
+        return [
+            Hook(lambda s: s.step % self.config.log_every == 0 or s.step == steps, log),
+            Hook(save_is_due, save),
+            Hook(lambda s: s.step % every == 0, evaluate),
+            Hook(lambda s: s.step % STEPS_BETWEEN_TRIMS == 0, lambda s: devices.return_freed_memory()),
         ]
-        if self.validation and (every := self.evaluate_every):
-            hooks.append(Hook(lambda s: s.step % every == 0, evaluate))
-        return hooks
 
     def _validate(self, device: Device) -> float:
         """Mean loss, in nats a token, over the first samples of the validation split."""
-        assert self.validation is not None
         size = max(1, self.config.micro_batch_tokens // self.validation.length)
         count = min(self.validation.num_samples, size * VALIDATION_BATCHES)
         total, tokens = 0.0, 0
@@ -162,4 +178,4 @@ def find_device(config: Training) -> Device:
     found = devices.find(config.device)
     if config.precision == "auto":
         return found
-    return Device(**{**found.__dict__, "compute_dtype": getattr(torch, config.precision)})
+    return replace(found, compute_dtype=getattr(torch, config.precision))

@@ -30,10 +30,8 @@ def model_folder(path: Path) -> Path:
     if not path.exists():
         raise CheckpointError("does not exist", where=str(path), cure="Name a run folder, for example runs/demo.")
     if (path / runs.CURRENT).is_file():
-        folders = runs.current(path)
-        for stage in TRAINED:
-            if stage in folders and _is_model(folders[stage] / "model"):
-                return folders[stage] / "model"
+        if finished := _finished(path):
+            return finished[0][1]
         cure = f"Finish it first: bloomery run {path / runs.RECIPE}"
         raise CheckpointError("this run has no finished model yet", where=str(path), cure=cure)
     for folder in (path, path / "model"):
@@ -47,18 +45,23 @@ def models(root: Path) -> Iterator[Found]:
     """Every finished model of every run folder under `root`, those that answer first."""
     for folder in sorted(root.iterdir()) if root.is_dir() else []:
         try:
-            stages = runs.current(folder)
+            finished = _finished(folder)
         except RunError:
             continue  # something else that lies in the folder of runs
-        for stage in TRAINED:
-            if stage in stages and (stages[stage] / MANIFEST).is_file() and _is_model(stages[stage] / "model"):
-                name = folder.name if stage == "finetune" else f"{folder.name}/{stage}"
-                yield Found(name, stages[stage] / "model")
+        for stage, model in finished:
+            yield Found(folder.name if stage == "finetune" else f"{folder.name}/{stage}", model)
 
 
 def run_of(folder: Path) -> Path | None:
     """The run folder that a model folder lies in, if it lies in one."""
     return next((parent for parent in folder.parents if (parent / runs.CURRENT).is_file()), None)
+
+
+def _finished(run: Path) -> list[tuple[str, Path]]:
+    """Stage and model folder of what a run has trained to the end."""
+    folders = runs.current(run)
+    done = [(stage, folders[stage]) for stage in TRAINED if stage in folders and (folders[stage] / MANIFEST).is_file()]
+    return [(stage, folder / "model") for stage, folder in done if _is_model(folder / "model")]
 
 
 def _is_model(folder: Path) -> bool:

@@ -1,0 +1,163 @@
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from bloomery.core import config, files, run
+from bloomery.core.config import Config
+from bloomery.core.errors import RunError
+from bloomery.core.run import Waste, current, remember, remove, size_of, states, waste
+from bloomery.core.stage import MANIFEST, Plan, Stage, execute, lay_out
+
+
+class Section(Config):
+    number: int = 1
+
+
+class Recipe(Config):
+    name: str = "demo"
+    make: Section = Section()
+    double: Section = Section()
+
+
+def work(config: Section, inputs: Mapping[str, Path], out: Path) -> dict[str, Any]:
+    (out / "out.txt").write_text("x" * config.number)
+    (out / "deep").mkdir()
+    (out / "deep" / "more.bin").write_bytes(bytes(10))
+    return {"characters": config.number}
+
+
+HERE = "tests.core.test_run"
+STAGES = (Stage(name="make", run=f"{HERE}:work"), Stage(name="double", run=f"{HERE}:work", after=("make",)))
+
+
+def lay(root: Path, number: int = 1) -> list[Plan]:
+    recipe = Recipe(make=Section(number=number))
+    root.mkdir(exist_ok=True)
+    plans = lay_out(STAGES, recipe, root)
+    remember(root, recipe, plans)
+    return plans
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Path:
+    return tmp_path / "demo"
+
+
+def test_a_run_remembers_the_recipe_that_makes_the_same_folders_again(root: Path) -> None:
+    plans = lay(root, 7)
+    again = config.load(Recipe, root / run.RECIPE)
+    assert again == Recipe(make=Section(number=7))
+    assert [plan.folder for plan in lay_out(STAGES, again, root)] == [plan.folder for plan in plans]
+    assert current(root) == {plan.stage.name: plan.folder for plan in plans}
+
+
+def test_the_folders_of_the_last_recipe_are_the_current_ones(root: Path) -> None:
+    first, second = lay(root, 1), lay(root, 2)
+    assert list(current(root).values()) == [plan.folder for plan in second]
+    assert first[0].folder not in current(root).values()
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        (None, "is no run folder (it has no current.json)\nRun folders lie in runs/"),
+        ("{", "current.json: cannot be read: "),
+        ("3", "current.json: cannot be read: "),
+    ],
+)
+def test_a_folder_that_is_no_run_is_an_error_that_says_what_is_one(root: Path, text: str | None, told: str) -> None:
+    root.mkdir()
+    if text is not None:
+        (root / run.CURRENT).write_text(text)
+    with pytest.raises(RunError) as caught:
+        current(root)
+    assert told in str(caught.value)
+    assert caught.value.cure
+
+
+def test_what_does_not_exist_and_what_is_a_file_is_no_run(tmp_path: Path) -> None:
+    with pytest.raises(RunError, match="none: does not exist"):
+        current(tmp_path / "none")
+    (tmp_path / "file").touch()
+    with pytest.raises(RunError, match="file: is no run folder"):
+        current(tmp_path / "file")
+
+
+def test_a_stage_is_waiting_then_begun_then_done_and_may_be_damaged(root: Path) -> None:
+    plans = lay(root)
+    assert [(one.stage, one.state) for one in states(root)] == [("make", "waiting"), ("double", "waiting")]
+    plans[0].folder.mkdir()
+    assert states(root)[0].state == "waiting"
+    (plans[0].folder / "half").touch()
+    assert states(root)[0].state == "begun"
+    (plans[0].folder / "half").unlink()
+    execute(plans)
+    done = states(root)
+    assert [one.state for one in done] == ["done", "done"]
+    assert done[0].stats == {"characters": 1}
+    assert done[0].seconds is not None
+    (plans[1].folder / "out.txt").write_text("y")
+    assert states(root)[1].state == "done"
+    assert states(root, thorough=True)[1].state == "out.txt has another sha256"
+    (plans[1].folder / "out.txt").unlink()
+    assert [one.state for one in states(root)] == ["done", "out.txt is gone"]
+
+
+def test_a_run_that_is_whole_has_no_waste(root: Path) -> None:
+    execute(lay(root))
+    assert waste(root) == []
+
+
+def test_waste_is_what_other_settings_made_and_what_is_torn_and_nothing_else(root: Path) -> None:
+    old = lay(root, 1)
+    execute(old)
+    new = lay(root, 2)
+    execute(new)
+    torn = new[0].folder / "checkpoints" / f"000000005{files.PARTIAL}"
+    torn.mkdir(parents=True)
+    (torn / f"model.safetensors{files.PARTIAL}").write_bytes(bytes(40))
+    (new[1].folder / f"out.txt{files.PARTIAL}").write_bytes(bytes(3))
+    for name in ("notes", "01-make-mine", ".git"):  # a person's own
+        (root / name).mkdir()
+        (root / name / "file.txt").touch()
+    found = waste(root)
+    assert {(one.path, one.why.split(":")[0]) for one in found} == {
+        (old[0].folder, "made with other settings"),
+        (old[1].folder, "made with other settings"),
+        (torn, "torn"),
+        (new[1].folder / f"out.txt{files.PARTIAL}", "torn"),
+    }
+    sizes = {one.path: one.size for one in found}
+    assert (sizes[torn], sizes[new[1].folder / f"out.txt{files.PARTIAL}"]) == (40, 3)
+    kept = {path for path in root.rglob("*") if not any(path.is_relative_to(one.path) for one in found)}
+    freed = sum(file.stat().st_size for one in found for file in [one.path, *one.path.rglob("*")] if file.is_file())
+    assert remove(found) == freed == sum(one.size for one in found)
+    assert set(root.rglob("*")) == kept
+    assert waste(root) == []
+    assert [one.state for one in states(root)] == ["done", "done"]
+
+
+def test_a_stage_folder_loses_its_manifest_first(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """So that one whose removal is interrupted never looks done."""
+    old = lay(root, 1)
+    execute(old)
+    lay(root, 2)
+
+    def killed(path: Path) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("bloomery.core.run.shutil.rmtree", killed)
+    with pytest.raises(KeyboardInterrupt):
+        remove([Waste(old[0].folder, 1, "")])
+    assert not (old[0].folder / MANIFEST).exists()
+    assert not old[0].fresh
+
+
+def test_the_size_of_a_folder_is_that_of_all_its_files(root: Path) -> None:
+    plans = lay(root)
+    execute(plans)
+    folder = plans[0].folder
+    assert size_of(folder) == 1 + 10 + size_of(folder / MANIFEST)
+    assert size_of(folder / "out.txt") == 1

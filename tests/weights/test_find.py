@@ -1,0 +1,104 @@
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from bloomery.core import files
+from bloomery.core.errors import CheckpointError, RunError
+from bloomery.core.stage import MANIFEST
+from bloomery.tokenizer.chat import Renderer
+from bloomery.weights import huggingface
+from bloomery.weights.find import Found, model_folder, models, run_of
+from bloomery.weights.huggingface import Lineage
+from tests.model.made import SHAPES, lively
+from tests.tokenizer.made import small
+
+FOLDERS = {"fetch": "01-fetch-aaaaaaaa", "pretrain": "07-pretrain-bbbbbbbb", "finetune": "10-finetune-cccccccc"}
+
+
+def model(folder: Path) -> Path:
+    renderer = Renderer(small())
+    lineage = Lineage(tokenizer=small().hash, template=renderer.template.hash, shards="5" * 64)
+    huggingface.save(folder, lively(SHAPES[0], vocab_size=small().vocab_size), renderer, lineage)
+    return folder
+
+
+def run(root: Path, *done: str, begun: tuple[str, ...] = ()) -> Path:
+    """A run folder in which these stages are done, and these have left a model but no manifest."""
+    for stage, name in FOLDERS.items():
+        if stage in (*done, *begun):
+            model(root / name / "model") if stage != "fetch" else (root / name).mkdir(parents=True)
+        if stage in done:
+            files.write_json(root / name / MANIFEST, {"outputs": {}})
+    root.mkdir(exist_ok=True)
+    files.write_json(root / "current.json", FOLDERS)
+    return root
+
+
+def test_a_run_stands_for_its_finetuned_model_or_for_its_pretrained_one(tmp_path: Path) -> None:
+    both = run(tmp_path / "both", "fetch", "pretrain", "finetune")
+    assert model_folder(both) == both / FOLDERS["finetune"] / "model"
+    one = run(tmp_path / "one", "fetch", "pretrain")
+    assert model_folder(one) == one / FOLDERS["pretrain"] / "model"
+
+
+def test_a_stage_a_checkpoint_and_a_model_folder_stand_for_themselves(tmp_path: Path) -> None:
+    stage = run(tmp_path / "run", "pretrain") / FOLDERS["pretrain"]
+    assert model_folder(stage) == stage / "model"
+    assert model_folder(stage / "model") == stage / "model"
+    checkpoint = model(stage / "checkpoints" / "000000010")
+    assert model_folder(checkpoint) == checkpoint
+    assert huggingface.load(model_folder(checkpoint)).tokenizer.hash == small().hash
+
+
+CASES: list[tuple[str, Callable[[Path], Any], str]] = [
+    ("nothing", lambda root: None, "does not exist\nName a run folder"),
+    ("an empty folder", lambda root: root.mkdir(), "holds no model\nName a run folder, a stage folder"),
+    ("a file", lambda root: root.touch(), "holds no model\n"),
+    ("a new run", lambda root: run(root, "fetch"), "this run has no finished model yet\nFinish it first: bloomery run"),
+]
+
+
+@pytest.mark.parametrize(("make", "told"), [case[1:] for case in CASES], ids=[case[0] for case in CASES])
+def test_what_holds_no_model_is_an_error_that_says_what_to_name(
+    tmp_path: Path, make: Callable[[Path], Any], told: str
+) -> None:
+    make(tmp_path / "it")
+    with pytest.raises(CheckpointError) as caught:
+        model_folder(tmp_path / "it")
+    assert caught.value.where == str(tmp_path / "it")
+    assert told in str(caught.value)
+
+
+def test_a_model_that_is_still_trained_is_not_the_one_of_its_run(tmp_path: Path) -> None:
+    root = run(tmp_path / "run", "pretrain", begun=("finetune",))
+    assert model_folder(root) == root / FOLDERS["pretrain"] / "model"
+
+
+def test_the_finished_models_of_all_runs_are_listed_those_that_answer_first(tmp_path: Path) -> None:
+    run(tmp_path / "b", "fetch", "pretrain", "finetune")
+    run(tmp_path / "a", "pretrain", begun=("finetune",))
+    run(tmp_path / "c", "fetch")
+    (tmp_path / "notes").mkdir()
+    (tmp_path / "file").touch()
+    assert list(models(tmp_path)) == [
+        Found("a/pretrain", tmp_path / "a" / FOLDERS["pretrain"] / "model"),
+        Found("b", tmp_path / "b" / FOLDERS["finetune"] / "model"),
+        Found("b/pretrain", tmp_path / "b" / FOLDERS["pretrain"] / "model"),
+    ]
+    assert list(models(tmp_path / "none")) == []
+
+
+def test_a_model_folder_knows_the_run_it_lies_in(tmp_path: Path) -> None:
+    root = run(tmp_path / "run", "pretrain")
+    assert run_of(model_folder(root)) == root
+    assert run_of(tmp_path / "elsewhere") is None
+
+
+def test_a_run_whose_list_of_stages_is_damaged_is_an_error_that_names_it(tmp_path: Path) -> None:
+    root = run(tmp_path / "run", "pretrain")
+    (root / "current.json").write_text("{")
+    with pytest.raises(RunError, match=r"(?s)current\.json: cannot be read.*run its recipe again"):
+        model_folder(root)
+    assert list(models(tmp_path)) == []
