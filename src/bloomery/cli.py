@@ -34,6 +34,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("interrupted; the same command goes on from here", file=sys.stderr)
         return 130
+    except PermissionError as error:
+        print(
+            f"{error.filename}: permission denied\nGive yourself the right to it, or name another folder.",
+            file=sys.stderr,
+        )
+        return 2
     except BrokenPipeError:
         return 0
     except Exception:

@@ -243,7 +243,11 @@ BROKEN: list[tuple[str, Callable[[Path], Any], str]] = [
         lambda f: change_weights(f, lambda w: w.update({"model.norm.weight": torch.ones(3)})),
         "model.norm.weight has shape (3,), not",
     ),
-    ("another width", lambda f: change(f / CONFIG, lambda c: c.update(intermediate_size=7)), "gate_proj.weight has shape"),
+    (
+        "another width",
+        lambda f: change(f / CONFIG, lambda c: c.update(intermediate_size=7)),
+        "gate_proj.weight has shape",
+    ),
     ("a setting less", lambda f: change(f / CONFIG, lambda c: c.pop("rope_theta")), "KeyError: 'rope_theta'"),
     ("an impossible shape", lambda f: change(f / CONFIG, lambda c: c.update(num_attention_heads=0)), "num_heads"),
     ("another lineage", lambda f: change(f / LINEAGE, lambda c: c.pop("shards")), "'shards'"),

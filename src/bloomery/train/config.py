@@ -42,7 +42,7 @@ class Schedule(Config):
 
         share(s) = s / W                      for s ≤ W
                    1                          for s ≤ (1 − decay) · N
-                   1 − (1 − final) · shape(x) after, x from 0 to 1
+                   1 − (1 − final) · shape(x) after, x from 0 to 1; the smaller one where it meets the warm-up
     """
 
     warmup_steps: Count = 0

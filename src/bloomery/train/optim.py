@@ -13,14 +13,13 @@ from torch import Tensor, nn
 
 def share(schedule: Schedule, step: int, steps: int) -> float:
     """The learning rate of step 1 … steps as a share of its peak. See `Schedule` for the formula."""
-    if step <= schedule.warmup_steps:
-        return step / schedule.warmup_steps
+    rise = min(1.0, step / schedule.warmup_steps) if schedule.warmup_steps else 1.0
     decay_steps = schedule.decay * steps
     if step <= steps - decay_steps:
-        return 1.0
-    x = (step - (steps - decay_steps)) / decay_steps
+        return rise
+    x = min(1.0, (step - (steps - decay_steps)) / decay_steps)
     fall = {"linear": x, "cosine": (1 - math.cos(math.pi * x)) / 2, "1-sqrt": math.sqrt(x)}[schedule.shape]
-    return 1.0 - (1.0 - schedule.final) * fall
+    return min(rise, 1.0 - (1.0 - schedule.final) * fall)
 
 
 class Optimizers:

@@ -1,0 +1,217 @@
+import math
+from collections.abc import Iterator
+from itertools import repeat
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from bloomery.core.errors import BloomeryError
+from bloomery.model.transformer import Transformer
+from bloomery.shards.loader import IGNORE, Batch
+from bloomery.train.config import AdamW, Muon
+from bloomery.train.loop import Hook, State, accumulate_gradients, micro_batch_loss, train
+from bloomery.train.optim import Optimizers
+from tests.model.made import SHAPES, lively
+from tests.train.made import processor, random_batch
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+CPU = processor()
+
+
+def gradients(batch: Batch, micro_batch: int, seed: int = 0) -> tuple[float, int, dict[str, Tensor]]:
+    model = lively(SHAPES[seed % len(SHAPES)], seed)
+    loss, tokens = accumulate_gradients(model, batch, micro_batch, CPU)
+    return loss, tokens, {name: weight.grad for name, weight in model.named_parameters() if weight.grad is not None}
+
+
+def reference(batch: Batch, seed: int = 0) -> tuple[float, dict[str, Tensor]]:
+    """Mean cross entropy over all supervised tokens, from full scores."""
+    model = lively(SHAPES[seed % len(SHAPES)], seed)
+    ids, targets, positions, segments = (
+        torch.from_numpy(part) for part in (batch.ids, batch.targets, batch.positions, batch.segments)
+    )
+    scores = model.logits(model(ids, positions=positions, segments=segments)).flatten(0, 1)
+    loss = F.cross_entropy(scores, targets.flatten(), ignore_index=IGNORE)
+    torch.autograd.backward(loss)
+    return float(loss.detach()), {n: w.grad for n, w in model.named_parameters() if w.grad is not None}
+
+
+def difference(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> float:
+    """The largest difference between two gradients, as a share of the largest number in them."""
+    assert ours.keys() == theirs.keys()
+    largest = max(float(one.abs().max()) for one in theirs.values())
+    return max(float((ours[name] - theirs[name]).abs().max()) for name in theirs) / largest
+
+
+# --- one batch is one batch, however it is split ----------------------------------------------------------------------
+
+
+@settings(max_examples=25)
+@given(st.lists(st.sampled_from([0.0, 0.05, 0.5, 1.0]), min_size=1, max_size=7), st.integers(1, 8), st.integers(0, 99))
+def test_gradients_are_those_of_the_whole_batch_however_it_is_split(
+    supervised: list[float], micro_batch: int, seed: int
+) -> None:
+    batch = random_batch(len(supervised), seed, supervised)
+    loss, tokens, found = gradients(batch, micro_batch, seed)
+    assert tokens == int((batch.targets != IGNORE).sum())
+    if tokens:
+        expected, theirs = reference(batch, seed)
+        assert loss == pytest.approx(expected, rel=1e-6)
+        assert difference(found, theirs) < 1e-6
+
+
+def test_a_micro_batch_that_is_all_masked_adds_exactly_zero() -> None:
+    batch = random_batch(6, supervised=[0.7, 0.7, 0, 0, 0.7, 0.7])
+    kept = np.array([0, 1, 4, 5])
+    without = Batch(*(getattr(batch, n)[kept] for n in ("ids", "targets", "positions", "segments", "samples")))
+    one, other = gradients(batch, 2), gradients(without, 2)
+    assert one[:2] == other[:2]
+    for name, gradient in one[2].items():
+        assert torch.equal(gradient, other[2][name]), name
+
+
+def test_a_batch_that_is_all_masked_has_a_loss_and_gradients_of_zero() -> None:
+    loss, tokens, found = gradients(random_batch(3, supervised=0.0), 2)
+    assert (loss, tokens) == (0.0, 0)
+    assert found
+    assert all(torch.equal(gradient, torch.zeros_like(gradient)) for gradient in found.values())
+
+
+def test_a_batch_that_is_all_masked_divides_by_no_zero() -> None:
+    model, state = lively(SHAPES[0]), State()
+    run(model, repeat(random_batch(2, supervised=0.0)), state, steps=2)
+    assert all(bool(torch.isfinite(weight).all()) for weight in model.parameters())
+    assert (state.step, state.tokens, state.metrics["loss"]) == (2, 0, 0.0)
+
+
+def test_what_other_rows_hold_does_not_matter_to_a_row() -> None:
+    batch = random_batch(4, supervised=1.0)
+    alone = sum(float(micro_batch_loss(lively(SHAPES[0]), part, CPU).detach()) for part in batch.split(1))
+    together = float(micro_batch_loss(lively(SHAPES[0]), batch, CPU).detach())
+    assert together == pytest.approx(alone, rel=1e-6)
+
+
+def test_under_bfloat16_the_gradient_points_the_same_way() -> None:
+    batch = random_batch(4, supervised=1.0)
+    model = lively(SHAPES[0])
+    loss, _ = accumulate_gradients(model, batch, 2, processor(torch.bfloat16))
+    expected, theirs = reference(batch)
+    assert loss == pytest.approx(expected, rel=0.02)
+    for name, weight in model.named_parameters():
+        assert weight.grad is not None
+        assert weight.grad.dtype == torch.float32
+        assert float(F.cosine_similarity(weight.grad.flatten(), theirs[name].flatten(), dim=0)) > 0.98, name
+
+
+# --- the loop ------------------------------------------------------------------------------------------------------
+
+
+def run(model: Transformer, batches: Iterator[Batch], state: State, **how: Any) -> Optimizers:
+    optimizers = how.pop("optimizers", None) or Optimizers(model, how.pop("config", AdamW(learning_rate=0.01)))
+    settings: dict[str, Any] = {
+        "steps": 1,
+        "micro_batch": 2,
+        "learning_rate_share": lambda step: 1.0,
+        "max_norm": 1.0,
+        "device": CPU,
+        **how,
+    }
+    train(model, optimizers, batches, state=state, **settings)
+    return optimizers
+
+
+@pytest.mark.parametrize("config", [Muon(), AdamW(learning_rate=0.01)], ids=["muon", "adamw"])
+def test_a_model_learns_a_batch_by_heart(config: Muon | AdamW) -> None:
+    model, state, losses = Transformer(SHAPES[0], 61), State(), list[float]()
+    model.initialize(0)
+    hook = Hook(lambda s: True, lambda s: losses.append(s.metrics["loss"]))
+    run(model, repeat(random_batch(2)), state, steps=60, config=config, hooks=[hook])
+    assert losses[0] == pytest.approx(math.log(61), rel=0.05)
+    assert losses[-1] < 0.3 * losses[0]
+
+
+def test_the_state_counts_steps_samples_and_supervised_tokens() -> None:
+    batches = [random_batch(rows, rows) for rows in (3, 5, 2)]
+    state = State(step=4, samples=100, tokens=7)
+    shares: list[int] = []
+
+    def share(step: int) -> float:
+        shares.append(step)
+        return 0.5
+
+    run(lively(SHAPES[0]), iter(batches), state, steps=7, learning_rate_share=share)
+    assert shares == [5, 6, 7]
+    assert (state.step, state.samples) == (7, 110)
+    assert state.tokens == 7 + sum(int((batch.targets != IGNORE).sum()) for batch in batches)
+    assert state.metrics["tokens"] == int((batches[-1].targets != IGNORE).sum())
+    assert state.metrics["learning_rate"] == 0.005
+
+
+def test_a_state_at_the_last_step_has_nothing_to_do() -> None:
+    model, state = lively(SHAPES[0]), State(step=3)
+    before = {name: weight.clone() for name, weight in model.state_dict().items()}
+    run(model, iter([]), state, steps=3)
+    assert all(torch.equal(weight, before[name]) for name, weight in model.state_dict().items())
+
+
+def test_hooks_run_after_their_steps_in_their_order() -> None:
+    seen: list[tuple[str, int]] = []
+    hooks = [
+        Hook(lambda s: s.step % 2 == 0, lambda s: seen.append(("even", s.step))),
+        Hook(lambda s: True, lambda s: seen.append(("all", s.step))),
+        Hook(lambda s: s.step == 3, lambda s: seen.append(("last", s.step))),
+    ]
+    run(lively(SHAPES[0]), repeat(random_batch(2)), State(), steps=3, hooks=hooks)
+    assert seen == [("all", 1), ("even", 2), ("all", 2), ("all", 3), ("last", 3)]
+
+
+@pytest.mark.parametrize("max_norm", [1e-3, 1e6])
+def test_gradients_are_scaled_down_to_the_largest_norm_and_never_up(
+    max_norm: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, state = lively(SHAPES[0]), State()
+    optimizers = Optimizers(model, AdamW())
+    applied: list[float] = []
+
+    def step() -> None:
+        norms = [weight.grad.norm() for weight in model.parameters() if weight.grad is not None]
+        applied.append(float(torch.stack(norms).norm()))
+
+    monkeypatch.setattr(optimizers, "step", step)
+    run(model, repeat(random_batch(2)), state, max_norm=max_norm, optimizers=optimizers)
+    whole = state.metrics["gradient_norm"]
+    assert whole == pytest.approx(float(torch.stack([g.norm() for g in reference(random_batch(2))[1].values()]).norm()))
+    assert applied[0] == pytest.approx(min(whole, max_norm), rel=1e-4)
+    assert all(weight.grad is None for weight in model.parameters())
+
+
+@pytest.mark.parametrize("poison", [math.inf, math.nan], ids=["infinite", "not a number"])
+@pytest.mark.parametrize("config", [Muon(), AdamW()], ids=["muon", "adamw"])
+def test_a_loss_that_is_not_finite_stops_before_any_weight_changes_and_names_the_samples(
+    poison: float, config: Muon | AdamW
+) -> None:
+    model, state = lively(SHAPES[1]), State()
+    good, bad = random_batch(3, 1), random_batch(3, 2)
+    good.ids[good.ids == 7] = 8
+    bad.ids[1], bad.targets[1] = 7, 3
+    with torch.no_grad():
+        model.embed.weight[7] = poison
+    optimizers = run(model, iter([good]), state, config=config)
+    weights = {name: weight.clone() for name, weight in model.state_dict().items()}
+    remembered = {name: value.clone() for name, value in optimizers.state().items()}
+    before = State(**state.__dict__)
+    with pytest.raises(BloomeryError) as caught:
+        run(model, iter([bad]), state, steps=2, optimizers=optimizers)
+    assert "no weight was changed" in caught.value.what
+    assert caught.value.where == f"step 2, samples {', '.join(map(str, bad.samples.tolist()))} …"
+    assert "Lower the learning rate" in caught.value.cure
+    assert state == before
+    for name, weight in model.state_dict().items():
+        assert torch.equal(weight.nan_to_num(), weights[name].nan_to_num()), name
+    assert all(torch.equal(value, remembered[name]) for name, value in optimizers.state().items())

@@ -1,0 +1,182 @@
+import json
+import random
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from bloomery.core.log import read_metrics
+from bloomery.train.loop import Hook, State
+from bloomery.train.session import Session
+from bloomery.weights import huggingface
+from tests.tokenizer.made import small
+from tests.train.made import SHAPE, T, processor, session, write_samples
+
+import torch
+
+STEPS = 9
+ADAMW = {"kind": "adamw", "learning_rate": 0.01}
+
+
+@pytest.fixture(scope="module")
+def shards(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("shards")
+    write_samples(folder)
+    return folder
+
+
+def result(out: Path) -> dict[str, Any]:
+    """All that a run leaves behind but for how long it took."""
+    lines = [
+        {k: v for k, v in line.items() if k != "tokens_per_second"} for line in read_metrics(out / "metrics.jsonl")
+    ]
+    newest = out / "checkpoints" / f"{STEPS:09d}"
+    return {
+        "metrics": lines,
+        "model": {file.name: file.read_bytes() for file in sorted((out / "model").iterdir())},
+        "checkpoint": {file.name: file.read_bytes() for file in sorted(newest.iterdir())},
+        "checkpoints": sorted(folder.name for folder in (out / "checkpoints").iterdir()),
+    }
+
+
+def die_after(step: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Add a hook that a person's Ctrl-C comes in, after `step`."""
+    whole = Session._hooks
+
+    def interrupt(state: State) -> None:
+        raise KeyboardInterrupt
+
+    def hooks(self: Session, *args: Any) -> list[Hook]:
+        return [*whole(self, *args), Hook(lambda s: s.step == step, interrupt)]
+
+    monkeypatch.setattr(Session, "_hooks", hooks)
+
+
+@pytest.mark.parametrize("number", range(4))
+def test_a_run_that_was_killed_and_resumed_is_one_that_was_not_bit_for_bit(
+    shards: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int
+) -> None:
+    """Killed at a random step, with the last few checkpoints never written, and then once more."""
+    rng = random.Random(number)
+    settings: dict[str, Any] = {
+        "precision": rng.choice(["float32", "bfloat16"]),
+        "keep_checkpoints": 3,
+        "log_every": rng.choice([1, 3]),
+        **({"optimizer": ADAMW} if number % 2 else {}),
+    }
+    session(shards, tmp_path / "whole", **settings).run()
+    for kill in sorted(rng.sample(range(1, STEPS), 2)):
+        with monkeypatch.context() as patch:
+            die_after(kill, patch)
+            with pytest.raises(KeyboardInterrupt):
+                session(shards, tmp_path / "killed", **settings).run()
+        saved = sorted((tmp_path / "killed" / "checkpoints").iterdir())
+        for folder in saved[len(saved) - rng.randint(0, min(2, len(saved))) :]:
+            shutil.rmtree(folder)
+    stats = session(shards, tmp_path / "killed", **settings).run()
+    assert stats["steps"] == STEPS
+    assert result(tmp_path / "killed") == result(tmp_path / "whole")
+
+
+def test_a_run_killed_while_it_validates_loses_no_line_of_its_metrics(
+    shards: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    session(shards, tmp_path / "whole").run()
+    whole = Session._validate
+    for _ in range(3):
+        calls = []
+
+        def dying(self: Session, device: Any, calls: list[int] = calls) -> float:
+            calls.append(1)
+            if len(calls) == 2:
+                raise KeyboardInterrupt
+            return whole(self, device)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(Session, "_validate", dying)
+            with pytest.raises(KeyboardInterrupt):
+                session(shards, tmp_path / "killed").run()
+    session(shards, tmp_path / "killed").run()
+    assert result(tmp_path / "killed") == result(tmp_path / "whole")
+
+
+def test_a_damaged_checkpoint_costs_steps_and_changes_nothing(
+    shards: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    session(shards, tmp_path / "whole").run()
+    with monkeypatch.context() as patch:
+        die_after(5, patch)
+        with pytest.raises(KeyboardInterrupt):
+            session(shards, tmp_path / "killed").run()
+    weights = tmp_path / "killed" / "checkpoints" / "000000005" / "model.safetensors"
+    raw = bytearray(weights.read_bytes())
+    raw[-3] ^= 4
+    weights.write_bytes(raw)
+    session(shards, tmp_path / "killed").run()
+    assert result(tmp_path / "killed") == result(tmp_path / "whole")
+
+
+def test_a_run_that_died_before_it_left_its_model_leaves_it_now(shards: Path, tmp_path: Path) -> None:
+    whole = session(shards, tmp_path).run()
+    before = result(tmp_path)
+    shutil.rmtree(tmp_path / "model")
+    again = session(shards, tmp_path).run()
+    assert result(tmp_path) == before
+    varying = ("tokens_per_second", "peak_bytes")
+    assert {k: v for k, v in again.items() if k not in varying} == {k: v for k, v in whole.items() if k not in varying}
+
+
+def test_how_often_it_saves_and_evaluates_makes_no_other_model(shards: Path, tmp_path: Path) -> None:
+    session(shards, tmp_path / "one").run()
+    session(shards, tmp_path / "two", save_every_seconds=1e3, keep_checkpoints=1, log_every=4, evaluate_every=3).run()
+    one, two = (result(tmp_path / name) for name in ("one", "two"))
+    assert one["model"] == two["model"]
+    assert one["checkpoint"] == two["checkpoint"]
+    assert two["checkpoints"] == [f"{STEPS:09d}"]
+
+
+def test_the_size_of_micro_batches_changes_no_more_than_rounding_does(shards: Path, tmp_path: Path) -> None:
+    logged = []
+    for tokens in (4 * T, T):
+        session(shards, tmp_path / str(tokens), micro_batch_tokens=tokens).run()
+        lines = read_metrics(tmp_path / str(tokens) / "metrics.jsonl")
+        logged.append([line["loss"] for line in lines if "loss" in line])
+    assert logged[0] == pytest.approx(logged[1], rel=1e-4)
+    assert len(logged[0]) == STEPS
+
+
+def test_a_run_tells_what_it_did(shards: Path, tmp_path: Path) -> None:
+    stats = session(shards, tmp_path).run()
+    assert (stats["steps"], stats["tokens"], stats["precision"]) == (STEPS, STEPS * 4 * T, "float32")
+    assert stats["supervised_tokens"] == stats["tokens"]  # every token of a document is a target
+    assert stats["epochs"] == round(STEPS * 4 / 23, 3)
+    lines = read_metrics(tmp_path / "metrics.jsonl")
+    logged = [line for line in lines if "loss" in line]
+    assert [line["step"] for line in logged] == list(range(1, STEPS + 1))
+    assert stats["loss"] == round(logged[-1]["loss"], 5)
+    assert [line["step"] for line in lines if "validation_loss" in line] == [2, 4, 6, 8]
+    assert stats["validation_loss"] < 7
+    found = huggingface.load(tmp_path / "model")
+    assert (found.model.config, found.lineage.step, found.lineage.tokenizer) == (SHAPE, STEPS, small().hash)
+    assert stats["parameters"] == sum(weight.numel() for weight in found.model.parameters())
+
+
+def test_the_numbers_of_a_checkpoint_are_those_of_its_step(shards: Path, tmp_path: Path) -> None:
+    session(shards, tmp_path).run()
+    for folder in (tmp_path / "checkpoints").iterdir():
+        state = json.loads((folder / "state.json").read_text())
+        assert state["step"] == int(folder.name) == huggingface.load(folder).lineage.step
+        assert state["samples"] == 4 * state["step"]
+        logged = [line for line in read_metrics(tmp_path / "metrics.jsonl") if line["step"] == state["step"]]
+        assert state["metrics"]["loss"] == logged[0]["loss"]
+
+
+def test_validation_is_the_mean_loss_of_its_tokens_and_leaves_the_model_in_training(
+    shards: Path, tmp_path: Path
+) -> None:
+    one = session(shards, tmp_path, micro_batch_tokens=2 * T)
+    other = session(shards, tmp_path, micro_batch_tokens=100 * T)
+    values = [made._validate(processor()) for made in (one, other)]
+    assert values[0] == pytest.approx(values[1], abs=2e-5)
+    assert one.model.training
