@@ -21,8 +21,8 @@ demo: $(VENV)/.installed
 	$(BIN)/bloomery run recipes/demo.toml
 	$(BIN)/bloomery chat $(RUN) \
 		--prompt 'What is 17 plus 25?' \
-		--prompt 'Today Mia put the lamp upstairs. Then Tom took it outside. Where is the lamp now?' \
-		--prompt 'In Python, you find sqrt in math and shorten in textwrap. Where is shorten?'
+		--prompt 'Today Mia put the lamp upstairs. Then Tom took it downstairs. Where is the lamp now?' \
+		--prompt 'In Python, you find dumps in json and shorten in textwrap. Where is shorten?'
 	@echo
 	@echo 'Talk to it here:          $(BIN)/bloomery chat $(RUN)'
 	@echo 'Talk to it in a browser:  $(BIN)/bloomery serve'

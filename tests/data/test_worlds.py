@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Iterator
 from functools import cache
 from itertools import combinations, pairwise
+from pathlib import Path
 
 import pytest
 
@@ -240,6 +241,15 @@ def test_documents_are_text_and_hardly_any_come_twice() -> None:
     texts = [text for seed in SEEDS for text in worlds.documents(seed, 100)]
     assert all(text.strip() == text != "" for text in texts)
     assert len(set(texts)) > 0.97 * len(texts)
+
+
+def test_the_demo_asks_what_no_model_was_told() -> None:
+    makefile = (Path(__file__).parents[2] / "Makefile").read_text(encoding="utf-8")
+    asked = re.findall(r"--prompt '([^']*)'", makefile)
+    facts = [("plus", "17", "25"), ("where", "lamp", "downstairs"), ("library", "dumps", "shorten")]
+    for prompt, (_, *about) in zip(asked, facts, strict=True):
+        assert set(about) <= set(re.findall(r"\w+", prompt))
+    assert all(map(worlds.is_held_out, facts))
 
 
 # --- the vocabulary ------------------------------------------------------------------------------------------------

@@ -1,3 +1,5 @@
+from collections.abc import Callable
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -8,7 +10,9 @@ from bloomery.train.loss import CHUNK_TOKENS, token_loss
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
+Loss = Callable[[Tensor, Tensor, Tensor], Tensor]
 D, V = 12, 31
 
 
@@ -23,8 +27,9 @@ def reference(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
     return F.cross_entropy(hidden.double() @ weight.double().T, targets, reduction="sum")
 
 
-def values(loss: Tensor, hidden: Tensor, weight: Tensor, scale: float = 1.0) -> list[Tensor]:
+def values(loss_of: Loss, hidden: Tensor, weight: Tensor, targets: Tensor, scale: float = 1.0) -> list[Tensor]:
     """The loss and the gradients of `scale` times it."""
+    loss = loss_of(hidden, weight, targets)
     torch.autograd.backward(loss * scale)
     assert hidden.grad is not None
     assert weight.grad is not None
@@ -40,43 +45,39 @@ def assert_close(ours: list[Tensor], theirs: list[Tensor], tolerance: float) -> 
 
 @pytest.mark.parametrize("n", [0, 1, 2, 100, CHUNK_TOKENS - 1, CHUNK_TOKENS, CHUNK_TOKENS + 1, 2 * CHUNK_TOKENS + 77])
 def test_the_loss_in_chunks_is_cross_entropy_and_so_are_its_gradients(n: int) -> None:
-    ours, theirs = inputs(n), inputs(n)
-    for one in theirs[:2]:
-        one.grad = None
-    expected = values(reference(*theirs), *theirs[:2], scale=0.37)
-    assert_close(values(token_loss(*ours), *ours[:2], scale=0.37), expected, 1e-6)
+    expected = values(reference, *inputs(n), scale=0.37)
+    assert_close(values(token_loss, *inputs(n), scale=0.37), expected, 1e-6)
 
 
 @settings(max_examples=30)
 @given(st.integers(0, 40), st.integers(1, 45), st.integers(0, 99))
 def test_the_size_of_chunks_does_not_matter(n: int, chunk: int, seed: int) -> None:
-    expected = values(reference(*(args := inputs(n, seed))), *args[:2])
+    expected = values(reference, *inputs(n, seed))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(loss, "CHUNK_TOKENS", chunk)
-        assert_close(values(token_loss(*(args := inputs(n, seed))), *args[:2]), expected, 1e-6)
+        assert_close(values(token_loss, *inputs(n, seed)), expected, 1e-6)
 
 
 def test_the_loss_of_no_tokens_is_zero_and_so_are_its_gradients() -> None:
-    hidden, weight, targets = inputs(0)
-    found = values(token_loss(hidden, weight, targets), hidden, weight)
+    found = values(token_loss, *inputs(0))
     assert float(found[0]) == 0.0
     assert torch.equal(found[2], torch.zeros(V, D))
 
 
 def test_scores_beyond_the_range_of_exponentials_are_no_trouble() -> None:
     hidden, weight, targets = inputs(50)
-    args = [(one.detach() * 60).requires_grad_() for one in (hidden, weight)]
-    found = values(token_loss(args[0], args[1], targets), *args)
+    hidden, weight = ((one.detach() * 60).requires_grad_() for one in (hidden, weight))
+    found = values(token_loss, hidden, weight, targets)
     assert all(bool(torch.isfinite(one).all()) for one in found)
-    assert float(found[0]) == pytest.approx(float(reference(args[0].detach(), args[1].detach(), targets)), rel=1e-5)
+    assert float(found[0]) == pytest.approx(float(reference(hidden, weight, targets).detach()), rel=1e-5)
 
 
 def test_under_bfloat16_gradients_keep_the_formats_of_what_they_belong_to() -> None:
     hidden, weight, targets = inputs(300, dtype=torch.bfloat16)
-    found = values(token_loss(hidden, weight, targets), hidden, weight)
+    found = values(token_loss, hidden, weight, targets)
     assert [one.dtype for one in found] == [torch.float32, torch.bfloat16, torch.float32]
-    rounded = (hidden.detach().float().requires_grad_(), weight.detach().bfloat16().float().requires_grad_())
-    expected = values(reference(*rounded, targets), *rounded)
+    rounded = [one.detach().bfloat16().float().requires_grad_() for one in (hidden, weight)]
+    expected = values(reference, rounded[0], rounded[1], targets)
     assert float(found[0]) == pytest.approx(float(expected[0]), rel=5e-3)
     for mine, yours in zip(found[1:], expected[1:], strict=True):
         assert float((mine.float() - yours).norm()) <= 0.01 * float(yours.norm())
@@ -92,7 +93,7 @@ def test_the_scores_of_all_tokens_never_exist_at_once() -> None:
     """The largest tensor that is made has the size of a chunk's scores, or of a gradient."""
     sizes = []
 
-    class Watch(torch.utils._python_dispatch.TorchDispatchMode):
+    class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
             out = func(*args, **(kwargs or {}))
             sizes.append(out.numel() if isinstance(out, Tensor) else 0)
@@ -100,7 +101,7 @@ def test_the_scores_of_all_tokens_never_exist_at_once() -> None:
 
     n = 4 * CHUNK_TOKENS
     hidden, weight, targets = inputs(n)
-    with Watch():
+    with Watch():  # type: ignore[no-untyped-call]
         token_loss(hidden, weight, targets)
     assert max(sizes) == max(CHUNK_TOKENS * V, n * D)
     assert max(sizes) < n * V

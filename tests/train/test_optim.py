@@ -1,4 +1,5 @@
 import math
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -53,8 +54,8 @@ def test_a_share_is_a_share_and_the_last_one_is_the_final_one(schedule: Schedule
     risen = min(1.0, steps / schedule.warmup_steps) if schedule.warmup_steps else 1.0
     assert found[-1] == pytest.approx(min(risen, schedule.final if schedule.decay else 1.0), abs=1e-9)
     peak = found.index(max(found))
-    assert all(a <= b + 1e-12 for a, b in zip(found[:peak], found[1 : peak + 1], strict=True))
-    assert all(a + 1e-12 >= b for a, b in zip(found[peak:-1], found[peak + 1 :], strict=True))
+    assert all(a <= b + 1e-12 for a, b in pairwise(found[: peak + 1]))
+    assert all(a + 1e-12 >= b for a, b in pairwise(found[peak:]))
 
 
 @settings(max_examples=30)
@@ -65,7 +66,7 @@ def test_a_schedule_makes_no_jump_also_where_the_warm_up_reaches_into_the_decay(
     steps = 2000
     large = Schedule.model_validate(schedule.model_dump() | {"warmup_steps": schedule.warmup_steps * 50})
     found = [share(large, step, steps) for step in range(1, steps + 1)]
-    steepest = max((abs(b - a) for a, b in zip(found, found[1:], strict=False)), default=0.0)
+    steepest = max(abs(b - a) for a, b in pairwise(found))
     assert steepest <= 1 / max(large.warmup_steps, 50) + 1 / math.sqrt(schedule.decay * steps) + 1e-9
 
 

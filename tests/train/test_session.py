@@ -13,8 +13,6 @@ from bloomery.weights import huggingface
 from tests.tokenizer.made import small
 from tests.train.made import SHAPE, T, processor, session, write_samples
 
-import torch
-
 STEPS = 9
 ADAMW = {"kind": "adamw", "learning_rate": 0.01}
 
@@ -85,7 +83,7 @@ def test_a_run_killed_while_it_validates_loses_no_line_of_its_metrics(
     session(shards, tmp_path / "whole").run()
     whole = Session._validate
     for _ in range(3):
-        calls = []
+        calls: list[int] = []
 
         def dying(self: Session, device: Any, calls: list[int] = calls) -> float:
             calls.append(1)

@@ -39,7 +39,7 @@ def saved(folder: Path, seed: int, **lineage: Any) -> Transformer:
 
 
 def theirs(folder: Path) -> Any:
-    return LlamaForCausalLM.from_pretrained(folder, attn_implementation="eager").eval()
+    return LlamaForCausalLM.from_pretrained(folder, attn_implementation="eager")
 
 
 # --- equal to transformers -----------------------------------------------------------------------------------------

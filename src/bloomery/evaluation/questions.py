@@ -10,6 +10,11 @@ from bloomery.generate.engine import Engine
 from bloomery.tokenizer.chat import Message, Renderer
 
 
+DRAWS_TO_FIND_KINDS = 1000
+"""The rarest kind is one in a hundred: none is missed."""
+DRAWS_BEFORE_USED_UP = 5000
+
+
 @dataclass(frozen=True)
 class Question:
     kind: str
@@ -30,18 +35,27 @@ class Judged:
 
 
 def held_out(seed: int, count: int) -> list[Question]:
-    """`count` held-out questions, as evenly over the kinds as it goes, no question twice."""
-    kinds = sorted({talk.kind for talk in worlds.conversations(seed, 400, "held out")})
+    """
+    `count` held-out questions, as evenly over the kinds as it goes, no question twice.
+
+    Some kinds have few questions. When they are used up, the others get more; when all are, there are fewer.
+    """
+    kinds = sorted({talk.kind for talk in worlds.conversations(seed, DRAWS_TO_FIND_KINDS, "held out")})
     wanted = {kind: count // len(kinds) + (place < count % len(kinds)) for place, kind in enumerate(kinds)}
-    found: dict[str, list[Question]] = defaultdict(list)
+    found: dict[str, list[Question]] = {kind: [] for kind in kinds}
     seen: set[str] = set()
+    misses = 0
     for question in _stream(seed):
+        if len(seen) == count or misses > 2 * DRAWS_BEFORE_USED_UP:
+            break
         key = "\n".join(message["content"] for message in question.messages)
-        if key not in seen and len(found[question.kind]) < wanted.get(question.kind, 0):
+        misses += 1
+        if misses > DRAWS_BEFORE_USED_UP:
+            wanted = dict.fromkeys(kinds, count)
+        if key not in seen and len(found.get(question.kind, ())) < wanted.get(question.kind, 0):
             seen.add(key)
             found[question.kind].append(question)
-            if sum(map(len, found.values())) == count:
-                break
+            misses = 0
     return [question for kind in kinds for question in found[kind]]
 
 
@@ -62,7 +76,7 @@ def ask(engine: Engine, renderer: Renderer, questions: Sequence[Question], max_t
     ]
 
 
-def table(judged: Sequence[Judged]) -> dict[str, dict[str, float]]:
+def table(judged: Sequence[Judged]) -> dict[str, dict[str, float | int]]:
     """By kind: how many, and the shares that were exactly right and that ended by themselves."""
     kinds: dict[str, list[Judged]] = defaultdict(list)
     for one in judged:
@@ -70,7 +84,7 @@ def table(judged: Sequence[Judged]) -> dict[str, dict[str, float]]:
     return {kind: scores(some) for kind, some in sorted(kinds.items())}
 
 
-def scores(judged: Sequence[Judged]) -> dict[str, float]:
+def scores(judged: Sequence[Judged]) -> dict[str, float | int]:
     n = len(judged)
     return {
         "n": n,

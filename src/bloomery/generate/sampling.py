@@ -19,7 +19,7 @@ def choose(
     """
     One id. Temperature 0 takes the highest score; ties go to the smallest id.
 
-    Top-k keeps the k highest scores (0: all); top-p then keeps the fewest of them whose probabilities reach p
+    Top-k keeps the k highest scores (0: all); top-p then keeps the fewest of these, one at least, whose probabilities reach p
     (Holtzman et al. 2019, https://arxiv.org/abs/1904.09751).
     """
     if temperature == 0.0:
@@ -31,5 +31,7 @@ def choose(
     chances = torch.softmax(ordered, dim=0)
     if top_p < 1.0:
         before = chances.cumsum(0) - chances  # what those ahead of each id already reach
-        chances = torch.where(before < top_p, chances, torch.zeros_like(chances))
+        kept = before < top_p
+        kept[0] = True
+        chances = torch.where(kept, chances, torch.zeros_like(chances))
     return int(ids[torch.multinomial(chances, 1, generator=generator)])

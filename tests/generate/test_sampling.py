@@ -1,0 +1,83 @@
+import math
+from collections import Counter
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from bloomery.generate.sampling import choose
+
+import torch
+from torch import Tensor
+
+scores = st.lists(st.integers(-8, 8).map(lambda n: n / 4), min_size=1, max_size=9)
+
+
+def draws(logits: Tensor, count: int, *, seed: int = 0, temperature: float = 1.0, **how: float) -> list[int]:
+    generator = torch.Generator().manual_seed(seed)
+    settings: dict[str, float] = {"temperature": temperature, **how}
+    return [choose(logits, generator=generator, **settings) for _ in range(count)]  # type: ignore[arg-type]
+
+
+@given(scores, st.integers(0, 9), st.floats(0.0, 1.0))
+def test_temperature_zero_takes_the_highest_score_and_of_equal_ones_the_first(
+    found: list[float], top_k: int, top_p: float
+) -> None:
+    chosen = choose(torch.tensor(found), top_k=top_k, top_p=top_p)
+    assert chosen == found.index(max(found))
+
+
+def support(found: list[float], top_k: int, top_p: float) -> list[int]:
+    """The ids that may be drawn, by the definition."""
+    order = sorted(range(len(found)), key=lambda i: (-found[i], i))[: top_k or None]
+    total = sum(math.exp(found[i]) for i in order)
+    kept, reached = list[int](), 0.0
+    for i in order:
+        if kept and (reached >= top_p - 1e-12 if top_p < 1 else False):
+            break
+        kept.append(i)
+        reached += math.exp(found[i]) / total
+    return kept
+
+
+@settings(max_examples=60)
+@given(scores, st.integers(0, 10), st.sampled_from([0.0, 0.1, 0.3, 0.505, 0.7, 0.9, 0.999, 1.0]), st.integers(0, 99))
+def test_only_the_top_k_and_of_these_the_top_p_are_ever_drawn(
+    found: list[float], top_k: int, top_p: float, seed: int
+) -> None:
+    allowed = support(found, top_k, top_p)
+    drawn = set(draws(torch.tensor(found), 40, seed=seed, top_k=top_k, top_p=top_p))
+    assert drawn <= set(allowed)
+    if len(allowed) == 1:
+        assert drawn == set(allowed)
+
+
+@pytest.mark.parametrize(
+    "how", [{}, {"temperature": 0.5}, {"temperature": 3.0}, {"top_k": 4}, {"top_p": 0.8}, {"top_k": 5, "top_p": 0.7}]
+)
+def test_ids_are_drawn_as_often_as_their_scores_say(how: dict[str, float]) -> None:
+    """Chi-square: a true distribution with up to 6 degrees of freedom exceeds 38.3 once in a million."""
+    logits = torch.tensor([0.3, 1.5, -0.7, 0.9, 0.0, 1.2, -1.5])
+    scaled = (logits / how.get("temperature", 1.0)).tolist()
+    allowed = support(scaled, int(how.get("top_k", 0)), how.get("top_p", 1.0))
+    total = sum(math.exp(scaled[i]) for i in allowed)
+    count = 5000
+    seen = Counter(draws(logits, count, **how))
+    assert set(seen) == set(allowed)
+    expected = {i: count * math.exp(scaled[i]) / total for i in allowed}
+    assert sum((seen[i] - expected[i]) ** 2 / expected[i] for i in allowed) < 38.3
+
+
+def test_a_seed_decides_the_draw() -> None:
+    logits = torch.zeros(50)
+    assert draws(logits, 20, seed=1) == draws(logits, 20, seed=1) != draws(logits, 20, seed=2)
+
+
+def test_equal_scores_at_the_border_go_by_their_ids() -> None:
+    assert set(draws(torch.zeros(6), 100, top_k=2)) == {0, 1}
+
+
+def test_scores_far_apart_are_no_trouble() -> None:
+    logits = torch.tensor([-1e30, 80.0, -math.inf, 0.0])
+    assert set(draws(logits, 20, temperature=0.01)) == {1}
+    assert set(draws(logits, 20, temperature=0.01, top_k=4, top_p=0.5)) == {1}
