@@ -11,7 +11,7 @@ import pytest
 from bloomery.core.config import build
 from bloomery.core.errors import DataError
 from bloomery.data import document, worlds
-from bloomery.data.holdout import is_held_out
+from bloomery.data.holdout import LARGEST_SHARE, is_held_out
 from bloomery.shards import format
 from bloomery.shards.loader import Samples
 from bloomery.stages import shard
@@ -51,6 +51,10 @@ def inputs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return write(tmp_path_factory.mktemp("inputs"), ROWS)
 
 
+LEARNED = [row for row in ROWS if not is_held_out(row["text"], LARGEST_SHARE)]
+"""What a tokenizer may learn from."""
+
+
 def hashes(folder: Path) -> dict[str, str]:
     found = sorted(path for path in folder.rglob("*") if path.is_file())
     return {path.relative_to(folder).as_posix(): hashlib.sha256(path.read_bytes()).hexdigest() for path in found}
@@ -65,10 +69,26 @@ def test_the_tokenizer_that_is_saved_is_the_one_that_is_reported(inputs: dict[st
     assert stats["hash"] == made.hash
     assert stats["vocab_size"] == made.vocab_size == 500
     for domain, ratio in stats["bytes_per_token"].items():
-        some = [row["text"] for row in ROWS if row["domain"] == domain]
+        own = [row["text"] for row in ROWS if row["domain"] == domain]
+        some = [text for text in own if not is_held_out(text, LARGEST_SHARE)]
         tokens = sum(len(made.encode(one)) for one in some)
         assert ratio == round(sum(len(one.encode()) for one in some) / tokens, 3)
     assert stats["bytes_per_token"].keys() == DOMAINS.keys()
+
+
+def test_the_tokenizer_never_learns_from_what_a_recipe_may_hold_out(tmp_path: Path) -> None:
+    secret = [row | {"text": row["text"] + " zzqxj" * 40} for row in ROWS if is_held_out(row["text"], LARGEST_SHARE)]
+    rows = [row for row in ROWS if not is_held_out(row["text"], LARGEST_SHARE)]
+    held = [row for row in secret if is_held_out(row["text"], LARGEST_SHARE)]
+    folders = [tmp_path / "with", tmp_path / "without"]
+    hashes = []
+    for folder, some in zip(folders, ([*rows, *held], rows), strict=True):
+        folder.mkdir()
+        inputs = write(folder, some)
+        (folder / "out").mkdir()
+        hashes.append(stage.run(Vocabulary(vocab_size=400), inputs, folder / "out")["hash"])
+    assert held
+    assert hashes[0] == hashes[1]
 
 
 def test_the_same_documents_give_the_same_tokenizer(inputs: dict[str, Path], tmp_path: Path) -> None:
@@ -80,13 +100,13 @@ def test_the_same_documents_give_the_same_tokenizer(inputs: dict[str, Path], tmp
 @pytest.mark.parametrize("budget", [40_000, 100_000])
 def test_a_sample_is_as_large_as_asked_and_gives_every_domain_the_same(inputs: dict[str, Path], budget: int) -> None:
     sizes: Counter[str] = Counter()
-    for row in ROWS:
+    for row in LEARNED:
         sizes[row["domain"]] += len(row["text"].encode())
     chosen = stage.sample(inputs["dedup"] / "kept", budget)
     got = {domain: sum(len(one.encode()) for one in some) for domain, some in chosen.items()}
     assert sum(got.values()) == pytest.approx(budget, rel=0.35)  # documents are whole and chosen by hash
     for domain, some in chosen.items():
-        assert set(some) <= {row["text"] for row in ROWS if row["domain"] == domain}
+        assert set(some) <= {row["text"] for row in LEARNED if row["domain"] == domain}
         assert len(set(some)) == len(some)
         if sizes[domain] <= budget / 3:
             assert got[domain] == sizes[domain]
@@ -96,7 +116,7 @@ def test_a_sample_is_as_large_as_asked_and_gives_every_domain_the_same(inputs: d
 
 def test_a_sample_larger_than_all_text_is_all_of_it(inputs: dict[str, Path]) -> None:
     chosen = stage.sample(inputs["dedup"] / "kept", 10**9)
-    assert sorted(one for some in chosen.values() for one in some) == sorted(row["text"] for row in ROWS)
+    assert sorted(one for some in chosen.values() for one in some) == sorted(row["text"] for row in LEARNED)
 
 
 def test_no_documents_make_no_tokenizer(tmp_path: Path) -> None:

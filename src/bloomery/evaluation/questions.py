@@ -9,7 +9,6 @@ from bloomery.data import worlds
 from bloomery.generate.engine import Engine
 from bloomery.tokenizer.chat import Message, Renderer
 
-
 DRAWS_TO_FIND_KINDS = 1000
 """The rarest kind is one in a hundred: none is missed."""
 DRAWS_BEFORE_USED_UP = 5000

@@ -5,6 +5,7 @@ Off unless a recipe says `enabled = true` and names the endpoint: a key in the e
 Each answer is one line of conversations.jsonl, written as it comes, so that a run that dies pays for nothing twice.
 """
 
+import http.client
 import json
 import os
 import urllib.error
@@ -14,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from bloomery.core.errors import ConfigError, DataError
+from bloomery.core.files import disk_errors, whole_file
 from bloomery.core.log import progress
 from bloomery.data import rows
 from bloomery.stages.config import Synthesize
@@ -25,14 +27,19 @@ SECONDS_TO_ANSWER = 120.0
 def run(config: Synthesize, inputs: Mapping[str, Path], out: Path) -> dict[str, Any]:
     path = out / FILE
     if not config.enabled:
-        path.write_text("", encoding="utf-8")
+        with whole_file(path):
+            pass
         return {"enabled": False, "conversations": 0}
     if not config.topics:
         raise ConfigError("is empty, so there is nothing to ask for", where="synthesize.topics")
     key = os.environ.get(config.key_variable, "") if config.key_variable else ""
     done = _written(path)
     tokens = sum(int(row["tokens"]) for row in done)
-    with path.open("a", encoding="utf-8") as file, progress("synthesize", "conversations", config.count) as meter:
+    with (
+        disk_errors(path),
+        path.open("a", encoding="utf-8") as file,
+        progress("synthesize", "conversations", config.count) as meter,
+    ):
         meter.start_at(float(len(done)))
         for number in range(len(done), config.count):
             if tokens >= config.max_tokens:
@@ -52,10 +59,8 @@ def _written(path: Path) -> list[dict[str, Any]]:
     """What earlier attempts brought home; a line that a dying process left torn is cut off."""
     if not path.exists():
         return []
-    data = path.read_bytes()
-    whole = data[: data.rfind(b"\n") + 1]
-    if len(whole) < len(data):
-        path.write_bytes(whole)
+    with path.open("r+b") as file:
+        file.truncate(file.read().rfind(b"\n") + 1)
     return [found for _, found in rows.jsonl(path) if isinstance(found, dict)]
 
 
@@ -73,8 +78,8 @@ def _ask(config: Synthesize, topic: str, max_tokens: int, key: str) -> tuple[lis
         with urllib.request.urlopen(request, timeout=SECONDS_TO_ANSWER) as reply:
             answer = json.loads(reply.read())
         content, spent = answer["choices"][0]["message"]["content"], int(answer["usage"]["total_tokens"])
-    except (urllib.error.URLError, TimeoutError, ConnectionError) as error:
-        raise DataError(f"did not answer: {error}", where=url, cure=cure) from None
+    except (urllib.error.URLError, http.client.HTTPException, TimeoutError, ConnectionError) as error:
+        raise DataError(f"did not answer: {error or type(error).__name__}", where=url, cure=cure) from None
     except (ValueError, KeyError, IndexError, TypeError) as error:
         raise DataError(f"gave no chat completion: {error!r}", where=url, cure=cure) from None
     if not isinstance(content, str):

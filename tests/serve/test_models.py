@@ -1,0 +1,103 @@
+import os
+import shutil
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from bloomery.core.errors import CheckpointError, RunError
+from bloomery.generate.engine import Engine
+from bloomery.serve import models as shelves
+from bloomery.serve.answerer import Answerer, Models, Sampling
+from bloomery.serve.models import Shelf
+from bloomery.tokenizer.chat import Message, Renderer
+from bloomery.weights import huggingface
+from tests.tokenizer.made import small
+from tests.weights.made import FOLDERS, model, run
+
+ASK: list[Message] = [{"role": "user", "content": "Hi"}]
+
+
+@pytest.fixture
+def shelf(tmp_path: Path) -> Shelf:
+    run(tmp_path / "b", "pretrain", "finetune")
+    run(tmp_path / "a", "pretrain")
+    return Shelf(tmp_path)
+
+
+def test_a_shelf_lists_the_finished_models_and_new_ones_as_they_come(shelf: Shelf) -> None:
+    assert isinstance(shelf, Models)
+    assert [one.id for one in shelf.names()] == ["a/pretrain", "b", "b/pretrain"]
+    for one in shelf.names():
+        assert one.created == int((one.path / huggingface.WEIGHTS).stat().st_mtime)
+    run(shelf.runs / "c", "pretrain", "finetune")
+    assert [one.id for one in shelf.names()] == ["a/pretrain", "b", "b/pretrain", "c", "c/pretrain"]
+    assert Shelf(shelf.runs / "none").names() == []
+
+
+def test_what_a_model_says_is_what_its_engine_and_its_renderer_say(shelf: Shelf) -> None:
+    folder = shelf.runs / "b" / FOLDERS["finetune"] / "model"
+    answerer = shelf.get("b")
+    assert isinstance(answerer, Answerer)
+    answer = answerer.answer(ASK, Sampling(max_tokens=9))
+    prompt = Renderer(small()).prompt(ASK)
+    ids = list(
+        Engine(huggingface.load(folder).model).stream(prompt, max_tokens=9, stop_ids=frozenset({small().end_id}))
+    )
+    assert answer.prompt_tokens == len(prompt)
+    assert "".join(piece.text for piece in answer.pieces) == small().decode(ids)
+
+
+def test_a_model_is_loaded_once_also_when_two_ask_for_it_at_once(shelf: Shelf, monkeypatch: pytest.MonkeyPatch) -> None:
+    loads: list[str] = []
+    whole = shelves.answerer
+
+    def counted(name: str, folder: Path) -> Any:
+        loads.append(name)
+        return whole(name, folder)
+
+    monkeypatch.setattr(shelves, "answerer", counted)
+    got: list[Answerer] = []
+    threads = [threading.Thread(target=lambda: got.append(shelf.get("b"))) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert loads == ["b"]
+    assert all(one is got[0] for one in got)
+    assert shelf.get("b/pretrain") is not got[0]
+
+
+def test_a_model_that_was_trained_again_is_loaded_again(shelf: Shelf) -> None:
+    folder = shelf.runs / "b" / FOLDERS["finetune"] / "model"
+    before = shelf.get("b")
+    said = "".join(piece.text for piece in before.answer(ASK, Sampling(max_tokens=9)).pieces)
+    made = (folder / huggingface.WEIGHTS).stat().st_mtime
+    model(folder, seed=4)
+    os.utime(folder / huggingface.WEIGHTS, (made + 5, made + 5))
+    after = shelf.get("b")
+    assert after is not before
+    assert "".join(piece.text for piece in after.answer(ASK, Sampling(max_tokens=9)).pieces) != said
+    assert shelf.get("b") is after
+
+
+def test_an_unknown_model_is_an_error_that_names_the_known_ones(shelf: Shelf) -> None:
+    with pytest.raises(RunError, match=r"(?s)there is no model 'd'.*Models: a/pretrain, b, b/pretrain\."):
+        shelf.get("d")
+    with pytest.raises(RunError, match=r"Models: none yet\."):
+        Shelf(shelf.runs / "none").get("b")
+
+
+def test_a_model_whose_run_was_removed_is_gone(shelf: Shelf) -> None:
+    shelf.get("b")
+    shutil.rmtree(shelf.runs / "b")
+    with pytest.raises(RunError, match="there is no model 'b'"):
+        shelf.get("b")
+
+
+def test_a_model_that_cannot_be_loaded_is_an_error_and_the_others_stay(shelf: Shelf) -> None:
+    (shelf.runs / "b" / FOLDERS["finetune"] / "model" / "bloomery.json").unlink()
+    with pytest.raises(CheckpointError, match=r"there is no bloomery\.json"):
+        shelf.get("b")
+    assert shelf.get("b/pretrain").name == "b/pretrain"

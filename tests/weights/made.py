@@ -1,0 +1,32 @@
+"""Model folders, and run folders that hold them."""
+
+from pathlib import Path
+
+from bloomery.core import files
+from bloomery.core.stage import MANIFEST
+from bloomery.tokenizer.chat import Renderer
+from bloomery.weights import huggingface
+from bloomery.weights.huggingface import Lineage
+from tests.model.made import SHAPES, lively
+from tests.tokenizer.made import small
+
+FOLDERS = {"fetch": "01-fetch-aaaaaaaa", "pretrain": "07-pretrain-bbbbbbbb", "finetune": "10-finetune-cccccccc"}
+
+
+def model(folder: Path, seed: int = 0) -> Path:
+    renderer = Renderer(small())
+    lineage = Lineage(tokenizer=small().hash, template=renderer.template.hash, shards="5" * 64)
+    huggingface.save(folder, lively(SHAPES[0], seed, vocab_size=small().vocab_size), renderer, lineage)
+    return folder
+
+
+def run(root: Path, *done: str, begun: tuple[str, ...] = ()) -> Path:
+    """A run folder in which these stages are done, and these have left a model but no manifest."""
+    for stage, name in FOLDERS.items():
+        if stage in (*done, *begun):
+            model(root / name / "model") if stage != "fetch" else (root / name).mkdir(parents=True)
+        if stage in done:
+            files.write_json(root / name / MANIFEST, {"outputs": {}})
+    root.mkdir(exist_ok=True)
+    files.write_json(root / "current.json", FOLDERS)
+    return root
