@@ -6,6 +6,7 @@ Imports stand inside the verbs here, and only here, so that `--help` and `status
 
 import argparse
 import json
+import os
 import sys
 import traceback
 from collections.abc import Sequence
@@ -13,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from bloomery import __version__
-from bloomery.core.errors import BloomeryError
+from bloomery.core.errors import BloomeryError, DataError
 
 if TYPE_CHECKING:
     from bloomery.serve.answerer import TextAnswerer
@@ -27,20 +28,21 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run one verb; returns the exit code."""
     options = parse(arguments)
     try:
-        return int(options.verb(options) or 0)
+        code = int(options.verb(options) or 0)
+        sys.stdout.flush()
+        return code
     except BloomeryError as error:
         print(f"{type(error).__name__}: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         print("interrupted; the same command goes on from here", file=sys.stderr)
         return 130
-    except PermissionError as error:
-        print(
-            f"{error.filename}: permission denied\nGive yourself the right to it, or name another folder.",
-            file=sys.stderr,
-        )
+    except (PermissionError, NotADirectoryError) as error:
+        cure = "Give yourself the right to it, or name another folder."
+        print(f"{error.filename}: {error.strerror}\n{cure}", file=sys.stderr)
         return 2
-    except BrokenPipeError:
+    except BrokenPipeError:  # whoever read has read enough; what is left to write goes nowhere
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
     except Exception:
         traceback.print_exc()
@@ -189,7 +191,6 @@ def plan(options: argparse.Namespace) -> int:
     from dataclasses import asdict
 
     from bloomery.core import config, stage
-    from bloomery.core.log import say
     from bloomery.recipe import STAGES, Recipe
     from bloomery.train.plan import plan as training_plan
 
@@ -205,9 +206,9 @@ def plan(options: argparse.Namespace) -> int:
         print(json.dumps({"recipe": recipe.name, "stages": stages, **facts}))
         return 0
     for one in stages:
-        say(f"{one['stage']:<11} {'fresh' if one['fresh'] else 'will run':<9} {one['folder']}")
+        print(f"{one['stage']:<11} {'fresh' if one['fresh'] else 'will run':<9} {one['folder']}")
     for name, need in needs.items():
-        say(
+        print(
             f"{name}: {need.parameters:,} parameters, {need.tokens:,} tokens, {need.flops:.3g} FLOPs, about "
             f"{need.peak_bytes / 2**20:,.0f} MiB (weights {need.weights_bytes / 2**20:,.0f}, gradients "
             f"{need.gradient_bytes / 2**20:,.0f}, optimizer {need.optimizer_bytes / 2**20:,.0f}, activations "
@@ -235,6 +236,7 @@ def clean(options: argparse.Namespace) -> int:
     from bloomery.core import run as runs
     from bloomery.core import stage
 
+    runs.current(options.run)  # of what is no run folder, none is made
     with stage.locked(options.run):
         found = runs.waste(options.run)
         freed = runs.remove(found) if options.yes else 0
@@ -270,7 +272,11 @@ def chat(options: argparse.Namespace) -> int:
             say("(new conversation)", "dim")
             continue
         messages.append({"role": "user", "content": line})
-        messages.append({"role": "assistant", "content": _say_answer(model, messages, options)})
+        try:
+            messages.append({"role": "assistant", "content": _say_answer(model, messages, options)})
+        except DataError as error:
+            messages = []
+            say(f"{error}\n(new conversation)")
     return 0
 
 

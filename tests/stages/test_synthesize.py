@@ -75,8 +75,8 @@ def endpoint(monkeypatch: pytest.MonkeyPatch) -> Iterator[Endpoint]:
         thread.join()
 
 
-def config(endpoint: Endpoint, **settings: Any) -> Synthesize:
-    tree = {"enabled": True, "endpoint": endpoint.url, "model": "m", "topics": TOPICS, "count": 5, **settings}
+def config(server: Endpoint, **settings: Any) -> Synthesize:
+    tree = {"enabled": True, "endpoint": server.url, "model": "m", "topics": TOPICS, "count": 5, **settings}
     return build(Synthesize, tree)
 
 
@@ -123,7 +123,7 @@ def test_a_run_that_died_pays_for_nothing_twice(endpoint: Endpoint, tmp_path: Pa
         good(handler, number) if number != 3 else send(handler, b"busy", 503)
 
     endpoint.reply = failing
-    with pytest.raises(DataError, match=r"(?s)did not answer: HTTP Error 503.*What came so far is kept"):
+    with pytest.raises(DataError, match=r"(?s)refused: HTTP Error 503.*What came so far is kept"):
         run(config(endpoint), tmp_path)
     kept = lines(tmp_path)
     assert len(kept) == 3
@@ -170,8 +170,8 @@ WRONG: list[tuple[str, Reply, str]] = [
     ("no usage", lambda h, _: send(h, b'{"choices": [{"message": {"content": "a"}}]}'), "KeyError('usage')"),
     ("usage of words", lambda h, _: send(h, completion("a", "many")), "gave no chat completion: ValueError"),
     ("a tool call", lambda h, _: send(h, completion(None)), "gave an answer without text"),
-    ("no such page", lambda h, _: send(h, b"", 404), "did not answer: HTTP Error 404"),
-    ("no permission", lambda h, _: send(h, b"", 401), "did not answer: HTTP Error 401"),
+    ("no such page", lambda h, _: send(h, b"", 404), "refused: HTTP Error 404"),
+    ("no permission", lambda h, _: send(h, b"", 401), "refused: HTTP Error 401"),
     ("half an answer", lambda h, _: send(h, completion("a")[:9], length=500), "did not answer: IncompleteRead"),
     ("no answer", lambda h, _: h.connection.shutdown(socket.SHUT_RDWR), "did not answer: Remote end closed"),
 ]
@@ -214,7 +214,9 @@ def test_settings_with_which_nobody_can_be_asked_are_refused(
         run(config(endpoint, **settings), tmp_path)
 
 
-def test_a_full_disk_is_told_with_its_cure(endpoint: Endpoint, tmp_path: Path) -> None:
+def test_a_full_disk_is_told_with_its_cure(endpoint: Endpoint, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(synthesize, "_written", lambda path: [])  # nobody should read /dev/full to its end
     (tmp_path / synthesize.FILE).symlink_to("/dev/full")
     with pytest.raises(RunError, match=r"(?s)conversations\.jsonl: cannot be written: No space left.*Free some space"):
         run(config(endpoint), tmp_path)
+    assert len(endpoint.asked) == 1

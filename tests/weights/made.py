@@ -13,10 +13,11 @@ from tests.tokenizer.made import small
 FOLDERS = {"fetch": "01-fetch-aaaaaaaa", "pretrain": "07-pretrain-bbbbbbbb", "finetune": "10-finetune-cccccccc"}
 
 
-def model(folder: Path, seed: int = 0) -> Path:
+def model(folder: Path, seed: int = 0, context: int = 40) -> Path:
     renderer = Renderer(small())
     lineage = Lineage(tokenizer=small().hash, template=renderer.template.hash, shards="5" * 64)
-    huggingface.save(folder, lively(SHAPES[0], seed, vocab_size=small().vocab_size), renderer, lineage)
+    shape = SHAPES[0].model_copy(update={"context": context})
+    huggingface.save(folder, lively(shape, seed, small().vocab_size), renderer, lineage)
     return folder
 
 

@@ -19,8 +19,8 @@ def choose(
     """
     One id. Temperature 0 takes the highest score; ties go to the smallest id.
 
-    Top-k keeps the k highest scores (0: all); top-p then keeps the fewest of them whose probabilities reach p, and one at
-    least (Holtzman et al. 2019, https://arxiv.org/abs/1904.09751).
+    Top-k keeps the k highest scores (0: all); top-p then keeps the fewest of them whose probabilities reach p, at least
+    one (Holtzman et al. 2019, https://arxiv.org/abs/1904.09751).
     """
     if temperature == 0.0:
         return int(logits.argmax())

@@ -29,6 +29,7 @@ CONTINUED = ("def main():\n", "The module ", "Returns ")
 
 
 def run(config: Evaluate, inputs: Mapping[str, Path], out: Path) -> dict[str, Any]:
+    devices.return_freed_memory()
     device = devices.find(config.device)
     tuned = huggingface.load(inputs["finetune"] / "model", device.place)
     base = huggingface.load(inputs["pretrain"] / "model", device.place)

@@ -78,6 +78,9 @@ def _ask(config: Synthesize, topic: str, max_tokens: int, key: str) -> tuple[lis
         with urllib.request.urlopen(request, timeout=SECONDS_TO_ANSWER) as reply:
             answer = json.loads(reply.read())
         content, spent = answer["choices"][0]["message"]["content"], int(answer["usage"]["total_tokens"])
+    except urllib.error.HTTPError as error:
+        error.close()
+        raise DataError(f"refused: {error}", where=url, cure=cure) from None
     except (urllib.error.URLError, http.client.HTTPException, TimeoutError, ConnectionError) as error:
         raise DataError(f"did not answer: {error or type(error).__name__}", where=url, cure=cure) from None
     except (ValueError, KeyError, IndexError, TypeError) as error:

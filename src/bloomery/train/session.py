@@ -176,6 +176,7 @@ class Session:
 def find_device(config: Training) -> Device:
     """The device that a recipe asks for, with the number format that it asks for."""
     devices.keep_freed_memory()
+    devices.return_freed_memory()  # what earlier stages of this process left
     found = devices.find(config.device)
     if config.precision == "auto":
         return found

@@ -1,0 +1,46 @@
+import inspect
+import re
+from pathlib import Path
+
+import pytest
+
+from bloomery import recipe
+from bloomery.core import config
+from bloomery.core.stage import Stage, resolve
+from bloomery.recipe import STAGES, Recipe
+
+ROOT = Path(__file__).parents[1]
+RECIPES = sorted((ROOT / "recipes").glob("*.toml"))
+
+
+def test_every_stage_is_a_section_of_the_recipe_and_in_its_order() -> None:
+    assert [stage.name for stage in STAGES] == [name for name in Recipe.model_fields if name != "name"]
+    assert [stage.name for stage in STAGES] == re.findall(r"^    (\w+) +\S", recipe.__doc__ or "", re.MULTILINE)
+
+
+def test_a_stage_follows_only_stages_before_it() -> None:
+    seen: set[str] = set()
+    for stage in STAGES:
+        assert set(stage.after) <= seen, stage.name
+        seen.add(stage.name)
+
+
+@pytest.mark.parametrize("stage", STAGES, ids=lambda stage: str(stage.name))
+def test_every_path_of_a_stage_leads_to_a_function_that_takes_its_section(stage: Stage) -> None:
+    section = Recipe.model_fields[stage.name].annotation
+    run = inspect.signature(stage.runner())
+    assert list(run.parameters) == ["config", "inputs", "out"]
+    assert run.parameters["config"].annotation is section
+    if stage.digest:
+        digest = inspect.signature(resolve(stage.digest))
+        assert [parameter.annotation for parameter in digest.parameters.values()] == [section]
+
+
+@pytest.mark.parametrize("path", RECIPES, ids=lambda path: str(path.name))
+def test_every_recipe_loads_and_survives_being_written(path: Path, tmp_path: Path) -> None:
+    loaded = config.load(Recipe, path)
+    assert loaded.name == path.stem
+    copy = tmp_path / "recipe.toml"
+    copy.write_text(config.to_toml(config.plain(loaded)), encoding="utf-8")
+    assert config.load(Recipe, copy) == loaded
+    assert not loaded.synthesize.enabled
