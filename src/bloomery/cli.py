@@ -5,6 +5,7 @@ Imports stand inside the verbs here, and only here, so that `--help` and `status
 """
 
 import argparse
+import errno
 import json
 import os
 import sys
@@ -14,13 +15,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from bloomery import __version__
-from bloomery.core.errors import BloomeryError, DataError
+from bloomery.core.errors import BloomeryError, DataError, RunError
 
 if TYPE_CHECKING:
     from bloomery.serve.answerer import TextAnswerer
     from bloomery.tokenizer.chat import Message
 
 MODEL = "a run folder, a stage folder, a checkpoint folder or a model folder, for example runs/demo"
+NOT_TO_BE_WRITTEN = (errno.EACCES, errno.EPERM, errno.ENOTDIR, errno.EEXIST, errno.EROFS, errno.ENAMETOOLONG)
 SETTINGS = "settings that win over the recipe, in TOML's words: pretrain.steps=100 'filter.rules=[]'"
 
 
@@ -37,14 +39,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("interrupted; the same command goes on from here", file=sys.stderr)
         return 130
-    except (PermissionError, NotADirectoryError) as error:
-        cure = "Give yourself the right to it, or name another folder."
-        print(f"{error.filename}: {error.strerror}\n{cure}", file=sys.stderr)
-        return 2
     except BrokenPipeError:  # whoever read has read enough; what is left to write goes nowhere
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
-    except Exception:
+    except Exception as error:
+        if isinstance(error, OSError) and error.errno in NOT_TO_BE_WRITTEN:
+            cure = "Give yourself the right to it, or name another folder."
+            print(f"{error.filename}: {error.strerror}\n{cure}", file=sys.stderr)
+            return 2
         traceback.print_exc()
         print("This is a fault of Bloomery's, not yours. The lines above say where.", file=sys.stderr)
         return 1
@@ -115,6 +117,22 @@ def _run_verbs(verbs: Any) -> None:
     one.add_argument("--yes", action="store_true", help="remove it; without this, nothing is removed")
 
 
+def _positive(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is no whole number above 0")
+    return int(text)
+
+
+def _temperature(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = -1.0
+    if not 0 <= value < float("inf"):
+        raise argparse.ArgumentTypeError(f"{text!r} is no number from 0 up")
+    return value
+
+
 def _recipe_arguments(one: argparse.ArgumentParser) -> None:
     one.add_argument("recipe", type=Path, help="a TOML file, for example recipes/demo.toml")
     one.add_argument("settings", nargs="*", metavar="key=value", help=SETTINGS)
@@ -127,8 +145,8 @@ def _model_verbs(verbs: Any) -> None:
     )
     one.add_argument("model", type=Path, help=MODEL)
     one.add_argument("--prompt", action="append", default=[], help="ask this and end; may be given several times")
-    one.add_argument("--temperature", type=float, default=0.0, help="0 takes the likeliest token (default)")
-    one.add_argument("--max-tokens", type=int, default=128, help="longest answer (default: 128)")
+    one.add_argument("--temperature", type=_temperature, default=0.0, help="0 takes the likeliest token (default)")
+    one.add_argument("--max-tokens", type=_positive, default=128, help="longest answer (default: 128)")
     one.add_argument("--seed", type=int, default=0, help="of the draw, where the temperature is above 0")
 
     one = _verb(
@@ -147,7 +165,7 @@ def _model_verbs(verbs: Any) -> None:
         reports=True,
     )
     one.add_argument("model", type=Path, help=MODEL)
-    one.add_argument("--questions", type=int, default=200, help="how many (default: 200)")
+    one.add_argument("--questions", type=_positive, default=200, help="how many (default: 200)")
     one.add_argument("--seed", type=int, default=0, help="which ones")
 
 
@@ -219,17 +237,21 @@ def plan(options: argparse.Namespace) -> int:
 
 def status(options: argparse.Namespace) -> int:
     from bloomery.core import run as runs
+    from bloomery.core.log import say
     from bloomery.core.stage import brief
 
     states = runs.states(options.run, thorough=options.verify)
+    damaged = [one for one in states if one.state not in ("done", "begun", "waiting")]
     if options.json:
         rows = [{**one.__dict__, "folder": str(one.folder)} for one in states]
         print(json.dumps({"run": str(options.run), "done": all(s.state == "done" for s in states), "stages": rows}))
-        return 0
+        return 2 if damaged else 0
     for one in states:
         seconds = f"{one.seconds:8.1f} s" if one.seconds is not None else " " * 10
         print(f"{one.stage:<11} {one.state:<8} {seconds}  {brief(one.stats)}".rstrip())
-    return 0
+    for one in damaged:
+        say(f"To make {one.stage} again: rm {one.folder / 'manifest.json'}, then run the recipe.")
+    return 2 if damaged else 0
 
 
 def clean(options: argparse.Namespace) -> int:
@@ -303,6 +325,9 @@ def serve(options: argparse.Namespace) -> int:
     from bloomery.serve.models import Shelf
     from bloomery.serve.server import serve as serve_models
 
+    if not options.runs.is_dir():
+        cure = "Name the folder that holds run folders: --runs DIR"
+        raise RunError("does not exist", where=str(options.runs), cure=cure)
     serve_models(Shelf(options.runs), options.host, options.port)
     return 0
 

@@ -14,13 +14,15 @@ A recipe, read top to bottom, is the path that the data takes. Each field is one
     evaluate    everything                   -> scores, and a report
 """
 
+from pydantic import Field, model_validator
+
 from bloomery.core.config import Config
 from bloomery.core.stage import Stage
 from bloomery.stages import config as sections
 
 
 class Recipe(Config):
-    name: str
+    name: str = Field(pattern=r"^\w[\w.-]*$")
     """Of the run folder."""
     fetch: sections.Fetch
     classify: sections.Classify = sections.Classify()
@@ -33,6 +35,16 @@ class Recipe(Config):
     instruct: sections.Instruct = sections.Instruct()
     finetune: sections.Finetune
     evaluate: sections.Evaluate = sections.Evaluate()
+
+    @model_validator(mode="after")
+    def _rows_fit_the_model(self) -> "Recipe":
+        wanted = self.pretrain.model.context + 1
+        if self.instruct.row_tokens != wanted:
+            raise ValueError(
+                f"a row holds the model's context and one token more: with pretrain.model.context={wanted - 1} "
+                f"say instruct.row_tokens={wanted}, not {self.instruct.row_tokens}"
+            )
+        return self
 
 
 STAGES = (

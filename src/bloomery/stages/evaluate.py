@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from bloomery.core.config import build
+from bloomery.core.errors import DataError
 from bloomery.core.files import whole_file, write_json
 from bloomery.core.log import progress, read_metrics
 from bloomery.core.stage import machine, read_manifest, versions
@@ -35,13 +36,14 @@ def run(config: Evaluate, inputs: Mapping[str, Path], out: Path) -> dict[str, An
     base = huggingface.load(inputs["pretrain"] / "model", device.place)
     asked = questions.held_out(config.seed, config.questions)
     judged = ask(tuned, asked, config.max_tokens)
+    scores = answers(judged)
     report = {
         "recipe": out.parent.name,
         "made": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
         "versions": versions(),
         "machine": machine() | {"device": device.name},
         "model": describe(tuned),
-        "answers": answers(judged),
+        "answers": scores,
         "bits_per_byte": bits_per_byte(base, inputs["shard"], config, device),
         "leaks": leaks(judged, inputs),
         "curves": {name: read_metrics(inputs[name] / "metrics.jsonl") for name in ("pretrain", "finetune")},
@@ -56,7 +58,12 @@ def run(config: Evaluate, inputs: Mapping[str, Path], out: Path) -> dict[str, An
     with whole_file(out / "report.html", "w") as file:
         file.write(render(report))
     write_json(out / "answers.json", [shown(one) for one in judged])
-    return {"answers": report["answers"], "bits_per_byte": report["bits_per_byte"], "leaks": report["leaks"]}
+    return {
+        **{name: scores[name] for name in ("exact", "ended")},
+        "answers": scores,
+        "bits_per_byte": report["bits_per_byte"],
+        "leaks": report["leaks"],
+    }
 
 
 def ask(loaded: Loaded, asked: Sequence[questions.Question], max_tokens: int) -> list[Judged]:
@@ -81,10 +88,12 @@ def bits_per_byte(base: Loaded, shards: Path, config: Evaluate, device: devices.
     for row in document.read(shards / "held-out"):
         texts.setdefault(row["domain"], []).append(row["text"])
     wanted = config.domains or tuple(sorted(texts))
+    if missing := [domain for domain in wanted if domain not in texts]:
+        cure = f"Domains with held-out documents: {', '.join(sorted(texts))}. Raise shard.hold_out for more."
+        raise DataError(f"no document of {', '.join(missing)} was held out", where="evaluate.domains", cure=cure)
     scored = {
         domain: measure(base.model, base.tokenizer, up_to(texts[domain], config.heldout_bytes), device)
         for domain in wanted
-        if texts.get(domain)
     }
     size = sum(one.bytes for one in scored.values())
     return {
