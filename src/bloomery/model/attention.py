@@ -98,10 +98,10 @@ def softmax_attention(
     """
     B, H, T, E = q.shape
     K, S = k.shape[1], k.shape[2]
-    grouped = q.reshape(B * K, (H // K) * T, E)  # queries of one key head side by side
+    grouped = (q * E**-0.5).reshape(B * K, (H // K) * T, E)  # queries of one key head side by side
     scores = torch.bmm(grouped, k.to(q.dtype).reshape(B * K, S, E).transpose(1, 2)).view(B, H, T, S)
     bias = torch.zeros(B, 1, T, S, device=q.device, dtype=q.dtype).masked_fill(~mask[:, None], -math.inf)
-    weights = torch.softmax(scores * E**-0.5 + bias, dim=-1)
+    weights = torch.softmax(scores + bias, dim=-1)
     y = torch.bmm(weights.view(B * K, (H // K) * T, S), v.to(q.dtype).reshape(B * K, S, E))
     return y.view(B, H, T, E)
 

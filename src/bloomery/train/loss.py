@@ -25,35 +25,36 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(context: Any, hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
+    def forward(context: Any, hidden: Tensor, weight: Tensor, targets: Tensor, slopes: bool) -> Tensor:
         total = torch.zeros((), dtype=torch.float32, device=hidden.device)
         table = weight.to(hidden.dtype)
-        grad_hidden = torch.empty_like(hidden)
-        grad_weight = torch.zeros_like(weight)
+        grad_hidden = torch.empty_like(hidden) if slopes else None
+        grad_weight = torch.zeros_like(weight) if slopes else None
         for start in range(0, len(hidden), CHUNK_TOKENS):
             piece = slice(start, start + CHUNK_TOKENS)
-            scores = (hidden[piece] @ table.t()).float()
             wanted = targets[piece, None]
-            right = scores.gather(1, wanted)
-            normal = torch.logsumexp(scores, dim=1, keepdim=True)
-            total += (normal - right).sum()
-            slope = scores.sub_(normal).exp_()
-            slope.scatter_add_(1, wanted, torch.full_like(right, -1.0))
+            log_p = torch.log_softmax(hidden[piece] @ table.t(), dim=1, dtype=torch.float32)
+            total -= log_p.gather(1, wanted).sum()
+            if grad_hidden is None or grad_weight is None:
+                continue
+            slope = log_p.exp_()
+            slope.scatter_add_(1, wanted, slope.new_full(wanted.shape, -1.0))
             slope = slope.to(hidden.dtype)
             grad_hidden[piece] = slope @ table
             grad_weight += slope.t() @ hidden[piece]
-        context.save_for_backward(grad_hidden, grad_weight)
+        if grad_hidden is not None:
+            context.save_for_backward(grad_hidden, grad_weight)
         return total
 
     @staticmethod
-    def backward(context: Any, *upstream: Tensor) -> tuple[Tensor, Tensor, None]:
+    def backward(context: Any, *upstream: Tensor) -> tuple[Tensor, Tensor, None, None]:
         grad_hidden, grad_weight = context.saved_tensors
-        return grad_hidden * upstream[0].to(grad_hidden.dtype), grad_weight * upstream[0], None
+        return grad_hidden * upstream[0].to(grad_hidden.dtype), grad_weight * upstream[0], None, None
 
 
 def token_loss(
     hidden: Float[Tensor, "N D"], weight: Float[Tensor, "V D"], targets: Int[Tensor, " N"]
 ) -> Float[Tensor, ""]:
     """Sum over all N tokens of the cross entropy of their targets, in nats. Zero for N = 0."""
-    loss: Tensor = _ChunkedCrossEntropy.apply(hidden, weight, targets)  # type: ignore[no-untyped-call]
+    loss: Tensor = _ChunkedCrossEntropy.apply(hidden, weight, targets, torch.is_grad_enabled())  # type: ignore[no-untyped-call]
     return loss
