@@ -187,8 +187,29 @@ def test_a_torn_parquet_file_is_an_error_that_names_it(tmp_path: Path) -> None:
     path = tmp_path / "torn.parquet"
     pq.write_table(pa.table({"text": ["x" * 1000, "y"]}), path)
     path.write_bytes(path.read_bytes()[:-20])
-    with pytest.raises(DataError, match=r"torn\.parquet: cannot be read"):
+    with pytest.raises(DataError, match=r"(?s)torn\.parquet:0: is broken from row 0 on.*set invalid = \"skip\""):
         kept(parquet(path))
+
+
+def test_a_broken_parquet_file_can_be_skipped_and_what_stands_before_the_break_is_kept(tmp_path: Path) -> None:
+    texts = [hashlib.sha512(str(number).encode()).hexdigest() for number in range(5000)]  # hardly compressible
+    for name, damage in (("a", lambda data: b""), ("b", lambda data: data[:-20]), ("d", lambda data: b"PAR1" + data)):
+        pq.write_table(pa.table({"text": texts}), path := tmp_path / f"{name}.parquet")
+        path.write_bytes(damage(path.read_bytes()))
+    pq.write_table(pa.table({"text": ["whole"]}), tmp_path / "c.parquet")
+    pq.write_table(pa.table({"text": texts}), path := tmp_path / "e.parquet", row_group_size=1000)
+    data = path.read_bytes()
+    half = len(data) // 2
+    path.write_bytes(data[:half] + bytes(1000) + data[half + 1000 :])
+    source = parquet(tmp_path / "*.parquet", invalid="skip")
+    rows = kept(source)
+    assert [row["text"] for row in rows if row["id"].startswith("table/c")] == ["whole"]
+    before = [row["text"] for row in rows if row["id"].startswith("table/e")]
+    assert before == texts[: len(before)]
+    assert 1000 <= len(before) < 5000
+    assert len(rows) == 1 + len(before)
+    places = {"a": 0, "b": 0, "d": 0, "e": len(before)}
+    assert rejected(source) == [(f"table/{name}.parquet:{at}", "torn", at) for name, at in places.items()]
 
 
 def test_a_parquet_string_that_is_not_utf8_is_a_problem_of_its_row(tmp_path: Path) -> None:

@@ -1,5 +1,6 @@
 import gzip
 import json
+import re
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -55,7 +56,7 @@ BAD: list[tuple[str, str, str]] = [
     ("{", "not_json", "is not JSON"),
     ('["a"]', "not_json", "holds list instead of an object"),
     ('{"text": "a"}', "not_a_conversation", "there is no list `messages`"),
-    ('{"messages": []}', "not_a_conversation", "there is no list `messages`"),
+    ('{"messages": []}', "not_a_conversation", "the list `messages` is empty"),
     ('{"messages": [{"role": "user"}]}', "not_a_conversation", "message 1 has no role and content"),
     ('{"messages": ["a"]}', "not_a_conversation", "message 1 has no role and content"),
     ('{"messages": [{"role": "bot", "content": ""}]}', "not_a_conversation", "message 1 has the role 'bot'"),
@@ -167,9 +168,15 @@ def test_no_held_out_conversation_is_trained_on(done: Done) -> None:
     assert not packed(done.out, "train").keys() & packed(done.out, "val").keys()
 
 
-def test_what_is_refused_is_listed_with_its_line_and_reason(done: Done) -> None:
+def test_what_is_refused_is_told_and_listed_with_its_line_and_reason(
+    done: Done, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     listed = [json.loads(line) for line in (done.out / "refused.jsonl").read_text(encoding="utf-8").splitlines()]
     assert done.stats["refused"] == len(listed)
+    capsys.readouterr()
+    instruct.run(done.config, done.inputs, tmp_path)
+    assert f"{len(listed)} refused (not_a_conversation 8, " in (said := capsys.readouterr().err)
+    assert f"{tmp_path / 'refused.jsonl'} says of each" in said
     assert done.stats["refused_by_reason"] == Counter(found["reason"] for found in listed)
     assert done.stats["conversations"] + len(listed) == COPIES * (len(FIT) + len(CUT)) + len(BAD) + WORLD_TALKS + 2
     from_file = [found for found in listed if found["source"] == "file"]
@@ -222,16 +229,21 @@ def test_two_runs_give_the_same_content(done: Done, tmp_path: Path) -> None:
 
 
 def test_nothing_to_learn_or_to_validate_with_is_an_error(done: Done, tmp_path: Path) -> None:
-    (tmp_path / "a.jsonl").write_text("{\n")
+    (tmp_path / "a.jsonl").write_text('{\n{"messages": []}\n["a"]\n')
     (tmp_path / "conversations.jsonl").touch()
     inputs = {**done.inputs, "synthesize": tmp_path}
     tree: dict[str, Any] = {"sources": [{"kind": "jsonl", "name": "a", "path": str(tmp_path / "a.jsonl")}]}
-    with pytest.raises(DataError, match=r"(?s)no conversation is left to learn from.*refused\.jsonl"):
+    listed = tmp_path / "out" / "refused.jsonl"
+    told = re.escape(f"3 refused (not_json 2, not_a_conversation 1): {listed} says of each where it stands and why.")
+    with pytest.raises(DataError, match=rf"no conversation is left to learn from\n{told}"):
         instruct.run(build(Instruct, tree), inputs, tmp_path / "out")
-    assert len((tmp_path / "out" / "refused.jsonl").read_text().splitlines()) == 1
-    (tmp_path / "a.jsonl").write_text(json.dumps({"messages": talk("A", "B")}) + "\n")
-    with pytest.raises(DataError, match=r"(?s)no conversation was held out.*Raise instruct\.hold_out"):
+    assert len(listed.read_text().splitlines()) == 3
+    with (tmp_path / "a.jsonl").open("a") as file:
+        file.write(json.dumps({"messages": talk("A", "B")}) + "\n")
+    with pytest.raises(DataError, match=rf"no conversation was held out.*\nRaise instruct\.hold_out.*{told}"):
         instruct.run(build(Instruct, {**tree, "hold_out": 0.0}), inputs, tmp_path / "out")
+    with pytest.raises(DataError, match=r"no conversation is left to learn from\nAdd conversations, or lower"):
+        instruct.run(build(Instruct, {"sources": [], "hold_out": 0.0}), inputs, tmp_path / "out")
     none = {"sources": [{"kind": "jsonl", "name": "a", "path": str(tmp_path / "none.jsonl")}]}
     with pytest.raises(DataError, match=r"none\.jsonl: cannot be read"):
         instruct.run(build(Instruct, none), inputs, tmp_path / "out")

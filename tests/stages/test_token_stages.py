@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from bloomery.core.config import build
-from bloomery.core.errors import DataError
+from bloomery.core.errors import ConfigError, DataError
 from bloomery.data import document, worlds
 from bloomery.data.holdout import LARGEST_SHARE, is_held_out
 from bloomery.shards import format
@@ -233,6 +233,12 @@ def test_the_mix_reaches_the_asked_shares_within_one_document(
         seen |= set(found)
     assert set(copies) <= seen
     assert stats["mix"].keys() == {domain for domain, _, _ in mix["weights"]}
+
+
+def test_a_domain_with_two_weights_is_refused() -> None:
+    weights = [{"domain": domain, "weight": 1} for domain in ("web", "code", "web")]
+    with pytest.raises(ConfigError, match=r"weights names the domain 'web' twice; leave one"):
+        build(Shard, {"weights": weights})
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from bloomery.core.errors import DataError
 from bloomery.tokenizer.tokenizer import DOCUMENT, END, FILE, SPECIAL, Tokenizer, byte_letters
-from bloomery.tokenizer.train import train
+from bloomery.tokenizer.train import LONGEST_WORD, train
 from tests.tokenizer.made import CODE, ELSEWHERE, TEXTS, VOCAB_SIZE, small, training_texts
 
 EDGES = ("", " ", "  ", "\n", " \n  \n", "\x00", "\ufeffa", "a\u0301", "\U0010ffff")
@@ -92,6 +92,18 @@ def test_digits_are_single_tokens() -> None:
 def test_learned_tokens_make_familiar_text_short() -> None:
     text = next(iter(training_texts()))
     assert len(small().encode(text)) < 0.6 * len(text.encode())
+
+
+def test_a_line_without_space_makes_no_token_longer_than_a_word_and_is_encoded_whole() -> None:
+    """Training looks at pieces of it: its time goes by the square of a word's length."""
+    tokenizer = train(["a" * 20_000 + "é" * 20_000], 500)
+    pieces = [tokenizer.decode_bytes([id]) for id in range(tokenizer.vocab_size)]
+    assert max(len(piece.decode("utf-8", "replace")) for piece in pieces) == LONGEST_WORD
+    line = "é" * (4000 * LONGEST_WORD)
+    assert tokenizer.decode(ids := tokenizer.encode(line)) == line
+    assert len(ids) == 4000
+    steps = json.loads(tokenizer._inner.to_str())["pre_tokenizer"]["pretokenizers"]
+    assert [step["type"] for step in steps] == ["Split", "ByteLevel"]
 
 
 def test_the_pattern_splits_words_space_and_line_ends() -> None:

@@ -125,7 +125,12 @@ FRAMES: dict[str, Callable[[], Any]] = {".zst": _zstd_frame, ".gz": _gzip_member
 
 
 def parquet(path: Path, columns: Sequence[str], optional: Sequence[str] = ()) -> Iterator[tuple[int, Found]]:
-    """Row number (from 0) and cells of every row. Raises DataError where a file is torn or lacks one of `columns`."""
+    """
+    Row number (from 0) and cells of every row. The last item is a problem with reason `torn` where the file is broken.
+
+    Raises DataError where the file cannot be opened, or lacks one of `columns`.
+    """
+    number = 0
     try:
         with pq.ParquetFile(path) as file:
             names = file.schema_arrow.names
@@ -133,14 +138,15 @@ def parquet(path: Path, columns: Sequence[str], optional: Sequence[str] = ()) ->
                 cure = f"Its columns: {', '.join(names)}."
                 raise DataError(f"has no column {missing[0]!r}", where=str(path), cure=cure)
             wanted = list(dict.fromkeys([*columns, *(name for name in optional if name in names)]))
-            number = 0
             for batch in file.iter_batches(batch_size=ROWS_PER_BATCH, columns=wanted):
                 cells = [_cells(batch.column(name)) for name in wanted]
                 for row in zip(*cells, strict=True):
                     yield number, next((c for c in row if isinstance(c, Problem)), dict(zip(wanted, row, strict=True)))
                     number += 1
     except (pa.ArrowException, OSError) as error:
-        raise unreadable(path, error) from None
+        if getattr(error, "errno", None) is not None:  # from the system; what Arrow raises of content has none
+            raise unreadable(path, error) from None
+        yield number, Problem("torn", number, f"is broken from row {number} on, or no parquet file: {error}")
 
 
 def _cells(column: pa.Array) -> list[Any]:
@@ -155,6 +161,6 @@ def _cells(column: pa.Array) -> list[Any]:
 
 
 def unreadable(path: Path, error: Exception) -> DataError:
-    """The error for a file that is torn, absent or closed to this user."""
-    cure = "Check that the file is whole (compare its size and checksum with where it came from) and may be read."
+    """The error for a file that is absent or closed to this user, or whose disk fails."""
+    cure = "Check that the file is there and may be read."
     return DataError(f"cannot be read: {error}", where=str(path), cure=cure)

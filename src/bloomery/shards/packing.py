@@ -3,13 +3,12 @@
 from collections.abc import Sequence
 
 
-def first_fit_decreasing(lengths: Sequence[int], capacity: int) -> list[list[int]]:
+def best_fit_decreasing(lengths: Sequence[int], capacity: int) -> list[list[int]]:
     """
     Rows of indices whose lengths add up to at most `capacity`; every index in exactly one row.
 
-    Longest first, each into the fullest row that still takes it: of the rows that fit, the first by room. (Johnson
-    1973 calls it best fit decreasing; like plain first fit it needs at most 11/9 of the best number of rows, plus 4.)
-    Ties go by index, so equal inputs give equal rows. Raises ValueError for a length over capacity.
+    Longest first, each into the fullest row that still takes it (Johnson 1973: at most 11/9 of the best number of rows,
+    plus 4). Ties go by index, so equal inputs give equal rows. Raises ValueError for a length over capacity.
     """
     rows: list[list[int]] = []
     by_room: list[list[int]] = [[] for _ in range(capacity + 1)]  # rows by the room they have left

@@ -70,10 +70,13 @@ class Filter(Config):
 
     @model_validator(mode="after")
     def _one_limit_a_domain(self) -> "Filter":
-        domains = [limit.domain for limit in self.min_scores]
-        if len(set(domains)) < len(domains):
-            raise ValueError(f"min_scores names a domain twice: {', '.join(domains)}")
+        _no_domain_twice("min_scores", [limit.domain for limit in self.min_scores])
         return self
+
+
+def _no_domain_twice(key: str, domains: list[str]) -> None:
+    if twice := sorted({domain for domain in domains if domains.count(domain) > 1}):
+        raise ValueError(f"{key} names the domain {', '.join(map(repr, twice))} twice; leave one of the two")
 
 
 class Dedup(Config):
@@ -119,6 +122,11 @@ class Shard(Config):
     """Share of documents, by hash of their text, that no model and no tokenizer is trained on."""
     shard_tokens: Positive = 100_000_000
     seed: int = 0
+
+    @model_validator(mode="after")
+    def _one_weight_a_domain(self) -> "Shard":
+        _no_domain_twice("weights", [weight.domain for weight in self.weights])
+        return self
 
 
 class Pretrain(Training):

@@ -12,11 +12,11 @@ import numpy as np
 
 from bloomery.core.errors import DataError
 from bloomery.core.files import sha256_file, whole_file
-from bloomery.core.log import progress
+from bloomery.core.log import progress, say
 from bloomery.data import rows, worlds
 from bloomery.data.holdout import is_held_out
 from bloomery.shards import format
-from bloomery.shards.packing import first_fit_decreasing
+from bloomery.shards.packing import best_fit_decreasing
 from bloomery.stages.config import Instruct, TalkFile, WorldTalks
 from bloomery.tokenizer.chat import Message, Rendered, Renderer, half_pair
 from bloomery.tokenizer.tokenizer import Tokenizer
@@ -71,12 +71,15 @@ def run(config: Instruct, inputs: Mapping[str, Path], out: Path) -> dict[str, An
                 talk = fitted
             refused.append(talk)
     _write_refused(out / "refused.jsonl", refused)
+    why = _why(refused, out / "refused.jsonl")
     if not splits["train"]:
-        cure = f"See {out / 'refused.jsonl'} for the reason of each."
+        cure = why or "Add conversations, or lower instruct.hold_out."
         raise DataError("no conversation is left to learn from", where="instruct", cure=cure)
     if not splits["val"]:
-        cure = "Raise instruct.hold_out, or add conversations."
+        cure = f"Raise instruct.hold_out, or add conversations. {why}".rstrip()
         raise DataError("no conversation was held out, so nothing could be validated", where="instruct", cure=cure)
+    if refused:
+        say(f"instruct: {why}", "yellow")
     facts = {split: write_rows(out, split, some, renderer, config.row_tokens) for split, some in splits.items()}
     return {
         "conversations": sum(counts.values()),
@@ -118,8 +121,10 @@ def _read_file(source: TalkFile) -> Iterator[Talk | Refused]:
 
 def _trouble(messages: Any) -> str:
     """Why a value is no list of messages, or ""."""
-    if not isinstance(messages, list) or not messages:
+    if not isinstance(messages, list):
         return "there is no list `messages`"
+    if not messages:
+        return "the list `messages` is empty"
     for number, message in enumerate(messages, 1):
         if not isinstance(message, dict) or not {"role", "content"} <= message.keys():
             return f"message {number} has no role and content"
@@ -153,7 +158,7 @@ def fit(renderer: Renderer, talk: Talk, row_tokens: int) -> Rendered | Refused:
 def write_rows(out: Path, split: str, talks: Sequence[Rendered], renderer: Renderer, row_tokens: int) -> dict[str, Any]:
     """Pack conversations into rows, pad these, and write them as one shard. Returns what is in it."""
     tokenizer = renderer.tokenizer
-    packed = first_fit_decreasing([len(talk.ids) for talk in talks], row_tokens)
+    packed = best_fit_decreasing([len(talk.ids) for talk in talks], row_tokens)
     kind = np.uint16 if tokenizer.vocab_size <= 2**16 else np.uint32
     tokens = np.full((len(packed), row_tokens), tokenizer.pad_id, dtype=kind)
     mask = np.zeros((len(packed), row_tokens), dtype=np.uint8)
@@ -188,6 +193,12 @@ def write_rows(out: Path, split: str, talks: Sequence[Rendered], renderer: Rende
         "supervised": int(mask.sum()),
         "packing": round(filled / max(tokens.size, 1), 4),
     }
+
+
+def _why(refused: Sequence[Refused], path: Path) -> str:
+    """How many conversations were refused, for which reasons, and where each stands; "" where none was."""
+    reasons = ", ".join(f"{reason} {count}" for reason, count in Counter(r.reason for r in refused).most_common())
+    return f"{len(refused)} refused ({reasons}): {path} says of each where it stands and why." if refused else ""
 
 
 def _write_refused(path: Path, refused: Sequence[Refused]) -> None:

@@ -14,16 +14,21 @@ PATTERN = (
     r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
 
+LONGEST_WORD = 256
+"""In characters. The trainer takes time in the square of a word's length: one line of 3 MB without a space, hours."""
+
 
 def train(texts: Iterable[str], vocab_size: int) -> Tokenizer:
-    """A tokenizer of at most `vocab_size` ids, special tokens included; fewer where the text holds no more merges."""
+    """
+    A tokenizer of at most `vocab_size` ids, special tokens included; fewer where the text holds no more merges.
+
+    Longer words than LONGEST_WORD are learned from in pieces. Encoding leaves them whole.
+    """
     inner = tokenizers.Tokenizer(models.BPE())
-    inner.pre_tokenizer = pre_tokenizers.Sequence(
-        [
-            pre_tokenizers.Split(Regex(PATTERN), behavior="isolated"),
-            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
-        ]
-    )
+    words = pre_tokenizers.Split(Regex(PATTERN), behavior="isolated")
+    pieces = pre_tokenizers.Split(Regex(rf"[\s\S]{{1,{LONGEST_WORD}}}"), behavior="isolated")
+    letters = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    inner.pre_tokenizer = pre_tokenizers.Sequence([words, pieces, letters])
     inner.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
         vocab_size=vocab_size,
@@ -32,4 +37,5 @@ def train(texts: Iterable[str], vocab_size: int) -> Tokenizer:
         show_progress=False,
     )
     inner.train_from_iterator(texts, trainer)
+    inner.pre_tokenizer = pre_tokenizers.Sequence([words, letters])
     return Tokenizer(inner)
