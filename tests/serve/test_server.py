@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
+from urllib.parse import quote
 
 import httpx
 import openai
@@ -55,6 +56,24 @@ def wait_for(condition: Callable[[], bool], seconds: float = 5) -> bool:
 
 def test_the_openai_client_finds_every_model(site: Site) -> None:
     assert [model.id for model in site.client.models.list()] == ["bloom", "slag"]
+
+
+@pytest.mark.parametrize("name", ["bloom", "runs/demo", "a b/ä%2F#?"])
+def test_the_openai_client_finds_one_model_by_a_name_with_slashes_too(name: str) -> None:
+    with (
+        serving(FakeModels(FakeAnswerer("slag"), FakeAnswerer(name))) as url,
+        openai.OpenAI(base_url=f"{url}/v1", api_key="none") as client,
+    ):
+        assert client.models.retrieve(name) in client.models.list().data
+        for safe in ("", "/"):
+            assert httpx.get(f"{url}/v1/models/{quote(name, safe=safe)}").json()["id"] == name
+        for unknown in ("gold", f"{name}/", "", f"{name}/pretrain"):
+            answer = httpx.get(f"{url}/v1/models/{quote(unknown)}")
+            assert answer.status_code == 404
+            assert answer.json()["error"]["code"] == "model_not_found"
+            assert f"There are: slag, {name}." in answer.json()["error"]["message"]
+        with pytest.raises(openai.NotFoundError, match=r"no model 'gold'"):
+            client.models.retrieve("gold")
 
 
 def test_the_openai_client_gets_a_whole_answer_with_its_usage(site: Site) -> None:

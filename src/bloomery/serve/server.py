@@ -3,6 +3,7 @@ Models behind HTTP: what the `openai` client speaks, and the page to talk to the
 
     GET  /                      the page, with /static/*
     GET  /v1/models             every model of every run folder
+    GET  /v1/models/NAME        one of them; a name may hold slashes, as they are or as %2F
     POST /v1/chat/completions   an answer, whole or streamed as server-sent events
     GET  /health                {"status": "ok"}
 
@@ -108,6 +109,12 @@ def app(models: Models, hosts: Sequence[str] = (*LOOPBACK_NAMES, "testserver")) 
     async def list_models() -> JSONResponse:
         return JSONResponse(wire.model_list(await asyncio.to_thread(models.names)))
 
+    @api.get("/v1/models/{name:path}")
+    async def one_model(name: str) -> JSONResponse:
+        infos = await asyncio.to_thread(models.names)
+        found = next((info for info in infos if info.id == name), None)
+        return JSONResponse(wire.model_entry(found)) if found else _no_such_model(name, infos)
+
     @api.post("/v1/chat/completions", response_model=None)
     async def complete(body: wire.ChatRequest, request: Request) -> Response:
         job = await desk.ask(body.model, body.conversation(), body.sampling())
@@ -204,13 +211,14 @@ async def _failed(_: Request, error: Exception) -> JSONResponse:
 
 async def _http_error(_: Request, error: Exception) -> JSONResponse:
     assert isinstance(error, HTTPException)
-    return JSONResponse(wire.error_body(error.detail, kind="invalid_request_error"), error.status_code, error.headers)
+    why = f"the body cannot be read: {error.__cause__}\n{wire.ACCEPTED}" if error.__cause__ else error.detail
+    return JSONResponse(wire.error_body(why, kind="invalid_request_error"), error.status_code, error.headers)
 
 
 async def _wrong_body(_: Request, error: Exception) -> JSONResponse:
     assert isinstance(error, RequestValidationError)
-    found = [(".".join(str(part) for part in one["loc"][1:]), one["msg"]) for one in error.errors()]
-    message = "; ".join(f"{place}: {what}" if place else what for place, what in found[:3])
+    found = [wire.explain(problem, error.body) for problem in error.errors()[:3]]
+    message = "; ".join(f"{place}: {what}" if place else what for place, what in found)
     return JSONResponse(wire.error_body(message, kind="invalid_request_error", param=found[0][0] or None), 400)
 
 

@@ -8,7 +8,7 @@ the same are those in IGNORED: they say who asks, what it may cost or where it i
 import json
 import time
 import uuid
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal
 
@@ -49,6 +49,11 @@ ASKS_NOTHING: dict[str, tuple[Any, ...]] = {
     "modalities": (["text"],),
 }
 """Fields of which only the values that ask for nothing are accepted."""
+
+ACCEPTED = 'Send a JSON object with "model" and "messages", as application/json.'
+
+UNION_MEMBERS = ("str", "list[str]", "list[Part]")
+"""What pydantic puts into the place of a problem, where a field takes one of two types. No field is called so."""
 
 
 class Part(BaseModel):
@@ -113,10 +118,12 @@ class ChatRequest(BaseModel):
         for name, value in (self.model_extra or {}).items():
             if value is None or name in IGNORED or value in ASKS_NOTHING.get(name, ()):
                 continue
-            known = name in ASKS_NOTHING
-            cure = "Leave it out." if known else f"Fields that change an answer are {', '.join(_sampling_fields())}."
-            what = f"this server does not do {json.dumps(value, ensure_ascii=False)}" if known else "unknown field"
-            raise DataError(what, where=name, cure=cure)
+            if name in ASKS_NOTHING:
+                accepted = " or ".join(json.dumps(one) for one in ASKS_NOTHING[name])
+                what = f"this server does not do {_shown(value)}, only {accepted}"
+                raise DataError(what, where=name, cure="Leave it out.")
+            cure = f"Fields that change an answer are {', '.join(_sampling_fields())}."
+            raise DataError("unknown field", where=name, cure=cure)
         stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
         if "" in stop:
             raise DataError("a stop string is empty", where="stop", cure="Every text begins with it. Leave it out.")
@@ -178,8 +185,31 @@ class Reply:
 
 def model_list(infos: Sequence[ModelInfo]) -> dict[str, Any]:
     """The answer of GET /v1/models."""
-    entries = [{"id": i.id, "object": "model", "created": i.created, "owned_by": "bloomery"} for i in infos]
-    return {"object": "list", "data": entries}
+    return {"object": "list", "data": [model_entry(info) for info in infos]}
+
+
+def model_entry(info: ModelInfo) -> dict[str, Any]:
+    """The answer of GET /v1/models/NAME."""
+    return {"id": info.id, "object": "model", "created": info.created, "owned_by": "bloomery"}
+
+
+def explain(problem: Mapping[str, Any], body: object) -> tuple[str, str]:
+    """Of one problem that pydantic has with a body: the field, or "", and what is wrong, with the value or the cure."""
+    if problem["type"] == "json_invalid":
+        spot = problem["loc"][-1]
+        rest = f"where it reads {_shown(body[spot:])}" if isinstance(body, str) and body[spot:] else "where it ends"
+        return "", f"the body is no JSON: {problem['ctx']['error']} at character {spot}, {rest}. {ACCEPTED}"
+    field = ".".join(str(part) for part in problem["loc"][1:] if part not in UNION_MEMBERS)
+    if problem["type"] == "missing":
+        return field, "is required" if field else f"there is no body. {ACCEPTED}"
+    what = f"{problem['msg'][0].lower()}{problem['msg'][1:]}, got {_shown(problem['input'])}"
+    return field, what if field else f"the body is {_shown(problem['input'])}. {ACCEPTED}"
+
+
+def _shown(value: object) -> str:
+    """A value as JSON, cut where it is long; what UTF-8 cannot hold is written out."""
+    text = json.dumps(value, ensure_ascii=False, default=repr).encode("utf-8", "backslashreplace").decode()
+    return text if len(text) <= 80 else f"{text[:80]}…"
 
 
 def error_body(message: str, *, kind: str, param: str | None = None, code: str | None = None) -> dict[str, Any]:
