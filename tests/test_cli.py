@@ -111,6 +111,7 @@ def test_the_help_of_every_verb_says_what_it_does_and_shows_an_example_that_work
     words = shlex.split(example[1])
     assert words[0] == verb
     assert callable(cli.parse(words).verb)
+    assert f"usage: bloomery {verb} " in text
     for action in VERBS[verb]._actions:
         assert action.help, f"{verb}: {action.dest} explains nothing"
 
@@ -120,17 +121,27 @@ def test_without_a_verb_there_is_help(call: Call) -> None:
     assert code == 0
     assert all(verb in out for verb in VERBS)
     assert "bloomery run recipes/demo.toml" in out
+    assert out.startswith("usage: bloomery [-h] [--version] VERB ...\n")
 
 
 @pytest.mark.parametrize(
-    "words",
-    [["fly"], ["run"], ["status", "a", "b=c"], ["run", "a.toml", "--fast"], ["eval", "a", "--questions", "many"]],
+    ("words", "told"),
+    [
+        (["fly"], "there is no verb 'fly'\nVerbs: run, plan, status, "),
+        (["statsu", "runs/a"], "there is no verb 'statsu'\nDid you mean 'status'?"),
+        (["run"], "the following arguments are required: RECIPE\n"),
+        (["status"], "the following arguments are required: RUN\n"),
+        (["chat"], "the following arguments are required: MODEL\n"),
+        (["status", "a", "b=c"], "unrecognized arguments: b=c"),
+        (["run", "a.toml", "--fast"], "unrecognized arguments: --fast"),
+        (["eval", "a", "--questions", "many"], "argument --questions: 'many' is no whole number"),
+    ],
 )
-def test_words_that_are_no_command_exit_with_2_and_say_which(words: list[str], capsys: Any) -> None:
+def test_words_that_are_no_command_exit_with_2_and_say_which(words: list[str], told: str, capsys: Any) -> None:
     with pytest.raises(SystemExit) as ended:
         cli.main(words)
     assert ended.value.code == 2
-    assert "error: " in capsys.readouterr().err
+    assert f"error: {told}" in capsys.readouterr().err
 
 
 # --- exit codes ----------------------------------------------------------------------------------------------------
@@ -167,7 +178,8 @@ def test_a_fault_of_ours_is_1_with_a_traceback(call: Call, recipe: Path) -> None
         (["run", "small.toml", "mkae.number=3"], r"mkae: unknown key\nDid you mean 'make'\?"),
         (["run", "small.toml", "make.number=three"], r"make\.number: .*got 'three'"),
         (["run", "small.toml", "make"], r"expected key=value, got 'make'"),
-        (["run", "small.toml", "--until", "mkae"], r"there is no stage 'mkae'\nStages: make, double"),
+        (["run", "small.toml", "--until", "mkae"], r"no stage 'mkae'\nDid you mean 'make'\? Stages: make, double\.$"),
+        (["run", "small.toml", "--only", "x"], r"there is no stage 'x'\nStages: make, double\.$"),
         (["run", "small.toml", "--only", "double"], r"its input make is not done .*\n.*--until make"),
         (["run", "small.toml", "--runs", "small.toml"], r"small\.toml.*: Not a directory\n.*another folder"),
         (["status", "runs/none"], r"runs/none: does not exist .*\n.*bloomery run RECIPE"),
@@ -188,9 +200,10 @@ def test_what_a_user_can_get_wrong_is_2_with_the_cure_and_nothing_on_stdout(
     assert "Traceback" not in err
 
 
-def test_looking_at_a_run_that_is_not_there_makes_none(call: Call, recipe: Path, tmp_path: Path) -> None:
+def test_naming_a_run_or_a_stage_that_is_not_there_makes_no_run(call: Call, recipe: Path, tmp_path: Path) -> None:
     for verb in ("status", "clean", "chat"):
         call(verb, "runs/none")
+    call("run", recipe, "--only", "x")
     assert not (tmp_path / "runs").exists()
 
 
@@ -223,10 +236,16 @@ def test_a_run_runs_once_and_then_is_fresh(call: Call, recipe: Path) -> None:
 
 
 def test_until_stops_there_and_only_runs_one(call: Call, recipe: Path) -> None:
-    call("run", recipe, "--until", "make")
+    stopped = "runs/small: stopped after make, as asked; 1 stage to go: double"
+    for _ in range(2):
+        assert call("run", recipe, "--until", "make")[2].splitlines()[-1] == stopped
     assert stages(call) == {"make": "done", "double": "waiting"}
-    assert call("run", recipe, "--only", "double")[0] == 0
+    code, _, err = call("run", recipe, "--only", "double")
+    assert (code, err.splitlines()[-1]) == (0, "runs/small: done")
     assert stages(call) == {"make": "done", "double": "done"}
+    only = call("run", recipe, "make.number=3", "--only", "make")[2].splitlines()[-1]
+    assert only == "runs/small: only make, as asked; 1 stage to go: double"
+    assert "everything is fresh" in call("run", recipe, "--until", "make")[2]
 
 
 @pytest.mark.parametrize(

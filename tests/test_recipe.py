@@ -36,6 +36,20 @@ def test_every_path_of_a_stage_leads_to_a_function_that_takes_its_section(stage:
         assert [parameter.annotation for parameter in digest.parameters.values()] == [section]
 
 
+def test_one_rate_on_the_command_line_changes_nothing_else(tmp_path: Path) -> None:
+    (tmp_path / "a.toml").write_text(
+        'name = "a"\nfetch = {}\npretrain = {steps = 1, tokens_per_step = 512}\n'
+        "finetune = {steps = 1, tokens_per_step = 512}\n"
+    )
+    before, after = (
+        config.plain(config.load(Recipe, tmp_path / "a.toml", settings))
+        for settings in ([], ["pretrain.optimizer.learning_rate=0.5", "finetune.schedule.warmup_steps=7"])
+    )
+    before["pretrain"]["optimizer"]["learning_rate"] = 0.5
+    before["finetune"]["schedule"]["warmup_steps"] = 7
+    assert after == before
+
+
 @pytest.mark.parametrize("path", RECIPES, ids=lambda path: str(path.name))
 def test_every_recipe_loads_and_survives_being_written(path: Path, tmp_path: Path) -> None:
     loaded = config.load(Recipe, path)

@@ -5,6 +5,7 @@ Imports stand inside the verbs here, and only here, so that `--help` and `status
 """
 
 import argparse
+import difflib
 import errno
 import json
 import os
@@ -55,11 +56,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     """The options of a verb. Settings may stand before and after options, which argparse alone does not take."""
     top = parser()
+    words = sys.argv[1:] if arguments is None else arguments
+    verb = next((word for word in words if not word.startswith("-")), None)
+    if verb is not None and verb not in (known := top.get_default("verbs")):
+        near = difflib.get_close_matches(verb, known, n=1)
+        cure = f"Did you mean {near[0]!r}?" if near else f"Verbs: {', '.join(known)}."
+        top.error(f"there is no verb {verb!r}\n{cure}")
     options, rest = top.parse_known_args(arguments)
     if rest and (not hasattr(options, "settings") or any(word.startswith("-") for word in rest)):
         top.error(f"unrecognized arguments: {' '.join(rest)}")
     if rest:
-        options.settings += rest
+        options.settings = [*options.settings, *rest]
     return options
 
 
@@ -71,10 +78,11 @@ def parser() -> argparse.ArgumentParser:
     )
     top.add_argument("--version", action="version", version=f"bloomery {__version__}")
     top.set_defaults(verb=lambda _: top.print_help())
-    verbs = top.add_subparsers(title="verbs", metavar="")
+    verbs = top.add_subparsers(title="verbs", metavar="VERB")
     _run_verbs(verbs)
     _model_verbs(verbs)
     _machine_verbs(verbs)
+    top.set_defaults(verbs=tuple(verbs.choices))
     return top
 
 
@@ -102,7 +110,7 @@ def _run_verbs(verbs: Any) -> None:
     _recipe_arguments(one)
 
     one = _verb(verbs, "status", status, "say how far a run is", "bloomery status runs/demo", reports=True)
-    one.add_argument("run", type=Path, help="a run folder, for example runs/demo")
+    one.add_argument("run", type=Path, metavar="RUN", help="a run folder, for example runs/demo")
     one.add_argument("--verify", action="store_true", help="compare every file with its sha256 too")
 
     one = _verb(
@@ -113,7 +121,7 @@ def _run_verbs(verbs: Any) -> None:
         "bloomery clean runs/demo --yes",
         reports=True,
     )
-    one.add_argument("run", type=Path, help="a run folder, for example runs/demo")
+    one.add_argument("run", type=Path, metavar="RUN", help="a run folder, for example runs/demo")
     one.add_argument("--yes", action="store_true", help="remove it; without this, nothing is removed")
 
 
@@ -134,8 +142,8 @@ def _temperature(text: str) -> float:
 
 
 def _recipe_arguments(one: argparse.ArgumentParser) -> None:
-    one.add_argument("recipe", type=Path, help="a TOML file, for example recipes/demo.toml")
-    one.add_argument("settings", nargs="*", metavar="key=value", help=SETTINGS)
+    one.add_argument("recipe", type=Path, metavar="RECIPE", help="a TOML file, for example recipes/demo.toml")
+    one.add_argument("settings", nargs="*", default=[], metavar="key=value", help=SETTINGS)
     one.add_argument("--runs", type=Path, default=Path("runs"), help="folder of run folders (default: runs)")
 
 
@@ -143,7 +151,7 @@ def _model_verbs(verbs: Any) -> None:
     one = _verb(
         verbs, "chat", chat, "talk to a model in the terminal", "bloomery chat runs/demo --prompt 'What is 17 plus 25?'"
     )
-    one.add_argument("model", type=Path, help=MODEL)
+    one.add_argument("model", type=Path, metavar="MODEL", help=MODEL)
     one.add_argument("--prompt", action="append", default=[], help="ask this and end; may be given several times")
     one.add_argument("--temperature", type=_temperature, default=0.0, help="0 takes the likeliest token (default)")
     one.add_argument("--max-tokens", type=_positive, default=128, help="longest answer (default: 128)")
@@ -164,7 +172,7 @@ def _model_verbs(verbs: Any) -> None:
         "bloomery eval runs/demo",
         reports=True,
     )
-    one.add_argument("model", type=Path, help=MODEL)
+    one.add_argument("model", type=Path, metavar="MODEL", help=MODEL)
     one.add_argument("--questions", type=_positive, default=200, help="how many (default: 200)")
     one.add_argument("--seed", type=int, default=0, help="which ones")
 
@@ -190,15 +198,18 @@ def run(options: argparse.Namespace) -> int:
     from bloomery.recipe import STAGES, Recipe
 
     recipe = config.load(Recipe, options.recipe, options.settings)
+    stage.check_names(STAGES, options.until, options.only)
     root = options.runs / recipe.name
     with stage.locked(root):
         plans = stage.lay_out(STAGES, recipe, root)
         runs.remember(root, recipe, plans)
         done = stage.execute(plans, until=options.until, only=options.only)
-    if "ran" not in done.values():
-        say(f"{root}: everything is fresh, nothing to do")
+    asked = f"stopped after {options.until}" if options.until else f"only {options.only}" if options.only else ""
+    if asked and (left := [plan.stage.name for plan in plans if not plan.fresh]):
+        stages = "1 stage" if len(left) == 1 else f"{len(left)} stages"
+        say(f"{root}: {asked}, as asked; {stages} to go: {', '.join(left)}")
     else:
-        say(f"{root}: done")
+        say(f"{root}: {'done' if 'ran' in done.values() else 'everything is fresh, nothing to do'}")
     report = plans[-1].folder / "report.html"
     if plans[-1].stage.name in done and report.is_file():
         say(f"report: {report}")

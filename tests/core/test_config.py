@@ -100,7 +100,10 @@ def test_an_unknown_key_is_named_with_its_place_and_the_key_that_was_meant(
         ),
         ({"work": {"rules": [{"kind": 3}]}}, "work.rules.0.kind: '3' is not one of 'short', 'clean', 'tidy'"),
         ({"work": {"rules": [{"min_words": 3}]}}, "work.rules.0.kind: is required: it says which one is meant"),
-        ({"maybe": {}}, "maybe.kind: is required: it says which one is meant"),
+        (
+            {"maybe": {}},
+            "maybe.kind: is required: it says which one is meant\nKinds: 'short', 'clean', 'tidy'.",
+        ),
         ({"steps": "8"}, "steps: input should be a valid integer, got '8'"),
         ({"steps": True}, "steps: input should be a valid integer, got True"),
         ({"steps": 8.0}, "steps: input should be a valid integer, got 8.0"),
@@ -160,8 +163,12 @@ def test_a_file_that_is_no_recipe_is_an_error_that_names_it(tmp_path: Path) -> N
     (tmp_path / "good.toml").write_text('name = "a"')
     (tmp_path / "bad.toml").write_text("name = = 3")
     (tmp_path / "latin.toml").write_bytes(b'name = "\xe9"')
-    with pytest.raises(ConfigError, match=r"(?s)none\.toml: no such recipe.*bad\.toml, good\.toml, latin\.toml"):
+    (tmp_path / "pyproject.toml").write_text('[project]\nname = "a"\n')
+    (tmp_path / "folder.toml").mkdir()
+    with pytest.raises(ConfigError, match=r"(?s)none\.toml: no such recipe\nRecipes in that folder: good\.toml\.$"):
         load(Recipe, tmp_path / "none.toml")
+    with pytest.raises(ConfigError, match=r"Recipes in that folder: none\.$"):
+        load(Recipe, tmp_path / "folder.toml" / "none.toml")
     with pytest.raises(ConfigError, match=r"bad\.toml: .*line 1"):
         load(Recipe, tmp_path / "bad.toml")
     with pytest.raises(ConfigError, match=r"latin\.toml: cannot be read"):
@@ -228,6 +235,46 @@ def test_an_override_that_reaches_nowhere_is_an_error(override: str, told: str) 
         apply_override(tree, override)
     assert str(caught.value).startswith(told)
     assert tree == {"name": "a", "grid": [[1, 2]]}
+
+
+class Inner(Config):
+    best: Rule = Clean(limit=0.25)
+    deep: Deep = Deep(value=3, cache="there")
+
+
+class Outer(Config):
+    rule: Rule = Clean(limit=0.5, patterns=("a",))
+    inner: Inner = Inner(best=Clean(limit=0.75), deep=Deep(value=4))
+    listed: tuple[Inner, ...] = ()
+
+
+@pytest.mark.parametrize(
+    ("text", "overrides", "changed"),
+    [
+        ("", ["rule.threads=2"], {"rule": Clean(limit=0.5, patterns=("a",), threads=2)}),
+        ("", ["rule.kind=clean", "rule.threads=2"], {"rule": Clean(limit=0.5, patterns=("a",), threads=2)}),
+        ("", ["rule.min_words=2", "rule.kind=short"], {"rule": Short(min_words=2)}),
+        ("", ["rule.kind=tidy"], {"rule": Clean(kind="tidy")}),
+        ("", ["rule={kind = 'clean'}"], {"rule": Clean()}),
+        ("", ["inner.deep.cache=x"], {"inner": Inner(best=Clean(limit=0.75), deep=Deep(value=4, cache="x"))}),
+        ("", ["inner.best.threads=2"], {"inner": Inner(best=Clean(limit=0.75, threads=2), deep=Deep(value=4))}),
+        ("[rule]\nkind = 'short'", ["rule.note=x"], {"rule": Short(note="x")}),
+        ("[rule]\nkind = 'clean'", ["rule.threads=2"], {"rule": Clean(threads=2)}),
+        ("[inner]", ["inner.best.threads=2"], {"inner": Inner(best=Clean(limit=0.25, threads=2))}),
+        ("[[listed]]", ["listed.0.deep.value=9"], {"listed": (Inner(deep=Deep(value=9, cache="there")),)}),
+    ],
+)
+def test_an_override_changes_one_value_of_what_the_recipe_says_or_else_of_the_default(
+    tmp_path: Path, text: str, overrides: list[str], changed: dict[str, Any]
+) -> None:
+    (tmp_path / "a.toml").write_text(text)
+    assert load(Outer, tmp_path / "a.toml", overrides) == Outer(**changed)
+
+
+def test_a_setting_of_another_kind_than_the_default_has_needs_its_kind(tmp_path: Path) -> None:
+    (tmp_path / "a.toml").write_text("")
+    with pytest.raises(ConfigError, match=r"rule\.min_words: unknown key\nKnown keys here: .*kind"):
+        load(Outer, tmp_path / "a.toml", ["rule.min_words=2"])
 
 
 def test_a_later_override_wins() -> None:

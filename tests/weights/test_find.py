@@ -1,10 +1,13 @@
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from bloomery.core import files
 from bloomery.core.errors import CheckpointError, RunError
+from bloomery.core.stage import MANIFEST
 from bloomery.weights import huggingface
 from bloomery.weights.find import Found, model_folder, models, run_of
 from tests.tokenizer.made import small
@@ -31,7 +34,7 @@ CASES: list[tuple[str, Callable[[Path], Any], str]] = [
     ("nothing", lambda root: None, "does not exist\nName a run folder"),
     ("an empty folder", lambda root: root.mkdir(), "holds no model\nName a run folder, a stage folder"),
     ("a file", lambda root: root.touch(), "holds no model\n"),
-    ("a new run", lambda root: run(root, "fetch"), "this run has no finished model yet\nFinish it first: bloomery run"),
+    ("a new run", lambda root: run(root, "fetch"), "no model is finished with its current settings\nFinish it: "),
 ]
 
 
@@ -46,9 +49,50 @@ def test_what_holds_no_model_is_an_error_that_says_what_to_name(
     assert told in str(caught.value)
 
 
-def test_a_model_that_is_still_trained_is_not_the_one_of_its_run(tmp_path: Path) -> None:
+def test_a_model_that_is_still_trained_is_not_the_one_of_its_run_which_is_said(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     root = run(tmp_path / "run", "pretrain", begun=("finetune",))
     assert model_folder(root) == root / FOLDERS["pretrain"] / "model"
+    assert "finetune is not done, so this model only continues text\nFinish it: " in capsys.readouterr().err
+    model_folder(run(tmp_path / "whole", "pretrain", "finetune"))
+    assert capsys.readouterr().err == ""
+
+
+def other_settings(root: Path, *changed: str) -> dict[str, str]:
+    """As a run with other settings leaves current.json, when nothing of what changed was made."""
+    names = FOLDERS | {stage: FOLDERS[stage][:-8] + "dddddddd" for stage in changed}
+    files.write_json(root / "current.json", names)
+    return names
+
+
+def test_a_model_of_other_settings_is_named_and_never_taken_in_silence(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    root = run(tmp_path / "run", "pretrain", "finetune")
+    older = model(root / "10-finetune-00000000" / "model").parent
+    files.write_json(older / MANIFEST, {"outputs": {}})
+    os.utime(older / MANIFEST, (1, 1))
+    told = f"Or name what was finished with other settings: {root / FOLDERS['finetune']}"
+
+    other_settings(root, "finetune")
+    assert model_folder(root) == root / FOLDERS["pretrain"] / "model"
+    assert capsys.readouterr().err.endswith(f"{told}\n")
+    assert [one.name for one in models(tmp_path)] == ["run/10-finetune-cccccccc", "run/pretrain"]
+
+    names = other_settings(root, "pretrain", "finetune")
+    with pytest.raises(CheckpointError, match="no model is finished with its current settings") as caught:
+        model_folder(root)
+    assert str(caught.value).endswith(told)
+    assert model_folder(Path(told.split()[-1])) == root / FOLDERS["finetune"] / "model"
+    assert list(models(tmp_path)) == [
+        Found(f"run/{FOLDERS[stage]}", root / FOLDERS[stage] / "model") for stage in ("finetune", "pretrain")
+    ]
+
+    model(root / names["finetune"] / "model")  # begun: no manifest yet
+    assert next(models(tmp_path)).name == "run/10-finetune-cccccccc"
+    files.write_json(root / names["finetune"] / MANIFEST, {"outputs": {}})
+    assert [one.name for one in models(tmp_path)] == ["run", "run/07-pretrain-bbbbbbbb"]
 
 
 def test_the_finished_models_of_all_runs_are_listed_those_that_answer_first(tmp_path: Path) -> None:

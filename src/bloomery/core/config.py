@@ -10,7 +10,7 @@ import difflib
 import json
 import tomllib
 import types
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin
 
@@ -40,7 +40,7 @@ def load(cls: type[C], path: Path, overrides: Sequence[str] = ()) -> C:
     try:
         tree = tomllib.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
-        near = ", ".join(sorted(p.name for p in path.parent.glob("*.toml"))) or "none"
+        near = ", ".join(p.name for p in sorted(path.parent.glob("*.toml")) if _may_be(cls, p)) or "none"
         raise ConfigError("no such recipe", where=str(path), cure=f"Recipes in that folder: {near}.") from None
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"cannot be read: {error}", where=str(path), cure="A recipe is a UTF-8 TOML file.") from None
@@ -48,7 +48,16 @@ def load(cls: type[C], path: Path, overrides: Sequence[str] = ()) -> C:
         raise ConfigError(str(error), where=str(path), cure="The file has to be TOML (https://toml.io).") from None
     for override in overrides:
         apply_override(tree, override)
-    return build(cls, tree, where=path.name)
+    return build(cls, _filled(tree, cls), where=path.name)
+
+
+def _may_be(cls: type[Config], path: Path) -> bool:
+    """Whether a TOML file has the keys that a recipe cannot do without: pyproject.toml, say, has not."""
+    try:
+        tree = tomllib.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return False
+    return all(name in tree for name, field in cls.model_fields.items() if field.is_required())
 
 
 def build(cls: type[C], tree: dict[str, Any], where: str = "") -> C:
@@ -62,6 +71,10 @@ def build(cls: type[C], tree: dict[str, Any], where: str = "") -> C:
         more = [f"… and {len(problems) - 5} more"] if len(problems) > 5 else []
         cures = [cure for *_, cure in problems if cure]
         raise ConfigError("\n".join(shown + more), where=where, cure=cures[0] if cures else "") from None
+
+
+class _Opened(dict[str, Any]):
+    """A table that stands in no recipe: only overrides have written into it."""
 
 
 def apply_override(tree: dict[str, Any], text: str) -> None:
@@ -80,10 +93,31 @@ def apply_override(tree: dict[str, Any], text: str) -> None:
 
 
 def _descend(node: Any, name: str, where: str) -> Any:
-    child = node[_index(node, name, where)] if isinstance(node, list) else node.setdefault(name, {})
+    child = node[_index(node, name, where)] if isinstance(node, list) else node.setdefault(name, _Opened())
     if not isinstance(child, dict | list):
         raise ConfigError(f"is {child!r}, which has no keys of its own", where=where)
     return child
+
+
+def _filled(node: Any, hint: Any, default: Any = None) -> Any:
+    """TOML data in which opened tables hold all that the default holds, but for what overrides have changed."""
+    if isinstance(node, list):
+        return [_filled(item, _step(hint, place)) for place, item in enumerate(node)]
+    if not isinstance(node, dict):
+        return node
+    kind = getattr(default, "kind", None)
+    base: dict[str, Any] = {}
+    defaults = _defaults(hint, node)
+    if isinstance(node, _Opened) and isinstance(default, BaseModel) and node.get("kind", kind) == kind:
+        base, defaults = plain(default), dict(default)
+    return base | {name: _filled(value, _step(hint, name), defaults.get(name)) for name, value in node.items()}
+
+
+def _defaults(hint: Any, node: Mapping[str, Any]) -> dict[str, Any]:
+    """Of the fields of the model that a table is written for; of all that it could be, where the table does not say."""
+    models = _models(hint)
+    meant = [model for model in models if node.get("kind") in _tags(model)] or models
+    return {name: field.default for model in reversed(meant) for name, field in model.model_fields.items()}
 
 
 def _index(node: list[Any], name: str, where: str) -> int:
@@ -111,7 +145,8 @@ def _explain(cls: type[BaseModel], problem: Any) -> tuple[str, str, str]:
     if problem["type"] == "missing":
         return key, "is required", ""
     if problem["type"] == "union_tag_not_found":
-        return f"{key}.kind".lstrip("."), "is required: it says which one is meant", ""
+        kinds = ", ".join(repr(tag) for model in _models(_follow(cls, spot)[1]) for tag in _tags(model))
+        return f"{key}.kind".lstrip("."), "is required: it says which one is meant", f"Kinds: {kinds}."
     if problem["type"] == "union_tag_invalid":
         tag, expected = problem["ctx"]["tag"], problem["ctx"]["expected_tags"]
         near = difflib.get_close_matches(tag, [name.strip("'") for name in expected.split(", ")], n=1)

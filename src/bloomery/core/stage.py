@@ -7,6 +7,7 @@ done when its manifest is there and every file that it lists has the size it lis
 its own leftovers in the folder and may go on from them.
 """
 
+import difflib
 import importlib
 import os
 import platform
@@ -91,6 +92,16 @@ def lay_out(stages: Sequence[Stage], recipe: Config, root: Path) -> list[Plan]:
     return list(plans.values())
 
 
+def check_names(stages: Sequence[Stage], *names: str | None) -> None:
+    """Raises RunError for the name of a stage that is not there. None is no name."""
+    known = [stage.name for stage in stages]
+    for name in names:
+        if name is not None and name not in known:
+            near = difflib.get_close_matches(name, known, n=1)
+            meant = f"Did you mean {near[0]!r}? " if near else ""
+            raise RunError(f"there is no stage {name!r}", cure=f"{meant}Stages: {', '.join(known)}.")
+
+
 def execute(plans: Sequence[Plan], *, until: str | None = None, only: str | None = None) -> dict[str, str]:
     """
     Run what is not done, in order. Returns what became of each stage: "fresh" (nothing to do) or "ran".
@@ -98,10 +109,8 @@ def execute(plans: Sequence[Plan], *, until: str | None = None, only: str | None
     `until` is the last stage wanted, `only` the single one; both run their ancestors' leftovers never twice. `only`
     raises RunError where an input of that stage is not done.
     """
+    check_names([plan.stage for plan in plans], until, only)
     by_name = {plan.stage.name: plan for plan in plans}
-    for name in (until, only):
-        if name is not None and name not in by_name:
-            raise RunError(f"there is no stage {name!r}", cure=f"Stages: {', '.join(by_name)}.")
     wanted = _ancestors(by_name, until) if until else {only} if only else set(by_name)
     done: dict[str, str] = {}
     for plan in plans:

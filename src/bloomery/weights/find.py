@@ -6,6 +6,7 @@ from pathlib import Path
 
 from bloomery.core import run as runs
 from bloomery.core.errors import CheckpointError, RunError
+from bloomery.core.log import say
 from bloomery.core.stage import MANIFEST
 from bloomery.weights.huggingface import CONFIG, WEIGHTS
 
@@ -16,7 +17,7 @@ TRAINED = ("finetune", "pretrain")
 @dataclass(frozen=True)
 class Found:
     name: str
-    """As in a picker: run, or run/stage."""
+    """As in a picker: run, run/stage, or run/folder of a stage for one of other settings."""
     folder: Path
 
 
@@ -24,16 +25,13 @@ def model_folder(path: Path) -> Path:
     """
     The folder with config.json and model.safetensors that `path` stands for. Raises CheckpointError.
 
-    A run folder stands for its finetuned model, or for its pretrained one where there is no other; a stage folder for
-    the model it left.
+    A run folder stands for what its current settings have finished: the finetuned model, or else the pretrained one,
+    which is said. A stage folder stands for the model it left.
     """
     if not path.exists():
         raise CheckpointError("does not exist", where=str(path), cure="Name a run folder, for example runs/demo.")
     if (path / runs.CURRENT).is_file():
-        if finished := _finished(path):
-            return finished[0][1]
-        cure = f"Finish it first: bloomery run {path / runs.RECIPE}"
-        raise CheckpointError("this run has no finished model yet", where=str(path), cure=cure)
+        return _of_run(path)
     for folder in (path, path / "model"):
         if _is_model(folder):
             return folder
@@ -42,14 +40,20 @@ def model_folder(path: Path) -> Path:
 
 
 def models(root: Path) -> Iterator[Found]:
-    """Every finished model of every run folder under `root`, those that answer first."""
+    """
+    The finished models of every run folder under `root`, those that answer first. Where the current settings of a run
+    have not finished a stage, the newest one of other settings stands in, under the name of its folder.
+    """
     for folder in sorted(root.iterdir()) if root.is_dir() else []:
         try:
             finished = _finished(folder)
         except RunError:
             continue  # something else that lies in the folder of runs
-        for stage, model in finished:
-            yield Found(folder.name if stage == "finetune" else f"{folder.name}/{stage}", model)
+        for stage in TRAINED:
+            if stage in finished:
+                yield Found(folder.name if stage == "finetune" else f"{folder.name}/{stage}", finished[stage] / "model")
+            elif older := _older(folder, stage):
+                yield Found(f"{folder.name}/{older.name}", older / "model")
 
 
 def run_of(folder: Path) -> Path | None:
@@ -57,11 +61,32 @@ def run_of(folder: Path) -> Path | None:
     return next((parent for parent in folder.parents if (parent / runs.CURRENT).is_file()), None)
 
 
-def _finished(run: Path) -> list[tuple[str, Path]]:
-    """Stage and model folder of what a run has trained to the end."""
-    folders = runs.current(run)
-    done = [(stage, folders[stage]) for stage in TRAINED if stage in folders and (folders[stage] / MANIFEST).is_file()]
-    return [(stage, folder / "model") for stage, folder in done if _is_model(folder / "model")]
+def _of_run(run: Path) -> Path:
+    finished = _finished(run)
+    if "finetune" in finished:
+        return finished["finetune"] / "model"
+    cure = f"Finish it: bloomery run {run / runs.RECIPE}"
+    if older := next(filter(None, (_older(run, stage) for stage in TRAINED if stage not in finished)), None):
+        cure += f"\nOr name what was finished with other settings: {older}"
+    if not finished:
+        raise CheckpointError("no model is finished with its current settings", where=str(run), cure=cure)
+    say(f"{run}: finetune is not done, so this model only continues text\n{cure}", "yellow")
+    return finished["pretrain"] / "model"
+
+
+def _finished(run: Path) -> dict[str, Path]:
+    """Stage -> folder of what the current settings of a run have trained to the end."""
+    return {stage: folder for stage, folder in runs.current(run).items() if stage in TRAINED and _is_done(folder)}
+
+
+def _older(run: Path, stage: str) -> Path | None:
+    """The folder of a stage that was finished last, with whatever settings."""
+    done = [folder for folder in run.glob(f"[0-9][0-9]-{stage}-*") if _is_done(folder)]
+    return max(done, key=lambda folder: (folder / MANIFEST).stat().st_mtime, default=None)
+
+
+def _is_done(folder: Path) -> bool:
+    return (folder / MANIFEST).is_file() and _is_model(folder / "model")
 
 
 def _is_model(folder: Path) -> bool:
