@@ -35,8 +35,12 @@ def held_out_talks() -> list[Conversation]:
 @cache
 def training_texts() -> list[str]:
     """All that a model may read: documents, and conversations as they are told."""
+    return [text for texts in told_texts() for text in texts]
+
+
+def told_texts() -> tuple[list[str], list[str]]:
     told = [" ".join(message["content"] for message in talk.messages()) for talk in training_talks()]
-    return [text for seed in SEEDS for text in worlds.documents(seed, 100)] + told
+    return [text for seed in SEEDS for text in worlds.documents(seed, 100)], told
 
 
 def sentences(text: str) -> list[str]:
@@ -235,6 +239,17 @@ def test_conversations_are_of_every_length_and_kind() -> None:
         assert messages[0]["content"].startswith(talk.context)
         assert messages[-1]["content"] == talk.turns[-1].answer
         assert all(message["content"].strip() == message["content"] != "" for message in messages)
+
+
+def test_only_lists_of_library_names_hold_what_is_held_out_and_only_in_longer_lists() -> None:
+    """So the questions about the library test copying, as the module says."""
+    held = {turn.fact for talk in held_out_talks() for turn in talk.turns if turn.fact[:1] == ("library",)}
+    told = {turn.fact for talk in training_talks() for turn in talk.turns if turn.fact[:1] == ("library",)}
+    assert not held & told
+    documents, talks = ([set(re.findall(r"\w+", one)) for one in some if "In Python," in one] for some in told_texts())
+    assert any(set(fact[1:]) < names for fact in held for names in documents)
+    assert any(set(fact[1:]) < names for fact in held for names in talks)
+    assert "test copying" in (worlds.__doc__ or "")
 
 
 def test_documents_are_text_and_hardly_any_come_twice() -> None:

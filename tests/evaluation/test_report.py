@@ -313,6 +313,13 @@ def test_a_share_is_drawn_as_long_as_it_is() -> None:
     assert widths == [f"{scores[key] * 100:.2f}%" for scores in kinds for key in ("exact", "ended")]
 
 
+def test_questions_that_test_copying_are_said_to() -> None:
+    assert "library's questions test copying" in Checked(render(full())).seen
+    report = full()
+    report["answers"]["by_kind"] = {"sum": report["answers"]["by_kind"]["sum"]}
+    assert "test copying" not in Checked(render(report)).seen
+
+
 def test_every_reason_has_a_bar_and_the_longest_comes_first() -> None:
     found = by_look(section(render(full()), "dropped"), "bar-fill")
     data = corpus()

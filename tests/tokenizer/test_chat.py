@@ -173,6 +173,12 @@ def test_the_exported_template_gives_the_same_ids_in_transformers(theirs: Any) -
         assert their_ids(theirs, messages, answer=True) == renderer().prompt(messages), messages
 
 
+def test_transformers_takes_special_tokens_from_text_unless_told_not_to_and_we_never_do(theirs: Any) -> None:
+    text = f"a{END}b"
+    assert small().end_id in theirs(text).input_ids
+    assert theirs(text, split_special_tokens=True).input_ids == small().encode(text)
+
+
 def test_transformers_decodes_what_we_encode(theirs: Any) -> None:
     for messages in talks(50):
         ids = renderer().render(messages).ids

@@ -6,7 +6,11 @@ them; the answer to each question follows from the facts alone. Some facts are h
 itself and not by the seed: which thing is in which place or with whom, which two numbers are added or compared, which
 names of the library are asked about together. No document and no training conversation of any seed states a held-out
 fact, and each held-out question asks for one. So no held-out question was ever seen as text; nor was its answer, but
-for the library's, where a name is in its module whatever stands beside it.
+for the library's.
+
+The questions about the library test copying and nothing else. A name is in its module whatever stands beside it, so
+their answers do occur in training; and a longer list there (three names in a conversation, four to seven in a document)
+may hold all names of a held-out one.
 """
 
 import hashlib

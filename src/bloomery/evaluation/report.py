@@ -21,6 +21,7 @@ SHOWN_AT_ONCE = 6
 SMOOTHING = 20
 """A smoothed curve is a mean over one such part of its points to either side."""
 RIVALS = {"model": "this model", "xz": "xz", "zstd": "zstd"}
+COPYING = " The library's questions test copying: what they ask for stands in them, and their answers in training too."
 
 
 def render(report: Report) -> str:
@@ -147,7 +148,9 @@ def by_kind(report: Report) -> list[object]:
         cells = [cell(f"{kind}, {key}", at(scores, key), percent, 1.0, key == "ended") for key in ("exact", "ended")]
         rows.append([kind, count(at(scores, "n")), *cells])
     told = "Right means equal to the expected answer, letter by letter, and ended by the model itself."
-    return [charts.table(["Kind of question", "Asked", "Exactly right", "Ended"], rows), note(told)] if rows else []
+    copied = COPYING if any(str(row[0]).startswith("library") for row in rows) else ""
+    table = charts.table(["Kind of question", "Asked", "Exactly right", "Ended"], rows)
+    return [table, note(told, copied)] if rows else []
 
 
 def cell(label: str, value: Any, form: charts.Format, top: float, quiet: bool) -> Html:
