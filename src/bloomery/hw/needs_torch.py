@@ -11,7 +11,7 @@ HardwareError to `cli.py` and a ModuleNotFoundError to everyone else.
 It also sets how long the threads of one operation wait for each other by turning in place, which OpenMP reads from the
 environment when torch is loaded. Its default is so long that, when another program takes one of two cores, each waits
 out the other's share of time in every operation: training fell from 12,000 to 600 tokens a second (4 million
-parameters, two cores). Waiting briefly and then asleep, it keeps 5,000, and loses a tenth to a quarter on a quiet machine.
+parameters, two cores). Where they wait briefly and then sleep, it keeps 5,000, and loses a tenth on a quiet machine.
 """
 
 import importlib.util
