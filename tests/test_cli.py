@@ -135,6 +135,7 @@ def test_without_a_verb_there_is_help(call: Call) -> None:
         (["status", "a", "b=c"], "unrecognized arguments: b=c"),
         (["run", "a.toml", "--fast"], "unrecognized arguments: --fast"),
         (["eval", "a", "--questions", "many"], "argument --questions: 'many' is no whole number"),
+        (["run", "a.toml", "--until", "a", "--only", "a"], "argument --only: not allowed with argument --until"),
     ],
 )
 def test_words_that_are_no_command_exit_with_2_and_say_which(words: list[str], told: str, capsys: Any) -> None:
@@ -281,7 +282,10 @@ def test_status_shows_every_stage_on_a_line(call: Call, recipe: Path, tmp_path: 
     assert "characters=1" in out.splitlines()[0]
     (next((tmp_path / "runs/small").glob("01-make-*")) / "out.txt").write_text("y")
     assert "sha256" not in call("status", "runs/small")[1]
-    assert "out.txt has another sha256" in call("status", "runs/small", "--verify")[1]
+    code, out, err = call("status", "runs/small", "--verify")
+    assert out.splitlines()[0].split()[:2] == ["make", "damaged"]
+    assert out.splitlines()[0].endswith("out.txt has another sha256")
+    assert (code, "To make make again: rm " in err) == (2, True)
 
 
 def test_clean_says_what_it_would_free_and_frees_it_when_told(call: Call, recipe: Path, tmp_path: Path) -> None:
@@ -336,7 +340,7 @@ def test_a_plan_says_what_will_run_and_what_it_needs(call: Call, tmp_path: Path)
     assert facts["pretrain"]["peak_bytes"] > facts["pretrain"]["weights_bytes"] == 16_000_000
     assert list(tmp_path.iterdir()) == []
     text = call("plan", DEMO, "--runs", tmp_path, "pretrain.steps=7", "pretrain.tokens_per_step=1000")[1]
-    assert "pretrain: 4,000,000 parameters, 7,000 tokens" in text
+    assert "pretrain: 4,000,000 parameters, 5,376 tokens" in text
 
 
 def test_doctor_exits_with_what_it_found(call: Call, monkeypatch: pytest.MonkeyPatch) -> None:

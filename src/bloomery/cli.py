@@ -1,12 +1,12 @@
 """
-The verbs. The only argv, and the only exit code: 0 done, 1 our fault, 2 the user can fix it, 130 interrupted.
+The verbs. The only argv, and the only exit code: 0 done, 1 our fault, 2 the user can fix it, 130 interrupted. `doctor`
+alone also exits 1 where something is not as it should be, but works.
 
 Imports stand inside the verbs here, and only here, so that `--help` and `status` start at once.
 """
 
 import argparse
 import difflib
-import errno
 import json
 import os
 import sys
@@ -23,7 +23,6 @@ if TYPE_CHECKING:
     from bloomery.tokenizer.chat import Message
 
 MODEL = "a run folder, a stage folder, a checkpoint folder or a model folder, for example runs/demo"
-NOT_TO_BE_WRITTEN = (errno.EACCES, errno.EPERM, errno.ENOTDIR, errno.EEXIST, errno.EROFS, errno.ENAMETOOLONG)
 SETTINGS = "settings that win over the recipe, in TOML's words: pretrain.steps=100 'filter.rules=[]'"
 
 
@@ -43,11 +42,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except BrokenPipeError:  # whoever read has read enough; what is left to write goes nowhere
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
-    except Exception as error:
-        if isinstance(error, OSError) and error.errno in NOT_TO_BE_WRITTEN:
-            cure = "Give yourself the right to it, or name another folder."
-            print(f"{error.filename}: {error.strerror}\n{cure}", file=sys.stderr)
-            return 2
+    except Exception:
         traceback.print_exc()
         print("This is a fault of Bloomery's, not yours. The lines above say where.", file=sys.stderr)
         return 1
@@ -101,8 +96,9 @@ def _verb(
 def _run_verbs(verbs: Any) -> None:
     one = _verb(verbs, "run", run, "run a recipe: what is done stays, the rest runs", "bloomery run recipes/demo.toml")
     _recipe_arguments(one)
-    one.add_argument("--until", metavar="STAGE", help="stop after this stage")
-    one.add_argument("--only", metavar="STAGE", help="run this stage alone; its inputs have to be done")
+    stages = one.add_mutually_exclusive_group()
+    stages.add_argument("--until", metavar="STAGE", help="stop after this stage")
+    stages.add_argument("--only", metavar="STAGE", help="run this stage alone; its inputs have to be done")
 
     one = _verb(
         verbs, "plan", plan, "say what a recipe needs, before it runs", "bloomery plan recipes/demo.toml", reports=True
@@ -173,8 +169,8 @@ def _model_verbs(verbs: Any) -> None:
         reports=True,
     )
     one.add_argument("model", type=Path, metavar="MODEL", help=MODEL)
-    one.add_argument("--questions", type=_positive, default=200, help="how many (default: 200)")
-    one.add_argument("--seed", type=int, default=0, help="which ones")
+    one.add_argument("--questions", type=_positive, help="how many (default: as a recipe's evaluate.questions)")
+    one.add_argument("--seed", type=int, help="which ones (default: as a recipe's evaluate.seed)")
 
 
 def _machine_verbs(verbs: Any) -> None:
@@ -252,14 +248,14 @@ def status(options: argparse.Namespace) -> int:
     from bloomery.core.stage import brief
 
     states = runs.states(options.run, thorough=options.verify)
-    damaged = [one for one in states if one.state not in ("done", "begun", "waiting")]
+    damaged = [one for one in states if one.state == "damaged"]
     if options.json:
         rows = [{**one.__dict__, "folder": str(one.folder)} for one in states]
         print(json.dumps({"run": str(options.run), "done": all(s.state == "done" for s in states), "stages": rows}))
         return 2 if damaged else 0
     for one in states:
         seconds = f"{one.seconds:8.1f} s" if one.seconds is not None else " " * 10
-        print(f"{one.stage:<11} {one.state:<8} {seconds}  {brief(one.stats)}".rstrip())
+        print(f"{one.stage:<11} {one.state:<8} {seconds}  {one.damage or brief(one.stats)}".rstrip())
     for one in damaged:
         say(f"To make {one.stage} again: rm {one.folder / 'manifest.json'}, then run the recipe.")
     return 2 if damaged else 0
@@ -345,11 +341,15 @@ def serve(options: argparse.Namespace) -> int:
 
 def evaluate(options: argparse.Namespace) -> int:
     from bloomery.evaluation import questions
+    from bloomery.hw import device
+    from bloomery.stages.config import Evaluate
     from bloomery.stages.evaluate import answers, ask, describe
     from bloomery.weights import find, huggingface
 
-    loaded = huggingface.load(find.model_folder(options.model))
-    judged = ask(loaded, questions.held_out(options.seed, options.questions), max_tokens=48)
+    said = {name: value for name in ("questions", "seed") if (value := getattr(options, name)) is not None}
+    config = Evaluate(**said)
+    loaded = huggingface.load(find.model_folder(options.model), device.find(config.device).place)
+    judged = ask(loaded, questions.held_out(config.seed, config.questions), config.max_tokens)
     scores = answers(judged)
     if options.json:
         print(json.dumps({"model": describe(loaded), "answers": scores}))

@@ -128,6 +128,37 @@ def test_other_errors_of_the_system_stay_what_they_are(tmp_path: Path) -> None:
         raise OSError(errno.EDQUOT, "x")
 
 
+@pytest.mark.parametrize("number", [errno.EACCES, errno.EROFS, errno.ENAMETOOLONG])
+def test_what_the_system_does_not_let_us_write_is_named_with_the_cure(tmp_path: Path, number: int) -> None:
+    told = f"{os.strerror(number)}\nGive yourself the right to it"
+    with pytest.raises(RunError, match=f"{tmp_path}/a: {told}"), files.disk_errors(tmp_path / "a"):
+        raise OSError(number, "x")
+    with pytest.raises(RunError, match=f"/b: {told}"), files.disk_errors(tmp_path / "a"):
+        raise OSError(number, "x", "/b")
+
+
+def test_a_file_in_the_place_of_a_folder_is_named(tmp_path: Path) -> None:
+    (tmp_path / "a").touch()
+    with pytest.raises(RunError, match=rf"{tmp_path}/a(/b)?: (File exists|Not a directory)\n.*name another folder"):
+        files.write_json(tmp_path / "a" / "b" / "c.json", {})
+
+
+def test_what_was_listed_of_a_folder_tells_what_became_of_it(tmp_path: Path) -> None:
+    for name in ("a.txt", "deep/b.txt", f"c{files.PARTIAL}", f"d{files.PARTIAL}/e.txt", files.MANIFEST):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(name)
+    listed = files.listing(tmp_path)
+    assert {name: facts["bytes"] for name, facts in listed.items()} == {"a.txt": 5, "deep/b.txt": 10}
+    assert files.damage(tmp_path, listed, thorough=True) == ""
+    (tmp_path / "a.txt").write_text("A.txt")
+    assert files.damage(tmp_path, listed) == ""
+    assert files.damage(tmp_path, listed, thorough=True) == "a.txt has another sha256"
+    (tmp_path / "deep" / "b.txt").write_text("")
+    assert files.damage(tmp_path, dict(reversed(listed.items()))) == "deep/b.txt has 0 bytes instead of 10"
+    (tmp_path / "deep" / "b.txt").unlink()
+    assert files.damage(tmp_path, listed) == "deep/b.txt is gone"
+
+
 def test_text_is_written_with_one_kind_of_line_end_and_read_back(tmp_path: Path) -> None:
     files.write_json(tmp_path / "a.json", {"b": "é\u2028\n", "a": [1, None]})
     assert files.read_json(tmp_path / "a.json") == {"b": "é\u2028\n", "a": [1, None]}

@@ -7,8 +7,9 @@ import pytest
 from bloomery.core import config, files, run
 from bloomery.core.config import Config
 from bloomery.core.errors import RunError
+from bloomery.core.files import MANIFEST
 from bloomery.core.run import Waste, current, remember, remove, size_of, states, waste
-from bloomery.core.stage import MANIFEST, Plan, Stage, execute, lay_out
+from bloomery.core.stage import Plan, Stage, execute, lay_out
 
 
 class Section(Config):
@@ -100,9 +101,9 @@ def test_a_stage_is_waiting_then_begun_then_done_and_may_be_damaged(root: Path) 
     assert done[0].seconds is not None
     (plans[1].folder / "out.txt").write_text("y")
     assert states(root)[1].state == "done"
-    assert states(root, thorough=True)[1].state == "out.txt has another sha256"
+    assert states(root, thorough=True)[1].damage == "out.txt has another sha256"
     (plans[1].folder / "out.txt").unlink()
-    assert [one.state for one in states(root)] == ["done", "out.txt is gone"]
+    assert [(one.state, one.damage) for one in states(root)] == [("done", ""), ("damaged", "out.txt is gone")]
 
 
 def test_a_run_that_is_whole_has_no_waste(root: Path) -> None:

@@ -16,8 +16,8 @@ from pydantic import Field
 from bloomery.core import files
 from bloomery.core.config import VOLATILE, Config
 from bloomery.core.errors import RunError
+from bloomery.core.files import MANIFEST
 from bloomery.core.stage import (
-    MANIFEST,
     Plan,
     Stage,
     brief,
@@ -85,7 +85,7 @@ def digest(config: Section) -> str:
 HERE = "tests.core.test_stage"
 STAGES = (
     Stage(name="make", run=f"{HERE}:make", digest=f"{HERE}:digest"),
-    Stage(name="double", run=f"{HERE}:double", after=("make",)),
+    Stage(name="double", run=f"{HERE}:double", after=("make",), resumes=True),
     Stage(name="side", run=f"{HERE}:side"),
     Stage(name="join", run=f"{HERE}:join", after=("double", "side")),
 )
@@ -227,7 +227,7 @@ def test_a_stage_whose_output_is_not_as_its_manifest_says_runs_again(
         execute(plans, only="double")
     assert execute(plans, until="double") == {"make": "ran", "double": "ran"}
     assert content_hash(plans[0].folder) == before
-    assert read_manifest(plans[0].folder)["resumed"]
+    assert not read_manifest(plans[0].folder)["resumed"]
 
 
 def test_a_flipped_byte_is_found_when_looked_for(plans: list[Plan]) -> None:
@@ -265,6 +265,91 @@ def test_a_stage_that_died_finds_what_it_left(plans: list[Plan], monkeypatch: py
     assert found["double"]["stats"]["found"]
 
 
+def test_a_stage_that_cannot_go_on_begins_in_an_empty_folder(
+    plans: list[Plan], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "elsewhere" / "mine.txt").touch()
+    monkeypatch.setattr(f"{HERE}.FAIL", "make")
+    with pytest.raises(RuntimeError, match="died"):
+        execute(plans)
+    (plans[0].folder / "deep").mkdir()
+    (plans[0].folder / "deep" / "part-00009").touch()
+    (plans[0].folder / "link").symlink_to(tmp_path / "elsewhere")
+    monkeypatch.setattr(f"{HERE}.FAIL", "")
+    execute(plans, only="make")
+    made = read_manifest(plans[0].folder)
+    assert made["outputs"].keys() == {"out.txt", "leftover.txt", "deep/more.json"}
+    assert not made["resumed"]
+    assert not made["stats"]["found"]
+    assert (tmp_path / "elsewhere" / "mine.txt").exists()
+
+
+def test_what_was_made_from_an_input_that_was_made_again_with_other_content_runs_again(
+    plans: list[Plan], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As by another version of a library: the settings, and so the fingerprint, are the same."""
+    execute(plans)
+    (plans[0].folder / MANIFEST).unlink()
+    execute(plans, only="make")
+    assert all(plan.fresh for plan in plans)  # the same content: nothing below is made again
+    (plans[0].folder / MANIFEST).unlink()
+    assert plans[1].fresh  # nothing is known of what will be in it
+    with monkeypatch.context() as patch:
+        patch.setattr(f"{HERE}.make", lambda config, inputs, out: work("make", "other", out))
+        execute(plans, only="make")
+    assert damage(plans[1].folder) == "its input make was made again, with other content"
+    (plans[3].folder / MANIFEST).unlink()
+    with pytest.raises(RunError, match=r"its input double is not done \(its input make was made again"):
+        execute(plans, only="join")
+    assert execute(plans) == {"make": "fresh", "double": "ran", "side": "fresh", "join": "ran"}
+    assert (plans[3].folder / "out.txt").read_text() == "otherother+side"
+    assert all(plan.fresh for plan in plans)
+
+
+def test_only_what_a_stage_hands_on_decides_about_those_below_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stages = (replace(STAGES[0], hands_on="out"), *STAGES[1:])
+    plans = lay_out(stages, Recipe(), tmp_path)
+    execute(plans)
+
+    def again(log: str, text: str) -> dict[str, Any]:
+        def make(config: Section, inputs: Mapping[str, Path], out: Path) -> dict[str, Any]:
+            (out / "log.txt").write_text(log)
+            return work("make", text, out)
+
+        monkeypatch.setattr(f"{HERE}.make", make)
+        (plans[0].folder / MANIFEST).unlink()
+        return execute(plans)
+
+    assert set(again("another log", "1").values()) == {"ran", "fresh"}
+    assert RUNS[4:] == ["make"]
+    again("another log", "2")
+    assert RUNS[5:] == ["make", "double", "join"]
+
+
+@pytest.mark.parametrize("while_it_runs", [False, True])
+def test_what_is_edited_after_a_run_began_is_not_taken_for_what_the_fingerprint_knows(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, while_it_runs: bool
+) -> None:
+    (source := tmp_path / "source.txt").write_text("one")
+    plans = lay_out(STAGES, Recipe(make=Section(outside=source)), tmp_path)
+
+    def editing(config: Section, inputs: Mapping[str, Path], out: Path) -> dict[str, Any]:
+        source.write_text("two")
+        return work("make", "1", out)
+
+    if while_it_runs:
+        monkeypatch.setattr(f"{HERE}.make", editing)
+    else:
+        source.write_text("two")
+    with pytest.raises(RunError, match=r"make: what it reads from outside the run has changed.*\nRun the same command"):
+        execute(plans)
+    assert not plans[0].fresh
+    assert len(RUNS) == while_it_runs
+
+
 def test_a_stage_that_dies_while_it_runs_again_is_not_done(plans: list[Plan], monkeypatch: pytest.MonkeyPatch) -> None:
     """Its manifest tells of the outputs that were damaged, and must not vouch for half of the new ones."""
     execute(plans, until="make")
@@ -285,6 +370,8 @@ def test_a_manifest_says_what_was_made_from_what_and_how(plans: list[Plan], tmp_
     assert manifest["version"] == 1
     assert manifest["fingerprint"] == plan.fingerprint == plan.folder.name[-8:]
     assert manifest["inputs"] == {"double": plans[1].folder.name, "side": plans[2].folder.name}
+    assert manifest["input_hashes"] == {"double": content_hash(plans[1].folder), "side": content_hash(plans[2].folder)}
+    assert manifest["hands_on"] == ""
     assert manifest["config"] == {"number": 1, "outside": None, "workers": 1}
     assert manifest["stats"] == {"characters": 7, "share": 0.5, "found": False}
     on_disk = {"out.txt": b"11+side", "leftover.txt": b"half", "deep/more.json": b'[\n "11+side"\n]\n'}

@@ -110,15 +110,6 @@ def test_a_processor_reports_its_peak_memory() -> None:
     assert found.peak_bytes() > 2**20
 
 
-def test_the_number_of_threads_can_be_set() -> None:
-    before = device.threads()
-    try:
-        device.set_threads(1)
-        assert device.threads() == 1
-    finally:
-        device.set_threads(before)
-
-
 @pytest.mark.skipif(sys.platform != "linux", reason="mallopt is of glibc")
 def test_freed_memory_stays_with_the_process() -> None:
     """After a few rounds, a large block that was freed is taken again without page faults."""

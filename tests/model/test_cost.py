@@ -3,7 +3,6 @@ from pathlib import Path
 import pytest
 
 from bloomery.core import config as configs
-from bloomery.model.attention import Cache
 from bloomery.model.cost import cost
 from bloomery.model.transformer import Transformer
 from bloomery.recipe import Recipe
@@ -41,9 +40,3 @@ def test_the_work_of_a_token_is_three_times_what_a_forward_pass_counts_with_half
     attention = 4 * config.num_layers * config.num_heads * config.head_width * T
     forward = counter.get_total_flops() / T
     assert cost(config, VOCAB_SIZE).train_flops_per_token == 3 * (forward - attention / 2)
-
-
-def test_a_cache_takes_the_bytes_that_are_said_for_each_token() -> None:
-    config = random_config(3)
-    cache = Cache.empty(config, 1, 10, torch.zeros(1, dtype=torch.bfloat16))
-    assert 10 * cost(config, VOCAB_SIZE).kv_bytes_per_token == cache.keys.nbytes + cache.values.nbytes

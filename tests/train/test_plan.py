@@ -1,11 +1,12 @@
 import pytest
 
 from bloomery.core.config import build
+from bloomery.model.cost import cost
 from bloomery.model.transformer import Transformer
 from bloomery.train.config import Training
 from bloomery.train.loop import accumulate_gradients
 from bloomery.train.optim import Optimizers
-from bloomery.train.plan import plan
+from bloomery.train.plan import activation_bytes_per_token, plan, rows_at_once, rows_per_step
 from tests.model.made import SHAPES, VOCAB_SIZE
 from tests.train.made import processor, random_batch
 
@@ -26,15 +27,30 @@ def test_weights_gradients_and_optimizer_take_the_bytes_that_were_planned(shape:
     assert needs.optimizer_bytes == sum(value.nbytes for value in moments)
     parts = (needs.weights_bytes, needs.gradient_bytes, needs.optimizer_bytes, needs.activation_bytes)
     assert needs.peak_bytes == sum(parts)
-    assert needs.tokens == 192
+    assert needs.tokens == 3 * max(1, 64 // model.config.context) * model.config.context
+
+
+@pytest.mark.parametrize("tokens", [1, 39, 40, 79, 80, 1000])
+def test_a_step_is_whole_rows_and_at_least_one(tokens: int) -> None:
+    """As the session trains them, so that what was planned is what is done."""
+    config = build(Training, {"steps": 3, "tokens_per_step": tokens, "micro_batch_tokens": tokens})
+    rows = max(1, tokens // 40)
+    assert rows_per_step(config, 40) == rows_at_once(config, 40) == rows
+    needs = plan(config, (shape := SHAPES[0].model_copy(update={"context": 40})), VOCAB_SIZE)
+    assert needs.tokens == 3 * rows * 40
+    assert needs.flops == needs.tokens * cost(shape, VOCAB_SIZE).train_flops_per_token
+    assert needs.activation_bytes == rows * 40 * activation_bytes_per_token(shape)
 
 
 def test_a_larger_micro_batch_takes_more_memory_until_it_is_the_whole_step() -> None:
+    T = SHAPES[0].context
     sizes = [
         plan(
-            build(Training, {"steps": 1, "tokens_per_step": 1000, "micro_batch_tokens": tokens}), SHAPES[0], VOCAB_SIZE
+            build(Training, {"steps": 1, "tokens_per_step": 8 * T, "micro_batch_tokens": rows * T}),
+            SHAPES[0],
+            VOCAB_SIZE,
         ).activation_bytes
-        for tokens in (250, 500, 1000, 9000)
+        for rows in (2, 4, 8, 72)
     ]
     assert sizes[1] == 2 * sizes[0]
     assert sizes[2] == sizes[3] == 4 * sizes[0]

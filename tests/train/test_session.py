@@ -1,11 +1,13 @@
 import json
 import random
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from bloomery.core.errors import CheckpointError
 from bloomery.core.log import read_metrics
 from bloomery.train.loop import Hook, State
 from bloomery.train.session import Session
@@ -113,6 +115,38 @@ def test_a_damaged_checkpoint_costs_steps_and_changes_nothing(
     weights.write_bytes(raw)
     session(shards, tmp_path / "killed").run()
     assert result(tmp_path / "killed") == result(tmp_path / "whole")
+
+
+def test_a_run_does_not_go_on_with_the_weights_of_other_shards(
+    shards: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as patch:
+        die_after(5, patch)
+        with pytest.raises(KeyboardInterrupt):
+            session(shards, tmp_path).run()
+    other = session(shards, tmp_path)
+    other.lineage = replace(other.lineage, shards="6" * 64)
+    with pytest.raises(CheckpointError, match=rf"with shards 55555555.* 66666666\n.*remove {tmp_path}/checkpoints\."):
+        other.run()
+    assert session(shards, tmp_path).run()["steps"] == STEPS
+
+
+@pytest.mark.parametrize("every", [2, 3])
+def test_no_weights_are_validated_twice(
+    shards: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, every: int
+) -> None:
+    whole, steps = Session._validate, list[float]()
+
+    def counted(self: Session, device: Any) -> float:
+        steps.append(whole(self, device))
+        return steps[-1]
+
+    monkeypatch.setattr(Session, "_validate", counted)
+    stats = session(shards, tmp_path, evaluate_every=every).run()
+    assert len(steps) == -(-STEPS // every)
+    assert stats["validation_loss"] == steps[-1]
+    assert session(shards, tmp_path, evaluate_every=every).run()["validation_loss"] == steps[-1]
+    assert len(steps) == -(-STEPS // every) + (STEPS % every > 0)
 
 
 def test_a_run_that_died_before_it_left_its_model_leaves_it_now(shards: Path, tmp_path: Path) -> None:

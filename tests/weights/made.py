@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from bloomery.core import files
-from bloomery.core.stage import MANIFEST
+from bloomery.core.files import MANIFEST
 from bloomery.tokenizer.chat import Renderer
 from bloomery.weights import huggingface
 from bloomery.weights.huggingface import Lineage

@@ -7,9 +7,9 @@ import pytest
 
 from bloomery.core import files
 from bloomery.core.errors import CheckpointError, RunError
-from bloomery.core.stage import MANIFEST
+from bloomery.core.files import MANIFEST
 from bloomery.weights import huggingface
-from bloomery.weights.find import Found, model_folder, models, run_of
+from bloomery.weights.find import Found, model_folder, models
 from tests.tokenizer.made import small
 from tests.weights.made import FOLDERS, model, run
 
@@ -107,12 +107,6 @@ def test_the_finished_models_of_all_runs_are_listed_those_that_answer_first(tmp_
         Found("b/pretrain", tmp_path / "b" / FOLDERS["pretrain"] / "model"),
     ]
     assert list(models(tmp_path / "none")) == []
-
-
-def test_a_model_folder_knows_the_run_it_lies_in(tmp_path: Path) -> None:
-    root = run(tmp_path / "run", "pretrain")
-    assert run_of(model_folder(root)) == root
-    assert run_of(tmp_path / "elsewhere") is None
 
 
 def test_a_run_whose_list_of_stages_is_damaged_is_an_error_that_names_it(tmp_path: Path) -> None:

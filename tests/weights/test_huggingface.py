@@ -98,8 +98,10 @@ def test_every_setting_arrives_at_transformers(tmp_path: Path) -> None:
 def test_a_model_that_converses_ends_its_turn_and_one_that_does_not_ends_its_document(tmp_path: Path) -> None:
     saved(tmp_path / "chat", 0)
     saved(tmp_path / "base", 0, template=None)
-    assert theirs(tmp_path / "chat").generation_config.eos_token_id == small().end_id
-    assert theirs(tmp_path / "base").generation_config.eos_token_id == small().document_id
+    for name, end in (("chat", small().end_id), ("base", small().document_id)):
+        model, auto = theirs(tmp_path / name), AutoTokenizer.from_pretrained(tmp_path / name)
+        assert model.generation_config.eos_token_id == model.config.eos_token_id == auto.eos_token_id == end
+        assert (auto.chat_template is None) == (name == "base")
 
 
 # --- the tokenizer beside it ---------------------------------------------------------------------------------------
@@ -217,6 +219,31 @@ def test_weights_are_not_used_with_another_chat_template(tmp_path: Path, monkeyp
     )
     saved(tmp_path, 0, template=None)  # one that never saw a conversation takes any
     assert huggingface.load(tmp_path).lineage.template is None
+
+
+def test_weights_are_read_into_a_model_where_it_is(tmp_path: Path) -> None:
+    model = saved(tmp_path, 0)
+    for shape in (model.config, model.config.model_copy(update={"tie_embeddings": True})):
+        huggingface.save(tmp_path, lively(shape, 3, VOCAB), RENDERER, LINEAGE_OF_CHAT)
+        other = lively(shape, 1, VOCAB)
+        weights = list(other.parameters())
+        huggingface.fill(other, tmp_path, replace(LINEAGE_OF_CHAT, step=99))
+        assert all(mine is weight for mine, weight in zip(weights, other.parameters(), strict=True))
+        for name, weight in huggingface.load(tmp_path).model.state_dict().items():
+            assert torch.equal(other.state_dict()[name], weight), name
+
+
+@pytest.mark.parametrize("field", ["tokenizer", "template", "shards", "base"])
+def test_weights_that_were_made_from_something_else_are_not_gone_on_with(tmp_path: Path, field: str) -> None:
+    model = saved(tmp_path / "000000003", 0)
+    before = model.state_dict()["norm.weight"].clone()
+    made = (getattr(LINEAGE_OF_CHAT, field) or "none")[:8]
+    lineage = replace(LINEAGE_OF_CHAT, **{field: "7" * 64})
+    with pytest.raises(CheckpointError) as caught:
+        huggingface.fill(model, tmp_path / "000000003", lineage)
+    assert caught.value.what == f"was made with {field} {made}, and this one is 77777777"
+    assert caught.value.cure == f"To train from the start, remove {tmp_path}."
+    assert torch.equal(model.state_dict()["norm.weight"], before)
 
 
 def change(file: Path, do: Callable[[dict[str, Any]], Any]) -> None:

@@ -10,7 +10,7 @@ import hashlib
 import json
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any
@@ -18,15 +18,25 @@ from typing import IO, Any
 from bloomery.core.errors import RunError
 
 PARTIAL = ".partial"
+MANIFEST = "manifest.json"
+"""Written last into a folder; it lists the other files as `listing` does."""
+
 NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+NO_RIGHT = (errno.EACCES, errno.EPERM, errno.ENOTDIR, errno.EEXIST, errno.EROFS, errno.ENAMETOOLONG)
 
 
 @contextmanager
 def disk_errors(path: Path) -> Iterator[None]:
-    """Raises RunError where the block finds no room to write `path`: the disk, a quota or a limit on files is full."""
+    """
+    Raises RunError where the block cannot write `path`: the disk, a quota or a limit on files is full, or the system
+    does not let it.
+    """
     try:
         yield
     except OSError as error:
+        if error.errno in NO_RIGHT:
+            cure = "Give yourself the right to it, or name another folder."
+            raise RunError(os.strerror(error.errno), where=str(error.filename or path), cure=cure) from None
         if error.errno not in NO_ROOM:
             raise
         folder = next(folder for folder in path.absolute().parents if folder.is_dir())
@@ -43,7 +53,7 @@ def whole_file(path: Path, mode: str = "wb") -> Iterator[IO[Any]]:
     """
     Open a file for writing that appears at `path` only when the block ends without an error.
 
-    Raises RunError where there is no room for it.
+    Raises RunError where it cannot be written.
     """
     with disk_errors(path):
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -73,7 +83,7 @@ def sync_folder(folder: Path) -> None:
 
 
 def write_json(path: Path, value: Any) -> None:
-    """Write JSON as a whole file, with sorted keys out of the way of people: in the order given."""
+    """Write JSON as a whole file, its keys in the order given."""
     with whole_file(path, "w") as file:
         json.dump(value, file, indent=1, ensure_ascii=False)
         file.write("\n")
@@ -95,3 +105,26 @@ def sha256_bytes(data: bytes) -> str:
 def sha256_file(path: Path) -> str:
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def listing(folder: Path) -> dict[str, dict[str, Any]]:
+    """Name -> bytes and sha256 of every finished file below a folder, but for its manifest."""
+    found = {}
+    for file in sorted(path for path in folder.rglob("*") if path.is_file()):
+        name = file.relative_to(folder).as_posix()
+        if name != MANIFEST and not any(part.endswith(PARTIAL) for part in name.split("/")):
+            found[name] = {"bytes": file.stat().st_size, "sha256": sha256_file(file)}
+    return found
+
+
+def damage(folder: Path, listed: Mapping[str, Mapping[str, Any]], *, thorough: bool = False) -> str:
+    """Which file below a folder is not as it was listed, and how, or "". `thorough` also compares sha256."""
+    for name, facts in listed.items():
+        file = folder / name
+        if not file.is_file():
+            return f"{name} is gone"
+        if file.stat().st_size != facts["bytes"]:
+            return f"{name} has {file.stat().st_size} bytes instead of {facts['bytes']}"
+        if thorough and sha256_file(file) != facts["sha256"]:
+            return f"{name} has another sha256"
+    return ""

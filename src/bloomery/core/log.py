@@ -7,7 +7,6 @@ every few seconds. Both go to stderr, so that stdout stays free for results. Num
 
 import json
 import math
-import sys
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -113,9 +112,10 @@ class Metrics:
 
     def __init__(self, path: Path, resume_at: int) -> None:
         self._path = path
-        kept = [line for line in read_metrics(path) if line["step"] <= resume_at]
+        self.kept = [line for line in read_metrics(path) if line["step"] <= resume_at]
+        """The lines that were there and stay."""
         with whole_file(path, "w") as file:
-            file.writelines(json.dumps(line) + "\n" for line in kept)
+            file.writelines(json.dumps(line) + "\n" for line in self.kept)
         self._file: TextIO = path.open("a", encoding="utf-8")
 
     def write(self, *, step: int, **numbers: Number | str) -> None:
@@ -169,7 +169,3 @@ def _short(value: Number) -> str:
 def _clock(seconds: float) -> str:
     minutes, rest = divmod(round(seconds), 60)
     return f"{minutes}m{rest:02d}s" if minutes else f"{rest}s"
-
-
-def is_terminal() -> bool:
-    return sys.stderr.isatty()

@@ -10,14 +10,15 @@ A run is a folder: a stage's output in each of its folders, the recipe that made
 import re
 import shutil
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from bloomery.core import files
 from bloomery.core.config import Config, plain, to_toml
 from bloomery.core.errors import RunError
-from bloomery.core.stage import MANIFEST, Plan, damage, read_manifest
+from bloomery.core.files import MANIFEST
+from bloomery.core.stage import Plan, damage, read_manifest
 
 RECIPE, CURRENT = "recipe.toml", "current.json"
 STAGE_FOLDER = re.compile(r"\d\d-\w+-[0-9a-f]{8}")
@@ -27,10 +28,11 @@ STAGE_FOLDER = re.compile(r"\d\d-\w+-[0-9a-f]{8}")
 class StageState:
     stage: str
     folder: Path
-    state: str
-    """done, begun, waiting, or what is damaged."""
-    seconds: float | None
-    stats: dict[str, Any]
+    state: Literal["done", "begun", "waiting", "damaged"]
+    seconds: float | None = None
+    stats: dict[str, Any] = field(default_factory=dict)
+    damage: str = ""
+    """What is damaged, as `stage.damage` says it."""
 
 
 @dataclass(frozen=True)
@@ -70,10 +72,11 @@ def states(root: Path, *, thorough: bool = False) -> list[StageState]:
         trouble = damage(folder, thorough=thorough)
         if trouble == "not done":
             begun = folder.is_dir() and any(folder.iterdir())
-            found.append(StageState(stage, folder, "begun" if begun else "waiting", None, {}))
+            found.append(StageState(stage, folder, "begun" if begun else "waiting"))
         else:
             manifest = read_manifest(folder)
-            found.append(StageState(stage, folder, trouble or "done", manifest["seconds"], manifest["stats"]))
+            state: Literal["damaged", "done"] = "damaged" if trouble else "done"
+            found.append(StageState(stage, folder, state, manifest["seconds"], manifest["stats"], trouble))
     return found
 
 
@@ -97,11 +100,12 @@ def _inside_torn(path: Path, folder: Path) -> bool:
 def remove(found: Sequence[Waste]) -> int:
     """Remove waste; returns the bytes freed. A stage folder loses its manifest first, so that it never looks done."""
     for one in found:
-        if one.path.is_dir():
-            (one.path / MANIFEST).unlink(missing_ok=True)
-            shutil.rmtree(one.path)
-        else:
-            one.path.unlink(missing_ok=True)
+        with files.disk_errors(one.path):
+            if one.path.is_dir():
+                (one.path / MANIFEST).unlink(missing_ok=True)
+                shutil.rmtree(one.path)
+            else:
+                one.path.unlink(missing_ok=True)
     return sum(one.size for one in found)
 
 

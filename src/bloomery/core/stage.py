@@ -3,14 +3,16 @@ A stage is data, its folder is its fingerprint, and the manifest comes last.
 
 A folder's name ends in a hash of the stage's name, version, config and of the fingerprints of its inputs, so whatever
 could change the output changes the folder, and the work of an unchanged stage is found again. A folder counts as
-done when its manifest is there and every file that it lists has the size it lists; a stage that died in between finds
-its own leftovers in the folder and may go on from them.
+done when its manifest is there, every file that it lists has the size it lists, and its inputs hold what it was made
+from: an input that was made again, with other content, is not seen by a fingerprint. A stage that died in between
+finds its own leftovers in the folder, where it can go on from them, and else an empty one.
 """
 
 import difflib
 import importlib
 import os
 import platform
+import shutil
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -23,12 +25,12 @@ from typing import Any
 from bloomery.core import files
 from bloomery.core.config import Config, plain
 from bloomery.core.errors import RunError
+from bloomery.core.files import MANIFEST
 from bloomery.core.log import say
 
 if sys.platform != "win32":
     import fcntl
 
-MANIFEST = "manifest.json"
 Stats = Mapping[str, Any]
 """What a stage reports: JSON data, shown by `status` and in the report."""
 
@@ -46,10 +48,21 @@ class Stage:
     """Raised when the meaning of the output changes. Code is not hashed."""
     digest: str | None = None
     """`module:function` of config -> str, for what the stage reads from outside the run. It joins the fingerprint."""
+    resumes: bool = False
+    """Whether it goes on from what an attempt that died has left. Otherwise every attempt begins in an empty folder."""
+    hands_on: str = ""
+    """
+    The beginning of the names of what later stages are made from, as in "model/"; "" for all it leaves. Metrics and
+    checkpoints hold speeds, and are never the same twice.
+    """
 
     def runner(self) -> Runner:
         runner: Runner = resolve(self.run)
         return runner
+
+    def outside(self, config: Config) -> str:
+        """The digest of what it reads from outside the run, as it is now; "" where it reads nothing."""
+        return str(resolve(self.digest)(config)) if self.digest else ""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,9 +74,12 @@ class Plan:
     folder: Path
     fingerprint: str
     inputs: Mapping[str, Path]
+    outside: str = ""
+    """The digest that joined the fingerprint."""
 
     @property
     def fresh(self) -> bool:
+        """Whether there is nothing to do."""
         return damage(self.folder) == ""
 
 
@@ -78,7 +94,7 @@ def lay_out(stages: Sequence[Stage], recipe: Config, root: Path) -> list[Plan]:
     plans: dict[str, Plan] = {}
     for number, stage in enumerate(stages, 1):
         config: Config = getattr(recipe, stage.name)
-        outside = resolve(stage.digest)(config) if stage.digest else ""
+        outside = stage.outside(config)
         inputs = [plans[name].fingerprint for name in stage.after]
         known = [stage.name, stage.version, plain(config, stable_only=True), inputs, outside]
         fingerprint = files.sha256_bytes(files.canonical(known))[:8]
@@ -88,6 +104,7 @@ def lay_out(stages: Sequence[Stage], recipe: Config, root: Path) -> list[Plan]:
             folder=root / f"{number:02d}-{stage.name}-{fingerprint}",
             fingerprint=fingerprint,
             inputs={name: plans[name].folder for name in stage.after},
+            outside=outside,
         )
     return list(plans.values())
 
@@ -106,9 +123,10 @@ def execute(plans: Sequence[Plan], *, until: str | None = None, only: str | None
     """
     Run what is not done, in order. Returns what became of each stage: "fresh" (nothing to do) or "ran".
 
-    `until` is the last stage wanted, `only` the single one; both run their ancestors' leftovers never twice. `only`
-    raises RunError where an input of that stage is not done.
+    `until` is the last stage wanted, `only` the single one; at most one of them is given. Raises RunError for a stage
+    that is not there, and where an input of the single one is not done.
     """
+    assert until is None or only is None
     check_names([plan.stage for plan in plans], until, only)
     by_name = {plan.stage.name: plan for plan in plans}
     wanted = _ancestors(by_name, until) if until else {only} if only else set(by_name)
@@ -126,9 +144,12 @@ def _run(plan: Plan) -> str:
         if trouble := damage(folder):
             cure = f"Run it first: bloomery run RECIPE --until {name}"
             raise RunError(f"its input {name} is not done ({trouble})", where=plan.stage.name, cure=cure)
+    _check_outside(plan)
     with files.disk_errors(plan.folder):
         plan.folder.mkdir(parents=True, exist_ok=True)
-    (plan.folder / MANIFEST).unlink(missing_ok=True)  # of outputs that are damaged: it must not vouch for new ones
+        (plan.folder / MANIFEST).unlink(missing_ok=True)  # of outputs that are damaged: it must not vouch for new ones
+        if not plan.stage.resumes:
+            _empty(plan.folder)
     resumed = any(plan.folder.iterdir())
     say(
         f"▸ {plan.stage.name:<11} {'goes on' if resumed else 'runs'}{'' if resumed else '   '} {plan.folder.name}",
@@ -136,26 +157,36 @@ def _run(plan: Plan) -> str:
     )
     began = time.time()
     stats = plan.stage.runner()(plan.config, plan.inputs, plan.folder)
+    _check_outside(plan)
     seal(plan, stats, seconds=time.time() - began, resumed=resumed)
     say(f"✓ {plan.stage.name:<11} done    {time.time() - began:.1f} s   {brief(stats)}")
     return "ran"
 
 
+def _check_outside(plan: Plan) -> None:
+    """A file that is edited in the hours before a stage reads it must not pass for the one of the fingerprint."""
+    if plan.stage.outside(plan.config) != plan.outside:
+        what = "what it reads from outside the run has changed since this run began"
+        raise RunError(what, where=plan.stage.name, cure="Run the same command again, when nobody writes there.")
+
+
+def _empty(folder: Path) -> None:
+    for path in folder.iterdir():
+        shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
+
+
 def seal(plan: Plan, stats: Stats, *, seconds: float, resumed: bool) -> None:
     """Write the manifest: from here on the folder is done, and says what it was made from."""
-    outputs = {}
-    for file in sorted(path for path in plan.folder.rglob("*") if path.is_file()):
-        name = file.relative_to(plan.folder).as_posix()
-        if name != MANIFEST and not any(part.endswith(files.PARTIAL) for part in name.split("/")):
-            outputs[name] = {"bytes": file.stat().st_size, "sha256": files.sha256_file(file)}
     manifest = {
         "stage": plan.stage.name,
         "version": plan.stage.version,
         "fingerprint": plan.fingerprint,
         "inputs": {name: folder.name for name, folder in plan.inputs.items()},
+        "input_hashes": {name: content_hash(folder) for name, folder in plan.inputs.items()},
         "config": plain(plan.config),
         "stats": stats,
-        "outputs": outputs,
+        "hands_on": plan.stage.hands_on,
+        "outputs": files.listing(plan.folder),
         "seconds": round(seconds, 3),
         "resumed": resumed,
         "finished": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
@@ -180,29 +211,38 @@ def read_manifest(folder: Path) -> dict[str, Any]:
 
 
 def content_hash(folder: Path) -> str:
-    """sha256 over the names and hashes of all that a finished stage left: equal for equal content, at any time."""
-    outputs = read_manifest(folder)["outputs"]
-    return files.sha256_bytes(files.canonical({name: facts["sha256"] for name, facts in outputs.items()}))
+    """sha256 over the names and hashes of what a finished stage hands on: equal for equal content, at any time."""
+    manifest = read_manifest(folder)
+    outputs, handed_on = manifest["outputs"], manifest.get("hands_on", "")
+    hashes = {name: facts["sha256"] for name, facts in outputs.items() if name.startswith(handed_on)}
+    return files.sha256_bytes(files.canonical(hashes))
 
 
 def damage(folder: Path, *, thorough: bool = False) -> str:
-    """Why a stage folder is not whole, or "". `thorough` also compares every file's sha256."""
+    """
+    Why a stage folder is not whole, or not made from what its inputs hold, or "". `thorough` compares sha256 too.
+
+    An input that is not there, or not done, tells nothing.
+    """
     if not (folder / MANIFEST).is_file():
         return "not done"
-    for name, facts in read_manifest(folder)["outputs"].items():
-        file = folder / name
-        if not file.is_file():
-            return f"{name} is gone"
-        if file.stat().st_size != facts["bytes"]:
-            return f"{name} has {file.stat().st_size} bytes instead of {facts['bytes']}"
-        if thorough and files.sha256_file(file) != facts["sha256"]:
-            return f"{name} has another sha256"
+    manifest = read_manifest(folder)
+    if broken := files.damage(folder, manifest["outputs"], thorough=thorough):
+        return broken
+    for name, made_from in manifest.get("input_hashes", {}).items():
+        given = folder.parent / manifest["inputs"][name]
+        if (given / MANIFEST).is_file() and content_hash(given) != made_from:
+            return f"its input {name} was made again, with other content"
     return ""
 
 
 @contextmanager
 def locked(root: Path) -> Iterator[None]:
-    """Hold a run folder for this process, so that two runs cannot write into each other. Raises RunError."""
+    """
+    Hold a run folder for this process, so that two runs cannot write into each other. Raises RunError.
+
+    On Windows nothing is held.
+    """
     with files.disk_errors(root):
         root.mkdir(parents=True, exist_ok=True)
         (root / ".lock").touch()

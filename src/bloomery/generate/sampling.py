@@ -24,7 +24,7 @@ def choose(
     """
     if temperature == 0.0:
         return int(logits.argmax())
-    scores = logits.double().cpu() / temperature
+    scores = logits.cpu().double() / temperature  # in this order: Apple's GPUs have no float64
     ordered, ids = torch.sort(scores, descending=True, stable=True)
     if top_k:
         ordered, ids = ordered[:top_k], ids[:top_k]

@@ -128,10 +128,6 @@ def threads() -> int:
     return torch.get_num_threads()
 
 
-def set_threads(count: int) -> None:
-    torch.set_num_threads(count)
-
-
 def return_freed_memory() -> None:
     """Give back to the system what `keep_freed_memory` kept, for once: blocks of many sizes leave gaps that add up."""
     if sys.platform == "linux" and hasattr(library := ctypes.CDLL(None), "malloc_trim"):

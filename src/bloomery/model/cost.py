@@ -1,5 +1,5 @@
 """
-What a model costs, from its shape alone: parameters, floating-point operations, bytes. Needs no torch.
+What a model costs, from its shape alone: parameters and floating-point operations. Needs no torch.
 
     parameters  V·D (+ V·D untied) + L·(D·(H+2K)·E + H·E·D + 3·D·M + 2·D) + D
     FLOPs       6·(parameters − embedding lookup) + 6·L·H·E·T a token of training, attention counted causal
@@ -19,8 +19,6 @@ class Cost:
     matmul_parameters: int
     """Weights that take part in a matrix product for each token: all but the embedding's look-up."""
     train_flops_per_token: float
-    kv_bytes_per_token: int
-    """Of a cache in two-byte numbers."""
 
 
 def cost(config: ModelConfig, vocab_size: int) -> Cost:
@@ -34,5 +32,4 @@ def cost(config: ModelConfig, vocab_size: int) -> Cost:
         parameters=tables + config.num_layers * block + norms,
         matmul_parameters=matmul,
         train_flops_per_token=6.0 * matmul + 6.0 * config.num_layers * config.num_heads * E * config.context,
-        kv_bytes_per_token=2 * 2 * config.num_layers * config.num_kv_heads * E,
     )

@@ -7,13 +7,14 @@ from pathlib import Path
 import bloomery.hw.needs_torch  # noqa: F401
 from bloomery.core.errors import RunError
 from bloomery.generate.engine import Engine
+from bloomery.hw import device
 from bloomery.serve.answerer import Answerer, ModelInfo, TextAnswerer
 from bloomery.weights import find, huggingface
 
 
 def answerer(name: str, folder: Path) -> TextAnswerer:
-    """Load the model in a folder, with the tokenizer and template that it was trained with."""
-    loaded = huggingface.load(folder)
+    """Load the model in a folder to this machine's device, with the tokenizer and template it was trained with."""
+    loaded = huggingface.load(folder, device.find().place)
     return TextAnswerer(name, Engine(loaded.model), loaded.renderer, loaded.tokenizer)
 
 

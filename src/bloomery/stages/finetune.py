@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from bloomery.core.stage import content_hash
+from bloomery.hw import device as devices
 from bloomery.shards.loader import Samples
 from bloomery.stages.config import Finetune
 from bloomery.train.session import Session
@@ -13,6 +14,7 @@ from bloomery.weights.huggingface import Lineage
 
 
 def run(config: Finetune, inputs: Mapping[str, Path], out: Path) -> dict[str, Any]:
+    devices.keep_freed_memory()
     base = huggingface.load(inputs["pretrain"] / "model")
     folder, length = inputs["instruct"], base.model.config.context
     return Session(
@@ -26,7 +28,7 @@ def run(config: Finetune, inputs: Mapping[str, Path], out: Path) -> dict[str, An
             tokenizer=base.tokenizer.hash,
             template=base.renderer.template.hash,
             shards=content_hash(folder),
-            base=base.lineage.shards,
+            base=content_hash(inputs["pretrain"]),
         ),
         out=out,
     ).run()

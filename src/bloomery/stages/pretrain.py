@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from bloomery.core.stage import content_hash
+from bloomery.hw import device as devices
 from bloomery.model.transformer import Transformer
 from bloomery.shards.loader import Samples
 from bloomery.stages.config import Pretrain
@@ -15,6 +16,7 @@ from bloomery.weights.huggingface import Lineage
 
 
 def run(config: Pretrain, inputs: Mapping[str, Path], out: Path) -> dict[str, Any]:
+    devices.keep_freed_memory()
     tokenizer = Tokenizer.load(inputs["tokenizer"])
     model = Transformer(config.model, tokenizer.vocab_size)
     model.initialize(config.seed)

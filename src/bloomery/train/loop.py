@@ -8,6 +8,7 @@ What differs between the two (data, loss mask, which weights train) is decided b
 Hooks run in the order given, after a step, and at no other time.
 """
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
@@ -67,7 +68,7 @@ def train(
         lr = optimizers.set_share(learning_rate_share(state.step + 1))
         loss, tokens = accumulate_gradients(model, batch, micro_batch, device)
         norm = float(nn.utils.clip_grad_norm_(model.parameters(), max_norm))
-        if not (torch.isfinite(torch.tensor(norm)) and torch.isfinite(torch.tensor(loss))):
+        if not (math.isfinite(norm) and math.isfinite(loss)):
             raise BloomeryError(
                 f"the loss is {loss} and the gradient norm {norm}; no weight was changed",
                 where=f"step {state.step + 1}, samples {', '.join(map(str, batch.samples[:8].tolist()))} …",

@@ -28,7 +28,7 @@ class Optimizers:
     def __init__(self, model: nn.Module, config: Muon | AdamW) -> None:
         self._names = {weight: name for name, weight in model.named_parameters() if weight.requires_grad}
         matrices = [weight for weight, name in self._names.items() if weight.dim() == 2 and name.startswith("blocks.")]
-        tables = [w for w in self._names if w.dim() == 2 and not any(w is m for m in matrices)]
+        tables = [w for w, name in self._names.items() if w.dim() == 2 and not name.startswith("blocks.")]
         vectors = [weight for weight in self._names if weight.dim() != 2]
         betas = (config.beta1, config.beta2)
         self.parts: list[torch.optim.Optimizer] = []

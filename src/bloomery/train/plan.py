@@ -31,20 +31,33 @@ class TrainingPlan:
         return self.weights_bytes + self.gradient_bytes + self.optimizer_bytes + self.activation_bytes
 
 
+def rows_per_step(config: Training, context: int) -> int:
+    """Rows of `context` tokens in a step of the whole global batch; at least one."""
+    return max(1, config.tokens_per_step // context)
+
+
+def rows_at_once(config: Training, context: int) -> int:
+    """Rows of `context` tokens that go through the model together; at least one."""
+    return max(1, config.micro_batch_tokens // context)
+
+
 def plan(config: Training, model: ModelConfig, vocab_size: int) -> TrainingPlan:
     """An estimate, not yet checked against a dry run: allocator and libraries come on top."""
     facts = cost(model, vocab_size)
     matrices = facts.matmul_parameters - vocab_size * model.width
     under_muon = matrices if isinstance(config.optimizer, Muon) else 0
-    micro = min(config.micro_batch_tokens, config.tokens_per_step)
+    rows = rows_per_step(config, model.context)
+    tokens = config.steps * rows * model.context
     return TrainingPlan(
         parameters=facts.parameters,
         weights_bytes=BYTES * facts.parameters,
         gradient_bytes=BYTES * facts.parameters,
         optimizer_bytes=2 * BYTES * facts.parameters - BYTES * under_muon,
-        activation_bytes=micro * activation_bytes_per_token(model),
-        tokens=config.steps * config.tokens_per_step,
-        flops=facts.train_flops_per_token * config.steps * config.tokens_per_step,
+        activation_bytes=min(rows, rows_at_once(config, model.context))
+        * model.context
+        * activation_bytes_per_token(model),
+        tokens=tokens,
+        flops=facts.train_flops_per_token * tokens,
     )
 
 

@@ -7,13 +7,13 @@ Pretraining and finetuning differ in where their weights and samples come from, 
 import time
 from collections.abc import Sequence
 from contextlib import closing
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from bloomery.core.log import Meter, Metrics, progress, read_metrics, say
+from bloomery.core.log import Meter, Metrics, progress, say
 from bloomery.hw import device as devices
 from bloomery.hw.device import Device
 from bloomery.model.cost import cost
@@ -23,6 +23,7 @@ from bloomery.tokenizer.chat import Renderer
 from bloomery.train.config import Training
 from bloomery.train.loop import Hook, State, micro_batch_loss, train
 from bloomery.train.optim import Optimizers, share
+from bloomery.train.plan import rows_at_once, rows_per_step
 from bloomery.weights import checkpoint, huggingface
 from bloomery.weights.huggingface import Lineage
 
@@ -45,13 +46,15 @@ class Session:
     validation: Samples
     lineage: Lineage
     out: Path
+    measured: dict[int, float] = field(default_factory=dict)
+    """Step -> validation loss, so far."""
 
     def run(self) -> dict[str, Any]:
         """Train to the end from the newest whole checkpoint, and leave the model in `out/model`."""
         device = find_device(self.config)
         self.model.to(device.place)
         optimizers = Optimizers(self.model, self.config.optimizer)
-        state = self._resume(optimizers, device)
+        state = self._resume(optimizers)
         began, first_step = time.monotonic(), state.step
         source = batches(self.samples, first=state.samples, size=self.rows, seed=self.config.seed)
         with (
@@ -66,7 +69,7 @@ class Session:
                 source,
                 state=state,
                 steps=self.config.steps,
-                micro_batch=max(1, self.config.micro_batch_tokens // self.samples.length),
+                micro_batch=rows_at_once(self.config, self.samples.length),
                 learning_rate_share=lambda step: share(self.config.schedule, step, self.config.steps),
                 max_norm=self.config.max_norm,
                 device=device,
@@ -82,7 +85,7 @@ class Session:
             "supervised_tokens": state.tokens,
             "epochs": round(state.samples / self.samples.num_samples, 3),
             "loss": round(state.metrics["loss"], 5) if state.metrics else None,
-            "validation_loss": self._validate(device),
+            "validation_loss": self._validation_loss(state, device),
             "tokens_per_second": round(steps * self.tokens_per_step / seconds) if steps else None,
             "device": device.name,
             "precision": str(device.compute_dtype).removeprefix("torch."),
@@ -93,19 +96,18 @@ class Session:
     @property
     def rows(self) -> int:
         """Samples of a step."""
-        return max(1, self.config.tokens_per_step // self.samples.length)
+        return rows_per_step(self.config, self.samples.length)
 
     @property
     def tokens_per_step(self) -> int:
         """Positions that go through the model in a step, padding included."""
         return self.rows * self.samples.length
 
-    def _resume(self, optimizers: Optimizers, device: Device) -> State:
+    def _resume(self, optimizers: Optimizers) -> State:
         found = checkpoint.newest(self.out / "checkpoints")
         if found is None:
             return State()
-        saved = huggingface.load(found.folder, device.place)
-        self.model.load_state_dict(saved.model.state_dict())
+        huggingface.fill(self.model, found.folder, self.lineage)
         optimizers.restore(found.training)
         say(f"  {self.name} goes on from step {found.state['step']} ({found.folder.name})")
         return State(**found.state)
@@ -145,10 +147,11 @@ class Session:
             return time.monotonic() - last_save >= self.config.save_every_seconds or state.step == steps
 
         def evaluate(state: State) -> None:
-            metrics.write(step=state.step, validation_loss=self._validate(device))
+            metrics.write(step=state.step, validation_loss=self._validation_loss(state, device))
 
-        evaluated = {line["step"] for line in read_metrics(self.out / METRICS) if "validation_loss" in line}
-        if start.step and start.step % every == 0 and start.step not in evaluated:
+        known = {line["step"]: line["validation_loss"] for line in metrics.kept if "validation_loss" in line}
+        self.measured.update(known)
+        if start.step and start.step % every == 0 and start.step not in known:
             evaluate(start)  # the process died between saving and evaluating
         return [
             Hook(lambda s: s.step % self.config.log_every == 0 or s.step == steps, log),
@@ -157,9 +160,15 @@ class Session:
             Hook(lambda s: s.step % STEPS_BETWEEN_TRIMS == 0, lambda s: devices.return_freed_memory()),
         ]
 
+    def _validation_loss(self, state: State, device: Device) -> float:
+        """What `_validate` gives, measured once for a step."""
+        if state.step not in self.measured:
+            self.measured[state.step] = self._validate(device)
+        return self.measured[state.step]
+
     def _validate(self, device: Device) -> float:
         """Mean loss, in nats a token, over samples at even distances in the validation split: the same every time."""
-        size = max(1, self.config.micro_batch_tokens // self.validation.length)
+        size = rows_at_once(self.config, self.validation.length)
         count = min(self.validation.num_samples, VALIDATION_SAMPLES)
         chosen = np.arange(count) * self.validation.num_samples // count
         total, tokens = 0.0, 0
@@ -175,7 +184,6 @@ class Session:
 
 def find_device(config: Training) -> Device:
     """The device that a recipe asks for, with the number format that it asks for."""
-    devices.keep_freed_memory()
     devices.return_freed_memory()  # what earlier stages of this process left
     found = devices.find(config.device)
     if config.precision == "auto":

@@ -3,8 +3,8 @@ Checkpoints of a training run: whole or absent, and checked before they are beli
 
     checkpoints/000001000/    a model as `huggingface.py` writes it, and beside it
         training.safetensors  what the optimizers remember
-        state.json            step, samples, tokens
-        manifest.json         sha256 of every other file; written last
+        state.json            step, samples, tokens, and the metrics of the last step
+        manifest.json         size and sha256 of every other file; written last
 
 All files go to 000001000.partial, are flushed, and the folder takes its name by one rename. The newest checkpoint that
 is as its manifest says is used; one that is not is passed over, and said.
@@ -18,13 +18,11 @@ from typing import Any
 
 import bloomery.hw.needs_torch  # noqa: F401
 from bloomery.core import files
+from bloomery.core.files import MANIFEST
 from bloomery.core.log import say
 
 import safetensors.torch
-import torch
 from torch import Tensor
-
-MANIFEST = "manifest.json"
 
 
 @dataclass(frozen=True)
@@ -58,8 +56,7 @@ def save(
         write_model(partial)
         save_tensors(partial / "training.safetensors", training)
         files.write_json(partial / "state.json", dict(state))
-        hashes = {file.name: files.sha256_file(file) for file in sorted(partial.iterdir())}
-        files.write_json(partial / MANIFEST, {"step": step, "sha256": hashes})
+        files.write_json(partial / MANIFEST, {"step": step, "outputs": files.listing(partial)})
         files.sync_folder(partial)
         partial.rename(folder)
         files.sync_folder(root)
@@ -91,21 +88,11 @@ def damage(folder: Path) -> str:
     if not (folder / MANIFEST).is_file():
         return "it has no manifest"
     try:
-        expected: dict[str, str] = dict(files.read_json(folder / MANIFEST)["sha256"])
-    except (ValueError, KeyError, TypeError):
+        return files.damage(folder, files.read_json(folder / MANIFEST)["outputs"], thorough=True)
+    except (ValueError, KeyError, TypeError, AttributeError):
         return "its manifest cannot be read"
-    for name, digest in expected.items():
-        if not (folder / name).is_file():
-            return f"{name} is gone"
-        if files.sha256_file(folder / name) != digest:
-            return f"{name} has another sha256"
-    return ""
 
 
 def _folders(root: Path) -> list[Path]:
     """Finished checkpoint folders by step; their names have nine digits, so that they sort as numbers do."""
     return sorted(folder for folder in root.glob("[0-9]" * 9) if folder.is_dir())
-
-
-def load_tensors(path: Path, device: torch.device) -> dict[str, Tensor]:
-    return safetensors.torch.load_file(path, device=str(device))

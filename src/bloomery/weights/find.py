@@ -6,8 +6,8 @@ from pathlib import Path
 
 from bloomery.core import run as runs
 from bloomery.core.errors import CheckpointError, RunError
+from bloomery.core.files import MANIFEST
 from bloomery.core.log import say
-from bloomery.core.stage import MANIFEST
 from bloomery.weights.huggingface import CONFIG, WEIGHTS
 
 TRAINED = ("finetune", "pretrain")
@@ -54,11 +54,6 @@ def models(root: Path) -> Iterator[Found]:
                 yield Found(folder.name if stage == "finetune" else f"{folder.name}/{stage}", finished[stage] / "model")
             elif older := _older(folder, stage):
                 yield Found(f"{folder.name}/{older.name}", older / "model")
-
-
-def run_of(folder: Path) -> Path | None:
-    """The run folder that a model folder lies in, if it lies in one."""
-    return next((parent for parent in folder.parents if (parent / runs.CURRENT).is_file()), None)
 
 
 def _of_run(run: Path) -> Path:

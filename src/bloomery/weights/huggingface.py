@@ -9,7 +9,7 @@ A model as a folder that `transformers` loads as it is, and that says what it wa
 
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -20,7 +20,7 @@ from bloomery.core.files import read_json, write_json
 from bloomery.model.config import ModelConfig
 from bloomery.model.transformer import Transformer
 from bloomery.tokenizer.chat import Renderer, Template
-from bloomery.tokenizer.tokenizer import Tokenizer
+from bloomery.tokenizer.tokenizer import PAD, Tokenizer
 from bloomery.weights.checkpoint import save_tensors
 
 import safetensors.torch
@@ -53,7 +53,7 @@ class Lineage:
     shards: str
     """The content hash of the shards that it was trained on."""
     base: str | None = None
-    """The shards of the model it started from."""
+    """The content hash of the stage whose model it started from."""
     step: int = 0
 
 
@@ -75,19 +75,24 @@ def theirs(name: str) -> str:
 
 
 def save(folder: Path, model: Transformer, renderer: Renderer, lineage: Lineage) -> None:
-    """Write a model folder. The tied head is not written twice."""
+    """
+    Write a model folder. The tied head is not written twice. A model that never saw a conversation ends with the token
+    that opens the next document, as it has learned, and has no chat template.
+    """
     folder.mkdir(parents=True, exist_ok=True)
-    tied = model.config.tie_embeddings
-    weights = {theirs(n): w for n, w in model.state_dict().items() if not (tied and n == "head.weight")}
-    save_tensors(folder / WEIGHTS, weights)
-    tokenizer = renderer.tokenizer
-    write_json(folder / CONFIG, _config(model.config, model.vocab_size, tokenizer))
-    end = tokenizer.end_id if lineage.template else tokenizer.document_id
-    write_json(
-        folder / "generation_config.json", {"do_sample": False, "eos_token_id": end, "pad_token_id": tokenizer.pad_id}
-    )
+    tokenizer, template = renderer.tokenizer, renderer.template
+    end = template.opening if lineage.template is None else template.end
+    ids = {
+        "bos_token_id": tokenizer.special[template.opening],
+        "eos_token_id": tokenizer.special[end],
+        "pad_token_id": tokenizer.pad_id,
+    }
+    save_tensors(folder / WEIGHTS, {theirs(name): weight for name, weight in _own(model).items()})
+    write_json(folder / CONFIG, _config(model.config, model.vocab_size) | ids)
+    write_json(folder / "generation_config.json", {"do_sample": False} | ids)
     tokenizer.save(folder)
-    write_json(folder / "tokenizer_config.json", _tokenizer_config(renderer, model.config.context))
+    chat = {} if lineage.template is None else {"chat_template": template.jinja()}
+    write_json(folder / "tokenizer_config.json", _tokenizer_config(template, end, model.config.context) | chat)
     write_json(folder / LINEAGE, asdict(lineage))
 
 
@@ -101,18 +106,29 @@ def load(folder: Path, device: torch.device | str = "cpu") -> Loaded:
             cure = "Name a run folder, a stage folder, or a checkpoint folder."
             raise CheckpointError(f"there is no {name}", where=str(folder), cure=cure)
     config, vocab_size = _read(folder / CONFIG, lambda facts: (_model_config(facts), int(facts["vocab_size"])))
-    lineage = _read(folder / LINEAGE, lambda facts: Lineage(**facts))
+    lineage = _lineage(folder)
     tokenizer = Tokenizer.load(folder)
     renderer = Renderer(tokenizer)
     _same("tokenizer", lineage.tokenizer, tokenizer.hash, folder)
     if lineage.template is not None:
         _same("chat template", lineage.template, renderer.template.hash, folder)
     model = Transformer(config, vocab_size)
-    try:
-        _fill(model, safetensors.torch.load_file(folder / WEIGHTS), folder)
-    except SafetensorError as error:
-        raise CheckpointError(f"is torn: {error}", where=str(folder / WEIGHTS), cure=_AGAIN) from None
+    _fill(model, folder)
     return Loaded(model.to(device).eval(), tokenizer, renderer, lineage, folder)
+
+
+def fill(model: Transformer, folder: Path, lineage: Lineage) -> None:
+    """
+    Read the weights of a model folder into a model, where it is. Raises CheckpointError where they were not made from
+    what `lineage` says (at whatever step), have another shape, or are torn.
+    """
+    made, wanted = (asdict(replace(one, step=0)) for one in (_lineage(folder), lineage))
+    for name in made:
+        if made[name] != wanted[name]:
+            was, is_now = (one[name][:8] if one[name] else "none" for one in (made, wanted))
+            cure = f"To train from the start, remove {folder.parent}."
+            raise CheckpointError(f"was made with {name} {was}, and this one is {is_now}", where=str(folder), cure=cure)
+    _fill(model, folder)
 
 
 _AGAIN = "The file is damaged. Remove its stage's manifest.json and run the recipe again."
@@ -135,19 +151,31 @@ def _same(what: str, trained: str, given: str, folder: Path) -> None:
         )
 
 
-def _fill(model: Transformer, weights: Mapping[str, Tensor], folder: Path) -> None:
-    wanted = {n: w for n, w in model.state_dict().items() if not (model.config.tie_embeddings and n == "head.weight")}
-    for name, weight in wanted.items():
+def _lineage(folder: Path) -> Lineage:
+    return _read(folder / LINEAGE, lambda facts: Lineage(**facts))
+
+
+def _own(model: Transformer) -> dict[str, Tensor]:
+    """The weights of a model by name, without a tied head, which is the embedding."""
+    weights: dict[str, Tensor] = model.state_dict()
+    return {name: weights[name] for name in weights if not (model.config.tie_embeddings and name == "head.weight")}
+
+
+def _fill(model: Transformer, folder: Path) -> None:
+    file = folder / WEIGHTS
+    try:
+        weights = safetensors.torch.load_file(file)
+    except SafetensorError as error:
+        raise CheckpointError(f"is torn: {error}", where=str(file), cure=_AGAIN) from None
+    for name, weight in _own(model).items():
         given = weights.get(theirs(name))
         if given is None or given.shape != weight.shape:
             shown = "is missing" if given is None else f"has shape {tuple(given.shape)}, not {tuple(weight.shape)}"
-            raise CheckpointError(
-                f"{theirs(name)} {shown}", where=str(folder / WEIGHTS), cure="It belongs to another model."
-            )
+            raise CheckpointError(f"{theirs(name)} {shown}", where=str(file), cure="It belongs to another model.")
         weight.copy_(given)
 
 
-def _config(config: ModelConfig, vocab_size: int, tokenizer: Tokenizer) -> dict[str, Any]:
+def _config(config: ModelConfig, vocab_size: int) -> dict[str, Any]:
     return {
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",
@@ -165,9 +193,6 @@ def _config(config: ModelConfig, vocab_size: int, tokenizer: Tokenizer) -> dict[
         "hidden_act": "silu",
         "attention_bias": False,
         "mlp_bias": False,
-        "bos_token_id": tokenizer.document_id,
-        "eos_token_id": tokenizer.end_id,
-        "pad_token_id": tokenizer.pad_id,
         "torch_dtype": "float32",
     }
 
@@ -186,14 +211,12 @@ def _model_config(facts: Mapping[str, Any]) -> ModelConfig:
     )
 
 
-def _tokenizer_config(renderer: Renderer, context: int) -> dict[str, Any]:
-    template: Template = renderer.template
+def _tokenizer_config(template: Template, end: str, context: int) -> dict[str, Any]:
     return {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "model_max_length": context,
         "bos_token": template.opening,
-        "eos_token": template.end,
-        "pad_token": "<|pad|>",
+        "eos_token": end,
+        "pad_token": PAD,
         "clean_up_tokenization_spaces": False,
-        "chat_template": template.jinja(),
     }
