@@ -15,6 +15,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+from tree import between
+
 from bloomery.core.run import current
 
 ROOT = Path(__file__).parents[1]
@@ -35,15 +37,6 @@ def main() -> None:
         first = next(number for number, line in enumerate(lines) if line.startswith("▸ fetch"))
         last = max(number for number, line in enumerate(lines) if "browser:" in line)
         (ROOT / "docs" / "transcript.txt").write_text("\n".join(lines[first : last + 1]) + "\n", encoding="utf-8")
-
-
-def between(text: str, name: str, content: str) -> str:
-    """The text with what stands between <!-- name --> and <!-- /name --> replaced."""
-    marked = rf"(<!-- {name} -->\n).*?(<!-- /{name} -->)"
-    found = re.subn(marked, lambda match: match[1] + content + match[2], text, flags=re.DOTALL)
-    if found[1] != 1:
-        raise SystemExit(f"README.md has no block {name}")
-    return found[0]
 
 
 def conversation(run: Path) -> str:

@@ -5,6 +5,7 @@ The tree of the package for the README, made from the first sentence of each mod
 """
 
 import ast
+import re
 import sys
 from pathlib import Path
 
@@ -58,15 +59,19 @@ def block(readme: str) -> str:
     return readme.partition(START)[2].partition(END)[0].strip("\n")
 
 
+def between(text: str, name: str, content: str) -> str:
+    """The text with what stands between <!-- name --> and <!-- /name --> replaced."""
+    marked = rf"(<!-- {name} -->\n).*?(<!-- /{name} -->)"
+    found = re.subn(marked, lambda match: match[1] + content + match[2], text, flags=re.DOTALL)
+    if found[1] != 1:
+        raise SystemExit(f"README.md has no block {name}")
+    return found[0]
+
+
 def main() -> None:
     if sys.argv[1:] == ["--write"]:
         readme = ROOT / "README.md"
-        text = readme.read_text(encoding="utf-8")
-        before, _, rest = text.partition(START)
-        _, mark, after = rest.partition(END)
-        if not mark:
-            sys.exit(f"README.md needs the lines {START} and {END}, in that order.")
-        readme.write_text(f"{before}{START}\n{tree()}\n{END}{after}", encoding="utf-8")
+        readme.write_text(between(readme.read_text(encoding="utf-8"), "tree", f"{tree()}\n"), encoding="utf-8")
     else:
         print(tree())
 

@@ -19,6 +19,7 @@ import zstandard
 
 from bloomery import cli
 from bloomery.core.config import to_toml
+from bloomery.core.stage import content_hash
 from bloomery.recipe import STAGES
 from bloomery.weights import huggingface
 
@@ -182,7 +183,9 @@ def test_the_report_says_how_well_the_model_answers_and_predicts(place: Place) -
 def test_weights_know_what_they_were_made_from(place: Place) -> None:
     base, tuned = (huggingface.load(place.stage(name) / "model") for name in ("pretrain", "finetune"))
     assert base.lineage.template is None
-    assert tuned.lineage.base == base.lineage.shards != tuned.lineage.shards
+    assert base.lineage.shards == content_hash(place.stage("shard"))
+    assert tuned.lineage.shards == content_hash(place.stage("instruct"))
+    assert tuned.lineage.base == content_hash(place.stage("pretrain"))
     assert base.lineage.tokenizer == tuned.lineage.tokenizer == base.tokenizer.hash
     assert (base.lineage.step, tuned.lineage.step) == (8, 6)
 

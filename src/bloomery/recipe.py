@@ -86,6 +86,7 @@ STAGES = (
     Stage(
         name="evaluate",
         run="bloomery.stages.evaluate:run",
+        version=2,
         after=(
             *("fetch", "classify", "filter", "dedup", "tokenizer", "shard"),
             *("pretrain", "instruct", "finetune"),

@@ -1,6 +1,7 @@
 import os
 import shutil
 import threading
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,10 @@ from bloomery.serve.models import Shelf
 from bloomery.tokenizer.chat import Message, Renderer
 from bloomery.weights import huggingface
 from tests.tokenizer.made import small
+from tests.train.made import processor
 from tests.weights.made import FOLDERS, model, run
+
+import torch
 
 ASK: list[Message] = [{"role": "user", "content": "Hi"}]
 
@@ -47,6 +51,15 @@ def test_what_a_model_says_is_what_its_engine_and_its_renderer_say(shelf: Shelf)
     )
     assert answer.prompt_tokens == len(prompt)
     assert "".join(piece.text for piece in answer.pieces) == small().decode(ids)
+
+
+def test_a_model_is_loaded_to_the_device_of_this_machine(shelf: Shelf, monkeypatch: pytest.MonkeyPatch) -> None:
+    other = replace(processor(), place=torch.device("meta"))
+    monkeypatch.setattr("bloomery.hw.device.find", lambda: other)
+    engines: list[Engine] = []
+    monkeypatch.setattr(shelves, "TextAnswerer", lambda name, engine, *_: engines.append(engine))
+    shelf.get("b")
+    assert engines[0].model.embed.weight.device.type == "meta"
 
 
 def test_a_model_is_loaded_once_also_when_two_ask_for_it_at_once(shelf: Shelf, monkeypatch: pytest.MonkeyPatch) -> None:

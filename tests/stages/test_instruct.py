@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from bloomery.core import files
 from bloomery.core.config import build
 from bloomery.core.errors import DataError
 from bloomery.core.stage import Plan, Stage, content_hash, seal
@@ -18,7 +19,7 @@ from bloomery.shards import format
 from bloomery.shards.loader import IGNORE, Samples
 from bloomery.stages import instruct
 from bloomery.stages.config import Instruct
-from bloomery.tokenizer.chat import Message, Renderer
+from bloomery.tokenizer.chat import Message, Renderer, as_message
 from tests.tokenizer.made import small
 
 ROW = 81
@@ -61,11 +62,15 @@ BAD: list[tuple[str, str, str]] = [
     ('{"messages": ["a"]}', "not_a_conversation", "message 1 has no role and content"),
     ('{"messages": [{"role": "bot", "content": ""}]}', "not_a_conversation", "message 1 has the role 'bot'"),
     ('{"messages": [{"role": ["user"], "content": ""}]}', "not_a_conversation", "message 1 has the role ['user']"),
-    ('{"messages": [{"role": "user", "content": null}]}', "not_a_conversation", "the content of message 1 is no text"),
+    (
+        '{"messages": [{"role": "user", "content": null}]}',
+        "not_a_conversation",
+        "message 1 has NoneType as its content",
+    ),
     (
         '{"messages": [{"role": "user", "content": "a\\ud83d"}]}',
         "not_a_conversation",
-        "character 1 of message 1 is half",
+        "message 1 holds half a surrogate pair at character 1",
     ),
     ('{"messages": [{"role": "user", "content": "a"}]}', "nothing_to_learn", "no message is the assistant's"),
     (json.dumps({"messages": talk(LONG, "Yes.")}), "too_long", f"its first answer does not end within {ROW} tokens"),
@@ -121,19 +126,22 @@ def rendered(messages: list[Message]) -> Rendered:
     return tuple(found.ids), tuple(found.mask)
 
 
-def accepted() -> Counter[Rendered]:
+def kept() -> list[list[Message]]:
     """What shall be learned, every conversation as often as it comes."""
-    some = [*FIT, *(messages[:kept] for messages, kept in CUT)]
-    wanted = Counter(map(rendered, [*some * COPIES, *BOUGHT]))
+    wanted = [*[*FIT, *(messages[:left] for messages, left in CUT)] * COPIES, *BOUGHT]
     for messages in world_talks():
         fitting = [n for n in range(2, len(messages) + 1, 2) if len(rendered(messages[:n])[0]) <= ROW]
-        wanted.update([rendered(messages[: max(fitting)])] if fitting else [])
+        wanted += [messages[: max(fitting)]] if fitting else []
     return wanted
+
+
+def accepted() -> Counter[Rendered]:
+    return Counter(map(rendered, kept()))
 
 
 def world_talks() -> list[list[Message]]:
     made = [found.messages() for found in worlds.conversations(3, WORLD_TALKS)]
-    return [[Message(role=m["role"], content=m["content"]) for m in messages] for messages in made]  # type: ignore[typeddict-item]
+    return [[as_message(message) for message in messages] for messages in made]
 
 
 def packed(out: Path, split: str) -> Counter[Rendered]:
@@ -247,7 +255,7 @@ def test_nothing_to_learn_or_to_validate_with_is_an_error(done: Done, tmp_path: 
     none = {"sources": [{"kind": "jsonl", "name": "a", "path": str(tmp_path / "none.jsonl")}]}
     with pytest.raises(DataError, match=r"none\.jsonl: cannot be read"):
         instruct.run(build(Instruct, none), inputs, tmp_path / "out")
-    with pytest.raises(DataError, match=r"(?s)none\.jsonl: there is no such file.*instruct\.sources"):
+    with pytest.raises(DataError, match=r"(?s)none\.jsonl: cannot be read.*Check that the file is there"):
         instruct.digest(build(Instruct, none))
 
 
@@ -259,3 +267,25 @@ def test_the_digest_changes_with_the_content_of_a_file_and_not_with_its_place(do
 
     assert digest("a\n", "a.jsonl") == digest("a\n", "b.jsonl") != digest("b\n", "a.jsonl")
     assert instruct.digest(Instruct()) == ""
+
+
+def test_a_file_may_lie_in_the_home_folder(done: Done, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / "a.jsonl").write_text((json.dumps({"messages": talk("A", "B")}) + "\n") * 2)
+    sources = [{"kind": "jsonl", "name": "a", "path": "~/a.jsonl"}, {"kind": "worlds", "count": 50}]
+    config = build(Instruct, {"sources": sources, "hold_out": 0.2})
+    assert instruct.digest(config) == files.sha256_file(tmp_path / "a.jsonl")
+    assert instruct.run(config, done.inputs, tmp_path / "out")["by_source"]["a"] == 2
+
+
+def test_every_message_that_is_trained_on_can_be_read_again_and_no_other(done: Done) -> None:
+    """Those of a file, of the generator, and those bought from another model."""
+    train = packed(done.out, "train")
+    talks = {rendered(messages): messages for messages in kept()}
+    expected = Counter[str]()
+    for found, count in train.items():
+        for message in talks[found]:
+            expected[message["content"]] += count
+    del expected[""]
+    assert Counter(instruct.trained_on(done.out, small())) == expected
+    assert {"The Rhine.", "I see <|end|>."} & expected.keys()

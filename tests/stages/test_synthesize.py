@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from bloomery.core.config import build
+from bloomery.core.config import build, plain
 from bloomery.core.errors import ConfigError, DataError, RunError
 from bloomery.stages import synthesize
 from bloomery.stages.config import Synthesize
@@ -202,16 +202,22 @@ def test_an_endpoint_that_nobody_listens_at_is_named(endpoint: Endpoint, tmp_pat
 @pytest.mark.parametrize(
     ("settings", "told"),
     [
-        ({"topics": []}, r"synthesize\.topics: is empty"),
-        ({"endpoint": "127.0.0.1/v1"}, r"synthesize\.endpoint: is no http address"),
-        ({"endpoint": "file:///etc/passwd"}, r"synthesize\.endpoint: is no http address"),
+        ({"topics": []}, "topics is empty"),
+        ({"endpoint": "127.0.0.1/v1"}, "endpoint '127.0.0.1/v1' is no address"),
+        ({"endpoint": "file:///etc/passwd"}, "endpoint 'file:///etc/passwd' is no address"),
     ],
 )
-def test_settings_with_which_nobody_can_be_asked_are_refused(
-    endpoint: Endpoint, tmp_path: Path, settings: dict[str, Any], told: str
+def test_settings_with_which_nobody_can_be_asked_are_refused_before_anything_runs(
+    settings: dict[str, Any], told: str
 ) -> None:
+    build(Synthesize, settings)
     with pytest.raises(ConfigError, match=told):
-        run(config(endpoint, **settings), tmp_path)
+        build(Synthesize, {"enabled": True, "topics": TOPICS, **settings})
+
+
+def test_the_name_of_the_key_makes_no_other_conversations() -> None:
+    one, two = (plain(Synthesize(key_variable=name), stable_only=True) for name in ("A", "B"))
+    assert one == two
 
 
 def test_a_full_disk_is_told_with_its_cure(endpoint: Endpoint, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

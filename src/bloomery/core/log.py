@@ -20,6 +20,7 @@ from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeEl
 from bloomery.core.errors import DataError
 from bloomery.core.files import disk_errors, whole_file
 
+METRICS = "metrics.jsonl"
 SECONDS_BETWEEN_PLAIN_LINES = 10.0
 
 Number = float | int

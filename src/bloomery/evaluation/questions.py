@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import bloomery.hw.needs_torch  # noqa: F401
 from bloomery.data import worlds
 from bloomery.generate.engine import Engine
-from bloomery.tokenizer.chat import Message, Renderer
+from bloomery.tokenizer.chat import Message, Renderer, as_message
 
 DRAWS_TO_FIND_KINDS = 1000
 """The rarest kind is one in a hundred: none is missed."""
@@ -60,7 +60,7 @@ def held_out(seed: int, count: int) -> list[Question]:
 
 def _stream(seed: int) -> Iterator[Question]:
     for talk in worlds.conversations(seed, 10**9, "held out"):
-        messages = [Message(role=m["role"], content=m["content"]) for m in talk.messages()]  # type: ignore[typeddict-item]
+        messages = [as_message(message) for message in talk.messages()]
         yield Question(talk.kind, messages[:-1], messages[-1]["content"])
 
 

@@ -140,7 +140,7 @@ class Synthesize(Config):
     endpoint: str = "http://127.0.0.1:11434/v1"
     """Base address of an OpenAI-compatible server."""
     model: str = ""
-    key_variable: str = "OPENAI_API_KEY"
+    key_variable: str = Field("OPENAI_API_KEY", json_schema_extra=VOLATILE)
     """The environment variable that holds the key; empty for a server that needs none."""
     topics: tuple[str, ...] = ()
     """Questions to ask, in turn."""
@@ -148,6 +148,14 @@ class Synthesize(Config):
     max_answer_tokens: Positive = 512
     max_tokens: Positive = 100_000
     """Budget for all questions and answers; no further request is made once it is reached."""
+
+    @model_validator(mode="after")
+    def _somebody_can_be_asked(self) -> "Synthesize":
+        if self.enabled and not self.topics:
+            raise ValueError("topics is empty, so there is nothing to ask for")
+        if self.enabled and not self.endpoint.startswith(("http://", "https://")):
+            raise ValueError(f"endpoint {self.endpoint!r} is no address that begins with http:// or https://")
+        return self
 
 
 class WorldTalks(Config):
@@ -164,7 +172,7 @@ class TalkFile(Config):
 
     kind: Literal["jsonl"] = "jsonl"
     name: str
-    path: str
+    path: Path
 
 
 Talks = Annotated[WorldTalks | TalkFile, Field(discriminator="kind")]

@@ -3,13 +3,13 @@
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
-from bloomery.core.config import build
 from bloomery.core.errors import DataError
 from bloomery.core.files import whole_file, write_json
-from bloomery.core.log import progress, read_metrics
+from bloomery.core.log import METRICS, progress, read_metrics
 from bloomery.core.stage import machine, read_manifest, versions
 from bloomery.data import document
 from bloomery.data.holdout import is_held_out
@@ -21,7 +21,8 @@ from bloomery.evaluation.scoring import wilson
 from bloomery.generate.engine import Engine
 from bloomery.hw import device as devices
 from bloomery.stages import instruct
-from bloomery.stages.config import Evaluate, Instruct
+from bloomery.stages.config import Evaluate
+from bloomery.tokenizer.tokenizer import Tokenizer
 from bloomery.weights import huggingface
 from bloomery.weights.huggingface import Loaded
 
@@ -45,8 +46,8 @@ def run(config: Evaluate, inputs: Mapping[str, Path], out: Path) -> dict[str, An
         "model": describe(tuned),
         "answers": scores,
         "bits_per_byte": bits_per_byte(base, inputs["shard"], config, device),
-        "leaks": leaks(judged, inputs),
-        "curves": {name: read_metrics(inputs[name] / "metrics.jsonl") for name in ("pretrain", "finetune")},
+        "leaks": leaks(judged, inputs, tuned.tokenizer),
+        "curves": {name: read_metrics(inputs[name] / METRICS) for name in ("pretrain", "finetune")},
         "corpus": {
             name: read_manifest(inputs[name])["stats"] for name in inputs if name not in ("pretrain", "finetune")
         },
@@ -110,41 +111,36 @@ def mean(name: str, scored: Sequence[Compression], size: int) -> float | None:
 
 
 def up_to(texts: Sequence[str], limit: int) -> list[str]:
-    """Whole documents from the front until `limit` bytes are reached; at least one."""
+    """Whole documents from the front, up to the first that would exceed `limit` bytes; at least one."""
     taken: list[str] = []
     size = 0
     for text in texts:
         if taken and size + len(text.encode()) > limit:
-            continue
+            break
         taken.append(text)
         size += len(text.encode())
     return taken
 
 
-def leaks(judged: Sequence[Judged], inputs: Mapping[str, Path]) -> dict[str, int]:
+def leaks(judged: Sequence[Judged], inputs: Mapping[str, Path], tokenizer: Tokenizer) -> dict[str, int]:
     """
     How many held-out questions stand somewhere in the training text: the question with all that came before it, or,
     where facts themselves are held out, the sentence that answers it.
     """
     held_out_share = read_manifest(inputs["shard"])["config"]["hold_out"]
-    pool = [
-        row["text"]
-        for row in document.read(inputs["dedup"] / "kept", ["text"])
-        if not is_held_out(row["text"], held_out_share)
-    ]
-    config = build(Instruct, read_manifest(inputs["instruct"])["config"])
-    for talk in instruct.read(config):
-        if isinstance(talk, instruct.Talk):
-            pool += [message["content"] for message in talk.messages]
-    text = "\n".join(pool)
-    found = 0
-    for one in judged:
-        question = one.question
-        needles = [] if question.kind.startswith("library") else [question.answer]
-        if len(question.messages) == 1:
-            needles.append(question.messages[0]["content"])
-        found += any(stands_in(text, needle) for needle in needles)
-    return {"checked": len(judged), "found": found}
+    documents = (row["text"] for row in document.read(inputs["dedup"] / "kept", ["text"]))
+    trained = (text for text in documents if not is_held_out(text, held_out_share))
+    wanted = [(number, needle) for number, one in enumerate(judged) for needle in needles(one.question)]
+    found: set[int] = set()
+    for text in chain(trained, instruct.trained_on(inputs["instruct"], tokenizer)):
+        found |= {number for number, needle in wanted if needle in text and stands_in(text, needle)}
+    return {"checked": len(judged), "found": len(found)}
+
+
+def needles(question: questions.Question) -> list[str]:
+    """Text that no training text may hold, if the question is to be new."""
+    alone = [question.messages[0]["content"]] if len(question.messages) == 1 else []
+    return alone if question.kind.startswith("library") else [question.answer, *alone]
 
 
 def stands_in(text: str, needle: str) -> bool:
@@ -194,9 +190,8 @@ def continuations(base: Loaded) -> Iterator[dict[str, str]]:
 
 
 def describe(loaded: Loaded) -> dict[str, Any]:
-    weights = {id(weight): weight.numel() for weight in loaded.model.parameters()}
     return {
-        "parameters": sum(weights.values()),
+        "parameters": sum(weight.numel() for weight in loaded.model.parameters()),
         "context": loaded.model.config.context,
         "vocab_size": loaded.model.vocab_size,
         "tokenizer": loaded.tokenizer.hash,

@@ -18,7 +18,7 @@ from bloomery.data.holdout import is_held_out
 from bloomery.shards import format
 from bloomery.shards.packing import best_fit_decreasing
 from bloomery.stages.config import Instruct, TalkFile, WorldTalks
-from bloomery.tokenizer.chat import Message, Rendered, Renderer, half_pair
+from bloomery.tokenizer.chat import Message, Rendered, Renderer, as_message, trouble
 from bloomery.tokenizer.tokenizer import Tokenizer
 
 
@@ -43,9 +43,10 @@ def digest(config: Instruct) -> str:
     hashes = []
     for source in config.sources:
         if isinstance(source, TalkFile):
-            if not Path(source.path).is_file():
-                raise DataError("there is no such file", where=source.path, cure="See instruct.sources in the recipe.")
-            hashes.append(sha256_file(Path(source.path)))
+            try:
+                hashes.append(sha256_file(source.path.expanduser()))
+            except OSError as error:
+                raise rows.unreadable(source.path, error) from None
     return " ".join(hashes)
 
 
@@ -61,11 +62,12 @@ def run(config: Instruct, inputs: Mapping[str, Path], out: Path) -> dict[str, An
             meter.at(number)
             if isinstance(talk, Talk):
                 fitted = fit(renderer, talk, config.row_tokens)
-                if isinstance(fitted, Rendered):
-                    cut += len(fitted.ids) < len(renderer.render(talk.messages).ids)
+                if not isinstance(fitted, Refused):
+                    rendered, until = fitted
+                    cut += until < len(talk.messages)
                     # By what is left of it: two that were cut to the same turns must not be told apart.
-                    held = is_held_out(tokenizer.decode(fitted.ids), config.hold_out)
-                    splits["val" if held else "train"].append(fitted)
+                    left = "\n".join(message["content"] for message in talk.messages[:until])
+                    splits["val" if is_held_out(left, config.hold_out) else "train"].append(rendered)
                     counts[talk.source] += 1
                     continue
                 talk = fitted
@@ -98,25 +100,25 @@ def read(config: Instruct) -> Iterator[Talk | Refused]:
     for source in config.sources:
         if isinstance(source, WorldTalks):
             for number, made in enumerate(worlds.conversations(source.seed, source.count)):
-                yield Talk(source.name, str(number), [_message(m) for m in made.messages()])
+                yield Talk(source.name, str(number), [as_message(m) for m in made.messages()])
         else:
             yield from _read_file(source)
 
 
 def written(synthesize: Path) -> Iterator[Talk | Refused]:
     """The conversations that the stage `synthesize` left."""
-    yield from _read_file(TalkFile(name="synthesize", path=str(synthesize / "conversations.jsonl")))
+    yield from _read_file(TalkFile(name="synthesize", path=synthesize / "conversations.jsonl"))
 
 
 def _read_file(source: TalkFile) -> Iterator[Talk | Refused]:
-    for line, found in rows.jsonl(Path(source.path)):
+    for line, found in rows.jsonl(source.path.expanduser()):
         place = f"{source.path}:{line}"
         if isinstance(found, rows.Problem):
             yield Refused(source.name, place, found.reason, found.what)
         elif what := _trouble(found.get("messages")):
             yield Refused(source.name, place, "not_a_conversation", what)
         else:
-            yield Talk(source.name, place, [_message(m) for m in found["messages"]])
+            yield Talk(source.name, place, [as_message(m) for m in found["messages"]])
 
 
 def _trouble(messages: Any) -> str:
@@ -126,29 +128,19 @@ def _trouble(messages: Any) -> str:
     if not messages:
         return "the list `messages` is empty"
     for number, message in enumerate(messages, 1):
-        if not isinstance(message, dict) or not {"role", "content"} <= message.keys():
-            return f"message {number} has no role and content"
-        if message["role"] not in ("system", "user", "assistant", "tool"):
-            return f"message {number} has the role {message['role']!r}"
-        if not isinstance(message["content"], str):
-            return f"the content of message {number} is no text"
-        if (spot := half_pair(message["content"])) is not None:
-            return f"character {spot} of message {number} is half a surrogate pair, which no UTF-8 can hold"
+        if what := trouble(message):
+            return f"message {number} {what}"
     return ""
 
 
-def _message(value: Mapping[str, Any]) -> Message:
-    return Message(role=value["role"], content=value["content"])
-
-
-def fit(renderer: Renderer, talk: Talk, row_tokens: int) -> Rendered | Refused:
-    """The conversation, or as many whole turns of its beginning as fit into a row and end in an answer."""
+def fit(renderer: Renderer, talk: Talk, row_tokens: int) -> tuple[Rendered, int] | Refused:
+    """The conversation, or as many messages of its beginning as fit into a row and end in an answer, and how many."""
     for until in range(len(talk.messages), 0, -1):
         if talk.messages[until - 1]["role"] != "assistant":
             continue
         rendered = renderer.render(talk.messages[:until])
         if len(rendered.ids) <= row_tokens:
-            return rendered
+            return rendered, until
     answered = any(message["role"] == "assistant" for message in talk.messages)
     if not answered:
         return Refused(talk.source, talk.place, "nothing_to_learn", "no message is the assistant's")
@@ -193,6 +185,16 @@ def write_rows(out: Path, split: str, talks: Sequence[Rendered], renderer: Rende
         "supervised": int(mask.sum()),
         "packing": round(filled / max(tokens.size, 1), 4),
     }
+
+
+def trained_on(folder: Path, tokenizer: Tokenizer) -> Iterator[str]:
+    """Every message of the conversations that `run` left to train on, wherever they came from, as they were cut."""
+    for path in format.names(folder, "train"):
+        tokens = format.read(path, tokenizer_hash=tokenizer.hash).tokens
+        starts = np.flatnonzero(np.isin(tokens, list(tokenizer.special.values())))
+        for message in np.split(tokens, starts):
+            if len(message) > 1:
+                yield tokenizer.decode(message.tolist())
 
 
 def _why(refused: Sequence[Refused], path: Path) -> str:

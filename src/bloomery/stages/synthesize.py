@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from bloomery.core.errors import ConfigError, DataError
+from bloomery.core.errors import DataError
 from bloomery.core.files import disk_errors, whole_file
 from bloomery.core.log import progress
 from bloomery.data import rows
@@ -30,8 +30,6 @@ def run(config: Synthesize, inputs: Mapping[str, Path], out: Path) -> dict[str, 
         with whole_file(path):
             pass
         return {"enabled": False, "conversations": 0}
-    if not config.topics:
-        raise ConfigError("is empty, so there is nothing to ask for", where="synthesize.topics")
     key = os.environ.get(config.key_variable, "") if config.key_variable else ""
     done = _written(path)
     tokens = sum(int(row["tokens"]) for row in done)
@@ -70,8 +68,6 @@ def _ask(config: Synthesize, topic: str, max_tokens: int, key: str) -> tuple[lis
     body = json.dumps({"model": config.model, "messages": question, "max_tokens": max_tokens}).encode()
     headers = {"Content-Type": "application/json", **({"Authorization": f"Bearer {key}"} if key else {})}
     url = config.endpoint.rstrip("/") + "/chat/completions"
-    if not url.startswith(("http://", "https://")):
-        raise ConfigError("is no http address", where="synthesize.endpoint")
     request = urllib.request.Request(url, data=body, headers=headers)
     cure = "What came so far is kept. Run the recipe again when the endpoint answers."
     try:
@@ -81,8 +77,8 @@ def _ask(config: Synthesize, topic: str, max_tokens: int, key: str) -> tuple[lis
     except urllib.error.HTTPError as error:
         error.close()
         raise DataError(f"refused: {error}", where=url, cure=cure) from None
-    except (urllib.error.URLError, http.client.HTTPException, TimeoutError, ConnectionError) as error:
-        raise DataError(f"did not answer: {error or type(error).__name__}", where=url, cure=cure) from None
+    except (OSError, http.client.HTTPException) as error:
+        raise DataError(f"did not answer: {str(error) or type(error).__name__}", where=url, cure=cure) from None
     except (ValueError, KeyError, IndexError, TypeError) as error:
         raise DataError(f"gave no chat completion: {error!r}", where=url, cure=cure) from None
     if not isinstance(content, str):

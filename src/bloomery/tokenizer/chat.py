@@ -6,10 +6,10 @@ special tokens that no content can spell. What is rendered for training therefor
 for serving.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Literal, TypedDict, get_args
+from typing import Any, Literal, TypedDict, get_args
 
 from bloomery.core.errors import DataError
 from bloomery.core.files import canonical, sha256_bytes
@@ -81,16 +81,28 @@ class Renderer:
         return [*self.render(messages).ids, self._roles["assistant"]]
 
     def _encode(self, message: Message, number: int) -> list[int]:
-        if message["role"] not in self._roles:
-            cure = f"Roles are {', '.join(ROLES)}."
-            raise DataError(f"the role {message['role']!r} is unknown", where=f"message {number + 1}", cure=cure)
-        if not isinstance(message["content"], str):
-            shown = type(message["content"]).__name__
-            raise DataError(f"the content is {shown}, not text", where=f"message {number + 1}")
-        if (spot := half_pair(message["content"])) is not None:
-            what = f"character {spot} is half a surrogate pair, which no UTF-8 can hold"
-            raise DataError(what, where=f"message {number + 1}", cure="Write it as one character, or leave it out.")
+        if what := trouble(message):
+            raise DataError(what, where=f"message {number + 1}")
         return self.tokenizer.encode(message["content"])
+
+
+def trouble(value: object) -> str:
+    """Why a value is no message, and what it has to be, or ""."""
+    if not isinstance(value, Mapping) or not {"role", "content"} <= value.keys():
+        return "has no role and content"
+    role, content = value["role"], value["content"]
+    if role not in ROLES:
+        return f"has the role {role!r}; roles are {', '.join(ROLES)}"
+    if not isinstance(content, str):
+        return f"has {type(content).__name__} as its content, not text"
+    if (spot := half_pair(content)) is not None:
+        return f"holds half a surrogate pair at character {spot}; write it as one character, or leave it out"
+    return ""
+
+
+def as_message(value: Mapping[str, Any]) -> Message:
+    """The message that a mapping without `trouble` is."""
+    return Message(role=value["role"], content=value["content"])
 
 
 def half_pair(text: str) -> int | None:

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from bloomery.core.log import Meter, Metrics, progress, say
+from bloomery.core.log import METRICS, Meter, Metrics, progress, say
 from bloomery.hw import device as devices
 from bloomery.hw.device import Device
 from bloomery.model.cost import cost
@@ -31,7 +31,6 @@ import torch
 
 VALIDATION_SAMPLES = 256
 STEPS_BETWEEN_TRIMS = 25
-METRICS = "metrics.jsonl"
 
 
 @dataclass

@@ -1,0 +1,73 @@
+"""Four small stages, of which one needs none, one, or two of the others."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from pydantic import Field
+
+from bloomery.core import files
+from bloomery.core.config import VOLATILE, Config
+from bloomery.core.files import MANIFEST
+from bloomery.core.stage import Stage
+
+
+class Section(Config):
+    number: int = 1
+    outside: Path | None = None
+    workers: int = Field(1, json_schema_extra=VOLATILE)
+
+
+class Recipe(Config):
+    make: Section = Section()
+    double: Section = Section()
+    side: Section = Section()
+    join: Section = Section()
+
+
+RUNS: list[str] = []
+"""Every stage that ran, in order."""
+FAIL = ""
+"""A stage whose next run dies after it has left something behind."""
+
+
+def make(config: Section, inputs: Mapping[str, Path], out: Path) -> dict[str, Any]:
+    return work("make", str(config.number), out)
+
+
+def double(config: Section, inputs: Mapping[str, Path], out: Path) -> dict[str, Any]:
+    return work("double", 2 * (inputs["make"] / "out.txt").read_text(), out)
+
+
+def side(config: Section, inputs: Mapping[str, Path], out: Path) -> dict[str, Any]:
+    return work("side", "side", out)
+
+
+def join(config: Section, inputs: Mapping[str, Path], out: Path) -> dict[str, Any]:
+    return work("join", "+".join((inputs[name] / "out.txt").read_text() for name in ("double", "side")), out)
+
+
+def work(name: str, text: str, out: Path) -> dict[str, Any]:
+    RUNS.append(name)
+    assert not (out / MANIFEST).exists()
+    found = (out / "leftover.txt").exists()
+    (out / "leftover.txt").write_text("half")
+    if name == FAIL:
+        raise RuntimeError("died")
+    (out / "deep").mkdir(exist_ok=True)
+    files.write_json(out / "deep" / "more.json", [text])
+    (out / "out.txt").write_text(text)
+    return {"characters": len(text), "share": 0.5, "found": found}
+
+
+def digest(config: Section) -> str:
+    return files.sha256_file(config.outside) if config.outside else ""
+
+
+HERE = "tests.core.made"
+STAGES = (
+    Stage(name="make", run=f"{HERE}:make", digest=f"{HERE}:digest"),
+    Stage(name="double", run=f"{HERE}:double", after=("make",), resumes=True),
+    Stage(name="side", run=f"{HERE}:side"),
+    Stage(name="join", run=f"{HERE}:join", after=("double", "side")),
+)

@@ -1,0 +1,61 @@
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from bloomery.core import files
+from bloomery.data import document
+from bloomery.evaluation.questions import Judged, Question
+from bloomery.stages import evaluate, instruct
+from bloomery.tokenizer.chat import Message, Renderer
+from tests.tokenizer.made import small
+
+
+@pytest.mark.parametrize(("limit", "taken"), [(1, 1), (4, 1), (6, 1), (7, 2), (10, 2), (11, 3), (12, 4), (99, 4)])
+def test_documents_are_taken_from_the_front_and_none_is_passed_over_for_its_length(limit: int, taken: int) -> None:
+    """Short ones are other text than long ones: to fill up with them would measure something else."""
+    texts = ["aaaa", "é2", "xxxx", "y"]
+    assert evaluate.up_to(texts, limit) == texts[:taken]
+
+
+def judged(question: str, answer: str, *before: Message, kind: str = "sum") -> Judged:
+    return Judged(Question(kind, [*before, Message(role="user", content=question)], answer), "", False)
+
+
+@pytest.fixture
+def inputs(tmp_path: Path) -> dict[str, Path]:
+    """Documents, and conversations that were packed."""
+    folders = {name: tmp_path / name for name in ("dedup", "shard", "instruct")}
+    files.write_json(folders["shard"] / files.MANIFEST, {"outputs": {}, "config": {"hold_out": 0.0}})
+    with document.Writer(folders["dedup"] / "kept") as writer:
+        for number, text in enumerate(("The key is in the box.", "It makes 139.")):
+            writer.write(row(str(number), text))
+    talk = [Message(role="user", content="Where is Ada?"), Message(role="assistant", content="Ada is in the barn.")]
+    instruct.write_rows(folders["instruct"], "train", [Renderer(small()).render(talk)], Renderer(small()), 40)
+    held = [Message(role="user", content="Where is Bo?"), Message(role="assistant", content="Bo is at sea.")]
+    instruct.write_rows(folders["instruct"], "val", [Renderer(small()).render(held)], Renderer(small()), 40)
+    return folders
+
+
+def row(id: str, text: str) -> dict[str, Any]:
+    return {name: {"id": id, "text": text}.get(name, "") for name in document.SCHEMA.names}
+
+
+@pytest.mark.parametrize(
+    ("one", "found"),
+    [
+        (judged("Where is the key?", "The key is in the box."), True),
+        (judged("Where is the cup?", "The key is in the bag."), False),
+        (judged("Where was Ada?", "Ada is in the barn."), True),  # from a conversation, whoever wrote it
+        (judged("Where is Ada?", "Nobody knows."), True),
+        (judged("Where is Ada?", "Nobody knows.", Message(role="user", content="Hello.")), False),
+        (judged("Where is Bo?", "Bo is at sea."), False),  # validated with, and not trained on
+        (judged("What is 1 plus 38?", "39."), False),
+        (judged("What is 1 plus 138?", "139."), True),
+        (judged("Which are in it?", "The key is in the box.", kind="library"), False),
+        (judged("Ada?Ada", "Where is Ada?Ada is in the barn."), False),
+    ],
+)
+def test_what_stands_in_the_training_text_is_a_leak(inputs: dict[str, Path], one: Judged, found: bool) -> None:
+    new = judged("Where is the moon?", "The moon is up.")
+    assert evaluate.leaks([new, one, new], inputs, small()) == {"checked": 3, "found": int(found)}
