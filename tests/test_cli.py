@@ -282,10 +282,7 @@ def test_status_shows_every_stage_on_a_line(call: Call, recipe: Path, tmp_path: 
     assert "characters=1" in out.splitlines()[0]
     (next((tmp_path / "runs/small").glob("01-make-*")) / "out.txt").write_text("y")
     assert "sha256" not in call("status", "runs/small")[1]
-    code, out, err = call("status", "runs/small", "--verify")
-    assert out.splitlines()[0].split()[:2] == ["make", "damaged"]
-    assert out.splitlines()[0].endswith("out.txt has another sha256")
-    assert (code, "To make make again: rm " in err) == (2, True)
+    assert re.match(r"make +damaged .*out\.txt has another sha256\n", call("status", "runs/small", "--verify")[1])
 
 
 def test_clean_says_what_it_would_free_and_frees_it_when_told(call: Call, recipe: Path, tmp_path: Path) -> None:

@@ -56,10 +56,16 @@ def test_what_a_model_says_is_what_its_engine_and_its_renderer_say(shelf: Shelf)
 def test_a_model_is_loaded_to_the_device_of_this_machine(shelf: Shelf, monkeypatch: pytest.MonkeyPatch) -> None:
     other = replace(processor(), place=torch.device("meta"))
     monkeypatch.setattr("bloomery.hw.device.find", lambda: other)
-    engines: list[Engine] = []
-    monkeypatch.setattr(shelves, "TextAnswerer", lambda name, engine, *_: engines.append(engine))
+    places: list[torch.device] = []
+    whole = huggingface.load
+
+    def watched(folder: Path, place: torch.device) -> huggingface.Loaded:
+        places.append(place)
+        return whole(folder)
+
+    monkeypatch.setattr(huggingface, "load", watched)
     shelf.get("b")
-    assert engines[0].model.embed.weight.device.type == "meta"
+    assert places == [other.place]
 
 
 def test_a_model_is_loaded_once_also_when_two_ask_for_it_at_once(shelf: Shelf, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,7 +3,7 @@
 import json
 import shutil
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -238,7 +238,7 @@ def test_weights_that_were_made_from_something_else_are_not_gone_on_with(tmp_pat
     model = saved(tmp_path / "000000003", 0)
     before = model.state_dict()["norm.weight"].clone()
     made = (getattr(LINEAGE_OF_CHAT, field) or "none")[:8]
-    lineage = replace(LINEAGE_OF_CHAT, **{field: "7" * 64})
+    lineage = Lineage(**{**asdict(LINEAGE_OF_CHAT), field: "7" * 64})
     with pytest.raises(CheckpointError) as caught:
         huggingface.fill(model, tmp_path / "000000003", lineage)
     assert caught.value.what == f"was made with {field} {made}, and this one is 77777777"
