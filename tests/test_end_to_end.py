@@ -185,7 +185,7 @@ def test_weights_know_what_they_were_made_from(place: Place) -> None:
     assert base.lineage.template is None
     assert base.lineage.shards == content_hash(place.stage("shard"))
     assert tuned.lineage.shards == content_hash(place.stage("instruct"))
-    assert tuned.lineage.base == content_hash(place.stage("pretrain"))
+    assert tuned.lineage.base == content_hash(place.stage("pretrain")) != content_hash(place.stage("finetune"))
     assert base.lineage.tokenizer == tuned.lineage.tokenizer == base.tokenizer.hash
     assert (base.lineage.step, tuned.lineage.step) == (8, 6)
 
