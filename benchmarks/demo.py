@@ -45,6 +45,12 @@ def main() -> None:
     print(json.dumps(result(report, seconds, peak, quick=options.quick)))
 
 
+def commit() -> str:
+    """Of this project, as git names it."""
+    command = ["git", "-C", str(ROOT), "describe", "--always", "--dirty", "--exclude=*"]
+    return subprocess.run(command, check=True, capture_output=True, text=True).stdout.strip()
+
+
 def result(report: dict[str, Any], seconds: float, peak_bytes: int, *, quick: bool) -> dict[str, Any]:
     bits = report["bits_per_byte"]
     peers = {
@@ -60,6 +66,7 @@ def result(report: dict[str, Any], seconds: float, peak_bytes: int, *, quick: bo
         "versions": versions(),
         "notes": {
             "quick": quick,
+            "commit": commit(),
             "answers": report["answers"],
             "leaks": report["leaks"],
             "by_domain": bits["by_domain"],
