@@ -3,6 +3,7 @@
 import multiprocessing
 import os
 import random
+import re
 import signal
 import time
 from collections.abc import Iterator
@@ -91,9 +92,12 @@ def test_an_error_of_the_data_comes_out_as_it_is(tmp_path: Path, engine: Engine)
     assert (caught.value.where, caught.value.cure) == ("row of part-00002", "Mend it.")
 
 
-def test_a_fault_in_a_worker_comes_out_with_its_lines_and_its_part(tmp_path: Path) -> None:
-    with pytest.raises(RuntimeError, match=r"part-00002(.|\n)*made_parts.py(.|\n)*a fault"):
+def test_a_fault_in_a_worker_comes_out_with_its_part_and_on_stderr_with_its_lines(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(RuntimeError, match="part-00002: "):
         run(tmp_path, THREE, Trouble(part="part-00002", what="fault"))
+    assert re.search(r"made_parts\.py(.|\n)*ZeroDivisionError: a fault", capfd.readouterr().err)
 
 
 def test_an_address_needs_a_cluster() -> None:

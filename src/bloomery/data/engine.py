@@ -11,7 +11,6 @@ depends on the number of workers, on their order or on what was killed.
 
 import multiprocessing
 import os
-import traceback
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -33,6 +32,9 @@ from bloomery.data import cluster, orphan
 RECORDS = "parts"
 SMALL_BYTES = 32 * 2**20
 """Less than this is done in this process where nobody says how many workers: two of them take 1.5 s to start."""
+
+UNCAUGHT = 1
+"""Exit code of a Python process that an exception has ended."""
 
 
 class Engine(Config):
@@ -212,15 +214,15 @@ def _answer(worker: _Worker, part: Part) -> Record:
         raise _death(worker, part) from None
     if "error" in answer:
         raise getattr(errors, answer["error"])(answer["what"], where=answer["where"], cure=answer["cure"])
-    if "fault" in answer:
-        raise RuntimeError(f"part {part.name}:\n{answer['fault']}")
     record: Record = answer["record"]
     return record
 
 
-def _death(worker: _Worker, part: Part) -> RunError:
+def _death(worker: _Worker, part: Part) -> Exception:
     worker.process.join()
     code = worker.process.exitcode or 0
+    if code == UNCAUGHT:  # which its process has written to stderr, with all lines
+        return RuntimeError(f"part {part.name}: the lines above say where its worker failed")
     how = f"was killed by signal {-code}" if code < 0 else f"ended with code {code}"
     what = f"the worker on part {part.name} {how}"
     cure = "Run the same command again: finished parts are kept. If it dies again, there may be too little memory: "
@@ -246,5 +248,3 @@ def _answered(work: Work, config: Any, part: Part, out: Path) -> dict[str, Any]:
         return {"record": work(config, part, out)}
     except BloomeryError as error:
         return {"error": type(error).__name__, "what": error.what, "where": error.where, "cure": error.cure}
-    except BaseException:  # handed to the parent, which raises it
-        return {"fault": traceback.format_exc()}
