@@ -141,7 +141,9 @@ class _Feed:
             raise _BadLineError(line)
         self._row_bytes += len(line)
         if self._row_bytes > self._max_bytes:
-            raise _BadLineError(unpack.too_long(self._row_bytes, self._max_bytes, f"the row that begins on line {number}"))
+            raise _BadLineError(
+                unpack.too_long(self._row_bytes, self._max_bytes, f"the row that begins on line {number}")
+            )
         text = rows.decode(line, mark=number == 1)
         if isinstance(text, Problem):
             raise _BadLineError(Problem(text.reason, number, f"line {number}: {text.what}"))
