@@ -298,5 +298,5 @@ def test_a_folder_of_all_kinds_is_read_by_the_ends_of_names(tmp_path: Path) -> N
         "in/b.jsonl:2": ("two", "text"),
         "7": ("three", "text"),
         "x": ("four", "text"),
-        "in/deep/e.parquet:1": ("five", "text"),
+        "in/deep/e.parquet:0": ("five", "text"),
     }
