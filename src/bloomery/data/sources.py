@@ -21,7 +21,7 @@ from bloomery.data.unpack import Problem, unreadable
 
 GROUP_BYTES, GROUP_FILES = 32 * 2**20, 4000
 """How much of a folder of small files is one piece."""
-WORLDS_PER_PIECE = 50_000
+WORLDS_PER_PIECE, WORLD_BYTES = 50_000, 400
 
 
 class Folder(Reading):
@@ -113,14 +113,11 @@ def pieces(source: Source) -> list[Piece]:
     """
     if isinstance(source, Worlds):
         starts = range(0, source.count, WORLDS_PER_PIECE)
-        return [Piece(f"{start:06d}", ((f"{start:06d}", ""),), 400 * WORLDS_PER_PIECE) for start in starts]
+        some = [(f"{start:06d}", min(WORLDS_PER_PIECE, source.count - start)) for start in starts]
+        return [Piece(name, ((name, ""),), count * WORLD_BYTES) for name, count in some]
     if isinstance(source, StandardLibrary):
         return list(_grouped(_sampled(source, _library(source))))
-    if isinstance(source, Folder):
-        return list(_grouped(_sampled(source, _files(source))))
-    if isinstance(source, AnyFiles):
-        return list(_grouped(_files(source)))
-    return [Piece(name, ((name, str(path)),), path.stat().st_size) for name, path in _files(source)]
+    return list(_grouped(_sampled(source, _files(source)) if isinstance(source, Folder) else _files(source)))
 
 
 def items(source: Source, piece: Piece) -> Iterator[Item]:

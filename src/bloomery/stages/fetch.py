@@ -72,6 +72,7 @@ def take(config: Fetch, part: Part, out: Path) -> Record:
     counts = {"documents": 0, "bytes": 0, "rejected": 0}
     reasons: Counter[str] = Counter()
     licenses: Counter[str] = Counter()
+    domains: dict[str, list[int]] = {}
     with (
         Rolling(out / DOCUMENTS, part.name, document.SCHEMA) as kept,
         Rolling(out / REJECTED, part.name, document.dropped_schema()) as rejected,
@@ -86,13 +87,21 @@ def take(config: Fetch, part: Part, out: Path) -> Record:
                 counts["documents"] += 1
                 counts["bytes"] += num_bytes
                 licenses[_license(item)] += 1
+                _add(domains, item["domain"], 1, num_bytes)
     return {
         "files": [f"{DOCUMENTS}/{name}" for name in kept.files] + [f"{REJECTED}/{name}" for name in rejected.files],
         **counts,
         "reasons": _most(reasons),
         "licenses": _most(licenses),
+        "domains": dict(sorted(domains.items())),
         "stopped": items.stopped,
     }
+
+
+def _add(domains: dict[str, list[int]], domain: str, documents: int, num_bytes: int) -> None:
+    """Count documents and bytes by domain."""
+    counts = domains.setdefault(domain, [0, 0])
+    counts[0], counts[1] = counts[0] + documents, counts[1] + num_bytes
 
 
 def _piece(part: Part) -> Piece:
@@ -225,23 +234,24 @@ def _without(record: Record, name: str, rows: NDArray[np.uint64], out: Path) -> 
     """The record of a part whose file `name` was replaced by one without some rows, which went to the rejected ones."""
     kept_name = name.removesuffix(".parquet") + "-once.parquet"
     twin_name = kept_name.replace(DOCUMENTS, REJECTED, 1)
-    schema, begin, num_bytes = document.dropped_schema(), 0, 0
+    begin = num_bytes = 0
     licenses: Counter[str] = Counter(record["licenses"])
+    domains = {domain: list(counts) for domain, counts in record["domains"].items()}
     with (
         document.PartWriter(out / kept_name) as kept,
-        document.PartWriter(out / twin_name, schema) as rejected,
+        document.PartWriter(out / twin_name, document.dropped_schema()) as rejected,
     ):
         for batch in document.part_batches(out / name):
-            here = rows[(rows >= begin) & (rows < begin + batch.num_rows)] - np.uint64(begin)
             again = np.zeros(batch.num_rows, np.bool_)
-            again[here] = True
+            again[rows[(rows >= begin) & (rows < begin + batch.num_rows)] - np.uint64(begin)] = True
             kept.write_batch(batch.filter(pa.array(~again)))
-            twins_here = batch.filter(pa.array(again)).to_pylist()
-            num_bytes += sum(len(row["text"].encode()) for row in twins_here)
-            rejected.write([row | {"text": "", "reason": TWIN, "value": 0.0} for row in twins_here])
-            for row in twins_here:
-                license = _license(row)
+            removed = batch.filter(pa.array(again)).to_pylist()
+            rejected.write([row | {"text": "", "reason": TWIN, "value": 0.0} for row in removed])
+            for row in removed:
+                size, license = len(row["text"].encode()), _license(row)
+                num_bytes += size
                 licenses[license if license in licenses else OTHERS] -= 1
+                _add(domains, row["domain"], -1, -size)
             begin += batch.num_rows
     (out / name).unlink()
     return {
@@ -252,6 +262,7 @@ def _without(record: Record, name: str, rows: NDArray[np.uint64], out: Path) -> 
         "rejected": record["rejected"] + len(rows),
         "reasons": record["reasons"] | {TWIN: record["reasons"].get(TWIN, 0) + len(rows)},
         "licenses": {license: count for license, count in licenses.items() if count},
+        "domains": {domain: counts for domain, counts in domains.items() if counts[0]},
     }
 
 
@@ -267,15 +278,15 @@ def _sweep(out: Path, taken: Sequence[_Taken]) -> None:
 
 def _stats(taken: Sequence[_Taken]) -> dict[str, Any]:
     counts = ("documents", "bytes", "rejected")
-    by_domain: dict[str, dict[str, int]] = {}
+    domains: dict[str, list[int]] = {}
     for one in taken:
-        domain = by_domain.setdefault(one.source.domain, {"documents": 0, "bytes": 0})
-        for key in domain:
-            domain[key] += one.count(key)
+        for record in one.records:
+            for domain, found in record["domains"].items():
+                _add(domains, domain, *found)
     return {
         **{key: sum(one.count(key) for one in taken) for key in counts},
         "reasons": dict(sorted(sum((Counter(one.tally("reasons")) for one in taken), Counter()).items())),
-        "by_domain": by_domain,
+        "by_domain": {domain: dict(zip(counts, found, strict=False)) for domain, found in domains.items()},
         "by_source": {
             one.source.name: {
                 **{key: one.count(key) for key in counts},
