@@ -98,14 +98,6 @@ class Dedup(Parallel):
         return self
 
 
-class Vocabulary(Config):
-    """The stage `tokenizer`."""
-
-    vocab_size: Positive = 4096
-    sample_bytes: Positive = 20_000_000
-    """Text to learn from: the same share of every domain, documents chosen by hash."""
-
-
 class Weight(Config):
     domain: str
     weight: float = Field(gt=0)

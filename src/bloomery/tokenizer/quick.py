@@ -29,7 +29,7 @@ from bloomery.tokenizer.patterns import PATTERNS, named
 from bloomery.tokenizer.tokenizer import SPECIAL, Tokenizer, byte_letters
 
 NEVER = {"<|never in a text, and never allowed|>": 2**32 - 1}
-"""A special token that no text becomes. Without any, `tiktoken` looks for the empty text at every letter: half its time."""
+"""A special token nothing becomes. Without any, `tiktoken` looks for the empty one at every letter: half the time."""
 CHECKED_BYTES = 200_000
 """Of the first texts, that are encoded by both libraries."""
 
