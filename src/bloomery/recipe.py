@@ -76,7 +76,7 @@ STAGES = (
         after=("fetch",),
     ),
     Stage(name="filter", run="bloomery.stages.filter:run", after=("fetch", "classify")),
-    Stage(name="dedup", run="bloomery.stages.dedup:run", after=("filter",)),
+    Stage(name="dedup", run="bloomery.stages.dedup:run", after=("filter",), version=2, resumes=True),
     Stage(name="tokenizer", run="bloomery.stages.tokenizer:run", after=("dedup",)),
     Stage(name="shard", run="bloomery.stages.shard:run", after=("dedup", "tokenizer")),
     Stage(

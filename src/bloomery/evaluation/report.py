@@ -359,7 +359,7 @@ SOURCES = (
     ("Documents read and rejected", "fetch", "manifest.json, rejected/"),
     ("Documents dropped", "filter", "manifest.json, dropped/"),
     ("Classifier", "classify", "classifier.json"),
-    ("Duplicates", "dedup", "manifest.json, removed/"),
+    ("Duplicates", "dedup", "manifest.json, duplicates/"),
     ("Bytes per token", "tokenizer", "manifest.json"),
 )
 
