@@ -40,7 +40,12 @@ VERDICT = pa.schema(
         ("cluster", pa.string()),
     ]
 )
-"""Why a document goes: "exact" or "near", its exact Jaccard with the one that stays, and the best one it is linked to."""
+"""Why a document goes: "exact" or "near", its exact Jaccard with the one that stays, and the best of its cluster."""
+
+
+CLUSTERS = "clusters.parquet"
+MEMBER = pa.schema([("cluster", pa.string()), ("id", pa.string())])
+"""Every document that is linked to another, also a kept one: the id of the best of its cluster, and its own."""
 
 
 def fitting(engine: Engine, memory_bytes: int) -> Engine:
@@ -66,31 +71,36 @@ class Search:
 
     def find(self) -> Mapping[str, int]:
         """Write verdicts/NAME.parquet for each part; returns how many pairs were compared."""
-        parts = self.corpus.parts()
-        if self.barred is not None:
-            more = (part.given | {"barred": str(self.barred / f"{part.name}.parquet")} for part in parts)
-            parts = [part._replace(given=given) for part, given in zip(parts, more, strict=True)]
+        more = {} if self.barred is None else {"barred": str(self.barred)}
+        parts = self.corpus.parts(**more)
         run_parts(self.engine, sign, self.settings, parts, self.scratch, what="sign")
-        compared = 0
-        edges: list[str] = []
-        documents = self._group()
-        if self.settings.verify:
-            self._gather()
-            for number in range(ROUNDS):
-                if not (chunks := self._chunks(number)):
-                    break
-                records = run_parts(
-                    self.engine, compare, self.settings, chunks, self.scratch, what="compare", unit="chunks"
-                )
-                compared += sum(record["compared"] for record in records)
-                edges += [str(self.scratch / file) for record in records for file in record["files"]]
-                with self._connected() as connection:
-                    self._decide(connection, edges, documents)
-                    if number + 1 < ROUNDS:
-                        self._propose_more(connection, number + 1)
+        (self.scratch / "groups.duckdb").unlink(missing_ok=True)  # of an attempt that was killed
+        with self._connected() as connection:
+            documents = self._group(connection)
+        compared = self._verify(documents) if self.settings.verify else 0
         with self._connected() as connection:
             self._conclude(connection, documents)
         return {"compared": compared}
+
+    def _verify(self, documents: int) -> int:
+        """Compare what is proposed, decide, and propose again. Returns how many pairs were compared."""
+        compared, edges = 0, list[str]()
+        parts = self.corpus.parts(wanted=str(self.scratch / "wanted"))
+        run_parts(self.engine, gather, self.settings, parts, self.scratch, what="gather")
+        with self._connected() as connection:
+            chunks = self._place(connection)
+        for number in range(ROUNDS):
+            if not chunks:
+                break
+            records = run_parts(
+                self.engine, compare, self.settings, chunks, self.scratch, what="compare", unit="chunks"
+            )
+            compared += sum(record["compared"] for record in records)
+            edges += [str(self.scratch / file) for record in records for file in record["files"]]
+            with self._connected() as connection:
+                self._decide(connection, edges, documents)
+                chunks = self._propose_more(connection, number + 1) if number + 1 < ROUNDS else []
+        return compared
 
     def _connected(self) -> Any:
         return groups.connected(self.scratch, self.memory_bytes)
@@ -99,41 +109,37 @@ class Search:
     def _signatures(self) -> str:
         return str(self.scratch / "signatures" / "*.parquet").replace("'", "''")
 
-    def _candidates(self, lags: int) -> groups.Candidates:
-        return groups.Candidates(self._signatures, self.settings.keys, lags)
+    @property
+    def _candidates(self) -> groups.Candidates:
+        return groups.Candidates(self._signatures, self.settings.keys, LAGS)
 
-    def _group(self) -> int:
+    def _group(self, connection: duckdb.DuckDBPyConnection) -> int:
         """Ranks, exact copies and the first pairs. Returns the number of documents."""
-        (self.scratch / "groups.duckdb").unlink(missing_ok=True)  # of an attempt that was killed
-        with self._connected() as connection:
-            documents = groups.rank(connection, self._signatures)
-            if documents * keep.BYTES_PER_DOCUMENT > self.memory_bytes:
-                cure = f"Give at least memory_bytes={documents * keep.BYTES_PER_DOCUMENT}, or deduplicate in pieces."
-                raise DataError(f"memory_bytes={self.memory_bytes} is too little for {documents} documents", cure=cure)
-            connection.execute("CREATE TABLE compared (early UINTEGER, late UINTEGER)")
-            connection.execute("CREATE TABLE edges (late UINTEGER, early UINTEGER, jaccard DOUBLE)")
-            connection.execute("CREATE TABLE gone (rank UINTEGER, twin UINTEGER, jaccard DOUBLE)")
-            groups.propose(connection, self._candidates(0), self.scratch, 0)
-            for part, rows in groups.wanted(connection, self.corpus.begins):
-                table = pa.record_batch({"row": rows})
-                place = self.scratch / "wanted" / f"{self.corpus.paths[part].stem}.parquet"
-                groups.write_parquet(place, [table], table.schema)
+        documents = groups.rank(connection, self._signatures)
+        if documents * keep.BYTES_PER_DOCUMENT > self.memory_bytes:
+            cure = f"Give at least memory_bytes={documents * keep.BYTES_PER_DOCUMENT}, or deduplicate in pieces."
+            raise DataError(f"memory_bytes={self.memory_bytes} is too little for {documents} documents", cure=cure)
+        connection.execute("CREATE TABLE compared (early UINTEGER, late UINTEGER)")
+        connection.execute("CREATE TABLE edges (late UINTEGER, early UINTEGER, jaccard DOUBLE)")
+        connection.execute("CREATE TABLE gone (rank UINTEGER, twin UINTEGER, jaccard DOUBLE)")
+        groups.propose(connection, self._candidates, self.scratch, 0)
+        for part, rows in groups.wanted(connection, self.corpus.begins):
+            table = pa.record_batch({"row": rows})
+            place = self.scratch / "wanted" / f"{self.corpus.paths[part].stem}.parquet"
+            groups.write_parquet(place, [table], table.schema)
         return documents
 
-    def _gather(self) -> None:
-        parts = self.corpus.parts()
-        more = (part.given | {"wanted": str(self.scratch / "wanted" / f"{part.name}.parquet")} for part in parts)
-        parts = [part._replace(given=given) for part, given in zip(parts, more, strict=True)]
-        run_parts(self.engine, gather, self.settings, parts, self.scratch, what="gather")
-        with self._connected() as connection:
-            places = str(self.scratch / "sets" / "*.parquet").replace("'", "''")
-            connection.execute(
-                "CREATE TABLE places AS SELECT rank, file, first, size "
-                f"FROM read_parquet('{places}') JOIN alive USING (doc)"
-            )
+    def _place(self, connection: duckdb.DuckDBPyConnection) -> list[Part]:
+        """Make the table `places`, of where sets are, and the chunks of the first round."""
+        places = str(self.scratch / "sets" / "*.parquet").replace("'", "''")
+        connection.execute(
+            "CREATE TABLE places AS SELECT rank, file, first, size "
+            f"FROM read_parquet('{places}') JOIN alive USING (doc)"
+        )
+        return self._chunks(connection, 0)
 
-    def _chunks(self, number: int) -> list[Part]:
-        """Write the pairs of a round in chunks, with the places of their sets; pairs of too different sizes cannot be."""
+    def _chunks(self, connection: duckdb.DuckDBPyConnection, number: int) -> list[Part]:
+        """Write the pairs of a round in chunks, with the places of their sets. Too different sizes cannot be."""
         query = (
             "SELECT early, late, a.file AS file_a, a.first AS first_a, a.size AS size_a, b.file AS file_b, "
             "b.first AS first_b, b.size AS size_b FROM pairs JOIN places a ON early = a.rank "
@@ -142,13 +148,12 @@ class Search:
             "ORDER BY early, late"
         )
         chunks: list[Part] = []
-        with self._connected() as connection:
-            for table in _cut(groups.streamed(connection, query), groups.PAIRS_PER_CHUNK):
-                name = f"round-{number}-{len(chunks):05d}"
-                place = self.scratch / "pairs" / f"{name}.parquet"
-                groups.write_parquet(place, table.to_batches(), table.schema)
-                chunks.append(Part(name, {"pairs": str(place)}, table.num_rows * 8000))
-            connection.execute("INSERT INTO compared SELECT * FROM pairs")
+        for table in _cut(groups.streamed(connection, query), groups.PAIRS_PER_CHUNK):
+            name = f"round-{number}-{len(chunks):05d}"
+            place = self.scratch / "pairs" / f"{name}.parquet"
+            groups.write_parquet(place, table.to_batches(), table.schema)
+            chunks.append(Part(name, {"pairs": str(place)}, table.num_rows * 8000))
+        connection.execute("INSERT INTO compared SELECT * FROM pairs")
         return chunks
 
     def _decide(self, connection: duckdb.DuckDBPyConnection, edges: Sequence[str], documents: int) -> None:
@@ -159,10 +164,12 @@ class Search:
         )
         self._store(connection, "gone", _batched(decided, groups.GONE), groups.GONE)
 
-    def _propose_more(self, connection: duckdb.DuckDBPyConnection, number: int) -> None:
+    def _propose_more(self, connection: duckdb.DuckDBPyConnection, number: int) -> list[Part]:
+        """The pairs of another round, of documents that still stay."""
         connection.execute("CREATE OR REPLACE TABLE alive AS SELECT * FROM alive ANTI JOIN gone USING (rank)")
-        groups.propose(connection, self._candidates(LAGS), self.scratch, number)
+        groups.propose(connection, self._candidates, self.scratch, number)
         groups.propose_twins(connection)
+        return self._chunks(connection, number)
 
     def _store(
         self, connection: duckdb.DuckDBPyConnection, table: str, rows: Iterator[pa.RecordBatch], schema: pa.Schema
@@ -184,7 +191,7 @@ class Search:
                 "CREATE OR REPLACE TABLE gone AS SELECT rank, root AS twin, CAST(NULL AS DOUBLE) AS jaccard "
                 "FROM clusters WHERE rank <> root"
             )
-        query = f"""
+        query = """
             WITH verdicts AS (
                 SELECT rank, twin AS kept, jaccard AS value, 'near' AS reason, rank AS linked FROM gone
                 UNION ALL
@@ -199,6 +206,19 @@ class Search:
             ORDER BY doc
         """
         _write_verdicts(groups.streamed(connection, query), self.corpus, self.scratch / "verdicts")
+        connection.execute(
+            "CREATE OR REPLACE TABLE members AS SELECT rank, root FROM clusters UNION ALL "
+            "SELECT exact.rank, coalesce(root, keeper) FROM exact LEFT JOIN clusters ON keeper = clusters.rank"
+        )
+        connection.execute(
+            "INSERT INTO members SELECT DISTINCT keeper, keeper FROM exact "
+            "WHERE keeper NOT IN (SELECT rank FROM clusters)"
+        )
+        query = (
+            "SELECT best.id AS cluster, me.id AS id FROM members JOIN ranked me USING (rank) "
+            "JOIN ranked best ON best.rank = root ORDER BY root, members.rank"
+        )
+        groups.write_parquet(self.scratch / "clusters" / CLUSTERS, groups.streamed(connection, query), MEMBER)
 
 
 def _write_verdicts(batches: Iterator[pa.RecordBatch], corpus: Corpus, folder: Path) -> None:

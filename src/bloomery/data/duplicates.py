@@ -1,6 +1,5 @@
 """What is done to each part of a corpus to find its duplicates: signatures, sets of shingles, comparisons of pairs."""
 
-
 import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -20,6 +19,10 @@ from bloomery.data.engine import Part, Record
 from bloomery.data.shingles import Hashes, blocks, jaccard, shingle_set, shingles
 
 EDGE = pa.schema([("late", pa.uint32()), ("early", pa.uint32()), ("jaccard", pa.float64())])
+
+PLACE = pa.schema([("doc", pa.int64()), ("file", pa.string()), ("first", pa.int64()), ("size", pa.int64())])
+
+
 @dataclass(frozen=True, kw_only=True)
 class Settings(minhash.Settings):
     verify: bool = True
@@ -98,13 +101,15 @@ def sign(settings: Settings, part: Part, out: Path) -> Record:
 
 def _barred(part: Part) -> NDArray[np.int64]:
     """Rows that something else has dropped already."""
-    place = part.given.get("barred")
-    return pq.read_table(place).column("row").to_numpy() if place else np.zeros(0, np.int64)
+    if "barred" not in part.given:
+        return np.zeros(0, np.int64)
+    rows: NDArray[np.int64] = pq.read_table(Path(part.given["barred"]) / f"{part.name}.parquet")["row"].to_numpy()
+    return rows
 
 
 def gather(settings: Settings, part: Part, out: Path) -> Record:
     """Write sets/NAME.u64, the sets of shingles of the wanted documents, and sets/NAME.parquet, where each is."""
-    rows = pq.read_table(part.given["wanted"]).column("row").to_numpy()
+    rows = pq.read_table(Path(part.given["wanted"]) / f"{part.name}.parquet").column("row").to_numpy()
     names = [f"sets/{part.name}.{kind}" for kind in ("u64", "parquet")]
     sizes: list[int] = []
     begin = 0
@@ -120,9 +125,9 @@ def gather(settings: Settings, part: Part, out: Path) -> Record:
                     sizes.append(len(one))
                     file.write(one.data)
     offsets = np.cumsum([0, *sizes])[:-1]
-    table = pa.table({"doc": rows + part.given["begin"], "file": [part.name] * len(rows), "first": offsets})
+    columns = [rows + part.given["begin"], [part.name] * len(rows), offsets, sizes]
     with files.whole_file(out / names[1]) as file:
-        pq.write_table(table.append_column("size", pa.array(sizes, pa.int64())), file)
+        pq.write_table(pa.table(columns, schema=PLACE), file)
     return {"files": names, "documents": len(rows)}
 
 

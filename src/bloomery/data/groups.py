@@ -24,6 +24,7 @@ Ranks = NDArray[np.int64]
 
 ROWS_PER_BATCH = 1 << 17
 PAIRS_PER_CHUNK = 1 << 17
+KEYS_PER_SORT = 1 << 21
 SMALLEST_LIMIT = 96 * 2**20  # with less, DuckDB cannot sort at all
 BYTES_PER_THREAD = 96 * 2**20
 
@@ -38,7 +39,7 @@ def connected(scratch: Path, memory_bytes: int) -> Iterator[duckdb.DuckDBPyConne
     limit = max(SMALLEST_LIMIT, memory_bytes * 6 // 10)
     with files.disk_errors(scratch):
         (scratch / "spill").mkdir(parents=True, exist_ok=True)
-    options = {
+    options: dict[str, str | bool | int | float | list[str]] = {
         "memory_limit": f"{limit}B",
         "temp_directory": str(scratch / "spill"),
         "threads": str(max(1, min(cores(), limit // BYTES_PER_THREAD))),
@@ -89,9 +90,9 @@ def rank(connection: duckdb.DuckDBPyConnection, signatures: str) -> int:
 
 
 def _one(connection: duckdb.DuckDBPyConnection, query: str) -> tuple[int, ...]:
-    row = connection.execute(query).fetchone()
-    assert row is not None
-    return row
+    (row,) = connection.execute(query).fetchall()
+    numbers: tuple[int, ...] = row
+    return numbers
 
 
 class Candidates(NamedTuple):
@@ -111,16 +112,21 @@ def propose(connection: duckdb.DuckDBPyConnection, how: Candidates, scratch: Pat
     documents share costs no ten thousand million comparisons.
     """
     folder = scratch / f"proposed-{number}"
-    for key in range(how.keys):
+    (documents,) = _one(connection, "SELECT count(*) FROM alive")
+    together = min(how.keys, max(1, KEYS_PER_SORT // max(1, documents)))
+    for first in range(0, how.keys, together):
+        names = ", ".join(f"k{key:02d}" for key in range(first, min(first + together, how.keys)))
         query = (
-            f"SELECT k{key:02d} AS key, rank FROM read_parquet('{how.signatures}') JOIN alive USING (doc) "
+            f"SELECT unnest([{names}]) AS key, rank FROM read_parquet('{how.signatures}') JOIN alive USING (doc) "
             "ORDER BY key, rank"
         )
         found = _neighbors(streamed(connection, query), how.lags)
-        write_parquet(folder / f"{key:02d}.parquet", found, PAIR)
+        write_parquet(folder / f"{first:02d}.parquet", found, PAIR)
+    files = [str(folder / f"{first:02d}.parquet") for first in range(0, how.keys, together)]
     connection.execute(
         "CREATE OR REPLACE TABLE pairs AS SELECT DISTINCT early, late "
-        f"FROM read_parquet('{folder}/*.parquet') ANTI JOIN compared USING (early, late)"
+        "FROM read_parquet(?) ANTI JOIN compared USING (early, late)",
+        [files],
     )
 
 

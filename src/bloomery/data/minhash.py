@@ -56,7 +56,9 @@ def minima(found: Shingles, settings: Settings) -> Minima:
         limit = int(found.bounds[begin]) + SHINGLES_PER_STEP
         end = max(begin + 1, int(np.searchsorted(found.bounds, limit, side="right")) - 1)
         for first in range(int(found.bounds[begin]), int(found.bounds[end]), SHINGLES_PER_STEP):
-            last = min(first + SHINGLES_PER_STEP, int(found.bounds[end])) if end == begin + 1 else int(found.bounds[end])
+            last = (
+                min(first + SHINGLES_PER_STEP, int(found.bounds[end])) if end == begin + 1 else int(found.bounds[end])
+            )
             step = numbers[first:last]
             starts = np.maximum(found.bounds[begin:end], first) - first
             filled = found.bounds[begin + 1 : end + 1] - first > starts
@@ -67,9 +69,7 @@ def minima(found: Shingles, settings: Settings) -> Minima:
     return result
 
 
-def _lower(
-    into: Minima, step: Minima, starts: NDArray[np.int64], filled: NDArray[np.bool_], factors: Minima
-) -> None:
+def _lower(into: Minima, step: Minima, starts: NDArray[np.int64], filled: NDArray[np.bool_], factors: Minima) -> None:
     """Lower the minima of some texts by the shingles of one step. Text d's begin at starts[d]."""
     columns, places = np.flatnonzero(filled), starts[filled]
     if not len(columns):
@@ -83,10 +83,11 @@ def _lower(
 
 
 def band_keys(signatures: Minima, settings: Settings) -> Hashes:
-    """Keys of D signatures: [bands × bandings, D]. Equal keys of one band (almost surely) mean equal minima."""
+    """Keys of D signatures: [bands × bandings, D]. Equal keys (almost surely) mean the same band and equal minima."""
     rows = settings.permutations // settings.bands
     table = signatures.reshape(settings.bands, rows, -1)
-    keys = np.zeros((settings.bandings, settings.bands, table.shape[2]), np.uint64)
+    number = mix(np.arange(settings.keys, dtype=np.uint64)).reshape(settings.bandings, settings.bands, 1)
+    keys = np.repeat(number, table.shape[2], axis=2)
     for banding in range(settings.bandings):
         for row in range(rows):
             column = np.roll(table[:, row], banding * row, axis=0)

@@ -15,6 +15,7 @@ import hashlib
 import re
 from collections.abc import Iterator, Sequence
 from functools import cache
+from itertools import pairwise
 from typing import Literal, NamedTuple
 
 import numpy as np
@@ -168,9 +169,9 @@ def shingles(texts: Sequence[str], kind: Kind, size: int) -> Shingles:
     lower = [lowered(text) for text in texts]
     words, tokens = scan("\n".join(lower))
     ends = np.cumsum([len(text) + 1 for text in lower], dtype=np.int64)
-    cuts = np.concatenate(([0], np.searchsorted(tokens.starts, ends))).tolist()
-    raw = memoryview(tokens.hashes).cast("B")
-    digests = b"".join(_digest(raw[8 * a : 8 * b]) for a, b in zip(cuts, cuts[1:], strict=False))
+    borders = np.concatenate(([0], np.searchsorted(tokens.starts, ends))).tolist()
+    raw = tokens.hashes.tobytes()
+    digests = b"".join(_digest(raw[8 * a : 8 * b]) for a, b in pairwise(borders))
     if kind == "words":
         counts = np.diff(np.searchsorted(words.starts, ends), prepend=0)
         hashes, bounds = _grouped(words.hashes, counts, size)
@@ -181,7 +182,7 @@ def shingles(texts: Sequence[str], kind: Kind, size: int) -> Shingles:
     return Shingles(hashes, bounds, np.frombuffer(digests, np.uint64).reshape(-1, 2))
 
 
-def _digest(tokens: bytes | memoryview) -> bytes:
+def _digest(tokens: bytes) -> bytes:
     return hashlib.sha256(tokens).digest()[:16]
 
 

@@ -98,12 +98,12 @@ class Dedup(Parallel):
     shingle_size: Positive = 5
     """Words, or characters, in a shingle."""
     verify: bool = True
-    """Whether a document goes only for a kept one that is similar enough. Else for any that shares a band, or a chain."""
+    """Whether a document goes only for a kept one that is similar enough. Else for any linked by bands."""
     min_jaccard: Annotated[float, Field(gt=0, le=1)] = 0.8
     """With `verify`: a document goes only when its exact Jaccard with the kept one reaches this."""
     seed: Count = 0
     memory_bytes: Annotated[int, Field(ge=64 * 2**20)] | None = Field(None, json_schema_extra=VOLATILE)
-    """What sorting, joining and worker processes may hold, beside 300 MB for this process. None: half of what is free."""
+    """What sorting, joining and workers may hold, beside 300 MB for this process. None: half of what is free."""
 
     @model_validator(mode="before")
     @classmethod

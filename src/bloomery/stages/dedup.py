@@ -11,9 +11,10 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
+from bloomery.core import files
 from bloomery.core.errors import DataError
 from bloomery.data import document
-from bloomery.data.deduplicate import Search, fitting
+from bloomery.data.deduplicate import CLUSTERS, Search, fitting
 from bloomery.data.duplicates import Corpus, Settings
 from bloomery.data.engine import Part, Record, run_parts
 from bloomery.hw.host import Host, free_bytes
@@ -61,14 +62,14 @@ def deduplicate(config: Dedup, paths: list[Path], out: Path) -> dict[str, Any]:
     scratch = out / SCRATCH
     memory_bytes = config.memory_bytes or free_bytes(Host.here()) // 2
     engine = fitting(config.engine, memory_bytes)
-    search = Search(
-        settings=settings(config), corpus=corpus, scratch=scratch, engine=engine, memory_bytes=memory_bytes
-    )
+    search = Search(settings=settings(config), corpus=corpus, scratch=scratch, engine=engine, memory_bytes=memory_bytes)
     found = search.find()
     parts = corpus.parts(verdicts=str(scratch / "verdicts"))
     records = run_parts(engine, write, None, parts, out, what="dedup")
+    with files.whole_file(out / CLUSTERS) as file:
+        file.write((scratch / "clusters" / CLUSTERS).read_bytes())
     shutil.rmtree(scratch)
-    return _told(records) | found
+    return {**_told(records), **found}
 
 
 def write(config: None, part: Part, out: Path) -> Record:
