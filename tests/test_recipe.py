@@ -14,7 +14,7 @@ RECIPES = sorted((ROOT / "recipes").glob("*.toml"))
 
 
 def test_every_stage_is_a_section_of_the_recipe_and_in_its_order() -> None:
-    assert [stage.name for stage in STAGES] == [name for name in Recipe.model_fields if name != "name"]
+    assert [stage.name for stage in STAGES] == [name for name in Recipe.model_fields if name not in ("name", "engine")]
     assert [stage.name for stage in STAGES] == re.findall(r"^    (\w+) +\S", recipe.__doc__ or "", re.MULTILINE)
 
 
@@ -58,3 +58,12 @@ def test_every_recipe_loads_and_survives_being_written(path: Path, tmp_path: Pat
     copy.write_text(config.to_toml(config.plain(loaded)), encoding="utf-8")
     assert config.load(Recipe, copy) == loaded
     assert not loaded.synthesize.enabled
+
+
+def test_the_engine_of_a_recipe_is_that_of_its_stages_but_for_those_that_say_otherwise(tmp_path: Path) -> None:
+    text = 'name = "a"\npretrain = {steps = 1, tokens_per_step = 512}\nfinetune = {steps = 1, tokens_per_step = 512}\n'
+    (tmp_path / "a.toml").write_text(text + "[fetch]\n[dedup.engine]\nworkers = 5\n")
+    loaded = config.load(Recipe, tmp_path / "a.toml", ["engine.workers=3"])
+    found = {name: getattr(loaded, name).engine.workers for name in recipe.PARALLEL}
+    assert found == {**dict.fromkeys(recipe.PARALLEL, 3), "dedup": 5}
+    assert config.build(Recipe, config.plain(loaded)) == loaded

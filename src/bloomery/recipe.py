@@ -14,16 +14,21 @@ A recipe, read top to bottom, is the path that the data takes. Each field is one
     evaluate    everything                   -> scores, and a report
 """
 
+from typing import Any
+
 from pydantic import Field, model_validator
 
-from bloomery.core.config import Config
+from bloomery.core.config import VOLATILE, Config
 from bloomery.core.stage import Stage
+from bloomery.data.engine import Engine, Parallel
 from bloomery.stages import config as sections
 
 
 class Recipe(Config):
     name: str = Field(pattern=r"^\w[\w.-]*$")
     """Of the run folder."""
+    engine: Engine = Field(Engine(), json_schema_extra=VOLATILE)
+    """Where the stages that work on parts do so, unless their sections say otherwise."""
     fetch: sections.Fetch
     classify: sections.Classify = sections.Classify()
     filter: sections.Filter = sections.Filter()
@@ -36,6 +41,14 @@ class Recipe(Config):
     finetune: sections.Finetune
     evaluate: sections.Evaluate = sections.Evaluate()
 
+    @classmethod
+    def completed(cls, tree: dict[str, Any]) -> dict[str, Any]:
+        """[engine] goes to the sections that have none of their own."""
+        if "engine" not in tree:
+            return tree
+        given = {name: tree.get(name, {}) for name in PARALLEL}
+        return tree | {name: {"engine": tree["engine"]} | one for name, one in given.items() if isinstance(one, dict)}
+
     @model_validator(mode="after")
     def _rows_fit_the_model(self) -> "Recipe":
         wanted = self.pretrain.model.context + 1
@@ -46,6 +59,13 @@ class Recipe(Config):
             )
         return self
 
+
+PARALLEL = tuple(
+    name
+    for name, field in Recipe.model_fields.items()
+    if isinstance(field.annotation, type) and issubclass(field.annotation, Parallel)
+)
+"""Sections of the stages that work on parts."""
 
 STAGES = (
     Stage(name="fetch", run="bloomery.stages.fetch:run", digest="bloomery.stages.fetch:digest"),
@@ -65,9 +85,10 @@ STAGES = (
         after=("tokenizer", "shard"),
         version=2,
         resumes=True,
+        guards=True,
         hands_on="model/",
     ),
-    Stage(name="synthesize", run="bloomery.stages.synthesize:run", resumes=True),
+    Stage(name="synthesize", run="bloomery.stages.synthesize:run", resumes=True, guards=True),
     Stage(
         name="instruct",
         run="bloomery.stages.instruct:run",
@@ -81,6 +102,7 @@ STAGES = (
         after=("pretrain", "instruct"),
         version=2,
         resumes=True,
+        guards=True,
         hands_on="model/",
     ),
     Stage(

@@ -379,3 +379,18 @@ def test_the_lock_is_no_output_of_a_stage_and_is_free_after_an_error(plans: list
 def test_the_numbers_of_a_stage_fit_on_a_line() -> None:
     stats = {"documents": 12345, "share": 1 / 3, "mix": {"web": 1}, "ok": True, "hash": "ab", "none": None}
     assert brief(stats) == "documents=12,345  share=0.3333"
+
+
+def test_leftovers_of_other_content_are_not_gone_on_from(plans: list[Plan], monkeypatch: pytest.MonkeyPatch) -> None:
+    make, double = plans[0], plans[1]
+    monkeypatch.setattr(f"{HERE}.FAIL", "double")
+    with pytest.raises(RuntimeError, match="died"):
+        execute(plans, until="double")
+    assert (double.folder / "leftover.txt").exists()
+    monkeypatch.setattr(f"{HERE}.FAIL", "")
+    (make.folder / "out.txt").write_text("2")  # made again, with other content, under the same fingerprint
+    manifest = read_manifest(make.folder)
+    files.write_json(make.folder / MANIFEST, manifest | {"outputs": files.listing(make.folder)})
+    execute(plans, until="double")
+    assert not read_manifest(double.folder)["stats"]["found"]
+    assert (double.folder / "out.txt").read_text() == "22"

@@ -5,6 +5,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from hypothesis import given, settings
@@ -157,3 +158,25 @@ def test_a_part_that_outgrows_the_disk_is_an_error_that_names_it_and_leaves_noth
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_part_holds_what_was_written_however_it_was_handed_in(tmp_path: Path) -> None:
+    rows = [row(number) for number in range(2 * document.ROWS_PER_BATCH + 7)]
+    batches = pa.Table.from_pylist(rows, schema=document.SCHEMA).to_batches(max_chunksize=333)
+    with document.PartWriter(tmp_path / "a.parquet") as one:
+        one.write(rows)
+    with document.PartWriter(tmp_path / "b.parquet") as other:
+        for batch in batches:
+            other.write_batch(batch)
+    assert one.rows == other.rows == len(rows)
+    assert (tmp_path / "a.parquet").read_bytes() == (tmp_path / "b.parquet").read_bytes()
+    assert list(document.part_rows(tmp_path / "a.parquet")) == rows
+
+
+def test_a_part_without_documents_is_a_file_and_one_that_failed_is_none(tmp_path: Path) -> None:
+    with document.PartWriter(tmp_path / "empty.parquet"):
+        pass
+    assert list(document.part_rows(tmp_path / "empty.parquet")) == []
+    with pytest.raises(KeyError), document.PartWriter(tmp_path / "failed.parquet") as writer:
+        writer.write([row(1), {"id": "no more"}["row"]])  # type: ignore[list-item]
+    assert not (tmp_path / "failed.parquet").exists()

@@ -31,6 +31,11 @@ class Config(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True, allow_inf_nan=False)
 
+    @classmethod
+    def completed(cls, tree: dict[str, Any]) -> dict[str, Any]:
+        """TOML data of the whole model with what follows from it, before it is checked. As it is, by default."""
+        return tree
+
 
 C = TypeVar("C", bound=Config)
 
@@ -64,7 +69,7 @@ def build(cls: type[C], tree: dict[str, Any], where: str = "") -> C:
     """Turn plain TOML data into `cls`, or raise one ConfigError that names every wrong key."""
     try:
         # JSON mode is the strict mode that still takes an array for a tuple and a string for a path.
-        return cls.model_validate_json(json.dumps(tree, default=str), strict=True)
+        return cls.model_validate_json(json.dumps(cls.completed(tree), default=str), strict=True)
     except ValidationError as failure:
         problems = [_explain(cls, problem) for problem in failure.errors()]
         shown = [f"{key}: {what}" if key else what for key, what, _ in problems[:5]]

@@ -31,6 +31,9 @@ from bloomery.core.log import say
 if sys.platform != "win32":
     import fcntl
 
+BEGUN = "begun.json"
+"""Which content of its inputs a stage that resumes began with: leftovers of another content are not gone on from."""
+
 Stats = Mapping[str, Any]
 """What a stage reports: JSON data, shown by `status` and in the report."""
 
@@ -50,6 +53,8 @@ class Stage:
     """`module:function` of config -> str, for what the stage reads from outside the run. It joins the fingerprint."""
     resumes: bool = False
     """Whether it goes on from what an attempt that died has left. Otherwise every attempt begins in an empty folder."""
+    guards: bool = False
+    """Whether it tells by itself that what was left belongs to other inputs. Otherwise such leftovers are removed."""
     hands_on: str = ""
     """
     The beginning of the names of what later stages are made from, as in "model/"; "" for all it leaves. Metrics and
@@ -148,9 +153,8 @@ def _run(plan: Plan) -> str:
     with files.disk_errors(plan.folder):
         plan.folder.mkdir(parents=True, exist_ok=True)
         (plan.folder / MANIFEST).unlink(missing_ok=True)  # of outputs that are damaged: it must not vouch for new ones
-        if not plan.stage.resumes:
-            _empty(plan.folder)
-    resumed = any(plan.folder.iterdir())
+        _keep_what_is_of_use(plan)
+    resumed = any(path.name != BEGUN for path in plan.folder.iterdir())
     say(
         f"▸ {plan.stage.name:<11} {'goes on' if resumed else 'runs'}{'' if resumed else '   '} {plan.folder.name}",
         "bold",
@@ -168,6 +172,18 @@ def _check_outside(plan: Plan) -> None:
     if plan.stage.outside(plan.config) != plan.outside:
         what = "what it reads from outside the run has changed since this run began"
         raise RunError(what, where=plan.stage.name, cure="Run the same command again, when nobody writes there.")
+
+
+def _keep_what_is_of_use(plan: Plan) -> None:
+    """Empty the folder, but for what an attempt with the same content of the same inputs has left to go on from."""
+    if plan.stage.resumes and plan.stage.guards:
+        return
+    begun = plan.folder / BEGUN
+    origin = {name: content_hash(folder) for name, folder in plan.inputs.items()}
+    if not plan.stage.resumes or not begun.is_file() or files.read_json(begun) != origin:
+        _empty(plan.folder)
+    if plan.stage.resumes and not begun.is_file():
+        files.write_json(begun, origin)
 
 
 def _empty(folder: Path) -> None:

@@ -6,7 +6,7 @@ place: kept, dropped with its reason, or named as a copy of another; documents i
 """
 
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -86,6 +86,55 @@ class Writer:
             self._flush()
 
 
+class PartWriter:
+    """
+    Writes documents into one parquet file, which appears at `path` only when the block ends without an error.
+
+    Used as a context manager, in which `write` and `write_batch` may be mixed. Without documents the file has none.
+    """
+
+    def __init__(self, path: Path, schema: pa.Schema = SCHEMA) -> None:
+        self.path, self.schema = path, schema
+        self.rows = 0
+        self._open: list[pa.RecordBatch] = []
+        self._open_rows = 0
+        self._stack = ExitStack()
+
+    def write(self, rows: Sequence[Row]) -> None:
+        """Documents as plain Python."""
+        if rows:
+            self.write_batch(pa.RecordBatch.from_pylist(list(rows), schema=self.schema))
+
+    def write_batch(self, batch: pa.RecordBatch) -> None:
+        """Documents with the columns of the schema, in any order."""
+        if not batch.num_rows:
+            return
+        self._open.append(batch.select(self.schema.names).cast(self.schema))
+        self._open_rows += batch.num_rows
+        self.rows += batch.num_rows
+        if self._open_rows >= ROWS_PER_BATCH:
+            self._flush()
+
+    def _flush(self) -> None:
+        # pieces of a fixed size, so that the file does not tell how it was handed in
+        table = pa.Table.from_batches(self._open, schema=self.schema)
+        whole = table.num_rows - table.num_rows % ROWS_PER_BATCH
+        self._file.write_table(table.slice(0, whole), row_group_size=ROWS_PER_BATCH)
+        self._open, self._open_rows = table.slice(whole).to_batches(), table.num_rows - whole
+
+    def __enter__(self) -> "PartWriter":
+        file = self._stack.enter_context(files.whole_file(self.path))
+        self._file = self._stack.enter_context(pq.ParquetWriter(file, self.schema, compression="zstd"))
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if kind is None and self._open_rows:
+            self._file.write_table(pa.Table.from_batches(self._open, schema=self.schema), row_group_size=ROWS_PER_BATCH)
+        self._stack.__exit__(kind, error, trace)
+
+
 def parts(folder: Path) -> list[Path]:
     """The parquet files of a folder of documents, in order. Raises DataError where there are none."""
     found = sorted(folder.glob("part-*.parquet"))
@@ -97,8 +146,19 @@ def parts(folder: Path) -> list[Path]:
 def batches(folder: Path, columns: Sequence[str] | None = None) -> Iterator[pa.RecordBatch]:
     """Documents as Arrow batches of about a thousand rows, in the order they were written."""
     for part in parts(folder):
-        with _whole(part), pq.ParquetFile(part) as file:
-            yield from file.iter_batches(batch_size=ROWS_PER_BATCH, columns=list(columns) if columns else None)
+        yield from part_batches(part, columns)
+
+
+def part_batches(part: Path, columns: Sequence[str] | None = None) -> Iterator[pa.RecordBatch]:
+    """The documents of one file, as `batches` gives them."""
+    with _whole(part), pq.ParquetFile(part) as file:
+        yield from file.iter_batches(batch_size=ROWS_PER_BATCH, columns=list(columns) if columns else None)
+
+
+def part_rows(part: Path, columns: Sequence[str] | None = None) -> Iterator[Row]:
+    """The documents of one file, as `read` gives them."""
+    for batch in part_batches(part, columns):
+        yield from batch.to_pylist()
 
 
 def read(folder: Path, columns: Sequence[str] | None = None) -> Iterator[Row]:

@@ -6,6 +6,7 @@ from typing import Annotated, Literal
 from pydantic import Field, model_validator
 
 from bloomery.core.config import VOLATILE, Config, Count, Positive, Share
+from bloomery.data.engine import Parallel
 from bloomery.data.holdout import LARGEST_SHARE
 from bloomery.data.rules import Rule
 from bloomery.data.sources import Source
@@ -14,7 +15,7 @@ from bloomery.model.config import ModelConfig
 from bloomery.train.config import AdamW, Muon, Schedule, Training
 
 
-class Fetch(Config):
+class Fetch(Parallel):
     sources: tuple[Annotated[Source, Field(discriminator="kind")], ...] = ()
 
     @model_validator(mode="after")
@@ -60,7 +61,7 @@ class MinScore(Config):
     min_score: Share
 
 
-class Filter(Config):
+class Filter(Parallel):
     rules: tuple[Annotated[Rule, Field(discriminator="kind")], ...] = ()
     """Applied in this order; the first that a document breaks is its reason."""
     min_score: Share = 0.0
@@ -79,7 +80,7 @@ def _no_domain_twice(key: str, domains: list[str]) -> None:
         raise ValueError(f"{key} names the domain {', '.join(map(repr, twice))} twice; leave one of the two")
 
 
-class Dedup(Config):
+class Dedup(Parallel):
     permutations: Positive = 112
     """Minima in a signature."""
     bands: Positive = 14
@@ -113,7 +114,7 @@ class Weight(Config):
     """How often a document of this domain is repeated at most."""
 
 
-class Shard(Config):
+class Shard(Parallel):
     weights: tuple[Weight, ...] = ()
     """Domains that are not named are left out; without any, all domains in their own proportion."""
     tokens: Positive | None = None

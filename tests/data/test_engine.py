@@ -1,0 +1,150 @@
+"""Parts: the same bytes from any number of workers, after any death, and names for what died."""
+
+import multiprocessing
+import os
+import random
+import re
+import signal
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from bloomery.core import files
+from bloomery.core.errors import DataError, RunError
+from bloomery.data.engine import Engine, Part, run_parts
+from tests.data.made_parts import Trouble, double
+
+PARTS = [Part(f"part-{number:05d}", number, num_bytes=number) for number in range(9)]
+ONE, THREE = Engine(workers=1), Engine(workers=3)
+
+
+def run(out: Path, engine: Engine = ONE, config: Trouble | None = None) -> list[int]:
+    return [record["number"] for record in run_parts(engine, double, config or Trouble(), PARTS, out, what="double")]
+
+
+def content(out: Path) -> dict[str, str]:
+    return {name: facts["sha256"] for name, facts in files.listing(out).items()}
+
+
+@pytest.fixture(scope="module")
+def expected(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    out = tmp_path_factory.mktemp("expected")
+    assert run(out) == list(range(9))
+    found = content(out)
+    assert len(found) == 3 * len(PARTS)
+    return found
+
+
+def test_workers_leave_what_one_process_leaves(tmp_path: Path, expected: dict[str, str]) -> None:
+    assert run(tmp_path, THREE) == list(range(9))
+    assert content(tmp_path) == expected
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")  # of the cluster's own
+def test_a_cluster_leaves_what_one_process_leaves(tmp_path: Path, expected: dict[str, str]) -> None:
+    pytest.importorskip("ray", reason="the extra `ray` is not installed")
+    cluster = Engine(kind="ray", workers=2)
+    assert run(tmp_path / "a", cluster) == list(range(9))
+    assert content(tmp_path / "a") == expected
+    with pytest.raises(DataError, match="row of part-00004") as caught:
+        run(tmp_path / "b", cluster, Trouble(part="part-00004", what="data"))
+    assert caught.value.cure == "Mend it."
+    assert run(tmp_path / "b", ONE) == list(range(9))
+    assert content(tmp_path / "b") == expected
+
+
+def test_what_is_done_is_not_done_again(tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    for engine in (ONE, THREE):
+        run(tmp_path / "out", engine, Trouble(log=log))
+    assert len(log.read_text().splitlines()) == len(PARTS)
+
+
+def test_a_part_whose_file_is_gone_or_short_is_done_again_and_no_other(
+    tmp_path: Path, expected: dict[str, str]
+) -> None:
+    log, out = tmp_path / "log", tmp_path / "out"
+    run(out)
+    (out / "doubled" / "part-00003.txt").unlink()
+    (out / "squared" / "part-00008.txt").write_text("")
+    run(out, ONE, Trouble(log=log))
+    assert [line.split()[0] for line in log.read_text().splitlines()] == ["part-00003", "part-00008"]
+    assert content(out) == expected
+
+
+@pytest.mark.parametrize(("what", "said"), [("killed", "killed by signal 9"), ("left", "ended with code 3")])
+def test_a_worker_that_dies_names_its_part_and_the_rest_goes_on_next_time(
+    tmp_path: Path, expected: dict[str, str], what: str, said: str
+) -> None:
+    with pytest.raises(RunError, match=f"part-00004 .*{said}"):
+        run(tmp_path, THREE, Trouble(part="part-00004", what=what))
+    assert run(tmp_path, THREE) == list(range(9))
+    assert content(tmp_path) == expected
+
+
+@pytest.mark.parametrize("engine", [ONE, THREE], ids=["here", "workers"])
+def test_an_error_of_the_data_comes_out_as_it_is(tmp_path: Path, engine: Engine) -> None:
+    with pytest.raises(DataError, match="is no good") as caught:
+        run(tmp_path, engine, Trouble(part="part-00002", what="data"))
+    assert (caught.value.where, caught.value.cure) == ("row of part-00002", "Mend it.")
+
+
+def test_a_fault_in_a_worker_comes_out_with_its_part_and_on_stderr_with_its_lines(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(RuntimeError, match="part-00002: "):
+        run(tmp_path, THREE, Trouble(part="part-00002", what="fault"))
+    assert re.search(r"made_parts\.py(.|\n)*ZeroDivisionError: a fault", capfd.readouterr().err)
+
+
+def test_an_address_needs_a_cluster() -> None:
+    with pytest.raises(ValueError, match="is of a Ray cluster"):
+        Engine(address="auto")
+
+
+def work_slowly(out: Path, log: Path) -> None:
+    run(out, Engine(workers=2), Trouble(log=log, seconds=0.03))
+
+
+def test_killed_at_any_moment_the_next_run_leaves_the_same_and_no_worker_outlives_its_parent(
+    tmp_path: Path, expected: dict[str, str]
+) -> None:
+    log, moments = tmp_path / "log", random.Random(0)
+    for _ in range(4):
+        parent = multiprocessing.get_context("spawn").Process(target=work_slowly, args=(tmp_path / "out", log))
+        parent.start()
+        before = len(_lines(log))
+        while len(_lines(log)) == before and parent.is_alive():
+            time.sleep(0.01)
+        time.sleep(moments.uniform(0, 0.05))
+        assert parent.pid is not None
+        os.kill(parent.pid, signal.SIGKILL)
+        parent.join()
+        for worker in {int(line.split()[1]) for line in _lines(log)}:
+            assert _ends(worker), worker
+    run(tmp_path / "out", THREE)
+    assert content(tmp_path / "out") == expected
+
+
+def _lines(log: Path) -> list[str]:
+    return log.read_text().splitlines() if log.exists() else []
+
+
+def _ends(pid: int) -> bool:
+    deadline = time.monotonic() + 5
+    while time.monotonic() < deadline:
+        if not any(_running(pid)):
+            return True
+        time.sleep(0.02)
+    return False
+
+
+def _running(pid: int) -> Iterator[bool]:
+    """Whether there is such a process that is no zombie."""
+    try:
+        yield "State:\tZ" not in Path(f"/proc/{pid}/status").read_text()
+    except (FileNotFoundError, ProcessLookupError):
+        return
