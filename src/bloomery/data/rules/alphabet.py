@@ -82,12 +82,12 @@ def of_text(data: bytes) -> tuple[Bits, Positions, NDArray[np.uint32]]:
     """
     bits: Bits = np.frombuffer(bytearray(data.translate(_of_every_byte())), np.uint8)
     raw = np.frombuffer(data, np.uint8)
-    leads = np.flatnonzero(raw >= 0xC0)
+    leads: Positions = np.flatnonzero(raw >= 0xC0)
     if not len(leads):
         return bits, leads, np.zeros(0, np.uint32)
     first = raw[leads].astype(np.uint32)
     second = raw[leads + 1].astype(np.uint32) & 0x3F
-    code_points = (first & 0x1F) << np.uint32(6) | second
+    code_points = np.asarray((first & 0x1F) << np.uint32(6) | second, np.uint32)
     for more, place in ((first >= 0xE0, 2), (first >= 0xF0, 3)):
         longer = np.flatnonzero(more)
         following = raw[leads[longer] + place].astype(np.uint32) & 0x3F

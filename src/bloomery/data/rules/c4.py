@@ -59,7 +59,7 @@ class C4(Common):
 
     def _bad_words(self, facts: Facts, live: Flags) -> Positions:
         entries, found = wordlist(self.bad_words, self.bad_words_path), np.zeros(len(facts), np.int64)
-        for place in np.flatnonzero(live):
+        for place in np.flatnonzero(live).tolist():
             found[place] = len(entries.found(facts.texts[place]))
         return found
 
@@ -81,7 +81,7 @@ class _Lines:
         for phrase in POLICY:
             kept &= ~self._with(phrase.encode())
         self.sentences = np.where(kept, self._sentences(), 0)
-        for number in np.flatnonzero(self.written & self._holding(self._citations())):
+        for number in np.flatnonzero(self.written & self._holding(self._citations())).tolist():
             self._look_again(number)
 
     def first_in_each(self, lines: Flags) -> Positions:
@@ -122,7 +122,9 @@ class _Lines:
         """How many sentences end in each line; its own end counts, whatever it is."""
         ended = _sentence_ends(self.facts)
         before = np.append(0, np.cumsum(ended))
-        return before[self.after] - before[self.first] + (self.written & ~ended[np.maximum(self.after - 1, 0)])
+        found = np.asarray(before[self.after] - before[self.first])
+        found[self.written] += ~ended[self.after[self.written] - 1]
+        return found
 
     def _citations(self) -> Positions:
         """Opening brackets that may begin a citation mark."""
@@ -130,7 +132,7 @@ class _Lines:
         follows = np.frombuffer(b"0123456789]ec", np.uint8)
         return brackets[np.isin(self.facts.raw[brackets + 1], follows)]
 
-    def _look_again(self, number: np.int64) -> None:
+    def _look_again(self, number: int) -> None:
         """Judge a line without its citation marks."""
         line = self.facts.data[self.spans.starts[number] : self.spans.ends[number]].decode().strip()
         words, cited = line.split(), CITATION.sub("", line)

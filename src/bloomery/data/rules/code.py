@@ -20,7 +20,10 @@ HTML = frozenset({".html", ".htm", ".xhtml"})
 DATA = frozenset({".json", ".yaml", ".yml"})
 HASHES = frozenset({".py", ".pyi", ".rb", ".sh", ".pl", ".r", ".jl"})
 SLASHES = frozenset(
-    {*(".c", ".h", ".cc", ".cpp", ".hpp", ".cs", ".go", ".java", ".js", ".jsx"), *(".ts", ".tsx", ".rs", ".kt", ".swift")}
+    {
+        *(".c", ".h", ".cc", ".cpp", ".hpp", ".cs", ".go", ".java", ".js", ".jsx"),
+        *(".ts", ".tsx", ".rs", ".kt", ".swift"),
+    }
 )
 
 
@@ -92,7 +95,7 @@ class Code(Common):
             return
         share = np.zeros(len(facts))
         spoken = np.array([suffix in HASHES or suffix in SLASHES for suffix in suffixes])
-        for place in np.flatnonzero(live & spoken):
+        for place in np.flatnonzero(live & spoken).tolist():
             share[place] = comment_share(facts.texts[place], hashes=suffixes[place] in HASHES)
         yield Finding("code.few_comments", np.asarray(spoken & (share < self.min_comments)), share)
         yield Finding("code.many_comments", np.asarray(spoken & (share > self.max_comments)), share)
@@ -101,7 +104,7 @@ class Code(Common):
 def _asked(facts: Facts, asked: Flags, question: Callable[[str], int]) -> Values:
     """What a question about one text answers for each document that it is asked of; -1 for the others."""
     found = np.full(len(facts), -1.0)
-    for place in np.flatnonzero(asked):
+    for place in np.flatnonzero(asked).tolist():
         found[place] = question(facts.texts[place])
     return found
 
@@ -130,17 +133,17 @@ def _begins_html(text: str) -> bool:
 def visible_characters(text: str) -> int:
     """Characters of an HTML page that a reader sees: what is no tag, no script and no style; blanks count once."""
     for name in ("script", "style"):
-        text = _without(text, f"<{name}", f"</{name}")
+        text = _without(text, f"<{name}", f"</{name}", leave="<")  # and the end tag's > makes an empty tag of it
     return len(" ".join(TAG.sub(" ", _without(text, "<!--", "-->")).split()))
 
 
-def _without(text: str, opens: str, closes: str) -> str:
-    """A text without what stands between two marks; up to its end, where the second is missing."""
+def _without(text: str, opens: str, closes: str, *, leave: str = "") -> str:
+    """A text with `leave` for what stands between two marks, and for them; up to its end, where the second is missing."""
     lowered, kept, spot = text.lower(), [], 0
     if len(lowered) != len(text):  # a letter that becomes two, such as İ
         lowered = text
     while (found := lowered.find(opens, spot)) >= 0:
-        kept.append(text[spot:found])
+        kept += [text[spot:found], leave]
         end = lowered.find(closes, found + len(opens))
         spot = end + len(closes) if end >= 0 else len(text)
     return "".join([*kept, text[spot:]])

@@ -95,7 +95,7 @@ class Facts:
         if character.isascii():
             return np.flatnonzero(self.raw == ord(character))
         _, leads, code_points = self._read
-        return leads[code_points == ord(character)]
+        return np.asarray(leads[code_points == ord(character)])
 
     @cached_property
     def lowered(self) -> bytes:
@@ -137,7 +137,7 @@ class Facts:
         if not len(doubtful):
             return doubtful
         edges = np.column_stack((starts[doubtful], ends[doubtful])).ravel()
-        return doubtful[np.bitwise_or.reduceat(self.bits, edges)[::2] & bit == 0]
+        return np.asarray(doubtful[np.bitwise_or.reduceat(self.bits, edges)[::2] & bit == 0])
 
     def each_word(self, words: Positions) -> Positions:
         """How many of the words, given by ascending number, belong to each document."""

@@ -21,7 +21,7 @@ class Gopher(Common):
     Quality rules for prose. Source: Rae et al. 2021, Scaling Language Models, A1.1 (arXiv 2112.11446).
 
     What the paper leaves open is done as the field's reference code does it: a word of nothing but marks counts neither
-    for the number of words nor for their mean length; blank lines are lines; a bullet is • or -; case tells words apart.
+    for the number of words nor for their mean length; blank lines are lines; a bullet is • or -; case counts.
     """
 
     kind: Literal["gopher"] = "gopher"
@@ -60,7 +60,7 @@ class Gopher(Common):
 
     def _stop_words(self, facts: Facts, live: Flags) -> Positions:
         wanted, found = frozenset(self.stop_words), np.zeros(len(facts), np.int64)
-        for place in np.flatnonzero(live):
+        for place in np.flatnonzero(live).tolist():
             text = facts.texts[place]
             opening = text[:OPENING_CHARACTERS].split()[:-1]  # the last of them may be cut
             found[place] = len(wanted.intersection(opening))

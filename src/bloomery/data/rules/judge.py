@@ -1,4 +1,4 @@
-"""What a list of rules says of documents: the first that one breaks, with the value it saw, and the text that is kept."""
+"""What a list of rules says of documents: the first that each breaks, what that saw, and the text that is kept."""
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -76,7 +76,7 @@ def _judge_chunk(rules: Sequence[Common], documents: Documents, span: slice, ver
         if not asked.any() or not isinstance(rule, Drops):
             continue
         for finding in rule.findings(facts, asked):
-            for place in np.flatnonzero(asked & finding.broken):
+            for place in np.flatnonzero(asked & finding.broken).tolist():
                 reasons[place], values[place] = finding.reason, float(finding.values[place])
             live &= ~(asked & finding.broken)
             asked &= ~finding.broken

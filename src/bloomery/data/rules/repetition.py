@@ -8,7 +8,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from bloomery.core.config import Positive, Share
-from bloomery.data.rules import alphabet
 from bloomery.data.rules.alphabet import Positions
 from bloomery.data.rules.facts import NEWLINE, Facts, Flags, Spans, Values, shares, sums
 from bloomery.data.rules.verdict import Common, Finding, above
@@ -217,7 +216,7 @@ def _duplicates(facts: Facts, repeats: Repeats, live: Flags, most: float) -> Val
     """
     found = np.zeros(len(facts))
     covered = _covered_bytes(facts, repeats)
-    for place in np.flatnonzero(live & (covered > most * facts.sizes)):
+    for place in np.flatnonzero(live & (covered > most * facts.sizes)).tolist():
         low, high = np.searchsorted(repeats.documents, (place, place + 1))
         span = slice(facts.words.first[place], facts.words.last[place])
         sizes = facts.characters(facts.words.starts[span], facts.words.ends[span])

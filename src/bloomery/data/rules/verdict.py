@@ -41,12 +41,12 @@ class Drops(Protocol):
         ...
 
 
-def above(reason: str, values: NDArray[np.float64] | NDArray[np.int64], most: float) -> Finding:
+def above(reason: str, values: NDArray[np.float64] | NDArray[np.int64], most: float | int) -> Finding:
     """Drops what is over a limit."""
     return Finding(reason, np.asarray(values > most), values.astype(np.float64))
 
 
-def below(reason: str, values: NDArray[np.float64] | NDArray[np.int64], least: float) -> Finding:
+def below(reason: str, values: NDArray[np.float64] | NDArray[np.int64], least: float | int) -> Finding:
     """Drops what is under a limit."""
     return Finding(reason, np.asarray(values < least), values.astype(np.float64))
 
@@ -56,5 +56,5 @@ class Masks(Protocol):
     """A rule that replaces parts of a text."""
 
     def masked(self, facts: Facts, asked: Flags) -> dict[int, tuple[str, Counter[str]]]:
-        """For each document of those asked whose text changes: the new text, and how many of each kind were replaced."""
+        """For each document of those asked whose text changes: the new text, and how many of each kind were in it."""
         ...
