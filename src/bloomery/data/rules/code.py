@@ -138,14 +138,17 @@ def visible_characters(text: str) -> int:
 
 
 def _without(text: str, opens: str, closes: str, *, leave: str = "") -> str:
-    """A text with `leave` for what stands between two marks, and for them; up to its end, where the second is missing."""
+    """A text with `leave` for what stands between two marks, and for them. Without the second, it ends at the first."""
     lowered, kept, spot = text.lower(), [], 0
     if len(lowered) != len(text):  # a letter that becomes two, such as İ
         lowered = text
     while (found := lowered.find(opens, spot)) >= 0:
-        kept += [text[spot:found], leave]
+        kept.append(text[spot:found])
         end = lowered.find(closes, found + len(opens))
-        spot = end + len(closes) if end >= 0 else len(text)
+        if end < 0:
+            return "".join(kept)
+        kept.append(leave)
+        spot = end + len(closes)
     return "".join([*kept, text[spot:]])
 
 
