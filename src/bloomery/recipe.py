@@ -78,7 +78,7 @@ STAGES = (
     Stage(name="filter", run="bloomery.stages.filter:run", after=("fetch", "classify")),
     Stage(name="dedup", run="bloomery.stages.dedup:run", after=("filter",)),
     Stage(name="tokenizer", run="bloomery.stages.tokenizer:run", after=("dedup",)),
-    Stage(name="shard", run="bloomery.stages.shard:run", after=("dedup", "tokenizer")),
+    Stage(name="shard", run="bloomery.stages.shard:run", after=("dedup", "tokenizer"), version=2, resumes=True),
     Stage(
         name="pretrain",
         run="bloomery.stages.pretrain:run",
