@@ -22,6 +22,7 @@ from bloomery.data import document
 from bloomery.data.engine import Part
 from bloomery.data.holdout import is_held_out
 from bloomery.shards import shuffle
+from bloomery.tokenizer.quick import Encoder
 from bloomery.tokenizer.tokenizer import Tokenizer
 
 TRAIN, ANNEAL, VAL = "train", "anneal", "val"
@@ -50,8 +51,10 @@ class Segment(NamedTuple):
 
 
 @lru_cache(maxsize=1)
-def _tokenizer(folder: Path) -> Tokenizer:
-    return Tokenizer.load(folder)
+def _loaded(folder: Path) -> tuple[Tokenizer, Encoder]:
+    """Once for all the parts of a process: the encoder is checked before its first text."""
+    tokenizer = Tokenizer.load(folder)
+    return tokenizer, Encoder(tokenizer)
 
 
 def encode_part(config: Encoding, part: Part, out: Path) -> dict[str, Any]:
@@ -61,8 +64,8 @@ def encode_part(config: Encoding, part: Part, out: Path) -> dict[str, Any]:
     """
     runs: list[dict[str, Any]] = []
     names: list[str] = []
-    tokenizer = _tokenizer(config.tokenizer)
-    run = _Run(config, tokenizer)
+    tokenizer, encoder = _loaded(config.tokenizer)
+    run = _Run(config, tokenizer, encoder)
 
     def flush() -> None:
         name = f"work/{part.name}-{sum(map(_documents, runs))}-{len(run)}"  # another budget makes other names
@@ -77,10 +80,10 @@ def encode_part(config: Encoding, part: Part, out: Path) -> dict[str, Any]:
             run.add(batch.column("id").to_pylist(), batch.column("domain").to_pylist(), texts, marks)
             if run.bytes >= config.run_bytes:
                 flush()
-                run = _Run(config, tokenizer)
+                run = _Run(config, tokenizer, encoder)
         if run.bytes or not runs:
             flush()
-    return {"files": [*names, f"work/{part.name}.parquet"], "runs": runs}
+    return {"files": [*names, f"work/{part.name}.parquet"], "runs": runs, "encoder": encoder.name}
 
 
 def _documents(run: dict[str, Any]) -> int:
@@ -103,8 +106,8 @@ def _pieces(path: Path) -> Iterator[pa.RecordBatch]:
 class _Run:
     """Documents that wait to be written."""
 
-    def __init__(self, config: Encoding, tokenizer: Tokenizer) -> None:
-        self.config, self.tokenizer = config, tokenizer
+    def __init__(self, config: Encoding, tokenizer: Tokenizer, encoder: Encoder) -> None:
+        self.config, self.document_id, self.encoder = config, tokenizer.document_id, encoder
         self.bytes = 0
         self._kind = np.uint16 if tokenizer.vocab_size <= 2**16 else np.uint32
         self._tokens: list[NDArray[Any]] = []
@@ -115,14 +118,14 @@ class _Run:
         return len(self._groups)
 
     def add(self, ids: list[str], domains: list[str], texts: list[str], held_out: list[bool]) -> None:
-        coded = self.tokenizer.encode_batch(texts)
+        coded = self.encoder.encode_batch(texts)
         index = np.empty(len(ids), dtype=shuffle.INDEX)
         index["id"], index["tie"] = shuffle.hashed(ids)
         index["tokens"] = [len(one) + 1 for one in coded]
         tokens = np.empty(int(index["tokens"].sum()), dtype=self._kind)
         place = 0
         for one in coded:
-            tokens[place] = self.tokenizer.document_id
+            tokens[place] = self.document_id
             tokens[place + 1 : place + 1 + len(one)] = one
             place += 1 + len(one)
         self._tokens.append(tokens)

@@ -147,8 +147,12 @@ class Course:
         parts = [(self.main, numbers[~others]), (self.last, numbers[others] - self.num_samples)]
         found = [samples.batch(some) for samples, some in parts]
         places = np.argsort(np.concatenate([np.flatnonzero(~others), np.flatnonzero(others)]))
-        names = ("ids", "targets", "positions", "segments")
-        return Batch(*(np.concatenate([getattr(batch, name) for batch in found])[places] for name in names), numbers)
+
+        def joined(name: str) -> NDArray[np.int64]:
+            together: NDArray[np.int64] = np.concatenate([getattr(batch, name) for batch in found])[places]
+            return together
+
+        return Batch(joined("ids"), joined("targets"), joined("positions"), joined("segments"), numbers)
 
 
 def batches(samples: Samples | Course, *, first: int, size: int, seed: int) -> Generator[Batch]:

@@ -102,7 +102,8 @@ def run(config: Shard, inputs: Mapping[str, Path], out: Path) -> dict[str, Any]:
     run_parts(config.engine, gather_held_out, gathering, parts, out, what="held-out")
     for folder in ("work", RECORDS):  # the shards are there: what made them is not wanted any more
         shutil.rmtree(out / folder)
-    return stats(streams, totals, train, tokenizer)
+    encoders = sorted({record["encoder"] for record in records})
+    return stats(streams, totals, train, tokenizer) | {"encoder": " and ".join(encoders)}
 
 
 def sizes(runs: Sequence[Run], *, held_out: bool) -> dict[str, int]:
