@@ -5,8 +5,8 @@ from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 
+from bloomery.data.facts.alphabet import MARKS, TERMINALS
 from bloomery.data.rules import C4, Code, FineWeb, Gopher, Length, Repetition
-from bloomery.data.rules.alphabet import MARKS, TERMINALS
 from bloomery.data.rules.c4 import POLICY
 from bloomery.data.rules.code import GENERATED
 

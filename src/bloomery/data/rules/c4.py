@@ -8,10 +8,10 @@ from typing import Literal
 import numpy as np
 
 from bloomery.core.config import Count, Positive, Share
-from bloomery.data.rules.alphabet import Positions
-from bloomery.data.rules.facts import Facts, Flags, shares, sums
-from bloomery.data.rules.verdict import Common, Finding, above, below
-from bloomery.data.rules.wordlist import wordlist
+from bloomery.data.facts.alphabet import Positions
+from bloomery.data.facts.batch import Facts, Flags, shares, sums
+from bloomery.data.facts.verdict import Common, Finding, above, below
+from bloomery.data.facts.wordlist import wordlist
 
 LINE_ENDS = (".", "?", "!", '"', "'")
 SENTENCE_END = re.compile(r"[.?!][\"'”’)\]]{0,4}$")

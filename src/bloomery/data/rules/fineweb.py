@@ -6,9 +6,9 @@ from typing import Literal
 import numpy as np
 
 from bloomery.core.config import Positive, Share
-from bloomery.data.rules import alphabet
-from bloomery.data.rules.facts import Facts, Flags, shares, sums
-from bloomery.data.rules.verdict import Common, Finding, above, below
+from bloomery.data.facts import alphabet
+from bloomery.data.facts.batch import Facts, Flags, shares, sums
+from bloomery.data.facts.verdict import Common, Finding, above, below
 
 
 class FineWeb(Common):

@@ -6,10 +6,10 @@ from typing import Literal
 import numpy as np
 
 from bloomery.core.config import Count, Positive, Share
-from bloomery.data.rules import alphabet
-from bloomery.data.rules.alphabet import Positions
-from bloomery.data.rules.facts import Facts, Flags, Spans, Values, shares
-from bloomery.data.rules.verdict import Common, Finding, above, below
+from bloomery.data.facts import alphabet
+from bloomery.data.facts.alphabet import Positions
+from bloomery.data.facts.batch import Facts, Flags, Spans, Values, shares
+from bloomery.data.facts.verdict import Common, Finding, above, below
 
 STOP_WORDS = ("the", "be", "to", "of", "and", "that", "have", "with")
 OPENING_CHARACTERS = 400

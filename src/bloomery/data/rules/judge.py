@@ -6,8 +6,8 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from bloomery.data.rules.facts import Facts, Flags
-from bloomery.data.rules.verdict import Common, Drops, Masks
+from bloomery.data.facts.batch import Facts, Flags
+from bloomery.data.facts.verdict import Common, Drops, Masks
 
 CHUNK_BYTES = 2**20
 """Text that is looked at together: what is found of it fits into a processor's cache."""

@@ -4,8 +4,8 @@ from collections.abc import Iterator
 from typing import Literal
 
 from bloomery.core.config import Count, Positive
-from bloomery.data.rules.facts import Facts, Flags
-from bloomery.data.rules.verdict import Common, Finding, above, below
+from bloomery.data.facts.batch import Facts, Flags
+from bloomery.data.facts.verdict import Common, Finding, above, below
 
 
 class Length(Common):

@@ -8,9 +8,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from bloomery.core.config import Positive, Share
-from bloomery.data.rules.alphabet import Positions
-from bloomery.data.rules.facts import NEWLINE, Facts, Flags, Spans, Values, shares, sums
-from bloomery.data.rules.verdict import Common, Finding, above
+from bloomery.data.facts.alphabet import Positions
+from bloomery.data.facts.batch import NEWLINE, Facts, Flags, Spans, Values, shares, sums
+from bloomery.data.facts.verdict import Common, Finding, above
 
 Hashes = NDArray[np.uint64]
 

@@ -8,8 +8,8 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
-from bloomery.data.rules import alphabet
-from bloomery.data.rules.alphabet import Bits, Positions
+from bloomery.data.facts import alphabet
+from bloomery.data.facts.alphabet import Bits, Positions
 
 Flags = NDArray[np.bool_]
 Values = NDArray[np.float64]

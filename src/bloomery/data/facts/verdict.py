@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from bloomery.core.config import Config
-from bloomery.data.rules.facts import Facts, Flags, Values
+from bloomery.data.facts.batch import Facts, Flags, Values
 
 
 class Common(Config):
