@@ -97,13 +97,7 @@ def corpus() -> dict[str, Any]:
             **{"documents": 13_354, "bytes": 61_204_112, "rejected": 12, "reasons": {"not_utf8": 8, "binary": 4}},
             "by_domain": {domain: {"documents": n, "bytes": n * 4583} for domain, n in sizes.items()},
         },
-        "classify": {
-            **{"examples": 4000, "held_out": 402},
-            **{"auc": 0.98712, "precision": 0.9512, "recall": 0.9421, "brier": 0.0413},
-            "caught": {"broken": 1.0, "cut": 0.7234, "repeated": 0.9787, "shuffled": 0.9355, "spam": 1.0},
-            "telling_keep": ["return", "self .", "the", ") :", "\n \n", "in the", "import"],
-            "telling_drop": ["click", "buy", "Ã ©", "online ,", "deals", "! !", "best"],
-        },
+        "classify": {"classifiers": [judged("quality", "high"), judged("toxicity", "low")]},
         "filter": {
             **{"documents": 13_354, "kept": 11_873, "dropped": 1481, "reasons": reasons},
             "by_domain": {domain: {"documents": n, "kept": n - 400, "dropped": 400} for domain, n in sizes.items()},
@@ -131,6 +125,25 @@ def corpus() -> dict[str, Any]:
                 "packing": 0.9879,
             },
         },
+    }
+
+
+def judged(name: str, keep: str) -> dict[str, Any]:
+    """The statistics of one classifier."""
+    return {
+        **{"name": name, "kind": "contrast", "keep": keep, "examples": 4000, "positives": 2000, "held_out": 402},
+        **{"auc": 0.98712, "precision": 0.9512, "recall": 0.9421, "brier": 0.0413, "threshold": 0.5},
+        **{"calibration_error": 0.0213, "strength": 10.0},
+        "bins": [
+            {"low": n / 10, "high": (n + 1) / 10, "texts": 40, "score": n / 10 + 0.05, "positive": n / 10 + 0.03}
+            for n in range(10)
+        ],
+        "cuts": [
+            {"threshold": n / 20, "precision": 0.5 + n / 50, "recall": 1 - n / 40, "reached": 0.5} for n in range(1, 20)
+        ],
+        "caught": {"broken": 1.0, "cut": 0.7234, "repeated": 0.9787, "shuffled": 0.9355, "spam": 1.0},
+        "telling_positive": ["return", "self .", "the", ") :", "\n \n", "in the", "import"],
+        "telling_negative": ["click", "buy", "Ã ©", "online ,", "deals", "! !", "best"],
     }
 
 

@@ -25,7 +25,7 @@ def run(config: Filter, inputs: Mapping[str, Path], out: Path) -> dict[str, Any]
 
     Raises DataError when nothing is kept.
     """
-    source, learned = inputs["fetch"] / "documents", classifier.load(inputs["classify"])
+    source, learned = inputs["fetch"] / "documents", classifier.load(inputs["classify"] / "quality")
     limits = {limit.domain: limit.min_score for limit in config.min_scores}
     reasons: Counter[str] = Counter()
     by_domain: dict[str, Counter[str]] = {}
