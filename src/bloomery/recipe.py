@@ -74,6 +74,7 @@ STAGES = (
         run="bloomery.stages.classify:run",
         digest="bloomery.stages.classify:digest",
         after=("fetch",),
+        version=2,
     ),
     Stage(name="filter", run="bloomery.stages.filter:run", after=("fetch", "classify")),
     Stage(name="dedup", run="bloomery.stages.dedup:run", after=("filter",)),
