@@ -192,6 +192,7 @@ def run(options: argparse.Namespace) -> int:
     from bloomery.core import run as runs
     from bloomery.core.log import say
     from bloomery.recipe import STAGES, Recipe
+    from bloomery.stages import card
 
     recipe = config.load(Recipe, options.recipe, options.settings)
     stage.check_names(STAGES, options.until, options.only)
@@ -200,6 +201,7 @@ def run(options: argparse.Namespace) -> int:
         plans = stage.lay_out(STAGES, recipe, root)
         runs.remember(root, recipe, plans)
         done = stage.execute(plans, until=options.until, only=options.only)
+        card.write(root)
     asked = f"stopped after {options.until}" if options.until else f"only {options.only}" if options.only else ""
     if asked and (left := [plan.stage.name for plan in plans if not plan.fresh]):
         stages = "1 stage" if len(left) == 1 else f"{len(left)} stages"
