@@ -9,18 +9,19 @@ the order of the hash of their names, so that what is taken is a sample of the w
 import dataclasses
 import hashlib
 import json
-import os
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Annotated, Any, Literal, get_args
+from typing import Annotated, Any, Literal
+from urllib.parse import unquote, urlsplit
 
-from pydantic import Field, model_validator
+from pydantic import Field, TypeAdapter, model_validator
 
 from bloomery.core import files
 from bloomery.core.config import VOLATILE, Positive
 from bloomery.core.errors import DataError
 from bloomery.data import cache, hosts, hub, reading, remote, web_files
 from bloomery.data.cache import Content
+from bloomery.data.hosts import RefusedError
 from bloomery.data.hub import Repository
 from bloomery.data.presets import PRESETS, PresetName
 from bloomery.data.reading import Columns, Item, Piece
@@ -112,12 +113,20 @@ class Preset(FromHub):
         if not isinstance(given, dict):
             return given
         preset = given.get("preset", given.get("name"))
-        if preset not in get_args(PresetName):
-            raise ValueError(f"there is no preset {preset!r}; presets: {', '.join(get_args(PresetName))}")
-        defaults = {"name": preset, "preset": preset, **PRESETS[preset]}
+        if not isinstance(preset, str) or preset not in PRESETS:
+            raise ValueError(f"there is no preset {preset!r}; presets: {', '.join(PRESETS)}")
+        defaults = {"name": preset, "preset": preset, "invalid": "skip", **PRESETS[preset]}
         if given.get("config") is not None:
             defaults.pop("files", None)
-        return defaults | given
+        return {key: _parsed(cls, key, value) for key, value in {**defaults, **given}.items()}
+
+
+def _parsed(cls: type[Preset], key: str, value: Any) -> Any:
+    """An array or table as what its field makes of it: behind a validator, strict fields take no JSON any more."""
+    if key not in cls.model_fields or not isinstance(value, list | dict):
+        return value
+    annotation: Any = cls.model_fields[key].annotation
+    return TypeAdapter(annotation).validate_json(json.dumps(value), strict=True)
 
 
 Elsewhere = Hub | Address | Remote | Preset
@@ -135,13 +144,11 @@ def pieces(source: Elsewhere) -> list[Piece]:
 def items(source: Elsewhere, piece: Piece) -> Iterator[Item]:
     """The documents of one file, which is downloaded first, and what it rejects. Raises DataError and RunError."""
     for name, place in piece.members:
-        known = json.loads(place)
-        content = Content(*known.pop("content"))
-        if isinstance(source, Remote) and "addresses" not in known:
-            file = RemoteFile(content=content, **known)
-            path, url = remote.copied(file, attempts=source.attempts, offline=source.offline), file.address
+        if isinstance(source, Remote):
+            stored = TypeAdapter(RemoteFile).validate_json(place)
+            path, url = remote.copied(stored, attempts=source.attempts, offline=source.offline), stored.address
         else:
-            path, url = _downloaded(source, WebFile(content=content, **known))
+            path, url = _downloaded(source, TypeAdapter(WebFile).validate_json(place))
         yield from reading.items(source, path, name, form=source.format, url=url)
 
 
@@ -159,19 +166,69 @@ def digest(source: Elsewhere) -> str:
 
 
 def _repository(source: Elsewhere) -> Repository | None:
-    if isinstance(source, Address | Remote) or source.address is not None if isinstance(source, Preset) else False:
+    """The data set of the hub that a source reads, if it reads one."""
+    if not isinstance(source, FromHub) or (isinstance(source, Preset) and source.address is not None):
         return None
-    assert isinstance(source, FromHub)
-    return Repository(
-        source.dataset, source.revision, source.endpoint, source.mirrors, source.offline, source.attempts
-    )
+    return Repository(source.dataset, source.revision, source.endpoint, source.mirrors, source.offline, source.attempts)
 
 
 def _listing(source: Elsewhere) -> list[WebFile] | list[RemoteFile]:
-    if isinstance(source, Remote):
-        return _stored(source)
     if (repository := _repository(source)) is not None:
         assert isinstance(source, FromHub)
         return hub.listing(repository, source.files, config=source.config, split=source.split)
+    if isinstance(source, Remote):
+        return _in_store(source)
     assert isinstance(source, Address | Preset)
     return [_at_address(source)]
+
+
+def _in_store(source: Remote) -> list[RemoteFile]:
+    """What a store lists, and offline what it listed the last time."""
+    note = cache.root() / "listings" / f"{files.sha256_bytes(files.canonical(source.patterns))}.json"
+    if source.offline:
+        if (known := cache.known(note)) is None:
+            what = f"what is there is not in the cache {cache.root()}, and this is offline mode"
+            raise DataError(what, where=", ".join(source.patterns), cure="Run once without offline.")
+        return [RemoteFile(name, address, Content(*content), size) for name, address, content, size in known]
+    found = remote.listing(source.patterns, attempts=source.attempts)
+    cache.note(note, [[file.name, file.address, file.content, file.num_bytes] for file in found])
+    return found
+
+
+def _at_address(source: Address | Preset) -> WebFile:
+    address = source.address
+    assert address is not None
+    addresses, name = (address, *source.mirrors), unquote(urlsplit(address).path).rpartition("/")[2] or "file"
+    if source.sha256 is not None:
+        return WebFile(name, addresses, Content("sha256", source.sha256))
+    note = cache.root() / "addresses" / f"{files.sha256_bytes(address.encode())}.json"
+    known = cache.known(note)
+    if source.offline:
+        if known is None:
+            what = f"is not in the cache {cache.root()}, and this is offline mode"
+            raise DataError(what, where=hosts.shown(address), cure="Run once without offline.")
+    else:
+        try:
+            seen = web_files.version(address, attempts=source.attempts)
+        except RefusedError as error:
+            cure = error.cure or "See whether the address is right and the network works."
+            raise DataError(str(error), where=hosts.shown(address), cure=cure) from None
+        told, known = known, dataclasses.asdict(seen)
+        if told != known:
+            cache.note(note, known)
+    if known["sha256"] is not None:
+        return WebFile(name, addresses, Content("sha256", known["sha256"]), known["num_bytes"])
+    version = files.sha256_bytes(files.canonical([address, known["etag"], known["num_bytes"]]))
+    return WebFile(name, addresses, Content("etag", version), known["num_bytes"], known["etag"])
+
+
+def _downloaded(source: Elsewhere, file: WebFile) -> tuple[Path, str]:
+    """Where a file is now, and the address that its documents are said to come from: the same from any mirror."""
+    repository = _repository(source)
+    offline = source.offline or (repository is not None and repository.cut_off)
+    token = hub.token() if repository is not None and not offline else None
+    path = web_files.download(file, attempts=source.attempts, token=token, offline=offline)
+    if repository is None:
+        return path, hosts.shown(file.addresses[0])
+    commit = file.addresses[0].partition("/resolve/")[2].partition("/")[0]
+    return path, f"hf://datasets/{repository.dataset}@{commit}/{file.name}"

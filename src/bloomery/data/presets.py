@@ -25,7 +25,7 @@ def _characters(at_least: int, at_most: int | None = None) -> dict[str, Any]:
     return {"kind": "characters", "at_least": at_least, **({"at_most": at_most} if at_most else {})}
 
 
-PRESETS: dict[PresetName, dict[str, Any]] = {
+PRESETS: dict[str, dict[str, Any]] = {
     "fineweb-edu": {
         "dataset": "HuggingFaceFW/fineweb-edu",
         "files": ["sample/10BT/*.parquet"],

@@ -1,5 +1,5 @@
 """
-Where documents come from: folders, tables, crawls, the standard library of the running Python, a generator of ours.
+Where documents come from: folders, tables, crawls, the hub and the web, Python's own library, a generator of ours.
 
 A source lists its pieces, and gives the documents of each, whole, in an order that depends on nothing but their names
 and the config. What cannot become a document comes out too, as `Rejected`, so that nothing is lost without a trace.
@@ -14,7 +14,8 @@ from typing import Literal
 from bloomery.core import files
 from bloomery.core.config import Count, Positive
 from bloomery.core.errors import DataError
-from bloomery.data import library, reading, rows, worlds
+from bloomery.data import elsewhere, library, reading, rows, worlds
+from bloomery.data.elsewhere import Address, Elsewhere, Hub, Preset, Remote
 from bloomery.data.reading import Columns, Common, Item, Piece, Reading, Rejected
 from bloomery.data.unpack import Problem, unreadable
 
@@ -88,7 +89,7 @@ class Worlds(Common):
 
 
 Files = Folder | Jsonl | Parquet | Csv | Warc
-Source = Files | StandardLibrary | Worlds
+Source = Files | StandardLibrary | Worlds | Hub | Address | Remote | Preset
 
 
 def pieces(source: Source) -> list[Piece]:
@@ -97,6 +98,8 @@ def pieces(source: Source) -> list[Piece]:
 
     Raises DataError where there is nothing.
     """
+    if isinstance(source, Elsewhere):
+        return elsewhere.pieces(source)
     if isinstance(source, Worlds):
         starts = range(0, source.count, WORLDS_PER_PIECE)
         return [Piece(f"{start:06d}", ((f"{start:06d}", ""),), 400 * WORLDS_PER_PIECE) for start in starts]
@@ -113,6 +116,8 @@ def items(source: Source, piece: Piece) -> Iterator[Item]:
 
     Raises DataError for broken input, with file, place and cure, unless the source says `invalid = "skip"`.
     """
+    if isinstance(source, Elsewhere):
+        return elsewhere.items(source, piece)
     if isinstance(source, Worlds):
         return _worlds(source, int(piece.name))
     if isinstance(source, StandardLibrary):
@@ -134,6 +139,8 @@ def limited(source: Common, found: Iterable[Item], documents: int | None, num_by
             if documents_left < 0 or bytes_left < 0:
                 return
         yield item
+        if documents_left == 0 or bytes_left == 0:  # without asking for the next item, whose file may be far away
+            return
 
 
 def read(source: Source) -> Iterator[Item]:
@@ -143,7 +150,9 @@ def read(source: Source) -> Iterator[Item]:
 
 
 def digest(source: Source) -> str:
-    """A hash of all that `read` could see outside the config: names, sizes and contents of its files."""
+    """A hash of all that `read` could see outside the config: names, sizes and contents of its files, or their pins."""
+    if isinstance(source, Elsewhere):
+        return elsewhere.digest(source)
     if isinstance(source, Worlds):
         return ""
     if isinstance(source, StandardLibrary):
