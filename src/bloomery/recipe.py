@@ -68,7 +68,13 @@ PARALLEL = tuple(
 """Sections of the stages that work on parts."""
 
 STAGES = (
-    Stage(name="fetch", run="bloomery.stages.fetch:run", digest="bloomery.stages.fetch:digest"),
+    Stage(
+        name="fetch",
+        run="bloomery.stages.fetch:run",
+        digest="bloomery.stages.fetch:digest",
+        version=2,
+        resumes=True,
+    ),
     Stage(
         name="classify",
         run="bloomery.stages.classify:run",

@@ -60,6 +60,7 @@ PRESETS: dict[str, dict[str, Any]] = {
         "best": {"field": "answers", "by": "pm_score"},
         "template": "Question: {question}\n\nAnswer: {answers.text}",
         "markup": "html",
+        "main_content": False,
         "accept": [{"kind": "field", "field": "answers.pm_score", "at_least": 1.0}, _characters(100)],
         "max_bytes": 4_000_000_000,
     },

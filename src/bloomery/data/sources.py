@@ -7,6 +7,7 @@ and the config. What cannot become a document comes out too, as `Rejected`, so t
 
 import glob
 import hashlib
+import math
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Literal
@@ -21,7 +22,7 @@ from bloomery.data.unpack import Problem, unreadable
 
 GROUP_BYTES, GROUP_FILES = 32 * 2**20, 4000
 """How much of a folder of small files is one piece."""
-WORLDS_PER_PIECE = 50_000
+WORLDS_PER_PIECE, WORLD_BYTES = 50_000, 400
 
 
 class Folder(Reading):
@@ -68,6 +69,19 @@ class Warc(Reading):
     path: Path
 
 
+class AnyFiles(Columns):
+    """
+    A file, a folder with all that is below it, or wildcards: each file by the end of its name, jsonl and parquet, csv,
+    WARC, HTML, and text. What the data tools read.
+    """
+
+    kind: Literal["files"] = "files"
+    path: Path
+    id_field: str | None = "id"
+    needs_id: bool = False
+    domain_field: str | None = "domain"
+
+
 class StandardLibrary(Common):
     """What every Python ships: the sources of its modules, or their docstrings and the language reference."""
 
@@ -88,7 +102,7 @@ class Worlds(Common):
     license: str | None = "CC0-1.0"
 
 
-Files = Folder | Jsonl | Parquet | Csv | Warc
+Files = Folder | Jsonl | Parquet | Csv | Warc | AnyFiles
 Source = Files | StandardLibrary | Worlds | Hub | Address | Remote | Preset
 
 
@@ -102,12 +116,11 @@ def pieces(source: Source) -> list[Piece]:
         return elsewhere.pieces(source)
     if isinstance(source, Worlds):
         starts = range(0, source.count, WORLDS_PER_PIECE)
-        return [Piece(f"{start:06d}", ((f"{start:06d}", ""),), 400 * WORLDS_PER_PIECE) for start in starts]
+        some = [(f"{start:06d}", min(WORLDS_PER_PIECE, source.count - start)) for start in starts]
+        return [Piece(name, ((name, ""),), count * WORLD_BYTES) for name, count in some]
     if isinstance(source, StandardLibrary):
         return list(_grouped(_sampled(source, _library(source))))
-    if isinstance(source, Folder):
-        return list(_grouped(_sampled(source, _files(source))))
-    return [Piece(name, ((name, str(path)),), path.stat().st_size) for name, path in _files(source)]
+    return list(_grouped(_sampled(source, _files(source)) if isinstance(source, Folder) else _files(source)))
 
 
 def items(source: Source, piece: Piece) -> Iterator[Item]:
@@ -129,24 +142,39 @@ def items(source: Source, piece: Piece) -> Iterator[Item]:
     )
 
 
-def limited(source: Common, found: Iterable[Item], documents: int | None, num_bytes: int | None) -> Iterator[Item]:
-    """Items up to the one that would bring the documents, or their text as UTF-8, above a number."""
-    documents_left = float("inf") if documents is None else documents
-    bytes_left = float("inf") if num_bytes is None else num_bytes
-    for item in found:
-        if not isinstance(item, Rejected):
-            documents_left, bytes_left = documents_left - 1, bytes_left - len(item["text"].encode())
-            if documents_left < 0 or bytes_left < 0:
+class Limited:
+    """
+    Items with the bytes of their texts as UTF-8 (0 of what is rejected), up to a number of documents or bytes.
+
+    Iterated over once. It ends with the document that makes a number full, or before the one that goes beyond it.
+    """
+
+    def __init__(self, found: Iterable[Item], max_documents: int | None, max_bytes: int | None) -> None:
+        self._found, self._max_documents, self._max_bytes = found, max_documents, max_bytes
+        self.stopped = False
+        """Whether a limit has ended it."""
+
+    def __iter__(self) -> Iterator[tuple[Item, int]]:
+        most_documents = math.inf if self._max_documents is None else self._max_documents
+        most_bytes = math.inf if self._max_bytes is None else self._max_bytes
+        documents = total = 0
+        for item in self._found:
+            num_bytes = 0 if isinstance(item, Rejected) else len(item["text"].encode())
+            if total + num_bytes > most_bytes:
+                self.stopped = True
                 return
-        yield item
-        if documents_left == 0 or bytes_left == 0:  # without asking for the next item, whose file may be far away
-            return
+            yield item, num_bytes
+            if not isinstance(item, Rejected):
+                documents, total = documents + 1, total + num_bytes
+                if documents >= most_documents or total >= most_bytes:
+                    self.stopped = True
+                    return
 
 
 def read(source: Source) -> Iterator[Item]:
     """All items of a source, up to its limits. Raises DataError as `pieces` and `items` do."""
     found = (item for piece in pieces(source) for item in items(source, piece))
-    return limited(source, found, source.max_documents, source.max_bytes)
+    return (item for item, _ in Limited(found, source.max_documents, source.max_bytes))
 
 
 def digest(source: Source) -> str:
@@ -165,6 +193,8 @@ def digest(source: Source) -> str:
 
 def _form(source: Files, name: str) -> reading.Format | None:
     """The format of a file where the source knows it, whatever the file's name."""
+    if isinstance(source, AnyFiles):
+        return None
     if isinstance(source, Csv):
         return "tsv" if reading.format_of(name) == "tsv" else "csv"
     return None if isinstance(source, Folder) and reading.format_of(name) == "html" else FORMS[source.kind]
@@ -177,9 +207,13 @@ def _files(source: Files) -> list[tuple[str, Path]]:
     """Relative name and path of every file of a source, sorted. Raises DataError where there are none."""
     path = source.path.expanduser()
     if isinstance(source, Folder):
-        return _in_folder(source, path)
+        if not path.is_dir():
+            raise DataError("is not a folder", where=str(path), cure=f"Set path of source {source.name!r} to one.")
+        return _in_folder(path, source.patterns, recursive=source.recursive)
     if path.is_file():
         return [(_name(path.relative_to(path.parent)), path)]
+    if path.is_dir() and isinstance(source, AnyFiles):
+        return _in_folder(path, ("*",))
     if path.is_dir():
         raise DataError("is a folder", where=str(path), cure=f'Name its files: path = "{path}/*.{source.kind}*"')
     fixed = Path(*_before_wildcards(path))
@@ -190,12 +224,10 @@ def _files(source: Files) -> list[tuple[str, Path]]:
     return [(_name(file.relative_to(fixed)), file) for file in found]
 
 
-def _in_folder(source: Folder, path: Path) -> list[tuple[str, Path]]:
-    if not path.is_dir():
-        raise DataError("is not a folder", where=str(path), cure=f"Set path of source {source.name!r} to one.")
-    found = {file for pattern in source.patterns for file in (path.rglob if source.recursive else path.glob)(pattern)}
+def _in_folder(path: Path, patterns: Sequence[str], *, recursive: bool = True) -> list[tuple[str, Path]]:
+    found = {file for pattern in patterns for file in (path.rglob if recursive else path.glob)(pattern)}
     if not (kept := sorted((_name(file.relative_to(path)), file) for file in found if file.is_file())):
-        shown = ", ".join(source.patterns)
+        shown = ", ".join(patterns)
         raise DataError(f"holds no file that matches {shown}", where=str(path), cure="Change patterns, or the path.")
     return kept
 
