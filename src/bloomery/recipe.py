@@ -80,6 +80,7 @@ STAGES = (
         run="bloomery.stages.classify:run",
         digest="bloomery.stages.classify:digest",
         after=("fetch",),
+        version=2,
     ),
     Stage(
         name="filter",
