@@ -83,9 +83,17 @@ STAGES = (
         run="bloomery.stages.classify:run",
         digest="bloomery.stages.classify:digest",
         after=("fetch",),
+        version=2,
     ),
-    Stage(name="filter", run="bloomery.stages.filter:run", after=("fetch", "classify")),
-    Stage(name="dedup", run="bloomery.stages.dedup:run", after=("filter",)),
+    Stage(
+        name="filter",
+        run="bloomery.stages.filter:run",
+        digest="bloomery.stages.filter:digest",
+        after=("fetch", "classify"),
+        version=2,
+        resumes=True,
+    ),
+    Stage(name="dedup", run="bloomery.stages.dedup:run", after=("filter",), version=2, resumes=True),
     Stage(
         name="tokenizer",
         run="bloomery.stages.tokenizer:run",
@@ -93,7 +101,7 @@ STAGES = (
         after=("dedup",),
         version=2,
     ),
-    Stage(name="shard", run="bloomery.stages.shard:run", after=("dedup", "tokenizer")),
+    Stage(name="shard", run="bloomery.stages.shard:run", after=("dedup", "tokenizer"), version=2, resumes=True),
     Stage(
         name="pretrain",
         run="bloomery.stages.pretrain:run",
