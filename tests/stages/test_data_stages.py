@@ -104,7 +104,7 @@ def test_documents_in_are_documents_out_at_every_stage(done: tuple[dict[str, Pat
     fetched = ids(folders["fetch"] / "documents")
     rejected = ids(folders["fetch"] / "rejected")
     kept, dropped = ids(folders["filter"] / "kept"), ids(folders["filter"] / "dropped")
-    single, removed = ids(folders["dedup"] / "kept"), ids(folders["dedup"] / "removed")
+    single, removed = ids(folders["dedup"] / "kept"), ids(folders["dedup"] / "duplicates")
     assert len(fetched) + len(rejected) == 62 + 127
     assert len(set(fetched + rejected)) == len(fetched + rejected)
     assert sorted(kept + dropped) == sorted(fetched)
@@ -166,7 +166,7 @@ def test_every_document_has_the_score_of_the_saved_classifier(done: tuple[dict[s
 
 def test_a_removed_document_names_a_kept_one(done: tuple[dict[str, Path], dict[str, Stats]]) -> None:
     kept = set(ids(done[0]["dedup"] / "kept"))
-    removed = {row["id"]: row for row in document.read(done[0]["dedup"] / "removed")}
+    removed = {row["id"]: row for row in document.read(done[0]["dedup"] / "duplicates")}
     assert {row["kept_id"] for row in removed.values()} <= kept
     assert all(row["value"] >= 0.8 for row in removed.values())
     exact = {frozenset((row["id"], row["kept_id"])) for row in removed.values() if row["reason"] == "exact"}

@@ -202,7 +202,7 @@ SOURCES = (
     ("Documents read and rejected", "fetch", "manifest.json, rejected/"),
     ("Documents dropped", "filter", "manifest.json, dropped/"),
     ("Classifiers", "classify", "NAME/classifier.json"),
-    ("Duplicates", "dedup", "manifest.json, removed/"),
+    ("Duplicates", "dedup", "manifest.json, duplicates/"),
     ("Bytes per token", "tokenizer", "manifest.json"),
 )
 

@@ -1,7 +1,7 @@
 """Every section of a recipe: what can be set, what it means, and its default. `recipe.py` puts them in order."""
 
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
@@ -166,14 +166,39 @@ def _no_domain_twice(key: str, domains: list[str]) -> None:
 
 
 class Dedup(Parallel):
+    """Copies: of each group of them the longest document stays, of equally long ones that with the smallest id."""
+
+    preset: Literal["seed-1386"] | None = None
+    """
+    "seed-1386": 128 permutations in 16 bands of 8, banded once, shingles of 5 characters. It stands in for these
+    settings; one of them that says something else is an error.
+    """
     permutations: Positive = 112
     """Minima in a signature."""
     bands: Positive = 14
     """Groups of minima; sharing one makes two documents candidates. 14 of 8 find a Jaccard of 0.8 with p = 0.92."""
-    shingle_words: Positive = 5
+    bandings: Positive = 2
+    """How often the minima are put into bands, every time in another way. Once, where nothing is verified."""
+    shingles: Literal["words", "characters"] = "words"
+    shingle_size: Positive = 5
+    """Words, or characters, in a shingle."""
+    verify: bool = True
+    """Whether a document goes only for a kept one that is similar enough. Else for any linked by bands."""
     min_jaccard: Annotated[float, Field(gt=0, le=1)] = 0.8
-    """A document goes only when its exact Jaccard with the kept one reaches this."""
+    """With `verify`: a document goes only when its exact Jaccard with the kept one reaches this."""
     seed: Count = 0
+    memory_bytes: Annotated[int, Field(ge=64 * 2**20)] | None = Field(None, json_schema_extra=VOLATILE)
+    """What sorting, joining and workers may hold, beside 300 MB for this process. None: half of what is free."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _preset_stands_in(cls, tree: Any) -> Any:
+        if not isinstance(tree, dict) or (wanted := DEDUP_PRESETS.get(tree.get("preset"))) is None:
+            return tree
+        for name, value in wanted.items():
+            if tree.get(name, value) not in (value, cls.model_fields[name].default):
+                raise ValueError(f"the preset {tree['preset']} says {name}={value!r}; leave out one of the two")
+        return {**tree, **wanted}
 
     @model_validator(mode="after")
     def _bands_divide(self) -> "Dedup":
@@ -181,6 +206,19 @@ class Dedup(Parallel):
             near = next(number for number in range(self.bands, 0, -1) if self.permutations % number == 0)
             raise ValueError(f"{self.permutations} permutations are not {self.bands} equal bands; {near} would do")
         return self
+
+
+DEDUP_PRESETS: dict[Any, dict[str, Any]] = {
+    "seed-1386": {
+        "permutations": 128,
+        "bands": 16,
+        "bandings": 1,
+        "shingles": "characters",
+        "shingle_size": 5,
+        "verify": True,
+        "min_jaccard": 0.8,
+    }
+}
 
 
 class Vocabulary(Config):
