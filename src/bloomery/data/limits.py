@@ -15,7 +15,7 @@ from typing import Annotated, Any
 
 import numpy as np
 from numpy.typing import NDArray
-from pydantic import Field, model_validator
+from pydantic import AfterValidator, model_validator
 
 from bloomery.core import files
 from bloomery.core.config import Config, Positive, Share
@@ -73,8 +73,8 @@ def _seed() -> tuple[Limit, ...]:
 PRESETS: Mapping[str, tuple[Limit, ...]] = {"seed-1386": _seed()}
 
 
-def spelled_out(given: Any) -> Any:
-    """The limits of a preset for its name; anything else as it is. Raises ValueError for a name that is none."""
+def spelled_out(given: tuple[Limit, ...] | str) -> tuple[Limit, ...]:
+    """The limits of a preset for its name; others as they are. Raises ValueError for a name that is none."""
     if not isinstance(given, str):
         return given
     if given not in PRESETS:
@@ -82,7 +82,8 @@ def spelled_out(given: Any) -> Any:
     return PRESETS[given]
 
 
-Limits = Annotated[tuple[Limit, ...], Field()]
+Limits = Annotated[tuple[Limit, ...] | str, AfterValidator(spelled_out)]
+"""Limits one by one, or the name of a preset: the resolved recipe has them spelled out."""
 
 
 @dataclass(frozen=True)
@@ -153,10 +154,10 @@ def load(folder: Path, limits: Sequence[Limit], *, min_score: float, min_scores:
     keep = {one["name"]: one["keep"] for one in facts}
     first = facts[0]["name"]
     bounds = [Bound(f"limit.{limit.classifier}", limit) for limit in limits]
-    plain = [(Limit(classifier=first, domains=(name,), keep_from=least), ()) for name, least in min_scores.items()]
-    if min_score or min_scores:
-        plain.append((Limit(classifier=first, keep_from=min_score), tuple(min_scores)))
-    bounds = [*(Bound("classifier", limit, frozenset(but)) for limit, but in plain), *bounds]
+    plain = [Limit(classifier=first, domains=(name,), keep_from=least) for name, least in min_scores.items()]
+    elsewhere = [Limit(classifier=first, keep_from=min_score)] if min_score else []
+    rest = [Bound("classifier", limit, frozenset(min_scores)) for limit in elsewhere]
+    bounds = [*(Bound("classifier", limit) for limit in plain), *rest, *bounds]
     for bound in bounds:
         _check(bound, keep)
     return Judge({name: classifier.load(folder / name) for name in keep}, keep, tuple(bounds))
@@ -170,7 +171,7 @@ def _check(bound: Bound, keep: Mapping[str, str]) -> None:
     if keep[name] == "low" and bound.limit.keep_from is not None:
         where = "filter.min_score" if bound.reason == "classifier" else "filter.limits"
         cure = "Give a limit with drop_from in [[filter.limits]]."
-        raise DataError(f"high scores of {name!r} are of text to drop, and keep_from would keep it", where, cure)
+        raise DataError(f"high scores of {name!r} are of text to drop", where=where, cure=cure)
     if keep[name] == "high" and bound.limit.drop_from is not None:
         cure = "Give a limit with keep_from in [[filter.limits]]."
         raise DataError(f"high scores of {name!r} are of text to keep", where="filter.limits", cure=cure)
@@ -184,7 +185,12 @@ class Cuts:
     samples: dict[str, dict[str, list[dict[str, Any]]]] = field(default_factory=dict)
 
     def apply(
-        self, judge: Judge, views: Mapping[View, Scores], domains: Sequence[str], ids: Sequence[str], texts: Sequence[str]
+        self,
+        judge: Judge,
+        views: Mapping[View, Scores],
+        domains: Sequence[str],
+        ids: Sequence[str],
+        texts: Sequence[str],
     ) -> tuple[list[str | None], list[float | None]]:
         """Reason and value for each document that a bound drops, None for the others; and all of it counted."""
         reasons: list[str | None] = [None] * len(texts)
@@ -266,4 +272,7 @@ class Cuts:
 def _nearest(found: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     """The NUM_SAMPLES nearest their cut; equally near ones by id. A document that meets two cuts is there once."""
     ranked = sorted(found, key=lambda one: (abs(one["value"] - one["cut"]), one["id"]))
-    return list({one["id"]: one for one in reversed(ranked)}.values())[::-1][:NUM_SAMPLES]
+    once: dict[str, dict[str, Any]] = {}
+    for one in ranked:
+        once.setdefault(one["id"], one)
+    return list(once.values())[:NUM_SAMPLES]
