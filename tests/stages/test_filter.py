@@ -7,7 +7,7 @@ import pytest
 from bloomery.core.config import build
 from bloomery.core.errors import DataError
 from bloomery.data import document
-from bloomery.data.presets import PRESETS
+from bloomery.data.rule_presets import PRESETS
 from bloomery.stages import filter as filtering
 from bloomery.stages.config import Filter
 

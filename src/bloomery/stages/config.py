@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 from pydantic import Field, field_validator, model_validator
 
 from bloomery.core.config import VOLATILE, Config, Count, Positive, Share
-from bloomery.data import presets
+from bloomery.data import rule_presets
 from bloomery.data.engine import Parallel
 from bloomery.data.holdout import LARGEST_SHARE
 from bloomery.data.rules import Rule
@@ -73,7 +73,7 @@ class Filter(Parallel):
     @field_validator("rules")
     @classmethod
     def _spell_out(cls, rules: tuple[Rule, ...]) -> tuple[Rule, ...]:
-        return presets.spelled_out(rules)
+        return rule_presets.spelled_out(rules)
 
     @model_validator(mode="after")
     def _one_limit_a_domain(self) -> "Filter":

@@ -7,7 +7,7 @@ from bloomery.data.facts.verdict import Common
 
 class Preset(Common):
     """
-    The rules of a known corpus. What each name stands for is in `bloomery.data.presets`; a recipe that is loaded holds
+    The rules of a known corpus. What each name stands for is in `bloomery.data.rule_presets`; a recipe that is loaded holds
     those rules in the place of this one, for the same domains.
     """
 

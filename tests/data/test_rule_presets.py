@@ -1,7 +1,7 @@
 from typing import get_args
 
 from bloomery.core.config import build, plain
-from bloomery.data.presets import PRESETS
+from bloomery.data.rule_presets import PRESETS
 from bloomery.data.rules import C4, Gopher, Length, Preset, Repetition
 from bloomery.data.rules.judge import Documents, judge
 from bloomery.stages.config import Filter
