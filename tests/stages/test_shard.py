@@ -25,7 +25,7 @@ from tests.tokenizer.made import small
 WEIGHTS = [
     {"domain": "web", "weight": 0.5},
     {"domain": "code", "weight": 0.3, "max_epochs": 2.5},
-    {"domain": "other", "weight": 0.2, "max_epochs": 2},
+    {"domain": "other", "weight": 0.2, "max_epochs": 1},
 ]
 ANNEAL = {"weights": [{"domain": "other", "weight": 1}, {"domain": "code", "weight": 1, "max_epochs": 2}], "share": 0.1}
 MIX = {"weights": WEIGHTS, "tokens": 70_000, "anneal": ANNEAL, "hold_out": 0.1, "shard_tokens": 9000}
@@ -136,7 +136,7 @@ def test_a_cap_is_never_passed_and_is_named_where_it_keeps_a_domain_from_its_sha
         "code": "max_epochs",
         "other": "max_epochs",
     }
-    assert mix["other"]["epochs"] == 2
+    assert mix["other"]["epochs"] == 1
     assert 2.5 <= mix["code"]["epochs"] < 2.7
     assert mix["code"]["asked_tokens"] == 21_000
     assert mix["code"]["tokens"] < 21_000
