@@ -7,8 +7,9 @@ from bloomery.data.facts.verdict import Common
 
 class Preset(Common):
     """
-    The rules of a known corpus. What each name stands for is in `bloomery.data.rule_presets`; a recipe that is loaded holds
-    those rules in the place of this one, for the same domains.
+    The rules of a known corpus, which `bloomery.data.rule_presets` lists.
+
+    A recipe that is loaded holds those rules in the place of this one, for the same domains.
     """
 
     kind: Literal["preset"] = "preset"
