@@ -189,9 +189,9 @@ def _in_store(source: Remote) -> list[RemoteFile]:
         if (known := cache.known(note)) is None:
             what = f"what is there is not in the cache {cache.root()}, and this is offline mode"
             raise DataError(what, where=", ".join(source.patterns), cure="Run once without offline.")
-        return [RemoteFile(name, address, Content(*content), size) for name, address, content, size in known]
+        return [TypeAdapter(RemoteFile).validate_json(json.dumps(one)) for one in known]
     found = remote.listing(source.patterns, attempts=source.attempts)
-    cache.note(note, [[file.name, file.address, file.content, file.num_bytes] for file in found])
+    cache.note(note, [dataclasses.asdict(file) for file in found])
     return found
 
 
