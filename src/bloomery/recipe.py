@@ -80,6 +80,7 @@ STAGES = (
         run="bloomery.stages.classify:run",
         digest="bloomery.stages.classify:digest",
         after=("fetch",),
+        version=2,
     ),
     Stage(
         name="filter",
@@ -89,7 +90,7 @@ STAGES = (
         version=2,
         resumes=True,
     ),
-    Stage(name="dedup", run="bloomery.stages.dedup:run", after=("filter",)),
+    Stage(name="dedup", run="bloomery.stages.dedup:run", after=("filter",), version=2, resumes=True),
     Stage(name="tokenizer", run="bloomery.stages.tokenizer:run", after=("dedup",)),
     Stage(name="shard", run="bloomery.stages.shard:run", after=("dedup", "tokenizer"), version=2, resumes=True),
     Stage(
