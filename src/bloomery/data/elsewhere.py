@@ -149,7 +149,10 @@ def items(source: Elsewhere, piece: Piece) -> Iterator[Item]:
             path, url = remote.copied(stored, attempts=source.attempts, offline=source.offline), stored.address
         else:
             path, url = _downloaded(source, TypeAdapter(WebFile).validate_json(place))
-        yield from reading.items(source, path, name, form=source.format, url=url)
+        try:
+            yield from reading.items(source, path, name, form=source.format, url=url)
+        except DataError as error:
+            raise DataError(error.what, where=f"{url} ({error.where})", cure=error.cure) from None
 
 
 def digest(source: Elsewhere) -> str:

@@ -154,9 +154,7 @@ def _copy(file: RemoteFile, place: Path, attempts: int) -> None:
         said = time.monotonic()
         while (begun := target.seek(0, os.SEEK_END)) < file.num_bytes:
             end = min(begun + RANGE_BYTES, file.num_bytes)
-            data = _asked(file.address, partial(_range, file.address, begun, end), attempts)
-            with files.disk_errors(begun_file):
-                target.write(data)
+            cache.append(target, _asked(file.address, partial(_range, file.address, begun, end), attempts))
             if time.monotonic() - said > 30:
                 said = time.monotonic()
                 say(f"{file.name}: {end / 2**20:,.0f} of {file.num_bytes / 2**20:,.0f} MiB", style="dim")
