@@ -116,6 +116,13 @@ def test_a_bucket_is_read_by_its_own_client_over_pages(s3: Store) -> None:
     assert s3.sent == before, "the cache has it"
 
 
+def test_files_of_one_name_in_two_buckets_are_two(s3: Store) -> None:
+    s3.objects["c/corpus/a/x.jsonl"] = rows("cx")
+    found = list(sources.read(source("s3://b/corpus/a/x.jsonl", "s3://c/corpus/a/x.jsonl")))
+    ids = [item["id"] for item in found if not isinstance(item, Rejected)]
+    assert (ids[0], ids[-1]) == ("far/b/corpus/a/x.jsonl:1", "far/c/corpus/a/x.jsonl:20")
+
+
 def test_the_digest_of_a_bucket_downloads_nothing_and_sees_a_change(s3: Store) -> None:
     before = sources.digest(source("s3://b/corpus/**/*.jsonl"))
     assert s3.sent == 0
