@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from bloomery.core.errors import DataError
-from bloomery.data import rows
+from bloomery.data import rows, tables
 from bloomery.data.rows import Problem
 
 
@@ -37,7 +37,7 @@ def test_a_missing_file_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"none\.jsonl: cannot be read"):
         list(rows.jsonl(tmp_path / "none.jsonl"))
     with pytest.raises(DataError, match=r"none\.parquet: cannot be read"):
-        list(rows.parquet(tmp_path / "none.parquet", ["text"]))
+        list(tables.parquet(tmp_path / "none.parquet", ["text"]))
 
 
 @given(st.binary(max_size=40))

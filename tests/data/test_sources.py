@@ -14,7 +14,8 @@ import zstandard
 from bloomery.core.config import build
 from bloomery.core.errors import ConfigError, DataError
 from bloomery.data import document, worlds
-from bloomery.data.sources import Folder, Jsonl, Parquet, Rejected, StandardLibrary, Worlds, digest, read
+from bloomery.data.reading import Rejected
+from bloomery.data.sources import Folder, Jsonl, Parquet, StandardLibrary, Worlds, digest, read
 from bloomery.stages.config import Fetch
 
 ODD = "one\u2028two\u0085three\x0cfour\x1dfive\r\nsix"

@@ -1,74 +1,70 @@
 """
-Where documents come from: folders, jsonl, parquet, the standard library of the running Python, a generator of ours.
+Where documents come from: folders, tables, crawls, the standard library of the running Python, a generator of ours.
 
-`read` streams the documents of a source, whole, in an order that depends on nothing but their names and the config.
-What cannot become a document comes out too, as `Rejected` with its reason, so that nothing is lost without a trace.
+A source lists its pieces, and gives the documents of each, whole, in an order that depends on nothing but their names
+and the config. What cannot become a document comes out too, as `Rejected`, so that nothing is lost without a trace.
 """
 
 import glob
 import hashlib
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal
-
-from pydantic import Field
+from typing import Literal
 
 from bloomery.core import files
-from bloomery.core.config import Config, Count, Positive
+from bloomery.core.config import Count, Positive
 from bloomery.core.errors import DataError
-from bloomery.data import library, rows, worlds
-from bloomery.data.document import Row
-from bloomery.data.rows import Problem
+from bloomery.data import library, reading, rows, worlds
+from bloomery.data.reading import Columns, Common, Item, Piece, Reading, Rejected
+from bloomery.data.unpack import Problem, unreadable
 
-Name = Annotated[str, Field(pattern=r"^[\w.\-]+$")]
-
-
-class Common(Config):
-    """What every source has."""
-
-    name: Name
-    """What reports call it. Ids of documents begin with it."""
-    domain: Name
-    """What its documents are mixed and reported as."""
-    license: str | None = None
-    """License of its documents, where they do not say themselves."""
-    max_documents: Positive | None = None
-    max_bytes: Positive | None = None
-    """Reading stops before the document that would bring the text, as UTF-8, above this. Where documents are files,
-    they are then read in the order of the hash of their ids, so that what is taken is a sample; else from the start."""
+GROUP_BYTES, GROUP_FILES = 32 * 2**20, 4000
+"""How much of a folder of small files is one piece."""
+WORLDS_PER_PIECE = 50_000
 
 
-class FromFiles(Common):
-    path: Path
-    invalid: Literal["error", "skip"] = "error"
-    """What is not readable text stops the run, or is skipped and kept as a rejected row with its reason."""
-
-
-class Folder(FromFiles):
-    """Text files, one document each."""
+class Folder(Reading):
+    """Files of text, Markdown, HTML or source code, one document each; .gz and .zst too. Of HTML, its plain text."""
 
     kind: Literal["folder"] = "folder"
+    path: Path
     patterns: tuple[str, ...] = ("*.txt", "*.md")
     recursive: bool = True
 
 
-class Jsonl(FromFiles):
+class Jsonl(Columns):
     """Files of JSON objects, one a line: .jsonl, .jsonl.zst, .jsonl.gz. `path` may hold wildcards."""
 
     kind: Literal["jsonl"] = "jsonl"
-    text_field: str = "text"
-    id_field: str | None = None
-    """The field that holds a document's own id, unique in the whole run. Without: source, file and line make it."""
+    path: Path
 
 
-class Parquet(FromFiles):
+class Parquet(Columns):
     """Parquet files, one document a row. `path` may hold wildcards."""
 
     kind: Literal["parquet"] = "parquet"
-    text_field: str = "text"
-    id_field: str | None = None
-    """The column that holds a document's own id, unique in the whole run. Without: source, file and row make it."""
+    path: Path
+
+
+class Csv(Columns):
+    """
+    Tables with a first row of names, as in RFC 4180: .csv with commas, .tsv with tabs, .gz and .zst of them.
+
+    `path` may hold wildcards. Fields may hold line breaks in quotes; ids count lines, not rows.
+    """
+
+    kind: Literal["csv"] = "csv"
+    path: Path
+
+
+class Warc(Reading):
+    """
+    Crawls: the HTML and text pages of WARC files, the texts of WET files, .gz and .zst of them. `path` may hold
+    wildcards. Needs the extra `web`.
+    """
+
+    kind: Literal["warc"] = "warc"
+    path: Path
 
 
 class StandardLibrary(Common):
@@ -91,67 +87,85 @@ class Worlds(Common):
     license: str | None = "CC0-1.0"
 
 
-Source = Folder | Jsonl | Parquet | StandardLibrary | Worlds
+Files = Folder | Jsonl | Parquet | Csv | Warc
+Source = Files | StandardLibrary | Worlds
 
 
-@dataclass(frozen=True)
-class Rejected:
-    """What a source holds that cannot be a document. Its text stays where it is; the row says where that is."""
+def pieces(source: Source) -> list[Piece]:
+    """
+    What a source reads, piece by piece. The order is that of names; of a folder that is only sampled, that of hashes.
 
-    row: Row
-    problem: Problem
-    where: str
+    Raises DataError where there is nothing.
+    """
+    if isinstance(source, Worlds):
+        starts = range(0, source.count, WORLDS_PER_PIECE)
+        return [Piece(f"{start:06d}", ((f"{start:06d}", ""),), 400 * WORLDS_PER_PIECE) for start in starts]
+    if isinstance(source, StandardLibrary):
+        return list(_grouped(_sampled(source, _library(source))))
+    if isinstance(source, Folder):
+        return list(_grouped(_sampled(source, _files(source))))
+    return [Piece(name, ((name, str(path)),), path.stat().st_size) for name, path in _files(source)]
 
 
-Item = Row | Rejected
+def items(source: Source, piece: Piece) -> Iterator[Item]:
+    """
+    The documents of one piece as rows of `document.SCHEMA`, and what it rejects. Limits are `limited`'s affair.
+
+    Raises DataError for broken input, with file, place and cure, unless the source says `invalid = "skip"`.
+    """
+    if isinstance(source, Worlds):
+        return _worlds(source, int(piece.name))
+    if isinstance(source, StandardLibrary):
+        return _documented(source, piece)
+    return (
+        item
+        for name, path in piece.members
+        for item in reading.items(source, Path(path), name, form=_form(source, name))
+    )
+
+
+def limited(source: Common, found: Iterable[Item], documents: int | None, num_bytes: int | None) -> Iterator[Item]:
+    """Items up to the one that would bring the documents, or their text as UTF-8, above a number."""
+    documents_left = float("inf") if documents is None else documents
+    bytes_left = float("inf") if num_bytes is None else num_bytes
+    for item in found:
+        if not isinstance(item, Rejected):
+            documents_left, bytes_left = documents_left - 1, bytes_left - len(item["text"].encode())
+            if documents_left < 0 or bytes_left < 0:
+                return
+        yield item
 
 
 def read(source: Source) -> Iterator[Item]:
-    """
-    The documents of a source as rows of `document.SCHEMA`, and what it rejects.
-
-    Empty files and texts are rejected. Other trouble (bytes that are not UTF-8, lines that are not JSON, files cut
-    short) raises DataError with file, place and cure, unless the source says `invalid = "skip"`.
-    """
-    documents = num_bytes = 0
-    for item in _items(source):
-        if isinstance(item, Rejected):
-            if item.problem.reason != "empty" and isinstance(source, FromFiles) and source.invalid == "error":
-                cure = f'Repair or remove it, or set invalid = "skip" in source {source.name!r} to go on without it.'
-                raise DataError(item.problem.what, where=item.where, cure=cure)
-        else:
-            documents, num_bytes = documents + 1, num_bytes + len(item["text"].encode())
-            if source.max_documents is not None and documents > source.max_documents:
-                return
-            if source.max_bytes is not None and num_bytes > source.max_bytes:
-                return
-        yield item
+    """All items of a source, up to its limits. Raises DataError as `pieces` and `items` do."""
+    found = (item for piece in pieces(source) for item in items(source, piece))
+    return limited(source, found, source.max_documents, source.max_bytes)
 
 
 def digest(source: Source) -> str:
     """A hash of all that `read` could see outside the config: names, sizes and contents of its files."""
     if isinstance(source, Worlds):
         return ""
-    facts = [(name, path.stat().st_size, files.sha256_file(path)) for name, path in _files(source)]
-    return files.sha256_bytes(files.canonical(facts))
-
-
-def _items(source: Source) -> Iterator[Item]:
-    if isinstance(source, Folder):
-        return _sampled(source, [(name, _file_reader(source, name, path)) for name, path in _files(source)])
-    if isinstance(source, StandardLibrary):
-        return _sampled(source, _library(source))
-    if isinstance(source, Worlds):
-        texts = enumerate(worlds.documents(source.seed, source.count))
-        return (_item(source, f"{i:06d}", text) for i, text in texts)
-    return _tables(source)
-
-
-def _files(source: Folder | Jsonl | Parquet | StandardLibrary) -> list[tuple[str, Path]]:
-    """Relative name and path of every file of a source, sorted. Raises DataError where there are none."""
     if isinstance(source, StandardLibrary):
         reference = [(library.TOPICS, library.root() / library.TOPICS)] if source.part == "docs" else []
-        return library.files(source.exclude) + reference
+        found = library.files(source.exclude) + reference
+    else:
+        found = _files(source)
+    return files.sha256_bytes(files.canonical([(n, path.stat().st_size, files.sha256_file(path)) for n, path in found]))
+
+
+def _form(source: Files, name: str) -> reading.Format | None:
+    """The format of a file where the source knows it, whatever the file's name."""
+    if isinstance(source, Csv):
+        return "tsv" if reading.format_of(name) == "tsv" else "csv"
+    return None if isinstance(source, Folder) and reading.format_of(name) == "html" else FORMS[source.kind]
+
+
+FORMS: dict[str, reading.Format] = {"folder": "text", "jsonl": "jsonl", "parquet": "parquet", "warc": "warc"}
+
+
+def _files(source: Files) -> list[tuple[str, Path]]:
+    """Relative name and path of every file of a source, sorted. Raises DataError where there are none."""
     path = source.path.expanduser()
     if isinstance(source, Folder):
         return _in_folder(source, path)
@@ -189,110 +203,71 @@ def _name(relative: Path) -> str:
     return relative.as_posix().encode("utf-8", "surrogateescape").decode("utf-8", "backslashreplace")
 
 
-def _sampled(source: Common, items: Iterable[tuple[str, Callable[[], Item]]]) -> Iterator[Item]:
-    """Items in the order of their names, or of their names' hash where the source takes only some of them."""
-    if source.max_bytes is not None or source.max_documents is not None:
-        items = sorted(items, key=lambda item: hashlib.sha256(f"{source.name}/{item[0]}".encode()).digest())
-    return (make() for _, make in items)
+Member = tuple[str, Path | None]
+"""Name of a document that is a file, and where it is; topics of the language reference are no files."""
 
 
-def _file_reader(source: Folder | StandardLibrary, name: str, path: Path) -> Callable[[], Item]:
-    url = library.url(name) if isinstance(source, StandardLibrary) else None
-    return lambda: _item(source, name, _text(path), url=url, where=str(path))
+def _sampled(source: Common, members: Sequence[Member]) -> Sequence[Member]:
+    """In the order of names, or of the hash of their ids where the source takes only some of them."""
+    if source.max_bytes is None and source.max_documents is None:
+        return members
+    return sorted(members, key=lambda member: hashlib.sha256(f"{source.name}/{member[0]}".encode()).digest())
 
 
-def _text(path: Path) -> str | Problem:
+def _grouped(members: Iterable[Member]) -> Iterator[Piece]:
+    """Small files together, up to GROUP_BYTES or GROUP_FILES."""
+    held: list[tuple[str, str]] = []
+    size = 0
+    for name, path in members:
+        held.append((name, str(path or "")))
+        size += path.stat().st_size if path else 0
+        if size >= GROUP_BYTES or len(held) >= GROUP_FILES:
+            yield Piece(held[0][0], tuple(held), size)
+            held, size = [], 0
+    if held:
+        yield Piece(held[0][0], tuple(held), size)
+
+
+def _worlds(source: Worlds, first: int) -> Iterator[Item]:
+    last = min(source.count, first + WORLDS_PER_PIECE)
+    texts = worlds.documents(source.seed, last, first=first)
+    return (reading.make_item(source, f"{number:06d}", text) for number, text in enumerate(texts, first))
+
+
+def _library(source: StandardLibrary) -> list[Member]:
+    found: list[Member] = list(library.files(source.exclude))
+    return found if source.part == "code" else [*found, *((f"{TOPICS}{name}", None) for name in library.topics())]
+
+
+TOPICS = "topics/"
+
+
+def _documented(source: StandardLibrary, piece: Piece) -> Iterator[Item]:
+    """Code, or docstrings and topics of the language reference."""
+    topics: dict[str, str] = {}
+    for name, place in piece.members:
+        if not place:
+            topics = topics or library.topics()
+            url, where = library.url(library.TOPICS), library.TOPICS
+            yield reading.make_item(source, name, topics[name.removeprefix(TOPICS)], url=url, where=where)
+            continue
+        text = rows.decode(_bytes(Path(place)))
+        if source.part == "docs":
+            name, text = library.module_name(name), _docstrings(library.module_name(name), text)
+        yield reading.make_item(source, name, text, url=library.url(name), where=place)
+
+
+def _bytes(path: Path) -> bytes:
     try:
-        return rows.decode(path.read_bytes())
+        return path.read_bytes()
     except OSError as error:
-        raise rows.unreadable(path, error) from None
+        raise unreadable(path, error) from None
 
 
-def _library(source: StandardLibrary) -> list[tuple[str, Callable[[], Item]]]:
-    found = library.files(source.exclude)
-    if source.part == "code":
-        return [(name, _file_reader(source, name, path)) for name, path in found]
-
-    def documented(name: str, path: Path) -> Callable[[], Item]:
-        module = library.module_name(name)
-        return lambda: _item(source, module, _docstrings(module, path), url=library.url(name), where=str(path))
-
-    def topic(name: str, text: str) -> Callable[[], Item]:
-        url = library.url(library.TOPICS)
-        return lambda: _item(source, f"topics/{name}", text, url=url, where=library.TOPICS)
-
-    modules = [(library.module_name(name), documented(name, path)) for name, path in found]
-    return modules + [(f"topics/{name}", topic(name, text)) for name, text in library.topics().items()]
-
-
-def _docstrings(module: str, path: Path) -> str | Problem:
-    text = _text(path)
+def _docstrings(module: str, text: str | Problem) -> str | Problem:
     if isinstance(text, Problem):
         return text
     try:
         return library.docstrings(module, text)
     except (SyntaxError, ValueError) as error:
         return Problem("not_python", getattr(error, "lineno", None) or 0, f"is not Python: {error}")
-
-
-def _tables(source: Jsonl | Parquet) -> Iterator[Item]:
-    """Rows of jsonl and parquet files, in their order."""
-    asked = [source.text_field] + ([source.id_field] if source.id_field else [])
-    for name, path in _files(source):
-        found = rows.jsonl(path) if isinstance(source, Jsonl) else rows.parquet(path, asked, ("url", "license"))
-        empty = True
-        for number, row in found:
-            empty = False
-            yield _table_item(source, f"{name}:{number}", row, f"{path}:{number}")
-        if empty:
-            yield _item(source, name, Problem("no_rows", 0, "is empty: it holds no rows"), where=str(path))
-
-
-def _table_item(source: Jsonl | Parquet, place: str, row: rows.Found, where: str) -> Item:
-    if isinstance(row, Problem):
-        return _item(source, place, row, where=where)
-    text, own = row.get(source.text_field), row.get(source.id_field) if source.id_field else None
-    fields = ", ".join(row)
-    if text is not None and not isinstance(text, str):
-        text = Problem("not_text", 0, f"{source.text_field!r} holds {type(text).__name__} instead of a string")
-    if source.text_field not in row:
-        text = Problem("no_text", 0, f"has no field {source.text_field!r}; its fields: {fields}")
-    if source.id_field and (not isinstance(own, str | int) or own == ""):
-        text, own = Problem("no_id", 0, f"has no id in field {source.id_field!r}; its fields: {fields}"), None
-    said = {key: value for key in ("url", "license") if isinstance(value := row.get(key), str)}
-    return _item(source, place, text or "", where=where, own=None if own is None else str(own), **said)
-
-
-def _item(
-    source: Common,
-    place: str,
-    text: str | Problem,
-    *,
-    where: str = "",
-    own: str | None = None,
-    url: str | None = None,
-    license: str | None = None,
-) -> Item:
-    """A row, or what is rejected. `own` is the document's own id, which then stands alone."""
-    if isinstance(text, str):
-        text = _checked(text)
-    row: dict[str, Any] = {
-        "id": own if own is not None else f"{source.name}/{place}",
-        "text": "" if isinstance(text, Problem) else text,
-        "source": source.name,
-        "domain": source.domain,
-        "url": url,
-        "license": license if license is not None else source.license,
-    }
-    return Rejected(row, text, where) if isinstance(text, Problem) else row
-
-
-def _checked(text: str) -> str | Problem:
-    if not text or text.isspace():
-        return Problem("empty", 0, "is empty")
-    try:
-        text.encode("utf-8")
-    except UnicodeEncodeError as error:
-        spot = error.start
-        return Problem("not_unicode", spot, f"character {spot} is half a surrogate pair, which no UTF-8 can hold")
-    return text

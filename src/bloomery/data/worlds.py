@@ -68,9 +68,13 @@ def is_held_out(fact: Fact) -> bool:
     return int.from_bytes(digest[:8], "big") % HELD_OUT_OF == 0
 
 
-def documents(seed: int, count: int) -> Iterator[str]:
-    """Texts about worlds: a story and its end, a page of sums or of numbers compared, or a note on the library each."""
-    for index in range(count):
+def documents(seed: int, count: int, first: int = 0) -> Iterator[str]:
+    """
+    Texts about worlds: a story and its end, a page of sums or of numbers compared, or a note on the library each.
+
+    Those that have the numbers `first` to `count` - 1; each depends on its number and the seed alone.
+    """
+    for index in range(first, count):
         rng = random.Random(f"document {seed} {index}")
         yield rng.choices((_story_text, _sums_text, _numbers_text, _library_text), weights=(5, 4, 2, 2))[0](rng)
 

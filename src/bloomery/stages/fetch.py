@@ -8,7 +8,7 @@ from typing import Any
 from bloomery.core import files
 from bloomery.core.errors import DataError
 from bloomery.core.log import progress
-from bloomery.data import document, sources
+from bloomery.data import document, reading, sources
 from bloomery.stages.config import Fetch
 
 
@@ -36,12 +36,12 @@ def run(config: Fetch, inputs: Mapping[str, Path], out: Path) -> dict[str, Any]:
         for source in config.sources:
             tally = by_source[source.name]
             for item in sources.read(source):
-                row = item.row if isinstance(item, sources.Rejected) else item
+                row = item.row if isinstance(item, reading.Rejected) else item
                 if row["id"] in seen:
                     cure = f"Give source {source.name!r} another id_field, or none: then file and line make the id."
                     raise DataError(f"two documents have the id {row['id']!r}", where=source.name, cure=cure)
                 seen.add(row["id"])
-                if isinstance(item, sources.Rejected):
+                if isinstance(item, reading.Rejected):
                     rejected.write(row | {"reason": item.problem.reason, "value": float(item.problem.value)})
                     reasons[item.problem.reason] += 1
                     tally["rejected"] += 1

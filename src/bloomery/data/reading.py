@@ -1,0 +1,333 @@
+"""
+How a file becomes documents: the settings that all sources share, and `items`, which reads one local file by them.
+
+A source lists pieces (files, or groups of small ones) and gives the items of each: rows of `document.SCHEMA`, or what
+cannot be a document, as `Rejected` with its reason. Sources that fetch files from elsewhere bring a local path to
+`items`; what they are called and what is read of them does not depend on where that path is.
+"""
+
+import string
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import ftfy
+from pydantic import Field, model_validator
+
+from bloomery.core.config import Config, Positive
+from bloomery.core.errors import DataError
+from bloomery.data import html, rows, tables, unpack, warc
+from bloomery.data.accept import Condition, FieldIs, first_unmet
+from bloomery.data.document import Row
+from bloomery.data.unpack import Problem
+
+Name = Annotated[str, Field(pattern=r"^[\w.\-]+$")]
+Format = Literal["text", "html", "jsonl", "parquet", "csv", "tsv", "warc"]
+
+SUFFIXES: dict[str, Format] = {
+    **dict.fromkeys((".jsonl", ".ndjson"), "jsonl"),
+    ".parquet": "parquet",
+    ".csv": "csv",
+    ".tsv": "tsv",
+    **dict.fromkeys((".warc", ".wet"), "warc"),
+    **dict.fromkeys((".html", ".htm", ".xhtml"), "html"),
+}
+"""What the end of a name says, behind .gz and .zst. Any other file is text."""
+
+REPAIRS = ftfy.TextFixerConfig(
+    unescape_html=False,
+    fix_latin_ligatures=False,
+    fix_character_width=False,
+    uncurl_quotes=False,
+    fix_line_breaks=False,
+    normalization=None,
+    explain=False,
+)
+"""Mojibake, stray C1 and control characters and broken surrogates are mended; what an author may have meant stays."""
+
+
+class Common(Config):
+    """What every source has."""
+
+    name: Name
+    """What reports call it. Ids of documents begin with it."""
+    domain: Name
+    """What its documents are mixed and reported as."""
+    license: str | None = None
+    """License of its documents, where they do not say themselves."""
+    max_documents: Positive | None = None
+    max_bytes: Positive | None = None
+    """Reading stops before the document that would bring the text, as UTF-8, above this. Where documents are files,
+    they are then read in the order of the hash of their ids, so that what is taken is a sample; else from the start."""
+
+
+class Reading(Common):
+    """What every source has that reads files."""
+
+    invalid: Literal["error", "skip"] = "error"
+    """What is not readable text stops the run, or is skipped and kept as a rejected row with its reason."""
+    max_document_bytes: Positive = 16 * 2**20
+    """A document that is longer, as it stands in its file or as text, is rejected (`too_long`): a line of jsonl, a row,
+    a page, a text file. It bounds the memory that reading takes."""
+    encoding: Literal["utf-8", "detect"] = "utf-8"
+    """Of text files. "detect" finds out (needs the extra `web`); HTML and WARC always do."""
+    repair: bool | None = None
+    """Whether ftfy mends text that was decoded wrongly before it came here ("Ã©" for "é"). None: of HTML and WARC."""
+    main_content: bool = True
+    """Of HTML only what stands in the main part of the page, without navigation and the like."""
+    accept: tuple[Condition, ...] = ()
+    """Conditions that documents have to meet; the others are rejected with the condition and the value it saw."""
+
+
+class Best(Config):
+    """Of a field that holds a list of objects, only the one with the highest number in its field `by` is kept."""
+
+    field: str
+    by: str
+
+
+class Columns(Reading):
+    """What every source has whose files hold rows of fields. "a.b" is the field b of the object a."""
+
+    text_field: str = "text"
+    template: str | None = None
+    """Text made of several fields instead, as in "Question: {question}\\n\\nAnswer: {answer}"."""
+    id_field: str | None = None
+    """The field that holds a document's own id, unique in the whole run. Without: source, file and row make it."""
+    url_field: str = "url"
+    license_field: str = "license"
+    best: Best | None = None
+    """Applied to the row before all else: `{ field = "answers", by = "score" }` makes `answers` the best of them."""
+    markup: Literal["none", "html"] = "none"
+    """Whether the text is HTML, of which the plain text is taken (needs the extra `web`)."""
+
+    @model_validator(mode="after")
+    def _template_names_fields(self) -> "Columns":
+        if self.template is not None and not [name for _, name in _template(self.template) if name]:
+            raise ValueError(f'template {self.template!r} names no field in braces, as in "{{title}}"')
+        return self
+
+
+def _template(template: str) -> list[tuple[str, str | None]]:
+    """Literal text, and the name of the field that follows it. Raises ValueError for braces that do not match."""
+    found = [(text, name) for text, name, *_ in string.Formatter().parse(template)]
+    if any(name == "" for _, name in found):
+        raise ValueError(f"template {template!r} has braces without a field's name")
+    return found
+
+
+@dataclass(frozen=True)
+class Rejected:
+    """What a source holds that cannot be a document. Its text stays where it is; the row says where that is."""
+
+    row: Row
+    problem: Problem
+    where: str
+
+
+Item = Row | Rejected
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A part of a source that is read at once, by one worker: a file, or some small ones."""
+
+    name: str
+    """Of its first member, for reports. Unique in the source."""
+    members: tuple[tuple[str, str], ...]
+    """Relative name (it is a part of ids) and place of each: a local path, or what the source makes of it."""
+    num_bytes: int
+    """About how much there is to read; 0 where nobody knows."""
+
+
+def format_of(name: str) -> Format:
+    """The format of a file, by the end of its name."""
+    path = Path(name)
+    suffix = Path(path.stem).suffix if path.suffix in unpack.FRAMES else path.suffix
+    return SUFFIXES.get(suffix.lower(), "text")
+
+
+def items(
+    source: Reading, path: Path, name: str, *, form: Format | None = None, url: str | None = None
+) -> Iterator[Item]:
+    """
+    The documents of one local file, and what it holds that cannot be one; every row, page or file is one of the two.
+
+    `name` is the file's relative name in its source, which ids begin with: "SOURCE/NAME:LINE" or "SOURCE/NAME".
+    `form` is told where `name` does not; `url` is the address that the file came from. A jsonl, parquet or csv file
+    needs a source that is `Columns`. With `source.invalid == "error"` raises DataError, with file, place and cure, for
+    what cannot be read; never for what is empty or not accepted.
+    """
+    form = form or format_of(name)
+    for item in READERS[form](source, path, name, form, url):
+        if isinstance(item, Rejected) and source.invalid == "error" and is_fault(item.problem):
+            cure = f'Repair or remove it, or set invalid = "skip" in source {source.name!r} to go on without it.'
+            if item.problem.reason == "too_long":
+                cure = f"Raise max_document_bytes of source {source.name!r} if that is a document. {cure}"
+            raise DataError(item.problem.what, where=item.where, cure=cure)
+        yield item
+
+
+def is_fault(problem: Problem) -> bool:
+    """Whether somebody ought to know: the document was damaged, not just empty or not wanted."""
+    return problem.reason not in EXPECTED and not problem.reason.startswith("accept.")
+
+
+EXPECTED = ("empty", "http_status", "not_html")
+
+
+def make_item(
+    source: Common,
+    place: str,
+    text: str | Problem,
+    *,
+    where: str = "",
+    own: str | None = None,
+    url: str | None = None,
+    license: str | None = None,
+) -> Item:
+    """A row, or what is rejected. `own` is the document's own id, which then stands alone."""
+    if isinstance(text, str):
+        text = rows.checked(text)
+    row: Row = {
+        "id": own if own is not None else f"{source.name}/{place}",
+        "text": "" if isinstance(text, Problem) else text,
+        "source": source.name,
+        "domain": source.domain,
+        "url": url,
+        "license": license if license is not None else source.license,
+    }
+    return Rejected(row, text, where) if isinstance(text, Problem) else row
+
+
+def _finished(source: Reading, text: str | Problem, fields: dict[str, Any], *, page: bool, web: bool) -> str | Problem:
+    """Text as the source wants it: of a page what is seen, repaired where asked for, not too long, and accepted."""
+    if isinstance(text, Problem) or isinstance(text := rows.checked(text), Problem):
+        return text
+    if page:
+        text = html.plain_text(text, main_content=source.main_content)
+    if source.repair or (source.repair is None and web):
+        text = ftfy.fix_text(text, REPAIRS)
+    if isinstance(text := rows.checked(text), Problem):
+        return text
+    # a character takes 4 bytes at most, so that most texts need no count
+    if 4 * len(text) > source.max_document_bytes < (size := len(text.encode())):
+        return unpack.too_long(size, source.max_document_bytes, "its text")
+    return first_unmet(source.accept, text, fields) or text
+
+
+def _text_file(source: Reading, path: Path, name: str, form: Format, url: str | None) -> Iterator[Item]:
+    data = unpack.whole(path, source.max_document_bytes)
+    page, text = form == "html", data if isinstance(data, Problem) else ""
+    if not isinstance(data, Problem):
+        text = html.decoded(data, page=page) if page or source.encoding == "detect" else rows.decode(data)
+    text = _finished(source, text, {}, page=page, web=page)
+    yield make_item(source, name, text, where=str(path), url=url)
+
+
+def _crawl(source: Reading, path: Path, name: str, form: Format, url: str | None) -> Iterator[Item]:
+    number = 0
+    for number, record in warc.records(path, source.max_document_bytes):
+        data = record.data
+        page = data if isinstance(data, Problem) else html.decoded(data, record.charset, page=record.page)
+        text = _finished(source, page, {}, page=record.page, web=True)
+        yield make_item(source, f"{name}:{number}", text, where=f"{path}:{number}", url=record.url)
+    if number == 0:
+        yield _no_rows(source, path, name)
+
+
+def _table(source: Reading, path: Path, name: str, form: Format, url: str | None) -> Iterator[Item]:
+    assert isinstance(source, Columns), f"{type(source).__name__} does not say which fields of {name} are read"
+    empty = True
+    for number, row in _rows(source, path, form):
+        empty = False
+        yield _row_item(source, f"{name}:{number}", row, f"{path}:{number}", url)
+    if empty:
+        yield _no_rows(source, path, name)
+
+
+def _no_rows(source: Reading, path: Path, name: str) -> Item:
+    return make_item(source, name, Problem("no_rows", 0, "is empty: it holds no rows"), where=str(path))
+
+
+def _rows(source: Columns, path: Path, form: Format) -> Iterator[tuple[int, rows.Found]]:
+    if form == "jsonl":
+        return rows.jsonl(path, source.max_document_bytes)
+    if form != "parquet":
+        return tables.delimited(path, "\t" if form == "tsv" else ",", source.max_document_bytes)
+    asked = [name for _, name in _template(source.template) if name] if source.template else [source.text_field]
+    asked += [source.id_field] if source.id_field else []
+    asked += [source.best.field] if source.best else []
+    looked_at = [one.field for one in source.accept if isinstance(one, FieldIs)]
+    return tables.parquet(path, asked, (source.url_field, source.license_field, *looked_at))
+
+
+def _row_item(source: Columns, place: str, row: rows.Found, where: str, url: str | None) -> Item:
+    if isinstance(row, Problem):
+        return make_item(source, place, row, where=where)
+    own = None
+    text: str | Problem | None = None
+    if source.best is not None:
+        row = row | {source.best.field: _best(source.best, row)}
+    if source.id_field is not None:
+        own = rows.at(row, source.id_field)
+        if isinstance(own, bool) or not isinstance(own, str | int) or own == "":
+            text, own = (
+                Problem("no_id", 0, f"has no id in field {source.id_field!r}; its fields: {', '.join(row)}"),
+                None,
+            )
+    if text is None:
+        text = _text(source, row)
+    text = _finished(source, text, row, page=source.markup == "html", web=source.markup == "html")
+    address, license = rows.at(row, source.url_field), rows.at(row, source.license_field)
+    return make_item(
+        source,
+        place,
+        text,
+        where=where,
+        own=None if own is None else str(own),
+        url=address if isinstance(address, str) else url,
+        license=license if isinstance(license, str) else None,
+    )
+
+
+def _best(best: Best, row: dict[str, Any]) -> dict[str, Any] | None:
+    """The object of a list with the highest number, the first of equals; None where there is none."""
+    found = rows.at(row, best.field)
+    objects = [one for one in found if isinstance(one, dict)] if isinstance(found, list) else []
+    listed = [(value, one) for one in objects if (value := rows.number(rows.at(one, best.by))) is not None]
+    return max(listed, key=lambda pair: pair[0])[1] if listed else None
+
+
+def _text(source: Columns, row: dict[str, Any]) -> str | Problem:
+    if source.template is None:
+        return _string(source.text_field, row)
+    pieces: list[str] = []
+    for text, name in _template(source.template):
+        value = _string(name, row) if name else ""
+        if isinstance(value, Problem):
+            return value
+        if name and not value:
+            return Problem("empty", 0, f"its field {name!r} is empty")
+        pieces += (text, value)
+    return "".join(pieces)
+
+
+def _string(field: str, row: dict[str, Any]) -> str | Problem:
+    """The text of a field; "" where it is null."""
+    value = rows.at(row, field)
+    if value is None and field not in row and field.partition(".")[0] not in row:
+        return Problem("no_text", 0, f"has no field {field!r}; its fields: {', '.join(row)}")
+    if value is not None and not isinstance(value, str):
+        return Problem("not_text", 0, f"{field!r} holds {type(value).__name__} instead of a string")
+    return value or ""
+
+
+Reader = Callable[[Reading, Path, str, Format, str | None], Iterator[Item]]
+READERS: dict[Format, Reader] = {
+    "text": _text_file,
+    "html": _text_file,
+    "warc": _crawl,
+    **dict.fromkeys(("jsonl", "parquet", "csv", "tsv"), _table),
+}

@@ -1,0 +1,150 @@
+"""
+Rows of parquet and csv files. What is wrong with a row is data: a `Problem`, and the next row comes after it.
+"""
+
+import csv
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from bloomery.core.errors import DataError
+from bloomery.data import rows, unpack
+from bloomery.data.rows import Found
+from bloomery.data.unpack import Problem
+
+BATCH_BYTES, ROWS_PER_BATCH = 2**26, 1_000
+"""A batch of parquet rows holds about so many bytes or rows, whichever are fewer."""
+
+
+def parquet(path: Path, columns: Sequence[str], optional: Sequence[str] = ()) -> Iterator[tuple[int, Found]]:
+    """
+    Row number (from 0) and cells of every row. The last item is a problem with reason `torn` where the file is broken.
+
+    A column "a.b" that is not there stands for all of the column a. Raises DataError where the file cannot be opened,
+    or lacks one of `columns`.
+    """
+    number = 0
+    try:
+        with pq.ParquetFile(path) as file:
+            wanted = _wanted(path, file.schema_arrow.names, columns, optional)
+            for batch in file.iter_batches(batch_size=_batch_rows(file), columns=wanted):
+                cells = [_cells(batch.column(name)) for name in wanted]
+                for row in zip(*cells, strict=True):
+                    yield number, next((c for c in row if isinstance(c, Problem)), dict(zip(wanted, row, strict=True)))
+                    number += 1
+    except (pa.ArrowException, OSError) as error:
+        if getattr(error, "errno", None) is not None:  # from the system; what Arrow raises of content has none
+            raise unpack.unreadable(path, error) from None
+        yield number, Problem("torn", number, f"is broken from row {number} on, or no parquet file: {error}")
+
+
+def _wanted(path: Path, names: Sequence[str], columns: Sequence[str], optional: Sequence[str]) -> list[str]:
+    found = []
+    for name in (*columns, *optional):
+        known = next((one for one in (name, name.partition(".")[0]) if one in names), None)
+        if known is None and name in columns:
+            raise DataError(f"has no column {name!r}", where=str(path), cure=f"Its columns: {', '.join(names)}.")
+        if known is not None:
+            found.append(known)
+    return list(dict.fromkeys(found))
+
+
+def _batch_rows(file: Any) -> int:
+    """Rows in a batch, so that long ones fit in memory: by the sizes that the file's footer tells."""
+    groups = [file.metadata.row_group(number) for number in range(file.metadata.num_row_groups)]
+    bytes_per_row = max((group.total_byte_size / max(1, group.num_rows) for group in groups), default=0)
+    return int(min(ROWS_PER_BATCH, max(1, BATCH_BYTES // max(1, bytes_per_row))))
+
+
+def _cells(column: pa.Array) -> list[Any]:
+    """Values as Python. Strings pass through bytes, because a writer may have put anything into them."""
+    if pa.types.is_dictionary(column.type):
+        column = column.dictionary_decode()
+    if pa.types.is_string(column.type) or pa.types.is_large_string(column.type):
+        raw = column.cast(pa.large_binary() if pa.types.is_large_string(column.type) else pa.binary()).to_pylist()
+        return [None if cell is None else rows.decode(cell) for cell in raw]
+    cells: list[Any] = column.to_pylist()
+    return cells
+
+
+def delimited(path: Path, delimiter: str, max_bytes: int) -> Iterator[tuple[int, Found]]:
+    """
+    Line number (from 1) and fields by name of every row of a .csv or .tsv file (.gz, .zst); its first row names them.
+
+    RFC 4180, strictly: a quote that is not closed or stands where none may is a problem `not_csv` of its row, and so
+    is a row of too few or too many fields. A row of more than `max_bytes` is `too_long`. A last row that is not whole
+    is `torn`. Raises DataError where the file cannot be opened.
+    """
+    feed = _Feed(path, max_bytes)
+    names: list[str] | None = None
+    csv.field_size_limit(max(csv.field_size_limit(), max_bytes + 1))  # of all readers; what bounds ours is the feed
+    reader = csv.reader(feed, delimiter=delimiter, strict=True)
+    while True:
+        try:
+            cells = next(reader)
+        except StopIteration:
+            return
+        except _BadLineError as bad:
+            yield feed.began, bad.problem
+        except csv.Error as error:
+            reason = "torn" if feed.ended else "not_csv"
+            yield feed.began, Problem(reason, feed.began, f"the row that begins on line {feed.began}: {error}")
+        else:
+            if cells and names is None:
+                names = cells
+            elif cells and names is not None:
+                yield feed.began, _named(names, cells, feed.began)
+        feed.next_row()
+
+
+def _named(names: list[str], cells: list[str], line: int) -> Found:
+    if len(cells) != len(names):
+        return Problem("not_csv", len(cells), f"line {line} has {len(cells)} fields instead of {len(names)}")
+    return dict(zip(names, cells, strict=True))
+
+
+class _BadLineError(Exception):
+    """A line that cannot be a part of any row."""
+
+    def __init__(self, problem: Problem) -> None:
+        self.problem = problem
+
+
+class _Feed:
+    """Lines for csv.reader, which goes on at the next row after an error; a generator would be over."""
+
+    def __init__(self, path: Path, max_bytes: int) -> None:
+        self._lines = unpack.lines(path, max_bytes)
+        self._max_bytes = max_bytes
+        self._row_bytes = 0
+        self.began = 0
+        """Number of the line on which the present row began."""
+        self.ended = False
+
+    def next_row(self) -> None:
+        self.began = self._row_bytes = 0
+
+    def __iter__(self) -> "_Feed":
+        return self
+
+    def __next__(self) -> str:
+        found = next(self._lines, None)
+        if found is None:
+            self.ended = True
+            raise StopIteration
+        number, line = found
+        self.began = self.began or number
+        if isinstance(line, Problem):
+            raise _BadLineError(line)
+        self._row_bytes += len(line)
+        if self._row_bytes > self._max_bytes:
+            raise _BadLineError(
+                unpack.too_long(self._row_bytes, self._max_bytes, f"the row that begins on line {number}")
+            )
+        text = rows.decode(line, mark=number == 1)
+        if isinstance(text, Problem):
+            raise _BadLineError(Problem(text.reason, number, f"line {number}: {text.what}"))
+        return text

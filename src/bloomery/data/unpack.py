@@ -1,0 +1,178 @@
+"""
+Bytes of files, decompressed as their names say, in bounded memory: chunks, lines, or the whole of a small file.
+
+A compressed file that ends early is noticed: zstandard's own stream reader takes it for a whole one. So is one that
+unpacks to far more than any text does: 30 kB of zstd can hold a gigabyte of zeros, which no chunk here ever holds at
+once. What is wrong is data, a `Problem`, and comes last; only a file that cannot be opened raises DataError.
+"""
+
+import zlib
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import zstandard
+
+from bloomery.core.errors import DataError
+
+CHUNK_BYTES = 1 << 18
+ZSTD_BITE_BYTES = 1 << 10
+"""What a zstd frame is fed at once. A block of 4 bytes can stand for 128 KiB, so a bite unpacks to 32 MiB at most."""
+LARGEST_WINDOW_BYTES = 2**31  # `zstd --long=31` writes it; the library's default refuses more than 2**27
+BOMB_BYTES, BOMB_RATIO = 2**28, 2000
+"""What has unpacked to more than this many bytes, and to so many times its own, is a bomb: text gives 2 to 20."""
+
+
+@dataclass(frozen=True)
+class Problem:
+    """What is wrong with a file or row: a stable reason, the value that was seen, and a sentence for a person."""
+
+    reason: str
+    value: int | float
+    what: str
+
+
+def chunks(path: Path) -> Iterator[bytes | Problem]:
+    """The bytes of a file in pieces. The last one is a problem, `torn` or `bomb`, where there is no going on."""
+    try:
+        with path.open("rb") as file:
+            raw = iter(lambda: file.read(CHUNK_BYTES), b"")
+            yield from _unpacked(raw, FRAMES[path.suffix]) if path.suffix in FRAMES else raw
+    except OSError as error:
+        raise unreadable(path, error) from None
+
+
+def lines(path: Path, max_bytes: int | None = None) -> Iterator[tuple[int, bytes | Problem]]:
+    """
+    Number (from 1) and bytes of each line, with its line feed where it has one.
+
+    Lines end at "\\n" and nothing else: `str.splitlines` also breaks at U+2028, U+0085 and form feeds, which text
+    holds. A line of more than `max_bytes` is a problem `too_long`, and the next one comes after it.
+    """
+    number, held, size = 1, list[bytes](), 0
+
+    def line(last: bytes) -> bytes | Problem:
+        if max_bytes is not None and size + len(last) > max_bytes:
+            return too_long(size + len(last), max_bytes, f"line {number}")
+        return b"".join((*held, last))
+
+    for chunk in chunks(path):
+        if isinstance(chunk, Problem):
+            yield number, Problem(chunk.reason, number, f"{chunk.what} (line {number} is not whole)")
+            return
+        start = 0
+        while end := chunk.find(b"\n", start) + 1:
+            yield number, line(chunk[start:end])
+            number, held, size, start = number + 1, [], 0, end
+        rest = chunk[start:]
+        size += len(rest)
+        if max_bytes is None or size <= max_bytes:
+            held.append(rest)
+        else:
+            held = []
+    if size:
+        yield number, line(b"")
+
+
+def whole(path: Path, max_bytes: int) -> bytes | Problem:
+    """All bytes of a file, or the problem that it has; no more of it is read than `max_bytes`."""
+    held, size = list[bytes](), 0
+    for chunk in chunks(path):
+        if isinstance(chunk, Problem):
+            return chunk
+        size += len(chunk)
+        if size > max_bytes:
+            full = path.stat().st_size if path.suffix not in FRAMES else size
+            return too_long(full, max_bytes, "it", "" if path.suffix not in FRAMES else "at least ")
+        held.append(chunk)
+    return b"".join(held)
+
+
+def too_long(size: int, max_bytes: int, what: str, least: str = "") -> Problem:
+    """The problem of a document of more bytes than its source allows."""
+    return Problem("too_long", size, f"{what} has {least}{size:,} bytes, more than max_document_bytes = {max_bytes:,}")
+
+
+def unreadable(path: Path, error: Exception) -> DataError:
+    """The error for a file that is absent or closed to this user, or whose disk fails."""
+    cure = "Check that the file is there and may be read."
+    return DataError(f"cannot be read: {error}", where=str(path), cure=cure)
+
+
+class _GzipMember:
+    """One member of a gzip file."""
+
+    def __init__(self) -> None:
+        self._state = zlib.decompressobj(wbits=31)
+
+    def feed(self, data: bytes) -> Iterator[bytes]:
+        out = bytes(CHUNK_BYTES)
+        while data or len(out) == CHUNK_BYTES:  # a full chunk: there may be more that was not given yet
+            out = self._state.decompress(data, CHUNK_BYTES)
+            data = self._state.unconsumed_tail
+            yield out
+
+    def rest(self) -> bytes | None:
+        """What was fed after its end, or None before it. gzip allows zeros between members."""
+        return self._state.unused_data.lstrip(b"\0") if self._state.eof else None
+
+
+class _ZstdFrame:
+    """One frame of a zstd file."""
+
+    def __init__(self) -> None:
+        self._state = zstandard.ZstdDecompressor(max_window_size=LARGEST_WINDOW_BYTES).decompressobj()
+        self._rest = b""
+
+    def feed(self, data: bytes) -> Iterator[bytes]:
+        for start in range(0, len(data), ZSTD_BITE_BYTES):
+            yield self._state.decompress(data[start : start + ZSTD_BITE_BYTES])
+            if self._state.eof:
+                self._rest = self._state.unused_data + data[start + ZSTD_BITE_BYTES :]
+                return
+
+    def rest(self) -> bytes | None:
+        return self._rest if self._state.eof else None
+
+
+Frame = _GzipMember | _ZstdFrame
+FRAMES: dict[str, type[Frame]] = {".zst": _ZstdFrame, ".gz": _GzipMember}
+
+
+def _unpacked(raw: Iterable[bytes], new_frame: type[Frame]) -> Iterator[bytes | Problem]:
+    """Chunks of about CHUNK_BYTES from frame after frame, and a problem where they end early or are a bomb."""
+    held: list[bytes] = []
+    given = size = 0
+    problem = None
+    try:
+        for taken, data in _frames(raw, new_frame):
+            given, size = given + len(data), size + len(data)
+            held.append(data)
+            if size >= CHUNK_BYTES:
+                yield b"".join(held)
+                held, size = [], 0
+            if given > BOMB_BYTES and given > BOMB_RATIO * taken:
+                what = f"its first {taken:,} bytes unpack to more than {given:,}: this is a bomb, not text"
+                problem = Problem("bomb", given, what)
+                break
+    except (EOFError, zlib.error, zstandard.ZstdError) as error:
+        problem = Problem("torn", 0, f"its compressed data ends early or is broken: {error}")
+    yield b"".join(held)
+    if problem:
+        yield problem
+
+
+def _frames(raw: Iterable[bytes], new_frame: type[Frame]) -> Iterator[tuple[int, bytes]]:
+    """How many bytes were read so far, and a piece of what they unpack to. Raises EOFError where the end is missing."""
+    taken, frame = 0, None
+    for chunk in raw:
+        taken += len(chunk)
+        rest = chunk if frame is not None else chunk.lstrip(b"\0")
+        while rest:
+            frame = frame or new_frame()
+            for data in frame.feed(rest):
+                yield taken, data
+            after = frame.rest()
+            frame, rest = (frame, b"") if after is None else (None, after)
+    if frame is not None:
+        raise EOFError("its last frame is not whole")
