@@ -8,6 +8,7 @@ import json
 from collections.abc import Sequence
 from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 import tokenizers
 
@@ -60,9 +61,15 @@ class Tokenizer:
             file.write(self._inner.to_str(pretty=True))
 
     @cached_property
+    def spec(self) -> dict[str, Any]:
+        """All that the tokenizer is, as tokenizer.json holds it."""
+        spec: dict[str, Any] = json.loads(self._inner.to_str())
+        return spec
+
+    @cached_property
     def hash(self) -> str:
         """sha256 of what decides about ids."""
-        return sha256_bytes(canonical(json.loads(self._inner.to_str())))
+        return sha256_bytes(canonical(self.spec))
 
     @property
     def vocab_size(self) -> int:

@@ -5,27 +5,21 @@ from collections.abc import Iterable
 import tokenizers
 from tokenizers import Regex, decoders, models, pre_tokenizers, trainers
 
+from bloomery.tokenizer.patterns import PATTERNS, PatternName
 from bloomery.tokenizer.tokenizer import SPECIAL, Tokenizer
-
-# Words with one leading sign or space, single digits, punctuation, line ends, other space. This is the pattern that
-# llama.cpp knows as "qwen2": single digits make numbers of every length look alike to the model.
-PATTERN = (
-    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}"
-    r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-)
 
 LONGEST_WORD = 256
 """In characters. The trainer takes time in the square of a word's length: one line of 3 MB without a space, hours."""
 
 
-def train(texts: Iterable[str], vocab_size: int) -> Tokenizer:
+def train(texts: Iterable[str], vocab_size: int, pattern: PatternName = "qwen2") -> Tokenizer:
     """
     A tokenizer of at most `vocab_size` ids, special tokens included; fewer where the text holds no more merges.
 
     Longer words than LONGEST_WORD are learned from in pieces. Encoding leaves them whole.
     """
     inner = tokenizers.Tokenizer(models.BPE())
-    words = pre_tokenizers.Split(Regex(PATTERN), behavior="isolated")
+    words = pre_tokenizers.Split(Regex(PATTERNS[pattern].regex), behavior="isolated")
     pieces = pre_tokenizers.Split(Regex(rf"[\s\S]{{1,{LONGEST_WORD}}}"), behavior="isolated")
     letters = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     inner.pre_tokenizer = pre_tokenizers.Sequence([words, pieces, letters])

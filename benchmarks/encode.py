@@ -1,0 +1,125 @@
+"""
+How fast is text encoded on one core, and are the ids those of `tokenizers`?
+
+    python benchmarks/encode.py [--json] [--quick] [--data FOLDER] [--documents N]
+
+Trains a byte-level BPE, saves it, and encodes the same documents with our encoder and with the saved tokenizer.json as
+`tokenizers` reads it, in turns, both held to one thread; then compares all ids. FOLDER holds *.jsonl.zst files with
+`text`, searched through (default: the environment variable BLOOMERY_SHARED). Without one, and to fill up, documents
+come from the generator and the standard library. --quick takes 3,000 documents and a small vocabulary.
+"""
+
+import os
+
+os.environ["RAYON_NUM_THREADS"] = "1"  # read when `tokenizers` first works
+os.environ["TOKENIZERS_PARALLELISM"] = "false"
+
+import argparse
+import json
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from importlib.metadata import version
+from itertools import chain, islice
+from pathlib import Path
+from typing import Any
+
+import tokenizers
+
+from bloomery.core.stage import machine, versions
+from bloomery.data import sources, worlds
+from bloomery.tokenizer.quick import Encoder
+from bloomery.tokenizer.tokenizer import FILE
+from bloomery.tokenizer.train import train
+
+ROOT = Path(__file__).parents[1]
+ROUNDS = 3
+BATCH = 256
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--json", action="store_true", help="print nothing but the line of JSON")
+    parser.add_argument("--quick", action="store_true")
+    parser.add_argument("--data", type=Path, default=Path(os.environ.get("BLOOMERY_SHARED", "")))
+    parser.add_argument("--documents", type=int)
+    options = parser.parse_args()
+    count = options.documents or (3_000 if options.quick else 100_000)
+    texts = list(islice(documents(options.data, count), count))
+    print(json.dumps(result(texts, 4096 if options.quick else 32_768, options)))
+
+
+def documents(folder: Path, count: int) -> Iterator[str]:
+    """Documents of every file in turn, then generated ones and the standard library's."""
+    files = sorted(folder.rglob("*.jsonl.zst")) if folder.name else []
+    streams = [islice(_jsonl(file), count // len(files) if count < 50_000 else None) for file in files]
+    library = sources.StandardLibrary(name="library", domain="code", part="code")
+    code = (item["text"] for item in sources.read(library) if isinstance(item, dict))
+    return chain(*streams, code, worlds.documents(0, count))
+
+
+def _jsonl(file: Path) -> Iterator[str]:
+    source = sources.Jsonl(name="file", domain="text", path=file, invalid="skip")
+    return (item["text"] for item in sources.read(source) if isinstance(item, dict))
+
+
+def result(texts: list[str], vocab_size: int, options: argparse.Namespace) -> dict[str, Any]:
+    sample = texts[:: max(1, len(texts) // 6000)]
+    megabytes = sum(len(text.encode()) for text in texts) / 1e6
+    tokenizer = train(sample, vocab_size)
+    began = time.process_time()
+    encoder = Encoder(tokenizer)
+    startup = time.process_time() - began
+    with tempfile.TemporaryDirectory() as folder:
+        tokenizer.save(Path(folder))
+        exported = tokenizers.Tokenizer.from_file(str(Path(folder) / FILE))
+    exported.encode_special_tokens = True
+    batches = [texts[at : at + BATCH] for at in range(0, len(texts), BATCH)]
+    ours, theirs, different = [], [], 0
+    for _ in range(1 if options.quick else ROUNDS):
+        seconds = [0.0, 0.0]
+        different = 0
+        for batch in batches:
+            began = time.process_time()
+            quick = encoder.encode_batch(batch)
+            middle = time.process_time()
+            slow = [coded.ids for coded in exported.encode_batch_fast(batch, add_special_tokens=False)]
+            seconds[0] += middle - began
+            seconds[1] += time.process_time() - middle
+            different += sum(one.tolist() != other for one, other in zip(quick, slow, strict=True))
+        ours.append(megabytes / seconds[0])
+        theirs.append(megabytes / seconds[1])
+        if not options.json:
+            print(f"{ours[-1]:.2f} MB/s, tokenizers {theirs[-1]:.2f}; {different} differ", file=sys.stderr)
+    best = {"value": round(max(theirs), 3), "unit": "MB/s", "version": version("tokenizers")}
+    return {
+        "name": "encode",
+        "ours": {"value": round(max(ours), 3), "unit": "MB/s"},
+        "peers": {"tokenizers": best},
+        "ratio_to_best_peer": round(max(ours) / max(theirs), 3),
+        "machine": machine() | {"load": os.getloadavg()[0]},
+        "versions": versions() | {"tiktoken": version("tiktoken")},
+        "notes": {
+            "quick": options.quick,
+            "commit": commit(),
+            "documents": len(texts),
+            "megabytes": round(megabytes, 3),
+            "documents_with_other_ids": different,
+            "vocab_size": tokenizer.vocab_size,
+            "startup_seconds": round(startup, 3),
+            "seconds_are": "of the processor; one thread; ids as lists (tokenizers) and as arrays (ours)",
+            **encoder.facts(),
+        },
+    }
+
+
+def commit() -> str:
+    """Of this project, as git names it."""
+    command = ["git", "-C", str(ROOT), "describe", "--always", "--dirty", "--exclude=*"]
+    return subprocess.run(command, check=True, capture_output=True, text=True).stdout.strip()
+
+
+if __name__ == "__main__":
+    main()

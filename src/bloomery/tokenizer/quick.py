@@ -1,0 +1,214 @@
+"""
+Encoding at several times the speed of `tokenizers`, with the same ids: byte-level BPE run by `tiktoken`.
+
+The two libraries merge by different rules. `tokenizers` applies a list of merges, pairs in order of rank; `tiktoken`
+joins any two neighbors whose joined bytes are a token, lowest rank first, and takes a whole word that is a token as it
+is. Both give the same ids for every text if, for every token T of more than one byte,
+
+    1. its merges stand together in the list, after the merges of their parts, and
+    2. the merges turn the bytes of T alone into T.
+
+Proof: what stands before the merges of T are tried, in any text, between two bounds that no merge has crossed, depends
+on the bytes between them alone. So where the bytes of T end as two tokens that some other pair could join, 2. fails.
+`_ranks` checks both for every token; `HARD` and the first texts then check the patterns, which no proof covers.
+Where a tokenizer is of another kind or a check fails, `tokenizers` does the work, and that is said aloud.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence, Set
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+import tiktoken
+import tokenizers
+from numpy.typing import NDArray
+
+from bloomery.core.errors import DataError
+from bloomery.core.log import say
+from bloomery.tokenizer.patterns import PATTERNS, named
+from bloomery.tokenizer.tokenizer import SPECIAL, Tokenizer, byte_letters
+
+CHECKED_BYTES = 200_000
+"""Of the first texts, that are encoded by both libraries."""
+
+
+class UnfitError(Exception):
+    """Why `tiktoken` cannot do what a tokenizer does."""
+
+
+class Encoder:
+    """
+    A tokenizer for many texts. `name` is "tiktoken", or "tokenizers" where that has to do the work, `why` says why.
+
+    Text never becomes a special token. A fall-back is said aloud, once for each encoder, unless `aloud` is False.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, *, aloud: bool = True) -> None:
+        self._tokenizer, self._aloud = tokenizer, aloud
+        self._fast: tiktoken.Encoding | None = None
+        self._ids: NDArray[np.uint32] | None = None
+        self.why = ""
+        self.slow_texts = 0
+        """Texts that `tokenizers` encoded because `tiktoken` gave them up: white space without end."""
+        self._left_to_check = CHECKED_BYTES
+        try:
+            self._fast, self._ids = _encoding(tokenizer)
+        except UnfitError as reason:
+            self._fall_back(str(reason))
+        self._check(HARD)
+
+    @property
+    def name(self) -> str:
+        return "tokenizers" if self._fast is None else "tiktoken"
+
+    def facts(self) -> dict[str, Any]:
+        """For the statistics of a stage: which library encoded, and what was left to the other one."""
+        why = {"because": self.why} if self.why else {}
+        return {"encoder": self.name, **why, "texts_left_to_tokenizers": self.slow_texts}
+
+    def encode_batch(self, texts: Sequence[str]) -> list[NDArray[np.uint32]]:
+        """The ids of each text, on one core (`tokenizers`: on all). Raises DataError for text that is no UTF-8."""
+        if self._left_to_check > 0 and self._fast is not None:
+            some = list(_up_to(texts, self._left_to_check))
+            self._left_to_check -= sum(map(len, some))
+            self._check(some)
+        if self._fast is None:
+            return [np.array(ids, dtype=np.uint32) for ids in self._tokenizer.encode_batch(texts)]
+        return [self._encode(self._fast, text) for text in texts]
+
+    def _encode(self, fast: tiktoken.Encoding, text: str) -> NDArray[np.uint32]:
+        try:
+            ids = fast.encode_to_numpy(text, disallowed_special=())
+        except UnicodeEncodeError as error:
+            raise DataError(f"the text holds half a surrogate pair at character {error.start}") from None
+        except ValueError:  # its regular expressions ran out of stack, in a run of white space as long as a book
+            self.slow_texts += 1
+            return np.array(self._tokenizer.encode(text), dtype=np.uint32)
+        return ids if self._ids is None else self._ids[ids]
+
+    def _check(self, texts: Sequence[str]) -> None:
+        """Fall back where the libraries differ about a text."""
+        if self._fast is None:
+            return
+        for text, ids in zip(texts, self._tokenizer.encode_batch(texts), strict=True):
+            slow = self.slow_texts
+            if self._encode(self._fast, text).tolist() != ids:
+                self._fall_back(f"tiktoken encodes {text[:60]!r} in another way")
+                return
+            self.slow_texts = slow
+
+    def _fall_back(self, why: str) -> None:
+        self._fast, self._ids, self.why = None, None, why
+        if self._aloud:
+            say(f"encoding with tokenizers, about 4 times slower than tiktoken would be: {why}", style="yellow")
+
+
+def _encoding(tokenizer: Tokenizer) -> tuple[tiktoken.Encoding, NDArray[np.uint32] | None]:
+    """An encoding, and the id of each of its ranks (None: they are the same). Raises UnfitError."""
+    spec = tokenizer.spec
+    if spec["normalizer"] is not None:
+        raise UnfitError("the tokenizer changes text before it encodes it")
+    if added := [token["content"] for token in spec["added_tokens"] if not token["special"]]:
+        raise UnfitError(f"the tokenizer takes {added[0]!r} out of text before it looks at words")
+    pattern = _pattern(spec["pre_tokenizer"])
+    ranks, ids = _ranks(spec["model"], {token["content"] for token in spec["added_tokens"]})
+    quick = PATTERNS[name].quick if (name := named(pattern)) else pattern
+    try:
+        fast = tiktoken.Encoding("quick", pat_str=quick, mergeable_ranks=ranks, special_tokens={})
+    except ValueError as error:
+        raise UnfitError(f"tiktoken does not take its pattern: {error}") from None
+    return fast, ids
+
+
+def _pattern(splitter: Mapping[str, Any] | None) -> str:
+    """The pattern that a byte-level pre-tokenizer cuts words with. Raises UnfitError for anything else."""
+    steps = splitter["pretokenizers"] if splitter and splitter["type"] == "Sequence" else [splitter]
+    match steps:
+        case [{"type": "ByteLevel", "add_prefix_space": False, "use_regex": True}]:
+            return PATTERNS["gpt2"].regex
+        case [
+            {"type": "Split", "pattern": {"Regex": str(regex)}, "behavior": "Isolated", "invert": False},
+            {"type": "ByteLevel", "add_prefix_space": False, "use_regex": False},
+        ]:
+            return regex
+    raise UnfitError("the tokenizer does not cut words by one pattern, as byte-level BPE does")
+
+
+def _ranks(model: Mapping[str, Any], special: Set[str]) -> tuple[dict[bytes, int], NDArray[np.uint32] | None]:
+    """Tokens as bytes in the order of their merges, and their ids where those have another order. Raises UnfitError."""
+    vocab: dict[str, int] = model.get("vocab", {})
+    letters = byte_letters()
+    plain = not (model.get("dropout") or model.get("continuing_subword_prefix") or model.get("end_of_word_suffix"))
+    if model["type"] != "BPE" or not plain or model.get("byte_fallback"):
+        raise UnfitError("the tokenizer is no byte-level BPE")
+    if missing := [byte for byte, letter in letters.items() if letter not in vocab]:
+        raise UnfitError(f"the vocabulary lacks the byte {missing[0]:#04x}")
+    merges = [(left, right) for left, right in model["merges"]]
+    ranks = {letter: rank for rank, letter in enumerate(letters.values())}
+    for left, right in merges:
+        made, newest = left + right, len(ranks) - 1
+        if left not in ranks or right not in ranks or ranks.get(made, newest) != newest:
+            raise UnfitError(f"the merge of {left!r} and {right!r} is out of order")
+        ranks.setdefault(made, len(ranks))
+    if model.get("ignore_merges") and (others := vocab.keys() - ranks.keys() - special):
+        raise UnfitError(f"the vocabulary holds {min(others)!r} as a word, which no merge makes")
+    bare = tokenizers.models.BPE(vocab=vocab, merges=merges)
+    for token in ranks:
+        pieces = len(bare.tokenize(token))
+        if pieces == 2 or (pieces > 2 and not model.get("ignore_merges")):
+            raise UnfitError(f"the merges do not make {token!r} from its letters")
+    back = {letter: byte for byte, letter in letters.items()}
+    as_bytes = {bytes(back[letter] for letter in token): rank for token, rank in ranks.items()}
+    ids = np.array([vocab[token] for token in ranks], dtype=np.uint32)
+    merged = ids[len(letters) :].tolist()
+    if all(one < other for one, other in pairwise(merged)):  # ids order merges as ranks do, so they can be the ranks
+        return dict(zip(as_bytes, ids.tolist(), strict=True)), None
+    return as_bytes, ids
+
+
+def _up_to(texts: Sequence[str], size: int) -> Iterator[str]:
+    """Texts, and beginnings of long ones, of `size` characters together."""
+    for text in texts:
+        if size <= 0:
+            return
+        yield text[:size]
+        size -= len(text)
+
+
+def _hard() -> tuple[str, ...]:
+    """Texts on which encoders have differed: signs, space, scripts, new letters, control characters, noise."""
+    noise = np.random.default_rng(0)
+    codes = noise.integers(0, 0x110000, 600)
+    letters = "".join(chr(code) for code in codes if not 0xD800 <= code < 0xE000)
+    few = "".join(noise.choice(list("aZ1 '\n\r\tés.,\u00a0漢😀"), 3000))
+    raw = noise.integers(0, 256, 2000, dtype=np.uint8).tobytes()
+    # first letters and digits of blocks that came with Unicode 14 to 17: tables of classes differ in age
+    young = "𐕰𑼀𞓐𮯰𐗀𐵀𑎀\u1c89\ua7cb\U000323b0\U00010940\U00011db0\U00016ea0\U0001ccf0\U00011de0"
+    return (
+        "",
+        "def f(x):\n    if x['a'] >= 10:\n\t\treturn \"b\" + 'c'  # why\r\n\r\n\n  \t \nclass A: pass\n",
+        "I'll, you'Re, 'tis, we've'd 'sS 'LL'm rock'n'roll o'clock '’s it's's ''s ' s 'ſ 'K",
+        "3.14159 1234567 x² ½ Ⅷ ٣٤٥ १२३ 1a2b3c 0x1F 1,000,000.00 10:30",
+        "Größe café naïve «ёлка» ΑΒΓ Straße İstanbul e\u0301a\u0308 DŽ dž ǅ ﬁn ß ẞ camelCaseWordsHTMLParser",
+        "東京都は日本の首都。한국어 텍스트 العربية עברית हिन्दी ไทย 中文,标点!?ქართული",
+        "😀👩‍👩‍👧‍👦🏳️‍🌈 🇩🇪 ☃️ 👍🏽\u200b\u200d\ufe0f",
+        "".join(map(chr, range(0x20))) + "\x7f\x80\x85\x9f\xa0\xad" + "".join(f"a{chr(code)}b" for code in range(0x20)),
+        *(
+            f"{lead}{space * count}{tail}"
+            for lead in ("", "a", ".")
+            for space in " \n\t\r\u00a0\u3000\x0b"
+            for count in (1, 2, 3, 70)
+            for tail in ("", "b", "1", "!")
+        ),
+        " \n \n\n  \r\n \t\r x  \n\u2028y\u2029 \x85z \u1680\u2000\u205f\ufeff\u180e",
+        "".join(f"a{letter}.{letter} {letter}1{letter}\n" for letter in young),
+        "a" * 3000 + "=" * 1000 + " " * 1000 + "1" * 500 + "é" * 500 + "-x" * 300,
+        "".join(SPECIAL) + " ".join(SPECIAL) + "<|im_start|><s></s>[INST]<|user",
+        letters,
+        few,
+        raw.decode("utf-8", "replace"),
+        raw.decode("latin-1"),
+    )
+
+
+HARD = _hard()

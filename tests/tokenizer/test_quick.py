@@ -1,0 +1,196 @@
+import json
+import random
+import re
+from functools import cache
+from typing import Any, get_args
+
+import numpy as np
+import pytest
+import tokenizers
+from hypothesis import given
+from hypothesis import strategies as st
+from tokenizers import models, pre_tokenizers
+
+from bloomery.core.errors import DataError
+from bloomery.tokenizer import quick
+from bloomery.tokenizer.patterns import PATTERNS, PatternName
+from bloomery.tokenizer.quick import HARD, Encoder
+from bloomery.tokenizer.tokenizer import SPECIAL, Tokenizer, byte_letters
+from bloomery.tokenizer.train import train
+from tests.tokenizer.made import CODE, ELSEWHERE, TEXTS, small, training_texts
+
+NAMES: tuple[PatternName, ...] = get_args(PatternName)
+WILD = st.one_of(
+    TEXTS,
+    st.binary(max_size=200).map(lambda raw: raw.decode("latin-1")),
+    st.binary(max_size=200).map(lambda raw: raw.decode("utf-8", "replace")),
+    st.lists(
+        st.sampled_from(
+            [*SPECIAL, "'S", "'ll", "don't", " \n", "\t\t", "aB", "ßE", "漢", "e\u0301", "1", "½", "!?", " ", "\r"]
+        ),
+        max_size=30,
+    ).map("".join),
+)
+
+
+@cache
+def made(name: PatternName) -> tuple[Tokenizer, Encoder]:
+    tokenizer = train([*training_texts(), *HARD], 900, name)
+    return tokenizer, Encoder(tokenizer, aloud=False)
+
+
+def changed(change: dict[str, Any], model: dict[str, Any] | None = None) -> Tokenizer:
+    """The small tokenizer with other entries in its file."""
+    spec = json.loads(json.dumps(small().spec)) | change
+    spec["model"] |= model or {}
+    return Tokenizer(tokenizers.Tokenizer.from_str(json.dumps(spec)))
+
+
+# --- parity with tokenizers ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", NAMES)
+@given(texts=st.lists(WILD, max_size=5))
+def test_both_libraries_give_the_same_ids(name: PatternName, texts: list[str]) -> None:
+    tokenizer, encoder = made(name)
+    coded = encoder.encode_batch(texts)
+    assert encoder.name == "tiktoken"
+    assert [ids.tolist() for ids in coded] == tokenizer.encode_batch(texts)
+    assert all(ids.dtype == np.uint32 for ids in coded)
+    assert [tokenizer.decode_bytes(ids.tolist()) for ids in coded] == [text.encode() for text in texts]
+
+
+@pytest.mark.parametrize("step", [61, pytest.param(1, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("name", NAMES)
+def test_both_libraries_cut_every_letter_of_unicode_alike(name: PatternName, step: int) -> None:
+    """Bytes, and their pairs with some leading signs: what is joined shows the class that a letter is given."""
+    letters = byte_letters()
+    vocab = {letters[byte]: byte for byte in range(256)}
+    merges = [(letters[lead], letters[byte]) for lead in b"aA. 1'" for byte in range(128, 256)]
+    vocab |= {left + right: 256 + place for place, (left, right) in enumerate(merges)}
+    inner = tokenizers.Tokenizer(models.BPE(vocab=vocab, merges=merges))
+    words = pre_tokenizers.Split(tokenizers.Regex(PATTERNS[name].regex), behavior="isolated")
+    inner.pre_tokenizer = pre_tokenizers.Sequence([words, pre_tokenizers.ByteLevel(False, use_regex=False)])
+    inner.add_special_tokens(list(SPECIAL))
+    encoder = Encoder(Tokenizer(inner), aloud=False)
+    assert encoder.name == "tiktoken"
+    every = [chr(code) for code in range(0x80, 0x110000, step) if not 0xD800 <= code < 0xE000]
+    for at in range(0, len(every), 2000):
+        texts = ["".join(f"{lead}{one}\n" for one in every[at : at + 2000]) for lead in ("a", "A", ".", " ", "1", "'")]
+        assert [ids.tolist() for ids in encoder.encode_batch(texts)] == Tokenizer(inner).encode_batch(texts)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_text_that_spells_special_tokens_stays_text(name: PatternName) -> None:
+    tokenizer, encoder = made(name)
+    for text in (*SPECIAL, "".join(SPECIAL), " ".join(SPECIAL)):
+        assert not set(tokenizer.special.values()) & set(encoder.encode_batch([text])[0].tolist())
+
+
+@pytest.mark.parametrize(
+    "word",
+    [
+        "a" * 10**6,
+        "".join(random.Random(1).choices("abcxyz", k=10**6)),
+        "漢字" * 200_000,
+        "=" * 10**6,
+        "\n" * 10**6,
+        "7" * 10**6,
+    ],
+)
+def test_a_word_of_a_megabyte_takes_seconds(word: str) -> None:
+    tokenizer, encoder = made("qwen2")
+    assert encoder.encode_batch([word])[0].tolist() == tokenizer.encode(word)
+    assert encoder.slow_texts == 0
+
+
+def test_white_space_without_end_is_left_to_the_slower_library() -> None:
+    tokenizer = made("qwen2")[0]
+    encoder = Encoder(tokenizer, aloud=False)
+    texts = ["a", " " * 10**6, "b", "\t" * 10**6 + "c"]
+    assert [ids.tolist() for ids in encoder.encode_batch(texts)] == tokenizer.encode_batch(texts)
+    assert encoder.facts() == {"encoder": "tiktoken", "texts_left_to_tokenizers": 2}
+
+
+def test_half_a_surrogate_pair_is_an_error_that_says_where() -> None:
+    encoder = Encoder(small())
+    encoder.encode_batch(["x" * quick.CHECKED_BYTES])
+    with pytest.raises(DataError, match="half a surrogate pair at character 2"):
+        encoder.encode_batch(["ab\ud83dc"])
+
+
+# --- what tiktoken cannot do ---------------------------------------------------------------------------------------
+
+
+def test_ids_in_another_order_than_merges_are_translated() -> None:
+    spec = small().spec
+    vocab: dict[str, int] = spec["model"]["vocab"]
+    turned = {token: id if id < len(SPECIAL) else len(vocab) + len(SPECIAL) - 1 - id for token, id in vocab.items()}
+    tokenizer = changed({}, {"vocab": turned})
+    encoder = Encoder(tokenizer)
+    assert encoder.name == "tiktoken"
+    assert [ids.tolist() for ids in encoder.encode_batch([CODE, ELSEWHERE])] == tokenizer.encode_batch(
+        [CODE, ELSEWHERE]
+    )
+
+
+def unfit() -> list[tuple[Tokenizer, str]]:
+    q, z, j = (byte_letters()[byte] for byte in b"qzj")
+    model: dict[str, Any] = small().spec["model"]
+    first: dict[str, Any] = small().spec["added_tokens"][0]
+    size = len(model["vocab"])
+    the = {**first, "id": size, "content": "the", "special": False}
+    spaced = {"type": "ByteLevel", "add_prefix_space": True, "trim_offsets": True, "use_regex": True}
+    vocab = model["vocab"] | {q + z: size, z + j: size + 1, q + z + j: size + 2}
+    # qzj is made of q and zj, and qz is made before zj: no text ever holds it, but tiktoken would join qz and j
+    never = {"vocab": vocab, "merges": [*model["merges"], [q, z], [z, j], [q, z + j]]}
+    late = {"vocab": vocab, "merges": [*model["merges"], [z, j], [q, z + j], [q, z], [q + z, j]]}
+    return [
+        (changed({"normalizer": {"type": "NFC"}}), "changes text before"),
+        (changed({"added_tokens": [*small().spec["added_tokens"], the]}), "takes 'the' out of text"),
+        (changed({"pre_tokenizer": {"type": "Whitespace"}}), "one pattern"),
+        (changed({"pre_tokenizer": spaced}), "one pattern"),
+        (changed({}, {"byte_fallback": True}), "no byte-level BPE"),
+        (changed({}, never), "do not make 'qzj' from its letters"),
+        (changed({}, late), "out of order"),
+    ]
+
+
+@pytest.mark.parametrize("place", range(7))
+def test_where_tiktoken_would_give_other_ids_tokenizers_encodes_and_it_is_said(
+    place: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    said: list[str] = []
+    monkeypatch.setattr(quick, "say", lambda text, style: said.append(text))
+    tokenizer, why = unfit()[place]
+    encoder = Encoder(tokenizer)
+    assert encoder.name == "tokenizers"
+    assert re.search(why, encoder.why)
+    assert len(said) == 1
+    assert why in said[0]
+    assert encoder.facts() == {"encoder": "tokenizers", "because": encoder.why, "texts_left_to_tokenizers": 0}
+    texts = ["qzj qqzjj", CODE, ELSEWHERE, ""]
+    assert [ids.tolist() for ids in encoder.encode_batch(texts)] == tokenizer.encode_batch(texts)
+    assert len(said) == 1
+
+
+def test_a_pattern_that_cuts_otherwise_is_found_in_the_hard_texts_or_in_the_first_ones(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    wrong = PATTERNS["llama3"]._replace(quick=PATTERNS["qwen2"].quick)
+    monkeypatch.setitem(PATTERNS, "llama3", wrong)
+    tokenizer = train(["567 567 " * 50], 300, "llama3")
+    assert "in another way" in Encoder(tokenizer, aloud=False).why
+    monkeypatch.setattr(quick, "HARD", ("nothing hard",))
+    late = Encoder(tokenizer, aloud=False)
+    assert late.name == "tiktoken"
+    assert [ids.tolist() for ids in late.encode_batch(["a 567"])] == tokenizer.encode_batch(["a 567"])
+    assert late.name == "tokenizers"
+
+
+def test_every_pattern_has_a_name_in_llama_cpp_and_digits_are_single_where_it_says_so() -> None:
+    assert {pattern.gguf for pattern in PATTERNS.values()} == {"gpt-2", "llama-bpe", "qwen2", "gpt-4o"}
+    for name in NAMES:
+        tokenizer = train(["2024 1234 5678 999 " * 50], 400, name)
+        single = len(tokenizer.encode("1234567890")) == 10
+        assert single == PATTERNS[name].splits_digits
