@@ -15,7 +15,7 @@ from bloomery.core.config import build
 from bloomery.core.errors import ConfigError, DataError
 from bloomery.data import document, worlds
 from bloomery.data.reading import Rejected
-from bloomery.data.sources import Folder, Jsonl, Parquet, StandardLibrary, Worlds, digest, read
+from bloomery.data.sources import AnyFiles, Folder, Jsonl, Parquet, StandardLibrary, Worlds, digest, read
 from bloomery.stages.config import Fetch
 
 ODD = "one\u2028two\u0085three\x0cfour\x1dfive\r\nsix"
@@ -281,3 +281,22 @@ def test_a_recipe_names_sources_by_kind() -> None:
         build(Fetch, {"sources": [source, source]})
     with pytest.raises(ConfigError, match=r"sources\.0\.name"):
         build(Fetch, {"sources": [source | {"name": "a/b"}]})
+
+
+def test_a_folder_of_all_kinds_is_read_by_the_ends_of_names(tmp_path: Path) -> None:
+    (tmp_path / "deep").mkdir()
+    (tmp_path / "a.txt").write_text("plain text")
+    (tmp_path / "b.jsonl").write_text('{"text": "one", "id": "own", "domain": "wiki"}\n{"text": "two"}\n')
+    (tmp_path / "deep" / "c.csv").write_text("text,id\nthree,7\n")
+    pq.write_table(pa.table({"text": ["four"], "id": ["x"]}), tmp_path / "deep" / "d.parquet")
+    pq.write_table(pa.table({"text": ["five"]}), tmp_path / "deep" / "e.parquet")
+    source = AnyFiles(name="in", domain="text", path=tmp_path)
+    found = [item for item in read(source) if not isinstance(item, Rejected)]
+    assert {row["id"]: (row["text"], row["domain"]) for row in found} == {
+        "in/a.txt": ("plain text", "text"),
+        "own": ("one", "wiki"),
+        "in/b.jsonl:2": ("two", "text"),
+        "7": ("three", "text"),
+        "x": ("four", "text"),
+        "in/deep/e.parquet:0": ("five", "text"),
+    }

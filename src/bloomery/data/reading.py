@@ -95,6 +95,10 @@ class Columns(Reading):
     """Text made of several fields instead, as in "Question: {question}\\n\\nAnswer: {answer}"."""
     id_field: str | None = None
     """The field that holds a document's own id, unique in the whole run. Without: source, file and row make it."""
+    needs_id: bool = True
+    """Whether a row without that field is rejected. Otherwise file and row make its id."""
+    domain_field: str | None = None
+    """The field that holds a document's own domain, for rows that have one."""
     url_field: str = "url"
     license_field: str = "license"
     best: Best | None = None
@@ -186,6 +190,7 @@ def make_item(
     own: str | None = None,
     url: str | None = None,
     license: str | None = None,
+    domain: str | None = None,
 ) -> Item:
     """A row, or what is rejected. `own` is the document's own id, which then stands alone."""
     if isinstance(text, str):
@@ -194,7 +199,7 @@ def make_item(
         "id": own if own is not None else f"{source.name}/{place}",
         "text": "" if isinstance(text, Problem) else text,
         "source": source.name,
-        "domain": source.domain,
+        "domain": domain if domain is not None else source.domain,
         "url": url,
         "license": license if license is not None else source.license,
     }
@@ -257,9 +262,10 @@ def _rows(source: Columns, path: Path, form: Format) -> Iterator[tuple[int, rows
     if form != "parquet":
         return tables.delimited(path, "\t" if form == "tsv" else ",", source.max_document_bytes)
     asked = [name for _, name in _template(source.template) if name] if source.template else [source.text_field]
-    asked += [source.id_field] if source.id_field else []
+    asked += [source.id_field] if source.id_field and source.needs_id else []
     asked += [source.best.field] if source.best else []
     looked_at = [one.field for one in source.accept if isinstance(one, FieldIs)]
+    looked_at += [name for name in (source.id_field, source.domain_field) if name and name not in asked]
     return tables.parquet(path, asked, (source.url_field, source.license_field, *looked_at))
 
 
@@ -272,7 +278,9 @@ def _row_item(source: Columns, place: str, row: rows.Found, where: str, url: str
         row = row | {source.best.field: _best(source.best, row)}
     if source.id_field is not None:
         own = rows.at(row, source.id_field)
-        if isinstance(own, bool) or not isinstance(own, str | int) or own == "":
+        if own is None and not source.needs_id:
+            pass
+        elif isinstance(own, bool) or not isinstance(own, str | int) or own == "":
             text, own = (
                 Problem("no_id", 0, f"has no id in field {source.id_field!r}; its fields: {', '.join(row)}"),
                 None,
@@ -281,6 +289,7 @@ def _row_item(source: Columns, place: str, row: rows.Found, where: str, url: str
         text = _text(source, row)
     text = _finished(source, text, row, page=source.markup == "html", web=source.markup == "html")
     address, license = rows.at(row, source.url_field), rows.at(row, source.license_field)
+    domain = rows.at(row, source.domain_field) if source.domain_field else None
     return make_item(
         source,
         place,
@@ -289,6 +298,7 @@ def _row_item(source: Columns, place: str, row: rows.Found, where: str, url: str
         own=None if own is None else str(own),
         url=address if isinstance(address, str) else url,
         license=license if isinstance(license, str) else None,
+        domain=domain if isinstance(domain, str) and domain else None,
     )
 
 

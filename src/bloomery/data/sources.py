@@ -67,6 +67,19 @@ class Warc(Reading):
     path: Path
 
 
+class AnyFiles(Columns):
+    """
+    A file, a folder with all that is below it, or wildcards: each file by the end of its name, jsonl and parquet, csv,
+    WARC, HTML, and text. What the data tools read.
+    """
+
+    kind: Literal["files"] = "files"
+    path: Path
+    id_field: str | None = "id"
+    needs_id: bool = False
+    domain_field: str | None = "domain"
+
+
 class StandardLibrary(Common):
     """What every Python ships: the sources of its modules, or their docstrings and the language reference."""
 
@@ -87,7 +100,7 @@ class Worlds(Common):
     license: str | None = "CC0-1.0"
 
 
-Files = Folder | Jsonl | Parquet | Csv | Warc
+Files = Folder | Jsonl | Parquet | Csv | Warc | AnyFiles
 Source = Files | StandardLibrary | Worlds
 
 
@@ -104,6 +117,8 @@ def pieces(source: Source) -> list[Piece]:
         return list(_grouped(_sampled(source, _library(source))))
     if isinstance(source, Folder):
         return list(_grouped(_sampled(source, _files(source))))
+    if isinstance(source, AnyFiles):
+        return list(_grouped(_files(source)))
     return [Piece(name, ((name, str(path)),), path.stat().st_size) for name, path in _files(source)]
 
 
@@ -156,6 +171,8 @@ def digest(source: Source) -> str:
 
 def _form(source: Files, name: str) -> reading.Format | None:
     """The format of a file where the source knows it, whatever the file's name."""
+    if isinstance(source, AnyFiles):
+        return None
     if isinstance(source, Csv):
         return "tsv" if reading.format_of(name) == "tsv" else "csv"
     return None if isinstance(source, Folder) and reading.format_of(name) == "html" else FORMS[source.kind]
@@ -168,9 +185,13 @@ def _files(source: Files) -> list[tuple[str, Path]]:
     """Relative name and path of every file of a source, sorted. Raises DataError where there are none."""
     path = source.path.expanduser()
     if isinstance(source, Folder):
-        return _in_folder(source, path)
+        if not path.is_dir():
+            raise DataError("is not a folder", where=str(path), cure=f"Set path of source {source.name!r} to one.")
+        return _in_folder(path, source.patterns, recursive=source.recursive)
     if path.is_file():
         return [(_name(path.relative_to(path.parent)), path)]
+    if path.is_dir() and isinstance(source, AnyFiles):
+        return _in_folder(path, ("*",))
     if path.is_dir():
         raise DataError("is a folder", where=str(path), cure=f'Name its files: path = "{path}/*.{source.kind}*"')
     fixed = Path(*_before_wildcards(path))
@@ -181,12 +202,10 @@ def _files(source: Files) -> list[tuple[str, Path]]:
     return [(_name(file.relative_to(fixed)), file) for file in found]
 
 
-def _in_folder(source: Folder, path: Path) -> list[tuple[str, Path]]:
-    if not path.is_dir():
-        raise DataError("is not a folder", where=str(path), cure=f"Set path of source {source.name!r} to one.")
-    found = {file for pattern in source.patterns for file in (path.rglob if source.recursive else path.glob)(pattern)}
+def _in_folder(path: Path, patterns: Sequence[str], *, recursive: bool = True) -> list[tuple[str, Path]]:
+    found = {file for pattern in patterns for file in (path.rglob if recursive else path.glob)(pattern)}
     if not (kept := sorted((_name(file.relative_to(path)), file) for file in found if file.is_file())):
-        shown = ", ".join(source.patterns)
+        shown = ", ".join(patterns)
         raise DataError(f"holds no file that matches {shown}", where=str(path), cure="Change patterns, or the path.")
     return kept
 
