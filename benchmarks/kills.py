@@ -23,6 +23,7 @@ from typing import Any
 
 from demo import commit
 from stand_in import ROOT, setting, shared
+
 from bloomery.core.stage import machine, read_manifest, versions
 
 RECIPE = ROOT / "recipes" / "plasma-500m.toml"

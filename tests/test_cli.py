@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from bloomery import cli
+from bloomery import arguments, cli
 from bloomery.core.config import Config
 from bloomery.core.errors import DataError
 from bloomery.core.stage import Stage

@@ -6,6 +6,7 @@ Nothing is imported here but the standard library, so that `--help` starts at on
 
 import argparse
 import difflib
+import re
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -16,11 +17,14 @@ from bloomery import __version__
 MODEL = "a run folder, a stage folder, a checkpoint folder or a model folder, for example runs/demo"
 SETTINGS = "settings that win over the recipe, in TOML's words: pretrain.steps=100 'filter.rules=[]'"
 INPUTS = "a file or a folder: text, Markdown, HTML, source code, jsonl, parquet, csv, WARC (.gz and .zst too)"
-DATA_SETTINGS = "a setting of the section, in TOML's words: rules=[{kind='gopher'}]; may be given several times"
+DATA_SETTINGS = "settings of the recipe's section, in TOML's words: 'rules=[{kind=\"gopher\"}]'"
 DATA = {
     "filter": ("keep documents that pass rules; the others go to dropped/, with their reason", "crawl/ --out clean"),
     "dedup": ("keep one of all exact and near copies", "clean/kept --out unique"),
-    "decontaminate": ("drop documents that hold questions of evaluation tasks", "unique/kept --out fair --against q.jsonl"),
+    "decontaminate": (
+        "drop documents that hold questions of evaluation tasks",
+        "unique/kept --out fair --against q.jsonl",
+    ),
     "tokenize": ("turn documents into token shards", "fair/kept --out shards --tokenizer tokenizer.json"),
 }
 """The verbs of `data`: what each does, and an example."""
@@ -60,9 +64,7 @@ def parser() -> argparse.ArgumentParser:
     return top
 
 
-def _verb(
-    verbs: Any, name: str, brief: str, example: str, *, reports: bool = False
-) -> argparse.ArgumentParser:
+def _verb(verbs: Any, name: str, brief: str, example: str, *, reports: bool = False) -> argparse.ArgumentParser:
     one: argparse.ArgumentParser = verbs.add_parser(
         name, help=brief, description=f"{brief[0].upper()}{brief[1:]}.", epilog=f"Example: {example}"
     )
@@ -101,19 +103,20 @@ def _run_verbs(verbs: Any) -> None:
 
 def _data_verbs(verbs: Any) -> None:
     """`data` and its own verbs: stages of the data half on files of any kind, without a recipe."""
-    data = verbs.add_parser("data", help="filter, deduplicate, decontaminate or tokenize files, without a recipe")
+    brief = "filter, deduplicate, decontaminate or tokenize files, without a recipe"
+    data = _verb(verbs, "data", brief, "bloomery data filter crawl/ --out clean 'rules=[{kind=\"gopher\"}]'")
     inner = data.add_subparsers(title="what to do", metavar="WHAT", required=True)
     for name, (brief, example) in DATA.items():
         one = _verb(inner, name, brief, f"bloomery data {name} {example}", reports=True)
         one.set_defaults(verb="data", what=name)
-        one.add_argument("inputs", nargs="+", type=str, metavar="IN", help=INPUTS)
+        one.add_argument("inputs", nargs="+", type=str, metavar="IN", help=f"{INPUTS}; and {DATA_SETTINGS}")
         one.add_argument("--out", type=Path, required=True, metavar="DIR", help="a new folder, or one to go on in")
-        one.add_argument("--set", action="append", default=[], dest="settings", metavar="key=value", help=DATA_SETTINGS)
+        one.set_defaults(settings=[])
         one.add_argument("--recipe", type=Path, help="take the settings of this recipe's section")
         one.add_argument("--text-field", default="text", help="field or column that holds the text (default: text)")
-        one.add_argument("--id-field", help="field or column that holds the id (default: file and row make it)")
+        one.add_argument("--id-field", help="field or column that holds the id (default: id, or file and row)")
         one.add_argument("--workers", type=_positive, help="processes (default: one for each core)")
-        one.add_argument("--memory", metavar="SIZE", help="budget of what works out of core, as 256MB or 8GiB")
+        one.add_argument("--memory", type=_size, metavar="SIZE", help="budget of what works out of core: 256MB, 8GiB")
         if name == "decontaminate":
             one.add_argument("--against", action="append", default=[], metavar="FILE", help="a task's questions")
         if name == "tokenize":
@@ -124,6 +127,14 @@ def _positive(text: str) -> int:
     if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"{text!r} is no whole number above 0")
     return int(text)
+
+
+def _size(text: str) -> int:
+    found = re.fullmatch(r"(\d+(?:\.\d+)?) ?([kMGT]?)(i?)B?", text)
+    if not found:
+        raise argparse.ArgumentTypeError(f"{text!r} is no size in bytes, as 256MB or 8GiB")
+    number, letter, binary = found.groups()
+    return int(float(number) * (1024 if binary else 1000) ** " kMGT".index(letter or " "))
 
 
 def _temperature(text: str) -> float:
@@ -152,9 +163,7 @@ def _model_verbs(verbs: Any) -> None:
     one.add_argument("--max-tokens", type=_positive, default=128, help="longest answer (default: 128)")
     one.add_argument("--seed", type=int, default=0, help="of the draw, where the temperature is above 0")
 
-    one = _verb(
-        verbs, "serve", "serve all models over HTTP, with a page to talk to them", "bloomery serve --port 8000"
-    )
+    one = _verb(verbs, "serve", "serve all models over HTTP, with a page to talk to them", "bloomery serve --port 8000")
     one.add_argument("--runs", type=Path, default=Path("runs"), help="folder of run folders (default: runs)")
     one.add_argument("--host", default="127.0.0.1", help="address to listen on (default: this machine only)")
     one.add_argument("--port", type=int, default=8000, help="default: 8000")

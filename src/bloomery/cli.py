@@ -146,26 +146,36 @@ def clean(options: argparse.Namespace) -> int:
 
 
 def data(options: argparse.Namespace) -> int:
+    from bloomery.core import config
+    from bloomery.core.log import say
+    from bloomery.recipe import Recipe
     from bloomery.stages import standalone
 
-    result = standalone.run(
-        options.what,
-        options.inputs,
-        options.out,
-        recipe=options.recipe,
-        settings=_data_settings(options),
+    sections = config.plain(config.load(Recipe, options.recipe)) if options.recipe else {}
+    words = [word for word in options.inputs if "=" in word and not os.path.exists(word)]
+    asked = standalone.Asked(
+        tool=options.what,
+        inputs=[word for word in options.inputs if word not in words],
+        out=options.out,
+        sections={name: sections[name] for name in standalone.Sections.model_fields if name in sections},
+        settings=[*words, *options.settings],
         text_field=options.text_field,
         id_field=options.id_field,
+        workers=options.workers,
+        memory_bytes=options.memory,
+        against=getattr(options, "against", ()),
+        tokenizer=getattr(options, "tokenizer", None),
     )
+    if not asked.inputs:
+        raise DataError("no file or folder is named", cure=f"bloomery data {options.what} IN… --out DIR")
+    result = standalone.run(asked)
     if options.json:
         print(json.dumps(result))
         return 0
-    for name, value in result.items():
-        if isinstance(value, dict):
-            for reason, count in value.items():
-                print(f"  {reason:<40} {count:>12,}")
-        else:
-            print(f"{name:<12} {value:,}" if isinstance(value, int) else f"{name:<12} {value}")
+    print(f"{result['documents']:>12,} documents\n{result['kept']:>12,} kept\n{result['dropped']:>12,} dropped")
+    for reason, count in sorted(result["reasons"].items(), key=lambda pair: (-pair[1], pair[0])):
+        print(f"{count:>12,}   {reason}")
+    say(f"{options.out}: done in {result['seconds']:.1f} s")
     return 0
 
 

@@ -16,18 +16,17 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import pyarrow as pa
-import pyarrow.compute as pc
+import pyarrow.parquet as pq
 
 from bloomery.core import config, files, stage
 from bloomery.core.config import Config
-from bloomery.core.errors import ConfigError, RunError
+from bloomery.core.errors import RunError
 from bloomery.core.stage import Plan, Stage
 from bloomery.data import document
-from bloomery.data.engine import Engine
 from bloomery.stages import dedup as deduplicate
 from bloomery.stages import filter as rules
 from bloomery.stages import shard as shards
+from bloomery.stages import tokenizer as vocabulary
 from bloomery.stages.config import Dedup, Fetch, Filter, Shard, Vocabulary
 
 RESULT, WORK = "result.json", "work"
@@ -110,25 +109,106 @@ def run(asked: Asked) -> dict[str, Any]:
 
 
 def _sections(asked: Asked, tool: Tool) -> Sections:
+    """Recipe, then the flags, then the settings: the later one wins."""
     tree: dict[str, Any] = {name: dict(section) for name, section in asked.sections.items()}
     tree["fetch"] = {"sources": [_source(asked, number, path) for number, path in enumerate(asked.inputs, 1)]}
+    section = tree.setdefault(tool.section, {})
+    if asked.workers is not None:
+        for one in (tree["fetch"], section):
+            one["engine"] = {**one.get("engine", {}), "workers": asked.workers}
+    if asked.memory_bytes is not None:
+        section["memory_bytes"] = asked.memory_bytes
     if asked.tool == "decontaminate":
-        tree["dedup"] = _only_decontamination(tree.get("dedup", {}), asked)
+        section |= {"exact": False, "near": False, "decontaminate": {"tasks": list(asked.against)}}
+    if asked.tool == "tokenize":
+        section.setdefault("hold_out", 0.0)
     if asked.tokenizer is not None:
         tree["tokenizer"] = {"kind": "import", "path": str(asked.tokenizer)}
     for setting in asked.settings:
-        prefix = "" if setting.partition(".")[0] in Sections.model_fields else f"{tool.section}."
-        config.apply_override(tree, prefix + setting)
-    for name in Sections.model_fields:
-        section = tree.setdefault(name, {})
-        if asked.workers is not None and "engine" in Sections.model_fields[name].annotation.model_fields:  # type: ignore[union-attr]
-            section["engine"] = {**section.get("engine", {}), "workers": asked.workers}
-        if asked.memory_bytes is not None and "memory_bytes" in Sections.model_fields[name].annotation.model_fields:  # type: ignore[union-attr]
-            section["memory_bytes"] = asked.memory_bytes
+        known = setting.partition("=")[0].partition(".")[0] in Sections.model_fields
+        config.apply_override(tree, setting if known else f"{tool.section}.{setting}")
     return config.build(Sections, tree, where=f"bloomery data {asked.tool}")
 
 
 def _source(asked: Asked, number: int, path: str) -> dict[str, Any]:
     """A path as a source. What cannot be read is rejected with its reason and goes to dropped/; nothing stops."""
-    fields = {"text_field": asked.text_field} | ({"id_field": asked.id_field} if asked.id_field else {})
-    return {"kind": "files", "name": f"in{number}", "domain": "text", "path": path, "invalid": "skip", **fields}
+    found: dict[str, Any] = {"kind": "files", "name": f"in{number}", "domain": "text", "path": path, "invalid": "skip"}
+    if asked.id_field is not None:
+        found |= {"id_field": asked.id_field, "needs_id": True}
+    return found | {"text_field": asked.text_field}
+
+
+def _check_that_nothing_is_lost(out: Path) -> None:
+    """OUT may hold what an attempt with the same settings has left, and nothing else."""
+    strangers = sorted(path.name for path in out.iterdir() if path.name not in (WORK, ".lock"))
+    begun = out / WORK
+    if strangers and not begun.is_dir():
+        cure = "Name a new folder with --out, or remove this one."
+        raise RunError(f"holds something else: {', '.join(strangers[:5])}", where=str(out), cure=cure)
+
+
+def _delivered(asked: Asked, plans: Sequence[Plan], out: Path, seconds: float) -> dict[str, Any]:
+    """Bring what the stages left to its place in OUT, count it, and write result.json."""
+    first, last = plans[0].folder, plans[-1].folder
+    stats = stage.read_manifest(last)["stats"]
+    read = stage.read_manifest(first)["stats"]
+    for stale in (KEPT, DROPPED, SHARDS):  # of an attempt that died right here
+        if (out / stale).exists():
+            shutil.rmtree(out / stale)
+    reasons = _gathered([*_dropped_parts(first), *_dropped_parts(last)], out / DROPPED)
+    if asked.tool == "tokenize":
+        kept = read["documents"]
+        last.rename(out / SHARDS)
+    else:
+        kept = document.count(last / KEPT)
+        (last / KEPT).rename(out / KEPT)
+    dropped = sum(reasons.values())
+    documents = read["documents"] + read["rejected"]
+    assert documents == kept + dropped, f"{documents} documents came in, {kept} + {dropped} went out"
+    result = {
+        "tool": asked.tool,
+        "documents": documents,
+        "kept": kept,
+        "dropped": dropped,
+        "reasons": dict(sorted(reasons.items())),
+        "out": str(out),
+        "seconds": round(seconds, 3),
+        "stats": stats,
+        "made_from": plans[-1].fingerprint,
+    }
+    files.write_json(out / RESULT, result)
+    shutil.rmtree(out / WORK)
+    return result
+
+
+def _dropped_parts(folder: Path) -> list[Path]:
+    """Every file of documents below a stage's folder whose documents have a reason."""
+    found = sorted(folder.glob("*/part-*.parquet"))
+    return [path for path in found if "reason" in pq.read_schema(path).names]
+
+
+def _gathered(parts: Sequence[Path], folder: Path) -> Counter[str]:
+    """Move files of dropped documents into one folder; returns how many were dropped, by reason."""
+    folder.mkdir()
+    reasons: Counter[str] = Counter()
+    for number, path in enumerate(parts):
+        for batch in document.part_batches(path, ["reason"]):
+            reasons.update(batch.column("reason").to_pylist())
+        path.rename(folder / f"part-{number:05d}.parquet")
+    return reasons
+
+
+def filter_(settings: Filter, inputs: Mapping[str, Path], out: Path) -> dict[str, Any]:
+    return rules.run(settings, inputs, out)
+
+
+def dedup(settings: Dedup, inputs: Mapping[str, Path], out: Path) -> dict[str, Any]:
+    return deduplicate.run(settings, {"filter": inputs["fetch"]}, out)
+
+
+def tokenizer(settings: Vocabulary, inputs: Mapping[str, Path], out: Path) -> dict[str, Any]:
+    return vocabulary.run(settings, {"dedup": inputs["fetch"]}, out)
+
+
+def shard(settings: Shard, inputs: Mapping[str, Path], out: Path) -> dict[str, Any]:
+    return shards.run(settings, {"dedup": inputs["fetch"], "tokenizer": inputs["tokenizer"]}, out)
