@@ -9,7 +9,7 @@ ROOT = Path(__file__).parents[1]
 DOMAINS = {
     "web": ("web.jsonl.zst", "web"),
     "wiki": ("web.jsonl.zst", "wiki"),
-    "stackexchange": ("qa.jsonl.zst", "qa"),
+    "qa": ("qa.jsonl.zst", "qa"),
     "code": ("code.jsonl.zst", "code"),
     "arxiv": ("sci.jsonl.zst", "sci"),
 }

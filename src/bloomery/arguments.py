@@ -105,7 +105,7 @@ def _data_verbs(verbs: Any) -> None:
     """`data` and its own verbs: stages of the data half on files of any kind, without a recipe."""
     brief = "filter, deduplicate, decontaminate or tokenize files, without a recipe"
     data = _verb(verbs, "data", brief, "bloomery data filter crawl/ --out clean 'rules=[{kind=\"gopher\"}]'")
-    inner = data.add_subparsers(title="what to do", metavar="WHAT", required=True)
+    inner = data.add_subparsers(title="what to do", metavar="WHAT", required=True, help="with --help, more of each")
     for name, (brief, example) in DATA.items():
         one = _verb(inner, name, brief, f"bloomery data {name} {example}", reports=True)
         one.set_defaults(verb="data", what=name)

@@ -49,7 +49,8 @@ def check(result: dict[str, Any], out: Path, documents: int) -> None:
 def test_filter_drops_by_its_rules_and_says_why(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     broken = rows(tmp_path / "in.jsonl", ['{"id": "short", "text": "too short"}', "{no json", '{"id": "x"}'])
     out = tmp_path / "out"
-    result = tool(capsys, "filter", str(broken), "--out", str(out), 'rules=[{kind="length", min_characters=20}]')
+    words = ["filter", str(broken), "--out", str(out), 'rules=[{kind="length", min_characters=20}]']
+    result = tool(capsys, *words)
     check(result, out, len(TEXTS) + 4)
     assert result["reasons"] == {"empty": 1, "length.too_short": 1, "not_json": 1, "no_text": 1}
     assert set(ids(out / "kept")) == {f"d{number}" for number in range(len(TEXTS))}
