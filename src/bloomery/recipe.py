@@ -68,7 +68,13 @@ PARALLEL = tuple(
 """Sections of the stages that work on parts."""
 
 STAGES = (
-    Stage(name="fetch", run="bloomery.stages.fetch:run", digest="bloomery.stages.fetch:digest"),
+    Stage(
+        name="fetch",
+        run="bloomery.stages.fetch:run",
+        digest="bloomery.stages.fetch:digest",
+        version=2,
+        resumes=True,
+    ),
     Stage(
         name="classify",
         run="bloomery.stages.classify:run",
@@ -78,7 +84,7 @@ STAGES = (
     Stage(name="filter", run="bloomery.stages.filter:run", after=("fetch", "classify")),
     Stage(name="dedup", run="bloomery.stages.dedup:run", after=("filter",)),
     Stage(name="tokenizer", run="bloomery.stages.tokenizer:run", after=("dedup",)),
-    Stage(name="shard", run="bloomery.stages.shard:run", after=("dedup", "tokenizer")),
+    Stage(name="shard", run="bloomery.stages.shard:run", after=("dedup", "tokenizer"), version=2, resumes=True),
     Stage(
         name="pretrain",
         run="bloomery.stages.pretrain:run",

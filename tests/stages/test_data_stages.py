@@ -250,18 +250,17 @@ def test_two_documents_with_one_id_are_an_error(tmp_path: Path) -> None:
 def test_a_full_disk_leaves_no_torn_part_and_the_next_attempt_is_whole(
     recipe: Fetch, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    whole = pq.write_table
+    whole = pq.ParquetWriter.write_table
 
-    def full(table: Any, file: Any, **options: Any) -> None:
-        file.write(b"PAR1 and a little more")
+    def full(writer: Any, table: Any, **options: Any) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
     with monkeypatch.context() as patch:
-        patch.setattr(pq, "write_table", full)
-        with pytest.raises(RunError, match=r"part-00000\.parquet: .*No space left on device"):
+        patch.setattr(pq.ParquetWriter, "write_table", full)
+        with pytest.raises(RunError, match=r"part-000-000000-000\.parquet: .*No space left on device"):
             fetch.run(recipe, {}, tmp_path)
     assert not list(tmp_path.rglob("part-*"))
-    assert pq.write_table is whole
+    assert pq.ParquetWriter.write_table is whole
     assert fetch.run(recipe, {}, tmp_path)["documents"] == document.count(tmp_path / "documents") == 186
 
 

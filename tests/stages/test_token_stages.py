@@ -134,7 +134,7 @@ def documents_of(folder: Path, split: str) -> list[bytes]:
         made = format.read(path, tokenizer_hash=small().hash, verify=True)
         assert made.tokens[0] == small().document_id
         starts = np.flatnonzero(made.tokens == small().document_id).tolist()
-        assert starts == made.index["starts"]
+        assert starts == made.starts.tolist()
         assert len(starts) == made.index["documents"]
         for start, end in zip(starts, [*starts[1:], len(made.tokens)], strict=True):
             found.append(small().decode_bytes(made.tokens[start + 1 : end].tolist()))
@@ -172,7 +172,7 @@ def test_shards_hold_whole_documents_and_are_about_as_long_as_asked(sharded: tup
     lengths = [len(format.read(path).tokens) for path in format.names(sharded[0], "train")]
     longest = max(len(small().encode(row["text"])) + 1 for row in ROWS)
     assert len(lengths) > 3
-    assert all(5000 <= length < 5000 + longest for length in lengths[:-1])
+    assert all(abs(length - 5000) < longest for length in lengths[:-1])
     assert Samples(sharded[0], "train", 64, small().hash).num_samples > 100
 
 

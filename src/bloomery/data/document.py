@@ -130,9 +130,13 @@ class PartWriter:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if kind is None and self._open_rows:
-            self._file.write_table(pa.Table.from_batches(self._open, schema=self.schema), row_group_size=ROWS_PER_BATCH)
-        self._stack.__exit__(kind, error, trace)
+        if kind is not None:
+            self._stack.__exit__(kind, error, trace)
+            return
+        with self._stack:  # so that a disk that is full by now is told as such
+            if self._open_rows:
+                table = pa.Table.from_batches(self._open, schema=self.schema)
+                self._file.write_table(table, row_group_size=ROWS_PER_BATCH)
 
 
 def handed_on(folder: Path) -> Path:

@@ -133,6 +133,11 @@ class Rejected:
 Item = Row | Rejected
 
 
+def row_of(item: Item) -> Row:
+    """The row of an item, whether or not it is a document."""
+    return item.row if isinstance(item, Rejected) else item
+
+
 @dataclass(frozen=True)
 class Piece:
     """A part of a source that is read at once, by one worker: a file, or some small ones."""

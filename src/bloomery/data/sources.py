@@ -7,6 +7,7 @@ and the config. What cannot become a document comes out too, as `Rejected`, so t
 
 import glob
 import hashlib
+import math
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Literal
@@ -20,7 +21,7 @@ from bloomery.data.unpack import Problem, unreadable
 
 GROUP_BYTES, GROUP_FILES = 32 * 2**20, 4000
 """How much of a folder of small files is one piece."""
-WORLDS_PER_PIECE = 50_000
+WORLDS_PER_PIECE, WORLD_BYTES = 50_000, 400
 
 
 class Folder(Reading):
@@ -112,14 +113,11 @@ def pieces(source: Source) -> list[Piece]:
     """
     if isinstance(source, Worlds):
         starts = range(0, source.count, WORLDS_PER_PIECE)
-        return [Piece(f"{start:06d}", ((f"{start:06d}", ""),), 400 * WORLDS_PER_PIECE) for start in starts]
+        some = [(f"{start:06d}", min(WORLDS_PER_PIECE, source.count - start)) for start in starts]
+        return [Piece(name, ((name, ""),), count * WORLD_BYTES) for name, count in some]
     if isinstance(source, StandardLibrary):
         return list(_grouped(_sampled(source, _library(source))))
-    if isinstance(source, Folder):
-        return list(_grouped(_sampled(source, _files(source))))
-    if isinstance(source, AnyFiles):
-        return list(_grouped(_files(source)))
-    return [Piece(name, ((name, str(path)),), path.stat().st_size) for name, path in _files(source)]
+    return list(_grouped(_sampled(source, _files(source)) if isinstance(source, Folder) else _files(source)))
 
 
 def items(source: Source, piece: Piece) -> Iterator[Item]:
@@ -139,22 +137,39 @@ def items(source: Source, piece: Piece) -> Iterator[Item]:
     )
 
 
-def limited(source: Common, found: Iterable[Item], documents: int | None, num_bytes: int | None) -> Iterator[Item]:
-    """Items up to the one that would bring the documents, or their text as UTF-8, above a number."""
-    documents_left = float("inf") if documents is None else documents
-    bytes_left = float("inf") if num_bytes is None else num_bytes
-    for item in found:
-        if not isinstance(item, Rejected):
-            documents_left, bytes_left = documents_left - 1, bytes_left - len(item["text"].encode())
-            if documents_left < 0 or bytes_left < 0:
+class Limited:
+    """
+    Items with the bytes of their texts as UTF-8 (0 of what is rejected), up to a number of documents or bytes.
+
+    Iterated over once. It ends with the document that makes a number full, or before the one that goes beyond it.
+    """
+
+    def __init__(self, found: Iterable[Item], max_documents: int | None, max_bytes: int | None) -> None:
+        self._found, self._max_documents, self._max_bytes = found, max_documents, max_bytes
+        self.stopped = False
+        """Whether a limit has ended it."""
+
+    def __iter__(self) -> Iterator[tuple[Item, int]]:
+        most_documents = math.inf if self._max_documents is None else self._max_documents
+        most_bytes = math.inf if self._max_bytes is None else self._max_bytes
+        documents = total = 0
+        for item in self._found:
+            num_bytes = 0 if isinstance(item, Rejected) else len(item["text"].encode())
+            if total + num_bytes > most_bytes:
+                self.stopped = True
                 return
-        yield item
+            yield item, num_bytes
+            if not isinstance(item, Rejected):
+                documents, total = documents + 1, total + num_bytes
+                if documents >= most_documents or total >= most_bytes:
+                    self.stopped = True
+                    return
 
 
 def read(source: Source) -> Iterator[Item]:
     """All items of a source, up to its limits. Raises DataError as `pieces` and `items` do."""
     found = (item for piece in pieces(source) for item in items(source, piece))
-    return limited(source, found, source.max_documents, source.max_bytes)
+    return (item for item, _ in Limited(found, source.max_documents, source.max_bytes))
 
 
 def digest(source: Source) -> str:

@@ -114,6 +114,24 @@ class Weight(Config):
     """How often a document of this domain is repeated at most."""
 
 
+class Anneal(Config):
+    """A mix of its own for the last part of training, when the learning rate falls."""
+
+    weights: tuple[Weight, ...] = Field(min_length=1)
+    """As those of the mix. Epochs are counted anew."""
+    tokens: Positive | None = None
+    """Size of this mix."""
+    share: Annotated[float, Field(gt=0, lt=1)] | None = None
+    """Its size as a share of both mixes together."""
+
+    @model_validator(mode="after")
+    def _one_size_and_one_weight_a_domain(self) -> "Anneal":
+        if (self.tokens is None) == (self.share is None):
+            raise ValueError("give either tokens or share, so that it is known how large the anneal mix is")
+        _no_domain_twice("anneal.weights", [weight.domain for weight in self.weights])
+        return self
+
+
 class Shard(Parallel):
     weights: tuple[Weight, ...] = ()
     """Domains that are not named are left out; without any, all domains in their own proportion."""
@@ -121,7 +139,12 @@ class Shard(Parallel):
     """Size of the mix. None: as large as the weights and epochs allow."""
     hold_out: float = Field(0.02, ge=0, le=LARGEST_SHARE)
     """Share of documents, by hash of their text, that no model and no tokenizer is trained on."""
+    anneal: Anneal | None = None
+    """What `pretrain` reads last, from shards of its own."""
     shard_tokens: Positive = 100_000_000
+    """A shard's length: its documents begin within as many tokens."""
+    memory_bytes: Annotated[int, Field(ge=2**26)] = Field(2 * 2**30, json_schema_extra=VOLATILE)
+    """For all workers together, besides what Python and its libraries need. It changes the speed, and no byte."""
     seed: int = 0
 
     @model_validator(mode="after")

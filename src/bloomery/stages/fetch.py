@@ -1,15 +1,39 @@
-"""Stage fetch: documents from every source into one folder, whole; what cannot be one goes to rejected/."""
+"""
+Stage fetch: documents from every source into one folder, whole; what cannot be one goes to rejected/.
+
+Each piece of a source (a file, or a group of small ones) is a part that one worker reads. A source that has a limit
+is read in rounds, until its first pieces are known to reach it; the piece in which that happens is read once more, up
+to the very document. So what is taken depends on the sources and on their limits alone.
+"""
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+from numpy.typing import NDArray
+
 from bloomery.core import files
 from bloomery.core.errors import DataError
-from bloomery.core.log import progress
-from bloomery.data import document, reading, sources
+from bloomery.data import document, engine, reading, sources, twins
+from bloomery.data.document import Row
+from bloomery.data.engine import Part, Record
+from bloomery.data.reading import Piece
+from bloomery.data.rolling import Rolling
+from bloomery.data.sources import Source
 from bloomery.stages.config import Fetch
+
+WORK = "fetch"
+DOCUMENTS, REJECTED = "documents", "rejected"
+MOST_NAMED, LONGEST_LICENSE = 100, 100
+"""How many licenses are counted by name, and how much of a name is shown: a field may hold anything."""
+CUT, TWIN = "-cut", "duplicate_id"
+UNKNOWN, OTHERS = "not stated", "others"
 
 
 def digest(config: Fetch) -> str:
@@ -25,47 +49,254 @@ def run(config: Fetch, inputs: Mapping[str, Path], out: Path) -> dict[str, Any]:
     """
     if not config.sources:
         raise DataError("there are no sources, so there are no documents", cure="Add [[fetch.sources]] to the recipe.")
-    seen: set[str] = set()
-    by_source = {source.name: Counter(documents=0, bytes=0, rejected=0) for source in config.sources}
+    taken = [_Taken(number, source) for number, source in enumerate(config.sources)]
+    while sum(one.wants_more() for one in taken):  # all are asked
+        parts = [part for one in taken for part in one.parts]
+        records = iter(engine.run_parts(config.engine, take, config, parts, out, what=WORK))
+        for one in taken:
+            one.records = [next(records) for _ in one.parts]
+    for one in taken:
+        if not one.count("documents"):
+            cure = "Check its path and patterns, and whether max_bytes leaves room for one document."
+            raise DataError(f"gave no documents ({one.count('rejected')} rejected)", where=one.source.name, cure=cure)
+    if any(getattr(source, "id_field", None) for source in config.sources):
+        _reject_twins(taken, out)
+    _sweep(out, taken)
+    return _stats(taken)
+
+
+def take(config: Fetch, part: Part, out: Path) -> Record:
+    """Read one piece of a source into files of its own, and count what it holds."""
+    source, given = config.sources[part.given["source"]], part.given
+    items = sources.Limited(sources.items(source, _piece(part)), given["max_documents"], given["max_bytes"])
+    counts = {"documents": 0, "bytes": 0, "rejected": 0}
     reasons: Counter[str] = Counter()
+    licenses: Counter[str] = Counter()
+    domains: dict[str, list[int]] = {}
     with (
-        progress("fetch", "documents") as meter,
-        document.Writer(out / "documents") as kept,
-        document.Writer(out / "rejected", document.dropped_schema()) as rejected,
+        Rolling(out / DOCUMENTS, part.name, document.SCHEMA) as kept,
+        Rolling(out / REJECTED, part.name, document.dropped_schema()) as rejected,
     ):
-        for source in config.sources:
-            tally = by_source[source.name]
-            for item in sources.read(source):
-                row = item.row if isinstance(item, reading.Rejected) else item
-                if row["id"] in seen:
-                    cure = f"Give source {source.name!r} another id_field, or none: then file and line make the id."
-                    raise DataError(f"two documents have the id {row['id']!r}", where=source.name, cure=cure)
-                seen.add(row["id"])
-                if isinstance(item, reading.Rejected):
-                    rejected.write(row | {"reason": item.problem.reason, "value": float(item.problem.value)})
-                    reasons[item.problem.reason] += 1
-                    tally["rejected"] += 1
-                else:
-                    kept.write(row)
-                    tally.update(documents=1, bytes=len(row["text"].encode()))
-                meter.at(float(len(seen)))
-            if not tally["documents"]:
-                cure = "Check its path and patterns, and whether max_bytes leaves room for one document."
-                raise DataError(f"gave no documents ({tally['rejected']} rejected)", where=source.name, cure=cure)
+        for item, num_bytes in items:
+            if isinstance(item, reading.Rejected):
+                rejected.write(item.row | {"reason": item.problem.reason, "value": float(item.problem.value)}, 0)
+                counts["rejected"] += 1
+                reasons[item.problem.reason] += 1
+            else:
+                kept.write(item, num_bytes)
+                counts["documents"] += 1
+                counts["bytes"] += num_bytes
+                licenses[_license(item)] += 1
+                _add(domains, item["domain"], 1, num_bytes)
     return {
-        "documents": kept.rows,
-        "bytes": sum(tally["bytes"] for tally in by_source.values()),
-        "rejected": rejected.rows,
-        "reasons": dict(sorted(reasons.items())),
-        "by_domain": _by_domain(config, by_source),
-        "by_source": {name: dict(tally) for name, tally in by_source.items()},
+        "files": [f"{DOCUMENTS}/{name}" for name in kept.files] + [f"{REJECTED}/{name}" for name in rejected.files],
+        **counts,
+        "reasons": _most(reasons),
+        "licenses": _most(licenses),
+        "domains": dict(sorted(domains.items())),
+        "stopped": items.stopped,
     }
 
 
-def _by_domain(config: Fetch, by_source: Mapping[str, Mapping[str, int]]) -> dict[str, dict[str, int]]:
-    found: dict[str, dict[str, int]] = {}
-    for source in config.sources:
-        domain = found.setdefault(source.domain, {"documents": 0, "bytes": 0})
-        for name in domain:
-            domain[name] += by_source[source.name][name]
-    return found
+def _add(domains: dict[str, list[int]], domain: str, documents: int, num_bytes: int) -> None:
+    """Count documents and bytes by domain."""
+    counts = domains.setdefault(domain, [0, 0])
+    counts[0], counts[1] = counts[0] + documents, counts[1] + num_bytes
+
+
+def _piece(part: Part) -> Piece:
+    return Piece(part.given["piece"], tuple((name, place) for name, place in part.given["members"]), part.num_bytes)
+
+
+def _most(counts: Mapping[str, int]) -> dict[str, int]:
+    """The most frequent by name, in the order of names, and all others as one."""
+    ranked = sorted(counts, key=lambda name: (name == OTHERS, -counts[name], name))
+    named = {name: counts[name] for name in sorted(ranked[:MOST_NAMED])}
+    others = sum(counts[name] for name in ranked[MOST_NAMED:])
+    return named | ({OTHERS: named.get(OTHERS, 0) + others} if others else {})
+
+
+@dataclass
+class _Taken:
+    """What is read of one source so far."""
+
+    number: int
+    source: Source
+    parts: list[Part] = field(default_factory=list)
+    records: list[Record] = field(default_factory=list)
+    """Of the parts, in their order, once they are done."""
+    full: bool = False
+    """Whether a limit is reached."""
+
+    def count(self, key: str) -> int:
+        """Sum of a number over all parts."""
+        return sum(record[key] for record in self.records)
+
+    def tally(self, key: str) -> dict[str, int]:
+        """Sums of counts by name over all parts."""
+        return _most(sum((Counter(record[key]) for record in self.records), Counter()))
+
+    @cached_property
+    def pieces(self) -> list[Piece]:
+        return sources.pieces(self.source)
+
+    def wants_more(self) -> bool:
+        """Whether parts were added or replaced, so that they have to be done."""
+        asked = {"documents": self.source.max_documents, "bytes": self.source.max_bytes}
+        limits = {key: limit for key, limit in asked.items() if limit is not None}
+        if self._cut(limits):
+            return True
+        done, left = len(self.parts), len(self.pieces) - len(self.parts)
+        if self.full or not left:
+            return False
+        wanted = left if not limits else 1
+        for key, limit in limits.items() if done else ():
+            each = max(1, self.count(key) // done)
+            wanted = max(wanted, min(left, (limit - self.count(key)) // each))
+        self.parts += [self._part(number, limits) for number in range(done, done + wanted)]
+        return True
+
+    def _cut(self, limits: Mapping[str, int]) -> bool:
+        """Leave out what lies behind a limit. True where the last part that stays has to be read again, up to there."""
+        before = dict.fromkeys(limits, 0)
+        for number, (part, record) in enumerate(zip(self.parts, self.records, strict=True)):
+            after = {key: before[key] + record[key] for key in limits}
+            over = record["stopped"] or any(after[key] > limits[key] for key in limits)
+            if over or any(after[key] == limits[key] for key in limits):
+                self.full = True
+                again = over and any(before.values()) and not part.name.endswith(CUT)
+                left = {key: limit - before[key] for key, limit in limits.items()}
+                self.parts = [*self.parts[:number], self._part(number, left, CUT) if again else part]
+                self.records = self.records[: number + 1]
+                return again
+            before = after
+        return False
+
+    def _part(self, number: int, limits: Mapping[str, int], ending: str = "") -> Part:
+        piece = self.pieces[number]
+        given = {
+            "source": self.number,
+            "piece": piece.name,
+            "members": piece.members,
+            "max_documents": limits.get("documents"),
+            "max_bytes": limits.get("bytes"),
+        }
+        return Part(f"part-{self.number:03d}-{number:06d}{ending}", given, piece.num_bytes)
+
+
+def _reject_twins(taken: Sequence[_Taken], out: Path) -> None:
+    """
+    Of documents that have one id, reject all but the first, in the order of sources, files and rows.
+
+    Raises DataError, which names both, where the later one is of a source with invalid = "error".
+    """
+    owners = [(one, number) for one in taken for number in range(len(one.parts))]
+    owned = [(one, number, name) for one, number in owners for name in _documents(one.records[number])]
+    places, firsts = twins.places([out / name for *_, name in owned], out / "twins")
+    for place, first in zip(places.tolist(), firsts.tolist(), strict=True):
+        one, number, name = owned[place >> twins.ROW_BITS]
+        if getattr(one.source, "invalid", "error") == "error":
+            other, its_number, _ = owned[first >> twins.ROW_BITS]
+            own = _id_at(out / name, place % 2**twins.ROW_BITS)
+            here, there = _place_of(one, number, own), _place_of(other, its_number, own)
+            cure = f"Give source {one.source.name!r} another id_field, or none: then file and line make the id."
+            raise DataError(f"two documents have the id {own!r}: {there} and {here}", where=one.source.name, cure=cure)
+    files_of = places >> np.uint64(twins.ROW_BITS)
+    for file in np.unique(files_of).tolist():
+        one, number, name = owned[file]
+        rows = places[files_of == file] % np.uint64(2**twins.ROW_BITS)
+        one.records[number] = _without(one.records[number], name, rows, out)
+
+
+def _documents(record: Record) -> list[str]:
+    return [name for name in record["files"] if name.startswith(DOCUMENTS)]
+
+
+def _id_at(path: Path, row: int) -> str:
+    """The id of one document of a file."""
+    ids = pq.read_table(path, columns=["id"]).column("id")
+    own: str = ids[row].as_py()
+    return own
+
+
+def _place_of(taken: _Taken, number: int, own: str) -> str:
+    """Where the first document of a part stands that has an id of its own: source, file and line."""
+    source, piece = taken.source, _piece(taken.parts[number])
+    if not getattr(source, "id_field", None):
+        return own
+    nameless = source.model_copy(update={"id_field": None, "invalid": "skip"})
+    items = zip(sources.items(source, piece), sources.items(nameless, piece), strict=True)
+    places = (str(reading.row_of(same)["id"]) for item, same in items if reading.row_of(item)["id"] == own)
+    return next(places)
+
+
+def _without(record: Record, name: str, rows: NDArray[np.uint64], out: Path) -> Record:
+    """The record of a part whose file `name` was replaced by one without some rows, which went to the rejected ones."""
+    kept_name = name.removesuffix(".parquet") + "-once.parquet"
+    twin_name = kept_name.replace(DOCUMENTS, REJECTED, 1)
+    begin = num_bytes = 0
+    licenses: Counter[str] = Counter(record["licenses"])
+    domains = {domain: list(counts) for domain, counts in record["domains"].items()}
+    with (
+        document.PartWriter(out / kept_name) as kept,
+        document.PartWriter(out / twin_name, document.dropped_schema()) as rejected,
+    ):
+        for batch in document.part_batches(out / name):
+            again = np.zeros(batch.num_rows, np.bool_)
+            again[rows[(rows >= begin) & (rows < begin + batch.num_rows)] - np.uint64(begin)] = True
+            kept.write_batch(batch.filter(pa.array(~again)))
+            removed = batch.filter(pa.array(again)).to_pylist()
+            rejected.write([row | {"text": "", "reason": TWIN, "value": 0.0} for row in removed])
+            for row in removed:
+                size, license = len(row["text"].encode()), _license(row)
+                num_bytes += size
+                licenses[license if license in licenses else OTHERS] -= 1
+                _add(domains, row["domain"], -1, -size)
+            begin += batch.num_rows
+    (out / name).unlink()
+    return {
+        **record,
+        "files": [one for one in record["files"] if one != name] + [kept_name, twin_name],
+        "documents": record["documents"] - len(rows),
+        "bytes": record["bytes"] - num_bytes,
+        "rejected": record["rejected"] + len(rows),
+        "reasons": record["reasons"] | {TWIN: record["reasons"].get(TWIN, 0) + len(rows)},
+        "licenses": {license: count for license, count in licenses.items() if count},
+        "domains": {domain: counts for domain, counts in domains.items() if counts[0]},
+    }
+
+
+def _sweep(out: Path, taken: Sequence[_Taken]) -> None:
+    """Remove what earlier rounds and attempts have left and no part owns."""
+    owned = {out / name for one in taken for record in one.records for name in record["files"]}
+    owned |= {out / engine.RECORDS / WORK / f"{part.name}.json" for one in taken for part in one.parts}
+    for folder in (out / DOCUMENTS, out / REJECTED, out / engine.RECORDS / WORK):
+        for path in folder.iterdir():
+            if path not in owned:
+                path.unlink()
+
+
+def _stats(taken: Sequence[_Taken]) -> dict[str, Any]:
+    counts = ("documents", "bytes", "rejected")
+    domains: dict[str, list[int]] = {}
+    for one in taken:
+        for record in one.records:
+            for domain, found in record["domains"].items():
+                _add(domains, domain, *found)
+    return {
+        **{key: sum(one.count(key) for one in taken) for key in counts},
+        "reasons": dict(sorted(sum((Counter(one.tally("reasons")) for one in taken), Counter()).items())),
+        "by_domain": {domain: dict(zip(counts, found, strict=False)) for domain, found in domains.items()},
+        "by_source": {
+            one.source.name: {
+                **{key: one.count(key) for key in counts},
+                "reasons": one.tally("reasons"),
+                "licenses": one.tally("licenses"),
+            }
+            for one in taken
+        },
+    }
+
+
+def _license(row: Row) -> str:
+    return (row["license"] or UNKNOWN)[:LONGEST_LICENSE]
