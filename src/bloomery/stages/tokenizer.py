@@ -15,7 +15,7 @@ from bloomery.tokenizer.train import train
 
 
 def run(config: Vocabulary, inputs: Mapping[str, Path], out: Path) -> dict[str, Any]:
-    folder = inputs["dedup"] / "kept"
+    folder = document.handed_on(inputs["dedup"])
     texts = sample(folder, config.sample_bytes)
     tokenizer = train((text for domain in sorted(texts) for text in texts[domain]), config.vocab_size)
     if tokenizer.vocab_size < config.vocab_size:
