@@ -18,6 +18,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +28,8 @@ from stand_in import ROOT, setting, shared
 from bloomery.core.stage import machine, read_manifest, versions
 
 RECIPE = ROOT / "recipes" / "plasma-500m.toml"
-SETTINGS = ("engine.workers=2", "tokenizer.vocab_size=8000", "tokenizer.sample_bytes=8000000", "shard.tokens=8000000")
+SETTINGS = ("tokenizer.vocab_size=8000", "tokenizer.sample_bytes=8000000", "shard.tokens=8000000")
+WORKERS = ("engine.workers=2",)
 LIMIT = 200
 """Runs at most, whatever the kills have hit."""
 
@@ -89,8 +91,11 @@ def measured(folder: Path, texts: Path, kills: int, *, quiet: bool) -> dict[str,
     }
 
 
-def started(runs: Path, texts: Path) -> "subprocess.Popen[bytes]":
-    words = [str(RECIPE), "--runs", str(runs), "--until", "shard", setting(texts), *SETTINGS]
+def started(
+    runs: Path, texts: Path, engine: Sequence[str] = WORKERS, *, quick: bool = False
+) -> "subprocess.Popen[bytes]":
+    """The recipe up to its shards, as a process of its own."""
+    words = [str(RECIPE), "--runs", str(runs), "--until", "shard", setting(texts, quick=quick), *SETTINGS, *engine]
     return subprocess.Popen([sys.executable, "-m", "bloomery.cli", "run", *words], stderr=subprocess.DEVNULL)
 
 
