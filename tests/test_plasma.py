@@ -11,6 +11,7 @@ from bloomery import cli
 from bloomery.core import config
 from bloomery.core.stage import read_manifest
 from bloomery.recipe import Recipe
+from bloomery.tokenizer.config import ByteBpe
 
 ROOT = Path(__file__).parents[1]
 PLASMA = ROOT / "recipes" / "plasma-500m.toml"
@@ -20,6 +21,7 @@ SETTINGS = ["tokenizer.vocab_size=4000", "tokenizer.sample_bytes=4000000", "shar
 
 def test_the_model_has_the_parameters_of_the_one_that_it_reproduces() -> None:
     recipe = config.load(Recipe, PLASMA)
+    assert isinstance(recipe.tokenizer, ByteBpe)
     model, vocabulary = recipe.pretrain.model, recipe.tokenizer.vocab_size
     head = model.width // model.num_heads
     attention = 2 * model.width**2 + 2 * model.width * head * model.num_kv_heads

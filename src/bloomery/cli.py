@@ -80,13 +80,15 @@ def plan(options: argparse.Namespace) -> int:
 
     from bloomery.core import config, stage
     from bloomery.recipe import STAGES, Recipe
+    from bloomery.stages.tokenizer import vocab_size
     from bloomery.train.plan import plan as training_plan
 
     recipe = config.load(Recipe, options.recipe, options.settings)
     plans = stage.lay_out(STAGES, recipe, options.runs / recipe.name)
     stages = [{"stage": one.stage.name, "fresh": one.fresh, "folder": str(one.folder)} for one in plans]
+    ids = vocab_size(recipe.tokenizer)
     needs = {
-        name: training_plan(section, recipe.pretrain.model, recipe.tokenizer.vocab_size)
+        name: training_plan(section, recipe.pretrain.model, ids)
         for name, section in (("pretrain", recipe.pretrain), ("finetune", recipe.finetune))
     }
     facts = {name: asdict(one) | {"peak_bytes": one.peak_bytes} for name, one in needs.items()}

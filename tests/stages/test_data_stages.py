@@ -104,7 +104,7 @@ def test_documents_in_are_documents_out_at_every_stage(done: tuple[dict[str, Pat
     fetched = ids(folders["fetch"] / "documents")
     rejected = ids(folders["fetch"] / "rejected")
     kept, dropped = ids(folders["filter"] / "kept"), ids(folders["filter"] / "dropped")
-    single, removed = ids(folders["dedup"] / "kept"), ids(folders["dedup"] / "removed")
+    single, removed = ids(folders["dedup"] / "kept"), ids(folders["dedup"] / "duplicates")
     assert len(fetched) + len(rejected) == 62 + 127
     assert len(set(fetched + rejected)) == len(fetched + rejected)
     assert sorted(kept + dropped) == sorted(fetched)
@@ -156,16 +156,17 @@ def test_a_dropped_document_has_the_reason_that_its_rule_gives(done: tuple[dict[
 
 def test_every_document_has_the_score_of_the_saved_classifier(done: tuple[dict[str, Path], dict[str, Stats]]) -> None:
     folders, stats = done
-    learned = classifier.load(folders["classify"])
+    learned = classifier.load(folders["classify"] / "quality")
     kept = list(document.read(folders["filter"] / "kept"))
     assert [row["score"] for row in kept] == list(classifier.score(learned, [row["text"] for row in kept]))
-    assert stats["classify"]["auc"] > 0.7
-    assert stats["classify"]["examples"] == 2 * stats["fetch"]["documents"]
+    (told,) = stats["classify"]["classifiers"]
+    assert told["auc"] > 0.7
+    assert told["examples"] == 2 * stats["fetch"]["documents"]
 
 
 def test_a_removed_document_names_a_kept_one(done: tuple[dict[str, Path], dict[str, Stats]]) -> None:
     kept = set(ids(done[0]["dedup"] / "kept"))
-    removed = {row["id"]: row for row in document.read(done[0]["dedup"] / "removed")}
+    removed = {row["id"]: row for row in document.read(done[0]["dedup"] / "duplicates")}
     assert {row["kept_id"] for row in removed.values()} <= kept
     assert all(row["value"] >= 0.8 for row in removed.values())
     exact = {frozenset((row["id"], row["kept_id"])) for row in removed.values() if row["reason"] == "exact"}
@@ -198,9 +199,9 @@ def test_labels_teach_when_there_are_some(done: tuple[dict[str, Path], dict[str,
     path = tmp_path / "labeled.jsonl"
     path.write_text("".join(json.dumps(line) + "\n" for line in lines))
     config = Classify(labeled=path, held_out=0.2)
-    stats = classify.run(config, done[0], tmp_path / "out")
-    assert stats["auc"] > 0.95
-    assert stats["examples"] == 200
+    (told,) = classify.run(config, done[0], tmp_path / "out")["classifiers"]
+    assert told["auc"] > 0.95
+    assert told["examples"] == 200
     before = classify.digest(config)
     path.write_text(path.read_text() + '{"text": "x", "label": 2}\n')
     assert classify.digest(config) != before

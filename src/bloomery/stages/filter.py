@@ -44,7 +44,7 @@ def run(config: Filter, inputs: Mapping[str, Path], out: Path) -> dict[str, Any]
     `inputs["classify"]` may be left out where no limit asks for a score. A kept document has the text that rules have
     masked. Raises DataError when nothing is kept.
     """
-    judged_by = str(inputs["classify"]) if "classify" in inputs else None
+    judged_by = str(inputs["classify"] / "quality") if "classify" in inputs else None
     parts = [
         Part(path.stem, {"path": str(path), "classifier": judged_by}, path.stat().st_size)
         for path in document.parts(inputs["fetch"] / "documents")

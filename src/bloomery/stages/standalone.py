@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import pyarrow.parquet as pq
+from pydantic import Field
 
 from bloomery.core import config, files, stage
 from bloomery.core.config import Config
@@ -27,7 +28,8 @@ from bloomery.stages import dedup as deduplicate
 from bloomery.stages import filter as rules
 from bloomery.stages import shard as shards
 from bloomery.stages import tokenizer as vocabulary
-from bloomery.stages.config import Dedup, Fetch, Filter, Shard, Vocabulary
+from bloomery.stages.config import Dedup, Fetch, Filter, Shard
+from bloomery.tokenizer.config import AnyKind, ByteBpe
 
 RESULT, WORK = "result.json", "work"
 KEPT, DROPPED, SHARDS = "kept", "dropped", "shards"
@@ -39,7 +41,7 @@ class Sections(Config):
     fetch: Fetch
     filter: Filter = Filter()
     dedup: Dedup = Dedup()
-    tokenizer: Vocabulary = Vocabulary()
+    tokenizer: AnyKind = Field(ByteBpe(), discriminator="kind")
     shard: Shard = Shard(hold_out=0)
 
 
@@ -127,6 +129,8 @@ def _sections(asked: Asked, tool: Tool) -> Sections:
     for setting in asked.settings:
         known = setting.partition("=")[0].partition(".")[0] in Sections.model_fields
         config.apply_override(tree, setting if known else f"{tool.section}.{setting}")
+    if "tokenizer" in tree:
+        tree["tokenizer"] = {"kind": "byte_bpe"} | tree["tokenizer"]
     return config.build(Sections, tree, where=f"bloomery data {asked.tool}")
 
 
@@ -206,7 +210,7 @@ def dedup(settings: Dedup, inputs: Mapping[str, Path], out: Path) -> dict[str, A
     return deduplicate.run(settings, {"filter": inputs["fetch"]}, out)
 
 
-def tokenizer(settings: Vocabulary, inputs: Mapping[str, Path], out: Path) -> dict[str, Any]:
+def tokenizer(settings: AnyKind, inputs: Mapping[str, Path], out: Path) -> dict[str, Any]:
     return vocabulary.run(settings, {"dedup": inputs["fetch"]}, out)
 
 
