@@ -186,8 +186,7 @@ class _Download:
             # Decoding goes through a buffer that is lost where the connection ends, so only what is encoded is decoded.
             encoded = response.headers.get("Content-Encoding", "identity") != "identity"
             for chunk in response.stream(CHUNK_BYTES, decode_content=encoded):
-                with files.disk_errors(self.partial):
-                    file.write(chunk)
+                cache.append(file, chunk)
                 begun += len(chunk)
                 if time.monotonic() - self._said > SECONDS_BETWEEN_LINES:
                     self._said = time.monotonic()

@@ -37,7 +37,6 @@ HELD_OUT_BYTES = 16 * 2**20
 """Text of a file of held-out documents."""
 BYTES_PER_DOCUMENT = 100
 """Of memory, for the index entries of a document that is gathered."""
-SMALLEST_PIECE_BYTES = 2**20
 
 
 @dataclass(frozen=True)
@@ -63,12 +62,12 @@ class Stream:
 def run(config: Shard, inputs: Mapping[str, Path], out: Path) -> dict[str, Any]:
     """Write train, anneal and val shards and held-out/. `inputs["dedup"]` is a folder with kept/."""
     tokenizer = Tokenizer.load(inputs["tokenizer"])
-    budget = config.memory_bytes // (config.engine.workers or cores())
+    budget = worker_bytes(config)
     encoding = Encoding(
         tokenizer=inputs["tokenizer"],
         hold_out=config.hold_out,
         seed=config.seed,
-        run_bytes=max(SMALLEST_PIECE_BYTES, budget // 4),
+        run_bytes=budget // 4,
     )
     files = document.parts(document.handed_on(inputs["dedup"]))
     parts = [Part(file.stem, str(file), file.stat().st_size) for file in files]
@@ -104,6 +103,11 @@ def run(config: Shard, inputs: Mapping[str, Path], out: Path) -> dict[str, Any]:
         shutil.rmtree(out / folder)
     encoders = sorted({record["encoder"] for record in records})
     return stats(streams, totals, train, tokenizer) | {"encoder": " and ".join(encoders)}
+
+
+def worker_bytes(config: Shard) -> int:
+    """Memory for the data of one worker."""
+    return config.memory_bytes // (config.engine.workers or cores())
 
 
 def sizes(runs: Sequence[Run], *, held_out: bool) -> dict[str, int]:
@@ -175,7 +179,7 @@ def slices(
     """
     documents, tokens = (sum(pair[place] for pair in total.values()) for place in (0, 1))
     bytes_per_token = (2 if gathering.vocab_size <= 2**16 else 4) + BYTES_PER_DOCUMENT * documents / tokens
-    most = max(SMALLEST_PIECE_BYTES, budget // 4) / bytes_per_token
+    most = budget // 4 / bytes_per_token
     firsts = range(0, tokens, config.shard_tokens)
     pieces = -(-min(config.shard_tokens, tokens) // int(max(1, most)))
     targets = [first + config.shard_tokens * piece // pieces for first in firsts for piece in range(pieces)]
