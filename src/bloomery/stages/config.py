@@ -9,6 +9,7 @@ from bloomery.core.config import VOLATILE, Config, Count, Positive, Share
 from bloomery.data import rule_presets
 from bloomery.data.engine import Parallel
 from bloomery.data.holdout import LARGEST_SHARE
+from bloomery.data.limits import Limit, Limits, spelled_out
 from bloomery.data.rules import Rule
 from bloomery.data.sources import Source
 from bloomery.hw.host import Wanted
@@ -151,9 +152,11 @@ class Filter(Parallel):
     rules: tuple[Annotated[Rule, Field(discriminator="kind")], ...] = ()
     """Applied in this order; the first that a document breaks is its reason. A preset is replaced by its rules."""
     min_score: Share = 0.0
-    """Documents whose classifier score is lower are dropped (reason `classifier`)."""
+    """Documents whose score by the first classifier is lower are dropped (reason `classifier`)."""
     min_scores: tuple[MinScore, ...] = ()
     """Other limits for some domains."""
+    limits: Limits = ()
+    """Limits of any classifier, applied in this order after those; or the name of a preset, "seed-1386"."""
 
     @field_validator("rules")
     @classmethod
@@ -164,6 +167,10 @@ class Filter(Parallel):
     def _one_limit_a_domain(self) -> "Filter":
         _no_domain_twice("min_scores", [limit.domain for limit in self.min_scores])
         return self
+
+    @property
+    def spelled_limits(self) -> tuple[Limit, ...]:
+        return spelled_out(self.limits)
 
 
 def _no_domain_twice(key: str, domains: list[str]) -> None:
