@@ -192,7 +192,7 @@ def run(options: argparse.Namespace) -> int:
     from bloomery.core import run as runs
     from bloomery.core.log import say
     from bloomery.recipe import STAGES, Recipe
-    from bloomery.stages import card
+    from bloomery.stages import card, data_report
 
     recipe = config.load(Recipe, options.recipe, options.settings)
     stage.check_names(STAGES, options.until, options.only)
@@ -202,6 +202,7 @@ def run(options: argparse.Namespace) -> int:
         runs.remember(root, recipe, plans)
         done = stage.execute(plans, until=options.until, only=options.only)
         card.write(root)
+        page = data_report.write(root)
     asked = f"stopped after {options.until}" if options.until else f"only {options.only}" if options.only else ""
     if asked and (left := [plan.stage.name for plan in plans if not plan.fresh]):
         stages = "1 stage" if len(left) == 1 else f"{len(left)} stages"
@@ -211,6 +212,8 @@ def run(options: argparse.Namespace) -> int:
     report = plans[-1].folder / "report.html"
     if plans[-1].stage.name in done and report.is_file():
         say(f"report: {report}")
+    elif page is not None and done:
+        say(f"report of the data: {page}")
     return 0
 
 
