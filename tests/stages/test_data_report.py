@@ -14,7 +14,13 @@ FOLDERS = {"fetch": "01-fetch-00000000", "filter": "03-filter-00000000", "dedup"
 
 def finished(root: Path, stage: str) -> Path:
     folder = root / FOLDERS[stage]
-    manifest: dict[str, Any] = {"stage": stage, "seconds": 2.5, "resumed": False, "stats": corpus()[stage]}
+    manifest: dict[str, Any] = {
+        "stage": stage,
+        "seconds": 2.5,
+        "resumed": False,
+        "outputs": {},
+        "stats": corpus()[stage],
+    }
     files.write_json(folder / "manifest.json", manifest)
     return folder
 
