@@ -21,7 +21,7 @@ def finished(root: Path, stage: str) -> Path:
         "outputs": {},
         "stats": corpus()[stage],
     }
-    files.write_json(folder / "manifest.json", manifest)
+    files.write_json(folder / "manifest.json", manifest | {"stats": corpus()[stage]})
     return folder
 
 
