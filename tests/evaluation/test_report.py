@@ -205,7 +205,7 @@ def test_a_run_without_a_model_has_a_page_of_its_data() -> None:
     anchors = [attrs["id"] for name, attrs in Checked(page).started if name == "section"]
     assert anchors == [anchor for anchor, _, _ in DATA_SECTIONS]
     assert "Nothing was recorded" not in page
-    for shown in ("61.2 MB", "11,214", "12.29M", "2.91 to 4.12", "MIT (5,201)", "arc_easy", "1.30", "byte_bpe"):
+    for shown in ("61.2 MB", "11,214", "12.29M", "2.91–4.12", "MIT (5,201)", "arc_easy", "1.30", "byte_bpe"):
         assert shown in Checked(page).seen
     assert "—" in render({}, DATA_SECTIONS)
 

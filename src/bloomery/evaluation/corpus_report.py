@@ -41,7 +41,7 @@ def funnel(report: Report) -> list[object]:
         rows.append(Bar(name, kept, f"{count(value)}{share}"))
     ratios = [number(value) for value in named(corpus, "tokenizer", "bytes_per_token").values()]
     known = [ratio for ratio in ratios if ratio is not None]
-    shown = f"{decimal(min(known), 2)} to {decimal(max(known), 2)}" if known else DASH
+    shown = f"{decimal(min(known), 2)}–{decimal(max(known), 2)}" if known else DASH
     tiles = [
         tile("Text read", charts.size(read.get("bytes")), f"in {count(read.get('documents'))} documents"),
         tile("Documents kept", count(single.get("kept")), "after rules, limits and duplicates"),
@@ -62,7 +62,8 @@ def fetched(report: Report) -> list[object]:
         sizes = [count(at(tally, "documents")), charts.size(at(tally, "bytes")), count(at(tally, "rejected"))]
         rows.append([source, *sizes, _most(named(tally, "reasons")), _most(named(tally, "licenses"))])
     heads = ["Source", "Documents", "Text", "Rejected", "Most rejected for", "Licenses"]
-    parts: list[object] = [facts(known), charts.table(heads, rows) if rows else None]
+    table = tag("div", charts.table(heads, rows), class_="commands") if rows else None
+    parts: list[object] = [facts(known), table]
     rejected = tallied("Rejected when read", named(read, "reasons"), number(read.get("rejected")), "documents")
     return [part for part in (*parts, rejected) if part is not None]
 

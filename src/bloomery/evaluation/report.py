@@ -224,8 +224,10 @@ def foot(report: Report) -> list[object]:
     model = named(report, "model")
     known: list[Fact] = [(name, text(value)) for name, value in named(report, "versions").items()]
     known += [(name, text(value)) for name, value in named(report, "machine").items()]
-    known += [(f"{name} hash", tag("code", text(model.get(name)))) for name in ("tokenizer", "template")]
-    return [facts([*known, ("model folder", tag("code", text(model.get("folder"))))], look="foot")]
+    if model:
+        known += [(f"{name} hash", tag("code", text(model.get(name)))) for name in ("tokenizer", "template")]
+        known.append(("model folder", tag("code", text(model.get("folder")))))
+    return [facts(known, look="foot")]
 
 
 DATA: Sections = (
