@@ -103,7 +103,8 @@ def test_a_stage_that_is_killed_again_and_again_ends_with_the_same_bytes(
 ) -> None:
     """Each attempt dies when it has written so many files, in whichever step that is."""
     for files_before_death in (6, 21, 13, 16, 9):
-        command = [sys.executable, "-c", DIES, str(files_before_death), inputs["dedup"].parent, tmp_path, repr(MIX)]
+        told = [str(files_before_death), str(inputs["dedup"].parent), str(tmp_path), repr(MIX)]
+        command = [sys.executable, "-c", DIES, *told]
         done = subprocess.run(command, capture_output=True, env=dict(os.environ), check=False)
         assert done.returncode == -signal.SIGKILL, done.stderr.decode()
     assert list(tmp_path.rglob("parts/gather/*.json"))
