@@ -69,10 +69,21 @@ def deduplicate(config: Dedup, paths: list[Path], out: Path) -> dict[str, Any]:
     scratch = out / SCRATCH
     memory_bytes = config.memory_bytes or free_bytes(Host.here()) // 2
     engine = fitting(config.engine, memory_bytes)
-    search = Search(settings=settings(config), corpus=corpus, scratch=scratch, engine=engine, memory_bytes=memory_bytes)
-    found = search.find()
-    parts = corpus.parts(verdicts=str(scratch / "verdicts"))
+    barred = decontaminate.check(config.decontaminate, corpus, scratch, engine) if config.decontaminate else None
+    search = Search(
+        settings=settings(config),
+        corpus=corpus,
+        scratch=scratch,
+        engine=engine,
+        memory_bytes=memory_bytes,
+        barred=barred,
+    )
+    found = dict(search.find())
+    more = {"barred": str(barred)} if barred else {}
+    parts = corpus.parts(verdicts=str(scratch / "verdicts"), **more)
     records = run_parts(engine, write, None, parts, out, what="dedup")
+    if barred:
+        found["hits"] = sum(decontaminate.list_hits(corpus, scratch, out).values())
     with files.whole_file(out / CLUSTERS) as file:
         file.write((scratch / "clusters" / CLUSTERS).read_bytes())
     shutil.rmtree(scratch)
