@@ -163,7 +163,7 @@ def gather_held_out(config: Gathering, part: Part, out: Path) -> dict[str, Any]:
 
 
 def held_out_keys(batch: pa.RecordBatch, seed: int) -> tuple[NDArray[np.uint64], NDArray[np.int64]]:
-    """When held-out documents come, as in the shards of `val`, and how many bytes of text each has."""
+    """When held-out documents come, as in the shards of `val`, and how many bytes each has with its end."""
     ids, _ = shuffle.hashed(batch.column("id").to_pylist())
-    sizes = np.asarray(pc.binary_length(batch.column("text")), dtype=np.int64)
+    sizes = np.asarray(pc.binary_length(batch.column("text")), dtype=np.int64) + 1
     return shuffle.keys(ids, seed, VAL, 0), sizes

@@ -55,37 +55,36 @@ def hashed(ids: Sequence[str]) -> tuple[Keys, Keys]:
 
 def cuts(passes: Callable[[], Iterator[tuple[Keys, NDArray[Any]]]], targets: Sequence[int]) -> list[int]:
     """
-    For each number of tokens the smallest key such that all documents with smaller keys hold as many, or END.
+    For each number of tokens the key of the first document that begins there or later, in the order of keys, or END.
 
-    So documents below it are those that begin, in the order of keys, before that many tokens. `passes` gives the keys
-    and lengths of all documents, in pieces of any order, and is called twice. `targets` ascend.
+    `passes` gives the keys and lengths (over 0) of all documents, in pieces of any order, and is called twice.
+    `targets` ascend.
     """
     sums = np.zeros(2**BIN_BITS, dtype=np.int64)
     shift = np.uint64(64 - BIN_BITS)
     for some, lengths in passes():
-        bins = (some >> shift).astype(np.int64)
         # Sums of float64 are exact below 2^53 tokens.
-        sums += np.bincount(bins, weights=lengths, minlength=len(sums)).astype(np.int64)
-    before = np.concatenate([[0], np.cumsum(sums)])
-    wanted = np.maximum(np.searchsorted(before, targets, side="left") - 1, 0)
-    inside = np.unique(wanted[wanted < len(sums)])
+        here = np.bincount((some >> shift).astype(np.int64), weights=lengths, minlength=len(sums))
+        sums += here.astype(np.int64)
+    filled = np.append(np.flatnonzero(sums), len(sums))  # bins that hold documents, and the end
+    before = np.append(np.cumsum(sums) - sums, sums.sum())[filled]
+    # The document is in the last bin that begins before the target, or it is the first of the next bin.
+    bins = np.maximum(np.searchsorted(before, targets, side="left") - 1, 0)
+    wanted = filled[np.unique(np.minimum(np.concatenate([bins, bins + 1]), len(filled) - 1))]
     pieces: list[tuple[Keys, NDArray[Any]]] = [(np.zeros(0, np.uint64), np.zeros(0, np.int64))]
     for some, lengths in passes():
-        chosen = np.isin((some >> shift).astype(np.int64), inside)
+        chosen = np.isin((some >> shift).astype(np.int64), wanted)
         pieces.append((some[chosen], lengths[chosen]))
     found, lengths = (np.concatenate([piece[column] for piece in pieces]) for column in (0, 1))
     order = np.lexsort((lengths, found))
     found, lengths = found[order], lengths[order].astype(np.int64)
-    bins = (found >> shift).astype(np.int64)
+    places = (found >> shift).astype(np.int64)
     result = []
-    for target, place in zip(targets, wanted.tolist(), strict=True):
-        if target <= 0 or place >= len(sums):
-            result.append(0 if target <= 0 else END)
-            continue
-        first, last = np.searchsorted(bins, [place, place + 1])
-        starts = before[place] + np.cumsum(lengths[first:last]) - lengths[first:last]
-        at = first + int(np.searchsorted(starts, target, side="left"))
-        result.append(int(found[at]) if at < last else (place + 1) << (64 - BIN_BITS))
+    for target, bin in zip(targets, bins.tolist(), strict=True):
+        first, last = np.searchsorted(places, [filled[bin], filled[bin] + 1])
+        starts = before[bin] + np.cumsum(lengths[first:last]) - lengths[first:last]
+        at = int(first + np.searchsorted(starts, target, side="left"))
+        result.append(int(found[at]) if at < len(found) else END)
     return result
 
 

@@ -3,11 +3,13 @@
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from bloomery.core.config import VOLATILE, Config, Count, Positive, Share
+from bloomery.data import rule_presets
 from bloomery.data.engine import Parallel
 from bloomery.data.holdout import LARGEST_SHARE
+from bloomery.data.limits import Limit, Limits, spelled_out
 from bloomery.data.rules import Rule
 from bloomery.data.sources import Source
 from bloomery.hw.host import Wanted
@@ -148,16 +150,27 @@ class MinScore(Config):
 
 class Filter(Parallel):
     rules: tuple[Annotated[Rule, Field(discriminator="kind")], ...] = ()
-    """Applied in this order; the first that a document breaks is its reason."""
+    """Applied in this order; the first that a document breaks is its reason. A preset is replaced by its rules."""
     min_score: Share = 0.0
-    """Documents whose classifier score is lower are dropped (reason `classifier`)."""
+    """Documents whose score by the first classifier is lower are dropped (reason `classifier`)."""
     min_scores: tuple[MinScore, ...] = ()
     """Other limits for some domains."""
+    limits: Limits = ()
+    """Limits of any classifier, applied in this order after those; or the name of a preset, "seed-1386"."""
+
+    @field_validator("rules")
+    @classmethod
+    def _spell_out(cls, rules: tuple[Rule, ...]) -> tuple[Rule, ...]:
+        return rule_presets.spelled_out(rules)
 
     @model_validator(mode="after")
     def _one_limit_a_domain(self) -> "Filter":
         _no_domain_twice("min_scores", [limit.domain for limit in self.min_scores])
         return self
+
+    @property
+    def spelled_limits(self) -> tuple[Limit, ...]:
+        return spelled_out(self.limits)
 
 
 def _no_domain_twice(key: str, domains: list[str]) -> None:
@@ -238,14 +251,6 @@ DEDUP_PRESETS: dict[Any, dict[str, Any]] = {
         "min_jaccard": 0.8,
     }
 }
-
-
-class Vocabulary(Config):
-    """The stage `tokenizer`."""
-
-    vocab_size: Positive = 4096
-    sample_bytes: Positive = 20_000_000
-    """Text to learn from: the same share of every domain, documents chosen by hash."""
 
 
 class Weight(Config):

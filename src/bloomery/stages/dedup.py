@@ -57,7 +57,7 @@ def digest(config: Dedup) -> str:
 
 def run(config: Dedup, inputs: Mapping[str, Path], out: Path) -> dict[str, Any]:
     """Write kept/ and duplicates/ (REASONS). `inputs["filter"]` is a folder with kept/."""
-    source = inputs["filter"] / "kept"
+    source = document.handed_on(inputs["filter"])
     if not document.count(source):
         raise DataError("holds no documents", where=str(source), cure="Loosen the rules in [filter].")
     return deduplicate(config, document.parts(source), out)

@@ -37,7 +37,6 @@ HELD_OUT_BYTES = 16 * 2**20
 """Text of a file of held-out documents."""
 BYTES_PER_DOCUMENT = 100
 """Of memory, for the index entries of a document that is gathered."""
-SMALLEST_PIECE_BYTES = 2**20
 
 
 @dataclass(frozen=True)
@@ -63,19 +62,19 @@ class Stream:
 def run(config: Shard, inputs: Mapping[str, Path], out: Path) -> dict[str, Any]:
     """Write train, anneal and val shards and held-out/. `inputs["dedup"]` is a folder with kept/."""
     tokenizer = Tokenizer.load(inputs["tokenizer"])
-    budget = config.memory_bytes // (config.engine.workers or cores())
+    budget = worker_bytes(config)
     encoding = Encoding(
         tokenizer=inputs["tokenizer"],
         hold_out=config.hold_out,
         seed=config.seed,
-        run_bytes=max(SMALLEST_PIECE_BYTES, budget // 4),
+        run_bytes=budget // 4,
     )
-    files = document.parts(inputs["dedup"] / "kept")
+    files = document.parts(document.handed_on(inputs["dedup"]))
     parts = [Part(file.stem, str(file), file.stat().st_size) for file in files]
     records = run_parts(config.engine, encode_part, encoding, parts, out, what="encode")
     runs = [Run(one["name"], one["segments"]) for record in records for one in record["runs"]]
     train, held = (sizes(runs, held_out=which) for which in (False, True))
-    if not held:
+    if not held and config.hold_out:
         cure = "Raise shard.hold_out, or fetch more documents."
         raise DataError("no document was held out, so nothing could be validated", cure=cure)
     if not train:
@@ -104,6 +103,11 @@ def run(config: Shard, inputs: Mapping[str, Path], out: Path) -> dict[str, Any]:
         shutil.rmtree(out / folder)
     encoders = sorted({record["encoder"] for record in records})
     return stats(streams, totals, train, tokenizer) | {"encoder": " and ".join(encoders)}
+
+
+def worker_bytes(config: Shard) -> int:
+    """Memory for the data of one worker."""
+    return config.memory_bytes // (config.engine.workers or cores())
 
 
 def sizes(runs: Sequence[Run], *, held_out: bool) -> dict[str, int]:
@@ -138,7 +142,7 @@ def plan(
             if quota.limited_by:
                 missing = f"{float(quota.wanted):,.0f} of {float(quota.asked):,.0f} tokens"
                 say(f"shard: {quota.limited_by} lets {domain!r} give {missing} to the {name} mix", "yellow")
-    return streams | {VAL: Stream(dict.fromkeys(held, Chosen(1, 0)), {})}
+    return streams | ({VAL: Stream(dict.fromkeys(held, Chosen(1, 0)), {})} if held else {})
 
 
 def choose(config: Shard, runs: Sequence[Run], stream: str, domain: str, quota: Quota, out: Path) -> Chosen:
@@ -175,7 +179,7 @@ def slices(
     """
     documents, tokens = (sum(pair[place] for pair in total.values()) for place in (0, 1))
     bytes_per_token = (2 if gathering.vocab_size <= 2**16 else 4) + BYTES_PER_DOCUMENT * documents / tokens
-    most = max(SMALLEST_PIECE_BYTES, budget // 4) / bytes_per_token
+    most = budget // 4 / bytes_per_token
     firsts = range(0, tokens, config.shard_tokens)
     pieces = -(-min(config.shard_tokens, tokens) // int(max(1, most)))
     targets = [first + config.shard_tokens * piece // pieces for first in firsts for piece in range(pieces)]
@@ -228,8 +232,8 @@ def stats(
     told: dict[str, Any] = {
         "tokens": sum(tokens[TRAIN].values()),
         "documents": sum(documents[TRAIN].values()),
-        "held_out_tokens": sum(tokens[VAL].values()),
-        "held_out_documents": sum(documents[VAL].values()),
+        "held_out_tokens": sum(tokens.get(VAL, {}).values()),
+        "held_out_documents": sum(documents.get(VAL, {}).values()),
         "tokenizer": tokenizer.hash,
         "mix": mixes[TRAIN],
     }
