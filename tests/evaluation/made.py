@@ -96,7 +96,14 @@ def corpus() -> dict[str, Any]:
             **{"documents": 11_873, "kept": 11_214, "removed": 659, "exact": 403, "near": 256, "compared": 1877},
             "by_domain": {d: {"documents": n - 400, "kept": n - 620, "removed": 220} for d, n in sizes.items()},
         },
-        "tokenizer": {"vocab_size": 4096, "bytes_per_token": {"code": 2.913, "documentation": 3.402, "worlds": 4.118}},
+        "tokenizer": {
+            **{"vocab_size": 4096, "unused_tokens": 193},
+            "bytes_per_token": {"code": 2.913, "documentation": 3.402, "worlds": 4.118},
+            "bytes_per_token_unseen": {"code": 2.811, "documentation": 3.297},
+            "gpt2": {"compared": True, "bytes_per_token": {"code": 2.234, "documentation": 4.456}},
+            "sample": {"code": {"bytes": 2_053_585, "documents": 94, "of_documents": 343, "share": 0.2721}},
+            "fertility": {"latin": {"documents": 694, "tokens_per_word": 2.168, "tokens_per_character": 0.274}},
+        },
         "shard": {
             **{"tokens": 12_288_004, "documents": 14_020, "held_out_tokens": 250_112, "held_out_documents": 224},
             "mix": {

@@ -172,6 +172,7 @@ def test_every_count_of_the_corpus_is_shown() -> None:
     assert all(f"{number:,}" in seen for number in wanted)
     assert "0.9871" in seen  # the area under the curve
     assert all(f"{ratio:.2f}" in seen for ratio in data["tokenizer"]["bytes_per_token"].values())
+    assert all(shown in seen for shown in ("193", "2.81", "2.23", "27.2%", "2.17", "0.27"))
 
 
 def test_a_share_is_drawn_as_long_as_it_is() -> None:

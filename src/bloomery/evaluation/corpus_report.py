@@ -1,7 +1,10 @@
 """The data half of a report: what was read, dropped and found twice, the tokenizer, and the mix."""
 
+from collections.abc import Mapping
+from typing import Any
+
 from bloomery.evaluation import charts
-from bloomery.evaluation.charts import DASH, Bar, count, decimal, number, percent, tag
+from bloomery.evaluation.charts import DASH, Bar, Html, count, decimal, number, percent, tag
 from bloomery.evaluation.pieces import (
     Report,
     at,
@@ -90,4 +93,30 @@ def tokenizer(report: Report) -> list[object]:
     ratios = sorted(named(made, "bytes_per_token").items(), key=lambda pair: -(number(pair[1]) or 0.0))
     bars = [Bar(domain, number(value), decimal(value, 2)) for domain, value in ratios]
     chart = charts.bars("Bytes per token, by domain", bars, axis="bytes per token (more is better)")
-    return [facts(counted(made, vocab_size="Vocabulary")), chart] if made else []
+    if not made:
+        return []
+    told = counted(made, vocab_size="Vocabulary", unused_tokens="Never used in the sample")
+    return [facts(told), chart, _sampled(made), _fertility(made)]
+
+
+def _sampled(made: Mapping[str, Any]) -> Html | None:
+    """What the tokenizer learned from, and what it is worth on text that it did not."""
+    known, unseen, gpt2 = (
+        named(made, *key) for key in (("sample",), ("bytes_per_token_unseen",), ("gpt2", "bytes_per_token"))
+    )
+    heads = ["Domain", "Learned from", "Documents", "Of its text", "Bytes per token, unseen", "GPT-2 there"]
+    rows: list[list[object]] = []
+    for domain in known:
+        one = named(known, domain)
+        sizes = [charts.size(one.get("bytes")), count(one.get("documents")), percent(one.get("share"))]
+        rows.append([domain, *sizes, decimal(unseen.get(domain), 2), decimal(gpt2.get(domain), 2)])
+    return charts.table(heads, rows) if rows else None
+
+
+def _fertility(made: Mapping[str, Any]) -> Html | None:
+    rows: list[list[object]] = []
+    for language in named(made, "fertility"):
+        one = named(made, "fertility", language)
+        ratios = [decimal(one.get(f"tokens_per_{unit}"), 2) for unit in ("word", "character")]
+        rows.append([language, count(one.get("documents")), *ratios])
+    return charts.table(["Language or script", "Documents", "Tokens per word", "Per character"], rows) if rows else None

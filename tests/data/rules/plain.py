@@ -5,33 +5,31 @@ from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 
-from bloomery.data.facts.alphabet import MARKS, TERMINALS
-from bloomery.data.rules import C4, Code, FineWeb, Gopher, Length, Repetition
+from bloomery.data.facts.alphabet import CONTROLS, MARKS, TERMINALS
+from bloomery.data.rules import C4, Boilerplate, Characters, Code, FineWeb, Gopher, Length, Lines, Repetition
+from bloomery.data.rules.boilerplate import TEMPLATE
 from bloomery.data.rules.c4 import POLICY
 from bloomery.data.rules.code import GENERATED
+from bloomery.data.rules.lines import BULLETS
+from bloomery.data.rules.lines import ENDS as LINE_ENDS
 
 Found = tuple[str, float] | None
 
 
-def characters(ranges: str) -> set[str]:
+def listed(ranges: str) -> set[str]:
     pairs = [piece.split("-") for piece in ranges.split()]
     return {chr(code) for pair in pairs for code in range(int(pair[0], 16), int(pair[-1], 16) + 1)}
 
 
-ENDS = tuple(characters(TERMINALS))
-NO_WORD = characters(MARKS) | characters(TERMINALS)
+ENDS = tuple(listed(TERMINALS))
+CONTROL = listed(CONTROLS)
+NO_WORD = listed(MARKS) | listed(TERMINALS)
 
 
 def verdict(rule: Any, text: str) -> Found:
     """The first question of a rule that drops the text, and the value."""
-    questions: dict[Any, Any] = {
-        Length: length,
-        Gopher: gopher,
-        Repetition: repetition,
-        C4: c4,
-        FineWeb: fineweb,
-        Code: code,
-    }
+    questions: dict[Any, Any] = {Length: length, Gopher: gopher, Repetition: repetition, C4: c4, FineWeb: fineweb}
+    questions |= {Code: code, Characters: characters, Lines: lines, Boilerplate: boilerplate}
     return next(((reason, float(value)) for reason, broken, value in questions[type(rule)](rule, text) if broken), None)
 
 
@@ -41,6 +39,39 @@ Questions = Iterator[tuple[str, bool, float]]
 def length(rule: Length, text: str) -> Questions:
     yield "length.too_short", len(text) < rule.min_characters, len(text)
     yield "length.too_long", rule.max_characters is not None and len(text) > rule.max_characters, len(text)
+    yield "length.too_few_words", len(text.split()) < rule.min_words, len(text.split())
+
+
+def characters(rule: Characters, text: str) -> Questions:
+    yield "characters.nul", not rule.nul and "\0" in text, text.count("\0")
+    controls = sum(character in CONTROL for character in text) / max(1, len(text))
+    yield "characters.controls", controls > rule.max_controls, controls
+    solid = "".join(text.split())
+    others = sum(not character.isalpha() for character in solid) / max(1, len(solid))
+    yield "characters.non_letters", others > rule.max_non_letters, others
+    in_ascii = sum(map(str.isascii, text)) / max(1, len(text))
+    yield "characters.ascii", in_ascii < rule.min_ascii, in_ascii
+
+
+def lines(rule: Lines, text: str) -> Questions:
+    found = [line.strip() for line in text.split("\n") if line.strip()]
+    number = max(1, len(found))
+    for reason, broken, most in (
+        ("bullets", [line.startswith(BULLETS) for line in found], rule.max_bullet_lines),
+        ("ellipses", [line.endswith(("...", "…")) for line in found], rule.max_ellipsis_lines),
+        ("short", [len(line) <= rule.short_line_characters for line in found], rule.max_short_lines),
+        ("no_end", [not line.endswith(LINE_ENDS) for line in found], rule.max_lines_without_end),
+        ("numbers", [not any(map(str.isalpha, line)) for line in found], rule.max_number_lines),
+    ):
+        yield f"lines.{reason}", sum(broken) / number > most, sum(broken) / number
+
+
+def boilerplate(rule: Boilerplate, text: str) -> Questions:
+    found = [line.lower() for line in text.split("\n") if line.strip()]
+    share = sum(any(phrase in line for phrase in rule.phrases) for line in found) / max(1, len(found))
+    yield "boilerplate.lines", share > rule.max_lines, share
+    left = len(TEMPLATE.findall(text))
+    yield "boilerplate.templates", left > rule.max_templates, left
 
 
 def gopher(rule: Gopher, text: str) -> Questions:
@@ -130,7 +161,7 @@ def c4(rule: C4, text: str) -> Questions:
         if any(len(word) > rule.max_word_characters for word in words) or len(words) < rule.min_line_words:
             continue
         line = re.sub(r"\[[0-9]*]|\[edit]|\[citation needed]", "", line)
-        if not line.endswith((".", "?", "!", '"', "'")) or line.endswith("..."):
+        if rule.need_line_ends and (not line.endswith((".", "?", "!", '"', "'")) or line.endswith("...")):
             continue
         lowered = line.lower()
         yield "c4.lorem_ipsum", "lorem ipsum" in lowered, number
@@ -140,8 +171,8 @@ def c4(rule: C4, text: str) -> Questions:
         if any(phrase in lowered for phrase in POLICY):
             continue
         ends = [bool(re.search(r"[.?!][\"'”’)\]]{0,4}$", word)) for word in line.split()]
-        sentences += sum(ends) + (not ends[-1])
-        kept += 1
+        sentences += sum(ends) + (not ends[-1] if ends else 0)
+        kept += bool(ends)
     yield "c4.too_few_sentences", sentences < rule.min_sentences, sentences
     share = kept / max(1, sum(bool(line.strip()) for line in lines))
     yield "c4.few_kept_lines", share < rule.min_kept_lines, share

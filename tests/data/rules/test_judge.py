@@ -7,12 +7,12 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from bloomery.data.rules import C4, Code, FineWeb, Gopher, Length, Repetition, judge
+from bloomery.data.rules import C4, Boilerplate, Characters, Code, FineWeb, Gopher, Length, Lines, Repetition, judge
 from bloomery.data.rules.judge import Documents, Verdicts
 from tests.data.rules import plain
 
 STRICT: list[Any] = [
-    Length(min_characters=5, max_characters=40),
+    Length(min_characters=5, max_characters=40, min_words=3),
     Gopher(min_words=0, min_stop_words=1),
     Gopher(
         min_words=3,
@@ -40,6 +40,18 @@ STRICT: list[Any] = [
     C4(min_sentences=0, curly_brackets=True, bad_words=("the",)),
     FineWeb(),
     FineWeb(max_short_lines=0.4, short_line_characters=3, max_duplicate_line_characters=0.3, max_lines_per_word=0.6),
+    C4(need_line_ends=False, min_sentences=3),
+    Characters(),
+    Characters(nul=True, max_controls=0.1, max_non_letters=0.2, min_ascii=0.7),
+    Lines(),
+    Lines(
+        max_bullet_lines=0.3,
+        max_short_lines=0.5,
+        short_line_characters=4,
+        max_lines_without_end=0.5,
+        max_number_lines=0.4,
+    ),
+    Boilerplate(max_templates=0),
     Code(),
     Code(max_line_characters=20, max_mean_line_characters=8, min_alphanumeric=0.5),
 ]
@@ -60,6 +72,7 @@ WORDS += [
     "\x00",
     "\ufffd",
 ]
+WORDS += ["{{x}}", "[Your name]", "<%", "%>", "+", "»", "12", "\x07", "Sign up for"]
 GAPS = [" ", "\n", "\n\n", "\n\n\n", "\r\n", "\r", "\t", "\u2028", "\x85", "\u3000", "\xa0", "\x0b", "\x1c", "", " \n "]
 
 pieces = st.lists(st.sampled_from(WORDS + GAPS * 2), max_size=60).map("".join)

@@ -64,6 +64,11 @@ class Facts:
         """What every byte is: see `alphabet`."""
         return self._read[0]
 
+    @property
+    def leads(self) -> Positions:
+        """Where the characters outside ASCII begin."""
+        return self._read[1]
+
     @cached_property
     def _inner(self) -> Positions:
         return np.flatnonzero(self.bits & alphabet.INNER)
@@ -134,10 +139,7 @@ class Facts:
         """Which words have no character with this bit. Most show it at once: only the others are looked through."""
         starts, ends = self.words.starts, self.words.ends
         doubtful = np.flatnonzero(self.bits[starts] & bit == 0)
-        if not len(doubtful):
-            return doubtful
-        edges = np.column_stack((starts[doubtful], ends[doubtful])).ravel()
-        return np.asarray(doubtful[np.bitwise_or.reduceat(self.bits, edges)[::2] & bit == 0])
+        return np.asarray(doubtful[self.spans_without(bit, starts[doubtful], ends[doubtful])])
 
     def each_word(self, words: Positions) -> Positions:
         """How many of the words, given by ascending number, belong to each document."""
@@ -184,6 +186,34 @@ class Facts:
         """The number of the first word of each line, and one past the last."""
         starts = self.words.starts
         return np.searchsorted(starts, lines.starts), np.searchsorted(starts, lines.ends)
+
+    def stripped(self, lines: Spans) -> tuple[Positions, Positions]:
+        """Where lines that all hold words begin and end without the white space around them."""
+        first, after = self.words_in(lines)
+        return self.words.starts[first], self.words.ends[after - 1]
+
+    def lines_with(self, lines: Spans, places: Positions) -> Flags:
+        """Which lines hold one of these places."""
+        found: Flags = np.zeros(len(lines.starts), np.bool_)
+        line = np.searchsorted(lines.starts, places, side="right") - 1
+        inside = line >= 0
+        inside[inside] = places[inside] < lines.ends[line[inside]]
+        found[line[inside]] = True
+        return found
+
+    def begins(self, places: Positions, mark: str) -> Flags:
+        """Whether a mark of at most three bytes stands at each place, none of which is beyond the texts."""
+        found: Flags = np.ones(len(places), np.bool_)
+        for step, byte in enumerate(mark.encode()):
+            found &= self.raw[places + step] == byte
+        return found
+
+    def spans_without(self, bit: int, starts: Positions, ends: Positions) -> Flags:
+        """Which spans, none of them empty, have no character with this bit."""
+        if not len(starts):
+            return np.zeros(0, np.bool_)
+        edges = np.column_stack((starts, ends)).ravel()
+        return np.asarray(np.bitwise_or.reduceat(self.bits, edges)[::2] & bit == 0)
 
     def repeats(self, spans: Spans) -> Flags:
         """Whether each piece says what an earlier one of its document does."""

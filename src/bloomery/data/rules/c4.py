@@ -37,6 +37,8 @@ class C4(Common):
     min_kept_lines: Share = 0.0
     """Least share of the lines with text that the paper would keep."""
     min_line_words: Count = 3
+    need_line_ends: bool = True
+    """Whether the lines that count have to end in a mark. FineWeb found it best that they need not."""
     max_word_characters: Positive = 1000
     curly_brackets: bool = False
     """Whether documents may hold a curly bracket, which the paper takes for code."""
@@ -75,13 +77,13 @@ class _Lines:
         kept = self._whole()
         self.lorem = kept & self._with(b"lorem ipsum")
         kept &= ~(self.lorem | self._with(b"javascript"))
-        brackets = self._holding(facts.places("{"))
+        brackets = facts.lines_with(self.spans, facts.places("{"))
         self.curly = kept & brackets if not rule.curly_brackets else np.zeros_like(kept)
         kept &= ~self.curly
         for phrase in POLICY:
             kept &= ~self._with(phrase.encode())
         self.sentences = np.where(kept, self._sentences(), 0)
-        for number in np.flatnonzero(self.written & self._holding(self._citations())).tolist():
+        for number in np.flatnonzero(self.written & facts.lines_with(self.spans, self._citations())).tolist():
             self._look_again(number)
 
     def first_in_each(self, lines: Flags) -> Positions:
@@ -90,16 +92,8 @@ class _Lines:
         first = chosen[np.searchsorted(chosen, self.spans.first)]
         return np.where(first < self.spans.last, first - self.spans.first + 1, 0)
 
-    def _holding(self, places: Positions) -> Flags:
-        """Which lines hold one of these places."""
-        found: Flags = np.zeros(len(self.spans.starts), np.bool_)
-        line = np.searchsorted(self.spans.starts, places, side="right") - 1
-        inside = (line >= 0) & (places < self.spans.ends[np.maximum(line, 0)])
-        found[line[inside]] = True
-        return found
-
     def _with(self, phrase: bytes) -> Flags:
-        return self._holding(self.facts.find(phrase))
+        return self.facts.lines_with(self.spans, self.facts.find(phrase))
 
     def _whole(self) -> Flags:
         """Lines of enough words, none too long, that end as sentences do."""
@@ -107,7 +101,9 @@ class _Lines:
         kept = np.asarray(self.after - self.first >= max(1, self.rule.min_line_words))
         long = np.flatnonzero(words.ends - words.starts > self.rule.max_word_characters)
         sizes = facts.characters(words.starts[long], words.ends[long])
-        kept &= ~self._holding(words.starts[long[sizes > self.rule.max_word_characters]])
+        kept &= ~facts.lines_with(self.spans, words.starts[long[sizes > self.rule.max_word_characters]])
+        if not self.rule.need_line_ends:
+            return kept
         last = self.after[kept] - 1
         ends = words.ends[last]
         marks = np.frombuffer("".join(LINE_ENDS).encode(), np.uint8)
@@ -141,8 +137,7 @@ class _Lines:
         self.sentences[number] = 0
         if (
             any(len(word) > self.rule.max_word_characters for word in words)
-            or not cited.endswith(LINE_ENDS)
-            or cited.endswith("...")
+            or (self.rule.need_line_ends and (not cited.endswith(LINE_ENDS) or cited.endswith("...")))
             or len(words) < self.rule.min_line_words
         ):
             return
@@ -153,7 +148,7 @@ class _Lines:
         if self.curly[number] or any(phrase in lowered for phrase in POLICY):
             return
         ends = [SENTENCE_END.search(word) is not None for word in cited.split()]
-        self.sentences[number] = sum(ends) + (not ends[-1])
+        self.sentences[number] = sum(ends) + (not all(ends[-1:]))
 
 
 def _sentence_ends(facts: Facts) -> Flags:
