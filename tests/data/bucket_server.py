@@ -1,12 +1,14 @@
-"""A bucket on the loopback, for tests: as much of S3 as its own client needs to list and read."""
+"""Buckets on the loopback, for tests: as much of S3 and of Google's storage as their own clients need to read."""
 
 import hashlib
+import json
 import re
 import threading
+import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from urllib.parse import parse_qs, unquote, urlsplit
+from urllib.parse import parse_qs, quote, unquote, urlsplit
 from xml.sax.saxutils import escape
 
 PAGE_KEYS = 2
@@ -51,6 +53,19 @@ class Store:
             f"<IsTruncated>{str(more).lower()}</IsTruncated>{token}{''.join(page)}</ListBucketResult>"
         ).encode()
 
+    def google(self, bucket: str, key: str) -> dict[str, str]:
+        """What Google's storage says of an object."""
+        data = self.objects[f"{bucket}/{key}"]
+        named = {"kind": "storage#object", "bucket": bucket, "name": key, "size": str(len(data))}
+        dated = dict.fromkeys(("updated", "timeCreated"), "2024-01-01T00:00:00.000Z")
+        media = f"{self.endpoint}/download/storage/v1/b/{bucket}/o/{quote(key, safe='')}?alt=media"
+        return named | dated | {"etag": _etag(data), "generation": str(zlib.crc32(data)), "mediaLink": media}
+
+    def google_listing(self, bucket: str, prefix: str) -> bytes:
+        """All objects below a prefix, on one page."""
+        keys = sorted(name.partition("/")[2] for name in self.objects if name.startswith(f"{bucket}/{prefix}"))
+        return json.dumps({"kind": "storage#objects", "items": [self.google(bucket, key) for key in keys]}).encode()
+
 
 def _etag(data: bytes) -> str:
     return hashlib.md5(data).hexdigest()
@@ -64,7 +79,9 @@ class Handler(BaseHTTPRequestHandler):
     def _serve(self) -> None:
         path, query = unquote(urlsplit(self.path).path).strip("/"), parse_qs(urlsplit(self.path).query)
         self.store.requests.append((self.command, path, self.headers.get("Range") or ""))
-        if self.store.denied:
+        if found := re.fullmatch(r"(download/)?storage/v1/b/([^/]+)/o(?:/(.+))?", path):
+            self._google(*found.groups(), query)
+        elif self.store.denied:
             self._send(403, {}, b"<Error><Code>AccessDenied</Code><Message>Access Denied</Message></Error>")
         elif "list-type" in query:
             self._send(200, {"Content-Type": "application/xml"}, self.store.listing(path, query))
@@ -74,6 +91,16 @@ class Handler(BaseHTTPRequestHandler):
             self._send(self.store.failures.pop(0), {}, b"<Error><Code>SlowDown</Code></Error>")
         else:
             self._object(self.store.objects[path])
+
+    def _google(self, media: str | None, bucket: str, key: str | None, query: dict[str, list[str]]) -> None:
+        if key is None:
+            self._send(200, {}, self.store.google_listing(bucket, query.get("prefix", [""])[0]))
+        elif f"{bucket}/{key}" not in self.store.objects:
+            self._send(404, {}, b"{}")
+        elif media or "media" in query.get("alt", []):
+            self._object(self.store.objects[f"{bucket}/{key}"])
+        else:
+            self._send(200, {}, json.dumps(self.store.google(bucket, key)).encode())
 
     def _object(self, data: bytes) -> None:
         facts = {"ETag": f'"{_etag(data)}"', "Last-Modified": "Mon, 01 Jan 2024 00:00:00 GMT"}
@@ -86,7 +113,7 @@ class Handler(BaseHTTPRequestHandler):
 
     def _send(self, status: int, headers: dict[str, str], body: bytes) -> None:
         self.send_response(status)
-        for name, value in headers.items():
+        for name, value in ({"Content-Type": "application/json"} | headers).items():
             self.send_header(name, value)
         self.send_header("Content-Length", str(len(body)))
         self.end_headers()

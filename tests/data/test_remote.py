@@ -59,6 +59,19 @@ def s3(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> Iterator[Store]:
     s3fs.S3FileSystem.clear_instance_cache()
 
 
+@pytest.fixture
+def gcs(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> Iterator[Store]:
+    """The same bucket as Google's own client finds it."""
+    gcsfs = pytest.importorskip("gcsfs", reason="needs the extra gcs")
+    gcsfs.GCSFileSystem.clear_instance_cache()
+    with bucket_server.serving() as store:
+        monkeypatch.setenv("STORAGE_EMULATOR_HOST", store.endpoint)
+        monkeypatch.setenv("NO_GCE_CHECK", "true")
+        store.objects |= {f"b/{name}": data for name, data in FILES.items()}
+        yield store
+    gcsfs.GCSFileSystem.clear_instance_cache()
+
+
 def test_a_store_is_listed_by_patterns_and_read_in_the_order_of_names(memory: fsspec.AbstractFileSystem) -> None:
     assert texts(source("memory://corpus/**/*.jsonl")) == ALL
     assert texts(source("memory://corpus/a/x.jsonl")) == ALL[:20]
@@ -114,6 +127,22 @@ def test_a_bucket_is_read_by_its_own_client_over_pages(s3: Store) -> None:
     before = s3.sent
     assert texts(source("s3://b/corpus/**/*.jsonl")) == ALL
     assert s3.sent == before, "the cache has it"
+
+
+def test_files_of_one_name_in_two_buckets_are_two(s3: Store) -> None:
+    s3.objects["c/corpus/a/x.jsonl"] = rows("cx")
+    found = list(sources.read(source("s3://b/corpus/a/x.jsonl", "s3://c/corpus/a/x.jsonl")))
+    ids = [item["id"] for item in found if not isinstance(item, Rejected)]
+    assert (ids[0], ids[-1]) == ("far/b/corpus/a/x.jsonl:1", "far/c/corpus/a/x.jsonl:20")
+
+
+def test_googles_storage_is_read_by_its_own_client(gcs: Store) -> None:
+    assert texts(source("gs://b/corpus/**/*.jsonl")) == ALL
+    before, sent = sources.digest(source("gs://b/corpus/**/*.jsonl")), gcs.sent
+    gcs.objects["b/corpus/a/x.jsonl"] = rows("aX")
+    assert sources.digest(source("gs://b/corpus/**/*.jsonl")) != before
+    assert gcs.sent == sent
+    assert texts(source("gs://b/corpus/a/*.jsonl"))[0].startswith("aX 0")
 
 
 def test_the_digest_of_a_bucket_downloads_nothing_and_sees_a_change(s3: Store) -> None:

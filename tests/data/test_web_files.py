@@ -161,6 +161,12 @@ def test_a_download_that_died_before_the_last_step_asks_for_nothing(hub: Hub) ->
     assert not hub.requests
 
 
+def test_a_file_that_was_cut_in_the_cache_is_downloaded_again(hub: Hub) -> None:
+    file = served(hub)
+    web_files.download(file, attempts=1).write_bytes(DATA[:100])
+    assert web_files.download(file, attempts=1).read_bytes() == DATA
+
+
 def test_mirrors_are_tried_in_order_and_go_on_where_the_first_was_cut(hub: Hub) -> None:
     with hub_server.serving() as broken:
         file = served(hub, DATA, "/files/a.txt", broken.endpoint + "/files/a.txt")

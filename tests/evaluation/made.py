@@ -109,11 +109,12 @@ def corpus() -> dict[str, Any]:
             "by_domain": {d: {"documents": n - 400, "kept": n - 620, "removed": 220} for d, n in sizes.items()},
         },
         "tokenizer": {
-            **{"kind": "byte_bpe", "vocab_size": 4096, "unused_tokens": 17, "encoder": "tiktoken"},
+            **{"kind": "byte_bpe", "vocab_size": 4096, "unused_tokens": 193, "encoder": "tiktoken"},
             "bytes_per_token": {"code": 2.913, "documentation": 3.402, "worlds": 4.118},
-            "bytes_per_token_unseen": {"code": 2.871, "documentation": 3.377},
-            "gpt2": {"compared": True, "bytes_per_token": {"code": 2.204, "documentation": 4.012}},
-            "fertility": {"en": {"documents": 300, "tokens_per_word": 1.412, "tokens_per_character": 0.294}},
+            "bytes_per_token_unseen": {"code": 2.811, "documentation": 3.297},
+            "gpt2": {"compared": True, "bytes_per_token": {"code": 2.234, "documentation": 4.456}},
+            "sample": {"code": {"bytes": 2_053_585, "documents": 94, "of_documents": 343, "share": 0.2721}},
+            "fertility": {"latin": {"documents": 694, "tokens_per_word": 2.168, "tokens_per_character": 0.274}},
         },
         "shard": {
             **{"tokens": 12_288_004, "documents": 14_020, "held_out_tokens": 250_112, "held_out_documents": 224},

@@ -173,6 +173,7 @@ def test_every_count_of_the_corpus_is_shown() -> None:
     assert all(f"{number:,}" in seen for number in wanted)
     assert "0.9871" in seen  # the area under the curve
     assert all(f"{ratio:.2f}" in seen for ratio in data["tokenizer"]["bytes_per_token"].values())
+    assert all(shown in seen for shown in ("193", "2.81", "2.23", "27.2%", "2.17", "0.27"))
 
 
 def test_a_share_is_drawn_as_long_as_it_is() -> None:
@@ -205,7 +206,7 @@ def test_a_run_without_a_model_has_a_page_of_its_data() -> None:
     anchors = [attrs["id"] for name, attrs in Checked(page).started if name == "section"]
     assert anchors == [anchor for anchor, _, _ in DATA_SECTIONS]
     assert "Nothing was recorded" not in page
-    for shown in ("61.2 MB", "11,214", "12.29M", "2.91–4.12", "MIT (5,201)", "arc_easy", "1.30", "byte_bpe"):
+    for shown in ("61.2 MB", "11,214", "12.29M", "2.91–4.12", "MIT (5,201)", "arc_easy", "2.23", "byte_bpe"):
         assert shown in Checked(page).seen
     assert "—" in render({}, DATA_SECTIONS)
 

@@ -66,7 +66,7 @@ def listing(patterns: Sequence[str], *, attempts: int) -> list[RemoteFile]:
     """
     The files that match, sorted by address. A pattern is an address whose path may hold `*`, `**` and `?`.
 
-    A file's name is its path below what the patterns of its host share. Raises DataError where a pattern finds nothing,
+    A file's name is its path below the folder that all of them share. Raises DataError where a pattern finds nothing,
     or its store cannot be asked.
     """
     found: dict[str, dict[str, Any]] = {}
@@ -75,10 +75,11 @@ def listing(patterns: Sequence[str], *, attempts: int) -> list[RemoteFile]:
         if not matching:
             raise DataError("no file matches", where=hosts.shown(pattern), cure="See whether the folder is spelled so.")
         found |= matching
-    folder = os.path.commonpath([urlsplit(address).path.rpartition("/")[0] or "/" for address in found])
+    places = {address: _place(address) for address in found}
+    folder = os.path.commonpath([os.path.dirname(place) for place in places.values()])
     return [
         RemoteFile(
-            name=os.path.relpath(urlsplit(address).path or "/", folder),
+            name=os.path.relpath(places[address], folder),
             address=address,
             content=Content("etag", files.sha256_bytes(files.canonical([address, _facts(info)]))),
             num_bytes=int(info.get("size") or 0),
@@ -86,6 +87,11 @@ def listing(patterns: Sequence[str], *, attempts: int) -> list[RemoteFile]:
         )
         for address, info in sorted(found.items())
     ]
+
+
+def _place(address: str) -> str:
+    parts = urlsplit(address)
+    return (parts.netloc or parts.scheme) + parts.path
 
 
 def _glob(pattern: str) -> dict[str, dict[str, Any]]:

@@ -154,22 +154,28 @@ def tokenizer(report: Report) -> list[object]:
     known: list[Fact] = [("Kind", text(made.get("kind"))), *counted(made, vocab_size="Vocabulary")]
     known += counted(made, unused_tokens="Ids that the sample never uses")
     known.append(("Encoder", text(made.get("encoder"))))
-    theirs = named(made, "gpt2", "bytes_per_token")
-    ours = named(made, "bytes_per_token_unseen") or named(made, "bytes_per_token")
     bars = []
     for domain, value in sorted(named(made, "bytes_per_token").items(), key=lambda pair: -(number(pair[1]) or 0.0)):
         bars.append(Bar(domain, number(value), decimal(value, 2)))
     chart = charts.bars("Bytes per token, by domain", bars, axis="bytes per token (more is better)")
-    rows: list[list[object]] = []
-    for domain in theirs:
-        mine, other = number(ours.get(domain)), number(theirs.get(domain))
-        ratio = decimal(mine / other, 2) if mine is not None and other else DASH
-        rows.append([domain, decimal(mine, 2), decimal(other, 2), ratio])
-    table = charts.table(["Unseen text", "This tokenizer", "GPT-2's", "Ratio"], rows) if rows else None
     why = named(made, "gpt2").get("because")
     told = note(f"Not compared with GPT-2's: {why}.") if isinstance(why, str) else None
-    parts = [facts(known), chart, table, told, _fertility(named(made, "fertility"))]
+    parts = [facts(known), chart, _sampled(made), told, _fertility(named(made, "fertility"))]
     return [part for part in parts if part is not None]
+
+
+def _sampled(made: Mapping[str, Any]) -> Html | None:
+    """What the tokenizer learned from, and what it is worth on text that it did not."""
+    known, unseen, gpt2 = (
+        named(made, *key) for key in (("sample",), ("bytes_per_token_unseen",), ("gpt2", "bytes_per_token"))
+    )
+    heads = ["Domain", "Learned from", "Documents", "Of its text", "Bytes per token, unseen", "GPT-2 there"]
+    rows: list[list[object]] = []
+    for domain in known:
+        one = named(known, domain)
+        sizes = [charts.size(one.get("bytes")), count(one.get("documents")), percent(one.get("share"))]
+        rows.append([domain, *sizes, decimal(unseen.get(domain), 2), decimal(gpt2.get(domain), 2)])
+    return charts.table(heads, rows) if rows else None
 
 
 def _fertility(languages: Mapping[str, Any]) -> Html | None:

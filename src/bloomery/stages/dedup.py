@@ -1,8 +1,9 @@
-"""Stage dedup: of exact and near copies one is kept. Every other goes to duplicates/ and names it."""
+"""Stage dedup: of exact and near copies one is kept, and every other goes to duplicates/ and names it."""
 
 import shutil
 from collections import Counter
 from collections.abc import Mapping
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from bloomery.data.deduplicate import CLUSTERS, Search, fitting
 from bloomery.data.duplicates import Corpus, Settings
 from bloomery.data.engine import Part, Record, run_parts
 from bloomery.hw.host import Host, free_bytes
+from bloomery.stages import decontaminate
 from bloomery.stages.config import Dedup
 
 REASONS = pa.schema(
@@ -48,9 +50,14 @@ def settings(config: Dedup) -> Settings:
     )
 
 
+def digest(config: Dedup) -> str:
+    """Of the content of the tasks that documents are compared with."""
+    return decontaminate.digest(config.decontaminate) if config.decontaminate else ""
+
+
 def run(config: Dedup, inputs: Mapping[str, Path], out: Path) -> dict[str, Any]:
     """Write kept/ and duplicates/ (REASONS). `inputs["filter"]` is a folder with kept/."""
-    source = inputs["filter"] / "kept"
+    source = document.handed_on(inputs["filter"])
     if not document.count(source):
         raise DataError("holds no documents", where=str(source), cure="Loosen the rules in [filter].")
     return deduplicate(config, document.parts(source), out)
@@ -62,10 +69,21 @@ def deduplicate(config: Dedup, paths: list[Path], out: Path) -> dict[str, Any]:
     scratch = out / SCRATCH
     memory_bytes = config.memory_bytes or free_bytes(Host.here()) // 2
     engine = fitting(config.engine, memory_bytes)
-    search = Search(settings=settings(config), corpus=corpus, scratch=scratch, engine=engine, memory_bytes=memory_bytes)
-    found = search.find()
-    parts = corpus.parts(verdicts=str(scratch / "verdicts"))
+    barred = decontaminate.check(config.decontaminate, corpus, scratch, engine) if config.decontaminate else None
+    search = Search(
+        settings=settings(config),
+        corpus=corpus,
+        scratch=scratch,
+        engine=engine,
+        memory_bytes=memory_bytes,
+        barred=barred,
+    )
+    found = dict(search.find())
+    more = {"barred": str(barred)} if barred else {}
+    parts = corpus.parts(verdicts=str(scratch / "verdicts"), **more)
     records = run_parts(engine, write, None, parts, out, what="dedup")
+    if barred:
+        found["hits"] = sum(decontaminate.list_hits(corpus, scratch, out).values())
     with files.whole_file(out / CLUSTERS) as file:
         file.write((scratch / "clusters" / CLUSTERS).read_bytes())
     shutil.rmtree(scratch)
@@ -73,42 +91,58 @@ def deduplicate(config: Dedup, paths: list[Path], out: Path) -> dict[str, Any]:
 
 
 def write(config: None, part: Part, out: Path) -> Record:
-    """Write kept/NAME.parquet and duplicates/NAME.parquet, and count what went where."""
+    """Write kept/NAME, duplicates/NAME and, where tasks are looked for, dropped/NAME; count what went where."""
     source = Path(part.given["path"])
     verdicts = pq.read_table(Path(part.given["verdicts"]) / f"{part.name}.parquet")
     rows = verdicts.column("row").to_numpy()
+    barred = decontaminate.barred_rows(part)
     whole = pq.read_schema(source).remove_metadata()
-    names = [f"{folder}/{part.name}.parquet" for folder in ("kept", "duplicates")]
+    schemas = {"kept": whole, "duplicates": pa.schema([*whole, *REASONS])}
+    if "barred" in part.given:
+        schemas["dropped"] = pa.schema([*whole, *document.REASON])
     by_domain: dict[str, Counter[str]] = {}
     begin = 0
-    with (
-        document.PartWriter(out / names[0], whole) as kept,
-        document.PartWriter(out / names[1], pa.schema([*whole, *REASONS])) as duplicates,
-    ):
+    with ExitStack() as stack:
+        out_of = {
+            name: stack.enter_context(document.PartWriter(out / name / f"{part.name}.parquet", schema))
+            for name, schema in schemas.items()
+        }
         for batch in document.part_batches(source):
-            first, last = np.searchsorted(rows, (begin, begin + batch.num_rows)).tolist()
-            stays = np.ones(batch.num_rows, np.bool_)
-            stays[rows[first:last] - begin] = False
-            begin += batch.num_rows
-            single = batch.filter(pa.array(stays))
-            kept.write_batch(single)
-            if first < last:
-                copies = batch.filter(pa.array(~stays))
+            end = begin + batch.num_rows
+            first, last = np.searchsorted(rows, (begin, end)).tolist()
+            mine = [row for row in barred if begin <= row["row"] < end]
+            fate = np.zeros(batch.num_rows, np.int8)
+            fate[rows[first:last] - begin] = 1
+            fate[[row["row"] - begin for row in mine]] = 2
+            begin = end
+            kept, copies, told = (batch.filter(pa.array(fate == number)) for number in range(3))
+            out_of["kept"].write_batch(kept)
+            if copies.num_rows:
                 why = verdicts.slice(first, last - first).select(REASONS.names).combine_chunks().to_batches()[0]
-                duplicates.write_batch(pa.record_batch([*copies.columns, *why.columns], [*whole.names, *REASONS.names]))
-            _tally(by_domain, batch, single)
-    reasons = Counter(verdicts.column("reason").to_pylist())
-    return {"files": names, "reasons": dict(sorted(reasons.items())), "by_domain": by_domain}
+                columns = [*copies.columns, *why.columns]
+                out_of["duplicates"].write_batch(pa.record_batch(columns, schemas["duplicates"].names))
+            if told.num_rows:
+                reasons = [{name: row[name] for name in document.REASON.names} for row in mine]
+                out_of["dropped"].write([a | b for a, b in zip(told.to_pylist(), reasons, strict=True)])
+            _tally(by_domain, batch, {"kept": kept, "removed": copies, "dropped": told})
+    counts = Counter(verdicts.column("reason").to_pylist())
+    counts.update(row["reason"] for row in barred)
+    names = [f"{name}/{part.name}.parquet" for name in schemas]
+    return {"files": names, "reasons": dict(sorted(counts.items())), "by_domain": by_domain}
 
 
-def _tally(by_domain: dict[str, Counter[str]], batch: pa.RecordBatch, kept: pa.RecordBatch) -> None:
-    sizes = pa.table({"domain": kept.column("domain"), "bytes": pc.binary_length(kept.column("text"))})
+def _tally(by_domain: dict[str, Counter[str]], batch: pa.RecordBatch, fates: Mapping[str, pa.RecordBatch]) -> None:
+    sizes = pa.table(
+        {"domain": fates["kept"].column("domain"), "bytes": pc.binary_length(fates["kept"].column("text"))}
+    )
     for entry in pc.value_counts(batch.column("domain")).to_pylist():
-        tally = by_domain.setdefault(entry["values"], Counter(documents=0, kept=0, removed=0, bytes_kept=0))
-        mine = sizes.filter(pc.equal(sizes.column("domain"), entry["values"]))
+        domain = entry["values"]
+        start = Counter(documents=0, kept=0, removed=0, dropped=0, bytes_kept=0)
+        tally = by_domain.setdefault(domain, start)
         tally["documents"] += entry["counts"]
-        tally["kept"] += mine.num_rows
-        tally["removed"] += entry["counts"] - mine.num_rows
+        for name, rows in fates.items():
+            tally[name] += pc.sum(pc.equal(rows.column("domain"), domain)).as_py() or 0
+        mine = sizes.filter(pc.equal(sizes.column("domain"), domain))
         tally["bytes_kept"] += pc.sum(mine.column("bytes")).as_py() or 0
 
 
@@ -127,7 +161,9 @@ def _told(records: list[Record]) -> dict[str, Any]:
         "documents": whole["documents"],
         "kept": whole["kept"],
         "removed": whole["removed"],
+        "dropped": whole["dropped"],
         "exact": reasons["exact"],
         "near": reasons["near"],
+        "reasons": dict(sorted(reasons.items())),
         "by_domain": {domain: dict(tally) for domain, tally in sorted(by_domain.items())},
     }

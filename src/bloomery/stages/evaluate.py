@@ -20,7 +20,7 @@ from bloomery.evaluation.report import render
 from bloomery.evaluation.scoring import wilson
 from bloomery.generate.engine import Engine
 from bloomery.hw import device as devices
-from bloomery.stages import data_report, instruct
+from bloomery.stages import instruct, overview
 from bloomery.stages.config import Evaluate
 from bloomery.tokenizer.tokenizer import Tokenizer
 from bloomery.weights import huggingface
@@ -48,9 +48,8 @@ def run(config: Evaluate, inputs: Mapping[str, Path], out: Path) -> dict[str, An
         "bits_per_byte": bits_per_byte(base, inputs["shard"], config, device),
         "leaks": leaks(judged, inputs, tuned.tokenizer),
         "curves": {name: read_metrics(inputs[name] / METRICS) for name in ("pretrain", "finetune")},
-        **data_report.facts({name: inputs[name] for name in inputs if name not in ("pretrain", "finetune")}),
+        **overview.corpus(inputs),
         "samples": {"answers": chosen(judged), "continuations": list(continuations(base))},
-        "stages": [data_report.stage_facts(inputs[name]) for name in inputs],
     }
     write_json(out / "report.json", report)
     with whole_file(out / "report.html", "w") as file:
