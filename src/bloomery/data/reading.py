@@ -115,7 +115,10 @@ class Columns(Reading):
 
 def _template(template: str) -> list[tuple[str, str | None]]:
     """Literal text, and the name of the field that follows it. Raises ValueError for braces that do not match."""
-    found = [(text, name) for text, name, *_ in string.Formatter().parse(template)]
+    try:
+        found = [(text, name) for text, name, *_ in string.Formatter().parse(template)]
+    except ValueError as error:
+        raise ValueError(f"template {template!r}: {error}") from None
     if any(name == "" for _, name in found):
         raise ValueError(f"template {template!r} has braces without a field's name")
     return found
@@ -217,6 +220,8 @@ def _finished(source: Reading, text: str | Problem, fields: dict[str, Any], *, p
         return text
     if page:
         text = html.plain_text(text, main_content=source.main_content)
+        if isinstance(text, Problem):
+            return text
     if source.repair or (source.repair is None and web):
         text = ftfy.fix_text(text, REPAIRS)
     if isinstance(text := rows.checked(text), Problem):
