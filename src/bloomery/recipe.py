@@ -22,6 +22,7 @@ from bloomery.core.config import VOLATILE, Config
 from bloomery.core.stage import Stage
 from bloomery.data.engine import Engine, Parallel
 from bloomery.stages import config as sections
+from bloomery.tokenizer.config import AnyKind, ByteBpe
 
 
 class Recipe(Config):
@@ -33,7 +34,7 @@ class Recipe(Config):
     classify: sections.Classify = sections.Classify()
     filter: sections.Filter = sections.Filter()
     dedup: sections.Dedup = sections.Dedup()
-    tokenizer: sections.Vocabulary = sections.Vocabulary()
+    tokenizer: AnyKind = Field(ByteBpe(), discriminator="kind")
     shard: sections.Shard = sections.Shard()
     pretrain: sections.Pretrain
     synthesize: sections.Synthesize = sections.Synthesize()
@@ -43,7 +44,9 @@ class Recipe(Config):
 
     @classmethod
     def completed(cls, tree: dict[str, Any]) -> dict[str, Any]:
-        """[engine] goes to the sections that have none of their own."""
+        """[engine] goes to the sections that have none of their own; a [tokenizer] without kind is a byte-level BPE."""
+        if isinstance(tokenizer := tree.get("tokenizer"), dict):
+            tree = tree | {"tokenizer": {"kind": "byte_bpe"} | tokenizer}
         if "engine" not in tree:
             return tree
         given = {name: tree.get(name, {}) for name in PARALLEL}
@@ -57,6 +60,17 @@ class Recipe(Config):
                 f"a row holds the model's context and one token more: with pretrain.model.context={wanted - 1} "
                 f"say instruct.row_tokens={wanted}, not {self.instruct.row_tokens}"
             )
+        return self
+
+    @model_validator(mode="after")
+    def _limits_have_their_classifiers(self) -> "Recipe":
+        names = [one.name for one in self.classify.named]
+        for limit in self.filter.spelled_limits:
+            if limit.classifier not in names:
+                raise ValueError(
+                    f"filter.limits asks for the classifier {limit.classifier!r}; [[classify.classifiers]] has "
+                    f"{', '.join(map(repr, names))}"
+                )
         return self
 
 
@@ -80,11 +94,32 @@ STAGES = (
         run="bloomery.stages.classify:run",
         digest="bloomery.stages.classify:digest",
         after=("fetch",),
+        version=2,
     ),
-    Stage(name="filter", run="bloomery.stages.filter:run", after=("fetch", "classify")),
-    Stage(name="dedup", run="bloomery.stages.dedup:run", after=("filter",)),
-    Stage(name="tokenizer", run="bloomery.stages.tokenizer:run", after=("dedup",)),
-    Stage(name="shard", run="bloomery.stages.shard:run", after=("dedup", "tokenizer")),
+    Stage(
+        name="filter",
+        run="bloomery.stages.filter:run",
+        digest="bloomery.stages.filter:digest",
+        after=("fetch", "classify"),
+        version=2,
+        resumes=True,
+    ),
+    Stage(
+        name="dedup",
+        run="bloomery.stages.dedup:run",
+        digest="bloomery.stages.dedup:digest",
+        after=("filter",),
+        version=2,
+        resumes=True,
+    ),
+    Stage(
+        name="tokenizer",
+        run="bloomery.stages.tokenizer:run",
+        digest="bloomery.stages.tokenizer:digest",
+        after=("dedup",),
+        version=2,
+    ),
+    Stage(name="shard", run="bloomery.stages.shard:run", after=("dedup", "tokenizer"), version=2, resumes=True),
     Stage(
         name="pretrain",
         run="bloomery.stages.pretrain:run",

@@ -7,17 +7,18 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from sklearn.feature_extraction.text import HashingVectorizer
-from sklearn.linear_model import LogisticRegression
 from sklearn.metrics import roc_auc_score
 
 from bloomery.core.errors import DataError
-from bloomery.data import classifier, damage, library
-from bloomery.data.classifier import Classifier, Example, Quality, excerpt, load, save, score
+from bloomery.data import classifier, damage, library, ngrams
+from bloomery.data.classifier import Learned, load, save, score
+from bloomery.data.examples import Example, excerpt
+from bloomery.data.ngrams import Grams
 
 GOOD = re.findall(r"\w+", "the quiet river carried small boats past green hills while people walked along it and sang")
 BAD = re.findall(r"\w+", "buy cheap pills now win money casino bonus free offer deal click here today best price")
-SETTINGS = {"features": 2**14, "ngrams": (1, 2), "characters": 1000, "held_out": 0.2, "seed": 0}
+WORDS = Grams(2**14)
+SETTINGS = {"characters": 1000, "held_out": 0.2, "seed": 0}
 
 
 def made(words: list[str], number: int, length: int) -> str:
@@ -32,12 +33,12 @@ def examples(count: int = 200) -> list[Example]:
     return found
 
 
-def train(given: Sequence[Example], **more: object) -> tuple[Classifier, Quality]:
-    return classifier.train(given, **(SETTINGS | more))  # type: ignore[arg-type]
+def train(given: Sequence[Example], grams: Grams = WORDS, **more: object) -> Learned:
+    return classifier.train(given, grams, **(SETTINGS | more))  # type: ignore[arg-type]
 
 
 @pytest.fixture(scope="module")
-def learned() -> tuple[Classifier, Quality]:
+def learned() -> Learned:
     return train(examples())
 
 
@@ -57,86 +58,90 @@ def contrasted() -> tuple[Example, ...]:
 
 
 @pytest.fixture(scope="module")
-def contrast() -> tuple[Classifier, Quality]:
-    return train(contrasted(), features=2**16, characters=1500)
+def contrast() -> Learned:
+    return train(contrasted(), Grams(2**16), characters=1500, strength=30.0)
 
 
-def test_what_was_learned_tells_good_from_bad(learned: tuple[Classifier, Quality]) -> None:
-    model, quality = learned
+def test_what_was_learned_tells_good_from_bad(learned: Learned) -> None:
+    quality = learned.quality
     assert quality.auc > 0.99
-    assert min(quality.precision, quality.recall, quality.caught["spam"]) > 0.95
+    assert min(quality.precision or 0.0, quality.recall, quality.caught["spam"]) > 0.95
     assert quality.brier < 0.05
-    assert "river" in " ".join(quality.telling_keep)
-    assert "casino" in " ".join(quality.telling_drop)
-    good, bad = score(model, [made(GOOD, 999, 50), made(BAD, 999, 50)])
+    assert "river" in " ".join(learned.telling_positive)
+    assert "casino" in " ".join(learned.telling_negative)
+    assert not set(learned.telling_positive) & set(learned.telling_negative)
+    good, bad = score(learned.classifier, [made(GOOD, 999, 50), made(BAD, 999, 50)])
     assert bad < 0.2 < 0.8 < good
 
 
-def test_scores_after_a_reload_are_equal(tmp_path: Path, learned: tuple[Classifier, Quality]) -> None:
-    model, quality = learned
+def test_scores_after_a_reload_are_equal(tmp_path: Path, learned: Learned) -> None:
     texts = [example.text for example in examples(20)] + ["", "\u2028", "unseen words only"]
-    save(model, quality, tmp_path)
+    save(learned, {"name": "quality"}, tmp_path)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["classifier.json", "classifier.safetensors"]
-    assert list(score(load(tmp_path), texts)) == list(score(model, texts))
+    assert list(score(load(tmp_path), texts)) == list(score(learned.classifier, texts))
 
 
-def test_a_score_does_not_depend_on_the_other_texts(learned: tuple[Classifier, Quality]) -> None:
-    texts = [example.text for example in examples(300)]
-    assert list(score(learned[0], texts)) == [next(score(learned[0], [text])) for text in texts]
+@pytest.mark.parametrize("grams", [WORDS, Grams(2**14, None, (2, 4)), Grams(5000, (2, 3), (3, 3))])
+def test_a_score_is_that_of_the_formula_and_does_not_depend_on_the_other_texts(grams: Grams) -> None:
+    model = train(examples(60), grams).classifier
+    texts = [example.text for example in examples(300)] + ["", " ", "a", "\ud800"]
+    together = list(score(model, texts))
+    assert together == [next(score(model, [text])) for text in texts]
+    for text, found in zip(texts, together, strict=True):
+        families = [found.buckets for found in ngrams.hashed([text], grams)]
+        sums = [model.weights[sorted(set(b.tolist()))].sum(dtype=np.float64) / max(len(b), 1) ** 0.5 for b in families]
+        logit = model.bias + sum(sums)
+        assert found == pytest.approx(1 / (1 + np.exp(-logit)), rel=1e-6)
 
 
-def test_scores_equal_scikit_learns_own_probabilities_before_calibration() -> None:
-    texts = [example.text for example in examples(100)]
-    truth = [example.keep for example in examples(100)]
-    vectors = HashingVectorizer(
-        n_features=2**14, ngram_range=(1, 2), token_pattern=classifier.TOKENS, alternate_sign=False, norm="l2"
-    ).transform(texts)
-    reference = LogisticRegression().fit(vectors, truth)
-    model = Classifier(reference.coef_[0].astype(np.float32), float(reference.intercept_[0]), (1, 2), 1000)
-    assert list(score(model, texts)) == pytest.approx(reference.predict_proba(vectors)[:, 1].tolist(), abs=1e-5)
+def test_training_twice_gives_the_same_numbers(learned: Learned) -> None:
+    again = train(examples())
+    assert np.array_equal(again.classifier.weights, learned.classifier.weights)
+    assert (again.classifier.bias, again.quality) == (learned.classifier.bias, learned.quality)
+    assert (again.telling_positive, again.telling_negative) == (learned.telling_positive, learned.telling_negative)
 
 
-def test_training_twice_gives_the_same_numbers(learned: tuple[Classifier, Quality]) -> None:
-    again, quality = train(examples())
-    assert np.array_equal(again.weights, learned[0].weights)
-    assert (again.bias, quality) == (learned[0].bias, learned[1])
+def test_an_n_gram_that_says_no_more_than_its_words_is_not_told(learned: Learned) -> None:
+    assert classifier._says_more("a b", {"a b": 2.0, "a": 0.5, "b": 0.9})
+    assert not classifier._says_more("a b", {"a b": -2.0, "a": -1.5})
+    assert not classifier._says_more("a b", {"a b": 2.0, "b": 3.0})
 
 
 def test_a_document_and_its_damaged_copy_are_never_split_up() -> None:
     pairs = [
         Example(text, keep, f"g{n}") for n in range(200) for text, keep in ((f"good {n}", True), (f"bad {n}", False))
     ]
-    _, quality = train(pairs)
+    quality = train(pairs).quality
     assert quality.held_out % 2 == 0
     assert quality.held_out < quality.examples / 3
 
 
 def test_length_alone_does_not_tell_a_copy_from_its_original() -> None:
-    truth = [example.keep for example in contrasted()]
+    truth = [example.positive for example in contrasted()]
     lengths = [round(len(example.text), -2) for example in contrasted()]
     assert roc_auc_score(truth, lengths) == pytest.approx(0.5, abs=0.05)
 
 
-def test_good_text_is_kept_at_every_length_it_was_learned_at(contrast: tuple[Classifier, Quality]) -> None:
-    good = [example.text for example in contrasted() if example.keep and len(example.text) > 1200]
+def test_good_text_is_kept_at_every_length_it_was_learned_at(contrast: Learned) -> None:
+    good = [example.text for example in contrasted() if example.positive and len(example.text) > 1200]
     for length in (300, 600, 1200):
-        assert np.mean([value > 0.5 for value in score(contrast[0], [text[:length] for text in good])]) > 0.7
+        assert np.mean([value > 0.5 for value in score(contrast.classifier, [text[:length] for text in good])]) > 0.7
 
 
-def test_contrast_teaches_what_damage_looks_like(contrast: tuple[Classifier, Quality]) -> None:
-    _, quality = contrast
+def test_contrast_teaches_what_damage_looks_like(contrast: Learned) -> None:
+    quality = contrast.quality
     assert quality.auc > 0.85
     assert set(quality.caught) == set(damage.KINDS)
     assert min(quality.caught[kind] for kind in ("broken", "shuffled", "spam")) > 0.6
 
 
-def test_spam_scores_below_short_code_and_short_prose(contrast: tuple[Classifier, Quality]) -> None:
+def test_spam_scores_below_short_code_and_short_prose(contrast: Learned) -> None:
     code = "def mean(values):\n    total = 0\n    for value in values:\n        total += value\n    return total / 2\n"
     prose = (
         "Return the sum of the values.\n\nIf the list is empty, the result is 0. Raises TypeError for other objects.\n"
     )
     spam = "buy cheap pills now " * 40
-    of_code, of_prose, of_spam = score(contrast[0], [code, prose, spam])
+    of_code, of_prose, of_spam = score(contrast.classifier, [code, prose, spam])
     assert of_spam < min(of_code, of_prose)
     assert of_spam < 0.3
 
@@ -151,15 +156,15 @@ def test_an_excerpt_is_the_whole_or_the_start_and_the_middle() -> None:
 
 def test_too_few_examples_are_an_error_that_says_how_many() -> None:
     with pytest.raises(
-        DataError, match=r"(?s)part of the examples that measures has \d+ texts to keep and 0 to drop.*more"
+        DataError, match=r"(?s)part of the examples that measures has \d+ positive and 0 negative texts.*more"
     ):
         train([Example(f"text {n}", True, str(n)) for n in range(50)])
 
 
-def test_a_broken_classifier_is_an_error(tmp_path: Path, learned: tuple[Classifier, Quality]) -> None:
+def test_a_broken_classifier_is_an_error(tmp_path: Path, learned: Learned) -> None:
     with pytest.raises(DataError, match="no classifier that can be read"):
         load(tmp_path)
-    save(*learned, tmp_path)
+    save(learned, {}, tmp_path)
     whole = (tmp_path / classifier.ARRAYS).read_bytes()
     (tmp_path / classifier.ARRAYS).write_bytes(whole[:100])
     with pytest.raises(DataError, match="no classifier that can be read"):

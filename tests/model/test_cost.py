@@ -6,6 +6,7 @@ from bloomery.core import config as configs
 from bloomery.model.cost import cost
 from bloomery.model.transformer import Transformer
 from bloomery.recipe import Recipe
+from bloomery.stages.tokenizer import vocab_size
 from tests.model.made import VOCAB_SIZE, random_config, random_ids
 
 import torch
@@ -27,7 +28,7 @@ def test_a_model_has_as_many_weights_as_its_cost_says(seed: int) -> None:
 
 def test_the_demo_has_four_million_parameters() -> None:
     recipe = configs.load(Recipe, DEMO)
-    assert cost(recipe.pretrain.model, recipe.tokenizer.vocab_size).parameters == 4_000_000
+    assert cost(recipe.pretrain.model, vocab_size(recipe.tokenizer)).parameters == 4_000_000
 
 
 @pytest.mark.parametrize("seed", range(3))

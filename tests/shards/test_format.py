@@ -87,13 +87,34 @@ def test_masks_and_facts_come_back(tmp_path_factory: pytest.TempPathFactory, pai
     assert set(shard.index["sha256"]) == {"train-00000.bin", "train-00000.mask"}
 
 
-@given(st.lists(st.lists(st.integers(0, 70_000), min_size=1, max_size=6), max_size=8))
-def test_documents_end_to_end_begin_where_it_says(documents: list[list[int]]) -> None:
-    tokens, starts = format.concatenate(documents, 70_001)
-    assert tokens.dtype == np.uint32
-    bounds = [*starts, len(tokens)]
-    pieces = [tokens[start:end].tolist() for start, end in pairwise(bounds)]
-    assert pieces == documents
+@settings(max_examples=20)
+@given(st.lists(st.lists(st.lists(st.integers(0, 70_000), min_size=1, max_size=6), max_size=4), max_size=4))
+def test_a_shard_in_pieces_is_the_shard_at_once(
+    tmp_path_factory: pytest.TempPathFactory, pieces: list[list[list[int]]]
+) -> None:
+    folder = tmp_path_factory.mktemp("shard")
+    documents = [document for piece in pieces for document in piece]
+    made = [end_to_end(piece) for piece in pieces]
+    whole, starts = end_to_end(documents)
+    known: dict[str, Any] = {"vocab_size": 70_001, "tokenizer_hash": TOKENIZER, "facts": {"document_id": 0}}
+    format.write_pieces(folder / "train-00000", made, num_tokens=len(whole), **known)
+    (folder / "other").mkdir()
+    format.write(folder / "other" / "train-00000", whole, starts=starts.tolist(), **known)
+    for name in ("train-00000.bin", "train-00000.json"):
+        assert (folder / name).read_bytes() == (folder / "other" / name).read_bytes()
+    shard = format.read(folder / "train-00000", verify=True)
+    bounds = [*shard.starts.tolist(), len(shard.tokens)]
+    assert [shard.tokens[start:end].tolist() for start, end in pairwise(bounds)] == documents
+    with pytest.raises(ValueError, match=f"were given for a shard of {len(whole) + 1}"):
+        format.write_pieces(folder / "train-00001", made, num_tokens=len(whole) + 1, **known)
+    assert not (folder / "train-00001.bin").exists()
+
+
+def end_to_end(documents: list[list[int]]) -> tuple[Any, Any]:
+    lengths = np.array([len(document) for document in documents], dtype=np.int64)
+    return np.array([token for document in documents for token in document], dtype=np.int64), (
+        np.cumsum(lengths) - lengths
+    )
 
 
 def test_a_token_outside_of_the_vocabulary_is_never_written(tmp_path: Path) -> None:
@@ -178,17 +199,42 @@ def test_every_damage_is_refused_and_names_the_file(tmp_path: Path, kind: str) -
 
 
 @pytest.mark.parametrize("name", ["bin", "mask"])
-def test_a_flipped_bit_anywhere_is_found_when_looked_for(tmp_path: Path, name: str) -> None:
+def test_a_flipped_bit_is_found_at_once_at_the_edges_and_elsewhere_when_looked_for(
+    tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(format, "EDGE_BYTES", 20)
     path = write(tmp_path, list(range(100)), mask=[1] * 100)
-    file = path.with_suffix(f".{name}")
+    file = tmp_path / f"train-00000.{name}"
     whole = file.read_bytes()
     for spot in range(1024 if name == "bin" else 0, len(whole), 7):
         file.write_bytes(whole[:spot] + bytes([whole[spot] ^ 1]) + whole[spot + 1 :])
-        format.read(path, tokenizer_hash=TOKENIZER)
-        with pytest.raises(DataError, match=rf"{path}\.{name}: has another sha256 than its index says"):
+        if 20 <= spot < len(whole) - 20:
+            format.read(path, tokenizer_hash=TOKENIZER)
+            told = "has another sha256 than its index says"
+        else:
+            told = "begins or ends with other bytes than its index says"
+        with pytest.raises(DataError, match=rf"{path}\.{name}: {told}"):
             format.read(path, tokenizer_hash=TOKENIZER, verify=True)
     file.write_bytes(whole)
     format.read(path, verify=True)
+
+
+@pytest.mark.parametrize("endings", [(".bin",), (".bin", ".json"), (".json",)])
+def test_shards_of_one_size_that_have_changed_places_are_refused_by_name(
+    tmp_path: Path, endings: tuple[str, ...]
+) -> None:
+    for number in (0, 1):
+        tokens = np.arange(100 * number, 100 * number + 100)
+        path = tmp_path / f"train-{number:05d}"
+        format.write(path, tokens, vocab_size=1000, starts=[0], tokenizer_hash=TOKENIZER)
+    for ending in endings:
+        one, other = (tmp_path / f"train-0000{number}{ending}" for number in (0, 1))
+        kept = one.read_bytes()
+        one.write_bytes(other.read_bytes())
+        other.write_bytes(kept)
+    for number in (0, 1):
+        with pytest.raises(DataError, match=rf"train-0000{number}\.(bin|json): (begins or ends|is the index of)"):
+            format.read(tmp_path / f"train-0000{number}")
 
 
 def test_an_earlier_index_does_not_vouch_for_a_shard_that_is_being_written_again(
@@ -200,7 +246,7 @@ def test_an_earlier_index_does_not_vouch_for_a_shard_that_is_being_written_again
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patched:
-        patched.setattr(format, "write_json", die)
+        patched.setattr(format, "_write_index", die)
         with pytest.raises(KeyboardInterrupt):
             write(tmp_path, list(range(100, 200)))
     with pytest.raises(DataError, match="the shard has no index"):

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from bloomery.core.errors import DataError
 from bloomery.shards import format
-from bloomery.shards.loader import AHEAD, IGNORE, Batch, Samples, batches
+from bloomery.shards.loader import AHEAD, IGNORE, Batch, Course, Samples, batches
 from bloomery.shards.order import sample_positions
 
 TOKENIZER = "a" * 64
@@ -172,6 +172,75 @@ def test_a_batch_is_the_samples_it_names(samples: Samples) -> None:
         assert np.array_equal(batch.targets, again.targets)
 
 
+# --- what comes last -----------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def course(samples: Samples, tmp_path: Path) -> Course:
+    """A run of 40 samples, of 23 that there are, and of 5 others at its end."""
+    last = tmp_path / "last"
+    last.mkdir()
+    return Course(samples, stream(last, (41,)), run_samples=40)
+
+
+def test_the_others_come_last_each_once_and_before_them_all_of_the_split(course: Course) -> None:
+    found = [int(number) for batch in islice(batches(course, first=0, size=4, seed=3), 10) for number in batch.samples]
+    n = course.num_samples
+    assert (n, course.switch) == (23, 35)
+    assert sorted(found[35:]) == [n, n + 1, n + 2, n + 3, n + 4]
+    assert sorted(found[:23]) == list(range(23))
+    assert found[:35] == sample_positions(0, 35, n, seed=3).tolist()
+    assert (course.epochs(13), course.epochs(40)) == (13 / 23, 35 / 23)
+
+
+def test_a_batch_of_both_is_the_samples_it_names(course: Course) -> None:
+    source = batches(course, first=0, size=7, seed=3)
+    for batch in islice(source, 6):
+        for row, number in enumerate(batch.samples.tolist()):
+            samples = course.main if number < 23 else course.last
+            alone = samples.batch(np.array([number % 23]))
+            for name in ("ids", "targets", "positions", "segments"):
+                assert np.array_equal(getattr(batch, name)[row], getattr(alone, name)[0])
+    source.close()
+
+
+@settings(max_examples=30)
+@given(st.integers(1, 120), st.integers(1, 9), st.data())
+def test_a_course_is_resumed_at_any_sample_and_with_any_batch_size(run: int, size: int, data: Any) -> None:
+    course = of_sizes(26, 5, run)
+    whole = course.order(0, run, seed=1).tolist()
+    first = data.draw(st.integers(0, run))
+    found = [number for at in range(first, run, size) for number in course.order(at, min(size, run - at), seed=1)]
+    assert found == whole[first:]
+
+
+@given(st.integers(1, 500), st.integers(1, 500), st.integers(1, 3000))
+def test_the_last_part_of_a_run_is_as_large_a_share_as_there_is_and_never_repeats(
+    main: int, last: int, run: int
+) -> None:
+    course = of_sizes(main, last, run)
+    found = course.order(0, run, seed=2)
+    others = found[course.switch :] - main
+    assert (found[: course.switch] < main).all()
+    assert len(np.unique(others)) == len(others) == min(last, -(-run * last // (main + last)))
+    assert ((others >= 0) & (others < last)).all()
+
+
+def of_sizes(main: int, last: int, run: int) -> Course:
+    """A course over splits of which nothing is known but how many samples they have."""
+    splits = []
+    for number in (main, last):
+        split = object.__new__(Samples)
+        split.num_samples, split.length = number, 8
+        splits.append(split)
+    return Course(splits[0], splits[1], run)
+
+
+def test_samples_of_two_lengths_make_no_run(samples: Samples, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="samples of 8 and of 4 tokens do not make one run"):
+        Course(samples, Samples(tmp_path, "train", 4, TOKENIZER), 3)
+
+
 # --- the thread ----------------------------------------------------------------------------------------------------
 
 
@@ -248,6 +317,18 @@ def test_a_torn_shard_among_whole_ones_is_refused_by_name(tmp_path: Path) -> Non
     file = tmp_path / "train-00002.bin"
     file.write_bytes(file.read_bytes()[:-1])
     with pytest.raises(DataError, match=r"train-00002\.bin: has"):
+        Samples(tmp_path, "train", 8, TOKENIZER)
+
+
+def test_a_split_of_which_a_shard_is_missing_is_refused(tmp_path: Path) -> None:
+    for number in (0, 1, 2):
+        facts = {"document_id": DOCUMENT, "shard": number, "shards": 3}
+        path = tmp_path / f"train-{number:05d}"
+        known: dict[str, Any] = {"vocab_size": VOCAB_SIZE, "tokenizer_hash": TOKENIZER, "facts": facts}
+        format.write(path, np.zeros(20, dtype=np.uint16), starts=[0], **known)
+    assert Samples(tmp_path, "train", 8, TOKENIZER).num_samples == 6
+    (tmp_path / "train-00001.bin").unlink()
+    with pytest.raises(DataError, match=r"holds 2 of 3 shards train-\*\.bin"):
         Samples(tmp_path, "train", 8, TOKENIZER)
 
 

@@ -10,7 +10,8 @@ import pytest
 
 from bloomery.core.config import build
 from bloomery.core.errors import ConfigError, DataError, RunError
-from bloomery.data import classifier, document, rules
+from bloomery.data import classifier, document
+from bloomery.data.rules.judge import Documents, judge
 from bloomery.stages import classify, dedup, fetch
 from bloomery.stages import filter as filtering
 from bloomery.stages.config import Classify, Dedup, Fetch, Filter
@@ -20,7 +21,7 @@ Stats = Mapping[str, Any]
 TOPICS = ("iron", "river", "bread", "light", "music", "stone")
 RULES = [
     {"kind": "length", "min_characters": 60},
-    {"kind": "gopher", "domains": ["web"], "min_words": 10, "min_stop_words": 1},
+    {"kind": "gopher", "domains": ["web"], "min_words": 10, "min_stop_words": 0},
     {"kind": "repetition", "domains": ["web"], "max_duplicate_ngrams": [0.5]},
     {"kind": "code", "domains": ["code"]},
 ]
@@ -103,7 +104,7 @@ def test_documents_in_are_documents_out_at_every_stage(done: tuple[dict[str, Pat
     fetched = ids(folders["fetch"] / "documents")
     rejected = ids(folders["fetch"] / "rejected")
     kept, dropped = ids(folders["filter"] / "kept"), ids(folders["filter"] / "dropped")
-    single, removed = ids(folders["dedup"] / "kept"), ids(folders["dedup"] / "removed")
+    single, removed = ids(folders["dedup"] / "kept"), ids(folders["dedup"] / "duplicates")
     assert len(fetched) + len(rejected) == 62 + 127
     assert len(set(fetched + rejected)) == len(fetched + rejected)
     assert sorted(kept + dropped) == sorted(fetched)
@@ -146,22 +147,26 @@ def test_a_dropped_document_has_the_reason_that_its_rule_gives(done: tuple[dict[
     assert dropped["web/web.jsonl:124"]["reason"] == "length.too_short"
     assert dropped["web/web.jsonl:127"]["reason"].startswith("repetition.")
     for row in dropped.values():
-        expected = rules.first_reason(config.rules, row["domain"], row["text"]) or ("classifier", row["score"])
-        assert (row["reason"], row["value"]) == (expected[0], float(expected[1]))
+        verdicts = judge(config.rules, Documents([row["text"]], [row["domain"]], [row["url"]], [row["id"]]))
+        ruled = (verdicts.reasons[0], verdicts.values[0])
+        assert (row["reason"], row["value"]) == (
+            ("classifier", row["score"]) if row["reason"] == "classifier" else ruled
+        )
 
 
 def test_every_document_has_the_score_of_the_saved_classifier(done: tuple[dict[str, Path], dict[str, Stats]]) -> None:
     folders, stats = done
-    learned = classifier.load(folders["classify"])
+    learned = classifier.load(folders["classify"] / "quality")
     kept = list(document.read(folders["filter"] / "kept"))
     assert [row["score"] for row in kept] == list(classifier.score(learned, [row["text"] for row in kept]))
-    assert stats["classify"]["auc"] > 0.7
-    assert stats["classify"]["examples"] == 2 * stats["fetch"]["documents"]
+    (told,) = stats["classify"]["classifiers"]
+    assert told["auc"] > 0.7
+    assert told["examples"] == 2 * stats["fetch"]["documents"]
 
 
 def test_a_removed_document_names_a_kept_one(done: tuple[dict[str, Path], dict[str, Stats]]) -> None:
     kept = set(ids(done[0]["dedup"] / "kept"))
-    removed = {row["id"]: row for row in document.read(done[0]["dedup"] / "removed")}
+    removed = {row["id"]: row for row in document.read(done[0]["dedup"] / "duplicates")}
     assert {row["kept_id"] for row in removed.values()} <= kept
     assert all(row["value"] >= 0.8 for row in removed.values())
     exact = {frozenset((row["id"], row["kept_id"])) for row in removed.values() if row["reason"] == "exact"}
@@ -194,15 +199,74 @@ def test_labels_teach_when_there_are_some(done: tuple[dict[str, Path], dict[str,
     path = tmp_path / "labeled.jsonl"
     path.write_text("".join(json.dumps(line) + "\n" for line in lines))
     config = Classify(labeled=path, held_out=0.2)
-    stats = classify.run(config, done[0], tmp_path / "out")
-    assert stats["auc"] > 0.95
-    assert stats["examples"] == 200
+    (told,) = classify.run(config, done[0], tmp_path / "out")["classifiers"]
+    assert told["auc"] > 0.95
+    assert told["examples"] == 200
     before = classify.digest(config)
     path.write_text(path.read_text() + '{"text": "x", "label": 2}\n')
     assert classify.digest(config) != before
     with pytest.raises(DataError, match=r"labeled\.jsonl:201.*label 2"):
         classify.run(config, done[0], tmp_path / "again")
     assert classify.digest(Classify()) == ""
+
+
+def test_two_classifiers_and_their_limits_work_together(
+    done: tuple[dict[str, Path], dict[str, Stats]], tmp_path: Path
+) -> None:
+    rows = [{"words": web_text(number), "kind": "fine"} for number in range(100)]
+    rows += [{"words": f"win {number} money now " * 10, "kind": "spam"} for number in range(100)]
+    (tmp_path / "spam.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    spam: dict[str, Any] = {"kind": "labeled", "name": "spam", "path": str(tmp_path / "spam.jsonl"), "keep": "low"}
+    spam |= {"text_field": "words", "label_field": "kind", "positive": ["spam"], "negative": ["fine"], "held_out": 0.2}
+    quality = {"kind": "contrast", "held_out": 0.2, "features": 2**14}
+    folders = {"fetch": done[0]["fetch"], "classify": tmp_path / "classify"}
+    told = classify.run(build(Classify, {"classifiers": [quality, spam]}), folders, folders["classify"])
+    assert [(one["name"], one["keep"]) for one in told["classifiers"]] == [("quality", "high"), ("spam", "low")]
+    config = build(
+        Filter,
+        {
+            "limits": [
+                {"classifier": "spam", "drop_from": 0.9, "domains": ["web"]},
+                {"keep_from": 0.3, "heuristic_weight": 0.4, "characters": 500},
+            ]
+        },
+    )
+    (tmp_path / "filter").mkdir()
+    stats = filtering.run(config, folders, tmp_path / "filter")
+    kept, dropped = (list(document.read(tmp_path / "filter" / name)) for name in ("kept", "dropped"))
+    assert len(kept) + len(dropped) == stats["documents"] == 186
+    for row in kept:
+        assert 0.6 * row["score"] + 0.4 * row["heuristic"] >= 0.3
+        assert row["domain"] != "web" or row["score_spam"] < 0.9
+    for row in dropped:
+        mixed = 0.6 * row["score"] + 0.4 * row["heuristic"]
+        value = row["score_spam"] if row["reason"] == "limit.spam" else mixed
+        assert row["value"] == pytest.approx(value)
+        assert (row["value"] >= 0.9) if row["reason"] == "limit.spam" else (row["value"] < 0.3)
+    assert sum(tally["documents"] for tally in stats["scores"]["spam"]["by_domain"].values()) == 186
+    assert {len(found) for found in stats["scores"]["quality"]["samples"].values()} <= set(range(21))
+
+
+def test_a_limit_without_a_classifier_is_an_error(
+    done: tuple[dict[str, Path], dict[str, Stats]], tmp_path: Path
+) -> None:
+    config = build(Filter, {"limits": [{"keep_from": 0.3}]})
+    with pytest.raises(DataError, match="no classifier that gives any"):
+        filtering.run(config, {"fetch": done[0]["fetch"]}, tmp_path)
+
+
+def test_keys_have_one_place(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"samples belongs into \[\[classify.classifiers\]\]"):
+        build(Classify, {"samples": 10, "classifiers": [{"kind": "contrast"}]})
+    with pytest.raises(ConfigError, match="two classifiers have the name 'quality'"):
+        build(Classify, {"classifiers": [{"kind": "contrast"}, {"kind": "contrast"}]})
+    plain = build(Classify, {"samples": 10})
+    assert build(Classify, plain.model_dump(mode="json")).named == plain.named
+    label = {"kind": "labeled", "name": "a", "path": str(tmp_path), "keep": "low"}
+    with pytest.raises(ConfigError, match="label 1 is positive and negative"):
+        build(Classify, {"classifiers": [label | {"negative": [1]}]})
+    with pytest.raises(ConfigError, match="needs positive_from"):
+        build(Classify, {"classifiers": [label | {"negative_below": 0.1}]})
 
 
 def test_a_domain_may_have_a_limit_of_its_own(done: tuple[dict[str, Path], dict[str, Stats]], tmp_path: Path) -> None:

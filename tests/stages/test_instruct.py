@@ -210,7 +210,7 @@ def test_the_numbers_of_a_split_are_what_its_rows_hold(done: Done) -> None:
         assert facts["tokens"] == sum(len(ids) * count for (ids, _), count in talks.items())
         assert facts["supervised"] == sum(sum(mask) * count for (_, mask), count in talks.items()) == made.mask.sum()
         assert facts["packing"] == round(facts["tokens"] / len(made.tokens), 4)
-        assert len(made.index["starts"]) == facts["conversations"]
+        assert len(made.starts) == facts["conversations"]
         assert made.index["template"] == done.stats["template"] == Renderer(small()).template.hash
     assert done.stats["train"]["packing"] > 0.9
 

@@ -139,6 +139,11 @@ class PartWriter:
                 self._file.write_table(table, row_group_size=ROWS_PER_BATCH)
 
 
+def handed_on(folder: Path) -> Path:
+    """Where a stage's folder has the documents that it hands on: kept/ where it dropped some, else documents/."""
+    return folder / "kept" if (folder / "kept").is_dir() else folder / "documents"
+
+
 def parts(folder: Path) -> list[Path]:
     """The parquet files of a folder of documents, in order. Raises DataError where there are none."""
     found = sorted(folder.glob("part-*.parquet"))
@@ -173,11 +178,14 @@ def read(folder: Path, columns: Sequence[str] | None = None) -> Iterator[Row]:
 
 def count(folder: Path) -> int:
     """How many documents a folder holds, from the files' footers."""
-    rows = 0
-    for part in parts(folder):
-        with _whole(part):
-            rows += pq.read_metadata(part).num_rows
-    return rows
+    return sum(count_part(part) for part in parts(folder))
+
+
+def count_part(part: Path) -> int:
+    """How many documents one file holds."""
+    with _whole(part):
+        rows: int = pq.read_metadata(part).num_rows
+        return rows
 
 
 @contextmanager

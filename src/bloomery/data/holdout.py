@@ -8,5 +8,5 @@ LARGEST_SHARE = 0.1
 
 def is_held_out(text: str, share: float) -> bool:
     """Whether a document belongs to the held-out share. Case and white space do not matter."""
-    digest = hashlib.sha256(" ".join(text.lower().split()).encode()).digest()
+    digest = hashlib.sha256(" ".join(text.casefold().split()).encode()).digest()
     return int.from_bytes(digest[:8], "big") < share * 2.0**64

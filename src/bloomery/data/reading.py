@@ -297,7 +297,7 @@ def _row_item(source: Columns, place: str, row: rows.Found, where: str, url: str
             )
     if text is None:
         text = _text(source, row)
-    text = _finished(source, text, row, page=source.markup == "html", web=source.markup == "html")
+    text = _finished(source, text, row, page=False, web=source.markup == "html")
     address, license = rows.at(row, source.url_field), rows.at(row, source.license_field)
     domain = rows.at(row, source.domain_field) if source.domain_field else None
     return make_item(
@@ -322,10 +322,10 @@ def _best(best: Best, row: dict[str, Any]) -> dict[str, Any] | None:
 
 def _text(source: Columns, row: dict[str, Any]) -> str | Problem:
     if source.template is None:
-        return _string(source.text_field, row)
+        return _string(source, source.text_field, row)
     pieces: list[str] = []
     for text, name in _template(source.template):
-        value = _string(name, row) if name else ""
+        value = _string(source, name, row) if name else ""
         if isinstance(value, Problem):
             return value
         if name and not value:
@@ -334,13 +334,17 @@ def _text(source: Columns, row: dict[str, Any]) -> str | Problem:
     return "".join(pieces)
 
 
-def _string(field: str, row: dict[str, Any]) -> str | Problem:
-    """The text of a field; "" where it is null."""
+def _string(source: Columns, field: str, row: dict[str, Any]) -> str | Problem:
+    """The text of a field, of markup what is seen; "" where it is null."""
     value = rows.at(row, field)
     if value is None and field not in row and field.partition(".")[0] not in row:
         return Problem("no_text", 0, f"has no field {field!r}; its fields: {', '.join(row)}")
     if value is not None and not isinstance(value, str):
         return Problem("not_text", 0, f"{field!r} holds {type(value).__name__} instead of a string")
+    if value and source.markup == "html":
+        if isinstance(seen := rows.checked(value), str):
+            seen = html.plain_text(seen, main_content=source.main_content)
+        return seen.strip() if isinstance(seen, str) else seen
     return value or ""
 
 

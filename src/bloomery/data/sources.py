@@ -1,5 +1,5 @@
 """
-Where documents come from: folders, tables, crawls, the standard library of the running Python, a generator of ours.
+Where documents come from: folders, tables, crawls, the hub and the web, Python's own library, a generator of ours.
 
 A source lists its pieces, and gives the documents of each, whole, in an order that depends on nothing but their names
 and the config. What cannot become a document comes out too, as `Rejected`, so that nothing is lost without a trace.
@@ -15,7 +15,8 @@ from typing import Literal
 from bloomery.core import files
 from bloomery.core.config import Count, Positive
 from bloomery.core.errors import DataError
-from bloomery.data import library, reading, rows, worlds
+from bloomery.data import elsewhere, library, reading, rows, worlds
+from bloomery.data.elsewhere import Address, Elsewhere, Hub, Preset, Remote
 from bloomery.data.reading import Columns, Common, Item, Piece, Reading, Rejected
 from bloomery.data.unpack import Problem, unreadable
 
@@ -102,7 +103,7 @@ class Worlds(Common):
 
 
 Files = Folder | Jsonl | Parquet | Csv | Warc | AnyFiles
-Source = Files | StandardLibrary | Worlds
+Source = Files | StandardLibrary | Worlds | Hub | Address | Remote | Preset
 
 
 def pieces(source: Source) -> list[Piece]:
@@ -111,6 +112,8 @@ def pieces(source: Source) -> list[Piece]:
 
     Raises DataError where there is nothing.
     """
+    if isinstance(source, Elsewhere):
+        return elsewhere.pieces(source)
     if isinstance(source, Worlds):
         starts = range(0, source.count, WORLDS_PER_PIECE)
         some = [(f"{start:06d}", min(WORLDS_PER_PIECE, source.count - start)) for start in starts]
@@ -126,6 +129,8 @@ def items(source: Source, piece: Piece) -> Iterator[Item]:
 
     Raises DataError for broken input, with file, place and cure, unless the source says `invalid = "skip"`.
     """
+    if isinstance(source, Elsewhere):
+        return elsewhere.items(source, piece)
     if isinstance(source, Worlds):
         return _worlds(source, int(piece.name))
     if isinstance(source, StandardLibrary):
@@ -173,7 +178,9 @@ def read(source: Source) -> Iterator[Item]:
 
 
 def digest(source: Source) -> str:
-    """A hash of all that `read` could see outside the config: names, sizes and contents of its files."""
+    """A hash of all that `read` could see outside the config: names, sizes and contents of its files, or their pins."""
+    if isinstance(source, Elsewhere):
+        return elsewhere.digest(source)
     if isinstance(source, Worlds):
         return ""
     if isinstance(source, StandardLibrary):

@@ -291,7 +291,8 @@ body { margin: 0 auto; padding: 1.5rem clamp(1rem, 4vw, 2.5rem) 3rem; max-width:
 a { color: var(--ember); text-underline-offset: .15em; }
 h1 { margin: 0; font-size: clamp(1.8rem, 5vw, 2.6rem); line-height: 1.15; overflow-wrap: anywhere; }
 h2 { margin: 0 0 1rem; padding-top: 1.2rem; border-top: 1px solid var(--line); font-size: 1.45rem; break-after: avoid; }
-h3 { margin: 1.6rem 0 .6rem; font-size: 1.05rem; break-after: avoid; }
+h3, h4 { margin: 1.6rem 0 .6rem; font-size: 1.05rem; break-after: avoid; }
+h4 { font-size: .95rem; color: var(--quiet); }
 section { margin-bottom: 2.6rem; }
 header { margin-bottom: 1.6rem; }
 .over { letter-spacing: .08em; text-transform: uppercase; }

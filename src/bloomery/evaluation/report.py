@@ -6,18 +6,30 @@ half a run is a page too.
 """
 
 import statistics
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from bloomery.evaluation import charts
-from bloomery.evaluation.charts import DASH, Bar, Curve, Html, count, decimal, join, number, percent, tag
+from bloomery.evaluation.charts import Bar, Curve, Html, count, decimal, number, percent, tag
+from bloomery.evaluation.classifier_report import classifiers
+from bloomery.evaluation.corpus_report import dropped, duplicates, the_mix, tokenizer
+from bloomery.evaluation.pieces import (
+    NOTHING,
+    Fact,
+    Report,
+    Section,
+    at,
+    cell,
+    facts,
+    folded,
+    listed,
+    named,
+    note,
+    sequence,
+    text,
+    tile,
+)
 
-Report = Mapping[str, Any]
-Fact = tuple[str, object]
-Section = Callable[[Report], Sequence[object]]
-
-SHOWN_AT_ONCE = 6
-"""Samples of a kind before the rest is folded away."""
 SMOOTHING = 20
 """A smoothed curve is a mean over one such part of its points to either side."""
 RIVALS = {"model": "this model", "xz": "xz", "zstd": "zstd"}
@@ -49,69 +61,6 @@ def render(report: Report) -> str:
     return f"<!doctype html>\n{tag('html', styled, tag('body', *body), lang='en')}\n"
 
 
-# --- what the data holds -------------------------------------------------------------------------------------------
-
-
-def at(data: Any, *path: str) -> Any:
-    """The value at a path of keys, or None where the path breaks off."""
-    for key in path:
-        data = data.get(key) if isinstance(data, Mapping) else None
-    return data
-
-
-def named(data: Any, *path: str) -> Mapping[str, Any]:
-    found = at(data, *path)
-    return found if isinstance(found, Mapping) else {}
-
-
-def sequence(data: Any, *path: str) -> list[Any]:
-    found = at(data, *path)
-    return list(found) if isinstance(found, list | tuple) else []
-
-
-def listed(data: Any, *path: str) -> list[Mapping[str, Any]]:
-    return [one for one in sequence(data, *path) if isinstance(one, Mapping)]
-
-
-def text(value: Any) -> str:
-    return DASH if value is None else str(value)
-
-
-# --- pieces --------------------------------------------------------------------------------------------------------
-
-NOTHING = tag("p", f"{DASH} Nothing was recorded.", class_="missing")
-
-
-def facts(pairs: Sequence[Fact], look: str = "facts") -> Html:
-    return tag("dl", *(tag("div", tag("dt", name), tag("dd", value)) for name, value in pairs), class_=look)
-
-
-def counted(data: Mapping[str, Any], **names: str) -> list[Fact]:
-    """`tokens="Tokens to train on"` shows `data["tokens"]` as a count, under that name."""
-    return [(name, count(data.get(key))) for key, name in names.items()]
-
-
-def note(*sentences: object) -> Html:
-    return tag("p", *sentences, class_="note")
-
-
-def folded(cards: Sequence[Html], look: str) -> Html:
-    """The first cards, and a fold with the rest."""
-    first, rest = cards[:SHOWN_AT_ONCE], cards[SHOWN_AT_ONCE:]
-    summary = tag("summary", f"{len(rest)} more")
-    more = tag("details", summary, tag("div", *rest, class_=look)) if rest else None
-    return join(tag("div", *first, class_=look), more)
-
-
-def tallied(title: str, reasons: Mapping[str, Any], whole: float | None, axis: str) -> Html | None:
-    """Bars of counts, the largest first, each with its share of the whole."""
-    rows = []
-    for reason, value in sorted(reasons.items(), key=lambda pair: (-(number(pair[1]) or 0.0), pair[0])):
-        n = number(value)
-        rows.append(Bar(reason, n, count(n) + (f" ({percent(n / whole)})" if whole and n is not None else "")))
-    return charts.bars(title, rows, axis=axis)
-
-
 # --- sections ------------------------------------------------------------------------------------------------------
 
 
@@ -137,11 +86,6 @@ def headline(report: Report) -> list[object]:
     return [tag("div", *tiles, class_="tiles"), chart, note(over, " The model is measured as it was pretrained.")]
 
 
-def tile(name: str, value: str, below: str, picture: Html | None = None, look: str = "tile") -> Html:
-    big = tag("p", value, class_="big")
-    return tag("div", tag("h3", name), big, picture, tag("p", below, class_="note"), class_=look)
-
-
 def by_kind(report: Report) -> list[object]:
     rows: list[list[object]] = []
     for kind, scores in named(report, "answers", "by_kind").items():
@@ -151,11 +95,6 @@ def by_kind(report: Report) -> list[object]:
     copied = COPYING if any(str(row[0]).startswith("library") for row in rows) else ""
     table = charts.table(["Kind of question", "Asked", "Exactly right", "Ended"], rows)
     return [table, note(told, copied)] if rows else []
-
-
-def cell(label: str, value: Any, form: charts.Format, top: float, quiet: bool) -> Html:
-    """A number with its bar, for a table."""
-    return join(tag("span", form(value)), charts.bar(Bar(label, number(value), form(value), quiet=quiet), top))
 
 
 def by_domain(report: Report) -> list[object]:
@@ -205,102 +144,6 @@ def phase_curves(phase: str, rows: Sequence[Mapping[str, Any]]) -> list[object]:
 def series(rows: Sequence[Mapping[str, Any]], key: str) -> list[tuple[float, float]]:
     found = [(number(row.get("step")), number(row.get(key))) for row in rows]
     return [(step, value) for step, value in found if step is not None and value is not None]
-
-
-def the_mix(report: Report) -> list[object]:
-    corpus = named(report, "corpus")
-    shard, talks = named(corpus, "shard"), named(corpus, "instruct")
-    if not (shard or talks or named(corpus, "fetch")):
-        return []
-    size = counted(shard, tokens="Tokens to train on", documents="Documents to train on")
-    size += counted(shard, held_out_tokens="Tokens held out", held_out_documents="Documents held out")
-    bars, rows = [], []
-    domains = {**named(corpus, "fetch", "by_domain"), **named(shard, "mix")}
-    for domain in domains:
-        mix = named(shard, "mix", domain)
-        asked, share = number(mix.get("asked")), number(mix.get("share"))
-        if mix:
-            bars.append(Bar(domain, share, f"{percent(share)} of {percent(asked)}", mark=asked))
-        fetched = named(corpus, "fetch", "by_domain", domain)
-        kept = [count(at(corpus, stage, "by_domain", domain, "kept")) for stage in ("filter", "dedup")]
-        read = [count(fetched.get("documents")), charts.size(fetched.get("bytes"))]
-        rows.append([domain, *read, *kept, count(mix.get("tokens")), decimal(mix.get("epochs"), 2)])
-    heads = ["Domain", "Fetched", "Bytes", "After rules", "After duplicates", "Tokens in mix", "Epochs"]
-    key = tag("p", tag("span", tag("i", class_="mark"), "what the recipe asked for", class_="key"), class_="legend")
-    chart = charts.bars("Share of the mix, reached and asked", bars, axis="share of all tokens", form=percent)
-    told = counted(talks, conversations="Conversations", refused="Refused", cut_at_a_turn="Cut at a turn")
-    told += counted(named(talks, "train"), rows="Rows to train on", supervised="Tokens learned from")
-    told.append(("Rows filled", percent(at(talks, "train", "packing"))))
-    return [
-        facts(size),
-        chart,
-        key if bars else None,
-        charts.table(heads, rows),
-        tag("h3", "Conversations"),
-        facts(told),
-    ]
-
-
-def dropped(report: Report) -> list[object]:
-    corpus = named(report, "corpus")
-    ruled, read, talks = named(corpus, "filter"), named(corpus, "fetch"), named(corpus, "instruct")
-    tally = counted(ruled, documents="Documents", kept="Kept", dropped="Dropped")
-    whole = number(ruled.get("documents"))
-    parts = [
-        facts(tally) if ruled else None,
-        tallied("Dropped by rules and classifier", named(ruled, "reasons"), whole, "documents"),
-        tallied("Rejected when read", named(read, "reasons"), None, "documents"),
-        tallied("Conversations refused", named(talks, "refused_by_reason"), None, "conversations"),
-    ]
-    cards = []
-    for one in listed(report, "dropped_samples"):
-        value = number(one.get("value"))
-        seen = f"{text(one.get('domain'))}, value {DASH if value is None else f'{value:.4g}'}"
-        head = tag("p", tag("b", text(one.get("reason"))), tag("span", seen), class_="tagged")
-        cards.append(tag("article", head, tag("p", text(one.get("text")), class_="quote", dir="auto"), class_="card"))
-    samples = [tag("h3", "Samples"), folded(cards, "cards")] if cards else []
-    return [part for part in (*parts, *samples) if part is not None]
-
-
-def judge(report: Report) -> list[object]:
-    quality = named(report, "corpus", "classify")
-    if not quality:
-        return []
-    known: list[Fact] = [("Area under the ROC curve", decimal(quality.get("auc"), 4))]
-    known += [(name, percent(quality.get(name.lower()))) for name in ("Precision", "Recall")]
-    known.append(("Brier score", decimal(quality.get("brier"), 4)))
-    known += counted(quality, examples="Examples", held_out="Held out to measure")
-    caught = [Bar(kind, number(share), percent(share)) for kind, share in named(quality, "caught").items()]
-    title = "Held-out bad text that it finds, by kind"
-    chart = charts.bars(title, caught, axis="share that scores below 0.5", form=percent, top=1.0)
-    parts: list[object] = [facts(known), chart]
-    for title, key in (("Speaks for keeping", "telling_keep"), ("Speaks for dropping", "telling_drop")):
-        grams = [tag("li", text(gram).replace("\n", "⏎")) for gram in sequence(quality, key)]
-        parts += [tag("h3", title), tag("ul", *grams, class_="chips") if grams else NOTHING]
-    return parts
-
-
-def duplicates(report: Report) -> list[object]:
-    dedup = named(report, "corpus", "dedup")
-    if not dedup:
-        return []
-    known = counted(dedup, documents="Documents", kept="Kept", removed="Removed")
-    known += counted(dedup, exact="Exact copies", near="Near copies", compared="Pairs compared")
-    bars = []
-    for domain, tally in named(dedup, "by_domain").items():
-        removed, whole = number(at(tally, "removed")), number(at(tally, "documents"))
-        share = removed / whole if removed is not None and whole else None
-        bars.append(Bar(domain, share, f"{percent(share)} ({count(removed)})"))
-    chart = charts.bars("Removed, by domain", bars, axis="share of the documents of a domain", form=percent)
-    return [facts(known), chart]
-
-
-def tokenizer(report: Report) -> list[object]:
-    made = named(report, "corpus", "tokenizer")
-    ratios = sorted(named(made, "bytes_per_token").items(), key=lambda pair: -(number(pair[1]) or 0.0))
-    bars = [Bar(domain, number(value), decimal(value, 2)) for domain, value in ratios]
-    chart = charts.bars("Bytes per token, by domain", bars, axis="bytes per token (more is better)")
-    return [facts(counted(made, vocab_size="Vocabulary")), chart] if made else []
 
 
 def answers(report: Report) -> list[object]:
@@ -358,8 +201,8 @@ SOURCES = (
     ("Conversations", "instruct", "manifest.json, refused.jsonl"),
     ("Documents read and rejected", "fetch", "manifest.json, rejected/"),
     ("Documents dropped", "filter", "manifest.json, dropped/"),
-    ("Classifier", "classify", "classifier.json"),
-    ("Duplicates", "dedup", "manifest.json, removed/"),
+    ("Classifiers", "classify", "NAME/classifier.json"),
+    ("Duplicates", "dedup", "manifest.json, duplicates/"),
     ("Bytes per token", "tokenizer", "manifest.json"),
 )
 
@@ -389,7 +232,7 @@ SECTIONS: tuple[tuple[str, str, Section], ...] = (
     ("curves", "Loss curves", loss_curves),
     ("mix", "The mix", the_mix),
     ("dropped", "What was dropped", dropped),
-    ("classifier", "The classifier", judge),
+    ("classifier", "Classifiers", classifiers),
     ("duplicates", "Duplicates", duplicates),
     ("tokenizer", "The tokenizer", tokenizer),
     ("samples", "Answers to read", answers),

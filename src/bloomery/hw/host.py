@@ -202,6 +202,13 @@ def memory_bytes(host: Host) -> int | None:
     return min(sizes) if sizes else None
 
 
+def free_bytes(host: Host) -> int:
+    """Memory that is free now, or could be made so; half of all of it where the system does not say."""
+    whole = memory_bytes(host) or 2**30
+    found = re.search(r"^MemAvailable:\s*(\d+) kB", host.read("proc/meminfo") or "", re.MULTILINE)
+    return min(int(found[1]) * 1024 if found else whole // 2, whole)
+
+
 def _cgroup_limits(host: Host) -> Iterator[int | None]:
     """The limit of every group that this process is in, up to the root: the smallest one holds."""
     for line in (host.read("proc/self/cgroup") or "").splitlines():

@@ -10,6 +10,8 @@ llm.c, modded-nanogpt and this project read each other's files. The index is wri
 there.
 """
 
+import hashlib
+import json
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,10 +21,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from bloomery.core.errors import DataError
-from bloomery.core.files import read_json, sha256_file, whole_file, write_json
+from bloomery.core.files import read_json, sha256_bytes, sha256_file, whole_file
 
 HEADER_INTS = 256
 HEADER_BYTES = 4 * HEADER_INTS
+EDGE_BYTES = 2**16
+STARTS_AT_ONCE = 10_000
 KINDS: dict[int, tuple[int, int, Any]] = {2: (20240520, 1, np.dtype("<u2")), 4: (20240801, 7, np.dtype("<u4"))}
 
 Layout = Literal["stream", "rows"]
@@ -39,6 +43,8 @@ class Shard:
     path: Path
     tokens: Tokens
     mask: NDArray[np.uint8] | None
+    starts: NDArray[np.int64]
+    """Where documents begin: the bounds that masks and positions keep to."""
     index: dict[str, Any]
 
 
@@ -58,70 +64,143 @@ def write(
 
     Two bytes a token are used where the vocabulary allows it, four otherwise.
     """
-    magic, version, kind = KINDS[2 if vocab_size <= 2**16 else 4]
-    if len(tokens) and not 0 <= int(tokens.min()) <= int(tokens.max()) < vocab_size:
-        raise ValueError(f"tokens {tokens.min()} to {tokens.max()} are outside of a vocabulary of {vocab_size}")
     if mask is not None and len(mask) != len(tokens):
         raise ValueError(f"{len(mask)} marks of a mask for {len(tokens)} tokens")
+    return write_pieces(
+        path,
+        [(tokens, np.asarray(starts, dtype=np.int64))],
+        num_tokens=len(tokens),
+        vocab_size=vocab_size,
+        tokenizer_hash=tokenizer_hash,
+        layout=layout,
+        mask=mask,
+        facts=facts,
+    )
+
+
+def write_pieces(
+    path: Path,
+    pieces: Iterable[tuple[NDArray[np.integer[Any]], NDArray[np.int64]]],
+    *,
+    num_tokens: int,
+    vocab_size: int,
+    tokenizer_hash: str,
+    layout: Layout = "stream",
+    mask: NDArray[np.uint8] | None = None,
+    facts: dict[str, Any] | None = None,
+) -> dict[str, Any]:
+    """
+    As `write`, for a shard that comes in pieces: their tokens, and where documents begin in each. Of the tokens only
+    one piece has to be in memory. Raises ValueError where they are not `num_tokens`. Returns the index without starts.
+    """
+    magic, version, kind = KINDS[2 if vocab_size <= 2**16 else 4]
     header = np.zeros(HEADER_INTS, dtype="<i4")
-    header[:3] = magic, version, len(tokens)
-    path.with_suffix(".json").unlink(missing_ok=True)  # an earlier index must not vouch for these files
-    with whole_file(path.with_suffix(".bin")) as file:
-        file.write(header.tobytes())
-        file.write(np.ascontiguousarray(tokens, dtype=kind).data)
-    names = [path.with_suffix(".bin").name]
+    header[:3] = magic, version, num_tokens
+    file, index_file = _named(path, ".bin"), _named(path, ".json")
+    index_file.unlink(missing_ok=True)  # an earlier index must not vouch for these files
+    digest = hashlib.sha256(header.tobytes())
+    starts: list[NDArray[np.int64]] = []
+    written = 0
+    with whole_file(file) as opened:
+        opened.write(header.tobytes())
+        for tokens, begins in pieces:
+            if len(tokens) and not 0 <= int(tokens.min()) <= int(tokens.max()) < vocab_size:
+                raise ValueError(f"tokens {tokens.min()} to {tokens.max()} are outside of a vocabulary of {vocab_size}")
+            data = np.ascontiguousarray(tokens, dtype=kind).data
+            opened.write(data)
+            digest.update(data)
+            starts.append(begins + written)
+            written += len(tokens)
+        if written != num_tokens:
+            raise ValueError(f"{written} tokens were given for a shard of {num_tokens}")
+    hashes = {file.name: digest.hexdigest()}
     if mask is not None:
-        with whole_file(path.with_suffix(".mask")) as file:
-            file.write(np.ascontiguousarray(mask, dtype=np.uint8).data)
-        names.append(path.with_suffix(".mask").name)
+        with whole_file(_named(path, ".mask")) as opened:
+            opened.write(np.ascontiguousarray(mask, dtype=np.uint8).data)
+        hashes[_named(path, ".mask").name] = sha256_file(_named(path, ".mask"))
     index = {
-        "tokens": len(tokens),
-        "documents": len(starts),
+        "tokens": num_tokens,
+        "documents": sum(map(len, starts)),
         "layout": layout,
         "vocab_size": vocab_size,
         "tokenizer": tokenizer_hash,
-        "sha256": {name: sha256_file(path.parent / name) for name in names},
+        "sha256": hashes,
+        "edges": {name: _edges(path.parent / name) for name in hashes},
         **(facts or {}),
-        "starts": [int(start) for start in starts],
     }
-    write_json(path.with_suffix(".json"), index)
+    _write_index(index_file, index, starts)
     return index
+
+
+def _write_index(file: Path, index: dict[str, Any], starts: Sequence[NDArray[np.int64]]) -> None:
+    """JSON, in which the starts come last and in blocks: as Python's integers they would need 16 times their space."""
+    with whole_file(file, "w") as opened:
+        opened.write(json.dumps(index, indent=1, ensure_ascii=False).removesuffix("\n}") + ',\n "starts": [')
+        separator = ""
+        for begins in starts:
+            for at in range(0, len(begins), STARTS_AT_ONCE):
+                opened.write(separator + ",".join(map(str, begins[at : at + STARTS_AT_ONCE].tolist())))
+                separator = ","
+        opened.write("]\n}\n")
+
+
+def _named(path: Path, ending: str) -> Path:
+    return path.with_name(path.name + ending)
+
+
+def _edges(file: Path) -> str:
+    """sha256 of a file's first and last bytes: what tells two shards of one size apart at once."""
+    with file.open("rb") as opened:
+        first = opened.read(EDGE_BYTES)
+        opened.seek(max(0, file.stat().st_size - EDGE_BYTES))
+        return sha256_bytes(first + opened.read(EDGE_BYTES))
 
 
 def read(path: Path, *, tokenizer_hash: str | None = None, verify: bool = False) -> Shard:
     """
-    Map PATH.bin and its mask into memory. Raises DataError, which names the file, for one that is torn, foreign or
-    made with another tokenizer; with `verify` also for one whose content is not what its index says.
+    Map PATH.bin and its mask into memory. Raises DataError, which names the file, for one that is torn, foreign, made
+    with another tokenizer, or in another's place; with `verify` for any whose content is not what its index says.
     """
-    file = path.with_suffix(".bin")
-    try:
-        index: dict[str, Any] = read_json(path.with_suffix(".json"))
-    except FileNotFoundError:
-        cure = "It was not finished. Run its stage again."
-        raise DataError("the shard has no index", where=str(path.with_suffix(".json")), cure=cure) from None
-    except ValueError as error:
-        raise DataError(f"is no index: {error}", where=str(path.with_suffix(".json")), cure=_AGAIN) from None
-    if lacking := [key for key in ("tokens", "layout", "tokenizer", "sha256", "starts") if key not in index]:
-        raise DataError(f"lacks {', '.join(lacking)}", where=str(path.with_suffix(".json")), cure=_AGAIN)
+    file, index_file, mask_file = (_named(path, ending) for ending in (".bin", ".json", ".mask"))
+    index = _read_index(index_file)
     if tokenizer_hash is not None and index["tokenizer"] != tokenizer_hash:
         raise DataError(
             f"was made with tokenizer {index['tokenizer'][:8]}, not {tokenizer_hash[:8]}",
             where=str(file),
             cure="Make the shards again with this tokenizer, or use theirs.",
         )
+    if file.name not in index["sha256"]:
+        raise DataError(f"is the index of {', '.join(index['sha256'])}", where=str(index_file), cure=_AGAIN)
     tokens = read_tokens(file)
     if len(tokens) != index["tokens"]:
         raise DataError(f"holds {len(tokens)} tokens, its index says {index['tokens']}", where=str(file), cure=_AGAIN)
-    mask_file = path.with_suffix(".mask")
     mask = read_mask(mask_file, len(tokens)) if mask_file.name in index["sha256"] else None
+    for name, expected in index.get("edges", {}).items():
+        if _edges(path.parent / name) != expected:
+            what = "begins or ends with other bytes than its index says"
+            raise DataError(what, where=str(path.parent / name), cure=_AGAIN)
     if verify:
         for name, expected in index["sha256"].items():
             if sha256_file(path.parent / name) != expected:
                 raise DataError("has another sha256 than its index says", where=str(path.parent / name), cure=_AGAIN)
-    return Shard(path=path, tokens=tokens, mask=mask, index=index)
+    starts = np.array(index.pop("starts"), dtype=np.int64)
+    return Shard(path=path, tokens=tokens, mask=mask, starts=starts, index=index)
 
 
-_AGAIN = "The file is damaged. Remove its stage's manifest.json and run the recipe again."
+def _read_index(file: Path) -> dict[str, Any]:
+    try:
+        index: dict[str, Any] = read_json(file)
+    except FileNotFoundError:
+        cure = "It was not finished. Run its stage again."
+        raise DataError("the shard has no index", where=str(file), cure=cure) from None
+    except ValueError as error:
+        raise DataError(f"is no index: {error}", where=str(file), cure=_AGAIN) from None
+    if lacking := [key for key in ("tokens", "layout", "tokenizer", "sha256", "starts") if key not in index]:
+        raise DataError(f"lacks {', '.join(lacking)}", where=str(file), cure=_AGAIN)
+    return index
+
+
+_AGAIN = "It is damaged. Remove the folder of its stage and run the recipe again."
 
 
 def read_tokens(file: Path) -> Tokens:
@@ -156,17 +235,4 @@ def read_mask(file: Path, num_tokens: int) -> NDArray[np.uint8]:
 
 def names(folder: Path, split: str) -> list[Path]:
     """Paths, without ending, of the shards of a split, in order."""
-    return sorted(path.with_suffix("") for path in folder.glob(f"{split}-*.bin"))
-
-
-def concatenate(documents: Iterable[Sequence[int] | Tokens], vocab_size: int) -> tuple[Tokens, list[int]]:
-    """Documents end to end, and where each begins."""
-    starts: list[int] = []
-    pieces: list[Tokens] = []
-    place = 0
-    kind = np.uint16 if vocab_size <= 2**16 else np.uint32
-    for document in documents:
-        starts.append(place)
-        pieces.append(np.asarray(document, dtype=kind))
-        place += len(document)
-    return (np.concatenate(pieces) if pieces else np.zeros(0, dtype=kind)), starts
+    return sorted(path.with_name(path.stem) for path in folder.glob(f"{split}-*.bin"))

@@ -46,13 +46,19 @@ class Batch:
 class Samples:
     """Every sample of a split, by number: a window of T + 1 tokens."""
 
-    def __init__(self, folder: Path, split: str, length: int, tokenizer_hash: str) -> None:
-        """`length` is T. Raises DataError where the split is missing, damaged, or too small for one sample."""
+    def __init__(self, folder: Path, split: str, length: int, tokenizer_hash: str, *, verify: bool = False) -> None:
+        """
+        `length` is T. Raises DataError where the split is missing, damaged, or too small for one sample; damage in the
+        midst of a shard is only looked for with `verify`.
+        """
         paths = format.names(folder, split)
         if not paths:
             raise DataError(f"there are no shards {split}-*.bin", where=str(folder), cure="Run the stage before again.")
         self.length = length
-        self._shards = [format.read(path, tokenizer_hash=tokenizer_hash) for path in paths]
+        self._shards = [format.read(path, tokenizer_hash=tokenizer_hash, verify=verify) for path in paths]
+        if (known := self._shards[0].index.get("shards", len(paths))) != len(paths):
+            what = f"holds {len(paths)} of {known} shards {split}-*.bin"
+            raise DataError(what, where=str(folder), cure="Remove this folder and run the recipe again.")
         kind, *others = [[s.index.get(key) for key in ("layout", "document_id", "row_tokens")] for s in self._shards]
         for path, other in zip(paths[1:], others, strict=True):
             if other != kind:
@@ -75,6 +81,14 @@ class Samples:
             cure = "Fetch more text, or lower model.context."
             raise DataError(f"{have} tokens are fewer than one sample of {length + 1}", where=str(folder), cure=cure)
 
+    def epochs(self, seen: int) -> float:
+        """How often the first `seen` samples of a run go through the split."""
+        return seen / self.num_samples
+
+    def order(self, first: int, count: int, seed: int) -> NDArray[np.int64]:
+        """Numbers of the samples that come at `first` … `first + count − 1` of a run."""
+        return sample_positions(first, count, self.num_samples, seed)
+
     def batch(self, numbers: NDArray[np.int64]) -> Batch:
         """The samples with these numbers, as one batch."""
         rows = np.empty((len(numbers), self.length + 1), dtype=np.int64)
@@ -95,7 +109,53 @@ class Samples:
         return Batch(ids.copy(), targets, place - begin, np.cumsum(opens, axis=1), numbers)
 
 
-def batches(samples: Samples, *, first: int, size: int, seed: int) -> Generator[Batch]:
+class Course:
+    """
+    The samples of a whole training run: first those of a split, as often as they are wanted, then at the end others.
+
+    Of a run of R samples over a split of N the last min(M, ⌈R · M / (N + M)⌉) are of the M others. So a run over all
+    that there is ends with all of them, a shorter one with their share, and none of them comes twice.
+    """
+
+    def __init__(self, main: Samples, last: Samples, run_samples: int) -> None:
+        """`run_samples` is R. Raises ValueError where the two do not have one length."""
+        if main.length != last.length:
+            raise ValueError(f"samples of {main.length} and of {last.length} tokens do not make one run")
+        self.main, self.last, self.length = main, last, main.length
+        self.num_samples = main.num_samples
+        """N: those of an epoch."""
+        share = -(-run_samples * last.num_samples // (main.num_samples + last.num_samples))
+        self.switch = run_samples - min(last.num_samples, share)
+        """The number, in the run, of the first sample of the others."""
+
+    def epochs(self, seen: int) -> float:
+        """How often the first `seen` samples of the run go through the split, the others left out."""
+        return min(seen, self.switch) / self.num_samples
+
+    def order(self, first: int, count: int, seed: int) -> NDArray[np.int64]:
+        """Numbers of the samples that come at `first` … `first + count − 1`: those of the others from N on."""
+        before = min(count, max(0, self.switch - first))
+        main = self.main.order(first, before, seed)
+        last = self.last.order(first + before - self.switch, count - before, seed)
+        return np.concatenate([main, last + self.num_samples])
+
+    def batch(self, numbers: NDArray[np.int64]) -> Batch:
+        """The samples with these numbers, as one batch."""
+        others = numbers >= self.num_samples
+        if not others.any():
+            return self.main.batch(numbers)
+        parts = [(self.main, numbers[~others]), (self.last, numbers[others] - self.num_samples)]
+        found = [samples.batch(some) for samples, some in parts]
+        places = np.argsort(np.concatenate([np.flatnonzero(~others), np.flatnonzero(others)]))
+
+        def joined(name: str) -> NDArray[np.int64]:
+            together: NDArray[np.int64] = np.concatenate([getattr(batch, name) for batch in found])[places]
+            return together
+
+        return Batch(joined("ids"), joined("targets"), joined("positions"), joined("segments"), numbers)
+
+
+def batches(samples: Samples | Course, *, first: int, size: int, seed: int) -> Generator[Batch]:
     """
     Batches without end, from the run's sample number `first` on, prepared ahead by one thread.
 
@@ -103,7 +163,7 @@ def batches(samples: Samples, *, first: int, size: int, seed: int) -> Generator[
     """
 
     def prepare(number: int) -> Batch:
-        return samples.batch(sample_positions(number, size, samples.num_samples, seed))
+        return samples.batch(samples.order(number, size, seed))
 
     with ThreadPoolExecutor(max_workers=1, thread_name_prefix="loader") as thread:
         ahead = deque(thread.submit(prepare, first + place * size) for place in range(AHEAD))

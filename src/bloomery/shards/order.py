@@ -37,11 +37,11 @@ def _feistel(values: NDArray[np.uint64], epochs: NDArray[np.uint64], half: np.ui
     left, right = values >> half, values & low_bits
     for round_number in range(ROUNDS):
         key = np.uint64((seed * 0x9E3779B97F4A7C15 + round_number * 0xD1B54A32D192ED03) & 0xFFFFFFFFFFFFFFFF)
-        left, right = right, left ^ (_mix(right + key + epochs * np.uint64(0xA0761D6478BD642F)) & low_bits)
+        left, right = right, left ^ (scramble(right + key + epochs * np.uint64(0xA0761D6478BD642F)) & low_bits)
     return (left << half) | right
 
 
-def _mix(x: NDArray[np.uint64]) -> NDArray[np.uint64]:
+def scramble(x: NDArray[np.uint64]) -> NDArray[np.uint64]:
     """The finalizer of splitmix64: every bit of the input moves every bit of the output."""
     x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)

@@ -1,100 +1,78 @@
-"""Stage classify: a classifier of documents, learned from labels or from damaged copies, measured on held-out ones."""
+"""Stage classify: classifiers of documents, learned from labels or from damaged copies, measured on held-out texts."""
 
-import hashlib
-from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from bloomery.core import files
-from bloomery.core.errors import DataError
 from bloomery.core.log import progress
-from bloomery.data import classifier, damage, document, rows
-from bloomery.data.classifier import Example
-from bloomery.stages.config import Classify
-
-SHORTEST = 100
-"""Characters of the shortest excerpts that are learned from; lengths are even on a logarithmic scale."""
+from bloomery.data import classifier, examples, rows
+from bloomery.data.classifier import Learned
+from bloomery.data.examples import Example, Labels
+from bloomery.data.ngrams import Grams
+from bloomery.stages.config import Classify, Contrast, Labeled
 
 
 def digest(config: Classify) -> str:
-    """A hash of the labeled file, for the stage's fingerprint; "" without one."""
-    if config.labeled is None:
-        return ""
-    try:
-        return files.sha256_file(config.labeled)
-    except OSError as error:
-        raise rows.unreadable(config.labeled, error) from None
+    """A hash of the labeled files, for the stage's fingerprint; "" without one."""
+    hashes = [_hash(one.path) for one in config.named if isinstance(one, Labeled)]
+    return hashes[0] if len(hashes) == 1 else files.sha256_bytes(files.canonical(hashes)) if hashes else ""
 
 
 def run(config: Classify, inputs: Mapping[str, Path], out: Path) -> dict[str, Any]:
     """
-    Write classifier.safetensors and classifier.json. `inputs["fetch"]` is a folder with documents/.
+    Write NAME/classifier.safetensors and NAME/classifier.json for each. `inputs["fetch"]` is a folder with documents/.
 
     Raises DataError for broken labels, and where there are too few examples to learn, calibrate and measure.
     """
-    folder = inputs["fetch"] / "documents"
-    examples = []
-    with progress("classify", "examples") as meter:
-        for example in _labeled(config) if config.labeled is not None else _contrast(config, folder):
-            examples.append(example)
-            meter.at(float(len(examples)))
-        learned, quality = classifier.train(
-            examples,
-            features=config.features,
-            ngrams=config.ngrams,
-            characters=config.characters,
-            held_out=config.held_out,
-            seed=config.seed,
-        )
-    classifier.save(learned, quality, out)
-    return asdict(quality)
+    told: list[dict[str, Any]] = []
+    with progress("classify", "classifiers", float(len(config.named))) as meter:
+        for number, one in enumerate(config.named, 1):
+            learned = _learned(one, _examples(one, inputs["fetch"] / "documents"))
+            facts = {"name": one.name, "kind": one.kind, "keep": one.keep}
+            classifier.save(learned, facts | {"place": number}, out / one.name)
+            told.append(facts | _told(learned))
+            meter.at(float(number))
+    return {"classifiers": told}
 
 
-def _contrast(config: Classify, folder: Path) -> Iterator[Example]:
-    """
-    Documents and a damaged copy of each, both as an excerpt of one length, which hash chooses for each document.
-
-    With excerpts as long as they can be, 300 characters of good text scored below 0.5 in 55 of 100 cases: text that
-    repeats itself and text that is short have the same lack of different words.
-    """
-    chosen = _chosen(config, folder)
-    for row in document.read(folder, ["id", "text"]):
-        if (name := row["id"]) in chosen:
-            share = int(_hash(f"length:{name}", config.seed)[:8], 16) / 2**32
-            length = round(SHORTEST * (config.characters / SHORTEST) ** share)
-            text, kind = classifier.excerpt(row["text"], length), damage.choose(name, config.seed)
-            yield Example(text, True, name)
-            yield Example(damage.damage(text, kind, config.seed), False, name, kind)
+def _hash(path: Path) -> str:
+    try:
+        return files.sha256_file(path)
+    except OSError as error:
+        raise rows.unreadable(path, error) from None
 
 
-def _chosen(config: Classify, folder: Path) -> set[str]:
-    """Ids of the documents to learn from: of each domain those with the smallest hashes, evenly over domains."""
-    names = [(row["domain"], row["id"]) for row in document.read(folder, ["domain", "id"])]
-    ranked, taken = [], Counter[str]()
-    for spot, domain, name in sorted((_hash(name, config.seed), domain, name) for domain, name in names):
-        ranked.append((taken[domain], spot, name))
-        taken[domain] += 1
-    return {name for *_, name in sorted(ranked)[: config.samples]}
+def _examples(one: Contrast | Labeled, folder: Path) -> Sequence[Example]:
+    if isinstance(one, Contrast):
+        found = examples.contrast(folder, samples=one.samples, characters=one.characters, seed=one.seed)
+        return list(found)
+    return examples.labeled(
+        one.path,
+        Labels(one.positive, one.negative, one.positive_from, one.negative_below),
+        text_field=one.text_field,
+        label_field=one.label_field,
+        group_field=one.group_field,
+        samples=one.samples,
+        characters=one.characters,
+        seed=one.seed,
+    )
 
 
-def _labeled(config: Classify) -> Iterator[Example]:
-    assert config.labeled is not None
-    cure = 'A line is {"text": "…", "label": 1} with 1 for text to keep and 0 for text to drop.'
-    found = []
-    for number, row in rows.jsonl(config.labeled):
-        where = f"{config.labeled}:{number}"
-        if isinstance(row, rows.Problem):
-            raise DataError(row.what, where=where, cure=cure)
-        text, label = row.get("text"), row.get("label")
-        if not isinstance(text, str) or label not in (0, 1):
-            raise DataError(f"has text {str(text)[:40]!r} and label {label!r}", where=where, cure=cure)
-        group = hashlib.sha256(text.encode("utf-8", "replace")).hexdigest()
-        found.append((_hash(group, config.seed), Example(text, bool(label), group)))
-    found.sort(key=lambda pair: pair[0])
-    yield from (example for _, example in found[: config.samples])
+def _learned(one: Contrast | Labeled, found: Sequence[Example]) -> Learned:
+    return classifier.train(
+        found,
+        Grams(one.features, one.ngrams, one.character_ngrams),
+        characters=one.characters,
+        held_out=one.held_out,
+        seed=one.seed,
+        strength=one.strength,
+        threshold=one.threshold,
+    )
 
 
-def _hash(name: str, seed: int) -> str:
-    return hashlib.sha256(f"{seed}:sample:{name}".encode()).hexdigest()
+def _told(learned: Learned) -> dict[str, Any]:
+    """The statistics of one classifier, for the report."""
+    telling = {"telling_positive": learned.telling_positive, "telling_negative": learned.telling_negative}
+    return asdict(learned.quality) | {"strength": learned.strength} | telling

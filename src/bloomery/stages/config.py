@@ -1,13 +1,15 @@
 """Every section of a recipe: what can be set, what it means, and its default. `recipe.py` puts them in order."""
 
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from bloomery.core.config import VOLATILE, Config, Count, Positive, Share
+from bloomery.data import rule_presets
 from bloomery.data.engine import Parallel
 from bloomery.data.holdout import LARGEST_SHARE
+from bloomery.data.limits import Limit, Limits, spelled_out
 from bloomery.data.rules import Rule
 from bloomery.data.sources import Source
 from bloomery.hw.host import Wanted
@@ -26,34 +28,119 @@ class Fetch(Parallel):
         return self
 
 
-class Classify(Config):
-    """
-    Train a classifier that tells text worth keeping from text that is not.
+class Learning(Config):
+    """What every classifier of [classify] has."""
 
-    With `labeled` it learns from jsonl lines {"text", "label": 0 or 1}; without, from contrast: the documents that were
-    fetched against damaged copies of them (shuffled words, cut lines, repeated phrases, broken characters, and spam in
-    their place). Copies are as long as what they were made from, so that length tells nothing.
-    """
-
-    labeled: Path | None = None
-    """A jsonl file (.zst and .gz too) with `text` and `label` (1 = keep)."""
     samples: Positive = 2000
     """Most documents to learn from, chosen by hash and evenly over domains."""
     features: Positive = 2**16
     """Buckets for hashed n-grams."""
     ngrams: tuple[Positive, Positive] = (1, 2)
     """Shortest and longest n-grams, in words and punctuation marks."""
+    character_ngrams: tuple[Positive, Positive] | None = None
+    """Shortest and longest n-grams of characters; None: none are looked at."""
     characters: Annotated[int, Field(ge=100)] = 3000
     """How much of a long document is looked at: half of it at the start, half mid-way."""
+    strength: float | None = Field(None, gt=0)
+    """Inverse of the l2 penalty. None: of 1, 3 and 10 the one that orders the calibrating texts best."""
     held_out: Annotated[float, Field(gt=0, lt=0.5)] = 0.1
     """Share of the documents that measures; as many calibrate."""
+    threshold: Share = 0.5
+    """The cut whose precision and recall are told; what is dropped is said by [filter]."""
     seed: Count = 0
 
     @model_validator(mode="after")
-    def _ngrams_ascend(self) -> "Classify":
-        if self.ngrams[0] > self.ngrams[1]:
-            raise ValueError(f"ngrams are shortest, longest; got {self.ngrams}")
+    def _ngrams_ascend(self) -> "Learning":
+        for found in (self.ngrams, self.character_ngrams):
+            if found is not None and found[0] > found[1]:
+                raise ValueError(f"ngrams are shortest, longest; got {found}")
         return self
+
+
+ClassifierName = Annotated[str, Field(pattern=r"^[a-z][a-z0-9_]*$")]
+
+
+class Contrast(Learning):
+    """
+    The documents that were fetched against damaged copies of them: shuffled words, cut lines, repeated phrases, broken
+    characters, and spam in their place. Copies are as long as what they were made from, so that length tells nothing.
+    A score is the probability of being worth keeping.
+    """
+
+    kind: Literal["contrast"] = "contrast"
+    name: ClassifierName = "quality"
+    strength: float | None = Field(30.0, gt=0)
+    keep: Literal["high"] = "high"
+
+
+class Labeled(Learning):
+    """Texts with labels from a file. A score is the probability of a positive label."""
+
+    kind: Literal["labeled"] = "labeled"
+    name: ClassifierName
+    path: Path
+    """A jsonl file (.zst and .gz too), or parquet."""
+    keep: Literal["high", "low"]
+    """Which scores are of text worth keeping: "low" where a positive label is bad, such as 1 = toxic."""
+    text_field: str = "text"
+    label_field: str = "label"
+    group_field: str | None = None
+    """Rows with the same value are never split up; without it, texts that differ in case and marks only."""
+    positive: tuple[str | int | float, ...] = (1,)
+    negative: tuple[str | int | float, ...] = (0,)
+    positive_from: float | None = None
+    """For labels that are numbers: positive from here on. `positive` and `negative` are then not looked at."""
+    negative_below: float | None = None
+    """Negative below; texts between the two are left out. None: the same as positive_from."""
+    samples: Positive = 100_000
+    """Most texts to learn from, chosen by hash."""
+    features: Positive = 2**20
+    character_ngrams: tuple[Positive, Positive] | None = (4, 4)
+
+    @model_validator(mode="after")
+    def _labels_differ(self) -> "Labeled":
+        if both := [label for label in self.positive if label in self.negative]:
+            raise ValueError(f"the label {both[0]!r} is positive and negative")
+        if self.negative_below is not None and self.positive_from is None:
+            raise ValueError(f"negative_below={self.negative_below} needs positive_from too")
+        if self.negative_below is not None and self.negative_below > (self.positive_from or 0.0):
+            raise ValueError(f"negative_below={self.negative_below} is above positive_from={self.positive_from}")
+        return self
+
+
+class Classify(Learning):
+    """
+    Train the classifiers that [filter] may set limits for.
+
+    `classifiers` names them. Without any there is one, `quality`, that these keys themselves describe: with `labeled`
+    it learns from jsonl lines {"text", "label": 0 or 1 = keep}, without from contrast.
+    """
+
+    classifiers: tuple[Annotated[Contrast | Labeled, Field(discriminator="kind")], ...] = ()
+    labeled: Path | None = None
+    """A jsonl file (.zst and .gz too) with `text` and `label` (1 = keep)."""
+    strength: float | None = Field(30.0, gt=0)
+
+    @model_validator(mode="after")
+    def _each_key_has_its_place(self) -> "Classify":
+        names = [one.name for one in self.classifiers]
+        if twice := sorted({name for name in names if names.count(name) > 1}):
+            raise ValueError(f"two classifiers have the name {twice[0]!r}")
+        plain = type(self).model_construct()
+        moved = [key for key in (*Learning.model_fields, "labeled") if getattr(self, key) != getattr(plain, key)]
+        if self.classifiers and moved:
+            raise ValueError(f"{moved[0]} belongs into [[classify.classifiers]] where classifiers are named")
+        return self
+
+    @property
+    def named(self) -> tuple[Contrast | Labeled, ...]:
+        """The classifiers that are trained, in order."""
+        if self.classifiers:
+            return self.classifiers
+        common = {key: getattr(self, key) for key in Learning.model_fields}
+        if self.labeled is not None:
+            return (Labeled(name="quality", path=self.labeled, keep="high", **common),)
+        return (Contrast(**common),)
 
 
 class MinScore(Config):
@@ -63,16 +150,27 @@ class MinScore(Config):
 
 class Filter(Parallel):
     rules: tuple[Annotated[Rule, Field(discriminator="kind")], ...] = ()
-    """Applied in this order; the first that a document breaks is its reason."""
+    """Applied in this order; the first that a document breaks is its reason. A preset is replaced by its rules."""
     min_score: Share = 0.0
-    """Documents whose classifier score is lower are dropped (reason `classifier`)."""
+    """Documents whose score by the first classifier is lower are dropped (reason `classifier`)."""
     min_scores: tuple[MinScore, ...] = ()
     """Other limits for some domains."""
+    limits: Limits = ()
+    """Limits of any classifier, applied in this order after those; or the name of a preset, "seed-1386"."""
+
+    @field_validator("rules")
+    @classmethod
+    def _spell_out(cls, rules: tuple[Rule, ...]) -> tuple[Rule, ...]:
+        return rule_presets.spelled_out(rules)
 
     @model_validator(mode="after")
     def _one_limit_a_domain(self) -> "Filter":
         _no_domain_twice("min_scores", [limit.domain for limit in self.min_scores])
         return self
+
+    @property
+    def spelled_limits(self) -> tuple[Limit, ...]:
+        return spelled_out(self.limits)
 
 
 def _no_domain_twice(key: str, domains: list[str]) -> None:
@@ -80,15 +178,59 @@ def _no_domain_twice(key: str, domains: list[str]) -> None:
         raise ValueError(f"{key} names the domain {', '.join(map(repr, twice))} twice; leave one of the two")
 
 
+class Decontaminate(Config):
+    """Documents that hold text of evaluation tasks are dropped, with the reason decontaminate.TASK."""
+
+    files: tuple[Path, ...] = Field(min_length=1)
+    """Of tasks, or folders of them: jsonl (.zst and .gz too) and parquet. A task is called as its file."""
+    fields: tuple[str, ...] = ()
+    """Fields of a row that hold what must not be found. None named: those that evaluation sets use (query, …)."""
+    ngram_words: Annotated[int, Field(ge=5)] = 13
+    """A text of so many words and more is found by any so many words of it in a row, a shorter one only whole."""
+    min_question_words: Annotated[int, Field(ge=2)] = 4
+    """Texts of fewer words are not looked for alone, only together with their choices."""
+
+    @model_validator(mode="after")
+    def _questions_are_shorter(self) -> "Decontaminate":
+        if self.min_question_words >= self.ngram_words:
+            raise ValueError(f"min_question_words={self.min_question_words} is no less than {self.ngram_words=}")
+        return self
+
+
 class Dedup(Parallel):
+    """Copies: of each group of them the longest document stays, of equally long ones that with the smallest id."""
+
+    preset: Literal["seed-1386"] | None = None
+    """
+    "seed-1386": 128 permutations in 16 bands of 8, banded once, shingles of 5 characters. It stands in for these
+    settings; one of them that says something else is an error.
+    """
     permutations: Positive = 112
     """Minima in a signature."""
     bands: Positive = 14
     """Groups of minima; sharing one makes two documents candidates. 14 of 8 find a Jaccard of 0.8 with p = 0.92."""
-    shingle_words: Positive = 5
+    bandings: Positive = 2
+    """How often the minima are put into bands, every time in another way. Once, where nothing is verified."""
+    shingles: Literal["words", "characters"] = "words"
+    shingle_size: Positive = 5
+    """Words, or characters, in a shingle."""
+    verify: bool = True
+    """Whether a document goes only for a kept one that is similar enough. Else for any linked by bands."""
     min_jaccard: Annotated[float, Field(gt=0, le=1)] = 0.8
-    """A document goes only when its exact Jaccard with the kept one reaches this."""
+    """With `verify`: a document goes only when its exact Jaccard with the kept one reaches this."""
     seed: Count = 0
+    decontaminate: Decontaminate | None = None
+    memory_bytes: Annotated[int, Field(ge=64 * 2**20)] | None = Field(None, json_schema_extra=VOLATILE)
+    """What sorting, joining and workers may hold, beside 300 MB for this process. None: half of what is free."""
+
+    @model_validator(mode="after")
+    def _preset_stands_in(self) -> "Dedup":
+        wanted = DEDUP_PRESETS.get(self.preset, {})
+        for name, value in wanted.items():
+            if getattr(self, name) not in (value, type(self).model_fields[name].default):
+                raise ValueError(f"the preset {self.preset} says {name}={value!r}; leave out one of the two")
+        self.__dict__.update(wanted)  # spelt out, so that the saved recipe tells all
+        return self
 
     @model_validator(mode="after")
     def _bands_divide(self) -> "Dedup":
@@ -98,12 +240,17 @@ class Dedup(Parallel):
         return self
 
 
-class Vocabulary(Config):
-    """The stage `tokenizer`."""
-
-    vocab_size: Positive = 4096
-    sample_bytes: Positive = 20_000_000
-    """Text to learn from: the same share of every domain, documents chosen by hash."""
+DEDUP_PRESETS: dict[Any, dict[str, Any]] = {
+    "seed-1386": {
+        "permutations": 128,
+        "bands": 16,
+        "bandings": 1,
+        "shingles": "characters",
+        "shingle_size": 5,
+        "verify": True,
+        "min_jaccard": 0.8,
+    }
+}
 
 
 class Weight(Config):
@@ -114,6 +261,24 @@ class Weight(Config):
     """How often a document of this domain is repeated at most."""
 
 
+class Anneal(Config):
+    """A mix of its own for the last part of training, when the learning rate falls."""
+
+    weights: tuple[Weight, ...] = Field(min_length=1)
+    """As those of the mix. Epochs are counted anew."""
+    tokens: Positive | None = None
+    """Size of this mix."""
+    share: Annotated[float, Field(gt=0, lt=1)] | None = None
+    """Its size as a share of both mixes together."""
+
+    @model_validator(mode="after")
+    def _one_size_and_one_weight_a_domain(self) -> "Anneal":
+        if (self.tokens is None) == (self.share is None):
+            raise ValueError("give either tokens or share, so that it is known how large the anneal mix is")
+        _no_domain_twice("anneal.weights", [weight.domain for weight in self.weights])
+        return self
+
+
 class Shard(Parallel):
     weights: tuple[Weight, ...] = ()
     """Domains that are not named are left out; without any, all domains in their own proportion."""
@@ -121,7 +286,12 @@ class Shard(Parallel):
     """Size of the mix. None: as large as the weights and epochs allow."""
     hold_out: float = Field(0.02, ge=0, le=LARGEST_SHARE)
     """Share of documents, by hash of their text, that no model and no tokenizer is trained on."""
+    anneal: Anneal | None = None
+    """What `pretrain` reads last, from shards of its own."""
     shard_tokens: Positive = 100_000_000
+    """A shard's length: its documents begin within as many tokens."""
+    memory_bytes: Annotated[int, Field(ge=2**26)] = Field(2 * 2**30, json_schema_extra=VOLATILE)
+    """For all workers together, besides what Python and its libraries need. It changes the speed, and no byte."""
     seed: int = 0
 
     @model_validator(mode="after")

@@ -1,79 +1,215 @@
-"""Stage filter: rules and the classifier's score. Every document goes to kept/ or, with its reason, to dropped/."""
+"""Stage filter: rules, then limits on scores. Every document goes to kept/ or, with its reason, to dropped/."""
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
+import pyarrow.compute as pc
 
+from bloomery.core import files
 from bloomery.core.errors import DataError
-from bloomery.core.log import progress, say
-from bloomery.data import classifier, document, rules
+from bloomery.core.log import say
+from bloomery.data import document, limits
+from bloomery.data.engine import Part, run_parts
+from bloomery.data.limits import Cuts, Judge
+from bloomery.data.rules.judge import Documents, Verdicts, judge
 from bloomery.stages.config import Filter
 
-SCORE = pa.field("score", pa.float64())
-"""The classifier's probability that a document is worth keeping; dropped ones have it too."""
 
-KEPT = document.SCHEMA.append(SCORE)
-DROPPED = document.dropped_schema().append(SCORE)
+def schemas(columns: Iterable[str] = ("score",)) -> tuple[pa.Schema, pa.Schema]:
+    """
+    Of kept/ and dropped/. Each column of scores is float64, and none for what a rule has dropped before: `score` the
+    first classifier's, `score_NAME` that of another, `heuristic`.
+    """
+    scores = [pa.field(name, pa.float64()) for name in columns]
+    kept, dropped = (pa.schema([*schema, *scores]) for schema in (document.SCHEMA, document.dropped_schema()))
+    return kept, dropped
+
+
+def digest(config: Filter) -> str:
+    """A hash of the lists that rules name by path, for the stage's fingerprint; "" without any. Raises DataError."""
+    lists = [value for rule in config.rules for _, value in rule if isinstance(value, Path)]
+    return files.sha256_bytes(files.canonical([_content(path) for path in lists])) if lists else ""
+
+
+def _content(path: Path) -> str:
+    try:
+        return files.sha256_file(path)
+    except OSError as error:
+        raise DataError(f"cannot be read: {error}", where=str(path), cure="A rule in [filter] names it.") from None
 
 
 def run(config: Filter, inputs: Mapping[str, Path], out: Path) -> dict[str, Any]:
     """
-    Write kept/ (KEPT) and dropped/ (DROPPED). `inputs`: fetch with documents/, and classify.
+    Write kept/ and dropped/ (`schemas`), a part for each part of `inputs["fetch"]`/documents.
 
-    Raises DataError when nothing is kept.
+    `inputs["classify"]` may be left out where no limit asks for a score. A kept document has the text that rules have
+    masked. Raises DataError when nothing is kept.
     """
-    source, learned = inputs["fetch"] / "documents", classifier.load(inputs["classify"])
-    limits = {limit.domain: limit.min_score for limit in config.min_scores}
-    reasons: Counter[str] = Counter()
-    by_domain: dict[str, Counter[str]] = {}
-    done, total = 0, document.count(source)
-    with (
-        progress("filter", "documents", float(total)) as meter,
-        document.Writer(out / "kept", KEPT) as kept,
-        document.Writer(out / "dropped", DROPPED) as dropped,
-    ):
-        for batch in document.batches(source):
-            found = batch.to_pylist()
-            for row, score in zip(found, classifier.score(learned, (row["text"] for row in found)), strict=True):
-                row["score"] = score
-                tally = by_domain.setdefault(row["domain"], Counter(documents=0, kept=0, dropped=0, bytes_kept=0))
-                tally["documents"] += 1
-                verdict = _verdict(config, limits, row)
-                if verdict is None:
-                    kept.write(row)
-                    tally.update(kept=1, bytes_kept=len(row["text"].encode()))
-                else:
-                    dropped.write(row | {"reason": verdict[0], "value": float(verdict[1])})
-                    tally["dropped"] += 1
-                    reasons[verdict[0]] += 1
-                done += 1
-                meter.at(float(done))
-    _warn_of_strangers(config, by_domain)
-    if not kept.rows:
-        most = ", ".join(f"{reason} ({count})" for reason, count in reasons.most_common(3))
+    judged_by = str(inputs["classify"]) if "classify" in inputs else None
+    if judged_by is None and (config.min_score or config.min_scores or config.limits):
+        cure = "Leave min_score, min_scores and limits out, or run the stage classify before."
+        raise DataError("there is a limit on scores, and no classifier that gives any", where="filter", cure=cure)
+    if judged_by is not None:
+        _loaded(config, judged_by)  # a limit that no classifier can meet is told before the work begins
+    parts = [
+        Part(path.stem, {"path": str(path), "classifier": judged_by}, path.stat().st_size)
+        for path in document.parts(inputs["fetch"] / "documents")
+    ]
+    records = run_parts(config.engine, filter_part, config, parts, out, what="filter")
+    stats = _added(records)
+    _warn_of_strangers(config, stats["by_domain"])
+    if not stats["kept"]:
+        most = ", ".join(f"{reason} ({count})" for reason, count in list(stats["reasons"].items())[:3])
         cure = f"Loosen those rules in [filter]; {out / 'dropped'} has every document with its reason."
-        raise DataError(f"none of {total} documents is kept: {most or 'no document came in'}", cure=cure)
+        raise DataError(f"none of {stats['documents']} documents is kept: {most or 'no document came in'}", cure=cure)
+    return stats
+
+
+def filter_part(config: Filter, part: Part, out: Path) -> dict[str, Any]:
+    """Judge the documents of one part. Returns what the stage adds up."""
+    names = [f"{folder}/{part.name}.parquet" for folder in ("kept", "dropped")]
+    learned = _loaded(config, part.given["classifier"])
+    tally, cuts = _Tally(), Cuts()
+    schema = schemas(learned.columns) if learned.classifiers else schemas()
+    for name in names:
+        (out / name).parent.mkdir(exist_ok=True)
+    with (
+        document.PartWriter(out / names[0], schema[0]) as kept,
+        document.PartWriter(out / names[1], schema[1]) as dropped,
+    ):
+        for batch in document.part_batches(Path(part.given["path"]), document.SCHEMA.names):
+            judged = _judged(config, learned, batch, tally, cuts)
+            stays = pc.is_null(judged["reason"])
+            kept.write_batch(judged.filter(stays))
+            dropped.write_batch(judged.filter(pc.invert(stays)))
+    return {"files": names, **tally.record(), "scores": cuts.record()}
+
+
+def _loaded(config: Filter, folder: str | None) -> Judge:
+    """The classifiers and bounds; without a folder, neither."""
+    if folder is None:
+        return Judge({}, {}, ())
+    least = {limit.domain: limit.min_score for limit in config.min_scores}
+    return limits.load(Path(folder), config.spelled_limits, min_score=config.min_score, min_scores=least)
+
+
+class _Tally:
+    """What became of documents, by domain."""
+
+    def __init__(self) -> None:
+        self.by_domain: dict[str, Counter[str]] = {}
+        self.reasons: dict[str, Counter[str]] = {}
+        self.masked: dict[str, Counter[str]] = {}
+
+    def add(self, domain: str, text: str, reason: str | None, masked: Counter[str]) -> None:
+        counts = self.by_domain.setdefault(domain, Counter(documents=0, kept=0, dropped=0, bytes_kept=0))
+        counts["documents"] += 1
+        if reason is None:
+            counts.update(kept=1, bytes_kept=len(text.encode()))
+        else:
+            counts["dropped"] += 1
+            self.reasons.setdefault(domain, Counter())[reason] += 1
+        if masked and reason is None:
+            self.masked.setdefault(domain, Counter(documents=0)).update(masked + Counter(documents=1))
+
+    def record(self) -> dict[str, dict[str, dict[str, int]]]:
+        tallies = {"by_domain": self.by_domain, "reasons_by_domain": self.reasons, "masked_by_domain": self.masked}
+        return {
+            name: {domain: dict(sorted(counts.items())) for domain, counts in sorted(tally.items())}
+            for name, tally in tallies.items()
+        }
+
+
+def _judged(config: Filter, learned: Judge, batch: pa.RecordBatch, tally: _Tally, cuts: Cuts) -> pa.RecordBatch:
+    """The batch with the texts that stay, and the columns reason (none: it is kept), value and those of scores."""
+    columns = {name: batch[name].to_pylist() for name in ("text", "domain", "url", "id")}
+    documents = Documents(columns["text"], columns["domain"], columns["url"], columns["id"])
+    verdicts = judge(config.rules, documents)
+    values = [
+        None if reason is None else value for reason, value in zip(verdicts.reasons, verdicts.values, strict=True)
+    ]
+    scores = _limit(learned, documents, verdicts, values, cuts)
+    for row in zip(documents.domains, verdicts.texts, verdicts.reasons, verdicts.masked, strict=True):
+        tally.add(*row)
+    if any(verdicts.masked):
+        batch = batch.set_column(batch.schema.names.index("text"), "text", pa.array(verdicts.texts, pa.string()))
+    added = {
+        "reason": pa.array(verdicts.reasons, pa.string()),
+        "value": pa.array(values, pa.float64()),
+        **{name: pa.array(column, pa.float64()) for name, column in scores.items()},
+    }
+    return pa.RecordBatch.from_arrays([*batch.columns, *added.values()], names=[*batch.schema.names, *added])
+
+
+def _limit(
+    learned: Judge, documents: Documents, verdicts: Verdicts, values: list[float | None], cuts: Cuts
+) -> dict[str, list[float | None]]:
+    """Score what no rule has dropped, and drop of it what misses a limit. Returns the columns of scores."""
+    columns: dict[str, list[float | None]] = {name: [None] * len(values) for name in learned.columns or ("score",)}
+    left = [place for place, reason in enumerate(verdicts.reasons) if reason is None]
+    texts = [verdicts.texts[place] for place in left]
+    views = learned.score(texts)
+    for name, view in learned.columns.items():
+        for place, score in zip(left, views[view].tolist(), strict=True):
+            columns[name][place] = score
+    domains, names = ([column[place] for place in left] for column in (documents.domains, documents.names))
+    for place, reason, value in zip(left, *cuts.apply(learned, views, domains, names, texts), strict=True):
+        if reason is not None:
+            verdicts.reasons[place], values[place] = reason, value
+    return columns
+
+
+def _added(records: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """The statistics of all parts together."""
+    sums: dict[str, dict[str, Counter[str]]] = {}
+    cuts = Cuts()
+    for record in records:
+        cuts.add(record["scores"])
+        for name in ("by_domain", "reasons_by_domain", "masked_by_domain"):
+            for domain, counts in record[name].items():
+                sums.setdefault(name, {}).setdefault(domain, Counter()).update(counts)
+    by_domain = {domain: dict(counts) for domain, counts in sorted(sums.get("by_domain", {}).items())}
+    totals = {key: sum(counts[key] for counts in by_domain.values()) for key in ("documents", "kept", "dropped")}
+    reasons, masked = (_total(sums.get(name, {})) for name in ("reasons_by_domain", "masked_by_domain"))
     return {
-        "documents": total,
-        "kept": kept.rows,
-        "dropped": dropped.rows,
-        "reasons": dict(reasons.most_common()),
-        "by_domain": {domain: dict(tally) for domain, tally in sorted(by_domain.items())},
+        **totals,
+        "reasons": reasons,
+        "masked": masked,
+        "by_domain": {domain: counts | {"pass_rate": _pass_rate(counts)} for domain, counts in by_domain.items()},
+        "reasons_by_domain": _ranked(sums.get("reasons_by_domain", {})),
+        "masked_by_domain": _ranked(sums.get("masked_by_domain", {})),
+        "scores": cuts.record(),
     }
 
 
-def _verdict(config: Filter, limits: Mapping[str, float], row: document.Row) -> rules.Verdict:
-    if (broken := rules.first_reason(config.rules, row["domain"], row["text"])) is not None:
-        return broken
-    low = row["score"] < limits.get(row["domain"], config.min_score)
-    return ("classifier", row["score"]) if low else None
+def _total(by_domain: Mapping[str, Counter[str]]) -> dict[str, int]:
+    return _ranked({"all": sum(by_domain.values(), Counter())})["all"]
+
+
+def _ranked(by_domain: Mapping[str, Counter[str]]) -> dict[str, dict[str, int]]:
+    """Counts of each domain, the largest first, equal ones by name."""
+    return {
+        domain: dict(sorted(counts.items(), key=lambda pair: (-pair[1], pair[0])))
+        for domain, counts in sorted(by_domain.items())
+    }
+
+
+def _pass_rate(counts: Mapping[str, int]) -> float:
+    return round(counts["kept"] / counts["documents"], 4)
 
 
 def _warn_of_strangers(config: Filter, known: Mapping[str, Any]) -> None:
     """A domain that no document has is a typing error, or the trace of a source that was taken out."""
     named = {domain for rule in config.rules for domain in rule.domains or ()}
-    for domain in sorted((named | {limit.domain for limit in config.min_scores}) - set(known)):
+    named |= {limit.domain for limit in config.min_scores}
+    named |= {
+        domain
+        for one in config.spelled_limits
+        if not set(known) & set(one.domains or known)
+        for domain in one.domains or ()
+    }
+    for domain in sorted(named - set(known)):
         say(f"filter: no document has the domain {domain!r}; there are {', '.join(sorted(known))}", "yellow")

@@ -1,150 +1,243 @@
-"""The stage `shard`: documents and a tokenizer -> token files for training and for validation."""
+"""
+The stage `shard`: documents and a tokenizer -> token files for training and for validation.
 
-from collections import defaultdict
+    encode   each part of the corpus -> runs of tokens, and the documents that are held out
+    mix      the domains' tokens -> how often each stream takes which documents
+    place    each run -> its documents in the order in which the streams take them
+    gather   all runs -> shards, each from its own stretch of the shuffled order
+
+Encode, place and gather go through the engine, part by part. Neither the corpus nor its tokens are ever in memory.
+"""
+
+import shutil
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from fractions import Fraction
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from bloomery.core.errors import DataError
-from bloomery.core.files import sha256_bytes
-from bloomery.core.log import progress
+from bloomery.core.log import say
 from bloomery.data import document
-from bloomery.data.holdout import is_held_out
-from bloomery.shards import format
-from bloomery.stages.config import Shard, Weight
+from bloomery.data.engine import RECORDS, Part, cores, run_parts
+from bloomery.shards import gather, shuffle
+from bloomery.shards.encode import ANNEAL, TRAIN, VAL, Encoding, encode_part
+from bloomery.shards.gather import Gathering, Placing, Slice, gather_held_out, gather_shard, place_part
+from bloomery.shards.mix import Ask, Quota, quotas, reached
+from bloomery.shards.shuffle import Chosen
+from bloomery.stages.config import Shard
 from bloomery.tokenizer.tokenizer import Tokenizer
 
-ENCODE_AT_ONCE = 256
+HELD_OUT_BYTES = 16 * 2**20
+"""Text of a file of held-out documents."""
+BYTES_PER_DOCUMENT = 100
+"""Of memory, for the index entries of a document that is gathered."""
 
 
 @dataclass(frozen=True)
-class Coded:
-    id: str
-    domain: str
-    tokens: format.Tokens
-    """The document's opening token, then its text."""
+class Run:
+    """A file of tokens, and what is in it."""
+
+    name: str
+    segments: Sequence[Sequence[Any]]
+
+    @property
+    def tokens(self) -> int:
+        return sum(segment.tokens for segment, _ in gather.segments(self.segments))
+
+
+@dataclass(frozen=True)
+class Stream:
+    """What becomes of a stream: how much of which domain, and what was asked for."""
+
+    chosen: Mapping[str, Chosen]
+    quotas: Mapping[str, Quota]
 
 
 def run(config: Shard, inputs: Mapping[str, Path], out: Path) -> dict[str, Any]:
+    """Write train, anneal and val shards and held-out/. `inputs["dedup"]` is a folder with kept/."""
     tokenizer = Tokenizer.load(inputs["tokenizer"])
-    train: dict[str, list[Coded]] = defaultdict(list)
-    held: list[Coded] = []
-    with document.Writer(out / "held-out") as writer, progress("shard", "documents") as meter:
-        rows = document.read(inputs["dedup"] / "kept")
-        for number, (row, coded) in enumerate(_encode(rows, tokenizer)):
-            if is_held_out(row["text"], config.hold_out):
-                held.append(coded)
-                writer.write(row)
-            else:
-                train[row["domain"]].append(coded)
-            meter.at(number)
-    if not held:
+    budget = worker_bytes(config)
+    encoding = Encoding(
+        tokenizer=inputs["tokenizer"],
+        hold_out=config.hold_out,
+        seed=config.seed,
+        run_bytes=budget // 4,
+    )
+    files = document.parts(document.handed_on(inputs["dedup"]))
+    parts = [Part(file.stem, str(file), file.stat().st_size) for file in files]
+    records = run_parts(config.engine, encode_part, encoding, parts, out, what="encode")
+    runs = [Run(one["name"], one["segments"]) for record in records for one in record["runs"]]
+    train, held = (sizes(runs, held_out=which) for which in (False, True))
+    if not held and config.hold_out:
         cure = "Raise shard.hold_out, or fetch more documents."
         raise DataError("no document was held out, so nothing could be validated", cure=cure)
-    mix, shares = mixed(train, config)
-    tokens = write_split(out, "train", mix, tokenizer, config.shard_tokens)
-    held.sort(key=lambda coded: coded.id)
-    held_tokens = write_split(out, "val", held, tokenizer, config.shard_tokens)
-    return {
-        "tokens": tokens,
-        "documents": len(mix),
-        "held_out_tokens": held_tokens,
-        "held_out_documents": len(held),
-        "tokenizer": tokenizer.hash,
-        "mix": shares,
-    }
-
-
-def _encode(rows: Iterator[document.Row], tokenizer: Tokenizer) -> Iterator[tuple[document.Row, Coded]]:
-    waiting: list[document.Row] = []
-    kind = np.uint16 if tokenizer.vocab_size <= 2**16 else np.uint32
-
-    def flush() -> Iterator[tuple[document.Row, Coded]]:
-        for row, ids in zip(waiting, tokenizer.encode_batch([row["text"] for row in waiting]), strict=True):
-            yield row, Coded(row["id"], row["domain"], np.array([tokenizer.document_id, *ids], dtype=kind))
-
-    for row in rows:
-        waiting.append(row)
-        if len(waiting) == ENCODE_AT_ONCE:
-            yield from flush()
-            waiting.clear()
-    yield from flush()
-
-
-def mixed(train: Mapping[str, Sequence[Coded]], config: Shard) -> tuple[list[Coded], dict[str, Any]]:
-    """
-    The documents of the mix, shuffled, and for each domain what was asked, reached and repeated.
-
-    A domain gives its share of the tokens: all of its documents as often as they fit, then some of them once more,
-    chosen by hash. Raises DataError for a weight whose domain has no documents.
-    """
-    sizes = {domain: sum(len(coded.tokens) for coded in some) for domain, some in train.items()}
-    if not sizes:
+    if not train:
         raise DataError("every document was held out, so nothing is left to train on", cure="Lower shard.hold_out.")
-    weights = config.weights or tuple(Weight(domain=d, weight=s, max_epochs=1.0) for d, s in sorted(sizes.items()))
-    for weight in weights:
-        if not sizes.get(weight.domain):
-            known = ", ".join(sorted(sizes)) or "none"
-            raise DataError(f"no documents of domain {weight.domain!r} are left", cure=f"Domains here: {known}.")
-    total = sum(weight.weight for weight in weights)
-    largest = min(sizes[w.domain] * w.max_epochs * total / w.weight for w in weights)
-    size = largest if config.tokens is None else config.tokens
-    chosen: list[tuple[str, Coded]] = []
-    report = {}
-    for weight in weights:
-        wanted = min(size * weight.weight / total, sizes[weight.domain] * weight.max_epochs)
-        picked = _repeat(train[weight.domain], wanted, config.seed)
-        chosen += picked
-        reached = sum(len(coded.tokens) for _, coded in picked)
-        report[weight.domain] = {
-            "asked": round(weight.weight / total, 4),
-            "tokens": reached,
-            "epochs": round(reached / sizes[weight.domain], 3),
-        }
-    everything = sum(facts["tokens"] for facts in report.values())
-    for facts in report.values():
-        facts["share"] = round(facts["tokens"] / everything, 4)
-    chosen.sort(key=lambda pair: pair[0])
-    return [coded for _, coded in chosen], report
+    streams = plan(config, runs, train, held, out)
+    placing = Placing(config.seed, {name: stream.chosen for name, stream in streams.items()})
+    parts = [Part(one.name, one.segments, one.tokens) for one in runs]
+    taken = run_parts(config.engine, place_part, placing, parts, out, what="place")
+    gathering = Gathering(
+        vocab_size=tokenizer.vocab_size,
+        tokenizer_hash=tokenizer.hash,
+        document_id=tokenizer.document_id,
+        seed=config.seed,
+        runs={
+            name: [one.name for one, record in zip(runs, taken, strict=True) if name in record["taken"]]
+            for name in streams
+        },
+        held_out=[f"work/{file.stem}.parquet" for file in files],
+    )
+    totals = {name: tally([record["taken"].get(name, {}) for record in taken]) for name in streams}
+    parts = [part for name in streams for part in slices(config, gathering, name, totals[name], budget, out)]
+    run_parts(config.engine, gather_shard, gathering, parts, out, what="gather", unit="shards")
+    parts = list(held_out_files(gathering, out))
+    run_parts(config.engine, gather_held_out, gathering, parts, out, what="held-out")
+    for folder in ("work", RECORDS):  # the shards are there: what made them is not wanted any more
+        shutil.rmtree(out / folder)
+    encoders = sorted({record["encoder"] for record in records})
+    return stats(streams, totals, train, tokenizer) | {"encoder": " and ".join(encoders)}
 
 
-def _repeat(documents: Sequence[Coded], wanted: float, seed: int) -> list[tuple[str, Coded]]:
-    """Documents, each with the key that shuffles it, until `wanted` tokens are there; whole documents only."""
-    picked: list[tuple[str, Coded]] = []
-    have, epoch = 0, 0
-    while have < wanted:
-        keyed = sorted(((sha256_bytes(f"{seed} {epoch} {coded.id}".encode()), coded) for coded in documents), key=_key)
-        for key, coded in keyed:
-            if have >= wanted:
-                break
-            picked.append((key, coded))
-            have += len(coded.tokens)
-        epoch += 1
-    return picked
+def worker_bytes(config: Shard) -> int:
+    """Memory for the data of one worker."""
+    return config.memory_bytes // (config.engine.workers or cores())
 
 
-def _key(pair: tuple[str, Coded]) -> str:
-    return pair[0]
+def sizes(runs: Sequence[Run], *, held_out: bool) -> dict[str, int]:
+    """Tokens of each domain."""
+    found: Counter[str] = Counter()
+    for one in runs:
+        for segment, _ in gather.segments(one.segments):
+            if segment.held_out == held_out:
+                found[segment.domain] += segment.tokens
+    return dict(sorted(found.items()))
 
 
-def write_split(out: Path, split: str, documents: Sequence[Coded], tokenizer: Tokenizer, shard_tokens: int) -> int:
-    """Write documents end to end into shards of about `shard_tokens`. Returns the tokens written."""
-    total, number, waiting, size = 0, 0, list[Coded](), 0
-    for place, coded in enumerate(documents):
-        waiting.append(coded)
-        size += len(coded.tokens)
-        if size >= shard_tokens or place == len(documents) - 1:
-            tokens, starts = format.concatenate([c.tokens for c in waiting], tokenizer.vocab_size)
-            format.write(
-                out / f"{split}-{number:05d}",
-                tokens,
-                vocab_size=tokenizer.vocab_size,
-                starts=starts,
-                tokenizer_hash=tokenizer.hash,
-                facts={"document_id": tokenizer.document_id},
-            )
-            total, number, waiting, size = total + len(tokens), number + 1, [], 0
-    return total
+def plan(
+    config: Shard, runs: Sequence[Run], train: Mapping[str, int], held: Mapping[str, int], out: Path
+) -> dict[str, Stream]:
+    """What each stream takes of each domain. Raises DataError for a weight whose domain has no documents."""
+    asks = [Ask(weight.domain, weight.weight, weight.max_epochs) for weight in config.weights]
+    whole = [Ask(domain, size, 1.0) for domain, size in train.items()]
+    mixes = {TRAIN: quotas(train, asks or whole, config.tokens)}
+    if config.anneal is not None:
+        asks = [Ask(weight.domain, weight.weight, weight.max_epochs) for weight in config.anneal.weights]
+        tokens = config.anneal.tokens
+        if config.anneal.share is not None:
+            share = Fraction(config.anneal.share)
+            tokens = round(sum(quota.wanted for quota in mixes[TRAIN].values()) * share / (1 - share))
+        mixes[ANNEAL] = quotas(train, asks, max(1, tokens) if tokens is not None else None)
+    streams = {}
+    for name, mix in mixes.items():
+        chosen = {domain: choose(config, runs, name, domain, quota, out) for domain, quota in mix.items()}
+        streams[name] = Stream(chosen, mix)
+        for domain, quota in mix.items():
+            if quota.limited_by:
+                missing = f"{float(quota.wanted):,.0f} of {float(quota.asked):,.0f} tokens"
+                say(f"shard: {quota.limited_by} lets {domain!r} give {missing} to the {name} mix", "yellow")
+    return streams | ({VAL: Stream(dict.fromkeys(held, Chosen(1, 0)), {})} if held else {})
+
+
+def choose(config: Shard, runs: Sequence[Run], stream: str, domain: str, quota: Quota, out: Path) -> Chosen:
+    """Which documents of a domain make up its quota: of the last epoch those that come first in its order."""
+
+    def passes() -> Iterator[tuple[NDArray[np.uint64], NDArray[Any]]]:
+        for one in runs:
+            index = shuffle.load(out / f"{one.name}.npy", shuffle.INDEX)
+            for segment, some in gather.segments(one.segments):
+                if not segment.held_out and segment.domain == domain:
+                    mine = index[some]
+                    yield shuffle.keys(mine["id"], config.seed, stream, quota.epochs), mine["tokens"]
+
+    return Chosen(quota.epochs, shuffle.cuts(passes, [quota.rest])[0] if quota.rest else 0)
+
+
+def tally(taken: Sequence[Mapping[str, Sequence[int]]]) -> dict[str, tuple[int, int]]:
+    """Documents and tokens of each domain, over all runs."""
+    documents: Counter[str] = Counter()
+    tokens: Counter[str] = Counter()
+    for one in taken:
+        for domain, (some, size) in one.items():
+            documents[domain] += some
+            tokens[domain] += size
+    return {domain: (documents[domain], tokens[domain]) for domain in sorted(tokens)}
+
+
+def slices(
+    config: Shard, gathering: Gathering, stream: str, total: Mapping[str, tuple[int, int]], budget: int, out: Path
+) -> list[Part]:
+    """
+    The shards of a stream. Shard k holds the documents that begin from token k · shard_tokens on, and before the
+    next shard's. Each is cut into pieces that the budget of a worker allows.
+    """
+    documents, tokens = (sum(pair[place] for pair in total.values()) for place in (0, 1))
+    bytes_per_token = (2 if gathering.vocab_size <= 2**16 else 4) + BYTES_PER_DOCUMENT * documents / tokens
+    most = budget // 4 / bytes_per_token
+    firsts = range(0, tokens, config.shard_tokens)
+    pieces = -(-min(config.shard_tokens, tokens) // int(max(1, most)))
+    targets = [first + config.shard_tokens * piece // pieces for first in firsts for piece in range(pieces)]
+
+    def passes() -> Iterator[tuple[NDArray[np.uint64], NDArray[Any]]]:
+        for name in gathering.runs[stream]:
+            table = shuffle.load(out / f"{name}.{stream}.npy", shuffle.PLACED)
+            yield table["key"], table["tokens"]
+
+    found = [*shuffle.cuts(passes, targets), shuffle.END]
+    stretches = [found[place : place + pieces + 1] for place in range(0, len(found) - 1, pieces)]
+    whole = [stretch for stretch in stretches if stretch[0] < stretch[-1]]  # one document may fill more than a shard
+    size = tokens * 2 // len(whole)
+    return [
+        Part(f"{stream}-{number:05d}", Slice(stream, sorted(set(stretch)), number, len(whole)), size)
+        for number, stretch in enumerate(whole)
+    ]
+
+
+def held_out_files(gathering: Gathering, out: Path) -> Iterator[Part]:
+    """Files of held-out documents, each of about as much text, in the order of the shards of `val`."""
+
+    def passes() -> Iterator[tuple[NDArray[np.uint64], NDArray[Any]]]:
+        for name in gathering.held_out:
+            for batch in document.part_batches(out / name, ["id", "text"]):
+                yield gather.held_out_keys(batch, gathering.seed)
+
+    size = sum(int(lengths.sum()) for _, lengths in passes())
+    cuts = shuffle.cuts(passes, range(0, max(size, 1), HELD_OUT_BYTES))
+    found = sorted({*cuts, shuffle.END})
+    for number, (low, high) in enumerate(pairwise(found)):
+        yield Part(f"part-{number:05d}", Slice(VAL, [low, high], number, len(found) - 1), HELD_OUT_BYTES)
+
+
+def stats(
+    streams: Mapping[str, Stream],
+    totals: Mapping[str, Mapping[str, tuple[int, int]]],
+    train: Mapping[str, int],
+    tokenizer: Tokenizer,
+) -> dict[str, Any]:
+    documents, tokens = (
+        {name: {domain: pair[place] for domain, pair in total.items()} for name, total in totals.items()}
+        for place in (0, 1)
+    )
+    mixes = {
+        name: reached(stream.quotas, train, tokens[name], documents[name])
+        for name, stream in streams.items()
+        if name != VAL
+    }
+    told: dict[str, Any] = {
+        "tokens": sum(tokens[TRAIN].values()),
+        "documents": sum(documents[TRAIN].values()),
+        "held_out_tokens": sum(tokens.get(VAL, {}).values()),
+        "held_out_documents": sum(documents.get(VAL, {}).values()),
+        "tokenizer": tokenizer.hash,
+        "mix": mixes[TRAIN],
+    }
+    if ANNEAL in mixes:
+        told |= {"anneal_tokens": sum(tokens[ANNEAL].values()), "anneal_documents": sum(documents[ANNEAL].values())}
+        told["anneal"] = mixes[ANNEAL]
+    return told

@@ -1,64 +1,113 @@
-"""The stage `tokenizer`: documents -> a tokenizer, and how well it does by domain."""
+"""The stage `tokenizer`: documents -> a tokenizer, trained or imported, and how well it does by domain and language."""
 
-from collections import defaultdict
-from collections.abc import Iterator, Mapping
+import os
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from bloomery.core.errors import DataError
-from bloomery.core.files import sha256_bytes
+from bloomery.core.files import canonical, sha256_bytes, sha256_file
 from bloomery.core.log import say
 from bloomery.data import document
 from bloomery.data.holdout import LARGEST_SHARE, is_held_out
-from bloomery.stages.config import Vocabulary
+from bloomery.tokenizer import importers, measure, pieces
+from bloomery.tokenizer.config import AnyKind, ByteBpe, Imported, SentencePiece
+from bloomery.tokenizer.quick import Encoder
+from bloomery.tokenizer.sample import Sample
+from bloomery.tokenizer.tokenizer import Tokenizer
 from bloomery.tokenizer.train import train
 
+Texts = Mapping[str, Sequence[str]]
+"""Documents by domain."""
+UNSEEN = 10
+"""One in so many bytes is measured on documents that nothing was learned from."""
 
-def run(config: Vocabulary, inputs: Mapping[str, Path], out: Path) -> dict[str, Any]:
-    folder = inputs["dedup"] / "kept"
-    texts = sample(folder, config.sample_bytes)
-    tokenizer = train((text for domain in sorted(texts) for text in texts[domain]), config.vocab_size)
+
+def digest(config: AnyKind) -> str:
+    """A hash of the files that are imported, for the stage's fingerprint; "" where nothing is."""
+    if not isinstance(config, Imported):
+        return ""
+    return sha256_bytes(canonical([sha256_file(file) for file in importers.files(config.path)]))
+
+
+def vocab_size(config: AnyKind) -> int:
+    """How many ids the section asks for, or an imported tokenizer has. Raises DataError."""
+    if isinstance(config, Imported):
+        return importers.load(config.path, config.pattern).vocab_size
+    return config.vocab_size
+
+
+def run(config: AnyKind, inputs: Mapping[str, Path], out: Path) -> dict[str, Any]:
+    """Write out/tokenizer.json. Raises DataError where a domain that was asked for has no document."""
+    seen, unseen = sample(document.handed_on(inputs["dedup"]), config)
+    texts = seen.texts()
+    tokenizer = _made(config, texts)
+    tokenizer.save(out)
+    encoder = Encoder(tokenizer)
+    others = unseen.texts()
+    counts = measure.used(tokenizer, encoder, texts)
+    return {
+        "kind": config.kind,
+        "vocab_size": tokenizer.vocab_size,
+        "hash": tokenizer.hash,
+        "special": tokenizer.special,
+        "sample": {domain: _taken(seen, domain, some) for domain, some in texts.items()},
+        "bytes_per_token": measure.bytes_per_token(texts, counts),
+        "bytes_per_token_unseen": measure.bytes_per_token(others, measure.used(tokenizer, encoder, others)),
+        "fertility": measure.fertility(encoder, texts, config.languages),
+        "unused_tokens": measure.unused(tokenizer, counts),
+        "gpt2": _compared(config.gpt2, others or texts),
+        **encoder.facts(),
+    }
+
+
+def sample(folder: Path, config: AnyKind) -> tuple[Sample, Sample]:
+    """
+    The documents to learn from, and others to measure on: some of those that a recipe may hold out.
+
+    Raises DataError where nothing is left, or nothing of a domain that was asked for.
+    """
+    weights = {share.domain: share.weight for share in config.weights}
+    seen, unseen = Sample(config.sample_bytes, weights), Sample(max(1, config.sample_bytes // UNSEEN), weights)
+    for row in document.read(folder, ["id", "domain", "text"]):
+        held = is_held_out(row["text"], LARGEST_SHARE)
+        (unseen if held else seen).add(row["domain"], row["id"], row["text"])
+    if missing := seen.missing():
+        known = ", ".join(sorted(domain for domain, size in seen.seen_bytes.items() if size)) or "none"
+        cure = f"Of the domains asked for, these have documents: {known}. Fetch more, or filter less."
+        raise DataError(f"no documents of the domain {missing[0]!r} are left", where=str(folder), cure=cure)
+    if not seen.seen_bytes:
+        raise DataError("no documents are left", where=str(folder), cure="Fetch more, or filter less.")
+    return seen, unseen
+
+
+def _made(config: AnyKind, texts: Texts) -> Tokenizer:
+    every = (text for some in texts.values() for text in some)
+    match config:
+        case ByteBpe():
+            tokenizer = train(every, config.vocab_size, config.pattern)
+        case SentencePiece():
+            tokenizer = pieces.train(every, config)
+        case Imported():
+            return importers.load(config.path, config.pattern)
     if tokenizer.vocab_size < config.vocab_size:
         say(f"the text holds only {tokenizer.vocab_size} of {config.vocab_size} ids", style="yellow")
-    tokenizer.save(out)
-    ratios = {}
-    for domain, some in texts.items():
-        ids = sum(map(len, tokenizer.encode_batch(some)))
-        ratios[domain] = round(sum(len(text.encode()) for text in some) / max(ids, 1), 3)
-    return {"vocab_size": tokenizer.vocab_size, "hash": tokenizer.hash, "bytes_per_token": ratios}
+    return tokenizer
 
 
-def sample(folder: Path, sample_bytes: int) -> dict[str, list[str]]:
-    """
-    About `sample_bytes` of text, the same share of every domain (or all that a domain has), documents by hash.
-
-    Documents that a recipe could hold out are left out. Raises DataError where nothing is left.
-    """
-    sizes: dict[str, int] = defaultdict(int)
-    for row in _documents(folder):
-        sizes[row["domain"]] += len(row["text"].encode())
-    if not sizes:
-        raise DataError("no documents are left", where=str(folder), cure="Fetch more, or filter less.")
-    keep = _shares(sizes, sample_bytes)
-    chosen: dict[str, list[str]] = {domain: [] for domain in sizes}
-    for row in _documents(folder):
-        if int(sha256_bytes(row["id"].encode())[:8], 16) < keep[row["domain"]] * 2**32:
-            chosen[row["domain"]].append(row["text"])
-    return chosen
+def _taken(seen: Sample, domain: str, some: Sequence[str]) -> dict[str, Any]:
+    taken = sum(len(text.encode()) for text in some)
+    share = round(taken / seen.seen_bytes[domain], 4)
+    return {"bytes": taken, "documents": len(some), "of_documents": seen.seen_documents[domain], "share": share}
 
 
-def _shares(sizes: Mapping[str, int], budget: int) -> dict[str, float]:
-    """Which share of each domain fills the budget evenly; what small domains leave goes to the larger ones."""
-    shares: dict[str, float] = {}
-    left, remaining = budget, sorted(sizes, key=lambda domain: sizes[domain])
-    while remaining:
-        domain = remaining.pop(0)
-        part = min(sizes[domain], left // (len(remaining) + 1))
-        shares[domain] = part / max(sizes[domain], 1)
-        left -= part
-    return shares
-
-
-def _documents(folder: Path) -> Iterator[document.Row]:
-    rows = document.read(folder, ["id", "domain", "text"])
-    return (row for row in rows if not is_held_out(row["text"], LARGEST_SHARE))
+def _compared(folder: Path | None, texts: Texts) -> dict[str, Any]:
+    """Bytes per token of GPT-2's tokenizer on the same texts; why not, where its files are neither named nor found."""
+    if folder is None:
+        shared = os.environ.get("BLOOMERY_SHARED")
+        folder = Path(shared) / "data" / "tokenizer" if shared else None
+        if folder is None or not folder.is_dir():
+            return {"compared": False, "because": "tokenizer.gpt2 names no folder with its vocab.bpe and encoder.json"}
+    theirs = importers.load(folder)
+    counts = measure.used(theirs, Encoder(theirs), texts)
+    return {"compared": True, "bytes_per_token": measure.bytes_per_token(texts, counts)}

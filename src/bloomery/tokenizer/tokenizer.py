@@ -1,7 +1,8 @@
 """
-Text to ids and back, without loss, and without a way for text to become a special token.
+Text to ids and back, without a way for text to become a special token.
 
-A thin hold on the `tokenizers` library: byte-level BPE, so that every text has ids and every id has bytes.
+A thin hold on the `tokenizers` library. Byte-level BPE is without loss: every text has ids, every id has bytes. What
+comes from SentencePiece writes spaces as U+2581, and so gives that sign back as a space.
 """
 
 import json
@@ -16,6 +17,8 @@ from bloomery.core.errors import DataError
 from bloomery.core.files import canonical, sha256_bytes, whole_file
 
 FILE = "tokenizer.json"
+SPACE = "\u2581"
+"""What SentencePiece writes for a space."""
 
 DOCUMENT = "<|endoftext|>"
 """Opens every document and every conversation. Wherever it stands, a new context begins."""
@@ -73,7 +76,11 @@ class Tokenizer:
 
     @property
     def vocab_size(self) -> int:
-        return self._inner.get_vocab_size(with_added_tokens=True)
+        return self._size
+
+    @cached_property
+    def _size(self) -> int:
+        return max(self._inner.get_vocab(with_added_tokens=True).values()) + 1
 
     def encode(self, text: str) -> list[int]:
         return self._inner.encode(text, add_special_tokens=False).ids
@@ -84,7 +91,8 @@ class Tokenizer:
 
     def decode(self, ids: Sequence[int]) -> str:
         """Text of ids, special tokens left out; bytes that are no UTF-8 become U+FFFD."""
-        return self.decode_bytes(ids).decode("utf-8", "replace")
+        text = self.decode_bytes(ids).decode("utf-8", "replace")
+        return text[1:] if self._puts_space_first and text.startswith(" ") else text
 
     def decode_bytes(self, ids: Sequence[int]) -> bytes:
         """The exact bytes of ids; special tokens have none."""
@@ -92,14 +100,36 @@ class Tokenizer:
         return b"".join(table[id] for id in ids)
 
     @cached_property
+    def _puts_space_first(self) -> bool:
+        """Whether every text gets a space in front, which is no part of it: so did the first Llama's."""
+        return '"Prepend"' in json.dumps(self.spec["normalizer"])
+
+    @cached_property
+    def special_ids(self) -> frozenset[int]:
+        """Of all special tokens, also such as an imported tokenizer brought along: no text becomes one of them."""
+        return frozenset(token["id"] for token in self.spec["added_tokens"] if token["special"])
+
+    @cached_property
     def _bytes(self) -> list[bytes]:
-        names = {id: name for name, id in self._inner.get_vocab(with_added_tokens=True).items()}
-        special = set(self.special.values())
-        alphabet = {letter: byte for byte, letter in byte_letters().items()}
-        return [
-            b"" if id in special or id not in names else bytes(alphabet[letter] for letter in names[id])
-            for id in range(self.vocab_size)
-        ]
+        table = [b""] * self.vocab_size
+        added = {token["content"] for token in self.spec["added_tokens"]}
+        unknown = self.spec["model"].get("unk_token")
+        by_bytes = "ByteLevel" in json.dumps(self.spec["decoder"])
+        for name, id in self._inner.get_vocab(with_added_tokens=True).items():
+            if id not in self.special_ids and name != unknown:
+                table[id] = _piece(name) if not by_bytes else name.encode() if name in added else _letters(name)
+        return table
+
+
+def _letters(name: str) -> bytes:
+    return bytes(_BYTES[letter] for letter in name)
+
+
+def _piece(name: str) -> bytes:
+    """The bytes of a piece as SentencePiece writes it: U+2581 for a space, <0xNN> for a byte."""
+    if len(name) == 6 and name.startswith("<0x") and name.endswith(">"):
+        return bytes([int(name[3:5], 16)])
+    return name.replace(SPACE, " ").encode()
 
 
 def byte_letters() -> dict[int, str]:
@@ -113,3 +143,6 @@ def byte_letters() -> dict[int, str]:
     letters = {byte: chr(byte) for byte in printable}
     others = [byte for byte in range(256) if byte not in letters]
     return letters | {byte: chr(0x100 + place) for place, byte in enumerate(others)}
+
+
+_BYTES = {letter: byte for byte, letter in byte_letters().items()}

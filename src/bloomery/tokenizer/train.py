@@ -18,12 +18,10 @@ def train(texts: Iterable[str], vocab_size: int, pattern: PatternName = "qwen2")
 
     Longer words than LONGEST_WORD are learned from in pieces. Encoding leaves them whole.
     """
-    inner = tokenizers.Tokenizer(models.BPE())
-    words = pre_tokenizers.Split(Regex(PATTERNS[pattern].regex), behavior="isolated")
+    inner = byte_level(models.BPE(), pattern)
+    words, letters = inner.pre_tokenizer
     pieces = pre_tokenizers.Split(Regex(rf"[\s\S]{{1,{LONGEST_WORD}}}"), behavior="isolated")
-    letters = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     inner.pre_tokenizer = pre_tokenizers.Sequence([words, pieces, letters])
-    inner.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
         vocab_size=vocab_size,
         special_tokens=list(SPECIAL),
@@ -33,3 +31,13 @@ def train(texts: Iterable[str], vocab_size: int, pattern: PatternName = "qwen2")
     inner.train_from_iterator(texts, trainer)
     inner.pre_tokenizer = pre_tokenizers.Sequence([words, letters])
     return Tokenizer(inner)
+
+
+def byte_level(model: models.BPE, pattern: PatternName) -> tokenizers.Tokenizer:
+    """A byte-level BPE that cuts words by one of PATTERNS."""
+    inner = tokenizers.Tokenizer(model)
+    words = pre_tokenizers.Split(Regex(PATTERNS[pattern].regex), behavior="isolated")
+    letters = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    inner.pre_tokenizer = pre_tokenizers.Sequence([words, letters])
+    inner.decoder = decoders.ByteLevel()
+    return inner

@@ -18,7 +18,7 @@ from bloomery.hw import device as devices
 from bloomery.hw.device import Device
 from bloomery.model.cost import cost
 from bloomery.model.transformer import Transformer
-from bloomery.shards.loader import IGNORE, Samples, batches
+from bloomery.shards.loader import IGNORE, Course, Samples, batches
 from bloomery.tokenizer.chat import Renderer
 from bloomery.train.config import Training
 from bloomery.train.loop import Hook, State, micro_batch_loss, train
@@ -41,7 +41,7 @@ class Session:
     config: Training
     model: Transformer
     renderer: Renderer
-    samples: Samples
+    samples: Samples | Course
     validation: Samples
     lineage: Lineage
     out: Path
@@ -82,7 +82,7 @@ class Session:
             "steps": state.step,
             "tokens": state.step * self.tokens_per_step,
             "supervised_tokens": state.tokens,
-            "epochs": round(state.samples / self.samples.num_samples, 3),
+            "epochs": round(self.samples.epochs(state.samples), 3),
             "loss": round(state.metrics["loss"], 5) if state.metrics else None,
             "validation_loss": self._validation_loss(state, device),
             "tokens_per_second": round(steps * self.tokens_per_step / seconds) if steps else None,

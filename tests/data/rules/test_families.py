@@ -1,13 +1,11 @@
-import string
-from collections import Counter
+from pathlib import Path
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from bloomery.core.config import build
-from bloomery.core.errors import ConfigError
-from bloomery.data.rules import C4, Code, FineWeb, Gopher, Length, Repetition, Rule, first_reason, reason
+from bloomery.core.errors import ConfigError, DataError
+from bloomery.data.rules import C4, Code, FineWeb, Gopher, Length, Repetition, Rule
+from bloomery.data.rules.judge import Documents, judge
 from bloomery.stages.config import Filter
 
 PROSE = (
@@ -19,22 +17,22 @@ PROSE = (
 )
 
 
-def name(rule: Rule, text: str) -> str | None:
-    found = reason(rule, text)
-    return found[0] if found else None
+def found(rule: Rule, text: str, name: str = "1", address: str | None = None) -> tuple[str, float] | None:
+    verdicts = judge([rule], Documents([text], ["web"], [address], [name]))
+    return None if verdicts.reasons[0] is None else (verdicts.reasons[0], verdicts.values[0])
 
 
 @pytest.mark.parametrize("rule", [Length(), Gopher(), Repetition(), C4(), FineWeb(), Code()])
 def test_ordinary_prose_passes_every_rule(rule: Rule) -> None:
     text = PROSE.replace(". ", ".\n") if isinstance(rule, Code) else PROSE
-    assert reason(rule, text) is None
+    assert found(rule, text) is None
 
 
 @pytest.mark.parametrize("rule", [Length(), Gopher(), Repetition(), C4(), FineWeb(), Code()])
 @pytest.mark.parametrize("text", ["", " ", "\n\n", "a", "\u2028", "💥" * 100, "x" * 10_000, "{" * 100], ids=range(8))
 def test_odd_texts_get_a_verdict_and_no_error(rule: Rule, text: str) -> None:
-    found = reason(rule, text)
-    assert found is None or found[0].startswith(f"{rule.kind}.")
+    verdict = found(rule, text)
+    assert verdict is None or verdict[0].startswith(f"{rule.kind}.")
 
 
 @pytest.mark.parametrize(
@@ -53,13 +51,15 @@ def test_odd_texts_get_a_verdict_and_no_error(rule: Rule, text: str) -> None:
         (Gopher(), "the of and 12345 678 90.12 " * 30, "gopher.few_alphabetic_words"),
         (Gopher(), "Kannitverstan wohnt irgendwo hinter Amsterdam " * 20, "gopher.few_stop_words"),
         (Repetition(), "same line here\n" * 5 + PROSE, "repetition.duplicate_lines"),
-        (Repetition(), PROSE + "\n\n" + PROSE, "repetition.duplicate_lines"),
+        (Repetition(), PROSE + "\n\n" + PROSE, "repetition.duplicate_paragraphs"),
         (Repetition(), PROSE + " buy cheap pills now" * 40, "repetition.top_2gram"),
         (Repetition(), PROSE + " " + PROSE.split("\n")[0], "repetition.duplicate_5grams"),
         (C4(), PROSE + " Lorem ipsum dolor.", "c4.lorem_ipsum"),
-        (C4(), PROSE + " {x}", "c4.curly_bracket"),
+        (C4(), PROSE.replace("small", "{small}"), "c4.curly_bracket"),
         (C4(), "One sentence only, without an end", "c4.too_few_sentences"),
-        (C4(), "Please enable JavaScript.\nWe use cookies.\nA. B. C.", "c4.policy_lines"),
+        (C4(), "Please enable JavaScript.\nWe use cookies.\n" * 9, "c4.too_few_sentences"),
+        (C4(min_kept_lines=0.9), PROSE.replace(". ", ".\n") + "\nHome\nAbout\nContact", "c4.few_kept_lines"),
+        (C4(bad_words=("glassy pieces",)), PROSE.replace(". ", ".\n"), "c4.bad_words"),
         (FineWeb(), "Home\nAbout\nContact us today for more\n" * 3, "fineweb.few_line_ends"),
         (FineWeb(), "Short one.\nAnother.\nThird.", "fineweb.short_lines"),
         (
@@ -76,61 +76,61 @@ def test_odd_texts_get_a_verdict_and_no_error(rule: Rule, text: str) -> None:
     ],
 )
 def test_what_a_rule_is_for_is_dropped_by_its_name(rule: Rule, text: str, expected: str) -> None:
-    assert name(rule, text) == expected
+    verdict = found(rule, text)
+    assert verdict is not None
+    assert verdict[0] == expected
 
 
 def test_the_value_is_the_one_the_rule_saw() -> None:
-    assert reason(Gopher(), "three little words") == ("gopher.too_few_words", 3)
-    assert reason(Code(max_line_characters=5), "abc\nabcdefg") == ("code.long_line", 7)
+    assert found(Gopher(), "three little words") == ("gopher.too_few_words", 3)
+    assert found(Code(max_line_characters=5), "abc\nabcdefg") == ("code.long_line", 7)
 
 
-def test_a_rule_applies_to_its_domains_only_and_the_first_broken_one_speaks() -> None:
-    rules = (Code(domains=("code",)), Length(min_characters=1000, domains=("web",)), Length(min_characters=2000))
-    long_line = "x" * 1500
-    assert first_reason(rules, "code", long_line) == ("code.long_line", 1500)
-    assert first_reason(rules, "web", long_line) == ("length.too_short", 1500)
-    assert first_reason(rules, "web", "x" * 3000) is None
-    assert first_reason((), "web", "") is None
+PAGE = "<!DOCTYPE html><html><head><script>var a = 1;</script><style>p {}</style></head><body>%s</body></html>"
 
 
-def top_share(words: list[str], n: int) -> float:
-    """The largest share of word characters in one n-gram that comes twice or more."""
-    grams = Counter(tuple(words[start : start + n]) for start in range(len(words) - n + 1))
-    top = max(grams.values(), default=0)
-    if top < 2:
-        return 0.0
-    longest = max(len("".join(gram)) for gram, count in grams.items() if count == top)
-    return min(1.0, top * longest / len("".join(words)))
+def test_markup_without_text_is_dropped_and_a_page_with_text_stays() -> None:
+    rule = Code(max_line_characters=10**6, max_mean_line_characters=10**6)
+    assert found(rule, PAGE % "<p>Hi</p>") == ("code.few_visible_characters", 2)
+    assert found(rule, PAGE % ("<div class='a'></div>" * 200 + "word " * 30)) == pytest.approx(
+        ("code.markup", 149 / len(PAGE % ("<div class='a'></div>" * 200 + "word " * 30)))
+    )
+    assert found(rule, PAGE % f"<p>{PROSE}</p>") is None
+    assert found(rule, "<p>no text</p><script>", "pages/a.html") == ("code.few_visible_characters", 7)
 
 
-def duplicate_share(words: list[str], n: int) -> float:
-    seen: set[tuple[str, ...]] = set()
-    covered: set[int] = set()
-    for start in range(len(words) - n + 1):
-        gram = tuple(words[start : start + n])
-        if gram in seen:
-            covered.update(range(start, start + n))
-        seen.add(gram)
-    return sum(len(words[spot]) for spot in covered) / max(1, len("".join(words)))
+def test_data_files_are_known_by_the_end_of_their_name_or_address() -> None:
+    rule = Code(max_line_characters=10**6, max_mean_line_characters=10**6)
+    data = '{"name": "value"}'
+    assert found(rule, data, "a/b.json") == ("code.short_data", 17)
+    assert found(rule, data, "7", "https://x.org/a.YML?raw=1") == ("code.short_data", 17)
+    assert found(rule, data, "a/b.py") is None
+    assert found(rule, data * 400, "b.json") == ("code.long_data", 6800)
+    assert found(rule, "name: 1234 5678\n" * 10, "b.yaml") == ("code.few_letters", 0.25)
 
 
-@given(st.lists(st.sampled_from(["a", "bb", "ccc", "dd"]), max_size=60))
-def test_repetition_equals_counting_ngrams_by_hand(words: list[str]) -> None:
-    free = {"max_duplicate_lines": 1.0, "max_duplicate_paragraphs": 1.0}
-    for n in (2, 3, 4):
-        limits = tuple(0.0 if other == n else 1.0 for other in (2, 3, 4))
-        found = reason(Repetition(max_top_ngrams=limits, max_duplicate_ngrams=(), **free), " ".join(words))
-        assert (found[1] if found else 0.0) == pytest.approx(top_share(words, n))
-    for n in (5, 6):
-        limits = tuple(0.0 if other == n else 1.0 for other in (5, 6))
-        found = reason(Repetition(max_top_ngrams=(), max_duplicate_ngrams=limits, **free), " ".join(words))
-        assert (found[1] if found else 0.0) == pytest.approx(duplicate_share(words, n))
+@pytest.mark.parametrize(
+    ("text", "name", "expected"),
+    [
+        ("x = 1\ny = 2\n" * 20, "a.py", "code.few_comments"),
+        ("# only words\n" * 20 + "x = 1", "a.py", "code.many_comments"),
+        ('"""' + PROSE + '"""\nx = 1', "a.py", "code.many_comments"),
+        ("/* all\n of\n it */ int a;\nint c = b + 4;\n", "a.c", None),
+        ("// said\nint main() { return 0; }\n", "a.rs", None),
+        ("x = 1\n" * 20, "a.unknown", None),
+    ],
+)
+def test_comments_are_counted_where_their_language_is_known(text: str, name: str, expected: str | None) -> None:
+    verdict = found(Code(min_comments=0.01, max_comments=0.8, max_mean_line_characters=1000), text, name)
+    assert (verdict and verdict[0]) == expected
 
 
-@given(st.text(alphabet=string.printable + "é…\u2028", max_size=300))
-def test_no_text_makes_a_rule_fail(text: str) -> None:
-    for rule in (Length(), Gopher(min_words=0), Repetition(), C4(min_sentences=0), FineWeb(), Code()):
-        reason(rule, text)
+def test_bad_words_may_stand_in_a_file_and_a_missing_file_is_named(tmp_path: Path) -> None:
+    text = PROSE.replace(". ", ".\n")
+    (tmp_path / "bad.txt").write_text("# a list\nnothing\n\nCharcoal and\n")
+    assert found(C4(bad_words_path=tmp_path / "bad.txt"), text) == ("c4.bad_words", 1)
+    with pytest.raises(DataError, match=r"missing\.txt: cannot be read"):
+        found(C4(bad_words_path=tmp_path / "missing.txt"), text)
 
 
 def test_a_recipe_names_rules_by_kind_and_an_unknown_threshold_is_explained() -> None:

@@ -1,0 +1,101 @@
+"""
+Where downloaded files are kept: one folder for all runs, each file under the name of its content, whole or begun.
+
+    $BLOOMERY_CACHE or ~/.cache/bloomery
+      blobs/ab/sha256-ab12….parquet            a file, whole and checked
+      blobs/ab/sha256-ab12….parquet.partial    one that is begun, and beside it .from.json: where its bytes came from
+      hub/OWNER--NAME/                         which commit a revision was, and the files of that commit
+      addresses/                               what a plain address last said about its file
+
+Nothing in it is needed: what is missing is downloaded again. Nothing is removed from it by a run.
+"""
+
+import os
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from io import FileIO
+from pathlib import Path, PurePosixPath
+from typing import Any, Literal, NamedTuple
+
+from bloomery.core import files
+from bloomery.core.log import say
+
+if sys.platform != "win32":
+    import fcntl
+
+LONGEST_SUFFIXES = 24
+
+
+class Content(NamedTuple):
+    """
+    What a file's content is called before it is downloaded.
+
+    `sha256` and `git` (the name of a blob in git: sha1 over a header and the bytes) can be checked afterwards; `etag`
+    is a hash of an address and of the version that its server names, and is only as good as that server.
+    """
+
+    kind: Literal["sha256", "git", "etag"]
+    value: str
+
+
+def root() -> Path:
+    """The cache folder."""
+    return Path(os.environ.get("BLOOMERY_CACHE") or "~/.cache/bloomery").expanduser()
+
+
+def place(content: Content, name: str) -> Path:
+    """Where a file of this content is, or will be. It keeps the suffixes of `name`, which say its format."""
+    suffixes = "".join(PurePosixPath(name).suffixes)[-LONGEST_SUFFIXES:]
+    return root() / "blobs" / content.value[:2] / f"{content.kind}-{content.value}{suffixes}"
+
+
+def dataset_folder(dataset: str) -> Path:
+    return root() / "hub" / dataset.replace("/", "--")
+
+
+def known(path: Path) -> Any:
+    """The JSON value that was noted in the cache, or None where nothing whole is there."""
+    try:
+        return files.read_json(path)
+    except (FileNotFoundError, ValueError):
+        return None
+
+
+def note(path: Path, value: Any) -> None:
+    """Note a JSON value in the cache, for other processes too."""
+    with locked(path):
+        files.write_json(path, value)
+
+
+def append(file: FileIO, data: bytes) -> None:
+    """
+    Write all of the bytes at once, so that a process that is killed has left what it was given.
+
+    Raises RunError where the disk is full.
+    """
+    rest = memoryview(data)
+    with files.disk_errors(Path(str(file.name))):
+        while rest:
+            rest = rest[file.write(rest) :]  # a disk that gets full takes a part, and then raises
+
+
+@contextmanager
+def locked(path: Path) -> Iterator[None]:
+    """
+    Hold a place in the cache for this process; another one waits. The lock goes with its process.
+
+    On Windows nothing is held.
+    """
+    lock = path.with_name(path.name + ".lock")
+    with files.disk_errors(lock):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        handle = lock.open("ab")
+    with handle:
+        if sys.platform != "win32":
+            try:
+                fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                say(f"waiting for another process that writes {path.name}", style="dim")
+                fcntl.flock(handle, fcntl.LOCK_EX)
+        yield

@@ -1,0 +1,174 @@
+"""What is done to each part of a corpus to find its duplicates: signatures, sets of shingles, comparisons of pairs."""
+
+import zlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+from numpy.typing import NDArray
+
+from bloomery.core import files
+from bloomery.core.errors import DataError
+from bloomery.data import document, minhash
+from bloomery.data.engine import Part, Record
+from bloomery.data.shingles import Hashes, blocks, jaccard, shingle_set, shingles
+
+EDGE = pa.schema([("late", pa.uint32()), ("early", pa.uint32()), ("jaccard", pa.float64())])
+
+PLACE = pa.schema([("doc", pa.int64()), ("file", pa.string()), ("first", pa.int64()), ("size", pa.int64())])
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings(minhash.Settings):
+    verify: bool = True
+    min_jaccard: float = 0.8
+
+
+@dataclass(frozen=True, kw_only=True)
+class Corpus:
+    """Files of documents, and how many documents stand before each of them."""
+
+    paths: Sequence[Path]
+    begins: Sequence[int]
+    documents: int
+
+    @classmethod
+    def of(cls, paths: Sequence[Path]) -> "Corpus":
+        """Raises DataError where two files have the same name: their documents go to files of that name."""
+        names = [path.stem for path in paths]
+        if twice := sorted({name for name in names if names.count(name) > 1}):
+            cure = "Give the files names of their own."
+            raise DataError(f"two files of documents have the name {twice[0]!r}", cure=cure)
+        counts = [document.count_part(path) for path in paths]
+        return cls(paths=paths, begins=np.cumsum([0, *counts])[:-1].tolist(), documents=sum(counts))
+
+    def parts(self, **more: Any) -> list[Part]:
+        """One for each file."""
+        return [
+            Part(path.stem, {"path": str(path), "begin": begin, **more}, path.stat().st_size)
+            for path, begin in zip(self.paths, self.begins, strict=True)
+        ]
+
+
+def _schema(keys: int) -> pa.Schema:
+    numbers = ("checksum", "d0", "d1", *(f"k{key:02d}" for key in range(keys)))
+    return pa.schema(
+        [
+            pa.field("doc", pa.int64()),
+            pa.field("id", pa.string()),
+            pa.field("barred", pa.bool_()),
+            pa.field("length", pa.int64()),
+            pa.field("shingles", pa.int64()),
+            *(pa.field(name, pa.uint64()) for name in numbers),
+        ]
+    )
+
+
+def sign(settings: Settings, part: Part, out: Path) -> Record:
+    """Write signatures/NAME.parquet: what grouping needs to know of each document."""
+    name = f"signatures/{part.name}.parquet"
+    schema = _schema(settings.keys)
+    barred = _barred(part)
+    rows, num_bytes = 0, 0
+    with files.whole_file(out / name) as file, pq.ParquetWriter(file, schema, compression="lz4") as writer:
+        for batch in document.part_batches(Path(part.given["path"]), ["id", "text"]):
+            texts = batch.column("text").to_pylist()
+            found = [shingles(texts[a:b], settings.shingles, settings.shingle_size) for a, b in blocks(texts)]
+            minima = np.concatenate([minhash.minima(one, settings) for one in found], axis=1)
+            digests = np.concatenate([one.digests for one in found])
+            counts = np.concatenate([np.diff(one.bounds) for one in found])
+            raw = [text.encode() for text in texts]
+            num_bytes += sum(map(len, raw))
+            numbers = np.arange(rows, rows + len(texts))
+            columns = [
+                pa.array(numbers + part.given["begin"]),
+                batch.column("id"),
+                pa.array(np.isin(numbers, barred)),
+                pa.array([len(text) for text in texts], pa.int64()),
+                pa.array(counts),
+                pa.array([zlib.crc32(one) for one in raw], pa.uint64()),
+                *(pa.array(column) for column in (*digests.T, *minhash.band_keys(minima, settings))),
+            ]
+            writer.write_batch(pa.record_batch(columns, schema=schema))
+            rows += len(texts)
+    return {"files": [name], "documents": rows, "bytes": num_bytes}
+
+
+def _barred(part: Part) -> NDArray[np.int64]:
+    """Rows that something else has dropped already."""
+    if "barred" not in part.given:
+        return np.zeros(0, np.int64)
+    rows: NDArray[np.int64] = pq.read_table(Path(part.given["barred"]) / f"{part.name}.parquet")["row"].to_numpy()
+    return rows
+
+
+def gather(settings: Settings, part: Part, out: Path) -> Record:
+    """Write sets/NAME.u64, the sets of shingles of the wanted documents, and sets/NAME.parquet, where each is."""
+    rows = pq.read_table(Path(part.given["wanted"]) / f"{part.name}.parquet").column("row").to_numpy()
+    names = [f"sets/{part.name}.{kind}" for kind in ("u64", "parquet")]
+    sizes: list[int] = []
+    begin = 0
+    with files.whole_file(out / names[0]) as file:
+        for batch in document.part_batches(Path(part.given["path"]), ["text"]):
+            mine = rows[np.searchsorted(rows, begin) : np.searchsorted(rows, begin + batch.num_rows)] - begin
+            begin += batch.num_rows
+            texts = batch.take(pa.array(mine)).column("text").to_pylist()
+            for a, b in blocks(texts):
+                found = shingles(texts[a:b], settings.shingles, settings.shingle_size)
+                for first, last in pairwise(found.bounds.tolist()):
+                    one = shingle_set(found.hashes[first:last])
+                    sizes.append(len(one))
+                    file.write(one.data)
+    offsets = np.cumsum([0, *sizes])[:-1]
+    columns = [rows + part.given["begin"], [part.name] * len(rows), offsets, sizes]
+    with files.whole_file(out / names[1]) as file:
+        pq.write_table(pa.table(columns, schema=PLACE), file)
+    return {"files": names, "documents": len(rows)}
+
+
+class _Sets:
+    """Sets of shingles, read from the files of `gather`."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._open: dict[str, BinaryIO] = {}
+
+    def read(self, file: str, first: int, size: int) -> Hashes:
+        if file not in self._open:
+            if len(self._open) >= 200:  # of the descriptors that a process may have
+                self.close()
+            self._open[file] = (self._folder / f"{file}.u64").open("rb", buffering=0)
+        self._open[file].seek(8 * first)
+        return np.frombuffer(self._open[file].read(8 * size), np.uint64)
+
+    def close(self) -> None:
+        for file in self._open.values():
+            file.close()
+        self._open.clear()
+
+
+def compare(settings: Settings, part: Part, out: Path) -> Record:
+    """Write edges/NAME.parquet: the pairs of one chunk whose Jaccard reaches the limit."""
+    name = f"edges/{part.name}.parquet"
+    pairs = pq.read_table(part.given["pairs"])
+    columns = [pairs.column(key).to_pylist() for key in pairs.column_names]
+    sets = _Sets(out / "sets")
+    late, early, values = [], [], []
+    current, one = -1, np.zeros(0, np.uint64)
+    for a, b, file_a, first_a, size_a, file_b, first_b, size_b in zip(*columns, strict=True):
+        if a != current:
+            current, one = a, sets.read(file_a, first_a, size_a)
+        value = jaccard(one, sets.read(file_b, first_b, size_b))
+        if value >= settings.min_jaccard:
+            late.append(b)
+            early.append(a)
+            values.append(value)
+    sets.close()
+    with files.whole_file(out / name) as file:
+        pq.write_table(pa.table([late, early, values], schema=EDGE), file)
+    return {"files": [name], "compared": pairs.num_rows}

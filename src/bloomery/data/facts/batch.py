@@ -1,0 +1,248 @@
+"""What rules want to know of a batch of documents: each fact is computed once, for all of them at a time."""
+
+from collections.abc import Sequence
+from functools import cached_property
+from typing import NamedTuple
+
+import numpy as np
+import pyarrow as pa
+from numpy.typing import NDArray
+
+from bloomery.data.facts import alphabet
+from bloomery.data.facts.alphabet import Bits, Positions
+
+Flags = NDArray[np.bool_]
+Values = NDArray[np.float64]
+NEWLINE = 10
+
+
+class Spans(NamedTuple):
+    """Pieces of the batch's text, in order: where each begins and ends, and which of them are each document's."""
+
+    starts: Positions
+    ends: Positions
+    first: Positions
+    """The first piece of each document."""
+    last: Positions
+    """One past the last piece of each document."""
+
+    @property
+    def counts(self) -> Positions:
+        return self.last - self.first
+
+
+class Facts:
+    """
+    A batch of texts and where they come from.
+
+    The texts lie one after the other as UTF-8, with a line feed before, between and after them, so that no word and no
+    line reaches from one into the next. Places are bytes; lengths that rules compare are characters.
+    """
+
+    def __init__(self, texts: Sequence[str], addresses: Sequence[str | None], names: Sequence[str]) -> None:
+        """`addresses`: where on the web each text is from, if it is; `names`: their ids, which may end as files do."""
+        self.texts, self.addresses, self.names = texts, addresses, names
+        pieces = [text.encode() for text in texts]
+        self.data = b"\n".join([b"", *pieces, b"", b""])
+        sizes = np.fromiter(map(len, pieces), np.int64, len(pieces))
+        self.ends: Positions = np.cumsum(sizes + 1)
+        self.starts: Positions = self.ends - sizes
+
+    def __len__(self) -> int:
+        return len(self.texts)
+
+    @cached_property
+    def raw(self) -> Bits:
+        return np.frombuffer(self.data, np.uint8)
+
+    @cached_property
+    def _read(self) -> tuple[Bits, Positions, NDArray[np.uint32]]:
+        return alphabet.of_text(self.data)
+
+    @cached_property
+    def bits(self) -> Bits:
+        """What every byte is: see `alphabet`."""
+        return self._read[0]
+
+    @property
+    def leads(self) -> Positions:
+        """Where the characters outside ASCII begin."""
+        return self._read[1]
+
+    @cached_property
+    def _inner(self) -> Positions:
+        return np.flatnonzero(self.bits & alphabet.INNER)
+
+    def characters(self, starts: Positions, ends: Positions) -> Positions:
+        """How many characters lie in each span of bytes."""
+        if not len(self._inner):
+            return ends - starts
+        inner = np.searchsorted(self._inner, ends) - np.searchsorted(self._inner, starts)
+        return np.asarray(ends - starts - inner)
+
+    @cached_property
+    def sizes(self) -> Positions:
+        """Characters of each document."""
+        return self.characters(self.starts, self.ends)
+
+    def each(self, places: Positions) -> Positions:
+        """How many of the places, which ascend, lie in each document."""
+        return np.asarray(np.searchsorted(places, self.ends) - np.searchsorted(places, self.starts))
+
+    def count(self, bit: int) -> Positions:
+        """How many characters of each document have a bit of `alphabet`."""
+        having = (self.bits & bit) > 0
+        spans = zip(self.starts.tolist(), self.ends.tolist(), strict=True)
+        return np.fromiter((np.count_nonzero(having[start:end]) for start, end in spans), np.int64, len(self))
+
+    def places(self, character: str) -> Positions:
+        """Where a character stands."""
+        if character.isascii():
+            return np.flatnonzero(self.raw == ord(character))
+        _, leads, code_points = self._read
+        return np.asarray(leads[code_points == ord(character)])
+
+    @cached_property
+    def lowered(self) -> bytes:
+        """The text with the letters A to Z lowered."""
+        return self.data.lower()
+
+    def find(self, phrase: bytes) -> Positions:
+        """Where a phrase begins, whatever its case in ASCII."""
+        found, spot = [], self.lowered.find(phrase)
+        while spot >= 0:
+            found.append(spot)
+            spot = self.lowered.find(phrase, spot + 1)
+        return np.array(found, np.int64)
+
+    @cached_property
+    def words(self) -> Spans:
+        """What white space separates."""
+        blank = self.bits & alphabet.SPACE
+        edges = np.flatnonzero(blank[1:] != blank[:-1]) + 1
+        starts, ends = edges[0::2], edges[1::2]
+        return Spans(starts, ends, np.searchsorted(starts, self.starts), np.searchsorted(starts, self.ends))
+
+    @cached_property
+    def word_bytes_before(self) -> Positions:
+        """Bytes of all words before each, and of all."""
+        return np.append(0, np.cumsum(self.words.ends - self.words.starts))
+
+    @cached_property
+    def word_sizes(self) -> Positions:
+        """Characters of each document that are not white space."""
+        inner = self._inner[self.bits[self._inner] & alphabet.SPACE == 0]
+        before = self.word_bytes_before
+        return np.asarray(before[self.words.last] - before[self.words.first] - self.each(inner))
+
+    def words_without(self, bit: int) -> Positions:
+        """Which words have no character with this bit. Most show it at once: only the others are looked through."""
+        starts, ends = self.words.starts, self.words.ends
+        doubtful = np.flatnonzero(self.bits[starts] & bit == 0)
+        return np.asarray(doubtful[self.spans_without(bit, starts[doubtful], ends[doubtful])])
+
+    def each_word(self, words: Positions) -> Positions:
+        """How many of the words, given by ascending number, belong to each document."""
+        return np.asarray(np.searchsorted(words, self.words.last) - np.searchsorted(words, self.words.first))
+
+    def last_characters(self, ends: Positions) -> Positions:
+        """Where the last character of each span begins that ends at `ends`."""
+        last = ends - 1
+        while len(longer := np.flatnonzero(self.bits[last] & alphabet.INNER)):
+            last[longer] -= 1
+        return last
+
+    @cached_property
+    def lines(self) -> Spans:
+        """What line feeds separate, as `text.split("\\n")` gives it."""
+        feeds = np.flatnonzero(self.raw[:-1] == NEWLINE)
+        starts, ends = feeds[:-1] + 1, feeds[1:]
+        first = np.searchsorted(starts, self.starts)
+        return Spans(starts, ends, first, np.append(first[1:], len(starts)))
+
+    @cached_property
+    def written(self) -> Spans:
+        """Those lines that hold more than white space."""
+        lines = self.lines
+        first, last = self.words_in(lines)
+        return _only(lines, first < last)
+
+    @cached_property
+    def broken(self) -> Spans:
+        """Lines as `text.splitlines()` gives them; where one ends in \\r\\n, the \\r is left on it."""
+        breaks = np.flatnonzero(self.bits[:-1] & alphabet.BREAK)
+        returns = (self.raw[breaks] == 13) & (self.raw[breaks + 1] == NEWLINE)
+        breaks = breaks[~returns]
+        width = np.where(self.raw[breaks] < 0x80, 1, np.where(self.raw[breaks] < 0xE0, 2, 3))
+        starts, ends = (breaks + width)[:-1], breaks[1:]
+        first = np.searchsorted(starts, self.starts)
+        lines = Spans(starts, ends, first, np.append(first[1:], len(starts)))
+        last = lines.last[lines.counts > 0] - 1
+        whole: Flags = np.ones(len(starts), np.bool_)
+        whole[last] = starts[last] < ends[last]
+        return _only(lines, whole)
+
+    def words_in(self, lines: Spans) -> tuple[Positions, Positions]:
+        """The number of the first word of each line, and one past the last."""
+        starts = self.words.starts
+        return np.searchsorted(starts, lines.starts), np.searchsorted(starts, lines.ends)
+
+    def stripped(self, lines: Spans) -> tuple[Positions, Positions]:
+        """Where lines that all hold words begin and end without the white space around them."""
+        first, after = self.words_in(lines)
+        return self.words.starts[first], self.words.ends[after - 1]
+
+    def lines_with(self, lines: Spans, places: Positions) -> Flags:
+        """Which lines hold one of these places."""
+        found: Flags = np.zeros(len(lines.starts), np.bool_)
+        line = np.searchsorted(lines.starts, places, side="right") - 1
+        inside = line >= 0
+        inside[inside] = places[inside] < lines.ends[line[inside]]
+        found[line[inside]] = True
+        return found
+
+    def begins(self, places: Positions, mark: str) -> Flags:
+        """Whether a mark of at most three bytes stands at each place, none of which is beyond the texts."""
+        found: Flags = np.ones(len(places), np.bool_)
+        for step, byte in enumerate(mark.encode()):
+            found &= self.raw[places + step] == byte
+        return found
+
+    def spans_without(self, bit: int, starts: Positions, ends: Positions) -> Flags:
+        """Which spans, none of them empty, have no character with this bit."""
+        if not len(starts):
+            return np.zeros(0, np.bool_)
+        edges = np.column_stack((starts, ends)).ravel()
+        return np.asarray(np.bitwise_or.reduceat(self.bits, edges)[::2] & bit == 0)
+
+    def repeats(self, spans: Spans) -> Flags:
+        """Whether each piece says what an earlier one of its document does."""
+        repeated: Flags = np.zeros(len(spans.starts), np.bool_)
+        if len(spans.starts) < 2:
+            return repeated
+        bounds = np.column_stack((spans.starts, spans.ends)).ravel()
+        buffers = [None, pa.py_buffer(bounds), pa.py_buffer(self.data)]
+        pieces = pa.LargeBinaryArray.from_buffers(pa.large_binary(), len(bounds) - 1, buffers)
+        codes = pieces.dictionary_encode().indices.to_numpy()[::2].astype(np.int64)
+        document = np.repeat(np.arange(len(self)), spans.counts)
+        _, first = np.unique(document * len(bounds) + codes, return_index=True)
+        repeated[:] = True
+        repeated[first] = False
+        return repeated
+
+
+def _only(spans: Spans, wanted: Flags) -> Spans:
+    """Those pieces alone."""
+    before = np.append(0, np.cumsum(wanted))
+    return Spans(spans.starts[wanted], spans.ends[wanted], before[spans.first], before[spans.last])
+
+
+def sums(values: NDArray[np.int64] | Flags, spans: Spans) -> Positions:
+    """Of one value for each piece, the sum for each document."""
+    before = np.append(0, np.cumsum(values, dtype=np.int64))
+    return np.asarray(before[spans.last] - before[spans.first])
+
+
+def shares(part: NDArray[np.int64], whole: NDArray[np.int64]) -> Values:
+    """part / whole, and 0 where there is nothing to share."""
+    return np.asarray(part / np.maximum(whole, 1))

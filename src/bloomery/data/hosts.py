@@ -1,0 +1,186 @@
+"""
+One request to a web host: redirects, secrets, and what an answer means for the next attempt.
+
+A token goes to the host that it is for and to no other: once a redirect leaves that host, it is not sent again.
+Addresses are shown without their query, where signatures are.
+"""
+
+import os
+import random
+import re
+import time
+import urllib.request
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from email.utils import parsedate_to_datetime
+from functools import cache
+from typing import TypeVar
+from urllib.parse import urljoin, urlsplit
+
+import urllib3
+
+from bloomery import __version__
+from bloomery.core.log import say
+
+FIRST_WAIT_SECONDS, LONGEST_WAIT_SECONDS = 1.0, 60.0
+LONGEST_RETRY_AFTER_SECONDS = 3600.0
+TIMEOUT = urllib3.Timeout(connect=15.0, read=60.0)
+MAX_REDIRECTS = 10
+MOVED = (301, 302, 303, 307, 308)
+PASSING = (408, 425, 429, 500, 502, 503, 504, 520, 521, 522, 523, 524)
+"""Answers after which the same request may succeed."""
+
+T = TypeVar("T")
+
+
+class PassingError(Exception):
+    """The same request may succeed later: after `wait_seconds`, where the server says so."""
+
+    def __init__(self, what: str, wait_seconds: float | None = None) -> None:
+        super().__init__(what)
+        self.wait_seconds = wait_seconds
+
+
+class RefusedError(Exception):
+    """The same request would end the same way; `cure` is what a person can do."""
+
+    def __init__(self, what: str, cure: str = "") -> None:
+        super().__init__(what)
+        self.cure = cure
+
+
+def host(address: str) -> tuple[str, str]:
+    """Scheme and host with port: what a token is for."""
+    parts = urlsplit(address)
+    return parts.scheme, parts.netloc.rpartition("@")[2].lower()
+
+
+def shown(address: str) -> str:
+    """An address as logs and errors may hold it."""
+    scheme, name = host(address)
+    return f"{scheme}://{name}{urlsplit(address).path}"
+
+
+@contextmanager
+def asked(
+    method: str, address: str, *, token: str | None = None, headers: Mapping[str, str] | None = None, page: str = ""
+) -> Iterator[urllib3.BaseHTTPResponse]:
+    """
+    The answer to one request, its body not read yet; redirects are followed.
+
+    Raises PassingError for an answer that may be another next time and for a connection that breaks, also while the
+    block reads, and RefusedError for the rest. `page` is where a person gets access to what is gated.
+    """
+    try:
+        response, linked = _followed(method, address, token, headers or {})
+        try:
+            if response.status >= 400 and response.status != 416:
+                raise trouble(response.status, response.headers, page)
+            response.headers.update(linked)
+            yield response
+        finally:
+            response.close()
+            response.release_conn()
+    except (urllib3.exceptions.LocationValueError, urllib3.exceptions.URLSchemeUnknown) as error:
+        raise RefusedError(f"is no address of the web: {error}") from None
+    except urllib3.exceptions.HTTPError as error:
+        raise PassingError(f"the connection failed: {_brief(error)}") from None
+
+
+def _followed(
+    method: str, address: str, token: str | None, headers: Mapping[str, str]
+) -> tuple[urllib3.BaseHTTPResponse, dict[str, str]]:
+    """The last answer, and what the answers before it say about the file that they link to."""
+    linked: dict[str, str] = {}
+    home = host(address)
+    for _ in range(MAX_REDIRECTS):
+        token = token if host(address) == home else None
+        signed = {"Authorization": f"Bearer {token}"} if token else {}
+        own = {"Accept-Encoding": "identity", "User-Agent": f"bloomery/{__version__}", **headers, **signed}
+        response = _pool(address).request(
+            method, address, headers=own, redirect=False, retries=False, preload_content=False, timeout=TIMEOUT
+        )
+        if response.status not in MOVED:
+            return response, linked
+        linked |= {name: value for name, value in response.headers.items() if name.lower().startswith("x-")}
+        address = urljoin(address, response.headers.get("Location", ""))
+        response.drain_conn()
+        response.release_conn()
+        if host(address)[0] not in ("http", "https"):
+            raise RefusedError(f"is redirected to {shown(address)}, which is not on the web")
+    raise RefusedError(f"is redirected more than {MAX_REDIRECTS} times")
+
+
+def trouble(status: int, headers: Mapping[str, str], page: str) -> PassingError | RefusedError:
+    """What an answer of 400 and above means: to be raised."""
+    said = headers.get("X-Error-Message") or ""
+    what = f"HTTP {status}" + (f": {said}" if said else "")
+    if status in PASSING:
+        return PassingError(what, retry_after(headers))
+    if headers.get("X-Error-Code") == "GatedRepo" and page:
+        cure = f"Accept its terms at {page}, then set HF_TOKEN to a token of that account."
+        return RefusedError(f"is gated ({what})", cure)
+    if status in (401, 403) and page:
+        return RefusedError(
+            what, f"See whether you may read {page}, and set HF_TOKEN to a token of an account that may."
+        )
+    return RefusedError(what, f"See whether {page} still has it." if page else "")
+
+
+def retry_after(headers: Mapping[str, str]) -> float | None:
+    """Seconds that a server asks for, from Retry-After (seconds or a date) or from the hub's RateLimit (t=…)."""
+    said = headers.get("Retry-After", "").strip()
+    if said.isdecimal():
+        return float(said)
+    if said:
+        try:
+            return max(0.0, parsedate_to_datetime(said).timestamp() - time.time())
+        except ValueError:
+            return None
+    reset = re.search(r"\br=0\b.*\bt=(\d+)", headers.get("RateLimit", ""))
+    return float(reset[1]) if reset else None
+
+
+def wait(failures: int, error: PassingError, what: str) -> None:
+    """Sleep before the attempt after this many failures. Raises RefusedError where the server asks for hours."""
+    asked_for = error.wait_seconds
+    if asked_for is not None and asked_for > LONGEST_RETRY_AFTER_SECONDS:
+        raise RefusedError(
+            f"{error}; it asks to be left alone for {asked_for:,.0f} s", "Run the same command again later."
+        )
+    seconds = min(LONGEST_WAIT_SECONDS, FIRST_WAIT_SECONDS * 2 ** (failures - 1)) * random.uniform(0.8, 1.2)
+    seconds = max(seconds, asked_for) if asked_for is not None else seconds
+    say(f"{what}: {error}; trying again in {seconds:.1f} s", style="dim")
+    time.sleep(seconds)
+
+
+def patiently(call: Callable[[], T], *, attempts: int, what: str) -> T:
+    """The result of a call that may raise PassingError, after at most this many attempts. Raises RefusedError."""
+    for failures in range(1, attempts + 1):
+        try:
+            return call()
+        except PassingError as error:
+            if failures == attempts:
+                raise RefusedError(f"{error} ({attempts} attempts)") from None
+            wait(failures, error, what)
+    raise AssertionError("attempts is at least 1")
+
+
+def _pool(address: str) -> urllib3.PoolManager:
+    scheme, name = host(address)
+    bypassed = bool(urllib.request.proxy_bypass(name))
+    return _manager(None if bypassed else urllib.request.getproxies().get(scheme))
+
+
+@cache
+def _manager(proxy: str | None) -> urllib3.PoolManager:
+    certificates = os.environ.get("REQUESTS_CA_BUNDLE") or os.environ.get("SSL_CERT_FILE")
+    if proxy is None:
+        return urllib3.PoolManager(ca_certs=certificates)
+    return urllib3.ProxyManager(proxy, ca_certs=certificates)
+
+
+def _brief(error: Exception) -> str:
+    """The innermost reason, without pools and addresses."""
+    inner = [part for part in (getattr(error, "reason", None), *error.args) if isinstance(part, Exception)]
+    return re.sub(r"^<.*?>: |^\w+\(.*?\): ", "", str(inner[-1] if inner else error)) or type(error).__name__

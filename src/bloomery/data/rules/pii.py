@@ -1,0 +1,57 @@
+"""Rule `pii`: mail addresses, IP addresses, phone numbers and keys, masked or a reason to drop."""
+
+from collections import Counter
+from collections.abc import Iterator
+from typing import Annotated, Literal
+
+import numpy as np
+from pydantic import Field
+
+from bloomery.core.config import Count
+from bloomery.data.facts import private
+from bloomery.data.facts.batch import Facts, Flags
+from bloomery.data.facts.private import Kind
+from bloomery.data.facts.verdict import Common, Finding, above
+
+
+class Pii(Common):
+    """
+    Mail addresses, IP addresses, phone numbers and keys.
+
+    Sources: mail and IP addresses as Penedo et al. 2024, 3.8 (arXiv 2406.17557) mask them; keys by the forms that their
+    issuers publish, and what is assigned to a name like `secret` if it looks random, as Ben Allal et al. 2023, 4.3
+    (SantaCoder, arXiv 2301.03988) look for them.
+    """
+
+    kind: Literal["pii"] = "pii"
+    find: Annotated[tuple[Kind, ...], Field(min_length=1)] = ("mail", "ip", "key")
+    action: Literal["mask", "drop"] = "mask"
+    """mask: <EMAIL>, <IP>, <PHONE> or <KEY> stands in the place of each, and the rest of the document stays."""
+    max_found: Count = 0
+    """With action "drop": how many of one kind a document may hold."""
+    private_ips: bool = False
+    """Whether addresses count that mean nobody outside: 127.0.0.1, 10.0.0.1, 192.0.2.1, fe80::1."""
+
+    def masked(self, facts: Facts, asked: Flags) -> dict[int, tuple[str, Counter[str]]]:
+        if self.action == "drop":
+            return {}
+        found: dict[int, tuple[str, Counter[str]]] = {}
+        for place, spans in self._found(facts, asked):
+            found[place] = (private.masked(facts.texts[place], spans), Counter(str(span.kind) for span in spans))
+        return found
+
+    def findings(self, facts: Facts, live: Flags) -> Iterator[Finding]:
+        if self.action == "mask":
+            return
+        counts = {kind: np.zeros(len(facts), np.int64) for kind in self.find}
+        for place, spans in self._found(facts, live):
+            for span in spans:
+                counts[span.kind][place] += 1
+        for kind, number in counts.items():
+            yield above(f"pii.{kind}", number, self.max_found)
+
+    def _found(self, facts: Facts, asked: Flags) -> Iterator[tuple[int, list[private.Span]]]:
+        """What each of the documents asked for holds, those without anything left out."""
+        for place in np.flatnonzero(asked).tolist():
+            if spans := private.find(facts.texts[place], self.find, private_ips=self.private_ips):
+                yield place, spans

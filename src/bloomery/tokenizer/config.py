@@ -1,0 +1,76 @@
+"""The section `tokenizer` of a recipe: a byte-level BPE or a SentencePiece model to train, or a tokenizer to import."""
+
+from pathlib import Path
+from typing import Annotated, Literal
+
+from pydantic import Field, model_validator
+
+from bloomery.core.config import Config, Positive
+from bloomery.tokenizer.patterns import PatternName
+
+
+class DomainShare(Config):
+    domain: str
+    weight: float = Field(gt=0)
+    """Share of the sample, relative to the other weights."""
+
+
+class Sampled(Config):
+    """What every kind has: the text that it learns from, or is measured on."""
+
+    sample_bytes: Positive = 20_000_000
+    """Size of the sample: whole documents, chosen by hash over the whole corpus, none that a recipe may hold out."""
+    weights: tuple[DomainShare, ...] = ()
+    """What the sample is made of; a named domain without documents is an error. Without any: all domains evenly."""
+    languages: Literal["script", "langid"] = "script"
+    """What fertility is told apart by: the writing of a document, or its language as py3langid guesses it."""
+    gpt2: Path | None = None
+    """Folder with GPT-2's vocab.bpe and encoder.json, to compare with. None: $BLOOMERY_SHARED/data/tokenizer."""
+
+    @model_validator(mode="after")
+    def _one_weight_a_domain(self) -> "Sampled":
+        names = [share.domain for share in self.weights]
+        if twice := sorted({name for name in names if names.count(name) > 1}):
+            raise ValueError(f"weights names the domain {twice[0]!r} twice; leave one of the two")
+        return self
+
+
+class ByteBpe(Sampled):
+    """Byte-level BPE: every text has ids, and comes back byte for byte."""
+
+    kind: Literal["byte_bpe"] = "byte_bpe"
+    vocab_size: Positive = 4096
+    """Special tokens included."""
+    pattern: PatternName = "qwen2"
+    """How text is cut into words, by the name that llama.cpp has for it. qwen2 makes every digit a token."""
+
+
+class SentencePiece(Sampled):
+    """
+    SentencePiece BPE with byte fallback, as `sentencepiece` trains it. U+2581 (▁) comes back as a space.
+
+    No normalization, no space put before a text, white space kept as it is.
+    """
+
+    kind: Literal["sentencepiece"] = "sentencepiece"
+    vocab_size: Annotated[int, Field(ge=300)] = 4096
+    """Special tokens and 256 bytes included."""
+    character_coverage: Annotated[float, Field(gt=0.9, le=1)] = 0.9999
+    """Share of the sample's characters that get a piece of their own; the others become bytes."""
+    max_piece_characters: Positive = 16
+    split_digits: bool = True
+    symbols: tuple[str, ...] = ("\n", "\t")
+    """Texts that are always one token. Not for marks of a conversation: whoever writes one in a text would get it."""
+
+
+class Imported(Sampled):
+    """A tokenizer that exists. It keeps its ids; the special tokens that it lacks come after."""
+
+    kind: Literal["import"] = "import"
+    path: Path
+    """tokenizer.json, ranks as `.tiktoken`, a SentencePiece `.model`, or a folder with vocab.bpe and encoder.json."""
+    pattern: PatternName | None = None
+    """How a `.tiktoken` file's text is cut into words, which such a file does not say."""
+
+
+AnyKind = ByteBpe | SentencePiece | Imported

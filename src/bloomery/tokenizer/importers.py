@@ -1,0 +1,147 @@
+"""
+Tokenizers that others made, read into ours with the ids that they have: tokenizer.json, tiktoken, GPT-2, SentencePiece.
+
+What our conversations need besides (tokenizer.SPECIAL) gets the ids after. Special tokens that came along keep their
+ids, but no text becomes one of them any more. What cannot be read with the same ids is refused, with the reason.
+"""
+
+import base64
+import binascii
+import json
+from collections.abc import Callable, Sequence
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import tokenizers
+from tokenizers import AddedToken, models
+
+from bloomery.core.errors import DataError
+from bloomery.tokenizer import pieces
+from bloomery.tokenizer.patterns import PATTERNS, PatternName
+from bloomery.tokenizer.tokenizer import FILE, SPECIAL, Tokenizer, byte_letters
+from bloomery.tokenizer.train import byte_level
+
+GPT2 = ("vocab.bpe", "encoder.json")
+HUGGING_FACE_GPT2 = ("merges.txt", "vocab.json")
+"""The same two files under the names that they have on the hub."""
+
+
+def files(path: Path) -> tuple[Path, ...]:
+    """The files that `load` reads. Raises DataError where there is nothing that it could read."""
+    path = path.expanduser()
+    if path.is_file():
+        return (path,)
+    for names in ((FILE,), GPT2, HUGGING_FACE_GPT2):
+        if all((path / name).is_file() for name in names):
+            return tuple(path / name for name in names)
+    cure = f"A tokenizer is {FILE}, a .tiktoken or .model file, or a folder with {' and '.join(GPT2)}."
+    raise DataError("there is no tokenizer", where=str(path), cure=cure)
+
+
+def load(path: Path, pattern: PatternName | None = None) -> Tokenizer:
+    """The tokenizer of a file or folder, by the end of its name. Raises DataError, which says why it cannot be read."""
+    found = files(path)
+    kind = found[0].suffix
+    if pattern is not None and kind != ".tiktoken":
+        cure = "Leave tokenizer.pattern out: only .tiktoken files do not say how words are cut."
+        raise DataError("has its own way to cut words", where=str(found[0]), cure=cure)
+    try:
+        if kind == ".tiktoken":
+            inner = _tiktoken(found[0], pattern)
+        elif kind == ".model":
+            inner = pieces.read(found[0].read_bytes(), str(found[0]))
+        elif len(found) == 2:
+            inner = _gpt2(*found)
+        else:
+            inner = _json(found[0])
+    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
+        cure = "It is damaged, or of another kind."
+        raise DataError(f"cannot be read as a tokenizer: {error}", where=str(found[0]), cure=cure) from None
+    return with_special(inner, str(path))
+
+
+def with_special(inner: tokenizers.Tokenizer, where: str) -> Tokenizer:
+    """The same tokenizer, and after it the special tokens that it lacks. Raises DataError for ids given twice."""
+    inner.add_special_tokens([AddedToken(name, normalized=False, special=True) for name in SPECIAL])
+    made = Tokenizer(inner)
+    ids = inner.get_vocab(with_added_tokens=True).values()
+    if len(set(ids)) < len(ids) or not set(made.special.values()) <= made.special_ids:
+        raise DataError("gives one id to two tokens once special tokens are added", where=where)
+    return made
+
+
+def _json(path: Path) -> tokenizers.Tokenizer:
+    inner = parsed(tokenizers.Tokenizer.from_str, path.read_text(encoding="utf-8"), str(path))
+    spec: dict[str, Any] = json.loads(inner.to_str())
+    model, decoder = spec["model"], json.dumps(spec["decoder"])
+    by_bytes = "ByteLevel" in decoder and "ByteLevel" in json.dumps(spec["pre_tokenizer"])
+    by_pieces = bool(model.get("byte_fallback")) and "ByteFallback" in decoder
+    if model["type"] != "BPE" or not (by_bytes or by_pieces):
+        cure = "Byte-level BPE and BPE with byte fallback can be imported."
+        raise DataError(f"is a {model['type']} whose ids have no bytes of their own", where=str(path), cure=cure)
+    if by_bytes and (missing := [letter for letter in byte_letters().values() if letter not in model["vocab"]]):
+        raise DataError(f"lacks {len(missing)} of the 256 bytes, so it loses text", where=str(path))
+    # what others put around a text would make other ids of the exported file than of ours
+    spec |= {"post_processor": None, "truncation": None, "padding": None}
+    return tokenizers.Tokenizer.from_str(json.dumps(spec))
+
+
+def parsed(read: Callable[[str], tokenizers.Tokenizer], text: str, where: str) -> tokenizers.Tokenizer:
+    """What `tokenizers` makes of a text. Raises DataError where that is nothing."""
+    try:
+        return read(text)
+    except Exception as error:
+        if type(error) is Exception:  # the library raises nothing more precise
+            raise DataError(f"is no tokenizer: {error}", where=where) from None
+        raise
+
+
+def _gpt2(merges: Path, vocab: Path) -> tokenizers.Tokenizer:
+    lines = merges.read_text(encoding="utf-8").split("\n")
+    pairs = [tuple(line.split(" ")) for line in lines if line and not line.startswith("#version")]
+    ids: dict[str, int] = json.loads(vocab.read_text(encoding="utf-8"))
+    if wrong := next((pair for pair in pairs if len(pair) != 2 or not {*pair, "".join(pair)} <= ids.keys()), None):
+        raise DataError(f"holds the merge {' '.join(wrong)!r}, which {vocab.name} does not know", where=str(merges))
+    return byte_level(models.BPE(vocab=ids, merges=[(pair[0], pair[1]) for pair in pairs]), "gpt2")
+
+
+def _tiktoken(path: Path, pattern: PatternName | None) -> tokenizers.Tokenizer:
+    if pattern is None:
+        cure = f"Say which one: tokenizer.pattern = one of {', '.join(PATTERNS)}."
+        raise DataError("does not say how text is cut into words", where=str(path), cure=cure)
+    ranks: dict[bytes, int] = {}
+    for number, line in enumerate(path.read_bytes().splitlines(), 1):
+        try:
+            token, rank = line.split()
+            ranks[base64.b64decode(token, validate=True)] = int(rank)
+        except (ValueError, binascii.Error):
+            raise DataError("is no token in base64 and its rank", where=f"{path}:{number}") from None
+    if set(ranks.values()) != set(range(len(ranks))) or any(bytes([byte]) not in ranks for byte in range(256)):
+        raise DataError("does not rank 256 bytes and their merges from 0 on", where=str(path))
+    letters = byte_letters()
+    spelled = {token: "".join(letters[byte] for byte in token) for token in ranks}
+    merges = []
+    for token in sorted(ranks, key=ranks.__getitem__):
+        parts = halves(token, ranks)
+        if len(token) > 1 and len(parts) > 2:  # made of what ranks after it, if at all
+            cuts = ((token[:place], token[place:]) for place in range(1, len(token)))
+            merges += [(spelled[left], spelled[right]) for left, right in cuts if left in ranks and right in ranks]
+        elif len(token) > 1:
+            merges.append((spelled[parts[0]], spelled[parts[1]]))
+    vocab = {spelled[token]: rank for token, rank in ranks.items()}
+    # tiktoken takes a word that is a token as it is
+    return byte_level(models.BPE(vocab=vocab, merges=merges, ignore_merges=True), pattern)
+
+
+def halves(token: bytes, ranks: dict[bytes, int]) -> Sequence[bytes]:
+    """What the merges before a token's own make of its bytes: two parts, but for tokens that no merge makes."""
+    parts, last = [token[place : place + 1] for place in range(len(token))], ranks[token]
+    while len(parts) > 2:
+        joined = [ranks.get(left + right, last) for left, right in pairwise(parts)]
+        best = min(joined)
+        if best >= last:
+            break
+        place = joined.index(best)
+        parts[place : place + 2] = [parts[place] + parts[place + 1]]
+    return parts

@@ -1,0 +1,50 @@
+import pytest
+
+from bloomery.core.config import build
+from bloomery.core.errors import ConfigError, DataError
+from bloomery.data import extras
+from bloomery.data.rules import Language, language
+from bloomery.data.rules.judge import Documents, judge
+
+pytest.importorskip("py3langid", reason="py3langid is not installed")
+
+ENGLISH = "The small furnace was lit before dawn, and it had to burn until the iron ran together at the bottom of it."
+GERMAN = "Der kleine Ofen wurde vor dem Morgen angezündet, und er musste brennen, bis das Eisen unten zusammenlief."
+FRENCH = "Le petit fourneau était allumé avant l'aube, et il devait brûler jusqu'à ce que le fer coule ensemble."
+
+
+def reasons(rule: Language, *texts: str) -> list[str | None]:
+    number = len(texts)
+    return judge([rule], Documents(texts, ["web"] * number, [None] * number, ["id"] * number)).reasons
+
+
+def test_documents_in_other_languages_are_dropped_with_the_name_of_theirs() -> None:
+    assert reasons(Language(), ENGLISH, GERMAN, FRENCH) == [None, "language.de", "language.fr"]
+    assert reasons(Language(keep=("de", "en")), ENGLISH, GERMAN, FRENCH) == [None, None, "language.fr"]
+
+
+def test_what_is_hard_to_tell_is_dropped_as_unsure() -> None:
+    assert reasons(Language(min_confidence=1.0), "ok 12") == ["language.unsure"]
+
+
+def test_only_the_beginning_counts() -> None:
+    assert reasons(Language(characters=len(GERMAN)), GERMAN + ENGLISH * 20) == ["language.de"]
+    assert reasons(Language(), GERMAN + ENGLISH * 20) == [None]
+
+
+def test_a_recipe_that_names_no_language_or_none_that_there_is_is_an_error() -> None:
+    for keep in ([], ["English"]):
+        with pytest.raises(ConfigError, match="keep"):
+            build(Language, {"keep": keep})
+
+
+def test_a_missing_package_is_an_error_with_its_cure(monkeypatch: pytest.MonkeyPatch) -> None:
+    def missing(module: str, *, extra: str) -> None:
+        raise DataError(f"this needs the package {module}", cure=f"pip install 'bloomery[{extra}]'")
+
+    language._identifier.cache_clear()
+    with monkeypatch.context() as patch:
+        patch.setattr(extras, "load", missing)
+        with pytest.raises(DataError, match=r"(?s)py3langid.*bloomery\[web\]"):
+            reasons(Language(), ENGLISH)
+    language._identifier.cache_clear()
