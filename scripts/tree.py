@@ -25,6 +25,7 @@ ORDER = (
     "serve",
     "stages",
     "recipe",
+    "arguments",
     "cli",
 )
 """The order in which data flows, and in which packages may import: only from the left."""

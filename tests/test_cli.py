@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from bloomery import cli
+from bloomery import arguments, cli
 from bloomery.core.config import Config
 from bloomery.core.errors import DataError
 from bloomery.core.stage import Stage
@@ -23,7 +23,7 @@ DEMO = ROOT / "recipes" / "demo.toml"
 
 
 def verbs() -> dict[str, argparse.ArgumentParser]:
-    for action in cli.parser()._actions:
+    for action in arguments.parser()._actions:
         if isinstance(action, argparse._SubParsersAction):
             return dict(action.choices)
     raise AssertionError
@@ -110,7 +110,7 @@ def test_the_help_of_every_verb_says_what_it_does_and_shows_an_example_that_work
     assert example
     words = shlex.split(example[1])
     assert words[0] == verb
-    assert callable(cli.parse(words).verb)
+    assert callable(cli.VERBS[arguments.parse(words).verb])
     assert f"usage: bloomery {verb} " in text
     for action in VERBS[verb]._actions:
         assert action.help, f"{verb}: {action.dest} explains nothing"

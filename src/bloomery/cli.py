@@ -6,31 +6,26 @@ Imports stand inside the verbs here, and only here, so that `--help` and `status
 """
 
 import argparse
-import difflib
 import json
 import os
 import sys
 import traceback
-from collections.abc import Sequence
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
 
-from bloomery import __version__
+from bloomery import arguments
 from bloomery.core.errors import BloomeryError, DataError, RunError
 
 if TYPE_CHECKING:
     from bloomery.serve.answerer import TextAnswerer
     from bloomery.tokenizer.chat import Message
 
-MODEL = "a run folder, a stage folder, a checkpoint folder or a model folder, for example runs/demo"
-SETTINGS = "settings that win over the recipe, in TOML's words: pretrain.steps=100 'filter.rules=[]'"
 
-
-def main(arguments: Sequence[str] | None = None) -> int:
+def main(words: Sequence[str] | None = None) -> int:
     """Run one verb; returns the exit code."""
-    options = parse(arguments)
+    options = arguments.parse(words)
     try:
-        code = int(options.verb(options) or 0)
+        code = VERBS[options.verb](options)
         sys.stdout.flush()
         return code
     except BloomeryError as error:
@@ -48,143 +43,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 1
 
 
-def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
-    """The options of a verb. Settings may stand before and after options, which argparse alone does not take."""
-    top = parser()
-    words = sys.argv[1:] if arguments is None else arguments
-    verb = next((word for word in words if not word.startswith("-")), None)
-    if verb is not None and verb not in (known := top.get_default("verbs")):
-        near = difflib.get_close_matches(verb, known, n=1)
-        cure = f"Did you mean {near[0]!r}?" if near else f"Verbs: {', '.join(known)}."
-        top.error(f"there is no verb {verb!r}\n{cure}")
-    options, rest = top.parse_known_args(arguments)
-    if rest and (not hasattr(options, "settings") or any(word.startswith("-") for word in rest)):
-        top.error(f"unrecognized arguments: {' '.join(rest)}")
-    if rest:
-        options.settings = [*options.settings, *rest]
-    return options
-
-
-def parser() -> argparse.ArgumentParser:
-    top = argparse.ArgumentParser(
-        prog="bloomery",
-        description="Raw text to a language model that answers, on the machine you have.",
-        epilog="A first run: bloomery run recipes/demo.toml, then: bloomery chat runs/demo",
-    )
-    top.add_argument("--version", action="version", version=f"bloomery {__version__}")
-    top.set_defaults(verb=lambda _: top.print_help())
-    verbs = top.add_subparsers(title="verbs", metavar="VERB")
-    _run_verbs(verbs)
-    _model_verbs(verbs)
-    _machine_verbs(verbs)
-    top.set_defaults(verbs=tuple(verbs.choices))
-    return top
-
-
-def _verb(
-    verbs: Any, name: str, run: Any, brief: str, example: str, *, reports: bool = False
-) -> argparse.ArgumentParser:
-    one: argparse.ArgumentParser = verbs.add_parser(
-        name, help=brief, description=f"{brief[0].upper()}{brief[1:]}.", epilog=f"Example: {example}"
-    )
-    one.set_defaults(verb=run)
-    if reports:
-        one.add_argument("--json", action="store_true", help="one JSON object on stdout, and nothing else there")
-    return one
-
-
-def _run_verbs(verbs: Any) -> None:
-    one = _verb(verbs, "run", run, "run a recipe: what is done stays, the rest runs", "bloomery run recipes/demo.toml")
-    _recipe_arguments(one)
-    stages = one.add_mutually_exclusive_group()
-    stages.add_argument("--until", metavar="STAGE", help="stop after this stage")
-    stages.add_argument("--only", metavar="STAGE", help="run this stage alone; its inputs have to be done")
-
-    one = _verb(
-        verbs, "plan", plan, "say what a recipe needs, before it runs", "bloomery plan recipes/demo.toml", reports=True
-    )
-    _recipe_arguments(one)
-
-    one = _verb(verbs, "status", status, "say how far a run is", "bloomery status runs/demo", reports=True)
-    one.add_argument("run", type=Path, metavar="RUN", help="a run folder, for example runs/demo")
-    one.add_argument("--verify", action="store_true", help="compare every file with its sha256 too")
-
-    one = _verb(
-        verbs,
-        "clean",
-        clean,
-        "say what a run folder does not need, and free it when told",
-        "bloomery clean runs/demo --yes",
-        reports=True,
-    )
-    one.add_argument("run", type=Path, metavar="RUN", help="a run folder, for example runs/demo")
-    one.add_argument("--yes", action="store_true", help="remove it; without this, nothing is removed")
-
-
-def _positive(text: str) -> int:
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is no whole number above 0")
-    return int(text)
-
-
-def _temperature(text: str) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        value = -1.0
-    if not 0 <= value < float("inf"):
-        raise argparse.ArgumentTypeError(f"{text!r} is no number from 0 up")
-    return value
-
-
-def _recipe_arguments(one: argparse.ArgumentParser) -> None:
-    one.add_argument("recipe", type=Path, metavar="RECIPE", help="a TOML file, for example recipes/demo.toml")
-    one.add_argument("settings", nargs="*", default=[], metavar="key=value", help=SETTINGS)
-    one.add_argument("--runs", type=Path, default=Path("runs"), help="folder of run folders (default: runs)")
-
-
-def _model_verbs(verbs: Any) -> None:
-    one = _verb(
-        verbs, "chat", chat, "talk to a model in the terminal", "bloomery chat runs/demo --prompt 'What is 17 plus 25?'"
-    )
-    one.add_argument("model", type=Path, metavar="MODEL", help=MODEL)
-    one.add_argument("--prompt", action="append", default=[], help="ask this and end; may be given several times")
-    one.add_argument("--temperature", type=_temperature, default=0.0, help="0 takes the likeliest token (default)")
-    one.add_argument("--max-tokens", type=_positive, default=128, help="longest answer (default: 128)")
-    one.add_argument("--seed", type=int, default=0, help="of the draw, where the temperature is above 0")
-
-    one = _verb(
-        verbs, "serve", serve, "serve all models over HTTP, with a page to talk to them", "bloomery serve --port 8000"
-    )
-    one.add_argument("--runs", type=Path, default=Path("runs"), help="folder of run folders (default: runs)")
-    one.add_argument("--host", default="127.0.0.1", help="address to listen on (default: this machine only)")
-    one.add_argument("--port", type=int, default=8000, help="default: 8000")
-
-    one = _verb(
-        verbs,
-        "eval",
-        evaluate,
-        "ask a model held-out questions, and judge the answers",
-        "bloomery eval runs/demo",
-        reports=True,
-    )
-    one.add_argument("model", type=Path, metavar="MODEL", help=MODEL)
-    one.add_argument("--questions", type=_positive, help="how many (default: as a recipe's evaluate.questions)")
-    one.add_argument("--seed", type=int, help="which ones (default: as a recipe's evaluate.seed)")
-
-
-def _machine_verbs(verbs: Any) -> None:
-    one = _verb(
-        verbs,
-        "doctor",
-        doctor,
-        "examine this machine: what fits, what is wrong, what cures it",
-        "bloomery doctor",
-        reports=True,
-    )
-    one.add_argument(
-        "--runs", type=Path, default=Path("runs"), help="folder that runs will be written to (default: runs)"
-    )
+def show_help(options: argparse.Namespace) -> int:
+    arguments.parser().print_help()
+    return 0
 
 
 def run(options: argparse.Namespace) -> int:
@@ -192,7 +53,7 @@ def run(options: argparse.Namespace) -> int:
     from bloomery.core import run as runs
     from bloomery.core.log import say
     from bloomery.recipe import STAGES, Recipe
-    from bloomery.stages import card
+    from bloomery.stages import card, overview
 
     recipe = config.load(Recipe, options.recipe, options.settings)
     stage.check_names(STAGES, options.until, options.only)
@@ -202,15 +63,15 @@ def run(options: argparse.Namespace) -> int:
         runs.remember(root, recipe, plans)
         done = stage.execute(plans, until=options.until, only=options.only)
         card.write(root)
+        page = overview.write(root)
     asked = f"stopped after {options.until}" if options.until else f"only {options.only}" if options.only else ""
     if asked and (left := [plan.stage.name for plan in plans if not plan.fresh]):
         stages = "1 stage" if len(left) == 1 else f"{len(left)} stages"
         say(f"{root}: {asked}, as asked; {stages} to go: {', '.join(left)}")
     else:
         say(f"{root}: {'done' if 'ran' in done.values() else 'everything is fresh, nothing to do'}")
-    report = plans[-1].folder / "report.html"
-    if plans[-1].stage.name in done and report.is_file():
-        say(f"report: {report}")
+    if page is not None:
+        say(f"report: {page}")
     return 0
 
 
@@ -283,6 +144,40 @@ def clean(options: argparse.Namespace) -> int:
     print(
         f"{total:10.1f} MiB  " + ("freed" if options.yes else "would be freed by --yes" if found else "nothing to free")
     )
+    return 0
+
+
+def data(options: argparse.Namespace) -> int:
+    from bloomery.core import config
+    from bloomery.core.log import say
+    from bloomery.recipe import Recipe
+    from bloomery.stages import standalone
+
+    sections = config.plain(config.load(Recipe, options.recipe)) if options.recipe else {}
+    words = [word for word in options.inputs if "=" in word and not os.path.exists(word)]
+    asked = standalone.Asked(
+        tool=options.what,
+        inputs=[word for word in options.inputs if word not in words],
+        out=options.out,
+        sections={name: sections[name] for name in standalone.Sections.model_fields if name in sections},
+        settings=[*words, *options.settings],
+        text_field=options.text_field,
+        id_field=options.id_field,
+        workers=options.workers,
+        memory_bytes=options.memory,
+        against=getattr(options, "against", ()),
+        tokenizer=getattr(options, "tokenizer", None),
+    )
+    if not asked.inputs:
+        raise DataError("no file or folder is named", cure=f"bloomery data {options.what} IN… --out DIR")
+    result = standalone.run(asked)
+    if options.json:
+        print(json.dumps(result))
+        return 0
+    print(f"{result['documents']:>12,} documents\n{result['kept']:>12,} kept\n{result['dropped']:>12,} dropped")
+    for reason, count in sorted(result["reasons"].items(), key=lambda pair: (-pair[1], pair[0])):
+        print(f"{count:>12,}   {reason}")
+    say(f"{options.out}: done in {result['seconds']:.1f} s")
     return 0
 
 
@@ -380,6 +275,20 @@ def doctor(options: argparse.Namespace) -> int:
     else:
         print("\n".join(checks.as_lines(findings)))
     return checks.exit_code(findings)
+
+
+VERBS: dict[str, Callable[[argparse.Namespace], int]] = {
+    "": show_help,
+    "run": run,
+    "plan": plan,
+    "status": status,
+    "clean": clean,
+    "data": data,
+    "chat": chat,
+    "serve": serve,
+    "eval": evaluate,
+    "doctor": doctor,
+}
 
 
 if __name__ == "__main__":

@@ -62,6 +62,17 @@ class Recipe(Config):
             )
         return self
 
+    @model_validator(mode="after")
+    def _limits_have_their_classifiers(self) -> "Recipe":
+        names = [one.name for one in self.classify.named]
+        for limit in self.filter.spelled_limits:
+            if limit.classifier not in names:
+                raise ValueError(
+                    f"filter.limits asks for the classifier {limit.classifier!r}; [[classify.classifiers]] has "
+                    f"{', '.join(map(repr, names))}"
+                )
+        return self
+
 
 PARALLEL = tuple(
     name
@@ -93,7 +104,14 @@ STAGES = (
         version=2,
         resumes=True,
     ),
-    Stage(name="dedup", run="bloomery.stages.dedup:run", after=("filter",), version=2, resumes=True),
+    Stage(
+        name="dedup",
+        run="bloomery.stages.dedup:run",
+        digest="bloomery.stages.dedup:digest",
+        after=("filter",),
+        version=2,
+        resumes=True,
+    ),
     Stage(
         name="tokenizer",
         run="bloomery.stages.tokenizer:run",

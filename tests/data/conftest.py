@@ -13,7 +13,8 @@ from tests.data import hub_server
 @pytest.fixture
 def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[hub_server.Hub]:
     """It is what HF_ENDPOINT names; nobody has a token; attempts follow each other at once."""
-    for name in ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN", "HF_HUB_OFFLINE"):
+    proxies = [f"{kind}_proxy" for kind in ("http", "https", "all")]
+    for name in ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN", "HF_HUB_OFFLINE", *proxies, *map(str.upper, proxies)):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("BLOOMERY_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr(hosts, "FIRST_WAIT_SECONDS", 0.01)

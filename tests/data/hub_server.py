@@ -30,6 +30,7 @@ class Request:
     path: str
     headers: Message
     on_cdn: bool
+    body: bytes
     sent: int = 0
     """Bytes of body that went out."""
     at: float = field(default_factory=time.monotonic)
@@ -131,9 +132,9 @@ class Hub:
             return self._file(self.plain[path], hashlib.md5(self.plain[path]).hexdigest())
         if found := re.fullmatch(r"/api/datasets/([^/]+/[^/]+)(?:/(revision|tree|paths-info)/([^/]+))?(/.*)?", path):
             dataset, verb, revision, below = found.groups()
-            return self._api(
-                dataset, verb or "revision", unquote(revision or "main"), unquote(below or "").strip("/"), query
-            )
+            asked = parse_qs(request.body.decode()) if verb == "paths-info" else query
+            below = unquote(below or "").strip("/")
+            return self._api(dataset, verb or "revision", unquote(revision or "main"), below, asked)
         if found := re.fullmatch(r"/datasets/([^/]+/[^/]+)/resolve/([^/]+)/(.+)", path):
             return self._resolve(found[1], unquote(found[2]), unquote(found[3]), request)
         return _refusal(404, "", "no such page")
@@ -155,6 +156,8 @@ class Hub:
             told = {"_id": "1", "id": dataset, "sha": commit, "siblings": names, "cardData": home.card, "tags": []}
             return _json(told | {"private": False, "gated": "auto" if home.gated else False, "disabled": False})
         rows = self._rows(home.commits[commit], below)
+        if verb == "paths-info":
+            return _json([row for row in rows if row["path"] in query.get("paths", [])])
         if not rows:
             return _refusal(404, "EntryNotFound", f"{below} does not exist on {revision}")
         begin = int(query.get("cursor", ["0"])[0])
@@ -226,9 +229,8 @@ class Handler(BaseHTTPRequestHandler):
     on_cdn: bool
 
     def _serve(self) -> None:
-        length = int(self.headers.get("Content-Length") or 0)
-        self.rfile.read(length)
-        request = Request(self.command, self.path, self.headers, self.on_cdn)
+        body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
+        request = Request(self.command, self.path, self.headers, self.on_cdn, body)
         with self.hub.lock:
             self.hub.requests.append(request)
         fault = self.hub.fault(request)
@@ -250,6 +252,9 @@ class Handler(BaseHTTPRequestHandler):
         self._serve()
 
     def do_HEAD(self) -> None:
+        self._serve()
+
+    def do_POST(self) -> None:
         self._serve()
 
     def _narrow(self, answer: Answer) -> None:

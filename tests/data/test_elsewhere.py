@@ -116,6 +116,14 @@ def test_offline_documents_come_from_the_cache_alone(hub: hub_server.Hub) -> Non
         list(sources.read(books(offline=True, dataset="us/other")))
 
 
+def test_what_is_broken_in_a_file_is_told_with_the_files_own_name_and_its_place_in_the_cache(
+    hub: hub_server.Hub,
+) -> None:
+    sha = hub.put("us/books", {"data/a.jsonl": lines("fine") + b"{broken\n"})
+    with pytest.raises(DataError, match=rf"hf://datasets/us/books@{sha}/data/a\.jsonl \(.*/blobs/.*:2\)"):
+        list(sources.read(books()))
+
+
 def test_files_and_config_together_are_refused() -> None:
     with pytest.raises(ConfigError, match="leave one of the two"):
         books(files=["a"], config="b")

@@ -3,6 +3,7 @@ import json
 from pathlib import Path
 from urllib.parse import unquote
 
+import huggingface_hub
 import pytest
 
 from bloomery.core.errors import DataError
@@ -49,6 +50,21 @@ def test_files_are_listed_by_the_hubs_own_client_over_pages_and_come_as_they_are
     assert content(repository, "**/*") == FILES
     assert len(hub.asked("/tree/")) > 2
     assert hub.asked("cursor=")
+
+
+def test_our_hub_is_one_to_all_of_its_client(hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_HUB_DISABLE_XET", "1")
+    sha = hub.put("us/books", FILES)
+    api = huggingface_hub.HfApi(endpoint=hub.endpoint, token=False)
+    told = api.dataset_info("us/books", files_metadata=True)
+    assert told.sha == sha
+    assert sorted(file.rfilename for file in told.siblings or ()) == sorted(FILES)
+    found = api.get_paths_info("us/books", ["data/train-00000.jsonl", "nothing"], repo_type="dataset")
+    assert [(file.path, getattr(file, "size", None)) for file in found] == [("data/train-00000.jsonl", len(LARGE))]
+    for name, data in FILES.items():
+        path = api.hf_hub_download("us/books", name, repo_type="dataset", cache_dir=tmp_path / "theirs")
+        assert Path(path).read_bytes() == data
+    assert hub.asked("resolve", "HEAD")
 
 
 def test_large_files_are_named_by_sha256_and_small_ones_by_git(hub: Hub) -> None:

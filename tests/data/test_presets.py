@@ -81,7 +81,11 @@ LAYOUTS: dict[str, dict[str, bytes]] = {
         ),
         "rust/train-00000-of-00021.parquet": parquet({"id": "9", "content": CODE}),
     },
-    "arxiv": {"no_ref/train/0000.parquet": parquet({"text": LONG, "label": 3}, {"text": "Short.", "label": 1})},
+    "arxiv": {
+        "data/train-00000-of-00004.parquet": parquet({"text": LONG, "label": 3}, {"text": "Short.", "label": 1}),
+        "data/test-00000-of-00001.parquet": parquet({"text": LONG, "label": 3}),
+        "no_ref/train-00000-of-00004.parquet": parquet({"text": LONG, "label": 3}),
+    },
     "finemath": {
         "finemath-4plus/train-00000-of-00064.parquet": parquet({"text": LONG, "url": "https://example.org"}),
         "finemath-3plus/train-00000-of-00128.parquet": parquet({"text": LONG + "3", "url": "https://example.org"}),

@@ -1,4 +1,3 @@
-import errno
 import hashlib
 import os
 import random
@@ -14,7 +13,7 @@ from hypothesis import given
 from hypothesis import settings as example_settings
 from hypothesis import strategies as st
 
-from bloomery.core.errors import DataError, RunError
+from bloomery.core.errors import DataError
 from bloomery.data import cache, hosts, web_files
 from bloomery.data.cache import Content
 from bloomery.data.web_files import WebFile
@@ -162,6 +161,12 @@ def test_a_download_that_died_before_the_last_step_asks_for_nothing(hub: Hub) ->
     assert not hub.requests
 
 
+def test_a_file_that_was_cut_in_the_cache_is_downloaded_again(hub: Hub) -> None:
+    file = served(hub)
+    web_files.download(file, attempts=1).write_bytes(DATA[:100])
+    assert web_files.download(file, attempts=1).read_bytes() == DATA
+
+
 def test_mirrors_are_tried_in_order_and_go_on_where_the_first_was_cut(hub: Hub) -> None:
     with hub_server.serving() as broken:
         file = served(hub, DATA, "/files/a.txt", broken.endpoint + "/files/a.txt")
@@ -221,37 +226,37 @@ def test_a_server_that_knows_no_head_is_asked_for_one_byte(hub: Hub) -> None:
     assert hub.sent() <= 1
 
 
-def test_a_full_disk_is_told_and_what_came_is_kept(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
-    file = served(hub)
-    hub.fail("corpus", cut_after=MIB)
-    opened = Path.open
-
-    def full(path: Path, mode: str = "r", *args: int, **more: int) -> object:
-        if path.name.endswith(".partial") and mode == "ab" and path.exists():
-            raise OSError(errno.ENOSPC, "No space left on device")
-        return opened(path, mode, *args, **more)  # type: ignore[call-overload]
-
-    monkeypatch.setattr(Path, "open", full)
-    with pytest.raises(RunError, match="No space left on device"):
-        web_files.download(file, attempts=3)
-    monkeypatch.undo()
-    assert not cache.place(file.content, file.name).exists()
-
-
 CHILD = """
+import resource
 import sys
 from bloomery.data import web_files
 from bloomery.data.cache import Content
 from bloomery.data.web_files import WebFile
-name, address, sha256, size = sys.argv[1:]
+name, address, sha256, size, limit = sys.argv[1:]
+if int(limit):
+    resource.setrlimit(resource.RLIMIT_FSIZE, (int(limit), int(limit)))
 web_files.download(WebFile(name, (address,), Content("sha256", sha256), int(size)), attempts=1)
 """
 
 
-def child(file: WebFile, folder: Path) -> subprocess.Popen[bytes]:
-    arguments = [file.name, file.addresses[0], file.content.value, str(file.num_bytes)]
+def child(file: WebFile, folder: Path, limit: int = 0) -> subprocess.Popen[bytes]:
+    """A process that downloads, and may write no file beyond a limit of bytes."""
+    arguments = [file.name, file.addresses[0], file.content.value, str(file.num_bytes), str(limit)]
     env = {**os.environ, "BLOOMERY_CACHE": str(folder)}
-    return subprocess.Popen([sys.executable, "-c", CHILD, *arguments], env=env)
+    return subprocess.Popen([sys.executable, "-c", CHILD, *arguments], env=env, stderr=subprocess.PIPE)
+
+
+def test_a_full_disk_is_told_and_what_came_is_kept(hub: Hub, tmp_path: Path) -> None:
+    file, limit = served(hub), MIB + 12_345
+    process = child(file, tmp_path / "cache", limit)
+    told = process.communicate(timeout=60)[1].decode()
+    assert process.returncode != 0
+    assert "RunError" in told
+    assert "finished parts are kept" in told
+    assert partial(file).read_bytes() == DATA[:limit]
+    hub.forget()
+    assert web_files.download(file, attempts=1).read_bytes() == DATA
+    assert hub.sent() == len(DATA) - limit
 
 
 def test_after_kill_9_it_goes_on_from_what_the_dead_process_has_left(hub: Hub, tmp_path: Path) -> None:
@@ -264,7 +269,7 @@ def test_after_kill_9_it_goes_on_from_what_the_dead_process_has_left(hub: Hub, t
         assert process.poll() is None
         time.sleep(0.005)
     process.send_signal(signal.SIGKILL)
-    process.wait()
+    process.communicate()
     left = partial(file).stat().st_size
     assert MIB <= left < len(DATA)
     hub.forget()
@@ -276,7 +281,9 @@ def test_two_processes_at_once_download_it_once(hub: Hub, tmp_path: Path) -> Non
     file = served(hub)
     hub.fail("corpus", pause=0.002)
     both = [child(file, tmp_path / "cache") for _ in range(2)]
-    assert [process.wait(timeout=60) for process in both] == [0, 0]
+    for process in both:
+        process.communicate(timeout=60)
+    assert [process.returncode for process in both] == [0, 0]
     assert hub.sent() == len(DATA)
     assert web_files.download(file, attempts=1).read_bytes() == DATA
 

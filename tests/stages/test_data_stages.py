@@ -210,6 +210,65 @@ def test_labels_teach_when_there_are_some(done: tuple[dict[str, Path], dict[str,
     assert classify.digest(Classify()) == ""
 
 
+def test_two_classifiers_and_their_limits_work_together(
+    done: tuple[dict[str, Path], dict[str, Stats]], tmp_path: Path
+) -> None:
+    rows = [{"words": web_text(number), "kind": "fine"} for number in range(100)]
+    rows += [{"words": f"win {number} money now " * 10, "kind": "spam"} for number in range(100)]
+    (tmp_path / "spam.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    spam: dict[str, Any] = {"kind": "labeled", "name": "spam", "path": str(tmp_path / "spam.jsonl"), "keep": "low"}
+    spam |= {"text_field": "words", "label_field": "kind", "positive": ["spam"], "negative": ["fine"], "held_out": 0.2}
+    quality = {"kind": "contrast", "held_out": 0.2, "features": 2**14}
+    folders = {"fetch": done[0]["fetch"], "classify": tmp_path / "classify"}
+    told = classify.run(build(Classify, {"classifiers": [quality, spam]}), folders, folders["classify"])
+    assert [(one["name"], one["keep"]) for one in told["classifiers"]] == [("quality", "high"), ("spam", "low")]
+    config = build(
+        Filter,
+        {
+            "limits": [
+                {"classifier": "spam", "drop_from": 0.9, "domains": ["web"]},
+                {"keep_from": 0.3, "heuristic_weight": 0.4, "characters": 500},
+            ]
+        },
+    )
+    (tmp_path / "filter").mkdir()
+    stats = filtering.run(config, folders, tmp_path / "filter")
+    kept, dropped = (list(document.read(tmp_path / "filter" / name)) for name in ("kept", "dropped"))
+    assert len(kept) + len(dropped) == stats["documents"] == 186
+    for row in kept:
+        assert 0.6 * row["score"] + 0.4 * row["heuristic"] >= 0.3
+        assert row["domain"] != "web" or row["score_spam"] < 0.9
+    for row in dropped:
+        mixed = 0.6 * row["score"] + 0.4 * row["heuristic"]
+        value = row["score_spam"] if row["reason"] == "limit.spam" else mixed
+        assert row["value"] == pytest.approx(value)
+        assert (row["value"] >= 0.9) if row["reason"] == "limit.spam" else (row["value"] < 0.3)
+    assert sum(tally["documents"] for tally in stats["scores"]["spam"]["by_domain"].values()) == 186
+    assert {len(found) for found in stats["scores"]["quality"]["samples"].values()} <= set(range(21))
+
+
+def test_a_limit_without_a_classifier_is_an_error(
+    done: tuple[dict[str, Path], dict[str, Stats]], tmp_path: Path
+) -> None:
+    config = build(Filter, {"limits": [{"keep_from": 0.3}]})
+    with pytest.raises(DataError, match="no classifier that gives any"):
+        filtering.run(config, {"fetch": done[0]["fetch"]}, tmp_path)
+
+
+def test_keys_have_one_place(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"samples belongs into \[\[classify.classifiers\]\]"):
+        build(Classify, {"samples": 10, "classifiers": [{"kind": "contrast"}]})
+    with pytest.raises(ConfigError, match="two classifiers have the name 'quality'"):
+        build(Classify, {"classifiers": [{"kind": "contrast"}, {"kind": "contrast"}]})
+    plain = build(Classify, {"samples": 10})
+    assert build(Classify, plain.model_dump(mode="json")).named == plain.named
+    label = {"kind": "labeled", "name": "a", "path": str(tmp_path), "keep": "low"}
+    with pytest.raises(ConfigError, match="label 1 is positive and negative"):
+        build(Classify, {"classifiers": [label | {"negative": [1]}]})
+    with pytest.raises(ConfigError, match="needs positive_from"):
+        build(Classify, {"classifiers": [label | {"negative_below": 0.1}]})
+
+
 def test_a_domain_may_have_a_limit_of_its_own(done: tuple[dict[str, Path], dict[str, Stats]], tmp_path: Path) -> None:
     config = build(Filter, {"min_scores": [{"domain": "code", "min_score": 1.0}]})
     stats = filtering.run(config, done[0], tmp_path)

@@ -14,6 +14,7 @@ import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from io import FileIO
 from pathlib import Path, PurePosixPath
 from typing import Any, Literal, NamedTuple
 
@@ -65,6 +66,18 @@ def note(path: Path, value: Any) -> None:
     """Note a JSON value in the cache, for other processes too."""
     with locked(path):
         files.write_json(path, value)
+
+
+def append(file: FileIO, data: bytes) -> None:
+    """
+    Write all of the bytes at once, so that a process that is killed has left what it was given.
+
+    Raises RunError where the disk is full.
+    """
+    rest = memoryview(data)
+    with files.disk_errors(Path(str(file.name))):
+        while rest:
+            rest = rest[file.write(rest) :]  # a disk that gets full takes a part, and then raises
 
 
 @contextmanager

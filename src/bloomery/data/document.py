@@ -139,6 +139,11 @@ class PartWriter:
                 self._file.write_table(table, row_group_size=ROWS_PER_BATCH)
 
 
+def handed_on(folder: Path) -> Path:
+    """Where a stage's folder has the documents that it hands on: kept/ where it dropped some, else documents/."""
+    return folder / "kept" if (folder / "kept").is_dir() else folder / "documents"
+
+
 def parts(folder: Path) -> list[Path]:
     """The parquet files of a folder of documents, in order. Raises DataError where there are none."""
     found = sorted(folder.glob("part-*.parquet"))

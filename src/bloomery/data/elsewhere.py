@@ -149,7 +149,10 @@ def items(source: Elsewhere, piece: Piece) -> Iterator[Item]:
             path, url = remote.copied(stored, attempts=source.attempts, offline=source.offline), stored.address
         else:
             path, url = _downloaded(source, TypeAdapter(WebFile).validate_json(place))
-        yield from reading.items(source, path, name, form=source.format, url=url)
+        try:
+            yield from reading.items(source, path, name, form=source.format, url=url)
+        except DataError as error:
+            raise DataError(error.what, where=f"{url} ({error.where})", cure=error.cure) from None
 
 
 def digest(source: Elsewhere) -> str:
@@ -189,9 +192,9 @@ def _in_store(source: Remote) -> list[RemoteFile]:
         if (known := cache.known(note)) is None:
             what = f"what is there is not in the cache {cache.root()}, and this is offline mode"
             raise DataError(what, where=", ".join(source.patterns), cure="Run once without offline.")
-        return [RemoteFile(name, address, Content(*content), size) for name, address, content, size in known]
+        return [TypeAdapter(RemoteFile).validate_json(json.dumps(one)) for one in known]
     found = remote.listing(source.patterns, attempts=source.attempts)
-    cache.note(note, [[file.name, file.address, file.content, file.num_bytes] for file in found])
+    cache.note(note, [dataclasses.asdict(file) for file in found])
     return found
 
 

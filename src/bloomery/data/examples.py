@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from bloomery.core.errors import DataError
-from bloomery.data import damage, document, rows
+from bloomery.data import damage, document, rows, tables
 
 SHORTEST = 100
 """Characters of the shortest excerpts of contrast; lengths are even on a logarithmic scale."""
@@ -111,7 +111,7 @@ def labeled(
 
 def _rows(path: Path, fields: Sequence[str], group: str | None) -> Iterator[tuple[int, rows.Found]]:
     if path.name.endswith(TABLES):
-        return rows.parquet(path, [*fields, *([group] if group else [])])
+        return tables.parquet(path, [*fields, *([group] if group else [])])
     if path.name.endswith(LINES):
         return rows.jsonl(path)
     cure = "Give a .jsonl (.gz and .zst too) or .parquet file."

@@ -124,7 +124,7 @@ def trouble(status: int, headers: Mapping[str, str], page: str) -> PassingError 
         return RefusedError(
             what, f"See whether you may read {page}, and set HF_TOKEN to a token of an account that may."
         )
-    return RefusedError(what)
+    return RefusedError(what, f"See whether {page} still has it." if page else "")
 
 
 def retry_after(headers: Mapping[str, str]) -> float | None:

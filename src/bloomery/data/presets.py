@@ -54,7 +54,7 @@ PRESETS: dict[str, dict[str, Any]] = {
     },
     "stackexchange": {
         "dataset": "HuggingFaceH4/stack-exchange-preferences",
-        "files": ["data/**/*.parquet"],
+        "files": ["**/*.parquet"],
         "domain": "qa",
         "license": "CC-BY-SA-4.0",
         "best": {"field": "answers", "by": "pm_score"},
@@ -79,8 +79,7 @@ PRESETS: dict[str, dict[str, Any]] = {
     },
     "arxiv": {
         "dataset": "ccdv/arxiv-classification",
-        "revision": "refs/convert/parquet",
-        "files": ["no_ref/train/*.parquet"],
+        "files": ["data/train-*.parquet"],
         "domain": "arxiv",
         "license": "by paper: see https://info.arxiv.org/help/license",
         "accept": [_characters(200)],
@@ -123,11 +122,11 @@ pipeline took that trained models of 500 M parameters on them; max_bytes is of t
 - fineweb-edu: `score` is the classifier's number. The set was cut at the rounded one (from 2.5 on); 3 is stricter.
 - fineweb: the random sample of 10 billion tokens, like that of fineweb-edu.
 - stackexchange: questions with two answers and more, as HTML. pm_score is log2(1 + votes), rounded, plus one for the
-  accepted answer; the best answer is the one with the highest, and has to reach 1. `data/` has a folder for each site.
+  accepted answer; the best answer is the one with the highest, and has to reach 1.
 - starcoder: gated; accept its terms on its page. A folder for each language: `files` takes others. What the hub calls
   the-stack-dedup is where licenses of single files are told.
-- arxiv: the papers of a benchmark, without the labels. The hub's own copy as parquet is read, because the set itself
-  is a script. Papers keep the licenses of their authors.
+- arxiv: the papers of a benchmark, its part for training, without the labels: about 2 GB. Papers keep the licenses of
+  their authors.
 - finemath: of its two cuts the better one (4plus; `files = ["finemath-3plus/*.parquet"]` takes the larger).
 - cosmopedia: texts written by Mixtral-8x7B-Instruct, in eight folders: textbooks, stories, how-tos, course notes.
 - tinystories: of the set's files the one that its card shows, without the newer stories by GPT-4 alone.

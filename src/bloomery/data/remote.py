@@ -11,6 +11,8 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from datetime import datetime
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 from urllib.parse import urlsplit
@@ -20,9 +22,10 @@ import fsspec
 from bloomery.core import files
 from bloomery.core.errors import DataError
 from bloomery.core.log import say
-from bloomery.data import cache, extras, hosts
+from bloomery.data import cache, extras, hosts, web_files
 from bloomery.data.cache import Content
 from bloomery.data.hosts import PassingError, RefusedError
+from bloomery.data.web_files import WebFile
 
 RANGE_BYTES = 8 << 20
 NEEDS = {
@@ -55,31 +58,40 @@ class RemoteFile:
     address: str
     content: Content
     num_bytes: int
+    facts: dict[str, str]
+    """What the store said of it when it was listed."""
 
 
 def listing(patterns: Sequence[str], *, attempts: int) -> list[RemoteFile]:
     """
     The files that match, sorted by address. A pattern is an address whose path may hold `*`, `**` and `?`.
 
-    A file's name is its path below what the patterns of its host share. Raises DataError where a pattern finds nothing,
+    A file's name is its path below the folder that all of them share. Raises DataError where a pattern finds nothing,
     or its store cannot be asked.
     """
     found: dict[str, dict[str, Any]] = {}
     for pattern in patterns:
-        matching = _asked(pattern, lambda pattern=pattern: _glob(pattern), attempts)  # type: ignore[misc]
+        matching = _asked(pattern, partial(_glob, pattern), attempts)
         if not matching:
             raise DataError("no file matches", where=hosts.shown(pattern), cure="See whether the folder is spelled so.")
         found |= matching
-    folder = os.path.commonpath([urlsplit(address).path.rpartition("/")[0] or "/" for address in found])
+    places = {address: _place(address) for address in found}
+    folder = os.path.commonpath([os.path.dirname(place) for place in places.values()])
     return [
         RemoteFile(
-            name=os.path.relpath(urlsplit(address).path or "/", folder),
+            name=os.path.relpath(places[address], folder),
             address=address,
             content=Content("etag", files.sha256_bytes(files.canonical([address, _facts(info)]))),
             num_bytes=int(info.get("size") or 0),
+            facts=_facts(info),
         )
         for address, info in sorted(found.items())
     ]
+
+
+def _place(address: str) -> str:
+    parts = urlsplit(address)
+    return (parts.netloc or parts.scheme) + parts.path
 
 
 def _glob(pattern: str) -> dict[str, dict[str, Any]]:
@@ -87,7 +99,7 @@ def _glob(pattern: str) -> dict[str, dict[str, Any]]:
     system, path = _system(pattern)
     found = system.glob(path, detail=True) if any(mark in path for mark in "*?[") else {path: system.info(path)}
     return {
-        system.unstrip_protocol(name): system.info(name) if "http" in urlsplit(pattern).scheme else info
+        system.unstrip_protocol(name): system.info(name) if urlsplit(pattern).scheme in ("http", "https") else info
         for name, info in found.items()
         if info["type"] == "file"
     }
@@ -99,12 +111,22 @@ def _system(address: str) -> tuple[Any, str]:
     if scheme in NEEDS:
         package, extra = NEEDS[scheme]
         extras.load(package, extra=extra)
-    found: tuple[Any, str] = fsspec.url_to_fs(address, use_listings_cache=False, skip_instance_cache=True)
+    try:
+        found: tuple[Any, str] = fsspec.url_to_fs(address, use_listings_cache=False)
+    except (ImportError, ValueError) as error:
+        cure = f"Install what fsspec needs for {scheme}://, or see whether the address is spelled so."
+        raise DataError(f"is no store that can be read here: {error}", where=address, cure=cure) from None
     return found
 
 
 def _facts(info: dict[str, Any]) -> dict[str, str]:
-    return {name: str(info[name]) for name in ("size", *FACTS) if info.get(name) is not None}
+    """What names a version, as text. The same store tells times as dates in one place and as seconds in another."""
+    return {name: _plain(info[name]) for name in ("size", *FACTS) if info.get(name) is not None}
+
+
+def _plain(value: Any) -> str:
+    value = value.timestamp() if isinstance(value, datetime) else value
+    return f"{value:.6f}" if isinstance(value, float) else str(value)
 
 
 def copied(file: RemoteFile, *, attempts: int, offline: bool) -> Path:
@@ -113,6 +135,9 @@ def copied(file: RemoteFile, *, attempts: int, offline: bool) -> Path:
 
     Raises DataError where the store does not give it, or gives another than was listed, and RunError for a full disk.
     """
+    if urlsplit(file.address).scheme in ("http", "https"):
+        web = WebFile(file.name, (file.address,), file.content, file.num_bytes or None, file.facts.get("ETag"))
+        return web_files.download(web, attempts=attempts, offline=offline)
     place = cache.place(file.content, file.name)
     if place.is_file():
         return place
@@ -126,28 +151,26 @@ def copied(file: RemoteFile, *, attempts: int, offline: bool) -> Path:
 
 
 def _copy(file: RemoteFile, place: Path, attempts: int) -> None:
-    partial = place.with_name(place.name + files.PARTIAL)
-    with files.disk_errors(partial):
-        target = partial.open("ab", buffering=0)
+    begun_file = place.with_name(place.name + files.PARTIAL)
+    with files.disk_errors(begun_file):
+        target = begun_file.open("ab", buffering=0)
     with target:
         if target.tell() > file.num_bytes:
             target.truncate(0)
         said = time.monotonic()
         while (begun := target.seek(0, os.SEEK_END)) < file.num_bytes:
             end = min(begun + RANGE_BYTES, file.num_bytes)
-            data = _asked(file.address, lambda begun=begun, end=end: _range(file.address, begun, end), attempts)  # type: ignore[misc]
-            with files.disk_errors(partial):
-                target.write(data)
+            cache.append(target, _asked(file.address, partial(_range, file.address, begun, end), attempts))
             if time.monotonic() - said > 30:
                 said = time.monotonic()
                 say(f"{file.name}: {end / 2**20:,.0f} of {file.num_bytes / 2**20:,.0f} MiB", style="dim")
         os.fsync(target.fileno())
-    now = _asked(file.address, lambda: _glob(file.address), attempts)[file.address]
-    if files.sha256_bytes(files.canonical([file.address, _facts(now)])) != file.content.value:
-        partial.unlink()
+    now = _facts(_asked(file.address, partial(_glob, file.address), attempts)[file.address])
+    if any(now[name] != file.facts[name] for name in now.keys() & file.facts.keys()):  # lists tell less than files do
+        begun_file.unlink()
         cure = "Run the same command again: it then begins with the new version."
         raise DataError("has changed since it was listed", where=file.address, cure=cure)
-    partial.replace(place)
+    begun_file.replace(place)
     files.sync_folder(place.parent)
 
 

@@ -58,15 +58,20 @@ def download(file: WebFile, *, attempts: int, token: str | None = None, offline:
     Raises DataError where no address gives the file, and RunError where the disk is full.
     """
     place = cache.place(file.content, file.name)
-    if place.is_file():
+    if _is_whole(place, file):
         return place
     if offline:
         cure = "Run once without offline and HF_HUB_OFFLINE, or point BLOOMERY_CACHE at the cache that has it."
         raise DataError(f"is not in the cache {cache.root()}, and this is offline mode", where=file.name, cure=cure)
     with cache.locked(place):
-        if place.is_file():
+        if _is_whole(place, file):
             return place
         return _from_any(file, place, attempts, token)
+
+
+def _is_whole(place: Path, file: WebFile) -> bool:
+    """Whether the cache has a file, of its size; what somebody has cut since does not count."""
+    return place.is_file() and file.num_bytes in (None, place.stat().st_size)
 
 
 def _from_any(file: WebFile, place: Path, attempts: int, token: str | None) -> Path:
@@ -169,7 +174,7 @@ class _Download:
             raise WrongBytesError(f"has {int(said[2]):,} bytes instead of {self.file.num_bytes:,}")
 
     def _check_version(self, response: Any) -> None:
-        etag = response.headers.get("ETag")
+        etag = _named(response.headers)
         if self.file.content.kind == "etag" and self.file.etag and etag and etag != self.file.etag:
             self._discard()
             cure = "Run the same command again: it then begins with the new version."
@@ -180,14 +185,13 @@ class _Download:
             self.partial.parent.mkdir(parents=True, exist_ok=True)
             if begun == 0:
                 self._discard()
-            files.write_json(self.origin, {"address": self.address, "etag": response.headers.get("ETag")})
+            files.write_json(self.origin, {"address": self.address, "etag": _named(response.headers)})
             file = self.partial.open("ab", buffering=0)
         with file:
             # Decoding goes through a buffer that is lost where the connection ends, so only what is encoded is decoded.
             encoded = response.headers.get("Content-Encoding", "identity") != "identity"
             for chunk in response.stream(CHUNK_BYTES, decode_content=encoded):
-                with files.disk_errors(self.partial):
-                    file.write(chunk)
+                cache.append(file, chunk)
                 begun += len(chunk)
                 if time.monotonic() - self._said > SECONDS_BETWEEN_LINES:
                     self._said = time.monotonic()
@@ -215,6 +219,11 @@ class _Download:
             self.partial.replace(self.place)
             self.origin.unlink(missing_ok=True)
         files.sync_folder(self.place.parent)
+
+
+def _named(headers: Mapping[str, str]) -> str | None:
+    """What a server calls the version of a file; either may stand in If-Range (RFC 9110, 13.1.5)."""
+    return headers.get("ETag") or headers.get("Last-Modified")
 
 
 def _hash(file: Any, kind: str, size: int) -> str | None:
@@ -264,7 +273,7 @@ def _version(headers: Mapping[str, str], length: str | None) -> Version:
     linked = headers.get("X-Linked-Etag", "").strip('"')
     size = headers.get("X-Linked-Size") or (None if headers.get("Content-Encoding") else length)
     return Version(
-        etag=headers.get("ETag") or headers.get("Last-Modified"),
+        etag=_named(headers),
         num_bytes=int(size) if size and size.isdecimal() else None,
         sha256=linked if re.fullmatch(r"[0-9a-f]{64}", linked) else None,
     )

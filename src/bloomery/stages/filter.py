@@ -1,7 +1,7 @@
-"""Stage filter: rules, then the classifier's score. Every document goes to kept/ or, with its reason, to dropped/."""
+"""Stage filter: rules, then limits on scores. Every document goes to kept/ or, with its reason, to dropped/."""
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,17 +11,21 @@ import pyarrow.compute as pc
 from bloomery.core import files
 from bloomery.core.errors import DataError
 from bloomery.core.log import say
-from bloomery.data import classifier, document
-from bloomery.data.classifier import Classifier
+from bloomery.data import document, limits
 from bloomery.data.engine import Part, run_parts
+from bloomery.data.limits import Cuts, Judge
 from bloomery.data.rules.judge import Documents, Verdicts, judge
 from bloomery.stages.config import Filter
 
-SCORE = pa.field("score", pa.float64())
-"""The classifier's probability that a document is worth keeping; none for what a rule has dropped before."""
 
-KEPT = document.SCHEMA.append(SCORE)
-DROPPED = document.dropped_schema().append(SCORE)
+def schemas(columns: Iterable[str] = ("score",)) -> tuple[pa.Schema, pa.Schema]:
+    """
+    Of kept/ and dropped/. Each column of scores is float64, and none for what a rule has dropped before: `score` the
+    first classifier's, `score_NAME` that of another, `heuristic`.
+    """
+    scores = [pa.field(name, pa.float64()) for name in columns]
+    kept, dropped = (pa.schema([*schema, *scores]) for schema in (document.SCHEMA, document.dropped_schema()))
+    return kept, dropped
 
 
 def digest(config: Filter) -> str:
@@ -39,12 +43,17 @@ def _content(path: Path) -> str:
 
 def run(config: Filter, inputs: Mapping[str, Path], out: Path) -> dict[str, Any]:
     """
-    Write kept/ (KEPT) and dropped/ (DROPPED), a part for each part of `inputs["fetch"]`/documents.
+    Write kept/ and dropped/ (`schemas`), a part for each part of `inputs["fetch"]`/documents.
 
     `inputs["classify"]` may be left out where no limit asks for a score. A kept document has the text that rules have
     masked. Raises DataError when nothing is kept.
     """
-    judged_by = str(inputs["classify"] / "quality") if "classify" in inputs else None
+    judged_by = str(inputs["classify"]) if "classify" in inputs else None
+    if judged_by is None and (config.min_score or config.min_scores or config.limits):
+        cure = "Leave min_score, min_scores and limits out, or run the stage classify before."
+        raise DataError("there is a limit on scores, and no classifier that gives any", where="filter", cure=cure)
+    if judged_by is not None:
+        _loaded(config, judged_by)  # a limit that no classifier can meet is told before the work begins
     parts = [
         Part(path.stem, {"path": str(path), "classifier": judged_by}, path.stat().st_size)
         for path in document.parts(inputs["fetch"] / "documents")
@@ -62,17 +71,29 @@ def run(config: Filter, inputs: Mapping[str, Path], out: Path) -> dict[str, Any]
 def filter_part(config: Filter, part: Part, out: Path) -> dict[str, Any]:
     """Judge the documents of one part. Returns what the stage adds up."""
     names = [f"{folder}/{part.name}.parquet" for folder in ("kept", "dropped")]
-    learned = classifier.load(Path(part.given["classifier"])) if part.given["classifier"] is not None else None
-    tally = _Tally()
+    learned = _loaded(config, part.given["classifier"])
+    tally, cuts = _Tally(), Cuts()
+    schema = schemas(learned.columns) if learned.classifiers else schemas()
     for name in names:
         (out / name).parent.mkdir(exist_ok=True)
-    with document.PartWriter(out / names[0], KEPT) as kept, document.PartWriter(out / names[1], DROPPED) as dropped:
+    with (
+        document.PartWriter(out / names[0], schema[0]) as kept,
+        document.PartWriter(out / names[1], schema[1]) as dropped,
+    ):
         for batch in document.part_batches(Path(part.given["path"]), document.SCHEMA.names):
-            judged = _judged(config, learned, batch, tally)
+            judged = _judged(config, learned, batch, tally, cuts)
             stays = pc.is_null(judged["reason"])
             kept.write_batch(judged.filter(stays))
             dropped.write_batch(judged.filter(pc.invert(stays)))
-    return {"files": names, **tally.record()}
+    return {"files": names, **tally.record(), "scores": cuts.record()}
+
+
+def _loaded(config: Filter, folder: str | None) -> Judge:
+    """The classifiers and bounds; without a folder, neither."""
+    if folder is None:
+        return Judge({}, {}, ())
+    least = {limit.domain: limit.min_score for limit in config.min_scores}
+    return limits.load(Path(folder), config.spelled_limits, min_score=config.min_score, min_scores=least)
 
 
 class _Tally:
@@ -102,15 +123,15 @@ class _Tally:
         }
 
 
-def _judged(config: Filter, learned: Classifier | None, batch: pa.RecordBatch, tally: _Tally) -> pa.RecordBatch:
-    """The batch with the texts that stay, and the columns reason (none: it is kept), value and score."""
+def _judged(config: Filter, learned: Judge, batch: pa.RecordBatch, tally: _Tally, cuts: Cuts) -> pa.RecordBatch:
+    """The batch with the texts that stay, and the columns reason (none: it is kept), value and those of scores."""
     columns = {name: batch[name].to_pylist() for name in ("text", "domain", "url", "id")}
     documents = Documents(columns["text"], columns["domain"], columns["url"], columns["id"])
     verdicts = judge(config.rules, documents)
     values = [
         None if reason is None else value for reason, value in zip(verdicts.reasons, verdicts.values, strict=True)
     ]
-    scores = _limit(config, learned, documents.domains, verdicts, values)
+    scores = _limit(learned, documents, verdicts, values, cuts)
     for row in zip(documents.domains, verdicts.texts, verdicts.reasons, verdicts.masked, strict=True):
         tally.add(*row)
     if any(verdicts.masked):
@@ -118,31 +139,35 @@ def _judged(config: Filter, learned: Classifier | None, batch: pa.RecordBatch, t
     added = {
         "reason": pa.array(verdicts.reasons, pa.string()),
         "value": pa.array(values, pa.float64()),
-        "score": pa.array(scores, pa.float64()),
+        **{name: pa.array(column, pa.float64()) for name, column in scores.items()},
     }
     return pa.RecordBatch.from_arrays([*batch.columns, *added.values()], names=[*batch.schema.names, *added])
 
 
 def _limit(
-    config: Filter, learned: Classifier | None, domains: Sequence[str], verdicts: Verdicts, values: list[float | None]
-) -> list[float | None]:
-    """Score what no rule has dropped, and drop of it what is under its domain's limit. Returns the scores."""
-    scores: list[float | None] = [None] * len(domains)
-    if learned is None:
-        return scores
-    limits = {limit.domain: limit.min_score for limit in config.min_scores}
+    learned: Judge, documents: Documents, verdicts: Verdicts, values: list[float | None], cuts: Cuts
+) -> dict[str, list[float | None]]:
+    """Score what no rule has dropped, and drop of it what misses a limit. Returns the columns of scores."""
+    columns: dict[str, list[float | None]] = {name: [None] * len(values) for name in learned.columns or ("score",)}
     left = [place for place, reason in enumerate(verdicts.reasons) if reason is None]
-    for place, score in zip(left, classifier.score(learned, [verdicts.texts[place] for place in left]), strict=True):
-        scores[place] = score
-        if score < limits.get(domains[place], config.min_score):
-            verdicts.reasons[place], values[place] = "classifier", score
-    return scores
+    texts = [verdicts.texts[place] for place in left]
+    views = learned.score(texts)
+    for name, view in learned.columns.items():
+        for place, score in zip(left, views[view].tolist(), strict=True):
+            columns[name][place] = score
+    domains, names = ([column[place] for place in left] for column in (documents.domains, documents.names))
+    for place, reason, value in zip(left, *cuts.apply(learned, views, domains, names, texts), strict=True):
+        if reason is not None:
+            verdicts.reasons[place], values[place] = reason, value
+    return columns
 
 
 def _added(records: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """The statistics of all parts together."""
     sums: dict[str, dict[str, Counter[str]]] = {}
+    cuts = Cuts()
     for record in records:
+        cuts.add(record["scores"])
         for name in ("by_domain", "reasons_by_domain", "masked_by_domain"):
             for domain, counts in record[name].items():
                 sums.setdefault(name, {}).setdefault(domain, Counter()).update(counts)
@@ -156,6 +181,7 @@ def _added(records: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         "by_domain": {domain: counts | {"pass_rate": _pass_rate(counts)} for domain, counts in by_domain.items()},
         "reasons_by_domain": _ranked(sums.get("reasons_by_domain", {})),
         "masked_by_domain": _ranked(sums.get("masked_by_domain", {})),
+        "scores": cuts.record(),
     }
 
 
@@ -178,5 +204,12 @@ def _pass_rate(counts: Mapping[str, int]) -> float:
 def _warn_of_strangers(config: Filter, known: Mapping[str, Any]) -> None:
     """A domain that no document has is a typing error, or the trace of a source that was taken out."""
     named = {domain for rule in config.rules for domain in rule.domains or ()}
-    for domain in sorted((named | {limit.domain for limit in config.min_scores}) - set(known)):
+    named |= {limit.domain for limit in config.min_scores}
+    named |= {
+        domain
+        for one in config.spelled_limits
+        if not set(known) & set(one.domains or known)
+        for domain in one.domains or ()
+    }
+    for domain in sorted(named - set(known)):
         say(f"filter: no document has the domain {domain!r}; there are {', '.join(sorted(known))}", "yellow")

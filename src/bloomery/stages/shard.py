@@ -69,12 +69,12 @@ def run(config: Shard, inputs: Mapping[str, Path], out: Path) -> dict[str, Any]:
         seed=config.seed,
         run_bytes=budget // 4,
     )
-    files = document.parts(inputs["dedup"] / "kept")
+    files = document.parts(document.handed_on(inputs["dedup"]))
     parts = [Part(file.stem, str(file), file.stat().st_size) for file in files]
     records = run_parts(config.engine, encode_part, encoding, parts, out, what="encode")
     runs = [Run(one["name"], one["segments"]) for record in records for one in record["runs"]]
     train, held = (sizes(runs, held_out=which) for which in (False, True))
-    if not held:
+    if not held and config.hold_out:
         cure = "Raise shard.hold_out, or fetch more documents."
         raise DataError("no document was held out, so nothing could be validated", cure=cure)
     if not train:
@@ -142,7 +142,7 @@ def plan(
             if quota.limited_by:
                 missing = f"{float(quota.wanted):,.0f} of {float(quota.asked):,.0f} tokens"
                 say(f"shard: {quota.limited_by} lets {domain!r} give {missing} to the {name} mix", "yellow")
-    return streams | {VAL: Stream(dict.fromkeys(held, Chosen(1, 0)), {})}
+    return streams | ({VAL: Stream(dict.fromkeys(held, Chosen(1, 0)), {})} if held else {})
 
 
 def choose(config: Shard, runs: Sequence[Run], stream: str, domain: str, quota: Quota, out: Path) -> Chosen:
@@ -232,8 +232,8 @@ def stats(
     told: dict[str, Any] = {
         "tokens": sum(tokens[TRAIN].values()),
         "documents": sum(documents[TRAIN].values()),
-        "held_out_tokens": sum(tokens[VAL].values()),
-        "held_out_documents": sum(documents[VAL].values()),
+        "held_out_tokens": sum(tokens.get(VAL, {}).values()),
+        "held_out_documents": sum(documents.get(VAL, {}).values()),
         "tokenizer": tokenizer.hash,
         "mix": mixes[TRAIN],
     }

@@ -39,7 +39,7 @@ def vocab_size(config: AnyKind) -> int:
 
 def run(config: AnyKind, inputs: Mapping[str, Path], out: Path) -> dict[str, Any]:
     """Write out/tokenizer.json. Raises DataError where a domain that was asked for has no document."""
-    seen, unseen = sample(inputs["dedup"] / "kept", config)
+    seen, unseen = sample(document.handed_on(inputs["dedup"]), config)
     texts = seen.texts()
     tokenizer = _made(config, texts)
     tokenizer.save(out)

@@ -1,0 +1,193 @@
+"""
+The words of the command line: verbs, options and what is said of them. What a verb does stands in `cli`.
+
+Nothing is imported here but the standard library, so that `--help` starts at once.
+"""
+
+import argparse
+import difflib
+import re
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from bloomery import __version__
+
+MODEL = "a run folder, a stage folder, a checkpoint folder or a model folder, for example runs/demo"
+SETTINGS = "settings that win over the recipe, in TOML's words: pretrain.steps=100 'filter.rules=[]'"
+INPUTS = "a file or a folder: text, Markdown, HTML, source code, jsonl, parquet, csv, WARC (.gz and .zst too)"
+DATA_SETTINGS = "settings of the recipe's section, in TOML's words: 'rules=[{kind=\"gopher\"}]'"
+DATA = {
+    "filter": ("keep documents that pass rules; the others go to dropped/, with their reason", "crawl/ --out clean"),
+    "dedup": ("keep one of all exact and near copies", "clean/kept --out unique"),
+    "decontaminate": (
+        "drop documents that hold questions of evaluation tasks",
+        "unique/kept --out fair --against q.jsonl",
+    ),
+    "tokenize": ("turn documents into token shards", "fair/kept --out shards --tokenizer tokenizer.json"),
+}
+"""The verbs of `data`: what each does, and an example."""
+
+
+def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
+    """The options of a verb. Settings may stand before and after options, which argparse alone does not take."""
+    top = parser()
+    words = sys.argv[1:] if arguments is None else arguments
+    verb = next((word for word in words if not word.startswith("-")), None)
+    if verb is not None and verb not in (known := top.get_default("verbs")):
+        near = difflib.get_close_matches(verb, known, n=1)
+        cure = f"Did you mean {near[0]!r}?" if near else f"Verbs: {', '.join(known)}."
+        top.error(f"there is no verb {verb!r}\n{cure}")
+    options, rest = top.parse_known_args(arguments)
+    if rest and (not hasattr(options, "settings") or any(word.startswith("-") for word in rest)):
+        top.error(f"unrecognized arguments: {' '.join(rest)}")
+    if rest:
+        options.settings = [*options.settings, *rest]
+    return options
+
+
+def parser() -> argparse.ArgumentParser:
+    top = argparse.ArgumentParser(
+        prog="bloomery",
+        description="Raw text to a language model that answers, on the machine you have.",
+        epilog="A first run: bloomery run recipes/demo.toml, then: bloomery chat runs/demo",
+    )
+    top.add_argument("--version", action="version", version=f"bloomery {__version__}")
+    top.set_defaults(verb="")
+    verbs = top.add_subparsers(title="verbs", metavar="VERB")
+    _run_verbs(verbs)
+    _data_verbs(verbs)
+    _model_verbs(verbs)
+    _machine_verbs(verbs)
+    top.set_defaults(verbs=tuple(verbs.choices))
+    return top
+
+
+def _verb(verbs: Any, name: str, brief: str, example: str, *, reports: bool = False) -> argparse.ArgumentParser:
+    one: argparse.ArgumentParser = verbs.add_parser(
+        name, help=brief, description=f"{brief[0].upper()}{brief[1:]}.", epilog=f"Example: {example}"
+    )
+    one.set_defaults(verb=name)
+    if reports:
+        one.add_argument("--json", action="store_true", help="one JSON object on stdout, and nothing else there")
+    return one
+
+
+def _run_verbs(verbs: Any) -> None:
+    one = _verb(verbs, "run", "run a recipe: what is done stays, the rest runs", "bloomery run recipes/demo.toml")
+    _recipe_arguments(one)
+    stages = one.add_mutually_exclusive_group()
+    stages.add_argument("--until", metavar="STAGE", help="stop after this stage")
+    stages.add_argument("--only", metavar="STAGE", help="run this stage alone; its inputs have to be done")
+
+    one = _verb(
+        verbs, "plan", "say what a recipe needs, before it runs", "bloomery plan recipes/demo.toml", reports=True
+    )
+    _recipe_arguments(one)
+
+    one = _verb(verbs, "status", "say how far a run is", "bloomery status runs/demo", reports=True)
+    one.add_argument("run", type=Path, metavar="RUN", help="a run folder, for example runs/demo")
+    one.add_argument("--verify", action="store_true", help="compare every file with its sha256 too")
+
+    one = _verb(
+        verbs,
+        "clean",
+        "say what a run folder does not need, and free it when told",
+        "bloomery clean runs/demo --yes",
+        reports=True,
+    )
+    one.add_argument("run", type=Path, metavar="RUN", help="a run folder, for example runs/demo")
+    one.add_argument("--yes", action="store_true", help="remove it; without this, nothing is removed")
+
+
+def _data_verbs(verbs: Any) -> None:
+    """`data` and its own verbs: stages of the data half on files of any kind, without a recipe."""
+    brief = "filter, deduplicate, decontaminate or tokenize files, without a recipe"
+    data = _verb(verbs, "data", brief, "bloomery data filter crawl/ --out clean 'rules=[{kind=\"gopher\"}]'")
+    inner = data.add_subparsers(title="what to do", metavar="WHAT", required=True, help="with --help, more of each")
+    for name, (brief, example) in DATA.items():
+        one = _verb(inner, name, brief, f"bloomery data {name} {example}", reports=True)
+        one.set_defaults(verb="data", what=name)
+        one.add_argument("inputs", nargs="+", type=str, metavar="IN", help=f"{INPUTS}; and {DATA_SETTINGS}")
+        one.add_argument("--out", type=Path, required=True, metavar="DIR", help="a new folder, or one to go on in")
+        one.set_defaults(settings=[])
+        one.add_argument("--recipe", type=Path, help="take the settings of this recipe's section")
+        one.add_argument("--text-field", default="text", help="field or column that holds the text (default: text)")
+        one.add_argument("--id-field", help="field or column that holds the id (default: id, or file and row)")
+        one.add_argument("--workers", type=_positive, help="processes (default: one for each core)")
+        one.add_argument("--memory", type=_size, metavar="SIZE", help="budget of what works out of core: 256MB, 8GiB")
+        if name == "decontaminate":
+            one.add_argument("--against", action="append", default=[], metavar="FILE", help="a task's questions")
+        if name == "tokenize":
+            one.add_argument("--tokenizer", type=Path, help="tokenizer.json, .model, .tiktoken or a folder with one")
+
+
+def _positive(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is no whole number above 0")
+    return int(text)
+
+
+def _size(text: str) -> int:
+    found = re.fullmatch(r"(\d+(?:\.\d+)?) ?([kMGT]?)(i?)B?", text)
+    if not found:
+        raise argparse.ArgumentTypeError(f"{text!r} is no size in bytes, as 256MB or 8GiB")
+    number, letter, binary = found.groups()
+    return int(float(number) * (1024 if binary else 1000) ** " kMGT".index(letter or " "))
+
+
+def _temperature(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = -1.0
+    if not 0 <= value < float("inf"):
+        raise argparse.ArgumentTypeError(f"{text!r} is no number from 0 up")
+    return value
+
+
+def _recipe_arguments(one: argparse.ArgumentParser) -> None:
+    one.add_argument("recipe", type=Path, metavar="RECIPE", help="a TOML file, for example recipes/demo.toml")
+    one.add_argument("settings", nargs="*", default=[], metavar="key=value", help=SETTINGS)
+    one.add_argument("--runs", type=Path, default=Path("runs"), help="folder of run folders (default: runs)")
+
+
+def _model_verbs(verbs: Any) -> None:
+    one = _verb(
+        verbs, "chat", "talk to a model in the terminal", "bloomery chat runs/demo --prompt 'What is 17 plus 25?'"
+    )
+    one.add_argument("model", type=Path, metavar="MODEL", help=MODEL)
+    one.add_argument("--prompt", action="append", default=[], help="ask this and end; may be given several times")
+    one.add_argument("--temperature", type=_temperature, default=0.0, help="0 takes the likeliest token (default)")
+    one.add_argument("--max-tokens", type=_positive, default=128, help="longest answer (default: 128)")
+    one.add_argument("--seed", type=int, default=0, help="of the draw, where the temperature is above 0")
+
+    one = _verb(verbs, "serve", "serve all models over HTTP, with a page to talk to them", "bloomery serve --port 8000")
+    one.add_argument("--runs", type=Path, default=Path("runs"), help="folder of run folders (default: runs)")
+    one.add_argument("--host", default="127.0.0.1", help="address to listen on (default: this machine only)")
+    one.add_argument("--port", type=int, default=8000, help="default: 8000")
+
+    one = _verb(
+        verbs,
+        "eval",
+        "ask a model held-out questions, and judge the answers",
+        "bloomery eval runs/demo",
+        reports=True,
+    )
+    one.add_argument("model", type=Path, metavar="MODEL", help=MODEL)
+    one.add_argument("--questions", type=_positive, help="how many (default: as a recipe's evaluate.questions)")
+    one.add_argument("--seed", type=int, help="which ones (default: as a recipe's evaluate.seed)")
+
+
+def _machine_verbs(verbs: Any) -> None:
+    one = _verb(
+        verbs,
+        "doctor",
+        "examine this machine: what fits, what is wrong, what cures it",
+        "bloomery doctor",
+        reports=True,
+    )
+    one.add_argument(
+        "--runs", type=Path, default=Path("runs"), help="folder that runs will be written to (default: runs)"
+    )

@@ -1,0 +1,278 @@
+"""
+Limits: what score a document needs, of which classifier, in which domain, and with how much of the heuristic in it.
+
+    score = (1 - heuristic_weight) · classifier + heuristic_weight · heuristic
+
+The preset "seed-1386" has the limits of 1386.ai's corpus (Plasma 1.1): 0.6 of the classifier and 0.4 of the heuristic
+on the first 2,000 characters, with a threshold for each domain, after toxic text (0.5 and more on the first 1,000
+characters) is dropped. It needs a classifier `quality` and a classifier `toxicity`.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Annotated, Any
+
+import numpy as np
+from numpy.typing import NDArray
+from pydantic import AfterValidator, model_validator
+
+from bloomery.core import files
+from bloomery.core.config import Config, Positive, Share
+from bloomery.core.errors import DataError
+from bloomery.data import classifier, heuristic
+from bloomery.data.classifier import Classifier
+
+NUM_SAMPLES = 20
+SAMPLE_CHARACTERS = 300
+NUM_BINS = 20
+HEURISTIC = "heuristic"
+
+Scores = NDArray[np.float64]
+Places = NDArray[np.int64]
+View = tuple[str, int | None]
+"""A classifier's name (or HEURISTIC) and how many of the first characters it is given; None: all."""
+
+
+class Limit(Config):
+    """A document of these domains is dropped (reason `limit.CLASSIFIER`) where it misses the threshold."""
+
+    classifier: str = "quality"
+    domains: tuple[str, ...] | None = None
+    """None: every domain."""
+    keep_from: Share | None = None
+    """Scores from here on are kept: for a classifier whose high scores are of good text."""
+    drop_from: Share | None = None
+    """Scores from here on are dropped: for one whose high scores are of bad text."""
+    heuristic_weight: Share = 0.0
+    """How much of the score is the heuristic's (`data/heuristic.py`) instead of the classifier's."""
+    characters: Positive | None = None
+    """How many of a document's first characters are scored. None: what the classifier looks at by itself."""
+
+    @model_validator(mode="after")
+    def _one_threshold(self) -> "Limit":
+        if (self.keep_from is None) == (self.drop_from is None):
+            raise ValueError("a limit has either keep_from or drop_from")
+        if self.drop_from is not None and self.heuristic_weight:
+            raise ValueError("the heuristic is high for good text: heuristic_weight goes with keep_from")
+        return self
+
+    @property
+    def threshold(self) -> float:
+        return self.keep_from if self.keep_from is not None else self.drop_from or 0.0
+
+
+def _seed() -> tuple[Limit, ...]:
+    toxic = Limit(classifier="toxicity", drop_from=0.5, characters=1000)
+    thresholds = {("web", "fineweb"): 0.55, ("wiki",): 0.45, ("qa", "stackexchange"): 0.55, ("code",): 0.4}
+    thresholds[("arxiv",)] = 0.45
+    mixed = {"heuristic_weight": 0.4, "characters": 2000}
+    return (toxic, *(Limit(domains=names, keep_from=least, **mixed) for names, least in thresholds.items()))
+
+
+PRESETS: Mapping[str, tuple[Limit, ...]] = {"seed-1386": _seed()}
+
+
+def spelled_out(given: tuple[Limit, ...] | str) -> tuple[Limit, ...]:
+    """The limits of a preset for its name; others as they are. Raises ValueError for a name that is none."""
+    if not isinstance(given, str):
+        return given
+    if given not in PRESETS:
+        raise ValueError(f"there are no limits named {given!r}; there are {', '.join(map(repr, PRESETS))}")
+    return PRESETS[given]
+
+
+Limits = Annotated[tuple[Limit, ...] | str, AfterValidator(spelled_out)]
+"""Limits one by one, or the name of a preset: the resolved recipe has them spelled out."""
+
+
+@dataclass(frozen=True)
+class Bound:
+    """One threshold for some domains, with what it is called. `least` limits keep from, others drop from."""
+
+    reason: str
+    limit: Limit
+    but: frozenset[str] = frozenset()
+    """Domains that have another bound instead."""
+
+    def holds_for(self, domain: str) -> bool:
+        return domain not in self.but and (self.limit.domains is None or domain in self.limit.domains)
+
+
+@dataclass(frozen=True, eq=False)
+class Judge:
+    """Classifiers by name, in the order of the recipe, with which side each keeps, and the bounds to apply in turn."""
+
+    classifiers: Mapping[str, Classifier]
+    keep: Mapping[str, str]
+    bounds: tuple[Bound, ...]
+
+    @property
+    def columns(self) -> dict[str, View]:
+        """Columns that scored documents get: `score` of the first classifier, `score_NAME` of others, `heuristic`."""
+        found: dict[str, View] = {}
+        for place, name in enumerate(self.classifiers):
+            own = [bound.limit.characters for bound in self.bounds if bound.limit.classifier == name]
+            found["score" if place == 0 else f"score_{name}"] = (name, own[0] if own else None)
+        if mixed := [bound.limit.characters for bound in self.bounds if bound.limit.heuristic_weight]:
+            found[HEURISTIC] = (HEURISTIC, mixed[0])
+        return found
+
+    def score(self, texts: Sequence[str]) -> dict[View, Scores]:
+        """Every view of the texts that a column or a bound asks for."""
+        views = list(self.columns.values())
+        for bound in self.bounds:
+            views.append((bound.limit.classifier, bound.limit.characters))
+            if bound.limit.heuristic_weight:
+                views.append((HEURISTIC, bound.limit.characters))
+        return {view: self._viewed(texts, *view) for view in dict.fromkeys(views)}
+
+    def _viewed(self, texts: Sequence[str], name: str, characters: int | None) -> Scores:
+        looked = texts if characters is None else [text[:characters] for text in texts]
+        scores = heuristic.score(looked) if name == HEURISTIC else classifier.score(self.classifiers[name], looked)
+        return np.fromiter(scores, np.float64, len(texts))
+
+    def mixed(self, limit: Limit, views: Mapping[View, Scores]) -> Scores:
+        """The score that a limit looks at."""
+        scores = views[limit.classifier, limit.characters]
+        if limit.heuristic_weight:
+            share = limit.heuristic_weight
+            scores = (1 - share) * scores + share * views[HEURISTIC, limit.characters]
+        return scores
+
+
+def load(folder: Path, limits: Sequence[Limit], *, min_score: float, min_scores: Mapping[str, float]) -> Judge:
+    """
+    The classifiers below `folder`, and all bounds: those of `min_score` (of the first classifier, reason `classifier`)
+    before the limits.
+
+    Raises DataError for a limit whose classifier is not there, or whose threshold is for the other side.
+    """
+    facts = sorted((files.read_json(path) for path in folder.glob(f"*/{classifier.FACTS}")), key=lambda f: f["place"])
+    if not facts:
+        raise DataError("holds no classifier", where=str(folder), cure="Run the stage classify again.")
+    keep = {one["name"]: one["keep"] for one in facts}
+    first = facts[0]["name"]
+    bounds = [Bound(f"limit.{limit.classifier}", limit) for limit in limits]
+    plain = [Limit(classifier=first, domains=(name,), keep_from=least) for name, least in min_scores.items()]
+    elsewhere = [Limit(classifier=first, keep_from=min_score)] if min_score else []
+    rest = [Bound("classifier", limit, frozenset(min_scores)) for limit in elsewhere]
+    bounds = [*(Bound("classifier", limit) for limit in plain), *rest, *bounds]
+    for bound in bounds:
+        _check(bound, keep)
+    return Judge({name: classifier.load(folder / name) for name in keep}, keep, tuple(bounds))
+
+
+def _check(bound: Bound, keep: Mapping[str, str]) -> None:
+    name = bound.limit.classifier
+    if name not in keep:
+        cure = f"There are {', '.join(map(repr, keep))}; name it in [[classify.classifiers]]."
+        raise DataError(f"no classifier is named {name!r}", where="filter.limits", cure=cure)
+    if keep[name] == "low" and bound.limit.keep_from is not None:
+        where = "filter.min_score" if bound.reason == "classifier" else "filter.limits"
+        cure = "Give a limit with drop_from in [[filter.limits]]."
+        raise DataError(f"high scores of {name!r} are of text to drop", where=where, cure=cure)
+    if keep[name] == "high" and bound.limit.drop_from is not None:
+        cure = "Give a limit with keep_from in [[filter.limits]]."
+        raise DataError(f"high scores of {name!r} are of text to keep", where="filter.limits", cure=cure)
+
+
+@dataclass
+class Cuts:
+    """What limits did to documents: for each classifier what passed in each domain, and samples near the cut."""
+
+    by_domain: dict[str, dict[str, dict[str, Any]]] = field(default_factory=dict)
+    samples: dict[str, dict[str, list[dict[str, Any]]]] = field(default_factory=dict)
+
+    def apply(
+        self,
+        judge: Judge,
+        views: Mapping[View, Scores],
+        domains: Sequence[str],
+        ids: Sequence[str],
+        texts: Sequence[str],
+    ) -> tuple[list[str | None], list[float | None]]:
+        """Reason and value for each document that a bound drops, None for the others; and all of it counted."""
+        reasons: list[str | None] = [None] * len(texts)
+        values: list[float | None] = [None] * len(texts)
+        passes = {name: np.ones(len(texts), np.bool_) for name in judge.classifiers}
+        for bound in judge.bounds:
+            name, threshold = bound.limit.classifier, bound.limit.threshold
+            here = np.flatnonzero([bound.holds_for(domain) for domain in domains])
+            scores = judge.mixed(bound.limit, views)
+            low = scores < threshold
+            broken = low if bound.limit.keep_from is not None else ~low
+            passes[name][here] &= ~broken[here]
+            for place in here[broken[here]].tolist():
+                if reasons[place] is None:
+                    reasons[place], values[place] = bound.reason, float(scores[place])
+            if threshold > 0:
+                self._near(name, threshold, scores, here, broken, (domains, ids, texts))
+        for column, (name, characters) in judge.columns.items():
+            if column != HEURISTIC:
+                self._count(name, domains, passes[name], views[name, characters])
+        return reasons, values
+
+    def _count(self, name: str, domains: Sequence[str], passes: NDArray[np.bool_], scores: Scores) -> None:
+        bins = np.minimum((scores * NUM_BINS).astype(np.int64), NUM_BINS - 1).tolist()
+        known = self.by_domain.setdefault(name, {})
+        for domain, passed, spot in zip(domains, passes.tolist(), bins, strict=True):
+            tally = known.setdefault(domain, {"documents": 0, "passed": 0, "bins": [0] * NUM_BINS})
+            tally["documents"] += 1
+            tally["passed"] += passed
+            tally["bins"][spot] += 1
+
+    def _near(
+        self,
+        name: str,
+        threshold: float,
+        scores: Scores,
+        here: Places,
+        broken: NDArray[np.bool_],
+        columns: tuple[Sequence[str], Sequence[str], Sequence[str]],
+    ) -> None:
+        """Keep of both sides the documents nearest the cut, with the start of their text."""
+        domains, ids, texts = columns
+        for side, chosen in (("kept", here[~broken[here]]), ("dropped", here[broken[here]])):
+            nearest = chosen[np.argsort(np.abs(scores[chosen] - threshold), kind="stable")[: 2 * NUM_SAMPLES]]
+            found = [
+                {
+                    **{"id": ids[place], "domain": domains[place], "value": float(scores[place]), "cut": threshold},
+                    "text": texts[place][:SAMPLE_CHARACTERS],
+                }
+                for place in nearest.tolist()
+            ]
+            sides = self.samples.setdefault(name, {"kept": [], "dropped": []})
+            sides[side] = _nearest([*sides[side], *found])
+
+    def add(self, record: Mapping[str, Any]) -> None:
+        """Add what `record` gave for another part."""
+        for name, facts in record.items():
+            for domain, counts in facts["by_domain"].items():
+                known = self.by_domain.setdefault(name, {})
+                tally = known.setdefault(domain, {"documents": 0, "passed": 0, "bins": [0] * NUM_BINS})
+                tally["documents"] += counts["documents"]
+                tally["passed"] += counts["passed"]
+                tally["bins"] = [one + other for one, other in zip(tally["bins"], counts["bins"], strict=True)]
+            sides = self.samples.setdefault(name, {"kept": [], "dropped": []})
+            for side, found in facts["samples"].items():
+                sides[side] = _nearest([*sides[side], *found])
+
+    def record(self) -> dict[str, Any]:
+        """JSON data by classifier: `by_domain` (documents, passed, bins of scores) and `samples` (kept, dropped)."""
+        return {
+            name: {
+                "by_domain": dict(sorted(self.by_domain[name].items())),
+                "samples": self.samples.get(name, {"kept": [], "dropped": []}),
+            }
+            for name in sorted(self.by_domain)
+        }
+
+
+def _nearest(found: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The NUM_SAMPLES nearest their cut; equally near ones by id. A document that meets two cuts is there once."""
+    ranked = sorted(found, key=lambda one: (abs(one["value"] - one["cut"]), one["id"]))
+    once: dict[str, dict[str, Any]] = {}
+    for one in ranked:
+        once.setdefault(one["id"], one)
+    return list(once.values())[:NUM_SAMPLES]

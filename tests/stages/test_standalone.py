@@ -1,0 +1,110 @@
+"""The data tools: what goes in comes out in kept/ or dropped/, whatever it was, and nothing of anybody's is lost."""
+
+import json
+import random
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from bloomery import cli
+from bloomery.data import document
+from tests.test_end_to_end import prose
+
+TEXTS = [prose(random.Random(number)) for number in range(30)]
+
+
+def rows(path: Path, more: Sequence[str] = ()) -> Path:
+    """A jsonl file: a line for each text, one without any text, and lines as they are given."""
+    lines = [json.dumps({"id": f"d{number}", "text": text}) for number, text in enumerate(TEXTS)]
+    path.write_text("\n".join([*lines, json.dumps({"id": "none", "text": ""}), *more]) + "\n", encoding="utf-8")
+    return path
+
+
+def tool(capsys: pytest.CaptureFixture[str], *words: str, code: int = 0) -> dict[str, Any]:
+    capsys.readouterr()
+    assert cli.main(["data", *words, "--json"]) == code
+    said = capsys.readouterr()
+    return json.loads(said.out) if code == 0 else {"error": said.err}
+
+
+def ids(folder: Path) -> list[str]:
+    return [row["id"] for row in document.read(folder, ["id"])] if folder.is_dir() else []
+
+
+def check(result: dict[str, Any], out: Path, documents: int) -> None:
+    """What holds of every tool that keeps and drops."""
+    assert result["documents"] == documents == result["kept"] + result["dropped"]
+    assert sum(result["reasons"].values()) == result["dropped"]
+    found = ids(out / "kept") + ids(out / "dropped")
+    assert len(found) == len(set(found)) == documents
+    assert all(row["reason"] for row in document.read(out / "dropped", ["reason"]))
+    assert json.loads((out / "result.json").read_text()) == result
+    assert not (out / "work").exists()
+
+
+def test_filter_drops_by_its_rules_and_says_why(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    broken = rows(tmp_path / "in.jsonl", ['{"id": "short", "text": "too short"}', "{no json", '{"id": "x"}'])
+    out = tmp_path / "out"
+    words = ["filter", str(broken), "--out", str(out), 'rules=[{kind="length", min_characters=20}]']
+    result = tool(capsys, *words)
+    check(result, out, len(TEXTS) + 4)
+    assert result["reasons"] == {"empty": 1, "length.too_short": 1, "not_json": 1, "no_text": 1}
+    assert set(ids(out / "kept")) == {f"d{number}" for number in range(len(TEXTS))}
+    assert (
+        tool(capsys, "filter", str(broken), "--out", str(out), 'rules=[{kind="length", min_characters=20}]') == result
+    )
+
+
+def test_dedup_keeps_one_of_all_copies(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    copies = [json.dumps({"id": f"copy{number}", "text": TEXTS[number]}) for number in range(5)]
+    result = tool(capsys, "dedup", str(rows(tmp_path / "in.jsonl", copies)), "--out", str(tmp_path / "out"))
+    check(result, tmp_path / "out", len(TEXTS) + 6)
+    assert set(ids(tmp_path / "out" / "kept")) == {*(f"copy{number}" for number in range(5))} | {
+        f"d{number}" for number in range(5, len(TEXTS))
+    }
+
+
+def test_the_kept_documents_of_one_tool_are_the_input_of_the_next(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pq.write_table(pa.table({"body": [*TEXTS, TEXTS[0]], "domain": ["wiki"] * 31}), tmp_path / "in.parquet")
+    words = ["--text-field", "body", "--workers", "2"]
+    first = tool(capsys, "filter", str(tmp_path / "in.parquet"), "--out", str(tmp_path / "clean"), *words)
+    second = tool(capsys, "dedup", str(tmp_path / "clean" / "kept"), "--out", str(tmp_path / "unique"))
+    assert (first["kept"], second["kept"]) == (31, 30)
+    assert {row["domain"] for row in document.read(tmp_path / "unique" / "kept", ["domain"])} == {"wiki"}
+    assert set(ids(tmp_path / "unique" / "kept")) < set(ids(tmp_path / "clean" / "kept"))
+
+
+def test_tokenize_leaves_shards_and_loses_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "out"
+    words = ["tokenize", str(rows(tmp_path / "in.jsonl")), "--out", str(out), "tokenizer.vocab_size=500"]
+    result = tool(capsys, *words)
+    assert (result["documents"], result["kept"], result["dropped"]) == (len(TEXTS) + 1, len(TEXTS), 1)
+    assert result["stats"]["tokens"] == sum(
+        path.stat().st_size // 2 - 512 for path in (out / "shards").glob("train*.bin")
+    )
+
+
+def test_a_folder_that_holds_something_else_is_left_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "mine.txt").write_text("mine")
+    words = ["filter", str(rows(tmp_path / "in.jsonl")), "--out", str(tmp_path / "out")]
+    assert "holds something else: mine.txt" in tool(capsys, *words, code=2)["error"]
+    assert [path.name for path in (tmp_path / "out").iterdir() if path.name != ".lock"] == ["mine.txt"]
+    words[3] = str(tmp_path / "other")
+    tool(capsys, *words)
+    assert "holds something else" in tool(capsys, *words, 'rules=[{kind="length"}]', code=2)["error"]
+
+
+def test_what_is_not_there_or_no_setting_is_an_error_with_a_cure(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = str(tmp_path / "out")
+    assert "no such file" in tool(capsys, "filter", str(tmp_path / "none"), "--out", out, code=2)["error"]
+    found = tool(capsys, "dedup", str(rows(tmp_path / "in.jsonl")), "--out", out, "min_jacard=0.5", code=2)["error"]
+    assert "Did you mean 'min_jaccard'?" in found

@@ -1,0 +1,62 @@
+"""recipes/plasma-500m.toml up to its shards, with text of this machine in the place of its sources."""
+
+import json
+import runpy
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from bloomery import cli
+from bloomery.core import config
+from bloomery.core.stage import read_manifest
+from bloomery.recipe import Recipe
+from bloomery.tokenizer.config import ByteBpe
+
+ROOT = Path(__file__).parents[1]
+PLASMA = ROOT / "recipes" / "plasma-500m.toml"
+STAND_IN: dict[str, Any] = runpy.run_path(str(ROOT / "benchmarks" / "stand_in.py"))
+SETTINGS = ["tokenizer.vocab_size=4000", "tokenizer.sample_bytes=4000000", "shard.tokens=3000000"]
+
+
+def test_the_model_has_the_parameters_of_the_one_that_it_reproduces() -> None:
+    recipe = config.load(Recipe, PLASMA)
+    assert isinstance(recipe.tokenizer, ByteBpe)
+    model, vocabulary = recipe.pretrain.model, recipe.tokenizer.vocab_size
+    head = model.width // model.num_heads
+    attention = 2 * model.width**2 + 2 * model.width * head * model.num_kv_heads
+    block = attention + 3 * model.width * model.mlp_width + 2 * model.width
+    assert vocabulary * model.width + model.num_layers * block + model.width == 521_570_560
+    assert {weight.domain for weight in recipe.shard.weights} == {source.domain for source in recipe.fetch.sources}
+
+
+@pytest.mark.slow
+def test_all_five_domains_reach_the_shards(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    texts = STAND_IN["shared"]()
+    if texts is None:
+        pytest.skip("the shared text is not here (BLOOMERY_SHARED)")
+    sources = STAND_IN["setting"](texts, quick=True)
+    words = [
+        "run",
+        str(PLASMA),
+        "--runs",
+        str(tmp_path),
+        "--until",
+        "shard",
+        sources,
+        *STAND_IN["toxicity"](texts),
+        *SETTINGS,
+    ]
+    assert cli.main(words) == 0
+    root = tmp_path / "plasma-500m"
+    folders = {name: root / folder for name, folder in json.loads((root / "current.json").read_text()).items()}
+    stats = {name: read_manifest(folders[name])["stats"] for name in ("fetch", "filter", "dedup", "tokenizer", "shard")}
+    domains = set(STAND_IN["DOMAINS"])
+    assert set(stats["fetch"]["by_domain"]) == set(stats["shard"]["mix"]) == domains
+    fetched, filtered, unique = (stats[name]["documents"] for name in ("fetch", "filter", "dedup"))
+    assert fetched == filtered == stats["filter"]["kept"] + stats["filter"]["dropped"]
+    assert stats["filter"]["kept"] == unique == stats["dedup"]["kept"] + stats["dedup"]["removed"]
+    assert all(one["tokens"] > 0 for one in stats["shard"]["mix"].values())
+    card = json.loads((root / "data_card.json").read_text())
+    assert {source["domain"] for source in card["sources"]} == domains
+    assert (root / "report.html").is_file()
