@@ -168,7 +168,7 @@ def test_where_tiktoken_would_give_other_ids_tokenizers_encodes_and_it_is_said(
     assert re.search(why, encoder.why)
     assert len(said) == 1
     assert why in said[0]
-    assert encoder.facts() == {"encoder": "tokenizers", "because": encoder.why, "texts_left_to_tokenizers": 0}
+    assert encoder.facts() == {"encoder": "tokenizers", "because": encoder.why}
     texts = ["qzj qqzjj", CODE, ELSEWHERE, ""]
     assert [ids.tolist() for ids in encoder.encode_batch(texts)] == tokenizer.encode_batch(texts)
     assert len(said) == 1

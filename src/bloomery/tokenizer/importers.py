@@ -123,8 +123,11 @@ def _tiktoken(path: Path, pattern: PatternName | None) -> tokenizers.Tokenizer:
     spelled = {token: "".join(letters[byte] for byte in token) for token in ranks}
     merges = []
     for token in sorted(ranks, key=ranks.__getitem__):
-        parts = halves(token, ranks) if len(token) > 1 else ()
-        if len(parts) == 2:
+        parts = halves(token, ranks)
+        if len(token) > 1 and len(parts) > 2:  # made of what ranks after it, if at all
+            cuts = ((token[:place], token[place:]) for place in range(1, len(token)))
+            merges += [(spelled[left], spelled[right]) for left, right in cuts if left in ranks and right in ranks]
+        elif len(token) > 1:
             merges.append((spelled[parts[0]], spelled[parts[1]]))
     vocab = {spelled[token]: rank for token, rank in ranks.items()}
     # tiktoken takes a word that is a token as it is

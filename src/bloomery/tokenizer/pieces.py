@@ -45,8 +45,13 @@ class Model(NamedTuple):
 
 
 def train(texts: Iterable[str], config: SentencePiece) -> Tokenizer:
+    """A tokenizer trained by `sentencepiece`. Raises DataError where it is not installed or cannot learn."""
+    return Tokenizer(read(learned(texts, config), "the trained model"))
+
+
+def learned(texts: Iterable[str], config: SentencePiece) -> bytes:
     """
-    Train with `sentencepiece`, on lines. Raises DataError where it is not installed or the text is too small.
+    The `.model` that `sentencepiece` learns from the lines of texts. Raises DataError.
 
     Special tokens are control symbols, which no text becomes, after the unknown one.
     """
@@ -67,7 +72,7 @@ def train(texts: Iterable[str], config: SentencePiece) -> Tokenizer:
             add_dummy_prefix=False,
             allow_whitespace_only_pieces=True,
             hard_vocab_limit=False,
-            user_defined_symbols=list(config.symbols),
+            user_defined_symbols=[symbol.replace(" ", SPACE) for symbol in config.symbols],
             control_symbols=list(SPECIAL),
             unk_id=0,
             bos_id=-1,
@@ -80,7 +85,7 @@ def train(texts: Iterable[str], config: SentencePiece) -> Tokenizer:
     except (RuntimeError, OSError) as error:
         cure = "Raise tokenizer.sample_bytes, or lower tokenizer.vocab_size."
         raise DataError(f"sentencepiece could not learn: {error}", cure=cure) from None
-    return Tokenizer(read(made.getvalue(), "the trained model"))
+    return made.getvalue()
 
 
 def lines(texts: Iterable[str]) -> Iterator[str]:
@@ -95,7 +100,7 @@ def read(data: bytes, where: str) -> tokenizers.Tokenizer:
     """The tokenizer of a `.model` file. Raises DataError, which says why, where it cannot have the same ids."""
     try:
         model = parse(data)
-    except (IndexError, ValueError, struct.error):
+    except (IndexError, KeyError, ValueError, struct.error):
         raise DataError("is no SentencePiece model", where=where) from None
     if problem := _problem(model):
         raise DataError(f"cannot be read with the same ids: {problem}", where=where)
@@ -116,7 +121,8 @@ def read(data: bytes, where: str) -> tokenizers.Tokenizer:
     inner.decoder = decoders.Sequence(steps)
     special = [piece.text for piece in model.pieces if piece.type == CONTROL]
     inner.add_special_tokens([AddedToken(name, normalized=False, special=True) for name in special])
-    users = [piece.text for piece in model.pieces if piece.type == USER]
+    # one with a space in it is never found: spaces are U+2581 by the time it is looked for
+    users = [piece.text for piece in model.pieces if piece.type == USER and " " not in piece.text]
     inner.add_tokens([AddedToken(name, normalized=SPACE in name, special=False) for name in users])
     return inner
 
@@ -134,6 +140,8 @@ def _problem(model: Model) -> str:
         return "it has no bytes to fall back to, so it loses text"
     if users and model.puts_space_first:
         return "it puts a space before each text and has user-defined symbols"
+    if any(len(piece.text) == 1 and piece.type in (CONTROL, UNKNOWN) for piece in model.pieces):
+        return "it has a special token of one character"
     if len({piece.text for piece in model.pieces}) < len(model.pieces):
         return "it has one piece twice"
     return ""
@@ -151,7 +159,7 @@ def merges(pieces: Iterable[Piece]) -> list[tuple[str, str]]:
 
 
 def parse(data: bytes) -> Model:
-    """What a `.model` file says. Raises ValueError, IndexError or struct.error for what is no such file."""
+    """What a `.model` file says. Raises ValueError, KeyError, IndexError or struct.error for what is none."""
     pieces, trainer, normalizer = [], dict[int, Any](), dict[int, Any]()
     for number, value in _fields(data):
         if number == 1:

@@ -65,8 +65,9 @@ class Encoder:
 
     def facts(self) -> dict[str, Any]:
         """For the statistics of a stage: which library encoded, and what was left to the other one."""
-        why = {"because": self.why} if self.why else {}
-        return {"encoder": self.name, **why, "texts_left_to_tokenizers": self.slow_texts}
+        why: dict[str, Any] = {"because": self.why} if self.why else {}
+        left = {"texts_left_to_tokenizers": self.slow_texts} if self.slow_texts else {}
+        return {"encoder": self.name} | why | left
 
     def encode_batch(self, texts: Sequence[str]) -> list[NDArray[np.uint32]]:
         """The ids of each text, on one core (`tokenizers`: on all). Raises DataError for text that is no UTF-8."""

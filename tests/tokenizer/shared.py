@@ -1,0 +1,27 @@
+"""Real documents for slow tests: those that BLOOMERY_SHARED holds, or generated ones."""
+
+import json
+import os
+from functools import cache
+from itertools import islice
+from pathlib import Path
+
+import zstandard
+
+from bloomery.data import worlds
+
+SHARED = Path(os.environ.get("BLOOMERY_SHARED", Path(__file__).parents[3] / "shared")) / "data"
+GPT2 = SHARED / "tokenizer"
+
+
+@cache
+def documents(count: int) -> list[str]:
+    """Some of every file; where there are no files, or not enough in them, from the generator."""
+    files = sorted((SHARED / "dev").glob("*.jsonl.zst"))
+    found: list[str] = []
+    for file in files:
+        with file.open("rb") as raw, zstandard.ZstdDecompressor().stream_reader(raw) as stream:
+            lines = stream.read().decode().split("\n")
+        rows = (json.loads(line) for line in lines if line)
+        found += islice((row.get("text") or json.dumps(row, ensure_ascii=False) for row in rows), count // len(files))
+    return [*found, *worlds.documents(0, count - len(found))]

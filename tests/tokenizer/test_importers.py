@@ -1,0 +1,265 @@
+import base64
+import json
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tiktoken
+import tiktoken.load
+import tokenizers
+from hypothesis import given
+from hypothesis import strategies as st
+from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers, processors, trainers
+
+from bloomery.core.errors import DataError
+from bloomery.tokenizer import importers
+from bloomery.tokenizer.patterns import PATTERNS
+from bloomery.tokenizer.quick import HARD, Encoder
+from bloomery.tokenizer.tokenizer import FILE, SPECIAL, Tokenizer, byte_letters
+from tests.tokenizer.made import CODE, ELSEWHERE, TEXTS, small, training_texts
+from tests.tokenizer.shared import GPT2, documents
+
+ENOUGH = [*training_texts()[::10], *HARD, CODE, ELSEWHERE]
+CL100K = (
+    r"'(?i:[sdmt]|ll|ve|re)|[^\r\n\p{L}\p{N}]?+\p{L}++|\p{N}{1,3}+| ?[^\s\p{L}\p{N}]++[\r\n]*+"
+    r"|\s++$|\s*[\r\n]|\s+(?!\S)|\s"
+)
+"""As tiktoken publishes it for cl100k_base; ours by the name llama3 cuts alike."""
+
+
+def spelled(text: bytes) -> str:
+    letters = byte_letters()
+    return "".join(letters[byte] for byte in text)
+
+
+@cache
+def ranks() -> dict[bytes, int]:
+    """Bytes, then merges of the small tokenizer, as tiktoken numbers them."""
+    back = {letter: byte for byte, letter in byte_letters().items()}
+    merged = [bytes(back[letter] for letter in left + right) for left, right in small().spec["model"]["merges"]]
+    return {token: rank for rank, token in enumerate([*(bytes([byte]) for byte in range(256)), *merged])}
+
+
+def ranked(folder: Path) -> Path:
+    lines = [f"{base64.b64encode(token).decode()} {rank}\n" for token, rank in ranks().items()]
+    (folder / "some.tiktoken").write_text("".join(lines), encoding="utf-8")
+    return folder / "some.tiktoken"
+
+
+def assert_ours_after(tokenizer: Tokenizer, size: int) -> None:
+    assert sorted(tokenizer.special.values()) == list(range(size, size + len(SPECIAL)))
+    assert tokenizer.vocab_size == size + len(SPECIAL)
+
+
+# --- tiktoken ------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def from_ranks(tmp_path_factory: pytest.TempPathFactory) -> tuple[Tokenizer, tiktoken.Encoding]:
+    file = ranked(tmp_path_factory.mktemp("ranks"))
+    read = tiktoken.load.load_tiktoken_bpe(str(file))
+    assert read == ranks()
+    theirs = tiktoken.Encoding("theirs", pat_str=CL100K, mergeable_ranks=read, special_tokens={})
+    return importers.load(file, "llama3"), theirs
+
+
+@given(st.lists(TEXTS, max_size=5))
+def test_ranks_of_tiktoken_give_its_ids(from_ranks: tuple[Tokenizer, tiktoken.Encoding], texts: list[str]) -> None:
+    tokenizer, theirs = from_ranks
+    for text in texts:
+        assert tokenizer.encode(text) == theirs.encode_ordinary(text)
+        assert tokenizer.decode(tokenizer.encode(text)) == text
+
+
+def test_hard_texts_have_the_ids_of_tiktoken(from_ranks: tuple[Tokenizer, tiktoken.Encoding]) -> None:
+    tokenizer, theirs = from_ranks
+    assert tokenizer.encode_batch(ENOUGH) == [theirs.encode_ordinary(text) for text in ENOUGH]
+    assert_ours_after(tokenizer, len(ranks()))
+    assert Encoder(tokenizer).name == "tiktoken"
+
+
+def test_a_token_that_no_merge_makes_is_taken_as_a_word_as_tiktoken_does(tmp_path: Path) -> None:
+    tokens = [*(bytes([byte]) for byte in range(256)), b"bc", b"ab", b"abcd", b"abc"]
+    lines = [f"{base64.b64encode(token).decode()} {rank}\n" for rank, token in enumerate(tokens)]
+    (tmp_path / "odd.tiktoken").write_text("".join(lines), encoding="utf-8")
+    theirs = tiktoken.Encoding(
+        "odd", pat_str=PATTERNS["gpt2"].regex, mergeable_ranks={t: r for r, t in enumerate(tokens)}, special_tokens={}
+    )
+    tokenizer = importers.load(tmp_path / "odd.tiktoken", "gpt2")
+    for text in ("abcd", "abc", "xabcd", "abcdabcd abcd abc bcd", "abbc", "aabcc"):
+        assert tokenizer.encode(text) == theirs.encode_ordinary(text), text
+
+
+@pytest.mark.parametrize(
+    ("content", "why"),
+    [
+        ("YQ== 0\nnonsense\n", r"tiktoken:2: is no token in base64"),
+        ("YQ== 0\n!!! 1\n", r"tiktoken:2: is no token in base64"),
+        ("YQ== zero\n", r"tiktoken:1: is no token"),
+        ("YQ== 0\nYg== 1\n", "does not rank 256 bytes"),
+    ],
+)
+def test_broken_ranks_are_an_error_that_names_the_line(tmp_path: Path, content: str, why: str) -> None:
+    (tmp_path / "a.tiktoken").write_text(content, encoding="utf-8")
+    with pytest.raises(DataError, match=why):
+        importers.load(tmp_path / "a.tiktoken", "gpt2")
+
+
+def test_ranks_need_the_name_of_a_pattern_and_nothing_else_takes_one(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=r"(?s)does not say how text is cut.*tokenizer\.pattern = one of gpt2, llama3"):
+        importers.load(ranked(tmp_path))
+    small().save(tmp_path)
+    with pytest.raises(DataError, match="has its own way to cut words"):
+        importers.load(tmp_path, "gpt2")
+
+
+# --- GPT-2 ---------------------------------------------------------------------------------------------------------
+
+needs_gpt2 = pytest.mark.skipif(not (GPT2 / "vocab.bpe").is_file(), reason="BLOOMERY_SHARED holds no GPT-2 tokenizer")
+
+
+@pytest.fixture(scope="module")
+def gpt2() -> tuple[Tokenizer, tiktoken.Encoding]:
+    files = str(GPT2 / "vocab.bpe"), str(GPT2 / "encoder.json")
+    found = tiktoken.load.data_gym_to_mergeable_bpe_ranks(*files)
+    theirs = tiktoken.Encoding("gpt2", pat_str=PATTERNS["gpt2"].regex, mergeable_ranks=found, special_tokens={})
+    return importers.load(GPT2), theirs
+
+
+@needs_gpt2
+def test_gpt2_is_read_with_its_ids(gpt2: tuple[Tokenizer, tiktoken.Encoding]) -> None:
+    tokenizer, theirs = gpt2
+    texts = [*ENOUGH, *documents(400)]
+    assert tokenizer.encode_batch(texts) == [theirs.encode_ordinary(text) for text in texts]
+    assert tokenizer.encode("hello world") == [31373, 995]
+    assert tokenizer.document_id == 50256
+    assert sorted(tokenizer.special.values()) == [50256, *range(50257, 50256 + len(SPECIAL))]
+    assert all(tokenizer.decode(tokenizer.encode(text)) == text for text in ENOUGH)
+
+
+@needs_gpt2
+def test_gpt2_is_encoded_fast_with_its_ids(gpt2: tuple[Tokenizer, tiktoken.Encoding]) -> None:
+    encoder = Encoder(gpt2[0])
+    assert encoder.name == "tiktoken"
+    assert [ids.tolist() for ids in encoder.encode_batch(ENOUGH)] == gpt2[0].encode_batch(ENOUGH)
+
+
+def test_a_merge_that_the_vocabulary_does_not_know_is_named(tmp_path: Path) -> None:
+    (tmp_path / "encoder.json").write_text(json.dumps({"a": 0, "b": 1}), encoding="utf-8")
+    (tmp_path / "vocab.bpe").write_text("#version: 0.2\na b\n", encoding="utf-8")
+    with pytest.raises(DataError, match=r"vocab\.bpe: holds the merge 'a b', which encoder\.json does not know"):
+        importers.load(tmp_path)
+
+
+# --- tokenizer.json ------------------------------------------------------------------------------------------------
+
+
+def byte_bpe() -> tokenizers.Tokenizer:
+    """As the hub has many: GPT-2's own splitter, a token around the text, marks of a conversation, added words."""
+    made = tokenizers.Tokenizer(models.BPE())
+    made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    made.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(vocab_size=600, initial_alphabet=alphabet, show_progress=False)
+    made.train_from_iterator(training_texts(), trainer)
+    made.add_special_tokens(["<s>", "<|im_end|>"])
+    single = "<s> $A"
+    made.post_processor = processors.TemplateProcessing(
+        single=single, special_tokens=[("<s>", made.token_to_id("<s>"))]
+    )
+    return made
+
+
+def with_words() -> tokenizers.Tokenizer:
+    made = byte_bpe()
+    made.normalizer = normalizers.NFC()
+    made.add_tokens(["Größe", AddedToken("\n\n", normalized=False)])
+    made.enable_truncation(10)
+    made.enable_padding()
+    return made
+
+
+def like_llama() -> tokenizers.Tokenizer:
+    alphabet = [f"<0x{byte:02X}>" for byte in range(256)]
+    vocab = {name: id for id, name in enumerate(["<unk>", "<s>", *alphabet, "\u2581", *"abcdefgh", "ab", "\u2581ab"])}
+    made = tokenizers.Tokenizer(
+        models.BPE(
+            vocab=vocab, merges=[("a", "b"), ("\u2581", "ab")], unk_token="<unk>", fuse_unk=True, byte_fallback=True
+        )
+    )
+    made.normalizer = normalizers.Sequence([normalizers.Prepend("\u2581"), normalizers.Replace(" ", "\u2581")])
+    steps = [decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    made.decoder = decoders.Sequence(steps)
+    made.add_special_tokens(["<s>"])
+    return made
+
+
+@pytest.mark.parametrize("make", [byte_bpe, with_words, like_llama])
+def test_a_tokenizer_file_gives_the_ids_of_the_library(make: Any, tmp_path: Path) -> None:
+    original = make()
+    original.save(str(tmp_path / FILE))
+    tokenizer = importers.load(tmp_path)
+    original.no_truncation()
+    original.no_padding()
+    original.encode_special_tokens = True
+    for text in ENOUGH:
+        ids = tokenizer.encode(text)
+        assert ids == original.encode(text, add_special_tokens=False).ids
+        back = tokenizer.decode(ids)
+        assert back == (original.normalizer.normalize_str(text) if make is with_words else text)
+    tokenizer.save(tmp_path / "again")
+    assert Tokenizer.load(tmp_path / "again").hash == tokenizer.hash
+    assert importers.load(tmp_path / "again").hash == tokenizer.hash
+    assert_ours_after(tokenizer, original.get_vocab_size())
+    encoder = Encoder(tokenizer, aloud=False)
+    assert encoder.name == ("tiktoken" if make is byte_bpe else "tokenizers")
+    assert [ids.tolist() for ids in encoder.encode_batch(ENOUGH)] == tokenizer.encode_batch(ENOUGH)
+
+
+def test_no_text_becomes_a_special_token_that_came_along(tmp_path: Path) -> None:
+    byte_bpe().save(str(tmp_path / FILE))
+    tokenizer = importers.load(tmp_path / FILE)
+    assert len(tokenizer.special_ids) == 2 + len(SPECIAL)
+    for text in ("<s>", "a<|im_end|>b", "".join(SPECIAL)):
+        assert not tokenizer.special_ids & set(tokenizer.encode(text))
+        assert tokenizer.decode(tokenizer.encode(text)) == text
+
+
+def broken() -> list[tuple[tokenizers.Tokenizer, str]]:
+    words = tokenizers.Tokenizer(models.WordPiece(vocab={"[UNK]": 0, "a": 1}, unk_token="[UNK]"))
+    unigram = tokenizers.Tokenizer(models.Unigram([("<unk>", 0.0), ("a", -1.0)], 0, False))
+    few = tokenizers.Tokenizer(models.BPE(vocab={"a": 0}, merges=[]))
+    few.pre_tokenizer, few.decoder = pre_tokenizers.ByteLevel(), decoders.ByteLevel()
+    split = tokenizers.Tokenizer(models.BPE(vocab={"a": 0}, merges=[]))
+    split.pre_tokenizer = pre_tokenizers.Split(Regex("a"), "isolated")
+    return [
+        (words, "is a WordPiece"),
+        (unigram, "is a Unigram"),
+        (few, "lacks 255 of the 256"),
+        (split, "is a BPE whose"),
+    ]
+
+
+@pytest.mark.parametrize("place", range(4))
+def test_what_cannot_be_imported_says_why(place: int, tmp_path: Path) -> None:
+    made, why = broken()[place]
+    made.save(str(tmp_path / FILE))
+    with pytest.raises(DataError, match=why):
+        importers.load(tmp_path)
+
+
+@pytest.mark.parametrize("content", ["", "{}", "no json", '{"version": "1.0"}', "\x00"])
+def test_a_file_that_is_no_tokenizer_is_an_error(content: str, tmp_path: Path) -> None:
+    (tmp_path / FILE).write_text(content, encoding="utf-8")
+    with pytest.raises(DataError, match=r"tokenizer\.json: .*(is no tokenizer|cannot be read)"):
+        importers.load(tmp_path)
+    (tmp_path / "a.model").write_bytes(b"\xff\xfe")
+    with pytest.raises(DataError, match="is no SentencePiece model"):
+        importers.load(tmp_path / "a.model")
+
+
+def test_nothing_to_import_is_an_error_that_says_what_could_be(tmp_path: Path) -> None:
+    for path in (tmp_path, tmp_path / "gone"):
+        with pytest.raises(DataError, match=r"(?s)there is no tokenizer.*vocab\.bpe and encoder\.json"):
+            importers.load(path)
