@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from demo import commit
-from stand_in import ROOT, setting, shared
+from stand_in import ROOT, setting, shared, toxicity
 
 from bloomery.core.stage import machine, read_manifest, versions
 
@@ -95,7 +95,8 @@ def started(
     runs: Path, texts: Path, engine: Sequence[str] = WORKERS, *, quick: bool = False
 ) -> "subprocess.Popen[bytes]":
     """The recipe up to its shards, as a process of its own."""
-    words = [str(RECIPE), "--runs", str(runs), "--until", "shard", setting(texts, quick=quick), *SETTINGS, *engine]
+    words = [str(RECIPE), "--runs", str(runs), "--until", "shard", setting(texts, quick=quick), *toxicity(texts)]
+    words += [*SETTINGS, *engine]
     return subprocess.Popen([sys.executable, "-m", "bloomery.cli", "run", *words], stderr=subprocess.DEVNULL)
 
 

@@ -47,6 +47,20 @@ def setting(texts: Path, *, quick: bool = False) -> str:
     return "fetch.sources=" + _toml(sources(texts, quick=quick))
 
 
+def toxicity(texts: Path) -> list[str]:
+    """Settings that add a classifier of toxicity, learned from the labels that are there, and the limits of all."""
+    labels = {
+        "kind": "labeled",
+        "name": "toxicity",
+        "path": str(texts / "data" / "dev" / "toxicity.jsonl.zst"),
+        "group_field": "group",
+        "keep": "low",
+        "samples": 20_000,
+    }
+    quality = {"kind": "contrast", "name": "quality", "samples": 4000}
+    return ["classify.classifiers=" + _toml([quality, labels]), 'filter.limits="seed-1386"']
+
+
 def _toml(value: Any) -> str:
     if isinstance(value, dict):
         return "{" + ", ".join(f"{key} = {_toml(one)}" for key, one in value.items()) + "}"

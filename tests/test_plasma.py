@@ -36,7 +36,17 @@ def test_all_five_domains_reach_the_shards(tmp_path: Path, monkeypatch: pytest.M
     if texts is None:
         pytest.skip("the shared text is not here (BLOOMERY_SHARED)")
     sources = STAND_IN["setting"](texts, quick=True)
-    words = ["run", str(PLASMA), "--runs", str(tmp_path), "--until", "shard", sources, *SETTINGS]
+    words = [
+        "run",
+        str(PLASMA),
+        "--runs",
+        str(tmp_path),
+        "--until",
+        "shard",
+        sources,
+        *STAND_IN["toxicity"](texts),
+        *SETTINGS,
+    ]
     assert cli.main(words) == 0
     root = tmp_path / "plasma-500m"
     folders = {name: root / folder for name, folder in json.loads((root / "current.json").read_text()).items()}

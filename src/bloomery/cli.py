@@ -53,7 +53,7 @@ def run(options: argparse.Namespace) -> int:
     from bloomery.core import run as runs
     from bloomery.core.log import say
     from bloomery.recipe import STAGES, Recipe
-    from bloomery.stages import card
+    from bloomery.stages import card, overview
 
     recipe = config.load(Recipe, options.recipe, options.settings)
     stage.check_names(STAGES, options.until, options.only)
@@ -63,15 +63,15 @@ def run(options: argparse.Namespace) -> int:
         runs.remember(root, recipe, plans)
         done = stage.execute(plans, until=options.until, only=options.only)
         card.write(root)
+        page = overview.write(root)
     asked = f"stopped after {options.until}" if options.until else f"only {options.only}" if options.only else ""
     if asked and (left := [plan.stage.name for plan in plans if not plan.fresh]):
         stages = "1 stage" if len(left) == 1 else f"{len(left)} stages"
         say(f"{root}: {asked}, as asked; {stages} to go: {', '.join(left)}")
     else:
         say(f"{root}: {'done' if 'ran' in done.values() else 'everything is fresh, nothing to do'}")
-    report = plans[-1].folder / "report.html"
-    if plans[-1].stage.name in done and report.is_file():
-        say(f"report: {report}")
+    if page is not None:
+        say(f"report: {page}")
     return 0
 
 

@@ -49,9 +49,9 @@ def test_a_card_names_sources_licenses_counts_the_mix_and_hashes() -> None:
     assert found["stages"]["fetch"]["documents"] == 12
     text = card.markdown(found)
     assert "| a\\|b | web | MIT | 9 | 1,234 | 1 |" in text
-    assert "| c | code | Apache-2.0, BSD-3-Clause | 3 | 99 | 0 |" in text
+    assert "| c | code | BSD-3-Clause, Apache-2.0 | 3 | 99 | 0 |" in text
     assert "Reasons in fetch: empty 1." in text
-    assert "| code | 0.5 | – | 0.4 |" in text
+    assert "| code | 0.5 | 0.4 | – |" in text
 
 
 def test_a_run_without_documents_has_no_card_and_a_begun_one_has(tmp_path: Path) -> None:

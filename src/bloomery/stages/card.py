@@ -14,6 +14,9 @@ from bloomery.core.stage import content_hash, read_manifest
 
 STAGES = ("fetch", "filter", "dedup", "tokenizer", "shard")
 CARD = "data_card"
+SHOWN_LICENSES = 6
+"""In the table for people; the JSON has all of them."""
+MIX = ("asked", "share", "tokens", "asked_tokens", "documents", "epochs", "limited_by")
 COUNTS = ("documents", "kept", "dropped", "removed", "rejected")
 
 
@@ -88,7 +91,7 @@ def markdown(card: Mapping[str, Any]) -> str:
             lines += [f"Reasons in {name}: " + ", ".join(f"{reason} {count:,}" for reason, count in most) + ".", ""]
     if card["mix"]:
         lines += ["## The mix", ""]
-        keys = sorted({key for one in card["mix"].values() if isinstance(one, Mapping) for key in one})
+        keys = [key for key in MIX if any(key in one for one in card["mix"].values())]
         shown = [
             (name, *(one.get(key) for key in keys)) for name, one in card["mix"].items() if isinstance(one, Mapping)
         ]
@@ -105,7 +108,9 @@ def _licenses(source: Mapping[str, Any]) -> str | None:
     """Of the documents, where they say their own; else of the source."""
     found = source["counts"].get("licenses")
     if isinstance(found, Mapping) and found:
-        return ", ".join(sorted(map(str, found)))
+        first = sorted(map(str, found), key=lambda name: (-found[name], name))
+        more = [f"and {len(first) - SHOWN_LICENSES} more"] if len(first) > SHOWN_LICENSES else []
+        return ", ".join([*first[:SHOWN_LICENSES], *more])
     license: str | None = source["license"]
     return license
 

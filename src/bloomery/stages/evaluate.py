@@ -20,7 +20,7 @@ from bloomery.evaluation.report import render
 from bloomery.evaluation.scoring import wilson
 from bloomery.generate.engine import Engine
 from bloomery.hw import device as devices
-from bloomery.stages import instruct
+from bloomery.stages import instruct, overview
 from bloomery.stages.config import Evaluate
 from bloomery.tokenizer.tokenizer import Tokenizer
 from bloomery.weights import huggingface
@@ -48,12 +48,8 @@ def run(config: Evaluate, inputs: Mapping[str, Path], out: Path) -> dict[str, An
         "bits_per_byte": bits_per_byte(base, inputs["shard"], config, device),
         "leaks": leaks(judged, inputs, tuned.tokenizer),
         "curves": {name: read_metrics(inputs[name] / METRICS) for name in ("pretrain", "finetune")},
-        "corpus": {
-            name: read_manifest(inputs[name])["stats"] for name in inputs if name not in ("pretrain", "finetune")
-        },
-        "dropped_samples": list(dropped_samples(inputs["filter"])),
+        **overview.corpus(inputs),
         "samples": {"answers": chosen(judged), "continuations": list(continuations(base))},
-        "stages": [stage_facts(inputs[name]) for name in inputs],
     }
     write_json(out / "report.json", report)
     with whole_file(out / "report.html", "w") as file:
@@ -151,15 +147,6 @@ def stands_in(text: str, needle: str) -> bool:
     return place >= 0
 
 
-def dropped_samples(folder: Path) -> Iterator[dict[str, Any]]:
-    """One document for each reason, the first that came."""
-    seen: set[str] = set()
-    for row in document.read(folder / "dropped"):
-        if row["reason"] not in seen:
-            seen.add(row["reason"])
-            yield {key: row[key] for key in ("reason", "value", "domain")} | {"text": row["text"][:300]}
-
-
 def chosen(judged: Sequence[Judged]) -> list[dict[str, Any]]:
     """Some answers to show, right and wrong, every kind if it goes."""
     by_turn = sorted(judged, key=lambda one: (one.exact, one.question.kind))
@@ -198,8 +185,3 @@ def describe(loaded: Loaded) -> dict[str, Any]:
         "template": loaded.renderer.template.hash,
         "folder": f"{loaded.folder.parent.name}/{loaded.folder.name}",
     }
-
-
-def stage_facts(folder: Path) -> dict[str, Any]:
-    manifest = read_manifest(folder)
-    return {name: manifest[name] for name in ("stage", "seconds", "resumed")} | {"folder": folder.name}
