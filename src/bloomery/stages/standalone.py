@@ -52,6 +52,9 @@ class Tool(NamedTuple):
     stages: tuple[Stage, ...]
 
 
+RULES = ({"kind": "preset", "name": "gopher"},)
+"""What `filter` goes by where nobody says."""
+
 HERE = "bloomery.stages.standalone"
 READ = Stage(name="fetch", run="bloomery.stages.fetch:run", digest="bloomery.stages.fetch:digest", resumes=True)
 DEDUP = Stage(name="dedup", run=f"{HERE}:dedup", after=("fetch",), resumes=True)
@@ -122,6 +125,8 @@ def _sections(asked: Asked, tool: Tool) -> Sections:
         section["memory_bytes"] = asked.memory_bytes
     if asked.tool == "decontaminate":
         section |= {"exact": False, "near": False, "decontaminate": {"tasks": list(asked.against)}}
+    if asked.tool == "filter" and not asked.sections:
+        section["rules"] = list(RULES)
     if asked.tool == "tokenize":
         section.setdefault("hold_out", 0.0)
     if asked.tokenizer is not None:
