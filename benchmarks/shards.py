@@ -37,7 +37,7 @@ from bloomery.stages.config import Shard
 
 ROOT = Path(__file__).parents[1]
 VOCAB_SIZE, DOCUMENT = 50_257, 0
-RUNS, TOKENS_A_RUN = 16, 50_000_000
+TOKENS = 800_000_000
 MEAN_TOKENS = 600
 """Of a document. Lengths are log-normal with a standard deviation of 1 in their logarithm, as of web pages."""
 
@@ -48,11 +48,12 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true")
     parser.add_argument("--memory-bytes", type=int, default=256 * 2**20)
     options = parser.parse_args()
-    tokens = TOKENS_A_RUN // 16 if options.quick else TOKENS_A_RUN
+    wanted = TOKENS // 16 if options.quick else TOKENS
     with tempfile.TemporaryDirectory() as folder:
         work = Path(folder)
-        total = sum(make_run(work, number, tokens) for number in range(RUNS))
         config = build(Shard, {"memory_bytes": options.memory_bytes, "engine": {"workers": 1}})
+        runs = -(-wanted // (shard.worker_bytes(config) // 8))  # the stage writes one when a quarter is full
+        total = sum(make_run(work, number, wanted // runs) for number in range(runs))
         ours = measured(gather, config, work)
         check(work, total)
         peers = {"datatrove": measured(merge, work), "numpy copy": measured(copy, work)}
@@ -85,7 +86,7 @@ def make_run(work: Path, number: int, tokens: int) -> int:
 def gather(config: Shard, work: Path) -> None:
     """As the stage does it, after encoding."""
     engine = Engine(workers=1)
-    names = [f"work/run-{number}" for number in range(RUNS)]
+    names = [f"work/run-{number}" for number in range(len(list((work / "work").glob("*.bin"))))]
     sizes = [(work / f"{name}.bin").stat().st_size // 2 for name in names]
     counts = [len(shuffle.load(work / f"{name}.npy", shuffle.INDEX)) for name in names]
     parts = [Part(name, [[False, "web", count, size]]) for name, count, size in zip(names, counts, sizes, strict=True)]
@@ -112,10 +113,10 @@ def merge(work: Path) -> None:
     from datatrove.pipeline.tokens.merger import DocumentTokenizerMerger
     from datatrove.pipeline.tokens.tokenizer import TokenizedFile
 
-    for number in range(RUNS):
-        ends = np.fromfile(work / "theirs" / f"{number:05d}.ds.index", dtype="<u8")
+    for number, path in enumerate(sorted((work / "theirs").glob("*.ds"))):
+        ends = np.fromfile(path.with_name(f"{path.name}.index"), dtype="<u8")
         file = object.__new__(TokenizedFile)
-        file.__dict__.update(_opened(work / "theirs", f"{number:05d}.ds", ends.tolist()))
+        file.__dict__.update(_opened(path.parent, path.name, ends.tolist()))
         order = np.random.default_rng(number).permutation(len(ends))
         file.copy("shuffled", order, new_output_folder=_folder(work / "shuffled"), rank=number).close()
     merger = DocumentTokenizerMerger(
@@ -156,8 +157,8 @@ def _opened(folder: Path, name: str, ends: list[int]) -> dict[str, Any]:
 
 def copy(work: Path) -> None:
     """Read and write the same bytes."""
-    for number in range(RUNS):
-        np.fromfile(work / "work" / f"run-{number}.bin", dtype=np.uint16).tofile(work / f"copy-{number}.bin")
+    for path in sorted((work / "work").glob("*.bin")):
+        np.fromfile(path, dtype=np.uint16).tofile(work / f"copy-of-{path.name}")
 
 
 def measured(function: Callable[..., None], *arguments: Any) -> dict[str, float]:

@@ -104,7 +104,14 @@ STAGES = (
         version=2,
         resumes=True,
     ),
-    Stage(name="dedup", run="bloomery.stages.dedup:run", after=("filter",), version=2, resumes=True),
+    Stage(
+        name="dedup",
+        run="bloomery.stages.dedup:run",
+        digest="bloomery.stages.dedup:digest",
+        after=("filter",),
+        version=2,
+        resumes=True,
+    ),
     Stage(
         name="tokenizer",
         run="bloomery.stages.tokenizer:run",

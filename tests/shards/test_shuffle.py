@@ -96,7 +96,7 @@ def test_a_stream_takes_every_document_as_often_as_there_are_epochs_and_some_onc
     lengths: list[int], epochs: int, until: int
 ) -> None:
     table = index(lengths)
-    starts = np.cumsum(lengths) - lengths
+    starts = np.cumsum(lengths) - np.array(lengths, dtype=np.int64)
     found = shuffle.placed(table, starts, 5, "train", Chosen(epochs, until))
     last = shuffle.keys(table["id"], 5, "train", epochs)
     for place, start in enumerate(starts):

@@ -103,7 +103,8 @@ def test_a_stage_that_is_killed_again_and_again_ends_with_the_same_bytes(
 ) -> None:
     """Each attempt dies when it has written so many files, in whichever step that is."""
     for files_before_death in (6, 21, 13, 16, 9):
-        command = [sys.executable, "-c", DIES, str(files_before_death), inputs["dedup"].parent, tmp_path, repr(MIX)]
+        told = [str(files_before_death), str(inputs["dedup"].parent), str(tmp_path), repr(MIX)]
+        command = [sys.executable, "-c", DIES, *told]
         done = subprocess.run(command, capture_output=True, env=dict(os.environ), check=False)
         assert done.returncode == -signal.SIGKILL, done.stderr.decode()
     assert list(tmp_path.rglob("parts/gather/*.json"))
@@ -179,12 +180,16 @@ def test_nothing_but_shards_and_held_out_documents_is_left(made: tuple[Path, dic
     assert {path.name for path in made[0].iterdir() if path.is_dir()} == {"held-out"}
 
 
-def test_a_document_longer_than_a_shard_is_whole_in_one(inputs: dict[str, Path], tmp_path: Path) -> None:
-    shard.run(build(Shard, {"hold_out": 0.1, "shard_tokens": 120}), inputs, tmp_path)
-    names = format.names(tmp_path, "train")
+def test_a_document_longer_than_a_shard_is_whole_in_one(tmp_path: Path) -> None:
+    rows = [row for row in ROWS if row["domain"] == "other"]
+    inputs = laid_out(tmp_path, [*rows, next(row for row in ROWS if is_held_out(row["text"], 0.1))], 2)
+    shard.run(build(Shard, {"hold_out": 0.1, "shard_tokens": 150}), inputs, tmp_path / "out")
+    names = format.names(tmp_path / "out", "train")
+    assert 5 < len(names) < len(rows)
     assert [path.name for path in names] == [f"train-{number:05d}" for number in range(len(names))]
     assert all(format.read(path).index["shards"] == len(names) for path in names)
-    assert len(documents_of(tmp_path, "train")) == sum(not is_held_out(row["text"], 0.1) for row in ROWS)
+    found = documents_of(tmp_path / "out", "train")
+    assert sorted(found) == sorted(row["text"].encode() for row in rows if not is_held_out(row["text"], 0.1))
 
 
 # --- what is made of them ------------------------------------------------------------------------------------------

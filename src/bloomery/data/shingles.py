@@ -73,10 +73,10 @@ def _values() -> NDArray[np.uint32]:
 
 
 @cache
-def _powers(count: int) -> tuple[Hashes, Hashes]:
-    """r**i and r**−i for i < count."""
+def _powers(count: int, radix: int) -> tuple[Hashes, Hashes]:
+    """radix**i and radix**−i for i < count."""
     tables = []
-    for base in (RADIX, pow(RADIX, -1, 2**64)):
+    for base in (radix, pow(radix, -1, 2**64)):
         factors = np.full(count, base, np.uint64)
         factors[0] = 1
         tables.append(np.cumprod(factors, dtype=np.uint64))
@@ -96,7 +96,7 @@ def scan(text: str) -> tuple[Pieces, Pieces]:
     """The words and the white-space-separated tokens of a text, of at most a few million characters."""
     values = _values().take(code_points(text), mode="clip")
     size = len(values)
-    powers, inverses = _powers(_rounded(size + 1))
+    powers, inverses = _powers(_rounded(size + 1), RADIX)
     sums = np.empty(size + 1, np.uint64)
     sums[0] = 0
     np.cumsum(np.multiply(values, powers[:size]), out=sums[1:])
@@ -123,9 +123,14 @@ def _rounded(count: int) -> int:
     return max(CHARACTERS_PER_BLOCK * 2, 1 << (count - 1).bit_length())
 
 
-def _of_words(hashes: Hashes, size: int) -> Hashes:
+def of_words(hashes: Hashes, size: int) -> Hashes:
     """Hashes of `size` neighbors each: [max(0, len - size + 1)]."""
     count = max(0, len(hashes) - size + 1)
+    if size > 6 and count:  # the same sums as differences of one running sum
+        powers, inverses = _powers(_rounded(len(hashes)), STEP)
+        sums = np.zeros(len(hashes) + 1, np.uint64)
+        np.cumsum(hashes * powers[: len(hashes)], out=sums[1:])
+        return mix((sums[size:] - sums[:count]) * inverses[:count])
     total = hashes[:count].copy()
     for shift in range(1, size):
         total += hashes[shift : shift + count] * np.uint64(pow(STEP, shift, 2**64))
@@ -134,7 +139,7 @@ def _of_words(hashes: Hashes, size: int) -> Hashes:
 
 def _grouped(hashes: Hashes, counts: NDArray[np.int64], size: int) -> tuple[Hashes, NDArray[np.int64]]:
     """`_of_words` for several texts in a row: what reaches over the end of one is left out."""
-    every = _of_words(hashes, size)
+    every = of_words(hashes, size)
     bounds = np.concatenate(([0], np.cumsum(np.maximum(counts - size + 1, 0))))
     if len(every) > bounds[-1]:
         over = np.subtract.outer(np.cumsum(counts)[:-1], np.arange(1, size)).ravel()
@@ -196,7 +201,7 @@ def _of_long(text: str, kind: Kind, size: int) -> Shingles:
         digest.update(tokens.hashes.tobytes())
         if kind == "words":
             found.append(words.hashes)
-    hashes = _of_words(np.concatenate(found) if kind == "words" else _characters(text), size)
+    hashes = of_words(np.concatenate(found) if kind == "words" else _characters(text), size)
     bounds = np.array([0, len(hashes)], np.int64)
     return Shingles(hashes, bounds, np.frombuffer(digest.digest()[:16], np.uint64).reshape(1, 2))
 

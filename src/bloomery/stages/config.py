@@ -178,6 +178,40 @@ def _no_domain_twice(key: str, domains: list[str]) -> None:
         raise ValueError(f"{key} names the domain {', '.join(map(repr, twice))} twice; leave one of the two")
 
 
+class Decontaminate(Config):
+    """Documents that hold text of evaluation tasks are dropped, with the reason decontaminate.TASK."""
+
+    files: tuple[Path, ...] = Field(min_length=1)
+    """Of tasks, or folders of them: jsonl (.zst and .gz too) and parquet. A task is called as its file."""
+    fields: tuple[str, ...] = ()
+    """Fields of a row that hold what must not be found. None named: those that evaluation sets use (query, …)."""
+    ngram_words: Annotated[int, Field(ge=5)] = 13
+    """A text of so many words and more is found by any so many words of it in a row, a shorter one only whole."""
+    min_question_words: Annotated[int, Field(ge=2)] = 4
+    """Texts of fewer words are not looked for alone, only together with their choices."""
+
+    @model_validator(mode="after")
+    def _questions_are_shorter(self) -> "Decontaminate":
+        if self.min_question_words >= self.ngram_words:
+            raise ValueError(f"min_question_words={self.min_question_words} is no less than {self.ngram_words=}")
+        return self
+
+
+class RepeatedLines(Config):
+    """
+    Lines that many documents share are taken out of all of them but the first in the order of keeping. Texts change.
+
+    A document of which only white space is left is dropped, with the reason `repeated_lines`.
+    """
+
+    unit: Literal["line", "paragraph"] = "line"
+    """Paragraphs end with an empty line."""
+    min_documents: Annotated[int, Field(ge=2)] = 10
+    """In how many documents that stay a line has to stand."""
+    min_characters: Positive = 30
+    """Shorter lines stay, counted without superfluous white space: a brace on its own is no repetition."""
+
+
 class Dedup(Parallel):
     """Copies: of each group of them the longest document stays, of equally long ones that with the smallest id."""
 
@@ -200,18 +234,19 @@ class Dedup(Parallel):
     min_jaccard: Annotated[float, Field(gt=0, le=1)] = 0.8
     """With `verify`: a document goes only when its exact Jaccard with the kept one reaches this."""
     seed: Count = 0
+    decontaminate: Decontaminate | None = None
+    repeated_lines: RepeatedLines | None = None
     memory_bytes: Annotated[int, Field(ge=64 * 2**20)] | None = Field(None, json_schema_extra=VOLATILE)
     """What sorting, joining and workers may hold, beside 300 MB for this process. None: half of what is free."""
 
-    @model_validator(mode="before")
-    @classmethod
-    def _preset_stands_in(cls, tree: Any) -> Any:
-        if not isinstance(tree, dict) or (wanted := DEDUP_PRESETS.get(tree.get("preset"))) is None:
-            return tree
+    @model_validator(mode="after")
+    def _preset_stands_in(self) -> "Dedup":
+        wanted = DEDUP_PRESETS.get(self.preset, {})
         for name, value in wanted.items():
-            if tree.get(name, value) not in (value, cls.model_fields[name].default):
-                raise ValueError(f"the preset {tree['preset']} says {name}={value!r}; leave out one of the two")
-        return {**tree, **wanted}
+            if getattr(self, name) not in (value, type(self).model_fields[name].default):
+                raise ValueError(f"the preset {self.preset} says {name}={value!r}; leave out one of the two")
+        self.__dict__.update(wanted)  # spelt out, so that the saved recipe tells all
+        return self
 
     @model_validator(mode="after")
     def _bands_divide(self) -> "Dedup":

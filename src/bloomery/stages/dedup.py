@@ -1,8 +1,9 @@
-"""Stage dedup: of exact and near copies one is kept. Every other goes to duplicates/ and names it."""
+"""Stage dedup: of exact and near copies one is kept, and every other goes to duplicates/ and names it."""
 
 import shutil
 from collections import Counter
 from collections.abc import Mapping
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -13,11 +14,12 @@ import pyarrow.parquet as pq
 
 from bloomery.core import files
 from bloomery.core.errors import DataError
-from bloomery.data import document
+from bloomery.data import document, repeated_lines
 from bloomery.data.deduplicate import CLUSTERS, Search, fitting
 from bloomery.data.duplicates import Corpus, Settings
 from bloomery.data.engine import Part, Record, run_parts
 from bloomery.hw.host import Host, free_bytes
+from bloomery.stages import decontaminate
 from bloomery.stages.config import Dedup
 
 REASONS = pa.schema(
@@ -48,6 +50,11 @@ def settings(config: Dedup) -> Settings:
     )
 
 
+def digest(config: Dedup) -> str:
+    """Of the content of the tasks that documents are compared with."""
+    return decontaminate.digest(config.decontaminate) if config.decontaminate else ""
+
+
 def run(config: Dedup, inputs: Mapping[str, Path], out: Path) -> dict[str, Any]:
     """Write kept/ and duplicates/ (REASONS). `inputs["filter"]` is a folder with kept/."""
     source = document.handed_on(inputs["filter"])
@@ -62,54 +69,114 @@ def deduplicate(config: Dedup, paths: list[Path], out: Path) -> dict[str, Any]:
     scratch = out / SCRATCH
     memory_bytes = config.memory_bytes or free_bytes(Host.here()) // 2
     engine = fitting(config.engine, memory_bytes)
-    search = Search(settings=settings(config), corpus=corpus, scratch=scratch, engine=engine, memory_bytes=memory_bytes)
-    found = search.find()
-    parts = corpus.parts(verdicts=str(scratch / "verdicts"))
+    barred = decontaminate.check(config.decontaminate, corpus, scratch, engine) if config.decontaminate else None
+    search = Search(
+        settings=settings(config),
+        corpus=corpus,
+        scratch=scratch,
+        engine=engine,
+        memory_bytes=memory_bytes,
+        barred=barred,
+        lines=repeated_lines.Settings(**dict(config.repeated_lines)) if config.repeated_lines else None,
+    )
+    found = dict(search.find())
+    more = {"barred": str(barred)} if barred else {}
+    if config.repeated_lines:
+        more |= {"cuts": str(scratch / "cuts"), "unit": config.repeated_lines.unit}
+    parts = corpus.parts(verdicts=str(scratch / "verdicts"), **more)
     records = run_parts(engine, write, None, parts, out, what="dedup")
+    if barred:
+        found["hits"] = sum(decontaminate.list_hits(corpus, scratch, out).values())
     with files.whole_file(out / CLUSTERS) as file:
         file.write((scratch / "clusters" / CLUSTERS).read_bytes())
     shutil.rmtree(scratch)
     return {**_told(records), **found}
 
 
+class _Fates:
+    """What is to become of the documents of one part."""
+
+    def __init__(self, part: Part) -> None:
+        given = {
+            name: Path(part.given[name]) / f"{part.name}.parquet" for name in ("verdicts", "cuts") if name in part.given
+        }
+        self.verdicts = pq.read_table(given["verdicts"])
+        self.barred = decontaminate.barred_rows(part)
+        self.cuts: list[document.Row] | None = pq.read_table(given["cuts"]).to_pylist() if "cuts" in given else None
+        self.unit = part.given.get("unit")
+        self.may_drop = "barred" in part.given or self.cuts is not None
+
+    def of(self, batch: pa.RecordBatch, begin: int) -> dict[str, pa.RecordBatch | list[document.Row]]:
+        """The documents of a batch by folder. `begin`: number of the first of them in its part."""
+        rows = self.verdicts.column("row").to_numpy()
+        first, last = np.searchsorted(rows, (begin, begin + batch.num_rows)).tolist()
+        told = {row["row"] - begin: row for row in self.barred if 0 <= row["row"] - begin < batch.num_rows}
+        single = np.ones(batch.num_rows, np.bool_)
+        single[rows[first:last] - begin] = False
+        copies = batch.filter(pa.array(~single))
+        thin, repeated = batch, list[document.Row]()
+        if self.cuts is not None:
+            mine = [row | {"row": row["row"] - begin} for row in self.cuts if 0 <= row["row"] - begin < batch.num_rows]
+            thin, repeated, empty = repeated_lines.thinned(batch, mine, self.unit)
+            told |= {row: {"reason": "repeated_lines", "value": 1.0} for row in empty}
+        single[list(told)] = False
+        why = self.verdicts.slice(first, last - first).select(REASONS.names).combine_chunks()
+        columns = [*copies.columns, *(column.combine_chunks() for column in why.columns)]
+        reasons = [{name: told[row][name] for name in document.REASON.names} for row in sorted(told)]
+        gone = batch.take(pa.array(sorted(told), pa.int64())).to_pylist()
+        return {
+            "kept": thin.filter(pa.array(single)),
+            "duplicates": pa.record_batch(columns, [*batch.schema.names, *REASONS.names]),
+            "dropped": [row | reason for row, reason in zip(gone, reasons, strict=True)],
+            "repeated": repeated,
+        }
+
+
 def write(config: None, part: Part, out: Path) -> Record:
-    """Write kept/NAME.parquet and duplicates/NAME.parquet, and count what went where."""
+    """Write kept/NAME, duplicates/NAME and, where asked for, dropped/NAME and repeated/NAME; count what went where."""
     source = Path(part.given["path"])
-    verdicts = pq.read_table(Path(part.given["verdicts"]) / f"{part.name}.parquet")
-    rows = verdicts.column("row").to_numpy()
+    fates = _Fates(part)
     whole = pq.read_schema(source).remove_metadata()
-    names = [f"{folder}/{part.name}.parquet" for folder in ("kept", "duplicates")]
+    schemas = {"kept": whole, "duplicates": pa.schema([*whole, *REASONS])}
+    schemas |= {"dropped": pa.schema([*whole, *document.REASON])} if fates.may_drop else {}
+    schemas |= {"repeated": repeated_lines.REMOVED} if fates.cuts is not None else {}
     by_domain: dict[str, Counter[str]] = {}
-    begin = 0
-    with (
-        document.PartWriter(out / names[0], whole) as kept,
-        document.PartWriter(out / names[1], pa.schema([*whole, *REASONS])) as duplicates,
-    ):
+    reasons = Counter(fates.verdicts.column("reason").to_pylist())
+    begin, lines = 0, 0
+    with ExitStack() as stack:
+        writers = {
+            name: stack.enter_context(document.PartWriter(out / name / f"{part.name}.parquet", schema))
+            for name, schema in schemas.items()
+        }
         for batch in document.part_batches(source):
-            first, last = np.searchsorted(rows, (begin, begin + batch.num_rows)).tolist()
-            stays = np.ones(batch.num_rows, np.bool_)
-            stays[rows[first:last] - begin] = False
+            found = fates.of(batch, begin)
             begin += batch.num_rows
-            single = batch.filter(pa.array(stays))
-            kept.write_batch(single)
-            if first < last:
-                copies = batch.filter(pa.array(~stays))
-                why = verdicts.slice(first, last - first).select(REASONS.names).combine_chunks().to_batches()[0]
-                duplicates.write_batch(pa.record_batch([*copies.columns, *why.columns], [*whole.names, *REASONS.names]))
-            _tally(by_domain, batch, single)
-    reasons = Counter(verdicts.column("reason").to_pylist())
-    return {"files": names, "reasons": dict(sorted(reasons.items())), "by_domain": by_domain}
+            for name, writer in writers.items():
+                rows = found[name]
+                writer.write(rows) if isinstance(rows, list) else writer.write_batch(rows)
+            reasons.update(row["reason"] for row in found["dropped"])
+            lines += len(found["repeated"])
+            _tally(by_domain, batch, found)
+    names = [f"{name}/{part.name}.parquet" for name in schemas]
+    return {"files": names, "reasons": dict(sorted(reasons.items())), "by_domain": by_domain, "repeated": lines}
 
 
-def _tally(by_domain: dict[str, Counter[str]], batch: pa.RecordBatch, kept: pa.RecordBatch) -> None:
+def _tally(by_domain: dict[str, Counter[str]], batch: pa.RecordBatch, found: Mapping[str, Any]) -> None:
+    kept = found["kept"]
     sizes = pa.table({"domain": kept.column("domain"), "bytes": pc.binary_length(kept.column("text"))})
+    copies = Counter(found["duplicates"].column("domain").to_pylist())
+    dropped = Counter(row["domain"] for row in found["dropped"])
     for entry in pc.value_counts(batch.column("domain")).to_pylist():
-        tally = by_domain.setdefault(entry["values"], Counter(documents=0, kept=0, removed=0, bytes_kept=0))
-        mine = sizes.filter(pc.equal(sizes.column("domain"), entry["values"]))
-        tally["documents"] += entry["counts"]
-        tally["kept"] += mine.num_rows
-        tally["removed"] += entry["counts"] - mine.num_rows
-        tally["bytes_kept"] += pc.sum(mine.column("bytes")).as_py() or 0
+        domain = entry["values"]
+        start = Counter(documents=0, kept=0, removed=0, dropped=0, bytes_kept=0)
+        mine = sizes.filter(pc.equal(sizes.column("domain"), domain))
+        by_domain.setdefault(domain, start).update(
+            documents=entry["counts"],
+            kept=mine.num_rows,
+            removed=copies[domain],
+            dropped=dropped[domain],
+            bytes_kept=pc.sum(mine.column("bytes")).as_py() or 0,
+        )
 
 
 def _told(records: list[Record]) -> dict[str, Any]:
@@ -127,7 +194,10 @@ def _told(records: list[Record]) -> dict[str, Any]:
         "documents": whole["documents"],
         "kept": whole["kept"],
         "removed": whole["removed"],
+        "dropped": whole["dropped"],
         "exact": reasons["exact"],
         "near": reasons["near"],
+        "reasons": dict(sorted(reasons.items())),
+        **({"repeated_lines": lines} if (lines := sum(record["repeated"] for record in records)) else {}),
         "by_domain": {domain: dict(tally) for domain, tally in sorted(by_domain.items())},
     }

@@ -1,0 +1,139 @@
+import io
+import json
+import os
+import random
+from pathlib import Path
+
+import pytest
+import zstandard
+
+from bloomery.core.config import build
+from bloomery.core.errors import ConfigError, DataError
+from bloomery.data import document, rows
+from bloomery.data.engine import Engine
+from bloomery.stages import decontaminate, dedup
+from bloomery.stages.config import Decontaminate, Dedup
+
+SHARED = Path(os.environ.get("BLOOMERY_SHARED", Path(__file__).resolve().parents[3] / "shared")) / "data"
+needs_shared = pytest.mark.skipif(not (SHARED / "eval").is_dir(), reason=f"needs {SHARED}; set BLOOMERY_SHARED")
+
+FIELDS = ("query", "question", "ctx", "context", "prompt")
+
+
+def questions() -> list[tuple[str, int, str]]:
+    """Task, row and question of all shared sets, as they stand in their files."""
+    found = []
+    for path in sorted((SHARED / "eval").glob("*.jsonl.zst")):
+        for number, row in rows.jsonl(path):
+            assert isinstance(row, dict)
+            text = next((row[name] for name in FIELDS if name in row), None)
+            if text is None:
+                text = f"{row['context_options'][0]} {row['continuation']}"
+            if path.name.startswith(("arc", "commonsense", "boolq")):
+                text = text.split("Question:")[-1].split("\nChoices:")[0].removesuffix("\nAnswer:")
+            found.append((path.name.removesuffix(".jsonl.zst"), number, text.strip()))
+    return found
+
+
+def dressed(text: str, rng: random.Random) -> str:
+    """With other case, punctuation or line breaks."""
+    kind = rng.randrange(4)
+    if kind == 0:
+        return text.upper()
+    if kind == 1:
+        return text.replace(" ", "\n")
+    return text if kind == 2 else "".join(" — " if c in ",.;:!?" else c for c in text)
+
+
+def clean_texts(count: int) -> list[str]:
+    with (SHARED / "dev" / "web.jsonl.zst").open("rb") as file:
+        lines = io.TextIOWrapper(zstandard.ZstdDecompressor().stream_reader(file), encoding="utf-8", newline="\n")
+        return [json.loads(line)["text"] for line, _ in zip(lines, range(count), strict=False)]
+
+
+def written(texts: dict[str, str], folder: Path) -> list[Path]:
+    with document.Writer(folder) as writer:
+        for name, text in texts.items():
+            row = {"id": name, "text": text, "source": "s", "domain": "web", "url": None, "license": None}
+            writer.write(row)
+    return document.parts(folder)
+
+
+@needs_shared
+def test_two_hundred_planted_questions_are_all_found_and_clean_text_is_left_alone(tmp_path: Path) -> None:
+    rng = random.Random(0)
+    asked = [one for one in questions() if len(one[2].split()) >= 4]
+    clean = clean_texts(1200)
+    texts = {f"clean-{number}": text for number, text in enumerate(clean)}
+    planted = {}
+    for number, one in enumerate(rng.sample(asked, 200)):
+        host = rng.choice(clean)[:3000]
+        cut = rng.randrange(len(host))
+        planted[f"planted-{number}"] = one
+        texts[f"planted-{number}"] = f"{host[:cut]}\n{dressed(one[2], rng)}\n{host[cut:]}"
+    config = Decontaminate(files=(SHARED / "eval",))
+    stats = decontaminate.run(config, written(texts, tmp_path / "in"), tmp_path / "out", Engine(workers=1))
+    dropped = {row["id"]: row for row in document.read(tmp_path / "out" / "dropped")}
+    assert set(planted) <= set(dropped)
+    listed = {(hit["id"], hit["task"], hit["row"]) for hit in document.part_rows(tmp_path / "out" / "hits.parquet")}
+    assert {(name, task, row) for name, (task, row, _) in planted.items()} <= listed
+    assert all(row["reason"].startswith("decontaminate.") for row in dropped.values())
+    assert stats["documents"] == 1400 == stats["kept"] + stats["dropped"]
+    false = len(dropped) - 200
+    print(json.dumps({"clean documents": len(clean), "dropped of them": false}))
+    assert false <= len(clean) * 0.005
+
+
+def quiz(folder: Path) -> Path:
+    path = folder / "quiz.jsonl"
+    path.write_text('{"question": "Which of these old ships has sunk in the bay?"}\n')
+    return path
+
+
+def test_what_holds_a_question_is_dropped_before_copies_are_looked_for(tmp_path: Path) -> None:
+    config = build(Dedup, {"decontaminate": {"files": [str(quiz(tmp_path))]}})
+    story = "The men of the iron town went down to the river and there they found a boat made of light wood"
+    texts = {"bad": f"{story}. Which of these old ships\nhas SUNK in the bay", "copy": story, "again": story.upper()}
+    stats = dedup.deduplicate(config, written(texts, tmp_path / "in"), tmp_path / "out")
+    out = tmp_path / "out"
+    assert [row["id"] for row in document.read(out / "kept")] == ["again"]
+    assert [(row["id"], row["kept_id"]) for row in document.read(out / "duplicates")] == [("copy", "again")]
+    (gone,) = document.read(out / "dropped")
+    assert (gone["id"], gone["reason"], gone["value"]) == ("bad", "decontaminate.quiz", 1.0)
+    (hit,) = document.part_rows(out / "hits.parquet")
+    assert (hit["task"], hit["row"], hit["matched"]) == ("quiz", 1, "Which of these old ships\nhas SUNK in the bay")
+    assert texts["bad"][hit["place"] :].startswith("Which")
+    assert (stats["documents"], stats["kept"], stats["removed"], stats["dropped"], stats["hits"]) == (3, 1, 1, 1, 1)
+    assert stats["by_domain"]["web"]["dropped"] == 1
+
+
+def test_workers_do_not_change_a_byte(tmp_path: Path) -> None:
+    paths = written({f"d{n}": f"text {n} " + "old ships has sunk in the bay " * n for n in range(9)}, tmp_path / "in")
+    more = tmp_path / "more" / "part-00001.parquet"
+    more.parent.mkdir()
+    more.write_bytes(paths[0].read_bytes())
+    config = Decontaminate(files=(quiz(tmp_path),))
+    seen = []
+    for workers in (1, 2):
+        out = tmp_path / f"out-{workers}"
+        stats = decontaminate.run(config, [*paths, more], out, Engine(workers=workers))
+        seen.append((stats, {path.relative_to(out): path.read_bytes() for path in out.rglob("*.parquet")}))
+    assert seen[0] == seen[1]
+
+
+def test_the_digest_follows_the_content_of_the_tasks(tmp_path: Path) -> None:
+    config = Dedup(decontaminate=Decontaminate(files=(quiz(tmp_path),)))
+    before = dedup.digest(config)
+    assert before == dedup.digest(config)
+    (tmp_path / "quiz.jsonl").write_text('{"question": "Another one than before?"}\n')
+    assert dedup.digest(config) != before
+    assert dedup.digest(Dedup()) == ""
+    with pytest.raises(DataError, match="holds no evaluation tasks"):
+        dedup.digest(Dedup(decontaminate=Decontaminate(files=(tmp_path / "gone.jsonl",))))
+
+
+def test_limits_that_leave_nothing_to_find_are_errors() -> None:
+    with pytest.raises(ConfigError, match="min_question_words=13 is no less than"):
+        build(Decontaminate, {"files": ["a.jsonl"], "min_question_words": 13})
+    with pytest.raises(ConfigError, match="files"):
+        build(Decontaminate, {"files": []})
