@@ -69,7 +69,7 @@ CHILD = """
 import resource, sys
 from pathlib import Path
 from bloomery.data import reading, sources, unpack
-if "line" not in sys.argv[1]:
+if not Path(sys.argv[1]).name.startswith("line"):
     unpack.BOMB_BYTES = 2**26  # a smaller bomb is made in less time
 before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 make = sources.Folder if sys.argv[2] == "folder" else sources.Jsonl
