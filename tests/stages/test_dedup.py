@@ -244,3 +244,29 @@ def test_a_killed_search_ends_with_the_same_bytes_when_it_is_run_again(tmp_path:
         child.wait()
     dedup.deduplicate(Dedup(), paths, tmp_path / "out")
     assert hashes(tmp_path / "out") == wanted
+
+
+def test_repeated_lines_stay_in_the_best_document_only_and_are_written_down(tmp_path: Path) -> None:
+    rng = random.Random(8)
+    notice = "Please read our terms of use before you go on"
+    texts = {
+        f"d{n:02d}": "\n".join(
+            [notice.upper() if n % 2 else notice, *(f"w{rng.random()} of {n}" for _ in range(4 + n))]
+        )
+        for n in range(12)
+    }
+    texts["only"] = f" {notice} \n"
+    settings = {"min_documents": 5, "min_characters": 20}
+    stats = run(texts, tmp_path, [4, 0, 3], repeated_lines=settings)
+    kept, _ = found_in(tmp_path / "out")
+    best = max(kept, key=lambda name: len(texts[name]))
+    assert [name for name, row in kept.items() if notice.lower() in row["text"].lower()] == [best]
+    assert kept[best]["text"] == texts[best]
+    (dropped,) = document.read(tmp_path / "out" / "dropped")
+    assert (dropped["id"], dropped["text"], dropped["reason"]) == ("only", texts["only"], "repeated_lines")
+    for row in document.read(tmp_path / "out" / "repeated"):
+        assert (row["number"], row["first_id"]) == (0, best)
+        assert row["text"] + kept[row["id"]]["text"] == texts[row["id"]]
+    assert (stats["kept"], stats["dropped"], stats["repeated_lines"]) == (12, 1, 11)
+    few = run(texts, tmp_path / "few", repeated_lines={**settings, "min_documents": 14})
+    assert (few["kept"], few["dropped"]) == (13, 0)

@@ -94,7 +94,7 @@ def first_unmet(conditions: tuple[Condition, ...], text: str, row: dict[str, Any
     return next((problem for one in conditions if (problem := one.unmet(text, row)) is not None), None)
 
 
-def _outside(name: str, value: float | int, least: float | int | None, most: float | int | None) -> Problem | None:
+def _outside(name: str, value: int | float, least: int | float | None, most: int | float | None) -> Problem | None:
     if least is not None and value < least:
         return Problem(name, value, f"{value:g} is less than {least:g}")
     if most is not None and value > most:

@@ -18,11 +18,10 @@ from pathlib import Path
 from typing import Any
 
 import duckdb
-import numpy as np
 import pyarrow as pa
 
 from bloomery.core.errors import DataError
-from bloomery.data import groups, keep
+from bloomery.data import groups, keep, repeated_lines
 from bloomery.data.duplicates import Corpus, Settings, compare, gather, sign
 from bloomery.data.engine import Engine, Part, cores, run_parts
 
@@ -68,9 +67,10 @@ class Search:
     memory_bytes: int
     barred: Path | None = None
     """A folder with NAME.parquet for each part: `row` of the documents that do not take part."""
+    lines: repeated_lines.Settings | None = None
 
     def find(self) -> Mapping[str, int]:
-        """Write verdicts/NAME.parquet for each part; returns how many pairs were compared."""
+        """Write verdicts/NAME.parquet, and cuts/NAME.parquet, for each part; returns how many pairs were compared."""
         more = {} if self.barred is None else {"barred": str(self.barred)}
         parts = self.corpus.parts(**more)
         run_parts(self.engine, sign, self.settings, parts, self.scratch, what="sign")
@@ -80,6 +80,10 @@ class Search:
         compared = self._verify(documents) if self.settings.verify else 0
         with self._connected() as connection:
             self._conclude(connection, documents)
+        if self.lines is not None:
+            run_parts(self.engine, repeated_lines.index, self.lines, parts, self.scratch, what="lines")
+            with self._connected() as connection:
+                repeated_lines.find(connection, self.lines, self.corpus, self.scratch)
         return {"compared": compared}
 
     def _verify(self, documents: int) -> int:
@@ -205,7 +209,8 @@ class Search:
             JOIN ranked best ON best.rank = coalesce(root, kept)
             ORDER BY doc
         """
-        _write_verdicts(groups.streamed(connection, query), self.corpus, self.scratch / "verdicts")
+        verdicts = groups.streamed(connection, query)
+        groups.by_part_tables(verdicts, VERDICT, self.corpus.ends, self.scratch / "verdicts")
         connection.execute(
             "CREATE OR REPLACE TABLE members AS SELECT rank, root FROM clusters UNION ALL "
             "SELECT exact.rank, coalesce(root, keeper) FROM exact LEFT JOIN clusters ON keeper = clusters.rank"
@@ -219,25 +224,6 @@ class Search:
             "JOIN ranked best ON best.rank = root ORDER BY root, members.rank"
         )
         groups.write_parquet(self.scratch / "clusters" / CLUSTERS, groups.streamed(connection, query), MEMBER)
-
-
-def _write_verdicts(batches: Iterator[pa.RecordBatch], corpus: Corpus, folder: Path) -> None:
-    """One file for each part, its rows in the order of documents."""
-    ends = [*corpus.begins[1:], corpus.documents]
-    waiting: list[pa.RecordBatch] = []
-    for path, begin, end in zip(corpus.paths, corpus.begins, ends, strict=True):
-        while not waiting or waiting[-1].column("doc")[-1].as_py() < end:
-            batch = next(batches, None)
-            if batch is None:
-                break
-            if batch.num_rows:
-                waiting.append(batch)
-        table = pa.Table.from_batches(waiting).cast(VERDICT) if waiting else VERDICT.empty_table()
-        cut = int(np.searchsorted(table.column("doc").to_numpy(), end))
-        rows = pa.array(table.column("doc").to_numpy()[:cut] - begin)
-        mine = table.slice(0, cut).set_column(0, "row", rows)
-        groups.write_parquet(folder / f"{path.stem}.parquet", mine.to_batches(), mine.schema)
-        waiting = table.slice(cut).to_batches()
 
 
 def _batched(rows: Iterator[tuple[Any, ...]], schema: pa.Schema) -> Iterator[pa.RecordBatch]:

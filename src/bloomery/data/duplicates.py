@@ -47,6 +47,12 @@ class Corpus:
         counts = [document.count_part(path) for path in paths]
         return cls(paths=paths, begins=np.cumsum([0, *counts])[:-1].tolist(), documents=sum(counts))
 
+    @property
+    def ends(self) -> dict[str, tuple[int, int]]:
+        """Of each part's name: the numbers of its first document, and of the first one after it."""
+        ends = [*self.begins[1:], self.documents]
+        return {path.stem: pair for path, pair in zip(self.paths, zip(self.begins, ends, strict=True), strict=True)}
+
     def parts(self, **more: Any) -> list[Part]:
         """One for each file."""
         return [

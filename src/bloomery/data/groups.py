@@ -6,7 +6,7 @@ asked of it has one order, so that its threads and its spilling cannot be seen i
 the connection is closed: it would hold its memory while the parts are worked on.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple
@@ -192,3 +192,27 @@ def by_part(batches: Iterable[pa.RecordBatch], begins: Sequence[int]) -> Iterato
     while part < len(begins):
         yield part, (np.concatenate(rows) if rows else np.zeros(0, np.int64)) - begins[part]
         rows, part = [], part + 1
+
+
+def by_part_tables(
+    batches: Iterator[pa.RecordBatch], schema: pa.Schema, ends: Mapping[str, tuple[int, int]], folder: Path
+) -> None:
+    """
+    Cut a stream that ascends in `doc` where parts begin: folder/NAME.parquet, with the `row` in the part for `doc`.
+
+    `ends`: name of each part, in order, with the numbers of its first document and of the first after it.
+    """
+    waiting: list[pa.RecordBatch] = []
+    for name, (begin, end) in ends.items():
+        while not waiting or waiting[-1].column("doc")[-1].as_py() < end:
+            batch = next(batches, None)
+            if batch is None:
+                break
+            if batch.num_rows:
+                waiting.append(batch)
+        table = pa.Table.from_batches(waiting).cast(schema) if waiting else schema.empty_table()
+        cut = int(np.searchsorted(table.column("doc").to_numpy(), end))
+        rows = pa.array(table.column("doc").to_numpy()[:cut] - begin)
+        mine = table.slice(0, cut).set_column(0, "row", rows)
+        write_parquet(folder / f"{name}.parquet", mine.to_batches(), mine.schema)
+        waiting = [batch for batch in table.slice(cut).to_batches() if batch.num_rows]

@@ -1,5 +1,6 @@
 """Plain text of HTML pages by resiliparse, and text of bytes in whatever encoding they are."""
 
+import re
 from functools import cache
 from typing import Any
 
@@ -10,22 +11,40 @@ SAMPLE_BYTES = 2**16
 """What the detection of an encoding looks at, as resiliparse does by default."""
 
 
+DEEPEST = 1000
+"""Elements in elements. Browsers stop at 512; extraction takes time by the square of it, minutes at 100,000."""
+ELEMENTS = re.compile(r"<(/?)(?!(?:p|li|t[rdh]|d[td]|br|hr|img|input|meta|link|option|source|wbr|area|col)\b)[a-zA-Z]")
+"""Tags that open or close what has to be closed."""
+
+
 @cache
 def _resiliparse(module: str) -> Any:
     return extras.load(f"resiliparse.{module}", extra="web")
 
 
-def plain_text(page: str, *, main_content: bool) -> str:
+def plain_text(page: str, *, main_content: bool) -> str | Problem:
     """
     What a reader sees of a page: paragraphs, lists and preformatted text by lines, without scripts, forms and links.
 
     `main_content` leaves out what is around the main part too (navigation, comments, footers), by resiliparse's rules;
-    "" where a page has no such part. Raises DataError where the extra `web` is not installed.
+    "" where a page has no such part. A page whose elements are nested too deeply is a problem `too_deep`. Raises
+    DataError where the extra `web` is not installed.
     """
+    if page.count("<") > DEEPEST and (depth := _depth(page)) > DEEPEST:
+        return Problem("too_deep", depth, f"its elements are nested {depth:,} deep, more than {DEEPEST:,}")
     text: str = _resiliparse("extract.html2text").extract_plain_text(
         page, preserve_formatting=True, main_content=main_content, alt_texts=False
     )
     return text
+
+
+def _depth(page: str) -> int:
+    """How many elements that have to be closed are open at once, at most."""
+    deepest = depth = 0
+    for tag in ELEMENTS.finditer(page):
+        depth = max(0, depth + (-1 if tag[1] else 1))
+        deepest = max(deepest, depth)
+    return deepest
 
 
 def decoded(data: bytes, charset: str | None = None, *, page: bool) -> str | Problem:

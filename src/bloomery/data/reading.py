@@ -115,7 +115,10 @@ class Columns(Reading):
 
 def _template(template: str) -> list[tuple[str, str | None]]:
     """Literal text, and the name of the field that follows it. Raises ValueError for braces that do not match."""
-    found = [(text, name) for text, name, *_ in string.Formatter().parse(template)]
+    try:
+        found = [(text, name) for text, name, *_ in string.Formatter().parse(template)]
+    except ValueError as error:
+        raise ValueError(f"template {template!r}: {error}") from None
     if any(name == "" for _, name in found):
         raise ValueError(f"template {template!r} has braces without a field's name")
     return found
@@ -217,6 +220,8 @@ def _finished(source: Reading, text: str | Problem, fields: dict[str, Any], *, p
         return text
     if page:
         text = html.plain_text(text, main_content=source.main_content)
+        if isinstance(text, Problem):
+            return text
     if source.repair or (source.repair is None and web):
         text = ftfy.fix_text(text, REPAIRS)
     if isinstance(text := rows.checked(text), Problem):
@@ -337,7 +342,9 @@ def _string(source: Columns, field: str, row: dict[str, Any]) -> str | Problem:
     if value is not None and not isinstance(value, str):
         return Problem("not_text", 0, f"{field!r} holds {type(value).__name__} instead of a string")
     if value and source.markup == "html":
-        return html.plain_text(value, main_content=source.main_content).strip()
+        if isinstance(seen := rows.checked(value), str):
+            seen = html.plain_text(seen, main_content=source.main_content)
+        return seen.strip() if isinstance(seen, str) else seen
     return value or ""
 
 

@@ -49,7 +49,7 @@ def jsonl(path: Path, max_bytes: int | None = None) -> Iterator[tuple[int, Found
     A line of more than `max_bytes` is a problem `too_long`. The last item is a problem with reason `torn` where the
     file ends too early, or `bomb`. Raises DataError where it cannot be opened.
     """
-    for number, line in unpack.lines(path, max_bytes):
+    for number, line in unpack.lines(path, max_bytes, blank=False):
         if isinstance(line, Problem):
             yield number, line
             continue

@@ -6,6 +6,7 @@ unpacks to far more than any text does: 30 kB of zstd can hold a gigabyte of zer
 once. What is wrong is data, a `Problem`, and comes last; only a file that cannot be opened raises DataError.
 """
 
+import re
 import zlib
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -19,8 +20,11 @@ CHUNK_BYTES = 1 << 18
 ZSTD_BITE_BYTES = 1 << 10
 """What a zstd frame is fed at once. A block of 4 bytes can stand for 128 KiB, so a bite unpacks to 32 MiB at most."""
 LARGEST_WINDOW_BYTES = 2**31  # `zstd --long=31` writes it; the library's default refuses more than 2**27
-BOMB_BYTES, BOMB_RATIO = 2**28, 2000
+BOMB_BYTES, BOMB_RATIO = 2**28, 1000
 """What has unpacked to more than this many bytes, and to so many times its own, is a bomb: text gives 2 to 20."""
+
+
+EMPTY = re.compile(rb"\n+")
 
 
 @dataclass(frozen=True)
@@ -42,9 +46,9 @@ def chunks(path: Path) -> Iterator[bytes | Problem]:
         raise unreadable(path, error) from None
 
 
-def lines(path: Path, max_bytes: int | None = None) -> Iterator[tuple[int, bytes | Problem]]:
+def lines(path: Path, max_bytes: int | None = None, *, blank: bool = True) -> Iterator[tuple[int, bytes | Problem]]:
     """
-    Number (from 1) and bytes of each line, with its line feed where it has one.
+    Number (from 1) and bytes of each line, with its line feed where it has one. Without `blank`, no empty ones.
 
     Lines end at "\\n" and nothing else: `str.splitlines` also breaks at U+2028, U+0085 and form feeds, which text
     holds. A line of more than `max_bytes` is a problem `too_long`, and the next one comes after it.
@@ -62,6 +66,10 @@ def lines(path: Path, max_bytes: int | None = None) -> Iterator[tuple[int, bytes
             return
         start = 0
         while end := chunk.find(b"\n", start) + 1:
+            if end == start + 1 and not (blank or size):
+                end = EMPTY.match(chunk, start).end()  # type: ignore[union-attr]
+                number, start = number + end - start, end
+                continue
             yield number, line(chunk[start:end])
             number, held, size, start = number + 1, [], 0, end
         rest = chunk[start:]
@@ -107,7 +115,8 @@ class _GzipMember:
 
     def feed(self, data: bytes) -> Iterator[bytes]:
         out = bytes(CHUNK_BYTES)
-        while data or len(out) == CHUNK_BYTES:  # a full chunk: there may be more that was not given yet
+        # after its end the tail may stay as it was; and behind a full chunk there may be more that was not given yet
+        while not self._state.eof and (data or len(out) == CHUNK_BYTES):
             out = self._state.decompress(data, CHUNK_BYTES)
             data = self._state.unconsumed_tail
             yield out

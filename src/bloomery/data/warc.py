@@ -1,20 +1,25 @@
 """
-Records of WARC and WET files: the pages of a crawl, or their text.
+Records of WARC and WET files: the pages of a crawl, or their text. Read by the ISO 28500 grammar, in bounded memory.
 
 Responses that hold HTML or plain text, and conversions (WET), can be documents; each of them comes out, or the
-problem that it has. Requests, metadata and the like are passed. What is read of a record at once has a bound.
+problem that it has. Requests, metadata and the like are passed. What stands between records is skipped and told.
 """
 
-from collections.abc import Iterator
+import re
+import zlib
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
-from bloomery.data import extras, unpack
+from bloomery.data import unpack
 from bloomery.data.unpack import Problem
 
 PAGES = ("text/html", "application/xhtml+xml")
 OK = 200
+HEADER_BYTES = 2**20
+"""No header of a record or of an answer is longer; what is longer is none."""
+
+CHARSET = re.compile(r"charset\s*=\s*[\"']?([\w.:\-]+)", re.IGNORECASE)
 
 
 @dataclass(frozen=True)
@@ -31,71 +36,151 @@ def records(path: Path, max_bytes: int) -> Iterator[tuple[int, Record]]:
     """
     Number (from 1, of all records of the file) of every response and conversion, and what it holds.
 
-    Problems: `http_status`, `not_html` (another type), `too_long`, and `torn` or `bomb` as the last one where the
-    file cannot be read further. Raises DataError where it cannot be opened, and without the extra `web`.
+    Problems: `http_status`, `not_html` (another type), `too_long`, `not_warc` (bytes that are no record), and as the
+    last one `torn` or `bomb`, where the file cannot be read further. Raises DataError where it cannot be opened.
     """
-    warc = extras.load("fastwarc.warc", extra="web")
-    stream, number = _Stream(path), 0
-    try:
-        for record in warc.ArchiveIterator(stream, parse_http=False):
-            number += 1
-            if record.record_type == warc.WarcRecordType.response and record.is_http:
-                record.parse_http(auto_decode="all")
-                found = _response(record, max_bytes)
-            elif record.record_type == warc.WarcRecordType.conversion:
-                found = Record(_url(record), _payload(record, max_bytes), False, "utf-8")
-            else:
-                continue
-            if stream.problem is None or not isinstance(found.data, bytes):
-                yield number, found
-    except (OSError, ValueError) as error:
-        if getattr(error, "errno", None) is not None:
-            raise unpack.unreadable(path, error) from None
+    stream, number, whole = _Stream(path), 0, True
+    line = stream.line()
+    while line is not None and whole:
+        if not line.strip():
+            line = stream.line()
+            continue
         number += 1
-        stream.problem = Problem("torn", number, f"is broken from record {number} on, or no WARC file: {error}")
+        fields = _fields(stream) if line.startswith(b"WARC/") else None
+        if fields is None and stream.ended:
+            whole = False
+            break
+        length = (fields or {}).get("content-length", "")
+        if fields is None or not (length.isascii() and length.isdigit()):
+            yield number, _lost(Problem("not_warc", number, f"what begins as {line[:40]!r} is no record"))
+            line = stream.line()
+            while line is not None and not line.startswith(b"WARC/"):
+                line = stream.line()
+            continue
+        kind = fields.get("warc-type", "").lower()
+        wanted = kind in ("response", "conversion")
+        block, left = stream.read(int(length), max_bytes + HEADER_BYTES if wanted else 0)
+        whole = left == 0
+        if wanted and whole:
+            url = fields.get("warc-target-uri", "").strip("<>") or None
+            yield number, _record(kind, url, block, int(length), max_bytes)
+        line = stream.line()
+    if not whole and stream.problem is None:
+        stream.problem = Problem("torn", number, f"record {number} is not whole: the file was cut")
     if stream.problem is not None:
-        yield number, Record(None, stream.problem, False, None)
+        yield number + whole, _lost(stream.problem)
 
 
-def _response(record: Any, max_bytes: int) -> Record:
-    kind = (record.http_content_type or "").lower()
-    status = record.http_headers.status_code or 0
+def _lost(problem: Problem) -> Record:
+    return Record(None, problem, False, None)
+
+
+def _record(kind: str, url: str | None, block: bytes, length: int, max_bytes: int) -> Record:
+    if len(block) < length or (kind == "conversion" and length > max_bytes):
+        return Record(url, unpack.too_long(length, max_bytes, "it"), False, None)
+    if kind == "conversion":
+        return Record(url, block, False, "utf-8")
+    head, _, body = block.partition(b"\r\n\r\n")
+    first, *lines = head.decode("latin-1").split("\r\n")
+    fields = _named(lines)
+    status = re.match(r"HTTP/\S+\s+(\d{3})", first)
+    told = fields.get("content-type", "")
+    kind = told.partition(";")[0].strip().lower()
+    charset = CHARSET.search(told)
     data: bytes | Problem
-    if status != OK:
-        data = Problem("http_status", status, f"the server answered {status}")
+    if status is None or int(status[1]) != OK:
+        code = int(status[1]) if status else 0
+        data = Problem("http_status", code, f"the server answered {code or first[:40]}")
     elif kind not in PAGES and kind != "text/plain":
         data = Problem("not_html", 0, f"its type is {kind or 'not told'}")
     else:
-        data = _payload(record, max_bytes)
-    return Record(_url(record), data, kind in PAGES, record.http_charset)
+        data = _body(body, fields, max_bytes)
+    return Record(url, data, kind in PAGES, charset[1] if charset else None)
 
 
-def _payload(record: Any, max_bytes: int) -> bytes | Problem:
-    data: bytes = record.reader.read(max_bytes + 1)
+def _body(data: bytes, fields: Mapping[str, str], max_bytes: int) -> bytes | Problem:
+    """The content of an answer: its chunks joined and unpacked, where the header says so and the bytes agree."""
+    if "chunked" in fields.get("transfer-encoding", "").lower():
+        data = _joined(data)
+    encoding = fields.get("content-encoding", "identity").strip().lower()
+    if encoding in ("gzip", "x-gzip", "deflate") and data[:1] in (
+        b"\x1f",
+        b"\x78",
+    ):  # crawlers may leave a stale header
+        try:
+            data = zlib.decompressobj(wbits=47).decompress(data, max_bytes + 1)
+        except zlib.error as error:
+            return Problem("torn", 0, f"its compressed content is broken: {error}")
+    elif encoding not in ("gzip", "x-gzip", "deflate", "identity", ""):
+        return Problem("not_html", 0, f"it is packed as {encoding[:20]!r}, which is not read")
     return data if len(data) <= max_bytes else unpack.too_long(len(data), max_bytes, "it", "at least ")
 
 
-def _url(record: Any) -> str | None:
-    url = record.headers.get("WARC-Target-URI")
-    return url.strip("<>") if url else None
+def _joined(data: bytes) -> bytes:
+    """The chunks of a chunked answer as one (RFC 9112, 7.1), or the data as they are where they are not chunked."""
+    pieces, start = [], 0
+    while size := re.compile(rb"([0-9a-fA-F]{1,8})[^\r\n]*\r\n").match(data, start):
+        begin, length = size.end(), int(size[1], 16)
+        pieces.append(data[begin : begin + length])
+        start = begin + length + 2
+        if not length:
+            break
+    return b"".join(pieces) if pieces else data
+
+
+def _fields(stream: "_Stream") -> dict[str, str] | None:
+    """The fields of a record's header by their names in lower case, or None where it has no end."""
+    lines, size = list[str](), 0
+    while (line := stream.line()) is not None and size < HEADER_BYTES:
+        if not line.strip():
+            return _named(lines)
+        lines.append(line.decode("utf-8", "replace"))
+        size += len(line)
+    return None
+
+
+def _named(lines: list[str]) -> dict[str, str]:
+    pairs = [line.partition(":") for line in lines]
+    return {name.strip().lower(): value.strip() for name, _, value in pairs}
 
 
 class _Stream:
-    """The unpacked bytes of a file, for fastwarc, which is not told of what is wrong with them."""
+    """The unpacked bytes of a file, by lines and by counts."""
 
     def __init__(self, path: Path) -> None:
         self._chunks = unpack.chunks(path)
-        self._rest = b""
+        self._held, self._at = b"", 0
         self.problem: Problem | None = None
+        """What ended it too early, once it has ended."""
+        self.ended = False
 
-    def read(self, size: int) -> bytes:
-        while not self._rest and self.problem is None:
+    def _more(self) -> bool:
+        """Whether there are bytes left; then the next ones are held."""
+        while self._at == len(self._held) and not self.ended:
             chunk = next(self._chunks, None)
-            if chunk is None:
-                break
-            if isinstance(chunk, Problem):
-                self.problem = chunk
+            if isinstance(chunk, bytes):
+                self._held, self._at = chunk, 0
             else:
-                self._rest = chunk
-        data, self._rest = self._rest[:size], self._rest[size:]
-        return data
+                self.problem, self.ended = chunk, True
+        return self._at < len(self._held)
+
+    def line(self) -> bytes | None:
+        """Bytes up to a line feed, with it; or HEADER_BYTES or a little more of them without; None at the end."""
+        pieces, size = list[bytes](), 0
+        while size < HEADER_BYTES and self._more():
+            end = self._held.find(b"\n", self._at) + 1
+            pieces.append(self._held[self._at : end or self._at + HEADER_BYTES])
+            size, self._at = size + len(pieces[-1]), self._at + len(pieces[-1])
+            if end:
+                break
+        return b"".join(pieces) if pieces else None
+
+    def read(self, count: int, most: int) -> tuple[bytes, int]:
+        """So many bytes, or none where they are more than `most`; they are passed in either case. And how many lack."""
+        pieces, left = list[bytes](), count
+        while left and self._more():
+            piece = self._held[self._at : self._at + left]
+            self._at, left = self._at + len(piece), left - len(piece)
+            if count <= most:
+                pieces.append(piece)
+        return b"".join(pieces), left

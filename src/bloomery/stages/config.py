@@ -197,6 +197,21 @@ class Decontaminate(Config):
         return self
 
 
+class RepeatedLines(Config):
+    """
+    Lines that many documents share are taken out of all of them but the first in the order of keeping. Texts change.
+
+    A document of which only white space is left is dropped, with the reason `repeated_lines`.
+    """
+
+    unit: Literal["line", "paragraph"] = "line"
+    """Paragraphs end with an empty line."""
+    min_documents: Annotated[int, Field(ge=2)] = 10
+    """In how many documents that stay a line has to stand."""
+    min_characters: Positive = 30
+    """Shorter lines stay, counted without superfluous white space: a brace on its own is no repetition."""
+
+
 class Dedup(Parallel):
     """Copies: of each group of them the longest document stays, of equally long ones that with the smallest id."""
 
@@ -220,6 +235,7 @@ class Dedup(Parallel):
     """With `verify`: a document goes only when its exact Jaccard with the kept one reaches this."""
     seed: Count = 0
     decontaminate: Decontaminate | None = None
+    repeated_lines: RepeatedLines | None = None
     memory_bytes: Annotated[int, Field(ge=64 * 2**20)] | None = Field(None, json_schema_extra=VOLATILE)
     """What sorting, joining and workers may hold, beside 300 MB for this process. None: half of what is free."""
 

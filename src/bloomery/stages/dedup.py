@@ -14,7 +14,7 @@ import pyarrow.parquet as pq
 
 from bloomery.core import files
 from bloomery.core.errors import DataError
-from bloomery.data import document
+from bloomery.data import document, repeated_lines
 from bloomery.data.deduplicate import CLUSTERS, Search, fitting
 from bloomery.data.duplicates import Corpus, Settings
 from bloomery.data.engine import Part, Record, run_parts
@@ -77,9 +77,12 @@ def deduplicate(config: Dedup, paths: list[Path], out: Path) -> dict[str, Any]:
         engine=engine,
         memory_bytes=memory_bytes,
         barred=barred,
+        lines=repeated_lines.Settings(**dict(config.repeated_lines)) if config.repeated_lines else None,
     )
     found = dict(search.find())
     more = {"barred": str(barred)} if barred else {}
+    if config.repeated_lines:
+        more |= {"cuts": str(scratch / "cuts"), "unit": config.repeated_lines.unit}
     parts = corpus.parts(verdicts=str(scratch / "verdicts"), **more)
     records = run_parts(engine, write, None, parts, out, what="dedup")
     if barred:
@@ -90,60 +93,90 @@ def deduplicate(config: Dedup, paths: list[Path], out: Path) -> dict[str, Any]:
     return {**_told(records), **found}
 
 
+class _Fates:
+    """What is to become of the documents of one part."""
+
+    def __init__(self, part: Part) -> None:
+        given = {
+            name: Path(part.given[name]) / f"{part.name}.parquet" for name in ("verdicts", "cuts") if name in part.given
+        }
+        self.verdicts = pq.read_table(given["verdicts"])
+        self.barred = decontaminate.barred_rows(part)
+        self.cuts: list[document.Row] | None = pq.read_table(given["cuts"]).to_pylist() if "cuts" in given else None
+        self.unit = part.given.get("unit")
+        self.may_drop = "barred" in part.given or self.cuts is not None
+
+    def of(self, batch: pa.RecordBatch, begin: int) -> dict[str, pa.RecordBatch | list[document.Row]]:
+        """The documents of a batch by folder. `begin`: number of the first of them in its part."""
+        rows = self.verdicts.column("row").to_numpy()
+        first, last = np.searchsorted(rows, (begin, begin + batch.num_rows)).tolist()
+        told = {row["row"] - begin: row for row in self.barred if 0 <= row["row"] - begin < batch.num_rows}
+        single = np.ones(batch.num_rows, np.bool_)
+        single[rows[first:last] - begin] = False
+        copies = batch.filter(pa.array(~single))
+        thin, repeated = batch, list[document.Row]()
+        if self.cuts is not None:
+            mine = [row | {"row": row["row"] - begin} for row in self.cuts if 0 <= row["row"] - begin < batch.num_rows]
+            thin, repeated, empty = repeated_lines.thinned(batch, mine, self.unit)
+            told |= {row: {"reason": "repeated_lines", "value": 1.0} for row in empty}
+        single[list(told)] = False
+        why = self.verdicts.slice(first, last - first).select(REASONS.names).combine_chunks()
+        columns = [*copies.columns, *(column.combine_chunks() for column in why.columns)]
+        reasons = [{name: told[row][name] for name in document.REASON.names} for row in sorted(told)]
+        gone = batch.take(pa.array(sorted(told), pa.int64())).to_pylist()
+        return {
+            "kept": thin.filter(pa.array(single)),
+            "duplicates": pa.record_batch(columns, [*batch.schema.names, *REASONS.names]),
+            "dropped": [row | reason for row, reason in zip(gone, reasons, strict=True)],
+            "repeated": repeated,
+        }
+
+
 def write(config: None, part: Part, out: Path) -> Record:
-    """Write kept/NAME, duplicates/NAME and, where tasks are looked for, dropped/NAME; count what went where."""
+    """Write kept/NAME, duplicates/NAME and, where asked for, dropped/NAME and repeated/NAME; count what went where."""
     source = Path(part.given["path"])
-    verdicts = pq.read_table(Path(part.given["verdicts"]) / f"{part.name}.parquet")
-    rows = verdicts.column("row").to_numpy()
-    barred = decontaminate.barred_rows(part)
+    fates = _Fates(part)
     whole = pq.read_schema(source).remove_metadata()
     schemas = {"kept": whole, "duplicates": pa.schema([*whole, *REASONS])}
-    if "barred" in part.given:
-        schemas["dropped"] = pa.schema([*whole, *document.REASON])
+    schemas |= {"dropped": pa.schema([*whole, *document.REASON])} if fates.may_drop else {}
+    schemas |= {"repeated": repeated_lines.REMOVED} if fates.cuts is not None else {}
     by_domain: dict[str, Counter[str]] = {}
-    begin = 0
+    reasons = Counter(fates.verdicts.column("reason").to_pylist())
+    begin, lines = 0, 0
     with ExitStack() as stack:
-        out_of = {
+        writers = {
             name: stack.enter_context(document.PartWriter(out / name / f"{part.name}.parquet", schema))
             for name, schema in schemas.items()
         }
         for batch in document.part_batches(source):
-            end = begin + batch.num_rows
-            first, last = np.searchsorted(rows, (begin, end)).tolist()
-            mine = [row for row in barred if begin <= row["row"] < end]
-            fate = np.zeros(batch.num_rows, np.int8)
-            fate[rows[first:last] - begin] = 1
-            fate[[row["row"] - begin for row in mine]] = 2
-            begin = end
-            kept, copies, told = (batch.filter(pa.array(fate == number)) for number in range(3))
-            out_of["kept"].write_batch(kept)
-            if copies.num_rows:
-                why = verdicts.slice(first, last - first).select(REASONS.names).combine_chunks().to_batches()[0]
-                columns = [*copies.columns, *why.columns]
-                out_of["duplicates"].write_batch(pa.record_batch(columns, schemas["duplicates"].names))
-            if told.num_rows:
-                reasons = [{name: row[name] for name in document.REASON.names} for row in mine]
-                out_of["dropped"].write([a | b for a, b in zip(told.to_pylist(), reasons, strict=True)])
-            _tally(by_domain, batch, {"kept": kept, "removed": copies, "dropped": told})
-    counts = Counter(verdicts.column("reason").to_pylist())
-    counts.update(row["reason"] for row in barred)
+            found = fates.of(batch, begin)
+            begin += batch.num_rows
+            for name, writer in writers.items():
+                rows = found[name]
+                writer.write(rows) if isinstance(rows, list) else writer.write_batch(rows)
+            reasons.update(row["reason"] for row in found["dropped"])
+            lines += len(found["repeated"])
+            _tally(by_domain, batch, found)
     names = [f"{name}/{part.name}.parquet" for name in schemas]
-    return {"files": names, "reasons": dict(sorted(counts.items())), "by_domain": by_domain}
+    return {"files": names, "reasons": dict(sorted(reasons.items())), "by_domain": by_domain, "repeated": lines}
 
 
-def _tally(by_domain: dict[str, Counter[str]], batch: pa.RecordBatch, fates: Mapping[str, pa.RecordBatch]) -> None:
-    sizes = pa.table(
-        {"domain": fates["kept"].column("domain"), "bytes": pc.binary_length(fates["kept"].column("text"))}
-    )
+def _tally(by_domain: dict[str, Counter[str]], batch: pa.RecordBatch, found: Mapping[str, Any]) -> None:
+    kept = found["kept"]
+    sizes = pa.table({"domain": kept.column("domain"), "bytes": pc.binary_length(kept.column("text"))})
+    copies = Counter(found["duplicates"].column("domain").to_pylist())
+    dropped = Counter(row["domain"] for row in found["dropped"])
     for entry in pc.value_counts(batch.column("domain")).to_pylist():
         domain = entry["values"]
         start = Counter(documents=0, kept=0, removed=0, dropped=0, bytes_kept=0)
-        tally = by_domain.setdefault(domain, start)
-        tally["documents"] += entry["counts"]
-        for name, rows in fates.items():
-            tally[name] += pc.sum(pc.equal(rows.column("domain"), domain)).as_py() or 0
         mine = sizes.filter(pc.equal(sizes.column("domain"), domain))
-        tally["bytes_kept"] += pc.sum(mine.column("bytes")).as_py() or 0
+        by_domain.setdefault(domain, start).update(
+            documents=entry["counts"],
+            kept=mine.num_rows,
+            removed=copies[domain],
+            dropped=dropped[domain],
+            bytes_kept=pc.sum(mine.column("bytes")).as_py() or 0,
+        )
 
 
 def _told(records: list[Record]) -> dict[str, Any]:
@@ -165,5 +198,6 @@ def _told(records: list[Record]) -> dict[str, Any]:
         "exact": reasons["exact"],
         "near": reasons["near"],
         "reasons": dict(sorted(reasons.items())),
+        **({"repeated_lines": lines} if (lines := sum(record["repeated"] for record in records)) else {}),
         "by_domain": {domain: dict(tally) for domain, tally in sorted(by_domain.items())},
     }

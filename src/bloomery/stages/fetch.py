@@ -10,6 +10,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -198,7 +199,8 @@ def _reject_twins(taken: Sequence[_Taken], out: Path) -> None:
         if getattr(one.source, "invalid", "error") == "error":
             other, its_number, _ = owned[first >> twins.ROW_BITS]
             own = _id_at(out / name, place % 2**twins.ROW_BITS)
-            here, there = _place_of(one, number, own), _place_of(other, its_number, own)
+            same = other is one and its_number == number
+            there, here = _place_of(other, its_number, own, 0), _place_of(one, number, own, int(same))
             cure = f"Give source {one.source.name!r} another id_field, or none: then file and line make the id."
             raise DataError(f"two documents have the id {own!r}: {there} and {here}", where=one.source.name, cure=cure)
     files_of = places >> np.uint64(twins.ROW_BITS)
@@ -219,15 +221,19 @@ def _id_at(path: Path, row: int) -> str:
     return own
 
 
-def _place_of(taken: _Taken, number: int, own: str) -> str:
-    """Where the first document of a part stands that has an id of its own: source, file and line."""
+def _place_of(taken: _Taken, number: int, own: str, nth: int) -> str:
+    """Where the nth document (from 0) of a part stands that has an id of its own: source, file and line."""
     source, piece = taken.source, _piece(taken.parts[number])
     if not getattr(source, "id_field", None):
         return own
     nameless = source.model_copy(update={"id_field": None, "invalid": "skip"})
     items = zip(sources.items(source, piece), sources.items(nameless, piece), strict=True)
-    places = (str(reading.row_of(same)["id"]) for item, same in items if reading.row_of(item)["id"] == own)
-    return next(places)
+    places = (
+        str(reading.row_of(same)["id"])
+        for item, same in items
+        if not isinstance(item, reading.Rejected) and item["id"] == own
+    )
+    return next(islice(places, nth, None))
 
 
 def _without(record: Record, name: str, rows: NDArray[np.uint64], out: Path) -> Record:

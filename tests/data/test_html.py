@@ -1,0 +1,46 @@
+import pytest
+
+from bloomery.data import html
+from bloomery.data.unpack import Problem
+
+pytest.importorskip("resiliparse", reason="the extra web is not installed")
+
+
+def test_the_text_of_a_page_keeps_paragraphs_and_leaves_out_what_stands_around_them() -> None:
+    page = "<title>T</title><script>x=1</script><nav>menu</nav><main><p>One &amp; two.</p><p>Three<br>four</p></main>"
+    assert html.plain_text(page, main_content=True) == "One & two.\n\nThree\nfour"
+    whole = html.plain_text(page, main_content=False)
+    assert isinstance(whole, str)
+    assert "menu" in whole
+    assert "x=1" not in whole
+
+
+def test_a_page_nested_a_hundred_thousand_deep_is_a_problem_and_many_open_paragraphs_are_not() -> None:
+    found = html.plain_text("<div>" * 100_000 + "deep", main_content=True)
+    assert isinstance(found, Problem)
+    assert (found.reason, found.value) == ("too_deep", 100_000)
+    assert html.plain_text("<p>x<br>" * 3_000 + "<div></div>" * 3_000, main_content=False)
+    assert html.plain_text("<div>" * 900 + "deep", main_content=False) == "deep"
+
+
+@pytest.mark.parametrize(
+    ("text", "encoding", "charset"),
+    [
+        ("À la crème brûlée, s'il vous plaît, déjà vu", "latin-1", None),
+        ("Это простой текст на русском языке, и он достаточно длинный.", "cp1251", "windows-1251"),
+        ("これはテストです。日本語のテキスト。", "shift-jis", None),
+        ("naïve", "utf-8", None),
+        ("naïve", "utf-8", "utf-8"),
+        ("naïve", "utf-8-sig", None),
+        ("with a mark", "utf-16", None),
+    ],
+)
+def test_bytes_are_decoded_as_told_or_as_they_look(text: str, encoding: str, charset: str | None) -> None:
+    assert html.decoded(text.encode(encoding), charset, page=False) == text
+
+
+def test_a_page_says_its_encoding_and_bytes_with_nul_are_no_text() -> None:
+    page = '<meta charset="windows-1251"><p>Это</p>'
+    assert html.decoded(page.encode("cp1251"), page=True) == page
+    assert isinstance(found := html.decoded(b"ab\0cd", page=False), Problem)
+    assert (found.reason, found.value) == ("binary", 2)

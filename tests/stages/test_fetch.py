@@ -1,0 +1,171 @@
+"""The stage `fetch`: everything is kept or rejected, limits are exact, and the bytes depend on the sources alone."""
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from bloomery.core.config import build
+from bloomery.core.errors import DataError
+from bloomery.data import document, engine, sources
+from bloomery.data.reading import Rejected
+from bloomery.stages import fetch
+from bloomery.stages.config import Fetch
+from tests.data.made_poison import MOST_BYTES, POISONED_LINES, line
+
+
+def jsonl(root: Path, name: str = "a", **more: Any) -> dict[str, Any]:
+    return {"kind": "jsonl", "name": name, "domain": "web", "path": str(root / "*.jsonl"), **more}
+
+
+def tree(folder: Path) -> dict[str, bytes]:
+    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+def ids(folder: Path) -> list[str]:
+    return [row["id"] for row in document.read(folder, ["id"])]
+
+
+def write(path: Path, lines: list[bytes]) -> None:
+    path.parent.mkdir(exist_ok=True)
+    path.write_bytes(b"".join(one + b"\n" for one in lines))
+
+
+@settings(max_examples=15)
+@given(st.lists(st.lists(st.sampled_from([line("good"), *POISONED_LINES]), max_size=9), min_size=1, max_size=4))
+def test_documents_in_are_documents_kept_and_rejected(
+    tmp_path_factory: pytest.TempPathFactory, files: list[list[bytes]]
+) -> None:
+    root = tmp_path_factory.mktemp("mixed")
+    write(root / "raw" / "first.jsonl", [line("good")])
+    for number, lines in enumerate(files):
+        write(root / "raw" / f"{number}.jsonl", lines)
+    source = jsonl(root / "raw", invalid="skip", max_document_bytes=MOST_BYTES)
+    stats = fetch.run(build(Fetch, {"sources": [source]}), {}, root / "out")
+    lines = [one for lines in files for one in lines]
+    good, empty = sum(one not in POISONED_LINES for one in lines), sum(not lines for lines in files)
+    assert stats["documents"] == document.count(root / "out" / "documents") == 1 + good
+    assert stats["rejected"] == document.count(root / "out" / "rejected") == len(lines) - good + empty
+    assert sum(stats["reasons"].values()) == stats["rejected"]
+    rejected = list(document.read(root / "out" / "rejected"))
+    reasons = [POISONED_LINES[one] for one in lines if one in POISONED_LINES] + ["no_rows"] * empty
+    assert sorted(row["reason"] for row in rejected) == sorted(reasons)
+    shutil.rmtree(root)
+
+
+@pytest.fixture
+def many(tmp_path: Path) -> Path:
+    """Twelve files of twenty documents of 100 bytes, every fifth of them empty."""
+    for file in range(12):
+        write(
+            tmp_path / "raw" / f"{file:02d}.jsonl", [line(f"{file * 20 + n:0100d}" if n % 5 else "") for n in range(20)]
+        )
+    return tmp_path / "raw"
+
+
+@pytest.fixture
+def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sources, "GROUP_BYTES", 1)
+
+
+LIMITS = [
+    {},
+    {"max_documents": 1},
+    {"max_documents": 16},
+    {"max_documents": 70},
+    {"max_bytes": 4_850},
+    {"max_bytes": 1600},
+]
+
+
+@pytest.mark.usefixtures("small_pieces")
+@pytest.mark.parametrize("limits", [*LIMITS, {"max_bytes": 3_000, "max_documents": 29}, {"max_documents": 10**6}])
+def test_what_is_taken_is_what_one_reader_would_take(many: Path, tmp_path: Path, limits: dict[str, Any]) -> None:
+    config = build(Fetch, {"sources": [jsonl(many, **limits)]})
+    stats = fetch.run(config, {}, tmp_path / "out")
+    items = list(sources.read(config.sources[0]))
+    kept = [item for item in items if not isinstance(item, Rejected)]
+    assert list(document.read(tmp_path / "out" / "documents")) == kept
+    assert ids(tmp_path / "out" / "rejected") == [item.row["id"] for item in items if isinstance(item, Rejected)]
+    assert (stats["documents"], stats["bytes"]) == (len(kept), 100 * len(kept))
+    listed = {path.stem for path in (tmp_path / "out" / engine.RECORDS / fetch.WORK).iterdir()}
+    assert {path.name.rpartition("-")[0] for path in (tmp_path / "out" / "documents").iterdir()} == listed
+
+
+@pytest.mark.usefixtures("small_pieces")
+def test_the_bytes_are_the_same_after_any_part_is_lost(many: Path, tmp_path: Path) -> None:
+    given = {"sources": [jsonl(many, max_bytes=4_850), jsonl(many, "b", max_documents=3)]}
+    stats = fetch.run(build(Fetch, given), {}, tmp_path / "out")
+    whole = tree(tmp_path / "out")
+    for name in sorted(whole)[3::14]:
+        (tmp_path / "out" / name).unlink()
+        (tmp_path / "out" / "documents" / "part-000-000011-000.parquet").write_bytes(b"of an attempt that died")
+        assert fetch.run(build(Fetch, given), {}, tmp_path / "out") == stats
+        assert tree(tmp_path / "out") == whole
+
+
+@pytest.mark.usefixtures("small_pieces")
+def test_the_bytes_are_the_same_with_any_number_of_workers(many: Path, tmp_path: Path) -> None:
+    for workers in (1, 2):
+        given = {"sources": [jsonl(many), jsonl(many, "b", max_documents=16)], "engine": {"workers": workers}}
+        fetch.run(build(Fetch, given), {}, tmp_path / str(workers))
+    assert tree(tmp_path / "1") == tree(tmp_path / "2")
+
+
+def test_long_files_roll_over_and_keep_their_order(many: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("bloomery.data.rolling.BYTES_PER_PART", 1000)
+    fetch.run(config := build(Fetch, {"sources": [jsonl(many)]}), {}, tmp_path / "out")
+    files = document.parts(tmp_path / "out" / "documents")
+    assert len(files) == 20
+    assert list(document.read(tmp_path / "out" / "documents")) == [
+        item for item in sources.read(config.sources[0]) if not isinstance(item, Rejected)
+    ]
+
+
+@pytest.mark.usefixtures("small_pieces")
+def test_of_documents_with_one_id_the_first_stays_and_the_others_are_rejected(tmp_path: Path) -> None:
+    for file, keys in {"a": [1, 2, 2, 3], "b": [3, 4], "c": [1, 1, 5]}.items():
+        write(tmp_path / "raw" / f"{file}.jsonl", [line(f"{file}{n}", key=key) for n, key in enumerate(keys)])
+    skip = build(Fetch, {"sources": [jsonl(tmp_path / "raw", id_field="key", invalid="skip", license="MIT")]})
+    stats = fetch.run(skip, {}, tmp_path / "out")
+    kept = [(row["id"], row["text"]) for row in document.read(tmp_path / "out" / "documents")]
+    assert kept == [("1", "a0"), ("2", "a1"), ("3", "a3"), ("4", "b1"), ("5", "c2")]
+    assert ids(tmp_path / "out" / "rejected") == ["2", "3", "1", "1"]
+    assert stats["reasons"] == {"duplicate_id": 4}
+    assert stats["by_source"]["a"] == {
+        **{"documents": 5, "bytes": 10, "rejected": 4},
+        **{"reasons": {"duplicate_id": 4}, "licenses": {"MIT": 5}},
+    }
+    assert stats["by_domain"] == {"web": {"documents": 5, "bytes": 10}}
+    whole = tree(tmp_path / "out")
+    assert fetch.run(skip, {}, tmp_path / "out") == stats
+    assert tree(tmp_path / "out") == whole
+    strict = build(Fetch, {"sources": [jsonl(tmp_path / "raw", id_field="key")]})
+    with pytest.raises(DataError, match=r"two documents have the id '2': a/a\.jsonl:2 and a/a\.jsonl:3"):
+        fetch.run(strict, {}, tmp_path / "strict")
+
+
+def test_an_id_of_its_own_may_not_be_that_of_another_source(tmp_path: Path) -> None:
+    write(tmp_path / "raw" / "x.jsonl", [line("one", key="worlds/000001")])
+    worlds = {"kind": "worlds", "name": "worlds", "domain": "stories", "count": 3}
+    config = build(Fetch, {"sources": [worlds, jsonl(tmp_path / "raw", id_field="key")]})
+    with pytest.raises(
+        DataError, match=r"a: two documents have the id 'worlds/000001': worlds/000001 and a/x\.jsonl:1"
+    ):
+        fetch.run(config, {}, tmp_path / "out")
+
+
+def test_licenses_are_counted_and_domains_are_those_of_the_documents(tmp_path: Path) -> None:
+    rows = [line("a", license="MIT", domain="code"), line("b", domain="qa"), line("c"), line("d", license="x" * 300)]
+    write(tmp_path / "raw" / "x.jsonl", rows)
+    source = {"kind": "files", "name": "all", "domain": "web", "path": str(tmp_path / "raw")}
+    stats = fetch.run(build(Fetch, {"sources": [source]}), {}, tmp_path / "out")
+    assert stats["by_source"]["all"]["licenses"] == {"MIT": 1, "not stated": 2, "x" * 100: 1}
+    assert stats["by_domain"] == {
+        name: {"documents": n, "bytes": n} for name, n in (("code", 1), ("qa", 1), ("web", 2))
+    }
+    json.dumps(stats)
