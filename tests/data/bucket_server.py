@@ -80,7 +80,7 @@ class Handler(BaseHTTPRequestHandler):
         path, query = unquote(urlsplit(self.path).path).strip("/"), parse_qs(urlsplit(self.path).query)
         self.store.requests.append((self.command, path, self.headers.get("Range") or ""))
         if found := re.fullmatch(r"(download/)?storage/v1/b/([^/]+)/o(?:/(.+))?", path):
-            self._google(*found.groups(), query)
+            self._google(found[1], found[2], found[3], query)
         elif self.store.denied:
             self._send(403, {}, b"<Error><Code>AccessDenied</Code><Message>Access Denied</Message></Error>")
         elif "list-type" in query:

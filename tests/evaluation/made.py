@@ -86,18 +86,30 @@ def corpus() -> dict[str, Any]:
         "fetch": {
             **{"documents": 13_354, "bytes": 61_204_112, "rejected": 12, "reasons": {"not_utf8": 8, "binary": 4}},
             "by_domain": {domain: {"documents": n, "bytes": n * 4583} for domain, n in sizes.items()},
+            "by_source": {
+                f"{domain} files": {
+                    **{"documents": n, "bytes": n * 4583, "rejected": 4, "reasons": {"not_utf8": 3, "binary": 1}},
+                    "licenses": {"MIT": n - 9, "unknown": 9},
+                }
+                for domain, n in sizes.items()
+            },
         },
         "classify": {"classifiers": [judged("quality", "high"), judged("toxicity", "low")]},
         "filter": {
             **{"documents": 13_354, "kept": 11_873, "dropped": 1481, "reasons": reasons},
             "by_domain": {domain: {"documents": n, "kept": n - 400, "dropped": 400} for domain, n in sizes.items()},
+            "reasons_by_domain": {domain: {"gopher.too_few_words": 271, "classifier": 126} for domain in sizes},
+            "masked": {"documents": 93, "mail": 120},
+            "scores": {name: cut(sizes) for name in ("quality", "toxicity")},
         },
         "dedup": {
             **{"documents": 11_873, "kept": 11_214, "removed": 659, "exact": 403, "near": 256, "compared": 1877},
+            **{"reasons": {"exact": 403, "near": 256, "overlap.ngram": 12}, "hits": {"arc_easy": 9, "boolq": 3}},
+            **{"clusters": 512, "dropped": 12},
             "by_domain": {d: {"documents": n - 400, "kept": n - 620, "removed": 220} for d, n in sizes.items()},
         },
         "tokenizer": {
-            **{"vocab_size": 4096, "unused_tokens": 193},
+            **{"kind": "byte_bpe", "vocab_size": 4096, "unused_tokens": 193, "encoder": "tiktoken"},
             "bytes_per_token": {"code": 2.913, "documentation": 3.402, "worlds": 4.118},
             "bytes_per_token_unseen": {"code": 2.811, "documentation": 3.297},
             "gpt2": {"compared": True, "bytes_per_token": {"code": 2.234, "documentation": 4.456}},
@@ -110,6 +122,9 @@ def corpus() -> dict[str, Any]:
                 "code": {"asked": 0.45, "tokens": 5_529_601, "epochs": 1.213, "share": 0.45},
                 "documentation": {"asked": 0.3, "tokens": 3_072_001, "epochs": 4.0, "share": 0.25},
                 "worlds": {"asked": 0.25, "tokens": 3_686_402, "epochs": 0.87, "share": 0.3},
+            },
+            "anneal": {
+                "worlds": {"asked": 1.0, "tokens": 400_111, "epochs": 0.1, "share": 1.0, "limited_by": "epochs"}
             },
         },
         "instruct": {
@@ -156,3 +171,17 @@ def talk(kind: str, right: bool) -> dict[str, Any]:
     answer = "The lamp is in the kitchen."
     said = answer if right else "The lamp is in the shed."
     return {"kind": kind, "messages": messages, "expected": answer, "said": said, "exact": right, "ended": True}
+
+
+def cut(sizes: dict[str, int]) -> dict[str, Any]:
+    """What limits of one classifier did."""
+    near = {"id": "a", "domain": "code", "cut": 0.5, "text": "def f():\n    pass\n" * 5}
+    return {
+        "by_domain": {
+            domain: {"documents": n - 300, "passed": n - 400, "bins": [n // 20] * 20} for domain, n in sizes.items()
+        },
+        "samples": {
+            "kept": [near | {"value": 0.5 + n / 1000, "id": f"k{n}"} for n in range(20)],
+            "dropped": [near | {"value": 0.49 - n / 1000, "id": f"d{n}"} for n in range(20)],
+        },
+    }

@@ -9,8 +9,8 @@ from xml.etree import ElementTree
 import pytest
 
 from bloomery.evaluation import charts
-from bloomery.evaluation.report import SECTIONS, render
-from tests.evaluation.made import corpus, full
+from bloomery.evaluation.report import DATA_SECTIONS, SECTIONS, render
+from tests.evaluation.made import DOMAINS, corpus, full
 
 VOID = {"meta"}
 
@@ -109,7 +109,8 @@ def test_markup_in_any_text_stays_text() -> None:
         return value + poison if isinstance(value, str) else value
 
     data = poisoned(full())
-    for path in [("answers", "by_kind"), ("corpus", "filter", "reasons"), ("corpus", "shard", "mix"), ("versions",)]:
+    places = [("answers", "by_kind"), ("corpus", "filter", "reasons"), ("corpus", "shard", "mix"), ("versions",)]
+    for path in (*places, ("corpus", "filter", "scores")):
         spot = parent(data, (*path, ""))
         for key in list(spot):
             spot[key + poison] = spot.pop(key)
@@ -190,11 +191,35 @@ def test_questions_that_test_copying_are_said_to() -> None:
 
 def test_every_reason_has_a_bar_and_the_longest_comes_first() -> None:
     found = by_look(section(render(full()), "dropped"), "bar-fill")
-    data = corpus()
-    num_reasons = len(data["filter"]["reasons"]) + len(data["fetch"]["reasons"]) + 1
-    assert len(found) == num_reasons
-    widths = [float((bar.get("width") or "").rstrip("%")) for bar in found[: len(data["filter"]["reasons"])]]
+    reasons = corpus()["filter"]["reasons"]
+    assert len(found) == len(reasons) + len(DOMAINS) + 1  # and those kept by domain, and refused conversations
+    widths = [float((bar.get("width") or "").rstrip("%")) for bar in found[: len(reasons)]]
     assert widths == sorted(widths, reverse=True)
+    assert len(by_look(section(render(full()), "read"), "bar-fill")) == len(corpus()["fetch"]["reasons"])
+
+
+def test_a_run_without_a_model_has_a_page_of_its_data() -> None:
+    data = {
+        key: full()[key] for key in ("recipe", "made", "versions", "machine", "corpus", "dropped_samples", "stages")
+    }
+    page = render(data, DATA_SECTIONS)
+    anchors = [attrs["id"] for name, attrs in Checked(page).started if name == "section"]
+    assert anchors == [anchor for anchor, _, _ in DATA_SECTIONS]
+    assert "Nothing was recorded" not in page
+    for shown in ("61.2 MB", "11,214", "12.29M", "2.91–4.12", "MIT (5,201)", "arc_easy", "2.23", "byte_bpe"):
+        assert shown in Checked(page).seen
+    assert "—" in render({}, DATA_SECTIONS)
+
+
+def test_a_classifier_is_shown_with_all_that_is_known_of_it() -> None:
+    page = section(render(full()), "classifier")
+    seen = Checked("<section " + page + "</section>").seen
+    for shown in ("0.9871", "95.1%", "94.2%", "0.0213", "Calibration", "Precision and recall", "low scores are kept"):
+        assert shown in seen
+    assert seen.count("Just kept: the 20 nearest the cut") == 2
+    quality, toxicity = page.split("toxicity:")
+    assert quality.index("return") < quality.index("click")
+    assert toxicity.index("click") < toxicity.index("return")
 
 
 def by_look(page: str, look: str) -> list[ElementTree.Element]:

@@ -6,61 +6,86 @@ from typing import Any
 from bloomery.evaluation import charts
 from bloomery.evaluation.charts import DASH, Bar, Html, count, decimal, number, percent, tag
 from bloomery.evaluation.pieces import (
+    Fact,
     Report,
     at,
+    cell,
     counted,
     facts,
     folded,
     listed,
     named,
+    note,
     tallied,
     text,
+    tile,
 )
 
+MOST_RULES = 8
+"""Columns of the table of rules by domain; the rest are one more."""
+MOST_LANGUAGES = 12
 
-def the_mix(report: Report) -> list[object]:
+
+def funnel(report: Report) -> list[object]:
+    """How much text came in, and how much was left after each stage."""
     corpus = named(report, "corpus")
-    shard, talks = named(corpus, "shard"), named(corpus, "instruct")
-    if not (shard or talks or named(corpus, "fetch")):
-        return []
-    size = counted(shard, tokens="Tokens to train on", documents="Documents to train on")
-    size += counted(shard, held_out_tokens="Tokens held out", held_out_documents="Documents held out")
-    bars, rows = [], []
-    domains = {**named(corpus, "fetch", "by_domain"), **named(shard, "mix")}
-    for domain in domains:
-        mix = named(shard, "mix", domain)
-        asked, share = number(mix.get("asked")), number(mix.get("share"))
-        if mix:
-            bars.append(Bar(domain, share, f"{percent(share)} of {percent(asked)}", mark=asked))
-        fetched = named(corpus, "fetch", "by_domain", domain)
-        kept = [count(at(corpus, stage, "by_domain", domain, "kept")) for stage in ("filter", "dedup")]
-        read = [count(fetched.get("documents")), charts.size(fetched.get("bytes"))]
-        rows.append([domain, *read, *kept, count(mix.get("tokens")), decimal(mix.get("epochs"), 2)])
-    heads = ["Domain", "Fetched", "Bytes", "After rules", "After duplicates", "Tokens in mix", "Epochs"]
-    key = tag("p", tag("span", tag("i", class_="mark"), "what the recipe asked for", class_="key"), class_="legend")
-    chart = charts.bars("Share of the mix, reached and asked", bars, axis="share of all tokens", form=percent)
-    told = counted(talks, conversations="Conversations", refused="Refused", cut_at_a_turn="Cut at a turn")
-    told += counted(named(talks, "train"), rows="Rows to train on", supervised="Tokens learned from")
-    told.append(("Rows filled", percent(at(talks, "train", "packing"))))
-    return [
-        facts(size),
-        chart,
-        key if bars else None,
-        charts.table(heads, rows),
-        tag("h3", "Conversations"),
-        facts(told),
+    read, ruled, single = (named(corpus, name) for name in ("fetch", "filter", "dedup"))
+    shard = named(corpus, "shard")
+    whole = number(read.get("documents"))
+    steps = [("Read", read.get("documents")), ("After rules and limits", ruled.get("kept"))]
+    steps.append(("After duplicates", single.get("kept")))
+    rows = []
+    for name, value in steps:
+        kept = number(value)
+        share = f" ({percent(kept / whole)})" if kept is not None and whole else ""
+        rows.append(Bar(name, kept, f"{count(value)}{share}"))
+    ratios = [number(value) for value in named(corpus, "tokenizer", "bytes_per_token").values()]
+    known = [ratio for ratio in ratios if ratio is not None]
+    shown = f"{decimal(min(known), 2)}–{decimal(max(known), 2)}" if known else DASH
+    tiles = [
+        tile("Text read", charts.size(read.get("bytes")), f"in {count(read.get('documents'))} documents"),
+        tile("Documents kept", count(single.get("kept")), "after rules, limits and duplicates"),
+        tile("Tokens to train on", charts.short(shard.get("tokens")), f"in {count(shard.get('documents'))} documents"),
+        tile("Bytes per token", shown, "by domain, from least to most"),
     ]
+    return [tag("div", *tiles, class_="tiles"), charts.bars("Documents", rows, axis="documents")] if corpus else []
+
+
+def fetched(report: Report) -> list[object]:
+    read = named(report, "corpus", "fetch")
+    if not read:
+        return []
+    known = counted(read, documents="Documents", rejected="Rejected when read")
+    known.insert(1, ("Text", charts.size(read.get("bytes"))))
+    rows: list[list[object]] = []
+    for source, tally in named(read, "by_source").items():
+        sizes = [count(at(tally, "documents")), charts.size(at(tally, "bytes")), count(at(tally, "rejected"))]
+        rows.append([source, *sizes, _most(named(tally, "reasons")), _most(named(tally, "licenses"))])
+    heads = ["Source", "Documents", "Text", "Rejected", "Most rejected for", "Licenses"]
+    table = tag("div", charts.table(heads, rows), class_="commands") if rows else None
+    parts: list[object] = [facts(known), table]
+    rejected = tallied("Rejected when read", named(read, "reasons"), number(read.get("rejected")), "documents")
+    return [part for part in (*parts, rejected) if part is not None]
+
+
+def _most(counts: Mapping[str, Any]) -> str:
+    """The three most frequent of some counts, in words."""
+    ranked = sorted(((number(value) or 0.0, name) for name, value in counts.items()), key=lambda one: (-one[0], one[1]))
+    shown = [f"{name} ({count(value)})" for value, name in ranked[:3]]
+    return ", ".join(shown) + (f" and {len(ranked) - 3} more" if len(ranked) > 3 else "") or DASH
 
 
 def dropped(report: Report) -> list[object]:
     corpus = named(report, "corpus")
-    ruled, read, talks = named(corpus, "filter"), named(corpus, "fetch"), named(corpus, "instruct")
-    tally = counted(ruled, documents="Documents", kept="Kept", dropped="Dropped")
+    ruled, talks = named(corpus, "filter"), named(corpus, "instruct")
     whole = number(ruled.get("documents"))
+    tally = counted(ruled, documents="Documents", kept="Kept", dropped="Dropped")
+    tally += counted(named(ruled, "masked"), documents="Kept with something masked")[: bool(ruled.get("masked"))]
     parts = [
         facts(tally) if ruled else None,
-        tallied("Dropped by rules and classifier", named(ruled, "reasons"), whole, "documents"),
-        tallied("Rejected when read", named(read, "reasons"), None, "documents"),
+        tallied("Dropped by rules and limits", named(ruled, "reasons"), whole, "documents"),
+        _passed(named(ruled, "by_domain")),
+        _rules_by_domain(ruled),
         tallied("Conversations refused", named(talks, "refused_by_reason"), None, "conversations"),
     ]
     cards = []
@@ -73,30 +98,70 @@ def dropped(report: Report) -> list[object]:
     return [part for part in (*parts, *samples) if part is not None]
 
 
+def _passed(by_domain: Mapping[str, Any]) -> Html | None:
+    rows = []
+    for domain, tally in by_domain.items():
+        kept, whole = number(at(tally, "kept")), number(at(tally, "documents"))
+        share = kept / whole if kept is not None and whole else None
+        rows.append(Bar(domain, share, f"{percent(share)} of {count(whole)}"))
+    return charts.bars("Kept, by domain", rows, axis="share of the documents of a domain", form=percent, top=1.0)
+
+
+def _rules_by_domain(ruled: Mapping[str, Any]) -> Html | None:
+    """Which rule dropped what share of which domain, for the rules that dropped most."""
+    domains = named(ruled, "reasons_by_domain")
+    ranked = sorted(named(ruled, "reasons").items(), key=lambda pair: (-(number(pair[1]) or 0.0), pair[0]))
+    names = [name for name, _ in ranked[:MOST_RULES]]
+    rows: list[list[object]] = []
+    for name in names:
+        row: list[object] = [name]
+        for domain in domains:
+            whole, found = (number(at(ruled, *path)) for path in _places(domain, name))
+            row.append(percent(found / whole) if found is not None and whole else DASH)
+        rows.append(row)
+    return charts.table(["Dropped, of each domain", *domains], rows) if rows and domains else None
+
+
+def _places(domain: str, rule: str) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    return ("by_domain", domain, "documents"), ("reasons_by_domain", domain, rule)
+
+
 def duplicates(report: Report) -> list[object]:
     dedup = named(report, "corpus", "dedup")
     if not dedup:
         return []
     known = counted(dedup, documents="Documents", kept="Kept", removed="Removed")
     known += counted(dedup, exact="Exact copies", near="Near copies", compared="Pairs compared")
+    told = {"clusters": "Clusters", "dropped": "Met an evaluation task"}
+    known += counted(dedup, **{key: name for key, name in told.items() if key in dedup})
     bars = []
     for domain, tally in named(dedup, "by_domain").items():
         removed, whole = number(at(tally, "removed")), number(at(tally, "documents"))
         share = removed / whole if removed is not None and whole else None
         bars.append(Bar(domain, share, f"{percent(share)} ({count(removed)})"))
+    kinds = {name: value for name, value in named(dedup, "reasons").items() if number(value)}
     chart = charts.bars("Removed, by domain", bars, axis="share of the documents of a domain", form=percent)
-    return [facts(known), chart]
+    whole = number(dedup.get("documents"))
+    hits = tallied("Hits of evaluation tasks", named(dedup, "hits"), None, "hits")
+    parts: list[object | None] = [facts(known), tallied("Removed, by kind", kinds, whole, "documents"), chart, hits]
+    return [part for part in parts if part is not None]
 
 
 def tokenizer(report: Report) -> list[object]:
     made = named(report, "corpus", "tokenizer")
-    ratios = sorted(named(made, "bytes_per_token").items(), key=lambda pair: -(number(pair[1]) or 0.0))
-    bars = [Bar(domain, number(value), decimal(value, 2)) for domain, value in ratios]
-    chart = charts.bars("Bytes per token, by domain", bars, axis="bytes per token (more is better)")
     if not made:
         return []
-    told = counted(made, vocab_size="Vocabulary", unused_tokens="Never used in the sample")
-    return [facts(told), chart, _sampled(made), _fertility(made)]
+    known: list[Fact] = [("Kind", text(made.get("kind"))), *counted(made, vocab_size="Vocabulary")]
+    known += counted(made, unused_tokens="Ids that the sample never uses")
+    known.append(("Encoder", text(made.get("encoder"))))
+    bars = []
+    for domain, value in sorted(named(made, "bytes_per_token").items(), key=lambda pair: -(number(pair[1]) or 0.0)):
+        bars.append(Bar(domain, number(value), decimal(value, 2)))
+    chart = charts.bars("Bytes per token, by domain", bars, axis="bytes per token (more is better)")
+    why = named(made, "gpt2").get("because")
+    told = note(f"Not compared with GPT-2's: {why}.") if isinstance(why, str) else None
+    parts = [facts(known), chart, _sampled(made), told, _fertility(named(made, "fertility"))]
+    return [part for part in parts if part is not None]
 
 
 def _sampled(made: Mapping[str, Any]) -> Html | None:
@@ -113,10 +178,71 @@ def _sampled(made: Mapping[str, Any]) -> Html | None:
     return charts.table(heads, rows) if rows else None
 
 
-def _fertility(made: Mapping[str, Any]) -> Html | None:
+def _fertility(languages: Mapping[str, Any]) -> Html | None:
+    ranked = sorted(languages, key=lambda name: (-(number(at(languages, name, "documents")) or 0.0), name))
     rows: list[list[object]] = []
-    for language in named(made, "fertility"):
-        one = named(made, "fertility", language)
-        ratios = [decimal(one.get(f"tokens_per_{unit}"), 2) for unit in ("word", "character")]
-        rows.append([language, count(one.get("documents")), *ratios])
-    return charts.table(["Language or script", "Documents", "Tokens per word", "Per character"], rows) if rows else None
+    for name in ranked[:MOST_LANGUAGES]:
+        found = named(languages, name)
+        fertility = [decimal(found.get(key), 2) for key in ("tokens_per_word", "tokens_per_character")]
+        rows.append([name, count(found.get("documents")), *fertility])
+    heads = ["Language or script", "Documents measured", "Tokens per word", "Tokens per character"]
+    return charts.table(heads, rows) if rows else None
+
+
+def the_mix(report: Report) -> list[object]:
+    corpus = named(report, "corpus")
+    shard, talks = named(corpus, "shard"), named(corpus, "instruct")
+    if not (shard or talks or named(corpus, "fetch")):
+        return []
+    size = counted(shard, tokens="Tokens to train on", documents="Documents to train on")
+    size += counted(shard, held_out_tokens="Tokens held out", held_out_documents="Documents held out")
+    told = counted(talks, conversations="Conversations", refused="Refused", cut_at_a_turn="Cut at a turn")
+    told += counted(named(talks, "train"), rows="Rows to train on", supervised="Tokens learned from")
+    told.append(("Rows filled", percent(at(talks, "train", "packing"))))
+    anneal = [tag("h3", "The last part of training"), *_shares(shard, "anneal")] if named(shard, "anneal") else []
+    return [
+        facts(size),
+        *_shares(shard, "mix"),
+        _through(corpus),
+        *anneal,
+        *([tag("h3", "Conversations"), facts(told)] if talks or not shard else []),
+    ]
+
+
+def _shares(shard: Mapping[str, Any], key: str) -> list[object]:
+    """Asked against reached, and how often each domain comes."""
+    bars, rows = [], []
+    for domain, found in named(shard, key).items():
+        asked, share = number(at(found, "asked")), number(at(found, "share"))
+        bars.append(Bar(domain, share, f"{percent(share)} of {percent(asked)}", mark=asked))
+        epochs = cell(f"{domain}, epochs", at(found, "epochs"), _epochs, _top(shard, key), False)
+        limit = at(found, "limited_by")
+        rows.append([domain, count(at(found, "tokens")), epochs, text(limit) if limit else "nothing"])
+    legend = tag("p", tag("span", tag("i", class_="mark"), "what the recipe asked for", class_="key"), class_="legend")
+    chart = charts.bars("Share of the mix, reached and asked", bars, axis="share of all tokens", form=percent)
+    if not bars:
+        return []
+    return [chart, legend, charts.table(["Domain", "Tokens", "Epochs", "Held back by"], rows)]
+
+
+def _epochs(value: Any) -> str:
+    return decimal(value, 2)
+
+
+def _top(shard: Mapping[str, Any], key: str) -> float:
+    found = [number(at(one, "epochs")) or 0.0 for one in named(shard, key).values()]
+    return max(found, default=0.0) or 1.0
+
+
+def _through(corpus: Mapping[str, Any]) -> Html | None:
+    """Documents of each domain, stage by stage."""
+    rows: list[list[object]] = []
+    read = named(corpus, "fetch", "by_domain")
+    for domain in read:
+        kept = [count(at(corpus, stage, "by_domain", domain, "kept")) for stage in ("filter", "dedup")]
+        tokens = count(at(corpus, "shard", "mix", domain, "tokens"))
+        rows.append(
+            [domain, count(at(read, domain, "documents")), charts.size(at(read, domain, "bytes")), *kept, tokens]
+        )
+    heads = ["Domain", "Read", "Text", "After rules", "After duplicates", "Tokens in mix"]
+    return charts.table(heads, rows) if rows else None

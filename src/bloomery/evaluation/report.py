@@ -12,7 +12,7 @@ from typing import Any
 from bloomery.evaluation import charts
 from bloomery.evaluation.charts import Bar, Curve, Html, count, decimal, number, percent, tag
 from bloomery.evaluation.classifier_report import classifiers
-from bloomery.evaluation.corpus_report import dropped, duplicates, the_mix, tokenizer
+from bloomery.evaluation.corpus_report import dropped, duplicates, fetched, funnel, the_mix, tokenizer
 from bloomery.evaluation.pieces import (
     NOTHING,
     Fact,
@@ -32,21 +32,23 @@ from bloomery.evaluation.pieces import (
 
 SMOOTHING = 20
 """A smoothed curve is a mean over one such part of its points to either side."""
+Sections = tuple[tuple[str, str, Section], ...]
+"""Anchor, title and content of each."""
+
 RIVALS = {"model": "this model", "xz": "xz", "zstd": "zstd"}
 COPYING = " The library's questions test copying: what they ask for stands in them, and their answers in training too."
 
 
-def render(report: Report) -> str:
+def render(report: Report, sections: Sections | None = None) -> str:
     """
-    The page for the data of report.json, as HTML.
+    The page for the data of report.json, as HTML: all of SECTIONS, or some.
 
     Any part of the data may be missing. All text in it is escaped, wherever it came from.
     """
     title = f"{at(report, 'recipe') or 'A run'}: report"
-    contents = [tag("li", tag("a", name, href=f"#{anchor}")) for anchor, name, _ in SECTIONS]
-    sections = [
-        tag("section", tag("h2", name), *(make(report) or [NOTHING]), id=anchor) for anchor, name, make in SECTIONS
-    ]
+    shown = SECTIONS if sections is None else sections
+    contents = [tag("li", tag("a", name, href=f"#{anchor}")) for anchor, name, _ in shown]
+    made = [tag("section", tag("h2", name), *(make(report) or [NOTHING]), id=anchor) for anchor, name, make in shown]
     head = Html('<meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1">')
     when = text(at(report, "made")).replace("T", " ").replace("Z", " UTC")
     body = [
@@ -54,7 +56,7 @@ def render(report: Report) -> str:
             "header", tag("p", "Bloomery report", class_="over"), tag("h1", text(at(report, "recipe"))), tag("p", when)
         ),
         tag("nav", tag("ol", *contents), aria_label="Contents"),
-        tag("main", *sections),
+        tag("main", *made),
         tag("footer", *foot(report)),
     ]
     styled = tag("head", head, tag("title", title), tag("style", Html(charts.STYLE)))
@@ -212,6 +214,7 @@ def again(report: Report) -> list[object]:
     rows = [
         [name, tag("code", f"bloomery run RECIPE --only {stage}"), tag("code", f"{folders.get(stage, '…')}/{files}")]
         for name, stage, files in SOURCES
+        if not folders or stage in folders
     ]
     told = "RECIPE is the recipe file of this run. A stage that is done is not run again: put its folder aside first."
     return [tag("div", charts.table(["Number", "Command", "Where it is written"], rows), class_="commands"), note(told)]
@@ -221,22 +224,32 @@ def foot(report: Report) -> list[object]:
     model = named(report, "model")
     known: list[Fact] = [(name, text(value)) for name, value in named(report, "versions").items()]
     known += [(name, text(value)) for name, value in named(report, "machine").items()]
-    known += [(f"{name} hash", tag("code", text(model.get(name)))) for name in ("tokenizer", "template")]
-    return [facts([*known, ("model folder", tag("code", text(model.get("folder"))))], look="foot")]
+    if model:
+        known += [(f"{name} hash", tag("code", text(model.get(name)))) for name in ("tokenizer", "template")]
+        known.append(("model folder", tag("code", text(model.get("folder")))))
+    return [facts(known, look="foot")]
 
 
-SECTIONS: tuple[tuple[str, str, Section], ...] = (
-    ("headline", "In short", headline),
-    ("answers", "Held-out answers by kind", by_kind),
-    ("text", "Held-out text by domain", by_domain),
-    ("curves", "Loss curves", loss_curves),
-    ("mix", "The mix", the_mix),
+DATA: Sections = (
+    ("read", "What was read", fetched),
     ("dropped", "What was dropped", dropped),
     ("classifier", "Classifiers", classifiers),
     ("duplicates", "Duplicates", duplicates),
     ("tokenizer", "The tokenizer", tokenizer),
+)
+MIX: Sections = (("mix", "The mix", the_mix),)
+WORK: Sections = (("time", "Where the time went", time_spent), ("again", "Each number again", again))
+
+SECTIONS: Sections = (
+    ("headline", "In short", headline),
+    ("answers", "Held-out answers by kind", by_kind),
+    ("text", "Held-out text by domain", by_domain),
+    ("curves", "Loss curves", loss_curves),
+    *MIX,
+    *DATA,
     ("samples", "Answers to read", answers),
     ("continuations", "Continuations", continuations),
-    ("time", "Where the time went", time_spent),
-    ("again", "Each number again", again),
+    *WORK,
 )
+DATA_SECTIONS: Sections = (("short", "In short", funnel), *DATA, *MIX, *WORK)
+"""Of the page that a run has before there is a model."""

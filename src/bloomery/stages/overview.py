@@ -1,5 +1,5 @@
 """
-The page of a run that has no model yet: what is known of its text, as RUN/report.html.
+The page of a run that has no model yet: what is known of its text, as RUN/report.html, and as RUN/report.json.
 
 Written after every `bloomery run`. Once a run has been evaluated, the page is that stage's own.
 """
@@ -14,9 +14,9 @@ import pyarrow.parquet as pq
 from bloomery.core import files, run
 from bloomery.core.stage import machine, read_manifest, versions
 from bloomery.data import document
-from bloomery.evaluation.report import render
+from bloomery.evaluation.report import DATA_SECTIONS, render
 
-PAGE = "report.html"
+PAGE, NUMBERS = "report.html", "report.json"
 SHOWN_CHARACTERS = 300
 TRAINED = ("pretrain", "finetune", "evaluate")
 
@@ -28,9 +28,12 @@ def write(root: Path) -> Path | None:
         return None
     if "evaluate" in folders:
         page = (folders["evaluate"] / PAGE).read_text(encoding="utf-8")
+        report = files.read_json(folders["evaluate"] / NUMBERS)
     else:
         made = {"recipe": root.name, "made": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())}
-        page = render({**made, "versions": versions(), "machine": machine(), **corpus(folders)})
+        report = {**made, "versions": versions(), "machine": machine(), **corpus(folders)}
+        page = render(report, DATA_SECTIONS)
+    files.write_json(root / NUMBERS, report)
     with files.whole_file(root / PAGE, "w") as file:
         file.write(page)
     return root / PAGE

@@ -1,6 +1,6 @@
 """What rules want to know of a batch of documents: each fact is computed once, for all of them at a time."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from functools import cached_property
 from typing import NamedTuple
 
@@ -14,6 +14,8 @@ from bloomery.data.facts.alphabet import Bits, Positions
 Flags = NDArray[np.bool_]
 Values = NDArray[np.float64]
 NEWLINE = 10
+RARE = 500
+"""Bytes for each occurrence from where on it is quicker to search for the next than to look at every byte."""
 
 
 class Spans(NamedTuple):
@@ -71,7 +73,7 @@ class Facts:
 
     @cached_property
     def _inner(self) -> Positions:
-        return np.flatnonzero(self.bits & alphabet.INNER)
+        return np.flatnonzero((self.bits & alphabet.INNER) > 0)
 
     def characters(self, starts: Positions, ends: Positions) -> Positions:
         """How many characters lie in each span of bytes."""
@@ -98,7 +100,9 @@ class Facts:
     def places(self, character: str) -> Positions:
         """Where a character stands."""
         if character.isascii():
-            return np.flatnonzero(self.raw == ord(character))
+            byte = character.encode()
+            rare = self.data.count(byte) * RARE < len(self.data)
+            return _finds(self.data, byte) if rare else np.flatnonzero(self.raw == ord(character))
         _, leads, code_points = self._read
         return np.asarray(leads[code_points == ord(character)])
 
@@ -109,11 +113,17 @@ class Facts:
 
     def find(self, phrase: bytes) -> Positions:
         """Where a phrase begins, whatever its case in ASCII."""
-        found, spot = [], self.lowered.find(phrase)
-        while spot >= 0:
-            found.append(spot)
-            spot = self.lowered.find(phrase, spot + 1)
-        return np.array(found, np.int64)
+        return _finds(self.lowered, phrase)
+
+    def find_any(self, phrases: Iterable[str], sign: str) -> Positions:
+        """Where `sign` is part of one of those phrases that have it, whatever the case in ASCII."""
+        having = [(phrase.encode(), phrase.encode().find(sign.encode())) for phrase in phrases if sign in phrase]
+        places = _finds(self.lowered, sign.encode()).tolist()
+        within = (
+            any(self.lowered.startswith(phrase, place - offset) for phrase, offset in having if place >= offset)
+            for place in places
+        )
+        return np.array([place for place, found in zip(places, within, strict=True) if found], np.int64)
 
     @cached_property
     def words(self) -> Spans:
@@ -135,11 +145,22 @@ class Facts:
         before = self.word_bytes_before
         return np.asarray(before[self.words.last] - before[self.words.first] - self.each(inner))
 
+    @cached_property
+    def last_bytes(self) -> Bits:
+        """The last byte of each word."""
+        return self.raw[self.words.ends - 1]
+
+    @cached_property
+    def _doubtful(self) -> tuple[Positions, Bits]:
+        """The words that do not begin with a letter, and all bits of their characters: only they are looked through."""
+        usual = alphabet.LETTER | alphabet.SOLID
+        doubtful = np.flatnonzero((self.bits[self.words.starts] & usual) != usual)
+        return doubtful, self._bits_of(self.words.starts[doubtful], self.words.ends[doubtful])
+
     def words_without(self, bit: int) -> Positions:
-        """Which words have no character with this bit. Most show it at once: only the others are looked through."""
-        starts, ends = self.words.starts, self.words.ends
-        doubtful = np.flatnonzero(self.bits[starts] & bit == 0)
-        return np.asarray(doubtful[self.spans_without(bit, starts[doubtful], ends[doubtful])])
+        """Which words have no character with this bit, LETTER or SOLID."""
+        words, bits = self._doubtful
+        return np.asarray(words[(bits & bit) == 0])
 
     def each_word(self, words: Positions) -> Positions:
         """How many of the words, given by ascending number, belong to each document."""
@@ -163,14 +184,23 @@ class Facts:
     @cached_property
     def written(self) -> Spans:
         """Those lines that hold more than white space."""
-        lines = self.lines
-        first, last = self.words_in(lines)
-        return _only(lines, first < last)
+        return only(self.lines, self.has_words)
+
+    @cached_property
+    def has_words(self) -> Flags:
+        """Which of `lines` hold more than white space."""
+        first, last = self.words_in(self.lines)
+        return np.asarray(first < last)
+
+    @cached_property
+    def repeated(self) -> Flags:
+        """Which of `lines` say what an earlier one of their document does; empty ones do too."""
+        return self.repeats(self.lines)
 
     @cached_property
     def broken(self) -> Spans:
         """Lines as `text.splitlines()` gives them; where one ends in \\r\\n, the \\r is left on it."""
-        breaks = np.flatnonzero(self.bits[:-1] & alphabet.BREAK)
+        breaks = np.flatnonzero((self.bits[:-1] & alphabet.BREAK) > 0)
         returns = (self.raw[breaks] == 13) & (self.raw[breaks + 1] == NEWLINE)
         breaks = breaks[~returns]
         width = np.where(self.raw[breaks] < 0x80, 1, np.where(self.raw[breaks] < 0xE0, 2, 3))
@@ -180,7 +210,7 @@ class Facts:
         last = lines.last[lines.counts > 0] - 1
         whole: Flags = np.ones(len(starts), np.bool_)
         whole[last] = starts[last] < ends[last]
-        return _only(lines, whole)
+        return only(lines, whole)
 
     def words_in(self, lines: Spans) -> tuple[Positions, Positions]:
         """The number of the first word of each line, and one past the last."""
@@ -210,10 +240,21 @@ class Facts:
 
     def spans_without(self, bit: int, starts: Positions, ends: Positions) -> Flags:
         """Which spans, none of them empty, have no character with this bit."""
+        return np.asarray((self._bits_of(starts, ends) & bit) == 0)
+
+    def _bits_of(self, starts: Positions, ends: Positions) -> Bits:
+        """The bits of all characters of each span together."""
         if not len(starts):
-            return np.zeros(0, np.bool_)
+            return np.zeros(0, np.uint8)
         edges = np.column_stack((starts, ends)).ravel()
-        return np.asarray(np.bitwise_or.reduceat(self.bits, edges)[::2] & bit == 0)
+        return np.asarray(np.bitwise_or.reduceat(self.bits, edges)[::2])
+
+    def words_at(self, places: Positions) -> Positions:
+        """The numbers of the words that begin at one of these places, which ascend."""
+        starts = self.words.starts
+        near = np.searchsorted(starts, places)
+        near, places = near[near < len(starts)], places[near < len(starts)]
+        return np.asarray(near[starts[near] == places])
 
     def repeats(self, spans: Spans) -> Flags:
         """Whether each piece says what an earlier one of its document does."""
@@ -231,7 +272,15 @@ class Facts:
         return repeated
 
 
-def _only(spans: Spans, wanted: Flags) -> Spans:
+def _finds(data: bytes, phrase: bytes) -> Positions:
+    found, spot = [], data.find(phrase)
+    while spot >= 0:
+        found.append(spot)
+        spot = data.find(phrase, spot + 1)
+    return np.array(found, np.int64)
+
+
+def only(spans: Spans, wanted: Flags) -> Spans:
     """Those pieces alone."""
     before = np.append(0, np.cumsum(wanted))
     return Spans(spans.starts[wanted], spans.ends[wanted], before[spans.first], before[spans.last])

@@ -15,9 +15,22 @@ from bloomery.data.facts.wordlist import wordlist
 
 LINE_ENDS = (".", "?", "!", '"', "'")
 SENTENCE_END = re.compile(r"[.?!][\"'”’)\]]{0,4}$")
-SENTENCE_MARKS, CLOSING_MARKS = np.frombuffer(b".?!", np.uint8), np.frombuffer(b"\"')]", np.uint8)
-LAST_OF_CLOSERS = np.append(CLOSING_MARKS, np.frombuffer(bytes({mark.encode()[-1] for mark in "”’"}), np.uint8))
+SENTENCE_ENDS = re.compile(r"[.?!][\"'”’)\]]{0,4}(?=\s|$)")
+
+
+def _one_of(marks: bytes) -> Flags:
+    """Of each byte whether it is one of these."""
+    table: Flags = np.zeros(256, np.bool_)
+    table[list(marks)] = True
+    return table
+
+
+ENDS_LINE, ENDS_SENTENCE, CLOSES = _one_of("".join(LINE_ENDS).encode()), _one_of(b".?!"), _one_of(b"\"')]")
+MAY_CLOSE = CLOSES | _one_of(bytes(mark.encode()[-1] for mark in "”’"))
+CITES = _one_of(b"0123456789]ec")
 POLICY = ("terms of use", "privacy policy", "cookie policy", "uses cookies", "use of cookies", "use cookies")
+POLICY_SIGNS = ("terms of use", "privacy policy", "cookie")
+"""What every phrase has one of."""
 CITATION = re.compile(r"\[[0-9]*]|\[edit]|\[citation needed]")
 
 
@@ -80,8 +93,8 @@ class _Lines:
         brackets = facts.lines_with(self.spans, facts.places("{"))
         self.curly = kept & brackets if not rule.curly_brackets else np.zeros_like(kept)
         kept &= ~self.curly
-        for phrase in POLICY:
-            kept &= ~self._with(phrase.encode())
+        for sign in POLICY_SIGNS:
+            kept &= ~facts.lines_with(self.spans, facts.find_any(POLICY, sign))
         self.sentences = np.where(kept, self._sentences(), 0)
         for number in np.flatnonzero(self.written & facts.lines_with(self.spans, self._citations())).tolist():
             self._look_again(number)
@@ -106,8 +119,7 @@ class _Lines:
             return kept
         last = self.after[kept] - 1
         ends = words.ends[last]
-        marks = np.frombuffer("".join(LINE_ENDS).encode(), np.uint8)
-        ended = np.isin(facts.raw[ends - 1], marks)
+        ended = ENDS_LINE[facts.last_bytes[last]]
         dots = ends - 3 >= words.starts[last]
         for back in (1, 2, 3):
             dots &= facts.raw[np.maximum(ends - back, 0)] == ord(".")
@@ -125,8 +137,7 @@ class _Lines:
     def _citations(self) -> Positions:
         """Opening brackets that may begin a citation mark."""
         brackets = self.facts.places("[")
-        follows = np.frombuffer(b"0123456789]ec", np.uint8)
-        return brackets[np.isin(self.facts.raw[brackets + 1], follows)]
+        return np.asarray(brackets[CITES[self.facts.raw[brackets + 1]]])
 
     def _look_again(self, number: int) -> None:
         """Judge a line without its citation marks."""
@@ -136,7 +147,7 @@ class _Lines:
         self.lorem[number] = self.curly[number] = False
         self.sentences[number] = 0
         if (
-            any(len(word) > self.rule.max_word_characters for word in words)
+            (len(line) > self.rule.max_word_characters and max(map(len, words)) > self.rule.max_word_characters)
             or (self.rule.need_line_ends and (not cited.endswith(LINE_ENDS) or cited.endswith("...")))
             or len(words) < self.rule.min_line_words
         ):
@@ -147,22 +158,21 @@ class _Lines:
         self.curly[number] = "{" in cited and not self.rule.curly_brackets
         if self.curly[number] or any(phrase in lowered for phrase in POLICY):
             return
-        ends = [SENTENCE_END.search(word) is not None for word in cited.split()]
-        self.sentences[number] = sum(ends) + (not all(ends[-1:]))
+        cited = cited.strip()
+        ends_itself = not cited or SENTENCE_END.search(cited) is not None
+        self.sentences[number] = len(SENTENCE_ENDS.findall(cited)) + (not ends_itself)
 
 
 def _sentence_ends(facts: Facts) -> Flags:
     """Which words end a sentence: with one of its marks, and after that at most four closing ones."""
     starts, ends = facts.words.starts, facts.words.ends
-    ended = np.isin(facts.raw[ends - 1], SENTENCE_MARKS)
-    doubtful = np.flatnonzero(np.isin(facts.raw[ends - 1], LAST_OF_CLOSERS))
+    ended = ENDS_SENTENCE[facts.last_bytes]
+    doubtful = np.flatnonzero(MAY_CLOSE[facts.last_bytes])
     ends = ends[doubtful]
     for _ in range(4):
         last = facts.last_characters(ends)
-        closing = np.isin(facts.raw[last], CLOSING_MARKS)
-        for mark in ("”", "’"):
-            closing |= np.isin(last, facts.places(mark))
+        closing = CLOSES[facts.raw[last]] | facts.begins(last, "”") | facts.begins(last, "’")
         closing &= last > starts[doubtful]
         doubtful, ends = doubtful[closing], last[closing]
-        ended[doubtful] |= np.isin(facts.raw[ends - 1], SENTENCE_MARKS)
+        ended[doubtful] |= ENDS_SENTENCE[facts.raw[ends - 1]]
     return ended

@@ -36,7 +36,7 @@ class FineWeb(Common):
         short = sums(sizes <= self.short_line_characters, lines)
         yield above("fineweb.short_lines", shares(short, lines.counts), self.max_short_lines)
         feeds = facts.lines.counts - 1
-        repeated = sums(sizes * facts.repeats(lines), lines)
+        repeated = sums(sizes * facts.repeated[facts.has_words], lines)
         yield above(
             "fineweb.duplicate_line_characters",
             shares(repeated, facts.sizes - feeds),

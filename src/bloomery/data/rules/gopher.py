@@ -90,18 +90,20 @@ def bullet_lines(facts: Facts) -> Values:
     """Share of each document's lines that begin with • or -, after white space."""
     starts = facts.words.starts
     dashes = np.flatnonzero(facts.raw[starts] == ord("-"))
-    bullets = np.flatnonzero(np.isin(starts, facts.places("•")))
-    return _share_of_lines(facts, np.union1d(dashes, bullets), at_start=True)
+    words = np.append(dashes, facts.words_at(facts.places("•")))
+    return _share_of_lines(facts, np.sort(words), at_start=True)
 
 
 def ellipsis_lines(facts: Facts) -> Values:
     """Share of each document's lines that end with ... or …, before white space."""
     starts, ends = facts.words.starts, facts.words.ends
-    dots = np.flatnonzero(facts.raw[ends - 1] == ord("."))
+    dots = np.flatnonzero(facts.last_bytes == ord("."))
     for back in (2, 3):
         dots = dots[(facts.raw[ends[dots] - back] == ord(".")) & (ends[dots] - back >= starts[dots])]
-    characters = np.flatnonzero(np.isin(ends, facts.places("…") + len("…".encode())))
-    return _share_of_lines(facts, np.union1d(dots, characters), at_start=False)
+    after = facts.places("…") + len("…".encode())
+    characters = np.searchsorted(ends, after)  # no text ends before its last word does
+    characters = characters[ends[np.minimum(characters, len(ends) - 1)] == after]
+    return _share_of_lines(facts, np.sort(np.append(dots, characters)), at_start=False)
 
 
 def _share_of_lines(facts: Facts, words: Positions, *, at_start: bool) -> Values:

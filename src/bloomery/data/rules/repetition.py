@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 
 from bloomery.core.config import Positive, Share
 from bloomery.data.facts.alphabet import Positions
-from bloomery.data.facts.batch import NEWLINE, Facts, Flags, Spans, Values, shares, sums
+from bloomery.data.facts.batch import NEWLINE, Facts, Flags, Spans, Values, only, shares, sums
 from bloomery.data.facts.verdict import Common, Finding, above
 
 Hashes = NDArray[np.uint64]
@@ -61,9 +61,8 @@ class Repetition(Common):
 
 def _lines(facts: Facts) -> tuple[Values, Values]:
     """Shares of the lines that repeat an earlier one, by number and by characters."""
-    lines = facts.lines
-    filled = _filled(lines)
-    repeated = facts.repeats(filled)
+    longer = facts.lines.starts < facts.lines.ends
+    filled, repeated = only(facts.lines, longer), facts.repeated[longer]
     characters = _characters_of(facts, filled, repeated)
     # a run of line feeds at the start or the end leaves an empty line there
     opens = (facts.raw[facts.starts] == NEWLINE) & (facts.starts < facts.ends)
@@ -71,12 +70,6 @@ def _lines(facts: Facts) -> tuple[Values, Values]:
     number = filled.counts + opens + closes
     again = sums(repeated, filled) + (opens & closes)
     return shares(again, number), shares(characters, facts.sizes)
-
-
-def _filled(lines: Spans) -> Spans:
-    longer = lines.starts < lines.ends
-    before = np.append(0, np.cumsum(longer))
-    return Spans(lines.starts[longer], lines.ends[longer], before[lines.first], before[lines.last])
 
 
 def _paragraphs(facts: Facts) -> tuple[Values, Values]:
@@ -115,6 +108,10 @@ class Repeats(NamedTuple):
     """Whose it is."""
     keys: Hashes
     """What it says, as a hash that also tells documents apart."""
+    first: Positions
+    """Of each n-gram that comes again, where in these arrays it comes for the first time."""
+    counts: Positions
+    """How often it comes."""
 
 
 def _repeats(facts: Facts, live: Flags, longest: int) -> Iterator[Repeats]:
@@ -133,9 +130,9 @@ def _repeats(facts: Facts, live: Flags, longest: int) -> Iterator[Repeats]:
         within = starts + n <= facts.words.last[documents]
         starts, documents, keys = starts[within], documents[within], keys[within]
         keys = _mixed(keys * ODD + everywhere[starts + n - 1])
-        twice = _twice(keys)
+        twice, first, counts = _twice(keys)
         starts, documents, keys = starts[twice], documents[twice], keys[twice]
-        yield Repeats(n, starts, documents, keys)
+        yield Repeats(n, starts, documents, keys, first, counts)
 
 
 def _words_of(facts: Facts, live: Flags) -> tuple[Positions, Positions]:
@@ -173,25 +170,28 @@ def _hashes(facts: Facts, words: Positions) -> Hashes:
     return keys
 
 
-def _twice(keys: Hashes) -> Flags:
-    """Which of the hashes come more than once."""
-    # most come once, and a table of their first bits finds those without sorting
+def _twice(keys: Hashes) -> tuple[Positions, Positions, Positions]:
+    """Where hashes stand that come more than once; among those, where each comes first; and how often it comes."""
+    # most come once, and a table of their last bits finds those without sorting
     size = max(1024, 1 << (4 * len(keys)).bit_length())
     buckets = (keys & np.uint64(size - 1)).astype(np.int64)
     likely = np.flatnonzero(np.bincount(buckets, minlength=size)[buckets] > 1)
     order = likely[np.argsort(keys[likely])]
-    equal = np.flatnonzero(keys[order][1:] == keys[order][:-1])
-    twice: Flags = np.zeros(len(keys), np.bool_)
-    twice[order[equal]] = True
-    twice[order[equal + 1]] = True
-    return twice
+    ordered = keys[order]
+    groups = np.flatnonzero(np.append(True, ordered[1:] != ordered[:-1])[: len(order)])
+    counts = np.diff(groups, append=len(order))
+    again = np.repeat(counts > 1, counts)
+    places = order[again]
+    counts = counts[counts > 1]
+    first = np.minimum.reduceat(places, np.cumsum(counts) - counts) if len(counts) else places
+    twice = np.sort(places)
+    return twice, np.searchsorted(twice, first), counts
 
 
 def _top(facts: Facts, repeats: Repeats, least: int) -> Values:
     """Share of each document's characters in its most frequent n-gram, with single spaces; the first of several."""
     words, n = facts.words, repeats.n
-    _, first, counts = np.unique(repeats.keys, return_index=True, return_counts=True)
-    starts, documents = repeats.starts[first], repeats.documents[first]
+    starts, documents, counts = repeats.starts[repeats.first], repeats.documents[repeats.first], repeats.counts
     if least == 1:  # where none comes twice, the first one stands for all
         once = np.flatnonzero((words.counts >= n) & ~np.isin(np.arange(len(facts)), documents))
         starts, documents = np.append(starts, words.first[once]), np.append(documents, once)
@@ -238,9 +238,8 @@ def _duplicates(facts: Facts, repeats: Repeats, live: Flags, most: float) -> Val
 
 def _covered_bytes(facts: Facts, repeats: Repeats) -> Positions:
     """Bytes of words that lie in any repeat of an earlier n-gram: no fewer than the characters that will count."""
-    first = np.unique(repeats.keys, return_index=True)[1]
     later: Flags = np.ones(len(repeats.keys), np.bool_)
-    later[first] = False
+    later[repeats.first] = False
     starts, documents = repeats.starts[later], repeats.documents[later]
     ends = starts + repeats.n
     fresh = np.maximum(starts, np.append(0, ends[:-1]))
