@@ -30,7 +30,7 @@ def line(text: str, **more: object) -> bytes:
 
 
 def zstd_bomb(path: Path, size: int, byte: bytes = b"\0") -> None:
-    packer = zstandard.ZstdCompressor(level=19).compressobj()
+    packer = zstandard.ZstdCompressor().compressobj()
     with path.open("wb") as file:
         for _ in range(size >> 24):
             file.write(packer.compress(byte * 2**24))

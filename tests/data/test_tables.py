@@ -70,5 +70,18 @@ def test_a_column_that_is_missing_is_named_and_one_with_a_dot_stands_for_its_obj
 def test_long_rows_come_in_small_batches(tmp_path: Path) -> None:
     pq.write_table(pa.table({"text": ["x" * 2**20] * 200}), path := tmp_path / "t.parquet", use_dictionary=False)
     with pq.ParquetFile(path) as file:
-        assert tables._batch_rows(file) < 70
+        assert tables._batch_rows(file, 0) < 70
     assert sum(1 for _ in tables.parquet(path, ["text"])) == 200
+
+
+def test_rows_that_would_unpack_to_a_bomb_are_one_problem_and_those_behind_them_are_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tables, "BOMB_BYTES", 2**22)
+    with pq.ParquetWriter(path := tmp_path / "t.parquet", pa.schema({"text": pa.string()}), compression="zstd") as file:
+        for text in ("before", "x" * 2**24, "after"):
+            file.write_table(pa.table({"text": [text]}))
+    found = list(tables.parquet(path, ["text"]))
+    assert found[::2] == [(0, {"text": "before"}), (2, {"text": "after"})]
+    assert isinstance(problem := found[1][1], Problem)
+    assert problem.reason == "bomb"

@@ -68,7 +68,9 @@ def test_a_file_is_read_whole_up_to_a_limit(tmp_path: Path) -> None:
 CHILD = """
 import resource, sys
 from pathlib import Path
-from bloomery.data import reading, sources
+from bloomery.data import reading, sources, unpack
+if not Path(sys.argv[1]).name.startswith("line"):
+    unpack.BOMB_BYTES = 2**26  # a smaller bomb is made in less time
 before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 make = sources.Folder if sys.argv[2] == "folder" else sources.Jsonl
 path = Path(sys.argv[1]) if sys.argv[2] == "jsonl" else Path(sys.argv[1]).parent
@@ -98,9 +100,9 @@ def test_a_line_of_100_mb_and_a_bomb_are_rejected_within_little_memory(
     path = tmp_path / name
     good = made_poison.line("good") + b"\n"
     if name.startswith("bomb") and name.endswith(".gz"):
-        made_poison.gzip_bomb(path, 2**29)
+        made_poison.gzip_bomb(path, 2**27)
     elif not name.startswith(("line", "text")):
-        made_poison.zstd_bomb(path, 2**29, b"\n" if name.startswith("breaks") else b"\0")
+        made_poison.zstd_bomb(path, 2**27, b"\n" if name.startswith("breaks") else b"\0")
     else:
         data = good + b'{"text": "' + b"x" * 10**8 + b'"}\n' + good
         path.write_bytes(PACKERS[".zst"](data) if path.suffix == ".zst" else data)

@@ -13,7 +13,7 @@ import pyarrow.parquet as pq
 from bloomery.core.errors import DataError
 from bloomery.data import rows, unpack
 from bloomery.data.rows import Found
-from bloomery.data.unpack import Problem
+from bloomery.data.unpack import BOMB_BYTES, BOMB_RATIO, Problem
 
 BATCH_BYTES, ROWS_PER_BATCH = 2**26, 1_000
 """A batch of parquet rows holds about so many bytes or rows, whichever are fewer."""
@@ -30,15 +30,35 @@ def parquet(path: Path, columns: Sequence[str], optional: Sequence[str] = ()) ->
     try:
         with pq.ParquetFile(path) as file:
             wanted = _wanted(path, file.schema_arrow.names, columns, optional)
-            for batch in file.iter_batches(batch_size=_batch_rows(file), columns=wanted):
-                cells = [_cells(batch.column(name)) for name in wanted]
-                for row in zip(*cells, strict=True):
-                    yield number, next((c for c in row if isinstance(c, Problem)), dict(zip(wanted, row, strict=True)))
+            for group in range(file.metadata.num_row_groups):
+                if problem := _bomb(file.metadata.row_group(group), wanted):
+                    yield number, problem
+                    number += file.metadata.row_group(group).num_rows
+                    continue
+                for row in _group_rows(file, group, wanted):
+                    yield number, row
                     number += 1
     except (pa.ArrowException, OSError) as error:
         if getattr(error, "errno", None) is not None:  # from the system; what Arrow raises of content has none
             raise unpack.unreadable(path, error) from None
         yield number, Problem("torn", number, f"is broken from row {number} on, or no parquet file: {error}")
+
+
+def _group_rows(file: Any, group: int, wanted: Sequence[str]) -> Iterator[Found]:
+    for batch in file.iter_batches(batch_size=_batch_rows(file, group), row_groups=[group], columns=wanted):
+        cells = [_cells(batch.column(name)) for name in wanted]
+        for row in zip(*cells, strict=True):
+            yield next((cell for cell in row if isinstance(cell, Problem)), dict(zip(wanted, row, strict=True)))
+
+
+def _bomb(group: Any, wanted: Sequence[str]) -> Problem | None:
+    """What is wrong with a group of rows whose columns would unpack to far more than text does."""
+    for column in map(group.column, range(group.num_columns)):
+        size, packed = column.total_uncompressed_size, column.total_compressed_size
+        if column.path_in_schema.partition(".")[0] in wanted and size > BOMB_BYTES and size > BOMB_RATIO * packed:
+            what = f"the {packed:,} bytes of {group.num_rows:,} rows unpack to {size:,}: this is a bomb, not text"
+            return Problem("bomb", size, what)
+    return None
 
 
 def _wanted(path: Path, names: Sequence[str], columns: Sequence[str], optional: Sequence[str]) -> list[str]:
@@ -52,10 +72,10 @@ def _wanted(path: Path, names: Sequence[str], columns: Sequence[str], optional: 
     return list(dict.fromkeys(found))
 
 
-def _batch_rows(file: Any) -> int:
-    """Rows in a batch, so that long ones fit in memory: by the sizes that the file's footer tells."""
-    groups = [file.metadata.row_group(number) for number in range(file.metadata.num_row_groups)]
-    bytes_per_row = max((group.total_byte_size / max(1, group.num_rows) for group in groups), default=0)
+def _batch_rows(file: Any, group: int) -> int:
+    """Rows in a batch, so that long ones fit in memory: by the size that the file's footer tells of the group."""
+    facts = file.metadata.row_group(group)
+    bytes_per_row = facts.total_byte_size / max(1, facts.num_rows)
     return int(min(ROWS_PER_BATCH, max(1, BATCH_BYTES // max(1, bytes_per_row))))
 
 
