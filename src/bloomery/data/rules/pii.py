@@ -21,9 +21,9 @@ class Pii(Common):
     """
     Mail addresses, IP addresses, phone numbers and keys.
 
-    Sources: mail and IP addresses as Penedo et al. 2024, 3.8 (arXiv 2406.17557) mask them; keys by the forms that their
-    issuers publish, and what is assigned to a name like `secret` if it looks random, as Ben Allal et al. 2023, 4.3
-    (SantaCoder, arXiv 2301.03988) look for them.
+    Sources: mail addresses and public IP addresses as Penedo et al. 2024, 3.7 (arXiv 2406.17557) mask them; keys by the
+    forms that their issuers publish, and what is assigned to a name like `secret` if it looks random, akin to Ben Allal
+    et al. 2023 (SantaCoder, arXiv 2301.03988).
     """
 
     kind: Literal["pii"] = "pii"
