@@ -289,7 +289,7 @@ def test_labeled_copies_of_web_text_and_code_are_found_and_nothing_else(tmp_path
         if row["corpus_a"] == row["corpus_b"] in ("web", "code")
     ]
     wanted = {name for a, b, value in pairs if value >= 0.6 for name in (a, b)}
-    texts = {}
+    texts: dict[str, str] = {}
     for part in ("web", "code"):
         for _, row in rows.jsonl(SHARED / f"{part}.jsonl.zst"):
             assert isinstance(row, dict)
