@@ -216,7 +216,7 @@ def make_item(
 
 def _finished(source: Reading, text: str | Problem, fields: dict[str, Any], *, page: bool, web: bool) -> str | Problem:
     """Text as the source wants it: of a page what is seen, repaired where asked for, not too long, and accepted."""
-    if isinstance(text, Problem) or isinstance(text := rows.checked(text), Problem):
+    if isinstance(text, Problem) or (page and isinstance(text := rows.checked(text), Problem)):
         return text
     if page:
         text = html.plain_text(text, main_content=source.main_content)
