@@ -1,12 +1,13 @@
 """
 How fast is text encoded on one core, and are the ids those of `tokenizers`?
 
-    python benchmarks/encode.py [--json] [--quick] [--data FOLDER] [--documents N]
+    python benchmarks/encode.py [--json] [--quick] [--data FOLDER] [--documents N] [--kind sentencepiece]
 
-Trains a byte-level BPE, saves it, and encodes the same documents with our encoder and with the saved tokenizer.json as
-`tokenizers` reads it, in turns, both held to one thread; then compares all ids. FOLDER holds *.jsonl.zst files with
-`text`, searched through (default: the environment variable BLOOMERY_SHARED). Without one, and to fill up, documents
-come from the generator and the standard library. --quick takes 3,000 documents and a small vocabulary.
+Trains a tokenizer, saves it, and encodes the same documents with our encoder and with the saved tokenizer.json as
+`tokenizers` reads it, in turns, both held to one thread. All ids are compared, also with those that `transformers`
+gives for the saved file, where that is installed. FOLDER holds *.jsonl.zst files with `text`, searched through (by
+default $BLOOMERY_SHARED). Without one, and to fill up, documents come from the standard library and the
+generator. --quick takes 3,000 documents and a small vocabulary.
 """
 
 import os
@@ -15,6 +16,7 @@ os.environ["RAYON_NUM_THREADS"] = "1"  # read when `tokenizers` first works
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
 
 import argparse
+import importlib
 import json
 import subprocess
 import sys
@@ -30,6 +32,8 @@ import tokenizers
 
 from bloomery.core.stage import machine, versions
 from bloomery.data import sources, worlds
+from bloomery.tokenizer import pieces
+from bloomery.tokenizer.config import SentencePiece
 from bloomery.tokenizer.quick import Encoder
 from bloomery.tokenizer.tokenizer import FILE
 from bloomery.tokenizer.train import train
@@ -45,6 +49,7 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true")
     parser.add_argument("--data", type=Path, default=Path(os.environ.get("BLOOMERY_SHARED", "")))
     parser.add_argument("--documents", type=int)
+    parser.add_argument("--kind", choices=("byte_bpe", "sentencepiece"), default="byte_bpe")
     options = parser.parse_args()
     count = options.documents or (3_000 if options.quick else 100_000)
     texts = list(islice(documents(options.data, count), count))
@@ -68,7 +73,10 @@ def _jsonl(file: Path) -> Iterator[str]:
 def result(texts: list[str], vocab_size: int, options: argparse.Namespace) -> dict[str, Any]:
     sample = texts[:: max(1, len(texts) // 6000)]
     megabytes = sum(len(text.encode()) for text in texts) / 1e6
-    tokenizer = train(sample, vocab_size)
+    if options.kind == "byte_bpe":
+        tokenizer = train(sample, vocab_size)
+    else:
+        tokenizer = pieces.train(sample, SentencePiece(vocab_size=vocab_size))
     began = time.process_time()
     encoder = Encoder(tokenizer)
     encoder.encode_batch(texts[:BATCH])  # the first texts are checked, which belongs to the start
@@ -76,6 +84,7 @@ def result(texts: list[str], vocab_size: int, options: argparse.Namespace) -> di
     with tempfile.TemporaryDirectory() as folder:
         tokenizer.save(Path(folder))
         exported = tokenizers.Tokenizer.from_file(str(Path(folder) / FILE))
+        in_transformers = elsewhere(Path(folder), texts, encoder)
     exported.encode_special_tokens = True
     batches = [texts[at : at + BATCH] for at in range(0, len(texts), BATCH)]
     ours, theirs, different = [], [], 0
@@ -104,16 +113,33 @@ def result(texts: list[str], vocab_size: int, options: argparse.Namespace) -> di
         "versions": versions() | {"tiktoken": version("tiktoken")},
         "notes": {
             "quick": options.quick,
+            "kind": options.kind,
             "commit": commit(),
             "documents": len(texts),
             "megabytes": round(megabytes, 3),
             "documents_with_other_ids": different,
+            "documents_with_other_ids_in_transformers": in_transformers,
             "vocab_size": tokenizer.vocab_size,
             "startup_seconds": round(startup, 3),
             "seconds_are": "of the processor; one thread; ids as lists (tokenizers) and as arrays (ours)",
             **encoder.facts(),
         },
     }
+
+
+def elsewhere(folder: Path, texts: list[str], encoder: Encoder) -> int | None:
+    """How many documents get other ids from `transformers`; None where it is not installed."""
+    try:
+        transformers: Any = importlib.import_module("transformers")
+    except ImportError:
+        return None
+    read = transformers.PreTrainedTokenizerFast(tokenizer_file=str(folder / FILE), model_max_length=10**12)
+    different = 0
+    for at in range(0, len(texts), BATCH):
+        batch = texts[at : at + BATCH]
+        theirs = read(batch, add_special_tokens=False, split_special_tokens=True)["input_ids"]
+        different += sum(one.tolist() != ids for one, ids in zip(encoder.encode_batch(batch), theirs, strict=True))
+    return different
 
 
 def commit() -> str:

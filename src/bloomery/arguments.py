@@ -116,7 +116,8 @@ def _data_verbs(verbs: Any) -> None:
         one.add_argument("--text-field", default="text", help="field or column that holds the text (default: text)")
         one.add_argument("--id-field", help="field or column that holds the id (default: id, or file and row)")
         one.add_argument("--workers", type=_positive, help="processes (default: one for each core)")
-        one.add_argument("--memory", type=_size, metavar="SIZE", help="budget of what works out of core: 256MB, 8GiB")
+        if name in ("dedup", "tokenize"):
+            one.add_argument("--memory", type=_size, metavar="SIZE", help="budget, as 256MB or 8GiB")
         if name == "decontaminate":
             one.add_argument("--against", action="append", default=[], metavar="FILE", help="a task's questions")
         if name == "tokenize":

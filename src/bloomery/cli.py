@@ -164,7 +164,7 @@ def data(options: argparse.Namespace) -> int:
         text_field=options.text_field,
         id_field=options.id_field,
         workers=options.workers,
-        memory_bytes=options.memory,
+        memory_bytes=getattr(options, "memory", None),
         against=getattr(options, "against", ()),
         tokenizer=getattr(options, "tokenizer", None),
     )

@@ -4,6 +4,7 @@ from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.parquet as pq
 
 from bloomery.data import groups
 
@@ -43,12 +44,15 @@ def test_a_bucket_of_many_costs_no_square_of_pairs() -> None:
     assert len(pairs(rows, 3, 512)) < 4 * 5000
 
 
-def test_streams_are_cut_where_parts_begin() -> None:
+def test_streams_are_cut_where_parts_begin(tmp_path: Path) -> None:
     docs = np.array([0, 1, 4, 5, 9, 30])
+    schema = pa.schema([("doc", pa.int64())])
+    ends = {"a": (0, 5), "b": (5, 10), "c": (10, 20), "d": (20, 31), "e": (31, 31)}
     for size in (1, 2, 6):
         batches = [pa.record_batch({"doc": docs[a : a + size]}) for a in range(0, len(docs), size)]
-        found = {part: rows.tolist() for part, rows in groups.by_part(batches, [0, 5, 10, 20])}
-        assert found == {0: [0, 1, 4], 1: [0, 4], 2: [], 3: [10]}
+        groups.by_part(iter(batches), schema, ends, tmp_path)
+        found = {name: pq.read_table(tmp_path / f"{name}.parquet")["row"].to_pylist() for name in ends}
+        assert found == {"a": [0, 1, 4], "b": [0, 4], "c": [], "d": [10], "e": []}
 
 
 def test_tables_are_there_again_after_the_connection_was_closed(tmp_path: Path) -> None:

@@ -108,10 +108,13 @@ def test_a_revision_that_moved_after_a_kill_is_told_and_fetched_as_a_whole(hub: 
 
 
 def test_a_target_downloads_less_and_no_token_is_left_anywhere(hub: Hub, tmp_path: Path) -> None:
-    hub.put("us/books", FILES)
+    commit = hub.put("us/books", FILES)
     told = finished(tmp_path, hub, "fetch.sources.0.max_documents=3000")
     assert len(fetched(tmp_path)) == 3000
     assert len({request.path for request in hub.asked("blobs")}) == 2
+    (manifest,) = (tmp_path / "runs").rglob("01-fetch-*/manifest.json")
+    stats = json.loads(manifest.read_text())["stats"]
+    assert stats["by_source"]["books"]["version"] == f"us/books@{commit}"
     assert any(request.headers["Authorization"] == f"Bearer {SECRET}" for request in hub.requests)
     assert SECRET not in told
     assert not any(SECRET.encode() in path.read_bytes() for path in tmp_path.rglob("*") if path.is_file())

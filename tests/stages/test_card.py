@@ -27,7 +27,10 @@ FETCH = manifest(
         "reasons": {"empty": 1},
         "by_source": {
             "a|b": {"documents": 9, "bytes": 1234, "rejected": 1},
-            "c": {"documents": 3, "bytes": 99, "rejected": 0, "licenses": {"BSD-3-Clause": 2, "Apache-2.0": 1}},
+            "c": {
+                **{"documents": 3, "bytes": 99, "rejected": 0, "version": "us/c@1234"},
+                "licenses": {"BSD-3-Clause": 2, "Apache-2.0": 1},
+            },
         },
         "by_domain": {"web": {"documents": 9}, "code": {"documents": 3}},
     },
@@ -50,6 +53,7 @@ def test_a_card_names_sources_licenses_counts_the_mix_and_hashes() -> None:
     text = card.markdown(found)
     assert "| a\\|b | web | MIT | 9 | 1,234 | 1 |" in text
     assert "| c | code | BSD-3-Clause, Apache-2.0 | 3 | 99 | 0 |" in text
+    assert "- c is us/c@1234\n" in text
     assert "Reasons in fetch: empty 1." in text
     assert "| code | 0.5 | 0.4 | – |" in text
 

@@ -107,6 +107,7 @@ def test_what_holds_a_question_is_dropped_before_copies_are_looked_for(tmp_path:
     assert stats["by_domain"]["web"]["dropped"] == 1
 
 
+@pytest.mark.slow
 def test_workers_do_not_change_a_byte(tmp_path: Path) -> None:
     paths = written({f"d{n}": f"text {n} " + "old ships has sunk in the bay " * n for n in range(9)}, tmp_path / "in")
     more = tmp_path / "more" / "part-00001.parquet"

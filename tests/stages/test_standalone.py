@@ -80,6 +80,26 @@ def test_the_kept_documents_of_one_tool_are_the_input_of_the_next(
     assert set(ids(tmp_path / "unique" / "kept")) < set(ids(tmp_path / "clean" / "kept"))
 
 
+def test_decontaminate_drops_what_holds_a_question_and_lists_the_hits(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    question = "Which of the seven bridges of the old town did the baker's daughter cross twice on Sunday?"
+    (tmp_path / "tasks").mkdir()
+    (tmp_path / "tasks" / "riddles.jsonl").write_text(json.dumps({"question": question, "answer": "None."}) + "\n")
+    planted = TEXTS[3] + "\n" + question.upper().replace(" OF ", "\nof ").replace("?", " !") + "\n" + TEXTS[4]
+    source = rows(tmp_path / "in.jsonl", [json.dumps({"id": "planted", "text": planted})])
+    out = tmp_path / "out"
+    result = tool(capsys, "decontaminate", str(source), "--out", str(out), "--against", str(tmp_path / "tasks"))
+    check(result, out, len(TEXTS) + 2)
+    assert result["reasons"] == {"decontaminate.riddles": 1, "empty": 1}
+    assert "planted" in ids(out / "dropped")
+    assert {(hit["task"], hit["id"]) for hit in pq.read_table(out / "hits.parquet").to_pylist()} == {
+        ("riddles", "planted")
+    }
+    words = ["decontaminate", str(source), "--out", str(tmp_path / "other")]
+    assert "files" in tool(capsys, *words, code=2)["error"]
+
+
 def test_tokenize_leaves_shards_and_loses_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "out"
     words = ["tokenize", str(rows(tmp_path / "in.jsonl")), "--out", str(out), "tokenizer.vocab_size=500"]

@@ -295,7 +295,7 @@ def test_a_domain_with_two_weights_is_refused() -> None:
             {"weights": [{"domain": "webb", "weight": 1}]},
             r"(?s)no documents of domain 'webb' are left.*code, other, web",
         ),
-        ({"hold_out": 0.0}, r"(?s)no document was held out.*Raise shard\.hold_out"),
+        ({"hold_out": 1e-9}, r"(?s)no document was held out.*Raise shard\.hold_out"),
     ],
 )
 def test_a_split_that_cannot_be_made_is_an_error_with_its_cure(

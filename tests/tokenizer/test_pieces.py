@@ -16,7 +16,7 @@ from bloomery.core.errors import DataError
 from bloomery.tokenizer import pieces
 from bloomery.tokenizer.config import SentencePiece
 from bloomery.tokenizer.importers import with_special
-from bloomery.tokenizer.quick import HARD, Encoder
+from bloomery.tokenizer.quick import HARD
 from bloomery.tokenizer.tokenizer import FILE, SPACE, SPECIAL, Tokenizer
 from tests.tokenizer.made import CODE, ELSEWHERE, TEXTS, training_texts
 from tests.tokenizer.shared import documents
@@ -148,13 +148,6 @@ def test_digits_lines_and_tabs_are_single_tokens_and_indentation_is_kept() -> No
 def test_the_same_texts_make_the_same_model() -> None:
     config = SentencePiece(vocab_size=500)
     assert pieces.train(training_texts(), config).hash == pieces.train(training_texts(), config).hash
-
-
-def test_the_fast_encoder_says_that_it_leaves_this_kind_to_tokenizers(capsys: pytest.CaptureFixture[str]) -> None:
-    encoder = Encoder(ours()[0])
-    assert encoder.name == "tokenizers"
-    assert "encoding with tokenizers" in capsys.readouterr().err
-    assert [ids.tolist() for ids in encoder.encode_batch([CODE])] == [ours()[0].encode(CODE)]
 
 
 def test_the_saved_file_gives_the_same_ids_in_transformers(tmp_path: Path) -> None:

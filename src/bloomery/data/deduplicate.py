@@ -1,12 +1,11 @@
 """
-Duplicates of a corpus of any size: four passes over its parts, and grouping out of core between them.
+Duplicates of a corpus of any size: three passes over its parts, and grouping out of core between them.
 
-    sign      part               -> ids, lengths, digests and band keys                      in parallel
-    group     signatures         -> ranks, exact copies, pairs that share a band             DuckDB
-    gather    part, pairs        -> sets of shingles of the documents that stand in a pair   in parallel
-    compare   pairs, sets        -> edges: pairs whose exact Jaccard reaches the limit       in parallel
-    decide    edges              -> who goes, and for which kept twin                        in order of rank
-    write     part, verdicts     -> kept/ and duplicates/                                    in parallel
+    sign      part               -> ids, lengths, digests, band keys; sets of shingles     in parallel
+    group     signatures         -> ranks, exact copies, pairs that share a band           DuckDB
+    compare   pairs, sets        -> edges: pairs whose exact Jaccard reaches the limit     in parallel
+    decide    edges              -> who goes, and for which kept twin                      in order of rank
+    write     part, verdicts     -> kept/ and duplicates/                                  in parallel
 
 Group, compare and decide are repeated with the documents that still stay, until no new pair is proposed, at most
 ROUNDS times. Everything between the passes is in files of a scratch folder, which `find` leaves to its caller.
@@ -22,7 +21,7 @@ import pyarrow as pa
 
 from bloomery.core.errors import DataError
 from bloomery.data import groups, keep, repeated_lines
-from bloomery.data.duplicates import Corpus, Settings, compare, gather, sign
+from bloomery.data.duplicates import Corpus, Settings, compare, sign
 from bloomery.data.engine import Engine, Part, cores, run_parts
 
 ROUNDS = 4
@@ -89,8 +88,6 @@ class Search:
     def _verify(self, documents: int) -> int:
         """Compare what is proposed, decide, and propose again. Returns how many pairs were compared."""
         compared, edges = 0, list[str]()
-        parts = self.corpus.parts(wanted=str(self.scratch / "wanted"))
-        run_parts(self.engine, gather, self.settings, parts, self.scratch, what="gather")
         with self._connected() as connection:
             chunks = self._place(connection)
         for number in range(ROUNDS):
@@ -127,10 +124,7 @@ class Search:
         connection.execute("CREATE TABLE edges (late UINTEGER, early UINTEGER, jaccard DOUBLE)")
         connection.execute("CREATE TABLE gone (rank UINTEGER, twin UINTEGER, jaccard DOUBLE)")
         groups.propose(connection, self._candidates, self.scratch, 0)
-        for part, rows in groups.wanted(connection, self.corpus.begins):
-            table = pa.record_batch({"row": rows})
-            place = self.scratch / "wanted" / f"{self.corpus.paths[part].stem}.parquet"
-            groups.write_parquet(place, [table], table.schema)
+        groups.leave_out_single(connection)
         return documents
 
     def _place(self, connection: duckdb.DuckDBPyConnection) -> list[Part]:
@@ -210,7 +204,7 @@ class Search:
             ORDER BY doc
         """
         verdicts = groups.streamed(connection, query)
-        groups.by_part_tables(verdicts, VERDICT, self.corpus.ends, self.scratch / "verdicts")
+        groups.by_part(verdicts, VERDICT, self.corpus.ends, self.scratch / "verdicts")
         connection.execute(
             "CREATE OR REPLACE TABLE members AS SELECT rank, root FROM clusters UNION ALL "
             "SELECT exact.rank, coalesce(root, keeper) FROM exact LEFT JOIN clusters ON keeper = clusters.rank"

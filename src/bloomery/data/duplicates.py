@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import IO, Any, BinaryIO
 
 import numpy as np
 import pyarrow as pa
@@ -16,7 +16,7 @@ from bloomery.core import files
 from bloomery.core.errors import DataError
 from bloomery.data import document, minhash
 from bloomery.data.engine import Part, Record
-from bloomery.data.shingles import Hashes, blocks, jaccard, shingle_set, shingles
+from bloomery.data.shingles import Hashes, Shingles, blocks, jaccard, shingle_set, shingles
 
 EDGE = pa.schema([("late", pa.uint32()), ("early", pa.uint32()), ("jaccard", pa.float64())])
 
@@ -76,33 +76,60 @@ def _schema(keys: int) -> pa.Schema:
 
 
 def sign(settings: Settings, part: Part, out: Path) -> Record:
-    """Write signatures/NAME.parquet: what grouping needs to know of each document."""
-    name = f"signatures/{part.name}.parquet"
+    """
+    Write signatures/NAME.parquet, what grouping needs to know of each document, and what comparing needs: the sets of
+    shingles, sets/NAME.u64, and where each of them is, sets/NAME.parquet.
+    """
+    names = [f"signatures/{part.name}.parquet", f"sets/{part.name}.u64", f"sets/{part.name}.parquet"]
     schema = _schema(settings.keys)
     barred = _barred(part)
-    rows, num_bytes = 0, 0
-    with files.whole_file(out / name) as file, pq.ParquetWriter(file, schema, compression="lz4") as writer:
+    sizes: list[int] = []
+    with (
+        files.whole_file(out / names[0]) as file,
+        pq.ParquetWriter(file, schema, compression="lz4") as writer,
+        files.whole_file(out / names[1]) as sets,
+    ):
         for batch in document.part_batches(Path(part.given["path"]), ["id", "text"]):
             texts = batch.column("text").to_pylist()
             found = [shingles(texts[a:b], settings.shingles, settings.shingle_size) for a, b in blocks(texts)]
-            minima = np.concatenate([minhash.minima(one, settings) for one in found], axis=1)
-            digests = np.concatenate([one.digests for one in found])
-            counts = np.concatenate([np.diff(one.bounds) for one in found])
-            raw = [text.encode() for text in texts]
-            num_bytes += sum(map(len, raw))
-            numbers = np.arange(rows, rows + len(texts))
+            numbers = np.arange(len(sizes), len(sizes) + len(texts))
             columns = [
                 pa.array(numbers + part.given["begin"]),
                 batch.column("id"),
                 pa.array(np.isin(numbers, barred)),
                 pa.array([len(text) for text in texts], pa.int64()),
-                pa.array(counts),
-                pa.array([zlib.crc32(one) for one in raw], pa.uint64()),
-                *(pa.array(column) for column in (*digests.T, *minhash.band_keys(minima, settings))),
+                *_signed(settings, texts, found),
             ]
             writer.write_batch(pa.record_batch(columns, schema=schema))
-            rows += len(texts)
-    return {"files": [name], "documents": rows, "bytes": num_bytes}
+            sizes += _write_sets(settings, found, sets)
+    docs = np.arange(len(sizes)) + part.given["begin"]
+    columns = [docs, [part.name] * len(sizes), np.cumsum([0, *sizes])[:-1], sizes]
+    with files.whole_file(out / names[2]) as file:
+        pq.write_table(pa.table(columns, schema=PLACE), file)
+    return {"files": names, "documents": len(sizes)}
+
+
+def _signed(settings: Settings, texts: list[str], found: list[Shingles]) -> list[pa.Array]:
+    """Counts of shingles, checksums, digests and band keys of a batch of texts."""
+    minima = np.concatenate([minhash.minima(one, settings) for one in found], axis=1)
+    digests = np.concatenate([one.digests for one in found])
+    counts = np.concatenate([np.diff(one.bounds) for one in found])
+    checksums = pa.array([zlib.crc32(text.encode()) for text in texts], pa.uint64())
+    keys = (pa.array(column) for column in (*digests.T, *minhash.band_keys(minima, settings)))
+    return [pa.array(counts), checksums, *keys]
+
+
+def _write_sets(settings: Settings, found: list[Shingles], file: IO[bytes]) -> list[int]:
+    """Append the set of every text; returns their sizes."""
+    if not settings.verify:
+        return [0 for one in found for _ in one.bounds[1:]]
+    sizes = []
+    for one in found:
+        for first, last in pairwise(one.bounds.tolist()):
+            found_set = shingle_set(one.hashes[first:last])
+            file.write(found_set.data)
+            sizes.append(len(found_set))
+    return sizes
 
 
 def _barred(part: Part) -> NDArray[np.int64]:
@@ -113,32 +140,8 @@ def _barred(part: Part) -> NDArray[np.int64]:
     return rows
 
 
-def gather(settings: Settings, part: Part, out: Path) -> Record:
-    """Write sets/NAME.u64, the sets of shingles of the wanted documents, and sets/NAME.parquet, where each is."""
-    rows = pq.read_table(Path(part.given["wanted"]) / f"{part.name}.parquet").column("row").to_numpy()
-    names = [f"sets/{part.name}.{kind}" for kind in ("u64", "parquet")]
-    sizes: list[int] = []
-    begin = 0
-    with files.whole_file(out / names[0]) as file:
-        for batch in document.part_batches(Path(part.given["path"]), ["text"]):
-            mine = rows[np.searchsorted(rows, begin) : np.searchsorted(rows, begin + batch.num_rows)] - begin
-            begin += batch.num_rows
-            texts = batch.take(pa.array(mine)).column("text").to_pylist()
-            for a, b in blocks(texts):
-                found = shingles(texts[a:b], settings.shingles, settings.shingle_size)
-                for first, last in pairwise(found.bounds.tolist()):
-                    one = shingle_set(found.hashes[first:last])
-                    sizes.append(len(one))
-                    file.write(one.data)
-    offsets = np.cumsum([0, *sizes])[:-1]
-    columns = [rows + part.given["begin"], [part.name] * len(rows), offsets, sizes]
-    with files.whole_file(out / names[1]) as file:
-        pq.write_table(pa.table(columns, schema=PLACE), file)
-    return {"files": names, "documents": len(rows)}
-
-
 class _Sets:
-    """Sets of shingles, read from the files of `gather`."""
+    """Sets of shingles, read from the files of `sign`."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder

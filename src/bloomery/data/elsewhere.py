@@ -168,6 +168,13 @@ def digest(source: Elsewhere) -> str:
     return files.sha256_bytes(files.canonical([[file.name, *file.content] for file in _listing(source)]))
 
 
+def pinned(source: Elsewhere) -> str | None:
+    """The version that is read, as a person can ask for it again: a commit or a sha256. Asks nobody twice."""
+    if (repository := _repository(source)) is not None:
+        return f"{repository.dataset}@{hub.commit(repository)}"
+    return source.sha256 if isinstance(source, Address | Preset) else None
+
+
 def _repository(source: Elsewhere) -> Repository | None:
     """The data set of the hub that a source reads, if it reads one."""
     if not isinstance(source, FromHub) or (isinstance(source, Preset) and source.address is not None):

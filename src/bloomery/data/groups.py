@@ -6,7 +6,7 @@ asked of it has one order, so that its threads and its spilling cannot be seen i
 the connection is closed: it would hold its memory while the parts are worked on.
 """
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple
@@ -15,12 +15,9 @@ import duckdb
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
-from numpy.typing import NDArray
 
 from bloomery.core import files
 from bloomery.data.engine import cores
-
-Ranks = NDArray[np.int64]
 
 ROWS_PER_BATCH = 1 << 17
 PAIRS_PER_CHUNK = 1 << 17
@@ -169,32 +166,15 @@ def _neighbors(rows: Iterable[pa.RecordBatch], lags: int) -> Iterator[pa.RecordB
         keys_before, ranks_before = keys[-keep:], ranks[-keep:]
 
 
-def wanted(connection: duckdb.DuckDBPyConnection, begins: Sequence[int]) -> Iterator[tuple[int, Ranks]]:
-    """Of each part, the rows of the documents that stand in a pair. `begins`: number of each part's first document."""
+def leave_out_single(connection: duckdb.DuckDBPyConnection) -> None:
+    """Keep in `alive` what stands in a pair: nothing else can be proposed later."""
     connection.execute(
         "CREATE OR REPLACE TABLE alive AS SELECT doc, rank FROM alive "
         "WHERE rank IN (SELECT early FROM pairs UNION SELECT late FROM pairs)"
     )
-    yield from by_part(streamed(connection, "SELECT doc FROM alive ORDER BY doc"), begins)
 
 
-def by_part(batches: Iterable[pa.RecordBatch], begins: Sequence[int]) -> Iterator[tuple[int, Ranks]]:
-    """Cut a stream that ascends in `doc` where parts begin: part number, and row numbers in it. Every part has one."""
-    part = 0
-    rows: list[Ranks] = []
-    for batch in batches:
-        docs = batch.column("doc").to_numpy(zero_copy_only=False).astype(np.int64)
-        while part + 1 < len(begins) and len(docs) and docs[-1] >= begins[part + 1]:
-            cut = int(np.searchsorted(docs, begins[part + 1]))
-            yield part, np.concatenate([*rows, docs[:cut]]) - begins[part]
-            docs, rows, part = docs[cut:], [], part + 1
-        rows.append(docs)
-    while part < len(begins):
-        yield part, (np.concatenate(rows) if rows else np.zeros(0, np.int64)) - begins[part]
-        rows, part = [], part + 1
-
-
-def by_part_tables(
+def by_part(
     batches: Iterator[pa.RecordBatch], schema: pa.Schema, ends: Mapping[str, tuple[int, int]], folder: Path
 ) -> None:
     """

@@ -12,6 +12,7 @@ All texts of a batch are looked at at once, in numpy.
 
 import re
 from collections.abc import Iterable, Iterator, Sequence
+from functools import cache
 
 import numpy as np
 from numpy.typing import NDArray
@@ -42,7 +43,7 @@ BOILERPLATE = (
 """Of our own choice, as many as the source has."""
 TEMPLATES = ("lorem ipsum", "[insert ", "{{")
 MAIL = re.compile(r"[\w.+-]+@[\w-]+\.\w")
-ENDS = ".!?。！？"
+ENDS, AFTER_ENDS = ".!?。！？", " \t\n\r\0\"')"
 
 
 def score(texts: Iterable[str]) -> Iterator[float]:
@@ -92,9 +93,11 @@ def _diversity(words: Tokens, counts: Counts) -> Scores:
 def _sentences(laid: Laid, words: Tokens, counts: Counts) -> Scores:
     """Fewer than 2 sentences 0.3; else 0.6 of a step by their mean length and 0.4 of how much their lengths differ."""
     points = laid.points
-    space = np.isin(points, [ord(mark) for mark in " \t\n\r\0\"')"])
-    ends = np.isin(points, [ord(mark) for mark in ENDS])
-    ends[:-1] &= space[1:] | (points[:-1] > 0x7F)
+    spots = np.flatnonzero(_among(ENDS)[points])
+    after = points[np.minimum(spots + 1, len(points) - 1)]
+    spots = spots[_among(AFTER_ENDS)[after] | (points[spots] > 0x7F) | (spots == len(points) - 1)]
+    ends = np.zeros(len(points), np.bool_)
+    ends[spots] = True
     number, mean, deviation = _pieces(ends, words, counts)
     by_length = np.select([mean < 5, mean < 10, mean > 50], [0.3, 0.6, 0.5], 1.0)
     return np.where(number < 2, 0.3, 0.6 * by_length + 0.4 * np.minimum(1.0, deviation / 8))
@@ -145,7 +148,9 @@ def _repetition(words: Tokens, counts: Counts) -> Scores:
     """From 50 words on: most frequent three words more than 5 % of all 0.2; more than 2 % 0.6; else 1."""
     texts, times = _once(*ngrams.joined(words, 3))
     most = np.zeros(len(counts), np.int64)
-    np.maximum.at(most, texts, times)
+    begins = np.flatnonzero(np.diff(texts, prepend=-1))
+    if len(begins):
+        most[texts[begins]] = np.maximum.reduceat(times, begins)
     share = most / np.maximum(counts - 2, 1)
     return np.select([counts < 50, share > 0.05, share > 0.02], [1.0, 0.2, 0.6], 1.0)
 
@@ -158,6 +163,14 @@ def _clean(lowered: Sequence[str], counts: Counts) -> Scores:
     ]
     share = 100 * np.array(found) / np.maximum(counts, 1)
     return np.select([share < 0.5, share < 2, share < 5], [1.0, 0.7, 0.4], 0.1)
+
+
+@cache
+def _among(marks: str) -> NDArray[np.bool_]:
+    """For every code point whether it is one of some marks."""
+    found = np.zeros(0x110000, np.bool_)
+    found[[ord(mark) for mark in marks]] = True
+    return found
 
 
 def _once(hashes: ngrams.Hashes, texts: ngrams.Places) -> tuple[ngrams.Places, ngrams.Places]:

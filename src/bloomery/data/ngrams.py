@@ -142,7 +142,8 @@ def tokens(laid: Laid) -> Tokens:
     sums = np.zeros(len(points) + 1, np.uint64)
     np.cumsum((points + np.uint32(1)) * powers[: len(points)], out=sums[1:])
     hashes = _mixed((sums[last + 1] - sums[first]) * inverses[first])
-    return Tokens(hashes, np.searchsorted(laid.starts, first, side="right") - 1, run[first], first)
+    counts = np.diff(np.append(np.searchsorted(first, laid.starts), len(first)))
+    return Tokens(hashes, np.repeat(np.arange(len(counts)), counts), run[first], first)
 
 
 def joined(found: Tokens, size: int) -> tuple[Hashes, Places]:

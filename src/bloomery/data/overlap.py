@@ -114,9 +114,9 @@ def of_block(texts: Sequence[str]) -> tuple[Hashes, list[int]]:
     """Hashes of all words of one block of texts, and where each text's end."""
     flat = [plain(text) for text in texts]
     if len(flat) == 1 and len(flat[0]) > LARGEST_PIECE:
-        words = np.concatenate([scan(flat[0][begin:end])[0].hashes for begin, end in cuts(flat[0])])
+        words = np.concatenate([scan([flat[0][begin:end]])[0].hashes for begin, end in cuts(flat[0])])
         return words, [len(words)]
-    found, _ = scan("\n".join(flat))
+    found, _ = scan(flat)
     ends: list[int] = np.searchsorted(found.starts, np.cumsum([len(text) + 1 for text in flat])).tolist()
     return found.hashes, ends
 

@@ -22,7 +22,7 @@ from bloomery.core import files
 from bloomery.data import document
 from bloomery.data.duplicates import Corpus
 from bloomery.data.engine import Part, Record
-from bloomery.data.groups import by_part_tables, streamed
+from bloomery.data.groups import by_part, streamed
 
 Unit = Literal["line", "paragraph"]
 ENDS = {"line": re.compile(r"(\r?\n)"), "paragraph": re.compile(r"(\r?\n[^\S\n]*\n\s*)")}
@@ -91,7 +91,7 @@ def find(connection: duckdb.DuckDBPyConnection, settings: Settings, corpus: Corp
         "JOIN repeated USING (hash) JOIN ranked best ON best.rank = first WHERE stay.rank <> first "
         "ORDER BY stay.doc, number"
     )
-    by_part_tables(streamed(connection, query), CUT, corpus.ends, scratch / "cuts")
+    by_part(streamed(connection, query), CUT, corpus.ends, scratch / "cuts")
 
 
 def without(text: str, numbers: Mapping[int, str], unit: Unit) -> tuple[str, list[tuple[int, str]]]:

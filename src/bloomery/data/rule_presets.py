@@ -16,7 +16,7 @@ from bloomery.data.rules import (
     Rule,
 )
 
-# Penedo et al. 2024, 3.4-3.6: these four in this order. Lines without an end mark stay, as they found best.
+# Penedo et al. 2024, 3.3, 3.5 and 3.6. Lines without an end mark count too, as they found best.
 WEB = (Language(), Repetition(), Gopher(), C4(need_line_ends=False), FineWeb())
 
 PRESETS: dict[str, tuple[Rule, ...]] = {

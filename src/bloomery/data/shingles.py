@@ -28,6 +28,7 @@ CHARACTERS_PER_BLOCK = 1 << 16  # its arrays fit into a second-level cache
 LARGEST_PIECE = 1 << 20  # a longer run of characters without white space is cut there
 
 SPACE, WORD = np.uint32(1 << 24), np.uint32(1 << 25)
+LINE_BREAK = "\n".encode("utf-32-le")
 RADIX = 0x9E3779B97F4A7C15
 STEP = 0xD1342543DE82EF95  # q
 
@@ -92,9 +93,14 @@ def code_points(text: str) -> NDArray[np.uint32]:
     return np.frombuffer(text.encode("utf-32-le", "surrogatepass"), np.uint32)
 
 
-def scan(text: str) -> tuple[Pieces, Pieces]:
-    """The words and the white-space-separated tokens of a text, of at most a few million characters."""
-    values = _values().take(code_points(text), mode="clip")
+def scan(texts: Sequence[str]) -> tuple[Pieces, Pieces]:
+    """
+    The words and the white-space-separated tokens of texts, of at most a few million characters together.
+
+    Places are those in the texts joined by line breaks.
+    """
+    raw = LINE_BREAK.join([text.encode("utf-32-le", "surrogatepass") for text in texts])
+    values = _values().take(np.frombuffer(raw, np.uint32), mode="clip")
     size = len(values)
     powers, inverses = _powers(_rounded(size + 1), RADIX)
     sums = np.empty(size + 1, np.uint64)
@@ -172,7 +178,7 @@ def shingles(texts: Sequence[str], kind: Kind, size: int) -> Shingles:
     if len(texts) == 1 and len(texts[0]) > LARGEST_PIECE:
         return _of_long(texts[0], kind, size)
     lower = [lowered(text) for text in texts]
-    words, tokens = scan("\n".join(lower))
+    words, tokens = scan(lower)
     ends = np.cumsum([len(text) + 1 for text in lower], dtype=np.int64)
     borders = np.concatenate(([0], np.searchsorted(tokens.starts, ends))).tolist()
     raw = tokens.hashes.tobytes()
@@ -197,7 +203,7 @@ def _of_long(text: str, kind: Kind, size: int) -> Shingles:
     found: list[Hashes] = []
     digest = hashlib.sha256()
     for begin, end in cuts(lower):
-        words, tokens = scan(lower[begin:end])
+        words, tokens = scan([lower[begin:end]])
         digest.update(tokens.hashes.tobytes())
         if kind == "words":
             found.append(words.hashes)

@@ -177,6 +177,11 @@ def read(source: Source) -> Iterator[Item]:
     return (item for item, _ in Limited(found, source.max_documents, source.max_bytes))
 
 
+def pinned(source: Source) -> str | None:
+    """The version of a data set or file from elsewhere, as a person can ask for it again."""
+    return elsewhere.pinned(source) if isinstance(source, Elsewhere) else None
+
+
 def digest(source: Source) -> str:
     """A hash of all that `read` could see outside the config: names, sizes and contents of its files, or their pins."""
     if isinstance(source, Elsewhere):

@@ -118,6 +118,7 @@ def _pieces(config: Gathering, given: Slice, out: Path) -> Iterator[tuple[NDArra
         for some in np.array_split(order, max(1, pool.nbytes // BLOCK_BYTES)):
             lengths = table["tokens"][some].astype(np.int64)
             yield shuffle.collect(pool, table["start"][some], lengths), np.cumsum(lengths) - lengths
+        del pool, table  # before the next ones are made
 
 
 BLOCK_BYTES = 2**22
@@ -126,18 +127,23 @@ BLOCK_BYTES = 2**22
 def _pool(config: Gathering, stream: str, low: int, high: int, out: Path) -> tuple[NDArray[Any], NDArray[Any]]:
     """All documents of a piece, run by run, each run's in the order in which they lie there; starts are of the pool."""
     kind = np.dtype("<u2" if config.vocab_size <= 2**16 else "<u4")
-    tables: list[NDArray[Any]] = [np.zeros(0, dtype=shuffle.PLACED)]
-    pools: list[NDArray[Any]] = [np.zeros(0, dtype=kind)]
+    tables: list[tuple[str, NDArray[Any]]] = [("", np.zeros(0, dtype=shuffle.PLACED))]
     for name in config.runs[stream]:
         table = shuffle.between(shuffle.load(out / f"{name}.{stream}.npy", shuffle.PLACED), low, high)
         if len(table):
-            table = table[np.argsort(table["start"], kind="stable")]
-            tokens = np.memmap(out / f"{name}.bin", dtype=kind, mode="r")
-            pools.append(shuffle.collect(tokens, table["start"], table["tokens"]))
-            tables.append(table)
-    whole = np.concatenate(tables)
-    whole["start"] = np.cumsum(whole["tokens"], dtype=np.int64) - whole["tokens"]
-    return np.concatenate(pools), whole
+            tables.append((name, table[np.argsort(table["start"], kind="stable")]))
+    whole = np.concatenate([table for _, table in tables])
+    ends = np.cumsum(whole["tokens"], dtype=np.int64)
+    pool = np.empty(int(ends[-1]) if len(ends) else 0, dtype=kind)
+    place = 0
+    for name, table in tables[1:]:
+        size = int(table["tokens"].sum(dtype=np.int64))
+        tokens = np.memmap(out / f"{name}.bin", dtype=kind, mode="r")
+        shuffle.collect(tokens, table["start"], table["tokens"], pool[place : place + size])
+        del tokens  # the pages of one run are enough
+        place += size
+    whole["start"] = ends - whole["tokens"]
+    return pool, whole
 
 
 def gather_held_out(config: Gathering, part: Part, out: Path) -> dict[str, Any]:

@@ -81,7 +81,10 @@ def markdown(card: Mapping[str, Any]) -> str:
         (one["name"], one["domain"], _licenses(one), *(one["counts"].get(key) for key in header[3:]))
         for one in card["sources"]
     ]
-    lines += [*_table(header, rows), "", "## What became of the documents", ""]
+    lines += [*_table(header, rows), ""]
+    versions = {one["name"]: one["counts"]["version"] for one in card["sources"] if "version" in one["counts"]}
+    lines += [*(f"- {name} is {version}" for name, version in versions.items()), ""] if versions else []
+    lines += ["## What became of the documents", ""]
     kept = [name for name in COUNTS if any(name in stage for stage in card["stages"].values())]
     rows = [(name, *(stage.get(key) for key in kept), stage["sha256"][:16]) for name, stage in card["stages"].items()]
     lines += [*_table(("stage", *kept, "sha256 of its content"), rows), ""]

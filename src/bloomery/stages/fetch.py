@@ -298,6 +298,7 @@ def _stats(taken: Sequence[_Taken]) -> dict[str, Any]:
                 **{key: one.count(key) for key in counts},
                 "reasons": one.tally("reasons"),
                 "licenses": one.tally("licenses"),
+                **({"version": version} if (version := sources.pinned(one.source)) else {}),
             }
             for one in taken
         },

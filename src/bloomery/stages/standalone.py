@@ -3,6 +3,7 @@ The data tools on their own: files in, one stage of the data half, and a folder 
 
     OUT/kept/part-*.parquet       documents, with their id
     OUT/dropped/part-*.parquet    the others, with reason and value; also what could not be read
+    OUT/hits.parquet              of `decontaminate`: which text of which task stands in which document, and where
     OUT/shards/                   of `tokenize`, in the place of kept/: token files
     OUT/result.json               the counts, written last
 
@@ -24,21 +25,28 @@ from bloomery.core.config import Config
 from bloomery.core.errors import RunError
 from bloomery.core.stage import Plan, Stage
 from bloomery.data import document
+from bloomery.data.engine import Parallel
+from bloomery.stages import decontaminate as decontamination
 from bloomery.stages import dedup as deduplicate
 from bloomery.stages import filter as rules
 from bloomery.stages import shard as shards
 from bloomery.stages import tokenizer as vocabulary
-from bloomery.stages.config import Dedup, Fetch, Filter, Shard
+from bloomery.stages.config import Decontaminate, Dedup, Fetch, Filter, Shard
 from bloomery.tokenizer.config import AnyKind, ByteBpe
 
 RESULT, WORK = "result.json", "work"
 KEPT, DROPPED, SHARDS = "kept", "dropped", "shards"
 
 
+class Decontamination(Parallel, Decontaminate):
+    """[dedup.decontaminate] of a recipe, as a stage of its own."""
+
+
 class Sections(Config):
     """The sections of a recipe that the tools take their settings from."""
 
     fetch: Fetch
+    decontaminate: Decontamination | None = None
     filter: Filter = Filter()
     dedup: Dedup = Dedup()
     tokenizer: AnyKind = Field(ByteBpe(), discriminator="kind")
@@ -52,18 +60,36 @@ class Tool(NamedTuple):
     stages: tuple[Stage, ...]
 
 
+RULES = ({"kind": "preset", "name": "gopher"},)
+"""What `filter` goes by where nobody says."""
+
 HERE = "bloomery.stages.standalone"
 READ = Stage(name="fetch", run="bloomery.stages.fetch:run", digest="bloomery.stages.fetch:digest", resumes=True)
-DEDUP = Stage(name="dedup", run=f"{HERE}:dedup", after=("fetch",), resumes=True)
+DEDUP = Stage(name="dedup", run=f"{HERE}:dedup", digest="bloomery.stages.dedup:digest", after=("fetch",), resumes=True)
+FILTER = Stage(
+    name="filter", run=f"{HERE}:filter_", digest="bloomery.stages.filter:digest", after=("fetch",), resumes=True
+)
+DECONTAMINATE = Stage(
+    name="decontaminate",
+    run=f"{HERE}:decontaminate",
+    digest="bloomery.stages.decontaminate:digest",
+    after=("fetch",),
+    resumes=True,
+)
 TOOLS = {
-    "filter": Tool("filter", (READ, Stage(name="filter", run=f"{HERE}:filter_", after=("fetch",), resumes=True))),
+    "filter": Tool("filter", (READ, FILTER)),
     "dedup": Tool("dedup", (READ, DEDUP)),
-    "decontaminate": Tool("dedup", (READ, DEDUP)),
+    "decontaminate": Tool("decontaminate", (READ, DECONTAMINATE)),
     "tokenize": Tool(
         "shard",
         (
             READ,
-            Stage(name="tokenizer", run=f"{HERE}:tokenizer", after=("fetch",)),
+            Stage(
+                name="tokenizer",
+                run=f"{HERE}:tokenizer",
+                digest="bloomery.stages.tokenizer:digest",
+                after=("fetch",),
+            ),
             Stage(name="shard", run=f"{HERE}:shard", after=("fetch", "tokenizer"), resumes=True),
         ),
     ),
@@ -114,14 +140,18 @@ def _sections(asked: Asked, tool: Tool) -> Sections:
     """Recipe, then the flags, then the settings: the later one wins."""
     tree: dict[str, Any] = {name: dict(section) for name, section in asked.sections.items()}
     tree["fetch"] = {"sources": [_source(asked, number, path) for number, path in enumerate(asked.inputs, 1)]}
+    if asked.tool == "decontaminate":
+        tree["decontaminate"] = dict(asked.sections.get("dedup", {}).get("decontaminate") or {})
     section = tree.setdefault(tool.section, {})
     if asked.workers is not None:
         for one in (tree["fetch"], section):
             one["engine"] = {**one.get("engine", {}), "workers": asked.workers}
     if asked.memory_bytes is not None:
         section["memory_bytes"] = asked.memory_bytes
-    if asked.tool == "decontaminate":
-        section |= {"exact": False, "near": False, "decontaminate": {"tasks": list(asked.against)}}
+    if asked.against:
+        section["files"] = list(asked.against)
+    if asked.tool == "filter" and not asked.sections:
+        section["rules"] = list(RULES)
     if asked.tool == "tokenize":
         section.setdefault("hold_out", 0.0)
     if asked.tokenizer is not None:
@@ -166,6 +196,8 @@ def _delivered(asked: Asked, plans: Sequence[Plan], out: Path, seconds: float) -
     else:
         kept = document.count(last / KEPT)
         (last / KEPT).rename(out / KEPT)
+        if (last / decontamination.HITS).is_file():
+            (last / decontamination.HITS).replace(out / decontamination.HITS)
     dropped = sum(reasons.values())
     documents = read["documents"] + read["rejected"]
     assert documents == kept + dropped, f"{documents} documents came in, {kept} + {dropped} went out"
@@ -208,6 +240,10 @@ def filter_(settings: Filter, inputs: Mapping[str, Path], out: Path) -> dict[str
 
 def dedup(settings: Dedup, inputs: Mapping[str, Path], out: Path) -> dict[str, Any]:
     return deduplicate.run(settings, {"filter": inputs["fetch"]}, out)
+
+
+def decontaminate(settings: Decontamination, inputs: Mapping[str, Path], out: Path) -> dict[str, Any]:
+    return decontamination.run(settings, document.parts(document.handed_on(inputs["fetch"])), out, settings.engine)
 
 
 def tokenizer(settings: AnyKind, inputs: Mapping[str, Path], out: Path) -> dict[str, Any]:

@@ -10,8 +10,9 @@ is. Both give the same ids for every text if, for every token T of more than one
 
 Proof: what stands before the merges of T are tried, in any text, between two bounds that no merge has crossed, depends
 on the bytes between them alone. So where the bytes of T end as two tokens that some other pair could join, 2. fails.
-`_ranks` checks both for every token; `HARD` and the first texts then check the patterns, which no proof covers.
-Where a tokenizer is of another kind or a check fails, `tokenizers` does the work, and that is said aloud.
+`_ranks` checks both for every token; `HARD` and the first texts then check the patterns, which no proof covers. Where
+a tokenizer is of another kind or a check fails, `tokenizers` does the work, and that is said aloud. `quick_pieces` has
+the same for SentencePiece BPE.
 """
 
 from collections.abc import Iterator, Mapping, Sequence, Set
@@ -26,16 +27,13 @@ from numpy.typing import NDArray
 from bloomery.core.errors import DataError
 from bloomery.core.log import say
 from bloomery.tokenizer.patterns import PATTERNS, named
-from bloomery.tokenizer.tokenizer import SPECIAL, Tokenizer, byte_letters
+from bloomery.tokenizer.quick_pieces import Ids, Quick, UnfitError, prepared
+from bloomery.tokenizer.tokenizer import SPACE, SPECIAL, Tokenizer, byte_letters
 
 NEVER = {"<|never in a text, and never allowed|>": 2**32 - 1}
 """A special token nothing becomes. Without any, `tiktoken` looks for the empty one at every letter: half the time."""
 CHECKED_BYTES = 200_000
 """Of the first texts, that are encoded by both libraries."""
-
-
-class UnfitError(Exception):
-    """Why `tiktoken` cannot do what a tokenizer does."""
 
 
 class Encoder:
@@ -48,13 +46,13 @@ class Encoder:
     def __init__(self, tokenizer: Tokenizer, *, aloud: bool = True) -> None:
         self._tokenizer, self._aloud = tokenizer, aloud
         self._fast: tiktoken.Encoding | None = None
-        self._ids: NDArray[np.uint32] | None = None
         self.why = ""
         self.slow_texts = 0
         """Texts that `tokenizers` encoded because `tiktoken` gave them up: white space without end."""
         self._left_to_check = CHECKED_BYTES
         try:
-            self._fast, self._ids = _encoding(tokenizer)
+            self._how = _how(tokenizer)
+            self._fast = _encoding(self._how)
         except UnfitError as reason:
             self._fall_back(str(reason))
         self._check(HARD)
@@ -80,14 +78,16 @@ class Encoder:
         return [self._encode(self._fast, text) for text in texts]
 
     def _encode(self, fast: tiktoken.Encoding, text: str) -> NDArray[np.uint32]:
+        if self._how.spaces:
+            text = self._how.first * bool(text) + text.replace(SPACE, " ")
         try:
-            ids = fast.encode_to_numpy(text, disallowed_special=())
+            ranks = fast.encode_to_numpy(text, disallowed_special=())
         except UnicodeEncodeError as error:
             raise DataError(f"the text holds half a surrogate pair at character {error.start}") from None
         except ValueError:  # its regular expressions ran out of stack, in a run of white space as long as a book
             self.slow_texts += 1
-            return np.array(self._tokenizer.encode(text), dtype=np.uint32)
-        return ids if self._ids is None else self._ids[ids]
+            return np.array(self._tokenizer.encode(text[len(self._how.first) :]), dtype=np.uint32)
+        return ranks if self._how.ids is None else self._how.ids(ranks)
 
     def _check(self, texts: Sequence[str]) -> None:
         """Fall back where the libraries differ about a text."""
@@ -101,26 +101,30 @@ class Encoder:
             self.slow_texts = slow
 
     def _fall_back(self, why: str) -> None:
-        self._fast, self._ids, self.why = None, None, why
+        self._fast, self.why = None, why
         if self._aloud:
             say(f"encoding with tokenizers, about 4 times slower than tiktoken would be: {why}", style="yellow")
 
 
-def _encoding(tokenizer: Tokenizer) -> tuple[tiktoken.Encoding, NDArray[np.uint32] | None]:
-    """An encoding, and the id of each of its ranks (None: they are the same). Raises UnfitError."""
+def _how(tokenizer: Tokenizer) -> Quick:
+    """How `tiktoken` gives the same ids. Raises UnfitError."""
     spec = tokenizer.spec
+    if spec["normalizer"] is not None and spec["model"].get("byte_fallback"):
+        return prepared(spec)
     if spec["normalizer"] is not None:
         raise UnfitError("the tokenizer changes text before it encodes it")
     if added := [token["content"] for token in spec["added_tokens"] if not token["special"]]:
         raise UnfitError(f"the tokenizer takes {added[0]!r} out of text before it looks at words")
     pattern = _pattern(spec["pre_tokenizer"])
     ranks, ids = _ranks(spec["model"], {token["content"] for token in spec["added_tokens"]})
-    quick = PATTERNS[name].quick if (name := named(pattern)) else pattern
+    return Quick(PATTERNS[name].quick if (name := named(pattern)) else pattern, ranks, ids)
+
+
+def _encoding(how: Quick) -> tiktoken.Encoding:
     try:
-        fast = tiktoken.Encoding("quick", pat_str=quick, mergeable_ranks=ranks, special_tokens=NEVER)
+        return tiktoken.Encoding("quick", pat_str=how.pattern, mergeable_ranks=how.ranks, special_tokens=NEVER)
     except ValueError as error:
         raise UnfitError(f"tiktoken does not take its pattern: {error}") from None
-    return fast, ids
 
 
 def _pattern(splitter: Mapping[str, Any] | None) -> str:
@@ -137,7 +141,7 @@ def _pattern(splitter: Mapping[str, Any] | None) -> str:
     raise UnfitError("the tokenizer does not cut words by one pattern, as byte-level BPE does")
 
 
-def _ranks(model: Mapping[str, Any], special: Set[str]) -> tuple[dict[bytes, int], NDArray[np.uint32] | None]:
+def _ranks(model: Mapping[str, Any], special: Set[str]) -> tuple[dict[bytes, int], Ids | None]:
     """Tokens as bytes in the order of their merges, and their ids where those have another order. Raises UnfitError."""
     vocab: dict[str, int] = model.get("vocab", {})
     letters = byte_letters()
@@ -162,11 +166,12 @@ def _ranks(model: Mapping[str, Any], special: Set[str]) -> tuple[dict[bytes, int
             raise UnfitError(f"the merges do not make {token!r} from its letters")
     back = {letter: byte for byte, letter in letters.items()}
     as_bytes = {bytes(back[letter] for letter in token): rank for token, rank in ranks.items()}
-    ids = np.array([vocab[token] for token in ranks], dtype=np.uint32)
-    merged = ids[len(letters) :].tolist()
-    if all(one < other for one, other in pairwise(merged)):  # ids order merges as ranks do, so they can be the ranks
-        return dict(zip(as_bytes, ids.tolist(), strict=True)), None
-    return as_bytes, ids
+    ids = [vocab[token] for token in ranks]
+    if all(
+        one < other for one, other in pairwise(ids[len(letters) :])
+    ):  # ids order merges as ranks do, so they can be the ranks
+        return dict(zip(as_bytes, ids, strict=True)), None
+    return as_bytes, Ids.of([id] for id in ids)
 
 
 def _up_to(texts: Sequence[str], size: int) -> Iterator[str]:

@@ -286,6 +286,13 @@ def only(spans: Spans, wanted: Flags) -> Spans:
     return Spans(spans.starts[wanted], spans.ends[wanted], before[spans.first], before[spans.last])
 
 
+def one_of(marks: bytes) -> Flags:
+    """Of each of the 256 bytes whether it is one of these."""
+    table: Flags = np.zeros(256, np.bool_)
+    table[list(marks)] = True
+    return table
+
+
 def sums(values: NDArray[np.int64] | Flags, spans: Spans) -> Positions:
     """Of one value for each piece, the sum for each document."""
     before = np.append(0, np.cumsum(values, dtype=np.int64))

@@ -136,24 +136,25 @@ def phones(text: str) -> Iterator[tuple[int, int]]:
             yield found.span()
 
 
-KEYS: tuple[tuple[str, re.Pattern[str]], ...] = (
-    ("AKIA", re.compile(r"\bAKIA[0-9A-Z]{16}\b")),
-    ("ASIA", re.compile(r"\bASIA[0-9A-Z]{16}\b")),
-    ("gh", re.compile(r"\bgh[pousr]_[A-Za-z0-9]{36,251}\b")),
-    ("github_pat_", re.compile(r"\bgithub_pat_[A-Za-z0-9_]{22,251}\b")),
-    ("glpat-", re.compile(r"\bglpat-[A-Za-z0-9_-]{20,}")),
-    ("xox", re.compile(r"\bxox[abeoprs]-[A-Za-z0-9-]{10,}")),
-    ("AIza", re.compile(r"\bAIza[0-9A-Za-z_-]{35}\b")),
-    ("_live_", re.compile(r"\b[rsp]k_live_[0-9A-Za-z]{16,}\b")),
-    ("sk-", re.compile(r"\bsk-[A-Za-z0-9_-]{32,}")),
-    ("hf_", re.compile(r"\bhf_[A-Za-z0-9]{30,}\b")),
-    ("npm_", re.compile(r"\bnpm_[A-Za-z0-9]{36}\b")),
-    ("eyJ", re.compile(r"\beyJ[A-Za-z0-9_-]{8,}\.eyJ[A-Za-z0-9_-]{8,}\.[A-Za-z0-9_-]{8,}")),
+# what a key begins with, and what may follow
+KEYS: tuple[tuple[tuple[str, ...], re.Pattern[str]], ...] = (
+    (("AKIA", "ASIA"), re.compile(r"[0-9A-Z]{16}\b")),
+    (("ghp_", "gho_", "ghu_", "ghs_", "ghr_"), re.compile(r"[A-Za-z0-9]{36,251}\b")),
+    (("github_pat_",), re.compile(r"[A-Za-z0-9_]{22,251}\b")),
+    (("glpat-",), re.compile(r"[A-Za-z0-9_-]{20,}")),
+    (("xoxa-", "xoxb-", "xoxe-", "xoxo-", "xoxp-", "xoxr-", "xoxs-"), re.compile(r"[A-Za-z0-9-]{10,}")),
+    (("AIza",), re.compile(r"[0-9A-Za-z_-]{35}\b")),
+    (("sk_live_", "rk_live_", "pk_live_"), re.compile(r"[0-9A-Za-z]{16,}\b")),
+    (("sk-",), re.compile(r"[A-Za-z0-9_-]{32,}")),
+    (("hf_",), re.compile(r"[A-Za-z0-9]{30,}\b")),
+    (("npm_",), re.compile(r"[A-Za-z0-9]{36}\b")),
+    (("eyJ",), re.compile(r"[A-Za-z0-9_-]{8,}\.eyJ[A-Za-z0-9_-]{8,}\.[A-Za-z0-9_-]{8,}")),
 )
 ASSIGNED = re.compile(r"[:=]\s{0,4}([\"'])([A-Za-z0-9+/_=.~!@#$%^&*-]{16,200})\1")
 SECRET = re.compile(
     r"(?:api_?-?key|secret|token|passw(?:or)?d|access_?-?key|private_?-?key)\w{0,20}[\"']?\s{0,4}\Z", re.IGNORECASE
 )
+SECRET_NAMES = ("secret", "token", "passw", "key")
 SECRET_CHARACTERS = 48
 BEGIN_KEY = re.compile(r"-----BEGIN (?:[A-Z0-9]{1,20} ){0,3}PRIVATE KEY(?: BLOCK)?-----")
 END_KEY = re.compile(r"-----END (?:[A-Z0-9]{1,20} ){0,3}PRIVATE KEY(?: BLOCK)?-----")
@@ -163,16 +164,31 @@ MIN_ENTROPY = 3.5
 
 def keys(text: str) -> Iterator[tuple[int, int]]:
     """Access keys and tokens, private keys as a whole, and random values that are assigned to a name like `secret`."""
-    for sign, pattern in KEYS:
-        if sign in text:
-            for found in pattern.finditer(text):
-                yield found.span()
+    for signs, pattern in KEYS:
+        for sign in signs:
+            yield from _beginning(text, sign, pattern)
     if "PRIVATE KEY" in text:
         yield from _private_keys(text)
+    lowered = text.lower()
+    if not any(name in lowered for name in SECRET_NAMES):
+        return
     for found in ASSIGNED.finditer(text):
         before = text[max(0, found.start() - SECRET_CHARACTERS) : found.start()]
         if _looks_random(found[2]) and SECRET.search(before):
             yield found.span(2)
+
+
+def _beginning(text: str, sign: str, pattern: re.Pattern[str]) -> Iterator[tuple[int, int]]:
+    """Where a word begins with a sign and goes on with a pattern."""
+    spot = text.find(sign)
+    while spot >= 0:
+        after = spot + len(sign)
+        if (spot == 0 or not (text[spot - 1].isalnum() or text[spot - 1] == "_")) and (
+            found := pattern.match(text, after)
+        ):
+            yield spot, found.end()
+            after = found.end()
+        spot = text.find(sign, after)
 
 
 def _private_keys(text: str) -> Iterator[tuple[int, int]]:

@@ -9,7 +9,7 @@ import numpy as np
 
 from bloomery.core.config import Count, Positive, Share
 from bloomery.data.facts.alphabet import Positions
-from bloomery.data.facts.batch import Facts, Flags, shares, sums
+from bloomery.data.facts.batch import Facts, Flags, one_of, shares, sums
 from bloomery.data.facts.verdict import Common, Finding, above, below
 from bloomery.data.facts.wordlist import wordlist
 
@@ -17,17 +17,9 @@ LINE_ENDS = (".", "?", "!", '"', "'")
 SENTENCE_END = re.compile(r"[.?!][\"'”’)\]]{0,4}$")
 SENTENCE_ENDS = re.compile(r"[.?!][\"'”’)\]]{0,4}(?=\s|$)")
 
-
-def _one_of(marks: bytes) -> Flags:
-    """Of each byte whether it is one of these."""
-    table: Flags = np.zeros(256, np.bool_)
-    table[list(marks)] = True
-    return table
-
-
-ENDS_LINE, ENDS_SENTENCE, CLOSES = _one_of("".join(LINE_ENDS).encode()), _one_of(b".?!"), _one_of(b"\"')]")
-MAY_CLOSE = CLOSES | _one_of(bytes(mark.encode()[-1] for mark in "”’"))
-CITES = _one_of(b"0123456789]ec")
+ENDS_LINE, ENDS_SENTENCE, CLOSES = one_of("".join(LINE_ENDS).encode()), one_of(b".?!"), one_of(b"\"')]")
+MAY_CLOSE = CLOSES | one_of(bytes(mark.encode()[-1] for mark in "”’"))
+CITES = one_of(b"0123456789]ec")
 POLICY = ("terms of use", "privacy policy", "cookie policy", "uses cookies", "use of cookies", "use cookies")
 POLICY_SIGNS = ("terms of use", "privacy policy", "cookie")
 """What every phrase has one of."""

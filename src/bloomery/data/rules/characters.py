@@ -13,8 +13,8 @@ class Characters(Common):
     """
     Broken encodings, and documents of something other than words.
 
-    Source of the two limits on what is no text: the C4 filters and data cards of Dolma (Soldaini et al. 2024, arXiv
-    2402.00159, 5.1) and of RedPajama-V2's quality signals (Weber et al. 2024, arXiv 2411.12372).
+    What is measured is akin to the quality signals of RedPajama-V2 (Weber et al. 2024, arXiv 2411.12372); the limits are
+    our own.
     """
 
     kind: Literal["characters"] = "characters"

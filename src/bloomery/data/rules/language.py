@@ -20,7 +20,7 @@ class Language(Common):
     Documents in a language that the recipe does not name, or in none that can be told.
 
     The language is that which py3langid finds (Lui and Baldwin 2012, langid.py, ACL demo; an extra: `bloomery[web]`).
-    Penedo et al. 2024, 3.4 (arXiv 2406.17557) keep documents from a confidence of 0.65 on, with another classifier.
+    Penedo et al. 2024, 3.3 (arXiv 2406.17557) keep documents from a confidence of 0.65 on, with another classifier.
     """
 
     kind: Literal["language"] = "language"

@@ -9,18 +9,21 @@ from pydantic import Field
 
 from bloomery.core.config import Count
 from bloomery.data.facts import private
-from bloomery.data.facts.batch import Facts, Flags
+from bloomery.data.facts.batch import Facts, Flags, one_of
 from bloomery.data.facts.private import Kind
 from bloomery.data.facts.verdict import Common, Finding, above
+
+DIGIT = one_of(b"0123456789")
+HEX_OR_COLON = one_of(b"0123456789abcdefABCDEF:")
 
 
 class Pii(Common):
     """
     Mail addresses, IP addresses, phone numbers and keys.
 
-    Sources: mail and IP addresses as Penedo et al. 2024, 3.8 (arXiv 2406.17557) mask them; keys by the forms that their
-    issuers publish, and what is assigned to a name like `secret` if it looks random, as Ben Allal et al. 2023, 4.3
-    (SantaCoder, arXiv 2301.03988) look for them.
+    Sources: mail addresses and public IP addresses as Penedo et al. 2024, 3.7 (arXiv 2406.17557) mask them; keys by the
+    forms that their issuers publish, and what is assigned to a name like `secret` if it looks random, akin to Ben Allal
+    et al. 2023 (SantaCoder, arXiv 2301.03988).
     """
 
     kind: Literal["pii"] = "pii"
@@ -52,6 +55,17 @@ class Pii(Common):
 
     def _found(self, facts: Facts, asked: Flags) -> Iterator[tuple[int, list[private.Span]]]:
         """What each of the documents asked for holds, those without anything left out."""
+        without_ip = tuple(kind for kind in self.find if kind != "ip")
+        may_have_ip = _may_have_ip(facts) if "ip" in self.find else asked
         for place in np.flatnonzero(asked).tolist():
-            if spans := private.find(facts.texts[place], self.find, private_ips=self.private_ips):
+            kinds = self.find if may_have_ip[place] else without_ip
+            if spans := private.find(facts.texts[place], kinds, private_ips=self.private_ips):
                 yield place, spans
+
+
+def _may_have_ip(facts: Facts) -> Flags:
+    """Which documents have three dots between digits, or two colons beside a hexadecimal digit or each other."""
+    dots, colons = facts.places("."), facts.places(":")
+    dots = dots[DIGIT[facts.raw[dots - 1]] & DIGIT[facts.raw[dots + 1]]]
+    colons = colons[HEX_OR_COLON[facts.raw[colons - 1]] | HEX_OR_COLON[facts.raw[colons + 1]]]
+    return np.asarray((facts.each(dots) >= 3) | (facts.each(colons) >= 2))
