@@ -47,8 +47,27 @@ def test_of_good_and_poisoned_lines_each_is_a_document_or_is_rejected_with_its_r
 def test_a_poisoned_line_stops_a_source_that_says_so_and_is_named(tmp_path: Path, poison: bytes) -> None:
     (path := tmp_path / "x.jsonl").write_bytes(line("good") + b"\n" + poison + b"\n")
     with pytest.raises(DataError, match=r"(?s)x\.jsonl:2: .*set invalid = \"skip\" in source 'rows'") as caught:
-        told(jsonl(path, max_document_bytes=MOST_BYTES))
+        told(jsonl(path, max_document_bytes=MOST_BYTES, invalid="error"))
     assert ("max_document_bytes" in str(caught.value)) == (POISONED_LINES[poison] == "too_long")
+
+
+def test_by_default_rows_and_long_documents_are_rejected_and_files_that_are_torn_or_no_text_stop(
+    tmp_path: Path,
+) -> None:
+    (tmp_path / "x.jsonl").write_bytes(line("good") + b"\n" + b"\n".join(POISONED_LINES) + b"\n" + line("more") + b"\n")
+    found = list(read(jsonl(tmp_path / "x.jsonl", max_document_bytes=MOST_BYTES)))
+    assert [isinstance(item, Rejected) for item in found] == [False, *[True] * len(POISONED_LINES), False]
+    (tmp_path / "y.jsonl").write_bytes(line("good") + b'\n{"text": "cut')
+    with pytest.raises(DataError, match=r"y\.jsonl:2: .*the file was cut"):
+        told(jsonl(tmp_path / "y.jsonl"))
+    (tmp_path / "texts").mkdir()
+    (tmp_path / "texts" / "a.txt").write_text("long " * MOST_BYTES)
+    (tmp_path / "texts" / "b.txt").write_text("short")
+    source = Folder(name="texts", domain="web", path=tmp_path / "texts", max_document_bytes=MOST_BYTES)
+    assert [isinstance(item, Rejected) for item in read(source)] == [True, False]
+    (tmp_path / "texts" / "c.txt").write_bytes(b"\xff\xfe")
+    with pytest.raises(DataError, match=r"c\.txt: .*not UTF-8"):
+        list(read(source))
 
 
 def test_text_is_made_of_several_fields_by_a_template(tmp_path: Path) -> None:

@@ -23,15 +23,15 @@ ODD = "one\u2028two\u0085three\x0cfour\x1dfive\r\nsix"
 
 
 def folder(path: Path, **more: Any) -> Folder:
-    return Folder(name="notes", domain="web", path=path, **more)
+    return Folder(name="notes", domain="web", path=path, **{"invalid": "error", **more})
 
 
 def jsonl(path: Path, **more: Any) -> Jsonl:
-    return Jsonl(name="rows", domain="web", path=path, **more)
+    return Jsonl(name="rows", domain="web", path=path, **{"invalid": "error", **more})
 
 
 def parquet(path: Path, **more: Any) -> Parquet:
-    return Parquet(name="table", domain="web", path=path, **more)
+    return Parquet(name="table", domain="web", path=path, **{"invalid": "error", **more})
 
 
 def kept(source: Any) -> list[document.Row]:

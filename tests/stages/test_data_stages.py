@@ -300,7 +300,7 @@ def test_no_documents_are_an_error(tmp_path: Path) -> None:
         fetch.run(Fetch(), {}, tmp_path)
     (tmp_path / "empty.txt").touch()
     source = {"kind": "folder", "name": "a", "domain": "web", "path": str(tmp_path)}
-    with pytest.raises(DataError, match=r"a: gave no documents \(1 rejected\)"):
+    with pytest.raises(DataError, match=r"a: gave no documents \(1 rejected: 1 empty\)"):
         fetch.run(build(Fetch, {"sources": [source]}), {}, tmp_path / "out")
 
 

@@ -65,8 +65,10 @@ class Common(Config):
 class Reading(Common):
     """What every source has that reads files."""
 
-    invalid: Literal["error", "skip"] = "error"
-    """What is not readable text stops the run, or is skipped and kept as a rejected row with its reason."""
+    invalid: Literal["error", "skip_rows", "skip"] = "skip_rows"
+    """What becomes of what cannot be read. "skip_rows": rows, pages, and documents that are too long are rejected, each
+    with its reason, and reading goes on; a file that is torn or holds no text stops the run. "skip": that is rejected
+    too. "error": anything that cannot be read stops the run."""
     max_document_bytes: Positive = 16 * 2**20
     """A document that is longer, as it stands in its file or as text, is rejected (`too_long`): a line of jsonl, a row,
     a page, a text file. It bounds the memory that reading takes."""
@@ -168,12 +170,12 @@ def items(
 
     `name` is the file's relative name in its source, which ids begin with: "SOURCE/NAME:LINE" or "SOURCE/NAME".
     `form` is told where `name` does not; `url` is the address that the file came from. A jsonl, parquet or csv file
-    needs a source that is `Columns`. With `source.invalid == "error"` raises DataError, with file, place and cure, for
-    what cannot be read; never for what is empty or not accepted.
+    needs a source that is `Columns`. Raises DataError, with file, place and cure, for what cannot be read, as far as
+    `source.invalid` says; never for what is empty or not accepted.
     """
     form = form or format_of(name)
     for item in READERS[form](source, path, name, form, url):
-        if isinstance(item, Rejected) and source.invalid == "error" and is_fault(item.problem):
+        if isinstance(item, Rejected) and _stops(source, form, item.problem):
             cure = f'Repair or remove it, or set invalid = "skip" in source {source.name!r} to go on without it.'
             if item.problem.reason == "too_long":
                 cure = f"Raise max_document_bytes of source {source.name!r} if that is a document. {cure}"
@@ -181,11 +183,23 @@ def items(
         yield item
 
 
-def is_fault(problem: Problem) -> bool:
+def _stops(source: Reading, form: Format, problem: Problem) -> bool:
+    if source.invalid == "skip" or not is_fault(problem.reason):
+        return False
+    if source.invalid == "error" or problem.reason in OF_FILES:
+        return True
+    return form in ("text", "html") and problem.reason not in OF_DOCUMENTS
+
+
+def is_fault(reason: str) -> bool:
     """Whether somebody ought to know: the document was damaged, not just empty or not wanted."""
-    return problem.reason not in EXPECTED and not problem.reason.startswith("accept.")
+    return reason not in EXPECTED and not reason.startswith("accept.")
 
 
+OF_FILES = ("torn", "no_rows", "not_warc")
+"""What is wrong with a file of many documents, more of which may be lost."""
+OF_DOCUMENTS = ("too_long", "bomb", "too_deep")
+"""What is wrong with one document, also where it is a file of its own."""
 EXPECTED = ("empty", "http_status", "not_html")
 
 

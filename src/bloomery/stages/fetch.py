@@ -21,6 +21,7 @@ from numpy.typing import NDArray
 
 from bloomery.core import files
 from bloomery.core.errors import DataError
+from bloomery.core.log import say
 from bloomery.data import document, engine, reading, sources, twins
 from bloomery.data.document import Row
 from bloomery.data.engine import Part, Record
@@ -58,12 +59,22 @@ def run(config: Fetch, inputs: Mapping[str, Path], out: Path) -> dict[str, Any]:
             one.records = [next(records) for _ in one.parts]
     for one in taken:
         if not one.count("documents"):
-            cure = "Check its path and patterns, and whether max_bytes leaves room for one document."
-            raise DataError(f"gave no documents ({one.count('rejected')} rejected)", where=one.source.name, cure=cure)
+            cure = "Check its path, patterns and fields, and whether max_bytes leaves room for one document."
+            rejected = one.tally("reasons")
+            why = f"gave no documents ({one.count('rejected')} rejected{_listed(rejected)})"
+            raise DataError(why, where=one.source.name, cure=cure)
+        faults = {name: count for name, count in one.tally("reasons").items() if reading.is_fault(name)}
+        if faults:
+            say(f"fetch: {one.source.name}: rejected{_listed(faults)}; rejected/ says which, and why", "yellow")
     if any(getattr(source, "id_field", None) for source in config.sources):
         _reject_twins(taken, out)
     _sweep(out, taken)
     return _stats(taken)
+
+
+def _listed(reasons: Mapping[str, int]) -> str:
+    most = sorted(reasons, key=lambda name: (-reasons[name], name))[:3]
+    return "".join(f"{',' if place else ':'} {reasons[name]:,} {name}" for place, name in enumerate(most))
 
 
 def take(config: Fetch, part: Part, out: Path) -> Record:
@@ -189,14 +200,14 @@ def _reject_twins(taken: Sequence[_Taken], out: Path) -> None:
     """
     Of documents that have one id, reject all but the first, in the order of sources, files and rows.
 
-    Raises DataError, which names both, where the later one is of a source with invalid = "error".
+    Raises DataError, which names both, where the later one is of a source without invalid = "skip".
     """
     owners = [(one, number) for one in taken for number in range(len(one.parts))]
     owned = [(one, number, name) for one, number in owners for name in _documents(one.records[number])]
     places, firsts = twins.places([out / name for *_, name in owned], out / "twins")
     for place, first in zip(places.tolist(), firsts.tolist(), strict=True):
         one, number, name = owned[place >> twins.ROW_BITS]
-        if getattr(one.source, "invalid", "error") == "error":
+        if getattr(one.source, "invalid", "error") != "skip":
             other, its_number, _ = owned[first >> twins.ROW_BITS]
             own = _id_at(out / name, place % 2**twins.ROW_BITS)
             same = other is one and its_number == number
