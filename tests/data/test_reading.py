@@ -135,3 +135,17 @@ def test_the_format_is_told_by_the_end_of_a_name() -> None:
     names = ("a.jsonl.zst", "a.ndjson", "a.parquet", "a.csv.gz", "a.TSV", "a.warc.gz", "a.warc.wet.gz", "a.htm", "a.py")
     formats = ["jsonl", "jsonl", "parquet", "csv", "tsv", "warc", "warc", "html", "text"]
     assert [format_of(name) for name in names] == formats
+
+
+def test_what_is_said_beside_the_text_can_be_poisoned_too(tmp_path: Path) -> None:
+    bad = [
+        json.dumps({"text": "t", "id": one, "url": "\ud800x", "license": "\udfffé"})
+        for one in ("\ud800", "a\0", " ", True)
+    ]
+    (path := tmp_path / "x.jsonl").write_text("\n".join([*bad, bad[0].replace("\\ud800", "1", 1)]))
+    items = list(read(jsonl(path, id_field="id", invalid="skip")))
+    assert [item.problem.reason for item in items if isinstance(item, Rejected)] == ["no_id"] * 4
+    assert [(item["id"], item["url"], item["license"]) for item in items if not isinstance(item, Rejected)] == [
+        ("1", "?x", "?é")
+    ]
+    assert pa.Table.from_pylist([row_of(item) for item in items], schema=SCHEMA).num_rows == 5

@@ -10,11 +10,12 @@ import time
 from pathlib import Path
 from typing import Any
 
+import pyarrow.parquet as pq
 import pytest
 
 from bloomery.core.config import build
 from bloomery.core.errors import ConfigError, DataError
-from bloomery.data import document
+from bloomery.data import document, rows
 from bloomery.stages import dedup
 from bloomery.stages.config import Dedup
 
@@ -60,14 +61,14 @@ def rows_of(texts: dict[str, str]) -> list[document.Row]:
     ]
 
 
-def parts_of(rows: list[document.Row], folder: Path, sizes: list[int]) -> list[Path]:
+def parts_of(found: list[document.Row], folder: Path, sizes: list[int]) -> list[Path]:
     """Files of so many documents each; the last takes the rest."""
     paths = []
-    for number, size in enumerate([*sizes, len(rows)]):
+    for number, size in enumerate([*sizes, len(found)]):
         paths.append(folder / f"part-{number:05d}.parquet")
         with document.PartWriter(paths[-1]) as writer:
-            writer.write(rows[:size])
-        rows = rows[size:]
+            writer.write(found[:size])
+        found = found[size:]
     return paths
 
 
@@ -161,9 +162,9 @@ def test_a_boilerplate_that_all_share_costs_few_comparisons(tmp_path: Path) -> N
 
 
 def test_documents_with_one_id_are_all_accounted_for(tmp_path: Path) -> None:
-    rows = rows_of({"a": "one two three four five six", "b": "seven eight nine ten eleven twelve"})
-    rows += [rows[0], rows[1] | {"text": "thirteen fourteen fifteen sixteen seventeen eighteen"}]
-    paths = parts_of(rows, tmp_path / "in", [2])
+    found = rows_of({"a": "one two three four five six", "b": "seven eight nine ten eleven twelve"})
+    found += [found[0], found[1] | {"text": "thirteen fourteen fifteen sixteen seventeen eighteen"}]
+    paths = parts_of(found, tmp_path / "in", [2])
     stats = dedup.deduplicate(Dedup(), paths, tmp_path / "out")
     assert (stats["documents"], stats["kept"], stats["exact"]) == (4, 3, 1)
     gone = list(document.read(tmp_path / "out" / "duplicates"))
@@ -213,8 +214,8 @@ def test_the_seeds_settings_are_spelt_out_and_find_copies(tmp_path: Path) -> Non
 
 
 def test_two_files_of_one_name_are_an_error(tmp_path: Path) -> None:
-    rows = rows_of({"a": "x"})
-    paths = [*parts_of(rows, tmp_path / "one", []), *parts_of(rows, tmp_path / "two", [])]
+    found = rows_of({"a": "x"})
+    paths = [*parts_of(found, tmp_path / "one", []), *parts_of(found, tmp_path / "two", [])]
     with pytest.raises(DataError, match="two files of documents have the name 'part-00000'"):
         dedup.deduplicate(Dedup(), paths, tmp_path / "out")
 
@@ -223,7 +224,7 @@ CHILD = """
 import json, sys
 from pathlib import Path
 from bloomery.core.config import build
-from bloomery.data import document
+from bloomery.data import document, rows
 from bloomery.stages import dedup
 from bloomery.stages.config import Dedup
 if __name__ == "__main__":
@@ -273,3 +274,38 @@ def test_repeated_lines_stay_in_the_best_document_only_and_are_written_down(tmp_
     assert (stats["kept"], stats["dropped"], stats["repeated_lines"]) == (12, 1, 11)
     few = run(texts, tmp_path / "few", repeated_lines={**settings, "min_documents": 14})
     assert (few["kept"], few["dropped"]) == (13, 0)
+
+
+SHARED = Path(os.environ.get("BLOOMERY_SHARED", Path(__file__).resolve().parents[3] / "shared")) / "data" / "dev"
+LABELS = SHARED / "dedup_labels.parquet"
+
+
+@pytest.mark.skipif(not LABELS.is_file(), reason=f"needs {LABELS}; set BLOOMERY_SHARED")
+def test_labeled_copies_of_web_text_and_code_are_found_and_nothing_else(tmp_path: Path) -> None:
+    """Pairs at an exact Jaccard of 0.8 and more, which another program has found, and the documents down to 0.6."""
+    pairs = [
+        (row["doc_id_a"], row["doc_id_b"], row["jaccard_5word"])
+        for row in pq.read_table(LABELS).to_pylist()
+        if row["corpus_a"] == row["corpus_b"] in ("web", "code")
+    ]
+    wanted = {name for a, b, value in pairs if value >= 0.6 for name in (a, b)}
+    texts: dict[str, str] = {}
+    for part in ("web", "code"):
+        for _, row in rows.jsonl(SHARED / f"{part}.jsonl.zst"):
+            assert isinstance(row, dict)
+            texts |= {row["id"]: row["text"]} if row["id"] in wanted else {}
+    assert len(texts) == len(wanted)
+    run(texts, tmp_path, [300])
+    _, gone = found_in(tmp_path / "out")
+    cluster = {row["id"]: row["cluster"] for row in pq.read_table(tmp_path / "out" / "clusters.parquet").to_pylist()}
+    found = {}
+    for low, high in ((0.8, 1.01), (0.8, 0.9)):
+        similar = [(a, b) for a, b, value in pairs if low <= value < high]
+        removed = sum(a in gone or b in gone for a, b in similar) / len(similar)
+        together = sum(a in cluster and cluster[a] == cluster.get(b) for a, b in similar) / len(similar)
+        found[low, high] = removed, together
+    print(json.dumps({"documents": len(texts), "removed": len(gone), "recall": list(found.values())}))
+    assert min(found[0.8, 1.01]) >= 0.97
+    assert min(found[0.8, 0.9]) >= 0.93
+    for name, row in gone.items():
+        assert row["value"] == by_hand(texts[name], texts[row["kept_id"]]) >= 0.8

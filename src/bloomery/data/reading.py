@@ -216,7 +216,7 @@ def make_item(
 
 def _finished(source: Reading, text: str | Problem, fields: dict[str, Any], *, page: bool, web: bool) -> str | Problem:
     """Text as the source wants it: of a page what is seen, repaired where asked for, not too long, and accepted."""
-    if isinstance(text, Problem) or isinstance(text := rows.checked(text), Problem):
+    if isinstance(text, Problem) or (page and isinstance(text := rows.checked(text), Problem)):
         return text
     if page:
         text = html.plain_text(text, main_content=source.main_content)
@@ -288,13 +288,9 @@ def _row_item(source: Columns, place: str, row: rows.Found, where: str, url: str
         row = row | {source.best.field: _best(source.best, row)}
     if source.id_field is not None:
         own = rows.at(row, source.id_field)
-        if own is None and not source.needs_id:
-            pass
-        elif isinstance(own, bool) or not isinstance(own, str | int) or own == "":
-            text, own = (
-                Problem("no_id", 0, f"has no id in field {source.id_field!r}; its fields: {', '.join(row)}"),
-                None,
-            )
+        if not _is_id(own) and (own is not None or source.needs_id):
+            fields = ", ".join(row)
+            text, own = Problem("no_id", 0, f"has no id in field {source.id_field!r}; its fields: {fields}"), None
     if text is None:
         text = _text(source, row)
     text = _finished(source, text, row, page=False, web=source.markup == "html")
@@ -306,10 +302,20 @@ def _row_item(source: Columns, place: str, row: rows.Found, where: str, url: str
         text,
         where=where,
         own=None if own is None else str(own),
-        url=address if isinstance(address, str) else url,
-        license=license if isinstance(license, str) else None,
-        domain=domain if isinstance(domain, str) and domain else None,
+        url=_unicode(address) if isinstance(address, str) else url,
+        license=_unicode(license) if isinstance(license, str) else None,
+        domain=_unicode(domain) if isinstance(domain, str) and domain else None,
     )
+
+
+def _is_id(value: Any) -> bool:
+    """Whether a value can be a document's id: a whole number, or text without NULs and halves of surrogate pairs."""
+    return type(value) is int or (isinstance(value, str) and isinstance(rows.checked(value), str))
+
+
+def _unicode(value: str) -> str:
+    """What is said beside the text, with "?" for halves of surrogate pairs."""
+    return value if value.isascii() else value.encode("utf-8", "replace").decode()
 
 
 def _best(best: Best, row: dict[str, Any]) -> dict[str, Any] | None:

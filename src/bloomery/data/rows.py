@@ -35,11 +35,16 @@ def checked(text: str) -> str | Problem:
     if (nul := text.find("\0")) >= 0:
         return Problem("binary", nul, f"character {nul} is a NUL: this is not text")
     try:
-        text.encode("utf-8")
+        utf8_bytes(text)
     except UnicodeEncodeError as error:
         spot = error.start
         return Problem("not_unicode", spot, f"character {spot} is half a surrogate pair, which no UTF-8 can hold")
     return text
+
+
+def utf8_bytes(text: str) -> int:
+    """How many bytes a text has as UTF-8; known at once where it is ASCII. Raises UnicodeEncodeError."""
+    return len(text) if text.isascii() else len(text.encode())
 
 
 def jsonl(path: Path, max_bytes: int | None = None) -> Iterator[tuple[int, Found]]:

@@ -159,7 +159,7 @@ class Limited:
         most_bytes = math.inf if self._max_bytes is None else self._max_bytes
         documents = total = 0
         for item in self._found:
-            num_bytes = 0 if isinstance(item, Rejected) else len(item["text"].encode())
+            num_bytes = 0 if isinstance(item, Rejected) else rows.utf8_bytes(item["text"])
             if total + num_bytes > most_bytes:
                 self.stopped = True
                 return

@@ -13,8 +13,8 @@ class Characters(Common):
     """
     Broken encodings, and documents of something other than words.
 
-    What is measured is akin to the quality signals of RedPajama-V2 (Weber et al. 2024, arXiv 2411.12372); the limits are
-    our own.
+    What is measured is akin to the quality signals of RedPajama-V2 (Weber et al. 2024, arXiv 2411.12372); the limits
+    are our own.
     """
 
     kind: Literal["characters"] = "characters"
