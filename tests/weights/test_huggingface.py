@@ -167,7 +167,7 @@ def test_auto_tokenizer_gives_the_ids_of_other_kinds_too(kind: str, tmp_path: Pa
     renderer = Renderer(tokenizer)
     model = lively(random_config(0), 0, tokenizer.vocab_size)
     huggingface.save(tmp_path / "model", model, renderer, replace(LINEAGE_OF_CHAT, tokenizer=tokenizer.hash))
-    auto = AutoTokenizer.from_pretrained(tmp_path / "model")
+    auto: Any = AutoTokenizer.from_pretrained(tmp_path / "model")
     for text in (*training_texts()[::20], "def f(x):\n\treturn  x\n\n", "Größe 東京 😀", " a", "", "\n"):
         ids = auto(text, add_special_tokens=False)["input_ids"]
         assert ids == tokenizer.encode(text)
