@@ -104,8 +104,8 @@ def corpus() -> dict[str, Any]:
         },
         "dedup": {
             **{"documents": 11_873, "kept": 11_214, "removed": 659, "exact": 403, "near": 256, "compared": 1877},
-            **{"reasons": {"exact": 403, "near": 256, "overlap.ngram": 12}, "hits": {"arc_easy": 9, "boolq": 3}},
-            **{"clusters": 512, "dropped": 12},
+            **{"reasons": {"exact": 403, "near": 256, "overlap.ngram": 12}, "hits": 12},
+            **{"clusters": 512, "dropped": 12, "hits_by_task": {"arc_easy": 9, "boolq": 3}},
             "by_domain": {d: {"documents": n - 400, "kept": n - 620, "removed": 220} for d, n in sizes.items()},
         },
         "tokenizer": {

@@ -132,7 +132,7 @@ def duplicates(report: Report) -> list[object]:
         return []
     known = counted(dedup, documents="Documents", kept="Kept", removed="Removed")
     known += counted(dedup, exact="Exact copies", near="Near copies", compared="Pairs compared")
-    told = {"clusters": "Clusters", "dropped": "Met an evaluation task"}
+    told = {"clusters": "Clusters", "dropped": "Met an evaluation task", "hits": "Hits of those"}
     known += counted(dedup, **{key: name for key, name in told.items() if key in dedup})
     bars = []
     for domain, tally in named(dedup, "by_domain").items():
@@ -142,7 +142,7 @@ def duplicates(report: Report) -> list[object]:
     kinds = {name: value for name, value in named(dedup, "reasons").items() if number(value)}
     chart = charts.bars("Removed, by domain", bars, axis="share of the documents of a domain", form=percent)
     whole = number(dedup.get("documents"))
-    hits = tallied("Hits of evaluation tasks", named(dedup, "hits"), None, "hits")
+    hits = tallied("Hits of evaluation tasks", named(dedup, "hits_by_task"), None, "hits")
     parts: list[object | None] = [facts(known), tallied("Removed, by kind", kinds, whole, "documents"), chart, hits]
     return [part for part in parts if part is not None]
 

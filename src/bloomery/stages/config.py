@@ -304,8 +304,8 @@ class Shard(Parallel):
     """Share of documents, by hash of their text, that no model and no tokenizer is trained on."""
     anneal: Anneal | None = None
     """What `pretrain` reads last, from shards of its own."""
-    shard_tokens: Positive = 100_000_000
-    """A shard's length: its documents begin within as many tokens."""
+    shard_tokens: Annotated[int, Field(ge=1, le=2**30)] = 100_000_000
+    """A shard's length: its documents begin within as many tokens. A header counts to 2^31."""
     memory_bytes: Annotated[int, Field(ge=2**26)] = Field(2 * 2**30, json_schema_extra=VOLATILE)
     """For all workers together, besides what Python and its libraries need. It changes the speed, and no byte."""
     seed: int = 0

@@ -79,14 +79,15 @@ def deduplicate(config: Dedup, paths: list[Path], out: Path) -> dict[str, Any]:
         barred=barred,
         lines=repeated_lines.Settings(**dict(config.repeated_lines)) if config.repeated_lines else None,
     )
-    found = dict(search.find())
+    found: dict[str, Any] = dict(search.find())
     more = {"barred": str(barred)} if barred else {}
     if config.repeated_lines:
         more |= {"cuts": str(scratch / "cuts"), "unit": config.repeated_lines.unit}
     parts = corpus.parts(verdicts=str(scratch / "verdicts"), **more)
     records = run_parts(engine, write, None, parts, out, what="dedup")
     if barred:
-        found["hits"] = sum(decontaminate.list_hits(corpus, scratch, out).values())
+        tasks = decontaminate.list_hits(corpus, scratch, out)
+        found |= {"hits": sum(tasks.values()), "hits_by_task": tasks}
     with files.whole_file(out / CLUSTERS) as file:
         file.write((scratch / "clusters" / CLUSTERS).read_bytes())
     shutil.rmtree(scratch)
