@@ -14,14 +14,17 @@ from transformers import AutoTokenizer, LlamaForCausalLM
 from bloomery.core.errors import BloomeryError, CheckpointError, DataError
 from bloomery.generate.engine import Engine
 from bloomery.model.transformer import Transformer
+from bloomery.tokenizer import importers, pieces
 from bloomery.tokenizer.chat import Message, Renderer, Template
+from bloomery.tokenizer.config import SentencePiece
 from bloomery.tokenizer.tokenizer import DOCUMENT, Tokenizer
 from bloomery.tokenizer.train import train
 from bloomery.train.loss import token_loss
 from bloomery.weights import huggingface
 from bloomery.weights.huggingface import CONFIG, LINEAGE, WEIGHTS, Lineage
 from tests.model.made import SHAPES, lively, random_config, random_ids
-from tests.tokenizer.made import TEXTS, small
+from tests.tokenizer.made import TEXTS, small, training_texts
+from tests.tokenizer.test_pieces import theirs as trained_elsewhere
 
 import safetensors.torch
 import torch
@@ -148,6 +151,30 @@ def test_auto_tokenizer_knows_the_special_tokens(auto: Any) -> None:
     )
     assert auto.decode([small().document_id]) == DOCUMENT
     assert auto.model_max_length == random_config(0).context
+
+
+@pytest.mark.parametrize("kind", ["sentencepiece", "imported", "space first"])
+def test_auto_tokenizer_gives_the_ids_of_other_kinds_too(kind: str, tmp_path: Path) -> None:
+    pytest.importorskip("sentencepiece")
+    if kind == "sentencepiece":
+        tokenizer = pieces.train(training_texts(), SentencePiece(vocab_size=600))
+    elif kind == "imported":
+        small().save(tmp_path / "other")
+        tokenizer = importers.load(tmp_path / "other")
+    else:
+        (tmp_path / "other.model").write_bytes(trained_elsewhere())
+        tokenizer = importers.load(tmp_path / "other.model")
+    renderer = Renderer(tokenizer)
+    model = lively(random_config(0), 0, tokenizer.vocab_size)
+    huggingface.save(tmp_path / "model", model, renderer, replace(LINEAGE_OF_CHAT, tokenizer=tokenizer.hash))
+    auto: Any = AutoTokenizer.from_pretrained(tmp_path / "model")
+    for text in (*training_texts()[::20], "def f(x):\n\treturn  x\n\n", "Größe 東京 😀", " a", "", "\n"):
+        ids = auto(text, add_special_tokens=False)["input_ids"]
+        assert ids == tokenizer.encode(text)
+        assert auto.decode(ids) == tokenizer.decode(ids) == text
+    for talk in TALKS:
+        assert auto.apply_chat_template(talk)["input_ids"] == renderer.render(talk).ids
+    assert huggingface.load(tmp_path / "model").tokenizer.hash == tokenizer.hash
 
 
 # --- and back ------------------------------------------------------------------------------------------------------

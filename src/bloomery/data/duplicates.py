@@ -1,7 +1,7 @@
 """What is done to each part of a corpus to find its duplicates: signatures, sets of shingles, comparisons of pairs."""
 
 import zlib
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -9,6 +9,7 @@ from typing import IO, Any, BinaryIO
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
@@ -19,6 +20,8 @@ from bloomery.data.engine import Part, Record
 from bloomery.data.shingles import Hashes, Shingles, blocks, jaccard, shingle_set, shingles
 
 EDGE = pa.schema([("late", pa.uint32()), ("early", pa.uint32()), ("jaccard", pa.float64())])
+
+BYTES_PER_PIECE = 8 * 2**20
 
 PLACE = pa.schema([("doc", pa.int64()), ("file", pa.string()), ("first", pa.int64()), ("size", pa.int64())])
 
@@ -89,7 +92,7 @@ def sign(settings: Settings, part: Part, out: Path) -> Record:
         pq.ParquetWriter(file, schema, compression="lz4") as writer,
         files.whole_file(out / names[1]) as sets,
     ):
-        for batch in document.part_batches(Path(part.given["path"]), ["id", "text"]):
+        for batch in _pieces(document.part_batches(Path(part.given["path"]), ["id", "text"])):
             texts = batch.column("text").to_pylist()
             found = [shingles(texts[a:b], settings.shingles, settings.shingle_size) for a, b in blocks(texts)]
             numbers = np.arange(len(sizes), len(sizes) + len(texts))
@@ -107,6 +110,18 @@ def sign(settings: Settings, part: Part, out: Path) -> Record:
     with files.whole_file(out / names[2]) as file:
         pq.write_table(pa.table(columns, schema=PLACE), file)
     return {"files": names, "documents": len(sizes)}
+
+
+def _pieces(batches: Iterable[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
+    """Slices of about BYTES_PER_PIECE of text: a thousand books at a time would fill the memory."""
+    for batch in batches:
+        ends = np.cumsum(pc.binary_length(batch.column("text")).to_numpy(zero_copy_only=False), dtype=np.int64)
+        begin = 0
+        while begin < batch.num_rows:
+            limit = (ends[begin - 1] if begin else 0) + BYTES_PER_PIECE
+            end = max(begin + 1, int(np.searchsorted(ends, limit, side="right")))
+            yield batch.slice(begin, end - begin)
+            begin = end
 
 
 def _signed(settings: Settings, texts: list[str], found: list[Shingles]) -> list[pa.Array]:
