@@ -41,6 +41,7 @@ def connected(scratch: Path, memory_bytes: int) -> Iterator[duckdb.DuckDBPyConne
         "temp_directory": str(scratch / "spill"),
         "threads": str(max(1, min(cores(), limit // BYTES_PER_THREAD))),
     }
+    pa.default_memory_pool().release_unused()  # of the pass before, which would stand beside what DuckDB takes
     connection = duckdb.connect(str(scratch / "groups.duckdb"), config=options)
     try:
         yield connection
