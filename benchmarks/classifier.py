@@ -26,10 +26,10 @@ import numpy as np
 from sklearn.metrics import roc_auc_score
 
 from bloomery.core.stage import machine, versions
-from bloomery.data import classifier, examples, heuristic
-from bloomery.data.classifier import Classifier
+from bloomery.data import classifier, examples, heuristic, scorer
 from bloomery.data.examples import Example, Labels
 from bloomery.data.ngrams import Grams
+from bloomery.data.scorer import Classifier
 from bloomery.stages.config import Labeled
 
 ROOT = Path(__file__).parents[1]
@@ -128,7 +128,7 @@ def speeds(found: Sequence[Example]) -> dict[str, float]:
     told = {}
     for name, characters in (("words", None), ("words and characters", (4, 4))):
         made = Classifier(weights, 0.0, Grams(2**20, (1, 2), characters), 3000)
-        told[name] = size / best([lambda made=made: list(classifier.score(made, texts))] * 3)
+        told[name] = size / best([lambda made=made: list(scorer.score(made, texts))] * 3)
     return told | {"heuristic": size / best([lambda: list(heuristic.score(texts))] * 3)}
 
 

@@ -10,10 +10,11 @@ import pytest
 from sklearn.metrics import roc_auc_score
 
 from bloomery.core.errors import DataError
-from bloomery.data import classifier, damage, library, ngrams
-from bloomery.data.classifier import Learned, load, save, score
+from bloomery.data import classifier, damage, library, ngrams, scorer
+from bloomery.data.classifier import Learned, save
 from bloomery.data.examples import Example, excerpt
 from bloomery.data.ngrams import Grams
+from bloomery.data.scorer import load, score
 
 GOOD = re.findall(r"\w+", "the quiet river carried small boats past green hills while people walked along it and sang")
 BAD = re.findall(r"\w+", "buy cheap pills now win money casino bonus free offer deal click here today best price")
@@ -165,12 +166,12 @@ def test_a_broken_classifier_is_an_error(tmp_path: Path, learned: Learned) -> No
     with pytest.raises(DataError, match="no classifier that can be read"):
         load(tmp_path)
     save(learned, {}, tmp_path)
-    whole = (tmp_path / classifier.ARRAYS).read_bytes()
-    (tmp_path / classifier.ARRAYS).write_bytes(whole[:100])
+    whole = (tmp_path / scorer.ARRAYS).read_bytes()
+    (tmp_path / scorer.ARRAYS).write_bytes(whole[:100])
     with pytest.raises(DataError, match="no classifier that can be read"):
         load(tmp_path)
-    (tmp_path / classifier.ARRAYS).write_bytes(whole)
-    facts = json.loads((tmp_path / classifier.FACTS).read_text())
-    (tmp_path / classifier.FACTS).write_text(json.dumps(facts | {"format": 9}))
+    (tmp_path / scorer.ARRAYS).write_bytes(whole)
+    facts = json.loads((tmp_path / scorer.FACTS).read_text())
+    (tmp_path / scorer.FACTS).write_text(json.dumps(facts | {"format": 9}))
     with pytest.raises(DataError, match="format is 9"):
         load(tmp_path)

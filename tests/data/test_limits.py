@@ -7,7 +7,7 @@ import pytest
 
 from bloomery.core.config import build
 from bloomery.core.errors import ConfigError, DataError
-from bloomery.data import classifier, heuristic, limits
+from bloomery.data import classifier, heuristic, limits, scorer
 from bloomery.data.examples import Example
 from bloomery.data.limits import NUM_SAMPLES, PRESETS, Cuts, Judge, Limit
 from bloomery.data.ngrams import Grams
@@ -45,7 +45,7 @@ def test_the_combined_score_is_the_weighted_sum_of_classifier_and_heuristic(fold
     limit = Limit(keep_from=0.55, heuristic_weight=0.4, characters=50)
     learned = judge(folder, limit)
     looked = [one[:50] for one in TEXTS]
-    plain = np.array(list(classifier.score(learned.classifiers["quality"], looked)))
+    plain = np.array(list(scorer.score(learned.classifiers["quality"], looked)))
     expected = 0.6 * plain + 0.4 * np.array(list(heuristic.score(looked)))
     assert learned.mixed(limit, learned.score(TEXTS)) == pytest.approx(expected)
     assert list(learned.columns) == ["score", "score_toxicity", "heuristic"]

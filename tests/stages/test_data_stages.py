@@ -10,7 +10,7 @@ import pytest
 
 from bloomery.core.config import build
 from bloomery.core.errors import ConfigError, DataError, RunError
-from bloomery.data import classifier, document
+from bloomery.data import document, scorer
 from bloomery.data.rules.judge import Documents, judge
 from bloomery.stages import classify, dedup, fetch
 from bloomery.stages import filter as filtering
@@ -156,9 +156,9 @@ def test_a_dropped_document_has_the_reason_that_its_rule_gives(done: tuple[dict[
 
 def test_every_document_has_the_score_of_the_saved_classifier(done: tuple[dict[str, Path], dict[str, Stats]]) -> None:
     folders, stats = done
-    learned = classifier.load(folders["classify"] / "quality")
+    learned = scorer.load(folders["classify"] / "quality")
     kept = list(document.read(folders["filter"] / "kept"))
-    assert [row["score"] for row in kept] == list(classifier.score(learned, [row["text"] for row in kept]))
+    assert [row["score"] for row in kept] == list(scorer.score(learned, [row["text"] for row in kept]))
     (told,) = stats["classify"]["classifiers"]
     assert told["auc"] > 0.7
     assert told["examples"] == 2 * stats["fetch"]["documents"]

@@ -13,11 +13,12 @@ from numpy.typing import NDArray
 from sklearn.linear_model import LogisticRegression
 from sklearn.metrics import roc_auc_score
 
+from bloomery.data.scorer import Scores
+
 NUM_BINS = 10
 GRID = tuple(round(0.05 * step, 2) for step in range(1, 20))
 """Cuts at which precision and recall are told."""
 
-Scores = NDArray[np.float64]
 Truth = NDArray[np.bool_]
 
 
@@ -72,12 +73,6 @@ def platt(logits: Scores, truth: Truth) -> tuple[float, float]:
     labels = np.repeat([True, False], len(logits))
     fitted = LogisticRegression(C=1e6, max_iter=1000).fit(both, labels, np.concatenate([target, 1 - target]))
     return float(fitted.coef_[0, 0]), float(fitted.intercept_[0])
-
-
-def probabilities(logits: Scores) -> Scores:
-    """The logistic function, without overflow."""
-    found: Scores = 0.5 * (1 + np.tanh(0.5 * logits))
-    return found
 
 
 def measure(scores: Scores, truth: Truth, kinds: Sequence[str], *, examples: Truth, threshold: float) -> Quality:

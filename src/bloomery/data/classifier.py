@@ -15,14 +15,12 @@ Sources: Joulin et al. 2017, Bag of Tricks (arXiv 1607.01759) for hashed n-grams
 
 import hashlib
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
-from safetensors import SafetensorError
 from safetensors import numpy as safetensors
 from scipy.sparse import csr_matrix, vstack
 from sklearn.linear_model import LogisticRegression
@@ -30,13 +28,12 @@ from threadpoolctl import threadpool_limits  # type: ignore[import-untyped]
 
 from bloomery.core import files
 from bloomery.core.errors import DataError
-from bloomery.data import ngrams
-from bloomery.data.calibration import Quality, Scores, Truth, area, measure, platt, probabilities
+from bloomery.data import ngrams, scorer
+from bloomery.data.calibration import Quality, Truth, area, measure, platt
 from bloomery.data.examples import Example, excerpt
 from bloomery.data.ngrams import Grams
+from bloomery.data.scorer import ARRAYS, FACTS, FORMAT, Classifier, Scores, logits
 
-ARRAYS, FACTS = "classifier.safetensors", "classifier.json"
-FORMAT = 2
 STRENGTHS = (1.0, 3.0, 10.0)
 """Inverses of the l2 penalty that are tried. Past the last, dual coordinate descent takes hundreds of rounds."""
 TOLERANCE = 0.01
@@ -45,16 +42,6 @@ NUM_TELLING = 20
 TELLING_DOCUMENTS = 3000
 RAREST_TELLING = 0.002
 """Share of those documents that an n-gram stands in at least, to be told."""
-
-
-@dataclass(frozen=True, eq=False)
-class Classifier:
-    """What scoring needs. `weights` has one float32 for each bucket; calibration is already in them."""
-
-    weights: NDArray[np.float32]
-    bias: float
-    grams: Grams
-    characters: int
 
 
 @dataclass(frozen=True)
@@ -95,7 +82,9 @@ def train(
         weights, bias = fits[best]
         slope, offset = platt(x[calibrating] @ weights + bias, truth[calibrating])
     classifier = Classifier((weights * slope).astype(np.float32), bias * slope + offset, grams, characters)
-    scores = np.fromiter(score(classifier, (e.text for e, m in zip(examples, measured, strict=True) if m)), np.float64)
+    scores = np.fromiter(
+        scorer.score(classifier, (e.text for e, m in zip(examples, measured, strict=True) if m)), np.float64
+    )
     kinds = [example.kind for example, part in zip(examples, measured, strict=True) if part]
     quality = measure(scores, truth[measured], kinds, examples=truth, threshold=threshold)
     taught = [example.text for example, part in zip(examples, teaching, strict=True) if part]
@@ -116,12 +105,6 @@ def split(groups: Sequence[str], truth: Truth, held_out: float, seed: int) -> tu
     return parts
 
 
-def score(classifier: Classifier, texts: Iterable[str]) -> Iterator[float]:
-    """The probability that each text is positive, in order. A text's score depends on nothing else."""
-    for batch in ngrams.batches(excerpt(text, classifier.characters) for text in texts):
-        yield from probabilities(_logits(classifier, batch)).tolist()
-
-
 def save(learned: Learned, facts: dict[str, Any], folder: Path) -> None:
     """Write classifier.safetensors and classifier.json, each whole or absent. `facts` are the caller's own."""
     classifier = learned.classifier
@@ -138,21 +121,6 @@ def save(learned: Learned, facts: dict[str, Any], folder: Path) -> None:
         "telling_negative": learned.telling_negative,
     }
     files.write_json(folder / FACTS, facts | known)
-
-
-def load(folder: Path) -> Classifier:
-    """Read what `save` wrote. Raises DataError where it is missing, torn or of another format."""
-    cure = "Remove the manifest.json of stage classify and run the recipe again."
-    try:
-        facts = files.read_json(folder / FACTS)
-        arrays = safetensors.load((folder / ARRAYS).read_bytes())
-    except (OSError, ValueError, SafetensorError) as error:
-        raise DataError(f"holds no classifier that can be read: {error}", where=str(folder), cure=cure) from None
-    if facts.get("format") != FORMAT or facts.get("tokens") != ngrams.TOKENS:
-        raise DataError(f"its format is {facts.get('format')}, not {FORMAT}", where=str(folder / FACTS), cure=cure)
-    words, characters = facts["grams"]["words"], facts["grams"]["characters"]
-    grams = Grams(facts["grams"]["buckets"], words and tuple(words), characters and tuple(characters))
-    return Classifier(arrays["weights"], float(arrays["bias"][0]), grams, facts["characters"])
 
 
 def _spot(group: str, seed: int) -> float:
@@ -181,16 +149,6 @@ def _fitted(x: Any, truth: Truth, strength: float, seed: int) -> tuple[Scores, f
     return regression.coef_[0].astype(np.float64), float(regression.intercept_[0])
 
 
-def _logits(classifier: Classifier, batch: Sequence[str]) -> Scores:
-    logits = np.full(len(batch), classifier.bias)
-    for found in ngrams.hashed(batch, classifier.grams):
-        buckets, numbers = ngrams.present(found, classifier.grams.buckets)
-        # bincount adds one after the other: a text's sum is the same in every batch
-        sums = np.bincount(numbers, classifier.weights[buckets], minlength=len(batch))
-        logits += sums / np.sqrt(np.maximum(found.counts, 1))
-    return logits
-
-
 def _telling(classifier: Classifier, texts: Sequence[str]) -> tuple[list[str], list[str]]:
     """
     The n-grams of words that, each read as a text of its own, score highest and lowest.
@@ -205,7 +163,7 @@ def _telling(classifier: Classifier, texts: Sequence[str]) -> tuple[list[str], l
     grams = sorted(gram for gram, count in frequency.items() if count >= least)
     if not grams:
         return [], []
-    logits = np.concatenate([_logits(classifier, batch) for batch in ngrams.batches(grams)]) - classifier.bias
+    logits = np.concatenate([logits(classifier, batch) for batch in ngrams.batches(grams)]) - classifier.bias
     known = dict(zip(grams, logits.tolist(), strict=True))
     order = [grams[place] for place in np.argsort(-logits, kind="stable")]
     high = [gram for gram in order if known[gram] > 0 and _says_more(gram, known)]

@@ -20,15 +20,14 @@ from pydantic import AfterValidator, model_validator
 from bloomery.core import files
 from bloomery.core.config import Config, Positive, Share
 from bloomery.core.errors import DataError
-from bloomery.data import classifier, heuristic
-from bloomery.data.classifier import Classifier
+from bloomery.data import heuristic, scorer
+from bloomery.data.scorer import Classifier, Scores
 
 NUM_SAMPLES = 20
 SAMPLE_CHARACTERS = 300
 NUM_BINS = 20
 HEURISTIC = "heuristic"
 
-Scores = NDArray[np.float64]
 Places = NDArray[np.int64]
 View = tuple[str, int | None]
 """A classifier's name (or HEURISTIC) and how many of the first characters it is given; None: all."""
@@ -129,7 +128,7 @@ class Judge:
 
     def _viewed(self, texts: Sequence[str], name: str, characters: int | None) -> Scores:
         looked = texts if characters is None else [text[:characters] for text in texts]
-        scores = heuristic.score(looked) if name == HEURISTIC else classifier.score(self.classifiers[name], looked)
+        scores = heuristic.score(looked) if name == HEURISTIC else scorer.score(self.classifiers[name], looked)
         return np.fromiter(scores, np.float64, len(texts))
 
     def mixed(self, limit: Limit, views: Mapping[View, Scores]) -> Scores:
@@ -148,7 +147,7 @@ def load(folder: Path, limits: Sequence[Limit], *, min_score: float, min_scores:
 
     Raises DataError for a limit whose classifier is not there, or whose threshold is for the other side.
     """
-    facts = sorted((files.read_json(path) for path in folder.glob(f"*/{classifier.FACTS}")), key=lambda f: f["place"])
+    facts = sorted((files.read_json(path) for path in folder.glob(f"*/{scorer.FACTS}")), key=lambda f: f["place"])
     if not facts:
         raise DataError("holds no classifier", where=str(folder), cure="Run the stage classify again.")
     keep = {one["name"]: one["keep"] for one in facts}
@@ -160,7 +159,7 @@ def load(folder: Path, limits: Sequence[Limit], *, min_score: float, min_scores:
     bounds = [*(Bound("classifier", limit) for limit in plain), *rest, *bounds]
     for bound in bounds:
         _check(bound, keep)
-    return Judge({name: classifier.load(folder / name) for name in keep}, keep, tuple(bounds))
+    return Judge({name: scorer.load(folder / name) for name in keep}, keep, tuple(bounds))
 
 
 def _check(bound: Bound, keep: Mapping[str, str]) -> None:
