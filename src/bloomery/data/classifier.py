@@ -32,7 +32,7 @@ from bloomery.data import ngrams, scorer
 from bloomery.data.calibration import Quality, Truth, area, measure, platt
 from bloomery.data.examples import Example, excerpt
 from bloomery.data.ngrams import Grams
-from bloomery.data.scorer import ARRAYS, FACTS, FORMAT, Classifier, Scores, logits
+from bloomery.data.scorer import ARRAYS, FACTS, FORMAT, Classifier, Scores, logits_of
 
 STRENGTHS = (1.0, 3.0, 10.0)
 """Inverses of the l2 penalty that are tried. Past the last, dual coordinate descent takes hundreds of rounds."""
@@ -163,7 +163,7 @@ def _telling(classifier: Classifier, texts: Sequence[str]) -> tuple[list[str], l
     grams = sorted(gram for gram, count in frequency.items() if count >= least)
     if not grams:
         return [], []
-    logits = np.concatenate([logits(classifier, batch) for batch in ngrams.batches(grams)]) - classifier.bias
+    logits = np.concatenate([logits_of(classifier, batch) for batch in ngrams.batches(grams)]) - classifier.bias
     known = dict(zip(grams, logits.tolist(), strict=True))
     order = [grams[place] for place in np.argsort(-logits, kind="stable")]
     high = [gram for gram in order if known[gram] > 0 and _says_more(gram, known)]

@@ -44,7 +44,7 @@ def probabilities(logits: Scores) -> Scores:
 def score(classifier: Classifier, texts: Iterable[str]) -> Iterator[float]:
     """The probability that each text is positive, in order. A text's score depends on nothing else."""
     for batch in ngrams.batches(excerpt(text, classifier.characters) for text in texts):
-        yield from probabilities(logits(classifier, batch)).tolist()
+        yield from probabilities(logits_of(classifier, batch)).tolist()
 
 
 def load(folder: Path) -> Classifier:
@@ -62,7 +62,7 @@ def load(folder: Path) -> Classifier:
     return Classifier(arrays["weights"], float(arrays["bias"][0]), grams, facts["characters"])
 
 
-def logits(classifier: Classifier, batch: Sequence[str]) -> Scores:
+def logits_of(classifier: Classifier, batch: Sequence[str]) -> Scores:
     logits = np.full(len(batch), classifier.bias)
     for found in ngrams.hashed(batch, classifier.grams):
         buckets, numbers = ngrams.present(found, classifier.grams.buckets)
