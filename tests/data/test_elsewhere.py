@@ -121,7 +121,7 @@ def test_what_is_broken_in_a_file_is_told_with_the_files_own_name_and_its_place_
 ) -> None:
     sha = hub.put("us/books", {"data/a.jsonl": lines("fine") + b"{broken\n"})
     with pytest.raises(DataError, match=rf"hf://datasets/us/books@{sha}/data/a\.jsonl \(.*/blobs/.*:2\)"):
-        list(sources.read(books()))
+        list(sources.read(books(invalid="error")))
 
 
 def test_files_and_config_together_are_refused() -> None:
