@@ -97,7 +97,7 @@ def test_decontaminate_drops_what_holds_a_question_and_lists_the_hits(
         ("riddles", "planted")
     }
     words = ["decontaminate", str(source), "--out", str(tmp_path / "other")]
-    assert "files" in tool(capsys, *words, code=2)["error"]
+    assert "--against tasks/" in tool(capsys, *words, code=2)["error"]
 
 
 def test_tokenize_leaves_shards_and_loses_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

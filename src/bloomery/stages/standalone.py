@@ -22,7 +22,7 @@ from pydantic import Field
 
 from bloomery.core import config, files, stage
 from bloomery.core.config import Config
-from bloomery.core.errors import RunError
+from bloomery.core.errors import ConfigError, RunError
 from bloomery.core.stage import Plan, Stage
 from bloomery.data import document
 from bloomery.data.engine import Parallel
@@ -159,6 +159,9 @@ def _sections(asked: Asked, tool: Tool) -> Sections:
     for setting in asked.settings:
         known = setting.partition("=")[0].partition(".")[0] in Sections.model_fields
         config.apply_override(tree, setting if known else f"{tool.section}.{setting}")
+    if asked.tool == "decontaminate" and not section.get("files"):
+        cure = "Name files of tasks, or folders of them: --against tasks/ (jsonl, .zst and .gz too, or parquet)."
+        raise ConfigError("no evaluation task is named, so nothing could be looked for", cure=cure)
     if "tokenizer" in tree:
         tree["tokenizer"] = {"kind": "byte_bpe"} | tree["tokenizer"]
     return config.build(Sections, tree, where=f"bloomery data {asked.tool}")
