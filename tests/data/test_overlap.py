@@ -134,3 +134,19 @@ def test_a_very_long_document_is_searched_too(tmp_path: Path) -> None:
     assert {index.rows[match.row][1] for match in found} == {1}
     assert min(found).word == 500_000
     assert np.diff([match.word for match in found]).tolist() == [1] * (len(found) - 1)
+
+
+def test_a_text_that_stands_in_many_rows_and_one_without_its_inner_marks_are_found(tmp_path: Path) -> None:
+    question = "Why did the woman's short-run plan for the old mill's wheel fail before the first snow fell that year?"
+    short = "Whose is the baker's dog?"
+    task = tmp_path / "riddles.jsonl"
+    task.write_text("".join(json.dumps({"question": one}) + "\n" for one in [question] * 12 + [short]))
+    index = Index.of(Settings(files=(task,)))
+    bare = re.sub(r"[^\w\s]", "", question)
+    texts = [
+        question,
+        bare,
+        "Well. " + re.sub(r"[^\w\s]", "", short) + " Mine.",
+        "nothing of the kind stands here at all",
+    ]
+    assert {match.text for match in index.find(texts)} == {0, 1, 2}

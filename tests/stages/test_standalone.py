@@ -9,6 +9,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from pyarrow import dataset
 
 from bloomery import cli
 from bloomery.data import document
@@ -63,6 +64,10 @@ def test_dedup_keeps_one_of_all_copies(tmp_path: Path, capsys: pytest.CaptureFix
     copies = [json.dumps({"id": f"copy{number}", "text": TEXTS[number]}) for number in range(5)]
     result = tool(capsys, "dedup", str(rows(tmp_path / "in.jsonl", copies)), "--out", str(tmp_path / "out"))
     check(result, tmp_path / "out", len(TEXTS) + 6)
+    dropped = dataset.dataset(tmp_path / "out" / "dropped").to_table().to_pylist()
+    twins = {row["id"]: row["kept_id"] for row in dropped}
+    assert twins == {"none": None, **{f"d{number}": f"copy{number}" for number in range(5)}}
+    assert pq.read_metadata(tmp_path / "out" / "clusters.parquet").num_rows == 10
     assert set(ids(tmp_path / "out" / "kept")) == {*(f"copy{number}" for number in range(5))} | {
         f"d{number}" for number in range(5, len(TEXTS))
     }
@@ -78,6 +83,19 @@ def test_the_kept_documents_of_one_tool_are_the_input_of_the_next(
     assert (first["kept"], second["kept"]) == (31, 30)
     assert {row["domain"] for row in document.read(tmp_path / "unique" / "kept", ["domain"])} == {"wiki"}
     assert set(ids(tmp_path / "unique" / "kept")) < set(ids(tmp_path / "clean" / "kept"))
+
+
+def test_files_that_hold_nothing_stop_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "empty.txt").touch()
+    pq.write_table(pa.table({"body": ["a text"]}), tmp_path / "other.parquet")
+    pq.write_table(pa.table({"text": ["a text", "two"], "id": [1.5, 2.5]}), tmp_path / "numbers.parquet")
+    names = [str(rows(tmp_path / "in.jsonl"))] + [
+        str(tmp_path / n) for n in ("empty.txt", "other.parquet", "numbers.parquet")
+    ]
+    result = tool(capsys, "dedup", *names, "--out", str(tmp_path / "out"))
+    check(result, tmp_path / "out", len(TEXTS) + 1 + 1 + 1 + 2)
+    assert result["reasons"] == {"empty": 2, "no_column": 1}
+    assert "gave no documents" in tool(capsys, "dedup", names[1], "--out", str(tmp_path / "no"), code=2)["error"]
 
 
 def test_decontaminate_drops_what_holds_a_question_and_lists_the_hits(

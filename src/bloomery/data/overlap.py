@@ -11,6 +11,7 @@ not one of its questions, and is passed over.
     short ones     sorted hashes of their first words, then of all their words
 """
 
+import hashlib
 import re
 import unicodedata
 from bisect import bisect_left, bisect_right
@@ -35,6 +36,7 @@ Places = NDArray[np.int64]
 MAX_ROWS = 8
 SIEVE_BITS = 5
 INVISIBLE = re.compile("[\u00ad\u034f\u061c\u180e\u200b-\u200f\u202a-\u202e\u2060-\u2064\ufe00-\ufe0f\ufeff]")
+INSIDE = re.compile(r"(?<=[^\W_])[^\w\s](?=[^\W_])")
 TOKEN, WORD = re.compile(r"\S+"), re.compile(r"[^\W_]+")
 
 HIT = pa.schema(
@@ -110,6 +112,12 @@ def plain(text: str) -> str:
     return text.replace("_", " ")
 
 
+def spellings(text: str) -> list[str]:
+    """A task's text, and with the marks inside its words left out, as in "womans hair" and "shortrun"."""
+    closed = INSIDE.sub("", text)
+    return [text] if closed == text else [text, closed]
+
+
 def of_block(texts: Sequence[str]) -> tuple[Hashes, list[int]]:
     """Hashes of all words of one block of texts, and where each text's end."""
     flat = [plain(text) for text in texts]
@@ -151,11 +159,15 @@ class Index:
         rows: list[tuple[str, int]] = []
         long: list[tuple[int, Hashes]] = []
         short: list[tuple[int, Hashes]] = []
+        seen: set[bytes] = set()
         for path in examined.task_files(settings.files):
-            pieces = list(examined.pieces(path, settings.fields))
-            for piece, words in zip(pieces, hashed([piece.text for piece in pieces]), strict=True):
+            pieces = [(one, text) for one in examined.pieces(path, settings.fields) for text in spellings(one.text)]
+            for (piece, _), words in zip(pieces, hashed([text for _, text in pieces]), strict=True):
                 if not rows or rows[-1] != (piece.task, piece.row):
                     rows.append((piece.task, piece.row))
+                if (content := hashlib.blake2b(words.tobytes(), digest_size=16).digest()) in seen:
+                    continue  # the first row that has it stands for all: a text of many rows is no form
+                seen.add(content)
                 if len(words) >= size:
                     long.append((len(rows) - 1, of_words(words, size)))
                 elif len(words) >= least:

@@ -177,6 +177,8 @@ def items(
     for item in READERS[form](source, path, name, form, url):
         if isinstance(item, Rejected) and _stops(source, form, item.problem):
             cure = f'Repair or remove it, or set invalid = "skip" in source {source.name!r} to go on without it.'
+            if item.problem.reason == "no_column":
+                cure = f"Say which column holds it: text_field or id_field of source {source.name!r}. {cure}"
             if item.problem.reason == "too_long":
                 cure = f"Raise max_document_bytes of source {source.name!r} if that is a document. {cure}"
             raise DataError(item.problem.what, where=item.where, cure=cure)
@@ -196,7 +198,7 @@ def is_fault(reason: str) -> bool:
     return reason not in EXPECTED and not reason.startswith("accept.")
 
 
-OF_FILES = ("torn", "no_rows", "not_warc")
+OF_FILES = ("torn", "no_rows", "not_warc", "no_column")
 """What is wrong with a file of many documents, more of which may be lost."""
 OF_DOCUMENTS = ("too_long", "bomb", "too_deep")
 """What is wrong with one document, also where it is a file of its own."""
@@ -302,7 +304,9 @@ def _row_item(source: Columns, place: str, row: rows.Found, where: str, url: str
         row = row | {source.best.field: _best(source.best, row)}
     if source.id_field is not None:
         own = rows.at(row, source.id_field)
-        if not _is_id(own) and (own is not None or source.needs_id):
+        if not _is_id(own) and not source.needs_id:
+            own = None
+        elif not _is_id(own):
             fields = ", ".join(row)
             text, own = Problem("no_id", 0, f"has no id in field {source.id_field!r}; its fields: {fields}"), None
     if text is None:

@@ -10,7 +10,6 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from bloomery.core.errors import DataError
 from bloomery.data import rows, unpack
 from bloomery.data.rows import Found
 from bloomery.data.unpack import BOMB_BYTES, BOMB_RATIO, Problem
@@ -23,13 +22,16 @@ def parquet(path: Path, columns: Sequence[str], optional: Sequence[str] = ()) ->
     """
     Row number (from 0) and cells of every row. The last item is a problem with reason `torn` where the file is broken.
 
-    A column "a.b" that is not there stands for all of the column a. Raises DataError where the file cannot be opened,
-    or lacks one of `columns`.
+    A column "a.b" that is not there stands for all of the column a. A file that lacks one of `columns` is one problem,
+    `no_column`. Raises DataError where the file cannot be opened.
     """
     number = 0
     try:
         with pq.ParquetFile(path) as file:
-            wanted = _wanted(path, file.schema_arrow.names, columns, optional)
+            wanted = _wanted(file.schema_arrow.names, columns, optional)
+            if isinstance(wanted, Problem):
+                yield 0, wanted
+                return
             for group in range(file.metadata.num_row_groups):
                 if problem := _bomb(file.metadata.row_group(group), wanted):
                     yield number, problem
@@ -61,12 +63,12 @@ def _bomb(group: Any, wanted: Sequence[str]) -> Problem | None:
     return None
 
 
-def _wanted(path: Path, names: Sequence[str], columns: Sequence[str], optional: Sequence[str]) -> list[str]:
+def _wanted(names: Sequence[str], columns: Sequence[str], optional: Sequence[str]) -> list[str] | Problem:
     found = []
     for name in (*columns, *optional):
         known = next((one for one in (name, name.partition(".")[0]) if one in names), None)
         if known is None and name in columns:
-            raise DataError(f"has no column {name!r}", where=str(path), cure=f"Its columns: {', '.join(names)}.")
+            return Problem("no_column", 0, f"has no column {name!r}; its columns: {', '.join(names)}")
         if known is not None:
             found.append(known)
     return list(dict.fromkeys(found))

@@ -57,8 +57,10 @@ def run(config: Fetch, inputs: Mapping[str, Path], out: Path) -> dict[str, Any]:
         records = iter(engine.run_parts(config.engine, take, config, parts, out, what=WORK))
         for one in taken:
             one.records = [next(records) for _ in one.parts]
+    # files that a tool is given need not all be good, as long as one is
+    lenient = all(source.kind == "files" for source in config.sources) and any(one.count("documents") for one in taken)
     for one in taken:
-        if not one.count("documents"):
+        if not one.count("documents") and not (lenient and one.count("rejected")):
             cure = "Check its path, patterns and fields, and whether max_bytes leaves room for one document."
             rejected = one.tally("reasons")
             why = f"gave no documents ({one.count('rejected')} rejected{_listed(rejected)})"

@@ -4,7 +4,8 @@ The data tools on their own: files in, one stage of the data half, and a folder 
     OUT/kept/part-*.parquet       documents, with their id
     OUT/dropped/part-*.parquet    the others, with reason and value; also what could not be read
     OUT/hits.parquet              of `decontaminate`: which text of which task stands in which document, and where
-    OUT/shards/                   of `tokenize`, in the place of kept/: token files
+    OUT/clusters.parquet          of `dedup`: which documents are copies of one another, kept or not
+    OUT/shards/, OUT/tokenizer/   of `tokenize`, in the place of kept/: token files, and what gives them a meaning
     OUT/result.json               the counts, written last
 
 The stages are those of a recipe. They run in OUT/work, which goes when the result is there; a run that died goes on.
@@ -17,6 +18,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import pyarrow as pa
 import pyarrow.parquet as pq
 from pydantic import Field
 
@@ -25,6 +27,7 @@ from bloomery.core.config import Config
 from bloomery.core.errors import ConfigError, RunError
 from bloomery.core.stage import Plan, Stage
 from bloomery.data import document
+from bloomery.data.deduplicate import CLUSTERS
 from bloomery.data.engine import Parallel
 from bloomery.stages import decontaminate as decontamination
 from bloomery.stages import dedup as deduplicate
@@ -35,7 +38,9 @@ from bloomery.stages.config import Decontaminate, Dedup, Fetch, Filter, Shard
 from bloomery.tokenizer.config import AnyKind, ByteBpe
 
 RESULT, WORK = "result.json", "work"
-KEPT, DROPPED, SHARDS = "kept", "dropped", "shards"
+KEPT, DROPPED, SHARDS, TOKENIZER = "kept", "dropped", "shards", "tokenizer"
+BESIDE = (decontamination.HITS, CLUSTERS, "repeated")
+"""What a stage may leave beside documents, and OUT gets as it is."""
 
 
 class Decontamination(Parallel, Decontaminate):
@@ -189,18 +194,20 @@ def _delivered(asked: Asked, plans: Sequence[Plan], out: Path, seconds: float) -
     first, last = plans[0].folder, plans[-1].folder
     stats = stage.read_manifest(last)["stats"]
     read = stage.read_manifest(first)["stats"]
-    for stale in (KEPT, DROPPED, SHARDS):  # of an attempt that died right here
-        if (out / stale).exists():
+    for stale in (KEPT, DROPPED, SHARDS, TOKENIZER, *BESIDE):  # of an attempt that died right here
+        if (out / stale).is_dir():
             shutil.rmtree(out / stale)
     reasons = _gathered([*_dropped_parts(first), *_dropped_parts(last)], out / DROPPED)
     if asked.tool == "tokenize":
         kept = read["documents"]
+        plans[1].folder.rename(out / TOKENIZER)
         last.rename(out / SHARDS)
     else:
         kept = document.count(last / KEPT)
         (last / KEPT).rename(out / KEPT)
-        if (last / decontamination.HITS).is_file():
-            (last / decontamination.HITS).replace(out / decontamination.HITS)
+        for name in BESIDE:
+            if (last / name).exists():
+                (last / name).replace(out / name)
     dropped = sum(reasons.values())
     documents = read["documents"] + read["rejected"]
     assert documents == kept + dropped, f"{documents} documents came in, {kept} + {dropped} went out"
@@ -227,14 +234,26 @@ def _dropped_parts(folder: Path) -> list[Path]:
 
 
 def _gathered(parts: Sequence[Path], folder: Path) -> Counter[str]:
-    """Move files of dropped documents into one folder; returns how many were dropped, by reason."""
+    """Move files of dropped documents into one folder, with the same columns in all; returns how many, by reason."""
     folder.mkdir()
     reasons: Counter[str] = Counter()
-    for number, path in enumerate(parts):
+    filled = [path for path in parts if pq.read_metadata(path).num_rows] or list(parts[:1])
+    schema = pa.unify_schemas([_nullable(pq.read_schema(path)) for path in filled])
+    for number, path in enumerate(filled):
         for batch in document.part_batches(path, ["reason"]):
             reasons.update(batch.column("reason").to_pylist())
-        path.rename(folder / f"part-{number:05d}.parquet")
+        place = folder / f"part-{number:05d}.parquet"
+        if pq.read_schema(path).names == schema.names:
+            path.rename(place)
+            continue
+        with document.PartWriter(place, schema) as writer:
+            for batch in document.part_batches(path):
+                writer.write(batch.to_pylist())
     return reasons
+
+
+def _nullable(schema: pa.Schema) -> pa.Schema:
+    return pa.schema([field.with_nullable(True) for field in schema])
 
 
 def filter_(settings: Filter, inputs: Mapping[str, Path], out: Path) -> dict[str, Any]:
