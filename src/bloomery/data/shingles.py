@@ -14,7 +14,7 @@ agree with p = 2**-64, unless somebody made them to (Thue–Morse strings of a t
 import hashlib
 import re
 from collections.abc import Iterator, Sequence
-from functools import cache
+from functools import cache, lru_cache
 from itertools import pairwise
 from typing import Literal, NamedTuple
 
@@ -28,7 +28,6 @@ CHARACTERS_PER_BLOCK = 1 << 16  # its arrays fit into a second-level cache
 LARGEST_PIECE = 1 << 20  # a longer run of characters without white space is cut there
 
 SPACE, WORD = np.uint32(1 << 24), np.uint32(1 << 25)
-LINE_BREAK = "\n".encode("utf-32-le")
 RADIX = 0x9E3779B97F4A7C15
 STEP = 0xD1342543DE82EF95  # q
 
@@ -84,6 +83,23 @@ def _powers(count: int, radix: int) -> tuple[Hashes, Hashes]:
     return tables[0], tables[1]
 
 
+class _Room(NamedTuple):
+    """Arrays that every call of `scan` in a process fills anew: fresh ones would cost more than what is computed."""
+
+    values: NDArray[np.uint32]
+    terms: Hashes
+    sums: Hashes
+    inside: NDArray[np.bool_]
+    changes: NDArray[np.bool_]
+
+
+@lru_cache(maxsize=1)
+def _room(size: int) -> _Room:
+    """Room for texts of fewer than `size` characters together."""
+    truths = np.empty(size + 1, np.bool_), np.empty(size, np.bool_)
+    return _Room(np.empty(size, np.uint32), np.empty(size, np.uint64), np.zeros(size, np.uint64), *truths)
+
+
 def lowered(text: str) -> str:
     """`text.lower()` where letters depend on their neighbors or change the length; else the text, for the table."""
     return text.lower() if "İ" in text or "Σ" in text else text
@@ -97,31 +113,33 @@ def scan(texts: Sequence[str]) -> tuple[Pieces, Pieces]:
     """
     The words and the white-space-separated tokens of texts, of at most a few million characters together.
 
-    Places are those in the texts joined by line breaks.
+    Places are those in the texts joined by line breaks. Not for several threads at a time.
     """
-    raw = LINE_BREAK.join([text.encode("utf-32-le", "surrogatepass") for text in texts])
-    values = _values().take(np.frombuffer(raw, np.uint32), mode="clip")
-    size = len(values)
+    points = np.frombuffer("\n".join(texts).encode("utf-32-le", "surrogatepass"), np.uint32)
+    size = len(points)
+    room = _room(_rounded(size + 1))
     powers, inverses = _powers(_rounded(size + 1), RADIX)
-    sums = np.empty(size + 1, np.uint64)
-    sums[0] = 0
-    np.cumsum(np.multiply(values, powers[:size]), out=sums[1:])
-    kinds = values >> np.uint32(24)
-    edges = np.flatnonzero(kinds[1:] != kinds[:-1]) + 1
-    edges = np.concatenate(([0], edges, [size])) if size else np.zeros(1, np.int64)
-    runs = kinds[edges[:-1]] if size else kinds
-    filled = np.concatenate(([False], runs != SPACE >> np.uint32(24), [False]))
-    first = np.flatnonzero(filled[1:] & ~filled[:-1])
-    last = np.flatnonzero(filled[:-1] & ~filled[1:])
-    word = np.flatnonzero(runs == WORD >> np.uint32(24))
+    values = _values().take(points, mode="clip", out=room.values[:size])
+    terms, sums = room.terms[:size], room.sums[: size + 1]
+    terms[:] = values
+    terms *= powers[:size]
+    np.cumsum(terms, out=sums[1:])
+    values >>= np.uint32(24)
+    inside, changes = room.inside[: size + 2], room.changes[: size + 1]
 
-    def pieces(starts: NDArray[np.int64], ends: NDArray[np.int64]) -> Pieces:
-        hashes = sums.take(ends)
-        hashes -= sums.take(starts)
+    def pieces() -> Pieces:
+        """Of the runs of characters that are `inside`."""
+        inside[[0, -1]] = False
+        edges = np.flatnonzero(np.not_equal(inside[1:], inside[:-1], out=changes))
+        starts, found = edges[::2], sums.take(edges)
+        hashes = found[1::2] - found[::2]
         hashes *= inverses.take(starts)
-        return Pieces(mix(hashes), starts, ends)
+        return Pieces(mix(hashes), starts, edges[1::2])
 
-    return pieces(edges.take(word), edges.take(word + 1)), pieces(edges.take(first), edges.take(last))
+    np.equal(values, WORD >> np.uint32(24), out=inside[1:-1])
+    words = pieces()
+    np.not_equal(values, SPACE >> np.uint32(24), out=inside[1:-1])
+    return words, pieces()
 
 
 def _rounded(count: int) -> int:
