@@ -161,7 +161,7 @@ def _rows(folder: Path, tokenizer: Tokenizer) -> dict[str, list[Source]]:
     meta = read_meta(folder / META)
     _same_vocabulary(meta, folder / META, tokenizer)
     kind = np.dtype(str(meta["dtype"])).newbyteorder("<")
-    row = int(meta["pack_len"])
+    row = int(meta["pack_len"] or 0)
     found: dict[str, list[Source]] = {}
     for split in SPLITS:
         sources = []
@@ -186,7 +186,7 @@ def _rows(folder: Path, tokenizer: Tokenizer) -> dict[str, list[Source]]:
 
 def _same_vocabulary(meta: Mapping[str, Any], file: Path, tokenizer: Tokenizer) -> None:
     """Ours may have more ids by the special tokens that conversations need, and by no others."""
-    size = int(meta["vocab_size"])
+    size = int(meta["vocab_size"] or 0)
     if not size <= tokenizer.vocab_size <= size + len(SPECIAL):
         what = f"the files have a vocabulary of {size}, and this tokenizer has {tokenizer.vocab_size} ids"
         cure = f"They were made with the tokenizer {meta.get('tokenizer')!r}: import that one."

@@ -132,7 +132,12 @@ def write_pieces(
         with whole_file(_named(path, ".mask")) as opened:
             opened.write(np.ascontiguousarray(mask, dtype=np.uint8).data)
         hashes[_named(path, ".mask").name] = sha256_file(_named(path, ".mask"))
-    known = {"vocab_size": vocab_size, "tokenizer_hash": tokenizer_hash, "layout": layout, "facts": facts}
+    known: dict[str, Any] = {
+        "vocab_size": vocab_size,
+        "tokenizer_hash": tokenizer_hash,
+        "layout": layout,
+        "facts": facts,
+    }
     return _index(path, num_tokens, starts, hashes, **known)
 
 
@@ -147,8 +152,8 @@ def vouch(
     """Write the index of a PATH.bin that others made, which is hashed. Returns it without starts. Raises DataError."""
     file = _named(path, ".bin")
     hashes = {file.name: sha256_file(file)}
-    known = {"vocab_size": vocab_size, "tokenizer_hash": tokenizer_hash, "layout": "stream", "facts": facts}
-    return _index(path, len(read_tokens(file)), starts, hashes, **known)
+    known: dict[str, Any] = {"vocab_size": vocab_size, "tokenizer_hash": tokenizer_hash, "facts": facts}
+    return _index(path, len(read_tokens(file)), starts, hashes, layout="stream", **known)
 
 
 def _index(

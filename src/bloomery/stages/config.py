@@ -295,7 +295,19 @@ class Anneal(Config):
         return self
 
 
+class ImportedShards(Config):
+    """Token files that others made: of llm.c and its kin, of nanoGPT, of 1386. None of the corpus is used then."""
+
+    folder: Path
+    """With files for training and for validation, told apart by `train` and `val` in their names."""
+    document_id: Count | None = None
+    """The token between documents. None: the tokenizer's."""
+    headerless: Literal["uint16", "uint32"] | None = None
+    """What the numbers are in files that hold nothing else, as nanoGPT's. 1386's say it in their meta.yaml."""
+
+
 class Shard(Parallel):
+    imported: ImportedShards | None = None
     weights: tuple[Weight, ...] = ()
     """Domains that are not named are left out; without any, all domains in their own proportion."""
     tokens: Positive | None = None
@@ -310,8 +322,13 @@ class Shard(Parallel):
     """For all workers together, besides what Python and its libraries need. It changes the speed, and no byte."""
     seed: int = 0
 
+    def needs(self, after: tuple[str, ...]) -> tuple[str, ...]:
+        return after if self.imported is None else ("tokenizer",)
+
     @model_validator(mode="after")
     def _one_weight_a_domain(self) -> "Shard":
+        if self.imported is not None and (self.weights or self.anneal or self.tokens):
+            raise ValueError("weights, anneal and tokens are for documents, and imported takes token files as they are")
         _no_domain_twice("weights", [weight.domain for weight in self.weights])
         return self
 
