@@ -3,6 +3,7 @@
 import zlib
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import IO, Any, BinaryIO
@@ -13,10 +14,11 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
-from bloomery.core import files
+from bloomery.core import files, native
 from bloomery.core.errors import DataError
-from bloomery.data import document, minhash
+from bloomery.data import document, minhash, quick_shingles
 from bloomery.data.engine import Part, Record
+from bloomery.data.quick_shingles import Packed
 from bloomery.data.shingles import Hashes, Shingles, blocks, jaccard, shingle_set, shingles
 
 EDGE = pa.schema([("late", pa.uint32()), ("early", pa.uint32()), ("jaccard", pa.float64())])
@@ -93,14 +95,14 @@ def sign(settings: Settings, part: Part, out: Path) -> Record:
         files.whole_file(out / names[1]) as sets,
     ):
         for batch in _pieces(document.part_batches(Path(part.given["path"]), ["id", "text"])):
-            texts = batch.column("text").to_pylist()
-            found = [shingles(texts[a:b], settings.shingles, settings.shingle_size) for a, b in blocks(texts)]
+            texts = Packed.of_arrow(batch.column("text"))
+            found = _shingled(settings, texts)
             numbers = np.arange(len(sizes), len(sizes) + len(texts))
             columns = [
                 pa.array(numbers + part.given["begin"]),
                 batch.column("id"),
                 pa.array(np.isin(numbers, barred)),
-                pa.array([len(text) for text in texts], pa.int64()),
+                pc.utf8_length(batch.column("text")).cast(pa.int64()),
                 *_signed(settings, texts, found),
             ]
             writer.write_batch(pa.record_batch(columns, schema=schema))
@@ -124,12 +126,24 @@ def _pieces(batches: Iterable[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
             begin = end
 
 
-def _signed(settings: Settings, texts: list[str], found: list[Shingles]) -> list[pa.Array]:
+def _shingled(settings: Settings, texts: Packed) -> list[Shingles]:
+    """The shingles of texts, in blocks."""
+    kind, size = settings.shingles, settings.shingle_size
+    if (library := native.library("text")) is not None:
+        ranges = quick_shingles.blocks(texts)
+        return [quick_shingles.shingles(library, texts.part(a, b), kind, size) for a, b in ranges]
+    strings = texts.strings()
+    return [shingles(strings[a:b], kind, size) for a, b in blocks(strings)]
+
+
+def _signed(settings: Settings, texts: Packed, found: list[Shingles]) -> list[pa.Array]:
     """Counts of shingles, checksums, digests and band keys of a batch of texts."""
-    minima = np.concatenate([minhash.minima(one, settings) for one in found], axis=1)
+    library = native.library("text")
+    find = minhash.minima if library is None else partial(quick_shingles.minima, library)
+    minima = np.concatenate([find(one, settings) for one in found], axis=1)
     digests = np.concatenate([one.digests for one in found])
     counts = np.concatenate([np.diff(one.bounds) for one in found])
-    checksums = pa.array([zlib.crc32(text.encode()) for text in texts], pa.uint64())
+    checksums = pa.array([zlib.crc32(text) for text in texts.each()], pa.uint64())
     keys = (pa.array(column) for column in (*digests.T, *minhash.band_keys(minima, settings)))
     return [pa.array(counts), checksums, *keys]
 
@@ -138,8 +152,14 @@ def _write_sets(settings: Settings, found: list[Shingles], file: IO[bytes]) -> l
     """Append the set of every text; returns their sizes."""
     if not settings.verify:
         return [0 for one in found for _ in one.bounds[1:]]
-    sizes = []
+    sizes: list[int] = []
+    library = native.library("text")
     for one in found:
+        if library is not None:
+            sets, counts = quick_shingles.sets(library, one)
+            file.write(sets.data)
+            sizes += counts.tolist()
+            continue
         for first, last in pairwise(one.bounds.tolist()):
             found_set = shingle_set(one.hashes[first:last])
             file.write(found_set.data)
@@ -183,11 +203,13 @@ def compare(settings: Settings, part: Part, out: Path) -> Record:
     columns = [pairs.column(key).to_pylist() for key in pairs.column_names]
     sets = _Sets(out / "sets")
     late, early, values = [], [], []
+    library = native.library("text")
+    measure = jaccard if library is None else partial(quick_shingles.jaccard, library)
     current, one = -1, np.zeros(0, np.uint64)
     for a, b, file_a, first_a, size_a, file_b, first_b, size_b in zip(*columns, strict=True):
         if a != current:
             current, one = a, sets.read(file_a, first_a, size_a)
-        value = jaccard(one, sets.read(file_b, first_b, size_b))
+        value = measure(one, sets.read(file_b, first_b, size_b))
         if value >= settings.min_jaccard:
             late.append(b)
             early.append(a)
