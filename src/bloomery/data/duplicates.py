@@ -96,17 +96,16 @@ def sign(settings: Settings, part: Part, out: Path) -> Record:
     ):
         for batch in _pieces(document.part_batches(Path(part.given["path"]), ["id", "text"])):
             texts = Packed.of_arrow(batch.column("text"))
-            found = _shingled(settings, texts)
             numbers = np.arange(len(sizes), len(sizes) + len(texts))
+            signed = _signed(settings, texts, sets, sizes)
             columns = [
                 pa.array(numbers + part.given["begin"]),
                 batch.column("id"),
                 pa.array(np.isin(numbers, barred)),
                 pc.utf8_length(batch.column("text")).cast(pa.int64()),
-                *_signed(settings, texts, found),
+                *signed,
             ]
             writer.write_batch(pa.record_batch(columns, schema=schema))
-            sizes += _write_sets(settings, found, sets)
     docs = np.arange(len(sizes)) + part.given["begin"]
     columns = [docs, [part.name] * len(sizes), np.cumsum([0, *sizes])[:-1], sizes]
     with files.whole_file(out / names[2]) as file:
@@ -126,45 +125,47 @@ def _pieces(batches: Iterable[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
             begin = end
 
 
-def _shingled(settings: Settings, texts: Packed) -> list[Shingles]:
-    """The shingles of texts, in blocks."""
-    kind, size = settings.shingles, settings.shingle_size
-    if (library := native.library("text")) is not None:
-        ranges = quick_shingles.blocks(texts)
-        return [quick_shingles.shingles(library, texts.part(a, b), kind, size) for a, b in ranges]
-    strings = texts.strings()
-    return [shingles(strings[a:b], kind, size) for a, b in blocks(strings)]
-
-
-def _signed(settings: Settings, texts: Packed, found: list[Shingles]) -> list[pa.Array]:
-    """Counts of shingles, checksums, digests and band keys of a batch of texts."""
+def _signed(settings: Settings, texts: Packed, sets: IO[bytes], sizes: list[int]) -> list[pa.Array]:
+    """Counts of shingles, checksums, digests and band keys of texts. Their sets go to a file, their sizes to a list."""
     library = native.library("text")
     find = minhash.minima if library is None else partial(quick_shingles.minima, library)
-    minima = np.concatenate([find(one, settings) for one in found], axis=1)
-    digests = np.concatenate([one.digests for one in found])
-    counts = np.concatenate([np.diff(one.bounds) for one in found])
+    minima, digests, counts = [], [], []
+    for found in _shingled(settings, texts):
+        minima.append(find(found, settings))
+        digests.append(found.digests)
+        counts.append(np.diff(found.bounds))
+        for one, lengths in _sets(found) if settings.verify else ():
+            sets.write(one.data)
+            sizes += lengths
+        if not settings.verify:
+            sizes += [0] * len(counts[-1])
     checksums = pa.array([zlib.crc32(text) for text in texts.each()], pa.uint64())
-    keys = (pa.array(column) for column in (*digests.T, *minhash.band_keys(minima, settings)))
-    return [pa.array(counts), checksums, *keys]
+    signatures = minhash.band_keys(np.concatenate(minima, axis=1), settings)
+    keys = (pa.array(column) for column in (*np.concatenate(digests).T, *signatures))
+    return [pa.array(np.concatenate(counts)), checksums, *keys]
 
 
-def _write_sets(settings: Settings, found: list[Shingles], file: IO[bytes]) -> list[int]:
-    """Append the set of every text; returns their sizes."""
-    if not settings.verify:
-        return [0 for one in found for _ in one.bounds[1:]]
-    sizes: list[int] = []
-    library = native.library("text")
-    for one in found:
-        if library is not None:
-            sets, counts = quick_shingles.sets(library, one)
-            file.write(sets.data)
-            sizes += counts.tolist()
-            continue
-        for first, last in pairwise(one.bounds.tolist()):
-            found_set = shingle_set(one.hashes[first:last])
-            file.write(found_set.data)
-            sizes.append(len(found_set))
-    return sizes
+def _shingled(settings: Settings, texts: Packed) -> Iterator[Shingles]:
+    """The shingles of texts, in blocks; each is valid until the next."""
+    kind, size = settings.shingles, settings.shingle_size
+    if (library := native.library("text")) is not None:
+        for a, b in quick_shingles.blocks(texts):
+            yield quick_shingles.shingles(library, texts.part(a, b), kind, size)
+        return
+    strings = texts.strings()
+    for a, b in blocks(strings):
+        yield shingles(strings[a:b], kind, size)
+
+
+def _sets(found: Shingles) -> Iterator[tuple[Hashes, list[int]]]:
+    """The sets of shingles of texts, one after the other, with their sizes."""
+    if (library := native.library("text")) is not None:
+        sets, sizes = quick_shingles.sets(library, found)
+        yield sets, sizes.tolist()
+        return
+    for first, last in pairwise(found.bounds.tolist()):
+        one = shingle_set(found.hashes[first:last])
+        yield one, [len(one)]
 
 
 def _barred(part: Part) -> NDArray[np.int64]:
@@ -175,7 +176,7 @@ def _barred(part: Part) -> NDArray[np.int64]:
     return rows
 
 
-class _Sets:
+class _StoredSets:
     """Sets of shingles, read from the files of `sign`."""
 
     def __init__(self, folder: Path) -> None:
@@ -201,7 +202,7 @@ def compare(settings: Settings, part: Part, out: Path) -> Record:
     name = f"edges/{part.name}.parquet"
     pairs = pq.read_table(part.given["pairs"])
     columns = [pairs.column(key).to_pylist() for key in pairs.column_names]
-    sets = _Sets(out / "sets")
+    sets = _StoredSets(out / "sets")
     late, early, values = [], [], []
     library = native.library("text")
     measure = jaccard if library is None else partial(quick_shingles.jaccard, library)

@@ -8,6 +8,7 @@ then go the way of numpy.
 import ctypes
 import hashlib
 from collections.abc import Iterator, Sequence
+from functools import lru_cache
 from itertools import pairwise
 from typing import Any, NamedTuple
 
@@ -24,6 +25,10 @@ Bounds = NDArray[np.int64]
 
 DEPENDENT = ("İ".encode(), "Σ".encode())
 """Letters whose lower case is more than one letter, or depends on the neighbors."""
+
+
+BYTES_PER_BLOCK = 1 << 18
+"""Of texts that are looked at together: what is made of them fits into a second-level cache."""
 
 
 class Packed(NamedTuple):
@@ -62,39 +67,53 @@ class Packed(NamedTuple):
     def lowered(self) -> "Packed":
         """With texts that have a letter of DEPENDENT in lower case, so that a table does for the others."""
         whole = self.data[self.bounds[0] : self.bounds[-1]].tobytes()
-        if not any(letter in whole for letter in DEPENDENT):
+        if not any(letter[:1] in whole and letter in whole for letter in DEPENDENT):  # one byte is soon looked for
             return self
         return Packed.of([plain.lowered(text) for text in self.strings()])
 
 
 def blocks(texts: Packed) -> Iterator[tuple[int, int]]:
-    """Ranges of texts whose arrays fit into a second-level cache together; a longer one stands alone."""
+    """Ranges of texts that are looked at together; a longer one stands alone."""
     begin, bounds = 0, texts.bounds
     while begin < len(texts):
-        limit = bounds[begin] + plain.CHARACTERS_PER_BLOCK
+        limit = bounds[begin] + BYTES_PER_BLOCK
         end = max(begin + 1, int(np.searchsorted(bounds, limit, side="right")) - 1)
         yield begin, end
         begin = end
 
 
+@lru_cache(maxsize=8)
+def _room(name: str, size: int) -> Hashes:
+    """An array that is filled anew by every call: fresh memory would cost more than what is written to it."""
+    return np.empty(size, np.uint64)
+
+
+def _taken(name: str, size: int) -> Hashes:
+    """So much of an array whose size few others are asked for."""
+    if size > BYTES_PER_BLOCK:
+        return np.empty(size, np.uint64)
+    return _room(name, BYTES_PER_BLOCK)[:size]
+
+
 def shingles(library: Library, texts: Packed, kind: Kind, size: int) -> Shingles:
-    """As `shingles.shingles`."""
+    """As `shingles.shingles`. The hashes are valid until the next call; not for several threads at a time."""
     long = len(texts) == 1 and _longer(texts, plain.LARGEST_PIECE)
     lower = texts.lowered()
     count, room = len(lower), int(lower.bounds[-1] - lower.bounds[0])
-    words, tokens = (np.empty(room // 2 + count, np.uint64) for _ in range(2))
-    word_bounds, token_bounds = (np.empty(count + 1, np.int64) for _ in range(2))
-    given = _pointer(lower.data), _pointer(lower.bounds), ctypes.c_int64(count), _pointer(plain.code_point_values())
-    piece = ctypes.c_int64(plain.LARGEST_PIECE if long else 0)
-    library.bloomery_scan(*given, piece, *map(_pointer, (words, word_bounds, tokens, token_bounds)))
+    words, tokens = (_taken(name, room // 2 + count + 1) for name in ("words", "tokens"))
+    word_bounds, token_bounds, bounds = np.empty((3, count + 1), np.int64)
+    given = _address(lower.data), _address(lower.bounds), count, _address(plain.code_point_values())
+    piece = plain.LARGEST_PIECE if long else 0
+    _call(library.bloomery_scan, *given, piece, *map(_address, (words, word_bounds, tokens, token_bounds)))
     raw = memoryview(tokens).cast("B")
-    digests = b"".join(hashlib.sha256(raw[8 * a : 8 * b]).digest()[:16] for a, b in pairwise(token_bounds.tolist()))
+    places = (8 * token_bounds).tolist()
+    digests = b"".join([hashlib.sha256(raw[a:b]).digest()[:16] for a, b in pairwise(places)])
     if kind == "characters":
-        words = np.empty(room, np.uint64)
-        library.bloomery_characters(*given, _pointer(words), _pointer(word_bounds))
-    found, bounds = np.empty(int(word_bounds[-1]), np.uint64), np.empty(count + 1, np.int64)
-    sized = ctypes.c_int64(count), ctypes.c_int64(size)
-    library.bloomery_shingles(_pointer(words), _pointer(word_bounds), *sized, _pointer(found), _pointer(bounds))
+        words = _taken("characters", room)
+        _call(library.bloomery_characters, *given, _address(words), _address(word_bounds))
+    found = _taken("shingles", int(word_bounds[-1]))
+    given = _address(words), _address(word_bounds), count, size
+    _call(library.bloomery_shingles, *given, _address(found), _address(bounds))
     return Shingles(found[: bounds[-1]], bounds, np.frombuffer(digests, np.uint64).reshape(-1, 2))
 
 
@@ -102,32 +121,37 @@ def minima(library: Library, found: Shingles, settings: Settings) -> Minima:
     """As `minhash.minima`."""
     texts = len(found.bounds) - 1
     result, factors = np.empty((settings.permutations, texts), np.uint32), multipliers(settings)
-    given = _pointer(found.hashes), _pointer(found.bounds), ctypes.c_int64(texts)
-    library.bloomery_minima(*given, _pointer(factors), ctypes.c_int64(len(factors)), _pointer(result))
+    given = _address(found.hashes), _address(found.bounds), texts
+    _call(library.bloomery_minima, *given, _address(factors), len(factors), _address(result))
     return result
 
 
 def sets(library: Library, found: Shingles) -> tuple[Hashes, Bounds]:
-    """`shingles.shingle_set` of each text, one after the other, and their sizes."""
-    into, sizes = np.empty(len(found.hashes), np.uint64), np.empty(len(found.bounds) - 1, np.int64)
-    hashes, bounds = _pointer(found.hashes), _pointer(found.bounds)
-    library.bloomery_sets(hashes, bounds, ctypes.c_int64(len(sizes)), _pointer(into), _pointer(sizes))
+    """`shingles.shingle_set` of each text, one after the other, and their sizes. Valid until the next call."""
+    into, sizes = _taken("sets", len(found.hashes)), np.empty(len(found.bounds) - 1, np.int64)
+    given = _address(found.hashes), _address(found.bounds), len(sizes)
+    _call(library.bloomery_sets, *given, _address(into), _address(sizes))
     return into[: sizes.sum()], sizes
 
 
 def jaccard(library: Library, a: Hashes, b: Hashes) -> float:
     """As `shingles.jaccard`."""
-    count = library.bloomery_shared
-    count.restype = ctypes.c_int64
-    shared: int = count(_pointer(a), ctypes.c_int64(len(a)), _pointer(b), ctypes.c_int64(len(b)))
+    shared: int = _call(library.bloomery_shared, _address(a), len(a), _address(b), len(b))
     return shared / (len(a) + len(b) - shared) if len(a) or len(b) else 1.0
+
+
+def _call(function: Any, *arguments: int) -> Any:
+    """All arguments are addresses or counts, and so is what comes back, if anything does."""
+    function.restype = ctypes.c_int64
+    return function(*map(ctypes.c_int64, arguments))
+
+
+def _address(array: NDArray[Any]) -> int:
+    found: int = array.__array_interface__["data"][0]
+    return found
 
 
 def _longer(texts: Packed, characters: int) -> bool:
     """Whether texts have more characters than that: every byte but the continuing ones begins one."""
     data = texts.data[texts.bounds[0] : texts.bounds[-1]]
     return len(data) > characters and int(np.count_nonzero((data & 0xC0) != 0x80)) > characters
-
-
-def _pointer(array: NDArray[Any]) -> ctypes.c_void_p:
-    return ctypes.c_void_p(array.ctypes.data)

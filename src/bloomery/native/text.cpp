@@ -9,6 +9,7 @@
 namespace {
 
 constexpr uint64_t RADIX = 0x9E3779B97F4A7C15ull;
+constexpr uint64_t INVERSE = 0xF1DE83E19937733Dull;  // of RADIX
 constexpr uint64_t STEP = 0xD1342543DE82EF95ull;
 constexpr uint32_t SPACE = 1u << 24, WORD = 1u << 25, LOWERED = SPACE - 1;
 constexpr int64_t AT_ONCE = 512;          // shingles whose sums are in the first-level cache
@@ -34,59 +35,64 @@ INLINE uint32_t next_point(const uint8_t *&at) {
     return (first & 0x07) << 18 | (at[-3] & 0x3Fu) << 12 | (at[-2] & 0x3Fu) << 6 | (at[-1] & 0x3Fu);
 }
 
-// The hash of a run of characters that is being read.
-struct Run {
-    uint64_t sum = 0, power = 1;
+// Runs of characters of one kind, as words are, told apart without branches, which nobody could predict.
+struct Runs {
+    uint64_t *hashes;             // of run n, when it has ended: a difference of prefix sums …
+    uint64_t *factors;            // … and what to multiply it with
+    int64_t count = 0;
+    uint64_t sum = 0, factor = 0, inside = 0;
 
-    INLINE_MEMBER void add(uint64_t value) {
-        sum += value * power;
-        power *= RADIX;
-    }
-    INLINE_MEMBER bool any() const { return power != 1; }  // no power of an odd radix but the 0th and 2**62nd is 1
-    INLINE_MEMBER uint64_t end() {
-        const uint64_t hash = mix(sum);
-        sum = 0, power = 1;
-        return hash;
+    // The next character belongs to a run or not. prefix: Σ v r**j of those before it; inverse: r**−j of its own j.
+    INLINE_MEMBER void step(uint64_t belongs, uint64_t prefix, uint64_t inverse) {
+        hashes[count] = prefix - sum;
+        factors[count] = factor;
+        count += inside & ~belongs;
+        const bool begins = belongs & ~inside;
+        sum = begins ? prefix : sum;
+        factor = begins ? inverse : factor;
+        inside = belongs;
     }
 };
 
 }  // namespace
 
 // Hashes of the words and of the white-space-separated tokens of texts, one text after the other.
-// text d: utf8[offsets[d] … offsets[d + 1]]; values: of every code point (shingles._values)
-// words, tokens: room for half as many as there are bytes, and one more for each text
+// text d: utf8[offsets[d] … offsets[d + 1]]; values: of every code point (shingles.code_point_values)
+// words, tokens: room for half as many as there are bytes, one more for each text, and one more
 // word_bounds, token_bounds: [num_texts + 1]
 // piece: a run without white space is cut where shingles.cuts cuts a text, if it is above 0
-extern "C" void bloomery_scan(const uint8_t *utf8, const int64_t *offsets, int64_t num_texts, const uint32_t *values,
-                              int64_t piece, uint64_t *words, int64_t *word_bounds, uint64_t *tokens,
-                              int64_t *token_bounds) {
-    int64_t num_words = 0, num_tokens = 0;
+extern "C" FOR_EVERY_CPU void bloomery_scan(const uint8_t *utf8, const int64_t *offsets, int64_t num_texts,
+                                            const uint32_t *values, int64_t piece, uint64_t *words,
+                                            int64_t *word_bounds, uint64_t *tokens, int64_t *token_bounds) {
+    static thread_local std::vector<uint64_t> word_factors, token_factors;
+    const size_t room = (offsets[num_texts] - offsets[0]) / 2 + num_texts + 1;
+    if (word_factors.size() < room) word_factors.resize(room), token_factors.resize(room);
+    Runs word{words, word_factors.data()}, token{tokens, token_factors.data()};
+    uint64_t prefix = 0, power = 1, inverse = 1;
     word_bounds[0] = token_bounds[0] = 0;
     for (int64_t d = 0; d < num_texts; d++) {
         const uint8_t *at = utf8 + offsets[d], *const end = utf8 + offsets[d + 1];
-        Run word, token;
         int64_t until_cut = piece > 0 ? piece : INT64_MAX;  // characters
         while (at < end) {
             const uint32_t value = values[next_point(at)];
             if (until_cut-- <= 0 && ((value & SPACE) || until_cut < -piece)) {
-                if (word.any()) words[num_words++] = word.end();
-                if (token.any()) tokens[num_tokens++] = token.end();
+                word.step(0, prefix, inverse);
+                token.step(0, prefix, inverse);
                 until_cut = piece - 1;
             }
-            if (value & WORD) {
-                word.add(value);
-                token.add(value);
-            } else {
-                if (word.any()) words[num_words++] = word.end();
-                if (!(value & SPACE)) token.add(value);
-                else if (token.any()) tokens[num_tokens++] = token.end();
-            }
+            word.step((value / WORD) & 1, prefix, inverse);
+            token.step(~(value / SPACE) & 1, prefix, inverse);
+            prefix += value * power;
+            power *= RADIX;
+            inverse *= INVERSE;
         }
-        if (word.any()) words[num_words++] = word.end();
-        if (token.any()) tokens[num_tokens++] = token.end();
-        word_bounds[d + 1] = num_words;
-        token_bounds[d + 1] = num_tokens;
+        word.step(0, prefix, inverse);
+        token.step(0, prefix, inverse);
+        word_bounds[d + 1] = word.count;
+        token_bounds[d + 1] = token.count;
     }
+    for (int64_t n = 0; n < word.count; n++) words[n] = mix(words[n] * word_factors[n]);
+    for (int64_t n = 0; n < token.count; n++) tokens[n] = mix(tokens[n] * token_factors[n]);
 }
 
 // Hashes of the characters of texts in lower case, with every run of white space as one space and none at the ends.
