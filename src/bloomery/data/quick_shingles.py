@@ -61,7 +61,7 @@ class Packed(NamedTuple):
         return [str(text, "utf-8", "surrogatepass") for text in self.each()]
 
     def each(self) -> Iterator[memoryview]:
-        view = memoryview(self.data)
+        view = self.data.data
         return (view[a:b] for a, b in pairwise(self.bounds.tolist()))
 
     def lowered(self) -> "Packed":
@@ -105,7 +105,7 @@ def shingles(library: Library, texts: Packed, kind: Kind, size: int) -> Shingles
     given = _address(lower.data), _address(lower.bounds), count, _address(plain.code_point_values())
     piece = plain.LARGEST_PIECE if long else 0
     _call(library.bloomery_scan, *given, piece, *map(_address, (words, word_bounds, tokens, token_bounds)))
-    raw = memoryview(tokens).cast("B")
+    raw = tokens.data.cast("B")
     places = (8 * token_bounds).tolist()
     digests = b"".join([hashlib.sha256(raw[a:b]).digest()[:16] for a, b in pairwise(places)])
     if kind == "characters":
