@@ -4,6 +4,7 @@
 #include "library.hpp"
 
 #include <algorithm>
+#include <cstring>
 #include <vector>
 
 namespace {
@@ -12,6 +13,8 @@ constexpr uint64_t RADIX = 0x9E3779B97F4A7C15ull;
 constexpr uint64_t INVERSE = 0xF1DE83E19937733Dull;  // of RADIX
 constexpr uint64_t STEP = 0xD1342543DE82EF95ull;
 constexpr uint32_t SPACE = 1u << 24, WORD = 1u << 25, LOWERED = SPACE - 1;
+constexpr uint64_t EIGHT_ONES = 0x0101010101010101ull, GATHER = 0x0102040810204080ull;  // the lowest bits of 8 bytes
+constexpr int CHUNK = 1024;               // characters whose sums are in the first-level cache
 constexpr int64_t AT_ONCE = 512;          // shingles whose sums are in the first-level cache
 constexpr int64_t MINIMA_AT_ONCE = 4096;  // numbers that every permutation goes over while they are in that cache
 constexpr int64_t LARGEST_BUCKET = 48;
@@ -35,22 +38,91 @@ INLINE uint32_t next_point(const uint8_t *&at) {
     return (first & 0x07) << 18 | (at[-3] & 0x3Fu) << 12 | (at[-2] & 0x3Fu) << 6 | (at[-1] & 0x3Fu);
 }
 
-// Runs of characters of one kind, as words are, told apart without branches, which nobody could predict.
-struct Runs {
-    uint64_t *hashes;             // of run n, when it has ended: a difference of prefix sums …
-    uint64_t *factors;            // … and what to multiply it with
-    int64_t count = 0;
-    uint64_t sum = 0, factor = 0, inside = 0;
+// Powers of RADIX and of its inverse. A run that goes over the end of a chunk is moved to the next one.
+struct Powers {
+    uint64_t up[CHUNK + 1], down[CHUNK + 1];
 
-    // The next character belongs to a run or not. prefix: Σ v r**j of those before it; inverse: r**−j of its own j.
-    INLINE_MEMBER void step(uint64_t belongs, uint64_t prefix, uint64_t inverse) {
-        hashes[count] = prefix - sum;
-        factors[count] = factor;
-        count += inside & ~belongs;
-        const bool begins = belongs & ~inside;
-        sum = begins ? prefix : sum;
-        factor = begins ? inverse : factor;
-        inside = belongs;
+    constexpr Powers() : up(), down() {
+        up[0] = down[0] = 1;
+        for (int i = 0; i < CHUNK; i++) up[i + 1] = up[i] * RADIX, down[i + 1] = down[i] * INVERSE;
+    }
+};
+constexpr Powers POWERS;
+
+// Runs of characters of one kind, as words are. What is between 64 characters is told by bits, and not by branches.
+struct Runs {
+    uint64_t *hashes;   // of run n: its prefix sum, then a difference of prefix sums …
+    uint64_t *factors;  // … and what to multiply that with
+    int64_t begun = 0, ended = 0;
+    uint64_t inside = 0;
+
+    // Bit i of `belongs`: whether character i does. prefix[i]: Σ v r**j of the characters before it; inverse[i]: r**−i
+    INLINE_MEMBER void step(uint64_t belongs, const uint64_t *prefix, const uint64_t *inverse) {
+        const uint64_t changes = belongs ^ (belongs << 1 | inside);
+        inside = belongs >> 63;
+        for (uint64_t starts = changes & belongs; starts; starts &= starts - 1, begun++) {
+            const int place = __builtin_ctzll(starts);
+            hashes[begun] = prefix[place];
+            factors[begun] = inverse[place];
+        }
+        for (uint64_t ends = changes & ~belongs; ends; ends &= ends - 1, ended++)
+            hashes[ended] = prefix[__builtin_ctzll(ends)] - hashes[ended];
+    }
+    // After a chunk whose characters sum up to `whole`: a run that has not ended counts from the next one on.
+    INLINE_MEMBER void move_on(uint64_t whole) {
+        if (begun == ended) return;
+        hashes[ended] = (hashes[ended] - whole) * POWERS.down[CHUNK];
+        factors[ended] *= POWERS.up[CHUNK];
+    }
+    INLINE_MEMBER void finish() {
+        for (int64_t n = 0; n < ended; n++) hashes[n] = mix(hashes[n] * factors[n]);
+    }
+};
+
+// Characters of texts, looked at a chunk at a time, and the words and tokens among them.
+struct Scanner {
+    Runs words, tokens;
+    int filled = 0;
+    uint32_t values[CHUNK + 8];
+
+    // A character's value. Where a run is to end, SPACE.
+    INLINE_MEMBER void add(uint32_t value) {
+        values[filled] = value;
+        if (++filled == CHUNK) flush();
+    }
+    INLINE_MEMBER void add_ascii(const uint8_t *eight, const uint32_t *table) {
+        const int over = filled + 8 - CHUNK;
+        for (int i = 0; i < 8; i++) values[filled + i] = table[eight[i]];
+        filled += 8;
+        if (over < 0) return;
+        filled = CHUNK;
+        uint32_t rest[8];
+        for (int i = 0; i < over; i++) rest[i] = values[CHUNK + i];
+        flush();
+        for (int i = 0; i < over; i++) values[i] = rest[i];
+        filled = over;
+    }
+    INLINE_MEMBER void flush() {
+        const int used = (filled + 63) / 64 * 64;
+        for (int i = filled; i < used; i++) values[i] = SPACE;
+        uint64_t prefix[CHUNK + 1];
+        uint8_t flags[CHUNK];
+        prefix[0] = 0;
+        for (int i = 0; i < used; i++) prefix[i + 1] = prefix[i] + values[i] * POWERS.up[i];
+        for (int i = 0; i < used; i++) flags[i] = uint8_t(values[i] >> 24);
+        for (int i = 0; i < used; i += 64) {
+            uint64_t in_word = 0, in_space = 0;
+            for (int j = 0; j < 64; j += 8) {
+                uint64_t eight;
+                std::memcpy(&eight, flags + i + j, 8);
+                in_word |= ((eight >> 1 & EIGHT_ONES) * GATHER >> 56) << j;
+                in_space |= ((eight & EIGHT_ONES) * GATHER >> 56) << j;
+            }
+            words.step(in_word, prefix + i, POWERS.down + i);
+            tokens.step(~in_space, prefix + i, POWERS.down + i);
+        }
+        if (filled == CHUNK) words.move_on(prefix[CHUNK]), tokens.move_on(prefix[CHUNK]);
+        filled = 0;
     }
 };
 
@@ -67,32 +139,32 @@ extern "C" FOR_EVERY_CPU void bloomery_scan(const uint8_t *utf8, const int64_t *
     static thread_local std::vector<uint64_t> word_factors, token_factors;
     const size_t room = (offsets[num_texts] - offsets[0]) / 2 + num_texts + 1;
     if (word_factors.size() < room) word_factors.resize(room), token_factors.resize(room);
-    Runs word{words, word_factors.data()}, token{tokens, token_factors.data()};
-    uint64_t prefix = 0, power = 1, inverse = 1;
+    Scanner scanner{{words, word_factors.data()}, {tokens, token_factors.data()}};
     word_bounds[0] = token_bounds[0] = 0;
     for (int64_t d = 0; d < num_texts; d++) {
         const uint8_t *at = utf8 + offsets[d], *const end = utf8 + offsets[d + 1];
-        int64_t until_cut = piece > 0 ? piece : INT64_MAX;  // characters
+        int64_t until_cut = piece;  // characters
         while (at < end) {
+            uint64_t eight;
+            if (piece <= 0 && end - at >= 8 && (std::memcpy(&eight, at, 8), !(eight & EIGHT_ONES << 7))) {
+                scanner.add_ascii(at, values);
+                at += 8;
+                continue;
+            }
             const uint32_t value = values[next_point(at)];
-            if (until_cut-- <= 0 && ((value & SPACE) || until_cut < -piece)) {
-                word.step(0, prefix, inverse);
-                token.step(0, prefix, inverse);
+            if (piece > 0 && until_cut-- <= 0 && ((value & SPACE) || until_cut < -piece)) {
+                scanner.add(SPACE);
                 until_cut = piece - 1;
             }
-            word.step((value / WORD) & 1, prefix, inverse);
-            token.step(~(value / SPACE) & 1, prefix, inverse);
-            prefix += value * power;
-            power *= RADIX;
-            inverse *= INVERSE;
+            scanner.add(value);
         }
-        word.step(0, prefix, inverse);
-        token.step(0, prefix, inverse);
-        word_bounds[d + 1] = word.count;
-        token_bounds[d + 1] = token.count;
+        scanner.add(SPACE);
+        scanner.flush();
+        word_bounds[d + 1] = scanner.words.ended;
+        token_bounds[d + 1] = scanner.tokens.ended;
     }
-    for (int64_t n = 0; n < word.count; n++) words[n] = mix(words[n] * word_factors[n]);
-    for (int64_t n = 0; n < token.count; n++) tokens[n] = mix(tokens[n] * token_factors[n]);
+    scanner.words.finish();
+    scanner.tokens.finish();
 }
 
 // Hashes of the characters of texts in lower case, with every run of white space as one space and none at the ends.
