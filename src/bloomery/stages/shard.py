@@ -63,8 +63,8 @@ def run(config: Shard, inputs: Mapping[str, Path], out: Path) -> dict[str, Any]:
     """Write train, anneal and val shards and held-out/. `inputs["dedup"]` is a folder with kept/."""
     tokenizer = Tokenizer.load(inputs["tokenizer"])
     if (given := config.imported) is not None:
-        folder, document_id, kind = given.folder.expanduser(), given.document_id, given.headerless
-        return foreign.adopt(folder, out, tokenizer, document_id=document_id, headerless=kind)
+        said, kind = given.document_id, given.headerless
+        return foreign.adopt(given.folder.expanduser(), out, tokenizer, document_id=said, headerless=kind)
     budget = worker_bytes(config)
     encoding = Encoding(
         tokenizer=inputs["tokenizer"],
