@@ -5,8 +5,8 @@ Words are runs of letters and digits of the text in Unicode's compatibility form
 characters; line breaks, punctuation and underscores only separate them. Of what is written without spaces every
 ideograph, kana and cluster of letters is a word (`unspaced`). A text of n words and more is found by any n-gram of it
 (n = 13 as in Brown et al. 2020, Language models are few-shot learners, appendix C); a shorter one only whole, and only
-from `min_question_words` words on, where two that are written without spaces count as one. What more than MAX_ROWS rows share is a form of words of the task,
-not one of its questions, and is passed over.
+from `min_question_words` words on, where two that are written without spaces count as one.
+What more than MAX_ROWS rows share is a form of words of the task, not one of its questions, and is passed over.
 
     n-grams        sorted 64-bit hashes, behind a bit map that passes under one word of a hundred
     short ones     sorted hashes of their first words, then of all their words
