@@ -287,5 +287,5 @@ def test_more_tokens_than_a_header_counts_are_a_clear_error(tmp_path: Path) -> N
 def test_a_foreign_shard_of_more_than_two_gibibytes_is_taken_in(tmp_path: Path) -> None:
     theirs = folder_of(tmp_path / "theirs", {"a_val.bin": by_hand(LONG)})
     sparse(theirs / "a_train.bin", 2**30 + 10, "H")
-    foreign.adopt(theirs, tmp_path / "out", small())
-    assert format.read(tmp_path / "out" / "train-00000", verify=True).starts.tolist() == [0, 2**30 + 7]
+    foreign.adopt(theirs, tmp_path / "out", small(), document_id=11)
+    assert format.read(tmp_path / "out" / "train-00000", verify=True).starts.tolist() == [0, 2**30 + 8]
