@@ -12,8 +12,10 @@ from bloomery.core.errors import BloomeryError
 from bloomery.model.transformer import Transformer
 from bloomery.shards.loader import IGNORE, Batch
 from bloomery.train.config import AdamW, Muon
-from bloomery.train.loop import Hook, State, accumulate_gradients, micro_batch_loss, train
+from bloomery.train.hooks import Hook
+from bloomery.train.loop import accumulate_gradients, micro_batch_loss, train
 from bloomery.train.optim import Optimizers
+from bloomery.train.state import State
 from tests.model.made import SHAPES, lively
 from tests.train.made import processor, random_batch
 

@@ -9,8 +9,9 @@ import pytest
 
 from bloomery.core.errors import CheckpointError
 from bloomery.core.log import read_metrics
-from bloomery.train.loop import Hook, State
+from bloomery.train.hooks import Hook
 from bloomery.train.session import Session
+from bloomery.train.state import State
 from bloomery.weights import huggingface
 from tests.tokenizer.made import small
 from tests.train.made import SHAPE, T, processor, session, write_samples
