@@ -22,6 +22,7 @@ SETTINGS = ["tokenizer.vocab_size=4000", "tokenizer.sample_bytes=4000000", "shar
 def test_the_model_has_the_parameters_of_the_one_that_it_reproduces() -> None:
     recipe = config.load(Recipe, PLASMA)
     assert isinstance(recipe.tokenizer, ByteBpe)
+    assert recipe.pretrain is not None
     model, vocabulary = recipe.pretrain.model, recipe.tokenizer.vocab_size
     head = model.width // model.num_heads
     attention = 2 * model.width**2 + 2 * model.width * head * model.num_kv_heads

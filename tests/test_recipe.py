@@ -1,10 +1,13 @@
 import inspect
+import json
 import re
 from pathlib import Path
+from types import NoneType
+from typing import get_args
 
 import pytest
 
-from bloomery import recipe
+from bloomery import cli, recipe
 from bloomery.core import config
 from bloomery.core.errors import ConfigError
 from bloomery.core.stage import Stage, resolve
@@ -30,7 +33,9 @@ def test_a_stage_follows_only_stages_before_it() -> None:
 
 @pytest.mark.parametrize("stage", STAGES, ids=lambda stage: str(stage.name))
 def test_every_path_of_a_stage_leads_to_a_function_that_takes_its_section(stage: Stage) -> None:
-    section = Recipe.model_fields[stage.name].annotation
+    declared = Recipe.model_fields[stage.name].annotation
+    options = [one for one in get_args(declared) if one is not NoneType]
+    section = options[0] if NoneType in get_args(declared) else declared
     run = inspect.signature(stage.runner())
     assert list(run.parameters) == ["config", "inputs", "out"]
     assert run.parameters["config"].annotation is section
@@ -94,3 +99,86 @@ def test_an_unknown_kind_or_key_of_a_tokenizer_is_an_error_that_names_it() -> No
         config.load(Recipe, DEMO, ["tokenizer.kind=byte_bp"])
     with pytest.raises(ConfigError, match=r"tokenizer\.patern: unknown key(?s:.*)mean 'pattern'"):
         config.load(Recipe, DEMO, ["tokenizer.patern=gpt2"])
+
+
+# --- recipes that end before training ------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def text_only(tmp_path: Path) -> Path:
+    """A recipe of documents alone, and its text."""
+    for number in range(200):
+        words = " ".join(f"word{(number * place) % 97} of line {place}" for place in range(80))
+        (tmp_path / "texts" / f"{number}.txt").parent.mkdir(exist_ok=True)
+        (tmp_path / "texts" / f"{number}.txt").write_text(f"Document {number}. {words}\n")
+    path = tmp_path / "text.toml"
+    source = f'kind = "folder"\nname = "notes"\ndomain = "prose"\npath = {json.dumps(str(tmp_path / "texts"))}\n'
+    path.write_text(
+        f'name = "text"\n[engine]\nworkers = 1\n[[fetch.sources]]\n{source}[tokenizer]\nvocab_size = 300\n'
+        "[classify]\nheld_out = 0.3\nfeatures = 1024\n"
+    )
+    return path
+
+
+def test_a_recipe_without_training_runs_to_its_shards_and_all_that_tells_of_it_works(
+    text_only: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    runs = ["--runs", str(tmp_path / "runs")]
+    assert cli.main(["run", str(text_only), *runs, "--until", "shard"]) == 0
+    root = tmp_path / "runs" / "text"
+    assert "The mix" in (root / "report.html").read_text()
+    assert json.loads((root / "data_card.json").read_text())["mix"]["prose"]["tokens"] > 0
+    capsys.readouterr()
+    assert cli.main(["status", str(root), "--json"]) == 0
+    states = {one["stage"]: one["state"] for one in json.loads(capsys.readouterr().out)["stages"]}
+    assert states == {
+        **dict.fromkeys(("fetch", "classify", "filter", "dedup", "tokenizer", "shard"), "done"),
+        **dict.fromkeys(("synthesize", "instruct"), "waiting"),
+    }
+    for told in (text_only, root / "recipe.toml"):
+        assert cli.main(["plan", str(told), *runs, "--json"]) == 0
+        facts = json.loads(capsys.readouterr().out)
+        assert [one["stage"] for one in facts["stages"] if one["fresh"]] == list(states)[:6]
+        needed = {"pretrain": ["pretrain"], "finetune": ["pretrain", "finetune"], "evaluate": ["pretrain", "finetune"]}
+        assert facts["missing_sections"] == needed
+    assert cli.main(["plan", str(text_only), *runs]) == 0
+    assert "finetune    left out  the recipe has no section [pretrain] and [finetune]" in capsys.readouterr().out
+    assert cli.main(["run", str(root / "recipe.toml"), *runs, "--until", "shard"]) == 0
+    lines = capsys.readouterr().err.splitlines()
+    assert [line.split()[2] for line in lines[:6]] == ["fresh"] * 6
+    assert "stopped after shard, as asked" in lines[6]
+
+
+@pytest.mark.parametrize(
+    ("settings", "words", "told"),
+    [
+        ([], [], "stage pretrain: the recipe has no section [pretrain], which it needs"),
+        ([], ["--until", "finetune"], "stage finetune: the recipe has no section [pretrain] and [finetune]"),
+        ([], ["--only", "pretrain"], "or go as far as it reaches: --until shard or --until instruct"),
+        (
+            ["pretrain.steps=1", "pretrain.tokens_per_step=512"],
+            [],
+            "stage finetune: the recipe has no section [finetune], which it needs\n"
+            "Write [finetune] into it, or go as far as it reaches: --until pretrain or --until instruct",
+        ),
+    ],
+)
+def test_a_run_that_comes_to_a_stage_without_its_section_stops_before_it_begins(
+    text_only: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    settings: list[str],
+    words: list[str],
+    told: str,
+) -> None:
+    assert cli.main(["run", str(text_only), "--runs", str(tmp_path / "runs"), *settings, *words]) == 2
+    assert told in capsys.readouterr().err
+    assert not (tmp_path / "runs").exists()
+
+
+def test_rows_have_to_fit_a_model_only_where_there_is_one_to_finetune(text_only: Path) -> None:
+    training = ["steps=1", "tokens_per_step=512"]
+    pretrain = [*(f"pretrain.{one}" for one in training), "pretrain.model.context=64"]
+    assert config.load(Recipe, text_only, pretrain).finetune is None
+    with pytest.raises(ConfigError, match=r"say instruct\.row_tokens=65, not 257"):
+        config.load(Recipe, text_only, [*pretrain, *(f"finetune.{one}" for one in training)])

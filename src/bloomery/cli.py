@@ -17,8 +17,10 @@ from bloomery import arguments
 from bloomery.core.errors import BloomeryError, DataError, RunError
 
 if TYPE_CHECKING:
+    from bloomery.recipe import Recipe
     from bloomery.serve.answerer import TextAnswerer
     from bloomery.tokenizer.chat import Message
+    from bloomery.train.plan import TrainingPlan
 
 
 def main(words: Sequence[str] | None = None) -> int:
@@ -57,6 +59,7 @@ def run(options: argparse.Namespace) -> int:
 
     recipe = config.load(Recipe, options.recipe, options.settings)
     stage.check_names(STAGES, options.until, options.only)
+    stage.check_sections(STAGES, recipe, until=options.until, only=options.only)
     root = options.runs / recipe.name
     with stage.locked(root):
         plans = stage.lay_out(STAGES, recipe, root)
@@ -80,23 +83,20 @@ def plan(options: argparse.Namespace) -> int:
 
     from bloomery.core import config, stage
     from bloomery.recipe import STAGES, Recipe
-    from bloomery.stages.tokenizer import vocab_size
-    from bloomery.train.plan import plan as training_plan
 
     recipe = config.load(Recipe, options.recipe, options.settings)
     plans = stage.lay_out(STAGES, recipe, options.runs / recipe.name)
     stages = [{"stage": one.stage.name, "fresh": one.fresh, "folder": str(one.folder)} for one in plans]
-    ids = vocab_size(recipe.tokenizer)
-    needs = {
-        name: training_plan(section, recipe.pretrain.model, ids)
-        for name, section in (("pretrain", recipe.pretrain), ("finetune", recipe.finetune))
-    }
+    left_out = stage.missing_sections(STAGES, recipe)
+    needs = _training_needs(recipe)
     facts = {name: asdict(one) | {"peak_bytes": one.peak_bytes} for name, one in needs.items()}
     if options.json:
-        print(json.dumps({"recipe": recipe.name, "stages": stages, **facts}))
+        print(json.dumps({"recipe": recipe.name, "stages": stages, "missing_sections": left_out, **facts}))
         return 0
     for one in stages:
         print(f"{one['stage']:<11} {'fresh' if one['fresh'] else 'will run':<9} {one['folder']}")
+    for name, missing in left_out.items():
+        print(f"{name:<11} {'left out':<9} the recipe has no section {' and '.join(f'[{one}]' for one in missing)}")
     for name, need in needs.items():
         print(
             f"{name}: {need.parameters:,} parameters, {need.tokens:,} tokens, {need.flops:.3g} FLOPs, about "
@@ -105,6 +105,18 @@ def plan(options: argparse.Namespace) -> int:
             f"{need.activation_bytes / 2**20:,.0f}) besides Python and torch"
         )
     return 0
+
+
+def _training_needs(recipe: "Recipe") -> "dict[str, TrainingPlan]":
+    """Of the stages that train and have their sections."""
+    if recipe.pretrain is None:
+        return {}
+    from bloomery.stages.tokenizer import vocab_size
+    from bloomery.train.plan import plan as training_plan
+
+    sections = {"pretrain": recipe.pretrain, "finetune": recipe.finetune}
+    ids = vocab_size(recipe.tokenizer)
+    return {name: training_plan(one, recipe.pretrain.model, ids) for name, one in sections.items() if one is not None}
 
 
 def status(options: argparse.Namespace) -> int:

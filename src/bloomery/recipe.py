@@ -36,10 +36,11 @@ class Recipe(Config):
     dedup: sections.Dedup = sections.Dedup()
     tokenizer: AnyKind = Field(ByteBpe(), discriminator="kind")
     shard: sections.Shard = sections.Shard()
-    pretrain: sections.Pretrain
+    pretrain: sections.Pretrain | None = None
+    """Without it, and without [finetune], a recipe ends with the stages that need neither: `--until shard`, say."""
     synthesize: sections.Synthesize = sections.Synthesize()
     instruct: sections.Instruct = sections.Instruct()
-    finetune: sections.Finetune
+    finetune: sections.Finetune | None = None
     evaluate: sections.Evaluate = sections.Evaluate()
 
     @classmethod
@@ -54,6 +55,8 @@ class Recipe(Config):
 
     @model_validator(mode="after")
     def _rows_fit_the_model(self) -> "Recipe":
+        if self.pretrain is None or self.finetune is None:
+            return self
         wanted = self.pretrain.model.context + 1
         if self.instruct.row_tokens != wanted:
             raise ValueError(

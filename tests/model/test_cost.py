@@ -28,6 +28,7 @@ def test_a_model_has_as_many_weights_as_its_cost_says(seed: int) -> None:
 
 def test_the_demo_has_four_million_parameters() -> None:
     recipe = configs.load(Recipe, DEMO)
+    assert recipe.pretrain is not None
     assert cost(recipe.pretrain.model, vocab_size(recipe.tokenizer)).parameters == 4_000_000
 
 

@@ -70,7 +70,7 @@ def session(shards: Path, out: Path, **settings: Any) -> Session:
         "log_every": 1,
         "evaluate_every": 2,
         "precision": "float32",
-        "schedule": {"warmup_steps": 2},
+        "schedule": {"kind": "wsd", "warmup_steps": 2},
         **settings,
     }
     model = Transformer(SHAPE, small().vocab_size)

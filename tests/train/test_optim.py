@@ -1,16 +1,12 @@
-import math
-from itertools import pairwise
 from pathlib import Path
 
 import pytest
-from hypothesis import assume, given, settings
-from hypothesis import strategies as st
 
 from bloomery.model.config import ModelConfig
 from bloomery.model.transformer import Transformer
-from bloomery.train.config import AdamW, Muon, Schedule
+from bloomery.train.config import AdamW, Muon
 from bloomery.train.loop import accumulate_gradients
-from bloomery.train.optim import Optimizers, share
+from bloomery.train.optim import Optimizers
 from bloomery.weights import checkpoint
 from tests.model.made import SHAPES, VOCAB_SIZE, lively
 from tests.train.made import processor, random_batch
@@ -20,56 +16,6 @@ import torch
 from torch import Tensor
 
 both = pytest.mark.parametrize("config", [Muon(), AdamW(weight_decay=0.3)], ids=["muon", "adamw"])
-
-# --- the schedule --------------------------------------------------------------------------------------------------
-
-schedules = st.builds(
-    Schedule,
-    warmup_steps=st.integers(0, 30),
-    decay=st.just(0.0) | st.floats(0.01, 1),
-    shape=st.sampled_from(["linear", "cosine", "1-sqrt"]),
-    final=st.floats(0, 1),
-)
-
-
-def test_the_warm_up_is_a_line_to_the_peak() -> None:
-    schedule = Schedule(warmup_steps=4, decay=0.5)
-    assert [share(schedule, step, 20) for step in range(1, 11)] == [0.25, 0.5, 0.75, 1, 1, 1, 1, 1, 1, 1]
-
-
-@pytest.mark.parametrize(
-    ("shape", "quarter", "half"),
-    [("linear", 0.75, 0.5), ("cosine", (1 + math.cos(math.pi / 4)) / 2, 0.5), ("1-sqrt", 0.5, 1 - math.sqrt(0.5))],
-)
-def test_the_decay_has_its_shape_and_ends_where_it_shall(shape: str, quarter: float, half: float) -> None:
-    for final in (0.0, 0.1):
-        schedule = Schedule.model_validate({"decay": 0.8, "shape": shape, "final": final})
-        for step, expected in ((20, 1.0), (40, quarter), (60, half), (100, 0.0)):
-            assert share(schedule, step, 100) == pytest.approx(final + (1 - final) * expected)
-
-
-@given(schedules, st.integers(1, 200))
-def test_a_share_is_a_share_and_the_last_one_is_the_final_one(schedule: Schedule, steps: int) -> None:
-    found = [share(schedule, step, steps) for step in range(1, steps + 1)]
-    assert all(0 <= one <= 1 for one in found)
-    risen = min(1.0, steps / schedule.warmup_steps) if schedule.warmup_steps else 1.0
-    assert found[-1] == pytest.approx(min(risen, schedule.final if schedule.decay else 1.0), abs=1e-9)
-    peak = found.index(max(found))
-    assert all(a <= b + 1e-12 for a, b in pairwise(found[: peak + 1]))
-    assert all(a + 1e-12 >= b for a, b in pairwise(found[peak:]))
-
-
-@settings(max_examples=30)
-@given(schedules)
-def test_a_schedule_makes_no_jump_also_where_the_warm_up_reaches_into_the_decay(schedule: Schedule) -> None:
-    """From step to step it changes by no more than the steepest part of the warm-up, or of a root where it begins."""
-    assume(schedule.decay >= 0.1)
-    steps = 2000
-    large = Schedule.model_validate(schedule.model_dump() | {"warmup_steps": schedule.warmup_steps * 50})
-    found = [share(large, step, steps) for step in range(1, steps + 1)]
-    steepest = max(abs(b - a) for a, b in pairwise(found))
-    assert steepest <= 1 / max(large.warmup_steps, 50) + 1 / math.sqrt(schedule.decay * steps) + 1e-9
-
 
 # --- who owns what -------------------------------------------------------------------------------------------------
 

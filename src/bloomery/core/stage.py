@@ -95,9 +95,16 @@ def resolve(place: str) -> Any:
 
 
 def lay_out(stages: Sequence[Stage], recipe: Config, root: Path) -> list[Plan]:
-    """Every stage of a recipe with its folder under `root`, in order. Reads sources' digests; writes nothing."""
+    """
+    Every stage of a recipe with its folder under `root`, in order, but for those that the recipe has no section for.
+
+    Reads sources' digests; writes nothing.
+    """
     plans: dict[str, Plan] = {}
+    left_out = missing_sections(stages, recipe)
     for number, stage in enumerate(stages, 1):
+        if stage.name in left_out:
+            continue
         config: Config = getattr(recipe, stage.name)
         outside = stage.outside(config)
         inputs = [plans[name].fingerprint for name in stage.after]
@@ -112,6 +119,31 @@ def lay_out(stages: Sequence[Stage], recipe: Config, root: Path) -> list[Plan]:
             outside=outside,
         )
     return list(plans.values())
+
+
+def missing_sections(stages: Sequence[Stage], recipe: Config) -> dict[str, list[str]]:
+    """Stage -> the sections that it needs and the recipe does not have: its own, and those of stages before it."""
+    missing: dict[str, list[str]] = {}
+    for stage in stages:
+        own = [stage.name] if getattr(recipe, stage.name) is None else []
+        missing[stage.name] = list(dict.fromkeys([name for given in stage.after for name in missing[given]] + own))
+    return {name: sections for name, sections in missing.items() if sections}
+
+
+def check_sections(
+    stages: Sequence[Stage], recipe: Config, *, until: str | None = None, only: str | None = None
+) -> None:
+    """Raises RunError where what is asked for, as `execute` takes it, comes to a stage without its section."""
+    missing = missing_sections(stages, recipe)
+    asked = until or only
+    stopped = asked if asked in missing else None if asked else next(iter(missing), None)
+    if stopped is None:
+        return
+    left = [stage for stage in stages if stage.name not in missing]
+    ends = [one.name for one in left if not any(one.name in other.after for other in left)]
+    sections = " and ".join(f"[{name}]" for name in missing[stopped])
+    cure = f"Write {sections} into it, or go as far as it reaches: {' or '.join(f'--until {name}' for name in ends)}"
+    raise RunError(f"the recipe has no section {sections}, which it needs", where=f"stage {stopped}", cure=cure)
 
 
 def check_names(stages: Sequence[Stage], *names: str | None) -> None:

@@ -14,7 +14,7 @@ from bloomery.data.rules import Rule
 from bloomery.data.sources import Source
 from bloomery.hw.host import Wanted
 from bloomery.model.config import ModelConfig
-from bloomery.train.config import AdamW, Muon, Schedule, Training
+from bloomery.train.config import Linear, Muon, Optimizer, Schedule, Training
 
 
 class Fetch(Parallel):
@@ -375,10 +375,8 @@ class Instruct(Config):
 class Finetune(Training):
     """The same loop, on conversations, from the pretrained weights."""
 
-    optimizer: Annotated[Muon | AdamW, Field(discriminator="kind")] = Muon(
-        matrix_learning_rate=0.01, learning_rate=1e-3
-    )
-    schedule: Schedule = Schedule(decay=1.0)
+    optimizer: Optimizer = Muon(matrix_learning_rate=0.01, learning_rate=1e-3)
+    schedule: Schedule = Linear()
 
 
 class Evaluate(Config):

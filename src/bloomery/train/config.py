@@ -7,6 +7,68 @@ from pydantic import Field
 from bloomery.core.config import VOLATILE, Config, Count, Positive, Share
 from bloomery.hw.host import Wanted
 
+Momentum = Annotated[float, Field(ge=0, lt=1)]
+"""Share of a running mean that is kept from step to step."""
+
+
+class Adam(Config):
+    """What the relatives of Adam have in common."""
+
+    learning_rate: float = Field(6e-4, gt=0)
+    weight_decay: float = Field(0.1, ge=0)
+    decay_embeddings: bool = True
+    """Whether the tables of embedding and head decay too, as the matrices of the blocks do. Vectors never do."""
+    beta1: Momentum = 0.9
+    beta2: Momentum = 0.95
+    epsilon: float = Field(1e-8, gt=0)
+
+
+class AdamW(Adam):
+    """AdamW with decoupled weight decay on matrices only (Loshchilov and Hutter 2017, https://arxiv.org/abs/1711.05101)."""
+
+    kind: Literal["adamw"] = "adamw"
+
+
+class AdamW8bit(Adam):
+    """
+    AdamW whose two moments are kept in 8 bits a number, with a scale for each block of them (Dettmers et al. 2021,
+    https://arxiv.org/abs/2110.02861). Those of norms and biases stay in float32.
+    """
+
+    kind: Literal["adamw8bit"] = "adamw8bit"
+    block: Positive = 256
+    """Numbers that share a scale."""
+
+
+class AdEMAMix(Adam):
+    """
+    AdamW with a second, slow mean of the gradients beside the first (Pagliardini et al. 2024,
+    https://arxiv.org/abs/2409.03137).
+    """
+
+    kind: Literal["ademamix"] = "ademamix"
+    beta2: Momentum = 0.999
+    beta3: Momentum = 0.9999
+    """Of the slow mean."""
+    alpha: float = Field(8.0, ge=0)
+    """Weight of the slow mean beside the fast one."""
+    ramp_steps: Count = 2000
+    """Steps over which α rises from 0 and β₃ from β₁. The paper takes all steps of the run."""
+
+
+class Lion(Config):
+    """
+    The sign of a mix of momentum and gradient (Chen et al. 2023, https://arxiv.org/abs/2302.06675). Every number moves
+    by the learning rate, which is therefore three to ten times smaller than AdamW's, and the decay as much larger.
+    """
+
+    kind: Literal["lion"] = "lion"
+    learning_rate: float = Field(1e-4, gt=0)
+    weight_decay: float = Field(0.5, ge=0)
+    decay_embeddings: bool = True
+    beta1: Momentum = 0.9
+    beta2: Momentum = 0.99
+
 
 class Muon(Config):
     """
@@ -21,35 +83,76 @@ class Muon(Config):
     learning_rate: float = Field(3e-3, gt=0)
     """Of AdamW: embedding, head and norms."""
     weight_decay: float = Field(0.01, ge=0)
-    momentum: Share = 0.95
-    beta1: Share = 0.9
-    beta2: Share = 0.95
+    decay_embeddings: bool = False
+    momentum: Momentum = 0.95
+    newton_schulz_steps: Positive = 5
+    scaling: Literal["original", "match_rms_adamw"] = "original"
+    """A matrix's rate is times √max(1, rows / columns), or 0.2 √max(rows, columns): then one tuned for AdamW fits."""
+    beta1: Momentum = 0.9
+    beta2: Momentum = 0.95
+    epsilon: float = Field(1e-8, gt=0)
 
 
-class AdamW(Config):
-    """AdamW with decoupled weight decay on matrices only (Loshchilov and Hutter 2017, https://arxiv.org/abs/1711.05101)."""
-
-    kind: Literal["adamw"] = "adamw"
-    learning_rate: float = Field(6e-4, gt=0)
-    weight_decay: float = Field(0.1, ge=0)
-    beta1: Share = 0.9
-    beta2: Share = 0.95
+Optimizer = Annotated[Muon | AdamW, Field(discriminator="kind")]
 
 
-class Schedule(Config):
+class Constant(Config):
     """
-    Learning rate as a share of its peak: a linear warm-up, a level part, then a decay to `final`.
+    Learning rate as a share of its peak: a linear warm-up, then level.
 
-        share(s) = s / W                      for s ≤ W
-                   1                          for s ≤ (1 − decay) · N
-                   1 − (1 − final) · shape(x) after, x from 0 to 1; the smaller one where it meets the warm-up
+        share(t) = (t + 1) / W      for t < W, where t counts steps from 0
+                   1                after
     """
 
+    kind: Literal["constant"] = "constant"
+    warmup_steps: Count = 0
+
+
+class Linear(Config):
+    """
+    A linear warm-up, then a line down to `final`.
+
+        share(t) = final + (1 − final) · (1 − x)      x = (t − W) / (N − W)
+    """
+
+    kind: Literal["linear"] = "linear"
+    warmup_steps: Count = 0
+    final: Share = 0.0
+
+
+class Cosine(Config):
+    """
+    A linear warm-up, then half a wave down to `final` (Loshchilov and Hutter 2016, https://arxiv.org/abs/1608.03983).
+
+        share(t) = final + (1 − final) · (1 + cos πx) / 2      x = (t − W) / (N − W)
+    """
+
+    kind: Literal["cosine"] = "cosine"
+    warmup_steps: Count = 0
+    final: Share = 0.0
+
+
+class WSD(Config):
+    """
+    Warm-up, stable, decay (Hägele et al. 2024, https://arxiv.org/abs/2405.18392): level until the decay begins.
+
+        share(t) = 1                                       for t < S = max(W, N − decay steps)
+                   final + (1 − final) · (1 − shape(x))    x = (t − S) / (N − S); shape(x) = x, √x or (1 − cos πx) / 2
+
+    Until S it does not depend on N: a run that ended its level part may go on with more steps, or decay from there.
+    """
+
+    kind: Literal["wsd"] = "wsd"
     warmup_steps: Count = 0
     decay: Share = 0.5
-    """Share of all steps that the decay takes."""
+    """Share of all steps that the decay takes, rounded down to whole steps."""
+    decay_steps: Count | None = None
+    """Steps that the decay takes; stands in for `decay`."""
     shape: Literal["linear", "cosine", "1-sqrt"] = "linear"
     final: Share = 0.0
+
+
+Schedule = Annotated[Constant | Linear | Cosine | WSD, Field(discriminator="kind")]
 
 
 class Training(Config):
@@ -58,14 +161,20 @@ class Training(Config):
     steps: Positive
     tokens_per_step: Positive
     """Of the whole global batch."""
-    optimizer: Annotated[Muon | AdamW, Field(discriminator="kind")] = Muon()
-    schedule: Schedule = Schedule()
+    optimizer: Optimizer = Muon()
+    schedule: Schedule = WSD()
     max_norm: float = Field(1.0, gt=0)
     """Gradients are scaled down to this global norm."""
+    z_loss: float = Field(0.0, ge=0)
+    """Weight of (log Σ exp scores)² of each supervised token beside its cross entropy; it keeps scores near zero."""
     seed: int = 0
     device: Wanted = "auto"
-    precision: Literal["auto", "bfloat16", "float32"] = "auto"
+    precision: Literal["auto", "bfloat16", "float16", "float32"] = "auto"
     """Of matrix products; weights and optimizer are float32. `auto` takes what the device has units for."""
+    recompute: Literal["none", "block", "selective"] = Field("none", json_schema_extra=VOLATILE)
+    """What the backward pass computes again instead of keeping it: nothing, blocks, or all but matrix products."""
+    compile: Literal["off", "auto", "on"] = Field("off", json_schema_extra=VOLATILE)
+    """Whether blocks go through torch.compile. A first step must agree with the plain one, or that one is taken."""
     micro_batch_tokens: Positive = Field(8192, json_schema_extra=VOLATILE)
     """Tokens that go through the model at once."""
     save_every_seconds: float = Field(20.0, gt=0, json_schema_extra=VOLATILE)

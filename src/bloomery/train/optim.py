@@ -1,25 +1,14 @@
-"""Optimizers and schedules, built from a recipe's words."""
+"""Optimizers, built from a recipe's words."""
 
-import math
 from collections.abc import Iterator, Mapping
 from typing import Any
 
 import bloomery.hw.needs_torch  # noqa: F401
-from bloomery.train.config import AdamW, Muon, Schedule
+from bloomery.train.config import AdamW, Muon
+from bloomery.train.schedule import share as share
 
 import torch
 from torch import Tensor, nn
-
-
-def share(schedule: Schedule, step: int, steps: int) -> float:
-    """The learning rate of step 1 … steps as a share of its peak. See `Schedule` for the formula."""
-    rise = min(1.0, step / schedule.warmup_steps) if schedule.warmup_steps else 1.0
-    decay_steps = schedule.decay * steps
-    if step <= steps - decay_steps:
-        return rise
-    x = min(1.0, (step - (steps - decay_steps)) / decay_steps)
-    fall = {"linear": x, "cosine": (1 - math.cos(math.pi * x)) / 2, "1-sqrt": math.sqrt(x)}[schedule.shape]
-    return min(rise, 1.0 - (1.0 - schedule.final) * fall)
 
 
 class Optimizers:
@@ -39,17 +28,23 @@ class Optimizers:
                     lr=config.matrix_learning_rate,
                     weight_decay=config.weight_decay,
                     momentum=config.momentum,
+                    ns_steps=config.newton_schulz_steps,
+                    adjust_lr_fn=config.scaling,
                 )
             )
-            decayed, free = [], tables + vectors
+            decayed, free = (tables, vectors) if config.decay_embeddings else ([], tables + vectors)
         else:
             decayed, free = matrices + tables, vectors
+            if not config.decay_embeddings:
+                decayed, free = matrices, tables + vectors
         groups = [
             {"params": weights, "weight_decay": decay}
             for weights, decay in ((decayed, config.weight_decay), (free, 0.0))
             if weights
         ]
-        self.parts.append(torch.optim.AdamW(groups, lr=config.learning_rate, betas=betas, fused=True))
+        self.parts.append(
+            torch.optim.AdamW(groups, lr=config.learning_rate, betas=betas, eps=config.epsilon, fused=True)
+        )
         self._peaks = [[float(group["lr"]) for group in part.param_groups] for part in self.parts]
 
     def set_share(self, value: float) -> float:
