@@ -1,8 +1,8 @@
 """
 A polite end: SIGTERM asks a process to stop, and it does so where nothing is lost.
 
-Cluster managers send it some seconds before they kill. The handler only takes note; whoever works looks at it between two
-pieces of work, leaves what it has in order, and ends with 143 = 128 + SIGTERM, as a shell would report it.
+Cluster managers send it some seconds before they kill. The handler only takes note; whoever works looks at it between
+two pieces of work, leaves what it has in order, and ends with 143 = 128 + SIGTERM, as a shell would report it.
 """
 
 import signal

@@ -183,8 +183,8 @@ class Training(Config):
     """Steps between measurements of the validation loss."""
     log_every: Positive = Field(10, json_schema_extra=VOLATILE)
 
-    # When an update is not made, and when the run goes back: see guard.py. Volatile, so that a run which these have stopped
-    # can go on with others.
+    # When an update is not made, and when the run goes back: see guard.py. Volatile, so that a run which these have
+    # stopped can go on with others.
     skip_sigma: float = Field(6.0, gt=0, json_schema_extra=VOLATILE)
     """A step is skipped whose loss or gradient norm lies so many deviations above the mean of the window."""
     skip_window: Annotated[int, Field(ge=2)] = Field(128, json_schema_extra=VOLATILE)

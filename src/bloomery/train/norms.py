@@ -5,8 +5,8 @@ How large weights, their gradients and their updates are, by layer, every so man
     weight norm      norm of all weights
     update norm      norm of what one step of the optimizers changed them by
 
-Of a weight with many numbers, the update is looked at in about SAMPLED of them at even distances, and scaled up: a copy of
-all weights would need their memory once more. So the update norm is exact for small weights and an estimate for large.
+Of a weight with many numbers, the update is looked at in about SAMPLED of them at even distances, and scaled up: a copy
+of all weights would need their memory once more. So the update norm is exact for small weights, an estimate for large.
 """
 
 from collections.abc import Iterator
@@ -44,9 +44,7 @@ class Norms:
             return
         pairs = zip(self._seen(), self._before, strict=True)
         changed = torch.stack([scale * (seen - before).float().square().sum() for (seen, scale), before in pairs])
-        weights = torch.stack(
-            [norm.float() for norm in torch._foreach_norm(list(map(local, self._model.parameters())))]
-        )
+        weights = torch.stack(torch._foreach_norm([local(weight) for weight in self._model.parameters()]))
         self._before = []
         self.latest = {
             "weight_norm": float(weights.norm()),

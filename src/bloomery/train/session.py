@@ -190,7 +190,7 @@ class Session:
         root, bad = self.out / "checkpoints", self.config.max_skips
         found = checkpoint.newest(root, before=state.step - bad) or checkpoint.newest(root)
         where, what = f"step {state.step}", f"{bad} steps in a row were skipped; metrics.jsonl names their samples"
-        cure = "Lower the learning rate, train in float32 (precision=float32), or raise skip_sigma; the same command goes on"
+        cure = "Lower the learning rate, take precision=float32, or raise skip_sigma; the same command goes on"
         if found is None:
             raise RunError(f"{what}. There is no checkpoint to go back to", where=where, cure=f"{cure}.")
         to = int(found.state["step"])
