@@ -13,7 +13,7 @@ from bloomery.model.transformer import Transformer
 from bloomery.shards.loader import IGNORE, Batch
 from bloomery.train.config import AdamW, Muon
 from bloomery.train.guard import Guard, Skip
-from bloomery.train.hooks import Hook
+from bloomery.train.hooks import Hook, Hooks
 from bloomery.train.loop import accumulate_gradients, micro_batch_loss, train
 from bloomery.train.optim import Optimizers
 from bloomery.train.state import State
@@ -250,17 +250,16 @@ def test_a_batch_with_another_loss_than_all_before_is_skipped_and_the_run_goes_o
 
 def test_a_gradient_that_is_too_large_is_skipped_though_its_loss_is_fine(monkeypatch: pytest.MonkeyPatch) -> None:
     model, state, told = lively(SHAPES[0]), State(), list[Skip]()
-    monkeypatch.setattr(
-        nn.utils, "get_total_norm", lambda grads, known=iter([1.0, 1.1, 0.9, 5.0]): torch.tensor(next(known))
-    )
+    norms = iter([1.0, 1.1, 0.9, 5.0])
+    monkeypatch.setattr(nn.utils, "get_total_norm", lambda grads: torch.tensor(next(norms)))
     run(model, repeat(random_batch(2)), state, steps=4, guard=Guard(window=3, tell=told.append))
     assert [(skip.step, skip.norm) for skip in told] == [(4, 5.0)]
 
 
 def test_after_so_many_skips_in_a_row_the_run_goes_back_once() -> None:
-    model, state, back = lively(SHAPES[0]), State(), list[int]()
+    model, state, back = lively(SHAPES[1]), State(), list[int]()
     bad = random_batch(2, 2)
-    bad.ids[:] = 7
+    bad.ids[:], bad.targets[:] = 7, 3
     with torch.no_grad():
         model.embed.weight[7] = math.nan
 
@@ -275,7 +274,7 @@ def test_after_so_many_skips_in_a_row_the_run_goes_back_once() -> None:
     assert (state.guard.skipped, state.guard.in_a_row) == (6, 1)
 
 
-# --- the end, when asked for -------------------------------------------------------------------------------------------
+# --- the end, when asked for ----------------------------------------------------------------------------------------
 
 
 def test_a_run_that_is_asked_to_stop_does_so_between_two_updates() -> None:

@@ -48,7 +48,10 @@ def say(text: str, style: str = "") -> None:
 @contextmanager
 def kept(path: Path) -> Iterator[None]:
     """Add what is said while the block runs to a file, each line with its time."""
-    with disk_errors(path), path.open("a", encoding="utf-8") as file:
+    with disk_errors(path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        file = path.open("a", encoding="utf-8")
+    with file:
         _listeners.append(file)
         try:
             yield
