@@ -11,10 +11,12 @@ import numpy as np
 import pytest
 
 from bloomery.core.errors import RunError
+from bloomery.core.files import disk_errors
 from bloomery.core.log import VARYING, read_metrics
 from bloomery.core.stop import Terminated
+from bloomery.shards import loader
 from bloomery.shards.loader import Batch
-from bloomery.train import session as session_module
+from bloomery.train import loop
 from bloomery.train.hooks import Hook
 from bloomery.train.optim import Optimizers
 from bloomery.train.session import Session
@@ -38,20 +40,15 @@ def shards(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def poison_loss(monkeypatch: pytest.MonkeyPatch, bad: dict[int, float]) -> None:
     """Multiply the loss of the steps that take samples 4 · (step − 1) … by a number."""
-    whole, real = session_module.batches, Session._train
-    now = [0]
+    whole, inner, now = loader.batches, loop.micro_batch_loss, [0]
 
     def counted(samples: Any, *, first: int, size: int, seed: int) -> Iterator[Batch]:
         for number, batch in enumerate(whole(samples, first=first, size=size, seed=seed)):
             now[0] = first // size + number + 1
             yield batch
 
-    from bloomery.train import loop
-
-    inner = loop.micro_batch_loss
-    monkeypatch.setattr(session_module, "batches", counted)
+    monkeypatch.setattr("bloomery.train.session.batches", counted)
     monkeypatch.setattr(loop, "micro_batch_loss", lambda *args: inner(*args) * bad.get(now[0], 1.0))
-    del real
 
 
 def lines(out: Path, key: str) -> list[dict[str, Any]]:
@@ -127,7 +124,7 @@ def test_a_run_does_not_go_back_to_the_same_checkpoint_twice(
     shards: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     poison_loss(monkeypatch, dict.fromkeys(range(8, 14), math.inf))
-    with pytest.raises(RunError, match="already gone back to step 6 once, and it did not help") as caught:
+    with pytest.raises(RunError, match="already gone back to step 6 after step 10, and it did not help") as caught:
         session(shards, tmp_path, **SETTINGS).run()
     assert caught.value.where == "step 13"
     assert "the same command goes on" in caught.value.cure
@@ -161,7 +158,7 @@ def test_a_run_that_was_killed_around_its_bad_batches_is_one_that_was_not_bit_fo
 
 def add_hook(monkeypatch: pytest.MonkeyPatch, hook: Hook) -> None:
     whole = Session._hooks
-    monkeypatch.setattr(Session, "_hooks", lambda self, *args: [hook, *whole(self, *args)])
+    monkeypatch.setattr(Session, "_hooks", lambda self, *args: [*whole(self, *args), hook])
 
 
 def raising(error: Exception) -> Any:
@@ -212,11 +209,9 @@ def test_a_hook_that_stops_the_run_does_so_after_its_step_is_saved(
     assert result(tmp_path / "killed") == result(tmp_path / "whole")
 
 
-def test_a_full_disk_stops_the_run_with_the_cure(
-    shards: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_full_disk_stops_the_run_with_the_cure(shards: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def full(*args: Any, **named: Any) -> Path:
-        with checkpoint.files.disk_errors(tmp_path / "checkpoints"):
+        with disk_errors(tmp_path / "checkpoints"):
             raise OSError(28, "No space left on device")
         raise AssertionError
 
@@ -226,24 +221,24 @@ def test_a_full_disk_stops_the_run_with_the_cure(
     assert caught.value.cure == "Free some space and run the same command again: finished parts are kept."
 
 
-# --- a polite end ------------------------------------------------------------------------------------------------------
+# --- a polite end -----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("ranks_of_time", [1e9, 1e-9])
+@pytest.mark.parametrize("save_every", [1e9, 1e-9])
 def test_a_run_that_is_asked_to_stop_saves_and_goes_on_where_it_was_bit_for_bit(
-    shards: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ranks_of_time: float
+    shards: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, save_every: float
 ) -> None:
     def ask(state: State) -> None:
         os.kill(os.getpid(), signal.SIGTERM)
 
     before = signal.getsignal(signal.SIGTERM)
-    session(shards, tmp_path / "whole", save_every_seconds=ranks_of_time).run()
+    session(shards, tmp_path / "whole", save_every_seconds=save_every).run()
     with monkeypatch.context() as patch:
         add_hook(patch, Hook(lambda s: s.step == 5, ask, "ask"))
         with pytest.raises(Terminated) as caught:
-            session(shards, tmp_path / "killed", save_every_seconds=ranks_of_time).run()
+            session(shards, tmp_path / "killed", save_every_seconds=save_every).run()
     assert caught.value.code == 143
     assert signal.getsignal(signal.SIGTERM) == before
     assert max(folder.name for folder in (tmp_path / "killed" / "checkpoints").iterdir()) == "000000005"
-    session(shards, tmp_path / "killed", save_every_seconds=ranks_of_time).run()
+    session(shards, tmp_path / "killed", save_every_seconds=save_every).run()
     assert result(tmp_path / "killed") == result(tmp_path / "whole")

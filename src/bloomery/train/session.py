@@ -184,18 +184,21 @@ class Session:
         step.
 
         That a checkpoint is good is only known when the step after it was accepted, so the one right before the bad
-        steps is used only if there is no other. Raises RunError where there is none, and where the run would go back
-        to the same one again.
+        steps is used only if there is no other. Raises RunError where there is none, and where none was saved since the
+        run went back the last time.
         """
         root, bad = self.out / "checkpoints", self.config.max_skips
-        found = checkpoint.newest(root, before=state.step - bad) or checkpoint.newest(root)
+        last = state.guard.rollbacks[-1] if state.guard.rollbacks else [0, 0]
+        found = checkpoint.newest(root, before=state.step - bad)
+        if found is None or int(found.state["step"]) <= last[0]:
+            found = checkpoint.newest(root)
         where, what = f"step {state.step}", f"{bad} steps in a row were skipped; metrics.jsonl names their samples"
         cure = "Lower the learning rate, take precision=float32, or raise skip_sigma; the same command goes on"
         if found is None:
             raise RunError(f"{what}. There is no checkpoint to go back to", where=where, cure=f"{cure}.")
         to = int(found.state["step"])
-        if any(origin == to for _, origin in state.guard.rollbacks):
-            what = f"{what}. The run has already gone back to step {to} once, and it did not help"
+        if to <= last[0]:
+            what = f"{what}. The run has already gone back to step {last[1]} after step {last[0]}, and it did not help"
             raise RunError(what, where=where, cure=f"{cure} from {found.folder}.")
         self._take_up(found, optimizers)
         past = State.restored(found.state)
