@@ -32,7 +32,8 @@ from bloomery.model.cost import cost
 from bloomery.model.transformer import Transformer
 from bloomery.shards.loader import Batch
 from bloomery.train.config import AdamW
-from bloomery.train.loop import State, train
+from bloomery.train.loop import train
+from bloomery.train.state import State
 from bloomery.train.optim import Optimizers
 
 import torch
