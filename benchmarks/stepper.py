@@ -33,8 +33,8 @@ from bloomery.model.transformer import Transformer
 from bloomery.shards.loader import Batch
 from bloomery.train.config import AdamW
 from bloomery.train.loop import train
-from bloomery.train.state import State
 from bloomery.train.optim import Optimizers
+from bloomery.train.state import State
 
 import torch
 from torch import Tensor
