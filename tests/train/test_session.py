@@ -35,7 +35,7 @@ def result(out: Path) -> dict[str, Any]:
     return {
         "metrics": lines,
         "model": {file.name: file.read_bytes() for file in sorted((out / "model").iterdir())},
-        "checkpoint": {file.name: file.read_bytes() for file in sorted(newest.iterdir())},
+        "checkpoint": {file.name: file.read_bytes() for file in sorted(newest.rglob("*")) if file.is_file()},
         "checkpoints": sorted(folder.name for folder in (out / "checkpoints").iterdir()),
     }
 
