@@ -264,7 +264,11 @@ def test_a_save_that_failed_is_told_at_the_next_one_and_at_the_end(tmp_path: Pat
         raise OSError(28, "no space")
 
     saver = Saver(tmp_path, Keep(last=1))
-    for again in (lambda: saver.start(2, full, {}, {"step": 2}), lambda: saver.__exit__(None, None, None)):
+    ways: list[Callable[[], None]] = [
+        lambda: saver.start(2, full, {}, {"step": 2}),
+        lambda: saver.__exit__(None, None, None),
+    ]
+    for again in ways:
         saver.start(1, full, {}, {"step": 1})
         with pytest.raises(RunError, match="000000001: cannot be written: No space left"):
             again()
