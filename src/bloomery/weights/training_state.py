@@ -6,6 +6,7 @@ Its storage for safetensors keeps the same facts as JSON in the header of each f
 holds. So what some ranks have written in parts can be read by any other number of them.
 """
 
+import logging
 import warnings
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -59,8 +60,9 @@ def write(folder: Path, tensors: Mapping[str, Tensor], world: World) -> None:
     Write tensors of the processor's memory as files below a folder, flushed. Every rank of `world` takes part, each
     with its parts. Raises OSError where a disk is full.
     """
-    _no_word_of_single_processes()
+    _quiet()
     folder.mkdir(parents=True, exist_ok=True)
+    tensors = dict(sorted(tensors.items()))  # so that equal states are equal files
     index, filled = {}, 0
     for name, tensor in tensors.items():
         index[name] = filled // FILE_BYTES + 1
@@ -69,7 +71,7 @@ def write(folder: Path, tensors: Mapping[str, Tensor], world: World) -> None:
     index = {name: numbers[number] for name, number in index.items()}
     writer = HuggingFaceStorageWriter(str(folder), fqn_to_index_mapping=index or None, save_distributed=True)
     try:
-        save(dict(tensors), storage_writer=writer, process_group=world.group, no_dist=world.size == 1)
+        save(tensors, storage_writer=writer, process_group=world.group, no_dist=world.size == 1)
     except CheckpointException as error:
         for cause, _ in error.failures.values():
             if isinstance(cause, OSError):
@@ -80,7 +82,7 @@ def write(folder: Path, tensors: Mapping[str, Tensor], world: World) -> None:
 
 def read(folder: Path, place: Place | None = None) -> dict[str, Tensor]:
     """The tensors that `write` left, whole, or in the parts that `place` makes room for."""
-    _no_word_of_single_processes()
+    _quiet()
     room: dict[str, Tensor] = {}
     for name, facts in HuggingFaceStorageReader(str(folder)).read_metadata().state_dict_metadata.items():
         assert isinstance(facts, TensorStorageMetadata)
@@ -91,6 +93,8 @@ def read(folder: Path, place: Place | None = None) -> dict[str, Tensor]:
     return room
 
 
-def _no_word_of_single_processes() -> None:
-    """torch.distributed.checkpoint warns whenever one process saves alone, which is meant here."""
+def _quiet() -> None:
+    """torch.distributed.checkpoint warns whenever one process saves alone, as is meant here, and logs every tensor."""
     warnings.filterwarnings("ignore", "torch.distributed is disabled, unavailable or uninitialized")
+    logging.getLogger("torch.distributed.checkpoint").setLevel(logging.WARNING)
+    logging.getLogger("c10d-NullHandler-dcp_logger").setLevel(logging.WARNING)
