@@ -11,7 +11,7 @@ from tests.model.made import SHAPES, VOCAB_SIZE
 from tests.train.made import processor, random_batch
 
 
-@pytest.mark.parametrize("kind", ["muon", "adamw"])
+@pytest.mark.parametrize("kind", ["muon", "adamw", "ademamix", "lion", "adamw8bit"])
 @pytest.mark.parametrize("shape", SHAPES)
 def test_weights_gradients_and_optimizer_take_the_bytes_that_were_planned(shape: object, kind: str) -> None:
     config = build(Training, {"steps": 3, "tokens_per_step": 64, "optimizer": {"kind": kind}})
