@@ -112,7 +112,7 @@ STAGES = (
         run="bloomery.stages.dedup:run",
         digest="bloomery.stages.dedup:digest",
         after=("filter",),
-        version=2,
+        version=3,
         resumes=True,
     ),
     Stage(

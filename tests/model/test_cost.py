@@ -39,6 +39,6 @@ def test_the_work_of_a_token_is_three_times_what_a_forward_pass_counts_with_half
     T = config.context
     with FlopCounterMode(display=False) as counter, torch.no_grad():
         model.logits(model(random_ids(1, T)))
-    attention = 4 * config.num_layers * config.num_heads * config.head_width * T
+    attention = 4 * config.num_layers * config.num_heads * config.head_size * T
     forward = counter.get_total_flops() / T
     assert cost(config, VOCAB_SIZE).train_flops_per_token == 3 * (forward - attention / 2)

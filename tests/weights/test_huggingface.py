@@ -95,7 +95,7 @@ def test_every_setting_arrives_at_transformers(tmp_path: Path) -> None:
         assert other.rope_parameters["rope_theta"] == shape.rope_theta != 10_000.0
         assert (other.rms_norm_eps, other.tie_word_embeddings) == (shape.norm_eps, shape.tie_embeddings)
         assert other.max_position_embeddings == shape.context
-        assert other.head_dim == shape.head_width
+        assert other.head_dim == shape.head_size
 
 
 def test_a_model_that_converses_ends_its_turn_and_one_that_does_not_ends_its_document(tmp_path: Path) -> None:

@@ -105,7 +105,7 @@ def _descend(node: Any, name: str, where: str) -> Any:
 
 
 def _filled(node: Any, hint: Any, default: Any = None) -> Any:
-    """TOML data in which opened tables hold all that the default holds, but for what overrides have changed."""
+    """TOML data in which opened tables hold what the default was given, but for what overrides have changed."""
     if isinstance(node, list):
         return [_filled(item, _step(hint, place)) for place, item in enumerate(node)]
     if not isinstance(node, dict):
@@ -114,7 +114,9 @@ def _filled(node: Any, hint: Any, default: Any = None) -> Any:
     base: dict[str, Any] = {}
     defaults = _defaults(hint, node)
     if isinstance(node, _Opened) and isinstance(default, BaseModel) and node.get("kind", kind) == kind:
-        base, defaults = plain(default), dict(default)
+        own = default.model_fields_set
+        base, defaults = {name: value for name, value in plain(default).items() if name in own}, dict(default)
+        base |= {} if kind is None else {"kind": kind}
     return base | {name: _filled(value, _step(hint, name), defaults.get(name)) for name, value in node.items()}
 
 

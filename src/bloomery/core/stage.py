@@ -22,7 +22,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from bloomery.core import files
+from bloomery.core import files, native
 from bloomery.core.config import Config, plain
 from bloomery.core.errors import RunError
 from bloomery.core.files import MANIFEST
@@ -310,14 +310,14 @@ def locked(root: Path) -> Iterator[None]:
 
 
 def versions() -> dict[str, str]:
-    """Versions of what decides about results: Python, Bloomery, and the libraries that are installed."""
+    """Versions of what decides about results: Python, Bloomery, libraries; and what compiled code runs, if any."""
     found = {"python": platform.python_version()}
     for name in ("bloomery", "torch", "numpy", "tokenizers", "scikit-learn", "pyarrow", "safetensors"):
         try:
             found[name] = metadata.version(name)
         except metadata.PackageNotFoundError:
             continue
-    return found
+    return found | {"native": native.state("text")}
 
 
 def machine() -> dict[str, Any]:

@@ -38,7 +38,7 @@ class Cache:
     @classmethod
     def empty(cls, config: ModelConfig, batch: int, capacity: int, like: Tensor) -> "Cache":
         """A cache of zeros on the device and in the number format of `like`."""
-        shape = (config.num_layers, batch, config.num_kv_heads, capacity, config.head_width)
+        shape = (config.num_layers, batch, config.num_kv_heads, capacity, config.head_size)
         return cls(torch.zeros(shape, device=like.device, dtype=like.dtype), like.new_zeros(shape))
 
 
@@ -56,11 +56,11 @@ class Attention(nn.Module):
     def __init__(self, config: ModelConfig, layer: int) -> None:
         super().__init__()
         self.layer = layer
-        self.num_heads, self.num_kv_heads, self.head_width = config.num_heads, config.num_kv_heads, config.head_width
-        self.q = nn.Linear(config.width, config.num_heads * config.head_width, bias=False)
-        self.k = nn.Linear(config.width, config.num_kv_heads * config.head_width, bias=False)
-        self.v = nn.Linear(config.width, config.num_kv_heads * config.head_width, bias=False)
-        self.out = nn.Linear(config.num_heads * config.head_width, config.width, bias=False)
+        self.num_heads, self.num_kv_heads, self.head_width = config.num_heads, config.num_kv_heads, config.head_size
+        self.q = nn.Linear(config.width, config.num_heads * config.head_size, bias=False)
+        self.k = nn.Linear(config.width, config.num_kv_heads * config.head_size, bias=False)
+        self.v = nn.Linear(config.width, config.num_kv_heads * config.head_size, bias=False)
+        self.out = nn.Linear(config.num_heads * config.head_size, config.width, bias=False)
 
     def forward(
         self, x: Float[Tensor, "B T D"], turn: Rotation, mask: Mask, cache: Cache | None = None

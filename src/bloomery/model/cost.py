@@ -22,7 +22,7 @@ class Cost:
 
 
 def cost(config: ModelConfig, vocab_size: int) -> Cost:
-    D, E, M, V = config.width, config.head_width, config.mlp_width, vocab_size
+    D, E, M, V = config.width, config.head_size, config.mlp_width, vocab_size
     attention = D * E * (config.num_heads + 2 * config.num_kv_heads) + config.num_heads * E * D
     block = attention + 3 * D * M
     norms = (2 * config.num_layers + 1) * D

@@ -98,7 +98,7 @@ class Transformer(nn.Module):
         return scores.float()
 
     def _run(self, ids: Tensor, positions: Tensor, mask: Mask, cache: Cache | None) -> Tensor:
-        turn = rotation(positions, self.config.head_width, self.config.rope_theta)
+        turn = rotation(positions, self.config.head_size, self.config.rope_theta)
         x = self.embed(ids)
         for block in self.blocks:
             x = block(x, turn, mask, cache)

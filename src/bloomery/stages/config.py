@@ -187,8 +187,11 @@ class Decontaminate(Config):
     """Fields of a row that hold what must not be found. None named: those that evaluation sets use (query, …)."""
     ngram_words: Annotated[int, Field(ge=5)] = 13
     """A text of so many words and more is found by any so many words of it in a row, a shorter one only whole."""
-    min_question_words: Annotated[int, Field(ge=2)] = 4
-    """Texts of fewer words are not looked for alone, only together with their choices."""
+    min_question_words: Positive = 4
+    """
+    Texts of fewer words are not looked for alone, only together with their choices. Of what is written without spaces,
+    two characters count as a word here.
+    """
 
     @model_validator(mode="after")
     def _questions_are_shorter(self) -> "Decontaminate":

@@ -79,6 +79,7 @@ DECONTAMINATE = Stage(
     run=f"{HERE}:decontaminate",
     digest="bloomery.stages.decontaminate:digest",
     after=("fetch",),
+    version=2,
     resumes=True,
 )
 TOOLS = {

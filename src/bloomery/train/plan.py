@@ -66,8 +66,8 @@ def activation_bytes_per_token(model: ModelConfig) -> int:
     Kept for the backward pass, a token: for each layer the residual stream twice and its norms in four bytes, and in
     two bytes queries, keys, values, their turned copies, the attention weights, and the feed-forward's three tensors.
     """
-    heads = (model.num_heads + 2 * model.num_kv_heads) * model.head_width
+    heads = (model.num_heads + 2 * model.num_kv_heads) * model.head_size
     wide = 4 * 4 * model.width
-    narrow = 2 * (2 * model.width + 2 * heads + model.num_heads * model.head_width + 4 * model.mlp_width)
+    narrow = 2 * (2 * model.width + 2 * heads + model.num_heads * model.head_size + 4 * model.mlp_width)
     weights = 4 * model.num_heads * model.context
     return model.num_layers * (wide + narrow + weights) + 8 * model.width

@@ -184,7 +184,7 @@ def _config(config: ModelConfig, vocab_size: int) -> dict[str, Any]:
         "num_hidden_layers": config.num_layers,
         "num_attention_heads": config.num_heads,
         "num_key_value_heads": config.num_kv_heads,
-        "head_dim": config.head_width,
+        "head_dim": config.head_size,
         "intermediate_size": config.mlp_width,
         "max_position_embeddings": config.context,
         "rope_theta": config.rope_theta,

@@ -1,0 +1,222 @@
+"""
+Ranks: the processes that train one model together, and what they say to each other.
+
+A process learns its rank from the environment, in torchrun's words (RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR,
+MASTER_PORT); `train/launch.py` starts processes with the same words. Numbers of the processor go by gloo, those of a
+GPU by its vendor's library. Texts go as JSON: nothing is pickled.
+
+A rank that is gone is found by the others at the next word, and said as a RunError.
+"""
+
+import json
+import os
+import socket
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+from functools import cache
+from typing import Any, NoReturn
+
+from bloomery.core.errors import ConfigError, HardwareError, RunError
+from bloomery.hw import needs_torch as needs_torch
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+c10d: Any = dist
+"""Its stores are not there in builds without torch.distributed, such as AMD's for Windows, where World.alone() is."""
+SILENCE = timedelta(hours=2)
+"""How long a rank waits for the others in the midst of training: longer than any save or evaluation."""
+PATIENCE = timedelta(days=30)
+"""How long a rank waits for the first to have something to train."""
+
+
+class RankLostError(RunError):
+    """Another rank is gone, so this one cannot go on. What ended the other is the error to read."""
+
+
+@dataclass(frozen=True)
+class World:
+    """The ranks of one training. Whatever one of them calls here, all of them call, in the same order."""
+
+    rank: int = 0
+    size: int = 1
+
+    @classmethod
+    def alone(cls) -> "World":
+        """One process without company: nothing is sent, and nothing is waited for."""
+        return cls()
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this is the rank that writes, prints and decides."""
+        return self.rank == 0
+
+    def sum(self, tensor: Tensor) -> Tensor:
+        """Put into a tensor its sum over all ranks, the same bits on each, and return it."""
+        if self.size > 1:
+            with _together("sum"):
+                if tensor.device.type in _spoken():
+                    dist.all_reduce(tensor)
+                else:
+                    moved = tensor.cpu()
+                    dist.all_reduce(moved)
+                    tensor.copy_(moved)
+        return tensor
+
+    def barrier(self) -> None:
+        """Wait until every rank is here."""
+        self.sum(torch.zeros(1))
+
+    def any(self, value: bool) -> bool:
+        """Whether it is so on at least one rank."""
+        return bool(self.sum(torch.tensor([float(value)])).item()) if self.size > 1 else value
+
+    def broadcast(self, value: Any) -> Any:
+        """What the first rank says, as JSON, on every rank. The others' values are not looked at."""
+        if self.size == 1:
+            return value
+        raw = _bytes(value) if self.is_first else torch.empty(0, dtype=torch.uint8)
+        with _together("broadcast"):
+            count = torch.tensor([len(raw)])
+            dist.broadcast(count, 0)
+            if not self.is_first:
+                raw = torch.empty(int(count), dtype=torch.uint8)
+            dist.broadcast(raw, 0)
+        return json.loads(raw.numpy().tobytes())
+
+    def gather(self, value: Any) -> list[Any]:
+        """What every rank says, as JSON, by rank, on every rank."""
+        if self.size == 1:
+            return [value]
+        raw = _bytes(value)
+        counts = self.sum(torch.zeros(self.size, dtype=torch.int64).index_fill_(0, torch.tensor([self.rank]), len(raw)))
+        padded = torch.zeros(int(counts.max()), dtype=torch.uint8)
+        padded[: len(raw)] = raw
+        said = [torch.empty_like(padded) for _ in range(self.size)]
+        with _together("gather"):
+            dist.all_gather(said, padded)
+        return [json.loads(one[: int(n)].numpy().tobytes()) for one, n in zip(said, counts, strict=True)]
+
+
+def given(env: Mapping[str, str] | None = None) -> World | None:
+    """
+    The rank that a launcher has given to this process, or None where none has. Raises ConfigError for words that make
+    no sense together. No contact is made.
+    """
+    env = os.environ if env is None else env
+    if "WORLD_SIZE" not in env:
+        return None
+    try:
+        rank, size = int(env["RANK"]), int(env["WORLD_SIZE"])
+    except (KeyError, ValueError):
+        rank, size = -1, 0
+    if not 0 <= rank < size:
+        what = f"WORLD_SIZE={env['WORLD_SIZE']!r} and RANK={env.get('RANK')!r} are no rank of a world"
+        raise ConfigError(what, where="environment", cure="Start it with torchrun, or unset WORLD_SIZE.")
+    return World(rank, size)
+
+
+def hand_out(number: int, task: Any) -> None:
+    """Tell the other ranks, which wait in `handed_out`, the task of this number. To be called by the first."""
+    with _together("task"):
+        _store().set(f"task/{number}", json.dumps(task))
+
+
+def handed_out(number: int) -> Any:
+    """The task of this number, as soon as the first rank has handed it out: after its data stages, in days maybe."""
+    with _together("task"):
+        _store().wait([f"task/{number}"], PATIENCE)
+        return json.loads(_store().get(f"task/{number}"))
+
+
+@contextmanager
+def joined(number: int = 0) -> Iterator[World]:
+    """
+    The world of this process while the block runs. `number` tells apart the worlds that a process joins one after
+    another. Raises HardwareError where this torch cannot do it.
+    """
+    world = given()
+    if world is None or world.size == 1:
+        yield World.alone()
+        return
+    if not (dist.is_available() and dist.is_gloo_available()):
+        what = f"torch {torch.__version__} was built without torch.distributed, so {world.size} ranks cannot be had"
+        raise HardwareError(what, cure="Train with one rank, or install another build of torch.")
+    with _together("start"):
+        store = c10d.PrefixStore(f"world/{number}", _store())
+        dist.init_process_group(
+            ",".join(f"{kind}:{backend}" for kind, backend in _backends().items()),
+            store=store,
+            rank=world.rank,
+            world_size=world.size,
+            timeout=SILENCE,
+        )
+    try:
+        yield world
+    finally:
+        dist.destroy_process_group()
+
+
+def check_devices(local_ranks: int, place: torch.device) -> None:
+    """Raises HardwareError where the ranks of this machine would have to share a GPU."""
+    if place.type == "cuda" and local_ranks > torch.cuda.device_count():
+        what = f"{local_ranks} ranks on this machine, but it has {torch.cuda.device_count()} GPUs"
+        raise HardwareError(what, cure='Take as many ranks as there are GPUs, or device="cpu".')
+    if local_ranks > 1 and place.type == "mps":
+        raise HardwareError(f"{local_ranks} ranks cannot share one Apple GPU", cure="Train with one rank.")
+
+
+def open_store() -> tuple[Any, int]:
+    """A place for ranks of this machine to meet, on the loopback interface, and its port, which nobody else holds."""
+    listening = socket.create_server(("127.0.0.1", 0))
+    port = int(listening.getsockname()[1])
+    handle = listening.detach()
+    store = c10d.TCPStore(
+        "127.0.0.1", port, is_master=True, wait_for_workers=False, timeout=SILENCE, master_listen_fd=handle
+    )
+    return store, port
+
+
+@cache
+def _store() -> Any:
+    """Where the ranks of this process's launcher meet. Cached: a process has one launcher."""
+    host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    elsewhere = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    hosts = not elsewhere and os.environ["RANK"] == "0"
+    store = c10d.TCPStore(host, port, is_master=hosts, wait_for_workers=False, timeout=SILENCE)
+    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    return c10d.PrefixStore(f"bloomery/{attempt}", store)
+
+
+def _backends() -> dict[str, str]:
+    """Kind of device -> the library by which its numbers go to other ranks. `nccl` stands for RCCL on AMD."""
+    if torch.cuda.is_available() and dist.is_nccl_available():
+        return {"cpu": "gloo", "cuda": "nccl"}
+    return {"cpu": "gloo"}
+
+
+_spoken = cache(_backends)
+
+
+def _bytes(value: Any) -> Tensor:
+    return torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
+
+
+@contextmanager
+def _together(what: str) -> Iterator[None]:
+    """Say a broken connection (torch raises RuntimeError and its kin) as what it is: another rank is gone."""
+    try:
+        yield
+    except (RuntimeError, KeyError) as error:
+        _lost(what, error)
+
+
+def _lost(what: str, error: BaseException) -> NoReturn:
+    first = str(error).strip().partition("\n")[0]
+    cure = "Look at what the other ranks said. The same command goes on from the newest checkpoint."
+    raise RankLostError(
+        f"another rank is gone ({what}: {first})", where=f"rank {os.environ.get('RANK')}", cure=cure
+    ) from error

@@ -1,0 +1,178 @@
+"""
+Starting of ranks: one function, on each process that trains a model together with others.
+
+    function(task, world) -> what there is to say about it
+
+`task` is JSON and the answer is that of the first rank. Where torchrun has started this process, its others wait in
+`follow` and are told the task; else `ranks` processes of this machine are started for the time of the task, and end
+with it, however it ends. One rank is this process itself.
+"""
+
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+from bloomery.core import errors, files
+from bloomery.core.errors import BloomeryError, RunError
+from bloomery.core.log import console
+from bloomery.core.stage import resolve
+from bloomery.data import orphan
+from bloomery.hw import dist
+from bloomery.hw.dist import RankLostError, World
+
+SECONDS_BETWEEN_LOOKS = 0.05
+GRACE_SECONDS = 5.0
+"""How long the other ranks may take to say what they know, after one has ended in error."""
+STOPPED = 128 + signal.SIGTERM
+"""Exit code of a rank that has saved and stopped because it was asked to."""
+
+Answer = dict[str, Any]
+_handed_out: list[str] = []
+"""The tasks that this process has had under torchrun. The number of the next tells its world from theirs."""
+
+
+def run(function: str, task: Mapping[str, Any], ranks: int = 1) -> Answer:
+    """
+    Run `function` ("package.module:name") on every rank and return the answer of the first. Raises RunError, which
+    names it, for a rank that dies, and whatever BloomeryError a rank raises.
+    """
+    if (world := dist.given()) is not None and world.size > 1:
+        assert world.is_first, "the others wait in `follow`"
+        number = len(_handed_out)
+        dist.hand_out(number, {"function": function, "task": dict(task)})
+        return _take_part(number, function, task)
+    if ranks == 1:
+        return dict(resolve(function)(task, World.alone()))
+    return _on_processes(function, task, ranks)
+
+
+def follow() -> None:
+    """What ranks but the first do under torchrun: take part in what the first hands out, until it is done."""
+    console.quiet = True
+    while (told := dist.handed_out(number := len(_handed_out)))["function"]:
+        _take_part(number, told["function"], told["task"])
+
+
+def dismiss() -> None:
+    """Let the ranks go that wait in `follow`."""
+    dist.hand_out(len(_handed_out), {"function": ""})
+
+
+def _take_part(number: int, function: str, task: Mapping[str, Any]) -> Answer:
+    _handed_out.append(function)
+    with dist.joined(number) as world:
+        return dict(resolve(function)(task, world))
+
+
+# --- processes of this machine -------------------------------------------------------------------------------------
+
+
+def _on_processes(function: str, task: Mapping[str, Any], ranks: int) -> Answer:
+    store, port = dist.open_store()
+    with tempfile.TemporaryDirectory(prefix="bloomery-ranks-") as name:
+        folder = Path(name)
+        files.write_json(folder / "task.json", {"function": function, "task": dict(task), "parent": os.getpid()})
+        processes = [_start(folder, port, rank, ranks) for rank in range(ranks)]
+        try:
+            with _stops_handed_on(processes):
+                _watch(processes, folder)
+        finally:
+            for process in processes:
+                process.kill()
+                process.wait()
+        del store
+        answer: Answer = files.read_json(folder / "0.json")["answer"]
+        return answer
+
+
+def _start(folder: Path, port: int, rank: int, ranks: int) -> "subprocess.Popen[bytes]":
+    cores = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
+    env = {
+        "OMP_NUM_THREADS": str(max(1, cores // ranks)),
+        "GLOO_SOCKET_IFNAME": "lo" if sys.platform == "linux" else "lo0",
+        **os.environ,
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        "WORLD_SIZE": str(ranks),
+        "LOCAL_WORLD_SIZE": str(ranks),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+        "PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path),
+    }
+    code = "import sys; from bloomery.train.launch import be_rank; be_rank(sys.argv[1])"
+    return subprocess.Popen([sys.executable, "-c", code, str(folder)], env=env, stdin=subprocess.DEVNULL)
+
+
+def be_rank(name: str) -> None:
+    """What a process that `run` has started does. `name` is the folder of its task. Exits 0 with an answer."""
+    folder, rank = Path(name), int(os.environ["RANK"])
+    told = files.read_json(folder / "task.json")
+    orphan.die_with(told["parent"])
+    console.quiet = rank > 0
+    try:
+        files.write_json(folder / f"{rank}.json", {"answer": _take_part(0, told["function"], told["task"])})
+    except BloomeryError as error:
+        facts = {"kind": type(error).__name__, "what": error.what, "where": error.where, "cure": error.cure}
+        files.write_json(folder / f"{rank}.json", {"error": facts})
+        sys.exit(2)
+
+
+def _watch(processes: "Sequence[subprocess.Popen[bytes]]", folder: Path) -> None:
+    """Wait for all. Raises the error of one that fails as soon as it is known which of them was the first to."""
+    while any(process.poll() is None for process in processes):
+        if any(process.poll() for process in processes):
+            break
+        time.sleep(SECONDS_BETWEEN_LOOKS)
+    deadline = time.monotonic() + GRACE_SECONDS
+    while any(process.poll() is None for process in processes) and time.monotonic() < deadline:
+        time.sleep(SECONDS_BETWEEN_LOOKS)
+    codes = [process.poll() for process in processes]
+    if all(code == STOPPED for code in codes):
+        sys.exit(STOPPED)
+    failed = [rank for rank, code in enumerate(codes) if code]
+    if failed:
+        found = [(_error(rank, processes[rank], folder), codes[rank] == 1) for rank in failed]
+        # one that lost another is not the cause, and a fault of ours may have been caused by a rank that is gone
+        raise min(found, key=lambda one: (isinstance(one[0], RankLostError), one[1]))[0]
+
+
+def _error(rank: int, process: "subprocess.Popen[bytes]", folder: Path) -> BloomeryError:
+    file = folder / f"{rank}.json"
+    if process.returncode == 2 and file.is_file():
+        facts = files.read_json(file)["error"]
+        kind = RankLostError if facts["kind"] == "RankLostError" else getattr(errors, facts["kind"], RunError)
+        made: BloomeryError = kind(facts["what"], where=facts["where"], cure=facts["cure"])
+        return made
+    code = process.returncode
+    how = f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
+    cure = "What it said stands above. The same command goes on from the newest checkpoint."
+    return RunError(f"rank {rank} (process {process.pid}) {how}; the other ranks were stopped", cure=cure)
+
+
+@contextmanager
+def _stops_handed_on(processes: "Sequence[subprocess.Popen[bytes]]") -> Iterator[None]:
+    """Hand SIGTERM on to the ranks, which save and stop. Only the main thread may listen for signals."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def hand_on(number: int, frame: FrameType | None) -> None:
+        for process in processes:
+            if process.poll() is None:
+                process.terminate()
+
+    before = signal.signal(signal.SIGTERM, hand_on)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)

@@ -1,0 +1,61 @@
+from typing import Any
+
+import pytest
+
+from bloomery.core.errors import ConfigError
+from bloomery.hw import dist
+from bloomery.hw.dist import World
+from bloomery.train import launch
+
+import torch
+
+
+def test_one_process_alone_sends_nothing_and_waits_for_nobody() -> None:
+    world = World.alone()
+    tensor = torch.tensor([1.5, 2.0])
+    assert world.sum(tensor) is tensor
+    assert tensor.tolist() == [1.5, 2.0]
+    world.barrier()
+    assert (world.rank, world.size, world.is_first) == (0, 1, True)
+    assert (world.any(True), world.any(False)) == (True, False)
+    assert world.broadcast({"a": 1}) == {"a": 1}
+    assert world.gather({"a": 1}) == [{"a": 1}]
+    with dist.joined() as joined:
+        assert joined == world
+
+
+def test_a_rank_is_what_the_launcher_says() -> None:
+    assert dist.given({}) is None
+    assert dist.given({"RANK": "2", "WORLD_SIZE": "3"}) == World(2, 3)
+
+
+@pytest.mark.parametrize("env", [{}, {"RANK": "3"}, {"RANK": "one"}, {"RANK": "-1"}])
+def test_words_that_name_no_rank_are_refused(env: dict[str, str]) -> None:
+    with pytest.raises(ConfigError, match=r"WORLD_SIZE='3' and RANK=.* no rank of a world\n.*torchrun"):
+        dist.given({"WORLD_SIZE": "3", **env})
+
+
+def words(task: dict[str, Any], world: World) -> dict[str, Any]:
+    """Each thing that ranks can say to each other, once."""
+    mine = torch.arange(5.0) * (world.rank + 1)
+    world.barrier()
+    long = {"text": "é" * (1000 * world.rank), "rank": world.rank}
+    return {
+        "sum": world.sum(mine).tolist(),
+        "counts": world.sum(torch.tensor([world.rank + 1])).tolist(),
+        "any": [world.any(world.rank == 1), world.any(False)],
+        "broadcast": world.broadcast({"task": task, "from": world.rank}),
+        "gather": [one["rank"] * len(one["text"]) for one in world.gather(long)],
+        "size": world.size,
+    }
+
+
+def test_what_one_rank_says_the_others_hear() -> None:
+    assert launch.run("tests.hw.test_dist:words", {"what": "ü"}, ranks=3) == {
+        "sum": [0.0, 6.0, 12.0, 18.0, 24.0],
+        "counts": [6],
+        "any": [True, False],
+        "broadcast": {"task": {"what": "ü"}, "from": 0},
+        "gather": [0, 1000, 4000],
+        "size": 3,
+    }

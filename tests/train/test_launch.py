@@ -1,0 +1,80 @@
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from bloomery.core.errors import DataError, RunError
+from bloomery.hw.dist import World
+from bloomery.train import launch
+
+ROOT = Path(__file__).parents[2]
+
+
+def act(task: dict[str, Any], world: World) -> dict[str, Any]:
+    """Do on rank 1 what the task says, while the others wait for it."""
+    (Path(task["folder"]) / f"{world.rank}.pid").write_text(str(os.getpid()))
+    world.barrier()
+    if world.rank == 1 and task["do"] == "die":
+        os.kill(os.getpid(), signal.SIGKILL)
+    if world.rank == 1 and task["do"] == "refuse":
+        raise DataError("is bad", where="shard 7", cure="Get another.")
+    if world.rank == 1 and task["do"] == "crash":
+        raise ZeroDivisionError
+    if task["do"] == "wait":
+        time.sleep(60)
+    world.barrier()
+    return {"size": world.size}
+
+
+def ranks_left(folder: Path) -> list[int]:
+    """The ranks' processes that are still there, a moment later."""
+    pids = [int(file.read_text()) for file in folder.glob("*.pid")]
+    deadline = time.monotonic() + 5
+    while time.monotonic() < deadline and any(Path(f"/proc/{pid}").exists() for pid in pids):
+        time.sleep(0.05)
+    return [pid for pid in pids if Path(f"/proc/{pid}").exists()]
+
+
+def test_one_rank_is_this_process(tmp_path: Path) -> None:
+    assert launch.run("tests.train.test_launch:act", {"do": "", "folder": str(tmp_path)}) == {"size": 1}
+    assert (tmp_path / "0.pid").read_text() == str(os.getpid())
+
+
+@pytest.mark.parametrize(
+    ("do", "kind", "told"),
+    [
+        ("die", RunError, r"rank 1 \(process \d+\) was ended by SIGKILL; the other ranks were stopped\n.*checkpoint"),
+        ("refuse", DataError, r"^shard 7: is bad\nGet another\.$"),
+        pytest.param(
+            *("crash", RunError, r"rank 1 \(process \d+\) ended with exit code 1; the other ranks were stopped"),
+            marks=pytest.mark.slow,
+        ),
+    ],
+)
+def test_a_rank_that_ends_is_named_and_takes_the_others_with_it(
+    tmp_path: Path, do: str, kind: type[Exception], told: str
+) -> None:
+    began = time.monotonic()
+    with pytest.raises(kind, match=told):
+        launch.run("tests.train.test_launch:act", {"do": do, "folder": str(tmp_path)}, ranks=2)
+    assert len(list(tmp_path.glob("*.pid"))) == 2
+    assert ranks_left(tmp_path) == []
+    assert time.monotonic() - began < 50
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc")
+def test_ranks_do_not_outlive_the_process_that_started_them(tmp_path: Path) -> None:
+    task = {"do": "wait", "folder": str(tmp_path)}
+    code = f"from bloomery.train import launch; launch.run('tests.train.test_launch:act', {task}, 2)"
+    with subprocess.Popen([sys.executable, "-c", code], cwd=ROOT) as parent:
+        deadline = time.monotonic() + 60
+        while len(list(tmp_path.glob("*.pid"))) < 2 and time.monotonic() < deadline:
+            time.sleep(0.05)
+        parent.kill()
+    assert len(list(tmp_path.glob("*.pid"))) == 2
+    assert ranks_left(tmp_path) == []
