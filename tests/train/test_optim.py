@@ -139,8 +139,10 @@ def test_a_state_that_misses_a_weight_is_refused_by_name_and_changes_nothing(con
     optimizers = Optimizers(model, config)
     step(model, optimizers, 0)
     whole = {path: value.clone() for path, value in optimizers.state().items()}
-    lost = {path: value + 1 for path, value in whole.items() if not path.startswith("blocks.1.mlp.up.weight/")}
-    with pytest.raises(CheckpointError, match=r"misses '\w+' of 'blocks\.1\.mlp\.up\.weight'.*\n.*the recipe that made it"):
+    lost = {path: value + 1 for path, value in whole.items() if not path.startswith("blocks.0.mlp.up.weight/")}
+    with pytest.raises(
+        CheckpointError, match=r"misses '\w+' of 'blocks\.0\.mlp\.up\.weight'.*\n.*the recipe that made it"
+    ):
         optimizers.restore(lost)
     more = {path: value + 1 for path, value in whole.items()} | {"blocks.9.mlp.up.weight/step": torch.ones(())}
     with pytest.raises(CheckpointError, match=r"holds an unknown 'step' of 'blocks\.9\.mlp\.up\.weight'"):
@@ -177,3 +179,31 @@ def test_a_restored_state_shares_no_memory_with_the_one_it_was_made_from(config:
     optimizers.restore(saved)
     step(model, optimizers, 1)
     assert all(torch.equal(value, before[path]) for path, value in saved.items())
+
+
+# --- learning --------------------------------------------------------------------------------------------------------
+
+
+def losses(config: Optimizer, steps: int = 40) -> list[float]:
+    model = Transformer(SHAPES[0], VOCAB_SIZE)
+    model.initialize(0)
+    optimizers, found = Optimizers(model, config), []
+    for number in range(steps):
+        found.append(accumulate_gradients(model, random_batch(4, number % 3), 4, processor())[0])
+        optimizers.step()
+        optimizers.zero_grad()
+    return found
+
+
+@pytest.mark.parametrize(
+    "config", [AdEMAMix(learning_rate=0.01, ramp_steps=40), Lion(learning_rate=0.003)], ids=["ademamix", "lion"]
+)
+def test_a_model_learns_with_every_optimizer(config: Optimizer) -> None:
+    found = losses(config)
+    assert found[-1] < 0.8 * found[0]
+
+
+def test_moments_of_8_bits_learn_as_those_of_32() -> None:
+    coded, whole = losses(AdamW8bit(learning_rate=0.01)), losses(AdamW(learning_rate=0.01))
+    assert whole[-1] < 0.8 * whole[0]
+    assert coded == pytest.approx(whole, abs=0.05)
