@@ -72,9 +72,11 @@ def save_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
         file.write(safetensors.torch.save(ready, metadata={"format": "pt"}))
 
 
-def newest(root: Path) -> Checkpoint | None:
-    """The newest checkpoint that is whole, or None."""
+def newest(root: Path, before: int | None = None) -> Checkpoint | None:
+    """The newest checkpoint that is whole, of those of a step before `before` where that is given, or None."""
     for folder in reversed(_folders(root)):
+        if before is not None and int(folder.name) >= before:
+            continue
         if trouble := damage(folder):
             say(f"checkpoint {folder} is passed over: {trouble}", style="yellow")
             continue
