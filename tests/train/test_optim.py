@@ -8,7 +8,7 @@ from bloomery.model.transformer import Transformer
 from bloomery.train.config import AdamW, AdamW8bit, AdEMAMix, Lion, Muon, Optimizer
 from bloomery.train.loop import accumulate_gradients
 from bloomery.train.optim import REMEMBERED, Optimizers
-from bloomery.weights import checkpoint
+from bloomery.weights.tensors import save_tensors
 from tests.model.made import SHAPES, VOCAB_SIZE, lively
 from tests.train.made import processor, random_batch
 
@@ -107,7 +107,7 @@ def test_a_state_that_was_written_and_restored_makes_the_same_next_step(
     for seed in range(3):
         step(model, optimizers, seed)
     twin.load_state_dict(model.state_dict())
-    checkpoint.save_tensors(tmp_path / "state", optimizers.state())
+    save_tensors(tmp_path / "state", optimizers.state())
     restored = Optimizers(twin, config)
     restored.restore(safetensors.torch.load_file(tmp_path / "state"))
     assert restored.state().keys() == optimizers.state().keys()
