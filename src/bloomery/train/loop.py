@@ -9,6 +9,7 @@ Hooks run in the order given, after a step, and at no other time.
 """
 
 from collections.abc import Callable, Iterator
+from functools import partial
 
 from bloomery.core.stop import Stop, Terminated
 from bloomery.hw.device import Device
@@ -52,9 +53,8 @@ def train(
     """
     Train from `state.step` to `steps`, updating `state` in place. Every rank calls it with the same global batches.
 
-    A step without supervised tokens, or with trouble that the guard sees, counts, and changes no weight and nothing
-    that the optimizers remember. Raises Terminated where the process was asked to stop: between two updates, so that
-    `state` is that of the weights.
+    A step without supervised tokens, or with trouble that the guard sees, counts, and changes neither a weight nor what
+    the optimizers remember. Raises Terminated, between two updates, where the process was asked to stop.
     """
     world, guard, hooks = world or World.alone(), guard or Guard(), hooks or Hooks()
     precision = precision or Precision.decide("auto", device)
@@ -65,15 +65,10 @@ def train(
         batch = next(batches)
         lr = optimizers.set_share(learning_rate_share(state.step + 1))
         clock.enter("forward_backward")
-        while True:
-            loss, tokens = accumulate_gradients(model, batch, micro_batch, device, world, stop, precision, z_loss)
-            norm = nn.utils.get_total_norm(gradients(model))
-            if not precision.overflowed(loss, float(norm)):
-                break
-            optimizers.zero_grad()
+        compute = partial(accumulate_gradients, model, batch, micro_batch, device, world, stop, precision, z_loss)
+        loss, tokens, norm = in_range(model, precision, compute)
         clock.enter("optimizer")
-        state.step += 1
-        state.samples += len(batch.ids)
+        state.step, state.samples = state.step + 1, state.samples + len(batch.ids)
         state.precision = precision.state()
         state.metrics = {"learning_rate": lr, "tokens": tokens}
         if trouble := guard.trouble(state.guard, loss, float(norm)):
@@ -94,6 +89,18 @@ def train(
         if world.any(stop.asked):
             raise Terminated
     clock.enter("rest")
+
+
+def in_range(
+    model: nn.Module, precision: Precision, compute: Callable[[], tuple[float, int]]
+) -> tuple[float, int, Tensor]:
+    """What `compute` gives and the norm of its gradients: again, with a smaller scale, if they left float16."""
+    while True:
+        loss, tokens = compute()
+        norm = nn.utils.get_total_norm(gradients(model))
+        if not precision.overflowed(loss, float(norm)):
+            return loss, tokens, norm
+        model.zero_grad(set_to_none=True)
 
 
 def accumulate_gradients(
