@@ -64,6 +64,16 @@ def test_attention_sees_the_past_of_its_own_segment_only(
     )
 
 
+def test_values_may_be_wider_than_keys() -> None:
+    """As differential attention has them."""
+    segments = torch.zeros(2, 20, dtype=torch.long)
+    compare(
+        lambda q, k, v: kernels.causal_attention(q, k, v, kernels.first_seen(segments)),
+        lambda q, k, v: F.scaled_dot_product_attention(q, k, v, is_causal=True),
+        [torch.randn(2, 4, 20, width) for width in (16, 16, 32)],
+    )
+
+
 def test_a_window_ends_what_a_query_sees() -> None:
     segments = torch.tensor([[0, 0, 0, 0, 0, 3, 3, 3]])
     assert kernels.first_seen(segments).tolist() == [[0, 0, 0, 0, 0, 5, 5, 5]]
@@ -127,12 +137,13 @@ def test_turning_by_position_equals_the_formula(dtype: torch.dtype) -> None:
 def test_cross_entropy_and_its_slopes_equal_those_of_torch(dtype: torch.dtype, z_loss: float) -> None:
     scores, targets = (torch.randn(7, 501) * 5).to(dtype), torch.randint(0, 501, (7,))
     exact = scores.float().requires_grad_()
-    expected = F.cross_entropy(exact, targets, reduction="none") + z_loss * exact.logsumexp(1) ** 2
-    (slopes,) = torch.autograd.grad(expected.sum(), exact)
+    z = exact.logsumexp(1)
+    loss = F.cross_entropy(exact, targets, reduction="sum") + z_loss * z.square().sum()
+    (slopes,) = torch.autograd.grad(loss, exact)
     untouched = scores.clone()
-    near(kernels.cross_entropy_(scores, targets, z_loss=z_loss, slopes=False), expected, torch.float32)
+    near(kernels.cross_entropy_(scores, targets, z_loss=z_loss, slopes=False), z, torch.float32)
     assert torch.equal(scores, untouched)
-    near(kernels.cross_entropy_(scores, targets, z_loss=z_loss), expected, torch.float32)
+    near(kernels.cross_entropy_(scores, targets, z_loss=z_loss), z, torch.float32)
     near(scores, slopes, dtype)
 
 

@@ -160,30 +160,30 @@ class _Attention(torch.autograd.Function):
 
     @staticmethod
     def forward(context: Any, q: Tensor, k: Tensor, v: Tensor, first: Tensor) -> Tensor:
-        (B, H, T, E), K = q.shape, k.shape[1]
-        q, k, v = q.reshape(B * K, H // K, T, E), k.reshape(B * K, T, E), v.reshape(B * K, T, E)
-        y = torch.empty((B, T, K, H // K, E), dtype=q.dtype)
+        (B, H, T, E), K, W = q.shape, k.shape[1], v.shape[3]
+        q, k, v = q.reshape(B * K, H // K, T, E), k.reshape(B * K, T, E), v.reshape(B * K, T, W)
+        y = torch.empty((B, T, K, H // K, W), dtype=q.dtype)
         weights = []
         with torch.autocast("cpu", enabled=False):
             for start, stop in _blocks(T, q.dtype):
                 scores = torch.bmm(q[:, :, start:stop].reshape(B * K, -1, E), k[:, :stop].transpose(1, 2))
                 shape = B * K, K, T, start, stop - start, scores.shape[1], stop
                 _call("softmax", KINDS[q.dtype], scores, first, *shape, E**-0.5)
-                part = torch.bmm(scores, v[:, :stop]).view(B, K, H // K, stop - start, E)
+                part = torch.bmm(scores, v[:, :stop]).view(B, K, H // K, stop - start, W)
                 y[:, start:stop] = part.permute(0, 3, 1, 2, 4)
                 weights.append(scores)
         context.save_for_backward(q, k, v, first, *weights)
-        return y.view(B, T, H, E).transpose(1, 2)
+        return y.view(B, T, H, W).transpose(1, 2)
 
     @staticmethod
     @once_differentiable
     def backward(context: Any, *upstream: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:
         q, k, v, first, *weights = context.saved_tensors
         (B, H, _, _), (matrices, group, T, E) = upstream[0].shape, q.shape
-        dy = upstream[0].reshape(B, H // group, group, T, E)
+        dy = upstream[0].reshape(B, H // group, group, T, -1)
         dq, dk, dv = torch.empty_like(q), k, v
         for (start, stop), scores in reversed(list(zip(_blocks(T, q.dtype), weights, strict=True))):
-            slope = dy[:, :, :, start:stop].reshape(matrices, -1, E)
+            slope = dy[:, :, :, start:stop].reshape(matrices, -1, v.shape[2])
             block = q[:, :, start:stop].reshape(matrices, -1, E)
             inner = torch.bmm(slope, v[:, :stop].transpose(1, 2))
             shape = matrices, matrices // B, T, start, stop - start, scores.shape[1], stop
@@ -194,7 +194,7 @@ class _Attention(torch.autograd.Function):
             else:
                 dk[:, :stop] += torch.bmm(inner.transpose(1, 2), block)
                 dv[:, :stop] += torch.bmm(scores.transpose(1, 2), slope)
-        return dq.view(B, H, T, E), dk.view(B, -1, T, E), dv.view(B, -1, T, E), None
+        return dq.view(B, H, T, E), dk.view(B, -1, T, E), dv.view(B, -1, T, v.shape[2]), None
 
 
 def _blocks(tokens: int, dtype: torch.dtype) -> list[tuple[int, int]]:
@@ -205,9 +205,9 @@ def _blocks(tokens: int, dtype: torch.dtype) -> list[tuple[int, int]]:
 def causal_attention(
     q: Float[Tensor, "B H T E"],
     k: Float[Tensor, "B K T E"],
-    v: Float[Tensor, "B K T E"],
+    v: Float[Tensor, "B K T F"],
     first: Int[Tensor, "B T"],
-) -> Float[Tensor, "B H T E"]:
+) -> Float[Tensor, "B H T F"]:
     """softmax(q kᵀ / √E) v, where query t sees the keys first[b, t] to t."""
     y: Tensor = _Attention.apply(q, k, v, first.contiguous())  # type: ignore[no-untyped-call]
     return y
@@ -227,12 +227,10 @@ def cross_entropy_(
     scores: Float[Tensor, "N V"], targets: Int[Tensor, " N"], *, z_loss: float = 0.0, slopes: bool = True
 ) -> Float[Tensor, " N"]:
     """
-    log Σ exp(scores) − scores[target] + z_loss (log Σ exp(scores))² of each row, in nats.
+    z = log Σ exp(scores) of each row, in float32; the cross entropy is z − scores[target].
 
-    With `slopes` the scores are overwritten with the gradient of the sum of it.
+    With `slopes` the scores are overwritten with the gradient of Σ (z − scores[target] + z_loss · z²).
     """
-    losses = torch.empty(len(scores))
-    _call(
-        "entropy", KINDS[scores.dtype], scores, targets.contiguous(), losses, *scores.shape, float(z_loss), int(slopes)
-    )
-    return losses
+    z = torch.empty(len(scores))
+    _call("entropy", KINDS[scores.dtype], scores, targets.contiguous(), z, *scores.shape, float(z_loss), int(slopes))
+    return z

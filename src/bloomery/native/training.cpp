@@ -293,9 +293,9 @@ BOTH(norm_slopes,
 
 // ---- loss ------------------------------------------------------------------------------------------------------------
 
-// losses[n] = log Σ exp(scores[n]) − scores[n, target] + z (log Σ exp)². Scores become the slopes of that, if wanted.
+// totals[n] = log Σ exp(scores[n]). Scores become the slopes of total − scores[n, target] + z · total², if wanted.
 template <class T>
-INLINE void entropy(void *scores, const int64_t *targets, float *losses, int64_t vocabulary, float z, bool slopes,
+INLINE void entropy(void *scores, const int64_t *targets, float *totals, int64_t vocabulary, float z, bool slopes,
                     int64_t begin, int64_t end) {
     std::vector<float> room(vocabulary);
     float *const values = room.data();
@@ -315,7 +315,7 @@ INLINE void entropy(void *scores, const int64_t *targets, float *losses, int64_t
             sum += values[i];
         }
         const float whole = most + std::log(sum);
-        losses[row] = whole - load(at + targets[row]) + z * whole * whole;
+        totals[row] = whole;
         if (!slopes) continue;
         const float factor = (1.0f + 2 * z * whole) / sum;
         const float right = values[targets[row]] * factor - 1.0f;
@@ -326,9 +326,9 @@ INLINE void entropy(void *scores, const int64_t *targets, float *losses, int64_t
 }
 
 BOTH(entropy,
-     (void *scores, const int64_t *targets, float *losses, int64_t vocabulary, float z, bool slopes, int64_t begin,
+     (void *scores, const int64_t *targets, float *totals, int64_t vocabulary, float z, bool slopes, int64_t begin,
       int64_t end),
-     (scores, targets, losses, vocabulary, z, slopes, begin, end))
+     (scores, targets, totals, vocabulary, z, slopes, begin, end))
 
 }  // namespace
 
@@ -398,10 +398,10 @@ void bloomery_norm_slopes(int64_t kind, const float *x, const float *weight, con
     });
 }
 
-void bloomery_entropy(int64_t kind, void *scores, const int64_t *targets, float *losses, int64_t rows,
+void bloomery_entropy(int64_t kind, void *scores, const int64_t *targets, float *totals, int64_t rows,
                       int64_t vocabulary, float z, int64_t slopes, int64_t threads) {
     split(rows, threads, [&](int64_t begin, int64_t end, int64_t) {
-        EITHER(kind, entropy, scores, targets, losses, vocabulary, z, slopes != 0, begin, end);
+        EITHER(kind, entropy, scores, targets, totals, vocabulary, z, slopes != 0, begin, end);
     });
 }
 }
