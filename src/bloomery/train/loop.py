@@ -15,6 +15,7 @@ from bloomery.hw.device import Device
 from bloomery.hw.dist import World
 from bloomery.model.transformer import Transformer
 from bloomery.shards.loader import IGNORE, Batch
+from bloomery.train import parallel
 from bloomery.train.clock import Clock
 from bloomery.train.guard import Guard, Skip
 from bloomery.train.hooks import Hooks
@@ -112,10 +113,7 @@ def accumulate_gradients(
         loss = micro_batch_loss(model, part, device)
         torch.autograd.backward(loss / max(tokens, 1))
         total += loss.detach()
-    if world.size > 1:
-        for weight in model.parameters():
-            if weight.requires_grad:  # a rank without rows has no gradients, and the others wait for it
-                weight.grad = world.sum(torch.zeros_like(weight) if weight.grad is None else weight.grad)
+    parallel.sum_gradients(model, world)
     return float(world.sum(total)) / max(tokens, 1), tokens
 
 

@@ -7,9 +7,10 @@ Pretraining and finetuning differ in where their weights and samples come from, 
 import math
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import closing, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import numpy as np
@@ -18,11 +19,14 @@ from bloomery.core.errors import RunError
 from bloomery.core.log import METRICS, Metrics, kept, progress, say
 from bloomery.core.stop import Stop, Terminated, on_sigterm
 from bloomery.hw import device as devices
+from bloomery.hw import dist
 from bloomery.hw.device import Device
+from bloomery.hw.dist import World
 from bloomery.model.cost import cost
 from bloomery.model.transformer import Transformer
 from bloomery.shards.loader import IGNORE, Course, Samples, batches
 from bloomery.tokenizer.chat import Renderer
+from bloomery.train import exactness, parallel
 from bloomery.train.clock import Clock
 from bloomery.train.config import Training
 from bloomery.train.guard import Guard, forget
@@ -34,7 +38,7 @@ from bloomery.train.plan import rows_at_once, rows_per_step
 from bloomery.train.recorder import Recorder
 from bloomery.train.state import State
 from bloomery.weights import checkpoint, huggingface
-from bloomery.weights.checkpoint import Checkpoint
+from bloomery.weights.checkpoint import Checkpoint, Keep, Saver
 from bloomery.weights.huggingface import Lineage
 
 import torch
@@ -58,7 +62,13 @@ class Session:
     out: Path
     measured: dict[int, float] = field(default_factory=dict)
     """Step -> validation loss, so far."""
+    world: World = field(default_factory=World.alone)
+    """The ranks that train it together; each has a session. The first one writes."""
     _stop: Stop = field(default_factory=Stop)
+    _saver: Saver = field(init=False)
+    _desk: Path = field(init=False)
+    """Where this rank writes what it tells: `out` for the first, and for the others a folder that is thrown away."""
+    _environment: dict[str, Any] = field(default_factory=dict)
     _saved: tuple[float, int] = (0.0, 0)
     """When, and of which step, the newest checkpoint is."""
 
@@ -69,14 +79,19 @@ class Session:
         Asked to stop by SIGTERM, it saves and raises Terminated.
         """
         device = find_device(self.config)
+        dist.check_devices(self.world, device.place)
         self.model.to(device.place)
-        with kept(self.out / LOG), on_sigterm() as self._stop:
-            optimizers = Optimizers(self.model, self.config.optimizer)
+        with self._own_desk(), kept(self._desk / LOG), on_sigterm() as self._stop:
+            products = torch.float32 if device.compute_dtype == torch.float32 else torch.bfloat16
+            optimizers = Optimizers(self.model, self.config.optimizer, products)
+            self._environment = exactness.environment(self.config, device, self.world, optimizers)
             state = self._resume(optimizers)
             began, first_step = time.monotonic(), state.step
-            failures = self._train(state, optimizers, device)
+            with Saver(self.out / "checkpoints", self._keep(), self.world) as self._saver:
+                failures = self._train(state, optimizers, device)
             steps, seconds = state.step - first_step, time.monotonic() - began
-            huggingface.save(self.out / "model", self.model, self.renderer, self._lineage(state))
+            if self.world.is_first:
+                huggingface.save(self.out / "model", self.model, self.renderer, self._lineage(state))
         facts = cost(self.model.config, self.model.vocab_size)
         return {
             "parameters": facts.parameters,
@@ -131,6 +146,7 @@ class Session:
                         learning_rate_share=lambda step: share(self.config.schedule, step, self.config.steps),
                         max_norm=self.config.max_norm,
                         device=device,
+                        world=self.world,
                         guard=self._guard(recorder),
                         roll_back=roll_back,
                         hooks=hooks,
@@ -150,10 +166,10 @@ class Session:
     @contextmanager
     def _recorder(self, state: State, device: Device) -> Iterator[Recorder]:
         with (
-            Metrics(self.out / METRICS, state.step) as metrics,
+            Metrics(self._desk / METRICS, state.step) as metrics,
             progress(self.name, "steps", self.config.steps) as meter,
         ):
-            norms = Norms(self.model, every=self.config.norms_every)
+            norms = Norms(self.model, every=self.config.norms_every if self.world.is_first else 0)
             density = self._bytes_per_token()
             recorder = Recorder(metrics, meter, Clock(), norms, device, self.tokens_per_step, density)
             recorder.start_at(state.step)
@@ -163,14 +179,25 @@ class Session:
         how = self.config
         return Guard(how.skip_sigma, how.skip_window, how.max_skips, recorder.skipped)
 
+    @contextmanager
+    def _own_desk(self) -> Iterator[None]:
+        with ExitStack() as stack:
+            first = self.world.is_first
+            self._desk = self.out if first else Path(stack.enter_context(TemporaryDirectory(prefix="bloomery-rank-")))
+            yield
+
+    def _keep(self) -> Keep:
+        return Keep(last=self.config.keep_checkpoints, every=self.config.keep_every_steps)
+
     # --- the state, and where it is safe -----------------------------------------------------------------------------
 
     def _resume(self, optimizers: Optimizers) -> State:
-        found = checkpoint.newest(self.out / "checkpoints")
+        found = checkpoint.newest(self.out / "checkpoints", world=self.world)
         if found is None:
             return State()
         self._take_up(found, optimizers)
         say(f"  {self.name} goes on from step {found.state['step']} ({found.folder.name})")
+        exactness.tell(found.environment, self._environment)
         self._saved = (time.monotonic(), found.state["step"])
         return State.restored(found.state)
 
@@ -189,9 +216,10 @@ class Session:
         """
         root, bad = self.out / "checkpoints", self.config.max_skips
         last = state.guard.rollbacks[-1] if state.guard.rollbacks else [0, 0]
-        found = checkpoint.newest(root, before=state.step - bad)
+        self._saver.wait()
+        found = checkpoint.newest(root, before=state.step - bad, world=self.world)
         if found is None or int(found.state["step"]) <= last[0]:
-            found = checkpoint.newest(root)
+            found = checkpoint.newest(root, world=self.world)
         where, what = f"step {state.step}", f"{bad} steps in a row were skipped; metrics.jsonl names their samples"
         cure = "Lower the learning rate, take precision=float32, or raise skip_sigma; the same command goes on"
         if found is None:
@@ -211,19 +239,20 @@ class Session:
         return replace(self.lineage, step=state.step)
 
     def _save(self, state: State, optimizers: Optimizers) -> None:
-        """Make the state safe, if that was not done yet. Weights that are not finite are not worth it."""
-        if self._saved[1] == state.step:
+        """Begin to make the state safe, if that was not done yet. Weights that are not finite are not worth it."""
+        if self._saved[1] == state.step or not self.world.is_first:
             return
         if not self._is_finite():
             say(f"step {state.step} is not saved: its weights are not finite", style="yellow")
             return
-        checkpoint.save(
-            self.out / "checkpoints",
+        model, lineage = parallel.copy_of(self.model), self._lineage(state)
+        self._saver.start(
             state.step,
-            lambda folder: huggingface.save(folder, self.model, self.renderer, self._lineage(state)),
+            lambda folder: huggingface.save(folder, model, self.renderer, lineage),
             optimizers.state(),
             asdict(state),
-            keep=self.config.keep_checkpoints,
+            environment=self._environment,
+            model_bytes=parallel.weight_bytes(model),
         )
         self._saved = (time.monotonic(), state.step)
 
@@ -251,9 +280,11 @@ class Session:
         def save_is_due(state: State) -> bool:
             late = time.monotonic() - self._saved[0] >= self.config.save_every_seconds
             doubtful = state.guard.in_a_row > 0 and state.step < steps
-            return (late or evaluation_is_due(state)) and not doubtful
+            asked = self.config.keep_every_steps is not None and state.step % self.config.keep_every_steps == 0
+            return (late or asked or evaluation_is_due(state)) and not doubtful
 
         def evaluate(state: State) -> None:
+            self._saver.wait()  # the weights are safe before anything else may fail
             loss, bits = self._validate(device)
             self.measured[state.step] = loss
             more = {} if bits is None else {"validation_bits_per_byte": bits}
@@ -261,15 +292,21 @@ class Session:
 
         known = {line["step"]: line["validation_loss"] for line in recorder.metrics.kept if "validation_loss" in line}
         self.measured.update(known)
+        everywhere = [
+            Hook(self._changes_kind, lambda s: forget(s.guard), "course"),
+            Hook(lambda s: s.step % STEPS_BETWEEN_TRIMS == 0, lambda s: devices.return_freed_memory(), "memory"),
+        ]
+        if not self.world.is_first:
+            return everywhere
         missed = [Hook(lambda s: True, evaluate, "evaluate", vital=False)] if self._missed(start, every) else []
         Hooks(missed, record=recorder.failed).after_step(start)  # the process died between saving and evaluating
         return [
             Hook(lambda s: s.step % self.config.log_every == 0 or s.step == steps, recorder.log, "log"),
             Hook(lambda s: bool(recorder.norms.latest), recorder.log_norms, "norms"),
-            Hook(self._changes_kind, lambda s: forget(s.guard), "course"),
+            everywhere[0],
             Hook(save_is_due, lambda s: self._save(s, optimizers), "save"),
             Hook(evaluation_is_due, evaluate, "evaluate", vital=False),
-            Hook(lambda s: s.step % STEPS_BETWEEN_TRIMS == 0, lambda s: devices.return_freed_memory(), "memory"),
+            everywhere[1],
         ]
 
     def _missed(self, start: State, every: int) -> bool:
