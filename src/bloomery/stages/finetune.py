@@ -9,6 +9,7 @@ from bloomery.hw import device as devices
 from bloomery.hw.dist import World
 from bloomery.shards.loader import Samples
 from bloomery.stages.config import Finetune
+from bloomery.stages.sampling import answering
 from bloomery.train import launch
 from bloomery.train.session import Session
 from bloomery.weights import huggingface
@@ -40,4 +41,5 @@ def train(task: Mapping[str, Any], world: World) -> dict[str, Any]:
         ),
         out=out,
         world=world,
+        sampler=answering(base.renderer),
     ).run()

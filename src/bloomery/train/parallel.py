@@ -6,6 +6,9 @@ gradients are added over ranks and not averaged, in float32, in buckets, once a 
 """
 
 from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import bloomery.hw.needs_torch  # noqa: F401
 from bloomery.hw.dist import World
@@ -58,6 +61,16 @@ def copy_of(model: Transformer) -> Transformer:
         twin = Transformer(model.config, model.vocab_size)
     twin.load_state_dict(copied, assign=True)
     return twin
+
+
+@contextmanager
+def desk(out: Path, world: World) -> Iterator[Path]:
+    """Where a rank writes what it tells of itself: `out` for the first; for others a folder that is thrown away."""
+    if world.is_first:
+        yield out
+        return
+    with TemporaryDirectory(prefix="bloomery-rank-") as name:
+        yield Path(name)
 
 
 def weight_bytes(model: nn.Module) -> int:
