@@ -17,7 +17,7 @@ import safetensors.torch
 import torch
 
 ADAMW = {"kind": "adamw", "learning_rate": 0.003}
-MUON = {"kind": "muon"}
+MUON = {"kind": "muon", "matrix_learning_rate": 0.005}
 STEPS = 9
 
 
