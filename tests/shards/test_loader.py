@@ -1,3 +1,4 @@
+import contextlib
 import threading
 import time
 from collections import Counter
@@ -163,6 +164,24 @@ def test_a_resumed_run_sees_what_an_uninterrupted_one_would_have_seen(samples: S
 def test_a_run_may_go_on_with_another_batch_size(samples: Samples) -> None:
     whole = numbers(samples, first=0, size=1, count=60)
     assert numbers(samples, first=0, size=5, count=4) + numbers(samples, first=20, size=8, count=5) == whole
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 7])
+@pytest.mark.parametrize("micro_batch", [1, 2, 5])
+def test_the_sequence_of_a_run_knows_neither_ranks_nor_micro_batches(
+    samples: Samples, ranks: int, micro_batch: int
+) -> None:
+    """Rows of a global batch, dealt to ranks and cut into micro-batches, are all of its rows, each once."""
+    size, epochs, seen = 5, 2, list[int]()
+    with contextlib.closing(batches(samples, first=0, size=size, seed=3)) as source:
+        for _ in range(epochs * samples.num_samples // size):
+            batch = next(source)
+            parts = [part for rank in range(ranks) for part in batch.of_rank(rank, ranks).split(micro_batch)]
+            dealt = [int(number) for part in parts for number in part.samples]
+            assert sorted(dealt) == sorted(batch.samples.tolist())
+            assert len(parts) >= min(ranks, size)
+            seen += batch.samples.tolist()
+    assert seen == samples.order(0, len(seen), 3).tolist()
 
 
 def test_a_batch_is_the_samples_it_names(samples: Samples) -> None:

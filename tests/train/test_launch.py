@@ -1,3 +1,4 @@
+import json
 import os
 import signal
 import subprocess
@@ -9,8 +10,11 @@ from typing import Any
 import pytest
 
 from bloomery.core.errors import DataError, RunError
+from bloomery.core.log import read_metrics
 from bloomery.hw.dist import World
 from bloomery.train import launch
+from bloomery.weights.checkpoint import newest
+from tests.train.made import write_samples
 
 ROOT = Path(__file__).parents[2]
 
@@ -78,3 +82,30 @@ def test_ranks_do_not_outlive_the_process_that_started_them(tmp_path: Path) -> N
         parent.kill()
     assert len(list(tmp_path.glob("*.pid"))) == 2
     assert ranks_left(tmp_path) == []
+
+
+TRAIN = """
+import json, sys
+from bloomery.train import launch
+from bloomery.weights.checkpoint import newest
+from tests.train.made import write_samples
+launch.run("tests.train.made:trained", json.loads(sys.argv[1]), 2)
+"""
+
+
+@pytest.mark.slow
+def test_ranks_that_are_asked_to_stop_stop_after_the_same_step_which_is_saved(tmp_path: Path) -> None:
+    write_samples(tmp_path / "shards")
+    settings = {"steps": 100_000, "save_every_seconds": 1e6, "evaluate_every": 10**6, "optimizer": {"kind": "adamw"}}
+    task = {"shards": str(tmp_path / "shards"), "out": str(tmp_path / "out"), "settings": settings}
+    with subprocess.Popen([sys.executable, "-c", TRAIN, json.dumps(task)], cwd=ROOT) as parent:
+        metrics, deadline = tmp_path / "out" / "metrics.jsonl", time.monotonic() + 60
+        while len(read_metrics(metrics)) < 5 and time.monotonic() < deadline:
+            time.sleep(0.05)
+        asked = time.monotonic()
+        parent.terminate()
+        assert parent.wait(timeout=30) == 143
+    assert time.monotonic() - asked < 20
+    found = newest(tmp_path / "out" / "checkpoints")
+    assert found is not None
+    assert found.state["step"] == read_metrics(metrics)[-1]["step"] >= 5
