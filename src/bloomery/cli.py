@@ -106,7 +106,7 @@ def plan(options: argparse.Namespace) -> int:
             f"{name}: {need.parameters:,} parameters, {need.tokens:,} tokens, {need.flops:.3g} FLOPs, about "
             f"{need.peak_bytes / 2**20:,.0f} MiB (weights {need.weights_bytes / 2**20:,.0f}, gradients "
             f"{need.gradient_bytes / 2**20:,.0f}, optimizer {need.optimizer_bytes / 2**20:,.0f}, activations "
-            f"{need.activation_bytes / 2**20:,.0f}) besides Python and torch"
+            f"{need.activation_bytes / 2**20:,.0f}, rounded copies {need.copies_bytes / 2**20:,.0f}) besides Python and torch"
         )
     return 0
 

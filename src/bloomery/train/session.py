@@ -26,6 +26,7 @@ from bloomery.model.transformer import Transformer
 from bloomery.shards.loader import IGNORE, Course, Samples, batches
 from bloomery.tokenizer.chat import Renderer
 from bloomery.train.clock import Clock
+from bloomery.train.compiled import settle
 from bloomery.train.config import Training
 from bloomery.train.guard import Guard, forget
 from bloomery.train.hooks import Hook, Hooks
@@ -34,6 +35,7 @@ from bloomery.train.norms import Norms
 from bloomery.train.optim import Optimizers, share
 from bloomery.train.plan import rows_at_once, rows_per_step
 from bloomery.train.precision import Precision
+from bloomery.train.recompute import recompute
 from bloomery.train.recorder import Recorder
 from bloomery.train.sampling import Sampler, sampling
 from bloomery.train.sinks import MainLog, watcher
@@ -82,6 +84,8 @@ class Session:
         """
         device = find_device(self.config)
         self.model.to(device.place)
+        recompute(self.model, self.config.recompute)
+        settle(self.model, self.config, self.samples, device, self.out)
         with kept(self.out / LOG), on_sigterm() as self._stop:
             optimizers = Optimizers(self.model, self.config.optimizer, fast_dtype(device))
             state = self._resume(optimizers)
