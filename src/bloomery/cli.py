@@ -55,6 +55,20 @@ def show_help(options: argparse.Namespace) -> int:
 
 
 def run(options: argparse.Namespace) -> int:
+    if int(os.environ.get("WORLD_SIZE", "1")) == 1:
+        return _run(options)
+    from bloomery.train import launch
+
+    if int(os.environ["RANK"]) > 0:  # of several that torchrun has started, the first does all but training
+        launch.follow()
+        return 0
+    try:
+        return _run(options)
+    finally:
+        launch.dismiss()
+
+
+def _run(options: argparse.Namespace) -> int:
     from bloomery.core import config, stage
     from bloomery.core import run as runs
     from bloomery.core.log import say
@@ -104,9 +118,10 @@ def plan(options: argparse.Namespace) -> int:
     for name, need in needs.items():
         print(
             f"{name}: {need.parameters:,} parameters, {need.tokens:,} tokens, {need.flops:.3g} FLOPs, about "
-            f"{need.peak_bytes / 2**20:,.0f} MiB (weights {need.weights_bytes / 2**20:,.0f}, gradients "
+            f"{need.peak_bytes / 2**20:,.0f} MiB (weights {need.weights_bytes / 2**20:,.0f}, "
+            f"rounded copies {need.copies_bytes / 2**20:,.0f}, gradients "
             f"{need.gradient_bytes / 2**20:,.0f}, optimizer {need.optimizer_bytes / 2**20:,.0f}, activations "
-            f"{need.activation_bytes / 2**20:,.0f}, rounded copies {need.copies_bytes / 2**20:,.0f}) besides Python and torch"
+            f"{need.activation_bytes / 2**20:,.0f}) besides Python and torch"
         )
     return 0
 

@@ -40,11 +40,13 @@ LOOSE, TIGHT = (0.01, 0.05), (1e-4, 1e-3)
 """Relative differences of loss and of gradient norm that are allowed where products are rounded, and in float32."""
 
 LIMIT_SECONDS = 600.0
+STATIC = partial(torch.compile, dynamic=False)
+
 GAIN = 0.95
 """`auto` keeps compiled blocks that take at most this share of the plain ones' time."""
 
 FAILURES = (RuntimeError, TimeoutError, OSError, ImportError, subprocess.SubprocessError)
-"""What compilers raise: torch's own errors are RuntimeErrors, and a missing or failing C++ compiler is one of the rest."""
+"""What compilers raise: torch's own errors are RuntimeErrors, and a C++ compiler may be missing or fail."""
 
 
 @dataclass(frozen=True)
@@ -88,7 +90,7 @@ def compile_blocks(
     trial: Trial,
     *,
     tolerance: tuple[float, float] = LOOSE,
-    compiler: Callable[..., Any] = partial(torch.compile, dynamic=False),
+    compiler: Callable[..., Any] = STATIC,
     limit_seconds: float = LIMIT_SECONDS,
 ) -> Verdict:
     """Put compiled blocks in place of plain ones if a trial of both speaks for it. `auto` asks for speed too."""
