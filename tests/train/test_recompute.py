@@ -52,7 +52,7 @@ class Alive(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """The storages that operations made, and how large those are that something still holds."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.made: dict[int, tuple[StorageWeakRef, int]] = {}
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
@@ -60,11 +60,12 @@ class Alive(TorchDispatchMode):  # type: ignore[no-untyped-call]
         for one in out if isinstance(out, (tuple, list)) else [out]:
             if isinstance(one, Tensor):
                 storage = one.untyped_storage()
-                self.made[storage._cdata] = (StorageWeakRef(storage), storage.nbytes())
+                self.made[storage._cdata] = (StorageWeakRef(storage), storage.nbytes())  # type: ignore[no-untyped-call]
         return out
 
     def held_bytes(self) -> int:
-        return sum(size for reference, size in self.made.values() if not reference.expired())
+        alive = [size for reference, size in self.made.values() if not reference.expired()]  # type: ignore[no-untyped-call]
+        return sum(alive)
 
 
 WIDE = ModelConfig(width=64, num_layers=6, num_heads=4, num_kv_heads=2, mlp_width=176, context=64)
@@ -72,13 +73,13 @@ WIDE = ModelConfig(width=64, num_layers=6, num_heads=4, num_kv_heads=2, mlp_widt
 
 def held_bytes_per_token(level: Level, dtype: torch.dtype) -> float:
     """What a forward pass leaves for the backward pass, without what does not grow with the batch."""
-    found = []
+    found = list[int]()
     for rows in (4, 8):
         model = Transformer(WIDE, VOCAB_SIZE)
         model.initialize(0)
         recompute(model, level)
         ids = torch.zeros(rows, WIDE.context, dtype=torch.long)
-        with Alive() as alive, torch.autocast("cpu", dtype=dtype, enabled=dtype != torch.float32):  # type: ignore[no-untyped-call]
+        with Alive() as alive, torch.autocast("cpu", dtype=dtype, enabled=dtype != torch.float32):
             hidden = model(ids)
         found.append(alive.held_bytes())
         del hidden

@@ -28,6 +28,7 @@ from bloomery.shards.loader import Course, Samples
 from bloomery.train.config import Training
 from bloomery.train.loop import accumulate_gradients, gradients
 from bloomery.train.plan import rows_at_once
+from bloomery.train.recompute import recompute
 
 import torch
 from torch import Tensor, nn
@@ -55,11 +56,13 @@ class Verdict:
     why: str
 
 
-def settle(model: Transformer, config: Training, samples: Samples | Course, device: Device, out: Path) -> Verdict:
+def prepare(model: Transformer, config: Training, samples: Samples | Course, device: Device, out: Path) -> Verdict:
     """
-    Compile as a recipe asks for, after a trial on the first samples, and say so. What was settled stays in
-    `out/compile.json`, so that a run that goes on computes as it did before.
+    Put a model where it computes, recomputing and compiled as a recipe asks for; the latter after a trial on the first
+    samples. What came of it is said and stays in `out/compile.json`, so that a run that goes on computes as before.
     """
+    model.to(device.place)
+    recompute(model, config.recompute)
     if config.compile == "off":
         return Verdict(False, "not asked for")
     note = out / "compile.json"

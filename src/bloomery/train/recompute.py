@@ -58,5 +58,5 @@ class _Again:
     def __call__(self, *inputs: Any) -> Tensor:
         if not torch.is_grad_enabled():
             return self.plain(*inputs)
-        made: Tensor = checkpoint(self.plain, *inputs, **self._how)  # type: ignore[no-untyped-call]
+        made: Tensor = checkpoint(self.plain, *inputs, **self._how)
         return made

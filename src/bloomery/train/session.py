@@ -29,7 +29,7 @@ from bloomery.shards.loader import IGNORE, Course, Samples, batches
 from bloomery.tokenizer.chat import Renderer
 from bloomery.train import exactness, parallel
 from bloomery.train.clock import Clock
-from bloomery.train.compiled import settle
+from bloomery.train.compiled import prepare
 from bloomery.train.config import Training
 from bloomery.train.device import fast_dtype, find_device, short
 from bloomery.train.guard import Guard, forget
@@ -39,7 +39,6 @@ from bloomery.train.norms import Norms
 from bloomery.train.optim import Optimizers, share
 from bloomery.train.plan import rows_at_once, rows_per_step
 from bloomery.train.precision import Precision
-from bloomery.train.recompute import recompute
 from bloomery.train.recorder import Recorder
 from bloomery.train.sampling import Sampler, sampling
 from bloomery.train.sinks import MainLog, watcher
@@ -88,16 +87,13 @@ class Session:
 
     def run(self) -> dict[str, Any]:
         """
-        Train to the end from the newest whole checkpoint, and leave the model in `out/model`.
-
-        Asked to stop by SIGTERM, it saves and raises Terminated.
+        Train to the end from the newest whole checkpoint, and leave the model in `out/model`. Asked to stop by SIGTERM,
+        it saves and raises Terminated.
         """
         device = find_device(self.config)
         dist.check_devices(self.world, device.place)
-        self.model.to(device.place)
         with parallel.desk(self.out, self.world) as self._desk, kept(self._desk / LOG), on_sigterm() as self._stop:
-            recompute(self.model, self.config.recompute)
-            settle(self.model, self.config, self.samples, device, self._desk)
+            prepare(self.model, self.config, self.samples, device, self._desk)
             optimizers = Optimizers(self.model, self.config.optimizer, fast_dtype(device))
             self._environment = exactness.environment(self.config, device, self.world, optimizers)
             state = self._resume(optimizers)
