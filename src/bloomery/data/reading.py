@@ -74,6 +74,9 @@ class Reading(Common):
     a page, a text file. It bounds the memory that reading takes."""
     encoding: Literal["utf-8", "detect"] = "utf-8"
     """Of text files. "detect" finds out (needs the extra `web`); HTML and WARC always do."""
+    separator: str = ""
+    """Of text files: what stands between two documents, such as an empty line or <|endoftext|>; each is numbered. Without
+    one, a file is a document."""
     repair: bool | None = None
     """Whether ftfy mends text that was decoded wrongly before it came here ("Ã©" for "é"). None: of HTML and WARC."""
     main_content: bool = True
@@ -253,6 +256,13 @@ def _text_file(source: Reading, path: Path, name: str, form: Format, url: str | 
     page, text = form == "html", data if isinstance(data, Problem) else ""
     if not isinstance(data, Problem):
         text = html.decoded(data, page=page) if page or source.encoding == "detect" else rows.decode(data)
+    if source.separator and isinstance(text, str) and not page:
+        pieces = [piece for piece in text.split(source.separator) if piece and not piece.isspace()]
+        for number, piece in enumerate(pieces, 1):
+            finished = _finished(source, piece, {}, page=False, web=False)
+            yield make_item(source, f"{name}:{number}", finished, where=f"{path}:{number}", url=url)
+        if pieces:
+            return
     text = _finished(source, text, {}, page=page, web=page)
     yield make_item(source, name, text, where=str(path), url=url)
 

@@ -73,7 +73,8 @@ def train(
                 roll_back(state)
         elif tokens:
             norms.before_update(state.step)
-            nn.utils.clip_grads_with_norm_(model.parameters(), max_norm, norm)
+            if float(norm) > max_norm:  # else it would multiply every gradient by one
+                nn.utils.clip_grads_with_norm_(model.parameters(), max_norm, norm)
             optimizers.step()
             norms.after_update()
             guard.accept(state.guard, loss, float(norm))

@@ -29,27 +29,29 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         total = torch.zeros((), dtype=torch.float32, device=hidden.device)
         table = weight.to(hidden.dtype)
         grad_hidden = torch.empty_like(hidden) if slopes else None
-        grad_weight = torch.zeros_like(weight) if slopes else None
+        grad_weight: Tensor | None = None
         for start in range(0, len(hidden), CHUNK_TOKENS):
             piece = slice(start, start + CHUNK_TOKENS)
             wanted = targets[piece, None]
             log_p = torch.log_softmax(hidden[piece] @ table.t(), dim=1, dtype=torch.float32)
             total -= log_p.gather(1, wanted).sum()
-            if grad_hidden is None or grad_weight is None:
+            if grad_hidden is None:
                 continue
             slope = log_p.exp_()
             slope.scatter_add_(1, wanted, slope.new_full(wanted.shape, -1.0))
             slope = slope.to(hidden.dtype)
             grad_hidden[piece] = slope @ table
-            grad_weight += slope.t() @ hidden[piece]
+            part = slope.t() @ hidden[piece]
+            grad_weight = part.to(weight.dtype) if grad_weight is None else grad_weight.add_(part)
         if grad_hidden is not None:
-            context.save_for_backward(grad_hidden, grad_weight)
+            context.save_for_backward(grad_hidden, torch.zeros_like(weight) if grad_weight is None else grad_weight)
         return total
 
     @staticmethod
     def backward(context: Any, *upstream: Tensor) -> tuple[Tensor, Tensor, None, None]:
         grad_hidden, grad_weight = context.saved_tensors
-        return grad_hidden * upstream[0].to(grad_hidden.dtype), grad_weight * upstream[0], None, None
+        # In place: a copy of the table's gradient costs as much as its matrix product. A second backward pass fails.
+        return grad_hidden.mul_(upstream[0]), grad_weight.mul_(upstream[0]), None, None
 
 
 def token_loss(
