@@ -117,7 +117,7 @@ STAGES = (
         name="fetch",
         run="bloomery.stages.fetch:run",
         digest="bloomery.stages.fetch:digest",
-        version=2,
+        version=3,
         resumes=True,
     ),
     Stage(
