@@ -75,7 +75,7 @@ class Reading(Common):
     encoding: Literal["utf-8", "detect"] = "utf-8"
     """Of text files. "detect" finds out (needs the extra `web`); HTML and WARC always do."""
     separator: str = ""
-    """Of text files: what stands between two documents, such as an empty line or <|endoftext|>; each is numbered. Without
+    """Of text files: what stands between two documents, an empty line or <|endoftext|> say. Each is numbered. Without
     one, a file is a document."""
     repair: bool | None = None
     """Whether ftfy mends text that was decoded wrongly before it came here ("Ã©" for "é"). None: of HTML and WARC."""
@@ -278,7 +278,7 @@ def _text_file(source: Reading, path: Path, name: str, form: Format, told: Told)
         pieces = [piece for piece in text.split(source.separator) if piece and not piece.isspace()]
         for number, piece in enumerate(pieces, 1):
             finished = _finished(source, piece, {}, page=False, web=False)
-            yield make_item(source, f"{name}:{number}", finished, where=f"{path}:{number}", url=url)
+            yield make_item(source, f"{name}:{number}", finished, where=f"{path}:{number}", url=told.url)
         if pieces:
             return
     text = _finished(source, text, {}, page=page, web=page)
