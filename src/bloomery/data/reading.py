@@ -70,13 +70,11 @@ class Reading(Common):
     with its reason, and reading goes on; a file that is torn or holds no text stops the run. "skip": that is rejected
     too. "error": anything that cannot be read stops the run."""
     max_document_bytes: Positive = 16 * 2**20
-    """A document that is longer, as it stands in its file or as text, is rejected (`too_long`): a line of jsonl, a row,
-    a page, a text file. It bounds the memory that reading takes."""
+    """A document that is longer, in its file or as text, is rejected (`too_long`). It bounds the memory of reading."""
     encoding: Literal["utf-8", "detect"] = "utf-8"
     """Of text files. "detect" finds out (needs the extra `web`); HTML and WARC always do."""
     separator: str = ""
-    """Of text files: what stands between two documents, an empty line or <|endoftext|> say. Each is numbered. Without
-    one, a file is a document."""
+    """Of text files: what stands between two documents, <|endoftext|> say. Empty: a file is one document."""
     repair: bool | None = None
     """Whether ftfy mends text that was decoded wrongly before it came here ("Ã©" for "é"). None: of HTML and WARC."""
     main_content: bool = True
@@ -274,15 +272,9 @@ def _text_file(source: Reading, path: Path, name: str, form: Format, told: Told)
     page, text = form == "html", data if isinstance(data, Problem) else ""
     if not isinstance(data, Problem):
         text = html.decoded(data, page=page) if page or source.encoding == "detect" else rows.decode(data)
-    if source.separator and isinstance(text, str) and not page:
-        pieces = [piece for piece in text.split(source.separator) if piece and not piece.isspace()]
-        for number, piece in enumerate(pieces, 1):
-            finished = _finished(source, piece, {}, page=False, web=False)
-            yield make_item(source, f"{name}:{number}", finished, where=f"{path}:{number}", url=told.url)
-        if pieces:
-            return
-    text = _finished(source, text, {}, page=page, web=page)
-    yield make_item(source, name, text, where=str(path), url=told.url)
+    for place, piece in rows.parts(text, "" if page else source.separator):
+        finished = _finished(source, piece, {}, page=page, web=page)
+        yield make_item(source, name + place, finished, where=f"{path}{place}", url=told.url)
 
 
 def _crawl(source: Reading, path: Path, name: str, form: Format, told: Told) -> Iterator[Item]:
