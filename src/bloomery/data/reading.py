@@ -66,8 +66,8 @@ class Reading(Common):
     """What every source has that reads files."""
 
     invalid: Literal["error", "skip_rows", "skip"] = "skip_rows"
-    """What becomes of what cannot be read. "skip_rows": rows, pages and long documents are rejected, each with its reason;
-    a file that is torn or holds no text stops the run. "skip": that is rejected too. "error": anything stops the run."""
+    """What becomes of what cannot be read. "skip_rows": rows, pages and long documents are rejected, with a reason;
+    a file that is torn or holds no text stops the run. "skip": that is rejected too. "error": all stop the run."""
     max_document_bytes: Positive = 16 * 2**20
     """A document that is longer, in its file or as text, is rejected (`too_long`). It bounds the memory of reading."""
     encoding: Literal["utf-8", "detect"] = "utf-8"
