@@ -83,7 +83,7 @@ def shape(depth: int, given: Mapping[str, Any]) -> dict[str, Any]:
 def step_tokens(tokens: float, context: int) -> int:
     """A power of two, and at least one row."""
     wanted = STEP_TOKENS * (tokens / HORIZON) ** STEP_EXPONENT
-    return max(2 ** round(math.log2(wanted)), context)
+    return max(int(2 ** round(math.log2(wanted))), context)
 
 
 def rates(kind: str, width: int, tokens_per_step: int) -> dict[str, float]:
