@@ -8,8 +8,8 @@ shape but for what each project chooses (positions, feed-forward, norms), rows o
 runs with its own defaults: Bloomery's optimizer, schedule and precision; nanoGPT's AdamW, clipping and cosine, with the
 rates and the warm-up of its configuration for small models, as a warm-up of 2000 steps would not end here. The two run
 at the same time, each with one thread, so that what else the machine does slows both. Both see the same number of
-tokens; then Bloomery alone makes a second run, of as many steps as fit into nanoGPT's time. The validation loss is that of the same held-out
-samples, and its time is not counted.
+tokens; then Bloomery alone makes a second run, of as many steps as fit into nanoGPT's time. The validation loss is that
+of the same held-out samples, and its time is not counted.
 """
 
 import argparse
