@@ -70,11 +70,11 @@ $(VENV)/.torch: $(VENV)/.made src/bloomery/hw/wheel.py
 	PYTHONPATH=src $(BIN)/python -m bloomery.hw.wheel --install
 	@touch $@
 
-$(VENV)/.installed: $(VENV)/.torch pyproject.toml
+$(VENV)/.installed: $(VENV)/.torch pyproject.toml setup.py src/bloomery/native/*.*pp
 	$(BIN)/python -m pip install --editable .
 	@touch $@
 
-$(VENV)/.installed-dev: $(VENV)/.torch pyproject.toml
+$(VENV)/.installed-dev: $(VENV)/.torch pyproject.toml setup.py src/bloomery/native/*.*pp
 	$(BIN)/python -m pip install --editable '.[dev]'
 	@touch $@ $(VENV)/.installed
 

@@ -32,8 +32,9 @@ from bloomery.model.cost import cost
 from bloomery.model.transformer import Transformer
 from bloomery.shards.loader import Batch
 from bloomery.train.config import AdamW
-from bloomery.train.loop import State, train
+from bloomery.train.loop import train
 from bloomery.train.optim import Optimizers
+from bloomery.train.state import State
 
 import torch
 from torch import Tensor

@@ -28,6 +28,7 @@ def test_the_model_has_the_parameters_of_the_one_that_it_reproduces() -> None:
     attention = 2 * model.width**2 + 2 * model.width * head * model.num_kv_heads
     block = attention + 3 * model.width * model.mlp_width + 2 * model.width
     assert vocabulary * model.width + model.num_layers * block + model.width == 521_570_560
+    assert recipe.fetch is not None
     assert {weight.domain for weight in recipe.shard.weights} == {source.domain for source in recipe.fetch.sources}
 
 

@@ -1,6 +1,6 @@
 """
-The verbs. The only argv, and the only exit code: 0 done, 1 our fault, 2 the user can fix it, 130 interrupted. `doctor`
-alone also exits 1 where something is not as it should be, but works.
+The verbs. The only argv, and the only exit code: 0 done, 1 our fault, 2 the user can fix it, 130 interrupted, 143 asked
+to end. `doctor` alone also exits 1 where something is not as it should be, but works.
 
 Imports stand inside the verbs here, and only here, so that `--help` and `status` start at once.
 """
@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 
 from bloomery import arguments
 from bloomery.core.errors import BloomeryError, DataError, RunError
+from bloomery.core.stop import Terminated
 
 if TYPE_CHECKING:
     from bloomery.recipe import Recipe
@@ -36,6 +37,9 @@ def main(words: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("interrupted; the same command goes on from here", file=sys.stderr)
         return 130
+    except Terminated as ended:
+        print("ended as asked; the same command goes on from here", file=sys.stderr)
+        return int(ended.code or 0)
     except BrokenPipeError:  # whoever read has read enough; what is left to write goes nowhere
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0

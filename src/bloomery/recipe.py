@@ -30,7 +30,8 @@ class Recipe(Config):
     """Of the run folder."""
     engine: Engine = Field(Engine(), json_schema_extra=VOLATILE)
     """Where the stages that work on parts do so, unless their sections say otherwise."""
-    fetch: sections.Fetch
+    fetch: sections.Fetch | None = None
+    """Left out where token files of others are trained on: `[shard.imported]`."""
     classify: sections.Classify = sections.Classify()
     filter: sections.Filter = sections.Filter()
     dedup: sections.Dedup = sections.Dedup()
@@ -52,6 +53,12 @@ class Recipe(Config):
             return tree
         given = {name: tree.get(name, {}) for name in PARALLEL}
         return tree | {name: {"engine": tree["engine"]} | one for name, one in given.items() if isinstance(one, dict)}
+
+    @model_validator(mode="after")
+    def _text_comes_from_somewhere(self) -> "Recipe":
+        if self.fetch is None and self.shard.imported is None:
+            raise ValueError("[fetch] is required: it says where documents come from; or [shard.imported], token files")
+        return self
 
     @model_validator(mode="after")
     def _rows_fit_the_model(self) -> "Recipe":
@@ -89,7 +96,7 @@ STAGES = (
         name="fetch",
         run="bloomery.stages.fetch:run",
         digest="bloomery.stages.fetch:digest",
-        version=2,
+        version=3,
         resumes=True,
     ),
     Stage(
@@ -112,7 +119,7 @@ STAGES = (
         run="bloomery.stages.dedup:run",
         digest="bloomery.stages.dedup:digest",
         after=("filter",),
-        version=2,
+        version=3,
         resumes=True,
     ),
     Stage(
@@ -122,7 +129,14 @@ STAGES = (
         after=("dedup",),
         version=2,
     ),
-    Stage(name="shard", run="bloomery.stages.shard:run", after=("dedup", "tokenizer"), version=2, resumes=True),
+    Stage(
+        name="shard",
+        run="bloomery.stages.shard:run",
+        digest="bloomery.stages.shard:digest",
+        after=("dedup", "tokenizer"),
+        version=2,
+        resumes=True,
+    ),
     Stage(
         name="pretrain",
         run="bloomery.stages.pretrain:run",

@@ -36,6 +36,10 @@ class Config(BaseModel):
         """TOML data of the whole model with what follows from it, before it is checked. As it is, by default."""
         return tree
 
+    def needs(self, after: tuple[str, ...]) -> tuple[str, ...]:
+        """As the section of a stage: of the stages that it can build on, those that it does. All, by default."""
+        return after
+
 
 C = TypeVar("C", bound=Config)
 

@@ -30,9 +30,33 @@ console = Console(stderr=True, highlight=False, soft_wrap=True)
 """Where people look. stdout is for what a verb answers."""
 
 
+VARYING = frozenset({"tokens_per_second", "mfu", "memory_bytes", "seconds"})
+"""What a line of metrics tells of the machine, and not of the model: it is never the same twice."""
+
+_listeners: list[TextIO] = []
+"""Files that keep what is said, each while its `kept` block runs."""
+
+
 def say(text: str, style: str = "") -> None:
     """One line for a person."""
     console.print(text, style=style, markup=False)
+    for file in _listeners:
+        file.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')}  {text}\n")
+        file.flush()
+
+
+@contextmanager
+def kept(path: Path) -> Iterator[None]:
+    """Add what is said while the block runs to a file, each line with its time."""
+    with disk_errors(path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        file = path.open("a", encoding="utf-8")
+    with file:
+        _listeners.append(file)
+        try:
+            yield
+        finally:
+            _listeners.remove(file)
 
 
 class Meter:
@@ -119,9 +143,11 @@ class Metrics:
             file.writelines(json.dumps(line) + "\n" for line in self.kept)
         self._file: TextIO = path.open("a", encoding="utf-8")
 
-    def write(self, *, step: int, **numbers: Number | str) -> None:
+    def write(self, *, step: int, **values: Any) -> None:
+        """Add a line. A number that is not finite, which JSON cannot hold, becomes its name."""
+        line = {name: _as_json(value) for name, value in values.items()}
         with disk_errors(self._path):
-            self._file.write(json.dumps({"step": step, **numbers}) + "\n")
+            self._file.write(json.dumps({"step": step, **line}) + "\n")
             self._file.flush()
 
     def __enter__(self) -> "Metrics":
@@ -155,6 +181,10 @@ def _metrics_line(line: bytes, where: str) -> dict[str, Any]:
     if not isinstance(found, dict) or not isinstance(found.get("step"), int):
         raise DataError("is no JSON object with a whole number as step", where=where, cure=cure)
     return found
+
+
+def _as_json(value: Any) -> Any:
+    return str(value) if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def _short(value: Number) -> str:

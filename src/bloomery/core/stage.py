@@ -22,7 +22,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from bloomery.core import files
+from bloomery.core import files, native
 from bloomery.core.config import Config, plain
 from bloomery.core.errors import RunError
 from bloomery.core.files import MANIFEST
@@ -107,7 +107,8 @@ def lay_out(stages: Sequence[Stage], recipe: Config, root: Path) -> list[Plan]:
             continue
         config: Config = getattr(recipe, stage.name)
         outside = stage.outside(config)
-        inputs = [plans[name].fingerprint for name in stage.after]
+        after = config.needs(stage.after)
+        inputs = [plans[name].fingerprint for name in after]
         known = [stage.name, stage.version, plain(config, stable_only=True), inputs, outside]
         fingerprint = files.sha256_bytes(files.canonical(known))[:8]
         plans[stage.name] = Plan(
@@ -115,7 +116,7 @@ def lay_out(stages: Sequence[Stage], recipe: Config, root: Path) -> list[Plan]:
             config=config,
             folder=root / f"{number:02d}-{stage.name}-{fingerprint}",
             fingerprint=fingerprint,
-            inputs={name: plans[name].folder for name in stage.after},
+            inputs={name: plans[name].folder for name in after},
             outside=outside,
         )
     return list(plans.values())
@@ -125,8 +126,10 @@ def missing_sections(stages: Sequence[Stage], recipe: Config) -> dict[str, list[
     """Stage -> the sections that it needs and the recipe does not have: its own, and those of stages before it."""
     missing: dict[str, list[str]] = {}
     for stage in stages:
-        own = [stage.name] if getattr(recipe, stage.name) is None else []
-        missing[stage.name] = list(dict.fromkeys([name for given in stage.after for name in missing[given]] + own))
+        section: Config | None = getattr(recipe, stage.name)
+        own = [stage.name] if section is None else []
+        after = stage.after if section is None else section.needs(stage.after)
+        missing[stage.name] = list(dict.fromkeys([name for given in after for name in missing[given]] + own))
     return {name: sections for name, sections in missing.items() if sections}
 
 
@@ -310,14 +313,14 @@ def locked(root: Path) -> Iterator[None]:
 
 
 def versions() -> dict[str, str]:
-    """Versions of what decides about results: Python, Bloomery, and the libraries that are installed."""
+    """Versions of what decides about results: Python, Bloomery, libraries; and what compiled code runs, if any."""
     found = {"python": platform.python_version()}
     for name in ("bloomery", "torch", "numpy", "tokenizers", "scikit-learn", "pyarrow", "safetensors"):
         try:
             found[name] = metadata.version(name)
         except metadata.PackageNotFoundError:
             continue
-    return found
+    return found | {"native": native.state("text")}
 
 
 def machine() -> dict[str, Any]:

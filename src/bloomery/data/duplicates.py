@@ -3,6 +3,7 @@
 import zlib
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import IO, Any, BinaryIO
@@ -13,10 +14,11 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
-from bloomery.core import files
+from bloomery.core import files, native
 from bloomery.core.errors import DataError
-from bloomery.data import document, minhash
+from bloomery.data import document, minhash, quick_shingles
 from bloomery.data.engine import Part, Record
+from bloomery.data.quick_shingles import Packed
 from bloomery.data.shingles import Hashes, Shingles, blocks, jaccard, shingle_set, shingles
 
 EDGE = pa.schema([("late", pa.uint32()), ("early", pa.uint32()), ("jaccard", pa.float64())])
@@ -93,18 +95,17 @@ def sign(settings: Settings, part: Part, out: Path) -> Record:
         files.whole_file(out / names[1]) as sets,
     ):
         for batch in _pieces(document.part_batches(Path(part.given["path"]), ["id", "text"])):
-            texts = batch.column("text").to_pylist()
-            found = [shingles(texts[a:b], settings.shingles, settings.shingle_size) for a, b in blocks(texts)]
+            texts = Packed.of_arrow(batch.column("text"))
             numbers = np.arange(len(sizes), len(sizes) + len(texts))
+            signed = _signed(settings, texts, sets, sizes)
             columns = [
                 pa.array(numbers + part.given["begin"]),
                 batch.column("id"),
                 pa.array(np.isin(numbers, barred)),
-                pa.array([len(text) for text in texts], pa.int64()),
-                *_signed(settings, texts, found),
+                pc.utf8_length(batch.column("text")).cast(pa.int64()),
+                *signed,
             ]
             writer.write_batch(pa.record_batch(columns, schema=schema))
-            sizes += _write_sets(settings, found, sets)
     docs = np.arange(len(sizes)) + part.given["begin"]
     columns = [docs, [part.name] * len(sizes), np.cumsum([0, *sizes])[:-1], sizes]
     with files.whole_file(out / names[2]) as file:
@@ -124,27 +125,47 @@ def _pieces(batches: Iterable[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
             begin = end
 
 
-def _signed(settings: Settings, texts: list[str], found: list[Shingles]) -> list[pa.Array]:
-    """Counts of shingles, checksums, digests and band keys of a batch of texts."""
-    minima = np.concatenate([minhash.minima(one, settings) for one in found], axis=1)
-    digests = np.concatenate([one.digests for one in found])
-    counts = np.concatenate([np.diff(one.bounds) for one in found])
-    checksums = pa.array([zlib.crc32(text.encode()) for text in texts], pa.uint64())
-    keys = (pa.array(column) for column in (*digests.T, *minhash.band_keys(minima, settings)))
-    return [pa.array(counts), checksums, *keys]
+def _signed(settings: Settings, texts: Packed, sets: IO[bytes], sizes: list[int]) -> list[pa.Array]:
+    """Counts of shingles, checksums, digests and band keys of texts. Their sets go to a file, their sizes to a list."""
+    library = native.library("text")
+    find = minhash.minima if library is None else partial(quick_shingles.minima, library)
+    minima, digests, counts = [], [], []
+    for found in _shingled(settings, texts):
+        minima.append(find(found, settings))
+        digests.append(found.digests)
+        counts.append(np.diff(found.bounds))
+        for one, lengths in _sets(found) if settings.verify else ():
+            sets.write(one.data)
+            sizes += lengths
+        if not settings.verify:
+            sizes += [0] * len(counts[-1])
+    checksums = pa.array([zlib.crc32(text) for text in texts.each()], pa.uint64())
+    signatures = minhash.band_keys(np.concatenate(minima, axis=1), settings)
+    keys = (pa.array(column) for column in (*np.concatenate(digests).T, *signatures))
+    return [pa.array(np.concatenate(counts)), checksums, *keys]
 
 
-def _write_sets(settings: Settings, found: list[Shingles], file: IO[bytes]) -> list[int]:
-    """Append the set of every text; returns their sizes."""
-    if not settings.verify:
-        return [0 for one in found for _ in one.bounds[1:]]
-    sizes = []
-    for one in found:
-        for first, last in pairwise(one.bounds.tolist()):
-            found_set = shingle_set(one.hashes[first:last])
-            file.write(found_set.data)
-            sizes.append(len(found_set))
-    return sizes
+def _shingled(settings: Settings, texts: Packed) -> Iterator[Shingles]:
+    """The shingles of texts, in blocks; each is valid until the next."""
+    kind, size = settings.shingles, settings.shingle_size
+    if (library := native.library("text")) is not None:
+        for a, b in quick_shingles.blocks(texts):
+            yield quick_shingles.shingles(library, texts.part(a, b), kind, size)
+        return
+    strings = texts.strings()
+    for a, b in blocks(strings):
+        yield shingles(strings[a:b], kind, size)
+
+
+def _sets(found: Shingles) -> Iterator[tuple[Hashes, list[int]]]:
+    """The sets of shingles of texts, one after the other, with their sizes."""
+    if (library := native.library("text")) is not None:
+        sets, sizes = quick_shingles.sets(library, found)
+        yield sets, sizes.tolist()
+        return
+    for first, last in pairwise(found.bounds.tolist()):
+        one = shingle_set(found.hashes[first:last])
+        yield one, [len(one)]
 
 
 def _barred(part: Part) -> NDArray[np.int64]:
@@ -155,7 +176,7 @@ def _barred(part: Part) -> NDArray[np.int64]:
     return rows
 
 
-class _Sets:
+class _StoredSets:
     """Sets of shingles, read from the files of `sign`."""
 
     def __init__(self, folder: Path) -> None:
@@ -181,13 +202,15 @@ def compare(settings: Settings, part: Part, out: Path) -> Record:
     name = f"edges/{part.name}.parquet"
     pairs = pq.read_table(part.given["pairs"])
     columns = [pairs.column(key).to_pylist() for key in pairs.column_names]
-    sets = _Sets(out / "sets")
+    sets = _StoredSets(out / "sets")
     late, early, values = [], [], []
+    library = native.library("text")
+    measure = jaccard if library is None else partial(quick_shingles.jaccard, library)
     current, one = -1, np.zeros(0, np.uint64)
     for a, b, file_a, first_a, size_a, file_b, first_b, size_b in zip(*columns, strict=True):
         if a != current:
             current, one = a, sets.read(file_a, first_a, size_a)
-        value = jaccard(one, sets.read(file_b, first_b, size_b))
+        value = measure(one, sets.read(file_b, first_b, size_b))
         if value >= settings.min_jaccard:
             late.append(b)
             early.append(a)

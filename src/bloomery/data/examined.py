@@ -8,6 +8,7 @@ one, so that a question like "The pleura" is told from the two words.
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import takewhile
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -22,9 +23,14 @@ TEXT_FIELDS = (
     *("query", "question", "ctx", "context", "prompt", "text", "passage", "premise", "sentence", "story"),
     *("input", "instruction", "problem", "goal", "context_options"),
 )
-"""Fields that are looked at where a recipe names none. The last holds several texts, of which each is one."""
+"""
+Fields that are looked at where a recipe names none, in whatever case. The last holds several texts, of which each is
+one.
+"""
 
 CHOICES, ANSWERS = ("choices", "endings", "options", "answer_choices"), ("gold", "label", "answer", "answerKey")
+LETTERS = "abcdefghij"
+"""Fields of the choices of tasks that have one for each: A, B, C, D."""
 ENDINGS = ("continuation", "ending", "completion")
 SUFFIXES = (".jsonl", ".jsonl.zst", ".jsonl.gz", ".parquet")
 LONG_WORDS = 40
@@ -94,8 +100,10 @@ def _rows(path: Path) -> Iterator[tuple[int, Mapping[str, Any]]]:
 
 def _texts(row: Mapping[str, Any], fields: Sequence[str]) -> Iterator[str]:
     """All texts of a row."""
+    row = {name.lower(): value for name, value in row.items()} | dict(row)
     ending = next((row[name] for name in ENDINGS if isinstance(row.get(name), str)), "")
-    choices: list[Any] = next((row[name] for name in CHOICES if isinstance(row.get(name), list)), [])
+    lettered = takewhile(lambda one: isinstance(one, str | int | float), map(row.get, LETTERS))
+    choices: list[Any] = next((row[name] for name in CHOICES if isinstance(row.get(name), list)), list(lettered))
     named = [str(choice) for choice in choices]
     right = _right(row, named)
     texts = []

@@ -2,10 +2,11 @@
 Decontamination: documents that hold text of the evaluation tasks, found by n-grams of words and by whole questions.
 
 Words are runs of letters and digits of the text in Unicode's compatibility form (NFKC), case folded, without invisible
-characters; line breaks, punctuation and underscores only separate them. A text of n words and more is found by any
-n-gram of it (n = 13 as in Brown et al. 2020, Language models are few-shot learners, appendix C); a shorter one only
-whole, and only from `min_question_words` words on. What more than MAX_ROWS rows share is a form of words of the task,
-not one of its questions, and is passed over.
+characters; line breaks, punctuation and underscores only separate them. Of what is written without spaces every
+ideograph, kana and cluster of letters is a word (`unspaced`). A text of n words and more is found by any n-gram of it
+(n = 13 as in Brown et al. 2020, Language models are few-shot learners, appendix C); a shorter one only whole, and only
+from `min_question_words` words on, where two that are written without spaces count as one.
+What more than MAX_ROWS rows share is a form of words of the task, not one of its questions, and is passed over.
 
     n-grams        sorted 64-bit hashes, behind a bit map that passes under one word of a hundred
     short ones     sorted hashes of their first words, then of all their words
@@ -27,7 +28,7 @@ import pyarrow as pa
 from numpy.typing import NDArray
 
 from bloomery.core import files
-from bloomery.data import document, examined
+from bloomery.data import document, examined, unspaced
 from bloomery.data.engine import Part, Record
 from bloomery.data.shingles import LARGEST_PIECE, Hashes, blocks, cuts, of_words, scan
 
@@ -35,9 +36,9 @@ Places = NDArray[np.int64]
 
 MAX_ROWS = 8
 SIEVE_BITS = 5
-INVISIBLE = re.compile("[\u00ad\u034f\u061c\u180e\u200b-\u200f\u202a-\u202e\u2060-\u2064\ufe00-\ufe0f\ufeff]")
+INVISIBLE = re.compile(f"[{unspaced.INVISIBLE}]")
 INSIDE = re.compile(r"(?<=[^\W_])[^\w\s](?=[^\W_])")
-TOKEN, WORD = re.compile(r"\S+"), re.compile(r"[^\W_]+")
+WORD = re.compile(r"[^\W_]+")
 
 HIT = pa.schema(
     [
@@ -108,8 +109,13 @@ class Match(NamedTuple):
 def plain(text: str) -> str:
     """A text in the form that is compared."""
     if not text.isascii():
-        text = INVISIBLE.sub("", unicodedata.normalize("NFKC", text).casefold())
+        text = unspaced.spaced(INVISIBLE.sub("", unicodedata.normalize("NFKC", text).casefold()))
     return text.replace("_", " ")
+
+
+def is_question(text: str, words: int, least: int) -> bool:
+    """Whether a text of some words is long enough to be looked for on its own."""
+    return words >= least and (text.isascii() or 2 * words - unspaced.count(text) >= 2 * least)
 
 
 def spellings(text: str) -> list[str]:
@@ -162,7 +168,7 @@ class Index:
         seen: set[bytes] = set()
         for path in examined.task_files(settings.files):
             pieces = [(one, text) for one in examined.pieces(path, settings.fields) for text in spellings(one.text)]
-            for (piece, _), words in zip(pieces, hashed([text for _, text in pieces]), strict=True):
+            for (piece, text), words in zip(pieces, hashed([text for _, text in pieces]), strict=True):
                 if not rows or rows[-1] != (piece.task, piece.row):
                     rows.append((piece.task, piece.row))
                 if (content := hashlib.blake2b(words.tobytes(), digest_size=16).digest()) in seen:
@@ -170,7 +176,7 @@ class Index:
                 seen.add(content)
                 if len(words) >= size:
                     long.append((len(rows) - 1, of_words(words, size)))
-                elif len(words) >= least:
+                elif is_question(text, len(words), least):
                     short.append((len(rows) - 1, words))
         whole: dict[int, list[tuple[int, Hashes]]] = {}
         for row, words in short:
@@ -256,13 +262,13 @@ def _table(found: Sequence[tuple[int, Hashes]], *, common: bool = False) -> Tabl
 def located(text: str, runs: Sequence[tuple[int, int]]) -> list[tuple[int, str]]:
     """Where in a text some of its words stand, by (number, count): the first character, and all as it stands there."""
     tokens, after = [], [0]
-    for token in TOKEN.finditer(text):
+    for token in unspaced.PIECE.finditer(text):
         tokens.append(token.span())
         after.append(after[-1] + len(WORD.findall(plain(token[0]))))
     found = []
     for word, words in runs:
-        begin = tokens[bisect_right(after, word) - 1][0]
-        end = tokens[bisect_left(after, word + words) - 1][1]
+        begin = tokens[min(bisect_right(after, word), len(tokens)) - 1][0]
+        end = tokens[min(bisect_left(after, word + words), len(tokens)) - 1][1]
         found.append((begin, text[begin:end]))
     return found
 

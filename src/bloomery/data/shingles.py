@@ -61,7 +61,7 @@ def mix(values: Hashes) -> Hashes:
 
 
 @cache
-def _values() -> NDArray[np.uint32]:
+def code_point_values() -> NDArray[np.uint32]:
     """Of every code point: its lower case, plus one, and flags for what `\\w` and `\\s` match."""
     points = "".join(map(chr, range(0x110000)))
     lowered = points.replace("İ", "i").replace("Σ", "σ").lower()  # the two whose lower case is not one letter alone
@@ -119,7 +119,7 @@ def scan(texts: Sequence[str]) -> tuple[Pieces, Pieces]:
     size = len(points)
     room = _room(_rounded(size + 1))
     powers, inverses = _powers(_rounded(size + 1), RADIX)
-    values = _values().take(points, mode="clip", out=room.values[:size])
+    values = code_point_values().take(points, mode="clip", out=room.values[:size])
     terms, sums = room.terms[:size], room.sums[: size + 1]
     terms[:] = values
     terms *= powers[:size]

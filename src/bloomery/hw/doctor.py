@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from bloomery.core import native
 from bloomery.core.errors import HardwareError
 from bloomery.hw import wheel
 from bloomery.hw.host import (
@@ -272,6 +273,15 @@ def processor(facts: Facts) -> Iterator[Finding]:
     yield Finding(id="cpu", status="ok", value=value)
 
 
+def compiled(facts: Facts) -> Iterator[Finding]:
+    """Whether the libraries of native/ run; without them the same is computed in Python, only slower."""
+    for name in native.NAMES:
+        told = native.state(name)
+        ready = told in native.LEVELS
+        cure = "" if ready or told.startswith("off") else "python -m pip install --editable .   # with a C++ compiler"
+        yield Finding(id=f"native-{name}", status="warn" if "stale" in told else "ok", value=told, cure=cure)
+
+
 def computing(facts: Facts) -> Iterator[Finding]:
     """Whether torch computes right numbers here: one product, and sixty steps whose loss must halve."""
     if facts.seen is None:
@@ -307,5 +317,6 @@ CHECKS: tuple[Check, ...] = (
     memory,
     shared_memory,
     disk,
+    compiled,
     computing,
 )

@@ -25,9 +25,20 @@ from bloomery.core.files import read_json, sha256_bytes, sha256_file, whole_file
 
 HEADER_INTS = 256
 HEADER_BYTES = 4 * HEADER_INTS
+MOST_TOKENS = 2**31 - 1
+"""Of a file: its header counts them as an int32."""
 EDGE_BYTES = 2**16
 STARTS_AT_ONCE = 10_000
 KINDS: dict[int, tuple[int, int, Any]] = {2: (20240520, 1, np.dtype("<u2")), 4: (20240801, 7, np.dtype("<u4"))}
+OTHERS = {
+    20240326: "a GPT-2 model of llm.c, not a token file",
+    20240327: "a debug state of llm.c, not a token file",
+    20240328: "a tokenizer of llm.c, not a token file",
+    20240522: "an evaluation file of llm.c, not a token file",
+    20240527: "a training state of llm.c, not a token file",
+    20240803: "a Llama-3 model of llm.c, not a token file",
+}
+"""What else of llm.c begins with such a header."""
 
 Layout = Literal["stream", "rows"]
 """stream: samples are windows that share one token, the last target and next input. rows: packed, side by side."""
@@ -95,8 +106,11 @@ def write_pieces(
     """
     magic, version, kind = KINDS[2 if vocab_size <= 2**16 else 4]
     header = np.zeros(HEADER_INTS, dtype="<i4")
-    header[:3] = magic, version, num_tokens
     file, index_file = _named(path, ".bin"), _named(path, ".json")
+    if num_tokens > MOST_TOKENS:
+        what = f"{num_tokens:,} tokens are more than the header of a token file counts ({MOST_TOKENS:,})"
+        raise DataError(what, where=str(file), cure="Write more shards of fewer tokens each: shard.shard_tokens.")
+    header[:3] = magic, version, num_tokens
     index_file.unlink(missing_ok=True)  # an earlier index must not vouch for these files
     digest = hashlib.sha256(header.tobytes())
     starts: list[NDArray[np.int64]] = []
@@ -118,6 +132,41 @@ def write_pieces(
         with whole_file(_named(path, ".mask")) as opened:
             opened.write(np.ascontiguousarray(mask, dtype=np.uint8).data)
         hashes[_named(path, ".mask").name] = sha256_file(_named(path, ".mask"))
+    known: dict[str, Any] = {
+        "vocab_size": vocab_size,
+        "tokenizer_hash": tokenizer_hash,
+        "layout": layout,
+        "facts": facts,
+    }
+    return _index(path, num_tokens, starts, hashes, **known)
+
+
+def vouch(
+    path: Path,
+    starts: Sequence[NDArray[np.int64]],
+    *,
+    vocab_size: int,
+    tokenizer_hash: str,
+    facts: dict[str, Any] | None = None,
+) -> dict[str, Any]:
+    """Write the index of a PATH.bin that others made, which is hashed. Returns it without starts. Raises DataError."""
+    file = _named(path, ".bin")
+    hashes = {file.name: sha256_file(file)}
+    known: dict[str, Any] = {"vocab_size": vocab_size, "tokenizer_hash": tokenizer_hash, "facts": facts}
+    return _index(path, len(read_tokens(file)), starts, hashes, layout="stream", **known)
+
+
+def _index(
+    path: Path,
+    num_tokens: int,
+    starts: Sequence[NDArray[np.int64]],
+    hashes: dict[str, str],
+    *,
+    vocab_size: int,
+    tokenizer_hash: str,
+    layout: str,
+    facts: dict[str, Any] | None,
+) -> dict[str, Any]:
     index = {
         "tokens": num_tokens,
         "documents": sum(map(len, starts)),
@@ -128,7 +177,7 @@ def write_pieces(
         "edges": {name: _edges(path.parent / name) for name in hashes},
         **(facts or {}),
     }
-    _write_index(index_file, index, starts)
+    _write_index(_named(path, ".json"), index, starts)
     return index
 
 
@@ -212,12 +261,13 @@ def read_tokens(file: Path) -> Tokens:
     header = np.fromfile(file, dtype="<i4", count=HEADER_INTS)
     found = [kind for magic, version, kind in KINDS.values() if (magic, version) == (header[0], header[1])]
     if not found:
-        raise DataError(
-            f"begins with {header[0]} and {header[1]}, which is no token file",
-            where=str(file),
-            cure="Known are 20240520/1 (uint16) and 20240801/7 (uint32).",
-        )
+        other = OTHERS.get(int(header[0]))
+        what = f"begins with {header[0]} and {header[1]}, which is {other or 'no token file'}"
+        raise DataError(what, where=str(file), cure="Known are 20240520/1 (uint16) and 20240801/7 (uint32).")
     kind, count = found[0], int(header[2])
+    if (held := (size - HEADER_BYTES) // kind.itemsize) > MOST_TOKENS:
+        what = f"holds {held:,} tokens, more than its header can count ({MOST_TOKENS:,}): it says {count:,}"
+        raise DataError(what, where=str(file), cure="Write it again as several files of fewer tokens each.")
     if size != HEADER_BYTES + count * kind.itemsize:
         expected = HEADER_BYTES + count * kind.itemsize
         raise DataError(f"has {size} bytes, {count} tokens need {expected}", where=str(file), cure=_AGAIN)

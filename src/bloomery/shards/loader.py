@@ -42,6 +42,13 @@ class Batch:
         parts = (self.ids, self.targets, self.positions, self.segments, self.samples)
         return [Batch(*(part[cut] for part in parts)) for cut in cuts]
 
+    def of_rank(self, rank: int, size: int) -> "Batch":
+        """Samples rank, rank + size, rank + 2 · size …: what one of `size` ranks computes of a global batch."""
+        if size == 1:
+            return self
+        parts = (self.ids, self.targets, self.positions, self.segments, self.samples)
+        return Batch(*(part[rank::size] for part in parts))
+
 
 class Samples:
     """Every sample of a split, by number: a window of T + 1 tokens."""

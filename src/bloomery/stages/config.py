@@ -14,6 +14,7 @@ from bloomery.data.rules import Rule
 from bloomery.data.sources import Source
 from bloomery.hw.host import Wanted
 from bloomery.model.config import ModelConfig
+from bloomery.shards.config import Anneal, ImportedShards, Weight, no_domain_twice
 from bloomery.train.config import Linear, Muon, Optimizer, Schedule, Training
 
 
@@ -165,17 +166,12 @@ class Filter(Parallel):
 
     @model_validator(mode="after")
     def _one_limit_a_domain(self) -> "Filter":
-        _no_domain_twice("min_scores", [limit.domain for limit in self.min_scores])
+        no_domain_twice("min_scores", [limit.domain for limit in self.min_scores])
         return self
 
     @property
     def spelled_limits(self) -> tuple[Limit, ...]:
         return spelled_out(self.limits)
-
-
-def _no_domain_twice(key: str, domains: list[str]) -> None:
-    if twice := sorted({domain for domain in domains if domains.count(domain) > 1}):
-        raise ValueError(f"{key} names the domain {', '.join(map(repr, twice))} twice; leave one of the two")
 
 
 class Decontaminate(Config):
@@ -187,8 +183,11 @@ class Decontaminate(Config):
     """Fields of a row that hold what must not be found. None named: those that evaluation sets use (query, …)."""
     ngram_words: Annotated[int, Field(ge=5)] = 13
     """A text of so many words and more is found by any so many words of it in a row, a shorter one only whole."""
-    min_question_words: Annotated[int, Field(ge=2)] = 4
-    """Texts of fewer words are not looked for alone, only together with their choices."""
+    min_question_words: Positive = 4
+    """
+    Texts of fewer words are not looked for alone, only together with their choices. Of what is written without spaces,
+    two characters count as a word here.
+    """
 
     @model_validator(mode="after")
     def _questions_are_shorter(self) -> "Decontaminate":
@@ -269,33 +268,8 @@ DEDUP_PRESETS: dict[Any, dict[str, Any]] = {
 }
 
 
-class Weight(Config):
-    domain: str
-    weight: float = Field(gt=0)
-    """Share of the mix, relative to the other weights."""
-    max_epochs: float = Field(4.0, gt=0)
-    """How often a document of this domain is repeated at most."""
-
-
-class Anneal(Config):
-    """A mix of its own for the last part of training, when the learning rate falls."""
-
-    weights: tuple[Weight, ...] = Field(min_length=1)
-    """As those of the mix. Epochs are counted anew."""
-    tokens: Positive | None = None
-    """Size of this mix."""
-    share: Annotated[float, Field(gt=0, lt=1)] | None = None
-    """Its size as a share of both mixes together."""
-
-    @model_validator(mode="after")
-    def _one_size_and_one_weight_a_domain(self) -> "Anneal":
-        if (self.tokens is None) == (self.share is None):
-            raise ValueError("give either tokens or share, so that it is known how large the anneal mix is")
-        _no_domain_twice("anneal.weights", [weight.domain for weight in self.weights])
-        return self
-
-
 class Shard(Parallel):
+    imported: ImportedShards | None = None
     weights: tuple[Weight, ...] = ()
     """Domains that are not named are left out; without any, all domains in their own proportion."""
     tokens: Positive | None = None
@@ -310,9 +284,14 @@ class Shard(Parallel):
     """For all workers together, besides what Python and its libraries need. It changes the speed, and no byte."""
     seed: int = 0
 
+    def needs(self, after: tuple[str, ...]) -> tuple[str, ...]:
+        return after if self.imported is None else ("tokenizer",)
+
     @model_validator(mode="after")
     def _one_weight_a_domain(self) -> "Shard":
-        _no_domain_twice("weights", [weight.domain for weight in self.weights])
+        if self.imported is not None and (self.weights or self.anneal or self.tokens):
+            raise ValueError("weights, anneal and tokens are for documents, and imported takes token files as they are")
+        no_domain_twice("weights", [weight.domain for weight in self.weights])
         return self
 
 

@@ -25,7 +25,7 @@ from bloomery.core.errors import DataError
 from bloomery.core.log import say
 from bloomery.data import document
 from bloomery.data.engine import RECORDS, Part, cores, run_parts
-from bloomery.shards import gather, shuffle
+from bloomery.shards import foreign, gather, shuffle
 from bloomery.shards.encode import ANNEAL, TRAIN, VAL, Encoding, encode_part
 from bloomery.shards.gather import Gathering, Placing, Slice, gather_held_out, gather_shard, place_part
 from bloomery.shards.mix import Ask, Quota, quotas, reached
@@ -62,6 +62,9 @@ class Stream:
 def run(config: Shard, inputs: Mapping[str, Path], out: Path) -> dict[str, Any]:
     """Write train, anneal and val shards and held-out/. `inputs["dedup"]` is a folder with kept/."""
     tokenizer = Tokenizer.load(inputs["tokenizer"])
+    if (given := config.imported) is not None:
+        said, kind = given.document_id, given.headerless
+        return foreign.adopt(given.folder.expanduser(), out, tokenizer, document_id=said, headerless=kind)
     budget = worker_bytes(config)
     encoding = Encoding(
         tokenizer=inputs["tokenizer"],
@@ -103,6 +106,11 @@ def run(config: Shard, inputs: Mapping[str, Path], out: Path) -> dict[str, Any]:
         shutil.rmtree(out / folder)
     encoders = sorted({record["encoder"] for record in records})
     return stats(streams, totals, train, tokenizer) | {"encoder": " and ".join(encoders)}
+
+
+def digest(config: Shard) -> str:
+    """A hash of the token files that are taken in, for the stage's fingerprint; "" where none are."""
+    return foreign.digest(config.imported.folder.expanduser()) if config.imported is not None else ""
 
 
 def worker_bytes(config: Shard) -> int:

@@ -39,6 +39,11 @@ def vocab_size(config: AnyKind) -> int:
 
 def run(config: AnyKind, inputs: Mapping[str, Path], out: Path) -> dict[str, Any]:
     """Write out/tokenizer.json. Raises DataError where a domain that was asked for has no document."""
+    if isinstance(config, Imported) and not config.measure:
+        tokenizer = _made(config, {})
+        tokenizer.save(out)
+        facts = {"vocab_size": tokenizer.vocab_size, "hash": tokenizer.hash, "special": tokenizer.special}
+        return {"kind": config.kind, **facts}
     seen, unseen = sample(document.handed_on(inputs["dedup"]), config)
     texts = seen.texts()
     tokenizer = _made(config, texts)

@@ -68,9 +68,17 @@ class Imported(Sampled):
 
     kind: Literal["import"] = "import"
     path: Path
-    """tokenizer.json, ranks as `.tiktoken`, a SentencePiece `.model`, or a folder with vocab.bpe and encoder.json."""
+    """
+    tokenizer.json, ranks as `.tiktoken`, a SentencePiece `.model`, llm.c's `.bin`, or a folder with vocab.bpe and
+    encoder.json.
+    """
     pattern: PatternName | None = None
-    """How a `.tiktoken` file's text is cut into words, which such a file does not say."""
+    """How text is cut into words, where a file does not say it: `.tiktoken`, and a tokenizer of llm.c."""
+    measure: bool = True
+    """Whether it is measured on the documents of the run. Without, it needs none."""
+
+    def needs(self, after: tuple[str, ...]) -> tuple[str, ...]:
+        return after if self.measure else ()
 
 
 AnyKind = ByteBpe | SentencePiece | Imported

@@ -100,6 +100,11 @@ class Tokenizer:
         return b"".join(table[id] for id in ids)
 
     @cached_property
+    def byte_lengths(self) -> list[int]:
+        """How many bytes each id stands for; none for special tokens."""
+        return [len(piece) for piece in self._bytes]
+
+    @cached_property
     def _puts_space_first(self) -> bool:
         """Whether every text gets a space in front, which is no part of it: so did the first Llama's."""
         return '"Prepend"' in json.dumps(self.spec["normalizer"])

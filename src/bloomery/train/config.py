@@ -93,7 +93,7 @@ class Muon(Config):
     epsilon: float = Field(1e-8, gt=0)
 
 
-Optimizer = Annotated[Muon | AdamW, Field(discriminator="kind")]
+Optimizer = Annotated[Muon | AdamW | AdEMAMix | AdamW8bit | Lion, Field(discriminator="kind")]
 
 
 class Constant(Config):
@@ -182,3 +182,14 @@ class Training(Config):
     evaluate_every: Positive = Field(100, json_schema_extra=VOLATILE)
     """Steps between measurements of the validation loss."""
     log_every: Positive = Field(10, json_schema_extra=VOLATILE)
+
+    # When an update is not made, and when the run goes back: see guard.py. Volatile, so that a run which these have
+    # stopped can go on with others.
+    skip_sigma: float = Field(6.0, gt=0, json_schema_extra=VOLATILE)
+    """A step is skipped whose loss or gradient norm lies so many deviations above the mean of the window."""
+    skip_window: Annotated[int, Field(ge=2)] = Field(128, json_schema_extra=VOLATILE)
+    """Accepted steps that mean and deviation are taken of; before there are so many, only what is not finite counts."""
+    max_skips: Positive = Field(3, json_schema_extra=VOLATILE)
+    """After so many skipped steps in a row the run goes back to the newest good checkpoint, and on behind them."""
+    norms_every: Count = Field(25, json_schema_extra=VOLATILE)
+    """Steps between measurements of the norms of weights, updates and each layer's gradient; 0 for none."""

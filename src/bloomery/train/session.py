@@ -4,31 +4,42 @@ What surrounds the loop in a stage: device, batches, resume, checkpoints, metric
 Pretraining and finetuning differ in where their weights and samples come from, and in nothing here.
 """
 
+import math
 import time
-from collections.abc import Sequence
-from contextlib import closing
+from collections.abc import Iterator, Sequence
+from contextlib import closing, contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from bloomery.core.log import METRICS, Meter, Metrics, progress, say
+from bloomery.core.errors import RunError
+from bloomery.core.log import METRICS, Metrics, kept, progress, say
+from bloomery.core.stop import Stop, Terminated, on_sigterm
 from bloomery.hw import device as devices
 from bloomery.hw.device import Device
 from bloomery.model.cost import cost
 from bloomery.model.transformer import Transformer
 from bloomery.shards.loader import IGNORE, Course, Samples, batches
 from bloomery.tokenizer.chat import Renderer
+from bloomery.train.clock import Clock
 from bloomery.train.config import Training
-from bloomery.train.loop import Hook, State, micro_batch_loss, train
+from bloomery.train.guard import Guard, forget
+from bloomery.train.hooks import Hook, Hooks
+from bloomery.train.loop import micro_batch_loss, train
+from bloomery.train.norms import Norms
 from bloomery.train.optim import Optimizers, share
 from bloomery.train.plan import rows_at_once, rows_per_step
+from bloomery.train.recorder import Recorder
+from bloomery.train.state import State
 from bloomery.weights import checkpoint, huggingface
+from bloomery.weights.checkpoint import Checkpoint
 from bloomery.weights.huggingface import Lineage
 
 import torch
 
+LOG = "log.txt"
 VALIDATION_SAMPLES = 256
 STEPS_BETWEEN_TRIMS = 25
 
@@ -47,35 +58,25 @@ class Session:
     out: Path
     measured: dict[int, float] = field(default_factory=dict)
     """Step -> validation loss, so far."""
+    _stop: Stop = field(default_factory=Stop)
+    _saved: tuple[float, int] = (0.0, 0)
+    """When, and of which step, the newest checkpoint is."""
 
     def run(self) -> dict[str, Any]:
-        """Train to the end from the newest whole checkpoint, and leave the model in `out/model`."""
+        """
+        Train to the end from the newest whole checkpoint, and leave the model in `out/model`.
+
+        Asked to stop by SIGTERM, it saves and raises Terminated.
+        """
         device = find_device(self.config)
         self.model.to(device.place)
-        optimizers = Optimizers(self.model, self.config.optimizer)
-        state = self._resume(optimizers)
-        began, first_step = time.monotonic(), state.step
-        source = batches(self.samples, first=state.samples, size=self.rows, seed=self.config.seed)
-        with (
-            closing(source),
-            Metrics(self.out / METRICS, state.step) as metrics,
-            progress(self.name, "steps", self.config.steps) as meter,
-        ):
-            meter.start_at(state.step)
-            train(
-                self.model,
-                optimizers,
-                source,
-                state=state,
-                steps=self.config.steps,
-                micro_batch=rows_at_once(self.config, self.samples.length),
-                learning_rate_share=lambda step: share(self.config.schedule, step, self.config.steps),
-                max_norm=self.config.max_norm,
-                device=device,
-                hooks=self._hooks(state, optimizers, device, metrics, meter),
-            )
-        steps, seconds = state.step - first_step, time.monotonic() - began
-        huggingface.save(self.out / "model", self.model, self.renderer, self._lineage(state))
+        with kept(self.out / LOG), on_sigterm() as self._stop:
+            optimizers = Optimizers(self.model, self.config.optimizer)
+            state = self._resume(optimizers)
+            began, first_step = time.monotonic(), state.step
+            failures = self._train(state, optimizers, device)
+            steps, seconds = state.step - first_step, time.monotonic() - began
+            huggingface.save(self.out / "model", self.model, self.renderer, self._lineage(state))
         facts = cost(self.model.config, self.model.vocab_size)
         return {
             "parameters": facts.parameters,
@@ -83,8 +84,11 @@ class Session:
             "tokens": state.step * self.tokens_per_step,
             "supervised_tokens": state.tokens,
             "epochs": round(self.samples.epochs(state.samples), 3),
-            "loss": round(state.metrics["loss"], 5) if state.metrics else None,
-            "validation_loss": self._validation_loss(state, device),
+            "loss": round(state.metrics["loss"], 5) if "loss" in state.metrics else None,
+            "validation_loss": self.measured.get(state.step),
+            "skipped_steps": state.guard.skipped,
+            "rollbacks": len(state.guard.rollbacks),
+            "failures": failures,
             "tokens_per_second": round(steps * self.tokens_per_step / seconds) if steps else None,
             "device": device.name,
             "precision": str(device.compute_dtype).removeprefix("torch."),
@@ -102,83 +106,210 @@ class Session:
         """Positions that go through the model in a step, padding included."""
         return self.rows * self.samples.length
 
+    def _train(self, state: State, optimizers: Optimizers, device: Device) -> list[dict[str, Any]]:
+        """The rest of the steps. Returns what failed on the way without stopping it."""
+
+        def roll_back(state: State) -> None:
+            recorder.rolled_back(state.step, self._roll_back(state, optimizers))
+
+        with self._recorder(state, device) as recorder:
+            hooks = Hooks(
+                self._hooks(state, optimizers, device, recorder),
+                save=lambda state: self._save(state, optimizers),
+                record=recorder.failed,
+            )
+            source = batches(self.samples, first=state.samples, size=self.rows, seed=self.config.seed)
+            with closing(source):
+                try:
+                    train(
+                        self.model,
+                        optimizers,
+                        source,
+                        state=state,
+                        steps=self.config.steps,
+                        micro_batch=rows_at_once(self.config, self.samples.length),
+                        learning_rate_share=lambda step: share(self.config.schedule, step, self.config.steps),
+                        max_norm=self.config.max_norm,
+                        device=device,
+                        guard=self._guard(recorder),
+                        roll_back=roll_back,
+                        hooks=hooks,
+                        norms=recorder.norms,
+                        clock=recorder.clock,
+                        stop=self._stop,
+                    )
+                except Terminated:
+                    self._save(state, optimizers)
+                    say(f"asked to stop after step {state.step}; the same command goes on from here", style="yellow")
+                    raise
+        self._check_finite(state)
+        for failure in hooks.failures:
+            say(f"{self.name}: the hook {failure.hook!r} failed after step {failure.step}: {failure.error}", "yellow")
+        return [asdict(failure) for failure in hooks.failures]
+
+    @contextmanager
+    def _recorder(self, state: State, device: Device) -> Iterator[Recorder]:
+        with (
+            Metrics(self.out / METRICS, state.step) as metrics,
+            progress(self.name, "steps", self.config.steps) as meter,
+        ):
+            norms = Norms(self.model, every=self.config.norms_every)
+            density = self._bytes_per_token()
+            recorder = Recorder(metrics, meter, Clock(), norms, device, self.tokens_per_step, density)
+            recorder.start_at(state.step)
+            yield recorder
+
+    def _guard(self, recorder: Recorder) -> Guard:
+        how = self.config
+        return Guard(how.skip_sigma, how.skip_window, how.max_skips, recorder.skipped)
+
+    # --- the state, and where it is safe -----------------------------------------------------------------------------
+
     def _resume(self, optimizers: Optimizers) -> State:
         found = checkpoint.newest(self.out / "checkpoints")
         if found is None:
             return State()
+        self._take_up(found, optimizers)
+        say(f"  {self.name} goes on from step {found.state['step']} ({found.folder.name})")
+        self._saved = (time.monotonic(), found.state["step"])
+        return State.restored(found.state)
+
+    def _take_up(self, found: Checkpoint, optimizers: Optimizers) -> None:
         huggingface.fill(self.model, found.folder, self.lineage)
         optimizers.restore(found.training)
-        say(f"  {self.name} goes on from step {found.state['step']} ({found.folder.name})")
-        return State(**found.state)
+
+    def _roll_back(self, state: State, optimizers: Optimizers) -> int:
+        """
+        Give weights, optimizers and the guard's window back what they held at the newest good checkpoint. Returns its
+        step.
+
+        That a checkpoint is good is only known when the step after it was accepted, so the one right before the bad
+        steps is used only if there is no other. Raises RunError where there is none, and where none was saved since the
+        run went back the last time.
+        """
+        root, bad = self.out / "checkpoints", self.config.max_skips
+        last = state.guard.rollbacks[-1] if state.guard.rollbacks else [0, 0]
+        found = checkpoint.newest(root, before=state.step - bad)
+        if found is None or int(found.state["step"]) <= last[0]:
+            found = checkpoint.newest(root)
+        where, what = f"step {state.step}", f"{bad} steps in a row were skipped; metrics.jsonl names their samples"
+        cure = "Lower the learning rate, take precision=float32, or raise skip_sigma; the same command goes on"
+        if found is None:
+            raise RunError(f"{what}. There is no checkpoint to go back to", where=where, cure=f"{cure}.")
+        to = int(found.state["step"])
+        if to <= last[0]:
+            what = f"{what}. The run has already gone back to step {last[1]} after step {last[0]}, and it did not help"
+            raise RunError(what, where=where, cure=f"{cure} from {found.folder}.")
+        self._take_up(found, optimizers)
+        past = State.restored(found.state)
+        past.guard.skipped, past.guard.in_a_row = state.guard.skipped, 0
+        past.guard.rollbacks = [*state.guard.rollbacks, [state.step, to]]
+        state.tokens, state.guard = past.tokens, past.guard
+        return to
 
     def _lineage(self, state: State) -> Lineage:
         return replace(self.lineage, step=state.step)
 
-    def _hooks(
-        self, start: State, optimizers: Optimizers, device: Device, metrics: Metrics, meter: Meter
-    ) -> Sequence[Hook]:
+    def _save(self, state: State, optimizers: Optimizers) -> None:
+        """Make the state safe, if that was not done yet. Weights that are not finite are not worth it."""
+        if self._saved[1] == state.step:
+            return
+        if not self._is_finite():
+            say(f"step {state.step} is not saved: its weights are not finite", style="yellow")
+            return
+        checkpoint.save(
+            self.out / "checkpoints",
+            state.step,
+            lambda folder: huggingface.save(folder, self.model, self.renderer, self._lineage(state)),
+            optimizers.state(),
+            asdict(state),
+            keep=self.config.keep_checkpoints,
+        )
+        self._saved = (time.monotonic(), state.step)
+
+    def _is_finite(self) -> bool:
+        return all(bool(torch.isfinite(weight).all()) for weight in self.model.parameters())
+
+    def _check_finite(self, state: State) -> None:
+        if not self._is_finite():
+            raise RunError(
+                "the last updates left weights that are not finite",
+                where=f"step {state.step}",
+                cure=f"The good ones are in {self.out / 'checkpoints'}. Lower the learning rate, or train in float32.",
+            )
+
+    # --- hooks --------------------------------------------------------------------------------------------------------
+
+    def _hooks(self, start: State, optimizers: Optimizers, device: Device, recorder: Recorder) -> Sequence[Hook]:
         """Log, save, evaluate: in this order, so that the weights are safe before anything else may fail."""
         steps, every = self.config.steps, self.config.evaluate_every
-        last_save = time.monotonic()
-        last_log = (last_save, start.step)
+        self._saved = (time.monotonic(), start.step)
 
-        def log(state: State) -> None:
-            nonlocal last_log
-            now = time.monotonic()
-            speed = (state.step - last_log[1]) * self.tokens_per_step / (now - last_log[0])
-            last_log = (now, state.step)
-            metrics.write(step=state.step, **state.metrics, tokens_per_second=round(speed, 1))
-            meter.at(state.step, tokens_per_second=speed, loss=state.metrics["loss"])
-
-        def save(state: State) -> None:
-            nonlocal last_save
-            checkpoint.save(
-                self.out / "checkpoints",
-                state.step,
-                lambda folder: huggingface.save(folder, self.model, self.renderer, self._lineage(state)),
-                optimizers.state(),
-                asdict(state),
-                keep=self.config.keep_checkpoints,
-            )
-            last_save = time.monotonic()
+        def evaluation_is_due(state: State) -> bool:
+            return state.step % every == 0 or state.step == steps
 
         def save_is_due(state: State) -> bool:
-            return time.monotonic() - last_save >= self.config.save_every_seconds or state.step == steps
+            late = time.monotonic() - self._saved[0] >= self.config.save_every_seconds
+            doubtful = state.guard.in_a_row > 0 and state.step < steps
+            return (late or evaluation_is_due(state)) and not doubtful
 
         def evaluate(state: State) -> None:
-            metrics.write(step=state.step, validation_loss=self._validation_loss(state, device))
+            loss, bits = self._validate(device)
+            self.measured[state.step] = loss
+            more = {} if bits is None else {"validation_bits_per_byte": bits}
+            recorder.write(state.step, validation_loss=loss, **more)
 
-        known = {line["step"]: line["validation_loss"] for line in metrics.kept if "validation_loss" in line}
+        known = {line["step"]: line["validation_loss"] for line in recorder.metrics.kept if "validation_loss" in line}
         self.measured.update(known)
-        if start.step and start.step % every == 0 and start.step not in known:
-            evaluate(start)  # the process died between saving and evaluating
+        missed = [Hook(lambda s: True, evaluate, "evaluate", vital=False)] if self._missed(start, every) else []
+        Hooks(missed, record=recorder.failed).after_step(start)  # the process died between saving and evaluating
         return [
-            Hook(lambda s: s.step % self.config.log_every == 0 or s.step == steps, log),
-            Hook(save_is_due, save),
-            Hook(lambda s: s.step % every == 0, evaluate),
-            Hook(lambda s: s.step % STEPS_BETWEEN_TRIMS == 0, lambda s: devices.return_freed_memory()),
+            Hook(lambda s: s.step % self.config.log_every == 0 or s.step == steps, recorder.log, "log"),
+            Hook(lambda s: bool(recorder.norms.latest), recorder.log_norms, "norms"),
+            Hook(self._changes_kind, lambda s: forget(s.guard), "course"),
+            Hook(save_is_due, lambda s: self._save(s, optimizers), "save"),
+            Hook(evaluation_is_due, evaluate, "evaluate", vital=False),
+            Hook(lambda s: s.step % STEPS_BETWEEN_TRIMS == 0, lambda s: devices.return_freed_memory(), "memory"),
         ]
 
-    def _validation_loss(self, state: State, device: Device) -> float:
-        """What `_validate` gives, measured once for a step."""
-        if state.step not in self.measured:
-            self.measured[state.step] = self._validate(device)
-        return self.measured[state.step]
+    def _missed(self, start: State, every: int) -> bool:
+        due = start.step > 0 and (start.step % every == 0 or start.step == self.config.steps)
+        return due and start.step not in self.measured
 
-    def _validate(self, device: Device) -> float:
-        """Mean loss, in nats a token, over samples at even distances in the validation split: the same every time."""
+    def _changes_kind(self, state: State) -> bool:
+        """Whether the next step is the first that reads of the anneal mix: other data have another loss."""
+        if not isinstance(self.samples, Course):
+            return False
+        return state.samples <= self.samples.switch < state.samples + self.rows
+
+    def _validation(self) -> Iterator[Any]:
+        """Batches of samples at even distances in the validation split: the same every time."""
         size = rows_at_once(self.config, self.validation.length)
         count = min(self.validation.num_samples, VALIDATION_SAMPLES)
         chosen = np.arange(count) * self.validation.num_samples // count
+        for start in range(0, count, size):
+            self._stop.check()
+            yield self.validation.batch(chosen[start : start + size])
+
+    def _validate(self, device: Device) -> tuple[float, float | None]:
+        """Mean loss of the validation samples, in nats a token and, where their bytes are known, in bits a byte."""
         total, tokens = 0.0, 0
         self.model.eval()
-        with torch.no_grad():
-            for start in range(0, count, size):
-                batch = self.validation.batch(chosen[start : start + size])
-                total += float(micro_batch_loss(self.model, batch, device))
-                tokens += int((batch.targets != IGNORE).sum())
-        self.model.train()
-        return round(total / max(tokens, 1), 5)
+        try:
+            with torch.no_grad():
+                for batch in self._validation():
+                    total += float(micro_batch_loss(self.model, batch, device))
+                    tokens += int((batch.targets != IGNORE).sum())
+        finally:
+            self.model.train()
+        loss, density = total / max(tokens, 1), self._bytes_per_token()
+        return round(loss, 5), round(loss / math.log(2) / density, 5) if density else None
+
+    def _bytes_per_token(self) -> float | None:
+        """Bytes of the supervised tokens of the validation samples, by token; None where they have none."""
+        lengths = np.array(self.renderer.tokenizer.byte_lengths)
+        targets = np.concatenate([batch.targets[batch.targets != IGNORE] for batch in self._validation()])
+        return float(lengths[targets].mean()) or None if len(targets) else None
 
 
 def find_device(config: Training) -> Device:

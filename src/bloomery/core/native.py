@@ -1,0 +1,57 @@
+"""
+Compiled libraries of the folder native/, where they were built; beside each stands Python that computes the same.
+
+A library that was built from other sources than those that lie there is not used, and `state` says so. This module
+needs nothing but the standard library, because setup.py runs it to learn the hash of the sources.
+"""
+
+import ctypes
+import hashlib
+import os
+from functools import cache
+from pathlib import Path
+from typing import NamedTuple
+
+FOLDER = Path(__file__).parents[1] / "native"
+NAMES = ("text",)
+LEVELS = ("avx512", "avx2", "baseline")
+SWITCH = "BLOOMERY_NATIVE"
+"""BLOOMERY_NATIVE=0 in the environment: nothing compiled runs."""
+
+
+class Found(NamedTuple):
+    library: ctypes.CDLL | None
+    state: str
+    """The processor's level that it computes with (one of LEVELS), or why there is none."""
+
+
+def digest(folder: Path) -> str:
+    """Of the sources of all libraries."""
+    whole = hashlib.sha256()
+    for path in sorted(path for path in folder.iterdir() if path.suffix in (".cpp", ".hpp")):
+        whole.update(f"{path.name} {path.stat().st_size}\n".encode() + path.read_bytes())
+    return whole.hexdigest()[:16]
+
+
+def library(name: str) -> ctypes.CDLL | None:
+    """The library of that name; None where it cannot be used or is not wanted."""
+    return None if os.environ.get(SWITCH) == "0" else _found(FOLDER / f"{name}.so").library
+
+
+def state(name: str) -> str:
+    """What runs: the processor's level that a library computes with, or why it is not used."""
+    return f"off ({SWITCH}=0)" if os.environ.get(SWITCH) == "0" else _found(FOLDER / f"{name}.so").state
+
+
+@cache
+def _found(path: Path) -> Found:
+    if not path.is_file():
+        return Found(None, "not built")
+    try:
+        loaded = ctypes.CDLL(str(path))
+        loaded.bloomery_sources.restype = loaded.bloomery_level.restype = ctypes.c_char_p
+        if loaded.bloomery_sources().decode() != digest(path.parent):
+            return Found(None, "stale: built from other sources")
+        return Found(loaded, loaded.bloomery_level().decode())
+    except (OSError, AttributeError) as error:
+        return Found(None, f"cannot be loaded: {error}")

@@ -1,0 +1,93 @@
+"""What a run tells of itself while it trains: to metrics.jsonl, to the live line, and to whoever watches."""
+
+import math
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from bloomery.core.log import Meter, Metrics, say
+from bloomery.hw.device import Device
+from bloomery.train.clock import Clock
+from bloomery.train.guard import Skip
+from bloomery.train.hooks import Failure
+from bloomery.train.norms import Norms
+from bloomery.train.state import State
+
+SHOWN_SAMPLES = 8
+
+
+@dataclass
+class Recorder:
+    metrics: Metrics
+    meter: Meter
+    clock: Clock
+    norms: Norms
+    device: Device
+    tokens_per_step: int
+    """Positions that go through the model, padding included."""
+    bytes_per_token: float | None
+    """Of the supervised tokens of the validation split; what a loss in bits per byte is reckoned with."""
+    watchers: list[Callable[[int, Mapping[str, Any]], None]] = field(default_factory=list)
+    _last: tuple[float, int] = (0.0, 0)
+
+    def start_at(self, step: int) -> None:
+        self._last = (time.monotonic(), step)
+        self.meter.start_at(step)
+
+    def write(self, step: int, **values: Any) -> None:
+        """One line of metrics, which others see too."""
+        self.metrics.write(step=step, **values)
+        for watcher in self.watchers:
+            watcher(step, values)
+
+    def log(self, state: State) -> None:
+        """What the last step did, and how fast the steps since the last such line were."""
+        now, step = time.monotonic(), state.step
+        speed = (step - self._last[1]) * self.tokens_per_step / max(now - self._last[0], 1e-9)
+        self._last = (now, step)
+        values: dict[str, Any] = dict(state.metrics)
+        if "loss" in values and (bits := self.bits_per_byte(values["loss"])) is not None:
+            values["bits_per_byte"] = round(bits, 5)
+        self.write(
+            step,
+            **values,
+            tokens_per_second=round(speed, 1),
+            memory_bytes=self.device.peak_bytes(),
+            seconds=self.clock.take(),
+        )
+        shown = {"loss": state.metrics["loss"]} if "loss" in state.metrics else {}
+        self.meter.at(step, tokens_per_second=speed, **shown)
+
+    def log_norms(self, state: State) -> None:
+        if self.norms.latest:
+            self.write(state.step, **self.norms.latest)
+            self.norms.latest = {}
+
+    def skipped(self, skip: Skip) -> None:
+        """Name the samples of an update that was not made."""
+        first = ", ".join(map(str, skip.samples[:SHOWN_SAMPLES]))
+        more = f" and {len(skip.samples) - SHOWN_SAMPLES} more" if len(skip.samples) > SHOWN_SAMPLES else ""
+        say(f"step {skip.step} is skipped, no weight was changed: {skip.why}; samples {first}{more}", style="yellow")
+        self.write(
+            skip.step,
+            skipped=skip.why,
+            skipped_loss=skip.loss,
+            skipped_gradient_norm=skip.norm,
+            samples=skip.samples,
+        )
+
+    def rolled_back(self, step: int, to: int) -> None:
+        say(
+            f"after step {step} the weights are those of step {to} again; training goes on behind these samples",
+            "yellow",
+        )
+        self.write(step, rolled_back_to=to)
+
+    def failed(self, failure: Failure) -> None:
+        self.metrics.write(step=failure.step, failed=failure.hook, error=failure.error)
+
+    def bits_per_byte(self, nats_per_token: float) -> float | None:
+        if not self.bytes_per_token:
+            return None
+        return nats_per_token / math.log(2) / self.bytes_per_token

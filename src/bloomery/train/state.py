@@ -1,0 +1,30 @@
+"""All that changes while training, besides weights and optimizer. Plain data; needs no torch."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from bloomery.train import guard
+from bloomery.train.guard import Past
+
+
+@dataclass
+class State:
+    """All that a resume needs besides weights and optimizer."""
+
+    step: int = 0
+    samples: int = 0
+    """Seen so far; the number of the next sample, and the loader's whole state."""
+    tokens: int = 0
+    """Supervised so far, and learned from."""
+    metrics: dict[str, float] = field(default_factory=dict)
+    """
+    Of the last step: learning rate and supervised tokens; if there was an update, the loss in nats a token and the
+    gradient norm before clipping too.
+    """
+    guard: Past = field(default_factory=Past)
+
+    @classmethod
+    def restored(cls, saved: Mapping[str, Any]) -> "State":
+        """What `dataclasses.asdict` made of a State."""
+        return cls(**{**saved, "guard": guard.restored(saved.get("guard", {}))})

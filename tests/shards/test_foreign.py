@@ -1,0 +1,291 @@
+"""Token files of others: bytes laid out by hand from the documented layouts, and what the loader reads of them."""
+
+import struct
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from bloomery.core.errors import DataError
+from bloomery.shards import foreign, format
+from bloomery.shards.loader import IGNORE, Samples
+from bloomery.tokenizer.tokenizer import SPECIAL
+from tests.tokenizer.made import small
+
+VOCAB = small().vocab_size
+DOCUMENT = small().document_id
+LONG = [DOCUMENT, 5, 6, 7, 8, DOCUMENT, 9, 10, 11, DOCUMENT, 12, 13]
+
+
+def by_hand(ids: list[int], *, magic: int = 20240520, version: int = 1, letter: str = "H", count: int = -1) -> bytes:
+    """A token file of llm.c: 256 int32, then the ids, little-endian."""
+    numbers = [magic, version, len(ids) if count < 0 else count, *[0] * 253]
+    return struct.pack("<256i", *numbers) + struct.pack(f"<{len(ids)}{letter}", *ids)
+
+
+def folder_of(root: Path, files: dict[str, bytes]) -> Path:
+    root.mkdir(parents=True, exist_ok=True)
+    for name, content in files.items():
+        (root / name).write_bytes(content)
+    return root
+
+
+def speed_run(root: Path) -> Path:
+    """Two shards to train on, the second of which begins in the midst of a document, and one to validate on."""
+    files = {
+        "fineweb_train_000001.bin": by_hand(LONG),
+        "fineweb_train_000002.bin": by_hand([14, 15, DOCUMENT, 16, 17, 18]),
+        "fineweb_val_000000.bin": by_hand([DOCUMENT, 20, 21, 22, 23]),
+    }
+    return folder_of(root, files)
+
+
+@pytest.mark.parametrize(("magic", "version", "letter"), [(20240520, 1, "H"), (20240801, 7, "I")])
+def test_bytes_laid_out_as_llm_c_documents_them_are_those_tokens(
+    tmp_path: Path, magic: int, version: int, letter: str
+) -> None:
+    file = tmp_path / "some.bin"
+    file.write_bytes(by_hand(LONG, magic=magic, version=version, letter=letter))
+    assert format.read_tokens(file).tolist() == LONG
+
+
+@pytest.mark.parametrize(("vocab_size", "layout"), [(700, (20240520, 1, "H")), (70_000, (20240801, 7, "I"))])
+def test_shards_of_ours_are_bytes_as_llm_c_documents_them(
+    tmp_path: Path, vocab_size: int, layout: tuple[int, int, str]
+) -> None:
+    ids = [*LONG, vocab_size - 1]
+    format.write(tmp_path / "x", np.array(ids), vocab_size=vocab_size, starts=[0], tokenizer_hash="a" * 64)
+    magic, version, letter = layout
+    assert (tmp_path / "x.bin").read_bytes() == by_hand(ids, magic=magic, version=version, letter=letter)
+
+
+def test_a_folder_of_llm_c_can_be_trained_on(tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    stats = foreign.adopt(speed_run(tmp_path / "theirs"), out, small())
+    assert (stats["tokens"], stats["documents"], stats["held_out_documents"]) == (18, 5, 1)
+    assert [path.name for path in format.names(out, "train")] == ["train-00000", "train-00001"]
+    assert format.read(out / "train-00000", verify=True).starts.tolist() == [0, 5, 9]
+    assert format.read(out / "train-00001", verify=True).starts.tolist() == [0, 2]
+    samples = Samples(out, "train", 5, small().hash, verify=True)
+    batch = samples.batch(np.arange(samples.num_samples))
+    assert batch.ids.tolist() == [LONG[:5], LONG[5:10], [14, 15, DOCUMENT, 16, 17]]
+    assert batch.targets.tolist() == [LONG[1:6], LONG[6:11], [15, DOCUMENT, 16, 17, 18]]
+    assert batch.positions[2].tolist() == [0, 1, 0, 1, 2]
+
+
+def test_files_are_linked_and_not_copied(tmp_path: Path) -> None:
+    theirs = speed_run(tmp_path / "theirs")
+    foreign.adopt(theirs, tmp_path / "out", small())
+    assert (tmp_path / "out" / "train-00001.bin").samefile(theirs / "fineweb_train_000002.bin")
+
+
+def test_files_without_a_header_are_read_when_it_is_said_what_they_hold(tmp_path: Path) -> None:
+    raw = struct.pack(f"<{len(LONG)}H", *LONG)
+    theirs = folder_of(tmp_path / "theirs", {"train.bin": raw, "val.bin": raw})
+    foreign.adopt(theirs, tmp_path / "out", small(), headerless="uint16")
+    shard = format.read(tmp_path / "out" / "train-00000", verify=True)
+    assert (shard.tokens.tolist(), shard.starts.tolist()) == (LONG, [0, 5, 9])
+    with pytest.raises(DataError, match="begins with 20240520: it has a header"):
+        foreign.adopt(speed_run(tmp_path / "headed"), tmp_path / "other", small(), headerless="uint16")
+
+
+@given(st.lists(st.integers(0, VOCAB - 1), min_size=1, max_size=60), st.sampled_from(["H", "I"]), st.integers(1, 9))
+@settings(max_examples=60)
+def test_whatever_the_ids_are_they_come_back_with_the_bounds_of_documents(
+    tmp_path_factory: pytest.TempPathFactory, ids: list[int], letter: str, block: int
+) -> None:
+    root = tmp_path_factory.mktemp("any")
+    magic, version = (20240520, 1) if letter == "H" else (20240801, 7)
+    file = by_hand([*ids, DOCUMENT], magic=magic, version=version, letter=letter)
+    folder_of(root, {"a_train.bin": file, "a_val.bin": file})
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(foreign, "BLOCK_TOKENS", block)
+        foreign.adopt(root, root / "out", small())
+    shard = format.read(root / "out" / "train-00000", verify=True)
+    assert shard.tokens.tolist() == [*ids, DOCUMENT]
+    expected = {0} | {place for place, id in enumerate([*ids, DOCUMENT]) if id == DOCUMENT}
+    assert shard.starts.tolist() == sorted(expected)
+
+
+# --- 1386 ----------------------------------------------------------------------------------------------------------
+
+
+def meta(**changes: object) -> bytes:
+    facts = {
+        "seq_len": 5,
+        "pack_len": 6,
+        "dtype": "uint16",
+        "vocab_size": VOCAB - len(SPECIAL),
+        "tokenizer": "'some_1.1.model'",
+        "has_loss_mask": "true",
+        "template": "null",
+        "n_train_sequences": 4,
+        "n_val_sequences": 1,
+        "source_tokens": "",
+    } | changes
+    lines = [f"{key}: {value}".rstrip() for key, value in facts.items() if value is not None]
+    return ("# made by hand\n" + "\n".join(lines) + "\n  web: 12\n  code: 3\n").encode()
+
+
+def rows(root: Path, **changes: object) -> Path:
+    first, second = (np.arange(start, start + 12, dtype="<u2") for start in (20, 40))
+    first[3] = DOCUMENT
+    held = np.array([DOCUMENT, 1, 2, 3, 4, 5], dtype="<u2")
+    files = {
+        "train_0000.bin": first.tobytes(),
+        "train_0001.bin": second.tobytes(),
+        "train_mask_0000.bin": bytes([0, 0, 1, 1, 1, 1] * 2),
+        "train_mask_0001.bin": bytes([0, 1, 1, 1, 1, 0] * 2),
+        "val_0000.bin": held.tobytes(),
+        "val_mask_0000.bin": bytes([1] * 6),
+        "meta.yaml": meta(**changes),
+    }
+    return folder_of(root, files)
+
+
+def test_rows_of_1386_are_samples_as_they_are_and_their_masks_are_kept(tmp_path: Path) -> None:
+    stats = foreign.adopt(rows(tmp_path / "theirs"), tmp_path / "out", small())
+    assert stats["files"] == {"train": ["train_0000.bin", "train_0001.bin"], "val": ["val_0000.bin"]}
+    samples = Samples(tmp_path / "out", "train", 5, small().hash, verify=True)
+    assert samples.num_samples == 4
+    batch = samples.batch(np.arange(4))
+    assert batch.ids[1].tolist() == [26, 27, 28, 29, 30]
+    assert batch.targets[0].tolist() == [IGNORE, 22, DOCUMENT, 24, 25]
+    assert batch.targets[2].tolist() == [41, 42, 43, 44, IGNORE]
+    assert batch.positions[0].tolist() == [0, 1, 2, 0, 1]
+    with pytest.raises(DataError, match="rows have 6 tokens, 9 are wanted"):
+        Samples(tmp_path / "out", "train", 8, small().hash)
+
+
+@pytest.mark.parametrize(
+    ("changes", "told"),
+    [
+        ({"vocab_size": 48000}, r"vocabulary of 48000, and this tokenizer has \d+ ids(.|\n)*'some_1.1.model'"),
+        ({"pack_len": 5}, r"train_0000.bin: holds 12 tokens, which are no rows of 5"),
+        ({"pack_len": "wide"}, r"meta.yaml: pack_len is 'wide', not a number"),
+        ({"dtype": "int16"}, r"meta.yaml: dtype is 'int16', not uint16 or uint32"),
+        ({"n_train_sequences": 7}, r"meta.yaml: says 7 rows for train, and there are 4"),
+        ({"tokenizer": None, "what is this": 1}, r"meta.yaml:\d+: 'what is this: 1' is no key and value"),
+    ],
+)
+def test_rows_that_are_not_as_their_meta_yaml_says_are_refused(
+    tmp_path: Path, changes: dict[str, object], told: str
+) -> None:
+    with pytest.raises(DataError, match=told):
+        foreign.adopt(rows(tmp_path / "theirs", **changes), tmp_path / "out", small())
+
+
+def test_a_mask_of_another_length_is_refused_by_name(tmp_path: Path) -> None:
+    theirs = rows(tmp_path / "theirs")
+    (theirs / "train_mask_0001.bin").write_bytes(bytes(11))
+    with pytest.raises(DataError, match=r"train_mask_0001.bin: masks 11 tokens of 12"):
+        foreign.adopt(theirs, tmp_path / "out", small())
+
+
+# --- what is refused -----------------------------------------------------------------------------------------------
+
+OTHER_KINDS = {
+    20240326: "a GPT-2 model",
+    20240328: "a tokenizer",
+    20240522: "an evaluation file",
+    20240527: "a training state",
+}
+
+BROKEN: dict[str, tuple[Callable[[Path], bytes | None], str]] = {
+    "torn": (lambda file: file.read_bytes()[:-1], r"has 1035 bytes, 6 tokens need 1036"),
+    "truncated by tokens": (lambda file: file.read_bytes()[:-4], r"has 1032 bytes, 6 tokens need 1036"),
+    "empty": (lambda file: b"", r"has 0 bytes, less than a header"),
+    "foreign": (lambda file: b"\x80\x04" + bytes(2000), r"begins with 1152 and 0, which is no token file"),
+    "another vocabulary": (
+        lambda file: by_hand([DOCUMENT, 7, 50256]),
+        rf"token 2 is 50256, outside of a vocabulary of {VOCAB}",
+    ),
+    "a count that ran over": (lambda file: by_hand(LONG, count=2**31 - 1), r"has 1048 bytes, 2147483647 tokens need"),
+    **{
+        kind: (lambda file, magic=magic: by_hand(LONG, magic=magic), rf"begins with {magic} and 1, which is {kind}")  # type: ignore[misc]
+        for magic, kind in OTHER_KINDS.items()
+    },
+}
+
+
+@pytest.mark.parametrize("kind", BROKEN)
+def test_a_file_that_is_no_shard_of_this_tokenizer_is_refused_by_name(tmp_path: Path, kind: str) -> None:
+    theirs = speed_run(tmp_path / "theirs")
+    file = theirs / "fineweb_train_000002.bin"
+    do, told = BROKEN[kind]
+    file.write_bytes(do(file) or b"")
+    with pytest.raises(DataError, match=f"{file}: {told}"):
+        foreign.adopt(theirs, tmp_path / "out", small())
+
+
+def test_files_in_which_no_document_ends_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="the token 3, which shall stand between documents, is nowhere in train"):
+        foreign.adopt(speed_run(tmp_path / "theirs"), tmp_path / "out", small(), document_id=3)
+
+
+def test_a_folder_says_what_it_lacks(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=r"holds no \.bin files"):
+        foreign.adopt(tmp_path, tmp_path / "out", small())
+    theirs = folder_of(tmp_path / "a", {"some_train_1.bin": by_hand(LONG)})
+    with pytest.raises(DataError, match="holds no file for val"):
+        foreign.adopt(theirs, tmp_path / "out", small())
+    (theirs / "other.bin").write_bytes(by_hand(LONG))
+    with pytest.raises(DataError, match=r"other.bin: is named neither as for training nor as for validation"):
+        foreign.adopt(theirs, tmp_path / "out", small())
+
+
+def test_a_change_of_a_file_changes_the_digest(tmp_path: Path) -> None:
+    theirs = speed_run(tmp_path / "theirs")
+    before = foreign.digest(theirs)
+    assert before == foreign.digest(theirs)
+    (theirs / "fineweb_train_000002.bin").write_bytes(by_hand([14, 15, DOCUMENT, 16, 17, 19]))
+    assert foreign.digest(theirs) != before
+
+
+# --- beyond 2 GiB --------------------------------------------------------------------------------------------------
+
+
+def sparse(file: Path, tokens: int, letter: str) -> None:
+    """A shard of zeros that takes no room, but for its header and its last three tokens."""
+    size = struct.calcsize(letter)
+    magic, version = (20240520, 1) if letter == "H" else (20240801, 7)
+    with file.open("wb") as opened:
+        opened.write(by_hand([], magic=magic, version=version, count=tokens))
+        opened.seek(1024 + size * (tokens - 3))
+        opened.write(struct.pack(f"<3{letter}", DOCUMENT, 11, 12))
+
+
+@pytest.mark.parametrize("letter", ["H", "I"])
+def test_a_shard_of_more_than_two_gibibytes_is_read_to_its_last_token(tmp_path: Path, letter: str) -> None:
+    tokens = 2**31 - 1
+    file = tmp_path / "train-00000.bin"
+    sparse(file, tokens, letter)
+    assert file.stat().st_size > 2**31
+    assert format.read_tokens(file)[-4:].tolist() == [0, DOCUMENT, 11, 12]
+    facts = {"document_id": DOCUMENT, "layout": "stream", "tokenizer": small().hash, "sha256": {file.name: ""}}
+    (tmp_path / "train-00000.json").write_text(str(facts | {"tokens": tokens, "starts": [0]}).replace("'", '"'))
+    samples = Samples(tmp_path, "train", 2, small().hash)
+    assert samples.num_samples == (tokens - 1) // 2
+    assert samples.batch(np.array([samples.num_samples - 1])).targets.tolist() == [[11, 12]]
+
+
+def test_more_tokens_than_a_header_counts_are_a_clear_error(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=r"2,147,483,648 tokens are more than the header .* counts \(2,147,483,647\)"):
+        format.write_pieces(tmp_path / "x", [], num_tokens=2**31, vocab_size=700, tokenizer_hash="a" * 64)
+    file = tmp_path / "y.bin"
+    file.write_bytes(by_hand([], count=5))
+    with file.open("r+b") as opened:
+        opened.truncate(1024 + 2 * (2**31 + 5))
+    with pytest.raises(DataError, match=r"y\.bin: holds 2,147,483,653 tokens, more than its header can count"):
+        format.read_tokens(file)
+
+
+@pytest.mark.slow
+def test_a_foreign_shard_of_more_than_two_gibibytes_is_taken_in(tmp_path: Path) -> None:
+    theirs = folder_of(tmp_path / "theirs", {"a_val.bin": by_hand(LONG)})
+    sparse(theirs / "a_train.bin", 2**30 + 10, "H")
+    foreign.adopt(theirs, tmp_path / "out", small(), document_id=11)
+    assert format.read(tmp_path / "out" / "train-00000", verify=True).starts.tolist() == [0, 2**30 + 8]

@@ -1,0 +1,78 @@
+"""A recipe that trains on token files of others, without a document."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from bloomery.core import config, stage
+from bloomery.core.errors import ConfigError, DataError
+from bloomery.recipe import STAGES, Recipe
+from bloomery.shards import format
+from bloomery.tokenizer.tokenizer import Tokenizer
+from tests.shards.test_foreign import by_hand
+from tests.tokenizer.made import small
+
+RECIPE = """
+name = "theirs"
+[tokenizer]
+kind = "import"
+path = "{root}"
+measure = false
+[shard.imported]
+folder = "{root}"
+[pretrain]
+steps = 2
+tokens_per_step = 64
+model = {{ width = 16, num_layers = 1, num_heads = 2, num_kv_heads = 1, mlp_width = 16, context = 16 }}
+"""
+
+
+def written(root: Path, highest: int = 600) -> Path:
+    """Token files, the tokenizer that they were made with, and a recipe for both."""
+    root.mkdir()
+    small().save(root)
+    rng = np.random.default_rng(0)
+    for name in ("some_train_000001", "some_train_000002", "some_val_000000"):
+        ids = rng.integers(0, highest, 400)
+        ids[::40] = small().document_id
+        (root / f"{name}.bin").write_bytes(by_hand(ids.tolist()))
+    (root / "theirs.toml").write_text(RECIPE.format(root=root))
+    return root / "theirs.toml"
+
+
+def test_token_files_of_others_are_trained_on_without_any_other_stage(tmp_path: Path) -> None:
+    recipe = config.load(Recipe, written(tmp_path / "theirs"))
+    plans = stage.lay_out(STAGES, recipe, tmp_path / "run")
+    assert [plan.stage.name for plan in plans] == ["tokenizer", "shard", "pretrain", "synthesize", "instruct"]
+    assert stage.execute(plans, until="pretrain") == dict.fromkeys(("tokenizer", "shard", "pretrain"), "ran")
+    folders = {plan.stage.name: plan.folder for plan in plans}
+    assert Tokenizer.load(folders["tokenizer"]).hash == small().hash
+    assert len(format.names(folders["shard"], "train")) == 2
+    assert stage.read_manifest(folders["pretrain"])["stats"]["steps"] == 2
+
+
+def test_other_token_files_make_another_stage_folder(tmp_path: Path) -> None:
+    recipe = config.load(Recipe, written(tmp_path / "theirs"))
+    before = [plan.folder for plan in stage.lay_out(STAGES, recipe, tmp_path / "run")]
+    (tmp_path / "theirs" / "some_val_000000.bin").write_bytes(by_hand([small().document_id, 5, 6]))
+    after = [plan.folder for plan in stage.lay_out(STAGES, recipe, tmp_path / "run")]
+    assert before[0] == after[0]
+    assert before[1] != after[1]
+
+
+def test_token_files_of_another_tokenizer_end_the_stage_by_name(tmp_path: Path) -> None:
+    recipe = config.load(Recipe, written(tmp_path / "theirs", highest=50_000))
+    with pytest.raises(DataError, match=r"some_train_000001.bin: token \d+ is \d+, outside of a vocabulary of"):
+        stage.execute(stage.lay_out(STAGES, recipe, tmp_path / "run"), until="shard")
+
+
+def test_a_recipe_needs_documents_or_token_files(tmp_path: Path) -> None:
+    recipe = written(tmp_path / "theirs")
+    text = recipe.read_text()
+    recipe.write_text(text[: text.index("[shard")] + text[text.index("[pretrain") :])
+    with pytest.raises(ConfigError, match=r"\[fetch\] is required"):
+        config.load(Recipe, recipe)
+    recipe.write_text(text.replace("[shard.imported]", "[shard]\ntokens = 5\n[shard.imported]"))
+    with pytest.raises(ConfigError, match="imported takes token files as they are"):
+        config.load(Recipe, recipe)
