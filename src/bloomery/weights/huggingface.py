@@ -218,9 +218,9 @@ def _config(config: ModelConfig, vocab_size: int) -> dict[str, Any]:
 def _model_config(facts: Mapping[str, Any]) -> ModelConfig:
     if facts["model_type"] == "bloomery":
         return build(ModelConfig, facts["bloomery"])
-    usual = facts["hidden_size"] // facts["num_attention_heads"]
+    usual = facts["head_dim"] * facts["num_attention_heads"] == facts["hidden_size"]
     return ModelConfig(
-        head_width=None if facts["head_dim"] == usual else facts["head_dim"],
+        head_width=None if usual else facts["head_dim"],
         width=facts["hidden_size"],
         num_layers=facts["num_hidden_layers"],
         num_heads=facts["num_attention_heads"],
