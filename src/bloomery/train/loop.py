@@ -16,6 +16,7 @@ from bloomery.hw.device import Device
 from bloomery.hw.dist import World
 from bloomery.model.transformer import Transformer
 from bloomery.shards.loader import IGNORE, Batch
+from bloomery.train import parallel
 from bloomery.train.clock import Clock
 from bloomery.train.guard import Guard, Skip
 from bloomery.train.hooks import Hooks
@@ -77,7 +78,7 @@ def train(
                 roll_back(state)
         elif tokens:
             norms.before_update(state.step)
-            nn.utils.clip_grads_with_norm_(model.parameters(), max_norm, norm)
+            clip(model, max_norm, norm)
             optimizers.step()
             norms.after_update()
             guard.accept(state.guard, loss, float(norm))
@@ -89,6 +90,12 @@ def train(
         if world.any(stop.asked):
             raise Terminated
     clock.enter("rest")
+
+
+def clip(model: nn.Module, max_norm: float, norm: Tensor) -> None:
+    """Scale gradients of this norm down to `max_norm`. Those below it are left alone, not multiplied by one."""
+    if float(norm) > max_norm:
+        nn.utils.clip_grads_with_norm_(model.parameters(), max_norm, norm)
 
 
 def in_range(
@@ -130,10 +137,7 @@ def accumulate_gradients(
         loss, entropy = micro_batch_losses(model, part, device, z_loss)
         torch.autograd.backward(precision.scale(loss / max(tokens, 1)))
         total += entropy
-    if world.size > 1:
-        for weight in model.parameters():
-            if weight.requires_grad:  # a rank without rows has no gradients, and the others wait for it
-                weight.grad = world.sum(torch.zeros_like(weight) if weight.grad is None else weight.grad)
+    parallel.sum_gradients(model, world)
     precision.unscale(gradients(model))
     return float(world.sum(total)) / max(tokens, 1), tokens
 
