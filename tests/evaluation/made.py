@@ -105,7 +105,7 @@ def corpus() -> dict[str, Any]:
         "dedup": {
             **{"documents": 11_873, "kept": 11_214, "removed": 659, "exact": 403, "near": 256, "compared": 1877},
             **{"reasons": {"exact": 403, "near": 256, "overlap.ngram": 12}, "hits": 12},
-            **{"clusters": 512, "dropped": 12, "hits_by_task": {"arc_easy": 9, "boolq": 3}},
+            **{"clusters": 512, "largest_cluster": 37, "dropped": 12, "hits_by_task": {"arc_easy": 9, "boolq": 3}},
             "by_domain": {d: {"documents": n - 400, "kept": n - 620, "removed": 220} for d, n in sizes.items()},
         },
         "tokenizer": {
@@ -124,8 +124,12 @@ def corpus() -> dict[str, Any]:
                 "worlds": {"asked": 0.25, "tokens": 3_686_402, "epochs": 0.87, "share": 0.3},
             },
             "anneal": {
-                "worlds": {"asked": 1.0, "tokens": 400_111, "epochs": 0.1, "share": 1.0, "limited_by": "epochs"}
+                "worlds": {
+                    **{"asked": 1.0, "tokens": 400_111, "asked_tokens": 512_345, "epochs": 0.1, "share": 1.0},
+                    "limited_by": "epochs",
+                }
             },
+            **{"anneal_tokens": 400_111, "anneal_documents": 1203},
         },
         "instruct": {
             **{"conversations": 20_000, "refused": 3, "cut_at_a_turn": 17, "refused_by_reason": {"too_long": 3}},
