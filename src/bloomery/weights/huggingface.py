@@ -21,7 +21,7 @@ from bloomery.model.config import ModelConfig
 from bloomery.model.transformer import Transformer
 from bloomery.tokenizer.chat import Renderer, Template
 from bloomery.tokenizer.tokenizer import PAD, Tokenizer
-from bloomery.weights.checkpoint import save_tensors
+from bloomery.weights.tensors import save_tensors
 
 import safetensors.torch
 import torch
