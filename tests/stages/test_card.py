@@ -36,7 +36,14 @@ FETCH = manifest(
     },
 )
 ANNEAL = {"code": {"asked": 1.0, "share": 0.9}}
-SHARD = manifest({}, {"tokens": 5, "anneal": ANNEAL, "mix": {"web": {"asked": 0.5, "epochs": 2.0}, "code": {"asked": 0.5, "share": 0.4}}})
+SHARD = manifest(
+    {},
+    {
+        "tokens": 5,
+        "anneal": ANNEAL,
+        "mix": {"web": {"asked": 0.5, "epochs": 2.0}, "code": {"asked": 0.5, "share": 0.4}},
+    },
+)
 
 
 def test_a_card_names_sources_licenses_counts_the_mix_and_hashes() -> None:

@@ -133,7 +133,12 @@ def duplicates(report: Report) -> list[object]:
         return []
     known = counted(dedup, documents="Documents", kept="Kept", removed="Removed")
     known += counted(dedup, exact="Exact copies", near="Near copies", compared="Pairs compared")
-    told = {"clusters": "Clusters of copies", "largest_cluster": "Documents in the largest", "dropped": "Met an evaluation task", "hits": "Hits of those"}
+    told = {
+        "clusters": "Clusters of copies",
+        "largest_cluster": "Documents in the largest",
+        "dropped": "Met an evaluation task",
+        "hits": "Hits of those",
+    }
     known += counted(dedup, **{key: name for key, name in told.items() if key in dedup})
     bars = []
     for domain, tally in named(dedup, "by_domain").items():
