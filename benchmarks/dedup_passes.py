@@ -12,7 +12,7 @@ import json
 import os
 import tempfile
 import time
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -23,7 +23,7 @@ from dedup import make
 
 from bloomery.core.config import build
 from bloomery.core.stage import machine, versions
-from bloomery.data import deduplicate, document
+from bloomery.data import deduplicate, document, engine
 from bloomery.stages import dedup
 from bloomery.stages.config import Dedup
 
@@ -47,7 +47,7 @@ def measured(folder: Path, gigabytes: float) -> dict[str, Any]:
     paths = document.parts(folder / "corpus")
     config = build(Dedup, {"engine": {"workers": 1}, "memory_bytes": 2**30})
     dedup.deduplicate(config, paths[:1], folder / "warm")
-    seconds: Counter[str] = Counter()
+    seconds: dict[str, float] = defaultdict(float)
     left: dict[str, int] = {}
     scratch = folder / "out" / dedup.SCRATCH
 
@@ -95,9 +95,9 @@ def sorted_a_second(rows: int) -> float:
 
 
 @contextmanager
-def timed(seconds: Counter[str], before_writing: Callable[[], None]) -> Iterator[None]:
+def timed(seconds: dict[str, float], before_writing: Callable[[], None]) -> Iterator[None]:
     """Count the processor's seconds of each pass and step while it is open."""
-    parts, search = deduplicate.run_parts, deduplicate.Search
+    parts, search = engine.run_parts, deduplicate.Search
     steps = {name: getattr(search, name) for name in STEPS}
 
     def counted(label: str, work: Callable[..., Any]) -> Callable[..., Any]:
@@ -118,12 +118,12 @@ def timed(seconds: Counter[str], before_writing: Callable[[], None]) -> Iterator
     for name, label in STEPS.items():
         setattr(search, name, counted(label, steps[name]))
     for module in (deduplicate, dedup):
-        module.run_parts = run_parts
+        vars(module)["run_parts"] = run_parts
     try:
         yield
     finally:
         for module in (deduplicate, dedup):
-            module.run_parts = parts
+            vars(module)["run_parts"] = parts
         for name, step in steps.items():
             setattr(search, name, step)
 
