@@ -6,6 +6,7 @@ from typing import Any
 
 from bloomery.core.stage import content_hash
 from bloomery.hw import device as devices
+from bloomery.hw.dist import World
 from bloomery.model.transformer import Transformer
 from bloomery.shards import format
 from bloomery.shards.encode import ANNEAL, TRAIN
@@ -14,12 +15,19 @@ from bloomery.stages.config import Pretrain
 from bloomery.stages.sampling import continuing
 from bloomery.tokenizer.chat import Renderer
 from bloomery.tokenizer.tokenizer import Tokenizer
+from bloomery.train import launch
 from bloomery.train.plan import rows_per_step
 from bloomery.train.session import Session
 from bloomery.weights.huggingface import Lineage
 
 
 def run(config: Pretrain, inputs: Mapping[str, Path], out: Path) -> dict[str, Any]:
+    return launch.stage("bloomery.stages.pretrain:train", config, inputs, out)
+
+
+def train(task: Mapping[str, Any], world: World) -> dict[str, Any]:
+    """What each rank does for `run`."""
+    config, inputs, out = launch.unpacked(Pretrain, task)
     devices.keep_freed_memory()
     tokenizer = Tokenizer.load(inputs["tokenizer"])
     model = Transformer(config.model, tokenizer.vocab_size)
@@ -35,6 +43,7 @@ def run(config: Pretrain, inputs: Mapping[str, Path], out: Path) -> dict[str, An
         validation=Samples(folder, "val", length, tokenizer.hash),
         lineage=Lineage(tokenizer=tokenizer.hash, template=None, shards=content_hash(folder)),
         out=out,
+        world=world,
         sampler=continuing(renderer),
     ).run()
     if isinstance(samples, Course):
