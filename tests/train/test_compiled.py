@@ -140,7 +140,7 @@ def test_without_gradients_the_plain_blocks_run() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.filterwarnings("ignore::DeprecationWarning:torch")  # of what torch itself imports
+@pytest.mark.filterwarnings("ignore")  # of the compiler about itself
 @pytest.mark.parametrize("level", ["none", "selective"])
 def test_what_torch_compiles_agrees_with_the_plain_blocks(level: str) -> None:
     verdict, _ = tried(lambda plain: torch.compile(plain, dynamic=False), level=level)

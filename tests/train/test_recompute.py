@@ -93,4 +93,4 @@ def test_each_level_keeps_less_than_the_one_before_it_and_about_as_much_as_was_p
     planned = [activation_bytes_per_token(WIDE, level, dtype.itemsize) for level in LEVELS]
     assert planned[0] == pytest.approx(measured[0], rel=0.1)
     for kept, plan in zip(measured[1:], planned[1:], strict=True):
-        assert kept < plan < kept + measured[0] / WIDE.num_layers, "and a layer while it is computed again"
+        assert kept < plan < kept + 1.1 * measured[0] / WIDE.num_layers, "and a layer while it is computed again"
