@@ -149,8 +149,10 @@ def micro_batch_loss(model: Transformer, batch: Batch, device: Device) -> Tensor
 
 def micro_batch_losses(model: Transformer, batch: Batch, device: Device, z_loss: float = 0.0) -> tuple[Tensor, Tensor]:
     """What is minimized, and the cross entropy alone: see `token_losses`."""
+    whole = bool((batch.segments == batch.segments[:, :1]).all())  # known here without asking the device
     ids, positions, segments = (
-        torch.from_numpy(part).to(device.place) for part in (batch.ids, batch.positions, batch.segments)
+        None if part is None else torch.from_numpy(part).to(device.place)
+        for part in (batch.ids, batch.positions, None if whole else batch.segments)
     )
     flat = torch.from_numpy(batch.targets).flatten()
     supervised = (flat != IGNORE).nonzero().flatten()
