@@ -78,7 +78,7 @@ def train(
                 roll_back(state)
         elif tokens:
             norms.before_update(state.step)
-            nn.utils.clip_grads_with_norm_(model.parameters(), max_norm, norm)
+            clip(model, max_norm, norm)
             optimizers.step()
             norms.after_update()
             guard.accept(state.guard, loss, float(norm))
@@ -90,6 +90,12 @@ def train(
         if world.any(stop.asked):
             raise Terminated
     clock.enter("rest")
+
+
+def clip(model: nn.Module, max_norm: float, norm: Tensor) -> None:
+    """Scale gradients of this norm down to `max_norm`. Those below it are left alone, not multiplied by one."""
+    if float(norm) > max_norm:
+        nn.utils.clip_grads_with_norm_(model.parameters(), max_norm, norm)
 
 
 def in_range(
@@ -147,8 +153,10 @@ def micro_batch_loss(model: Transformer, batch: Batch, device: Device) -> Tensor
 
 def micro_batch_losses(model: Transformer, batch: Batch, device: Device, z_loss: float = 0.0) -> tuple[Tensor, Tensor]:
     """What is minimized, and the cross entropy alone: see `token_losses`."""
+    whole = bool((batch.segments == batch.segments[:, :1]).all())  # known here without asking the device
     ids, positions, segments = (
-        torch.from_numpy(part).to(device.place) for part in (batch.ids, batch.positions, batch.segments)
+        None if part is None else torch.from_numpy(part).to(device.place)
+        for part in (batch.ids, batch.positions, None if whole else batch.segments)
     )
     flat = torch.from_numpy(batch.targets).flatten()
     supervised = (flat != IGNORE).nonzero().flatten()

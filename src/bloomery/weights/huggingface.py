@@ -1,8 +1,8 @@
 """
 A model as a folder that `transformers` loads as it is, and that says what it was made from.
 
-    config.json             LlamaForCausalLM
-    model.safetensors       its weights, float32, under transformers' names
+    config.json             LlamaForCausalLM; an architecture of our own for a shape that is none
+    model.safetensors       its weights, float32, under transformers' names, or ours
     tokenizer.json, tokenizer_config.json (with the chat template), generation_config.json
     bloomery.json           lineage: hashes of tokenizer, chat template and shards
 """
@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 
 from safetensors import SafetensorError
 
+from bloomery.core.config import build, plain
 from bloomery.core.errors import CheckpointError
 from bloomery.core.files import read_json, write_json
 from bloomery.model.config import ModelConfig
@@ -74,6 +75,19 @@ def theirs(name: str) -> str:
     raise ValueError(f"{name!r} has no counterpart in a LlamaForCausalLM")
 
 
+def is_llama(config: ModelConfig) -> bool:
+    """Whether a LlamaForCausalLM computes the same. Sizes may be any; of the choices, none but the default."""
+    sizes = {"width", "num_layers", "num_heads", "num_kv_heads", "head_width", "mlp_width", "context"}
+    free = sizes | {"rope_theta", "norm_eps", "tie_embeddings"}
+    choices = ModelConfig.model_fields.keys() - free
+    return all(getattr(config, name) == ModelConfig.model_fields[name].default for name in choices)
+
+
+def _name(config: ModelConfig, name: str) -> str:
+    """The name of a weight in the file."""
+    return theirs(name) if is_llama(config) else name
+
+
 def save(folder: Path, model: Transformer, renderer: Renderer, lineage: Lineage) -> None:
     """
     Write a model folder. The tied head is not written twice. A model that never saw a conversation ends with the token
@@ -87,7 +101,7 @@ def save(folder: Path, model: Transformer, renderer: Renderer, lineage: Lineage)
         "eos_token_id": tokenizer.special[end],
         "pad_token_id": tokenizer.pad_id,
     }
-    save_tensors(folder / WEIGHTS, {theirs(name): weight for name, weight in _own(model).items()})
+    save_tensors(folder / WEIGHTS, {_name(model.config, name): weight for name, weight in _own(model).items()})
     write_json(folder / CONFIG, _config(model.config, model.vocab_size) | ids)
     write_json(folder / "generation_config.json", {"do_sample": False} | ids)
     tokenizer.save(folder)
@@ -168,14 +182,18 @@ def _fill(model: Transformer, folder: Path) -> None:
     except SafetensorError as error:
         raise CheckpointError(f"is torn: {error}", where=str(file), cure=_AGAIN) from None
     for name, weight in _own(model).items():
-        given = weights.get(theirs(name))
+        known = _name(model.config, name)
+        given = weights.get(known)
         if given is None or given.shape != weight.shape:
             shown = "is missing" if given is None else f"has shape {tuple(given.shape)}, not {tuple(weight.shape)}"
-            raise CheckpointError(f"{theirs(name)} {shown}", where=str(file), cure="It belongs to another model.")
+            raise CheckpointError(f"{known} {shown}", where=str(file), cure="It belongs to another model.")
         weight.copy_(given)
 
 
 def _config(config: ModelConfig, vocab_size: int) -> dict[str, Any]:
+    if not is_llama(config):
+        ours = {"architectures": ["BloomeryForCausalLM"], "model_type": "bloomery", "torch_dtype": "float32"}
+        return ours | {"vocab_size": vocab_size, "bloomery": plain(config)}
     return {
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",
@@ -198,7 +216,11 @@ def _config(config: ModelConfig, vocab_size: int) -> dict[str, Any]:
 
 
 def _model_config(facts: Mapping[str, Any]) -> ModelConfig:
+    if facts["model_type"] == "bloomery":
+        return build(ModelConfig, facts["bloomery"])
+    usual = facts["head_dim"] * facts["num_attention_heads"] == facts["hidden_size"]
     return ModelConfig(
+        head_width=None if usual else facts["head_dim"],
         width=facts["hidden_size"],
         num_layers=facts["num_hidden_layers"],
         num_heads=facts["num_attention_heads"],
