@@ -96,7 +96,7 @@ STAGES = (
         name="fetch",
         run="bloomery.stages.fetch:run",
         digest="bloomery.stages.fetch:digest",
-        version=2,
+        version=3,
         resumes=True,
     ),
     Stage(
@@ -140,6 +140,7 @@ STAGES = (
     Stage(
         name="pretrain",
         run="bloomery.stages.pretrain:run",
+        digest="bloomery.stages.pretrain:digest",
         after=("tokenizer", "shard"),
         version=2,
         resumes=True,

@@ -44,3 +44,41 @@ def test_a_page_says_its_encoding_and_bytes_with_nul_are_no_text() -> None:
     assert html.decoded(page.encode("cp1251"), page=True) == page
     assert isinstance(found := html.decoded(b"ab\0cd", page=False), Problem)
     assert (found.reason, found.value) == ("binary", 2)
+
+
+@pytest.mark.parametrize(
+    ("text", "encoding", "told"),
+    [
+        ("Café – это тест", "utf-8", "iso-8859-1"),
+        ("naïve", "utf-8", "windows-1252"),
+        ("Größe", "utf-8", "koi8-r"),
+        ("Zażółć gęślą jaźń", "utf-8", "utf-16"),
+        ("这个网页说自己是国标码，其实不是这样的，它是别的。", "utf-8", "gb2312"),
+        ("ここは日本語のページですが、宣言が間違っています。", "utf-8", "euc-jp"),
+        ("naïve", "utf-8-sig", "iso-8859-1"),
+        ("Это", "utf-16", "windows-1251"),
+        ("Это", "utf-32", "windows-1251"),
+        ("这个", "utf-8-sig", "gbk"),
+        ("Größe", "iso-8859-1", "iso-8859-1"),
+        ("Это простой текст", "cp1251", "windows-1251"),
+        ("这是国标码的网页，它没有说谎，一个字也没有。", "gbk", "gb2312"),
+        ("plain", "ascii", "windows-1251"),
+    ],
+)
+def test_the_bytes_win_over_what_a_page_or_a_header_says_of_them(text: str, encoding: str, told: str) -> None:
+    page = f'<html><head><meta charset="{told}"></head><body><p>{text}</p></body></html>'
+    assert html.decoded(page.encode(encoding), page=True) == page
+    plain = page.replace(f'<meta charset="{told}">', "")
+    assert html.decoded(plain.encode(encoding), told, page=True) == plain
+
+
+def test_few_characters_of_two_bytes_are_what_the_page_says_they_are() -> None:
+    chance = "".join(a + b for a in "茅脙" for b in "茅脟")  # as GBK they are UTF-8 too
+    page = f'<meta charset="gbk"><p>{chance}</p>'
+    assert page.encode("gbk").decode() != page
+    assert html.decoded(page.encode("gbk"), page=True) == page
+
+
+def test_nul_behind_a_mark_of_utf_8_is_no_text_and_broken_bytes_there_are_replaced() -> None:
+    assert isinstance(html.decoded(b"\xef\xbb\xbfab\0", "utf-16", page=False), Problem)
+    assert html.decoded(b"\xef\xbb\xbfab\xff", page=False) == "ab\ufffd"

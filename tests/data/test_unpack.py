@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import zstandard
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from bloomery.core.errors import DataError
@@ -112,3 +112,22 @@ def test_a_line_of_100_mb_and_a_bomb_are_rejected_within_little_memory(
     assert lines == told
     # 4 MiB of document, 32 MiB that one bite of zstd can unpack to, and what joins them
     assert int(grown) < 120 * 1024, f"{int(grown) / 1024:.0f} MiB"
+
+
+@settings(max_examples=200)
+@given(st.lists(st.binary(max_size=12).map(lambda one: one.replace(b"\n", b"")), max_size=30), st.booleans(), st.data())
+def test_spans_are_the_file_cut_at_line_ends_with_the_numbers_of_its_lines(
+    tmp_path_factory: pytest.TempPathFactory, found: list[bytes], ended: bool, data: st.DataObject
+) -> None:
+    path = tmp_path_factory.mktemp("spans") / "a.jsonl"
+    path.write_bytes(b"\n".join(found) + b"\n" * ended)
+    span_bytes = data.draw(st.integers(1, 40))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(unpack, "CHUNK_BYTES", data.draw(st.integers(1, 50)))
+        spans = unpack.spans(path, span_bytes)
+        parts = [list(unpack.lines(path, span=span)) for span in spans]
+        assert [one for part in parts for one in part] == list(unpack.lines(path))
+    assert [span.begin for span in spans] == [0, *(span.end for span in spans[:-1])]
+    assert spans[-1].end == path.stat().st_size
+    assert len(spans) <= max(1, path.stat().st_size // span_bytes)
+    assert all(span.end > span.begin for span in spans) or path.stat().st_size == 0

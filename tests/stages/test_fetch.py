@@ -169,3 +169,46 @@ def test_licenses_are_counted_and_domains_are_those_of_the_documents(tmp_path: P
         name: {"documents": n, "bytes": n} for name, n in (("code", 1), ("qa", 1), ("web", 2))
     }
     json.dumps(stats)
+
+
+@pytest.mark.parametrize("limits", LIMITS)
+def test_a_long_file_of_lines_is_several_parts_with_the_documents_of_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, limits: dict[str, Any]
+) -> None:
+    lines = [
+        [line(f"{n:0100d}" if n % 5 else ""), b"", b"no json"][n % 7 == 3 or 2 * (n % 11 == 4)] for n in range(240)
+    ]
+    write(tmp_path / "raw" / "a.jsonl", [line("a small one")])
+    write(tmp_path / "raw" / "b.jsonl", lines)
+    write(tmp_path / "raw" / "c.jsonl", [line("another")])
+    given = {
+        "sources": [{**jsonl(tmp_path / "raw", **limits), "kind": kind, "name": kind} for kind in ("jsonl", "files")]
+    }
+    given["sources"][1]["path"] = str(tmp_path / "raw")
+    config = build(Fetch, given)
+    whole = fetch.run(config, {}, tmp_path / "whole")
+    monkeypatch.setattr(sources, "SPLIT_BYTES", 1000)
+    pieces = sources.pieces(config.sources[0])
+    assert len(pieces) > 15
+    assert len({piece.name for piece in pieces}) == len(pieces)
+    for workers in (1, 2) if not limits else (1,):
+        out = tmp_path / str(workers)
+        assert fetch.run(build(Fetch, {**given, "engine": {"workers": workers}}), {}, out) == whole
+        for folder in ("documents", "rejected"):
+            assert list(document.read(out / folder)) == list(document.read(tmp_path / "whole" / folder))
+    before = tree(tmp_path / "1")
+    for name in sorted(before)[2::17]:
+        (tmp_path / "1" / name).unlink()
+        assert fetch.run(config, {}, tmp_path / "1") == whole
+        assert tree(tmp_path / "1") == before
+
+
+def test_the_lines_of_a_long_file_are_named_as_in_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sources, "SPLIT_BYTES", 1000)
+    write(tmp_path / "raw" / "a.jsonl", [line(f"{n:0100d}", key=n % 90) for n in range(100)])
+    with pytest.raises(DataError, match=r"two documents have the id '0': a/a\.jsonl:1 and a/a\.jsonl:91"):
+        fetch.run(build(Fetch, {"sources": [jsonl(tmp_path / "raw", id_field="key")]}), {}, tmp_path / "out")
+    with (tmp_path / "raw" / "a.jsonl").open("ab") as file:
+        file.write(b'{"text": "cut he')
+    with pytest.raises(DataError, match=r"a\.jsonl:101: line 101 is not JSON .* the file was cut"):
+        fetch.run(build(Fetch, {"sources": [jsonl(tmp_path / "raw")]}), {}, tmp_path / "again")

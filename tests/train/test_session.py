@@ -8,11 +8,12 @@ from typing import Any
 import pytest
 
 from bloomery.core.errors import CheckpointError
+from bloomery.core.files import MANIFEST
 from bloomery.core.log import VARYING, read_metrics
 from bloomery.train.hooks import Hook
 from bloomery.train.session import Session
 from bloomery.train.state import State
-from bloomery.weights import huggingface
+from bloomery.weights import huggingface, training_state
 from tests.tokenizer.made import small
 from tests.train.made import SHAPE, T, processor, session, write_samples
 
@@ -34,9 +35,19 @@ def result(out: Path) -> dict[str, Any]:
     return {
         "metrics": lines,
         "model": {file.name: file.read_bytes() for file in sorted((out / "model").iterdir())},
-        "checkpoint": {file.name: file.read_bytes() for file in sorted(newest.iterdir())},
+        "checkpoint": content(newest),
         "checkpoints": sorted(folder.name for folder in (out / "checkpoints").iterdir()),
     }
+
+
+def content(checkpoint: Path) -> dict[str, bytes]:
+    """
+    The files of a checkpoint, and each number of its training state. Not the bytes of its files: two notes in the
+    header of a safetensors file come in any order.
+    """
+    found = {file.name: file.read_bytes() for file in checkpoint.iterdir() if file.is_file() and file.name != MANIFEST}
+    state = training_state.read(checkpoint / "training")
+    return found | {name: tensor.numpy().tobytes() for name, tensor in state.items()}
 
 
 def die_after(step: int, monkeypatch: pytest.MonkeyPatch) -> None:

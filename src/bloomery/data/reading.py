@@ -10,7 +10,7 @@ import string
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, NamedTuple
 
 import ftfy
 from pydantic import Field, model_validator
@@ -20,7 +20,7 @@ from bloomery.core.errors import DataError
 from bloomery.data import html, rows, tables, unpack, warc
 from bloomery.data.accept import Condition, FieldIs, first_unmet
 from bloomery.data.document import Row
-from bloomery.data.unpack import Problem
+from bloomery.data.unpack import Problem, Span
 
 Name = Annotated[str, Field(pattern=r"^[\w.\-]+$")]
 Format = Literal["text", "html", "jsonl", "parquet", "csv", "tsv", "warc"]
@@ -153,6 +153,8 @@ class Piece:
     """Relative name (it is a part of ids) and place of each: a local path, or what the source makes of it."""
     num_bytes: int
     """About how much there is to read; 0 where nobody knows."""
+    span: Span | None = None
+    """Of a large file of lines, where the piece is no more of it."""
 
 
 def format_of(name: str) -> Format:
@@ -163,10 +165,17 @@ def format_of(name: str) -> Format:
 
 
 def items(
-    source: Reading, path: Path, name: str, *, form: Format | None = None, url: str | None = None
+    source: Reading,
+    path: Path,
+    name: str,
+    *,
+    form: Format | None = None,
+    url: str | None = None,
+    span: Span | None = None,
 ) -> Iterator[Item]:
     """
-    The documents of one local file, and what it holds that cannot be one; every row, page or file is one of the two.
+    The documents of one local file, or of a `span` of a jsonl file, and what it holds that cannot be one; every row,
+    page or file is one of the two.
 
     `name` is the file's relative name in its source, which ids begin with: "SOURCE/NAME:LINE" or "SOURCE/NAME".
     `form` is told where `name` does not; `url` is the address that the file came from. A jsonl, parquet or csv file
@@ -174,7 +183,7 @@ def items(
     `source.invalid` says; never for what is empty or not accepted.
     """
     form = form or format_of(name)
-    for item in READERS[form](source, path, name, form, url):
+    for item in READERS[form](source, path, name, form, Told(url, span)):
         if isinstance(item, Rejected) and _stops(source, form, item.problem):
             cure = f'Repair or remove it, or set invalid = "skip" in source {source.name!r} to go on without it.'
             if item.problem.reason == "no_column":
@@ -248,16 +257,25 @@ def _finished(source: Reading, text: str | Problem, fields: dict[str, Any], *, p
     return first_unmet(source.accept, text, fields) or text
 
 
-def _text_file(source: Reading, path: Path, name: str, form: Format, url: str | None) -> Iterator[Item]:
+class Told(NamedTuple):
+    """What a reader is told besides the file."""
+
+    url: str | None
+    """The address that it came from."""
+    span: Span | None
+    """What of it is read, where that is not all."""
+
+
+def _text_file(source: Reading, path: Path, name: str, form: Format, told: Told) -> Iterator[Item]:
     data = unpack.whole(path, source.max_document_bytes)
     page, text = form == "html", data if isinstance(data, Problem) else ""
     if not isinstance(data, Problem):
         text = html.decoded(data, page=page) if page or source.encoding == "detect" else rows.decode(data)
     text = _finished(source, text, {}, page=page, web=page)
-    yield make_item(source, name, text, where=str(path), url=url)
+    yield make_item(source, name, text, where=str(path), url=told.url)
 
 
-def _crawl(source: Reading, path: Path, name: str, form: Format, url: str | None) -> Iterator[Item]:
+def _crawl(source: Reading, path: Path, name: str, form: Format, told: Told) -> Iterator[Item]:
     number = 0
     for number, record in warc.records(path, source.max_document_bytes):
         data = record.data
@@ -268,13 +286,13 @@ def _crawl(source: Reading, path: Path, name: str, form: Format, url: str | None
         yield _no_rows(source, path, name)
 
 
-def _table(source: Reading, path: Path, name: str, form: Format, url: str | None) -> Iterator[Item]:
+def _table(source: Reading, path: Path, name: str, form: Format, told: Told) -> Iterator[Item]:
     assert isinstance(source, Columns), f"{type(source).__name__} does not say which fields of {name} are read"
     empty = True
-    for number, row in _rows(source, path, form):
+    for number, row in _rows(source, path, form, told.span):
         empty = False
-        yield _row_item(source, f"{name}:{number}", row, f"{path}:{number}", url)
-    if empty:
+        yield _row_item(source, f"{name}:{number}", row, f"{path}:{number}", told.url)
+    if empty and told.span is None:
         yield _no_rows(source, path, name)
 
 
@@ -282,9 +300,9 @@ def _no_rows(source: Reading, path: Path, name: str) -> Item:
     return make_item(source, name, Problem("no_rows", 0, "is empty: it holds no rows"), where=str(path))
 
 
-def _rows(source: Columns, path: Path, form: Format) -> Iterator[tuple[int, rows.Found]]:
+def _rows(source: Columns, path: Path, form: Format, span: Span | None) -> Iterator[tuple[int, rows.Found]]:
     if form == "jsonl":
-        return rows.jsonl(path, source.max_document_bytes)
+        return rows.jsonl(path, source.max_document_bytes, span)
     if form != "parquet":
         return tables.delimited(path, "\t" if form == "tsv" else ",", source.max_document_bytes)
     asked = [name for _, name in _template(source.template) if name] if source.template else [source.text_field]
@@ -372,7 +390,7 @@ def _string(source: Columns, field: str, row: dict[str, Any]) -> str | Problem:
     return value or ""
 
 
-Reader = Callable[[Reading, Path, str, Format, str | None], Iterator[Item]]
+Reader = Callable[[Reading, Path, str, Format, Told], Iterator[Item]]
 READERS: dict[Format, Reader] = {
     "text": _text_file,
     "html": _text_file,

@@ -11,6 +11,7 @@ from typing import Any
 
 from bloomery.data import unpack
 from bloomery.data.unpack import Problem as Problem
+from bloomery.data.unpack import Span
 from bloomery.data.unpack import unreadable as unreadable
 
 Found = dict[str, Any] | Problem
@@ -47,14 +48,15 @@ def utf8_bytes(text: str) -> int:
     return len(text) if text.isascii() else len(text.encode())
 
 
-def jsonl(path: Path, max_bytes: int | None = None) -> Iterator[tuple[int, Found]]:
+def jsonl(path: Path, max_bytes: int | None = None, span: Span | None = None) -> Iterator[tuple[int, Found]]:
     """
-    Line number (from 1) and object of every line of a .jsonl, .jsonl.zst or .jsonl.gz file; blank lines are passed.
+    Line number (from 1) and object of every line of a .jsonl, .jsonl.zst or .jsonl.gz file, or of a span of one that is
+    not compressed; blank lines are passed.
 
     A line of more than `max_bytes` is a problem `too_long`. The last item is a problem with reason `torn` where the
     file ends too early, or `bomb`. Raises DataError where it cannot be opened.
     """
-    for number, line in unpack.lines(path, max_bytes, blank=False):
+    for number, line in unpack.lines(path, max_bytes, blank=False, span=span):
         if isinstance(line, Problem):
             yield number, line
             continue

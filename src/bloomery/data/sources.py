@@ -8,20 +8,22 @@ and the config. What cannot become a document comes out too, as `Rejected`, so t
 import glob
 import hashlib
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Container, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Literal
 
 from bloomery.core import files
 from bloomery.core.config import Count, Positive
 from bloomery.core.errors import DataError
-from bloomery.data import elsewhere, library, reading, rows, worlds
+from bloomery.data import elsewhere, library, reading, rows, unpack, worlds
 from bloomery.data.elsewhere import Address, Elsewhere, Hub, Preset, Remote
 from bloomery.data.reading import Columns, Common, Item, Piece, Reading, Rejected
 from bloomery.data.unpack import Problem, unreadable
 
 GROUP_BYTES, GROUP_FILES = 32 * 2**20, 4000
 """How much of a folder of small files is one piece."""
+SPLIT_BYTES = 64 * 2**20
+"""How much of a large file of lines is one piece."""
 WORLDS_PER_PIECE, WORLD_BYTES = 50_000, 400
 
 
@@ -120,7 +122,10 @@ def pieces(source: Source) -> list[Piece]:
         return [Piece(name, ((name, ""),), count * WORLD_BYTES) for name, count in some]
     if isinstance(source, StandardLibrary):
         return list(_grouped(_sampled(source, _library(source))))
-    return list(_grouped(_sampled(source, _files(source)) if isinstance(source, Folder) else _files(source)))
+    if isinstance(source, Folder):
+        return list(_grouped(_sampled(source, _files(source))))
+    found = _files(source)
+    return list(_grouped(found, {name for name, path in found if _splits(source, name, path)}))
 
 
 def items(source: Source, piece: Piece) -> Iterator[Item]:
@@ -138,7 +143,7 @@ def items(source: Source, piece: Piece) -> Iterator[Item]:
     return (
         item
         for name, path in piece.members
-        for item in reading.items(source, Path(path), name, form=_form(source, name))
+        for item in reading.items(source, Path(path), name, form=_form(source, name), span=piece.span)
     )
 
 
@@ -260,11 +265,24 @@ def _sampled(source: Common, members: Sequence[Member]) -> Sequence[Member]:
     return sorted(members, key=lambda member: hashlib.sha256(f"{source.name}/{member[0]}".encode()).digest())
 
 
-def _grouped(members: Iterable[Member]) -> Iterator[Piece]:
-    """Small files together, up to GROUP_BYTES or GROUP_FILES."""
+def _splits(source: Files, name: str, path: Path) -> bool:
+    """Whether a file is read in spans."""
+    form = _form(source, name) or reading.format_of(name)
+    return form == "jsonl" and path.suffix not in unpack.FRAMES and path.stat().st_size >= 2 * SPLIT_BYTES
+
+
+def _grouped(members: Iterable[Member], split: Container[str] = ()) -> Iterator[Piece]:
+    """Small files together, up to GROUP_BYTES or GROUP_FILES; those to `split` in spans."""
     held: list[tuple[str, str]] = []
     size = 0
     for name, path in members:
+        if name in split and path is not None:
+            if held:
+                yield Piece(held[0][0], tuple(held), size)
+                held, size = [], 0
+            for span in unpack.spans(path, SPLIT_BYTES):
+                yield Piece(f"{name}:{span.first}", ((name, str(path)),), span.end - span.begin, span)
+            continue
         held.append((name, str(path or "")))
         size += path.stat().st_size if path else 0
         if size >= GROUP_BYTES or len(held) >= GROUP_FILES:

@@ -11,6 +11,7 @@ import zlib
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import BinaryIO, NamedTuple
 
 import zstandard
 
@@ -36,31 +37,80 @@ class Problem:
     what: str
 
 
-def chunks(path: Path) -> Iterator[bytes | Problem]:
-    """The bytes of a file in pieces. The last one is a problem, `torn` or `bomb`, where there is no going on."""
+class Span(NamedTuple):
+    """Some whole lines of a file that is not compressed."""
+
+    begin: int
+    """In bytes from the beginning of the file, as `end` is."""
+    end: int
+    first: int
+    """Number of its first line, from 1."""
+
+
+def spans(path: Path, span_bytes: int) -> list[Span]:
+    """A file in spans of about so many bytes, which end at line ends; its lines are counted for it."""
+    try:
+        size = path.stat().st_size
+        count = max(1, size // span_bytes)
+        found, begin, first, offset, line = list[Span](), 0, 1, 0, 1
+        with path.open("rb") as file:
+            while chunk := file.read(CHUNK_BYTES):
+                start = 0
+                while (target := size * (len(found) + 1) // count) < size:
+                    end = chunk.find(b"\n", max(start, target - offset)) + 1
+                    if not end or offset + end == size:
+                        break
+                    line += chunk.count(b"\n", start, end)
+                    found.append(Span(begin, offset + end, first))
+                    begin, first, start = offset + end, line, end
+                line += chunk.count(b"\n", start)
+                offset += len(chunk)
+    except OSError as error:
+        raise unreadable(path, error) from None
+    return [*found, Span(begin, size, first)]
+
+
+def _bytes_of(file: BinaryIO, span: Span) -> Iterator[bytes]:
+    left = span.end - file.seek(span.begin)
+    while left and (data := file.read(min(CHUNK_BYTES, left))):
+        left -= len(data)
+        yield data
+
+
+def chunks(path: Path, span: Span | None = None) -> Iterator[bytes | Problem]:
+    """
+    The bytes of a file in pieces, or of a span of one that is not compressed.
+
+    The last piece is a problem, `torn` or `bomb`, where there is no going on.
+    """
     try:
         with path.open("rb") as file:
+            if span:
+                yield from _bytes_of(file, span)
+                return
             raw = iter(lambda: file.read(CHUNK_BYTES), b"")
             yield from _unpacked(raw, FRAMES[path.suffix]) if path.suffix in FRAMES else raw
     except OSError as error:
         raise unreadable(path, error) from None
 
 
-def lines(path: Path, max_bytes: int | None = None, *, blank: bool = True) -> Iterator[tuple[int, bytes | Problem]]:
+def lines(
+    path: Path, max_bytes: int | None = None, *, blank: bool = True, span: Span | None = None
+) -> Iterator[tuple[int, bytes | Problem]]:
     """
     Number (from 1) and bytes of each line, with its line feed where it has one. Without `blank`, no empty ones.
 
     Lines end at "\\n" and nothing else: `str.splitlines` also breaks at U+2028, U+0085 and form feeds, which text
     holds. A line of more than `max_bytes` is a problem `too_long`, and the next one comes after it.
     """
-    number, held, size = 1, list[bytes](), 0
+    number, held, size = span.first if span else 1, list[bytes](), 0
 
     def line(last: bytes) -> bytes | Problem:
         if max_bytes is not None and size + len(last) > max_bytes:
             return too_long(size + len(last), max_bytes, f"line {number}")
         return b"".join((*held, last))
 
-    for chunk in chunks(path):
+    for chunk in chunks(path, span):
         if isinstance(chunk, Problem):
             yield number, Problem(chunk.reason, number, f"{chunk.what} (line {number} is not whole)")
             return

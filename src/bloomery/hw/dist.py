@@ -13,7 +13,7 @@ import os
 import socket
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from functools import cache
 from typing import Any, NoReturn
@@ -43,6 +43,8 @@ class World:
 
     rank: int = 0
     size: int = 1
+    group: Any = field(default=None, compare=False)
+    """Torch's handle of the connection. None: that which `joined` has opened."""
 
     @classmethod
     def alone(cls) -> "World":
@@ -54,15 +56,22 @@ class World:
         """Whether this is the rank that writes, prints and decides."""
         return self.rank == 0
 
+    def apart(self) -> "World":
+        """The same ranks with a connection of their own, for a thread that speaks while training does."""
+        if self.size == 1:
+            return self
+        with _together("connection"):
+            return replace(self, group=dist.new_group(backend="gloo"))
+
     def sum(self, tensor: Tensor) -> Tensor:
         """Put into a tensor its sum over all ranks, the same bits on each, and return it."""
         if self.size > 1:
             with _together("sum"):
                 if tensor.device.type in _spoken():
-                    dist.all_reduce(tensor)
+                    dist.all_reduce(tensor, group=self.group)
                 else:
                     moved = tensor.cpu()
-                    dist.all_reduce(moved)
+                    dist.all_reduce(moved, group=self.group)
                     tensor.copy_(moved)
         return tensor
 
@@ -81,10 +90,10 @@ class World:
         raw = _bytes(value) if self.is_first else torch.empty(0, dtype=torch.uint8)
         with _together("broadcast"):
             count = torch.tensor([len(raw)])
-            dist.broadcast(count, 0)
+            dist.broadcast(count, 0, group=self.group)
             if not self.is_first:
                 raw = torch.empty(int(count), dtype=torch.uint8)
-            dist.broadcast(raw, 0)
+            dist.broadcast(raw, 0, group=self.group)
         return json.loads(raw.numpy().tobytes())
 
     def gather(self, value: Any) -> list[Any]:
@@ -97,7 +106,7 @@ class World:
         padded[: len(raw)] = raw
         said = [torch.empty_like(padded) for _ in range(self.size)]
         with _together("gather"):
-            dist.all_gather(said, padded)
+            dist.all_gather(said, padded, group=self.group)
         return [json.loads(one[: int(n)].numpy().tobytes()) for one, n in zip(said, counts, strict=True)]
 
 

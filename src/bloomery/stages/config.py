@@ -297,6 +297,8 @@ class Shard(Parallel):
 
 class Pretrain(Training):
     model: ModelConfig = ModelConfig()
+    start_from: Path | None = None
+    """A model folder whose weights are where training starts, such as GPT-2's; [model] says the same shape."""
 
 
 class Synthesize(Config):

@@ -28,6 +28,7 @@ from bloomery.data.engine import Part, Record
 from bloomery.data.reading import Piece
 from bloomery.data.rolling import Rolling
 from bloomery.data.sources import Source
+from bloomery.data.unpack import Span
 from bloomery.stages.config import Fetch
 
 WORK = "fetch"
@@ -119,7 +120,9 @@ def _add(domains: dict[str, list[int]], domain: str, documents: int, num_bytes: 
 
 
 def _piece(part: Part) -> Piece:
-    return Piece(part.given["piece"], tuple((name, place) for name, place in part.given["members"]), part.num_bytes)
+    given, span = part.given, part.given.get("span")
+    members = tuple((name, place) for name, place in given["members"])
+    return Piece(given["piece"], members, part.num_bytes, Span(*span) if span else None)
 
 
 def _most(counts: Mapping[str, int]) -> dict[str, int]:
@@ -194,6 +197,7 @@ class _Taken:
             "members": piece.members,
             "max_documents": limits.get("documents"),
             "max_bytes": limits.get("bytes"),
+            **({"span": piece.span} if piece.span else {}),
         }
         return Part(f"part-{self.number:03d}-{number:06d}{ending}", given, piece.num_bytes)
 

@@ -69,7 +69,9 @@ RULES = ({"kind": "preset", "name": "gopher"},)
 """What `filter` goes by where nobody says."""
 
 HERE = "bloomery.stages.standalone"
-READ = Stage(name="fetch", run="bloomery.stages.fetch:run", digest="bloomery.stages.fetch:digest", resumes=True)
+READ = Stage(
+    name="fetch", run="bloomery.stages.fetch:run", digest="bloomery.stages.fetch:digest", version=2, resumes=True
+)
 DEDUP = Stage(name="dedup", run=f"{HERE}:dedup", digest="bloomery.stages.dedup:digest", after=("fetch",), resumes=True)
 FILTER = Stage(
     name="filter", run=f"{HERE}:filter_", digest="bloomery.stages.filter:digest", after=("fetch",), resumes=True

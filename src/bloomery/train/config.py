@@ -93,7 +93,7 @@ class Muon(Config):
     epsilon: float = Field(1e-8, gt=0)
 
 
-Optimizer = Annotated[Muon | AdamW, Field(discriminator="kind")]
+Optimizer = Annotated[Muon | AdamW | AdEMAMix | AdamW8bit | Lion, Field(discriminator="kind")]
 
 
 class Constant(Config):

@@ -110,7 +110,9 @@ def _start(folder: Path, port: int, rank: int, ranks: int) -> "subprocess.Popen[
         "PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path),
     }
     code = "import sys; from bloomery.train.launch import be_rank; be_rank(sys.argv[1])"
-    return subprocess.Popen([sys.executable, "-c", code, str(folder)], env=env, stdin=subprocess.DEVNULL)
+    return subprocess.Popen(
+        [sys.executable, "-c", code, str(folder)], env=env, stdin=subprocess.DEVNULL, start_new_session=True
+    )
 
 
 def be_rank(name: str) -> None:

@@ -15,15 +15,14 @@ from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 from bloomery.core.errors import CheckpointError
-from bloomery.core.files import read_json, write_json
+from bloomery.core.files import canonical, read_json, sha256_bytes, sha256_file, write_json
 from bloomery.model.config import ModelConfig
 from bloomery.model.transformer import Transformer
 from bloomery.tokenizer.chat import Renderer, Template
 from bloomery.tokenizer.tokenizer import PAD, Tokenizer
 from bloomery.weights import families, imported
 from bloomery.weights.architecture import TABLES, Architecture, gathered, spread
-from bloomery.weights.checkpoint import save_tensors
-from bloomery.weights.tensors import INDEX, Tensors, is_pickled
+from bloomery.weights.tensors import INDEX, Tensors, is_pickled, save_tensors
 from bloomery.weights.tensors import WEIGHTS as WEIGHTS
 
 import torch
@@ -146,6 +145,15 @@ def fill(model: Transformer, folder: Path, lineage: Lineage) -> None:
             cure = f"To train from the start, remove {folder.parent}."
             raise CheckpointError(f"was made with {name} {was}, and this one is {is_now}", where=str(folder), cure=cure)
     _fill(model, folder, families.architecture(model.config))
+
+
+def digest(folder: Path) -> str:
+    """A hash of the configuration, tokenizer and weights of a model folder. Raises CheckpointError where it is none."""
+    if not is_model(folder):
+        cure = "Name a model folder: config.json, safetensors and a tokenizer."
+        raise CheckpointError("holds no model", where=str(folder), cure=cure)
+    names = sorted(file for pattern in ("*.json", "*.safetensors", "*.model", "*.txt") for file in folder.glob(pattern))
+    return sha256_bytes(canonical([[file.name, sha256_file(file)] for file in names]))
 
 
 _AGAIN = "The file is damaged. Remove its stage's manifest.json and run the recipe again."

@@ -1,17 +1,27 @@
-"""The tensors of a folder: model.safetensors, or several files and an index. One is in memory at a time."""
+"""Tensors as safetensors files: written whole, and read one at a time, from one file or from several with an index."""
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from safetensors import SafetensorError, safe_open
 
+import bloomery.hw.needs_torch  # noqa: F401
+from bloomery.core import files
 from bloomery.core.errors import CheckpointError
-from bloomery.core.files import read_json
 
+import safetensors.torch
 from torch import Tensor
 
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 PICKLES = ("pytorch_model*.bin", "*.pth", "*.pt")
+
+
+def save_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
+    """Write tensors as a safetensors file that is whole or absent."""
+    ready = {name: tensor.detach().to("cpu").contiguous() for name, tensor in tensors.items()}
+    with files.whole_file(path) as file:
+        file.write(safetensors.torch.save(ready, metadata={"format": "pt"}))
 
 
 class Tensors:
@@ -60,7 +70,7 @@ class Tensors:
 
     def _index(self) -> dict[str, str]:
         try:
-            names: dict[str, str] = dict(read_json(self.file)["weight_map"])
+            names: dict[str, str] = dict(files.read_json(self.file)["weight_map"])
         except (ValueError, KeyError, TypeError) as error:
             what = f"is no index of weights: {type(error).__name__}: {error}"
             raise CheckpointError(what, where=str(self.file), cure=self._cure) from None
