@@ -94,8 +94,8 @@ def stages(call: Call) -> dict[str, str]:
 
 
 def test_there_are_the_verbs_that_are_promised() -> None:
-    assert set(VERBS) >= {"run", "plan", "status", "clean", "chat", "serve", "eval", "doctor"}
-    assert set(REPORTS) >= {"plan", "status", "clean", "eval", "doctor"}
+    assert set(VERBS) >= {"run", "plan", "status", "clean", "chat", "serve", "eval", "export", "import", "doctor"}
+    assert set(REPORTS) >= {"plan", "status", "clean", "eval", "export", "import", "doctor"}
 
 
 @pytest.mark.parametrize("verb", VERBS)

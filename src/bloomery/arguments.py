@@ -180,7 +180,6 @@ def _model_verbs(verbs: Any) -> None:
     one.add_argument("--questions", type=_positive, help="how many (default: as a recipe's evaluate.questions)")
     one.add_argument("--seed", type=int, help="which ones (default: as a recipe's evaluate.seed)")
 
-
     one = _verb(
         verbs,
         "export",

@@ -36,7 +36,9 @@ def run(config: Pretrain, inputs: Mapping[str, Path], out: Path) -> dict[str, An
         renderer=Renderer(tokenizer),
         samples=samples,
         validation=Samples(folder, "val", length, tokenizer.hash),
-        lineage=Lineage(tokenizer=tokenizer.hash, template=None, shards=content_hash(folder), base=digest(config) or None),
+        lineage=Lineage(
+            tokenizer=tokenizer.hash, template=None, shards=content_hash(folder), base=digest(config) or None
+        ),
         out=out,
     ).run()
     if isinstance(samples, Course):

@@ -26,8 +26,8 @@ OWN = Architecture(
     "BloomeryForCausalLM",
     "bloomery",
     {},
-    lambda config: {"model": plain(config)},
-    lambda facts: ModelConfig.model_validate(facts["model"]),
+    lambda config: {"bloomery": plain(config)},
+    lambda facts: ModelConfig.model_validate(facts["bloomery"]),
     _ours,
 )
 READ = {one.name: one for one in (*WRITTEN, BAICHUAN2, OWN)} | {"GPT2Model": GPT2, "BaiChuanForCausalLM": BAICHUAN1}
