@@ -8,6 +8,7 @@ from bloomery.core.stage import content_hash
 from bloomery.hw import device as devices
 from bloomery.shards.loader import Samples
 from bloomery.stages.config import Finetune
+from bloomery.stages.sampling import answering
 from bloomery.train.session import Session
 from bloomery.weights import huggingface
 from bloomery.weights.huggingface import Lineage
@@ -31,4 +32,5 @@ def run(config: Finetune, inputs: Mapping[str, Path], out: Path) -> dict[str, An
             base=content_hash(inputs["pretrain"]),
         ),
         out=out,
+        sampler=answering(base.renderer),
     ).run()

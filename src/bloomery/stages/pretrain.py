@@ -13,6 +13,7 @@ from bloomery.shards import format
 from bloomery.shards.encode import ANNEAL, TRAIN
 from bloomery.shards.loader import Course, Samples
 from bloomery.stages.config import Pretrain
+from bloomery.stages.sampling import continuing
 from bloomery.tokenizer.chat import Renderer
 from bloomery.tokenizer.tokenizer import Tokenizer
 from bloomery.train.plan import rows_per_step
@@ -27,19 +28,20 @@ def run(config: Pretrain, inputs: Mapping[str, Path], out: Path) -> dict[str, An
     if why := families.reasons(config.model):
         say(f"  this model can be used here and nowhere else: {'; '.join(why)}", "yellow")
     model = start(config, tokenizer)
-    folder, length = inputs["shard"], config.model.context
+    renderer, folder, length = Renderer(tokenizer), inputs["shard"], config.model.context
     samples = course(config, folder, tokenizer.hash)
     stats = Session(
         name="pretrain",
         config=config,
         model=model,
-        renderer=Renderer(tokenizer),
+        renderer=renderer,
         samples=samples,
         validation=Samples(folder, "val", length, tokenizer.hash),
         lineage=Lineage(
             tokenizer=tokenizer.hash, template=None, shards=content_hash(folder), base=digest(config) or None
         ),
         out=out,
+        sampler=continuing(renderer),
     ).run()
     if isinstance(samples, Course):
         stats["anneal_from_step"] = samples.switch // rows_per_step(config, length) + 1

@@ -155,6 +155,31 @@ class WSD(Config):
 Schedule = Annotated[Constant | Linear | Cosine | WSD, Field(discriminator="kind")]
 
 
+class WeightsAndBiases(Config):
+    """https://wandb.ai; needs `pip install 'bloomery[wandb]'` and, unless it is offline, an account."""
+
+    kind: Literal["wandb"] = "wandb"
+    project: str = "bloomery"
+    offline: bool = False
+    """Keep the numbers in the stage's folder, for `wandb sync`."""
+
+
+class TensorBoard(Config):
+    """Event files in the stage's folder tensorboard/; nothing needs to be installed to write them."""
+
+    kind: Literal["tensorboard"] = "tensorboard"
+
+
+class Trackio(Config):
+    """A dashboard on this machine (https://huggingface.co/docs/trackio); needs `pip install 'bloomery[trackio]'`."""
+
+    kind: Literal["trackio"] = "trackio"
+    project: str = "bloomery"
+
+
+Sink = Annotated[WeightsAndBiases | TensorBoard | Trackio, Field(discriminator="kind")]
+
+
 class Training(Config):
     """What pretraining and finetuning have in common."""
 
@@ -193,3 +218,14 @@ class Training(Config):
     """After so many skipped steps in a row the run goes back to the newest good checkpoint, and on behind them."""
     norms_every: Count = Field(25, json_schema_extra=VOLATILE)
     """Steps between measurements of the norms of weights, updates and each layer's gradient; 0 for none."""
+
+    # What is told besides metrics.jsonl.
+    main_log: bool = Field(False, json_schema_extra=VOLATILE)
+    """Whether to write main.log too, in the words of llm.c."""
+    sinks: tuple[Sink, ...] = Field((), json_schema_extra=VOLATILE)
+    """Where else the numbers go."""
+    sample_every: Count = Field(0, json_schema_extra=VOLATILE)
+    """Steps between samples of what the model writes; 0 for none. They are said, and kept in samples.jsonl."""
+    prompts: tuple[str, ...] = Field(("The ",), json_schema_extra=VOLATILE)
+    """What samples go on from: beginnings of texts when pretraining, what a user says when finetuning."""
+    sample_tokens: Positive = Field(48, json_schema_extra=VOLATILE)

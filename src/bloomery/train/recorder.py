@@ -1,4 +1,8 @@
-"""What a run tells of itself while it trains: to metrics.jsonl, to the live line, and to whoever watches."""
+"""
+What a run tells of itself while it trains: to metrics.jsonl, to the live line, and to whoever watches.
+
+    mfu     the model's own floating-point operations a second / the measured peak of the device's matrix products
+"""
 
 import math
 import time
@@ -26,6 +30,10 @@ class Recorder:
     device: Device
     tokens_per_step: int
     """Positions that go through the model, padding included."""
+    flops_per_token: float
+    """Of the model, as `model.cost` counts them."""
+    peak_flops: float
+    """A second, of all devices that train, as measured."""
     bytes_per_token: float | None
     """Of the supervised tokens of the validation split; what a loss in bits per byte is reckoned with."""
     watchers: list[Callable[[int, Mapping[str, Any]], None]] = field(default_factory=list)
@@ -53,6 +61,7 @@ class Recorder:
             step,
             **values,
             tokens_per_second=round(speed, 1),
+            mfu=round(speed * self.flops_per_token / self.peak_flops, 4),
             memory_bytes=self.device.peak_bytes(),
             seconds=self.clock.take(),
         )

@@ -6,7 +6,7 @@ Pretraining and finetuning differ in where their weights and samples come from, 
 
 import math
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -14,11 +14,13 @@ from typing import Any
 
 import numpy as np
 
+from bloomery.core.config import plain
 from bloomery.core.errors import RunError
 from bloomery.core.log import METRICS, Metrics, kept, progress, say
 from bloomery.core.stop import Stop, Terminated, on_sigterm
 from bloomery.hw import device as devices
 from bloomery.hw.device import Device
+from bloomery.hw.peak import measured_peak
 from bloomery.model.cost import cost
 from bloomery.model.transformer import Transformer
 from bloomery.shards.loader import IGNORE, Course, Samples, batches
@@ -32,6 +34,8 @@ from bloomery.train.norms import Norms
 from bloomery.train.optim import Optimizers, share
 from bloomery.train.plan import rows_at_once, rows_per_step
 from bloomery.train.recorder import Recorder
+from bloomery.train.sampling import Sampler, sampling
+from bloomery.train.sinks import MainLog, watcher
 from bloomery.train.state import State
 from bloomery.weights import checkpoint, huggingface
 from bloomery.weights.checkpoint import Checkpoint
@@ -42,6 +46,9 @@ import torch
 LOG = "log.txt"
 VALIDATION_SAMPLES = 256
 STEPS_BETWEEN_TRIMS = 25
+
+
+Evaluation = Callable[[Transformer], Mapping[str, float]]
 
 
 @dataclass
@@ -56,6 +63,10 @@ class Session:
     validation: Samples
     lineage: Lineage
     out: Path
+    sampler: Sampler | None = None
+    """What writes samples, for those who ask for them."""
+    evaluations: Mapping[str, Evaluation] = field(default_factory=dict)
+    """What is measured besides the validation loss, at the same steps, by name. `accuracy` also goes to main.log."""
     measured: dict[int, float] = field(default_factory=dict)
     """Step -> validation loss, so far."""
     _stop: Stop = field(default_factory=Stop)
@@ -91,9 +102,10 @@ class Session:
             "failures": failures,
             "tokens_per_second": round(steps * self.tokens_per_step / seconds) if steps else None,
             "device": device.name,
-            "precision": str(device.compute_dtype).removeprefix("torch."),
+            "precision": _short(device.compute_dtype),
             "threads": devices.threads(),
             "peak_bytes": device.peak_bytes(),
+            "peak_flops_measured": measured_peak(device),
         }
 
     @property
@@ -112,9 +124,15 @@ class Session:
         def roll_back(state: State) -> None:
             recorder.rolled_back(state.step, self._roll_back(state, optimizers))
 
-        with self._recorder(state, device) as recorder:
+        facts = plain(self.config) | {"model": plain(self.model.config)}
+        watchers = [watcher(sink, self.out.name, self.out, facts) for sink in self.config.sinks]
+        with (
+            self._recorder(state, device) as recorder,
+            sampling(self.config, self.model, self.sampler, self.out, state.step) as samples,
+        ):
+            recorder.watchers += [one.take for one in watchers]
             hooks = Hooks(
-                self._hooks(state, optimizers, device, recorder),
+                [*self._hooks(state, optimizers, device, recorder), *samples, *(one.hook() for one in watchers)],
                 save=lambda state: self._save(state, optimizers),
                 record=recorder.failed,
             )
@@ -142,6 +160,8 @@ class Session:
                     self._save(state, optimizers)
                     say(f"asked to stop after step {state.step}; the same command goes on from here", style="yellow")
                     raise
+                finally:
+                    Hooks([one.end() for one in watchers], record=recorder.failed).after_step(state)
         self._check_finite(state)
         for failure in hooks.failures:
             say(f"{self.name}: the hook {failure.hook!r} failed after step {failure.step}: {failure.error}", "yellow")
@@ -153,9 +173,19 @@ class Session:
             Metrics(self.out / METRICS, state.step) as metrics,
             progress(self.name, "steps", self.config.steps) as meter,
         ):
-            norms = Norms(self.model, every=self.config.norms_every)
-            density = self._bytes_per_token()
-            recorder = Recorder(metrics, meter, Clock(), norms, device, self.tokens_per_step, density)
+            recorder = Recorder(
+                metrics=metrics,
+                meter=meter,
+                clock=Clock(),
+                norms=Norms(self.model, every=self.config.norms_every),
+                device=device,
+                tokens_per_step=self.tokens_per_step,
+                flops_per_token=cost(self.model.config, self.model.vocab_size).train_flops_per_token,
+                peak_flops=measured_peak(device),
+                bytes_per_token=self._bytes_per_token(),
+            )
+            peak = f"{recorder.peak_flops / 1e12:.2f} TFLOP/s, measured, in {_short(device.compute_dtype)}"
+            say(f"  {self.name} on {device.name}; MFU is a share of its matrix products' {peak}")
             recorder.start_at(state.step)
             yield recorder
 
@@ -253,6 +283,9 @@ class Session:
             doubtful = state.guard.in_a_row > 0 and state.step < steps
             return (late or evaluation_is_due(state)) and not doubtful
 
+        def other(measure: Evaluation) -> Callable[[State], None]:
+            return lambda state: recorder.write(state.step, **self._in_evaluation(measure))
+
         def evaluate(state: State) -> None:
             loss, bits = self._validate(device)
             self.measured[state.step] = loss
@@ -265,12 +298,21 @@ class Session:
         Hooks(missed, record=recorder.failed).after_step(start)  # the process died between saving and evaluating
         return [
             Hook(lambda s: s.step % self.config.log_every == 0 or s.step == steps, recorder.log, "log"),
+            *self._main_log(start, recorder),
             Hook(lambda s: bool(recorder.norms.latest), recorder.log_norms, "norms"),
             Hook(self._changes_kind, lambda s: forget(s.guard), "course"),
             Hook(save_is_due, lambda s: self._save(s, optimizers), "save"),
             Hook(evaluation_is_due, evaluate, "evaluate", vital=False),
+            *(Hook(evaluation_is_due, other(do), name, vital=False) for name, do in self.evaluations.items()),
             Hook(lambda s: s.step % STEPS_BETWEEN_TRIMS == 0, lambda s: devices.return_freed_memory(), "memory"),
         ]
+
+    def _main_log(self, start: State, recorder: Recorder) -> list[Hook]:
+        if not self.config.main_log:
+            return []
+        file = MainLog(self.out / "main.log", start.step)
+        recorder.watchers.append(file.take)
+        return [Hook(lambda s: True, file.train, "main_log")]
 
     def _missed(self, start: State, every: int) -> bool:
         due = start.step > 0 and (start.step % every == 0 or start.step == self.config.steps)
@@ -294,22 +336,35 @@ class Session:
     def _validate(self, device: Device) -> tuple[float, float | None]:
         """Mean loss of the validation samples, in nats a token and, where their bytes are known, in bits a byte."""
         total, tokens = 0.0, 0
+        with self._evaluating():
+            for batch in self._validation():
+                total += float(micro_batch_loss(self.model, batch, device))
+                tokens += int((batch.targets != IGNORE).sum())
+        loss, density = total / max(tokens, 1), self._bytes_per_token()
+        return round(loss, 5), round(loss / math.log(2) / density, 5) if density else None
+
+    @contextmanager
+    def _evaluating(self) -> Iterator[None]:
         self.model.eval()
         try:
             with torch.no_grad():
-                for batch in self._validation():
-                    total += float(micro_batch_loss(self.model, batch, device))
-                    tokens += int((batch.targets != IGNORE).sum())
+                yield
         finally:
             self.model.train()
-        loss, density = total / max(tokens, 1), self._bytes_per_token()
-        return round(loss, 5), round(loss / math.log(2) / density, 5) if density else None
+
+    def _in_evaluation(self, measure: Evaluation) -> Mapping[str, float]:
+        with self._evaluating():
+            return measure(self.model)
 
     def _bytes_per_token(self) -> float | None:
         """Bytes of the supervised tokens of the validation samples, by token; None where they have none."""
         lengths = np.array(self.renderer.tokenizer.byte_lengths)
         targets = np.concatenate([batch.targets[batch.targets != IGNORE] for batch in self._validation()])
         return float(lengths[targets].mean()) or None if len(targets) else None
+
+
+def _short(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 def find_device(config: Training) -> Device:

@@ -17,7 +17,7 @@ class State:
     """Seen so far; the number of the next sample, and the loader's whole state."""
     tokens: int = 0
     """Supervised so far, and learned from."""
-    metrics: dict[str, float] = field(default_factory=dict)
+    metrics: dict[str, float | int] = field(default_factory=dict)
     """
     Of the last step: learning rate and supervised tokens; if there was an update, the loss in nats a token and the
     gradient norm before clipping too.

@@ -1,0 +1,37 @@
+"""What a model in training writes after a prompt: a text that goes on, or an assistant's answer."""
+
+from collections.abc import Callable, Iterator, Sequence
+
+from bloomery.generate.engine import Engine
+from bloomery.model.transformer import Transformer
+from bloomery.tokenizer.chat import Message, Renderer
+from bloomery.train.sampling import Sampler
+
+TEMPERATURE, TOP_P = 0.7, 0.95
+
+
+def continuing(renderer: Renderer) -> Sampler:
+    """Prompts are beginnings of documents."""
+    tokenizer = renderer.tokenizer
+    return _sampler(renderer, lambda prompt: [tokenizer.document_id, *tokenizer.encode(prompt)])
+
+
+def answering(renderer: Renderer) -> Sampler:
+    """Prompts are what a user says."""
+    return _sampler(renderer, lambda prompt: renderer.prompt([Message(role="user", content=prompt)]))
+
+
+def _sampler(renderer: Renderer, ids: Callable[[str], list[int]]) -> Sampler:
+    """Drawn with a fixed seed, so that only training makes a difference between two steps."""
+    tokenizer = renderer.tokenizer
+    stop = frozenset({tokenizer.document_id, tokenizer.end_id})
+
+    def sample(model: Transformer, prompts: Sequence[str], max_tokens: int) -> Iterator[str]:
+        engine = Engine(model)
+        for prompt in prompts:
+            said = engine.stream(
+                ids(prompt), max_tokens=max_tokens, temperature=TEMPERATURE, top_p=TOP_P, seed=0, stop_ids=stop
+            )
+            yield tokenizer.decode([id for id in said if id not in stop])
+
+    return sample
