@@ -1,8 +1,11 @@
 """Small models of many shapes, for every test that needs some model."""
 
+from typing import Any
+
 import numpy as np
 
 from bloomery.model.config import ModelConfig
+from bloomery.model.scaling import Linear, Llama3Scaling, Yarn
 from bloomery.model.transformer import Transformer
 
 import torch
@@ -34,14 +37,72 @@ def random_config(seed: int) -> ModelConfig:
     )
 
 
+def _small(**changed: Any) -> ModelConfig:
+    shape = {"width": 32, "num_layers": 2, "num_heads": 4, "num_kv_heads": 2, "mlp_width": 48, "context": 40}
+    return ModelConfig(**(shape | changed))
+
+
+CHOICES = {
+    "differential": _small(attention=("differential",)),
+    "differential in turn, many groups": _small(
+        attention=("standard", "differential"), num_layers=3, num_heads=8, width=48, qk_norm=True
+    ),
+    "one wide key head": _small(num_kv_heads=1, head_width=20),
+    "windows in turn": _small(sliding_window=(5, "full"), num_layers=3),
+    "differential in a window": _small(attention=("differential",), sliding_window=(3,), positions="alibi"),
+    "ALiBi with six heads": _small(positions="alibi", num_heads=6, num_kv_heads=3, width=36),
+    "ALiBi in a window": _small(positions="alibi", sliding_window=(7,)),
+    "absolute positions": _small(positions="absolute", norm="layernorm", biases="all", feed_forward=("gelu_tanh",)),
+    "no positions": _small(positions="none", feed_forward=("relu2", "gelu")),
+    "GeGLU and bare norms": _small(feed_forward=("geglu",), norm_weights=False, qk_norm=True),
+    "bare LayerNorm": _small(norm="layernorm", norm_weights=False, biases="all"),
+    "Qwen2": _small(biases="qkv"),
+    "Qwen3": _small(qk_norm=True, head_width=12),
+    "Llama 3": _small(rope_scaling=Llama3Scaling(original_context=16)),
+    "YaRN": _small(rope_scaling=Yarn(factor=4.0, original_context=10), rope_theta=100.0),
+    "stretched": _small(rope_scaling=Linear(factor=2.5)),
+}
+"""One shape for every choice that is not the default."""
+
+
+def any_config(seed: int) -> ModelConfig:
+    """Any choice with any other."""
+    rng = np.random.default_rng(seed)
+
+    def one(*values: Any) -> Any:
+        return values[int(rng.integers(len(values)))]
+
+    def cycle(*values: Any) -> tuple[Any, ...]:
+        return tuple(one(*values) for _ in range(int(rng.integers(1, 4))))
+
+    shape = random_config(seed)
+    positions = one("rotary", "absolute", "alibi", "none")
+    scaling = one(None, Linear(factor=3.0), Llama3Scaling(original_context=20), Yarn(factor=2.0, original_context=20))
+    attention = cycle("standard", "differential") if shape.num_kv_heads % 2 == 0 else ("standard",)
+    choices = {
+        "head_width": one(None, 6, 10),
+        "attention": attention,
+        "sliding_window": cycle("full", 3, 9),
+        "feed_forward": cycle("swiglu", "geglu", "gelu", "gelu_tanh", "relu2"),
+        "positions": positions,
+        "rope_scaling": scaling if positions == "rotary" else None,
+        "norm": one("rmsnorm", "layernorm"),
+        "norm_weights": one(True, False),
+        "qk_norm": one(True, False),
+        "biases": one("none", "qkv", "all"),
+    }
+    return ModelConfig(**(dict(shape) | choices))
+
+
 def lively(config: ModelConfig, seed: int = 0, vocab_size: int = VOCAB_SIZE) -> Transformer:
     """A model whose scores differ, as after training: large weights, and norms that are not 1."""
     model = Transformer(config, vocab_size)
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
-        for weight in model.parameters():
+        for name, weight in model.named_parameters():
             scale = 0.3 if weight.dim() == 1 else weight.shape[1] ** -0.5
-            weight.copy_(torch.randn(weight.shape, generator=generator) * scale + float(weight.dim() == 1))
+            start = float(name.endswith("norm.weight"))
+            weight.copy_(torch.randn(weight.shape, generator=generator) * scale + start)
     return model.eval()
 
 

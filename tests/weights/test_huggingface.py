@@ -22,7 +22,7 @@ from bloomery.tokenizer.train import train
 from bloomery.train.loss import token_loss
 from bloomery.weights import huggingface, llama
 from bloomery.weights.huggingface import CONFIG, LINEAGE, WEIGHTS, Lineage
-from tests.model.made import SHAPES, lively, random_config, random_ids
+from tests.model.made import CHOICES, SHAPES, lively, random_config, random_ids
 from tests.tokenizer.made import TEXTS, small, training_texts
 from tests.tokenizer.test_pieces import theirs as trained_elsewhere
 
@@ -180,7 +180,7 @@ def test_auto_tokenizer_gives_the_ids_of_other_kinds_too(kind: str, tmp_path: Pa
 # --- and back ------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("config", [*SHAPES, *map(random_config, range(3))])
+@pytest.mark.parametrize("config", [*SHAPES, *CHOICES.values(), *map(random_config, range(3))])
 def test_a_model_that_was_saved_is_loaded_bit_for_bit(config: Any, tmp_path: Path) -> None:
     model = lively(config, 1, VOCAB)
     huggingface.save(tmp_path, model, RENDERER, LINEAGE_OF_CHAT)

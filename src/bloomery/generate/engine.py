@@ -98,12 +98,7 @@ class Engine:
     @torch.inference_mode()
     def _extend(self, rows: Sequence[Sequence[int]], cache: Cache) -> Tensor:
         """Scores (B, V) of what follows, after each row's new ids went into the cache."""
-        ids = torch.tensor(rows, device=cache.keys.device)
-        B, T = ids.shape
-        seen = torch.arange(cache.length + T, device=ids.device)
-        places = seen[cache.length :]
-        mask = (seen[None, :] <= places[:, None]).expand(B, T, -1)
-        hidden = self.model.extend(ids, places.expand(B, T), mask, cache)
+        hidden = self.model.extend(torch.tensor(rows, device=cache.keys.device), cache)
         return self.model.logits(hidden[:, -1:])[:, 0]
 
     def _check(self, ids: Sequence[int]) -> None:

@@ -7,6 +7,7 @@ threshold of NVIDIA's, so neither decides anything for AMD here.
 """
 
 import ctypes
+import importlib.util
 import sys
 from dataclasses import dataclass
 from typing import Literal
@@ -110,6 +111,11 @@ def _gpu(host: Host) -> Device:
         compute_dtype=torch.bfloat16 if bf16 else torch.float32,
         backend="nccl",
     )
+
+
+def compiles_kernels(place: torch.device) -> bool:
+    """Whether torch can write kernels for a GPU: it needs Triton beside it."""
+    return place.type == "cuda" and importlib.util.find_spec("triton") is not None
 
 
 def is_rocm() -> bool:

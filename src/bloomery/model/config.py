@@ -106,14 +106,3 @@ class ModelConfig(Config):
         if "differential" in self.attention and self.num_kv_heads % 2:
             raise ValueError(f"differential attention pairs heads: num_kv_heads {self.num_kv_heads} must be even")
         return self
-
-    @model_validator(mode="after")
-    def _is_there(self) -> "ModelConfig":
-        plain = ModelConfig.model_construct()
-        names = ("attention", "sliding_window", "feed_forward", "positions", "rope_scaling", "norm", "norm_weights")
-        for name in (*names, "qk_norm", "biases"):
-            if getattr(self, name) != getattr(plain, name):
-                raise ValueError(
-                    f"{name}={getattr(self, name)!r} is not there yet; it can only be {getattr(plain, name)!r}"
-                )
-        return self

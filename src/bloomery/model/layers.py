@@ -1,19 +1,21 @@
 """
-The small parts: normalization, positions, feed-forward.
+The small parts: normalization and feed-forward.
 
 Letters used for shapes: B batch, T tokens, D width, H query heads, K key/value heads, E width of one head,
-S tokens that are attended to (T, or those in the cache), M width of the feed-forward.
+F width of one head's values (E, or 2E in differential attention), S tokens that are attended to (T, or those in the
+cache), M width of the feed-forward.
 """
 
-from jaxtyping import Float, Int
+from collections.abc import Callable
+
+from jaxtyping import Float
 
 import bloomery.hw.needs_torch  # noqa: F401
+from bloomery.model.config import FeedForwardKind, ModelConfig
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-
-Rotation = tuple[Float[Tensor, "B 1 T E"], Float[Tensor, "B 1 T E"]]
 
 
 class RMSNorm(nn.Module):
@@ -24,52 +26,103 @@ class RMSNorm(nn.Module):
     number format of the matrix products that read it, so that it is converted once and not by each of them.
     """
 
-    def __init__(self, width: int, eps: float) -> None:
+    def __init__(self, width: int, eps: float, weights: bool = True) -> None:
         super().__init__()
-        self.eps = eps
-        self.weight = nn.Parameter(torch.ones(width))
+        self.width, self.eps = width, eps
+        self.weight = nn.Parameter(torch.ones(width)) if weights else None
 
-    def forward(self, x: Float[Tensor, "B T D"]) -> Float[Tensor, "B T D"]:
-        y = F.rms_norm(x.float(), (x.shape[-1],), self.weight, self.eps)
-        kind = x.device.type
-        return y.to(torch.get_autocast_dtype(kind)) if torch.is_autocast_enabled(kind) else y
+    def forward(self, x: Float[Tensor, "*lead D"]) -> Float[Tensor, "*lead D"]:
+        return _as_computed(F.rms_norm(x.float(), (self.width,), self.weight, self.eps))
+
+
+class LayerNorm(nn.Module):
+    """
+        y = (x − mean(x)) / √(var(x) + ε) · g + b
+
+    (Ba et al. 2016, https://arxiv.org/abs/1607.06450), in the formats of RMSNorm.
+    """
+
+    def __init__(self, width: int, eps: float, weights: bool = True, bias: bool = False) -> None:
+        super().__init__()
+        self.width, self.eps = width, eps
+        self.weight = nn.Parameter(torch.ones(width)) if weights else None
+        self.bias = nn.Parameter(torch.zeros(width)) if bias else None
+
+    def forward(self, x: Float[Tensor, "*lead D"]) -> Float[Tensor, "*lead D"]:
+        return _as_computed(F.layer_norm(x.float(), (self.width,), self.weight, self.bias, self.eps))
+
+
+def _as_computed(y: Tensor) -> Tensor:
+    kind = y.device.type
+    return y.to(torch.get_autocast_dtype(kind)) if torch.is_autocast_enabled(kind) else y
+
+
+def norm(config: ModelConfig) -> RMSNorm | LayerNorm:
+    """The norm of the residual stream that a config asks for."""
+    if config.norm == "rmsnorm":
+        return RMSNorm(config.width, config.norm_eps, config.norm_weights)
+    biased = config.norm_weights and config.biases == "all"
+    return LayerNorm(config.width, config.norm_eps, config.norm_weights, biased)
+
+
+def gelu_tanh(x: Tensor) -> Tensor:
+    """x/2 · (1 + tanh(√(2/π) · (x + 0.044715 x³)))"""
+    return F.gelu(x, approximate="tanh")
+
+
+def relu_squared(x: Tensor) -> Tensor:
+    return F.relu(x).square()
+
+
+ACTIVATIONS: dict[FeedForwardKind, Callable[[Tensor], Tensor]] = {
+    "swiglu": F.silu,
+    "geglu": F.gelu,
+    "gelu": F.gelu,
+    "gelu_tanh": gelu_tanh,
+    "relu2": relu_squared,
+}
 
 
 class GatedMLP(nn.Module):
     """
-        y = (silu(x Wg) ⊙ x Wu) Wd
+        y = (act(x Wg) ⊙ x Wu) Wd
 
-    SwiGLU (Shazeer 2020, https://arxiv.org/abs/2002.05202).
+    SwiGLU and GeGLU (Shazeer 2020, https://arxiv.org/abs/2002.05202).
     """
 
-    def __init__(self, width: int, mlp_width: int) -> None:
+    def __init__(self, width: int, mlp_width: int, kind: FeedForwardKind = "swiglu", bias: bool = False) -> None:
         super().__init__()
-        self.gate = nn.Linear(width, mlp_width, bias=False)
-        self.up = nn.Linear(width, mlp_width, bias=False)
-        self.down = nn.Linear(mlp_width, width, bias=False)
+        self.act = ACTIVATIONS[kind]
+        self.gate = nn.Linear(width, mlp_width, bias=bias)
+        self.up = nn.Linear(width, mlp_width, bias=bias)
+        self.down = nn.Linear(mlp_width, width, bias=bias)
 
     def forward(self, x: Float[Tensor, "B T D"]) -> Float[Tensor, "B T D"]:
-        y: Tensor = self.down(F.silu(self.gate(x)) * self.up(x))
+        y: Tensor = self.down(self.act(self.gate(x)) * self.up(x))
         return y
 
 
-def rotation(positions: Int[Tensor, "B T"], head_width: int, theta: float) -> Rotation:
+class MLP(nn.Module):
     """
-    Cosine and sine of every position's angles, for `rotate`.
+        y = act(x Wu) Wd
 
-        angle(p, j) = p · θ^(−2j/E)     j = 0 … E/2 − 1, repeated for the second half
-
-    Halves are paired (j with j + E/2), as in transformers' Llama, not neighbours as in the paper
-    (Su et al. 2021, https://arxiv.org/abs/2104.09864). Computed in float32.
+    GELU (Hendrycks and Gimpel 2016, https://arxiv.org/abs/1606.08415), its approximation by tanh as in GPT-2, and the
+    square of ReLU (So et al. 2021, https://arxiv.org/abs/2109.08668).
     """
-    j = torch.arange(0, head_width, 2, device=positions.device, dtype=torch.float32)
-    angle = positions[:, None, :, None].float() * (theta ** (-j / head_width))  # (B, 1, T, E/2)
-    angle = torch.cat((angle, angle), dim=-1)  # (B, 1, T, E)
-    return angle.cos(), angle.sin()
+
+    def __init__(self, width: int, mlp_width: int, kind: FeedForwardKind, bias: bool = False) -> None:
+        super().__init__()
+        self.act = ACTIVATIONS[kind]
+        self.up = nn.Linear(width, mlp_width, bias=bias)
+        self.down = nn.Linear(mlp_width, width, bias=bias)
+
+    def forward(self, x: Float[Tensor, "B T D"]) -> Float[Tensor, "B T D"]:
+        y: Tensor = self.down(self.act(self.up(x)))
+        return y
 
 
-def rotate(x: Float[Tensor, "B N T E"], turn: Rotation) -> Float[Tensor, "B N T E"]:
-    """Turn each pair of numbers of every head by its position's angle."""
-    cos, sin = turn
-    first, second = x.chunk(2, dim=-1)
-    return x * cos.to(x.dtype) + torch.cat((-second, first), dim=-1) * sin.to(x.dtype)
+def feed_forward(config: ModelConfig, layer: int) -> GatedMLP | MLP:
+    """The feed-forward that a config asks for in a layer."""
+    kind = config.layer(layer)[2]
+    made = GatedMLP if kind in ("swiglu", "geglu") else MLP
+    return made(config.width, config.mlp_width, kind, config.biases == "all")

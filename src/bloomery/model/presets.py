@@ -3,7 +3,8 @@ Known shapes by name, with the vocabulary that their published number of paramet
 
     plasma      1386.ai: Plasma 1.0, 1.1 and 1.2
     gpt2        Radford et al. 2019; as trained by llm.c, whose table of 50257 is padded to 50304 while it trains
-    harness     LanguageModelTrainingHarness
+    harness     LanguageModelTrainingHarness: its norms learn nothing. In its 1b, heads of differential layers are half
+                as wide as here and their key heads half as many
     llama-3.1   Dubey et al. 2024, https://arxiv.org/abs/2407.21783
     baichuan2   Yang et al. 2023, https://arxiv.org/abs/2309.10305; without its NormHead
 """

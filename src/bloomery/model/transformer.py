@@ -8,9 +8,11 @@ import math
 
 from jaxtyping import Float, Int
 
-from bloomery.model.attention import Attention, Cache, Mask, causal_mask
-from bloomery.model.config import ModelConfig
-from bloomery.model.layers import GatedMLP, RMSNorm, Rotation, rotation
+from bloomery.model.attention import Cache, attention
+from bloomery.model.config import AttentionKind, ModelConfig, Window
+from bloomery.model.layers import feed_forward, norm
+from bloomery.model.positions import Rotation, alibi_slopes, rotation
+from bloomery.model.sight import Mask, Sight
 
 import torch
 from torch import Tensor, nn
@@ -24,15 +26,15 @@ class Block(nn.Module):
 
     def __init__(self, config: ModelConfig, layer: int) -> None:
         super().__init__()
-        self.attention_norm = RMSNorm(config.width, config.norm_eps)
-        self.attention = Attention(config, layer)
-        self.mlp_norm = RMSNorm(config.width, config.norm_eps)
-        self.mlp = GatedMLP(config.width, config.mlp_width)
+        self.attention_norm = norm(config)
+        self.attention = attention(config, layer)
+        self.mlp_norm = norm(config)
+        self.mlp = feed_forward(config, layer)
 
     def forward(
-        self, x: Float[Tensor, "B T D"], turn: Rotation, mask: Mask, cache: Cache | None
+        self, x: Float[Tensor, "B T D"], turn: Rotation | None, sight: Sight, cache: Cache | None
     ) -> Float[Tensor, "B T D"]:
-        x = x + self.attention(self.attention_norm(x), turn, mask, cache)
+        x = x + self.attention(self.attention_norm(x), turn, sight, cache)
         y: Tensor = x + self.mlp(self.mlp_norm(x))
         return y
 
@@ -44,27 +46,37 @@ class Transformer(nn.Module):
         super().__init__()
         self.config, self.vocab_size = config, vocab_size
         self.embed = nn.Embedding(vocab_size, config.width)
+        self.positions = nn.Embedding(config.context, config.width) if config.positions == "absolute" else None
         self.blocks = nn.ModuleList(Block(config, layer) for layer in range(config.num_layers))
-        self.norm = RMSNorm(config.width, config.norm_eps)
+        self.norm = norm(config)
         self.head = nn.Linear(config.width, vocab_size, bias=False)
         if config.tie_embeddings:
             self.head.weight = self.embed.weight
 
     def initialize(self, seed: int) -> None:
         """
-        Fill the weights from a seed: N(0, 0.02²), and what writes to the residual stream N(0, 0.02² / 2L).
+        Fill the weights from a seed: N(0, 0.02²), and what writes to the residual stream N(0, 0.02² / 2L); biases 0,
+        norms 1, and the vectors of differential attention N(0, 0.1²).
 
         The scale by depth is GPT-2's (Radford et al. 2019, §2.3). The draw is made on the CPU, so that every device
         starts from the same numbers.
         """
         generator = torch.Generator().manual_seed(seed)
         for name, weight in self.named_parameters():
-            if weight.dim() < 2:
-                continue
-            into_stream = name.endswith(("attention.out.weight", "mlp.down.weight"))
-            std = 0.02 / math.sqrt(2 * self.config.num_layers) if into_stream else 0.02
             with torch.no_grad():
-                weight.copy_(torch.empty(weight.shape).normal_(0.0, std, generator=generator))
+                if name.endswith("bias"):
+                    weight.zero_()
+                elif "norm.weight" in name:
+                    weight.fill_(1.0)
+                else:
+                    weight.copy_(torch.empty(weight.shape).normal_(0.0, self._start(name), generator=generator))
+
+    def _start(self, name: str) -> float:
+        """Standard deviation of a weight before training."""
+        if "lambda_" in name:
+            return 0.1
+        into_stream = name.endswith(("attention.out.weight", "mlp.down.weight"))
+        return 0.02 / math.sqrt(2 * self.config.num_layers) if into_stream else 0.02
 
     def forward(
         self,
@@ -76,20 +88,26 @@ class Transformer(nn.Module):
         """
         The normed residual stream after the last block; `logits` makes scores of it.
 
-        Tokens see only earlier tokens of the same segment. Positions count from 0 in each row unless given.
+        Tokens see only earlier tokens of the same segment. Positions count from 0 in each row unless given; a row is
+        one segment unless told, and that is the quicker way.
         """
-        B, T = ids.shape
-        if segments is None:
-            segments = torch.zeros_like(ids)
-        if positions is None:
-            positions = torch.arange(T, device=ids.device).expand(B, T)
-        return self._run(ids, positions, causal_mask(segments), None)
+        return self._run(ids, positions, segments, None, None)
 
     def extend(
-        self, ids: Int[Tensor, "B T"], positions: Int[Tensor, "B T"], mask: Mask, cache: Cache
+        self,
+        ids: Int[Tensor, "B T"],
+        cache: Cache,
+        *,
+        positions: Int[Tensor, "B T"] | None = None,
+        mask: Mask | None = None,
     ) -> Float[Tensor, "B T D"]:
-        """As forward, for T more tokens after those in the cache, which grows by them. `mask` covers both."""
-        hidden = self._run(ids, positions, mask, cache)
+        """
+        As forward, for T more tokens after those in the cache, which grows by them.
+
+        `mask` says which of all S tokens may be seen, where that is less than those before; positions go on with the
+        cache's length unless given.
+        """
+        hidden = self._run(ids, positions, None, mask, cache)
         cache.length += ids.shape[1]
         return hidden
 
@@ -97,10 +115,53 @@ class Transformer(nn.Module):
         scores: Tensor = self.head(hidden)
         return scores.float()
 
-    def _run(self, ids: Tensor, positions: Tensor, mask: Mask, cache: Cache | None) -> Tensor:
-        turn = rotation(positions, self.config.head_size, self.config.rope_theta)
-        x = self.embed(ids)
-        for block in self.blocks:
-            x = block(x, turn, mask, cache)
+    def _run(
+        self, ids: Tensor, positions: Tensor | None, segments: Tensor | None, mask: Tensor | None, cache: Cache | None
+    ) -> Tensor:
+        config, x, before = self.config, self.embed(ids), cache.length if cache else 0
+        if positions is None:
+            positions = torch.arange(before, before + ids.shape[1], device=ids.device)[None]
+        if self.positions is not None:
+            x = x + self.positions(positions)
+        turn = rotation(positions, config, _computed_in(x)) if config.positions == "rotary" else None
+        sights: dict[tuple[Window, AttentionKind], Sight] = {}
+        for number, block in enumerate(self.blocks):
+            kind, window, _ = config.layer(number)
+            if (window, kind) not in sights:
+                sights[window, kind] = self._sight(kind, window, ids, before, segments, mask)
+            x = block(x, turn, sights[window, kind], cache)
         normed: Tensor = self.norm(x)
         return normed
+
+    def _sight(
+        self,
+        kind: AttentionKind,
+        window: Window,
+        ids: Tensor,
+        before: int,
+        segments: Tensor | None,
+        mask: Tensor | None,
+    ) -> Sight:
+        return Sight(
+            num_queries=ids.shape[1],
+            num_keys=before + ids.shape[1],
+            device=ids.device,
+            window=None if window == "full" else window,
+            segments=segments,
+            allowed=mask,
+            slopes=self._slopes(kind, ids.device) if self.config.positions == "alibi" else None,
+        )
+
+    def _slopes(self, kind: AttentionKind, device: torch.device) -> Tensor:
+        """Of ALiBi, for each query head. The heads of a pair have the same, for it is their difference that counts."""
+        heads, pairs = self.config.num_heads, self.config.num_kv_heads // 2
+        if kind == "standard":
+            return torch.tensor(alibi_slopes(heads), device=device)
+        slopes = torch.tensor(alibi_slopes(heads // 2), device=device).view(pairs, 1, -1)
+        return slopes.expand(-1, 2, -1).flatten()
+
+
+def _computed_in(x: Tensor) -> torch.dtype:
+    """The number format of a matrix product of x."""
+    kind = x.device.type
+    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
