@@ -139,9 +139,9 @@ def test_a_debug_state_gives_scores_loss_and_gradients_by_our_names(tmp_path: Pa
     assert np.array_equal(found.ids, batch[:, :-1])
     assert np.array_equal(found.targets, batch[:, 1:])
     scores = model.logits(model(torch.from_numpy(found.ids).long()))
-    assert float((scores - torch.from_numpy(found.scores)).abs().max()) < 1e-5
+    assert float((scores.detach() - torch.from_numpy(found.scores)).abs().max()) < 1e-5
     mine = torch.nn.functional.cross_entropy(scores.flatten(0, 1), batch[:, 1:].flatten())
-    assert float(mine) == pytest.approx(found.loss, abs=1e-6)
+    assert mine.item() == pytest.approx(found.loss, abs=1e-6)
     torch.autograd.backward(mine)
     for name, weight in model.named_parameters():
         assert float((weight.grad - found.gradients[name]).abs().max()) < 1e-5, name

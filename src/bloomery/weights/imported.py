@@ -27,10 +27,10 @@ def tokenizer_of(folder: Path, rows: int) -> tuple[Tokenizer, dict[str, int]]:
     CheckpointError where it has more ids than the model has rows, DataError where there is none that can be read.
     """
     tokenizer, added = importers.load_with_added(folder)
-    own = tokenizer.vocab_size - len(added)
-    if own > rows:
-        cure = "It is the tokenizer of another model."
-        raise CheckpointError(f"the tokenizer has {own} ids, and the model {rows}", where=str(folder), cure=cure)
+    added |= {name: id for name, id in tokenizer.special.items() if id >= rows}
+    if more := set(range(rows, tokenizer.vocab_size)) - set(added.values()):
+        what = f"the tokenizer has {rows + len(more)} ids, and the model {rows}"
+        raise CheckpointError(what, where=str(folder), cure="It is the tokenizer of another model.")
     return tokenizer, added
 
 
