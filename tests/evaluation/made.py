@@ -34,6 +34,7 @@ def full() -> dict[str, Any]:
         },
         "leaks": {"checked": 200, "found": 0},
         "curves": {"pretrain": curve(3000, 8.3, 2.31, 0.02), "finetune": curve(420, 1.14, 0.21, 0.01)},
+        "written": {"pretrain": [{"step": 100 * n, "prompt": "The ", "text": f"lamp {n} is in"} for n in range(1, 9)]},
         "corpus": corpus(),
         "dropped_samples": [
             {
@@ -63,19 +64,34 @@ def full() -> dict[str, Any]:
     }
 
 
-def curve(steps: int, first: float, last: float, peak: float) -> list[dict[str, float]]:
-    rows: list[dict[str, float]] = []
+def curve(steps: int, first: float, last: float, peak: float) -> list[dict[str, Any]]:
+    rows: list[dict[str, Any]] = []
     for step in range(10, steps + 1, 10):
         fallen = last + (first - last) * math.exp(-7 * step / steps)
         rows.append(
             {
                 **{"step": step, "loss": fallen + 0.12 * math.sin(step * 12.9898), "tokens_per_second": 8700.0},
                 **{"learning_rate": peak * (1 - step / steps), "gradient_norm": 0.4 + 0.2 * math.sin(step * 7.31)},
+                **{"mfu": 0.4123, "memory_bytes": 812_345_678},
+                "seconds": {"data": 0.02, "forward_backward": 4.1, "optimizer": 0.6, "hooks": 0.1},
             }
         )
         if step % 100 == 0:
-            rows.append({"step": step, "validation_loss": fallen + 0.05})
+            rows.append({"step": step, "validation_loss": fallen + 0.05, "validation_bits_per_byte": fallen / 2.5})
+        if step % 20 == 0:
+            rows.append(
+                {"step": step, "weight_norm": 90.0 + step / 100, "update_norm": 0.4, "gradient_flow": flow(step)}
+            )
+        if step == 210:
+            rows.append({"step": step, "skipped": "the loss is inf", "skipped_loss": "inf", "samples": [31, 8, 4]})
+            rows.append({"step": step, "failed": "wandb", "error": "ConnectionError: nobody answers"})
+            rows.append({"step": step, "rolled_back_to": 180})
     return rows
+
+
+def flow(step: int) -> dict[str, float]:
+    layers = ["embed", *(f"blocks.{n}" for n in range(6)), "norm"]
+    return {name: (0.3 + 0.05 * n) * math.exp(-step / 900) + 0.02 for n, name in enumerate(layers)}
 
 
 def corpus() -> dict[str, Any]:

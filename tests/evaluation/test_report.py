@@ -227,8 +227,11 @@ def by_look(page: str, look: str) -> list[ElementTree.Element]:
 
 
 def test_curves_have_every_point_of_the_data() -> None:
-    page = section(render(full()), "curves")
-    rows = [*full()["curves"]["pretrain"], *full()["curves"]["finetune"]]
+    data = full()
+    rows = [*data["curves"]["pretrain"], *data["curves"]["finetune"]]
+    for row in rows:
+        row.pop("gradient_flow", None)
+    page = section(render(data), "curves")
     lines = [len((line.get("points") or "").split()) for line in by_look(page, "faint")]
     assert sum(lines) == sum("loss" in row for row in rows)
     assert len(by_look(page, "dot")) == sum("validation_loss" in row for row in rows)

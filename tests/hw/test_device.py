@@ -34,10 +34,10 @@ def no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("target", "dtype"),
     [
-        ("gfx906:sramecc+:xnack-", torch.float32),
-        ("gfx900", torch.float32),
-        ("gfx1030", torch.float32),
-        ("gfx1012", torch.float32),
+        ("gfx906:sramecc+:xnack-", torch.float16),
+        ("gfx900", torch.float16),
+        ("gfx1030", torch.float16),
+        ("gfx1012", torch.float16),
         ("gfx908:sramecc+:xnack-", torch.bfloat16),
         ("gfx90a", torch.bfloat16),
         ("gfx942:sramecc+:xnack-", torch.bfloat16),
@@ -46,7 +46,7 @@ def no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
         ("gfx1201", torch.bfloat16),
     ],
 )
-def test_an_amd_gpu_computes_in_bf16_only_with_matrix_instructions_for_it(
+def test_an_amd_gpu_computes_in_bf16_only_with_matrix_instructions_for_it_and_else_in_fp16(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, target: str, dtype: torch.dtype
 ) -> None:
     pretend(monkeypatch, hip="7.2.0", gcnArchName=target)
@@ -60,7 +60,7 @@ def test_an_amd_wheel_that_says_so_only_in_its_version_is_known(monkeypatch: pyt
     assert device.is_rocm()
 
 
-@pytest.mark.parametrize(("major", "dtype"), [(7, torch.float32), (8, torch.bfloat16), (12, torch.bfloat16)])
+@pytest.mark.parametrize(("major", "dtype"), [(7, torch.float16), (8, torch.bfloat16), (12, torch.bfloat16)])
 def test_an_nvidia_gpu_computes_in_bf16_from_ampere_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, major: int, dtype: torch.dtype
 ) -> None:

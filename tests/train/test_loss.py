@@ -1,11 +1,12 @@
 from collections.abc import Callable
+from functools import partial
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from bloomery.train import loss
-from bloomery.train.loss import CHUNK_TOKENS, token_loss
+from bloomery.train.loss import chunk_tokens, token_loss, token_losses
 
 import torch
 import torch.nn.functional as F
@@ -23,8 +24,18 @@ def inputs(n: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> tuple[T
     return hidden, weight, torch.randint(0, V, (n,), generator=generator)
 
 
-def reference(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
-    return F.cross_entropy(hidden.double() @ weight.double().T, targets, reduction="sum")
+C = 128
+"""Tokens of a chunk, where `few` is in force."""
+
+
+@pytest.fixture
+def few(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(loss, "CHUNK_BYTES", 4 * V * C)
+
+
+def reference(hidden: Tensor, weight: Tensor, targets: Tensor, z_loss: float = 0.0) -> Tensor:
+    scores = hidden.double() @ weight.double().T
+    return F.cross_entropy(scores, targets, reduction="sum") + z_loss * scores.logsumexp(1).square().sum()
 
 
 def values(loss_of: Loss, hidden: Tensor, weight: Tensor, targets: Tensor, scale: float = 1.0) -> list[Tensor]:
@@ -44,7 +55,8 @@ def assert_close(ours: list[Tensor], theirs: list[Tensor], tolerance: float) -> 
         assert float((mine.double() - expected).abs().sum()) <= tolerance * max(largest, 1.0) * max(mine.numel(), 1)
 
 
-@pytest.mark.parametrize("n", [0, 1, 2, 100, CHUNK_TOKENS - 1, CHUNK_TOKENS, CHUNK_TOKENS + 1, 2 * CHUNK_TOKENS + 77])
+@pytest.mark.parametrize("n", [0, 1, 2, 100, C - 1, C, C + 1, 2 * C + 77])
+@pytest.mark.usefixtures("few")
 def test_the_loss_in_chunks_is_cross_entropy_and_so_are_its_gradients(n: int) -> None:
     expected = values(reference, *inputs(n), scale=0.37)
     assert_close(values(token_loss, *inputs(n), scale=0.37), expected, 1e-6)
@@ -55,8 +67,41 @@ def test_the_loss_in_chunks_is_cross_entropy_and_so_are_its_gradients(n: int) ->
 def test_the_size_of_chunks_does_not_matter(n: int, chunk: int, seed: int) -> None:
     expected = values(reference, *inputs(n, seed))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(loss, "CHUNK_TOKENS", chunk)
+        patch.setattr(loss, "CHUNK_BYTES", 4 * V * chunk)
         assert_close(values(token_loss, *inputs(n, seed)), expected, 1e-6)
+
+
+@settings(max_examples=30)
+@given(st.integers(0, 40), st.integers(1, 45), st.sampled_from([1e-4, 0.03, 1.0]), st.integers(0, 99))
+def test_the_penalty_of_large_scores_has_the_gradients_that_autograd_gives_it(
+    n: int, chunk: int, z_loss: float, seed: int
+) -> None:
+    expected = values(partial(reference, z_loss=z_loss), *inputs(n, seed))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(loss, "CHUNK_BYTES", 4 * V * chunk)
+        assert_close(values(partial(token_loss, z_loss=z_loss), *inputs(n, seed)), expected, 1e-6)
+
+
+def test_the_cross_entropy_can_be_told_from_the_penalty() -> None:
+    objective, entropy = token_losses(*inputs(50), z_loss=0.01)
+    assert not entropy.requires_grad
+    assert float(entropy) == float(token_loss(*inputs(50)).detach())
+    assert float(objective.detach()) == pytest.approx(float(reference(*inputs(50), z_loss=0.01).detach()))
+    with torch.no_grad():
+        assert float(token_losses(*inputs(50), z_loss=0.01)[0]) == pytest.approx(float(objective.detach()))
+
+
+def test_a_second_backward_pass_is_refused_and_does_not_give_other_gradients() -> None:
+    made = token_loss(*inputs(5))
+    torch.autograd.backward(made, retain_graph=True)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        torch.autograd.backward(made)
+
+
+def test_a_chunk_is_bounded_in_bytes_and_has_at_least_one_token() -> None:
+    for vocab_size in (1, 257, 50_257, 256_000):
+        assert 4 * vocab_size * chunk_tokens(vocab_size) <= loss.CHUNK_BYTES
+    assert chunk_tokens(10**9) == 1
 
 
 def test_the_loss_of_no_tokens_is_zero_and_so_are_its_gradients() -> None:
@@ -101,6 +146,7 @@ def test_the_loss_can_be_had_without_gradients() -> None:
     assert products.count == 1, "gradients cost two more matrix products"
 
 
+@pytest.mark.usefixtures("few")
 def test_the_scores_of_all_tokens_never_exist_at_once() -> None:
     """The largest tensor that is made has the size of a chunk's scores, or of a gradient."""
     sizes = []
@@ -111,9 +157,9 @@ def test_the_scores_of_all_tokens_never_exist_at_once() -> None:
             sizes.append(out.numel() if isinstance(out, Tensor) else 0)
             return out
 
-    n = 4 * CHUNK_TOKENS
+    n = 4 * C
     hidden, weight, targets = inputs(n)
     with Watch():  # type: ignore[no-untyped-call]
         token_loss(hidden, weight, targets)
-    assert max(sizes) == max(CHUNK_TOKENS * V, n * D)
+    assert max(sizes) == max(C * V, n * D)
     assert max(sizes) < n * V

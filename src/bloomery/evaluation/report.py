@@ -5,12 +5,11 @@ A section is a function of the whole report. What is not there is shown as a das
 half a run is a page too.
 """
 
-import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 from bloomery.evaluation import charts
-from bloomery.evaluation.charts import Bar, Curve, Html, count, decimal, number, percent, tag
+from bloomery.evaluation.charts import Bar, Html, count, decimal, number, percent, tag
 from bloomery.evaluation.classifier_report import classifiers
 from bloomery.evaluation.corpus_report import dropped, duplicates, fetched, funnel, the_mix, tokenizer
 from bloomery.evaluation.pieces import (
@@ -29,9 +28,9 @@ from bloomery.evaluation.pieces import (
     text,
     tile,
 )
+from bloomery.evaluation.style import STYLE
+from bloomery.evaluation.training_report import training
 
-SMOOTHING = 20
-"""A smoothed curve is a mean over one such part of its points to either side."""
 Sections = tuple[tuple[str, str, Section], ...]
 """Anchor, title and content of each."""
 
@@ -59,7 +58,7 @@ def render(report: Report, sections: Sections | None = None) -> str:
         tag("main", *made),
         tag("footer", *foot(report)),
     ]
-    styled = tag("head", head, tag("title", title), tag("style", Html(charts.STYLE)))
+    styled = tag("head", head, tag("title", title), tag("style", Html(STYLE)))
     return f"<!doctype html>\n{tag('html', styled, tag('body', *body), lang='en')}\n"
 
 
@@ -109,43 +108,6 @@ def by_domain(report: Report) -> list[object]:
     told = "Bits per byte; less is better. xz and zstd compress the same text."
     heads = ["Domain", *RIVALS.values(), "Text", "Documents"]
     return [charts.table(heads, rows), note(told)] if rows else []
-
-
-def loss_curves(report: Report) -> list[object]:
-    parts: list[object] = []
-    for phase in ("pretrain", "finetune"):
-        rows = listed(report, "curves", phase)
-        parts += [tag("h3", phase.capitalize()), *(phase_curves(phase.capitalize(), rows) if rows else [NOTHING])]
-    return parts
-
-
-def phase_curves(phase: str, rows: Sequence[Mapping[str, Any]]) -> list[object]:
-    loss, checked = series(rows, "loss"), series(rows, "validation_loss")
-    reach = max(1, len(loss) // SMOOTHING)
-    drawn = [
-        Curve("train loss", loss, "faint"),
-        Curve(f"mean of {2 * reach + 1} logged steps", charts.smoothed(loss, reach)),
-        Curve("validation loss", checked, "dots"),
-    ]
-    speeds = [value for _, value in series(rows, "tokens_per_second") if value > 0]
-    last = [
-        ("Steps", count(max((x for x, _ in loss + checked), default=None))),
-        ("Last train loss", decimal(loss[-1][1] if loss else None)),
-        ("Last validation loss", decimal(checked[-1][1] if checked else None)),
-        ("Median speed", f"{count(statistics.median(speeds) if speeds else None)} tokens/s"),
-    ]
-    rate, norm = (Curve(key, series(rows, key)) for key in ("learning_rate", "gradient_norm"))
-    small = [
-        charts.curves("Learning rate", [rate], x_axis="step", y_axis="learning rate", from_zero=True),
-        charts.curves("Gradient norm", [norm], x_axis="step", y_axis="norm before clipping", from_zero=True),
-    ]
-    big = charts.curves(f"{phase}: loss", drawn, x_axis="step", y_axis="loss in nats per token")
-    return [facts(last), big, tag("div", *small, class_="small")]
-
-
-def series(rows: Sequence[Mapping[str, Any]], key: str) -> list[tuple[float, float]]:
-    found = [(number(row.get("step")), number(row.get(key))) for row in rows]
-    return [(step, value) for step, value in found if step is not None and value is not None]
 
 
 def answers(report: Report) -> list[object]:
@@ -198,7 +160,7 @@ def time_spent(report: Report) -> list[object]:
 
 SOURCES = (
     ("Answers, bits per byte, leaks, samples, this page", "evaluate", "report.json"),
-    *(("Loss curves", stage, "metrics.jsonl") for stage in ("pretrain", "finetune")),
+    *(("Curves of training", stage, "metrics.jsonl, samples.jsonl") for stage in ("pretrain", "finetune")),
     ("Mix", "shard", "manifest.json"),
     ("Conversations", "instruct", "manifest.json, refused.jsonl"),
     ("Documents read and rejected", "fetch", "manifest.json, rejected/"),
@@ -244,7 +206,7 @@ SECTIONS: Sections = (
     ("headline", "In short", headline),
     ("answers", "Held-out answers by kind", by_kind),
     ("text", "Held-out text by domain", by_domain),
-    ("curves", "Loss curves", loss_curves),
+    ("curves", "Training", training),
     *MIX,
     *DATA,
     ("samples", "Answers to read", answers),

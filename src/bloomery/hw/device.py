@@ -39,7 +39,7 @@ class Device:
     memory_bytes: int
     """What this process may use of it. For a processor: what the machine has, or its control group allows."""
     compute_dtype: torch.dtype
-    """bfloat16 where the hardware multiplies it, else float32."""
+    """bfloat16 where the hardware multiplies it; else float16 on a GPU, and float32 on a processor."""
     backend: Backend
     """Of torch.distributed."""
 
@@ -108,7 +108,7 @@ def _gpu(host: Host) -> Device:
         vendor="amd" if amd else "nvidia",
         name=facts.name,
         memory_bytes=size,
-        compute_dtype=torch.bfloat16 if bf16 else torch.float32,
+        compute_dtype=torch.bfloat16 if bf16 else torch.float16,
         backend="nccl",
     )
 

@@ -8,6 +8,7 @@ import math
 
 from jaxtyping import Float, Int
 
+import bloomery.hw.needs_torch  # noqa: F401
 from bloomery.model.config import ModelConfig
 from bloomery.model.scaling import Linear, Llama3Scaling, RopeScaling, Yarn
 

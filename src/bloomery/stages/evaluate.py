@@ -23,6 +23,7 @@ from bloomery.hw import device as devices
 from bloomery.stages import instruct, overview
 from bloomery.stages.config import Evaluate
 from bloomery.tokenizer.tokenizer import Tokenizer
+from bloomery.train.sampling import SAMPLES
 from bloomery.weights import huggingface
 from bloomery.weights.huggingface import Loaded
 
@@ -48,6 +49,7 @@ def run(config: Evaluate, inputs: Mapping[str, Path], out: Path) -> dict[str, An
         "bits_per_byte": bits_per_byte(base, inputs["shard"], config, device),
         "leaks": leaks(judged, inputs, tuned.tokenizer),
         "curves": {name: read_metrics(inputs[name] / METRICS) for name in ("pretrain", "finetune")},
+        "written": {name: read_metrics(inputs[name] / SAMPLES) for name in ("pretrain", "finetune")},
         **overview.corpus(inputs),
         "samples": {"answers": chosen(judged), "continuations": list(continuations(base))},
     }

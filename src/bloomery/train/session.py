@@ -33,6 +33,7 @@ from bloomery.train.loop import micro_batch_loss, train
 from bloomery.train.norms import Norms
 from bloomery.train.optim import Optimizers, share
 from bloomery.train.plan import rows_at_once, rows_per_step
+from bloomery.train.precision import Precision
 from bloomery.train.recorder import Recorder
 from bloomery.train.sampling import Sampler, sampling
 from bloomery.train.sinks import MainLog, watcher
@@ -82,7 +83,7 @@ class Session:
         device = find_device(self.config)
         self.model.to(device.place)
         with kept(self.out / LOG), on_sigterm() as self._stop:
-            optimizers = Optimizers(self.model, self.config.optimizer)
+            optimizers = Optimizers(self.model, self.config.optimizer, fast_dtype(device))
             state = self._resume(optimizers)
             began, first_step = time.monotonic(), state.step
             failures = self._train(state, optimizers, device)
@@ -121,6 +122,9 @@ class Session:
     def _train(self, state: State, optimizers: Optimizers, device: Device) -> list[dict[str, Any]]:
         """The rest of the steps. Returns what failed on the way without stopping it."""
 
+        precision = Precision.decide(self.config.precision, device)
+        precision.restore(state.precision)
+
         def roll_back(state: State) -> None:
             recorder.rolled_back(state.step, self._roll_back(state, optimizers))
 
@@ -149,6 +153,8 @@ class Session:
                         learning_rate_share=lambda step: share(self.config.schedule, step, self.config.steps),
                         max_norm=self.config.max_norm,
                         device=device,
+                        precision=precision,
+                        z_loss=self.config.z_loss,
                         guard=self._guard(recorder),
                         roll_back=roll_back,
                         hooks=hooks,
@@ -371,6 +377,12 @@ def find_device(config: Training) -> Device:
     """The device that a recipe asks for, with the number format that it asks for."""
     devices.return_freed_memory()  # what earlier stages of this process left
     found = devices.find(config.device)
+    say(f"  computes in {Precision.decide(config.precision, found).why}")
     if config.precision == "auto":
         return found
     return replace(found, compute_dtype=getattr(torch, config.precision))
+
+
+def fast_dtype(device: Device) -> torch.dtype:
+    """The format that Muon's products are made in: bfloat16 has float32's range, which float16 has not."""
+    return torch.bfloat16 if device.compute_dtype == torch.bfloat16 else torch.float32

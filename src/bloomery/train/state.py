@@ -23,6 +23,8 @@ class State:
     gradient norm before clipping too.
     """
     guard: Past = field(default_factory=Past)
+    precision: dict[str, float] = field(default_factory=dict)
+    """Of the scaler that float16 needs."""
 
     @classmethod
     def restored(cls, saved: Mapping[str, Any]) -> "State":

@@ -1,0 +1,105 @@
+"""
+In which number format matrix products are made, why, and what that asks of the loss.
+
+Weights, gradients and optimizer are float32 throughout: autocast hands a rounded copy to each matrix product. float16
+ends at 65,504 and loses what is below 6·10⁻⁸, so the loss is scaled up before the backward pass and gradients down
+after it (Micikevicius et al. 2017, https://arxiv.org/abs/1710.03740, §3.2). bfloat16 has the range of float32.
+"""
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Literal
+
+from bloomery.hw.device import Device
+
+import torch
+from torch import Tensor
+
+Wanted = Literal["auto", "bfloat16", "float16", "float32"]
+
+
+@dataclass
+class Scaler:
+    """
+    torch.amp.GradScaler's rule, decided by the norm that the loop computes anyway, so that all ranks decide alike.
+
+        s ← s / 2      after gradients that are not finite, which are computed again
+            2·s        after `interval` good steps in a row
+    """
+
+    scale: float = 2.0**16
+    good_steps: int = 0
+    interval: int = 2000
+
+    def update(self, finite: bool) -> None:
+        self.good_steps = self.good_steps + 1 if finite else 0
+        if not finite:
+            self.scale /= 2
+        elif self.good_steps == self.interval:
+            self.scale, self.good_steps = self.scale * 2, 0
+
+
+@dataclass
+class Precision:
+    """How a step computes: the format of products, why it was chosen, and the scaler where one is needed."""
+
+    kind: str
+    """Of device, as torch names it."""
+    dtype: torch.dtype
+    why: str
+    scaler: Scaler | None = None
+
+    @classmethod
+    def decide(cls, wanted: Wanted, device: Device) -> "Precision":
+        """The format that a recipe asks for; for `auto`, what the device has units for."""
+        dtype = device.compute_dtype if wanted == "auto" else getattr(torch, wanted)
+        name = str(dtype).removeprefix("torch.")
+        fastest = str(device.compute_dtype).removeprefix("torch.")
+        if wanted == "auto":
+            why = f"{name}: {REASONS[name].format(device.name)}"
+        elif dtype == device.compute_dtype:
+            why = f"{name}: asked for"
+        else:
+            why = f"{name}: asked for, where auto would have taken {fastest}"
+        return cls(device.place.type, dtype, why, Scaler() if dtype == torch.float16 else None)
+
+    def autocast(self) -> torch.autocast:
+        """The context of a forward pass."""
+        return torch.autocast(self.kind, dtype=self.dtype, enabled=self.dtype != torch.float32)
+
+    def scale(self, loss: Tensor) -> Tensor:
+        """What to differentiate in place of the loss."""
+        return loss if self.scaler is None else loss * self.scaler.scale
+
+    def unscale(self, gradients: Iterable[Tensor]) -> None:
+        """Make gradients of what was differentiated those of the loss, in place."""
+        if self.scaler is not None:
+            for gradient in gradients:
+                gradient.div_(self.scaler.scale)
+
+    def overflowed(self, loss: float, norm: float) -> bool:
+        """
+        Whether the gradients left the range although the loss is finite, so that they have to be computed again: the
+        scale is smaller now. To be asked once after each backward pass, with the norm of what `unscale` left.
+        """
+        if self.scaler is None or not math.isfinite(loss):
+            return False
+        self.scaler.update(math.isfinite(norm))
+        return not math.isfinite(norm) and self.scaler.scale >= 1
+
+    def state(self) -> dict[str, float]:
+        """What a resume needs: plain numbers. Empty without a scaler."""
+        return {} if self.scaler is None else {"scale": self.scaler.scale, "good_steps": self.scaler.good_steps}
+
+    def restore(self, saved: dict[str, float]) -> None:
+        """Take up what `state` gave. A run that had no scaler starts a new one."""
+        if self.scaler is not None and saved:
+            self.scaler.scale, self.scaler.good_steps = float(saved["scale"]), int(saved["good_steps"])
+
+
+REASONS = {
+    "bfloat16": "{} multiplies it in hardware, and it has the range of float32",
+    "float16": "{} has no units for bfloat16; the loss is scaled so that gradients keep to its range",
+    "float32": "{} multiplies no shorter format faster",
+}

@@ -1,0 +1,134 @@
+import math
+from dataclasses import asdict, replace
+from itertools import repeat
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from bloomery.train.config import AdamW
+from bloomery.train.loop import accumulate_gradients, train
+from bloomery.train.optim import Optimizers
+from bloomery.train.precision import Precision, Scaler
+from bloomery.train.state import State
+from tests.model.made import SHAPES, lively
+from tests.train.made import processor, random_batch
+
+import torch
+from torch import Tensor
+
+
+def half(scale: float = 2.0**16) -> Precision:
+    return Precision("cpu", torch.float16, "", Scaler(scale))
+
+
+@pytest.mark.parametrize(
+    ("has", "wanted", "dtype", "why"),
+    [
+        (torch.bfloat16, "auto", torch.bfloat16, "bfloat16: a chip multiplies it in hardware"),
+        (torch.float16, "auto", torch.float16, "float16: a chip has no units for bfloat16"),
+        (torch.float32, "auto", torch.float32, "float32: a chip multiplies no shorter format faster"),
+        (torch.bfloat16, "float32", torch.float32, "float32: asked for, where auto would have taken bfloat16"),
+        (torch.float32, "float16", torch.float16, "float16: asked for, where auto would have taken float32"),
+        (torch.bfloat16, "bfloat16", torch.bfloat16, "bfloat16: asked for"),
+    ],
+)
+def test_the_format_is_what_the_device_has_units_for_or_what_is_asked_for_and_says_why(
+    has: torch.dtype, wanted: str, dtype: torch.dtype, why: str
+) -> None:
+    found = Precision.decide(wanted, replace(processor(has), name="a chip"))  # type: ignore[arg-type]
+    assert found.dtype == dtype
+    assert found.why.startswith(why)
+    assert (found.scaler is not None) == (dtype == torch.float16)
+    with found.autocast():
+        product = torch.ones(2, 2) @ torch.ones(2, 2)
+    assert product.dtype == dtype
+
+
+@given(st.lists(st.booleans(), max_size=40))
+def test_the_scale_goes_the_way_of_torchs_scaler(finite: list[bool]) -> None:
+    ours = Scaler(interval=3)
+    theirs = torch.amp.GradScaler("cpu", growth_interval=3)
+    weight = torch.nn.Parameter(torch.ones(1))
+    optimizer = torch.optim.SGD([weight], lr=0.0)
+    for good in finite:
+        weight.grad = theirs.scale(torch.ones(1)) * (1 if good else math.inf)
+        theirs.step(optimizer)
+        theirs.update()
+        ours.update(good)
+        assert ours.scale == theirs.get_scale()
+
+
+def test_a_scaled_loss_gives_the_gradients_of_the_loss() -> None:
+    batch = random_batch(4)
+    model, twin = lively(SHAPES[0]), lively(SHAPES[0])
+    plain = accumulate_gradients(model, batch, 2, processor())
+    scaled = accumulate_gradients(twin, batch, 2, processor(), precision=half(2.0**10))
+    assert plain == scaled
+    for one, other in zip(model.parameters(), twin.parameters(), strict=True):
+        assert one.grad is not None
+        assert other.grad is not None
+        assert torch.allclose(one.grad, other.grad, rtol=1e-6, atol=1e-9)
+
+
+def trained(precision: Precision, steps: int = 5, dtype: torch.dtype = torch.float16) -> tuple[State, list[Tensor]]:
+    model, state = lively(SHAPES[0]), State()
+    train(
+        model,
+        Optimizers(model, AdamW(learning_rate=0.01)),
+        repeat(random_batch(2)),
+        state=state,
+        steps=steps,
+        micro_batch=2,
+        learning_rate_share=lambda step: 1.0,
+        max_norm=1.0,
+        device=processor(dtype),
+        precision=precision,
+    )
+    return state, [weight.detach() for weight in model.parameters()]
+
+
+def test_gradients_beyond_the_range_of_float16_are_computed_again_and_cost_no_step_and_no_sample() -> None:
+    precision = half(2.0**40)
+    state, weights = trained(precision)
+    assert precision.scaler is not None
+    assert 1 < precision.scaler.scale < 2.0**30
+    assert (state.step, state.samples, state.guard.skipped) == (5, 10, 0)
+    assert state.precision == {"scale": precision.scaler.scale, "good_steps": 5}
+    small, expected = trained(half(2.0**10))
+    assert state.metrics["loss"] == pytest.approx(small.metrics["loss"], rel=0.01)
+    for one, other in zip(weights, expected, strict=True):
+        assert float(torch.cosine_similarity(one.flatten(), other.flatten(), dim=0)) > 0.999
+
+
+def test_a_loss_that_is_not_finite_is_no_matter_of_the_scale() -> None:
+    precision = half()
+    assert not precision.overflowed(math.nan, math.nan)
+    assert precision.state() == {"scale": 2.0**16, "good_steps": 0}
+    precision = half(1.0)
+    assert not precision.overflowed(1.0, math.inf), "no smaller scale is tried, and the guard sees it"
+
+
+def test_the_scale_is_part_of_what_a_resume_takes_up() -> None:
+    precision = half(2.0**40)
+    state, _ = trained(precision)
+    again = half()
+    again.restore(State.restored(asdict(state)).precision)
+    assert again.scaler == precision.scaler
+    again.restore({})
+    assert again.scaler == precision.scaler
+    none = Precision("cpu", torch.bfloat16, "")
+    none.restore(state.precision)
+    assert none.state() == {}
+
+
+def test_a_penalty_of_scores_is_minimized_and_not_reported_as_loss() -> None:
+    batch = random_batch(3)
+    found = []
+    for z_loss in (0.0, 0.1):
+        model = lively(SHAPES[0])
+        loss, _ = accumulate_gradients(model, batch, 2, processor(), z_loss=z_loss)
+        assert model.head.weight.grad is not None
+        found.append((loss, model.head.weight.grad.clone()))
+    assert found[0][0] == found[1][0]
+    assert not torch.allclose(found[0][1], found[1][1])
