@@ -19,6 +19,7 @@ from bloomery.weights.huggingface import CONFIG, LINEAGE, Lineage
 from tests.model.made import lively, random_config, random_ids
 from tests.tokenizer.made import small
 
+import safetensors.torch
 import torch
 
 VOCAB = small().vocab_size
@@ -106,6 +107,28 @@ def test_folders_in_bfloat16_go_both_ways(name: str, tmp_path: Path) -> None:
     again = huggingface.load(tmp_path / "theirs").model
     for one, weight in found.state_dict().items():
         assert torch.equal(again.state_dict()[one], weight), one
+
+
+def test_gpt2_as_it_lies_on_the_hub_is_read(tmp_path: Path) -> None:
+    """Names without the first part, beside them the causal mask as a tensor, and a config.json of an older kind."""
+    model = lively(
+        gpt2(0).model_copy(update={"feed_forward": ("gelu_tanh",), "tie_embeddings": True, "rope_theta": 1e4}), 0, VOCAB
+    )
+    huggingface.save(tmp_path, model, RENDERER, SAID)
+    (tmp_path / LINEAGE).unlink()
+    file = tmp_path / "model.safetensors"
+    weights = safetensors.torch.load_file(file)
+    bare = {name.removeprefix("transformer."): weight for name, weight in weights.items()}
+    bare["h.0.attn.bias"] = torch.ones(1, 1, 8, 8)
+    file.write_bytes(safetensors.torch.save(bare))
+    facts = json.loads((tmp_path / CONFIG).read_text())
+    old = {name: facts[name] for name in ("vocab_size", "n_embd", "n_layer", "n_head", "n_ctx", "n_inner")}
+    known = {"architectures": ["GPT2LMHeadModel"], "layer_norm_epsilon": facts["layer_norm_epsilon"]}
+    (tmp_path / CONFIG).write_text(json.dumps(old | known))
+    found = huggingface.load(tmp_path).model
+    assert found.config == model.config
+    for name, weight in model.state_dict().items():
+        assert torch.equal(found.state_dict()[name], weight), name
 
 
 # --- what is no family ---------------------------------------------------------------------------------------------
