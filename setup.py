@@ -16,7 +16,9 @@ from setuptools.errors import CompileError
 ROOT = Path(__file__).parent
 SOURCES = ROOT / "src" / "bloomery" / "native"
 NATIVE = runpy.run_path(str(ROOT / "src" / "bloomery" / "core" / "native.py"))
-ATTEMPTS = (["-fopenmp"], [], ["-DPLAIN"])
+THREADS = {"text": [], "training": ["-fopenmp"]}
+"""Only what is loaded after torch, and so shares its threads, may bring OpenMP."""
+ATTEMPTS = (["-fopenmp-simd"], [], ["-DPLAIN"])
 
 
 class Build(build_ext):
@@ -30,9 +32,10 @@ class Build(build_ext):
 
     def build_extension(self, ext: Extension) -> None:
         always = ext.extra_compile_args
-        for attempt in ATTEMPTS:
+        threads = THREADS[ext.name.rpartition(".")[2]]
+        for attempt in (threads, *ATTEMPTS):
             ext.extra_compile_args = [*always, *attempt]
-            ext.extra_link_args = [flag for flag in attempt if flag == "-fopenmp"]
+            ext.extra_link_args = attempt if attempt is threads else []
             try:
                 super().build_extension(ext)
                 return
@@ -47,7 +50,7 @@ def extension(name: str) -> Extension:
         [f"src/bloomery/native/{name}.cpp"],
         depends=[f"src/bloomery/native/{path.name}" for path in SOURCES.glob("*.hpp")],
         define_macros=[("SOURCES", f'"{NATIVE["digest"](SOURCES)}"')],
-        extra_compile_args=["-std=c++17", "-O3", "-fno-math-errno", "-fvisibility=default"],
+        extra_compile_args=["-std=c++17", "-O3", "-fno-math-errno", "-fno-trapping-math", "-fvisibility=default"],
         language="c++",
         optional=True,
     )

@@ -55,6 +55,20 @@ def show_help(options: argparse.Namespace) -> int:
 
 
 def run(options: argparse.Namespace) -> int:
+    if int(os.environ.get("WORLD_SIZE", "1")) == 1:
+        return _run(options)
+    from bloomery.train import launch
+
+    if int(os.environ["RANK"]) > 0:  # of several that torchrun has started, the first does all but training
+        launch.follow()
+        return 0
+    try:
+        return _run(options)
+    finally:
+        launch.dismiss()
+
+
+def _run(options: argparse.Namespace) -> int:
     from bloomery.core import config, stage
     from bloomery.core import run as runs
     from bloomery.core.log import say

@@ -1,5 +1,6 @@
 import io
 import math
+import re
 from pathlib import Path
 
 import pytest
@@ -9,7 +10,7 @@ from rich.console import Console
 
 from bloomery.core import log
 from bloomery.core.errors import DataError
-from bloomery.core.log import Metrics, progress, read_metrics
+from bloomery.core.log import Metrics, kept, progress, read_metrics, say
 
 
 @pytest.fixture
@@ -107,3 +108,19 @@ def test_a_wrong_line_in_the_middle_is_an_error_with_its_number(tmp_path: Path, 
         read_metrics(path)
     with pytest.raises(DataError, match=r"(?s)metrics\.jsonl:2: .*Remove that line"):
         Metrics(path, 3)
+
+
+def test_what_is_said_is_kept_with_its_time_while_the_block_runs(tmp_path: Path) -> None:
+    for words in ("first", "second"):
+        with kept(tmp_path / "new" / "log.txt"):
+            say(words)
+        say("not kept")
+    lines = (tmp_path / "new" / "log.txt").read_text().splitlines()
+    assert [line[21:] for line in lines] == ["first", "second"]
+    assert all(re.fullmatch(r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d  ", line[:21]) for line in lines)
+
+
+def test_a_number_that_json_cannot_hold_becomes_its_name(tmp_path: Path) -> None:
+    with Metrics(tmp_path / "m.jsonl", 0) as metrics:
+        metrics.write(step=1, loss=float("inf"), norm=float("nan"), fine=1.5)
+    assert read_metrics(tmp_path / "m.jsonl") == [{"step": 1, "loss": "inf", "norm": "nan", "fine": 1.5}]

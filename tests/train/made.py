@@ -1,6 +1,6 @@
 """Batches, devices and training runs for tests."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -8,6 +8,7 @@ import numpy as np
 
 from bloomery.core.config import build
 from bloomery.hw.device import Device
+from bloomery.hw.dist import World
 from bloomery.model.config import ModelConfig
 from bloomery.model.transformer import Transformer
 from bloomery.shards import format
@@ -60,7 +61,12 @@ def write_samples(folder: Path, samples: int = 23) -> None:
         )
 
 
-def session(shards: Path, out: Path, **settings: Any) -> Session:
+def trained(task: Mapping[str, Any], world: World) -> dict[str, Any]:
+    """What a rank does that `launch.run` has started: a session with the settings of the task."""
+    return session(Path(task["shards"]), Path(task["out"]), world, **task["settings"]).run()
+
+
+def session(shards: Path, out: Path, world: World | None = None, **settings: Any) -> Session:
     """A run of 9 steps of 4 samples that saves after every step."""
     tree: dict[str, Any] = {
         "steps": 9,
@@ -84,4 +90,5 @@ def session(shards: Path, out: Path, **settings: Any) -> Session:
         validation=Samples(shards, "val", T, small().hash),
         lineage=Lineage(tokenizer=small().hash, template=None, shards="5" * 64),
         out=out,
+        world=world or World.alone(),
     )

@@ -26,9 +26,16 @@ from tests.train.made import T, session, write_samples
 from tests.train.test_session import die_after
 
 import torch
+from torch import Tensor
 
 STEPS = 16
-SETTINGS: dict[str, Any] = {"steps": STEPS, "skip_window": 4, "keep_checkpoints": 20, "evaluate_every": 100}
+SETTINGS: dict[str, Any] = {
+    "steps": STEPS,
+    "skip_window": 4,
+    "skip_sigma": 30.0,
+    "keep_checkpoints": 20,
+    "evaluate_every": 100,
+}
 
 
 @pytest.fixture(scope="module")
@@ -40,7 +47,7 @@ def shards(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def poison_loss(monkeypatch: pytest.MonkeyPatch, bad: dict[int, float]) -> None:
     """Multiply the loss of the steps that take samples 4 · (step − 1) … by a number."""
-    whole, inner, now = loader.batches, loop.micro_batch_loss, [0]
+    whole, inner, now = loader.batches, loop.micro_batch_losses, [0]
 
     def counted(samples: Any, *, first: int, size: int, seed: int) -> Iterator[Batch]:
         for number, batch in enumerate(whole(samples, first=first, size=size, seed=seed)):
@@ -48,7 +55,12 @@ def poison_loss(monkeypatch: pytest.MonkeyPatch, bad: dict[int, float]) -> None:
             yield batch
 
     monkeypatch.setattr("bloomery.train.session.batches", counted)
-    monkeypatch.setattr(loop, "micro_batch_loss", lambda *args: inner(*args) * bad.get(now[0], 1.0))
+
+    def poisoned(*args: Any) -> tuple[Tensor, Tensor]:
+        loss, entropy = inner(*args)
+        return loss * bad.get(now[0], 1.0), entropy * bad.get(now[0], 1.0)
+
+    monkeypatch.setattr(loop, "micro_batch_losses", poisoned)
 
 
 def lines(out: Path, key: str) -> list[dict[str, Any]]:
@@ -138,7 +150,7 @@ def test_a_run_that_is_bad_from_the_start_says_that_there_is_nothing_to_go_back_
         session(shards, tmp_path, **SETTINGS).run()
 
 
-@pytest.mark.parametrize("kills", [(9,), (10,), (11, 13), (5, 8)])
+@pytest.mark.parametrize("kills", [(9,), (11, 13)])
 def test_a_run_that_was_killed_around_its_bad_batches_is_one_that_was_not_bit_for_bit(
     shards: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kills: tuple[int, ...]
 ) -> None:

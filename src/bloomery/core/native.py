@@ -8,12 +8,13 @@ needs nothing but the standard library, because setup.py runs it to learn the ha
 import ctypes
 import hashlib
 import os
+import sys
 from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 
 FOLDER = Path(__file__).parents[1] / "native"
-NAMES = ("text",)
+NAMES = ("text", "training")
 LEVELS = ("avx512", "avx2", "baseline")
 SWITCH = "BLOOMERY_NATIVE"
 """BLOOMERY_NATIVE=0 in the environment: nothing compiled runs."""
@@ -41,6 +42,13 @@ def library(name: str) -> ctypes.CDLL | None:
 def state(name: str) -> str:
     """What runs: the processor's level that a library computes with, or why it is not used."""
     return f"off ({SWITCH}=0)" if os.environ.get(SWITCH) == "0" else _found(FOLDER / f"{name}.so").state
+
+
+def summary() -> str:
+    """The state of all libraries, in a few words. One that shares threads with torch is not loaded before torch is."""
+    names = NAMES if "torch" in sys.modules else NAMES[:1]
+    states = dict.fromkeys(state(name) for name in names)
+    return " / ".join(states)
 
 
 @cache

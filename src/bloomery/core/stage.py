@@ -320,7 +320,7 @@ def versions() -> dict[str, str]:
             found[name] = metadata.version(name)
         except metadata.PackageNotFoundError:
             continue
-    return found | {"native": native.state("text")}
+    return found | {"native": native.summary()}
 
 
 def machine() -> dict[str, Any]:

@@ -169,13 +169,14 @@ def joined(number: int = 0) -> Iterator[World]:
         dist.destroy_process_group()
 
 
-def check_devices(local_ranks: int, place: torch.device) -> None:
+def check_devices(world: World, place: torch.device) -> None:
     """Raises HardwareError where the ranks of this machine would have to share a GPU."""
-    if place.type == "cuda" and local_ranks > torch.cuda.device_count():
-        what = f"{local_ranks} ranks on this machine, but it has {torch.cuda.device_count()} GPUs"
+    here = int(os.environ.get("LOCAL_WORLD_SIZE", world.size))
+    if place.type == "cuda" and here > torch.cuda.device_count():
+        what = f"{here} ranks on this machine, but it has {torch.cuda.device_count()} GPUs"
         raise HardwareError(what, cure='Take as many ranks as there are GPUs, or device="cpu".')
-    if local_ranks > 1 and place.type == "mps":
-        raise HardwareError(f"{local_ranks} ranks cannot share one Apple GPU", cure="Train with one rank.")
+    if here > 1 and place.type == "mps":
+        raise HardwareError(f"{here} ranks cannot share one Apple GPU", cure="Train with one rank.")
 
 
 def open_store() -> tuple[Any, int]:

@@ -8,6 +8,7 @@ from bloomery.core.errors import CheckpointError
 from bloomery.core.log import say
 from bloomery.core.stage import content_hash
 from bloomery.hw import device as devices
+from bloomery.hw.dist import World
 from bloomery.model.transformer import Transformer
 from bloomery.shards import format
 from bloomery.shards.encode import ANNEAL, TRAIN
@@ -16,6 +17,7 @@ from bloomery.stages.config import Pretrain
 from bloomery.stages.sampling import continuing
 from bloomery.tokenizer.chat import Renderer
 from bloomery.tokenizer.tokenizer import Tokenizer
+from bloomery.train import launch
 from bloomery.train.plan import rows_per_step
 from bloomery.train.session import Session
 from bloomery.weights import families, huggingface
@@ -23,6 +25,12 @@ from bloomery.weights.huggingface import Lineage
 
 
 def run(config: Pretrain, inputs: Mapping[str, Path], out: Path) -> dict[str, Any]:
+    return launch.stage("bloomery.stages.pretrain:train", config, inputs, out)
+
+
+def train(task: Mapping[str, Any], world: World) -> dict[str, Any]:
+    """What each rank does for `run`."""
+    config, inputs, out = launch.unpacked(Pretrain, task)
     devices.keep_freed_memory()
     tokenizer = Tokenizer.load(inputs["tokenizer"])
     if why := families.reasons(config.model):
@@ -41,6 +49,7 @@ def run(config: Pretrain, inputs: Mapping[str, Path], out: Path) -> dict[str, An
             tokenizer=tokenizer.hash, template=None, shards=content_hash(folder), base=digest(config) or None
         ),
         out=out,
+        world=world,
         sampler=continuing(renderer),
     ).run()
     if isinstance(samples, Course):

@@ -204,6 +204,11 @@ class Training(Config):
     """Tokens that go through the model at once."""
     save_every_seconds: float = Field(20.0, gt=0, json_schema_extra=VOLATILE)
     keep_checkpoints: Positive = Field(2, json_schema_extra=VOLATILE)
+    """How many of the newest stay."""
+    keep_every_steps: Positive | None = Field(None, json_schema_extra=VOLATILE)
+    """Steps between checkpoints that stay for ever; None for none."""
+    ranks: Positive = Field(1, json_schema_extra=VOLATILE)
+    """Processes of this machine that train together. Under torchrun it is torchrun that says how many."""
     evaluate_every: Positive = Field(100, json_schema_extra=VOLATILE)
     """Steps between measurements of the validation loss."""
     log_every: Positive = Field(10, json_schema_extra=VOLATILE)

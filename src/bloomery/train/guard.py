@@ -13,12 +13,12 @@ counts as at least a thousandth of the mean.
 """
 
 import math
-import statistics
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 SMALLEST_DEVIATION = 1e-3
+SMALLEST_NUMBER = 1e-30
 
 
 @dataclass
@@ -66,10 +66,11 @@ class Guard:
                 return f"the {name} is {value}"
             if len(known) < self.window:
                 continue
-            mean = statistics.fmean(known)
-            deviation = math.sqrt(statistics.fmean((one - mean) ** 2 for one in known))
-            if value > mean + self.sigma * max(deviation, SMALLEST_DEVIATION * abs(mean)):
-                above = (value - mean) / max(deviation, SMALLEST_DEVIATION * abs(mean), 1e-30)
+            mean = math.fsum(known) / len(known)
+            deviation = math.sqrt(math.fsum([(one - mean) ** 2 for one in known]) / len(known))
+            deviation = max(deviation, SMALLEST_DEVIATION * abs(mean))
+            if value > mean + self.sigma * deviation:
+                above = (value - mean) / max(deviation, SMALLEST_NUMBER)
                 return f"the {name} is {value:.4g}, {above:.1f} deviations above {mean:.4g}"
         return ""
 

@@ -19,23 +19,25 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import Any, TypeVar
 
 from bloomery.core import errors, files
+from bloomery.core.config import Config, build, plain
 from bloomery.core.errors import BloomeryError, RunError
 from bloomery.core.log import console
 from bloomery.core.stage import resolve
+from bloomery.core.stop import EXIT_CODE, Terminated
 from bloomery.data import orphan
 from bloomery.hw import dist
 from bloomery.hw.dist import RankLostError, World
+from bloomery.train.config import Training
 
 SECONDS_BETWEEN_LOOKS = 0.05
 GRACE_SECONDS = 5.0
 """How long the other ranks may take to say what they know, after one has ended in error."""
-STOPPED = 128 + signal.SIGTERM
-"""Exit code of a rank that has saved and stopped because it was asked to."""
 
 Answer = dict[str, Any]
+C = TypeVar("C", bound=Config)
 _handed_out: list[str] = []
 """The tasks that this process has had under torchrun. The number of the next tells its world from theirs."""
 
@@ -50,9 +52,21 @@ def run(function: str, task: Mapping[str, Any], ranks: int = 1) -> Answer:
         number = len(_handed_out)
         dist.hand_out(number, {"function": function, "task": dict(task)})
         return _take_part(number, function, task)
-    if ranks == 1:
+    if ranks == 1:  # also where a launcher has started no more than one
         return dict(resolve(function)(task, World.alone()))
     return _on_processes(function, task, ranks)
+
+
+def stage(function: str, config: Training, inputs: Mapping[str, Path], out: Path) -> Answer:
+    """Run a stage's `function` on every rank; each finds its config, inputs and folder again by `unpacked`."""
+    where = {"inputs": {name: str(folder) for name, folder in inputs.items()}, "out": str(out)}
+    return run(function, {"config": plain(config), **where}, config.ranks)
+
+
+def unpacked(cls: type[C], task: Mapping[str, Any]) -> tuple[C, dict[str, Path], Path]:
+    """The config, the inputs and the folder of a stage, as `stage` has packed them."""
+    inputs = {name: Path(folder) for name, folder in task["inputs"].items()}
+    return build(cls, dict(task["config"])), inputs, Path(task["out"])
 
 
 def follow() -> None:
@@ -139,8 +153,8 @@ def _watch(processes: "Sequence[subprocess.Popen[bytes]]", folder: Path) -> None
     while any(process.poll() is None for process in processes) and time.monotonic() < deadline:
         time.sleep(SECONDS_BETWEEN_LOOKS)
     codes = [process.poll() for process in processes]
-    if all(code == STOPPED for code in codes):
-        sys.exit(STOPPED)
+    if codes[0] == EXIT_CODE:  # the first has saved; the others stopped with it, or lost it while they waited for it
+        raise Terminated
     failed = [rank for rank, code in enumerate(codes) if code]
     if failed:
         found = [(_error(rank, processes[rank], folder), codes[rank] == 1) for rank in failed]

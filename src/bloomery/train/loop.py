@@ -16,6 +16,7 @@ from bloomery.hw.device import Device
 from bloomery.hw.dist import World
 from bloomery.model.transformer import Transformer
 from bloomery.shards.loader import IGNORE, Batch
+from bloomery.train import parallel
 from bloomery.train.clock import Clock
 from bloomery.train.guard import Guard, Skip
 from bloomery.train.hooks import Hooks
@@ -130,10 +131,7 @@ def accumulate_gradients(
         loss, entropy = micro_batch_losses(model, part, device, z_loss)
         torch.autograd.backward(precision.scale(loss / max(tokens, 1)))
         total += entropy
-    if world.size > 1:
-        for weight in model.parameters():
-            if weight.requires_grad:  # a rank without rows has no gradients, and the others wait for it
-                weight.grad = world.sum(torch.zeros_like(weight) if weight.grad is None else weight.grad)
+    parallel.sum_gradients(model, world)
     precision.unscale(gradients(model))
     return float(world.sum(total)) / max(tokens, 1), tokens
 

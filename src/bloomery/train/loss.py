@@ -9,6 +9,7 @@ from typing import Any
 from jaxtyping import Float, Int
 
 import bloomery.hw.needs_torch  # noqa: F401
+from bloomery.model import kernels
 
 import torch
 from torch import Tensor
@@ -70,6 +71,9 @@ def chunk(
     """
     wanted = targets[:, None]
     reached = scores.gather(1, wanted).float()
+    if kernels.ready(scores):
+        z = kernels.cross_entropy_(scores, targets, z_loss=z_loss, slopes=slopes)
+        return torch.stack((z.sum() - reached.sum(), z_loss * z.square().sum())), scores if slopes else None
     if not slopes:
         z = torch.logsumexp(scores.float(), 1, keepdim=True)
         return torch.stack((z.sum() - reached.sum(), z_loss * z.square().sum())), None

@@ -19,14 +19,18 @@ from bloomery.core.errors import RunError
 from bloomery.core.log import METRICS, Metrics, kept, progress, say
 from bloomery.core.stop import Stop, Terminated, on_sigterm
 from bloomery.hw import device as devices
+from bloomery.hw import dist
 from bloomery.hw.device import Device
+from bloomery.hw.dist import World
 from bloomery.hw.peak import measured_peak
 from bloomery.model.cost import cost
 from bloomery.model.transformer import Transformer
 from bloomery.shards.loader import IGNORE, Course, Samples, batches
 from bloomery.tokenizer.chat import Renderer
+from bloomery.train import exactness, parallel
 from bloomery.train.clock import Clock
 from bloomery.train.config import Training
+from bloomery.train.device import fast_dtype, find_device, short
 from bloomery.train.guard import Guard, forget
 from bloomery.train.hooks import Hook, Hooks
 from bloomery.train.loop import micro_batch_loss, train
@@ -39,7 +43,7 @@ from bloomery.train.sampling import Sampler, sampling
 from bloomery.train.sinks import MainLog, watcher
 from bloomery.train.state import State
 from bloomery.weights import checkpoint, huggingface
-from bloomery.weights.checkpoint import Checkpoint
+from bloomery.weights.checkpoint import Checkpoint, Keep, Saver
 from bloomery.weights.huggingface import Lineage
 
 import torch
@@ -70,7 +74,13 @@ class Session:
     """What is measured besides the validation loss, at the same steps, by name. `accuracy` also goes to main.log."""
     measured: dict[int, float] = field(default_factory=dict)
     """Step -> validation loss, so far."""
+    world: World = field(default_factory=World.alone)
+    """The ranks that train it together; each has a session. The first one writes."""
     _stop: Stop = field(default_factory=Stop)
+    _saver: Saver = field(init=False)
+    _desk: Path = field(init=False)
+    """Where this rank writes what it tells: `out` for the first, and for the others a folder that is thrown away."""
+    _environment: dict[str, Any] = field(default_factory=dict)
     _saved: tuple[float, int] = (0.0, 0)
     """When, and of which step, the newest checkpoint is."""
 
@@ -81,14 +91,19 @@ class Session:
         Asked to stop by SIGTERM, it saves and raises Terminated.
         """
         device = find_device(self.config)
+        dist.check_devices(self.world, device.place)
         self.model.to(device.place)
-        with kept(self.out / LOG), on_sigterm() as self._stop:
+        with parallel.desk(self.out, self.world) as self._desk, kept(self._desk / LOG), on_sigterm() as self._stop:
             optimizers = Optimizers(self.model, self.config.optimizer, fast_dtype(device))
+            self._environment = exactness.environment(self.config, device, self.world, optimizers)
             state = self._resume(optimizers)
             began, first_step = time.monotonic(), state.step
-            failures = self._train(state, optimizers, device)
+            keep = Keep(last=self.config.keep_checkpoints, every=self.config.keep_every_steps)
+            with Saver(self.out / "checkpoints", keep, self.world) as self._saver:
+                failures = self._train(state, optimizers, device)
             steps, seconds = state.step - first_step, time.monotonic() - began
-            huggingface.save(self.out / "model", self.model, self.renderer, self._lineage(state))
+            if self.world.is_first:
+                huggingface.save(self.out / "model", self.model, self.renderer, self._lineage(state))
         facts = cost(self.model.config, self.model.vocab_size)
         return {
             "parameters": facts.parameters,
@@ -103,7 +118,7 @@ class Session:
             "failures": failures,
             "tokens_per_second": round(steps * self.tokens_per_step / seconds) if steps else None,
             "device": device.name,
-            "precision": _short(device.compute_dtype),
+            "precision": short(device.compute_dtype),
             "threads": devices.threads(),
             "peak_bytes": device.peak_bytes(),
             "peak_flops_measured": measured_peak(device),
@@ -129,14 +144,15 @@ class Session:
             recorder.rolled_back(state.step, self._roll_back(state, optimizers))
 
         facts = plain(self.config) | {"model": plain(self.model.config)}
-        watchers = [watcher(sink, self.out.name, self.out, facts) for sink in self.config.sinks]
+        sinks = self.config.sinks if self.world.is_first else ()
+        watchers = [watcher(sink, self.out.name, self.out, facts) for sink in sinks]
         with (
             self._recorder(state, device) as recorder,
-            sampling(self.config, self.model, self.sampler, self.out, state.step) as samples,
+            sampling(self.config, self.model, self.sampler, self._desk, state.step) as samples,
         ):
             recorder.watchers += [one.take for one in watchers]
             hooks = Hooks(
-                [*self._hooks(state, optimizers, device, recorder), *samples, *(one.hook() for one in watchers)],
+                [*self._hooks(state, optimizers, device, recorder, samples), *(one.hook() for one in watchers)],
                 save=lambda state: self._save(state, optimizers),
                 record=recorder.failed,
             )
@@ -153,6 +169,7 @@ class Session:
                         learning_rate_share=lambda step: share(self.config.schedule, step, self.config.steps),
                         max_norm=self.config.max_norm,
                         device=device,
+                        world=self.world,
                         precision=precision,
                         z_loss=self.config.z_loss,
                         guard=self._guard(recorder),
@@ -176,21 +193,21 @@ class Session:
     @contextmanager
     def _recorder(self, state: State, device: Device) -> Iterator[Recorder]:
         with (
-            Metrics(self.out / METRICS, state.step) as metrics,
+            Metrics(self._desk / METRICS, state.step) as metrics,
             progress(self.name, "steps", self.config.steps) as meter,
         ):
             recorder = Recorder(
                 metrics=metrics,
                 meter=meter,
                 clock=Clock(),
-                norms=Norms(self.model, every=self.config.norms_every),
+                norms=Norms(self.model, every=self.config.norms_every if self.world.is_first else 0),
                 device=device,
                 tokens_per_step=self.tokens_per_step,
                 flops_per_token=cost(self.model.config, self.model.vocab_size).train_flops_per_token,
                 peak_flops=measured_peak(device),
                 bytes_per_token=self._bytes_per_token(),
             )
-            peak = f"{recorder.peak_flops / 1e12:.2f} TFLOP/s, measured, in {_short(device.compute_dtype)}"
+            peak = f"{recorder.peak_flops / 1e12:.2f} TFLOP/s, measured, in {short(device.compute_dtype)}"
             say(f"  {self.name} on {device.name}; MFU is a share of its matrix products' {peak}")
             recorder.start_at(state.step)
             yield recorder
@@ -202,11 +219,12 @@ class Session:
     # --- the state, and where it is safe -----------------------------------------------------------------------------
 
     def _resume(self, optimizers: Optimizers) -> State:
-        found = checkpoint.newest(self.out / "checkpoints")
+        found = checkpoint.newest(self.out / "checkpoints", world=self.world)
         if found is None:
             return State()
         self._take_up(found, optimizers)
         say(f"  {self.name} goes on from step {found.state['step']} ({found.folder.name})")
+        exactness.tell(found.environment, self._environment)
         self._saved = (time.monotonic(), found.state["step"])
         return State.restored(found.state)
 
@@ -225,9 +243,10 @@ class Session:
         """
         root, bad = self.out / "checkpoints", self.config.max_skips
         last = state.guard.rollbacks[-1] if state.guard.rollbacks else [0, 0]
-        found = checkpoint.newest(root, before=state.step - bad)
+        self._saver.wait()
+        found = checkpoint.newest(root, before=state.step - bad, world=self.world)
         if found is None or int(found.state["step"]) <= last[0]:
-            found = checkpoint.newest(root)
+            found = checkpoint.newest(root, world=self.world)
         where, what = f"step {state.step}", f"{bad} steps in a row were skipped; metrics.jsonl names their samples"
         cure = "Lower the learning rate, take precision=float32, or raise skip_sigma; the same command goes on"
         if found is None:
@@ -247,19 +266,20 @@ class Session:
         return replace(self.lineage, step=state.step)
 
     def _save(self, state: State, optimizers: Optimizers) -> None:
-        """Make the state safe, if that was not done yet. Weights that are not finite are not worth it."""
-        if self._saved[1] == state.step:
+        """Begin to make the state safe, if that was not done yet. Weights that are not finite are not worth it."""
+        if self._saved[1] == state.step or not self.world.is_first:
             return
         if not self._is_finite():
             say(f"step {state.step} is not saved: its weights are not finite", style="yellow")
             return
-        checkpoint.save(
-            self.out / "checkpoints",
+        model, lineage = parallel.copy_of(self.model), self._lineage(state)
+        self._saver.start(
             state.step,
-            lambda folder: huggingface.save(folder, self.model, self.renderer, self._lineage(state)),
+            lambda folder: huggingface.save(folder, model, self.renderer, lineage),
             optimizers.state(),
             asdict(state),
-            keep=self.config.keep_checkpoints,
+            environment=self._environment,
+            model_bytes=parallel.weight_bytes(model),
         )
         self._saved = (time.monotonic(), state.step)
 
@@ -276,7 +296,9 @@ class Session:
 
     # --- hooks --------------------------------------------------------------------------------------------------------
 
-    def _hooks(self, start: State, optimizers: Optimizers, device: Device, recorder: Recorder) -> Sequence[Hook]:
+    def _hooks(
+        self, start: State, optimizers: Optimizers, device: Device, recorder: Recorder, samples: Sequence[Hook]
+    ) -> Sequence[Hook]:
         """Log, save, evaluate: in this order, so that the weights are safe before anything else may fail."""
         steps, every = self.config.steps, self.config.evaluate_every
         self._saved = (time.monotonic(), start.step)
@@ -287,12 +309,14 @@ class Session:
         def save_is_due(state: State) -> bool:
             late = time.monotonic() - self._saved[0] >= self.config.save_every_seconds
             doubtful = state.guard.in_a_row > 0 and state.step < steps
-            return (late or evaluation_is_due(state)) and not doubtful
+            asked = self.config.keep_every_steps is not None and state.step % self.config.keep_every_steps == 0
+            return (late or asked or evaluation_is_due(state)) and not doubtful
 
         def other(measure: Evaluation) -> Callable[[State], None]:
             return lambda state: recorder.write(state.step, **self._in_evaluation(measure))
 
         def evaluate(state: State) -> None:
+            self._saver.wait()  # the weights are safe before anything else may fail
             loss, bits = self._validate(device)
             self.measured[state.step] = loss
             more = {} if bits is None else {"validation_bits_per_byte": bits}
@@ -300,17 +324,24 @@ class Session:
 
         known = {line["step"]: line["validation_loss"] for line in recorder.metrics.kept if "validation_loss" in line}
         self.measured.update(known)
+        everywhere = [
+            Hook(self._changes_kind, lambda s: forget(s.guard), "course"),
+            Hook(lambda s: s.step % STEPS_BETWEEN_TRIMS == 0, lambda s: devices.return_freed_memory(), "memory"),
+        ]
+        if not self.world.is_first:
+            return everywhere
         missed = [Hook(lambda s: True, evaluate, "evaluate", vital=False)] if self._missed(start, every) else []
         Hooks(missed, record=recorder.failed).after_step(start)  # the process died between saving and evaluating
         return [
             Hook(lambda s: s.step % self.config.log_every == 0 or s.step == steps, recorder.log, "log"),
             *self._main_log(start, recorder),
             Hook(lambda s: bool(recorder.norms.latest), recorder.log_norms, "norms"),
-            Hook(self._changes_kind, lambda s: forget(s.guard), "course"),
+            everywhere[0],
             Hook(save_is_due, lambda s: self._save(s, optimizers), "save"),
             Hook(evaluation_is_due, evaluate, "evaluate", vital=False),
             *(Hook(evaluation_is_due, other(do), name, vital=False) for name, do in self.evaluations.items()),
-            Hook(lambda s: s.step % STEPS_BETWEEN_TRIMS == 0, lambda s: devices.return_freed_memory(), "memory"),
+            everywhere[1],
+            *samples,
         ]
 
     def _main_log(self, start: State, recorder: Recorder) -> list[Hook]:
@@ -367,22 +398,3 @@ class Session:
         lengths = np.array(self.renderer.tokenizer.byte_lengths)
         targets = np.concatenate([batch.targets[batch.targets != IGNORE] for batch in self._validation()])
         return float(lengths[targets].mean()) or None if len(targets) else None
-
-
-def _short(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
-
-
-def find_device(config: Training) -> Device:
-    """The device that a recipe asks for, with the number format that it asks for."""
-    devices.return_freed_memory()  # what earlier stages of this process left
-    found = devices.find(config.device)
-    say(f"  computes in {Precision.decide(config.precision, found).why}")
-    if config.precision == "auto":
-        return found
-    return replace(found, compute_dtype=getattr(torch, config.precision))
-
-
-def fast_dtype(device: Device) -> torch.dtype:
-    """The format that Muon's products are made in: bfloat16 has float32's range, which float16 has not."""
-    return torch.bfloat16 if device.compute_dtype == torch.bfloat16 else torch.float32

@@ -1,0 +1,236 @@
+"""
+Operations of training on the processor by the compiled library, with their gradients.
+
+Each computes what a line or two of PyTorch do, in one pass over its numbers, in float32 whatever the format of its
+tensors is; so in bfloat16 it rounds once where PyTorch rounds at every step. Callers ask `ready(tensor)` and keep the
+lines of PyTorch for when it says no. Letters used for shapes are those of layers.py.
+"""
+
+import ctypes
+from typing import Any
+
+from jaxtyping import Float, Int
+
+import bloomery.hw.needs_torch  # noqa: F401
+from bloomery.core import native
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+LIBRARY = "training"
+KINDS = {torch.float32: 0, torch.bfloat16: 1}
+QUERIES_PER_BLOCK = {torch.float32: 128, torch.bfloat16: 256}
+"""Scores of that many queries are computed at a time, and only for the keys up to the last of them."""
+
+
+def ready(*tensors: Tensor) -> bool:
+    """Whether the library is there, and takes these tensors: on the processor, all float32 or all bfloat16."""
+    first = tensors[0]
+    return (
+        all(one.device.type == "cpu" and one.dtype == first.dtype for one in tensors)
+        and first.dtype in KINDS
+        and not torch.compiler.is_compiling()
+        and native.library(LIBRARY) is not None
+    )
+
+
+def _call(name: str, *arguments: Tensor | int | float) -> None:
+    """Tensors are handed over as addresses, and have to be contiguous unless strides are given with them."""
+    function = getattr(native.library(LIBRARY), f"bloomery_{name}")
+    function.restype = None
+    function(*map(_native, (*arguments, torch.get_num_threads())))
+
+
+def _native(value: Tensor | int | float) -> Any:
+    if isinstance(value, Tensor):
+        return ctypes.c_void_p(value.data_ptr())
+    return ctypes.c_float(value) if isinstance(value, float) else ctypes.c_int64(value)
+
+
+class _RMSNorm(torch.autograd.Function):
+    @staticmethod
+    def forward(context: Any, x: Tensor, weight: Tensor, eps: float, dtype: torch.dtype) -> Tensor:
+        x = x.contiguous()
+        y, inverses = torch.empty_like(x, dtype=dtype), x.new_empty(x.shape[:-1])
+        _call("norm", KINDS[dtype], x, weight, y, inverses, inverses.numel(), x.shape[-1], float(eps))
+        context.save_for_backward(x, weight, inverses)
+        return y
+
+    @staticmethod
+    @once_differentiable
+    def backward(context: Any, *upstream: Tensor) -> tuple[Tensor, Tensor, None, None]:
+        x, weight, inverses = context.saved_tensors
+        dy, dx = upstream[0].contiguous(), torch.empty_like(x)
+        slopes = x.new_zeros(torch.get_num_threads(), x.shape[-1])
+        shape = inverses.numel(), x.shape[-1]
+        _call("norm_slopes", KINDS[dy.dtype], x, weight, inverses, dy, dx, slopes, *shape)
+        return dx, slopes.sum(0), None, None
+
+
+def rms_norm(x: Float[Tensor, "*B D"], weight: Float[Tensor, " D"], eps: float, dtype: torch.dtype) -> Tensor:
+    """x / √(mean(x²) + ε) · weight, from float32 to a number format."""
+    y: Tensor = _RMSNorm.apply(x, weight, eps, dtype)  # type: ignore[no-untyped-call]
+    return y
+
+
+class _SwiGLU(torch.autograd.Function):
+    @staticmethod
+    def forward(context: Any, gate: Tensor, up: Tensor) -> Tensor:
+        gate, up = gate.contiguous(), up.contiguous()
+        context.save_for_backward(gate, up)
+        y = torch.empty_like(gate)
+        _call("swiglu", KINDS[gate.dtype], gate, up, y, y.numel())
+        return y
+
+    @staticmethod
+    @once_differentiable
+    def backward(context: Any, *upstream: Tensor) -> tuple[Tensor, Tensor]:
+        gate, up = context.saved_tensors
+        dgate, dup = torch.empty_like(gate), torch.empty_like(up)
+        _call("swiglu_slopes", KINDS[gate.dtype], gate, up, upstream[0].contiguous(), dgate, dup, gate.numel())
+        return dgate, dup
+
+
+def swiglu(gate: Float[Tensor, "*B M"], up: Float[Tensor, "*B M"]) -> Float[Tensor, "*B M"]:
+    """silu(gate) ⊙ up."""
+    y: Tensor = _SwiGLU.apply(gate, up)  # type: ignore[no-untyped-call]
+    return y
+
+
+class _Gelu(torch.autograd.Function):
+    @staticmethod
+    def forward(context: Any, x: Tensor) -> Tensor:
+        x = x.contiguous()
+        context.save_for_backward(x)
+        y = torch.empty_like(x)
+        _call("gelu", KINDS[x.dtype], x, y, y.numel())
+        return y
+
+    @staticmethod
+    @once_differentiable
+    def backward(context: Any, *upstream: Tensor) -> Tensor:
+        (x,) = context.saved_tensors
+        dx = torch.empty_like(x)
+        _call("gelu_slopes", KINDS[x.dtype], x, upstream[0].contiguous(), dx, x.numel())
+        return dx
+
+
+def gelu_tanh(x: Float[Tensor, "*B M"]) -> Float[Tensor, "*B M"]:
+    """GELU approximated by tanh, as in GPT-2. The exact one is fast in PyTorch as it is."""
+    y: Tensor = _Gelu.apply(x)  # type: ignore[no-untyped-call]
+    return y
+
+
+class _Rotate(torch.autograd.Function):
+    @staticmethod
+    def forward(context: Any, x: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
+        context.save_for_backward(cosine, sine)
+        return _turned(x, torch.empty(x.shape, dtype=x.dtype), cosine, sine, 1.0)
+
+    @staticmethod
+    @once_differentiable
+    def backward(context: Any, *upstream: Tensor) -> tuple[Tensor, None, None]:
+        dy = upstream[0]
+        B, N, T, E = dy.shape
+        dx = torch.empty((B, T, N, E), dtype=dy.dtype).transpose(1, 2)  # as what the projection gave lies in memory
+        cosine, sine = context.saved_tensors
+        return _turned(dy, dx, cosine, sine, -1.0), None, None
+
+
+def _turned(x: Tensor, y: Tensor, cosine: Tensor, sine: Tensor, sign: float) -> Tensor:
+    B, N, T, E = x.shape
+    x = x if x.stride(3) == 1 else x.contiguous()
+    angles = (cosine.stride(0) if cosine.shape[0] == B else 0, cosine.stride(2))
+    strides = torch.tensor([*x.stride()[:3], *y.stride()[:3], *angles])
+    _call("turn", KINDS[x.dtype], x, y, cosine, sine, B, N, T, E, strides, sign)
+    return y
+
+
+def rotate(
+    x: Float[Tensor, "B N T E"], cosine: Float[Tensor, "#B 1 T E"], sine: Float[Tensor, "#B 1 T E"]
+) -> Float[Tensor, "B N T E"]:
+    """Each pair of numbers (e, e + E/2) turned by its angle; the second half of the angles repeats the first."""
+    y: Tensor = _Rotate.apply(x, cosine.contiguous(), sine.contiguous())  # type: ignore[no-untyped-call]
+    return y
+
+
+class _Attention(torch.autograd.Function):
+    """Scores, weights and products a block of queries at a time, so that nothing is computed of most of the future."""
+
+    @staticmethod
+    def forward(context: Any, q: Tensor, k: Tensor, v: Tensor, first: Tensor) -> Tensor:
+        (B, H, T, E), K, W = q.shape, k.shape[1], v.shape[3]
+        q, k, v = q.reshape(B * K, H // K, T, E), k.reshape(B * K, T, E), v.reshape(B * K, T, W)
+        y = torch.empty((B, T, K, H // K, W), dtype=q.dtype)
+        weights = []
+        with torch.autocast("cpu", enabled=False):
+            for start, stop in _blocks(T, q.dtype):
+                scores = torch.bmm(q[:, :, start:stop].reshape(B * K, -1, E), k[:, :stop].transpose(1, 2))
+                shape = B * K, K, T, start, stop - start, scores.shape[1], stop
+                _call("softmax", KINDS[q.dtype], scores, first, *shape, E**-0.5)
+                part = torch.bmm(scores, v[:, :stop]).view(B, K, H // K, stop - start, W)
+                y[:, start:stop] = part.permute(0, 3, 1, 2, 4)
+                weights.append(scores)
+        context.save_for_backward(q, k, v, first, *weights)
+        return y.view(B, T, H, W).transpose(1, 2)
+
+    @staticmethod
+    @once_differentiable
+    def backward(context: Any, *upstream: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:
+        q, k, v, first, *weights = context.saved_tensors
+        (B, H, _, _), (matrices, group, T, E) = upstream[0].shape, q.shape
+        dy = upstream[0].reshape(B, H // group, group, T, -1)
+        dq, dk, dv = torch.empty_like(q), k, v
+        for (start, stop), scores in reversed(list(zip(_blocks(T, q.dtype), weights, strict=True))):
+            slope = dy[:, :, :, start:stop].reshape(matrices, -1, v.shape[2])
+            block = q[:, :, start:stop].reshape(matrices, -1, E)
+            inner = torch.bmm(slope, v[:, :stop].transpose(1, 2))
+            shape = matrices, matrices // B, T, start, stop - start, scores.shape[1], stop
+            _call("softmax_slopes", KINDS[q.dtype], scores, inner, first, *shape, E**-0.5)
+            dq[:, :, start:stop] = torch.bmm(inner, k[:, :stop]).view(matrices, group, stop - start, E)
+            if stop == T:  # the last block has every key, and comes first
+                dk, dv = torch.bmm(inner.transpose(1, 2), block), torch.bmm(scores.transpose(1, 2), slope)
+            else:
+                dk[:, :stop] += torch.bmm(inner.transpose(1, 2), block)
+                dv[:, :stop] += torch.bmm(scores.transpose(1, 2), slope)
+        return dq.view(B, H, T, E), dk.view(B, -1, T, E), dv.view(B, -1, T, v.shape[2]), None
+
+
+def _blocks(tokens: int, dtype: torch.dtype) -> list[tuple[int, int]]:
+    size = QUERIES_PER_BLOCK[dtype]
+    return [(start, min(start + size, tokens)) for start in range(0, tokens, size)]
+
+
+def causal_attention(
+    q: Float[Tensor, "B H T E"],
+    k: Float[Tensor, "B K T E"],
+    v: Float[Tensor, "B K T F"],
+    first: Int[Tensor, "B T"],
+) -> Float[Tensor, "B H T F"]:
+    """softmax(q kᵀ / √E) v, where query t sees the keys first[b, t] to t."""
+    y: Tensor = _Attention.apply(q, k, v, first.contiguous())  # type: ignore[no-untyped-call]
+    return y
+
+
+def first_seen(segments: Int[Tensor, "B T"], window: int | None = None) -> Int[Tensor, "B T"]:
+    """The first key that each query sees: of its segment, whose tokens stand together, and of its window."""
+    T = segments.shape[1]
+    places = torch.arange(T).expand(segments.shape)
+    begins = torch.ones_like(segments, dtype=torch.bool)
+    begins[:, 1:] = segments[:, 1:] != segments[:, :-1]
+    first = torch.where(begins, places, 0).cummax(dim=1).values
+    return first if window is None else torch.maximum(first, places - (window - 1))
+
+
+def cross_entropy_(
+    scores: Float[Tensor, "N V"], targets: Int[Tensor, " N"], *, z_loss: float = 0.0, slopes: bool = True
+) -> Float[Tensor, " N"]:
+    """
+    z = log Σ exp(scores) of each row, in float32; the cross entropy is z − scores[target].
+
+    With `slopes` the scores are overwritten with the gradient of Σ (z − scores[target] + z_loss · z²).
+    """
+    z = torch.empty(len(scores))
+    _call("entropy", KINDS[scores.dtype], scores, targets.contiguous(), z, *scores.shape, float(z_loss), int(slopes))
+    return z

@@ -1,0 +1,407 @@
+// Operations of training on the processor, each in one pass over its numbers: what PyTorch does in several, beside which
+// it is tested (model/kernels.py). All is computed in float32; numbers are float32 or bfloat16 in memory.
+//
+// Rows are split among threads, where OpenMP was there. The result does not depend on their number, but for the
+// gradient of the weights of a norm, which is summed up by thread.
+
+#include "library.hpp"
+
+#include <algorithm>
+#include <cmath>
+#include <cstring>
+#include <vector>
+
+namespace {
+
+struct Bfloat16 {
+    uint16_t bits;
+};
+
+INLINE float load(const float *at) { return *at; }
+INLINE float load(const Bfloat16 *at) {
+    const uint32_t bits = uint32_t(at->bits) << 16;
+    float value;
+    std::memcpy(&value, &bits, 4);
+    return value;
+}
+INLINE void store(float *at, float value) { *at = value; }
+INLINE void store(Bfloat16 *at, float value) {  // to the nearest, ties to even
+    uint32_t bits;
+    std::memcpy(&bits, &value, 4);
+    const uint32_t rounded = (bits + 0x7FFF + (bits >> 16 & 1)) >> 16;
+    at->bits = uint16_t(value == value ? rounded : 0x7FC0);
+}
+
+// e**x to about 1e-7, by 2**n times a polynomial (coefficients of the Taylor series, |x| <= ln 2 / 2). Beyond 60 it stays
+// as it is there, which no sum notices: a product with a denormal number would take a hundred times as long.
+INLINE float exponential(float x) {
+    x = std::min(std::max(x, -60.0f), 60.0f);
+    const float shifted = x * 1.44269504f + 12582912.0f;  // its lowest bits are those of the nearest integer
+    const float n = shifted - 12582912.0f;
+    const float rest = (x - n * 0.693359375f) + n * 2.12194440e-4f;
+    float sum = 1.0f / 5040;
+    sum = sum * rest + 1.0f / 720;
+    sum = sum * rest + 1.0f / 120;
+    sum = sum * rest + 1.0f / 24;
+    sum = sum * rest + 1.0f / 6;
+    sum = sum * rest + 0.5f;
+    sum = sum * rest + 1.0f;
+    sum = sum * rest + 1.0f;
+    const int32_t bits = (int32_t(n) + 127) << 23;
+    float power;
+    std::memcpy(&power, &bits, 4);
+    return sum * power;
+}
+INLINE float sigmoid(float x) { return 1.0f / (1.0f + exponential(-x)); }
+
+// Integers in the order of their floats: their maximum is found many at a time, without a rule for what NaN compares to.
+INLINE int32_t ordered(float value) {
+    int32_t bits;
+    std::memcpy(&bits, &value, 4);
+    return bits ^ (bits >> 31 & 0x7FFFFFFF);
+}
+INLINE float unordered(int32_t order) {
+    const int32_t bits = order ^ (order >> 31 & 0x7FFFFFFF);
+    float value;
+    std::memcpy(&value, &bits, 4);
+    return value;
+}
+
+// Calls work(begin, end, part) for ranges that make up 0 … count.
+template <class Work> void split(int64_t count, int64_t parts, const Work &work) {
+    parts = std::max<int64_t>(1, std::min(parts, count));
+    if (parts == 1) {
+        work(int64_t(0), count, int64_t(0));
+        return;
+    }
+#ifdef _OPENMP
+#pragma omp parallel for num_threads(parts) schedule(static, 1)
+#endif
+    for (int64_t part = 0; part < parts; part++) work(count * part / parts, count * (part + 1) / parts, part);
+}
+
+// The kernel for float32 (kind 0) or bfloat16 (kind 1), as KERNEL##_float and KERNEL##_bfloat.
+#define BOTH(kernel, parameters, arguments)                                   \
+    FOR_EVERY_CPU void kernel##_float parameters { kernel<float> arguments; } \
+    FOR_EVERY_CPU void kernel##_bfloat parameters { kernel<Bfloat16> arguments; }
+#define EITHER(kind, kernel, ...) ((kind) ? kernel##_bfloat(__VA_ARGS__) : kernel##_float(__VA_ARGS__))
+
+// ---- attention -------------------------------------------------------------------------------------------------------
+
+constexpr int64_t AT_ONCE = 32;  // numbers that the widest loops take; what is left over goes one by one, and slowly
+
+// Row r of matrix n is query `start + r mod block`, which sees keys first[n / heads, query] … query.
+struct Sight {
+    const int64_t *first;
+    int64_t heads, tokens, start, block, rows, keys;
+};
+
+struct Seen {
+    int64_t from, count, padded;  // padded: a multiple of AT_ONCE, if the row is long enough
+
+    INLINE_MEMBER Seen(const Sight &sight, int64_t matrix, int64_t row) {
+        const int64_t query = sight.start + int32_t(row) % int32_t(sight.block);
+        from = sight.first[matrix / sight.heads * sight.tokens + query];
+        count = query + 1 - from;
+        padded = std::min((count + AT_ONCE - 1) / AT_ONCE * AT_ONCE, sight.keys - from);
+    }
+};
+
+template <class T> INLINE void softmax(void *raw, const Sight &sight, float scale, int64_t begin, int64_t end) {
+    std::vector<float> room(sight.keys);
+    float *const values = room.data();
+    for (int64_t matrix = begin; matrix < end; matrix++) {
+        for (int64_t row = 0; row < sight.rows; row++) {
+            const Seen seen(sight, matrix, row);
+            T *const whole = (T *)raw + (matrix * sight.rows + row) * sight.keys, *const at = whole + seen.from;
+            int32_t highest = INT32_MIN;
+            float sum = 0;
+#pragma omp simd
+            for (int64_t k = 0; k < seen.padded; k++) values[k] = load(at + k) * scale;
+            std::fill(values + seen.count, values + seen.padded, -INFINITY);
+#pragma omp simd reduction(max : highest)
+            for (int64_t k = 0; k < seen.padded; k++) {
+                const int32_t order = ordered(values[k]);
+                highest = order > highest ? order : highest;
+            }
+            const float most = unordered(highest);
+#pragma omp simd reduction(+ : sum)
+            for (int64_t k = 0; k < seen.padded; k++) {
+                values[k] = exponential(values[k] - most);
+                sum += values[k];
+            }
+            const float factor = 1.0f / sum;
+#pragma omp simd
+            for (int64_t k = 0; k < seen.padded; k++) store(at + k, values[k] * factor);
+            std::memset((void *)whole, 0, seen.from * sizeof(T));
+            std::memset((void *)(at + seen.count), 0, (sight.keys - seen.from - seen.count) * sizeof(T));
+        }
+    }
+}
+
+template <class T>
+INLINE void softmax_slopes(const void *weights, void *slopes, const Sight &sight, float scale, int64_t begin,
+                           int64_t end) {
+    for (int64_t matrix = begin; matrix < end; matrix++) {
+        for (int64_t row = 0; row < sight.rows; row++) {
+            const Seen seen(sight, matrix, row);
+            const int64_t place = (matrix * sight.rows + row) * sight.keys;
+            const T *const p = (const T *)weights + place + seen.from;
+            T *const whole = (T *)slopes + place, *const d = whole + seen.from;
+            float sum = 0;
+#pragma omp simd reduction(+ : sum)
+            for (int64_t k = 0; k < seen.padded; k++) sum += load(p + k) * load(d + k);  // p is 0 where it is not seen
+#pragma omp simd
+            for (int64_t k = 0; k < seen.padded; k++) store(d + k, load(p + k) * (load(d + k) - sum) * scale);
+            std::memset((void *)whole, 0, seen.from * sizeof(T));
+            std::memset((void *)(d + seen.count), 0, (sight.keys - seen.from - seen.count) * sizeof(T));
+        }
+    }
+}
+
+BOTH(softmax, (void *scores, const Sight &sight, float scale, int64_t begin, int64_t end),
+     (scores, sight, scale, begin, end))
+BOTH(softmax_slopes,
+     (const void *weights, void *slopes, const Sight &sight, float scale, int64_t begin, int64_t end),
+     (weights, slopes, sight, scale, begin, end))
+
+// ---- positions -------------------------------------------------------------------------------------------------------
+
+// Strides, in numbers, of [batch, head, token, …]; the last dimension is contiguous.
+struct Layout {
+    int64_t batch, head, token;
+};
+struct Turn {
+    int64_t heads, tokens, half;
+    Layout from, to;
+    const float *cosine, *sine;
+    int64_t angle_batch, angle_token;
+    float sign;  // −1 turns back
+};
+
+template <class T> INLINE void turn(const void *raw, void *into, const Turn &t, int64_t begin, int64_t end) {
+    for (int64_t row = begin; row < end; row++) {
+        const int64_t b = row / (t.heads * t.tokens), n = row / t.tokens % t.heads, k = row % t.tokens;
+        const T *const x = (const T *)raw + b * t.from.batch + n * t.from.head + k * t.from.token;
+        T *const y = (T *)into + b * t.to.batch + n * t.to.head + k * t.to.token;
+        const float *const c = t.cosine + b * t.angle_batch + k * t.angle_token;
+        const float *const s = t.sine + b * t.angle_batch + k * t.angle_token;
+#pragma omp simd
+        for (int64_t e = 0; e < t.half; e++) {
+            const float one = load(x + e), two = load(x + e + t.half), sine = s[e] * t.sign;
+            store(y + e, one * c[e] - two * sine);
+            store(y + e + t.half, two * c[e] + one * sine);
+        }
+    }
+}
+
+BOTH(turn, (const void *x, void *y, const Turn &t, int64_t begin, int64_t end), (x, y, t, begin, end))
+
+// ---- feed-forward ----------------------------------------------------------------------------------------------------
+
+template <class T> INLINE void swiglu(const void *g, const void *u, void *y, int64_t begin, int64_t end) {
+#pragma omp simd
+    for (int64_t i = begin; i < end; i++) {
+        const float gate = load((const T *)g + i);
+        store((T *)y + i, gate * sigmoid(gate) * load((const T *)u + i));
+    }
+}
+
+template <class T>
+INLINE void swiglu_slopes(const void *g, const void *u, const void *dy, void *dg, void *du, int64_t begin,
+                          int64_t end) {
+#pragma omp simd
+    for (int64_t i = begin; i < end; i++) {
+        const float gate = load((const T *)g + i), up = load((const T *)u + i), slope = load((const T *)dy + i);
+        const float open = sigmoid(gate);
+        store((T *)dg + i, slope * up * open * (1.0f + gate * (1.0f - open)));
+        store((T *)du + i, slope * gate * open);
+    }
+}
+
+// gelu(x) by tanh is x σ(2 c (x + a x³)), because tanh(z) = 2 σ(2 z) − 1.
+constexpr float GELU_C = 2 * 0.7978845608f, GELU_A = 0.044715f;
+
+template <class T> INLINE void gelu(const void *x, void *y, int64_t begin, int64_t end) {
+#pragma omp simd
+    for (int64_t i = begin; i < end; i++) {
+        const float value = load((const T *)x + i);
+        store((T *)y + i, value * sigmoid(GELU_C * (value + GELU_A * value * value * value)));
+    }
+}
+
+template <class T> INLINE void gelu_slopes(const void *x, const void *dy, void *dx, int64_t begin, int64_t end) {
+#pragma omp simd
+    for (int64_t i = begin; i < end; i++) {
+        const float value = load((const T *)x + i), square = value * value;
+        const float open = sigmoid(GELU_C * (value + GELU_A * value * square));
+        const float inner = value * (1.0f - open) * GELU_C * (1.0f + 3 * GELU_A * square);
+        store((T *)dx + i, load((const T *)dy + i) * open * (1.0f + inner));
+    }
+}
+
+BOTH(swiglu, (const void *g, const void *u, void *y, int64_t begin, int64_t end), (g, u, y, begin, end))
+BOTH(swiglu_slopes, (const void *g, const void *u, const void *dy, void *dg, void *du, int64_t begin, int64_t end),
+     (g, u, dy, dg, du, begin, end))
+BOTH(gelu, (const void *x, void *y, int64_t begin, int64_t end), (x, y, begin, end))
+BOTH(gelu_slopes, (const void *x, const void *dy, void *dx, int64_t begin, int64_t end), (x, dy, dx, begin, end))
+
+// ---- normalization ---------------------------------------------------------------------------------------------------
+
+// From float32; y and its slopes are of the kind. inverses: 1 / √(mean(x²) + ε) of each row.
+template <class T>
+INLINE void norm(const float *x, const float *weight, void *y, float *inverses, int64_t width, float epsilon,
+                 int64_t begin, int64_t end) {
+    for (int64_t row = begin; row < end; row++) {
+        const float *const from = x + row * width;
+        float sum = 0;
+#pragma omp simd reduction(+ : sum)
+        for (int64_t i = 0; i < width; i++) sum += from[i] * from[i];
+        const float inverse = inverses[row] = 1.0f / std::sqrt(sum / float(width) + epsilon);
+        T *const into = (T *)y + row * width;
+#pragma omp simd
+        for (int64_t i = 0; i < width; i++) store(into + i, from[i] * inverse * weight[i]);
+    }
+}
+
+template <class T>
+INLINE void norm_slopes(const float *x, const float *weight, const float *inverses, const void *dy, float *dx,
+                        float *dweight, int64_t width, int64_t begin, int64_t end) {
+    for (int64_t row = begin; row < end; row++) {
+        const float *const from = x + row * width;
+        const T *const slope = (const T *)dy + row * width;
+        const float inverse = inverses[row];
+        float sum = 0;
+#pragma omp simd reduction(+ : sum)
+        for (int64_t i = 0; i < width; i++) sum += load(slope + i) * weight[i] * from[i];
+        const float share = sum * inverse * inverse / float(width);
+#pragma omp simd
+        for (int64_t i = 0; i < width; i++) {
+            const float one = load(slope + i);
+            dx[row * width + i] = inverse * (one * weight[i] - from[i] * share);
+            dweight[i] += one * from[i] * inverse;
+        }
+    }
+}
+
+BOTH(norm, (const float *x, const float *w, void *y, float *r, int64_t width, float eps, int64_t begin, int64_t end),
+     (x, w, y, r, width, eps, begin, end))
+BOTH(norm_slopes,
+     (const float *x, const float *w, const float *r, const void *dy, float *dx, float *dw, int64_t width,
+      int64_t begin, int64_t end),
+     (x, w, r, dy, dx, dw, width, begin, end))
+
+// ---- loss ------------------------------------------------------------------------------------------------------------
+
+// totals[n] = log Σ exp(scores[n]). Scores become the slopes of total − scores[n, target] + z · total², if wanted.
+template <class T>
+INLINE void entropy(void *scores, const int64_t *targets, float *totals, int64_t vocabulary, float z, bool slopes,
+                    int64_t begin, int64_t end) {
+    std::vector<float> room(vocabulary);
+    float *const values = room.data();
+    for (int64_t row = begin; row < end; row++) {
+        T *const at = (T *)scores + row * vocabulary;
+        int32_t highest = INT32_MIN;
+        float sum = 0;
+#pragma omp simd reduction(max : highest)
+        for (int64_t i = 0; i < vocabulary; i++) {
+            const int32_t order = ordered(load(at + i));
+            highest = order > highest ? order : highest;
+        }
+        const float most = unordered(highest);
+#pragma omp simd reduction(+ : sum)
+        for (int64_t i = 0; i < vocabulary; i++) {
+            values[i] = exponential(load(at + i) - most);
+            sum += values[i];
+        }
+        const float whole = most + std::log(sum);
+        totals[row] = whole;
+        if (!slopes) continue;
+        const float factor = (1.0f + 2 * z * whole) / sum;
+        const float right = values[targets[row]] * factor - 1.0f;
+#pragma omp simd
+        for (int64_t i = 0; i < vocabulary; i++) store(at + i, values[i] * factor);
+        store(at + targets[row], right);
+    }
+}
+
+BOTH(entropy,
+     (void *scores, const int64_t *targets, float *totals, int64_t vocabulary, float z, bool slopes, int64_t begin,
+      int64_t end),
+     (scores, targets, totals, vocabulary, z, slopes, begin, end))
+
+}  // namespace
+
+extern "C" {
+
+// scores [matrices, rows, keys] become weights. first [matrices / heads, tokens]: the first key that a query sees.
+// A row is a query, from `start` on, again and again every `block` rows: those of one group of heads after the other.
+void bloomery_softmax(int64_t kind, void *scores, const int64_t *first, int64_t matrices, int64_t heads, int64_t tokens,
+                      int64_t start, int64_t block, int64_t rows, int64_t keys, float scale, int64_t threads) {
+    const Sight sight{first, heads, tokens, start, block, rows, keys};
+    split(matrices, threads, [&](int64_t begin, int64_t end, int64_t) {
+        EITHER(kind, softmax, scores, sight, scale, begin, end);
+    });
+}
+
+// slopes of the weights become slopes of the scores, which stood before `scale`.
+void bloomery_softmax_slopes(int64_t kind, const void *weights, void *slopes, const int64_t *first, int64_t matrices,
+                             int64_t heads, int64_t tokens, int64_t start, int64_t block, int64_t rows, int64_t keys,
+                             float scale, int64_t threads) {
+    const Sight sight{first, heads, tokens, start, block, rows, keys};
+    split(matrices, threads, [&](int64_t begin, int64_t end, int64_t) {
+        EITHER(kind, softmax_slopes, weights, slopes, sight, scale, begin, end);
+    });
+}
+
+// strides: of x (batch, head, token), of y (the same), of cosine and sine (batch, token)
+void bloomery_turn(int64_t kind, const void *x, void *y, const float *cosine, const float *sine, int64_t batch,
+                   int64_t heads, int64_t tokens, int64_t width, const int64_t *strides, float sign, int64_t threads) {
+    const Turn t{heads,  tokens, width / 2,  {strides[0], strides[1], strides[2]}, {strides[3], strides[4], strides[5]},
+                 cosine, sine,   strides[6], strides[7],                           sign};
+    split(batch * heads * tokens, threads, [&](int64_t begin, int64_t end, int64_t) {
+        EITHER(kind, turn, x, y, t, begin, end);
+    });
+}
+
+void bloomery_swiglu(int64_t kind, const void *gate, const void *up, void *y, int64_t count, int64_t threads) {
+    split(count, threads, [&](int64_t begin, int64_t end, int64_t) { EITHER(kind, swiglu, gate, up, y, begin, end); });
+}
+
+void bloomery_swiglu_slopes(int64_t kind, const void *gate, const void *up, const void *dy, void *dgate, void *dup,
+                            int64_t count, int64_t threads) {
+    split(count, threads, [&](int64_t begin, int64_t end, int64_t) {
+        EITHER(kind, swiglu_slopes, gate, up, dy, dgate, dup, begin, end);
+    });
+}
+
+void bloomery_gelu(int64_t kind, const void *x, void *y, int64_t count, int64_t threads) {
+    split(count, threads, [&](int64_t begin, int64_t end, int64_t) { EITHER(kind, gelu, x, y, begin, end); });
+}
+
+void bloomery_gelu_slopes(int64_t kind, const void *x, const void *dy, void *dx, int64_t count, int64_t threads) {
+    split(count, threads, [&](int64_t begin, int64_t end, int64_t) { EITHER(kind, gelu_slopes, x, dy, dx, begin, end); });
+}
+
+void bloomery_norm(int64_t kind, const float *x, const float *weight, void *y, float *inverses, int64_t rows,
+                   int64_t width, float epsilon, int64_t threads) {
+    split(rows, threads, [&](int64_t begin, int64_t end, int64_t) {
+        EITHER(kind, norm, x, weight, y, inverses, width, epsilon, begin, end);
+    });
+}
+
+// dweights: [threads, width] of zeros; their sum over threads is the slope of the weights.
+void bloomery_norm_slopes(int64_t kind, const float *x, const float *weight, const float *inverses, const void *dy,
+                          float *dx, float *dweights, int64_t rows, int64_t width, int64_t threads) {
+    split(rows, threads, [&](int64_t begin, int64_t end, int64_t part) {
+        EITHER(kind, norm_slopes, x, weight, inverses, dy, dx, dweights + part * width, width, begin, end);
+    });
+}
+
+void bloomery_entropy(int64_t kind, void *scores, const int64_t *targets, float *totals, int64_t rows,
+                      int64_t vocabulary, float z, int64_t slopes, int64_t threads) {
+    split(rows, threads, [&](int64_t begin, int64_t end, int64_t) {
+        EITHER(kind, entropy, scores, targets, totals, vocabulary, z, slopes != 0, begin, end);
+    });
+}
+}

@@ -1,0 +1,184 @@
+"""The compiled operations equal lines of PyTorch, gradients too; without the library there is nothing to compare."""
+
+from collections.abc import Callable, Iterator, Sequence
+
+import pytest
+
+from bloomery.core import native
+from bloomery.model import kernels
+from bloomery.model.attention import causal_mask, softmax_attention
+from bloomery.model.layers import rotate, rotation
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 2**-7}
+"""Of the largest number: float32 sums in another order, bfloat16 is rounded once instead of at every step."""
+
+
+@pytest.fixture(autouse=True)
+def library() -> Iterator[None]:
+    if native.library(kernels.LIBRARY) is None:
+        pytest.skip(f"the library of training is not there: {native.state(kernels.LIBRARY)}")
+    torch.manual_seed(0)
+    threads = torch.get_num_threads()
+    yield
+    torch.set_num_threads(threads)
+
+
+def near(found: Tensor, expected: Tensor, dtype: torch.dtype) -> None:
+    assert found.shape == expected.shape
+    error = (found.detach().float() - expected.detach().float()).abs().max()
+    assert error <= TOLERANCE[dtype] * expected.detach().abs().max().clamp(min=1e-3)
+
+
+def compare(ours: Callable[..., Tensor], plain: Callable[..., Tensor], given: Sequence[Tensor]) -> None:
+    """Results and gradients, against the same computed in float32."""
+    dtype = given[0].dtype
+    exact = [one.detach().float().requires_grad_() for one in given]
+    given = [one.detach().requires_grad_() for one in given]
+    found, expected = ours(*given), plain(*exact)
+    near(found, expected, dtype)
+    slope = torch.randn_like(found)
+    for mine, theirs in zip(
+        torch.autograd.grad(found, given, slope), torch.autograd.grad(expected, exact, slope.float()), strict=True
+    ):
+        near(mine, theirs, dtype)
+
+
+@DTYPES
+@pytest.mark.parametrize("heads", [(4, 4), (4, 2), (6, 1)])
+@pytest.mark.parametrize("tokens", [1, 33, 300])
+def test_attention_sees_the_past_of_its_own_segment_only(
+    dtype: torch.dtype, heads: tuple[int, int], tokens: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(kernels.QUERIES_PER_BLOCK, dtype, 128)
+    segments = torch.randint(0, 4, (2, tokens)).sort(1).values
+    given = [torch.randn(2, tokens, n, 16).to(dtype).transpose(1, 2) for n in (heads[0], heads[1], heads[1])]
+    compare(
+        lambda q, k, v: kernels.causal_attention(q, k, v, kernels.first_seen(segments)),
+        lambda q, k, v: softmax_attention(q, k, v, causal_mask(segments)),
+        given,
+    )
+
+
+def test_values_may_be_wider_than_keys() -> None:
+    """As differential attention has them."""
+    segments = torch.zeros(2, 20, dtype=torch.long)
+    compare(
+        lambda q, k, v: kernels.causal_attention(q, k, v, kernels.first_seen(segments)),
+        lambda q, k, v: F.scaled_dot_product_attention(q, k, v, is_causal=True),
+        [torch.randn(2, 4, 20, width) for width in (16, 16, 32)],
+    )
+
+
+def test_a_window_ends_what_a_query_sees() -> None:
+    segments = torch.tensor([[0, 0, 0, 0, 0, 3, 3, 3]])
+    assert kernels.first_seen(segments).tolist() == [[0, 0, 0, 0, 0, 5, 5, 5]]
+    assert kernels.first_seen(segments, 2).tolist() == [[0, 0, 1, 2, 3, 5, 5, 6]]
+    places = torch.arange(8)
+    mask = causal_mask(segments) & (places[:, None] - places[None] < 2)
+    given = [torch.randn(1, 2, 8, 16) for _ in range(3)]
+    compare(
+        lambda q, k, v: kernels.causal_attention(q, k, v, kernels.first_seen(segments, 2)),
+        lambda q, k, v: softmax_attention(q, k, v, mask),
+        given,
+    )
+
+
+def test_scores_that_are_far_apart_do_not_overflow() -> None:
+    q, k, v = torch.randn(3, 1, 2, 40, 16) * 40
+    segments = torch.zeros(1, 40, dtype=torch.long)
+    found = kernels.causal_attention(q, k, v, kernels.first_seen(segments))
+    near(found, softmax_attention(q, k, v, causal_mask(segments)), torch.float32)
+
+
+@DTYPES
+@pytest.mark.parametrize("size", [1, 31, 700])
+def test_activations_equal_their_formulas(dtype: torch.dtype, size: int) -> None:
+    given = [(torch.randn(3, size) * 6).to(dtype) for _ in range(2)]
+    compare(kernels.swiglu, lambda gate, up: F.silu(gate) * up, given)
+    compare(kernels.gelu_tanh, lambda x: F.gelu(x, approximate="tanh"), given[:1])
+
+
+def test_activations_of_very_large_numbers_are_finite() -> None:
+    x = torch.tensor([-1e30, -200.0, 0.0, 200.0, 1e10])
+    assert kernels.gelu_tanh(x[1:]).tolist() == pytest.approx([0.0, 0.0, 200.0, 1e10], abs=1e-6)
+    assert kernels.swiglu(x[1:], torch.ones(4)).tolist() == pytest.approx([0.0, 0.0, 200.0, 1e10], abs=1e-6)
+
+
+@DTYPES
+def test_a_norm_equals_that_of_torch_and_is_rounded_once(dtype: torch.dtype) -> None:
+    x, weight = torch.randn(3, 5, 70) * 3, torch.rand(70) + 0.5
+    given = [x.requires_grad_(), weight.requires_grad_()]
+    found, expected = kernels.rms_norm(x, weight, 1e-5, dtype), F.rms_norm(x, (70,), weight, 1e-5)
+    assert found.dtype == dtype
+    near(found, expected, dtype)
+    slope = torch.randn(x.shape).to(dtype)
+    mine, theirs = (torch.autograd.grad(y, given, slope.to(y.dtype)) for y in (found, expected))
+    for a, b in zip(mine, theirs, strict=True):
+        near(a, b, torch.float32)
+
+
+@DTYPES
+def test_turning_by_position_equals_the_formula(dtype: torch.dtype) -> None:
+    turn = rotation(torch.randint(0, 500, (2, 9)), 16, 10_000.0)
+    x = torch.randn(2, 9, 3, 16).to(dtype).transpose(1, 2)
+    compare(lambda x: kernels.rotate(x, *turn), lambda x: rotate(x, turn), [x])
+    cosine, sine = (one[:1] for one in turn)
+    both = cosine.expand(2, 1, 9, 16), sine.expand(2, 1, 9, 16)
+    compare(lambda x: kernels.rotate(x, cosine, sine), lambda x: rotate(x, both), [x])
+
+
+@DTYPES
+@pytest.mark.parametrize("z_loss", [0.0, 0.1])
+def test_cross_entropy_and_its_slopes_equal_those_of_torch(dtype: torch.dtype, z_loss: float) -> None:
+    scores, targets = (torch.randn(7, 501) * 5).to(dtype), torch.randint(0, 501, (7,))
+    exact = scores.float().requires_grad_()
+    z = exact.logsumexp(1)
+    loss = F.cross_entropy(exact, targets, reduction="sum") + z_loss * z.square().sum()
+    (slopes,) = torch.autograd.grad(loss, exact)
+    untouched = scores.clone()
+    near(kernels.cross_entropy_(scores, targets, z_loss=z_loss, slopes=False), z, torch.float32)
+    assert torch.equal(scores, untouched)
+    near(kernels.cross_entropy_(scores, targets, z_loss=z_loss), z, torch.float32)
+    near(scores, slopes, dtype)
+
+
+def test_what_is_not_finite_stays_so() -> None:
+    """The guard of the loop has to see it."""
+    for bad in (float("nan"), float("inf")):
+        scores = torch.zeros(2, 64)
+        scores[1, 5] = bad
+        losses = kernels.cross_entropy_(scores, torch.tensor([0, 1]))
+        assert losses.isfinite().tolist() == [True, False]
+        x = torch.ones(1, 1, 40, 16)
+        x[0, 0, 3] = bad
+        first = torch.zeros(1, 40, dtype=torch.long)
+        assert not kernels.causal_attention(x, x, x, first)[0, 0, 5:].isfinite().any()
+        assert not kernels.swiglu(x, x).isfinite().all()
+        assert not kernels.gelu_tanh(x).isfinite().all()
+
+
+@pytest.mark.parametrize("threads", [1, 2, 3])
+def test_results_do_not_depend_on_threads(threads: int) -> None:
+    q, k, v = (torch.randn(2, 4, 50, 16, requires_grad=True) for _ in range(3))
+    first = torch.zeros(2, 50, dtype=torch.long)
+    results = []
+    for count in (1, threads):
+        torch.set_num_threads(count)
+        y = kernels.swiglu(kernels.causal_attention(q, k, v, first), q)
+        results.append([y, *torch.autograd.grad(y.sum(), (q, k, v))])
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+
+
+def test_it_is_ready_for_tensors_of_one_known_format(monkeypatch: pytest.MonkeyPatch) -> None:
+    x = torch.zeros(3)
+    assert kernels.ready(x, x)
+    assert kernels.ready(x.bfloat16())
+    assert not kernels.ready(x.half())
+    assert not kernels.ready(x, x.bfloat16())
+    monkeypatch.setenv(native.SWITCH, "0")
+    assert not kernels.ready(x)

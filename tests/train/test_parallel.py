@@ -1,0 +1,126 @@
+import json
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from bloomery.core.log import read_metrics
+from bloomery.hw.dist import World
+from bloomery.model.transformer import Transformer
+from bloomery.train import exactness, launch, parallel
+from bloomery.weights import checkpoint
+from tests.model.made import SHAPES, VOCAB_SIZE, lively
+from tests.train.made import write_samples
+
+import safetensors.torch
+import torch
+
+ADAMW = {"kind": "adamw", "learning_rate": 0.003}
+MUON = {"kind": "muon", "matrix_learning_rate": 0.005}
+STEPS = 9
+
+
+@pytest.fixture(scope="module")
+def shards(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("shards")
+    write_samples(folder)
+    return folder
+
+
+def run(shards: Path, out: Path, ranks: int, **settings: Any) -> dict[str, Any]:
+    """A session on this many ranks."""
+    task = {"shards": str(shards), "out": str(out), "settings": settings}
+    return launch.run("tests.train.made:trained", task, ranks)
+
+
+def losses(out: Path) -> list[float]:
+    return [line["loss"] for line in read_metrics(out / "metrics.jsonl") if "loss" in line]
+
+
+def weights(out: Path) -> dict[str, torch.Tensor]:
+    return safetensors.torch.load_file(out / "model" / "model.safetensors")
+
+
+def furthest(one: Path, other: Path) -> float:
+    """The largest difference between any two weights."""
+    a, b = weights(one), weights(other)
+    assert a.keys() == b.keys()
+    return max(float((a[name] - b[name]).abs().max()) for name in a)
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "ranks"),
+    [(MUON, 2), pytest.param(ADAMW, 2, marks=pytest.mark.slow), pytest.param(MUON, 3, marks=pytest.mark.slow)],
+)
+def test_several_ranks_are_one(shards: Path, tmp_path: Path, optimizer: dict[str, Any], ranks: int) -> None:
+    """Also where rows do not divide evenly, and where each rank has several micro-batches."""
+    for name, number in (("one", 1), ("more", ranks)):
+        stats = run(shards, tmp_path / name, number, optimizer=optimizer, evaluate_every=5, micro_batch_tokens=16)
+        assert stats["steps"] == STEPS
+    assert losses(tmp_path / "more") == pytest.approx(losses(tmp_path / "one"), abs=1e-6)
+    assert furthest(tmp_path / "one", tmp_path / "more") < 1e-6
+    environment = json.loads((tmp_path / "more" / "checkpoints" / f"{STEPS:09d}" / "environment.json").read_text())
+    assert environment["ranks"] == ranks
+
+
+def summed(task: dict[str, Any], world: World) -> dict[str, Any]:
+    """The sum of gradients of which some ranks have none, in buckets that hold one or two of them."""
+    parallel.BUCKET_NUMBERS = 10
+    model = torch.nn.ModuleList([torch.nn.Linear(3, 2), torch.nn.Linear(2, 2), torch.nn.Linear(1, 1)])
+    for place, weight in enumerate(model.parameters()):
+        if place < 4 and place % 2 == world.rank:
+            weight.grad = torch.full_like(weight, place + 1.0)
+    if world.rank == 0:
+        first = next(model.parameters())
+        first.grad = torch.ones_like(first)
+    parallel.sum_gradients(model, world)
+    return {"found": [None if w.grad is None else w.grad.flatten().tolist() for w in model.parameters()]}
+
+
+def test_gradients_that_only_some_ranks_have_are_added_and_what_none_has_stays_without() -> None:
+    found = launch.run("tests.train.test_parallel:summed", {}, ranks=2)["found"]
+    assert found == [[1.0] * 6, [2.0] * 2, [3.0] * 4, [4.0] * 2, None, None]
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_a_copy_has_the_weights_of_its_moment(shape: Any) -> None:
+    model = lively(shape)
+    twin = parallel.copy_of(model)
+    before = {name: weight.clone() for name, weight in model.state_dict().items()}
+    with torch.no_grad():
+        for weight in model.parameters():
+            weight.add_(1.0)
+    after = twin.state_dict()
+    assert before.keys() == after.keys()
+    assert all(torch.equal(before[name], after[name]) for name in before)
+    assert isinstance(twin, Transformer)
+    assert twin.vocab_size == VOCAB_SIZE
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("before", [1, 2])
+@pytest.mark.parametrize("after", [1, 2, 3])
+def test_a_run_goes_on_with_another_number_of_ranks(
+    shards: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], before: int, after: int
+) -> None:
+    """Within rounding; and bit for bit with the same number."""
+    run(shards, tmp_path / "whole", before, optimizer=MUON, keep_checkpoints=20)
+    run(shards, tmp_path / "stopped", before, optimizer=MUON, keep_checkpoints=20)
+    saved = sorted((tmp_path / "stopped" / "checkpoints").iterdir())
+    for folder in saved[random.Random(after).randint(2, 6) :]:
+        checkpoint._remove(folder)
+    capsys.readouterr()
+    run(shards, tmp_path / "stopped", after, optimizer=MUON, keep_checkpoints=20)
+    assert losses(tmp_path / "stopped") == pytest.approx(losses(tmp_path / "whole"), abs=1e-6)
+    assert furthest(tmp_path / "stopped", tmp_path / "whole") < 1e-6
+    if before == after:
+        assert furthest(tmp_path / "stopped", tmp_path / "whole") == 0.0
+
+
+def test_what_bits_depend_on_is_compared() -> None:
+    before = {"threads": 2, "torch": "2.11.0", "gone": 1}
+    now = {"threads": 1, "torch": "2.11.0", "new": "x"}
+    assert exactness.differences(before, now) == ["threads was 2 and is 1", "new was None and is x"]
+    assert exactness.differences({}, now) == []
+    assert exactness.differences(now, now) == []
