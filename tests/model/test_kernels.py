@@ -6,8 +6,10 @@ import pytest
 
 from bloomery.core import native
 from bloomery.model import kernels
-from bloomery.model.attention import causal_mask, softmax_attention
-from bloomery.model.layers import rotate, rotation
+from bloomery.model.attend import softmax_attention
+from bloomery.model.config import ModelConfig
+from bloomery.model.positions import rotate, rotation
+from bloomery.model.sight import Sight
 
 import torch
 import torch.nn.functional as F
@@ -48,6 +50,12 @@ def compare(ours: Callable[..., Tensor], plain: Callable[..., Tensor], given: Se
         near(mine, theirs, dtype)
 
 
+def sight(segments: Tensor, window: int | None = None) -> Sight:
+    """What tokens of these segments see."""
+    tokens = segments.shape[1]
+    return Sight(tokens, tokens, segments.device, window=window, segments=segments)
+
+
 @DTYPES
 @pytest.mark.parametrize("heads", [(4, 4), (4, 2), (6, 1)])
 @pytest.mark.parametrize("tokens", [1, 33, 300])
@@ -59,7 +67,7 @@ def test_attention_sees_the_past_of_its_own_segment_only(
     given = [torch.randn(2, tokens, n, 16).to(dtype).transpose(1, 2) for n in (heads[0], heads[1], heads[1])]
     compare(
         lambda q, k, v: kernels.causal_attention(q, k, v, kernels.first_seen(segments)),
-        lambda q, k, v: softmax_attention(q, k, v, causal_mask(segments)),
+        lambda q, k, v: softmax_attention(q, k, v, sight(segments)),
         given,
     )
 
@@ -78,12 +86,10 @@ def test_a_window_ends_what_a_query_sees() -> None:
     segments = torch.tensor([[0, 0, 0, 0, 0, 3, 3, 3]])
     assert kernels.first_seen(segments).tolist() == [[0, 0, 0, 0, 0, 5, 5, 5]]
     assert kernels.first_seen(segments, 2).tolist() == [[0, 0, 1, 2, 3, 5, 5, 6]]
-    places = torch.arange(8)
-    mask = causal_mask(segments) & (places[:, None] - places[None] < 2)
     given = [torch.randn(1, 2, 8, 16) for _ in range(3)]
     compare(
         lambda q, k, v: kernels.causal_attention(q, k, v, kernels.first_seen(segments, 2)),
-        lambda q, k, v: softmax_attention(q, k, v, mask),
+        lambda q, k, v: softmax_attention(q, k, v, sight(segments, 2)),
         given,
     )
 
@@ -92,7 +98,7 @@ def test_scores_that_are_far_apart_do_not_overflow() -> None:
     q, k, v = torch.randn(3, 1, 2, 40, 16) * 40
     segments = torch.zeros(1, 40, dtype=torch.long)
     found = kernels.causal_attention(q, k, v, kernels.first_seen(segments))
-    near(found, softmax_attention(q, k, v, causal_mask(segments)), torch.float32)
+    near(found, softmax_attention(q, k, v, sight(segments)), torch.float32)
 
 
 @DTYPES
@@ -124,7 +130,7 @@ def test_a_norm_equals_that_of_torch_and_is_rounded_once(dtype: torch.dtype) -> 
 
 @DTYPES
 def test_turning_by_position_equals_the_formula(dtype: torch.dtype) -> None:
-    turn = rotation(torch.randint(0, 500, (2, 9)), 16, 10_000.0)
+    turn = rotation(torch.randint(0, 500, (2, 9)), ModelConfig(width=16, num_heads=1, num_kv_heads=1))
     x = torch.randn(2, 9, 3, 16).to(dtype).transpose(1, 2)
     compare(lambda x: kernels.rotate(x, *turn), lambda x: rotate(x, turn), [x])
     cosine, sine = (one[:1] for one in turn)
