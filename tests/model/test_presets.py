@@ -1,5 +1,7 @@
 """The numbers of parameters that others have published or compute, for every preset."""
 
+import re
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -47,6 +49,13 @@ def test_a_preset_has_exactly_the_parameters_of_what_it_is_named_after(name: str
     assert found == EXACT[name]
     with torch.device("meta"):
         assert weights(Transformer(shape(name), PRESETS[name].vocab_size)) == found
+
+
+def test_the_page_about_models_tells_the_numbers_of_every_preset() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "model.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\| `(\S+)` \| ([\d,]+) \| ([\d,]+) \| ([\d,]+) \|", page, re.MULTILINE)
+    told = {name: tuple(int(number.replace(",", "")) for number in numbers) for name, *numbers in rows}
+    assert told == {name: (EXACT[name], one.vocab_size, shape(name).context) for name, one in PRESETS.items()}
 
 
 @pytest.mark.parametrize("name", [name for name in PRESETS if name.startswith(("llama", "plasma", "gpt2"))])

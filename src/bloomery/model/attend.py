@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, and_masks, create_block_mask, flex_attention
 
-CHUNK_QUERIES = 256
+CHUNK_QUERIES = 128
 """On processors. A chunk is multiplied with keys that it may see: half of a long causal square is never made."""
 FLEX_TOKENS = 1024
 """From this length on, a kernel made for the mask is worth its compilation."""
@@ -78,28 +78,71 @@ def processor_attention(q: Queries, k: Keys, v: Values, sight: Sight) -> Attende
     On CPUs in bfloat16 it trains several times faster than PyTorch's, whose backward is slow there.
     """
     B, H, T, E = q.shape
-    K, group = k.shape[1], H // k.shape[1]
-    q, k, v = q * E**-0.5, k.to(q.dtype), v.to(q.dtype)
-    alone = T == 1 and sight.segments is None and sight.allowed is None  # it sees all that it is multiplied with
-    bias = None if alone else sight.bias(q.dtype)
-    slopes = None if sight.slopes is None else -sight.slopes.to(q.dtype)[:, None, None]
-    size = T if T < 2 * CHUNK_QUERIES else CHUNK_QUERIES
+    K, S, wide = k.shape[1], k.shape[2], v.shape[3]
+    rows = (q * E**-0.5).reshape(B * K, H // K, T, E)
+    keys, values = k.to(q.dtype).reshape(B * K, S, E), v.to(q.dtype).reshape(B * K, S, wide)
+    if T >= 2 * CHUNK_QUERIES or (sight.window or S) < S:
+        y: Tensor = _Chunks.apply(rows, keys, values, sight, B)  # type: ignore[no-untyped-call]
+        return y.view(B, H, T, wide)
+    scores = torch.bmm(rows.reshape(B * K, -1, E), keys.transpose(1, 2)).view(B, H, T, S)
+    weights = torch.softmax(_limited(scores, sight, slice(None), slice(None)), dim=-1)
+    return torch.bmm(weights.view(B * K, -1, S), values).view(B, H, T, wide)
+
+
+def _limited(scores: Float[Tensor, "B H t s"], sight: Sight, rows: slice, seen: slice) -> Float[Tensor, "B H t s"]:
+    """Scores of some queries and keys, in place, with what ALiBi takes away and −∞ where they may not look."""
+    if sight.slopes is not None:
+        scores.addcmul_(-sight.slopes.to(scores.dtype)[:, None, None], sight.distance(scores.dtype)[rows, seen])
+    if sight.num_queries > 1 or sight.segments is not None or sight.allowed is not None:  # else it sees all of them
+        scores.add_(sight.bias(scores.dtype)[:, :, rows, seen])
+    return scores
+
+
+class _Chunks(torch.autograd.Function):
+    """
+    The same for a chunk of queries at a time, with those keys that some of the chunk may see.
+
+    G = B·K, n = H / K. Written with its gradients, because those of slices would fill whole tensors with zeros.
+    """
+
+    @staticmethod
+    def forward(context: Any, q: Tensor, k: Tensor, v: Tensor, sight: Sight, num_rows: int) -> Tensor:
+        G, n, T, E = q.shape
+        y, kept = q.new_empty(G, n, T, v.shape[2]), []
+        for rows, seen in _chunks(sight):
+            scores = torch.bmm(q[:, :, rows].reshape(G, -1, E), k[:, seen].transpose(1, 2))
+            limited = _limited(scores.view(num_rows, -1, rows.stop - rows.start, scores.shape[2]), sight, rows, seen)
+            weights = torch.softmax(limited, dim=-1).view(scores.shape)
+            y[:, :, rows] = torch.bmm(weights, v[:, seen]).view(G, n, -1, v.shape[2])
+            if any(context.needs_input_grad):
+                kept.append(weights)
+        context.save_for_backward(q, k, v, *kept)
+        context.sight = sight
+        return y
+
+    @staticmethod
+    def backward(context: Any, *upstream: Tensor) -> tuple[Tensor, Tensor, Tensor, None, None]:
+        q, k, v, *kept = context.saved_tensors
+        G, n, _, E = q.shape
+        grad_q, (grad_k, grad_v) = torch.empty_like(q), (torch.zeros(x.shape, device=x.device) for x in (k, v))
+        for (rows, seen), weights in zip(_chunks(context.sight), kept, strict=True):
+            slope = upstream[0][:, :, rows].reshape(G, -1, v.shape[2])
+            grad_v[:, seen] += torch.bmm(weights.transpose(1, 2), slope)
+            slope = torch.bmm(slope, v[:, seen].transpose(1, 2))
+            slope = torch._softmax_backward_data(slope, weights, -1, weights.dtype)
+            grad_q[:, :, rows] = torch.bmm(slope, k[:, seen]).view(G, n, -1, E)
+            grad_k[:, seen] += torch.bmm(slope.transpose(1, 2), q[:, :, rows].reshape(G, -1, E))
+        return grad_q, grad_k.to(k.dtype), grad_v.to(v.dtype), None, None
+
+
+def _chunks(sight: Sight) -> list[tuple[slice, slice]]:
+    """Places of queries, and of the keys between the first and the last that one of them may see."""
     found = []
-    for begin in range(0, T, size):
-        end = min(begin + size, T)
-        last = sight.offset + end
-        first = max(0, last - (end - begin) - sight.window + 1) if sight.window else 0
-        seen, width = slice(first, last), last - first
-        rows = q[:, :, begin:end].reshape(B * K, group * (end - begin), E)
-        scores = torch.bmm(rows, k[:, :, seen].reshape(B * K, width, E).transpose(1, 2)).view(B, H, end - begin, width)
-        if slopes is not None:
-            scores.addcmul_(slopes, sight.distance(q.dtype)[begin:end, seen])
-        if bias is not None:
-            scores.add_(bias[:, :, begin:end, seen])
-        weights = torch.softmax(scores, dim=-1).view(B * K, group * (end - begin), width)
-        y = torch.bmm(weights, v[:, :, seen].reshape(B * K, width, -1))
-        found.append(y.view(B, H, end - begin, -1))
-    return found[0] if len(found) == 1 else torch.cat(found, dim=2)
+    for begin in range(0, sight.num_queries, CHUNK_QUERIES):
+        end = min(begin + CHUNK_QUERIES, sight.num_queries)
+        first = 0 if sight.window is None else max(0, sight.offset + begin - sight.window + 1)
+        found.append((slice(begin, end), slice(first, sight.offset + end)))
+    return found
 
 
 def flexible_attention(q: Queries, k: Keys, v: Values, sight: Sight, flex: Any = flex_attention) -> Attended:
