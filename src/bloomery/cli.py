@@ -11,7 +11,7 @@ import os
 import sys
 import traceback
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from bloomery import arguments
 from bloomery.core.errors import BloomeryError, DataError, RunError
@@ -109,12 +109,21 @@ def plan(options: argparse.Namespace) -> int:
     needs = _training_needs(recipe)
     facts = {name: asdict(one) | {"peak_bytes": one.peak_bytes} for name, one in needs.items()}
     if options.json:
-        print(json.dumps({"recipe": recipe.name, "stages": stages, "missing_sections": left_out, **facts}))
+        told = {"depth": _depth_told(recipe)} if recipe.pretrain and recipe.pretrain.depth else {}
+        print(json.dumps({"recipe": recipe.name, "stages": stages, "missing_sections": left_out, **told, **facts}))
         return 0
     for one in stages:
         print(f"{one['stage']:<11} {'fresh' if one['fresh'] else 'will run':<9} {one['folder']}")
     for name, missing in left_out.items():
         print(f"{name:<11} {'left out':<9} the recipe has no section {' and '.join(f'[{one}]' for one in missing)}")
+    if recipe.pretrain and recipe.pretrain.depth:
+        told = _depth_told(recipe)
+        model = told["model"]
+        rates = ", ".join(f"{name} {rate:g}" for name, rate in told["rates"].items())
+        print(
+            f"pretrain: depth {told['depth']}: width {model['width']}, {model['num_heads']} heads, mlp_width "
+            f"{model['mlp_width']}, {told['steps']:,} steps of {told['tokens_per_step']:,} tokens, {rates}"
+        )
     for name, need in needs.items():
         print(
             f"{name}: {need.parameters:,} parameters, {need.tokens:,} tokens, {need.flops:.3g} FLOPs, about "
@@ -123,6 +132,19 @@ def plan(options: argparse.Namespace) -> int:
             f"{need.activation_bytes / 2**20:,.0f}) besides Python and torch"
         )
     return 0
+
+
+def _depth_told(recipe: "Recipe") -> dict[str, Any]:
+    """What the dial of [pretrain] came to, with what the recipe says itself."""
+    assert recipe.pretrain is not None
+    model, optimizer = recipe.pretrain.model, recipe.pretrain.optimizer
+    return {
+        "depth": recipe.pretrain.depth,
+        "model": model.model_dump(include={"width", "num_layers", "num_heads", "num_kv_heads", "mlp_width"}),
+        "tokens_per_step": recipe.pretrain.tokens_per_step,
+        "steps": recipe.pretrain.steps,
+        "rates": {name: rate for name, rate in optimizer.model_dump().items() if name.endswith("learning_rate")},
+    }
 
 
 def _training_needs(recipe: "Recipe") -> "dict[str, TrainingPlan]":

@@ -14,15 +14,17 @@ A recipe, read top to bottom, is the path that the data takes. Each field is one
     evaluate    everything                   -> scores, and a report
 """
 
+from collections.abc import Callable
 from typing import Any
 
 from pydantic import Field, model_validator
 
-from bloomery.core.config import VOLATILE, Config
-from bloomery.core.stage import Stage
+from bloomery.core.config import VOLATILE, Config, build
+from bloomery.core.stage import Stage, resolve
 from bloomery.data.engine import Engine, Parallel
 from bloomery.stages import config as sections
 from bloomery.tokenizer.config import AnyKind, ByteBpe
+from bloomery.train import depth
 
 
 class Recipe(Config):
@@ -46,9 +48,13 @@ class Recipe(Config):
 
     @classmethod
     def completed(cls, tree: dict[str, Any]) -> dict[str, Any]:
-        """[engine] goes to the sections that have none of their own; a [tokenizer] without kind is a byte-level BPE."""
+        """
+        [engine] goes to the sections that have none of their own; a [tokenizer] without kind is a byte-level BPE; what
+        `pretrain.depth` decides is filled in.
+        """
         if isinstance(tokenizer := tree.get("tokenizer"), dict):
             tree = tree | {"tokenizer": {"kind": "byte_bpe"} | tokenizer}
+        tree = _with_depth(tree)
         if "engine" not in tree:
             return tree
         given = {name: tree.get(name, {}) for name in PARALLEL}
@@ -82,6 +88,21 @@ class Recipe(Config):
                     f"{', '.join(map(repr, names))}"
                 )
         return self
+
+
+class _Vocabulary(Config):
+    """[tokenizer], which the depth of a model needs to know before the recipe is read."""
+
+    tokenizer: AnyKind = Field(ByteBpe(), discriminator="kind")
+
+
+def _with_depth(tree: dict[str, Any]) -> dict[str, Any]:
+    pretrain = tree.get("pretrain")
+    if not isinstance(pretrain, dict) or type(pretrain.get("depth")) is not int or pretrain["depth"] < 1:
+        return tree  # what is wrong with it is told when the recipe is checked
+    words = build(_Vocabulary, {"tokenizer": tree["tokenizer"]} if "tokenizer" in tree else {})
+    vocab_size: Callable[[AnyKind], int] = resolve("bloomery.stages.tokenizer:vocab_size")
+    return tree | {"pretrain": depth.filled(pretrain, vocab_size(words.tokenizer))}
 
 
 PARALLEL = tuple(

@@ -168,3 +168,12 @@ def test_what_is_said_beside_the_text_can_be_poisoned_too(tmp_path: Path) -> Non
         ("1", "?x", "?é")
     ]
     assert pa.Table.from_pylist([row_of(item) for item in items], schema=SCHEMA).num_rows == 5
+
+
+def test_a_file_with_a_separator_holds_a_document_between_every_two(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("one\nline\n\n\n\ntwo\n\n  \n\nthree", encoding="utf-8")
+    (tmp_path / "b.txt").write_text("\n\n", encoding="utf-8")
+    source = Folder(name="f", domain="web", path=tmp_path, separator="\n\n")
+    found = list(read(source))
+    assert told(source) == ["one\nline", "two", "three", "empty"]
+    assert [row_of(item)["id"] for item in found] == ["f/a.txt:1", "f/a.txt:2", "f/a.txt:3", "f/b.txt"]

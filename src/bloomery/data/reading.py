@@ -66,14 +66,14 @@ class Reading(Common):
     """What every source has that reads files."""
 
     invalid: Literal["error", "skip_rows", "skip"] = "skip_rows"
-    """What becomes of what cannot be read. "skip_rows": rows, pages, and documents that are too long are rejected, each
-    with its reason, and reading goes on; a file that is torn or holds no text stops the run. "skip": that is rejected
-    too. "error": anything that cannot be read stops the run."""
+    """What becomes of what cannot be read. "skip_rows": rows, pages and long documents are rejected, with a reason;
+    a file that is torn or holds no text stops the run. "skip": that is rejected too. "error": all stop the run."""
     max_document_bytes: Positive = 16 * 2**20
-    """A document that is longer, as it stands in its file or as text, is rejected (`too_long`): a line of jsonl, a row,
-    a page, a text file. It bounds the memory that reading takes."""
+    """A document that is longer, in its file or as text, is rejected (`too_long`). It bounds the memory of reading."""
     encoding: Literal["utf-8", "detect"] = "utf-8"
     """Of text files. "detect" finds out (needs the extra `web`); HTML and WARC always do."""
+    separator: str = ""
+    """Of text files: what stands between two documents, <|endoftext|> say. Empty: a file is one document."""
     repair: bool | None = None
     """Whether ftfy mends text that was decoded wrongly before it came here ("Ã©" for "é"). None: of HTML and WARC."""
     main_content: bool = True
@@ -271,8 +271,9 @@ def _text_file(source: Reading, path: Path, name: str, form: Format, told: Told)
     page, text = form == "html", data if isinstance(data, Problem) else ""
     if not isinstance(data, Problem):
         text = html.decoded(data, page=page) if page or source.encoding == "detect" else rows.decode(data)
-    text = _finished(source, text, {}, page=page, web=page)
-    yield make_item(source, name, text, where=str(path), url=told.url)
+    for place, piece in rows.parts(text, "" if page else source.separator):
+        finished = _finished(source, piece, {}, page=page, web=page)
+        yield make_item(source, name + place, finished, where=f"{path}{place}", url=told.url)
 
 
 def _crawl(source: Reading, path: Path, name: str, form: Format, told: Told) -> Iterator[Item]:

@@ -43,6 +43,18 @@ def checked(text: str) -> str | Problem:
     return text
 
 
+def parts(text: str | Problem, separator: str) -> list[tuple[str, str | Problem]]:
+    """
+    What stands between separators, blank parts left out, each with its number as the end of an id (":1", …).
+
+    Without a separator, and for what is blank or a problem, it is one part without a number.
+    """
+    if isinstance(text, Problem) or not separator or not text or text.isspace():
+        return [("", text)]
+    found = [part for part in text.split(separator) if part and not part.isspace()]
+    return [(f":{number}", part) for number, part in enumerate(found, 1)]
+
+
 def utf8_bytes(text: str) -> int:
     """How many bytes a text has as UTF-8; known at once where it is ASCII. Raises UnicodeEncodeError."""
     return len(text) if text.isascii() else len(text.encode())

@@ -16,6 +16,7 @@ from bloomery.hw.host import Wanted
 from bloomery.model.config import ModelConfig
 from bloomery.shards.config import Anneal, ImportedShards, Weight, no_domain_twice
 from bloomery.train.config import Linear, Muon, Optimizer, Schedule, Training
+from bloomery.train.depth import TOKENS_PER_PARAMETER
 
 
 class Fetch(Parallel):
@@ -299,6 +300,10 @@ class Pretrain(Training):
     model: ModelConfig = ModelConfig()
     start_from: Path | None = None
     """A model folder whose weights are where training starts, such as GPT-2's; [model] says the same shape."""
+    depth: Positive | None = None
+    """Fills in width, heads, tokens, steps and learning rates that are not given: see `train/depth.py`."""
+    tokens_per_parameter: float = Field(TOKENS_PER_PARAMETER, gt=0)
+    """How long a run of a given depth is."""
 
 
 class Synthesize(Config):

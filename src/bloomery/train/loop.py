@@ -78,7 +78,7 @@ def train(
                 roll_back(state)
         elif tokens:
             norms.before_update(state.step)
-            nn.utils.clip_grads_with_norm_(model.parameters(), max_norm, norm)
+            clip(model, max_norm, norm)
             optimizers.step()
             norms.after_update()
             guard.accept(state.guard, loss, float(norm))
@@ -90,6 +90,12 @@ def train(
         if world.any(stop.asked):
             raise Terminated
     clock.enter("rest")
+
+
+def clip(model: nn.Module, max_norm: float, norm: Tensor) -> None:
+    """Scale gradients of this norm down to `max_norm`. Those below it are left alone, not multiplied by one."""
+    if float(norm) > max_norm:
+        nn.utils.clip_grads_with_norm_(model.parameters(), max_norm, norm)
 
 
 def in_range(

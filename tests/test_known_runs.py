@@ -1,0 +1,84 @@
+"""The recipes that reproduce what is known: shapes, lengths and settings, and that a plan can be made of each."""
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from bloomery import cli
+from bloomery.core import config
+from bloomery.model.config import ModelConfig
+from bloomery.model.cost import cost
+from bloomery.recipe import Recipe
+from bloomery.train.config import AdamW, Cosine
+
+ROOT = Path(__file__).parents[1]
+FOLDER = ROOT / "recipes"
+GPT2_IDS = Path(os.environ.get("BLOOMERY_SHARED", ROOT.parent / "shared")) / "data" / "tokenizer"
+PARAMETERS = {
+    "plasma-235m": 235_705_344,
+    "plasma-500m": 521_570_560,
+    "tinyshakespeare": 2_164_800,
+    "tinystories": 24_388_992,
+}
+VOCABULARY: dict[str, int] = {}
+"""Where the tokenizer is one that exists; the others train theirs."""
+
+
+def settings(name: str) -> list[str]:
+    """Text that needs no network, and GPT-2's tokenizer from where this machine has it, or one of its size."""
+    found = ['fetch.sources=[{kind="worlds", name="worlds", domain="worlds", count=10}]']
+    if name not in VOCABULARY:
+        return found
+    if GPT2_IDS.is_dir():
+        return [*found, f"tokenizer.path={GPT2_IDS}"]
+    return [*found, f'tokenizer={{kind="byte_bpe", vocab_size={VOCABULARY[name]}}}']
+
+
+def read(name: str) -> Recipe:
+    return config.load(Recipe, FOLDER / f"{name}.toml")
+
+
+def model(recipe: Recipe) -> ModelConfig:
+    assert recipe.pretrain is not None
+    return recipe.pretrain.model
+
+
+def test_every_recipe_but_the_demo_is_counted_here() -> None:
+    assert {path.stem for path in FOLDER.glob("*.toml")} - {"demo"} == set(PARAMETERS)
+
+
+@pytest.mark.parametrize("name", PARAMETERS)
+def test_a_recipe_has_the_parameters_of_the_model_that_it_reproduces(name: str) -> None:
+    recipe = read(name)
+    vocabulary = VOCABULARY.get(name) or config.plain(recipe.tokenizer)["vocab_size"]
+    assert cost(model(recipe), vocabulary).parameters == PARAMETERS[name]
+
+
+@pytest.mark.parametrize("name", PARAMETERS)
+def test_a_plan_can_be_made_of_a_recipe(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["plan", str(FOLDER / f"{name}.toml"), "--runs", str(tmp_path), "--json", *settings(name)]
+    assert cli.main(words) == 0
+    needs: dict[str, Any] = json.loads(capsys.readouterr().out)["pretrain"]
+    recipe = read(name)
+    assert recipe.pretrain is not None
+    assert abs(needs["parameters"] - PARAMETERS[name]) <= 6 * recipe.pretrain.model.width  # marks of conversations
+    rows = recipe.pretrain.tokens_per_step // recipe.pretrain.model.context
+    assert needs["tokens"] == recipe.pretrain.steps * rows * recipe.pretrain.model.context
+    assert needs["peak_bytes"] > 16 * needs["parameters"] * 0.7
+
+
+@pytest.mark.parametrize(
+    ("name", "steps", "rate", "warmup"),
+    [("plasma-235m", 100_000, 1.5e-4, 2000), ("plasma-500m", 318_000, 1.2e-4, 3000)],
+)
+def test_plasma_is_trained_as_1386_trains_it(name: str, steps: int, rate: float, warmup: int) -> None:
+    section = read(name).pretrain
+    assert section is not None
+    assert (section.steps, section.tokens_per_step, section.model.context) == (steps, 32_768, 1024)
+    assert isinstance(section.optimizer, AdamW)
+    assert (section.optimizer.learning_rate, section.optimizer.weight_decay) == (rate, 0.1)
+    assert not section.optimizer.decay_embeddings
+    assert section.schedule == Cosine(warmup_steps=warmup, final=0.1)

@@ -1,0 +1,126 @@
+import json
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from bloomery import cli
+from bloomery.core import config
+from bloomery.core.errors import ConfigError
+from bloomery.model.cost import cost
+from bloomery.recipe import Recipe
+from bloomery.stages.config import Pretrain
+from bloomery.train import depth
+from bloomery.train.config import AdamW, Muon
+
+VOCAB_SIZE = 32_768
+RECIPE = 'name = "a"\n[fetch]\n[pretrain]\ndepth = {depth}\n'
+
+
+def made(layers: int, **given: Any) -> Pretrain:
+    return config.build(Pretrain, depth.filled({"depth": layers, **given}, VOCAB_SIZE))
+
+
+def recipe(folder: Path, *settings: str, layers: int = 6) -> Recipe:
+    (folder / "a.toml").write_text(RECIPE.format(depth=layers), encoding="utf-8")
+    return config.load(Recipe, folder / "a.toml", settings)
+
+
+def test_depth_12_has_the_width_of_gpt2_and_its_batch() -> None:
+    section = made(12)
+    assert (section.model.width, section.model.num_heads, section.model.mlp_width) == (768, 12, 2048)
+    assert section.tokens_per_step == 524_288
+    assert section.optimizer == Muon(matrix_learning_rate=0.02, learning_rate=3e-3)
+
+
+@given(st.integers(1, 120))
+def test_every_head_has_the_same_width_and_all_splits_are_even(layers: int) -> None:
+    section = made(layers)
+    model = section.model
+    assert model.num_layers == layers
+    assert model.head_size == depth.HEAD_WIDTH
+    assert model.width == model.num_heads * depth.HEAD_WIDTH
+    assert model.mlp_width % 64 == 0
+    assert 8 * model.width <= 3 * model.mlp_width < 8 * model.width + 192
+    assert section.tokens_per_step % model.context == 0
+    assert section.tokens_per_step & (section.tokens_per_step - 1) == 0
+
+
+def test_a_deeper_model_is_never_smaller_in_anything_nor_trained_on_less() -> None:
+    sections = [made(layers) for layers in range(1, 65)]
+    for below, above in pairwise(sections):
+        for name in ("width", "num_heads", "mlp_width"):
+            assert getattr(below.model, name) <= getattr(above.model, name)
+        small, large = (cost(one.model, VOCAB_SIZE) for one in (below, above))
+        assert small.parameters < large.parameters
+        assert below.tokens_per_step <= above.tokens_per_step
+        assert below.steps * below.tokens_per_step < above.steps * above.tokens_per_step
+
+
+@pytest.mark.parametrize("layers", [4, 12, 30])
+@pytest.mark.parametrize("ratio", [5.0, 20.0])
+def test_tokens_are_the_asked_multiple_of_the_multiplied_weights(layers: int, ratio: float) -> None:
+    section = made(layers, tokens_per_parameter=ratio)
+    tokens = section.steps * section.tokens_per_step
+    wanted = ratio * cost(section.model, VOCAB_SIZE).matmul_parameters
+    assert abs(tokens - wanted) <= section.tokens_per_step / 2
+
+
+def test_rates_rise_with_the_root_of_the_batch_and_fall_with_the_width() -> None:
+    small, large = (made(8, tokens_per_step=tokens).optimizer for tokens in (2**15, 2**17))
+    assert isinstance(small, Muon)
+    assert isinstance(large, Muon)
+    assert large.matrix_learning_rate == pytest.approx(2 * small.matrix_learning_rate, rel=1e-2)
+    narrow, wide = (made(layers, tokens_per_step=2**17, optimizer={"kind": "adamw"}).optimizer for layers in (6, 24))
+    assert isinstance(narrow, AdamW)
+    assert narrow.learning_rate == pytest.approx(4 * wide.learning_rate, rel=1e-2)
+
+
+def test_what_is_given_stays_and_what_follows_from_it_follows() -> None:
+    section = made(6, steps=7, tokens_per_step=4096, model={"width": 256, "context": 128, "num_kv_heads": 2})
+    assert (section.steps, section.tokens_per_step) == (7, 4096)
+    assert (section.model.width, section.model.num_heads, section.model.num_kv_heads) == (256, 4, 2)
+    assert section.model.mlp_width == 704
+    assert isinstance(made(6, optimizer={"kind": "muon", "learning_rate": 0.5}).optimizer, Muon)
+    assert made(6, optimizer={"kind": "muon", "learning_rate": 0.5}).optimizer.learning_rate == 0.5
+
+
+@pytest.mark.parametrize(
+    ("model", "cure"), [({"num_layers": 5}, "make them agree"), ({"preset": "gpt2-124m"}, "one of the two")]
+)
+def test_two_numbers_of_layers_are_refused(model: dict[str, Any], cure: str) -> None:
+    with pytest.raises(ConfigError, match=cure):
+        made(6, model=model)
+
+
+def test_a_recipe_needs_nothing_but_the_depth_and_stays_the_same_when_it_is_written(tmp_path: Path) -> None:
+    read = recipe(tmp_path)
+    assert read.pretrain is not None
+    assert read.pretrain.model.width == 384
+    (tmp_path / "b.toml").write_text(config.to_toml(config.plain(read)), encoding="utf-8")
+    assert config.load(Recipe, tmp_path / "b.toml") == read
+    bigger = recipe(tmp_path, "pretrain.depth=7", "tokenizer.vocab_size=50000")
+    assert bigger.pretrain is not None
+    assert bigger.pretrain.model.num_layers == 7
+
+
+@pytest.mark.parametrize("wrong", ["0", '"deep"', "2.5", "true"])
+def test_a_depth_that_is_no_number_of_layers_is_refused_by_name(tmp_path: Path, wrong: str) -> None:
+    with pytest.raises(ConfigError, match=r"pretrain\.depth"):
+        recipe(tmp_path, f"pretrain.depth={wrong}")
+
+
+def test_a_plan_says_what_the_depth_came_to(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    recipe(tmp_path)
+    words = ["plan", str(tmp_path / "a.toml"), "--runs", str(tmp_path / "runs")]
+    assert cli.main(words) == 0
+    shown = capsys.readouterr().out
+    assert "pretrain: depth 6: width 384, 6 heads" in shown
+    assert cli.main([*words, "--json"]) == 0
+    told = json.loads(capsys.readouterr().out)["depth"]
+    assert told["depth"] == 6
+    assert told["model"]["width"] == 384
+    assert told["steps"] > 100
