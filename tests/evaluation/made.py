@@ -121,7 +121,7 @@ def corpus() -> dict[str, Any]:
         "dedup": {
             **{"documents": 11_873, "kept": 11_214, "removed": 659, "exact": 403, "near": 256, "compared": 1877},
             **{"reasons": {"exact": 403, "near": 256, "overlap.ngram": 12}, "hits": 12},
-            **{"clusters": 512, "dropped": 12, "hits_by_task": {"arc_easy": 9, "boolq": 3}},
+            **{"clusters": 512, "largest_cluster": 37, "dropped": 12, "hits_by_task": {"arc_easy": 9, "boolq": 3}},
             "by_domain": {d: {"documents": n - 400, "kept": n - 620, "removed": 220} for d, n in sizes.items()},
         },
         "tokenizer": {
@@ -132,17 +132,7 @@ def corpus() -> dict[str, Any]:
             "sample": {"code": {"bytes": 2_053_585, "documents": 94, "of_documents": 343, "share": 0.2721}},
             "fertility": {"latin": {"documents": 694, "tokens_per_word": 2.168, "tokens_per_character": 0.274}},
         },
-        "shard": {
-            **{"tokens": 12_288_004, "documents": 14_020, "held_out_tokens": 250_112, "held_out_documents": 224},
-            "mix": {
-                "code": {"asked": 0.45, "tokens": 5_529_601, "epochs": 1.213, "share": 0.45},
-                "documentation": {"asked": 0.3, "tokens": 3_072_001, "epochs": 4.0, "share": 0.25},
-                "worlds": {"asked": 0.25, "tokens": 3_686_402, "epochs": 0.87, "share": 0.3},
-            },
-            "anneal": {
-                "worlds": {"asked": 1.0, "tokens": 400_111, "epochs": 0.1, "share": 1.0, "limited_by": "epochs"}
-            },
-        },
+        "shard": sharded(),
         "instruct": {
             **{"conversations": 20_000, "refused": 3, "cut_at_a_turn": 17, "refused_by_reason": {"too_long": 3}},
             "train": {
@@ -153,6 +143,25 @@ def corpus() -> dict[str, Any]:
                 "packing": 0.9879,
             },
         },
+    }
+
+
+def sharded() -> dict[str, Any]:
+    """The statistics of the shards."""
+    return {
+        **{"tokens": 12_288_004, "documents": 14_020, "held_out_tokens": 250_112, "held_out_documents": 224},
+        "mix": {
+            "code": {"asked": 0.45, "tokens": 5_529_601, "epochs": 1.213, "share": 0.45},
+            "documentation": {"asked": 0.3, "tokens": 3_072_001, "epochs": 4.0, "share": 0.25},
+            "worlds": {"asked": 0.25, "tokens": 3_686_402, "epochs": 0.87, "share": 0.3},
+        },
+        "anneal": {
+            "worlds": {
+                **{"asked": 1.0, "tokens": 400_111, "asked_tokens": 512_345, "epochs": 0.1, "share": 1.0},
+                "limited_by": "epochs",
+            }
+        },
+        **{"anneal_tokens": 400_111, "anneal_documents": 1203},
     }
 
 

@@ -169,6 +169,8 @@ def test_every_count_of_the_corpus_is_shown() -> None:
     data = corpus()
     wanted = [data["shard"]["tokens"], data["dedup"]["compared"], data["instruct"]["train"]["supervised"]]
     wanted += [facts["tokens"] for facts in data["shard"]["mix"].values()]
+    wanted += [data["shard"]["anneal"]["worlds"]["asked_tokens"], data["shard"]["anneal_documents"]]
+    wanted += [data["dedup"]["clusters"], data["dedup"]["largest_cluster"]]
     wanted += list(data["filter"]["reasons"].values())
     assert all(f"{number:,}" in seen for number in wanted)
     assert "0.9871" in seen  # the area under the curve

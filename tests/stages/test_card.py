@@ -35,7 +35,15 @@ FETCH = manifest(
         "by_domain": {"web": {"documents": 9}, "code": {"documents": 3}},
     },
 )
-SHARD = manifest({}, {"tokens": 5, "mix": {"web": {"asked": 0.5, "epochs": 2.0}, "code": {"asked": 0.5, "share": 0.4}}})
+ANNEAL = {"code": {"asked": 1.0, "share": 0.9}}
+SHARD = manifest(
+    {},
+    {
+        "tokens": 5,
+        "anneal": ANNEAL,
+        "mix": {"web": {"asked": 0.5, "epochs": 2.0}, "code": {"asked": 0.5, "share": 0.4}},
+    },
+)
 
 
 def test_a_card_names_sources_licenses_counts_the_mix_and_hashes() -> None:
@@ -56,6 +64,9 @@ def test_a_card_names_sources_licenses_counts_the_mix_and_hashes() -> None:
     assert "- c is us/c@1234\n" in text
     assert "Reasons in fetch: empty 1." in text
     assert "| code | 0.5 | 0.4 | – |" in text
+    assert "## The mix of the last part of training" in text
+    assert "| code | 1.0 | 0.9 |" in text
+    assert found["anneal"] == ANNEAL
 
 
 def test_a_run_without_documents_has_no_card_and_a_begun_one_has(tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -149,6 +150,18 @@ def test_neither_the_order_of_documents_nor_their_files_change_what_is_kept(tmp_
         clusters = sorted((folder / "out" / "clusters.parquet").read_bytes() for _ in range(1))
         seen.append(({n: (r["kept_id"], r["value"], r["reason"], r["cluster"]) for n, r in gone.items()}, clusters))
     assert seen[0] == seen[1] == seen[2]
+
+
+@pytest.mark.parametrize("rows_a_batch", [1, 3, 1000])
+def test_clusters_are_counted_over_the_ends_of_batches(
+    rows_a_batch: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stats = run(corpus(4), tmp_path)
+    monkeypatch.setattr(document, "ROWS_PER_BATCH", rows_a_batch)
+    sizes = Counter(pq.read_table(tmp_path / "out" / "clusters.parquet").column("cluster").to_pylist())
+    found = {"clusters": len(sizes), "largest_cluster": max(sizes.values())}
+    assert dedup.clusters_of(tmp_path / "out" / "clusters.parquet") == found
+    assert {name: stats[name] for name in found} == found
 
 
 def test_a_boilerplate_that_all_share_costs_few_comparisons(tmp_path: Path) -> None:

@@ -176,7 +176,7 @@ def test_a_long_file_of_lines_is_several_parts_with_the_documents_of_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, limits: dict[str, Any]
 ) -> None:
     lines = [
-        [line(f"{n:0100d}" if n % 5 else ""), b"", b"no json"][n % 7 == 3 or 2 * (n % 11 == 4)] for n in range(240)
+        [line(f"{n:0100d}" if n % 5 else ""), b"", b"no json"][n % 7 == 3 or 2 * (n % 11 == 4)] for n in range(130)
     ]
     write(tmp_path / "raw" / "a.jsonl", [line("a small one")])
     write(tmp_path / "raw" / "b.jsonl", lines)
@@ -189,7 +189,7 @@ def test_a_long_file_of_lines_is_several_parts_with_the_documents_of_one(
     whole = fetch.run(config, {}, tmp_path / "whole")
     monkeypatch.setattr(sources, "SPLIT_BYTES", 1000)
     pieces = sources.pieces(config.sources[0])
-    assert len(pieces) > 15
+    assert len(pieces) > 8
     assert len({piece.name for piece in pieces}) == len(pieces)
     for workers in (1, 2) if not limits else (1,):
         out = tmp_path / str(workers)
@@ -197,7 +197,7 @@ def test_a_long_file_of_lines_is_several_parts_with_the_documents_of_one(
         for folder in ("documents", "rejected"):
             assert list(document.read(out / folder)) == list(document.read(tmp_path / "whole" / folder))
     before = tree(tmp_path / "1")
-    for name in sorted(before)[2::17]:
+    for name in sorted(before)[2::13]:
         (tmp_path / "1" / name).unlink()
         assert fetch.run(config, {}, tmp_path / "1") == whole
         assert tree(tmp_path / "1") == before

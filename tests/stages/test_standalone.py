@@ -2,6 +2,7 @@
 
 import json
 import random
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -95,7 +96,17 @@ def test_files_that_hold_nothing_stop_nothing(tmp_path: Path, capsys: pytest.Cap
     result = tool(capsys, "dedup", *names, "--out", str(tmp_path / "out"))
     check(result, tmp_path / "out", len(TEXTS) + 1 + 1 + 1 + 2)
     assert result["reasons"] == {"empty": 2, "no_column": 1}
-    assert "gave no documents" in tool(capsys, "dedup", names[1], "--out", str(tmp_path / "no"), code=2)["error"]
+    found = tool(capsys, "dedup", names[2], "--out", str(tmp_path / "no"), code=2)["error"]
+    assert re.search(r"gave no documents \(1 rejected: 1 no_column\); the first: .*other\.parquet.*'text'.*body", found)
+
+
+def test_rules_that_nothing_passes_leave_everything_dropped(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    strict = 'rules=[{kind="length", min_characters=1000000}]'
+    words = ["filter", str(rows(tmp_path / "in.jsonl")), "--out", str(tmp_path / "out"), strict]
+    result = tool(capsys, *words)
+    check(result, tmp_path / "out", len(TEXTS) + 1)
+    assert result["kept"] == 0
+    assert len(ids(tmp_path / "out" / "kept")) == 0
 
 
 def test_decontaminate_drops_what_holds_a_question_and_lists_the_hits(
@@ -144,5 +155,13 @@ def test_what_is_not_there_or_no_setting_is_an_error_with_a_cure(
 ) -> None:
     out = str(tmp_path / "out")
     assert "no such file" in tool(capsys, "filter", str(tmp_path / "none"), "--out", out, code=2)["error"]
+    bad = str(tmp_path / "bad\udcff.jsonl")
+    assert r"bad\udcff.jsonl': is a name that is no UTF-8" in tool(capsys, "filter", bad, "--out", out, code=2)["error"]
+    (tmp_path / "in").mkdir()
+    rows(tmp_path / "in" / "a.jsonl")
+    for inside in (tmp_path / "in" / "clean", tmp_path / "in"):
+        found = tool(capsys, "filter", str(tmp_path / "in"), "--out", str(inside), code=2)["error"]
+        assert f"lies in {tmp_path / 'in'}, so that the tool would read what it writes" in found
+    assert [path.name for path in (tmp_path / "in").iterdir()] == ["a.jsonl"]
     found = tool(capsys, "dedup", str(rows(tmp_path / "in.jsonl")), "--out", out, "min_jacard=0.5", code=2)["error"]
     assert "Did you mean 'min_jaccard'?" in found

@@ -295,7 +295,10 @@ def locked(root: Path) -> Iterator[None]:
     On Windows nothing is held.
     """
     with files.disk_errors(root):
-        root.mkdir(parents=True, exist_ok=True)
+        try:
+            root.mkdir(parents=True, exist_ok=True)
+        except FileNotFoundError:  # as in /proc, where nobody makes folders
+            raise RunError("cannot be made", where=str(root), cure="Name another folder.") from None
         (root / ".lock").touch()
     with (root / ".lock").open("a+") as file:
         if sys.platform != "win32":

@@ -24,6 +24,7 @@ from bloomery.evaluation.pieces import (
 MOST_RULES = 8
 """Columns of the table of rules by domain; the rest are one more."""
 MOST_LANGUAGES = 12
+MIX_HEADS = ("Domain", "Asked", "Reached", "Tokens asked", "Tokens reached", "Epochs", "Held back by")
 
 
 def funnel(report: Report) -> list[object]:
@@ -132,7 +133,12 @@ def duplicates(report: Report) -> list[object]:
         return []
     known = counted(dedup, documents="Documents", kept="Kept", removed="Removed")
     known += counted(dedup, exact="Exact copies", near="Near copies", compared="Pairs compared")
-    told = {"clusters": "Clusters", "dropped": "Met an evaluation task", "hits": "Hits of those"}
+    told = {
+        "clusters": "Clusters of copies",
+        "largest_cluster": "Documents in the largest",
+        "dropped": "Met an evaluation task",
+        "hits": "Hits of those",
+    }
     known += counted(dedup, **{key: name for key, name in told.items() if key in dedup})
     bars = []
     for domain, tally in named(dedup, "by_domain").items():
@@ -195,6 +201,8 @@ def the_mix(report: Report) -> list[object]:
     if not (shard or talks or named(corpus, "fetch")):
         return []
     size = counted(shard, tokens="Tokens to train on", documents="Documents to train on")
+    last = {"anneal_tokens": "Tokens of the last part", "anneal_documents": "Documents of the last part"}
+    size += counted(shard, **{key: name for key, name in last.items() if key in shard})
     size += counted(shard, held_out_tokens="Tokens held out", held_out_documents="Documents held out")
     told = counted(talks, conversations="Conversations", refused="Refused", cut_at_a_turn="Cut at a turn")
     told += counted(named(talks, "train"), rows="Rows to train on", supervised="Tokens learned from")
@@ -217,12 +225,13 @@ def _shares(shard: Mapping[str, Any], key: str) -> list[object]:
         bars.append(Bar(domain, share, f"{percent(share)} of {percent(asked)}", mark=asked))
         epochs = cell(f"{domain}, epochs", at(found, "epochs"), _epochs, _top(shard, key), False)
         limit = at(found, "limited_by")
-        rows.append([domain, count(at(found, "tokens")), epochs, text(limit) if limit else "nothing"])
+        tokens = [count(at(found, name)) for name in ("asked_tokens", "tokens")]
+        rows.append([domain, percent(asked), percent(share), *tokens, epochs, text(limit) if limit else "nothing"])
     legend = tag("p", tag("span", tag("i", class_="mark"), "what the recipe asked for", class_="key"), class_="legend")
     chart = charts.bars("Share of the mix, reached and asked", bars, axis="share of all tokens", form=percent)
     if not bars:
         return []
-    return [chart, legend, charts.table(["Domain", "Tokens", "Epochs", "Held back by"], rows)]
+    return [chart, legend, charts.table(MIX_HEADS, rows)]
 
 
 def _epochs(value: Any) -> str:

@@ -38,7 +38,7 @@ def facts(name: str, manifests: Mapping[str, Mapping[str, Any]], hashes: Mapping
     fetched = manifests["fetch"]
     counted: Mapping[str, Any] = fetched["stats"].get("by_source", {})
     sources = [_source(source, counted.get(source.get("name"), {})) for source in fetched["config"].get("sources", ())]
-    mix: Mapping[str, Any] = manifests.get("shard", {}).get("stats", {}).get("mix", {})
+    sharded: Mapping[str, Any] = manifests.get("shard", {}).get("stats", {})
     return {
         "run": name,
         "sources": sources,
@@ -56,7 +56,8 @@ def facts(name: str, manifests: Mapping[str, Mapping[str, Any]], hashes: Mapping
             for stage, manifest in manifests.items()
             if isinstance(manifest["stats"].get("by_domain"), dict)
         },
-        "mix": mix,
+        "mix": sharded.get("mix", {}),
+        **({"anneal": sharded["anneal"]} if sharded.get("anneal") else {}),
         "versions": fetched["versions"],
     }
 
@@ -92,13 +93,12 @@ def markdown(card: Mapping[str, Any]) -> str:
         if stage["reasons"]:
             most = sorted(stage["reasons"].items(), key=lambda pair: (-pair[1], pair[0]))
             lines += [f"Reasons in {name}: " + ", ".join(f"{reason} {count:,}" for reason, count in most) + ".", ""]
-    if card["mix"]:
-        lines += ["## The mix", ""]
-        keys = [key for key in MIX if any(key in one for one in card["mix"].values())]
-        shown = [
-            (name, *(one.get(key) for key in keys)) for name, one in card["mix"].items() if isinstance(one, Mapping)
-        ]
-        lines += [*_table(("domain", *keys), shown), ""]
+    for title, mix in (("The mix", card["mix"]), ("The mix of the last part of training", card.get("anneal"))):
+        if mix:
+            lines += [f"## {title}", ""]
+            keys = [key for key in MIX if any(key in one for one in mix.values())]
+            shown = [(name, *(one.get(key) for key in keys)) for name, one in mix.items() if isinstance(one, Mapping)]
+            lines += [*_table(("domain", *keys), shown), ""]
     lines += ["## How to get it again", "", "The recipe is recipe.toml in this folder; the same sources give the same"]
     lines += [
         "hashes, whatever the number of workers. Each dropped document is kept, with its reason, in the folder of"

@@ -91,7 +91,22 @@ def deduplicate(config: Dedup, paths: list[Path], out: Path) -> dict[str, Any]:
     with files.whole_file(out / CLUSTERS) as file:
         file.write((scratch / "clusters" / CLUSTERS).read_bytes())
     shutil.rmtree(scratch)
-    return {**_told(records), **found}
+    return {**_told(records), **found, **clusters_of(out / CLUSTERS)}
+
+
+def clusters_of(path: Path) -> dict[str, int]:
+    """How many clusters a file lists, one after the other, and how many documents the largest has."""
+    count = largest = size = 0
+    last = None
+    for batch in document.part_batches(path, ["cluster"]):
+        runs = pc.run_end_encode(batch.column("cluster"))
+        sizes = np.diff(runs.run_ends.to_numpy(), prepend=0)
+        goes_on = runs.values[0].as_py() == last
+        sizes[0] += size * goes_on
+        count += len(sizes) - goes_on
+        largest = max(largest, int(sizes.max()))
+        size, last = int(sizes[-1]), runs.values[-1].as_py()
+    return {"clusters": count, "largest_cluster": largest}
 
 
 class _Fates:

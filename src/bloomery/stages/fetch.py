@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard
 
 import numpy as np
 import pyarrow as pa
@@ -65,6 +65,8 @@ def run(config: Fetch, inputs: Mapping[str, Path], out: Path) -> dict[str, Any]:
             cure = "Check its path, patterns and fields, and whether max_bytes leaves room for one document."
             rejected = one.tally("reasons")
             why = f"gave no documents ({one.count('rejected')} rejected{_listed(rejected)})"
+            if rejected and (first := next(filter(_is_rejected, sources.read(one.source)), None)):
+                why += f"; the first: {first.where}: {first.problem.what}"
             raise DataError(why, where=one.source.name, cure=cure)
         faults = {name: count for name, count in one.tally("reasons").items() if reading.is_fault(name)}
         if faults:
@@ -73,6 +75,10 @@ def run(config: Fetch, inputs: Mapping[str, Path], out: Path) -> dict[str, Any]:
         _reject_twins(taken, out)
     _sweep(out, taken)
     return _stats(taken)
+
+
+def _is_rejected(item: reading.Item) -> TypeGuard[reading.Rejected]:
+    return isinstance(item, reading.Rejected)
 
 
 def _listed(reasons: Mapping[str, int]) -> str:

@@ -41,12 +41,12 @@ def _content(path: Path) -> str:
         raise DataError(f"cannot be read: {error}", where=str(path), cure="A rule in [filter] names it.") from None
 
 
-def run(config: Filter, inputs: Mapping[str, Path], out: Path) -> dict[str, Any]:
+def sift(config: Filter, inputs: Mapping[str, Path], out: Path) -> dict[str, Any]:
     """
     Write kept/ and dropped/ (`schemas`), a part for each part of `inputs["fetch"]`/documents.
 
     `inputs["classify"]` may be left out where no limit asks for a score. A kept document has the text that rules have
-    masked. Raises DataError when nothing is kept.
+    masked.
     """
     judged_by = str(inputs["classify"]) if "classify" in inputs else None
     if judged_by is None and (config.min_score or config.min_scores or config.limits):
@@ -61,6 +61,12 @@ def run(config: Filter, inputs: Mapping[str, Path], out: Path) -> dict[str, Any]
     records = run_parts(config.engine, filter_part, config, parts, out, what="filter")
     stats = _added(records)
     _warn_of_strangers(config, stats["by_domain"])
+    return stats
+
+
+def run(config: Filter, inputs: Mapping[str, Path], out: Path) -> dict[str, Any]:
+    """The same, where something has to be left: raises DataError if no document is kept."""
+    stats = sift(config, inputs, out)
     if not stats["kept"]:
         most = ", ".join(f"{reason} ({count})" for reason, count in list(stats["reasons"].items())[:3])
         cure = f"Loosen those rules in [filter]; {out / 'dropped'} has every document with its reason."

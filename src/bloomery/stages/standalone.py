@@ -24,7 +24,7 @@ from pydantic import Field
 
 from bloomery.core import config, files, stage
 from bloomery.core.config import Config
-from bloomery.core.errors import ConfigError, RunError
+from bloomery.core.errors import ConfigError, DataError, RunError
 from bloomery.core.stage import Plan, Stage
 from bloomery.data import document
 from bloomery.data.deduplicate import CLUSTERS
@@ -131,8 +131,9 @@ def run(asked: Asked) -> dict[str, Any]:
     holds something else.
     """
     tool = TOOLS[asked.tool]
-    sections = _sections(asked, tool)
     out = asked.out
+    _check_paths(asked)
+    sections = _sections(asked, tool)
     with stage.locked(out):
         plans = stage.lay_out(tool.stages, sections, out / WORK)
         result = out / RESULT
@@ -173,6 +174,19 @@ def _sections(asked: Asked, tool: Tool) -> Sections:
     if "tokenizer" in tree:
         tree["tokenizer"] = {"kind": "byte_bpe"} | tree["tokenizer"]
     return config.build(Sections, tree, where=f"bloomery data {asked.tool}")
+
+
+def _check_paths(asked: Asked) -> None:
+    """Raises DataError for a name that no recipe could hold, and RunError for an OUT that would be read as input."""
+    more = [str(path) for path in (asked.out, asked.tokenizer) if path is not None]
+    for name in (*asked.inputs, *asked.against, *more):
+        if any("\ud800" <= letter <= "\udfff" for letter in name):
+            cure = "Rename it, or name the folder that holds it: what is in there may be called as it likes."
+            raise DataError("is a name that is no UTF-8", where=ascii(name), cure=cure)
+    for name in asked.inputs:
+        if (folder := Path(name).expanduser().resolve()).is_dir() and asked.out.resolve().is_relative_to(folder):
+            what = f"lies in {name}, so that the tool would read what it writes"
+            raise RunError(what, where=str(asked.out), cure="Name another folder with --out.")
 
 
 def _source(asked: Asked, number: int, path: str) -> dict[str, Any]:
@@ -260,7 +274,7 @@ def _nullable(schema: pa.Schema) -> pa.Schema:
 
 
 def filter_(settings: Filter, inputs: Mapping[str, Path], out: Path) -> dict[str, Any]:
-    return rules.run(settings, inputs, out)
+    return rules.sift(settings, inputs, out)
 
 
 def dedup(settings: Dedup, inputs: Mapping[str, Path], out: Path) -> dict[str, Any]:
