@@ -319,6 +319,7 @@ def test_every_verb_that_reports_prints_one_json_object_and_nothing_else(
     findings = [Finding(id="disk", status="ok", value="1 GiB"), Finding(id="gpu", status="ok", value="none")]
     monkeypatch.setattr(doctor, "examine", lambda host, runs: findings)
     words = {"status": ["runs/small"], "clean": ["runs/small"], "doctor": [], "eval": [str(talker), "--questions", "3"]}
+    words |= {"export": [str(talker), "exported"], "import": [str(talker), "imported"]}
     for verb in sorted(set(REPORTS) - {"plan"}):
         code, out, _ = call(verb, *words[verb], "--json")
         assert code == 0, verb
