@@ -7,13 +7,22 @@ import pytest
 from bloomery.core import native
 from bloomery.model import kernels
 from bloomery.model.attend import softmax_attention
-from bloomery.model.config import ModelConfig
-from bloomery.model.positions import rotate, rotation
 from bloomery.model.sight import Sight
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+
+
+def looking_back(segments: Tensor, window: int | None = None) -> Sight:
+    tokens = segments.shape[1]
+    return Sight(tokens, tokens, segments.device, window=window, segments=segments)
+
+
+def rotate(x: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
+    first, second = x.chunk(2, dim=-1)
+    return x * cosine + torch.cat((-second, first), dim=-1) * sine
+
 
 DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 2**-7}
@@ -50,12 +59,6 @@ def compare(ours: Callable[..., Tensor], plain: Callable[..., Tensor], given: Se
         near(mine, theirs, dtype)
 
 
-def sight(segments: Tensor, window: int | None = None) -> Sight:
-    """What tokens of these segments see."""
-    tokens = segments.shape[1]
-    return Sight(tokens, tokens, segments.device, window=window, segments=segments)
-
-
 @DTYPES
 @pytest.mark.parametrize("heads", [(4, 4), (4, 2), (6, 1)])
 @pytest.mark.parametrize("tokens", [1, 33, 300])
@@ -67,7 +70,7 @@ def test_attention_sees_the_past_of_its_own_segment_only(
     given = [torch.randn(2, tokens, n, 16).to(dtype).transpose(1, 2) for n in (heads[0], heads[1], heads[1])]
     compare(
         lambda q, k, v: kernels.causal_attention(q, k, v, kernels.first_seen(segments)),
-        lambda q, k, v: softmax_attention(q, k, v, sight(segments)),
+        lambda q, k, v: softmax_attention(q, k, v, looking_back(segments)),
         given,
     )
 
@@ -89,7 +92,7 @@ def test_a_window_ends_what_a_query_sees() -> None:
     given = [torch.randn(1, 2, 8, 16) for _ in range(3)]
     compare(
         lambda q, k, v: kernels.causal_attention(q, k, v, kernels.first_seen(segments, 2)),
-        lambda q, k, v: softmax_attention(q, k, v, sight(segments, 2)),
+        lambda q, k, v: softmax_attention(q, k, v, looking_back(segments, 2)),
         given,
     )
 
@@ -98,7 +101,7 @@ def test_scores_that_are_far_apart_do_not_overflow() -> None:
     q, k, v = torch.randn(3, 1, 2, 40, 16) * 40
     segments = torch.zeros(1, 40, dtype=torch.long)
     found = kernels.causal_attention(q, k, v, kernels.first_seen(segments))
-    near(found, softmax_attention(q, k, v, sight(segments)), torch.float32)
+    near(found, softmax_attention(q, k, v, looking_back(segments)), torch.float32)
 
 
 @DTYPES
@@ -130,12 +133,11 @@ def test_a_norm_equals_that_of_torch_and_is_rounded_once(dtype: torch.dtype) -> 
 
 @DTYPES
 def test_turning_by_position_equals_the_formula(dtype: torch.dtype) -> None:
-    turn = rotation(torch.randint(0, 500, (2, 9)), ModelConfig(width=16, num_heads=1, num_kv_heads=1))
+    angle = torch.rand(2, 1, 9, 8) * 100
+    cosine, sine = (torch.cat((one, one), -1) for one in (angle.cos(), angle.sin()))
     x = torch.randn(2, 9, 3, 16).to(dtype).transpose(1, 2)
-    compare(lambda x: kernels.rotate(x, *turn), lambda x: rotate(x, turn), [x])
-    cosine, sine = (one[:1] for one in turn)
-    both = cosine.expand(2, 1, 9, 16), sine.expand(2, 1, 9, 16)
-    compare(lambda x: kernels.rotate(x, cosine, sine), lambda x: rotate(x, both), [x])
+    for c, s in ((cosine, sine), (cosine[:1], sine[:1])):
+        compare(lambda x, c=c, s=s: kernels.rotate(x, c, s), lambda x, c=c, s=s: rotate(x, c, s), [x])
 
 
 @DTYPES

@@ -130,7 +130,8 @@ def test_every_weight_has_a_gradient_under_autocast_near_that_in_float32(config:
         other = found[1][name]
         assert gradient is not None, name
         assert other is not None, name
-        loose = 0.3 if "lambda" in name else 0.1  # λ is one number, to which all tokens add with changing signs
+        # λ is one number, and a norm's weights are few: all tokens add to them with changing signs
+        loose = 0.3 if "lambda" in name else 0.25 if "norm" in name else 0.1
         assert float((gradient - other).norm()) < loose * float(gradient.norm()) + 1e-2, name
 
 

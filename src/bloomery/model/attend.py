@@ -11,6 +11,7 @@ from typing import Any
 from jaxtyping import Float
 
 from bloomery.hw import device as devices
+from bloomery.model import kernels
 from bloomery.model.sight import Sight
 
 import torch
@@ -59,10 +60,13 @@ def sdpa_attention(q: Queries, k: Keys, v: Values, sight: Sight) -> Attended:
 
 def fused_attention(q: Queries, k: Keys, v: Values, sight: Sight) -> Attended:
     """
-    The one that is used: matrix products on processors; on GPUs the causal kernel, or for long rows of several
-    documents, windows and ALiBi a kernel made for them, so that no T × S mask lies in memory.
+    The one that is used: on processors compiled operations or plain matrix products; on GPUs the causal kernel, or for
+    long rows of several documents, windows and ALiBi a kernel made for them, so that no T × S mask lies in memory.
     """
     if q.device.type == "cpu":
+        first = sight.first(len(q))
+        if first is not None and kernels.ready(q, k, v):
+            return kernels.causal_attention(q, k, v, first)
         return processor_attention(q, k, v, sight)
     plain = sight.is_causal and sight.num_queries in (1, sight.num_keys)
     long = sight.allowed is None and sight.num_queries == sight.num_keys >= FLEX_TOKENS

@@ -15,7 +15,7 @@ import bloomery.hw.needs_torch  # noqa: F401
 from bloomery.core import native
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 LIBRARY = "training"
@@ -29,6 +29,7 @@ def ready(*tensors: Tensor) -> bool:
     first = tensors[0]
     return (
         all(one.device.type == "cpu" and one.dtype == first.dtype for one in tensors)
+        and all(type(one) in (Tensor, nn.Parameter) for one in tensors)
         and first.dtype in KINDS
         and not torch.compiler.is_compiling()
         and native.library(LIBRARY) is not None

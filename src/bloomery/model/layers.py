@@ -11,6 +11,7 @@ from collections.abc import Callable
 from jaxtyping import Float
 
 import bloomery.hw.needs_torch  # noqa: F401
+from bloomery.model import kernels
 from bloomery.model.config import FeedForwardKind, ModelConfig
 
 import torch
@@ -32,7 +33,10 @@ class RMSNorm(nn.Module):
         self.weight = nn.Parameter(torch.ones(width)) if weights else None
 
     def forward(self, x: Float[Tensor, "*lead D"]) -> Float[Tensor, "*lead D"]:
-        return _as_computed(F.rms_norm(x.float(), (self.width,), self.weight, self.eps))
+        full = x.float()
+        if self.weight is not None and kernels.ready(full, self.weight) and (dtype := _computed(full)) in kernels.KINDS:
+            return kernels.rms_norm(full, self.weight, self.eps, dtype)
+        return _as_computed(F.rms_norm(full, (self.width,), self.weight, self.eps))
 
 
 class LayerNorm(nn.Module):
@@ -52,9 +56,14 @@ class LayerNorm(nn.Module):
         return _as_computed(F.layer_norm(x.float(), (self.width,), self.weight, self.bias, self.eps))
 
 
+def _computed(x: Tensor) -> torch.dtype:
+    """The number format of matrix products: that of autocast, where it is on."""
+    kind = x.device.type
+    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
+
+
 def _as_computed(y: Tensor) -> Tensor:
-    kind = y.device.type
-    return y.to(torch.get_autocast_dtype(kind)) if torch.is_autocast_enabled(kind) else y
+    return y.to(_computed(y))
 
 
 def norm(config: ModelConfig) -> RMSNorm | LayerNorm:
@@ -67,7 +76,7 @@ def norm(config: ModelConfig) -> RMSNorm | LayerNorm:
 
 def gelu_tanh(x: Tensor) -> Tensor:
     """x/2 · (1 + tanh(√(2/π) · (x + 0.044715 x³)))"""
-    return F.gelu(x, approximate="tanh")
+    return kernels.gelu_tanh(x) if kernels.ready(x) else F.gelu(x, approximate="tanh")
 
 
 def relu_squared(x: Tensor) -> Tensor:
@@ -98,7 +107,9 @@ class GatedMLP(nn.Module):
         self.down = nn.Linear(mlp_width, width, bias=bias)
 
     def forward(self, x: Float[Tensor, "B T D"]) -> Float[Tensor, "B T D"]:
-        y: Tensor = self.down(self.act(self.gate(x)) * self.up(x))
+        gate, up = self.gate(x), self.up(x)
+        compiled = self.act is F.silu and kernels.ready(gate, up)
+        y: Tensor = self.down(kernels.swiglu(gate, up) if compiled else self.act(gate) * up)
         return y
 
 

@@ -9,6 +9,7 @@ import math
 from jaxtyping import Float, Int
 
 import bloomery.hw.needs_torch  # noqa: F401
+from bloomery.model import kernels
 from bloomery.model.config import ModelConfig
 from bloomery.model.scaling import Linear, Llama3Scaling, RopeScaling, Yarn
 
@@ -82,6 +83,8 @@ def _yarn(speeds: Tensor, head_width: int, theta: float, scaling: Yarn) -> Tenso
 def rotate(x: Float[Tensor, "B N T E"], turn: Rotation) -> Float[Tensor, "B N T E"]:
     """Turn each pair of numbers of every head by its position's angle."""
     cos, sin = turn
+    if kernels.ready(x) and kernels.ready(cos, sin):
+        return kernels.rotate(x, cos.float(), sin.float())
     first, second = x.chunk(2, dim=-1)
     return x * cos.to(x.dtype) + torch.cat((-second, first), dim=-1) * sin.to(x.dtype)
 

@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 from jaxtyping import Bool, Float, Int
 
 import bloomery.hw.needs_torch  # noqa: F401
+from bloomery.model import kernels
 
 import torch
 from torch import Tensor
@@ -67,6 +68,21 @@ class Sight:
     def distance(self, dtype: torch.dtype) -> Float[Tensor, "T S"]:
         """How many tokens a key lies before a query."""
         return self.made(("distance", dtype), lambda: (self._places() - self._keys()).to(dtype))
+
+    def first(self, batch: int) -> Int[Tensor, "B T"] | None:
+        """
+        The first key that each query sees in training; None where it does not see all from there to itself, or where
+        a window is so much shorter that whole blocks of keys are better left out.
+        """
+        if self.allowed is not None or self.slopes is not None or self.is_windowed or self.offset:
+            return None
+        return self.made(("first", batch), lambda: self._first(batch))
+
+    def _first(self, batch: int) -> Tensor | None:
+        if self.segments is None:
+            return torch.zeros((batch, self.num_keys), dtype=torch.long, device=self.device)
+        together = bool((self.segments[:, 1:] >= self.segments[:, :-1]).all())
+        return kernels.first_seen(self.segments) if together else None
 
     def made(self, name: Any, make: Callable[[], M]) -> M:
         """What `make` gives, made once: layers share it."""
