@@ -127,7 +127,8 @@ def plan(options: argparse.Namespace) -> int:
     for name, need in needs.items():
         print(
             f"{name}: {need.parameters:,} parameters, {need.tokens:,} tokens, {need.flops:.3g} FLOPs, about "
-            f"{need.peak_bytes / 2**20:,.0f} MiB (weights {need.weights_bytes / 2**20:,.0f}, gradients "
+            f"{need.peak_bytes / 2**20:,.0f} MiB (weights {need.weights_bytes / 2**20:,.0f}, "
+            f"rounded copies {need.copies_bytes / 2**20:,.0f}, gradients "
             f"{need.gradient_bytes / 2**20:,.0f}, optimizer {need.optimizer_bytes / 2**20:,.0f}, activations "
             f"{need.activation_bytes / 2**20:,.0f}) besides Python and torch"
         )

@@ -26,7 +26,13 @@ def test_weights_gradients_and_optimizer_take_the_bytes_that_were_planned(shape:
     moments = [value for name, value in optimizers.state().items() if not name.endswith("/step")]
     rounding = 8 * len(list(model.parameters())) if kind == "adamw8bit" else 0  # a last block of scales in each weight
     assert needs.optimizer_bytes == pytest.approx(sum(value.nbytes for value in moments), abs=rounding)
-    parts = (needs.weights_bytes, needs.gradient_bytes, needs.optimizer_bytes, needs.activation_bytes)
+    parts = (
+        needs.weights_bytes,
+        needs.gradient_bytes,
+        needs.optimizer_bytes,
+        needs.activation_bytes,
+        needs.copies_bytes,
+    )
     assert needs.peak_bytes == sum(parts)
     assert needs.tokens == 3 * max(1, 64 // model.config.context) * model.config.context
 

@@ -11,6 +11,9 @@ Momentum = Annotated[float, Field(ge=0, lt=1)]
 """Share of a running mean that is kept from step to step."""
 
 
+Level = Literal["none", "block", "selective"]
+
+
 class Adam(Config):
     """What the relatives of Adam have in common."""
 
@@ -196,7 +199,7 @@ class Training(Config):
     device: Wanted = "auto"
     precision: Literal["auto", "bfloat16", "float16", "float32"] = "auto"
     """Of matrix products; weights and optimizer are float32. `auto` takes what the device has units for."""
-    recompute: Literal["none", "block", "selective"] = Field("none", json_schema_extra=VOLATILE)
+    recompute: Level = Field("none", json_schema_extra=VOLATILE)
     """What the backward pass computes again instead of keeping it: nothing, blocks, or all but matrix products."""
     compile: Literal["off", "auto", "on"] = Field("off", json_schema_extra=VOLATILE)
     """Whether blocks go through torch.compile. A first step must agree with the plain one, or that one is taken."""

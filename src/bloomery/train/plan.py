@@ -3,6 +3,7 @@ What a run needs, before anything is allocated: parameters, bytes, work. Arithme
 
     weights, gradients    4 bytes a parameter each
     optimizer             bytes a parameter, by `OPTIMIZER_BYTES`
+    copies of weights     2 bytes for each that takes part in matrix products, unless precision = "float32"
     activations           bytes a token and layer of what the backward pass reads again, by the formula below
 """
 
@@ -10,7 +11,7 @@ from dataclasses import dataclass
 
 from bloomery.model.config import ModelConfig
 from bloomery.model.cost import cost
-from bloomery.train.config import AdamW8bit, Optimizer, Training
+from bloomery.train.config import AdamW8bit, Level, Optimizer, Training
 
 BYTES = 4
 
@@ -31,13 +32,16 @@ class TrainingPlan:
     gradient_bytes: int
     optimizer_bytes: int
     activation_bytes: int
+    copies_bytes: int
+    """Of weights, rounded to the format of matrix products."""
     tokens: int
     """Positions that go through the model, padding included."""
     flops: float
 
     @property
     def peak_bytes(self) -> int:
-        return self.weights_bytes + self.gradient_bytes + self.optimizer_bytes + self.activation_bytes
+        weights = self.weights_bytes + self.gradient_bytes + self.optimizer_bytes
+        return weights + self.activation_bytes + self.copies_bytes
 
 
 def rows_per_step(config: Training, context: int) -> int:
@@ -54,6 +58,7 @@ def plan(config: Training, model: ModelConfig, vocab_size: int) -> TrainingPlan:
     """An estimate, not yet checked against a dry run: allocator and libraries come on top."""
     facts = cost(model, vocab_size)
     rows = rows_per_step(config, model.context)
+    width_bytes = BYTES if config.precision == "float32" else 2
     tokens = config.steps * rows * model.context
     return TrainingPlan(
         parameters=facts.parameters,
@@ -62,7 +67,8 @@ def plan(config: Training, model: ModelConfig, vocab_size: int) -> TrainingPlan:
         optimizer_bytes=optimizer_bytes(config.optimizer, model, vocab_size),
         activation_bytes=min(rows, rows_at_once(config, model.context))
         * model.context
-        * activation_bytes_per_token(model),
+        * activation_bytes_per_token(model, config.recompute, width_bytes),
+        copies_bytes=width_bytes * facts.matmul_parameters if width_bytes < BYTES else 0,
         tokens=tokens,
         flops=facts.train_flops_per_token * tokens,
     )
@@ -78,13 +84,30 @@ def optimizer_bytes(config: Optimizer, model: ModelConfig, vocab_size: int) -> i
     return sum(count * size for count, size in zip(counts, OPTIMIZER_BYTES[config.kind], strict=True)) + scales
 
 
-def activation_bytes_per_token(model: ModelConfig) -> int:
+def activation_bytes_per_token(model: ModelConfig, recompute: Level = "none", width_bytes: int = 2) -> int:
     """
-    Kept for the backward pass, a token: for each layer the residual stream twice and its norms in four bytes, and in
-    two bytes queries, keys, values, their turned copies, the attention weights, and the feed-forward's three tensors.
+    Kept for the backward pass, a token, where matrix products are of numbers of `width_bytes`; in each layer
+
+        none         x twice and x / |x| twice in float32, both norms' results, positions' angles, q, k, v, attention
+                     weights and result, the feed-forward's inner numbers
+        selective    x in float32, the results of all products with weights
+        block        x in float32
+
+    and what one layer keeps more at `none`, once, while it is computed again; around the layers three widths. Attention
+    that does not write its weights out needs less.
     """
-    heads = (model.num_heads + 2 * model.num_kv_heads) * model.head_size
-    wide = 4 * 4 * model.width
-    narrow = 2 * (2 * model.width + 2 * heads + model.num_heads * model.head_size + 4 * model.mlp_width)
-    weights = 4 * model.num_heads * model.context
-    return model.num_layers * (wide + narrow + weights) + 8 * model.width
+    D, E, M, b = model.width, model.head_size, model.mlp_width, width_bytes
+    heads = (model.num_heads + 2 * model.num_kv_heads) * E
+    whole, kept = 0, {"none": 0, "selective": 0, "block": 0}
+    for number in range(model.num_layers):
+        gates = 2 if model.layer(number)[2] in ("swiglu", "geglu") else 1
+        inner = gates * 2 * b * M
+        weights = b * model.num_heads * model.context
+        layer = 16 * D + 8 + 2 * b * D + 4 * b * E + b * heads + b * model.num_heads * E + weights + inner
+        kept["none"] += layer
+        kept["selective"] += 4 * D + b * heads + 2 * b * D + gates * b * M
+        kept["block"] += 4 * D
+        whole = max(whole, layer)
+    once = whole - kept[recompute] // model.num_layers + 8 * E + model.context
+    again = 0 if recompute == "none" else once
+    return kept[recompute] + again + 8 * D + b * D + 4

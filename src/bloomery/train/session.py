@@ -29,6 +29,7 @@ from bloomery.shards.loader import IGNORE, Course, Samples, batches
 from bloomery.tokenizer.chat import Renderer
 from bloomery.train import exactness, parallel
 from bloomery.train.clock import Clock
+from bloomery.train.compiled import prepare
 from bloomery.train.config import Training
 from bloomery.train.device import fast_dtype, find_device, short
 from bloomery.train.guard import Guard, forget
@@ -86,14 +87,13 @@ class Session:
 
     def run(self) -> dict[str, Any]:
         """
-        Train to the end from the newest whole checkpoint, and leave the model in `out/model`.
-
-        Asked to stop by SIGTERM, it saves and raises Terminated.
+        Train to the end from the newest whole checkpoint, and leave the model in `out/model`. Asked to stop by SIGTERM,
+        it saves and raises Terminated.
         """
         device = find_device(self.config)
         dist.check_devices(self.world, device.place)
-        self.model.to(device.place)
         with parallel.desk(self.out, self.world) as self._desk, kept(self._desk / LOG), on_sigterm() as self._stop:
+            prepare(self.model, self.config, self.samples, device, self._desk)
             optimizers = Optimizers(self.model, self.config.optimizer, fast_dtype(device))
             self._environment = exactness.environment(self.config, device, self.world, optimizers)
             state = self._resume(optimizers)
