@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from bloomery.train.compiled import STATIC, TIGHT, Verdict, compile_blocks
+from bloomery.train.compiled import TIGHT, Verdict, compile_blocks
 from bloomery.train.loop import accumulate_gradients, gradients
 from bloomery.train.recompute import recompute
 from tests.model.made import SHAPES, lively
@@ -144,7 +144,8 @@ def test_without_gradients_the_plain_blocks_run() -> None:
 
 
 REAL = """
-from tests.train.test_compiled import STATIC, tried
+from bloomery.train.compiled import STATIC
+from tests.train.test_compiled import tried
 verdict, _ = tried(STATIC, level="{level}")
 print(verdict.compiled, verdict.why)
 """
@@ -153,7 +154,7 @@ print(verdict.compiled, verdict.why)
 @pytest.mark.slow
 @pytest.mark.parametrize("level", ["none", "selective"])
 def test_what_torch_compiles_agrees_with_the_plain_blocks(level: str) -> None:
-    """In a process of its own: the compiler cannot look through the checks of shapes that tests put around functions."""
+    """In a process of its own: the compiler cannot look through the checks that tests put around functions."""
     done = subprocess.run(
         [sys.executable, "-c", REAL.format(level=level)], capture_output=True, text=True, check=True, cwd=ROOT
     )
