@@ -94,8 +94,8 @@ def stages(call: Call) -> dict[str, str]:
 
 
 def test_there_are_the_verbs_that_are_promised() -> None:
-    assert set(VERBS) >= {"run", "plan", "status", "clean", "chat", "serve", "eval", "doctor"}
-    assert set(REPORTS) >= {"plan", "status", "clean", "eval", "doctor"}
+    assert set(VERBS) >= {"run", "plan", "status", "clean", "chat", "serve", "eval", "export", "import", "doctor"}
+    assert set(REPORTS) >= {"plan", "status", "clean", "eval", "export", "import", "doctor"}
 
 
 @pytest.mark.parametrize("verb", VERBS)
@@ -316,9 +316,9 @@ def test_every_verb_that_reports_prints_one_json_object_and_nothing_else(
     call: Call, recipe: Path, talker: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     call("run", recipe)
-    findings = [Finding(id="disk", status="ok", value="1 GiB"), Finding(id="gpu", status="ok", value="none")]
-    monkeypatch.setattr(doctor, "examine", lambda host, runs: findings)
+    monkeypatch.setattr(doctor, "examine", lambda host, runs: [Finding(id="gpu", status="ok", value="none")])
     words = {"status": ["runs/small"], "clean": ["runs/small"], "doctor": [], "eval": [str(talker), "--questions", "3"]}
+    words |= {"export": [str(talker), "exported"], "import": [str(talker), "imported"]}
     for verb in sorted(set(REPORTS) - {"plan"}):
         code, out, _ = call(verb, *words[verb], "--json")
         assert code == 0, verb

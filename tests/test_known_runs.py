@@ -12,18 +12,20 @@ from bloomery.core import config
 from bloomery.model.config import ModelConfig
 from bloomery.model.cost import cost
 from bloomery.recipe import Recipe
-from bloomery.train.config import AdamW, Cosine
+from bloomery.train.config import AdamW, Cosine, Muon
 
 ROOT = Path(__file__).parents[1]
 FOLDER = ROOT / "recipes"
 GPT2_IDS = Path(os.environ.get("BLOOMERY_SHARED", ROOT.parent / "shared")) / "data" / "tokenizer"
 PARAMETERS = {
+    "gpt2-124m": 124_439_808,
+    "harness-220m": 221_380_608,
     "plasma-235m": 235_705_344,
     "plasma-500m": 521_570_560,
     "tinyshakespeare": 2_164_800,
     "tinystories": 24_388_992,
 }
-VOCABULARY: dict[str, int] = {}
+VOCABULARY = {"gpt2-124m": 50_257}
 """Where the tokenizer is one that exists; the others train theirs."""
 
 
@@ -82,3 +84,24 @@ def test_plasma_is_trained_as_1386_trains_it(name: str, steps: int, rate: float,
     assert (section.optimizer.learning_rate, section.optimizer.weight_decay) == (rate, 0.1)
     assert not section.optimizer.decay_embeddings
     assert section.schedule == Cosine(warmup_steps=warmup, final=0.1)
+
+
+def test_gpt2_is_trained_as_llm_c_trains_it() -> None:
+    section = read("gpt2-124m").pretrain
+    assert section is not None
+    assert (section.steps, section.tokens_per_step, section.model.context) == (18_865, 524_288, 1024)
+    assert isinstance(section.optimizer, AdamW)
+    rates = section.optimizer
+    assert (rates.learning_rate, rates.weight_decay, rates.beta1, rates.beta2) == (6e-4, 0.1, 0.9, 0.95)
+    assert rates.decay_embeddings
+    assert section.schedule == Cosine(warmup_steps=700, final=0.0)
+    assert section.max_norm == 1.0
+    assert section.steps * section.tokens_per_step == pytest.approx(10e9, rel=0.02)
+
+
+def test_the_harness_is_trained_for_a_day_on_half_a_million_tokens_a_step() -> None:
+    section = read("harness-220m").pretrain
+    assert section is not None
+    assert (section.steps, section.tokens_per_step) == (10_000, 16 * 30 * 1024)
+    assert isinstance(section.optimizer, Muon)
+    assert section.optimizer.matrix_learning_rate * 0.2 == pytest.approx(0.1 * section.optimizer.learning_rate)

@@ -180,6 +180,30 @@ def _model_verbs(verbs: Any) -> None:
     one.add_argument("--questions", type=_positive, help="how many (default: as a recipe's evaluate.questions)")
     one.add_argument("--seed", type=int, help="which ones (default: as a recipe's evaluate.seed)")
 
+    one = _verb(
+        verbs,
+        "export",
+        "write a model for another program",
+        "bloomery export runs/demo out --format hf --dtype bfloat16",
+        reports=True,
+    )
+    one.add_argument("model", type=Path, metavar="MODEL", help=MODEL)
+    one.add_argument("out", type=Path, metavar="OUT", help="a new folder")
+    one.add_argument("--format", choices=("hf", "llmc"), default="hf", help="transformers' (default), or llm.c's")
+    formats = ("float32", "bfloat16", "float16")
+    one.add_argument("--dtype", choices=formats, default="float32", help="of the weights (default: float32)")
+
+    one = _verb(
+        verbs,
+        "import",
+        "make a model folder of a model of others",
+        "bloomery import gpt2_124M.bin models/gpt2 --tokenizer gpt2_tokenizer.bin",
+        reports=True,
+    )
+    one.add_argument("source", type=Path, metavar="IN", help="a folder of transformers, or a model .bin of llm.c")
+    one.add_argument("out", type=Path, metavar="OUT", help="a new folder")
+    one.add_argument("--tokenizer", type=Path, help="of a .bin (default: *tokenizer*.bin beside it)")
+
 
 def _machine_verbs(verbs: Any) -> None:
     one = _verb(

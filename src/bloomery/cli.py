@@ -316,6 +316,32 @@ def evaluate(options: argparse.Namespace) -> int:
     return 0
 
 
+def export(options: argparse.Namespace) -> int:
+    from bloomery.core.log import say
+    from bloomery.weights import export as exports
+    from bloomery.weights import find, huggingface
+
+    loaded = huggingface.load(find.model_folder(options.model))
+    written = exports.write(loaded, options.out, options.format, options.dtype)
+    if options.json:
+        print(json.dumps({"model": str(options.model), "out": str(options.out), **written}))
+        return 0
+    say(f"{options.out}: {written['architecture']} in {written['number_format']}, {', '.join(written['files'])}")
+    return 0
+
+
+def import_(options: argparse.Namespace) -> int:
+    from bloomery.core.log import say
+    from bloomery.weights import export as exports
+
+    made = exports.take_in(options.source, options.out, options.tokenizer)
+    if options.json:
+        print(json.dumps({"source": str(options.source), "out": str(options.out), **made}))
+        return 0
+    say(f"{options.out}: {made['architecture']}, {made['parameters']:,} parameters, {made['vocab_size']:,} ids")
+    return 0
+
+
 def doctor(options: argparse.Namespace) -> int:
     from dataclasses import asdict
 
@@ -340,6 +366,8 @@ VERBS: dict[str, Callable[[argparse.Namespace], int]] = {
     "chat": chat,
     "serve": serve,
     "eval": evaluate,
+    "export": export,
+    "import": import_,
     "doctor": doctor,
 }
 

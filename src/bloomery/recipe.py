@@ -161,6 +161,7 @@ STAGES = (
     Stage(
         name="pretrain",
         run="bloomery.stages.pretrain:run",
+        digest="bloomery.stages.pretrain:digest",
         after=("tokenizer", "shard"),
         version=2,
         resumes=True,

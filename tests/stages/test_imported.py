@@ -6,12 +6,22 @@ import numpy as np
 import pytest
 
 from bloomery.core import config, stage
-from bloomery.core.errors import ConfigError, DataError
+from bloomery.core.errors import CheckpointError, ConfigError, DataError
+from bloomery.model.config import ModelConfig
+from bloomery.model.transformer import Transformer
 from bloomery.recipe import STAGES, Recipe
 from bloomery.shards import format
+from bloomery.stages import pretrain
+from bloomery.tokenizer.chat import Renderer
 from bloomery.tokenizer.tokenizer import Tokenizer
+from bloomery.tokenizer.train import train
+from bloomery.weights import huggingface
+from bloomery.weights.huggingface import Lineage
+from tests.model.made import lively
 from tests.shards.test_foreign import by_hand
 from tests.tokenizer.made import small
+
+import torch
 
 RECIPE = """
 name = "theirs"
@@ -76,3 +86,54 @@ def test_a_recipe_needs_documents_or_token_files(tmp_path: Path) -> None:
     recipe.write_text(text.replace("[shard.imported]", "[shard]\ntokens = 5\n[shard.imported]"))
     with pytest.raises(ConfigError, match="imported takes token files as they are"):
         config.load(Recipe, recipe)
+
+
+# --- weights of others ---------------------------------------------------------------------------------------------
+
+ONE = "optimizer = { kind = 'adamw', learning_rate = 1e-12, weight_decay = 0.0 }"
+
+
+def starting_from(root: Path, **changes: object) -> tuple[Path, Transformer]:
+    """As `written`, and a model folder of others that training starts from."""
+    recipe = written(root)
+    shape = ModelConfig(width=16, num_layers=1, num_heads=2, num_kv_heads=1, mlp_width=16, context=16)
+    model = lively(shape.model_copy(update=changes), 0, small().vocab_size)
+    huggingface.save(root / "base", model, Renderer(small()), Lineage(tokenizer="", template=None, shards=""))
+    (root / "base" / "bloomery.json").unlink()
+    text = recipe.read_text().replace("[pretrain]", f'[pretrain]\nstart_from = "{root}/base"\n{ONE}')
+    recipe.write_text(text)
+    return recipe, model
+
+
+def test_training_starts_from_the_weights_of_a_folder(tmp_path: Path) -> None:
+    recipe, model = starting_from(tmp_path / "theirs")
+    plans = stage.lay_out(STAGES, config.load(Recipe, recipe), tmp_path / "run")
+    stage.execute(plans, until="pretrain")
+    trained = huggingface.load(plans[2].folder / "model")
+    assert trained.lineage.base == huggingface.digest(tmp_path / "theirs" / "base")
+    for name, weight in model.state_dict().items():
+        torch.testing.assert_close(trained.model.state_dict()[name], weight, atol=1e-6, rtol=0)
+    other, _ = starting_from(tmp_path / "other", norm_eps=1e-3)
+    assert stage.lay_out(STAGES, config.load(Recipe, other), tmp_path / "run")[2].folder != plans[2].folder
+
+
+def test_weights_of_another_shape_or_tokenizer_are_not_started_from(tmp_path: Path) -> None:
+    recipe, _ = starting_from(tmp_path / "theirs", norm_eps=1e-3)
+    section = config.load(Recipe, recipe).pretrain
+    assert section is not None
+    with pytest.raises(CheckpointError, match=r"has norm_eps = 0\.001, not 1e-05"):
+        pretrain.start(section, small())
+    with pytest.raises(CheckpointError, match=r"has the tokenizer .*, and the shards were made with"):
+        pretrain.start(section, train(["some other text"] * 3, 400))
+    (tmp_path / "theirs" / "base" / "config.json").unlink()
+    with pytest.raises(CheckpointError, match="holds no model"):
+        pretrain.digest(section)
+
+
+def test_a_choice_that_no_other_program_has_is_said_before_training(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    recipe = config.load(Recipe, written(tmp_path / "theirs"), ["pretrain.model.positions=none"])
+    stage.execute(stage.lay_out(STAGES, recipe, tmp_path / "run"), until="pretrain")
+    said = " ".join(capsys.readouterr().err.split())
+    assert "can be used here and nowhere else: positions='none' is nothing that LlamaForCausalLM has" in said

@@ -298,6 +298,8 @@ class Shard(Parallel):
 
 class Pretrain(Training):
     model: ModelConfig = ModelConfig()
+    start_from: Path | None = None
+    """A model folder whose weights are where training starts, such as GPT-2's; [model] says the same shape."""
     depth: Positive | None = None
     """Fills in width, heads, tokens, steps and learning rates that are not given: see `train/depth.py`."""
     tokens_per_parameter: float = Field(TOKENS_PER_PARAMETER, gt=0)

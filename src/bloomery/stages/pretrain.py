@@ -4,6 +4,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from bloomery.core.errors import CheckpointError
+from bloomery.core.log import say
 from bloomery.core.stage import content_hash
 from bloomery.hw import device as devices
 from bloomery.hw.dist import World
@@ -18,6 +20,7 @@ from bloomery.tokenizer.tokenizer import Tokenizer
 from bloomery.train import launch
 from bloomery.train.plan import rows_per_step
 from bloomery.train.session import Session
+from bloomery.weights import families, huggingface
 from bloomery.weights.huggingface import Lineage
 
 
@@ -30,8 +33,9 @@ def train(task: Mapping[str, Any], world: World) -> dict[str, Any]:
     config, inputs, out = launch.unpacked(Pretrain, task)
     devices.keep_freed_memory()
     tokenizer = Tokenizer.load(inputs["tokenizer"])
-    model = Transformer(config.model, tokenizer.vocab_size)
-    model.initialize(config.seed)
+    if why := families.reasons(config.model):
+        say(f"  this model can be used here and nowhere else: {'; '.join(why)}", "yellow")
+    model = start(config, tokenizer)
     renderer, folder, length = Renderer(tokenizer), inputs["shard"], config.model.context
     samples = course(config, folder, tokenizer.hash)
     stats = Session(
@@ -41,7 +45,9 @@ def train(task: Mapping[str, Any], world: World) -> dict[str, Any]:
         renderer=renderer,
         samples=samples,
         validation=Samples(folder, "val", length, tokenizer.hash),
-        lineage=Lineage(tokenizer=tokenizer.hash, template=None, shards=content_hash(folder)),
+        lineage=Lineage(
+            tokenizer=tokenizer.hash, template=None, shards=content_hash(folder), base=digest(config) or None
+        ),
         out=out,
         world=world,
         sampler=continuing(renderer),
@@ -49,6 +55,33 @@ def train(task: Mapping[str, Any], world: World) -> dict[str, Any]:
     if isinstance(samples, Course):
         stats["anneal_from_step"] = samples.switch // rows_per_step(config, length) + 1
     return stats
+
+
+def digest(config: Pretrain) -> str:
+    """A hash of the weights that training starts from, for the stage's fingerprint; "" where it starts from none."""
+    return huggingface.digest(config.start_from.expanduser()) if config.start_from is not None else ""
+
+
+def start(config: Pretrain, tokenizer: Tokenizer) -> Transformer:
+    """
+    The model at the first step: drawn from the seed, or read. Raises CheckpointError where what is read has another
+    shape than the recipe says, or another tokenizer than the shards.
+    """
+    if config.start_from is None:
+        model = Transformer(config.model, tokenizer.vocab_size)
+        model.initialize(config.seed)
+        return model
+    given = huggingface.load(config.start_from.expanduser())
+    where, shape = str(config.start_from), given.model.config
+    if given.tokenizer.hash != tokenizer.hash:
+        what = f"has the tokenizer {given.tokenizer.hash[:8]}, and the shards were made with {tokenizer.hash[:8]}"
+        cure = f'Take its tokenizer: [tokenizer] kind = "import", path = "{where}".'
+        raise CheckpointError(what, where=where, cure=cure)
+    pairs = [(name, getattr(shape, name), getattr(config.model, name)) for name in type(shape).model_fields]
+    if other := [f"{name} = {there!r}, not {said!r}" for name, there, said in pairs if there != said]:
+        cure = "Say in [pretrain.model] what it has; known shapes have a name: preset."
+        raise CheckpointError(f"has {'; '.join(other)}", where=where, cure=cure)
+    return given.model.train()
 
 
 def course(config: Pretrain, folder: Path, tokenizer_hash: str) -> Samples | Course:

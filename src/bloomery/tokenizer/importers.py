@@ -1,5 +1,6 @@
 """
-Tokenizers that others made, read into ours with the ids that they have: tokenizer.json, tiktoken, GPT-2, SentencePiece.
+Tokenizers that others made, read into ours with the ids that they have: tokenizer.json, tiktoken, GPT-2, SentencePiece,
+llm.c.
 
 What our conversations need besides (tokenizer.SPECIAL) gets the ids after. Special tokens that came along keep their
 ids, but no text becomes one of them any more. What cannot be read with the same ids is refused, with the reason.
@@ -17,14 +18,17 @@ import tokenizers
 from tokenizers import AddedToken, models
 
 from bloomery.core.errors import DataError
-from bloomery.tokenizer import pieces
+from bloomery.tokenizer import llmc, pieces
 from bloomery.tokenizer.patterns import PATTERNS, PatternName
-from bloomery.tokenizer.tokenizer import FILE, SPECIAL, Tokenizer, byte_letters
+from bloomery.tokenizer.tokenizer import DOCUMENT, FILE, SPECIAL, Tokenizer, byte_letters
 from bloomery.tokenizer.train import byte_level
 
 GPT2 = ("vocab.bpe", "encoder.json")
 HUGGING_FACE_GPT2 = ("merges.txt", "vocab.json")
 """The same two files under the names that they have on the hub."""
+SENTENCEPIECE = "tokenizer.model"
+GPT2_SIZE = 50_257
+"""Of a file of llm.c that has so many tokens, it is known how words are cut."""
 
 
 def files(path: Path) -> tuple[Path, ...]:
@@ -32,23 +36,30 @@ def files(path: Path) -> tuple[Path, ...]:
     path = path.expanduser()
     if path.is_file():
         return (path,)
-    for names in ((FILE,), GPT2, HUGGING_FACE_GPT2):
+    for names in ((FILE,), GPT2, HUGGING_FACE_GPT2, (SENTENCEPIECE,)):
         if all((path / name).is_file() for name in names):
             return tuple(path / name for name in names)
-    cure = f"A tokenizer is {FILE}, a .tiktoken or .model file, or a folder with {' and '.join(GPT2)}."
+    cure = f"A tokenizer is {FILE}, a .tiktoken, .model or .bin file, or a folder with {' and '.join(GPT2)}."
     raise DataError("there is no tokenizer", where=str(path), cure=cure)
 
 
 def load(path: Path, pattern: PatternName | None = None) -> Tokenizer:
     """The tokenizer of a file or folder, by the end of its name. Raises DataError, which says why it cannot be read."""
+    return load_with_added(path, pattern)[0]
+
+
+def load_with_added(path: Path, pattern: PatternName | None = None) -> tuple[Tokenizer, dict[str, int]]:
+    """As `load`, and the special tokens that it lacked, with the ids that they have got."""
     found = files(path)
     kind = found[0].suffix
-    if pattern is not None and kind != ".tiktoken":
-        cure = "Leave tokenizer.pattern out: only .tiktoken files do not say how words are cut."
+    if pattern is not None and kind not in (".tiktoken", ".bin"):
+        cure = "Leave tokenizer.pattern out: only .tiktoken and .bin files do not say how words are cut."
         raise DataError("has its own way to cut words", where=str(found[0]), cure=cure)
     try:
         if kind == ".tiktoken":
             inner = _tiktoken(found[0], pattern)
+        elif kind == ".bin":
+            inner = _llmc(found[0], pattern)
         elif kind == ".model":
             inner = pieces.read(found[0].read_bytes(), str(found[0]))
         elif len(found) == 2:
@@ -58,7 +69,9 @@ def load(path: Path, pattern: PatternName | None = None) -> Tokenizer:
     except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
         cure = "It is damaged, or of another kind."
         raise DataError(f"cannot be read as a tokenizer: {error}", where=str(found[0]), cure=cure) from None
-    return with_special(inner, str(path))
+    before = inner.get_vocab(with_added_tokens=True)
+    made = with_special(inner, str(path))
+    return made, {name: id for name, id in made.special.items() if name not in before}
 
 
 def with_special(inner: tokenizers.Tokenizer, where: str) -> Tokenizer:
@@ -107,9 +120,6 @@ def _gpt2(merges: Path, vocab: Path) -> tokenizers.Tokenizer:
 
 
 def _tiktoken(path: Path, pattern: PatternName | None) -> tokenizers.Tokenizer:
-    if pattern is None:
-        cure = f"Say which one: tokenizer.pattern = one of {', '.join(PATTERNS)}."
-        raise DataError("does not say how text is cut into words", where=str(path), cure=cure)
     ranks: dict[bytes, int] = {}
     for number, line in enumerate(path.read_bytes().splitlines(), 1):
         try:
@@ -117,6 +127,30 @@ def _tiktoken(path: Path, pattern: PatternName | None) -> tokenizers.Tokenizer:
             ranks[base64.b64decode(token, validate=True)] = int(rank)
         except (ValueError, binascii.Error):
             raise DataError("is no token in base64 and its rank", where=f"{path}:{number}") from None
+    return _from_ranks(ranks, pattern, path)
+
+
+def _llmc(path: Path, pattern: PatternName | None) -> tokenizers.Tokenizer:
+    tokens, end = llmc.read(path)
+    names = [name.encode() for name in SPECIAL]
+    last = next((id for id in range(end, len(tokens)) if tokens[id] not in names), len(tokens))
+    if last != len(tokens) or tokens[end] != DOCUMENT.encode():
+        what = f"has {tokens[end]!r} as token {end}, where a text ends, and others after it"
+        raise DataError(what, where=str(path), cure=f"Ranks of bytes and merges, then {DOCUMENT}, can be imported.")
+    inner = _from_ranks(
+        {token: id for id, token in enumerate(tokens[:end])},
+        pattern or ("gpt2" if end + 1 == GPT2_SIZE else None),
+        path,
+    )
+    inner.add_special_tokens([AddedToken(one.decode(), normalized=False, special=True) for one in tokens[end:]])
+    return inner
+
+
+def _from_ranks(ranks: dict[bytes, int], pattern: PatternName | None, path: Path) -> tokenizers.Tokenizer:
+    """Byte-level BPE of tokens in the order of their merges."""
+    if pattern is None:
+        cure = f"Say which one: tokenizer.pattern = one of {', '.join(PATTERNS)}."
+        raise DataError("does not say how text is cut into words", where=str(path), cure=cure)
     if set(ranks.values()) != set(range(len(ranks))) or any(bytes([byte]) not in ranks for byte in range(256)):
         raise DataError("does not rank 256 bytes and their merges from 0 on", where=str(path))
     letters = byte_letters()

@@ -8,7 +8,7 @@ from bloomery.core import run as runs
 from bloomery.core.errors import CheckpointError, RunError
 from bloomery.core.files import MANIFEST
 from bloomery.core.log import say
-from bloomery.weights.huggingface import CONFIG, WEIGHTS
+from bloomery.weights.huggingface import is_model
 
 TRAINED = ("finetune", "pretrain")
 """Stages that leave a model, the one to talk to first."""
@@ -33,7 +33,7 @@ def model_folder(path: Path) -> Path:
     if (path / runs.CURRENT).is_file():
         return _of_run(path)
     for folder in (path, path / "model"):
-        if _is_model(folder):
+        if is_model(folder):
             return folder
     cure = "Name a run folder, a stage folder that trained something, a checkpoint folder, or a model folder."
     raise CheckpointError("holds no model", where=str(path), cure=cure)
@@ -81,8 +81,4 @@ def _older(run: Path, stage: str) -> Path | None:
 
 
 def _is_done(folder: Path) -> bool:
-    return (folder / MANIFEST).is_file() and _is_model(folder / "model")
-
-
-def _is_model(folder: Path) -> bool:
-    return (folder / CONFIG).is_file() and (folder / WEIGHTS).is_file()
+    return (folder / MANIFEST).is_file() and is_model(folder / "model")

@@ -1,47 +1,36 @@
 """
 A model as a folder that `transformers` loads as it is, and that says what it was made from.
 
-    config.json             LlamaForCausalLM; an architecture of our own for a shape that is none
-    model.safetensors       its weights, float32, under transformers' names, or ours
+    config.json             LlamaForCausalLM, or another of families.py
+    model.safetensors       its weights, under transformers' names; float32 where nothing else is asked for
     tokenizer.json, tokenizer_config.json (with the chat template), generation_config.json
     bloomery.json           lineage: hashes of tokenizer, chat template and shards
+
+Folders that others saved have no bloomery.json. They are read too; imported.py says how their tokenizer becomes ours.
 """
 
-import re
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
-from safetensors import SafetensorError
-
-from bloomery.core.config import build, plain
 from bloomery.core.errors import CheckpointError
-from bloomery.core.files import read_json, write_json
+from bloomery.core.files import canonical, read_json, sha256_bytes, sha256_file, write_json
 from bloomery.model.config import ModelConfig
 from bloomery.model.transformer import Transformer
 from bloomery.tokenizer.chat import Renderer, Template
 from bloomery.tokenizer.tokenizer import PAD, Tokenizer
-from bloomery.weights.tensors import save_tensors
+from bloomery.weights import families, imported
+from bloomery.weights.architecture import TABLES, Architecture, gathered, spread
+from bloomery.weights.tensors import INDEX, Tensors, is_pickled, save_tensors
+from bloomery.weights.tensors import WEIGHTS as WEIGHTS
 
-import safetensors.torch
 import torch
 from torch import Tensor
 
 T = TypeVar("T")
-WEIGHTS, CONFIG, LINEAGE = "model.safetensors", "config.json", "bloomery.json"
-
-NAMES = (
-    (r"embed\.weight", "model.embed_tokens.weight"),
-    (r"blocks\.(\d+)\.attention\.(q|k|v)\.weight", r"model.layers.\1.self_attn.\2_proj.weight"),
-    (r"blocks\.(\d+)\.attention\.out\.weight", r"model.layers.\1.self_attn.o_proj.weight"),
-    (r"blocks\.(\d+)\.mlp\.(gate|up|down)\.weight", r"model.layers.\1.mlp.\2_proj.weight"),
-    (r"blocks\.(\d+)\.attention_norm\.weight", r"model.layers.\1.input_layernorm.weight"),
-    (r"blocks\.(\d+)\.mlp_norm\.weight", r"model.layers.\1.post_attention_layernorm.weight"),
-    (r"norm\.weight", "model.norm.weight"),
-    (r"head\.weight", "lm_head.weight"),
-)
-"""Our name of a weight, and transformers' name of it."""
+CONFIG, LINEAGE = "config.json", "bloomery.json"
+NumberFormat = Literal["float32", "bfloat16", "float16"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,7 +41,7 @@ class Lineage:
     template: str | None
     """None for a model that never saw a conversation."""
     shards: str
-    """The content hash of the shards that it was trained on."""
+    """The content hash of the shards that it was trained on; "imported" for a model that others trained."""
     base: str | None = None
     """The content hash of the stage whose model it started from."""
     step: int = 0
@@ -67,31 +56,20 @@ class Loaded:
     folder: Path
 
 
-def theirs(name: str) -> str:
-    """Transformers' name of one of our weights."""
-    for pattern, replacement in NAMES:
-        if re.fullmatch(pattern, name):
-            return re.sub(pattern, replacement, name)
-    raise ValueError(f"{name!r} has no counterpart in a LlamaForCausalLM")
-
-
-def is_llama(config: ModelConfig) -> bool:
-    """Whether a LlamaForCausalLM computes the same. Sizes may be any; of the choices, none but the default."""
-    sizes = {"width", "num_layers", "num_heads", "num_kv_heads", "head_width", "mlp_width", "context"}
-    free = sizes | {"rope_theta", "norm_eps", "tie_embeddings"}
-    choices = ModelConfig.model_fields.keys() - free
-    return all(getattr(config, name) == ModelConfig.model_fields[name].default for name in choices)
-
-
-def _name(config: ModelConfig, name: str) -> str:
-    """The name of a weight in the file."""
-    return theirs(name) if is_llama(config) else name
-
-
-def save(folder: Path, model: Transformer, renderer: Renderer, lineage: Lineage) -> None:
+def save(
+    folder: Path,
+    model: Transformer,
+    renderer: Renderer,
+    lineage: Lineage,
+    *,
+    number_format: NumberFormat = "float32",
+    weights: Mapping[str, Tensor] | None = None,
+) -> None:
     """
     Write a model folder. The tied head is not written twice. A model that never saw a conversation ends with the token
     that opens the next document, as it has learned, and has no chat template.
+
+    `weights`, by our names, stand in for those of the model: copies, or such as were gathered from ranks.
     """
     folder.mkdir(parents=True, exist_ok=True)
     tokenizer, template = renderer.tokenizer, renderer.template
@@ -101,8 +79,18 @@ def save(folder: Path, model: Transformer, renderer: Renderer, lineage: Lineage)
         "eos_token_id": tokenizer.special[end],
         "pad_token_id": tokenizer.pad_id,
     }
-    save_tensors(folder / WEIGHTS, {_name(model.config, name): weight for name, weight in _own(model).items()})
-    write_json(folder / CONFIG, _config(model.config, model.vocab_size) | ids)
+    kind, own = families.architecture(model.config), _own(model)
+    given = own if weights is None else {name: weights[name] for name in own}
+    form: torch.dtype = getattr(torch, number_format)
+    save_tensors(folder / WEIGHTS, {one.theirs: gathered(one, given).to(form) for one in kind.pieces(list(own))})
+    facts = {
+        "architectures": [kind.name],
+        "model_type": kind.model_type,
+        "vocab_size": model.vocab_size,
+        **kind.describe(model.config),
+        "torch_dtype": number_format,
+    }
+    write_json(folder / CONFIG, facts | ids)
     write_json(folder / "generation_config.json", {"do_sample": False} | ids)
     tokenizer.save(folder)
     chat = {} if lineage.template is None else {"chat_template": template.jinja()}
@@ -112,23 +100,37 @@ def save(folder: Path, model: Transformer, renderer: Renderer, lineage: Lineage)
 
 def load(folder: Path, device: torch.device | str = "cpu") -> Loaded:
     """
-    Read a model folder written by `save`. Raises CheckpointError where a file is missing or torn, the weights have
-    another shape, or tokenizer or template are not those the model was trained with; it says which two differ.
+    Read a model folder written by `save`, or by transformers. Raises CheckpointError where a file is missing or torn,
+    the weights have another shape or are a pickle, the architecture is unknown, or tokenizer or template are not those
+    the model was trained with; it says which two differ.
     """
-    for name in (CONFIG, WEIGHTS, LINEAGE):
-        if not (folder / name).is_file():
-            cure = "Name a run folder, a stage folder, or a checkpoint folder."
-            raise CheckpointError(f"there is no {name}", where=str(folder), cure=cure)
-    config, vocab_size = _read(folder / CONFIG, lambda facts: (_model_config(facts), int(facts["vocab_size"])))
+    if not (folder / CONFIG).is_file():
+        cure = "Name a run folder, a stage folder, or a checkpoint folder."
+        raise CheckpointError(f"there is no {CONFIG}", where=str(folder), cure=cure)
+    facts, kind, config = _read(folder / CONFIG, _understood)
+    rows = int(facts["vocab_size"])
+    if not (folder / LINEAGE).is_file():
+        tokenizer, added = imported.tokenizer_of(folder, rows)
+        model = Transformer(config, max(rows, tokenizer.vocab_size))
+        _fill(model, folder, kind, rows)
+        imported.add_rows(model, rows, added, facts)
+        lineage = Lineage(tokenizer=tokenizer.hash, template=None, shards=imported.NAME)
+        return Loaded(model.to(device).eval(), tokenizer, Renderer(tokenizer), lineage, folder)
     lineage = _lineage(folder)
     tokenizer = Tokenizer.load(folder)
     renderer = Renderer(tokenizer)
     _same("tokenizer", lineage.tokenizer, tokenizer.hash, folder)
     if lineage.template is not None:
         _same("chat template", lineage.template, renderer.template.hash, folder)
-    model = Transformer(config, vocab_size)
-    _fill(model, folder)
+    model = Transformer(config, rows)
+    _fill(model, folder, kind)
     return Loaded(model.to(device).eval(), tokenizer, renderer, lineage, folder)
+
+
+def is_model(folder: Path) -> bool:
+    """Whether a folder holds a model, be it one that is refused when it is read."""
+    weights = (folder / WEIGHTS).is_file() or (folder / INDEX).is_file() or is_pickled(folder) != ""
+    return (folder / CONFIG).is_file() and weights
 
 
 def fill(model: Transformer, folder: Path, lineage: Lineage) -> None:
@@ -142,7 +144,16 @@ def fill(model: Transformer, folder: Path, lineage: Lineage) -> None:
             was, is_now = (one[name][:8] if one[name] else "none" for one in (made, wanted))
             cure = f"To train from the start, remove {folder.parent}."
             raise CheckpointError(f"was made with {name} {was}, and this one is {is_now}", where=str(folder), cure=cure)
-    _fill(model, folder)
+    _fill(model, folder, families.architecture(model.config))
+
+
+def digest(folder: Path) -> str:
+    """A hash of the configuration, tokenizer and weights of a model folder. Raises CheckpointError where it is none."""
+    if not is_model(folder):
+        cure = "Name a model folder: config.json, safetensors and a tokenizer."
+        raise CheckpointError("holds no model", where=str(folder), cure=cure)
+    names = sorted(file for pattern in ("*.json", "*.safetensors", "*.model", "*.txt") for file in folder.glob(pattern))
+    return sha256_bytes(canonical([[file.name, sha256_file(file)] for file in names]))
 
 
 _AGAIN = "The file is damaged. Remove its stage's manifest.json and run the recipe again."
@@ -152,8 +163,13 @@ def _read(file: Path, parse: Callable[[Any], T]) -> T:
     try:
         return parse(read_json(file))
     except (ValueError, KeyError, TypeError) as error:
-        what = f"is no {file.name} of a model of ours: {type(error).__name__}: {error}"
+        what = f"is no {file.name} of a model that is known here: {type(error).__name__}: {error}"
         raise CheckpointError(what, where=str(file), cure=_AGAIN) from None
+
+
+def _understood(facts: dict[str, Any]) -> tuple[dict[str, Any], Architecture, ModelConfig]:
+    kind = families.of_file(facts)
+    return facts, kind, kind.understand(facts)
 
 
 def _same(what: str, trained: str, given: str, folder: Path) -> None:
@@ -175,62 +191,19 @@ def _own(model: Transformer) -> dict[str, Tensor]:
     return {name: weights[name] for name in weights if not (model.config.tie_embeddings and name == "head.weight")}
 
 
-def _fill(model: Transformer, folder: Path) -> None:
-    file = folder / WEIGHTS
-    try:
-        weights = safetensors.torch.load_file(file)
-    except SafetensorError as error:
-        raise CheckpointError(f"is torn: {error}", where=str(file), cure=_AGAIN) from None
-    for name, weight in _own(model).items():
-        known = _name(model.config, name)
-        given = weights.get(known)
-        if given is None or given.shape != weight.shape:
-            shown = "is missing" if given is None else f"has shape {tuple(given.shape)}, not {tuple(weight.shape)}"
-            raise CheckpointError(f"{known} {shown}", where=str(file), cure="It belongs to another model.")
-        weight.copy_(given)
-
-
-def _config(config: ModelConfig, vocab_size: int) -> dict[str, Any]:
-    if not is_llama(config):
-        ours = {"architectures": ["BloomeryForCausalLM"], "model_type": "bloomery", "torch_dtype": "float32"}
-        return ours | {"vocab_size": vocab_size, "bloomery": plain(config)}
-    return {
-        "architectures": ["LlamaForCausalLM"],
-        "model_type": "llama",
-        "vocab_size": vocab_size,
-        "hidden_size": config.width,
-        "num_hidden_layers": config.num_layers,
-        "num_attention_heads": config.num_heads,
-        "num_key_value_heads": config.num_kv_heads,
-        "head_dim": config.head_size,
-        "intermediate_size": config.mlp_width,
-        "max_position_embeddings": config.context,
-        "rope_theta": config.rope_theta,
-        "rms_norm_eps": config.norm_eps,
-        "tie_word_embeddings": config.tie_embeddings,
-        "hidden_act": "silu",
-        "attention_bias": False,
-        "mlp_bias": False,
-        "torch_dtype": "float32",
-    }
-
-
-def _model_config(facts: Mapping[str, Any]) -> ModelConfig:
-    if facts["model_type"] == "bloomery":
-        return build(ModelConfig, facts["bloomery"])
-    usual = facts["head_dim"] * facts["num_attention_heads"] == facts["hidden_size"]
-    return ModelConfig(
-        head_width=None if usual else facts["head_dim"],
-        width=facts["hidden_size"],
-        num_layers=facts["num_hidden_layers"],
-        num_heads=facts["num_attention_heads"],
-        num_kv_heads=facts["num_key_value_heads"],
-        mlp_width=facts["intermediate_size"],
-        context=facts["max_position_embeddings"],
-        rope_theta=facts["rope_theta"],
-        norm_eps=facts["rms_norm_eps"],
-        tie_embeddings=facts["tie_word_embeddings"],
-    )
+def _fill(model: Transformer, folder: Path, kind: Architecture, rows: int | None = None) -> None:
+    """Read the weights of a folder into a model. Of tables, only the first `rows` are filled, where that is given."""
+    tensors, own = Tensors(folder, _AGAIN), _own(model)
+    places = {name: weight[:rows] if name in TABLES else weight for name, weight in own.items()}
+    for piece in kind.pieces(list(own)):
+        given = tensors.get(piece.theirs)
+        if given is None:
+            what = f"{piece.theirs} is missing"
+            raise CheckpointError(what, where=str(tensors.file), cure="It belongs to another model.")
+        try:
+            spread(piece, given, places)
+        except ValueError as error:
+            raise CheckpointError(str(error), where=str(tensors.file), cure="It belongs to another model.") from None
 
 
 def _tokenizer_config(template: Template, end: str, context: int) -> dict[str, Any]:

@@ -1,0 +1,105 @@
+"""Models out of this house and into it: `bloomery export` and `bloomery import`."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Literal
+
+import bloomery.hw.needs_torch  # noqa: F401
+from bloomery.core.errors import CheckpointError, RunError
+from bloomery.model.transformer import Transformer
+from bloomery.tokenizer import llmc as tokenizer_file
+from bloomery.tokenizer.chat import Renderer
+from bloomery.weights import families, huggingface, imported, llmc
+from bloomery.weights.huggingface import Lineage, Loaded, NumberFormat
+
+import torch
+
+Format = Literal["hf", "llmc"]
+MODEL_FILE, TOKENIZER_FILE = "model.bin", "tokenizer.bin"
+
+
+def write(loaded: Loaded, out: Path, form: Format, number_format: NumberFormat) -> dict[str, Any]:
+    """
+    Write a model for another program. Returns what was written: files, architecture and number format.
+
+    Raises CheckpointError where it is nothing that the program has, with the choices that it is because of; RunError
+    where `out` has files in it.
+    """
+    if out.is_dir() and any(out.iterdir()):
+        raise RunError("is not empty", where=str(out), cure="Name another folder: what lies there stays.")
+    config = loaded.model.config
+    if form == "llmc":
+        if number_format == "float16":
+            raise CheckpointError("llm.c has float32 and bfloat16", where="--dtype float16", cure="Take one of these.")
+        llmc.write(out / MODEL_FILE, loaded.model, number_format)
+        tokenizer_file.write(out / TOKENIZER_FILE, loaded.tokenizer)
+        name = "GPT-2 of llm.c"
+    else:
+        if why := families.reasons(config):
+            cure = f"{loaded.folder} itself can be used here, and nowhere else."
+            raise CheckpointError(
+                "transformers has no such model: " + "; ".join(why), where=str(loaded.folder), cure=cure
+            )
+        model = _said_otherwise(loaded.model)
+        huggingface.save(out, model, loaded.renderer, loaded.lineage, number_format=number_format)
+        name = families.architecture(model.config).name
+    return {"architecture": name, "number_format": number_format, "files": sorted(one.name for one in out.iterdir())}
+
+
+def _said_otherwise(model: Transformer) -> Transformer:
+    """The same computation in a shape that others have: norms without weights get weights of 1."""
+    config = families.exported(model.config)
+    if config == model.config:
+        return model
+    other = Transformer(config, model.vocab_size)
+    weights: Mapping[str, torch.Tensor] = model.state_dict()
+    with torch.no_grad():
+        for name, weight in other.state_dict().items():
+            weight.copy_(weights[name]) if name in weights else weight.fill_(1.0)
+    return other.eval()
+
+
+def read(source: Path, tokenizer: Path | None = None) -> Loaded:
+    """
+    A model of others: a folder as transformers saves it, or a model file of llm.c, whose tokenizer lies beside it or
+    is named. Raises CheckpointError and DataError, which say what cannot be read and why.
+    """
+    if source.is_dir():
+        if tokenizer is not None:
+            cure = "Leave --tokenizer out: a folder has its own."
+            raise CheckpointError("has a tokenizer of its own", where=str(source), cure=cure)
+        return huggingface.load(source)
+    given = llmc.read(source)
+    file = tokenizer or _beside(source)
+    made, added = imported.tokenizer_of(file, given.vocab_size)
+    model = Transformer(given.config, max(given.vocab_size, made.vocab_size))
+    weights = model.state_dict()
+    with torch.no_grad():
+        for name, weight in given.weights.items():
+            weights[name][: len(weight)].copy_(weight)
+    end = made.document_id
+    imported.add_rows(model, given.vocab_size, added, {} if end in added.values() else {"eos_token_id": end})
+    lineage = Lineage(tokenizer=made.hash, template=None, shards=imported.NAME)
+    return Loaded(model.eval(), made, Renderer(made), lineage, source)
+
+
+def take_in(source: Path, out: Path, tokenizer: Path | None = None) -> dict[str, Any]:
+    """Make a model folder of ours of what `read` reads. Raises RunError where `out` has files in it."""
+    if out.is_dir() and any(out.iterdir()):
+        raise RunError("is not empty", where=str(out), cure="Name another folder: what lies there stays.")
+    loaded = read(source, tokenizer)
+    huggingface.save(out, loaded.model, loaded.renderer, loaded.lineage)
+    parameters = sum(weight.numel() for weight in loaded.model.parameters())
+    name = families.architecture(loaded.model.config).name
+    return {"architecture": name, "parameters": parameters, "vocab_size": loaded.model.vocab_size}
+
+
+def _beside(source: Path) -> Path:
+    found = sorted(source.parent.glob("*tokenizer*.bin"))
+    if len(found) != 1:
+        shown = ", ".join(file.name for file in found) or "none"
+        cure = "Name it: bloomery import MODEL.bin OUT --tokenizer FILE"
+        raise CheckpointError(
+            f"of *tokenizer*.bin beside it there is not one, but {shown}", where=str(source), cure=cure
+        )
+    return found[0]

@@ -1,0 +1,220 @@
+"""
+GPT-2 in the files of llm.c.
+
+    model .bin     256 int32: 20240326, 3 (float32) or 5 (bfloat16), context, V, L, H, D, V padded; then, each for all
+                   layers: wte wpe ln1w ln1b qkvw qkvb attprojw attprojb ln2w ln2b fcw fcb fcprojw fcprojb lnfw lnfb
+    debug state    256 int32: 20240327, 2, B, T; then ids and targets (int32), scores, loss, and gradients in that order
+
+Matrices are outputs × inputs, as ours. (https://github.com/karpathy/llm.c, train_gpt2.py)
+"""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+import bloomery.hw.needs_torch  # noqa: F401
+from bloomery.core.errors import CheckpointError
+from bloomery.core.files import whole_file
+from bloomery.model.config import ModelConfig
+from bloomery.model.transformer import Transformer
+
+import torch
+from torch import Tensor
+
+MODEL, DEBUG = 20240326, 20240327
+VERSIONS: dict[int, Any] = {3: np.dtype("<f4"), 5: np.dtype("<u2")}
+"""float32; bfloat16, which NumPy does not have."""
+HEADER_INTS = 256
+HEADER_BYTES = 4 * HEADER_INTS
+PADDED_TO = 128
+
+Names = tuple[str, ...]
+LAYOUT: tuple[tuple[str, Names], ...] = (
+    ("wte", ("embed.weight",)),
+    ("wpe", ("positions.weight",)),
+    ("ln1w", ("blocks.{}.attention_norm.weight",)),
+    ("ln1b", ("blocks.{}.attention_norm.bias",)),
+    ("qkvw", tuple(f"blocks.{{}}.attention.{which}.weight" for which in "qkv")),
+    ("qkvb", tuple(f"blocks.{{}}.attention.{which}.bias" for which in "qkv")),
+    ("attprojw", ("blocks.{}.attention.out.weight",)),
+    ("attprojb", ("blocks.{}.attention.out.bias",)),
+    ("ln2w", ("blocks.{}.mlp_norm.weight",)),
+    ("ln2b", ("blocks.{}.mlp_norm.bias",)),
+    ("fcw", ("blocks.{}.mlp.up.weight",)),
+    ("fcb", ("blocks.{}.mlp.up.bias",)),
+    ("fcprojw", ("blocks.{}.mlp.down.weight",)),
+    ("fcprojb", ("blocks.{}.mlp.down.bias",)),
+    ("lnfw", ("norm.weight",)),
+    ("lnfb", ("norm.bias",)),
+)
+"""Their tensors in order, and the weights of ours, one below the other, that each layer's part is made of."""
+
+
+@dataclass(frozen=True)
+class Model:
+    """A model file: its shape, and its weights by our names, in its own number format, without padding."""
+
+    config: ModelConfig
+    vocab_size: int
+    weights: dict[str, Tensor]
+
+
+@dataclass(frozen=True)
+class DebugState:
+    """What a reference computed from one batch: B × T ids and targets, B × T × V scores, the loss, and gradients."""
+
+    ids: NDArray[np.int32]
+    targets: NDArray[np.int32]
+    scores: NDArray[np.float32]
+    loss: float
+    gradients: dict[str, Tensor]
+
+
+def read(file: Path) -> Model:
+    """Read a model. Raises CheckpointError, which names the file, for one that is torn or something else."""
+    header = _header(file, MODEL, "a GPT-2 model", tuple(VERSIONS))
+    context, vocab_size, num_layers, num_heads, width, padded = map(int, header[2:8])
+    kind = VERSIONS[int(header[1])]
+    if not 0 < vocab_size <= padded or min(context, num_layers, num_heads, width) < 1 or width % num_heads:
+        shown = (
+            f"context {context}, {vocab_size} of {padded} ids, {num_layers} layers, {num_heads} heads, width {width}"
+        )
+        raise CheckpointError(f"its header names no model: {shown}", where=str(file), cure=_AGAIN)
+    config = shape(width, num_layers, num_heads, context)
+    model = _empty(config, padded)
+    total = sum(weight.numel() for weight in model.values())
+    size, expected = file.stat().st_size, HEADER_BYTES + total * kind.itemsize
+    if size != expected:
+        raise CheckpointError(f"has {size} bytes, its header needs {expected}", where=str(file), cure=_AGAIN)
+    numbers = np.memmap(file, dtype=kind, mode="r", offset=HEADER_BYTES)
+    return Model(config, vocab_size, _named(_tensors(numbers, model, num_layers), vocab_size))
+
+
+def write(file: Path, model: Transformer, number_format: Literal["float32", "bfloat16"] = "float32") -> None:
+    """Write a model, its table of ids padded with zeros. Raises CheckpointError for one that is no GPT-2 of llm.c."""
+    if odd := unlike(model.config):
+        cure = 'llm.c has GPT-2 alone: model.preset = "gpt2-124m", say. bloomery export --format hf knows more.'
+        raise CheckpointError("; ".join(odd), where="export", cure=cure)
+    config, rows = model.config, model.vocab_size
+    padded = -(-rows // PADDED_TO) * PADDED_TO
+    header = np.zeros(HEADER_INTS, dtype="<i4")
+    version = 3 if number_format == "float32" else 5
+    shown = (MODEL, version, config.context, rows, config.num_layers, config.num_heads, config.width, padded)
+    header[: len(shown)] = shown
+    weights: Mapping[str, Tensor] = model.state_dict()
+    with whole_file(file) as opened:
+        opened.write(header.tobytes())
+        for _, names in _in_order(config.num_layers):
+            for name in names:
+                opened.write(_bytes(weights[name], number_format))
+            if names == ("embed.weight",):
+                opened.write(bytes((padded - rows) * config.width * VERSIONS[version].itemsize))
+
+
+def shape(width: int, num_layers: int, num_heads: int, context: int) -> ModelConfig:
+    """The GPT-2 that llm.c has in these sizes."""
+    return ModelConfig(
+        width=width,
+        num_layers=num_layers,
+        num_heads=num_heads,
+        num_kv_heads=num_heads,
+        mlp_width=4 * width,
+        context=context,
+        norm_eps=1e-5,
+        positions="absolute",
+        norm="layernorm",
+        feed_forward=("gelu_tanh",),
+        biases="all",
+        tie_embeddings=True,
+    )
+
+
+def unlike(config: ModelConfig) -> list[str]:
+    """What a model has otherwise than a GPT-2 of llm.c."""
+    if config.width % config.num_heads:
+        return [f"width {config.width} is no multiple of {config.num_heads} heads"]
+    wanted = shape(config.width, config.num_layers, config.num_heads, config.context)
+    both = (
+        (name, getattr(config, name), getattr(wanted, name)) for name in ModelConfig.model_fields if name != "preset"
+    )
+    return [f"{name} is {is_now!r} and not {there!r}" for name, is_now, there in both if is_now != there]
+
+
+def read_debug(file: Path, config: ModelConfig, vocab_size: int) -> DebugState:
+    """Read the debug state that belongs to a model. Raises CheckpointError."""
+    header = _header(file, DEBUG, "a debug state", (2,))
+    batch, length = int(header[2]), int(header[3])
+    padded = -(-vocab_size // PADDED_TO) * PADDED_TO
+    count = batch * length
+    model = _empty(config, padded)
+    total = sum(weight.numel() for weight in model.values())
+    size, expected = file.stat().st_size, HEADER_BYTES + 4 * (2 * count + count * vocab_size + 1 + total)
+    if size != expected:
+        raise CheckpointError(f"has {size} bytes, with this model it needs {expected}", where=str(file), cure=_AGAIN)
+    ints = np.fromfile(file, dtype="<i4", count=2 * count, offset=HEADER_BYTES)
+    floats = np.memmap(file, dtype="<f4", mode="r", offset=HEADER_BYTES + 8 * count)
+    scores = np.array(floats[: count * vocab_size]).reshape(batch, length, vocab_size)
+    gradients = _named(_tensors(floats[count * vocab_size + 1 :], model, config.num_layers), vocab_size)
+    ids, targets = ints.reshape(2, batch, length)
+    return DebugState(ids, targets, scores, float(floats[count * vocab_size]), gradients)
+
+
+_AGAIN = "It is damaged, or of another model. Make it or fetch it again."
+
+
+def _header(file: Path, magic: int, what: str, versions: tuple[int, ...]) -> NDArray[np.int32]:
+    size = file.stat().st_size if file.is_file() else -1
+    if size < HEADER_BYTES:
+        shown = "is missing" if size < 0 else f"has {size} bytes, less than a header of {HEADER_BYTES}"
+        raise CheckpointError(shown, where=str(file), cure=_AGAIN)
+    header = np.fromfile(file, dtype="<i4", count=HEADER_INTS)
+    if header[0] != magic or int(header[1]) not in versions:
+        cure = f"Known is {what} of llm.c: {magic}, and {' or '.join(map(str, versions))}."
+        raise CheckpointError(f"begins with {header[0]} and {header[1]}", where=str(file), cure=cure)
+    return header
+
+
+def _empty(config: ModelConfig, rows: int) -> dict[str, Tensor]:
+    """The weights of a model by name, of which only the shapes are there."""
+    with torch.device("meta"):
+        weights: dict[str, Tensor] = Transformer(config, rows).state_dict()
+    del weights["head.weight"]  # tied
+    return weights
+
+
+def _in_order(num_layers: int) -> Iterator[tuple[str, Names]]:
+    """Each tensor of theirs, layer by layer where it has layers, and what of ours it holds."""
+    for theirs, names in LAYOUT:
+        if "{}" in names[0]:
+            for layer in range(num_layers):
+                yield theirs, tuple(name.format(layer) for name in names)
+        else:
+            yield theirs, names
+
+
+def _tensors(numbers: NDArray[Any], shapes: Mapping[str, Tensor], num_layers: int) -> Iterator[tuple[str, Tensor]]:
+    place = 0
+    for _, names in _in_order(num_layers):
+        for name in names:
+            count = shapes[name].numel()
+            some = np.array(numbers[place : place + count])
+            given = (
+                torch.from_numpy(some.view(np.int16)).view(torch.bfloat16)
+                if some.itemsize == 2
+                else torch.from_numpy(some)
+            )
+            yield name, given.view(shapes[name].shape)
+            place += count
+
+
+def _named(tensors: Iterator[tuple[str, Tensor]], vocab_size: int) -> dict[str, Tensor]:
+    return {name: tensor[:vocab_size] if name == "embed.weight" else tensor for name, tensor in tensors}
+
+
+def _bytes(weight: Tensor, number_format: str) -> bytes:
+    there = weight.detach().to("cpu", getattr(torch, number_format)).contiguous()
+    return there.view(torch.int16).numpy().tobytes() if there.itemsize == 2 else there.numpy().tobytes()

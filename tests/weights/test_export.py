@@ -1,0 +1,126 @@
+"""`bloomery export` and `bloomery import`, as they are typed."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import AutoModelForCausalLM
+
+from bloomery.cli import main
+from bloomery.model.config import ModelConfig
+from bloomery.model.transformer import Transformer
+from bloomery.tokenizer import importers
+from bloomery.tokenizer import llmc as tokenizer_file
+from bloomery.tokenizer.chat import Renderer
+from bloomery.weights import huggingface, llmc
+from bloomery.weights.huggingface import Lineage
+from tests.model.made import SHAPES, lively, random_ids
+from tests.tokenizer.made import small
+from tests.tokenizer.test_llmc import small_file
+
+import torch
+
+SAID = Lineage(tokenizer=small().hash, template=None, shards="5" * 64)
+
+
+def saved(folder: Path, config: ModelConfig, **changes: Any) -> Transformer:
+    model = lively(ModelConfig(**(config.model_dump() | changes)), 0, small().vocab_size)
+    huggingface.save(folder, model, Renderer(small()), SAID)
+    return model
+
+
+def told(capsys: pytest.CaptureFixture[str], *words: object) -> Any:
+    assert main([*map(str, words), "--json"]) == 0
+    return json.loads(capsys.readouterr().out)
+
+
+def refused(capsys: pytest.CaptureFixture[str], *words: object) -> str:
+    assert main([*map(str, words)]) == 2
+    return capsys.readouterr().err
+
+
+def scores(model: Transformer, ids: torch.Tensor) -> torch.Tensor:
+    with torch.no_grad():
+        return model.logits(model(ids))
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+def test_a_model_is_exported_in_the_number_format_that_is_asked_for(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], dtype: str
+) -> None:
+    model = saved(tmp_path / "model", SHAPES[0])
+    facts = told(capsys, "export", tmp_path / "model", tmp_path / "out", "--dtype", dtype)
+    assert (facts["architecture"], facts["number_format"]) == ("LlamaForCausalLM", dtype)
+    other = AutoModelForCausalLM.from_pretrained(tmp_path / "out", attn_implementation="eager")
+    assert other.dtype == getattr(torch, dtype)
+    for name, weight in other.state_dict().items():
+        assert weight.dtype == getattr(torch, dtype), name
+    assert torch.equal(other.model.embed_tokens.weight, model.embed.weight.to(getattr(torch, dtype)))
+    assert "is not empty" in refused(capsys, "export", tmp_path / "model", tmp_path / "out")
+
+
+def test_norms_without_weights_are_exported_with_weights_of_one(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = saved(tmp_path / "model", SHAPES[0], norm_weights=False)
+    assert json.loads((tmp_path / "model" / "config.json").read_text())["architectures"] == ["BloomeryForCausalLM"]
+    told(capsys, "export", tmp_path / "model", tmp_path / "out")
+    other = AutoModelForCausalLM.from_pretrained(tmp_path / "out", attn_implementation="eager")
+    ids = random_ids(2, 30, 0, small().vocab_size)
+    with torch.no_grad():
+        assert float((other(ids).logits - scores(model, ids)).abs().max()) < 1e-5
+
+
+def test_what_no_other_program_has_is_not_exported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    saved(tmp_path / "model", SHAPES[0], positions="none")
+    said = refused(capsys, "export", tmp_path / "model", tmp_path / "out")
+    assert "transformers has no such model: positions='none' is nothing that LlamaForCausalLM has" in said
+    assert "llm.c has GPT-2 alone" in refused(
+        capsys, "export", tmp_path / "model", tmp_path / "out", "--format", "llmc"
+    )
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_model_of_llm_c_comes_in_and_goes_out_with_the_same_scores(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], dtype: Any
+) -> None:
+    tokenizer = importers.load(small_file(tmp_path), "qwen2")
+    rows = tokenizer.document_id + 1
+    first = lively(llmc.shape(24, 2, 3, 40), 0, rows)
+    llmc.write(tmp_path / "model.bin", first, dtype)
+    tokenizer.save(tmp_path)
+    into = tmp_path / "ours"
+    facts = told(capsys, "import", tmp_path / "model.bin", into, "--tokenizer", tmp_path / "tokenizer.json")
+    assert (facts["architecture"], facts["vocab_size"]) == ("GPT2LMHeadModel", tokenizer.vocab_size)
+    ids = random_ids(2, 30, 0, rows)
+    with torch.no_grad():
+        for weight in first.parameters():
+            weight.copy_(weight.to(getattr(torch, dtype)))
+    assert torch.equal(scores(huggingface.load(into).model, ids)[..., :rows], scores(first, ids))
+    told(capsys, "export", into, tmp_path / "out", "--format", "llmc", "--dtype", dtype)
+    back = llmc.read(tmp_path / "out" / "model.bin")
+    assert back.vocab_size == tokenizer.vocab_size
+    for name, weight in first.state_dict().items():
+        if name not in ("embed.weight", "head.weight"):
+            assert torch.equal(back.weights[name].float(), weight), name
+    assert torch.equal(back.weights["embed.weight"][:rows].float(), first.embed.weight)
+    assert tokenizer_file.read(tmp_path / "out" / "tokenizer.bin")[1] == tokenizer.document_id
+
+
+def test_a_model_file_without_its_tokenizer_asks_for_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    llmc.write(tmp_path / "model.bin", lively(llmc.shape(12, 1, 2, 20), 0, 61))
+    said = refused(capsys, "import", tmp_path / "model.bin", tmp_path / "out")
+    assert "of *tokenizer*.bin beside it there is not one, but none" in said
+    assert "--tokenizer FILE" in said
+
+
+def test_a_folder_of_transformers_becomes_one_of_ours(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    model = saved(tmp_path / "theirs", SHAPES[1])
+    (tmp_path / "theirs" / "bloomery.json").unlink()
+    told(capsys, "import", tmp_path / "theirs", tmp_path / "ours")
+    found = huggingface.load(tmp_path / "ours")
+    assert found.lineage == Lineage(tokenizer=small().hash, template=None, shards="imported")
+    for name, weight in model.state_dict().items():
+        assert torch.equal(found.model.state_dict()[name], weight), name

@@ -1,0 +1,229 @@
+"""Every family beside transformers: saved here and loaded there, saved there and loaded here."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from transformers import AutoModelForCausalLM
+
+from bloomery.core.errors import CheckpointError
+from bloomery.model.config import ModelConfig
+from bloomery.model.presets import PRESETS
+from bloomery.model.scaling import Linear, Llama3Scaling, Yarn
+from bloomery.tokenizer.chat import Renderer
+from bloomery.weights import families, huggingface
+from bloomery.weights.huggingface import CONFIG, LINEAGE, Lineage
+from tests.model.made import lively, random_config, random_ids
+from tests.tokenizer.made import small
+
+import safetensors.torch
+import torch
+
+VOCAB = small().vocab_size
+RENDERER = Renderer(small())
+SAID = Lineage(tokenizer=small().hash, template=None, shards="5" * 64)
+SCALINGS = (
+    Linear(factor=2.5),
+    Llama3Scaling(factor=4.0, low_freq_factor=1.0, high_freq_factor=3.0, original_context=16),
+    Yarn(factor=4.0, original_context=8),
+    Yarn(factor=2.0, original_context=16, beta_fast=20.0, beta_slow=2.0, attention_factor=1.2),
+)
+
+
+def shape(seed: int, **changes: Any) -> ModelConfig:
+    return ModelConfig(**(random_config(seed).model_dump() | changes))
+
+
+def gpt2(seed: int) -> ModelConfig:
+    plain = random_config(seed)
+    rng = np.random.default_rng(seed)
+    changes = {"num_kv_heads": plain.num_heads, "feed_forward": str(rng.choice(["gelu_tanh", "gelu", "relu2"]))}
+    return shape(seed, positions="absolute", norm="layernorm", biases="all", **changes)
+
+
+FAMILIES: dict[str, Callable[[int], ModelConfig]] = {
+    "LlamaForCausalLM": lambda seed: shape(seed, head_width=2 * (1 + seed % 5)),
+    "LlamaForCausalLM with biases": lambda seed: shape(seed, biases="all"),
+    "LlamaForCausalLM with geglu": lambda seed: shape(seed, feed_forward="geglu"),
+    "LlamaForCausalLM with scaled positions": lambda seed: shape(seed, rope_scaling=SCALINGS[seed % 4], context=48),
+    "MistralForCausalLM": lambda seed: shape(seed, sliding_window=5),
+    "Qwen2ForCausalLM": lambda seed: shape(seed, biases="qkv"),
+    "Qwen2ForCausalLM with windows": lambda seed: shape(seed, biases="qkv", num_layers=3, sliding_window=["full", 4]),
+    "Qwen3ForCausalLM": lambda seed: shape(seed, qk_norm=True, head_width=2 * (1 + seed % 5)),
+    "GPT2LMHeadModel": gpt2,
+}
+
+
+def there(folder: Path, **options: Any) -> Any:
+    return AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager", **options)
+
+
+def differences(ours: Any, other: Any, seed: int) -> float:
+    ids = random_ids(2, min(40, ours.config.context), seed, VOCAB)
+    with torch.no_grad():
+        mine, yours = ours.logits(ours(ids)), other(ids).logits.float()
+    assert float(yours.std()) > 0.3
+    return float((mine[..., :VOCAB] - yours[..., :VOCAB]).abs().max())
+
+
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("name", FAMILIES)
+def test_transformers_computes_the_same_with_what_is_saved_here(name: str, seed: int, tmp_path: Path) -> None:
+    model = lively(FAMILIES[name](seed), seed, VOCAB)
+    huggingface.save(tmp_path, model, RENDERER, SAID)
+    other = there(tmp_path)
+    assert type(other).__name__ == name.split()[0]
+    assert differences(model, other, seed) < 1e-5
+
+
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("name", FAMILIES)
+def test_what_transformers_saves_is_loaded_here_and_computes_the_same(name: str, seed: int, tmp_path: Path) -> None:
+    config = FAMILIES[name](seed)
+    huggingface.save(tmp_path / "first", lively(config, seed, VOCAB), RENDERER, SAID)
+    other = there(tmp_path / "first")
+    other.save_pretrained(tmp_path / "theirs", max_shard_size="20KB" if seed % 2 else "1GB")
+    small().save(tmp_path / "theirs")
+    found = huggingface.load(tmp_path / "theirs")
+    assert found.lineage == Lineage(tokenizer=small().hash, template=None, shards="imported")
+    assert differences(found.model, other, seed) < 1e-5
+    layers = range(config.num_layers)
+    assert [found.model.config.layer(n) for n in layers] == [config.layer(n) for n in layers]
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_folders_in_bfloat16_go_both_ways(name: str, tmp_path: Path) -> None:
+    model = lively(FAMILIES[name](1), 1, VOCAB)
+    huggingface.save(tmp_path / "ours", model, RENDERER, SAID, number_format="bfloat16")
+    other = there(tmp_path / "ours")
+    assert other.dtype == torch.bfloat16
+    found = huggingface.load(tmp_path / "ours").model
+    assert differences(found, other.float(), 1) < 1e-5
+    there(tmp_path / "ours").save_pretrained(tmp_path / "theirs")
+    small().save(tmp_path / "theirs")
+    again = huggingface.load(tmp_path / "theirs").model
+    for one, weight in found.state_dict().items():
+        assert torch.equal(again.state_dict()[one], weight), one
+
+
+def test_gpt2_as_it_lies_on_the_hub_is_read(tmp_path: Path) -> None:
+    """Names without the first part, beside them the causal mask as a tensor, and a config.json of an older kind."""
+    model = lively(
+        gpt2(0).model_copy(update={"feed_forward": ("gelu_tanh",), "tie_embeddings": True, "rope_theta": 1e4}), 0, VOCAB
+    )
+    huggingface.save(tmp_path, model, RENDERER, SAID)
+    (tmp_path / LINEAGE).unlink()
+    file = tmp_path / "model.safetensors"
+    weights = safetensors.torch.load_file(file)
+    bare = {name.removeprefix("transformer."): weight for name, weight in weights.items()}
+    bare["h.0.attn.bias"] = torch.ones(1, 1, 8, 8)
+    file.write_bytes(safetensors.torch.save(bare))
+    facts = json.loads((tmp_path / CONFIG).read_text())
+    old = {name: facts[name] for name in ("vocab_size", "n_embd", "n_layer", "n_head", "n_ctx", "n_inner")}
+    known = {"architectures": ["GPT2LMHeadModel"], "layer_norm_epsilon": facts["layer_norm_epsilon"]}
+    (tmp_path / CONFIG).write_text(json.dumps(old | known))
+    found = huggingface.load(tmp_path).model
+    assert found.config == model.config
+    for name, weight in model.state_dict().items():
+        assert torch.equal(found.state_dict()[name], weight), name
+
+
+# --- what is no family ---------------------------------------------------------------------------------------------
+
+NONE: dict[str, tuple[dict[str, Any], str]] = {
+    "differential": ({"attention": "differential"}, "attention='differential' is nothing that LlamaForCausalLM has"),
+    "cycled": ({"feed_forward": ["swiglu", "gelu"]}, r"feed_forward=\['swiglu', 'gelu'\] is nothing"),
+    "none": ({"positions": "none"}, "positions='none' is nothing that LlamaForCausalLM has"),
+    "alibi": ({"positions": "alibi"}, "positions='alibi' is nothing that LlamaForCausalLM has"),
+    "layernorm": ({"norm": "layernorm"}, "norm='layernorm' is nothing that LlamaForCausalLM has"),
+    "two windows": ({"sliding_window": [4, 8]}, r"sliding_window=\[4, 8\] is nothing that LlamaForCausalLM has"),
+}
+EVEN = ModelConfig(width=32, num_layers=2, num_heads=4, num_kv_heads=2, mlp_width=48, context=40)
+
+
+@pytest.mark.parametrize("kind", NONE)
+def test_what_transformers_does_not_have_is_saved_under_our_name_and_refused_there(kind: str, tmp_path: Path) -> None:
+    changes, told = NONE[kind]
+    config = ModelConfig(**(EVEN.model_dump() | changes))
+    assert families.family(config) is None
+    (why,) = families.reasons(config)
+    assert __import__("re").match(told, why)
+    model = lively(config, 0, VOCAB)
+    huggingface.save(tmp_path, model, RENDERER, SAID)
+    found = huggingface.load(tmp_path)
+    assert found.model.config == config
+    for name, weight in model.state_dict().items():
+        assert torch.equal(found.model.state_dict()[name], weight), name
+    with pytest.raises(ValueError, match="model type `bloomery`"):
+        there(tmp_path)
+
+
+def test_the_known_shapes_are_what_transformers_calls_them() -> None:
+    found = {name: families.family(ModelConfig(preset=name)) for name in PRESETS}
+    names = {name: one.name if one else None for name, one in found.items()}
+    assert names["plasma-500m"] == names["llama-3.1-405b"] == names["baichuan2-7b"] == "LlamaForCausalLM"
+    assert names["plasma-756m"] == "Qwen3ForCausalLM"
+    assert names["gpt2-1558m"] == "GPT2LMHeadModel"
+    assert names["harness-220m"] is names["baichuan2-13b"] is names["harness-1b"] is None
+    assert families.reasons(ModelConfig(preset="harness-220m")) == []
+
+
+# --- what is refused -----------------------------------------------------------------------------------------------
+
+
+def folder_of_others(root: Path, seed: int = 0) -> Path:
+    huggingface.save(root, lively(random_config(seed), seed, VOCAB), RENDERER, SAID)
+    (root / LINEAGE).unlink()
+    return root
+
+
+def changed(file: Path, **changes: Any) -> None:
+    file.write_text(json.dumps(json.loads(file.read_text()) | changes))
+
+
+@pytest.mark.parametrize(
+    ("changes", "told"),
+    [
+        ({"architectures": ["PhiForCausalLM"]}, "its architecture is PhiForCausalLM; known are LlamaForCausalLM"),
+        ({"hidden_act": "relu"}, "hidden_act 'relu' is not one of silu, gelu"),
+        ({"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}, "rope_scaling of the type 'dynamic'"),
+        ({"mlp_bias": True}, "attention_bias and mlp_bias differ"),
+        ({"partial_rotary_factor": 0.5}, "partial_rotary_factor 0.5"),
+        ({"vocab_size": 300}, r"the tokenizer has \d+ ids, and the model 300"),
+    ],
+)
+def test_a_model_that_ours_cannot_be_is_refused_with_the_reason(
+    tmp_path: Path, changes: dict[str, Any], told: str
+) -> None:
+    folder = folder_of_others(tmp_path / "theirs")
+    changed(folder / CONFIG, **changes)
+    with pytest.raises(CheckpointError, match=told) as caught:
+        huggingface.load(folder)
+    assert caught.value.cure
+
+
+def test_a_pickle_is_never_read(tmp_path: Path) -> None:
+    folder = folder_of_others(tmp_path / "theirs")
+    (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
+    with pytest.raises(CheckpointError, match=r"its weights are a pickle \(pytorch_model.bin\)") as caught:
+        huggingface.load(folder)
+    assert "save_pretrained" in caught.value.cure
+
+
+def test_a_missing_or_torn_part_of_the_weights_is_named(tmp_path: Path) -> None:
+    first = folder_of_others(tmp_path / "first", 1)
+    there(first).save_pretrained(tmp_path / "theirs", max_shard_size="10KB")
+    small().save(tmp_path / "theirs")
+    parts = sorted((tmp_path / "theirs").glob("model-*.safetensors"))
+    assert len(parts) > 2
+    huggingface.load(tmp_path / "theirs")
+    whole = parts[1].read_bytes()
+    parts[1].write_bytes(whole[:-5])
+    with pytest.raises(CheckpointError, match=f"{parts[1]}: is torn"):
+        huggingface.load(tmp_path / "theirs")
+    parts[1].unlink()
+    with pytest.raises(CheckpointError, match=f"there is no {parts[1].name}, which the index names"):
+        huggingface.load(tmp_path / "theirs")
