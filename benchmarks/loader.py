@@ -44,13 +44,13 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true")
     options = parser.parse_args()
     shapes = SHAPES[:-1] if options.quick else SHAPES
-    rows = []
+    rows: list[dict[str, Any]] = []
     for name, size, length in shapes:
         with tempfile.TemporaryDirectory() as folder:
             rows.append({"model": name, "batch": size, "tokens": length} | measured(Path(folder), name, size, length))
         if not options.json:
             print(rows[-1], file=sys.stderr)
-    worst = max(row["waited_share"] for row in rows)
+    worst = max(float(row["waited_share"]) for row in rows)
     print(
         json.dumps(
             {
