@@ -21,10 +21,9 @@ def test_what_is_not_finite_is_trouble_at_any_time(value: float) -> None:
 
 @given(st.lists(st.floats(0.5, 5), min_size=4, max_size=20), st.floats(0, 50), st.floats(2, 8))
 def test_trouble_by_sigma_is_what_numpy_says_it_is(known: list[float], value: float, sigma: float) -> None:
-    deviation = max(np.std(known), 1e-3 * np.mean(known))
-    limit = np.mean(known) + sigma * deviation
+    limit = np.exp(np.mean(np.log(known)) + sigma * max(np.std(np.log(known)), 1e-3))
     if abs(value - limit) > 1e-6:
-        found = Guard(sigma=sigma, window=len(known)).trouble(past(known), value, float(np.mean(known)))
+        found = Guard(sigma=sigma, window=len(known)).trouble(past(known), value, min(known))
         assert bool(found) == bool(value > limit)
 
 
@@ -34,12 +33,19 @@ def test_before_the_window_is_full_nothing_is_skipped_by_sigma() -> None:
         guard.accept(seen, 1.0, 1.0)
         assert not guard.trouble(seen, 1e9, 1e9)
     guard.accept(seen, 1.0, 1.0)
-    assert guard.trouble(seen, 1e9, 1.0) == "the loss is 1e+09, 999999999000.0 deviations above 1"
-    assert guard.trouble(seen, 1.0, 1.1).startswith("the gradient norm is 1.1, 100.0 deviations")
+    assert guard.trouble(seen, 1e9, 1.0) == "the loss is 1e+09, 20723.3 deviations (of logarithms) above 1"
+    assert guard.trouble(seen, 1.0, 1.1).startswith("the gradient norm is 1.1, 95.3 deviations")
 
 
 def test_a_loss_far_below_the_others_is_no_trouble() -> None:
     assert not Guard(window=4).trouble(past([3.0, 3.1, 3.0, 2.9]), 0.1, 0.1)
+
+
+def test_norms_that_vary_by_factors_are_no_trouble() -> None:
+    usual = [0.5 * 1.4 ** (n % 5 - 2) for n in range(128)]
+    assert not Guard().trouble(past(usual), 0.5, 3.0)
+    assert 3.0 > np.mean(usual) + 6 * np.std(usual)
+    assert Guard().trouble(past(usual), 0.5, 12.0)
 
 
 def test_a_loss_that_hardly_varies_may_vary_by_a_thousandth_for_each_sigma() -> None:

@@ -1,15 +1,16 @@
 """
 The guard: an update that would hurt the weights is not made.
 
-    skipped     loss or gradient norm is not finite, or above   mean + sigma · max(deviation, 0.001 · |mean|)
-                of the last `window` accepted steps; by sigma only as soon as there are so many
+    skipped     loss or gradient norm x is not finite, or   log x > mean + sigma · max(deviation, 0.001)
+                with mean and deviation of log x over the last `window` accepted steps, as soon as there are so many
     rolled back after `max_skips` in a row: weights and optimizer are those of the newest good checkpoint again, and
                 training goes on with the samples behind the bad ones; steps and learning rate count on
 
 A skipped step counts as a step, and its samples as seen. So the samples of a step follow from its number, rolled back
-or not. The threshold is that of OLMo (https://arxiv.org/abs/2501.00656) and of llm.c's `-sl` and `-sg`, whose windows
-are lost by a resume; here they are part of the state. A loss that a model knows by heart hardly varies, so a deviation
-counts as at least a thousandth of the mean.
+or not. Thresholds by sigma are those of OLMo (https://arxiv.org/abs/2501.00656) and of llm.c's `-sl` and `-sg`, whose
+windows are lost by a resume; here they are part of the state. They look at logarithms because losses and norms vary by
+factors: finetuning at a loss of 0.05 has sound batches of six times the usual norm, 15 plain deviations above it. A loss
+that a model knows by heart hardly varies, so a deviation counts as at least a thousandth.
 """
 
 import math
@@ -18,7 +19,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 SMALLEST_DEVIATION = 1e-3
-SMALLEST_NUMBER = 1e-30
+SMALLEST_NUMBER = 1e-12
+
+
+def _log(value: float) -> float:
+    return math.log(max(value, SMALLEST_NUMBER))
 
 
 @dataclass
@@ -66,12 +71,12 @@ class Guard:
                 return f"the {name} is {value}"
             if len(known) < self.window:
                 continue
-            mean = math.fsum(known) / len(known)
-            deviation = math.sqrt(math.fsum([(one - mean) ** 2 for one in known]) / len(known))
-            deviation = max(deviation, SMALLEST_DEVIATION * abs(mean))
-            if value > mean + self.sigma * deviation:
-                above = (value - mean) / max(deviation, SMALLEST_NUMBER)
-                return f"the {name} is {value:.4g}, {above:.1f} deviations above {mean:.4g}"
+            logs = [_log(one) for one in known]
+            mean = math.fsum(logs) / len(logs)
+            deviation = math.sqrt(math.fsum([(one - mean) ** 2 for one in logs]) / len(logs))
+            above = (_log(value) - mean) / max(deviation, SMALLEST_DEVIATION)
+            if above > self.sigma:
+                return f"the {name} is {value:.4g}, {above:.1f} deviations (of logarithms) above {math.exp(mean):.4g}"
         return ""
 
     def accept(self, past: Past, loss: float, norm: float) -> None:
