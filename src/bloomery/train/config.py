@@ -219,7 +219,7 @@ class Training(Config):
     # When an update is not made, and when the run goes back: see guard.py. Volatile, so that a run which these have
     # stopped can go on with others.
     skip_sigma: float = Field(6.0, gt=0, json_schema_extra=VOLATILE)
-    """A step is skipped whose loss or gradient norm lies so many deviations above the mean of the window, by logarithms."""
+    """A step is skipped whose loss or gradient norm lies so many deviations (of logarithms) above the window."""
     skip_window: Annotated[int, Field(ge=2)] = Field(128, json_schema_extra=VOLATILE)
     """Accepted steps that mean and deviation are taken of; before there are so many, only what is not finite counts."""
     max_skips: Positive = Field(3, json_schema_extra=VOLATILE)

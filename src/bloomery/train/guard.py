@@ -9,8 +9,8 @@ The guard: an update that would hurt the weights is not made.
 A skipped step counts as a step, and its samples as seen. So the samples of a step follow from its number, rolled back
 or not. Thresholds by sigma are those of OLMo (https://arxiv.org/abs/2501.00656) and of llm.c's `-sl` and `-sg`, whose
 windows are lost by a resume; here they are part of the state. They look at logarithms because losses and norms vary by
-factors: finetuning at a loss of 0.05 has sound batches of six times the usual norm, 15 plain deviations above it. A loss
-that a model knows by heart hardly varies, so a deviation counts as at least a thousandth.
+factors: finetuning at a loss of 0.05 has sound batches of six times the usual norm, 15 plain deviations above it. A
+loss that a model knows by heart hardly varies, so a deviation counts as at least a thousandth.
 """
 
 import math
