@@ -21,7 +21,8 @@ def test_what_is_not_finite_is_trouble_at_any_time(value: float) -> None:
 
 @given(st.lists(st.floats(0.5, 5), min_size=4, max_size=20), st.floats(0, 50), st.floats(2, 8))
 def test_trouble_by_sigma_is_what_numpy_says_it_is(known: list[float], value: float, sigma: float) -> None:
-    limit = np.exp(np.mean(np.log(known)) + sigma * max(np.std(np.log(known)), 1e-3))
+    logs = np.log(known)
+    limit = float(np.exp(logs.mean() + sigma * max(float(logs.std()), 1e-3)))
     if abs(value - limit) > 1e-6:
         found = Guard(sigma=sigma, window=len(known)).trouble(past(known), value, min(known))
         assert bool(found) == bool(value > limit)
