@@ -44,7 +44,7 @@ class ThreadWorld(World):
 
 def worlds(size: int) -> list[ThreadWorld]:
     room = Room(Barrier(size, timeout=60))
-    return [ThreadWorld(rank, size, room) for rank in range(size)]
+    return [ThreadWorld(rank, size, room=room) for rank in range(size)]
 
 
 def together(batch: Batch, size: int, micro_batch: int) -> list[tuple[float, int, dict[str, Tensor]]]:
