@@ -10,7 +10,7 @@ from bloomery.model.positions import alibi_slopes
 from bloomery.model.scaling import Linear, Llama3Scaling, Yarn
 from bloomery.weights.architecture import Architecture, gathered, spread
 from bloomery.weights.gpt2 import GPT2
-from bloomery.weights.llama import LLAMA, QWEN2, QWEN3
+from bloomery.weights.llama import LLAMA, MISTRAL, QWEN2, QWEN3
 from tests.model.made import VOCAB_SIZE, lively, random_config, random_ids
 
 import torch
