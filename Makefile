@@ -7,11 +7,12 @@ VENV = .venv
 BIN = $(VENV)/bin
 RUN = runs/demo
 
-.PHONY: help demo test check fix bench clean
+.PHONY: help demo test lint check fix bench clean
 
 help:
 	@echo 'make demo    build a small model from text to answers, then ask it three questions'
 	@echo 'make test    every test that needs no GPU'
+	@echo 'make lint    format, lint and types'
 	@echo 'make check   format, lint, types and the quick tests: what a change has to pass'
 	@echo 'make fix     format and mend what the linter can mend'
 	@echo 'make bench   every benchmark, quick; each ends with one line of JSON'
@@ -30,10 +31,12 @@ demo: $(VENV)/.installed
 test: $(VENV)/.installed-dev
 	$(BIN)/python -m pytest -m 'not gpu'
 
-check: $(VENV)/.installed-dev
+lint: $(VENV)/.installed-dev
 	$(BIN)/python -m ruff format --check .
 	$(BIN)/python -m ruff check .
 	$(BIN)/python -m mypy
+
+check: lint
 	$(BIN)/python -m pytest -m 'not gpu and not slow'
 
 fix: $(VENV)/.installed-dev
