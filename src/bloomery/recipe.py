@@ -8,7 +8,7 @@ A recipe, read top to bottom, is the path that the data takes. Each field is one
     tokenizer   documents                    -> a tokenizer
     shard       documents, tokenizer         -> token files to train on, documents to validate on
     pretrain    token files                  -> a language model
-    synthesize  an endpoint, where asked for -> conversations written by another model
+    synthesize  a model that is served       -> conversations written by it, where asked for
     instruct    conversations, tokenizer     -> packed rows of ids and loss masks
     finetune    model, rows                  -> a model that answers
     evaluate    everything                   -> scores, and a report
@@ -168,7 +168,14 @@ STAGES = (
         guards=True,
         hands_on="model/",
     ),
-    Stage(name="synthesize", run="bloomery.stages.synthesize:run", resumes=True, guards=True),
+    Stage(
+        name="synthesize",
+        run="bloomery.stages.synthesize:run",
+        after=("dedup",),
+        version=2,
+        resumes=True,
+        guards=True,
+    ),
     Stage(
         name="instruct",
         run="bloomery.stages.instruct:run",

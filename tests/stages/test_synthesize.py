@@ -1,8 +1,12 @@
 import json
+import os
+import random
+import signal
 import socket
-import threading
-from collections.abc import Callable, Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -10,219 +14,457 @@ import pytest
 
 from bloomery.core.config import build, plain
 from bloomery.core.errors import ConfigError, DataError, RunError
+from bloomery.data import document, hosts
+from bloomery.data.synthesis.config import Synthesize
 from bloomery.stages import synthesize
-from bloomery.stages.config import Synthesize
+from tests.data.synthesis.model_server import ModelServer
 
-Reply = Callable[[BaseHTTPRequestHandler, int], None]
-"""(handler, number of the request from 0)."""
-TOPICS = ["Name a river.", "And a lake.", "Größe?"]
-
-
-def send(handler: BaseHTTPRequestHandler, body: bytes, status: int = 200, length: int | None = None) -> None:
-    handler.send_response(status)
-    handler.send_header("Content-Length", str(len(body) if length is None else length))
-    handler.end_headers()
-    handler.wfile.write(body)
-
-
-def completion(content: Any, tokens: Any = 30) -> bytes:
-    message = {"choices": [{"message": {"role": "assistant", "content": content}}], "usage": {"total_tokens": tokens}}
-    return json.dumps(message).encode()
-
-
-def good(handler: BaseHTTPRequestHandler, number: int) -> None:
-    send(handler, completion(f"answer {number}"))
-
-
-class Endpoint(ThreadingHTTPServer):
-    """A server on this machine that remembers what it was asked."""
-
-    def __init__(self) -> None:
-        self.reply: Reply = good
-        self.asked: list[dict[str, Any]] = []
-        self.keys: list[str | None] = []
-        endpoint = self
-
-        class Handler(BaseHTTPRequestHandler):
-            def do_POST(self) -> None:
-                body = self.rfile.read(int(self.headers["Content-Length"]))
-                endpoint.asked.append({"path": self.path, **json.loads(body)})
-                endpoint.keys.append(self.headers["Authorization"])
-                endpoint.reply(self, len(endpoint.asked) - 1)
-
-            def log_message(self, *_: Any) -> None: ...
-
-        super().__init__(("127.0.0.1", 0), Handler)
-
-    @property
-    def url(self) -> str:
-        return f"http://127.0.0.1:{self.server_address[1]}/v1"
-
-    @property
-    def topics(self) -> list[str]:
-        return [body["messages"][-1]["content"] for body in self.asked]
+TOPICS = ["Name a river.", "And a lake.", "Größe?", "What {is} this?", "Why?"]
+KINDS = ("openai", "anthropic")
+kinds = pytest.mark.parametrize("kind", KINDS)
 
 
 @pytest.fixture
-def endpoint(monkeypatch: pytest.MonkeyPatch) -> Iterator[Endpoint]:
+def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModelServer]:
     monkeypatch.setenv("no_proxy", "*")
     monkeypatch.setenv("OPENAI_API_KEY", "sk-secret")
-    with Endpoint() as server:
-        thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
-        thread.start()
-        yield server
-        server.shutdown()
-        thread.join()
+    monkeypatch.setenv("ANTHROPIC_API_KEY", "sk-other-secret")
+    monkeypatch.setattr(hosts, "FIRST_WAIT_SECONDS", 0.001)
+    monkeypatch.setattr(hosts, "LONGEST_WAIT_SECONDS", 0.002)
+    with ModelServer().serving() as made:
+        yield made
 
 
-def config(server: Endpoint, **settings: Any) -> Synthesize:
-    tree = {"enabled": True, "endpoint": server.url, "model": "m", "topics": TOPICS, "count": 5, **settings}
-    return build(Synthesize, tree)
+def provider(server: ModelServer, kind: str, **settings: Any) -> dict[str, Any]:
+    if kind == "anthropic":
+        return {"kind": kind, "address": server.address, **settings}
+    return {"kind": kind, "address": server.address + "/v1/", "model": "m", "key_variable": "OPENAI_API_KEY"} | settings
 
 
-def run(config: Synthesize, out: Path) -> dict[str, Any]:
-    return synthesize.run(config, {}, out)
+def config(server: ModelServer, kind: str = "openai", **settings: Any) -> Synthesize:
+    priced = {"provider": provider(server, kind)} if "provider" not in settings else {}
+    return build(Synthesize, {"enabled": True, "topics": TOPICS, "count": 5, **priced, **settings})
 
 
-def lines(out: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (out / synthesize.FILE).read_text(encoding="utf-8").splitlines()]
+def run(config: Synthesize, out: Path, inputs: dict[str, Path] | None = None) -> dict[str, Any]:
+    out.mkdir(parents=True, exist_ok=True)
+    return synthesize.run(config, inputs or {}, out)
 
 
-def test_every_answer_is_a_conversation_and_topics_are_asked_in_turn(endpoint: Endpoint, tmp_path: Path) -> None:
-    stats = run(config(endpoint), tmp_path)
-    assert endpoint.topics == [*TOPICS, *TOPICS[:2]]
-    assert all(body["path"] == "/v1/chat/completions" and body["model"] == "m" for body in endpoint.asked)
-    for number, line in enumerate(lines(tmp_path)):
-        question = {"role": "user", "content": TOPICS[number % 3]}
-        assert line["messages"] == [question, {"role": "assistant", "content": f"answer {number}"}]
-        assert line["tokens"] == 30
-    assert stats == {"enabled": True, "conversations": 5, "tokens": 150, "model": "m"}
+def lines(out: Path, name: str = synthesize.FILE) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (out / name).read_text(encoding="utf-8").splitlines()]
 
 
-def test_disabled_it_asks_nobody_whatever_key_is_in_the_environment(endpoint: Endpoint, tmp_path: Path) -> None:
-    stats = run(config(endpoint, enabled=False), tmp_path)
-    assert stats == {"enabled": False, "conversations": 0}
-    assert endpoint.asked == []
+def asks(out: Path) -> list[str]:
+    return [line["messages"][0]["content"] for line in lines(out)]
+
+
+@kinds
+def test_every_topic_is_asked_once_and_its_answer_is_a_conversation(
+    server: ModelServer, tmp_path: Path, kind: str
+) -> None:
+    stats = run(config(server, kind), tmp_path)
+    assert sorted(server.last_asks) == sorted(TOPICS)
+    assert {body["path"] for body in server.asked} == {
+        "/v1/messages" if kind == "anthropic" else "/v1/chat/completions"
+    }
+    assert asks(tmp_path) == TOPICS
+    for line in lines(tmp_path):
+        question, answer = line["messages"]
+        assert answer == {"role": "assistant", "content": f"Answer to: {question['content']}"}
+        assert line["category"] == "topics"
+        assert line["request_ids"][0].startswith(("chatcmpl-", "msg_"))
+    assert (stats["input_tokens"], stats["output_tokens"]) == tuple(server.charged)
+    assert (stats["conversations"], stats["ended_by"], stats["lost_requests"]) == (5, "count", 0)
+
+
+def test_disabled_it_asks_nobody_whatever_key_is_in_the_environment(server: ModelServer, tmp_path: Path) -> None:
+    assert run(config(server, enabled=False), tmp_path) == {"enabled": False, "conversations": 0}
+    assert server.asked == []
     assert lines(tmp_path) == []
     assert Synthesize().enabled is False
 
 
-def test_the_key_is_that_of_the_named_variable_or_none(
-    endpoint: Endpoint, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_the_key_is_that_of_the_named_variable_and_is_in_no_file(
+    server: ModelServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("MY_KEY", "mine")
-    for number, variable in enumerate(("OPENAI_API_KEY", "MY_KEY", "NOT_SET", "")):
-        (out := tmp_path / str(number)).mkdir()
-        run(config(endpoint, key_variable=variable, count=1), out)
-    assert endpoint.keys == ["Bearer sk-secret", "Bearer mine", None, None]
+    for number, variable in enumerate(("OPENAI_API_KEY", "MY_KEY", "")):
+        run(config(server, provider=provider(server, "openai", key_variable=variable), count=1), tmp_path / str(number))
+    run(config(server, "anthropic", count=1), tmp_path / "3")
+    assert server.keys[:3] == ["Bearer sk-secret", "Bearer mine", None]
+    assert str(server.keys[3]).removeprefix("Bearer ") == "sk-other-secret"
     assert not any("secret" in path.read_text() for path in tmp_path.rglob("*.jsonl"))
 
 
-def test_a_run_that_died_pays_for_nothing_twice(endpoint: Endpoint, tmp_path: Path) -> None:
-    def failing(handler: BaseHTTPRequestHandler, number: int) -> None:
-        good(handler, number) if number != 3 else send(handler, b"busy", 503)
-
-    endpoint.reply = failing
-    with pytest.raises(DataError, match=r"(?s)refused: HTTP Error 503.*What came so far is kept"):
-        run(config(endpoint), tmp_path)
-    kept = lines(tmp_path)
-    assert len(kept) == 3
-    stats = run(config(endpoint), tmp_path)
-    assert endpoint.topics == [*TOPICS, TOPICS[0], TOPICS[0], TOPICS[1]]  # the fourth was refused, and asked again
-    assert lines(tmp_path)[:3] == kept
-    assert len(lines(tmp_path)) == 5
-    assert stats["tokens"] == 150
-    run(config(endpoint), tmp_path)
-    assert len(endpoint.asked) == 6
-
-
-@pytest.mark.parametrize("torn", ['{"messages": [{"role": "us', "{", '{"messages": []}'])
-def test_a_line_that_a_dying_process_left_torn_is_cut_off_and_asked_again(
-    endpoint: Endpoint, tmp_path: Path, torn: str
+@kinds
+def test_a_missing_key_is_told_with_its_cure(
+    server: ModelServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
 ) -> None:
-    run(config(endpoint, count=2), tmp_path)
-    kept = lines(tmp_path)
-    with (tmp_path / synthesize.FILE).open("a") as file:
-        file.write(torn)
-    run(config(endpoint, count=3), tmp_path)
-    assert lines(tmp_path)[:2] == kept
-    assert endpoint.topics == TOPICS
-    assert len(lines(tmp_path)) == 3
+    monkeypatch.delenv("OPENAI_API_KEY")
+    monkeypatch.delenv("ANTHROPIC_API_KEY")
+    with pytest.raises(DataError, match=r"_API_KEY: there is no key(?s:.*)export "):
+        run(config(server, kind), tmp_path)
 
 
-def test_no_request_is_made_once_the_budget_is_reached(endpoint: Endpoint, tmp_path: Path) -> None:
-    settings = {"count": 50, "max_tokens": 100, "max_answer_tokens": 50}
-    stats = run(config(endpoint, **settings), tmp_path)
-    assert [body["max_tokens"] for body in endpoint.asked] == [50, 50, 40, 10]
-    assert (stats["conversations"], stats["tokens"]) == (4, 120)
-    assert run(config(endpoint, **settings), tmp_path) == stats
-    assert len(endpoint.asked) == 4  # what earlier attempts spent counts
+FAULTS = ("", "", "429", "500", "503", "529", "cut", "half", "html", "silent")
 
 
-WRONG: list[tuple[str, Reply, str]] = [
-    ("nothing", lambda h, _: send(h, b""), "gave no chat completion"),
-    ("no JSON", lambda h, _: send(h, b"<html>"), "gave no chat completion"),
-    ("no UTF-8", lambda h, _: send(h, b'"\xff"'), "gave no chat completion"),
-    ("a list", lambda h, _: send(h, b"[1]"), "gave no chat completion: TypeError"),
-    ("null", lambda h, _: send(h, b"null"), "gave no chat completion: TypeError"),
-    ("no choices", lambda h, _: send(h, b'{"choices": []}'), "gave no chat completion: IndexError"),
-    ("an error", lambda h, _: send(h, b'{"error": "no model m"}'), "gave no chat completion: KeyError"),
-    ("no usage", lambda h, _: send(h, b'{"choices": [{"message": {"content": "a"}}]}'), "KeyError('usage')"),
-    ("usage of words", lambda h, _: send(h, completion("a", "many")), "gave no chat completion: ValueError"),
-    ("a tool call", lambda h, _: send(h, completion(None)), "gave an answer without text"),
-    ("no such page", lambda h, _: send(h, b"", 404), "refused: HTTP Error 404"),
-    ("no permission", lambda h, _: send(h, b"", 401), "refused: HTTP Error 401"),
-    ("half an answer", lambda h, _: send(h, completion("a")[:9], length=500), "did not answer: IncompleteRead"),
-    ("no answer", lambda h, _: h.connection.shutdown(socket.SHUT_RDWR), "did not answer: Remote end closed"),
-]
-
-
-@pytest.mark.parametrize(("reply", "told"), [case[1:] for case in WRONG], ids=[case[0] for case in WRONG])
-def test_what_is_no_answer_is_an_error_with_its_cure_and_what_came_before_is_kept(
-    endpoint: Endpoint, tmp_path: Path, reply: Reply, told: str
+@kinds
+def test_two_hundred_conversations_come_through_faults_with_none_lost_and_none_paid_twice(
+    server: ModelServer, tmp_path: Path, kind: str
 ) -> None:
-    endpoint.reply = lambda handler, number: good(handler, number) if number < 2 else reply(handler, number)
-    with pytest.raises(DataError) as caught:
-        run(config(endpoint), tmp_path)
-    assert caught.value.what.startswith(told) or told in caught.value.what
-    assert caught.value.where == f"{endpoint.url}/chat/completions"
-    assert caught.value.cure == "What came so far is kept. Run the recipe again when the endpoint answers."
-    assert len(lines(tmp_path)) == 2
-    assert "sk-secret" not in str(caught.value)
+    drawn = random.Random(kind)
+    faults = [drawn.choice(FAULTS) for _ in range(20_000)]
+    server.fault = lambda number: faults[number]
+    settings = {"topics": [], "preset": "seed-1386", "count": 200, "concurrency": 8, "attempts": 60}
+    stats = run(config(server, kind, max_tokens=10_000_000, **settings), tmp_path)
+    assert stats["conversations"] == 200
+    assert len(set(asks(tmp_path))) == 200
+    assert set(server.answered.values()) == {1}, "what arrived was asked again"
+    turns = sum(len(line["messages"]) // 2 for line in lines(tmp_path))
+    assert len(server.answered) == turns
+    unknown = sum(faults[number] in ("cut", "half", "html", "silent") for number in range(len(server.asked)))
+    assert stats["lost_requests"] == unknown > 20
+    assert stats["input_tokens"] + stats["output_tokens"] >= sum(server.charged)
+    assert server.most_at_once <= 8
+    multi = [line for line in lines(tmp_path) if line["category"] == "multi_turn"]
+    assert len(multi) == 20
+    assert all(len(line["messages"]) == 6 for line in multi)
 
 
-def test_an_endpoint_that_nobody_listens_at_is_named(endpoint: Endpoint, tmp_path: Path) -> None:
+def test_the_weights_of_the_preset_are_kept(server: ModelServer, tmp_path: Path) -> None:
+    run(config(server, topics=[], preset="seed-1386", count=100, max_tokens=10**7), tmp_path)
+    categories = [line["category"] for line in lines(tmp_path)]
+    wanted = {"conversational": 20, "general_knowledge": 20, "coding": 12, "multi_turn": 10, "summarization": 3}
+    assert {name: categories.count(name) for name in wanted} == wanted
+
+
+def test_a_later_turn_is_asked_with_all_turns_before_and_the_system_is_not_kept(
+    server: ModelServer, tmp_path: Path
+) -> None:
+    category = {
+        "name": "two",
+        "system": "Be short.",
+        "prompts": ["What is {thing}?"],
+        "slots": [{"name": "thing", "values": ["a", "b"]}],
+        "follow_ups": [["Why?"]],
+    }
+    run(config(server, topics=[], categories=[category], concurrency=1), tmp_path)
+    roles = [[message["role"] for message in body["messages"]] for body in server.asked[:2]]
+    assert roles == [["system", "user"], ["system", "user", "assistant", "user"]]
+    assert [[message["role"] for message in line["messages"]] for line in lines(tmp_path)] == [
+        ["user", "assistant"] * 2
+    ] * 2
+    assert lines(tmp_path)[0]["system"] == "Be short."
+
+
+@kinds
+def test_the_server_says_how_long_to_wait(
+    server: ModelServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    server.fault, server.retry_after = (lambda number: "429" if number == 0 else ""), "7"
+    waits: list[float] = []
+    monkeypatch.setattr(hosts.time, "sleep", waits.append)
+    run(config(server, kind, count=1), tmp_path)
+    assert waits == [7.0]
+
+
+@kinds
+def test_what_fails_for_good_is_told_and_what_came_before_is_not_asked_again(
+    server: ModelServer, tmp_path: Path, kind: str
+) -> None:
+    server.fault = lambda number: "401" if number >= 3 else ""
+    with pytest.raises(DataError, match=r"(?s)HTTP 401: told to say 401.*What came so far is kept") as caught:
+        run(config(server, kind, concurrency=1), tmp_path)
+    assert "secret" not in str(caught.value)
+    assert len(server.asked) == 4
+    server.fault = lambda number: ""
+    stats = run(config(server, kind, concurrency=1), tmp_path)
+    assert server.last_asks == [*TOPICS[:4], *TOPICS[3:]]
+    assert asks(tmp_path) == TOPICS
+    assert (stats["input_tokens"], stats["output_tokens"]) == tuple(server.charged)
+
+
+def test_an_endpoint_that_nobody_listens_at_is_named(server: ModelServer, tmp_path: Path) -> None:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         url = f"http://127.0.0.1:{free.getsockname()[1]}"
-        with pytest.raises(DataError, match=f"{url}/chat/completions: did not answer"):
-            run(config(endpoint, endpoint=url + "/"), tmp_path)
+        with pytest.raises(DataError, match=rf"{url}: the connection failed.*\(2 attempts\)"):
+            run(config(server, provider=provider(server, "openai", address=url), attempts=2), tmp_path)
+
+
+def test_a_redirect_takes_neither_key_nor_question_along(server: ModelServer, tmp_path: Path) -> None:
+    server.fault = lambda number: "307"
+    with pytest.raises(DataError, match="is redirected to"):
+        run(config(server, attempts=2), tmp_path)
+    assert len(server.asked) == 4
+
+
+# --- the budget -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_the_budget_of_tokens_is_never_passed_whatever_fails(server: ModelServer, tmp_path: Path, seed: int) -> None:
+    drawn = random.Random(seed)
+    server.fault = lambda number: drawn.choice(("", "", "", "cut", "500", "half"))
+    server.reply = lambda messages: "word " * drawn.randrange(1, 60) + messages[-1]["content"]
+    budget = drawn.randrange(2_000, 9_000)
+    settings = {"topics": [], "preset": "seed-1386", "count": 200, "max_answer_tokens": 60, "concurrency": 5}
+    stats = run(config(server, max_tokens=budget, attempts=50, **settings), tmp_path)
+    assert sum(server.charged) <= stats["input_tokens"] + stats["output_tokens"] <= budget
+    assert stats["ended_by"] == "budget"
+    assert 0 < stats["conversations"] < 200
+
+
+def test_the_budget_of_dollars_is_never_passed_and_what_it_cost_is_told(server: ModelServer, tmp_path: Path) -> None:
+    price = {"input_dollars": 100.0, "output_dollars": 500.0}
+    asked = provider(server, "openai", price=price)
+    settings = {"provider": asked, "max_answer_tokens": 20, "topics": [], "preset": "seed-1386", "count": 1000}
+    stats = run(config(server, max_dollars=1.0, max_tokens=10**8, **settings), tmp_path)
+    cost = (server.charged[0] * 100 + server.charged[1] * 500) / 1e6
+    assert stats["dollars"] == pytest.approx(cost)
+    assert 0.8 < cost <= 1.0
+    assert stats["ended_by"] == "budget"
+
+
+def test_a_larger_budget_pays_only_for_what_is_missing(server: ModelServer, tmp_path: Path) -> None:
+    first = run(config(server, max_tokens=470, max_answer_tokens=300), tmp_path / "08-synthesize-aaaa")
+    assert 0 < first["conversations"] < 5
+    asked = len(server.asked)
+    stats = run(config(server, max_tokens=10_000, max_answer_tokens=300), tmp_path / "08-synthesize-bbbb")
+    assert stats["conversations"] == 5
+    assert len(server.asked) == 5
+    assert sorted(server.last_asks[asked:] + server.last_asks[:asked]) == sorted(TOPICS)
+    assert stats["input_tokens"] + stats["output_tokens"] == sum(server.charged)
+
+
+def test_another_question_or_another_length_is_another_request(server: ModelServer, tmp_path: Path) -> None:
+    run(config(server), tmp_path / "08-synthesize-aaaa")
+    run(config(server, max_answer_tokens=99), tmp_path / "08-synthesize-bbbb")
+    assert len(server.asked) == 10
+
+
+# --- death ------------------------------------------------------------------------------------------------------------
+
+CHILD = """
+import json, sys
+from pathlib import Path
+from bloomery.core.config import build
+from bloomery.data import hosts
+from bloomery.data.synthesis.config import Synthesize
+from bloomery.stages import synthesize
+hosts.FIRST_WAIT_SECONDS = 0.01
+synthesize.run(build(Synthesize, json.loads(sys.argv[1])), {}, Path(sys.argv[2]))
+"""
+
+
+def test_killed_again_and_again_it_ends_with_every_conversation_and_no_answer_paid_twice(
+    server: ModelServer, tmp_path: Path
+) -> None:
+    drawn = random.Random(1)
+    server.fault = lambda number: "500" if drawn.random() < 0.2 else ""
+
+    def slowly(messages: list[dict[str, str]]) -> str:
+        time.sleep(0.03)
+        return "Answer to: " + messages[-1]["content"]
+
+    server.reply = slowly
+    given = {"topics": [], "preset": "seed-1386", "count": 60, "concurrency": 3, "max_tokens": 10**7, "attempts": 20}
+    made = config(server, **given)
+    words = [sys.executable, "-c", CHILD, json.dumps(plain(made)), str(tmp_path)]
+    for _ in range(3):
+        child = subprocess.Popen(words, stderr=subprocess.DEVNULL, env=os.environ | {"OMP_NUM_THREADS": "1"})
+        before = len(server.answered)
+        while len(server.answered) < before + 8 and child.poll() is None:
+            time.sleep(0.01)
+        child.send_signal(signal.SIGKILL)
+        child.wait()
+    stats = run(made, tmp_path)
+    assert stats["conversations"] == 60
+    ledger = lines(tmp_path, "requests.jsonl")
+    names = [line["request"] for line in ledger if "answer" in line]
+    assert len(names) == len(set(names))
+    again = {name: count for name, count in server.answered.items() if count > 1}
+    assert sum(again.values()) - len(again) <= 3 * 3, "only what was under way at a kill may be asked again"
+    assert stats["input_tokens"] + stats["output_tokens"] >= sum(server.charged)
+
+
+@pytest.mark.parametrize("torn", ['{"request": "a", "at_m', "{", '{"request": "x"}'])
+def test_a_line_that_a_dying_process_left_torn_is_cut_off(server: ModelServer, tmp_path: Path, torn: str) -> None:
+    run(config(server, count=2), tmp_path)
+    with (tmp_path / "requests.jsonl").open("a") as file:
+        file.write(torn)
+    stats = run(config(server, count=3), tmp_path)
+    assert (stats["conversations"], len(server.asked)) == (3, 3)
+
+
+def test_a_damaged_line_of_the_ledger_is_named(server: ModelServer, tmp_path: Path) -> None:
+    run(config(server, count=2), tmp_path)
+    with (tmp_path / "requests.jsonl").open("a") as file:
+        file.write('{"request": 7}\n')
+    with pytest.raises(DataError, match=r"requests\.jsonl:5: is no line of a ledger"):
+        run(config(server, count=3), tmp_path)
+
+
+def test_a_full_disk_is_told_with_its_cure(server: ModelServer, tmp_path: Path) -> None:
+    (tmp_path / "08-synthesize-aaaa").mkdir()
+    (tmp_path / "08-synthesize-aaaa" / synthesize.FILE).with_name(synthesize.FILE + ".partial").symlink_to("/dev/full")
+    with pytest.raises(RunError, match=r"(?s)conversations\.jsonl.*cannot be written: No space left.*Free some space"):
+        run(config(server), tmp_path / "08-synthesize-aaaa")
+    (tmp_path / "08-synthesize-aaaa" / (synthesize.FILE + ".partial")).unlink(missing_ok=True)
+    assert run(config(server), tmp_path / "08-synthesize-aaaa")["conversations"] == 5
+    assert len(server.asked) == 5
+
+
+# --- what is kept -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("kind", "stop", "reason"),
+    [
+        ("openai", "length", "cut"),
+        ("anthropic", "max_tokens", "cut"),
+        ("anthropic", "refusal", "refusal"),
+        ("openai", "content_filter", "refusal"),
+    ],
+)
+def test_an_answer_that_is_not_whole_is_rejected_with_its_reason(
+    server: ModelServer, tmp_path: Path, kind: str, stop: str, reason: str
+) -> None:
+    server.stop = stop
+    stats = run(config(server, kind), tmp_path)
+    assert (stats["conversations"], stats["rejected"]) == (0, {reason: 5})
+    assert [line["asked"] for line in lines(tmp_path, "rejected.jsonl")] == [[topic] for topic in TOPICS]
+
+
+@kinds
+def test_an_empty_answer_is_rejected(server: ModelServer, tmp_path: Path, kind: str) -> None:
+    server.reply = lambda messages: "" if messages[-1]["content"] == "Why?" else "yes"
+    assert run(config(server, kind), tmp_path)["rejected"] == {"empty": 1}
+
+
+def test_duplicates_are_refused_and_others_asked_in_their_place(server: ModelServer, tmp_path: Path) -> None:
+    long = "This is the same answer to each and every question that there is, long enough to be no accident."
+    server.reply = lambda messages: long if messages[-1]["content"] in TOPICS[:3] else messages[-1]["content"]
+    stats = run(config(server, count=3), tmp_path)
+    assert (stats["conversations"], stats["rejected"]) == (3, {"duplicate": 2})
+    assert asks(tmp_path) == [TOPICS[0], *TOPICS[3:]]
+
+
+# --- documents --------------------------------------------------------------------------------------------------------
+
+EASY = "The cat sat on the mat. The dog ran to the park. He had fun in the sun. " * 8
+HARD = "Institutional considerations necessitate comprehensive epistemological reorientation of methodologies. " * 9
+PLAIN = (
+    "Rivers carry water from the mountains to the sea. Farmers along the valley often depend on them in summer. " * 25
+)
+
+
+def documents(folder: Path) -> dict[str, Path]:
+    rows = [
+        {"id": name, "text": text, "domain": domain, "source": "s", "url": "", "license": ""}
+        for name, text, domain in (
+            ("easy", EASY, "web"),
+            ("hard", HARD, "web"),
+            ("plain", PLAIN, "books"),
+            ("short", "Too short.", "web"),
+        )
+    ]
+    with document.Writer(folder / "kept") as writer:
+        writer.write_all(rows)
+    return {"dedup": folder}
+
+
+def about(server: ModelServer, tmp_path: Path, **augment: Any) -> list[dict[str, Any]]:
+    made = config(server, topics=[], augment=augment, max_tokens=10**6)
+    run(made, tmp_path / "08-synthesize-a", documents(tmp_path / "04-dedup-a"))
+    return lines(tmp_path / "08-synthesize-a")
+
+
+def test_documents_are_summarized_with_their_text_in_the_question(server: ModelServer, tmp_path: Path) -> None:
+    server.reply = lambda messages: f"A summary of {len(messages[-1]['content'])} characters of text."
+    found = about(server, tmp_path, modes=["summary", "key_points"])
+    assert [(line["category"], line["document"]) for line in found] == [
+        ("summary", "easy"),
+        ("key_points", "hard"),
+        ("summary", "plain"),
+    ]
+    assert EASY.strip() in found[0]["messages"][0]["content"]
+
+
+def test_easy_text_gets_harder_and_hard_text_simpler_and_the_rest_neither(server: ModelServer, tmp_path: Path) -> None:
+    server.reply = lambda messages: "Another version: " + messages[-1]["content"][-60:]
+    found = about(server, tmp_path, modes=["harder", "simpler"])
+    assert [(line["category"], line["document"]) for line in found] == [("harder", "easy"), ("simpler", "hard")]
+
+
+def test_each_question_about_a_document_is_a_conversation_and_what_is_no_list_is_rejected(
+    server: ModelServer, tmp_path: Path
+) -> None:
+    pairs = [{"question": f"What is it, {n}?", "answer": f"It is a river, number {n}."} for n in range(9)]
+
+    def reply(messages: list[dict[str, str]]) -> str:
+        return (
+            "Sorry, no." if "Institutional" in messages[-1]["content"] else f"Here:\n```json\n{json.dumps(pairs)}\n```"
+        )
+
+    server.reply = reply
+    found = about(server, tmp_path, modes=["questions"], domains=["web", "books"])
+    plain_ones = [line for line in found if line["document"] == "plain"]
+    assert [line["messages"][1]["content"] for line in plain_ones] == [f"It is a river, number {n}." for n in range(2)]
+    assert all(line["messages"][0]["content"].startswith("Rivers carry") for line in plain_ones)
+    rejected = lines(tmp_path / "08-synthesize-a", "rejected.jsonl")
+    assert [(line["document"], line["reason"]) for line in rejected] == [("hard", "no_questions")]
+
+
+# --- settings ---------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
     ("settings", "told"),
     [
-        ({"topics": []}, "topics is empty"),
-        ({"endpoint": "127.0.0.1/v1"}, "endpoint '127.0.0.1/v1' is no address"),
-        ({"endpoint": "file:///etc/passwd"}, "endpoint 'file:///etc/passwd' is no address"),
+        ({"topics": []}, "nothing to ask for"),
+        ({"provider": None}, "provider says who is asked"),
+        ({"provider": {"kind": "openai", "model": "m", "address": "127.0.0.1/v1"}}, "does not begin with http"),
+        ({"provider": {"kind": "openai", "model": "m", "address": "file:///etc/passwd"}}, "does not begin with http"),
+        ({"max_dollars": 1.0}, "needs provider.price"),
+        ({"augment": {}}, "take one of the two"),
+        ({"categories": [{"name": "a", "prompts": ["What is {that}?"]}]}, "has the slot 'that'"),
+        ({"categories": [{"name": "topics", "prompts": ["What?"]}]}, "two categories have the name 'topics'"),
     ],
 )
 def test_settings_with_which_nobody_can_be_asked_are_refused_before_anything_runs(
     settings: dict[str, Any], told: str
 ) -> None:
-    build(Synthesize, settings)
+    base = {"enabled": True, "topics": TOPICS, "provider": {"kind": "openai", "model": "m"}}
+    build(Synthesize, base)
     with pytest.raises(ConfigError, match=told):
-        build(Synthesize, {"enabled": True, "topics": TOPICS, **settings})
+        build(
+            Synthesize,
+            base
+            | {name: value for name, value in settings.items() if value is not None}
+            | ({"provider": None} if settings.get("provider", 1) is None else {}),
+        )
 
 
-def test_the_name_of_the_key_makes_no_other_conversations() -> None:
-    one, two = (plain(Synthesize(key_variable=name), stable_only=True) for name in ("A", "B"))
+def test_keys_prices_and_concurrency_make_no_other_conversations() -> None:
+    one, two = (
+        plain(
+            build(
+                Synthesize, {"provider": {"kind": "openai", "model": "m", "key_variable": name}, "concurrency": many}
+            ),
+            stable_only=True,
+        )
+        for name, many in (("A", 1), ("B", 9))
+    )
     assert one == two
 
 
-def test_a_full_disk_is_told_with_its_cure(endpoint: Endpoint, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(synthesize, "_written", lambda path: [])  # nobody should read /dev/full to its end
-    (tmp_path / synthesize.FILE).symlink_to("/dev/full")
-    with pytest.raises(RunError, match=r"(?s)conversations\.jsonl: cannot be written: No space left.*Free some space"):
-        run(config(endpoint), tmp_path)
-    assert len(endpoint.asked) == 1
+def test_the_preset_has_questions_for_the_seed_s_fifteen_thousand() -> None:
+    from bloomery.data.synthesis.presets import PRESETS
+    from bloomery.data.synthesis.prompts import possible
+
+    categories = PRESETS["seed-1386"]
+    assert sum(category.weight for category in categories) == pytest.approx(1.0)
+    assert sum(possible(category) for category in categories) > 15_000

@@ -5,6 +5,7 @@ A token goes to the host that it is for and to no other: once a redirect leaves 
 Addresses are shown without their query, where signatures are.
 """
 
+import json
 import os
 import random
 import re
@@ -27,7 +28,7 @@ LONGEST_RETRY_AFTER_SECONDS = 3600.0
 TIMEOUT = urllib3.Timeout(connect=15.0, read=60.0)
 MAX_REDIRECTS = 10
 MOVED = (301, 302, 303, 307, 308)
-PASSING = (408, 425, 429, 500, 502, 503, 504, 520, 521, 522, 523, 524)
+PASSING = (408, 425, 429, 500, 502, 503, 504, 520, 521, 522, 523, 524, 529)
 """Answers after which the same request may succeed."""
 
 T = TypeVar("T")
@@ -39,6 +40,10 @@ class PassingError(Exception):
     def __init__(self, what: str, wait_seconds: float | None = None) -> None:
         super().__init__(what)
         self.wait_seconds = wait_seconds
+
+
+class BrokenError(PassingError):
+    """The connection failed, so that nobody knows whether the request was served."""
 
 
 class RefusedError(Exception):
@@ -63,19 +68,26 @@ def shown(address: str) -> str:
 
 @contextmanager
 def asked(
-    method: str, address: str, *, token: str | None = None, headers: Mapping[str, str] | None = None, page: str = ""
+    method: str,
+    address: str,
+    *,
+    token: str | None = None,
+    headers: Mapping[str, str] | None = None,
+    page: str = "",
+    body: bytes | None = None,
+    timeout: urllib3.Timeout = TIMEOUT,
 ) -> Iterator[urllib3.BaseHTTPResponse]:
     """
-    The answer to one request, its body not read yet; redirects are followed.
+    The answer to one request, its body not read yet; redirects are followed, unless the request has a body.
 
-    Raises PassingError for an answer that may be another next time and for a connection that breaks, also while the
-    block reads, and RefusedError for the rest. `page` is where a person gets access to what is gated.
+    Raises PassingError for an answer that may be another next time, BrokenError for a connection that breaks, also
+    while the block reads, and RefusedError for the rest. `page` is where a person gets access to what is gated.
     """
     try:
-        response, linked = _followed(method, address, token, headers or {})
+        response, linked = _followed(method, address, token, headers or {}, body, timeout)
         try:
             if response.status >= 400 and response.status != 416:
-                raise trouble(response.status, response.headers, page)
+                raise trouble(response.status, response.headers, page, "" if body is None else _said(response))
             response.headers.update(linked)
             yield response
         finally:
@@ -84,11 +96,16 @@ def asked(
     except (urllib3.exceptions.LocationValueError, urllib3.exceptions.URLSchemeUnknown) as error:
         raise RefusedError(f"is no address of the web: {error}") from None
     except urllib3.exceptions.HTTPError as error:
-        raise PassingError(f"the connection failed: {_brief(error)}") from None
+        raise BrokenError(f"the connection failed: {_brief(error)}") from None
 
 
 def _followed(
-    method: str, address: str, token: str | None, headers: Mapping[str, str]
+    method: str,
+    address: str,
+    token: str | None,
+    headers: Mapping[str, str],
+    body: bytes | None,
+    timeout: urllib3.Timeout,
 ) -> tuple[urllib3.BaseHTTPResponse, dict[str, str]]:
     """The last answer, and what the answers before it say about the file that they link to."""
     linked: dict[str, str] = {}
@@ -98,7 +115,14 @@ def _followed(
         signed = {"Authorization": f"Bearer {token}"} if token else {}
         own = {"Accept-Encoding": "identity", "User-Agent": f"bloomery/{__version__}", **headers, **signed}
         response = _pool(address).request(
-            method, address, headers=own, redirect=False, retries=False, preload_content=False, timeout=TIMEOUT
+            method,
+            address,
+            body=body,
+            headers=own,
+            redirect=False,
+            retries=False,
+            preload_content=False,
+            timeout=timeout,
         )
         if response.status not in MOVED:
             return response, linked
@@ -108,12 +132,23 @@ def _followed(
         response.release_conn()
         if host(address)[0] not in ("http", "https"):
             raise RefusedError(f"is redirected to {shown(address)}, which is not on the web")
+        if body is not None:
+            raise RefusedError(f"is redirected to {shown(address)}", "Name that address, if you trust it.")
     raise RefusedError(f"is redirected more than {MAX_REDIRECTS} times")
 
 
-def trouble(status: int, headers: Mapping[str, str], page: str) -> PassingError | RefusedError:
-    """What an answer of 400 and above means: to be raised."""
-    said = headers.get("X-Error-Message") or ""
+def _said(response: urllib3.BaseHTTPResponse) -> str:
+    """What a server that speaks OpenAI's protocol says of its refusal, or ""."""
+    try:
+        found = json.loads(response.read(10_000))["error"]
+        return str(found["message"] if isinstance(found, dict) else found)[:500]
+    except (ValueError, KeyError, TypeError):
+        return ""
+
+
+def trouble(status: int, headers: Mapping[str, str], page: str, said: str = "") -> PassingError | RefusedError:
+    """What an answer of 400 and above means: to be raised. `said` is what its body says."""
+    said = headers.get("X-Error-Message") or said
     what = f"HTTP {status}" + (f": {said}" if said else "")
     if status in PASSING:
         return PassingError(what, retry_after(headers))

@@ -12,6 +12,7 @@ from bloomery.data.holdout import LARGEST_SHARE
 from bloomery.data.limits import Limit, Limits, spelled_out
 from bloomery.data.rules import Rule
 from bloomery.data.sources import Source
+from bloomery.data.synthesis.config import Synthesize as Synthesize
 from bloomery.hw.host import Wanted
 from bloomery.model.config import ModelConfig
 from bloomery.shards.config import Anneal, ImportedShards, Weight, no_domain_twice
@@ -304,31 +305,6 @@ class Pretrain(Training):
     """Fills in width, heads, tokens, steps and learning rates that are not given: see `train/depth.py`."""
     tokens_per_parameter: float = Field(TOKENS_PER_PARAMETER, gt=0)
     """How long a run of a given depth is."""
-
-
-class Synthesize(Config):
-    """Conversations written by another model. Off: a key in the environment alone never spends money."""
-
-    enabled: bool = False
-    endpoint: str = "http://127.0.0.1:11434/v1"
-    """Base address of an OpenAI-compatible server."""
-    model: str = ""
-    key_variable: str = Field("OPENAI_API_KEY", json_schema_extra=VOLATILE)
-    """The environment variable that holds the key; empty for a server that needs none."""
-    topics: tuple[str, ...] = ()
-    """Questions to ask, in turn."""
-    count: Positive = 100
-    max_answer_tokens: Positive = 512
-    max_tokens: Positive = 100_000
-    """Budget for all questions and answers; no further request is made once it is reached."""
-
-    @model_validator(mode="after")
-    def _somebody_can_be_asked(self) -> "Synthesize":
-        if self.enabled and not self.topics:
-            raise ValueError("topics is empty, so there is nothing to ask for")
-        if self.enabled and not self.endpoint.startswith(("http://", "https://")):
-            raise ValueError(f"endpoint {self.endpoint!r} is no address that begins with http:// or https://")
-        return self
 
 
 class WorldTalks(Config):

@@ -1,86 +1,209 @@
 """
-The stage `synthesize`: conversations written by another model, through an endpoint that speaks OpenAI's protocol.
+The stage `synthesize`: conversations written by another model, within a budget.
 
-Off unless a recipe says `enabled = true` and names the endpoint: a key in the environment alone never spends money.
-Each answer is one line of conversations.jsonl, written as it comes, so that a run that dies pays for nothing twice.
+Off unless a recipe says `enabled = true` and who is asked: a key in the environment alone never spends money. Requests
+and answers are written to requests.jsonl as they come, so that nothing is paid for twice; in the end they are sorted
+out into conversations.jsonl and rejected.jsonl.
 """
 
-import http.client
 import json
-import os
-import urllib.error
-import urllib.request
-from collections.abc import Mapping
+import threading
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from contextlib import closing, contextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from bloomery.core.errors import DataError
-from bloomery.core.files import disk_errors, whole_file
-from bloomery.core.log import progress
-from bloomery.data import rows
-from bloomery.stages.config import Synthesize
+from bloomery.core.files import whole_file
+from bloomery.core.log import Meter, progress, say
+from bloomery.data import document, hosts
+from bloomery.data.hosts import PassingError, RefusedError
+from bloomery.data.synthesis import asking, augment, kept, prompts
+from bloomery.data.synthesis.asking import Ask, UnknownError
+from bloomery.data.synthesis.config import Synthesize
+from bloomery.data.synthesis.kept import Kept, Outcome
+from bloomery.data.synthesis.ledger import Ledger
+from bloomery.data.synthesis.prompts import Task
 
-FILE = "conversations.jsonl"
-SECONDS_TO_ANSWER = 120.0
+FILE, REJECTED = "conversations.jsonl", "rejected.jsonl"
+
+
+class _EndError(Exception):
+    """Nothing more is asked: the budget has no room, or another request has failed for good."""
 
 
 def run(config: Synthesize, inputs: Mapping[str, Path], out: Path) -> dict[str, Any]:
-    path = out / FILE
     if not config.enabled:
-        with whole_file(path):
+        with whole_file(out / FILE):
             pass
         return {"enabled": False, "conversations": 0}
-    key = os.environ.get(config.key_variable, "") if config.key_variable else ""
-    done = _written(path)
-    tokens = sum(int(row["tokens"]) for row in done)
-    with (
-        disk_errors(path),
-        path.open("a", encoding="utf-8") as file,
-        progress("synthesize", "conversations", config.count) as meter,
-    ):
-        meter.start_at(float(len(done)))
-        for number in range(len(done), config.count):
-            if tokens >= config.max_tokens:
-                break
-            topic = config.topics[number % len(config.topics)]
-            room = min(config.max_answer_tokens, config.max_tokens - tokens)
-            messages, spent = _ask(config, topic, room, key)
-            tokens += spent
-            line = {"messages": messages, "topic": topic, "model": config.model, "tokens": spent}
-            file.write(json.dumps(line, ensure_ascii=False) + "\n")
-            file.flush()
-            meter.at(float(number + 1), tokens=float(tokens))
-    return {"enabled": True, "conversations": len(_written(path)), "tokens": tokens, "model": config.model}
+    ask = asking.asker(config)
+    with closing(Ledger(out, config)) as ledger:
+        collection = _Collection(config, ask, ledger)
+        with progress("synthesize", "conversations", config.count) as meter:
+            collection.fill(_tasks(config, inputs), meter)
+        written = Counter({"": 0})
+        with whole_file(out / FILE, "w") as good, whole_file(out / REJECTED, "w") as bad:
+            for row, reason in kept.rows(collection.outcomes):
+                (bad if reason else good).write(json.dumps(row, ensure_ascii=False) + "\n")
+                written[reason] += 1
+        read, wrote = ledger.tokens
+        stats = {
+            "enabled": True,
+            "conversations": written.pop(""),
+            "rejected": dict(written),
+            "unfinished": collection.unfinished,
+            "input_tokens": read,
+            "output_tokens": wrote,
+            "lost_requests": ledger.lost,
+            "ended_by": collection.ended_by,
+        }
+        if config.provider is not None and config.provider.price is not None:
+            stats["dollars"] = round(ledger.dollars, 6)
+    _tell(config, stats)
+    return stats
 
 
-def _written(path: Path) -> list[dict[str, Any]]:
-    """What earlier attempts brought home; a line that a dying process left torn is cut off."""
-    if not path.exists():
-        return []
-    with path.open("r+b") as file:
-        file.truncate(file.read().rfind(b"\n") + 1)
-    return [found for _, found in rows.jsonl(path) if isinstance(found, dict)]
+def _tell(config: Synthesize, stats: Mapping[str, Any]) -> None:
+    if stats["conversations"] < config.count:
+        why = {"budget": "the budget has no room for another request", "questions": "there are no more questions"}
+        said = why.get(stats["ended_by"], stats["ended_by"])
+        say(f"synthesize: {stats['conversations']} of {config.count} conversations, since {said}", "yellow")
+    if stats["rejected"]:
+        reasons = ", ".join(f"{reason} {count}" for reason, count in stats["rejected"].items())
+        say(f"synthesize: rejected {reasons}; see {REJECTED}", "yellow")
 
 
-def _ask(config: Synthesize, topic: str, max_tokens: int, key: str) -> tuple[list[dict[str, str]], int]:
-    """One question and its answer, and the tokens that they cost. Raises DataError for what is no answer."""
-    question = [{"role": "user", "content": topic}]
-    body = json.dumps({"model": config.model, "messages": question, "max_tokens": max_tokens}).encode()
-    headers = {"Content-Type": "application/json", **({"Authorization": f"Bearer {key}"} if key else {})}
-    url = config.endpoint.rstrip("/") + "/chat/completions"
-    request = urllib.request.Request(url, data=body, headers=headers)
-    cure = "What came so far is kept. Run the recipe again when the endpoint answers."
-    try:
-        with urllib.request.urlopen(request, timeout=SECONDS_TO_ANSWER) as reply:
-            answer = json.loads(reply.read())
-        content, spent = answer["choices"][0]["message"]["content"], int(answer["usage"]["total_tokens"])
-    except urllib.error.HTTPError as error:
-        error.close()
-        raise DataError(f"refused: {error}", where=url, cure=cure) from None
-    except (OSError, http.client.HTTPException) as error:
-        raise DataError(f"did not answer: {str(error) or type(error).__name__}", where=url, cure=cure) from None
-    except (ValueError, KeyError, IndexError, TypeError) as error:
-        raise DataError(f"gave no chat completion: {error!r}", where=url, cure=cure) from None
-    if not isinstance(content, str):
-        raise DataError("gave an answer without text", where=url, cure=cure)
-    return [*question, {"role": "assistant", "content": content}], spent
+def _tasks(config: Synthesize, inputs: Mapping[str, Path]) -> Iterator[Task]:
+    if config.augment is None:
+        return prompts.tasks(config.named, config.seed)
+    return augment.tasks(config.augment, document.read(inputs["dedup"] / "kept", ["id", "text", "domain"]))
+
+
+@dataclass
+class _Collection:
+    """Tasks and what became of them."""
+
+    config: Synthesize
+    ask: Ask
+    ledger: Ledger
+    outcomes: list[Outcome] = field(default_factory=list)
+    ended_by: str = "count"
+    unfinished: int = 0
+    """Conversations of several turns that the budget cut off; a larger one goes on with them."""
+    _kept: Kept = field(default_factory=Kept)
+    _asked: set[str] = field(default_factory=set)
+    _stop: threading.Event = field(default_factory=threading.Event)
+
+    def fill(self, tasks: Iterator[Task], meter: Meter) -> None:
+        """
+        Ask until there are as many conversations as wanted, the questions or the budget end.
+
+        Raises DataError where a request fails for good; those under way are waited for before.
+        """
+        failure: RefusedError | None = None
+        under_way: dict[Future[Outcome | None], Task] = {}
+        with ThreadPoolExecutor(self.config.concurrency) as pool, self._stopping():
+            while True:
+                while failure is None and self._wants_more(len(under_way)):
+                    if (task := next(tasks, None)) is None:
+                        self.ended_by = "questions"
+                    elif not self._take_known(task):
+                        under_way[pool.submit(self._work, task)] = task
+                meter.at(self._kept.count, **self._spent())
+                if not under_way:
+                    break
+                finished, _ = wait(under_way, return_when=FIRST_COMPLETED)
+                for one in finished:
+                    task = under_way.pop(one)
+                    try:
+                        self._take(task, one.result())
+                    except RefusedError as error:
+                        self._stop.set()
+                        failure = failure or error
+        if failure is not None:
+            cure = f"{failure.cure} What came so far is kept: run the recipe again when it answers.".lstrip()
+            raise DataError(str(failure), where=self._where(), cure=cure) from None
+
+    @contextmanager
+    def _stopping(self) -> Iterator[None]:
+        """Whatever ends the block, nothing more is asked then, and the pool's end does not wait for long."""
+        try:
+            yield
+        finally:
+            self._stop.set()
+
+    def _wants_more(self, under_way: int) -> bool:
+        open_ = self.ended_by == "count" and self._kept.count + under_way < self.config.count
+        return open_ and under_way < self.config.concurrency
+
+    def _take_known(self, task: Task) -> bool:
+        """Whether a task needs nobody: it was asked before, in this run or in an earlier one."""
+        name = kept.request_name(self.config, task, len(task.asks) - 1)
+        if name in self._asked:
+            return True
+        self._asked.add(name)
+        known = kept.outcome(self.config, task, self.ledger.answers)
+        if known is not None:
+            self._take(task, known)
+        return known is not None
+
+    def _take(self, task: Task, found: Outcome | None) -> None:
+        if found is None:
+            if not self._stop.is_set():
+                self.ended_by = "budget"
+            self.unfinished += kept.request_name(self.config, task, 0) in self.ledger.answers
+            return
+        self.outcomes.append(found)
+        for _ in self._kept.sorted_out(found):
+            pass
+
+    def _work(self, task: Task) -> Outcome | None:
+        """Ask the turns that are missing. None where nothing more is asked."""
+        messages: list[dict[str, str]] = []
+        for turn, question in enumerate(task.asks):
+            if (found := kept.outcome(self.config, task, self.ledger.answers)) is not None:
+                return found
+            messages.append({"role": "user", "content": question})
+            name = kept.request_name(self.config, task, turn)
+            if name not in self.ledger.answers:
+                try:
+                    hosts.patiently(
+                        lambda: self._ask(name, task.system, messages),  # noqa: B023
+                        attempts=self.config.attempts,
+                        what="synthesize",
+                    )
+                except _EndError:
+                    return None
+            messages.append({"role": "assistant", "content": self.ledger.answers[name].text})
+        return kept.outcome(self.config, task, self.ledger.answers)
+
+    def _ask(self, name: str, system: str, messages: list[dict[str, str]]) -> None:
+        if self._stop.is_set() or not self.ledger.reserve(name, system, messages):
+            raise _EndError
+        try:
+            answer = self.ask(system, messages, name)
+        except UnknownError as error:
+            self.ledger.unknown(name, str(error))
+            raise
+        except (PassingError, RefusedError) as error:
+            self.ledger.not_served(name, str(error))
+            raise
+        except BaseException as error:
+            self.ledger.unknown(name, f"{type(error).__name__}: {error}")
+            raise
+        self.ledger.answered(name, answer)
+
+    def _spent(self) -> dict[str, float]:
+        provider = self.config.provider
+        if provider is not None and provider.price is not None:
+            return {"dollars": self.ledger.dollars}
+        return {"tokens": float(sum(self.ledger.tokens))}
+
+    def _where(self) -> str:
+        provider = self.config.provider
+        assert provider is not None
+        return hosts.shown(provider.address) if provider.address else f"{provider.kind}, {provider.model}"

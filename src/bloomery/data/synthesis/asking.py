@@ -1,0 +1,164 @@
+"""
+One request to a model that somebody serves, as two protocols have it: what is sent, and what the answer means.
+
+Raises PassingError where the same request may be answered later, and RefusedError where it will not be. Each says
+whether it may have been paid for: an answer with a status was not made, a connection that broke is not known about.
+"""
+
+import json
+import os
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import urllib3
+
+from bloomery.core.errors import DataError
+from bloomery.data import extras, hosts
+from bloomery.data.hosts import PassingError, RefusedError
+from bloomery.data.synthesis.config import Anthropic, OpenAI, Synthesize
+
+CUT = ("length", "max_tokens", "model_context_window_exceeded")
+"""Reasons to stop that mean: the answer is not whole."""
+REFUSED = ("refusal", "content_filter")
+
+
+class UnknownError(PassingError):
+    """The request may be repeated, and may have been answered and paid for all the same."""
+
+
+@dataclass(frozen=True)
+class Answer:
+    text: str
+    stopped: str
+    """Why the model stopped, in the provider's words."""
+    model: str
+    id: str
+    input_tokens: int
+    output_tokens: int
+
+
+Ask = Callable[[str, Sequence[Mapping[str, str]], str], Answer]
+"""
+System, messages, name -> one turn. The name is the same for the same request: a server that knows such names answers
+it only once.
+"""
+
+
+def asker(config: Synthesize) -> Ask:
+    """Raises DataError where the key, or the package of the protocol, is missing."""
+    match config.provider:
+        case Anthropic() as provider:
+            return _Anthropic(provider, config).ask
+        case OpenAI() as provider:
+            return _OpenAI(provider, config).ask
+        case None:
+            raise ValueError("nobody is named who could be asked")
+
+
+def _key(variable: str, *, required: bool) -> str:
+    found = os.environ.get(variable, "") if variable else ""
+    if required and not found:
+        cure = f"export {variable}=…   # or name another variable in synthesize.provider.key_variable"
+        raise DataError("there is no key", where=variable, cure=cure)
+    return found
+
+
+class _OpenAI:
+    def __init__(self, provider: OpenAI, config: Synthesize) -> None:
+        self._provider, self._config = provider, config
+        self._url = provider.address.rstrip("/") + "/chat/completions"
+        self._key = _key(provider.key_variable, required=bool(provider.key_variable))
+        self._timeout = urllib3.Timeout(connect=15.0, read=config.timeout_seconds)
+
+    def ask(self, system: str, messages: Sequence[Mapping[str, str]], name: str) -> Answer:
+        said = [{"role": "system", "content": system}, *messages] if system else list(messages)
+        body: dict[str, Any] = {
+            "model": self._provider.model,
+            "messages": said,
+            "max_tokens": self._config.max_answer_tokens,
+        }
+        if self._config.temperature is not None:
+            body["temperature"] = self._config.temperature
+        headers = {"Content-Type": "application/json", "Idempotency-Key": name}
+        try:
+            with hosts.asked(
+                "POST",
+                self._url,
+                token=self._key,
+                headers=headers,
+                body=json.dumps(body).encode(),
+                timeout=self._timeout,
+            ) as response:
+                data = response.read()
+        except hosts.BrokenError as error:
+            raise UnknownError(str(error)) from None
+        return _completion(data)
+
+
+def _completion(data: bytes) -> Answer:
+    try:
+        found = json.loads(data)
+        choice, usage = found["choices"][0], found["usage"]
+        text = choice["message"]["content"]
+        return Answer(
+            text=text if isinstance(text, str) else "",
+            stopped=str(choice.get("finish_reason") or ""),
+            model=str(found.get("model") or ""),
+            id=str(found.get("id") or ""),
+            input_tokens=int(usage["prompt_tokens"]),
+            output_tokens=int(usage["completion_tokens"]),
+        )
+    except (ValueError, KeyError, IndexError, TypeError, AttributeError) as error:
+        raise UnknownError(f"gave no chat completion: {type(error).__name__}: {error}") from None
+
+
+class _Anthropic:
+    def __init__(self, provider: Anthropic, config: Synthesize) -> None:
+        self._provider, self._config = provider, config
+        self._api: Any = extras.load("anthropic", extra="anthropic")
+        key = _key(provider.key_variable, required=True)
+        # It would try again by itself, without telling what that may cost.
+        self._client = self._api.Anthropic(
+            api_key=key, base_url=provider.address, max_retries=0, timeout=config.timeout_seconds
+        )
+
+    def ask(self, system: str, messages: Sequence[Mapping[str, str]], name: str) -> Answer:
+        more: dict[str, Any] = {"system": system} if system else {}
+        if self._config.temperature is not None:
+            more["temperature"] = self._config.temperature
+        try:
+            found = self._client.messages.create(
+                model=self._provider.model,
+                max_tokens=self._config.max_answer_tokens,
+                messages=list(messages),
+                extra_headers={"Idempotency-Key": name},
+                **more,
+            )
+        except self._api.APIStatusError as error:
+            raise _trouble(error) from None
+        except (self._api.APIError, ValueError) as error:  # broken, too late, or no JSON
+            raise UnknownError(f"{type(error).__name__}: {error}") from None
+        try:
+            return Answer(
+                text="".join(block.text for block in found.content if block.type == "text"),
+                stopped=str(found.stop_reason or ""),
+                model=found.model,
+                id=found.id,
+                input_tokens=int(found.usage.input_tokens),
+                output_tokens=int(found.usage.output_tokens),
+            )
+        except (AttributeError, TypeError, ValueError) as error:
+            raise UnknownError(f"gave no message: {type(error).__name__}: {error}") from None
+
+
+def _trouble(error: Any) -> PassingError | RefusedError:
+    """What an answer with a status means."""
+    status, headers = int(error.status_code), error.response.headers
+    body = error.body if isinstance(error.body, dict) else {}
+    said = body.get("error", {}).get("message", "") if isinstance(body.get("error"), dict) else ""
+    what = f"HTTP {status}" + (f": {said}" if said else "")
+    if status in hosts.PASSING:
+        return PassingError(what, hosts.retry_after(headers))
+    cure = "See the key, and what the account may still spend." if status in (401, 402, 403) or "credit" in said else ""
+    return RefusedError(what, cure)

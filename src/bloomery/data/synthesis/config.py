@@ -1,0 +1,132 @@
+"""What a recipe says in [synthesize]."""
+
+from typing import Annotated, Literal
+
+from pydantic import Field, model_validator
+
+from bloomery.core.config import VOLATILE, Config, Count, Positive
+from bloomery.data.synthesis.presets import PRESETS
+from bloomery.data.synthesis.prompts import Category
+
+Dollars = Annotated[float, Field(ge=0)]
+
+
+class Price(Config):
+    """Of a million tokens, as the page of the provider says. Prices change, so none is known here."""
+
+    input_dollars: Dollars
+    output_dollars: Dollars
+
+
+class Anthropic(Config):
+    """The API of Anthropic, through its own client; needs `pip install 'bloomery[anthropic]'`."""
+
+    kind: Literal["anthropic"] = "anthropic"
+    model: str = Field("claude-haiku-4-5", min_length=1)
+    address: str | None = Field(None, json_schema_extra=VOLATILE)
+    """Another address than the client's own, such as that of a gateway."""
+    key_variable: str = Field("ANTHROPIC_API_KEY", min_length=1, json_schema_extra=VOLATILE)
+    """The environment variable that holds the key."""
+    price: Price | None = Field(None, json_schema_extra=VOLATILE)
+
+
+class OpenAI(Config):
+    """A server that speaks OpenAI's protocol: Ollama, vLLM, llama.cpp, `bloomery serve` and many providers."""
+
+    kind: Literal["openai"] = "openai"
+    model: str = Field(min_length=1)
+    address: str = "http://127.0.0.1:11434/v1"
+    """The part before /chat/completions. By default Ollama on this machine."""
+    key_variable: str = Field("", json_schema_extra=VOLATILE)
+    """The environment variable that holds the key; empty for a server that needs none."""
+    price: Price | None = Field(None, json_schema_extra=VOLATILE)
+
+    @model_validator(mode="after")
+    def _is_an_address(self) -> "OpenAI":
+        if not self.address.startswith(("http://", "https://")):
+            raise ValueError(f"address {self.address!r} does not begin with http:// or https://")
+        return self
+
+
+Provider = Annotated[Anthropic | OpenAI, Field(discriminator="kind")]
+
+Mode = Literal["summary", "key_points", "questions", "harder", "simpler"]
+
+
+class Augment(Config):
+    """
+    Conversations about the documents of this run, after [dedup]: the ROCm fork's modes.
+
+    harder and simpler rewrite a document, and take those that are easy or hard to read: by Flesch's reading ease
+    (1948, https://doi.org/10.1037/h0057532) above `easy_from` and below `hard_below`. It is meant for English.
+    """
+
+    modes: tuple[Mode, ...] = Field(("summary", "key_points", "questions", "harder", "simpler"), min_length=1)
+    """In turn, one for each document; a document that a mode cannot take gets the next one that can."""
+    domains: tuple[str, ...] = ()
+    """None named: all."""
+    max_characters: Annotated[int, Field(ge=200)] = 4000
+    """Longer documents are cut at the end of a paragraph, or else of a word."""
+    min_words: Positive = 50
+    """Shorter documents are left out."""
+    words_per_question: Positive = 200
+    max_questions: Positive = 5
+    easy_from: float = 80.0
+    hard_below: float = 60.0
+
+
+class Synthesize(Config):
+    """Conversations written by another model. Off: a key in the environment alone never spends money."""
+
+    enabled: bool = False
+    provider: Provider | None = None
+    """Who is asked."""
+    topics: tuple[str, ...] = ()
+    """Questions to ask as they are, each once."""
+    categories: tuple[Category, ...] = ()
+    """Questions made of templates, in the proportion of their weights."""
+    preset: Literal["seed-1386"] | None = None
+    """Categories with the names and weights of 1386.ai, and questions of our own."""
+    augment: Augment | None = None
+    count: Positive = 100
+    """Conversations to have. A document that brings several questions may exceed it by a few."""
+    max_answer_tokens: Positive = 512
+    """Of one turn. A longer answer comes cut, and is not kept."""
+    temperature: float | None = Field(None, ge=0, le=2)
+    """None: as the provider has it."""
+    max_tokens: Positive = 100_000
+    """Budget for all that is read and written. A request that could exceed it is not made."""
+    max_dollars: float | None = Field(None, gt=0)
+    """The same in dollars; it needs the provider's `price`."""
+    seed: Count = 0
+    concurrency: Annotated[int, Field(ge=1, le=256)] = Field(4, json_schema_extra=VOLATILE)
+    """Requests under way at once."""
+    attempts: Positive = Field(6, json_schema_extra=VOLATILE)
+    """Of a request that fails for now (429, 5xx, broken connections), with growing waits or as long as asked."""
+    timeout_seconds: float = Field(120.0, gt=0, json_schema_extra=VOLATILE)
+
+    def needs(self, after: tuple[str, ...]) -> tuple[str, ...]:
+        return after if self.enabled and self.augment is not None else ()
+
+    @property
+    def named(self) -> tuple[Category, ...]:
+        """All categories, with those of the preset and the topics."""
+        asked = (Category(name="topics", prompts=self.topics, verbatim=True),) if self.topics else ()
+        return (*PRESETS.get(self.preset or "", ()), *self.categories, *asked)
+
+    @model_validator(mode="after")
+    def _somebody_can_be_asked_something(self) -> "Synthesize":
+        if not self.enabled:
+            return self
+        if self.provider is None:
+            raise ValueError('provider says who is asked: { kind = "anthropic" } or { kind = "openai", model = "…" }')
+        if not self.named and self.augment is None:
+            raise ValueError("nothing to ask for: name topics, categories, a preset, or augment")
+        if self.named and self.augment is not None:
+            raise ValueError("augment asks about documents, topics and categories do not; take one of the two")
+        names = [category.name for category in self.named]
+        if twice := sorted({name for name in names if names.count(name) > 1}):
+            raise ValueError(f"two categories have the name {twice[0]!r}")
+        if self.max_dollars is not None and self.provider.price is None:
+            raise ValueError(f"max_dollars={self.max_dollars} needs provider.price, the dollars of a million tokens")
+        return self

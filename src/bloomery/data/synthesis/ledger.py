@@ -1,0 +1,149 @@
+"""
+What was asked, what came, and what it cost, in files that outlive the process: requests.jsonl in each stage's folder.
+
+A line before a request says the most that it may cost, a line after it what it did cost, with the answer. What has only
+the first line, because the process died or the connection broke, counts as spent in full: the budget is an upper bound
+of what is paid, whatever happens. A question that has its answer is never asked again, also where a changed recipe has
+a new folder in the same run: the ledgers of the others are read too, and what they tell counts against the budget.
+"""
+
+import json
+import threading
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from bloomery.core.errors import DataError
+from bloomery.core.files import disk_errors
+from bloomery.data import rows
+from bloomery.data.synthesis.asking import Answer
+from bloomery.data.synthesis.config import Price, Synthesize
+
+FILE = "requests.jsonl"
+TOKENS_OF_A_MESSAGE = 64
+"""More than a template adds to the content of a message, whose tokens are at most its bytes."""
+
+
+class Ledger:
+    """The requests of a folder. Every method may be called from any thread."""
+
+    def __init__(self, folder: Path, config: Synthesize) -> None:
+        self._path = folder / FILE
+        self._config = config
+        self._price = (config.provider and config.provider.price) or Price(input_dollars=0.0, output_dollars=0.0)
+        self._lock = threading.Condition()
+        self._open: dict[str, tuple[int, int]] = {}
+        """Requests under way: tokens in and out, at most."""
+        self._lost = [0, 0]
+        self._spent = [0, 0]
+        self.answers: dict[str, Answer] = {}
+        self.lost = 0
+        """Requests that may have been paid for, and brought nothing."""
+        for path in sorted({*folder.parent.glob(f"*-synthesize-*/{FILE}"), self._path}):
+            self._read(path)
+        self._file = self._path.open("a", encoding="utf-8")
+
+    def close(self) -> None:
+        with disk_errors(self._path):
+            self._file.close()
+
+    def reserve(self, name: str, system: str, messages: Sequence[Mapping[str, str]]) -> bool:
+        """
+        Set aside what a request may cost at most. False where the budget has no room for it, also when all requests
+        under way have come in; until then it waits.
+        """
+        texts = [system, *(message["content"] for message in messages)]
+        most = (sum(len(text.encode()) + TOKENS_OF_A_MESSAGE for text in texts), self._config.max_answer_tokens)
+        with self._lock:
+            while not self._has_room(most):
+                if not self._open:
+                    return False
+                self._lock.wait()
+            self._open[name] = most
+            self._write({"request": name, "at_most": most})
+        return True
+
+    def answered(self, name: str, answer: Answer) -> None:
+        with self._lock:
+            self._settle(name)
+            self._take(name, answer)
+            self._write({"request": name, "answer": asdict(answer)})
+
+    def not_served(self, name: str, why: str) -> None:
+        """The request was turned down, and cost nothing."""
+        with self._lock:
+            self._settle(name)
+            self._write({"request": name, "not_served": why})
+
+    def unknown(self, name: str, why: str) -> None:
+        """Nobody knows whether the request was served: it counts as paid."""
+        with self._lock:
+            most = self._settle(name)
+            self._lose(most)
+            self._write({"request": name, "unknown": why})
+
+    @property
+    def tokens(self) -> tuple[int, int]:
+        """Read and written so far, those of lost requests at most."""
+        return self._spent[0] + self._lost[0], self._spent[1] + self._lost[1]
+
+    @property
+    def dollars(self) -> float:
+        return self._cost(self.tokens)
+
+    def _cost(self, tokens: Sequence[int]) -> float:
+        return (tokens[0] * self._price.input_dollars + tokens[1] * self._price.output_dollars) / 1e6
+
+    def _has_room(self, most: tuple[int, int]) -> bool:
+        all_of_it = [sum(kind) for kind in zip(self.tokens, most, *self._open.values(), strict=True)]
+        limit = self._config.max_dollars
+        return sum(all_of_it) <= self._config.max_tokens and (limit is None or self._cost(all_of_it) <= limit)
+
+    def _settle(self, name: str) -> tuple[int, int]:
+        most = self._open.pop(name)
+        self._lock.notify_all()
+        return most
+
+    def _take(self, name: str, answer: Answer) -> None:
+        self.answers[name] = answer
+        self._spent[0] += answer.input_tokens
+        self._spent[1] += answer.output_tokens
+
+    def _lose(self, most: Sequence[int]) -> None:
+        self.lost += 1
+        self._lost[0] += most[0]
+        self._lost[1] += most[1]
+
+    def _write(self, line: dict[str, Any]) -> None:
+        with disk_errors(self._path):
+            self._file.write(json.dumps(line, ensure_ascii=False) + "\n")
+            self._file.flush()
+
+    def _read(self, path: Path) -> None:
+        """What earlier attempts left. A last line that a dying process left torn is cut off."""
+        if not path.exists():
+            return
+        with path.open("r+b") as file:
+            file.truncate(file.read().rfind(b"\n") + 1)
+        begun: dict[str, Sequence[int]] = {}
+        for number, line in rows.jsonl(path):
+            match line:
+                case {"request": str(name), "at_most": [int(), int()] as most}:
+                    if name in begun:
+                        self._lose(begun[name])
+                    begun[name] = most
+                case {"request": str(name), "answer": dict(answer)}:
+                    begun.pop(name, None)
+                    self._take(name, Answer(**answer))
+                case {"request": str(name), "not_served": str()}:
+                    begun.pop(name, None)
+                case {"request": str(name), "unknown": str()}:
+                    self._lose(begun.pop(name, (0, 0)))
+                case _:
+                    cure = (
+                        "It was changed by hand, or its disk is damaged. Without that line its request is made again."
+                    )
+                    raise DataError("is no line of a ledger", where=f"{path}:{number}", cure=cure)
+        for most in begun.values():
+            self._lose(most)
