@@ -210,7 +210,13 @@ def test_the_budget_of_tokens_is_never_passed_whatever_fails(server: ModelServer
     server.fault = lambda number: drawn.choice(("", "", "", "cut", "500", "half"))
     server.reply = lambda messages: "word " * drawn.randrange(1, 60) + messages[-1]["content"]
     budget = drawn.randrange(2_000, 9_000)
-    settings: dict[str, Any] = {"topics": [], "preset": "seed-1386", "count": 200, "max_answer_tokens": 60, "concurrency": 5}
+    settings: dict[str, Any] = {
+        "topics": [],
+        "preset": "seed-1386",
+        "count": 200,
+        "max_answer_tokens": 60,
+        "concurrency": 5,
+    }
     stats = run(config(server, max_tokens=budget, attempts=50, **settings), tmp_path)
     assert sum(server.charged) <= stats["input_tokens"] + stats["output_tokens"] <= budget
     assert stats["ended_by"] == "budget"
@@ -220,7 +226,13 @@ def test_the_budget_of_tokens_is_never_passed_whatever_fails(server: ModelServer
 def test_the_budget_of_dollars_is_never_passed_and_what_it_cost_is_told(server: ModelServer, tmp_path: Path) -> None:
     price = {"input_dollars": 100.0, "output_dollars": 500.0}
     asked = provider(server, "openai", price=price)
-    settings: dict[str, Any] = {"provider": asked, "max_answer_tokens": 20, "topics": [], "preset": "seed-1386", "count": 1000}
+    settings: dict[str, Any] = {
+        "provider": asked,
+        "max_answer_tokens": 20,
+        "topics": [],
+        "preset": "seed-1386",
+        "count": 1000,
+    }
     stats = run(config(server, max_dollars=1.0, max_tokens=10**8, **settings), tmp_path)
     cost = (server.charged[0] * 100 + server.charged[1] * 500) / 1e6
     assert stats["dollars"] == pytest.approx(cost)
@@ -270,7 +282,14 @@ def test_killed_again_and_again_it_ends_with_every_conversation_and_no_answer_pa
         return "Answer to: " + messages[-1]["content"]
 
     server.reply = slowly
-    given: dict[str, Any] = {"topics": [], "preset": "seed-1386", "count": 60, "concurrency": 3, "max_tokens": 10**7, "attempts": 20}
+    given: dict[str, Any] = {
+        "topics": [],
+        "preset": "seed-1386",
+        "count": 60,
+        "concurrency": 3,
+        "max_tokens": 10**7,
+        "attempts": 20,
+    }
     made = config(server, **given)
     words = [sys.executable, "-c", CHILD, json.dumps(plain(made)), str(tmp_path)]
     for _ in range(3):
