@@ -8,24 +8,15 @@ from typing import Any
 from bloomery.core.errors import HardwareError
 from bloomery.hw import wheel
 from bloomery.hw.doctor.finding import Facts, Finding, Status
-from bloomery.hw.host import Host, Reply
+from bloomery.hw.host import Host
 from bloomery.hw.installed import numbers
+from bloomery.hw.trials import ending
 
 OLDEST_ROCM = {"gfx1150": (7, 2), "gfx1151": (7, 2), "gfx1200": (7, 2), "gfx1201": (7, 2)}
 """Wheels for an older ROCm stop at the first kernel of these targets, or lack half of the kernels."""
 OLDEST_NVIDIA = {12: (525,), 13: (580,)}
 """CUDA's major version -> the first driver that runs it (NVIDIA, CUDA compatibility)."""
 OLDER_CUDA_INDEX = "https://download.pytorch.org/whl/cu126"
-
-
-def ending(reply: Reply) -> str:
-    """How a child process ended, in words."""
-    if reply.code is None:
-        return "did not end in time"
-    if reply.code < 0:
-        return f"was killed by signal {-reply.code}"
-    last = reply.err.strip().splitlines()[-1:] or ["no message"]
-    return f"failed: {last[0]}"
 
 
 def torch_build(facts: Facts) -> Iterator[Finding]:

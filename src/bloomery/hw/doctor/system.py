@@ -7,8 +7,9 @@ import sys
 from collections.abc import Iterator
 
 from bloomery.core import native
-from bloomery.hw.doctor.finding import GIB, Facts, Finding, Status, merged
+from bloomery.hw.doctor.finding import GIB, Facts, Finding, Status
 from bloomery.hw.host import cpu_features, fast_bf16, in_container, in_wsl, memory_bytes, physical_bytes
+from bloomery.hw.trials import merged
 
 OLDEST_PYTHON = (3, 11)
 LEAST_SHM_BYTES = GIB
