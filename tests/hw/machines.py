@@ -18,6 +18,7 @@ ZEN2 = "processor\t: 0\nmodel name\t: Older Processor\nflags\t\t: fpu avx2\n"
 KERNEL = "6.14.0-27-generic"
 RENDER_GROUP = 992
 ROOM = Space(total=1000 * GIB, free=500 * GIB)
+SHM = Space(total=64 * GIB, free=64 * GIB)
 GROUPS = "root:x:0:\nvideo:x:44:somebody\nrender:x:992:\nsomebody:x:1000:\n"
 MEMBER = User(number=1000, groups=frozenset({1000, 44, RENDER_GROUP}))
 STRANGER = User(number=1000, groups=frozenset({1000}))
@@ -193,11 +194,10 @@ def machine(
     return Host(
         root=root,
         env=env or {},
-        run=recorded(MEASURED | (replies or {})),
+        run=recorded({**MEASURED, **(replies or {})}),
         torch=torch,
         packages=(root / "site-packages",),
         user=user,
         nodes=devices,
-        spaces={str(root): ROOM, str(root / "runs"): ROOM, "dev/shm": Space(total=64 * GIB, free=64 * GIB)}
-        | (spaces or {}),
+        spaces={str(root): ROOM, str(root / "runs"): ROOM, "dev/shm": SHM, **(spaces or {})},
     )

@@ -104,9 +104,9 @@ def _killed(child: subprocess.Popen[bytes]) -> Reply:
     _kill(child)
     try:
         out, err = child.communicate(timeout=KILL_SECONDS)
+        return Reply(code=None, out=_text(out), err=_text(err))
     except subprocess.TimeoutExpired as late:
-        out, err = late.stdout, late.stderr
-    return Reply(code=None, out=_text(out), err=_text(err))
+        return Reply(code=None, out=_text(late.stdout), err=_text(late.stderr))
 
 
 def _kill(child: subprocess.Popen[bytes]) -> None:
