@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from bloomery.hw.host import Host, Reply, Space
+from bloomery.hw.trials import Trial, trials
 from tests.hw.machines import (
     GIB,
     ROCMINFO,
@@ -21,6 +22,7 @@ from tests.hw.machines import (
 )
 
 Verdicts = Mapping[str, str]
+MILLISECONDS = {"attention-flash": 0.8, "attention-efficient": 1.1, "matmul-hipblaslt": 0.3, "matmul-cublas": 0.3}
 ROCM, CUDA = "2.13.0+rocm7.2", "2.13.0+cu130"
 
 
@@ -43,10 +45,22 @@ def sees(
     return told(facts)
 
 
-def computes(vendor: str, dtype: str = "bfloat16") -> dict[str, Reply]:
-    """Probes on a device that is sound."""
+def sound(trial: Trial, vendor: str, dtype: str) -> Reply:
+    """What a probe tells on a device that is sound."""
     device = {"device": "GPU", "vendor": vendor, "dtype": dtype}
-    return {"compute": told(device, {"matmul_error": 0.003}, {"first_loss": 3.5, "last_loss": 0.1})}
+    if trial.kernel == "training":
+        return told(device, {"first_loss": 3.5, "last_loss": 0.1})
+    case = {"case": "a case", "error": 3e-4, "cosine": 1.0, "unwritten": 0.0, "finite": True, "zeros": False}
+    return told(device, case, {"milliseconds": MILLISECONDS.get(trial.name, 2.0)})
+
+
+def computes(vendor: str, dtype: str = "bfloat16", gpus: int = 1) -> dict[str, Reply]:
+    """Probes on a device that is sound."""
+    replies = {trial.probe or trial.name: sound(trial, vendor, dtype) for trial in trials(vendor)}
+    replies["speed"] = told({"dtype": dtype, "flops": 80e12}, {"bytes_per_second": 800e9})
+    replies["refill"] = told({"wrong_1": 0}, {"wrong_2": 0}, {"filled_bytes": 19 * GIB})
+    replies["all-reduce"] = told({"wrong": 0, "bytes_per_second": 20e9}, {"ranks": gpus, "codes": [0] * gpus})
+    return replies
 
 
 def amd(root: Path, kind: str, target: str, gpus: int = 1, **more: object) -> Host:
@@ -56,7 +70,9 @@ def amd(root: Path, kind: str, target: str, gpus: int = 1, **more: object) -> Ho
         replies["rocminfo"] = Reply(code=0, out=ROCMINFO.format(target=target.split()[0]))
     torch = torch_folder(root, ROCM, hip="7.2.1")
     install(root, **{"triton_rocm": "3.7.1"})
-    return replace(machine(root, kind, torch=torch, replies=replies | computes("amd")), **more)  # type: ignore[arg-type]
+    return replace(
+        machine(root, kind, torch=torch, replies=replies | computes("amd" if gpus else "cpu", gpus=gpus)), **more
+    )  # type: ignore[arg-type]
 
 
 def strix_halo(root: Path) -> Host:

@@ -53,8 +53,8 @@ class Device:
 
     def free_bytes(self) -> int:
         """
-        Memory that this process could still take. On a GPU inside a processor the driver has been seen to name more than
-        there is, so what the system says counts too.
+        Memory that this process could still take. On a GPU inside a processor the driver has been seen to name more
+        than there is, so what the system says counts too.
         """
         if self.place.type != "cuda":
             return min(free_bytes(Host.here()), self.memory_bytes)

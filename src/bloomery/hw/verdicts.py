@@ -8,7 +8,11 @@ A run takes the fastest implementation that passed of each kernel, and does not 
 import hashlib
 import json
 import re
-from collections.abc import Mapping, Sequence
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 
 from bloomery.core import native
@@ -18,7 +22,10 @@ from bloomery.hw import wheel
 from bloomery.hw.gpus import find_gpus
 from bloomery.hw.host import Host, cpu_features
 from bloomery.hw.installed import distributions
-from bloomery.hw.trials import Outcome, Trial, attempt
+from bloomery.hw.trials import Outcome, attempt, trials
+
+if sys.platform != "win32":
+    import fcntl
 
 SWITCHES = re.compile(
     r"(HSA|HIP|ROCR?|ROCM|CUDA|NVIDIA|NCCL|RCCL|TORCH|TORCHINDUCTOR|PYTORCH|TRITON|MIOPEN|HIPBLASLT|AOTRITON|FLASH_ATTENTION)_\w+"
@@ -30,8 +37,8 @@ REPLACEABLE = ("block",)
 """Kernels that only have implementations which a run can do without."""
 
 
-def identity(host: Host) -> Mapping[str, object]:
-    """What trials depend on."""
+def identity(host: Host, vendor: str) -> Mapping[str, object]:
+    """What trials on a device of this vendor depend on."""
     have, packages = wheel.installed(host), distributions(host)
     tritons = [one for name, one in packages.items() if name in ("triton", "triton-rocm", "pytorch-triton-rocm")]
     model = re.search(r"^model name\s*:\s*(.*)$", host.read("proc/cpuinfo") or "", re.MULTILINE)
@@ -39,6 +46,7 @@ def identity(host: Host) -> Mapping[str, object]:
     nvidia = re.search(r"\d+\.\d+[.\d]*", host.read("proc/driver/nvidia/version") or "")
     amdgpu = (host.read("sys/module/amdgpu/version") or "").strip()
     return {
+        "vendor": vendor,
         "chip": [f"{gpu.maker} {gpu.target or gpu.name}".strip() for gpu in find_gpus(host)],
         "processor": f"{model[1] if model else host.processor} {features}",
         "driver": " ".join([host.kernel or host.system, amdgpu, nvidia[0] if nvidia else ""]).strip(),
@@ -53,36 +61,53 @@ def identity(host: Host) -> Mapping[str, object]:
     }
 
 
-def place(host: Host) -> Path | None:
+def place(host: Host, vendor: str) -> Path | None:
     """The file in which the outcomes of this machine, as it is now, are or would be; None where nothing is kept."""
     if host.cache is None:
         return None
-    return host.cache / "probes" / f"{hashlib.sha256(canonical(identity(host))).hexdigest()[:16]}.json"
+    return host.cache / "probes" / f"{hashlib.sha256(canonical(identity(host, vendor))).hexdigest()[:16]}.json"
 
 
-def save(host: Host, outcomes: Sequence[Outcome]) -> None:
-    file = place(host)
+def save(host: Host, vendor: str, outcomes: Sequence[Outcome]) -> None:
+    file = place(host, vendor)
     if file is not None:
         file.parent.mkdir(parents=True, exist_ok=True)
-        write_json(file, {"identity": identity(host), "outcomes": [one.as_json() for one in outcomes]})
+        write_json(file, {"identity": identity(host, vendor), "outcomes": [one.as_json() for one in outcomes]})
 
 
-def load(host: Host) -> list[Outcome] | None:
+def load(host: Host, vendor: str) -> list[Outcome] | None:
     """The outcomes of this machine as it is now; None where it was not tried."""
-    file = place(host)
+    file = place(host, vendor)
     if file is None or not file.is_file():
         return None
     return [Outcome(**one) for one in json.loads(file.read_text(encoding="utf-8"))["outcomes"]]
 
 
-def tried(host: Host, wanted: Sequence[Trial]) -> list[Outcome]:
-    """Try them one after another. Where not even a sum can be computed, nothing else is tried: each would hang again."""
-    outcomes: list[Outcome] = []
-    for trial in wanted:
-        outcomes.append(attempt(host, trial))
-        if trial.kernel == "launch" and outcomes[-1].status == "failed":
-            break
-    return outcomes
+@contextmanager
+def alone(host: Host) -> Iterator[None]:
+    """Let one process at a time try a machine: each of several ranks asks for it."""
+    if host.cache is None or sys.platform == "win32":
+        yield
+        return
+    (host.cache / "probes").mkdir(parents=True, exist_ok=True)
+    with (host.cache / "probes" / ".lock").open("a") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
+def tried(host: Host, vendor: str) -> list[Outcome]:
+    """
+    What came of the trials. Nothing more is tried where not even a sum is computed: each would hang too. On a
+    processor, those that are not timed are tried two at a time.
+    """
+    first, *rest = trials(vendor)
+    outcomes = [attempt(host, first)]
+    if outcomes[0].status == "failed":
+        return outcomes
+    timed = [trial for trial in rest if trial.kernel in ("matmul", "attention")]
+    outcomes += [attempt(host, trial) for trial in timed]
+    with ThreadPoolExecutor(max_workers=2 if vendor == "cpu" else 1) as pool:
+        return outcomes + list(pool.map(partial(attempt, host), [trial for trial in rest if trial not in timed]))
 
 
 def choose(outcomes: Sequence[Outcome]) -> Mapping[str, Outcome]:
@@ -100,4 +125,6 @@ def check(outcomes: Sequence[Outcome]) -> None:
     for one in outcomes:
         if one.status == "failed" and one.kernel not in taken and one.kernel not in REPLACEABLE:
             what = f"{one.name} does not compute right numbers on this machine: {one.why}"
-            raise HardwareError(what, cure='Ask `bloomery doctor`, which tries it again; device="cpu" trains meanwhile.')
+            raise HardwareError(
+                what, cure='Ask `bloomery doctor`, which tries it again; device="cpu" trains meanwhile.'
+            )

@@ -28,8 +28,8 @@ def kernels(facts: Facts) -> Iterator[Finding]:
     """Every implementation of every kernel. What came of it is kept for runs, which take the fastest that passed."""
     if facts.seen is None:
         return
-    outcomes = verdicts.tried(facts.host, trials(vendor(facts)))
-    verdicts.save(facts.host, outcomes)
+    outcomes = verdicts.tried(facts.host, vendor(facts))
+    verdicts.save(facts.host, vendor(facts), outcomes)
     for one in outcomes:
         yield _finding(facts, one, outcomes)
     yield from _quadratic(facts, outcomes)
@@ -47,7 +47,7 @@ def _finding(facts: Facts, one: Outcome, outcomes: Sequence[Outcome]) -> Finding
         trial = next(trial for trial in trials(vendor(facts)) if trial.name == one.name)
         cure = f"{shlex.join(command(facts.host, trial))}   # tells more; runs take another"
         return Finding(id=one.name, status="warn", value=one.why, cure=cure)
-    cure = f"{reinstall(facts.host)}   # or compute on the processor: device=\"cpu\""
+    cure = f'{reinstall(facts.host)}   # or compute on the processor: device="cpu"'
     return Finding(id=one.name, status="fail", value=one.why, cure=cure)
 
 
@@ -106,7 +106,9 @@ def refill(facts: Facts) -> Iterator[Finding]:
         return
     wrong = told.get("wrong_1", 0) + told.get("wrong_2", 0)
     place = f" at {told['trying']}" if "trying" in told else ""
-    value = f"{wrong} pieces of memory lost what was written to them" if wrong else f"filling memory {ending(reply)}{place}"
+    value = (
+        f"{wrong} pieces of memory lost what was written to them" if wrong else f"filling memory {ending(reply)}{place}"
+    )
     cure = "ps aux --sort=-rss | head   # what else uses it? Inside a processor: see the finding gtt"
     yield Finding(id="refill", status="fail", value=value, cure=cure)
 
@@ -122,6 +124,12 @@ def all_reduce(facts: Facts) -> Iterator[Finding]:
         value = f"{told['ranks']} GPUs add up {told['bytes_per_second'] / 1e9:.1f} GB/s each"
         yield Finding(id="all-reduce", status="ok", value=value)
         return
-    bad = "wrong sums" if told.get("wrong") else ending(reply) if reply.code != 0 else f"ranks ended with {told.get('codes')}"
+    bad = (
+        "wrong sums"
+        if told.get("wrong")
+        else ending(reply)
+        if reply.code != 0
+        else f"ranks ended with {told.get('codes')}"
+    )
     cure = "export NCCL_P2P_DISABLE=1   # and see the findings iommu and seccomp"
     yield Finding(id="all-reduce", status="fail", value=f"adding up between GPUs: {bad}", cure=cure)

@@ -41,10 +41,11 @@ def exit_code(findings: Sequence[Finding]) -> int:
 def as_lines(findings: Sequence[Finding]) -> list[str]:
     """The report for a person."""
     marks = {"ok": "✓", "warn": "!", "fail": "✗"}
+    width = max((len(finding.id) for finding in findings), default=0)
     lines = []
     for finding in findings:
-        lines.append(f"{marks[finding.status]} {finding.id:<17} {finding.value}")
-        lines += [f"{'':<20}{line}" for line in finding.cure.splitlines()]
+        lines.append(f"{marks[finding.status]} {finding.id:<{width}}  {finding.value}")
+        lines += [f"{'':<{width + 4}}{line}" for line in finding.cure.splitlines()]
     return lines
 
 
