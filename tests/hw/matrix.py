@@ -161,6 +161,12 @@ def no_gpu(root: Path) -> Host:
     return machine(root, "none", torch=torch, replies=replies, ram_bytes=32 * GIB)
 
 
+def old_nvidia(root: Path) -> Host:
+    torch = torch_folder(root, CUDA, cuda="13.0")
+    replies = {"torch": sees(CUDA, target="sm_61", hip=None, cuda="13.0")} | computes("nvidia", "float16")
+    return machine(root, "nvidia", torch=torch, replies=replies)
+
+
 def healthy_nvidia(root: Path) -> Host:
     torch = torch_folder(root, CUDA, cuda="13.0")
     replies = {"torch": sees(CUDA, hip=None, cuda="13.0")} | computes("nvidia")
@@ -209,6 +215,7 @@ MATRIX: dict[str, Case] = {
         title="RTX 4090 with torch for processors", build=cpu_torch_on_nvidia, wrong={"torch": "fail"}
     ),
     "nvidia": Case(title="RTX 4090", build=healthy_nvidia, wrong={}),
+    "old-nvidia": Case(title="GTX 1080 with torch for CUDA 13", build=old_nvidia, wrong={"torch": "fail"}),
     "hygon": Case(title="Hygon DCU with the vendor's older torch", build=hygon, wrong={"torch": "fail"}),
     "hygon-without-torch": Case(title="Hygon DCU without torch", build=hygon_without_torch, wrong={"torch": "fail"}),
     "wsl": Case(title="7900 XTX through WSL2", build=wsl, wrong={}),

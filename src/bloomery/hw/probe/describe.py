@@ -16,7 +16,7 @@ def torch_itself() -> None:
         cuda=torch.version.cuda,
         gpus=seen,
         names=[one.name for one in facts],
-        chips=[getattr(one, "gcnArchName", "") for one in facts] if is_rocm() else [],
+        chips=[one.gcnArchName if is_rocm() else f"sm_{one.major}{one.minor}" for one in facts],
         targets=sorted({name.partition(":")[0] for name in torch.cuda.get_arch_list()}),
         apple=torch.backends.mps.is_available(),
     )
