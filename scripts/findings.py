@@ -4,7 +4,6 @@ The table of docs/hw.md: what `bloomery doctor` tells each machine of the tests 
 `python scripts/findings.py` prints it; `--write` puts it between the two marks in docs/hw.md.
 """
 
-import re
 import sys
 import tempfile
 from pathlib import Path
@@ -13,7 +12,7 @@ ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))
 
 from bloomery.hw.doctor.report import examine  # noqa: E402
-from tests.hw.bad_device import BadDevice  # noqa: E402
+from tests.hw.bad_device import BadDevice, row  # noqa: E402
 from tests.hw.matrix import MATRIX  # noqa: E402
 from tests.hw.test_bad_device import FAULTS, outcome  # noqa: E402
 
@@ -38,14 +37,12 @@ def machines() -> str:
 
 
 def bad_devices() -> str:
-    """A row for each fault that was given to a kernel. Numbers that differ between processors are left out."""
+    """A row for each fault that was given to a kernel."""
     rows = ["| trial | operation | fault | what is told |", "|---|---|---|---|"]
     with BadDevice() as device:
         for name, fault, operation, _ in FAULTS:
             found = outcome(device.has(fault, operation), name, seconds=2.0 if fault == "hang" else 60.0)
-            told = re.sub(r"loss \S+ → \S+", "loss … → …", found.why)
-            told = re.sub(r"cosine (-?\d\.\d)\d", r"cosine \1", told)
-            rows.append(f"| `{name}` | `{operation.strip('.')}` | {fault} | {told} |")
+            rows.append(row(name, fault, operation, found.why))
     return "\n".join(rows)
 
 

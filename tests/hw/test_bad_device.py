@@ -10,10 +10,11 @@ from bloomery.core.errors import HardwareError
 from bloomery.hw import verdicts
 from bloomery.hw.host import Host
 from bloomery.hw.trials import Outcome, Trial, attempt, trials
-from tests.hw.bad_device import BadDevice
+from tests.hw.bad_device import ROOT, BadDevice, row
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="it forks, and waits for processes by their handles")
 
+PAGE = ROOT / "docs" / "hw.md"
 FLASH = "_scaled_dot_product_flash_attention_for_cpu"
 FAULTS = [
     ("launch", "unwritten", "aten.add.out", "leaves 100% of its output unwritten"),
@@ -53,6 +54,7 @@ def test_a_broken_kernel_is_caught_and_named(
     found = outcome(device.has(fault, operation), name, seconds=2.0 if fault == "hang" else 60.0)
     assert found.status == "failed", found
     assert words in found.why
+    assert row(name, fault, operation, found.why) in PAGE.read_text(encoding="utf-8")  # scripts/findings.py --write
     with pytest.raises(HardwareError, match=name):
         verdicts.check([found])
 
