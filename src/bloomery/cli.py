@@ -348,7 +348,7 @@ def doctor(options: argparse.Namespace) -> int:
     from bloomery.hw.doctor import report as checks
     from bloomery.hw.host import Host
 
-    findings = checks.examine(Host.here(), options.runs)
+    findings = checks.examine(checks.shown(Host.here(), sys.stderr), options.runs)
     if options.json:
         print(json.dumps({"findings": [asdict(one) for one in findings], "exit": checks.exit_code(findings)}))
     else:

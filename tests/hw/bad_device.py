@@ -61,7 +61,9 @@ def serve() -> None:
     import torch
     from torch.utils._python_dispatch import TorchDispatchMode
 
-    class Faulty(TorchDispatchMode):
+    mode: Any = TorchDispatchMode
+
+    class Faulty(mode):
         def __init__(self, fault: str, operation: str) -> None:
             super().__init__()
             self.fault, self.operation = fault, operation

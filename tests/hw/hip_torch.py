@@ -9,6 +9,7 @@ No GPU can be computed on: what runs under it computes on the processor.
 """
 
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -27,15 +28,20 @@ PROPERTIES = SimpleNamespace(
 )
 
 
+FACTS: dict[str, Any] = {
+    "get_device_properties": lambda device=None: PROPERTIES,
+    "get_device_capability": lambda device=None: (11, 5),
+    "get_device_name": lambda device=None: PROPERTIES.name,
+    "get_arch_list": lambda: ["gfx90a", "gfx942", "gfx1100", "gfx1151", "gfx1201"],
+    "is_bf16_supported": lambda including_emulation=True: True,
+}
+VERSION = "2.13.0+rocm7.2.1"
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_configure() -> None:
-    torch.__version__ = torch.torch_version.TorchVersion("2.13.0+rocm7.2.1")  # type: ignore[assignment]
-    torch.version.__version__ = "2.13.0+rocm7.2.1"
-    torch.version.hip = "7.2.26015"
-    torch.version.rocm = "7.2.1"
-    torch.version.cuda = None
-    torch.cuda.get_device_properties = lambda device=None: PROPERTIES  # type: ignore[assignment,misc]
-    torch.cuda.get_device_capability = lambda device=None: (11, 5)  # type: ignore[assignment,misc]
-    torch.cuda.get_device_name = lambda device=None: PROPERTIES.name  # type: ignore[assignment,misc]
-    torch.cuda.get_arch_list = lambda: ["gfx90a", "gfx942", "gfx1100", "gfx1151", "gfx1201"]  # type: ignore[assignment]
-    torch.cuda.is_bf16_supported = lambda including_emulation=True: True  # type: ignore[assignment,misc]
+    torch.__version__ = torch.torch_version.TorchVersion(VERSION)
+    for name, value in {"__version__": VERSION, "hip": "7.2.26015", "rocm": "7.2.1", "cuda": None}.items():
+        setattr(torch.version, name, value)
+    for name, value in FACTS.items():
+        setattr(torch.cuda, name, value)

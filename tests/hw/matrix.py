@@ -8,10 +8,11 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from bloomery.hw.host import Host, Reply, Space
+from bloomery.hw.host import Host, Reply, Space, User
 from bloomery.hw.trials import Trial, trials
 from tests.hw.machines import (
     GIB,
+    MEMBER,
     ROCMINFO,
     STRANGER,
     install,
@@ -63,16 +64,22 @@ def computes(vendor: str, dtype: str = "bfloat16", gpus: int = 1) -> dict[str, R
     return replies
 
 
-def amd(root: Path, kind: str, target: str, gpus: int = 1, **more: object) -> Host:
+def amd(
+    root: Path,
+    kind: str,
+    target: str,
+    gpus: int = 1,
+    *,
+    user: User = MEMBER,
+    env: Mapping[str, str] | None = None,
+) -> Host:
     """A machine with AMD's GPUs and a torch that fits."""
-    replies = {"torch": sees(gpus=gpus, target=target)}
+    replies = {"torch": sees(gpus=gpus, target=target), **computes("amd" if gpus else "cpu", gpus=gpus)}
     if target:
         replies["rocminfo"] = Reply(code=0, out=ROCMINFO.format(target=target.split()[0]))
     torch = torch_folder(root, ROCM, hip="7.2.1")
     install(root, **{"triton_rocm": "3.7.1"})
-    return replace(
-        machine(root, kind, torch=torch, replies=replies | computes("amd" if gpus else "cpu", gpus=gpus)), **more
-    )  # type: ignore[arg-type]
+    return machine(root, kind, torch=torch, replies=replies, user=user, env=env)
 
 
 def strix_halo(root: Path) -> Host:

@@ -1,5 +1,6 @@
 """What probes found becomes findings: what a run does without is a warning, what it needs a failure."""
 
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -20,7 +21,7 @@ def findings(root: Path, kind: str = "strix-halo-tuned", **replies: Reply) -> di
     host = MATRIX[kind].build(root)
     first = {name.replace("_", "-"): reply for name, reply in replies.items()}
 
-    def run(command: list[str], limit: float) -> Reply:
+    def run(command: Sequence[str], limit: float) -> Reply:
         return first[command[-1]] if command[-1] in first else host.run(command, limit)
 
     return {one.id: one for one in examine(replace(host, run=run), root / "runs")}
@@ -52,7 +53,7 @@ def test_without_fused_attention_it_is_told_what_that_costs_and_what_may_help(tm
     host = MATRIX["strix-halo-tuned"].build(tmp_path)
     absent = told(DEVICE, {"absent": "No available kernel"})
 
-    def run(command: list[str], limit: float) -> Reply:
+    def run(command: Sequence[str], limit: float) -> Reply:
         if command[-1] in ("attention-flash", "attention-efficient"):
             return host.run(command, limit) if command[0] == "env" and helps else absent
         return host.run(command, limit)
@@ -66,7 +67,7 @@ def test_without_fused_attention_it_is_told_what_that_costs_and_what_may_help(tm
 def test_a_switch_that_makes_products_faster_is_told(tmp_path: Path) -> None:
     host = MATRIX["strix-halo-tuned"].build(tmp_path)
 
-    def run(command: list[str], limit: float) -> Reply:
+    def run(command: Sequence[str], limit: float) -> Reply:
         if command[-1] != "speed":
             return host.run(command, limit)
         flops = 36.9e12 if "TORCH_BLAS_PREFER_HIPBLASLT=1" in command else 5.1e12

@@ -1,5 +1,6 @@
 """Every finding has a verdict, and everything that is not well has a cure."""
 
+import io
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -145,6 +146,18 @@ def test_the_worst_finding_decides_the_exit_code() -> None:
 def test_a_report_shows_each_finding_and_its_cure() -> None:
     finding = Finding(id="disk", status="warn", value="little", cure="first\nsecond")
     assert [line.split() for line in as_lines([finding])] == [["!", "disk", "little"], ["first"], ["second"]]
+
+
+def test_a_terminal_names_what_is_asked_and_a_file_does_not(tmp_path: Path) -> None:
+    class Terminal(io.StringIO):
+        def isatty(self) -> bool:
+            return True
+
+    host, screen = healthy(tmp_path), Terminal()
+    assert examine(report.shown(host, screen), tmp_path) == examine(host, tmp_path)
+    assert "  attention-flash …" in screen.getvalue()
+    assert screen.getvalue().endswith("\r\x1b[K")
+    assert report.shown(host, io.StringIO()) is host
 
 
 def test_the_order_of_checks_is_the_order_of_the_report(tmp_path: Path) -> None:

@@ -31,9 +31,11 @@ def attention() -> None:
         (q, k, v),
         slope,
     )
-    tensors = [torch.randn(1, 8, 512, WIDTH, dtype=dtype, requires_grad=True) for _ in range(3)]
+    queries, keys, values = tensors = [torch.randn(1, 8, 512, WIDTH, dtype=dtype, requires_grad=True) for _ in range(3)]
     long = torch.zeros(1, 512, dtype=torch.int64)
-    tell_time(find("cpu"), lambda: torch.autograd.grad(kernels.causal_attention(*tensors, long).sum(), tensors))
+    tell_time(
+        find("cpu"), lambda: torch.autograd.grad(kernels.causal_attention(queries, keys, values, long).sum(), tensors)
+    )
 
 
 def rms_norm() -> None:

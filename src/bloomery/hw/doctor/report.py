@@ -7,7 +7,9 @@ does not concern the machine says nothing. The order of CHECKS is the order of t
 """
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
+from typing import TextIO
 
 from bloomery.hw import wheel
 from bloomery.hw.doctor import build, computing, graphics, packages, system
@@ -21,6 +23,20 @@ def examine(host: Host, runs: Path) -> list[Finding]:
     """Every finding about a machine. `runs` is the folder that runs would be written to."""
     facts = gather(host, runs)
     return [finding for check in CHECKS for finding in check(facts)]
+
+
+def shown(host: Host, screen: TextIO) -> Host:
+    """The same machine, whose commands are named on a terminal while they run: some take a minute."""
+    if not screen.isatty():
+        return host
+
+    def run(command: Sequence[str], limit_seconds: float) -> Reply:
+        print(f"\r\x1b[K  {command[-1]} …", end="", file=screen, flush=True)
+        reply = host.run(command, limit_seconds)
+        print("\r\x1b[K", end="", file=screen, flush=True)
+        return reply
+
+    return replace(host, run=run)
 
 
 def gather(host: Host, runs: Path) -> Facts:

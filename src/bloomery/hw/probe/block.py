@@ -45,7 +45,7 @@ def compiled() -> None:
 
 
 def _block(x: Tensor, qkv: Tensor, out: Tensor, up: Tensor, down: Tensor) -> Tensor:
-    q, k, v = (F.rms_norm(x, (WIDTH,)) @ qkv).unflatten(-1, (3, HEADS, -1)).permute(2, 0, 3, 1, 4)
+    q, k, v = (F.rms_norm(x, (WIDTH,)) @ qkv).view(*x.shape[:2], 3, HEADS, -1).permute(2, 0, 3, 1, 4)
     mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True)
     x = x + mixed.transpose(1, 2).flatten(2) @ out
     y: Tensor = x + F.silu(F.rms_norm(x, (WIDTH,)) @ up) @ down
