@@ -129,6 +129,13 @@ def test_a_compiled_library_that_failed_is_not_used(tmp_path: Path) -> None:
     assert native.state("training") == "off (attention-native returns NaN)"
 
 
+def test_a_compiled_library_that_is_slower_than_torch_is_not_used(tmp_path: Path) -> None:
+    device = replace(GPU, place=torch.device("cpu"), vendor="cpu")
+    taken = chosen.prepare(device, known(tmp_path, attention(flash=2.0, native=3.0), "cpu"))
+    assert taken["attention"].implementation == "flash"
+    assert native.state("training") == "off (it takes 3.0 ms where torch takes 2.0)"
+
+
 def test_a_compiled_block_that_failed_is_known_with_its_reason(tmp_path: Path) -> None:
     bad = Outcome(kernel="block", implementation="compiled", status="failed", why="did not end in time")
     host = known(tmp_path, [bad])

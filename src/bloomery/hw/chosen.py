@@ -39,11 +39,9 @@ def prepare(device: Device, host: Host | None = None) -> Mapping[str, Outcome]:
             library = "cublaslt" if taken["matmul"].implementation.endswith("lt") else "cublas"
             torch.backends.cuda.preferred_blas_library(library)
     wrong = {one.name: one.why for one in outcomes if one.status == "failed"}
-    broken = [f"{name} {why}" for name, why in wrong.items() if name.endswith("-native")]
-    if broken:
-        native.refuse(LIBRARY, broken[0])
-    told = [f"{kernel} by {one.implementation}" for kernel, one in taken.items() if one.implementation]
-    say(f"  kernels: {', '.join(told) or 'those of torch'}")
+    if fault := verdicts.library_fault(outcomes):
+        native.refuse(LIBRARY, fault)
+    say(f"  kernels: {verdicts.told(outcomes)}")
     for name, why in wrong.items():
         say(f"  {name} is not used here: {why}", style="yellow")
     return taken

@@ -33,6 +33,8 @@ SWITCHES = re.compile(
 )
 """Variables of the environment that can change what a kernel computes."""
 OF_A_LAUNCHER = re.compile(r"TORCHELASTIC_\w+|TORCH_NCCL_ASYNC_ERROR_HANDLING|NCCL_ASYNC_ERROR_HANDLING")
+NATIVE = "native"
+"""The implementation by the compiled library."""
 REPLACEABLE = ("block",)
 """Kernels that only have implementations which a run can do without."""
 
@@ -111,12 +113,41 @@ def tried(host: Host, vendor: str) -> list[Outcome]:
 
 
 def choose(outcomes: Sequence[Outcome]) -> Mapping[str, Outcome]:
-    """Kernel -> the fastest implementation that passed. One that was not timed comes after those that were."""
-    passed = [one for one in outcomes if one.status == "passed"]
+    """
+    Kernel -> the implementation that runs take: the fastest that passed; one that was not timed comes after those that
+    were. The compiled library is taken or left as a whole.
+    """
+    library = not library_fault(outcomes)
     best: dict[str, Outcome] = {}
-    for one in sorted(passed, key=lambda one: one.milliseconds if one.milliseconds is not None else float("inf")):
-        best.setdefault(one.kernel, one)
+    for one in sorted(outcomes, key=lambda one: (one.implementation != NATIVE, one.milliseconds or float("inf"))):
+        if one.status == "passed" and (library or one.implementation != NATIVE):
+            best.setdefault(one.kernel, one)
     return best
+
+
+def library_fault(outcomes: Sequence[Outcome]) -> str:
+    """Why the compiled library is better left alone: a kernel of it fails, or all together are slower; else ""."""
+    ours = [one for one in outcomes if one.implementation == NATIVE]
+    failed = [f"{one.name} {one.why}" for one in ours if one.status == "failed"]
+    if failed:
+        return failed[0]
+    taken, left = 0.0, 0.0
+    for one in ours:
+        others = [
+            other.milliseconds
+            for other in outcomes
+            if other.kernel == one.kernel and other is not one and other.status == "passed" and other.milliseconds
+        ]
+        if one.milliseconds and others:
+            taken, left = taken + one.milliseconds, left + min(others)
+    return f"it takes {taken:.1f} ms where torch takes {left:.1f}" if taken > left else ""
+
+
+def told(outcomes: Sequence[Outcome]) -> str:
+    """What runs take, in words; compiled blocks are for those who ask for them."""
+    taken = choose(outcomes).items()
+    words = [f"{kernel} by {one.implementation}" for kernel, one in taken if one.implementation]
+    return ", ".join(word for word in words if not word.startswith(REPLACEABLE)) or "those of torch"
 
 
 def check(outcomes: Sequence[Outcome]) -> None:

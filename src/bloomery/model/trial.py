@@ -51,6 +51,12 @@ def rms_norm() -> None:
         slope,
         "xg",
     )
+    rows, scale = plain.norm_inputs(device)
+
+    def work() -> object:
+        return torch.autograd.grad(kernels.rms_norm(rows, scale, 1e-6, device.compute_dtype).sum(), (rows, scale))
+
+    tell_time(device, work)
 
 
 def cross_entropy() -> None:
@@ -64,6 +70,8 @@ def cross_entropy() -> None:
     slopes = torch.softmax(exact, 1)
     slopes[torch.arange(65), targets] -= 1
     compare("loss, gradient of s", scores, slopes)
+    many, wanted = plain.entropy_inputs(find("cpu"))
+    tell_time(find("cpu"), lambda: kernels.cross_entropy_(many.detach().clone(), wanted))
 
 
 KERNELS: dict[str, Callable[[], None]] = {

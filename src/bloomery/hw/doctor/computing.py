@@ -33,9 +33,7 @@ def kernels(facts: Facts) -> Iterator[Finding]:
     for one in outcomes:
         yield _finding(facts, one, outcomes)
     yield from _quadratic(facts, outcomes)
-    taken = verdicts.choose(outcomes)
-    told = ", ".join(f"{kernel} by {one.implementation}" for kernel, one in taken.items() if one.implementation)
-    yield Finding(id="choice", status="ok", value=f"runs take {told or 'what torch takes'}")
+    yield Finding(id="choice", status="ok", value=f"runs take {verdicts.told(outcomes)}")
 
 
 def _finding(facts: Facts, one: Outcome, outcomes: Sequence[Outcome]) -> Finding:

@@ -43,7 +43,7 @@ def poison(*examples: Tensor) -> None:
 
 def compare(case: str, given: Tensor, expected: Tensor) -> None:
     """Tell how far numbers of the device are from those of the processor."""
-    given, expected = given.detach().double().cpu().flatten(), expected.detach().double().cpu().flatten()
+    given, expected = (one.detach().cpu().double().flatten() for one in (given, expected))
     sizes = given.norm() * expected.norm()
     say(
         case=case,

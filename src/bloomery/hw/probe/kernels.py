@@ -129,6 +129,14 @@ def rms_norm() -> None:
     forward_and_back(
         device, "norm", lambda x, g: F.rms_norm(x, (328,), g, 1e-6), plain_rms_norm, (x, weight), slope, "xg"
     )
+    rows, scale = norm_inputs(device)
+    tell_time(device, lambda: torch.autograd.grad(F.rms_norm(rows, (1024,), scale, 1e-6).sum(), (rows, scale)))
+
+
+def norm_inputs(device: Device) -> tuple[Tensor, Tensor]:
+    """What a norm is timed on."""
+    rows, scale = torch.randn(4096, 1024, device=device.place), torch.ones(1024, device=device.place)
+    return rows.requires_grad_(), scale.requires_grad_()
 
 
 def plain_rms_norm(x: Tensor, weight: Tensor) -> Tensor:
@@ -151,3 +159,11 @@ def cross_entropy() -> None:
         torch.rand(65),
         "s",
     )
+    many, wanted = entropy_inputs(device)
+    tell_time(device, lambda: torch.autograd.grad(F.cross_entropy(many.float(), wanted, reduction="sum"), many))
+
+
+def entropy_inputs(device: Device) -> tuple[Tensor, Tensor]:
+    """What a loss is timed on."""
+    scores = torch.randn(1024, 8192, device=device.place).to(device.compute_dtype)
+    return scores.requires_grad_(), torch.arange(1024, device=device.place)
