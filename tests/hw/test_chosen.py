@@ -129,6 +129,14 @@ def test_a_compiled_library_that_failed_is_not_used(tmp_path: Path) -> None:
     assert native.state("training") == "off (attention-native returns NaN)"
 
 
+def test_a_resumed_run_can_see_which_kernels_were_taken(tmp_path: Path) -> None:
+    device = replace(GPU, place=torch.device("cpu"), vendor="cpu")
+    before = chosen.state(device)
+    chosen.prepare(device, known(tmp_path, attention(flash=2.0, native=None), "cpu"))
+    assert chosen.state(device) != before
+    assert "attention: " in chosen.state(GPU)
+
+
 def test_a_compiled_library_that_is_slower_than_torch_is_not_used(tmp_path: Path) -> None:
     device = replace(GPU, place=torch.device("cpu"), vendor="cpu")
     taken = chosen.prepare(device, known(tmp_path, attention(flash=2.0, native=3.0), "cpu"))

@@ -67,6 +67,21 @@ def why_not(name: str, device: Device, host: Host | None = None) -> str:
     return next((one.why for one in outcomes if one.name == name and one.status == "failed"), "")
 
 
+def state(device: Device) -> str:
+    """What this process computes with, as far as it could be otherwise: resumed runs compare it."""
+    words = [f"compiled library: {native.state(LIBRARY)}"]
+    if device.place.type == "cuda":
+        attention = {
+            "flash": torch.backends.cuda.flash_sdp_enabled(),
+            "efficient": torch.backends.cuda.mem_efficient_sdp_enabled(),
+            "cudnn": torch.backends.cuda.cudnn_sdp_enabled(),
+            "math": torch.backends.cuda.math_sdp_enabled(),
+        }
+        words.append(f"attention: {', '.join(name for name, on in attention.items() if on)}")
+        words.append(f"products: {torch.backends.cuda.preferred_blas_library()}")
+    return "; ".join(words)
+
+
 def _take_attention(outcomes: Mapping[str, Outcome]) -> None:
     """
     Leave on what passed, but of the fused ones none that torch prefers to the fastest. `efficient` stays behind
