@@ -34,7 +34,7 @@ def switches(monkeypatch: pytest.MonkeyPatch) -> dict[str, object]:
     for name in ("flash", "mem_efficient", "cudnn", "math"):
         monkeypatch.setattr(torch.backends.cuda, f"enable_{name}_sdp", lambda on, name=name: told.__setitem__(name, on))
     monkeypatch.setattr(
-        torch.backends.cuda, "preferred_blas_library", lambda library: told.__setitem__("blas", library)
+        torch.backends.cuda, "preferred_blas_library", lambda library="": told.__setitem__("blas", library)
     )
     monkeypatch.setattr(native, "_REFUSED", {})
     return told
