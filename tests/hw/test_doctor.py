@@ -1,6 +1,5 @@
 """Every finding has a verdict, and everything that is not well has a cure."""
 
-import io
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -148,16 +147,12 @@ def test_a_report_shows_each_finding_and_its_cure() -> None:
     assert [line.split() for line in as_lines([finding])] == [["!", "disk", "little"], ["first"], ["second"]]
 
 
-def test_a_terminal_names_what_is_asked_and_a_file_does_not(tmp_path: Path) -> None:
-    class Terminal(io.StringIO):
-        def isatty(self) -> bool:
-            return True
-
-    host, screen = healthy(tmp_path), Terminal()
-    assert examine(report.shown(host, screen), tmp_path) == examine(host, tmp_path)
-    assert "  attention-flash …" in screen.getvalue()
-    assert screen.getvalue().endswith("\r\x1b[K")
-    assert report.shown(host, io.StringIO()) is host
+def test_what_is_asked_is_named_while_it_is(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    host = healthy(tmp_path)
+    assert examine(report.shown(host), tmp_path) == examine(host, tmp_path)
+    said = capsys.readouterr().err
+    assert "  attention-flash …" in said
+    assert said.endswith("\r\x1b[K")
 
 
 def test_the_order_of_checks_is_the_order_of_the_report(tmp_path: Path) -> None:

@@ -6,10 +6,10 @@ at its first kernel, long after it said that all is well. Each check is a functi
 does not concern the machine says nothing. The order of CHECKS is the order of the report.
 """
 
+import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TextIO
 
 from bloomery.hw import wheel
 from bloomery.hw.doctor import build, computing, graphics, packages, system
@@ -25,15 +25,13 @@ def examine(host: Host, runs: Path) -> list[Finding]:
     return [finding for check in CHECKS for finding in check(facts)]
 
 
-def shown(host: Host, screen: TextIO) -> Host:
-    """The same machine, whose commands are named on a terminal while they run: some take a minute."""
-    if not screen.isatty():
-        return host
+def shown(host: Host) -> Host:
+    """The same machine, whose commands are named on the terminal while they run: some take a minute."""
 
     def run(command: Sequence[str], limit_seconds: float) -> Reply:
-        print(f"\r\x1b[K  {command[-1]} …", end="", file=screen, flush=True)
+        print(f"\r\x1b[K  {command[-1]} …", end="", file=sys.stderr, flush=True)
         reply = host.run(command, limit_seconds)
-        print("\r\x1b[K", end="", file=screen, flush=True)
+        print("\r\x1b[K", end="", file=sys.stderr, flush=True)
         return reply
 
     return replace(host, run=run)
