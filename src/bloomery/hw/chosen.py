@@ -6,6 +6,7 @@ is tried by `bloomery doctor` alone: what differs between two of them is the com
 """
 
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 from bloomery.core import native
 from bloomery.core.log import say
@@ -71,11 +72,12 @@ def state(device: Device) -> str:
     """What this process computes with, as far as it could be otherwise: resumed runs compare it."""
     words = [f"compiled library: {native.state(LIBRARY)}"]
     if device.place.type == "cuda":
+        switches: Any = torch.backends.cuda
         attention = {
-            "flash": torch.backends.cuda.flash_sdp_enabled(),
-            "efficient": torch.backends.cuda.mem_efficient_sdp_enabled(),
-            "cudnn": torch.backends.cuda.cudnn_sdp_enabled(),
-            "math": torch.backends.cuda.math_sdp_enabled(),
+            "flash": switches.flash_sdp_enabled(),
+            "efficient": switches.mem_efficient_sdp_enabled(),
+            "cudnn": switches.cudnn_sdp_enabled(),
+            "math": switches.math_sdp_enabled(),
         }
         words.append(f"attention: {', '.join(name for name, on in attention.items() if on)}")
         words.append(f"products: {torch.backends.cuda.preferred_blas_library()}")
