@@ -1,62 +1,50 @@
 """
 How long does the default recipe take to reach the loss that nanoGPT ends with?
 
-    python benchmarks/to_target.py --nanogpt DIR [--json] [--quick] [--steps N] [--images FOLDER]
+    python benchmarks/to_target.py --nanogpt DIR [--json] [--quick] [--steps N] [--threads N] [--images FOLDER]
+        [--folder FOLDER] [--only PROGRAM] [--rates RATE …]
 
 Web pages and code (the folder $BLOOMERY_SHARED), one tokenizer of 8,192 ids, models of 19 million parameters and equal
-shape but for what each project chooses (positions, feed-forward, norms), rows of 256 tokens, 16 rows a step. Each side
-runs with its own defaults: Bloomery's optimizer, schedule and precision; nanoGPT's AdamW, clipping and cosine, with the
-rates and the warm-up of its configuration for small models, as a warm-up of 2000 steps would not end here. The two run
-at the same time, each with one thread, so that what else the machine does slows both. Both see the same number of
-tokens; then Bloomery alone makes a second run, of as many steps as fit into nanoGPT's time. The validation loss is that
-of the same held-out samples, and its time is not counted.
+shape but for what each project chooses (positions, feed-forward, norms), rows of 256 tokens, 16 rows a step. Programs
+run one after another, each alone in a process of its own (learners.py): Bloomery with the defaults of a recipe; nanoGPT
+as its train.py runs on a processor, which is in float32, and once more in the bfloat16 autocast that it has for GPUs.
+Its schedule is made for this length, and its rate is the best of those that --rates has tried in the same folder.
+Both see the same number of tokens; then Bloomery makes a second run, of as many steps as fit into nanoGPT's time. The
+loss is that of the same held-out rows, by the same lines of code, in float32; its time is not counted.
+
+With --folder, what is done stays there, and the same command goes on; --only makes one program's part of it.
 """
 
 import argparse
-import importlib.util
 import json
-import math
 import os
 import subprocess
 import sys
 import tempfile
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from itertools import islice, pairwise
 from pathlib import Path
 from typing import Any
 
 import curves
+import learners
 import numpy as np
+from learners import ROWS, VOCAB_SIZE, Measured, T
 from numpy.typing import NDArray
 
 from bloomery.core.stage import machine, versions
 from bloomery.data import sources
 from bloomery.data.holdout import is_held_out
-from bloomery.hw import device as devices
-from bloomery.model.config import ModelConfig
-from bloomery.model.transformer import Transformer
 from bloomery.shards import format
-from bloomery.shards.loader import IGNORE, Samples, batches
 from bloomery.tokenizer.quick import Encoder
-from bloomery.tokenizer.tokenizer import Tokenizer
 from bloomery.tokenizer.train import train as train_tokenizer
-from bloomery.train.config import WSD, Muon
-from bloomery.train.loop import micro_batch_loss, train
-from bloomery.train.optim import Optimizers
-from bloomery.train.schedule import share
-from bloomery.train.state import State
 
 import torch
-from torch import nn
 
-VOCAB_SIZE, T, ROWS = 8192, 256, 16
-SHAPE = ModelConfig(width=384, num_layers=9, num_heads=6, num_kv_heads=6, mlp_width=1024, context=T)
-WARMUP, RATE, LEAST_RATE = 100, 1e-3, 1e-4
-"""nanoGPT's config/train_shakespeare_char.py."""
-VALIDATION_SAMPLES = 32
-Measured = list[tuple[int, float, float, float]]
-"""Step, seconds of the wall and of the processor spent on training, validation loss."""
+OURS, DEFAULT, BFLOAT16 = "ours", "nanogpt", "nanogpt_bfloat16"
+RATE = 1e-3
+"""Of nanoGPT's configurations for small models."""
+Run = dict[str, Any]
 
 
 def main() -> None:
@@ -64,34 +52,92 @@ def main() -> None:
     parser.add_argument("--json", action="store_true", help="print nothing but the line of JSON")
     parser.add_argument("--quick", action="store_true")
     parser.add_argument("--nanogpt", type=Path)
-    parser.add_argument("--steps", type=int, default=150)
+    parser.add_argument("--steps", type=int, default=120)
+    parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--data", type=Path, default=Path(os.environ.get("BLOOMERY_SHARED", "")))
+    parser.add_argument("--folder", type=Path)
     parser.add_argument("--images", type=Path)
-    parser.add_argument("--side", choices=("ours", "nanogpt"), help=argparse.SUPPRESS)
-    parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
+    parser.add_argument("--only", choices=(OURS, DEFAULT, BFLOAT16, "longer"))
+    parser.add_argument("--rates", type=float, nargs="+", help="of nanoGPT, each tried for all steps in bfloat16")
+    parser.add_argument("--side", choices=(OURS, DEFAULT, BFLOAT16), help=argparse.SUPPRESS)
+    parser.add_argument("--rate", type=float, default=RATE, help=argparse.SUPPRESS)
     options = parser.parse_args()
+    if options.side:
+        print(json.dumps(learned(options)))
+        return
     if options.quick:
         options.steps = 2
-    if options.side:
-        print(json.dumps(SIDES[options.side](options)))
-        return
     if not options.nanogpt or not (options.data / "data" / "dev").is_dir():
         sys.exit("this needs --nanogpt DIR and the shared text: name its folder in BLOOMERY_SHARED")
     with tempfile.TemporaryDirectory() as folder:
-        options.folder = Path(folder)
-        facts = prepare(options.data, options.folder, 300 if options.quick else None)
-        both = [started(side, options, options.steps) for side in ("ours", "nanogpt")]
-        ours, theirs = (json.loads(process.communicate()[0].splitlines()[-1]) for process in both)
-        speed = theirs["measured"][-1][2] / ours["measured"][-1][2]
-        longer = json.loads(started("ours", options, int(options.steps * speed)).communicate()[0].splitlines()[-1])
-    print(json.dumps(result(ours, theirs, longer, facts, options)))
+        options.folder = options.folder or Path(folder)
+        options.folder.mkdir(parents=True, exist_ok=True)
+        facts = prepared(options)
+        tried = {rate: run(BFLOAT16, options.steps, options, rate)["measured"][-1][3] for rate in options.rates or ()}
+        print(json.dumps(tried) if options.rates else compared(options, facts))
 
 
-def started(side: str, options: argparse.Namespace, steps: int) -> "subprocess.Popen[str]":
-    words = ["--side", side, "--folder", str(options.folder), "--steps", str(steps), "--nanogpt", str(options.nanogpt)]
-    environment = os.environ | {"OMP_NUM_THREADS": "1"}
-    command = [sys.executable, __file__, *words]
-    return subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True)
+def compared(options: argparse.Namespace, facts: dict[str, Any]) -> str:
+    """Every program in turn, and the line of JSON; with --only, that one's losses."""
+    tried = {
+        float(file.stem.split("@")[1]): json.loads(file.read_text(encoding="utf-8"))["measured"][-1][3]
+        for file in options.folder.glob(f"{BFLOAT16}-{options.steps}-*@*.json")
+    }
+    rate = min(tried, key=lambda one: tried[one]) if tried else RATE
+    runs = {}
+    for name in (OURS, BFLOAT16, DEFAULT, "longer"):
+        if name == "longer":
+            pace = last(runs[DEFAULT], options) / last(runs[OURS], options)
+            runs[name] = run(OURS, int(options.steps * pace), options)
+        else:
+            runs[name] = run(name, options.steps, options, None if name == OURS else rate)
+        if name == options.only:
+            return json.dumps(runs[name])
+    return json.dumps(result(runs, facts | {"rate": rate, "rates_tried": tried}, options))
+
+
+def run(side: str, steps: int, options: argparse.Namespace, rate: float | None = None) -> Run:
+    """A program from its first step to its last, or what the folder has of it."""
+    kept = options.folder / f"{side}-{steps}-{options.threads}threads{f'@{rate:g}' if rate else ''}.json"
+    if not kept.exists():
+        words = ["--side", side, "--folder", str(options.folder), "--steps", str(steps), "--rate", str(rate or RATE)]
+        words += ["--nanogpt", str(options.nanogpt), "--threads", str(options.threads)]
+        environment = os.environ | {"OMP_NUM_THREADS": str(options.threads)}
+        if side != OURS:
+            environment["GOMP_SPINCOUNT"] = "300000"  # GNU's own; ours is lower
+        command = [sys.executable, __file__, *words]
+        done = subprocess.run(command, env=environment, check=True, stdout=subprocess.PIPE, text=True)
+        kept.write_text(done.stdout.splitlines()[-1], encoding="utf-8")
+    found: Run = json.loads(kept.read_text(encoding="utf-8"))
+    return found
+
+
+def learned(options: argparse.Namespace) -> Run:
+    """One program, in this process."""
+    torch.set_num_threads(options.threads)
+    if options.side == OURS:
+        learner = learners.ours(options.folder, options.steps)
+    else:
+        warmup, bfloat16 = options.steps // 10, options.side == BFLOAT16
+        learner = learners.nanogpt(options.folder, options.steps, options.nanogpt, options.rate, warmup, bfloat16)
+    before = stolen()
+    measured = learners.course(learner, options.steps, learners.held_out(options.folder))
+    parameters = sum(weight.numel() for weight in learner.model.parameters())
+    return {"measured": measured, "parameters": parameters, "stolen_seconds": round(stolen() - before, 1)}
+
+
+def stolen() -> float:
+    """Seconds of this machine's processors that its host has given to others."""
+    fields = Path("/proc/stat").read_text(encoding="utf-8").splitlines()[0].split()
+    return int(fields[8]) / os.sysconf("SC_CLK_TCK")
+
+
+def prepared(options: argparse.Namespace) -> dict[str, Any]:
+    kept = options.folder / "facts.json"
+    if not kept.exists():
+        kept.write_text(json.dumps(prepare(options.data, options.folder, 300 if options.quick else None)))
+    found: dict[str, Any] = json.loads(kept.read_text(encoding="utf-8"))
+    return found
 
 
 def prepare(data: Path, folder: Path, limit: int | None) -> dict[str, Any]:
@@ -126,161 +172,76 @@ def _texts(file: Path) -> Iterator[str]:
     return (item["text"] for item in sources.read(source) if isinstance(item, dict))
 
 
-def ours(options: argparse.Namespace) -> dict[str, Any]:
-    devices.keep_freed_memory()
-    torch.set_num_threads(1)
-    device, tokenizer = devices.find("cpu"), Tokenizer.load(options.folder)
-    model = Transformer(SHAPE, VOCAB_SIZE)
-    model.initialize(0)
-    samples = Samples(options.folder, "train", T, tokenizer.hash)
-    optimizers, state, schedule = Optimizers(model, Muon()), State(), WSD(warmup_steps=10)
-    source = batches(samples, first=0, size=ROWS, seed=0)
-
-    def steps(until: int) -> None:
-        train(
-            model,
-            optimizers,
-            source,
-            state=state,
-            steps=until,
-            micro_batch=ROWS,
-            learning_rate_share=lambda step: share(schedule, step, options.steps),
-            max_norm=1.0,
-            device=device,
-        )
-
-    def loss() -> float:
-        model.eval()
-        total = tokens = 0.0
-        with torch.no_grad():
-            for batch in validation(options.folder):
-                total += float(micro_batch_loss(model, batch, device))
-                tokens += int((batch.targets != IGNORE).sum())
-        return total / tokens
-
-    found = course(steps, loss, options.steps)
-    source.close()
-    return {"measured": found, "parameters": sum(weight.numel() for weight in model.parameters())}
+def clock(options: argparse.Namespace) -> int:
+    """Which time of a measurement counts: the wall's, but with one thread the processor's, which is disturbed less."""
+    return 2 if options.threads == 1 else 1
 
 
-def nanogpt(options: argparse.Namespace) -> dict[str, Any]:
-    torch.set_num_threads(1)
-    torch.manual_seed(1337)
-    spec = importlib.util.spec_from_file_location("nanogpt", options.nanogpt / "model.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module: Any = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    shape = {"n_layer": SHAPE.num_layers, "n_head": SHAPE.num_heads, "n_embd": SHAPE.width, "bias": False}
-    model: Any = module.GPT(module.GPTConfig(block_size=T, vocab_size=VOCAB_SIZE, **shape))
-    optimizer = model.configure_optimizers(0.1, RATE, (0.9, 0.95), "cpu")
-    data = np.memmap(options.folder / "train.bin", dtype=np.uint16, mode="r")
-    done = 0
-
-    def steps(until: int) -> None:
-        nonlocal done
-        model.train()
-        for step in range(done, until):
-            for group in optimizer.param_groups:
-                group["lr"] = rate(step, options.steps)
-            places = torch.randint(len(data) - T, (ROWS,)).tolist()
-            rows = torch.from_numpy(np.stack([data[place : place + T + 1] for place in places]).astype(np.int64))
-            loss = model(rows[:, :-1].contiguous(), rows[:, 1:].contiguous())[1]
-            torch.autograd.backward(loss)
-            nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-            optimizer.step()
-            optimizer.zero_grad(set_to_none=True)
-        done = until
-
-    def loss() -> float:
-        model.eval()
-        total = tokens = 0.0
-        with torch.no_grad():
-            for batch in validation(options.folder):
-                ids, targets = torch.from_numpy(batch.ids), torch.from_numpy(batch.targets)
-                total += float(model(ids, targets)[1]) * targets.numel()
-                tokens += targets.numel()
-        return total / tokens
-
-    return {"measured": course(steps, loss, options.steps), "parameters": sum(w.numel() for w in model.parameters())}
+def last(found: Run, options: argparse.Namespace) -> float:
+    return float(found["measured"][-1][clock(options)])
 
 
-SIDES: dict[str, Callable[[argparse.Namespace], dict[str, Any]]] = {"ours": ours, "nanogpt": nanogpt}
-
-
-def rate(step: int, steps: int) -> float:
-    if step < WARMUP:
-        return RATE * (step + 1) / (WARMUP + 1)
-    x = (step - WARMUP) / max(1, steps - WARMUP)
-    return LEAST_RATE + (1 + math.cos(math.pi * x)) / 2 * (RATE - LEAST_RATE)
-
-
-def course(steps: Callable[[int], None], loss: Callable[[], float], total: int) -> Measured:
-    """Train, measure, train: 15 times, the last time at the end."""
-    found: Measured = [(0, 0.0, 0.0, loss())]
-    wall = cpu = 0.0
-    marks = sorted({max(1, round(total * n / 15)) for n in range(1, 16)})
-    for until in marks:
-        start = time.perf_counter(), time.process_time()
-        steps(until)
-        wall, cpu = wall + time.perf_counter() - start[0], cpu + time.process_time() - start[1]
-        found.append((until, round(wall, 2), round(cpu, 2), round(loss(), 4)))
-    return found
-
-
-def validation(folder: Path) -> Iterator[Any]:
-    samples = Samples(folder, "val", T, Tokenizer.load(folder).hash)
-    count = min(samples.num_samples, VALIDATION_SAMPLES)
-    chosen = np.arange(count) * samples.num_samples // count
-    return (samples.batch(chosen[start : start + ROWS]) for start in range(0, count, ROWS))
-
-
-def reached(measured: Measured, target: float) -> float | None:
-    """Seconds of the processor until the validation loss was `target`, on a line between the two measurements."""
-    for (_, _, before, high), (_, _, after, low) in pairwise(measured):
-        if low <= target:
-            return before + (after - before) * (high - target) / max(high - low, 1e-9)
+def reached(measured: Measured, target: float, clock: int) -> float | None:
+    """Seconds until the held-out loss was `target`, on a line between the two measurements around it."""
+    for before, after in pairwise(measured):
+        if after[3] <= target:
+            share = (before[3] - target) / max(before[3] - after[3], 1e-9)
+            return float(before[clock] + (after[clock] - before[clock]) * share)
     return None
 
 
-def result(
-    ours: dict[str, Any], theirs: dict[str, Any], longer: dict[str, Any], facts: dict[str, Any], options: Any
-) -> dict[str, Any]:
-    target, seconds = theirs["measured"][-1][3], theirs["measured"][-1][2]
-    times = {"equal_tokens": reached(ours["measured"], target), "equal_time": reached(longer["measured"], target)}
-    best = min((one for one in times.values() if one is not None), default=None)
+def result(runs: dict[str, Run], facts: dict[str, Any], options: argparse.Namespace) -> dict[str, Any]:
+    which = clock(options)
+    shares: dict[str, dict[str, float | None]] = {}
+    for peer in (DEFAULT, BFLOAT16):
+        target, seconds = runs[peer]["measured"][-1][3], last(runs[peer], options)
+        times = {name: reached(runs[name]["measured"], target, which) for name in (OURS, "longer")}
+        shares[peer] = {name: time and round(time / seconds, 3) for name, time in times.items()}
+    best = {peer: min((one for one in found.values() if one), default=None) for peer, found in shares.items()}
+    ours = best[DEFAULT] and round(best[DEFAULT] * last(runs[DEFAULT], options), 1)
     if options.images:
-        named = (("Bloomery", ours, 0), ("Bloomery, equal time", longer, 2), ("nanoGPT", theirs, 1))
-        drawn = [curves.Curve(name, [(m[2], m[3]) for m in run["measured"]], color) for name, run, color in named]
-        title = "Held-out loss, 19M parameters, web and code, one thread"
-        picture = curves.picture(title, drawn, x_axis="seconds of the processor", y_axis="nats a token", level=target)
-        (options.images / "to_target.svg").write_text(picture, encoding="utf-8")
-    version = subprocess.run(
-        ["git", "-C", str(options.nanogpt), "describe", "--always"], capture_output=True, text=True
-    ).stdout.strip()
+        draw(runs, options)
+    command = ["git", "-C", str(options.nanogpt), "describe", "--always"]
+    version = subprocess.run(command, capture_output=True, text=True).stdout.strip()
+    unit = "s of the wall" if which == 1 else "s of the processor"
+    peers = {peer: {"value": last(runs[peer], options), "unit": unit, "version": version} for peer in shares}
+    slowest = None if None in best.values() else max(one for one in best.values() if one)
     return {
         "name": "to_target",
-        "ours": {"value": best and round(best, 1), "unit": "s of the processor to nanoGPT's last loss"},
-        "peers": {"nanogpt": {"value": seconds, "unit": "s of the processor", "version": version}},
-        "ratio_to_best_peer": best and round(seconds / best, 2),
+        "ours": {"value": ours, "unit": f"{unit} to nanoGPT's last loss"},
+        "peers": peers,
+        "ratio_to_best_peer": slowest and round(1 / slowest, 2),
         "machine": machine() | {"load": os.getloadavg()[0]},
         "versions": versions(),
         "notes": {
             "quick": options.quick,
-            "share_of_its_time": best and round(best / seconds, 3),
-            "target": target,
-            "seconds_to_target": times,
-            "last_loss": {"equal_tokens": ours["measured"][-1][3], "equal_time": longer["measured"][-1][3]},
+            "threads": options.threads,
+            "share_of_its_time": shares,
+            "last_loss": {name: found["measured"][-1][3] for name, found in runs.items()},
+            "stolen_seconds": {name: found["stolen_seconds"] for name, found in runs.items()},
             "tokens_per_step": ROWS * T,
-            "parameters": {"ours": ours["parameters"], "nanogpt": theirs["parameters"]},
+            "parameters": {name: found["parameters"] for name, found in runs.items()},
             **facts,
-            "curves": {
-                "equal_tokens": ours["measured"],
-                "equal_time": longer["measured"],
-                "nanogpt": theirs["measured"],
-            },
+            "curves": {name: found["measured"] for name, found in runs.items()},
         },
     }
+
+
+def draw(runs: dict[str, Run], options: argparse.Namespace) -> None:
+    named = (
+        ("Bloomery", OURS, 0, False),
+        ("Bloomery, equal time", "longer", 5, False),
+        ("nanoGPT", DEFAULT, 1, False),
+        ("nanoGPT, bfloat16", BFLOAT16, 3, False),
+    )
+    drawn = [
+        curves.Curve(name, [(m[clock(options)], m[3]) for m in runs[run]["measured"]], color, thin)
+        for name, run, color, thin in named
+    ]
+    target = runs[DEFAULT]["measured"][-1][3]
+    title = f"Held-out loss, 19M parameters, web and code, {options.threads} threads"
+    picture = curves.picture(title, drawn, x_axis="seconds of training", y_axis="nats a token", level=target)
+    (options.images / "to_target.svg").write_text(picture, encoding="utf-8")
 
 
 if __name__ == "__main__":
