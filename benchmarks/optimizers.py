@@ -73,11 +73,11 @@ def main() -> None:
 
 def tuned(kind: str, options: argparse.Namespace) -> Run:
     """The grid, and the runs of its best."""
-    tried = []
+    tried: list[dict[str, Any]] = []
     for rates in GRID[kind]:
         measured = run({"kind": kind, **rates}, options.steps // 2, 0, options)
         tried.append({"rates": rates, "last_loss": measured[-1][3]})
-    best = min(tried, key=lambda one: float(one["last_loss"]))["rates"]
+    best = min(tried, key=lambda one: one["last_loss"])["rates"]
     runs = [run({"kind": kind, **best}, options.steps, seed, options) for seed in range(options.seeds)]
     return {"tried": tried, "best": best, "curves": runs, "last_losses": [one[-1][3] for one in runs]}
 

@@ -84,7 +84,7 @@ def compared(options: argparse.Namespace, facts: dict[str, Any]) -> str:
         for file in options.folder.glob(f"{BFLOAT16}-{options.steps}-*@*.json")
     }
     rate = min(tried, key=lambda one: tried[one]) if tried else RATE
-    runs = {}
+    runs: dict[str, Run] = {}
     for name in (OURS, BFLOAT16, DEFAULT, "longer"):
         if name == "longer":
             pace = last(runs[DEFAULT], options) / last(runs[OURS], options)
@@ -198,7 +198,8 @@ def result(runs: dict[str, Run], facts: dict[str, Any], options: argparse.Namesp
         times = {name: reached(runs[name]["measured"], target, which) for name in (OURS, "longer")}
         shares[peer] = {name: time and round(time / seconds, 3) for name, time in times.items()}
     best = {peer: min((one for one in found.values() if one), default=None) for peer, found in shares.items()}
-    ours = best[DEFAULT] and round(best[DEFAULT] * last(runs[DEFAULT], options), 1)
+    share = best[DEFAULT]
+    ours = None if share is None else round(share * last(runs[DEFAULT], options), 1)
     if options.images:
         draw(runs, options)
     command = ["git", "-C", str(options.nanogpt), "describe", "--always"]
