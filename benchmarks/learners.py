@@ -26,9 +26,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-VOCAB_SIZE, T, ROWS = 8192, 256, 16
+VOCAB_SIZE, T, ROWS = 8192, 256, 8
 SHAPE = ModelConfig(width=384, num_layers=9, num_heads=6, num_kv_heads=6, mlp_width=1024, context=T)
-HELD_OUT_ROWS, MARKS = 64, 10
+HELD_OUT_ROWS, MARKS = 32, 8
 
 Measured = list[tuple[int, float, float, float]]
 """Step, seconds of the wall and of the processor spent on training, held-out loss."""
@@ -139,7 +139,7 @@ def cosine(step: int, steps: int, rate: float, warmup: int) -> float:
 
 def course(learner: Learner, steps: int, held_out: list[Batch]) -> Measured:
     """Train, measure, train: MARKS times, the last time at the end."""
-    found: Measured = [(0, 0.0, 0.0, round(loss(learner, held_out), 4))]
+    found: Measured = []
     wall = cpu = 0.0
     for until in sorted({max(1, round(steps * n / MARKS)) for n in range(1, MARKS + 1)}):
         start = time.perf_counter(), time.process_time()

@@ -6,7 +6,7 @@ Which optimizer does the demo's model learn more with in equal steps, AdamW or M
 
 The shards, the model and the schedule are those of recipes/demo.toml; a step has 8 rows of 256 tokens instead of 16,
 so that all of it takes minutes on one thread. First each optimizer tries five settings for half of the steps; then its
-best one makes all steps with several seeds, of weights and of the order of samples. The loss is that of 64 held-out
+best one makes all steps with several seeds, of weights and of the order of samples. The loss is that of 32 held-out
 rows, in float32, the same for every run. With --folder, what is done stays there, and the same command goes on.
 """
 
@@ -144,10 +144,10 @@ def result(found: dict[str, Run], options: argparse.Namespace) -> dict[str, Any]
 
 
 def draw(found: dict[str, Run], options: argparse.Namespace) -> None:
-    """A line for each seed; the step before the first one is left out."""
+    """A line for each seed."""
     names = {"adamw": "AdamW", "muon": "Muon"}
     drawn = [
-        curves.Curve(names[kind] if seed == 0 else "", [(m[0], m[3]) for m in measured[1:]], color, thin=True)
+        curves.Curve(names[kind] if seed == 0 else "", [(m[0], m[3]) for m in measured], color, thin=True)
         for color, (kind, one) in enumerate(found.items())
         for seed, measured in enumerate(one["curves"])
     ]

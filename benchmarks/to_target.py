@@ -1,18 +1,19 @@
 """
 How long does the default recipe take to reach the loss that nanoGPT ends with?
 
-    python benchmarks/to_target.py --nanogpt DIR [--json] [--quick] [--steps N] [--threads N] [--images FOLDER]
-        [--folder FOLDER] [--only PROGRAM] [--rates RATE …]
+    python benchmarks/to_target.py --nanogpt DIR [--json] [--quick] [--steps N] [--images FOLDER]
+        [--folder FOLDER [--first]]
 
 Web pages and code (the folder $BLOOMERY_SHARED), one tokenizer of 8,192 ids, models of 19 million parameters and equal
-shape but for what each project chooses (positions, feed-forward, norms), rows of 256 tokens, 16 rows a step. Programs
-run one after another, each alone in a process of its own (learners.py): Bloomery with the defaults of a recipe; nanoGPT
-as its train.py runs on a processor, which is in float32, and once more in the bfloat16 autocast that it has for GPUs.
-Its schedule is made for this length, and its rate is the best of those that --rates has tried in the same folder.
-Both see the same number of tokens; then Bloomery makes a second run, of as many steps as fit into nanoGPT's time. The
-loss is that of the same held-out rows, by the same lines of code, in float32; its time is not counted.
+shape but for what each project chooses (positions, feed-forward, norms), rows of 256 tokens, 8 rows a step. Programs
+are processes of one thread, two at a time, and what counts is the processor's time (learners.py): Bloomery with the
+defaults of a recipe; nanoGPT as its train.py runs on a processor, which is in float32, and once more in the bfloat16
+autocast that it has for GPUs. Its schedule is made for this length, and its rate is the best of RATES in bfloat16. Both
+see the same number of tokens; then Bloomery makes a second run of LONGER times the steps, about what fits into the
+time of nanoGPT as it runs by default. The loss is that of the same 32 held-out rows, by the same lines of code, in
+float32; its time is not counted.
 
-With --folder, what is done stays there, and the same command goes on; --only makes one program's part of it.
+With --folder, what is done stays there, and the same command goes on; --first makes only what is tried first.
 """
 
 import argparse
@@ -22,6 +23,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from itertools import islice, pairwise
 from pathlib import Path
 from typing import Any
@@ -42,8 +44,8 @@ from bloomery.tokenizer.train import train as train_tokenizer
 import torch
 
 OURS, DEFAULT, BFLOAT16 = "ours", "nanogpt", "nanogpt_bfloat16"
-RATE = 1e-3
-"""Of nanoGPT's configurations for small models."""
+RATES = (1e-3, 2e-3, 4e-3)
+LONGER = 2.5
 Run = dict[str, Any]
 
 
@@ -52,15 +54,13 @@ def main() -> None:
     parser.add_argument("--json", action="store_true", help="print nothing but the line of JSON")
     parser.add_argument("--quick", action="store_true")
     parser.add_argument("--nanogpt", type=Path)
-    parser.add_argument("--steps", type=int, default=120)
-    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--steps", type=int, default=90)
     parser.add_argument("--data", type=Path, default=Path(os.environ.get("BLOOMERY_SHARED", "")))
     parser.add_argument("--folder", type=Path)
+    parser.add_argument("--first", action="store_true")
     parser.add_argument("--images", type=Path)
-    parser.add_argument("--only", choices=(OURS, DEFAULT, BFLOAT16, "longer"))
-    parser.add_argument("--rates", type=float, nargs="+", help="of nanoGPT, each tried for all steps in bfloat16")
     parser.add_argument("--side", choices=(OURS, DEFAULT, BFLOAT16), help=argparse.SUPPRESS)
-    parser.add_argument("--rate", type=float, default=RATE, help=argparse.SUPPRESS)
+    parser.add_argument("--rate", type=float, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.side:
         print(json.dumps(learned(options)))
@@ -72,39 +72,32 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         options.folder = options.folder or Path(folder)
         options.folder.mkdir(parents=True, exist_ok=True)
-        facts = prepared(options)
-        tried = {rate: run(BFLOAT16, options.steps, options, rate)["measured"][-1][3] for rate in options.rates or ()}
-        print(json.dumps(tried) if options.rates else compared(options, facts))
+        print(json.dumps(compared(options, prepared(options))))
 
 
-def compared(options: argparse.Namespace, facts: dict[str, Any]) -> str:
-    """Every program in turn, and the line of JSON; with --only, that one's losses."""
-    tried = {
-        float(file.stem.split("@")[1]): json.loads(file.read_text(encoding="utf-8"))["measured"][-1][3]
-        for file in options.folder.glob(f"{BFLOAT16}-{options.steps}-*@*.json")
-    }
-    rate = min(tried, key=lambda one: tried[one]) if tried else RATE
-    runs: dict[str, Run] = {}
-    for name in (OURS, BFLOAT16, DEFAULT, "longer"):
-        if name == "longer":
-            pace = last(runs[DEFAULT], options) / last(runs[OURS], options)
-            runs[name] = run(OURS, int(options.steps * pace), options)
-        else:
-            runs[name] = run(name, options.steps, options, None if name == OURS else rate)
-        if name == options.only:
-            return json.dumps(runs[name])
-    return json.dumps(result(runs, facts | {"rate": rate, "rates_tried": tried}, options))
+def compared(options: argparse.Namespace, facts: dict[str, Any]) -> dict[str, Any]:
+    """All programs, two at a time; with --first, what was found until nanoGPT's rate is known."""
+    with ThreadPoolExecutor(2) as pool:
+        trials = {rate: pool.submit(run, BFLOAT16, options.steps, options, rate) for rate in RATES}
+        ours = pool.submit(run, OURS, options.steps, options).result()
+        tried = {rate: trial.result()["measured"][-1][3] for rate, trial in trials.items()}
+        rate = min(tried, key=lambda one: tried[one])
+        facts = facts | {"rate": rate, "rates_tried": tried}
+        if options.first:
+            return facts | {"ours": ours, "nanogpt": trials[rate].result()}
+        theirs = pool.submit(run, DEFAULT, options.steps, options, rate)
+        longer = pool.submit(run, OURS, round(LONGER * options.steps), options)
+        runs = {OURS: ours, BFLOAT16: trials[rate].result(), DEFAULT: theirs.result(), "longer": longer.result()}
+    return result(runs, facts, options)
 
 
 def run(side: str, steps: int, options: argparse.Namespace, rate: float | None = None) -> Run:
     """A program from its first step to its last, or what the folder has of it."""
-    kept = options.folder / f"{side}-{steps}-{options.threads}threads{f'@{rate:g}' if rate else ''}.json"
+    kept: Path = options.folder / f"{side}-{steps}{f'@{rate:g}' if rate else ''}.json"
     if not kept.exists():
-        words = ["--side", side, "--folder", str(options.folder), "--steps", str(steps), "--rate", str(rate or RATE)]
-        words += ["--nanogpt", str(options.nanogpt), "--threads", str(options.threads)]
-        environment = os.environ | {"OMP_NUM_THREADS": str(options.threads)}
-        if side != OURS:
-            environment["GOMP_SPINCOUNT"] = "300000"  # GNU's own; ours is lower
+        words = ["--side", side, "--folder", str(options.folder), "--steps", str(steps)]
+        words += ["--nanogpt", str(options.nanogpt), *(["--rate", str(rate)] if rate else [])]
+        environment = os.environ | {"OMP_NUM_THREADS": "1"}
         command = [sys.executable, __file__, *words]
         done = subprocess.run(command, env=environment, check=True, stdout=subprocess.PIPE, text=True)
         kept.write_text(done.stdout.splitlines()[-1], encoding="utf-8")
@@ -114,7 +107,7 @@ def run(side: str, steps: int, options: argparse.Namespace, rate: float | None =
 
 def learned(options: argparse.Namespace) -> Run:
     """One program, in this process."""
-    torch.set_num_threads(options.threads)
+    torch.set_num_threads(1)
     if options.side == OURS:
         learner = learners.ours(options.folder, options.steps)
     else:
@@ -172,40 +165,34 @@ def _texts(file: Path) -> Iterator[str]:
     return (item["text"] for item in sources.read(source) if isinstance(item, dict))
 
 
-def clock(options: argparse.Namespace) -> int:
-    """Which time of a measurement counts: the wall's, but with one thread the processor's, which is disturbed less."""
-    return 2 if options.threads == 1 else 1
+def seconds(found: Run) -> float:
+    return float(found["measured"][-1][2])
 
 
-def last(found: Run, options: argparse.Namespace) -> float:
-    return float(found["measured"][-1][clock(options)])
-
-
-def reached(measured: Measured, target: float, clock: int) -> float | None:
-    """Seconds until the held-out loss was `target`, on a line between the two measurements around it."""
+def reached(measured: Measured, target: float) -> float | None:
+    """Seconds of the processor until the held-out loss was `target`, on a line between two measurements."""
     for before, after in pairwise(measured):
         if after[3] <= target:
             share = (before[3] - target) / max(before[3] - after[3], 1e-9)
-            return float(before[clock] + (after[clock] - before[clock]) * share)
+            return before[2] + (after[2] - before[2]) * share
     return None
 
 
 def result(runs: dict[str, Run], facts: dict[str, Any], options: argparse.Namespace) -> dict[str, Any]:
-    which = clock(options)
     shares: dict[str, dict[str, float | None]] = {}
     for peer in (DEFAULT, BFLOAT16):
-        target, seconds = runs[peer]["measured"][-1][3], last(runs[peer], options)
-        times = {name: reached(runs[name]["measured"], target, which) for name in (OURS, "longer")}
-        shares[peer] = {name: time and round(time / seconds, 3) for name, time in times.items()}
+        target = runs[peer]["measured"][-1][3]
+        times = {name: reached(runs[name]["measured"], target) for name in (OURS, "longer")}
+        shares[peer] = {name: time and round(time / seconds(runs[peer]), 3) for name, time in times.items()}
     best = {peer: min((one for one in found.values() if one), default=None) for peer, found in shares.items()}
     share = best[DEFAULT]
-    ours = None if share is None else round(share * last(runs[DEFAULT], options), 1)
+    ours = None if share is None else round(share * seconds(runs[DEFAULT]), 1)
     if options.images:
         draw(runs, options)
     command = ["git", "-C", str(options.nanogpt), "describe", "--always"]
     version = subprocess.run(command, capture_output=True, text=True).stdout.strip()
-    unit = "s of the wall" if which == 1 else "s of the processor"
-    peers = {peer: {"value": last(runs[peer], options), "unit": unit, "version": version} for peer in shares}
+    unit = "s of the processor"
+    peers = {peer: {"value": seconds(runs[peer]), "unit": unit, "version": version} for peer in shares}
     slowest = None if None in best.values() else max(one for one in best.values() if one)
     return {
         "name": "to_target",
@@ -216,7 +203,7 @@ def result(runs: dict[str, Run], facts: dict[str, Any], options: argparse.Namesp
         "versions": versions(),
         "notes": {
             "quick": options.quick,
-            "threads": options.threads,
+            "seconds": {name: seconds(found) for name, found in runs.items()},
             "share_of_its_time": shares,
             "last_loss": {name: found["measured"][-1][3] for name, found in runs.items()},
             "stolen_seconds": {name: found["stolen_seconds"] for name, found in runs.items()},
@@ -230,18 +217,15 @@ def result(runs: dict[str, Run], facts: dict[str, Any], options: argparse.Namesp
 
 def draw(runs: dict[str, Run], options: argparse.Namespace) -> None:
     named = (
-        ("Bloomery", OURS, 0, False),
-        ("Bloomery, equal time", "longer", 5, False),
-        ("nanoGPT", DEFAULT, 1, False),
-        ("nanoGPT, bfloat16", BFLOAT16, 3, False),
+        ("Bloomery", OURS, 0),
+        ("Bloomery, equal time", "longer", 5),
+        ("nanoGPT", DEFAULT, 1),
+        ("nanoGPT, bfloat16", BFLOAT16, 3),
     )
-    drawn = [
-        curves.Curve(name, [(m[clock(options)], m[3]) for m in runs[run]["measured"]], color, thin)
-        for name, run, color, thin in named
-    ]
+    drawn = [curves.Curve(name, [(m[2], m[3]) for m in runs[run]["measured"]], color) for name, run, color in named]
     target = runs[DEFAULT]["measured"][-1][3]
-    title = f"Held-out loss, 19M parameters, web and code, {options.threads} threads"
-    picture = curves.picture(title, drawn, x_axis="seconds of training", y_axis="nats a token", level=target)
+    title = "Held-out loss, 19M parameters, web and code, one thread"
+    picture = curves.picture(title, drawn, x_axis="seconds of the processor", y_axis="nats a token", level=target)
     (options.images / "to_target.svg").write_text(picture, encoding="utf-8")
 
 
