@@ -5,7 +5,7 @@ Which optimizer does the demo's model learn more with in equal steps, AdamW or M
         [--images FOLDER]
 
 The shards, the model and the schedule are those of recipes/demo.toml; a step has 8 rows of 256 tokens instead of 16,
-so that all of it takes minutes on one thread. First each optimizer tries four settings for half of the steps; then its
+so that all of it takes minutes on one thread. First each optimizer tries four or five settings for half of the steps; then its
 best one makes all steps with several seeds, of weights and of the order of samples. The loss is that of 32 held-out
 rows, in float32, the same for every run. With --folder, what is done stays there, and the same command goes on.
 """
@@ -38,7 +38,7 @@ GRID: dict[str, tuple[dict[str, float], ...]] = {
         {"matrix_learning_rate": matrix, "learning_rate": rest}
         for matrix, rest in ((0.01, 3e-3), (0.02, 3e-3), (0.04, 3e-3), (0.02, 6e-3))
     ),
-    "adamw": tuple({"learning_rate": rate} for rate in (1e-3, 2e-3, 4e-3, 8e-3)),
+    "adamw": tuple({"learning_rate": rate} for rate in (3e-4, 6e-4, 1e-3, 2e-3, 4e-3)),
 }
 """The rates that are tried; the rest of an optimizer are its defaults."""
 Run = dict[str, Any]
