@@ -5,9 +5,9 @@ Which optimizer does the demo's model learn more with in equal steps, AdamW or M
         [--images FOLDER]
 
 The shards, the model and the schedule are those of recipes/demo.toml; a step has 8 rows of 256 tokens instead of 16,
-so that all of it takes minutes on one thread. First each optimizer tries four or five settings for half of the steps; then its
-best one makes all steps with several seeds, of weights and of the order of samples. The loss is that of 32 held-out
-rows, in float32, the same for every run. With --folder, what is done stays there, and the same command goes on.
+so that all of it takes minutes on one thread. First each optimizer tries four or five settings for half of the steps;
+then its best one makes all steps with several seeds, of weights and of the order of samples. The loss is that of 32
+held-out rows, in float32, the same for every run. With --folder, what is done stays there, and the command goes on.
 """
 
 import argparse
