@@ -137,11 +137,11 @@ def cosine(step: int, steps: int, rate: float, warmup: int) -> float:
     return rate * (0.1 + 0.9 * (1 + math.cos(math.pi * x)) / 2)
 
 
-def course(learner: Learner, steps: int, held_out: list[Batch], marks: int = MARKS) -> Measured:
-    """Train, measure, train: so many times, the last time at the end."""
+def course(learner: Learner, steps: int, held_out: list[Batch], marks: int = MARKS, most: int = MARKS) -> Measured:
+    """Train, measure, train: at `marks` steps, of which the last is the end, or only at the first `most` of them."""
     found: Measured = []
     wall = cpu = 0.0
-    for until in sorted({max(1, round(steps * n / marks)) for n in range(1, marks + 1)}):
+    for until in sorted({max(1, round(steps * n / marks)) for n in range(1, marks + 1)})[:most]:
         start = time.perf_counter(), time.process_time()
         learner.train(until)
         wall, cpu = wall + time.perf_counter() - start[0], cpu + time.process_time() - start[1]

@@ -6,12 +6,12 @@ How long does the default recipe take to reach the loss that nanoGPT ends with?
 
 Web pages and code (the folder $BLOOMERY_SHARED), one tokenizer of 8,192 ids, models of 19 million parameters and equal
 shape but for what each project chooses (positions, feed-forward, norms), rows of 256 tokens, 8 rows a step. Programs
-are processes of one thread, two at a time, and what counts is the processor's time (learners.py): Bloomery with the
-defaults of a recipe; nanoGPT as its train.py runs on a processor, which is in float32, and once more in the bfloat16
-autocast that it has for GPUs. Its schedule is made for this length, and its rate is the best of RATES in bfloat16. Both
-see the same number of tokens; then Bloomery makes a second run of LONGER times the steps, about what fits into the
-time of nanoGPT as it runs by default. The loss is that of the same 32 held-out rows, by the same lines of code, in
-float32; its time is not counted.
+are processes of one thread, two at a time, and what counts is the processor's time (learners.py). Bloomery has the
+defaults of a recipe. nanoGPT has a schedule for this length and the best of RATES, and runs in the bfloat16 autocast
+that it has for GPUs; as it runs on a processor by default, in float32, it makes the first steps of the same run, which
+say how much longer that takes. Both programs see the same number of tokens; then Bloomery makes a second run of as many
+steps as fit into nanoGPT's time. The loss is that of the same 32 held-out rows, by the same lines of code, in float32;
+its time is not counted.
 
 With --folder, what is done stays there, and the same command goes on; --first makes only what is tried first.
 """
@@ -44,8 +44,9 @@ from bloomery.tokenizer.train import train as train_tokenizer
 import torch
 
 OURS, DEFAULT, BFLOAT16 = "ours", "nanogpt", "nanogpt_bfloat16"
-RATES = (1e-3, 2e-3, 4e-3)
-LONGER = 2.5
+RATES = (6e-4, 1e-3, 2e-3)
+FLOAT32_MARKS = 2
+"""How many of the measurements of a run it goes through in float32."""
 Run = dict[str, Any]
 
 
@@ -82,12 +83,13 @@ def compared(options: argparse.Namespace, facts: dict[str, Any]) -> dict[str, An
         ours = pool.submit(run, OURS, options.steps, options).result()
         tried = {rate: trial.result()["measured"][-1][3] for rate, trial in trials.items()}
         rate = min(tried, key=lambda one: tried[one])
-        facts = facts | {"rate": rate, "rates_tried": tried}
+        theirs, facts = trials[rate].result(), facts | {"rate": rate, "rates_tried": tried}
         if options.first:
-            return facts | {"ours": ours, "nanogpt": trials[rate].result()}
-        theirs = pool.submit(run, DEFAULT, options.steps, options, rate)
-        longer = pool.submit(run, OURS, round(LONGER * options.steps), options)
-        runs = {OURS: ours, BFLOAT16: trials[rate].result(), DEFAULT: theirs.result(), "longer": longer.result()}
+            return facts | {OURS: ours, BFLOAT16: theirs}
+        fitting = round(options.steps * seconds(theirs) / seconds(ours))
+        begun = pool.submit(run, DEFAULT, options.steps, options, rate)
+        longer = pool.submit(run, OURS, fitting, options)
+        runs = {OURS: ours, "longer": longer.result(), BFLOAT16: theirs, DEFAULT: begun.result()}
     return result(runs, facts, options)
 
 
@@ -114,7 +116,8 @@ def learned(options: argparse.Namespace) -> Run:
         warmup, bfloat16 = options.steps // 10, options.side == BFLOAT16
         learner = learners.nanogpt(options.folder, options.steps, options.nanogpt, options.rate, warmup, bfloat16)
     before = stolen()
-    measured = learners.course(learner, options.steps, learners.held_out(options.folder))
+    most = FLOAT32_MARKS if options.side == DEFAULT else learners.MARKS
+    measured = learners.course(learner, options.steps, learners.held_out(options.folder), most=most)
     parameters = sum(weight.numel() for weight in learner.model.parameters())
     return {"measured": measured, "parameters": parameters, "stolen_seconds": round(stolen() - before, 1)}
 
@@ -179,32 +182,33 @@ def reached(measured: Measured, target: float) -> float | None:
 
 
 def result(runs: dict[str, Run], facts: dict[str, Any], options: argparse.Namespace) -> dict[str, Any]:
-    shares: dict[str, dict[str, float | None]] = {}
-    for peer in (DEFAULT, BFLOAT16):
-        target = runs[peer]["measured"][-1][3]
-        times = {name: reached(runs[name]["measured"], target) for name in (OURS, "longer")}
-        shares[peer] = {name: time and round(time / seconds(runs[peer]), 3) for name, time in times.items()}
-    best = {peer: min((one for one in found.values() if one), default=None) for peer, found in shares.items()}
-    share = best[DEFAULT]
-    ours = None if share is None else round(share * seconds(runs[DEFAULT]), 1)
+    theirs, begun = runs[BFLOAT16]["measured"], runs[DEFAULT]["measured"]
+    target, whole = theirs[-1][3], seconds(runs[BFLOAT16])
+    slower = begun[-1][2] / theirs[len(begun) - 1][2]
+    times = {name: reached(runs[name]["measured"], target) for name in (OURS, "longer")}
+    best = min((one for one in times.values() if one), default=None)
     if options.images:
         draw(runs, options)
     command = ["git", "-C", str(options.nanogpt), "describe", "--always"]
     version = subprocess.run(command, capture_output=True, text=True).stdout.strip()
     unit = "s of the processor"
-    peers = {peer: {"value": seconds(runs[peer]), "unit": unit, "version": version} for peer in shares}
-    slowest = None if None in best.values() else max(one for one in best.values() if one)
     return {
         "name": "to_target",
-        "ours": {"value": ours, "unit": f"{unit} to nanoGPT's last loss"},
-        "peers": peers,
-        "ratio_to_best_peer": slowest and round(1 / slowest, 2),
+        "ours": {"value": best and round(best, 1), "unit": f"{unit} to nanoGPT's last loss"},
+        "peers": {
+            BFLOAT16: {"value": whole, "unit": unit, "version": version},
+            DEFAULT: {"value": round(slower * whole, 1), "unit": f"{unit}, from its first steps", "version": version},
+        },
+        "ratio_to_best_peer": best and round(whole / best, 2),
         "machine": machine() | {"load": os.getloadavg()[0]},
         "versions": versions(),
         "notes": {
             "quick": options.quick,
             "seconds": {name: seconds(found) for name, found in runs.items()},
-            "share_of_its_time": shares,
+            "target": target,
+            "seconds_to_target": times,
+            "share_of_its_time": best and round(best / whole, 3),
+            "share_of_its_time_by_default": best and round(best / whole / slower, 3),
             "last_loss": {name: found["measured"][-1][3] for name, found in runs.items()},
             "stolen_seconds": {name: found["stolen_seconds"] for name, found in runs.items()},
             "tokens_per_step": ROWS * T,
@@ -219,11 +223,11 @@ def draw(runs: dict[str, Run], options: argparse.Namespace) -> None:
     named = (
         ("Bloomery", OURS, 0),
         ("Bloomery, equal time", "longer", 5),
-        ("nanoGPT", DEFAULT, 1),
         ("nanoGPT, bfloat16", BFLOAT16, 3),
+        ("nanoGPT, float32", DEFAULT, 1),
     )
     drawn = [curves.Curve(name, [(m[2], m[3]) for m in runs[run]["measured"]], color) for name, run, color in named]
-    target = runs[DEFAULT]["measured"][-1][3]
+    target = runs[BFLOAT16]["measured"][-1][3]
     title = "Held-out loss, 19M parameters, web and code, one thread"
     picture = curves.picture(title, drawn, x_axis="seconds of the processor", y_axis="nats a token", level=target)
     (options.images / "to_target.svg").write_text(picture, encoding="utf-8")
