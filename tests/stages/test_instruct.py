@@ -56,20 +56,16 @@ CUT: list[tuple[list[Message], int]] = [
 BAD: list[tuple[str, str, str]] = [
     ("{", "not_json", "is not JSON"),
     ('["a"]', "not_json", "holds list instead of an object"),
-    ('{"text": "a"}', "not_a_conversation", "there is no list `messages`"),
-    ('{"messages": []}', "not_a_conversation", "the list `messages` is empty"),
-    ('{"messages": [{"role": "user"}]}', "not_a_conversation", "message 1 has no role and content"),
-    ('{"messages": ["a"]}', "not_a_conversation", "message 1 has no role and content"),
-    ('{"messages": [{"role": "bot", "content": ""}]}', "not_a_conversation", "message 1 has the role 'bot'"),
-    ('{"messages": [{"role": ["user"], "content": ""}]}', "not_a_conversation", "message 1 has the role ['user']"),
-    (
-        '{"messages": [{"role": "user", "content": null}]}',
-        "not_a_conversation",
-        "message 1 has NoneType as its content",
-    ),
+    ('{"text": "a"}', "no_messages", "has no list messages or conversations; its fields: text"),
+    ('{"messages": []}', "no_messages", "its list messages is empty"),
+    ('{"messages": [{"role": "user"}]}', "bad_message", "message 1 has no role and content"),
+    ('{"messages": ["a"]}', "bad_message", "message 1 has no role and content"),
+    ('{"messages": [{"role": "bot", "content": ""}]}', "unknown_role", "message 1 has the role 'bot'"),
+    ('{"messages": [{"role": ["user"], "content": ""}]}', "unknown_role", "message 1 has the role ['user']"),
+    ('{"messages": [{"role": "user", "content": null}]}', "not_text", "message 1 has NoneType as its content"),
     (
         '{"messages": [{"role": "user", "content": "a\\ud83d"}]}',
-        "not_a_conversation",
+        "not_unicode",
         "message 1 holds half a surrogate pair at character 1",
     ),
     ('{"messages": [{"role": "user", "content": "a"}]}', "nothing_to_learn", "no message is the assistant's"),
@@ -168,27 +164,28 @@ def test_every_accepted_conversation_is_packed_once_with_its_mask(done: Done) ->
     assert val.total() == done.stats["val"]["conversations"] > 0
     assert done.stats["conversations"] == accepted().total()
     by_source = done.stats["by_source"]
-    assert by_source["file"] == COPIES * (len(FIT) + len(CUT))
-    assert by_source["synthesize"] == len(BOUGHT)
+    assert by_source["file"]["conversations"] == COPIES * (len(FIT) + len(CUT))
+    assert by_source["synthesize"]["conversations"] == len(BOUGHT)
 
 
 def test_no_held_out_conversation_is_trained_on(done: Done) -> None:
     assert not packed(done.out, "train").keys() & packed(done.out, "val").keys()
 
 
-def test_what_is_refused_is_told_and_listed_with_its_line_and_reason(
+def test_what_is_rejected_is_told_and_listed_with_its_line_and_reason(
     done: Done, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    listed = [json.loads(line) for line in (done.out / "refused.jsonl").read_text(encoding="utf-8").splitlines()]
-    assert done.stats["refused"] == len(listed)
+    listed = [json.loads(line) for line in (done.out / "rejected.jsonl").read_text(encoding="utf-8").splitlines()]
+    assert done.stats["rejected"] == len(listed)
     capsys.readouterr()
     instruct.run(done.config, done.inputs, tmp_path)
-    assert f"{len(listed)} refused (not_a_conversation 8, " in (said := capsys.readouterr().err)
-    assert f"{tmp_path / 'refused.jsonl'} says of each" in said
-    assert done.stats["refused_by_reason"] == Counter(found["reason"] for found in listed)
+    assert f"{len(listed)} rejected (too_long " in (said := capsys.readouterr().err)
+    assert f"{tmp_path / 'rejected.jsonl'} says of each" in said
+    assert done.stats["rejected_by_reason"] == Counter(found["reason"] for found in listed)
     assert done.stats["conversations"] + len(listed) == COPIES * (len(FIT) + len(CUT)) + len(BAD) + WORLD_TALKS + 2
     from_file = [found for found in listed if found["source"] == "file"]
     assert len(from_file) == len(done.refused) == len(BAD)
+    from_file.sort(key=lambda found: int(found["place"].rpartition(":")[2]))
     for found, (place, reason, what) in zip(from_file, done.refused, strict=True):
         assert (found["place"], found["reason"]) == (place, reason)
         assert what in found["what"]
@@ -241,8 +238,8 @@ def test_nothing_to_learn_or_to_validate_with_is_an_error(done: Done, tmp_path: 
     (tmp_path / "conversations.jsonl").touch()
     inputs = {**done.inputs, "synthesize": tmp_path}
     tree: dict[str, Any] = {"sources": [{"kind": "jsonl", "name": "a", "path": str(tmp_path / "a.jsonl")}]}
-    listed = tmp_path / "out" / "refused.jsonl"
-    told = re.escape(f"3 refused (not_json 2, not_a_conversation 1): {listed} says of each where it stands and why.")
+    listed = tmp_path / "out" / "rejected.jsonl"
+    told = re.escape(f"3 rejected (not_json 2, no_messages 1): {listed} says of each where it stands and why.")
     with pytest.raises(DataError, match=rf"no conversation is left to learn from\n{told}"):
         instruct.run(build(Instruct, tree), inputs, tmp_path / "out")
     assert len(listed.read_text().splitlines()) == 3
