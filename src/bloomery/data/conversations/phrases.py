@@ -13,12 +13,13 @@ OTHER_MODELS = (
 
 
 def _any(*phrases: str) -> str:
-    """One of several expressions; an apostrophe in them stands for both kinds of it."""
-    return f"(?:{'|'.join(phrases)})".replace("'", "['’]")
+    """One of several expressions."""
+    return f"(?:{'|'.join(phrases)})"
 
 
 def _compiled(*phrases: str) -> re.Pattern[str]:
-    return re.compile(_any(*phrases), re.IGNORECASE)
+    """An apostrophe stands for both kinds of it."""
+    return re.compile(_any(*phrases).replace("'", "['’]"), re.IGNORECASE)
 
 
 AI = _any("ai", "artificial intelligence", r"a\.i\.")
@@ -61,7 +62,7 @@ NOT_ABLE = _any("cannot", "can't", "not able", "unable", "do not", "don't")
 
 OPENINGS = {
     "refusal": _compiled(
-        rf"{SORRY}[,.;:—– ]*(?:but |as |because )?(?:i|we|it|this|that|there)\b",
+        rf"{SORRY}[^.!?\n]{{0,80}}\b{NOT_ABLE}\b",
         rf"i {CANNOT} (?:be able to )?{DO}\b",
         r"i'm (?:unable|not able) to\b",
         rf"as an? (?:{AI}|language model|responsible)[^.!?\n]{{0,80}}{NOT_ABLE}",
@@ -98,11 +99,11 @@ SPAM = _compiled(
     *(r"\bcasino bonus\b", r"\bwhatsapp (?:me|us)\b", "加微信", "扫码关注", "点击链接", "限时优惠"),
 )
 LINK = _compiled(r"https?://", r"\bwww\.")
-LEFTOVER = _compiled(
-    r"#\s?(?:The )?(?:Given|Rewritten|Created|New|Original) Prompt\s?#?",
-    r"\b(?:Given|Rewritten) Prompt\b",
-    r"#{2,3} ?(?:Instruction|Response|Human|Assistant) ?:",
-    r"<\|(?:im_start|im_end|endoftext|eot_id|assistant|user|system|prompter|end_of_turn)\|>",
-    r"\[/?INST\]",
-    r"<<SYS>>",
+LEFTOVER = re.compile(
+    r"#\s?(?:The )?(?:Given|Rewritten|Created|New|Original) Prompt\s?#?"
+    r"|\b(?:The )?(?:Given|Rewritten) Prompt#?:"
+    r"|#{2,3} ?(?:Instruction|Response|Human|Assistant) ?:"
+    r"|<\|(?:im_start|im_end|endoftext|eot_id|assistant|user|system|prompter|end_of_turn)\|>"
+    r"|\[/?INST\]|<<SYS>>"
 )
+"""Marks of prompts, written as they were written there."""
