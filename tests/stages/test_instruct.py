@@ -286,3 +286,64 @@ def test_every_message_that_is_trained_on_can_be_read_again_and_no_other(done: D
     del expected[""]
     assert Counter(instruct.trained_on(done.out, small())) == expected
     assert {"The Rhine.", "I see <|end|>."} & expected.keys()
+
+
+def test_what_is_read_is_kept_rejected_or_dropped_and_the_page_tells_the_same(done: Done, tmp_path: Path) -> None:
+    rows = [{"messages": talk(f"Q {n}", f"A {n}.", "And?", "So."), "id": str(n)} for n in range(60)]
+    rows += [rows[0], {"messages": talk("Who?", "I am ChatGPT.")}, {"messages": talk("Q")}]
+    path = tmp_path / "a.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    source = {"kind": "files", "name": "a", "path": str(path), "copies": 3, "max_answers": 1, "license": "CC0-1.0"}
+    tree = {"sources": [source], "filters": [{"kind": "identity"}, {"kind": "duplicates"}], "hold_out": 0.2}
+    stats = instruct.run(build(Instruct, tree), {**done.inputs, "synthesize": _empty(tmp_path)}, tmp_path / "out")
+    counts = {"read": 63, "conversations": 60, "rejected": 1, "dropped": 2, "cut_at_a_turn": 60}
+    assert {name: stats[name] for name in counts} == counts
+    assert stats["by_source"] == {"a": counts}
+    assert stats["dropped_by_reason"] == {"duplicates": 1, "identity": 1}
+    held = stats["val"]["conversations"]
+    assert 0 < held < 60
+    assert stats["train"]["conversations"] == 3 * (60 - held), "what is held out has no copies"
+    listed = [json.loads(line) for line in (tmp_path / "out" / "dropped.jsonl").read_text().splitlines()]
+    assert [(one["reason"], one["value"], one["place"]) for one in listed] == [
+        ("duplicates", 1, f"{path}:61"),
+        ("identity", 1, f"{path}:62"),
+    ]
+    assert listed[1]["messages"] == talk("Who?", "I am ChatGPT.")
+    report = json.loads((tmp_path / "out" / "report.json").read_text())
+    (told,) = report["sources"]
+    both = [stats[split] for split in ("train", "val")]
+    assert told["tokens"] == sum(one["tokens"] for one in both)
+    assert told["supervised"] == sum(one["supervised"] for one in both)
+    assert told["in_rows"] == sum(one["conversations"] for one in report["lengths"]) == 3 * (60 - held) + held
+    assert len(report["samples"]) == 3
+    for sample in report["samples"]:
+        told_runs = [(run["text"], run["learned"]) for run in sample["runs"]]
+        number = json.loads(path.read_text().splitlines()[int(sample["place"].rpartition(":")[2]) - 1])["id"]
+        begin, user, asked, end, assistant, *answered = told_runs
+        assert [begin, user, end, assistant] == [
+            (n, False) for n in ("<|endoftext|>", "<|user|>", "<|end|>", "<|assistant|>")
+        ]
+        assert asked == (f"Q {number}", False)
+        assert answered == [(f"A {number}.", True), ("<|end|>", True)]
+
+
+def _empty(folder: Path) -> Path:
+    (folder / "synthesize").mkdir()
+    (folder / "synthesize" / "conversations.jsonl").touch()
+    return folder / "synthesize"
+
+
+def test_ways_through_one_tree_are_held_out_together(done: Done, tmp_path: Path) -> None:
+    rows = []
+    for tree in range(80):
+        rows.append({"message_id": f"{tree}", "parent_id": None, "role": "prompter", "text": f"Q {tree}"})
+        for way in range(3):
+            rows.append(
+                {"message_id": f"{tree}-{way}", "parent_id": f"{tree}", "role": "assistant", "text": f"A {way}"}
+            )
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    tree_of = {"sources": [{"kind": "files", "name": "a", "path": str(tmp_path / "a.jsonl")}], "hold_out": 0.3}
+    stats = instruct.run(build(Instruct, tree_of), {**done.inputs, "synthesize": _empty(tmp_path)}, tmp_path / "out")
+    assert stats["conversations"] == 240
+    assert 0 < stats["val"]["conversations"] < 120
+    assert stats["val"]["conversations"] % 3 == 0

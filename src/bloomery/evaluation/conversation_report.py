@@ -94,7 +94,12 @@ _LOOKS = {True: "learned", False: "unlearned"}
 def gone(report: Report) -> list[object]:
     whole = number(at(report, "read"))
     parts = [
-        tallied("Rejected: no conversation could be read", named(report, "rejected_by_reason"), whole, "rows"),
+        tallied(
+            "Rejected: no conversation, or none that fits into a row",
+            named(report, "rejected_by_reason"),
+            whole,
+            "rows",
+        ),
         tallied("Dropped by filters", named(report, "dropped_by_reason"), whole, "conversations"),
     ]
     told = note("rejected.jsonl and dropped.jsonl beside this page hold each of them, with its place and reason.")

@@ -4,6 +4,7 @@ import hashlib
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -87,17 +88,16 @@ def _by_source(stats: Mapping[str, Any], config: Instruct, talks: Sequence[Kept]
 
 
 def _lengths(talks: Sequence[Kept], row_tokens: int) -> list[dict[str, int]]:
-    """How many conversations have how many tokens, in steps of two to the power of a half from 16 on."""
-    bounds = [0]
-    step = 8
-    while bounds[-1] < row_tokens:
-        bounds.append(min(row_tokens, round(16 * 2 ** (step / 2 - 4))))
-        step += 1
-    sizes = np.array([len(talk.ids) for talk in talks])
-    counts, _ = np.histogram(sizes, [bound + 0.5 for bound in bounds])
+    """How many conversations have how many tokens, in steps of the root of two from 16 on; the last one is the row."""
+    bounds, half_powers = [0], 8
+    while (bound := round(2 ** (half_powers / 2))) < row_tokens - 1:
+        bounds.append(bound)
+        half_powers += 1
+    bounds.append(row_tokens)
+    counts, _ = np.histogram([len(talk.ids) for talk in talks], [bound + 0.5 for bound in bounds])
     return [
         {"from": low + 1, "to": high, "conversations": int(count)}
-        for low, high, count in zip(bounds, bounds[1:], counts, strict=False)
+        for (low, high), count in zip(pairwise(bounds), counts, strict=True)
     ]
 
 

@@ -14,6 +14,7 @@ import zstandard
 
 from bloomery.core.config import build
 from bloomery.core.errors import ConfigError, DataError
+from bloomery.data import hub as client
 from bloomery.data import json_lists
 from bloomery.data.conversations import presets, readers
 from bloomery.data.conversations.config import Instruct
@@ -241,7 +242,7 @@ def test_a_cap_downloads_no_more_files_than_it_needs_and_the_commit_is_the_diges
     names = {request.path.rpartition("/")[2] for request in hub.asked("/resolve/")}
     assert len(names) == 2, names
     before = readers.digest(section(source).read)
-    readers.hub.commit.cache_clear()
+    client.commit.cache_clear()
     hub.put("us/pairs", {"a.jsonl": lines(PAIRS[:1])})
     assert readers.digest(section(source).read) != before
 
