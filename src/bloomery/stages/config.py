@@ -7,7 +7,7 @@ from pydantic import Field, field_validator, model_validator
 
 from bloomery.core.config import VOLATILE, Config, Count, Positive, Share
 from bloomery.data import rule_presets
-from bloomery.data.conversations.config import Instruct as Instruct
+from bloomery.data.conversations.config import Conversations
 from bloomery.data.engine import Parallel
 from bloomery.data.holdout import LARGEST_SHARE
 from bloomery.data.limits import Limit, Limits, spelled_out
@@ -330,6 +330,15 @@ class Synthesize(Config):
         if self.enabled and not self.endpoint.startswith(("http://", "https://")):
             raise ValueError(f"endpoint {self.endpoint!r} is no address that begins with http:// or https://")
         return self
+
+
+class Instruct(Conversations):
+    row_tokens: Positive = 257
+    """Length of a packed row: the model's context and one more, the last target."""
+    hold_out: Share = 0.02
+    """Share of conversations, by hash of what is said in them, that is validated on."""
+    samples: Count = 3
+    """How many conversations the page shows, with what is learned of them in color."""
 
 
 class Finetune(Training):

@@ -12,10 +12,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from bloomery.core.files import whole_file, write_json
-from bloomery.data.conversations.config import Instruct
 from bloomery.data.conversations.conversation import Conversation
 from bloomery.evaluation import charts
 from bloomery.evaluation.conversation_report import page
+from bloomery.stages.config import Instruct
 from bloomery.tokenizer.chat import Rendered, Renderer
 
 PAGE, NUMBERS = "report.html", "report.json"

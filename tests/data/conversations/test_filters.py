@@ -10,7 +10,7 @@ import pytest
 from bloomery.core.config import build
 from bloomery.core.errors import ConfigError
 from bloomery.data.conversations import filters
-from bloomery.data.conversations.config import Instruct
+from bloomery.data.conversations.config import Conversations
 from bloomery.data.conversations.conversation import Conversation, Message
 from bloomery.data.conversations.filters import Dropped, num_words
 
@@ -25,7 +25,7 @@ def talk(*contents: str, source: str = "a", id: str = "x") -> Conversation:
 
 
 def made(*given: dict[str, Any]) -> tuple[filters.Filter, ...]:
-    return build(Instruct, {"filters": list(given)}).filters
+    return build(Conversations, {"filters": list(given)}).filters
 
 
 def reason(given: dict[str, Any], *contents: str) -> str | None:

@@ -17,7 +17,7 @@ from bloomery.core.errors import ConfigError, DataError
 from bloomery.data import hub as client
 from bloomery.data import json_lists
 from bloomery.data.conversations import presets, readers
-from bloomery.data.conversations.config import Instruct
+from bloomery.data.conversations.config import Conversations
 from bloomery.data.conversations.conversation import Conversation, Rejected
 from bloomery.data.conversations.readers import Item
 from bloomery.data.unpack import Problem
@@ -26,8 +26,8 @@ from tests.data.hub_server import Hub
 PAIRS = [{"question": f"What is {n}?", "answer": f"It is\n{n} \u2028."} for n in range(40)]
 
 
-def section(*sources: dict[str, Any]) -> Instruct:
-    return build(Instruct, {"sources": list(sources)})
+def section(*sources: dict[str, Any]) -> Conversations:
+    return build(Conversations, {"sources": list(sources)})
 
 
 def read(*sources: dict[str, Any]) -> list[Item]:
@@ -251,6 +251,11 @@ def test_files_of_a_data_set_that_hold_no_conversations_are_an_error(hub: Hub) -
     hub.put("us/pairs", {"a.csv": b"a,b\n"})
     with pytest.raises(DataError, match=r"no conversations are read from a\.csv"):
         read({**HUB, "files": ["*.csv"]})
+    with pytest.raises(DataError, match=r"no conversations are read from a\.csv"):
+        read(HUB)
+    client.commit.cache_clear()
+    hub.put("us/pairs", {"a.csv": b"a,b\n", "b.jsonl": lines(PAIRS[:2])})
+    assert len(said(read(HUB))) == 2, "where nothing is named, what can hold conversations is read"
 
 
 # --- well-known sets -----------------------------------------------------------------------------------------------
@@ -304,7 +309,7 @@ def test_every_preset_reads_its_own_files_and_gives_the_answer_that_they_hold(
 def test_what_a_recipe_says_wins_over_the_preset_and_the_resolved_recipe_holds_all() -> None:
     config = section({"kind": "preset", "name": "talk", "preset": "oasst1", "max_conversations": 7})
     tree = json.loads(config.model_dump_json())
-    assert build(Instruct, tree) == config
+    assert build(Conversations, tree) == config
     assert tree["sources"][0]["max_conversations"] == 7
     assert tree["sources"][0]["dataset"] == "OpenAssistant/oasst1"
     with pytest.raises(ConfigError, match="there is no preset 'talks'; presets: dolly, no_robots"):
@@ -322,7 +327,7 @@ def test_a_mixture_is_its_presets_with_their_caps(name: str, thousands: dict[str
     config = section({"kind": "mixture", "name": name}, {"kind": "worlds", "name": "self", "copies": 4})
     caps = {one.name: one.max_conversations for one in config.read}
     assert caps == {**{name: 1000 * cap for name, cap in thousands.items()}, "self": None}
-    assert build(Instruct, json.loads(config.model_dump_json())) == config
+    assert build(Conversations, json.loads(config.model_dump_json())) == config
     copies = {one.name: one.copies for one in config.read if one.copies > 1}
     assert copies == ({"no_robots": 3, "dolly": 2, "self": 4} if name == "plasma-v4" else {"self": 4})
 

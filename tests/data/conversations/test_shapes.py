@@ -75,7 +75,7 @@ ROWS: list[tuple[Shape, dict[str, Any], list[tuple[str, str]]]] = [
      [(U, "a\nb"), (A, "c"), (U, "d"), (A, "e")]),
     ("dialogue", {"chosen": "\n\nHuman: q\n\nAssistant: Answer: 3", "rejected": "x"}, [(U, "q"), (A, "Answer: 3")]),
     ("dialogue", {"text": "### Instruction:\nq\n\n### Response:\na"}, [(U, "q"), (A, "a")]),
-    ("dialogue", {"text": "System: s\nUser: a\nAssistant: b"}, [(S, "s"), (U, "a"), (A, "b")]),
+    ("dialogue", {"text": "System: s\nUser: a\nAssistant: b\nSystem: ok"}, [(S, "s"), (U, "a"), (A, "b\nSystem: ok")]),
     ("dialogue", {"text": "用户：你好\n助手：您好"}, [(U, "你好"), (A, "您好")]),
 ]  # fmt: skip
 

@@ -1,12 +1,12 @@
-"""Where conversations come from, and what of them is learned from: the section [instruct] of a recipe."""
+"""Where conversations come from, and which of them are left out: most of the section [instruct] of a recipe."""
 
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
 
-from bloomery.core.config import Config, Count, Positive, Share
+from bloomery.core.config import Config, Positive
 from bloomery.data.accept import FieldIs
 from bloomery.data.conversations import presets
 from bloomery.data.conversations.filters import Filter
@@ -125,16 +125,10 @@ class Mixture(Config):
 Source = WorldTalks | TalkFiles | TalkHub | TalkPreset
 
 
-class Instruct(Config):
+class Conversations(Config):
     sources: tuple[Annotated[Source | Mixture, Field(discriminator="kind")], ...] = (WorldTalks(),)
     filters: tuple[Annotated[Filter, Field(discriminator="kind")], ...] = ()
     """Applied in this order; the first that finds something is why a conversation is dropped."""
-    row_tokens: Positive = 257
-    """Length of a packed row: the model's context and one more, the last target."""
-    hold_out: Share = 0.02
-    """Share of conversations, by hash of what is said in them, that is validated on."""
-    samples: Count = 3
-    """How many conversations the page shows with what is learned of them in color."""
 
     @field_validator("sources")
     @classmethod
@@ -142,7 +136,7 @@ class Instruct(Config):
         return tuple(_spelled_out(given))
 
     @model_validator(mode="after")
-    def _names_differ(self) -> "Instruct":
+    def _names_differ(self) -> Self:
         names = [source.name for source in self.sources]
         if SYNTHESIZE in names:
             raise ValueError(f"the name {SYNTHESIZE!r} is that of the stage whose conversations are read beside these")

@@ -31,8 +31,8 @@ def parsed(text: str, names: tuple[str, str] | None = None) -> Messages | Proble
     """
     The messages of a dialogue, without white space around them. `names`: how the two speakers are written.
 
-    Only the pair of speakers that a text begins with (and system, tool) opens a message; another label, such as
-    "Answer:" in what an assistant says, is text.
+    Only the pair of speakers that a text begins with opens messages, a tool, and the system in front of them; another
+    label, such as "Answer:" or "System:" in what an assistant says, is text.
     """
     spots = _spots(text, names)
     if not spots:
@@ -65,4 +65,5 @@ def _spots(text: str, names: tuple[str, str] | None) -> Sequence[tuple[int, int,
     roles: dict[str, Role] = {**BESIDE, asker: "user"}
     if answerer is not None:
         roles[answerer] = "assistant"
-    return [(begin, end, roles[name]) for begin, end, name in labels if name in roles]
+    found = [(begin, end, roles[name]) for begin, end, name in labels if name in roles]
+    return [spot for number, spot in enumerate(found) if spot[2] != "system" or number == 0]

@@ -96,9 +96,11 @@ def _files(source: Shaped) -> Iterator[_File]:
     assert isinstance(source, TalkHub | TalkPreset)
     repository = elsewhere.repository(source, source)
     listed = hub.listing(repository, source.files, config=source.config, split=source.split)
-    if found := [file for file in listed if _ending(file.name) is None]:
+    others = [file.name for file in listed if _ending(file.name) is None]
+    if others and (source.files or source.config is not None or len(others) == len(listed)):
         cure = f"Name files of it that end in {', '.join(ENDINGS)}, in files of source {source.name!r}."
-        raise DataError(f"no conversations are read from {found[0].name}", where=source.dataset, cure=cure)
+        raise DataError(f"no conversations are read from {others[0]}", where=source.dataset, cure=cure)
+    listed = [file for file in listed if file.name not in others]
     if source.max_conversations is not None:
         listed.sort(key=lambda file: hashlib.sha256(f"{source.name}/{file.name}".encode()).digest())
     for file in listed:
