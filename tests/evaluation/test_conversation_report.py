@@ -6,6 +6,7 @@ from typing import Any
 from bloomery.evaluation.conversation_report import page
 from tests.evaluation.test_report import Checked, by_look, drawings, section
 
+ODD: tuple[Any, ...] = (None, 3, "x", [1], {"a": {"b": []}})
 INJECTED = "<script>alert(1)</script>"
 
 
@@ -70,7 +71,7 @@ def test_a_report_of_which_parts_are_missing_is_a_page() -> None:
     whole = report()
     for name in whole:
         Checked(page({key: value for key, value in whole.items() if key != name}))
-        for odd in (None, 3, "x", [1], {"a": {"b": []}}):
+        for odd in ODD:
             Checked(page({**whole, name: odd}))
     assert "Nothing was rejected" in Checked(page({})).seen
     assert json.dumps(whole) == json.dumps(report()), "nothing in it was changed"
