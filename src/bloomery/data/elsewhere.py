@@ -11,7 +11,7 @@ import hashlib
 import json
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, Literal
 from urllib.parse import unquote, urlsplit
 
 from pydantic import Field, TypeAdapter, model_validator
@@ -60,7 +60,7 @@ class AtHub(Config):
     """Hubs, or addresses of the same file, to ask where the first does not answer, in this order. They get no token."""
 
     @model_validator(mode="after")
-    def _files_or_config(self) -> Self:
+    def _files_or_config(self) -> "AtHub":
         if self.files and self.config is not None:
             raise ValueError("files and config both say which files to take; leave one of the two")
         return self

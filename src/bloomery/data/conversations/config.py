@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, field_validator, model_validator
 
@@ -136,7 +136,7 @@ class Conversations(Config):
         return tuple(_spelled_out(given))
 
     @model_validator(mode="after")
-    def _names_differ(self) -> Self:
+    def _names_differ(self) -> "Conversations":
         names = [source.name for source in self.sources]
         if SYNTHESIZE in names:
             raise ValueError(f"the name {SYNTHESIZE!r} is that of the stage whose conversations are read beside these")

@@ -30,7 +30,7 @@ class Finding:
     """Why a conversation is dropped."""
 
     reason: str
-    value: float
+    value: int | float
     """What was measured, against the filter's limit."""
     what: str = ""
     """The words that were found, where it was words."""
