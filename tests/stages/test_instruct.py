@@ -272,7 +272,7 @@ def test_a_file_may_lie_in_the_home_folder(done: Done, tmp_path: Path, monkeypat
     sources = [{"kind": "jsonl", "name": "a", "path": "~/a.jsonl"}, {"kind": "worlds", "count": 50}]
     config = build(Instruct, {"sources": sources, "hold_out": 0.2})
     assert instruct.digest(config) == files.sha256_file(tmp_path / "a.jsonl")
-    assert instruct.run(config, done.inputs, tmp_path / "out")["by_source"]["a"] == 2
+    assert instruct.run(config, done.inputs, tmp_path / "out")["by_source"]["a"]["conversations"] == 2
 
 
 def test_every_message_that_is_trained_on_can_be_read_again_and_no_other(done: Done) -> None:
