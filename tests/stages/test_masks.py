@@ -43,7 +43,7 @@ needs_shared = pytest.mark.skipif(not SHARED.is_dir(), reason="the shared text i
 
 def expected(path: Path) -> Iterator[tuple[str, Said]]:
     """Source and messages of every row of a data set: the tools, if any, are what the system says."""
-    data = zstandard.ZstdDecompressor().stream_reader(path.open("rb")).read().decode()
+    data = zstandard.ZstdDecompressor().stream_reader(path.read_bytes()).read().decode()
     for line in data.split("\n"):
         if line:
             row = json.loads(line)
@@ -125,7 +125,7 @@ def run(folder: Path, paths: list[Path]) -> dict[str, Any]:
 def test_masks_of_a_sample_of_each_set_are_what_a_checker_of_their_own_derives(name: str, tmp_path: Path) -> None:
     """The rows of every source in it whose hash is small, and those that call tools."""
     path = SHARED / f"{name}.jsonl.zst"
-    data = zstandard.ZstdDecompressor().stream_reader(path.open("rb")).read()
+    data = zstandard.ZstdDecompressor().stream_reader(path.read_bytes()).read()
     lines = [line for line in data.split(b"\n") if line and hashlib.sha256(line).digest()[0] < 24]
     (tmp_path / "some.jsonl.zst").write_bytes(zstandard.compress(b"\n".join(lines) + b"\n"))
     sources = compared(tmp_path, [tmp_path / "some.jsonl.zst"])
