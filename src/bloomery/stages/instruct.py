@@ -16,9 +16,10 @@ from bloomery.core.log import progress, say
 from bloomery.data import rows, worlds
 from bloomery.data.holdout import is_held_out
 from bloomery.shards import format
-from bloomery.shards.packing import best_fit_decreasing
+from bloomery.shards.packing import first_fit_decreasing
 from bloomery.stages.config import Instruct, TalkFile, WorldTalks
 from bloomery.tokenizer.chat import Message, Rendered, Renderer, as_message, trouble
+from bloomery.tokenizer.templates import TEMPLATES
 from bloomery.tokenizer.tokenizer import Tokenizer
 
 
@@ -52,7 +53,7 @@ def digest(config: Instruct) -> str:
 
 def run(config: Instruct, inputs: Mapping[str, Path], out: Path) -> dict[str, Any]:
     tokenizer = Tokenizer.load(inputs["tokenizer"])
-    renderer = Renderer(tokenizer)
+    renderer = Renderer(tokenizer, TEMPLATES[config.template])
     refused: list[Refused] = []
     splits: dict[str, list[Rendered]] = {"train": [], "val": []}
     counts: Counter[str] = Counter()
@@ -135,6 +136,8 @@ def _trouble(messages: Any) -> str:
 
 def fit(renderer: Renderer, talk: Talk, row_tokens: int) -> tuple[Rendered, int] | Refused:
     """The conversation, or as many messages of its beginning as fit into a row and end in an answer, and how many."""
+    if what := renderer.trouble(talk.messages):
+        return Refused(talk.source, talk.place, "not_in_the_template", what)
     for until in range(len(talk.messages), 0, -1):
         if talk.messages[until - 1]["role"] != "assistant":
             continue
@@ -150,7 +153,7 @@ def fit(renderer: Renderer, talk: Talk, row_tokens: int) -> tuple[Rendered, int]
 def write_rows(out: Path, split: str, talks: Sequence[Rendered], renderer: Renderer, row_tokens: int) -> dict[str, Any]:
     """Pack conversations into rows, pad these, and write them as one shard. Returns what is in it."""
     tokenizer = renderer.tokenizer
-    packed = best_fit_decreasing([len(talk.ids) for talk in talks], row_tokens)
+    packed = first_fit_decreasing([len(talk.ids) for talk in talks], row_tokens)
     kind = np.uint16 if tokenizer.vocab_size <= 2**16 else np.uint32
     tokens = np.full((len(packed), row_tokens), tokenizer.pad_id, dtype=kind)
     mask = np.zeros((len(packed), row_tokens), dtype=np.uint8)
@@ -175,6 +178,7 @@ def write_rows(out: Path, split: str, talks: Sequence[Rendered], renderer: Rende
             "document_id": tokenizer.document_id,
             "row_tokens": row_tokens,
             "template": renderer.template.hash,
+            "template_name": renderer.template.name,
         },
     )
     filled = sum(len(talk.ids) for talk in talks)
@@ -191,7 +195,7 @@ def trained_on(folder: Path, tokenizer: Tokenizer) -> Iterator[str]:
     """Every message of the conversations that `run` left to train on, wherever they came from, as they were cut."""
     for path in format.names(folder, "train"):
         tokens = format.read(path, tokenizer_hash=tokenizer.hash).tokens
-        starts = np.flatnonzero(np.isin(tokens, list(tokenizer.special.values())))
+        starts = np.flatnonzero(np.isin(tokens, list(tokenizer.special_ids)))
         for message in np.split(tokens, starts):
             if len(message) > 1:
                 yield tokenizer.decode(message.tolist())

@@ -35,6 +35,7 @@ class Renderer:
         self.tokenizer, self.template = tokenizer, template or TEMPLATES["bloomery"]
         self._special = _special_ids(tokenizer, self.template)
         self.end_id: int = self._special[self.template.end]
+        self.lead = self.template.lead
         _check_cut(tokenizer, self.template)
 
     def render(self, messages: Sequence[Message]) -> Rendered:
@@ -49,7 +50,7 @@ class Renderer:
 
     def said(self, ids: Sequence[int]) -> str:
         """The content of an answer that a model gave as these ids, with or without its end."""
-        return self.tokenizer.decode(ids).removeprefix(self.template.lead)
+        return self.tokenizer.decode(ids).removeprefix(self.lead)
 
     def trouble(self, messages: Sequence[Message]) -> str:
         """Why a conversation cannot be written in this template, or ""."""
@@ -124,7 +125,7 @@ def _special_ids(tokenizer: Tokenizer, template: Template) -> dict[str, int]:
     if missing := [name for name, id in found.items() if id is None]:
         raise DataError(
             f"the tokenizer has no special tokens {', '.join(missing)}, which the template {template.name!r} writes",
-            cure=f'Say tokenizer.template = "{template.name}" and make tokenizer and model with it, or take another one.',
+            cure=f'Say tokenizer.template = "{template.name}", make tokenizer and model with it, or take another one.',
         )
     return {name: id for name, id in found.items() if id is not None}
 

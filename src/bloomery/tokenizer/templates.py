@@ -142,8 +142,8 @@ TEMPLATES: dict[str, Template] = {
     ),
     "user-assistant": Template(
         name="user-assistant",
-        role="{role}:",
-        names={"system": "System", "user": "User", "assistant": "Assistant", "tool": "Tool"},
+        role="{role}",
+        names={"system": "System: ", "user": "User: ", "assistant": "Assistant:", "tool": "Tool: "},
         ends="answers",
         between="\n",
         lead=" ",
@@ -161,10 +161,15 @@ TEMPLATES: dict[str, Template] = {
     ),
 }
 """
-The templates that `instruct.template` names. bloomery is ours; chatml as Qwen2 has it, llama3 as Llama 3.1 (whose tool is
-`ipython`), user-assistant as 1386.ai's fourth data set, baichuan2 with the ids 195 and 196 of its own tokenizer.
+The templates that `instruct.template` names. bloomery is ours; chatml as Qwen2 has it, llama3 as Llama 3.1 (whose tool
+is `ipython`), user-assistant as 1386.ai's fourth data set, baichuan2 with the ids 195 and 196 of its own tokenizer.
 """
 assert tuple(TEMPLATES) == get_args(TemplateName)
 
 EVERY_SPECIAL = tuple(dict.fromkeys((*SPECIAL, *(name for one in TEMPLATES.values() for name in one.special))))
 """All special tokens of all templates."""
+
+
+def wanted(name: str) -> tuple[str, ...]:
+    """The special tokens that a tokenizer for a template has: those that everything here needs, and its own."""
+    return tuple(dict.fromkeys((*SPECIAL, *TEMPLATES[name].special)))
