@@ -3,10 +3,11 @@ How full are rows of packed conversations?
 
     python benchmarks/packing.py [--json] [--quick] [--data FOLDER] [--template chatml]
 
-Renders every conversation of FOLDER (by default $BLOOMERY_SHARED/data/dev: instruct and multiturn_*.jsonl.zst) with GPT-2's
-tokenizer and a template, and packs those that fit into rows of 257 to 4,097 tokens: first-fit-decreasing as the stage
-`instruct` does, beside next-fit in the order of the files, which is what "fill a row, then begin another" comes to, and
-the fewest rows that there could be, if conversations could be cut anywhere. --quick takes every tenth.
+Renders every conversation of FOLDER/dev (by default $BLOOMERY_SHARED/data: instruct and multiturn_*.jsonl.zst) in a
+template with GPT-2's tokenizer, which lies in FOLDER/tokenizer, and packs those that fit into rows of 257 to 4,097
+tokens: first-fit-decreasing as the stage `instruct` does, beside next-fit in the order of the files, which is what
+"fill a row, then begin another" comes to, and the fewest rows that there could be if conversations could be cut
+anywhere. --quick takes every tenth.
 """
 
 import argparse

@@ -9,7 +9,17 @@ from hypothesis import strategies as st
 from bloomery.data import ngrams
 from bloomery.data.ngrams import Grams, hashed, lay, spelled, tokens
 
-TEXTS = ["The cat sat. the cat", "", "a", "日本語 text ok", "x\ny  z!!", "\u2028 é\x0b_a", "İstanbul ǅ", "a\0b", "👩‍👩‍👧 fam"]
+TEXTS = [
+    "The cat sat. the cat",
+    "",
+    "a",
+    "日本語 text ok",
+    "x\ny  z!!",
+    "\u2028 é\x0b_a",
+    "İstanbul ǅ",
+    "a\0b",
+    "👩‍👩‍👧 fam",
+]
 
 
 @given(st.lists(st.text(max_size=40), min_size=1, max_size=6))
@@ -41,7 +51,9 @@ def test_buckets_are_filled_evenly(buckets: int) -> None:
     assert len(np.unique(found.buckets)) == pytest.approx(expected, rel=0.05)
 
 
-@pytest.mark.parametrize("grams", [Grams(2**20, (1, 2), (2, 5)), Grams(999, None, (1, 1)), Grams(2**20, (2, 2), (4, 4))])
+@pytest.mark.parametrize(
+    "grams", [Grams(2**20, (1, 2), (2, 5)), Grams(999, None, (1, 1)), Grams(2**20, (2, 2), (4, 4))]
+)
 def test_the_n_grams_of_a_text_are_the_same_in_any_company(grams: Grams) -> None:
     together = hashed(TEXTS, grams)
     for number, text in enumerate(TEXTS):

@@ -57,9 +57,7 @@ def test_changing_one_conversation_leaves_the_logits_of_the_other_in_its_row_bit
     logits = []
     for samples in (first, second):
         batch = samples.batch(np.array([0]))
-        ids, positions, segments = (
-            torch.from_numpy(part) for part in (batch.ids, batch.positions, batch.segments)
-        )
+        ids, positions, segments = (torch.from_numpy(part) for part in (batch.ids, batch.positions, batch.segments))
         with torch.no_grad():
             logits.append(model.logits(model(ids, positions=positions, segments=segments))[0])
     size = len(some[1].ids)

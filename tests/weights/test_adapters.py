@@ -137,7 +137,7 @@ def test_exporting_adapters_merges_them_and_a_run_can_move_as_a_whole(tmp_path: 
 def test_adapters_without_their_base_or_on_another_one_are_refused(tmp_path: Path) -> None:
     _, folder = adapted(tmp_path, SHAPES[0], Lora(rank=2))
     huggingface.save(tmp_path / "base", lively(SHAPES[0], 8, VOCAB), Renderer(small()), LINEAGE)
-    with pytest.raises(CheckpointError, match="the model was trained with the base .*, and this one is"):
+    with pytest.raises(CheckpointError, match=r"the model was trained with the base .*, and this one is"):
         huggingface.load(folder)
     shutil.rmtree(tmp_path / "base")
     with pytest.raises(CheckpointError, match="adapts a model that is not at"):
