@@ -20,6 +20,8 @@ from tests.tokenizer.made import small
 
 import torch
 
+theirs_warn = pytest.mark.filterwarnings("ignore")
+"""Of peft: it says which of its own settings it mends, and what of its dependencies is old."""
 VOCAB = small().vocab_size
 GPT2 = CHOICES["absolute positions"].model_copy(update={"num_kv_heads": 4})
 FAMILIES = {"Llama": SHAPES[0], "Qwen2": CHOICES["Qwen2"], "GPT-2": GPT2}
@@ -65,6 +67,7 @@ def test_a_folder_of_adapters_is_read_as_the_model_that_was_trained(tmp_path: Pa
     assert {file.name for file in folder.iterdir()} == names | {"tokenizer_config.json"}
 
 
+@theirs_warn
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("stabilized", [False, True])
 def test_peft_computes_the_same_logits_from_our_adapters(tmp_path: Path, family: str, stabilized: bool) -> None:
@@ -80,6 +83,7 @@ def test_peft_computes_the_same_logits_from_our_adapters(tmp_path: Path, family:
     assert close(scores(huggingface.load(folder).model), logits)
 
 
+@theirs_warn
 @pytest.mark.parametrize("family", FAMILIES)
 def test_adapters_that_peft_trained_are_merged_into_the_same_logits(tmp_path: Path, family: str) -> None:
     peft, transformers = theirs()

@@ -3,7 +3,6 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
 
 import bloomery.hw.needs_torch  # noqa: F401
 from bloomery.model import lora
@@ -17,20 +16,6 @@ from bloomery.weights.huggingface import BaseModel, Lineage
 Write = Callable[[Path, Lineage], None]
 
 
-class Kept(Protocol):
-    def write(self, folder: Path, lineage: Lineage) -> None:
-        """Leave it in a folder, as it is now."""
-        ...
-
-    def copied(self) -> tuple[Write, int]:
-        """What writes a copy that training does not change, and the bytes of it."""
-        ...
-
-    def fill(self, folder: Path, lineage: Lineage) -> None:
-        """Take it up from a folder. Raises CheckpointError where that was made from something else."""
-        ...
-
-
 @dataclass
 class Whole:
     """Every weight."""
@@ -39,13 +24,16 @@ class Whole:
     renderer: Renderer
 
     def write(self, folder: Path, lineage: Lineage) -> None:
+        """Leave it in a folder, as it is now."""
         huggingface.save(folder, self.model, self.renderer, lineage)
 
     def copied(self) -> tuple[Write, int]:
+        """What writes a copy that training does not change, and the bytes of it."""
         twin = parallel.copy_of(self.model)
         return Whole(twin, self.renderer).write, parallel.weight_bytes(twin)
 
     def fill(self, folder: Path, lineage: Lineage) -> None:
+        """Take it up from a folder. Raises CheckpointError where that was made from something else."""
         huggingface.fill(self.model, folder, lineage)
 
 
@@ -69,5 +57,8 @@ class Adapters:
     def fill(self, folder: Path, lineage: Lineage) -> None:
         huggingface.fill_adapters(self.model, folder, lineage)
 
-    def _write(self, folder: Path, lineage: Lineage, weights: "lora.Weights") -> None:
+    def _write(self, folder: Path, lineage: Lineage, weights: lora.Weights) -> None:
         huggingface.save_adapters(folder, weights, self.model, self.renderer, lineage, self.settings, self.base)
+
+
+Kept = Whole | Adapters
