@@ -25,7 +25,7 @@ class Lora(Config):
     alpha: float = Field(32.0, gt=0)
     dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0
     """Share of the inputs of A that is left out in training."""
-    targets: Annotated[tuple[str, ...], Field(min_length=1)] = ("attention.*", "mlp.*")
+    targets: tuple[str, ...] = Field(("attention.*", "mlp.*"), min_length=1)
     """
     Which matrices of the blocks: paths as `attention.q` in every block or `blocks.3.mlp.down` in one; * stands for
     anything.

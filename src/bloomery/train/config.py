@@ -1,6 +1,6 @@
 """How a model is trained, as numbers. Needs no torch."""
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
@@ -248,10 +248,9 @@ class Finetune(Training):
     lora: Lora | None = None
     """Train small matrices beside frozen ones, by AdamW if no optimizer is named. None: train every weight."""
 
-    @model_validator(mode="before")
-    @classmethod
-    def _adapters_learn_by_adam(cls, given: Any) -> Any:
-        """Muon makes steps of one size in all directions, which for factors of low rank that start at 0 is no sense."""
-        if isinstance(given, dict) and given.get("lora") is not None and "optimizer" not in given:
-            return given | {"optimizer": AdamW(learning_rate=1e-3, weight_decay=0.0)}
-        return given
+    @model_validator(mode="after")
+    def _adapters_learn_by_adam(self) -> "Finetune":
+        """Muon makes steps of one size in all directions, which makes no sense of factors that start at 0."""
+        if self.lora is not None and "optimizer" not in self.model_fields_set:
+            self.__dict__["optimizer"] = AdamW(learning_rate=1e-3, weight_decay=0.0)
+        return self
