@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from bloomery.hw import device as devices
+from bloomery.model import kernels
 from bloomery.model.attend import (
     CHUNK_QUERIES,
     flexible_attention,
@@ -193,3 +194,14 @@ def test_a_long_row_of_conversations_has_no_mask_of_its_size_in_memory() -> None
         made = [one for one in sight._made.values() if isinstance(one, Tensor)]
         assert all(one.numel() < T * T for one in made)
         assert torch.allclose(found, softmax_attention(q, k, v, sight), atol=1e-6)
+
+
+def test_where_no_compiled_operations_run_nobody_looks_at_the_numbers_of_segments(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A look at a number cuts a graph of torch.compile in two."""
+    monkeypatch.setattr(kernels, "ready", lambda *tensors: False)
+    monkeypatch.setattr(Sight, "_first", lambda *others: pytest.fail("looked"))
+    q, k, v = (torch.randn(1, heads, 4, 8, generator=torch.Generator().manual_seed(heads)) for heads in (2, 1, 1))
+    sight = Sight(num_queries=4, num_keys=4, device=q.device, segments=torch.tensor([[0, 0, 1, 1]]))
+    torch.testing.assert_close(fused_attention(q, k, v, sight), softmax_attention(q, k, v, sight))

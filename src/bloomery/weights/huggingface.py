@@ -134,7 +134,7 @@ def load(folder: Path, device: torch.device | str = "cpu", special: Sequence[str
         imported.add_rows(model, rows, added, facts)
         lineage = Lineage(tokenizer=tokenizer.hash, template=None, shards=imported.NAME)
         return Loaded(model.to(device).eval(), tokenizer, Renderer(tokenizer), lineage, folder)
-    lineage = _lineage(folder)
+    lineage = lineage_of(folder)
     tokenizer = Tokenizer.load(folder)
     _same("tokenizer", lineage.tokenizer, tokenizer.hash, folder)
     renderer = Renderer(tokenizer, template_of(folder))
@@ -172,7 +172,7 @@ def fill(model: Transformer, folder: Path, lineage: Lineage) -> None:
 
 
 def _same_lineage(folder: Path, lineage: Lineage) -> None:
-    made, wanted = (asdict(replace(one, step=0)) for one in (_lineage(folder), lineage))
+    made, wanted = (asdict(replace(one, step=0)) for one in (lineage_of(folder), lineage))
     for name in made:
         if made[name] != wanted[name]:
             was, is_now = (one[name][:8] if one[name] else "none" for one in (made, wanted))
@@ -223,7 +223,7 @@ def _with_adapters(folder: Path, device: torch.device | str, special: Sequence[s
     loaded.model.to(device)
     if not facts:
         return replace(loaded, folder=folder)
-    lineage = _lineage(folder)
+    lineage = lineage_of(folder)
     _same("tokenizer", lineage.tokenizer, loaded.tokenizer.hash, folder)
     return replace(loaded, renderer=Renderer(loaded.tokenizer, template_of(folder)), lineage=lineage, folder=folder)
 
@@ -262,7 +262,8 @@ def _same(what: str, trained: str, given: str, folder: Path, name: str = "") -> 
         )
 
 
-def _lineage(folder: Path) -> Lineage:
+def lineage_of(folder: Path) -> Lineage:
+    """What the model of a folder says it was made from. Raises CheckpointError where that cannot be read."""
     return _read(
         folder / LINEAGE, lambda facts: Lineage(**{key: facts[key] for key in facts if key not in (NAME, BASE)})
     )
