@@ -7,13 +7,15 @@ content can spell. What is rendered for training therefore begins with exactly w
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from bloomery.core.errors import DataError
+from bloomery.data.conversations.conversation import Message as Message
+from bloomery.data.conversations.conversation import Role as Role
+from bloomery.data.conversations.conversation import as_message as as_message
+from bloomery.data.conversations.conversation import half_pair as half_pair
+from bloomery.data.conversations.conversation import trouble as trouble
 from bloomery.tokenizer.templates import TEMPLATES, Template
-from bloomery.tokenizer.templates import Message as Message
-from bloomery.tokenizer.templates import Role as Role
-from bloomery.tokenizer.tokenizer import ROLES, Tokenizer
+from bloomery.tokenizer.tokenizer import Tokenizer
 
 BEGINNINGS = ("a", "A", "7", "(", "'", '"', "`", "<", "-", "é", "\u0301", "東", "😀", "…", "")
 """Of answers: before each of them, text of the structure has to be encoded as it is where nothing follows."""
@@ -148,31 +150,3 @@ def _check_cut(tokenizer: Tokenizer, template: Template) -> None:
                 "another way than where nothing follows: what is trained would not be what is served",
                 cure='Take a template that has a special token there ("bloomery"), or another tokenizer.pattern.',
             )
-
-
-def trouble(value: object) -> str:
-    """Why a value is no message, and what it has to be, or ""."""
-    if not isinstance(value, Mapping) or not {"role", "content"} <= value.keys():
-        return "has no role and content"
-    role, content = value["role"], value["content"]
-    if role not in ROLES:
-        return f"has the role {role!r}; roles are {', '.join(ROLES)}"
-    if not isinstance(content, str):
-        return f"has {type(content).__name__} as its content, not text"
-    if (spot := half_pair(content)) is not None:
-        return f"holds half a surrogate pair at character {spot}; write it as one character, or leave it out"
-    return ""
-
-
-def as_message(value: Mapping[str, Any]) -> Message:
-    """The message that a mapping without `trouble` is."""
-    return Message(role=value["role"], content=value["content"])
-
-
-def half_pair(text: str) -> int | None:
-    """The place of a lone surrogate, which JSON can spell and UTF-8 cannot hold; None where there is none."""
-    try:
-        text.encode()
-    except UnicodeEncodeError as error:
-        return error.start
-    return None

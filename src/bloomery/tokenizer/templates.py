@@ -12,20 +12,16 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from functools import cached_property
-from typing import Any, Literal, TypedDict, get_args
+from typing import Any, Literal, get_args
 
 from bloomery.core.files import canonical, sha256_bytes
+from bloomery.data.conversations.conversation import ROLES as MESSAGE_ROLES
+from bloomery.data.conversations.conversation import Message, Role
 from bloomery.tokenizer.tokenizer import DOCUMENT, END, ROLES, SPECIAL
 
-Role = Literal["system", "user", "assistant", "tool"]
-assert get_args(Role) == ROLES
+assert MESSAGE_ROLES == ROLES
 
 TemplateName = Literal["bloomery", "chatml", "llama3", "user-assistant", "baichuan2"]
-
-
-class Message(TypedDict):
-    role: Role
-    content: str
 
 
 @dataclass(frozen=True)
