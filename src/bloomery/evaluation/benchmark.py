@@ -16,7 +16,7 @@ import bloomery.hw.needs_torch  # noqa: F401
 from bloomery.core.errors import ConfigError
 from bloomery.core.files import whole_file
 from bloomery.core.log import progress
-from bloomery.evaluation import battery, likelihood, sandbox, tasks, written
+from bloomery.evaluation import battery, core_average, likelihood, sandbox, tasks, written
 from bloomery.evaluation.likelihood import Likelihood
 from bloomery.evaluation.scoring import Score, pass_at
 from bloomery.evaluation.shapes import Item
@@ -89,6 +89,20 @@ def run(loaded: Loaded, asked: Asked) -> dict[str, list[Result]]:
         with progress(name, "questions", len(items)) as meter:
             found[name] = ask(loaded, name, TASKS[name], items, asked, meter.at)
     return found
+
+
+def core(loaded: Loaded, asked: Asked) -> dict[str, Any]:
+    """The CORE average, or the mean of what is there of it."""
+
+    def judge(items: Sequence[Item]) -> list[bool]:
+        with progress("core", "questions", len(items)) as meter:
+            found = likelihoods(loaded, items, asked.opening, meter.at)
+        return [
+            one.facts["chosen_by_token"] == item.gold if len(item.choices) > 1 else scored[0].greedy
+            for item, scored, one in zip(items, found, _chosen(items, found), strict=True)
+        ]
+
+    return core_average.run(asked.place, asked.limit, asked.seed, judge)
 
 
 def with_examples(name: str, items: Sequence[Item], asked: Asked) -> list[Item]:

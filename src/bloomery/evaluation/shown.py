@@ -25,5 +25,15 @@ def shown(metric: str, score: Mapping[str, Any]) -> str:
     return f"{score['value']:.4g} ({score['low']:.4g} to {score['high']:.4g})"
 
 
+def core(told: Mapping[str, Any]) -> Iterator[str]:
+    """The mean of centered accuracies, which is CORE where no task is missing."""
+    for name, part in told["parts"].items():
+        yield f"{name:<34} {part['acc']:7.1%}  centered {part['centered']:7.4f}  of {part['n']:,}"
+    name = f"mean of {len(told['parts'])} of CORE's {told['of']}" if told["missing"] else "CORE"
+    yield f"{name:<34} {told['mean_of_parts']:.4f} ({told['low']:.4f} to {told['high']:.4f})"
+    if told["missing"]:
+        yield f"missing: {', '.join(told['missing'])}"
+
+
 def _has(told: Mapping[str, Any], part: str) -> bool:
     return bool(told.get(part)) and bool(told.get("dirty_n"))

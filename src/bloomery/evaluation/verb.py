@@ -5,7 +5,7 @@ import json
 from typing import Any
 
 from bloomery.core.log import say
-from bloomery.evaluation import benchmark, shown
+from bloomery.evaluation import benchmark, core_average, shown
 from bloomery.evaluation.benchmark import Asked
 from bloomery.evaluation.tasks import Place
 from bloomery.hw import device
@@ -15,7 +15,7 @@ from bloomery.weights import find, huggingface
 def run(options: argparse.Namespace) -> None:
     """Ask, write the results of every question where that was asked for, and print the scores."""
     asked = Asked(
-        tasks=tuple(options.task),
+        tasks=tuple(name for name in options.task if name != core_average.NAME),
         place=Place(tuple(options.data), options.offline),
         limit=options.limit,
         shots=options.shots,
@@ -30,10 +30,12 @@ def run(options: argparse.Namespace) -> None:
     loaded = huggingface.load(find.model_folder(options.model), device.find().place)
     found = benchmark.run(loaded, asked)
     told: dict[str, Any] = {name: benchmark.scores(name, results) for name, results in found.items()}
+    whole = benchmark.core(loaded, asked) if core_average.NAME in options.task else None
     if options.out is not None:
         benchmark.save(options.out, found)
         say(f"{options.out}: {sum(map(len, found.values())):,} questions")
     if options.json:
-        print(json.dumps({"model": str(options.model), "seed": asked.seed, "tasks": told}))
+        core = {} if whole is None else {"core": whole}
+        print(json.dumps({"model": str(options.model), "seed": asked.seed, "tasks": told, **core}))
     else:
-        print("\n".join(shown.lines(told)))
+        print("\n".join([*shown.lines(told), *([] if whole is None else shown.core(whole))]))
