@@ -33,9 +33,17 @@ def rows_of(path: Path) -> Iterator[tuple[int, Mapping[str, Any]]]:
         target = node.targets[0] if isinstance(node, ast.Assign) else None
         if not (isinstance(node, ast.Assign) and isinstance(target, ast.Name) and target.id in CHECKS):
             continue
-        for one in ast.literal_eval(node.value):
+        for one in _literal(node.value, path):
             number += 1
             yield number, {"kind": target.id, **(one if isinstance(one, dict) else {"q": one})}
+
+
+def _literal(value: ast.expr, path: Path) -> list[Any]:
+    try:
+        return list(ast.literal_eval(value))
+    except (ValueError, TypeError) as error:
+        cure = "Write the prompts out: this file is read, and never run."
+        raise DataError(f"holds something else than literals: {error}", where=str(path), cure=cure) from None
 
 
 def prompt(row: Mapping[str, Any]) -> Item:

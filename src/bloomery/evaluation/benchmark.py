@@ -77,7 +77,7 @@ def questions(name: str, asked: Asked) -> list[Item]:
 
 def run(loaded: Loaded, asked: Asked) -> dict[str, list[Result]]:
     """The results of every task, question by question. Raises ConfigError for a task that is not there."""
-    found = {}
+    found: dict[str, list[Result]] = {}
     names = tasks.named(asked.tasks)
     if not asked.run_code and (runs := [name for name in names if TASKS[name].kind == "program"]):
         cure = "Say --run-code (evaluate.run_code = true), or leave the task out."
@@ -132,15 +132,16 @@ def ask(loaded: Loaded, name: str, task: Task, items: Sequence[Item], asked: Ask
         pairs = [(item, one) for item, one in zip(items, said, strict=True) if not item.test]
     else:
         pairs = list(zip(items, said, strict=True))
-    found = []
+    found: list[Result] = []
     for item, one in pairs:
+        facts: dict[str, Any] = {"said": one.texts, "prompt_cut": one.cut}
         if task.kind == "number":
-            scores, facts = _numbers(item, one.texts), {}
+            scores = _numbers(item, one.texts)
         elif item.test:
-            scores, facts = _programs(item, one.texts, task, chat, asked)
+            scores, ended = _programs(item, one.texts, task, chat, asked)
+            facts["ended"] = ended
         else:
-            scores, facts = {"right": sum(battery.is_right(item, text) for text in one.texts) / len(one.texts)}, {}
-        facts = {"said": one.texts, "prompt_cut": one.cut, **facts}
+            scores = {"right": sum(battery.is_right(item, text) for text in one.texts) / len(one.texts)}
         found.append(Result(task=name, row=item.row, scores=scores, facts=facts))
     return found
 
@@ -199,8 +200,11 @@ def _numbers(item: Item, texts: Sequence[str]) -> dict[str, float]:
 
 def _programs(
     item: Item, texts: Sequence[str], task: Task, chat: bool, asked: Asked
-) -> tuple[dict[str, float], dict[str, Any]]:
-    """Run every sample: pass@k for 1, 10 and 100 as far as there are so many, or the share that is right."""
+) -> tuple[dict[str, float], list[str]]:
+    """
+    Run every sample: pass@k for 1, 10 and 100 as far as there are so many, or the share that is right; and how each
+    ended.
+    """
     begun = task.kind == "program"
     ran = {
         code: sandbox.run(code, weaker=asked.weaker_sandbox)
@@ -208,10 +212,10 @@ def _programs(
     }
     outcomes = [ran[written.program(item, text, chat=chat, begun=begun)] for text in texts]
     passed = sum(one.passed for one in outcomes)
-    facts = {"ended": [one.status for one in outcomes]}
+    ended: list[str] = [one.status for one in outcomes]
     if not begun:
-        return {"right": passed / len(texts)}, facts
-    return {f"pass@{k}": pass_at(k, len(texts), passed) for k in PASS_AT if k <= len(texts)}, facts
+        return {"right": passed / len(texts)}, ended
+    return {f"pass@{k}": pass_at(k, len(texts), passed) for k in PASS_AT if k <= len(texts)}, ended
 
 
 # --- scores --------------------------------------------------------------------------------------------------------

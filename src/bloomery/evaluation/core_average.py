@@ -37,7 +37,9 @@ class Part:
     aliases: tuple[str, ...] = ()
 
     def shape(self, name: str) -> Shape:
-        return shapes.hellaswag if name.startswith("hellaswag") else partial(shapes.ready, ending=self.ending)
+        if name.startswith("hellaswag"):
+            return shapes.hellaswag
+        return partial(shapes.ready, ending=self.ending)
 
 
 PARTS: Mapping[str, Part] = {
@@ -74,7 +76,7 @@ def questions(name: str, place: Place, limit: int | None, seed: int) -> list[Ite
         replace(tasks.shaped(part.shape(name), row, f"{path}:{number}"), row=number)
         for number, row in examined.rows_of(path)
     ]
-    chosen = range(len(every))
+    chosen: Sequence[int] = range(len(every))
     if limit is not None and limit < len(every):
         chosen = sorted(random.Random(f"{seed}:{name}").sample(chosen, limit))
     return [tasks.prompted(every[place], every, part.shots) for place in chosen]
@@ -107,8 +109,9 @@ def present(place: Place) -> tuple[list[str], list[str]]:
 
 def average(right: Mapping[str, Sequence[bool]]) -> dict[str, Any]:
     """The mean of the centered accuracies, its 95 % interval, and what was left out; `core` is None without all 22."""
-    centered, spread = [], 0.0
-    parts = {}
+    centered: list[float] = []
+    parts: dict[str, dict[str, float]] = {}
+    spread = 0.0
     for name, found in right.items():
         chance, share = PARTS[name].chance, sum(found) / len(found)
         centered.append((share - chance) / (1 - chance))

@@ -142,7 +142,8 @@ def _of_batch(model: Transformer, rows: Sequence[_Row]) -> dict[int, Likelihood]
     chosen = torch.tensor(places, device=device)
     wanted = torch.tensor(targets, device=device)
     log_p, best = _log_p(model, hidden[chosen[:, 0], chosen[:, 1]], wanted)
-    begin, found = 0, {}
+    begin = 0
+    found: dict[int, Likelihood] = {}
     for row in rows:
         for owner, tail in zip(row.owners, row.tails, strict=True):
             end = begin + len(tail)

@@ -102,10 +102,13 @@ def run(code: str, limits: Limits | None = None, *, weaker: bool = False) -> Out
     if child.returncode == cell.REFUSED:
         cure = "Allow unprivileged user namespaces, or say --weaker-sandbox to run code behind fewer walls."
         raise HardwareError(f"code that a model wrote was not run: {text.strip()}", where="the sandbox", cure=cure)
-    if why is None:
-        codes: dict[int, Status] = {cell.PASSED: "passed"}
-        why = codes.get(child.returncode, "killed" if child.returncode >= 128 else "failed")
-    return Outcome(why, text, seconds)
+    return Outcome(why or _status(child.returncode), text, seconds)
+
+
+def _status(code: int) -> Status:
+    if code == cell.PASSED:
+        return "passed"
+    return "killed" if code >= 128 else "failed"
 
 
 def _python() -> list[str]:
