@@ -40,7 +40,8 @@ def test_an_interval_holds_the_share_and_lies_within_zero_and_one(n: int, data: 
 
 
 def test_shares_have_wilsons_interval_and_other_means_a_bootstrap_that_a_seed_fixes() -> None:
-    assert Score.of([1.0, 0.0, 1.0, 1.0]) == Score(0.75, *(round(one, 6) for one in wilson(3, 4)), 4)
+    low, high = wilson(3, 4)
+    assert Score.of([1.0, 0.0, 1.0, 1.0]) == Score(0.75, round(low, 6), round(high, 6), 4)
     rng = random.Random(0)
     numbers = [rng.gauss(3.0, 2.0) for _ in range(400)]
     score = Score.of(numbers)
