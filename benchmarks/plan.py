@@ -6,7 +6,7 @@ Is what a plan says what a run then takes?
 Each configuration trains for a few steps in a process of its own, on this machine's processor. Memory is the most that
 the process held beyond what it held before (Linux: VmHWM, set back), after a tiny model has warmed the libraries up:
 once with an allocator that gives back what is freed, as a trace reckons, and once with that of runs, which keep it
-(hw/device.py). Speed is what `bloomery plan` says from small models, against the median of steps. The number is the
+(hw/device.py). Speed is what `bloomery plan` says from small models, against the best of some steps. The number is the
 largest error of the memory. --quick does three configurations.
 """
 
@@ -20,7 +20,6 @@ import sys
 import time
 from dataclasses import replace
 from pathlib import Path
-from statistics import median
 from typing import Any
 
 import numpy as np
@@ -67,7 +66,7 @@ CONFIGURATIONS: dict[str, Settings] = {
     },
 }
 QUICK = 3
-STEPS = 4
+STEPS = 3
 ALLOCATORS = {"given back": {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536"}, "kept": {}}
 
 
@@ -143,16 +142,14 @@ def measured(name: str, kept: bool) -> Settings:
     seconds = run(settings)
     peak = in_use("VmHWM") - before
     what, device = step_of(settings)
+    if not kept:
+        return {"predicted_bytes": trace(what).peak, "measured_bytes": peak}
     told = timed(what, device)
     assert told is not None
     parts = settings.get("micro_batches", 2)
     tokens = what.rows * what.model.context * parts
-    return {
-        "predicted_bytes": trace(what).peak,
-        "measured_bytes": peak,
-        "planned": tokens / (told.learning * parts + told.updating),
-        "speed": tokens / median(seconds[1:]),
-    }
+    planned = tokens / (told.learning * parts + told.updating)
+    return {"measured_bytes": peak, "planned": planned, "speed": tokens / min(seconds[1:])}
 
 
 def in_use(field: str) -> int:

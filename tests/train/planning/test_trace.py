@@ -29,7 +29,7 @@ def step(model: ModelConfig, level: Level = "none", optimizer: Optimizer | None 
 def really(what: Step) -> tuple[int, int]:
     """Bytes at rest and at the peak of the second step, of real tensors."""
     device = processor(what.precision)
-    with Meter() as meter:
+    with Meter(on_processor=True) as meter:
         model = Transformer(what.model, VOCAB_SIZE)
         model.initialize(0)
         recompute(model, what.recompute)
@@ -91,3 +91,12 @@ def test_a_model_too_large_for_any_machine_is_traced() -> None:
 def test_gradients_of_earlier_micro_batches_count() -> None:
     alone, among_others = (trace(step(SHAPES[0], accumulates=more)).learning for more in (False, True))
     assert among_others > alone
+
+
+def test_a_processor_writes_out_what_is_added_in_a_shorter_format() -> None:
+    with Meter(on_processor=True) as there, Meter() as elsewhere:
+        long, short = torch.zeros(1000), torch.zeros(1000, dtype=torch.bfloat16)
+        there.restart()
+        elsewhere.restart()
+        long.add_(short)
+    assert (there.peak, elsewhere.peak) == (10_000, 6_000)

@@ -25,10 +25,14 @@ Product = tuple[int, int, int, int, torch.dtype]
 """Matrices, rows, inner, columns and format."""
 
 
+MIXED = ("add", "add_", "sub", "sub_", "mul", "mul_", "lerp", "lerp_", "addcmul_")
+"""Operations of tensors of several formats, for which a processor writes the shorter ones out in the longest."""
+
+
 class Meter(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    def __init__(self) -> None:
+    def __init__(self, *, on_processor: bool = False) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.live = 0
+        self.live, self._on_processor = 0, on_processor
         self.peak = 0
         """The most that lived at once since `restart`."""
         self.products: Counter[Product] = Counter()
@@ -69,6 +73,8 @@ class Meter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         for one in results:
             self.hold(one)
         name = function.overloadpacket.__name__
+        if self._on_processor and name in MIXED:
+            self.peak = max(self.peak, self.live + written_out(given))
         if name in PRODUCTS:
             left, right = given[-2:]
             sizes = (1, *left.shape, right.shape[1]) if left.dim() == 2 else (*left.shape, right.shape[2])
@@ -92,3 +98,10 @@ class Meter(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _drop(self, key: int) -> None:
         self.live -= self._held.pop(key, 0)
+
+
+def written_out(tensors: list[Tensor]) -> int:
+    """Bytes of copies of those that are not of the longest format, in that."""
+    sizes = [one.element_size() for one in tensors if one.is_floating_point() and one.dim()]
+    longest = max(sizes, default=0)
+    return sum(one.numel() * longest for one in tensors if one.dim() and 1 < one.element_size() < longest)

@@ -102,7 +102,7 @@ def _traced(step: Step, layers: int) -> Traced:
         compute_dtype=step.precision,
         backend="gloo",
     )
-    with _elsewhere(not step.on_processor), FakeTensorMode(), Meter() as meter:
+    with _elsewhere(not step.on_processor), FakeTensorMode(), Meter(on_processor=step.on_processor) as meter:
         model = Transformer(shape, step.vocab_size)
         recompute(model, step.recompute)
         optimizers = Optimizers(model, step.optimizer, fast_dtype(device))
