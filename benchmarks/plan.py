@@ -161,7 +161,7 @@ def in_use(field: str) -> int:
 
 def step_of(settings: Settings) -> tuple[Step, Device]:
     shape = build(ModelConfig, settings["model"])
-    wanted = {key: settings[key] for key in ("optimizer", "recompute") if key in settings}
+    wanted: Settings = {key: settings[key] for key in ("optimizer", "recompute") if key in settings}
     config = build(Training, {"steps": 1, "tokens_per_step": 1, **wanted})
     dtype = getattr(torch, settings.get("precision", "bfloat16"))
     what = Step(
