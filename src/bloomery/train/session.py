@@ -131,7 +131,7 @@ class Session:
             model=self.model,
             optimizers=optimizers,
             samples=self.samples,
-            validation=next(self._validation.batches()),
+            validation=self._validation,
             device=device,
             world=self.world,
             precision=Precision.decide(self.config.precision, device),

@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import islice
 
 import numpy as np
 
@@ -40,15 +41,15 @@ class Validation:
             self.stop.check()
             yield self.samples.batch(chosen[start : start + size])
 
-    def measure(self, model: Transformer, device: Device) -> dict[str, float]:
+    def measure(self, model: Transformer, device: Device, most: int | None = None) -> dict[str, float]:
         """
-        Mean loss of the samples, in nats a token and, where their bytes are known, in bits a byte. Where memory runs
-        out, half as many rows go through the model at once, now and later.
+        Mean loss of the samples, in nats a token and, where their bytes are known, in bits a byte; of `most` batches
+        only. Where memory runs out, half as many rows go through the model at once, now and later.
         """
 
         def sums(rows: int) -> tuple[float, int]:
             total, tokens = 0.0, 0
-            for batch in self.batches(rows):
+            for batch in islice(self.batches(rows), most):
                 total += float(micro_batch_loss(model, batch, device))
                 tokens += int((batch.targets != IGNORE).sum())
             return total, tokens

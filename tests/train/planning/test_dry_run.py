@@ -45,8 +45,9 @@ def test_what_ends_memory_is_found_before_the_first_step(
     run = session(shards, tmp_path / "run", tokens_per_step=8 * T, micro_batch_tokens=8 * T, steps=2, dry_run=True)
     run.run()
     assert asked[:3] == [1, 8, 4], "one row to make room, then all that was asked for"
+    assert asked[7:9] == [5, 4], "then an evaluation, which finds out for itself"
+    assert max(asked[9:]) == 2
     assert run.config.micro_batch_tokens == 2 * T
-    assert max(asked[3:]) == 2
 
 
 def test_it_is_said_what_was_found(shards: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

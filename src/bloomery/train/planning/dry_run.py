@@ -17,12 +17,12 @@ from bloomery.core.log import say
 from bloomery.hw.device import Device
 from bloomery.hw.dist import World
 from bloomery.model.transformer import Transformer
-from bloomery.shards.loader import Batch, Course, Samples
+from bloomery.shards.loader import Course, Samples
 from bloomery.train import parallel
-from bloomery.train.loop import accumulate_gradients, clip, in_memory, in_range, micro_batch_loss
+from bloomery.train.loop import accumulate_gradients, clip, in_memory, in_range
 from bloomery.train.optim import Optimizers
 from bloomery.train.precision import Precision
-from bloomery.train.validation import evaluating
+from bloomery.train.validation import Validation
 from bloomery.weights import training_state
 
 MICRO_BATCHES = 2
@@ -46,7 +46,7 @@ class Trial:
     model: Transformer
     optimizers: Optimizers
     samples: Samples | Course
-    validation: Batch
+    validation: Validation
     device: Device
     world: World
     precision: Precision
@@ -62,8 +62,7 @@ class Trial:
         rows = min(rows, most)
         self._step(rows if self.one_shape else 1, 1)
         used, seconds, update = self._step(rows, MICRO_BATCHES if rows < most else 1)
-        with evaluating(self.model):
-            micro_batch_loss(self.model, self.validation, self.device)
+        self.validation.measure(self.model, self.device, most=1)
         if self.world.size == 1:
             kept = parallel.copy_of(self.model), training_state.copied(self.optimizers.state())
             del kept
