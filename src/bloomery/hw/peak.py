@@ -19,10 +19,11 @@ SIZES = {"cpu": 1536, "mps": 4096, "cuda": 8192}
 SECONDS = 0.3
 
 
-def listed_peak(device: Device) -> float | None:
-    """FLOP/s that the catalogue has for a device in its compute format; None where it has none."""
+def listed_peak(device: Device, devices: int = 1) -> float | None:
+    """FLOP/s that the catalogue has for so many of a device in its compute format; None where it has none."""
     entry = catalog.of_device(device.name, device.memory_bytes)
-    return None if entry is None else entry.peak(str(device.compute_dtype).removeprefix("torch."))
+    peak = None if entry is None else entry.peak(str(device.compute_dtype).removeprefix("torch."))
+    return None if peak is None else devices * peak
 
 
 def measured_peak(device: Device) -> float:
