@@ -20,6 +20,7 @@ GOOD = re.findall(r"\w+", "the quiet river carried small boats past green hills 
 BAD = re.findall(r"\w+", "buy cheap pills now win money casino bonus free offer deal click here today best price")
 WORDS = Grams(2**14)
 WORDS = Grams(2**14)
+WORDS = Grams(2**14)
 SETTINGS = {"characters": 1000, "held_out": 0.2, "seed": 0}
 
 

@@ -16,7 +16,9 @@ from bloomery.data.sources import Source
 from bloomery.hw.host import Wanted
 from bloomery.model.config import ModelConfig
 from bloomery.shards.config import Anneal, ImportedShards, Weight, no_domain_twice
-from bloomery.train.config import Linear, Muon, Optimizer, Schedule, Training
+from bloomery.tokenizer.templates import TemplateName
+from bloomery.train.config import Finetune as Finetune
+from bloomery.train.config import Training
 from bloomery.train.depth import TOKENS_PER_PARAMETER
 
 
@@ -345,13 +347,8 @@ class Instruct(Conversations):
     """Share of conversations, by hash of what is said in them, that is validated on."""
     samples: Count = 3
     """How many conversations the page shows, with what is learned of them in color."""
-
-
-class Finetune(Training):
-    """The same loop, on conversations, from the pretrained weights."""
-
-    optimizer: Optimizer = Muon(matrix_learning_rate=0.01, learning_rate=1e-3)
-    schedule: Schedule = Linear()
+    template: TemplateName = "bloomery"
+    """How conversations are written, by its name in `tokenizer/templates.py`."""
 
 
 class Evaluate(Config):

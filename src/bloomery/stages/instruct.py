@@ -22,11 +22,12 @@ from bloomery.data.conversations.filters import Dropped
 from bloomery.data.holdout import is_held_out
 from bloomery.data.unpack import Problem
 from bloomery.shards import format
-from bloomery.shards.packing import best_fit_decreasing
+from bloomery.shards.packing import first_fit_decreasing
 from bloomery.stages import dataset
 from bloomery.stages.config import Instruct
 from bloomery.stages.dataset import Kept
 from bloomery.tokenizer.chat import Rendered, Renderer
+from bloomery.tokenizer.templates import TEMPLATES
 from bloomery.tokenizer.tokenizer import Tokenizer
 
 REJECTED, DROPPED = "rejected.jsonl", "dropped.jsonl"
@@ -44,7 +45,7 @@ def run(config: Instruct, inputs: Mapping[str, Path], out: Path) -> dict[str, An
     Raises DataError for sources that cannot be read, and where nothing is left to train or to validate on.
     """
     tokenizer = Tokenizer.load(inputs["tokenizer"])
-    renderer = Renderer(tokenizer)
+    renderer = Renderer(tokenizer, TEMPLATES[config.template])
     with ExitStack() as stack:
         rejected, dropped = (stack.enter_context(whole_file(out / name, "w")) for name in (REJECTED, DROPPED))
         sorter = _Sorter(config, renderer, rejected, dropped)
@@ -166,6 +167,8 @@ def fit(
     renderer: Renderer, messages: Sequence[Message], row_tokens: int, max_answers: int | None = None
 ) -> tuple[Rendered, int] | Problem:
     """The conversation, or as many messages of its beginning as fit into a row and end in an answer, and how many."""
+    if what := renderer.trouble(messages):
+        return Problem("not_in_the_template", 0, what)
     answers = [place for place, message in enumerate(messages, 1) if message["role"] == "assistant"][:max_answers]
     if not answers:
         return Problem("nothing_to_learn", 0, "no message is the assistant's")
@@ -189,7 +192,7 @@ def write_rows(
 ) -> dict[str, Any]:
     """Pack conversations into rows, pad these, and write them as one shard. Returns what is in it."""
     tokenizer = renderer.tokenizer
-    packed = best_fit_decreasing([len(talk.ids) for talk in talks], row_tokens)
+    packed = first_fit_decreasing([len(talk.ids) for talk in talks], row_tokens)
     kind = np.uint16 if tokenizer.vocab_size <= 2**16 else np.uint32
     tokens = np.full((len(packed), row_tokens), tokenizer.pad_id, dtype=kind)
     mask = np.zeros((len(packed), row_tokens), dtype=np.uint8)
@@ -214,6 +217,7 @@ def write_rows(
             "document_id": tokenizer.document_id,
             "row_tokens": row_tokens,
             "template": renderer.template.hash,
+            "template_name": renderer.template.name,
         },
     )
     filled = sum(len(talk.ids) for talk in talks)
@@ -230,7 +234,7 @@ def trained_on(folder: Path, tokenizer: Tokenizer) -> Iterator[str]:
     """Every message of the conversations that `run` left to train on, wherever they came from, as they were cut."""
     for path in format.names(folder, "train"):
         tokens: NDArray[Any] = format.read(path, tokenizer_hash=tokenizer.hash).tokens
-        starts = np.flatnonzero(np.isin(tokens, list(tokenizer.special.values())))
+        starts = np.flatnonzero(np.isin(tokens, list(tokenizer.special_ids)))
         for message in np.split(tokens, starts):
             if len(message) > 1:
                 yield tokenizer.decode(message.tolist())

@@ -14,11 +14,11 @@ from bloomery.core.errors import RunError
 from bloomery.core.log import say
 from bloomery.hw.dist import World
 from bloomery.model.transformer import Transformer
-from bloomery.tokenizer.chat import Renderer
-from bloomery.train import exactness, parallel
+from bloomery.train import exactness
+from bloomery.train.keeping import Kept
 from bloomery.train.optim import Optimizers
 from bloomery.train.state import State
-from bloomery.weights import checkpoint, huggingface
+from bloomery.weights import checkpoint
 from bloomery.weights.checkpoint import Checkpoint, Saver
 from bloomery.weights.huggingface import Lineage
 
@@ -32,7 +32,7 @@ class Checkpoints:
     name: str
     root: Path
     model: Transformer
-    renderer: Renderer
+    kept: Kept
     optimizers: Optimizers
     lineage: Lineage
     environment: dict[str, Any]
@@ -55,7 +55,7 @@ class Checkpoints:
         return State.restored(found.state)
 
     def _take_up(self, found: Checkpoint) -> None:
-        huggingface.fill(self.model, found.folder, self.lineage)
+        self.kept.fill(found.folder, self.lineage)
         self.optimizers.restore(found.training)
 
     def roll_back(self, state: State) -> int:
@@ -99,14 +99,14 @@ class Checkpoints:
         if not is_finite(self.model):
             say(f"step {state.step} is not saved: its weights are not finite", style="yellow")
             return
-        model, lineage = parallel.copy_of(self.model), self.lineage_of(state)
+        (write, size), lineage = self.kept.copied(), self.lineage_of(state)
         self.saver.start(
             state.step,
-            lambda folder: huggingface.save(folder, model, self.renderer, lineage),
+            lambda folder: write(folder, lineage),
             self.optimizers.state(),
             asdict(state),
             environment=self.environment,
-            model_bytes=parallel.weight_bytes(model),
+            model_bytes=size,
         )
         self._saved = (time.monotonic(), state.step)
 
@@ -125,7 +125,7 @@ class Checkpoints:
     def leave_model(self, folder: Path, state: State) -> None:
         """Leave the model as it is, for others to read."""
         if self.world.is_first:
-            huggingface.save(folder, self.model, self.renderer, self.lineage_of(state))
+            self.kept.write(folder, self.lineage_of(state))
 
     def check_finite(self, state: State) -> None:
         """Raises RunError where the last updates have hurt the weights."""

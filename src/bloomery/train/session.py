@@ -31,6 +31,7 @@ from bloomery.train.config import WSD, Training
 from bloomery.train.device import fast_dtype, find_device, short
 from bloomery.train.guard import Guard, forget
 from bloomery.train.hooks import Hook, Hooks
+from bloomery.train.keeping import Kept, Whole
 from bloomery.train.loop import train
 from bloomery.train.norms import Norms
 from bloomery.train.optim import Optimizers
@@ -68,6 +69,8 @@ class Session:
     out: Path
     sampler: Sampler | None = None
     """What writes samples, for those who ask for them."""
+    kept: Kept | None = None
+    """What of the model is saved; the whole of it, if nothing else is said."""
     evaluations: Mapping[str, Evaluation] = field(default_factory=dict)
     """What is measured besides the validation loss, at the same steps; of its numbers, one has the name it has here."""
     measured: dict[int, float] = field(default_factory=dict)
@@ -260,7 +263,7 @@ class Session:
             name=self.name,
             root=self.out / "checkpoints",
             model=self.model,
-            renderer=self.renderer,
+            kept=self.kept or Whole(self.model, self.renderer),
             optimizers=optimizers,
             lineage=self.lineage,
             environment=exactness.environment(self.config, device, self.world, optimizers),
