@@ -326,20 +326,6 @@ def test_every_verb_that_reports_prints_one_json_object_and_nothing_else(
         assert isinstance(json.loads(out), dict), verb
 
 
-def test_a_plan_says_what_will_run_and_what_it_needs(call: Call, tmp_path: Path) -> None:
-    code, out, _ = call("plan", DEMO, "--runs", tmp_path, "--json")
-    assert code == 0
-    facts = json.loads(out)
-    assert facts["recipe"] == "demo"
-    assert [one["stage"] for one in facts["stages"]][-1] == "evaluate"
-    assert not any(one["fresh"] for one in facts["stages"])
-    assert facts["pretrain"]["parameters"] == facts["finetune"]["parameters"] == 4_000_000
-    assert facts["pretrain"]["peak_bytes"] > facts["pretrain"]["weights_bytes"] == 16_000_000
-    assert list(tmp_path.iterdir()) == []
-    text = call("plan", DEMO, "--runs", tmp_path, "pretrain.steps=7", "pretrain.tokens_per_step=1000")[1]
-    assert "pretrain: 4,000,000 parameters, 5,376 tokens" in text
-
-
 def test_doctor_exits_with_what_it_found(call: Call, monkeypatch: pytest.MonkeyPatch) -> None:
     bad = [Finding(id="torch", status="fail", value="none", cure="Install it.")]
     monkeypatch.setattr(doctor, "examine", lambda host, runs: bad)
