@@ -26,6 +26,9 @@ MAX_HELP_SECONDS = 0.5
 WITHOUT_TORCH = ("core", "data", "tokenizer", "shards", "recipe", "cli")
 TORCH_IN_HW = ("hw/chosen.py", "hw/device.py", "hw/dist.py", "hw/peak.py")
 BROAD_EXCEPT_ALLOWED = ("cli.py", "serve/server.py", "train/hooks.py")
+RUNS = ("eval", "exec", "torch.load", "torch.save")
+SANDBOX = ("evaluation/cell.py", "exec")
+"""The one place that runs text, behind walls: where that is what it is for."""
 PICKLES = {"pickle", "cPickle", "cloudpickle", "dill", "marshal", "shelve", "joblib"}
 VENDOR_ATTRIBUTES = {"cuda", "mps", "xpu", "hip", "is_cuda", "nccl"}
 VENDOR_TEXT = re.compile(r"(cuda|mps|xpu|hip)(:\d+)?|.*\b(nccl|rccl|rocm)\b.*", re.IGNORECASE | re.DOTALL)
@@ -236,8 +239,8 @@ def docstrings(tree: ast.AST) -> set[int]:
 def test_nothing_unpickles_and_nothing_evaluates_text() -> None:
     broken = []
     for module, node in nodes(package()):
-        if isinstance(node, ast.Call) and ast.unparse(node.func) in ("eval", "exec", "torch.load", "torch.save"):
-            broken.append(module.at(node, f"{ast.unparse(node.func)}(…)"))
+        if isinstance(node, ast.Call) and (name := ast.unparse(node.func)) in RUNS and (module.place, name) != SANDBOX:
+            broken.append(module.at(node, f"{name}(…)"))
         if isinstance(node, ast.keyword) and node.arg == "allow_pickle" and ast.unparse(node.value) != "False":
             broken.append(module.at(node.value, "allow_pickle"))
         if isinstance(node, ast.Import | ast.ImportFrom):

@@ -1,0 +1,17 @@
+from collections.abc import Iterator
+
+import pytest
+
+from bloomery.data import hosts
+from tests.data.synthesis.model_server import ModelServer
+
+
+@pytest.fixture
+def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModelServer]:
+    monkeypatch.setenv("no_proxy", "*")
+    monkeypatch.setenv("OPENAI_API_KEY", "sk-secret")
+    monkeypatch.setenv("ANTHROPIC_API_KEY", "sk-other-secret")
+    monkeypatch.setattr(hosts, "FIRST_WAIT_SECONDS", 0.001)
+    monkeypatch.setattr(hosts, "LONGEST_WAIT_SECONDS", 0.002)
+    with ModelServer().serving() as made:
+        yield made
