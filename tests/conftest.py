@@ -1,6 +1,24 @@
 """Settings of all tests: a busy machine is no failure, so examples of hypothesis have no deadline."""
 
+from pathlib import Path
+
+import pytest
 from hypothesis import settings
+
+from bloomery import cli
+from tests.calling import Call
 
 settings.register_profile("bloomery", deadline=None)
 settings.load_profile("bloomery")
+
+
+@pytest.fixture
+def call(capsys: pytest.CaptureFixture[str]) -> Call:
+    """A verb with its arguments -> exit code, stdout, stderr."""
+
+    def run(*arguments: str | Path) -> tuple[int, str, str]:
+        capsys.readouterr()
+        code = cli.main([str(argument) for argument in arguments])
+        return code, *capsys.readouterr()
+
+    return run

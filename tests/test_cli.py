@@ -4,7 +4,7 @@ import re
 import shlex
 import subprocess
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,7 @@ from bloomery.core.errors import DataError
 from bloomery.core.stage import Stage
 from bloomery.hw.doctor import report as doctor
 from bloomery.hw.doctor.finding import Finding
+from tests.calling import Call
 from tests.weights.made import model
 
 ROOT = Path(__file__).parents[1]
@@ -69,21 +70,6 @@ def recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     path = tmp_path / "small.toml"
     path.write_text('name = "small"\n')
     return path
-
-
-Call = Callable[..., tuple[int, str, str]]
-
-
-@pytest.fixture
-def call(capsys: pytest.CaptureFixture[str]) -> Call:
-    """A verb with its arguments -> exit code, stdout, stderr."""
-
-    def run(*arguments: str | Path) -> tuple[int, str, str]:
-        capsys.readouterr()
-        code = cli.main([str(argument) for argument in arguments])
-        return code, *capsys.readouterr()
-
-    return run
 
 
 def stages(call: Call) -> dict[str, str]:

@@ -1,25 +1,11 @@
 import json
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from bloomery import cli
+from tests.calling import Call
 
 DEMO = Path(__file__).parents[2] / "recipes" / "demo.toml"
-Call = Callable[..., tuple[int, str, str]]
-
-
-@pytest.fixture
-def call(capsys: pytest.CaptureFixture[str]) -> Call:
-    """A verb with its arguments -> exit code, stdout, stderr."""
-
-    def run(*arguments: str | Path) -> tuple[int, str, str]:
-        capsys.readouterr()
-        code = cli.main([str(argument) for argument in arguments])
-        return code, *capsys.readouterr()
-
-    return run
 
 
 def test_a_plan_says_what_will_run_and_what_it_needs(call: Call, tmp_path: Path) -> None:

@@ -9,7 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from bloomery.core.errors import DataError
-from bloomery.tokenizer.chat import Message, Renderer, Role, as_message, half_pair, trouble
+from bloomery.data.conversations.conversation import half_pair
+from bloomery.tokenizer.chat import Message, Renderer, Role, as_message, trouble
 from bloomery.tokenizer.templates import Template
 from bloomery.tokenizer.tokenizer import DOCUMENT, END, FILE, ROLES, SPECIAL
 from tests.tokenizer.made import CODE, ELSEWHERE, TEXTS, small, training_texts

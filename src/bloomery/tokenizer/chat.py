@@ -12,7 +12,6 @@ from bloomery.core.errors import DataError
 from bloomery.data.conversations.conversation import Message as Message
 from bloomery.data.conversations.conversation import Role as Role
 from bloomery.data.conversations.conversation import as_message as as_message
-from bloomery.data.conversations.conversation import half_pair as half_pair
 from bloomery.data.conversations.conversation import trouble as trouble
 from bloomery.tokenizer.templates import TEMPLATES, Template
 from bloomery.tokenizer.tokenizer import Tokenizer

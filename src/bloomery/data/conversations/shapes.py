@@ -74,26 +74,22 @@ KNOWN = (
 
 def messages(row: Row, fields: Fields) -> Messages | Problem:
     """OpenAI's: a list of {"role", "content"}, the content text or parts that are text; calls of tools as JSON."""
-    found = _list(row, fields)
-    if isinstance(found, Problem):
-        return found
-    spoken = []
-    for number, one in enumerate(found, 1):
-        message = _message(one, number, "role", "content", OPENAI)
-        if isinstance(message, Problem):
-            return message
-        spoken.append(message)
-    return _opened(row, fields, spoken)
+    return _said(row, fields, "role", "content", OPENAI)
 
 
 def sharegpt(row: Row, fields: Fields) -> Messages | Problem:
     """A list of {"from", "value"}; `system` and `tools` beside it open the conversation."""
+    return _said(row, fields, "from", "value", SHAREGPT)
+
+
+def _said(row: Row, fields: Fields, role: str, content: str, roles: Mapping[str, Role]) -> Messages | Problem:
+    """The messages of a list, each with its role and content under these names."""
     found = _list(row, fields)
     if isinstance(found, Problem):
         return found
     spoken = []
     for number, one in enumerate(found, 1):
-        message = _message(one, number, "from", "value", SHAREGPT)
+        message = _message(one, number, role, content, roles)
         if isinstance(message, Problem):
             return message
         spoken.append(message)
