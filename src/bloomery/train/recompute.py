@@ -11,10 +11,12 @@ selective: Korthikanti et al. 2022, https://arxiv.org/abs/2205.05198).
 """
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
 import bloomery.hw.needs_torch  # noqa: F401
+from bloomery.model import products
 from bloomery.model.transformer import Transformer
 from bloomery.train.config import Level
 
@@ -58,5 +60,10 @@ class _Again:
     def __call__(self, *inputs: Any) -> Tensor:
         if not torch.is_grad_enabled():
             return self.plain(*inputs)
-        made: Tensor = checkpoint(self.plain, *inputs, **self._how)
+        made: Tensor = checkpoint(self._watched, *inputs, **self._how)
         return made
+
+    def _watched(self, *inputs: Any) -> Tensor:
+        """Selectively, only products that PyTorch makes can be told to be kept."""
+        with products.plain() if "context_fn" in self._how else nullcontext():
+            return self.plain(*inputs)
