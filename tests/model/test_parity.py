@@ -1,6 +1,5 @@
 """What transformers computes with the same weights: scores and gradients, in float32."""
 
-import re
 from typing import Any
 
 import pytest
@@ -9,67 +8,33 @@ import transformers
 from bloomery.model.config import ModelConfig
 from bloomery.model.positions import alibi_slopes
 from bloomery.model.scaling import Linear, Llama3Scaling, Yarn
+from bloomery.weights.architecture import Architecture, gathered, spread
+from bloomery.weights.gpt2 import GPT2
+from bloomery.weights.llama import LLAMA, MISTRAL, QWEN2, QWEN3
 from tests.model.made import VOCAB_SIZE, lively, random_config, random_ids
 
 import torch
-from torch import Tensor
-
-LLAMA = (
-    (r"embed\.(.*)", r"model.embed_tokens.\1"),
-    (r"blocks\.(\d+)\.attention\.(q|k|v)\.(.*)", r"model.layers.\1.self_attn.\2_proj.\3"),
-    (r"blocks\.(\d+)\.attention\.out\.(.*)", r"model.layers.\1.self_attn.o_proj.\2"),
-    (r"blocks\.(\d+)\.attention\.([qk]_norm)\.(.*)", r"model.layers.\1.self_attn.\2.\3"),
-    (r"blocks\.(\d+)\.mlp\.(gate|up|down)\.(.*)", r"model.layers.\1.mlp.\2_proj.\3"),
-    (r"blocks\.(\d+)\.attention_norm\.(.*)", r"model.layers.\1.input_layernorm.\2"),
-    (r"blocks\.(\d+)\.mlp_norm\.(.*)", r"model.layers.\1.post_attention_layernorm.\2"),
-    (r"norm\.(.*)", r"model.norm.\1"),
-    (r"head\.(.*)", r"lm_head.\1"),
-)
-GPT2 = (
-    (r"embed\.(.*)", r"transformer.wte.\1"),
-    (r"positions\.(.*)", r"transformer.wpe.\1"),
-    (r"blocks\.(\d+)\.attention_norm\.(.*)", r"transformer.h.\1.ln_1.\2"),
-    (r"blocks\.(\d+)\.mlp_norm\.(.*)", r"transformer.h.\1.ln_2.\2"),
-    (r"blocks\.(\d+)\.attention\.([qkv])\.(.*)", r"transformer.h.\1.attn.c_attn.\3/\2"),
-    (r"blocks\.(\d+)\.attention\.out\.(.*)", r"transformer.h.\1.attn.c_proj.\2"),
-    (r"blocks\.(\d+)\.mlp\.up\.(.*)", r"transformer.h.\1.mlp.c_fc.\2"),
-    (r"blocks\.(\d+)\.mlp\.down\.(.*)", r"transformer.h.\1.mlp.c_proj.\2"),
-    (r"norm\.(.*)", r"transformer.ln_f.\1"),
-    (r"head\.(.*)", r"lm_head.\1"),
-)
 
 
-def place(name: str, names: tuple[tuple[str, str], ...]) -> tuple[str, str]:
-    """Transformers' name of a weight, and which third of it ours is: q, k, v, or none."""
-    pattern, replacement = next(pair for pair in names if re.fullmatch(pair[0], name))
-    where, _, part = re.sub(pattern, replacement, name).partition("/")
-    return where, part
-
-
-def as_ours(theirs: Tensor, name: str, part: str, names: tuple[tuple[str, str], ...]) -> Tensor:
-    """The view of a tensor of theirs that is one of ours: GPT-2 keeps matrices transposed, and q, k and v in one."""
-    if names is GPT2 and theirs.dim() == 2 and name.startswith("blocks."):
-        theirs = theirs.t()
-    return theirs.chunk(3, dim=0)["qkv".index(part)] if part else theirs
-
-
-def agree(config: ModelConfig, theirs: Any, names: tuple[tuple[str, str], ...], seed: int) -> None:
+def agree(config: ModelConfig, theirs: Any, architecture: Architecture, seed: int) -> None:
     """Give both the same weights, and compare scores and gradients."""
     ours, ids = lively(config, seed), random_ids(2, config.context, seed)
+    weights = dict(ours.named_parameters())
+    pieces = architecture.pieces(list(weights))
     with torch.no_grad():
-        for name, weight in ours.named_parameters():
-            where, part = place(name, names)
-            as_ours(theirs.get_parameter(where), name, part, names).copy_(weight)
+        for piece in pieces:
+            theirs.get_parameter(piece.theirs).copy_(gathered(piece, weights))
     mine, yours = ours.logits(ours(ids)), theirs.eval()(ids).logits
     assert float(yours.detach().std()) > 0.3
     assert float((mine - yours).detach().abs().max()) < 1e-5
     for scores in (mine, yours):
         torch.autograd.backward(torch.nn.functional.cross_entropy(scores[:, :-1].flatten(0, 1), ids[:, 1:].flatten()))
-    for name, weight in ours.named_parameters():
-        where, part = place(name, names)
-        expected = as_ours(theirs.get_parameter(where).grad, name, part, names)
+    expected = {name: torch.empty_like(weight) for name, weight in weights.items()}
+    for piece in pieces:
+        spread(piece, theirs.get_parameter(piece.theirs).grad, expected)
+    for name, weight in weights.items():
         assert weight.grad is not None
-        assert float((weight.grad - expected).norm()) <= 1e-4 * float(expected.norm()) + 1e-7, name
+        assert float((weight.grad - expected[name]).norm()) <= 1e-4 * float(expected[name].norm()) + 1e-7, name
 
 
 def llama_like(kind: Any, model: Any, config: ModelConfig, rope: dict[str, Any] | None = None, **more: Any) -> Any:
@@ -129,20 +94,20 @@ def test_a_llama_whose_positions_are_stretched(seed: int, kind: str) -> None:
 @seeds
 def test_a_qwen2_with_its_biases(seed: int) -> None:
     config = changed(seed, biases="qkv")
-    agree(config, llama_like(transformers.Qwen2Config, transformers.Qwen2ForCausalLM, config), LLAMA, seed)
+    agree(config, llama_like(transformers.Qwen2Config, transformers.Qwen2ForCausalLM, config), QWEN2, seed)
 
 
 @seeds
 def test_a_qwen3_with_its_norms_of_queries_and_keys(seed: int) -> None:
     config = changed(seed, qk_norm=True, head_width=10)
-    agree(config, llama_like(transformers.Qwen3Config, transformers.Qwen3ForCausalLM, config), LLAMA, seed)
+    agree(config, llama_like(transformers.Qwen3Config, transformers.Qwen3ForCausalLM, config), QWEN3, seed)
 
 
 @seeds
 def test_a_mistral_with_its_window(seed: int) -> None:
     config = changed(seed, sliding_window=(5 + seed,))
     model = llama_like(transformers.MistralConfig, transformers.MistralForCausalLM, config, sliding_window=5 + seed)
-    agree(config, model, LLAMA, seed)
+    agree(config, model, MISTRAL, seed)
 
 
 @seeds

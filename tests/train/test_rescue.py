@@ -21,6 +21,7 @@ from bloomery.train.hooks import Hook
 from bloomery.train.optim import Optimizers
 from bloomery.train.session import Session
 from bloomery.train.state import State
+from bloomery.train.validation import Validation
 from bloomery.weights import checkpoint
 from tests.train.made import T, session, write_samples
 from tests.train.test_session import die_after
@@ -183,10 +184,10 @@ def raising(error: Exception) -> Any:
 def test_an_evaluation_that_fails_does_not_stop_training_and_is_named_at_the_end(
     shards: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def failing(self: Session, device: Any) -> Any:
+    def failing(self: Validation, model: Any, device: Any) -> Any:
         raise ValueError("no such question")
 
-    monkeypatch.setattr(Session, "_validate", failing)
+    monkeypatch.setattr(Validation, "measure", failing)
     stats = session(shards, tmp_path, evaluate_every=4).run()
     assert [failure["step"] for failure in stats["failures"]] == [4, 8, 9]
     assert stats["validation_loss"] is None
@@ -199,11 +200,11 @@ def test_an_evaluation_that_fails_does_not_stop_training_and_is_named_at_the_end
 def test_a_save_comes_before_each_evaluation(shards: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[str] = []
 
-    def look(self: Session, device: Any) -> tuple[float, None]:
+    def look(self: Validation, model: Any, device: Any) -> dict[str, float]:
         seen.append(max(folder.name for folder in (tmp_path / "checkpoints").iterdir()))
-        return 1.0, None
+        return {"validation_loss": 1.0}
 
-    monkeypatch.setattr(Session, "_validate", look)
+    monkeypatch.setattr(Validation, "measure", look)
     session(shards, tmp_path, evaluate_every=2, save_every_seconds=1e9).run()
     assert seen == [f"{step:09d}" for step in (2, 4, 6, 8, 9)]
 

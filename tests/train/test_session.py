@@ -10,9 +10,11 @@ import pytest
 from bloomery.core.errors import CheckpointError
 from bloomery.core.files import MANIFEST
 from bloomery.core.log import VARYING, read_metrics
+from bloomery.shards.loader import Samples
 from bloomery.train.hooks import Hook
 from bloomery.train.session import Session
 from bloomery.train.state import State
+from bloomery.train.validation import Validation
 from bloomery.weights import huggingface, training_state
 from tests.tokenizer.made import small
 from tests.train.made import SHAPE, T, processor, session, write_samples
@@ -93,18 +95,18 @@ def test_a_run_killed_while_it_validates_loses_no_line_of_its_metrics(
     shards: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     session(shards, tmp_path / "whole").run()
-    whole = Session._validate
+    whole = Validation.measure
     for _ in range(3):
         calls: list[int] = []
 
-        def dying(self: Session, device: Any, calls: list[int] = calls) -> tuple[float, float | None]:
+        def dying(self: Validation, model: Any, device: Any, calls: list[int] = calls) -> dict[str, float]:
             calls.append(1)
             if len(calls) == 2:
                 raise KeyboardInterrupt
-            return whole(self, device)
+            return whole(self, model, device)
 
         with monkeypatch.context() as patch:
-            patch.setattr(Session, "_validate", dying)
+            patch.setattr(Validation, "measure", dying)
             with pytest.raises(KeyboardInterrupt):
                 session(shards, tmp_path / "killed").run()
     session(shards, tmp_path / "killed").run()
@@ -145,14 +147,14 @@ def test_a_run_does_not_go_on_with_the_weights_of_other_shards(
 def test_no_weights_are_validated_twice(
     shards: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, every: int
 ) -> None:
-    whole, steps = Session._validate, list[float]()
+    whole, steps = Validation.measure, list[float]()
 
-    def counted(self: Session, device: Any) -> tuple[float, float | None]:
-        found = whole(self, device)
-        steps.append(found[0])
+    def counted(self: Validation, model: Any, device: Any) -> dict[str, float]:
+        found = whole(self, model, device)
+        steps.append(found["validation_loss"])
         return found
 
-    monkeypatch.setattr(Session, "_validate", counted)
+    monkeypatch.setattr(Validation, "measure", counted)
     stats = session(shards, tmp_path, evaluate_every=every).run()
     assert len(steps) == -(-STEPS // every)
     assert stats["validation_loss"] == steps[-1]
@@ -218,8 +220,8 @@ def test_the_numbers_of_a_checkpoint_are_those_of_its_step(shards: Path, tmp_pat
 def test_validation_is_the_mean_loss_of_its_tokens_and_leaves_the_model_in_training(
     shards: Path, tmp_path: Path
 ) -> None:
-    one = session(shards, tmp_path, micro_batch_tokens=2 * T)
-    other = session(shards, tmp_path, micro_batch_tokens=100 * T)
-    values = [made._validate(processor())[0] for made in (one, other)]
+    model = session(shards, tmp_path).model.train()
+    samples = Samples(shards, "val", T, small().hash)
+    values = [Validation(samples, small(), rows).measure(model, processor())["validation_loss"] for rows in (2, 100)]
     assert values[0] == pytest.approx(values[1], abs=2e-5)
-    assert one.model.training
+    assert model.training

@@ -10,7 +10,6 @@ from bloomery.train import optim_rules as rules
 from bloomery.train.config import AdamW8bit, AdEMAMix, Lion, Muon, Optimizer
 from bloomery.train.optim_adamw import ScaledAdamW
 from bloomery.train.optim_muon import BatchedMuon
-from bloomery.train.schedule import share as share
 
 import torch
 from torch import Tensor, nn

@@ -4,18 +4,14 @@ What surrounds the loop in a stage: device, batches, resume, checkpoints, metric
 Pretraining and finetuning differ in where their weights and samples come from, and in nothing here.
 """
 
-import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from bloomery.core.config import plain
-from bloomery.core.errors import RunError
 from bloomery.core.log import METRICS, Metrics, kept, progress, say
 from bloomery.core.stop import Stop, Terminated, on_sigterm
 from bloomery.hw import device as devices
@@ -25,32 +21,31 @@ from bloomery.hw.dist import World
 from bloomery.hw.peak import measured_peak
 from bloomery.model.cost import cost
 from bloomery.model.transformer import Transformer
-from bloomery.shards.loader import IGNORE, Course, Samples, batches
+from bloomery.shards.loader import Course, Samples, batches
 from bloomery.tokenizer.chat import Renderer
 from bloomery.train import exactness, parallel
+from bloomery.train.checkpoints import Checkpoints
 from bloomery.train.clock import Clock
 from bloomery.train.compiled import prepare
 from bloomery.train.config import Training
 from bloomery.train.device import fast_dtype, find_device, short
 from bloomery.train.guard import Guard, forget
 from bloomery.train.hooks import Hook, Hooks
-from bloomery.train.loop import micro_batch_loss, train
+from bloomery.train.loop import train
 from bloomery.train.norms import Norms
-from bloomery.train.optim import Optimizers, share
+from bloomery.train.optim import Optimizers
 from bloomery.train.plan import rows_at_once, rows_per_step
 from bloomery.train.precision import Precision
 from bloomery.train.recorder import Recorder
 from bloomery.train.sampling import Sampler, sampling
+from bloomery.train.schedule import share
 from bloomery.train.sinks import MainLog, watcher
 from bloomery.train.state import State
-from bloomery.weights import checkpoint, huggingface
-from bloomery.weights.checkpoint import Checkpoint, Keep, Saver
+from bloomery.train.validation import Validation, evaluating
+from bloomery.weights.checkpoint import Keep, Saver
 from bloomery.weights.huggingface import Lineage
 
-import torch
-
 LOG = "log.txt"
-VALIDATION_SAMPLES = 256
 STEPS_BETWEEN_TRIMS = 25
 
 
@@ -78,12 +73,10 @@ class Session:
     world: World = field(default_factory=World.alone)
     """The ranks that train it together; each has a session. The first one writes."""
     _stop: Stop = field(default_factory=Stop)
-    _saver: Saver = field(init=False)
+    _checkpoints: Checkpoints = field(init=False)
+    _validation: Validation = field(init=False)
     _desk: Path = field(init=False)
     """Where this rank writes what it tells: `out` for the first, and for the others a folder that is thrown away."""
-    _environment: dict[str, Any] = field(default_factory=dict)
-    _saved: tuple[float, int] = (0.0, 0)
-    """When, and of which step, the newest checkpoint is."""
 
     def run(self) -> dict[str, Any]:
         """
@@ -95,15 +88,16 @@ class Session:
         with parallel.desk(self.out, self.world) as self._desk, kept(self._desk / LOG), on_sigterm() as self._stop:
             prepare(self.model, self.config, self.samples, device, self._desk)
             optimizers = Optimizers(self.model, self.config.optimizer, fast_dtype(device))
-            self._environment = exactness.environment(self.config, device, self.world, optimizers)
-            state = self._resume(optimizers)
-            began, first_step = time.monotonic(), state.step
+            rows = rows_at_once(self.config, self.validation.length)
+            self._validation = Validation(self.validation, self.renderer.tokenizer, rows, self._stop)
             keep = Keep(last=self.config.keep_checkpoints, every=self.config.keep_every_steps)
-            with Saver(self.out / "checkpoints", keep, self.world) as self._saver:
+            with Saver(self.out / "checkpoints", keep, self.world) as saver:
+                self._checkpoints = self._safe(saver, optimizers, device)
+                state = self._checkpoints.resume()
+                began, first_step = time.monotonic(), state.step
                 failures = self._train(state, optimizers, device)
             steps, seconds = state.step - first_step, time.monotonic() - began
-            if self.world.is_first:
-                huggingface.save(self.out / "model", self.model, self.renderer, self._lineage(state))
+            self._checkpoints.leave_model(self.out / "model", state)
         facts = cost(self.model.config, self.model.vocab_size)
         return {
             "parameters": facts.parameters,
@@ -141,7 +135,7 @@ class Session:
         precision.restore(state.precision)
 
         def roll_back(state: State) -> None:
-            recorder.rolled_back(state.step, self._roll_back(state, optimizers))
+            recorder.rolled_back(state.step, self._checkpoints.roll_back(state))
 
         facts = plain(self.config) | {"model": plain(self.model.config)}
         sinks = self.config.sinks if self.world.is_first else ()
@@ -152,8 +146,8 @@ class Session:
         ):
             recorder.watchers += [one.take for one in watchers]
             hooks = Hooks(
-                [*self._hooks(state, optimizers, device, recorder, samples), *(one.hook() for one in watchers)],
-                save=lambda state: self._save(state, optimizers),
+                [*self._hooks(state, device, recorder, samples), *(one.hook() for one in watchers)],
+                save=self._checkpoints.save,
                 record=recorder.failed,
             )
             source = batches(self.samples, first=state.samples, size=self.rows, seed=self.config.seed)
@@ -180,12 +174,12 @@ class Session:
                         stop=self._stop,
                     )
                 except Terminated:
-                    self._save(state, optimizers)
+                    self._checkpoints.save(state)
                     say(f"asked to stop after step {state.step}; the same command goes on from here", style="yellow")
                     raise
                 finally:
                     Hooks([one.end() for one in watchers], record=recorder.failed).after_step(state)
-        self._check_finite(state)
+        self._checkpoints.check_finite(state)
         for failure in hooks.failures:
             say(f"{self.name}: the hook {failure.hook!r} failed after step {failure.step}: {failure.error}", "yellow")
         return [asdict(failure) for failure in hooks.failures]
@@ -205,7 +199,7 @@ class Session:
                 tokens_per_step=self.tokens_per_step,
                 flops_per_token=cost(self.model.config, self.model.vocab_size).train_flops_per_token,
                 peak_flops=measured_peak(device),
-                bytes_per_token=self._bytes_per_token(),
+                bytes_per_token=self._validation.bytes_per_token,
             )
             peak = f"{recorder.peak_flops / 1e12:.2f} TFLOP/s, measured, in {short(device.compute_dtype)}"
             say(f"  {self.name} on {device.name}; MFU is a share of its matrix products' {peak}")
@@ -216,111 +210,43 @@ class Session:
         how = self.config
         return Guard(how.skip_sigma, how.skip_window, how.max_skips, recorder.skipped)
 
-    # --- the state, and where it is safe -----------------------------------------------------------------------------
-
-    def _resume(self, optimizers: Optimizers) -> State:
-        found = checkpoint.newest(self.out / "checkpoints", world=self.world)
-        if found is None:
-            return State()
-        self._take_up(found, optimizers)
-        say(f"  {self.name} goes on from step {found.state['step']} ({found.folder.name})")
-        exactness.tell(found.environment, self._environment)
-        self._saved = (time.monotonic(), found.state["step"])
-        return State.restored(found.state)
-
-    def _take_up(self, found: Checkpoint, optimizers: Optimizers) -> None:
-        huggingface.fill(self.model, found.folder, self.lineage)
-        optimizers.restore(found.training)
-
-    def _roll_back(self, state: State, optimizers: Optimizers) -> int:
-        """
-        Give weights, optimizers and the guard's window back what they held at the newest good checkpoint. Returns its
-        step.
-
-        That a checkpoint is good is only known when the step after it was accepted, so the one right before the bad
-        steps is used only if there is no other. Raises RunError where there is none, and where none was saved since the
-        run went back the last time.
-        """
-        root, bad = self.out / "checkpoints", self.config.max_skips
-        last = state.guard.rollbacks[-1] if state.guard.rollbacks else [0, 0]
-        self._saver.wait()
-        found = checkpoint.newest(root, before=state.step - bad, world=self.world)
-        if found is None or int(found.state["step"]) <= last[0]:
-            found = checkpoint.newest(root, world=self.world)
-        where, what = f"step {state.step}", f"{bad} steps in a row were skipped; metrics.jsonl names their samples"
-        cure = "Lower the learning rate, take precision=float32, or raise skip_sigma; the same command goes on"
-        if found is None:
-            raise RunError(f"{what}. There is no checkpoint to go back to", where=where, cure=f"{cure}.")
-        to = int(found.state["step"])
-        if to <= last[0]:
-            what = f"{what}. The run has already gone back to step {last[1]} after step {last[0]}, and it did not help"
-            raise RunError(what, where=where, cure=f"{cure} from {found.folder}.")
-        self._take_up(found, optimizers)
-        past = State.restored(found.state)
-        past.guard.skipped, past.guard.in_a_row = state.guard.skipped, 0
-        past.guard.rollbacks = [*state.guard.rollbacks, [state.step, to]]
-        state.tokens, state.guard = past.tokens, past.guard
-        return to
-
-    def _lineage(self, state: State) -> Lineage:
-        return replace(self.lineage, step=state.step)
-
-    def _save(self, state: State, optimizers: Optimizers) -> None:
-        """Begin to make the state safe, if that was not done yet. Weights that are not finite are not worth it."""
-        if self._saved[1] == state.step or not self.world.is_first:
-            return
-        if not self._is_finite():
-            say(f"step {state.step} is not saved: its weights are not finite", style="yellow")
-            return
-        model, lineage = parallel.copy_of(self.model), self._lineage(state)
-        self._saver.start(
-            state.step,
-            lambda folder: huggingface.save(folder, model, self.renderer, lineage),
-            optimizers.state(),
-            asdict(state),
-            environment=self._environment,
-            model_bytes=parallel.weight_bytes(model),
+    def _safe(self, saver: Saver, optimizers: Optimizers, device: Device) -> Checkpoints:
+        return Checkpoints(
+            name=self.name,
+            root=self.out / "checkpoints",
+            model=self.model,
+            renderer=self.renderer,
+            optimizers=optimizers,
+            lineage=self.lineage,
+            environment=exactness.environment(self.config, device, self.world, optimizers),
+            max_skips=self.config.max_skips,
+            saver=saver,
+            world=self.world,
         )
-        self._saved = (time.monotonic(), state.step)
-
-    def _is_finite(self) -> bool:
-        return all(bool(torch.isfinite(weight).all()) for weight in self.model.parameters())
-
-    def _check_finite(self, state: State) -> None:
-        if not self._is_finite():
-            raise RunError(
-                "the last updates left weights that are not finite",
-                where=f"step {state.step}",
-                cure=f"The good ones are in {self.out / 'checkpoints'}. Lower the learning rate, or train in float32.",
-            )
 
     # --- hooks --------------------------------------------------------------------------------------------------------
 
-    def _hooks(
-        self, start: State, optimizers: Optimizers, device: Device, recorder: Recorder, samples: Sequence[Hook]
-    ) -> Sequence[Hook]:
+    def _hooks(self, start: State, device: Device, recorder: Recorder, samples: Sequence[Hook]) -> Sequence[Hook]:
         """Log, save, evaluate: in this order, so that the weights are safe before anything else may fail."""
         steps, every = self.config.steps, self.config.evaluate_every
-        self._saved = (time.monotonic(), start.step)
 
         def evaluation_is_due(state: State) -> bool:
             return state.step % every == 0 or state.step == steps
 
         def save_is_due(state: State) -> bool:
-            late = time.monotonic() - self._saved[0] >= self.config.save_every_seconds
+            late = self._checkpoints.late(self.config.save_every_seconds)
             doubtful = state.guard.in_a_row > 0 and state.step < steps
             asked = self.config.keep_every_steps is not None and state.step % self.config.keep_every_steps == 0
             return (late or asked or evaluation_is_due(state)) and not doubtful
 
         def other(measure: Evaluation) -> Callable[[State], None]:
-            return lambda state: recorder.write(state.step, **self._in_evaluation(measure))
+            return lambda state: recorder.write(state.step, **self._measured(measure))
 
         def evaluate(state: State) -> None:
-            self._saver.wait()  # the weights are safe before anything else may fail
-            loss, bits = self._validate(device)
-            self.measured[state.step] = loss
-            more = {} if bits is None else {"validation_bits_per_byte": bits}
-            recorder.write(state.step, validation_loss=loss, **more)
+            self._checkpoints.saver.wait()  # the weights are safe before anything else may fail
+            found = self._validation.measure(self.model, device)
+            self.measured[state.step] = found["validation_loss"]
+            recorder.write(state.step, **found)
 
         known = {line["step"]: line["validation_loss"] for line in recorder.metrics.kept if "validation_loss" in line}
         self.measured.update(known)
@@ -337,7 +263,7 @@ class Session:
             *self._main_log(start, recorder),
             Hook(lambda s: bool(recorder.norms.latest), recorder.log_norms, "norms"),
             everywhere[0],
-            Hook(save_is_due, lambda s: self._save(s, optimizers), "save"),
+            Hook(save_is_due, self._checkpoints.save, "save"),
             Hook(evaluation_is_due, evaluate, "evaluate", vital=False),
             *(Hook(evaluation_is_due, other(do), name, vital=False) for name, do in self.evaluations.items()),
             everywhere[1],
@@ -361,40 +287,6 @@ class Session:
             return False
         return state.samples <= self.samples.switch < state.samples + self.rows
 
-    def _validation(self) -> Iterator[Any]:
-        """Batches of samples at even distances in the validation split: the same every time."""
-        size = rows_at_once(self.config, self.validation.length)
-        count = min(self.validation.num_samples, VALIDATION_SAMPLES)
-        chosen = np.arange(count) * self.validation.num_samples // count
-        for start in range(0, count, size):
-            self._stop.check()
-            yield self.validation.batch(chosen[start : start + size])
-
-    def _validate(self, device: Device) -> tuple[float, float | None]:
-        """Mean loss of the validation samples, in nats a token and, where their bytes are known, in bits a byte."""
-        total, tokens = 0.0, 0
-        with self._evaluating():
-            for batch in self._validation():
-                total += float(micro_batch_loss(self.model, batch, device))
-                tokens += int((batch.targets != IGNORE).sum())
-        loss, density = total / max(tokens, 1), self._bytes_per_token()
-        return round(loss, 5), round(loss / math.log(2) / density, 5) if density else None
-
-    @contextmanager
-    def _evaluating(self) -> Iterator[None]:
-        self.model.eval()
-        try:
-            with torch.no_grad():
-                yield
-        finally:
-            self.model.train()
-
-    def _in_evaluation(self, measure: Evaluation) -> Mapping[str, float]:
-        with self._evaluating():
+    def _measured(self, measure: Evaluation) -> Mapping[str, float]:
+        with evaluating(self.model):
             return measure(self.model)
-
-    def _bytes_per_token(self) -> float | None:
-        """Bytes of the supervised tokens of the validation samples, by token; None where they have none."""
-        lengths = np.array(self.renderer.tokenizer.byte_lengths)
-        targets = np.concatenate([batch.targets[batch.targets != IGNORE] for batch in self._validation()])
-        return float(lengths[targets].mean()) or None if len(targets) else None

@@ -4,6 +4,7 @@ An architecture as others know it: its name, its configuration, and where each o
 A piece is one tensor of theirs, which is one of ours, or several of ours one below the other.
 """
 
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -48,6 +49,17 @@ class Architecture:
     def obstacles(self, config: ModelConfig) -> list[str]:
         """The fields of a model that this architecture does not have so."""
         return [field for field, holds in self.allowed.items() if not holds(config)]
+
+
+def renamed(name: str, patterns: Sequence[tuple[str, str]], architecture: str) -> str:
+    """
+    Their name of one of our weights, by the first pattern that is all of it. Raises ValueError for a weight that none
+    fits.
+    """
+    for pattern, replacement in patterns:
+        if re.fullmatch(pattern, name):
+            return re.sub(pattern, replacement, name)
+    raise ValueError(f"{name!r} has no counterpart in a {architecture}")
 
 
 def gathered(piece: Piece, weights: Mapping[str, Tensor]) -> Tensor:

@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from bloomery.model.config import ModelConfig
-from bloomery.weights.architecture import Architecture, Piece, is_uniform
+from bloomery.weights.architecture import Architecture, Piece, is_uniform, renamed
 
 PATTERNS = (
     (r"embed\.weight", "transformer.wte.weight"),
@@ -39,11 +39,8 @@ def pieces(names: Sequence[str]) -> list[Piece]:
 
 
 def theirs(name: str) -> str:
-    """Transformers' name of one of our weights."""
-    for pattern, replacement in PATTERNS:
-        if re.fullmatch(pattern, name):
-            return re.sub(pattern, replacement, name)
-    raise ValueError(f"{name!r} has no counterpart in a GPT2LMHeadModel")
+    """Transformers' name of one of our weights. Raises ValueError for one that it does not have."""
+    return renamed(name, PATTERNS, "GPT2LMHeadModel")
 
 
 def describe(config: ModelConfig) -> dict[str, Any]:

@@ -1,11 +1,10 @@
 """Llama and its kin: LlamaForCausalLM, MistralForCausalLM, Qwen2ForCausalLM, Qwen3ForCausalLM."""
 
-import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from bloomery.model.config import ModelConfig
-from bloomery.weights.architecture import Architecture, Piece, is_uniform
+from bloomery.weights.architecture import Architecture, Piece, is_uniform, renamed
 
 PATTERNS = (
     (r"embed\.weight", "model.embed_tokens.weight"),
@@ -32,11 +31,8 @@ def pieces(names: Sequence[str]) -> list[Piece]:
 
 
 def theirs(name: str) -> str:
-    """Transformers' name of one of our weights."""
-    for pattern, replacement in PATTERNS:
-        if re.fullmatch(pattern, name):
-            return re.sub(pattern, replacement, name)
-    raise ValueError(f"{name!r} has no counterpart in a LlamaForCausalLM")
+    """Transformers' name of one of our weights. Raises ValueError for one that it does not have."""
+    return renamed(name, PATTERNS, "LlamaForCausalLM")
 
 
 def describe(config: ModelConfig) -> dict[str, Any]:

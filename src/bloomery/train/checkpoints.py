@@ -1,0 +1,132 @@
+"""
+Where the state of a run is safe: what it goes on from, what it saves, and what it goes back to.
+
+A save is begun and goes on in a thread; weights that are not finite are never saved.
+"""
+
+import time
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import bloomery.hw.needs_torch  # noqa: F401
+from bloomery.core.errors import RunError
+from bloomery.core.log import say
+from bloomery.hw.dist import World
+from bloomery.model.transformer import Transformer
+from bloomery.tokenizer.chat import Renderer
+from bloomery.train import exactness, parallel
+from bloomery.train.optim import Optimizers
+from bloomery.train.state import State
+from bloomery.weights import checkpoint, huggingface
+from bloomery.weights.checkpoint import Checkpoint, Saver
+from bloomery.weights.huggingface import Lineage
+
+import torch
+
+
+@dataclass
+class Checkpoints:
+    """The checkpoints of a run, in `root`. Each rank has one; what one of them calls, all call."""
+
+    name: str
+    root: Path
+    model: Transformer
+    renderer: Renderer
+    optimizers: Optimizers
+    lineage: Lineage
+    environment: dict[str, Any]
+    max_skips: int
+    saver: Saver
+    world: World
+    _saved: tuple[float, int] = (0.0, 0)
+    """When, and of which step, the newest one is."""
+
+    def resume(self) -> State:
+        """Take up the newest whole one. Without any, the state is that of before the first step."""
+        self._saved = (time.monotonic(), 0)
+        found = checkpoint.newest(self.root, world=self.world)
+        if found is None:
+            return State()
+        self._take_up(found)
+        say(f"  {self.name} goes on from step {found.state['step']} ({found.folder.name})")
+        exactness.tell(found.environment, self.environment)
+        self._saved = (time.monotonic(), found.state["step"])
+        return State.restored(found.state)
+
+    def _take_up(self, found: Checkpoint) -> None:
+        huggingface.fill(self.model, found.folder, self.lineage)
+        self.optimizers.restore(found.training)
+
+    def roll_back(self, state: State) -> int:
+        """
+        Give weights, optimizers and the guard's window back what they held at the newest good checkpoint. Returns its
+        step.
+
+        That a checkpoint is good is only known when the step after it was accepted, so the one right before the bad
+        steps is used only if there is no other. Raises RunError where there is none, and where none was saved since the
+        run went back the last time.
+        """
+        bad = self.max_skips
+        last = state.guard.rollbacks[-1] if state.guard.rollbacks else [0, 0]
+        self.saver.wait()
+        found = checkpoint.newest(self.root, before=state.step - bad, world=self.world)
+        if found is None or int(found.state["step"]) <= last[0]:
+            found = checkpoint.newest(self.root, world=self.world)
+        where, what = f"step {state.step}", f"{bad} steps in a row were skipped; metrics.jsonl names their samples"
+        cure = "Lower the learning rate, take precision=float32, or raise skip_sigma; the same command goes on"
+        if found is None:
+            raise RunError(f"{what}. There is no checkpoint to go back to", where=where, cure=f"{cure}.")
+        to = int(found.state["step"])
+        if to <= last[0]:
+            what = f"{what}. The run has already gone back to step {last[1]} after step {last[0]}, and it did not help"
+            raise RunError(what, where=where, cure=f"{cure} from {found.folder}.")
+        self._take_up(found)
+        past = State.restored(found.state)
+        past.guard.skipped, past.guard.in_a_row = state.guard.skipped, 0
+        past.guard.rollbacks = [*state.guard.rollbacks, [state.step, to]]
+        state.tokens, state.guard = past.tokens, past.guard
+        return to
+
+    def late(self, seconds: float) -> bool:
+        """Whether the newest one is older than that."""
+        return time.monotonic() - self._saved[0] >= seconds
+
+    def save(self, state: State) -> None:
+        """Begin to make the state safe, if that was not done yet. Weights that are not finite are not worth it."""
+        if self._saved[1] == state.step or not self.world.is_first:
+            return
+        if not is_finite(self.model):
+            say(f"step {state.step} is not saved: its weights are not finite", style="yellow")
+            return
+        model, lineage = parallel.copy_of(self.model), self.lineage_of(state)
+        self.saver.start(
+            state.step,
+            lambda folder: huggingface.save(folder, model, self.renderer, lineage),
+            self.optimizers.state(),
+            asdict(state),
+            environment=self.environment,
+            model_bytes=parallel.weight_bytes(model),
+        )
+        self._saved = (time.monotonic(), state.step)
+
+    def lineage_of(self, state: State) -> Lineage:
+        return replace(self.lineage, step=state.step)
+
+    def leave_model(self, folder: Path, state: State) -> None:
+        """Leave the model as it is, for others to read."""
+        if self.world.is_first:
+            huggingface.save(folder, self.model, self.renderer, self.lineage_of(state))
+
+    def check_finite(self, state: State) -> None:
+        """Raises RunError where the last updates have hurt the weights."""
+        if not is_finite(self.model):
+            raise RunError(
+                "the last updates left weights that are not finite",
+                where=f"step {state.step}",
+                cure=f"The good ones are in {self.root}. Lower the learning rate, or train in float32.",
+            )
+
+
+def is_finite(model: Transformer) -> bool:
+    return all(bool(torch.isfinite(weight).all()) for weight in model.parameters())
