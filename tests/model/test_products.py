@@ -95,7 +95,5 @@ def test_it_is_ready_for_many_rows_in_bfloat16_by_float32_weights(monkeypatch: p
     assert not products.ready(x[:63], weight)
     assert not products.ready(x.float(), weight)
     assert not products.ready(x, weight.bfloat16())
-    with products.plain():
-        assert not products.ready(x, weight)
     monkeypatch.setenv(native.SWITCH, "0")
     assert not products.ready(x, weight)

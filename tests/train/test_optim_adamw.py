@@ -52,7 +52,9 @@ def test_scaled_gradients_stay_as_they_are_and_autograd_knows_of_the_new_weights
     before = [weight._version for weight in ours]
     optimizer.scale = 0.5
     optimizer.step()
-    assert all(weight.grad is not None and torch.equal(weight.grad, one) for weight, one in zip(ours, given, strict=True))
+    assert all(
+        weight.grad is not None and torch.equal(weight.grad, one) for weight, one in zip(ours, given, strict=True)
+    )
     assert all(weight._version > version for weight, version in zip(ours, before, strict=True))
 
 

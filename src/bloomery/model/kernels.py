@@ -57,7 +57,13 @@ def _native(value: Tensor | int | float) -> Any:
 class _Norm(torch.autograd.Function):
     @staticmethod
     def forward(
-        context: Any, x: Tensor, weight: Tensor | None, bias: Tensor | None, centered: bool, eps: float, dtype: torch.dtype
+        context: Any,
+        x: Tensor,
+        weight: Tensor | None,
+        bias: Tensor | None,
+        centered: bool,
+        eps: float,
+        dtype: torch.dtype,
     ) -> Tensor:
         x = x.contiguous()
         y, inverses = torch.empty_like(x, dtype=dtype), x.new_empty(x.shape[:-1])
@@ -249,7 +255,12 @@ def first_seen(segments: Int[Tensor, "B T"], window: int | None = None) -> Int[T
 
 
 def cross_entropy_(
-    scores: Float[Tensor, "N V"], targets: Int[Tensor, " N"], *, z_loss: float = 0.0, share: float = 1.0, slopes: bool = True
+    scores: Float[Tensor, "N V"],
+    targets: Int[Tensor, " N"],
+    *,
+    z_loss: float = 0.0,
+    share: float = 1.0,
+    slopes: bool = True,
 ) -> Float[Tensor, " N"]:
     """
     z = log Σ exp(scores) of each row, in float32; the cross entropy is z − scores[target].
@@ -257,5 +268,15 @@ def cross_entropy_(
     With `slopes` the scores are overwritten with the gradient of share · Σ (z − scores[target] + z_loss · z²).
     """
     z = torch.empty(len(scores))
-    _call("entropy", KINDS[scores.dtype], scores, targets.contiguous(), z, *scores.shape, float(z_loss), float(share), int(slopes))
+    _call(
+        "entropy",
+        KINDS[scores.dtype],
+        scores,
+        targets.contiguous(),
+        z,
+        *scores.shape,
+        float(z_loss),
+        float(share),
+        int(slopes),
+    )
     return z

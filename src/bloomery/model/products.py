@@ -8,9 +8,6 @@ are never rounded: what autocast does with a copy before and after each product.
 products, and equal to them but for the order of sums. Callers ask `ready`.
 """
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-from contextvars import ContextVar
 from functools import cache
 from typing import Any
 
@@ -30,8 +27,6 @@ FEWEST_ROWS = 64
 ROUNDED, SET, ADD = 0, 1, 2
 """What becomes of sums: bfloat16, float32, float32 added to what is there."""
 
-_PLAIN: ContextVar[bool] = ContextVar("_PLAIN", default=False)
-
 
 def ready(x: Tensor, weight: Tensor) -> bool:
     """Whether the processor and the library take a product of x in bfloat16 with float32 weights."""
@@ -44,19 +39,8 @@ def ready(x: Tensor, weight: Tensor) -> bool:
         and x.numel() >= FEWEST_ROWS * x.shape[-1]
         and weight.stride(-1) == 1
         and not torch.compiler.is_compiling()
-        and not _PLAIN.get()
         and has_tiles()
     )
-
-
-@contextmanager
-def plain() -> Iterator[None]:
-    """Within, products are PyTorch's: for who has to see them one by one."""
-    token = _PLAIN.set(True)
-    try:
-        yield
-    finally:
-        _PLAIN.reset(token)
 
 
 def has_tiles() -> bool:
@@ -92,13 +76,32 @@ def _side(matrix: Tensor) -> tuple[Tensor, int, int, int]:
     return matrix, matrix.stride(0 if along else 1), int(matrix.dtype == torch.float32), int(along)
 
 
+def forward_operation() -> Any:
+    """y = x Wᵀ + b as an operation of torch, so that recomputation can be told to keep what it gives."""
+    _operations()
+    return torch.ops.bloomery.linear.default
+
+
+@cache
+def _operations() -> torch.library.Library:
+    """Which takes its operations along when it goes."""
+    library = torch.library.Library("bloomery", "DEF")
+    library.define("linear(Tensor x, Tensor weight, Tensor? bias) -> Tensor")
+    library.impl("linear", _forward, "CPU")
+    return library
+
+
+def _forward(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    return product(x, weight.t(), x.new_empty(len(x), len(weight)), bias)
+
+
 class _Linear(torch.autograd.Function):
     @staticmethod
     def forward(context: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         rows = x.reshape(-1, x.shape[-1])
         context.save_for_backward(rows, weight)
         context.biased = bias is not None
-        y = product(rows, weight.t(), rows.new_empty(len(rows), len(weight)), bias)
+        y: Tensor = forward_operation()(rows, weight, bias)
         return y.view(*x.shape[:-1], len(weight))
 
     @staticmethod

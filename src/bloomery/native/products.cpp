@@ -46,8 +46,8 @@ struct Product {
 
 constexpr int64_t PANEL = 32, STEP = 32;                // rows or columns of a panel; k's of a pair of tiles
 constexpr int64_t TILE = 512, PAIR = 2 * TILE;          // numbers
-constexpr int64_t MOST_INNER = 4096;                    // k's that are summed up without a stop
-constexpr int64_t BLOCK_NUMBERS = 640 * 1024;           // of R, beside which a panel of L has room
+constexpr int64_t MOST_INNER = 1536;                    // k's that are summed up without a stop
+constexpr int64_t BLOCK_NUMBERS = 320 * 1024;           // of R, beside which a panel of L has room
 constexpr int64_t PERMISSION = 0x1023, TILE_DATA = 18;  // arch_prctl(2): ARCH_REQ_XCOMP_PERM
 
 bool has_tiles() {

@@ -65,7 +65,9 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
     def backward(context: Any, *upstream: Tensor) -> tuple[Tensor, Tensor, None, None, None, None]:
         """The gradients are given away, not copied: there is no second backward pass."""
         if context.grads is None:
-            raise RuntimeError("the gradients of this loss were given to a backward pass before; compute the loss again")
+            raise RuntimeError(
+                "the gradients of this loss were given to a backward pass before; compute the loss again"
+            )
         (grad_hidden, grad_weight), context.grads = context.grads, None
         if upstream[0].device.type != "cpu" or float(upstream[0]) != 1.0:  # a pass over the largest weight
             grad_hidden, grad_weight = grad_hidden.mul_(upstream[0]), grad_weight.mul_(upstream[0])

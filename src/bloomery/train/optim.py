@@ -67,7 +67,9 @@ class Optimizers:
             if isinstance(part, ScaledAdamW):
                 part.scale = scale
             elif scale != 1.0:
-                torch._foreach_mul_([w.grad for group in part.param_groups for w in group["params"] if w.grad is not None], scale)
+                torch._foreach_mul_(
+                    [w.grad for group in part.param_groups for w in group["params"] if w.grad is not None], scale
+                )
             part.step()
 
     def zero_grad(self) -> None:

@@ -11,7 +11,6 @@ selective: Korthikanti et al. 2022, https://arxiv.org/abs/2205.05198).
 """
 
 from collections.abc import Callable
-from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
@@ -55,15 +54,12 @@ class _Again:
         self.plain = plain
         self._how: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": False}
         if level == "selective":
-            self._how["context_fn"] = partial(create_selective_checkpoint_contexts, KEPT)
+            self._how["context_fn"] = partial(
+                create_selective_checkpoint_contexts, [*KEPT, products.forward_operation()]
+            )
 
     def __call__(self, *inputs: Any) -> Tensor:
         if not torch.is_grad_enabled():
             return self.plain(*inputs)
-        made: Tensor = checkpoint(self._watched, *inputs, **self._how)
+        made: Tensor = checkpoint(self.plain, *inputs, **self._how)
         return made
-
-    def _watched(self, *inputs: Any) -> Tensor:
-        """Selectively, only products that PyTorch makes can be told to be kept."""
-        with products.plain() if "context_fn" in self._how else nullcontext():
-            return self.plain(*inputs)
