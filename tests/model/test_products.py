@@ -1,4 +1,4 @@
-"""Products by tiles equal PyTorch's in float32 of the same rounded numbers, whatever the shapes, strides and threads."""
+"""Products by tiles equal PyTorch's in float32 of the same rounded numbers, whatever shapes and strides."""
 
 from collections.abc import Iterator
 

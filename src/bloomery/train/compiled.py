@@ -32,7 +32,7 @@ from bloomery.train.plan import rows_at_once
 from bloomery.train.recompute import recompute
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 Wanted = Literal["off", "auto", "on"]
 Trial = Callable[[], tuple[float, float]]

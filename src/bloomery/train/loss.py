@@ -113,7 +113,7 @@ def token_losses(
     share: float = 1.0,
 ) -> tuple[Float[Tensor, ""], Float[Tensor, ""]]:
     """
-    What is minimized, times `share`, and the cross entropy alone, which has no gradient: sums over all N tokens, in nats.
+    What is minimized, times `share`, and the cross entropy alone, without gradient: sums over all N tokens, in nats.
 
     They differ by z_loss · (log Σ exp scores)², which keeps the scores of a long run near zero (Chowdhery et al. 2022,
     https://arxiv.org/abs/2204.02311, §5). Zeros for N = 0.

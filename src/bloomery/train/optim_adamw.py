@@ -1,4 +1,4 @@
-"""AdamW and the norm of gradients by the compiled library, where it was built and weights are float32 on the processor."""
+"""AdamW and the norm of gradients by the compiled library, where weights are float32 on the processor."""
 
 import math
 from collections.abc import Callable, Sequence
