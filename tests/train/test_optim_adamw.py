@@ -1,5 +1,7 @@
 """AdamW of the compiled library equals torch's, and takes a scale of gradients that are not written back."""
 
+from typing import Any
+
 import pytest
 
 from bloomery.core import native
@@ -28,7 +30,7 @@ def give(to: list[nn.Parameter], step: int, scale: float = 1.0) -> list[Tensor]:
 def test_weights_and_moments_are_those_of_torch(wanted: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(native.SWITCH, wanted)
     ours, theirs = weights(), weights()
-    how = {"lr": 0.01, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.3}
+    how: dict[str, Any] = {"lr": 0.01, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.3}
     mine, reference = ScaledAdamW(ours, **how, fused=True), torch.optim.AdamW(theirs, **how, fused=True)
     for step in range(4):
         give(ours, step, scale=4.0)

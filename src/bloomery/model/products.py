@@ -85,9 +85,9 @@ def forward_operation() -> Any:
 @cache
 def _operations() -> torch.library.Library:
     """Which takes its operations along when it goes."""
-    library = torch.library.Library("bloomery", "DEF")
-    library.define("linear(Tensor x, Tensor weight, Tensor? bias) -> Tensor")
-    library.impl("linear", _forward, "CPU")
+    library = torch.library.Library("bloomery", "DEF")  # type: ignore[no-untyped-call]
+    library.define("linear(Tensor x, Tensor weight, Tensor? bias) -> Tensor")  # type: ignore[no-untyped-call]
+    library.impl("linear", _forward, "CPU")  # type: ignore[no-untyped-call]
     return library
 
 
