@@ -8,8 +8,9 @@ GPT-2 of 124M parameters at three sizes of batch (rows x tokens), and a Llama of
 16x256. Every program is a process of its own that trains one model throughout (stepper.py, llmc_step.c); they take
 turns, N rounds of them, and only one computes at a time. Times are those of the processor with one thread, which other
 programs disturb least, and those of the wall with several. What counts of a round is the median of its steps, and a
-ratio is the median over rounds of the ratios within each. A program in float32 without kept memory goes without a
-warm-up at 8x512, and llm.c from 4x256 on, where it runs once; at 8x512, where its step takes minutes, it is left out.
+ratio is the median over rounds of the ratios within each. From 4x256 on, peers in float32, which give their
+memory back after each step, go without a warm-up, and so does llm.c, which runs once there; at 8x512, where its step
+takes minutes, it is left out, and all others run once.
 
 The ceiling is that of large products of square matrices in bfloat16, measured after each of our turns in our process.
 
@@ -43,7 +44,7 @@ DEFAULTS = ("huggingface", "nanogpt")
 BFLOAT16 = ("huggingface_bfloat16_kept", "nanogpt_bfloat16_kept")
 EAGER = ("ours_plain_float32", "huggingface")
 LLMC = "llmc"
-STEPS = {"4x64": 5, "4x256": 2, "8x512": 1, SMALL: 3}
+STEPS = {"4x64": 3, "4x256": 1, "8x512": 1, SMALL: 3}
 """Of a round, without those that warm up."""
 
 Turns = dict[str, list[dict[str, Any]]]
@@ -82,7 +83,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--llmc", type=Path)
     parser.add_argument("--sizes", nargs="+", default=[*SIZES, SMALL], choices=[*SIZES, SMALL])
     parser.add_argument("--threads", nargs="+", type=int, default=[1, 2])
-    parser.add_argument("--rounds", type=int, default=3, help="at 8x512 never more than two")
+    parser.add_argument("--rounds", type=int, default=2, help="at 8x512 never more than one")
     parser.add_argument("--programs", nargs="+", help="only these")
     parser.add_argument("--into", type=Path, metavar="FILE")
     options = parser.parse_args()
@@ -144,12 +145,12 @@ def case(
     turns: Turns = {name: [] for name in at}
     if options.llmc and size in SIZES[:2] and (not options.programs or LLMC in options.programs):
         turns[LLMC] = []
-    for _ in range(options.rounds if size != SIZES[2] else min(options.rounds, 2)):
+    for _ in range(options.rounds if size != SIZES[2] else 1):
         for name, seen in turns.items():
             if name == LLMC and (size == SIZES[0] or not seen):
                 seen.append(turn_of_llmc(rows, tokens, threads, size != SIZES[0], folder))
             elif name != LLMC:
-                warm = 0 if size == SIZES[2] and name in DEFAULTS else 1
+                warm = 0 if size in SIZES[1:] and name in DEFAULTS else 1
                 turn = {"rows": rows, "tokens": tokens, "threads": threads, "warm": warm, "steps": STEPS[size]}
                 print(json.dumps(turn), file=at[name].stdin, flush=True)
                 seen.append(json.loads(answer(name, at)))
