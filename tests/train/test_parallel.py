@@ -1,17 +1,23 @@
 import json
+import os
 import random
+import signal
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from bloomery.core import native
+from bloomery.core.errors import RunError
 from bloomery.core.log import read_metrics
 from bloomery.hw.dist import World
 from bloomery.model.transformer import Transformer
 from bloomery.train import exactness, launch, parallel
+from bloomery.train.hooks import Hook
+from bloomery.train.state import State
 from bloomery.weights import checkpoint
 from tests.model.made import SHAPES, VOCAB_SIZE, lively
-from tests.train.made import write_samples
+from tests.train.made import session, write_samples
 
 import safetensors.torch
 import torch
@@ -116,6 +122,48 @@ def test_a_run_goes_on_with_another_number_of_ranks(
     assert furthest(tmp_path / "stopped", tmp_path / "whole") < 1e-6
     if before == after:
         assert furthest(tmp_path / "stopped", tmp_path / "whole") == 0.0
+
+
+def troubled(task: dict[str, Any], world: World) -> dict[str, Any]:
+    """A session in which something happens to rank 1 after step 5."""
+    run = session(Path(task["shards"]), Path(task["out"]), world, **task["settings"])
+    whole = run._hooks
+
+    def happen(state: State) -> None:
+        if task["what"] == "die":
+            os.kill(os.getpid(), signal.SIGKILL)
+        raise ZeroDivisionError("odd")
+
+    def hooks(*args: Any) -> list[Hook]:
+        return [*whole(*args), Hook(lambda state: state.step == 5 and world.rank == 1, happen, "happen")]
+
+    run._hooks = hooks  # type: ignore[assignment, method-assign]
+    return run.run()
+
+
+@pytest.mark.parametrize(("what", "told"), [("die", "was ended by SIGKILL"), ("fail", "ended with exit code 1")])
+def test_the_newest_step_is_saved_when_a_rank_is_lost_or_fails(
+    shards: Path, tmp_path: Path, what: str, told: str
+) -> None:
+    settings = {"save_every_seconds": 1e9, "evaluate_every": 100}
+    task = {"shards": str(shards), "out": str(tmp_path), "settings": settings, "what": what}
+    with pytest.raises(RunError, match=rf"rank 1 \(process \d+\) {told}"):
+        launch.run("tests.train.test_parallel:troubled", task, 2)
+    found = checkpoint.newest(tmp_path / "checkpoints")
+    assert found is not None
+    assert found.state["step"] == 5
+
+
+def test_another_compiled_library_is_said_on_resume(
+    shards: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    session(shards, tmp_path).run()
+    recorded = json.loads((tmp_path / "checkpoints" / f"{STEPS:09d}" / "environment.json").read_text())["native"]
+    assert recorded == native.identity("training")
+    assert "native was" not in (tmp_path / "log.txt").read_text()
+    monkeypatch.setenv(native.SWITCH, "1" if recorded.startswith("off") else "0")
+    session(shards, tmp_path).run()
+    assert f"native was {recorded} and is {native.identity('training')}" in (tmp_path / "log.txt").read_text()
 
 
 def test_what_bits_depend_on_is_compared() -> None:

@@ -8,6 +8,7 @@ import pytest
 
 from bloomery.hw.dist import World
 from bloomery.shards.loader import Batch
+from bloomery.train import parallel
 from bloomery.train.config import AdamW
 from bloomery.train.loop import accumulate_gradients, train
 from bloomery.train.optim import Optimizers
@@ -81,6 +82,12 @@ def test_a_rank_that_is_all_masked_adds_exactly_zero() -> None:
         assert found[:2] == (loss, tokens)
         for name, gradient in found[2].items():
             assert torch.equal(gradient, alone[name]), name
+
+
+def test_the_peak_of_several_ranks_is_that_of_all_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(parallel, "measured_peak", lambda device: 2.5e9)
+    with ThreadPoolExecutor(3) as pool:
+        assert list(pool.map(lambda world: parallel.peak(CPU, world), worlds(3))) == [7.5e9] * 3
 
 
 def test_every_rank_ends_with_the_same_bits_and_with_those_of_one_but_for_rounding() -> None:

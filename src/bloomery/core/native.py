@@ -44,6 +44,12 @@ def state(name: str) -> str:
     return f"off ({SWITCH}=0)" if os.environ.get(SWITCH) == "0" else _found(FOLDER / f"{name}.so").state
 
 
+def identity(name: str) -> str:
+    """What a library computes with, and of which sources it was built; or why it is not used."""
+    found = state(name)
+    return f"{found} of {digest(FOLDER)}" if library(name) is not None else found
+
+
 def summary() -> str:
     """The state of all libraries, in a few words. One that shares threads with torch is not loaded before torch is."""
     names = NAMES if "torch" in sys.modules else NAMES[:1]

@@ -64,8 +64,7 @@ def fused_attention(q: Queries, k: Keys, v: Values, sight: Sight) -> Attended:
     long rows of several documents, windows and ALiBi a kernel made for them, so that no T × S mask lies in memory.
     """
     if q.device.type == "cpu":
-        first = sight.first(len(q))
-        if first is not None and kernels.ready(q, k, v):
+        if kernels.ready(q, k, v) and (first := sight.first(len(q))) is not None:  # it looks at numbers of segments
             return kernels.causal_attention(q, k, v, first)
         return processor_attention(q, k, v, sight)
     plain = sight.is_causal and sight.num_queries in (1, sight.num_keys)

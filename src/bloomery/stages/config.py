@@ -304,6 +304,12 @@ class Pretrain(Training):
     """Fills in width, heads, tokens, steps and learning rates that are not given: see `train/depth.py`."""
     tokens_per_parameter: float = Field(TOKENS_PER_PARAMETER, gt=0)
     """How long a run of a given depth is."""
+    continue_from: Path | None = Field(None, json_schema_extra=VOLATILE)
+    """The folder of this stage in a shorter run, whose level part this one need not do again: `train/extension.py`."""
+    hellaswag: Path | None = Field(None, json_schema_extra=VOLATILE)
+    """An evaluation file of llm.c, such as hellaswag_val.bin: its questions are asked at every evaluation."""
+    hellaswag_questions: Positive | None = Field(None, json_schema_extra=VOLATILE)
+    """How many of them, at even distances. None: all."""
 
 
 class Synthesize(Config):

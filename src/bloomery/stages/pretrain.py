@@ -1,5 +1,6 @@
 """The stage `pretrain`: token files -> a language model."""
 
+import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -7,6 +8,7 @@ from typing import Any
 from bloomery.core.errors import CheckpointError
 from bloomery.core.log import say
 from bloomery.core.stage import content_hash
+from bloomery.evaluation.choices import Choices
 from bloomery.hw import device as devices
 from bloomery.hw.dist import World
 from bloomery.model.transformer import Transformer
@@ -17,9 +19,9 @@ from bloomery.stages.config import Pretrain
 from bloomery.stages.sampling import continuing
 from bloomery.tokenizer.chat import Renderer
 from bloomery.tokenizer.tokenizer import Tokenizer
-from bloomery.train import launch
-from bloomery.train.plan import rows_per_step
-from bloomery.train.session import Session
+from bloomery.train import extension, launch
+from bloomery.train.plan import rows_at_once, rows_per_step
+from bloomery.train.session import Evaluation, Session
 from bloomery.weights import families, huggingface
 from bloomery.weights.huggingface import Lineage
 
@@ -38,6 +40,10 @@ def train(task: Mapping[str, Any], world: World) -> dict[str, Any]:
     model = start(config, tokenizer)
     renderer, folder, length = Renderer(tokenizer), inputs["shard"], config.model.context
     samples = course(config, folder, tokenizer.hash)
+    lineage = Lineage(tokenizer=tokenizer.hash, template=None, shards=content_hash(folder), base=digest(config) or None)
+    if world.is_first:
+        go_on(config, samples, out, lineage)
+    world.barrier()
     stats = Session(
         name="pretrain",
         config=config,
@@ -45,16 +51,39 @@ def train(task: Mapping[str, Any], world: World) -> dict[str, Any]:
         renderer=renderer,
         samples=samples,
         validation=Samples(folder, "val", length, tokenizer.hash),
-        lineage=Lineage(
-            tokenizer=tokenizer.hash, template=None, shards=content_hash(folder), base=digest(config) or None
-        ),
+        lineage=lineage,
         out=out,
         world=world,
         sampler=continuing(renderer),
+        evaluations=evaluations(config, tokenizer),
     ).run()
     if isinstance(samples, Course):
         stats["anneal_from_step"] = samples.switch // rows_per_step(config, length) + 1
     return stats
+
+
+def go_on(config: Pretrain, samples: Samples | Course, out: Path, lineage: Lineage) -> None:
+    """Leave for longer runs how this one trains, and bring over what a shorter one has done of it."""
+
+    def alike(steps: int) -> float:
+        """How many samples come in the order of every run that is as long or longer: the anneal mix is at the end."""
+        if not isinstance(samples, Course):
+            return math.inf
+        return float(Course(samples.main, samples.last, steps * rows_per_step(config, samples.length)).switch)
+
+    extension.remember(config, out)
+    if config.continue_from is not None:
+        extension.bring(config.continue_from.expanduser(), config, out, lineage, samples_alike=alike)
+
+
+def evaluations(config: Pretrain, tokenizer: Tokenizer) -> dict[str, Evaluation]:
+    """What is measured besides the validation loss. Raises DataError where its file is not what it should be."""
+    if config.hellaswag is None:
+        return {}
+    rows = rows_at_once(config, config.model.context)
+    file, limit = config.hellaswag.expanduser(), config.hellaswag_questions
+    questions = Choices.read(file, tokenizer, limit=limit, rows_at_once=rows)
+    return {"hellaswag": lambda model, device: questions.accuracy(model, device, "hellaswag")}
 
 
 def digest(config: Pretrain) -> str:

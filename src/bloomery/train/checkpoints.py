@@ -110,6 +110,15 @@ class Checkpoints:
         )
         self._saved = (time.monotonic(), state.step)
 
+    def rescue(self, state: State) -> None:
+        """
+        Save the newest step when another rank is gone: no other will save it. Ranks lose each other before an update
+        or after the hooks, so that the weights are those of `state.step`; after skipped steps older ones are better.
+        """
+        if self.world.is_first and not state.guard.in_a_row:
+            self.save(state)
+            self.saver.wait()
+
     def lineage_of(self, state: State) -> Lineage:
         return replace(self.lineage, step=state.step)
 

@@ -2,8 +2,9 @@
 What the last bits of a training run depend on, besides recipe and data: written down, and compared on resume.
 
 The order in which numbers are added differs between counts of threads where kernels are compiled, between fused and
-plain optimizers, between versions and processors, and between numbers of ranks. A run that goes on where all of this
-is as it was ends with the same bits as one that was never stopped; elsewhere it ends with rounding's difference.
+plain optimizers, between versions, processors and compiled libraries, and between numbers of ranks. A run that goes on
+where all of this is as it was ends with the same bits as one that was never stopped; elsewhere it ends with rounding's
+difference.
 """
 
 import os
@@ -13,10 +14,12 @@ from importlib import metadata
 from typing import Any
 
 import bloomery.hw.needs_torch  # noqa: F401
+from bloomery.core import native
 from bloomery.core.log import say
 from bloomery.hw import device as devices
 from bloomery.hw.device import Device
 from bloomery.hw.dist import World
+from bloomery.model import kernels
 from bloomery.train.config import Training
 from bloomery.train.optim import Optimizers
 
@@ -38,6 +41,7 @@ def environment(config: Training, device: Device, world: World, optimizers: Opti
         "device": device.name,
         "instructions": torch.backends.cpu.get_cpu_capability(),
         "system": f"{platform.system()} {platform.machine()}",
+        "native": native.identity(kernels.LIBRARY),
         "torch": torch.__version__,
         "bloomery": metadata.version("bloomery"),
         "numpy": metadata.version("numpy"),

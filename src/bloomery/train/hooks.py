@@ -4,12 +4,16 @@ Hooks: what happens after a step, besides training. None of them can cost more t
 A hook is in an explicit list, and runs in its place there. One that raises is said by its name, after the newest state
 was saved if the step was not saved already. Then the run stops if it cannot do without the hook (saving, the file of
 metrics), or goes on (evaluating, sampling, what others show of the run). An interrupt is no error and passes through.
+
+With several ranks, one that has to stop asks all of them to: they stop after the same step, so that it can be saved.
 """
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from bloomery.core.log import say
+from bloomery.core.stop import Stop
+from bloomery.hw.dist import RankLostError, World
 from bloomery.train.state import State
 
 
@@ -49,6 +53,11 @@ class Hooks:
     record: Callable[[Failure], None] = _record_nothing
     """Hears of each hook that failed without stopping the run."""
     failures: list[Failure] = field(default_factory=list)
+    world: World = field(default_factory=World.alone)
+    stop: Stop = field(default_factory=Stop)
+    """What a rank asks the others with, to stop after this step."""
+    fatal: Exception | None = None
+    """Why."""
 
     def after_step(self, state: State) -> None:
         for hook in self.hooks:
@@ -61,6 +70,10 @@ class Hooks:
             hook.run(state)
         except Exception as error:
             where = f"hook {hook.name!r} after step {state.step}"
+            if hook.vital and self.world.size > 1:
+                error.add_note(f"This came from the {where}.")
+                self.fatal, self.stop.asked = error, True
+                return
             self._make_safe(state, error, where)
             if hook.vital:
                 error.add_note(f"This came from the {where}.")
@@ -69,6 +82,13 @@ class Hooks:
             self.failures.append(failure)
             say(f"the {where} failed, and training goes on: {failure.error}", style="yellow")
             self.record(failure)
+
+    def raise_fatal(self) -> None:
+        """To be called by all ranks when they have stopped and saved: raise why, if it was for a hook."""
+        if self.fatal is not None:
+            say(f"a hook failed, and all ranks stop: {self.fatal}", style="yellow")
+        if self.world.any(self.fatal is not None):
+            raise self.fatal or RankLostError("another rank had to stop", cure="Look at what it said.")
 
     def _make_safe(self, state: State, error: Exception, where: str) -> None:
         try:

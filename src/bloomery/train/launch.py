@@ -34,7 +34,9 @@ from bloomery.train.config import Training
 
 SECONDS_BETWEEN_LOOKS = 0.05
 GRACE_SECONDS = 5.0
-"""How long the other ranks may take to say what they know, after one has ended in error."""
+"""How long the other ranks may take to say what they know, after one has ended in error; longer where one is busy."""
+BUSY, DESK = "busy", "BLOOMERY_RANKS"
+"""A file in the folder of a task, whose path ranks find in this variable: one of them saves what others would lose."""
 
 Answer = dict[str, Any]
 C = TypeVar("C", bound=Config)
@@ -121,6 +123,7 @@ def _start(folder: Path, port: int, rank: int, ranks: int) -> "subprocess.Popen[
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(port),
         "TORCHELASTIC_USE_AGENT_STORE": "True",
+        DESK: str(folder),
         "PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path),
     }
     code = "import sys; from bloomery.train.launch import be_rank; be_rank(sys.argv[1])"
@@ -143,6 +146,20 @@ def be_rank(name: str) -> None:
         sys.exit(2)
 
 
+@contextmanager
+def busy() -> Iterator[None]:
+    """While the block runs, whoever has started this rank does not end it because others have failed."""
+    if DESK not in os.environ:
+        yield
+        return
+    note = Path(os.environ[DESK]) / BUSY
+    note.touch()
+    try:
+        yield
+    finally:
+        note.unlink(missing_ok=True)
+
+
 def _watch(processes: "Sequence[subprocess.Popen[bytes]]", folder: Path) -> None:
     """Wait for all. Raises the error of one that fails as soon as it is known which of them was the first to."""
     while any(process.poll() is None for process in processes):
@@ -150,7 +167,10 @@ def _watch(processes: "Sequence[subprocess.Popen[bytes]]", folder: Path) -> None
             break
         time.sleep(SECONDS_BETWEEN_LOOKS)
     deadline = time.monotonic() + GRACE_SECONDS
-    while any(process.poll() is None for process in processes) and time.monotonic() < deadline:
+    while any(process.poll() is None for process in processes):
+        saves = processes[0].poll() is None and (folder / BUSY).exists()
+        if time.monotonic() >= deadline and not saves:
+            break
         time.sleep(SECONDS_BETWEEN_LOOKS)
     codes = [process.poll() for process in processes]
     if codes[0] == EXIT_CODE:  # the first has saved; the others stopped with it, or lost it while they waited for it

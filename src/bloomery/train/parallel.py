@@ -11,7 +11,9 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 import bloomery.hw.needs_torch  # noqa: F401
+from bloomery.hw.device import Device
 from bloomery.hw.dist import World
+from bloomery.hw.peak import measured_peak
 from bloomery.model.transformer import Transformer
 
 import torch
@@ -19,6 +21,12 @@ from torch import Tensor, nn
 
 BUCKET_NUMBERS = 2**23
 """Numbers that go to the other ranks at once, if no weight has more: 32 MiB."""
+
+
+def peak(device: Device, world: World) -> float:
+    """FLOP/s of the matrix products of all ranks together. They measure at the same time: some may share a machine."""
+    world.barrier()
+    return float(world.sum(torch.tensor(measured_peak(device), dtype=torch.float64)))
 
 
 def sum_gradients(model: nn.Module, world: World) -> None:

@@ -17,17 +17,16 @@ from bloomery.core.stop import Stop, Terminated, on_sigterm
 from bloomery.hw import device as devices
 from bloomery.hw import dist
 from bloomery.hw.device import Device
-from bloomery.hw.dist import World
-from bloomery.hw.peak import measured_peak
+from bloomery.hw.dist import RankLostError, World
 from bloomery.model.cost import cost
 from bloomery.model.transformer import Transformer
 from bloomery.shards.loader import Course, Samples, batches
 from bloomery.tokenizer.chat import Renderer
-from bloomery.train import exactness, parallel
+from bloomery.train import exactness, extension, launch, parallel
 from bloomery.train.checkpoints import Checkpoints
 from bloomery.train.clock import Clock
 from bloomery.train.compiled import prepare
-from bloomery.train.config import Training
+from bloomery.train.config import WSD, Training
 from bloomery.train.device import fast_dtype, find_device, short
 from bloomery.train.guard import Guard, forget
 from bloomery.train.hooks import Hook, Hooks
@@ -38,8 +37,8 @@ from bloomery.train.plan import rows_at_once, rows_per_step
 from bloomery.train.precision import Precision
 from bloomery.train.recorder import Recorder
 from bloomery.train.sampling import Sampler, sampling
-from bloomery.train.schedule import share
-from bloomery.train.sinks import MainLog, watcher
+from bloomery.train.schedule import decay_start, share
+from bloomery.train.sinks import MAIN_LOG, MainLog, watcher
 from bloomery.train.state import State
 from bloomery.train.validation import Validation, evaluating
 from bloomery.weights.checkpoint import Keep, Saver
@@ -49,7 +48,7 @@ LOG = "log.txt"
 STEPS_BETWEEN_TRIMS = 25
 
 
-Evaluation = Callable[[Transformer], Mapping[str, float]]
+Evaluation = Callable[[Transformer, Device], Mapping[str, float]]
 
 
 @dataclass
@@ -67,7 +66,7 @@ class Session:
     sampler: Sampler | None = None
     """What writes samples, for those who ask for them."""
     evaluations: Mapping[str, Evaluation] = field(default_factory=dict)
-    """What is measured besides the validation loss, at the same steps, by name. `accuracy` also goes to main.log."""
+    """What is measured besides the validation loss, at the same steps; of its numbers, one has the name it has here."""
     measured: dict[int, float] = field(default_factory=dict)
     """Step -> validation loss, so far."""
     world: World = field(default_factory=World.alone)
@@ -90,8 +89,7 @@ class Session:
             optimizers = Optimizers(self.model, self.config.optimizer, fast_dtype(device))
             rows = rows_at_once(self.config, self.validation.length)
             self._validation = Validation(self.validation, self.renderer.tokenizer, rows, self._stop)
-            keep = Keep(last=self.config.keep_checkpoints, every=self.config.keep_every_steps)
-            with Saver(self.out / "checkpoints", keep, self.world) as saver:
+            with Saver(self.out / "checkpoints", self._keep, self.world) as saver:
                 self._checkpoints = self._safe(saver, optimizers, device)
                 state = self._checkpoints.resume()
                 began, first_step = time.monotonic(), state.step
@@ -110,13 +108,21 @@ class Session:
             "skipped_steps": state.guard.skipped,
             "rollbacks": len(state.guard.rollbacks),
             "failures": failures,
+            "continued": extension.told(self.out),
             "tokens_per_second": round(steps * self.tokens_per_step / seconds) if steps else None,
             "device": device.name,
             "precision": short(device.compute_dtype),
             "threads": devices.threads(),
             "peak_bytes": device.peak_bytes(),
-            "peak_flops_measured": measured_peak(device),
+            "peak_flops_measured": parallel.peak(device, self.world),
         }
+
+    @property
+    def _keep(self) -> Keep:
+        """Which checkpoints stay. From the one at the end of a level part, longer runs can go on: see extension.py."""
+        steps, schedule = self.config.steps, self.config.schedule
+        level = [decay_start(schedule, steps)] if isinstance(schedule, WSD) else []
+        return Keep(last=self.config.keep_checkpoints, every=self.config.keep_every_steps, steps=frozenset(level))
 
     @property
     def rows(self) -> int:
@@ -149,6 +155,8 @@ class Session:
                 [*self._hooks(state, device, recorder, samples), *(one.hook() for one in watchers)],
                 save=self._checkpoints.save,
                 record=recorder.failed,
+                world=self.world,
+                stop=self._stop,
             )
             source = batches(self.samples, first=state.samples, size=self.rows, seed=self.config.seed)
             with closing(source):
@@ -175,11 +183,19 @@ class Session:
                     )
                 except Terminated:
                     self._checkpoints.save(state)
+                    hooks.raise_fatal()
                     say(f"asked to stop after step {state.step}; the same command goes on from here", style="yellow")
+                    raise
+                except RankLostError:
+                    with launch.busy():
+                        self._checkpoints.rescue(state)
                     raise
                 finally:
                     Hooks([one.end() for one in watchers], record=recorder.failed).after_step(state)
         self._checkpoints.check_finite(state)
+        return self._failures(hooks)
+
+    def _failures(self, hooks: Hooks) -> list[dict[str, Any]]:
         for failure in hooks.failures:
             say(f"{self.name}: the hook {failure.hook!r} failed after step {failure.step}: {failure.error}", "yellow")
         return [asdict(failure) for failure in hooks.failures]
@@ -198,10 +214,11 @@ class Session:
                 device=device,
                 tokens_per_step=self.tokens_per_step,
                 flops_per_token=cost(self.model.config, self.model.vocab_size).train_flops_per_token,
-                peak_flops=measured_peak(device),
+                peak_flops=parallel.peak(device, self.world),
                 bytes_per_token=self._validation.bytes_per_token,
             )
-            peak = f"{recorder.peak_flops / 1e12:.2f} TFLOP/s, measured, in {short(device.compute_dtype)}"
+            of = f" on {self.world.size} ranks together" if self.world.size > 1 else ""
+            peak = f"{recorder.peak_flops / 1e12:.2f} TFLOP/s, measured, in {short(device.compute_dtype)}{of}"
             say(f"  {self.name} on {device.name}; MFU is a share of its matrix products' {peak}")
             recorder.start_at(state.step)
             yield recorder
@@ -228,7 +245,7 @@ class Session:
 
     def _hooks(self, start: State, device: Device, recorder: Recorder, samples: Sequence[Hook]) -> Sequence[Hook]:
         """Log, save, evaluate: in this order, so that the weights are safe before anything else may fail."""
-        steps, every = self.config.steps, self.config.evaluate_every
+        steps, every, keeps = self.config.steps, self.config.evaluate_every, self._keep
 
         def evaluation_is_due(state: State) -> bool:
             return state.step % every == 0 or state.step == steps
@@ -236,18 +253,10 @@ class Session:
         def save_is_due(state: State) -> bool:
             late = self._checkpoints.late(self.config.save_every_seconds)
             doubtful = state.guard.in_a_row > 0 and state.step < steps
-            asked = self.config.keep_every_steps is not None and state.step % self.config.keep_every_steps == 0
+            asked = keeps(state.step)
             return (late or asked or evaluation_is_due(state)) and not doubtful
 
-        def other(measure: Evaluation) -> Callable[[State], None]:
-            return lambda state: recorder.write(state.step, **self._measured(measure))
-
-        def evaluate(state: State) -> None:
-            self._checkpoints.saver.wait()  # the weights are safe before anything else may fail
-            found = self._validation.measure(self.model, device)
-            self.measured[state.step] = found["validation_loss"]
-            recorder.write(state.step, **found)
-
+        evaluations = self._evaluations(device, recorder)
         known = {line["step"]: line["validation_loss"] for line in recorder.metrics.kept if "validation_loss" in line}
         self.measured.update(known)
         everywhere = [
@@ -256,37 +265,55 @@ class Session:
         ]
         if not self.world.is_first:
             return everywhere
-        missed = [Hook(lambda s: True, evaluate, "evaluate", vital=False)] if self._missed(start, every) else []
-        Hooks(missed, record=recorder.failed).after_step(start)  # the process died between saving and evaluating
+        main_log = self._main_log(start, recorder)
+        if start.step and evaluation_is_due(start):  # the process may have died between saving and evaluating
+            there = {name for line in recorder.metrics.kept if line["step"] == start.step for name in line}
+            missed = [
+                Hook(lambda s: True, run, hook, vital=False) for hook, name, run in evaluations if name not in there
+            ]
+            Hooks(missed, record=recorder.failed).after_step(start)
         return [
             Hook(lambda s: s.step % self.config.log_every == 0 or s.step == steps, recorder.log, "log"),
-            *self._main_log(start, recorder),
+            *main_log,
             Hook(lambda s: bool(recorder.norms.latest), recorder.log_norms, "norms"),
             everywhere[0],
             Hook(save_is_due, self._checkpoints.save, "save"),
-            Hook(evaluation_is_due, evaluate, "evaluate", vital=False),
-            *(Hook(evaluation_is_due, other(do), name, vital=False) for name, do in self.evaluations.items()),
+            *(Hook(evaluation_is_due, run, hook, vital=False) for hook, _, run in evaluations),
             everywhere[1],
             *samples,
         ]
 
+    def _evaluations(self, device: Device, recorder: Recorder) -> list[tuple[str, str, Callable[[State], None]]]:
+        """Each as the name of its hook, that of a number which it writes, and what it does."""
+
+        def written(measure: Evaluation) -> Callable[[State], None]:
+            def run(state: State) -> None:
+                self._checkpoints.saver.wait()  # the weights are safe before anything else may fail
+                try:
+                    with evaluating(self.model):
+                        found = measure(self.model, device)
+                except Terminated:
+                    if self.world.size == 1:
+                        raise
+                    return  # all ranks stop after this step; a run that goes on from it evaluates first
+                recorder.write(state.step, **found)
+                if "validation_loss" in found:
+                    self.measured[state.step] = found["validation_loss"]
+
+            return run
+
+        others = [(name, name, written(measure)) for name, measure in self.evaluations.items()]
+        return [("evaluate", "validation_loss", written(self._validation.measure)), *others]
+
     def _main_log(self, start: State, recorder: Recorder) -> list[Hook]:
         if not self.config.main_log:
             return []
-        file = MainLog(self.out / "main.log", start.step)
+        file = MainLog(self.out / MAIN_LOG, start.step)
         recorder.watchers.append(file.take)
         return [Hook(lambda s: True, file.train, "main_log")]
-
-    def _missed(self, start: State, every: int) -> bool:
-        due = start.step > 0 and (start.step % every == 0 or start.step == self.config.steps)
-        return due and start.step not in self.measured
 
     def _changes_kind(self, state: State) -> bool:
         """Whether the next step is the first that reads of the anneal mix: other data have another loss."""
         if not isinstance(self.samples, Course):
             return False
         return state.samples <= self.samples.switch < state.samples + self.rows
-
-    def _measured(self, measure: Evaluation) -> Mapping[str, float]:
-        with evaluating(self.model):
-            return measure(self.model)

@@ -26,6 +26,7 @@ class Target(Protocol):
     def close(self) -> None: ...
 
 
+MAIN_LOG = "main.log"
 Open = Callable[[], Target]
 
 
@@ -124,7 +125,7 @@ class MainLog:
 
         s:12 trl:3.1416 lr:0.000600 norm:1.23      training: the batch that is read after 12 updates
         s:20 tel:3.0000                            validation loss after 20 updates
-        s:20 eval:0.3000                           accuracy after 20 updates
+        s:20 eval:0.3000                           accuracy on HellaSwag after 20 updates, by mean loss of a token
 
     A resumed run drops the lines of the steps that were lost.
     """
@@ -142,7 +143,7 @@ class MainLog:
 
     def take(self, step: int, values: Mapping[str, Any]) -> None:
         """What an evaluation has found."""
-        for name, word in (("validation_loss", "tel"), ("accuracy", "eval")):
+        for name, word in (("validation_loss", "tel"), ("hellaswag_per_token", "eval")):
             if isinstance(value := values.get(name), float):
                 self._add(f"s:{step} {word}:{value:.4f}")
 

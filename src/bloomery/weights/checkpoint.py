@@ -49,14 +49,15 @@ class Checkpoint:
 
 @dataclass(frozen=True, kw_only=True)
 class Keep:
-    """Which checkpoints stay: the newest `last`, and those of steps that `every` divides."""
+    """Which checkpoints stay: the newest `last`, those of steps that `every` divides, and those of some `steps`."""
 
     last: int
     every: int | None = None
+    steps: frozenset[int] = frozenset()
 
     def __call__(self, step: int) -> bool:
         """Whether that of a step stays, however old."""
-        return self.every is not None and step % self.every == 0
+        return step in self.steps or (self.every is not None and step % self.every == 0)
 
 
 def save(
@@ -83,7 +84,7 @@ def save(
     partial = folder.with_name(folder.name + files.PARTIAL)
     with files.disk_errors(folder):
         if world.is_first:
-            for stale in [*root.glob(f"*{files.PARTIAL}"), *(one for one in _folders(root) if one >= folder)]:
+            for stale in [*root.glob(f"*{files.PARTIAL}"), *(one for one in folders(root) if one >= folder)]:
                 shutil.rmtree(stale)
             root.mkdir(parents=True, exist_ok=True)
             check_space(folder, model_bytes + training_state.size_bytes(training))
@@ -99,7 +100,7 @@ def save(
         files.sync_folder(partial)
         partial.rename(folder)
         files.sync_folder(root)
-        for old in _folders(root)[: -keep.last]:
+        for old in folders(root)[: -keep.last]:
             if not keep(int(old.name)):
                 _remove(old)
     return folder
@@ -187,7 +188,8 @@ def newest(
     The first rank of `world` decides which, and all of them read it; `place` says where to, if not as whole tensors.
     """
     world = world or World.alone()
-    name = world.broadcast(_newest(root, before) if world.is_first else None)
+    found = newest_folder(root, before) if world.is_first else None
+    name = world.broadcast(found.name if found else None)
     if name is None:
         return None
     folder = root / name
@@ -199,12 +201,13 @@ def newest(
     return Checkpoint(folder, files.read_json(folder / STATE), training, environment)
 
 
-def _newest(root: Path, before: int | None) -> str | None:
-    for folder in reversed(_folders(root)):
+def newest_folder(root: Path, before: int | None = None) -> Path | None:
+    """The folder of that checkpoint."""
+    for folder in reversed(folders(root)):
         if before is not None and int(folder.name) >= before:
             continue
         if not (trouble := damage(folder)):
-            return folder.name
+            return folder
         say(f"checkpoint {folder} is passed over: {trouble}", style="yellow")
     return None
 
@@ -226,6 +229,6 @@ def _remove(folder: Path) -> None:
     shutil.rmtree(doomed)
 
 
-def _folders(root: Path) -> list[Path]:
+def folders(root: Path) -> list[Path]:
     """Finished checkpoint folders by step; their names have nine digits, so that they sort as numbers do."""
     return sorted(folder for folder in root.glob("[0-9]" * 9) if folder.is_dir())

@@ -116,7 +116,7 @@ def load(folder: Path, device: torch.device | str = "cpu") -> Loaded:
         imported.add_rows(model, rows, added, facts)
         lineage = Lineage(tokenizer=tokenizer.hash, template=None, shards=imported.NAME)
         return Loaded(model.to(device).eval(), tokenizer, Renderer(tokenizer), lineage, folder)
-    lineage = _lineage(folder)
+    lineage = lineage_of(folder)
     tokenizer = Tokenizer.load(folder)
     renderer = Renderer(tokenizer)
     _same("tokenizer", lineage.tokenizer, tokenizer.hash, folder)
@@ -138,7 +138,7 @@ def fill(model: Transformer, folder: Path, lineage: Lineage) -> None:
     Read the weights of a model folder into a model, where it is. Raises CheckpointError where they were not made from
     what `lineage` says (at whatever step), have another shape, or are torn.
     """
-    made, wanted = (asdict(replace(one, step=0)) for one in (_lineage(folder), lineage))
+    made, wanted = (asdict(replace(one, step=0)) for one in (lineage_of(folder), lineage))
     for name in made:
         if made[name] != wanted[name]:
             was, is_now = (one[name][:8] if one[name] else "none" for one in (made, wanted))
@@ -181,7 +181,8 @@ def _same(what: str, trained: str, given: str, folder: Path) -> None:
         )
 
 
-def _lineage(folder: Path) -> Lineage:
+def lineage_of(folder: Path) -> Lineage:
+    """What the model of a folder says it was made from. Raises CheckpointError where that cannot be read."""
     return _read(folder / LINEAGE, lambda facts: Lineage(**facts))
 
 

@@ -1,0 +1,150 @@
+"""
+A run with more steps that goes on from a shorter one, instead of doing its first steps again.
+
+It ends as if it had been done from the start: the sequence of samples does not depend on the number of steps, and until
+the decay begins neither does the learning rate of a level schedule. So a checkpoint of the shorter run that lies in the
+part which both have in common is one of the longer run too. It is brought over with the numbers told until then, and
+`continued.json` says where from. What differs besides the number of steps and the decay is refused by name.
+"""
+
+import shutil
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import bloomery.hw.needs_torch  # noqa: F401
+from bloomery.core import files
+from bloomery.core.config import build, plain
+from bloomery.core.errors import CheckpointError
+from bloomery.core.files import MANIFEST
+from bloomery.core.log import METRICS, say
+from bloomery.train.config import Training
+from bloomery.train.sampling import SAMPLES
+from bloomery.train.schedule import share
+from bloomery.train.sinks import MAIN_LOG
+from bloomery.weights import checkpoint, huggingface
+from bloomery.weights.huggingface import Lineage
+
+SETTINGS, CONTINUED = "settings.json", "continued.json"
+FREE = ("steps", "schedule", "device", "depth", "tokens_per_parameter", "start_from")
+"""What may differ: shares of the learning rate are compared step by step, what training starts from by its content."""
+
+
+def remember(config: Training, out: Path) -> None:
+    """Leave in a stage's folder with which settings it trains, so that a longer run can be compared with it."""
+    out.mkdir(parents=True, exist_ok=True)
+    files.write_json(out / SETTINGS, plain(config, stable_only=True))
+    if not checkpoint.folders(out / "checkpoints"):
+        (out / CONTINUED).unlink(missing_ok=True)  # of an attempt that died before it had brought a checkpoint
+
+
+def bring(given: Path, config: Training, out: Path, lineage: Lineage, *, samples_alike: Callable[[int], float]) -> None:
+    """
+    Bring the newest checkpoint of another run of this stage to `out` that this run would come by as well, if `out` has
+    none yet. `samples_alike` says for a number of steps how many samples come before their order depends on it.
+
+    Raises CheckpointError where there is none, or the other run differs in something else.
+    """
+    if checkpoint.newest_folder(out / "checkpoints") is not None:
+        return
+    folder = _stage_folder(given, out)
+    before = _settings(folder)
+    if differing := _differences(before, plain(config, stable_only=True)):
+        more = f", and {len(differing) - 3} more" if len(differing) > 3 else ""
+        what = f"was trained with other settings: {'; '.join(differing[:3])}{more}"
+        raise CheckpointError(what, where=str(folder), cure="Say the same, or leave out continue_from.")
+    last = common_steps(config, before)
+    found = checkpoint.newest_folder(folder / "checkpoints", before=last + 1)
+    while found is not None and _samples(found) > min(map(samples_alike, (config.steps, before["steps"]))):
+        found = checkpoint.newest_folder(folder / "checkpoints", before=int(found.name))
+    if found is None:
+        there = ", ".join(str(int(one.name)) for one in checkpoint.folders(folder / "checkpoints")) or "none"
+        what = f"has the same learning rates until step {last}, and no checkpoint of that part (only: {there})"
+        cure = "A run keeps that of the end of its level part, and keep_every_steps. Or leave out continue_from."
+        raise CheckpointError(what, where=str(folder), cure=cure)
+    _same_origin(found, lineage)
+    _copy(found, folder, out)
+
+
+def common_steps(config: Training, before: Mapping[str, Any]) -> int:
+    """After how many steps two runs still have had the same learning rates."""
+    other = build(Training, {name: value for name, value in before.items() if name in Training.model_fields})
+    pairs = range(1, min(config.steps, other.steps) + 1)
+    same = (share(config.schedule, t, config.steps) == share(other.schedule, t, other.steps) for t in pairs)
+    return next((t - 1 for t, alike in zip(pairs, same, strict=True) if not alike), len(pairs))
+
+
+def told(out: Path) -> dict[str, Any] | None:
+    """Where the first steps of a run come from, if from another run."""
+    found: dict[str, Any] | None = files.read_json(out / CONTINUED) if (out / CONTINUED).is_file() else None
+    return found
+
+
+def _stage_folder(given: Path, out: Path) -> Path:
+    """The folder of a stage, or that of the only stage of this name in a run that has checkpoints."""
+    if (given / "checkpoints").is_dir():
+        return given
+    name = out.name.split("-")[1] if out.name.count("-") >= 2 else out.name
+    there = [one for one in sorted(given.glob(f"[0-9][0-9]-{name}-*")) if (one / "checkpoints").is_dir() and one != out]
+    if len(there) == 1:
+        return there[0]
+    names = ", ".join(one.name for one in there) or "none"
+    what = f"has {len(there)} folders of the stage {name} with checkpoints ({names})"
+    raise CheckpointError(what, where=str(given), cure="Let continue_from name one folder of that stage.")
+
+
+def _settings(folder: Path) -> dict[str, Any]:
+    for file, key in ((SETTINGS, None), (MANIFEST, "config")):
+        if (folder / file).is_file():
+            found = files.read_json(folder / file)
+            settings: dict[str, Any] = found if key is None else found[key]
+            return settings
+    what = f"says nowhere with which settings it trains: it has neither {SETTINGS} nor {MANIFEST}"
+    raise CheckpointError(what, where=str(folder), cure="Leave out continue_from, and train from the start.")
+
+
+def _differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
+    """What both know and is not the same, each as `name was X and is Y`."""
+    known, wanted = (dict(_flat({n: v for n, v in one.items() if n not in FREE})) for one in (before, now))
+    pairs = [(name, known[name], value) for name, value in wanted.items() if name in known]
+    return [f"{name} was {was!r} and is {value!r}" for name, was, value in pairs if was != value]
+
+
+def _flat(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for name, value in tree.items():
+        if isinstance(value, Mapping):
+            yield from _flat(value, f"{prefix}{name}.")
+        else:
+            yield prefix + name, value
+
+
+def _samples(found: Path) -> int:
+    return int(files.read_json(found / checkpoint.STATE)["samples"])
+
+
+def _same_origin(found: Path, lineage: Lineage) -> None:
+    made, wanted = (asdict(replace(one, step=0)) for one in (huggingface.lineage_of(found), lineage))
+    for name in made:
+        if made[name] != wanted[name]:
+            was, is_now = (one[name][:8] if one[name] else "none" for one in (made, wanted))
+            cure = "Go on from a run on the same data, or leave out continue_from."
+            raise CheckpointError(f"was made with {name} {was}, and this run has {is_now}", where=str(found), cure=cure)
+
+
+def _copy(found: Path, folder: Path, out: Path) -> None:
+    root = out / "checkpoints"
+    partial = root / (found.name + files.PARTIAL)
+    with files.disk_errors(partial):
+        root.mkdir(parents=True, exist_ok=True)
+        checkpoint.check_space(partial, sum(file.stat().st_size for file in found.rglob("*") if file.is_file()))
+        shutil.rmtree(partial, ignore_errors=True)
+        shutil.copytree(found, partial)
+        for name in (METRICS, MAIN_LOG, SAMPLES):
+            if (folder / name).is_file():
+                shutil.copyfile(folder / name, out / name)
+        facts = {"from": str(folder), "step": int(found.name), "manifest": files.sha256_file(found / MANIFEST)}
+        files.write_json(out / CONTINUED, facts)
+        files.sync_folder(partial)
+        partial.rename(root / found.name)
+    say(f"  the first {int(found.name)} steps are those of {folder}")
