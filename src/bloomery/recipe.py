@@ -174,7 +174,7 @@ STAGES = (
         run="bloomery.stages.instruct:run",
         digest="bloomery.stages.instruct:digest",
         after=("tokenizer", "synthesize"),
-        version=2,
+        version=3,
     ),
     Stage(
         name="finetune",

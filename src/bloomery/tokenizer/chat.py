@@ -6,22 +6,21 @@ special tokens that no content can spell. What is rendered for training therefor
 for serving.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, Literal, TypedDict, get_args
 
 from bloomery.core.errors import DataError
 from bloomery.core.files import canonical, sha256_bytes
+from bloomery.data.conversations.conversation import ROLES as MESSAGE_ROLES
+from bloomery.data.conversations.conversation import Message as Message
+from bloomery.data.conversations.conversation import Role as Role
+from bloomery.data.conversations.conversation import as_message as as_message
+from bloomery.data.conversations.conversation import half_pair as half_pair
+from bloomery.data.conversations.conversation import trouble as trouble
 from bloomery.tokenizer.tokenizer import DOCUMENT, END, ROLES, Tokenizer
 
-Role = Literal["system", "user", "assistant", "tool"]
-assert get_args(Role) == ROLES
-
-
-class Message(TypedDict):
-    role: Role
-    content: str
+assert MESSAGE_ROLES == ROLES
 
 
 @dataclass(frozen=True)
@@ -84,31 +83,3 @@ class Renderer:
         if what := trouble(message):
             raise DataError(what, where=f"message {number + 1}")
         return self.tokenizer.encode(message["content"])
-
-
-def trouble(value: object) -> str:
-    """Why a value is no message, and what it has to be, or ""."""
-    if not isinstance(value, Mapping) or not {"role", "content"} <= value.keys():
-        return "has no role and content"
-    role, content = value["role"], value["content"]
-    if role not in ROLES:
-        return f"has the role {role!r}; roles are {', '.join(ROLES)}"
-    if not isinstance(content, str):
-        return f"has {type(content).__name__} as its content, not text"
-    if (spot := half_pair(content)) is not None:
-        return f"holds half a surrogate pair at character {spot}; write it as one character, or leave it out"
-    return ""
-
-
-def as_message(value: Mapping[str, Any]) -> Message:
-    """The message that a mapping without `trouble` is."""
-    return Message(role=value["role"], content=value["content"])
-
-
-def half_pair(text: str) -> int | None:
-    """The place of a lone surrogate, which JSON can spell and UTF-8 cannot hold; None where there is none."""
-    try:
-        text.encode()
-    except UnicodeEncodeError as error:
-        return error.start
-    return None
