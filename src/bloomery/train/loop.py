@@ -9,6 +9,7 @@ Hooks run in the order given, after a step, and at no other time.
 """
 
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 
 from bloomery.core.stop import Stop, Terminated
@@ -23,6 +24,7 @@ from bloomery.train.hooks import Hooks
 from bloomery.train.loss import token_losses
 from bloomery.train.norms import Norms
 from bloomery.train.optim import Optimizers
+from bloomery.train.optim_adamw import total_norm
 from bloomery.train.precision import Precision
 from bloomery.train.state import State
 
@@ -78,8 +80,7 @@ def train(
                 roll_back(state)
         elif tokens:
             norms.before_update(state.step)
-            clip(model, max_norm, norm)
-            optimizers.step()
+            optimizers.step(clipping(max_norm, norm))
             norms.after_update()
             guard.accept(state.guard, loss, float(norm))
             state.tokens += tokens
@@ -92,10 +93,9 @@ def train(
     clock.enter("rest")
 
 
-def clip(model: nn.Module, max_norm: float, norm: Tensor) -> None:
-    """Scale gradients of this norm down to `max_norm`. Those below it are left alone, not multiplied by one."""
-    if float(norm) > max_norm:
-        nn.utils.clip_grads_with_norm_(model.parameters(), max_norm, norm)
+def clipping(max_norm: float, norm: Tensor) -> float:
+    """What to multiply gradients of this norm with, so that it is at most `max_norm`: never more than one."""
+    return min(1.0, max_norm / (float(norm) + 1e-6))
 
 
 def in_range(
@@ -104,7 +104,7 @@ def in_range(
     """What `compute` gives and the norm of its gradients: again, with a smaller scale, if they left float16."""
     while True:
         loss, tokens = compute()
-        norm = nn.utils.get_total_norm(gradients(model))
+        norm = total_norm(gradients(model))
         if not precision.overflowed(loss, float(norm)):
             return loss, tokens, norm
         model.zero_grad(set_to_none=True)
@@ -134,8 +134,9 @@ def accumulate_gradients(
     for part in batch.of_rank(world.rank, world.size).split(micro_batch):
         if stop is not None and world.size == 1:
             stop.check()
-        loss, entropy = micro_batch_losses(model, part, device, z_loss)
-        torch.autograd.backward(precision.scale(loss / max(tokens, 1)))
+        with few_rows_of_the_table(model):
+            loss, entropy = micro_batch_losses(model, part, device, z_loss, 1 / max(tokens, 1))
+            torch.autograd.backward(precision.scale(loss))
         total += entropy
     parallel.sum_gradients(model, world)
     precision.unscale(gradients(model))
@@ -151,8 +152,10 @@ def micro_batch_loss(model: Transformer, batch: Batch, device: Device) -> Tensor
     return micro_batch_losses(model, batch, device)[0]
 
 
-def micro_batch_losses(model: Transformer, batch: Batch, device: Device, z_loss: float = 0.0) -> tuple[Tensor, Tensor]:
-    """What is minimized, and the cross entropy alone: see `token_losses`."""
+def micro_batch_losses(
+    model: Transformer, batch: Batch, device: Device, z_loss: float = 0.0, share: float = 1.0
+) -> tuple[Tensor, Tensor]:
+    """What is minimized, times `share`, and the cross entropy alone: see `token_losses`."""
     whole = bool((batch.segments == batch.segments[:, :1]).all())  # known here without asking the device
     ids, positions, segments = (
         None if part is None else torch.from_numpy(part).to(device.place)
@@ -161,6 +164,31 @@ def micro_batch_losses(model: Transformer, batch: Batch, device: Device, z_loss:
     flat = torch.from_numpy(batch.targets).flatten()
     supervised = (flat != IGNORE).nonzero().flatten()
     with Precision.decide("auto", device).autocast():
-        hidden = model(ids, positions=positions, segments=segments)
-    chosen = hidden.flatten(0, 1)[supervised.to(device.place)]
-    return token_losses(chosen, model.head.weight, flat[supervised].to(device.place), z_loss)
+        hidden = model(ids, positions=positions, segments=segments).flatten(0, 1)
+    chosen = hidden if len(supervised) == len(flat) else hidden[supervised.to(device.place)]
+    return token_losses(chosen, model.head.weight, flat[supervised].to(device.place), z_loss, share)
+
+
+@contextmanager
+def few_rows_of_the_table(model: Transformer) -> Iterator[None]:
+    """
+    Within, the rows of a tied embedding that tokens took get their gradient after the backward pass, which gives the
+    table that of the head. Zeros for all other rows, and the sum of two such tables, take as long as some layers.
+    """
+    table, taken = model.embed.weight, list[tuple[Tensor, Tensor]]()
+    if model.head.weight is not table or type(table) is not nn.Parameter or table.device.type != "cpu":
+        yield
+        return
+
+    def take(_: nn.Module, ids: tuple[Tensor, ...], rows: Tensor) -> Tensor:
+        taken.append((ids[0].flatten(), rows.detach().requires_grad_(rows.requires_grad)))
+        return taken[-1][1]
+
+    hook = model.embed.register_forward_hook(take)
+    try:
+        yield
+    finally:
+        hook.remove()
+    for ids, rows in taken:
+        if table.grad is not None and rows.grad is not None:
+            table.grad.index_add_(0, ids, rows.grad.flatten(0, -2))
