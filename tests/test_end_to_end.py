@@ -64,6 +64,15 @@ def write_texts(folder: Path) -> None:
             (folder / kind / f"{number:02d}.{ending}").write_text(make(random.Random(f"{kind} {number}")))
 
 
+def write_task(path: Path) -> Path:
+    """Questions of a known task; the first stands in a document."""
+    docs = (path.parent / "docs" / "00.txt").read_text().split()
+    asked = [" ".join(docs[:20]), *(f"It is said that number {number} is not in any text" for number in range(5))]
+    rows = [{"query": question, "choices": ["so it is.", "or not."], "gold": 0} for question in asked]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
 def small(folder: Path) -> dict[str, Any]:
     """The demo's recipe, as small as it goes."""
     tree: dict[str, Any] = tomllib.loads(DEMO.read_text(encoding="utf-8"))
@@ -81,7 +90,8 @@ def small(folder: Path) -> dict[str, Any]:
     tree["pretrain"]["model"] |= {"width": 32, "num_layers": 2, "mlp_width": 48}
     tree["instruct"]["sources"] = [{"kind": "worlds", "count": 300}]
     tree["finetune"] |= training | {"steps": 6, "evaluate_every": 4}
-    tree["evaluate"] = {"questions": 15, "max_tokens": 12, "heldout_bytes": 3000}
+    tree["evaluate"] = {"questions": 15, "max_tokens": 12, "heldout_bytes": 3000, "tasks": ["copa"]}
+    tree["evaluate"]["data"] = [str(write_task(folder / "copa.jsonl"))]
     return tree
 
 
@@ -176,6 +186,8 @@ def test_the_report_says_how_well_the_model_answers_and_predicts(place: Place) -
     assert report["bits_per_byte"]["by_domain"].keys() == {"code", "docs", "worlds"}
     assert 0 < report["bits_per_byte"]["xz"] < 8 < report["bits_per_byte"]["model"] + 8
     assert report["leaks"]["found"] == 0
+    assert report["tasks"]["copa"]["n"] == len((place.stage("evaluate") / "tasks.jsonl").read_text().splitlines()) == 6
+    assert report["tasks"]["copa"]["dirty_n"] in (0, 1)  # its document may be one that is held out
     assert [one["stage"] for one in report["stages"]] == [name for name in NAMES if name in STAGES[-1].after]
     page = (place.stage("evaluate") / "report.html").read_text()
     assert len(page) > 1000

@@ -130,6 +130,12 @@ def _positive(text: str) -> int:
     return int(text)
 
 
+def _count(text: str) -> int:
+    if not text.isdecimal():
+        raise argparse.ArgumentTypeError(f"{text!r} is no whole number from 0 up")
+    return int(text)
+
+
 def _size(text: str) -> int:
     found = re.fullmatch(r"(\d+(?:\.\d+)?) ?([kMGT]?)(i?)B?", text)
     if not found:
@@ -172,13 +178,14 @@ def _model_verbs(verbs: Any) -> None:
     one = _verb(
         verbs,
         "eval",
-        "ask a model held-out questions, and judge the answers",
-        "bloomery eval runs/demo",
+        "ask a model the questions of known tasks, or held-out ones of small worlds, and judge the answers",
+        "bloomery eval runs/demo --task hellaswag --task arc_easy --data tasks/",
         reports=True,
     )
     one.add_argument("model", type=Path, metavar="MODEL", help=MODEL)
     one.add_argument("--questions", type=_positive, help="how many (default: as a recipe's evaluate.questions)")
     one.add_argument("--seed", type=int, help="which ones (default: as a recipe's evaluate.seed)")
+    _task_arguments(one)
 
     one = _verb(
         verbs,
@@ -203,6 +210,38 @@ def _model_verbs(verbs: Any) -> None:
     one.add_argument("source", type=Path, metavar="IN", help="a folder of transformers, or a model .bin of llm.c")
     one.add_argument("out", type=Path, metavar="OUT", help="a new folder")
     one.add_argument("--tokenizer", type=Path, help="of a .bin (default: *tokenizer*.bin beside it)")
+
+
+def _task_arguments(one: argparse.ArgumentParser) -> None:
+    """Of `eval`, where it asks tasks of the table."""
+    asked = one.add_argument_group("tasks", "see docs/evaluation.md for the table")
+    asked.add_argument(
+        "--task", action="append", default=[], metavar="NAME", help="a task, as hellaswag; several times"
+    )
+    asked.add_argument(
+        "--data",
+        action="append",
+        type=Path,
+        default=[],
+        metavar="PATH",
+        help="its file, or a folder (default: the hub)",
+    )
+    asked.add_argument("--limit", type=_positive, help="questions of each task, drawn by --seed (default: all)")
+    asked.add_argument("--shots", type=_count, help="examples before each question (default: as the task says)")
+    asked.add_argument(
+        "--samples", type=_positive, default=1, help="answers to each question that is written (default: 1)"
+    )
+    asked.add_argument(
+        "--temperature", type=_temperature, default=0.0, help="of what is written (default: 0, the likeliest)"
+    )
+    asked.add_argument("--max-tokens", type=_positive, help="longest answer (default: as the task says)")
+    asked.add_argument("--no-opening", action="store_true", help="prompts without the token that opens a document")
+    asked.add_argument("--run-code", action="store_true", help="programs that the model writes may run, in a sandbox")
+    asked.add_argument(
+        "--weaker-sandbox", action="store_true", help="... also where the kernel lacks some of its walls"
+    )
+    asked.add_argument("--out", type=Path, metavar="FILE", help="write every question's result as a line of JSON")
+    asked.add_argument("--offline", action="store_true", help="take what is in the cache, and ask no hub")
 
 
 def _machine_verbs(verbs: Any) -> None:

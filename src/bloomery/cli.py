@@ -292,6 +292,11 @@ def serve(options: argparse.Namespace) -> int:
 
 
 def evaluate(options: argparse.Namespace) -> int:
+    if options.task:
+        from bloomery.evaluation import verb
+
+        verb.run(options)
+        return 0
     from bloomery.evaluation import questions
     from bloomery.hw import device
     from bloomery.stages.config import Evaluate

@@ -203,7 +203,8 @@ STAGES = (
     Stage(
         name="evaluate",
         run="bloomery.stages.evaluate:run",
-        version=2,
+        digest="bloomery.evaluation.config:digest",
+        version=3,
         after=(
             *("fetch", "classify", "filter", "dedup", "tokenizer", "shard"),
             *("pretrain", "instruct", "finetune"),

@@ -73,7 +73,7 @@ def pieces(path: Path, fields: Sequence[str] = ()) -> Iterator[Piece]:
     Raises DataError for a broken row, and where no row has one of the fields.
     """
     task, found, known = task_name(path), False, set[str]()
-    for number, row in _rows(path):
+    for number, row in rows_of(path):
         known.update(row)
         for text in _texts(row, fields or TEXT_FIELDS):
             found = True
@@ -83,7 +83,8 @@ def pieces(path: Path, fields: Sequence[str] = ()) -> Iterator[Piece]:
         raise DataError("has no text to look for", where=str(path), cure=cure)
 
 
-def _rows(path: Path) -> Iterator[tuple[int, Mapping[str, Any]]]:
+def rows_of(path: Path) -> Iterator[tuple[int, Mapping[str, Any]]]:
+    """Number (from 1) and fields of every row of a task's file. Raises DataError for a broken one."""
     if path.suffix == ".parquet":
         try:
             with pq.ParquetFile(path) as file:

@@ -29,6 +29,7 @@ from bloomery.evaluation.pieces import (
     tile,
 )
 from bloomery.evaluation.style import STYLE
+from bloomery.evaluation.task_report import known_tasks
 from bloomery.evaluation.training_report import training
 
 Sections = tuple[tuple[str, str, Section], ...]
@@ -163,6 +164,7 @@ def time_spent(report: Report) -> list[object]:
 
 SOURCES = (
     ("Answers, bits per byte, leaks, samples, this page", "evaluate", "report.json"),
+    ("Known tasks, question by question", "evaluate", "tasks.jsonl"),
     *(("Curves of training", stage, "metrics.jsonl, samples.jsonl") for stage in ("pretrain", "finetune")),
     ("Mix", "shard", "manifest.json"),
     ("Conversations", "instruct", "report.html, rejected.jsonl, dropped.jsonl"),
@@ -209,6 +211,7 @@ SECTIONS: Sections = (
     ("headline", "In short", headline),
     ("answers", "Held-out answers by kind", by_kind),
     ("text", "Held-out text by domain", by_domain),
+    ("tasks", "Known tasks", known_tasks),
     ("curves", "Training", training),
     *MIX,
     *DATA,

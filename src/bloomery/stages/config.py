@@ -14,7 +14,8 @@ from bloomery.data.limits import Limit, Limits, spelled_out
 from bloomery.data.rules import Rule
 from bloomery.data.sources import Source
 from bloomery.data.synthesis.config import Synthesize as Synthesize
-from bloomery.hw.host import Wanted
+from bloomery.evaluation.config import Evaluate as Evaluate
+from bloomery.evaluation.tasks import TASKS
 from bloomery.model.config import ModelConfig
 from bloomery.shards.config import Anneal, ImportedShards, Weight, no_domain_twice
 from bloomery.tokenizer.templates import TemplateName
@@ -182,8 +183,12 @@ class Filter(Parallel):
 class Decontaminate(Config):
     """Documents that hold text of evaluation tasks are dropped, with the reason decontaminate.TASK."""
 
-    files: tuple[Path, ...] = Field(min_length=1)
+    files: tuple[Path, ...] = ()
     """Of tasks, or folders of them: jsonl (.zst and .gz too) and parquet. A task is called as its file."""
+    tasks: tuple[str, ...] = ()
+    """Tasks that [evaluate] knows, by their names, as it asks them."""
+    data: tuple[Path, ...] = ()
+    """The files of those tasks, or folders of them. None: from the hub."""
     fields: tuple[str, ...] = ()
     """Fields of a row that hold what must not be found. None named: those that evaluation sets use (query, …)."""
     ngram_words: Annotated[int, Field(ge=5)] = 13
@@ -193,6 +198,15 @@ class Decontaminate(Config):
     Texts of fewer words are not looked for alone, only together with their choices. Of what is written without spaces,
     two characters count as a word here.
     """
+
+    @model_validator(mode="after")
+    def _something_is_looked_for(self) -> "Decontaminate":
+        if not self.files and not self.tasks:
+            raise ValueError("neither files nor tasks are named, so nothing could be looked for")
+        for name in self.tasks:
+            if name not in TASKS:
+                raise ValueError(f"there is no task {name!r}; tasks: {', '.join(TASKS)}")
+        return self
 
     @model_validator(mode="after")
     def _questions_are_shorter(self) -> "Decontaminate":
@@ -325,15 +339,3 @@ class Instruct(Conversations):
     """How many conversations the page shows, with what is learned of them in color."""
     template: TemplateName = "bloomery"
     """How conversations are written, by its name in `tokenizer/templates.py`."""
-
-
-class Evaluate(Config):
-    questions: Positive = 200
-    """Held-out questions of the generator, the same number of each kind."""
-    seed: int = 0
-    max_tokens: Positive = 48
-    domains: tuple[str, ...] = ()
-    """Domains whose held-out text is scored; all of them if none is named."""
-    heldout_bytes: Positive = 400_000
-    """Held-out text of each domain that is scored, and given to the compressors."""
-    device: Wanted = Field("auto", json_schema_extra=VOLATILE)

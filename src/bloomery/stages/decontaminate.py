@@ -14,6 +14,8 @@ from bloomery.core import files
 from bloomery.data import document, examined, overlap
 from bloomery.data.duplicates import Corpus
 from bloomery.data.engine import Engine, Part, Record, run_parts
+from bloomery.evaluation import contamination, tasks
+from bloomery.evaluation.tasks import Place
 from bloomery.stages.config import Decontaminate
 
 HITS = "hits.parquet"
@@ -23,40 +25,46 @@ SCRATCH = "scratch"
 def digest(config: Decontaminate) -> str:
     """Of the content of the tasks' files, and their names."""
     found = hashlib.sha256()
-    for path in examined.task_files(config.files):
-        found.update(f"{path.name} {files.sha256_file(path)}\n".encode())
+    asked = [(name, path) for name in config.tasks for path in tasks.paths(name, Place(config.data))]
+    for name, path in [*((path.name, path) for path in examined.task_files(config.files)), *asked]:
+        found.update(f"{name} {files.sha256_file(path)}\n".encode())
     return found.hexdigest()
 
 
 def check(config: Decontaminate, corpus: Corpus, scratch: Path, engine: Engine) -> Path:
     """Look for the tasks' text; returns the folder with what is barred, one file for each part (overlap.BARRED)."""
-    settings = overlap.Settings(
-        files=config.files,
-        fields=config.fields,
-        ngram_words=config.ngram_words,
-        min_question_words=config.min_question_words,
-    )
     index = scratch / "index"
     if not (index / "rows.json").is_file():
-        overlap.Index.of(settings).save(index)
+        overlap.Index.of(sought(config, scratch / "tasks")).save(index)
     run_parts(engine, overlap.check, str(index), corpus.parts(), scratch, what="decontaminate")
     return scratch / "barred"
 
 
+def sought(config: Decontaminate, scratch: Path) -> overlap.Settings:
+    """What is looked for: the files as they are, and the tasks' questions as a model is asked them."""
+    asked = contamination.written(scratch, config.tasks, Place(config.data)) if config.tasks else ()
+    return overlap.Settings(
+        files=(*config.files, *asked),
+        fields=(*config.fields, *contamination.FIELDS) if config.fields and asked else config.fields,
+        ngram_words=config.ngram_words,
+        min_question_words=config.min_question_words,
+    )
+
+
 def list_hits(corpus: Corpus, scratch: Path, out: Path) -> dict[str, int]:
     """Write hits.parquet (overlap.HIT), in the order of documents; returns how many each task has."""
-    tasks: Counter[str] = Counter()
+    found: Counter[str] = Counter()
 
     def batches() -> Iterator[pa.RecordBatch]:
         for path in corpus.paths:
             for batch in document.part_batches(scratch / "hits" / f"{path.stem}.parquet"):
-                tasks.update(batch.column("task").to_pylist())
+                found.update(batch.column("task").to_pylist())
                 yield batch
 
     with document.PartWriter(out / HITS, overlap.HIT) as writer:
         for batch in batches():
             writer.write_batch(batch)
-    return dict(sorted(tasks.items()))
+    return dict(sorted(found.items()))
 
 
 def run(config: Decontaminate, paths: Sequence[Path], out: Path, engine: Engine | None = None) -> dict[str, Any]:

@@ -1,5 +1,6 @@
 """The stage `evaluate`: a run -> how well its model answers and predicts, as report.json and report.html."""
 
+import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
@@ -13,11 +14,13 @@ from bloomery.core.log import METRICS, progress, read_metrics
 from bloomery.core.stage import machine, read_manifest, versions
 from bloomery.data import document
 from bloomery.data.holdout import is_held_out
-from bloomery.evaluation import questions
+from bloomery.evaluation import benchmark, contamination, core_average, questions
+from bloomery.evaluation.benchmark import Asked
 from bloomery.evaluation.compression import Compression, measure
 from bloomery.evaluation.questions import Judged
 from bloomery.evaluation.report import render
 from bloomery.evaluation.scoring import wilson
+from bloomery.evaluation.tasks import Place
 from bloomery.generate.engine import Engine
 from bloomery.hw import device as devices
 from bloomery.stages import instruct, overview
@@ -48,6 +51,7 @@ def run(config: Evaluate, inputs: Mapping[str, Path], out: Path) -> dict[str, An
         "answers": scores,
         "bits_per_byte": bits_per_byte(base, inputs["shard"], config, device),
         "leaks": leaks(judged, inputs, tuned.tokenizer),
+        **known_tasks(tuned, config, inputs, out),
         "curves": {name: read_metrics(inputs[name] / METRICS) for name in ("pretrain", "finetune")},
         "written": {name: read_metrics(inputs[name] / SAMPLES) for name in ("pretrain", "finetune")},
         **overview.corpus(inputs),
@@ -62,7 +66,37 @@ def run(config: Evaluate, inputs: Mapping[str, Path], out: Path) -> dict[str, An
         "answers": scores,
         "bits_per_byte": report["bits_per_byte"],
         "leaks": report["leaks"],
+        **{name: report[name] for name in ("tasks", "core") if name in report},
     }
+
+
+def known_tasks(tuned: Loaded, config: Evaluate, inputs: Mapping[str, Path], out: Path) -> dict[str, Any]:
+    """
+    The scores of the tasks of the table, over all questions, those that stand in the training text, and the others.
+    Writes tasks.jsonl, a line for every question.
+    """
+    if not config.tasks:
+        return {}
+    asked = Asked(
+        tasks=tuple(name for name in config.tasks if name != core_average.NAME),
+        place=Place(tuple(path.expanduser() for path in config.data)),
+        limit=config.limit,
+        shots=config.shots,
+        samples=config.samples,
+        temperature=config.temperature,
+        seed=config.seed,
+        run_code=config.run_code,
+        weaker_sandbox=config.weaker_sandbox,
+    )
+    found = benchmark.run(tuned, asked)
+    with tempfile.TemporaryDirectory() as scratch:
+        questions = {name: benchmark.questions(name, asked) for name in found}
+        dirty = contamination.dirty(questions, trained_on(inputs, tuned.tokenizer), Path(scratch)) if found else {}
+    benchmark.save(out / "tasks.jsonl", found, dirty)
+    told: dict[str, Any] = {
+        "tasks": {name: benchmark.scores(name, results, dirty[name]) for name, results in found.items()}
+    }
+    return told | ({"core": benchmark.core(tuned, asked)} if core_average.NAME in config.tasks else {})
 
 
 def ask(loaded: Loaded, asked: Sequence[questions.Question], max_tokens: int) -> list[Judged]:
@@ -125,14 +159,19 @@ def leaks(judged: Sequence[Judged], inputs: Mapping[str, Path], tokenizer: Token
     How many held-out questions stand somewhere in the training text: the question with all that came before it, or,
     where facts themselves are held out, the sentence that answers it.
     """
+    wanted = [(number, needle) for number, one in enumerate(judged) for needle in needles(one.question)]
+    found: set[int] = set()
+    for text in trained_on(inputs, tokenizer):
+        found |= {number for number, needle in wanted if needle in text and stands_in(text, needle)}
+    return {"checked": len(judged), "found": len(found)}
+
+
+def trained_on(inputs: Mapping[str, Path], tokenizer: Tokenizer) -> Iterator[str]:
+    """All text that a model was trained on: documents that were not held out, and conversations."""
     held_out_share = read_manifest(inputs["shard"])["config"]["hold_out"]
     documents = (row["text"] for row in document.read(inputs["dedup"] / "kept", ["text"]))
     trained = (text for text in documents if not is_held_out(text, held_out_share))
-    wanted = [(number, needle) for number, one in enumerate(judged) for needle in needles(one.question)]
-    found: set[int] = set()
-    for text in chain(trained, instruct.trained_on(inputs["instruct"], tokenizer)):
-        found |= {number for number, needle in wanted if needle in text and stands_in(text, needle)}
-    return {"checked": len(judged), "found": len(found)}
+    return chain(trained, instruct.trained_on(inputs["instruct"], tokenizer))
 
 
 def needles(question: questions.Question) -> list[str]:

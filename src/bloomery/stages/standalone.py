@@ -168,7 +168,7 @@ def _sections(asked: Asked, tool: Tool) -> Sections:
     for setting in asked.settings:
         known = setting.partition("=")[0].partition(".")[0] in Sections.model_fields
         config.apply_override(tree, setting if known else f"{tool.section}.{setting}")
-    if asked.tool == "decontaminate" and not section.get("files"):
+    if asked.tool == "decontaminate" and not (section.get("files") or section.get("tasks")):
         cure = "Name files of tasks, or folders of them: --against tasks/ (jsonl, .zst and .gz too, or parquet)."
         raise ConfigError("no evaluation task is named, so nothing could be looked for", cure=cure)
     if "tokenizer" in tree:

@@ -1,0 +1,63 @@
+"""The section [evaluate] of a recipe."""
+
+from pathlib import Path
+from typing import Annotated
+
+from pydantic import Field, field_validator
+
+from bloomery.core import files
+from bloomery.core.config import VOLATILE, Config, Count, Positive
+from bloomery.core.errors import ConfigError
+from bloomery.evaluation import core_average, tasks
+from bloomery.evaluation.tasks import Place
+from bloomery.hw.host import Wanted
+
+
+class Evaluate(Config):
+    questions: Positive = 200
+    """Held-out questions of the generator, the same number of each kind."""
+    seed: int = 0
+    max_tokens: Positive = 48
+    domains: tuple[str, ...] = ()
+    """Domains whose held-out text is scored; all of them if none is named."""
+    heldout_bytes: Positive = 400_000
+    """Held-out text of each domain that is scored, and given to the compressors."""
+    tasks: tuple[str, ...] = ()
+    """Known tasks: hellaswag, arc_easy, …, as in the table of docs/evaluation.md, or core."""
+    data: tuple[Path, ...] = ()
+    """Their files, or folders of them. None: from the hub."""
+    limit: Positive | None = None
+    """Questions of each task, drawn by `seed`. None: all."""
+    shots: Count | None = None
+    """Examples before each question. None: as the task says."""
+    samples: Positive = 1
+    """Answers to each question that is written out."""
+    temperature: Annotated[float, Field(ge=0)] = 0.0
+    run_code: bool = False
+    """Whether programs that the model writes may run, in the sandbox; without it, tasks that need it are refused."""
+    weaker_sandbox: bool = False
+    """Whether they may also run where the kernel does not give all its walls."""
+    device: Wanted = Field("auto", json_schema_extra=VOLATILE)
+
+    @field_validator("tasks")
+    @classmethod
+    def _are_known(cls, names: tuple[str, ...]) -> tuple[str, ...]:
+        try:
+            tasks.named([name for name in names if name != core_average.NAME])
+        except ConfigError as error:
+            raise ValueError(f"{error.what}. {error.cure}") from None
+        return names
+
+
+def digest(config: Evaluate) -> str:
+    """Of the content of the tasks' files, for the stage's fingerprint; "" without tasks."""
+    place = Place(tuple(path.expanduser() for path in config.data))
+    found = [
+        files.sha256_file(path)
+        for name in config.tasks
+        if name != core_average.NAME
+        for path in tasks.paths(name, place)
+    ]
+    if core_average.NAME in config.tasks:
+        found += [files.sha256_file(path) for path in core_average.files_of(place)]
+    return files.sha256_bytes(files.canonical(found)) if found else ""

@@ -1,0 +1,55 @@
+"""
+Which questions of a task stand in text that a model was trained on: by the same n-grams and whole questions as
+decontamination (`data/overlap.py`), and by the same definitions of tasks.
+"""
+
+import json
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+
+from bloomery.core import files
+from bloomery.data import overlap
+from bloomery.evaluation import tasks
+from bloomery.evaluation.shapes import Item
+from bloomery.evaluation.tasks import Place
+
+TEXTS_AT_ONCE = 500
+FIELDS = ("query", "context_options")
+"""Of the rows that `write` writes."""
+
+
+def write(folder: Path, asked: Mapping[str, Sequence[Item]]) -> tuple[Path, ...]:
+    """Files of what must not be found, one for each task, called as it."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, items in asked.items():
+        with files.whole_file(folder / f"{name}.jsonl", "w") as file:
+            for row in tasks.as_rows(items):
+                file.write(json.dumps(row, ensure_ascii=False) + "\n")
+    return tuple(folder / f"{name}.jsonl" for name in asked)
+
+
+def written(folder: Path, names: Sequence[str], place: Place) -> tuple[Path, ...]:
+    """The same of whole tasks."""
+    return write(folder, {name: tasks.rows(name, place) for name in tasks.named(names)})
+
+
+def dirty(asked: Mapping[str, Sequence[Item]], texts: Iterable[str], scratch: Path) -> dict[str, set[int]]:
+    """Rows of the questions that stand somewhere in the texts, by task."""
+    found: dict[str, set[int]] = {name: set() for name in asked}
+    index = overlap.Index.of(overlap.Settings(files=write(scratch, asked)))
+    for batch in _batches(texts):
+        for match in index.find(batch):
+            name, number = index.rows[match.row]
+            found[name].add(asked[name][number - 1].row)
+    return found
+
+
+def _batches(texts: Iterable[str]) -> Iterator[list[str]]:
+    batch: list[str] = []
+    for text in texts:
+        batch.append(text)
+        if len(batch) == TEXTS_AT_ONCE:
+            yield batch
+            batch = []
+    if batch:
+        yield batch

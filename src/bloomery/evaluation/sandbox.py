@@ -1,0 +1,176 @@
+"""
+Run code that a model has written, where it can do no harm: `cell.py` in a child, behind the walls that it names.
+
+Without network, with a file system of Python alone, an empty folder in memory to write to, an empty environment, no
+rights, and limits on time, processor, memory, files, processes and output. When it ends or its time is up, everything
+that it started ends with it. Where the kernel does not give these walls, nothing is run, unless weaker are allowed.
+"""
+
+import json
+import os
+import selectors
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Literal
+
+from bloomery.core.errors import HardwareError
+from bloomery.evaluation import cell
+
+Status = Literal["passed", "failed", "timeout", "output", "killed"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Limits:
+    seconds: float = 10.0
+    cpu_seconds: int = 10
+    memory_bytes: int = 512 * 2**20
+    """Of addresses, for each process."""
+    processes: int = 8
+    file_bytes: int = 16 * 2**20
+    folder_bytes: int = 32 * 2**20
+    open_files: int = 64
+    output_bytes: int = 2**16
+
+    @property
+    def resources(self) -> dict[str, int]:
+        return {
+            "RLIMIT_CPU": self.cpu_seconds,
+            "RLIMIT_AS": self.memory_bytes,
+            "RLIMIT_NPROC": self.processes,
+            "RLIMIT_FSIZE": self.file_bytes,
+            "RLIMIT_NOFILE": self.open_files,
+            "RLIMIT_CORE": 0,
+            "RLIMIT_MEMLOCK": 0,
+            "RLIMIT_MSGQUEUE": 0,
+        }
+
+
+@dataclass(frozen=True)
+class Outcome:
+    status: Status
+    output: str
+    """What was printed, up to the limit."""
+    seconds: float
+
+    @property
+    def passed(self) -> bool:
+        return self.status == "passed"
+
+
+def run(code: str, limits: Limits | None = None, *, weaker: bool = False) -> Outcome:
+    """
+    Run one program to its end, or to the end of its time.
+
+    Raises HardwareError where this machine cannot hold it, and nothing was run; `weaker` runs it all the same, behind
+    what walls there are.
+    """
+    limits = limits or Limits()
+    if sys.platform != "linux":
+        raise HardwareError(f"there is no sandbox for {sys.platform}", cure="Run the programs on Linux.")
+    began = time.monotonic()
+    with tempfile.TemporaryDirectory(prefix="cell-") as home:
+        os.chmod(home, 0o755 if not weaker else 0o777)
+        asked = {
+            "home": home,
+            "python": _python(),
+            "limits": limits.resources,
+            "folder_bytes": limits.folder_bytes,
+            "weaker": weaker,
+        }
+        command = [os.path.realpath(sys.executable), "-I", "-S", "-B", str(Path(cell.__file__).resolve())]
+        with subprocess.Popen(
+            command,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+            env={},
+            cwd="/",
+        ) as child:
+            try:
+                printed, why = _followed(child, json.dumps(asked).encode() + b"\n" + code.encode(), limits, began)
+            finally:
+                _end(child)
+        seconds = round(time.monotonic() - began, 3)
+    text = printed.decode("utf-8", "replace")
+    if child.returncode == cell.REFUSED:
+        cure = "Allow unprivileged user namespaces, or say --weaker-sandbox to run code behind fewer walls."
+        raise HardwareError(f"code that a model wrote was not run: {text.strip()}", where="the sandbox", cure=cure)
+    return Outcome(why or _status(child.returncode), text, seconds)
+
+
+def _status(code: int) -> Status:
+    if code == cell.PASSED:
+        return "passed"
+    return "killed" if code >= 128 else "failed"
+
+
+def _python() -> list[str]:
+    """Folders of the interpreter that lie elsewhere than the system's programs."""
+    found = {os.path.realpath(path) for path in (sys.base_prefix, sys.base_exec_prefix)}
+    return sorted(path for path in found if not path.startswith(cell.SYSTEM))
+
+
+def _followed(
+    child: "subprocess.Popen[bytes]", given: bytes, limits: Limits, began: float
+) -> tuple[bytes, Status | None]:
+    """Hand over the code and take what is printed; the reason, where one of the limits that are kept here was hit."""
+    assert child.stdin is not None
+    assert child.stdout is not None
+    os.set_blocking(child.stdin.fileno(), False)
+    printed, left = b"", memoryview(given)
+    with selectors.DefaultSelector() as ready:
+        ready.register(child.stdout, selectors.EVENT_READ)
+        ready.register(child.stdin, selectors.EVENT_WRITE)
+        while (rest := began + limits.seconds - time.monotonic()) > 0:
+            for key, _ in ready.select(rest):
+                if key.fileobj is child.stdin:
+                    left = left[_put(child.stdin.fileno(), left) :]
+                    if not left:
+                        ready.unregister(child.stdin)
+                        child.stdin.close()
+                    continue
+                some = os.read(child.stdout.fileno(), 2**16)
+                printed += some
+                if not some:
+                    return _ended(child, printed, rest)
+                if len(printed) > limits.output_bytes:
+                    return printed[: limits.output_bytes], "output"
+    return printed, "timeout"
+
+
+def _put(descriptor: int, data: memoryview) -> int:
+    try:
+        return os.write(descriptor, data)
+    except BrokenPipeError:  # it has ended already, and its exit says why
+        return len(data)
+
+
+def _ended(child: "subprocess.Popen[bytes]", printed: bytes, rest: float) -> tuple[bytes, Status | None]:
+    """Its output is closed: most likely it is about to end."""
+    try:
+        child.wait(rest)
+    except subprocess.TimeoutExpired:
+        return printed, "timeout"
+    return printed, None
+
+
+def _end(child: "subprocess.Popen[bytes]") -> None:
+    """The whole group, and with process 1 of its namespace all that is left in there."""
+    if child.poll() is None:
+        os.killpg(child.pid, signal.SIGKILL)
+    child.wait()
+
+
+@cache
+def check(weaker: bool = False) -> None:
+    """Raises HardwareError where code cannot be held here."""
+    found = run("print('here')", weaker=weaker)
+    if not found.passed:
+        raise HardwareError(f"the sandbox does not run: {found.output.strip()}", cure="Leave --run-code out.")

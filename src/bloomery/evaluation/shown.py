@@ -1,0 +1,39 @@
+"""Scores of tasks as lines of a terminal."""
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+PERCENT = ("acc", "acc_norm", "exact", "flexible", "right")
+
+
+def lines(found: Mapping[str, Mapping[str, Any]]) -> Iterator[str]:
+    """One for every score of every task, with its interval; clean and dirty beside it, where both are known."""
+    for name, told in found.items():
+        for metric, score in told["scores"].items():
+            chance = f"  chance {told['chance']:.1%}" if metric in ("acc", "acc_norm") and told.get("chance") else ""
+            parts = [f"{part} {shown(metric, told[part][metric])}" for part in ("clean", "dirty") if _has(told, part)]
+            apart = f"  ({', '.join(parts)})" if parts else ""
+            yield f"{name:<16} {metric:<11} {shown(metric, score)}  of {score['n']:,}{chance}{apart}"
+
+
+def shown(metric: str, score: Mapping[str, Any]) -> str:
+    """Value and 95 % interval."""
+    if score["value"] is None:
+        return "–"
+    if metric in PERCENT or metric.startswith("pass@"):
+        return f"{score['value']:.1%} ({score['low']:.1%} to {score['high']:.1%})"
+    return f"{score['value']:.4g} ({score['low']:.4g} to {score['high']:.4g})"
+
+
+def core(told: Mapping[str, Any]) -> Iterator[str]:
+    """The mean of centered accuracies, which is CORE where no task is missing."""
+    for name, part in told["parts"].items():
+        yield f"{name:<34} {part['acc']:7.1%}  centered {part['centered']:7.4f}  of {part['n']:,}"
+    name = f"mean of {len(told['parts'])} of CORE's {told['of']}" if told["missing"] else "CORE"
+    yield f"{name:<34} {told['mean_of_parts']:.4f} ({told['low']:.4f} to {told['high']:.4f})"
+    if told["missing"]:
+        yield f"missing: {', '.join(told['missing'])}"
+
+
+def _has(told: Mapping[str, Any], part: str) -> bool:
+    return bool(told.get(part)) and bool(told.get("dirty_n"))

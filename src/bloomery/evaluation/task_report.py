@@ -1,0 +1,54 @@
+"""Of the page: the scores of known tasks, with their intervals, clean and dirty."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from bloomery.evaluation import charts, shown
+from bloomery.evaluation.charts import DASH, count, number, percent
+from bloomery.evaluation.pieces import Report, at, named, note, sequence, text
+
+
+def known_tasks(report: Report) -> list[object]:
+    rows: list[list[object]] = []
+    looked = False
+    for name, told in named(report, "tasks").items():
+        for metric, score in named(told, "scores").items():
+            parts = [_part(told, part, metric) for part in ("clean", "dirty")]
+            looked = looked or at(told, "dirty_n") is not None
+            chance = percent(at(told, "chance")) if metric in ("acc", "acc_norm") else DASH
+            rows.append([text(name), text(metric), _value(metric, score), count(at(score, "n")), chance, *parts])
+    heads = ["Task", "Score", "Value (95% interval)", "Questions", "Chance", "Clean", "Dirty"]
+    found = [charts.table(heads, rows), note(TOLD, LOOKED if looked else "")] if rows else []
+    return [*found, *_core(report)]
+
+
+TOLD = (
+    "acc: the most likely choice is right; acc_norm: the most likely for each byte; every question is in tasks.jsonl."
+)
+LOOKED = (
+    " Dirty questions stand in the training text, in 13 words in a row or as a whole; clean is the score of the others."
+)
+
+
+def _core(report: Report) -> list[object]:
+    core = named(report, "core")
+    if not core:
+        return []
+    missing = [text(one) for one in sequence(core, "missing")]
+    low, high, mean = (number(core.get(name)) for name in ("low", "high", "mean_of_parts"))
+    value = DASH if mean is None or low is None or high is None else f"{mean:.4f} ({low:.4f} to {high:.4f})"
+    if not missing:
+        return [note(f"CORE, the mean of 22 centered accuracies: {value}.")]
+    told = f"Mean of {22 - len(missing)} centered accuracies of CORE's 22: {value}. "
+    return [note(told, f"It is not CORE: {', '.join(missing)} are missing.")]
+
+
+def _value(metric: str, score: Any) -> str:
+    """A score as it is shown in a terminal, and a dash where it is none."""
+    fits = isinstance(score, Mapping) and all(number(score.get(name)) is not None for name in ("value", "low", "high"))
+    return shown.shown(metric, score) if fits else DASH
+
+
+def _part(told: Any, part: str, metric: str) -> str:
+    score = named(told, part, metric)
+    return f"{_value(metric, score)} of {count(score.get('n'))}" if number(score.get("n")) else DASH

@@ -1,0 +1,121 @@
+"""What holds of any benchmark: who guesses scores chance, who knows scores 1, and nobody's company matters."""
+
+import json
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from bloomery.core.errors import ConfigError
+from bloomery.evaluation import benchmark, likelihood, shown
+from bloomery.evaluation.benchmark import Asked, Result
+from bloomery.evaluation.likelihood import Asked as Pair
+from bloomery.evaluation.likelihood import Likelihood
+from bloomery.evaluation.tasks import Place
+from bloomery.weights import huggingface
+from bloomery.weights.huggingface import Loaded
+from tests.evaluation.sets import write
+from tests.weights.made import model
+
+WORDS = ("lamp", "door", "apple", "river", "stone", "cloud", "bread", "horse")
+
+
+def choices(folder: Path, count: int = 400) -> Place:
+    """Questions with four choices, of which the right one is told by the question."""
+    rng = random.Random(5)
+    rows = []
+    for number in range(count):
+        some = rng.sample(WORDS, 4)
+        gold = rng.randrange(4)
+        rows.append({"query": f"{number}: it is the {some[gold]}. It is the", "choices": some, "gold": gold})
+    write(folder / "openbookqa.jsonl", rows)
+    return Place((folder,))
+
+
+@pytest.fixture
+def loaded(tmp_path: Path) -> Loaded:
+    return huggingface.load(model(tmp_path / "model", context=120))
+
+
+def scorer(log_p: Callable[[Pair], float]) -> Any:
+    def score(model: Any, pairs: Sequence[Pair], *, seen: Any, tokens_at_once: int = 0) -> list[Likelihood]:
+        return [Likelihood(log_p(pair), log_p(pair) == 0.0, len(pair.continuation)) for pair in pairs]
+
+    return score
+
+
+def test_a_model_for_which_all_is_alike_scores_chance(
+    loaded: Loaded, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(likelihood, "score", scorer(lambda pair: -1.0))
+    asked = Asked(tasks=("openbookqa",), place=choices(tmp_path))
+    told = benchmark.scores("openbookqa", benchmark.run(loaded, asked)["openbookqa"])
+    assert told["n"] == 400
+    for metric in ("acc",):
+        assert told["scores"][metric]["low"] < told["chance"] < told["scores"][metric]["high"]
+
+
+def test_a_model_that_knows_scores_one(loaded: Loaded, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def knows(pair: Pair) -> float:
+        text, choice = loaded.tokenizer.decode(pair.prompt), loaded.tokenizer.decode(pair.continuation)
+        return 0.0 if f"it is the{choice}." in text else -5.0
+
+    monkeypatch.setattr(likelihood, "score", scorer(knows))
+    asked = Asked(tasks=("openbookqa",), place=choices(tmp_path))
+    told = benchmark.scores("openbookqa", benchmark.run(loaded, asked)["openbookqa"])
+    assert all(told["scores"][metric]["value"] == 1.0 for metric in ("acc", "acc_norm"))
+
+
+def test_a_question_has_the_same_result_in_any_company(loaded: Loaded, tmp_path: Path) -> None:
+    place = choices(tmp_path, 60)
+    every = benchmark.run(loaded, Asked(tasks=("openbookqa",), place=place))["openbookqa"]
+    few = benchmark.run(loaded, Asked(tasks=("openbookqa",), place=place, limit=7))["openbookqa"]
+    assert len(few) == 7
+    by_row = {one.row: one for one in every}
+    for one in few:
+        assert one.scores == by_row[one.row].scores
+        assert one.facts["log_p"] == pytest.approx(by_row[one.row].facts["log_p"], abs=1e-4)
+
+
+def test_a_seed_draws_the_questions(tmp_path: Path) -> None:
+    asked = Asked(tasks=("openbookqa",), place=choices(tmp_path), limit=30)
+    drawn = [item.row for item in benchmark.questions("openbookqa", asked)]
+    assert drawn == sorted(set(drawn))
+    assert drawn == [item.row for item in benchmark.questions("openbookqa", asked)]
+    assert drawn != [item.row for item in benchmark.questions("openbookqa", replace(asked, seed=1))]
+
+
+def test_the_last_word_is_judged_token_by_token_and_has_a_perplexity(loaded: Loaded, tmp_path: Path) -> None:
+    write(tmp_path / "lambada.jsonl", [{"text": f"the {word} is a {word}"} for word in WORDS])
+    results = benchmark.run(loaded, Asked(tasks=("lambada",), place=Place((tmp_path,))))["lambada"]
+    told = benchmark.scores("lambada", results)["scores"]
+    assert told["perplexity"]["low"] < told["perplexity"]["value"] < told["perplexity"]["high"]
+    assert told["acc"]["n"] == told["perplexity"]["n"] == len(WORDS)
+
+
+def test_of_a_set_with_a_known_part_clean_and_dirty_are_scored_apart() -> None:
+    results = [Result(task="copa", row=row, scores={"acc": float(row > 4)}) for row in range(1, 11)]
+    told = benchmark.scores("copa", results, dirty={7, 8, 9, 10})
+    assert told["scores"]["acc"]["value"] == 0.6
+    assert told["clean"]["acc"]["value"] == pytest.approx(1 / 3, abs=1e-6)
+    assert (told["dirty"]["acc"]["value"], told["dirty_n"]) == (1.0, 4)
+    (line,) = shown.lines({"copa": told})
+    assert "60.0%" in line
+    assert "clean 33.3%" in line
+    assert "dirty 100.0%" in line
+
+
+def test_every_question_is_a_line_of_the_file(tmp_path: Path) -> None:
+    results = {"copa": [Result(task="copa", row=3, scores={"acc": 1.0}, facts={"gold": 0, "chosen": 0})]}
+    benchmark.save(tmp_path / "samples.jsonl", results, {"copa": {3}})
+    expected = {"task": "copa", "row": 3, "acc": 1.0, "dirty": True, "gold": 0, "chosen": 0}
+    assert json.loads((tmp_path / "samples.jsonl").read_text()) == expected
+
+
+def test_examples_of_a_task_that_has_none_are_refused(loaded: Loaded, tmp_path: Path) -> None:
+    write(tmp_path / "lambada.jsonl", [{"text": "a b c"}])
+    with pytest.raises(ConfigError, match="lambada has no examples to show, and shots=2"):
+        benchmark.run(loaded, Asked(tasks=("lambada",), place=Place((tmp_path,)), shots=2))

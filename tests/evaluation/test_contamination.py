@@ -1,0 +1,55 @@
+import random
+from pathlib import Path
+
+from bloomery.core.config import build
+from bloomery.data import document
+from bloomery.data.engine import Engine
+from bloomery.evaluation import contamination, tasks
+from bloomery.evaluation.tasks import Place
+from bloomery.stages import decontaminate
+from bloomery.stages.config import Decontaminate
+from tests.evaluation.sets import SHARED, needs_sets
+
+NAMES = ("hellaswag", "arc_easy", "winogrande", "boolq", "gsm8k", "lambada")
+
+
+def filler(rng: random.Random) -> str:
+    return " ".join(f"word{rng.randrange(10_000)}" for _ in range(60))
+
+
+@needs_sets
+def test_every_planted_question_is_dirty_and_without_any_none_is(tmp_path: Path) -> None:
+    rng = random.Random(1)
+    asked = {name: tasks.rows(name, Place((SHARED,)))[:150] for name in NAMES}
+    planted = {name: {item.row for item in rng.sample(items, 20)} for name, items in asked.items()}
+    texts = [filler(rng) for _ in range(300)]
+    assert not any(contamination.dirty(asked, texts, tmp_path / "before").values())
+    for name, items in asked.items():
+        for item in items:
+            if item.row in planted[name]:
+                texts.append(f"{filler(rng)} {item.solved.upper() if item.row % 2 else item.solved}\n{filler(rng)}")
+    rng.shuffle(texts)
+    found = contamination.dirty(asked, texts, tmp_path)
+    for name in NAMES:
+        assert planted[name] <= found[name]
+        assert len(found[name] - planted[name]) <= 20, name  # those that share a passage, or 13 words, with one of them
+
+
+def test_the_stage_removes_what_the_table_asks(tmp_path: Path) -> None:
+    rng = random.Random(2)
+    task = tmp_path / "tasks" / "copa_val.jsonl"
+    task.parent.mkdir()
+    task.write_text(
+        '{"premise": "The gray lamp fell off the high shelf.", "question": "effect", '
+        '"choice1": "It broke.", "choice2": "It sang.", "label": 0}\n'
+    )
+    texts = {"clean": filler(rng), "dirty": f"{filler(rng)} The gray lamp fell off the high shelf, therefore it broke."}
+    with document.Writer(tmp_path / "in") as writer:
+        for name, text in texts.items():
+            writer.write({"id": name, "text": text, "source": "s", "domain": "web", "url": None, "license": None})
+    config = build(Decontaminate, {"tasks": ["copa"], "data": [str(task.parent)]})
+    told = decontaminate.run(config, document.parts(tmp_path / "in"), tmp_path / "out", Engine(workers=1))
+    assert (told["kept"], told["reasons"]) == (1, {"decontaminate.copa": 1})
+    before = decontaminate.digest(config)
+    task.write_text(task.read_text().replace("sang", "flew"))
+    assert decontaminate.digest(config) != before

@@ -1,0 +1,66 @@
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from bloomery.core.errors import DataError
+from bloomery.evaluation import core_average, shown
+from bloomery.evaluation.core_average import PARTS
+from bloomery.evaluation.tasks import Place
+from tests.evaluation.sets import SHARED, needs_sets, write
+
+
+def guessed(seed: int) -> dict[str, list[bool]]:
+    rng = random.Random(seed)
+    return {name: [rng.random() < part.chance for _ in range(2000)] for name, part in PARTS.items()}
+
+
+def test_all_right_is_one_and_guessing_is_about_nothing() -> None:
+    assert len(PARTS) == 22
+    whole = core_average.average({name: [True] * 10 for name in PARTS})
+    assert (whole["core"], whole["low"], whole["high"], whole["missing"]) == (1.0, 1.0, 1.0, [])
+    found = core_average.average(guessed(0))
+    assert found["low"] < 0 < found["high"]
+    assert abs(found["core"]) < 0.02
+
+
+def test_the_interval_holds_the_truth_in_about_nineteen_of_twenty_draws() -> None:
+    held = [core_average.average(guessed(seed)) for seed in range(60)]
+    assert sum(one["low"] <= 0 <= one["high"] for one in held) >= 50
+
+
+def test_a_mean_with_tasks_missing_is_not_called_core() -> None:
+    found = core_average.average({"copa": [True, False], "piqa": [True, True]})
+    assert found["core"] is None
+    assert found["mean_of_parts"] == 0.5
+    assert len(found["missing"]) == 20
+    lines = list(shown.core(found))
+    assert any(line.startswith("mean of 2 of CORE's 22") for line in lines)
+    assert lines[-1].startswith("missing: hellaswag_zeroshot, jeopardy")
+
+
+@needs_sets
+def test_what_is_there_is_asked_as_dclm_asks_it() -> None:
+    place = Place((SHARED,))
+    there, missing = core_average.present(place)
+    assert there == [
+        *("hellaswag_zeroshot", "arc_easy", "arc_challenge", "copa", "commonsense_qa", "openbook_qa", "lambada_openai"),
+        *("hellaswag", "winogrande", "boolq"),
+    ]
+    assert {*there, *missing} == set(PARTS)
+    (item,) = core_average.questions("arc_easy", place, 1, 0)
+    assert item.prompts[0].count("\nAnswer: ") == 10
+    assert item.prompts[0].endswith("\nAnswer:")
+    assert item.prompts[0].count("\n\nQuestion: ") == 10
+    assert core_average.questions("boolq", place, 2, 0) == core_average.questions("boolq", place, 2, 0)
+
+
+def test_a_folder_without_any_of_the_tasks_is_an_error(tmp_path: Path) -> None:
+    rows: list[dict[str, Any]] = [{"query": "a", "choices": ["b"], "gold": 0}]
+    write(tmp_path / "other.jsonl", rows)
+    write(tmp_path / "more.jsonl", rows)
+    with pytest.raises(DataError, match="holds none of CORE's 22 tasks"):
+        core_average.present(Place((tmp_path,)))
+    with pytest.raises(DataError, match="no home on the hub"):
+        core_average.present(Place())

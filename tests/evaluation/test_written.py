@@ -1,0 +1,45 @@
+from decimal import Decimal
+
+import pytest
+
+from bloomery.evaluation.shapes import Item
+from bloomery.evaluation.written import code, cut_at, last_number, marked_number, program, stable_seed
+
+
+@pytest.mark.parametrize(
+    ("text", "marked", "last"),
+    [
+        ("She has 3 + 4 = 7.\n#### 7", 7, 7),
+        ("#### 1,234\nQuestion: 9", 1234, 9),
+        ("#### -5.50", "-5.5", "-5.5"),
+        ("It costs $18.", None, 18),
+        ("It costs $1,000.50 in all.", None, "1000.5"),
+        ("no number", None, None),
+        ("#### none, so 4", None, 4),
+        ("2.0", None, 2),
+    ],
+)
+def test_a_number_is_taken_from_behind_the_mark_or_from_the_end(text: str, marked: object, last: object) -> None:
+    assert marked_number(text) == (None if marked is None else Decimal(str(marked)))
+    assert last_number(text) == (None if last is None else Decimal(str(last)))
+
+
+def test_text_is_cut_where_the_next_question_begins() -> None:
+    assert cut_at("7\n\nQuestion: more", ("\n\n", "Question:")) == "7"
+    assert cut_at("7", ("\n\n",)) == "7"
+
+
+def test_seeds_differ_by_row_and_sample_and_never_change() -> None:
+    assert stable_seed(0, 1, 2) == 66112467763644943
+    assert len({stable_seed(0, row, sample) for row in range(20) for sample in range(20)}) == 400
+
+
+def test_a_program_is_the_prompt_with_what_was_written_and_the_tests_behind_it() -> None:
+    item = Item(prompts=('def one():\n    """1"""\n',), test="assert one() == 1")
+    for said, chat, begun in (
+        ("    return 1", False, True),
+        ("Sure:\n```python\ndef one():\n    return 1\n```\nDone.", True, True),
+        ("```\ndef one():\n    return 1\n```", False, False),
+    ):
+        exec(compile(program(item, said, chat=chat, begun=begun), "made", "exec"), {})
+    assert code("no fence") == "no fence"
