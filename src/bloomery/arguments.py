@@ -85,6 +85,11 @@ def _run_verbs(verbs: Any) -> None:
         verbs, "plan", "say what a recipe needs, before it runs", "bloomery plan recipes/demo.toml", reports=True
     )
     _recipe_arguments(one)
+    one.add_argument("--device", metavar="NAME", help="for this device, as mi300x, and not for this machine's")
+    one.add_argument("--memory", type=_size, metavar="SIZE", help="of a device, as 16GiB")
+    one.add_argument("--devices", type=_positive, default=1, metavar="N", help="how many train together (default: 1)")
+    one.add_argument("--price", type=_amount, metavar="PER_HOUR", help="of all devices, in any money")
+    one.add_argument("--watts", type=_amount, metavar="W", help="that all devices take together")
 
     one = _verb(verbs, "status", "say how far a run is", "bloomery status runs/demo", reports=True)
     one.add_argument("run", type=Path, metavar="RUN", help="a run folder, for example runs/demo")
@@ -144,7 +149,7 @@ def _size(text: str) -> int:
     return int(float(number) * (1024 if binary else 1000) ** " kMGT".index(letter or " "))
 
 
-def _temperature(text: str) -> float:
+def _amount(text: str) -> float:
     try:
         value = float(text)
     except ValueError:
@@ -166,7 +171,7 @@ def _model_verbs(verbs: Any) -> None:
     )
     one.add_argument("model", type=Path, metavar="MODEL", help=MODEL)
     one.add_argument("--prompt", action="append", default=[], help="ask this and end; may be given several times")
-    one.add_argument("--temperature", type=_temperature, default=0.0, help="0 takes the likeliest token (default)")
+    one.add_argument("--temperature", type=_amount, default=0.0, help="0 takes the likeliest token (default)")
     one.add_argument("--max-tokens", type=_positive, default=128, help="longest answer (default: 128)")
     one.add_argument("--seed", type=int, default=0, help="of the draw, where the temperature is above 0")
 

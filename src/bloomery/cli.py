@@ -21,7 +21,6 @@ if TYPE_CHECKING:
     from bloomery.recipe import Recipe
     from bloomery.serve.answerer import TextAnswerer
     from bloomery.tokenizer.chat import Message
-    from bloomery.train.plan import TrainingPlan
 
 
 def main(words: Sequence[str] | None = None) -> int:
@@ -97,41 +96,36 @@ def _run(options: argparse.Namespace) -> int:
 
 
 def plan(options: argparse.Namespace) -> int:
-    from dataclasses import asdict
+    from importlib.util import find_spec
 
     from bloomery.core import config, stage
     from bloomery.recipe import STAGES, Recipe
+    from bloomery.stages import planned
+    from bloomery.stages.tokenizer import vocab_size
+    from bloomery.train.planning.report import Price
 
     recipe = config.load(Recipe, options.recipe, options.settings)
-    plans = stage.lay_out(STAGES, recipe, options.runs / recipe.name)
-    stages = [{"stage": one.stage.name, "fresh": one.fresh, "folder": str(one.folder)} for one in plans]
-    left_out = stage.missing_sections(STAGES, recipe)
-    needs = _training_needs(recipe)
-    facts = {name: asdict(one) | {"peak_bytes": one.peak_bytes} for name, one in needs.items()}
-    if options.json:
-        told = {"depth": _depth_told(recipe)} if recipe.pretrain and recipe.pretrain.depth else {}
-        print(json.dumps({"recipe": recipe.name, "stages": stages, "missing_sections": left_out, **told, **facts}))
-        return 0
-    for one in stages:
-        print(f"{one['stage']:<11} {'fresh' if one['fresh'] else 'will run':<9} {one['folder']}")
-    for name, missing in left_out.items():
-        print(f"{name:<11} {'left out':<9} the recipe has no section {' and '.join(f'[{one}]' for one in missing)}")
-    if recipe.pretrain and recipe.pretrain.depth:
-        told = _depth_told(recipe)
-        model = told["model"]
-        rates = ", ".join(f"{name} {rate:g}" for name, rate in told["rates"].items())
-        print(
-            f"pretrain: depth {told['depth']}: width {model['width']}, {model['num_heads']} heads, mlp_width "
-            f"{model['mlp_width']}, {told['steps']:,} steps of {told['tokens_per_step']:,} tokens, {rates}"
-        )
-    for name, need in needs.items():
-        print(
-            f"{name}: {need.parameters:,} parameters, {need.tokens:,} tokens, {need.flops:.3g} FLOPs, about "
-            f"{need.peak_bytes / 2**20:,.0f} MiB (weights {need.weights_bytes / 2**20:,.0f}, "
-            f"rounded copies {need.copies_bytes / 2**20:,.0f}, gradients "
-            f"{need.gradient_bytes / 2**20:,.0f}, optimizer {need.optimizer_bytes / 2**20:,.0f}, activations "
-            f"{need.activation_bytes / 2**20:,.0f}) besides Python and torch"
-        )
+    laid = stage.lay_out(STAGES, recipe, options.runs / recipe.name)
+    made = {}
+    if recipe.pretrain is not None:
+        tools: dict[str, Any] = {}
+        if find_spec("torch") is not None:
+            from bloomery.train.planning import here
+
+            tools = {"here": here.here, "check": here.check}
+        price = Price(per_hour=options.price, watts=options.watts)
+        wish = planned.Wish(device=options.device, memory_bytes=options.memory, devices=options.devices, price=price)
+        sections = {"pretrain": recipe.pretrain, "finetune": recipe.finetune}
+        made = planned.plans(sections, recipe.pretrain.model, vocab_size(recipe.tokenizer), wish, **tools)
+    told = planned.facts(
+        recipe.name,
+        laid,
+        stage.missing_sections(STAGES, recipe),
+        made,
+        {"depth": _depth_told(recipe)} if recipe.pretrain and recipe.pretrain.depth else {},
+        recipe.shard.tokens,
+    )
+    print(json.dumps(told) if options.json else "\n".join(planned.lines(told, made)))
     return 0
 
 
@@ -146,18 +140,6 @@ def _depth_told(recipe: "Recipe") -> dict[str, Any]:
         "steps": recipe.pretrain.steps,
         "rates": {name: rate for name, rate in optimizer.model_dump().items() if name.endswith("learning_rate")},
     }
-
-
-def _training_needs(recipe: "Recipe") -> "dict[str, TrainingPlan]":
-    """Of the stages that train and have their sections."""
-    if recipe.pretrain is None:
-        return {}
-    from bloomery.stages.tokenizer import vocab_size
-    from bloomery.train.plan import plan as training_plan
-
-    sections = {"pretrain": recipe.pretrain, "finetune": recipe.finetune}
-    ids = vocab_size(recipe.tokenizer)
-    return {name: training_plan(one, recipe.pretrain.model, ids) for name, one in sections.items() if one is not None}
 
 
 def status(options: argparse.Namespace) -> int:

@@ -19,8 +19,6 @@ from bloomery.data.scorer import load, score
 GOOD = re.findall(r"\w+", "the quiet river carried small boats past green hills while people walked along it and sang")
 BAD = re.findall(r"\w+", "buy cheap pills now win money casino bonus free offer deal click here today best price")
 WORDS = Grams(2**14)
-WORDS = Grams(2**14)
-WORDS = Grams(2**14)
 SETTINGS = {"characters": 1000, "held_out": 0.2, "seed": 0}
 
 

@@ -72,6 +72,7 @@ def session(shards: Path, out: Path, world: World | None = None, **settings: Any
         "steps": 9,
         "tokens_per_step": 4 * T,
         "micro_batch_tokens": 3 * T,
+        "dry_run": False,
         "save_every_seconds": 1e-9,
         "log_every": 1,
         "evaluate_every": 2,

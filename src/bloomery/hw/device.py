@@ -147,6 +147,17 @@ def _processor_name(host: Host) -> str:
     return names[0] if names else host.processor
 
 
+def is_out_of_memory(error: RuntimeError) -> bool:
+    """Whether an operation of torch failed for want of memory, on a GPU or on a processor."""
+    return isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in str(error)
+
+
+def give_back_memory() -> None:
+    """Let go of what torch keeps of a GPU's memory for itself, so that blocks of other sizes fit."""
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+
+
 def threads() -> int:
     """How many threads one operation of torch uses on the processor."""
     return torch.get_num_threads()

@@ -9,6 +9,7 @@ of it is called a share of the measured peak, and never one of a vendor's.
 import time
 from functools import cache
 
+from bloomery.hw import catalog
 from bloomery.hw import needs_torch as needs_torch
 from bloomery.hw.device import Device
 
@@ -16,6 +17,13 @@ import torch
 
 SIZES = {"cpu": 1536, "mps": 4096, "cuda": 8192}
 SECONDS = 0.3
+
+
+def listed_peak(device: Device, devices: int = 1) -> float | None:
+    """FLOP/s that the catalogue has for so many of a device in its compute format; None where it has none."""
+    entry = catalog.of_device(device.name, device.memory_bytes)
+    peak = None if entry is None else entry.peak(str(device.compute_dtype).removeprefix("torch."))
+    return None if peak is None else devices * peak
 
 
 def measured_peak(device: Device) -> float:

@@ -63,7 +63,7 @@ def fused_attention(q: Queries, k: Keys, v: Values, sight: Sight) -> Attended:
     The one that is used: on processors compiled operations or plain matrix products; on GPUs the causal kernel, or for
     long rows of several documents, windows and ALiBi a kernel made for them, so that no T × S mask lies in memory.
     """
-    if q.device.type == "cpu":
+    if q.device.type == "cpu" and not kernels.ELSEWHERE.get():
         if kernels.ready(q, k, v) and (first := sight.first(len(q))) is not None:  # it looks at numbers of segments
             return kernels.causal_attention(q, k, v, first)
         return processor_attention(q, k, v, sight)

@@ -7,6 +7,7 @@ lines of PyTorch for when it says no. Letters used for shapes are those of layer
 """
 
 import ctypes
+from contextvars import ContextVar
 from typing import Any
 
 from jaxtyping import Float, Int
@@ -16,6 +17,7 @@ from bloomery.core import native
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd.function import once_differentiable
 
 LIBRARY, NORMS = "training", "norms"
@@ -23,15 +25,19 @@ KINDS = {torch.float32: 0, torch.bfloat16: 1}
 QUERIES_PER_BLOCK = {torch.float32: 128, torch.bfloat16: 256}
 """Scores of that many queries are computed at a time, and only for the keys up to the last of them."""
 
+ELSEWHERE: ContextVar[bool] = ContextVar("elsewhere", default=False)
+"""Set while a step on another kind of device is drawn up with fake tensors: nothing meant for processors runs then."""
+
 
 def ready(*tensors: Tensor) -> bool:
     """Whether the library is there, and takes these tensors: on the processor, all float32 or all bfloat16."""
     first = tensors[0]
     return (
         all(one.device.type == "cpu" and one.dtype == first.dtype for one in tensors)
-        and all(type(one) in (Tensor, nn.Parameter) for one in tensors)
+        and all(type(one) in (Tensor, nn.Parameter, FakeTensor) for one in tensors)
         and first.dtype in KINDS
         and not torch.compiler.is_compiling()
+        and not ELSEWHERE.get()
         and native.library(LIBRARY) is not None
         and native.library(NORMS) is not None
     )
@@ -39,6 +45,8 @@ def ready(*tensors: Tensor) -> bool:
 
 def call(library: str, name: str, *arguments: Tensor | int | float) -> None:
     """Tensors are handed over as addresses, and have to be contiguous unless strides are given with them."""
+    if any(isinstance(one, FakeTensor) for one in arguments):
+        return  # what is written into tensors without numbers is of no interest
     function = getattr(native.library(library), f"bloomery_{name}")
     function.restype = None
     function(*map(_native, (*arguments, torch.get_num_threads())))

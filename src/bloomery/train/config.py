@@ -204,8 +204,10 @@ class Training(Config):
     """What the backward pass computes again instead of keeping it: nothing, blocks, or all but matrix products."""
     compile: Literal["off", "auto", "on"] = Field("off", json_schema_extra=VOLATILE)
     """Whether blocks go through torch.compile. A first step must agree with the plain one, or that one is taken."""
-    micro_batch_tokens: Positive = Field(8192, json_schema_extra=VOLATILE)
-    """Tokens that go through the model at once."""
+    micro_batch_tokens: Positive | Literal["auto"] = Field("auto", json_schema_extra=VOLATILE)
+    """Tokens that go through the model at once. auto: as many as the memory of the device allows and make it faster."""
+    dry_run: bool = Field(True, json_schema_extra=VOLATILE)
+    """Whether to try two steps, an evaluation and a save before the first step, which leave nothing behind."""
     save_every_seconds: float = Field(20.0, gt=0, json_schema_extra=VOLATILE)
     keep_checkpoints: Positive = Field(2, json_schema_extra=VOLATILE)
     """How many of the newest stay."""

@@ -11,8 +11,12 @@ Hooks run in the order given, after a step, and at no other time.
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
+from typing import NamedTuple, TypeVar
 
+from bloomery.core.errors import HardwareError
+from bloomery.core.log import say
 from bloomery.core.stop import Stop, Terminated
+from bloomery.hw import device as devices
 from bloomery.hw.device import Device
 from bloomery.hw.dist import World
 from bloomery.model.transformer import Transformer
@@ -30,6 +34,8 @@ from bloomery.train.state import State
 
 import torch
 from torch import Tensor, nn
+
+T = TypeVar("T")
 
 
 def train(
@@ -56,23 +62,25 @@ def train(
     """
     Train from `state.step` to `steps`, updating `state` in place. Every rank calls it with the same global batches.
 
+    Where memory runs out, the same global batch is computed again with half as many rows at once, and so are the next.
     A step without supervised tokens, or with trouble that the guard sees, counts, and changes neither a weight nor what
     the optimizers remember. Raises Terminated, between two updates, where the process was asked to stop.
     """
     world, guard, hooks = world or World.alone(), guard or Guard(), hooks or Hooks()
-    precision = precision or Precision.decide("auto", device)
-    norms, clock, stop = norms or Norms(model, every=0), clock or Clock(), stop or Stop()
+    precision, norms = precision or Precision.decide("auto", device), norms or Norms(model, every=0)
+    clock, stop = clock or Clock(), stop or Stop()
     model.train()
     while state.step < steps:
         clock.enter("data")
         batch = next(batches)
         lr = optimizers.set_share(learning_rate_share(state.step + 1))
         clock.enter("forward_backward")
-        compute = partial(accumulate_gradients, model, batch, micro_batch, device, world, stop, precision, z_loss)
-        loss, tokens, norm = in_range(model, precision, compute)
+        work = partial(accumulate_gradients, model, batch, device=device, world=world, stop=stop, z_loss=z_loss)
+        (loss, tokens, norm), micro_batch = in_memory(
+            model, world, micro_batch, partial(in_range, model, precision, work)
+        )
         clock.enter("optimizer")
-        state.step, state.samples = state.step + 1, state.samples + len(batch.ids)
-        state.precision = precision.state()
+        state.step, state.samples, state.precision = state.step + 1, state.samples + len(batch.ids), precision.state()
         state.metrics = {"learning_rate": lr, "tokens": tokens}
         if trouble := guard.trouble(state.guard, loss, float(norm)):
             skip = Skip(state.step, trouble, loss, float(norm), batch.samples.tolist())
@@ -98,12 +106,36 @@ def clipping(max_norm: float, norm: Tensor) -> float:
     return min(1.0, max_norm / (float(norm) + 1e-6))
 
 
+def in_memory(model: nn.Module, world: World, rows: int, compute: Callable[[int], T]) -> tuple[T, int]:
+    """
+    What `compute(rows)` gives, and with how many rows; where memory runs out, half as many.
+
+    Raises HardwareError where one row is too much, and for ranks in company, which would wait for each other.
+    """
+    while True:
+        try:
+            return compute(rows), rows
+        except RuntimeError as error:
+            if not devices.is_out_of_memory(error):
+                raise
+            if rows == 1 or world.size > 1:
+                what = f"{rows} rows at once are more than the memory holds: {str(error).splitlines()[0]}"
+                raise HardwareError(what, cure=LESS_MEMORY) from None
+        model.zero_grad(set_to_none=True)  # outside of the handler, whose error holds on to all tensors of the step
+        devices.give_back_memory()
+        rows = (rows + 1) // 2
+        say(f"memory ran out: from this step on {rows} rows go through the model at once, of the same batch", "yellow")
+
+
+LESS_MEMORY = 'Say a smaller micro_batch_tokens or recompute="block"; `bloomery plan` says what fits.'
+
+
 def in_range(
-    model: nn.Module, precision: Precision, compute: Callable[[], tuple[float, int]]
+    model: nn.Module, precision: Precision, compute: Callable[..., tuple[float, int]], rows: int
 ) -> tuple[float, int, Tensor]:
     """What `compute` gives and the norm of its gradients: again, with a smaller scale, if they left float16."""
     while True:
-        loss, tokens = compute()
+        loss, tokens = compute(micro_batch=rows, precision=precision)
         norm = total_norm(gradients(model))
         if not precision.overflowed(loss, float(norm)):
             return loss, tokens, norm
@@ -161,12 +193,33 @@ def micro_batch_losses(
         None if part is None else torch.from_numpy(part).to(device.place)
         for part in (batch.ids, batch.positions, None if whole else batch.segments)
     )
+    assert ids is not None
     flat = torch.from_numpy(batch.targets).flatten()
     supervised = (flat != IGNORE).nonzero().flatten()
+    placed = Placed(ids, positions, segments, supervised.to(device.place), flat[supervised].to(device.place))
+    return placed_losses(model, placed, device, z_loss, share)
+
+
+class Placed(NamedTuple):
+    """A micro-batch where the model is."""
+
+    ids: Tensor
+    positions: Tensor | None
+    segments: Tensor | None
+    supervised: Tensor
+    """Places of the tokens whose targets count."""
+    targets: Tensor
+    """Of those."""
+
+
+def placed_losses(
+    model: Transformer, batch: Placed, device: Device, z_loss: float = 0.0, share: float = 1.0
+) -> tuple[Tensor, Tensor]:
+    """As `micro_batch_losses`, of what is on the device."""
     with Precision.decide("auto", device).autocast():
-        hidden = model(ids, positions=positions, segments=segments).flatten(0, 1)
-    chosen = hidden if len(supervised) == len(flat) else hidden[supervised.to(device.place)]
-    return token_losses(chosen, model.head.weight, flat[supervised].to(device.place), z_loss, share)
+        hidden = model(batch.ids, positions=batch.positions, segments=batch.segments).flatten(0, 1)
+    chosen = hidden if len(batch.supervised) == len(hidden) else hidden[batch.supervised]
+    return token_losses(chosen, model.head.weight, batch.targets, z_loss, share)
 
 
 @contextmanager

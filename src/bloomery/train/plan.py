@@ -14,6 +14,8 @@ from bloomery.model.cost import cost
 from bloomery.train.config import AdamW8bit, Level, Optimizer, Training
 
 BYTES = 4
+USUAL_TOKENS = 8192
+"""Of a micro-batch that nothing is known to speak against."""
 
 OPTIMIZER_BYTES = {
     "adamw": (8, 8, 8),
@@ -50,8 +52,9 @@ def rows_per_step(config: Training, context: int) -> int:
 
 
 def rows_at_once(config: Training, context: int) -> int:
-    """Rows of `context` tokens that go through the model together; at least one."""
-    return max(1, config.micro_batch_tokens // context)
+    """Rows of `context` tokens that go through the model together; at least one. `auto` is not decided here."""
+    tokens = USUAL_TOKENS if config.micro_batch_tokens == "auto" else config.micro_batch_tokens
+    return max(1, tokens // context)
 
 
 def plan(config: Training, model: ModelConfig, vocab_size: int) -> TrainingPlan:
@@ -84,7 +87,9 @@ def optimizer_bytes(config: Optimizer, model: ModelConfig, vocab_size: int) -> i
     return sum(count * size for count, size in zip(counts, OPTIMIZER_BYTES[config.kind], strict=True)) + scales
 
 
-def activation_bytes_per_token(model: ModelConfig, recompute: Level = "none", width_bytes: int = 2) -> int:
+def activation_bytes_per_token(
+    model: ModelConfig, recompute: Level = "none", width_bytes: int = 2, *, written_out: bool = True
+) -> int:
     """
     Kept for the backward pass, a token, where matrix products are of numbers of `width_bytes`; in each layer
 
@@ -94,7 +99,7 @@ def activation_bytes_per_token(model: ModelConfig, recompute: Level = "none", wi
         block        x in float32
 
     and what one layer keeps more at `none`, once, while it is computed again; around the layers three widths. Attention
-    that does not write its weights out needs less.
+    weights count where they are `written_out`, which a GPU does not do.
     """
     D, E, M, b = model.width, model.head_size, model.mlp_width, width_bytes
     heads = (model.num_heads + 2 * model.num_kv_heads) * E
@@ -102,7 +107,7 @@ def activation_bytes_per_token(model: ModelConfig, recompute: Level = "none", wi
     for number in range(model.num_layers):
         gates = 2 if model.layer(number)[2] in ("swiglu", "geglu") else 1
         inner = gates * 2 * b * M
-        weights = b * model.num_heads * model.context
+        weights = b * model.num_heads * model.context if written_out else 4 * model.num_heads
         layer = 16 * D + 8 + 2 * b * D + 4 * b * E + b * heads + b * model.num_heads * E + weights + inner
         kept["none"] += layer
         kept["selective"] += 4 * D + b * heads + 2 * b * D + gates * b * M

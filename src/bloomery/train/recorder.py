@@ -1,7 +1,8 @@
 """
 What a run tells of itself while it trains: to metrics.jsonl, to the live line, and to whoever watches.
 
-    mfu     the model's own floating-point operations a second / the measured peak of the device's matrix products
+    mfu             the model's own floating-point operations a second / the measured peak of the device's products
+    mfu_catalogue   the same / what the catalogue says of the device, where it knows it
 """
 
 import math
@@ -19,6 +20,7 @@ from bloomery.train.norms import Norms
 from bloomery.train.state import State
 
 SHOWN_SAMPLES = 8
+NEARLY_FULL = 0.92
 
 
 @dataclass
@@ -34,10 +36,22 @@ class Recorder:
     """Of the model, as `model.cost` counts them."""
     peak_flops: float
     """A second, of all devices that train, as measured."""
+    listed_flops: float | None
+    """A second, as the catalogue has it. A peak is never borrowed from another device."""
     bytes_per_token: float | None
     """Of the supervised tokens of the validation split; what a loss in bits per byte is reckoned with."""
     watchers: list[Callable[[int, Mapping[str, Any]], None]] = field(default_factory=list)
     _last: tuple[float, int] = (0.0, 0)
+    _warned: bool = False
+
+    def peaks(self) -> str:
+        """What MFU is a share of."""
+        form = str(self.device.compute_dtype).removeprefix("torch.")
+        listed = "unknown" if self.listed_flops is None else f"{self.listed_flops / 1e12:.2f}"
+        return (
+            f"MFU is a share of its matrix products' {self.peak_flops / 1e12:.2f} TFLOP/s, measured, in {form} "
+            f"(of the catalogue's: {listed})"
+        )
 
     def start_at(self, step: int) -> None:
         self._last = (time.monotonic(), step)
@@ -57,6 +71,9 @@ class Recorder:
         values: dict[str, Any] = dict(state.metrics)
         if "loss" in values and (bits := self.bits_per_byte(values["loss"])) is not None:
             values["bits_per_byte"] = round(bits, 5)
+        if self.listed_flops is not None:
+            values["mfu_catalogue"] = round(speed * self.flops_per_token / self.listed_flops, 4)
+        self._watch_memory()
         self.write(
             step,
             **values,
@@ -67,6 +84,17 @@ class Recorder:
         )
         shown = {"loss": state.metrics["loss"]} if "loss" in state.metrics else {}
         self.meter.at(step, tokens_per_second=speed, **shown)
+
+    def _watch_memory(self) -> None:
+        """Say once that memory is nearly used up: the next long row or another program may be too much."""
+        used, there = self.device.peak_bytes(), self.device.memory_bytes
+        if there and used > NEARLY_FULL * there and not self._warned:
+            self._warned = True
+            say(
+                f"memory: {used / there:.0%} of {there / 2**30:.1f} GiB were in use. If it runs out, fewer rows go "
+                'through the model at once; recompute="block" would make room',
+                style="yellow",
+            )
 
     def log_norms(self, state: State) -> None:
         if self.norms.latest:

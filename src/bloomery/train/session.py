@@ -18,6 +18,7 @@ from bloomery.hw import device as devices
 from bloomery.hw import dist
 from bloomery.hw.device import Device
 from bloomery.hw.dist import RankLostError, World
+from bloomery.hw.peak import listed_peak
 from bloomery.model.cost import cost
 from bloomery.model.transformer import Transformer
 from bloomery.shards.loader import Course, Samples, batches
@@ -35,6 +36,8 @@ from bloomery.train.loop import train
 from bloomery.train.norms import Norms
 from bloomery.train.optim import Optimizers
 from bloomery.train.plan import rows_at_once, rows_per_step
+from bloomery.train.planning.dry_run import Trial, tell
+from bloomery.train.planning.here import decided
 from bloomery.train.precision import Precision
 from bloomery.train.recorder import Recorder
 from bloomery.train.sampling import Sampler, sampling
@@ -87,11 +90,14 @@ class Session:
         """
         device = find_device(self.config)
         dist.check_devices(self.world, device.place)
+        self.config = decided(self.config, self.model.config, self.model.vocab_size, device, self.world)
         with parallel.desk(self.out, self.world) as self._desk, kept(self._desk / LOG), on_sigterm() as self._stop:
             prepare(self.model, self.config, self.samples, device, self._desk)
             optimizers = Optimizers(self.model, self.config.optimizer, fast_dtype(device))
             rows = rows_at_once(self.config, self.validation.length)
             self._validation = Validation(self.validation, self.renderer.tokenizer, rows, self._stop)
+            if self.config.dry_run:
+                self.config = self._tried(optimizers, device)
             with Saver(self.out / "checkpoints", self._keep, self.world) as saver:
                 self._checkpoints = self._safe(saver, optimizers, device)
                 state = self._checkpoints.resume()
@@ -118,7 +124,29 @@ class Session:
             "threads": devices.threads(),
             "peak_bytes": device.peak_bytes(),
             "peak_flops_measured": parallel.peak(device, self.world),
+            "peak_flops_catalogue": listed_peak(device) or "unknown",
         }
+
+    def _tried(self, optimizers: Optimizers, device: Device) -> Training:
+        """The settings, with as many rows at once as two steps have shown to fit."""
+        rows = rows_at_once(self.config, self.samples.length)
+        trial = Trial(
+            model=self.model,
+            optimizers=optimizers,
+            samples=self.samples,
+            validation=self._validation,
+            device=device,
+            world=self.world,
+            precision=Precision.decide(self.config.precision, device),
+            max_norm=self.config.max_norm,
+            z_loss=self.config.z_loss,
+            one_shape=self.config.compile != "off",
+        )
+        found = trial.run(rows, self.rows)
+        tell(found, self.rows, self.config.steps, device, self.world)
+        if found.rows >= min(rows, self.rows):
+            return self.config
+        return self.config.model_copy(update={"micro_batch_tokens": found.rows * self.samples.length})
 
     @property
     def _keep(self) -> Keep:
@@ -218,11 +246,11 @@ class Session:
                 tokens_per_step=self.tokens_per_step,
                 flops_per_token=cost(self.model.config, self.model.vocab_size).train_flops_per_token,
                 peak_flops=parallel.peak(device, self.world),
+                listed_flops=listed_peak(device, self.world.size),
                 bytes_per_token=self._validation.bytes_per_token,
             )
             of = f" on {self.world.size} ranks together" if self.world.size > 1 else ""
-            peak = f"{recorder.peak_flops / 1e12:.2f} TFLOP/s, measured, in {short(device.compute_dtype)}{of}"
-            say(f"  {self.name} on {device.name}; MFU is a share of its matrix products' {peak}")
+            say(f"  {self.name} on {device.name}; {recorder.peaks()}{of}")
             recorder.start_at(state.step)
             yield recorder
 

@@ -1,0 +1,199 @@
+"""
+Which ways there are to train what a recipe asks for, which of them fit, and which is taken. Needs no torch.
+
+A recipe decides what is trained: method, format, recomputation, sharding. How many rows go through the model at once
+is decided here, from its shape and the memory of the device alone, so that a run which goes on decides the same: as
+many as fit, up to where more are no faster. Where none fits, the first change of `CHANGES` that makes one fit is told:
+they stand in the order of what they cost.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import get_args
+
+from bloomery.train.config import AdamW8bit, Level
+from bloomery.train.plan import USUAL_TOKENS
+from bloomery.train.planning.needs import Method, Needs, Trained, Way, needs
+from bloomery.train.planning.speed import Pace, pace
+from bloomery.train.planning.target import Target
+
+MOST_TOKENS = {True: USUAL_TOKENS, False: 2**16}
+"""Of a micro-batch, by whether a processor computes it. Larger ones gain less than a hundredth."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ask:
+    """What a recipe asks of a stage that trains."""
+
+    stage: str
+    what: Trained
+    rows_per_step: int
+    """Of the whole global batch."""
+    steps: int
+    way: Way
+    """Its rows are those that the recipe says, or 0 where it leaves them to the plan."""
+    available: frozenset[str] = frozenset()
+    """Settings that this stage has, as `lora` and `shard`: only they are chosen."""
+
+    @property
+    def tokens(self) -> int:
+        return self.steps * self.rows_per_step * self.what.model.context
+
+
+@dataclass(frozen=True, kw_only=True)
+class Option:
+    """A way, with what it needs and how fast it is."""
+
+    way: Way
+    what: Trained
+    needs: Needs
+    peak_bytes: int
+    """Of the arithmetic, or of a trace where there was one."""
+    fits: bool
+    pace: Pace | None
+    traced: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class Change:
+    """Something that a person can change in a recipe."""
+
+    say: str
+    """In the words of the command line."""
+    setting: str
+    """Which settings a stage must have for it, of `Ask.available`; "" for none."""
+    make: Callable[[Trained, Way], tuple[Trained, Way]]
+
+
+def _recompute(level: Level) -> Callable[[Trained, Way], tuple[Trained, Way]]:
+    return lambda what, way: (what, replace(way, recompute=level))
+
+
+def _eight_bits(what: Trained, way: Way) -> tuple[Trained, Way]:
+    return replace(what, optimizer=AdamW8bit()), replace(way, recompute="block")
+
+
+def _shard(what: Trained, way: Way) -> tuple[Trained, Way]:
+    return what, replace(way, sharded=way.devices > 1, recompute="block")
+
+
+def _shard_eight_bits(what: Trained, way: Way) -> tuple[Trained, Way]:
+    return _shard(*_eight_bits(what, way))
+
+
+def _adapters(what: Trained, way: Way) -> tuple[Trained, Way]:
+    return what, replace(way, method="lora", recompute="block")
+
+
+def _four_bits(what: Trained, way: Way) -> tuple[Trained, Way]:
+    return what, replace(way, method="nf4", recompute="block")
+
+
+def _shard_adapters(what: Trained, way: Way) -> tuple[Trained, Way]:
+    return _shard(*_adapters(what, way))
+
+
+def _shard_four_bits(what: Trained, way: Way) -> tuple[Trained, Way]:
+    return _shard(*_four_bits(what, way))
+
+
+CHANGES = (
+    Change(say='{stage}.recompute="selective"', setting="", make=_recompute("selective")),
+    Change(say='{stage}.recompute="block"', setting="", make=_recompute("block")),
+    Change(say='{stage}.recompute="block" {stage}.shard=true', setting="shard", make=_shard),
+    Change(say='{stage}.recompute="block" {stage}.optimizer={{kind="adamw8bit"}}', setting="", make=_eight_bits),
+    Change(
+        say='{stage}.recompute="block" {stage}.optimizer={{kind="adamw8bit"}} {stage}.shard=true',
+        setting="shard",
+        make=_shard_eight_bits,
+    ),
+    Change(say='{stage}.recompute="block" {stage}.lora={{base="bfloat16"}}', setting="lora", make=_adapters),
+    Change(say='{stage}.recompute="block" {stage}.lora={{base="nf4"}}', setting="lora", make=_four_bits),
+    Change(
+        say='{stage}.recompute="block" {stage}.lora={{base="bfloat16"}} {stage}.shard=true',
+        setting="lora shard",
+        make=_shard_adapters,
+    ),
+    Change(
+        say='{stage}.recompute="block" {stage}.lora={{base="nf4"}} {stage}.shard=true',
+        setting="lora shard",
+        make=_shard_four_bits,
+    ),
+)
+"""From the cheapest on: time, then several devices, then numbers, then what is trained at all."""
+
+
+def option(ask: Ask, what: Trained, way: Way, target: Target) -> Option:
+    needed = needs(what, way)
+    return Option(
+        way=way,
+        what=what,
+        needs=needed,
+        peak_bytes=needed.peak,
+        fits=needed.peak <= target.usable_bytes,
+        pace=pace(what, way, target, ask.rows_per_step),
+    )
+
+
+def rows_allowed(ask: Ask, target: Target) -> list[int]:
+    """Powers of two up to what a device has of a step, and that itself."""
+    most = max(1, -(-ask.rows_per_step // target.devices))
+    most = min(most, max(1, MOST_TOKENS[target.processor] // ask.what.model.context))
+    return sorted({2**power for power in range(most.bit_length()) if 2**power <= most} | {most})
+
+
+def best(ask: Ask, what: Trained, way: Way, target: Target) -> Option:
+    """With as many rows as fit; with one where none does, or as many as are asked for."""
+    if way.rows:
+        return option(ask, what, way, target)
+    found = [option(ask, what, replace(way, rows=rows), target) for rows in rows_allowed(ask, target)]
+    return next((one for one in reversed(found) if one.fits), found[0])
+
+
+def alternatives(ask: Ask, target: Target) -> list[tuple[Option, str]]:
+    """
+    What is asked for with every level of recomputation, method, sharding and format, each with its best rows; and why
+    one cannot be had, or "".
+    """
+    free = replace(ask.way, rows=0)
+    ways = [replace(free, recompute=level) for level in get_args(Level)]
+    if target.devices > 1:
+        ways += [replace(way, sharded=not ask.way.sharded) for way in ways]
+    ways += [replace(way, method=method) for method in get_args(Method) if method != ask.way.method for way in ways]
+    if ask.way.precision != "float32":
+        ways.append(replace(free, precision="float32"))
+    return [(best(ask, ask.what, way, target), _missing(ask, way)) for way in ways]
+
+
+def _missing(ask: Ask, way: Way) -> str:
+    if way.method != ask.way.method and "lora" not in ask.available:
+        return f"{ask.stage} trains all weights"
+    if way.sharded and not ask.way.sharded and "shard" not in ask.available:
+        return "not available"
+    return ""
+
+
+def cheapest_change(ask: Ask, target: Target) -> tuple[str, Option] | None:
+    """The first change that makes a recipe fit that does not, and how it then is."""
+    for change in CHANGES:
+        if not set(change.setting.split()) <= ask.available:
+            continue
+        what, way = change.make(ask.what, replace(ask.way, rows=0))
+        if way.sharded and target.devices == 1:
+            continue
+        found = best(ask, what, way, target)
+        if found.fits:
+            return change.say.format(stage=ask.stage), found
+    return None
+
+
+def devices_needed(ask: Ask, target: Target, most: int = 1024) -> int | None:
+    """How many of the target's devices would do, each with its part; None where even `most` are too few."""
+
+    def holds(count: int) -> bool:
+        way = replace(ask.way, rows=1, sharded=True, devices=count, recompute="block")
+        return needs(ask.what, way).peak <= target.usable_bytes
+
+    if not holds(most):
+        return None
+    return next(count for count in range(2, most + 1) if holds(count))

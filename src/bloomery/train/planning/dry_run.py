@@ -1,0 +1,103 @@
+"""
+Two steps before the first, an evaluation and a save: what would end a run after hours ends it before it begins.
+
+The learning rate is 0, so that no weight changes, and what the optimizer has remembered is forgotten again. The first
+step makes the optimizer's room; the second is of two micro-batches, where there are more, so that gradients and
+activations are there together.
+"""
+
+import time
+from dataclasses import dataclass
+from functools import partial
+
+import numpy as np
+
+import bloomery.hw.needs_torch  # noqa: F401
+from bloomery.core.log import say
+from bloomery.hw.device import Device
+from bloomery.hw.dist import World
+from bloomery.model.transformer import Transformer
+from bloomery.shards.loader import Course, Samples
+from bloomery.train import parallel
+from bloomery.train.loop import accumulate_gradients, clip, in_memory, in_range
+from bloomery.train.optim import Optimizers
+from bloomery.train.precision import Precision
+from bloomery.train.validation import Validation
+from bloomery.weights import training_state
+
+MICRO_BATCHES = 2
+
+
+@dataclass(frozen=True, kw_only=True)
+class Tried:
+    rows: int
+    """That went through the model at once: fewer than was asked for, where memory ran out."""
+    peak_bytes: int
+    """As `Device.peak_bytes`."""
+    micro_batch_seconds: float
+    update_seconds: float
+
+    def step_seconds(self, rows_per_step: int, ranks: int = 1) -> float:
+        return -(-rows_per_step // (self.rows * ranks)) * self.micro_batch_seconds + self.update_seconds
+
+
+@dataclass(frozen=True, kw_only=True)
+class Trial:
+    model: Transformer
+    optimizers: Optimizers
+    samples: Samples | Course
+    validation: Validation
+    device: Device
+    world: World
+    precision: Precision
+    max_norm: float
+    z_loss: float
+    one_shape: bool = False
+    """Whether blocks are compiled, for each shape anew."""
+
+    def run(self, rows: int, rows_per_step: int) -> Tried:
+        """Raises HardwareError where not even one row fits."""
+        most = -(-rows_per_step // self.world.size)
+        self.optimizers.set_share(0.0)
+        rows = min(rows, most)
+        self._step(rows if self.one_shape else 1, 1)
+        used, seconds, update = self._step(rows, MICRO_BATCHES if rows < most else 1)
+        self.validation.measure(self.model, self.device, most=1)
+        if self.world.size == 1:
+            kept = parallel.copy_of(self.model), training_state.copied(self.optimizers.state())
+            del kept
+        self.optimizers.restore({})
+        return Tried(
+            rows=used,
+            peak_bytes=self.device.peak_bytes(),
+            micro_batch_seconds=seconds,
+            update_seconds=update,
+        )
+
+    def _step(self, rows: int, micro_batches: int) -> tuple[int, float, float]:
+        """Rows at once, seconds of a micro-batch, seconds of the update."""
+        numbers = np.arange(rows * micro_batches * self.world.size) % self.samples.num_samples
+        batch = self.samples.batch(numbers)
+        work = partial(
+            accumulate_gradients, self.model, batch, device=self.device, world=self.world, z_loss=self.z_loss
+        )
+        began = time.perf_counter()
+        attempt = partial(in_range, self.model, self.precision, work)
+        (_, _, norm), used = in_memory(self.model, self.world, rows, attempt)
+        learned = time.perf_counter()
+        clip(self.model, self.max_norm, norm)
+        self.optimizers.step()
+        self.optimizers.zero_grad()
+        self.device.synchronize()
+        parts = -(-rows * micro_batches // used)
+        return used, (learned - began) / parts, time.perf_counter() - learned
+
+
+def tell(tried: Tried, rows_per_step: int, steps: int, device: Device, world: World) -> None:
+    """Say what came of it."""
+    there = f" of {device.memory_bytes / 2**30:,.1f}" if device.memory_bytes else ""
+    each = tried.step_seconds(rows_per_step, world.size)
+    say(
+        f"  tried two steps, an evaluation and a save: {tried.peak_bytes / 2**30:,.2f} GiB at the peak{there}, "
+        f"{tried.rows} rows at once, about {each:,.2f} s a step and {steps * each / 60:,.1f} minutes for {steps:,}"
+    )

@@ -1,0 +1,130 @@
+"""Plans for this machine, with what can be measured on it, and memory by tracing."""
+
+import time
+from dataclasses import replace
+from functools import cache
+from typing import get_args
+
+import bloomery.hw.needs_torch  # noqa: F401
+from bloomery.hw import device as devices
+from bloomery.hw.device import Device
+from bloomery.hw.dist import World
+from bloomery.hw.peak import measured_peak
+from bloomery.model.config import ModelConfig
+from bloomery.train.config import Training
+from bloomery.train.device import short
+from bloomery.train.plan import USUAL_TOKENS
+from bloomery.train.planning import planner
+from bloomery.train.planning.choose import Ask, Option, best
+from bloomery.train.planning.needs import Way
+from bloomery.train.planning.target import Format, Target, usable
+from bloomery.train.planning.timed import timed
+from bloomery.train.planning.trace import Step, trace
+
+import torch
+
+COPY_NUMBERS, COPY_SECONDS = 2**24, 0.1
+PROCESSOR_GAPS = 1.5
+"""Bytes that a process holds for each that a tensor does, where the C library keeps what is freed (hw/device.py)."""
+
+
+def here(config: Training, devices_wanted: int = 1) -> Target:
+    """This machine as a target for what a section asks of it, with the measured peak of its matrix products."""
+    device = devices.find(config.device)
+    if config.precision != "auto":
+        device = replace(device, compute_dtype=getattr(torch, config.precision))
+    found = room(device, devices_wanted)
+    return replace(found, flops=measured_peak(device), flops_from="measured", bandwidth=copied_per_second(device))
+
+
+def room(device: Device, devices_wanted: int = 1) -> Target:
+    """A device as a target of which only the memory is known."""
+    processor, size = device.place.type == "cpu", device.memory_bytes
+    free = int(usable(size, shared=True) / PROCESSOR_GAPS) if processor else usable(size)
+    return Target(
+        name=device.name,
+        devices=devices_wanted,
+        memory_bytes=size,
+        usable_bytes=max(free, 0),
+        flops=None,
+        flops_from="unknown",
+        bandwidth=None,
+        precision=_format(device.compute_dtype),
+        processor=processor,
+    )
+
+
+def decided(config: Training, model: ModelConfig, vocab_size: int, device: Device, world: World) -> Training:
+    """
+    A section with the rows that go through the model at once, where it leaves them open: from its shape and the whole
+    memory of the device, so that a run which goes on decides the same.
+    """
+    if config.micro_batch_tokens != "auto":
+        return config
+    target = room(device, world.size)
+    ask = planner.asked("", config, model, vocab_size, target)
+    found = best(ask, ask.what, ask.way, target) if target.memory_bytes else None
+    tokens = USUAL_TOKENS if found is None else found.way.rows * model.context
+    return config.model_copy(update={"micro_batch_tokens": tokens})
+
+
+def _format(dtype: torch.dtype) -> Format:
+    return next(form for form in get_args(Format) if form == short(dtype))
+
+
+@cache
+def copied_per_second(device: Device) -> float:
+    """Bytes a second that a copy of a large tensor reads and writes."""
+    source = torch.ones(COPY_NUMBERS, device=device.place)
+    target = torch.empty_like(source)
+    best, end = float("inf"), time.perf_counter() + COPY_SECONDS
+    target.copy_(source)
+    device.synchronize()
+    while time.perf_counter() < end or best == float("inf"):
+        began = time.perf_counter()
+        target.copy_(source)
+        device.synchronize()
+        best = min(best, time.perf_counter() - began)
+    return 2.0 * source.nbytes / best
+
+
+def traceable(way: Way) -> bool:
+    """Whether the step is the one that this software makes on one device."""
+    return way.method == "full" and not way.sharded
+
+
+def check(ask: Ask, target: Target, option: Option) -> Option:
+    """The memory of a way as tracing finds it, where it can be traced, and its speed by timing, where that is here."""
+    if not traceable(option.way):
+        return option
+    what = step(option, option.way.rows * option.way.devices < ask.rows_per_step)
+    found = trace(what)
+    option = replace(option, peak_bytes=found.peak, fits=found.peak <= target.usable_bytes, traced=True)
+    if target.flops_from != "measured" or option.pace is None:
+        return option
+    seconds = timed(what, _device(target))
+    if seconds is None:
+        return option
+    parts = -(-ask.rows_per_step // (option.way.rows * option.way.devices))
+    tokens = ask.rows_per_step * ask.what.model.context
+    rate = tokens / (parts * seconds.learning + seconds.updating)
+    return replace(option, pace=replace(option.pace, tokens_per_second=rate, timed=True))
+
+
+def _device(target: Target) -> Device:
+    """The device that a target here stands for."""
+    return devices.find("cpu" if target.processor else "auto")
+
+
+def step(option: Option, accumulates: bool) -> Step:
+    """What is traced and timed of a way."""
+    return Step(
+        model=option.what.model,
+        vocab_size=option.what.vocab_size,
+        optimizer=option.what.optimizer,
+        recompute=option.way.recompute,
+        precision=getattr(torch, option.way.precision),
+        rows=option.way.rows,
+        accumulates=accumulates,
+        on_processor=option.what.processor,
+    )

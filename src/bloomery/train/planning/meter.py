@@ -1,0 +1,107 @@
+"""
+How many bytes of tensors live, and what is asked of the device, while an operation after the other runs. Works on fake
+tensors, which have shapes and no numbers, as on real ones.
+
+A storage counts from the operation that made it until nobody holds it any more. Of a tensor that is spread over ranks
+the part of this rank counts: its wrapper tells the size of the whole.
+"""
+
+import weakref
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import bloomery.hw.needs_torch  # noqa: F401
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_iter
+
+PRODUCTS = ("mm", "addmm", "bmm", "baddbmm")
+"""Operations of two matrices; the last two arguments that are tensors are multiplied."""
+
+Product = tuple[int, int, int, int, torch.dtype]
+"""Matrices, rows, inner, columns and format."""
+
+
+MIXED = ("add", "add_", "sub", "sub_", "mul", "mul_", "lerp", "lerp_", "addcmul_")
+"""Operations of tensors of several formats, for which a processor writes the shorter ones out in the longest."""
+
+
+class Meter(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    def __init__(self, *, on_processor: bool = False) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.live, self._on_processor = 0, on_processor
+        self.peak = 0
+        """The most that lived at once since `restart`."""
+        self.products: Counter[Product] = Counter()
+        self.moved = 0
+        """Bytes that other operations read and wrote, views not counted."""
+        self._held: dict[int, int] = {}
+        self._resize: Callable[..., Any] | None = None
+
+    def restart(self) -> None:
+        self.peak, self.moved = self.live, 0
+        self.products.clear()
+
+    def __enter__(self) -> "Meter":
+        original, meter = torch.UntypedStorage.resize_, self
+
+        def resize(storage: torch.UntypedStorage, size: int) -> Any:  # sharded weights are freed and filled by it
+            made = original(storage, size)
+            if (key := storage._cdata) in meter._held:
+                meter._change(size - meter._held[key])
+                meter._held[key] = size
+            return made
+
+        self._resize = original
+        torch.UntypedStorage.resize_ = resize  # type: ignore[method-assign, assignment]
+        super().__enter__()  # type: ignore[no-untyped-call]
+        return self
+
+    def __exit__(self, *failure: Any) -> None:
+        torch.UntypedStorage.resize_ = self._resize  # type: ignore[method-assign, assignment]
+        super().__exit__(*failure)  # type: ignore[no-untyped-call]
+
+    def __torch_dispatch__(
+        self, function: Any, types: Any, arguments: tuple[Any, ...] = (), keywords: dict[str, Any] | None = None
+    ) -> Any:
+        made = function(*arguments, **(keywords or {}))
+        given = [one for one in tree_iter((arguments, keywords)) if isinstance(one, Tensor)]
+        results = [one for one in tree_iter(made) if isinstance(one, Tensor)]
+        for one in results:
+            self.hold(one)
+        name = function.overloadpacket.__name__
+        if self._on_processor and name in MIXED:
+            self.peak = max(self.peak, self.live + written_out(given))
+        if name in PRODUCTS:
+            left, right = given[-2:]
+            sizes = (1, *left.shape, right.shape[1]) if left.dim() == 2 else (*left.shape, right.shape[2])
+            self.products[(*sizes, left.dtype)] += 1
+        elif not function.is_view:
+            self.moved += sum(one.numel() * one.element_size() for one in (*given, *results))
+        return made
+
+    def hold(self, tensor: Tensor) -> None:
+        """Count a tensor that is there already, until it is gone."""
+        storage = getattr(tensor, "_local_tensor", tensor).untyped_storage()
+        key = storage._cdata
+        if key not in self._held:
+            self._held[key] = storage.nbytes()
+            self._change(storage.nbytes())
+            weakref.finalize(storage, self._drop, key)
+
+    def _change(self, size: int) -> None:
+        self.live += size
+        self.peak = max(self.peak, self.live)
+
+    def _drop(self, key: int) -> None:
+        self.live -= self._held.pop(key, 0)
+
+
+def written_out(tensors: list[Tensor]) -> int:
+    """Bytes of copies of those that are not of the longest format, in that."""
+    sizes = [one.element_size() for one in tensors if one.is_floating_point() and one.dim()]
+    longest = max(sizes, default=0)
+    return sum(one.numel() * longest for one in tensors if one.dim() and 1 < one.element_size() < longest)

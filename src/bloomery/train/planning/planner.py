@@ -1,0 +1,69 @@
+"""From what a recipe says of a stage that trains to a plan. Needs no torch; what needs it is handed in."""
+
+from collections.abc import Callable
+from dataclasses import replace
+
+from bloomery.model.config import ModelConfig
+from bloomery.train.config import Training
+from bloomery.train.plan import rows_at_once, rows_per_step
+from bloomery.train.planning import disk
+from bloomery.train.planning.choose import Ask, Option, alternatives, best, cheapest_change, devices_needed
+from bloomery.train.planning.needs import Trained, Way
+from bloomery.train.planning.report import Plan, Price
+from bloomery.train.planning.target import Target
+
+Check = Callable[[Ask, Target, Option], Option]
+"""The same option with its memory found out in another way."""
+
+
+def asked(stage: str, config: Training, model: ModelConfig, vocab_size: int, target: Target) -> Ask:
+    """What a section asks for, on a target."""
+    precision = target.precision if config.precision == "auto" else config.precision
+    explicit = 0 if config.micro_batch_tokens == "auto" else rows_at_once(config, model.context)
+    rows = rows_per_step(config, model.context)
+    return Ask(
+        stage=stage,
+        what=Trained(model=model, vocab_size=vocab_size, optimizer=config.optimizer, processor=target.processor),
+        rows_per_step=rows,
+        steps=config.steps,
+        way=Way(
+            rows=min(explicit, -(-rows // target.devices)),
+            recompute=config.recompute,
+            precision=precision,
+            devices=target.devices,
+        ),
+        available=frozenset(type(config).model_fields),
+    )
+
+
+def planned(ask: Ask, config: Training, target: Target, check: Check | None = None, price: Price | None = None) -> Plan:
+    """The choice, by arithmetic, and by `check` where there is one: then with fewer rows until it fits."""
+    choice = best(ask, ask.what, ask.way, target)
+    if check is not None:
+        choice = check(ask, target, choice)
+        while not choice.fits and not ask.way.rows and choice.way.rows > 1:
+            choice = check(ask, target, best(ask, ask.what, replace(ask.way, rows=choice.way.rows // 2), target))
+    return Plan(
+        ask=ask,
+        target=target,
+        choice=choice,
+        why=_why(ask, target, choice),
+        others=alternatives(ask, target),
+        change=None if choice.fits else cheapest_change(ask, target),
+        devices_needed=None if choice.fits else devices_needed(ask, target),
+        disk_bytes=disk.training_bytes(config, ask.what, choice.way),
+        price=price or Price(),
+    )
+
+
+def _why(ask: Ask, target: Target, choice: Option) -> str:
+    if not choice.fits:
+        floor = choice.needs.resting + choice.needs.gradients
+        if floor > target.usable_bytes:
+            return "does not fit, whatever the batch: weights, gradients and optimizer alone are more than there is"
+        return "does not fit: activations are too much besides weights and optimizer"
+    if ask.way.rows:
+        return "as the recipe says, and it fits"
+    batches = max(1, -(-ask.rows_per_step // (choice.way.rows * choice.way.devices)))
+    whole = "the whole step at once" if batches == 1 else f"{batches} micro-batches a step"
+    return f"{whole}; as many rows as fit, up to where more are no faster"

@@ -1,0 +1,206 @@
+"""A plan as data, and as lines that a person reads. Needs no torch."""
+
+from dataclasses import dataclass
+from typing import Any
+
+from bloomery.hw.catalog import GIB
+from bloomery.train.planning.choose import Ask, Option
+from bloomery.train.planning.needs import kv_bytes
+from bloomery.train.planning.speed import products_per_token
+from bloomery.train.planning.target import Target
+
+
+@dataclass(frozen=True, kw_only=True)
+class Price:
+    """What an hour costs, of all devices together: in money of any kind, and in watts."""
+
+    per_hour: float | None = None
+    watts: float | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """Of one stage that trains."""
+
+    ask: Ask
+    target: Target
+    choice: Option
+    why: str
+    others: list[tuple[Option, str]]
+    change: tuple[str, Option] | None
+    """The cheapest that would make it fit, where it does not."""
+    devices_needed: int | None
+    disk_bytes: int
+    price: Price = Price()
+
+    @property
+    def tokens_per_second(self) -> float | None:
+        return self.choice.pace.tokens_per_second if self.choice.pace else None
+
+    @property
+    def seconds(self) -> float | None:
+        return self.ask.tokens / self.tokens_per_second if self.tokens_per_second else None
+
+    def facts(self) -> dict[str, Any]:
+        """As JSON data."""
+        ask, target, choice, seconds = self.ask, self.target, self.choice, self.seconds
+        needed = choice.needs
+        flops = products_per_token(ask.what, choice.way) * ask.tokens
+        hours = None if seconds is None else seconds / 3600
+        return {
+            "parameters": ask.what.parameters,
+            "tokens": ask.tokens,
+            "flops": flops,
+            **needed.by_component(),
+            "kv_bytes": kv_bytes(ask.what.model),
+            "peak_bytes": choice.peak_bytes,
+            "peak_from": "trace" if choice.traced else "arithmetic",
+            "disk_bytes": self.disk_bytes,
+            "device": target.name,
+            "devices": target.devices,
+            "memory_bytes": target.memory_bytes,
+            "usable_bytes": target.usable_bytes,
+            "fits": choice.fits,
+            "tokens_per_second": _round(self.tokens_per_second),
+            "tokens_per_second_at_peak": _round(choice.pace.ceiling if choice.pace else None),
+            "speed_from": "timed" if choice.pace and choice.pace.timed else target.flops_from,
+            "seconds": _round(seconds),
+            "cost": None if hours is None or self.price.per_hour is None else round(hours * self.price.per_hour, 2),
+            "kilowatt_hours": None
+            if hours is None or self.price.watts is None
+            else round(hours * self.price.watts / 1000, 2),
+            "choice": self._way(choice) | {"why": self.why},
+            "alternatives": [
+                self._way(one) | {"available": not missing, "why_not": missing} for one, missing in self.others
+            ],
+            "change": None if self.change is None else {"settings": self.change[0]} | self._way(self.change[1]),
+            "devices_needed": self.devices_needed,
+        }
+
+    def _way(self, one: Option) -> dict[str, Any]:
+        ask, way = self.ask, one.way
+        return {
+            "micro_batch_tokens": way.rows * ask.what.model.context,
+            "rows": way.rows,
+            "micro_batches": self.micro_batches(one),
+            "recompute": way.recompute,
+            "precision": way.precision,
+            "method": way.method,
+            "sharded": way.sharded,
+            "devices": way.devices,
+            "optimizer": one.what.optimizer.kind,
+            "peak_bytes": one.peak_bytes,
+            "fits": one.fits,
+            "tokens_per_second": _round(one.pace.tokens_per_second if one.pace else None),
+        }
+
+    def micro_batches(self, one: Option) -> int:
+        return max(1, -(-self.ask.rows_per_step // (one.way.rows * one.way.devices)))
+
+    def lines(self) -> list[str]:
+        """As text."""
+        ask, choice = self.ask, self.choice
+        told = self.facts()
+        found = [
+            f"{ask.stage}: {told['parameters']:,} parameters, {ask.tokens:,} tokens, {told['flops']:.3g} FLOPs, "
+            f"on {self._target()}",
+            f"  memory   {self._components()}",
+            f"  choice   {describe(choice)}: {self.why}",
+        ]
+        if not choice.fits:
+            found += self._does_not_fit()
+        else:
+            found.append(f"  time     {self._time()}")
+        found.append(
+            f"  disk     {_size(self.disk_bytes)} of checkpoints and models; a conversation's keys and values "
+            f"take {_size(told['kv_bytes'])}"
+        )
+        found.append(f"  {'way':<50} {'rows':>5} {'peak':>10} {'tokens/s':>11}")
+        for one in self._shown():
+            rate = f"{one.pace.tokens_per_second:,.0f}" if one.pace else "unknown"
+            mark = "" if one.fits else "  does not fit"
+            found.append(
+                f"  {describe(one, rows=False):<50} {one.way.rows:>5} {_size(one.peak_bytes):>10} {rate:>11}{mark}"
+            )
+        return found
+
+    def _shown(self) -> list[Option]:
+        """Of the ways that can be had, for each method, format and sharding: those that fit, or the least."""
+        groups: dict[Any, list[Option]] = {}
+        for one, missing in self.others:
+            if not missing:
+                groups.setdefault((one.way.method, one.way.precision, one.way.sharded), []).append(one)
+        found = []
+        for group in groups.values():
+            fitting = [one for one in group if one.fits]
+            found += fitting or [min(group, key=lambda one: one.peak_bytes)]
+        return found
+
+    def _target(self) -> str:
+        target = self.target
+        speed = "speed unknown" if target.flops is None else f"{target.flops / 1e12:.4g} TFLOP/s {target.flops_from}"
+        count = f"{target.devices} x " if target.devices > 1 else ""
+        return f"{count}{target.name} ({_size(target.memory_bytes)}, {_size(target.usable_bytes)} usable, {speed})"
+
+    def _components(self) -> str:
+        needed = self.choice.needs
+        parts = {
+            "weights": needed.weights,
+            "gradients": needed.gradients,
+            "optimizer": needed.optimizer,
+            "rounded copies": needed.copies,
+            "activations": needed.activations,
+            "logits": needed.logits,
+            "gathered": needed.gathered,
+        }
+        told = ", ".join(f"{name} {_size(size)}" for name, size in parts.items() if size)
+        how = "traced" if self.choice.traced else "by arithmetic"
+        return f"{_size(self.choice.peak_bytes)} at the peak, {how}: {told}"
+
+    def _does_not_fit(self) -> list[str]:
+        if self.change is not None:
+            say, one = self.change
+            return [f"  cure     {say} fits: {_size(one.peak_bytes)} with {one.way.rows} rows"]
+        count = self.devices_needed
+        more = "" if count is None else f"; so would {count} such devices, each with its part"
+        return [f"  cure     none of this software's ways fits; a smaller model or context would{more}"]
+
+    def _time(self) -> str:
+        if self.seconds is None or self.choice.pace is None:
+            return "unknown: no peak of this device is known, and none is borrowed"
+        share = f"products at {self.target.share:.0%} of the {self.target.flops_from} peak"
+        how = "steps of small models, timed here" if self.choice.pace.timed else share
+        found, most = self.choice.pace.tokens_per_second, self.choice.pace.ceiling
+        told = f"{_duration(self.seconds)} at about {found:,.0f} tokens/s ({how}; "
+        told += f"{most:,.0f} if nothing else took time)"
+        hours = self.seconds / 3600
+        if self.price.per_hour is not None:
+            told += f"; {hours * self.price.per_hour:,.2f} at {self.price.per_hour:g} an hour"
+        if self.price.watts is not None:
+            told += f"; {hours * self.price.watts / 1000:,.1f} kWh"
+        return told
+
+
+def describe(one: Option, *, rows: bool = True) -> str:
+    way = one.way
+    method = {"full": "all weights", "lora": "LoRA", "int8": "LoRA on int8", "nf4": "LoRA on NF4"}[way.method]
+    parts = [method, way.precision, *([f"recompute {way.recompute}"] if way.recompute != "none" else [])]
+    parts += ["sharded"] if way.sharded else []
+    if rows:
+        parts.append(f"{way.rows} rows ({way.rows * one.what.model.context:,} tokens) at once")
+    return ", ".join(parts)
+
+
+def _round(value: float | None) -> float | None:
+    return None if value is None else float(f"{value:.4g}")
+
+
+def _size(size: int) -> str:
+    return f"{size / GIB:,.2f} GiB" if size >= GIB / 4 else f"{size / 2**20:,.1f} MiB"
+
+
+def _duration(seconds: float) -> str:
+    for unit, length in (("days", 86400.0), ("hours", 3600.0), ("minutes", 60.0)):
+        if seconds >= 2 * length:
+            return f"{seconds / length:,.1f} {unit}"
+    return f"{seconds:,.0f} seconds"

@@ -1,0 +1,109 @@
+from dataclasses import replace
+
+import pytest
+
+from bloomery.hw.catalog import GIB
+from bloomery.model.config import ModelConfig
+from bloomery.train.config import AdamW
+from bloomery.train.planning.choose import Option
+from bloomery.train.planning.here import step
+from bloomery.train.planning.needs import Trained, Way, needs
+from bloomery.train.planning.target import of_memory, usable
+from bloomery.train.planning.trace import trace
+from tests.train.planning.made import card, plan
+
+GPT2 = ModelConfig(preset="gpt2-124m")
+
+
+@pytest.mark.parametrize("level", ["none", "selective", "block"])
+@pytest.mark.parametrize("name", ["gpt2-124m", "plasma-500m", "llama-3.1-8b"])
+def test_the_arithmetic_is_near_to_what_a_trace_finds(name: str, level: str) -> None:
+    shape = ModelConfig(preset=name, context=1024)
+    what = Trained(model=shape, vocab_size=50_000, optimizer=AdamW())
+    way = Way(rows=8, recompute=level)  # type: ignore[arg-type]
+    needed = needs(what, way)
+    option = Option(way=way, what=what, needs=needed, peak_bytes=0, fits=True, pace=None)
+    found = trace(step(option, accumulates=True))
+    assert needed.peak == pytest.approx(found.peak, rel=0.12)
+    assert needed.resting == pytest.approx(found.resting, rel=0.01)
+
+
+def test_the_recipe_says_tokens_a_step_and_the_plan_says_how_many_at_once() -> None:
+    made = plan(GPT2, 50_257, card(), tokens=524_288)
+    choice = made.facts()["choice"]
+    assert made.choice.fits
+    assert choice["micro_batch_tokens"] * choice["micro_batches"] == 524_288
+    assert choice["peak_bytes"] <= made.target.usable_bytes
+
+
+def test_less_memory_means_fewer_rows_at_once_and_never_more_tokens() -> None:
+    rows = [plan(GPT2, 50_257, of_memory(size * GIB), tokens=2**17).choice.way.rows for size in (6, 8, 12, 24, 48)]
+    assert rows == sorted(rows)
+    assert rows[0] < rows[-1]
+
+
+def test_a_number_in_the_recipe_is_kept_whether_it_fits_or_not() -> None:
+    small, large = (plan(GPT2, 50_257, of_memory(6 * GIB), micro_batch_tokens=tokens) for tokens in (1024, 65_536))
+    assert (small.choice.way.rows, large.choice.way.rows) == (1, 64)
+    assert (small.choice.fits, large.choice.fits) == (True, False)
+    assert large.change is not None
+
+
+def test_what_does_not_fit_is_told_with_the_cheapest_change_that_would() -> None:
+    made = plan(ModelConfig(preset="plasma-500m"), 48_000, of_memory(12 * GIB), recompute="none", tokens=2**15)
+    assert made.choice.fits == (made.change is None)
+    tight = plan(ModelConfig(preset="plasma-756m"), 48_000, of_memory(12 * GIB), tokens=2**15)
+    assert not tight.choice.fits
+    assert tight.change is not None
+    assert tight.change[1].fits
+    assert "adamw8bit" in tight.change[0]
+    assert any("cure" in line and "adamw8bit" in line for line in tight.lines())
+
+
+def test_without_a_known_peak_there_is_no_time() -> None:
+    facts = plan(GPT2, 50_257, of_memory(24 * GIB)).facts()
+    assert facts["fits"]
+    assert facts["tokens_per_second"] is facts["seconds"] is facts["cost"] is None
+    assert facts["speed_from"] == "unknown"
+
+
+def test_nothing_is_faster_than_its_roofline() -> None:
+    made = plan(GPT2, 50_257, card())
+    for one in (made.choice, *(one for one, _ in made.others)):
+        if one.pace is not None:
+            assert 0.2 * one.pace.ceiling < one.pace.tokens_per_second < one.pace.ceiling
+
+
+def test_computing_again_is_slower_and_needs_less() -> None:
+    made = plan(GPT2, 50_257, card(), micro_batch_tokens=16_384)
+    again = plan(GPT2, 50_257, card(), micro_batch_tokens=16_384, recompute="block")
+    assert again.choice.peak_bytes < made.choice.peak_bytes
+    assert again.tokens_per_second is not None
+    assert made.tokens_per_second is not None
+    assert again.tokens_per_second < made.tokens_per_second
+
+
+def test_parts_on_several_devices_are_parts_of_all() -> None:
+    what = Trained(model=GPT2, vocab_size=50_257, optimizer=AdamW())
+    alone, four = needs(what, Way(rows=1)), needs(what, Way(rows=1, devices=4, sharded=True))
+    assert four.weights * 4 == pytest.approx(alone.weights, rel=1e-6)
+    assert four.optimizer * 4 == pytest.approx(alone.optimizer, rel=1e-6)
+    assert four.activations == alone.activations
+    assert needs(what, Way(rows=1, devices=4)) == alone
+
+
+def test_the_rest_of_a_machine_is_left_its_share_of_a_memory_that_is_shared() -> None:
+    assert usable(128 * GIB, shared=True) == 128 * GIB - int(12.8 * GIB)
+    assert usable(32 * GIB, shared=True) == 24 * GIB
+    assert usable(24 * GIB) < 23 * GIB
+
+
+def test_a_plan_says_where_its_numbers_come_from() -> None:
+    made = plan(GPT2, 50_257, card("mi300x", 2))
+    facts = made.facts()
+    assert facts["speed_from"] == "catalogue"
+    assert facts["peak_from"] == "arithmetic"
+    assert facts["devices"] == 2
+    assert any("catalogue" in line and "2 x mi300x" in line for line in made.lines())
+    assert not any(one["available"] for one in facts["alternatives"] if one["method"] != "full")
+    assert replace(made, price=made.price).facts() == facts

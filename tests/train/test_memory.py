@@ -1,0 +1,86 @@
+"""A run whose memory ends."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from bloomery.core.errors import HardwareError
+from bloomery.hw.dist import World
+from bloomery.model.transformer import Transformer
+from bloomery.train import loop
+from bloomery.train.loop import in_memory
+from tests.train.made import session, write_samples
+
+import torch
+from torch import nn
+
+
+class Small:
+    """A device that holds so many rows at once."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, rows: int) -> None:
+        self.asked = list[int]()
+        plain = loop.micro_batch_losses
+
+        def limited(model: Transformer, batch: Any, *rest: Any) -> Any:
+            self.asked.append(len(batch.ids))
+            if len(batch.ids) > rows:
+                raise torch.OutOfMemoryError(f"tried to hold {len(batch.ids)} rows")
+            return plain(model, batch, *rest)
+
+        monkeypatch.setattr(loop, "micro_batch_losses", limited)
+
+
+@pytest.fixture
+def shards(tmp_path: Path) -> Path:
+    folder = tmp_path / "shards"
+    folder.mkdir()
+    write_samples(folder)
+    return folder
+
+
+def test_a_run_whose_memory_ends_goes_on_with_fewer_rows_of_the_same_batch(
+    shards: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    T = 16
+    settings: dict[str, Any] = {"tokens_per_step": 8 * T, "steps": 4}
+    settings |= {"evaluate_every": 3}
+    told = session(shards, tmp_path / "small-from-the-start", micro_batch_tokens=2 * T, **settings).run()
+    device = Small(monkeypatch, rows=2)
+    found = session(shards, tmp_path / "small-in-the-end", micro_batch_tokens=8 * T, **settings).run()
+    assert found["loss"] == told["loss"]
+    assert found["tokens"] == told["tokens"]
+    assert device.asked[:6] == [8, 4, 2, 2, 2, 2]
+    assert set(device.asked[6:14]) == {2}, "later steps begin with what fits"
+    assert max(device.asked[14:18]) == 5, "and an evaluation finds out for itself"
+    assert found["validation_loss"] == pytest.approx(told["validation_loss"], rel=1e-5)
+    assert "failed" not in capsys.readouterr().err
+
+
+def test_other_errors_are_no_want_of_memory() -> None:
+    def broken(rows: int) -> None:
+        raise RuntimeError("shapes differ")
+
+    with pytest.raises(RuntimeError, match="shapes differ"):
+        in_memory(nn.Linear(1, 1), World.alone(), 8, broken)
+
+
+def test_the_processor_says_it_in_other_words() -> None:
+    def hungry(rows: int) -> int:
+        if rows > 3:
+            raise RuntimeError(
+                "[enforce fail] DefaultCPUAllocator: can't allocate memory: you tried to allocate 9 bytes"
+            )
+        return rows
+
+    assert in_memory(nn.Linear(1, 1), World.alone(), 12, hungry) == (3, 3)
+
+
+def test_one_row_that_is_too_much_ends_the_run_with_the_cure() -> None:
+    def hungry(rows: int) -> None:
+        raise torch.OutOfMemoryError("no")
+
+    with pytest.raises(HardwareError, match="1 rows at once") as raised:
+        in_memory(nn.Linear(1, 1), World.alone(), 8, hungry)
+    assert "bloomery plan" in raised.value.cure
