@@ -237,7 +237,7 @@ def _task_arguments(one: argparse.ArgumentParser) -> None:
         "--samples", type=_positive, default=1, help="answers to each question that is written (default: 1)"
     )
     asked.add_argument(
-        "--temperature", type=_temperature, default=0.0, help="of what is written (default: 0, the likeliest)"
+        "--temperature", type=_amount, default=0.0, help="of what is written (default: 0, the likeliest)"
     )
     asked.add_argument("--max-tokens", type=_positive, help="longest answer (default: as the task says)")
     asked.add_argument("--no-opening", action="store_true", help="prompts without the token that opens a document")

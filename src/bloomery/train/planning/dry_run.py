@@ -19,7 +19,7 @@ from bloomery.hw.dist import World
 from bloomery.model.transformer import Transformer
 from bloomery.shards.loader import Course, Samples
 from bloomery.train import parallel
-from bloomery.train.loop import accumulate_gradients, clip, in_memory, in_range
+from bloomery.train.loop import accumulate_gradients, clipping, in_memory, in_range
 from bloomery.train.optim import Optimizers
 from bloomery.train.precision import Precision
 from bloomery.train.validation import Validation
@@ -85,8 +85,7 @@ class Trial:
         attempt = partial(in_range, self.model, self.precision, work)
         (_, _, norm), used = in_memory(self.model, self.world, rows, attempt)
         learned = time.perf_counter()
-        clip(self.model, self.max_norm, norm)
-        self.optimizers.step()
+        self.optimizers.step(clipping(self.max_norm, norm))
         self.optimizers.zero_grad()
         self.device.synchronize()
         parts = -(-rows * micro_batches // used)
