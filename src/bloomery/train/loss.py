@@ -76,7 +76,8 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
                 "the gradients of this loss were given to a backward pass before; compute the loss again"
             )
         (grad_hidden, grad_weight), context.grads = context.grads, None
-        if upstream[0].device.type != "cpu" or float(upstream[0]) != 1.0:  # a pass over the largest weight
+        known = upstream[0].device.type == "cpu" and type(upstream[0]) is Tensor
+        if not known or float(upstream[0]) != 1.0:  # a pass over the largest weight
             grad_hidden = grad_hidden.mul_(upstream[0])
             grad_weight = None if grad_weight is None else grad_weight.mul_(upstream[0])
         return grad_hidden, grad_weight, None, None, None, None
