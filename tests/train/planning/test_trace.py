@@ -68,7 +68,7 @@ def test_a_trace_finds_what_a_real_step_holds(level: Level, compiled: bool, monk
         trace.cache_clear()
         found, (resting, peak) = trace(what), really(what)
         trace.cache_clear()
-        assert found.peak == pytest.approx(peak, rel=0.02)
+        assert found.peak == pytest.approx(peak, rel=0.03)
         assert found.resting == pytest.approx(resting, rel=0.02, abs=3 * ROWS * 8 * SMALL.context)
 
 
