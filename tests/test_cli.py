@@ -326,48 +326,6 @@ def test_every_verb_that_reports_prints_one_json_object_and_nothing_else(
         assert isinstance(json.loads(out), dict), verb
 
 
-def test_a_plan_says_what_will_run_and_what_it_needs(call: Call, tmp_path: Path) -> None:
-    code, out, _ = call("plan", DEMO, "--runs", tmp_path, "--json")
-    assert code == 0
-    facts = json.loads(out)
-    assert facts["recipe"] == "demo"
-    assert [one["stage"] for one in facts["stages"]][-1] == "evaluate"
-    assert not any(one["fresh"] for one in facts["stages"])
-    assert facts["pretrain"]["parameters"] == facts["finetune"]["parameters"] == 4_000_000
-    assert facts["pretrain"]["peak_bytes"] > facts["pretrain"]["weights_bytes"] == 16_000_000
-    wanted = {
-        "parameters",
-        "weights_bytes",
-        "peak_bytes",
-        "fits",
-        "tokens_per_second",
-        "seconds",
-        "choice",
-        "alternatives",
-    }
-    assert wanted <= facts.keys() & facts["pretrain"].keys()
-    assert facts["pretrain"]["peak_from"] == "trace"
-    assert facts["pretrain"]["speed_from"] == "timed"
-    assert list(tmp_path.iterdir()) == []
-    text = call("plan", DEMO, "--runs", tmp_path, "pretrain.steps=7", "pretrain.tokens_per_step=1000")[1]
-    assert "pretrain: 4,000,000 parameters, 5,376 tokens" in text
-
-
-def test_a_plan_is_made_for_a_machine_that_is_not_here(call: Call, tmp_path: Path) -> None:
-    words = ["--device", "rtx-4090", "--devices", "2", "--price", "0.8", "--watts", "900"]
-    code, out, _ = call("plan", DEMO, "--runs", tmp_path, "--json", *words)
-    facts = json.loads(out)["pretrain"]
-    assert code == 0
-    assert (facts["device"], facts["devices"], facts["speed_from"]) == ("rtx-4090", 2, "catalogue")
-    assert facts["cost"] == pytest.approx(facts["seconds"] / 3600 * 0.8, abs=0.01)
-    code, out, _ = call("plan", DEMO, "--runs", tmp_path, "--memory", "2GiB")
-    assert code == 0
-    assert "time     unknown" in out
-    code, _, err = call("plan", DEMO, "--runs", tmp_path, "--device", "rtx-4091")
-    assert code == 2
-    assert "rtx-4090" in err
-
-
 def test_doctor_exits_with_what_it_found(call: Call, monkeypatch: pytest.MonkeyPatch) -> None:
     bad = [Finding(id="torch", status="fail", value="none", cure="Install it.")]
     monkeypatch.setattr(doctor, "examine", lambda host, runs: bad)

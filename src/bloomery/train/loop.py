@@ -61,7 +61,6 @@ def train(
 ) -> None:
     """
     Train from `state.step` to `steps`, updating `state` in place. Every rank calls it with the same global batches.
-
     Where memory runs out, the same global batch is computed again with half as many rows at once, and so are the next.
     A step without supervised tokens, or with trouble that the guard sees, counts, and changes neither a weight nor what
     the optimizers remember. Raises Terminated, between two updates, where the process was asked to stop.
@@ -76,9 +75,8 @@ def train(
         lr = optimizers.set_share(learning_rate_share(state.step + 1))
         clock.enter("forward_backward")
         work = partial(accumulate_gradients, model, batch, device=device, world=world, stop=stop, z_loss=z_loss)
-        (loss, tokens, norm), micro_batch = in_memory(
-            model, world, micro_batch, partial(in_range, model, precision, work)
-        )
+        found, micro_batch = in_memory(model, world, micro_batch, partial(in_range, model, precision, work))
+        loss, tokens, norm = found
         clock.enter("optimizer")
         state.step, state.samples, state.precision = state.step + 1, state.samples + len(batch.ids), precision.state()
         state.metrics = {"learning_rate": lr, "tokens": tokens}

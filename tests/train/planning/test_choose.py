@@ -106,4 +106,7 @@ def test_a_plan_says_where_its_numbers_come_from() -> None:
     assert facts["devices"] == 2
     assert any("catalogue" in line and "2 x mi300x" in line for line in made.lines())
     assert not any(one["available"] for one in facts["alternatives"] if one["method"] != "full")
+    adapted = plan(GPT2, 50_257, card(), finetune=True, lora={"base": "nf4", "rank": 4})
+    assert (adapted.choice.way.method, adapted.choice.way.rank) == ("nf4", 4)
+    assert adapted.choice.needs.optimizer < made.choice.needs.optimizer / 100
     assert replace(made, price=made.price).facts() == facts

@@ -23,10 +23,10 @@ from bloomery.train.config import Level, Optimizer
 from bloomery.train.plan import BYTES, activation_bytes_per_token, optimizer_bytes
 from bloomery.train.planning.target import Format
 
-Method = Literal["full", "lora", "int8", "nf4"]
-"""All weights are trained, or low-rank additions to frozen ones: in bfloat16, in 8 bits, or in 4."""
+Method = Literal["full", "lora", "lora32", "int8", "nf4"]
+"""All weights are trained, or low-rank additions to frozen ones: in bfloat16, in float32, in 8 bits, or in 4."""
 
-FROZEN_BYTES = {"lora": 2.0, "int8": 1.0, "nf4": 0.5 + 2 / 64}
+FROZEN_BYTES = {"lora": 2.0, "lora32": 4.0, "int8": 1.0, "nf4": 0.5 + 2 / 64}
 """
 Of a weight of a matrix of a block. NF4 is half a byte, and two bytes of scale for 64 of them (Dettmers et al. 2023,
 https://arxiv.org/abs/2305.14314). Tables and vectors stay in float32.

@@ -4,11 +4,12 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from bloomery.model.config import ModelConfig
-from bloomery.train.config import Training
+from bloomery.model.lora_config import Base
+from bloomery.train.config import Finetune, Training
 from bloomery.train.plan import rows_at_once, rows_per_step
 from bloomery.train.planning import disk
 from bloomery.train.planning.choose import Ask, Option, alternatives, best, cheapest_change, devices_needed
-from bloomery.train.planning.needs import Trained, Way
+from bloomery.train.planning.needs import Method, Trained, Way
 from bloomery.train.planning.report import Plan, Price
 from bloomery.train.planning.target import Target
 
@@ -16,11 +17,22 @@ Check = Callable[[Ask, Target, Option], Option]
 """The same option with its memory found out in another way."""
 
 
+BASES: dict[Base, Method] = {
+    "float32": "lora32",
+    "bfloat16": "lora",
+    "int8": "int8",
+    "nf4": "nf4",
+    "nf4_double": "nf4",
+}
+"""How the weights below adapters are kept."""
+
+
 def asked(stage: str, config: Training, model: ModelConfig, vocab_size: int, target: Target) -> Ask:
     """What a section asks for, on a target."""
     precision = target.precision if config.precision == "auto" else config.precision
     explicit = 0 if config.micro_batch_tokens == "auto" else rows_at_once(config, model.context)
     rows = rows_per_step(config, model.context)
+    lora = config.lora if isinstance(config, Finetune) else None
     return Ask(
         stage=stage,
         what=Trained(model=model, vocab_size=vocab_size, optimizer=config.optimizer, processor=target.processor),
@@ -31,6 +43,8 @@ def asked(stage: str, config: Training, model: ModelConfig, vocab_size: int, tar
             recompute=config.recompute,
             precision=precision,
             devices=target.devices,
+            method="full" if lora is None else BASES[lora.base],
+            rank=8 if lora is None else lora.rank,
         ),
         available=frozenset(type(config).model_fields),
     )

@@ -181,9 +181,18 @@ class Plan:
         return told
 
 
+METHODS = {
+    "full": "all weights",
+    "lora": "LoRA",
+    "lora32": "LoRA on float32",
+    "int8": "LoRA on int8",
+    "nf4": "LoRA on NF4",
+}
+
+
 def describe(one: Option, *, rows: bool = True) -> str:
     way = one.way
-    method = {"full": "all weights", "lora": "LoRA", "int8": "LoRA on int8", "nf4": "LoRA on NF4"}[way.method]
+    method = METHODS[way.method]
     parts = [method, way.precision, *([f"recompute {way.recompute}"] if way.recompute != "none" else [])]
     parts += ["sharded"] if way.sharded else []
     if rows:
