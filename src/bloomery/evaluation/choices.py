@@ -82,7 +82,7 @@ def log_likelihoods(model: Transformer, device: Device, rows: Sequence[tuple[np.
     place = device.place
     with Precision.decide("auto", device).autocast():
         hidden = model(ids.to(place))
-        scores = model.logits(hidden[counts.to(place)])
+        scores = model.logits(hidden[counts.to(place)][None])[0]
     found = torch.log_softmax(scores.float(), -1).gather(1, targets[counts].to(place)[:, None])[:, 0]
     owner = torch.arange(len(rows)).repeat_interleave(counts.sum(1)).to(place)
     return torch.zeros(len(rows), device=place, dtype=torch.float32).index_add(0, owner, found).cpu()

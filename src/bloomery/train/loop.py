@@ -95,7 +95,7 @@ def train(
 def clip(model: nn.Module, max_norm: float, norm: Tensor) -> None:
     """Scale gradients of this norm down to `max_norm`. Those below it are left alone, not multiplied by one."""
     if float(norm) > max_norm:
-        nn.utils.clip_grads_with_norm_(model.parameters(), max_norm, norm)
+        parallel.clip(model, max_norm, norm)
 
 
 def in_range(
@@ -104,7 +104,7 @@ def in_range(
     """What `compute` gives and the norm of its gradients: again, with a smaller scale, if they left float16."""
     while True:
         loss, tokens = compute()
-        norm = nn.utils.get_total_norm(gradients(model))
+        norm = parallel.gradient_norm(gradients(model))
         if not precision.overflowed(loss, float(norm)):
             return loss, tokens, norm
         model.zero_grad(set_to_none=True)
@@ -131,7 +131,7 @@ def accumulate_gradients(
     world, precision = world or World.alone(), precision or Precision.decide("auto", device)
     tokens = int((batch.targets != IGNORE).sum())
     total = torch.zeros((), device=device.place)
-    for part in batch.of_rank(world.rank, world.size).split(micro_batch):
+    for part in parallel.micro_batches(batch, micro_batch, world, model):
         if stop is not None and world.size == 1:
             stop.check()
         loss, entropy = micro_batch_losses(model, part, device, z_loss)

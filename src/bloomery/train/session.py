@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from bloomery.core.config import plain
 from bloomery.core.log import METRICS, Metrics, kept, progress, say
@@ -48,6 +48,7 @@ LOG = "log.txt"
 STEPS_BETWEEN_TRIMS = 25
 
 
+T = TypeVar("T")
 Evaluation = Callable[[Transformer, Device], Mapping[str, float]]
 
 
@@ -74,6 +75,8 @@ class Session:
     _stop: Stop = field(default_factory=Stop)
     _checkpoints: Checkpoints = field(init=False)
     _validation: Validation = field(init=False)
+    _sharded: bool = field(init=False, default=False)
+    """Whether ranks hold parts of the model. Then whatever computes with it is done by all of them."""
     _desk: Path = field(init=False)
     """Where this rank writes what it tells: `out` for the first, and for the others a folder that is thrown away."""
 
@@ -84,11 +87,15 @@ class Session:
         """
         device = find_device(self.config)
         dist.check_devices(self.world, device.place)
+        self._sharded = parallel.check_shard(self.config, self.world)
         with parallel.desk(self.out, self.world) as self._desk, kept(self._desk / LOG), on_sigterm() as self._stop:
+            if self._sharded:  # weights go where they compute one group at a time, and leave their part there
+                parallel.shard(self.model, self.world, device)
             prepare(self.model, self.config, self.samples, device, self._desk)
             optimizers = Optimizers(self.model, self.config.optimizer, fast_dtype(device))
             rows = rows_at_once(self.config, self.validation.length)
-            self._validation = Validation(self.validation, self.renderer.tokenizer, rows, self._stop)
+            stop = Stop() if self._sharded else self._stop  # all ranks evaluate together, and none of them may leave
+            self._validation = Validation(self.validation, self.renderer.tokenizer, rows, stop)
             with Saver(self.out / "checkpoints", self._keep, self.world) as saver:
                 self._checkpoints = self._safe(saver, optimizers, device)
                 state = self._checkpoints.resume()
@@ -125,6 +132,16 @@ class Session:
         return Keep(last=self.config.keep_checkpoints, every=self.config.keep_every_steps, steps=frozenset(level))
 
     @property
+    def _acts(self) -> bool:
+        """Whether this rank does what happens after a step."""
+        return self.world.is_first or self._sharded
+
+    def _agreed(self, value: T) -> T:
+        """What the first rank finds, where all have to do the same."""
+        found: T = self.world.broadcast(value) if self._sharded else value
+        return found
+
+    @property
     def rows(self) -> int:
         """Samples of a step."""
         return rows_per_step(self.config, self.samples.length)
@@ -153,7 +170,7 @@ class Session:
             recorder.watchers += [one.take for one in watchers]
             hooks = Hooks(
                 [*self._hooks(state, device, recorder, samples), *(one.hook() for one in watchers)],
-                save=self._checkpoints.save,
+                save=(lambda state: None) if self._sharded else self._checkpoints.save,
                 record=recorder.failed,
                 world=self.world,
                 stop=self._stop,
@@ -207,7 +224,7 @@ class Session:
                 metrics=metrics,
                 meter=meter,
                 clock=Clock(),
-                norms=Norms(self.model, every=self.config.norms_every if self.world.is_first else 0),
+                norms=Norms(self.model, every=self.config.norms_every if self._acts else 0),
                 device=device,
                 tokens_per_step=self.tokens_per_step,
                 flops_per_token=cost(self.model.config, self.model.vocab_size).train_flops_per_token,
@@ -248,7 +265,7 @@ class Session:
             return state.step % every == 0 or state.step == steps
 
         def save_is_due(state: State) -> bool:
-            late = self._checkpoints.late(self.config.save_every_seconds)
+            late = self._agreed(self._checkpoints.late(self.config.save_every_seconds))
             doubtful = state.guard.in_a_row > 0 and state.step < steps
             asked = keeps(state.step)
             return (late or asked or evaluation_is_due(state)) and not doubtful
@@ -260,10 +277,10 @@ class Session:
             Hook(self._changes_kind, lambda s: forget(s.guard), "course"),
             Hook(lambda s: s.step % STEPS_BETWEEN_TRIMS == 0, lambda s: devices.return_freed_memory(), "memory"),
         ]
-        if not self.world.is_first:
+        if not self._acts:
             return everywhere
         if start.step and evaluation_is_due(start):  # the process may have died between saving and evaluating
-            there = {name for line in recorder.metrics.kept if line["step"] == start.step for name in line}
+            there = self._agreed([name for one in recorder.metrics.kept if one["step"] == start.step for name in one])
             missed = [
                 Hook(lambda s: True, run, hook, vital=False) for hook, name, run in evaluations if name not in there
             ]
@@ -304,7 +321,7 @@ class Session:
     def _main_log(self, start: State, recorder: Recorder) -> list[Hook]:
         if not self.config.main_log:
             return []
-        file = MainLog(self.out / MAIN_LOG, start.step)
+        file = MainLog(self._desk / MAIN_LOG, start.step)
         recorder.watchers.append(file.take)
         return [Hook(lambda s: True, file.train, "main_log")]
 

@@ -14,6 +14,7 @@ from bloomery.hw.device import Device
 from bloomery.model.transformer import Transformer
 from bloomery.shards.loader import IGNORE, Batch, Samples
 from bloomery.tokenizer.tokenizer import Tokenizer
+from bloomery.train import parallel
 from bloomery.train.loop import micro_batch_loss
 
 import torch
@@ -68,4 +69,5 @@ def evaluating(model: Transformer) -> Iterator[None]:
         with torch.no_grad():
             yield
     finally:
+        parallel.settle(model)
         model.train()
