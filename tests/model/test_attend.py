@@ -179,3 +179,14 @@ def test_on_a_gpu_what_is_used_is_the_formula_with_its_gradients(seed: int) -> N
     ways = [gradients(way, there, sight) for way in (fused_attention, softmax_attention)]
     for ours, theirs in zip(*ways, strict=True):
         assert torch.allclose(ours, theirs, rtol=1e-2, atol=1e-3)
+
+
+def test_where_no_compiled_operations_run_nobody_looks_at_the_numbers_of_segments(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A look at a number cuts a graph of torch.compile in two."""
+    monkeypatch.setattr(kernels, "ready", lambda *tensors: False)
+    monkeypatch.setattr(Sight, "_first", lambda *others: pytest.fail("looked"))
+    q, k, v = (torch.randn(1, heads, 4, 8, generator=torch.Generator().manual_seed(heads)) for heads in (2, 1, 1))
+    sight = Sight(num_queries=4, num_keys=4, device=q.device, segments=torch.tensor([[0, 0, 1, 1]]))
+    torch.testing.assert_close(fused_attention(q, k, v, sight), softmax_attention(q, k, v, sight))

@@ -8,8 +8,6 @@ from typing import Any
 
 import pytest
 
-from bloomery.model.positions import rotation
-from bloomery.model.sight import Sight
 from bloomery.train.compiled import TIGHT, Verdict, compile_blocks
 from bloomery.train.loop import accumulate_gradients, gradients
 from bloomery.train.recompute import recompute
@@ -161,19 +159,3 @@ def test_what_torch_compiles_agrees_with_the_plain_blocks(level: str) -> None:
         [sys.executable, "-c", REAL.format(level=level)], capture_output=True, text=True, check=True, cwd=ROOT
     )
     assert done.stdout.startswith("True loss and gradient norm agree"), done.stdout + done.stderr[-2000:]
-
-
-def test_a_block_is_one_graph_also_where_rows_hold_several_documents() -> None:
-    """Nothing in it looks at numbers: a look would cut the graph."""
-    model = lively(SHAPES[0])
-    compiled = torch.compile(model.blocks[0].forward, backend="eager", fullgraph=True)
-    ids, segments = torch.from_numpy(BATCH.ids), torch.from_numpy(BATCH.segments)
-    x = model.embed(ids)
-    turn = rotation(torch.arange(ids.shape[1])[None], model.config, x.dtype)
-
-    def sight() -> Sight:
-        return Sight(num_queries=ids.shape[1], num_keys=ids.shape[1], device=x.device, segments=segments)
-
-    found, expected = compiled(x, turn, sight(), None), model.blocks[0](x, turn, sight(), None)
-    torch._dynamo.reset()
-    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)

@@ -62,11 +62,12 @@ def test_a_level_run_that_is_extended_is_one_that_was_longer_from_the_start_bit_
 
 def test_a_run_that_has_decayed_is_extended_from_the_end_of_its_level_part(shards: Path, tmp_path: Path) -> None:
     """Which it keeps, though only the newest two stay otherwise."""
-    run(shards, tmp_path / "short", 24, {"kind": "wsd", "decay_steps": 8})
-    stats = run(shards, tmp_path / "longer", 32, {"kind": "wsd", "decay_steps": 8}, given=tmp_path / "short")
-    run(shards, tmp_path / "whole", 32, {"kind": "wsd", "decay_steps": 8})
-    assert stats["continued"]["step"] == 16
-    longer, whole = result(tmp_path / "longer", 32), result(tmp_path / "whole", 32)
+    schedule = {"kind": "wsd", "decay_steps": 4}
+    run(shards, tmp_path / "short", 12, schedule)
+    stats = run(shards, tmp_path / "longer", 16, schedule, given=tmp_path / "short")
+    run(shards, tmp_path / "whole", 16, schedule)
+    assert stats["continued"]["step"] == 8
+    longer, whole = result(tmp_path / "longer", 16), result(tmp_path / "whole", 16)
     assert longer[1:] == whole[1:]
     assert [line for line in longer[0] if "loss" in line] == [line for line in whole[0] if "loss" in line]
 

@@ -69,7 +69,7 @@ def go_on(config: Pretrain, samples: Samples | Course, out: Path, lineage: Linea
         """How many samples come in the order of every run that is as long or longer: the anneal mix is at the end."""
         if not isinstance(samples, Course):
             return math.inf
-        return Course(samples.main, samples.last, steps * rows_per_step(config, samples.length)).switch
+        return float(Course(samples.main, samples.last, steps * rows_per_step(config, samples.length)).switch)
 
     extension.remember(config, out)
     if config.continue_from is not None:

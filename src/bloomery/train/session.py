@@ -279,6 +279,7 @@ class Session:
         ]
         if not self._acts:
             return everywhere
+        main_log = self._main_log(start, recorder)
         if start.step and evaluation_is_due(start):  # the process may have died between saving and evaluating
             there = self._agreed([name for one in recorder.metrics.kept if one["step"] == start.step for name in one])
             missed = [
@@ -287,7 +288,7 @@ class Session:
             Hooks(missed, record=recorder.failed).after_step(start)
         return [
             Hook(lambda s: s.step % self.config.log_every == 0 or s.step == steps, recorder.log, "log"),
-            *self._main_log(start, recorder),
+            *main_log,
             Hook(lambda s: bool(recorder.norms.latest), recorder.log_norms, "norms"),
             everywhere[0],
             Hook(save_is_due, self._checkpoints.save, "save"),
