@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from bloomery.hw import device as devices
+from bloomery.model import kernels
 from bloomery.model.attend import (
     CHUNK_QUERIES,
     flexible_attention,
