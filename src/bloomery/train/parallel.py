@@ -144,7 +144,7 @@ def _is_8bit(config: Training) -> bool:
 
 
 def groups(model: nn.Module) -> dict[str, list[str]]:
-    """Module -> the names of the weights that it puts together. Raises ValueError for a weight that RULES leave open."""
+    """Module -> the weights that it puts together, by name. Raises ValueError for one that RULES leave open."""
     found: dict[str, list[str]] = {}
     for name, _ in model.named_parameters():
         fitting = [match[1] for pattern, _ in RULES if (match := re.fullmatch(pattern, name))]
