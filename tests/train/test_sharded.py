@@ -126,13 +126,22 @@ def drop(out: Path, after: int) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("optimizer", "ranks"), [(ADAMW, 2), (ADAMW, 3), (MUON, 3), (LION, 2), (ADEMAMIX, 3)])
+@pytest.mark.parametrize(
+    ("optimizer", "ranks", "level"),
+    [
+        (ADAMW, 2, "selective"),
+        (ADAMW, 3, "none"),
+        (MUON, 3, "block"),
+        (LION, 2, "none"),
+        (ADEMAMIX, 3, "none"),
+    ],
+)
 def test_any_number_of_ranks_that_hold_parts_is_one(
-    shards: Path, tmp_path: Path, optimizer: dict[str, Any], ranks: int
+    shards: Path, tmp_path: Path, optimizer: dict[str, Any], ranks: int, level: str
 ) -> None:
     settings: dict[str, Any] = {"optimizer": optimizer, "evaluate_every": 5, "micro_batch_tokens": 16, "norms_every": 4}
     run(shards, tmp_path / "one", 1, **settings)
-    run(shards, tmp_path / "parts", ranks, shard="fsdp", **settings)
+    run(shards, tmp_path / "parts", ranks, shard="fsdp", recompute=level, **settings)
     compare(tmp_path / "one", tmp_path / "parts")
 
 
@@ -168,7 +177,7 @@ def poisoned(task: dict[str, Any], world: World) -> dict[str, Any]:
     loop.micro_batch_losses = losses  # type: ignore[assignment]
     made = session(Path(task["shards"]), Path(task["out"]), world, **task["settings"])
     made.sampler = continuing(made.renderer)
-    made.evaluations = {"asked": lambda model, device: {"asked": float(model.logits(model(IDS)).sum())}}
+    made.evaluations = {"asked": lambda model, *how: {"asked": float(model.logits(model(IDS)).sum())}}
     return made.run()
 
 

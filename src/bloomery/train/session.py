@@ -49,7 +49,8 @@ STEPS_BETWEEN_TRIMS = 25
 
 
 T = TypeVar("T")
-Evaluation = Callable[[Transformer, Device], Mapping[str, float]]
+Evaluation = Callable[[Transformer, Device, Stop], Mapping[str, float]]
+"""Of a model, where it computes, and whether to end early (by Terminated): numbers by name."""
 
 
 @dataclass
@@ -305,7 +306,7 @@ class Session:
                 self._checkpoints.saver.wait()  # the weights are safe before anything else may fail
                 try:
                     with evaluating(self.model):
-                        found = measure(self.model, device)
+                        found = measure(self.model, device, self._validation.stop)
                 except Terminated:
                     if self.world.size == 1:
                         raise
@@ -317,7 +318,14 @@ class Session:
             return run
 
         others = [(name, name, written(measure)) for name, measure in self.evaluations.items()]
-        return [("evaluate", "validation_loss", written(self._validation.measure)), *others]
+        return [
+            (
+                "evaluate",
+                "validation_loss",
+                written(lambda model, device, stop: self._validation.measure(model, device)),
+            ),
+            *others,
+        ]
 
     def _main_log(self, start: State, recorder: Recorder) -> list[Hook]:
         if not self.config.main_log:
