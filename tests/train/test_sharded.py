@@ -103,7 +103,8 @@ def test_ranks_that_hold_parts_are_one_and_one_goes_on_from_their_checkpoint(sha
         "evaluate_every": 5,
         "micro_batch_tokens": 16,
         "norms_every": 4,
-        "keep_checkpoints": 20,
+        "save_every_seconds": 1e9,
+        "keep_every_steps": 4,
     }
     run(shards, tmp_path / "one", 1, **settings)
     task = {"shards": str(shards), "out": str(tmp_path / "parts"), "settings": settings | {"shard": "fsdp"}}
