@@ -115,7 +115,8 @@ class Checkpoints:
         if not parallel.is_finite(self.model, self.world):
             say(f"step {state.step} is not saved: its weights are not finite", style="yellow")
             return
-        self._saved = (time.monotonic(), state.step)  # also if it fails: all ranks have to think the same
+        if sharded:
+            self._saved = (time.monotonic(), state.step)  # also if it fails: all ranks have to think the same
         model, lineage = parallel.copy_of(self.model, self.world), self.lineage_of(state)
         self.saver.start(
             state.step,
@@ -125,6 +126,7 @@ class Checkpoints:
             environment=self.environment,
             model_bytes=parallel.weight_bytes(model),
         )
+        self._saved = (time.monotonic(), state.step)
 
     def rescue(self, state: State) -> None:
         """
