@@ -14,8 +14,8 @@ from bloomery import arguments, cli
 from bloomery.core.config import Config
 from bloomery.core.errors import DataError
 from bloomery.core.stage import Stage
-from bloomery.hw import doctor
-from bloomery.hw.doctor import Finding
+from bloomery.hw.doctor import report as doctor
+from bloomery.hw.doctor.finding import Finding
 from tests.weights.made import model
 
 ROOT = Path(__file__).parents[1]

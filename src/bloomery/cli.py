@@ -345,7 +345,7 @@ def import_(options: argparse.Namespace) -> int:
 def doctor(options: argparse.Namespace) -> int:
     from dataclasses import asdict
 
-    from bloomery.hw import doctor as checks
+    from bloomery.hw.doctor import report as checks
     from bloomery.hw.host import Host
 
     findings = checks.examine(Host.here(), options.runs)

@@ -1,16 +1,15 @@
 """Every finding has a verdict, and everything that is not well has a cure."""
 
-import os
-import shutil
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 
-from bloomery.hw import doctor
-from bloomery.hw.doctor import Finding, as_lines, examine, exit_code
-from bloomery.hw.host import Host, Reply
+from bloomery.hw.doctor import report
+from bloomery.hw.doctor.finding import Finding
+from bloomery.hw.doctor.report import as_lines, examine, exit_code
+from bloomery.hw.host import Host, Node, Reply, Space, User
 from tests.hw.machines import GIB, MACHINES, machine, plant, told, torch_folder
 
 SEEN_AMD = {"version": "2.13.0+rocm7.2", "hip": "7.2.1", "cuda": None, "gpus": 1, "targets": ["gfx1151"]}
@@ -31,11 +30,6 @@ def healthy(root: Path, *, env: Mapping[str, str] | None = None, **replies: Repl
 def by_id(findings: list[Finding]) -> dict[str, Finding]:
     assert len({finding.id for finding in findings}) == len(findings)
     return {finding.id: finding for finding in findings}
-
-
-@pytest.fixture(autouse=True)
-def large_disk(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(total=100 * GIB, free=50 * GIB))
 
 
 def test_a_healthy_machine_has_nothing_to_cure(tmp_path: Path) -> None:
@@ -91,33 +85,36 @@ def test_a_device_that_computes_wrong_numbers_or_none_fails(tmp_path: Path, repl
     assert exit_code(findings) == 2
 
 
-def test_a_torch_without_kernels_for_the_gpu_is_a_warning(tmp_path: Path) -> None:
+def test_a_torch_without_kernels_for_the_gpu_fails(tmp_path: Path) -> None:
     host = healthy(tmp_path, torch=told(SEEN_AMD | {"targets": ["gfx942"]}))
     finding = by_id(examine(host, tmp_path))["torch"]
-    assert (finding.status, "gfx1151" in finding.value, "device-gfx1151" in finding.cure) == ("warn", True, True)
+    assert (finding.status, "gfx1151" in finding.value, "device-gfx1151" in finding.cure) == ("fail", True, True)
 
 
 def test_a_torch_that_sees_no_gpu_says_what_hides_it(tmp_path: Path) -> None:
     host = healthy(tmp_path, env={"HIP_VISIBLE_DEVICES": ""}, torch=told(SEEN_AMD | {"gpus": 0}))
     finding = by_id(examine(host, tmp_path))["torch"]
-    assert finding.status == "warn"
+    assert finding.status == "fail"
     assert "HIP_VISIBLE_DEVICES=''" in finding.value
+    assert finding.cure == "unset HIP_VISIBLE_DEVICES"
 
 
-def test_a_processors_torch_on_a_machine_with_a_gpu_is_a_warning(tmp_path: Path) -> None:
+def test_a_processors_torch_on_a_machine_with_a_gpu_fails(tmp_path: Path) -> None:
     replies = {"torch": told(SEEN_AMD | {"version": "2.13.0+cpu", "hip": None, "gpus": 0}), "compute": RIGHT}
     host = machine(tmp_path, "7900-xtx", replies=replies, torch=torch_folder(tmp_path, "2.13.0+cpu"))
     finding = by_id(examine(host, tmp_path))["torch"]
-    assert finding.status == "warn"
+    assert finding.status == "fail"
     assert "torch[device-gfx1100]" in finding.cure
 
 
-def test_device_nodes_that_are_absent_or_closed_fail(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_device_nodes_that_are_absent_or_closed_fail(tmp_path: Path) -> None:
     host = healthy(tmp_path)
-    monkeypatch.setattr(os, "access", lambda path, mode: "renderD" not in str(path))
+    closed = {**host.nodes, "dev/dri/renderD128": Node(owner=0, group=44, mode=0o660)}
+    host = replace(host, nodes=closed, user=User(number=1000, groups=frozenset({992})))
     finding = by_id(examine(host, tmp_path))["amd-device-nodes"]
-    assert (finding.status, finding.value) == ("fail", "closed to this user: /dev/dri/renderD128")
-    assert "usermod" in finding.cure
+    assert finding.status == "fail"
+    assert finding.value == "closed to this user: /dev/dri/renderD128 (of group video)"
+    assert finding.cure.startswith('sudo usermod -aG video,render "$USER"')
     (tmp_path / "dev/kfd").unlink()
     plant(tmp_path, {".dockerenv": ""})
     finding = by_id(examine(host, tmp_path))["amd-device-nodes"]
@@ -125,9 +122,9 @@ def test_device_nodes_that_are_absent_or_closed_fail(tmp_path: Path, monkeypatch
     assert "--device=/dev/kfd" in finding.cure
 
 
-def test_an_override_of_the_target_is_a_warning(tmp_path: Path) -> None:
+def test_an_override_of_a_target_that_has_its_own_kernels_fails(tmp_path: Path) -> None:
     finding = by_id(examine(healthy(tmp_path, env={"HSA_OVERRIDE_GFX_VERSION": "11.0.0"}), tmp_path))["hsa-override"]
-    assert finding.status == "warn"
+    assert finding.status == "fail"
     assert finding.value == "11.0.0 stands for gfx1100; the kernel says gfx1151"
     assert finding.cure == "unset HSA_OVERRIDE_GFX_VERSION"
 
@@ -148,9 +145,9 @@ def test_a_large_carve_out_of_memory_is_fine(tmp_path: Path) -> None:
     assert by_id(examine(host, tmp_path))["gtt"].status == "ok"
 
 
-def test_scarce_disk_memory_and_shm_are_warnings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    host = healthy(tmp_path)
-    monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(total=GIB // 16, free=5 * GIB))
+def test_scarce_disk_memory_and_shm_are_warnings(tmp_path: Path) -> None:
+    little = Space(total=GIB // 16, free=5 * GIB)
+    host = replace(healthy(tmp_path), spaces=dict.fromkeys((str(tmp_path), "dev/shm"), little))
     plant(tmp_path, {".dockerenv": "", "dev/shm/x": "", "proc/self/cgroup": "0::/\n"})
     plant(tmp_path, {"sys/fs/cgroup/memory.max": str(2 * GIB)})
     findings = by_id(examine(host, tmp_path / "runs/not/yet/there"))
@@ -179,4 +176,4 @@ def test_the_order_of_checks_is_the_order_of_the_report(tmp_path: Path) -> None:
     names = [finding.id for finding in examine(healthy(tmp_path), tmp_path)]
     assert names[:2] == ["python", "gpu"]
     assert names[-2:] == ["matmul", "training"]
-    assert len(doctor.CHECKS) >= 10
+    assert len(report.CHECKS) >= 20

@@ -27,10 +27,12 @@ COMMANDS = {
     "nvidia": USUAL,
     "strix-halo": amd("gfx1151"),
     "7900-xtx": amd("gfx1100"),
+    "7900-xtx-x2": amd("gfx1100"),
     "mi300x": amd("gfx942"),
     "r9700-and-igpu": amd("gfx1201", "gfx1036"),
     "igpu-and-nvidia": USUAL,
     "amd-without-kfd": USUAL,
+    "wsl": USUAL,
 }
 
 

@@ -14,7 +14,8 @@ from typing import Literal
 
 from bloomery.core.errors import HardwareError
 from bloomery.hw import needs_torch as needs_torch
-from bloomery.hw.host import INTEGRATED, Host, Wanted, fast_bf16, memory_bytes
+from bloomery.hw.gpus import INTEGRATED
+from bloomery.hw.host import Host, Wanted, fast_bf16, memory_bytes
 
 import torch
 

@@ -12,6 +12,8 @@ import importlib.util
 import os
 import platform
 import re
+import shutil
+import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -22,14 +24,8 @@ from typing import Literal
 Wanted = Literal["auto", "cuda", "mps", "cpu"]
 """What a recipe may ask for. AMD answers to "cuda" too; "auto" takes the first of them that is there."""
 
-Maker = Literal["amd", "nvidia", "hygon", "apple"]
-
-KFD_NODES = "sys/class/kfd/kfd/topology/nodes"
-KFD_VENDOR_AMD = 4098  # 0x1002; NVIDIA's open driver makes nodes as well
-PCI_MAKERS: dict[str, Maker] = {"0x1002": "amd", "0x10de": "nvidia", "0x1d94": "hygon"}
-PCI_CLASSES = ("0x03", "0x12", "0x0b40")  # displays, accelerators, co-processors: bridges of the same maker are no GPUs
-INTEGRATED = frozenset({"gfx90c", "gfx1035", "gfx1036", "gfx1103", "gfx1150", "gfx1151", "gfx1152", "gfx1153"})
-"""Targets that only exist inside a processor and share its memory."""
+KILL_SECONDS = 5.0
+"""How long a killed process may take to go. One that waits for a GPU in the kernel never does, and is left behind."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,29 +42,76 @@ Run = Callable[[Sequence[str], float], Reply]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Gpu:
-    maker: Maker
-    target: str = ""
-    """AMD's name for the instruction set, as gfx1151; "" where the kernel does not tell."""
-    render: str = ""
-    """The device node that a process opens, as dev/dri/renderD128."""
+class Space:
+    """A file system, in bytes."""
 
-    @property
-    def integrated(self) -> bool:
-        return self.target in INTEGRATED
+    total: int
+    free: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class User:
+    """Who asks: the numbers of a user and of the groups that this login has."""
+
+    number: int
+    groups: frozenset[int]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Node:
+    """Whose a device node is, and what it allows."""
+
+    owner: int
+    group: int
+    mode: int
+    """As in 0o660."""
+
+    def opens_for(self, user: User) -> bool:
+        """Whether it can be read and written."""
+        shift = 6 if user.number == self.owner else 3 if self.group in user.groups else 0
+        return user.number == 0 or self.mode >> shift & 6 == 6
 
 
 def run_here(command: Sequence[str], limit_seconds: float) -> Reply:
-    """Run a command on this machine. A command that cannot start replies with 127, as a shell does."""
+    """
+    Run a command on this machine. A command that cannot start replies with 127, as a shell does. One that takes too
+    long is killed with all that it started.
+    """
     try:
-        done = subprocess.run(
-            command, stdin=subprocess.DEVNULL, capture_output=True, timeout=limit_seconds, check=False
+        child = subprocess.Popen(
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            start_new_session=True,
         )
-    except subprocess.TimeoutExpired as late:
-        return Reply(code=None, out=_text(late.stdout), err=_text(late.stderr))
     except OSError as error:
         return Reply(code=127, err=str(error))
-    return Reply(code=done.returncode, out=_text(done.stdout), err=_text(done.stderr))
+    try:
+        out, err = child.communicate(timeout=limit_seconds)
+        return Reply(code=child.returncode, out=_text(out), err=_text(err))
+    except subprocess.TimeoutExpired:
+        return _killed(child)
+    finally:
+        if child.poll() is None:  # this process is interrupted
+            _kill(child)
+
+
+def _killed(child: subprocess.Popen[bytes]) -> Reply:
+    """What a command had said when its time was over."""
+    _kill(child)
+    try:
+        out, err = child.communicate(timeout=KILL_SECONDS)
+        return Reply(code=None, out=_text(out), err=_text(err))
+    except subprocess.TimeoutExpired as late:
+        return Reply(code=None, out=_text(late.stdout), err=_text(late.stderr))
+
+
+def _kill(child: subprocess.Popen[bytes]) -> None:
+    if sys.platform == "win32":
+        child.kill()
+    else:
+        os.killpg(child.pid, signal.SIGKILL)
 
 
 def _text(raw: bytes | None) -> str:
@@ -88,6 +131,13 @@ class Host:
     """The interpreter that torch is wanted for."""
     torch: Path | None = None
     """The folder of the torch package that this interpreter would import."""
+    packages: tuple[Path, ...] = ()
+    """The folders where this interpreter's packages lie."""
+    user: User = User(number=0, groups=frozenset())
+    nodes: Mapping[str, Node] = field(default_factory=dict)
+    """Recorded owners of device nodes, by path. Of others the system is asked."""
+    spaces: Mapping[str, Space] = field(default_factory=dict)
+    """Recorded file systems, by path. Of others the system is asked."""
 
     @classmethod
     def here(cls) -> "Host":
@@ -100,6 +150,8 @@ class Host:
             processor=platform.machine(),
             python=sys.executable,
             torch=Path(spec.origin).parent if spec and spec.origin else None,
+            packages=tuple(Path(folder) for folder in sys.path if Path(folder).name.endswith("-packages")),
+            user=_this_user(),
         )
 
     def read(self, name: str) -> str | None:
@@ -125,54 +177,51 @@ class Host:
     def exists(self, name: str) -> bool:
         return (self.root / name).exists()
 
+    def node(self, name: str) -> Node | None:
+        """Whose a device node is; None where there is none."""
+        if name in self.nodes:
+            return self.nodes[name]
+        try:
+            facts = (self.root / name).stat()
+        except OSError:
+            return None
+        return Node(owner=facts.st_uid, group=facts.st_gid, mode=facts.st_mode & 0o777)
 
-def gfx_name(version: int) -> str:
-    """AMD's name of a target from the kernel's number: 110501 -> gfx1151, 90010 -> gfx90a; "" for 0, a processor."""
-    return f"gfx{version // 10000}{version // 100 % 100:x}{version % 100:x}" if version else ""
+    def opens(self, name: str) -> bool:
+        """Whether this user can read and write it. The system knows more than modes: lists of access, for one."""
+        if name in self.nodes:
+            return self.nodes[name].opens_for(self.user)
+        return os.access(self.root / name, os.R_OK | os.W_OK)
 
+    def space(self, folder: str | Path) -> Space:
+        """The file system of a folder below the root, or of any that is given in full."""
+        if str(folder) in self.spaces:
+            return self.spaces[str(folder)]
+        found = shutil.disk_usage(self.root / folder)
+        return Space(total=found.total, free=found.free)
 
-def find_gpus(host: Host) -> list[Gpu]:
-    """
-    The GPUs of a machine, those first that say most about themselves.
+    @property
+    def kernel(self) -> str:
+        """The kernel's release, as 6.14.0-27-generic; "" where it does not tell."""
+        return (self.read("proc/sys/kernel/osrelease") or "").strip()
 
-    AMD's come from the kernel's compute topology, which names the target. Where that says nothing of a maker, its
-    cards are found on the display or PCI bus: enough to know that a driver is missing. A node that a container masks
-    is another's, and left out.
-    """
-    found = list(_kfd_gpus(host))
-    if host.system == "Darwin":
-        return [Gpu(maker="apple")] if host.processor == "arm64" else []
-    makers = list(_bus_makers(host))
-    if host.exists("proc/driver/nvidia/version") and "nvidia" not in makers:
-        makers += ["nvidia"] * max(1, len(host.names("proc/driver/nvidia/gpus")))
-    if "hygon" in makers or host.exists(
-        "opt/dtk"
-    ):  # its own driver fills the same topology with targets no wheel knows
-        found = []
-        makers = ["hygon" if maker == "amd" else maker for maker in makers] or ["hygon"]
-    known = {gpu.maker for gpu in found}
-    return found + [Gpu(maker=maker) for maker in makers if maker not in known]
-
-
-def _kfd_gpus(host: Host) -> Iterator[Gpu]:
-    for node in host.names(KFD_NODES):
-        text = host.read(f"{KFD_NODES}/{node}/properties") or ""
-        facts = {key: int(value) for key, value in re.findall(r"^(\w+) (\d+)\s*$", text, re.MULTILINE)}
-        if facts.get("vendor_id") == KFD_VENDOR_AMD and facts.get("simd_count") and facts.get("gfx_target_version"):
-            minor = facts.get("drm_render_minor")
-            render = f"dev/dri/renderD{minor}" if minor else ""
-            yield Gpu(maker="amd", target=gfx_name(facts["gfx_target_version"]), render=render)
+    @property
+    def boot_options(self) -> Mapping[str, str]:
+        """The kernel's command line: name -> value, "" for a name alone."""
+        words = (self.read("proc/cmdline") or "").split()
+        return {name: value for name, _, value in (word.partition("=") for word in words)}
 
 
-def _bus_makers(host: Host) -> Iterator[Maker]:
-    cards = [name for name in host.names("sys/class/drm") if re.fullmatch(r"card\d+", name)]
-    seen = [(host.read(f"sys/class/drm/{card}/device/vendor") or "").strip() for card in cards]
-    if not any(vendor in PCI_MAKERS for vendor in seen):  # no driver has made a card of it
-        for device in host.names("sys/bus/pci/devices"):
-            kind = (host.read(f"sys/bus/pci/devices/{device}/class") or "").strip()
-            if kind.startswith(PCI_CLASSES):
-                seen.append((host.read(f"sys/bus/pci/devices/{device}/vendor") or "").strip())
-    yield from (PCI_MAKERS[vendor] for vendor in seen if vendor in PCI_MAKERS)
+def _this_user() -> User:
+    if sys.platform == "win32":
+        return User(number=0, groups=frozenset())
+    return User(number=os.geteuid(), groups=frozenset({os.getegid(), *os.getgroups()}))
+
+
+def group_name(host: Host, number: int) -> str:
+    """The name of a group; "" where this system, or this container, has none for the number."""
+    lines = (line.split(":") for line in (host.read("etc/group") or "").splitlines())
+    return next((words[0] for words in lines if len(words) > 2 and words[2] == str(number)), "")
 
 
 def cpu_features(host: Host) -> frozenset[str]:
@@ -226,3 +275,8 @@ def _cgroup_limits(host: Host) -> Iterator[int | None]:
 def in_container(host: Host) -> bool:
     marks = (".dockerenv", "run/.containerenv")
     return any(host.exists(mark) for mark in marks) or "container" in host.env
+
+
+def in_wsl(host: Host) -> bool:
+    """Whether this Linux runs inside Windows, where GPUs come through /dev/dxg and the kernel does not list them."""
+    return "microsoft" in host.kernel.lower() and not host.exists("dev/kfd")

@@ -10,7 +10,7 @@ import json
 import sys
 
 from bloomery.hw import needs_torch as needs_torch
-from bloomery.hw.device import Device, find
+from bloomery.hw.device import Device, find, is_rocm
 
 import torch
 from torch import nn
@@ -26,11 +26,15 @@ def say(**facts: object) -> None:
 
 def describe() -> None:
     """What torch was built for and which GPUs it sees."""
+    seen = torch.cuda.device_count() if torch.cuda.is_available() else 0
     say(
         version=torch.__version__,
         hip=torch.version.hip,
         cuda=torch.version.cuda,
-        gpus=torch.cuda.device_count() if torch.cuda.is_available() else 0,
+        gpus=seen,
+        chips=[getattr(torch.cuda.get_device_properties(n), "gcnArchName", "") for n in range(seen)]
+        if is_rocm()
+        else [],
         targets=sorted({name.partition(":")[0] for name in torch.cuda.get_arch_list()}),
         apple=torch.backends.mps.is_available(),
     )

@@ -22,7 +22,8 @@ from dataclasses import dataclass
 from typing import Literal
 
 from bloomery.core.errors import HardwareError
-from bloomery.hw.host import Gpu, Host, Maker, find_gpus
+from bloomery.hw.gpus import Gpu, Maker, find_gpus
+from bloomery.hw.host import Host
 
 MINIMUM = (2, 11)
 BOUNDS = ">=2.11,<2.14"

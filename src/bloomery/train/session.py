@@ -211,6 +211,9 @@ class Session:
                 finally:
                     Hooks([one.end() for one in watchers], record=recorder.failed).after_step(state)
         self._checkpoints.check_finite(state)
+        return self._failures(hooks)
+
+    def _failures(self, hooks: Hooks) -> list[dict[str, Any]]:
         for failure in hooks.failures:
             say(f"{self.name}: the hook {failure.hook!r} failed after step {failure.step}: {failure.error}", "yellow")
         return [asdict(failure) for failure in hooks.failures]

@@ -1,0 +1,115 @@
+"""The installed torch: whose build it is, and whether it reaches the GPU that is there."""
+
+import re
+import shlex
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from bloomery.core.errors import HardwareError
+from bloomery.hw import wheel
+from bloomery.hw.doctor.finding import Facts, Finding, Status
+from bloomery.hw.host import Host, Reply
+from bloomery.hw.installed import numbers
+
+OLDEST_ROCM = {"gfx1150": (7, 2), "gfx1151": (7, 2), "gfx1200": (7, 2), "gfx1201": (7, 2)}
+"""Wheels for an older ROCm stop at the first kernel of these targets, or lack half of the kernels."""
+OLDEST_NVIDIA = {12: (525,), 13: (580,)}
+"""CUDA's major version -> the first driver that runs it (NVIDIA, CUDA compatibility)."""
+OLDER_CUDA_INDEX = "https://download.pytorch.org/whl/cu126"
+
+
+def ending(reply: Reply) -> str:
+    """How a child process ended, in words."""
+    if reply.code is None:
+        return "did not end in time"
+    if reply.code < 0:
+        return f"was killed by signal {-reply.code}"
+    last = reply.err.strip().splitlines()[-1:] or ["no message"]
+    return f"failed: {last[0]}"
+
+
+def torch_build(facts: Facts) -> Iterator[Finding]:
+    try:
+        choice = wheel.install_command(facts.host)
+    except HardwareError as error:
+        yield Finding(id="torch", status="fail", value=error.what, cure=error.cure)
+        return
+    if facts.have is None or choice.command is not None:
+        value = f"missing or too old ({choice.why})"
+        yield Finding(id="torch", status="fail", value=value, cure=shlex.join(choice.command or ()))
+    elif facts.seen is None:
+        value = f"{facts.have.version}: importing it {ending(facts.reply)}"
+        yield Finding(id="torch", status="fail", value=value, cure=import_cure(facts))
+    elif choice.better is not None:
+        yield Finding(id="torch", status=_gravity(facts), value=choice.why, cure=shlex.join(choice.better))
+    elif wheel.maker_to_serve(facts.gpus) == "hygon" and facts.have.built_for != "hygon":
+        value = f"{facts.have.version} is not the vendor's, and cannot use the Hygon DCU"
+        yield Finding(id="torch", status="fail", value=value, cure=wheel.DTK_ADVICE)
+    else:
+        yield _sees(facts, facts.seen)
+
+
+def _gravity(facts: Facts) -> Status:
+    """A card that torch cannot use is a failure. Of the small GPU inside many processors it is worth a word."""
+    strong = any(gpu.maker != "amd" or gpu.target in wheel.FUSED_ATTENTION for gpu in facts.gpus)
+    return "fail" if strong else "warn"
+
+
+def import_cure(facts: Facts) -> str:
+    """How a torch that cannot be imported is mended: a vendor's own lacks its libraries, others are installed again."""
+    if facts.have and facts.have.built_for == "hygon":
+        return "source /opt/dtk/env.sh"
+    return reinstall(facts.host)
+
+
+def _sees(facts: Facts, seen: Mapping[str, Any]) -> Finding:
+    """Whether an installed torch of the right kind reaches the GPU."""
+    maker = wheel.maker_to_serve(facts.gpus)
+    version = str(seen["version"])
+    targets = {gpu.target for gpu in facts.amd if gpu.target}
+    if maker == "amd" and targets and not targets & set(seen["targets"]) and seen["targets"]:
+        value = f"{version} has no kernels for {', '.join(sorted(targets))}, only for {', '.join(seen['targets'])}"
+        return Finding(id="torch", status=_gravity(facts), value=value, cure=reinstall(facts.host))
+    hip = numbers(str(seen.get("hip") or ""))[:2]
+    slow = {target: OLDEST_ROCM[target] for target in targets & OLDEST_ROCM.keys() if hip and hip < OLDEST_ROCM[target]}
+    if maker == "amd" and slow:
+        wanted = max(slow.values())
+        needs = f"{', '.join(sorted(slow))} needs {'.'.join(map(str, wanted))}"
+        value = f"{version} was built for ROCm {seen['hip']}, and {needs}"
+        return Finding(id="torch", status="fail", value=value, cure=reinstall(facts.host))
+    if maker in ("amd", "nvidia", "hygon") and not seen["gpus"]:
+        return _sees_none(facts, seen, maker)
+    believed = {str(target).partition(":")[0] for target in seen.get("chips", ())}
+    if targets and believed and not believed <= targets:
+        value = (
+            f"{version} takes the GPU for {', '.join(sorted(believed))}; the kernel says {', '.join(sorted(targets))}"
+        )
+        return Finding(id="torch", status="fail", value=value, cure="unset HSA_OVERRIDE_GFX_VERSION")
+    return Finding(id="torch", status="ok", value=f"{version}, sees {seen['gpus'] or 'no'} GPUs")
+
+
+def _sees_none(facts: Facts, seen: Mapping[str, Any], maker: str) -> Finding:
+    version = str(seen["version"])
+    driver = numbers((re.search(r"\d+\.\d+", facts.host.read("proc/driver/nvidia/version") or "") or [""])[0])
+    cuda = numbers(str(seen.get("cuda") or ""))
+    if maker == "nvidia" and driver and cuda and driver < OLDEST_NVIDIA.get(cuda[0], (0,)):
+        value = f"{version} needs driver {OLDEST_NVIDIA[cuda[0]][0]} or newer; this one is {'.'.join(map(str, driver))}"
+        pip = [facts.host.python, "-m", "pip", "install", "--force-reinstall", "--index-url", OLDER_CUDA_INDEX]
+        cure = shlex.join([*pip, f"torch{wheel.BOUNDS}"]) + "   # or a newer driver"
+        return Finding(id="torch", status="fail", value=value, cure=cure)
+    hidden = [f"{name}={value!r}" for name, value in facts.host.env.items() if name.endswith("_VISIBLE_DEVICES")]
+    value = f"{version} sees no GPU" + (f" ({', '.join(hidden)})" if hidden else "")
+    cure = {"nvidia": "nvidia-smi", "hygon": "source /opt/dtk/env.sh && hy-smi"}.get(maker, "ls -l /dev/kfd /dev/dri")
+    cure = (
+        f"unset {' '.join(name.partition('=')[0] for name in hidden)}" if hidden else f"{cure}   # look at the driver"
+    )
+    return Finding(id="torch", status=_gravity(facts), value=value, cure=cure)
+
+
+def reinstall(host: Host) -> str:
+    """The line that puts this machine's torch over the one that is there."""
+    try:
+        command, _ = wheel.fresh_command(host)
+    except HardwareError as error:
+        return error.cure
+    return shlex.join(wheel.forced(command))

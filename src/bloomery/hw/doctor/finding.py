@@ -1,0 +1,63 @@
+"""What checks share: the facts they look at, and the form of what they find."""
+
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any, Literal
+
+from bloomery.hw import wheel
+from bloomery.hw.gpus import Gpu
+from bloomery.hw.host import Host, Reply
+from bloomery.hw.installed import Distribution, distributions
+
+Status = Literal["ok", "warn", "fail"]
+GIB = 2**30
+
+
+@dataclass(frozen=True, kw_only=True)
+class Finding:
+    """One fact with a verdict. `id` stays the same between versions, so that scripts can rely on it."""
+
+    id: str
+    status: Status
+    value: str
+    cure: str = ""
+    """What to do, as a line to paste where there is one."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Facts:
+    """What several checks look at, found once."""
+
+    host: Host
+    runs: Path
+    gpus: Sequence[Gpu]
+    have: wheel.Torch | None
+    seen: Mapping[str, Any] | None
+    """What torch says of itself when it is imported; None where it is absent or the import failed."""
+    reply: Reply = field(default_factory=lambda: Reply(code=1))
+    """Of that import."""
+
+    @property
+    def amd(self) -> list[Gpu]:
+        return [gpu for gpu in self.gpus if gpu.maker == "amd"]
+
+    @cached_property
+    def packages(self) -> Mapping[str, Distribution]:
+        return distributions(self.host)
+
+
+Check = Callable[[Facts], Iterator[Finding]]
+
+
+def answers(reply: Reply) -> list[dict[str, Any]]:
+    """The lines of JSON that a child process wrote. One that it was writing when it died is left out."""
+    lines = [line for line in reply.out.splitlines() if line.startswith("{") and line.endswith("}")]
+    return [json.loads(line) for line in lines]
+
+
+def merged(reply: Reply) -> dict[str, Any]:
+    """All that a child process said, as one dictionary."""
+    return {key: value for answer in answers(reply) for key, value in answer.items()}

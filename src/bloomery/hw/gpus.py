@@ -1,0 +1,122 @@
+"""
+The GPUs of a machine, as its kernel, its bus and, inside Windows, its tools tell. Nothing is asked of torch.
+
+Sources: drivers/gpu/drm/amd/amdkfd/kfd_topology.c (nodes), the NVIDIA driver's files below /proc/driver/nvidia.
+"""
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Literal
+
+from bloomery.hw.host import Host, in_wsl
+
+Maker = Literal["amd", "nvidia", "hygon", "apple"]
+
+KFD_NODES = "sys/class/kfd/kfd/topology/nodes"
+KFD_VENDOR_AMD = 4098  # 0x1002; NVIDIA's open driver makes nodes as well
+PCI_MAKERS: dict[str, Maker] = {"0x1002": "amd", "0x10de": "nvidia", "0x1d94": "hygon"}
+PCI_CLASSES = ("0x03", "0x12", "0x0b40")  # displays, accelerators, co-processors: bridges of the same maker are no GPUs
+INTEGRATED = frozenset({"gfx90c", "gfx1035", "gfx1036", "gfx1103", "gfx1150", "gfx1151", "gfx1152", "gfx1153"})
+"""Targets that only exist inside a processor and share its memory."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Gpu:
+    maker: Maker
+    target: str = ""
+    """AMD's name for the instruction set, as gfx1151; "" where the kernel does not tell."""
+    render: str = ""
+    """The device node that a process opens, as dev/dri/renderD128."""
+    name: str = ""
+    """What its maker calls it, where the driver tells."""
+    compute_units: int = 0
+    clock_mhz: int = 0
+
+    @property
+    def integrated(self) -> bool:
+        return self.target in INTEGRATED
+
+
+def gfx_name(version: int) -> str:
+    """AMD's name of a target from the kernel's number: 110501 -> gfx1151, 90010 -> gfx90a; "" for 0, a processor."""
+    return f"gfx{version // 10000}{version // 100 % 100:x}{version % 100:x}" if version else ""
+
+
+def find_gpus(host: Host) -> list[Gpu]:
+    """
+    The GPUs of a machine, those first that say most about themselves.
+
+    AMD's come from the kernel's compute topology, which names the target. Where that says nothing of a maker, its
+    cards are found on the display or PCI bus: enough to know that a driver is missing. A node that a container masks
+    is another's, and left out.
+    """
+    found = list(_kfd_gpus(host))
+    if host.system == "Darwin":
+        return [Gpu(maker="apple")] if host.processor == "arm64" else []
+    makers = list(_bus_makers(host))
+    if in_wsl(host):
+        found += wsl_gpus(host)
+    nvidia = list(_nvidia_gpus(host))
+    if nvidia:
+        makers = [maker for maker in makers if maker != "nvidia"]
+        found += nvidia
+    if "hygon" in makers or host.exists("opt/dtk"):  # its driver fills the same topology with targets no wheel knows
+        found = []
+        makers = ["hygon" if maker == "amd" else maker for maker in makers] or ["hygon"]
+    known = {gpu.maker for gpu in found}
+    return found + [Gpu(maker=maker) for maker in makers if maker not in known]
+
+
+def _kfd_gpus(host: Host) -> Iterator[Gpu]:
+    for node in host.names(KFD_NODES):
+        text = host.read(f"{KFD_NODES}/{node}/properties") or ""
+        facts = {key: int(value) for key, value in re.findall(r"^(\w+) (\d+)\s*$", text, re.MULTILINE)}
+        if facts.get("vendor_id") == KFD_VENDOR_AMD and facts.get("simd_count") and facts.get("gfx_target_version"):
+            minor = facts.get("drm_render_minor")
+            render = f"dev/dri/renderD{minor}" if minor else ""
+            yield Gpu(
+                maker="amd",
+                target=gfx_name(facts["gfx_target_version"]),
+                render=render,
+                compute_units=facts["simd_count"] // max(1, facts.get("simd_per_cu", 1)),
+                clock_mhz=facts.get("max_engine_clk_fcompute", 0),
+            )
+
+
+def _nvidia_gpus(host: Host) -> Iterator[Gpu]:
+    """Those that the driver lists, with their names; one without a name where it lists none."""
+    if host.exists("proc/driver/nvidia/version"):
+        folder = "proc/driver/nvidia/gpus"
+        told = [host.read(f"{folder}/{gpu}/information") or "" for gpu in host.names(folder)] or [""]
+        names = [re.search(r"^Model:\s*(.+?)\s*$", text, re.MULTILINE) for text in told]
+        yield from (Gpu(maker="nvidia", name=name[1] if name else "") for name in names)
+
+
+def wsl_gpus(host: Host) -> list[Gpu]:
+    """The GPUs that Windows lends: NVIDIA's driver puts its libraries into a folder, AMD's are known to rocminfo."""
+    found = [Gpu(maker="amd", target=target) for target in rocminfo_targets(host)]
+    return found + ([Gpu(maker="nvidia")] if host.exists("usr/lib/wsl/lib/libcuda.so.1") else [])
+
+
+def rocminfo_targets(host: Host) -> list[str]:
+    """
+    The targets of the GPUs that AMD's runtime sees; none where its tool is missing or sees none.
+
+    Fields of an agent stand two columns in, those of its instruction sets deeper; processors and NPUs are agents too.
+    """
+    reply = host.run(["rocminfo"], 30.0)
+    agents = re.split(r"^\*+\s*\nAgent \d+\s*\n\*+\s*$", reply.out, flags=re.MULTILINE)[1:]
+    facts = [dict(re.findall(r"^  (\w[\w ]*?):\s*(.*?)\s*$", agent, re.MULTILINE)) for agent in agents]
+    return [agent.get("Name", "") for agent in facts if agent.get("Device Type") == "GPU"]
+
+
+def _bus_makers(host: Host) -> Iterator[Maker]:
+    cards = [name for name in host.names("sys/class/drm") if re.fullmatch(r"card\d+", name)]
+    seen = [(host.read(f"sys/class/drm/{card}/device/vendor") or "").strip() for card in cards]
+    if not any(vendor in PCI_MAKERS for vendor in seen):  # no driver has made a card of it
+        for device in host.names("sys/bus/pci/devices"):
+            kind = (host.read(f"sys/bus/pci/devices/{device}/class") or "").strip()
+            if kind.startswith(PCI_CLASSES):
+                seen.append((host.read(f"sys/bus/pci/devices/{device}/vendor") or "").strip())
+    yield from (PCI_MAKERS[vendor] for vendor in seen if vendor in PCI_MAKERS)
