@@ -7,11 +7,12 @@ VENV = .venv
 BIN = $(VENV)/bin
 RUN = runs/demo
 
-.PHONY: help demo test check fix bench clean
+.PHONY: help demo test test-amd check fix bench clean
 
 help:
 	@echo 'make demo    build a small model from text to answers, then ask it three questions'
 	@echo 'make test    every test that needs no GPU'
+	@echo 'make test-amd the quick tests under a torch that says it was built for AMD'
 	@echo 'make check   format, lint, types and the quick tests: what a change has to pass'
 	@echo 'make fix     format and mend what the linter can mend'
 	@echo 'make bench   every benchmark, quick; each ends with one line of JSON'
@@ -29,6 +30,9 @@ demo: $(VENV)/.installed
 
 test: $(VENV)/.installed-dev
 	$(BIN)/python -m pytest -m 'not gpu'
+
+test-amd: $(VENV)/.installed-dev
+	$(BIN)/python -m pytest -p tests.hw.hip_torch -m 'not gpu and not slow'
 
 check: $(VENV)/.installed-dev
 	$(BIN)/python -m ruff format --check .

@@ -2,61 +2,52 @@
 How long does the default recipe take to reach the loss that nanoGPT ends with?
 
     python benchmarks/to_target.py --nanogpt DIR [--json] [--quick] [--steps N] [--images FOLDER]
+        [--folder FOLDER [--first]]
 
 Web pages and code (the folder $BLOOMERY_SHARED), one tokenizer of 8,192 ids, models of 19 million parameters and equal
-shape but for what each project chooses (positions, feed-forward, norms), rows of 256 tokens, 16 rows a step. Each side
-runs with its own defaults: Bloomery's optimizer, schedule and precision; nanoGPT's AdamW, clipping and cosine, with the
-rates and the warm-up of its configuration for small models, as a warm-up of 2000 steps would not end here. The two run
-at the same time, each with one thread, so that what else the machine does slows both. Both see the same number of
-tokens; then Bloomery alone makes a second run, of as many steps as fit into nanoGPT's time. The validation loss is that
-of the same held-out samples, and its time is not counted.
+shape but for what each project chooses (positions, feed-forward, norms), rows of 256 tokens, 8 rows a step. Programs
+are processes of one thread, two at a time, and what counts is the processor's time (learners.py). Bloomery has the
+defaults of a recipe. nanoGPT has a schedule for this length and the best of RATES, and runs in the bfloat16 autocast
+that it has for GPUs; as it runs on a processor by default, in float32, it makes the first steps of the same run, which
+say how much longer that takes. Both programs see the same number of tokens; then Bloomery makes a second run of as many
+steps as fit into nanoGPT's time. The loss is that of the same 32 held-out rows, by the same lines of code, in float32;
+its time is not counted.
+
+With --folder, what is done stays there, and the same command goes on; --first makes only what is tried first.
 """
 
 import argparse
-import importlib.util
 import json
-import math
 import os
 import subprocess
 import sys
 import tempfile
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from itertools import islice, pairwise
 from pathlib import Path
 from typing import Any
 
 import curves
+import learners
 import numpy as np
+from learners import ROWS, VOCAB_SIZE, Measured, T
 from numpy.typing import NDArray
 
 from bloomery.core.stage import machine, versions
 from bloomery.data import sources
 from bloomery.data.holdout import is_held_out
-from bloomery.hw import device as devices
-from bloomery.model.config import ModelConfig
-from bloomery.model.transformer import Transformer
 from bloomery.shards import format
-from bloomery.shards.loader import IGNORE, Samples, batches
 from bloomery.tokenizer.quick import Encoder
-from bloomery.tokenizer.tokenizer import Tokenizer
 from bloomery.tokenizer.train import train as train_tokenizer
-from bloomery.train.config import WSD, Muon
-from bloomery.train.loop import micro_batch_loss, train
-from bloomery.train.optim import Optimizers
-from bloomery.train.schedule import share
-from bloomery.train.state import State
 
 import torch
-from torch import nn
 
-VOCAB_SIZE, T, ROWS = 8192, 256, 16
-SHAPE = ModelConfig(width=384, num_layers=9, num_heads=6, num_kv_heads=6, mlp_width=1024, context=T)
-WARMUP, RATE, LEAST_RATE = 100, 1e-3, 1e-4
-"""nanoGPT's config/train_shakespeare_char.py."""
-VALIDATION_SAMPLES = 32
-Measured = list[tuple[int, float, float, float]]
-"""Step, seconds of the wall and of the processor spent on training, validation loss."""
+OURS, DEFAULT, BFLOAT16 = "ours", "nanogpt", "nanogpt_bfloat16"
+RATES = (6e-4, 1e-3, 2e-3)
+FLOAT32_MARKS = 2
+"""How many of the measurements of a run it goes through in float32."""
+Run = dict[str, Any]
 
 
 def main() -> None:
@@ -64,34 +55,85 @@ def main() -> None:
     parser.add_argument("--json", action="store_true", help="print nothing but the line of JSON")
     parser.add_argument("--quick", action="store_true")
     parser.add_argument("--nanogpt", type=Path)
-    parser.add_argument("--steps", type=int, default=150)
+    parser.add_argument("--steps", type=int, default=90)
     parser.add_argument("--data", type=Path, default=Path(os.environ.get("BLOOMERY_SHARED", "")))
+    parser.add_argument("--folder", type=Path)
+    parser.add_argument("--first", action="store_true")
     parser.add_argument("--images", type=Path)
-    parser.add_argument("--side", choices=("ours", "nanogpt"), help=argparse.SUPPRESS)
-    parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
+    parser.add_argument("--side", choices=(OURS, DEFAULT, BFLOAT16), help=argparse.SUPPRESS)
+    parser.add_argument("--rate", type=float, help=argparse.SUPPRESS)
     options = parser.parse_args()
+    if options.side:
+        print(json.dumps(learned(options)))
+        return
     if options.quick:
         options.steps = 2
-    if options.side:
-        print(json.dumps(SIDES[options.side](options)))
-        return
     if not options.nanogpt or not (options.data / "data" / "dev").is_dir():
         sys.exit("this needs --nanogpt DIR and the shared text: name its folder in BLOOMERY_SHARED")
     with tempfile.TemporaryDirectory() as folder:
-        options.folder = Path(folder)
-        facts = prepare(options.data, options.folder, 300 if options.quick else None)
-        both = [started(side, options, options.steps) for side in ("ours", "nanogpt")]
-        ours, theirs = (json.loads(process.communicate()[0].splitlines()[-1]) for process in both)
-        speed = theirs["measured"][-1][2] / ours["measured"][-1][2]
-        longer = json.loads(started("ours", options, int(options.steps * speed)).communicate()[0].splitlines()[-1])
-    print(json.dumps(result(ours, theirs, longer, facts, options)))
+        options.folder = options.folder or Path(folder)
+        options.folder.mkdir(parents=True, exist_ok=True)
+        print(json.dumps(compared(options, prepared(options))))
 
 
-def started(side: str, options: argparse.Namespace, steps: int) -> "subprocess.Popen[str]":
-    words = ["--side", side, "--folder", str(options.folder), "--steps", str(steps), "--nanogpt", str(options.nanogpt)]
-    environment = os.environ | {"OMP_NUM_THREADS": "1"}
-    command = [sys.executable, __file__, *words]
-    return subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True)
+def compared(options: argparse.Namespace, facts: dict[str, Any]) -> dict[str, Any]:
+    """All programs, two at a time; with --first, what was found until nanoGPT's rate is known."""
+    with ThreadPoolExecutor(2) as pool:
+        trials = {rate: pool.submit(run, BFLOAT16, options.steps, options, rate) for rate in RATES}
+        ours = pool.submit(run, OURS, options.steps, options).result()
+        tried = {rate: trial.result()["measured"][-1][3] for rate, trial in trials.items()}
+        rate = min(tried, key=lambda one: tried[one])
+        theirs, facts = trials[rate].result(), facts | {"rate": rate, "rates_tried": tried}
+        if options.first:
+            return facts | {OURS: ours, BFLOAT16: theirs}
+        fitting = round(options.steps * seconds(theirs) / seconds(ours))
+        begun = pool.submit(run, DEFAULT, options.steps, options, rate)
+        longer = pool.submit(run, OURS, fitting, options)
+        runs = {OURS: ours, "longer": longer.result(), BFLOAT16: theirs, DEFAULT: begun.result()}
+    return result(runs, facts, options)
+
+
+def run(side: str, steps: int, options: argparse.Namespace, rate: float | None = None) -> Run:
+    """A program from its first step to its last, or what the folder has of it."""
+    kept: Path = options.folder / f"{side}-{steps}{f'@{rate:g}' if rate else ''}.json"
+    if not kept.exists():
+        words = ["--side", side, "--folder", str(options.folder), "--steps", str(steps)]
+        words += ["--nanogpt", str(options.nanogpt), *(["--rate", str(rate)] if rate else [])]
+        environment = os.environ | {"OMP_NUM_THREADS": "1"}
+        command = [sys.executable, __file__, *words]
+        done = subprocess.run(command, env=environment, check=True, stdout=subprocess.PIPE, text=True)
+        kept.write_text(done.stdout.splitlines()[-1], encoding="utf-8")
+    found: Run = json.loads(kept.read_text(encoding="utf-8"))
+    return found
+
+
+def learned(options: argparse.Namespace) -> Run:
+    """One program, in this process."""
+    torch.set_num_threads(1)
+    if options.side == OURS:
+        learner = learners.ours(options.folder, options.steps)
+    else:
+        warmup, bfloat16 = options.steps // 10, options.side == BFLOAT16
+        learner = learners.nanogpt(options.folder, options.steps, options.nanogpt, options.rate, warmup, bfloat16)
+    before = stolen()
+    most = FLOAT32_MARKS if options.side == DEFAULT else learners.MARKS
+    measured = learners.course(learner, options.steps, learners.held_out(options.folder), most=most)
+    parameters = sum(weight.numel() for weight in learner.model.parameters())
+    return {"measured": measured, "parameters": parameters, "stolen_seconds": round(stolen() - before, 1)}
+
+
+def stolen() -> float:
+    """Seconds of this machine's processors that its host has given to others."""
+    fields = Path("/proc/stat").read_text(encoding="utf-8").splitlines()[0].split()
+    return int(fields[8]) / os.sysconf("SC_CLK_TCK")
+
+
+def prepared(options: argparse.Namespace) -> dict[str, Any]:
+    kept = options.folder / "facts.json"
+    if not kept.exists():
+        kept.write_text(json.dumps(prepare(options.data, options.folder, 300 if options.quick else None)))
+    found: dict[str, Any] = json.loads(kept.read_text(encoding="utf-8"))
+    return found
 
 
 def prepare(data: Path, folder: Path, limit: int | None) -> dict[str, Any]:
@@ -126,161 +168,69 @@ def _texts(file: Path) -> Iterator[str]:
     return (item["text"] for item in sources.read(source) if isinstance(item, dict))
 
 
-def ours(options: argparse.Namespace) -> dict[str, Any]:
-    devices.keep_freed_memory()
-    torch.set_num_threads(1)
-    device, tokenizer = devices.find("cpu"), Tokenizer.load(options.folder)
-    model = Transformer(SHAPE, VOCAB_SIZE)
-    model.initialize(0)
-    samples = Samples(options.folder, "train", T, tokenizer.hash)
-    optimizers, state, schedule = Optimizers(model, Muon()), State(), WSD(warmup_steps=10)
-    source = batches(samples, first=0, size=ROWS, seed=0)
-
-    def steps(until: int) -> None:
-        train(
-            model,
-            optimizers,
-            source,
-            state=state,
-            steps=until,
-            micro_batch=ROWS,
-            learning_rate_share=lambda step: share(schedule, step, options.steps),
-            max_norm=1.0,
-            device=device,
-        )
-
-    def loss() -> float:
-        model.eval()
-        total = tokens = 0.0
-        with torch.no_grad():
-            for batch in validation(options.folder):
-                total += float(micro_batch_loss(model, batch, device))
-                tokens += int((batch.targets != IGNORE).sum())
-        return total / tokens
-
-    found = course(steps, loss, options.steps)
-    source.close()
-    return {"measured": found, "parameters": sum(weight.numel() for weight in model.parameters())}
-
-
-def nanogpt(options: argparse.Namespace) -> dict[str, Any]:
-    torch.set_num_threads(1)
-    torch.manual_seed(1337)
-    spec = importlib.util.spec_from_file_location("nanogpt", options.nanogpt / "model.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module: Any = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    shape = {"n_layer": SHAPE.num_layers, "n_head": SHAPE.num_heads, "n_embd": SHAPE.width, "bias": False}
-    model: Any = module.GPT(module.GPTConfig(block_size=T, vocab_size=VOCAB_SIZE, **shape))
-    optimizer = model.configure_optimizers(0.1, RATE, (0.9, 0.95), "cpu")
-    data = np.memmap(options.folder / "train.bin", dtype=np.uint16, mode="r")
-    done = 0
-
-    def steps(until: int) -> None:
-        nonlocal done
-        model.train()
-        for step in range(done, until):
-            for group in optimizer.param_groups:
-                group["lr"] = rate(step, options.steps)
-            places = torch.randint(len(data) - T, (ROWS,)).tolist()
-            rows = torch.from_numpy(np.stack([data[place : place + T + 1] for place in places]).astype(np.int64))
-            loss = model(rows[:, :-1].contiguous(), rows[:, 1:].contiguous())[1]
-            torch.autograd.backward(loss)
-            nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-            optimizer.step()
-            optimizer.zero_grad(set_to_none=True)
-        done = until
-
-    def loss() -> float:
-        model.eval()
-        total = tokens = 0.0
-        with torch.no_grad():
-            for batch in validation(options.folder):
-                ids, targets = torch.from_numpy(batch.ids), torch.from_numpy(batch.targets)
-                total += float(model(ids, targets)[1]) * targets.numel()
-                tokens += targets.numel()
-        return total / tokens
-
-    return {"measured": course(steps, loss, options.steps), "parameters": sum(w.numel() for w in model.parameters())}
-
-
-SIDES: dict[str, Callable[[argparse.Namespace], dict[str, Any]]] = {"ours": ours, "nanogpt": nanogpt}
-
-
-def rate(step: int, steps: int) -> float:
-    if step < WARMUP:
-        return RATE * (step + 1) / (WARMUP + 1)
-    x = (step - WARMUP) / max(1, steps - WARMUP)
-    return LEAST_RATE + (1 + math.cos(math.pi * x)) / 2 * (RATE - LEAST_RATE)
-
-
-def course(steps: Callable[[int], None], loss: Callable[[], float], total: int) -> Measured:
-    """Train, measure, train: 15 times, the last time at the end."""
-    found: Measured = [(0, 0.0, 0.0, loss())]
-    wall = cpu = 0.0
-    marks = sorted({max(1, round(total * n / 15)) for n in range(1, 16)})
-    for until in marks:
-        start = time.perf_counter(), time.process_time()
-        steps(until)
-        wall, cpu = wall + time.perf_counter() - start[0], cpu + time.process_time() - start[1]
-        found.append((until, round(wall, 2), round(cpu, 2), round(loss(), 4)))
-    return found
-
-
-def validation(folder: Path) -> Iterator[Any]:
-    samples = Samples(folder, "val", T, Tokenizer.load(folder).hash)
-    count = min(samples.num_samples, VALIDATION_SAMPLES)
-    chosen = np.arange(count) * samples.num_samples // count
-    return (samples.batch(chosen[start : start + ROWS]) for start in range(0, count, ROWS))
+def seconds(found: Run) -> float:
+    return float(found["measured"][-1][2])
 
 
 def reached(measured: Measured, target: float) -> float | None:
-    """Seconds of the processor until the validation loss was `target`, on a line between the two measurements."""
-    for (_, _, before, high), (_, _, after, low) in pairwise(measured):
-        if low <= target:
-            return before + (after - before) * (high - target) / max(high - low, 1e-9)
+    """Seconds of the processor until the held-out loss was `target`, on a line between two measurements."""
+    for before, after in pairwise(measured):
+        if after[3] <= target:
+            share = (before[3] - target) / max(before[3] - after[3], 1e-9)
+            return before[2] + (after[2] - before[2]) * share
     return None
 
 
-def result(
-    ours: dict[str, Any], theirs: dict[str, Any], longer: dict[str, Any], facts: dict[str, Any], options: Any
-) -> dict[str, Any]:
-    target, seconds = theirs["measured"][-1][3], theirs["measured"][-1][2]
-    times = {"equal_tokens": reached(ours["measured"], target), "equal_time": reached(longer["measured"], target)}
-    best = min((one for one in times.values() if one is not None), default=None)
+def result(runs: dict[str, Run], facts: dict[str, Any], options: argparse.Namespace) -> dict[str, Any]:
+    theirs, begun = runs[BFLOAT16]["measured"], runs[DEFAULT]["measured"]
+    target, whole = theirs[-1][3], seconds(runs[BFLOAT16])
+    slower = begun[-1][2] / theirs[len(begun) - 1][2]
+    times = {name: reached(runs[name]["measured"], target) for name in (OURS, "longer")}
+    best = min((one for one in times.values() if one), default=None)
     if options.images:
-        named = (("Bloomery", ours, 0), ("Bloomery, equal time", longer, 2), ("nanoGPT", theirs, 1))
-        drawn = [curves.Curve(name, [(m[2], m[3]) for m in run["measured"]], color) for name, run, color in named]
-        title = "Held-out loss, 19M parameters, web and code, one thread"
-        picture = curves.picture(title, drawn, x_axis="seconds of the processor", y_axis="nats a token", level=target)
-        (options.images / "to_target.svg").write_text(picture, encoding="utf-8")
-    version = subprocess.run(
-        ["git", "-C", str(options.nanogpt), "describe", "--always"], capture_output=True, text=True
-    ).stdout.strip()
+        draw(runs, options)
+    command = ["git", "-C", str(options.nanogpt), "describe", "--always"]
+    version = subprocess.run(command, capture_output=True, text=True).stdout.strip()
+    unit = "s of the processor"
     return {
         "name": "to_target",
-        "ours": {"value": best and round(best, 1), "unit": "s of the processor to nanoGPT's last loss"},
-        "peers": {"nanogpt": {"value": seconds, "unit": "s of the processor", "version": version}},
-        "ratio_to_best_peer": best and round(seconds / best, 2),
+        "ours": {"value": best and round(best, 1), "unit": f"{unit} to nanoGPT's last loss"},
+        "peers": {
+            BFLOAT16: {"value": whole, "unit": unit, "version": version},
+            DEFAULT: {"value": round(slower * whole, 1), "unit": f"{unit}, from its first steps", "version": version},
+        },
+        "ratio_to_best_peer": best and round(whole / best, 2),
         "machine": machine() | {"load": os.getloadavg()[0]},
         "versions": versions(),
         "notes": {
             "quick": options.quick,
-            "share_of_its_time": best and round(best / seconds, 3),
+            "seconds": {name: seconds(found) for name, found in runs.items()},
             "target": target,
             "seconds_to_target": times,
-            "last_loss": {"equal_tokens": ours["measured"][-1][3], "equal_time": longer["measured"][-1][3]},
+            "share_of_its_time": best and round(best / whole, 3),
+            "share_of_its_time_by_default": best and round(best / whole / slower, 3),
+            "last_loss": {name: found["measured"][-1][3] for name, found in runs.items()},
+            "stolen_seconds": {name: found["stolen_seconds"] for name, found in runs.items()},
             "tokens_per_step": ROWS * T,
-            "parameters": {"ours": ours["parameters"], "nanogpt": theirs["parameters"]},
+            "parameters": {name: found["parameters"] for name, found in runs.items()},
             **facts,
-            "curves": {
-                "equal_tokens": ours["measured"],
-                "equal_time": longer["measured"],
-                "nanogpt": theirs["measured"],
-            },
+            "curves": {name: found["measured"] for name, found in runs.items()},
         },
     }
+
+
+def draw(runs: dict[str, Run], options: argparse.Namespace) -> None:
+    named = (
+        ("Bloomery", OURS, 0),
+        ("Bloomery, equal time", "longer", 5),
+        ("nanoGPT, bfloat16", BFLOAT16, 3),
+        ("nanoGPT, float32", DEFAULT, 1),
+    )
+    drawn = [curves.Curve(name, [(m[2], m[3]) for m in runs[run]["measured"]], color) for name, run, color in named]
+    target = runs[BFLOAT16]["measured"][-1][3]
+    title = "Held-out loss, 19M parameters, web and code, one thread"
+    picture = curves.picture(title, drawn, x_axis="seconds of the processor", y_axis="nats a token", level=target)
+    (options.images / "to_target.svg").write_text(picture, encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -5,36 +5,68 @@ import os
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from bloomery import cli
-from bloomery.core import config
+from bloomery.core import config, stage
 from bloomery.model.config import ModelConfig
 from bloomery.model.cost import cost
-from bloomery.recipe import Recipe
-from bloomery.train.config import AdamW, Cosine, Muon
+from bloomery.recipe import STAGES, Recipe
+from bloomery.shards.config import ImportedShards
+from bloomery.stages.config import Shard
+from bloomery.tokenizer.chat import Renderer
+from bloomery.train.config import AdamW, Constant, Cosine, Muon
+from bloomery.weights import gpt2, huggingface
+from bloomery.weights.huggingface import Lineage
+from tests.model.made import lively
+from tests.shards.test_foreign import by_hand
+from tests.tokenizer.made import small
 
 ROOT = Path(__file__).parents[1]
 FOLDER = ROOT / "recipes"
 GPT2_IDS = Path(os.environ.get("BLOOMERY_SHARED", ROOT.parent / "shared")) / "data" / "tokenizer"
 PARAMETERS = {
     "gpt2-124m": 124_439_808,
+    "gpt2-124m-finetune": 124_439_808,
     "harness-220m": 221_380_608,
     "plasma-235m": 235_705_344,
     "plasma-500m": 521_570_560,
     "tinyshakespeare": 2_164_800,
     "tinystories": 24_388_992,
 }
-VOCABULARY = {"gpt2-124m": 50_257}
+VOCABULARY = {"gpt2-124m": 50_257, "gpt2-124m-finetune": 50_257}
 """Where the tokenizer is one that exists; the others train theirs."""
 
 
-def settings(name: str) -> list[str]:
-    """Text that needs no network, and GPT-2's tokenizer from where this machine has it, or one of its size."""
+OPENAI = {
+    "architectures": ["GPT2LMHeadModel"],
+    "model_type": "gpt2",
+    "activation_function": "gelu_new",
+    "layer_norm_epsilon": 1e-5,
+    "n_ctx": 1024,
+    "n_positions": 1024,
+    "n_embd": 768,
+    "n_head": 12,
+    "n_layer": 12,
+    "vocab_size": 50_257,
+}
+"""What the config.json of OpenAI's GPT-2 says of its shape."""
+
+
+def settings(name: str, folder: Path) -> list[str]:
+    """
+    Text that needs no network, GPT-2's tokenizer from where this machine has it, or one of its size, and for a run that
+    starts from weights a folder that looks like one of them.
+    """
     found = ['fetch.sources=[{kind="worlds", name="worlds", domain="worlds", count=10}]']
+    if name == "gpt2-124m-finetune":
+        (folder / "config.json").write_text(json.dumps(OPENAI))
+        (folder / "model.safetensors").write_bytes(b"")
+        found.append(f"pretrain.start_from={folder}")
     if name not in VOCABULARY:
         return found
-    if GPT2_IDS.is_dir():
+    if GPT2_IDS.is_dir() and name == "gpt2-124m":
         return [*found, f"tokenizer.path={GPT2_IDS}"]
     return [*found, f'tokenizer={{kind="byte_bpe", vocab_size={VOCABULARY[name]}}}']
 
@@ -61,7 +93,7 @@ def test_a_recipe_has_the_parameters_of_the_model_that_it_reproduces(name: str) 
 
 @pytest.mark.parametrize("name", PARAMETERS)
 def test_a_plan_can_be_made_of_a_recipe(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    words = ["plan", str(FOLDER / f"{name}.toml"), "--runs", str(tmp_path), "--json", *settings(name)]
+    words = ["plan", str(FOLDER / f"{name}.toml"), "--runs", str(tmp_path), "--json", *settings(name, tmp_path)]
     assert cli.main(words) == 0
     needs: dict[str, Any] = json.loads(capsys.readouterr().out)["pretrain"]
     recipe = read(name)
@@ -97,6 +129,45 @@ def test_gpt2_is_trained_as_llm_c_trains_it() -> None:
     assert section.schedule == Cosine(warmup_steps=700, final=0.0)
     assert section.max_norm == 1.0
     assert section.steps * section.tokens_per_step == pytest.approx(10e9, rel=0.02)
+
+
+def test_gpt2_is_trained_on_as_llm_c_does_by_default() -> None:
+    section = read("gpt2-124m-finetune").pretrain
+    assert section is not None
+    assert (section.steps, section.tokens_per_step, section.model.context) == (74, 4 * 1024, 1024)
+    assert section.optimizer == AdamW(learning_rate=3e-4, weight_decay=0.0)
+    assert (section.schedule, section.max_norm) == (Constant(), 1.0)
+    assert section.model == gpt2.understand(OPENAI)
+
+
+SMALL = {"width": 16, "num_layers": 2, "num_heads": 2, "num_kv_heads": 2, "mlp_width": 64, "context": 16}
+
+
+def test_weights_of_others_are_imported_and_trained_on_by_the_recipe(tmp_path: Path) -> None:
+    theirs, ours, tokens = tmp_path / "theirs", tmp_path / "ours", tmp_path / "tokens"
+    model = lively(ModelConfig.model_validate({"preset": "gpt2-124m", **SMALL}), 0, small().vocab_size)
+    huggingface.save(theirs, model, Renderer(small()), Lineage(tokenizer="", template=None, shards=""))
+    (theirs / "bloomery.json").unlink()
+    assert cli.main(["import", str(theirs), str(ours)]) == 0
+    tokens.mkdir()
+    ids = np.random.default_rng(0).integers(0, 100, 4000)
+    for name in ("some_train_000001", "some_val_000000"):
+        (tokens / f"{name}.bin").write_bytes(by_hand(ids.tolist()))
+
+    words = [f"pretrain.start_from={ours}", f"tokenizer.path={ours}", "tokenizer.measure=false"]
+    words += ["pretrain.tokens_per_step=64", *(f"pretrain.model.{key}={value}" for key, value in SMALL.items())]
+    recipe = config.load(Recipe, FOLDER / "gpt2-124m-finetune.toml", words)
+    recipe = recipe.model_copy(update={"fetch": None, "shard": Shard(imported=ImportedShards(folder=tokens))})
+    plans = stage.lay_out(STAGES, recipe, tmp_path / "run")
+    stage.execute(plans, until="pretrain")
+
+    trained = plans[2].folder
+    assert huggingface.load(trained / "model").lineage.base == huggingface.digest(ours)
+    told = [json.loads(line) for line in (trained / "metrics.jsonl").read_text().splitlines()]
+    losses = [line["validation_loss"] for line in told if "validation_loss" in line]
+    assert len(losses) == 4
+    assert losses == sorted(losses, reverse=True)
+    assert {line["learning_rate"] for line in told if "learning_rate" in line} == {3e-4}
 
 
 def test_the_harness_is_trained_for_a_day_on_half_a_million_tokens_a_step() -> None:

@@ -32,6 +32,15 @@ def test_the_model_has_the_parameters_of_the_one_that_it_reproduces() -> None:
     assert {weight.domain for weight in recipe.shard.weights} == {source.domain for source in recipe.fetch.sources}
 
 
+def test_it_is_finetuned_on_eleven_sets_of_conversations_with_their_caps_and_copies() -> None:
+    instruct = config.load(Recipe, PLASMA).instruct
+    in_rows = {source.name: (source.max_conversations or 0) * source.copies for source in instruct.read}
+    assert len(in_rows) == 11
+    assert sum(in_rows.values()) == 328_000
+    kinds = [one.kind for one in instruct.filters]
+    assert kinds[-1] == "duplicates", "a copy must not stand in for one that another filter drops"
+
+
 @pytest.mark.slow
 def test_all_five_domains_reach_the_shards(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     texts = STAND_IN["shared"]()

@@ -348,7 +348,8 @@ def doctor(options: argparse.Namespace) -> int:
     from bloomery.hw.doctor import report as checks
     from bloomery.hw.host import Host
 
-    findings = checks.examine(Host.here(), options.runs)
+    host = checks.shown(Host.here()) if sys.stderr.isatty() else Host.here()
+    findings = checks.examine(host, options.runs)
     if options.json:
         print(json.dumps({"findings": [asdict(one) for one in findings], "exit": checks.exit_code(findings)}))
     else:

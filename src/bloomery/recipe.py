@@ -49,12 +49,12 @@ class Recipe(Config):
     @classmethod
     def completed(cls, tree: dict[str, Any]) -> dict[str, Any]:
         """
-        [engine] goes to the sections that have none of their own; a [tokenizer] without kind is a byte-level BPE; what
-        `pretrain.depth` decides is filled in.
+        [engine] goes to the sections that have none of their own; a [tokenizer] without kind is a byte-level BPE, and
+        has the special tokens of `instruct.template`; what `pretrain.depth` decides is filled in.
         """
         if isinstance(tokenizer := tree.get("tokenizer"), dict):
             tree = tree | {"tokenizer": {"kind": "byte_bpe"} | tokenizer}
-        tree = _with_depth(tree)
+        tree = _with_depth(_with_template(tree))
         if "engine" not in tree:
             return tree
         given = {name: tree.get(name, {}) for name in PARALLEL}
@@ -88,6 +88,14 @@ class Recipe(Config):
                     f"{', '.join(map(repr, names))}"
                 )
         return self
+
+
+def _with_template(tree: dict[str, Any]) -> dict[str, Any]:
+    """A tokenizer is made before the first conversation is written, and a model has no row for what it lacks."""
+    instruct, tokenizer = tree.get("instruct"), tree.get("tokenizer", {})
+    if not isinstance(instruct, dict) or "template" not in instruct or not isinstance(tokenizer, dict):
+        return tree
+    return tree | {"tokenizer": {"kind": "byte_bpe", "template": instruct["template"]} | tokenizer}
 
 
 class _Vocabulary(Config):
@@ -174,7 +182,7 @@ STAGES = (
         run="bloomery.stages.instruct:run",
         digest="bloomery.stages.instruct:digest",
         after=("tokenizer", "synthesize"),
-        version=2,
+        version=3,
     ),
     Stage(
         name="finetune",

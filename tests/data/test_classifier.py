@@ -19,6 +19,8 @@ from bloomery.data.scorer import load, score
 GOOD = re.findall(r"\w+", "the quiet river carried small boats past green hills while people walked along it and sang")
 BAD = re.findall(r"\w+", "buy cheap pills now win money casino bonus free offer deal click here today best price")
 WORDS = Grams(2**14)
+WORDS = Grams(2**14)
+WORDS = Grams(2**14)
 SETTINGS = {"characters": 1000, "held_out": 0.2, "seed": 0}
 
 
@@ -89,9 +91,8 @@ def test_a_score_is_that_of_the_formula_and_does_not_depend_on_the_other_texts(g
     together = list(score(model, texts))
     assert together == [next(score(model, [text])) for text in texts]
     for text, found in zip(texts, together, strict=True):
-        families = [found.buckets for found in ngrams.hashed([text], grams)]
-        sums = [model.weights[sorted(set(b.tolist()))].sum(dtype=np.float64) / max(len(b), 1) ** 0.5 for b in families]
-        logit = model.bias + sum(sums)
+        families = [family.buckets for family in ngrams.hashed([text], grams)]
+        logit = model.bias + sum(model.weights[b].astype(np.float64).sum() / max(len(b), 1) ** 0.5 for b in families)
         assert found == pytest.approx(1 / (1 + np.exp(-logit)), rel=1e-6)
 
 

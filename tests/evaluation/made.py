@@ -134,7 +134,7 @@ def corpus() -> dict[str, Any]:
         },
         "shard": sharded(),
         "instruct": {
-            **{"conversations": 20_000, "refused": 3, "cut_at_a_turn": 17, "refused_by_reason": {"too_long": 3}},
+            **{"conversations": 20_000, "rejected": 3, "cut_at_a_turn": 17, "rejected_by_reason": {"too_long": 3}},
             "train": {
                 "conversations": 19_600,
                 "rows": 3466,

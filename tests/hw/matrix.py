@@ -8,9 +8,11 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from bloomery.hw.host import Host, Reply, Space
+from bloomery.hw.host import Host, Reply, Space, User
+from bloomery.hw.trials import Trial, trials
 from tests.hw.machines import (
     GIB,
+    MEMBER,
     ROCMINFO,
     STRANGER,
     install,
@@ -21,6 +23,7 @@ from tests.hw.machines import (
 )
 
 Verdicts = Mapping[str, str]
+MILLISECONDS = {"attention-flash": 0.8, "attention-efficient": 1.1, "matmul-hipblaslt": 0.3, "matmul-cublas": 0.3}
 ROCM, CUDA = "2.13.0+rocm7.2", "2.13.0+cu130"
 
 
@@ -43,20 +46,40 @@ def sees(
     return told(facts)
 
 
-def computes(vendor: str, dtype: str = "bfloat16") -> dict[str, Reply]:
-    """Probes on a device that is sound."""
+def sound(trial: Trial, vendor: str, dtype: str) -> Reply:
+    """What a probe tells on a device that is sound."""
     device = {"device": "GPU", "vendor": vendor, "dtype": dtype}
-    return {"compute": told(device, {"matmul_error": 0.003}, {"first_loss": 3.5, "last_loss": 0.1})}
+    if trial.kernel == "training":
+        return told(device, {"first_loss": 3.5, "last_loss": 0.1})
+    case = {"case": "a case", "error": 3e-4, "cosine": 1.0, "unwritten": 0.0, "finite": True, "zeros": False}
+    return told(device, case, {"milliseconds": MILLISECONDS.get(trial.name, 2.0)})
 
 
-def amd(root: Path, kind: str, target: str, gpus: int = 1, **more: object) -> Host:
+def computes(vendor: str, dtype: str = "bfloat16", gpus: int = 1) -> dict[str, Reply]:
+    """Probes on a device that is sound."""
+    replies = {trial.probe or trial.name: sound(trial, vendor, dtype) for trial in trials(vendor)}
+    replies["speed"] = told({"dtype": dtype, "flops": 80e12}, {"bytes_per_second": 800e9})
+    replies["refill"] = told({"wrong_1": 0}, {"wrong_2": 0}, {"filled_bytes": 19 * GIB})
+    replies["all-reduce"] = told({"wrong": 0, "bytes_per_second": 20e9}, {"ranks": gpus, "codes": [0] * gpus})
+    return replies
+
+
+def amd(
+    root: Path,
+    kind: str,
+    target: str,
+    gpus: int = 1,
+    *,
+    user: User = MEMBER,
+    env: Mapping[str, str] | None = None,
+) -> Host:
     """A machine with AMD's GPUs and a torch that fits."""
-    replies = {"torch": sees(gpus=gpus, target=target)}
+    replies = {"torch": sees(gpus=gpus, target=target), **computes("amd" if gpus else "cpu", gpus=gpus)}
     if target:
         replies["rocminfo"] = Reply(code=0, out=ROCMINFO.format(target=target.split()[0]))
     torch = torch_folder(root, ROCM, hip="7.2.1")
     install(root, **{"triton_rocm": "3.7.1"})
-    return replace(machine(root, kind, torch=torch, replies=replies | computes("amd")), **more)  # type: ignore[arg-type]
+    return machine(root, kind, torch=torch, replies=replies, user=user, env=env)
 
 
 def strix_halo(root: Path) -> Host:
@@ -145,6 +168,12 @@ def no_gpu(root: Path) -> Host:
     return machine(root, "none", torch=torch, replies=replies, ram_bytes=32 * GIB)
 
 
+def old_nvidia(root: Path) -> Host:
+    torch = torch_folder(root, CUDA, cuda="13.0")
+    replies = {"torch": sees(CUDA, target="sm_61", hip=None, cuda="13.0")} | computes("nvidia", "float16")
+    return machine(root, "nvidia", torch=torch, replies=replies)
+
+
 def healthy_nvidia(root: Path) -> Host:
     torch = torch_folder(root, CUDA, cuda="13.0")
     replies = {"torch": sees(CUDA, hip=None, cuda="13.0")} | computes("nvidia")
@@ -193,6 +222,7 @@ MATRIX: dict[str, Case] = {
         title="RTX 4090 with torch for processors", build=cpu_torch_on_nvidia, wrong={"torch": "fail"}
     ),
     "nvidia": Case(title="RTX 4090", build=healthy_nvidia, wrong={}),
+    "old-nvidia": Case(title="GTX 1080 with torch for CUDA 13", build=old_nvidia, wrong={"torch": "fail"}),
     "hygon": Case(title="Hygon DCU with the vendor's older torch", build=hygon, wrong={"torch": "fail"}),
     "hygon-without-torch": Case(title="Hygon DCU without torch", build=hygon_without_torch, wrong={"torch": "fail"}),
     "wsl": Case(title="7900 XTX through WSL2", build=wsl, wrong={}),

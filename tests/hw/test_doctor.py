@@ -11,17 +11,16 @@ from bloomery.hw.doctor.finding import Finding
 from bloomery.hw.doctor.report import as_lines, examine, exit_code
 from bloomery.hw.host import Host, Node, Reply, Space, User
 from tests.hw.machines import GIB, MACHINES, machine, plant, told, torch_folder
+from tests.hw.matrix import computes
 
 SEEN_AMD = {"version": "2.13.0+rocm7.2", "hip": "7.2.1", "cuda": None, "gpus": 1, "targets": ["gfx1151"]}
-DEVICE = {"device": "GPU", "vendor": "amd", "dtype": "bfloat16"}
-RIGHT = told(DEVICE, {"matmul_error": 0.003}, {"first_loss": 3.5, "last_loss": 0.1})
 
 
 def healthy(root: Path, *, env: Mapping[str, str] | None = None, **replies: Reply) -> Host:
     """A Strix Halo on which all is well but for what is given."""
     torch = torch_folder(root, "2.13.0+rocm7.2", hip="7.2.1")
     host = machine(
-        root, "strix-halo", env=env, replies={"torch": told(SEEN_AMD), "compute": RIGHT} | replies, torch=torch
+        root, "strix-halo", env=env, replies={"torch": told(SEEN_AMD), **computes("amd"), **replies}, torch=torch
     )
     plant(root, {"sys/class/drm/renderD128/device/mem_info_gtt_total": str(96 * GIB)})
     return host
@@ -35,7 +34,7 @@ def by_id(findings: list[Finding]) -> dict[str, Finding]:
 def test_a_healthy_machine_has_nothing_to_cure(tmp_path: Path) -> None:
     findings = examine(healthy(tmp_path), tmp_path / "runs")
     assert exit_code(findings) == 0, as_lines(findings)
-    assert {"python", "gpu", "amd-device-nodes", "gtt", "torch", "matmul", "training"} <= by_id(findings).keys()
+    assert {"python", "gpu", "amd-device-nodes", "gtt", "torch", "matmul-hipblas", "training"} <= by_id(findings).keys()
     assert not [finding for finding in findings if finding.cure]
 
 
@@ -44,7 +43,7 @@ def test_every_machine_without_torch_is_told_how_to_get_it(tmp_path: Path, kind:
     findings = by_id(examine(machine(tmp_path, kind), tmp_path / "runs"))
     assert findings["torch"].status == "fail"
     assert ("DTK" if kind == "hygon" else "pip install") in findings["torch"].cure
-    assert "matmul" not in findings
+    assert "training" not in findings
 
 
 @pytest.mark.parametrize("kind", MACHINES)
@@ -67,24 +66,6 @@ def test_a_torch_that_cannot_be_imported_fails_with_how_it_ended(tmp_path: Path,
     assert "--force-reinstall" in finding.cure
 
 
-@pytest.mark.parametrize(
-    ("reply", "broken"),
-    [
-        (told(DEVICE, code=-11), "matmul"),
-        (told(DEVICE, code=None), "matmul"),
-        (told(DEVICE, {"matmul_error": 0.9}, {"first_loss": 3.5, "last_loss": 0.1}), "matmul"),
-        (told(DEVICE, {"matmul_error": float("nan")}, {"first_loss": 3.5, "last_loss": 0.1}), "matmul"),
-        (told(DEVICE, {"matmul_error": 0.003}, code=-6), "training"),
-        (told(DEVICE, {"matmul_error": 0.003}, {"first_loss": 3.5, "last_loss": 3.4}), "training"),
-        (told(DEVICE, {"matmul_error": 0.003}, {"first_loss": 3.5, "last_loss": float("nan")}), "training"),
-    ],
-)
-def test_a_device_that_computes_wrong_numbers_or_none_fails(tmp_path: Path, reply: Reply, broken: str) -> None:
-    findings = examine(healthy(tmp_path, compute=reply), tmp_path)
-    assert [finding.id for finding in findings if finding.status == "fail"] == [broken]
-    assert exit_code(findings) == 2
-
-
 def test_a_torch_without_kernels_for_the_gpu_fails(tmp_path: Path) -> None:
     host = healthy(tmp_path, torch=told(SEEN_AMD | {"targets": ["gfx942"]}))
     finding = by_id(examine(host, tmp_path))["torch"]
@@ -100,7 +81,7 @@ def test_a_torch_that_sees_no_gpu_says_what_hides_it(tmp_path: Path) -> None:
 
 
 def test_a_processors_torch_on_a_machine_with_a_gpu_fails(tmp_path: Path) -> None:
-    replies = {"torch": told(SEEN_AMD | {"version": "2.13.0+cpu", "hip": None, "gpus": 0}), "compute": RIGHT}
+    replies = {"torch": told(SEEN_AMD | {"version": "2.13.0+cpu", "hip": None, "gpus": 0}), **computes("cpu")}
     host = machine(tmp_path, "7900-xtx", replies=replies, torch=torch_folder(tmp_path, "2.13.0+cpu"))
     finding = by_id(examine(host, tmp_path))["torch"]
     assert finding.status == "fail"
@@ -161,19 +142,21 @@ def test_the_worst_finding_decides_the_exit_code() -> None:
     assert [exit_code(found) for found in ([], [ok], [ok, warn], [fail, warn])] == [0, 0, 1, 2]
 
 
-def test_torch_of_this_machine_passes_its_own_probes(tmp_path: Path) -> None:
-    findings = by_id(examine(Host.here(), tmp_path))
-    assert findings["matmul"].status == "ok", findings["matmul"]
-    assert findings["training"].status == "ok", findings["training"]
-
-
 def test_a_report_shows_each_finding_and_its_cure() -> None:
     finding = Finding(id="disk", status="warn", value="little", cure="first\nsecond")
     assert [line.split() for line in as_lines([finding])] == [["!", "disk", "little"], ["first"], ["second"]]
 
 
+def test_what_is_asked_is_named_while_it_is(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    host = healthy(tmp_path)
+    assert examine(report.shown(host), tmp_path) == examine(host, tmp_path)
+    said = capsys.readouterr().err
+    assert "  attention-flash …" in said
+    assert said.endswith("\r\x1b[K")
+
+
 def test_the_order_of_checks_is_the_order_of_the_report(tmp_path: Path) -> None:
     names = [finding.id for finding in examine(healthy(tmp_path), tmp_path)]
     assert names[:2] == ["python", "gpu"]
-    assert names[-2:] == ["matmul", "training"]
+    assert names[-3:] == ["speed", "hipblaslt", "refill"]
     assert len(report.CHECKS) >= 20

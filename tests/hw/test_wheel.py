@@ -2,15 +2,18 @@
 
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from bloomery.core.errors import HardwareError
 from bloomery.hw import wheel
-from bloomery.hw.host import Host
+from bloomery.hw.gpus import find_gpus
+from bloomery.hw.host import Host, Reply
 from bloomery.hw.wheel import AMD_INDEX, install_command
-from tests.hw.machines import MACHINES, machine, torch_folder
+from tests.hw.machines import MACHINES, machine, plant, torch_folder
+from tests.hw.matrix import MATRIX
 
 PIP = ("python3", "-m", "pip", "install")
 USUAL = (*PIP, "torch>=2.11,<2.14")
@@ -157,3 +160,81 @@ def test_install_runs_exactly_the_command(
     monkeypatch.setattr(subprocess, "run", run)
     assert wheel.main(["--install"]) == code
     assert ran == [amd("gfx942")]
+
+
+# --- the machines of the matrix -------------------------------------------------------------------------------------
+
+CUDA_13, CUDA_12 = (f"https://download.pytorch.org/whl/{name}" for name in ("cu130", "cu126"))
+NEEDED: dict[str, tuple[str, ...] | None] = {
+    "strix-halo": None,
+    "strix-halo-tuned": None,
+    "7900-xtx-closed": None,
+    "mi300x": None,
+    "7900-xtx-x2": None,
+    "rdna4-and-igpu": None,
+    "container": None,
+    "spoofed": None,
+    "cuda-torch-on-amd": amd("gfx1100"),
+    "conflicting-packages": None,
+    "cpu-torch-on-nvidia": USUAL,
+    "nvidia": None,
+    "old-nvidia": None,
+    "wsl": None,
+    "wsl-without-runtime": None,
+    "no-gpu": None,
+}
+"""What is to be put over the torch that is there; None where it fits, or nothing is known that fits better."""
+
+
+@pytest.mark.parametrize("name", [name for name in MATRIX if not name.startswith("hygon")])
+def test_each_machine_of_the_matrix_keeps_its_torch_or_is_told_one_command(tmp_path: Path, name: str) -> None:
+    choice = install_command(MATRIX[name].build(tmp_path))
+    needed = NEEDED[name]
+    assert choice.command is None
+    assert choice.better == (needed and (*PIP, "--force-reinstall", *needed[4:]))
+
+
+@pytest.mark.parametrize("name", MATRIX)
+def test_no_machine_with_a_gpu_gets_a_torch_for_processors_in_silence(tmp_path: Path, name: str) -> None:
+    host = replace(MATRIX[name].build(tmp_path), torch=None)
+    gpus = find_gpus(host)
+    if name.startswith("hygon"):
+        with pytest.raises(HardwareError, match="Hygon"):
+            install_command(host)
+        return
+    choice = install_command(host)
+    assert choice.command is not None
+    if any(gpu.maker == "amd" for gpu in gpus):
+        assert AMD_INDEX in choice.command
+        assert all(f"device-{gpu.target}" in choice.command[-1] for gpu in gpus)
+    elif gpus:
+        assert choice.command == USUAL
+    else:
+        assert choice.why == "no GPU was found"
+
+
+@pytest.mark.parametrize(
+    ("change", "index"),
+    [
+        ({"system": "Linux", "processor": "x86_64"}, None),
+        ({"system": "Linux", "processor": "aarch64"}, CUDA_13),
+        ({"system": "Windows", "processor": "AMD64"}, CUDA_13),
+    ],
+)
+def test_where_the_usual_wheel_is_none_for_cuda_another_index_is_named(
+    tmp_path: Path, change: dict[str, str], index: str | None
+) -> None:
+    listed = Reply(code=0, out="GPU 0: NVIDIA GeForce RTX 4090 (UUID: GPU-1)\n")
+    host = machine(tmp_path, "nvidia", replies={"-L": listed})
+    command = install_command(Host(root=host.root, run=host.run, **change)).command  # type: ignore[arg-type]
+    assert command == ((*PIP, "--index-url", index, USUAL[-1]) if index else USUAL)
+
+
+def test_an_older_driver_gets_the_wheel_that_it_can_run(tmp_path: Path) -> None:
+    host = machine(tmp_path, "nvidia")
+    plant(
+        tmp_path, {"proc/driver/nvidia/version": "NVRM version: NVIDIA UNIX x86_64 Kernel Module  550.54.14  Release\n"}
+    )
+    choice = install_command(host)
+    assert choice.command == (*PIP, "--index-url", CUDA_12, USUAL[-1])
+    assert "driver 550" in choice.why

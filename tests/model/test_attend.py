@@ -182,6 +182,20 @@ def test_on_a_gpu_what_is_used_is_the_formula_with_its_gradients(seed: int) -> N
         assert torch.allclose(ours, theirs, rtol=1e-2, atol=1e-3)
 
 
+def test_a_long_row_of_conversations_has_no_mask_of_its_size_in_memory() -> None:
+    """Plain matrix products too take the mask in parts, and give what the formula gives."""
+    T, H, K, E = 600, 4, 2, 8
+    generator = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(2, heads, T, E, generator=generator) for heads in (H, K, K))
+    segments = (torch.arange(T) // 70).expand(2, T)
+    for slopes in (None, torch.tensor([0.5, 0.25, 0.125, 0.0625])):
+        sight = Sight(num_queries=T, num_keys=T, device=CPU, segments=segments, slopes=slopes)
+        found = processor_attention(q, k, v, sight)
+        made = [one for one in sight._made.values() if isinstance(one, Tensor)]
+        assert all(one.numel() < T * T for one in made)
+        assert torch.allclose(found, softmax_attention(q, k, v, sight), atol=1e-6)
+
+
 def test_where_no_compiled_operations_run_nobody_looks_at_the_numbers_of_segments(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

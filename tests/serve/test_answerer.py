@@ -34,6 +34,7 @@ class ByteEngine:
 
 class ByteRenderer:
     end_id = END
+    lead = ""
 
     def prompt(self, messages: Sequence[Message]) -> list[int]:
         return [*"".join(message["content"] for message in messages).encode()]

@@ -56,20 +56,16 @@ CUT: list[tuple[list[Message], int]] = [
 BAD: list[tuple[str, str, str]] = [
     ("{", "not_json", "is not JSON"),
     ('["a"]', "not_json", "holds list instead of an object"),
-    ('{"text": "a"}', "not_a_conversation", "there is no list `messages`"),
-    ('{"messages": []}', "not_a_conversation", "the list `messages` is empty"),
-    ('{"messages": [{"role": "user"}]}', "not_a_conversation", "message 1 has no role and content"),
-    ('{"messages": ["a"]}', "not_a_conversation", "message 1 has no role and content"),
-    ('{"messages": [{"role": "bot", "content": ""}]}', "not_a_conversation", "message 1 has the role 'bot'"),
-    ('{"messages": [{"role": ["user"], "content": ""}]}', "not_a_conversation", "message 1 has the role ['user']"),
-    (
-        '{"messages": [{"role": "user", "content": null}]}',
-        "not_a_conversation",
-        "message 1 has NoneType as its content",
-    ),
+    ('{"text": "a"}', "no_messages", "has no list messages or conversations; its fields: text"),
+    ('{"messages": []}', "no_messages", "its list messages is empty"),
+    ('{"messages": [{"role": "user"}]}', "bad_message", "message 1 has no role and content"),
+    ('{"messages": ["a"]}', "bad_message", "message 1 has no role and content"),
+    ('{"messages": [{"role": "bot", "content": ""}]}', "unknown_role", "message 1 has the role 'bot'"),
+    ('{"messages": [{"role": ["user"], "content": ""}]}', "unknown_role", "message 1 has the role ['user']"),
+    ('{"messages": [{"role": "user", "content": null}]}', "not_text", "message 1 has NoneType as its content"),
     (
         '{"messages": [{"role": "user", "content": "a\\ud83d"}]}',
-        "not_a_conversation",
+        "not_unicode",
         "message 1 holds half a surrogate pair at character 1",
     ),
     ('{"messages": [{"role": "user", "content": "a"}]}', "nothing_to_learn", "no message is the assistant's"),
@@ -168,27 +164,28 @@ def test_every_accepted_conversation_is_packed_once_with_its_mask(done: Done) ->
     assert val.total() == done.stats["val"]["conversations"] > 0
     assert done.stats["conversations"] == accepted().total()
     by_source = done.stats["by_source"]
-    assert by_source["file"] == COPIES * (len(FIT) + len(CUT))
-    assert by_source["synthesize"] == len(BOUGHT)
+    assert by_source["file"]["conversations"] == COPIES * (len(FIT) + len(CUT))
+    assert by_source["synthesize"]["conversations"] == len(BOUGHT)
 
 
 def test_no_held_out_conversation_is_trained_on(done: Done) -> None:
     assert not packed(done.out, "train").keys() & packed(done.out, "val").keys()
 
 
-def test_what_is_refused_is_told_and_listed_with_its_line_and_reason(
+def test_what_is_rejected_is_told_and_listed_with_its_line_and_reason(
     done: Done, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    listed = [json.loads(line) for line in (done.out / "refused.jsonl").read_text(encoding="utf-8").splitlines()]
-    assert done.stats["refused"] == len(listed)
+    listed = [json.loads(line) for line in (done.out / "rejected.jsonl").read_text(encoding="utf-8").splitlines()]
+    assert done.stats["rejected"] == len(listed)
     capsys.readouterr()
     instruct.run(done.config, done.inputs, tmp_path)
-    assert f"{len(listed)} refused (not_a_conversation 8, " in (said := capsys.readouterr().err)
-    assert f"{tmp_path / 'refused.jsonl'} says of each" in said
-    assert done.stats["refused_by_reason"] == Counter(found["reason"] for found in listed)
+    assert f"{len(listed)} rejected (not_json 2, " in (said := capsys.readouterr().err)
+    assert f"{tmp_path / 'rejected.jsonl'} says of each" in said
+    assert done.stats["rejected_by_reason"] == Counter(found["reason"] for found in listed)
     assert done.stats["conversations"] + len(listed) == COPIES * (len(FIT) + len(CUT)) + len(BAD) + WORLD_TALKS + 2
     from_file = [found for found in listed if found["source"] == "file"]
     assert len(from_file) == len(done.refused) == len(BAD)
+    from_file.sort(key=lambda found: int(found["place"].rpartition(":")[2]))
     for found, (place, reason, what) in zip(from_file, done.refused, strict=True):
         assert (found["place"], found["reason"]) == (place, reason)
         assert what in found["what"]
@@ -241,8 +238,8 @@ def test_nothing_to_learn_or_to_validate_with_is_an_error(done: Done, tmp_path: 
     (tmp_path / "conversations.jsonl").touch()
     inputs = {**done.inputs, "synthesize": tmp_path}
     tree: dict[str, Any] = {"sources": [{"kind": "jsonl", "name": "a", "path": str(tmp_path / "a.jsonl")}]}
-    listed = tmp_path / "out" / "refused.jsonl"
-    told = re.escape(f"3 refused (not_json 2, not_a_conversation 1): {listed} says of each where it stands and why.")
+    listed = tmp_path / "out" / "rejected.jsonl"
+    told = re.escape(f"3 rejected (not_json 2, no_messages 1): {listed} says of each where it stands and why.")
     with pytest.raises(DataError, match=rf"no conversation is left to learn from\n{told}"):
         instruct.run(build(Instruct, tree), inputs, tmp_path / "out")
     assert len(listed.read_text().splitlines()) == 3
@@ -253,9 +250,9 @@ def test_nothing_to_learn_or_to_validate_with_is_an_error(done: Done, tmp_path: 
     with pytest.raises(DataError, match=r"no conversation is left to learn from\nAdd conversations, or lower"):
         instruct.run(build(Instruct, {"sources": [], "hold_out": 0.0}), inputs, tmp_path / "out")
     none = {"sources": [{"kind": "jsonl", "name": "a", "path": str(tmp_path / "none.jsonl")}]}
-    with pytest.raises(DataError, match=r"none\.jsonl: cannot be read"):
+    with pytest.raises(DataError, match=r"none\.jsonl: no such file"):
         instruct.run(build(Instruct, none), inputs, tmp_path / "out")
-    with pytest.raises(DataError, match=r"(?s)none\.jsonl: cannot be read.*Check that the file is there"):
+    with pytest.raises(DataError, match=r"(?s)none\.jsonl: no such file.*holds: a\.jsonl"):
         instruct.digest(build(Instruct, none))
 
 
@@ -275,7 +272,7 @@ def test_a_file_may_lie_in_the_home_folder(done: Done, tmp_path: Path, monkeypat
     sources = [{"kind": "jsonl", "name": "a", "path": "~/a.jsonl"}, {"kind": "worlds", "count": 50}]
     config = build(Instruct, {"sources": sources, "hold_out": 0.2})
     assert instruct.digest(config) == files.sha256_file(tmp_path / "a.jsonl")
-    assert instruct.run(config, done.inputs, tmp_path / "out")["by_source"]["a"] == 2
+    assert instruct.run(config, done.inputs, tmp_path / "out")["by_source"]["a"]["conversations"] == 2
 
 
 def test_every_message_that_is_trained_on_can_be_read_again_and_no_other(done: Done) -> None:
@@ -289,3 +286,64 @@ def test_every_message_that_is_trained_on_can_be_read_again_and_no_other(done: D
     del expected[""]
     assert Counter(instruct.trained_on(done.out, small())) == expected
     assert {"The Rhine.", "I see <|end|>."} & expected.keys()
+
+
+def test_what_is_read_is_kept_rejected_or_dropped_and_the_page_tells_the_same(done: Done, tmp_path: Path) -> None:
+    rows = [{"messages": talk(f"Q {n}", f"A {n}.", "And?", "So."), "id": str(n)} for n in range(60)]
+    rows += [rows[0], {"messages": talk("Who?", "I am ChatGPT.")}, {"messages": talk("Q")}]
+    path = tmp_path / "a.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    source = {"kind": "files", "name": "a", "path": str(path), "copies": 3, "max_answers": 1, "license": "CC0-1.0"}
+    tree = {"sources": [source], "filters": [{"kind": "identity"}, {"kind": "duplicates"}], "hold_out": 0.2}
+    stats = instruct.run(build(Instruct, tree), {**done.inputs, "synthesize": _empty(tmp_path)}, tmp_path / "out")
+    counts = {"read": 63, "conversations": 60, "rejected": 1, "dropped": 2, "cut_at_a_turn": 60}
+    assert {name: stats[name] for name in counts} == counts
+    assert stats["by_source"] == {"a": counts}
+    assert stats["dropped_by_reason"] == {"duplicates": 1, "identity": 1}
+    held = stats["val"]["conversations"]
+    assert 0 < held < 60
+    assert stats["train"]["conversations"] == 3 * (60 - held), "what is held out has no copies"
+    listed = [json.loads(line) for line in (tmp_path / "out" / "dropped.jsonl").read_text().splitlines()]
+    assert [(one["reason"], one["value"], one["place"]) for one in listed] == [
+        ("duplicates", 1, f"{path}:61"),
+        ("identity", 1, f"{path}:62"),
+    ]
+    assert listed[1]["messages"] == talk("Who?", "I am ChatGPT.")
+    report = json.loads((tmp_path / "out" / "report.json").read_text())
+    (told,) = report["sources"]
+    both = [stats[split] for split in ("train", "val")]
+    assert told["tokens"] == sum(one["tokens"] for one in both)
+    assert told["supervised"] == sum(one["supervised"] for one in both)
+    assert told["in_rows"] == sum(one["conversations"] for one in report["lengths"]) == 3 * (60 - held) + held
+    assert len(report["samples"]) == 3
+    for sample in report["samples"]:
+        told_runs = [(run["text"], run["learned"]) for run in sample["runs"]]
+        number = json.loads(path.read_text().splitlines()[int(sample["place"].rpartition(":")[2]) - 1])["id"]
+        begin, user, asked, end, assistant, *answered = told_runs
+        assert [begin, user, end, assistant] == [
+            (n, False) for n in ("<|endoftext|>", "<|user|>", "<|end|>", "<|assistant|>")
+        ]
+        assert asked == (f"Q {number}", False)
+        assert answered == [(f"A {number}.", True), ("<|end|>", True)]
+
+
+def _empty(folder: Path) -> Path:
+    (folder / "synthesize").mkdir()
+    (folder / "synthesize" / "conversations.jsonl").touch()
+    return folder / "synthesize"
+
+
+def test_ways_through_one_tree_are_held_out_together(done: Done, tmp_path: Path) -> None:
+    rows = []
+    for tree in range(80):
+        rows.append({"message_id": f"{tree}", "parent_id": None, "role": "prompter", "text": f"Q {tree}"})
+        for way in range(3):
+            rows.append(
+                {"message_id": f"{tree}-{way}", "parent_id": f"{tree}", "role": "assistant", "text": f"A {way}"}
+            )
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    tree_of = {"sources": [{"kind": "files", "name": "a", "path": str(tmp_path / "a.jsonl")}], "hold_out": 0.3}
+    stats = instruct.run(build(Instruct, tree_of), {**done.inputs, "synthesize": _empty(tmp_path)}, tmp_path / "out")
+    assert stats["conversations"] == 240
+    assert 0 < stats["val"]["conversations"] < 120
+    assert stats["val"]["conversations"] % 3 == 0

@@ -5,6 +5,7 @@ from functools import cache
 from hypothesis import strategies as st
 
 from bloomery.data import worlds
+from bloomery.tokenizer.templates import wanted
 from bloomery.tokenizer.tokenizer import SPECIAL, Tokenizer
 from bloomery.tokenizer.train import train
 
@@ -21,6 +22,12 @@ def training_texts() -> list[str]:
 @cache
 def small() -> Tokenizer:
     return train(training_texts(), VOCAB_SIZE)
+
+
+@cache
+def made_for(template: str) -> Tokenizer:
+    """The same text, with the special tokens of a template."""
+    return train(training_texts(), VOCAB_SIZE, special=wanted(template))
 
 
 SPELLED = [*SPECIAL, "<|", "|>", "end", "<|user", " ", "\n", "the lamp", "12", "é", "😀"]

@@ -9,7 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from bloomery.core.errors import DataError
-from bloomery.tokenizer.chat import Message, Renderer, Role, Template, as_message, half_pair, trouble
+from bloomery.tokenizer.chat import Message, Renderer, Role, as_message, half_pair, trouble
+from bloomery.tokenizer.templates import Template
 from bloomery.tokenizer.tokenizer import DOCUMENT, END, FILE, ROLES, SPECIAL
 from tests.tokenizer.made import CODE, ELSEWHERE, TEXTS, small, training_texts
 
@@ -116,6 +117,8 @@ def test_half_a_pair_is_found_exactly_where_text_cannot_be_utf8(text: str) -> No
 
 def test_the_hash_of_a_template_changes_with_everything_it_decides() -> None:
     others = [Template(name="b"), Template(opening=END), Template(role="<|{role}|>\n"), Template(end=DOCUMENT)]
+    others += [Template(between=" "), Template(lead=" "), Template(strips="answers"), Template(ends="answers")]
+    others += [Template(names={"user": "user"}), Template(only_first=("system",)), Template(special=(END,))]
     hashes = [template.hash for template in (Template(), *others)]
     assert len(set(hashes)) == len(hashes)
     assert Template().hash == Template().hash

@@ -15,8 +15,9 @@ from bloomery.core.errors import BloomeryError, CheckpointError, DataError
 from bloomery.generate.engine import Engine
 from bloomery.model.transformer import Transformer
 from bloomery.tokenizer import importers, pieces
-from bloomery.tokenizer.chat import Message, Renderer, Template
+from bloomery.tokenizer.chat import Message, Renderer
 from bloomery.tokenizer.config import SentencePiece
+from bloomery.tokenizer.templates import Template
 from bloomery.tokenizer.tokenizer import DOCUMENT, Tokenizer
 from bloomery.tokenizer.train import train
 from bloomery.train.loss import token_loss
@@ -242,7 +243,8 @@ def test_weights_are_not_used_with_another_chat_template(tmp_path: Path, monkeyp
     with pytest.raises(CheckpointError) as caught:
         huggingface.load(tmp_path)
     assert caught.value.what == (
-        f"the model was trained with the chat template {trained.hash[:8]}, and this one is {Template().hash[:8]}"
+        f"the model was trained with the chat template bloomery {trained.hash[:8]}, "
+        f"and this one is {Template().hash[:8]}"
     )
     saved(tmp_path, 0, template=None)  # one that never saw a conversation takes any
     assert huggingface.load(tmp_path).lineage.template is None

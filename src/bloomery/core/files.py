@@ -128,3 +128,8 @@ def damage(folder: Path, listed: Mapping[str, Mapping[str, Any]], *, thorough: b
         if thorough and sha256_file(file) != facts["sha256"]:
             return f"{name} has another sha256"
     return ""
+
+
+def cache_root(env: Mapping[str, str]) -> Path:
+    """The folder of what can be had again and is kept for all runs: $BLOOMERY_CACHE or ~/.cache/bloomery."""
+    return Path(env.get("BLOOMERY_CACHE") or "~/.cache/bloomery").expanduser()

@@ -19,6 +19,9 @@ LEVELS = ("avx512", "avx2", "baseline")
 SWITCH = "BLOOMERY_NATIVE"
 """BLOOMERY_NATIVE=0 in the environment: nothing compiled runs."""
 
+_REFUSED: dict[str, str] = {}
+"""Name of a library -> what is wrong with it."""
+
 
 class Found(NamedTuple):
     library: ctypes.CDLL | None
@@ -36,11 +39,19 @@ def digest(folder: Path) -> str:
 
 def library(name: str) -> ctypes.CDLL | None:
     """The library of that name; None where it cannot be used or is not wanted."""
-    return None if os.environ.get(SWITCH) == "0" else _found(FOLDER / f"{name}.so").library
+    off = os.environ.get(SWITCH) == "0" or name in _REFUSED
+    return None if off else _found(FOLDER / f"{name}.so").library
+
+
+def refuse(name: str, why: str) -> None:
+    """Use a library no more in this process, because it was found to compute wrong numbers."""
+    _REFUSED[name] = why
 
 
 def state(name: str) -> str:
     """What runs: the processor's level that a library computes with, or why it is not used."""
+    if name in _REFUSED:
+        return f"off ({_REFUSED[name]})"
     return f"off ({SWITCH}=0)" if os.environ.get(SWITCH) == "0" else _found(FOLDER / f"{name}.so").state
 
 

@@ -41,7 +41,7 @@ class Content(NamedTuple):
 
 def root() -> Path:
     """The cache folder."""
-    return Path(os.environ.get("BLOOMERY_CACHE") or "~/.cache/bloomery").expanduser()
+    return files.cache_root(os.environ)
 
 
 def place(content: Content, name: str) -> Path:

@@ -17,7 +17,7 @@ from urllib.parse import unquote, urlsplit
 from pydantic import Field, TypeAdapter, model_validator
 
 from bloomery.core import files
-from bloomery.core.config import VOLATILE, Positive
+from bloomery.core.config import VOLATILE, Config, Positive
 from bloomery.core.errors import DataError
 from bloomery.data import cache, hosts, hub, reading, remote, web_files
 from bloomery.data.cache import Content
@@ -32,18 +32,18 @@ WebAddress = Annotated[str, Field(pattern=r"^https?://[^@/]+/\S+$")]
 Sha256 = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
 
 
-class Fetched(Columns):
-    """What every source has whose files come from elsewhere, into the cache ($BLOOMERY_CACHE or ~/.cache/bloomery)."""
+class Reach(Config):
+    """How files are fetched into the cache ($BLOOMERY_CACHE or ~/.cache/bloomery)."""
 
-    format: reading.Format | None = None
-    """Of its files. None: as their names end."""
     offline: bool = Field(False, json_schema_extra=VOLATILE)
     """Only the cache is asked. So it is for the hub, too, where HF_HUB_OFFLINE is 1."""
     attempts: Positive = Field(8, json_schema_extra=VOLATILE)
     """Failures in a row, without a mebibyte of progress between them, after which an address is given up."""
 
 
-class FromHub(Fetched):
+class AtHub(Config):
+    """Files of a data set of the hub."""
+
     dataset: str = Field("", pattern=r"^([\w.\-]+/)?[\w.\-]*$")
     """Owner and name of the data set, as in "roneneldan/TinyStories"."""
     revision: str = Field("main", min_length=1)
@@ -60,10 +60,21 @@ class FromHub(Fetched):
     """Hubs, or addresses of the same file, to ask where the first does not answer, in this order. They get no token."""
 
     @model_validator(mode="after")
-    def _files_or_config(self) -> "FromHub":
+    def _files_or_config(self) -> "AtHub":
         if self.files and self.config is not None:
             raise ValueError("files and config both say which files to take; leave one of the two")
         return self
+
+
+class Fetched(Reach, Columns):
+    """What every source has whose files come from elsewhere."""
+
+    format: reading.Format | None = None
+    """Of its files. None: as their names end."""
+
+
+class FromHub(AtHub, Fetched):
+    """A source whose files the hub may have."""
 
 
 class Hub(FromHub):
@@ -118,10 +129,10 @@ class Preset(FromHub):
         defaults = {"name": preset, "preset": preset, "invalid": "skip", **PRESETS[preset]}
         if given.get("config") is not None:
             defaults.pop("files", None)
-        return {key: _parsed(cls, key, value) for key, value in {**defaults, **given}.items()}
+        return {key: parsed(cls, key, value) for key, value in {**defaults, **given}.items()}
 
 
-def _parsed(cls: type[Preset], key: str, value: Any) -> Any:
+def parsed(cls: type[Config], key: str, value: Any) -> Any:
     """An array or table as what its field makes of it: behind a validator, strict fields take no JSON any more."""
     if key not in cls.model_fields or not isinstance(value, list | dict):
         return value
@@ -175,11 +186,16 @@ def pinned(source: Elsewhere) -> str | None:
     return source.sha256 if isinstance(source, Address | Preset) else None
 
 
+def repository(source: AtHub, reach: Reach) -> Repository:
+    """The data set that settings name."""
+    return Repository(source.dataset, source.revision, source.endpoint, source.mirrors, reach.offline, reach.attempts)
+
+
 def _repository(source: Elsewhere) -> Repository | None:
     """The data set of the hub that a source reads, if it reads one."""
     if not isinstance(source, FromHub) or (isinstance(source, Preset) and source.address is not None):
         return None
-    return Repository(source.dataset, source.revision, source.endpoint, source.mirrors, source.offline, source.attempts)
+    return repository(source, source)
 
 
 def _listing(source: Elsewhere) -> list[WebFile] | list[RemoteFile]:
@@ -234,11 +250,16 @@ def _at_address(source: Address | Preset) -> WebFile:
 
 def _downloaded(source: Elsewhere, file: WebFile) -> tuple[Path, str]:
     """Where a file is now, and the address that its documents are said to come from: the same from any mirror."""
-    repository = _repository(source)
-    offline = source.offline or (repository is not None and repository.cut_off)
-    token = hub.token() if repository is not None and not offline else None
-    path = web_files.download(file, attempts=source.attempts, token=token, offline=offline)
-    if repository is None:
-        return path, hosts.shown(file.addresses[0])
+    if (found := _repository(source)) is not None:
+        return from_hub(found, file)
+    path = web_files.download(file, attempts=source.attempts, offline=source.offline)
+    return path, hosts.shown(file.addresses[0])
+
+
+def from_hub(repository: Repository, file: WebFile) -> tuple[Path, str]:
+    """Where a file of the hub is now, downloaded if it has to be, and its name there: data set, commit and file."""
+    offline = repository.cut_off
+    token = None if offline else hub.token()
+    path = web_files.download(file, attempts=repository.attempts, token=token, offline=offline)
     commit = file.addresses[0].partition("/resolve/")[2].partition("/")[0]
     return path, f"hf://datasets/{repository.dataset}@{commit}/{file.name}"

@@ -123,8 +123,8 @@ def pieces(source: Source) -> list[Piece]:
     if isinstance(source, StandardLibrary):
         return list(_grouped(_sampled(source, _library(source))))
     if isinstance(source, Folder):
-        return list(_grouped(_sampled(source, _files(source))))
-    found = _files(source)
+        return list(_grouped(_sampled(source, files_of(source))))
+    found = files_of(source)
     return list(_grouped(found, {name for name, path in found if _splits(source, name, path)}))
 
 
@@ -197,7 +197,7 @@ def digest(source: Source) -> str:
         reference = [(library.TOPICS, library.root() / library.TOPICS)] if source.part == "docs" else []
         found = library.files(source.exclude) + reference
     else:
-        found = _files(source)
+        found = files_of(source)
     return files.sha256_bytes(files.canonical([(n, path.stat().st_size, files.sha256_file(path)) for n, path in found]))
 
 
@@ -213,7 +213,7 @@ def _form(source: Files, name: str) -> reading.Format | None:
 FORMS: dict[str, reading.Format] = {"folder": "text", "jsonl": "jsonl", "parquet": "parquet", "warc": "warc"}
 
 
-def _files(source: Files) -> list[tuple[str, Path]]:
+def files_of(source: Files) -> list[tuple[str, Path]]:
     """Relative name and path of every file of a source, sorted. Raises DataError where there are none."""
     path = source.path.expanduser()
     if isinstance(source, Folder):

@@ -88,8 +88,20 @@ def _cells(column: pa.Array) -> list[Any]:
     if pa.types.is_string(column.type) or pa.types.is_large_string(column.type):
         raw = column.cast(pa.large_binary() if pa.types.is_large_string(column.type) else pa.binary()).to_pylist()
         return [None if cell is None else rows.decode(cell) for cell in raw]
-    cells: list[Any] = column.to_pylist()
+    try:
+        cells: list[Any] = column.to_pylist()
+    except UnicodeDecodeError:  # somewhere inside of lists and objects: cell by cell, so that only its row is lost
+        cells = [_cell(one) for one in column]
     return cells
+
+
+def _cell(scalar: pa.Scalar) -> Any:
+    try:
+        return scalar.as_py()
+    except UnicodeDecodeError as error:
+        return Problem(
+            "not_utf8", error.start, f"a text in it holds 0x{error.object[error.start]:02x}, which is not UTF-8"
+        )
 
 
 def delimited(path: Path, delimiter: str, max_bytes: int) -> Iterator[tuple[int, Found]]:

@@ -87,7 +87,8 @@ def dropped(report: Report) -> list[object]:
         tallied("Dropped by rules and limits", named(ruled, "reasons"), whole, "documents"),
         _passed(named(ruled, "by_domain")),
         _rules_by_domain(ruled),
-        tallied("Conversations refused", named(talks, "refused_by_reason"), None, "conversations"),
+        tallied("Conversations rejected", named(talks, "rejected_by_reason"), None, "conversations"),
+        tallied("Conversations dropped", named(talks, "dropped_by_reason"), None, "conversations"),
     ]
     cards = []
     for one in listed(report, "dropped_samples"):
@@ -204,7 +205,7 @@ def the_mix(report: Report) -> list[object]:
     last = {"anneal_tokens": "Tokens of the last part", "anneal_documents": "Documents of the last part"}
     size += counted(shard, **{key: name for key, name in last.items() if key in shard})
     size += counted(shard, held_out_tokens="Tokens held out", held_out_documents="Documents held out")
-    told = counted(talks, conversations="Conversations", refused="Refused", cut_at_a_turn="Cut at a turn")
+    told = counted(talks, conversations="Conversations", rejected="Rejected", cut_at_a_turn="Cut at a turn")
     told += counted(named(talks, "train"), rows="Rows to train on", supervised="Tokens learned from")
     told.append(("Rows filled", percent(at(talks, "train", "packing"))))
     anneal = [tag("h3", "The last part of training"), *_shares(shard, "anneal")] if named(shard, "anneal") else []

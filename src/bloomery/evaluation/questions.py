@@ -70,7 +70,7 @@ def ask(engine: Engine, renderer: Renderer, questions: Sequence[Question], max_t
     stop = frozenset({renderer.end_id})
     answers = engine.complete(prompts, max_tokens=max_tokens, stop_ids=stop)
     return [
-        Judged(question, renderer.tokenizer.decode(answer.ids), answer.stopped)
+        Judged(question, renderer.said(answer.ids), answer.stopped)
         for question, answer in zip(questions, answers, strict=True)
     ]
 

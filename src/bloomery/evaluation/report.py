@@ -52,7 +52,10 @@ def render(report: Report, sections: Sections | None = None) -> str:
     when = text(at(report, "made")).replace("T", " ").replace("Z", " UTC")
     body = [
         tag(
-            "header", tag("p", "Bloomery report", class_="over"), tag("h1", text(at(report, "recipe"))), tag("p", when)
+            "header",
+            tag("p", "Bloomery report", class_="over"),
+            tag("h1", text(at(report, "recipe"))),
+            tag("p", when) if at(report, "made") else None,
         ),
         tag("nav", tag("ol", *contents), aria_label="Contents"),
         tag("main", *made),
@@ -162,7 +165,7 @@ SOURCES = (
     ("Answers, bits per byte, leaks, samples, this page", "evaluate", "report.json"),
     *(("Curves of training", stage, "metrics.jsonl, samples.jsonl") for stage in ("pretrain", "finetune")),
     ("Mix", "shard", "manifest.json"),
-    ("Conversations", "instruct", "manifest.json, refused.jsonl"),
+    ("Conversations", "instruct", "report.html, rejected.jsonl, dropped.jsonl"),
     ("Documents read and rejected", "fetch", "manifest.json, rejected/"),
     ("Documents dropped", "filter", "manifest.json, dropped/"),
     ("Classifiers", "classify", "NAME/classifier.json"),

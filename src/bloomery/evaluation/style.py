@@ -54,6 +54,11 @@ code { font-size: .88em; overflow-wrap: anywhere; }
   justify-content: space-between; font-size: .85rem; color: var(--quiet); }
 .tagged b { color: var(--ember); overflow-wrap: anywhere; }
 .quote { margin: 0; font: .84rem/1.5 ui-monospace, monospace; white-space: pre-wrap; overflow-wrap: anywhere; }
+mark.learned { background: var(--asked); color: inherit; border-radius: .2rem; box-decoration-break: clone; }
+.unlearned { color: var(--quiet); }
+.special { font-weight: 650; color: var(--blue); }
+.tiles + .facts { margin-top: 1.4rem; }
+.legend + .cards { margin-top: .8rem; }
 .talk { display: flex; flex-direction: column; gap: .5rem; }
 .bubble { align-self: flex-start; max-width: 92%; margin: 0; padding: .45rem .8rem; font-size: .92rem;
   border: 1px solid var(--line); border-radius: .3rem 1rem 1rem; white-space: pre-wrap; overflow-wrap: anywhere; }

@@ -15,7 +15,7 @@ from typing import Literal
 from bloomery.core.errors import HardwareError
 from bloomery.hw import needs_torch as needs_torch
 from bloomery.hw.gpus import INTEGRATED
-from bloomery.hw.host import Host, Wanted, fast_bf16, memory_bytes
+from bloomery.hw.host import Host, Wanted, fast_bf16, free_bytes, memory_bytes
 
 import torch
 
@@ -50,6 +50,23 @@ class Device:
             torch.cuda.synchronize(self.place)
         elif self.place.type == "mps":
             torch.mps.synchronize()
+
+    def free_bytes(self) -> int:
+        """
+        Memory that this process could still take. On a GPU inside a processor the driver has been seen to name more
+        than there is, so what the system says counts too.
+        """
+        if self.place.type != "cuda":
+            return min(free_bytes(Host.here()), self.memory_bytes)
+        free, whole = torch.cuda.mem_get_info(self.place)
+        inside = getattr(torch.cuda.get_device_properties(self.place), "is_integrated", False)
+        limits = [free, self.memory_bytes]
+        return min([*limits, free_bytes(Host.here())] if inside or self.memory_bytes < whole else limits)
+
+    def release(self) -> None:
+        """Give back to the driver what was freed."""
+        if self.place.type == "cuda":
+            torch.cuda.empty_cache()
 
     def peak_bytes(self) -> int:
         """The most memory that this process has held: on the device, or for a processor in all (0 where unknown)."""

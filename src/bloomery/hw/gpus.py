@@ -54,6 +54,9 @@ def find_gpus(host: Host) -> list[Gpu]:
     found = list(_kfd_gpus(host))
     if host.system == "Darwin":
         return [Gpu(maker="apple")] if host.processor == "arm64" else []
+    if host.system == "Windows":
+        listed = host.run(["nvidia-smi", "-L"], 30.0).out
+        return [Gpu(maker="nvidia", name=name) for name in re.findall(r"^GPU \d+: (.+?) \(UUID", listed, re.MULTILINE)]
     makers = list(_bus_makers(host))
     if in_wsl(host):
         found += wsl_gpus(host)

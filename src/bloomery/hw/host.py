@@ -21,6 +21,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
+from bloomery.core.files import cache_root
+
 Wanted = Literal["auto", "cuda", "mps", "cpu"]
 """What a recipe may ask for. AMD answers to "cuda" too; "auto" takes the first of them that is there."""
 
@@ -133,6 +135,8 @@ class Host:
     """The folder of the torch package that this interpreter would import."""
     packages: tuple[Path, ...] = ()
     """The folders where this interpreter's packages lie."""
+    cache: Path | None = None
+    """Where what was found out may be kept; None for nowhere."""
     user: User = User(number=0, groups=frozenset())
     nodes: Mapping[str, Node] = field(default_factory=dict)
     """Recorded owners of device nodes, by path. Of others the system is asked."""
@@ -151,6 +155,7 @@ class Host:
             python=sys.executable,
             torch=Path(spec.origin).parent if spec and spec.origin else None,
             packages=tuple(Path(folder) for folder in sys.path if Path(folder).name.endswith("-packages")),
+            cache=cache_root(os.environ),
             user=_this_user(),
         )
 

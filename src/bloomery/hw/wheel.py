@@ -9,7 +9,8 @@ only the standard library, so it runs before anything is installed. The rules, i
 2. A vendor's torch that is too old is an error, because only its owner can tell what depends on it.
 3. AMD: one index serves every target; each target's kernels are an extra, `torch[device-gfx1151]`.
 4. Hygon DCU: only the vendor's own DTK has a torch for it, so nothing is installed.
-5. NVIDIA, Apple or no GPU: the usual wheel.
+5. NVIDIA: the usual wheel where that is one for CUDA and the driver is new enough for it, else one that fits.
+6. Apple or no GPU: the usual wheel.
 """
 
 import argparse
@@ -28,6 +29,9 @@ from bloomery.hw.host import Host
 MINIMUM = (2, 11)
 BOUNDS = ">=2.11,<2.14"
 AMD_INDEX = "https://repo.amd.com/rocm/whl-multi-arch/"
+CUDA_INDEX, OLDER_CUDA_INDEX = (f"https://download.pytorch.org/whl/{name}" for name in ("cu130", "cu126"))
+DRIVER_OF_CUDA_13 = 580
+"""The usual wheels are for CUDA 13; those for CUDA 12.6 run with drivers from 525 on (NVIDIA, CUDA compatibility)."""
 FUSED_ATTENTION = ("gfx90a", "gfx942", "gfx950", "gfx1100", "gfx1151", "gfx1201")
 """Targets whose fused attention is on by default (AOTriton 0.12, v3src/util.cc). They come first."""
 
@@ -110,9 +114,10 @@ def fresh_command(host: Host) -> tuple[Command, str]:
     usual = (host.python, "-m", "pip", "install", f"torch{BOUNDS}")
     if maker == "hygon":
         raise HardwareError("this machine has a Hygon DCU, which no public torch wheel serves", cure=DTK_ADVICE)
+    if maker == "nvidia":
+        return _for_nvidia(host, usual)
     if maker != "amd":
-        names: dict[Maker | None, str] = {"nvidia": "an NVIDIA GPU was found", "apple": "this is an Apple GPU"}
-        return usual, names.get(maker, "no GPU was found")
+        return usual, "this is an Apple GPU" if maker == "apple" else "no GPU was found"
     found = {gpu.target for gpu in gpus if gpu.target}
     if not found:
         why = (
@@ -123,6 +128,18 @@ def fresh_command(host: Host) -> tuple[Command, str]:
     targets = sorted(found, key=lambda target: (target not in FUSED_ATTENTION, target))
     wheel = f"torch[{','.join(f'device-{target}' for target in targets)}]{BOUNDS}"
     return (*usual[:-1], "--index-url", AMD_INDEX, wheel), f"AMD {', '.join(targets)} found"
+
+
+def _for_nvidia(host: Host, usual: Command) -> tuple[Command, str]:
+    """PyPI's wheels are for CUDA on Linux with x86 alone, and for the newest CUDA."""
+    why = "an NVIDIA GPU was found"
+    driver = re.search(r"\b(\d{3})\.\d+", host.read("proc/driver/nvidia/version") or "")
+    if driver and int(driver[1]) < DRIVER_OF_CUDA_13:
+        command = (*usual[:-1], "--index-url", OLDER_CUDA_INDEX, usual[-1])
+        return command, f"{why}, with driver {driver[1]}, which is too old for CUDA 13"
+    if host.system == "Windows" or host.processor.lower() in ("aarch64", "arm64"):
+        return (*usual[:-1], "--index-url", CUDA_INDEX, usual[-1]), why
+    return usual, why
 
 
 def install_command(host: Host) -> Choice:

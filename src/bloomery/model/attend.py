@@ -12,7 +12,7 @@ from jaxtyping import Float
 
 from bloomery.hw import device as devices
 from bloomery.model import kernels
-from bloomery.model.sight import Sight
+from bloomery.model.sight import ALL, Sight
 
 import torch
 import torch.nn.functional as F
@@ -88,16 +88,19 @@ def processor_attention(q: Queries, k: Keys, v: Values, sight: Sight) -> Attende
         y: Tensor = _Chunks.apply(rows, keys, values, sight, B)  # type: ignore[no-untyped-call]
         return y.view(B, H, T, wide)
     scores = torch.bmm(rows.reshape(B * K, -1, E), keys.transpose(1, 2)).view(B, H, T, S)
-    weights = torch.softmax(_limited(scores, sight, slice(None), slice(None)), dim=-1)
+    weights = torch.softmax(_limited(scores, sight, ALL, ALL), dim=-1)
     return torch.bmm(weights.view(B * K, -1, S), values).view(B, H, T, wide)
 
 
 def _limited(scores: Float[Tensor, "B H t s"], sight: Sight, rows: slice, seen: slice) -> Float[Tensor, "B H t s"]:
     """Scores of some queries and keys, in place, with what ALiBi takes away and −∞ where they may not look."""
     if sight.slopes is not None:
-        scores.addcmul_(-sight.slopes.to(scores.dtype)[:, None, None], sight.distance(scores.dtype)[rows, seen])
+        scores.addcmul_(-sight.slopes.to(scores.dtype)[:, None, None], sight.distance(scores.dtype, rows, seen))
     if sight.num_queries > 1 or sight.segments is not None or sight.allowed is not None:  # else it sees all of them
-        scores.add_(sight.bias(scores.dtype)[:, :, rows, seen])
+        if (rows, seen) == (ALL, ALL):
+            scores.add_(sight.bias(scores.dtype))
+        else:
+            scores.masked_fill_(~sight.part(rows, seen)[:, None], -torch.inf)
     return scores
 
 

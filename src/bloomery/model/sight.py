@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 M = TypeVar("M")
+ALL = slice(None)
 Mask = Bool[Tensor, "B T S"]  # True where a token may look
 
 
@@ -65,8 +66,10 @@ class Sight:
         """What is added to scores instead of a mask, without ALiBi."""
         return self.made(("bias", dtype), lambda: self._bias(dtype))
 
-    def distance(self, dtype: torch.dtype) -> Float[Tensor, "T S"]:
+    def distance(self, dtype: torch.dtype, rows: slice = ALL, keys: slice = ALL) -> Float[Tensor, "t s"]:
         """How many tokens a key lies before a query."""
+        if (rows, keys) != (ALL, ALL):
+            return (self._places()[rows] - self._keys()[:, keys]).to(dtype)
         return self.made(("distance", dtype), lambda: (self._places() - self._keys()).to(dtype))
 
     def first(self, batch: int) -> Int[Tensor, "B T"] | None:
@@ -97,14 +100,19 @@ class Sight:
     def _keys(self) -> Int[Tensor, "1 S"]:
         return torch.arange(self.num_keys, device=self.device)[None, :]
 
-    def _mask(self) -> Tensor:
-        seen = self._keys() <= self._places()
+    def part(self, rows: slice, keys: slice) -> Bool[Tensor, "b t s"]:
+        """The mask of some queries and keys, made anew: of a long row it is never whole in memory."""
+        return self._mask(rows, keys)
+
+    def _mask(self, rows: slice = ALL, keys: slice = ALL) -> Tensor:
+        place, key = self._places()[rows], self._keys()[:, keys]
+        seen = key <= place
         if self.window is not None:
-            seen &= self._keys() > self._places() - self.window
+            seen &= key > place - self.window
         seen = seen[None]
         if self.segments is not None:
-            seen = seen & (self.segments[:, self.offset :, None] == self.segments[:, None, :])
-        return seen if self.allowed is None else seen & self.allowed
+            seen = seen & (self.segments[:, self.offset :][:, rows, None] == self.segments[:, None, keys])
+        return seen if self.allowed is None else seen & self.allowed[:, rows, keys]
 
     def _bias(self, dtype: torch.dtype) -> Tensor:
         mask = self.mask()[:, None]

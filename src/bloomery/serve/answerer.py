@@ -103,10 +103,16 @@ class Engine(Protocol):
 
 @runtime_checkable
 class Renderer(Protocol):
-    """Writes a conversation as ids, up to where the assistant starts. `end_id` is what it ends its turn with."""
+    """
+    Writes a conversation as ids, up to where the assistant starts. `lead` is what it says before every answer, and
+    `end_id` what it ends its turn with.
+    """
 
     @property
     def end_id(self) -> int: ...
+
+    @property
+    def lead(self) -> str: ...
 
     def prompt(self, messages: Sequence[Message]) -> list[int]: ...
 
@@ -147,7 +153,7 @@ class TextAnswerer:
             seed=sampling.seed,
             stop_ids=stop_ids,
         )
-        text = TextStream(sampling.stop)
+        text = TextStream(sampling.stop, self._renderer.lead)
         for token in stream:
             if token in stop_ids:
                 yield Piece(text.end(), 1, "stop")
@@ -170,11 +176,12 @@ class TextStream:
     were cut.
     """
 
-    def __init__(self, stop: Sequence[str] = ()) -> None:
+    def __init__(self, stop: Sequence[str] = (), lead: str = "") -> None:
+        """`lead` is left out where the text begins with it."""
         self.stopped = False
         self._stop = [mark for mark in stop if mark]
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
-        self._held = ""
+        self._held, self._lead = "", lead
 
     def add(self, data: bytes) -> str:
         """The text that is certain after these bytes."""
@@ -188,6 +195,11 @@ class TextStream:
         if self.stopped:
             return ""
         text = self._held + new
+        if self._lead:
+            if not last and len(text) < len(self._lead) and self._lead.startswith(text):
+                self._held = text
+                return ""
+            text, self._lead = text.removeprefix(self._lead), ""
         found = [(place + len(mark), place) for mark in self._stop if (place := text.find(mark)) >= 0]
         if found:
             self.stopped, self._held = True, ""

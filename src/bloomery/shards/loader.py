@@ -74,7 +74,7 @@ class Samples:
         layout, document, row = kind
         if not isinstance(document, int):
             raise DataError("its index names no document_id", where=str(paths[0]), cure="Run the stage before again.")
-        self._document = document
+        self._document, self._packed = document, layout == "rows"
         self._stride = length + 1 if layout == "rows" else length
         if layout == "rows" and row != length + 1:
             raise DataError(
@@ -100,20 +100,30 @@ class Samples:
         """The samples with these numbers, as one batch."""
         rows = np.empty((len(numbers), self.length + 1), dtype=np.int64)
         learned = np.ones_like(rows, dtype=bool)
+        opens = np.zeros((len(numbers), self.length), dtype=bool)
         for row, number in enumerate(numbers):
             which = int(np.searchsorted(self._ends, number, side="right"))
             shard = self._shards[which]
             start = (int(number) - (int(self._ends[which - 1]) if which else 0)) * self._stride
             rows[row] = shard.tokens[start : start + self.length + 1]
+            if self._packed:
+                opens[row, _within(shard.starts, start, self.length)] = True
             if shard.mask is not None:
                 learned[row] = shard.mask[start : start + self.length + 1] != 0
         ids = rows[:, :-1]
-        opens = ids == self._document
+        if not self._packed:
+            opens = ids == self._document
         opens[:, 0] = True
         place = np.arange(self.length)
         begin = np.maximum.accumulate(np.where(opens, place, 0), axis=1)
         targets = np.where(learned[:, 1:], rows[:, 1:], IGNORE)
         return Batch(ids.copy(), targets, place - begin, np.cumsum(opens, axis=1), numbers)
+
+
+def _within(starts: NDArray[np.int64], begin: int, length: int) -> NDArray[np.int64]:
+    """Where, counted from `begin`, conversations begin: not every template opens them with a token of its own."""
+    first, last = np.searchsorted(starts, [begin, begin + length])
+    return starts[first:last] - begin
 
 
 class Course:

@@ -7,6 +7,7 @@ from pydantic import Field, field_validator, model_validator
 
 from bloomery.core.config import VOLATILE, Config, Count, Positive, Share
 from bloomery.data import rule_presets
+from bloomery.data.conversations.config import Conversations
 from bloomery.data.engine import Parallel
 from bloomery.data.holdout import LARGEST_SHARE
 from bloomery.data.limits import Limit, Limits, spelled_out
@@ -15,7 +16,9 @@ from bloomery.data.sources import Source
 from bloomery.hw.host import Wanted
 from bloomery.model.config import ModelConfig
 from bloomery.shards.config import Anneal, ImportedShards, Weight, no_domain_twice
-from bloomery.train.config import Linear, Muon, Optimizer, Schedule, Training
+from bloomery.tokenizer.templates import TemplateName
+from bloomery.train.config import Finetune as Finetune
+from bloomery.train.config import Training
 from bloomery.train.depth import TOKENS_PER_PARAMETER
 
 
@@ -337,38 +340,15 @@ class Synthesize(Config):
         return self
 
 
-class WorldTalks(Config):
-    """Conversations of the generator of small worlds, whose answers a program can check."""
-
-    kind: Literal["worlds"] = "worlds"
-    name: str = "worlds"
-    count: Positive = 10_000
-    seed: int = 0
-
-
-class TalkFile(Config):
-    """Conversations as jsonl lines {"messages": [{"role", "content"}]} (.zst and .gz too)."""
-
-    kind: Literal["jsonl"] = "jsonl"
-    name: str
-    path: Path
-
-
-Talks = Annotated[WorldTalks | TalkFile, Field(discriminator="kind")]
-
-
-class Instruct(Config):
-    sources: tuple[Talks, ...] = (WorldTalks(),)
+class Instruct(Conversations):
     row_tokens: Positive = 257
     """Length of a packed row: the model's context and one more, the last target."""
     hold_out: Share = 0.02
-
-
-class Finetune(Training):
-    """The same loop, on conversations, from the pretrained weights."""
-
-    optimizer: Optimizer = Muon(matrix_learning_rate=0.01, learning_rate=1e-3)
-    schedule: Schedule = Linear()
+    """Share of conversations, by hash of what is said in them, that is validated on."""
+    samples: Count = 3
+    """How many conversations the page shows, with what is learned of them in color."""
+    template: TemplateName = "bloomery"
+    """How conversations are written, by its name in `tokenizer/templates.py`."""
 
 
 class Evaluate(Config):

@@ -1,156 +1,198 @@
-"""The stage `instruct`: conversations -> packed rows of ids and loss masks, through the one renderer."""
+"""The stage `instruct`: conversations -> packed rows of ids and loss masks, through the one renderer; and a page."""
 
 import json
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from contextlib import ExitStack
+from dataclasses import dataclass, field
 from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from bloomery.core.errors import DataError
-from bloomery.core.files import sha256_file, whole_file
+from bloomery.core.files import whole_file
 from bloomery.core.log import progress, say
-from bloomery.data import rows, worlds
+from bloomery.data.conversations import filters, readers
+from bloomery.data.conversations.config import SYNTHESIZE, TalkFiles
+from bloomery.data.conversations.conversation import Conversation, Message, Rejected
+from bloomery.data.conversations.filters import Dropped
 from bloomery.data.holdout import is_held_out
+from bloomery.data.unpack import Problem
 from bloomery.shards import format
-from bloomery.shards.packing import best_fit_decreasing
-from bloomery.stages.config import Instruct, TalkFile, WorldTalks
-from bloomery.tokenizer.chat import Message, Rendered, Renderer, as_message, trouble
+from bloomery.shards.packing import first_fit_decreasing
+from bloomery.stages import dataset
+from bloomery.stages.config import Instruct
+from bloomery.stages.dataset import Kept
+from bloomery.tokenizer.chat import Rendered, Renderer
+from bloomery.tokenizer.templates import TEMPLATES
 from bloomery.tokenizer.tokenizer import Tokenizer
 
-
-@dataclass(frozen=True)
-class Talk:
-    source: str
-    place: str
-    """Where it stands: file and line, or its number."""
-    messages: list[Message]
-
-
-@dataclass(frozen=True)
-class Refused:
-    source: str
-    place: str
-    reason: str
-    what: str
+REJECTED, DROPPED = "rejected.jsonl", "dropped.jsonl"
 
 
 def digest(config: Instruct) -> str:
-    """A hash of the contents of all files of conversations, for the stage's fingerprint. Raises DataError."""
-    hashes = []
-    for source in config.sources:
-        if isinstance(source, TalkFile):
-            try:
-                hashes.append(sha256_file(source.path.expanduser()))
-            except OSError as error:
-                raise rows.unreadable(source.path, error) from None
-    return " ".join(hashes)
+    """A hash of the contents of all files that are read, for the stage's fingerprint. Raises DataError."""
+    return " ".join(part for part in (readers.digest(config.read), filters.digest(config.filters)) if part)
 
 
 def run(config: Instruct, inputs: Mapping[str, Path], out: Path) -> dict[str, Any]:
+    """
+    Write train and val rows, what was rejected and dropped, and the page that tells of all of it.
+
+    Raises DataError for sources that cannot be read, and where nothing is left to train or to validate on.
+    """
     tokenizer = Tokenizer.load(inputs["tokenizer"])
-    renderer = Renderer(tokenizer)
-    refused: list[Refused] = []
-    splits: dict[str, list[Rendered]] = {"train": [], "val": []}
-    counts: Counter[str] = Counter()
-    cut = 0
-    with progress("instruct", "conversations") as meter:
-        for number, talk in enumerate(chain(read(config), written(inputs["synthesize"]))):
-            meter.at(number)
-            if isinstance(talk, Talk):
-                fitted = fit(renderer, talk, config.row_tokens)
-                if not isinstance(fitted, Refused):
-                    rendered, until = fitted
-                    cut += until < len(talk.messages)
-                    # By what is left of it: two that were cut to the same turns must not be told apart.
-                    left = "\n".join(message["content"] for message in talk.messages[:until])
-                    splits["val" if is_held_out(left, config.hold_out) else "train"].append(rendered)
-                    counts[talk.source] += 1
-                    continue
-                talk = fitted
-            refused.append(talk)
-    _write_refused(out / "refused.jsonl", refused)
-    why = _why(refused, out / "refused.jsonl")
-    if not splits["train"]:
+    renderer = Renderer(tokenizer, TEMPLATES[config.template])
+    with ExitStack() as stack:
+        rejected, dropped = (stack.enter_context(whole_file(out / name, "w")) for name in (REJECTED, DROPPED))
+        sorter = _Sorter(config, renderer, rejected, dropped)
+        with progress("instruct", "conversations") as meter:
+            found = chain(readers.conversations(config.read), written(inputs[SYNTHESIZE]))
+            for number, one in enumerate(filters.sifted(config.filters, sorter.understood(found))):
+                meter.at(number)
+                sorter.take(one)
+    why = sorter.why(out)
+    if not sorter.kept["train"]:
         cure = why or "Add conversations, or lower instruct.hold_out."
         raise DataError("no conversation is left to learn from", where="instruct", cure=cure)
-    if not splits["val"]:
+    if not sorter.kept["val"]:
         cure = f"Raise instruct.hold_out, or add conversations. {why}".rstrip()
         raise DataError("no conversation was held out, so nothing could be validated", where="instruct", cure=cure)
-    if refused:
+    if why:
         say(f"instruct: {why}", "yellow")
-    facts = {split: write_rows(out, split, some, renderer, config.row_tokens) for split, some in splits.items()}
-    return {
-        "conversations": sum(counts.values()),
-        "refused": len(refused),
-        "cut_at_a_turn": cut,
-        "by_source": dict(counts),
-        "refused_by_reason": dict(Counter(r.reason for r in refused)),
+    rows = {split: write_rows(out, split, some, renderer, config.row_tokens) for split, some in sorter.kept.items()}
+    stats = {
+        **sorter.counts(),
         "template": renderer.template.hash,
         "tokenizer": tokenizer.hash,
-        **facts,
+        **rows,
     }
+    page = dataset.write(out, stats, sorter.kept, renderer, config)
+    say(dataset.summary(stats, page))
+    return stats
 
 
-def read(config: Instruct) -> Iterator[Talk | Refused]:
-    """Every conversation of every source, or why it is none."""
-    for source in config.sources:
-        if isinstance(source, WorldTalks):
-            for number, made in enumerate(worlds.conversations(source.seed, source.count)):
-                yield Talk(source.name, str(number), [as_message(m) for m in made.messages()])
-        else:
-            yield from _read_file(source)
-
-
-def written(synthesize: Path) -> Iterator[Talk | Refused]:
+def written(synthesize: Path) -> Iterator[Conversation | Rejected]:
     """The conversations that the stage `synthesize` left."""
-    yield from _read_file(TalkFile(name="synthesize", path=synthesize / "conversations.jsonl"))
+    left = TalkFiles(kind="jsonl", name=SYNTHESIZE, path=synthesize / "conversations.jsonl", shape="messages")
+    return readers.conversations([left])
 
 
-def _read_file(source: TalkFile) -> Iterator[Talk | Refused]:
-    for line, found in rows.jsonl(source.path.expanduser()):
-        place = f"{source.path}:{line}"
-        if isinstance(found, rows.Problem):
-            yield Refused(source.name, place, found.reason, found.what)
-        elif what := _trouble(found.get("messages")):
-            yield Refused(source.name, place, "not_a_conversation", what)
-        else:
-            yield Talk(source.name, place, [as_message(m) for m in found["messages"]])
+@dataclass
+class _Sorter:
+    """Takes every conversation to where it belongs, and counts."""
+
+    config: Instruct
+    renderer: Renderer
+    rejected: IO[str]
+    dropped: IO[str]
+    kept: dict[str, list[Kept]] = field(default_factory=lambda: {"train": [], "val": []})
+    reasons: dict[str, Counter[str]] = field(default_factory=lambda: {"rejected": Counter(), "dropped": Counter()})
+    by_source: dict[str, Counter[str]] = field(default_factory=dict)
+
+    def understood(self, found: Iterator[Conversation | Rejected]) -> Iterator[Conversation]:
+        """The conversations among items; what is none is written down."""
+        for one in found:
+            self._count(one.source, "read")
+            if isinstance(one, Rejected):
+                self._reject(one)
+            else:
+                yield one
+
+    def take(self, one: Conversation | Dropped) -> None:
+        if isinstance(one, Dropped):
+            self._drop(one)
+            return
+        source = next((source for source in self.config.read if source.name == one.source), None)
+        limit = source.max_answers if source else None
+        fitted = fit(self.renderer, one.messages, self.config.row_tokens, limit)
+        if isinstance(fitted, Problem):
+            self._reject(Rejected(one.source, one.place, fitted, {"id": one.id, "messages": list(one.messages)}))
+            return
+        rendered, until = fitted
+        self._count(one.source, "cut_at_a_turn", until < len(one.messages))
+        # By what is left of it: two that were cut to the same turns must not be told apart.
+        left = "\n".join(message["content"] for message in one.messages[:until])
+        split = "val" if is_held_out(one.group or left, self.config.hold_out) else "train"
+        kept = Kept.of(one, rendered)
+        self._count(one.source, "conversations")
+        self.kept[split] += [kept] * (source.copies if source and split == "train" else 1)
+
+    def counts(self) -> dict[str, Any]:
+        """Numbers of the whole, and by source; what was read is what was kept, rejected and dropped."""
+        names = ("read", "conversations", "rejected", "dropped", "cut_at_a_turn")
+        whole = sum(self.by_source.values(), Counter[str]())
+        return {
+            **{name: whole[name] for name in names},
+            "by_source": {source: {name: found[name] for name in names} for source, found in self.by_source.items()},
+            **{f"{name}_by_reason": dict(sorted(found.items())) for name, found in self.reasons.items()},
+        }
+
+    def why(self, out: Path) -> str:
+        """How many were rejected and dropped, for which reasons, and where each stands; "" where none was."""
+        told = []
+        for (name, found), file in zip(self.reasons.items(), (REJECTED, DROPPED), strict=True):
+            listed = ", ".join(f"{reason} {count}" for reason, count in found.most_common())
+            if found:
+                told.append(f"{found.total()} {name} ({listed}): {out / file} says of each where it stands and why.")
+        return " ".join(told)
+
+    def _reject(self, one: Rejected) -> None:
+        self._count(one.source, "rejected")
+        self.reasons["rejected"][one.problem.reason] += 1
+        told = {"source": one.source, "place": one.place, "reason": one.problem.reason, "what": one.problem.what}
+        _write(self.rejected, {**told, "row": one.row})
+
+    def _drop(self, one: Dropped) -> None:
+        found, talk = one.finding, one.conversation
+        self._count(talk.source, "dropped")
+        self.reasons["dropped"][found.reason] += 1
+        told = {"source": talk.source, "place": talk.place, "id": talk.id, "reason": found.reason, "value": found.value}
+        _write(self.dropped, {**told, "what": found.what, "messages": list(talk.messages)})
+
+    def _count(self, source: str, name: str, number: int = 1) -> None:
+        self.by_source.setdefault(source, Counter())[name] += number
 
 
-def _trouble(messages: Any) -> str:
-    """Why a value is no list of messages, or ""."""
-    if not isinstance(messages, list):
-        return "there is no list `messages`"
-    if not messages:
-        return "the list `messages` is empty"
-    for number, message in enumerate(messages, 1):
-        if what := trouble(message):
-            return f"message {number} {what}"
-    return ""
+def _write(file: IO[str], line: Mapping[str, Any]) -> None:
+    text = json.dumps(line, ensure_ascii=False, default=str)
+    # A row may hold what no UTF-8 can: half a surrogate pair, which is why it is here.
+    file.write(text.encode("utf-8", "backslashreplace").decode() + "\n")
 
 
-def fit(renderer: Renderer, talk: Talk, row_tokens: int) -> tuple[Rendered, int] | Refused:
+def fit(
+    renderer: Renderer, messages: Sequence[Message], row_tokens: int, max_answers: int | None = None
+) -> tuple[Rendered, int] | Problem:
     """The conversation, or as many messages of its beginning as fit into a row and end in an answer, and how many."""
-    for until in range(len(talk.messages), 0, -1):
-        if talk.messages[until - 1]["role"] != "assistant":
-            continue
-        rendered = renderer.render(talk.messages[:until])
+    if what := renderer.trouble(messages):
+        return Problem("not_in_the_template", 0, what)
+    answers = [place for place, message in enumerate(messages, 1) if message["role"] == "assistant"][:max_answers]
+    if not answers:
+        return Problem("nothing_to_learn", 0, "no message is the assistant's")
+    fitting, too_long = 0, len(answers) + 1
+    best: Rendered | None = None
+    tried = len(answers)
+    while fitting + 1 < too_long:  # more messages never make fewer tokens
+        rendered = renderer.render(list(messages[: answers[tried - 1]]))
         if len(rendered.ids) <= row_tokens:
-            return rendered, until
-    answered = any(message["role"] == "assistant" for message in talk.messages)
-    if not answered:
-        return Refused(talk.source, talk.place, "nothing_to_learn", "no message is the assistant's")
-    return Refused(talk.source, talk.place, "too_long", f"its first answer does not end within {row_tokens} tokens")
+            fitting, best = tried, rendered
+        else:
+            too_long = tried
+        tried = (fitting + too_long) // 2
+    if best is None:
+        return Problem("too_long", 0, f"its first answer does not end within {row_tokens} tokens")
+    return best, answers[fitting - 1]
 
 
-def write_rows(out: Path, split: str, talks: Sequence[Rendered], renderer: Renderer, row_tokens: int) -> dict[str, Any]:
+def write_rows(
+    out: Path, split: str, talks: Sequence[Kept | Rendered], renderer: Renderer, row_tokens: int
+) -> dict[str, Any]:
     """Pack conversations into rows, pad these, and write them as one shard. Returns what is in it."""
     tokenizer = renderer.tokenizer
-    packed = best_fit_decreasing([len(talk.ids) for talk in talks], row_tokens)
+    packed = first_fit_decreasing([len(talk.ids) for talk in talks], row_tokens)
     kind = np.uint16 if tokenizer.vocab_size <= 2**16 else np.uint32
     tokens = np.full((len(packed), row_tokens), tokenizer.pad_id, dtype=kind)
     mask = np.zeros((len(packed), row_tokens), dtype=np.uint8)
@@ -175,6 +217,7 @@ def write_rows(out: Path, split: str, talks: Sequence[Rendered], renderer: Rende
             "document_id": tokenizer.document_id,
             "row_tokens": row_tokens,
             "template": renderer.template.hash,
+            "template_name": renderer.template.name,
         },
     )
     filled = sum(len(talk.ids) for talk in talks)
@@ -190,21 +233,8 @@ def write_rows(out: Path, split: str, talks: Sequence[Rendered], renderer: Rende
 def trained_on(folder: Path, tokenizer: Tokenizer) -> Iterator[str]:
     """Every message of the conversations that `run` left to train on, wherever they came from, as they were cut."""
     for path in format.names(folder, "train"):
-        tokens = format.read(path, tokenizer_hash=tokenizer.hash).tokens
-        starts = np.flatnonzero(np.isin(tokens, list(tokenizer.special.values())))
+        tokens: NDArray[Any] = format.read(path, tokenizer_hash=tokenizer.hash).tokens
+        starts = np.flatnonzero(np.isin(tokens, list(tokenizer.special_ids)))
         for message in np.split(tokens, starts):
             if len(message) > 1:
                 yield tokenizer.decode(message.tolist())
-
-
-def _why(refused: Sequence[Refused], path: Path) -> str:
-    """How many conversations were refused, for which reasons, and where each stands; "" where none was."""
-    reasons = ", ".join(f"{reason} {count}" for reason, count in Counter(r.reason for r in refused).most_common())
-    return f"{len(refused)} refused ({reasons}): {path} says of each where it stands and why." if refused else ""
-
-
-def _write_refused(path: Path, refused: Sequence[Refused]) -> None:
-    with whole_file(path, "w") as file:
-        for one in refused:
-            line = {"source": one.source, "place": one.place, "reason": one.reason, "what": one.what}
-            file.write(json.dumps(line, ensure_ascii=False) + "\n")

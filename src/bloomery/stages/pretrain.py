@@ -18,6 +18,7 @@ from bloomery.shards.loader import Course, Samples
 from bloomery.stages.config import Pretrain
 from bloomery.stages.sampling import continuing
 from bloomery.tokenizer.chat import Renderer
+from bloomery.tokenizer.templates import EVERY_SPECIAL
 from bloomery.tokenizer.tokenizer import Tokenizer
 from bloomery.train import extension, launch
 from bloomery.train.plan import rows_at_once, rows_per_step
@@ -100,7 +101,8 @@ def start(config: Pretrain, tokenizer: Tokenizer) -> Transformer:
         model = Transformer(config.model, tokenizer.vocab_size)
         model.initialize(config.seed)
         return model
-    given = huggingface.load(config.start_from.expanduser())
+    special = [name for name in EVERY_SPECIAL if tokenizer.special_id(name) is not None]
+    given = huggingface.load(config.start_from.expanduser(), special=special)
     where, shape = str(config.start_from), given.model.config
     if given.tokenizer.hash != tokenizer.hash:
         what = f"has the tokenizer {given.tokenizer.hash[:8]}, and the shards were made with {tokenizer.hash[:8]}"

@@ -24,7 +24,7 @@ def answering(renderer: Renderer) -> Sampler:
 def _sampler(renderer: Renderer, ids: Callable[[str], list[int]]) -> Sampler:
     """Drawn with a fixed seed, so that only training makes a difference between two steps."""
     tokenizer = renderer.tokenizer
-    stop = frozenset({tokenizer.document_id, tokenizer.end_id})
+    stop = frozenset({tokenizer.document_id, tokenizer.end_id, renderer.end_id})
 
     def sample(model: Transformer, prompts: Sequence[str], max_tokens: int) -> Iterator[str]:
         engine = Engine(model)
@@ -32,6 +32,6 @@ def _sampler(renderer: Renderer, ids: Callable[[str], list[int]]) -> Sampler:
             said = engine.stream(
                 ids(prompt), max_tokens=max_tokens, temperature=TEMPERATURE, top_p=TOP_P, seed=0, stop_ids=stop
             )
-            yield tokenizer.decode([id for id in said if id not in stop])
+            yield renderer.said([id for id in said if id not in stop])
 
     return sample

@@ -10,7 +10,7 @@ from bloomery.core.files import canonical, sha256_bytes, sha256_file
 from bloomery.core.log import say
 from bloomery.data import document
 from bloomery.data.holdout import LARGEST_SHARE, is_held_out
-from bloomery.tokenizer import importers, measure, pieces
+from bloomery.tokenizer import importers, measure, pieces, templates
 from bloomery.tokenizer.config import AnyKind, ByteBpe, Imported, SentencePiece
 from bloomery.tokenizer.quick import Encoder
 from bloomery.tokenizer.sample import Sample
@@ -33,7 +33,7 @@ def digest(config: AnyKind) -> str:
 def vocab_size(config: AnyKind) -> int:
     """How many ids the section asks for, or an imported tokenizer has. Raises DataError."""
     if isinstance(config, Imported):
-        return importers.load(config.path, config.pattern).vocab_size
+        return _imported(config).vocab_size
     return config.vocab_size
 
 
@@ -42,7 +42,7 @@ def run(config: AnyKind, inputs: Mapping[str, Path], out: Path) -> dict[str, Any
     if isinstance(config, Imported) and not config.measure:
         tokenizer = _made(config, {})
         tokenizer.save(out)
-        facts = {"vocab_size": tokenizer.vocab_size, "hash": tokenizer.hash, "special": tokenizer.special}
+        facts = {"vocab_size": tokenizer.vocab_size, "hash": tokenizer.hash, "special": _special(tokenizer, config)}
         return {"kind": config.kind, **facts}
     seen, unseen = sample(document.handed_on(inputs["dedup"]), config)
     texts = seen.texts()
@@ -55,7 +55,7 @@ def run(config: AnyKind, inputs: Mapping[str, Path], out: Path) -> dict[str, Any
         "kind": config.kind,
         "vocab_size": tokenizer.vocab_size,
         "hash": tokenizer.hash,
-        "special": tokenizer.special,
+        "special": _special(tokenizer, config),
         "sample": {domain: _taken(seen, domain, some) for domain, some in texts.items()},
         "bytes_per_token": measure.bytes_per_token(texts, counts),
         "bytes_per_token_unseen": measure.bytes_per_token(others, measure.used(tokenizer, encoder, others)),
@@ -90,14 +90,22 @@ def _made(config: AnyKind, texts: Texts) -> Tokenizer:
     every = (text for some in texts.values() for text in some)
     match config:
         case ByteBpe():
-            tokenizer = train(every, config.vocab_size, config.pattern)
+            tokenizer = train(every, config.vocab_size, config.pattern, templates.wanted(config.template))
         case SentencePiece():
             tokenizer = pieces.train(every, config)
         case Imported():
-            return importers.load(config.path, config.pattern)
+            return _imported(config)
     if tokenizer.vocab_size < config.vocab_size:
         say(f"the text holds only {tokenizer.vocab_size} of {config.vocab_size} ids", style="yellow")
     return tokenizer
+
+
+def _special(tokenizer: Tokenizer, config: AnyKind) -> dict[str, int | None]:
+    return {name: tokenizer.special_id(name) for name in templates.wanted(config.template)}
+
+
+def _imported(config: Imported) -> Tokenizer:
+    return importers.load(config.path, config.pattern, templates.wanted(config.template))
 
 
 def _taken(seen: Sample, domain: str, some: Sequence[str]) -> dict[str, Any]:

@@ -1,27 +1,26 @@
 """
 The one renderer: conversations to ids and a loss mask, for training, evaluation, chat and export.
 
-Conversations become ids by structure, never by text: each message's content is encoded by itself and stands between
-special tokens that no content can spell. What is rendered for training therefore begins with exactly what is rendered
-for serving.
+Conversations become ids by structure, never by text: each message's content stands between special tokens that no
+content can spell. What is rendered for training therefore begins with exactly what is rendered for serving.
 """
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
-from typing import Any, Literal, TypedDict, get_args
 
 from bloomery.core.errors import DataError
-from bloomery.core.files import canonical, sha256_bytes
-from bloomery.tokenizer.tokenizer import DOCUMENT, END, ROLES, Tokenizer
+from bloomery.data.conversations.conversation import Message as Message
+from bloomery.data.conversations.conversation import Role as Role
+from bloomery.data.conversations.conversation import as_message as as_message
+from bloomery.data.conversations.conversation import half_pair as half_pair
+from bloomery.data.conversations.conversation import trouble as trouble
+from bloomery.tokenizer.templates import TEMPLATES, Template
+from bloomery.tokenizer.tokenizer import Tokenizer
 
-Role = Literal["system", "user", "assistant", "tool"]
-assert get_args(Role) == ROLES
-
-
-class Message(TypedDict):
-    role: Role
-    content: str
+BEGINNINGS = ("a", "A", "7", "(", "'", '"', "`", "<", "-", "é", "\u0301", "東", "😀", "…", "")
+"""Of answers: before each of them, text of the structure has to be encoded as it is where nothing follows."""
+SPACES = (" a", "  a", "\n", "\n\n  a", "\t", " ")
+"""More of them, for templates that keep white space before an answer."""
 
 
 @dataclass(frozen=True)
@@ -31,84 +30,123 @@ class Rendered:
     """1 where the id is something that the model shall learn to say: an assistant's content, and the end after it."""
 
 
-@dataclass(frozen=True)
-class Template:
-    """How a conversation looks in special tokens: opening, then for each message its role, content and end."""
-
-    name: str = "bloomery"
-    opening: str = DOCUMENT
-    role: str = "<|{role}|>"
-    end: str = END
-
-    @cached_property
-    def hash(self) -> str:
-        """sha256 of all that decides about the ids of a conversation, given a tokenizer."""
-        return sha256_bytes(canonical([self.name, self.opening, self.role, self.end]))
-
-    def jinja(self) -> str:
-        """The same template for `transformers` and others, which render text and encode it afterwards."""
-        before, after = self.role.split("{role}")
-        return (
-            f"{{{{ '{self.opening}' }}}}"
-            "{% for message in messages %}"
-            f"{{{{ '{before}' + message['role'] + '{after}' + message['content'] + '{self.end}' }}}}"
-            "{% endfor %}"
-            f"{{% if add_generation_prompt %}}{{{{ '{before}assistant{after}' }}}}{{% endif %}}"
-        )
-
-
 class Renderer:
-    """A template bound to a tokenizer."""
+    """A template bound to a tokenizer. Raises DataError where the two do not go together."""
 
     def __init__(self, tokenizer: Tokenizer, template: Template | None = None) -> None:
-        self.tokenizer, self.template = tokenizer, template or Template()
-        self._roles = {role: tokenizer.special[self.template.role.format(role=role)] for role in ROLES}
-        self._opening = tokenizer.special[self.template.opening]
-        self.end_id: int = tokenizer.special[self.template.end]
+        self.tokenizer, self.template = tokenizer, template or TEMPLATES["bloomery"]
+        self._special = _special_ids(tokenizer, self.template)
+        self.end_id: int = self._special[self.template.end]
+        self.lead = self.template.lead
+        _check_cut(tokenizer, self.template)
 
     def render(self, messages: Sequence[Message]) -> Rendered:
         """A whole conversation, to be learned from. Raises DataError for an unknown role or content that is no text."""
-        ids, mask = [self._opening], [0]
-        for number, message in enumerate(messages):
-            content = self._encode(message, number)
-            says = int(message["role"] == "assistant")
-            ids += [self._roles[message["role"]], *content, self.end_id]
-            mask += [0, *[says] * len(content), says]
-        return Rendered(ids, mask)
+        return self._written(messages).rendered
 
     def prompt(self, messages: Sequence[Message]) -> list[int]:
         """Ids up to the place where the assistant begins to speak."""
-        return [*self.render(messages).ids, self._roles["assistant"]]
+        line = self._written(messages)
+        line.put(self.template.before("assistant"))
+        return line.rendered.ids
 
-    def _encode(self, message: Message, number: int) -> list[int]:
-        if what := trouble(message):
-            raise DataError(what, where=f"message {number + 1}")
-        return self.tokenizer.encode(message["content"])
+    def said(self, ids: Sequence[int]) -> str:
+        """The content of an answer that a model gave as these ids, with or without its end."""
+        return self.tokenizer.decode(ids).removeprefix(self.lead)
+
+    def trouble(self, messages: Sequence[Message]) -> str:
+        """Why a conversation cannot be written in this template, or ""."""
+        found = self.template.trouble(messages)
+        return f"message {found[0] + 1} {found[1]}" if found else ""
+
+    def _written(self, messages: Sequence[Message]) -> "_Line":
+        for number, message in enumerate(messages, 1):
+            if what := trouble(message):
+                raise DataError(what, where=f"message {number}")
+        if found := self.template.trouble(messages):
+            cure = "Choose another one in instruct.template, or leave such messages out."
+            raise DataError(found[1], where=f"message {found[0] + 1}", cure=cure)
+        template, line = self.template, _Line(self.tokenizer, self.template, self._special)
+        line.put(template.opening)
+        for message in messages:
+            role, content = message["role"], template.content(message)
+            line.put(template.before(role))
+            if role == "assistant":
+                line.say(template.lead + content)
+                line.put(template.end, says=1)
+            else:
+                line.hear(content)
+                line.put(template.ends_with(role))
+            line.put(template.between)
+        return line
 
 
-def trouble(value: object) -> str:
-    """Why a value is no message, and what it has to be, or ""."""
-    if not isinstance(value, Mapping) or not {"role", "content"} <= value.keys():
-        return "has no role and content"
-    role, content = value["role"], value["content"]
-    if role not in ROLES:
-        return f"has the role {role!r}; roles are {', '.join(ROLES)}"
-    if not isinstance(content, str):
-        return f"has {type(content).__name__} as its content, not text"
-    if (spot := half_pair(content)) is not None:
-        return f"holds half a surrogate pair at character {spot}; write it as one character, or leave it out"
-    return ""
+class _Line:
+    """Ids and mask as they are written from left to right."""
+
+    def __init__(self, tokenizer: Tokenizer, template: Template, special: Mapping[str, int]) -> None:
+        self._tokenizer, self._template, self._special = tokenizer, template, special
+        self._ids: list[int] = []
+        self._mask: list[int] = []
+        self._text = ""
+        """Heard and not yet encoded: until the next special token, or until the assistant speaks, it is one text."""
+
+    def put(self, structure: str, says: int = 0) -> None:
+        for part, is_special in self._template.parts(structure):
+            if is_special:
+                self._flush()
+                self._ids.append(self._special[part])
+                self._mask.append(says)
+            else:
+                self._text += part
+
+    def hear(self, content: str) -> None:
+        self._text += content
+
+    def say(self, content: str) -> None:
+        self._flush()
+        self._add(content, 1)
+
+    @property
+    def rendered(self) -> Rendered:
+        self._flush()
+        return Rendered(self._ids, self._mask)
+
+    def _flush(self) -> None:
+        text, self._text = self._text, ""
+        self._add(text, 0)
+
+    def _add(self, text: str, says: int) -> None:
+        ids = self._tokenizer.encode(text) if text else []
+        self._ids += ids
+        self._mask += [says] * len(ids)
 
 
-def as_message(value: Mapping[str, Any]) -> Message:
-    """The message that a mapping without `trouble` is."""
-    return Message(role=value["role"], content=value["content"])
+def _special_ids(tokenizer: Tokenizer, template: Template) -> dict[str, int]:
+    found = {name: tokenizer.special_id(name) for name in template.special}
+    if missing := [name for name, id in found.items() if id is None]:
+        raise DataError(
+            f"the tokenizer has no special tokens {', '.join(missing)}, which the template {template.name!r} writes",
+            cure=f'Say tokenizer.template = "{template.name}", make tokenizer and model with it, or take another one.',
+        )
+    return {name: id for name, id in found.items() if id is not None}
 
 
-def half_pair(text: str) -> int | None:
-    """The place of a lone surrogate, which JSON can spell and UTF-8 cannot hold; None where there is none."""
-    try:
-        text.encode()
-    except UnicodeEncodeError as error:
-        return error.start
-    return None
+def _check_cut(tokenizer: Tokenizer, template: Template) -> None:
+    """
+    Where text stands right before an answer, a program that encodes both as one must find the same ids as we, who do
+    not know the answer yet when it is asked for. Raises DataError where it does not.
+    """
+    last, is_special = template.parts(template.before("assistant"))[-1]
+    if is_special:
+        return
+    text = "a" + template.between + last if template.between and template.ends == "answers" else last
+    before = tokenizer.encode(text)
+    for content in (*BEGINNINGS, *(SPACES if template.strips == "nothing" else ())):
+        answer = template.lead + content
+        if answer and tokenizer.encode(text + answer) != before + tokenizer.encode(answer):
+            raise DataError(
+                f"before {answer!r} the tokenizer cuts {text!r}, which the template {template.name!r} writes there, in "
+                "another way than where nothing follows: what is trained would not be what is served",
+                cure='Take a template that has a special token there ("bloomery"), or another tokenizer.pattern.',
+            )

@@ -7,6 +7,7 @@ from pydantic import Field, model_validator
 
 from bloomery.core.config import Config, Positive
 from bloomery.tokenizer.patterns import PatternName
+from bloomery.tokenizer.templates import TemplateName
 
 
 class DomainShare(Config):
@@ -24,6 +25,8 @@ class Sampled(Config):
     """What the sample is made of; a named domain without documents is an error. Without any: all domains evenly."""
     languages: Literal["script", "langid"] = "script"
     """What fertility is told apart by: the writing of a document, or its language as py3langid guesses it."""
+    template: TemplateName = "bloomery"
+    """The chat template whose special tokens it holds. A recipe takes it from `instruct.template`."""
     gpt2: Path | None = None
     """Folder with GPT-2's vocab.bpe and encoder.json, to compare with. None: $BLOOMERY_SHARED/data/tokenizer."""
 

@@ -20,6 +20,7 @@ from tokenizers import AddedToken, models
 from bloomery.core.errors import DataError
 from bloomery.tokenizer import llmc, pieces
 from bloomery.tokenizer.patterns import PATTERNS, PatternName
+from bloomery.tokenizer.templates import EVERY_SPECIAL
 from bloomery.tokenizer.tokenizer import DOCUMENT, FILE, SPECIAL, Tokenizer, byte_letters
 from bloomery.tokenizer.train import byte_level
 
@@ -43,13 +44,15 @@ def files(path: Path) -> tuple[Path, ...]:
     raise DataError("there is no tokenizer", where=str(path), cure=cure)
 
 
-def load(path: Path, pattern: PatternName | None = None) -> Tokenizer:
+def load(path: Path, pattern: PatternName | None = None, special: Sequence[str] = SPECIAL) -> Tokenizer:
     """The tokenizer of a file or folder, by the end of its name. Raises DataError, which says why it cannot be read."""
-    return load_with_added(path, pattern)[0]
+    return load_with_added(path, pattern, special)[0]
 
 
-def load_with_added(path: Path, pattern: PatternName | None = None) -> tuple[Tokenizer, dict[str, int]]:
-    """As `load`, and the special tokens that it lacked, with the ids that they have got."""
+def load_with_added(
+    path: Path, pattern: PatternName | None = None, special: Sequence[str] = SPECIAL
+) -> tuple[Tokenizer, dict[str, int]]:
+    """As `load`, and the special tokens that it lacked of those wanted, with the ids that they have got."""
     found = files(path)
     kind = found[0].suffix
     if pattern is not None and kind not in (".tiktoken", ".bin"):
@@ -70,13 +73,14 @@ def load_with_added(path: Path, pattern: PatternName | None = None) -> tuple[Tok
         cure = "It is damaged, or of another kind."
         raise DataError(f"cannot be read as a tokenizer: {error}", where=str(found[0]), cure=cure) from None
     before = inner.get_vocab(with_added_tokens=True)
-    made = with_special(inner, str(path))
-    return made, {name: id for name, id in made.special.items() if name not in before}
+    made = with_special(inner, str(path), special)
+    ids = {name: made.special_id(name) for name in special if name not in before}
+    return made, {name: id for name, id in ids.items() if id is not None}
 
 
-def with_special(inner: tokenizers.Tokenizer, where: str) -> Tokenizer:
+def with_special(inner: tokenizers.Tokenizer, where: str, special: Sequence[str] = SPECIAL) -> Tokenizer:
     """The same tokenizer, and after it the special tokens that it lacks. Raises DataError for ids given twice."""
-    inner.add_special_tokens([AddedToken(name, normalized=False, special=True) for name in SPECIAL])
+    inner.add_special_tokens([AddedToken(name, normalized=False, special=True) for name in special])
     made = Tokenizer(inner)
     ids = inner.get_vocab(with_added_tokens=True).values()
     if len(set(ids)) < len(ids) or not set(made.special.values()) <= made.special_ids:
@@ -132,7 +136,7 @@ def _tiktoken(path: Path, pattern: PatternName | None) -> tokenizers.Tokenizer:
 
 def _llmc(path: Path, pattern: PatternName | None) -> tokenizers.Tokenizer:
     tokens, end = llmc.read(path)
-    names = [name.encode() for name in SPECIAL]
+    names = [name.encode() for name in EVERY_SPECIAL]
     last = next((id for id in range(end, len(tokens)) if tokens[id] not in names), len(tokens))
     if last != len(tokens) or tokens[end] != DOCUMENT.encode():
         what = f"has {tokens[end]!r} as token {end}, where a text ends, and others after it"

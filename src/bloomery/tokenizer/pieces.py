@@ -17,8 +17,9 @@ from tokenizers import AddedToken, decoders, models, normalizers
 
 from bloomery.core.errors import DataError
 from bloomery.data import extras
+from bloomery.tokenizer import templates
 from bloomery.tokenizer.config import SentencePiece
-from bloomery.tokenizer.tokenizer import SPACE, SPECIAL, Tokenizer
+from bloomery.tokenizer.tokenizer import SPACE, Tokenizer
 
 LONGEST_LINE = 100_000
 """Characters of a line that is learned from; a longer one is cut. SentencePiece itself would leave it out."""
@@ -73,7 +74,7 @@ def learned(texts: Iterable[str], config: SentencePiece) -> bytes:
             allow_whitespace_only_pieces=True,
             hard_vocab_limit=False,
             user_defined_symbols=[symbol.replace(" ", SPACE) for symbol in config.symbols],
-            control_symbols=list(SPECIAL),
+            control_symbols=list(templates.wanted(config.template)),
             unk_id=0,
             bos_id=-1,
             eos_id=-1,

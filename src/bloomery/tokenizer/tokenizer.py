@@ -63,6 +63,14 @@ class Tokenizer:
         with whole_file(folder / FILE, "w") as file:
             file.write(self._inner.to_str(pretty=True))
 
+    def special_id(self, name: str) -> int | None:
+        """The id of a special token, also of one that only some templates need; None where there is none."""
+        return self._special_by_name.get(name)
+
+    @cached_property
+    def _special_by_name(self) -> dict[str, int]:
+        return {one.content: id for id, one in self._inner.get_added_tokens_decoder().items() if one.special}
+
     @cached_property
     def spec(self) -> dict[str, Any]:
         """All that the tokenizer is, as tokenizer.json holds it."""

@@ -1,6 +1,6 @@
 """Training a tokenizer: byte-level BPE on a balanced sample of documents."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import tokenizers
 from tokenizers import Regex, decoders, models, pre_tokenizers, trainers
@@ -12,7 +12,9 @@ LONGEST_WORD = 256
 """In characters. The trainer takes time in the square of a word's length: one line of 3 MB without a space, hours."""
 
 
-def train(texts: Iterable[str], vocab_size: int, pattern: PatternName = "qwen2") -> Tokenizer:
+def train(
+    texts: Iterable[str], vocab_size: int, pattern: PatternName = "qwen2", special: Sequence[str] = SPECIAL
+) -> Tokenizer:
     """
     A tokenizer of at most `vocab_size` ids, special tokens included; fewer where the text holds no more merges.
 
@@ -24,7 +26,7 @@ def train(texts: Iterable[str], vocab_size: int, pattern: PatternName = "qwen2")
     inner.pre_tokenizer = pre_tokenizers.Sequence([words, pieces, letters])
     trainer = trainers.BpeTrainer(
         vocab_size=vocab_size,
-        special_tokens=list(SPECIAL),
+        special_tokens=list(special),
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )

@@ -14,11 +14,11 @@ from bloomery.core.errors import RunError
 from bloomery.core.log import say
 from bloomery.hw.dist import World
 from bloomery.model.transformer import Transformer
-from bloomery.tokenizer.chat import Renderer
-from bloomery.train import exactness, parallel
+from bloomery.train import exactness
+from bloomery.train.keeping import Kept
 from bloomery.train.optim import Optimizers
 from bloomery.train.state import State
-from bloomery.weights import checkpoint, huggingface
+from bloomery.weights import checkpoint
 from bloomery.weights.checkpoint import Checkpoint, Saver
 from bloomery.weights.huggingface import Lineage
 
@@ -34,7 +34,7 @@ class Checkpoints:
     name: str
     root: Path
     model: Transformer
-    renderer: Renderer
+    kept: Kept
     optimizers: Optimizers
     lineage: Lineage
     environment: dict[str, Any]
@@ -57,12 +57,7 @@ class Checkpoints:
         return State.restored(found.state)
 
     def _take_up(self, found: Checkpoint) -> None:
-        if parallel.is_sharded(self.model):
-            twin = Transformer(self.model.config, self.model.vocab_size)
-            huggingface.fill(twin, found.folder, self.lineage)
-            parallel.take(self.model, twin)
-        else:
-            huggingface.fill(self.model, found.folder, self.lineage)
+        self.kept.fill(found.folder, self.lineage)
         self.optimizers.restore(found.training)
 
     def _place(self, name: str, shape: torch.Size, kind: torch.dtype) -> Tensor:
@@ -117,14 +112,14 @@ class Checkpoints:
             return
         if sharded:
             self._saved = (time.monotonic(), state.step)  # also if it fails: all ranks have to think the same
-        model, lineage = parallel.copy_of(self.model, self.world), self.lineage_of(state)
+        (write, size), lineage = self.kept.copied(self.world), self.lineage_of(state)
         self.saver.start(
             state.step,
-            lambda folder: huggingface.save(folder, model, self.renderer, lineage),
+            lambda folder: write(folder, lineage),
             self.optimizers.state(),
             asdict(state),
             environment=self.environment,
-            model_bytes=parallel.weight_bytes(model),
+            model_bytes=size,
         )
         self._saved = (time.monotonic(), state.step)
 
@@ -143,9 +138,9 @@ class Checkpoints:
 
     def leave_model(self, folder: Path, state: State) -> None:
         """Leave the model as it is, for others to read."""
-        model = parallel.copy_of(self.model, self.world) if parallel.is_sharded(self.model) else self.model
+        write = self.kept.copied(self.world)[0] if parallel.is_sharded(self.model) else self.kept.write
         if self.world.is_first:
-            huggingface.save(folder, model, self.renderer, self.lineage_of(state))
+            write(folder, self.lineage_of(state))
 
     def check_finite(self, state: State) -> None:
         """Raises RunError where the last updates have hurt the weights."""

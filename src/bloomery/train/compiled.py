@@ -22,6 +22,7 @@ from typing import Any, Literal
 import numpy as np
 
 from bloomery.core.log import say
+from bloomery.hw import chosen
 from bloomery.hw.device import Device
 from bloomery.model.transformer import Transformer
 from bloomery.shards.loader import Course, Samples
@@ -65,6 +66,9 @@ def prepare(model: Transformer, config: Training, samples: Samples | Course, dev
     recompute(model, config.recompute)
     if config.compile == "off":
         return Verdict(False, "not asked for")
+    if config.compile == "auto" and (why := chosen.why_not("block-compiled", device)):
+        say(f"  blocks are not compiled: a small one, tried by the doctor, {why}", style="yellow")
+        return Verdict(False, why)
     note = out / "compile.json"
     known = json.loads(note.read_text(encoding="utf-8")) if note.exists() else None
     if known is not None and not known["compiled"]:

@@ -2,10 +2,11 @@
 
 from typing import Annotated, Literal
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from bloomery.core.config import VOLATILE, Config, Count, Positive, Share
 from bloomery.hw.host import Wanted
+from bloomery.model.lora_config import Lora
 
 Momentum = Annotated[float, Field(ge=0, lt=1)]
 """Share of a running mean that is kept from step to step."""
@@ -239,3 +240,19 @@ class Training(Config):
     prompts: tuple[str, ...] = Field(("The ",), json_schema_extra=VOLATILE)
     """What samples go on from: beginnings of texts when pretraining, what a user says when finetuning."""
     sample_tokens: Positive = Field(48, json_schema_extra=VOLATILE)
+
+
+class Finetune(Training):
+    """The same loop, on conversations, from the pretrained weights."""
+
+    optimizer: Optimizer = Muon(matrix_learning_rate=0.01, learning_rate=1e-3)
+    schedule: Schedule = Linear()
+    lora: Lora | None = None
+    """Train small matrices beside frozen ones, by AdamW if no optimizer is named. None: train every weight."""
+
+    @model_validator(mode="after")
+    def _adapters_learn_by_adam(self) -> "Finetune":
+        """Muon makes steps of one size in all directions, which makes no sense of factors that start at 0."""
+        if self.lora is not None and "optimizer" not in self.model_fields_set:
+            self.__dict__["optimizer"] = AdamW(learning_rate=1e-3, weight_decay=0.0)
+        return self

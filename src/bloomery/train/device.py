@@ -3,6 +3,7 @@
 from dataclasses import replace
 
 from bloomery.core.log import say
+from bloomery.hw import chosen
 from bloomery.hw import device as devices
 from bloomery.hw.device import Device
 from bloomery.train.config import Training
@@ -15,6 +16,7 @@ def find_device(config: Training) -> Device:
     """The device that a recipe asks for, with the number format that it asks for."""
     devices.return_freed_memory()  # what earlier stages of this process left
     found = devices.find(config.device)
+    chosen.prepare(found)
     say(f"  computes in {Precision.decide(config.precision, found).why}")
     if config.precision == "auto":
         return found

@@ -16,6 +16,7 @@ from typing import Any
 import bloomery.hw.needs_torch  # noqa: F401
 from bloomery.core import native
 from bloomery.core.log import say
+from bloomery.hw import chosen
 from bloomery.hw import device as devices
 from bloomery.hw.device import Device
 from bloomery.hw.dist import World
@@ -40,6 +41,7 @@ def environment(config: Training, device: Device, world: World, optimizers: Opti
             f"{type(part).__name__}{' fused' if part.defaults.get('fused') else ''}" for part in optimizers.parts
         ],
         "device": device.name,
+        "kernels": chosen.state(device),
         "instructions": torch.backends.cpu.get_cpu_capability(),
         "system": f"{platform.system()} {platform.machine()}",
         "native": native.identity(kernels.LIBRARY),

@@ -47,19 +47,24 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
             if slope is None or grad_hidden is None:
                 continue
             grad_hidden[piece] = slope @ table
+            if not context.needs_input_grad[1]:
+                continue  # the head is frozen
             share = slope.t() @ hidden[piece]
             grad_weight = share.to(weight.dtype) if grad_weight is None else grad_weight.add_(share)
         if slopes:
-            context.save_for_backward(grad_hidden, torch.zeros_like(weight) if grad_weight is None else grad_weight)
+            if grad_weight is None and context.needs_input_grad[1]:
+                grad_weight = torch.zeros_like(weight)
+            context.save_for_backward(grad_hidden, grad_weight)
         entropy = totals[0].clone()
         context.mark_non_differentiable(entropy)
         return totals.sum(), entropy
 
     @staticmethod
-    def backward(context: Any, *upstream: Tensor) -> tuple[Tensor, Tensor, None, None, None]:
+    def backward(context: Any, *upstream: Tensor) -> tuple[Tensor, Tensor | None, None, None, None]:
         """In place: a second backward pass through the same loss is refused by torch."""
         grad_hidden, grad_weight = context.saved_tensors
-        return grad_hidden.mul_(upstream[0]), grad_weight.mul_(upstream[0]), None, None, None
+        frozen = grad_weight is None
+        return grad_hidden.mul_(upstream[0]), None if frozen else grad_weight.mul_(upstream[0]), None, None, None
 
 
 def chunk(

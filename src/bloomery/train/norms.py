@@ -2,7 +2,7 @@
 How large weights, their gradients and their updates are, by layer, every so many steps.
 
     gradient flow    norm of the gradient of each layer, before clipping
-    weight norm      norm of all weights
+    weight norm      norm of all weights that are trained
     update norm      norm of what one step of the optimizers changed them by
 
 Of a weight with many numbers, the update is looked at in about SAMPLED of them at even distances, and scaled up: a copy
@@ -45,7 +45,9 @@ class Norms:
             return
         pairs = zip(self._seen(), self._before, strict=True)
         changed = torch.stack([scale * (seen - before).float().square().sum() for (seen, scale), before in pairs])
-        weights = torch.stack(torch._foreach_norm([whole(weight) for weight in self._model.parameters()]))
+        weights = torch.stack(
+            torch._foreach_norm([whole(one) for one in self._model.parameters() if one.requires_grad])
+        )
         self._before = []
         self.latest = {
             "weight_norm": float(weights.norm()),

@@ -122,25 +122,30 @@ def weight_bytes(model: nn.Module) -> int:
 # --- sharded models ------------------------------------------------------------------------------------------------
 
 
-def check_shard(config: Training, world: World) -> bool:
+def check_shard(config: Training, world: World, *, adapters: bool = False) -> bool:
     """Whether a model is to be sharded. Raises ConfigError for what cannot be done with the parts of one."""
     if config.shard == "none" or world.size == 1:
         return False
-    refused = {
-        "compile": (config.compile, "off", "compiled blocks were not tried with weights that come and go"),
-        "optimizer.kind": (config.optimizer.kind, "adamw", "its scales are of blocks that parts of weights would cut"),
-    }
-    bad = [
-        name for name, is_bad in (("compile", config.compile != "off"), ("optimizer.kind", _is_8bit(config))) if is_bad
-    ]
-    for name in bad:
-        value, cure, why = refused[name]
-        raise ConfigError(f'{name}="{value}" does not go with shard="fsdp": {why}', cure=f'Say {name}="{cure}".')
+    for given, why, cure in (
+        (
+            f'compile="{config.compile}"' if config.compile != "off" else "",
+            "compiled blocks were not tried with weights that come and go",
+            'Say compile="off".',
+        ),
+        (
+            'optimizer.kind="adamw8bit"' if config.optimizer.kind == "adamw8bit" else "",
+            "its scales are of blocks, which parts of weights would cut",
+            'Say optimizer.kind="adamw".',
+        ),
+        (
+            "training of adapters (LoRA)" if adapters else "",
+            "their frozen base is not put together by any rule",
+            'Say shard="none", or leave out lora.',
+        ),
+    ):
+        if given:
+            raise ConfigError(f'{given} does not go with shard="fsdp": {why}', cure=cure)
     return True
-
-
-def _is_8bit(config: Training) -> bool:
-    return config.optimizer.kind == "adamw8bit"
 
 
 def groups(model: nn.Module) -> dict[str, list[str]]:

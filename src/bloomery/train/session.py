@@ -30,6 +30,7 @@ from bloomery.train.config import WSD, Training
 from bloomery.train.device import fast_dtype, find_device, short
 from bloomery.train.guard import Guard, forget
 from bloomery.train.hooks import Hook, Hooks
+from bloomery.train.keeping import Adapters, Kept, Whole
 from bloomery.train.loop import train
 from bloomery.train.norms import Norms
 from bloomery.train.optim import Optimizers
@@ -67,6 +68,8 @@ class Session:
     out: Path
     sampler: Sampler | None = None
     """What writes samples, for those who ask for them."""
+    kept: Kept | None = None
+    """What of the model is saved; the whole of it, if nothing else is said."""
     evaluations: Mapping[str, Evaluation] = field(default_factory=dict)
     """What is measured besides the validation loss, at the same steps; of its numbers, one has the name it has here."""
     measured: dict[int, float] = field(default_factory=dict)
@@ -88,7 +91,7 @@ class Session:
         """
         device = find_device(self.config)
         dist.check_devices(self.world, device.place)
-        self._sharded = parallel.check_shard(self.config, self.world)
+        self._sharded = parallel.check_shard(self.config, self.world, adapters=isinstance(self.kept, Adapters))
         with parallel.desk(self.out, self.world) as self._desk, kept(self._desk / LOG), on_sigterm() as self._stop:
             if self._sharded:  # weights go where they compute one group at a time, and leave their part there
                 parallel.shard(self.model, self.world, device)
@@ -250,7 +253,7 @@ class Session:
             name=self.name,
             root=self.out / "checkpoints",
             model=self.model,
-            renderer=self.renderer,
+            kept=self.kept or Whole(self.model, self.renderer),
             optimizers=optimizers,
             lineage=self.lineage,
             environment=exactness.environment(self.config, device, self.world, optimizers),

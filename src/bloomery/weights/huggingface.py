@@ -9,7 +9,8 @@ A model as a folder that `transformers` loads as it is, and that says what it wa
 Folders that others saved have no bloomery.json. They are read too; imported.py says how their tokenizer becomes ours.
 """
 
-from collections.abc import Callable, Mapping
+import os
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, TypeVar
@@ -17,10 +18,12 @@ from typing import Any, Literal, TypeVar
 from bloomery.core.errors import CheckpointError
 from bloomery.core.files import canonical, read_json, sha256_bytes, sha256_file, write_json
 from bloomery.model.config import ModelConfig
+from bloomery.model.lora_config import Lora
 from bloomery.model.transformer import Transformer
-from bloomery.tokenizer.chat import Renderer, Template
-from bloomery.tokenizer.tokenizer import PAD, Tokenizer
-from bloomery.weights import families, imported
+from bloomery.tokenizer.chat import Renderer
+from bloomery.tokenizer.templates import TEMPLATES, Template
+from bloomery.tokenizer.tokenizer import DOCUMENT, PAD, SPECIAL, Tokenizer
+from bloomery.weights import adapters, families, imported
 from bloomery.weights.architecture import TABLES, Architecture, gathered, spread
 from bloomery.weights.tensors import INDEX, Tensors, is_pickled, save_tensors
 from bloomery.weights.tensors import WEIGHTS as WEIGHTS
@@ -30,6 +33,10 @@ from torch import Tensor
 
 T = TypeVar("T")
 CONFIG, LINEAGE = "config.json", "bloomery.json"
+NAME = "template_name"
+"""Beside the lineage: which of TEMPLATES it is whose hash stands there."""
+BASE = "adapts"
+"""Beside it, for adapters: where their base lies, its digest, and how it was kept."""
 NumberFormat = Literal["float32", "bfloat16", "float16"]
 
 
@@ -45,6 +52,14 @@ class Lineage:
     base: str | None = None
     """The content hash of the stage whose model it started from."""
     step: int = 0
+
+
+@dataclass(frozen=True)
+class BaseModel:
+    """What adapters are beside."""
+
+    folder: Path
+    digest: str
 
 
 @dataclass(frozen=True)
@@ -73,10 +88,11 @@ def save(
     """
     folder.mkdir(parents=True, exist_ok=True)
     tokenizer, template = renderer.tokenizer, renderer.template
-    end = template.opening if lineage.template is None else template.end
+    chats = lineage.template is not None
+    opening, end = (template.opening or DOCUMENT, template.end) if chats else (DOCUMENT, DOCUMENT)
     ids = {
-        "bos_token_id": tokenizer.special[template.opening],
-        "eos_token_id": tokenizer.special[end],
+        "bos_token_id": tokenizer.special_id(opening),
+        "eos_token_id": tokenizer.special_id(end),
         "pad_token_id": tokenizer.pad_id,
     }
     kind, own = families.architecture(model.config), _own(model)
@@ -93,24 +109,26 @@ def save(
     write_json(folder / CONFIG, facts | ids)
     write_json(folder / "generation_config.json", {"do_sample": False} | ids)
     tokenizer.save(folder)
-    chat = {} if lineage.template is None else {"chat_template": template.jinja()}
-    write_json(folder / "tokenizer_config.json", _tokenizer_config(template, end, model.config.context) | chat)
-    write_json(folder / LINEAGE, asdict(lineage))
+    chat = {"chat_template": template.jinja()} if chats else {}
+    write_json(folder / "tokenizer_config.json", _tokenizer_config(opening, end, model.config.context) | chat)
+    write_json(folder / LINEAGE, asdict(lineage) | ({NAME: template.name} if chats else {}))
 
 
-def load(folder: Path, device: torch.device | str = "cpu") -> Loaded:
+def load(folder: Path, device: torch.device | str = "cpu", special: Sequence[str] = SPECIAL) -> Loaded:
     """
     Read a model folder written by `save`, or by transformers. Raises CheckpointError where a file is missing or torn,
     the weights have another shape or are a pickle, the architecture is unknown, or tokenizer or template are not those
-    the model was trained with; it says which two differ.
+    the model was trained with; it says which two differ. A model of others gets the tokens of `special` that it lacks.
     """
+    if adapters.is_adapter(folder):
+        return _with_adapters(folder, device, special)
     if not (folder / CONFIG).is_file():
         cure = "Name a run folder, a stage folder, or a checkpoint folder."
         raise CheckpointError(f"there is no {CONFIG}", where=str(folder), cure=cure)
     facts, kind, config = _read(folder / CONFIG, _understood)
     rows = int(facts["vocab_size"])
     if not (folder / LINEAGE).is_file():
-        tokenizer, added = imported.tokenizer_of(folder, rows)
+        tokenizer, added = imported.tokenizer_of(folder, rows, special)
         model = Transformer(config, max(rows, tokenizer.vocab_size))
         _fill(model, folder, kind, rows)
         imported.add_rows(model, rows, added, facts)
@@ -118,19 +136,30 @@ def load(folder: Path, device: torch.device | str = "cpu") -> Loaded:
         return Loaded(model.to(device).eval(), tokenizer, Renderer(tokenizer), lineage, folder)
     lineage = lineage_of(folder)
     tokenizer = Tokenizer.load(folder)
-    renderer = Renderer(tokenizer)
     _same("tokenizer", lineage.tokenizer, tokenizer.hash, folder)
-    if lineage.template is not None:
-        _same("chat template", lineage.template, renderer.template.hash, folder)
+    renderer = Renderer(tokenizer, template_of(folder))
     model = Transformer(config, rows)
     _fill(model, folder, kind)
     return Loaded(model.to(device).eval(), tokenizer, renderer, lineage, folder)
 
 
+def template_of(folder: Path) -> Template | None:
+    """The chat template that a model was trained with; None for none. Raises CheckpointError where ours is another."""
+    facts = _read(folder / LINEAGE, dict)
+    trained, name = facts["template"], facts.get(NAME, "bloomery")
+    if trained is None:
+        return None
+    if name not in TEMPLATES:
+        what = f"the model was trained with the chat template {name} {trained[:8]}; here are {', '.join(TEMPLATES)}"
+        raise CheckpointError(what, where=str(folder), cure="Use the version that trained it.")
+    _same("chat template", trained, TEMPLATES[name].hash, folder, name)
+    return TEMPLATES[name]
+
+
 def is_model(folder: Path) -> bool:
-    """Whether a folder holds a model, be it one that is refused when it is read."""
+    """Whether a folder holds a model, or adapters for one, be it one that is refused when it is read."""
     weights = (folder / WEIGHTS).is_file() or (folder / INDEX).is_file() or is_pickled(folder) != ""
-    return (folder / CONFIG).is_file() and weights
+    return ((folder / CONFIG).is_file() and weights) or adapters.is_adapter(folder)
 
 
 def fill(model: Transformer, folder: Path, lineage: Lineage) -> None:
@@ -138,13 +167,65 @@ def fill(model: Transformer, folder: Path, lineage: Lineage) -> None:
     Read the weights of a model folder into a model, where it is. Raises CheckpointError where they were not made from
     what `lineage` says (at whatever step), have another shape, or are torn.
     """
+    _same_lineage(folder, lineage)
+    _fill(model, folder, families.architecture(model.config))
+
+
+def _same_lineage(folder: Path, lineage: Lineage) -> None:
     made, wanted = (asdict(replace(one, step=0)) for one in (lineage_of(folder), lineage))
     for name in made:
         if made[name] != wanted[name]:
             was, is_now = (one[name][:8] if one[name] else "none" for one in (made, wanted))
             cure = f"To train from the start, remove {folder.parent}."
             raise CheckpointError(f"was made with {name} {was}, and this one is {is_now}", where=str(folder), cure=cure)
-    _fill(model, folder, families.architecture(model.config))
+
+
+def save_adapters(
+    folder: Path,
+    weights: Mapping[str, Tensor],
+    model: Transformer,
+    renderer: Renderer,
+    lineage: Lineage,
+    settings: Lora,
+    base: BaseModel,
+) -> None:
+    """Write the adapters of a model without it, in PEFT's files, with the tokenizer, the template and the lineage."""
+    folder.mkdir(parents=True, exist_ok=True)
+    place = os.path.relpath(base.folder.resolve(), folder.resolve())
+    adapters.save(folder, weights, model, settings, place)
+    renderer.tokenizer.save(folder)
+    opening, end = renderer.template.opening or DOCUMENT, renderer.template.end
+    chat = {"chat_template": renderer.template.jinja()}
+    write_json(folder / "tokenizer_config.json", _tokenizer_config(opening, end, model.config.context) | chat)
+    own = {"folder": place, "digest": base.digest, "kept_as": settings.base}
+    write_json(folder / LINEAGE, asdict(lineage) | {NAME: renderer.template.name, BASE: own})
+
+
+def fill_adapters(model: Transformer, folder: Path, lineage: Lineage) -> None:
+    """As `fill`, for the adapters of a model."""
+    _same_lineage(folder, lineage)
+    adapters.fill(model, folder)
+
+
+def _with_adapters(folder: Path, device: torch.device | str, special: Sequence[str]) -> Loaded:
+    """A base with the adapters of a folder merged into it. Those of PEFT have the tokenizer and lineage of the base."""
+    adapter = adapters.read(folder)
+    facts = _read(folder / LINEAGE, dict) if (folder / LINEAGE).is_file() else {}
+    own = facts.get(BASE, {"folder": adapter.base, "kept_as": "float32"})
+    place = (folder / Path(own["folder"]).expanduser()).resolve()
+    if not is_model(place):
+        cure = f"Put it there, or name its folder in {adapters.CONFIG if not facts else LINEAGE}."
+        raise CheckpointError(f"adapts a model that is not at {place}", where=str(folder), cure=cure)
+    if facts:
+        _same("base", own["digest"], digest(place), folder)
+    loaded = load(place, special=special)
+    adapters.merge(loaded.model, adapter, own["kept_as"], folder)
+    loaded.model.to(device)
+    if not facts:
+        return replace(loaded, folder=folder)
+    lineage = lineage_of(folder)
+    _same("tokenizer", lineage.tokenizer, loaded.tokenizer.hash, folder)
+    return replace(loaded, renderer=Renderer(loaded.tokenizer, template_of(folder)), lineage=lineage, folder=folder)
 
 
 def digest(folder: Path) -> str:
@@ -172,10 +253,10 @@ def _understood(facts: dict[str, Any]) -> tuple[dict[str, Any], Architecture, Mo
     return facts, kind, kind.understand(facts)
 
 
-def _same(what: str, trained: str, given: str, folder: Path) -> None:
+def _same(what: str, trained: str, given: str, folder: Path, name: str = "") -> None:
     if trained != given:
         raise CheckpointError(
-            f"the model was trained with the {what} {trained[:8]}, and this one is {given[:8]}",
+            f"the model was trained with the {what} {f'{name} {trained[:8]}'.strip()}, and this one is {given[:8]}",
             where=str(folder),
             cure=f"Use the {what} that lies beside the weights, or train again.",
         )
@@ -183,7 +264,9 @@ def _same(what: str, trained: str, given: str, folder: Path) -> None:
 
 def lineage_of(folder: Path) -> Lineage:
     """What the model of a folder says it was made from. Raises CheckpointError where that cannot be read."""
-    return _read(folder / LINEAGE, lambda facts: Lineage(**facts))
+    return _read(
+        folder / LINEAGE, lambda facts: Lineage(**{key: facts[key] for key in facts if key not in (NAME, BASE)})
+    )
 
 
 def _own(model: Transformer) -> dict[str, Tensor]:
@@ -207,11 +290,11 @@ def _fill(model: Transformer, folder: Path, kind: Architecture, rows: int | None
             raise CheckpointError(str(error), where=str(tensors.file), cure="It belongs to another model.") from None
 
 
-def _tokenizer_config(template: Template, end: str, context: int) -> dict[str, Any]:
+def _tokenizer_config(opening: str, end: str, context: int) -> dict[str, Any]:
     return {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "model_max_length": context,
-        "bos_token": template.opening,
+        "bos_token": opening,
         "eos_token": end,
         "pad_token": PAD,
         "clean_up_tokenization_spaces": False,

@@ -5,14 +5,14 @@ A new row is what the model has for the closest thing it knows: the token that o
 begins a text, what ends a document or a message is said where a text would end, and the rest is the mean of all rows.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from bloomery.core.errors import CheckpointError
 from bloomery.model.transformer import Transformer
 from bloomery.tokenizer import importers
-from bloomery.tokenizer.tokenizer import DOCUMENT, END, Tokenizer
+from bloomery.tokenizer.tokenizer import DOCUMENT, END, SPECIAL, Tokenizer
 
 import torch
 from torch import Tensor
@@ -21,13 +21,14 @@ NAME = "imported"
 """Stands for the hash of the shards in the lineage of a model that others trained."""
 
 
-def tokenizer_of(folder: Path, rows: int) -> tuple[Tokenizer, dict[str, int]]:
+def tokenizer_of(folder: Path, rows: int, special: Sequence[str] = SPECIAL) -> tuple[Tokenizer, dict[str, int]]:
     """
     The tokenizer of a model folder or of a file, and the special tokens that were added to it, with their ids. Raises
     CheckpointError where it has more ids than the model has rows, DataError where there is none that can be read.
     """
-    tokenizer, added = importers.load_with_added(folder)
-    added |= {name: id for name, id in tokenizer.special.items() if id >= rows}
+    tokenizer, added = importers.load_with_added(folder, special=special)
+    ids = {name: tokenizer.special_id(name) for name in special}
+    added |= {name: id for name, id in ids.items() if id is not None and id >= rows}
     if more := set(range(rows, tokenizer.vocab_size)) - set(added.values()):
         what = f"the tokenizer has {rows + len(more)} ids, and the model {rows}"
         raise CheckpointError(what, where=str(folder), cure="It is the tokenizer of another model.")

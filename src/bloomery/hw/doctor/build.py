@@ -8,24 +8,14 @@ from typing import Any
 from bloomery.core.errors import HardwareError
 from bloomery.hw import wheel
 from bloomery.hw.doctor.finding import Facts, Finding, Status
-from bloomery.hw.host import Host, Reply
+from bloomery.hw.host import Host
 from bloomery.hw.installed import numbers
+from bloomery.hw.trials import ending
 
 OLDEST_ROCM = {"gfx1150": (7, 2), "gfx1151": (7, 2), "gfx1200": (7, 2), "gfx1201": (7, 2)}
 """Wheels for an older ROCm stop at the first kernel of these targets, or lack half of the kernels."""
 OLDEST_NVIDIA = {12: (525,), 13: (580,)}
 """CUDA's major version -> the first driver that runs it (NVIDIA, CUDA compatibility)."""
-OLDER_CUDA_INDEX = "https://download.pytorch.org/whl/cu126"
-
-
-def ending(reply: Reply) -> str:
-    """How a child process ended, in words."""
-    if reply.code is None:
-        return "did not end in time"
-    if reply.code < 0:
-        return f"was killed by signal {-reply.code}"
-    last = reply.err.strip().splitlines()[-1:] or ["no message"]
-    return f"failed: {last[0]}"
 
 
 def torch_build(facts: Facts) -> Iterator[Finding]:
@@ -79,13 +69,27 @@ def _sees(facts: Facts, seen: Mapping[str, Any]) -> Finding:
         return Finding(id="torch", status="fail", value=value, cure=reinstall(facts.host))
     if maker in ("amd", "nvidia", "hygon") and not seen["gpus"]:
         return _sees_none(facts, seen, maker)
+    if maker == "nvidia" and (older := _too_old_for(seen)):
+        cure = shlex.join([*pip_over(facts.host), "--index-url", wheel.OLDER_CUDA_INDEX, f"torch{wheel.BOUNDS}"])
+        return Finding(id="torch", status="fail", value=f"{version} has no kernels for {older}", cure=cure)
     believed = {str(target).partition(":")[0] for target in seen.get("chips", ())}
-    if targets and believed and not believed <= targets:
+    if maker == "amd" and targets and believed and not believed <= targets:
         value = (
             f"{version} takes the GPU for {', '.join(sorted(believed))}; the kernel says {', '.join(sorted(targets))}"
         )
         return Finding(id="torch", status="fail", value=value, cure="unset HSA_OVERRIDE_GFX_VERSION")
     return Finding(id="torch", status="ok", value=f"{version}, sees {seen['gpus'] or 'no'} GPUs")
+
+
+def _too_old_for(seen: Mapping[str, Any]) -> str:
+    """The chip of NVIDIA that is older than all that this torch has kernels for, as sm_61; "" for none."""
+    made_for = [int(name[3:]) for name in seen["targets"] if re.fullmatch(r"sm_\d+", name)]
+    chips = [name for name in seen.get("chips", ()) if re.fullmatch(r"sm_\d+", name)]
+    return next((chip for chip in chips if made_for and int(chip[3:]) < min(made_for)), "")
+
+
+def pip_over(host: Host) -> list[str]:
+    return [host.python, "-m", "pip", "install", "--force-reinstall"]
 
 
 def _sees_none(facts: Facts, seen: Mapping[str, Any], maker: str) -> Finding:
@@ -94,8 +98,7 @@ def _sees_none(facts: Facts, seen: Mapping[str, Any], maker: str) -> Finding:
     cuda = numbers(str(seen.get("cuda") or ""))
     if maker == "nvidia" and driver and cuda and driver < OLDEST_NVIDIA.get(cuda[0], (0,)):
         value = f"{version} needs driver {OLDEST_NVIDIA[cuda[0]][0]} or newer; this one is {'.'.join(map(str, driver))}"
-        pip = [facts.host.python, "-m", "pip", "install", "--force-reinstall", "--index-url", OLDER_CUDA_INDEX]
-        cure = shlex.join([*pip, f"torch{wheel.BOUNDS}"]) + "   # or a newer driver"
+        cure = f"{reinstall(facts.host)}   # or a newer driver"
         return Finding(id="torch", status="fail", value=value, cure=cure)
     hidden = [f"{name}={value!r}" for name, value in facts.host.env.items() if name.endswith("_VISIBLE_DEVICES")]
     value = f"{version} sees no GPU" + (f" ({', '.join(hidden)})" if hidden else "")

@@ -1,6 +1,5 @@
 """What checks share: the facts they look at, and the form of what they find."""
 
-import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -50,14 +49,3 @@ class Facts:
 
 
 Check = Callable[[Facts], Iterator[Finding]]
-
-
-def answers(reply: Reply) -> list[dict[str, Any]]:
-    """The lines of JSON that a child process wrote. One that it was writing when it died is left out."""
-    lines = [line for line in reply.out.splitlines() if line.startswith("{") and line.endswith("}")]
-    return [json.loads(line) for line in lines]
-
-
-def merged(reply: Reply) -> dict[str, Any]:
-    """All that a child process said, as one dictionary."""
-    return {key: value for answer in answers(reply) for key, value in answer.items()}

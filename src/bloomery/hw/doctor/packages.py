@@ -83,14 +83,14 @@ def _companions(facts: Facts) -> Iterator[Finding]:
     torch = facts.packages.get("torch")
     if have is None or torch is None:
         return
-    if torch.version != have.version:
+    if torch.version.partition("+")[0] != have.version.partition("+")[0]:
         value = f"torch is {have.version} by its files and {torch.version} by pip: two of them lie over each other"
         cure = f"{_uninstall(facts, 'torch')} && {shlex.quote(facts.host.python)} -m bloomery.hw.wheel --install"
         yield Finding(id="torch-twice", status="fail", value=value, cure=cure)
     for name in ("torchvision", "torchaudio"):
         other = facts.packages.get(name)
-        if other and other.local != torch.local and (other.local or torch.local):
-            value = f"{name} {other.version} was built for another torch than {torch.version}"
+        if other and other.local not in (torch.local, have.version.partition("+")[2]):
+            value = f"{name} {other.version} was built for another torch than {have.version}"
             yield Finding(id=f"package-{name}", status="warn", value=value, cure=_uninstall(facts, name))
 
 

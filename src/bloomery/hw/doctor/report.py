@@ -6,19 +6,17 @@ at its first kernel, long after it said that all is well. Each check is a functi
 does not concern the machine says nothing. The order of CHECKS is the order of the report.
 """
 
-from collections.abc import Iterator, Sequence
+import sys
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from bloomery.hw import wheel
-from bloomery.hw.doctor import build, graphics, packages, system
-from bloomery.hw.doctor.build import ending, reinstall
-from bloomery.hw.doctor.finding import Check, Facts, Finding, merged
+from bloomery.hw.doctor import build, computing, graphics, packages, system
+from bloomery.hw.doctor.finding import Check, Facts, Finding
 from bloomery.hw.gpus import find_gpus
 from bloomery.hw.host import Host, Reply
-
-IMPORT_LIMIT_SECONDS = 120.0
-PROBE_LIMIT_SECONDS = 240.0
-LARGEST_MATMUL_ERROR = 0.02  # bfloat16 keeps 8 bits, which gives about 0.003
+from bloomery.hw.trials import Trial, command, merged
 
 
 def examine(host: Host, runs: Path) -> list[Finding]:
@@ -27,10 +25,23 @@ def examine(host: Host, runs: Path) -> list[Finding]:
     return [finding for check in CHECKS for finding in check(facts)]
 
 
+def shown(host: Host) -> Host:
+    """The same machine, whose commands are named on the terminal while they run: some take a minute."""
+
+    def run(command: Sequence[str], limit_seconds: float) -> Reply:
+        print(f"\r\x1b[K  {command[-1]} …", end="", file=sys.stderr, flush=True)
+        reply = host.run(command, limit_seconds)
+        print("\r\x1b[K", end="", file=sys.stderr, flush=True)
+        return reply
+
+    return replace(host, run=run)
+
+
 def gather(host: Host, runs: Path) -> Facts:
     """What the checks look at. torch is imported in a child process, if there is one."""
     have = wheel.installed(host)
-    reply = probe(host, "torch", IMPORT_LIMIT_SECONDS) if have else Reply(code=1)
+    trial = Trial(kernel="torch")
+    reply = host.run(command(host, trial), trial.limit_seconds) if have else Reply(code=1)
     told = merged(reply)
     seen = told if reply.code == 0 and "version" in told else None
     return Facts(host=host, runs=runs, gpus=find_gpus(host), have=have, seen=seen, reply=reply)
@@ -44,40 +55,12 @@ def exit_code(findings: Sequence[Finding]) -> int:
 def as_lines(findings: Sequence[Finding]) -> list[str]:
     """The report for a person."""
     marks = {"ok": "✓", "warn": "!", "fail": "✗"}
+    width = max((len(finding.id) for finding in findings), default=0)
     lines = []
     for finding in findings:
-        lines.append(f"{marks[finding.status]} {finding.id:<17} {finding.value}")
-        lines += [f"{'':<20}{line}" for line in finding.cure.splitlines()]
+        lines.append(f"{marks[finding.status]} {finding.id:<{width}}  {finding.value}")
+        lines += [f"{'':<{width + 4}}{line}" for line in finding.cure.splitlines()]
     return lines
-
-
-def probe(host: Host, name: str, limit_seconds: float) -> Reply:
-    """Ask torch something in a process of its own."""
-    return host.run([host.python, "-X", "faulthandler", "-m", "bloomery.hw.probe", name], limit_seconds)
-
-
-def computing(facts: Facts) -> Iterator[Finding]:
-    """Whether torch computes right numbers here: one product, and sixty steps whose loss must halve."""
-    if facts.seen is None:
-        return
-    reply = probe(facts.host, "compute", PROBE_LIMIT_SECONDS)
-    told = merged(reply)
-    where = f"on {told.get('device', 'the device')} in {told.get('dtype', 'its dtype')}"
-    cure = f"Do not train on it: take the processor, or another torch:\n{reinstall(facts.host)}"
-    error = told.get("matmul_error")
-    if error is None:
-        yield Finding(id="matmul", status="fail", value=f"a matrix product {where} {ending(reply)}", cure=cure)
-        return
-    right = error < LARGEST_MATMUL_ERROR  # false for NaN
-    value = f"relative error {error:.4f} {where}"
-    yield Finding(id="matmul", status="ok" if right else "fail", value=value, cure="" if right else cure)
-    if "last_loss" not in told:
-        yield Finding(id="training", status="fail", value=f"sixty steps {where}: it {ending(reply)}", cure=cure)
-        return
-    first, last = told["first_loss"], told["last_loss"]
-    learned = last < first / 2
-    value = f"loss {first:.3f} → {last:.3f} in sixty steps"
-    yield Finding(id="training", status="ok" if learned else "fail", value=value, cure="" if learned else cure)
 
 
 CHECKS: tuple[Check, ...] = (
@@ -102,5 +85,8 @@ CHECKS: tuple[Check, ...] = (
     system.shared_memory,
     system.disk,
     system.compiled,
-    computing,
+    computing.kernels,
+    computing.speed,
+    computing.refill,
+    computing.all_reduce,
 )

@@ -7,8 +7,9 @@ import sys
 from collections.abc import Iterator
 
 from bloomery.core import native
-from bloomery.hw.doctor.finding import GIB, Facts, Finding, Status, merged
-from bloomery.hw.host import cpu_features, fast_bf16, in_container, in_wsl, memory_bytes, physical_bytes
+from bloomery.hw.doctor.finding import GIB, Facts, Finding, Status
+from bloomery.hw.host import Reply, cpu_features, fast_bf16, in_container, in_wsl, memory_bytes, physical_bytes
+from bloomery.hw.trials import ending, merged
 
 OLDEST_PYTHON = (3, 11)
 LEAST_SHM_BYTES = GIB
@@ -60,7 +61,7 @@ def memory(facts: Facts) -> Iterator[Finding]:
 
 
 def memory_speed(facts: Facts) -> Iterator[Finding]:
-    rate = _measured(facts, "memory")
+    rate = _rate(_measure(facts, "memory"))
     if rate is not None:
         slow = rate < SLOW_MEMORY
         value = f"one thread copies {rate / 1e9:.1f} GB/s"
@@ -68,9 +69,13 @@ def memory_speed(facts: Facts) -> Iterator[Finding]:
         yield Finding(id="memory-speed", status="warn" if slow else "ok", value=value, cure=cure)
 
 
-def _measured(facts: Facts, what: str, *arguments: str) -> float | None:
-    """Bytes a second, as a child process measures them; None where it could not."""
-    reply = facts.host.run([facts.host.python, "-m", "bloomery.hw.measure", *arguments, what], MEASURE_LIMIT_SECONDS)
+def _measure(facts: Facts, what: str, *arguments: str) -> Reply:
+    """What a child process finds out about memory or a disk."""
+    return facts.host.run([facts.host.python, "-m", "bloomery.hw.measure", *arguments, what], MEASURE_LIMIT_SECONDS)
+
+
+def _rate(reply: Reply) -> float | None:
+    """Bytes a second; None where it was not measured."""
     told = merged(reply).get("bytes_per_second")
     return float(told) if told else None
 
@@ -107,7 +112,11 @@ def disk(facts: Facts) -> Iterator[Finding]:
     yield Finding(id="disk", status=status, value=f"{free / GIB:.1f} GiB free for {facts.runs}", cure=cure)
     if status == "fail":
         return
-    rate = _measured(facts, "disk", str(folder))
+    reply = _measure(facts, "disk", str(folder))
+    rate = _rate(reply)
+    if rate is None and "Error" in reply.err:
+        cure = "bloomery run RECIPE --runs DIR   # in a folder that is yours"
+        yield Finding(id="disk-speed", status="fail", value=f"writing to {folder} {ending(reply)}", cure=cure)
     if rate is not None:
         slow = rate < SLOW_DISK
         cure = "bloomery run RECIPE --runs DIR   # on a disk of this machine" if slow else ""

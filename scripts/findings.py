@@ -1,0 +1,67 @@
+"""
+The table of docs/hw.md: what `bloomery doctor` tells each machine of the tests that something is wrong with.
+
+`python scripts/findings.py` prints it; `--write` puts it between the two marks in docs/hw.md.
+"""
+
+import sys
+import tempfile
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+sys.path.insert(0, str(ROOT))
+
+from bloomery.hw.doctor.report import examine  # noqa: E402
+from tests.hw.bad_device import BadDevice, row  # noqa: E402
+from tests.hw.matrix import MATRIX  # noqa: E402
+from tests.hw.test_bad_device import FAULTS, outcome  # noqa: E402
+
+PAGE = ROOT / "docs" / "hw.md"
+MACHINES, FAULTY = "machines", "bad devices"
+
+
+def machines() -> str:
+    """A section for each machine, with what it is told."""
+    blocks = []
+    for case in MATRIX.values():
+        with tempfile.TemporaryDirectory() as folder:
+            findings = examine(case.build(Path(folder)), Path(folder) / "runs")
+            lines = [f"**{case.title}**", ""]
+            wrong = [one for one in findings if one.status != "ok"]
+            for one in wrong:
+                lines += [f"- `{one.id}` {one.status}: {one.value}", "", "  ```sh", f"  {one.cure}", "  ```", ""]
+            if not wrong:
+                lines += ["- nothing to cure", ""]
+            blocks.append("\n".join(lines).replace(folder, ""))
+    return "\n".join(blocks).strip()
+
+
+def bad_devices() -> str:
+    """A row for each fault that was given to a kernel."""
+    rows = ["| trial | operation | fault | what is told |", "|---|---|---|---|"]
+    with BadDevice() as device:
+        for name, fault, operation, _ in FAULTS:
+            found = outcome(device.has(fault, operation), name, seconds=2.0 if fault == "hang" else 60.0)
+            rows.append(row(name, fault, operation, found.why))
+    return "\n".join(rows)
+
+
+def block(page: str, name: str) -> str:
+    """What stands between the marks of a name."""
+    return page.partition(f"<!-- {name} -->")[2].partition(f"<!-- /{name} -->")[0].strip("\n")
+
+
+def main() -> None:
+    page = PAGE.read_text(encoding="utf-8")
+    for name, made in ((MACHINES, machines()), (FAULTY, bad_devices())):
+        if "--write" not in sys.argv:
+            print(made)
+            continue
+        start, end = f"<!-- {name} -->", f"<!-- /{name} -->"
+        page = page.partition(start)[0] + f"{start}\n{made}\n{end}" + page.partition(end)[2]
+    if "--write" in sys.argv:
+        PAGE.write_text(page, encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,219 @@
+"""
+Conversations from their sources, file by file and row by row, whole; what is none comes out too, as `Rejected`.
+
+The order depends on nothing but names and the config. Of a data set of the hub no more files are downloaded than its
+cap needs; where there is a cap, files come in the order of the hash of their names.
+"""
+
+import hashlib
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from bloomery.core import files
+from bloomery.core.errors import DataError
+from bloomery.data import elsewhere, hub, json_lists, rows, sources, tables, unpack, worlds
+from bloomery.data.accept import first_unmet
+from bloomery.data.conversations import dialogue, shapes, trees
+from bloomery.data.conversations.config import Shaped, Source, TalkFiles, TalkHub, TalkPreset, WorldTalks
+from bloomery.data.conversations.conversation import Conversation, Messages, Rejected, as_message
+from bloomery.data.conversations.shapes import Row, Shape
+from bloomery.data.rows import Found
+from bloomery.data.sources import AnyFiles
+from bloomery.data.unpack import Problem
+
+ENDINGS = (".jsonl", ".ndjson", ".json", ".parquet", ".txt", ".text")
+"""Of names of files that can hold conversations, behind .gz and .zst."""
+
+Item = Conversation | Rejected
+
+
+class _File(NamedTuple):
+    source: Shaped
+    path: Path
+    name: str
+    """In its source; ids begin with it."""
+    where: str
+    """What a person is told: the path, or data set, commit and file."""
+
+
+def conversations(read: Iterable[Source]) -> Iterator[Item]:
+    """Every conversation of every source, up to its cap, or why it is none. Raises DataError as `digest` does."""
+    for source in read:
+        yield from _capped(source.max_conversations, _items(source))
+
+
+def digest(read: Iterable[Source]) -> str:
+    """
+    A hash of the contents of all files, and of the commits of data sets, for a stage's fingerprint.
+
+    Raises DataError where a file cannot be read, or the hub does not say what a revision is.
+    """
+    hashes = []
+    for source in read:
+        if isinstance(source, TalkFiles):
+            hashes += [_sha256(path) for _, path in _local(source)]
+        elif not isinstance(source, WorldTalks):
+            hashes.append(hub.digest(elsewhere.repository(source, source)))
+    return " ".join(hashes)
+
+
+def _sha256(path: Path) -> str:
+    try:
+        return files.sha256_file(path)
+    except OSError as error:
+        raise unpack.unreadable(path, error) from None
+
+
+def _capped(limit: int | None, found: Iterator[Item]) -> Iterator[Item]:
+    taken = 0
+    for item in found:
+        yield item
+        taken += isinstance(item, Conversation)
+        if taken == limit:
+            return
+
+
+def _items(source: Source) -> Iterator[Item]:
+    if isinstance(source, WorldTalks):
+        for number, made in enumerate(worlds.conversations(source.seed, source.count)):
+            messages = [as_message(message) for message in made.messages()]
+            yield Conversation(messages, source.name, f"{source.name}/{number}", str(number), source.license)
+        return
+    for file in _files(source):
+        yield from _of_file(file)
+
+
+def _files(source: Shaped) -> Iterator[_File]:
+    """Every file of a source, downloaded when its turn comes. Raises DataError where there are none."""
+    if isinstance(source, TalkFiles):
+        for name, path in _local(source):
+            yield _File(source, path, name, str(path))
+        return
+    assert isinstance(source, TalkHub | TalkPreset)
+    repository = elsewhere.repository(source, source)
+    listed = hub.listing(repository, source.files, config=source.config, split=source.split)
+    others = [file.name for file in listed if _ending(file.name) is None]
+    if others and (source.files or source.config is not None or len(others) == len(listed)):
+        cure = f"Name files of it that end in {', '.join(ENDINGS)}, in files of source {source.name!r}."
+        raise DataError(f"no conversations are read from {others[0]}", where=source.dataset, cure=cure)
+    listed = [file for file in listed if file.name not in others]
+    if source.max_conversations is not None:
+        listed.sort(key=lambda file: hashlib.sha256(f"{source.name}/{file.name}".encode()).digest())
+    for file in listed:
+        path, where = elsewhere.from_hub(repository, file)
+        yield _File(source, path, file.name, where)
+
+
+def _local(source: TalkFiles) -> list[tuple[str, Path]]:
+    """Name and path of the files of a source. In a folder, of those that can hold conversations."""
+    found = sources.files_of(AnyFiles(name=source.name, domain=source.name, path=source.path))
+    if source.kind == "jsonl":
+        return found
+    kept = [(name, path) for name, path in found if _ending(name) is not None]
+    if not kept:
+        cure = f"Name a file, or a folder of files, that end in {', '.join(ENDINGS)}, or .gz and .zst of them."
+        raise DataError("holds no conversations", where=str(source.path), cure=cure)
+    return kept
+
+
+def _ending(name: str) -> str | None:
+    """How a file's name ends, behind .gz and .zst; None where no conversations are read from such a file."""
+    path = Path(name)
+    ending = (Path(path.stem) if path.suffix in unpack.FRAMES else path).suffix.lower()
+    packed = path.suffix in unpack.FRAMES and ending == ".parquet"
+    return ending if ending in ENDINGS and not packed else None
+
+
+def _of_file(file: _File) -> Iterator[Item]:
+    jsonl = isinstance(file.source, TalkFiles) and file.source.kind == "jsonl"
+    ending = ".jsonl" if jsonl else _ending(file.name)
+    if ending in (".txt", ".text"):
+        yield from _of_text(file)
+    elif ending == ".json":
+        yield from _of_rows(file, json_lists.objects(file.path, file.source.max_row_bytes))
+    elif ending == ".parquet":
+        yield from _of_rows(file, _parquet(file))
+    else:
+        yield from _of_rows(file, rows.jsonl(file.path, file.source.max_row_bytes))
+
+
+def _of_text(file: _File) -> Iterator[Item]:
+    data = unpack.whole(file.path, file.source.max_row_bytes)
+    text = data if isinstance(data, Problem) else rows.decode(data)
+    for ending, part in rows.parts(text, file.source.separator):
+        found = dialogue.parsed(part, file.source.speakers) if isinstance(part, str) else part
+        yield _item(file, ending, {"text": part} if isinstance(part, str) else None, found)
+
+
+def _parquet(file: _File) -> Iterator[tuple[int, Found]]:
+    source = file.source
+    looked_at = {*shapes.KNOWN, *(name.partition(".")[0] for name in source.fields.named)}
+    looked_at |= {one.field.partition(".")[0] for one in source.accept}
+    try:
+        names = pq.read_schema(file.path).names
+    except (pa.ArrowException, OSError) as error:
+        if getattr(error, "errno", None) is not None:
+            raise unpack.unreadable(file.path, error) from None
+        yield 0, Problem("torn", 0, f"is no parquet file, or broken: {error}")
+        return
+    kept = [name for name in names if name in looked_at]
+    if not kept:
+        yield 0, Problem("no_column", 0, f"has none of the columns of conversations; its columns: {', '.join(names)}")
+        return
+    yield from tables.parquet(file.path, kept)
+
+
+def _of_rows(file: _File, found: Iterator[tuple[int, Found]]) -> Iterator[Item]:
+    """Rows as conversations, by the shape of the source, or of the first that has one."""
+    source, shape = file.source, file.source.shape
+    nodes: list[tuple[int, Row]] = []
+    for line, row in found:
+        if isinstance(row, Problem):
+            yield _item(file, f":{line}", None, row)
+            continue
+        if (unmet := first_unmet(source.accept, "", row)) is not None:
+            yield _item(file, f":{line}", row, unmet)
+            continue
+        shape = shape or shapes.detected(row, source.fields)
+        if shape == "tree":
+            problem = trees.trouble(row)
+            if problem is not None:
+                yield _item(file, f":{line}", row, problem)
+            else:
+                nodes.append((line, row))
+        else:
+            yield _item(file, f":{line}", row, _read(shape, row, source))
+    for way in trees.paths(nodes):
+        if isinstance(way, trees.Path):
+            row = {"id": way.id}
+            yield _item(file, f":{way.line}", row, way.messages, group=f"{source.name}/{way.root}")
+        else:
+            yield _item(file, f":{way[0]}", None, way[1])
+
+
+def _read(shape: Shape | None, row: Row, source: Shaped) -> Messages | Problem:
+    if shape is None:
+        what = f"has the shape of no conversation; its fields: {', '.join(row)}"
+        return Problem("unknown_shape", 0, what)
+    return shapes.READ[shape](row, source.fields)
+
+
+def _item(file: _File, ending: str, row: Row | None, found: Messages | Problem, group: str = "") -> Item:
+    place, source = f"{file.where}{ending}", file.source
+    if isinstance(found, list) and not any(message["role"] == "assistant" for message in found):
+        found = Problem("nothing_to_learn", 0, "no message is the assistant's")
+    if isinstance(found, Problem):
+        return Rejected(source.name, place, found, row)
+    own, license = (row or {}).get("id"), (row or {}).get("license")
+    return Conversation(
+        messages=found,
+        source=source.name,
+        id=str(own) if isinstance(own, str | int) and own != "" else f"{source.name}/{file.name}{ending}",
+        place=place,
+        license=license if isinstance(license, str) else source.license,
+        group=group,
+    )

@@ -1,0 +1,99 @@
+"""
+The kernels that a run takes on this machine: of each the fastest that passed its trial, and none that failed.
+
+A GPU is tried when a run first meets it, and again when driver, torch, Triton or environment have changed. A processor
+is tried by `bloomery doctor` alone: what differs between two of them is the compiled library, which tests compare.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from bloomery.core import native
+from bloomery.core.log import say
+from bloomery.hw import needs_torch as needs_torch
+from bloomery.hw import verdicts
+from bloomery.hw.device import Device
+from bloomery.hw.host import Host
+from bloomery.hw.trials import Outcome
+
+import torch
+
+LIBRARY = "training"
+"""Of native/: that which holds kernels of training."""
+
+
+def prepare(device: Device, host: Host | None = None) -> Mapping[str, Outcome]:
+    """
+    Take the kernels for a run on this device in this process, and say which. Returns kernel -> implementation.
+
+    Raises HardwareError where one that training needs fails on this machine in all its implementations.
+    """
+    host = host or Host.here()
+    outcomes = known(device, host)
+    if outcomes is None:
+        return {}
+    verdicts.check(outcomes)
+    taken = verdicts.choose(outcomes)
+    if device.place.type == "cuda":
+        _take_attention({one.implementation: one for one in outcomes if one.kernel == "attention"})
+        if "matmul" in taken and taken["matmul"].implementation:
+            library = "cublaslt" if taken["matmul"].implementation.endswith("lt") else "cublas"
+            torch.backends.cuda.preferred_blas_library(library)
+    wrong = {one.name: one.why for one in outcomes if one.status == "failed"}
+    if fault := verdicts.library_fault(outcomes):
+        native.refuse(LIBRARY, fault)
+    say(f"  kernels: {verdicts.told(outcomes)}")
+    for name, why in wrong.items():
+        say(f"  {name} is not used here: {why}", style="yellow")
+    return taken
+
+
+def known(device: Device, host: Host) -> Sequence[Outcome] | None:
+    """What trials of this machine found. A GPU that was not tried as it is now is tried first."""
+    found = verdicts.load(host, device.vendor)
+    if found is not None or device.place.type == "cpu":
+        return found
+    with verdicts.alone(host):
+        found = verdicts.load(host, device.vendor)  # another rank has been here
+        if found is None:
+            say("  this device is new, or its driver or software is: its kernels are tried first, once")
+            found = verdicts.tried(host, device.vendor)
+            verdicts.save(host, device.vendor, found)
+    return found
+
+
+def why_not(name: str, device: Device, host: Host | None = None) -> str:
+    """What a trial found to be wrong with an implementation, by its name; "" for nothing."""
+    outcomes = verdicts.load(host or Host.here(), device.vendor) or ()
+    return next((one.why for one in outcomes if one.name == name and one.status == "failed"), "")
+
+
+def state(device: Device) -> str:
+    """What this process computes with, as far as it could be otherwise: resumed runs compare it."""
+    words = [f"compiled library: {native.state(LIBRARY)}"]
+    if device.place.type == "cuda":
+        switches: Any = torch.backends.cuda
+        attention = {
+            "flash": switches.flash_sdp_enabled(),
+            "efficient": switches.mem_efficient_sdp_enabled(),
+            "cudnn": switches.cudnn_sdp_enabled(),
+            "math": switches.math_sdp_enabled(),
+        }
+        words.append(f"attention: {', '.join(name for name, on in attention.items() if on)}")
+        words.append(f"products: {torch.backends.cuda.preferred_blas_library()}")
+    return "; ".join(words)
+
+
+def _take_attention(outcomes: Mapping[str, Outcome]) -> None:
+    """
+    Leave on what passed, but of the fused ones none that torch prefers to the fastest. `efficient` stays behind
+    `flash`, because it also takes masks, and `math` stays for what no fused one takes.
+    """
+    passed = {name: one.milliseconds or float("inf") for name, one in outcomes.items() if one.status == "passed"}
+    fused = [name for name in ("flash", "efficient", "cudnn") if name in passed]
+    fastest = min(fused, key=lambda name: passed[name], default="math")
+    on = {fastest, "math", *(["efficient"] if fastest == "flash" else [])} & passed.keys()
+    torch.backends.cuda.enable_flash_sdp("flash" in on)
+    torch.backends.cuda.enable_mem_efficient_sdp("efficient" in on)
+    torch.backends.cuda.enable_cudnn_sdp("cudnn" in on)
+    torch.backends.cuda.enable_math_sdp("math" in on)

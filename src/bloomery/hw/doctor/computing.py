@@ -1,0 +1,133 @@
+"""Whether torch computes right numbers here, and how fast: each probe in a process of its own, with a limit of time."""
+
+import shlex
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+
+from bloomery.hw import verdicts
+from bloomery.hw.doctor.build import reinstall
+from bloomery.hw.doctor.finding import GIB, Facts, Finding
+from bloomery.hw.trials import Outcome, Trial, attempt, command, ending, merged, trials
+
+EXPERIMENTAL = "TORCH_ROCM_AOTRITON_ENABLE_EXPERIMENTAL"
+PREFER_LT = "TORCH_BLAS_PREFER_HIPBLASLT"
+FUSED = ("flash", "efficient", "cudnn")
+WORTH_A_WORD = 1.25
+"""A switch that makes products so many times as fast is told."""
+
+
+def vendor(facts: Facts) -> str:
+    """Whose device torch would compute on here, in the words of `Device.vendor`."""
+    seen = facts.seen or {}
+    if seen.get("gpus"):
+        return "amd" if seen.get("hip") or "rocm" in str(seen["version"]) else "nvidia"
+    return "apple" if seen.get("apple") else "cpu"
+
+
+def kernels(facts: Facts) -> Iterator[Finding]:
+    """Every implementation of every kernel. What came of it is kept for runs, which take the fastest that passed."""
+    if facts.seen is None:
+        return
+    outcomes = verdicts.tried(facts.host, vendor(facts))
+    verdicts.save(facts.host, vendor(facts), outcomes)
+    for one in outcomes:
+        yield _finding(facts, one, outcomes)
+    yield from _quadratic(facts, outcomes)
+    yield Finding(id="choice", status="ok", value=f"runs take {verdicts.told(outcomes)}")
+
+
+def _finding(facts: Facts, one: Outcome, outcomes: Sequence[Outcome]) -> Finding:
+    if one.status != "failed":
+        took = f" ({one.milliseconds:.2f} ms)" if one.milliseconds is not None else ""
+        absent = "not here: " if one.status == "absent" else ""
+        return Finding(id=one.name, status="ok", value=f"{absent}{one.why}{took}")
+    if one.kernel in verdicts.REPLACEABLE or one.kernel in verdicts.choose(outcomes):
+        trial = next(trial for trial in trials(vendor(facts)) if trial.name == one.name)
+        cure = f"{shlex.join(command(facts.host, trial))}   # tells more; runs take another"
+        return Finding(id=one.name, status="warn", value=one.why, cure=cure)
+    cure = f'{reinstall(facts.host)}   # or compute on the processor: device="cpu"'
+    return Finding(id=one.name, status="fail", value=one.why, cure=cure)
+
+
+def _quadratic(facts: Facts, outcomes: Sequence[Outcome]) -> Iterator[Finding]:
+    """Without fused attention a GPU keeps a number for each pair of tokens, for each head of each layer."""
+    fused = [one for one in outcomes if one.kernel == "attention" and one.implementation in FUSED]
+    if vendor(facts) not in ("amd", "nvidia") or not fused or any(one.status == "passed" for one in fused):
+        return
+    value = "no fused attention: memory grows with the square of the context (6 bytes for each head and pair of tokens)"
+    cure = "bloomery run RECIPE pretrain.model.context=1024   # or another short one"
+    if vendor(facts) == "amd" and EXPERIMENTAL not in facts.host.env:
+        trial = Trial(kernel="attention", implementation="flash", env={EXPERIMENTAL: "1"})
+        if attempt(facts.host, trial).status == "passed":
+            value, cure = f"{value}, unless {EXPERIMENTAL} is set", f"export {EXPERIMENTAL}=1"
+    yield Finding(id="attention", status="warn", value=value, cure=cure)
+
+
+def speed(facts: Facts) -> Iterator[Finding]:
+    """Matrix products and copies, and on AMD what the library for products makes of them."""
+    if facts.seen is None:
+        return
+    trial = Trial(kernel="speed")
+    reply = facts.host.run(command(facts.host, trial), trial.limit_seconds)
+    told = merged(reply)
+    if "bytes_per_second" not in told:
+        value = f"measuring it {ending(reply)}"
+        cure = f"{shlex.join(command(facts.host, trial))}   # tells more"
+        yield Finding(id="speed", status="warn", value=value, cure=cure)
+        return
+    rate, copied = told["flops"] / 1e12, told["bytes_per_second"] / 1e9
+    value = f"{rate:.2f} TFLOP/s in {told['dtype']} products, {copied:.0f} GB/s to and from memory"
+    yield Finding(id="speed", status="ok", value=value)
+    if vendor(facts) != "amd":
+        return
+    rates = {}
+    for switch in ("0", "1"):
+        other = replace(trial, env={PREFER_LT: switch})
+        rates[switch] = merged(facts.host.run(command(facts.host, other), trial.limit_seconds)).get("flops", 0.0) / 1e12
+    best = max(rates, key=lambda switch: rates[switch])
+    value = f"{rates['1']:.1f} TFLOP/s with hipBLASLt, {rates['0']:.1f} without, {rate:.1f} as it is"
+    slow = rates[best] > WORTH_A_WORD * rate
+    cure = f"export {PREFER_LT}={best}" if slow else ""
+    yield Finding(id="hipblaslt", status="warn" if slow else "ok", value=value, cure=cure)
+
+
+def refill(facts: Facts) -> Iterator[Finding]:
+    """Most of a GPU's memory, filled, freed and filled again."""
+    if facts.seen is None or vendor(facts) not in ("amd", "nvidia"):
+        return
+    trial = Trial(kernel="refill")
+    reply = facts.host.run(command(facts.host, trial), trial.limit_seconds)
+    told = merged(reply)
+    if "filled_bytes" in told and not told["wrong_1"] and not told["wrong_2"]:
+        value = f"{told['filled_bytes'] / GIB:.1f} GiB filled, freed and filled again"
+        yield Finding(id="refill", status="ok", value=value)
+        return
+    wrong = told.get("wrong_1", 0) + told.get("wrong_2", 0)
+    place = f" at {told['trying']}" if "trying" in told else ""
+    value = (
+        f"{wrong} pieces of memory lost what was written to them" if wrong else f"filling memory {ending(reply)}{place}"
+    )
+    cure = "ps aux --sort=-rss | head   # what else uses it? Inside a processor: see the finding gtt"
+    yield Finding(id="refill", status="fail", value=value, cure=cure)
+
+
+def all_reduce(facts: Facts) -> Iterator[Finding]:
+    """Whether several GPUs can add up their numbers, under a watchdog."""
+    if facts.seen is None or facts.seen["gpus"] < 2:
+        return
+    trial = Trial(kernel="all-reduce")
+    reply = facts.host.run(command(facts.host, trial), trial.limit_seconds)
+    told = merged(reply)
+    if reply.code == 0 and told.get("wrong") == 0 and not any(told.get("codes", [1])):
+        value = f"{told['ranks']} GPUs add up {told['bytes_per_second'] / 1e9:.1f} GB/s each"
+        yield Finding(id="all-reduce", status="ok", value=value)
+        return
+    bad = (
+        "wrong sums"
+        if told.get("wrong")
+        else ending(reply)
+        if reply.code != 0
+        else f"ranks ended with {told.get('codes')}"
+    )
+    cure = "export NCCL_P2P_DISABLE=1   # and see the findings iommu and seccomp"
+    yield Finding(id="all-reduce", status="fail", value=f"adding up between GPUs: {bad}", cure=cure)

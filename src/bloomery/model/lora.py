@@ -1,0 +1,159 @@
+"""
+Low-rank adapters beside frozen matrices: put on, taken off, merged.
+
+Letters used for shapes: R outputs, D inputs, r rank.
+"""
+
+import math
+from collections.abc import Iterator, Mapping
+from fnmatch import fnmatchcase
+
+from jaxtyping import Float
+
+import bloomery.hw.needs_torch  # noqa: F401
+from bloomery.core.errors import DataError
+from bloomery.model import quantize
+from bloomery.model.lora_config import Base, Lora
+from bloomery.model.quantize import Frozen
+from bloomery.model.transformer import Transformer
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+
+class Adapted(nn.Module):
+    """y = W x + b + s · B A x, where only A and B are trained. B is 0 at first: nothing has changed yet."""
+
+    def __init__(self, base: Frozen, settings: Lora) -> None:
+        super().__init__()
+        self.base, self.scale, self.share = base, settings.scale, settings.dropout
+        self.lora_a = nn.Parameter(torch.zeros(settings.rank, base.width))
+        self.lora_b = nn.Parameter(torch.zeros(base.num_rows, settings.rank))
+
+    def forward(self, x: Float[Tensor, "*lead D"]) -> Float[Tensor, "*lead R"]:
+        heard = self._dropped(x) if self.training and self.share else x
+        y: Tensor = self.base(x) + F.linear(F.linear(heard, self.lora_a), self.lora_b) * self.scale
+        return y
+
+    def delta(self) -> Float[Tensor, "R D"]:
+        """What the adapter adds to the matrix, in float32."""
+        return self.scale * (self.lora_b.detach().float() @ self.lora_a.detach().float())
+
+    def _dropped(self, x: Tensor) -> Tensor:
+        keep = _coins(x.detach(), self.lora_b.detach()) >= int(self.share * 2**32)
+        return x * keep / (1 - self.share)
+
+
+def _coins(x: Tensor, salt: Tensor) -> Tensor:
+    """
+    A number from 0 to 2³² − 1 for each of x: a hash of its place and bits and of the adapter's weights.
+
+    No state is drawn from, so a run that goes on after a kill, one that recomputes, and ranks toss the same coins.
+    """
+    mask, turn = 2**32 - 1, 0x9E3779B1
+    salted = salt.float().view(torch.int32).sum(dtype=torch.int64) * turn
+    place = torch.arange(x.numel(), device=x.device).view(x.shape) * turn
+    mixed = (x.float().view(torch.int32).to(torch.int64) + place + salted) & mask
+    for _ in range(2):
+        mixed = ((mixed ^ (mixed >> 16)) * 0x45D9F3B) & mask
+    return mixed ^ (mixed >> 16)
+
+
+def freeze(model: Transformer, base: Base) -> None:
+    """Keep the matrices of the blocks in a format, and train nothing any more."""
+    model.requires_grad_(False)
+    if base == "float32":
+        return
+    for name, linear in _linears(model):
+        _put(model, name, quantize.frozen(linear, base))
+
+
+def attach(model: Transformer, settings: Lora, seed: int) -> None:
+    """
+    Freeze a model, and put adapters beside the matrices that `settings.targets` names. Raises DataError where one of
+    these names none.
+
+    A starts as PEFT's, uniform within ±1/√D, from a draw on the processor.
+    """
+    names = [name for name, _ in _linears(model)]
+    chosen = targets(names, settings.targets)
+    model.requires_grad_(False)
+    generator = torch.Generator().manual_seed(seed)
+    for name, linear in list(_linears(model)):
+        if name not in chosen and settings.base == "float32":
+            continue
+        frozen = quantize.frozen(linear, settings.base)
+        if name not in chosen:
+            _put(model, name, frozen)
+            continue
+        adapted = Adapted(frozen, settings)
+        bound = 1 / math.sqrt(frozen.width)
+        start = torch.empty(adapted.lora_a.shape).uniform_(-bound, bound, generator=generator)
+        with torch.no_grad():
+            adapted.lora_a.copy_(start)
+        _put(model, name, adapted.to(linear.weight.device))
+
+
+def targets(names: list[str], patterns: tuple[str, ...]) -> list[str]:
+    """The paths that patterns name, in their own order. Raises DataError for a pattern that names none."""
+    for pattern in patterns:
+        if not any(_named(name, pattern) for name in names):
+            near = ", ".join(dict.fromkeys(_within(name) for name in names))
+            what = f"the target {pattern!r} names no matrix of this model"
+            raise DataError(what, where="finetune.lora.targets", cure=f"Each of its blocks has {near}.")
+    return [name for name in names if any(_named(name, pattern) for pattern in patterns)]
+
+
+Weights = Mapping[str, Tensor]
+"""A and B by name: PATH.lora_a and PATH.lora_b."""
+
+
+def weights(model: Transformer) -> dict[str, Tensor]:
+    """All that is trained."""
+    return {name: weight for name, weight in model.named_parameters() if name.endswith((".lora_a", ".lora_b"))}
+
+
+def merged(model: Transformer) -> Transformer:
+    """A plain model that computes the same up to rounding: W + s · B A, of the weights as they were kept."""
+    plain: dict[str, Tensor] = {}
+    for path, module in model.named_modules():
+        if isinstance(module, Adapted):
+            plain |= _dense(path, module.base, module.delta())
+        elif isinstance(module, Frozen) and not path.endswith(".base"):
+            plain |= _dense(path, module, None)
+    with torch.device("meta"):
+        twin = Transformer(model.config, model.vocab_size)
+    own: Mapping[str, Tensor] = model.state_dict()
+    whole = {name: plain[name] if name in plain else own[name].detach() for name in twin.state_dict()}
+    twin.load_state_dict(whole, assign=True)
+    if model.config.tie_embeddings:
+        twin.head.weight = twin.embed.weight
+    return twin.to(model.embed.weight.device).eval()
+
+
+def _dense(path: str, frozen: Frozen, delta: Tensor | None) -> dict[str, Tensor]:
+    weight = frozen.dense(torch.float32)
+    found = {f"{path}.weight": weight if delta is None else weight + delta}
+    return found if frozen.bias is None else found | {f"{path}.bias": frozen.bias}
+
+
+def _linears(model: Transformer) -> Iterator[tuple[str, nn.Linear]]:
+    """The matrices of the blocks, by path."""
+    for name, module in list(model.named_modules()):
+        if name.startswith("blocks.") and isinstance(module, nn.Linear):
+            yield name, module
+
+
+def _named(name: str, pattern: str) -> bool:
+    return fnmatchcase(name, pattern) or fnmatchcase(_within(name), pattern)
+
+
+def _within(name: str) -> str:
+    """A path within its block: of blocks.3.mlp.up mlp.up."""
+    return name.split(".", 2)[2]
+
+
+def _put(model: Transformer, name: str, module: nn.Module) -> None:
+    parent, _, last = name.rpartition(".")
+    setattr(model.get_submodule(parent), last, module)

@@ -1,0 +1,175 @@
+"""
+Frozen matrices in fewer bytes, in plain tensor operations: bfloat16, int8 by rows, and 4-bit NormalFloat by blocks.
+
+A product computes the dense matrix for itself, forward and backward, so that it is never kept. Gradients are those of
+a dense layer with the same numbers, bit for bit.
+
+Letters used for shapes: R rows (outputs), D width (inputs), K blocks of 64 in a row.
+"""
+
+from functools import cache
+from statistics import NormalDist
+from typing import Any
+
+from jaxtyping import Float
+
+import bloomery.hw.needs_torch  # noqa: F401
+from bloomery.model.lora_config import Base
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+BLOCK = 64
+"""Weights that share a scale. Blocks do not reach over rows, so that a matrix can be cut by rows."""
+SCALES = 256
+"""Scales of blocks that share a scale, where those are quantised too."""
+
+
+@cache
+def normal_float() -> tuple[float, ...]:
+    """
+    The 16 numbers of NF4: quantiles of the normal distribution, scaled to [-1, 1], with 0 among them.
+
+    From Φ⁻¹ at even distances between 1 − (1/32 + 1/30)/2 and 1/2: 8 of them positive, and 7 negative (Dettmers et al.
+    2023, https://arxiv.org/abs/2305.14314, appendix E).
+    """
+    last = 1 - (1 / 32 + 1 / 30) / 2
+    above = [NormalDist().inv_cdf(last + (0.5 - last) * place / 8) for place in range(8)]
+    below = [-NormalDist().inv_cdf(last + (0.5 - last) * place / 7) for place in range(7)]
+    return tuple(sorted(value / max(above) for value in (*above, *below, 0.0)))
+
+
+@cache
+def _pairs(device: torch.device) -> Float[Tensor, "256 2"]:
+    """The two numbers of each byte."""
+    numbers = torch.tensor(normal_float(), device=device)
+    return torch.stack([numbers.repeat_interleave(16), numbers.repeat(16)], 1)
+
+
+class Frozen(nn.Module):
+    """A linear layer whose weights never change, kept in some format. `dense` gives them back."""
+
+    weight: Tensor
+    bias: Tensor | None
+
+    def __init__(self, linear: nn.Linear) -> None:
+        super().__init__()
+        self.num_rows, self.width = linear.weight.shape
+        self.register_buffer("bias", None if linear.bias is None else linear.bias.detach().clone())
+
+    def dense(self, dtype: torch.dtype) -> Float[Tensor, "R D"]:
+        """The weights in a number format that is computed with."""
+        raise NotImplementedError
+
+    def forward(self, x: Float[Tensor, "*lead D"]) -> Float[Tensor, "*lead R"]:
+        y: Tensor = _Product.apply(x, self)  # type: ignore[no-untyped-call]
+        return y
+
+
+class _Product(torch.autograd.Function):
+    """y = x Wᵀ + b, where W is made twice instead of being kept between the passes."""
+
+    @staticmethod
+    def forward(context: Any, x: Tensor, frozen: Frozen) -> Tensor:
+        kind = x.device.type
+        dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
+        context.frozen, context.dtype = frozen, x.dtype
+        bias = None if frozen.bias is None else frozen.bias.to(dtype)
+        return F.linear(x.to(dtype), frozen.dense(dtype), bias)
+
+    @staticmethod
+    def backward(context: Any, *upstream: Tensor) -> tuple[Tensor, None]:
+        slope = upstream[0]
+        return (slope @ context.frozen.dense(slope.dtype)).to(context.dtype), None
+
+
+class Plain(Frozen):
+    """The weights as they are, or rounded to bfloat16."""
+
+    def __init__(self, linear: nn.Linear, dtype: torch.dtype) -> None:
+        super().__init__(linear)
+        self.register_buffer("weight", linear.weight.detach().to(dtype))
+
+    def dense(self, dtype: torch.dtype) -> Tensor:
+        return self.weight.to(dtype)
+
+
+class Int8(Frozen):
+    """w = scale of the row · code, codes from −127 to 127."""
+
+    scales: Tensor
+
+    def __init__(self, linear: nn.Linear) -> None:
+        super().__init__(linear)
+        weight = linear.weight.detach().float()
+        scales = weight.abs().amax(1, keepdim=True) / 127
+        self.register_buffer("weight", torch.round(weight / scales.clamp_min(1e-30)).to(torch.int8))
+        self.register_buffer("scales", scales)
+
+    def dense(self, dtype: torch.dtype) -> Tensor:
+        return (self.weight * self.scales).to(dtype)
+
+
+class NF4(Frozen):
+    """w = scale of the block · one of 16 numbers; two codes a byte, and a byte becomes two numbers by one look-up."""
+
+    scales: Tensor
+    coarse: Tensor | None
+
+    def __init__(self, linear: nn.Linear, double: bool = False) -> None:
+        super().__init__(linear)
+        weight = linear.weight.detach().float()
+        blocks = F.pad(weight, (0, -self.width % BLOCK)).view(self.num_rows, -1, BLOCK)
+        scales = blocks.abs().amax(2)
+        self.register_buffer("coarse", None)
+        if double:
+            self._code_scales(scales)
+        else:
+            self.register_buffer("scales", scales.to(torch.bfloat16))
+        numbers = torch.tensor(normal_float(), device=weight.device)
+        shares = blocks / self._scales().clamp_min(1e-30)[..., None]
+        codes = torch.bucketize(shares, (numbers[1:] + numbers[:-1]) / 2).to(torch.uint8)
+        self.register_buffer("weight", (codes[..., 0::2] << 4 | codes[..., 1::2]).flatten(1))
+
+    def dense(self, dtype: torch.dtype) -> Tensor:
+        values = F.embedding(self.weight.int(), _pairs(self.weight.device)).view(self.num_rows, -1, BLOCK)
+        return (values * self._scales()[..., None]).flatten(1)[:, : self.width].to(dtype)
+
+    def _code_scales(self, scales: Float[Tensor, "R K"]) -> None:
+        """Scales in 8 bits around their mean, with a scale for each 256 of them, and the mean."""
+        flat = F.pad(scales.flatten(), (0, -scales.numel() % SCALES)).view(-1, SCALES)
+        mean = scales.mean()
+        far = (flat - mean).abs().amax(1, keepdim=True) / 127
+        self.register_buffer("coarse", torch.cat([far.flatten(), mean[None]]))
+        codes = torch.round((flat - mean) / far.clamp_min(1e-30)).clamp(-127, 127)
+        self.register_buffer("scales", codes.to(torch.int8).flatten()[: scales.numel()].view(scales.shape))
+
+    def _scales(self) -> Float[Tensor, "R K"]:
+        if self.coarse is None:
+            return self.scales.float()
+        far = self.coarse[:-1].repeat_interleave(SCALES)[: self.scales.numel()].view(self.scales.shape)
+        return self.scales * far + self.coarse[-1]
+
+
+def frozen(linear: nn.Linear, base: Base) -> Frozen:
+    """A linear layer that never changes, in the format that a recipe names."""
+    match base:
+        case "float32":
+            return Plain(linear, torch.float32)
+        case "bfloat16":
+            return Plain(linear, torch.bfloat16)
+        case "int8":
+            return Int8(linear)
+        case "nf4" | "nf4_double":
+            return NF4(linear, double=base == "nf4_double")
+
+
+def kept_bytes(module: nn.Module) -> int:
+    """Bytes of all that a module keeps: weights, codes, scales. A tied weight counts once."""
+    seen = {tensor.data_ptr(): tensor.numel() * tensor.element_size() for tensor in _tensors(module) if tensor.numel()}
+    return sum(seen.values())
+
+
+def _tensors(module: nn.Module) -> list[Tensor]:
+    return [*module.parameters(), *module.buffers()]

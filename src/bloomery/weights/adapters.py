@@ -1,0 +1,216 @@
+"""
+Adapters in the files of PEFT, apart from the model that they change.
+
+    adapter_config.json           rank, alpha, which matrices, and where the base lies
+    adapter_model.safetensors     A and B of each matrix, under transformers' names
+
+Where transformers keeps several of our matrices as one (c_attn of GPT-2), so does PEFT: then A are those of the parts
+below each other, and B has them along its diagonal. PEFT has no base in int8 or NF4 of ours; an adapter that was
+trained on one says so in bloomery.json, and is merged into what that base computed with.
+"""
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError
+
+import bloomery.hw.needs_torch  # noqa: F401
+from bloomery.core.errors import CheckpointError
+from bloomery.core.files import read_json, write_json
+from bloomery.model import lora, quantize
+from bloomery.model.lora_config import Base, Lora
+from bloomery.model.transformer import Transformer
+from bloomery.weights import families
+from bloomery.weights.architecture import Piece
+from bloomery.weights.tensors import save_tensors
+
+import safetensors.torch
+import torch
+from torch import Tensor, nn
+
+CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+PREFIX = "base_model.model."
+_AGAIN = "It is damaged, or belongs to another model."
+
+
+@dataclass(frozen=True)
+class Adapter:
+    """What lies in a folder of adapters."""
+
+    base: str
+    """The folder of the model that it changes, as it is written there."""
+    scales: Mapping[str, float]
+    """s of each matrix, by transformers' name of the matrix."""
+    pairs: Mapping[str, tuple[Tensor, Tensor]]
+    """A and B, by the same name."""
+
+
+def is_adapter(folder: Path) -> bool:
+    return (folder / CONFIG).is_file() and (folder / WEIGHTS).is_file()
+
+
+def save(folder: Path, weights: Mapping[str, Tensor], model: Transformer, settings: Lora, base: str) -> None:
+    """Write the adapters of a model, whose weights by name these are: its own, or copies. `base` says where it lies."""
+    pieces = _pieces(model)
+    tensors: dict[str, Tensor] = {}
+    ranks: dict[str, int] = {}
+    for piece, a, b in _joined(pieces, weights, model):
+        name = piece.theirs.removesuffix(".weight")
+        tensors |= {f"{PREFIX}{name}.lora_A.weight": a, f"{PREFIX}{name}.lora_B.weight": b}
+        ranks[name] = len(a)
+    save_tensors(folder / WEIGHTS, tensors)
+    wider = {name: rank for name, rank in ranks.items() if rank != settings.rank}
+    facts = {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": base,
+        "r": settings.rank,
+        "lora_alpha": settings.alpha,
+        "lora_dropout": settings.dropout,
+        "use_rslora": settings.rank_stabilized,
+        "target_modules": _targets(ranks, [piece.theirs.removesuffix(".weight") for piece in pieces]),
+        "rank_pattern": wider,
+        "alpha_pattern": {name: _alpha(settings, rank) for name, rank in wider.items()},
+        "fan_in_fan_out": any(piece.transposed for piece in pieces),
+        "bias": "none",
+        "modules_to_save": None,
+        "init_lora_weights": True,
+        "inference_mode": True,
+    }
+    write_json(folder / CONFIG, facts)
+
+
+def read(folder: Path) -> Adapter:
+    """Adapters of ours or of PEFT. Raises CheckpointError for what is torn, or more than matrices beside matrices."""
+    try:
+        facts = read_json(folder / CONFIG)
+        tensors = safetensors.torch.load_file(folder / WEIGHTS)
+        _refuse(facts, folder)
+        pairs, scales = {}, {}
+        for name in sorted(name for name in tensors if name.endswith(".lora_A.weight")):
+            matrix = name.removeprefix(PREFIX).removesuffix(".lora_A.weight")
+            pairs[matrix] = (tensors.pop(name), tensors.pop(name.replace(".lora_A.", ".lora_B.")))
+            rank = len(pairs[matrix][0])
+            alpha = _of_pattern(facts.get("alpha_pattern") or {}, matrix, float(facts["lora_alpha"]))
+            scales[matrix] = alpha / (math.sqrt(rank) if facts.get("use_rslora") else rank)
+        base = str(facts["base_model_name_or_path"])
+    except (OSError, SafetensorError, ValueError, KeyError, TypeError) as error:
+        what = f"holds no adapter of PEFT: {type(error).__name__}: {error}"
+        raise CheckpointError(what, where=str(folder), cure=_AGAIN) from None
+    if tensors:
+        what = f"changes more than matrices: {', '.join(sorted(tensors)[:3])}"
+        raise CheckpointError(what, where=str(folder / WEIGHTS), cure="Merge it with PEFT, and take the whole model.")
+    return Adapter(base, scales, pairs)
+
+
+def merge(model: Transformer, adapter: Adapter, kept_as: Base, folder: Path) -> None:
+    """
+    Add adapters to the matrices of a model, rounded before as the base was kept. Raises CheckpointError where they
+    belong to another model.
+    """
+    own = {name: module for name, module in model.named_modules() if isinstance(module, nn.Linear)}
+    pieces = {piece.theirs.removesuffix(".weight"): piece for piece in _pieces(model)}
+    if strange := sorted(adapter.pairs.keys() - pieces.keys()):
+        what = f"adapts {strange[0]}, which the model does not have"
+        raise CheckpointError(what, where=str(folder), cure=_AGAIN)
+    with torch.no_grad():
+        if kept_as != "float32":
+            for name, linear in own.items():
+                if name.startswith("blocks."):
+                    linear.weight.copy_(quantize.frozen(linear, kept_as).dense(torch.float32))
+        for name, (a, b) in adapter.pairs.items():
+            parts = [own[path.removesuffix(".weight")].weight for path in pieces[name].ours]
+            delta = adapter.scales[name] * (b.float() @ a.float())
+            if delta.shape != (sum(len(part) for part in parts), parts[0].shape[1]):
+                what = f"adapts {name} with a change of shape {tuple(delta.shape)}"
+                raise CheckpointError(what, where=str(folder), cure=_AGAIN)
+            for part, some in zip(parts, torch.split(delta, [len(part) for part in parts]), strict=True):
+                part.add_(some.to(part.device))
+
+
+def fill(model: Transformer, folder: Path) -> None:
+    """Read adapters that `save` left into those of a model, bit for bit. Raises CheckpointError for others."""
+    own, found = lora.weights(model), read(folder)
+    wanted = {piece.theirs.removesuffix(".weight"): piece for piece, _, _ in _joined(_pieces(model), own, model)}
+    if wanted.keys() != found.pairs.keys():
+        odd = sorted(wanted.keys() ^ found.pairs.keys())[0]
+        raise CheckpointError(f"the adapters differ at {odd}", where=str(folder), cure=_AGAIN)
+    with torch.no_grad():
+        for name, piece in wanted.items():
+            a, b = found.pairs[name]
+            row = column = 0
+            for path in (one.removesuffix(".weight") for one in piece.ours):
+                rows = _outputs(model, path)
+                if f"{path}.lora_a" in own:
+                    mine_a, mine_b = own[f"{path}.lora_a"], own[f"{path}.lora_b"]
+                    rank = len(mine_a)
+                    if a[column : column + rank].shape != mine_a.shape:
+                        raise CheckpointError(f"{name} has another shape", where=str(folder), cure=_AGAIN)
+                    mine_a.copy_(a[column : column + rank])
+                    mine_b.copy_(b[row : row + rows, column : column + rank])
+                    column += rank
+                row += rows
+
+
+def _pieces(model: Transformer) -> list[Piece]:
+    """Transformers' matrices of the blocks, and which of ours each of them is."""
+    found = [name for name, one in model.named_modules() if isinstance(one, nn.Linear | quantize.Frozen)]
+    paths = {name.removesuffix(".base") for name in found}
+    names = [f"{path}.weight" for path in sorted(paths) if path.startswith("blocks.")]
+    return families.architecture(model.config).pieces(names)
+
+
+def _joined(
+    pieces: list[Piece], weights: Mapping[str, Tensor], model: Transformer
+) -> Iterator[tuple[Piece, Tensor, Tensor]]:
+    """Each matrix of transformers that is adapted, with its A and B."""
+    for piece in pieces:
+        paths = [name.removesuffix(".weight") for name in piece.ours]
+        if not any(f"{path}.lora_a" in weights for path in paths):
+            continue
+        parts = [weights[f"{path}.lora_a"].detach() for path in paths if f"{path}.lora_a" in weights]
+        column, below = 0, []
+        for path in paths:
+            b = weights.get(f"{path}.lora_b")
+            rank = 0 if b is None else b.shape[1]
+            block = parts[0].new_zeros(_outputs(model, path), sum(len(part) for part in parts))
+            if b is not None:
+                block[:, column : column + rank] = b.detach()
+            below.append(block)
+            column += rank
+        yield piece, torch.cat(parts), torch.cat(below)
+
+
+def _outputs(model: Transformer, path: str) -> int:
+    module = model.get_submodule(path)
+    if isinstance(module, lora.Adapted):
+        return module.base.num_rows
+    return module.num_rows if isinstance(module, quantize.Frozen) else len(module.get_parameter("weight"))
+
+
+def _alpha(settings: Lora, rank: int) -> float:
+    """What PEFT makes the same s of, for a matrix of several."""
+    return settings.scale * (math.sqrt(rank) if settings.rank_stabilized else rank)
+
+
+def _targets(adapted: Mapping[str, int], every: list[str]) -> list[str]:
+    """The last names of matrices where these say it, or else their whole names."""
+    short = {name.rpartition(".")[2] for name in adapted}
+    exact = {name for name in every if name.rpartition(".")[2] in short} == set(adapted)
+    return sorted(short if exact else adapted)
+
+
+def _of_pattern(patterns: Mapping[str, float], name: str, usual: float) -> float:
+    return next((float(value) for key, value in patterns.items() if name == key or name.endswith(f".{key}")), usual)
+
+
+def _refuse(facts: Mapping[str, Any], folder: Path) -> None:
+    """What of PEFT's is more than W + s · B A."""
+    if facts.get("peft_type") != "LORA":
+        raise ValueError(f"its kind is {facts.get('peft_type')!r}")
+    for key in ("use_dora", "layer_replication", "modules_to_save", "lora_bias", "alora_invocation_tokens"):
+        if facts.get(key):
+            raise ValueError(f"{key} is {facts[key]!r}")

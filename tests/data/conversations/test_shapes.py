@@ -1,0 +1,141 @@
+"""Rows of every shape as messages, and rows that are none."""
+
+from typing import Any
+
+import pytest
+
+from bloomery.data.conversations import shapes
+from bloomery.data.conversations.shapes import Fields, Shape
+from bloomery.data.unpack import Problem
+
+U, A, S, T = "user", "assistant", "system", "tool"
+CALL = {"type": "function", "function": {"name": "f", "arguments": '{"x": 1}'}}
+GARBLED = {"name": "g", "arguments": "{"}
+ROWS: list[tuple[Shape, dict[str, Any], list[tuple[str, str]]]] = [
+    ("messages", {"messages": [{"role": U, "content": "Hi"}, {"role": A, "content": "Yes"}]}, [(U, "Hi"), (A, "Yes")]),
+    (
+        "messages",
+        {
+            "messages": [
+                {"role": "developer", "content": "Be brief."},
+                {"role": U, "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]},
+                {"role": A, "content": None, "tool_calls": [CALL]},
+                {"role": T, "content": "3"},
+                {"role": A, "content": ""},
+            ],
+            "tools": [{"name": "f"}],
+        },
+        [
+            (S, 'Be brief.\n\n{"name": "f"}'),
+            (U, "ab"),
+            (A, '{"name": "f", "arguments": {"x": 1}}'),
+            (T, "3"),
+            (A, ""),
+        ],
+    ),
+    (
+        "messages",  # as parquet gives it: every key is there
+        {"messages": [{"role": A, "content": "x", "tool_calls": None, "function_call": GARBLED}]},
+        [(A, 'x\n{"name": "g", "arguments": "{"}')],
+    ),
+    (
+        "sharegpt",
+        {
+            "conversations": [
+                {"from": "human", "value": "Q"},
+                {"from": "function_call", "value": "{}"},
+                {"from": "observation", "value": "1"},
+                {"from": "gpt", "value": "A", "weight": 1.0},
+            ],
+            "system": "S",
+            "tools": "[]",
+        },
+        [(S, "S"), (U, "Q"), (A, "{}"), (T, "1"), (A, "A")],
+    ),
+    ("exchanges", {"conversation": [{"input": "a", "output": "b"}, {"input": "c", "output": "d"}]},
+     [(U, "a"), (A, "b"), (U, "c"), (A, "d")]),
+    ("exchanges", {"dialog": ["a", "b", "c"]}, [(U, "a"), (A, "b"), (U, "c")]),
+    ("alpaca", {"instruction": "Add", "input": "1 2", "output": "3"}, [(U, "Add\n\n1 2"), (A, "3")]),
+    ("alpaca", {"instruction": "Add", "input": " ", "output": "3", "text": "User: x"}, [(U, "Add"), (A, "3")]),
+    ("alpaca", {"instruction": "Why?", "context": None, "response": "So."}, [(U, "Why?"), (A, "So.")]),
+    (
+        "alpaca",
+        {"instruction": "c", "output": "d", "history": [["a", "b"]], "system": "s"},
+        [(S, "s"), (U, "a"), (A, "b"), (U, "c"), (A, "d")],
+    ),
+    ("pairs", {"prompt": "p", "completion": "c"}, [(U, "p"), (A, "c")]),
+    ("pairs", {"question": "q", "answer": "a", "id": 3}, [(U, "q"), (A, "a")]),
+    ("pairs", {"query": "q", "response": "r"}, [(U, "q"), (A, "r")]),
+    (
+        "pairs",
+        {"prompt": [{"role": U, "content": "p"}], "completion": [{"role": A, "content": "c"}]},
+        [(U, "p"), (A, "c")],
+    ),
+    ("dialogue", {"text": "User: a\nb\nAssistant: c\n\nUser: d\nAssistant: e"},
+     [(U, "a\nb"), (A, "c"), (U, "d"), (A, "e")]),
+    ("dialogue", {"chosen": "\n\nHuman: q\n\nAssistant: Answer: 3", "rejected": "x"}, [(U, "q"), (A, "Answer: 3")]),
+    ("dialogue", {"text": "### Instruction:\nq\n\n### Response:\na"}, [(U, "q"), (A, "a")]),
+    ("dialogue", {"text": "System: s\nUser: a\nAssistant: b\nSystem: ok"}, [(S, "s"), (U, "a"), (A, "b\nSystem: ok")]),
+    ("dialogue", {"text": "用户：你好\n助手：您好"}, [(U, "你好"), (A, "您好")]),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("shape", "row", "expected"), ROWS)
+def test_a_row_of_each_shape_is_told_by_its_fields_and_read(
+    shape: Shape, row: dict[str, Any], expected: list[tuple[str, str]]
+) -> None:
+    assert shapes.detected(row, Fields()) == shape
+    found = shapes.READ[shape](row, Fields())
+    assert not isinstance(found, Problem), found.what
+    assert [(message["role"], message["content"]) for message in found] == expected
+
+
+def test_fields_that_the_recipe_names_are_read_and_no_others() -> None:
+    row = {"a": {"q": "Q"}, "r": "A", "c": "C", "messages_": [], "sys": "S", "prompt": "p", "completion": "c"}
+    fields = Fields(question="a.q", answer="r", system="sys")
+    assert shapes.detected(row, fields) == "pairs"
+    expected = [{"role": S, "content": "S"}, {"role": U, "content": "Q"}, {"role": A, "content": "A"}]
+    assert shapes.READ["pairs"](row, fields) == expected
+    with_context = Fields(question="a.q", context="c", answer="r")
+    assert shapes.detected(row, with_context) == "alpaca"
+    assert shapes.READ["alpaca"](row, with_context) == [
+        {"role": U, "content": "Q\n\nC"},
+        {"role": A, "content": "A"},
+    ]
+    spoken = {"t": "<a>x<b>y"}
+    told = Fields(messages="t", speakers=("<a>", "<b>"))
+    assert isinstance(shapes.READ["dialogue"](spoken, told), list)
+
+
+BROKEN: list[tuple[Shape, dict[str, Any], str, str]] = [
+    ("messages", {"x": 1}, "no_messages", "has no list messages or conversations; its fields: x"),
+    ("messages", {"messages": "Hi"}, "no_messages", "has no list"),
+    ("messages", {"messages": [{"role": U, "content": [{"type": "image_url"}]}]}, "not_text", "of the types image_url"),
+    ("messages", {"messages": [{"role": A, "content": "a", "weight": 0}]}, "weight_zero", "not to learn from it"),
+    ("messages", {"messages": [{"role": A}]}, "bad_message", "message 1 has no role and content"),
+    ("sharegpt", {"conversations": [{"from": "narrator", "value": "a"}]}, "unknown_role", "has the role 'narrator'"),
+    ("sharegpt", {"conversations": [{"from": "human", "value": 3}]}, "not_text", "message 1 has int as its content"),
+    ("sharegpt", {"conversations": [{"from": "gpt", "value": "\ud83d"}]}, "not_unicode", "half a surrogate pair"),
+    ("exchanges", {"conversation": [{"input": "a"}]}, "bad_message", "exchange 1 has no input and output"),
+    ("alpaca", {"instruction": "a", "output": None}, "no_field", "has no field output or response with a text"),
+    ("alpaca", {"instruction": "a", "input": 3, "output": "b"}, "not_text", "field 'input' has int"),
+    ("alpaca", {"instruction": "a", "output": "b", "history": ["c"]}, "bad_message", "pair 1 of its history"),
+    ("pairs", {"prompt": "a"}, "no_field", "has no field completion or response"),
+    ("dialogue", {"text": "Just text."}, "no_speaker", "no line begins with a speaker"),
+    ("dialogue", {"text": "Once\nUser: a\nAssistant: b"}, "no_speaker", "begins with text of nobody"),
+]
+
+
+@pytest.mark.parametrize(("shape", "row", "reason", "what"), BROKEN)
+def test_a_row_that_is_none_is_told_why(shape: Shape, row: dict[str, Any], reason: str, what: str) -> None:
+    found = shapes.READ[shape](row, Fields())
+    assert isinstance(found, Problem)
+    assert found.reason == reason
+    assert what in found.what
+
+
+@pytest.mark.parametrize(
+    "row", [{}, {"text": "Once upon a time."}, {"text": "User: hello"}, {"title": "a", "body": "b"}]
+)
+def test_a_row_without_a_shape_has_none(row: dict[str, Any]) -> None:
+    assert shapes.detected(row, Fields()) is None

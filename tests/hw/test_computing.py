@@ -1,0 +1,133 @@
+"""What probes found becomes findings: what a run does without is a warning, what it needs a failure."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from bloomery.hw.doctor.finding import Finding
+from bloomery.hw.doctor.report import examine, exit_code
+from bloomery.hw.host import Host, Reply
+from bloomery.hw.probe import memory, together
+from tests.hw.machines import recorded, told
+from tests.hw.matrix import MATRIX, computes, sees
+
+DEVICE = {"device": "GPU", "vendor": "amd", "dtype": "bfloat16"}
+
+
+def findings(root: Path, kind: str = "strix-halo-tuned", **replies: Reply) -> dict[str, Finding]:
+    """Of a machine of the matrix on which some probes say something else."""
+    host = MATRIX[kind].build(root)
+    first = {name.replace("_", "-"): reply for name, reply in replies.items()}
+
+    def run(command: Sequence[str], limit: float) -> Reply:
+        return first[command[-1]] if command[-1] in first else host.run(command, limit)
+
+    return {one.id: one for one in examine(replace(host, run=run), root / "runs")}
+
+
+def test_an_implementation_that_fails_beside_a_sound_one_is_a_warning(tmp_path: Path) -> None:
+    found = findings(tmp_path, attention_flash=told(DEVICE, {"trying": "heads of 64"}, code=-11))
+    assert found["attention-flash"].status == "warn"
+    assert "signal 11" in found["attention-flash"].value
+    assert "-m bloomery.hw.probe attention-flash" in found["attention-flash"].cure
+    assert "attention by efficient" in found["choice"].value
+
+
+def test_the_only_implementation_that_fails_is_a_failure(tmp_path: Path) -> None:
+    found = findings(tmp_path, training=told(DEVICE, {"first_loss": 3.5, "last_loss": 3.6}))
+    assert found["training"].status == "fail"
+    assert "--force-reinstall" in found["training"].cure
+    assert exit_code(list(found.values())) == 2
+
+
+def test_a_device_that_hangs_at_once_is_asked_nothing_more(tmp_path: Path) -> None:
+    found = findings(tmp_path, launch=told(DEVICE, {"trying": "sum"}, code=None))
+    assert found["launch"].status == "fail"
+    assert not {"training", "rms-norm-torch"} & found.keys()
+
+
+@pytest.mark.parametrize("helps", [True, False])
+def test_without_fused_attention_it_is_told_what_that_costs_and_what_may_help(tmp_path: Path, helps: bool) -> None:
+    host = MATRIX["strix-halo-tuned"].build(tmp_path)
+    absent = told(DEVICE, {"absent": "No available kernel"})
+
+    def run(command: Sequence[str], limit: float) -> Reply:
+        if command[-1] in ("attention-flash", "attention-efficient"):
+            return host.run(command, limit) if command[0] == "env" and helps else absent
+        return host.run(command, limit)
+
+    found = {one.id: one for one in examine(replace(host, run=run), tmp_path / "runs")}["attention"]
+    assert found.status == "warn"
+    assert "square" in found.value
+    assert found.cure.startswith("export TORCH_ROCM_AOTRITON_ENABLE_EXPERIMENTAL=1") is helps
+
+
+def test_a_switch_that_makes_products_faster_is_told(tmp_path: Path) -> None:
+    host = MATRIX["strix-halo-tuned"].build(tmp_path)
+
+    def run(command: Sequence[str], limit: float) -> Reply:
+        if command[-1] != "speed":
+            return host.run(command, limit)
+        flops = 36.9e12 if "TORCH_BLAS_PREFER_HIPBLASLT=1" in command else 5.1e12
+        return told(DEVICE, {"flops": flops}, {"bytes_per_second": 212e9})
+
+    found = {one.id: one for one in examine(replace(host, run=run), tmp_path / "runs")}["hipblaslt"]
+    assert found.value == "36.9 TFLOP/s with hipBLASLt, 5.1 without, 5.1 as it is"
+    assert (found.status, found.cure) == ("warn", "export TORCH_BLAS_PREFER_HIPBLASLT=1")
+
+
+@pytest.mark.parametrize(
+    ("reply", "words"),
+    [
+        (told({"trying": "round 2: 90.0 GiB"}, code=-9), "signal 9 (SIGKILL) at round 2: 90.0 GiB"),
+        (told({"wrong_1": 0}, {"wrong_2": 3}, {"filled_bytes": 2**36}), "3 pieces of memory lost"),
+    ],
+)
+def test_memory_that_cannot_be_filled_again_is_a_failure(tmp_path: Path, reply: Reply, words: str) -> None:
+    found = findings(tmp_path, refill=reply)["refill"]
+    assert found.status == "fail"
+    assert words in found.value
+
+
+@pytest.mark.parametrize(
+    ("reply", "words"),
+    [
+        (told({"trying": "8 processes"}, code=None), "did not end in time"),
+        (told({"wrong": 5, "bytes_per_second": 1e9}, {"ranks": 8, "codes": [0] * 8}), "wrong sums"),
+        (told({"ranks": 8, "codes": [0, -6, 1, 1, 1, 1, 1, 1]}), "-6"),
+    ],
+)
+def test_gpus_that_cannot_add_up_are_a_failure(tmp_path: Path, reply: Reply, words: str) -> None:
+    found = findings(tmp_path, "mi300x", all_reduce=reply)["all-reduce"]
+    assert found.status == "fail"
+    assert words in found.value
+    assert "NCCL_P2P_DISABLE" in found.cure
+
+
+def test_a_machine_whose_torch_is_broken_is_asked_nothing(tmp_path: Path) -> None:
+    assert not {"launch", "speed", "refill", "choice"} & findings(tmp_path, torch=Reply(code=-11)).keys()
+
+
+def test_apple_is_asked_what_it_can_answer(tmp_path: Path) -> None:
+    host = Host(root=tmp_path, system="Darwin", processor="arm64", torch=MATRIX["no-gpu"].build(tmp_path).torch)
+    facts = told({"version": "2.13.0", "gpus": 0, "targets": [], "apple": True})
+    found = examine(replace(host, run=recorded({"torch": facts, **computes("apple", "float32")})), tmp_path)
+    assert {"launch", "matmul", "attention-math", "training"} <= {one.id for one in found}
+    assert sees().out
+
+
+def test_memory_is_filled_twice_here_too(capsys: pytest.CaptureFixture[str]) -> None:
+    memory.refill(share=1e-3, piece_bytes=2**20)
+    said = capsys.readouterr().out
+    assert '{"wrong_1": 0}' in said
+    assert '{"wrong_2": 0}' in said
+
+
+@pytest.mark.slow
+def test_two_processes_add_up_here_too(capfd: pytest.CaptureFixture[str]) -> None:
+    together.all_reduce()
+    said = capfd.readouterr().out
+    assert '"wrong": 0' in said
+    assert '"codes": [0, 0]' in said

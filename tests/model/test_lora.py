@@ -1,0 +1,176 @@
+import fnmatch
+
+import pytest
+
+from bloomery.core.errors import DataError
+from bloomery.model import lora, quantize
+from bloomery.model.lora_config import Base, Lora
+from bloomery.model.transformer import Transformer
+from bloomery.train.recompute import recompute
+from tests.model.made import CHOICES, SHAPES, VOCAB_SIZE, lively
+
+import torch
+from torch import Tensor, nn
+
+BASES: tuple[Base, ...] = ("float32", "bfloat16", "int8", "nf4", "nf4_double")
+
+
+def adapted(settings: Lora, shape: int = 0, woken: bool = True) -> Transformer:
+    """A small model with adapters, whose B are no longer 0 if it is woken."""
+    model = lively(SHAPES[shape], 0, VOCAB_SIZE)
+    lora.attach(model, settings, seed=3)
+    if woken:
+        generator = torch.Generator().manual_seed(4)
+        with torch.no_grad():
+            for name, weight in lora.weights(model).items():
+                if name.endswith("lora_b"):
+                    weight.normal_(0, 0.05, generator=generator)
+    return model
+
+
+def ids(rows: int = 3) -> Tensor:
+    return torch.randint(0, VOCAB_SIZE, (rows, 20), generator=torch.Generator().manual_seed(5))
+
+
+def test_adapters_change_nothing_at_first() -> None:
+    plain = lively(SHAPES[0], 0, VOCAB_SIZE)
+    assert torch.equal(adapted(Lora(), woken=False)(ids()), plain(ids()))
+
+
+def test_only_adapters_are_trained_and_each_of_them_is_reached() -> None:
+    model = adapted(Lora(rank=2))
+    model(ids()).square().sum().backward()
+    for name, weight in model.named_parameters():
+        assert weight.requires_grad == (name in lora.weights(model)), name
+        assert (weight.grad is not None) == weight.requires_grad, name
+        assert weight.grad is None or bool(weight.grad.any()), name
+    assert len(lora.weights(model)) == 2 * 7 * 2
+
+
+@pytest.mark.parametrize(
+    ("patterns", "chosen"),
+    [
+        (("attention.q", "attention.v"), ["blocks.*.attention.q", "blocks.*.attention.v"]),
+        (("blocks.1.mlp.*",), ["blocks.1.mlp.*"]),
+        (("*.out", "mlp.down"), ["blocks.*.attention.out", "blocks.*.mlp.down"]),
+        (("*",), ["*"]),
+    ],
+)
+def test_targets_are_paths_in_every_block_or_in_one(patterns: tuple[str, ...], chosen: list[str]) -> None:
+    model = adapted(Lora(targets=patterns))
+    linears = [name for name, _ in lively(SHAPES[0], 0, VOCAB_SIZE).named_modules() if name.count(".") == 3]
+    found = sorted({name.rpartition(".")[0] for name in lora.weights(model)})
+    assert found == sorted(name for name in linears if any(fnmatch.fnmatch(name, one) for one in chosen))
+
+
+def test_a_target_that_names_nothing_is_an_error_that_says_what_there_is() -> None:
+    with pytest.raises(DataError) as caught:
+        adapted(Lora(targets=("attention.q", "W_pack")))
+    assert caught.value.what == "the target 'W_pack' names no matrix of this model"
+    assert "attention.q, attention.k, attention.v, attention.out, mlp.gate" in caught.value.cure
+
+
+def test_the_scale_is_alpha_over_the_rank_or_over_its_root() -> None:
+    assert Lora(rank=16, alpha=32).scale == 2.0
+    assert Lora(rank=16, alpha=32, rank_stabilized=True).scale == 8.0
+
+
+@pytest.mark.parametrize("base", BASES)
+@pytest.mark.parametrize("name", ["Qwen2", "absolute positions", "differential"])
+def test_merged_weights_compute_the_same_up_to_rounding(name: str, base: Base) -> None:
+    """Every number of the logits is within what float32 loses in two orders of the same sum."""
+    model = lively(CHOICES[name], 1, VOCAB_SIZE)
+    lora.attach(model, Lora(rank=3, base=base), seed=3)
+    with torch.no_grad():
+        for one in lora.weights(model).values():
+            one.copy_(torch.randn(one.shape, generator=torch.Generator().manual_seed(len(one))) * 0.1)
+    merged = lora.merged(model.eval())
+    with torch.no_grad():
+        apart, together = model.logits(model(ids())), merged.logits(merged(ids()))
+    assert float((apart - together).abs().max()) < 2e-5 * float(apart.abs().max())
+    assert not any(isinstance(one, lora.Adapted | quantize.Frozen) for one in merged.modules())
+
+
+@pytest.mark.parametrize("base", BASES)
+def test_gradients_on_a_quantised_base_are_those_on_its_dense_numbers(base: Base) -> None:
+    """Bit for bit: the same model, with matrices that were given back as float32."""
+    settings = Lora(rank=2, base=base)
+    quantised = adapted(settings)
+    plain = lively(SHAPES[0], 0, VOCAB_SIZE)
+    with torch.no_grad():
+        for name, module in plain.named_modules():
+            if name.startswith("blocks.") and isinstance(module, nn.Linear):
+                module.weight.copy_(quantize.frozen(module, base).dense(torch.float32))
+    lora.attach(plain, Lora(rank=2), seed=3)
+    own = lora.weights(plain)
+    with torch.no_grad():
+        for name, weight in lora.weights(quantised).items():
+            own[name].copy_(weight)
+    for model in (quantised, plain):
+        model(ids()).square().sum().backward()
+    for name, weight in lora.weights(quantised).items():
+        assert torch.equal(_grad(weight), _grad(own[name])), name
+
+
+def test_a_quantised_model_takes_the_bytes_that_its_format_says() -> None:
+    plain = lively(SHAPES[0], 0, VOCAB_SIZE)
+    matrices = sum(one.weight.numel() for name, one in plain.named_modules() if _in_block(name, one))
+    widths = sum(len(one.weight) for name, one in plain.named_modules() if _in_block(name, one))
+    rest = quantize.kept_bytes(plain) - 4 * matrices
+    for base, size in (("bfloat16", 2 * matrices), ("int8", matrices + 4 * widths)):
+        model = lively(SHAPES[0], 0, VOCAB_SIZE)
+        lora.freeze(model, base)  # type: ignore[arg-type]
+        assert quantize.kept_bytes(model) == rest + size
+
+
+# --- dropout ---------------------------------------------------------------------------------------------------------
+
+
+def test_dropout_leaves_out_its_share_scales_up_the_rest_and_rests_when_not_training() -> None:
+    layer = lora.Adapted(quantize.frozen(nn.Linear(400, 8, bias=False), "float32"), Lora(dropout=0.3))
+    x = torch.randn(500, 400, generator=torch.Generator().manual_seed(0))
+    dropped = layer._dropped(x)
+    assert float((dropped == 0).float().mean()) == pytest.approx(0.3, abs=0.005)
+    kept = dropped != 0
+    assert torch.allclose(dropped[kept], x[kept] / 0.7)
+    rows = (dropped == 0).float().mean(0)
+    assert 0.2 < float(rows.min()) < float(rows.max()) < 0.4
+    model = adapted(Lora(dropout=0.5))
+    model.eval()
+    assert torch.equal(model(ids()), adapted(Lora()).eval()(ids()))
+    model.train()
+    assert not torch.equal(model(ids()), adapted(Lora())(ids()))
+
+
+def test_the_coins_of_dropout_are_the_same_again_until_the_adapter_changes() -> None:
+    """So recomputing in the backward pass, and going on after a kill, drop what was dropped."""
+    model = adapted(Lora(dropout=0.5))
+    model.train()
+    first = model(ids())
+    assert torch.equal(first, model(ids()))
+    first.square().sum().backward()
+    slopes = {name: _grad(weight).clone() for name, weight in lora.weights(model).items()}
+    model.zero_grad()
+    recompute(model, "block")
+    model(ids()).square().sum().backward()
+    for name, weight in lora.weights(model).items():
+        assert torch.equal(_grad(weight), slopes[name]), name
+    with torch.no_grad():
+        for weight in lora.weights(model).values():
+            weight.mul_(1.001)
+    layer = model.get_submodule("blocks.0.attention.q")
+    assert isinstance(layer, lora.Adapted)
+    x = torch.randn(9, layer.base.width)
+    before = layer._dropped(x) == 0
+    with torch.no_grad():
+        layer.lora_b.mul_(1.001)
+    assert not torch.equal(before, layer._dropped(x) == 0)
+
+
+def _grad(weight: Tensor) -> Tensor:
+    assert weight.grad is not None
+    return weight.grad
+
+
+def _in_block(name: str, module: nn.Module) -> bool:
+    return name.startswith("blocks.") and isinstance(module, nn.Linear)
