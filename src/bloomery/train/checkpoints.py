@@ -14,7 +14,7 @@ from bloomery.core.errors import RunError
 from bloomery.core.log import say
 from bloomery.hw.dist import World
 from bloomery.model.transformer import Transformer
-from bloomery.train import exactness
+from bloomery.train import exactness, parallel
 from bloomery.train.keeping import Kept
 from bloomery.train.optim import Optimizers
 from bloomery.train.state import State

@@ -29,7 +29,7 @@ class Whole:
         huggingface.save(folder, self.model, self.renderer, lineage)
 
     def copied(self, world: World) -> tuple[Write, int]:
-        """What writes a copy that training does not change, and the bytes of it. All ranks call it, the first writes."""
+        """What writes a copy that training does not change, and its bytes. All ranks call it; the first writes."""
         twin = parallel.copy_of(self.model, world)
         return Whole(twin, self.renderer).write, parallel.weight_bytes(twin)
 
