@@ -39,7 +39,8 @@ class Cache:
     def empty(cls, config: ModelConfig, batch: int, capacity: int, like: Tensor) -> "Cache":
         """A cache of zeros on the device and in the number format of `like`."""
         shape = (config.num_layers, batch, config.num_kv_heads, capacity, config.head_size)
-        return cls(torch.zeros(shape, device=like.device, dtype=like.dtype), like.new_zeros(shape))
+        keys, values = (torch.zeros(shape, device=like.device, dtype=like.dtype) for _ in range(2))
+        return cls(keys, values)
 
     def extend(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """Put a layer's new keys and values behind the old ones, and give all of them."""

@@ -28,7 +28,6 @@ from bloomery.train.hooks import Hooks
 from bloomery.train.loss import token_losses
 from bloomery.train.norms import Norms
 from bloomery.train.optim import Optimizers
-from bloomery.train.optim_adamw import total_norm
 from bloomery.train.precision import Precision
 from bloomery.train.state import State
 
@@ -134,7 +133,7 @@ def in_range(
     """What `compute` gives and the norm of its gradients: again, with a smaller scale, if they left float16."""
     while True:
         loss, tokens = compute(micro_batch=rows, precision=precision)
-        norm = total_norm(gradients(model))
+        norm = parallel.gradient_norm(gradients(model))
         if not precision.overflowed(loss, float(norm)):
             return loss, tokens, norm
         model.zero_grad(set_to_none=True)
@@ -161,7 +160,7 @@ def accumulate_gradients(
     world, precision = world or World.alone(), precision or Precision.decide("auto", device)
     tokens = int((batch.targets != IGNORE).sum())
     total = torch.zeros((), device=device.place)
-    for part in batch.of_rank(world.rank, world.size).split(micro_batch):
+    for part in parallel.micro_batches(batch, micro_batch, world, model):
         if stop is not None and world.size == 1:
             stop.check()
         with few_rows_of_the_table(model):
