@@ -6,6 +6,7 @@ PYTHON ?= python3
 VENV = .venv
 BIN = $(VENV)/bin
 RUN = runs/demo
+SPREAD = -n auto --maxprocesses 4 --dist loadfile
 
 .PHONY: help demo test test-amd lint check fix bench clean
 
@@ -30,7 +31,7 @@ demo: $(VENV)/.installed
 	@echo 'Talk to it in a browser:  $(BIN)/bloomery serve'
 
 test: $(VENV)/.installed-dev
-	$(BIN)/python -m pytest -m 'not gpu'
+	$(BIN)/python -m pytest $(SPREAD) -m 'not gpu'
 
 test-amd: $(VENV)/.installed-dev
 	$(BIN)/python -m pytest -p tests.hw.hip_torch -m 'not gpu and not slow'
@@ -41,7 +42,7 @@ lint: $(VENV)/.installed-dev
 	$(BIN)/python -m mypy
 
 check: lint
-	$(BIN)/python -m pytest -m 'not gpu and not slow'
+	$(BIN)/python -m pytest $(SPREAD) -m 'not gpu and not slow'
 
 fix: $(VENV)/.installed-dev
 	$(BIN)/python -m ruff check --fix .
