@@ -201,7 +201,7 @@ def test_ranks_that_hold_parts_skip_go_back_sample_and_ask_as_one_does(shards: P
     found = []
     for name, ranks, passes in (("one", 1, 4), ("parts", 2, 2)):
         task = {"shards": str(shards), "out": str(tmp_path / name), "passes": passes}
-        task |= {"settings": settings | ({"shard": "fsdp"} if ranks > 1 else {})}  # type: ignore[dict-item]
+        task |= {"settings": settings | ({"shard": "fsdp"} if ranks > 1 else {})}
         found.append(launch.run("tests.train.test_sharded:poisoned", task, ranks))
         assert (tmp_path / name / "main.log").read_text().count("trl") == 11
     assert [(one["skipped_steps"], one["rollbacks"], one["failures"]) for one in found] == [(3, 1, [])] * 2
