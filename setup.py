@@ -16,7 +16,7 @@ from setuptools.errors import CompileError
 ROOT = Path(__file__).parent
 SOURCES = ROOT / "src" / "bloomery" / "native"
 NATIVE = runpy.run_path(str(ROOT / "src" / "bloomery" / "core" / "native.py"))
-THREADS = {"text": [], "training": ["-fopenmp"]}
+WITHOUT_THREADS = ("text",)
 """Only what is loaded after torch, and so shares its threads, may bring OpenMP."""
 ATTEMPTS = (["-fopenmp-simd"], [], ["-DPLAIN"])
 
@@ -32,7 +32,7 @@ class Build(build_ext):
 
     def build_extension(self, ext: Extension) -> None:
         always = ext.extra_compile_args
-        threads = THREADS[ext.name.rpartition(".")[2]]
+        threads = [] if ext.name.endswith(WITHOUT_THREADS) else ["-fopenmp"]
         for attempt in (threads, *ATTEMPTS):
             ext.extra_compile_args = [*always, *attempt]
             ext.extra_link_args = attempt if attempt is threads else []

@@ -34,15 +34,15 @@ from bloomery.model.transformer import Transformer
 from bloomery.shards.loader import Batch
 from bloomery.train.config import Training
 from bloomery.train.device import fast_dtype
-from bloomery.train.loop import accumulate_gradients, clip, gradients
+from bloomery.train.loop import accumulate_gradients, clipping, gradients
 from bloomery.train.optim import Optimizers
+from bloomery.train.optim_adamw import total_norm
 from bloomery.train.planning.timed import timed
 from bloomery.train.planning.trace import Step, trace
 from bloomery.train.precision import Precision
 from bloomery.train.recompute import recompute
 
 import torch
-from torch import nn
 
 WIDE = {"width": 512, "num_layers": 6, "num_heads": 8, "num_kv_heads": 4, "mlp_width": 1408, "context": 256}
 TINY = {"width": 64, "num_layers": 2, "num_heads": 2, "num_kv_heads": 2, "mlp_width": 128, "context": 64}
@@ -192,8 +192,7 @@ def run(settings: Settings) -> list[float]:
     for _ in range(STEPS):
         began = time.perf_counter()
         accumulate_gradients(model, batch, what.rows, device, precision=precision)
-        clip(model, 1.0, nn.utils.get_total_norm(gradients(model)))
-        optimizers.step()
+        optimizers.step(clipping(1.0, total_norm(gradients(model))))
         optimizers.zero_grad()
         taken.append(time.perf_counter() - began)
     return taken

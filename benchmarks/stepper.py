@@ -1,10 +1,12 @@
 """
-Training steps of one program, timed in this process. `train_step.py` starts it once a round for each program.
+Training steps of one program, timed in this process, which lives as long as its standard input: `train_step.py` keeps
+one for each program, and has them take turns.
 
-    python benchmarks/stepper.py PROGRAM --rows 4 --tokens 64 --threads 1 [--seconds S] [--most N] [--folder DIR]
+    python benchmarks/stepper.py PROGRAM [--shape small] [--nanogpt DIR]
 
-Prints one line of JSON: seconds of the wall and of the processor for each step after the first, the losses, peak
-memory; for ours also the work of a step, and how fast this process multiplies matrices in bfloat16.
+Reads a line of JSON for each turn (rows, tokens, threads, warm, steps, seconds) and answers with one: seconds of the
+wall and of the processor for each step that was not a warm-up, the losses, peak memory; for ours also the work of a
+step, and how fast this process multiplied matrices in bfloat16 right after.
 
 Every program trains the same shape on the same random tokens: gradients, update, nothing else but what it does by
 itself. No program drops out, and no one reads data. Names ending in _kept let freed memory stay with the process, as
@@ -16,10 +18,11 @@ import importlib
 import importlib.util
 import json
 import resource
+import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, nullcontext
-from dataclasses import replace
+from contextlib import AbstractContextManager, nullcontext, redirect_stdout
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +32,7 @@ from bloomery.core.config import build
 from bloomery.hw import device as devices
 from bloomery.model.config import ModelConfig
 from bloomery.model.cost import cost
+from bloomery.model.presets import PRESETS
 from bloomery.model.transformer import Transformer
 from bloomery.shards.loader import Batch
 from bloomery.train.config import AdamW
@@ -42,42 +46,72 @@ from torch import Tensor
 Step = Callable[[], float]
 """Trains once; gives the loss."""
 
-GPT2 = {"width": 768, "num_layers": 12, "num_heads": 12, "num_kv_heads": 12, "mlp_width": 2048, "context": 1024}
 SMALL = {"width": 256, "num_layers": 6, "num_heads": 8, "num_kv_heads": 2, "mlp_width": 704, "context": 256}
-SHAPES: dict[str, tuple[dict[str, Any], int]] = {"gpt2": (GPT2, 50257), "small": (SMALL, 4096)}
+SHAPES: dict[str, tuple[dict[str, Any], int]] = {
+    "gpt2": (PRESETS["gpt2-124m"].config, PRESETS["gpt2-124m"].vocab_size),
+    "small": (SMALL, 4096),
+}
 """Keys of [pretrain.model], and the vocabulary."""
+
+LONG_TOKENS = 4096
+"""From that many tokens a step, memory is given back after each turn: what all programs kept would not fit beside."""
+
+
+@dataclass
+class Turn:
+    rows: int = 1
+    tokens: int = 8
+    threads: int = 1
+    warm: int = 1
+    """Steps before those that count."""
+    steps: int = 1
+    """That count, at most, …"""
+    seconds: float = 10.0
+    """… none of them begun later than that; the first one always is."""
+
+
+@dataclass
+class Worker:
+    """What a program needs to know while it lives."""
+
+    program: str
+    shape: str
+    nanogpt: Path | None
+    turn: Turn
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("program", choices=PROGRAMS)
     parser.add_argument("--shape", choices=SHAPES, default="gpt2")
-    parser.add_argument("--rows", type=int, required=True)
-    parser.add_argument("--tokens", type=int, required=True)
-    parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--seconds", type=float, default=10.0)
-    parser.add_argument("--most", type=int, default=20)
-    parser.add_argument("--folder", type=Path, help="of nanoGPT")
+    parser.add_argument("--nanogpt", type=Path)
     options = parser.parse_args()
-    if options.program.startswith("ours") or options.program.endswith("_kept"):
+    kept = options.program.startswith("ours") or options.program.endswith("_kept")
+    if kept:
         devices.keep_freed_memory()
-    torch.set_num_threads(options.threads)
     torch.manual_seed(0)
-    step = PROGRAMS[options.program](options)
-    found: dict[str, Any] = timed(step, options.seconds, options.most)
-    found["peak_bytes"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-    if options.program == "ours":
-        found |= ceiling(options)
-    print(json.dumps(found))
+    worker = Worker(options.program, options.shape, options.nanogpt, Turn())
+    with redirect_stdout(sys.stderr):  # what a peer says there is no answer
+        step = PROGRAMS[options.program](worker)
+    print("ready", flush=True)
+    for line in sys.stdin:
+        worker.turn = Turn(**json.loads(line))
+        torch.set_num_threads(worker.turn.threads)
+        found: dict[str, Any] = timed(step, worker.turn)
+        found["peak_bytes"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+        if options.program == "ours":
+            found |= ceiling(worker)
+        if kept and worker.turn.rows * worker.turn.tokens >= LONG_TOKENS:
+            devices.return_freed_memory()
+        print(json.dumps(found), flush=True)
 
 
-def timed(step: Step, seconds: float, most: int) -> dict[str, list[float]]:
-    """Steps until either limit; the first one, which allocates, is left out, and at least one is counted."""
-    losses = [step()]
+def timed(step: Step, turn: Turn) -> dict[str, list[float]]:
+    losses = [step() for _ in range(turn.warm)]
     wall: list[float] = []
     cpu: list[float] = []
     began = time.perf_counter()
-    while not wall or (len(wall) < most and time.perf_counter() - began < seconds):
+    while not wall or (len(wall) < turn.steps and time.perf_counter() - began < turn.seconds):
         start = time.perf_counter(), time.process_time()
         losses.append(step())
         wall.append(time.perf_counter() - start[0])
@@ -85,31 +119,31 @@ def timed(step: Step, seconds: float, most: int) -> dict[str, list[float]]:
     return {"wall": wall, "cpu": cpu, "losses": losses}
 
 
-def random_rows(options: argparse.Namespace) -> Iterator[tuple[Tensor, Tensor]]:
+def random_rows(worker: Worker) -> Iterator[tuple[Tensor, Tensor]]:
     """Inputs and targets, the same for every program."""
-    vocab_size = SHAPES[options.shape][1]
+    vocab_size = SHAPES[worker.shape][1]
     rng = np.random.default_rng(0)
     while True:
-        ids = torch.from_numpy(rng.integers(0, vocab_size, (options.rows, options.tokens + 1)))
+        ids = torch.from_numpy(rng.integers(0, vocab_size, (worker.turn.rows, worker.turn.tokens + 1)))
         yield ids[:, :-1].contiguous(), ids[:, 1:].contiguous()
 
 
-def batches(options: argparse.Namespace) -> Iterator[Batch]:
-    positions = np.tile(np.arange(options.tokens), (options.rows, 1))
-    samples = np.arange(options.rows)
-    for ids, targets in random_rows(options):
+def batches(worker: Worker) -> Iterator[Batch]:
+    for ids, targets in random_rows(worker):
+        positions = np.tile(np.arange(worker.turn.tokens), (worker.turn.rows, 1))
+        samples = np.arange(worker.turn.rows)
         yield Batch(ids.numpy(), targets.numpy(), positions, np.zeros_like(positions), samples)
 
 
-def ours(options: argparse.Namespace) -> Step:
+def ours(worker: Worker) -> Step:
     """One step of the loop that every stage uses, clipping and the check for finite numbers included."""
-    keys, vocab_size = SHAPES[options.shape]
+    keys, vocab_size = SHAPES[worker.shape]
     device = devices.find("cpu")
-    if options.program.endswith("float32"):
+    if worker.program.endswith("float32"):
         device = replace(device, compute_dtype=torch.float32)
     model = Transformer(build(ModelConfig, keys), vocab_size)
     model.initialize(0)
-    optimizers, state, source = Optimizers(model, AdamW()), State(), batches(options)
+    optimizers, state, source = Optimizers(model, AdamW()), State(), batches(worker)
 
     def step() -> float:
         train(
@@ -118,7 +152,7 @@ def ours(options: argparse.Namespace) -> Step:
             source,
             state=state,
             steps=state.step + 1,
-            micro_batch=options.rows,
+            micro_batch=worker.turn.rows,
             learning_rate_share=lambda _: 1.0,
             max_norm=1.0,
             device=device,
@@ -128,11 +162,11 @@ def ours(options: argparse.Namespace) -> Step:
     return step
 
 
-def huggingface(options: argparse.Namespace) -> Step:
+def huggingface(worker: Worker) -> Step:
     """The model of `transformers` for the same shape, and torch's AdamW, each as it comes but for dropout."""
     transformers: Any = importlib.import_module("transformers")
-    keys, vocab_size = SHAPES[options.shape]
-    if options.shape == "gpt2":
+    keys, vocab_size = SHAPES[worker.shape]
+    if worker.shape == "gpt2":
         off = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0)
         model = transformers.GPT2LMHeadModel(transformers.GPT2Config(**off))
     else:
@@ -149,11 +183,11 @@ def huggingface(options: argparse.Namespace) -> Step:
         model = transformers.LlamaForCausalLM(config)
     model.train()
     optimizer = torch.optim.AdamW(model.parameters(), lr=6e-4, weight_decay=0.1)
-    source = random_rows(options)
+    source = random_rows(worker)
 
     def step() -> float:
         ids, targets = next(source)
-        with autocast(options):
+        with autocast(worker):
             scores = model(input_ids=ids, use_cache=False).logits
             loss = torch.nn.functional.cross_entropy(scores.flatten(0, 1), targets.flatten())
         torch.autograd.backward(loss)
@@ -164,20 +198,21 @@ def huggingface(options: argparse.Namespace) -> Step:
     return step
 
 
-def nanogpt(options: argparse.Namespace) -> Step:
+def nanogpt(worker: Worker) -> Step:
     """nanoGPT's model, its own optimizer, and clipping as in its train.py."""
-    spec = importlib.util.spec_from_file_location("nanogpt", options.folder / "model.py")
+    assert worker.nanogpt is not None
+    spec = importlib.util.spec_from_file_location("nanogpt", worker.nanogpt / "model.py")
     assert spec is not None
     assert spec.loader is not None
     module: Any = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     model = module.GPT(module.GPTConfig())
     optimizer = model.configure_optimizers(0.1, 6e-4, (0.9, 0.95), "cpu")
-    source = random_rows(options)
+    source = random_rows(worker)
 
     def step() -> float:
         ids, targets = next(source)
-        with autocast(options):
+        with autocast(worker):
             loss = model(ids, targets)[1]
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
@@ -188,11 +223,11 @@ def nanogpt(options: argparse.Namespace) -> Step:
     return step
 
 
-def autocast(options: argparse.Namespace) -> AbstractContextManager[Any]:
-    return torch.autocast("cpu", torch.bfloat16) if "bfloat16" in options.program else nullcontext()
+def autocast(worker: Worker) -> AbstractContextManager[Any]:
+    return torch.autocast("cpu", torch.bfloat16) if "bfloat16" in worker.program else nullcontext()
 
 
-PROGRAMS: dict[str, Callable[[argparse.Namespace], Step]] = {
+PROGRAMS: dict[str, Callable[[Worker], Step]] = {
     "ours": ours,
     "ours_plain": ours,
     "ours_float32": ours,
@@ -208,44 +243,21 @@ PROGRAMS: dict[str, Callable[[argparse.Namespace], Step]] = {
 }
 
 
-def ceiling(options: argparse.Namespace) -> dict[str, Any]:
-    """
-    Work of a step by `model.cost`, and GFLOP/s of this process: of a large square product, and of the products of this
-    model at this batch (forward, gradient of the input, gradient of the weight), each alone and repeated.
-    """
-    keys, vocab_size = SHAPES[options.shape]
-    config = build(ModelConfig, keys | {"context": options.tokens})
-    size = 4096 if options.shape == "gpt2" else 2048
-    N, D, M = options.rows * options.tokens, config.width, config.mlp_width
-    narrow = D * config.num_kv_heads // config.num_heads
-    layers = config.num_layers
-    products = [(2 * layers, D, D), (2 * layers, D, narrow), (2 * layers, D, M), (layers, M, D), (1, D, vocab_size)]
-    work = sum(count * 6.0 * N * wide * out for count, wide, out in products)
-    spent = sum(count * sum(product(*sizes) for sizes in three(N, wide, out)) for count, wide, out in products)
-    return {
-        "flops": cost(config, vocab_size).train_flops_per_token * N,
-        "square_gflops": 2.0 * size**3 / product(size, size, size) / 1e9,
-        "shapes_gflops": work / spent / 1e9,
-    }
-
-
-def three(tokens: int, wide: int, out: int) -> tuple[tuple[int, int, int], ...]:
-    """Rows, inner and columns of y = x W, of ∂x = ∂y Wᵀ, of ∂W = xᵀ ∂y."""
-    return (tokens, wide, out), (tokens, out, wide), (wide, tokens, out)
-
-
-def product(rows: int, inner: int, columns: int) -> float:
-    """Seconds of the processor, the least of three, of one product in bfloat16; of the wall with several threads."""
-    left = torch.randn(rows, inner).bfloat16()
-    right = torch.randn(inner, columns).bfloat16()
-    into = torch.empty(rows, columns, dtype=torch.bfloat16)
-    clock = time.process_time if torch.get_num_threads() == 1 else time.perf_counter
+def ceiling(worker: Worker) -> dict[str, Any]:
+    """Work of a step by `model.cost`, and GFLOP/s of the best of three large square products in bfloat16."""
+    keys, vocab_size = SHAPES[worker.shape]
+    config = build(ModelConfig, keys | {"context": worker.turn.tokens})
+    size = 4096 if worker.shape == "gpt2" else 2048
+    left, right = (torch.randn(size, size).bfloat16() for _ in "lr")
+    into = torch.empty_like(left)
+    clock = time.process_time if worker.turn.threads == 1 else time.perf_counter
     best = float("inf")
     for _ in range(4):
         start = clock()
         torch.mm(left, right, out=into)
         best = min(best, clock() - start)
-    return best
+    work = cost(config, vocab_size).train_flops_per_token * worker.turn.rows * worker.turn.tokens
+    return {"flops": work, "ceiling_gflops": 2.0 * size**3 / best / 1e9}
 
 
 if __name__ == "__main__":

@@ -2,15 +2,21 @@
 How long does a training step take, beside Hugging Face, nanoGPT and llm.c on the same machine?
 
     python benchmarks/train_step.py [--json] [--quick] [--nanogpt DIR] [--llmc DIR] [--sizes 4x64 …] [--threads 1 2]
-        [--rounds N] [--seconds S] [--programs NAME …]
+        [--rounds N] [--programs NAME …] [--into FILE]
 
 GPT-2 of 124M parameters at three sizes of batch (rows x tokens), and a Llama of 5M parameters, the demo's kind, at
-16x256. Every program is started as a process of its own, in turns, N rounds of them; steps are timed inside it
-(stepper.py, llmc_step.c). Times are those of the processor, which other programs disturb least; with two threads those
-of the wall. The ratio to a peer is the median of the ratios within each round, of the least time of each.
+16x256. Every program is a process of its own that trains one model throughout (stepper.py, llmc_step.c); they take
+turns, N rounds of them, and only one computes at a time. Times are those of the processor with one thread, which other
+programs disturb least, and those of the wall with several. What counts of a round is the median of its steps, and a
+ratio is the median over rounds of the ratios within each. From 4x256 on, peers in float32, which give their
+memory back after each step, go without a warm-up, and so does llm.c, which runs once there; at 8x512, where its step
+takes minutes, it is left out, and all others run once.
 
-DIR is a checkout of the peer, and without it the peer is left out; llm.c is compiled with gcc -Ofast -march=native and
-OpenMP. --quick measures the smallest size with one thread, once.
+The ceiling is that of large products of square matrices in bfloat16, measured after each of our turns in our process.
+
+DIR is a checkout of the peer, and without it the peer is left out; llm.c is compiled as its Makefile does it. --into
+keeps each finished size in a file, and does not measure again what that file has of the same commit. --quick measures
+the smallest size with one thread, once.
 """
 
 import argparse
@@ -20,6 +26,8 @@ import statistics
 import subprocess
 import sys
 import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -31,119 +39,173 @@ from bloomery.core.stage import machine, versions
 HERE = Path(__file__).parent
 SIZES = ("4x64", "4x256", "8x512")
 SMALL = "small-16x256"
-OURS = ("ours", "ours_plain", "ours_float32", "ours_plain_float32")
-PEERS = ("huggingface", "huggingface_bfloat16", "huggingface_bfloat16_kept")
-NANOGPT = ("nanogpt", "nanogpt_bfloat16", "nanogpt_bfloat16_kept")
+OURS = ("ours", "ours_plain")
+DEFAULTS = ("huggingface", "nanogpt")
+BFLOAT16 = ("huggingface_bfloat16_kept", "nanogpt_bfloat16_kept")
+EAGER = ("ours_plain_float32", "huggingface")
 LLMC = "llmc"
+STEPS = {"4x64": 3, "4x256": 1, "8x512": 1, SMALL: 3}
+"""Of a round, without those that warm up."""
 
-Times = dict[str, Any]
+Turns = dict[str, list[dict[str, Any]]]
 
 
 def main() -> None:
+    options = arguments()
+    cases: list[dict[str, Any]] = []
+    known = json.loads(options.into.read_text()) if options.into and options.into.exists() else []
+    if "dirty" in str(head(HERE)):
+        known = []
+    with tempfile.TemporaryDirectory() as folder:
+        if options.llmc:
+            build_llmc(options.llmc, Path(folder))
+        for shape in ("gpt2", "small"):
+            sizes = [size for size in options.sizes if (size == SMALL) == (shape == "small")]
+            asked = [(size, threads) for size in sizes for threads in options.threads]
+            keys = [{"size": size, "threads": threads, "commit": head(HERE)} for size, threads in asked]
+            kept = [next((one for one in known if key.items() <= one.items()), None) for key in keys]
+            with workers(shape, options) if None in kept else nobody() as at:
+                for key, found in zip(keys, kept, strict=True):
+                    cases.append(found or key | case(key["size"], key["threads"], options, at, Path(folder)))
+                    if options.into and not found:
+                        known.append(cases[-1])
+                        options.into.write_text(json.dumps(known, indent=1) + "\n")
+                    if not options.json:
+                        show(cases[-1])
+    print(json.dumps(result(cases, options)))
+
+
+def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", action="store_true", help="print nothing but the line of JSON")
     parser.add_argument("--quick", action="store_true")
     parser.add_argument("--nanogpt", type=Path)
     parser.add_argument("--llmc", type=Path)
-    parser.add_argument("--sizes", nargs="+", default=[*SIZES, SMALL])
+    parser.add_argument("--sizes", nargs="+", default=[*SIZES, SMALL], choices=[*SIZES, SMALL])
     parser.add_argument("--threads", nargs="+", type=int, default=[1, 2])
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--seconds", type=float, default=8.0, help="of steps, for each process")
+    parser.add_argument("--rounds", type=int, default=2, help="at 8x512 never more than one")
     parser.add_argument("--programs", nargs="+", help="only these")
+    parser.add_argument("--into", type=Path, metavar="FILE")
     options = parser.parse_args()
     if options.quick:
-        options.sizes, options.threads, options.rounds, options.seconds = [SIZES[0]], [1], 1, 4.0
-    cases = []
-    with tempfile.TemporaryDirectory() as folder:
-        if options.llmc:
-            build_llmc(options.llmc, Path(folder))
-        for size in options.sizes:
-            for threads in options.threads:
-                cases.append(case(size, threads, options, Path(folder)))
-                if not options.json:
-                    show(cases[-1])
-    print(json.dumps(result(cases, options)))
+        options.sizes, options.threads, options.rounds = [SIZES[0]], [1], 1
+    return options
 
 
-def programs(size: str, options: argparse.Namespace) -> list[str]:
-    gpt2 = size != SMALL
-    names = [*OURS, *PEERS, *(NANOGPT if options.nanogpt and gpt2 else ()), *([LLMC] if options.llmc and gpt2 else ())]
+def programs(shape: str, options: argparse.Namespace) -> list[str]:
+    if shape == "small":
+        names = [*OURS, *EAGER]
+    else:
+        peers = [name for name in (*DEFAULTS, *BFLOAT16) if options.nanogpt or not name.startswith("nanogpt")]
+        names = [*OURS, *peers, *([LLMC] if options.llmc else [])]
     return [name for name in names if not options.programs or name in options.programs]
 
 
-def case(size: str, threads: int, options: argparse.Namespace, folder: Path) -> dict[str, Any]:
+@contextmanager
+def nobody() -> Iterator[dict[str, Any]]:
+    yield {}
+
+
+@contextmanager
+def workers(shape: str, options: argparse.Namespace) -> Iterator[dict[str, "subprocess.Popen[str]"]]:
+    """A process for each program, all of them ready."""
+    at = {}
+    for name in programs(shape, options):
+        if name == LLMC:
+            continue
+        environment = os.environ | {"BLOOMERY_NATIVE": "0" if "plain" in name else "1"}
+        if not name.startswith("ours"):
+            environment["GOMP_SPINCOUNT"] = environment.get("GOMP_SPINCOUNT", "300000")  # GNU's own; ours is lower
+        words = [name, "--shape", shape, *(["--nanogpt", str(options.nanogpt)] if options.nanogpt else [])]
+        command = [sys.executable, str(HERE / "stepper.py"), *words]
+        pipe = subprocess.PIPE
+        at[name] = subprocess.Popen(command, env=environment, stdin=pipe, stdout=pipe, text=True, bufsize=1)
+    try:
+        for name in at:
+            answer(name, at)
+        yield at
+    finally:
+        for worker in at.values():
+            worker.communicate()
+
+
+def answer(name: str, at: dict[str, "subprocess.Popen[str]"]) -> str:
+    stdout = at[name].stdout
+    line = stdout.readline() if stdout else ""
+    if not line:
+        raise SystemExit(f"{name} ended with {at[name].wait()}")
+    return line
+
+
+def case(
+    size: str, threads: int, options: argparse.Namespace, at: dict[str, "subprocess.Popen[str]"], folder: Path
+) -> dict[str, Any]:
     """All programs at one size, in turns."""
     rows, tokens = map(int, size.split("-")[-1].split("x"))
-    rounds: dict[str, list[Times]] = {name: [] for name in programs(size, options)}
-    for _ in range(options.rounds):
-        for name, seen in rounds.items():
-            slow = name == LLMC and rows * tokens >= 1024
-            if not (slow and seen):  # once is enough of what takes minutes
-                seen.append(one(name, size, rows, tokens, threads, options, folder))
-    clock = "cpu" if threads == 1 else "wall"
-    kinds = {name: summary(seen, clock, rows * tokens) for name, seen in rounds.items()}
-    found: dict[str, Any] = {"size": size, "threads": threads, "clock": clock, "load": os.getloadavg()[0]}
-    for name, facts in kinds.items():
-        if not name.startswith("ours"):
-            facts["ours_is_faster"] = faster(rounds, "ours", name, clock)
-            facts["plain_is_faster"] = faster(rounds, "ours_plain", name, clock)
-    if rounds.get("ours"):
-        last = max(rounds["ours"], key=lambda seen: float(seen["shapes_gflops"]))
-        achieved = last["flops"] / kinds["ours"]["least_ms"] / 1e6
-        found |= {key: round(last[key], 1) for key in ("square_gflops", "shapes_gflops")}
-        found |= {"gflops": round(achieved, 1), "share_of_ceiling": round(achieved / last["square_gflops"], 3)}
-        found["share_of_shapes_ceiling"] = round(achieved / last["shapes_gflops"], 3)
-        if rounds.get("ours_plain_float32"):
-            found["faster_than_own_float32"] = faster(rounds, "ours", "ours_plain_float32", clock)
-    return found | {"programs": kinds}
+    turns: Turns = {name: [] for name in at}
+    if options.llmc and size in SIZES[:2] and (not options.programs or LLMC in options.programs):
+        turns[LLMC] = []
+    for _ in range(options.rounds if size != SIZES[2] else 1):
+        for name, seen in turns.items():
+            if name == LLMC and (size == SIZES[0] or not seen):
+                seen.append(turn_of_llmc(rows, tokens, threads, size != SIZES[0], folder))
+            elif name != LLMC:
+                warm = 0 if size in SIZES[1:] and name in DEFAULTS else 1
+                turn = {"rows": rows, "tokens": tokens, "threads": threads, "warm": warm, "steps": STEPS[size]}
+                print(json.dumps(turn), file=at[name].stdin, flush=True)
+                seen.append(json.loads(answer(name, at)))
+    return found(turns, "cpu" if threads == 1 else "wall", rows * tokens)
 
 
-def one(name: str, size: str, rows: int, tokens: int, threads: int, options: argparse.Namespace, folder: Path) -> Times:
-    """A program's steps, in a process of its own."""
-    environment = os.environ | {"OMP_NUM_THREADS": str(threads), "MKL_NUM_THREADS": str(threads)}
-    if name == LLMC:
-        command = ["./llmc_step", str(rows), str(tokens), "6", str(options.seconds)]
-        run = subprocess.run(command, cwd=folder, env=environment, check=True, capture_output=True, text=True)
-        steps = [list(map(float, line.split()[1:])) for line in run.stderr.splitlines() if line.startswith("STEP")]
-        wall, cpu, losses = (list(column) for column in zip(*steps, strict=True))
-        return {"wall": wall[1:], "cpu": cpu[1:], "losses": losses, "peak_bytes": None}
-    if "plain" in name:
-        environment["BLOOMERY_NATIVE"] = "0"
-    if not name.startswith("ours"):
-        environment["GOMP_SPINCOUNT"] = environment.get("GOMP_SPINCOUNT", "300000")  # GNU's own; ours is lower
-    shape = ["--shape", "small"] if size == SMALL else []
-    words = [name, *shape, "--rows", str(rows), "--tokens", str(tokens), "--threads", str(threads)]
-    words += ["--seconds", str(options.seconds)] + (["--folder", str(options.nanogpt)] if options.nanogpt else [])
-    command = [sys.executable, str(HERE / "stepper.py"), *words]
-    run = subprocess.run(command, env=environment, check=True, stdout=subprocess.PIPE, text=True)
-    found: Times = json.loads(run.stdout.splitlines()[-1])
-    return found
-
-
-def summary(rounds: list[Times], clock: str, tokens: int) -> dict[str, Any]:
-    times = [second * 1e3 for seen in rounds for second in seen[clock]]
-    wall = [second * 1e3 for seen in rounds for second in seen["wall"]]
-    peaks = [seen["peak_bytes"] for seen in rounds if seen["peak_bytes"]]
-    return {
-        "least_ms": round(min(times), 1),
-        "median_ms": round(statistics.median(times), 1),
-        "least_wall_ms": round(min(wall), 1),
-        "median_wall_ms": round(statistics.median(wall), 1),
-        "tokens_per_second": round(tokens / min(times) * 1e3, 1),
-        "steps": len(times),
-        "first_loss": round(rounds[0]["losses"][0], 4),
-        "peak_bytes": max(peaks, default=None),
+def found(turns: Turns, clock: str, tokens: int) -> dict[str, Any]:
+    """What the turns of one size say, with ratios above 1 where ours takes less time."""
+    times = {name: [statistics.median(seen[clock]) * 1e3 for seen in rounds] for name, rounds in turns.items()}
+    facts: dict[str, Any] = {"clock": clock, "load": round(os.getloadavg()[0], 2)}
+    facts["programs"] = {
+        name: {
+            "median_ms": round(statistics.median(times[name]), 1),
+            "least_ms": round(min(times[name]), 1),
+            "tokens_per_second": round(tokens / statistics.median(times[name]) * 1e3, 1),
+            "rounds": len(times[name]),
+            "first_loss": round(rounds[0]["losses"][0], 4),
+            "peak_bytes": max((seen["peak_bytes"] for seen in rounds if seen["peak_bytes"]), default=None),
+        }
+        for name, rounds in turns.items()
     }
+    for name, label in (("ours", "faster_than"), ("ours_plain", "plain_faster_than")):
+        facts[label] = {peer: faster(times, name, peer) for peer in times if name in times and peer != name}
+    best = [name for name in BFLOAT16 if name in times]
+    if best and "ours" in times:
+        quickest = min(best, key=lambda name: statistics.median(times[name]))
+        facts["faster_than_best_bfloat16"] = facts["faster_than"][quickest]
+    if "ours" in times:
+        speeds = [
+            (seen["flops"] / milliseconds / 1e6, seen["ceiling_gflops"])
+            for seen, milliseconds in zip(turns["ours"], times["ours"], strict=True)
+        ]
+        facts["gflops"], facts["ceiling_gflops"] = (
+            round(statistics.median(column), 1) for column in zip(*speeds, strict=True)
+        )
+        facts["share_of_ceiling"] = round(statistics.median(done / most for done, most in speeds), 3)
+    return facts
 
 
-def faster(rounds: dict[str, list[Times]], name: str, peer: str, clock: str) -> float | None:
-    """How many times faster `name` is than `peer`: the median over rounds; over all where the peer ran once."""
-    ours, theirs = ([min(seen[clock]) for seen in rounds.get(which, ())] for which in (name, peer))
-    if not ours or not theirs:
-        return None
+def faster(times: dict[str, list[float]], name: str, peer: str) -> float:
+    """How many times: the median over rounds; of the medians where the peer ran once."""
+    ours, theirs = times[name], times[peer]
     if len(ours) != len(theirs):
-        return round(float(min(theirs) / min(ours)), 2)
-    return round(float(statistics.median(their / our for our, their in zip(ours, theirs, strict=True))), 2)
+        return round(statistics.median(theirs) / statistics.median(ours), 2)
+    return round(statistics.median(their / our for our, their in zip(ours, theirs, strict=True)), 2)
+
+
+def turn_of_llmc(rows: int, tokens: int, threads: int, once: bool, folder: Path) -> dict[str, Any]:
+    """Its program keeps one size for life, and starts quickly."""
+    environment = os.environ | {"OMP_NUM_THREADS": str(threads)}
+    command = ["./llmc_step", str(rows), str(tokens), "1" if once else "2"]
+    run = subprocess.run(command, cwd=folder, env=environment, check=True, capture_output=True, text=True)
+    steps = [list(map(float, line.split()[1:])) for line in run.stderr.splitlines() if line.startswith("STEP")]
+    wall, cpu, losses = (list(column) for column in zip(*steps, strict=True))
+    return {"wall": wall[-1:], "cpu": cpu[-1:], "losses": losses, "peak_bytes": None}
 
 
 def build_llmc(checkout: Path, folder: Path) -> None:
@@ -173,15 +235,15 @@ def build_llmc(checkout: Path, folder: Path) -> None:
         np.zeros(width, np.float32).tofile(file)
 
 
-def show(found: dict[str, Any]) -> None:
-    head = f"{found['size']}, threads: {found['threads']}"
-    print(f"{head}; {found.get('gflops')} GFLOP/s of {found.get('square_gflops')}", file=sys.stderr)
-    for name, facts in found["programs"].items():
-        ratio = f"{facts['ours_is_faster']:6.2f} x" if facts.get("ours_is_faster") else ""
-        print(
-            f"  {name:<26} {facts['least_ms']:9.1f} ms  {facts['tokens_per_second']:8.0f} tokens/s {ratio}",
-            file=sys.stderr,
-        )
+def show(facts: dict[str, Any]) -> None:
+    head = f"{facts['size']}, threads: {facts['threads']}"
+    share = f"; {facts['gflops']} GFLOP/s of {facts['ceiling_gflops']}" if "gflops" in facts else ""
+    print(head + share, file=sys.stderr)
+    for name, seen in facts["programs"].items():
+        ratio, plain = (facts[label].get(name) for label in ("faster_than", "plain_faster_than"))
+        ratios = "".join(f"{value:7.2f} x" if value else " " * 9 for value in (ratio, plain))
+        speed = f"{seen['median_ms']:9.1f} ms  {seen['tokens_per_second']:8.0f} tokens/s"
+        print(f"  {name:<26} {speed} {ratios}", file=sys.stderr)
 
 
 def result(cases: list[dict[str, Any]], options: argparse.Namespace) -> dict[str, Any]:
@@ -189,7 +251,7 @@ def result(cases: list[dict[str, Any]], options: argparse.Namespace) -> dict[str
     first = cases[0]
     speeds = {name: facts["tokens_per_second"] for name, facts in first["programs"].items()}
     version = {
-        "hugging": metadata.version("transformers"),
+        "huggingface": metadata.version("transformers"),
         "nanogpt": head(options.nanogpt),
         "llmc": head(options.llmc),
     }
@@ -198,7 +260,7 @@ def result(cases: list[dict[str, Any]], options: argparse.Namespace) -> dict[str
         "name": "train_step",
         "ours": {"value": speeds.get("ours"), "unit": "tokens/s"},
         "peers": {
-            name: {"value": speed, "unit": "tokens/s", "version": version.get(name.split("_")[0].removesuffix("face"))}
+            name: {"value": speed, "unit": "tokens/s", "version": version[name.split("_")[0]]}
             for name, speed in best.items()
         },
         "ratio_to_best_peer": round(speeds["ours"] / max(best.values()), 3) if best and "ours" in speeds else None,

@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 
 from bloomery.core.errors import DataError
+from bloomery.core.stop import Stop, Terminated
 from bloomery.evaluation.choices import Choices, log_likelihoods
 from bloomery.shards.choices import Example
 from tests.model.made import SHAPES, VOCAB_SIZE, lively
@@ -63,8 +64,12 @@ def test_the_likeliest_answer_by_bytes_and_by_tokens_is_counted(monkeypatch: pyt
     examples = [Example(question=ids(0), answers=answers, right=right) for right in (0, 1)]
     examples[1] = Example(question=ids(0), answers=answers, right=0)
     asked = Choices(examples, [0, 3, 1], rows_at_once=3)
-    found = asked.accuracy(lively(SHAPES[0]), processor(), "questions")
+    stop = Stop()
+    found = asked.accuracy("questions", lively(SHAPES[0]), processor(), stop)
     assert found == {"questions": 1.0, "questions_per_token": 0.0}
+    stop.asked = True
+    with pytest.raises(Terminated):
+        asked.accuracy("questions", lively(SHAPES[0]), processor(), stop)
 
 
 def test_of_a_file_as_many_examples_are_asked_as_wanted(tmp_path: Path) -> None:

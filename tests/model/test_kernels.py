@@ -132,6 +132,21 @@ def test_a_norm_equals_that_of_torch_and_is_rounded_once(dtype: torch.dtype) -> 
 
 
 @DTYPES
+@pytest.mark.parametrize("learned", [2, 1, 0])
+def test_a_norm_with_a_mean_equals_that_of_torch(learned: int, dtype: torch.dtype) -> None:
+    x = (torch.randn(3, 5, 70) * 3 + 1).requires_grad_()
+    some = [(torch.rand(70) + 0.5).requires_grad_() for _ in range(learned)]
+    weight, bias = [*some, None, None][:2]
+    found = kernels.layer_norm(x, weight, bias, 1e-5, dtype)
+    expected = F.layer_norm(x, (70,), weight, bias, 1e-5)
+    near(found, expected, dtype)
+    slope = torch.randn(x.shape).to(dtype)
+    mine, theirs = (torch.autograd.grad(y, [x, *some], slope.to(y.dtype)) for y in (found, expected))
+    for a, b in zip(mine, theirs, strict=True):
+        near(a, b, torch.float32)
+
+
+@DTYPES
 def test_turning_by_position_equals_the_formula(dtype: torch.dtype) -> None:
     angle = torch.rand(2, 1, 9, 8) * 100
     cosine, sine = (torch.cat((one, one), -1) for one in (angle.cos(), angle.sin()))

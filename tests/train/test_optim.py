@@ -51,7 +51,7 @@ def groups(config: Optimizer) -> dict[str, tuple[str, float, float]]:
 def test_muon_takes_the_matrices_of_the_blocks_and_adamw_the_rest_without_decay() -> None:
     for name, found in groups(Muon(matrix_learning_rate=0.5, learning_rate=0.25, weight_decay=0.125)).items():
         matrix = name.startswith("blocks.") and "norm" not in name
-        assert found == (("BatchedMuon", 0.5, 0.125) if matrix else ("AdamW", 0.25, 0.0)), name
+        assert found == (("BatchedMuon", 0.5, 0.125) if matrix else ("ScaledAdamW", 0.25, 0.0)), name
 
 
 @every

@@ -147,7 +147,7 @@ def test_tensorboard_reads_its_files(tmp_path: Path) -> None:
 def test_main_log_speaks_as_llm_c_does(shards: Path, tmp_path: Path) -> None:
     run = session(shards, tmp_path, main_log=True, log_every=5)
     run.evaluations = {
-        "hellaswag": lambda model, device: {"hellaswag": 0.5, "hellaswag_per_token": 0.0 if model.training else 0.25}
+        "hellaswag": lambda model, *how: {"hellaswag": 0.5, "hellaswag_per_token": 0.0 if model.training else 0.25}
     }
     run.run()
     lines = (tmp_path / "main.log").read_text().splitlines()

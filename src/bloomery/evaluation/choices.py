@@ -15,6 +15,7 @@ import numpy as np
 
 import bloomery.hw.needs_torch  # noqa: F401
 from bloomery.core.errors import DataError
+from bloomery.core.stop import Stop
 from bloomery.hw.device import Device
 from bloomery.model.transformer import Transformer
 from bloomery.shards import choices
@@ -44,9 +45,12 @@ class Choices:
         chosen = [found[place * len(found) // count] for place in range(count)]
         return cls(chosen, tokenizer.byte_lengths, rows_at_once)
 
-    def accuracy(self, model: Transformer, device: Device, name: str = "accuracy") -> dict[str, float]:
-        """The share of examples whose right answer is the likeliest, as `name` by bytes and `name`_per_token."""
-        sums = iter(self._log_likelihoods(model, device))
+    def accuracy(self, name: str, model: Transformer, device: Device, stop: Stop) -> dict[str, float]:
+        """
+        The share of examples whose right answer is the likeliest, as `name` by bytes and `name`_per_token. Raises
+        Terminated where `stop` was asked for.
+        """
+        sums = iter(self._log_likelihoods(model, device, stop))
         by_bytes = by_tokens = 0
         for example in self.examples:
             likelihoods = np.array([next(sums) for _ in example.answers])
@@ -57,10 +61,11 @@ class Choices:
         total = len(self.examples)
         return {name: round(by_bytes / total, 5), f"{name}_per_token": round(by_tokens / total, 5)}
 
-    def _log_likelihoods(self, model: Transformer, device: Device) -> Iterator[float]:
+    def _log_likelihoods(self, model: Transformer, device: Device, stop: Stop) -> Iterator[float]:
         """Of each answer after its question, in nats, in order."""
         rows = [(example.question, ids) for example in self.examples for ids in example.answers]
         for first in range(0, len(rows), self.rows_at_once):
+            stop.check()
             yield from log_likelihoods(model, device, rows[first : first + self.rows_at_once]).tolist()
 
 

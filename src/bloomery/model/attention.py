@@ -11,7 +11,7 @@ from jaxtyping import Float
 
 from bloomery.model.attend import fused_attention
 from bloomery.model.config import ModelConfig
-from bloomery.model.layers import RMSNorm
+from bloomery.model.layers import Linear, RMSNorm
 from bloomery.model.positions import Rotation, rotate
 from bloomery.model.sight import Sight
 
@@ -39,7 +39,8 @@ class Cache:
     def empty(cls, config: ModelConfig, batch: int, capacity: int, like: Tensor) -> "Cache":
         """A cache of zeros on the device and in the number format of `like`."""
         shape = (config.num_layers, batch, config.num_kv_heads, capacity, config.head_size)
-        return cls(torch.zeros(shape, device=like.device, dtype=like.dtype), like.new_zeros(shape))
+        keys, values = (torch.zeros(shape, device=like.device, dtype=like.dtype) for _ in range(2))
+        return cls(keys, values)
 
     def extend(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """Put a layer's new keys and values behind the old ones, and give all of them."""
@@ -66,10 +67,10 @@ class Attention(nn.Module):
         self.layer = layer
         self.num_heads, self.num_kv_heads, self.head_width = config.num_heads, config.num_kv_heads, config.head_size
         query_width, key_width = self.num_heads * self.head_width, self.num_kv_heads * self.head_width
-        self.q = nn.Linear(config.width, query_width, bias=config.biases != "none")
-        self.k = nn.Linear(config.width, key_width, bias=config.biases != "none")
-        self.v = nn.Linear(config.width, key_width, bias=config.biases != "none")
-        self.out = nn.Linear(query_width, config.width, bias=config.biases == "all")
+        self.q = Linear(config.width, query_width, bias=config.biases != "none")
+        self.k = Linear(config.width, key_width, bias=config.biases != "none")
+        self.v = Linear(config.width, key_width, bias=config.biases != "none")
+        self.out = Linear(query_width, config.width, bias=config.biases == "all")
         self.q_norm, self.k_norm = (
             RMSNorm(self.head_width, config.norm_eps, config.norm_weights) if config.qk_norm else None for _ in "qk"
         )

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd.function import once_differentiable
 
-LIBRARY = "training"
+LIBRARY, NORMS = "training", "norms"
 KINDS = {torch.float32: 0, torch.bfloat16: 1}
 QUERIES_PER_BLOCK = {torch.float32: 128, torch.bfloat16: 256}
 """Scores of that many queries are computed at a time, and only for the keys up to the last of them."""
@@ -39,16 +39,21 @@ def ready(*tensors: Tensor) -> bool:
         and not torch.compiler.is_compiling()
         and not ELSEWHERE.get()
         and native.library(LIBRARY) is not None
+        and native.library(NORMS) is not None
     )
 
 
-def _call(name: str, *arguments: Tensor | int | float) -> None:
+def call(library: str, name: str, *arguments: Tensor | int | float) -> None:
     """Tensors are handed over as addresses, and have to be contiguous unless strides are given with them."""
     if any(isinstance(one, FakeTensor) for one in arguments):
         return  # what is written into tensors without numbers is of no interest
-    function = getattr(native.library(LIBRARY), f"bloomery_{name}")
+    function = getattr(native.library(library), f"bloomery_{name}")
     function.restype = None
     function(*map(_native, (*arguments, torch.get_num_threads())))
+
+
+def _call(name: str, *arguments: Tensor | int | float) -> None:
+    call(LIBRARY, name, *arguments)
 
 
 def _native(value: Tensor | int | float) -> Any:
@@ -57,29 +62,54 @@ def _native(value: Tensor | int | float) -> Any:
     return ctypes.c_float(value) if isinstance(value, float) else ctypes.c_int64(value)
 
 
-class _RMSNorm(torch.autograd.Function):
+class _Norm(torch.autograd.Function):
     @staticmethod
-    def forward(context: Any, x: Tensor, weight: Tensor, eps: float, dtype: torch.dtype) -> Tensor:
+    def forward(
+        context: Any,
+        x: Tensor,
+        weight: Tensor | None,
+        bias: Tensor | None,
+        centered: bool,
+        eps: float,
+        dtype: torch.dtype,
+    ) -> Tensor:
         x = x.contiguous()
         y, inverses = torch.empty_like(x, dtype=dtype), x.new_empty(x.shape[:-1])
-        _call("norm", KINDS[dtype], x, weight, y, inverses, inverses.numel(), x.shape[-1], float(eps))
-        context.save_for_backward(x, weight, inverses)
+        means = torch.empty_like(inverses) if centered else None
+        learned = (0 if one is None else one for one in (weight, bias))
+        sizes = inverses.numel(), x.shape[-1], float(eps)
+        call(NORMS, "norm", KINDS[dtype], x, *learned, y, 0 if means is None else means, inverses, *sizes)
+        context.save_for_backward(x, weight, means, inverses)
+        context.biased = bias is not None
         return y
 
     @staticmethod
     @once_differentiable
-    def backward(context: Any, *upstream: Tensor) -> tuple[Tensor, Tensor, None, None]:
-        x, weight, inverses = context.saved_tensors
+    def backward(context: Any, *upstream: Tensor) -> tuple[Tensor, Tensor | None, Tensor | None, None, None, None]:
+        x, weight, means, inverses = context.saved_tensors
         dy, dx = upstream[0].contiguous(), torch.empty_like(x)
-        slopes = x.new_zeros(torch.get_num_threads(), x.shape[-1])
-        shape = inverses.numel(), x.shape[-1]
-        _call("norm_slopes", KINDS[dy.dtype], x, weight, inverses, dy, dx, slopes, *shape)
-        return dx, slopes.sum(0), None, None
+        sums = x.new_zeros(torch.get_num_threads(), 2, x.shape[-1])
+        given = (0 if one is None else one for one in (weight, means))
+        call(NORMS, "norm_slopes", KINDS[dy.dtype], x, *given, inverses, dy, dx, sums, inverses.numel(), x.shape[-1])
+        dweight, dbias = sums.sum(0)
+        return dx, None if weight is None else dweight, dbias if context.biased else None, None, None, None
 
 
-def rms_norm(x: Float[Tensor, "*B D"], weight: Float[Tensor, " D"], eps: float, dtype: torch.dtype) -> Tensor:
+def rms_norm(x: Float[Tensor, "*B D"], weight: Float[Tensor, " D"] | None, eps: float, dtype: torch.dtype) -> Tensor:
     """x / √(mean(x²) + ε) · weight, from float32 to a number format."""
-    y: Tensor = _RMSNorm.apply(x, weight, eps, dtype)  # type: ignore[no-untyped-call]
+    y: Tensor = _Norm.apply(x, weight, None, False, eps, dtype)  # type: ignore[no-untyped-call]
+    return y
+
+
+def layer_norm(
+    x: Float[Tensor, "*B D"],
+    weight: Float[Tensor, " D"] | None,
+    bias: Float[Tensor, " D"] | None,
+    eps: float,
+    dtype: torch.dtype,
+) -> Tensor:
+    """(x − mean(x)) / √(var(x) + ε) · weight + bias, from float32 to a number format."""
+    y: Tensor = _Norm.apply(x, weight, bias, True, eps, dtype)  # type: ignore[no-untyped-call]
     return y
 
 
@@ -233,13 +263,28 @@ def first_seen(segments: Int[Tensor, "B T"], window: int | None = None) -> Int[T
 
 
 def cross_entropy_(
-    scores: Float[Tensor, "N V"], targets: Int[Tensor, " N"], *, z_loss: float = 0.0, slopes: bool = True
+    scores: Float[Tensor, "N V"],
+    targets: Int[Tensor, " N"],
+    *,
+    z_loss: float = 0.0,
+    share: float = 1.0,
+    slopes: bool = True,
 ) -> Float[Tensor, " N"]:
     """
     z = log Σ exp(scores) of each row, in float32; the cross entropy is z − scores[target].
 
-    With `slopes` the scores are overwritten with the gradient of Σ (z − scores[target] + z_loss · z²).
+    With `slopes` the scores are overwritten with the gradient of share · Σ (z − scores[target] + z_loss · z²).
     """
     z = torch.empty(len(scores))
-    _call("entropy", KINDS[scores.dtype], scores, targets.contiguous(), z, *scores.shape, float(z_loss), int(slopes))
+    _call(
+        "entropy",
+        KINDS[scores.dtype],
+        scores,
+        targets.contiguous(),
+        z,
+        *scores.shape,
+        float(z_loss),
+        float(share),
+        int(slopes),
+    )
     return z

@@ -11,12 +11,21 @@ from collections.abc import Callable
 from jaxtyping import Float
 
 import bloomery.hw.needs_torch  # noqa: F401
-from bloomery.model import kernels
+from bloomery.model import kernels, products
 from bloomery.model.config import FeedForwardKind, ModelConfig
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+
+
+class Linear(nn.Linear):
+    """y = x Wᵀ + b"""
+
+    def forward(self, x: Float[Tensor, "*lead D"]) -> Float[Tensor, "*lead N"]:
+        if _computed(x) == torch.bfloat16 and products.ready(x.to(torch.bfloat16), self.weight):
+            return products.linear(x.to(torch.bfloat16), self.weight, self.bias)
+        return F.linear(x, self.weight, self.bias)
 
 
 class RMSNorm(nn.Module):
@@ -34,7 +43,7 @@ class RMSNorm(nn.Module):
 
     def forward(self, x: Float[Tensor, "*lead D"]) -> Float[Tensor, "*lead D"]:
         full = x.float()
-        if self.weight is not None and kernels.ready(full, self.weight) and (dtype := _computed(full)) in kernels.KINDS:
+        if (dtype := _computed(full)) in kernels.KINDS and kernels.ready(full, *self.parameters()):
             return kernels.rms_norm(full, self.weight, self.eps, dtype)
         return _as_computed(F.rms_norm(full, (self.width,), self.weight, self.eps))
 
@@ -53,7 +62,10 @@ class LayerNorm(nn.Module):
         self.bias = nn.Parameter(torch.zeros(width)) if bias else None
 
     def forward(self, x: Float[Tensor, "*lead D"]) -> Float[Tensor, "*lead D"]:
-        return _as_computed(F.layer_norm(x.float(), (self.width,), self.weight, self.bias, self.eps))
+        full = x.float()
+        if (dtype := _computed(full)) in kernels.KINDS and kernels.ready(full, *self.parameters()):
+            return kernels.layer_norm(full, self.weight, self.bias, self.eps, dtype)
+        return _as_computed(F.layer_norm(full, (self.width,), self.weight, self.bias, self.eps))
 
 
 def _computed(x: Tensor) -> torch.dtype:
@@ -102,9 +114,9 @@ class GatedMLP(nn.Module):
     def __init__(self, width: int, mlp_width: int, kind: FeedForwardKind = "swiglu", bias: bool = False) -> None:
         super().__init__()
         self.act = ACTIVATIONS[kind]
-        self.gate = nn.Linear(width, mlp_width, bias=bias)
-        self.up = nn.Linear(width, mlp_width, bias=bias)
-        self.down = nn.Linear(mlp_width, width, bias=bias)
+        self.gate = Linear(width, mlp_width, bias=bias)
+        self.up = Linear(width, mlp_width, bias=bias)
+        self.down = Linear(mlp_width, width, bias=bias)
 
     def forward(self, x: Float[Tensor, "B T D"]) -> Float[Tensor, "B T D"]:
         gate, up = self.gate(x), self.up(x)
@@ -124,8 +136,8 @@ class MLP(nn.Module):
     def __init__(self, width: int, mlp_width: int, kind: FeedForwardKind, bias: bool = False) -> None:
         super().__init__()
         self.act = ACTIVATIONS[kind]
-        self.up = nn.Linear(width, mlp_width, bias=bias)
-        self.down = nn.Linear(mlp_width, width, bias=bias)
+        self.up = Linear(width, mlp_width, bias=bias)
+        self.down = Linear(mlp_width, width, bias=bias)
 
     def forward(self, x: Float[Tensor, "B T D"]) -> Float[Tensor, "B T D"]:
         y: Tensor = self.down(self.act(self.up(x)))

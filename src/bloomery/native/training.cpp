@@ -1,10 +1,7 @@
 // Operations of training on the processor, each in one pass over its numbers: what PyTorch does in several, beside which
-// it is tested (model/kernels.py). All is computed in float32; numbers are float32 or bfloat16 in memory.
-//
-// Rows are split among threads, where OpenMP was there. The result does not depend on their number, but for the
-// gradient of the weights of a norm, which is summed up by thread.
+// it is tested (model/kernels.py). Rows are split among threads; the result does not depend on their number.
 
-#include "library.hpp"
+#include "numbers.hpp"
 
 #include <algorithm>
 #include <cmath>
@@ -12,79 +9,6 @@
 #include <vector>
 
 namespace {
-
-struct Bfloat16 {
-    uint16_t bits;
-};
-
-INLINE float load(const float *at) { return *at; }
-INLINE float load(const Bfloat16 *at) {
-    const uint32_t bits = uint32_t(at->bits) << 16;
-    float value;
-    std::memcpy(&value, &bits, 4);
-    return value;
-}
-INLINE void store(float *at, float value) { *at = value; }
-INLINE void store(Bfloat16 *at, float value) {  // to the nearest, ties to even
-    uint32_t bits;
-    std::memcpy(&bits, &value, 4);
-    const uint32_t rounded = (bits + 0x7FFF + (bits >> 16 & 1)) >> 16;
-    at->bits = uint16_t(value == value ? rounded : 0x7FC0);
-}
-
-// e**x to about 1e-7, by 2**n times a polynomial (coefficients of the Taylor series, |x| <= ln 2 / 2). Beyond 60 it stays
-// as it is there, which no sum notices: a product with a denormal number would take a hundred times as long.
-INLINE float exponential(float x) {
-    x = std::min(std::max(x, -60.0f), 60.0f);
-    const float shifted = x * 1.44269504f + 12582912.0f;  // its lowest bits are those of the nearest integer
-    const float n = shifted - 12582912.0f;
-    const float rest = (x - n * 0.693359375f) + n * 2.12194440e-4f;
-    float sum = 1.0f / 5040;
-    sum = sum * rest + 1.0f / 720;
-    sum = sum * rest + 1.0f / 120;
-    sum = sum * rest + 1.0f / 24;
-    sum = sum * rest + 1.0f / 6;
-    sum = sum * rest + 0.5f;
-    sum = sum * rest + 1.0f;
-    sum = sum * rest + 1.0f;
-    const int32_t bits = (int32_t(n) + 127) << 23;
-    float power;
-    std::memcpy(&power, &bits, 4);
-    return sum * power;
-}
-INLINE float sigmoid(float x) { return 1.0f / (1.0f + exponential(-x)); }
-
-// Integers in the order of their floats: their maximum is found many at a time, without a rule for what NaN compares to.
-INLINE int32_t ordered(float value) {
-    int32_t bits;
-    std::memcpy(&bits, &value, 4);
-    return bits ^ (bits >> 31 & 0x7FFFFFFF);
-}
-INLINE float unordered(int32_t order) {
-    const int32_t bits = order ^ (order >> 31 & 0x7FFFFFFF);
-    float value;
-    std::memcpy(&value, &bits, 4);
-    return value;
-}
-
-// Calls work(begin, end, part) for ranges that make up 0 … count.
-template <class Work> void split(int64_t count, int64_t parts, const Work &work) {
-    parts = std::max<int64_t>(1, std::min(parts, count));
-    if (parts == 1) {
-        work(int64_t(0), count, int64_t(0));
-        return;
-    }
-#ifdef _OPENMP
-#pragma omp parallel for num_threads(parts) schedule(static, 1)
-#endif
-    for (int64_t part = 0; part < parts; part++) work(count * part / parts, count * (part + 1) / parts, part);
-}
-
-// The kernel for float32 (kind 0) or bfloat16 (kind 1), as KERNEL##_float and KERNEL##_bfloat.
-#define BOTH(kernel, parameters, arguments)                                   \
-    FOR_EVERY_CPU void kernel##_float parameters { kernel<float> arguments; } \
-    FOR_EVERY_CPU void kernel##_bfloat parameters { kernel<Bfloat16> arguments; }
-#define EITHER(kind, kernel, ...) ((kind) ? kernel##_bfloat(__VA_ARGS__) : kernel##_float(__VA_ARGS__))
 
 // ---- attention -------------------------------------------------------------------------------------------------------
 
@@ -246,57 +170,13 @@ BOTH(swiglu_slopes, (const void *g, const void *u, const void *dy, void *dg, voi
 BOTH(gelu, (const void *x, void *y, int64_t begin, int64_t end), (x, y, begin, end))
 BOTH(gelu_slopes, (const void *x, const void *dy, void *dx, int64_t begin, int64_t end), (x, dy, dx, begin, end))
 
-// ---- normalization ---------------------------------------------------------------------------------------------------
-
-// From float32; y and its slopes are of the kind. inverses: 1 / √(mean(x²) + ε) of each row.
-template <class T>
-INLINE void norm(const float *x, const float *weight, void *y, float *inverses, int64_t width, float epsilon,
-                 int64_t begin, int64_t end) {
-    for (int64_t row = begin; row < end; row++) {
-        const float *const from = x + row * width;
-        float sum = 0;
-#pragma omp simd reduction(+ : sum)
-        for (int64_t i = 0; i < width; i++) sum += from[i] * from[i];
-        const float inverse = inverses[row] = 1.0f / std::sqrt(sum / float(width) + epsilon);
-        T *const into = (T *)y + row * width;
-#pragma omp simd
-        for (int64_t i = 0; i < width; i++) store(into + i, from[i] * inverse * weight[i]);
-    }
-}
-
-template <class T>
-INLINE void norm_slopes(const float *x, const float *weight, const float *inverses, const void *dy, float *dx,
-                        float *dweight, int64_t width, int64_t begin, int64_t end) {
-    for (int64_t row = begin; row < end; row++) {
-        const float *const from = x + row * width;
-        const T *const slope = (const T *)dy + row * width;
-        const float inverse = inverses[row];
-        float sum = 0;
-#pragma omp simd reduction(+ : sum)
-        for (int64_t i = 0; i < width; i++) sum += load(slope + i) * weight[i] * from[i];
-        const float share = sum * inverse * inverse / float(width);
-#pragma omp simd
-        for (int64_t i = 0; i < width; i++) {
-            const float one = load(slope + i);
-            dx[row * width + i] = inverse * (one * weight[i] - from[i] * share);
-            dweight[i] += one * from[i] * inverse;
-        }
-    }
-}
-
-BOTH(norm, (const float *x, const float *w, void *y, float *r, int64_t width, float eps, int64_t begin, int64_t end),
-     (x, w, y, r, width, eps, begin, end))
-BOTH(norm_slopes,
-     (const float *x, const float *w, const float *r, const void *dy, float *dx, float *dw, int64_t width,
-      int64_t begin, int64_t end),
-     (x, w, r, dy, dx, dw, width, begin, end))
-
 // ---- loss ------------------------------------------------------------------------------------------------------------
 
-// totals[n] = log Σ exp(scores[n]). Scores become the slopes of total − scores[n, target] + z · total², if wanted.
+// totals[n] = log Σ exp(scores[n]). Scores become `share` times the slopes of total − scores[n, target] + z · total², if
+// wanted.
 template <class T>
-INLINE void entropy(void *scores, const int64_t *targets, float *totals, int64_t vocabulary, float z, bool slopes,
-                    int64_t begin, int64_t end) {
+INLINE void entropy(void *scores, const int64_t *targets, float *totals, int64_t vocabulary, float z, float share,
+                    bool slopes, int64_t begin, int64_t end) {
     std::vector<float> room(vocabulary);
     float *const values = room.data();
     for (int64_t row = begin; row < end; row++) {
@@ -317,8 +197,8 @@ INLINE void entropy(void *scores, const int64_t *targets, float *totals, int64_t
         const float whole = most + std::log(sum);
         totals[row] = whole;
         if (!slopes) continue;
-        const float factor = (1.0f + 2 * z * whole) / sum;
-        const float right = values[targets[row]] * factor - 1.0f;
+        const float factor = share * (1.0f + 2 * z * whole) / sum;
+        const float right = values[targets[row]] * factor - share;
 #pragma omp simd
         for (int64_t i = 0; i < vocabulary; i++) store(at + i, values[i] * factor);
         store(at + targets[row], right);
@@ -326,9 +206,9 @@ INLINE void entropy(void *scores, const int64_t *targets, float *totals, int64_t
 }
 
 BOTH(entropy,
-     (void *scores, const int64_t *targets, float *totals, int64_t vocabulary, float z, bool slopes, int64_t begin,
-      int64_t end),
-     (scores, targets, totals, vocabulary, z, slopes, begin, end))
+     (void *scores, const int64_t *targets, float *totals, int64_t vocabulary, float z, float share, bool slopes,
+      int64_t begin, int64_t end),
+     (scores, targets, totals, vocabulary, z, share, slopes, begin, end))
 
 }  // namespace
 
@@ -383,25 +263,10 @@ void bloomery_gelu_slopes(int64_t kind, const void *x, const void *dy, void *dx,
     split(count, threads, [&](int64_t begin, int64_t end, int64_t) { EITHER(kind, gelu_slopes, x, dy, dx, begin, end); });
 }
 
-void bloomery_norm(int64_t kind, const float *x, const float *weight, void *y, float *inverses, int64_t rows,
-                   int64_t width, float epsilon, int64_t threads) {
-    split(rows, threads, [&](int64_t begin, int64_t end, int64_t) {
-        EITHER(kind, norm, x, weight, y, inverses, width, epsilon, begin, end);
-    });
-}
-
-// dweights: [threads, width] of zeros; their sum over threads is the slope of the weights.
-void bloomery_norm_slopes(int64_t kind, const float *x, const float *weight, const float *inverses, const void *dy,
-                          float *dx, float *dweights, int64_t rows, int64_t width, int64_t threads) {
-    split(rows, threads, [&](int64_t begin, int64_t end, int64_t part) {
-        EITHER(kind, norm_slopes, x, weight, inverses, dy, dx, dweights + part * width, width, begin, end);
-    });
-}
-
 void bloomery_entropy(int64_t kind, void *scores, const int64_t *targets, float *totals, int64_t rows,
-                      int64_t vocabulary, float z, int64_t slopes, int64_t threads) {
+                      int64_t vocabulary, float z, float share, int64_t slopes, int64_t threads) {
     split(rows, threads, [&](int64_t begin, int64_t end, int64_t) {
-        EITHER(kind, entropy, scores, targets, totals, vocabulary, z, slopes != 0, begin, end);
+        EITHER(kind, entropy, scores, targets, totals, vocabulary, z, share, slopes != 0, begin, end);
     });
 }
 }

@@ -84,7 +84,7 @@ def evaluations(config: Pretrain, tokenizer: Tokenizer) -> dict[str, Evaluation]
     rows = rows_at_once(config, config.model.context)
     file, limit = config.hellaswag.expanduser(), config.hellaswag_questions
     questions = Choices.read(file, tokenizer, limit=limit, rows_at_once=rows)
-    return {"hellaswag": lambda model, device: questions.accuracy(model, device, "hellaswag")}
+    return {"hellaswag": lambda *how: questions.accuracy("hellaswag", *how)}
 
 
 def digest(config: Pretrain) -> str:

@@ -14,7 +14,7 @@ from bloomery.core.errors import RunError
 from bloomery.core.log import say
 from bloomery.hw.dist import World
 from bloomery.model.transformer import Transformer
-from bloomery.train import exactness
+from bloomery.train import exactness, parallel
 from bloomery.train.keeping import Kept
 from bloomery.train.optim import Optimizers
 from bloomery.train.state import State
@@ -23,6 +23,8 @@ from bloomery.weights.checkpoint import Checkpoint, Saver
 from bloomery.weights.huggingface import Lineage
 
 import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 
 @dataclass
@@ -45,7 +47,7 @@ class Checkpoints:
     def resume(self) -> State:
         """Take up the newest whole one. Without any, the state is that of before the first step."""
         self._saved = (time.monotonic(), 0)
-        found = checkpoint.newest(self.root, world=self.world)
+        found = checkpoint.newest(self.root, world=self.world, place=self._place)
         if found is None:
             return State()
         self._take_up(found)
@@ -57,6 +59,14 @@ class Checkpoints:
     def _take_up(self, found: Checkpoint) -> None:
         self.kept.fill(found.folder, self.lineage)
         self.optimizers.restore(found.training)
+
+    def _place(self, name: str, shape: torch.Size, kind: torch.dtype) -> Tensor:
+        """Room for what an optimizer remembers: of a weight that is spread over ranks, for this rank's part."""
+        weights = dict(self.model.named_parameters())
+        weight = weights[name.rpartition("/")[0]]
+        if isinstance(weight, DTensor) and weight.shape == shape:
+            return torch.zeros_like(weight, dtype=kind)
+        return torch.empty(shape, dtype=kind)
 
     def roll_back(self, state: State) -> int:
         """
@@ -70,9 +80,9 @@ class Checkpoints:
         bad = self.max_skips
         last = state.guard.rollbacks[-1] if state.guard.rollbacks else [0, 0]
         self.saver.wait()
-        found = checkpoint.newest(self.root, before=state.step - bad, world=self.world)
+        found = checkpoint.newest(self.root, before=state.step - bad, world=self.world, place=self._place)
         if found is None or int(found.state["step"]) <= last[0]:
-            found = checkpoint.newest(self.root, world=self.world)
+            found = checkpoint.newest(self.root, world=self.world, place=self._place)
         where, what = f"step {state.step}", f"{bad} steps in a row were skipped; metrics.jsonl names their samples"
         cure = "Lower the learning rate, take precision=float32, or raise skip_sigma; the same command goes on"
         if found is None:
@@ -94,12 +104,15 @@ class Checkpoints:
 
     def save(self, state: State) -> None:
         """Begin to make the state safe, if that was not done yet. Weights that are not finite are not worth it."""
-        if self._saved[1] == state.step or not self.world.is_first:
+        sharded = parallel.is_sharded(self.model)
+        if self._saved[1] == state.step or not (self.world.is_first or sharded):
             return
-        if not is_finite(self.model):
+        if not parallel.is_finite(self.model, self.world):
             say(f"step {state.step} is not saved: its weights are not finite", style="yellow")
             return
-        (write, size), lineage = self.kept.copied(), self.lineage_of(state)
+        if sharded:
+            self._saved = (time.monotonic(), state.step)  # also if it fails: all ranks have to think the same
+        (write, size), lineage = self.kept.copied(self.world), self.lineage_of(state)
         self.saver.start(
             state.step,
             lambda folder: write(folder, lineage),
@@ -114,8 +127,9 @@ class Checkpoints:
         """
         Save the newest step when another rank is gone: no other will save it. Ranks lose each other before an update
         or after the hooks, so that the weights are those of `state.step`; after skipped steps older ones are better.
+        Parts of weights that are gone cannot be saved.
         """
-        if self.world.is_first and not state.guard.in_a_row:
+        if self.world.is_first and not state.guard.in_a_row and not parallel.is_sharded(self.model):
             self.save(state)
             self.saver.wait()
 
@@ -124,18 +138,15 @@ class Checkpoints:
 
     def leave_model(self, folder: Path, state: State) -> None:
         """Leave the model as it is, for others to read."""
+        write = self.kept.copied(self.world)[0] if parallel.is_sharded(self.model) else self.kept.write
         if self.world.is_first:
-            self.kept.write(folder, self.lineage_of(state))
+            write(folder, self.lineage_of(state))
 
     def check_finite(self, state: State) -> None:
         """Raises RunError where the last updates have hurt the weights."""
-        if not is_finite(self.model):
+        if not parallel.is_finite(self.model, self.world):
             raise RunError(
                 "the last updates left weights that are not finite",
                 where=f"step {state.step}",
                 cure=f"The good ones are in {self.root}. Lower the learning rate, or train in float32.",
             )
-
-
-def is_finite(model: Transformer) -> bool:
-    return all(bool(torch.isfinite(weight).all()) for weight in model.parameters())

@@ -28,11 +28,12 @@ from bloomery.model.transformer import Transformer
 from bloomery.shards.loader import Course, Samples
 from bloomery.train.config import Training
 from bloomery.train.loop import accumulate_gradients, gradients
+from bloomery.train.optim_adamw import total_norm
 from bloomery.train.plan import rows_at_once
 from bloomery.train.recompute import recompute
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 Wanted = Literal["off", "auto", "on"]
 Trial = Callable[[], tuple[float, float]]
@@ -79,7 +80,7 @@ def prepare(model: Transformer, config: Training, samples: Samples | Course, dev
 
     def trial() -> tuple[float, float]:
         loss, _ = accumulate_gradients(model, batch, rows, device)
-        norm = float(nn.utils.get_total_norm(gradients(model)))
+        norm = float(total_norm(gradients(model)))
         model.zero_grad(set_to_none=True)
         return loss, norm
 

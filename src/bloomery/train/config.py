@@ -215,6 +215,8 @@ class Training(Config):
     """Steps between checkpoints that stay for ever; None for none."""
     ranks: Positive = Field(1, json_schema_extra=VOLATILE)
     """Processes of this machine that train together. Under torchrun it is torchrun that says how many."""
+    shard: Literal["none", "fsdp"] = Field("none", json_schema_extra=VOLATILE)
+    """Whether each rank holds all of the model and of what the optimizer keeps, or its part of it."""
     evaluate_every: Positive = Field(100, json_schema_extra=VOLATILE)
     """Steps between measurements of the validation loss."""
     log_every: Positive = Field(10, json_schema_extra=VOLATILE)

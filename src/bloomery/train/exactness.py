@@ -32,6 +32,7 @@ def environment(config: Training, device: Device, world: World, optimizers: Opti
     return {
         "ranks": world.size,
         "threads": devices.threads(),
+        "shard": config.shard if world.size > 1 else "none",
         "micro_batch_tokens": config.micro_batch_tokens,
         "compile": config.compile,
         "recompute": config.recompute,

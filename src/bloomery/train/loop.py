@@ -9,6 +9,7 @@ Hooks run in the order given, after a step, and at no other time.
 """
 
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from typing import NamedTuple, TypeVar
 
@@ -84,8 +85,7 @@ def train(
                 roll_back(state)
         elif tokens:
             norms.before_update(state.step)
-            clip(model, max_norm, norm)
-            optimizers.step()
+            optimizers.step(clipping(max_norm, norm))
             norms.after_update()
             guard.accept(state.guard, loss, float(norm))
             state.tokens += tokens
@@ -98,10 +98,9 @@ def train(
     clock.enter("rest")
 
 
-def clip(model: nn.Module, max_norm: float, norm: Tensor) -> None:
-    """Scale gradients of this norm down to `max_norm`. Those below it are left alone, not multiplied by one."""
-    if float(norm) > max_norm:
-        nn.utils.clip_grads_with_norm_(model.parameters(), max_norm, norm)
+def clipping(max_norm: float, norm: Tensor) -> float:
+    """What to multiply gradients of this norm with, so that it is at most `max_norm`: never more than one."""
+    return min(1.0, max_norm / (float(norm) + 1e-6))
 
 
 def in_memory(model: nn.Module, world: World, rows: int, compute: Callable[[int], T]) -> tuple[T, int]:
@@ -134,7 +133,7 @@ def in_range(
     """What `compute` gives and the norm of its gradients: again, with a smaller scale, if they left float16."""
     while True:
         loss, tokens = compute(micro_batch=rows, precision=precision)
-        norm = nn.utils.get_total_norm(gradients(model))
+        norm = parallel.gradient_norm(gradients(model))
         if not precision.overflowed(loss, float(norm)):
             return loss, tokens, norm
         model.zero_grad(set_to_none=True)
@@ -161,11 +160,12 @@ def accumulate_gradients(
     world, precision = world or World.alone(), precision or Precision.decide("auto", device)
     tokens = int((batch.targets != IGNORE).sum())
     total = torch.zeros((), device=device.place)
-    for part in batch.of_rank(world.rank, world.size).split(micro_batch):
+    for part in parallel.micro_batches(batch, micro_batch, world, model):
         if stop is not None and world.size == 1:
             stop.check()
-        loss, entropy = micro_batch_losses(model, part, device, z_loss)
-        torch.autograd.backward(precision.scale(loss / max(tokens, 1)))
+        with few_rows_of_the_table(model):
+            loss, entropy = micro_batch_losses(model, part, device, z_loss, 1 / max(tokens, 1))
+            torch.autograd.backward(precision.scale(loss))
         total += entropy
     parallel.sum_gradients(model, world)
     precision.unscale(gradients(model))
@@ -181,8 +181,10 @@ def micro_batch_loss(model: Transformer, batch: Batch, device: Device) -> Tensor
     return micro_batch_losses(model, batch, device)[0]
 
 
-def micro_batch_losses(model: Transformer, batch: Batch, device: Device, z_loss: float = 0.0) -> tuple[Tensor, Tensor]:
-    """What is minimized, and the cross entropy alone: see `token_losses`."""
+def micro_batch_losses(
+    model: Transformer, batch: Batch, device: Device, z_loss: float = 0.0, share: float = 1.0
+) -> tuple[Tensor, Tensor]:
+    """What is minimized, times `share`, and the cross entropy alone: see `token_losses`."""
     whole = bool((batch.segments == batch.segments[:, :1]).all())  # known here without asking the device
     ids, positions, segments = (
         None if part is None else torch.from_numpy(part).to(device.place)
@@ -192,7 +194,7 @@ def micro_batch_losses(model: Transformer, batch: Batch, device: Device, z_loss:
     flat = torch.from_numpy(batch.targets).flatten()
     supervised = (flat != IGNORE).nonzero().flatten()
     placed = Placed(ids, positions, segments, supervised.to(device.place), flat[supervised].to(device.place))
-    return placed_losses(model, placed, device, z_loss)
+    return placed_losses(model, placed, device, z_loss, share)
 
 
 class Placed(NamedTuple):
@@ -207,9 +209,36 @@ class Placed(NamedTuple):
     """Of those."""
 
 
-def placed_losses(model: Transformer, batch: Placed, device: Device, z_loss: float = 0.0) -> tuple[Tensor, Tensor]:
+def placed_losses(
+    model: Transformer, batch: Placed, device: Device, z_loss: float = 0.0, share: float = 1.0
+) -> tuple[Tensor, Tensor]:
     """As `micro_batch_losses`, of what is on the device."""
     with Precision.decide("auto", device).autocast():
-        hidden = model(batch.ids, positions=batch.positions, segments=batch.segments)
-    chosen = hidden.flatten(0, 1)[batch.supervised]
-    return token_losses(chosen, model.head.weight, batch.targets, z_loss)
+        hidden = model(batch.ids, positions=batch.positions, segments=batch.segments).flatten(0, 1)
+    chosen = hidden if len(batch.supervised) == len(hidden) else hidden[batch.supervised]
+    return token_losses(chosen, model.head.weight, batch.targets, z_loss, share)
+
+
+@contextmanager
+def few_rows_of_the_table(model: Transformer) -> Iterator[None]:
+    """
+    Within, the rows of a tied embedding that tokens took get their gradient after the backward pass, which gives the
+    table that of the head. Zeros for all other rows, and the sum of two such tables, take as long as some layers.
+    """
+    table, taken = model.embed.weight, list[tuple[Tensor, Tensor]]()
+    if model.head.weight is not table or type(table) is not nn.Parameter or table.device.type != "cpu":
+        yield
+        return
+
+    def take(_: nn.Module, ids: tuple[Tensor, ...], rows: Tensor) -> Tensor:
+        taken.append((ids[0].flatten(), rows.detach().requires_grad_(rows.requires_grad)))
+        return taken[-1][1]
+
+    hook = model.embed.register_forward_hook(take)
+    try:
+        yield
+    finally:
+        hook.remove()
+    for ids, rows in taken:
+        if table.grad is not None and rows.grad is not None:
+            table.grad.index_add_(0, ids, rows.grad.flatten(0, -2))

@@ -9,7 +9,7 @@ from typing import Any
 from jaxtyping import Float, Int
 
 import bloomery.hw.needs_torch  # noqa: F401
-from bloomery.model import kernels
+from bloomery.model import kernels, products
 
 import torch
 from torch import Tensor
@@ -33,51 +33,73 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        context: Any, hidden: Tensor, weight: Tensor, targets: Tensor, z_loss: float, slopes: bool
+        context: Any, hidden: Tensor, weight: Tensor, targets: Tensor, z_loss: float, share: float, slopes: bool
     ) -> tuple[Tensor, Tensor]:
         totals = torch.zeros(2, dtype=torch.float32, device=hidden.device)
-        table = weight.to(hidden.dtype)
+        tiles = products.ready(hidden, weight)
+        learns = context.needs_input_grad[1]
+        table = weight if tiles else weight.to(hidden.dtype)
         grad_hidden = torch.empty_like(hidden) if slopes else None
         grad_weight: Tensor | None = None
         size = chunk_tokens(len(weight))
         for start in range(0, len(hidden), size):
             piece = slice(start, start + size)
-            sums, slope = chunk(hidden[piece] @ table.t(), targets[piece], z_loss, slopes)
+            sums, slope = chunk(_scores(hidden[piece], table, tiles), targets[piece], z_loss, share, slopes)
             totals += sums
             if slope is None or grad_hidden is None:
                 continue
+            if tiles:
+                products.product(slope, table, grad_hidden[piece])
+                if not learns:
+                    continue
+                into = torch.empty_like(weight) if grad_weight is None else grad_weight
+                grad_weight = products.product(slope.t(), hidden[piece], into, add=grad_weight is not None)
+                continue
             grad_hidden[piece] = slope @ table
-            if not context.needs_input_grad[1]:
+            if not learns:
                 continue  # the head is frozen
-            share = slope.t() @ hidden[piece]
-            grad_weight = share.to(weight.dtype) if grad_weight is None else grad_weight.add_(share)
+            part = slope.t() @ hidden[piece]
+            grad_weight = part.to(weight.dtype) if grad_weight is None else grad_weight.add_(part)
         if slopes:
-            if grad_weight is None and context.needs_input_grad[1]:
+            if grad_weight is None and learns:
                 grad_weight = torch.zeros_like(weight)
-            context.save_for_backward(grad_hidden, grad_weight)
+            context.grads = grad_hidden, grad_weight
         entropy = totals[0].clone()
         context.mark_non_differentiable(entropy)
-        return totals.sum(), entropy
+        return totals.sum() * share, entropy
 
     @staticmethod
-    def backward(context: Any, *upstream: Tensor) -> tuple[Tensor, Tensor | None, None, None, None]:
-        """In place: a second backward pass through the same loss is refused by torch."""
-        grad_hidden, grad_weight = context.saved_tensors
-        frozen = grad_weight is None
-        return grad_hidden.mul_(upstream[0]), None if frozen else grad_weight.mul_(upstream[0]), None, None, None
+    def backward(context: Any, *upstream: Tensor) -> tuple[Tensor, Tensor | None, None, None, None, None]:
+        """The gradients are given away, not copied: there is no second backward pass."""
+        if context.grads is None:
+            raise RuntimeError(
+                "the gradients of this loss were given to a backward pass before; compute the loss again"
+            )
+        (grad_hidden, grad_weight), context.grads = context.grads, None
+        known = upstream[0].device.type == "cpu" and type(upstream[0]) is Tensor
+        if not known or float(upstream[0]) != 1.0:  # a pass over the largest weight
+            grad_hidden = grad_hidden.mul_(upstream[0])
+            grad_weight = None if grad_weight is None else grad_weight.mul_(upstream[0])
+        return grad_hidden, grad_weight, None, None, None, None
+
+
+def _scores(hidden: Tensor, table: Tensor, tiles: bool) -> Tensor:
+    if tiles:
+        return products.product(hidden, table.t(), hidden.new_empty(len(hidden), len(table)))
+    return hidden @ table.t()
 
 
 def chunk(
-    scores: Float[Tensor, "C V"], targets: Int[Tensor, " C"], z_loss: float, slopes: bool
+    scores: Float[Tensor, "C V"], targets: Int[Tensor, " C"], z_loss: float, share: float, slopes: bool
 ) -> tuple[Float[Tensor, "2"], Float[Tensor, "C V"] | None]:
     """
-    Sum of the cross entropies and of the penalties of a chunk, and the gradient of both together with respect to the
-    scores, in their format. It may overwrite the scores.
+    Sum of the cross entropies and of the penalties of a chunk, and `share` times the gradient of both together with
+    respect to the scores, in their format. It may overwrite the scores.
     """
     wanted = targets[:, None]
     reached = scores.gather(1, wanted).float()
     if kernels.ready(scores):
-        z = kernels.cross_entropy_(scores, targets, z_loss=z_loss, slopes=slopes)
+        z = kernels.cross_entropy_(scores, targets, z_loss=z_loss, share=share, slopes=slopes)
         return torch.stack((z.sum() - reached.sum(), z_loss * z.square().sum())), scores if slopes else None
     if not slopes:
         z = torch.logsumexp(scores.float(), 1, keepdim=True)
@@ -88,21 +110,25 @@ def chunk(
     if z_loss:
         shares.mul_(1 + 2 * z_loss * z)
     shares.scatter_add_(1, wanted, shares.new_full(wanted.shape, -1.0))
-    slope = shares if scores.dtype == torch.float32 else scores.copy_(shares)
+    slope = torch.mul(shares, share, out=shares if scores.dtype == torch.float32 else scores)
     return torch.stack((z.sum() - reached.sum(), z_loss * z.square().sum())), slope
 
 
 def token_losses(
-    hidden: Float[Tensor, "N D"], weight: Float[Tensor, "V D"], targets: Int[Tensor, " N"], z_loss: float = 0.0
+    hidden: Float[Tensor, "N D"],
+    weight: Float[Tensor, "V D"],
+    targets: Int[Tensor, " N"],
+    z_loss: float = 0.0,
+    share: float = 1.0,
 ) -> tuple[Float[Tensor, ""], Float[Tensor, ""]]:
     """
-    What is minimized, and the cross entropy alone, which has no gradient: sums over all N tokens, in nats.
+    What is minimized, times `share`, and the cross entropy alone, without gradient: sums over all N tokens, in nats.
 
     They differ by z_loss · (log Σ exp scores)², which keeps the scores of a long run near zero (Chowdhery et al. 2022,
     https://arxiv.org/abs/2204.02311, §5). Zeros for N = 0.
     """
     losses: tuple[Tensor, Tensor] = _ChunkedCrossEntropy.apply(  # type: ignore[no-untyped-call]
-        hidden, weight, targets, z_loss, torch.is_grad_enabled()
+        hidden, weight, targets, z_loss, share, torch.is_grad_enabled()
     )
     return losses
 

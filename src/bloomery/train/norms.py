@@ -12,6 +12,7 @@ of all weights would need their memory once more. So the update norm is exact fo
 from collections.abc import Iterator
 
 import bloomery.hw.needs_torch  # noqa: F401
+from bloomery.train.parallel import whole
 
 import torch
 from torch import Tensor, nn
@@ -45,7 +46,7 @@ class Norms:
         pairs = zip(self._seen(), self._before, strict=True)
         changed = torch.stack([scale * (seen - before).float().square().sum() for (seen, scale), before in pairs])
         weights = torch.stack(
-            torch._foreach_norm([local(one) for one in self._model.parameters() if one.requires_grad])
+            torch._foreach_norm([whole(one) for one in self._model.parameters() if one.requires_grad])
         )
         self._before = []
         self.latest = {
@@ -58,7 +59,7 @@ class Norms:
         """Some numbers of each weight that is trained, and for how many each of them stands."""
         for weight in self._model.parameters():
             if weight.requires_grad:
-                flat = local(weight).flatten()
+                flat = whole(weight).flatten()
                 seen = flat[:: max(1, len(flat) // SAMPLED)]
                 yield seen, len(flat) / max(1, len(seen))
 
@@ -69,11 +70,5 @@ def by_layer(model: nn.Module) -> dict[str, float]:
     for name, weight in model.named_parameters():
         if weight.grad is not None:
             parts = name.split(".")
-            layers.setdefault(".".join(parts[: 2 if parts[0] == "blocks" else 1]), []).append(local(weight.grad))
+            layers.setdefault(".".join(parts[: 2 if parts[0] == "blocks" else 1]), []).append(whole(weight.grad))
     return {name: float(torch.stack(torch._foreach_norm(grads)).norm()) for name, grads in layers.items()}
-
-
-def local(tensor: Tensor) -> Tensor:
-    """All of a tensor, also of one that is spread over ranks."""
-    whole: Tensor = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
-    return whole.detach()

@@ -8,13 +8,14 @@ import bloomery.hw.needs_torch  # noqa: F401
 from bloomery.core.errors import CheckpointError
 from bloomery.train import optim_rules as rules
 from bloomery.train.config import AdamW8bit, AdEMAMix, Lion, Muon, Optimizer
+from bloomery.train.optim_adamw import ScaledAdamW
 from bloomery.train.optim_muon import BatchedMuon
 
 import torch
 from torch import Tensor, nn
 
 REMEMBERED: dict[type[torch.optim.Optimizer], tuple[str, ...]] = {
-    torch.optim.AdamW: ("step", "exp_avg", "exp_avg_sq"),
+    ScaledAdamW: ("step", "exp_avg", "exp_avg_sq"),
     BatchedMuon: ("momentum_buffer",),
     rules.AdEMAMix: ("step", "exp_avg", "exp_avg_slow", "exp_avg_sq"),
     rules.AdamW8bit: ("step", "exp_avg_codes", "exp_avg_scales", "exp_avg_sq_codes", "exp_avg_sq_scales"),
@@ -60,8 +61,15 @@ class Optimizers:
                 group["lr"] = peak * value
         return self._peaks[0][0] * value
 
-    def step(self) -> None:
+    def step(self, scale: float = 1.0) -> None:
+        """Update the weights with their gradients times `scale`, which may or may not be written back to them."""
         for part in self.parts:
+            if isinstance(part, ScaledAdamW):
+                part.scale = scale
+            elif scale != 1.0:
+                torch._foreach_mul_(
+                    [w.grad for group in part.param_groups for w in group["params"] if w.grad is not None], scale
+                )
             part.step()
 
     def zero_grad(self) -> None:
@@ -124,7 +132,7 @@ def _parts(kinds: Kinds, config: Optimizer, dtype: torch.dtype) -> list[torch.op
         return [rules.Lion(matrices + tables + vectors, lr=lr, betas=betas)]
 
     def adamw(groups: list[dict[str, Any]]) -> list[torch.optim.Optimizer]:
-        return [torch.optim.AdamW(groups, lr=lr, betas=betas, eps=config.epsilon, fused=True)] if groups else []
+        return [ScaledAdamW(groups, lr=lr, betas=betas, eps=config.epsilon, fused=True)] if groups else []
 
     if isinstance(config, Muon):
         return [*_muon(matrices, config, dtype), *adamw(tables + vectors)]

@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import bloomery.hw.needs_torch  # noqa: F401
+from bloomery.train.parallel import like, whole
 
 import torch
 from torch import Tensor
@@ -22,7 +23,7 @@ class BatchedMuon(torch.optim.Muon):
 
     Jordan et al. 2024, https://kellerjordan.github.io/posts/muon/; the second s is that of Liu et al. 2025,
     https://arxiv.org/abs/2502.16982. Products are made in `dtype`: where a device has no units for bfloat16, float32
-    is faster there.
+    is faster there. Of weights that are spread over ranks, each rank puts the matrices together and keeps its part.
     """
 
     def __init__(self, weights: Any, *, dtype: torch.dtype = torch.bfloat16, **settings: Any) -> None:
@@ -37,20 +38,21 @@ class BatchedMuon(torch.optim.Muon):
 
     def _change(self, weights: list[Tensor], group: dict[str, Any]) -> None:
         rows, columns = weights[0].shape
-        wide = weights[0].new_empty((len(weights), min(rows, columns), max(rows, columns)), dtype=self._dtype)
+        shape = (len(weights), min(rows, columns), max(rows, columns))
+        wide = torch.empty(shape, dtype=self._dtype, device=weights[0].device)
         for weight, place in zip(weights, wide, strict=True):
             state, gradient = self.state[weight], weight.grad
             if "momentum_buffer" not in state:
                 state["momentum_buffer"] = torch.zeros_like(weight)
             assert gradient is not None
             mean = state["momentum_buffer"].lerp_(gradient, 1 - group["momentum"])
-            ahead = gradient.lerp(mean, group["momentum"]) if group["nesterov"] else mean
+            ahead = whole(gradient.lerp(mean, group["momentum"]) if group["nesterov"] else mean)
             place.copy_(ahead if rows <= columns else ahead.T)
         directions = orthogonalize(wide, group["ns_coefficients"], group["ns_steps"], group["eps"])
         rate = group["lr"] * _scale(rows, columns, group["adjust_lr_fn"])
         for weight, direction in zip(weights, directions, strict=True):
             weight.mul_(1 - group["lr"] * group["weight_decay"])
-            weight.add_(direction if rows <= columns else direction.T, alpha=-rate)
+            weight.add_(like(weight, direction if rows <= columns else direction.T), alpha=-rate)
 
 
 def orthogonalize(matrices: Tensor, coefficients: tuple[float, float, float], steps: int, eps: float) -> Tensor:

@@ -15,6 +15,7 @@ from functools import partial
 from typing import Any
 
 import bloomery.hw.needs_torch  # noqa: F401
+from bloomery.model import products
 from bloomery.model.transformer import Transformer
 from bloomery.train.config import Level
 
@@ -53,7 +54,9 @@ class _Again:
         self.plain = plain
         self._how: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": False}
         if level == "selective":
-            self._how["context_fn"] = partial(create_selective_checkpoint_contexts, KEPT)
+            self._how["context_fn"] = partial(
+                create_selective_checkpoint_contexts, [*KEPT, products.forward_operation()]
+            )
 
     def __call__(self, *inputs: Any) -> Tensor:
         if not torch.is_grad_enabled():

@@ -6,6 +6,7 @@ from pathlib import Path
 
 from bloomery.core.log import Metrics, say
 from bloomery.model.transformer import Transformer
+from bloomery.train import parallel
 from bloomery.train.config import Training
 from bloomery.train.hooks import Hook
 from bloomery.train.state import State
@@ -35,6 +36,7 @@ def sampling(
                     file.write(step=state.step, prompt=prompt, text=text)
                     say(f"  step {state.step}: {prompt!r} -> {text[:SHOWN]!r}")
             finally:
+                parallel.settle(model)
                 model.train()
 
         yield [Hook(lambda state: state.step % config.sample_every == 0, sample, "sample", vital=False)]

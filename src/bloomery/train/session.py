@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from bloomery.core.config import plain
 from bloomery.core.log import METRICS, Metrics, kept, progress, say
@@ -31,7 +31,7 @@ from bloomery.train.config import WSD, Training
 from bloomery.train.device import fast_dtype, find_device, short
 from bloomery.train.guard import Guard, forget
 from bloomery.train.hooks import Hook, Hooks
-from bloomery.train.keeping import Kept, Whole
+from bloomery.train.keeping import Adapters, Kept, Whole
 from bloomery.train.loop import train
 from bloomery.train.norms import Norms
 from bloomery.train.optim import Optimizers
@@ -52,7 +52,9 @@ LOG = "log.txt"
 STEPS_BETWEEN_TRIMS = 25
 
 
-Evaluation = Callable[[Transformer, Device], Mapping[str, float]]
+T = TypeVar("T")
+Evaluation = Callable[[Transformer, Device, Stop], Mapping[str, float]]
+"""Of a model, where it computes, and whether to end early (by Terminated): numbers by name."""
 
 
 @dataclass
@@ -80,6 +82,8 @@ class Session:
     _stop: Stop = field(default_factory=Stop)
     _checkpoints: Checkpoints = field(init=False)
     _validation: Validation = field(init=False)
+    _sharded: bool = field(init=False, default=False)
+    """Whether ranks hold parts of the model. Then whatever computes with it is done by all of them."""
     _desk: Path = field(init=False)
     """Where this rank writes what it tells: `out` for the first, and for the others a folder that is thrown away."""
 
@@ -91,12 +95,16 @@ class Session:
         device = find_device(self.config)
         dist.check_devices(self.world, device.place)
         self.config = decided(self.config, self.model.config, self.model.vocab_size, device, self.world)
+        self._sharded = parallel.check_shard(self.config, self.world, adapters=isinstance(self.kept, Adapters))
         with parallel.desk(self.out, self.world) as self._desk, kept(self._desk / LOG), on_sigterm() as self._stop:
+            if self._sharded:  # weights go where they compute one group at a time, and leave their part there
+                parallel.shard(self.model, self.world, device)
             prepare(self.model, self.config, self.samples, device, self._desk)
             optimizers = Optimizers(self.model, self.config.optimizer, fast_dtype(device))
             rows = rows_at_once(self.config, self.validation.length)
-            self._validation = Validation(self.validation, self.renderer.tokenizer, rows, self._stop)
-            if self.config.dry_run:
+            stop = Stop() if self._sharded else self._stop  # all ranks evaluate together, and none of them may leave
+            self._validation = Validation(self.validation, self.renderer.tokenizer, rows, stop)
+            if self.config.dry_run and not self._sharded:
                 self.config = self._tried(optimizers, device)
             with Saver(self.out / "checkpoints", self._keep, self.world) as saver:
                 self._checkpoints = self._safe(saver, optimizers, device)
@@ -156,6 +164,16 @@ class Session:
         return Keep(last=self.config.keep_checkpoints, every=self.config.keep_every_steps, steps=frozenset(level))
 
     @property
+    def _acts(self) -> bool:
+        """Whether this rank does what happens after a step."""
+        return self.world.is_first or self._sharded
+
+    def _agreed(self, value: T) -> T:
+        """What the first rank finds, where all have to do the same."""
+        found: T = self.world.broadcast(value) if self._sharded else value
+        return found
+
+    @property
     def rows(self) -> int:
         """Samples of a step."""
         return rows_per_step(self.config, self.samples.length)
@@ -184,7 +202,7 @@ class Session:
             recorder.watchers += [one.take for one in watchers]
             hooks = Hooks(
                 [*self._hooks(state, device, recorder, samples), *(one.hook() for one in watchers)],
-                save=self._checkpoints.save,
+                save=(lambda state: None) if self._sharded else self._checkpoints.save,
                 record=recorder.failed,
                 world=self.world,
                 stop=self._stop,
@@ -241,7 +259,7 @@ class Session:
                 metrics=metrics,
                 meter=meter,
                 clock=Clock(),
-                norms=Norms(self.model, every=self.config.norms_every if self.world.is_first else 0),
+                norms=Norms(self.model, every=self.config.norms_every if self._acts else 0),
                 device=device,
                 tokens_per_step=self.tokens_per_step,
                 flops_per_token=cost(self.model.config, self.model.vocab_size).train_flops_per_token,
@@ -282,7 +300,7 @@ class Session:
             return state.step % every == 0 or state.step == steps
 
         def save_is_due(state: State) -> bool:
-            late = self._checkpoints.late(self.config.save_every_seconds)
+            late = self._agreed(self._checkpoints.late(self.config.save_every_seconds))
             doubtful = state.guard.in_a_row > 0 and state.step < steps
             asked = keeps(state.step)
             return (late or asked or evaluation_is_due(state)) and not doubtful
@@ -294,11 +312,11 @@ class Session:
             Hook(self._changes_kind, lambda s: forget(s.guard), "course"),
             Hook(lambda s: s.step % STEPS_BETWEEN_TRIMS == 0, lambda s: devices.return_freed_memory(), "memory"),
         ]
-        if not self.world.is_first:
+        if not self._acts:
             return everywhere
         main_log = self._main_log(start, recorder)
         if start.step and evaluation_is_due(start):  # the process may have died between saving and evaluating
-            there = {name for line in recorder.metrics.kept if line["step"] == start.step for name in line}
+            there = self._agreed([name for one in recorder.metrics.kept if one["step"] == start.step for name in one])
             missed = [
                 Hook(lambda s: True, run, hook, vital=False) for hook, name, run in evaluations if name not in there
             ]
@@ -322,7 +340,7 @@ class Session:
                 self._checkpoints.saver.wait()  # the weights are safe before anything else may fail
                 try:
                     with evaluating(self.model):
-                        found = measure(self.model, device)
+                        found = measure(self.model, device, self._validation.stop)
                 except Terminated:
                     if self.world.size == 1:
                         raise
@@ -334,12 +352,19 @@ class Session:
             return run
 
         others = [(name, name, written(measure)) for name, measure in self.evaluations.items()]
-        return [("evaluate", "validation_loss", written(self._validation.measure)), *others]
+        return [
+            (
+                "evaluate",
+                "validation_loss",
+                written(lambda model, device, stop: self._validation.measure(model, device)),
+            ),
+            *others,
+        ]
 
     def _main_log(self, start: State, recorder: Recorder) -> list[Hook]:
         if not self.config.main_log:
             return []
-        file = MainLog(self.out / MAIN_LOG, start.step)
+        file = MainLog(self._desk / MAIN_LOG, start.step)
         recorder.watchers.append(file.take)
         return [Hook(lambda s: True, file.train, "main_log")]
 

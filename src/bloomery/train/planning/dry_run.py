@@ -18,7 +18,8 @@ from bloomery.hw.device import Device
 from bloomery.hw.dist import World
 from bloomery.model.transformer import Transformer
 from bloomery.shards.loader import Course, Samples
-from bloomery.train.loop import accumulate_gradients, clip, in_memory, in_range
+from bloomery.train import parallel
+from bloomery.train.loop import accumulate_gradients, clipping, in_memory, in_range
 from bloomery.train.optim import Optimizers
 from bloomery.train.precision import Precision
 from bloomery.train.validation import Validation
@@ -63,8 +64,7 @@ class Trial:
         used, seconds, update = self._step(rows, MICRO_BATCHES if rows < most else 1)
         self.validation.measure(self.model, self.device, most=1)
         if self.world.size == 1:
-            weights = {name: weight for name, weight in self.model.named_parameters() if weight.requires_grad}
-            kept = training_state.copied(weights), training_state.copied(self.optimizers.state())
+            kept = parallel.copy_of(self.model), training_state.copied(self.optimizers.state())
             del kept
         self.optimizers.restore({})
         return Tried(
@@ -85,8 +85,7 @@ class Trial:
         attempt = partial(in_range, self.model, self.precision, work)
         (_, _, norm), used = in_memory(self.model, self.world, rows, attempt)
         learned = time.perf_counter()
-        clip(self.model, self.max_norm, norm)
-        self.optimizers.step()
+        self.optimizers.step(clipping(self.max_norm, norm))
         self.optimizers.zero_grad()
         self.device.synchronize()
         parts = -(-rows * micro_batches // used)

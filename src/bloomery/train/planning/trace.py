@@ -118,8 +118,8 @@ def _traced(step: Step, layers: int) -> Traced:
             for weight in model.parameters():
                 weight.grad = torch.empty_like(weight)
         meter.restart()
-        loss, entropy = placed_losses(model, batch, device)
-        torch.autograd.backward(loss / ids.numel())
+        loss, entropy = placed_losses(model, batch, device, share=1 / ids.numel())
+        torch.autograd.backward(loss)
         total += entropy
         del loss, entropy
         learning, products, moved = meter.peak, meter.products.copy(), meter.moved

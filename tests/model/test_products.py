@@ -1,0 +1,99 @@
+"""Products by tiles equal PyTorch's in float32 of the same rounded numbers, whatever shapes and strides."""
+
+from collections.abc import Iterator
+
+import pytest
+
+from bloomery.core import native
+from bloomery.model import products
+from bloomery.model.layers import Linear
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+
+@pytest.fixture(autouse=True)
+def tiles() -> Iterator[None]:
+    if not products.has_tiles():
+        pytest.skip(f"no products by tiles here: {native.state(products.LIBRARY)}, or a processor without AMX")
+    torch.manual_seed(0)
+    threads = torch.get_num_threads()
+    yield
+    torch.set_num_threads(threads)
+
+
+def near(found: Tensor, expected: Tensor) -> None:
+    tolerance = 2e-6 if found.dtype == torch.float32 else 2**-8
+    assert found.shape == expected.shape
+    assert float((found.float() - expected).abs().max()) <= tolerance * max(1.0, float(expected.abs().max()))
+
+
+SHAPES = [(1, 1, 1), (33, 45, 7), (64, 70, 4097), (31, 1000, 64), (256, 96, 160)]
+
+
+@pytest.mark.parametrize("transposed", [(False, False), (False, True), (True, False), (True, True)])
+@pytest.mark.parametrize("wide", [(torch.bfloat16, torch.float32), (torch.float32, torch.bfloat16)])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_a_product_equals_that_of_the_rounded_numbers(
+    shape: tuple[int, int, int], wide: tuple[torch.dtype, torch.dtype], transposed: tuple[bool, bool]
+) -> None:
+    M, N, K = shape
+    left = torch.randn((K, M) if transposed[0] else (M, K)).to(wide[0])
+    right = torch.randn((N, K) if transposed[1] else (K, N)).to(wide[1])
+    left, right = (one.t() if turned else one for one, turned in zip((left, right), transposed, strict=True))
+    expected, bias = left.bfloat16().float() @ right.bfloat16().float(), torch.randn(N)
+    near(products.product(left, right, torch.empty(M, N)), expected)
+    near(products.product(left, right, torch.ones(M, N), add=True), expected + 1)
+    near(products.product(left, right, torch.empty(M, N, dtype=torch.bfloat16), bias), expected + bias)
+
+
+def test_nothing_beside_the_result_is_written() -> None:
+    whole = torch.zeros(100, 90)
+    products.product(torch.randn(40, 50).bfloat16(), torch.randn(50, 37), whole[10:50, 5:42])
+    assert int(whole.count_nonzero()) == int(whole[10:50, 5:42].count_nonzero()) == 40 * 37
+
+
+@pytest.mark.parametrize("threads", [2, 3, 4])
+def test_no_bit_depends_on_threads_nor_on_the_rows_beside(threads: int) -> None:
+    left, right = torch.randn(300, 5000).bfloat16(), torch.randn(5000, 170)
+    torch.set_num_threads(1)
+    one = products.product(left, right, torch.empty(300, 170))
+    torch.set_num_threads(threads)
+    assert torch.equal(products.product(left, right, torch.empty(300, 170)), one)
+    assert torch.equal(products.product(left[50:131], right, torch.empty(81, 170)), one[50:131])
+
+
+@pytest.mark.parametrize("biased", [True, False])
+def test_a_layer_has_the_gradients_of_a_linear_one_and_does_not_round_those_of_weights(biased: bool) -> None:
+    layer = Linear(96, 80, bias=biased)
+    x = torch.randn(3, 70, 96).bfloat16().requires_grad_()
+    with torch.autocast("cpu", torch.bfloat16):
+        y = layer(x)
+    slope = torch.randn(y.shape).bfloat16()
+    found = torch.autograd.grad(y, [x, *layer.parameters()], slope)
+    exact = [one.detach().bfloat16().float().requires_grad_() for one in (x, layer.weight)]
+    bias = layer.bias.detach().requires_grad_() if biased else None
+    expected = F.linear(exact[0], exact[1], bias)
+    near(y.detach(), expected.detach())
+    theirs = torch.autograd.grad(expected, exact + ([] if bias is None else [bias]), slope.float())
+    assert [one.dtype for one in found] == [torch.bfloat16, *[torch.float32] * (len(found) - 1)]
+    for mine, yours in zip(found, theirs, strict=True):
+        near(mine, yours)
+
+
+def test_what_is_not_finite_stays_so_in_its_row() -> None:
+    x, weight = torch.zeros(64, 64).bfloat16(), torch.ones(40, 64)
+    x[5, 3], x[6, 4] = float("nan"), float("inf")
+    finite = products.linear(x, weight, None).isfinite().all(1)
+    assert finite.nonzero().flatten().tolist() == [row for row in range(64) if row not in (5, 6)]
+
+
+def test_it_is_ready_for_many_rows_in_bfloat16_by_float32_weights(monkeypatch: pytest.MonkeyPatch) -> None:
+    x, weight = torch.zeros(64, 8).bfloat16(), torch.zeros(8, 8)
+    assert products.ready(x, weight)
+    assert not products.ready(x[:63], weight)
+    assert not products.ready(x.float(), weight)
+    assert not products.ready(x, weight.bfloat16())
+    monkeypatch.setenv(native.SWITCH, "0")
+    assert not products.ready(x, weight)

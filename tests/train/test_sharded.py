@@ -1,0 +1,263 @@
+"""Models whose weights lie in parts on several ranks: what they learn is what one rank learns."""
+
+import itertools
+import json
+import math
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from bloomery.core.config import build
+from bloomery.core.errors import ConfigError, RunError
+from bloomery.core.log import VARYING, read_metrics
+from bloomery.hw.dist import World
+from bloomery.stages.sampling import continuing
+from bloomery.train import launch, loop, parallel
+from bloomery.train.config import Training
+from bloomery.train.hooks import Hook
+from bloomery.train.state import State
+from bloomery.weights import checkpoint
+from tests.model.made import SHAPES, lively
+from tests.train.made import session, write_samples
+from tests.train.test_parallel import ADAMW, MUON, STEPS, furthest, losses, run
+
+import torch
+from torch import Tensor
+
+ROOT = Path(__file__).parents[2]
+LION = {"kind": "lion", "learning_rate": 1e-4}
+ADEMAMIX = {"kind": "ademamix", "learning_rate": 1e-3, "ramp_steps": 5}
+
+
+@pytest.fixture(scope="module")
+def shards(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("shards")
+    write_samples(folder)
+    return folder
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_every_weight_is_of_exactly_one_rule(shape: Any) -> None:
+    model = lively(shape)
+    found = parallel.groups(model)
+    assert sorted(itertools.chain(*found.values())) == sorted(name for name, _ in model.named_parameters())
+    assert set(found) == {"", *(f"blocks.{number}" for number in range(len(model.blocks)))}
+
+
+def test_a_weight_that_no_rule_knows_is_named() -> None:
+    model = lively(SHAPES[0])
+    model.adapter = torch.nn.Linear(2, 2)
+    with pytest.raises(ValueError, match=r"adapter\.weight is of 0 rules"):
+        parallel.groups(model)
+
+
+@pytest.mark.parametrize(
+    ("settings", "told"),
+    [
+        ({"compile": "auto"}, 'compile="auto" does not go with shard="fsdp".*\nSay compile="off"'),
+        ({"optimizer": {"kind": "adamw8bit"}}, 'optimizer.kind="adamw8bit" does not go.*\nSay optimizer.kind="adamw"'),
+    ],
+)
+def test_what_does_not_go_with_parts_is_refused_by_name(settings: dict[str, Any], told: str) -> None:
+    config = build(Training, {"steps": 1, "tokens_per_step": 1, "shard": "fsdp", **settings})
+    with pytest.raises(ConfigError, match=told):
+        parallel.check_shard(config, World(0, 2))
+    assert not parallel.check_shard(config, World.alone())
+
+
+def held(task: dict[str, Any], world: World) -> dict[str, Any]:
+    """A session that tells besides which share of weights and of the optimizer's numbers each rank holds."""
+    made = session(Path(task["shards"]), Path(task["out"]), world, **task["settings"])
+    made.run()
+    kept = made._checkpoints.optimizers.state()
+    tensors = [*made.model.parameters(), *(kept[name] for name in kept if not name.endswith("/step"))]
+    own, all_ = (sum(count(one) for one in tensors) for count in (lambda t: parallel.local(t).numel(), Tensor.numel))
+    return {"shares": world.gather(own / all_)}
+
+
+def compare(one: Path, other: Path) -> None:
+    """The same losses, validation losses, norms and weights, but for rounding in float32."""
+    assert losses(other) == pytest.approx(losses(one), abs=1e-6)
+    assert furthest(one, other) < 1e-6
+    first, second = (
+        [{k: v for k, v in line.items() if k not in VARYING} for line in read_metrics(out / "metrics.jsonl")]
+        for out in (one, other)
+    )
+    for mine, theirs in zip(first, second, strict=True):
+        assert mine.keys() == theirs.keys()
+        for name in ("validation_loss", "gradient_norm", "weight_norm", "update_norm", "gradient_flow"):
+            if name in mine:
+                assert theirs[name] == pytest.approx(mine[name], rel=1e-4, abs=2e-5), name
+
+
+def test_ranks_that_hold_parts_are_one_and_one_goes_on_from_their_checkpoint(shards: Path, tmp_path: Path) -> None:
+    """Also where rows do not divide evenly, and where each rank has several micro-batches."""
+    settings: dict[str, Any] = {
+        "optimizer": MUON,
+        "evaluate_every": 5,
+        "micro_batch_tokens": 16,
+        "norms_every": 4,
+        "save_every_seconds": 1e9,
+        "keep_every_steps": 4,
+    }
+    run(shards, tmp_path / "one", 1, **settings)
+    task = {"shards": str(shards), "out": str(tmp_path / "parts"), "settings": settings | {"shard": "fsdp"}}
+    shares = launch.run("tests.train.test_sharded:held", task, 2)["shares"]
+    assert sum(shares) == pytest.approx(1.0)
+    assert max(shares) < 0.55
+    compare(tmp_path / "one", tmp_path / "parts")
+    environment = json.loads((tmp_path / "parts" / "checkpoints" / f"{STEPS:09d}" / "environment.json").read_text())
+    assert (environment["ranks"], environment["shard"]) == (2, "fsdp")
+    drop(tmp_path / "parts", 4)
+    run(shards, tmp_path / "parts", 1, **settings)
+    compare(tmp_path / "one", tmp_path / "parts")
+
+
+def drop(out: Path, after: int) -> None:
+    """Remove what was saved after a step."""
+    for folder in checkpoint.folders(out / "checkpoints"):
+        if int(folder.name) > after:
+            checkpoint._remove(folder)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("optimizer", "ranks", "level"),
+    [
+        (ADAMW, 2, "selective"),
+        (ADAMW, 3, "none"),
+        (MUON, 3, "block"),
+        (LION, 2, "none"),
+        (ADEMAMIX, 3, "none"),
+    ],
+)
+def test_any_number_of_ranks_that_hold_parts_is_one(
+    shards: Path, tmp_path: Path, optimizer: dict[str, Any], ranks: int, level: str
+) -> None:
+    settings: dict[str, Any] = {"optimizer": optimizer, "evaluate_every": 5, "micro_batch_tokens": 16, "norms_every": 4}
+    run(shards, tmp_path / "one", 1, **settings)
+    run(shards, tmp_path / "parts", ranks, shard="fsdp", recompute=level, **settings)
+    compare(tmp_path / "one", tmp_path / "parts")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [((1, "none"), (3, "fsdp")), ((2, "fsdp"), (3, "fsdp")), ((2, "fsdp"), (2, "none")), ((2, "fsdp"), (2, "fsdp"))],
+)
+def test_a_run_goes_on_with_other_ranks_and_other_parts(
+    shards: Path, tmp_path: Path, before: tuple[int, str], after: tuple[int, str]
+) -> None:
+    """Within rounding; and bit for bit where nothing has changed."""
+    settings: dict[str, Any] = {"optimizer": ADAMW, "keep_checkpoints": 20}
+    for name in ("whole", "stopped"):
+        run(shards, tmp_path / name, before[0], shard=before[1], **settings)
+    drop(tmp_path / "stopped", 4)
+    run(shards, tmp_path / "stopped", after[0], shard=after[1], **settings)
+    compare(tmp_path / "whole", tmp_path / "stopped")
+    if before == after:
+        assert furthest(tmp_path / "whole", tmp_path / "stopped") == 0.0
+
+
+def poisoned(task: dict[str, Any], world: World) -> dict[str, Any]:
+    """A session with bad losses in steps 8, 9 and 10, that also samples and asks questions."""
+    inner, calls = loop.micro_batch_losses, [0]
+
+    def losses(*args: Any) -> tuple[Tensor, Tensor]:
+        calls[0] += 1
+        loss, entropy = inner(*args)
+        bad = math.inf if 8 <= 1 + (calls[0] - 1) // task["passes"] <= 10 else 1.0
+        return loss * bad, entropy * bad
+
+    loop.micro_batch_losses = losses  # type: ignore[assignment]
+    made = session(Path(task["shards"]), Path(task["out"]), world, **task["settings"])
+    made.sampler = continuing(made.renderer)
+    made.evaluations = {"asked": lambda model, *how: {"asked": float(model.logits(model(IDS)).sum())}}
+    return made.run()
+
+
+IDS = torch.arange(12).view(1, 12)
+
+
+@pytest.mark.slow
+def test_ranks_that_hold_parts_skip_go_back_sample_and_ask_as_one_does(shards: Path, tmp_path: Path) -> None:
+    settings = {
+        "steps": 14,
+        "optimizer": ADAMW,
+        "micro_batch_tokens": 16,
+        "evaluate_every": 100,
+        "keep_checkpoints": 20,
+        "skip_window": 4,
+        "skip_sigma": 30.0,
+        "sample_every": 6,
+        "main_log": True,
+    }
+    found = []
+    for name, ranks, passes in (("one", 1, 4), ("parts", 2, 2)):
+        task = {"shards": str(shards), "out": str(tmp_path / name), "passes": passes}
+        task |= {"settings": settings | ({"shard": "fsdp"} if ranks > 1 else {})}
+        found.append(launch.run("tests.train.test_sharded:poisoned", task, ranks))
+        assert (tmp_path / name / "main.log").read_text().count("trl") == 11
+    assert [(one["skipped_steps"], one["rollbacks"], one["failures"]) for one in found] == [(3, 1, [])] * 2
+    compare(tmp_path / "one", tmp_path / "parts")
+    texts = [(tmp_path / name / "samples.jsonl").read_text() for name in ("one", "parts")]
+    assert texts[0] == texts[1]
+    asked = [
+        [line["asked"] for line in read_metrics(tmp_path / n / "metrics.jsonl") if "asked" in line]
+        for n in ("one", "parts")
+    ]
+    assert asked[0] == pytest.approx(asked[1], rel=1e-4)
+
+
+def failing(task: dict[str, Any], world: World) -> dict[str, Any]:
+    """A session in which a hook of rank 1 fails after step 5."""
+    made = session(Path(task["shards"]), Path(task["out"]), world, **task["settings"])
+    whole = made._hooks
+
+    def fail(state: State) -> None:
+        raise ZeroDivisionError("odd")
+
+    def hooks(*args: Any) -> list[Hook]:
+        return [Hook(lambda state: state.step == 5 and world.rank == 1, fail, "fail"), *whole(*args)]
+
+    made._hooks = hooks  # type: ignore[assignment, method-assign]
+    return made.run()
+
+
+@pytest.mark.slow
+def test_a_hook_that_fails_on_a_rank_with_parts_costs_no_step(shards: Path, tmp_path: Path) -> None:
+    settings = {"save_every_seconds": 1e9, "evaluate_every": 100, "shard": "fsdp"}
+    task = {"shards": str(shards), "out": str(tmp_path), "settings": settings}
+    with pytest.raises(RunError, match=r"rank 1 \(process \d+\) ended with exit code 1"):
+        launch.run("tests.train.test_sharded:failing", task, 2)
+    found = checkpoint.newest(tmp_path / "checkpoints")
+    assert found is not None
+    assert found.state["step"] == 5
+
+
+TRAIN = """
+import json, sys
+from bloomery.train import launch
+launch.run("tests.train.made:trained", json.loads(sys.argv[1]), 2)
+"""
+
+
+@pytest.mark.slow
+def test_ranks_with_parts_that_are_asked_to_stop_save_and_go_on(shards: Path, tmp_path: Path) -> None:
+    settings = {"steps": 100_000, "save_every_seconds": 1e6, "evaluate_every": 10**6, "shard": "fsdp"}
+    task = {"shards": str(shards), "out": str(tmp_path), "settings": settings}
+    with subprocess.Popen([sys.executable, "-c", TRAIN, json.dumps(task)], cwd=ROOT, env=os.environ) as parent:
+        deadline = time.monotonic() + 90
+        while len(read_metrics(tmp_path / "metrics.jsonl")) < 5 and time.monotonic() < deadline:
+            time.sleep(0.05)
+        parent.send_signal(signal.SIGTERM)
+        assert parent.wait(timeout=40) == 143
+    found = checkpoint.newest(tmp_path / "checkpoints")
+    assert found is not None
+    assert found.state["step"] == read_metrics(tmp_path / "metrics.jsonl")[-1]["step"] >= 5
