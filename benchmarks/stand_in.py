@@ -44,7 +44,7 @@ def sources(texts: Path, *, quick: bool = False) -> list[dict[str, Any]]:
 
 def setting(texts: Path, *, quick: bool = False) -> str:
     """`fetch.sources=…` for the command line."""
-    return "fetch.sources=" + _toml(sources(texts, quick=quick))
+    return "fetch.sources=" + toml(sources(texts, quick=quick))
 
 
 def toxicity(texts: Path) -> list[str]:
@@ -58,12 +58,13 @@ def toxicity(texts: Path) -> list[str]:
         "samples": 20_000,
     }
     quality = {"kind": "contrast", "name": "quality", "samples": 4000}
-    return ["classify.classifiers=" + _toml([quality, labels]), 'filter.limits="seed-1386"']
+    return ["classify.classifiers=" + toml([quality, labels]), 'filter.limits="seed-1386"']
 
 
-def _toml(value: Any) -> str:
+def toml(value: Any) -> str:
+    """A value as a recipe writes it, in one line."""
     if isinstance(value, dict):
-        return "{" + ", ".join(f"{key} = {_toml(one)}" for key, one in value.items()) + "}"
+        return "{" + ", ".join(f"{key} = {toml(one)}" for key, one in value.items()) + "}"
     if isinstance(value, list):
-        return "[" + ", ".join(map(_toml, value)) + "]"
+        return "[" + ", ".join(map(toml, value)) + "]"
     return json.dumps(value)

@@ -14,10 +14,13 @@ from bloomery.hw.host import Wanted
 
 
 class Evaluate(Config):
-    questions: Positive = 200
+    questions: Count = 200
     """Held-out questions of the generator, the same number of each kind."""
+    conversations: Count = 0
+    """Held-out conversations in which an answer is scored, and asked for, before and after finetuning."""
     seed: int = 0
     max_tokens: Positive = 48
+    """Of an answer to one of them."""
     domains: tuple[str, ...] = ()
     """Domains whose held-out text is scored; all of them if none is named."""
     heldout_bytes: Positive = 400_000

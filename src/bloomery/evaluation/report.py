@@ -29,6 +29,7 @@ from bloomery.evaluation.pieces import (
     tile,
 )
 from bloomery.evaluation.style import STYLE
+from bloomery.evaluation.talk_report import held_out_talks
 from bloomery.evaluation.task_report import known_tasks
 from bloomery.evaluation.training_report import training
 
@@ -210,6 +211,7 @@ WORK: Sections = (("time", "Where the time went", time_spent), ("again", "Each n
 SECTIONS: Sections = (
     ("headline", "In short", headline),
     ("answers", "Held-out answers by kind", by_kind),
+    ("talks", "Held-out conversations", held_out_talks),
     ("text", "Held-out text by domain", by_domain),
     ("tasks", "Known tasks", known_tasks),
     ("curves", "Training", training),

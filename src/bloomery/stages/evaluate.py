@@ -1,9 +1,10 @@
 """The stage `evaluate`: a run -> how well its model answers and predicts, as report.json and report.html."""
 
+import json
 import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ from bloomery.core.log import METRICS, progress, read_metrics
 from bloomery.core.stage import machine, read_manifest, versions
 from bloomery.data import document
 from bloomery.data.holdout import is_held_out
-from bloomery.evaluation import benchmark, contamination, core_average, questions
+from bloomery.evaluation import benchmark, contamination, core_average, questions, talks
 from bloomery.evaluation.benchmark import Asked
 from bloomery.evaluation.compression import Compression, measure
 from bloomery.evaluation.questions import Judged
@@ -31,6 +32,7 @@ from bloomery.weights import huggingface
 from bloomery.weights.huggingface import Loaded
 
 SAMPLES_SHOWN = 16
+CONVERSATIONS = "conversations.jsonl"
 CONTINUED = ("def main():\n", "The module ", "Returns ")
 
 
@@ -51,6 +53,7 @@ def run(config: Evaluate, inputs: Mapping[str, Path], out: Path) -> dict[str, An
         "answers": scores,
         "bits_per_byte": bits_per_byte(base, inputs["shard"], config, device),
         "leaks": leaks(judged, inputs, tuned.tokenizer),
+        **held_out_talks({"pretrain": replace(base, renderer=tuned.renderer), "finetune": tuned}, config, inputs, out),
         **known_tasks(tuned, config, inputs, out),
         "curves": {name: read_metrics(inputs[name] / METRICS) for name in ("pretrain", "finetune")},
         "written": {name: read_metrics(inputs[name] / SAMPLES) for name in ("pretrain", "finetune")},
@@ -62,11 +65,11 @@ def run(config: Evaluate, inputs: Mapping[str, Path], out: Path) -> dict[str, An
         file.write(render(report))
     write_json(out / "answers.json", [shown(one) for one in judged])
     return {
-        **{name: scores[name] for name in ("exact", "ended")},
+        **({name: scores[name] for name in ("exact", "ended")} if judged else {}),
         "answers": scores,
         "bits_per_byte": report["bits_per_byte"],
         "leaks": report["leaks"],
-        **{name: report[name] for name in ("tasks", "core") if name in report},
+        **{name: report[name] for name in ("conversations", "tasks", "core") if name in report},
     }
 
 
@@ -97,6 +100,40 @@ def known_tasks(tuned: Loaded, config: Evaluate, inputs: Mapping[str, Path], out
         "tasks": {name: benchmark.scores(name, results, dirty[name]) for name, results in found.items()}
     }
     return told | ({"core": benchmark.core(tuned, asked)} if core_average.NAME in config.tasks else {})
+
+
+def held_out_talks(
+    models: Mapping[str, Loaded], config: Evaluate, inputs: Mapping[str, Path], out: Path
+) -> dict[str, Any]:
+    """
+    How each model does on held-out conversations: the likelihood of what the assistant says, and whether its own
+    answers end. Writes conversations.jsonl, a line for every answer.
+    """
+    if not config.conversations:
+        return {}
+    first = next(iter(models.values()))
+    longest = first.model.config.context - config.max_tokens
+    found = talks.turns(inputs["instruct"], first.tokenizer.hash)
+    asked = talks.drawn(found, config.conversations, config.seed, longest)
+    if not asked:
+        cure = f"Lower evaluate.max_tokens ({config.max_tokens}), which has to fit behind the question."
+        what = f"no held-out conversation has an answer after {longest} tokens or fewer"
+        raise DataError(what, where="evaluate.conversations", cure=cure)
+    how: dict[str, Any] = {"max_tokens": config.max_tokens, "temperature": config.temperature}
+    told: dict[str, Any] = {"n": len(asked), **how}
+    done = 0
+    with (
+        whole_file(out / CONVERSATIONS, "w") as file,
+        progress("evaluate", "answers", len(asked) * len(models)) as meter,
+    ):
+        for name, loaded in models.items():
+            said = []
+            for one in talks.answers(loaded, asked, seed=config.seed, **how):
+                said.append(one)
+                file.write(json.dumps({"model": name, **talks.shown(loaded, one)}, ensure_ascii=False) + "\n")
+                meter.at(done := done + 1)
+            told[name] = talks.scores(loaded, asked, said)
+    return {"conversations": told}
 
 
 def ask(loaded: Loaded, asked: Sequence[questions.Question], max_tokens: int) -> list[Judged]:

@@ -1,0 +1,29 @@
+"""Of the page: how held-out conversations go, before and after finetuning."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from bloomery.evaluation import charts
+from bloomery.evaluation.charts import DASH, count, decimal, number, percent
+from bloomery.evaluation.pieces import Report, at, named, note, text
+
+MODELS = {"pretrain": "before finetuning", "finetune": "after finetuning", "prefer": "after preference tuning"}
+
+
+def held_out_talks(report: Report) -> list[object]:
+    told = named(report, "conversations")
+    rows = [_row(name, named(told, model)) for model, name in MODELS.items() if model in told]
+    heads = ["Model", "Answers that end (95% interval)", "Bits per byte", "Perplexity", "Tokens said", "Tokens given"]
+    warmth = number(told.get("temperature"))
+    drawn = "greedily" if warmth == 0 else f"at temperature {text(told.get('temperature'))}"
+    asked = f"One answer in each of {count(told.get('n'))} held-out conversations, at most "
+    how = f"{count(told.get('max_tokens'))} tokens, {drawn}."
+    measured = " Bits per byte and perplexity are of the given answers. Every answer is in conversations.jsonl."
+    return [charts.table(heads, rows), note(asked, how, measured)] if rows else []
+
+
+def _row(name: str, one: Mapping[str, Any]) -> list[object]:
+    value, low, high = (number(at(one, "ended", key)) for key in ("value", "low", "high"))
+    ended = DASH if value is None else f"{percent(value)} ({percent(low)} to {percent(high)})"
+    sizes = [decimal(at(one, "length", key)) for key in ("said", "given")]
+    return [name, ended, decimal(one.get("bits_per_byte")), decimal(one.get("perplexity")), *sizes]

@@ -1,0 +1,108 @@
+"""Answers of held-out conversations: each once, with what stands before it, and scored as the renderer made them."""
+
+import math
+from pathlib import Path
+
+import pytest
+
+from bloomery.evaluation import talks
+from bloomery.evaluation.talks import Said, Turn
+from bloomery.stages import instruct
+from bloomery.tokenizer.chat import Message, Renderer
+from bloomery.weights.huggingface import Lineage, Loaded
+from tests.model.made import lively, random_config
+from tests.tokenizer.made import small
+
+import torch
+import torch.nn.functional as F
+
+RENDERER = Renderer(small())
+ROW_TOKENS = 60
+
+
+def talk(*contents: str) -> list[Message]:
+    roles = ("user", "assistant")
+    return [Message(role=roles[number % 2], content=content) for number, content in enumerate(contents)]  # type: ignore[typeddict-item]
+
+
+TALKS = [talk("Who?", "Ada."), talk("Where?", "Here.", "And Bo?", "At sea, he said."), talk("So?", ""), talk("a", "b")]
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    instruct.write_rows(tmp_path, "val", [RENDERER.render(one) for one in TALKS], RENDERER, ROW_TOKENS)
+    return tmp_path
+
+
+@pytest.fixture
+def loaded(tmp_path: Path) -> Loaded:
+    config = random_config(0).model_copy(update={"context": ROW_TOKENS})
+    model = lively(config, 0, small().vocab_size)
+    return Loaded(model, small(), RENDERER, Lineage(tokenizer=small().hash, template=None, shards="imported"), tmp_path)
+
+
+def found(folder: Path) -> list[Turn]:
+    return list(talks.turns(folder, small().hash))
+
+
+def test_every_answer_is_found_once_behind_the_prompt_of_the_renderer(folder: Path) -> None:
+    expected = {
+        (tuple(RENDERER.prompt(one[:place])), one[place]["content"]) for one in TALKS for place in range(1, len(one), 2)
+    }
+    turns = found(folder)
+    assert {(turn.prompt, RENDERER.said(turn.answer)) for turn in turns} == expected
+    assert len(turns) == 5
+    assert all(turn.answer[-1] == RENDERER.end_id for turn in turns)
+    assert len({turn.number for turn in turns}) == len(TALKS)
+
+
+def test_one_answer_of_a_conversation_is_drawn_and_none_after_too_long_a_prompt(folder: Path) -> None:
+    turns = found(folder)
+    drawn = talks.drawn(turns, 3, 0, ROW_TOKENS)
+    assert len({turn.number for turn in drawn}) == 3
+    assert drawn == talks.drawn(turns, 3, 0, ROW_TOKENS)
+    assert {len(talks.drawn(turns, 9, seed, ROW_TOKENS)) for seed in range(5)} == {len(TALKS)}
+    least = min(len(turn.prompt) for turn in turns)
+    assert all(len(turn.prompt) == least for turn in talks.drawn(turns, 9, 0, least))
+    assert talks.drawn(turns, 9, 0, least - 1) == []
+
+
+def test_likelihood_is_that_of_the_answer_and_its_end(folder: Path, loaded: Loaded) -> None:
+    turns = found(folder)
+    nats = 0.0
+    for turn in turns:
+        ids = torch.tensor([[*turn.prompt, *turn.answer]])
+        with torch.no_grad():
+            log_p = F.log_softmax(loaded.model.logits(loaded.model(ids))[0].double(), dim=-1)
+        nats -= sum(float(log_p[len(turn.prompt) + place - 1, target]) for place, target in enumerate(turn.answer))
+    size = sum(len(message["content"].encode()) for one in TALKS for message in one[1::2])
+    scores = talks.scores(loaded, turns, [Said(turn, (), True) for turn in turns])
+    assert scores["bits_per_byte"] == pytest.approx(nats / math.log(2) / size, rel=1e-4)
+    assert scores["tokens"] == sum(len(turn.answer) for turn in turns)
+    assert scores["ended"]["value"] == 1.0
+
+
+def test_an_answer_ended_if_the_model_said_so_and_each_is_drawn_by_itself(folder: Path, loaded: Loaded) -> None:
+    turns = found(folder)
+
+    def said(some: list[Turn], seed: int = 0) -> list[Said]:
+        return list(talks.answers(loaded, some, max_tokens=9, temperature=1.5, seed=seed))
+
+    whole = said(turns)
+    assert said(turns[2:4]) == whole[2:4]
+    assert said(turns, seed=1) != whole
+    for one in whole:
+        assert one.ended == (one.ids[-1] == RENDERER.end_id)
+        assert RENDERER.end_id not in one.ids[:-1]
+        assert len(one.ids) <= 9
+    assert {one.ended for one in said(turns * 1, 3) + whole} >= {False}
+
+
+def test_a_model_that_only_ever_ends_has_ended(folder: Path, loaded: Loaded, monkeypatch: pytest.MonkeyPatch) -> None:
+    always = torch.full((1, 1, small().vocab_size), -1.0)
+    always[..., RENDERER.end_id] = 9.0
+    monkeypatch.setattr(loaded.model, "logits", lambda hidden: always.expand(*hidden.shape[:-1], -1))
+    said = list(talks.answers(loaded, found(folder), max_tokens=9, temperature=0.0, seed=0))
+    assert [one.ids for one in said] == [(RENDERER.end_id,)] * 5
+    assert all(one.ended for one in said)
+    assert talks.shown(loaded, said[0])["said"] == ""
