@@ -6,8 +6,10 @@ Is what a plan says what a run then takes?
 Each configuration trains for a few steps in a process of its own, on this machine's processor. Memory is the most that
 the process held beyond what it held before (Linux: VmHWM, set back), after a tiny model has warmed the libraries up:
 once with an allocator that gives back what is freed, as a trace reckons, and once with that of runs, which keep it
-(hw/device.py). Speed is what `bloomery plan` says from small models, against the best of some steps. The number is the
-largest error of the memory. --quick does three configurations.
+(hw/device.py). What is predicted comes by the functions of `bloomery plan`. Speed is what it says from small models,
+against the best of some steps before and after that: both by the time that a thread had on the processor, so that what
+else the machine does counts for neither; steps by the clock stand beside it. The number is the largest error of the
+memory. --quick does three configurations.
 """
 
 import argparse
@@ -29,18 +31,17 @@ from bloomery.core.config import build
 from bloomery.core.stage import machine, versions
 from bloomery.hw import device as devices
 from bloomery.hw.device import Device
+from bloomery.hw.peak import measured_peak
 from bloomery.model.config import ModelConfig
-from bloomery.model.transformer import Transformer
 from bloomery.shards.loader import Batch
-from bloomery.train.config import Training
-from bloomery.train.device import fast_dtype
+from bloomery.train.config import Finetune, Training
 from bloomery.train.loop import accumulate_gradients, clipping, gradients
-from bloomery.train.optim import Optimizers
 from bloomery.train.optim_adamw import total_norm
-from bloomery.train.planning.timed import timed
-from bloomery.train.planning.trace import Step, trace
+from bloomery.train.planning import planner
+from bloomery.train.planning.choose import Ask, Option, best
+from bloomery.train.planning.here import check, room, step
+from bloomery.train.planning.target import Target
 from bloomery.train.precision import Precision
-from bloomery.train.recompute import recompute
 
 import torch
 
@@ -60,13 +61,19 @@ CONFIGURATIONS: dict[str, Settings] = {
     "all weights, recompute selective": {"model": WIDE, "optimizer": ADAMW, "recompute": "selective"},
     "float32": {"model": WIDE, "optimizer": ADAMW, "precision": "float32"},
     "one micro-batch": {"model": WIDE, "optimizer": ADAMW, "micro_batches": 1},
+    "LoRA on bfloat16": {"model": WIDE, "lora": {"base": "bfloat16"}},
+    "LoRA on bfloat16, recompute block": {"model": WIDE, "lora": {"base": "bfloat16"}, "recompute": "block"},
+    "LoRA on bfloat16, recompute selective": {"model": WIDE, "lora": {"base": "bfloat16"}, "recompute": "selective"},
+    "LoRA on NF4": {"model": WIDE, "lora": {"base": "nf4"}},
+    "LoRA on NF4, recompute block": {"model": WIDE, "lora": {"base": "nf4"}, "recompute": "block"},
+    "LoRA on int8": {"model": WIDE, "lora": {"base": "int8"}},
     "absolute positions, gelu": {
         "model": WIDE | {"positions": "absolute", "norm": "layernorm", "biases": "all", "feed_forward": "gelu_tanh"},
         "optimizer": ADAMW,
     },
 }
 QUICK = 3
-STEPS = 3
+STEPS, TOKENS = 3, 2048
 ALLOCATORS = {"given back": {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536"}, "kept": {}}
 
 
@@ -108,6 +115,7 @@ def row(name: str, found: Settings, kept: Settings) -> Settings:
         "as_runs_keep_it_mib": round(kept["measured_bytes"] / 2**20, 1),
         "planned_tokens_per_second": round(kept["planned"]),
         "measured_tokens_per_second": round(kept["speed"]),
+        "by_the_clock": round(kept["clock"]),
         "speed_error": round(kept["planned"] / kept["speed"] - 1, 4),
     }
 
@@ -115,8 +123,8 @@ def row(name: str, found: Settings, kept: Settings) -> Settings:
 def as_text(one: Settings) -> str:
     memory = f"{one['predicted_mib']:>8} {one['measured_mib']:>8} MiB {one['error']:>+7.1%}"
     speed = f"{one['planned_tokens_per_second']:>7} {one['measured_tokens_per_second']:>7} tokens/s"
-    kept = one["as_runs_keep_it_mib"]
-    return f"{one['configuration']:<34} {memory}   kept {kept:>8}   {speed} {one['speed_error']:>+7.1%}"
+    speed += f" {one['speed_error']:>+7.1%} (by the clock {one['by_the_clock']:>7})"
+    return f"{one['configuration']:<38} {memory}   kept {one['as_runs_keep_it_mib']:>8}   {speed}"
 
 
 def in_child(name: str, allocator: str) -> Settings:
@@ -134,22 +142,31 @@ def measured(name: str, kept: bool) -> Settings:
     if kept:
         devices.keep_freed_memory()
     settings = CONFIGURATIONS[name]
-    run(settings | {"model": TINY, "vocab_size": 500})
+    tiny = Run(settings | {"model": TINY, "vocab_size": 500})
+    tiny.step()
+    del tiny
     gc.collect()
     devices.return_freed_memory()
     before = in_use("VmRSS")
     Path("/proc/self/clear_refs").write_text("5", encoding="ascii")
-    seconds = run(settings)
+    run = Run(settings)
+    taken = [run.step() for _ in range(STEPS)]
     peak = in_use("VmHWM") - before
-    what, device = step_of(settings)
+    ask, target, option, _ = asked(settings)
     if not kept:
-        return {"predicted_bytes": trace(what).peak, "measured_bytes": peak}
-    told = timed(what, device)
-    assert told is not None
-    parts = settings.get("micro_batches", 2)
-    tokens = what.rows * what.model.context * parts
-    planned = tokens / (told.learning * parts + told.updating)
-    return {"measured_bytes": peak, "planned": planned, "speed": tokens / min(seconds[1:])}
+        return {"predicted_bytes": check(ask, target, option).peak_bytes, "measured_bytes": peak}
+    told = check(ask, target, option)
+    assert told.traced
+    assert told.pace is not None
+    assert told.pace.timed
+    taken += [run.step() for _ in range(STEPS)]  # before what is planned and after it
+    clock, own = (min(times) for times in zip(*taken[1:], strict=True))
+    return {
+        "measured_bytes": peak,
+        "planned": told.pace.tokens_per_second,
+        "speed": ask.tokens / own,
+        "clock": ask.tokens / clock,
+    }
 
 
 def in_use(field: str) -> int:
@@ -159,43 +176,40 @@ def in_use(field: str) -> int:
     return 1024 * int(found[1])
 
 
-def step_of(settings: Settings) -> tuple[Step, Device]:
-    shape = build(ModelConfig, settings["model"])
-    wanted: Settings = {key: settings[key] for key in ("optimizer", "recompute") if key in settings}
-    config = build(Training, {"steps": 1, "tokens_per_step": 1, **wanted})
-    dtype = getattr(torch, settings.get("precision", "bfloat16"))
-    what = Step(
-        model=shape,
-        vocab_size=settings.get("vocab_size", 8192),
-        optimizer=config.optimizer,
-        recompute=config.recompute,
-        precision=dtype,
-        rows=2048 // shape.context,
-        accumulates=settings.get("micro_batches", 2) > 1,
-    )
-    return what, replace(devices.find("cpu"), compute_dtype=dtype)
+def asked(settings: Settings) -> tuple[Ask, Target, Option, Device]:
+    """What a recipe with these settings asks for, as `bloomery plan` understands it."""
+    shape, parts = build(ModelConfig, settings["model"]), settings.get("micro_batches", 2)
+    wanted = {key: settings[key] for key in ("optimizer", "recompute", "precision", "lora") if key in settings}
+    wanted |= {"steps": 1, "micro_batch_tokens": TOKENS, "tokens_per_step": parts * TOKENS, "device": "cpu"}
+    config: Training = build(Finetune if "lora" in settings else Training, wanted)
+    device = devices.find("cpu")
+    if config.precision != "auto":
+        device = replace(device, compute_dtype=getattr(torch, config.precision))
+    target = replace(room(device), flops=measured_peak(device), flops_from="measured")
+    ask = planner.asked("stage", config, shape, settings.get("vocab_size", 8192), target)
+    return ask, target, best(ask, ask.what, ask.way, target), device
 
 
-def run(settings: Settings) -> list[float]:
-    """Seconds of each of a few steps, as the loop makes them."""
-    what, device = step_of(settings)
-    model = Transformer(what.model, what.vocab_size)
-    model.initialize(0)
-    recompute(model, what.recompute)
-    optimizers = Optimizers(model, what.optimizer, fast_dtype(device))
-    precision = Precision.decide("auto", device)
-    rows = what.rows * settings.get("micro_batches", 2)
-    ids = np.random.default_rng(0).integers(0, what.vocab_size, (rows, what.model.context))
-    places = np.tile(np.arange(what.model.context), (rows, 1))
-    batch = Batch(ids, ids, places, np.zeros_like(ids), np.arange(rows))
-    taken = []
-    for _ in range(STEPS):
-        began = time.perf_counter()
-        accumulate_gradients(model, batch, what.rows, device, precision=precision)
-        optimizers.step(clipping(1.0, total_norm(gradients(model))))
-        optimizers.zero_grad()
-        taken.append(time.perf_counter() - began)
-    return taken
+class Run:
+    """Steps as the loop makes them."""
+
+    def __init__(self, settings: Settings) -> None:
+        ask, _, option, self.device = asked(settings)
+        what = step(option, accumulates=True)
+        self.model = what.load(initialized=True)
+        self.optimizers, self.rows = what.prepare(self.model, self.device), what.rows
+        self.precision = Precision.decide("auto", self.device)
+        ids = np.random.default_rng(0).integers(0, what.vocab_size, (ask.rows_per_step, what.model.context))
+        places = np.tile(np.arange(what.model.context), (len(ids), 1))
+        self.batch = Batch(ids, ids, places, np.zeros_like(ids), np.arange(len(ids)))
+
+    def step(self) -> tuple[float, float]:
+        """Seconds on the clock, and of this thread on the processor."""
+        began, worked = time.perf_counter(), time.thread_time()
+        accumulate_gradients(self.model, self.batch, self.rows, self.device, precision=self.precision)
+        self.optimizers.step(clipping(1.0, total_norm(gradients(self.model))))
+        self.optimizers.zero_grad()
+        return time.perf_counter() - began, time.thread_time() - worked
 
 
 if __name__ == "__main__":

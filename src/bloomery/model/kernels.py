@@ -29,12 +29,16 @@ ELSEWHERE: ContextVar[bool] = ContextVar("elsewhere", default=False)
 """Set while a step on another kind of device is drawn up with fake tensors: nothing meant for processors runs then."""
 
 
+PLAIN = (Tensor, nn.Parameter, FakeTensor)
+"""Types of tensors that lie whole in the memory of this process, or would."""
+
+
 def ready(*tensors: Tensor) -> bool:
     """Whether the library is there, and takes these tensors: on the processor, all float32 or all bfloat16."""
     first = tensors[0]
     return (
         all(one.device.type == "cpu" and one.dtype == first.dtype for one in tensors)
-        and all(type(one) in (Tensor, nn.Parameter, FakeTensor) for one in tensors)
+        and all(type(one) in PLAIN for one in tensors)
         and first.dtype in KINDS
         and not torch.compiler.is_compiling()
         and not ELSEWHERE.get()

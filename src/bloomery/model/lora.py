@@ -29,8 +29,9 @@ class Adapted(nn.Module):
     def __init__(self, base: Frozen, settings: Lora) -> None:
         super().__init__()
         self.base, self.scale, self.share = base, settings.scale, settings.dropout
-        self.lora_a = nn.Parameter(torch.zeros(settings.rank, base.width))
-        self.lora_b = nn.Parameter(torch.zeros(base.num_rows, settings.rank))
+        place = base.weight.device
+        self.lora_a = nn.Parameter(torch.zeros(settings.rank, base.width, device=place))
+        self.lora_b = nn.Parameter(torch.zeros(base.num_rows, settings.rank, device=place))
         self.is_on = True
         """Whether the adapter counts, or the frozen matrix alone."""
 
@@ -98,7 +99,7 @@ def attach(model: Transformer, settings: Lora, seed: int) -> None:
         start = torch.empty(adapted.lora_a.shape).uniform_(-bound, bound, generator=generator)
         with torch.no_grad():
             adapted.lora_a.copy_(start)
-        _put(model, name, adapted.to(linear.weight.device))
+        _put(model, name, adapted)
 
 
 def targets(names: list[str], patterns: tuple[str, ...]) -> list[str]:

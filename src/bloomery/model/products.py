@@ -15,10 +15,11 @@ from jaxtyping import Float
 
 import bloomery.hw.needs_torch  # noqa: F401
 from bloomery.core import native
+from bloomery.model import kernels
 from bloomery.model.kernels import call
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 LIBRARY = "products"
@@ -34,11 +35,12 @@ def ready(x: Tensor, weight: Tensor) -> bool:
         x.dtype == torch.bfloat16
         and weight.dtype == torch.float32
         and x.device.type == weight.device.type == "cpu"
-        and type(x) is Tensor
-        and type(weight) in (Tensor, nn.Parameter)
+        and type(x) in kernels.PLAIN
+        and type(weight) in kernels.PLAIN
         and x.numel() >= FEWEST_ROWS * x.shape[-1]
         and weight.stride(-1) == 1
         and not torch.compiler.is_compiling()
+        and not kernels.ELSEWHERE.get()
         and has_tiles()
     )
 
@@ -88,6 +90,7 @@ def _operations() -> torch.library.Library:
     library = torch.library.Library("bloomery", "DEF")  # type: ignore[no-untyped-call]
     library.define("linear(Tensor x, Tensor weight, Tensor? bias) -> Tensor")  # type: ignore[no-untyped-call]
     library.impl("linear", _forward, "CPU")  # type: ignore[no-untyped-call]
+    torch.library.register_fake("bloomery::linear", _forward, lib=library)
     return library
 
 

@@ -47,6 +47,11 @@ def _pairs(device: torch.device) -> Float[Tensor, "256 2"]:
     return torch.stack([numbers.repeat_interleave(16), numbers.repeat(16)], 1)
 
 
+def forget() -> None:
+    """Make the tensors above anew when they are needed next: by who works with tensors without numbers, or did."""
+    _pairs.cache_clear()
+
+
 class Frozen(nn.Module):
     """A linear layer whose weights never change, kept in some format. `dense` gives them back."""
 

@@ -21,6 +21,7 @@ from bloomery.core.stop import Stop, Terminated
 from bloomery.hw import device as devices
 from bloomery.hw.device import Device
 from bloomery.hw.dist import World
+from bloomery.model import kernels
 from bloomery.model.transformer import Transformer
 from bloomery.shards.loader import IGNORE, Batch
 from bloomery.train import parallel
@@ -255,7 +256,8 @@ def few_rows_of_the_table(model: Transformer) -> Iterator[None]:
     table that of the head. Zeros for all other rows, and the sum of two such tables, take as long as some layers.
     """
     table, taken = model.embed.weight, list[tuple[Tensor, Tensor]]()
-    if model.head.weight is not table or type(table) is not nn.Parameter or table.device.type != "cpu":
+    elsewhere = table.device.type != "cpu" or kernels.ELSEWHERE.get()
+    if model.head.weight is not table or type(table) not in kernels.PLAIN or elsewhere:
         yield
         return
 

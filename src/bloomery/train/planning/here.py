@@ -17,9 +17,10 @@ from bloomery.train.plan import USUAL_TOKENS
 from bloomery.train.planning import planner
 from bloomery.train.planning.choose import Ask, Option, best
 from bloomery.train.planning.needs import Way
+from bloomery.train.planning.step import Step
 from bloomery.train.planning.target import Format, Target, usable
 from bloomery.train.planning.timed import timed
-from bloomery.train.planning.trace import Step, trace
+from bloomery.train.planning.trace import trace
 
 import torch
 
@@ -90,7 +91,7 @@ def copied_per_second(device: Device) -> float:
 
 def traceable(way: Way) -> bool:
     """Whether the step is the one that this software makes on one device."""
-    return way.method == "full" and not way.sharded
+    return not way.sharded
 
 
 def check(ask: Ask, target: Target, option: Option) -> Option:
@@ -107,7 +108,7 @@ def check(ask: Ask, target: Target, option: Option) -> Option:
         return option
     parts = -(-ask.rows_per_step // (option.way.rows * option.way.devices))
     tokens = ask.rows_per_step * ask.what.model.context
-    rate = tokens / (parts * seconds.learning + seconds.updating)
+    rate = tokens / seconds.step(parts)
     return replace(option, pace=replace(option.pace, tokens_per_second=rate, timed=True))
 
 
@@ -127,4 +128,5 @@ def step(option: Option, accumulates: bool) -> Step:
         rows=option.way.rows,
         accumulates=accumulates,
         on_processor=option.what.processor,
+        lora=option.what.adapters(option.way),
     )

@@ -19,12 +19,22 @@ from typing import Literal
 
 from bloomery.model.config import ModelConfig
 from bloomery.model.cost import cost
+from bloomery.model.lora_config import Base, Lora
 from bloomery.train.config import Level, Optimizer
 from bloomery.train.plan import BYTES, activation_bytes_per_token, optimizer_bytes
 from bloomery.train.planning.target import Format
 
 Method = Literal["full", "lora", "lora32", "int8", "nf4"]
 """All weights are trained, or low-rank additions to frozen ones: in bfloat16, in float32, in 8 bits, or in 4."""
+
+BASES: dict[Base, Method] = {
+    "float32": "lora32",
+    "bfloat16": "lora",
+    "int8": "int8",
+    "nf4": "nf4",
+    "nf4_double": "nf4",
+}
+"""How the weights below adapters are kept."""
 
 FROZEN_BYTES = {"lora": 2.0, "lora32": 4.0, "int8": 1.0, "nf4": 0.5 + 2 / 64}
 """
@@ -46,7 +56,7 @@ class Way:
     recompute: Level = "none"
     precision: Format = "bfloat16"
     method: Method = "full"
-    rank: int = 8
+    rank: int = Lora().rank
     """Of the low-rank additions."""
     sharded: bool = False
     """Whether each device keeps a part of weights, gradients and optimizer, and not all of them."""
@@ -93,10 +103,21 @@ class Trained:
     optimizer: Optimizer
     processor: bool = False
     """Whether on one, where attention keeps its weights."""
+    lora: Lora | None = None
+    """What a recipe says of adapters, where it has some."""
 
     @property
     def parameters(self) -> int:
         return cost(self.model, self.vocab_size).parameters
+
+    def adapters(self, way: Way) -> Lora | None:
+        """Those of a way: as the recipe says, on a base as the way says."""
+        if way.method == "full":
+            return None
+        base = next(base for base, method in BASES.items() if method == way.method)
+        if self.lora is None:
+            return Lora(rank=way.rank, base=base)
+        return self.lora if BASES[self.lora.base] == way.method else self.lora.model_copy(update={"base": base})
 
 
 def needs(what: Trained, way: Way) -> Needs:

@@ -4,27 +4,16 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from bloomery.model.config import ModelConfig
-from bloomery.model.lora_config import Base
 from bloomery.train.config import Finetune, Training
 from bloomery.train.plan import rows_at_once, rows_per_step
 from bloomery.train.planning import disk
 from bloomery.train.planning.choose import Ask, Option, alternatives, best, cheapest_change, devices_needed
-from bloomery.train.planning.needs import Method, Trained, Way
+from bloomery.train.planning.needs import BASES, Trained, Way
 from bloomery.train.planning.report import Plan, Price
 from bloomery.train.planning.target import Target
 
 Check = Callable[[Ask, Target, Option], Option]
 """The same option with its memory found out in another way."""
-
-
-BASES: dict[Base, Method] = {
-    "float32": "lora32",
-    "bfloat16": "lora",
-    "int8": "int8",
-    "nf4": "nf4",
-    "nf4_double": "nf4",
-}
-"""How the weights below adapters are kept."""
 
 
 def asked(stage: str, config: Training, model: ModelConfig, vocab_size: int, target: Target) -> Ask:
@@ -35,7 +24,9 @@ def asked(stage: str, config: Training, model: ModelConfig, vocab_size: int, tar
     lora = config.lora if isinstance(config, Finetune) else None
     return Ask(
         stage=stage,
-        what=Trained(model=model, vocab_size=vocab_size, optimizer=config.optimizer, processor=target.processor),
+        what=Trained(
+            model=model, vocab_size=vocab_size, optimizer=config.optimizer, processor=target.processor, lora=lora
+        ),
         rows_per_step=rows,
         steps=config.steps,
         way=Way(
@@ -44,7 +35,8 @@ def asked(stage: str, config: Training, model: ModelConfig, vocab_size: int, tar
             precision=precision,
             devices=target.devices,
             method="full" if lora is None else BASES[lora.base],
-            rank=8 if lora is None else lora.rank,
+            rank=Way.rank if lora is None else lora.rank,
+            sharded=config.shard != "none" and target.devices > 1,
         ),
         available=frozenset(type(config).model_fields),
     )

@@ -1,9 +1,12 @@
 """
-How long a step takes on this machine, from two small models of the same width: one turn of layers and two, on a few
-rows. What the second turn adds, each further one adds too.
+How long a step takes on this machine, from two small models of the same width: one turn of layers and two. What the
+second turn adds, each further one adds too. They go through the functions of the loop, in turn, and each of their times
+is the best of a few.
+
+On a processor it is the time that this thread had on it, so that what else the machine does at the moment is not
+planned with; on other devices it is what a clock says.
 """
 
-import math
 import time
 from dataclasses import replace
 from functools import cache
@@ -11,73 +14,92 @@ from typing import NamedTuple
 
 import bloomery.hw.needs_torch  # noqa: F401
 from bloomery.hw.device import Device
+from bloomery.hw.peak import measured_peak
 from bloomery.model.cost import cost
 from bloomery.model.transformer import Transformer
-from bloomery.train.device import fast_dtype
-from bloomery.train.loop import Placed, gradients, placed_losses
+from bloomery.train.loop import Placed, clipping, few_rows_of_the_table, gradients, placed_losses
 from bloomery.train.optim import Optimizers
-from bloomery.train.planning.trace import Step
-from bloomery.train.recompute import recompute
+from bloomery.train.optim_adamw import total_norm
+from bloomery.train.planning.step import Step
 
 import torch
-from torch import nn
 
-SLICE_TOKENS, SLICE_PARAMETERS = 1024, 3 * 10**7
-"""What goes through the small models at once, and how many weights they may have at most, on a processor."""
-TIMES = 2
+SLICE_SECONDS, SLICE_PARAMETERS = 0.4, 10**8
+"""At the peak, of a micro-batch of the larger model; and how many weights that may have at most."""
+TIMES = 3
 
 
 class Timed(NamedTuple):
-    learning: float
-    """Seconds of a micro-batch, forward and backward."""
+    """Seconds."""
+
+    first: float
+    """Of the first micro-batch of a step, forward and backward."""
+    further: float
+    """Of each other one, which adds to the gradients that are there."""
     updating: float
-    """Seconds of an update."""
+
+    def step(self, micro_batches: int) -> float:
+        return self.first + (micro_batches - 1) * self.further + self.updating
 
 
 def timed(step: Step, device: Device) -> Timed | None:
     """None where even the small models are too large to be made for a plan."""
-    cycle = math.lcm(*(len(one) for one in (step.model.attention, step.model.sliding_window, step.model.feed_forward)))
-    layers, few, more = step.model.num_layers, cycle, 2 * cycle
-    if cost(_slice(step, min(layers, more)).model, step.vocab_size).parameters > SLICE_PARAMETERS:
+    layers, few, more = step.model.num_layers, step.turn, 2 * step.turn
+    if cost(step.with_layers(min(layers, more)).model, step.vocab_size).parameters > SLICE_PARAMETERS:
         return None
     if layers <= more:
-        return _measured(_slice(step, layers), device)
-    low, high = _measured(_slice(step, few), device), _measured(_slice(step, more), device)
+        return _measured((step,), device)[0]
+    low, high = _measured((step.with_layers(few), step.with_layers(more)), device)
     times = (layers - few) / (more - few)
     return Timed(*(max(first, first + times * (second - first)) for first, second in zip(low, high, strict=True)))
 
 
-def _slice(step: Step, layers: int) -> Step:
-    return replace(step, model=step.model.model_copy(update={"num_layers": layers}))
-
-
 @cache
-def _measured(step: Step, device: Device) -> Timed:
-    """The best of a few times: what else the machine does comes on top of it."""
-    shape, place = step.model, device.place
-    rows = max(1, min(step.rows, SLICE_TOKENS // shape.context))
-    device = replace(device, compute_dtype=step.precision)
-    model = Transformer(shape, step.vocab_size)
-    model.initialize(0)
-    model.to(place)
-    recompute(model, step.recompute)
-    optimizers = Optimizers(model, step.optimizer, fast_dtype(device))
-    ids = torch.randint(step.vocab_size, (rows, shape.context), device=place)
-    places = torch.arange(shape.context, device=place).expand(rows, -1)
-    batch = Placed(ids, places, None, torch.arange(ids.numel(), device=place), ids.flatten())
-    found = [_once(model, optimizers, batch, device) for _ in range(TIMES + 1)][1:]
-    learning, updating = (min(one[number] for one in found) for number in range(2))
-    return Timed(learning * step.rows / rows, updating)
+def _measured(steps: tuple[Step, ...], device: Device) -> list[Timed]:
+    """Of models that take turns, so that what disturbs one disturbs the others."""
+    rows = _rows(steps[-1], device)
+    ready = [_Ready(replace(step, rows=rows), device) for step in steps]
+    found = [[one.once() for one in ready] for _ in range(TIMES + 1)][1:]
+    share = steps[0].rows / rows
+    best = [[min(values) for values in zip(*times, strict=True)] for times in zip(*found, strict=True)]
+    return [Timed(first * share, further * share, updating) for first, further, updating in best]
 
 
-def _once(model: Transformer, optimizers: Optimizers, batch: Placed, device: Device) -> Timed:
-    began = time.perf_counter()
-    torch.autograd.backward(placed_losses(model, batch, device)[0] / batch.ids.numel())
-    device.synchronize()
-    learned = time.perf_counter()
-    norm = nn.utils.get_total_norm(gradients(model))
-    nn.utils.clip_grads_with_norm_(model.parameters(), 1.0, norm)
-    optimizers.step()
-    optimizers.zero_grad()
-    device.synchronize()
-    return Timed(learned - began, time.perf_counter() - learned)
+def _rows(step: Step, device: Device) -> int:
+    """Of a micro-batch: all of them, unless that takes too long."""
+    work = cost(step.model, step.vocab_size).train_flops_per_token * step.model.context
+    seconds = work / measured_peak(replace(device, compute_dtype=step.precision))
+    return max(1, min(step.rows, int(SLICE_SECONDS / seconds)))
+
+
+class _Ready:
+    """A model that can make steps."""
+
+    def __init__(self, step: Step, device: Device) -> None:
+        self._accumulates, self._device = step.accumulates, replace(device, compute_dtype=step.precision)
+        self._model: Transformer = step.load(initialized=True).to(device.place)
+        self._optimizers: Optimizers = step.prepare(self._model, self._device)
+        ids = torch.randint(step.vocab_size, (step.rows, step.model.context), device=device.place)
+        places = torch.arange(step.model.context, device=device.place).expand(step.rows, -1)
+        self._batch = Placed(ids, places, None, torch.arange(ids.numel(), device=device.place), ids.flatten())
+
+    def once(self) -> Timed:
+        began = self._now()
+        self._learn()
+        learned = again = self._now()
+        if self._accumulates:
+            self._learn()
+            again = self._now()
+        self._optimizers.step(clipping(1.0, total_norm(gradients(self._model))))
+        self._optimizers.zero_grad()
+        first, updating = learned - began, self._now() - again
+        return Timed(first, again - learned if self._accumulates else first, updating)
+
+    def _learn(self) -> None:
+        with few_rows_of_the_table(self._model):
+            loss, _ = placed_losses(self._model, self._batch, self._device, share=1 / self._batch.ids.numel())
+            torch.autograd.backward(loss)
+
+    def _now(self) -> float:
+        self._device.synchronize()
+        return time.thread_time() if self._device.place.type == "cpu" else time.perf_counter()
