@@ -8,6 +8,7 @@ are never rounded: what autocast does with a copy before and after each product.
 products, and equal to them but for the order of sums. Callers ask `ready`.
 """
 
+from contextvars import ContextVar
 from functools import cache
 from typing import Any
 
@@ -25,6 +26,10 @@ from torch.autograd.function import once_differentiable
 LIBRARY = "products"
 FEWEST_ROWS = 64
 """With fewer, it is the reading of weights that takes the time."""
+PANEL, MOST_INNER, BLOCK_NUMBERS = 32, 1536, 320 * 1024
+"""Of native/products.cpp."""
+ROOM: ContextVar[list[int] | None] = ContextVar("room", default=None)
+"""Set while a step is traced: the most of `room_bytes` so far."""
 ROUNDED, SET, ADD = 0, 1, 2
 """What becomes of sums: bfloat16, float32, float32 added to what is there."""
 
@@ -66,6 +71,8 @@ def product(
 ) -> Tensor:
     """left · right, rounded to bfloat16 where that is the format of `into`. Each side may be a transposed view."""
     output = ROUNDED if into.dtype == torch.bfloat16 else ADD if add else SET
+    if (taken := ROOM.get()) is not None:
+        taken[:] = map(max, taken, room_bytes(*into.shape, left.shape[1], output))
     sides = *_side(left), *_side(right.t())
     shape = *into.shape, left.shape[1]
     call(LIBRARY, "product", *sides, *shape, output, into, into.stride(0), 0 if bias is None else bias)
@@ -76,6 +83,23 @@ def _side(matrix: Tensor) -> tuple[Tensor, int, int, int]:
     """Numbers, stride, whether they are float32, whether the second dimension is contiguous."""
     along = matrix.stride(1) == 1
     return matrix, matrix.stride(0 if along else 1), int(matrix.dtype == torch.float32), int(along)
+
+
+def room_bytes(rows: int, columns: int, inner: int, output: int) -> list[int]:
+    """
+    Of the memory that the library keeps to rearrange both sides and to sum up in, of all threads: it grows to what the
+    largest product needs. As in native/products.cpp.
+    """
+    pieces = -(-inner // MOST_INNER)
+    piece = -(-inner // (pieces * PANEL)) * PANEL
+    panels, fits = -(-columns // PANEL), max(1, BLOCK_NUMBERS // (piece * PANEL))
+    blocks = -(-panels // fits)
+    tall = -(-rows // PANEL) * PANEL
+    return [
+        2 * piece * PANEL * -(-panels // blocks) * torch.get_num_threads(),
+        2 * piece * (tall if blocks > 1 else PANEL),
+        4 * tall * PANEL * (panels + 1) if pieces > 1 and output == ROUNDED else 0,
+    ]
 
 
 def forward_operation() -> Any:

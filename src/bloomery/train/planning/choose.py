@@ -77,10 +77,6 @@ def _shard(what: Trained, way: Way) -> tuple[Trained, Way]:
     return what, replace(way, sharded=way.devices > 1, recompute="block")
 
 
-def _shard_eight_bits(what: Trained, way: Way) -> tuple[Trained, Way]:
-    return _shard(*_eight_bits(what, way))
-
-
 def _adapters(what: Trained, way: Way) -> tuple[Trained, Way]:
     return what, replace(way, method="lora", recompute="block")
 
@@ -89,36 +85,13 @@ def _four_bits(what: Trained, way: Way) -> tuple[Trained, Way]:
     return what, replace(way, method="nf4", recompute="block")
 
 
-def _shard_adapters(what: Trained, way: Way) -> tuple[Trained, Way]:
-    return _shard(*_adapters(what, way))
-
-
-def _shard_four_bits(what: Trained, way: Way) -> tuple[Trained, Way]:
-    return _shard(*_four_bits(what, way))
-
-
 CHANGES = (
     Change(say='{stage}.recompute="selective"', setting="", make=_recompute("selective")),
     Change(say='{stage}.recompute="block"', setting="", make=_recompute("block")),
-    Change(say='{stage}.recompute="block" {stage}.shard=true', setting="shard", make=_shard),
+    Change(say='{stage}.recompute="block" {stage}.shard="fsdp"', setting="shard", make=_shard),
     Change(say='{stage}.recompute="block" {stage}.optimizer={{kind="adamw8bit"}}', setting="", make=_eight_bits),
-    Change(
-        say='{stage}.recompute="block" {stage}.optimizer={{kind="adamw8bit"}} {stage}.shard=true',
-        setting="shard",
-        make=_shard_eight_bits,
-    ),
     Change(say='{stage}.recompute="block" {stage}.lora={{base="bfloat16"}}', setting="lora", make=_adapters),
     Change(say='{stage}.recompute="block" {stage}.lora={{base="nf4"}}', setting="lora", make=_four_bits),
-    Change(
-        say='{stage}.recompute="block" {stage}.lora={{base="bfloat16"}} {stage}.shard=true',
-        setting="lora shard",
-        make=_shard_adapters,
-    ),
-    Change(
-        say='{stage}.recompute="block" {stage}.lora={{base="nf4"}} {stage}.shard=true',
-        setting="lora shard",
-        make=_shard_four_bits,
-    ),
 )
 """From the cheapest on: time, then several devices, then numbers, then what is trained at all."""
 
@@ -168,8 +141,10 @@ def alternatives(ask: Ask, target: Target) -> list[tuple[Option, str]]:
 def _missing(ask: Ask, way: Way) -> str:
     if way.method != ask.way.method and "lora" not in ask.available:
         return f"{ask.stage} trains all weights"
-    if way.sharded and not ask.way.sharded and "shard" not in ask.available:
-        return "not available"
+    if way.sharded and way.method != "full":
+        return "a frozen base lies whole on each device"
+    if way.sharded and ask.what.optimizer.kind == "adamw8bit":
+        return "its scales are of blocks, which parts of weights would cut"
     return ""
 
 

@@ -36,6 +36,8 @@ class Meter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.peak = 0
         """The most that lived at once since `restart`."""
         self.products: Counter[Product] = Counter()
+        self.kinds: set[tuple[object, ...]] = set()
+        """Of products in a short format: operation, sizes, and which sides are transposed."""
         self.moved = 0
         """Bytes that other operations read and wrote, views not counted."""
         self._held: dict[int, int] = {}
@@ -79,6 +81,8 @@ class Meter(TorchDispatchMode):  # type: ignore[no-untyped-call]
             left, right = given[-2:]
             sizes = (1, *left.shape, right.shape[1]) if left.dim() == 2 else (*left.shape, right.shape[2])
             self.products[(*sizes, left.dtype)] += 1
+            if left.element_size() == 2:
+                self.kinds.add((name, sizes, *(one.stride(-1) == 1 for one in (left, right))))
         elif not function.is_view:
             self.moved += sum(one.numel() * one.element_size() for one in (*given, *results))
         return made

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import bloomery.hw.needs_torch  # noqa: F401
 from bloomery.hw.device import Device
-from bloomery.model import kernels, quantize
+from bloomery.model import kernels, products, quantize
 from bloomery.train.loop import Placed, few_rows_of_the_table, gradients, placed_losses
 from bloomery.train.planning.meter import Meter, Product
 from bloomery.train.planning.step import Step
@@ -32,6 +32,8 @@ class Traced(NamedTuple):
     """The most during the forward and backward pass."""
     updating: int
     """The most while the optimizer works."""
+    room: int
+    """What libraries of products keep for themselves."""
     products: Counter[Product]
     """Of a micro-batch."""
     moved: int
@@ -41,7 +43,14 @@ class Traced(NamedTuple):
 
     @property
     def peak(self) -> int:
-        return max(self.loading, self.learning, self.updating)
+        return max(self.loading, self.room + max(self.learning, self.updating))
+
+
+KERNEL_BYTES = 7 * 2**20 // 10
+"""
+Of what oneDNN compiles for a product of two bytes a number, of each size and layout, and keeps: 0.6 to 0.8 MiB, by the
+memory of a process before and after 14 of them (torch 2.13, AMX).
+"""
 
 
 @cache
@@ -79,7 +88,7 @@ def _traced(step: Step) -> Traced:
         compute_dtype=step.precision,
         backend="gloo",
     )
-    with _apart(step.on_processor), FakeTensorMode(), Meter(on_processor=step.on_processor) as meter:
+    with _apart(step.on_processor) as room, FakeTensorMode(), Meter(on_processor=step.on_processor) as meter:
         model = step.load()
         loading = meter.peak if step.on_processor else 0
         optimizers = step.prepare(model, device)
@@ -101,21 +110,25 @@ def _traced(step: Step) -> Traced:
             torch.autograd.backward(loss)
         total += entropy
         del loss, entropy
-        learning, products, moved = meter.peak, meter.products.copy(), meter.moved
+        learning, made, moved = meter.peak, meter.products.copy(), meter.moved
         meter.restart()
         norm = nn.utils.get_total_norm(gradients(model))
         nn.utils.clip_grads_with_norm_(trained, 1.0, norm)
         optimizers.step()
-        return Traced(loading, resting, learning, meter.peak, products, moved, meter.products.copy(), meter.moved)
+        kept = sum(room) + (KERNEL_BYTES * len(meter.kinds) if step.on_processor else 0)
+        most = loading, resting, learning, meter.peak, kept
+        return Traced(*most, made, moved, meter.products.copy(), meter.moved)
 
 
 @contextmanager
-def _apart(on_processor: bool) -> Iterator[None]:
-    """Nothing without numbers is kept for later, and nothing with numbers is taken from before."""
-    token = kernels.ELSEWHERE.set(not on_processor)
+def _apart(on_processor: bool) -> Iterator[list[int]]:
+    """Nothing without numbers is kept for later, nothing with numbers taken from before. Gives what `ROOM` comes to."""
+    room = [0, 0, 0]
+    elsewhere, taken = kernels.ELSEWHERE.set(not on_processor), products.ROOM.set(room)
     quantize.forget()
     try:
-        yield
+        yield room
     finally:
         quantize.forget()
-        kernels.ELSEWHERE.reset(token)
+        products.ROOM.reset(taken)
+        kernels.ELSEWHERE.reset(elsewhere)
