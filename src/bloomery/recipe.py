@@ -11,6 +11,7 @@ A recipe, read top to bottom, is the path that the data takes. Each field is one
     synthesize  a model that is served       -> conversations written by it, where asked for
     instruct    conversations, tokenizer     -> packed rows of ids and loss masks
     finetune    model, rows                  -> a model that answers
+    prefer      model, judged answers        -> a model that answers better, where asked for
     evaluate    everything                   -> scores, and a report
 """
 
@@ -44,6 +45,8 @@ class Recipe(Config):
     synthesize: sections.Synthesize = sections.Synthesize()
     instruct: sections.Instruct = sections.Instruct()
     finetune: sections.Finetune | None = None
+    prefer: sections.Prefer | None = None
+    """Left out where nothing is learned from judged or checked answers."""
     evaluate: sections.Evaluate = sections.Evaluate()
 
     @classmethod
@@ -201,13 +204,22 @@ STAGES = (
         hands_on="model/",
     ),
     Stage(
+        name="prefer",
+        run="bloomery.stages.prefer:run",
+        digest="bloomery.stages.prefer:digest",
+        after=("finetune",),
+        resumes=True,
+        optional=True,
+        hands_on="model/",
+    ),
+    Stage(
         name="evaluate",
         run="bloomery.stages.evaluate:run",
         digest="bloomery.evaluation.config:digest",
         version=3,
         after=(
             *("fetch", "classify", "filter", "dedup", "tokenizer", "shard"),
-            *("pretrain", "instruct", "finetune"),
+            *("pretrain", "instruct", "finetune", "prefer"),
         ),
     ),
 )

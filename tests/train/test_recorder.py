@@ -11,7 +11,7 @@ from bloomery.core.log import read_metrics
 from bloomery.hw.peak import measured_peak
 from bloomery.model.cost import cost
 from bloomery.model.transformer import Transformer
-from bloomery.shards.loader import IGNORE
+from bloomery.shards.loader import IGNORE, Samples
 from bloomery.stages.sampling import answering, continuing
 from bloomery.train.clock import Clock
 from bloomery.train.norms import Norms, by_layer
@@ -32,6 +32,7 @@ def shards(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_a_loss_in_bits_per_byte_is_that_of_the_bytes_of_the_targets(shards: Path, tmp_path: Path) -> None:
     run = session(shards, tmp_path)
     run.run()
+    assert isinstance(run.validation, Samples)
     (line,) = [one for one in read_metrics(tmp_path / "metrics.jsonl") if one["step"] == 9 and "validation_loss" in one]
     targets = run.validation.batch(np.arange(run.validation.num_samples)).targets
     ids = targets[targets != IGNORE]

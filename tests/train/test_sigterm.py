@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from bloomery.core.log import read_metrics
+from bloomery.shards.loader import Samples
 from bloomery.weights import checkpoint
 from tests.train.made import session, write_samples
 
@@ -51,7 +52,7 @@ def test_sigterm_in_the_midst_of_an_evaluation_leaves_the_step_saved(
 ) -> None:
     write_samples(tmp_path / "shards")
     run = session(tmp_path / "shards", tmp_path / "killed", save_every_seconds=1e9, evaluate_every=4)
-    whole, seen = type(run.validation).batch, list[int]()
+    whole, seen = Samples.batch, list[int]()
 
     def batch(self: object, numbers: object) -> object:
         seen.append(1)
@@ -59,7 +60,7 @@ def test_sigterm_in_the_midst_of_an_evaluation_leaves_the_step_saved(
             os.kill(os.getpid(), signal.SIGTERM)
         return whole(self, numbers)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(type(run.validation), "batch", batch)
+    monkeypatch.setattr(Samples, "batch", batch)
     with pytest.raises(SystemExit) as caught:
         run.run()
     assert caught.value.code == 143

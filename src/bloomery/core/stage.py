@@ -55,6 +55,8 @@ class Stage:
     """Whether it goes on from what an attempt that died has left. Otherwise every attempt begins in an empty folder."""
     guards: bool = False
     """Whether it tells by itself that what was left belongs to other inputs. Otherwise such leftovers are removed."""
+    optional: bool = False
+    """Whether a recipe may do without its section: then it is not there, and those after it do without it too."""
     hands_on: str = ""
     """
     The beginning of the names of what later stages are made from, as in "model/"; "" for all it leaves. Metrics and
@@ -101,13 +103,13 @@ def lay_out(stages: Sequence[Stage], recipe: Config, root: Path) -> list[Plan]:
     Reads sources' digests; writes nothing.
     """
     plans: dict[str, Plan] = {}
-    left_out = missing_sections(stages, recipe)
-    for number, stage in enumerate(stages, 1):
+    left_out, not_wanted = missing_sections(stages, recipe), unwanted(stages, recipe)
+    for number, stage in enumerate([stage for stage in stages if stage.name not in not_wanted], 1):
         if stage.name in left_out:
             continue
         config: Config = getattr(recipe, stage.name)
         outside = stage.outside(config)
-        after = config.needs(stage.after)
+        after = [name for name in config.needs(stage.after) if name not in not_wanted]
         inputs = [plans[name].fingerprint for name in after]
         known = [stage.name, stage.version, plain(config, stable_only=True), inputs, outside]
         fingerprint = files.sha256_bytes(files.canonical(known))[:8]
@@ -125,12 +127,21 @@ def lay_out(stages: Sequence[Stage], recipe: Config, root: Path) -> list[Plan]:
 def missing_sections(stages: Sequence[Stage], recipe: Config) -> dict[str, list[str]]:
     """Stage -> the sections that it needs and the recipe does not have: its own, and those of stages before it."""
     missing: dict[str, list[str]] = {}
+    not_wanted = unwanted(stages, recipe)
     for stage in stages:
+        if stage.name in not_wanted:
+            missing[stage.name] = []
+            continue
         section: Config | None = getattr(recipe, stage.name)
         own = [stage.name] if section is None else []
         after = stage.after if section is None else section.needs(stage.after)
         missing[stage.name] = list(dict.fromkeys([name for given in after for name in missing[given]] + own))
     return {name: sections for name, sections in missing.items() if sections}
+
+
+def unwanted(stages: Sequence[Stage], recipe: Config) -> set[str]:
+    """The optional stages that a recipe has no section for."""
+    return {stage.name for stage in stages if stage.optional and getattr(recipe, stage.name) is None}
 
 
 def check_sections(
@@ -139,6 +150,8 @@ def check_sections(
     """Raises RunError where what is asked for, as `execute` takes it, comes to a stage without its section."""
     missing = missing_sections(stages, recipe)
     asked = until or only
+    if asked in unwanted(stages, recipe):
+        raise RunError(f"the recipe has no section [{asked}]", where=f"stage {asked}", cure=f"Write [{asked}] into it.")
     stopped = asked if asked in missing else None if asked else next(iter(missing), None)
     if stopped is None:
         return

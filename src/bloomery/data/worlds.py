@@ -196,7 +196,7 @@ def _story_text(rng: random.Random) -> str:
 # --- sums ----------------------------------------------------------------------------------------------------------
 
 
-def _sum(a: int, b: int) -> Turn:
+def sum_of(a: int, b: int) -> Turn:
     """
     What a plus b is. Two-digit numbers are added with the last digits first, as at school.
 
@@ -216,7 +216,7 @@ def _sums(rng: random.Random, num_turns: int, held_out: bool) -> Conversation | 
     for number in range(num_turns):
         a = result if 0 <= result <= LARGEST else rng.randint(0, LARGEST)
         b = rng.randint(0, LARGEST if a != result else 9)
-        turn = _sum(a, b)
+        turn = sum_of(a, b)
         if is_held_out(turn.fact) != (held_out and number == num_turns - 1):
             return None
         turns.append(turn if a != result else Turn(f"Now add {b}.", turn.answer, turn.kind, turn.fact))
@@ -226,7 +226,7 @@ def _sums(rng: random.Random, num_turns: int, held_out: bool) -> Conversation | 
 
 def _sums_text(rng: random.Random) -> str:
     pairs = [(rng.randint(0, LARGEST), rng.randint(0, LARGEST)) for _ in range(rng.randint(5, 9))]
-    turns = [turn for turn in (_sum(a, b) for a, b in pairs) if not is_held_out(turn.fact)]
+    turns = [turn for turn in (sum_of(a, b) for a, b in pairs) if not is_held_out(turn.fact)]
     return " ".join(turn.answer[0].upper() + turn.answer[1:] for turn in turns)
 
 

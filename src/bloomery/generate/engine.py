@@ -4,11 +4,11 @@ Ids in, ids out: decoding with a cache of keys and values, one sequence as a str
 A sequence that is decoded with others gets the ids that it would get alone, by test.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from bloomery.core.errors import DataError
-from bloomery.generate.sampling import choose
+from bloomery.generate.sampling import choose, choose_each
 from bloomery.model.attention import Cache
 from bloomery.model.transformer import Transformer
 
@@ -64,6 +64,25 @@ class Engine:
         self, prompts: Sequence[Sequence[int]], *, max_tokens: int, stop_ids: frozenset[int], batch: int = 32
     ) -> list[Completion]:
         """The greedy completion of every prompt, many at a time; prompts of one length share a batch."""
+        return self.draw(prompts, [0] * len(prompts), max_tokens=max_tokens, stop_ids=stop_ids, batch=batch)
+
+    def draw(
+        self,
+        prompts: Sequence[Sequence[int]],
+        seeds: Sequence[int],
+        *,
+        max_tokens: int,
+        stop_ids: frozenset[int],
+        temperature: float = 0.0,
+        top_p: float = 1.0,
+        top_k: int = 0,
+        batch: int = 32,
+    ) -> list[Completion]:
+        """
+        A completion of every prompt, each by a seed of its own, many at a time; prompts of one length share a batch.
+        They are what `stream` gives for the same prompt and seed.
+        """
+        how = {"temperature": temperature, "top_p": top_p, "top_k": top_k}
         done: dict[int, Completion] = {}
         for prompt in prompts:
             self._check(prompt)
@@ -72,20 +91,29 @@ class Engine:
             length = len(prompts[order[0]])
             group = [i for i in order[:batch] if len(prompts[i]) == length]
             order = order[len(group) :]
-            for i, completion in zip(
-                group, self._greedy([list(prompts[i]) for i in group], max_tokens, stop_ids), strict=True
-            ):
-                done[i] = completion
+            generators = [torch.Generator().manual_seed(seeds[i]) for i in group]
+
+            def chosen(scores: Tensor, generators: list[torch.Generator] = generators) -> list[int]:
+                return choose_each(scores, generators, **how)  # type: ignore[arg-type]
+
+            found = self._complete([list(prompts[i]) for i in group], max_tokens, stop_ids, chosen)
+            done |= dict(zip(group, found, strict=True))
         return [done[i] for i in range(len(prompts))]
 
-    def _greedy(self, prompts: list[list[int]], max_tokens: int, stop_ids: frozenset[int]) -> list[Completion]:
+    def _complete(
+        self,
+        prompts: list[list[int]],
+        max_tokens: int,
+        stop_ids: frozenset[int],
+        choose_ids: Callable[[Tensor], list[int]],
+    ) -> list[Completion]:
         room = min(max_tokens, self.context - len(prompts[0]))
         cache = Cache.empty(self.model.config, len(prompts), len(prompts[0]) + room, self.model.embed.weight)
         said: list[list[int]] = [[] for _ in prompts]
         stopped = [False] * len(prompts)
         scores = self._extend(prompts, cache)
         for number in range(room):
-            chosen = scores.argmax(dim=-1).tolist()
+            chosen = choose_ids(scores)
             for row, id in enumerate(chosen):
                 stopped[row] = stopped[row] or id in stop_ids
                 if not stopped[row]:

@@ -1,4 +1,6 @@
-"""From scores to one id: greedy, or by chance under temperature, top-k and top-p."""
+"""From scores to ids: greedy, or by chance under temperature, top-k and top-p."""
+
+from collections.abc import Sequence
 
 from jaxtyping import Float
 
@@ -22,16 +24,30 @@ def choose(
     Top-k keeps the k highest scores (0: all); top-p then keeps the fewest of them whose probabilities reach p, at least
     one (Holtzman et al. 2019, https://arxiv.org/abs/1904.09751).
     """
+    return choose_each(logits[None], [generator], temperature=temperature, top_k=top_k, top_p=top_p)[0]
+
+
+def choose_each(
+    logits: Float[Tensor, "B V"],
+    generators: Sequence[torch.Generator | None],
+    *,
+    temperature: float = 0.0,
+    top_k: int = 0,
+    top_p: float = 1.0,
+) -> list[int]:
+    """As `choose`, for rows that each have a generator of their own: a row gets what it would get alone."""
     if temperature == 0.0:
-        return int(logits.argmax())
+        greedy: list[int] = logits.argmax(dim=-1).tolist()
+        return greedy
     scores = logits.cpu().double() / temperature  # in this order: Apple's GPUs have no float64
-    ordered, ids = torch.sort(scores, descending=True, stable=True)
+    ordered, ids = torch.sort(scores, dim=-1, descending=True, stable=True)
     if top_k:
-        ordered, ids = ordered[:top_k], ids[:top_k]
-    chances = torch.softmax(ordered, dim=0)
+        ordered, ids = ordered[:, :top_k], ids[:, :top_k]
+    chances = torch.softmax(ordered, dim=-1)
     if top_p < 1.0:
-        before = chances.cumsum(0) - chances  # what those ahead of each id already reach
+        before = chances.cumsum(-1) - chances  # what those ahead of each id already reach
         kept = before < top_p
-        kept[0] = True
+        kept[:, 0] = True
         chances = torch.where(kept, chances, torch.zeros_like(chances))
-    return int(ids[torch.multinomial(chances, 1, generator=generator)])
+    drawn = [torch.multinomial(row, 1, generator=own) for row, own in zip(chances, generators, strict=True)]
+    return [int(row[place]) for row, place in zip(ids, drawn, strict=True)]

@@ -6,6 +6,7 @@ Letters used for shapes: R outputs, D inputs, r rank.
 
 import math
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from fnmatch import fnmatchcase
 
 from jaxtyping import Float
@@ -30,8 +31,13 @@ class Adapted(nn.Module):
         self.base, self.scale, self.share = base, settings.scale, settings.dropout
         self.lora_a = nn.Parameter(torch.zeros(settings.rank, base.width))
         self.lora_b = nn.Parameter(torch.zeros(base.num_rows, settings.rank))
+        self.is_on = True
+        """Whether the adapter counts, or the frozen matrix alone."""
 
     def forward(self, x: Float[Tensor, "*lead D"]) -> Float[Tensor, "*lead R"]:
+        if not self.is_on:
+            plain: Tensor = self.base(x)
+            return plain
         heard = self._dropped(x) if self.training and self.share else x
         y: Tensor = self.base(x) + F.linear(F.linear(heard, self.lora_a), self.lora_b) * self.scale
         return y
@@ -103,6 +109,19 @@ def targets(names: list[str], patterns: tuple[str, ...]) -> list[str]:
             what = f"the target {pattern!r} names no matrix of this model"
             raise DataError(what, where="finetune.lora.targets", cure=f"Each of its blocks has {near}.")
     return [name for name in names if any(_named(name, pattern) for pattern in patterns)]
+
+
+@contextmanager
+def switched_off(model: Transformer) -> Iterator[None]:
+    """While the block runs, the model computes what it did before it had adapters."""
+    adapted = [module for module in model.modules() if isinstance(module, Adapted)]
+    for module in adapted:
+        module.is_on = False
+    try:
+        yield
+    finally:
+        for module in adapted:
+            module.is_on = True
 
 
 Weights = Mapping[str, Tensor]

@@ -10,6 +10,7 @@ from collections.abc import Generator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Protocol, runtime_checkable
 
 import numpy as np
 from numpy.typing import NDArray
@@ -172,9 +173,26 @@ class Course:
         return Batch(joined("ids"), joined("targets"), joined("positions"), joined("segments"), numbers)
 
 
-def batches(samples: Samples | Course, *, first: int, size: int, seed: int) -> Generator[Batch]:
+@runtime_checkable
+class Source(Protocol):
+    """Where samples come from: `Samples`, `Course`, or what is made while training goes on."""
+
+    length: int
+    """Tokens of a sample."""
+    num_samples: int
+    """Those of an epoch."""
+
+    def epochs(self, seen: int) -> float: ...
+
+    def order(self, first: int, count: int, seed: int) -> NDArray[np.int64]: ...
+
+    def batch(self, numbers: NDArray[np.int64]) -> Batch: ...
+
+
+def batches(samples: Source, *, first: int, size: int, seed: int, early: bool = True) -> Generator[Batch]:
     """
-    Batches without end, from the run's sample number `first` on, prepared ahead by one thread.
+    Batches without end, from the run's sample number `first` on, prepared ahead by one thread, or, where they must
+    not be early, each when it is asked for.
 
     A thread and not processes: forked workers hang on some drivers, and memory-mapped shards need no more than one.
     """
@@ -182,6 +200,9 @@ def batches(samples: Samples | Course, *, first: int, size: int, seed: int) -> G
     def prepare(number: int) -> Batch:
         return samples.batch(samples.order(number, size, seed))
 
+    while not early:
+        yield prepare(first)
+        first += size
     with ThreadPoolExecutor(max_workers=1, thread_name_prefix="loader") as thread:
         ahead = deque(thread.submit(prepare, first + place * size) for place in range(AHEAD))
         number = first + AHEAD * size

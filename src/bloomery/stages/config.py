@@ -22,6 +22,7 @@ from bloomery.tokenizer.templates import TemplateName
 from bloomery.train.config import Finetune as Finetune
 from bloomery.train.config import Training
 from bloomery.train.depth import TOKENS_PER_PARAMETER
+from bloomery.train.preference.config import Prefer as Prefer
 
 
 class Fetch(Parallel):

@@ -23,7 +23,7 @@ from bloomery.evaluation.scoring import wilson
 from bloomery.evaluation.tasks import Place
 from bloomery.generate.engine import Engine
 from bloomery.hw import device as devices
-from bloomery.stages import instruct, overview
+from bloomery.stages import instruct, overview, prefer
 from bloomery.stages.config import Evaluate
 from bloomery.tokenizer.tokenizer import Tokenizer
 from bloomery.train.sampling import SAMPLES
@@ -31,13 +31,14 @@ from bloomery.weights import huggingface
 from bloomery.weights.huggingface import Loaded
 
 SAMPLES_SHOWN = 16
+TRAINED = ("pretrain", "finetune", "prefer")
 CONTINUED = ("def main():\n", "The module ", "Returns ")
 
 
 def run(config: Evaluate, inputs: Mapping[str, Path], out: Path) -> dict[str, Any]:
     devices.return_freed_memory()
     device = devices.find(config.device)
-    tuned = huggingface.load(inputs["finetune"] / "model", device.place)
+    tuned = huggingface.load(inputs.get("prefer", inputs["finetune"]) / "model", device.place)
     base = huggingface.load(inputs["pretrain"] / "model", device.place)
     asked = questions.held_out(config.seed, config.questions)
     judged = ask(tuned, asked, config.max_tokens)
@@ -52,8 +53,9 @@ def run(config: Evaluate, inputs: Mapping[str, Path], out: Path) -> dict[str, An
         "bits_per_byte": bits_per_byte(base, inputs["shard"], config, device),
         "leaks": leaks(judged, inputs, tuned.tokenizer),
         **known_tasks(tuned, config, inputs, out),
-        "curves": {name: read_metrics(inputs[name] / METRICS) for name in ("pretrain", "finetune")},
-        "written": {name: read_metrics(inputs[name] / SAMPLES) for name in ("pretrain", "finetune")},
+        "curves": {name: read_metrics(inputs[name] / METRICS) for name in TRAINED if name in inputs},
+        "written": {name: read_metrics(inputs[name] / SAMPLES) for name in TRAINED if name in inputs},
+        **({"preference": read_manifest(inputs["prefer"])["stats"]} if "prefer" in inputs else {}),
         **overview.corpus(inputs),
         "samples": {"answers": chosen(judged), "continuations": list(continuations(base))},
     }
@@ -171,7 +173,8 @@ def trained_on(inputs: Mapping[str, Path], tokenizer: Tokenizer) -> Iterator[str
     held_out_share = read_manifest(inputs["shard"])["config"]["hold_out"]
     documents = (row["text"] for row in document.read(inputs["dedup"] / "kept", ["text"]))
     trained = (text for text in documents if not is_held_out(text, held_out_share))
-    return chain(trained, instruct.trained_on(inputs["instruct"], tokenizer))
+    preferred = prefer.trained_on(inputs["prefer"], tokenizer) if "prefer" in inputs else ()
+    return chain(trained, instruct.trained_on(inputs["instruct"], tokenizer), preferred)
 
 
 def needles(question: questions.Question) -> list[str]:

@@ -22,7 +22,7 @@ from bloomery.data.conversations.filters import Dropped
 from bloomery.data.holdout import is_held_out
 from bloomery.data.unpack import Problem
 from bloomery.shards import format
-from bloomery.shards.packing import first_fit_decreasing
+from bloomery.shards import packed as shards
 from bloomery.stages import dataset
 from bloomery.stages.config import Instruct
 from bloomery.stages.dataset import Kept
@@ -191,42 +191,19 @@ def write_rows(
     out: Path, split: str, talks: Sequence[Kept | Rendered], renderer: Renderer, row_tokens: int
 ) -> dict[str, Any]:
     """Pack conversations into rows, pad these, and write them as one shard. Returns what is in it."""
-    tokenizer = renderer.tokenizer
-    packed = first_fit_decreasing([len(talk.ids) for talk in talks], row_tokens)
-    kind = np.uint16 if tokenizer.vocab_size <= 2**16 else np.uint32
-    tokens = np.full((len(packed), row_tokens), tokenizer.pad_id, dtype=kind)
-    mask = np.zeros((len(packed), row_tokens), dtype=np.uint8)
-    starts: list[int] = []
-    for row, indices in enumerate(packed):
-        place = 0
-        for index in indices:
-            talk = talks[index]
-            starts.append(row * row_tokens + place)
-            tokens[row, place : place + len(talk.ids)] = talk.ids
-            mask[row, place : place + len(talk.ids)] = talk.mask
-            place += len(talk.ids)
-    format.write(
+    packed = shards.write(
         out / f"{split}-00000",
-        tokens.reshape(-1),
-        mask=mask.reshape(-1),
-        vocab_size=tokenizer.vocab_size,
-        starts=starts,
-        tokenizer_hash=tokenizer.hash,
-        layout="rows",
-        facts={
-            "document_id": tokenizer.document_id,
-            "row_tokens": row_tokens,
-            "template": renderer.template.hash,
-            "template_name": renderer.template.name,
-        },
+        [[talk] for talk in talks],
+        tokenizer=renderer.tokenizer,
+        row_tokens=row_tokens,
+        facts={"template": renderer.template.hash, "template_name": renderer.template.name},
     )
-    filled = sum(len(talk.ids) for talk in talks)
     return {
         "conversations": len(talks),
-        "rows": len(packed),
-        "tokens": filled,
-        "supervised": int(mask.sum()),
-        "packing": round(filled / max(tokens.size, 1), 4),
+        "rows": len(packed.rows),
+        "tokens": packed.tokens,
+        "supervised": packed.supervised,
+        "packing": packed.full(row_tokens),
     }
 
 

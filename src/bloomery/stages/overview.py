@@ -18,7 +18,7 @@ from bloomery.evaluation.report import DATA_SECTIONS, render
 
 PAGE, NUMBERS = "report.html", "report.json"
 SHOWN_CHARACTERS = 300
-TRAINED = ("pretrain", "finetune", "evaluate")
+TRAINED = ("pretrain", "finetune", "prefer", "evaluate")
 
 
 def write(root: Path) -> Path | None:

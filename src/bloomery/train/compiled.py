@@ -25,7 +25,7 @@ from bloomery.core.log import say
 from bloomery.hw import chosen
 from bloomery.hw.device import Device
 from bloomery.model.transformer import Transformer
-from bloomery.shards.loader import Course, Samples
+from bloomery.shards.loader import Source
 from bloomery.train.config import Training
 from bloomery.train.loop import accumulate_gradients, gradients
 from bloomery.train.plan import rows_at_once
@@ -57,7 +57,7 @@ class Verdict:
     why: str
 
 
-def prepare(model: Transformer, config: Training, samples: Samples | Course, device: Device, out: Path) -> Verdict:
+def prepare(model: Transformer, config: Training, samples: Source, device: Device, out: Path) -> Verdict:
     """
     Put a model where it computes, recomputing and compiled as a recipe asks for; the latter after a trial on the first
     samples. What came of it is said and stays in `out/compile.json`, so that a run that goes on computes as before.

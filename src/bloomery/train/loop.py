@@ -4,11 +4,13 @@ The training loop. There is one, and pretraining and finetuning both call it.
     for each step:
         learning rate -> gradients of all micro-batches -> norm -> guard: fine? -> clip -> update -> hooks
 
-What differs between the two (data, loss mask, which weights train) is decided by the stage, before the loop starts.
+What differs between the two (data, loss mask, which weights train) is decided by the stage, before the loop starts; so
+is what is minimized, where that is not the cross entropy of the next token.
 Hooks run in the order given, after a step, and at no other time.
 """
 
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple, TypeVar
 
@@ -26,6 +28,7 @@ from bloomery.train.guard import Guard, Skip
 from bloomery.train.hooks import Hooks
 from bloomery.train.loss import token_losses
 from bloomery.train.norms import Norms
+from bloomery.train.objective import Objective
 from bloomery.train.optim import Optimizers
 from bloomery.train.precision import Precision
 from bloomery.train.state import State
@@ -48,7 +51,7 @@ def train(
     max_norm: float,
     device: Device,
     precision: Precision | None = None,
-    z_loss: float = 0.0,
+    objective: Objective | None = None,
     world: World | None = None,
     guard: Guard | None = None,
     roll_back: Callable[[State], None] | None = None,
@@ -65,20 +68,20 @@ def train(
     """
     world, guard, hooks = world or World.alone(), guard or Guard(), hooks or Hooks()
     precision, norms = precision or Precision.decide("auto", device), norms or Norms(model, every=0)
-    clock, stop = clock or Clock(), stop or Stop()
+    clock, stop, objective = clock or Clock(), stop or Stop(), objective or NextToken()
     model.train()
     while state.step < steps:
         clock.enter("data")
         batch = next(batches)
         lr = optimizers.set_share(learning_rate_share(state.step + 1))
         clock.enter("forward_backward")
-        work = partial(accumulate_gradients, model, batch, device=device, world=world, stop=stop, z_loss=z_loss)
+        work = partial(accumulate_gradients, model, batch, device=device, world=world, stop=stop, objective=objective)
         found, micro_batch = in_memory(model, world, micro_batch, partial(in_range, model, precision, work))
         loss, tokens, norm = found
         clock.enter("optimizer")
         state.step, state.samples, state.precision = state.step + 1, state.samples + len(batch.ids), precision.state()
         state.metrics = {"learning_rate": lr, "tokens": tokens}
-        if trouble := guard.trouble(state.guard, loss, float(norm)):
+        if trouble := guard.trouble(state.guard, objective.watched(loss), float(norm)):
             skip = Skip(state.step, trouble, loss, float(norm), batch.samples.tolist())
             if guard.skip(state.guard, skip) and roll_back is not None:
                 roll_back(state)
@@ -87,9 +90,9 @@ def train(
             clip(model, max_norm, norm)
             optimizers.step()
             norms.after_update()
-            guard.accept(state.guard, loss, float(norm))
+            guard.accept(state.guard, objective.watched(loss), float(norm))
             state.tokens += tokens
-            state.metrics |= {"loss": loss, "gradient_norm": float(norm)}
+            state.metrics |= {"loss": loss, "gradient_norm": float(norm), **objective.told()}
         optimizers.zero_grad()
         clock.enter("hooks")
         hooks.after_step(state)
@@ -149,27 +152,53 @@ def accumulate_gradients(
     stop: Stop | None = None,
     precision: Precision | None = None,
     z_loss: float = 0.0,
+    objective: Objective | None = None,
 ) -> tuple[float, int]:
     """
     Leave in the weights the gradient of the mean loss over every supervised token of the global batch; return the mean
-    cross entropy, in nats a token, and the number of those tokens.
+    cross entropy, in nats a token, and the number of those tokens. With another objective it is a mean over whatever
+    that one counts.
 
     Rank r computes rows r, r + size, r + 2 · size … Each micro-batch adds its sum divided by the count of the global
     batch, so that neither the split nor the ranks matter, and one with few supervised tokens does not weigh too much.
     Raises Terminated between two micro-batches; ranks in company first finish the step together.
     """
     world, precision = world or World.alone(), precision or Precision.decide("auto", device)
+    objective = objective or NextToken(z_loss)
     tokens = int((batch.targets != IGNORE).sum())
+    count = max(objective.begin(model, batch, micro_batch, device, world), 1)
     total = torch.zeros((), device=device.place)
     for part in batch.of_rank(world.rank, world.size).split(micro_batch):
         if stop is not None and world.size == 1:
             stop.check()
-        loss, entropy = micro_batch_losses(model, part, device, z_loss)
-        torch.autograd.backward(precision.scale(loss / max(tokens, 1)))
-        total += entropy
+        loss, reported = objective.losses(model, part, device)
+        torch.autograd.backward(precision.scale(loss / count))
+        total += reported
     parallel.sum_gradients(model, world)
     precision.unscale(gradients(model))
-    return float(world.sum(total)) / max(tokens, 1), tokens
+    objective.end(world)
+    return float(world.sum(total)) / count, tokens
+
+
+@dataclass(frozen=True)
+class NextToken:
+    """The cross entropy of the supervised tokens."""
+
+    z_loss: float = 0.0
+
+    def begin(self, model: Transformer, batch: Batch, micro_batch: int, device: Device, world: World) -> int:
+        return int((batch.targets != IGNORE).sum())
+
+    def losses(self, model: Transformer, part: Batch, device: Device) -> tuple[Tensor, Tensor]:
+        return micro_batch_losses(model, part, device, self.z_loss)
+
+    def end(self, world: World) -> None: ...
+
+    def told(self) -> dict[str, float]:
+        return {}
+
+    def watched(self, loss: float) -> float:
+        return loss
 
 
 def gradients(model: nn.Module) -> list[Tensor]:

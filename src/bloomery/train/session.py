@@ -21,7 +21,7 @@ from bloomery.hw.dist import RankLostError, World
 from bloomery.hw.peak import listed_peak
 from bloomery.model.cost import cost
 from bloomery.model.transformer import Transformer
-from bloomery.shards.loader import Course, Samples, batches
+from bloomery.shards.loader import Course, Samples, Source, batches
 from bloomery.tokenizer.chat import Renderer
 from bloomery.train import exactness, extension, launch, parallel
 from bloomery.train.checkpoints import Checkpoints
@@ -32,8 +32,9 @@ from bloomery.train.device import fast_dtype, find_device, short
 from bloomery.train.guard import Guard, forget
 from bloomery.train.hooks import Hook, Hooks
 from bloomery.train.keeping import Kept, Whole
-from bloomery.train.loop import train
+from bloomery.train.loop import NextToken, train
 from bloomery.train.norms import Norms
+from bloomery.train.objective import Objective
 from bloomery.train.optim import Optimizers
 from bloomery.train.plan import rows_at_once, rows_per_step
 from bloomery.train.planning.dry_run import Trial, tell
@@ -44,7 +45,7 @@ from bloomery.train.sampling import Sampler, sampling
 from bloomery.train.schedule import decay_start, share
 from bloomery.train.sinks import MAIN_LOG, MainLog, watcher
 from bloomery.train.state import State
-from bloomery.train.validation import Validation, evaluating
+from bloomery.train.validation import Check, Validation, evaluating
 from bloomery.weights.checkpoint import Keep, Saver
 from bloomery.weights.huggingface import Lineage
 
@@ -63,8 +64,9 @@ class Session:
     config: Training
     model: Transformer
     renderer: Renderer
-    samples: Samples | Course
-    validation: Samples
+    samples: Source
+    validation: Samples | Check
+    """Samples whose loss is measured, or what measures something else."""
     lineage: Lineage
     out: Path
     sampler: Sampler | None = None
@@ -75,11 +77,19 @@ class Session:
     """What is measured besides the validation loss, at the same steps; of its numbers, one has the name it has here."""
     measured: dict[int, float] = field(default_factory=dict)
     """Step -> validation loss, so far."""
+    objective: Objective | None = None
+    """What is minimized; the cross entropy of the next token, if nothing else is said."""
+    check_objective: Objective | None = None
+    """The same for the validation samples, where it knows them one by one."""
+    begin: Callable[[Device, int, Stop], None] | None = None
+    """Called when the model is in its place and as it starts, before it is trained; with the rows that fit at once."""
+    early: bool = True
+    """Whether samples may be made before the steps in front of them are done."""
     world: World = field(default_factory=World.alone)
     """The ranks that train it together; each has a session. The first one writes."""
     _stop: Stop = field(default_factory=Stop)
     _checkpoints: Checkpoints = field(init=False)
-    _validation: Validation = field(init=False)
+    _validation: Check = field(init=False)
     _desk: Path = field(init=False)
     """Where this rank writes what it tells: `out` for the first, and for the others a folder that is thrown away."""
 
@@ -94,8 +104,9 @@ class Session:
         with parallel.desk(self.out, self.world) as self._desk, kept(self._desk / LOG), on_sigterm() as self._stop:
             prepare(self.model, self.config, self.samples, device, self._desk)
             optimizers = Optimizers(self.model, self.config.optimizer, fast_dtype(device))
-            rows = rows_at_once(self.config, self.validation.length)
-            self._validation = Validation(self.validation, self.renderer.tokenizer, rows, self._stop)
+            if self.begin is not None:
+                self.begin(device, rows_at_once(self.config, self.samples.length), self._stop)
+            self._validation = self._check()
             if self.config.dry_run:
                 self.config = self._tried(optimizers, device)
             with Saver(self.out / "checkpoints", self._keep, self.world) as saver:
@@ -139,7 +150,7 @@ class Session:
             world=self.world,
             precision=Precision.decide(self.config.precision, device),
             max_norm=self.config.max_norm,
-            z_loss=self.config.z_loss,
+            objective=self.minimized,
             one_shape=self.config.compile != "off",
         )
         found = trial.run(rows, self.rows)
@@ -147,6 +158,16 @@ class Session:
         if found.rows >= min(rows, self.rows):
             return self.config
         return self.config.model_copy(update={"micro_batch_tokens": found.rows * self.samples.length})
+
+    @property
+    def minimized(self) -> Objective:
+        return self.objective or NextToken(self.config.z_loss)
+
+    def _check(self) -> Check:
+        if not isinstance(self.validation, Samples):
+            return self.validation
+        rows = rows_at_once(self.config, self.validation.length)
+        return Validation(self.validation, self.renderer.tokenizer, rows, self._stop, self.check_objective)
 
     @property
     def _keep(self) -> Keep:
@@ -189,7 +210,7 @@ class Session:
                 world=self.world,
                 stop=self._stop,
             )
-            source = batches(self.samples, first=state.samples, size=self.rows, seed=self.config.seed)
+            source = batches(self.samples, first=state.samples, size=self.rows, seed=self.config.seed, early=self.early)
             with closing(source):
                 try:
                     train(
@@ -204,7 +225,7 @@ class Session:
                         device=device,
                         world=self.world,
                         precision=precision,
-                        z_loss=self.config.z_loss,
+                        objective=self.minimized,
                         guard=self._guard(recorder),
                         roll_back=roll_back,
                         hooks=hooks,
@@ -334,7 +355,7 @@ class Session:
             return run
 
         others = [(name, name, written(measure)) for name, measure in self.evaluations.items()]
-        return [("evaluate", "validation_loss", written(self._validation.measure)), *others]
+        return [("evaluate", self._validation.name, written(self._validation.measure)), *others]
 
     def _main_log(self, start: State, recorder: Recorder) -> list[Hook]:
         if not self.config.main_log:

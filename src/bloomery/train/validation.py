@@ -6,6 +6,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import islice
+from typing import Protocol, runtime_checkable
 
 import numpy as np
 
@@ -16,11 +17,31 @@ from bloomery.hw.dist import World
 from bloomery.model.transformer import Transformer
 from bloomery.shards.loader import IGNORE, Batch, Samples
 from bloomery.tokenizer.tokenizer import Tokenizer
-from bloomery.train.loop import in_memory, micro_batch_loss
+from bloomery.train.loop import NextToken, in_memory
+from bloomery.train.objective import Objective
 
 import torch
 
 VALIDATION_SAMPLES = 256
+
+
+@runtime_checkable
+class Check(Protocol):
+    """What a session measures at each evaluation before all else."""
+
+    @property
+    def name(self) -> str:
+        """Of a number that it always gives."""
+        ...
+
+    @property
+    def bytes_per_token(self) -> float | None:
+        """By which a loss in nats a token is one in bits a byte; None where it is none of a token."""
+        ...
+
+    def measure(self, model: Transformer, device: Device, most: int | None = None) -> dict[str, float]:
+        """Numbers by name; with `most`, quicker ones that nobody reads."""
+        ...
 
 
 @dataclass
@@ -32,6 +53,9 @@ class Validation:
     rows: int
     """That go through the model at once."""
     stop: Stop = field(default_factory=Stop)
+    objective: Objective | None = None
+    """Whose loss and numbers these are; those of the next token, if nothing else is said."""
+    name: str = "validation_loss"
 
     def batches(self, rows: int | None = None) -> Iterator[Batch]:
         """Samples at even distances in the split, so many at once: the same every time."""
@@ -44,27 +68,35 @@ class Validation:
     def measure(self, model: Transformer, device: Device, most: int | None = None) -> dict[str, float]:
         """
         Mean loss of the samples, in nats a token and, where their bytes are known, in bits a byte; of `most` batches
-        only. Where memory runs out, half as many rows go through the model at once, now and later.
+        only. Where memory runs out, half as many rows go through the model at once, now and later. What another
+        objective tells is a mean over batches, weighted by what it counts.
         """
+        objective, alone = self.objective or NextToken(), World.alone()
 
-        def sums(rows: int) -> tuple[float, int]:
-            total, tokens = 0.0, 0
+        def sums(rows: int) -> tuple[float, int, dict[str, float]]:
+            total, counted, told = 0.0, 0, dict[str, float]()
             for batch in islice(self.batches(rows), most):
-                total += float(micro_batch_loss(model, batch, device))
-                tokens += int((batch.targets != IGNORE).sum())
-            return total, tokens
+                count = objective.begin(model, batch, rows, device, alone)
+                total += float(objective.losses(model, batch, device)[0])
+                objective.end(alone)
+                told = {name: told.get(name, 0.0) + value * count for name, value in objective.told().items()}
+                counted += count
+            return total, counted, told
 
         with evaluating(model):
-            (total, tokens), self.rows = in_memory(model, World.alone(), self.rows, sums)
-        loss = total / max(tokens, 1)
+            (total, count, told), self.rows = in_memory(model, alone, self.rows, sums)
+        loss = total / max(count, 1)
         found = {"validation_loss": round(loss, 5)}
+        found |= {f"validation_{name}": round(value / max(count, 1), 5) for name, value in told.items()}
         if self.bytes_per_token:
             found["validation_bits_per_byte"] = round(loss / math.log(2) / self.bytes_per_token, 5)
         return found
 
     @cached_property
     def bytes_per_token(self) -> float | None:
-        """Bytes of the supervised tokens of the samples, by token; None where they have none."""
+        """Bytes of the supervised tokens of the samples, by token; None where they have none, or are not the count."""
+        if self.objective is not None:
+            return None
         lengths = np.array(self.tokenizer.byte_lengths)
         targets = np.concatenate([batch.targets[batch.targets != IGNORE] for batch in self.batches()])
         return float(lengths[targets].mean()) or None if len(targets) else None

@@ -10,8 +10,10 @@ from bloomery.core.files import MANIFEST
 from bloomery.core.log import say
 from bloomery.weights.huggingface import is_model
 
-TRAINED = ("finetune", "pretrain")
+TRAINED = ("prefer", "finetune", "pretrain")
 """Stages that leave a model, the one to talk to first."""
+ANSWERING = TRAINED[:2]
+"""Those whose models have learned conversations."""
 
 
 @dataclass(frozen=True)
@@ -25,8 +27,8 @@ def model_folder(path: Path) -> Path:
     """
     The folder with config.json and model.safetensors that `path` stands for. Raises CheckpointError.
 
-    A run folder stands for what its current settings have finished: the finetuned model, or else the pretrained one,
-    which is said. A stage folder stands for the model it left.
+    A run folder stands for what its current settings have finished: the model of `prefer`, or the finetuned one, or
+    else the pretrained one, which is said. A stage folder stands for the model it left.
     """
     if not path.exists():
         raise CheckpointError("does not exist", where=str(path), cure="Name a run folder, for example runs/demo.")
@@ -49,17 +51,20 @@ def models(root: Path) -> Iterator[Found]:
             finished = _finished(folder)
         except RunError:
             continue  # something else that lies in the folder of runs
+        answers = next((stage for stage in ANSWERING if stage in finished), "")
         for stage in TRAINED:
             if stage in finished:
-                yield Found(folder.name if stage == "finetune" else f"{folder.name}/{stage}", finished[stage] / "model")
+                yield Found(folder.name if stage == answers else f"{folder.name}/{stage}", finished[stage] / "model")
             elif older := _older(folder, stage):
                 yield Found(f"{folder.name}/{older.name}", older / "model")
 
 
 def _of_run(run: Path) -> Path:
     finished = _finished(run)
-    if "finetune" in finished:
-        return finished["finetune"] / "model"
+    if (answers := next((stage for stage in ANSWERING if stage in finished), None)) is not None:
+        if answers != ANSWERING[0] and ANSWERING[0] in runs.current(run):
+            say(f"{run}: prefer is not done, so this is the finetuned model", "yellow")
+        return finished[answers] / "model"
     cure = f"Finish it: bloomery run {run / runs.RECIPE}"
     if older := next(filter(None, (_older(run, stage) for stage in TRAINED if stage not in finished)), None):
         cure += f"\nOr name what was finished with other settings: {older}"

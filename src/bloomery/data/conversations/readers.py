@@ -6,7 +6,7 @@ cap needs; where there is a cap, files come in the order of the hash of their na
 """
 
 import hashlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
@@ -149,10 +149,32 @@ def _of_text(file: _File) -> Iterator[Item]:
         yield _item(file, ending, {"text": part} if isinstance(part, str) else None, found)
 
 
+def raw_rows(source: TalkFiles | TalkHub, looked_at: Collection[str]) -> Iterator[tuple[str, str, Found]]:
+    """
+    The rows of a source as they stand in its files, for those who read something else in them than conversations: the
+    place for a person, the id by file and line, and the row, of parquet with these columns only. Raises DataError.
+    """
+    for file in _files(source):
+        ending = _ending(file.name)
+        if ending == ".json":
+            found: Iterator[tuple[int, Found]] = json_lists.objects(file.path, source.max_row_bytes)
+        elif ending == ".parquet":
+            found = _columns(file, looked_at)
+        elif ending in (".txt", ".text"):
+            found = iter([(0, Problem("no_rows", 0, "is text, and rows are wanted"))])
+        else:
+            found = rows.jsonl(file.path, source.max_row_bytes)
+        for line, row in found:
+            yield f"{file.where}:{line}", f"{source.name}/{file.name}:{line}", row
+
+
 def _parquet(file: _File) -> Iterator[tuple[int, Found]]:
     source = file.source
     looked_at = {*shapes.KNOWN, *(name.partition(".")[0] for name in source.fields.named)}
-    looked_at |= {one.field.partition(".")[0] for one in source.accept}
+    return _columns(file, looked_at | {one.field.partition(".")[0] for one in source.accept})
+
+
+def _columns(file: _File, looked_at: Collection[str]) -> Iterator[tuple[int, Found]]:
     try:
         names = pq.read_schema(file.path).names
     except (pa.ArrowException, OSError) as error:
@@ -162,7 +184,8 @@ def _parquet(file: _File) -> Iterator[tuple[int, Found]]:
         return
     kept = [name for name in names if name in looked_at]
     if not kept:
-        yield 0, Problem("no_column", 0, f"has none of the columns of conversations; its columns: {', '.join(names)}")
+        what = f"has none of the columns that are looked for; its columns: {', '.join(names)}"
+        yield 0, Problem("no_column", 0, what)
         return
     yield from tables.parquet(file.path, kept)
 

@@ -17,11 +17,12 @@ from bloomery.core.log import say
 from bloomery.hw.device import Device
 from bloomery.hw.dist import World
 from bloomery.model.transformer import Transformer
-from bloomery.shards.loader import Course, Samples
+from bloomery.shards.loader import Source
 from bloomery.train.loop import accumulate_gradients, clip, in_memory, in_range
+from bloomery.train.objective import Objective
 from bloomery.train.optim import Optimizers
 from bloomery.train.precision import Precision
-from bloomery.train.validation import Validation
+from bloomery.train.validation import Check
 from bloomery.weights import training_state
 
 MICRO_BATCHES = 2
@@ -44,13 +45,13 @@ class Tried:
 class Trial:
     model: Transformer
     optimizers: Optimizers
-    samples: Samples | Course
-    validation: Validation
+    samples: Source
+    validation: Check
     device: Device
     world: World
     precision: Precision
     max_norm: float
-    z_loss: float
+    objective: Objective
     one_shape: bool = False
     """Whether blocks are compiled, for each shape anew."""
 
@@ -79,7 +80,7 @@ class Trial:
         numbers = np.arange(rows * micro_batches * self.world.size) % self.samples.num_samples
         batch = self.samples.batch(numbers)
         work = partial(
-            accumulate_gradients, self.model, batch, device=self.device, world=self.world, z_loss=self.z_loss
+            accumulate_gradients, self.model, batch, device=self.device, world=self.world, objective=self.objective
         )
         began = time.perf_counter()
         attempt = partial(in_range, self.model, self.precision, work)

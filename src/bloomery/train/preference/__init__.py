@@ -1,0 +1,1 @@
+"""What a model learns from: which of two answers is the better one, or whether an answer is right."""

@@ -1,0 +1,143 @@
+"""The section [prefer] of a recipe. Needs no torch."""
+
+from typing import Annotated, Literal
+
+from pydantic import Field, model_validator
+
+from bloomery.core.config import VOLATILE, Config, Positive, Share
+from bloomery.data.preferences.config import Pairs, Problems
+from bloomery.model.lora_config import Lora
+from bloomery.train.config import AdamW, Linear, Optimizer, Schedule, Training
+
+Above = Annotated[float, Field(gt=0)]
+NotBelow = Annotated[float, Field(ge=0)]
+
+
+class Dpo(Config):
+    """
+    Direct preference optimization (Rafailov et al. 2023, https://arxiv.org/abs/2305.18290).
+
+        −log σ(βh)      h = log π(chosen) / π₀(chosen) − log π(rejected) / π₀(rejected)
+    """
+
+    kind: Literal["dpo"] = "dpo"
+    beta: Above = 0.1
+    """How dear it is to leave the reference π₀."""
+    smoothing: Annotated[float, Field(ge=0, lt=0.5)] = 0.0
+    """Share ε of pairs that are taken to be the wrong way round: − (1 − ε) log σ(βh) − ε log σ(−βh)."""
+
+
+class Ipo(Config):
+    """
+    Identity preference optimization (Azar et al. 2023, https://arxiv.org/abs/2310.12036), of means by token.
+
+        (h − 1 / 2β)²      h as of DPO, each log-probability divided by the number of its tokens
+    """
+
+    kind: Literal["ipo"] = "ipo"
+    beta: Above = 0.1
+
+
+class SimPo(Config):
+    """
+    Simple preference optimization, which has no reference (Meng et al. 2024, https://arxiv.org/abs/2405.14734).
+
+        −log σ(β · (mean log π(chosen) − mean log π(rejected)) − γ)      means by token
+    """
+
+    kind: Literal["simpo"] = "simpo"
+    beta: Above = 2.0
+    gamma: NotBelow = 1.0
+    """By how much a chosen answer shall be better."""
+
+
+class Kto(Config):
+    """
+    Kahneman-Tversky optimization: single answers, wanted or not (Ethayarajh et al. 2024,
+    https://arxiv.org/abs/2402.01306).
+
+        λ · (1 − σ(±(βr − βz)))      r = log π / π₀, + for a wanted answer; z = max(0, mean of r over answers to other
+                                     questions of the batch), without a gradient
+    """
+
+    kind: Literal["kto"] = "kto"
+    beta: Above = 0.1
+    wanted: NotBelow = 1.0
+    """λ of wanted answers."""
+    unwanted: NotBelow = 1.0
+
+
+class Grpo(Config):
+    """
+    Group-relative policy optimization: answers are drawn, and those that are right learned from (Shao et al. 2024,
+    https://arxiv.org/abs/2402.03300).
+
+        − min(ρA, clip(ρ, 1 − ε, 1 + ε) A) + β (q − log q − 1)      for each token; ρ = π / π of when it was drawn,
+                                                                     q = π₀ / π, A = (r − mean) / deviation of the group
+    """
+
+    kind: Literal["grpo"] = "grpo"
+    problems: tuple[Annotated[Problems, Field(discriminator="kind")], ...] = Field(min_length=1)
+    """Questions whose answers are numbers."""
+    answers: Annotated[int, Field(ge=2)] = 8
+    """To each question: a group."""
+    answer_tokens: Positive = 48
+    """Most of an answer. One that does not end within them counts as wrong."""
+    temperature: Above = 1.0
+    marked: bool = False
+    """Whether a right answer has to say its number after ####; else the last number counts."""
+    clip: Annotated[float, Field(gt=0, lt=1)] = 0.2
+    """ε"""
+    kl_weight: NotBelow = 0.04
+    """β. Where it is 0, there is no reference."""
+    updates: Positive = 1
+    """How many are made with the same answers. Behind the first, ρ is no longer 1."""
+    normalize: Literal["answers", "tokens"] = "answers"
+    """Whether each answer weighs the same, or each token (Yu et al. 2025, https://arxiv.org/abs/2503.14476)."""
+    deviation: bool = True
+    """Whether A is divided by the deviation of the group (without: Liu et al. 2025, https://arxiv.org/abs/2503.20783)."""
+    check_questions: Positive = Field(64, json_schema_extra=VOLATILE)
+    """Held-out questions that are answered, greedily, at each evaluation."""
+
+
+Loss = Annotated[Dpo | Ipo | SimPo | Kto | Grpo, Field(discriminator="kind")]
+
+
+class Prefer(Training):
+    """The same loop, from the finetuned weights, on what people or programs judge better."""
+
+    loss: Loss = Dpo()
+    pairs: tuple[Annotated[Pairs, Field(discriminator="kind")], ...] = ()
+    """Where preferences come from; of all losses but grpo, whose questions it names itself."""
+    hold_out: Share = 0.05
+    """Share of the questions, by the hash of what is asked, that is validated on."""
+    lora: Lora | None = None
+    """Train small matrices beside frozen ones, as in [finetune]. None: train every weight."""
+    optimizer: Optimizer = AdamW(learning_rate=5e-5, weight_decay=0.0)
+    schedule: Schedule = Linear(warmup_steps=5)
+    evaluate_every: Positive = Field(20, json_schema_extra=VOLATILE)
+
+    @model_validator(mode="after")
+    def _something_to_learn_from(self) -> "Prefer":
+        draws = isinstance(self.loss, Grpo)
+        if draws and self.pairs:
+            raise ValueError('pairs are for other losses; with loss.kind = "grpo" say loss.problems')
+        if not draws and not self.pairs:
+            raise ValueError(f'loss.kind = "{self.loss.kind}" needs pairs, as in pairs = [{{ kind = "worlds" }}]')
+        names = [one.name for one in (self.loss.problems if isinstance(self.loss, Grpo) else self.pairs)]
+        if twice := sorted({name for name in names if names.count(name) > 1}):
+            raise ValueError(f"two sources have the name {twice[0]!r}, and nobody could tell them apart")
+        return self
+
+    @model_validator(mode="after")
+    def _nothing_is_dropped(self) -> "Prefer":
+        """A ratio to what was computed without dropout would be of the dropout."""
+        if self.lora is not None and self.lora.dropout:
+            raise ValueError(f"lora.dropout = {self.lora.dropout}: probabilities are compared here; leave it at 0")
+        return self
+
+    @model_validator(mode="after")
+    def _only_what_is_minimized(self) -> "Prefer":
+        if self.z_loss:
+            raise ValueError(f"z_loss = {self.z_loss} is of the cross entropy, which is not minimized here")
+        return self

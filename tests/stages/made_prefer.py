@@ -1,0 +1,62 @@
+"""A finetuned model that is small, and what is preferred of it."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+from bloomery.core import files
+from bloomery.core.config import build
+from bloomery.core.files import MANIFEST
+from bloomery.core.log import VARYING, read_metrics
+from bloomery.model.config import ModelConfig
+from bloomery.model.transformer import Transformer
+from bloomery.tokenizer.chat import Renderer
+from bloomery.train.preference.config import Prefer
+from bloomery.weights import huggingface
+from bloomery.weights.huggingface import Lineage
+from tests.tokenizer.made import small
+
+CONTEXT = 48
+SHAPE = ModelConfig(width=32, num_layers=2, num_heads=2, num_kv_heads=1, mlp_width=48, context=CONTEXT)
+
+
+def tuned(folder: Path) -> Path:
+    """The folder of a stage that left a model of conversations."""
+    model, renderer = Transformer(SHAPE, small().vocab_size), Renderer(small())
+    model.initialize(1)
+    lineage = Lineage(tokenizer=small().hash, template=renderer.template.hash, shards="5" * 64)
+    huggingface.save(folder / "model", model, renderer, lineage)
+    files.write_json(folder / MANIFEST, {"outputs": files.listing(folder), "hands_on": "model/"})
+    return folder
+
+
+def polite_pairs(path: Path, count: int = 120) -> Path:
+    """Pairs of which the better answer is always the same one of two."""
+    rows = [{"prompt": f"What is {n} plus {n + 1}?", "chosen": "yes", "rejected": "no"} for n in range(count)]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def settings(**given: Any) -> Prefer:
+    """A run of 6 steps that saves after each."""
+    tree: dict[str, Any] = {
+        "steps": 6,
+        "tokens_per_step": 4 * 2 * CONTEXT,
+        "micro_batch_tokens": 3 * 2 * CONTEXT,
+        "dry_run": False,
+        "save_every_seconds": 1e-9,
+        "log_every": 1,
+        "evaluate_every": 3,
+        "precision": "float32",
+        "hold_out": 0.2,
+        "keep_checkpoints": 3,
+        "optimizer": {"kind": "adamw", "learning_rate": 0.003, "weight_decay": 0.0},
+        **given,
+    }
+    return build(Prefer, tree)
+
+
+def left(out: Path) -> dict[str, Any]:
+    """All that a run leaves behind but for how long it took."""
+    lines = [{k: v for k, v in line.items() if k not in VARYING} for line in read_metrics(out / "metrics.jsonl")]
+    return {"metrics": lines, "model": {file.name: file.read_bytes() for file in sorted((out / "model").iterdir())}}

@@ -1,0 +1,208 @@
+"""The stage `prefer` on pairs: its rows, that it learns, that it goes on, and that two ranks are one."""
+
+import json
+import math
+import shutil
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from bloomery.core.errors import CheckpointError, ConfigError, DataError
+from bloomery.core.log import read_metrics
+from bloomery.shards import format
+from bloomery.shards.loader import IGNORE, Samples
+from bloomery.stages import judged_rows, prefer
+from bloomery.tokenizer.chat import Message, Renderer
+from bloomery.tokenizer.templates import TEMPLATES
+from bloomery.train.preference.pairs import CHOSEN, ELSEWHERE, REJECTED
+from bloomery.weights import huggingface
+from tests.stages.made_prefer import CONTEXT, left, polite_pairs, settings, tuned
+from tests.tokenizer.made import made_for, small
+from tests.train.test_session import die_after
+
+
+@pytest.fixture(scope="module")
+def finetuned(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tuned(tmp_path_factory.mktemp("run") / "10-finetune-aaaaaaaa")
+
+
+def pairs(folder: Path) -> list[dict[str, Any]]:
+    return [{"kind": "files", "name": "polite", "path": str(polite_pairs(folder / "pairs.jsonl"))}]
+
+
+def test_pairs_are_learned_and_the_margin_of_held_out_ones_rises(finetuned: Path, tmp_path: Path) -> None:
+    stats = prefer.run(settings(pairs=pairs(tmp_path), steps=20), {"finetune": finetuned}, tmp_path)
+    lines = read_metrics(tmp_path / "metrics.jsonl")
+    first = next(line for line in lines if line["step"] == 1 and "loss" in line)
+    assert first["loss"] == pytest.approx(math.log(2), abs=1e-6)
+    assert first["margin"] == pytest.approx(0, abs=1e-6)
+    assert stats["before"]["validation_margin"] == pytest.approx(0, abs=1e-4)
+    last = [line for line in lines if "validation_margin" in line][-1]
+    assert last["validation_accuracy"] == 1.0
+    assert last["validation_margin"] > 0.5
+    assert last["validation_loss"] < 0.5
+    assert not [line for line in lines if "bits_per_byte" in line or "validation_bits_per_byte" in line]
+    assert stats["data"]["kept"] == 120
+    loaded = huggingface.load(tmp_path / "model")
+    assert loaded.lineage.template == TEMPLATES["bloomery"].hash
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        pytest.param({"loss": {"kind": "ipo"}}, marks=pytest.mark.slow),
+        pytest.param({"loss": {"kind": "simpo"}}, marks=pytest.mark.slow),
+        {"loss": {"kind": "kto"}},
+        {"lora": {"rank": 4, "base": "nf4"}, "optimizer": {"kind": "adamw", "learning_rate": 0.03}},
+    ],
+    ids=["ipo", "simpo", "kto", "adapters"],
+)
+def test_every_loss_and_adapters_too_move_the_margin(finetuned: Path, tmp_path: Path, given: dict[str, Any]) -> None:
+    stats = prefer.run(settings(pairs=pairs(tmp_path), steps=8, **given), {"finetune": finetuned}, tmp_path)
+    last = [line for line in read_metrics(tmp_path / "metrics.jsonl") if "validation_margin" in line][-1]
+    assert last["validation_margin"] > stats["before"]["validation_margin"] + 0.02
+    huggingface.load(tmp_path / "model")
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        pytest.param({}, id="dpo"),
+        pytest.param({"loss": {"kind": "kto"}}, id="kto", marks=pytest.mark.slow),
+        pytest.param({"lora": {"rank": 4}}, id="adapters", marks=pytest.mark.slow),
+    ],
+)
+def test_a_run_that_was_killed_ends_in_the_same_bits(
+    finetuned: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, given: dict[str, Any]
+) -> None:
+    config = settings(pairs=pairs(tmp_path), **given)
+    prefer.run(config, {"finetune": finetuned}, tmp_path / "whole")
+    with monkeypatch.context() as patched:
+        die_after(4, patched)
+        with pytest.raises(KeyboardInterrupt):
+            prefer.run(config, {"finetune": finetuned}, tmp_path / "killed")
+    shutil.rmtree(tmp_path / "killed" / "checkpoints" / "000000004")
+    prefer.run(config, {"finetune": finetuned}, tmp_path / "killed")
+    whole, killed = left(tmp_path / "whole"), left(tmp_path / "killed")
+    if "lora" in given:  # where the base lies is told from each folder
+        assert whole["model"].pop("bloomery.json") == killed["model"].pop("bloomery.json")
+    assert killed == whole
+
+
+@pytest.mark.slow
+def test_two_ranks_learn_what_one_learns(finetuned: Path, tmp_path: Path) -> None:
+    config = settings(pairs=pairs(tmp_path), steps=3)
+    found = []
+    for ranks in (1, 2):
+        out = tmp_path / str(ranks)
+        prefer.run(config.model_copy(update={"ranks": ranks}), {"finetune": finetuned}, out)
+        found.append(read_metrics(out / "metrics.jsonl"))
+    for one, two in zip(*([line for line in lines if "margin" in line] for lines in found), strict=True):
+        for name in ("loss", "margin", "accuracy", "gradient_norm"):
+            assert two[name] == pytest.approx(one[name], rel=1e-3, abs=1e-5)
+
+
+def test_a_split_without_a_pair_is_an_error_that_names_it(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="none is left for the split val"):
+        judged_rows.prepare(settings(pairs=pairs(tmp_path), hold_out=0.0), Renderer(small()), CONTEXT, tmp_path)
+
+
+def test_sequences_are_rendered_conversations_cut_at_turns_where_they_are_too_long(tmp_path: Path) -> None:
+    renderer = Renderer(small())
+    old = [{"role": "user", "content": "Tell me a long story about a lamp, please, now."},
+           {"role": "assistant", "content": "There was a lamp. It was in the kitchen. That is all."}]  # fmt: skip
+    system = {"role": "system", "content": "Be brief."}
+    last = {"role": "user", "content": "2 plus 2?"}
+    rows = [
+        {"prompt": [system, *old, last], "chosen": "4", "rejected": "5"},
+        {"prompt": [last], "chosen": "4", "rejected": "6"},
+        {"prompt": "x" * 400, "chosen": "4", "rejected": "6"},
+        {"prompt": [last], "chosen": "4", "rejected": "4"},
+        {"prompt": [last], "completion": "4", "label": True},
+    ]
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    source = {"kind": "files", "name": "a", "path": str(tmp_path / "a.jsonl")}
+    worlds = {"kind": "worlds", "count": 60}
+    stats = judged_rows.prepare(settings(pairs=[source, worlds]), renderer, CONTEXT, tmp_path)
+    assert stats["rejected_by_reason"]["no_pair"] == 1
+    assert stats["rejected_by_reason"]["same_answer"] == 1
+    assert stats["rejected_by_reason"]["too_long"] >= 1
+    assert stats["cut_at_a_turn"] >= 1
+    rejected = [json.loads(line) for line in (tmp_path / "rejected.jsonl").read_text().splitlines()]
+    assert [one["place"] for one in rejected if one["source"] == "a"] == [f"{tmp_path}/a.jsonl:{n}" for n in (3, 4, 5)]
+    found = dict[str, list[str]]()
+    for split in judged_rows.SPLITS:
+        samples = Samples(tmp_path / "rows", split, 2 * CONTEXT, small().hash)
+        kinds = judged_rows.kinds_of(tmp_path, split)
+        batch = samples.batch(np.arange(samples.num_samples))
+        assert int(batch.positions.max()) < CONTEXT
+        for row, numbers in enumerate(kinds):
+            for number, kind in enumerate(numbers):
+                inside = batch.segments[row] == number + 1
+                learned = batch.targets[row][inside]
+                text = small().decode(learned[learned != IGNORE][:-1].tolist())
+                if kind:
+                    assert learned[learned != IGNORE][-1] == renderer.end_id
+                    found.setdefault(small().decode(batch.ids[row][inside].tolist()), []).append(f"{kind} {text}")
+                else:
+                    assert (learned == IGNORE).all()
+    cut: list[Message] = [system, last]  # type: ignore[list-item]
+    wanted = renderer.render([*cut, {"role": "assistant", "content": "4"}])
+    assert found[small().decode(wanted.ids)] == [f"{CHOSEN} 4"]
+    kinds = np.concatenate([judged_rows.kinds_of(tmp_path, split).ravel() for split in judged_rows.SPLITS])
+    assert (kinds == CHOSEN).sum() == (kinds == REJECTED).sum() == stats["kept"]
+
+
+def test_single_answers_have_one_of_another_question_beside_them(tmp_path: Path) -> None:
+    rows = [{"prompt": f"{n} plus 1?", "completion": f"{n + 1}", "label": n % 2 == 0} for n in range(40)]
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    source = {"kind": "files", "name": "a", "path": str(tmp_path / "a.jsonl")}
+    config = settings(pairs=[source], loss={"kind": "kto"})
+    stats = judged_rows.prepare(config, Renderer(small()), CONTEXT, tmp_path)
+    assert sum(stats[split]["chosen"] + stats[split]["rejected"] for split in judged_rows.SPLITS) == 40
+    for split in judged_rows.SPLITS:
+        for row in judged_rows.kinds_of(tmp_path, split):
+            for number, kind in enumerate(row):
+                assert (kind == ELSEWHERE) == (number % 2 == 1 and row[number - 1] in (CHOSEN, REJECTED))
+
+
+def test_other_templates_and_their_rows_are_written_by_the_same_renderer(tmp_path: Path) -> None:
+    renderer = Renderer(made_for("chatml"), TEMPLATES["chatml"])
+    config = settings(pairs=[{"kind": "worlds", "count": 50}])
+    stats = judged_rows.prepare(config, renderer, 120, tmp_path)
+    assert stats["kept"] == 50
+    assert format.read(tmp_path / "rows" / "train-00000").index["template_name"] == "chatml"
+
+
+def test_checkpoints_of_other_pairs_are_refused(
+    finetuned: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as patched:
+        die_after(2, patched)
+        with pytest.raises(KeyboardInterrupt):
+            prefer.run(settings(pairs=pairs(tmp_path)), {"finetune": finetuned}, tmp_path)
+    shutil.rmtree(tmp_path / "rows")
+    other = [{"kind": "worlds", "count": 60}]
+    with pytest.raises(CheckpointError, match="was made with shards"):
+        prefer.run(settings(pairs=other), {"finetune": finetuned}, tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("given", "match"),
+    [
+        ({}, "needs pairs"),
+        ({"pairs": [{"kind": "worlds"}], "lora": {"dropout": 0.1}}, "probabilities are compared"),
+        ({"pairs": [{"kind": "worlds"}], "z_loss": 1e-4}, "not minimized"),
+        ({"pairs": [{"kind": "worlds"}, {"kind": "worlds"}]}, "two sources have the name"),
+        ({"loss": {"kind": "grpo"}}, "problems"),
+        (
+            {"loss": {"kind": "grpo", "problems": [{"kind": "arithmetic"}]}, "pairs": [{"kind": "worlds"}]},
+            "pairs are for other losses",
+        ),
+    ],
+)
+def test_what_makes_no_sense_is_said_before_anything_runs(given: dict[str, Any], match: str) -> None:
+    with pytest.raises(ConfigError, match=match):
+        settings(**given)
