@@ -64,6 +64,26 @@ def norm_slopes(
 
 
 @triton.jit
+def halves(start, half, inside):
+    """The numbers from an address on, and those as far behind them as half a head is wide."""
+    first = tl.load(start, mask=inside, other=0.0).to(tl.float32)
+    return first, tl.load(start + half, mask=inside, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def keep(start, half, inside, first, second):
+    tl.store(start, first.to(start.dtype.element_ty), mask=inside)
+    tl.store(start + half, second.to(start.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def inverse_root(first, second, half, eps):
+    """1 / √(mean(x²) + ε) of each row."""
+    squares = tl.sum(first * first, axis=1) + tl.sum(second * second, axis=1)
+    return tl.rsqrt(squares / (2 * half) + eps)[:, None]
+
+
+@triton.jit
 def turn(
     x_at,
     y_at,
@@ -95,22 +115,18 @@ def turn(
     place = tl.arange(0, block_half)
     inside = (head < heads) & (place < half)[None, :]
     start = x_at + batch * x_batch + token * x_token + head * x_head + place[None, :]
-    first = tl.load(start, mask=inside, other=0.0).to(tl.float32)
-    second = tl.load(start + half, mask=inside, other=0.0).to(tl.float32)
+    first, second = halves(start, half, inside)
     if normed:
-        squares = tl.sum(first * first, axis=1) + tl.sum(second * second, axis=1)
-        inverse = tl.rsqrt(squares / (2 * half) + eps)[:, None]
-        first *= inverse
-        second *= inverse
+        inverse = inverse_root(first, second, half, eps)
+        first, second = first * inverse, second * inverse
     if weighted:
-        first *= tl.load(weight_at + place, mask=place < half, other=0.0).to(tl.float32)[None, :]
-        second *= tl.load(weight_at + half + place, mask=place < half, other=0.0).to(tl.float32)[None, :]
+        near, far = halves(weight_at + place, half, place < half)
+        first, second = first * near[None, :], second * far[None, :]
     angle = batch * angle_batch + token * angle_token + place
     cosine = tl.load(cosine_at + angle, mask=place < half, other=0.0).to(tl.float32)[None, :]
     sine = tl.load(sine_at + angle, mask=place < half, other=0.0).to(tl.float32)[None, :] * sign
     end = y_at + batch * y_batch + token * y_token + head * y_head + place[None, :]
-    tl.store(end, (first * cosine - second * sine).to(y_at.dtype.element_ty), mask=inside)
-    tl.store(end + half, (second * cosine + first * sine).to(y_at.dtype.element_ty), mask=inside)
+    keep(end, half, inside, first * cosine - second * sine, second * cosine + first * sine)
 
 
 @triton.jit
@@ -149,33 +165,28 @@ def turn_slopes(
     place = tl.arange(0, block_half)
     there = place < half
     inside = (head < heads) & there[None, :]
-    near, far = tl.full([1, block_half], 1.0, tl.float32), tl.full([1, block_half], 1.0, tl.float32)
+    near, far = tl.full([block_half], 1.0, tl.float32), tl.full([block_half], 1.0, tl.float32)
     if weighted:
-        near = tl.load(weight_at + place, mask=there, other=0.0).to(tl.float32)[None, :]
-        far = tl.load(weight_at + half + place, mask=there, other=0.0).to(tl.float32)[None, :]
+        near, far = halves(weight_at + place, half, there)
     near_total, far_total = tl.zeros([block_half], tl.float32), tl.zeros([block_half], tl.float32)
     for row in range(program * share_rows, tl.minimum((program + 1) * share_rows, rows)):
         batch, token = row // tokens, row % tokens
         x = x_at + batch * x_batch + token * x_token + head * x_head + place[None, :]
-        first = tl.load(x, mask=inside, other=0.0).to(tl.float32)
-        second = tl.load(x + half, mask=inside, other=0.0).to(tl.float32)
-        squares = tl.sum(first * first, axis=1) + tl.sum(second * second, axis=1)
-        inverse = tl.rsqrt(squares / (2 * half) + eps)[:, None]
+        first, second = halves(x, half, inside)
+        inverse = inverse_root(first, second, half, eps)
         first, second = first * inverse, second * inverse
         angle = batch * angle_batch + token * angle_token + place
         cosine = tl.load(cosine_at + angle, mask=there, other=0.0).to(tl.float32)[None, :]
         sine = tl.load(sine_at + angle, mask=there, other=0.0).to(tl.float32)[None, :]
         dy = dy_at + batch * dy_batch + token * dy_token + head * dy_head + place[None, :]
-        above = tl.load(dy, mask=inside, other=0.0).to(tl.float32)
-        below = tl.load(dy + half, mask=inside, other=0.0).to(tl.float32)
+        above, below = halves(dy, half, inside)
         above, below = above * cosine + below * sine, below * cosine - above * sine
         near_total += tl.sum(above * first, axis=0)
         far_total += tl.sum(below * second, axis=0)
-        above, below = above * near, below * far
+        above, below = above * near[None, :], below * far[None, :]
         along = ((tl.sum(above * first, axis=1) + tl.sum(below * second, axis=1)) / (2 * half))[:, None]
         dx = dx_at + batch * dx_batch + token * dx_token + head * dx_head + place[None, :]
-        tl.store(dx, ((above - first * along) * inverse).to(dx_at.dtype.element_ty), mask=inside)
-        tl.store(dx + half, ((below - second * along) * inverse).to(dx_at.dtype.element_ty), mask=inside)
+        keep(dx, half, inside, (above - first * along) * inverse, (below - second * along) * inverse)
     if weighted:
         part = (program * tl.num_programs(1) + tl.program_id(1)) * 2 * half
         tl.store(dweight_at + part + place, near_total, mask=there)
