@@ -189,8 +189,7 @@ def turn_slopes(
         keep(dx, half, inside, (above - first * along) * inverse, (below - second * along) * inverse)
     if weighted:
         part = (program * tl.num_programs(1) + tl.program_id(1)) * 2 * half
-        tl.store(dweight_at + part + place, near_total, mask=there)
-        tl.store(dweight_at + part + half + place, far_total, mask=there)
+        keep(dweight_at + part + place, half, there, near_total, far_total)
 
 
 @triton.jit
