@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from functools import cache
 
 import pytest
@@ -14,7 +15,7 @@ from bloomery.hw import device as devices
 from bloomery.hw import trusted
 from bloomery.hw.host import Reply
 from bloomery.hw.trials import Outcome, Trial, judge
-from bloomery.model.fused import operations
+from bloomery.model.fused import operations, trial
 from bloomery.model.layers import RMSNorm
 from bloomery.model.quantize import NF4
 from tests.hw.bad_device import ROOT
@@ -105,6 +106,37 @@ def test_what_was_trusted_is_still_not_used_for_tensors_of_a_processor() -> None
     assert RMSNorm(64, 1e-5)(x).shape == x.shape
     assert NF4(nn.Linear(64, 3))(x).shape == (3, 3)
     assert bool(lively(SHAPES[0])(random_ids(1, 4)).isfinite().all())
+
+
+def test_inside_the_compiler_of_torch_its_own_operations_are_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    trusted.trust(("rms-norm",))
+    monkeypatch.setattr(devices, "compiles_kernels", lambda place: True)
+    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
+    assert not operations.ready("rms-norm", torch.ones(2, 2))
+
+
+def test_a_trial_on_a_processor_says_that_there_is_nothing_to_try(capsys: pytest.CaptureFixture[str]) -> None:
+    for name in (name for name in trial.KERNELS if name.endswith(trusted.OWN)):
+        trial.main(name, devices.find("cpu"))
+        assert outcome(name, capsys.readouterr().out).why == "Triton compiles for GPUs alone"
+
+
+@pytest.mark.parametrize("name", [name for name in trial.KERNELS if name.endswith("-torch")])
+def test_what_torch_computes_passes_the_trial_that_ours_has_to_pass(
+    name: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    trial.main(name, devices.find("cpu"))
+    found = outcome(name, capsys.readouterr().out)
+    assert found.status == "passed", found.why
+    assert found.milliseconds
+
+
+def test_a_format_without_kernels_of_ours_is_not_tried(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(devices, "compiles_kernels", lambda place: True)
+    trial.main("nf4-triton", replace(devices.find("cpu"), compute_dtype=torch.float16))
+    assert outcome("nf4-triton", capsys.readouterr().out).status == "absent"
 
 
 def test_formats_that_were_not_compiled_are_left_to_torch(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -258,7 +258,7 @@ def nf4_product(
     first_row, first_out = tl.program_id(0).to(tl.int64) * block_rows, tl.program_id(1) * block_out
     x_at, y_at = x_at + first_row * inputs, y_at + first_row * outputs + first_out
     here, there = row < rows - first_row, out < outputs - first_out
-    line_bytes, line_blocks = code_bytes.to(tl.int64), blocks.to(tl.int64)
+    line_bytes, line_blocks = tl.cast(code_bytes, tl.int64), tl.cast(blocks, tl.int64)  # a whole 1 has no .to
     total = tl.zeros([block_rows, block_out], tl.float32)
     for start in range(0, inputs, block_in):
         across, down = tl.arange(0, block_in)[None, :], tl.arange(0, block_in)[:, None]

@@ -7,7 +7,7 @@ Letters used for shapes are those of layers.py; N heads, C rows of scores, R row
 
 from typing import Any
 
-from jaxtyping import Float, Int
+from jaxtyping import Float, Int, UInt8
 
 import bloomery.hw.needs_torch  # noqa: F401
 from bloomery.hw import device as devices
@@ -31,10 +31,10 @@ SCORES_AT_ONCE = 4096
 def ready(kernel: str, *tensors: Tensor) -> bool:
     """Whether our own kernel of that name may be used for these tensors: it was tried on this device, and won."""
     return (
-        trusted.trusted(kernel)
+        not torch.compiler.is_compiling()
+        and trusted.trusted(kernel)
         and all(type(one) in (Tensor, nn.Parameter) and one.dtype in DTYPES for one in tensors)
         and all(devices.compiles_kernels(one.device) for one in tensors)
-        and not torch.compiler.is_compiling()
     )
 
 
@@ -244,7 +244,7 @@ def cross_entropy_(
 
 def nf4_product(
     x: Float[Tensor, "M inputs"],
-    codes: Int[Tensor, "R bytes"],
+    codes: UInt8[Tensor, "R bytes"],
     scales: Tensor,
     numbers: Float[Tensor, "16"],
     shape: tuple[int, int],

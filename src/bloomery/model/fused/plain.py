@@ -1,6 +1,6 @@
 """The same operations as formulas in plain PyTorch, in the format that they are given: they say what is right."""
 
-from jaxtyping import Float, Int
+from jaxtyping import Float, Int, UInt8
 
 import bloomery.hw.needs_torch  # noqa: F401
 
@@ -39,7 +39,7 @@ def cross_entropy(
 
 
 def nf4_dense(
-    codes: Int[Tensor, "R bytes"],
+    codes: UInt8[Tensor, "R bytes"],
     scales: Tensor,
     numbers: Float[Tensor, "16"],
     shape: tuple[int, int],

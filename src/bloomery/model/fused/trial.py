@@ -5,6 +5,7 @@ that ends in -torch tries what callers compute without them.
 
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 
 from bloomery.hw import device as devices
 from bloomery.hw import needs_torch as needs_torch
@@ -153,10 +154,17 @@ KERNELS: dict[str, Callable[[Device], None]] = {
 def main(name: str, device: Device) -> None:
     tell_device(device)
     torch.manual_seed(0)
-    if name.endswith(trusted.OWN) and not devices.compiles_kernels(device.place):
-        say(absent="Triton is not installed" if device.place.type != "cpu" else "Triton compiles for GPUs alone")
-        return
-    KERNELS[name](device)
+    formats = [device.compute_dtype]
+    if name.endswith(trusted.OWN):
+        if not devices.compiles_kernels(device.place):
+            say(absent="Triton is not installed" if device.place.type != "cpu" else "Triton compiles for GPUs alone")
+            return
+        if device.compute_dtype not in operations.DTYPES:
+            say(absent=f"{device.compute_dtype} is left to torch")
+            return
+        formats = sorted({torch.float32, *formats}, key=lambda dtype: dtype == device.compute_dtype)
+    for dtype in formats:  # the time of the last counts
+        KERNELS[name](replace(device, compute_dtype=dtype))
 
 
 if __name__ == "__main__":
