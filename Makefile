@@ -84,6 +84,7 @@ $(VENV)/.installed: $(VENV)/.torch pyproject.toml setup.py src/bloomery/native/*
 
 $(VENV)/.installed-dev: $(VENV)/.torch pyproject.toml setup.py src/bloomery/native/*.*pp
 	$(BIN)/python -m pip install --editable '.[dev]'
+	@if $(BIN)/python -c 'import triton' 2>/dev/null; then :; else $(BIN)/python -m pip install --editable '.[offline]'; fi
 	@touch $@ $(VENV)/.installed
 
 $(VENV)/.installed-bench: $(VENV)/.installed-dev

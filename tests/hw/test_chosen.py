@@ -8,10 +8,10 @@ import pytest
 
 from bloomery.core import native
 from bloomery.core.errors import HardwareError
-from bloomery.hw import chosen, verdicts
+from bloomery.hw import chosen, trusted, verdicts
 from bloomery.hw.device import Device, find
 from bloomery.hw.host import Host, Reply
-from bloomery.hw.trials import Outcome
+from bloomery.hw.trials import Outcome, Status
 from tests.hw.machines import machine
 from tests.hw.matrix import MATRIX
 
@@ -37,6 +37,7 @@ def switches(monkeypatch: pytest.MonkeyPatch) -> dict[str, object]:
         torch.backends.cuda, "preferred_blas_library", lambda library="": told.__setitem__("blas", library)
     )
     monkeypatch.setattr(native, "_REFUSED", {})
+    monkeypatch.setattr(trusted, "_TRUSTED", set())
     return told
 
 
@@ -85,6 +86,40 @@ def test_products_go_to_the_faster_library(tmp_path: Path, switches: dict[str, o
     )
     chosen.prepare(GPU, known(tmp_path, [slow, fast]))
     assert switches["blas"] == "cublaslt"  # torch's word for both makers'
+
+
+def norms(of_torch: float, ours: float | None) -> list[Outcome]:
+    right = Outcome(kernel="rms-norm", implementation="torch", status="passed", why="right", milliseconds=of_torch)
+    status: Status = "failed" if ours is None else "passed"
+    return [right, replace(right, implementation="triton", status=status, why="returns zeros", milliseconds=ours)]
+
+
+@pytest.mark.parametrize(
+    ("of_torch", "ours", "taken"), [(2.0, 1.0, True), (1.0, 2.0, False), (1.0, 1.0, False), (2.0, None, False)]
+)
+def test_a_kernel_of_our_own_is_used_only_where_it_is_right_and_faster(
+    tmp_path: Path, of_torch: float, ours: float | None, taken: bool
+) -> None:
+    trusted.trust(("rms-norm",))  # as a device before this one was told
+    chosen.prepare(GPU, known(tmp_path, [*attention(flash=1.0), *norms(of_torch, ours)]))
+    assert trusted.trusted("rms-norm") == taken
+    assert ("by Triton: rms-norm" in chosen.state(GPU)) == taken
+
+
+def test_a_kernel_of_our_own_that_failed_is_named_and_keeps_nobody_from_training(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    chosen.prepare(GPU, known(tmp_path, norms(1.0, None)))
+    said = capsys.readouterr()
+    assert "rms-norm by torch" in said.out + said.err
+    assert "rms-norm-triton is not used here: returns zeros" in said.out + said.err
+
+
+def test_a_device_that_was_not_tried_trusts_nothing(tmp_path: Path) -> None:
+    trusted.trust(("rms-norm",))
+    host = replace(MATRIX["no-gpu"].build(tmp_path), cache=tmp_path / "cache")
+    chosen.prepare(find("cpu", host), host)
+    assert not trusted.state()
 
 
 def test_a_run_says_what_it_takes_and_what_it_does_not(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

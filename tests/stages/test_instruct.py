@@ -12,7 +12,7 @@ import pytest
 
 from bloomery.core import files
 from bloomery.core.config import build
-from bloomery.core.errors import DataError
+from bloomery.core.errors import ConfigError, DataError
 from bloomery.core.stage import Plan, Stage, content_hash, seal
 from bloomery.data import worlds
 from bloomery.shards import format
@@ -347,3 +347,26 @@ def test_ways_through_one_tree_are_held_out_together(done: Done, tmp_path: Path)
     assert stats["conversations"] == 240
     assert 0 < stats["val"]["conversations"] < 120
     assert stats["val"]["conversations"] % 3 == 0
+
+
+def test_conversations_that_hold_questions_of_the_table_are_left_out(done: Done, tmp_path: Path) -> None:
+    task = tmp_path / "tasks" / "copa_val.jsonl"
+    task.parent.mkdir()
+    row = {"premise": "The gray lamp fell off the high shelf.", "question": "effect", "label": 0}
+    task.write_text(json.dumps(row | {"choice1": "It broke.", "choice2": "It sang."}) + "\n")
+    talks = [talk(f"Question {number}?", "Yes.") for number in range(60)]
+    talks.append(talk("Why?", "The gray lamp fell off the high shelf, therefore it broke."))
+    (tmp_path / "talks.jsonl").write_text("".join(json.dumps({"messages": one}) + "\n" for one in talks))
+    looked_for = {"kind": "decontaminate", "tasks": ["copa"], "data": [str(task.parent)]}
+    sources = [{"kind": "files", "name": "talks", "path": str(tmp_path / "talks.jsonl")}]
+    config = build(Instruct, {"sources": sources, "row_tokens": ROW, "hold_out": 0.2, "filters": [looked_for]})
+    inputs = done.inputs | {"synthesize": _empty(tmp_path)}
+    told = instruct.run(config, inputs, tmp_path / "out")
+    assert (told["dropped_by_reason"], told["conversations"]) == ({"decontaminate.copa": 1}, 60)
+    before = instruct.digest(config)
+    task.write_text(task.read_text().replace("sang", "flew"))
+    assert instruct.digest(config) != before
+    with pytest.raises(ConfigError, match="there is no task 'copper'"):
+        build(Instruct, {"sources": sources, "filters": [looked_for | {"tasks": ["copper"]}]})
+    with pytest.raises(ConfigError, match="neither files nor tasks"):
+        build(Instruct, {"sources": sources, "filters": [{"kind": "decontaminate"}]})

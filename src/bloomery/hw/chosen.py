@@ -11,7 +11,7 @@ from typing import Any
 from bloomery.core import native
 from bloomery.core.log import say
 from bloomery.hw import needs_torch as needs_torch
-from bloomery.hw import verdicts
+from bloomery.hw import trusted, verdicts
 from bloomery.hw.device import Device
 from bloomery.hw.host import Host
 from bloomery.hw.trials import Outcome
@@ -29,6 +29,7 @@ def prepare(device: Device, host: Host | None = None) -> Mapping[str, Outcome]:
     Raises HardwareError where one that training needs fails on this machine in all its implementations.
     """
     host = host or Host.here()
+    trusted.trust(())
     outcomes = known(device, host)
     if outcomes is None:
         return {}
@@ -39,6 +40,7 @@ def prepare(device: Device, host: Host | None = None) -> Mapping[str, Outcome]:
         if "matmul" in taken and taken["matmul"].implementation:
             library = "cublaslt" if taken["matmul"].implementation.endswith("lt") else "cublas"
             torch.backends.cuda.preferred_blas_library(library)
+    trusted.trust(kernel for kernel, one in taken.items() if one.implementation == trusted.OWN)
     wrong = {one.name: one.why for one in outcomes if one.status == "failed"}
     if fault := verdicts.library_fault(outcomes):
         native.refuse(LIBRARY, fault)
@@ -81,6 +83,8 @@ def state(device: Device) -> str:
         }
         words.append(f"attention: {', '.join(name for name, on in attention.items() if on)}")
         words.append(f"products: {torch.backends.cuda.preferred_blas_library()}")
+        if trusted.state():
+            words.append(f"by Triton: {trusted.state()}")
     return "; ".join(words)
 
 

@@ -12,10 +12,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
+from bloomery.hw import trusted
 from bloomery.hw.host import Host, Reply
 
 Status = Literal["passed", "failed", "absent"]
 
+FUSED = "bloomery.model.fused.trial"
 LIMIT_SECONDS = 120.0
 COMPILE_LIMIT_SECONDS = 300.0
 LARGEST_ERROR = {"bfloat16": 0.02, "float16": 0.01, "float32": 1e-3}
@@ -82,7 +84,20 @@ def trials(vendor: str) -> list[Trial]:
         for name in blas
     ]
     kinds = ("flash", "efficient", "math") if vendor == "amd" else ("flash", "efficient", "cudnn", "math")
-    return [launch, *products, *(Trial(kernel="attention", implementation=kind) for kind in kinds), *ends]
+    attention = [Trial(kernel="attention", implementation=kind) for kind in kinds]
+    return [launch, *products, *attention, *ends[:-1], *_fused(), ends[-1]]
+
+
+def _fused() -> list[Trial]:
+    """Kernels of our own in Triton, and what of torch they compete with where that has no trial yet."""
+    of_torch = [
+        Trial(kernel=kernel, implementation="torch", module=FUSED) for kernel in ("rotary", "rotary-norm", "nf4")
+    ]
+    ours = [
+        Trial(kernel=kernel, implementation=trusted.OWN, module=FUSED, limit_seconds=COMPILE_LIMIT_SECONDS)
+        for kernel in ("rms-norm", "cross-entropy", "rotary", "rotary-norm", "nf4")
+    ]
+    return [*of_torch, *ours]
 
 
 def command(host: Host, trial: Trial) -> list[str]:

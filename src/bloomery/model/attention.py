@@ -11,6 +11,7 @@ from jaxtyping import Float
 
 from bloomery.model.attend import fused_attention
 from bloomery.model.config import ModelConfig
+from bloomery.model.fused import operations
 from bloomery.model.layers import Linear, RMSNorm
 from bloomery.model.positions import Rotation, rotate
 from bloomery.model.sight import Sight
@@ -82,11 +83,7 @@ class Attention(nn.Module):
         q = self.q(x).view(B, T, self.num_heads, self.head_width)
         k = self.k(x).view(B, T, self.num_kv_heads, self.head_width)
         v = self.v(x).view(B, T, self.num_kv_heads, self.head_width).transpose(1, 2)  # (B, K, T, E)
-        if self.q_norm is not None and self.k_norm is not None:
-            q, k = self.q_norm(q), self.k_norm(k)
-        q, k = q.transpose(1, 2), k.transpose(1, 2)  # (B, H, T, E), (B, K, T, E)
-        if turn is not None:
-            q, k = rotate(q, turn), rotate(k, turn)
+        q, k = _placed(q, self.q_norm, turn), _placed(k, self.k_norm, turn)  # (B, H, T, E), (B, K, T, E)
         if cache is not None:
             k, v = cache.extend(self.layer, k, v)
         y = self.attend(q, k, v, sight)
@@ -98,6 +95,17 @@ class Attention(nn.Module):
     ) -> Float[Tensor, "B N T F"]:
         """What each head, or pair of heads, found: N·F = H·E numbers a token."""
         return fused_attention(q, k, v, sight)
+
+
+def _placed(x: Float[Tensor, "B T N E"], norm: RMSNorm | None, turn: Rotation | None) -> Float[Tensor, "B N T E"]:
+    """Queries or keys, normed where asked for and turned by position."""
+    if norm is not None and turn is not None:
+        weights = () if norm.weight is None else (norm.weight,)
+        if operations.ready("rotary-norm", x, *turn, *weights):
+            return operations.turn(x.transpose(1, 2), *turn, norm.weight, norm.eps)
+    if norm is not None:
+        x = norm(x)
+    return x.transpose(1, 2) if turn is None else rotate(x.transpose(1, 2), turn)
 
 
 class DifferentialAttention(Attention):

@@ -13,6 +13,7 @@ from jaxtyping import Float
 import bloomery.hw.needs_torch  # noqa: F401
 from bloomery.model import kernels, products
 from bloomery.model.config import FeedForwardKind, ModelConfig
+from bloomery.model.fused import operations
 
 import torch
 import torch.nn.functional as F
@@ -42,8 +43,11 @@ class RMSNorm(nn.Module):
         self.weight = nn.Parameter(torch.ones(width)) if weights else None
 
     def forward(self, x: Float[Tensor, "*lead D"]) -> Float[Tensor, "*lead D"]:
+        dtype, weights = _computed(x), () if self.weight is None else (self.weight,)
+        if operations.ready("rms-norm", x, *weights) and self.width <= operations.LARGEST_ROW:
+            return operations.rms_norm(x, self.weight, self.eps, dtype)
         full = x.float()
-        if (dtype := _computed(full)) in kernels.KINDS and kernels.ready(full, *self.parameters()):
+        if dtype in kernels.KINDS and kernels.ready(full, *weights):
             return kernels.rms_norm(full, self.weight, self.eps, dtype)
         return _as_computed(F.rms_norm(full, (self.width,), self.weight, self.eps))
 
@@ -69,9 +73,9 @@ class LayerNorm(nn.Module):
 
 
 def _computed(x: Tensor) -> torch.dtype:
-    """The number format of matrix products: that of autocast, where it is on."""
+    """The number format of matrix products: that of autocast, where it is on, and else float32."""
     kind = x.device.type
-    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
+    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else torch.float32
 
 
 def _as_computed(y: Tensor) -> Tensor:

@@ -11,6 +11,7 @@ from jaxtyping import Float, Int
 import bloomery.hw.needs_torch  # noqa: F401
 from bloomery.model import kernels
 from bloomery.model.config import ModelConfig
+from bloomery.model.fused import operations
 from bloomery.model.scaling import Linear, Llama3Scaling, RopeScaling, Yarn
 
 import torch
@@ -83,6 +84,8 @@ def _yarn(speeds: Tensor, head_width: int, theta: float, scaling: Yarn) -> Tenso
 def rotate(x: Float[Tensor, "B N T E"], turn: Rotation) -> Float[Tensor, "B N T E"]:
     """Turn each pair of numbers of every head by its position's angle."""
     cos, sin = turn
+    if operations.ready("rotary", x, cos, sin):
+        return operations.turn(x, cos, sin)
     if kernels.ready(x) and kernels.ready(cos, sin):
         return kernels.rotate(x, cos.float(), sin.float())
     first, second = x.chunk(2, dim=-1)

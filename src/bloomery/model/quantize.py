@@ -2,7 +2,8 @@
 Frozen matrices in fewer bytes, in plain tensor operations: bfloat16, int8 by rows, and 4-bit NormalFloat by blocks.
 
 A product computes the dense matrix for itself, forward and backward, so that it is never kept. Gradients are those of
-a dense layer with the same numbers, bit for bit.
+a dense layer with the same numbers, bit for bit; on a GPU that was found to do better with a kernel of our own, which
+makes the matrix tile by tile, they are so but for the order of sums.
 
 Letters used for shapes: R rows (outputs), D width (inputs), K blocks of 64 in a row.
 """
@@ -14,6 +15,7 @@ from typing import Any
 from jaxtyping import Float
 
 import bloomery.hw.needs_torch  # noqa: F401
+from bloomery.model.fused import operations
 from bloomery.model.lora_config import Base
 
 import torch
@@ -41,14 +43,20 @@ def normal_float() -> tuple[float, ...]:
 
 
 @cache
+def numbers(device: torch.device) -> Float[Tensor, "16"]:
+    """Those of NF4, as a tensor."""
+    return torch.tensor(normal_float(), device=device)
+
+
+@cache
 def _pairs(device: torch.device) -> Float[Tensor, "256 2"]:
     """The two numbers of each byte."""
-    numbers = torch.tensor(normal_float(), device=device)
-    return torch.stack([numbers.repeat_interleave(16), numbers.repeat(16)], 1)
+    return torch.stack([numbers(device).repeat_interleave(16), numbers(device).repeat(16)], 1)
 
 
 def forget() -> None:
     """Make the tensors above anew when they are needed next: by who works with tensors without numbers, or did."""
+    numbers.cache_clear()
     _pairs.cache_clear()
 
 
@@ -67,6 +75,14 @@ class Frozen(nn.Module):
         """The weights in a number format that is computed with."""
         raise NotImplementedError
 
+    def times(self, x: Float[Tensor, "*lead D"], bias: Tensor | None) -> Float[Tensor, "*lead R"]:
+        """x Wᵀ + b, in the number format of x."""
+        return F.linear(x, self.dense(x.dtype), bias)
+
+    def times_back(self, slope: Float[Tensor, "*lead R"]) -> Float[Tensor, "*lead D"]:
+        """slope W, in the number format of the slope."""
+        return slope @ self.dense(slope.dtype)
+
     def forward(self, x: Float[Tensor, "*lead D"]) -> Float[Tensor, "*lead R"]:
         y: Tensor = _Product.apply(x, self)  # type: ignore[no-untyped-call]
         return y
@@ -81,12 +97,11 @@ class _Product(torch.autograd.Function):
         dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
         context.frozen, context.dtype = frozen, x.dtype
         bias = None if frozen.bias is None else frozen.bias.to(dtype)
-        return F.linear(x.to(dtype), frozen.dense(dtype), bias)
+        return frozen.times(x.to(dtype), bias)
 
     @staticmethod
     def backward(context: Any, *upstream: Tensor) -> tuple[Tensor, None]:
-        slope = upstream[0]
-        return (slope @ context.frozen.dense(slope.dtype)).to(context.dtype), None
+        return context.frozen.times_back(upstream[0]).to(context.dtype), None
 
 
 class Plain(Frozen):
@@ -132,14 +147,31 @@ class NF4(Frozen):
             self._code_scales(scales)
         else:
             self.register_buffer("scales", scales.to(torch.bfloat16))
-        numbers = torch.tensor(normal_float(), device=weight.device)
+        sixteen = numbers(weight.device)
         shares = blocks / self._scales().clamp_min(1e-30)[..., None]
-        codes = torch.bucketize(shares, (numbers[1:] + numbers[:-1]) / 2).to(torch.uint8)
+        codes = torch.bucketize(shares, (sixteen[1:] + sixteen[:-1]) / 2).to(torch.uint8)
         self.register_buffer("weight", (codes[..., 0::2] << 4 | codes[..., 1::2]).flatten(1))
 
     def dense(self, dtype: torch.dtype) -> Tensor:
         values = F.embedding(self.weight.int(), _pairs(self.weight.device)).view(self.num_rows, -1, BLOCK)
         return (values * self._scales()[..., None]).flatten(1)[:, : self.width].to(dtype)
+
+    def times(self, x: Tensor, bias: Tensor | None) -> Tensor:
+        return self._fused(x, bias, back=False) if self._may_fuse(x) else super().times(x, bias)
+
+    def times_back(self, slope: Tensor) -> Tensor:
+        return self._fused(slope, None, back=True) if self._may_fuse(slope) else super().times_back(slope)
+
+    def _may_fuse(self, x: Tensor) -> bool:
+        return operations.ready("nf4", x) and type(self.weight) is Tensor
+
+    def _fused(self, x: Tensor, bias: Tensor | None, back: bool) -> Tensor:
+        shape, sixteen = (self.num_rows, self.width), numbers(x.device)
+        rows = x.reshape(-1, x.shape[-1])
+        y = operations.nf4_product(
+            rows, self.weight, self.scales, sixteen, shape, coarse=self.coarse, bias=bias, back=back
+        )
+        return y.view(*x.shape[:-1], y.shape[-1])
 
     def _code_scales(self, scales: Float[Tensor, "R K"]) -> None:
         """Scales in 8 bits around their mean, with a scale for each 256 of them, and the mean."""

@@ -1,5 +1,6 @@
 """Every section of a recipe: what can be set, what it means, and its default. `recipe.py` puts them in order."""
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -8,10 +9,12 @@ from pydantic import Field, field_validator, model_validator
 from bloomery.core.config import VOLATILE, Config, Count, Positive, Share
 from bloomery.data import rule_presets
 from bloomery.data.conversations.config import Conversations
+from bloomery.data.conversations.filters import Decontaminate as Unexamined
 from bloomery.data.engine import Parallel
 from bloomery.data.holdout import LARGEST_SHARE
 from bloomery.data.limits import Limit, Limits, spelled_out
 from bloomery.data.rules import Rule
+from bloomery.data.sought import Sought
 from bloomery.data.sources import Source
 from bloomery.data.synthesis.config import Synthesize as Synthesize
 from bloomery.evaluation.config import Evaluate as Evaluate
@@ -181,38 +184,19 @@ class Filter(Parallel):
         return spelled_out(self.limits)
 
 
-class Decontaminate(Config):
+def known_tasks(names: Sequence[str]) -> None:
+    """Raises ValueError for a name that is in no row of the table of tasks."""
+    for name in names:
+        if name not in TASKS:
+            raise ValueError(f"there is no task {name!r}; tasks: {', '.join(TASKS)}")
+
+
+class Decontaminate(Sought):
     """Documents that hold text of evaluation tasks are dropped, with the reason decontaminate.TASK."""
 
-    files: tuple[Path, ...] = ()
-    """Of tasks, or folders of them: jsonl (.zst and .gz too) and parquet. A task is called as its file."""
-    tasks: tuple[str, ...] = ()
-    """Tasks that [evaluate] knows, by their names, as it asks them."""
-    data: tuple[Path, ...] = ()
-    """The files of those tasks, or folders of them. None: from the hub."""
-    fields: tuple[str, ...] = ()
-    """Fields of a row that hold what must not be found. None named: those that evaluation sets use (query, …)."""
-    ngram_words: Annotated[int, Field(ge=5)] = 13
-    """A text of so many words and more is found by any so many words of it in a row, a shorter one only whole."""
-    min_question_words: Positive = 4
-    """
-    Texts of fewer words are not looked for alone, only together with their choices. Of what is written without spaces,
-    two characters count as a word here.
-    """
-
     @model_validator(mode="after")
-    def _something_is_looked_for(self) -> "Decontaminate":
-        if not self.files and not self.tasks:
-            raise ValueError("neither files nor tasks are named, so nothing could be looked for")
-        for name in self.tasks:
-            if name not in TASKS:
-                raise ValueError(f"there is no task {name!r}; tasks: {', '.join(TASKS)}")
-        return self
-
-    @model_validator(mode="after")
-    def _questions_are_shorter(self) -> "Decontaminate":
-        if self.min_question_words >= self.ngram_words:
-            raise ValueError(f"min_question_words={self.min_question_words} is no less than {self.ngram_words=}")
+    def _tasks_are_known(self) -> "Decontaminate":
+        known_tasks(self.tasks)
         return self
 
 
@@ -340,3 +324,9 @@ class Instruct(Conversations):
     """How many conversations the page shows, with what is learned of them in color."""
     template: TemplateName = "bloomery"
     """How conversations are written, by its name in `tokenizer/templates.py`."""
+
+    @model_validator(mode="after")
+    def _tasks_are_known(self) -> "Instruct":
+        for one in self.filters:
+            known_tasks(one.tasks if isinstance(one, Unexamined) else ())
+        return self

@@ -14,6 +14,7 @@ from bloomery.core import files
 from bloomery.data import document, examined, overlap
 from bloomery.data.duplicates import Corpus
 from bloomery.data.engine import Engine, Part, Record, run_parts
+from bloomery.data.sought import Sought
 from bloomery.evaluation import contamination, tasks
 from bloomery.evaluation.tasks import Place
 from bloomery.stages.config import Decontaminate
@@ -22,7 +23,7 @@ HITS = "hits.parquet"
 SCRATCH = "scratch"
 
 
-def digest(config: Decontaminate) -> str:
+def digest(config: Sought) -> str:
     """Of the content of the tasks' files, and their names."""
     found = hashlib.sha256()
     asked = [(name, path) for name in config.tasks for path in tasks.paths(name, Place(config.data))]
@@ -40,7 +41,7 @@ def check(config: Decontaminate, corpus: Corpus, scratch: Path, engine: Engine) 
     return scratch / "barred"
 
 
-def sought(config: Decontaminate, scratch: Path) -> overlap.Settings:
+def sought(config: Sought, scratch: Path) -> overlap.Settings:
     """What is looked for: the files as they are, and the tasks' questions as a model is asked them."""
     asked = contamination.written(scratch, config.tasks, Place(config.data)) if config.tasks else ()
     return overlap.Settings(

@@ -1,6 +1,7 @@
 """The stage `instruct`: conversations -> packed rows of ids and loss masks, through the one renderer; and a page."""
 
 import json
+import tempfile
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
@@ -18,12 +19,12 @@ from bloomery.core.log import progress, say
 from bloomery.data.conversations import filters, readers
 from bloomery.data.conversations.config import SYNTHESIZE, TalkFiles
 from bloomery.data.conversations.conversation import Conversation, Message, Rejected
-from bloomery.data.conversations.filters import Dropped
+from bloomery.data.conversations.filters import Decontaminate, Dropped, Filter
 from bloomery.data.holdout import is_held_out
 from bloomery.data.unpack import Problem
 from bloomery.shards import format
 from bloomery.shards import packed as shards
-from bloomery.stages import dataset
+from bloomery.stages import dataset, decontaminate
 from bloomery.stages.config import Instruct
 from bloomery.stages.dataset import Kept
 from bloomery.tokenizer.chat import Rendered, Renderer
@@ -35,7 +36,8 @@ REJECTED, DROPPED = "rejected.jsonl", "dropped.jsonl"
 
 def digest(config: Instruct) -> str:
     """A hash of the contents of all files that are read, for the stage's fingerprint. Raises DataError."""
-    return " ".join(part for part in (readers.digest(config.read), filters.digest(config.filters)) if part)
+    looked_in = [decontaminate.digest(one) for one in config.filters if isinstance(one, Decontaminate)]
+    return " ".join(part for part in (readers.digest(config.read), *looked_in) if part)
 
 
 def run(config: Instruct, inputs: Mapping[str, Path], out: Path) -> dict[str, Any]:
@@ -47,11 +49,12 @@ def run(config: Instruct, inputs: Mapping[str, Path], out: Path) -> dict[str, An
     tokenizer = Tokenizer.load(inputs["tokenizer"])
     renderer = Renderer(tokenizer, TEMPLATES[config.template])
     with ExitStack() as stack:
+        scratch = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         rejected, dropped = (stack.enter_context(whole_file(out / name, "w")) for name in (REJECTED, DROPPED))
         sorter = _Sorter(config, renderer, rejected, dropped)
         with progress("instruct", "conversations") as meter:
             found = chain(readers.conversations(config.read), written(inputs[SYNTHESIZE]))
-            for number, one in enumerate(filters.sifted(config.filters, sorter.understood(found))):
+            for number, one in enumerate(filters.sifted(looking(config.filters, scratch), sorter.understood(found))):
                 meter.at(number)
                 sorter.take(one)
     why = sorter.why(out)
@@ -73,6 +76,17 @@ def run(config: Instruct, inputs: Mapping[str, Path], out: Path) -> dict[str, An
     page = dataset.write(out, stats, sorter.kept, renderer, config)
     say(dataset.summary(stats, page))
     return stats
+
+
+def looking(given: Sequence[Filter], scratch: Path) -> list[Filter]:
+    """Filters, with the questions of tasks that some look for written into files below `scratch`."""
+    found: list[Filter] = []
+    for number, one in enumerate(given):
+        if isinstance(one, Decontaminate):
+            settings = decontaminate.sought(one, scratch / str(number))
+            one = one.looking_in(settings.files, settings.fields)
+        found.append(one)
+    return found
 
 
 def written(synthesize: Path) -> Iterator[Conversation | Rejected]:
@@ -144,20 +158,21 @@ class _Sorter:
         self._count(one.source, "rejected")
         self.reasons["rejected"][one.problem.reason] += 1
         told = {"source": one.source, "place": one.place, "reason": one.problem.reason, "what": one.problem.what}
-        _write(self.rejected, {**told, "row": one.row})
+        write_line(self.rejected, {**told, "row": one.row})
 
     def _drop(self, one: Dropped) -> None:
         found, talk = one.finding, one.conversation
         self._count(talk.source, "dropped")
         self.reasons["dropped"][found.reason] += 1
         told = {"source": talk.source, "place": talk.place, "id": talk.id, "reason": found.reason, "value": found.value}
-        _write(self.dropped, {**told, "what": found.what, "messages": list(talk.messages)})
+        write_line(self.dropped, {**told, "what": found.what, "messages": list(talk.messages)})
 
     def _count(self, source: str, name: str, number: int = 1) -> None:
         self.by_source.setdefault(source, Counter())[name] += number
 
 
-def _write(file: IO[str], line: Mapping[str, Any]) -> None:
+def write_line(file: IO[str], line: Mapping[str, Any]) -> None:
+    """A line of JSON."""
     text = json.dumps(line, ensure_ascii=False, default=str)
     # A row may hold what no UTF-8 can: half a surrogate pair, which is why it is here.
     file.write(text.encode("utf-8", "backslashreplace").decode() + "\n")

@@ -10,6 +10,7 @@ from jaxtyping import Float, Int
 
 import bloomery.hw.needs_torch  # noqa: F401
 from bloomery.model import kernels, products
+from bloomery.model.fused import operations
 
 import torch
 from torch import Tensor
@@ -96,6 +97,11 @@ def chunk(
     Sum of the cross entropies and of the penalties of a chunk, and `share` times the gradient of both together with
     respect to the scores, in their format. It may overwrite the scores.
     """
+    if operations.ready("cross-entropy", scores):
+        z, reached = operations.cross_entropy_(scores, targets, z_loss=z_loss, slopes=slopes)
+        if slopes and share != 1:
+            scores.mul_(share)
+        return torch.stack(((z - reached).sum(), z_loss * z.square().sum())), scores if slopes else None
     wanted = targets[:, None]
     reached = scores.gather(1, wanted).float()
     if kernels.ready(scores):

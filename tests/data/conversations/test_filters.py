@@ -178,9 +178,6 @@ def test_conversations_that_hold_a_task_go_with_the_task_and_the_words(tmp_path:
     (dropped,) = (one for one in found if isinstance(one, Dropped))
     assert dropped.finding.reason == "decontaminate.trains"
     assert dropped.finding.what.lower() in TASK.lower()
-    before = filters.digest(made(given))
-    (tmp_path / "trains.jsonl").write_text(json.dumps({"question": TASK + " x"}) + "\n")
-    assert before != filters.digest(made(given)) != filters.digest(made({"kind": "spam"})) == ""
     with pytest.raises(ConfigError, match="is no less than"):
         made({**given, "min_question_words": 13})
 

@@ -11,15 +11,15 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field
 
-from bloomery.core import files
 from bloomery.core.config import Config, Count, Positive, Share
-from bloomery.data import examined, overlap, unspaced
+from bloomery.data import overlap, unspaced
 from bloomery.data.conversations import phrases
 from bloomery.data.conversations.conversation import Conversation
+from bloomery.data.sought import Sought
 
 BATCH = 256
 """Conversations that are looked at together."""
@@ -271,7 +271,7 @@ class Duplicates(Filtering):
         return lambda some: [one(conversation) for conversation in some]
 
 
-class Decontaminate(Filtering):
+class Decontaminate(Filtering, Sought):
     """
     A conversation holds text of an evaluation task: 13 of its words in a row, or a shorter question whole (see
     `data/overlap.py`). Reason decontaminate.TASK; value: matches.
@@ -280,22 +280,15 @@ class Decontaminate(Filtering):
     """
 
     kind: Literal["decontaminate"] = "decontaminate"
-    files: tuple[Path, ...] = Field(min_length=1)
-    """Of tasks, or folders of them: jsonl (.zst and .gz too) and parquet. A task is called as its file."""
-    fields: tuple[str, ...] = ()
-    """Fields of a row that hold what must not be found. None named: those that evaluation sets use (query, …)."""
-    ngram_words: Annotated[int, Field(ge=5)] = 13
-    min_question_words: Positive = 4
 
-    @model_validator(mode="after")
-    def _questions_are_shorter(self) -> "Decontaminate":
-        if self.min_question_words >= self.ngram_words:
-            raise ValueError(f"min_question_words={self.min_question_words} is no less than {self.ngram_words=}")
-        return self
+    def looking_in(self, paths: Sequence[Path], fields: Sequence[str]) -> "Decontaminate":
+        """The same, with its tasks as files."""
+        return self.model_copy(update={"files": tuple(paths), "fields": tuple(fields), "tasks": ()})
 
     def test(self) -> Test:
+        assert not self.tasks, "tasks have been written into files before"
         settings = overlap.Settings(
-            files=self.places,
+            files=self.files,
             fields=self.fields,
             ngram_words=self.ngram_words,
             min_question_words=self.min_question_words,
@@ -310,10 +303,6 @@ class Decontaminate(Filtering):
 
         return look
 
-    @property
-    def places(self) -> tuple[Path, ...]:
-        return tuple(path.expanduser() for path in self.files)
-
     def _found(self, index: overlap.Index, one: Conversation, matches: Sequence[overlap.Match]) -> Finding | None:
         if not matches:
             return None
@@ -325,13 +314,6 @@ class Decontaminate(Filtering):
 Filter = (
     Identity | Refusal | Truncated | LengthMismatch | Spam | Leftovers | Blank | Duplicates | Decontaminate
 )  # fmt: skip
-
-
-def digest(filters: Sequence[Filter]) -> str:
-    """A hash of the contents of all files that filters look into, "" where there are none. Raises DataError."""
-    places = [place for one in filters if isinstance(one, Decontaminate) for place in one.places]
-    found = [f"{path.name} {files.sha256_file(path)}" for path in examined.task_files(places)]
-    return files.sha256_bytes(files.canonical(found)) if found else ""
 
 
 def sifted(filters: Sequence[Filter], found: Iterable[Conversation]) -> Iterator[Conversation | Dropped]:

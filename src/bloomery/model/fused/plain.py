@@ -1,0 +1,53 @@
+"""The same operations as formulas in plain PyTorch, in the format that they are given: they say what is right."""
+
+from jaxtyping import Float, Int, UInt8
+
+import bloomery.hw.needs_torch  # noqa: F401
+
+import torch
+from torch import Tensor
+
+
+def rms_norm(x: Float[Tensor, "*B D"], weight: Float[Tensor, " D"] | None, eps: float) -> Float[Tensor, "*B D"]:
+    """x / √(mean(x²) + ε) · weight"""
+    y = x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps)
+    return y if weight is None else y * weight
+
+
+def turn(
+    x: Float[Tensor, "B N T E"],
+    cosine: Float[Tensor, "#B 1 T E"],
+    sine: Float[Tensor, "#B 1 T E"],
+    weight: Float[Tensor, " E"] | None = None,
+    eps: float | None = None,
+) -> Float[Tensor, "B N T E"]:
+    """(first · cos − second · sin, second · cos + first · sin) of each head's halves, after its norm."""
+    x = x if eps is None else rms_norm(x, weight, eps)
+    first, second = x.chunk(2, dim=-1)
+    return x * cosine + torch.cat((-second, first), dim=-1) * sine
+
+
+def cross_entropy(
+    scores: Float[Tensor, "C V"], targets: Int[Tensor, " C"], z_loss: float = 0.0
+) -> tuple[Float[Tensor, " C"], Float[Tensor, " C"], Float[Tensor, "C V"]]:
+    """z = log Σ exp(scores), the scores of the targets, and the slopes of Σ (z − reached + z_loss · z²)."""
+    counts, wanted = targets >= 0, targets.clamp_min(0)[:, None]
+    z, reached = torch.logsumexp(scores, 1), scores.gather(1, wanted)[:, 0]
+    slopes = torch.softmax(scores, 1) * (1 + 2 * z_loss * z)[:, None]
+    slopes = slopes.scatter_add(1, wanted, -torch.ones_like(wanted, dtype=scores.dtype)) * counts[:, None]
+    return z * counts, reached * counts, slopes
+
+
+def nf4_dense(
+    codes: UInt8[Tensor, "R bytes"],
+    scales: Tensor,
+    numbers: Float[Tensor, "16"],
+    shape: tuple[int, int],
+    coarse: Tensor | None = None,
+) -> Float[Tensor, "R D"]:
+    """The matrix that codes and scales stand for: the layout of quantize.NF4, written a second time to be compared."""
+    pairs = torch.stack((codes >> 4, codes & 15), 2).flatten(1).long()[:, : shape[1]]
+    if coarse is not None:
+        place = torch.arange(scales.numel(), device=scales.device).view(scales.shape) // 256
+        scales = scales * coarse[place] + coarse[-1]
+    return numbers[pairs] * scales.float().repeat_interleave(64, 1)[:, : shape[1]]

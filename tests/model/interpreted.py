@@ -1,0 +1,236 @@
+"""
+The GPU kernels in Triton's interpreter, on the processor and in float32, in a process of its own: Triton reads
+TRITON_INTERPRET=1 when a kernel is defined, and then compiles nothing any more.
+
+`python -m tests.model.interpreted kernels` tells the largest error of each case against the formulas in float64, as
+JSON, and `… models` those of models against the same with what PyTorch computes. `… trials` are those of the doctor, of
+sound kernels and of such with a fault, each after a line that names them.
+"""
+
+import itertools
+import json
+import os
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import Any
+
+from bloomery.hw import device as devices
+from bloomery.hw import trusted
+from bloomery.model import lora, quantize
+from bloomery.model.fused import launch, operations, plain, trial
+from bloomery.model.lora_config import Lora
+from bloomery.model.quantize import NF4, numbers
+from bloomery.model.transformer import Transformer
+from bloomery.train.loss import token_losses
+from tests.model.made import CHOICES, lively, random_ids
+
+import torch
+from torch import Tensor, nn
+
+KERNELS = ("rms-norm", "cross-entropy", "rotary", "rotary-norm", "nf4")
+PROGRAMS = 5
+"""That share the rows of slopes of weights, so that each has several, and the last fewer."""
+
+
+def far(found: Tensor, right: Tensor) -> float:
+    """The largest error, relative to the largest number; infinite where not the same numbers are finite."""
+    found, right = found.detach().double(), right.detach().double()
+    if found.shape != right.shape or not torch.equal(found.isfinite(), right.isfinite()):
+        return float("inf")
+    found, right = found[right.isfinite()], right[right.isfinite()]
+    return float((found - right).abs().max() / right.abs().max().clamp_min(1e-30)) if right.numel() else 0.0
+
+
+def both(ours: Callable[..., Tensor], formula: Callable[..., Tensor], *given: Tensor) -> float:
+    """Of an operation and of all its gradients."""
+    one, other = [x.clone().requires_grad_() for x in given], [x.double().requires_grad_() for x in given]
+    found, right = ours(*one), formula(*other)
+    slope = torch.randn(found.shape)
+    slopes = zip(torch.autograd.grad(found, one, slope), torch.autograd.grad(right, other, slope.double()), strict=True)
+    return max(far(found, right), *(far(mine, theirs) for mine, theirs in slopes))
+
+
+def norms() -> Iterator[tuple[str, float]]:
+    for rows, width in ((1, 64), (2, 3), (13, 300), (2, operations.LARGEST_ROW)):
+        x, weight = torch.randn(rows, width) * 3, torch.rand(width) + 0.5
+        error = both(
+            lambda x, g: operations.rms_norm(x, g, 1e-6, torch.float32),
+            lambda x, g: plain.rms_norm(x, g, 1e-6),
+            x,
+            weight,
+        )
+        yield f"norm of {rows} × {width}", error
+    bare = both(
+        lambda x: operations.rms_norm(x, None, 1e-6, torch.float32), lambda x: plain.rms_norm(x, None, 1e-6), x[:, :70]
+    )
+    yield "norm without weights", bare
+    for name, x in (
+        ("very large", torch.randn(2, 70) * 1e18),
+        ("very small", torch.randn(2, 70) * 1e-20),
+        ("zeros", torch.zeros(2, 70)),
+        ("infinite", torch.randn(3, 70).index_fill(0, torch.tensor([1]), torch.inf)),
+    ):
+        found = operations.rms_norm(x, torch.ones(70), 1e-6, torch.float32)
+        yield f"norm of numbers that are {name}", far(found, plain.rms_norm(x.double(), torch.ones(70).double(), 1e-6))
+    yield "norm of nothing", float(operations.rms_norm(torch.ones(0, 8), None, 1e-6, torch.float32).numel())
+
+
+def angles(rows: int, tokens: int, width: int) -> tuple[Tensor, Tensor]:
+    angle = torch.rand(rows, 1, tokens, width // 2) * 1000
+    return torch.cat((angle, angle), 3).cos(), torch.cat((angle, angle), 3).sin()
+
+
+def turns() -> Iterator[tuple[str, float]]:
+    for heads, tokens, width, rows in ((3, 5, 16, 2), (5, 1, 10, 1), (2, 4, 128, 1), (20, 2, 160, 2)):
+        where = f"turned, {heads} heads of {width}, {tokens} tokens, {rows} rows of angles"
+        cosine, sine = angles(rows, tokens, width)
+        x, weight = torch.randn(2, tokens, heads, width).transpose(1, 2), torch.rand(width) + 0.5
+        yield where, turned(cosine, sine, x.contiguous())
+        yield f"normed and {where}", turned(cosine, sine, x, weight, eps=1e-6)
+    yield "normed without weights and turned", turned(cosine, sine, x, eps=1e-6)
+
+
+def turned(cosine: Tensor, sine: Tensor, *given: Tensor, eps: float | None = None) -> float:
+    return both(
+        lambda x, g=None: operations.turn(x, cosine, sine, g, eps),
+        lambda x, g=None: plain.turn(x, cosine.double(), sine.double(), g, eps),
+        *given,
+    )
+
+
+def entropies() -> Iterator[tuple[str, float]]:
+    for width in (1, 501, 4096, 4097, 128256):
+        targets = torch.tensor([0, -100, width // 2, width - 1][-1 if width > 5000 else 0 :])
+        scores = torch.randn(len(targets), width) * 5
+        for z_loss in (0.0, 0.1)[: 1 if width > 5000 else 2]:
+            yield f"entropy of {width} scores, z_loss {z_loss}", entropy(scores, targets, z_loss)
+    wide, targets = torch.randn(3, 9000) * 1e4, torch.tensor([8999, 17, 4096])
+    yield "entropy of scores far apart", entropy(wide, targets, 0.0)
+    hidden = torch.randn(3, 9000).index_fill(1, torch.arange(4500), -torch.inf)
+    yield "entropy where the first half has no chance", entropy(hidden, torch.tensor([8999, 5000, 4500]), 0.0)
+    kept = wide.clone()
+    operations.cross_entropy_(kept, targets, slopes=False)
+    yield "entropy without slopes leaves the scores", far(kept, wide)
+    broken = torch.randn(3, 300)
+    broken[1, 7], broken[2, 8] = torch.nan, torch.inf
+    z, _ = operations.cross_entropy_(broken, torch.tensor([0, 1, 2]))
+    yield "entropy of what is not finite", float(z.isfinite().tolist() != [True, False, False])
+
+
+def entropy(scores: Tensor, targets: Tensor, z_loss: float) -> float:
+    z, reached, slopes = plain.cross_entropy(scores.double(), targets, z_loss)
+    found = scores.clone()
+    found_z, found_reached = operations.cross_entropy_(found, targets, z_loss=z_loss)
+    ignored = float(found[targets < 0].abs().sum())
+    return max(far(found_z, z), far(found_reached, reached), far(found, slopes), ignored)
+
+
+def products() -> Iterator[tuple[str, float]]:
+    shapes = ((34, 100), (2, 10))
+    for (rows, width), count, double in itertools.product(shapes, (1, 40), (False, True)):
+        matrix = NF4(nn.Linear(width, rows), double)
+        sixteen = numbers(torch.device("cpu"))
+        dense = plain.nf4_dense(matrix.weight, matrix.scales, sixteen, (rows, width), matrix.coarse).double()
+        x, slope, bias = torch.randn(count, width), torch.randn(count, rows), matrix.bias
+        assert bias is not None
+        assert torch.equal(dense.float(), matrix.dense(torch.float32))
+
+        def ours(x: Tensor, matrix: NF4 = matrix, **options: Any) -> Tensor:
+            shape, sixteen = (matrix.num_rows, matrix.width), numbers(x.device)
+            return operations.nf4_product(
+                x, matrix.weight, matrix.scales, sixteen, shape, coarse=matrix.coarse, **options
+            )
+
+        words = f"{count} × NF4 of {rows} × {width}{', scales coded' if double else ''}"
+        yield words, far(ours(x, bias=bias), x.double() @ dense.t() + bias)
+        yield f"{words}, back", far(ours(slope, back=True), slope.double() @ dense)
+
+
+def models() -> Iterator[tuple[str, float]]:
+    """Whole models, loss and gradients, with our kernels and with those of torch."""
+    for name in ("Qwen3", "YaRN", "differential"):
+        model = lively(CHOICES[name])
+        yield f"a model: {name}", trained(model, {"norm", "norm_slopes", "turn", "entropy"})
+    model = lively(CHOICES["Qwen3"])
+    lora.attach(model, Lora(base="nf4", rank=2), seed=3)
+    assert any(isinstance(module, quantize.NF4) for module in model.modules())
+    yield "a model on NF4", trained(model, {"norm", "turn_slopes", "nf4_product", "entropy"})
+
+
+def trained(model: Transformer, wanted: set[str]) -> float:
+    ids = random_ids(2, 5)
+    results = []
+    for kernels in ((), KERNELS):
+        trusted.trust(kernels)
+        USED.clear()
+        model.zero_grad()
+        hidden = model(ids[:, :-1]).flatten(0, 1)
+        loss, _ = token_losses(hidden, model.head.weight, ids[:, 1:].flatten(), 1e-3)
+        torch.autograd.backward(loss)
+        slopes = [one.grad for one in model.parameters() if one.grad is not None]
+        results.append([loss.detach(), *(one.clone() for one in slopes)])
+        assert set(USED) >= (wanted if kernels else set()), USED
+    trusted.trust(())
+    return max(far(found, right) for right, found in zip(*results, strict=True))
+
+
+TRIALS = [
+    *((f"{kernel}-{trusted.OWN}", "none", "none") for kernel in KERNELS),
+    ("rms-norm-triton", "norm", "zeros"),
+    ("rms-norm-triton", "norm_slopes", "flip"),
+    ("cross-entropy-triton", "entropy", "nan"),
+    ("rotary-triton", "turn", "flip"),
+    ("rotary-norm-triton", "turn_slopes", "zeros"),
+    ("nf4-triton", "nf4_product", "flip"),
+]
+"""Name of a trial, a kernel of it, and what is wrong with that."""
+
+USED: list[str] = []
+FACTORS = {"zeros": 0.0, "nan": float("nan"), "flip": -1.0}
+WRITTEN = ("y_at", "dx_at", "dweight_at", "scores_at")
+
+
+def spoil(name: str, fault: str) -> None:
+    """Let a kernel write zeros, NaN or the opposite where it should write numbers."""
+    right = launch.launch
+
+    def faulty(one: launch.Launch) -> None:
+        right(one)
+        for place, tensor in one.arguments.items():
+            if one.kernel == name and place in WRITTEN:
+                assert isinstance(tensor, Tensor)
+                tensor.mul_(FACTORS[fault])
+
+    vars(operations)["launch"] = faulty
+
+
+def watch() -> None:
+    right = launch.launch
+
+    def watched(one: launch.Launch) -> None:
+        USED.append(one.kernel)
+        right(one)
+
+    vars(operations)["launch"] = watched
+
+
+def main() -> None:
+    assert os.environ["TRITON_INTERPRET"] == "1"
+    torch.manual_seed(0)
+    processor = replace(devices.find("cpu"), compute_dtype=torch.float32)
+    devices.compiles_kernels = lambda place: True
+    if sys.argv[1:] == ["trials"]:
+        for name, kernel, fault in TRIALS:
+            print(f"# {name} {kernel} {fault}", flush=True)
+            spoil(kernel, fault)
+            trial.main(name, processor)
+        return
+    operations.PARTS = PROGRAMS
+    watch()
+    groups = {"kernels": (norms, turns, entropies, products), "models": (models,)}[sys.argv[1]]
+    print(json.dumps({name: error for group in groups for name, error in group()}))
+
+
+if __name__ == "__main__":
+    main()

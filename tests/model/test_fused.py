@@ -1,0 +1,147 @@
+"""Our GPU kernels compute what their formulas say, and are used only where a trial on the device let them."""
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from functools import cache
+
+import pytest
+
+from bloomery.hw import device as devices
+from bloomery.hw import trusted
+from bloomery.hw.host import Reply
+from bloomery.hw.trials import Outcome, Trial, judge
+from bloomery.model.fused import operations, trial
+from bloomery.model.layers import RMSNorm
+from bloomery.model.quantize import NF4
+from tests.hw.bad_device import ROOT
+from tests.model.made import SHAPES, lively, random_ids
+
+import torch
+from torch import nn
+
+NEEDS_TRITON = pytest.mark.skipif(
+    importlib.util.find_spec("triton") is None, reason="Triton is not installed; it is made for Linux on x86-64"
+)
+KERNELS_LIMIT, MODELS_LIMIT = 3e-6, 3e-5
+"""Of the largest number. float32 sums in another order; a model passes through many of them."""
+
+
+@pytest.fixture(autouse=True)
+def trusts_nothing() -> Iterator[None]:
+    yield
+    trusted.trust(())
+
+
+def interpreted(*words: str) -> str:
+    env = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1", "BLOOMERY_NATIVE": "0"}
+    command = [sys.executable, "-W", "ignore::RuntimeWarning", "-m", "tests.model.interpreted", *words]
+    done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+@cache
+def errors(group: str) -> Mapping[str, float]:
+    found: dict[str, float] = json.loads(interpreted(group))
+    return found
+
+
+@NEEDS_TRITON
+@pytest.mark.parametrize("operation", ["norm", "turned", "entropy", "NF4"])
+def test_a_kernel_equals_its_formula_in_float64_with_its_gradients(operation: str) -> None:
+    found = {case: error for case, error in errors("kernels").items() if operation in case}
+    assert len(found) >= 7
+    assert {case: error for case, error in found.items() if not error <= KERNELS_LIMIT} == {}
+
+
+@NEEDS_TRITON
+@pytest.mark.slow
+def test_a_model_learns_the_same_with_our_kernels_as_with_those_of_torch() -> None:
+    found = errors("models")
+    assert len(found) == 4
+    assert {case: error for case, error in found.items() if not error <= MODELS_LIMIT} == {}
+
+
+@NEEDS_TRITON
+@pytest.mark.slow
+def test_a_trial_lets_a_sound_kernel_pass_and_names_what_is_wrong_with_another() -> None:
+    outcomes = {words: outcome(words.split()[0], told) for words, told in tried().items()}
+    sound = {words: one for words, one in outcomes.items() if words.endswith("none none")}
+    assert {one.status for one in sound.values()} == {"passed"}
+    assert all(one.milliseconds for one in sound.values())
+    assert {words: one.why for words, one in outcomes.items() if words not in sound} == {
+        "rms-norm-triton norm zeros": "norm: returns zeros",
+        "rms-norm-triton norm_slopes flip": "norm, gradient of x: has the wrong sign (cosine -1.00)",
+        "cross-entropy-triton entropy nan": "loss, gradient of s: returns NaN or infinity",
+        "rotary-triton turn flip": "turned: has the wrong sign (cosine -1.00)",
+        "rotary-norm-triton turn_slopes zeros": "turned, gradient of x: returns zeros",
+        "nf4-triton nf4_product flip": "product: has the wrong sign (cosine -1.00)",
+    }
+
+
+def tried() -> Mapping[str, str]:
+    """What each trial told, by the line that names it."""
+    parts = interpreted("trials").split("# ")[1:]
+    return {part.partition("\n")[0]: part.partition("\n")[2] for part in parts}
+
+
+def outcome(name: str, told: str) -> Outcome:
+    kernel, _, implementation = name.rpartition("-")
+    return judge(Trial(kernel=kernel, implementation=implementation), Reply(code=0, out=told))
+
+
+def test_nothing_is_used_before_a_trial_found_it_right_and_fastest() -> None:
+    assert not operations.ready("rms-norm", torch.ones(2, 2))
+
+
+def test_what_was_trusted_is_still_not_used_for_tensors_of_a_processor() -> None:
+    trusted.trust(("rms-norm", "rotary", "rotary-norm", "cross-entropy", "nf4"))
+    x = torch.randn(3, 64)
+    assert not operations.ready("rms-norm", x)
+    assert RMSNorm(64, 1e-5)(x).shape == x.shape
+    assert NF4(nn.Linear(64, 3))(x).shape == (3, 3)
+    assert bool(lively(SHAPES[0])(random_ids(1, 4)).isfinite().all())
+
+
+def test_inside_the_compiler_of_torch_its_own_operations_are_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    trusted.trust(("rms-norm",))
+    monkeypatch.setattr(devices, "compiles_kernels", lambda place: True)
+    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
+    assert not operations.ready("rms-norm", torch.ones(2, 2))
+
+
+def test_a_trial_on_a_processor_says_that_there_is_nothing_to_try(capsys: pytest.CaptureFixture[str]) -> None:
+    for name in (name for name in trial.KERNELS if name.endswith(trusted.OWN)):
+        trial.main(name, devices.find("cpu"))
+        assert outcome(name, capsys.readouterr().out).why == "Triton compiles for GPUs alone"
+
+
+@pytest.mark.parametrize("name", [name for name in trial.KERNELS if name.endswith("-torch")])
+def test_what_torch_computes_passes_the_trial_that_ours_has_to_pass(
+    name: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    trial.main(name, devices.find("cpu"))
+    found = outcome(name, capsys.readouterr().out)
+    assert found.status == "passed", found.why
+    assert found.milliseconds
+
+
+def test_a_format_without_kernels_of_ours_is_not_tried(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(devices, "compiles_kernels", lambda place: True)
+    trial.main("nf4-triton", replace(devices.find("cpu"), compute_dtype=torch.float16))
+    assert outcome("nf4-triton", capsys.readouterr().out).status == "absent"
+
+
+def test_formats_that_were_not_compiled_are_left_to_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    trusted.trust(("rms-norm",))
+    monkeypatch.setattr(devices, "compiles_kernels", lambda place: True)
+    assert operations.ready("rms-norm", torch.ones(2, 2), torch.ones(2, dtype=torch.bfloat16))
+    assert not operations.ready("rms-norm", torch.ones(2, 2, dtype=torch.float64))
+    assert not operations.ready("rotary", torch.ones(2, 2))
