@@ -1,7 +1,7 @@
 """
 Is what a plan says what a run then takes?
 
-    python benchmarks/plan.py [--json] [--quick]
+    python benchmarks/plan.py [--json] [--quick] [--memory]
 
 Each configuration trains for a few steps in a process of its own, on this machine's processor. Memory is the most that
 the process held beyond what it held before (Linux: VmHWM, set back), after a tiny model has warmed the libraries up:
@@ -9,7 +9,7 @@ once with an allocator that gives back what is freed, as a trace reckons, and on
 (hw/device.py). What is predicted comes by the functions of `bloomery plan`. Speed is what it says from small models,
 against the best of some steps before and after that: both by the time that a thread had on the processor, so that what
 else the machine does counts for neither; steps by the clock stand beside it. The number is the largest error of the
-memory. --quick does three configurations.
+memory. --quick does three configurations, --memory the memory alone.
 """
 
 import argparse
@@ -81,6 +81,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", action="store_true", help="print nothing but the line of JSON")
     parser.add_argument("--quick", action="store_true")
+    parser.add_argument("--memory", action="store_true", help="memory alone, which other work on the machine leaves be")
     parser.add_argument("--child", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.child:
@@ -88,8 +89,8 @@ def main() -> None:
         return
     rows = []
     for name in list(CONFIGURATIONS)[: QUICK if options.quick else None]:
-        found = {kind: in_child(name, kind) for kind in ALLOCATORS}
-        rows.append(row(name, found["given back"], found["kept"]))
+        kept = None if options.memory else in_child(name, "kept")
+        rows.append(row(name, in_child(name, "given back"), kept))
         if not options.json:
             print(as_text(rows[-1]), file=sys.stderr)
     worst = max(abs(float(one["error"])) for one in rows)
@@ -105,13 +106,17 @@ def main() -> None:
     print(json.dumps(facts))
 
 
-def row(name: str, found: Settings, kept: Settings) -> Settings:
+def row(name: str, found: Settings, kept: Settings | None) -> Settings:
     predicted, measured_bytes = found["predicted_bytes"], found["measured_bytes"]
-    return {
+    memory = {
         "configuration": name,
         "predicted_mib": round(predicted / 2**20, 1),
         "measured_mib": round(measured_bytes / 2**20, 1),
         "error": round(predicted / measured_bytes - 1, 4),
+    }
+    if kept is None:
+        return memory
+    return memory | {
         "as_runs_keep_it_mib": round(kept["measured_bytes"] / 2**20, 1),
         "planned_tokens_per_second": round(kept["planned"]),
         "measured_tokens_per_second": round(kept["speed"]),
@@ -122,6 +127,8 @@ def row(name: str, found: Settings, kept: Settings) -> Settings:
 
 def as_text(one: Settings) -> str:
     memory = f"{one['predicted_mib']:>8} {one['measured_mib']:>8} MiB {one['error']:>+7.1%}"
+    if "speed_error" not in one:
+        return f"{one['configuration']:<38} {memory}"
     speed = f"{one['planned_tokens_per_second']:>7} {one['measured_tokens_per_second']:>7} tokens/s"
     speed += f" {one['speed_error']:>+7.1%} (by the clock {one['by_the_clock']:>7})"
     return f"{one['configuration']:<38} {memory}   kept {one['as_runs_keep_it_mib']:>8}   {speed}"

@@ -92,6 +92,27 @@ def test_parts_on_several_devices_are_parts_of_all() -> None:
     assert needs(what, Way(rows=1, devices=4)) == alone
 
 
+def test_parts_are_told_where_all_on_each_device_is_too_much() -> None:
+    shape, two = ModelConfig(preset="plasma-756m"), of_memory(12 * GIB, 2)
+    made = plan(shape, 48_000, two, tokens=2**15)
+    assert not made.choice.fits
+    assert made.change is not None
+    assert made.change[0] == 'pretrain.recompute="block" pretrain.shard="fsdp"'
+    assert any("sharded" in line and "does not fit" not in line for line in made.lines())
+    parts = plan(shape, 48_000, two, tokens=2**15, shard="fsdp", recompute="block")
+    assert parts.choice.fits
+    assert parts.choice.way.sharded
+    assert parts.facts()["choice"]["sharded"]
+    assert not plan(shape, 48_000, of_memory(12 * GIB), tokens=2**15, shard="fsdp").choice.way.sharded
+
+
+def test_what_does_not_go_with_parts_is_listed_with_the_reason() -> None:
+    made = plan(ModelConfig(preset="plasma-756m"), 48_000, of_memory(12 * GIB, 2), finetune=True)
+    missing = {why for one, why in made.others if one.way.sharded and one.way.method != "full"}
+    assert missing == {"a frozen base lies whole on each device"}
+    assert not any(why for one, why in made.others if one.way.sharded and one.way.method == "full")
+
+
 def test_the_rest_of_a_machine_is_left_its_share_of_a_memory_that_is_shared() -> None:
     assert usable(128 * GIB, shared=True) == 128 * GIB - int(12.8 * GIB)
     assert usable(32 * GIB, shared=True) == 24 * GIB

@@ -1,16 +1,20 @@
+import time
 from dataclasses import replace
 
 import pytest
 
+from bloomery.hw.device import Device
 from bloomery.model.config import ModelConfig
+from bloomery.model.lora_config import Lora
 from bloomery.train.config import AdamW
 from bloomery.train.planning import timed as timing
+from bloomery.train.planning.step import Step
 from bloomery.train.planning.timed import Timed, timed
-from bloomery.train.planning.trace import Step
 from tests.train.made import processor
 from tests.train.planning.made import SMALL
 
 import torch
+from torch import Tensor
 
 STEP = Step(
     model=SMALL, vocab_size=61, optimizer=AdamW(), recompute="none", precision=torch.float32, rows=4, accumulates=True
@@ -18,17 +22,37 @@ STEP = Step(
 
 
 def test_each_further_turn_of_layers_takes_what_the_second_does(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(timing, "_measured", lambda step, device: Timed(1.0 + 2.0 * step.model.num_layers, 0.5))
-    assert timed(STEP, processor()) == Timed(1.0 + 2.0 * 6, 0.5)
+    def found(steps: tuple[Step, ...], device: Device) -> list[Timed]:
+        return [Timed(1.0 + 2.0 * one.model.num_layers, 2.0, 0.5) for one in steps]
+
+    monkeypatch.setattr(timing, "_measured", found)
+    assert timed(STEP, processor()) == Timed(1.0 + 2.0 * 6, 2.0, 0.5)
     turns = SMALL.model_copy(update={"sliding_window": (5, "full"), "num_layers": 7})
-    assert timed(replace(STEP, model=turns), processor()) == pytest.approx((15.0, 0.5))
+    assert timed(replace(STEP, model=turns), processor()) == pytest.approx((15.0, 2.0, 0.5))
 
 
-def test_steps_of_small_models_are_really_made() -> None:
-    found = timed(STEP, processor())
+def test_a_step_is_its_micro_batches_and_its_update() -> None:
+    assert Timed(3.0, 2.0, 0.5).step(4) == 3.0 + 3 * 2.0 + 0.5
+
+
+@pytest.mark.parametrize("lora", [None, Lora(rank=2, base="nf4")])
+def test_steps_of_small_models_are_really_made(lora: Lora | None) -> None:
+    found = timed(replace(STEP, lora=lora), processor())
     assert found is not None
-    assert 0 < found.learning < 5
-    assert 0 < found.updating < 5
+    assert all(0 < seconds < 5 for seconds in found)
+
+
+def test_what_waits_for_the_processor_is_not_planned_with(monkeypatch: pytest.MonkeyPatch) -> None:
+    inner = timing.total_norm
+
+    def slow(gradients: list[Tensor]) -> Tensor:
+        time.sleep(0.2)
+        return inner(gradients)
+
+    monkeypatch.setattr(timing, "total_norm", slow)
+    found = timed(replace(STEP, rows=3), processor())
+    assert found is not None
+    assert found.updating < 0.2
 
 
 def test_what_is_too_large_for_a_plan_is_not_made() -> None:

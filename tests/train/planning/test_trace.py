@@ -1,17 +1,18 @@
 import gc
+from dataclasses import replace
+from typing import get_args
 
 import pytest
 
 from bloomery.core import native
-from bloomery.model import products
+from bloomery.model import products, quantize
 from bloomery.model.config import ModelConfig
-from bloomery.model.transformer import Transformer
+from bloomery.model.lora_config import Base, Lora
 from bloomery.train.config import AdamW, Level, Muon, Optimizer
-from bloomery.train.loop import Placed, gradients, placed_losses
-from bloomery.train.optim import Optimizers
+from bloomery.train.loop import Placed, few_rows_of_the_table, gradients, placed_losses
 from bloomery.train.planning.meter import Meter
-from bloomery.train.planning.trace import Step, trace
-from bloomery.train.recompute import recompute
+from bloomery.train.planning.step import Step
+from bloomery.train.planning.trace import Traced, trace
 from tests.model.made import CHOICES, SHAPES, VOCAB_SIZE
 from tests.train.made import processor
 from tests.train.planning.made import SMALL
@@ -20,12 +21,6 @@ import torch
 from torch import nn
 
 ROWS = 3
-
-
-@pytest.fixture(autouse=True)
-def _without_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A trace takes the products of PyTorch, which hold rounded copies of weights; those by tiles hold none."""
-    monkeypatch.setattr(products, "has_tiles", lambda: False)
 
 
 def step(model: ModelConfig, level: Level = "none", optimizer: Optimizer | None = None, **changed: object) -> Step:
@@ -37,25 +32,28 @@ def really(what: Step) -> tuple[int, int]:
     """Bytes at rest and at the peak of the second step, of real tensors."""
     device = processor(what.precision)
     with Meter(on_processor=True) as meter:
-        model = Transformer(what.model, VOCAB_SIZE)
-        model.initialize(0)
-        recompute(model, what.recompute)
-        optimizers = Optimizers(model, what.optimizer)
+        model = what.load(initialized=True)
+        optimizers = what.prepare(model, device)
         ids = torch.zeros((what.rows, what.model.context), dtype=torch.int64)
         batch = Placed(ids, ids.clone(), None, ids.flatten().clone(), ids.flatten().clone())
-        gc.collect()
         for again in range(2):
             gc.collect()
             resting = meter.live
             meter.restart()
             for _ in range(1 + what.accumulates):
-                torch.autograd.backward(placed_losses(model, batch, device)[0])
+                with few_rows_of_the_table(model):
+                    torch.autograd.backward(placed_losses(model, batch, device)[0])
             nn.utils.clip_grads_with_norm_(model.parameters(), 1.0, nn.utils.get_total_norm(gradients(model)))
             optimizers.step()
             if again:
                 return resting, meter.peak
             optimizers.zero_grad()
     raise AssertionError
+
+
+def held(found: Traced) -> int:
+    """By tensors alone, in a step."""
+    return max(found.learning, found.updating)
 
 
 @pytest.mark.parametrize("level", ["none", "selective", "block"])
@@ -68,8 +66,46 @@ def test_a_trace_finds_what_a_real_step_holds(level: Level, compiled: bool, monk
         trace.cache_clear()
         found, (resting, peak) = trace(what), really(what)
         trace.cache_clear()
-        assert found.peak == pytest.approx(peak, rel=0.03)
+        assert held(found) == pytest.approx(peak, rel=0.03)
         assert found.resting == pytest.approx(resting, rel=0.02, abs=3 * ROWS * 8 * SMALL.context)
+
+
+@pytest.mark.parametrize("base", get_args(Base))
+def test_a_trace_of_adapters_finds_what_a_real_step_of_them_holds(base: Base) -> None:
+    kept = quantize.numbers(torch.device("cpu"))
+    what = step(SMALL, "block" if base == "nf4" else "none", accumulates=True, lora=Lora(rank=4, base=base))
+    found, (resting, peak) = trace(what), really(what)
+    assert held(found) == pytest.approx(peak, rel=0.03)
+    assert found.resting == pytest.approx(resting, rel=0.02, abs=3 * ROWS * 8 * SMALL.context)
+    assert found.loading > trace(replace(what, on_processor=False)).loading == 0
+    now = quantize.numbers(torch.device("cpu"))
+    assert type(now) is type(kept) is torch.Tensor
+    assert torch.equal(now, kept), "and nothing without numbers stays behind"
+
+
+def test_a_frozen_base_rests_in_fewer_bytes_than_all_weights() -> None:
+    every = [trace(step(SMALL)), *(trace(step(SMALL, lora=Lora(base=base))) for base in ("bfloat16", "int8", "nf4"))]
+    rests = [one.resting for one in every]
+    assert rests == sorted(rests, reverse=True)
+    assert rests[-1] < 0.5 * rests[0]
+
+
+@pytest.mark.skipif(not products.has_tiles(), reason="this processor has no tiles")
+def test_what_the_library_of_products_keeps_counts_where_it_computes() -> None:
+    here, elsewhere = (trace(step(SMALL, on_processor=there)).room for there in (True, False))
+    assert here > elsewhere == 0
+    small, large = (sum(products.room_bytes(rows, 8192, 512, products.ROUNDED)) for rows in (64, 2048))
+    assert small < large
+
+
+def test_products_of_one_size_are_of_one_kind() -> None:
+    with Meter(on_processor=True) as meter:
+        left, right = torch.zeros(4, 8, dtype=torch.bfloat16), torch.zeros(8, 3, dtype=torch.bfloat16)
+        for _ in range(3):
+            left @ right
+        left @ torch.zeros(3, 8, dtype=torch.bfloat16).t()
+        torch.zeros(4, 8) @ torch.zeros(8, 3)
+    assert len(meter.kinds) == 2
 
 
 @pytest.mark.parametrize("name", list(CHOICES))
@@ -81,12 +117,12 @@ def test_every_choice_of_a_shape_can_be_traced_on_both_kinds_of_device(name: str
 def test_two_small_models_tell_the_memory_of_a_deep_one() -> None:
     deep = SMALL.model_copy(update={"num_layers": 9})
     found = trace(step(deep, "none"))
-    assert found.peak == pytest.approx(really(step(deep, "none"))[1], rel=0.01)
+    assert held(found) == pytest.approx(really(step(deep, "none"))[1], rel=0.01)
 
 
 def test_layers_in_turn_are_extrapolated_by_whole_turns() -> None:
     shape = SMALL.model_copy(update={"num_layers": 12, "sliding_window": (5, "full")})
-    assert trace(step(shape)).peak == pytest.approx(really(step(shape))[1], rel=0.02)
+    assert held(trace(step(shape))) == pytest.approx(really(step(shape))[1], rel=0.02)
 
 
 def test_a_model_too_large_for_any_machine_is_traced() -> None:
