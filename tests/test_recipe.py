@@ -1,6 +1,7 @@
 import inspect
 import json
 import re
+import shlex
 from pathlib import Path
 from types import NoneType
 from typing import get_args
@@ -9,8 +10,8 @@ import pytest
 
 from bloomery import cli, recipe
 from bloomery.core import config
-from bloomery.core.errors import ConfigError
-from bloomery.core.stage import Stage, resolve
+from bloomery.core.errors import ConfigError, RunError
+from bloomery.core.stage import Stage, check_sections, lay_out, resolve
 from bloomery.recipe import STAGES, Recipe
 from bloomery.tokenizer.config import ByteBpe, Imported, SentencePiece
 
@@ -182,3 +183,20 @@ def test_rows_have_to_fit_a_model_only_where_there_is_one_to_finetune(text_only:
     assert config.load(Recipe, text_only, pretrain).finetune is None
     with pytest.raises(ConfigError, match=r"say instruct\.row_tokens=65, not 257"):
         config.load(Recipe, text_only, [*pretrain, *(f"finetune.{one}" for one in training)])
+
+
+def test_what_is_preferred_is_a_stage_only_where_a_recipe_has_its_section(tmp_path: Path) -> None:
+    plain = lay_out(STAGES, config.load(Recipe, DEMO), tmp_path)
+    words = ["prefer.steps=60", "prefer.tokens_per_step=8192", 'prefer.pairs=[{kind="worlds"}]']
+    told = re.search(r"^bloomery run recipes/demo.toml (.*)$", (ROOT / "docs" / "prefer.md").read_text(), re.MULTILINE)
+    assert told
+    assert shlex.split(told[1]) == words
+    asked = lay_out(STAGES, config.load(Recipe, DEMO, words), tmp_path)
+    assert [one.folder.name[:2] for one in plain] == [f"{number:02d}" for number in range(1, 12)]
+    assert [one.stage.name for one in asked[-3:]] == ["finetune", "prefer", "evaluate"]
+    assert [one.folder for one in asked[:10]] == [one.folder for one in plain[:10]]
+    assert asked[-1].inputs["prefer"] == asked[-2].folder
+    assert "prefer" not in plain[-1].inputs
+    with pytest.raises(RunError, match=r"has no section \[prefer\]"):
+        check_sections(STAGES, config.load(Recipe, DEMO), until="prefer")
+    check_sections(STAGES, config.load(Recipe, DEMO))

@@ -115,7 +115,7 @@ def plan(options: argparse.Namespace) -> int:
             tools = {"here": here.here, "check": here.check}
         price = Price(per_hour=options.price, watts=options.watts)
         wish = planned.Wish(device=options.device, memory_bytes=options.memory, devices=options.devices, price=price)
-        sections = {"pretrain": recipe.pretrain, "finetune": recipe.finetune}
+        sections = {"pretrain": recipe.pretrain, "finetune": recipe.finetune, "prefer": recipe.prefer}
         made = planned.plans(sections, recipe.pretrain.model, vocab_size(recipe.tokenizer), wish, **tools)
     told = planned.facts(
         recipe.name,

@@ -1,6 +1,7 @@
 """A finetuned model that is small, and what is preferred of it."""
 
 import json
+import random
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,8 @@ from bloomery.weights import huggingface
 from bloomery.weights.huggingface import Lineage
 from tests.tokenizer.made import small
 
+import torch
+
 CONTEXT = 48
 SHAPE = ModelConfig(width=32, num_layers=2, num_heads=2, num_kv_heads=1, mlp_width=48, context=CONTEXT)
 
@@ -26,6 +29,28 @@ def tuned(folder: Path) -> Path:
     model.initialize(1)
     lineage = Lineage(tokenizer=small().hash, template=renderer.template.hash, shards="5" * 64)
     huggingface.save(folder / "model", model, renderer, lineage)
+    files.write_json(folder / MANIFEST, {"outputs": files.listing(folder), "hands_on": "model/"})
+    return folder
+
+
+def guessing(folder: Path, steps: int = 40) -> Path:
+    """As `tuned`, but it answers every sum with some digit, and ends."""
+    tuned(folder)
+    loaded = huggingface.load(folder / "model")
+    model, renderer, rng = loaded.model.train(), loaded.renderer, random.Random(0)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.005)
+    for _ in range(steps):
+        said = []
+        for _ in range(8):
+            asked = f"What is {rng.randint(0, 3)} plus {rng.randint(0, 3)}?"
+            answer = str(rng.randint(0, 6))
+            said.append(renderer.render([{"role": "user", "content": asked}, {"role": "assistant", "content": answer}]))
+        ids, mask = (torch.tensor([getattr(one, name) for one in said]) for name in ("ids", "mask"))
+        scores, learned = model.logits(model(ids[:, :-1])), mask[:, 1:] > 0
+        torch.autograd.backward(torch.nn.functional.cross_entropy(scores[learned], ids[:, 1:][learned]))
+        optimizer.step()
+        optimizer.zero_grad()
+    huggingface.save(folder / "model", model, renderer, loaded.lineage)
     files.write_json(folder / MANIFEST, {"outputs": files.listing(folder), "hands_on": "model/"})
     return folder
 

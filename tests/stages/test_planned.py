@@ -48,3 +48,22 @@ def test_a_plan_is_made_for_a_machine_that_is_not_here(call: Call, tmp_path: Pat
     code, _, err = call("plan", DEMO, "--runs", tmp_path, "--device", "rtx-4091")
     assert code == 2
     assert "rtx-4090" in err
+
+
+def test_a_plan_counts_the_reference_that_stays_beside_the_model_and_says_what_it_leaves_out(
+    call: Call, tmp_path: Path
+) -> None:
+    words = ["--runs", tmp_path, "--device", "rtx-4090", "--json", "prefer.steps=10", "prefer.tokens_per_step=8192"]
+    problems = 'prefer.loss={kind="grpo", problems=[{kind="arithmetic"}], kl_weight=%s}'
+    found = []
+    for weight in ("0.0", "0.1"):
+        code, out, err = call("plan", DEMO, *words, problems % weight)
+        assert code == 0, err
+        found.append(json.loads(out)["prefer"])
+    assert found[1]["peak_bytes"] - found[0]["peak_bytes"] == found[1]["weights_bytes"] - found[0]["weights_bytes"]
+    assert found[1]["weights_bytes"] == found[0]["weights_bytes"] + 4 * found[0]["parameters"]
+    assert "drawing answers" in found[0]["not_planned"]
+    code, out, _ = call(
+        "plan", DEMO, *words[:-3], "--device", "rtx-4090", *words[-2:], 'prefer.pairs=[{kind="worlds"}]'
+    )
+    assert "besides  the time of one forward pass over all rows" in out

@@ -28,6 +28,7 @@ from bloomery.evaluation.pieces import (
     text,
     tile,
 )
+from bloomery.evaluation.preference_report import preferred
 from bloomery.evaluation.style import STYLE
 from bloomery.evaluation.task_report import known_tasks
 from bloomery.evaluation.training_report import training
@@ -89,6 +90,10 @@ def headline(report: Report) -> list[object]:
     chart = charts.bars("Bits per byte of held-out text", rows, axis="bits per byte (less is better)")
     over = f"Over {charts.size(bits.get('bytes'))} in {count(bits.get('documents'))} held-out documents."
     return [tag("div", *tiles, class_="tiles"), chart, note(over, " The model is measured as it was pretrained.")]
+
+
+def trained(report: Report) -> list[object]:
+    return [*training(report), *preferred(report)]
 
 
 def by_kind(report: Report) -> list[object]:
@@ -165,7 +170,7 @@ def time_spent(report: Report) -> list[object]:
 SOURCES = (
     ("Answers, bits per byte, leaks, samples, this page", "evaluate", "report.json"),
     ("Known tasks, question by question", "evaluate", "tasks.jsonl"),
-    *(("Curves of training", stage, "metrics.jsonl, samples.jsonl") for stage in ("pretrain", "finetune")),
+    *(("Curves of training", stage, "metrics.jsonl, samples.jsonl") for stage in ("pretrain", "finetune", "prefer")),
     ("Mix", "shard", "manifest.json"),
     ("Conversations", "instruct", "report.html, rejected.jsonl, dropped.jsonl"),
     ("Documents read and rejected", "fetch", "manifest.json, rejected/"),
@@ -212,7 +217,7 @@ SECTIONS: Sections = (
     ("answers", "Held-out answers by kind", by_kind),
     ("text", "Held-out text by domain", by_domain),
     ("tasks", "Known tasks", known_tasks),
-    ("curves", "Training", training),
+    ("curves", "Training", trained),
     *MIX,
     *DATA,
     ("samples", "Answers to read", answers),

@@ -144,20 +144,21 @@ class _Sorter:
         self._count(one.source, "rejected")
         self.reasons["rejected"][one.problem.reason] += 1
         told = {"source": one.source, "place": one.place, "reason": one.problem.reason, "what": one.problem.what}
-        _write(self.rejected, {**told, "row": one.row})
+        write_line(self.rejected, {**told, "row": one.row})
 
     def _drop(self, one: Dropped) -> None:
         found, talk = one.finding, one.conversation
         self._count(talk.source, "dropped")
         self.reasons["dropped"][found.reason] += 1
         told = {"source": talk.source, "place": talk.place, "id": talk.id, "reason": found.reason, "value": found.value}
-        _write(self.dropped, {**told, "what": found.what, "messages": list(talk.messages)})
+        write_line(self.dropped, {**told, "what": found.what, "messages": list(talk.messages)})
 
     def _count(self, source: str, name: str, number: int = 1) -> None:
         self.by_source.setdefault(source, Counter())[name] += number
 
 
-def _write(file: IO[str], line: Mapping[str, Any]) -> None:
+def write_line(file: IO[str], line: Mapping[str, Any]) -> None:
+    """A line of JSON."""
     text = json.dumps(line, ensure_ascii=False, default=str)
     # A row may hold what no UTF-8 can: half a surrogate pair, which is why it is here.
     file.write(text.encode("utf-8", "backslashreplace").decode() + "\n")

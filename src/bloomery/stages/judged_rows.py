@@ -1,6 +1,5 @@
 """Judged answers as packed rows, with what each sequence of a row is; and what could not become one."""
 
-import json
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -19,6 +18,7 @@ from bloomery.data.preferences import readers
 from bloomery.data.preferences.judged import Judged
 from bloomery.data.unpack import Problem
 from bloomery.shards import packed as shards
+from bloomery.stages.instruct import write_line
 from bloomery.tokenizer.chat import Renderer
 from bloomery.train.preference.config import Kto, Prefer
 from bloomery.train.preference.pairs import CHOSEN, ELSEWHERE, REJECTED
@@ -122,9 +122,7 @@ class _Sorter:
         self.counts["rejected"] += 1
         self.reasons[one.problem.reason] += 1
         told = {"source": one.source, "place": one.place, "reason": one.problem.reason, "what": one.problem.what}
-        text = json.dumps({**told, "row": one.row}, ensure_ascii=False, default=str)
-        # A row may hold what no UTF-8 can: half a surrogate pair, which is why it is here.
-        self.rejected.write(text.encode("utf-8", "backslashreplace").decode() + "\n")
+        write_line(self.rejected, {**told, "row": one.row})
 
 
 def fit(renderer: Renderer, one: Judged, context: int, single: bool) -> tuple[list[Group], bool] | Problem:

@@ -1,5 +1,6 @@
 """The stage `prefer`: a model that answers, and answers that were judged or can be checked -> a better one."""
 
+import copy
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -8,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from bloomery.core.files import read_json, whole_file, write_json
+from bloomery.core.log import say
 from bloomery.core.stage import content_hash
 from bloomery.core.stop import Stop
 from bloomery.data.preferences import readers
@@ -16,21 +18,23 @@ from bloomery.hw.device import Device
 from bloomery.hw.dist import World
 from bloomery.model import lora
 from bloomery.shards.loader import Samples
-from bloomery.stages import instruct, judged_rows
+from bloomery.stages import asked, instruct, judged_rows
 from bloomery.stages.judged_rows import PREPARED, ROWS, SPLITS, Split
+from bloomery.stages.rollouts import HeldOut, Rollouts
 from bloomery.stages.sampling import answering
 from bloomery.tokenizer.tokenizer import Tokenizer
 from bloomery.train import launch
 from bloomery.train.keeping import Adapters
 from bloomery.train.preference.config import Grpo, Prefer, SimPo
 from bloomery.train.preference.pairs import Preference, Table, reference_of
+from bloomery.train.preference.policy import Policy
 from bloomery.train.session import Session
-from bloomery.train.validation import Validation
+from bloomery.train.validation import Check, Validation
 from bloomery.weights import huggingface
 from bloomery.weights.huggingface import BaseModel, Lineage, Loaded
 
 BEFORE = "before.json"
-"""The numbers of the validation pairs before the first step."""
+"""What is measured of the model as it starts."""
 
 
 def digest(config: Prefer) -> str:
@@ -41,14 +45,20 @@ def digest(config: Prefer) -> str:
 def run(config: Prefer, inputs: Mapping[str, Path], out: Path) -> dict[str, Any]:
     """Raises DataError for sources that cannot be read, and where nothing is left to learn from."""
     start = huggingface.load(inputs["finetune"] / "model")
-    data = judged_rows.prepare(config, start.renderer, start.model.config.context, out)
+    context = start.model.config.context
+    if isinstance(config.loss, Grpo):
+        data = asked.prepare(config.loss, config.hold_out, start.renderer, context, out)
+    else:
+        data = judged_rows.prepare(config, start.renderer, context, out)
     del start
-    return {**launch.stage("bloomery.stages.prefer:train", config, inputs, out), "data": data}
+    done = launch.stage("bloomery.stages.prefer:train", config, inputs, out)
+    return {"method": config.loss.kind, **done, "data": data}
 
 
 def trained_on(folder: Path, tokenizer: Tokenizer) -> Iterator[str]:
     """Every message that the stage has left to learn from, and every question."""
     yield from instruct.trained_on(folder / ROWS, tokenizer)
+    yield from asked.texts(folder)
 
 
 def train(task: Mapping[str, Any], world: World) -> dict[str, Any]:
@@ -56,25 +66,20 @@ def train(task: Mapping[str, Any], world: World) -> dict[str, Any]:
     config, inputs, out = launch.unpacked(Prefer, task)
     devices.keep_freed_memory()
     start = huggingface.load(inputs["finetune"] / "model")
-    kept = adapted(config, start, inputs["finetune"] / "model")
+    made = _of_draws if isinstance(config.loss, Grpo) else _of_pairs
+    session = made(config, start, inputs["finetune"], out, world)
+    return {**session.run(), "before": read_json(out / BEFORE) if world.is_first else {}}
+
+
+def _of_pairs(config: Prefer, start: Loaded, finetune: Path, out: Path, world: World) -> Session:
+    """A session over packed rows of judged answers."""
+    common = _common(config, start, finetune, out, world)
     rows = {split: _Rows.open(config, start, out, split) for split in SPLITS}
     session = Session(
-        name="prefer",
+        **common,
         config=config,
-        model=start.model.train(),
-        renderer=start.renderer,
         samples=rows["train"].samples,
         validation=rows["val"].samples,
-        lineage=Lineage(
-            tokenizer=start.tokenizer.hash,
-            template=start.renderer.template.hash,
-            shards=read_json(out / ROWS / PREPARED)["hash"],
-            base=content_hash(inputs["finetune"]),
-        ),
-        out=out,
-        world=world,
-        sampler=answering(start.renderer),
-        kept=kept,
         objective=rows["train"].objective,
         check_objective=rows["val"].objective,
     )
@@ -82,26 +87,75 @@ def train(task: Mapping[str, Any], world: World) -> dict[str, Any]:
     def begin(device: Device, rows_at_once: int, stop: Stop) -> None:
         for one in rows.values():
             one.refer(session, device, rows_at_once, stop)
-        measure_before(session, rows["val"], device, rows_at_once, stop)
+        val = rows["val"]
+        check = Validation(val.samples, session.renderer.tokenizer, rows_at_once, stop, val.objective)
+        _measure_before(session, check, device)
 
     session.begin = begin
-    return {**session.run(), "before": read_json(out / BEFORE) if world.is_first else {}}
+    return session
 
 
-def adapted(config: Prefer, start: Loaded, folder: Path) -> Adapters | None:
-    """With adapters, where they are asked for: then what is kept is these."""
-    if config.lora is None:
-        return None
-    lora.attach(start.model, config.lora, config.seed)
-    return Adapters(start.model, start.renderer, config.lora, BaseModel(folder, huggingface.digest(folder)))
+def _of_draws(config: Prefer, start: Loaded, finetune: Path, out: Path, world: World) -> Session:
+    """A session over answers that the model draws itself, with its copy as the reference."""
+    loss = config.loss
+    assert isinstance(loss, Grpo)
+    reference = None
+    if loss.kl_weight and config.lora is None:
+        reference = copy.deepcopy(start.model).requires_grad_(False).eval()
+    common = _common(config, start, finetune, out, world)
+    known = {split: asked.questions(out, split, start.renderer) for split in SPLITS}
+    rollouts = Rollouts(loss, known["train"], start.renderer, start.model, config.seed, out, reference, world)
+    rows = max(1, config.tokens_per_step // (loss.answers * rollouts.length)) * loss.answers
+    say(f"  a step asks {rows // loss.answers} questions, and draws {loss.answers} answers to each")
+    session = Session(
+        **common,
+        config=config.model_copy(update={"tokens_per_step": rows * rollouts.length}),
+        samples=rollouts,
+        validation=HeldOut(loss, known["val"], start.renderer, out / "answers.jsonl"),
+        objective=Policy(loss, lambda: rollouts.drawn),
+        early=False,
+    )
+
+    def begin(device: Device, rows_at_once: int, stop: Stop) -> None:
+        rollouts.device, rollouts.rows_at_once = device, rows_at_once
+        if reference is not None:
+            reference.to(device.place)
+        _measure_before(session, session.validation, device)
+
+    session.begin = begin
+    return session
 
 
-def measure_before(session: Session, rows: "_Rows", device: Device, rows_at_once: int, stop: Stop) -> None:
-    """Write what the validation pairs say of the model as it starts, if that is not known yet."""
-    if not session.world.is_first or (session.out / BEFORE).exists():
-        return
-    check = Validation(rows.samples, session.renderer.tokenizer, rows_at_once, stop, rows.objective)
-    write_json(session.out / BEFORE, check.measure(session.model, device))
+def _common(config: Prefer, start: Loaded, finetune: Path, out: Path, world: World) -> dict[str, Any]:
+    """What sessions of both kinds have."""
+    kept = None
+    if config.lora is not None:
+        lora.attach(start.model, config.lora, config.seed)
+        below = BaseModel(finetune / "model", huggingface.digest(finetune / "model"))
+        kept = Adapters(start.model, start.renderer, config.lora, below)
+    lineage = Lineage(
+        tokenizer=start.tokenizer.hash,
+        template=start.renderer.template.hash,
+        shards=read_json(out / ROWS / PREPARED)["hash"],
+        base=content_hash(finetune),
+    )
+    return {
+        "name": "prefer",
+        "model": start.model.train(),
+        "renderer": start.renderer,
+        "lineage": lineage,
+        "out": out,
+        "world": world,
+        "sampler": answering(start.renderer),
+        "kept": kept,
+    }
+
+
+def _measure_before(session: Session, check: Samples | Check, device: Device) -> None:
+    """Write what is measured of the model as it starts, if that is not known yet."""
+    assert not isinstance(check, Samples)
+    if session.world.is_first and not (session.out / BEFORE).exists():
+        write_json(session.out / BEFORE, check.measure(session.model, device))
 
 
 @dataclass(eq=False)

@@ -34,6 +34,8 @@ class Ask:
     """Its rows are those that the recipe says, or 0 where it leaves them to the plan."""
     available: frozenset[str] = frozenset()
     """Settings that this stage has, as `lora` and `shard`: only they are chosen."""
+    besides: str = ""
+    """What the stage does that is in no number of the plan."""
 
     @property
     def tokens(self) -> int:

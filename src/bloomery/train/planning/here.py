@@ -99,7 +99,8 @@ def check(ask: Ask, target: Target, option: Option) -> Option:
         return option
     what = step(option, option.way.rows * option.way.devices < ask.rows_per_step)
     found = trace(what)
-    option = replace(option, peak_bytes=found.peak, fits=found.peak <= target.usable_bytes, traced=True)
+    peak = found.peak + option.what.reference_bytes(option.way.method)  # which takes part in no step that is traced
+    option = replace(option, peak_bytes=peak, fits=peak <= target.usable_bytes, traced=True)
     if target.flops_from != "measured" or option.pace is None:
         return option
     seconds = timed(what, _device(target))

@@ -1,7 +1,8 @@
 """
 What one way of training keeps in the memory of a device, by arithmetic. Needs no torch.
 
-    weights        4 bytes each; in a base that is frozen, the matrices of blocks by `FROZEN_BYTES`
+    weights        4 bytes each; in a base that is frozen, the matrices of blocks by `FROZEN_BYTES`; a reference that
+                   stays beside the model counts here too
     gradients      4 bytes a weight that is trained
     optimizer      by `OPTIMIZER_BYTES` of those
     copies         2 bytes a weight that is multiplied, in a format of 16 bits, while a micro-batch is computed; of
@@ -93,10 +94,15 @@ class Trained:
     optimizer: Optimizer
     processor: bool = False
     """Whether on one, where attention keeps its weights."""
+    reference: bool = False
+    """Whether a copy of the model as it began stays beside it. Below adapters it is there anyway."""
 
     @property
     def parameters(self) -> int:
         return cost(self.model, self.vocab_size).parameters
+
+    def reference_bytes(self, method: Method) -> int:
+        return BYTES * self.parameters if self.reference and method == "full" else 0
 
 
 def needs(what: Trained, way: Way) -> Needs:
@@ -113,7 +119,7 @@ def needs(what: Trained, way: Way) -> Needs:
     whole = facts.matmul_parameters if way.recompute == "none" else head + block
     copied = whole if way.method == "full" else trained + head + largest_matrix(what.model)
     return Needs(
-        weights=(base_bytes(what, way.method) + BYTES * adapters) // part,
+        weights=(base_bytes(what, way.method) + BYTES * adapters) // part + what.reference_bytes(way.method),
         gradients=BYTES * trained // part,
         optimizer=optimizer // part,
         copies=0 if way.sharded or b == BYTES else b * copied,

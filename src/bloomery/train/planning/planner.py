@@ -12,6 +12,7 @@ from bloomery.train.planning.choose import Ask, Option, alternatives, best, chea
 from bloomery.train.planning.needs import Method, Trained, Way
 from bloomery.train.planning.report import Plan, Price
 from bloomery.train.planning.target import Target
+from bloomery.train.preference.config import Prefer
 
 Check = Callable[[Ask, Target, Option], Option]
 """The same option with its memory found out in another way."""
@@ -32,10 +33,12 @@ def asked(stage: str, config: Training, model: ModelConfig, vocab_size: int, tar
     precision = target.precision if config.precision == "auto" else config.precision
     explicit = 0 if config.micro_batch_tokens == "auto" else rows_at_once(config, model.context)
     rows = rows_per_step(config, model.context)
-    lora = config.lora if isinstance(config, Finetune) else None
+    lora = config.lora if isinstance(config, Finetune | Prefer) else None
+    prefers = config if isinstance(config, Prefer) else None
+    shape = Trained(model=model, vocab_size=vocab_size, optimizer=config.optimizer, processor=target.processor)
     return Ask(
         stage=stage,
-        what=Trained(model=model, vocab_size=vocab_size, optimizer=config.optimizer, processor=target.processor),
+        what=shape if prefers is None else replace(shape, reference=prefers.keeps_reference),
         rows_per_step=rows,
         steps=config.steps,
         way=Way(
@@ -47,6 +50,7 @@ def asked(stage: str, config: Training, model: ModelConfig, vocab_size: int, tar
             rank=8 if lora is None else lora.rank,
         ),
         available=frozenset(type(config).model_fields),
+        besides="" if prefers is None else prefers.not_planned,
     )
 
 

@@ -75,6 +75,7 @@ class Plan:
             ],
             "change": None if self.change is None else {"settings": self.change[0]} | self._way(self.change[1]),
             "devices_needed": self.devices_needed,
+            **({"not_planned": ask.besides} if ask.besides else {}),
         }
 
     def _way(self, one: Option) -> dict[str, Any]:
@@ -111,6 +112,8 @@ class Plan:
             found += self._does_not_fit()
         else:
             found.append(f"  time     {self._time()}")
+        if ask.besides:
+            found.append(f"  besides  {ask.besides}")
         found.append(
             f"  disk     {_size(self.disk_bytes)} of checkpoints and models; a conversation's keys and values "
             f"take {_size(told['kv_bytes'])}"

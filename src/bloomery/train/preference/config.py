@@ -117,6 +117,24 @@ class Prefer(Training):
     schedule: Schedule = Linear(warmup_steps=5)
     evaluate_every: Positive = Field(20, json_schema_extra=VOLATILE)
 
+    @property
+    def keeps_reference(self) -> bool:
+        """Whether the model as it began is asked while training goes on, and not only before."""
+        return isinstance(self.loss, Grpo) and self.loss.kl_weight > 0
+
+    @property
+    def not_planned(self) -> str:
+        """What a plan of the updates does not count."""
+        match self.loss:
+            case Grpo():
+                return "the time of drawing answers, and of asking for their log-probabilities, is not planned"
+            case Kto():
+                return "the time of a forward pass over all rows, and of another one in each step, is not planned"
+            case SimPo():
+                return "a row holds two contexts: its attention is counted as that of one"
+            case _:
+                return "the time of one forward pass over all rows, before the first step, is not planned"
+
     @model_validator(mode="after")
     def _something_to_learn_from(self) -> "Prefer":
         draws = isinstance(self.loss, Grpo)

@@ -27,16 +27,21 @@ SMALLEST_DEVIATION = 1e-4
 """Added to that of a group; what others take too."""
 
 
-def advantages(rewards: NDArray[np.float64], group: int, *, deviation: bool) -> NDArray[np.float32]:
+def advantages(
+    rewards: NDArray[np.float64], groups: NDArray[np.int64], *, deviation: bool = True
+) -> NDArray[np.float32]:
     """
-    (r − mean) / deviation of each group of answers, one after another (N): 0 in a group whose answers are all alike.
+    (r − mean) / deviation of the group that each of N answers belongs to: 0 in a group whose answers are all alike.
     The deviation is that of a sample, with G − 1.
     """
-    grouped = rewards.reshape(-1, group)
-    found = grouped - grouped.mean(1, keepdims=True)
-    if deviation:
-        found = found / (grouped.std(1, ddof=1, keepdims=True) + SMALLEST_DEVIATION)
-    return np.asarray(found.reshape(-1), np.float32)
+    found = np.zeros(len(rewards))
+    for group in np.unique(groups):
+        own = rewards[groups == group]
+        apart = own - own.mean()
+        if deviation and len(own) > 1:
+            apart = apart / (own.std(ddof=1) + SMALLEST_DEVIATION)
+        found[groups == group] = apart
+    return found.astype(np.float32)
 
 
 @dataclass(frozen=True, eq=False)

@@ -1,0 +1,247 @@
+"""The stage `prefer` on answers that the model draws itself: what they are worth, that it learns, that it goes on."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from decimal import Decimal
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from bloomery.core.config import plain
+from bloomery.core.errors import DataError
+from bloomery.core.log import read_metrics
+from bloomery.generate.engine import Completion
+from bloomery.shards.loader import IGNORE
+from bloomery.stages import asked, prefer, rollouts
+from bloomery.stages.rollouts import Question, Rollouts, judge
+from bloomery.tokenizer.chat import Renderer
+from bloomery.train.preference.config import Grpo, Prefer
+from bloomery.train.preference.logprobs import by_token
+from bloomery.weights import huggingface
+from tests.stages.made_prefer import CONTEXT, guessing, left, settings, tuned
+from tests.tokenizer.made import small
+from tests.train.made import processor
+from tests.train.test_session import die_after
+
+RENDERER = Renderer(small())
+
+
+@pytest.fixture(scope="module")
+def finetuned(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tuned(tmp_path_factory.mktemp("run") / "10-finetune-aaaaaaaa")
+
+
+def drawing(given: dict[str, Any] | None = None, **more: Any) -> Prefer:
+    """Questions whose answer is one digit, which a model that knows nothing hits now and then."""
+    loss = {
+        "kind": "grpo",
+        "problems": [{"kind": "arithmetic", "largest": 3, "count": 16}],
+        "answers": 8,
+        "answer_tokens": 2,
+        "check_questions": 8,
+        **(given or {}),
+    }
+    return settings(loss=loss, tokens_per_step=32 * 20, **more)
+
+
+def question(text: str = "What is 2 plus 2?", right: str = "4") -> Question:
+    prompt = RENDERER.prompt([{"role": "user", "content": text}])
+    return Question("a", text, tuple(prompt), Decimal(right))
+
+
+@pytest.mark.parametrize(
+    ("said", "ended", "marked", "right"),
+    [
+        ("4", True, False, True),
+        ("2 plus 2 is 4.", True, False, True),
+        ("4", False, False, False),
+        ("5", True, False, False),
+        ("It is #### 4 and not 5", True, False, True),
+        ("It is #### 5 and not 4", True, False, False),
+        ("4", True, True, False),
+        ("#### 4", True, True, True),
+        ("#### 4.00", True, True, True),
+        ("$4", True, False, True),
+        ("none", True, False, False),
+    ],
+)
+def test_an_answer_is_right_that_ends_and_says_the_number(said: str, ended: bool, marked: bool, right: bool) -> None:
+    assert judge(RENDERER, question(), Completion(small().encode(said), ended), marked=marked).right == right
+
+
+@pytest.fixture
+def source(finetuned: Path, tmp_path: Path) -> Callable[..., Rollouts]:
+    def make(**given: Any) -> Rollouts:
+        loss = Grpo.model_validate({"problems": [{"kind": "arithmetic"}], "answers": 4, "answer_tokens": 5, **given})
+        model = huggingface.load(finetuned / "model").model
+        known = [question(f"What is {n} plus {n}?", str(2 * n)) for n in (1, 12, 3)]
+        return Rollouts(loss, known, RENDERER, model, 7, tmp_path, model, device=processor(), rows_at_once=3)
+
+    return make
+
+
+def test_a_sample_is_the_same_whoever_asks_for_it_and_when(source: Callable[..., Rollouts]) -> None:
+    whole = source().batch(np.arange(12))
+    for numbers in (np.arange(4), np.arange(4, 12), np.array([3, 11])):
+        part = source().batch(numbers)
+        assert np.array_equal(part.ids, whole.ids[numbers])
+        assert np.array_equal(part.targets, whole.targets[numbers])
+    assert len({tuple(row) for row in whole.ids}) > 6  # answers to one question differ
+
+
+def test_only_what_was_answered_is_learned_with_its_end(source: Callable[..., Rollouts]) -> None:
+    made = source()
+    batch = made.batch(np.arange(12))
+    for row, number in enumerate(batch.samples):
+        asked_of = made._question(int(number))
+        learned = batch.targets[row] != IGNORE
+        begin = len(asked_of.prompt) - 1
+        assert tuple(batch.ids[row, : begin + 1]) == asked_of.prompt
+        count = int(learned.sum())
+        assert learned[begin : begin + count].all()
+        answer = batch.targets[row][learned].tolist()
+        assert RENDERER.end_id not in answer[:-1]
+        assert answer[-1] == RENDERER.end_id or count == 5
+
+
+def test_log_probabilities_of_then_are_those_of_the_model_that_drew(source: Callable[..., Rollouts]) -> None:
+    made = source(updates=2, temperature=1.5)
+    batch = made.batch(np.arange(8))
+    assert made.drawn.now is not None
+    assert made.drawn.before is not None
+    expected = by_token(made.model, batch, processor(), 1.5).detach().numpy()
+    assert np.allclose(made.drawn.now, expected, atol=1e-5)
+    assert np.allclose(made.drawn.before, expected, atol=1e-5)
+    assert source(kl_weight=0.0).batch(np.arange(4)) is not None
+
+
+def test_answers_of_several_updates_are_kept_until_no_checkpoint_needs_them(source: Callable[..., Rollouts]) -> None:
+    made = source(updates=3)
+    order = [made.order(8 * step, 8, 0).tolist() for step in range(7)]
+    assert order == [list(range(0, 8))] * 3 + [list(range(8, 16))] * 3 + [list(range(16, 24))]
+    for step in range(4):
+        batch = made.batch(made.order(8 * step, 8, 0))
+    again = source(updates=3)
+    other = again.batch(again.order(8 * 4, 8, 0))  # read, not drawn
+    assert np.array_equal(other.ids, batch.ids)
+    assert again.drawn.now is not None
+    assert made.drawn.now is not None
+    assert np.array_equal(again.drawn.now, made.drawn.now)
+    assert again.drawn.facts == made.drawn.facts
+    kept = [path.stem for path in sorted((made.out / rollouts.FOLDER).iterdir())]
+    assert [int(name) for name in kept] == [0, 8]
+    (made.out / "checkpoints" / "000000003").mkdir(parents=True)
+    made.batch(made.order(8 * 6, 8, 0))
+    assert [int(path.stem) for path in sorted((made.out / rollouts.FOLDER).iterdir())] == [8, 16]
+
+
+def test_right_answers_are_learned_and_the_reward_rises(tmp_path: Path) -> None:
+    """The model answers some digit, and every right one is 3."""
+    start = guessing(tmp_path / "10-finetune-bbbbbbbb")
+    asked_for = [(a, b, 3 - a - b) for a in range(4) for b in range(4 - a)] + [(a, 3 - a) for a in range(4)]
+    rows = [{"question": f"What is {' plus '.join(map(str, terms))}?", "answer": "#### 3"} for terms in asked_for]
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    problems = [{"kind": "files", "name": "a", "path": str(tmp_path / "a.jsonl")}]
+    learning = {"optimizer": {"kind": "adamw", "learning_rate": 0.008}, "schedule": {"kind": "constant"}}
+    config = drawing({"problems": problems, "kl_weight": 0.01}, steps=16, evaluate_every=16, **learning)
+    stats = prefer.run(config, {"finetune": start}, tmp_path)
+    lines = [line for line in read_metrics(tmp_path / "metrics.jsonl") if "reward" in line]
+    early, late = (sum(line["reward"] for line in some) / 4 for some in (lines[:4], lines[-4:]))
+    assert late > early + 0.2
+    assert {"kl", "clip_fraction", "answer_tokens", "ended", "reward_deviation"} <= lines[0].keys()
+    assert lines[0]["kl"] == pytest.approx(0, abs=1e-6)
+    assert lines[-1]["kl"] > 1e-4
+    assert stats["before"]["validation_ended"] == 1.0
+    answers = [json.loads(line) for line in (tmp_path / "answers.jsonl").read_text().splitlines()]
+    assert {"question", "right", "said", "is_right", "ended"} <= answers[0].keys()
+    assert stats["data"]["kept"] == 14
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        pytest.param({"loss": {"updates": 2}}, id="twice"),
+        pytest.param({"loss": {"updates": 2}, "lora": {"rank": 4}}, id="adapters", marks=pytest.mark.slow),
+    ],
+)
+def test_a_run_that_was_killed_in_the_midst_of_its_updates_ends_in_the_same_bits(
+    finetuned: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, given: dict[str, Any]
+) -> None:
+    config = drawing(given["loss"], **{name: value for name, value in given.items() if name != "loss"})
+    prefer.run(config, {"finetune": finetuned}, tmp_path / "whole")
+    for step in (3, 4):
+        with monkeypatch.context() as patched:
+            die_after(step, patched)
+            with pytest.raises(KeyboardInterrupt):
+                prefer.run(config, {"finetune": finetuned}, tmp_path / "killed")
+    prefer.run(config, {"finetune": finetuned}, tmp_path / "killed")
+    assert left(tmp_path / "killed") == left(tmp_path / "whole")
+    lines = [line for line in left(tmp_path / "whole")["metrics"] if "clip_fraction" in line]
+    assert lines[0]["clip_fraction"] == 0.0
+
+
+CHILD = """
+import json, sys
+from pathlib import Path
+from bloomery.core.config import build
+from bloomery.stages import prefer
+from bloomery.train.preference.config import Prefer
+prefer.run(build(Prefer, json.loads(sys.argv[1])), {"finetune": Path(sys.argv[2])}, Path(sys.argv[3]))
+"""
+
+
+@pytest.mark.slow
+def test_a_process_that_was_killed_goes_on_to_the_same_bits(finetuned: Path, tmp_path: Path) -> None:
+    config = json.dumps(plain(drawing({"updates": 2}, steps=12)), default=str)
+
+    def start(out: Path) -> "subprocess.Popen[bytes]":
+        return subprocess.Popen([sys.executable, "-c", CHILD, config, str(finetuned), str(out)])
+
+    assert start(tmp_path / "whole").wait(200) == 0
+    kills = 0
+    for step in (3, 8):
+        process = start(tmp_path / "killed")
+        while process.poll() is None and not (tmp_path / "killed" / "checkpoints" / f"{step:09d}").exists():
+            time.sleep(0.01)
+        if process.poll() is None:
+            os.kill(process.pid, signal.SIGKILL)
+            kills += 1
+        process.wait(60)
+    assert kills == 2
+    assert start(tmp_path / "killed").wait(200) == 0
+    assert left(tmp_path / "killed") == left(tmp_path / "whole")
+
+
+@pytest.mark.slow
+def test_two_ranks_draw_the_answers_that_one_draws(finetuned: Path, tmp_path: Path) -> None:
+    found = []
+    for ranks in (1, 2):
+        config = drawing({"updates": 2}, steps=4).model_copy(update={"ranks": ranks})
+        prefer.run(config, {"finetune": finetuned}, tmp_path / str(ranks))
+        found.append([line for line in read_metrics(tmp_path / str(ranks) / "metrics.jsonl") if "reward" in line])
+    for one, two in zip(*found, strict=True):
+        for name in ("reward", "answer_tokens", "ended", "gradient_norm", "kl"):
+            assert two[name] == pytest.approx(one[name], rel=2e-3, abs=1e-5), name
+
+
+def test_questions_that_leave_no_room_are_rejected_with_their_line(tmp_path: Path) -> None:
+    rows = [{"question": f"{'x ' * 60 * (n % 2)}{n}?", "answer": f"#### {n}"} for n in range(40)]
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    loss = Grpo.model_validate(
+        {"problems": [{"kind": "files", "name": "a", "path": tmp_path / "a.jsonl"}], "answer_tokens": 8}
+    )
+    stats = asked.prepare(loss, 0.2, RENDERER, CONTEXT, tmp_path)
+    assert (stats["kept"], stats["rejected_by_reason"]) == (20, {"too_long": 20})
+    found = [one for split in ("train", "val") for one in asked.questions(tmp_path, split, RENDERER)]
+    assert sorted(int(one.right) for one in found) == list(range(0, 40, 2))
+    assert json.loads((tmp_path / "rejected.jsonl").read_text().splitlines()[0])["place"].endswith("a.jsonl:2")
+    assert set(asked.texts(tmp_path)) < {row["question"] for row in rows}
+    with pytest.raises(DataError, match="of 40 questions none is left"):
+        asked.prepare(loss, 0.0, RENDERER, CONTEXT, tmp_path / "none")
