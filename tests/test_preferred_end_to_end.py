@@ -12,6 +12,10 @@ WORDS = (
     *("prefer.steps=3", "prefer.tokens_per_step=2048", "prefer.micro_batch_tokens=1024", "prefer.lora.rank=2"),
     'prefer.pairs=[{kind="worlds", count=120}]',
 )
+DRAWS = (
+    *("prefer.steps=2", "prefer.tokens_per_step=500"),
+    'prefer.loss={kind="grpo", problems=[{kind="arithmetic", count=60}], answers=2, answer_tokens=4, updates=2}',
+)
 
 
 @pytest.mark.slow
@@ -30,5 +34,9 @@ def test_what_is_preferred_is_what_is_evaluated_and_found_and_nothing_before_it_
     assert find.model_folder(place.runs / "small") == folder / "model"
     loaded = huggingface.load(folder / "model")  # adapters beside a model that is adapters beside a model
     assert loaded.lineage.base != huggingface.load(before["finetune"] / "model").lineage.base
+    assert place.run("finetune.lora.rank=2", *DRAWS) == 0
+    report = json.loads((place.stage("evaluate") / "report.json").read_text())
+    assert report["preference"]["method"] == "grpo"
+    assert "Reward: answers that are right" in (place.stage("evaluate") / "report.html").read_text()
     assert place.run("finetune.lora.rank=2") == 0
     assert place.stage("evaluate") == before["evaluate"]
