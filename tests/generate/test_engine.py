@@ -1,4 +1,5 @@
 from collections.abc import Sequence
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -62,6 +63,21 @@ def test_sequences_decoded_together_say_what_each_says_alone(
     for prompt, completion in zip(asked, found, strict=True):
         alone = list(engine.stream(prompt, max_tokens=max_tokens, stop_ids=stop_ids))
         stopped = bool(alone) and alone[-1] in stop_ids
+        assert completion == Completion(alone[:-1] if stopped else alone, stopped)
+
+
+@pytest.mark.parametrize(
+    "how", [{"temperature": 1.0}, {"temperature": 0.7, "top_p": 0.9}, {"temperature": 1.3, "top_k": 5}]
+)
+@pytest.mark.parametrize("batch", [1, 3, 32])
+def test_what_is_drawn_together_is_what_each_seed_draws_alone(how: dict[str, Any], batch: int) -> None:
+    engine = Engine(lively(SHAPES[0]))
+    asked = prompts([4, 7, 4, 4, 7, 2], 5)
+    seeds = [3, 2**52 + 1, 3, 11, 0, 7]
+    found = engine.draw(asked, seeds, max_tokens=9, stop_ids=OFTEN, batch=batch, **how)
+    for prompt, seed, completion in zip(asked, seeds, found, strict=True):
+        alone = list(engine.stream(prompt, max_tokens=9, stop_ids=OFTEN, seed=seed, **how))
+        stopped = alone[-1] in OFTEN
         assert completion == Completion(alone[:-1] if stopped else alone, stopped)
 
 

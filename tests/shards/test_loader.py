@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from numpy.typing import NDArray
 
 from bloomery.core.errors import DataError
 from bloomery.shards import format
@@ -356,3 +357,19 @@ def test_shards_of_two_kinds_are_not_mixed(tmp_path: Path) -> None:
     write(tmp_path, 1, [0] * 18, row_tokens=9)
     with pytest.raises(DataError, match=r"train-00001: is made of \['rows', 0, 9\], and train-00000 of \['stream'"):
         Samples(tmp_path, "train", 8, TOKENIZER)
+
+
+def test_batches_that_must_not_be_early_are_made_when_they_are_asked_for(samples: Samples) -> None:
+    made: list[int] = []
+
+    class Watched(Samples):
+        def batch(self, numbers: NDArray[np.int64]) -> Batch:
+            made.append(len(made))
+            return samples.batch(numbers)
+
+    watched = object.__new__(Watched)
+    watched.__dict__.update(samples.__dict__)
+    source = batches(watched, first=2, size=2, seed=3, early=False)
+    found = [next(source).samples.tolist() for _ in range(3)]
+    assert len(made) == 3
+    assert found == [batch.samples.tolist() for batch in islice(batches(samples, first=2, size=2, seed=3), 3)]

@@ -115,3 +115,18 @@ def test_a_run_whose_list_of_stages_is_damaged_is_an_error_that_names_it(tmp_pat
     with pytest.raises(RunError, match=r"(?s)current\.json: cannot be read.*run its recipe again"):
         model_folder(root)
     assert list(models(tmp_path)) == []
+
+
+def test_a_run_stands_for_the_model_of_what_is_preferred_where_there_is_one(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    root = run(tmp_path / "run", "pretrain", "finetune")
+    preferred = root / "11-prefer-dddddddd"
+    model(preferred / "model")
+    files.write_json(root / "current.json", FOLDERS | {"prefer": preferred.name})
+    assert model_folder(root) == root / FOLDERS["finetune"] / "model"
+    assert "prefer is not done, so this is the finetuned model" in capsys.readouterr().err
+    assert [one.name for one in models(tmp_path)] == ["run", "run/pretrain"]
+    files.write_json(preferred / MANIFEST, {"outputs": {}})
+    assert model_folder(root) == preferred / "model"
+    assert [one.name for one in models(tmp_path)] == ["run", "run/finetune", "run/pretrain"]

@@ -40,6 +40,8 @@ def choose_each(
         greedy: list[int] = logits.argmax(dim=-1).tolist()
         return greedy
     scores = logits.cpu().double() / temperature  # in this order: Apple's GPUs have no float64
+    if not top_k and top_p >= 1.0:  # nothing is left out, and sorting is most of the work
+        return _drawn(torch.softmax(scores, dim=-1), generators)
     ordered, ids = torch.sort(scores, dim=-1, descending=True, stable=True)
     if top_k:
         ordered, ids = ordered[:, :top_k], ids[:, :top_k]
@@ -49,5 +51,9 @@ def choose_each(
         kept = before < top_p
         kept[:, 0] = True
         chances = torch.where(kept, chances, torch.zeros_like(chances))
-    drawn = [torch.multinomial(row, 1, generator=own) for row, own in zip(chances, generators, strict=True)]
-    return [int(row[place]) for row, place in zip(ids, drawn, strict=True)]
+    return [int(row[place]) for row, place in zip(ids, _drawn(chances, generators), strict=True)]
+
+
+def _drawn(chances: Float[Tensor, "B V"], generators: Sequence[torch.Generator | None]) -> list[int]:
+    """The place of one in each row, by its own generator."""
+    return [int(torch.multinomial(row, 1, generator=own)) for row, own in zip(chances, generators, strict=True)]

@@ -63,12 +63,10 @@ class Outcome:
 def trials(vendor: str) -> list[Trial]:
     """What is tried on a device of a vendor, in the words of `Device.vendor`."""
     launch = Trial(kernel="launch")
-    ends = [
-        Trial(kernel="rms-norm", implementation="torch", probe="rms-norm"),
-        Trial(kernel="cross-entropy", implementation="torch", probe="cross-entropy"),
-        Trial(kernel="block", implementation="compiled", limit_seconds=COMPILE_LIMIT_SECONDS),
-        Trial(kernel="training"),
-    ]
+    norm = Trial(kernel="rms-norm", implementation="torch", probe="rms-norm")
+    block = Trial(kernel="block", implementation="compiled", limit_seconds=COMPILE_LIMIT_SECONDS)
+    last = [block, Trial(kernel="training")]
+    ends = [norm, Trial(kernel="cross-entropy", implementation="torch", probe="cross-entropy"), *last]
     if vendor == "apple":
         return [launch, Trial(kernel="matmul"), Trial(kernel="attention", implementation="math"), *ends]
     if vendor == "cpu":
@@ -85,13 +83,14 @@ def trials(vendor: str) -> list[Trial]:
     ]
     kinds = ("flash", "efficient", "math") if vendor == "amd" else ("flash", "efficient", "cudnn", "math")
     attention = [Trial(kernel="attention", implementation=kind) for kind in kinds]
-    return [launch, *products, *attention, *ends[:-1], *_fused(), ends[-1]]
+    return [launch, *products, *attention, norm, *_fused(), *last]
 
 
 def _fused() -> list[Trial]:
-    """Kernels of our own in Triton, and what of torch they compete with where that has no trial yet."""
+    """Kernels of our own in Triton, and what of torch they compete with, as training computes it."""
     of_torch = [
-        Trial(kernel=kernel, implementation="torch", module=FUSED) for kernel in ("rotary", "rotary-norm", "nf4")
+        Trial(kernel=kernel, implementation="torch", module=FUSED)
+        for kernel in ("cross-entropy", "rotary", "rotary-norm", "nf4")
     ]
     ours = [
         Trial(kernel=kernel, implementation=trusted.OWN, module=FUSED, limit_seconds=COMPILE_LIMIT_SECONDS)

@@ -1,7 +1,7 @@
 """Judged answers as packed rows, with what each sequence of a row is; and what could not become one."""
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any, Literal
@@ -84,7 +84,20 @@ def prepare(config: Prefer, renderer: Renderer, context: int, out: Path) -> dict
     hashes = {path.name: sha256_file(path) for path in sorted((out / ROWS).iterdir())}
     stats["hash"] = sha256_bytes(canonical(hashes))
     write_json(out / ROWS / PREPARED, stats)
+    say(summary(stats))
     return stats
+
+
+def summary(stats: Mapping[str, Any]) -> str:
+    """One line for the terminal."""
+    train, val = stats["train"], stats["val"]
+    return (
+        f"prefer: {stats['kept']:,} of {stats['read']:,} rows kept ({stats['rejected']:,} rejected, "
+        f"{stats['cut_at_a_turn']:,} cut at a turn); {train['chosen']:,} better and {train['rejected']:,} worse "
+        f"answers in {train['rows']:,} rows, {train['packing']:.1%} full, "
+        f"{train['supervised'] / train['tokens']:.1%} of them looked at; "
+        f"held out: {val['chosen']:,} and {val['rejected']:,}"
+    )
 
 
 @dataclass

@@ -10,7 +10,7 @@ from jaxtyping import Float, Int
 
 import bloomery.hw.needs_torch  # noqa: F401
 from bloomery.model import kernels, products
-from bloomery.model.fused import operations
+from bloomery.model.fused import operations, plain
 
 import torch
 from torch import Tensor
@@ -98,25 +98,14 @@ def chunk(
     respect to the scores, in their format. It may overwrite the scores.
     """
     if operations.ready("cross-entropy", scores):
-        z, reached = operations.cross_entropy_(scores, targets, z_loss=z_loss, slopes=slopes)
-        if slopes and share != 1:
-            scores.mul_(share)
+        z, reached = operations.cross_entropy_(scores, targets, z_loss=z_loss, share=share, slopes=slopes)
         return torch.stack(((z - reached).sum(), z_loss * z.square().sum())), scores if slopes else None
-    wanted = targets[:, None]
-    reached = scores.gather(1, wanted).float()
+    reached = scores.gather(1, targets[:, None]).float()
     if kernels.ready(scores):
         z = kernels.cross_entropy_(scores, targets, z_loss=z_loss, share=share, slopes=slopes)
-        return torch.stack((z.sum() - reached.sum(), z_loss * z.square().sum())), scores if slopes else None
-    if not slopes:
-        z = torch.logsumexp(scores.float(), 1, keepdim=True)
-        return torch.stack((z.sum() - reached.sum(), z_loss * z.square().sum())), None
-    largest, place = scores.max(1, keepdim=True)
-    shares = torch.softmax(scores, 1, dtype=torch.float32)
-    z = largest.float() - shares.gather(1, place).log_()  # the largest share is at least 1 / V
-    if z_loss:
-        shares.mul_(1 + 2 * z_loss * z)
-    shares.scatter_add_(1, wanted, shares.new_full(wanted.shape, -1.0))
-    slope = torch.mul(shares, share, out=shares if scores.dtype == torch.float32 else scores)
+        slope = scores if slopes else None
+    else:
+        z, slope = plain.cross_entropy_(scores, targets, z_loss, slopes, share)
     return torch.stack((z.sum() - reached.sum(), z_loss * z.square().sum())), slope
 
 

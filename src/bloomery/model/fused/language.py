@@ -193,10 +193,10 @@ def turn_slopes(
 
 
 @triton.jit
-def entropy(scores_at, targets_at, z_at, reached_at, width, z_loss, slopes: tl.constexpr, block: tl.constexpr):
+def entropy(scores_at, targets_at, z_at, reached_at, width, z_loss, share, slopes: tl.constexpr, block: tl.constexpr):
     """
     z = log Σ exp(scores) of a row, and the score of its target; both 0 where the target is negative, which means that
-    the row does not count. With `slopes`, the scores become the slope of z − reached + z_loss · z².
+    the row does not count. With `slopes`, the scores become the slope of share · (z − reached + z_loss · z²).
 
     Each thread writes only what it has read itself, so that no number is read after it was overwritten.
     """
@@ -222,7 +222,7 @@ def entropy(scores_at, targets_at, z_at, reached_at, width, z_loss, slopes: tl.c
             here = start + place
             scores = tl.load(scores_at + row * width + here, mask=here < width, other=float("-inf")).to(tl.float32)
             slope = tl.exp(scores - z) * grown - tl.where(here == target, 1.0, 0.0)
-            slope = tl.where(counts, slope, 0.0).to(scores_at.dtype.element_ty)
+            slope = tl.where(counts, share * slope, 0.0).to(scores_at.dtype.element_ty)
             tl.store(scores_at + row * width + here, slope, mask=here < width)
 
 

@@ -217,13 +217,18 @@ def turn(
 
 
 def cross_entropy_(
-    scores: Float[Tensor, "C V"], targets: Int[Tensor, " C"], *, z_loss: float = 0.0, slopes: bool = True
+    scores: Float[Tensor, "C V"],
+    targets: Int[Tensor, " C"],
+    *,
+    z_loss: float = 0.0,
+    share: float = 1.0,
+    slopes: bool = True,
 ) -> tuple[Float[Tensor, " C"], Float[Tensor, " C"]]:
     """
     z = log Σ exp(scores) of each row and the score of its target, in float32; the cross entropy is their difference.
     Rows with a negative target do not count: 0 and 0.
 
-    With `slopes` the scores are overwritten with the gradient of Σ (z − scores[target] + z_loss · z²).
+    With `slopes` the scores are overwritten with the gradient of share · Σ (z − scores[target] + z_loss · z²).
     """
     z, reached = (torch.empty(len(scores), dtype=torch.float32, device=scores.device) for _ in range(2))
     block = min(SCORES_AT_ONCE, _power(scores.shape[1]))
@@ -233,7 +238,7 @@ def cross_entropy_(
                 kernel="entropy",
                 grid=(len(scores),),
                 arguments={"scores_at": scores, "targets_at": targets.contiguous(), "z_at": z, "reached_at": reached}
-                | {"width": scores.shape[1], "z_loss": float(z_loss)},
+                | {"width": scores.shape[1], "z_loss": float(z_loss), "share": float(share)},
                 constants={"slopes": slopes, "block": block},
                 warps=_warps(block),
                 stages=1,

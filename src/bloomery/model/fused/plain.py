@@ -1,4 +1,7 @@
-"""The same operations as formulas in plain PyTorch, in the format that they are given: they say what is right."""
+"""
+The same operations in plain PyTorch: as formulas in the format that they are given, which say what is right, and where
+callers have no lines of their own for it, as training computes them without kernels.
+"""
 
 from jaxtyping import Float, Int, UInt8
 
@@ -36,6 +39,25 @@ def cross_entropy(
     slopes = torch.softmax(scores, 1) * (1 + 2 * z_loss * z)[:, None]
     slopes = slopes.scatter_add(1, wanted, -torch.ones_like(wanted, dtype=scores.dtype)) * counts[:, None]
     return z * counts, reached * counts, slopes
+
+
+def cross_entropy_(
+    scores: Float[Tensor, "C V"], targets: Int[Tensor, " C"], z_loss: float, slopes: bool, share: float = 1.0
+) -> tuple[Float[Tensor, "C 1"], Float[Tensor, "C V"] | None]:
+    """
+    z, and `share` times the slopes, with few passes over memory, as training computes them where no kernel does it: z
+    in float32, the slopes in the format of the scores, which may be overwritten. Every target counts.
+    """
+    if not slopes:
+        return torch.logsumexp(scores.float(), 1, keepdim=True), None
+    wanted = targets[:, None]
+    largest, place = scores.max(1, keepdim=True)
+    shares = torch.softmax(scores, 1, dtype=torch.float32)
+    z = largest.float() - shares.gather(1, place).log_()  # the largest share is at least 1 / V
+    if z_loss:
+        shares.mul_(1 + 2 * z_loss * z)
+    shares.scatter_add_(1, wanted, shares.new_full(wanted.shape, -1.0))
+    return z, torch.mul(shares, share, out=shares if scores.dtype == torch.float32 else scores)
 
 
 def nf4_dense(

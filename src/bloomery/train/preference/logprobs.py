@@ -6,6 +6,7 @@ Letters used for shapes: N tokens that count, D width, V vocabulary, B rows, T t
 
 from typing import Any, NamedTuple
 
+import numpy as np
 from jaxtyping import Float, Int
 
 import bloomery.hw.needs_torch  # noqa: F401
@@ -67,8 +68,8 @@ def log_probs(
     return found
 
 
-def by_token(model: Transformer, batch: Batch, device: Device, temperature: float = 1.0) -> Float[Tensor, "B T"]:
-    """Log-probabilities, at a temperature, of the targets of a batch; 0 where a target does not count."""
+def _of_targets(model: Transformer, batch: Batch, device: Device, temperature: float) -> Float[Tensor, " N"]:
+    """Of the targets that count, row after row."""
     whole = bool((batch.segments == batch.segments[:, :1]).all())
     ids, positions, targets = (
         torch.from_numpy(part).to(device.place) for part in (batch.ids, batch.positions, batch.targets)
@@ -76,12 +77,21 @@ def by_token(model: Transformer, batch: Batch, device: Device, temperature: floa
     segments = None if whole else torch.from_numpy(batch.segments).to(device.place)
     with Precision.decide("auto", device).autocast():
         hidden = model(ids, positions=positions, segments=segments)
-    places = torch.from_numpy((batch.targets != IGNORE).reshape(-1).nonzero()[0]).to(device.place)
+    places = _places(batch).to(device.place)
     chosen = hidden.flatten(0, 1)[places]
     chosen = chosen if temperature == 1.0 else chosen / temperature
-    found = log_probs(chosen, model.head.weight, targets.flatten()[places])
-    spread = torch.zeros(targets.numel(), device=device.place).index_put((places,), found)
-    return spread.view(targets.shape)
+    return log_probs(chosen, model.head.weight, targets.flatten()[places])
+
+
+def _places(batch: Batch) -> Int[Tensor, " N"]:
+    return torch.from_numpy(np.flatnonzero(batch.targets != IGNORE))
+
+
+def by_token(model: Transformer, batch: Batch, device: Device, temperature: float = 1.0) -> Float[Tensor, "B T"]:
+    """Log-probabilities, at a temperature, of the targets of a batch; 0 where a target does not count."""
+    found = _of_targets(model, batch, device, temperature)
+    spread = torch.zeros(batch.targets.size, device=found.device).index_put((_places(batch).to(found.device),), found)
+    return spread.view(batch.targets.shape)
 
 
 class Sequences(NamedTuple):
@@ -98,9 +108,14 @@ class Sequences(NamedTuple):
 
 
 def by_sequence(model: Transformer, batch: Batch, most: int, device: Device) -> Sequences:
-    """The sums over each of the first `most` sequences (S) of each row, in an order that no device changes."""
-    found = by_token(model, batch, device)
-    numbers = torch.from_numpy(batch.segments - batch.segments[:, :1]).to(device.place)
-    inside = numbers[:, :, None] == torch.arange(most, device=device.place)
-    counts = torch.from_numpy(batch.targets != IGNORE).to(device.place)[:, :, None] & inside
-    return Sequences((found[:, :, None] * inside).sum(1), counts.sum(1).float())
+    """
+    The sums over each of the first `most` sequences (S) of each row, in memory of the processor: they are few, and are
+    added up there in one order, whatever the device.
+    """
+    found = _of_targets(model, batch, device, 1.0).cpu()
+    rows, places = np.nonzero(batch.targets != IGNORE)
+    numbers = (batch.segments - batch.segments[:, :1])[rows, places]
+    assert not len(numbers) or int(numbers.max()) < most, "padding has no target"
+    lengths = torch.from_numpy(np.bincount(rows * most + numbers, minlength=len(batch.ids) * most))
+    sums = torch.segment_reduce(found, "sum", lengths=lengths, initial=0.0, unsafe=True)
+    return Sequences(sums.view(-1, most), lengths.view(-1, most).float())

@@ -8,7 +8,6 @@ Letters used for shapes: R rows of a split, B rows of a batch, S sequences of a 
 """
 
 from dataclasses import dataclass, field
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -64,7 +63,7 @@ def reference_of(
             if world.size == 1:  # ranks in company finish this together
                 stop.check()
             numbers = mine[start : start + rows]
-            found[numbers] = by_sequence(model, samples.batch(numbers), table.most, device).sums.cpu()
+            found[numbers] = by_sequence(model, samples.batch(numbers), table.most, device).sums
             meter.at(start + len(numbers))
     model.train()
     return np.asarray(world.sum(found).numpy(), np.float32)
@@ -99,7 +98,7 @@ class Preference:
         return share * total, total.detach()
 
     def end(self, world: World) -> None:
-        flat = torch.stack([one.cpu() for one in self._sums.values()])
+        flat = torch.stack(list(self._sums.values()))
         self._sums = dict(zip(self._sums, world.sum(flat), strict=True))
 
     def told(self) -> dict[str, float]:
@@ -143,7 +142,7 @@ class Preference:
         for name, kind in (("wanted", CHOSEN), ("unwanted", REJECTED)):
             answers = self._answers(found, part, kind)
             wanted = torch.full_like(answers.now, kind == CHOSEN, dtype=torch.bool)
-            each, reward = losses.kto(answers, wanted, self._divergence.to(answers.now.device), how)
+            each, reward = losses.kto(answers, wanted, self._divergence, how)
             total = total + each.sum()
             self._add(**{f"reward_{name}": reward, f"num_{name}": torch.ones_like(reward)})
         return total
@@ -154,21 +153,20 @@ class Preference:
         with torch.no_grad():
             for part in batch.of_rank(world.rank, world.size).split(rows):
                 answers = self._answers(by_sequence(model, part, self.table.most, device), part, ELSEWHERE)
-                sums += torch.stack([(answers.now - answers.before).sum().cpu(), torch.tensor(float(len(answers.now)))])
+                sums += torch.stack([(answers.now - answers.before).sum(), torch.tensor(float(len(answers.now)))])
         total, count = world.sum(sums).tolist()
         return torch.tensor(max(0.0, total / max(count, 1.0)))
 
     def _answers(self, found: Sequences, part: Batch, kind: int) -> Answers:
         """Those of one kind, in the order of rows and of sequences: so that a chosen one meets its rejected one."""
-        place = found.sums.device
         rows, numbers = np.nonzero(self.table.kinds[part.samples] == kind)
-        at: Any = (torch.from_numpy(rows).to(place), torch.from_numpy(numbers).to(place))
+        at = (torch.from_numpy(rows), torch.from_numpy(numbers))
         if self.table.reference is None:
             before = torch.zeros_like(found.sums[at])
         else:
-            before = torch.from_numpy(self.table.reference[part.samples]).to(place)[at]
+            before = torch.from_numpy(self.table.reference[part.samples])[at]
         return Answers(found.sums[at], before, found.tokens[at])
 
     def _add(self, **values: Tensor) -> None:
         for name, value in values.items():
-            self._sums[name] = value.detach().sum() + self._sums[name].to(value.device)
+            self._sums[name] = self._sums[name] + value.detach().sum()
