@@ -159,6 +159,12 @@ def test_right_answers_are_learned_and_the_reward_rises(tmp_path: Path) -> None:
     assert lines[0]["kl"] == pytest.approx(0, abs=1e-6)
     assert lines[-1]["kl"] > 1e-4
     assert stats["before"]["validation_ended"] == 1.0
+    checked = [
+        line["validation_reward_drawn"]
+        for line in read_metrics(tmp_path / "metrics.jsonl")
+        if "validation_reward" in line
+    ]
+    assert checked[-1] > stats["before"]["validation_reward_drawn"]
     answers = [json.loads(line) for line in (tmp_path / "answers.jsonl").read_text().splitlines()]
     assert {"question", "right", "said", "is_right", "ended"} <= answers[0].keys()
     assert stats["data"]["kept"] == 14

@@ -235,7 +235,10 @@ FIELDS = ("ids", "targets", "positions", "segments", "samples")
 
 @dataclass(eq=False)
 class HeldOut:
-    """What a model answers, greedily, to questions that it never learns from: a `Check` of a session."""
+    """
+    What a model answers to questions that it never learns from, greedily and as it draws: a `Check` of a session. What
+    is drawn is what is maximized; with the same seeds every time.
+    """
 
     loss: Grpo
     questions: Sequence[Question]
@@ -248,25 +251,34 @@ class HeldOut:
     def measure(self, model: Transformer, device: Device, most: int | None = None) -> dict[str, float]:
         asked = self.questions[: 1 if most else self.loss.check_questions]
         with evaluating(model):
-            answers = Engine(model).complete(
-                [one.prompt for one in asked],
-                max_tokens=self.loss.answer_tokens,
-                stop_ids=frozenset({self.renderer.end_id}),
-                batch=AT_ONCE,
-            )
-        found = [
-            judge(self.renderer, question, answer, marked=self.loss.marked)
-            for question, answer in zip(asked, answers, strict=True)
-        ]
+            answers, drawn = (self._answers(model, asked, heat) for heat in (0.0, self.loss.temperature))
+        found, others = (
+            [
+                judge(self.renderer, question, answer, marked=self.loss.marked)
+                for question, answer in zip(asked, some, strict=True)
+            ]
+            for some in (answers, drawn)
+        )
         if most is None:
             with whole_file(self.file, "w") as opened:
                 for question, worth in zip(asked, found, strict=True):
                     opened.write(json.dumps(told(question, worth), ensure_ascii=False) + "\n")
         return {
             self.name: round(sum(one.right for one in found) / len(found), 5),
+            "validation_reward_drawn": round(sum(one.right for one in others) / len(others), 5),
             "validation_ended": round(sum(one.ended for one in found) / len(found), 5),
             "validation_answer_tokens": round(sum(len(one.ids) for one in answers) / len(found), 3),
         }
+
+    def _answers(self, model: Transformer, asked: Sequence[Question], temperature: float) -> list[Completion]:
+        return Engine(model).draw(
+            [one.prompt for one in asked],
+            list(range(len(asked))),
+            max_tokens=self.loss.answer_tokens,
+            stop_ids=frozenset({self.renderer.end_id}),
+            temperature=temperature,
+            batch=AT_ONCE,
+        )
 
 
 def told(question: Question, worth: Worth) -> dict[str, object]:
