@@ -24,7 +24,7 @@ from bloomery.recipe import STAGES
 from bloomery.weights import huggingface
 
 DEMO = Path(__file__).parents[1] / "recipes" / "demo.toml"
-NAMES = [stage.name for stage in STAGES]
+NAMES = [stage.name for stage in STAGES if not stage.optional]
 
 WORDS = re.findall(
     r"\w+",

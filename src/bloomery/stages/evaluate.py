@@ -40,7 +40,8 @@ CONTINUED = ("def main():\n", "The module ", "Returns ")
 def run(config: Evaluate, inputs: Mapping[str, Path], out: Path) -> dict[str, Any]:
     devices.return_freed_memory()
     device = devices.find(config.device)
-    tuned = huggingface.load(inputs.get("prefer", inputs["finetune"]) / "model", device.place)
+    last = "prefer" if "prefer" in inputs else "finetune"
+    tuned = huggingface.load(inputs[last] / "model", device.place)
     base = huggingface.load(inputs["pretrain"] / "model", device.place)
     asked = questions.held_out(config.seed, config.questions)
     judged = ask(tuned, asked, config.max_tokens)
@@ -54,7 +55,7 @@ def run(config: Evaluate, inputs: Mapping[str, Path], out: Path) -> dict[str, An
         "answers": scores,
         "bits_per_byte": bits_per_byte(base, inputs["shard"], config, device),
         "leaks": leaks(judged, inputs, tuned.tokenizer),
-        **held_out_talks({"pretrain": replace(base, renderer=tuned.renderer), "finetune": tuned}, config, inputs, out),
+        **held_out_talks({"pretrain": replace(base, renderer=tuned.renderer), last: tuned}, config, inputs, out),
         **known_tasks(tuned, config, inputs, out),
         "curves": {name: read_metrics(inputs[name] / METRICS) for name in TRAINED if name in inputs},
         "written": {name: read_metrics(inputs[name] / SAMPLES) for name in TRAINED if name in inputs},
