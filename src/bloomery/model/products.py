@@ -72,7 +72,7 @@ def product(
     """left · right, rounded to bfloat16 where that is the format of `into`. Each side may be a transposed view."""
     output = ROUNDED if into.dtype == torch.bfloat16 else ADD if add else SET
     if (taken := ROOM.get()) is not None:
-        taken[:] = map(max, taken, room_bytes(*into.shape, left.shape[1], output))
+        taken[:] = map(max, taken, room_bytes(into.shape[0], into.shape[1], left.shape[1], output))
     sides = *_side(left), *_side(right.t())
     shape = *into.shape, left.shape[1]
     call(LIBRARY, "product", *sides, *shape, output, into, into.stride(0), 0 if bias is None else bias)
