@@ -187,7 +187,9 @@ def in_use(field: str) -> int:
 def asked(settings: Settings) -> tuple[Ask, Target, Option, Device]:
     """What a recipe with these settings asks for, as `bloomery plan` understands it."""
     shape, parts = build(ModelConfig, settings["model"]), settings.get("micro_batches", 2)
-    wanted = {key: settings[key] for key in ("optimizer", "recompute", "precision", "lora") if key in settings}
+    wanted: Settings = {
+        key: settings[key] for key in ("optimizer", "recompute", "precision", "lora") if key in settings
+    }
     wanted |= {"steps": 1, "micro_batch_tokens": TOKENS, "tokens_per_step": parts * TOKENS, "device": "cpu"}
     config: Training = build(Finetune if "lora" in settings else Training, wanted)
     device = devices.find("cpu")
