@@ -99,13 +99,15 @@ def plan(options: argparse.Namespace) -> int:
     from importlib.util import find_spec
 
     from bloomery.core import config, stage
+    from bloomery.data import hosts
     from bloomery.recipe import STAGES, Recipe
     from bloomery.stages import planned
     from bloomery.stages.tokenizer import vocab_size
     from bloomery.train.planning.report import Price
 
     recipe = config.load(Recipe, options.recipe, options.settings)
-    laid = stage.lay_out(STAGES, recipe, options.runs / recipe.name)
+    with hosts.impatiently():
+        laid = stage.lay_out(STAGES, recipe, options.runs / recipe.name, blind=True)
     made = {}
     if recipe.pretrain is not None:
         tools: dict[str, Any] = {}

@@ -1,8 +1,10 @@
 import json
+import socket
 from pathlib import Path
 
 import pytest
 
+from bloomery.data import hosts
 from tests.calling import Call
 
 DEMO = Path(__file__).parents[2] / "recipes" / "demo.toml"
@@ -48,6 +50,34 @@ def test_a_plan_is_made_for_a_machine_that_is_not_here(call: Call, tmp_path: Pat
     code, _, err = call("plan", DEMO, "--runs", tmp_path, "--device", "rtx-4091")
     assert code == 2
     assert "rtx-4090" in err
+
+
+def test_a_plan_of_text_on_a_host_that_cannot_be_asked_says_all_but_what_is_fresh(
+    call: Call, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """At once: nobody waits for a network to know whether a model fits."""
+    monkeypatch.setenv("BLOOMERY_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(hosts, "wait", pytest.fail)
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))  # and listens to nobody
+        address = f"http://127.0.0.1:{taken.getsockname()[1]}"
+        source = f'{{kind="hub", name="far", domain="web", dataset="made/texts", endpoint="{address}"}}'
+        words = [f"fetch.sources=[{source}]", "--runs", tmp_path, "--device", "rtx-4090"]
+        code, out, _ = call("plan", DEMO, *words, "--json")
+        assert code == 0
+        stages = {one["stage"]: one for one in json.loads(out)["stages"]}
+        assert [name for name, one in stages.items() if one["fresh"] is not None] == ["synthesize"]
+        assert stages["pretrain"]["folder"] is None
+        assert stages["pretrain"]["why"].startswith("unknown: made/texts: the connection failed")
+        assert json.loads(out)["pretrain"]["parameters"] == 4_000_000
+        code, out, _ = call("plan", DEMO, *words)
+        assert code == 0
+        assert out.startswith("Whether these are fresh is unknown: made/texts: the connection failed")
+        code, out, err = call("plan", DEMO, *words[:1], "--runs", tmp_path, "fetch.sources=[]", "--json")
+        assert (code, json.loads(out)["stages"][0]["fresh"]) == (0, False)
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    code, out, _ = call("plan", DEMO, *words, "--json")
+    assert (code, json.loads(out)["stages"][0]["fresh"]) == (0, None)
 
 
 def test_a_plan_counts_the_reference_that_stays_beside_the_model_and_says_what_it_leaves_out(

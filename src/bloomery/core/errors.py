@@ -4,6 +4,7 @@ Errors that a user can cause and fix. Anything else that is raised is a bug.
     BloomeryError
       ConfigError        a recipe, an override or a flag is wrong
       DataError          an input file, document, shard or conversation is wrong
+        UnreachableError what it stands on elsewhere cannot be seen now
       CheckpointError    a checkpoint is missing, torn, of another shape or of another tokenizer
       HardwareError      the machine lacks what was asked of it
       RunError           a run folder is missing, busy, or not as its manifest says
@@ -25,6 +26,9 @@ class ConfigError(BloomeryError): ...
 
 
 class DataError(BloomeryError): ...
+
+
+class UnreachableError(DataError): ...
 
 
 class CheckpointError(BloomeryError): ...

@@ -24,7 +24,7 @@ from typing import Any
 
 from bloomery.core import files, native
 from bloomery.core.config import Config, plain
-from bloomery.core.errors import RunError
+from bloomery.core.errors import RunError, UnreachableError
 from bloomery.core.files import MANIFEST
 from bloomery.core.log import say
 
@@ -83,11 +83,13 @@ class Plan:
     inputs: Mapping[str, Path]
     outside: str = ""
     """The digest that joined the fingerprint."""
+    unseen: str = ""
+    """Why the digest of this stage, or of one before it, could not be taken; then neither is its folder known."""
 
     @property
     def fresh(self) -> bool:
         """Whether there is nothing to do."""
-        return damage(self.folder) == ""
+        return not self.unseen and damage(self.folder) == ""
 
 
 def resolve(place: str) -> Any:
@@ -96,11 +98,12 @@ def resolve(place: str) -> Any:
     return getattr(importlib.import_module(module), name)
 
 
-def lay_out(stages: Sequence[Stage], recipe: Config, root: Path) -> list[Plan]:
+def lay_out(stages: Sequence[Stage], recipe: Config, root: Path, *, blind: bool = False) -> list[Plan]:
     """
     Every stage of a recipe with its folder under `root`, in order, but for those that the recipe has no section for.
 
-    Reads sources' digests; writes nothing.
+    Reads sources' digests; writes nothing. Raises UnreachableError where one is on a host that cannot be asked, unless
+    `blind`: then the plan says so.
     """
     plans: dict[str, Plan] = {}
     left_out, not_wanted = missing_sections(stages, recipe), unwanted(stages, recipe)
@@ -108,7 +111,7 @@ def lay_out(stages: Sequence[Stage], recipe: Config, root: Path) -> list[Plan]:
         if stage.name in left_out:
             continue
         config: Config = getattr(recipe, stage.name)
-        outside = stage.outside(config)
+        outside, unseen = _seen(stage, config, blind)
         after = [name for name in config.needs(stage.after) if name not in not_wanted]
         inputs = [plans[name].fingerprint for name in after]
         known = [stage.name, stage.version, plain(config, stable_only=True), inputs, outside]
@@ -120,8 +123,19 @@ def lay_out(stages: Sequence[Stage], recipe: Config, root: Path) -> list[Plan]:
             fingerprint=fingerprint,
             inputs={name: plans[name].folder for name in after},
             outside=outside,
+            unseen=unseen or next((plans[name].unseen for name in after if plans[name].unseen), ""),
         )
     return list(plans.values())
+
+
+def _seen(stage: Stage, config: Config, blind: bool) -> tuple[str, str]:
+    """The digest of what a stage reads from outside, or why it is not known."""
+    try:
+        return stage.outside(config), ""
+    except UnreachableError as error:
+        if not blind:
+            raise
+        return "", str(error).splitlines()[0]
 
 
 def missing_sections(stages: Sequence[Stage], recipe: Config) -> dict[str, list[str]]:

@@ -18,7 +18,7 @@ from pydantic import Field, TypeAdapter, model_validator
 
 from bloomery.core import files
 from bloomery.core.config import VOLATILE, Config, Positive
-from bloomery.core.errors import DataError
+from bloomery.core.errors import DataError, UnreachableError
 from bloomery.data import cache, hosts, hub, reading, remote, web_files
 from bloomery.data.cache import Content
 from bloomery.data.hosts import RefusedError
@@ -214,7 +214,7 @@ def _in_store(source: Remote) -> list[RemoteFile]:
     if source.offline:
         if (known := cache.known(note)) is None:
             what = f"what is there is not in the cache {cache.root()}, and this is offline mode"
-            raise DataError(what, where=", ".join(source.patterns), cure="Run once without offline.")
+            raise UnreachableError(what, where=", ".join(source.patterns), cure="Run once without offline.")
         return [TypeAdapter(RemoteFile).validate_json(json.dumps(one)) for one in known]
     found = remote.listing(source.patterns, attempts=source.attempts)
     cache.note(note, [dataclasses.asdict(file) for file in found])
@@ -232,7 +232,7 @@ def _at_address(source: Address | Preset) -> WebFile:
     if source.offline:
         if known is None:
             what = f"is not in the cache {cache.root()}, and this is offline mode"
-            raise DataError(what, where=hosts.shown(address), cure="Run once without offline.")
+            raise UnreachableError(what, where=hosts.shown(address), cure="Run once without offline.")
     else:
         try:
             seen = web_files.version(address, attempts=source.attempts)

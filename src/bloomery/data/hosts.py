@@ -13,6 +13,7 @@ import time
 import urllib.request
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from contextvars import ContextVar
 from email.utils import parsedate_to_datetime
 from functools import cache
 from typing import TypeVar
@@ -21,6 +22,7 @@ from urllib.parse import urljoin, urlsplit
 import urllib3
 
 from bloomery import __version__
+from bloomery.core.errors import UnreachableError
 from bloomery.core.log import say
 
 FIRST_WAIT_SECONDS, LONGEST_WAIT_SECONDS = 1.0, 60.0
@@ -32,6 +34,7 @@ PASSING = (408, 425, 429, 500, 502, 503, 504, 520, 521, 522, 523, 524, 529)
 """Answers after which the same request may succeed."""
 
 T = TypeVar("T")
+IMPATIENT: ContextVar[bool] = ContextVar("impatient", default=False)
 
 
 class PassingError(Exception):
@@ -189,12 +192,24 @@ def wait(failures: int, error: PassingError, what: str) -> None:
     time.sleep(seconds)
 
 
+@contextmanager
+def impatiently() -> Iterator[None]:
+    """Within, a host that does not answer at once is an UnreachableError: what it would say is not worth a wait."""
+    token = IMPATIENT.set(True)
+    try:
+        yield
+    finally:
+        IMPATIENT.reset(token)
+
+
 def patiently(call: Callable[[], T], *, attempts: int, what: str) -> T:
     """The result of a call that may raise PassingError, after at most this many attempts. Raises RefusedError."""
     for failures in range(1, attempts + 1):
         try:
             return call()
         except PassingError as error:
+            if IMPATIENT.get():
+                raise UnreachableError(str(error), where=what, cure="Look at the network.") from None
             if failures == attempts:
                 raise RefusedError(f"{error} ({attempts} attempts)") from None
             wait(failures, error, what)

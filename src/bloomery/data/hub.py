@@ -21,7 +21,7 @@ from typing import Any, TypeVar
 from urllib.parse import quote
 
 from bloomery.core import files
-from bloomery.core.errors import DataError
+from bloomery.core.errors import DataError, UnreachableError
 from bloomery.core.log import say
 from bloomery.data import cache, hosts
 from bloomery.data.cache import Content
@@ -86,7 +86,7 @@ def commit(repository: Repository) -> str:
     if repository.cut_off:
         if before is None:
             what = f"revision {repository.revision!r} is not in the cache {cache.root()}, and this is offline mode"
-            raise DataError(what, where=repository.dataset, cure=_ONLINE)
+            raise UnreachableError(what, where=repository.dataset, cure=_ONLINE)
         return str(before["commit"])
     found = str(_ask(repository, lambda api: api.dataset_info(repository.dataset, revision=repository.revision).sha))
     if before is not None and before["commit"] != found:
@@ -151,7 +151,7 @@ def _tree(repository: Repository, folder: str | None) -> list[dict[str, Any]]:
             return [row for row in rows if row["path"].startswith(f"{folder}/" if folder else "")]
     if repository.cut_off:
         what = f"the list of its files at {sha[:12]} is not in the cache {cache.root()}, and this is offline mode"
-        raise DataError(what, where=repository.dataset, cure=_ONLINE)
+        raise UnreachableError(what, where=repository.dataset, cure=_ONLINE)
 
     def ask(api: Any) -> list[dict[str, Any]]:
         found = api.list_repo_tree(
@@ -175,7 +175,7 @@ def _of_config(repository: Repository, config: str, split: str) -> list[str]:
     if declared is None:
         if repository.cut_off:
             what = f"its configs are not in the cache {cache.root()}, and this is offline mode"
-            raise DataError(what, where=repository.dataset, cure=_ONLINE)
+            raise UnreachableError(what, where=repository.dataset, cure=_ONLINE)
         declared = _ask(repository, lambda api: _configs(api, repository))
         cache.note(note, declared)
     if config not in declared:

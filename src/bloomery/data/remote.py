@@ -20,7 +20,7 @@ from urllib.parse import urlsplit
 import fsspec
 
 from bloomery.core import files
-from bloomery.core.errors import DataError
+from bloomery.core.errors import DataError, UnreachableError
 from bloomery.core.log import say
 from bloomery.data import cache, extras, hosts, web_files
 from bloomery.data.cache import Content
@@ -143,7 +143,9 @@ def copied(file: RemoteFile, *, attempts: int, offline: bool) -> Path:
         return place
     if offline:
         cure = "Run once without offline, or point BLOOMERY_CACHE at the cache that has it."
-        raise DataError(f"is not in the cache {cache.root()}, and this is offline mode", where=file.address, cure=cure)
+        raise UnreachableError(
+            f"is not in the cache {cache.root()}, and this is offline mode", where=file.address, cure=cure
+        )
     with cache.locked(place):
         if not place.is_file():
             _copy(file, place, attempts)

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from bloomery.core import files
-from bloomery.core.errors import DataError
+from bloomery.core.errors import DataError, UnreachableError
 from bloomery.core.log import say
 from bloomery.data import cache, hosts
 from bloomery.data.cache import Content
@@ -62,7 +62,9 @@ def download(file: WebFile, *, attempts: int, token: str | None = None, offline:
         return place
     if offline:
         cure = "Run once without offline and HF_HUB_OFFLINE, or point BLOOMERY_CACHE at the cache that has it."
-        raise DataError(f"is not in the cache {cache.root()}, and this is offline mode", where=file.name, cure=cure)
+        raise UnreachableError(
+            f"is not in the cache {cache.root()}, and this is offline mode", where=file.name, cure=cure
+        )
     with cache.locked(place):
         if _is_whole(place, file):
             return place

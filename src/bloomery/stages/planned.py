@@ -73,7 +73,13 @@ def facts(
     found: dict[str, Any] = {
         "recipe": recipe,
         "stages": [
-            {"stage": one.stage.name, "fresh": one.fresh, "why": why(one), "folder": str(one.folder)} for one in laid
+            {
+                "stage": one.stage.name,
+                "fresh": None if one.unseen else one.fresh,
+                "why": why(one),
+                "folder": None if one.unseen else str(one.folder),
+            }
+            for one in laid
         ],
         "missing_sections": dict(left_out),
         **told,
@@ -99,6 +105,8 @@ ON_TOP = ("parameters", "weights_bytes", "peak_bytes", "tokens_per_second", "cho
 
 def why(one: Laid) -> str:
     """Why a stage is fresh, or would run."""
+    if one.unseen:
+        return f"unknown: {one.unseen}"
     problem = stages.damage(one.folder)
     if not problem:
         return "done with these settings and inputs"
@@ -115,13 +123,18 @@ def why(one: Laid) -> str:
     return f"{', '.join(changed) or 'what it is made from'} changed since {newest.name}"
 
 
+def _line(one: Mapping[str, Any]) -> str:
+    """Of a stage."""
+    state = "fresh" if one["fresh"] else "will run"
+    return f"{one['stage']:<11} {state:<9} {one['folder']}" + ("" if one["fresh"] else f"  ({one['why']})")
+
+
 def lines(told: Mapping[str, Any], made: Mapping[str, Plan]) -> list[str]:
     """As text."""
-    found = [
-        f"{one['stage']:<11} {'fresh' if one['fresh'] else 'will run':<9} {one['folder']}"
-        + ("" if one["fresh"] else f"  ({one['why']})")
-        for one in told["stages"]
-    ]
+    found = [_line(one) for one in told["stages"] if one["fresh"] is not None]
+    if unseen := [one for one in told["stages"] if one["fresh"] is None]:
+        names = ", ".join(one["stage"] for one in unseen)
+        found.insert(0, f"Whether these are fresh is {unseen[0]['why']}\n    {names}")
     for name, missing in told["missing_sections"].items():
         sections = " and ".join(f"[{one}]" for one in missing)
         found.append(f"{name:<11} {'left out':<9} the recipe has no section {sections}")
