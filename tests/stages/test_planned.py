@@ -73,7 +73,7 @@ def test_a_plan_of_text_on_a_host_that_cannot_be_asked_says_all_but_what_is_fres
         code, out, _ = call("plan", DEMO, *words)
         assert code == 0
         assert out.startswith("Whether these are fresh is unknown: made/texts: the connection failed")
-        code, out, err = call("plan", DEMO, *words[:1], "--runs", tmp_path, "fetch.sources=[]", "--json")
+        code, out, _ = call("plan", DEMO, *words[:1], "--runs", tmp_path, "fetch.sources=[]", "--json")
         assert (code, json.loads(out)["stages"][0]["fresh"]) == (0, False)
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     code, out, _ = call("plan", DEMO, *words, "--json")
