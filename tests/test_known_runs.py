@@ -10,12 +10,15 @@ import pytest
 
 from bloomery import cli
 from bloomery.core import config, stage
+from bloomery.core.errors import DataError
 from bloomery.model.config import ModelConfig
 from bloomery.model.cost import cost
 from bloomery.recipe import STAGES, Recipe
 from bloomery.shards.config import ImportedShards
 from bloomery.stages.config import Shard
+from bloomery.stages.tokenizer import vocab_size
 from bloomery.tokenizer.chat import Renderer
+from bloomery.tokenizer.config import Imported
 from bloomery.train.config import AdamW, Constant, Cosine, Muon
 from bloomery.weights import gpt2, huggingface
 from bloomery.weights.huggingface import Lineage
@@ -102,6 +105,30 @@ def test_a_plan_can_be_made_of_a_recipe(name: str, tmp_path: Path, capsys: pytes
     rows = recipe.pretrain.tokens_per_step // recipe.pretrain.model.context
     assert needs["tokens"] == recipe.pretrain.steps * rows * recipe.pretrain.model.context
     assert needs["peak_bytes"] > 16 * needs["parameters"] * 0.7
+
+
+@pytest.mark.parametrize("name", ["gpt2-124m", "plasma-500m"])
+def test_a_plan_can_be_made_before_anything_is_there(
+    name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    monkeypatch.setenv("BLOOMERY_CACHE", str(tmp_path / "cache"))
+    assert cli.main(["plan", str(FOLDER / f"{name}.toml"), "--device", "7900xtx", "--price", "0.4", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert abs(found["pretrain"]["parameters"] - PARAMETERS[name]) <= 6 * 1280
+    assert found["pretrain"]["fits"]
+    assert found["stages"][0]["fresh"] is None
+
+
+def test_an_imported_tokenizer_has_as_many_ids_as_the_recipe_says(tmp_path: Path) -> None:
+    small().save(tmp_path)
+    section = Imported(path=tmp_path, vocab_size=small().vocab_size + 1)
+    with pytest.raises(DataError, match=f"it has {small().vocab_size:,} ids, and vocab_size says"):
+        vocab_size(section)
+    assert vocab_size(section.model_copy(update={"path": tmp_path / "none"})) == small().vocab_size + 1
+    with pytest.raises(DataError, match="there is no tokenizer"):
+        vocab_size(Imported(path=tmp_path / "none"))
 
 
 @pytest.mark.parametrize(

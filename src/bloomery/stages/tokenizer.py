@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from bloomery.core.errors import DataError
+from bloomery.core.errors import DataError, UnreachableError
 from bloomery.core.files import canonical, sha256_bytes, sha256_file
 from bloomery.core.log import say
 from bloomery.data import document
@@ -31,10 +31,15 @@ def digest(config: AnyKind) -> str:
 
 
 def vocab_size(config: AnyKind) -> int:
-    """How many ids the section asks for, or an imported tokenizer has. Raises DataError."""
-    if isinstance(config, Imported):
+    """How many ids the section asks for, or an imported tokenizer has or is said to have. Raises DataError."""
+    if not isinstance(config, Imported):
+        return config.vocab_size
+    try:
         return _imported(config).vocab_size
-    return config.vocab_size
+    except UnreachableError:
+        if config.vocab_size is None:
+            raise
+        return config.vocab_size
 
 
 def run(config: AnyKind, inputs: Mapping[str, Path], out: Path) -> dict[str, Any]:
@@ -105,7 +110,11 @@ def _special(tokenizer: Tokenizer, config: AnyKind) -> dict[str, int | None]:
 
 
 def _imported(config: Imported) -> Tokenizer:
-    return importers.load(config.path, config.pattern, templates.wanted(config.template))
+    found = importers.load(config.path, config.pattern, templates.wanted(config.template))
+    if config.vocab_size not in (None, found.vocab_size):
+        what = f"it has {found.vocab_size:,} ids, and vocab_size says {config.vocab_size:,}"
+        raise DataError(what, where=str(config.path), cure=f"Say vocab_size = {found.vocab_size}, or leave it out.")
+    return found
 
 
 def _taken(seen: Sample, domain: str, some: Sequence[str]) -> dict[str, Any]:

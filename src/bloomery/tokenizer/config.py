@@ -77,6 +77,8 @@ class Imported(Sampled):
     """
     pattern: PatternName | None = None
     """How text is cut into words, where a file does not say it: `.tiktoken`, and a tokenizer of llm.c."""
+    vocab_size: Positive | None = None
+    """How many ids it has, special tokens that come after included: what a plan reckons with while it is not there."""
     measure: bool = True
     """Whether it is measured on the documents of the run. Without, it needs none."""
 

@@ -17,7 +17,7 @@ from typing import Any
 import tokenizers
 from tokenizers import AddedToken, models
 
-from bloomery.core.errors import DataError
+from bloomery.core.errors import DataError, UnreachableError
 from bloomery.tokenizer import llmc, pieces
 from bloomery.tokenizer.patterns import PATTERNS, PatternName
 from bloomery.tokenizer.templates import EVERY_SPECIAL
@@ -41,7 +41,7 @@ def files(path: Path) -> tuple[Path, ...]:
         if all((path / name).is_file() for name in names):
             return tuple(path / name for name in names)
     cure = f"A tokenizer is {FILE}, a .tiktoken, .model or .bin file, or a folder with {' and '.join(GPT2)}."
-    raise DataError("there is no tokenizer", where=str(path), cure=cure)
+    raise UnreachableError("there is no tokenizer", where=str(path), cure=cure)
 
 
 def load(path: Path, pattern: PatternName | None = None, special: Sequence[str] = SPECIAL) -> Tokenizer:
