@@ -50,8 +50,8 @@ def poison_loss(monkeypatch: pytest.MonkeyPatch, bad: dict[int, float]) -> None:
     """Multiply the loss of the steps that take samples 4 · (step − 1) … by a number."""
     whole, inner, now = loader.batches, loop.micro_batch_losses, [0]
 
-    def counted(samples: Any, *, first: int, size: int, seed: int) -> Iterator[Batch]:
-        for number, batch in enumerate(whole(samples, first=first, size=size, seed=seed)):
+    def counted(samples: Any, *, first: int, size: int, **how: Any) -> Iterator[Batch]:
+        for number, batch in enumerate(whole(samples, first=first, size=size, **how)):
             now[0] = first // size + number + 1
             yield batch
 
