@@ -96,7 +96,8 @@ def test_a_recipe_has_the_parameters_of_the_model_that_it_reproduces(name: str) 
 
 @pytest.mark.parametrize("name", PARAMETERS)
 def test_a_plan_can_be_made_of_a_recipe(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    words = ["plan", str(FOLDER / f"{name}.toml"), "--runs", str(tmp_path), "--json", *settings(name, tmp_path)]
+    words = ["plan", str(FOLDER / f"{name}.toml"), "--device", "7900xtx", "--runs", str(tmp_path), "--json"]
+    words += settings(name, tmp_path)
     assert cli.main(words) == 0
     needs: dict[str, Any] = json.loads(capsys.readouterr().out)["pretrain"]
     recipe = read(name)
