@@ -18,7 +18,6 @@ from bloomery.hw.device import Device
 from bloomery.hw.dist import World
 from bloomery.model.transformer import Transformer
 from bloomery.shards.loader import Source
-from bloomery.train import parallel
 from bloomery.train.loop import accumulate_gradients, clipping, in_memory, in_range
 from bloomery.train.objective import Objective
 from bloomery.train.optim import Optimizers
@@ -65,7 +64,8 @@ class Trial:
         used, seconds, update = self._step(rows, MICRO_BATCHES if rows < most else 1)
         self.validation.measure(self.model, self.device, most=1)
         if self.world.size == 1:
-            kept = parallel.copy_of(self.model), training_state.copied(self.optimizers.state())
+            weights = {name: weight for name, weight in self.model.named_parameters() if weight.requires_grad}
+            kept = training_state.copied(weights), training_state.copied(self.optimizers.state())
             del kept
         self.optimizers.restore({})
         return Tried(
