@@ -127,6 +127,7 @@ CALL = {"role": "assistant", "content": "a"}
         ({"messages": [{**CALL, "tool_calls": [{"function": {"name": "\ud800"}}]}]}, "not_unicode", "a call in mess"),
         ({"prompt": "p", "completion": "c", "history": 5}, "bad_message", "its history is int, not a list of pairs"),
         ({"messages": [CALL], "tools": [{"name": "\ud800"}]}, "not_unicode", "a tool holds half a surrogate"),
+        ({**TALK, "id": "\ud800"}, "not_unicode", "field 'id' holds half a surrogate"),
         ({**ROWS[-2], "role": ["prompter"]}, "unknown_role", r"has the role \['prompter'\]"),
     ],
 )
