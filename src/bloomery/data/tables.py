@@ -68,7 +68,9 @@ def _wanted(names: Sequence[str], columns: Sequence[str], optional: Sequence[str
     for name in (*columns, *optional):
         known = next((one for one in (name, name.partition(".")[0]) if one in names), None)
         if names.count(known) > 1:
-            return Problem("no_column", 0, f"has {names.count(known)} columns of the name {known!r}: which one is meant?")
+            return Problem(
+                "no_column", 0, f"has {names.count(known)} columns of the name {known!r}: which one is meant?"
+            )
         if known is None and name in columns:
             return Problem("no_column", 0, f"has no column {name!r}; its columns: {', '.join(names)}")
         if known is not None:
