@@ -70,8 +70,8 @@ def test_a_missing_key_is_told_with_its_cure(
         run(config(server, kind), tmp_path)
 
 
-UNKNOWN = ("cut", "chunk", "half", "deep", "numbers", "html", "silent", "late")
-FAULTS = ("",) * 6 + ("429", "500", "503", "529", *UNKNOWN[:-1])
+UNKNOWN = ("cut", "chunk", "half", "deep", "numbers", "html", "silent")
+FAULTS = ("",) * 6 + ("429", "500", "503", "529", *UNKNOWN)
 
 
 @kinds
@@ -82,7 +82,6 @@ def test_two_hundred_conversations_come_through_faults_with_none_lost_and_none_p
     faults = [*UNKNOWN, *(drawn.choice(FAULTS) for _ in range(20_000))]
     server.fault = lambda number: faults[number]
     settings: dict[str, Any] = {"topics": [], "preset": "seed-1386", "count": 200, "concurrency": 8, "attempts": 60}
-    settings["timeout_seconds"] = server.late_seconds / 2
     stats = run(config(server, kind, max_tokens=10_000_000, **settings), tmp_path)
     assert stats["conversations"] == 200
     assert len(set(asks(tmp_path))) == 200
@@ -96,6 +95,18 @@ def test_two_hundred_conversations_come_through_faults_with_none_lost_and_none_p
     multi = [line for line in lines(tmp_path) if line["category"] == "multi_turn"]
     assert len(multi) == 20
     assert all(len(line["messages"]) == 6 for line in multi)
+
+
+@kinds
+def test_an_answer_that_comes_too_late_is_asked_for_again_by_the_same_name_and_counts_as_paid(
+    server: ModelServer, tmp_path: Path, kind: str
+) -> None:
+    server.fault = lambda number: "late" if number == 0 else ""
+    stats = run(config(server, kind, timeout_seconds=server.late_seconds / 2, concurrency=1), tmp_path)
+    assert stats["conversations"] == len(TOPICS)
+    assert server.names[0] == server.names[1]
+    assert stats["lost_requests"] >= 1
+    assert stats["input_tokens"] + stats["output_tokens"] > sum(server.charged)
 
 
 def test_the_weights_of_the_preset_are_kept(server: ModelServer, tmp_path: Path) -> None:
