@@ -58,7 +58,7 @@ def planned(ask: Ask, config: Training, target: Target, check: Check | None = No
         target=target,
         choice=choice,
         why=_why(ask, target, choice),
-        others=alternatives(ask, target),
+        others=[(choice if one.way == choice.way else one, why) for one, why in alternatives(ask, target)],
         change=None if choice.fits else cheapest_change(ask, target),
         devices_needed=None if choice.fits else devices_needed(ask, target),
         disk_bytes=disk.training_bytes(config, ask.what, choice.way),
