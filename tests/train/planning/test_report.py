@@ -53,7 +53,7 @@ def adds_up(made: Plan) -> bool:
     told = made.facts()
     parts = {name: size for name, size in told["at_peak"].items() if name != "moment"}
     assert all(size >= 0 for size in parts.values())
-    return sum(parts.values()) == told["peak_bytes"] == made.choice.peak_bytes
+    return bool(sum(parts.values()) == told["peak_bytes"] == made.choice.peak_bytes)
 
 
 @pytest.mark.parametrize("name", PLANS)

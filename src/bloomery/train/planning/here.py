@@ -117,10 +117,10 @@ def check(ask: Ask, target: Target, option: Option) -> Option:
         return option
     what = step(option, option.way.rows * option.way.devices < ask.rows_per_step)
     found = trace(what)
-    moment, parts = found.at_peak
-    parts["weights"] += option.what.reference_bytes(option.way.method)  # which takes part in no step that is traced
-    peak = sum(parts.values())
-    option = replace(option, peak_bytes=peak, fits=peak <= target.usable_bytes, traced=(moment, parts))
+    moment, kept = found.at_peak
+    kept["weights"] += option.what.reference_bytes(option.way.method)  # which takes part in no step that is traced
+    peak = sum(kept.values())
+    option = replace(option, peak_bytes=peak, fits=peak <= target.usable_bytes, traced=(moment, kept))
     if target.flops_from != "measured" or option.pace is None:
         return option
     seconds = timed(what, _device(target))

@@ -156,7 +156,7 @@ class Plan:
     def _sizes(self) -> dict[str, int]:
         """Of each part as it is at the peak, or by arithmetic where it is not there yet or any more."""
         parts = self.choice.at_peak[1]
-        return {name: parts.get(name) or getattr(self.choice.needs, name, 0) for name in PARTS}
+        return {name: int(parts.get(name) or getattr(self.choice.needs, name, 0)) for name in PARTS}
 
     def _components(self) -> str:
         moment, parts = self.choice.at_peak

@@ -113,7 +113,7 @@ def _traced(step: Step) -> Traced:
         optimizers = step.prepare(model, device)
         trained = [weight for weight in model.parameters() if weight.requires_grad]
         for weight in trained:
-            weight.register_post_accumulate_grad_hook(partial(_learned, meter))
+            weight.register_post_accumulate_grad_hook(partial(_learned, meter))  # type: ignore[no-untyped-call]
             weight.grad = torch.empty_like(weight)
         meter.making = "optimizer"
         optimizers.step()
