@@ -1,6 +1,6 @@
 """A plan as data, and as lines that a person reads. Needs no torch."""
 
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from bloomery.hw.catalog import GIB
@@ -121,7 +121,7 @@ class Plan:
             f"  disk     {_size(self.disk_bytes)} of checkpoints and models; a conversation's keys and values "
             f"take {_size(told['kv_bytes'])}"
         )
-        found.append(f"  {'way':<50} {'rows':>5} {'peak':>10} {'tokens/s':>11}")
+        found.append(f"  {'way':<50} {'rows':>5} {'peak':>11} {'tokens/s':>11}")
         found += [self._row(one) for one in self._shown()]
         away = [(one, why) for one, why in self.others if one.way.offload]
         if away:
@@ -132,7 +132,8 @@ class Plan:
     def _row(self, one: Option) -> str:
         rate = f"{one.pace.tokens_per_second:,.0f}" if one.pace else "unknown"
         mark = "" if one.fits else "  does not fit"
-        return f"  {describe(one, rows=False):<50} {one.way.rows:>5} {_size(one.peak_bytes):>10} {rate:>11}{mark}"
+        peak = f"{'~' if self.choice.traced and not one.traced else ''}{_size(one.peak_bytes)}"
+        return f"  {describe(one, rows=False):<50} {one.way.rows:>5} {peak:>11} {rate:>11}{mark}"
 
     def _shown(self) -> list[Option]:
         """Of the ways that can be had, for each method, format and sharding: those that fit, or the least."""
@@ -155,8 +156,8 @@ class Plan:
 
     def _sizes(self) -> dict[str, int]:
         """Of each part as it is at the peak, or by arithmetic where it is not there yet or any more."""
-        parts = self.choice.at_peak[1]
-        return {name: int(parts.get(name) or getattr(self.choice.needs, name, 0)) for name in PARTS}
+        parts, reckoned = self.choice.at_peak[1], asdict(self.choice.needs)
+        return {name: parts.get(name) or reckoned.get(name, 0) for name in PARTS}
 
     def _components(self) -> str:
         moment, parts = self.choice.at_peak
