@@ -6,7 +6,8 @@ from pathlib import Path
 import pytest
 
 from bloomery.evaluation import talks
-from bloomery.evaluation.talks import Said, Turn
+from bloomery.evaluation.talks import Turn
+from bloomery.generate.engine import Completion
 from bloomery.stages import instruct
 from bloomery.tokenizer.chat import Message, Renderer
 from bloomery.weights.huggingface import Lineage, Loaded
@@ -76,26 +77,30 @@ def test_likelihood_is_that_of_the_answer_and_its_end(folder: Path, loaded: Load
             log_p = F.log_softmax(loaded.model.logits(loaded.model(ids))[0].double(), dim=-1)
         nats -= sum(float(log_p[len(turn.prompt) + place - 1, target]) for place, target in enumerate(turn.answer))
     size = sum(len(message["content"].encode()) for one in TALKS for message in one[1::2])
-    scores = talks.scores(loaded, turns, [Said(turn, (), True) for turn in turns])
+    scores = talks.scores(loaded, turns, [Completion([5], number > 0) for number in range(len(turns))])
     assert scores["bits_per_byte"] == pytest.approx(nats / math.log(2) / size, rel=1e-4)
     assert scores["tokens"] == sum(len(turn.answer) for turn in turns)
-    assert scores["ended"]["value"] == 1.0
+    assert scores["ended"]["value"] == 0.8
+    assert scores["length"] == {"said": 1.8, "given": scores["tokens"] / 5}, "with the token that ends an answer"
 
 
-def test_an_answer_ended_if_the_model_said_so_and_each_is_drawn_by_itself(folder: Path, loaded: Loaded) -> None:
+def test_each_answer_is_drawn_by_itself_and_cut_where_its_tokens_ran_out(
+    folder: Path, loaded: Loaded, monkeypatch: pytest.MonkeyPatch
+) -> None:
     turns = found(folder)
 
-    def said(some: list[Turn], seed: int = 0) -> list[Said]:
+    def said(some: list[Turn], seed: int = 0) -> list[Completion]:
         return list(talks.answers(loaded, some, max_tokens=9, temperature=1.5, seed=seed))
 
     whole = said(turns)
     assert said(turns[2:4]) == whole[2:4]
     assert said(turns, seed=1) != whole
+    assert any(not one.stopped for one in whole)
     for one in whole:
-        assert one.ended == (one.ids[-1] == RENDERER.end_id)
-        assert RENDERER.end_id not in one.ids[:-1]
-        assert len(one.ids) <= 9
-    assert {one.ended for one in said(turns * 1, 3) + whole} >= {False}
+        assert RENDERER.end_id not in one.ids
+        assert len(one.ids) + one.stopped == 9 or one.stopped
+    monkeypatch.setattr(talks, "AT_ONCE", 2)
+    assert said(turns) == whole, "however many at once"
 
 
 def test_a_model_that_only_ever_ends_has_ended(folder: Path, loaded: Loaded, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -103,6 +108,5 @@ def test_a_model_that_only_ever_ends_has_ended(folder: Path, loaded: Loaded, mon
     always[..., RENDERER.end_id] = 9.0
     monkeypatch.setattr(loaded.model, "logits", lambda hidden: always.expand(*hidden.shape[:-1], -1))
     said = list(talks.answers(loaded, found(folder), max_tokens=9, temperature=0.0, seed=0))
-    assert [one.ids for one in said] == [(RENDERER.end_id,)] * 5
-    assert all(one.ended for one in said)
-    assert talks.shown(loaded, said[0])["said"] == ""
+    assert said == [Completion([], stopped=True)] * 5
+    assert talks.shown(loaded, found(folder)[0], said[0])["said"] == ""

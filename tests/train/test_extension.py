@@ -18,18 +18,11 @@ from bloomery.train import extension
 from bloomery.train.config import Training
 from bloomery.weights import training_state
 from tests.tokenizer.made import small
-from tests.train.made import T, session, write_samples
+from tests.train.made import T, session
 
 LEVEL = {"kind": "wsd", "warmup_steps": 4, "decay": 0.0}
 DECAY = {"kind": "wsd", "warmup_steps": 4, "decay_steps": 20}
 FREE: dict[str, Any] = {"save_every_seconds": 1e9, "evaluate_every": 20, "log_every": 4, "skip_window": 8}
-
-
-@pytest.fixture(scope="module")
-def shards(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("shards")
-    write_samples(folder)
-    return folder
 
 
 def run(shards: Path, out: Path, steps: int, schedule: Any, given: Path | None = None, **settings: Any) -> Any:

@@ -17,18 +17,11 @@ from bloomery.train.session import Session
 from bloomery.weights import huggingface, training_state
 from bloomery.weights.huggingface import BaseModel, Lineage
 from tests.tokenizer.made import small
-from tests.train.made import SHAPE, session, write_samples
+from tests.train.made import SHAPE, session
 
 import torch
 
 LORA = {"rank": 2, "dropout": 0.1, "base": "nf4"}
-
-
-@pytest.fixture(scope="module")
-def shards(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("shards")
-    write_samples(folder)
-    return folder
 
 
 def finetuning(shards: Path, out: Path, **settings: Any) -> Session:

@@ -14,7 +14,6 @@ from bloomery.core.log import read_metrics
 from bloomery.hw.dist import World
 from bloomery.train import launch
 from bloomery.weights.checkpoint import newest
-from tests.train.made import write_samples
 
 ROOT = Path(__file__).parents[2]
 
@@ -88,16 +87,14 @@ TRAIN = """
 import json, sys
 from bloomery.train import launch
 from bloomery.weights.checkpoint import newest
-from tests.train.made import write_samples
 launch.run("tests.train.made:trained", json.loads(sys.argv[1]), 2)
 """
 
 
 @pytest.mark.slow
-def test_ranks_that_are_asked_to_stop_stop_after_the_same_step_which_is_saved(tmp_path: Path) -> None:
-    write_samples(tmp_path / "shards")
+def test_ranks_that_are_asked_to_stop_stop_after_the_same_step_which_is_saved(shards: Path, tmp_path: Path) -> None:
     settings = {"steps": 100_000, "save_every_seconds": 1e6, "evaluate_every": 10**6, "optimizer": {"kind": "adamw"}}
-    task = {"shards": str(tmp_path / "shards"), "out": str(tmp_path / "out"), "settings": settings}
+    task = {"shards": str(shards), "out": str(tmp_path / "out"), "settings": settings}
     with subprocess.Popen([sys.executable, "-c", TRAIN, json.dumps(task)], cwd=ROOT) as parent:
         metrics, deadline = tmp_path / "out" / "metrics.jsonl", time.monotonic() + 60
         while len(read_metrics(metrics)) < 5 and time.monotonic() < deadline:

@@ -10,7 +10,7 @@ from bloomery.hw.dist import World
 from bloomery.model.transformer import Transformer
 from bloomery.train import loop
 from bloomery.train.loop import in_memory
-from tests.train.made import session, write_samples
+from tests.train.made import session
 
 import torch
 from torch import nn
@@ -30,14 +30,6 @@ class Small:
             return plain(model, batch, *rest)
 
         monkeypatch.setattr(loop, "micro_batch_losses", limited)
-
-
-@pytest.fixture
-def shards(tmp_path: Path) -> Path:
-    folder = tmp_path / "shards"
-    folder.mkdir()
-    write_samples(folder)
-    return folder
 
 
 def test_a_run_whose_memory_ends_goes_on_with_fewer_rows_of_the_same_batch(

@@ -17,7 +17,7 @@ from bloomery.train.hooks import Hook
 from bloomery.train.state import State
 from bloomery.weights import checkpoint
 from tests.model.made import SHAPES, VOCAB_SIZE, lively
-from tests.train.made import session, write_samples
+from tests.train.made import session
 
 import safetensors.torch
 import torch
@@ -25,13 +25,6 @@ import torch
 ADAMW = {"kind": "adamw", "learning_rate": 0.003}
 MUON = {"kind": "muon", "matrix_learning_rate": 0.005}
 STEPS = 9
-
-
-@pytest.fixture(scope="module")
-def shards(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("shards")
-    write_samples(folder)
-    return folder
 
 
 def run(shards: Path, out: Path, ranks: int, **settings: Any) -> dict[str, Any]:

@@ -17,16 +17,9 @@ from bloomery.train.clock import Clock
 from bloomery.train.norms import Norms, by_layer
 from tests.model.made import SHAPES, lively
 from tests.tokenizer.made import small
-from tests.train.made import processor, session, write_samples
+from tests.train.made import processor, session
 
 import torch
-
-
-@pytest.fixture(scope="module")
-def shards(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("shards")
-    write_samples(folder)
-    return folder
 
 
 def test_a_loss_in_bits_per_byte_is_that_of_the_bytes_of_the_targets(shards: Path, tmp_path: Path) -> None:

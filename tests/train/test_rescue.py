@@ -23,7 +23,7 @@ from bloomery.train.session import Session
 from bloomery.train.state import State
 from bloomery.train.validation import Validation
 from bloomery.weights import checkpoint
-from tests.train.made import T, session, write_samples
+from tests.train.made import T, session
 from tests.train.test_session import die_after
 
 import torch
@@ -37,13 +37,6 @@ SETTINGS: dict[str, Any] = {
     "keep_checkpoints": 20,
     "evaluate_every": 100,
 }
-
-
-@pytest.fixture(scope="module")
-def shards(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("shards")
-    write_samples(folder)
-    return folder
 
 
 def poison_loss(monkeypatch: pytest.MonkeyPatch, bad: dict[int, float]) -> None:

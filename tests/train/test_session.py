@@ -17,17 +17,10 @@ from bloomery.train.state import State
 from bloomery.train.validation import Validation
 from bloomery.weights import huggingface, training_state
 from tests.tokenizer.made import small
-from tests.train.made import SHAPE, T, processor, session, write_samples
+from tests.train.made import SHAPE, T, processor, session
 
 STEPS = 9
 ADAMW = {"kind": "adamw", "learning_rate": 0.01}
-
-
-@pytest.fixture(scope="module")
-def shards(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("shards")
-    write_samples(folder)
-    return folder
 
 
 def result(out: Path) -> dict[str, Any]:

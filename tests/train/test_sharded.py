@@ -24,7 +24,7 @@ from bloomery.train.hooks import Hook
 from bloomery.train.state import State
 from bloomery.weights import checkpoint
 from tests.model.made import SHAPES, lively
-from tests.train.made import session, write_samples
+from tests.train.made import session
 from tests.train.test_parallel import ADAMW, MUON, STEPS, furthest, losses, run
 
 import torch
@@ -33,13 +33,6 @@ from torch import Tensor
 ROOT = Path(__file__).parents[2]
 LION = {"kind": "lion", "learning_rate": 1e-4}
 ADEMAMIX = {"kind": "ademamix", "learning_rate": 1e-3, "ramp_steps": 5}
-
-
-@pytest.fixture(scope="module")
-def shards(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("shards")
-    write_samples(folder)
-    return folder
 
 
 @pytest.mark.parametrize("shape", SHAPES)

@@ -12,7 +12,7 @@ import pytest
 from bloomery.core.log import read_metrics
 from bloomery.shards.loader import Samples
 from bloomery.weights import checkpoint
-from tests.train.made import session, write_samples
+from tests.train.made import session
 
 GRACE_SECONDS = 30
 RUN = """
@@ -24,9 +24,8 @@ session(Path(sys.argv[1]), Path(sys.argv[2]), **settings).run()
 """
 
 
-def test_sigterm_saves_the_newest_step_and_exits_with_143(tmp_path: Path) -> None:
-    write_samples(tmp_path / "shards")
-    command = [sys.executable, "-c", RUN, str(tmp_path / "shards"), str(tmp_path / "killed")]
+def test_sigterm_saves_the_newest_step_and_exits_with_143(shards: Path, tmp_path: Path) -> None:
+    command = [sys.executable, "-c", RUN, str(shards), str(tmp_path / "killed")]
     env = {**os.environ, "OMP_NUM_THREADS": "1"}
     process = subprocess.Popen([*command, "1000000"], stderr=subprocess.DEVNULL, env=env)
     try:
@@ -48,10 +47,9 @@ def test_sigterm_saves_the_newest_step_and_exits_with_143(tmp_path: Path) -> Non
 
 
 def test_sigterm_in_the_midst_of_an_evaluation_leaves_the_step_saved(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    shards: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    write_samples(tmp_path / "shards")
-    run = session(tmp_path / "shards", tmp_path / "killed", save_every_seconds=1e9, evaluate_every=4)
+    run = session(shards, tmp_path / "killed", save_every_seconds=1e9, evaluate_every=4)
     whole, seen = Samples.batch, list[int]()
 
     def batch(self: object, numbers: object) -> object:

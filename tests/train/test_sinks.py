@@ -12,14 +12,7 @@ from bloomery.core.log import read_metrics
 from bloomery.train.events import EventFile, crc32c
 from bloomery.train.sinks import MainLog, flat
 from bloomery.train.state import State
-from tests.train.made import session, write_samples
-
-
-@pytest.fixture(scope="module")
-def shards(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("shards")
-    write_samples(folder)
-    return folder
+from tests.train.made import session
 
 
 class Service(ModuleType):

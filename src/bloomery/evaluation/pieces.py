@@ -7,7 +7,7 @@ What is not there is None, and is shown as a dash.
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from bloomery.evaluation import charts
+from bloomery.evaluation import charts, shown
 from bloomery.evaluation.charts import DASH, Bar, Html, count, join, number, percent, tag
 
 Report = Mapping[str, Any]
@@ -41,6 +41,12 @@ def listed(data: Any, *path: str) -> list[Mapping[str, Any]]:
 
 def text(value: Any) -> str:
     return DASH if value is None else str(value)
+
+
+def scored(metric: str, score: Any) -> str:
+    """A score with its interval, as it is shown in a terminal, and a dash where it is none."""
+    fits = isinstance(score, Mapping) and all(number(score.get(name)) is not None for name in ("value", "low", "high"))
+    return shown.shown(metric, score) if fits else DASH
 
 
 NOTHING = tag("p", f"{DASH} Nothing was recorded.", class_="missing")

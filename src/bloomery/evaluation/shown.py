@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-PERCENT = ("acc", "acc_norm", "exact", "flexible", "right")
+PERCENT = ("acc", "acc_norm", "exact", "flexible", "right", "ended")
 
 
 def lines(found: Mapping[str, Mapping[str, Any]]) -> Iterator[str]:

@@ -4,8 +4,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from bloomery.evaluation import charts
-from bloomery.evaluation.charts import DASH, count, decimal, number, percent
-from bloomery.evaluation.pieces import Report, at, named, note, text
+from bloomery.evaluation.charts import count, decimal, number
+from bloomery.evaluation.pieces import Report, at, named, note, scored, text
 
 MODELS = {"pretrain": "before finetuning", "finetune": "after finetuning", "prefer": "after preference tuning"}
 
@@ -23,7 +23,6 @@ def held_out_talks(report: Report) -> list[object]:
 
 
 def _row(name: str, one: Mapping[str, Any]) -> list[object]:
-    value, low, high = (number(at(one, "ended", key)) for key in ("value", "low", "high"))
-    ended = DASH if value is None else f"{percent(value)} ({percent(low)} to {percent(high)})"
+    ended = scored("ended", one.get("ended"))
     sizes = [decimal(at(one, "length", key)) for key in ("said", "given")]
     return [name, ended, decimal(one.get("bits_per_byte")), decimal(one.get("perplexity")), *sizes]

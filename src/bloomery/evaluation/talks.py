@@ -17,9 +17,13 @@ import bloomery.hw.needs_torch  # noqa: F401
 from bloomery.evaluation import likelihood
 from bloomery.evaluation.likelihood import Asked
 from bloomery.evaluation.scoring import Score
-from bloomery.generate.engine import Engine
+from bloomery.evaluation.written import stable_seed
+from bloomery.generate.engine import Completion, Engine
 from bloomery.shards import format
 from bloomery.weights.huggingface import Loaded
+
+AT_ONCE = 50
+"""Answers that are drawn before it is told how many there are."""
 
 
 @dataclass(frozen=True)
@@ -31,14 +35,6 @@ class Turn:
     prompt: tuple[int, ...]
     answer: tuple[int, ...]
     """With the token that ends it."""
-
-
-@dataclass(frozen=True)
-class Said:
-    turn: Turn
-    ids: tuple[int, ...]
-    ended: bool
-    """By itself, and not because its tokens or its context ran out."""
 
 
 def turns(instruct: Path, tokenizer_hash: str) -> Iterator[Turn]:
@@ -71,44 +67,47 @@ def drawn(found: Iterable[Turn], count: int, seed: int, longest_prompt: int) -> 
     return [talks[number][int(rng.integers(len(talks[number])))] for number in chosen]
 
 
-def answers(loaded: Loaded, asked: Sequence[Turn], *, max_tokens: int, temperature: float, seed: int) -> Iterator[Said]:
+def answers(
+    loaded: Loaded, asked: Sequence[Turn], *, max_tokens: int, temperature: float, seed: int
+) -> Iterator[Completion]:
     """What the model says in place of each answer. Each is drawn by a seed of its own."""
     engine, stop = Engine(loaded.model), frozenset({loaded.renderer.end_id})
-    for turn in asked:
-        own = int(np.random.SeedSequence([seed, turn.number, len(turn.prompt)]).generate_state(1)[0])
-        stream = engine.stream(turn.prompt, max_tokens=max_tokens, temperature=temperature, seed=own, stop_ids=stop)
-        ids = tuple(stream)
-        yield Said(turn, ids, ids[-1:] == (loaded.renderer.end_id,))
+    for begin in range(0, len(asked), AT_ONCE):
+        some = asked[begin : begin + AT_ONCE]
+        seeds = [stable_seed(seed, turn.number, len(turn.prompt)) for turn in some]
+        prompts = [turn.prompt for turn in some]
+        yield from engine.draw(prompts, seeds, max_tokens=max_tokens, stop_ids=stop, temperature=temperature)
 
 
-def scores(loaded: Loaded, asked: Sequence[Turn], said: Sequence[Said]) -> dict[str, Any]:
+def scores(loaded: Loaded, asked: Sequence[Turn], said: Sequence[Completion]) -> dict[str, Any]:
     """
     ended: the share of answers that end by themselves. nats_per_token and bits_per_byte: of the given answers, with the
-    token that ends each; perplexity: e to the nats. length: the mean of tokens said, and of those of the given answers.
+    token that ends each; perplexity: e to the nats. length: the mean of tokens said, and of those of the given answers,
+    the token that ends one among them.
     """
     found = likelihood.score(loaded.model, [Asked(one.prompt, one.answer) for one in asked], seen=lambda _: None)
     sizes = [len(loaded.renderer.said(one.answer).encode()) for one in asked]
     nats = -sum(one.log_p for one in found)
     tokens, size = sum(one.tokens for one in found), sum(sizes)
     return {
-        "ended": vars(Score.of([float(one.ended) for one in said])),
+        "ended": vars(Score.of([float(one.stopped) for one in said])),
         "nats_per_token": round(nats / max(tokens, 1), 6),
         "perplexity": round(math.exp(nats / max(tokens, 1)), 4),
         "bits_per_byte": round(nats / math.log(2) / max(size, 1), 6),
         "tokens": tokens,
         "bytes": size,
         "length": {
-            "said": round(sum(len(one.ids) for one in said) / max(len(said), 1), 2),
+            "said": round(sum(len(one.ids) + one.stopped for one in said) / max(len(said), 1), 2),
             "given": round(tokens / max(len(asked), 1), 2),
         },
     }
 
 
-def shown(loaded: Loaded, one: Said) -> dict[str, Any]:
+def shown(loaded: Loaded, turn: Turn, said: Completion) -> dict[str, Any]:
     """For people: the conversation with its marks, what stood there, and what the model says."""
     return {
-        "before": loaded.tokenizer.decode(list(one.turn.prompt)),
-        "given": loaded.renderer.said(one.turn.answer),
-        "said": loaded.renderer.said(one.ids),
-        "ended": one.ended,
+        "before": loaded.tokenizer.decode(turn.prompt),
+        "given": loaded.renderer.said(turn.answer),
+        "said": loaded.renderer.said(said.ids),
+        "ended": said.stopped,
     }

@@ -1,11 +1,10 @@
 """Of the page: the scores of known tasks, with their intervals, clean and dirty."""
 
-from collections.abc import Mapping
 from typing import Any
 
-from bloomery.evaluation import charts, shown
+from bloomery.evaluation import charts
 from bloomery.evaluation.charts import DASH, count, number, percent
-from bloomery.evaluation.pieces import Report, at, named, note, sequence, text
+from bloomery.evaluation.pieces import Report, at, named, note, scored, sequence, text
 
 
 def known_tasks(report: Report) -> list[object]:
@@ -16,7 +15,7 @@ def known_tasks(report: Report) -> list[object]:
             parts = [_part(told, part, metric) for part in ("clean", "dirty")]
             looked = looked or at(told, "dirty_n") is not None
             chance = percent(at(told, "chance")) if metric in ("acc", "acc_norm") else DASH
-            rows.append([text(name), text(metric), _value(metric, score), count(at(score, "n")), chance, *parts])
+            rows.append([text(name), text(metric), scored(metric, score), count(at(score, "n")), chance, *parts])
     heads = ["Task", "Score", "Value (95% interval)", "Questions", "Chance", "Clean", "Dirty"]
     found = [charts.table(heads, rows), note(TOLD, LOOKED if looked else "")] if rows else []
     return [*found, *_core(report)]
@@ -43,12 +42,6 @@ def _core(report: Report) -> list[object]:
     return [note(told, f"It is not CORE: {', '.join(missing)} are missing.")]
 
 
-def _value(metric: str, score: Any) -> str:
-    """A score as it is shown in a terminal, and a dash where it is none."""
-    fits = isinstance(score, Mapping) and all(number(score.get(name)) is not None for name in ("value", "low", "high"))
-    return shown.shown(metric, score) if fits else DASH
-
-
 def _part(told: Any, part: str, metric: str) -> str:
     score = named(told, part, metric)
-    return f"{_value(metric, score)} of {count(score.get('n'))}" if number(score.get("n")) else DASH
+    return f"{scored(metric, score)} of {count(score.get('n'))}" if number(score.get("n")) else DASH

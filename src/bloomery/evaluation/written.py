@@ -77,27 +77,19 @@ def _ids(loaded: Loaded, prompt: str, chat: bool, most: int) -> tuple[list[int],
 def _drawn(
     loaded: Loaded, engine: Engine, prompts: Sequence[list[int]], items: Sequence[Item], how: Writing, room: int
 ) -> Iterator[list[str]]:
-    stop = frozenset({loaded.tokenizer.document_id, loaded.renderer.end_id})
-    if how.temperature == 0.0:
-        for one in engine.complete(prompts, max_tokens=room, stop_ids=stop):
-            yield [loaded.tokenizer.decode(one.ids)] * how.samples
-        return
-    for ids, item in zip(prompts, items, strict=True):
-        yield [
-            loaded.tokenizer.decode(
-                list(
-                    engine.stream(
-                        ids,
-                        max_tokens=room,
-                        temperature=how.temperature,
-                        top_p=how.top_p,
-                        seed=stable_seed(how.seed, item.row, number),
-                        stop_ids=stop,
-                    )
-                )
-            )
-            for number in range(how.samples)
-        ]
+    """The samples of each prompt; where nothing is left to chance, one is drawn for all."""
+    each = 1 if how.temperature == 0.0 else how.samples
+    drawn = engine.draw(
+        [ids for ids in prompts for _ in range(each)],
+        [stable_seed(how.seed, item.row, number) for item in items for number in range(each)],
+        max_tokens=room,
+        stop_ids=frozenset({loaded.tokenizer.document_id, loaded.renderer.end_id}),
+        temperature=how.temperature,
+        top_p=how.top_p,
+    )
+    for begin in range(0, len(drawn), each):
+        texts = [loaded.tokenizer.decode(one.ids) for one in drawn[begin : begin + each]]
+        yield texts * (how.samples // each)
 
 
 def stable_seed(*parts: int) -> int:

@@ -15,7 +15,7 @@ from bloomery.data.preferences import readers
 from bloomery.data.preferences.arithmetic import Problem
 from bloomery.data.unpack import Problem as Trouble
 from bloomery.evaluation.written import last_number, marked_number
-from bloomery.stages.instruct import write_line
+from bloomery.stages.instruct import gone, write_line
 from bloomery.stages.judged_rows import PREPARED, REJECTED_ROWS, ROWS, SPLITS, Split
 from bloomery.stages.rollouts import Question
 from bloomery.tokenizer.chat import Renderer
@@ -39,20 +39,18 @@ def prepare(loss: Grpo, hold_out: float, renderer: Renderer, context: int, out: 
             found = one if isinstance(one, Rejected) else _too_long(one, renderer, cut)
             if isinstance(found, Rejected):
                 reasons[found.problem.reason] += 1
-                told = {"source": found.source, "place": found.place, "reason": found.problem.reason}
-                write_line(file, {**told, "what": found.problem.what, "row": found.row})
+                write_line(file, found.told)
             elif isinstance(one, Problem):
                 kept["val" if is_held_out(one.question, hold_out) else "train"].append(one)
-    listed = ", ".join(f"{reason} {count}" for reason, count in reasons.most_common())
-    why = f"{reasons.total()} rejected ({listed}): {out / REJECTED_ROWS} says of each where it stands and why."
+    why = gone("rejected", reasons, out / REJECTED_ROWS)
     for split in SPLITS:
         if not kept[split]:
             what = f"of {read} questions none is left for the split {split}"
-            raise DataError(what, where="prefer", cure=f"Add questions, or change prefer.hold_out. {why}")
+            raise DataError(what, where="prefer", cure=f"Add questions, or change prefer.hold_out. {why}".rstrip())
         with whole_file(_file(out, split), "w") as file:
             for one in kept[split]:
                 write_line(file, {"id": one.id, "question": one.question, "solution": one.solution})
-    if reasons:
+    if why:
         say(f"prefer: {why}", "yellow")
     hashes = {split: sha256_file(_file(out, split)) for split in SPLITS}
     stats = {

@@ -131,9 +131,9 @@ def held_out_talks(
     ):
         for name, loaded in models.items():
             said = []
-            for one in talks.answers(loaded, asked, seed=config.seed, **how):
+            for turn, one in zip(asked, talks.answers(loaded, asked, seed=config.seed, **how), strict=True):
                 said.append(one)
-                file.write(json.dumps({"model": name, **talks.shown(loaded, one)}, ensure_ascii=False) + "\n")
+                file.write(json.dumps({"model": name, **talks.shown(loaded, turn, one)}, ensure_ascii=False) + "\n")
                 meter.at(done := done + 1)
             told[name] = talks.scores(loaded, asked, said)
     return {"conversations": told}

@@ -146,19 +146,15 @@ class _Sorter:
         }
 
     def why(self, out: Path) -> str:
-        """How many were rejected and dropped, for which reasons, and where each stands; "" where none was."""
-        told = []
-        for (name, found), file in zip(self.reasons.items(), (REJECTED, DROPPED), strict=True):
-            listed = ", ".join(f"{reason} {count}" for reason, count in found.most_common())
-            if found:
-                told.append(f"{found.total()} {name} ({listed}): {out / file} says of each where it stands and why.")
-        return " ".join(told)
+        """Of what was rejected and dropped; "" where nothing was."""
+        files = (out / REJECTED, out / DROPPED)
+        told = (gone(name, found, file) for (name, found), file in zip(self.reasons.items(), files, strict=True))
+        return " ".join(filter(None, told))
 
     def _reject(self, one: Rejected) -> None:
         self._count(one.source, "rejected")
         self.reasons["rejected"][one.problem.reason] += 1
-        told = {"source": one.source, "place": one.place, "reason": one.problem.reason, "what": one.problem.what}
-        write_line(self.rejected, {**told, "row": one.row})
+        write_line(self.rejected, one.told)
 
     def _drop(self, one: Dropped) -> None:
         found, talk = one.finding, one.conversation
@@ -169,6 +165,12 @@ class _Sorter:
 
     def _count(self, source: str, name: str, number: int = 1) -> None:
         self.by_source.setdefault(source, Counter())[name] += number
+
+
+def gone(name: str, reasons: Counter[str], file: Path) -> str:
+    """How many were rejected, or whatever `name` says, for which reasons, and where each stands; "" where none was."""
+    listed = ", ".join(f"{reason} {count}" for reason, count in reasons.most_common())
+    return f"{reasons.total()} {name} ({listed}): {file} says of each where it stands and why." if reasons else ""
 
 
 def write_line(file: IO[str], line: Mapping[str, Any]) -> None:

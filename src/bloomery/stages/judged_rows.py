@@ -18,7 +18,7 @@ from bloomery.data.preferences import readers
 from bloomery.data.preferences.judged import Judged
 from bloomery.data.unpack import Problem
 from bloomery.shards import packed as shards
-from bloomery.stages.instruct import write_line
+from bloomery.stages.instruct import gone, write_line
 from bloomery.tokenizer.chat import Renderer
 from bloomery.train.preference.config import Kto, Prefer
 from bloomery.train.preference.pairs import CHOSEN, ELSEWHERE, REJECTED
@@ -69,7 +69,7 @@ def prepare(config: Prefer, renderer: Renderer, context: int, out: Path) -> dict
         for number, one in enumerate(readers.judged(config.pairs)):
             meter.at(number)
             sorter.take(one)
-    why = sorter.why(out / REJECTED_ROWS)
+    why = gone("rejected", sorter.reasons, out / REJECTED_ROWS)
     for split, cure in (("train", "Add pairs, or lower prefer.hold_out."), ("val", "Add pairs, or raise it.")):
         if not sorter.kept[split]:
             what = f"of {sorter.counts['read']} rows none is left for the split {split}"
@@ -125,17 +125,10 @@ class _Sorter:
         self.counts["cut_at_a_turn"] += cut
         self.kept["val" if is_held_out(one.asked, self.config.hold_out) else "train"] += groups
 
-    def why(self, file: Path) -> str:
-        listed = ", ".join(f"{reason} {count}" for reason, count in self.reasons.most_common())
-        return f"{self.reasons.total()} rejected ({listed}): {file} says of each where it stands and why." * bool(
-            listed
-        )
-
     def _reject(self, one: Rejected) -> None:
         self.counts["rejected"] += 1
         self.reasons[one.problem.reason] += 1
-        told = {"source": one.source, "place": one.place, "reason": one.problem.reason, "what": one.problem.what}
-        write_line(self.rejected, {**told, "row": one.row})
+        write_line(self.rejected, one.told)
 
 
 def fit(renderer: Renderer, one: Judged, context: int, single: bool) -> tuple[list[Group], bool] | Problem:

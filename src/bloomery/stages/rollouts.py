@@ -1,7 +1,7 @@
 """Answers that a model in training draws to questions, as samples of the loop; and what they are worth."""
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from decimal import Decimal
@@ -48,6 +48,22 @@ class Worth:
     said: str
     right: bool
     ended: bool
+
+
+def answered(
+    model: Transformer,
+    asked: Sequence[Question],
+    seeds: Sequence[int],
+    renderer: Renderer,
+    max_tokens: int,
+    temperature: float,
+) -> list[Completion]:
+    """What the model, as it is, says to each question by a seed of its own."""
+    prompts, stop = [one.prompt for one in asked], frozenset({renderer.end_id})
+    with evaluating(model):
+        return Engine(model).draw(
+            prompts, seeds, max_tokens=max_tokens, stop_ids=stop, temperature=temperature, batch=AT_ONCE
+        )
 
 
 def judge(renderer: Renderer, question: Question, answer: Completion, *, marked: bool) -> Worth:
@@ -123,15 +139,8 @@ class Rollouts:
         """Ranks share the answers, and each gets all."""
         mine = np.arange(self.world.rank, len(numbers), self.world.size)
         asked = [self._question(int(numbers[row])) for row in mine]
-        with evaluating(self.model):
-            answers = Engine(self.model).draw(
-                [one.prompt for one in asked],
-                [stable_seed(self.seed, int(numbers[row])) for row in mine],
-                max_tokens=self.loss.answer_tokens,
-                stop_ids=frozenset({self.renderer.end_id}),
-                temperature=self.loss.temperature,
-                batch=AT_ONCE,
-            )
+        seeds = [stable_seed(self.seed, int(numbers[row])) for row in mine]
+        answers = answered(self.model, asked, seeds, self.renderer, self.loss.answer_tokens, self.loss.temperature)
         tokens = torch.zeros((len(numbers), self.length + 1), dtype=torch.int64)
         learned = torch.zeros_like(tokens)
         worth = torch.zeros((len(numbers), 3), dtype=torch.float64)  # right, ended, tokens
@@ -159,14 +168,17 @@ class Rollouts:
         groups = batch.samples // self.loss.answers
         right, ended, tokens = worth.T
         deviations = [right[groups == group].std(ddof=1) for group in np.unique(groups) if (groups == group).sum() > 1]
-        ready, needed = self.device is not None, self.loss.kl_weight > 0
+        now = before = None
+        if self.device is not None and self.loss.updates > 1:
+            now = self._log_probs(batch, self.model, self.device)
+        if self.device is not None and self.loss.kl_weight > 0:
+            with lora.switched_off(self.model) if self.reference is None else nullcontext():
+                before = self._log_probs(batch, self.reference or self.model, self.device)
         return Drawn(
             numbers=batch.samples,
             advantage=advantages(right, groups, deviation=self.loss.deviation),
-            now=self._log_probs(batch, lambda: self.model) if ready and self.loss.updates > 1 else None,
-            before=self._log_probs(batch, lambda: self.reference or self.model, plain=True)
-            if ready and needed
-            else None,
+            now=now,
+            before=before,
             facts={
                 "reward": float(right.mean()),
                 "reward_deviation": float(np.mean(deviations)) if deviations else 0.0,
@@ -176,19 +188,17 @@ class Rollouts:
             },
         )
 
-    def _log_probs(self, batch: Batch, of: Callable[[], Transformer], *, plain: bool = False) -> NDArray[np.float32]:
-        """N × T, under the model or, `plain`, the reference; ranks share the rows."""
-        assert self.device is not None
-        model, found = of(), torch.zeros(batch.ids.shape)
+    def _log_probs(self, batch: Batch, model: Transformer, device: Device) -> NDArray[np.float32]:
+        """N × T, under a model as it is; ranks share the rows."""
+        found = torch.zeros(batch.ids.shape)
         mine = np.arange(self.world.rank, len(batch.ids), self.world.size)
-        alone = lora.switched_off(model) if plain and self.reference is None else nullcontext()
         was_training = model.training
-        with torch.no_grad(), alone:
+        with torch.no_grad():
             model.eval()
             begin = 0
             for part in batch.of_rank(self.world.rank, self.world.size).split(self.rows_at_once):
                 rows = torch.from_numpy(mine[begin : begin + len(part.ids)])
-                found[rows] = by_token(model, part, self.device, self.loss.temperature).cpu()
+                found[rows] = by_token(model, part, device, self.loss.temperature).cpu()
                 begin += len(part.ids)
             model.train(was_training)
         return np.asarray(self.world.sum(found).numpy(), np.float32)
@@ -250,8 +260,10 @@ class HeldOut:
 
     def measure(self, model: Transformer, device: Device, most: int | None = None) -> dict[str, float]:
         asked = self.questions[: 1 if most else self.loss.check_questions]
-        with evaluating(model):
-            answers, drawn = (self._answers(model, asked, heat) for heat in (0.0, self.loss.temperature))
+        answers, drawn = (
+            answered(model, asked, range(len(asked)), self.renderer, self.loss.answer_tokens, heat)
+            for heat in (0.0, self.loss.temperature)
+        )
         found, others = (
             [
                 judge(self.renderer, question, answer, marked=self.loss.marked)
@@ -269,16 +281,6 @@ class HeldOut:
             "validation_ended": round(sum(one.ended for one in found) / len(found), 5),
             "validation_answer_tokens": round(sum(len(one.ids) for one in answers) / len(found), 3),
         }
-
-    def _answers(self, model: Transformer, asked: Sequence[Question], temperature: float) -> list[Completion]:
-        return Engine(model).draw(
-            [one.prompt for one in asked],
-            list(range(len(asked))),
-            max_tokens=self.loss.answer_tokens,
-            stop_ids=frozenset({self.renderer.end_id}),
-            temperature=temperature,
-            batch=AT_ONCE,
-        )
 
 
 def told(question: Question, worth: Worth) -> dict[str, object]:

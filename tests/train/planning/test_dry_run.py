@@ -9,17 +9,9 @@ from bloomery.hw.device import Device
 from bloomery.train import loop
 from bloomery.train.planning import dry_run
 from bloomery.train.planning.dry_run import Tried
-from tests.train.made import T, session, write_samples
+from tests.train.made import T, session
 
 import torch
-
-
-@pytest.fixture
-def shards(tmp_path: Path) -> Path:
-    folder = tmp_path / "shards"
-    folder.mkdir()
-    write_samples(folder)
-    return folder
 
 
 @pytest.mark.parametrize("kind", ["muon", "adamw", "adamw8bit", "ademamix", "lion"])

@@ -10,7 +10,7 @@ from bloomery.hw.dist import World
 from bloomery.train import launch, parallel
 from bloomery.train.config import Training
 from bloomery.train.planning.needs import Trained, Way, needs
-from tests.train.made import SHAPE, session, write_samples
+from tests.train.made import SHAPE, session
 
 
 def held(task: dict[str, Any], world: World) -> dict[str, Any]:
@@ -25,10 +25,9 @@ def held(task: dict[str, Any], world: World) -> dict[str, Any]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["adamw", "muon"])
-def test_a_rank_with_a_part_holds_what_the_arithmetic_says(kind: str, tmp_path: Path) -> None:
-    write_samples(tmp_path)
+def test_a_rank_with_a_part_holds_what_the_arithmetic_says(kind: str, shards: Path, tmp_path: Path) -> None:
     settings = {"optimizer": {"kind": kind}, "shard": "fsdp"}
-    task = {"shards": str(tmp_path), "out": str(tmp_path / "out"), "settings": settings}
+    task = {"shards": str(shards), "out": str(tmp_path / "out"), "settings": settings}
     found = launch.run("tests.train.planning.test_parts:held", task, 2)
     optimizer = build(Training, {"steps": 1, "tokens_per_step": 1, "optimizer": {"kind": kind}}).optimizer
     what = Trained(model=SHAPE, vocab_size=found["vocab_size"], optimizer=optimizer)

@@ -48,6 +48,12 @@ class Rejected:
     row: Any = None
     """As far as it could be read."""
 
+    @property
+    def told(self) -> dict[str, Any]:
+        """Its line in rejected.jsonl."""
+        told = {"source": self.source, "place": self.place, "reason": self.problem.reason, "what": self.problem.what}
+        return {**told, "row": self.row}
+
 
 def trouble(value: object) -> str:
     """Why a value is no message, and what it has to be, or ""."""

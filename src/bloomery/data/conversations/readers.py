@@ -8,7 +8,7 @@ cap needs; where there is a cap, files come in the order of the hash of their na
 import hashlib
 from collections.abc import Collection, Iterable, Iterator
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -29,6 +29,7 @@ ENDINGS = (".jsonl", ".ndjson", ".json", ".parquet", ".txt", ".text")
 """Of names of files that can hold conversations, behind .gz and .zst."""
 
 Item = Conversation | Rejected
+T = TypeVar("T")
 
 
 class _File(NamedTuple):
@@ -43,7 +44,7 @@ class _File(NamedTuple):
 def conversations(read: Iterable[Source]) -> Iterator[Item]:
     """Every conversation of every source, up to its cap, or why it is none. Raises DataError as `digest` does."""
     for source in read:
-        yield from _capped(source.max_conversations, _items(source))
+        yield from capped(source.max_conversations, _items(source))
 
 
 def digest(read: Iterable[Source]) -> str:
@@ -68,11 +69,12 @@ def _sha256(path: Path) -> str:
         raise unpack.unreadable(path, error) from None
 
 
-def _capped(limit: int | None, found: Iterator[Item]) -> Iterator[Item]:
+def capped(limit: int | None, found: Iterator[T | Rejected]) -> Iterator[T | Rejected]:
+    """So many of what is understood, and what is rejected before the last of them."""
     taken = 0
     for item in found:
         yield item
-        taken += isinstance(item, Conversation)
+        taken += not isinstance(item, Rejected)
         if taken == limit:
             return
 

@@ -4,13 +4,14 @@ Judged answers and problems from their sources, row by row; what is none comes o
 The order depends on nothing but names and the config.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Set
 from typing import TypeVar
 
 from bloomery.data import worlds
 from bloomery.data.accept import first_unmet
 from bloomery.data.conversations import readers
 from bloomery.data.conversations.conversation import Rejected, as_message
+from bloomery.data.conversations.shapes import Row
 from bloomery.data.preferences import arithmetic
 from bloomery.data.preferences.arithmetic import Problem as Question
 from bloomery.data.preferences.config import (
@@ -26,7 +27,7 @@ from bloomery.data.preferences.config import (
 from bloomery.data.preferences.judged import KNOWN, Judged, understood
 from bloomery.data.unpack import Problem
 
-T = TypeVar("T", Judged, Question)
+T = TypeVar("T")
 
 
 def digest(read: Iterable[Pairs | Problems]) -> str:
@@ -40,52 +41,44 @@ def digest(read: Iterable[Pairs | Problems]) -> str:
 def judged(read: Iterable[Pairs]) -> Iterator[Judged | Rejected]:
     """Every pair and every single answer of every source, up to its cap, or why it is none. Raises DataError."""
     for source in read:
-        yield from _of_worlds(source) if isinstance(source, WorldPairs) else _capped(source.max_rows, _of_rows(source))
+        yield from _of_worlds(source) if isinstance(source, WorldPairs) else _of_answers(source)
 
 
 def problems(read: Iterable[Problems]) -> Iterator[Question | Rejected]:
     """Every question of every source, up to its cap, or why it is none. Raises DataError."""
     for source in read:
-        if isinstance(source, Arithmetic):
-            yield from arithmetic.problems(source)
-        else:
-            yield from _capped(source.max_rows, _of_solutions(source))
+        yield from arithmetic.problems(source) if isinstance(source, Arithmetic) else _of_solutions(source)
 
 
-def _of_rows(source: PairFiles | PairHub) -> Iterator[Judged | Rejected]:
-    named = [name for name, value in source if name.endswith("_field") and value]
-    columns = {*KNOWN, *(str(getattr(source, name)).partition(".")[0] for name in named)}
-    columns |= {one.field.partition(".")[0] for one in source.accept}
-    for place, id, row in readers.raw_rows(source.files_read, columns):
-        if isinstance(row, Problem):
-            yield Rejected(source.name, place, row)
-        elif (unmet := first_unmet(source.accept, "", row)) is not None:
-            yield Rejected(source.name, place, unmet, row)
-        elif isinstance(found := understood(row, source), Problem):
-            yield Rejected(source.name, place, found, row)
-        else:
-            yield Judged(*found, source=source.name, place=place, id=id)
+def _of_answers(source: PairFiles | PairHub) -> Iterator[Judged | Rejected]:
+    def read(row: Row, place: str, id: str) -> Judged | Problem:
+        found = understood(row, source)
+        return found if isinstance(found, Problem) else Judged(*found, source=source.name, place=place, id=id)
+
+    named = [str(value) for name, value in source if name.endswith("_field") and value]
+    return readers.capped(source.max_rows, _of_rows(source, {*KNOWN, *named}, read))
 
 
 def _of_solutions(source: ProblemFiles | ProblemHub) -> Iterator[Question | Rejected]:
-    columns = {source.question_field, source.answer_field, *(one.field for one in source.accept)}
-    for place, id, row in readers.raw_rows(source.files_read, {name.partition(".")[0] for name in columns}):
+    def read(row: Row, place: str, id: str) -> Question | Problem:
+        return arithmetic.read(row, source.question_field, source.answer_field, source.name, place, id)
+
+    return readers.capped(source.max_rows, _of_rows(source, {source.question_field, source.answer_field}, read))
+
+
+def _of_rows(
+    source: PairFiles | PairHub | ProblemFiles | ProblemHub,
+    fields: Set[str],
+    read: Callable[[Row, str, str], T | Problem],
+) -> Iterator[T | Rejected]:
+    """What `read` makes of each row, its place and its id."""
+    columns = {name.partition(".")[0] for name in (*fields, *(one.field for one in source.accept))}
+    for place, id, row in readers.raw_rows(source.files_read, columns):
         if isinstance(row, Problem):
             yield Rejected(source.name, place, row)
-        elif (unmet := first_unmet(source.accept, "", row)) is not None:
-            yield Rejected(source.name, place, unmet, row)
-        else:
-            found = arithmetic.read(row, source.question_field, source.answer_field, source.name, place, id)
-            yield Rejected(source.name, place, found, row) if isinstance(found, Problem) else found
-
-
-def _capped(limit: int | None, found: Iterator[T | Rejected]) -> Iterator[T | Rejected]:
-    taken = 0
-    for item in found:
-        yield item
-        taken += not isinstance(item, Rejected)
-        if taken == limit:
-            return
+            continue
+        found = first_unmet(source.accept, "", row) or read(row, place, id)
+        yield Rejected(source.name, place, found, row) if isinstance(found, Problem) else found
 
 
 def _of_worlds(source: WorldPairs) -> Iterator[Judged]:

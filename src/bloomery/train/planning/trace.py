@@ -48,8 +48,8 @@ class Traced(NamedTuple):
 
 KERNEL_BYTES = 7 * 2**20 // 10
 """
-Of what oneDNN compiles for a product of two bytes a number, of each size and layout, and keeps: 0.6 to 0.8 MiB, by the
-memory of a process before and after 14 of them (torch 2.13, AMX).
+Of what oneDNN compiles for a product of two bytes a number, of each size and layout, and keeps: 0.5 to 1.0 MiB for 14
+of 16, by the memory of a process before and after each (torch 2.13, AMX).
 """
 
 
