@@ -6,7 +6,7 @@ PYTHON ?= python3
 VENV = .venv
 BIN = $(VENV)/bin
 RUN = runs/demo
-SPREAD = -n auto --maxprocesses 4 --dist loadfile
+SPREAD = -n auto --maxprocesses 4 --dist loadfile --no-loadscope-reorder
 
 .PHONY: help demo test test-amd lint check fix bench clean
 
@@ -50,7 +50,11 @@ fix: $(VENV)/.installed-dev
 	$(BIN)/python scripts/tree.py --write
 
 bench: $(VENV)/.installed-bench
-	@set -e; for file in benchmarks/*.py; do echo "$$file" >&2; $(BIN)/python "$$file" --quick --json; done
+	@failed=; for file in $$(grep -l -- '"--quick"' benchmarks/*.py); do \
+		echo "$$file" >&2; \
+		$(BIN)/python "$$file" --quick --json || failed="$$failed $$file"; \
+	done; \
+	[ -z "$$failed" ] || { echo "these did not end well, and say why above:$$failed" >&2; exit 1; }
 
 clean:
 	rm -rf .mypy_cache .pytest_cache .ruff_cache .hypothesis build dist

@@ -1,7 +1,8 @@
 """
-The table of docs/hw.md: what `bloomery doctor` tells each machine of the tests that something is wrong with.
+What `bloomery doctor` tells each machine of the tests that something is wrong with: the tables of docs/hw.md and
+docs/findings.md.
 
-`python scripts/findings.py` prints it; `--write` puts it between the two marks in docs/hw.md.
+`python scripts/findings.py` prints them; `--write` puts each between its marks in those pages.
 """
 
 import sys
@@ -15,9 +16,10 @@ from bloomery.hw.doctor.report import examine  # noqa: E402
 from tests.hw.bad_device import BadDevice, row  # noqa: E402
 from tests.hw.matrix import MATRIX  # noqa: E402
 from tests.hw.test_bad_device import FAULTS, outcome  # noqa: E402
+from tests.hw.troubles import TROUBLES, troubled  # noqa: E402
 
-PAGE = ROOT / "docs" / "hw.md"
-MACHINES, FAULTY = "machines", "bad devices"
+PAGE, LIST = ROOT / "docs" / "hw.md", ROOT / "docs" / "findings.md"
+MACHINES, FAULTY, SINGLE = "machines", "bad devices", "troubles"
 
 
 def machines() -> str:
@@ -32,6 +34,19 @@ def machines() -> str:
                 lines += [f"- `{one.id}` {one.status}: {one.value}", "", "  ```sh", f"  {one.cure}", "  ```", ""]
             if not wrong:
                 lines += ["- nothing to cure", ""]
+            blocks.append("\n".join(lines).replace(folder, ""))
+    return "\n".join(blocks).strip()
+
+
+def troubles() -> str:
+    """A part for each single thing that was changed on a machine that is sound otherwise."""
+    blocks = []
+    for name, trouble in TROUBLES.items():
+        with tempfile.TemporaryDirectory() as folder:
+            host = troubled(MATRIX[trouble.on].build(Path(folder)), trouble)
+            found = {one.id: one for one in examine(host, Path(folder) / "runs")}[trouble.id]
+            lines = [f"**{name}** ({MATRIX[trouble.on].title})", ""]
+            lines += [f"- `{found.id}` {found.status}: {found.value}", "", "  ```sh", f"  {found.cure}", "  ```", ""]
             blocks.append("\n".join(lines).replace(folder, ""))
     return "\n".join(blocks).strip()
 
@@ -52,15 +67,13 @@ def block(page: str, name: str) -> str:
 
 
 def main() -> None:
-    page = PAGE.read_text(encoding="utf-8")
-    for name, made in ((MACHINES, machines()), (FAULTY, bad_devices())):
+    for page, name, made in ((PAGE, MACHINES, machines()), (PAGE, FAULTY, bad_devices()), (LIST, SINGLE, troubles())):
         if "--write" not in sys.argv:
             print(made)
             continue
-        start, end = f"<!-- {name} -->", f"<!-- /{name} -->"
-        page = page.partition(start)[0] + f"{start}\n{made}\n{end}" + page.partition(end)[2]
-    if "--write" in sys.argv:
-        PAGE.write_text(page, encoding="utf-8")
+        text, start, end = page.read_text(encoding="utf-8"), f"<!-- {name} -->", f"<!-- /{name} -->"
+        text = text.partition(start)[0] + f"{start}\n{made}\n{end}" + text.partition(end)[2]
+        page.write_text(text, encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -12,6 +12,12 @@ settings.register_profile("bloomery", deadline=None)
 settings.load_profile("bloomery")
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Files with slow tests come first: where workers share them, none is left alone with a long one at the end."""
+    slow = {item.path for item in items if item.get_closest_marker("slow")}
+    items.sort(key=lambda item: item.path not in slow)
+
+
 @pytest.fixture
 def call(capsys: pytest.CaptureFixture[str]) -> Call:
     """A verb with its arguments -> exit code, stdout, stderr."""

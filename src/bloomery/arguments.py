@@ -87,7 +87,9 @@ def _run_verbs(verbs: Any) -> None:
     _recipe_arguments(one)
     one.add_argument("--device", metavar="NAME", help="for this device, as mi300x, and not for this machine's")
     one.add_argument("--memory", type=_size, metavar="SIZE", help="of a device, as 16GiB")
-    one.add_argument("--devices", type=_positive, default=1, metavar="N", help="how many train together (default: 1)")
+    one.add_argument(
+        "--devices", type=_positive, metavar="N", help="how many train together (default: the recipe's ranks)"
+    )
     one.add_argument("--price", type=_amount, metavar="PER_HOUR", help="of all devices, in any money")
     one.add_argument("--watts", type=_amount, metavar="W", help="that all devices take together")
 

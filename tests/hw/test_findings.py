@@ -1,7 +1,7 @@
 """Single things that can be wrong with a machine, each on one that is sound otherwise."""
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -10,169 +10,9 @@ from bloomery.hw.doctor.finding import Finding
 from bloomery.hw.doctor.report import examine
 from bloomery.hw.gpus import find_gpus, rocminfo_targets
 from bloomery.hw.host import Host, Reply, Space
-from tests.hw.machines import GIB, ROCMINFO, install, machine, plant, recorded, told, torch_folder
+from tests.hw.machines import GIB, ROCMINFO, machine, plant, recorded, torch_folder
 from tests.hw.matrix import MATRIX, sees
-
-LOG = "kernel: amdgpu 0000:c5:00.0: amdgpu: ring gfx_0.0.0 timeout, signaled seq=7\nkernel: usb 1-1: new device\n"
-
-
-@dataclass(frozen=True, kw_only=True)
-class Trouble:
-    """What is changed on a machine of the matrix, and what is told of it."""
-
-    on: str
-    id: str
-    status: str
-    words: str
-    cure: str
-    files: Mapping[str, str] = field(default_factory=dict)
-    without: tuple[str, ...] = ()
-    packages: Mapping[str, str] = field(default_factory=dict)
-    env: Mapping[str, str] = field(default_factory=dict)
-    replies: Mapping[str, Reply] = field(default_factory=dict)
-
-
-BLACKLIST = {"etc/modprobe.d/blacklist-amd.conf": "# no graphics\nblacklist amdgpu\n"}
-OLD_ROCM = {"torch": sees("2.11.0+rocm7.0", target="gfx1151", hip="7.0.51831")}
-TROUBLES = {
-    "kernel too old": Trouble(
-        on="strix-halo-tuned",
-        files={"proc/sys/kernel/osrelease": "6.8.0-90-generic\n"},
-        id="amd-driver",
-        status="fail",
-        words="gfx1151 needs 6.11",
-        cure="linux-generic-hwe",
-    ),
-    "GPU hung": Trouble(
-        on="strix-halo-tuned",
-        replies={"--quiet": Reply(code=0, out=LOG)},
-        id="kernel-log",
-        status="warn",
-        words="1 lines of trouble; the last: kernel: amdgpu 0000:c5:00.0: amdgpu: ring gfx_0.0.0 timeout",
-        cure="linux-firmware",
-    ),
-    "NVIDIA fell off the bus": Trouble(
-        on="nvidia",
-        replies={"--quiet": Reply(code=0, out="kernel: NVRM: Xid (PCI:0000:01:00): 79, GPU has fallen off the bus.\n")},
-        id="kernel-log",
-        status="warn",
-        words="Xid",
-        cure="linux-firmware",
-    ),
-    "older option": Trouble(
-        on="strix-halo-tuned",
-        files={"proc/cmdline": "root=/dev/sda1 amdgpu.gttsize=131072\n"},
-        id="gttsize",
-        status="warn",
-        words="amdgpu.gttsize=131072 is out of date",
-        cure="ttm.pages_limit=25165824",
-    ),
-    "wheel for an older ROCm": Trouble(
-        on="strix-halo-tuned",
-        replies=OLD_ROCM,
-        id="torch",
-        status="fail",
-        words="was built for ROCm 7.0.51831, and gfx1151 needs 7.2",
-        cure="torch[device-gfx1151]",
-    ),
-    "tools of a distribution": Trouble(
-        on="strix-halo-tuned",
-        replies={"rocminfo": Reply(code=0, out=ROCMINFO.format(target="gfx1150"))},
-        id="rocminfo",
-        status="warn",
-        words="rocminfo says gfx1150; the kernel says gfx1151",
-        cure="apt purge rocminfo",
-    ),
-    "two lists": Trouble(
-        on="mi300x",
-        env={"HIP_VISIBLE_DEVICES": "0,1", "CUDA_VISIBLE_DEVICES": "0"},
-        id="visible-devices",
-        status="warn",
-        words="the first of them is taken",
-        cure="unset CUDA_VISIBLE_DEVICES",
-    ),
-    "empty list": Trouble(
-        on="nvidia",
-        env={"CUDA_VISIBLE_DEVICES": ""},
-        id="visible-devices",
-        status="warn",
-        words="hides every GPU",
-        cure="unset CUDA_VISIBLE_DEVICES",
-    ),
-    "number beyond": Trouble(
-        on="mi300x",
-        env={"ROCR_VISIBLE_DEVICES": "7,8"},
-        id="visible-devices",
-        status="fail",
-        words="8 are",
-        cure="unset ROCR_VISIBLE_DEVICES",
-    ),
-    "quota": Trouble(
-        on="no-gpu",
-        files={"sys/fs/cgroup/cpu.max": "100000 100000\n"},
-        id="cpu-quota",
-        status="warn",
-        words="may use 1 of 2 threads",
-        cure="export OMP_NUM_THREADS=1",
-    ),
-    "slow disk": Trouble(
-        on="no-gpu",
-        replies={"disk": told({"bytes_per_second": 4e6})},
-        id="disk-speed",
-        status="warn",
-        words="4 MB/s",
-        cure="--runs DIR",
-    ),
-    "slow memory": Trouble(
-        on="no-gpu",
-        replies={"memory": told({"bytes_per_second": 0.9e9})},
-        id="memory-speed",
-        status="warn",
-        words="0.9 GB/s",
-        cure="Close other programs",
-    ),
-    "driver's nodes absent": Trouble(
-        on="nvidia",
-        files={".dockerenv": ""},
-        without=("dev/nvidia-uvm",),
-        id="nvidia-driver",
-        status="fail",
-        words="absent: /dev/nvidia-uvm",
-        cure="docker run --gpus all",
-    ),
-    "no driver": Trouble(
-        on="nvidia",
-        without=("proc/driver/nvidia/version",),
-        id="nvidia-driver",
-        status="fail",
-        words="without its driver",
-        cure="ubuntu-drivers install",
-    ),
-    "NaN in 4 bits": Trouble(
-        on="strix-halo-tuned",
-        packages={"bitsandbytes": "0.49.2"},
-        id="package-bitsandbytes",
-        status="warn",
-        words="computes NaN on AMD",
-        cure="pip uninstall -y bitsandbytes",
-    ),
-    "attention for CUDA": Trouble(
-        on="mi300x",
-        packages={"flash_attn": "2.8.3+cu13torch2.13"},
-        id="package-flash-attn",
-        status="warn",
-        words="was built for CUDA",
-        cure="pip uninstall -y flash-attn",
-    ),
-    "two torches": Trouble(
-        on="no-gpu",
-        packages={"torch": "2.11.0"},
-        id="torch-twice",
-        status="fail",
-        words="two of them lie over each other",
-        cure="pip uninstall -y torch",
-    ),
-}
+from tests.hw.troubles import BLACKLIST, TROUBLES, measured, troubled
 
 
 def of(host: Host, runs: Path) -> dict[str, Finding]:
@@ -184,30 +24,10 @@ def test_each_trouble_is_told_with_its_cure(tmp_path: Path, name: str) -> None:
     trouble = TROUBLES[name]
     host = MATRIX[trouble.on].build(tmp_path)
     assert trouble.id not in {one.id for one in examine(host, tmp_path / "runs") if one.status != "ok"}
-    plant(tmp_path, trouble.files)
-    for file in trouble.without:
-        (tmp_path / file).unlink()
-    for folder in (
-        [tmp_path / "site-packages" / f"torch-{host_version(host)}.dist-info"] if "torch" in trouble.packages else []
-    ):
-        (folder / "METADATA").unlink()
-        folder.rmdir()
-    install(tmp_path, **trouble.packages)
-    first = recorded(trouble.replies)
-
-    def run(command: Sequence[str], limit: float) -> Reply:
-        reply: Reply = first(command, limit)
-        return host.run(command, limit) if reply.code == 127 else reply
-
-    found = of(replace(host, run=run, env={**host.env, **trouble.env}), tmp_path / "runs")[trouble.id]
+    found = of(troubled(host, trouble), tmp_path / "runs")[trouble.id]
     assert found.status == trouble.status
     assert trouble.words in found.value
     assert trouble.cure in found.cure
-
-
-def host_version(host: Host) -> str:
-    assert host.torch is not None
-    return (host.torch / "version.py").read_text(encoding="utf-8").split("'")[1]
 
 
 @pytest.mark.parametrize(
@@ -293,3 +113,19 @@ def test_a_full_disk_is_not_measured(tmp_path: Path) -> None:
     found = of(replace(host, spaces={**host.spaces, str(tmp_path): full}), tmp_path / "runs")
     assert found["disk"].status == "fail"
     assert "disk-speed" not in found
+
+
+@pytest.mark.parametrize(
+    ("device", "flops"),
+    [("NVIDIA GeForce RTX 4090", 150e12), ("Apple M2", 1e12), ("a device that nobody knows", 1e9)],
+)
+def test_a_speed_is_held_only_against_what_is_known_of_the_device(tmp_path: Path, device: str, flops: float) -> None:
+    host = MATRIX["nvidia"].build(tmp_path)
+    reply = measured(device, flops, 900e9)
+
+    def run(command: Sequence[str], limit: float) -> Reply:
+        return reply if command[-1] == "speed" else host.run(command, limit)
+
+    found = of(replace(host, run=run), tmp_path / "runs")["speed"]
+    assert (found.status, found.cure) == ("ok", "")
+    assert ("catalogue" in found.value) == ("RTX" in device)

@@ -37,6 +37,16 @@ def test_a_plan_says_what_will_run_and_what_it_needs(call: Call, tmp_path: Path)
     assert "pretrain: 4,000,000 parameters, 5,376 tokens" in text
 
 
+def test_a_plan_is_for_as_many_devices_as_the_recipe_has_ranks_unless_another_number_is_said(
+    call: Call, tmp_path: Path
+) -> None:
+    words = ["plan", DEMO, "--runs", tmp_path, "--json", "--device", "rtx-4090", "pretrain.ranks=2"]
+    found = [json.loads(call(*words, *more)[1]) for more in ([], ["--devices", "4"])]
+    assert [one["pretrain"]["devices"] for one in found] == [2, 4]
+    assert [one["finetune"]["devices"] for one in found] == [1, 4]
+    assert found[0]["choice"]["micro_batches"] * found[0]["choice"]["rows"] * 2 >= 16
+
+
 def test_a_plan_is_made_for_a_machine_that_is_not_here(call: Call, tmp_path: Path) -> None:
     words = ["--device", "rtx-4090", "--devices", "2", "--price", "0.8", "--watts", "900"]
     code, out, _ = call("plan", DEMO, "--runs", tmp_path, "--json", *words)

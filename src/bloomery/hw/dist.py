@@ -169,9 +169,14 @@ def joined(number: int = 0) -> Iterator[World]:
         dist.destroy_process_group()
 
 
+def ranks_here(world: World) -> int:
+    """How many of the ranks are on this machine."""
+    return int(os.environ.get("LOCAL_WORLD_SIZE", world.size))
+
+
 def check_devices(world: World, place: torch.device) -> None:
     """Raises HardwareError where the ranks of this machine would have to share a GPU."""
-    here = int(os.environ.get("LOCAL_WORLD_SIZE", world.size))
+    here = ranks_here(world)
     if place.type == "cuda" and here > torch.cuda.device_count():
         what = f"{here} ranks on this machine, but it has {torch.cuda.device_count()} GPUs"
         raise HardwareError(what, cure='Take as many ranks as there are GPUs, or device="cpu".')

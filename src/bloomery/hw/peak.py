@@ -21,6 +21,8 @@ SECONDS = 0.3
 
 def listed_peak(device: Device, devices: int = 1) -> float | None:
     """FLOP/s that the catalogue has for so many of a device in its compute format; None where it has none."""
+    if device.place.type == "cpu":  # whose name may be that of the GPU beside it: "… w/ Radeon 8060S"
+        return None
     entry = catalog.of_device(device.name, device.memory_bytes)
     peak = None if entry is None else entry.peak(str(device.compute_dtype).removeprefix("torch."))
     return None if peak is None else devices * peak

@@ -25,17 +25,19 @@ class Wish:
 
     device: str | None = None
     memory_bytes: int | None = None
-    devices: int = 1
+    devices: int | None = None
+    """As many as the section has ranks, where nothing is said."""
     price: Price = field(default_factory=Price)
 
     def target(self, config: Training, here: Here | None) -> Target:
+        devices = self.devices or config.ranks
         if self.device is not None:
-            return of_entry(named(self.device), self.devices, self.memory_bytes)
+            return of_entry(named(self.device), devices, self.memory_bytes)
         if self.memory_bytes is not None:
-            return of_memory(self.memory_bytes, self.devices)
+            return of_memory(self.memory_bytes, devices)
         if here is None:
-            return of_memory(UNKNOWN_BYTES, self.devices)
-        return here(config, self.devices)
+            return of_memory(UNKNOWN_BYTES, devices)
+        return here(config, devices)
 
 
 UNKNOWN_BYTES = 16 * GIB

@@ -28,6 +28,7 @@ from bloomery.core.log import console
 from bloomery.core.stage import resolve
 from bloomery.core.stop import EXIT_CODE, Terminated
 from bloomery.data import orphan
+from bloomery.data.engine import cores
 from bloomery.hw import dist
 from bloomery.hw.dist import RankLostError, World
 from bloomery.train.config import Training
@@ -111,9 +112,8 @@ def _on_processes(function: str, task: Mapping[str, Any], ranks: int) -> Answer:
 
 
 def _start(folder: Path, port: int, rank: int, ranks: int) -> "subprocess.Popen[bytes]":
-    cores = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
     env = {
-        "OMP_NUM_THREADS": str(max(1, cores // ranks)),
+        "OMP_NUM_THREADS": str(max(1, cores() // ranks)),
         "GLOO_SOCKET_IFNAME": "lo" if sys.platform == "linux" else "lo0",
         **os.environ,
         "RANK": str(rank),

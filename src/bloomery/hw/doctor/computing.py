@@ -1,10 +1,11 @@
 """Whether torch computes right numbers here, and how fast: each probe in a process of its own, with a limit of time."""
 
 import shlex
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
-from bloomery.hw import verdicts
+from bloomery.hw import catalog, verdicts
 from bloomery.hw.doctor.build import reinstall
 from bloomery.hw.doctor.finding import GIB, Facts, Finding
 from bloomery.hw.trials import Outcome, Trial, attempt, command, ending, merged, trials
@@ -14,6 +15,14 @@ PREFER_LT = "TORCH_BLAS_PREFER_HIPBLASLT"
 FUSED = ("flash", "efficient", "cudnn")
 WORTH_A_WORD = 1.25
 """A switch that makes products so many times as fast is told."""
+FAR_BELOW = 0.5
+"""Large products and copies of a sound device reach more of what the catalogue promises."""
+LIMITS = {
+    "amd": "cd /sys/class/drm && head card*/device/{gpu_busy_percent,power_dpm_force_performance_level,pp_dpm_sclk}"
+    "   # another program, or a low clock? See the finding hipblaslt too",
+    "nvidia": "nvidia-smi -q -d PERFORMANCE,CLOCK,POWER,UTILIZATION   # another program, or a limit of power or heat?",
+}
+"""What shows why a device is slow."""
 
 
 def vendor(facts: Facts) -> str:
@@ -77,7 +86,13 @@ def speed(facts: Facts) -> Iterator[Finding]:
         return
     rate, copied = told["flops"] / 1e12, told["bytes_per_second"] / 1e9
     value = f"{rate:.2f} TFLOP/s in {told['dtype']} products, {copied:.0f} GB/s to and from memory"
-    yield Finding(id="speed", status="ok", value=value)
+    shares = promised(told) if vendor(facts) in LIMITS else []
+    slow = any(share < FAR_BELOW for share, _ in shares)
+    value = ": ".join(
+        [value, *([" and ".join(f"{share:.0%} of {whose}" for share, whose in shares)] if shares else [])]
+    )
+    cure = LIMITS[vendor(facts)] if slow else ""
+    yield Finding(id="speed", status="warn" if slow else "ok", value=value, cure=cure)
     if vendor(facts) != "amd":
         return
     rates = {}
@@ -89,6 +104,24 @@ def speed(facts: Facts) -> Iterator[Finding]:
     slow = rates[best] > WORTH_A_WORD * rate
     cure = f"export {PREFER_LT}={best}" if slow else ""
     yield Finding(id="hipblaslt", status="warn" if slow else "ok", value=value, cure=cure)
+
+
+def promised(told: Mapping[str, Any]) -> list[tuple[float, str]]:
+    """
+    What was measured as shares of what the catalogue knows of this device: products of what others have measured
+    where somebody has, else of the maker's peak; copies of the bandwidth. Nothing, where it knows nothing for sure.
+    """
+    entry = catalog.of_device(str(told.get("device", "")))
+    if entry is None or entry.sure == "doubtful":
+        return []
+    found, peak = [], entry.peak(told["dtype"])
+    if entry.gemm is not None and told["dtype"] == "bfloat16":
+        found.append((told["flops"] / entry.gemm, f"the {entry.gemm / 1e12:.4g} TFLOP/s that others reach on it"))
+    elif peak is not None:
+        found.append((told["flops"] / peak, f"the catalogue's {peak / 1e12:.4g} TFLOP/s"))
+    if entry.bandwidth is not None:
+        found.append((told["bytes_per_second"] / entry.bandwidth, f"{entry.bandwidth / 1e9:.4g} GB/s"))
+    return found
 
 
 def refill(facts: Facts) -> Iterator[Finding]:

@@ -236,4 +236,8 @@ def kernel_log(facts: Facts) -> Iterator[Finding]:
     if lines:
         value = f"{len(lines)} lines of trouble; the last: {lines[-1].strip()[-100:]}"
         cure = "sudo apt update && sudo apt full-upgrade linux-firmware   # and a newer kernel, then start again"
+        if "NVRM" in lines[-1]:
+            cure = (
+                "sudo ubuntu-drivers install   # a newer driver, then start again; else the card, its power or its slot"
+            )
         yield Finding(id="kernel-log", status="warn", value=value, cure=cure)

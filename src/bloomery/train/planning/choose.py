@@ -7,16 +7,21 @@ many as fit, up to where more are no faster. Where none fits, the first change o
 they stand in the order of what they cost.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import get_args
 
 from bloomery.train.config import AdamW8bit, Level
 from bloomery.train.plan import USUAL_TOKENS
-from bloomery.train.planning.needs import Method, Needs, Trained, Way, needs
+from bloomery.train.planning.needs import Method, Moment, Needs, Trained, Way, needs
 from bloomery.train.planning.speed import Pace, pace
 from bloomery.train.planning.target import Target
 
+NO_OFFLOAD = (
+    "nothing is moved to the host's memory while a model trains; "
+    'optimizer={kind="adamw8bit"} keeps a quarter of AdamW\'s numbers on the device instead'
+)
+ONE_MEMORY = "host and device have one memory, of which nothing would be freed"
 MOST_TOKENS = {True: USUAL_TOKENS, False: 2**16}
 """Of a micro-batch, by whether a processor computes it. Larger ones gain less than a hundredth."""
 
@@ -53,7 +58,13 @@ class Option:
     """Of the arithmetic, or of a trace where there was one."""
     fits: bool
     pace: Pace | None
-    traced: bool = False
+    traced: tuple[Moment, Mapping[str, int]] | None = None
+    """When the most is there and its parts, where a trace has found it."""
+
+    @property
+    def at_peak(self) -> tuple[Moment, Mapping[str, int]]:
+        """When the most is there, and parts that add up to `peak_bytes`."""
+        return self.traced or self.needs.at_peak
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -99,14 +110,15 @@ CHANGES = (
 
 
 def option(ask: Ask, what: Trained, way: Way, target: Target) -> Option:
-    needed = needs(what, way)
+    really = replace(way, offload=way.offload and not target.one_memory)
+    needed = needs(what, really)
     return Option(
         way=way,
         what=what,
         needs=needed,
         peak_bytes=needed.peak,
         fits=needed.peak <= target.usable_bytes,
-        pace=pace(what, way, target, ask.rows_per_step),
+        pace=pace(what, really, target, ask.rows_per_step),
     )
 
 
@@ -127,8 +139,8 @@ def best(ask: Ask, what: Trained, way: Way, target: Target) -> Option:
 
 def alternatives(ask: Ask, target: Target) -> list[tuple[Option, str]]:
     """
-    What is asked for with every level of recomputation, method, sharding and format, each with its best rows; and why
-    one cannot be had, or "".
+    What is asked for with every level of recomputation, method, sharding, format and offload, each with its best rows;
+    and why one cannot be had, or "".
     """
     free = replace(ask.way, rows=0)
     ways = [replace(free, recompute=level) for level in get_args(Level)]
@@ -137,10 +149,13 @@ def alternatives(ask: Ask, target: Target) -> list[tuple[Option, str]]:
     ways += [replace(way, method=method) for method in get_args(Method) if method != ask.way.method for way in ways]
     if ask.way.precision != "float32":
         ways.append(replace(free, precision="float32"))
-    return [(best(ask, ask.what, way, target), _missing(ask, way)) for way in ways]
+    ways += [replace(free, recompute=level, offload=True) for level in get_args(Level)]
+    return [(best(ask, ask.what, way, target), _missing(ask, way, target)) for way in ways]
 
 
-def _missing(ask: Ask, way: Way) -> str:
+def _missing(ask: Ask, way: Way, target: Target) -> str:
+    if way.offload:
+        return ONE_MEMORY if target.one_memory else NO_OFFLOAD
     if way.method != ask.way.method and "lora" not in ask.available:
         return f"{ask.stage} trains all weights"
     if way.sharded and way.method != "full":

@@ -1,12 +1,15 @@
 """Plans for this machine, with what can be measured on it, and memory by tracing."""
 
+import os
 import time
 from dataclasses import replace
 from functools import cache
 from typing import get_args
 
 import bloomery.hw.needs_torch  # noqa: F401
+from bloomery.data.engine import cores
 from bloomery.hw import device as devices
+from bloomery.hw import dist
 from bloomery.hw.device import Device
 from bloomery.hw.dist import World
 from bloomery.hw.peak import measured_peak
@@ -34,14 +37,28 @@ def here(config: Training, devices_wanted: int = 1) -> Target:
     device = devices.find(config.device)
     if config.precision != "auto":
         device = replace(device, compute_dtype=getattr(torch, config.precision))
-    found = room(device, devices_wanted)
-    return replace(found, flops=measured_peak(device), flops_from="measured", bandwidth=copied_per_second(device))
+    found = room(device, devices_wanted, devices_wanted)
+    flops, bandwidth = measured_peak(device), copied_per_second(device)
+    if found.processor:
+        flops, bandwidth = flops / slower(devices_wanted), bandwidth / devices_wanted
+    return replace(found, flops=flops, flops_from="measured", bandwidth=bandwidth)
 
 
-def room(device: Device, devices_wanted: int = 1) -> Target:
-    """A device as a target of which only the memory is known."""
-    processor, size = device.place.type == "cpu", device.memory_bytes
-    free = int(usable(size, shared=True) / PROCESSOR_GAPS) if processor else usable(size)
+def slower(ranks: int) -> float:
+    """How much longer a product takes a rank on the processor, of so many, than it takes this process alone."""
+    alone = devices.threads()
+    each = int(os.environ.get("OMP_NUM_THREADS") or max(1, cores() // ranks))
+    return alone / each * max(1.0, each * ranks / cores())
+
+
+def room(device: Device, devices_wanted: int = 1, together: int = 1) -> Target:
+    """
+    A device as a target of which only the memory is known. Ranks that compute `together` on one processor share its
+    memory; of other devices each has its own.
+    """
+    processor = device.place.type == "cpu"
+    size = device.memory_bytes // together if processor else device.memory_bytes
+    free = int(usable(device.memory_bytes, shared=True) / PROCESSOR_GAPS) // together if processor else usable(size)
     return Target(
         name=device.name,
         devices=devices_wanted,
@@ -62,7 +79,7 @@ def decided(config: Training, model: ModelConfig, vocab_size: int, device: Devic
     """
     if config.micro_batch_tokens != "auto":
         return config
-    target = room(device, world.size)
+    target = room(device, world.size, dist.ranks_here(world))
     ask = planner.asked("", config, model, vocab_size, target)
     found = best(ask, ask.what, ask.way, target) if target.memory_bytes else None
     tokens = USUAL_TOKENS if found is None else found.way.rows * model.context
@@ -100,8 +117,10 @@ def check(ask: Ask, target: Target, option: Option) -> Option:
         return option
     what = step(option, option.way.rows * option.way.devices < ask.rows_per_step)
     found = trace(what)
-    peak = found.peak + option.what.reference_bytes(option.way.method)  # which takes part in no step that is traced
-    option = replace(option, peak_bytes=peak, fits=peak <= target.usable_bytes, traced=True)
+    moment, kept = found.at_peak
+    kept["weights"] += option.what.reference_bytes(option.way.method)  # which takes part in no step that is traced
+    peak = sum(kept.values())
+    option = replace(option, peak_bytes=peak, fits=peak <= target.usable_bytes, traced=(moment, kept))
     if target.flops_from != "measured" or option.pace is None:
         return option
     seconds = timed(what, _device(target))
@@ -109,7 +128,7 @@ def check(ask: Ask, target: Target, option: Option) -> Option:
         return option
     parts = -(-ask.rows_per_step // (option.way.rows * option.way.devices))
     tokens = ask.rows_per_step * ask.what.model.context
-    rate = tokens / seconds.step(parts)
+    rate = tokens / (seconds.step(parts) * (slower(target.devices) if target.processor else 1.0))
     return replace(option, pace=replace(option.pace, tokens_per_second=rate, timed=True))
 
 

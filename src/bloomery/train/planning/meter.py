@@ -4,6 +4,9 @@ tensors, which have shapes and no numbers, as on real ones.
 
 A storage counts from the operation that made it until nobody holds it any more. Of a tensor that is spread over ranks
 the part of this rank counts: its wrapper tells the size of the whole.
+
+Each storage is of a kind: `Meter.making` at the time that it was made, unless it is known better: what is made of
+weights alone is a copy of them, what has a side as long as the vocabulary is scores, and `count_as` says the rest.
 """
 
 import weakref
@@ -25,26 +28,33 @@ Product = tuple[int, int, int, int, torch.dtype]
 """Matrices, rows, inner, columns and format."""
 
 
+WEIGHTS, COPIES, WORK, LOGITS = "weights", "copies", "activations", "logits"
+"""Kinds of what is counted, by the names of `planning.needs`."""
 MIXED = ("add", "add_", "sub", "sub_", "mul", "mul_", "lerp", "lerp_", "addcmul_")
 """Operations of tensors of several formats, for which a processor writes the shorter ones out in the longest."""
 
 
 class Meter(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    def __init__(self, *, on_processor: bool = False) -> None:
+    def __init__(self, *, on_processor: bool = False, vocab_size: int = 0) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.live, self._on_processor = 0, on_processor
+        self.live, self._on_processor, self._vocab_size = 0, on_processor, vocab_size
         self.peak = 0
         """The most that lived at once since `restart`."""
+        self.at_peak: Counter[str] = Counter()
+        """Of it, by kind."""
+        self.making = WEIGHTS
+        """The kind of what is made now, where nothing else is known of it."""
+        self._by_kind: Counter[str] = Counter()
         self.products: Counter[Product] = Counter()
         self.kinds: set[tuple[object, ...]] = set()
         """Of products in a short format: operation, sizes, and which sides are transposed."""
         self.moved = 0
         """Bytes that other operations read and wrote, views not counted."""
-        self._held: dict[int, int] = {}
+        self._held: dict[int, tuple[int, str]] = {}
         self._resize: Callable[..., Any] | None = None
 
     def restart(self) -> None:
-        self.peak, self.moved = self.live, 0
+        self.peak, self.at_peak, self.moved = self.live, self._by_kind.copy(), 0
         self.products.clear()
 
     def __enter__(self) -> "Meter":
@@ -53,8 +63,9 @@ class Meter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         def resize(storage: torch.UntypedStorage, size: int) -> Any:  # sharded weights are freed and filled by it
             made = original(storage, size)
             if (key := storage._cdata) in meter._held:
-                meter._change(size - meter._held[key])
-                meter._held[key] = size
+                before, kind = meter._held[key]
+                meter._change(size - before, kind)
+                meter._held[key] = size, kind
             return made
 
         self._resize = original
@@ -72,11 +83,12 @@ class Meter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         made = function(*arguments, **(keywords or {}))
         given = [one for one in tree_iter((arguments, keywords)) if isinstance(one, Tensor)]
         results = [one for one in tree_iter(made) if isinstance(one, Tensor)]
+        kind = self._kind(given)
         for one in results:
-            self.hold(one)
+            self.hold(one, self._scores(one) or kind)
         name = function.overloadpacket.__name__
         if self._on_processor and name in MIXED:
-            self.peak = max(self.peak, self.live + written_out(given))
+            self._reached(written_out(given), self.making)
         if name in PRODUCTS:
             left, right = given[-2:]
             sizes = (1, *left.shape, right.shape[1]) if left.dim() == 2 else (*left.shape, right.shape[2])
@@ -87,21 +99,52 @@ class Meter(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self.moved += sum(one.numel() * one.element_size() for one in (*given, *results))
         return made
 
-    def hold(self, tensor: Tensor) -> None:
+    def hold(self, tensor: Tensor, kind: str | None = None) -> None:
         """Count a tensor that is there already, until it is gone."""
-        storage = getattr(tensor, "_local_tensor", tensor).untyped_storage()
+        storage = _storage(tensor)
         key = storage._cdata
         if key not in self._held:
-            self._held[key] = storage.nbytes()
-            self._change(storage.nbytes())
+            self._held[key] = storage.nbytes(), kind or self.making
+            self._change(*self._held[key])
             weakref.finalize(storage, self._drop, key)
 
-    def _change(self, size: int) -> None:
+    def count_as(self, kind: str, tensor: Tensor) -> None:
+        """Let a tensor that is there be of another kind from now on."""
+        key = _storage(tensor)._cdata
+        if key in self._held:
+            size, before = self._held[key]
+            self._by_kind[before] -= size
+            self._by_kind[kind] += size
+            self._held[key] = size, kind
+
+    def _kind(self, given: list[Tensor]) -> str:
+        """Of what an operation makes of these."""
+        kinds = {self._held.get(_storage(one)._cdata, (0, ""))[1] for one in given}
+        return COPIES if self.making == WORK and kinds == {WEIGHTS} else self.making
+
+    def _scores(self, made: Tensor) -> str | None:
+        return LOGITS if self.making == WORK and self._vocab_size in made.shape else None
+
+    def _change(self, size: int, kind: str) -> None:
         self.live += size
-        self.peak = max(self.peak, self.live)
+        self._by_kind[kind] += size
+        self._reached(0, kind)
+
+    def _reached(self, more: int, kind: str) -> None:
+        """Keep the most that there was, with so much more of a kind for the moment."""
+        if self.live + more > self.peak:
+            self.peak, self.at_peak = self.live + more, self._by_kind.copy()
+            self.at_peak[kind] += more
 
     def _drop(self, key: int) -> None:
-        self.live -= self._held.pop(key, 0)
+        size, kind = self._held.pop(key, (0, self.making))
+        self.live -= size
+        self._by_kind[kind] -= size
+
+
+def _storage(tensor: Tensor) -> torch.UntypedStorage:
+    found: torch.UntypedStorage = getattr(tensor, "_local_tensor", tensor).untyped_storage()
+    return found
 
 
 def written_out(tensors: list[Tensor]) -> int:

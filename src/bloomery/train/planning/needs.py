@@ -25,6 +25,7 @@ from bloomery.train.config import Level, Optimizer
 from bloomery.train.plan import BYTES, activation_bytes_per_token, optimizer_bytes
 from bloomery.train.planning.target import Format
 
+Moment = Literal["loading", "micro-batch", "update"]
 Method = Literal["full", "lora", "lora32", "int8", "nf4"]
 """All weights are trained, or low-rank additions to frozen ones: in bfloat16, in float32, in 8 bits, or in 4."""
 
@@ -62,6 +63,8 @@ class Way:
     sharded: bool = False
     """Whether each device keeps a part of weights, gradients and optimizer, and not all of them."""
     devices: int = 1
+    offload: bool = False
+    """Whether the optimizer's numbers stay in the host's memory, and come for the update, some at a time."""
 
     @property
     def bytes_per_number(self) -> int:
@@ -88,11 +91,17 @@ class Needs:
 
     @property
     def peak(self) -> int:
-        learning = self.copies + self.activations + self.logits + self.gathered
-        return self.resting + self.gradients + max(learning, self.update)
+        return sum(self.at_peak[1].values())
 
-    def by_component(self) -> dict[str, int]:
-        return {f"{name}_bytes": size for name, size in asdict(self).items()}
+    @property
+    def at_peak(self) -> tuple[Moment, dict[str, int]]:
+        """When the most is there, and its parts."""
+        parts = asdict(self)
+        updating = {name: parts.pop(name) for name in ("update",)}
+        learning = {name: parts.pop(name) for name in ("copies", "activations", "logits", "gathered")}
+        if sum(learning.values()) >= sum(updating.values()):
+            return "micro-batch", parts | learning
+        return "update", parts | updating
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -126,13 +135,19 @@ class Trained:
         return BYTES * self.parameters if self.reference and method == "full" else 0
 
 
+def remembered_bytes(what: Trained, way: Way) -> int:
+    """All that the optimizer keeps, wherever that is."""
+    if way.method == "full":
+        return optimizer_bytes(what.optimizer, what.model, what.vocab_size)
+    return 8 * adapter_parameters(what.model, way.rank)
+
+
 def needs(what: Trained, way: Way) -> Needs:
     """Of a step with more than one micro-batch, after the first step."""
     facts = cost(what.model, what.vocab_size)
     part = way.devices if way.sharded else 1
     trained = facts.parameters if way.method == "full" else adapter_parameters(what.model, way.rank)
     adapters = 0 if way.method == "full" else trained
-    optimizer = optimizer_bytes(what.optimizer, what.model, what.vocab_size) if way.method == "full" else 8 * trained
     tokens = way.rows * what.model.context
     b = way.bytes_per_number
     head = what.vocab_size * what.model.width
@@ -142,7 +157,7 @@ def needs(what: Trained, way: Way) -> Needs:
     return Needs(
         weights=(base_bytes(what, way.method) + BYTES * adapters) // part + what.reference_bytes(way.method),
         gradients=BYTES * trained // part,
-        optimizer=optimizer // part,
+        optimizer=0 if way.offload else remembered_bytes(what, way) // part,
         copies=0 if way.sharded or b == BYTES else b * copied,
         activations=tokens * activation_bytes_per_token(what.model, way.recompute, b, written_out=what.processor),
         logits=logits_bytes(what, way),

@@ -58,12 +58,22 @@ def planned(ask: Ask, config: Training, target: Target, check: Check | None = No
         target=target,
         choice=choice,
         why=_why(ask, target, choice),
-        others=alternatives(ask, target),
+        others=[(_as_chosen(one, choice, target), why) for one, why in alternatives(ask, target)],
         change=None if choice.fits else cheapest_change(ask, target),
         devices_needed=None if choice.fits else devices_needed(ask, target),
         disk_bytes=disk.training_bytes(config, ask.what, choice.way),
         price=price or Price(),
     )
+
+
+def _as_chosen(one: Option, choice: Option, target: Target) -> Option:
+    """A way with the memory of the choice, where it is that; or that without what it would keep on the host."""
+    if one.way == choice.way:
+        return choice
+    if replace(one.way, offload=False) != choice.way:
+        return one
+    peak = choice.peak_bytes - choice.needs.optimizer + one.needs.optimizer
+    return replace(one, peak_bytes=peak, fits=peak <= target.usable_bytes)
 
 
 def _why(ask: Ask, target: Target, choice: Option) -> str:

@@ -1,6 +1,6 @@
 """A plan as data, and as lines that a person reads. Needs no torch."""
 
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from bloomery.hw.catalog import GIB
@@ -44,17 +44,18 @@ class Plan:
     def facts(self) -> dict[str, Any]:
         """As JSON data."""
         ask, target, choice, seconds = self.ask, self.target, self.choice, self.seconds
-        needed = choice.needs
+        moment, parts = choice.at_peak
         flops = products_per_token(ask.what, choice.way) * ask.tokens
         hours = None if seconds is None else seconds / 3600
         return {
             "parameters": ask.what.parameters,
             "tokens": ask.tokens,
             "flops": flops,
-            **needed.by_component(),
+            **{f"{name}_bytes": size for name, size in self._sizes().items()},
             "kv_bytes": kv_bytes(ask.what.model),
             "peak_bytes": choice.peak_bytes,
-            "peak_from": "trace" if choice.traced else "arithmetic",
+            "at_peak": {"moment": moment, **{f"{name}_bytes": size for name, size in parts.items()}},
+            "peak_from": _origin(choice),
             "disk_bytes": self.disk_bytes,
             "device": target.name,
             "devices": target.devices,
@@ -88,9 +89,11 @@ class Plan:
             "precision": way.precision,
             "method": way.method,
             "sharded": way.sharded,
+            "offload": way.offload,
             "devices": way.devices,
             "optimizer": one.what.optimizer.kind,
             "peak_bytes": one.peak_bytes,
+            "peak_from": _origin(one),
             "fits": one.fits,
             "tokens_per_second": _round(one.pace.tokens_per_second if one.pace else None),
         }
@@ -118,14 +121,19 @@ class Plan:
             f"  disk     {_size(self.disk_bytes)} of checkpoints and models; a conversation's keys and values "
             f"take {_size(told['kv_bytes'])}"
         )
-        found.append(f"  {'way':<50} {'rows':>5} {'peak':>10} {'tokens/s':>11}")
-        for one in self._shown():
-            rate = f"{one.pace.tokens_per_second:,.0f}" if one.pace else "unknown"
-            mark = "" if one.fits else "  does not fit"
-            found.append(
-                f"  {describe(one, rows=False):<50} {one.way.rows:>5} {_size(one.peak_bytes):>10} {rate:>11}{mark}"
-            )
+        found.append(f"  {'way':<50} {'rows':>5} {'peak':>11} {'tokens/s':>11}")
+        found += [self._row(one) for one in self._shown()]
+        away = [(one, why) for one, why in self.others if one.way.offload]
+        if away:
+            one, why = next((pair for pair in away if pair[0].fits), min(away, key=lambda pair: pair[0].peak_bytes))
+            found += [f"{self._row(one)}  not offered", f"  {'':<50} {why}"]
         return found
+
+    def _row(self, one: Option) -> str:
+        rate = f"{one.pace.tokens_per_second:,.0f}" if one.pace else "unknown"
+        mark = "" if one.fits else "  does not fit"
+        peak = f"{'~' if self.choice.traced and not one.traced else ''}{_size(one.peak_bytes)}"
+        return f"  {describe(one, rows=False):<50} {one.way.rows:>5} {peak:>11} {rate:>11}{mark}"
 
     def _shown(self) -> list[Option]:
         """Of the ways that can be had, for each method, format and sharding: those that fit, or the least."""
@@ -142,23 +150,21 @@ class Plan:
     def _target(self) -> str:
         target = self.target
         speed = "speed unknown" if target.flops is None else f"{target.flops / 1e12:.4g} TFLOP/s {target.flops_from}"
-        count = f"{target.devices} x " if target.devices > 1 else ""
+        several = f"{target.devices} ranks, each with its share of " if target.processor else f"{target.devices} x "
+        count = several if target.devices > 1 else ""
         return f"{count}{target.name} ({_size(target.memory_bytes)}, {_size(target.usable_bytes)} usable, {speed})"
 
+    def _sizes(self) -> dict[str, int]:
+        """Of each part as it is at the peak, or by arithmetic where it is not there yet or any more."""
+        parts, reckoned = self.choice.at_peak[1], asdict(self.choice.needs)
+        return {name: parts.get(name) or reckoned.get(name, 0) for name in PARTS}
+
     def _components(self) -> str:
-        needed = self.choice.needs
-        parts = {
-            "weights": needed.weights,
-            "gradients": needed.gradients,
-            "optimizer": needed.optimizer,
-            "rounded copies": needed.copies,
-            "activations": needed.activations,
-            "logits": needed.logits,
-            "gathered": needed.gathered,
-        }
-        told = ", ".join(f"{name} {_size(size)}" for name, size in parts.items() if size)
+        moment, parts = self.choice.at_peak
+        told = " + ".join(f"{words} {_size(parts[name])}" for name, words in PARTS.items() if parts.get(name))
         how = "traced" if self.choice.traced else "by arithmetic"
-        return f"{_size(self.choice.peak_bytes)} at the peak, {how}: {told}"
+        later = "" if parts.get("gradients") else f"; gradients {_size(self.choice.needs.gradients)} come after it"
+        return f"{_size(self.choice.peak_bytes)} at the peak ({how}, {MOMENTS[moment]}) = {told}{later}"
 
     def _does_not_fit(self) -> list[str]:
         if self.change is not None:
@@ -184,6 +190,19 @@ class Plan:
         return told
 
 
+PARTS = {
+    "weights": "weights",
+    "gradients": "gradients",
+    "optimizer": "optimizer",
+    "copies": "copies of weights",
+    "activations": "activations",
+    "logits": "logits",
+    "update": "update",
+    "gathered": "gathered",
+    "libraries": "libraries",
+}
+"""Of the peak, as `planning.needs` tells them, and what libraries keep for themselves."""
+MOMENTS = {"loading": "while the model is made", "micro-batch": "in a micro-batch", "update": "in the update"}
 METHODS = {
     "full": "all weights",
     "lora": "LoRA",
@@ -193,11 +212,16 @@ METHODS = {
 }
 
 
+def _origin(one: Option) -> str:
+    return "trace" if one.traced else "arithmetic"
+
+
 def describe(one: Option, *, rows: bool = True) -> str:
     way = one.way
     method = METHODS[way.method]
     parts = [method, way.precision, *([f"recompute {way.recompute}"] if way.recompute != "none" else [])]
     parts += ["sharded"] if way.sharded else []
+    parts += ["optimizer on the host"] if way.offload else []
     if rows:
         parts.append(f"{way.rows} rows ({way.rows * one.what.model.context:,} tokens) at once")
     return ", ".join(parts)

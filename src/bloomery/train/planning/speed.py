@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from bloomery.model.cost import cost
 from bloomery.train.plan import activation_bytes_per_token
-from bloomery.train.planning.needs import FROZEN_BYTES, Trained, Way, adapter_parameters
+from bloomery.train.planning.needs import FROZEN_BYTES, Trained, Way, adapter_parameters, remembered_bytes
 from bloomery.train.planning.target import Target
 
 ACTIVATION_PASSES = 4
@@ -22,6 +22,9 @@ WEIGHT_BYTES_PER_MICRO_BATCH = 4 + 2 + 2 + 2 + 2 + 8
 FROZEN_PASSES = 2
 UPDATE_BYTES = 4 + 4 + 8 + 16 + 4
 """A gradient read for its norm and for the update, a weight and two moments read and written."""
+
+LINK = 12e9
+"""Bytes a second between a card and its host, as copies over PCIe 3.0 with 16 lanes reach; newer ones are faster."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,6 +57,8 @@ def pace(what: Trained, way: Way, target: Target, rows_per_step: int) -> Pace | 
     moved, updated = _traffic(what, way, tokens)
     waiting = [0.0 if target.bandwidth is None else size / target.bandwidth for size in (moved, updated)]
     seconds = micro_batches * (compute / target.share + waiting[0]) + waiting[1]
+    if way.offload:
+        seconds += 2 * remembered_bytes(what, way) / LINK
     done = rows_per_step * what.model.context
     return Pace(tokens_per_second=done / seconds, ceiling=way.devices * tokens / compute)
 

@@ -37,6 +37,12 @@ class Target:
     """What `auto` comes to."""
     processor: bool = False
     """Whether it is one, and a run has other code, and no memory but the machine's."""
+    shared: bool = False
+    """Whether its memory is the host's too; a processor's is."""
+
+    @property
+    def one_memory(self) -> bool:
+        return self.processor or self.shared
 
     @property
     def share(self) -> float:
@@ -69,6 +75,7 @@ def of_entry(entry: Entry, devices: int = 1, memory_bytes: int | None = None) ->
         flops_from="catalogue" if peak else "unknown",
         bandwidth=entry.bandwidth,
         precision=precision,
+        shared=entry.shared,
     )
 
 

@@ -1,7 +1,10 @@
 """
-How long a step takes on this machine, from two small models of the same width: one turn of layers and two. What the
-second turn adds, each further one adds too. They go through the functions of the loop, in turn, and each of their times
-is the best of a few.
+How long a step takes on this machine: made with all its layers where that is soon done, and else with one turn of them
+and with some more. What these add, each further turn adds too. Models go through the functions of the loop, in turn,
+and each of their times is the best of a few.
+
+Layers are left out before rows are: a step takes its time for each layer, but not for each row, where weights are
+rounded or put together from four bits once for all rows.
 
 On a processor it is the time that this thread had on it, so that what else the machine does at the moment is not
 planned with; on other devices it is what a clock says.
@@ -25,7 +28,7 @@ from bloomery.train.planning.step import Step
 import torch
 
 SLICE_SECONDS, SLICE_PARAMETERS = 0.4, 10**8
-"""At the peak, of a micro-batch of the larger model; and how many weights that may have at most."""
+"""Of a micro-batch of the larger model, at the peak; and how many weights that model may have at most."""
 TIMES = 3
 
 
@@ -44,8 +47,9 @@ class Timed(NamedTuple):
 
 def timed(step: Step, device: Device) -> Timed | None:
     """None where even the small models are too large to be made for a plan."""
-    layers, few, more = step.model.num_layers, step.turn, 2 * step.turn
-    if cost(step.with_layers(min(layers, more)).model, step.vocab_size).parameters > SLICE_PARAMETERS:
+    layers, few = step.model.num_layers, step.turn
+    more = _layers(step, device)
+    if cost(step.with_layers(more).model, step.vocab_size).parameters > SLICE_PARAMETERS:
         return None
     if layers <= more:
         return _measured((step,), device)[0]
@@ -65,11 +69,29 @@ def _measured(steps: tuple[Step, ...], device: Device) -> list[Timed]:
     return [Timed(first * share, further * share, updating) for first, further, updating in best]
 
 
+def _layers(step: Step, device: Device) -> int:
+    """Of the larger model: whole turns, as many as are soon done with all rows, two at least; or all there are."""
+    layers, turn = step.model.num_layers, step.turn
+    more = min(layers, 2 * turn)
+    while more < layers and _is_small(step.with_layers(min(layers, more + turn)), device):
+        more = min(layers, more + turn)
+    return more
+
+
+def _is_small(step: Step, device: Device) -> bool:
+    parameters = cost(step.model, step.vocab_size).parameters
+    return parameters <= SLICE_PARAMETERS and step.rows * _row_seconds(step, device) <= SLICE_SECONDS
+
+
 def _rows(step: Step, device: Device) -> int:
     """Of a micro-batch: all of them, unless that takes too long."""
+    return max(1, min(step.rows, int(SLICE_SECONDS / _row_seconds(step, device))))
+
+
+def _row_seconds(step: Step, device: Device) -> float:
+    """What one row takes at the peak."""
     work = cost(step.model, step.vocab_size).train_flops_per_token * step.model.context
-    seconds = work / measured_peak(replace(device, compute_dtype=step.precision))
-    return max(1, min(step.rows, int(SLICE_SECONDS / seconds)))
+    return work / measured_peak(replace(device, compute_dtype=step.precision))
 
 
 class _Ready:

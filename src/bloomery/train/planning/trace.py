@@ -6,14 +6,15 @@ allocated. Of a deep model two small ones are run, and what a layer adds between
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import cache
+from functools import cache, partial
 from typing import Any, NamedTuple
 
 import bloomery.hw.needs_torch  # noqa: F401
 from bloomery.hw.device import Device
 from bloomery.model import kernels, products, quantize
 from bloomery.train.loop import Placed, few_rows_of_the_table, gradients, placed_losses
-from bloomery.train.planning.meter import Meter, Product
+from bloomery.train.planning.meter import WORK, Meter, Product
+from bloomery.train.planning.needs import Moment
 from bloomery.train.planning.step import Step
 
 import torch
@@ -40,10 +41,27 @@ class Traced(NamedTuple):
     """Bytes that its other operations read and write."""
     update_products: Counter[Product]
     update_moved: int
+    kept_learning: Counter[str]
+    """What `learning` is made of, by kind."""
+    kept_updating: Counter[str]
 
     @property
     def peak(self) -> int:
         return max(self.loading, self.room + max(self.learning, self.updating))
+
+    @property
+    def at_peak(self) -> tuple[Moment, dict[str, int]]:
+        """When the most is there, and its parts, which add up to it."""
+        if self.peak == self.loading:
+            return "loading", {"weights": self.loading}
+        moment: Moment = "micro-batch" if self.learning >= self.updating else "update"
+        kept, most = (
+            (self.kept_learning, self.learning) if moment == "micro-batch" else (self.kept_updating, self.updating)
+        )
+        parts = {kind: size for kind, size in kept.items() if size > 0}
+        rest = "activations" if moment == "micro-batch" else "update"
+        parts[rest] = parts.get(rest, 0) + most - sum(parts.values())  # what rounding of small models has left
+        return moment, parts | {"libraries": self.room}
 
 
 KERNEL_BYTES = 7 * 2**20 // 10
@@ -88,36 +106,46 @@ def _traced(step: Step) -> Traced:
         compute_dtype=step.precision,
         backend="gloo",
     )
-    with _apart(step.on_processor) as room, FakeTensorMode(), Meter(on_processor=step.on_processor) as meter:
+    counting = Meter(on_processor=step.on_processor, vocab_size=step.vocab_size)
+    with _apart(step.on_processor) as room, FakeTensorMode(), counting as meter:
         model = step.load()
         loading = meter.peak if step.on_processor else 0
         optimizers = step.prepare(model, device)
         trained = [weight for weight in model.parameters() if weight.requires_grad]
         for weight in trained:
+            weight.register_post_accumulate_grad_hook(partial(_learned, meter))  # type: ignore[no-untyped-call]
             weight.grad = torch.empty_like(weight)
+        meter.making = "optimizer"
         optimizers.step()
         optimizers.zero_grad()
-        resting = meter.live
+        resting, meter.making = meter.live, WORK
         ids = torch.zeros((step.rows, step.model.context), dtype=torch.int64)
         batch = Placed(ids, ids.clone(), None, ids.flatten().clone(), ids.flatten().clone())
         total = torch.zeros(())
         if step.accumulates:
             for weight in trained:
                 weight.grad = torch.empty_like(weight)
+                meter.count_as("gradients", weight.grad)
         meter.restart()
         with few_rows_of_the_table(model):
             loss, entropy = placed_losses(model, batch, device, share=1 / ids.numel())
             torch.autograd.backward(loss)
         total += entropy
         del loss, entropy
-        learning, made, moved = meter.peak, meter.products.copy(), meter.moved
+        learning, made, moved, during = meter.peak, meter.products.copy(), meter.moved, meter.at_peak
         meter.restart()
+        meter.making = "update"
         norm = nn.utils.get_total_norm(gradients(model))
         nn.utils.clip_grads_with_norm_(trained, 1.0, norm)
         optimizers.step()
         kept = sum(room) + (KERNEL_BYTES * len(meter.kinds) if step.on_processor else 0)
         most = loading, resting, learning, meter.peak, kept
-        return Traced(*most, made, moved, meter.products.copy(), meter.moved)
+        return Traced(*most, made, moved, meter.products.copy(), meter.moved, during, meter.at_peak)
+
+
+def _learned(meter: Meter, weight: torch.Tensor) -> None:
+    assert weight.grad is not None
+    meter.count_as("gradients", weight.grad)
 
 
 @contextmanager

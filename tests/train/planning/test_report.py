@@ -1,0 +1,157 @@
+"""What a plan tells, whatever it is of."""
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from bloomery.hw.catalog import GIB
+from bloomery.hw.dist import World, ranks_here
+from bloomery.hw.peak import listed_peak
+from bloomery.model.config import ModelConfig
+from bloomery.train.planning import planner
+from bloomery.train.planning.here import check, room, slower
+from bloomery.train.planning.needs import needs
+from bloomery.train.planning.report import Plan
+from bloomery.train.planning.target import of_memory
+from tests.train.made import processor
+from tests.train.planning.made import SMALL, card, plan, training
+
+import torch
+
+KEYS = {
+    "parameters",
+    "flops",
+    "weights_bytes",
+    "gradients_bytes",
+    "optimizer_bytes",
+    "activations_bytes",
+    "logits_bytes",
+    "kv_bytes",
+    "peak_bytes",
+    "fits",
+    "tokens_per_second",
+    "seconds",
+    "choice",
+    "alternatives",
+    "disk_bytes",
+}
+GPT2 = ModelConfig(preset="gpt2-124m")
+LARGE = ModelConfig(preset="baichuan2-7b", context=512)
+PLANS: Mapping[str, tuple[Any, ...]] = {
+    "all weights": (GPT2, card(), {}),
+    "parts": (GPT2, card(devices=2), {"shard": "fsdp"}),
+    "adapters": (GPT2, card(), {"finetune": True, "lora": {"base": "bfloat16"}}),
+    "adapters in four bits": (GPT2, card(), {"finetune": True, "lora": {"base": "nf4"}}),
+    "too large": (LARGE, of_memory(16 * GIB, 2), {}),
+    "too large for anything": (ModelConfig(preset="llama-3.1-405b"), of_memory(8 * GIB), {}),
+}
+
+
+def adds_up(made: Plan) -> bool:
+    told = made.facts()
+    parts = {name: size for name, size in told["at_peak"].items() if name != "moment"}
+    assert all(size >= 0 for size in parts.values())
+    return bool(sum(parts.values()) == told["peak_bytes"] == made.choice.peak_bytes)
+
+
+@pytest.mark.parametrize("name", PLANS)
+def test_every_plan_tells_the_same_facts_and_parts_that_add_up_to_its_peak(name: str) -> None:
+    model, target, settings = PLANS[name]
+    made = plan(model, 50_257, target, **settings)
+    told = made.facts()
+    assert told.keys() >= KEYS
+    assert adds_up(made)
+    assert {"micro_batch_tokens", "recompute", "precision", "method", "sharded", "peak_bytes", "fits"} <= told[
+        "choice"
+    ].keys()
+    assert all(
+        {"tokens_per_second", "peak_bytes", "peak_from", "available"} <= one.keys() for one in told["alternatives"]
+    )
+    assert told["fits"] == (not name.startswith("too large"))
+    if not told["fits"]:
+        assert any(line.startswith("  cure") for line in made.lines())
+
+
+@pytest.mark.parametrize(
+    ("tokens", "settings"),
+    [
+        (2**8, {}),
+        (2**12, {"recompute": "block"}),
+        (2**12, {"finetune": True, "lora": {"base": "nf4"}}),
+        (2**8, {"finetune": True, "lora": {"base": "bfloat16"}}),
+    ],
+)
+@pytest.mark.parametrize("on_processor", [True, False], ids=["processor", "card"])
+def test_the_parts_of_a_traced_peak_add_up_to_it_too(tokens: int, settings: dict[str, Any], on_processor: bool) -> None:
+    target = replace(card(), processor=on_processor)
+    made = plan(SMALL, 512, target, tokens=tokens, micro_batch_tokens=2**8, **settings)
+    made = replace(made, choice=check(made.ask, target, made.choice))
+    assert made.facts()["peak_from"] == "trace"
+    assert adds_up(made)
+    told = made.facts()
+    if tokens > 2**8 and told["at_peak"]["moment"] != "loading":
+        assert told["at_peak"]["gradients_bytes"] == pytest.approx(made.choice.needs.gradients, rel=0.01)
+    if "lora" not in settings:
+        assert told["weights_bytes"] == 4 * told["parameters"]
+        assert told["optimizer_bytes"] == pytest.approx(8 * told["parameters"], rel=0.01)
+
+
+def test_the_way_that_was_chosen_is_the_same_among_the_alternatives() -> None:
+    target = card()
+    ask = planner.asked("pretrain", training(), SMALL, 512, target)
+    made = planner.planned(ask, training(), target, check)
+    same = [one for one, _ in made.others if one.way == made.choice.way]
+    assert [one.peak_bytes for one in same] == [made.choice.peak_bytes]
+    assert made.choice.traced
+
+
+def test_ranks_on_a_processor_share_its_memory_and_those_on_cards_do_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
+    device = replace(processor(), memory_bytes=64 * GIB)
+    alone, two = room(device), room(device, 2, ranks_here(World(0, 2)))
+    assert two.usable_bytes == pytest.approx(alone.usable_bytes / 2, abs=1)
+    assert (alone.memory_bytes, two.memory_bytes) == (64 * GIB, 32 * GIB)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "1")
+    assert room(device, 2, ranks_here(World(0, 2))).usable_bytes == alone.usable_bytes, "each on a machine of its own"
+    assert card(devices=2).usable_bytes == card().usable_bytes
+
+
+def test_ranks_that_take_turns_on_a_core_are_slower(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    assert slower(1) >= 1
+    assert slower(64) > slower(2) >= slower(1)
+
+
+def test_a_processor_has_no_peak_of_the_gpu_that_its_name_speaks_of() -> None:
+    device = replace(processor(torch.bfloat16), name="AMD RYZEN AI MAX+ 395 w/ Radeon 8060S")
+    assert listed_peak(device) is None
+    assert listed_peak(replace(device, place=torch.device("cuda"))) == 59.4e12
+
+
+def test_offload_is_listed_with_what_it_would_take_and_that_it_is_not_offered() -> None:
+    made = plan(GPT2, 50_257, card())
+    usual = made.choice.pace
+    away = [(one, why) for one, why in made.others if one.way.offload]
+    assert len(away) == 3
+    for one, why in away:
+        alike = replace(one.way, offload=False)
+        assert needs(one.what, alike).peak - one.peak_bytes == pytest.approx(8 * one.what.parameters, rel=0.01)
+        assert "nothing is moved" in why
+    assert usual is not None
+    assert all(one.pace.tokens_per_second < usual.tokens_per_second for one, _ in away if one.pace)
+    assert sum("not offered" in line for line in made.lines()) == 1
+    told = [one for one in made.facts()["alternatives"] if one["offload"]]
+    assert not any(one["available"] for one in told)
+    assert made.change is None
+
+
+def test_on_a_machine_of_one_memory_offload_would_free_nothing() -> None:
+    made = plan(GPT2, 50_257, card("strix-halo-64"))
+    peaks = {one.way.recompute: one.peak_bytes for one, why in made.others if "one memory" in why}
+    assert peaks == {
+        one.way.recompute: one.peak_bytes
+        for one, why in made.others
+        if not why and one.way.method == "full" and one.way.precision == "bfloat16"
+    }
