@@ -6,6 +6,7 @@ import socket
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from datetime import UTC, datetime, timedelta
 from email.utils import format_datetime
 from pathlib import Path
@@ -139,7 +140,7 @@ def in_seconds(seconds: float) -> datetime:
     return datetime.now(UTC) + timedelta(seconds=seconds)
 
 
-RETRY_AFTER = {
+RETRY_AFTER: dict[str, Callable[[], str]] = {
     "seconds": lambda: "7",
     "a fraction": lambda: "7.5",
     "a date": lambda: format_datetime(in_seconds(8), usegmt=True),
