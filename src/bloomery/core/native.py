@@ -40,7 +40,7 @@ def digest(folder: Path) -> str:
 def library(name: str) -> ctypes.CDLL | None:
     """The library of that name; None where it cannot be used or is not wanted."""
     off = os.environ.get(SWITCH) == "0" or name in _REFUSED
-    return None if off else _found(FOLDER / f"{name}.so").library
+    return None if off else _found(FOLDER, name).library
 
 
 def refuse(name: str, why: str) -> None:
@@ -52,7 +52,7 @@ def state(name: str) -> str:
     """What runs: the processor's level that a library computes with, or why it is not used."""
     if name in _REFUSED:
         return f"off ({_REFUSED[name]})"
-    return f"off ({SWITCH}=0)" if os.environ.get(SWITCH) == "0" else _found(FOLDER / f"{name}.so").state
+    return f"off ({SWITCH}=0)" if os.environ.get(SWITCH) == "0" else _found(FOLDER, name).state
 
 
 def identity(name: str) -> str:
@@ -69,13 +69,14 @@ def summary() -> str:
 
 
 @cache
-def _found(path: Path) -> Found:
+def _found(folder: Path, name: str) -> Found:
+    path = folder / f"{name}.so"
     if not path.is_file():
         return Found(None, "not built")
     try:
         loaded = ctypes.CDLL(str(path))
         loaded.bloomery_sources.restype = loaded.bloomery_level.restype = ctypes.c_char_p
-        if loaded.bloomery_sources().decode() != digest(path.parent):
+        if loaded.bloomery_sources().decode() != digest(folder):
             return Found(None, "stale: built from other sources")
         return Found(loaded, loaded.bloomery_level().decode())
     except (OSError, AttributeError) as error:

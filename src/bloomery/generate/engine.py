@@ -63,7 +63,7 @@ class Engine:
     def complete(
         self, prompts: Sequence[Sequence[int]], *, max_tokens: int, stop_ids: frozenset[int], batch: int = 32
     ) -> list[Completion]:
-        """The greedy completion of every prompt, many at a time; prompts of one length share a batch."""
+        """The greedy completion of every prompt, many at a time."""
         return self.draw(prompts, [0] * len(prompts), max_tokens=max_tokens, stop_ids=stop_ids, batch=batch)
 
     def draw(
@@ -79,54 +79,77 @@ class Engine:
         batch: int = 32,
     ) -> list[Completion]:
         """
-        A completion of every prompt, each by a seed of its own, many at a time; prompts of one length share a batch.
-        They are what `stream` gives for the same prompt and seed.
+        A completion of every prompt, each by a seed of its own, many at a time: those nearest in length. They are what
+        `stream` gives for the same prompt and seed.
         """
         how = {"temperature": temperature, "top_p": top_p, "top_k": top_k}
         done: dict[int, Completion] = {}
         for prompt in prompts:
             self._check(prompt)
         order = sorted(range(len(prompts)), key=lambda i: len(prompts[i]))
-        while order:
-            length = len(prompts[order[0]])
-            group = [i for i in order[:batch] if len(prompts[i]) == length]
-            order = order[len(group) :]
+        for begin in range(0, len(order), batch):
+            group = order[begin : begin + batch]
             generators = [torch.Generator().manual_seed(seeds[i]) for i in group]
 
             def chosen(scores: Tensor, generators: list[torch.Generator] = generators) -> list[int]:
                 return choose_each(scores, generators, **how)  # type: ignore[arg-type]
 
-            found = self._complete([list(prompts[i]) for i in group], max_tokens, stop_ids, chosen)
+            found = self._complete([prompts[i] for i in group], max_tokens, stop_ids, chosen)
             done |= dict(zip(group, found, strict=True))
         return [done[i] for i in range(len(prompts))]
 
     def _complete(
         self,
-        prompts: list[list[int]],
+        prompts: list[Sequence[int]],
         max_tokens: int,
         stop_ids: frozenset[int],
         choose_ids: Callable[[Tensor], list[int]],
     ) -> list[Completion]:
-        room = min(max_tokens, self.context - len(prompts[0]))
-        cache = Cache.empty(self.model.config, len(prompts), len(prompts[0]) + room, self.model.embed.weight)
+        lengths = torch.tensor([len(prompt) for prompt in prompts])
+        rooms = (self.context - lengths).clamp(max=max_tokens).tolist()
         said: list[list[int]] = [[] for _ in prompts]
         stopped = [False] * len(prompts)
-        scores = self._extend(prompts, cache)
-        for number in range(room):
+        if not max(rooms):
+            return [Completion(ids, end) for ids, end in zip(said, stopped, strict=True)]
+        scores, cache = self._begun(prompts, max(rooms))
+        seen = torch.arange(cache.capacity) >= (cache.length - lengths)[:, None, None]  # (B, 1, C): no one's padding
+        same = bool((lengths == lengths[0]).all())
+        for number in range(max(rooms)):
             chosen = choose_ids(scores)
             for row, id in enumerate(chosen):
-                stopped[row] = stopped[row] or id in stop_ids
-                if not stopped[row]:
-                    said[row].append(id)
-            if all(stopped) or number == room - 1:
+                if len(said[row]) < rooms[row] and not stopped[row]:
+                    stopped[row] = id in stop_ids
+                    said[row] += [] if stopped[row] else [id]
+            if all(end or len(ids) == room for ids, end, room in zip(said, stopped, rooms, strict=True)):
                 break
-            scores = self._extend([[id] for id in chosen], cache)
+            places = (lengths + number).clamp(max=self.context - 1)[:, None]  # of a row that is done, any will do
+            mask = None if same else seen[:, :, : cache.length + 1]
+            scores = self._extend([[id] for id in chosen], cache, places, mask)
         return [Completion(ids, end) for ids, end in zip(said, stopped, strict=True)]
 
+    def _begun(self, prompts: list[Sequence[int]], room: int) -> tuple[Tensor, Cache]:
+        """Scores (B, V) of what follows each prompt; a cache in which all end at one place, with room behind it."""
+        config, like, longest = self.model.config, self.model.embed.weight, max(map(len, prompts))
+        whole = Cache.empty(config, len(prompts), longest + room, like)
+        scores = like.new_empty(len(prompts), self.model.vocab_size, dtype=torch.float32)
+        for length in {len(prompt) for prompt in prompts}:
+            rows = [row for row, prompt in enumerate(prompts) if len(prompt) == length]
+            part = Cache.empty(config, len(rows), length, like)
+            scores[rows] = self._extend([prompts[row] for row in rows], part)
+            for all_rows, some in ((whole.keys, part.keys), (whole.values, part.values)):
+                all_rows[:, rows, :, longest - length : longest] = some
+        whole.length = longest
+        return scores, whole
+
     @torch.inference_mode()
-    def _extend(self, rows: Sequence[Sequence[int]], cache: Cache) -> Tensor:
+    def _extend(
+        self, rows: Sequence[Sequence[int]], cache: Cache, places: Tensor | None = None, mask: Tensor | None = None
+    ) -> Tensor:
         """Scores (B, V) of what follows, after each row's new ids went into the cache."""
-        hidden = self.model.extend(torch.tensor(rows, device=cache.keys.device), cache)
+        device = cache.keys.device
+        ids, places = torch.tensor(rows, device=device), None if places is None else places.to(device)
+        mask = None if mask is None else mask.to(device)
+        hidden = self.model.extend(ids, cache, positions=places, mask=mask)
         return self.model.logits(hidden[:, -1:])[:, 0]
 
     def _check(self, ids: Sequence[int]) -> None:
