@@ -32,7 +32,7 @@ from bloomery.train.optim_adamw import total_norm
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard, register_fsdp_forward_method
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
@@ -160,9 +160,12 @@ def groups(model: nn.Module) -> dict[str, list[str]]:
     return found
 
 
-def shard(model: Transformer, world: World, device: Device) -> None:
-    """Leave on each rank its part of every weight, where it computes. All ranks begin with the same whole weights."""
-    mesh = init_device_mesh(device.place.type, (world.size,))
+def shard(model: Transformer, world: World, device: Device, mesh: DeviceMesh | None = None) -> None:
+    """
+    Leave on each rank its part of every weight, where it computes. All ranks begin with the same whole weights. `mesh`
+    is one of so many ranks, where there is one already.
+    """
+    mesh = mesh or init_device_mesh(device.place.type, (world.size,))
     names = {weight: name for name, weight in model.named_parameters()}
 
     def placed(weight: nn.Parameter) -> Shard:

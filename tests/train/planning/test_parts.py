@@ -1,4 +1,4 @@
-"""What the arithmetic says of a rank that holds a part, against two ranks that do."""
+"""What the arithmetic and a trace say of a rank that holds a part, against two ranks that do."""
 
 from pathlib import Path
 from typing import Any
@@ -8,9 +8,18 @@ import pytest
 from bloomery.core.config import build
 from bloomery.hw.dist import World
 from bloomery.train import launch, parallel
-from bloomery.train.config import Training
+from bloomery.train.config import Level, Training
+from bloomery.train.loop import Placed, gradients, placed_losses
+from bloomery.train.planning.here import check, step
+from bloomery.train.planning.meter import Meter
 from bloomery.train.planning.needs import Trained, Way, needs
-from tests.train.made import SHAPE, session
+from bloomery.train.planning.step import Step
+from bloomery.train.planning.trace import trace
+from tests.train.made import SHAPE, processor, session
+from tests.train.planning.made import SMALL, card, plan
+
+import torch
+from torch import nn
 
 
 def held(task: dict[str, Any], world: World) -> dict[str, Any]:
@@ -21,6 +30,51 @@ def held(task: dict[str, Any], world: World) -> dict[str, Any]:
     groups = list(made.model.parameters()), [kept[name] for name in kept if not name.endswith("/step")]
     own = [sum(parallel.local(one).nbytes for one in tensors) for tensors in groups]
     return {"held": world.gather(own), "vocab_size": made.model.vocab_size}
+
+
+def metered(task: dict[str, Any], world: World) -> dict[str, Any]:
+    """The most bytes of tensors that lived on each rank in its second step of two micro-batches."""
+    what = step_of(task["kind"], task["level"])
+    device = processor(what.precision)
+    ids = torch.zeros((what.rows, what.model.context), dtype=torch.int64)
+    batch = Placed(ids, ids.clone(), None, ids.flatten().clone(), ids.flatten().clone())
+    with Meter(on_processor=True) as meter:
+        model = what.load(initialized=True)
+        parallel.shard(model, world, device)
+        optimizers = what.prepare(model, device)
+        for _ in range(2):
+            optimizers.zero_grad()
+            meter.restart()
+            for _ in range(2):
+                torch.autograd.backward(placed_losses(model, batch, device)[0])
+            nn.utils.clip_grads_with_norm_(model.parameters(), 1.0, nn.utils.get_total_norm(gradients(model)))
+            optimizers.step()
+        return {"peaks": world.gather(meter.peak)}
+
+
+def step_of(kind: str, level: Level) -> Step:
+    optimizer = build(Training, {"steps": 1, "tokens_per_step": 1, "optimizer": {"kind": kind}}).optimizer
+    shape = SMALL.model_copy(update={"width": 128, "mlp_width": 352, "num_layers": 7})
+    return Step(
+        model=shape,
+        vocab_size=1000,
+        optimizer=optimizer,
+        recompute=level,
+        precision=torch.bfloat16,
+        rows=3,
+        accumulates=True,
+        ranks=2,
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("kind", "level", "most"), [("adamw", "none", 1.05), ("muon", "block", 1.25)])
+def test_a_trace_of_one_rank_finds_what_two_ranks_hold(kind: str, level: Level, most: float) -> None:
+    """With Muon, whose gradients are whole for the update, a small model holds less than is traced."""
+    found = trace(step_of(kind, level))
+    peaks = launch.run("tests.train.planning.test_parts:metered", {"kind": kind, "level": level}, 2)["peaks"]
+    for peak in peaks:
+        assert 0.98 * peak <= max(found.learning, found.updating) <= most * peak
 
 
 @pytest.mark.slow
@@ -35,3 +89,15 @@ def test_a_rank_with_a_part_holds_what_the_arithmetic_says(kind: str, shards: Pa
     for weights, remembered in found["held"]:
         assert weights == pytest.approx(needed.weights, rel=0.02)
         assert remembered == pytest.approx(needed.optimizer, rel=0.02)
+
+
+def test_parts_are_traced_as_the_step_of_one_rank() -> None:
+    target = card(devices=2)
+    made = plan(SMALL, 512, target, tokens=2**12, micro_batch_tokens=2**8, shard="fsdp")
+    alone = plan(SMALL, 512, card(), tokens=2**12, micro_batch_tokens=2**8)
+    assert (step(made.choice, True).ranks, step(alone.choice, True).ranks) == (2, 1)
+    (_, parts), (_, whole) = (check(one.ask, one.target, one.choice).at_peak for one in (made, alone))
+    for name in ("weights", "gradients", "optimizer"):
+        assert parts[name] == pytest.approx(whole[name] / 2, rel=0.02)
+    assert parts["gathered"] > 0
+    assert not torch.distributed.is_initialized()

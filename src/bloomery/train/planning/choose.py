@@ -17,10 +17,7 @@ from bloomery.train.planning.needs import Method, Moment, Needs, Trained, Way, n
 from bloomery.train.planning.speed import Pace, pace
 from bloomery.train.planning.target import Target
 
-NO_OFFLOAD = (
-    "nothing is moved to the host's memory while a model trains; "
-    'optimizer={kind="adamw8bit"} keeps a quarter of AdamW\'s numbers on the device instead'
-)
+NO_OFFLOAD = "nothing is moved to the host while a model trains; AdamW in 8 bits keeps a quarter of its numbers instead"
 ONE_MEMORY = "host and device have one memory, of which nothing would be freed"
 MOST_TOKENS = {True: USUAL_TOKENS, False: 2**16}
 """Of a micro-batch, by whether a processor computes it. Larger ones gain less than a hundredth."""

@@ -107,8 +107,8 @@ def copied_per_second(device: Device) -> float:
 
 
 def traceable(way: Way) -> bool:
-    """Whether the step is the one that this software makes on one device."""
-    return not way.sharded
+    """Whether the step is one that this software makes."""
+    return not way.sharded or way.method == "full"
 
 
 def check(ask: Ask, target: Target, option: Option) -> Option:
@@ -121,7 +121,7 @@ def check(ask: Ask, target: Target, option: Option) -> Option:
     kept["weights"] += option.what.reference_bytes(option.way.method)  # which takes part in no step that is traced
     peak = sum(kept.values())
     option = replace(option, peak_bytes=peak, fits=peak <= target.usable_bytes, traced=(moment, kept))
-    if target.flops_from != "measured" or option.pace is None:
+    if target.flops_from != "measured" or option.pace is None or option.way.sharded:  # others are waited for there
         return option
     seconds = timed(what, _device(target))
     if seconds is None:
@@ -148,5 +148,6 @@ def step(option: Option, accumulates: bool) -> Step:
         rows=option.way.rows,
         accumulates=accumulates,
         on_processor=option.what.processor,
+        ranks=option.way.devices if option.way.sharded else 1,
         lora=option.what.adapters(option.way),
     )

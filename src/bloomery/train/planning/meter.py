@@ -28,8 +28,10 @@ Product = tuple[int, int, int, int, torch.dtype]
 """Matrices, rows, inner, columns and format."""
 
 
-WEIGHTS, COPIES, WORK, LOGITS = "weights", "copies", "activations", "logits"
+WEIGHTS, COPIES, WORK, LOGITS, GATHERED = "weights", "copies", "activations", "logits", "gathered"
 """Kinds of what is counted, by the names of `planning.needs`."""
+GATHERING = ("all_gather_copy_in", "_allgather_base_", "split_with_sizes_copy")
+"""Operations by which parts of weights come together."""
 MIXED = ("add", "add_", "sub", "sub_", "mul", "mul_", "lerp", "lerp_", "addcmul_")
 """Operations of tensors of several formats, for which a processor writes the shorter ones out in the longest."""
 
@@ -64,8 +66,8 @@ class Meter(TorchDispatchMode):  # type: ignore[no-untyped-call]
             made = original(storage, size)
             if (key := storage._cdata) in meter._held:
                 before, kind = meter._held[key]
-                meter._change(size - before, kind)
                 meter._held[key] = size, kind
+                meter._change(size - before, kind)
             return made
 
         self._resize = original
@@ -87,6 +89,10 @@ class Meter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         for one in results:
             self.hold(one, self._scores(one) or kind)
         name = function.overloadpacket.__name__
+        if name in GATHERING:
+            for one in (*given, *results):
+                if self._held.get(_storage(one)._cdata, (0, ""))[1] == WORK:  # and no part of a weight, which is read
+                    self.count_as(GATHERED, one)
         if self._on_processor and name in MIXED:
             self._reached(written_out(given), self.making)
         if name in PRODUCTS:

@@ -126,7 +126,7 @@ class Plan:
         away = [(one, why) for one, why in self.others if one.way.offload]
         if away:
             one, why = next((pair for pair in away if pair[0].fits), min(away, key=lambda pair: pair[0].peak_bytes))
-            found += [f"{self._row(one)}  not offered", f"  {'':<50} {why}"]
+            found += [f"{self._row(one)}  not offered", f"    {why}"]
         return found
 
     def _row(self, one: Option) -> str:

@@ -31,6 +31,8 @@ class Step:
     accumulates: bool
     """Whether there are more micro-batches, whose gradients are there before its own."""
     on_processor: bool = True
+    ranks: int = 1
+    """That each hold a part of weights, gradients and optimizer; this is the step of one of them."""
     lora: Lora | None = None
     """What is trained beside frozen weights; all weights where nothing is said."""
 

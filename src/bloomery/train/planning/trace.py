@@ -11,7 +11,9 @@ from typing import Any, NamedTuple
 
 import bloomery.hw.needs_torch  # noqa: F401
 from bloomery.hw.device import Device
+from bloomery.hw.dist import World
 from bloomery.model import kernels, products, quantize
+from bloomery.train import parallel
 from bloomery.train.loop import Placed, few_rows_of_the_table, gradients, placed_losses
 from bloomery.train.planning.meter import WORK, Meter, Product
 from bloomery.train.planning.needs import Moment
@@ -20,6 +22,8 @@ from bloomery.train.planning.step import Step
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 
 class Traced(NamedTuple):
@@ -107,9 +111,11 @@ def _traced(step: Step) -> Traced:
         backend="gloo",
     )
     counting = Meter(on_processor=step.on_processor, vocab_size=step.vocab_size)
-    with _apart(step.on_processor) as room, FakeTensorMode(), counting as meter:
+    with _company(step.ranks) as mesh, _apart(step.on_processor) as room, FakeTensorMode(), counting as meter:
         model = step.load()
         loading = meter.peak if step.on_processor else 0
+        if mesh is not None:
+            parallel.shard(model, World(0, step.ranks), device, mesh)
         optimizers = step.prepare(model, device)
         trained = [weight for weight in model.parameters() if weight.requires_grad]
         for weight in trained:
@@ -141,6 +147,19 @@ def _traced(step: Step) -> Traced:
         kept = sum(room) + (KERNEL_BYTES * len(meter.kinds) if step.on_processor else 0)
         most = loading, resting, learning, meter.peak, kept
         return Traced(*most, made, moved, meter.products.copy(), meter.moved, during, meter.at_peak)
+
+
+@contextmanager
+def _company(ranks: int) -> Iterator[DeviceMesh | None]:
+    """Other ranks that nobody hears: what they would say has the right size and no meaning. None for one alone."""
+    if ranks == 1:
+        yield None
+        return
+    torch.distributed.init_process_group("fake", store=FakeStore(), rank=0, world_size=ranks)
+    try:
+        yield init_device_mesh("cpu", (ranks,))
+    finally:
+        torch.distributed.destroy_process_group()
 
 
 def _learned(meter: Meter, weight: torch.Tensor) -> None:
