@@ -3,11 +3,12 @@ What was trained is what answers: a small model from shared text to held-out ans
 
     python benchmarks/answers.py [--folder FOLDER] [--json] [--quick] [SETTING=VALUE ...]
 
-A run of 14 million parameters on the text and conversations in the folder $BLOOMERY_SHARED, by the command that a user
+A run of 10 million parameters on the text and conversations in the folder $BLOOMERY_SHARED, by the command that a user
 would give: web pages, books, questions and code; three sets of conversations, English and Chinese, one answer or many.
 Printed is what the run found: how full the rows of conversations are; for the model before and after finetuning, the
-share of held-out answers that end and how likely the given ones are; the scores of the finetuned model on the known
-tasks that are in the folder, with intervals. With --folder the run stays there and goes on where it was.
+share of held-out answers that end, greedy ones and ones that are drawn, and how likely the given ones are; the scores
+of the finetuned model on the known tasks that are in the folder, with intervals. With --folder the run stays there and
+goes on where it was.
 """
 
 import argparse
@@ -20,6 +21,8 @@ from typing import Any
 
 import stand_in
 
+from bloomery.core.files import read_json
+from bloomery.core.run import CURRENT
 from bloomery.core.stage import machine, read_manifest, versions
 
 TALKS = {"instruct": "alpaca", "multiturn_en": "sharegpt", "multiturn_zh": "sharegpt"}
@@ -44,9 +47,9 @@ weights = [
 ]
 
 [pretrain]
-steps = 500
+steps = 1200
 tokens_per_step = 4096
-model = {{ width = 384, num_layers = 6, num_heads = 6, num_kv_heads = 6, mlp_width = 1024, context = 512 }}
+model = {{ width = 320, num_layers = 6, num_heads = 5, num_kv_heads = 5, mlp_width = 864, context = 512 }}
 optimizer = {{ kind = "muon", matrix_learning_rate = 0.02, learning_rate = 0.003 }}
 schedule = {{ kind = "wsd", warmup_steps = 20, decay = 0.4 }}
 
@@ -55,7 +58,7 @@ row_tokens = 513
 hold_out = 0.04
 
 [finetune]
-steps = 300
+steps = 2400
 tokens_per_step = 4096
 optimizer = {{ kind = "muon", matrix_learning_rate = 0.02, learning_rate = 0.002 }}
 schedule = {{ kind = "wsd", decay = 0.7 }}
@@ -63,13 +66,14 @@ schedule = {{ kind = "wsd", decay = 0.7 }}
 [evaluate]
 questions = 0
 conversations = 300
-max_tokens = 256
+max_tokens = 320
 heldout_bytes = 200_000
 limit = 300
 run_code = true
 tasks = {tasks}
 data = ["{data}"]
 """
+DRAWN = ("evaluate.temperature=0.7", "evaluate.tasks=[]", "evaluate.heldout_bytes=1")
 QUICK = (
     "pretrain.steps=2",
     "finetune.steps=2",
@@ -96,8 +100,9 @@ def main() -> None:
         recipe.write_text(written(texts, quick=options.quick), encoding="utf-8")
         settings = [*(QUICK if options.quick else ()), *options.settings]
         command = [sys.executable, "-m", "bloomery.cli", "run", str(recipe), "--runs", str(folder), *settings]
-        subprocess.run(command, check=True, stdout=subprocess.DEVNULL if options.json else None)
-        print(json.dumps(found(folder / "answers")))
+        drawn = ran([*command, *DRAWN], folder, quiet=options.json)
+        greedy = ran(command, folder, quiet=options.json)
+        print(json.dumps(found(greedy) | {"drawn": drawn["evaluate"]["stats"]["conversations"]}))
 
 
 def written(texts: Path, *, quick: bool) -> str:
@@ -124,11 +129,15 @@ def _table(name: str, values: dict[str, Any]) -> str:
     return "\n".join(["", f"[[{name}]]", "".join(lines)])
 
 
-def found(run: Path) -> dict[str, Any]:
-    """What the stages wrote down."""
-    stages = {
-        path.parent.name.split("-")[1]: read_manifest(path.parent) for path in sorted(run.glob("*/manifest.json"))
-    }
+def ran(command: list[str], folder: Path, *, quiet: bool) -> dict[str, dict[str, Any]]:
+    """Do it; what each stage then says of itself, by its name."""
+    subprocess.run(command, check=True, stdout=subprocess.DEVNULL if quiet else None)
+    run = folder / "answers"
+    return {name: read_manifest(run / stage) for name, stage in read_json(run / CURRENT).items()}
+
+
+def found(stages: dict[str, dict[str, Any]]) -> dict[str, Any]:
+    """Of that, what the benchmark is about."""
     stats = {name: manifest["stats"] for name, manifest in stages.items()}
     trained = {
         name: {key: stats[name][key] for key in ("parameters", "steps", "tokens", "validation_loss")}
