@@ -7,10 +7,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 
-from bloomery.core.errors import ConfigError
-from bloomery.evaluation import benchmark, likelihood, shown
+from bloomery.core.errors import ConfigError, DataError
+from bloomery.evaluation import benchmark, likelihood, shown, tasks
 from bloomery.evaluation.benchmark import Asked, Result
 from bloomery.evaluation.likelihood import Asked as Pair
 from bloomery.evaluation.likelihood import Likelihood
@@ -67,6 +69,48 @@ def test_a_model_that_knows_scores_one(loaded: Loaded, tmp_path: Path, monkeypat
     asked = Asked(tasks=("openbookqa",), place=choices(tmp_path))
     told = benchmark.scores("openbookqa", benchmark.run(loaded, asked)["openbookqa"])
     assert all(told["scores"][metric]["value"] == 1.0 for metric in ("acc", "acc_norm"))
+
+
+def piqa(folder: Path, count: int) -> Place:
+    """Rows as the hub has them, made up: which of two things opens a thing is told by the goal."""
+    rng = random.Random(6)
+    rows = []
+    for number in range(count):
+        one, other = rng.sample(WORDS, 2)
+        label = rng.randrange(2)
+        goal = f"{number}: To open it, use the {(one, other)[label]}."
+        rows.append({"goal": goal, "sol1": f"Use the {one}.", "sol2": f"Use the {other}.", "label": label})
+    pq.write_table(pa.Table.from_pylist(rows), folder / "piqa_validation.parquet")
+    return Place((folder,))
+
+
+def test_piqa_is_asked_as_goal_and_solutions_and_who_knows_scores_one(
+    loaded: Loaded, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = Asked(tasks=("piqa",), place=piqa(tmp_path, 40))
+    (first, *_) = tasks.rows("piqa", asked.place)
+    assert first.prompts[0].startswith("Question: 0: To open it")
+    assert first.prompts[0].endswith("\nAnswer:")
+    told = benchmark.scores("piqa", benchmark.run(loaded, asked)["piqa"])
+    assert told["n"] == 40
+    assert told["chance"] == 0.5
+    for metric in ("acc", "acc_norm"):
+        score = told["scores"][metric]
+        assert 0 <= score["low"] <= score["value"] <= score["high"] <= 1
+
+    def knows(pair: Pair) -> float:
+        text, choice = loaded.tokenizer.decode(pair.prompt), loaded.tokenizer.decode(pair.continuation)
+        return 0.0 if choice.strip().lower() in text.lower() else -5.0
+
+    monkeypatch.setattr(likelihood, "score", scorer(knows))
+    told = benchmark.scores("piqa", benchmark.run(loaded, asked)["piqa"])
+    assert all(told["scores"][metric]["value"] == 1.0 for metric in ("acc", "acc_norm"))
+
+
+def test_the_hidden_answers_of_a_test_split_are_refused_and_not_scored_as_wrong(tmp_path: Path) -> None:
+    write(tmp_path / "piqa_test.jsonl", [{"goal": "Open a jar", "sol1": "Twist.", "sol2": "Wait.", "label": -1}])
+    with pytest.raises(DataError, match="the right one of 2 choices is -1"):
+        tasks.rows("piqa", Place((tmp_path,)))
 
 
 def test_a_question_has_the_same_result_in_any_company(loaded: Loaded, tmp_path: Path) -> None:

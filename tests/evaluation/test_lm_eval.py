@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from bloomery.evaluation import benchmark, tasks
+from bloomery.evaluation import benchmark, shapes, tasks
 from bloomery.evaluation.benchmark import Asked
 from bloomery.evaluation.shapes import Item
 from bloomery.evaluation.tasks import Place
@@ -93,6 +93,21 @@ def mmlu(item: Item) -> dict[str, Any]:
     return {"question": question, "subject": "abstract_algebra", "choices": plain, "answer": item.gold}
 
 
+def piqa(item: Item) -> dict[str, Any]:
+    goal = item.prompts[0].removeprefix("Question: ").removesuffix("\nAnswer:")
+    return {"goal": goal, "sol1": item.choices[0], "sol2": item.choices[1], "label": item.gold}
+
+
+def goals() -> list[Item]:
+    """Questions as PIQA's, which is not among the shared sets."""
+    rows = []
+    for number in range(COUNT):
+        words = ("a spoon", "the old towel", "warm water and 2 stones", "glue", "nothing at all")
+        one, other = words[number % 5], words[(number // 5 + number + 1) % 5]
+        rows.append({"goal": f"Open jar {number}", "sol1": f"Use {one}.", "sol2": f"Take {other}", "label": number % 2})
+    return [shapes.piqa(row) for row in rows]
+
+
 NATIVE: Mapping[str, tuple[str, str, Callable[[Item], dict[str, Any]]]] = {
     "hellaswag": ("hellaswag/hellaswag.yaml", "validation", hellaswag),
     "arc_easy": ("arc/arc_easy.yaml", "test", arc),
@@ -109,6 +124,7 @@ NATIVE: Mapping[str, tuple[str, str, Callable[[Item], dict[str, Any]]]] = {
         lambda item: {"text": f"{item.prompts[0]} {item.choices[0]}"},
     ),
     "mmlu": ("mmlu/default/mmlu_abstract_algebra.yaml", "test", mmlu),
+    "piqa": ("piqa/piqa.yaml", "validation", piqa),
 }
 """Task -> lm-eval's definition, the split it asks, and a row as the hub has it."""
 
@@ -122,7 +138,7 @@ def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     model(made / "model", context=256)
     stock = Path(LM_EVAL.submodule_search_locations[0]) / "tasks"
     for name, (definition, split, native) in NATIVE.items():
-        items = tasks.rows(name, Place((SHARED,)))
+        items = goals() if name == "piqa" else tasks.rows(name, Place((SHARED,)))
         picked = items[:: max(1, len(items) // COUNT)][:COUNT] if name != "mmlu" else items[:COUNT]
         rows = write(made / "rows" / f"{name}_{split}.jsonl", [native(item) for item in picked])
         metrics = (

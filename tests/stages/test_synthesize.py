@@ -6,6 +6,9 @@ import socket
 import subprocess
 import sys
 import time
+from collections.abc import Callable
+from datetime import UTC, datetime, timedelta
+from email.utils import format_datetime
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +16,7 @@ import pytest
 
 from bloomery.core.config import plain
 from bloomery.core.errors import DataError, RunError
+from bloomery.data import hosts
 from bloomery.data.synthesis.config import Synthesize
 from bloomery.stages import synthesize
 from tests.data.synthesis.model_server import ModelServer
@@ -67,7 +71,8 @@ def test_a_missing_key_is_told_with_its_cure(
         run(config(server, kind), tmp_path)
 
 
-FAULTS = ("", "", "429", "500", "503", "529", "cut", "half", "html", "silent")
+UNKNOWN = ("cut", "chunk", "half", "deep", "numbers", "html", "silent")
+FAULTS = ("",) * 6 + ("429", "500", "503", "529", *UNKNOWN)
 
 
 @kinds
@@ -75,7 +80,7 @@ def test_two_hundred_conversations_come_through_faults_with_none_lost_and_none_p
     server: ModelServer, tmp_path: Path, kind: str
 ) -> None:
     drawn = random.Random(kind)
-    faults = [drawn.choice(FAULTS) for _ in range(20_000)]
+    faults = [*UNKNOWN, *(drawn.choice(FAULTS) for _ in range(20_000))]
     server.fault = lambda number: faults[number]
     settings: dict[str, Any] = {"topics": [], "preset": "seed-1386", "count": 200, "concurrency": 8, "attempts": 60}
     stats = run(config(server, kind, max_tokens=10_000_000, **settings), tmp_path)
@@ -84,13 +89,25 @@ def test_two_hundred_conversations_come_through_faults_with_none_lost_and_none_p
     assert set(server.answered.values()) == {1}, "what arrived was asked again"
     turns = sum(len(line["messages"]) // 2 for line in lines(tmp_path))
     assert len(server.answered) == turns
-    unknown = sum(faults[number] in ("cut", "half", "html", "silent") for number in range(len(server.asked)))
+    unknown = sum(faults[number] in UNKNOWN for number in range(len(server.asked)))
     assert stats["lost_requests"] == unknown > 20
     assert stats["input_tokens"] + stats["output_tokens"] >= sum(server.charged)
     assert server.most_at_once <= 8
     multi = [line for line in lines(tmp_path) if line["category"] == "multi_turn"]
     assert len(multi) == 20
     assert all(len(line["messages"]) == 6 for line in multi)
+
+
+@kinds
+def test_an_answer_that_comes_too_late_is_asked_for_again_by_the_same_name_and_counts_as_paid(
+    server: ModelServer, tmp_path: Path, kind: str
+) -> None:
+    server.fault = lambda number: "late" if number == 0 else ""
+    stats = run(config(server, kind, timeout_seconds=server.late_seconds / 2, concurrency=1), tmp_path)
+    assert stats["conversations"] == len(TOPICS)
+    assert server.names[0] == server.names[1]
+    assert stats["lost_requests"] >= 1
+    assert stats["input_tokens"] + stats["output_tokens"] > sum(server.charged)
 
 
 def test_the_weights_of_the_preset_are_kept(server: ModelServer, tmp_path: Path) -> None:
@@ -119,15 +136,40 @@ def test_a_later_turn_is_asked_with_all_turns_before_and_the_system_is_not_kept(
     assert lines(tmp_path)[0]["system"] == "Be short."
 
 
+def in_seconds(seconds: float) -> datetime:
+    return datetime.now(UTC) + timedelta(seconds=seconds)
+
+
+RETRY_AFTER: dict[str, Callable[[], str]] = {
+    "seconds": lambda: "7",
+    "a fraction": lambda: "7.5",
+    "a date": lambda: format_datetime(in_seconds(8), usegmt=True),
+    "the date of RFC 850": lambda: in_seconds(8).strftime("%A, %d-%b-%y %H:%M:%S GMT"),
+    "the date of asctime": lambda: in_seconds(8).strftime("%a %b %e %H:%M:%S %Y"),
+}
+
+
 @kinds
+@pytest.mark.parametrize("form", RETRY_AFTER)
 def test_the_server_says_how_long_to_wait(
-    server: ModelServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
+    server: ModelServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, form: str
 ) -> None:
-    server.fault, server.retry_after = (lambda number: "429" if number == 0 else ""), "7"
+    monkeypatch.setenv("TZ", "Asia/Tokyo")
+    time.tzset()
+    server.fault, server.retry_after = (lambda number: "429" if number == 0 else ""), RETRY_AFTER[form]()
     waits: list[float] = []
     monkeypatch.setattr("bloomery.data.hosts.time.sleep", waits.append)
     run(config(server, kind, count=1), tmp_path)
-    assert waits == [7.0]
+    monkeypatch.undo()
+    time.tzset()
+    assert len(waits) == 1
+    assert 6.0 <= waits[0] <= 8.0
+
+
+@pytest.mark.parametrize("said", ["soon", "-5", "Mon, 99 Foo 2026 99:00:00 GMT", "9" * 400, "\u0665"])
+def test_a_time_to_wait_that_is_none_is_no_reason_to_stop(said: str) -> None:
+    asked_for = hosts.retry_after({"Retry-After": said})
+    assert asked_for is None or asked_for >= 0
 
 
 @kinds
@@ -159,6 +201,30 @@ def test_a_redirect_takes_neither_key_nor_question_along(server: ModelServer, tm
     with pytest.raises(DataError, match="is redirected to"):
         run(config(server, attempts=2), tmp_path)
     assert 1 <= len(server.asked) <= 4, "nothing was asked twice"
+
+
+def test_conversations_that_begin_with_the_same_question_pay_for_it_once(server: ModelServer, tmp_path: Path) -> None:
+    def slowly(messages: list[dict[str, str]]) -> str:
+        time.sleep(0.05)
+        return f"Answer {len(messages)} to: {messages[-1]['content']}"
+
+    server.reply = slowly
+    categories = [{"name": f"c{n}", "prompts": ["Same?"], "follow_ups": [[f"And {n}?"]] if n else []} for n in range(4)]
+    stats = run(config(server, topics=[], categories=categories, concurrency=4, count=4), tmp_path)
+    assert server.last_asks.count("Same?") == 1
+    assert len(server.asked) == 4
+    assert (stats["conversations"], stats["rejected"]) == (1, {"duplicate": 3})
+    assert stats["input_tokens"] + stats["output_tokens"] == sum(server.charged)
+
+
+@kinds
+def test_half_a_surrogate_pair_in_an_answer_is_rejected_and_paid_for_once(
+    server: ModelServer, tmp_path: Path, kind: str
+) -> None:
+    server.reply = lambda messages: "a\ud83d" if messages[-1]["content"] == "Why?" else "yes"
+    assert run(config(server, kind), tmp_path)["rejected"] == {"not_unicode": 1}
+    assert run(config(server, kind), tmp_path)["rejected"] == {"not_unicode": 1}
+    assert len(server.asked) == len(TOPICS)
 
 
 # --- the budget -------------------------------------------------------------------------------------------------------
@@ -278,10 +344,14 @@ def test_a_line_that_a_dying_process_left_torn_is_cut_off(server: ModelServer, t
     assert (stats["conversations"], len(server.asked)) == (3, 3)
 
 
-def test_a_damaged_line_of_the_ledger_is_named(server: ModelServer, tmp_path: Path) -> None:
+ODD = ['{"request": 7}', '{"request": "a", "answer": {}}', '{"request": "a", "at_most": ["1", 2]}', "[]", "\\"]
+
+
+@pytest.mark.parametrize("line", ODD)
+def test_a_damaged_line_of_the_ledger_is_named(server: ModelServer, tmp_path: Path, line: str) -> None:
     run(config(server, count=2), tmp_path)
     with (tmp_path / "requests.jsonl").open("a") as file:
-        file.write('{"request": 7}\n')
+        file.write(line + "\n")
     with pytest.raises(DataError, match=r"requests\.jsonl:5: is no line of a ledger"):
         run(config(server, count=3), tmp_path)
 

@@ -110,6 +110,17 @@ def test_each_question_about_a_document_is_a_conversation_and_what_is_no_list_is
     assert [(line["document"], line["reason"]) for line in rejected] == [("hard", "no_questions")]
 
 
+@pytest.mark.parametrize(
+    "said",
+    ["[", "[]", "[" * 99_999 + "]", '[{"question": "\\ud800?", "answer": "b"}]', '[{"question": "a"}]', "[1, 2]"],
+)
+def test_a_list_of_questions_that_is_none_is_rejected(server: ModelServer, tmp_path: Path, said: str) -> None:
+    server.reply = lambda messages: said
+    assert about(server, tmp_path, modes=["questions"]) == []
+    rejected = lines(tmp_path / "08-synthesize-a", "rejected.jsonl")
+    assert {line["reason"] for line in rejected} == {"no_questions"}
+
+
 # --- settings ---------------------------------------------------------------------------------------------------------
 
 

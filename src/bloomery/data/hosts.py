@@ -14,6 +14,7 @@ import urllib.request
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
+from datetime import UTC
 from email.utils import parsedate_to_datetime
 from functools import cache
 from typing import TypeVar
@@ -145,7 +146,7 @@ def _said(response: urllib3.BaseHTTPResponse) -> str:
     try:
         found = json.loads(response.read(10_000))["error"]
         return str(found["message"] if isinstance(found, dict) else found)[:500]
-    except (ValueError, KeyError, TypeError):
+    except (ValueError, LookupError, TypeError, RecursionError):
         return ""
 
 
@@ -168,12 +169,14 @@ def trouble(status: int, headers: Mapping[str, str], page: str, said: str = "") 
 def retry_after(headers: Mapping[str, str]) -> float | None:
     """Seconds that a server asks for, from Retry-After (seconds or a date) or from the hub's RateLimit (t=…)."""
     said = headers.get("Retry-After", "").strip()
-    if said.isdecimal():
+    if re.fullmatch(r"[0-9]+(\.[0-9]*)?", said):
         return float(said)
     if said:
         try:
-            return max(0.0, parsedate_to_datetime(said).timestamp() - time.time())
-        except ValueError:
+            date = parsedate_to_datetime(said)
+            # Of the three forms that HTTP knows (RFC 9110, 5.6.7), one names no zone; all are in UTC.
+            return max(0.0, (date if date.tzinfo else date.replace(tzinfo=UTC)).timestamp() - time.time())
+        except (ValueError, OverflowError):
             return None
     reset = re.search(r"\br=0\b.*\bt=(\d+)", headers.get("RateLimit", ""))
     return float(reset[1]) if reset else None

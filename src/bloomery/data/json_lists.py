@@ -33,6 +33,11 @@ def objects(path: Path, max_bytes: int) -> Iterator[tuple[int, Found]]:
     while True:
         text.skip(BETWEEN)
         if text.held.startswith("]", text.at):
+            text.at += 1
+            text.skip(SPACE)
+            if text.problem or text.at < len(text.held):
+                what = f"the list ends before line {text.line} does; what follows it is not read"
+                yield text.line, text.problem or Problem("not_json", text.line, what)
             return
         line = text.line
         while True:

@@ -67,6 +67,10 @@ def _wanted(names: Sequence[str], columns: Sequence[str], optional: Sequence[str
     found = []
     for name in (*columns, *optional):
         known = next((one for one in (name, name.partition(".")[0]) if one in names), None)
+        if names.count(known) > 1:
+            return Problem(
+                "no_column", 0, f"has {names.count(known)} columns of the name {known!r}: which one is meant?"
+            )
         if known is None and name in columns:
             return Problem("no_column", 0, f"has no column {name!r}; its columns: {', '.join(names)}")
         if known is not None:
@@ -90,7 +94,7 @@ def _cells(column: pa.Array) -> list[Any]:
         return [None if cell is None else rows.decode(cell) for cell in raw]
     try:
         cells: list[Any] = column.to_pylist()
-    except UnicodeDecodeError:  # somewhere inside of lists and objects: cell by cell, so that only its row is lost
+    except (ValueError, OverflowError):  # somewhere inside of lists and objects: cell by cell, only its row is lost
         cells = [_cell(one) for one in column]
     return cells
 
@@ -102,6 +106,8 @@ def _cell(scalar: pa.Scalar) -> Any:
         return Problem(
             "not_utf8", error.start, f"a text in it holds 0x{error.object[error.start]:02x}, which is not UTF-8"
         )
+    except (ValueError, OverflowError) as error:  # a date of the year 60000, two fields of one name in an object
+        return Problem("bad_cell", 0, f"a {scalar.type} in it is no value that can be read: {error}")
 
 
 def delimited(path: Path, delimiter: str, max_bytes: int) -> Iterator[tuple[int, Found]]:

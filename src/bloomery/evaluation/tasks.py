@@ -202,7 +202,10 @@ def rows(name: str, place: Place, *, examples: bool = False) -> list[Item]:
 
 def shaped(shape: Shape, row: Row, where: str) -> Item:
     try:
-        return shape(row)
+        item = shape(row)
+        if item.choices and not 0 <= item.gold < len(item.choices):  # -1 where a split keeps its answers secret
+            raise ValueError(f"the right one of {len(item.choices)} choices is {item.gold}")
+        return item
     except (KeyError, ValueError, TypeError, AttributeError, IndexError) as error:
         what = f"is no row of this task: {type(error).__name__}: {error}; its fields: {', '.join(row)}"
         raise DataError(what, where=where, cure="Name the file as it is on the hub, or as DCLM has it.") from None

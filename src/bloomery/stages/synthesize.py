@@ -6,7 +6,6 @@ and answers are written to requests.jsonl as they come, so that nothing is paid 
 out into conversations.jsonl and rejected.jsonl.
 """
 
-import json
 import threading
 from collections import Counter
 from collections.abc import Iterator, Mapping
@@ -27,6 +26,7 @@ from bloomery.data.synthesis.config import Synthesize
 from bloomery.data.synthesis.kept import Kept, Outcome
 from bloomery.data.synthesis.ledger import Ledger
 from bloomery.data.synthesis.prompts import Task
+from bloomery.stages.instruct import write_line
 
 FILE, REJECTED = "conversations.jsonl", "rejected.jsonl"
 
@@ -48,7 +48,7 @@ def run(config: Synthesize, inputs: Mapping[str, Path], out: Path) -> dict[str, 
         written = Counter({"": 0})
         with whole_file(out / FILE, "w") as good, whole_file(out / REJECTED, "w") as bad:
             for row, reason in kept.rows(collection.outcomes):
-                (bad if reason else good).write(json.dumps(row, ensure_ascii=False) + "\n")
+                write_line(bad if reason else good, row)
                 written[reason] += 1
         read, wrote = ledger.tokens
         stats = {
@@ -184,6 +184,8 @@ class _Collection:
     def _ask(self, name: str, system: str, messages: list[dict[str, str]]) -> None:
         if self._stop.is_set() or not self.ledger.reserve(name, system, messages):
             raise _EndError
+        if name in self.ledger.answers:  # another conversation begins with the same question, and was quicker
+            return
         try:
             answer = self.ask(system, messages, name)
         except UnknownError as error:

@@ -1,7 +1,10 @@
 """A server on this machine that speaks both protocols, charges for what it answers, and fails as it is told."""
 
+import contextlib
 import json
+import re
 import threading
+import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -9,7 +12,11 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
 Fault = str
-"""429, 500, 529, 401 …, or: cut (a body that ends early), html, half (JSON that ends early), silent (no answer)."""
+"""
+429, 500, 529, 401 …, or: cut (a body that ends early), chunk (the same of one sent in chunks), html, half (JSON that
+ends early), deep (JSON of a thousand lists), numbers (tokens that are none), silent (no answer), late (one that comes
+after the client has gone).
+"""
 
 
 class ModelServer(ThreadingHTTPServer):
@@ -22,6 +29,7 @@ class ModelServer(ThreadingHTTPServer):
         self.reply: Callable[[list[dict[str, str]]], str] = lambda messages: f"Answer to: {messages[-1]['content']}"
         self.stop = ""
         self.retry_after = ""
+        self.late_seconds = 1.0
         self.asked: list[dict[str, Any]] = []
         self.keys: list[str | None] = []
         self.names: list[str] = []
@@ -81,6 +89,7 @@ class ModelServer(ThreadingHTTPServer):
             self.charged[1] += wrote
         anthropic = handler.path.endswith("/messages")
         data = (_message if anthropic else _completion)(body, text, read, wrote, self.stop, number)
+        drawn = (b"-50", b"Infinity", b"1e400", b"null", b'"many"')[number % 5]
         match fault:
             case "":
                 with self._lock:
@@ -91,6 +100,18 @@ class ModelServer(ThreadingHTTPServer):
                 handler.close_connection = True
             case "half":
                 _send(handler, data[: len(data) // 2])
+            case "chunk":
+                _begin(handler, 200, {"Transfer-Encoding": "chunked"})
+                handler.wfile.write(b"%x\r\n%s\r\n40\r\n" % (len(data) // 2, data[: len(data) // 2]))
+                handler.close_connection = True
+            case "deep":
+                _send(handler, b"[" * 99_999)
+            case "numbers":
+                _send(handler, re.sub(rb'(?<=tokens": )\d+', lambda _: drawn, data))
+            case "late":
+                time.sleep(self.late_seconds)
+                with contextlib.suppress(OSError):
+                    _send(handler, data)
             case "html":
                 _send(handler, b"<html>a proxy</html>")
             case "silent":
@@ -107,15 +128,19 @@ class _Handler(BaseHTTPRequestHandler):
     def log_message(self, *_: Any) -> None: ...
 
 
+def _begin(handler: BaseHTTPRequestHandler, status: int, headers: dict[str, str]) -> None:
+    handler.protocol_version = "HTTP/1.1" if "Transfer-Encoding" in headers else handler.protocol_version
+    handler.send_response(status)
+    for name, value in {"Content-Type": "application/json", **headers}.items():
+        handler.send_header(name, value)
+    handler.end_headers()
+
+
 def _send(
     handler: BaseHTTPRequestHandler, body: bytes, status: int = 200, length: int | None = None, retry_after: str = ""
 ) -> None:
-    handler.send_response(status)
-    handler.send_header("Content-Type", "application/json")
-    handler.send_header("Content-Length", str(len(body) if length is None else length))
-    if retry_after:
-        handler.send_header("Retry-After", retry_after)
-    handler.end_headers()
+    headers = {"Content-Length": str(len(body) if length is None else length)}
+    _begin(handler, status, headers | ({"Retry-After": retry_after} if retry_after else {}))
     handler.wfile.write(body)
 
 

@@ -19,7 +19,7 @@ from bloomery.data import elsewhere, hub, json_lists, rows, sources, tables, unp
 from bloomery.data.accept import first_unmet
 from bloomery.data.conversations import dialogue, shapes, trees
 from bloomery.data.conversations.config import Shaped, Source, TalkFiles, TalkHub, TalkPreset, WorldTalks
-from bloomery.data.conversations.conversation import Conversation, Messages, Rejected, as_message
+from bloomery.data.conversations.conversation import Conversation, Messages, Rejected, as_message, half_pair
 from bloomery.data.conversations.shapes import Row, Shape
 from bloomery.data.rows import Found
 from bloomery.data.sources import AnyFiles
@@ -231,9 +231,12 @@ def _item(file: _File, ending: str, row: Row | None, found: Messages | Problem, 
     place, source = f"{file.where}{ending}", file.source
     if isinstance(found, list) and not any(message["role"] == "assistant" for message in found):
         found = Problem("nothing_to_learn", 0, "no message is the assistant's")
+    own, license = (row or {}).get("id"), (row or {}).get("license")
+    for name, value in (("id", own), ("license", license)):
+        if isinstance(found, list) and isinstance(value, str) and (spot := half_pair(value)) is not None:
+            found = Problem("not_unicode", spot, f"field {name!r} holds half a surrogate pair at character {spot}")
     if isinstance(found, Problem):
         return Rejected(source.name, place, found, row)
-    own, license = (row or {}).get("id"), (row or {}).get("license")
     return Conversation(
         messages=found,
         source=source.name,

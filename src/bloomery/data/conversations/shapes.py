@@ -214,7 +214,10 @@ def _list(row: Row, fields: Fields) -> list[Any] | Problem:
 
 
 def _message(one: Any, number: int, role_key: str, text_key: str, roles: Mapping[str, Role]) -> Message | Problem:
-    if not isinstance(one, Mapping) or role_key not in one or (text_key not in one and not _calls(one)):
+    calls = _calls(one, f"message {number}") if isinstance(one, Mapping) else ""
+    if isinstance(calls, Problem):
+        return calls
+    if not isinstance(one, Mapping) or role_key not in one or (text_key not in one and not calls):
         return Problem("bad_message", number, f"message {number} has no {role_key} and {text_key}")
     said = one[role_key]
     role = roles.get(said.lower()) if isinstance(said, str) else None
@@ -223,10 +226,10 @@ def _message(one: Any, number: int, role_key: str, text_key: str, roles: Mapping
     if role == "assistant" and one.get("weight") == 0:
         what = f"message {number} is an assistant's with weight 0: its data set says not to learn from it"
         return Problem("weight_zero", number, what)
-    content = _text(_joined(one.get(text_key)), f"message {number}", one.get(text_key) is None and _calls(one) != "")
+    content = _text(_joined(one.get(text_key)), f"message {number}", one.get(text_key) is None and calls != "")
     if isinstance(content, Problem):
         return content
-    return Message(role=role, content="\n".join(part for part in (content, _calls(one)) if part))
+    return Message(role=role, content="\n".join(part for part in (content, calls) if part))
 
 
 def _joined(content: Any) -> Any:
@@ -255,21 +258,36 @@ def _text(content: Any, whose: str, empty: bool = False) -> str | Problem:
     return content
 
 
-def _calls(one: Row) -> str:
+def _calls(one: Row, whose: str) -> str | Problem:
     """The calls of tools in a message, each as a line of JSON; "" where there are none."""
     given = one.get("tool_calls") or ([one["function_call"]] if one.get("function_call") else [])
-    calls = [call.get("function") or call for call in given if isinstance(call, Mapping)]
-    return "\n".join(_call(call) for call in calls)
+    lines = []
+    for call in given if isinstance(given, list | tuple) else [given]:
+        named = (call.get("function") or call) if isinstance(call, Mapping) else call
+        if not isinstance(named, Mapping):
+            return Problem("bad_message", 0, f"{whose} has {type(named).__name__} as a call of a tool, not an object")
+        line = _json({"name": named.get("name"), "arguments": _arguments(named.get("arguments"))}, f"a call in {whose}")
+        if isinstance(line, Problem):
+            return line
+        lines.append(line)
+    return "\n".join(lines)
 
 
-def _call(call: Row) -> str:
-    arguments = call.get("arguments")
-    if isinstance(arguments, str):
+def _arguments(given: Any) -> Any:
+    if isinstance(given, str):
         try:
-            arguments = json.loads(arguments)
-        except ValueError:  # what a model wrote there need not be JSON; it stays the text that it is
-            return json.dumps({"name": call.get("name"), "arguments": arguments}, ensure_ascii=False)
-    return json.dumps({"name": call.get("name"), "arguments": arguments}, ensure_ascii=False)
+            return json.loads(given)
+        except (ValueError, RecursionError):  # what a model wrote there need not be JSON; it stays the text that it is
+            return given
+    return given
+
+
+def _json(value: Any, whose: str) -> str | Problem:
+    """A value as JSON, which cells of tables need not be: there are times and bytes in some."""
+    try:
+        return _text(json.dumps(value, ensure_ascii=False), whose)
+    except (TypeError, ValueError, RecursionError) as error:
+        return Problem("not_text", 0, f"{whose} cannot be written as JSON: {error}")
 
 
 def _field(row: Row, names: list[str] | tuple[str, ...]) -> str | Problem:
@@ -288,7 +306,10 @@ def _pair(row: Row, fields: Fields) -> tuple[str, list[str]]:
 
 def _answered(row: Row, fields: Fields, question: str, answer: str) -> Messages | Problem:
     spoken: Messages = []
-    for number, pair in enumerate(row.get("history") or (), 1):
+    history = row.get("history") or ()
+    if not isinstance(history, list | tuple):
+        return Problem("bad_message", 0, f"its history is {type(history).__name__}, not a list of pairs")
+    for number, pair in enumerate(history, 1):
         if not isinstance(pair, list | tuple) or len(pair) != 2:
             return Problem("bad_message", number, f"pair {number} of its history is none")
         for role, content in zip(("user", "assistant"), pair, strict=True):
@@ -306,9 +327,10 @@ def _opened(row: Row, fields: Fields, spoken: Messages) -> Messages | Problem:
     for name in [fields.system] if fields.system else BESIDE[:3]:
         value = row.get(name)
         if name == "tools" and isinstance(value, list | dict):
-            value = "\n".join(
-                json.dumps(tool, ensure_ascii=False) for tool in ([value] if isinstance(value, dict) else value)
-            )
+            found = [_json(tool, "a tool") for tool in ([value] if isinstance(value, dict) else value)]
+            if (bad := next((one for one in found if isinstance(one, Problem)), None)) is not None:
+                return bad
+            value = "\n".join(map(str, found))
         text = _text("" if value is None else value, f"field {name!r}")
         if isinstance(text, Problem):
             return text

@@ -1,8 +1,9 @@
 """Trees of messages, of which each row is one: every way from a first question to a last answer is a conversation."""
 
 from collections.abc import Iterable, Iterator
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
+from bloomery.data import rows
 from bloomery.data.conversations.conversation import Message, Messages, half_pair
 from bloomery.data.conversations.shapes import TREE, Row
 from bloomery.data.unpack import Problem
@@ -28,9 +29,11 @@ class _Node(NamedTuple):
 
 def trouble(row: Row) -> Problem | None:
     """Why a row is no message of a tree."""
-    if row.get("role") not in TREE:
-        return Problem("unknown_role", 0, f"has the role {row.get('role')!r}; known: {', '.join(TREE)}")
-    if not isinstance(row.get("message_id"), str) or not isinstance(row.get("parent_id"), str | None):
+    role = row.get("role")
+    if not isinstance(role, str) or role not in TREE:
+        return Problem("unknown_role", 0, f"has the role {role!r}; known: {', '.join(TREE)}")
+    parent = row.get("parent_id", False)
+    if not isinstance(row.get("message_id"), str) or not isinstance(parent, str | None):
         return Problem("bad_message", 0, "has no message_id and parent_id")
     text = row.get("text")
     if not isinstance(text, str):
@@ -53,7 +56,7 @@ def paths(found: Iterable[tuple[int, Row]]) -> Iterator[Path | tuple[int, Proble
             yield line, Problem("duplicate_id", 0, f"an earlier message has the id {row['message_id']!r}")
             continue
         message = Message(role=TREE[row["role"]], content=row["text"])
-        nodes[row["message_id"]] = _Node(line, row["parent_id"], message, _rank(row.get("rank")))
+        nodes[row["message_id"]] = _Node(line, row["parent_id"], message, rows.number(row.get("rank")) or 0.0)
     below: dict[str | None, list[str]] = {}
     for name, node in nodes.items():
         below.setdefault(node.parent, []).append(name)
@@ -76,7 +79,3 @@ def paths(found: Iterable[tuple[int, Row]]) -> Iterator[Path | tuple[int, Proble
     for name, node in nodes.items():
         if name not in seen:
             yield node.line, Problem("orphan", 0, f"the message {node.parent!r} that it answers is not there")
-
-
-def _rank(value: Any) -> float:
-    return float(value) if isinstance(value, int | float) else 0.0

@@ -106,11 +106,18 @@ def _completion(data: bytes) -> Answer:
             stopped=str(choice.get("finish_reason") or ""),
             model=str(found.get("model") or ""),
             id=str(found.get("id") or ""),
-            input_tokens=int(usage["prompt_tokens"]),
-            output_tokens=int(usage["completion_tokens"]),
+            input_tokens=_tokens(usage["prompt_tokens"]),
+            output_tokens=_tokens(usage["completion_tokens"]),
         )
-    except (ValueError, KeyError, IndexError, TypeError, AttributeError) as error:
+    except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
         raise UnknownError(f"gave no chat completion: {type(error).__name__}: {error}") from None
+
+
+def _tokens(counted: Any) -> int:
+    """What a server counted. Raises ValueError where that is no number of tokens: -1 would widen the budget."""
+    if isinstance(counted, bool) or not isinstance(counted, int | float) or not 0 <= counted < 2**31:
+        raise ValueError(f"{counted!r} is no number of tokens")
+    return int(counted)
 
 
 class _Anthropic:
@@ -137,16 +144,16 @@ class _Anthropic:
             )
         except self._api.APIStatusError as error:
             raise _trouble(error) from None
-        except (self._api.APIError, ValueError) as error:  # broken, too late, or no JSON
+        except (self._api.APIError, ValueError, RecursionError) as error:  # broken, too late, or no JSON
             raise UnknownError(f"{type(error).__name__}: {error}") from None
         try:
             return Answer(
                 text="".join(block.text for block in found.content if block.type == "text"),
                 stopped=str(found.stop_reason or ""),
-                model=found.model,
-                id=found.id,
-                input_tokens=int(found.usage.input_tokens),
-                output_tokens=int(found.usage.output_tokens),
+                model=str(found.model or ""),
+                id=str(found.id or ""),
+                input_tokens=_tokens(found.usage.input_tokens),
+                output_tokens=_tokens(found.usage.output_tokens),
             )
         except (AttributeError, TypeError, ValueError) as error:
             raise UnknownError(f"gave no message: {type(error).__name__}: {error}") from None
@@ -156,7 +163,7 @@ def _trouble(error: Any) -> PassingError | RefusedError:
     """What an answer with a status means."""
     status, headers = int(error.status_code), error.response.headers
     body = error.body if isinstance(error.body, dict) else {}
-    said = body.get("error", {}).get("message", "") if isinstance(body.get("error"), dict) else ""
+    said = str(body["error"].get("message") or "") if isinstance(body.get("error"), dict) else ""
     what = f"HTTP {status}" + (f": {said}" if said else "")
     if status in hosts.PASSING:
         return PassingError(what, hosts.retry_after(headers))

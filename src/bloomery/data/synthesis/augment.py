@@ -5,6 +5,7 @@ import re
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
+from bloomery.data.conversations.conversation import half_pair
 from bloomery.data.synthesis.config import Augment, Mode
 from bloomery.data.synthesis.prompts import Task
 
@@ -87,11 +88,16 @@ def questions(answer: str, limit: int) -> list[tuple[str, str]]:
     start, end = answer.find("["), answer.rfind("]")
     if start < 0 or end < start:
         raise ValueError("holds no JSON list")
-    found = json.loads(answer[start : end + 1])
+    try:
+        found = json.loads(answer[start : end + 1])
+    except RecursionError:
+        raise ValueError("is nested too deeply") from None
     pairs = []
     for one in found:
         match one:
             case {"question": str(question), "answer": str(said)} if question.strip() and said.strip():
+                if half_pair(question + said) is not None:
+                    raise ValueError("holds half a surrogate pair")
                 pairs.append((question.strip(), said.strip()))
             case _:
                 raise ValueError("holds something that is no question with its answer")

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from bloomery.core.files import canonical, sha256_bytes
+from bloomery.data.conversations.conversation import half_pair
 from bloomery.data.synthesis import augment
 from bloomery.data.synthesis.asking import CUT, REFUSED, Answer
 from bloomery.data.synthesis.config import Synthesize
@@ -66,6 +67,8 @@ def _trouble(answer: Answer) -> str:
         return "cut"
     if answer.stopped in REFUSED:
         return "refusal"
+    if half_pair(answer.text) is not None:
+        return "not_unicode"
     return "" if answer.text.strip() else "empty"
 
 

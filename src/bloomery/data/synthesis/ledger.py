@@ -51,15 +51,18 @@ class Ledger:
     def reserve(self, name: str, system: str, messages: Sequence[Mapping[str, str]]) -> bool:
         """
         Set aside what a request may cost at most. False where the budget has no room for it, also when all requests
-        under way have come in; until then it waits.
+        under way have come in; until then it waits. It also waits for the same request where that is under way, and
+        where it has its answer then, nothing is set aside.
         """
         texts = [system, *(message["content"] for message in messages)]
         most = (sum(len(text.encode()) + TOKENS_OF_A_MESSAGE for text in texts), self._config.max_answer_tokens)
         with self._lock:
-            while not self._has_room(most):
+            while name in self._open or not self._has_room(most):
                 if not self._open:
                     return False
                 self._lock.wait()
+                if name in self.answers:
+                    return True
             self._open[name] = most
             self._write({"request": name, "at_most": most})
         return True
@@ -117,7 +120,7 @@ class Ledger:
 
     def _write(self, line: dict[str, Any]) -> None:
         with disk_errors(self._path):
-            self._file.write(json.dumps(line, ensure_ascii=False) + "\n")
+            self._file.write(json.dumps(line) + "\n")  # in ASCII: an answer may hold half a surrogate pair
             self._file.flush()
 
     def _read(self, path: Path) -> None:
@@ -133,7 +136,7 @@ class Ledger:
                     if name in begun:
                         self._lose(begun[name])
                     begun[name] = most
-                case {"request": str(name), "answer": dict(answer)}:
+                case {"request": str(name), "answer": dict(answer)} if _is_whole(answer):
                     begun.pop(name, None)
                     self._take(name, Answer(**answer))
                 case {"request": str(name), "not_served": str()}:
@@ -147,3 +150,8 @@ class Ledger:
                     raise DataError("is no line of a ledger", where=f"{path}:{number}", cure=cure)
         for most in begun.values():
             self._lose(most)
+
+
+def _is_whole(answer: Mapping[str, Any]) -> bool:
+    kinds = {"text": str, "stopped": str, "model": str, "id": str, "input_tokens": int, "output_tokens": int}
+    return answer.keys() == kinds.keys() and all(isinstance(answer[name], kind) for name, kind in kinds.items())
