@@ -78,7 +78,8 @@ of 16, by the memory of a process before and after each (torch 2.13, AMX).
 @cache
 def trace(step: Step) -> Traced:
     """A step after the first, so that all that the optimizer remembers is there."""
-    layers, few, more = step.model.num_layers, 2 * step.turn, 3 * step.turn
+    turns = 2 if step.ranks == 1 else 3  # of two layers, both lie together: the next is on its way
+    layers, few, more = step.model.num_layers, turns * step.turn, (turns + 1) * step.turn
     if layers <= more:
         return _traced(step)
     low, high = _traced(step.with_layers(few)), _traced(step.with_layers(more))
