@@ -27,9 +27,10 @@ from bloomery.train.planning.step import Step
 
 import torch
 
-SLICE_SECONDS, SLICE_PARAMETERS = 0.4, 10**8
+SLICE_SECONDS, SLICE_PARAMETERS = 0.6, 10**8
 """Of a micro-batch of the larger model, at the peak; and how many weights that model may have at most."""
 TIMES = 3
+"""Of slices, whose errors the layers that are left out multiply. A whole model takes longer and needs one less."""
 
 
 class Timed(NamedTuple):
@@ -63,7 +64,7 @@ def _measured(steps: tuple[Step, ...], device: Device) -> list[Timed]:
     """Of models that take turns, so that what disturbs one disturbs the others."""
     rows = _rows(steps[-1], device)
     ready = [_Ready(replace(step, rows=rows), device) for step in steps]
-    found = [[one.once() for one in ready] for _ in range(TIMES + 1)][1:]
+    found = [[one.once() for one in ready] for _ in range(TIMES + 1 if len(steps) > 1 else TIMES)][1:]
     share = steps[0].rows / rows
     best = [[min(values) for values in zip(*times, strict=True)] for times in zip(*found, strict=True)]
     return [Timed(first * share, further * share, updating) for first, further, updating in best]
