@@ -140,7 +140,7 @@ def test_what_codes_stand_for_is_near_what_they_were_made_from(
     numbers = numbers if signed else numbers.abs()
     table = code_table(signed)
     codes, scales = torch.zeros(count, dtype=torch.uint8), torch.zeros(-(-count // block))
-    encode(numbers, table, block, codes, scales)
+    encode(numbers, table, signed, block, codes, scales)
     found = decode(codes, scales, table, block)
     largest = scales.repeat_interleave(block)[:count]
     assert bool(((found - numbers).abs() <= 0.008 * largest).all())
@@ -153,7 +153,7 @@ def test_what_codes_stand_for_is_near_what_they_were_made_from(
 
 def test_zeros_have_codes_that_stand_for_zeros() -> None:
     codes, scales = torch.full((10,), 7, dtype=torch.uint8), torch.ones(3)
-    encode(torch.zeros(10), code_table(True), 4, codes, scales)
+    encode(torch.zeros(10), code_table(True), True, 4, codes, scales)
     assert not bool(decode(codes, scales, code_table(True), 4).any())
 
 

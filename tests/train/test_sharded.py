@@ -21,6 +21,7 @@ from bloomery.stages.sampling import continuing
 from bloomery.train import launch, loop, parallel
 from bloomery.train.config import Training
 from bloomery.train.hooks import Hook
+from bloomery.train.plan import check_shard
 from bloomery.train.state import State
 from bloomery.weights import checkpoint
 from tests.model.made import SHAPES, lively
@@ -60,8 +61,8 @@ def test_a_weight_that_no_rule_knows_is_named() -> None:
 def test_what_does_not_go_with_parts_is_refused_by_name(settings: dict[str, Any], told: str) -> None:
     config = build(Training, {"steps": 1, "tokens_per_step": 1, "shard": "fsdp", **settings})
     with pytest.raises(ConfigError, match=told):
-        parallel.check_shard(config, World(0, 2))
-    assert not parallel.check_shard(config, World.alone())
+        check_shard(config, 2)
+    assert not check_shard(config, 1)
 
 
 def held(task: dict[str, Any], world: World) -> dict[str, Any]:

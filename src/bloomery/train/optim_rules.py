@@ -13,6 +13,7 @@ import bloomery.hw.needs_torch  # noqa: F401
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 
 CHUNK_NUMBERS = 2**20
 """Of a weight's moments at a time that exist in float32, where they are kept in 8 bits."""
@@ -53,7 +54,7 @@ class AdEMAMix(Rule):
             state["step"] = torch.zeros((), dtype=torch.float32)
             state |= {name: torch.zeros_like(weight) for name in ("exp_avg", "exp_avg_slow", "exp_avg_sq")}
         state["step"] += 1
-        t, (beta1, beta2, _) = int(state["step"]), group["betas"]
+        t, (beta1, beta2, _) = _number(state["step"]), group["betas"]
         alpha, beta3 = slow_mean(t, group["alpha"], group["betas"], group["ramp"])
         state["exp_avg"].lerp_(gradient, 1 - beta1)
         state["exp_avg_slow"].lerp_(gradient, 1 - beta3)
@@ -61,6 +62,11 @@ class AdEMAMix(Rule):
         root = state["exp_avg_sq"].sqrt().div_(math.sqrt(1 - beta2**t)).add_(group["eps"])
         both = torch.add(state["exp_avg"] / (1 - beta1**t), state["exp_avg_slow"], alpha=alpha)
         weight.addcdiv_(both, root, value=-group["lr"])
+
+
+def _number(step: Tensor) -> int:
+    """Which step it is: the first of those that are traced with tensors without numbers."""
+    return 1 if isinstance(step, FakeTensor) else int(step)
 
 
 def slow_mean(t: int, alpha: float, betas: tuple[float, float, float], ramp: int) -> tuple[float, float]:
@@ -118,7 +124,7 @@ class AdamW8bit(Rule):
             self._tables[weight.device] = code_table(True).to(weight.device), code_table(False).to(weight.device)
         signed, unsigned = self._tables[weight.device]
         state["step"] += 1
-        t, (beta1, beta2) = int(state["step"]), group["betas"]
+        t, (beta1, beta2) = _number(state["step"]), group["betas"]
         flat, slope = weight.view(-1), gradient.reshape(-1)
         for numbers, blocks in _chunks(weight.numel(), group["block"]):
             kept = [
@@ -129,8 +135,8 @@ class AdamW8bit(Rule):
             square = decode(*kept[1], unsigned, group["block"]).mul_(beta2).addcmul_(g, g, value=1 - beta2)
             root = square.sqrt().div_(math.sqrt(1 - beta2**t)).add_(group["eps"])
             flat[numbers].addcdiv_(mean, root, value=-group["lr"] / (1 - beta1**t))
-            encode(mean, signed, group["block"], *kept[0])
-            encode(square, unsigned, group["block"], *kept[1])
+            encode(mean, signed, True, group["block"], *kept[0])
+            encode(square, unsigned, False, group["block"], *kept[1])
 
 
 def _chunks(numbers: int, block: int) -> Iterator[tuple[slice, slice]]:
@@ -162,12 +168,12 @@ def decode(codes: Tensor, scales: Tensor, table: Tensor, block: int) -> Tensor:
     return table[codes.int()].mul_(scales.repeat_interleave(block)[: len(codes)])
 
 
-def encode(numbers: Tensor, table: Tensor, block: int, codes: Tensor, scales: Tensor) -> None:
+def encode(numbers: Tensor, table: Tensor, signed: bool, block: int, codes: Tensor, scales: Tensor) -> None:
     """Fill `codes` and `scales` with the nearest in the table; without signs, only 0 itself gets the code of 0."""
     rows = F.pad(numbers, (0, -len(numbers) % block)).view(-1, block)
     scales.copy_(rows.abs().amax(1))
     shares = (rows / scales.clamp(min=torch.finfo(torch.float32).tiny)[:, None]).view(-1)[: len(numbers)]
     nearest = torch.bucketize(shares, (table[1:] + table[:-1]) / 2, out_int32=True)
-    if table[0] == 0:
+    if not signed:
         nearest = torch.maximum(nearest, (numbers > 0).int())
     codes.copy_(nearest)

@@ -21,13 +21,11 @@ from typing import Any
 import numpy as np
 
 import bloomery.hw.needs_torch  # noqa: F401
-from bloomery.core.errors import ConfigError
 from bloomery.hw.device import Device
 from bloomery.hw.dist import World
 from bloomery.hw.peak import measured_peak
 from bloomery.model.transformer import Transformer
 from bloomery.shards.loader import IGNORE, Batch
-from bloomery.train.config import Training
 from bloomery.train.optim_adamw import total_norm
 
 import torch
@@ -121,32 +119,6 @@ def weight_bytes(model: nn.Module) -> int:
 
 
 # --- sharded models ------------------------------------------------------------------------------------------------
-
-
-def check_shard(config: Training, world: World, *, adapters: bool = False) -> bool:
-    """Whether a model is to be sharded. Raises ConfigError for what cannot be done with the parts of one."""
-    if config.shard == "none" or world.size == 1:
-        return False
-    for given, why, cure in (
-        (
-            f'compile="{config.compile}"' if config.compile != "off" else "",
-            "compiled blocks were not tried with weights that come and go",
-            'Say compile="off".',
-        ),
-        (
-            'optimizer.kind="adamw8bit"' if config.optimizer.kind == "adamw8bit" else "",
-            "its scales are of blocks, which parts of weights would cut",
-            'Say optimizer.kind="adamw".',
-        ),
-        (
-            "training of adapters (LoRA)" if adapters else "",
-            "their frozen base is not put together by any rule",
-            'Say shard="none", or leave out lora.',
-        ),
-    ):
-        if given:
-            raise ConfigError(f'{given} does not go with shard="fsdp": {why}', cure=cure)
-    return True
 
 
 def groups(model: nn.Module) -> dict[str, list[str]]:

@@ -9,6 +9,7 @@ What a run needs, before anything is allocated: parameters, bytes, work. Arithme
 
 from dataclasses import dataclass
 
+from bloomery.core.errors import ConfigError
 from bloomery.model.config import ModelConfig
 from bloomery.model.cost import cost
 from bloomery.train.config import AdamW8bit, Level, Optimizer, Training
@@ -55,6 +56,32 @@ def rows_at_once(config: Training, context: int) -> int:
     """Rows of `context` tokens that go through the model together; at least one. `auto` is not decided here."""
     tokens = USUAL_TOKENS if config.micro_batch_tokens == "auto" else config.micro_batch_tokens
     return max(1, tokens // context)
+
+
+def check_shard(config: Training, ranks: int, *, adapters: bool = False) -> bool:
+    """Whether a model is to be sharded. Raises ConfigError for what cannot be done with the parts of one."""
+    if config.shard == "none" or ranks == 1:
+        return False
+    for given, why, cure in (
+        (
+            f'compile="{config.compile}"' if config.compile != "off" else "",
+            "compiled blocks were not tried with weights that come and go",
+            'Say compile="off".',
+        ),
+        (
+            'optimizer.kind="adamw8bit"' if config.optimizer.kind == "adamw8bit" else "",
+            "its scales are of blocks, which parts of weights would cut",
+            'Say optimizer.kind="adamw".',
+        ),
+        (
+            "training of adapters (LoRA)" if adapters else "",
+            "their frozen base is not put together by any rule",
+            'Say shard="none", or leave out lora.',
+        ),
+    ):
+        if given:
+            raise ConfigError(f'{given} does not go with shard="fsdp": {why}', cure=cure)
+    return True
 
 
 def plan(config: Training, model: ModelConfig, vocab_size: int) -> TrainingPlan:

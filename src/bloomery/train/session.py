@@ -36,7 +36,7 @@ from bloomery.train.loop import NextToken, train
 from bloomery.train.norms import Norms
 from bloomery.train.objective import Objective
 from bloomery.train.optim import Optimizers
-from bloomery.train.plan import rows_at_once, rows_per_step
+from bloomery.train.plan import check_shard, rows_at_once, rows_per_step
 from bloomery.train.planning.dry_run import Trial, tell
 from bloomery.train.planning.here import decided
 from bloomery.train.precision import Precision
@@ -105,7 +105,7 @@ class Session:
         device = find_device(self.config)
         dist.check_devices(self.world, device.place)
         self.config = decided(self.config, self.model.config, self.model.vocab_size, device, self.world)
-        self._sharded = parallel.check_shard(self.config, self.world, adapters=isinstance(self.kept, Adapters))
+        self._sharded = check_shard(self.config, self.world.size, adapters=isinstance(self.kept, Adapters))
         with parallel.desk(self.out, self.world) as self._desk, kept(self._desk / LOG), on_sigterm() as self._stop:
             if self._sharded:  # weights go where they compute one group at a time, and leave their part there
                 parallel.shard(self.model, self.world, device)

@@ -2,6 +2,7 @@ from dataclasses import replace
 
 import pytest
 
+from bloomery.core.errors import ConfigError
 from bloomery.hw.catalog import GIB
 from bloomery.model.config import ModelConfig
 from bloomery.train.config import AdamW
@@ -47,6 +48,17 @@ def test_a_number_in_the_recipe_is_kept_whether_it_fits_or_not() -> None:
     assert (small.choice.way.rows, large.choice.way.rows) == (1, 64)
     assert (small.choice.fits, large.choice.fits) == (True, False)
     assert large.change is not None
+    assert large.change[0] == 'pretrain.micro_batch_tokens="auto"', "which costs nothing"
+    tighter = plan(GPT2, 50_257, of_memory(4 * GIB), micro_batch_tokens=65_536)
+    assert tighter.change is not None
+    assert tighter.change[0].startswith('pretrain.micro_batch_tokens="auto" pretrain.recompute=')
+
+
+def test_what_a_run_refuses_is_not_planned() -> None:
+    with pytest.raises(ConfigError, match="adapters"):
+        plan(GPT2, 50_257, replace(card(), devices=4), finetune=True, lora={}, shard="fsdp")
+    made = plan(GPT2, 50_257, of_memory(GIB), finetune=True, lora={})
+    assert made.devices_needed is None, "of which each would have a part"
 
 
 def test_what_does_not_fit_is_told_with_the_cheapest_change_that_would() -> None:

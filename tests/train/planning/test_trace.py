@@ -8,7 +8,7 @@ from bloomery.core import native
 from bloomery.model import products, quantize
 from bloomery.model.config import ModelConfig
 from bloomery.model.lora_config import Base, Lora
-from bloomery.train.config import AdamW, Level, Muon, Optimizer
+from bloomery.train.config import AdamW, AdamW8bit, AdEMAMix, Level, Lion, Muon, Optimizer
 from bloomery.train.loop import Placed, few_rows_of_the_table, gradients, placed_losses
 from bloomery.train.planning.meter import Meter
 from bloomery.train.planning.step import Step
@@ -68,6 +68,14 @@ def test_a_trace_finds_what_a_real_step_holds(level: Level, compiled: bool, monk
         trace.cache_clear()
         assert held(found) == pytest.approx(peak, rel=0.03)
         assert found.resting == pytest.approx(resting, rel=0.02, abs=3 * ROWS * 8 * SMALL.context)
+
+
+@pytest.mark.parametrize("optimizer", [AdEMAMix(), Lion(), AdamW8bit()], ids=lambda one: one.kind)
+def test_a_trace_finds_what_every_other_optimizer_holds(optimizer: Optimizer) -> None:
+    what = step(SMALL.model_copy(update={"num_layers": 2}), "none", optimizer)
+    found, (resting, peak) = trace(what), really(what)
+    assert held(found) == pytest.approx(peak, rel=0.03)
+    assert found.resting == pytest.approx(resting, rel=0.02, abs=3 * ROWS * 8 * SMALL.context)
 
 
 @pytest.mark.parametrize("base", get_args(Base))

@@ -163,7 +163,11 @@ def _missing(ask: Ask, way: Way, target: Target) -> str:
 
 
 def cheapest_change(ask: Ask, target: Target) -> tuple[str, Option] | None:
-    """The first change that makes a recipe fit that does not, and how it then is."""
+    """The first change that makes a recipe fit that does not, and how it then is. Rows are left to the plan first."""
+    freed = f'{ask.stage}.micro_batch_tokens="auto"' if ask.way.rows else ""
+    fewer = best(ask, ask.what, replace(ask.way, rows=0), target)
+    if freed and fewer.fits:
+        return freed, fewer
     for change in CHANGES:
         if not set(change.setting.split()) <= ask.available:
             continue
@@ -172,12 +176,14 @@ def cheapest_change(ask: Ask, target: Target) -> tuple[str, Option] | None:
             continue
         found = best(ask, what, way, target)
         if found.fits:
-            return change.say.format(stage=ask.stage), found
+            return f"{freed} {change.say.format(stage=ask.stage)}".lstrip(), found
     return None
 
 
 def devices_needed(ask: Ask, target: Target, most: int = 1024) -> int | None:
-    """How many of the target's devices would do, each with its part; None where even `most` are too few."""
+    """How many of the target's devices would do, each with its part; None where `most` are too few, or none may."""
+    if _missing(ask, replace(ask.way, sharded=True), target):
+        return None
 
     def holds(count: int) -> bool:
         way = replace(ask.way, rows=1, sharded=True, devices=count, recompute="block")

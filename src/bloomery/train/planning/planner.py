@@ -5,7 +5,7 @@ from dataclasses import replace
 
 from bloomery.model.config import ModelConfig
 from bloomery.train.config import Finetune, Training
-from bloomery.train.plan import rows_at_once, rows_per_step
+from bloomery.train.plan import check_shard, rows_at_once, rows_per_step
 from bloomery.train.planning import disk
 from bloomery.train.planning.choose import Ask, Option, alternatives, best, cheapest_change, devices_needed
 from bloomery.train.planning.needs import BASES, Trained, Way
@@ -18,12 +18,13 @@ Check = Callable[[Ask, Target, Option], Option]
 
 
 def asked(stage: str, config: Training, model: ModelConfig, vocab_size: int, target: Target) -> Ask:
-    """What a section asks for, on a target."""
+    """What a section asks for, on a target. Raises ConfigError for what a run would refuse."""
     precision = target.precision if config.precision == "auto" else config.precision
     explicit = 0 if config.micro_batch_tokens == "auto" else rows_at_once(config, model.context)
     rows = rows_per_step(config, model.context)
     lora = config.lora if isinstance(config, Finetune | Prefer) else None
     prefers = config if isinstance(config, Prefer) else None
+    sharded = check_shard(config, target.devices, adapters=lora is not None)
     shape = Trained(
         model=model, vocab_size=vocab_size, optimizer=config.optimizer, processor=target.processor, lora=lora
     )
@@ -39,7 +40,7 @@ def asked(stage: str, config: Training, model: ModelConfig, vocab_size: int, tar
             devices=target.devices,
             method="full" if lora is None else BASES[lora.base],
             rank=Way.rank if lora is None else lora.rank,
-            sharded=config.shard != "none" and target.devices > 1,
+            sharded=sharded,
         ),
         available=frozenset(type(config).model_fields),
         besides="" if prefers is None else prefers.not_planned,
