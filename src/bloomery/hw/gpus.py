@@ -5,7 +5,7 @@ Sources: drivers/gpu/drm/amd/amdkfd/kfd_topology.c (nodes), the NVIDIA driver's 
 """
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
@@ -14,11 +14,18 @@ from bloomery.hw.host import Host, in_wsl
 Maker = Literal["amd", "nvidia", "hygon", "apple"]
 
 KFD_NODES = "sys/class/kfd/kfd/topology/nodes"
-KFD_VENDOR_AMD = 4098  # 0x1002; NVIDIA's open driver makes nodes as well
+KFD_VENDOR_AMD, KFD_VENDOR_HYGON = 4098, 7572  # 0x1002, 0x1d94; NVIDIA's open driver makes nodes as well
 PCI_MAKERS: dict[str, Maker] = {"0x1002": "amd", "0x10de": "nvidia", "0x1d94": "hygon"}
+LENT = ("vfio-pci", "pci-stub")
+"""Drivers that keep a card for a virtual machine."""
 PCI_CLASSES = ("0x03", "0x12", "0x0b40")  # displays, accelerators, co-processors: bridges of the same maker are no GPUs
-INTEGRATED = frozenset({"gfx90c", "gfx1035", "gfx1036", "gfx1103", "gfx1150", "gfx1151", "gfx1152", "gfx1153"})
+INTEGRATED = frozenset(
+    {"gfx801", "gfx902", "gfx909", "gfx90c", "gfx1013", "gfx1033", "gfx1035", "gfx1036", "gfx1103"}
+    | {"gfx1150", "gfx1151", "gfx1152", "gfx1153"}
+)
 """Targets that only exist inside a processor and share its memory."""
+SMALL = INTEGRATED - {"gfx1151"}
+"""Those of them that nobody buys a machine for to train on."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,6 +43,10 @@ class Gpu:
     @property
     def integrated(self) -> bool:
         return self.target in INTEGRATED
+
+    @property
+    def small(self) -> bool:
+        return self.target in SMALL
 
 
 def gfx_name(version: int) -> str:
@@ -64,17 +75,30 @@ def find_gpus(host: Host) -> list[Gpu]:
     if nvidia:
         makers = [maker for maker in makers if maker != "nvidia"]
         found += nvidia
-    if "hygon" in makers or host.exists("opt/dtk"):  # its driver fills the same topology with targets no wheel knows
+    dcus = _kfd_dcus(host)
+    if dcus or "hygon" in makers or host.exists("opt/dtk"):  # its driver's targets are in the same topology
         found = []
-        makers = ["hygon" if maker == "amd" else maker for maker in makers] or ["hygon"]
+        makers = ["hygon" if maker == "amd" else maker for maker in makers] or ["hygon"] * max(1, dcus)
+        if dcus and "hygon" not in makers:
+            makers += ["hygon"] * dcus
     known = {gpu.maker for gpu in found}
     return found + [Gpu(maker=maker) for maker in makers if maker not in known]
 
 
-def _kfd_gpus(host: Host) -> Iterator[Gpu]:
+def _kfd_nodes(host: Host) -> Iterator[Mapping[str, int]]:
     for node in host.names(KFD_NODES):
         text = host.read(f"{KFD_NODES}/{node}/properties") or ""
-        facts = {key: int(value) for key, value in re.findall(r"^(\w+) (\d+)\s*$", text, re.MULTILINE)}
+        yield {key: int(value) for key, value in re.findall(r"^(\w+) (\d+)\s*$", text, re.MULTILINE)}
+
+
+def _kfd_dcus(host: Host) -> int:
+    """How many of the nodes are Hygon's; a processor's has no units that compute."""
+    nodes = _kfd_nodes(host)
+    return sum(facts.get("vendor_id") == KFD_VENDOR_HYGON and facts.get("simd_count", 0) > 0 for facts in nodes)
+
+
+def _kfd_gpus(host: Host) -> Iterator[Gpu]:
+    for facts in _kfd_nodes(host):
         if facts.get("vendor_id") == KFD_VENDOR_AMD and facts.get("simd_count") and facts.get("gfx_target_version"):
             minor = facts.get("drm_render_minor")
             render = f"dev/dri/renderD{minor}" if minor else ""
@@ -117,9 +141,11 @@ def rocminfo_targets(host: Host) -> list[str]:
 def _bus_makers(host: Host) -> Iterator[Maker]:
     cards = [name for name in host.names("sys/class/drm") if re.fullmatch(r"card\d+", name)]
     seen = [(host.read(f"sys/class/drm/{card}/device/vendor") or "").strip() for card in cards]
-    if not any(vendor in PCI_MAKERS for vendor in seen):  # no driver has made a card of it
-        for device in host.names("sys/bus/pci/devices"):
-            kind = (host.read(f"sys/bus/pci/devices/{device}/class") or "").strip()
-            if kind.startswith(PCI_CLASSES):
-                seen.append((host.read(f"sys/bus/pci/devices/{device}/vendor") or "").strip())
+    driven = frozenset(seen)
+    for device in host.names("sys/bus/pci/devices"):
+        kind = (host.read(f"sys/bus/pci/devices/{device}/class") or "").strip()
+        vendor = (host.read(f"sys/bus/pci/devices/{device}/vendor") or "").strip()
+        lent = any(host.exists(f"sys/bus/pci/drivers/{driver}/{device}") for driver in LENT)
+        if kind.startswith(PCI_CLASSES) and vendor not in driven and not lent:  # no driver has made a card of it
+            seen.append(vendor)
     yield from (PCI_MAKERS[vendor] for vendor in seen if vendor in PCI_MAKERS)

@@ -279,7 +279,12 @@ def _cgroup_limits(host: Host) -> Iterator[int | None]:
 
 def in_container(host: Host) -> bool:
     marks = (".dockerenv", "run/.containerenv")
-    return any(host.exists(mark) for mark in marks) or "container" in host.env
+    return any(host.exists(mark) for mark in marks) or "container" in host.env or in_pod(host)
+
+
+def in_pod(host: Host) -> bool:
+    """Whether Kubernetes started this container; its runtimes leave none of the marks of the others."""
+    return "KUBERNETES_SERVICE_HOST" in host.env or "kubepods" in (host.read("proc/1/cgroup") or "")
 
 
 def in_wsl(host: Host) -> bool:

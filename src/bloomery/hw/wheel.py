@@ -7,7 +7,8 @@ only the standard library, so it runs before anything is installed. The rules, i
 1. A torch that this interpreter can import and that is new enough stays, whoever built it. Where it does not fit the
    GPU, a warning carries the command that replaces it; nothing is replaced unasked.
 2. A vendor's torch that is too old is an error, because only its owner can tell what depends on it.
-3. AMD: one index serves every target; each target's kernels are an extra, `torch[device-gfx1151]`.
+3. AMD: one index serves every target; each target's kernels are an extra, `torch[device-gfx1151]`. Of targets that no
+   new torch is known to work on none is named, and where there is no other, the usual wheel computes on the processor.
 4. Hygon DCU: only the vendor's own DTK has a torch for it, so nothing is installed.
 5. NVIDIA: the usual wheel where that is one for CUDA and the driver is new enough for it, else one that fits.
 6. Apple or no GPU: the usual wheel.
@@ -18,7 +19,7 @@ import re
 import shlex
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -34,6 +35,12 @@ DRIVER_OF_CUDA_13 = 580
 """The usual wheels are for CUDA 13; those for CUDA 12.6 run with drivers from 525 on (NVIDIA, CUDA compatibility)."""
 FUSED_ATTENTION = ("gfx90a", "gfx942", "gfx950", "gfx1100", "gfx1151", "gfx1201")
 """Targets whose fused attention is on by default (AOTriton 0.12, v3src/util.cc). They come first."""
+
+LEGACY = re.compile(r"gfx(?:[678]\d\d|90[02-69c])")
+"""
+Targets of which no torch that Bloomery can use is known to work: most have no wheel, and those of gfx900 and gfx906 are
+made but tried on no card (TheRock, SUPPORTED_GPUS.md). The last that worked on gfx906 was torch 2.9.
+"""
 
 DTK_ADVICE = (
     "Install the vendor's DTK and its own torch (developer.sourcefind.cn), run `source /opt/dtk/env.sh`, "
@@ -125,9 +132,20 @@ def fresh_command(host: Host) -> tuple[Command, str]:
             "/sys/class/kfd visible?), so this is the usual wheel, which will compute on the processor"
         )
         return usual, why
-    targets = sorted(found, key=lambda target: (target not in FUSED_ATTENTION, target))
+    old = legacy(found)
+    without = f"no torch{BOUNDS} is known to work on AMD {', '.join(old)}"
+    if len(old) == len(found):
+        return usual, f"{without}, so this is the usual wheel, which will compute on the processor"
+    targets = sorted(found.difference(old), key=lambda target: (target not in FUSED_ATTENTION, target))
     wheel = f"torch[{','.join(f'device-{target}' for target in targets)}]{BOUNDS}"
-    return (*usual[:-1], "--index-url", AMD_INDEX, wheel), f"AMD {', '.join(targets)} found"
+    return (*usual[:-1], "--index-url", AMD_INDEX, wheel), (
+        f"AMD {', '.join(targets)} found" + (f"; {without}" if old else "")
+    )
+
+
+def legacy(targets: Iterable[str]) -> list[str]:
+    """Those of AMD's targets that no new torch is known to work on."""
+    return sorted(target for target in targets if LEGACY.fullmatch(target))
 
 
 def _for_nvidia(host: Host, usual: Command) -> tuple[Command, str]:

@@ -8,10 +8,12 @@ from typing import Any
 from bloomery.core.errors import HardwareError
 from bloomery.hw import wheel
 from bloomery.hw.doctor.finding import Facts, Finding, Status
+from bloomery.hw.doctor.nodes import reachable
 from bloomery.hw.host import Host
 from bloomery.hw.installed import numbers
 from bloomery.hw.trials import ending
 
+VISIBLE = frozenset({"ROCR_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "CUDA_VISIBLE_DEVICES", "GPU_DEVICE_ORDINAL"})
 OLDEST_ROCM = {"gfx1150": (7, 2), "gfx1151": (7, 2), "gfx1200": (7, 2), "gfx1201": (7, 2)}
 """Wheels for an older ROCm stop at the first kernel of these targets, or lack half of the kernels."""
 OLDEST_NVIDIA = {12: (525,), 13: (580,)}
@@ -41,7 +43,7 @@ def torch_build(facts: Facts) -> Iterator[Finding]:
 
 def _gravity(facts: Facts) -> Status:
     """A card that torch cannot use is a failure. Of the small GPU inside many processors it is worth a word."""
-    strong = any(gpu.maker != "amd" or gpu.target in wheel.FUSED_ATTENTION for gpu in facts.gpus)
+    strong = any(gpu.maker != "amd" or (gpu.target and not gpu.small) for gpu in facts.gpus)
     return "fail" if strong else "warn"
 
 
@@ -57,14 +59,17 @@ def _sees(facts: Facts, seen: Mapping[str, Any]) -> Finding:
     maker = wheel.maker_to_serve(facts.gpus)
     version = str(seen["version"])
     targets = {gpu.target for gpu in facts.amd if gpu.target}
-    if maker == "amd" and targets and not targets & set(seen["targets"]) and seen["targets"]:
-        value = f"{version} has no kernels for {', '.join(sorted(targets))}, only for {', '.join(seen['targets'])}"
-        return Finding(id="torch", status=_gravity(facts), value=value, cure=reinstall(facts.host))
+    wanted = _wanted(facts)
+    if maker == "amd" and wanted and not wanted & set(seen["targets"]):
+        if wheel.legacy(wanted) == sorted(wanted):
+            return _legacy(facts, seen)
+        if seen["targets"]:
+            value = f"{version} has no kernels for {', '.join(sorted(wanted))}, only for {', '.join(seen['targets'])}"
+            return Finding(id="torch", status=_gravity(facts), value=value, cure=reinstall(facts.host))
     hip = numbers(str(seen.get("hip") or ""))[:2]
     slow = {target: OLDEST_ROCM[target] for target in targets & OLDEST_ROCM.keys() if hip and hip < OLDEST_ROCM[target]}
     if maker == "amd" and slow:
-        wanted = max(slow.values())
-        needs = f"{', '.join(sorted(slow))} needs {'.'.join(map(str, wanted))}"
+        needs = f"{', '.join(sorted(slow))} needs {'.'.join(map(str, max(slow.values())))}"
         value = f"{version} was built for ROCm {seen['hip']}, and {needs}"
         return Finding(id="torch", status="fail", value=value, cure=reinstall(facts.host))
     if maker in ("amd", "nvidia", "hygon") and not seen["gpus"]:
@@ -78,7 +83,58 @@ def _sees(facts: Facts, seen: Mapping[str, Any]) -> Finding:
             f"{version} takes the GPU for {', '.join(sorted(believed))}; the kernel says {', '.join(sorted(targets))}"
         )
         return Finding(id="torch", status="fail", value=value, cure="unset HSA_OVERRIDE_GFX_VERSION")
-    return Finding(id="torch", status="ok", value=f"{version}, sees {seen['gpus'] or 'no'} GPUs")
+    ok = Finding(id="torch", status="ok", value=f"{version}, sees {seen['gpus'] or 'no'} GPUs")
+    return _some_without_kernels(facts, seen) or _sees_fewer(facts, seen) or ok
+
+
+def _wanted(facts: Facts) -> set[str]:
+    """AMD's targets that torch is to have kernels for: the small GPU inside a processor counts where it is alone."""
+    gpus = [gpu for gpu in reachable(facts, "amd") if gpu.target]
+    return {gpu.target for gpu in gpus if not gpu.small} or {gpu.target for gpu in gpus}
+
+
+def _legacy(facts: Facts, seen: Mapping[str, Any]) -> Finding:
+    value = f"{seen['version']}; no torch{wheel.BOUNDS} is known to work on {', '.join(sorted(_wanted(facts)))}"
+    cure = "Nothing helps but another GPU; until then runs compute on the processor."
+    if seen["gpus"]:
+        cure = "export HIP_VISIBLE_DEVICES=-1   # runs then compute on the processor"
+    return Finding(id="torch", status="warn", value=value, cure=cure)
+
+
+def _chosen(facts: Facts) -> bool:
+    """Whether the environment says which GPUs torch may see."""
+    return bool(VISIBLE & facts.host.env.keys())
+
+
+def _some_without_kernels(facts: Facts, seen: Mapping[str, Any]) -> Finding | None:
+    """Whether there is a card that this torch of AMD's cannot compute on, beside one that it can."""
+    if wheel.maker_to_serve(facts.gpus) != "amd" or not seen["targets"]:
+        return None
+    believed = {str(target).partition(":")[0] for target in seen.get("chips", ())}
+    wanted = _wanted(facts) & believed if _chosen(facts) and believed else _wanted(facts)
+    missing = sorted(wanted - set(seen["targets"]))
+    if not missing:
+        return None
+    cure = reinstall(facts.host)
+    if wheel.legacy(missing) == missing:
+        good = [str(number) for number, gpu in enumerate(reachable(facts, "amd")) if gpu.target not in missing]
+        cure = f"export HIP_VISIBLE_DEVICES={','.join(good)}"
+    value = f"{seen['version']} has no kernels for {', '.join(missing)}, which stands beside what it has some for"
+    return Finding(id="torch", status="warn", value=value, cure=cure)
+
+
+def _sees_fewer(facts: Facts, seen: Mapping[str, Any]) -> Finding | None:
+    """Whether torch sees fewer GPUs than there are, although nothing hides any."""
+    maker = wheel.maker_to_serve(facts.gpus)
+    if maker not in ("amd", "nvidia") or _chosen(facts):
+        return None
+    gpus = reachable(facts, maker)
+    count = len([gpu for gpu in gpus if not gpu.small] or gpus)
+    if seen["gpus"] >= count:
+        return None
+    cure = "nvidia-smi" if maker == "nvidia" else "rocminfo; sudo dmesg | grep -i amdgpu"
+    value = f"{seen['version']}, sees {seen['gpus']} of {count} GPUs, and no variable hides any"
+    return Finding(id="torch", status="warn", value=value, cure=f"{cure}   # which of them do not answer, and why")
 
 
 def _too_old_for(seen: Mapping[str, Any]) -> str:

@@ -1,4 +1,4 @@
-"""The GPUs as the kernel's files tell: there, open to this user, under their own names, with their memory."""
+"""The GPUs as the kernel's files tell: driven, under their own names, with their memory."""
 
 import re
 from collections.abc import Iterator
@@ -6,8 +6,9 @@ from pathlib import Path
 
 from bloomery.hw.doctor.finding import GIB, Facts, Finding, Status
 from bloomery.hw.gpus import PCI_MAKERS, Gpu, gfx_name, rocminfo_targets
-from bloomery.hw.host import group_name, in_container, in_wsl, physical_bytes
+from bloomery.hw.host import in_container, in_wsl, physical_bytes
 from bloomery.hw.installed import numbers
+from bloomery.hw.wheel import maker_to_serve
 
 OLDEST_KERNEL = {"gfx1150": (6, 11), "gfx1151": (6, 11), "gfx1200": (6, 12), "gfx1201": (6, 12)}
 """Where amdgpu learned a target."""
@@ -48,7 +49,8 @@ def amd_driver(facts: Facts) -> Iterator[Finding]:
             )
         elif in_container(host):
             value, cure = f"{value} in this container", CONTAINER_FLAGS
-        yield Finding(id="amd-driver", status="fail", value=value, cure=cure)
+        served = maker_to_serve(facts.gpus) == "amd"
+        yield Finding(id="amd-driver", status="fail" if served else "warn", value=value, cure=cure)
         return
     wanted = max((OLDEST_KERNEL.get(gpu.target, (0,)) for gpu in facts.amd), default=(0,))
     version = (host.read("sys/module/amdgpu/version") or "").strip()
@@ -68,49 +70,6 @@ def _blacklisted(facts: Facts) -> str:
     return next((place for place in places if said.search(facts.host.read(place) or "")), "")
 
 
-def amd_nodes(facts: Facts) -> Iterator[Finding]:
-    targets = [gpu for gpu in facts.amd if gpu.target]
-    if not targets or in_wsl(facts.host):
-        return
-    host = facts.host
-    nodes = ["dev/kfd", *(gpu.render for gpu in targets if gpu.render)]
-    absent = [node for node in nodes if not host.exists(node)]
-    closed = [node for node in nodes if node not in absent and not host.opens(node)]
-    groups = {"absent": absent, "closed to this user": closed}
-    problems = [f"{what}: {', '.join(f'/{node}' for node in found)}" for what, found in groups.items() if found]
-    if not problems:
-        yield Finding(id="amd-device-nodes", status="ok", value="open to this user")
-        return
-    owners = {node.group for name in closed if (node := host.node(name))}
-    names = [group_name(host, number) or str(number) for number in sorted(owners)]
-    value = "; ".join(problems) + (f" (of group {', '.join(names)})" if names else "")
-    wanted = dict.fromkeys([*(name for name in names if not name.isdigit()), "render", "video"])
-    join = f'sudo usermod -aG {",".join(wanted)} "$USER"'
-    cure = "sudo modprobe amdgpu" if absent else f"{join}   # then log in again"
-    yield Finding(
-        id="amd-device-nodes", status="fail", value=value, cure=CONTAINER_FLAGS if in_container(host) else cure
-    )
-
-
-def nvidia_nodes(facts: Facts) -> Iterator[Finding]:
-    if not any(gpu.maker == "nvidia" for gpu in facts.gpus) or in_wsl(facts.host):
-        return
-    host = facts.host
-    version = re.search(r"(\d+\.\d+(?:\.\d+)?)", host.read("proc/driver/nvidia/version") or "")
-    if version is None:
-        cure = "docker run --gpus all …" if in_container(host) else "sudo ubuntu-drivers install   # then start again"
-        yield Finding(id="nvidia-driver", status="fail", value="an NVIDIA GPU without its driver", cure=cure)
-        return
-    absent = [node for node in ("dev/nvidia0", "dev/nvidiactl", "dev/nvidia-uvm") if not host.exists(node)]
-    value = f"driver {version[1]}"
-    if absent:
-        cure = "docker run --gpus all …" if in_container(host) else "sudo nvidia-modprobe -c 0 -u"
-        value = f"{value}; absent: {', '.join(f'/{node}' for node in absent)}"
-        yield Finding(id="nvidia-driver", status="fail", value=value, cure=cure)
-        return
-    yield Finding(id="nvidia-driver", status="ok", value=value)
-
-
 def hsa_override(facts: Facts) -> Iterator[Finding]:
     """Whether the runtime is told, or believes, another chip than the kernel has found."""
     real = sorted({gpu.target for gpu in facts.amd if gpu.target})
@@ -120,6 +79,8 @@ def hsa_override(facts: Facts) -> Iterator[Finding]:
         named = gfx_name(int(parts[1]) * 10000 + int(parts[2]) * 100 + int(parts[3])) if parts else "no target"
         value = f"{spoofed} stands for {named}; the kernel says {', '.join(real) or 'unknown'}"
         status: Status = "fail" if not real or any(map(WITH_WHEELS.fullmatch, real)) else "warn"
+        if real == [named]:
+            value, status = f"{spoofed} stands for {named}, which is the chip that is there: it is not needed", "warn"
         yield Finding(id="hsa-override", status=status, value=value, cure="unset HSA_OVERRIDE_GFX_VERSION")
     elif real and not in_wsl(facts.host):
         told = sorted(set(rocminfo_targets(facts.host)))

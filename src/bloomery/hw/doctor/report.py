@@ -12,7 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from bloomery.hw import wheel
-from bloomery.hw.doctor import build, computing, graphics, packages, system
+from bloomery.hw.doctor import build, computing, graphics, nodes, packages, system
 from bloomery.hw.doctor.finding import Check, Facts, Finding
 from bloomery.hw.gpus import find_gpus
 from bloomery.hw.host import Host, Reply
@@ -67,8 +67,8 @@ CHECKS: tuple[Check, ...] = (
     system.python_version,
     graphics.graphics,
     graphics.amd_driver,
-    graphics.amd_nodes,
-    graphics.nvidia_nodes,
+    nodes.amd_nodes,
+    nodes.nvidia_nodes,
     system.windows,
     graphics.hsa_override,
     graphics.visible,

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 from bloomery.core import native
 from bloomery.hw.doctor.finding import GIB, Facts, Finding, Status
-from bloomery.hw.host import Reply, cpu_features, fast_bf16, in_container, in_wsl, memory_bytes, physical_bytes
+from bloomery.hw.host import Reply, cpu_features, fast_bf16, in_container, in_pod, in_wsl, memory_bytes, physical_bytes
 from bloomery.hw.trials import ending, merged
 
 OLDEST_PYTHON = (3, 11)
@@ -84,9 +84,11 @@ def shared_memory(facts: Facts) -> Iterator[Finding]:
     if in_container(facts.host) and facts.host.exists("dev/shm"):
         size = facts.host.space("dev/shm").total
         small = size < LEAST_SHM_BYTES
-        cure = "docker run --ipc=host …   # or --shm-size=8g" if small else ""
+        cure = "docker run --ipc=host …   # or --shm-size=8g"
+        if in_pod(facts.host):
+            cure = "volumes: [{name: shm, emptyDir: {medium: Memory}}]   # of the pod, mounted at /dev/shm"
         value = f"/dev/shm has {size / GIB:.2f} GiB"
-        yield Finding(id="shm", status="warn" if small else "ok", value=value, cure=cure)
+        yield Finding(id="shm", status="warn" if small else "ok", value=value, cure=cure if small else "")
 
 
 def windows(facts: Facts) -> Iterator[Finding]:
