@@ -86,7 +86,7 @@ def _run_verbs(verbs: Any) -> None:
     )
     _recipe_arguments(one)
     one.add_argument("--device", metavar="NAME", help="for this device, as mi300x, and not for this machine's")
-    one.add_argument("--memory", type=_size, metavar="SIZE", help="of a device, as 16GiB")
+    one.add_argument("--memory", type=_memory, metavar="SIZE", help="of a device, as 16GiB")
     one.add_argument(
         "--devices", type=_positive, metavar="N", help="how many train together (default: the recipe's ranks)"
     )
@@ -149,6 +149,12 @@ def _size(text: str) -> int:
         raise argparse.ArgumentTypeError(f"{text!r} is no size in bytes, as 256MB or 8GiB")
     number, letter, binary = found.groups()
     return int(float(number) * (1024 if binary else 1000) ** " kMGT".index(letter or " "))
+
+
+def _memory(text: str) -> int:
+    if (size := _size(text)) < 3 * 2**29:
+        raise argparse.ArgumentTypeError(f"{text!r} is less than a device needs for itself: say a size as 16GiB")
+    return size
 
 
 def _amount(text: str) -> float:

@@ -47,6 +47,14 @@ def test_a_plan_is_for_as_many_devices_as_the_recipe_has_ranks_unless_another_nu
     assert found[0]["choice"]["micro_batches"] * found[0]["choice"]["rows"] * 2 >= 16
 
 
+def test_a_device_has_memory(call: Call, capsys: pytest.CaptureFixture[str]) -> None:
+    for size in ("0", "900MB", "1GiB"):
+        with pytest.raises(SystemExit) as refused:
+            call("plan", DEMO, "--memory", size)
+        assert refused.value.code == 2
+        assert "less than a device needs for itself" in capsys.readouterr().err
+
+
 def test_a_plan_is_made_for_a_machine_that_is_not_here(call: Call, tmp_path: Path) -> None:
     words = ["--device", "rtx-4090", "--devices", "2", "--price", "0.8", "--watts", "900"]
     code, out, _ = call("plan", DEMO, "--runs", tmp_path, "--json", *words)

@@ -169,7 +169,8 @@ class Plan:
     def _does_not_fit(self) -> list[str]:
         if self.change is not None:
             say, one = self.change
-            return [f"  cure     {say} fits: {_size(one.peak_bytes)} with {one.way.rows} rows"]
+            rows = "1 row" if one.way.rows == 1 else f"{one.way.rows} rows"
+            return [f"  cure     {say} fits: {_size(one.peak_bytes)} with {rows}"]
         count = self.devices_needed
         more = "" if count is None else f"; so would {count} such devices, each with its part"
         return [f"  cure     none of this software's ways fits; a smaller model or context would{more}"]
@@ -181,7 +182,8 @@ class Plan:
         how = "steps of small models, timed here" if self.choice.pace.timed else share
         found, most = self.choice.pace.tokens_per_second, self.choice.pace.ceiling
         told = f"{_duration(self.seconds)} at about {found:,.0f} tokens/s ({how}; "
-        told += f"{most:,.0f} if nothing else took time)"
+        told += f"{most:,.0f} if nothing else took time"
+        told += "; what devices send each other is not counted)" if self.target.devices > 1 else ")"
         hours = self.seconds / 3600
         if self.price.per_hour is not None:
             told += f"; {hours * self.price.per_hour:,.2f} at {self.price.per_hour:g} an hour"

@@ -27,7 +27,7 @@ from bloomery.train.planning.step import Step
 
 import torch
 
-SLICE_SECONDS, SLICE_PARAMETERS = 0.6, 10**8
+SLICE_SECONDS, SLICE_PARAMETERS = 0.4, 10**8
 """Of a micro-batch of the larger model, at the peak; and how many weights that model may have at most."""
 TIMES = 3
 """Of slices, whose errors the layers that are left out multiply. A whole model takes longer and needs one less."""
