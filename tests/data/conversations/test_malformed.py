@@ -42,6 +42,40 @@ def told(found: list[Item]) -> list[tuple[str, str]]:
     return [(one.place.rpartition(":")[2], one.problem.reason if isinstance(one, Rejected) else "") for one in found]
 
 
+def test_a_row_that_shows_no_shape_decides_none_for_the_rows_behind_it(tmp_path: Path) -> None:
+    sharegpt = {"conversations": [{"from": "human", "value": "a"}, {"from": "gpt", "value": "b"}]}
+    alpaca = {"instruction": "a", "output": "b"}
+    hollow: list[dict[str, Any]] = [
+        {"conversations": []},
+        {"messages": [None]},
+        {"messages": []},
+        {"conversations": None},
+    ]
+    reasons = ["no_messages", "bad_message", "no_messages", "unknown_shape"]
+    for number, good in enumerate((sharegpt, TALK, alpaca)):
+        path = tmp_path / f"{number}.jsonl"
+        path.write_text("\n".join(json.dumps(row) for row in [*hollow, good, {"messages": [], **good}, good]))
+        assert [reason for _, reason in told(read(path))] == [*reasons, "", "", ""]
+
+
+def test_rows_of_two_merged_files_are_read_by_the_columns_that_have_values(tmp_path: Path) -> None:
+    rows = [{"instruction": "a", "output": "b"}, {"prompt": "c", "completion": "d"}, {"messages": TALK["messages"]}]
+    pq.write_table(
+        pa.Table.from_pylist(
+            [dict.fromkeys(("instruction", "output", "prompt", "completion", "messages"), None) | row for row in rows]
+        ),
+        tmp_path / "a.parquet",
+    )
+    assert [reason for _, reason in told(read(tmp_path / "a.parquet"))] == ["", "", ""]
+
+
+def test_speakers_without_a_shape_are_looked_for_in_rows(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_text(json.dumps({"text": "Al: hi\nBo: yo"}))
+    (found,) = read(tmp_path / "a.jsonl", speakers=["Al:", "Bo:"])
+    assert isinstance(found, Conversation)
+    assert [message["content"] for message in found.messages] == ["hi", "yo"]
+
+
 # --- rows ----------------------------------------------------------------------------------------------------------
 
 VALUES: list[Any] = [

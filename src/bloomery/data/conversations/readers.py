@@ -203,15 +203,17 @@ def _of_rows(file: _File, found: Iterator[tuple[int, Found]]) -> Iterator[Item]:
         if (unmet := first_unmet(source.accept, "", row)) is not None:
             yield _item(file, f":{line}", row, unmet)
             continue
-        shape = shape or shapes.detected(row, source.fields)
-        if shape == "tree":
+        own = shape or shapes.detected(row, source.fields)
+        if shape is None and shapes.hollow(row, source.fields) is None:
+            shape = own
+        if own == "tree":
             problem = trees.trouble(row)
             if problem is not None:
                 yield _item(file, f":{line}", row, problem)
             else:
                 nodes.append((line, row))
         else:
-            yield _item(file, f":{line}", row, _read(shape, row, source))
+            yield _item(file, f":{line}", row, _read(own, row, source))
     for way in trees.paths(nodes):
         if isinstance(way, trees.Path):
             row = {"id": way.id}
@@ -221,10 +223,18 @@ def _of_rows(file: _File, found: Iterator[tuple[int, Found]]) -> Iterator[Item]:
 
 
 def _read(shape: Shape | None, row: Row, source: Shaped) -> Messages | Problem:
+    """A row by its file's shape. Of merged tables, where other columns hold nothing, by that of those with values."""
+    shape = shape or shapes.hollow(row, source.fields)
     if shape is None:
         what = f"has the shape of no conversation; its fields: {', '.join(row)}"
         return Problem("unknown_shape", 0, what)
-    return shapes.READ[shape](row, source.fields)
+    found = shapes.READ[shape](row, source.fields)
+    merged = source.shape is None and any(value is None for value in row.values())
+    if merged and isinstance(found, Problem) and found.reason in ("no_field", "no_messages"):
+        own = shapes.detected(row, source.fields)
+        if own is not None and own not in (shape, "tree"):
+            return shapes.READ[own](row, source.fields)
+    return found
 
 
 def _item(file: _File, ending: str, row: Row | None, found: Messages | Problem, group: str = "") -> Item:
