@@ -84,6 +84,15 @@ def piqa(folder: Path, count: int) -> Place:
     return Place((folder,))
 
 
+def test_chance_comes_from_the_number_of_choices_that_the_rows_have() -> None:
+    results = [
+        Result(task="commonsense_qa", row=row, scores={"acc": 1.0}, facts={"log_p": [-1.0] * num})
+        for row, num in ((1, 4), (2, 5))
+    ]
+    assert benchmark.scores("commonsense_qa", results[:1])["chance"] == 0.25
+    assert benchmark.scores("commonsense_qa", results)["chance"] == 0.225
+
+
 def test_piqa_is_asked_as_goal_and_solutions_and_who_knows_scores_one(
     loaded: Loaded, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

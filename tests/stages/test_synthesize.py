@@ -158,7 +158,7 @@ def test_the_server_says_how_long_to_wait(
     time.tzset()
     server.fault, server.retry_after = (lambda number: "429" if number == 0 else ""), RETRY_AFTER[form]()
     waits: list[float] = []
-    monkeypatch.setattr("bloomery.data.hosts.time.sleep", waits.append)
+    monkeypatch.setattr("bloomery.data.hosts._rest", lambda seconds, stop: waits.append(seconds))
     run(config(server, kind, count=1), tmp_path)
     monkeypatch.undo()
     time.tzset()

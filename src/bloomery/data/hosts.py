@@ -9,6 +9,7 @@ import json
 import os
 import random
 import re
+import threading
 import time
 import urllib.request
 from collections.abc import Callable, Iterator, Mapping
@@ -29,6 +30,8 @@ from bloomery.core.log import say
 FIRST_WAIT_SECONDS, LONGEST_WAIT_SECONDS = 1.0, 60.0
 LONGEST_RETRY_AFTER_SECONDS = 3600.0
 TIMEOUT = urllib3.Timeout(connect=15.0, read=60.0)
+SECONDS_FOR_A_REASON = 10.0
+"""How long the body of a refusal is waited for: the status says enough."""
 MAX_REDIRECTS = 10
 MOVED = (301, 302, 303, 307, 308)
 PASSING = (408, 425, 429, 500, 502, 503, 504, 520, 521, 522, 523, 524, 529)
@@ -142,12 +145,27 @@ def _followed(
 
 
 def _said(response: urllib3.BaseHTTPResponse) -> str:
-    """What a server that speaks OpenAI's protocol says of its refusal, or ""."""
+    """What a server that speaks OpenAI's protocol says of its refusal, or "", also where that comes cut or too late."""
     try:
-        found = json.loads(response.read(10_000))["error"]
+        found = json.loads(whole(response, 10_000, SECONDS_FOR_A_REASON))["error"]
         return str(found["message"] if isinstance(found, dict) else found)[:500]
-    except (ValueError, LookupError, TypeError, RecursionError):
+    except (urllib3.exceptions.HTTPError, BrokenError, ValueError, LookupError, TypeError, RecursionError):
         return ""
+
+
+def whole(response: urllib3.BaseHTTPResponse, max_bytes: int, seconds: float) -> bytes:
+    """
+    The body of an answer, read as it comes. Raises BrokenError where it takes longer than these seconds from now, which
+    a limit for each read does not tell of a server that sends a byte at a time, or has more than `max_bytes`.
+    """
+    body, until = bytearray(), time.monotonic() + seconds
+    while chunk := response.read1(65536):
+        body += chunk
+        if len(body) > max_bytes:
+            raise BrokenError(f"the answer has more than {max_bytes:,} bytes; it is not read further")
+        if time.monotonic() > until:
+            raise BrokenError(f"the answer was not whole in time; {len(body):,} bytes of it had come")
+    return bytes(body)
 
 
 def trouble(status: int, headers: Mapping[str, str], page: str, said: str = "") -> PassingError | RefusedError:
@@ -182,8 +200,11 @@ def retry_after(headers: Mapping[str, str]) -> float | None:
     return float(reset[1]) if reset else None
 
 
-def wait(failures: int, error: PassingError, what: str) -> None:
-    """Sleep before the attempt after this many failures. Raises RefusedError where the server asks for hours."""
+def wait(failures: int, error: PassingError, what: str, stop: threading.Event | None = None) -> None:
+    """
+    Sleep before the attempt after this many failures, or until `stop` is set. Raises RefusedError where the server asks
+    for hours.
+    """
     asked_for = error.wait_seconds
     if asked_for is not None and asked_for > LONGEST_RETRY_AFTER_SECONDS:
         raise RefusedError(
@@ -192,7 +213,14 @@ def wait(failures: int, error: PassingError, what: str) -> None:
     seconds = min(LONGEST_WAIT_SECONDS, FIRST_WAIT_SECONDS * 2 ** (failures - 1)) * random.uniform(0.8, 1.2)
     seconds = max(seconds, asked_for) if asked_for is not None else seconds
     say(f"{what}: {error}; trying again in {seconds:.1f} s", style="dim")
-    time.sleep(seconds)
+    _rest(seconds, stop)
+
+
+def _rest(seconds: float, stop: threading.Event | None) -> None:
+    if stop is None:
+        time.sleep(seconds)
+    else:
+        stop.wait(seconds)
 
 
 @contextmanager
@@ -205,8 +233,11 @@ def impatiently() -> Iterator[None]:
         IMPATIENT.reset(token)
 
 
-def patiently(call: Callable[[], T], *, attempts: int, what: str) -> T:
-    """The result of a call that may raise PassingError, after at most this many attempts. Raises RefusedError."""
+def patiently(call: Callable[[], T], *, attempts: int, what: str, stop: threading.Event | None = None) -> T:
+    """
+    The result of a call that may raise PassingError, after at most this many attempts. Raises RefusedError. No wait
+    goes on where `stop` is set: the call is made again at once, and ends as it sees fit.
+    """
     for failures in range(1, attempts + 1):
         try:
             return call()
@@ -215,7 +246,7 @@ def patiently(call: Callable[[], T], *, attempts: int, what: str) -> T:
                 raise UnreachableError(str(error), where=what, cure="Look at the network.") from None
             if failures == attempts:
                 raise RefusedError(f"{error} ({attempts} attempts)") from None
-            wait(failures, error, what)
+            wait(failures, error, what, stop)
     raise AssertionError("attempts is at least 1")
 
 

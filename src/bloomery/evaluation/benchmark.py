@@ -226,7 +226,7 @@ def scores(name: str, results: Sequence[Result], dirty: set[int] | None = None) 
     Scores with intervals over all questions; where it was looked for them in the training text (`dirty` has their
     rows), also over those that do not stand there, and over those that do.
     """
-    told: dict[str, Any] = {"n": len(results), "chance": TASKS[name].chance, "scores": _scored(results)}
+    told: dict[str, Any] = {"n": len(results), "chance": _chance(name, results), "scores": _scored(results)}
     if any(one.facts.get("prompt_cut") for one in results):
         told["prompts_cut"] = sum(bool(one.facts["prompt_cut"]) for one in results)
     if dirty is not None:
@@ -234,6 +234,12 @@ def scores(name: str, results: Sequence[Result], dirty: set[int] | None = None) 
         told["dirty"] = _scored([one for one in results if one.row in dirty])
         told["dirty_n"] = sum(one.row in dirty for one in results)
     return told
+
+
+def _chance(name: str, results: Sequence[Result]) -> float:
+    """What guessing gives: by the number of choices that each row has, which differs between copies of a task."""
+    choices = [len(one.facts["log_p"]) for one in results if isinstance(one.facts.get("log_p"), list)]
+    return round(sum(1 / num for num in choices) / len(choices), 4) if choices else TASKS[name].chance
 
 
 def _scored(results: Sequence[Result]) -> dict[str, Any]:

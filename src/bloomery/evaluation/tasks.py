@@ -36,7 +36,7 @@ class Task:
     kind: Kind
     shape: Shape
     chance: float = 0.0
-    """The share that guessing gets right."""
+    """The share that guessing gets right, where the rows do not tell it by their choices."""
     dataset: str = ""
     """Of the hub; empty where only a file will do."""
     files: str = ""

@@ -9,13 +9,13 @@ out into conversations.jsonl and rejected.jsonl.
 import threading
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from concurrent.futures import FIRST_COMPLETED, Future, wait
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from bloomery.core.errors import DataError
+from bloomery.core.errors import BloomeryError, DataError
 from bloomery.core.files import whole_file
 from bloomery.core.log import Meter, progress, say
 from bloomery.data import document, hosts
@@ -102,17 +102,19 @@ class _Collection:
         """
         Ask until there are as many conversations as wanted, the questions or the budget end.
 
-        Raises DataError where a request fails for good; those under way are waited for before.
+        Raises DataError where a request fails for good. That is told at once, and no wait before another attempt goes
+        on; what is under way is waited for, since it is paid for. An interrupt waits for nothing: what was under way
+        then counts as paid in full.
         """
         failure: RefusedError | None = None
         under_way: dict[Future[Outcome | None], Task] = {}
-        with ThreadPoolExecutor(self.config.concurrency) as pool, self._stopping():
+        with self._stopping():
             while True:
                 while failure is None and self._wants_more(len(under_way)):
                     if (task := next(tasks, None)) is None:
                         self.ended_by = "questions"
                     elif not self._take_known(task):
-                        under_way[pool.submit(self._work, task)] = task
+                        under_way[self._started(task)] = task
                 meter.at(self._kept.count, **self._spent())
                 if not under_way:
                     break
@@ -123,6 +125,8 @@ class _Collection:
                         self._take(task, one.result())
                     except RefusedError as error:
                         self._stop.set()
+                        if failure is None and under_way:
+                            say(f"synthesize: {error}; it ends when what is under way is answered", "yellow")
                         failure = failure or error
         if failure is not None:
             cure = f"{failure.cure} What came so far is kept: run the recipe again when it answers.".lstrip()
@@ -130,11 +134,27 @@ class _Collection:
 
     @contextmanager
     def _stopping(self) -> Iterator[None]:
-        """Whatever ends the block, nothing more is asked then, and the pool's end does not wait for long."""
+        """Whatever ends the block, nothing more is asked then."""
         try:
             yield
         finally:
             self._stop.set()
+
+    def _started(self, task: Task) -> Future[Outcome | None]:
+        """The task at work, in a thread that the end of the program does not wait for: a pool's would be waited for."""
+        future: Future[Outcome | None] = Future()
+
+        def work() -> None:
+            try:
+                future.set_result(self._work(task))
+            except (RefusedError, BloomeryError) as error:
+                future.set_exception(error)
+            except BaseException as error:
+                future.set_exception(error)
+                raise
+
+        threading.Thread(target=work, name=f"synthesize {task.number}", daemon=True).start()
+        return future
 
     def _wants_more(self, under_way: int) -> bool:
         open_ = self.ended_by == "count" and self._kept.count + under_way < self.config.count
@@ -175,6 +195,7 @@ class _Collection:
                         lambda: self._ask(name, task.system, messages),  # noqa: B023
                         attempts=self.config.attempts,
                         what="synthesize",
+                        stop=self._stop,
                     )
                 except _EndError:
                     return None
@@ -186,6 +207,9 @@ class _Collection:
             raise _EndError
         if name in self.ledger.answers:  # another conversation begins with the same question, and was quicker
             return
+        if self._stop.is_set():  # while the budget had no room yet
+            self.ledger.not_served(name, "it was not sent, since the stage had ended")
+            raise _EndError
         try:
             answer = self.ask(system, messages, name)
         except UnknownError as error:

@@ -20,7 +20,9 @@ from bloomery.data.conversations.conversation import Conversation, Rejected, tro
 from bloomery.data.conversations.readers import Item
 from bloomery.data.conversations.shapes import SHAPES
 
-TALK = {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b\u2028c\x85d\x0be"}]}
+TALK: dict[str, Any] = {
+    "messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b\u2028c\x85d\x0be"}]
+}
 GOOD = json.dumps(TALK, ensure_ascii=False).encode()
 
 
@@ -40,6 +42,37 @@ def read(path: Path, **more: Any) -> list[Item]:
 def told(found: list[Item]) -> list[tuple[str, str]]:
     """The end of the place, and the reason, or "" of what is a conversation."""
     return [(one.place.rpartition(":")[2], one.problem.reason if isinstance(one, Rejected) else "") for one in found]
+
+
+def test_a_row_that_shows_no_shape_decides_none_for_the_rows_behind_it(tmp_path: Path) -> None:
+    sharegpt: dict[str, Any] = {"conversations": [{"from": "human", "value": "a"}, {"from": "gpt", "value": "b"}]}
+    alpaca: dict[str, Any] = {"instruction": "a", "output": "b"}
+    hollow: list[dict[str, Any]] = [
+        {"conversations": []},
+        {"messages": [None]},
+        {"messages": []},
+        {"conversations": None},
+    ]
+    reasons = ["no_messages", "bad_message", "no_messages", "unknown_shape"]
+    for number, good in enumerate([sharegpt, TALK, alpaca]):
+        path = tmp_path / f"{number}.jsonl"
+        path.write_text("\n".join(json.dumps(row) for row in [*hollow, good, {"messages": [], **good}, good]))
+        assert [reason for _, reason in told(read(path))] == [*reasons, "", "", ""]
+
+
+def test_rows_of_two_merged_files_are_read_by_the_columns_that_have_values(tmp_path: Path) -> None:
+    rows: list[dict[str, Any]] = [{"instruction": "a", "output": "b"}, {"prompt": "c", "completion": "d"}, TALK]
+    columns = ("instruction", "output", "prompt", "completion", "messages")
+    merged = [{name: row.get(name) for name in columns} for row in rows]
+    pq.write_table(pa.Table.from_pylist(merged), tmp_path / "a.parquet")
+    assert [reason for _, reason in told(read(tmp_path / "a.parquet"))] == ["", "", ""]
+
+
+def test_speakers_without_a_shape_are_looked_for_in_rows(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_text(json.dumps({"text": "Al: hi\nBo: yo"}))
+    (found,) = read(tmp_path / "a.jsonl", speakers=["Al:", "Bo:"])
+    assert isinstance(found, Conversation)
+    assert [message["content"] for message in found.messages] == ["hi", "yo"]
 
 
 # --- rows ----------------------------------------------------------------------------------------------------------
@@ -173,7 +206,7 @@ def test_what_stands_where_an_object_should_is_told(tmp_path: Path, row: Any, re
         ("a.jsonl", b'{"messages": ' + b"1" * 5000 + b"}\n" + GOOD, [("1", "not_json"), ("2", "")]),
         ("a.json", b"[" + GOOD + b"]\n[" + GOOD + b"]", [("1", ""), ("2", "not_json")]),
         ("a.json", b"[" + GOOD + b",\n" + GOOD[:-9], [("1", ""), ("2", "torn")]),
-        ("a.json.gz", gzip.compress(b"[" + GOOD + b"]")[:-9], [("1", ""), ("1", "torn")]),
+        ("a.json.gz", gzip.compress(b"[" + GOOD + b"]")[:-9], [("1", ""), ("1#2", "torn")]),
         ("a.jsonl.gz", gzip.compress(GOOD)[:-9], [("1", "torn")]),
         ("a.jsonl.zst", zstandard.compress(GOOD)[:-9], [("1", "torn")]),
         ("a.jsonl.zst", b"no frame", [("1", "torn")]),

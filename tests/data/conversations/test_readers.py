@@ -17,7 +17,7 @@ from bloomery.core.errors import ConfigError, DataError
 from bloomery.data import hub as client
 from bloomery.data import json_lists
 from bloomery.data.conversations import presets, readers
-from bloomery.data.conversations.config import Conversations
+from bloomery.data.conversations.config import Conversations, TalkFiles
 from bloomery.data.conversations.conversation import Conversation, Rejected
 from bloomery.data.conversations.readers import Item
 from bloomery.data.unpack import Problem
@@ -133,6 +133,16 @@ def test_a_list_is_read_an_element_at_a_time_up_to_where_it_is_broken(tmp_path: 
     assert next(one for _, one in json_lists.objects(path, 100) if isinstance(one, Problem)).reason == "not_utf8"
     path.write_bytes(b"[]")
     assert read(files(path)) == []
+
+
+def test_elements_of_a_list_that_stand_on_one_line_have_places_and_ids_of_their_own(tmp_path: Path) -> None:
+    (tmp_path / "a.json").write_text(json.dumps([*PAIRS[:2], 3, PAIRS[0]]))
+    found = read(files(tmp_path))
+    assert [one.place.rpartition(":")[2] for one in found] == ["1", "1#2", "1#3", "1#4"]
+    ids = [one.id.rpartition("/")[2] for one in found if isinstance(one, Conversation)]
+    assert ids == ["a.json:1", "a.json:1#2", "a.json:1#4"]
+    rows = readers.raw_rows(TalkFiles(name="a", path=tmp_path), [])
+    assert [id for _, id, _ in rows] == ["a/a.json:1", "a/a.json:1#2", "a/a.json:1#3", "a/a.json:1#4"]
 
 
 def test_one_bad_text_inside_of_a_parquet_file_costs_its_row_alone(tmp_path: Path) -> None:

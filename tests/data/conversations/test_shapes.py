@@ -107,6 +107,32 @@ def test_fields_that_the_recipe_names_are_read_and_no_others() -> None:
     assert isinstance(shapes.READ["dialogue"](spoken, told), list)
 
 
+@pytest.mark.parametrize(
+    ("row", "shape", "expected"),
+    [
+        ({"instruction": None, "output": None, "prompt": "p", "completion": "c"}, "pairs", ["p", "c"]),
+        ({"prompt": None, "completion": None, "question": "q", "answer": "a"}, "pairs", ["q", "a"]),
+        ({"instruction": None, "input": "x", "output": "y"}, "alpaca", ["x", "y"]),
+        ({"messages": [], "conversations": [{"from": "gpt", "value": "a"}]}, "sharegpt", ["a"]),
+        ({"messages": None, "text": None, "dialogue": "User: a\nAssistant: b"}, "dialogue", ["a", "b"]),
+        ({**dict.fromkeys(("message_id", "parent_id", "text", "role")), "prompt": "p", "answer": "a"}, "pairs", None),
+    ],
+)
+def test_columns_without_a_value_say_nothing_about_the_shape(
+    row: dict[str, Any], shape: Shape, expected: list[str] | None
+) -> None:
+    assert shapes.detected(row, Fields()) == shape
+    found = shapes.READ[shape](row, Fields())
+    assert isinstance(found, list)
+    assert expected is None or [message["content"] for message in found] == expected
+
+
+def test_speakers_that_the_recipe_names_tell_a_dialogue_and_one_may_begin_as_the_other_does() -> None:
+    row, fields = {"text": "Al: hi\nAl: B: yo", "prompt": "p", "answer": "a"}, Fields(speakers=("Al:", "Al: B:"))
+    assert shapes.detected(row, fields) == "dialogue"
+    assert shapes.READ["dialogue"](row, fields) == [{"role": U, "content": "hi"}, {"role": A, "content": "yo"}]
+
+
 BROKEN: list[tuple[Shape, dict[str, Any], str, str]] = [
     ("messages", {"x": 1}, "no_messages", "has no list messages or conversations; its fields: x"),
     ("messages", {"messages": "Hi"}, "no_messages", "has no list"),

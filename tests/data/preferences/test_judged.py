@@ -62,6 +62,43 @@ def test_a_pair_is_understood_in_every_shape(row: dict[str, Any], prompt: list[A
     assert understood(row, HOW) == (prompt, GOOD, BAD)
 
 
+EARLIER = [user("Hi"), assistant("Yes?")]
+
+
+@pytest.mark.parametrize(
+    ("asks", "prompt"),
+    [
+        ({"instruction": "Add.", "input": "2 + 2"}, [user("Add.\n\n2 + 2")]),
+        ({"instruction": "Add.", "context": "2 + 2"}, [user("Add.\n\n2 + 2")]),
+        ({"instruction": "2 + 2?", "input": ""}, ASKED),
+        ({"instruction": None, "input": "2 + 2?"}, ASKED),
+        ({"instruction": "2 + 2?", "history": [["Hi", "Yes?"]]}, EARLIER + ASKED),
+        ({"prompt": "2 + 2?", "history": EARLIER}, EARLIER + ASKED),
+        ({"prompt": EARLIER + ASKED, "history": [["Hi", "Yes?"]]}, EARLIER + ASKED),
+        ({"prompt": "2 + 2?", "history": [["Hi", "Yes?"]], "system": "Be kind."}, [SYSTEM, *EARLIER, *ASKED]),
+    ],
+)
+def test_the_prompt_has_the_input_that_belongs_to_an_instruction_and_the_turns_before(
+    asks: dict[str, Any], prompt: list[Any]
+) -> None:
+    assert understood({**asks, "chosen": "4", "rejected": "5"}, HOW) == (prompt, GOOD, BAD)
+    assert understood({**asks, "output": "4", "label": True}, HOW) == (prompt, GOOD, None)
+
+
+@pytest.mark.parametrize(
+    ("asks", "begin", "prompt"),
+    [
+        ({"prompt": "2 + 2? "}, ASKED, ASKED),
+        ({"prompt": "2 + 2? ", "system": "Be kind."}, ASKED, [SYSTEM, *ASKED]),
+        ({"prompt": " Hi"}, EARLIER + ASKED, EARLIER + ASKED),
+    ],
+)
+def test_a_prompt_that_the_answers_begin_with_too_is_not_said_twice(
+    asks: dict[str, Any], begin: list[Any], prompt: list[Any]
+) -> None:
+    assert understood({**asks, "chosen": begin + GOOD, "rejected": begin + BAD}, HOW) == (prompt, GOOD, BAD)
+
+
 @pytest.mark.parametrize(
     ("row", "expected"),
     [
@@ -87,6 +124,8 @@ def test_a_single_answer_is_wanted_or_not(row: dict[str, Any], expected: tuple[A
         ({"prompt": "2 + 2?", "chosen": "\ud83d", "rejected": "5"}, "not_unicode"),
         ({"prompt": [{"role": "boss", "content": "2 + 2?"}], "chosen": "4", "rejected": "5"}, "unknown_role"),
         ({"prompt": "2 + 2?", "completion": "4", "label": "good"}, "bad_label"),
+        ({"instruction": "Add.", "input": 4, "chosen": "4", "rejected": "5"}, "not_text"),
+        ({"prompt": "2 + 2?", "history": ["Hi"], "chosen": "4", "rejected": "5"}, "bad_message"),
         ({"prompt": "2 + 2?", "completion": "4"}, "unknown_shape"),
         ({"text": "2 + 2 = 4"}, "unknown_shape"),
     ],

@@ -13,9 +13,9 @@ from typing import Any
 
 Fault = str
 """
-429, 500, 529, 401 …, or: cut (a body that ends early), chunk (the same of one sent in chunks), html, half (JSON that
-ends early), deep (JSON of a thousand lists), numbers (tokens that are none), silent (no answer), late (one that comes
-after the client has gone).
+429, 500, 529, 401 …, 429cut (the same with a body that ends early), or: cut (an answer that ends early), chunk (of one
+sent in chunks), html, half (JSON that ends early), deep (JSON of a thousand lists), numbers (tokens that are none),
+silent (no answer), late (one that comes after the client has gone), drip (one that comes a byte at a time).
 """
 
 
@@ -77,9 +77,12 @@ class ModelServer(ThreadingHTTPServer):
 
     def _answer(self, handler: BaseHTTPRequestHandler, body: dict[str, Any], number: int) -> None:
         fault = self.fault(number)
-        if fault.isdecimal():
+        if fault[:3].isdecimal():
             said = {"type": "error", "error": {"type": "some_error", "message": f"told to say {fault}"}}
-            _send(handler, json.dumps(said).encode(), int(fault), retry_after=self.retry_after)
+            data = json.dumps(said).encode()
+            length = len(data) + 9 if fault.endswith("cut") else None
+            _send(handler, data, int(fault[:3]), length, retry_after=self.retry_after)
+            handler.close_connection = True
             return
         text = self.reply(body["messages"])
         read = sum(len(message["content"].split()) + 4 for message in body["messages"])
@@ -112,6 +115,12 @@ class ModelServer(ThreadingHTTPServer):
                 time.sleep(self.late_seconds)
                 with contextlib.suppress(OSError):
                     _send(handler, data)
+            case "drip":
+                _begin(handler, 200, {"Content-Length": "1000"})
+                with contextlib.suppress(OSError):
+                    for _ in range(1000):
+                        handler.wfile.write(b" ")
+                        time.sleep(0.02)
             case "html":
                 _send(handler, b"<html>a proxy</html>")
             case "silent":

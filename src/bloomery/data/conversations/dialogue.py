@@ -46,16 +46,17 @@ def parsed(text: str, names: tuple[str, str] | None = None) -> Messages | Proble
     ]
 
 
-def is_dialogue(text: str) -> bool:
+def is_dialogue(text: str, names: tuple[str, str] | None = None) -> bool:
     """Whether a text looks like a dialogue: it begins with a speaker, and one that answers comes after."""
-    found = parsed(text)
+    found = parsed(text, names)
     return not isinstance(found, Problem) and any(message["role"] == "assistant" for message in found)
 
 
 def _spots(text: str, names: tuple[str, str] | None) -> Sequence[tuple[int, int, Role]]:
     """Begin and end of every label that opens a message, and its role."""
     if names is not None:
-        label = re.compile(rf"^[ \t]*({'|'.join(map(re.escape, names))})", re.MULTILINE)
+        longest_first = sorted(names, key=len, reverse=True)  # one may begin as the other does
+        label = re.compile(rf"^[ \t]*({'|'.join(map(re.escape, longest_first))})", re.MULTILINE)
         return [(m.start(), m.end(), "user" if m[1] == names[0] else "assistant") for m in label.finditer(text)]
     labels = [(match.start(), match.end(), match[1].lower()) for match in LABEL.finditer(text)]
     asker = next((name for _, _, name in labels if name in ANSWERERS), None)

@@ -166,8 +166,16 @@ def raw_rows(source: TalkFiles | TalkHub, looked_at: Collection[str]) -> Iterato
             found = iter([(0, Problem("no_rows", 0, "is text, and rows are wanted"))])
         else:
             found = rows.jsonl(file.path, source.max_row_bytes)
-        for line, row in found:
-            yield f"{file.where}:{line}", f"{source.name}/{file.name}:{line}", row
+        for ending, row in _placed(found):
+            yield f"{file.where}{ending}", f"{source.name}/{file.name}{ending}", row
+
+
+def _placed(found: Iterator[tuple[int, Found]]) -> Iterator[tuple[str, Found]]:
+    """Rows with the end of place and id: the line, and from the second on one line on, "#" and their count there."""
+    last, count = -1, 0
+    for line, row in found:
+        last, count = line, count + 1 if line == last else 1
+        yield f":{line}" if count == 1 else f":{line}#{count}", row
 
 
 def _parquet(file: _File) -> Iterator[tuple[int, Found]]:
@@ -196,35 +204,47 @@ def _of_rows(file: _File, found: Iterator[tuple[int, Found]]) -> Iterator[Item]:
     """Rows as conversations, by the shape of the source, or of the first that has one."""
     source, shape = file.source, file.source.shape
     nodes: list[tuple[int, Row]] = []
-    for line, row in found:
+    places: list[str] = []
+    for ending, row in _placed(found):
         if isinstance(row, Problem):
-            yield _item(file, f":{line}", None, row)
+            yield _item(file, ending, None, row)
             continue
         if (unmet := first_unmet(source.accept, "", row)) is not None:
-            yield _item(file, f":{line}", row, unmet)
+            yield _item(file, ending, row, unmet)
             continue
-        shape = shape or shapes.detected(row, source.fields)
-        if shape == "tree":
+        own = shape or shapes.detected(row, source.fields)
+        if shape is None and shapes.hollow(row, source.fields) is None:
+            shape = own
+        if own == "tree":
             problem = trees.trouble(row)
             if problem is not None:
-                yield _item(file, f":{line}", row, problem)
+                yield _item(file, ending, row, problem)
             else:
-                nodes.append((line, row))
+                nodes.append((len(places), row))
+                places.append(ending)
         else:
-            yield _item(file, f":{line}", row, _read(shape, row, source))
+            yield _item(file, ending, row, _read(own, row, source))
     for way in trees.paths(nodes):
         if isinstance(way, trees.Path):
             row = {"id": way.id}
-            yield _item(file, f":{way.line}", row, way.messages, group=f"{source.name}/{way.root}")
+            yield _item(file, places[way.number], row, way.messages, group=f"{source.name}/{way.root}")
         else:
-            yield _item(file, f":{way[0]}", None, way[1])
+            yield _item(file, places[way[0]], None, way[1])
 
 
 def _read(shape: Shape | None, row: Row, source: Shaped) -> Messages | Problem:
+    """A row by its file's shape. Of merged tables, where other columns hold nothing, by that of those with values."""
+    shape = shape or shapes.hollow(row, source.fields)
     if shape is None:
         what = f"has the shape of no conversation; its fields: {', '.join(row)}"
         return Problem("unknown_shape", 0, what)
-    return shapes.READ[shape](row, source.fields)
+    found = shapes.READ[shape](row, source.fields)
+    merged = source.shape is None and any(value is None for value in row.values())
+    if merged and isinstance(found, Problem) and found.reason in ("no_field", "no_messages"):
+        own = shapes.detected(row, source.fields)
+        if own is not None and own not in (shape, "tree"):
+            return shapes.READ[own](row, source.fields)
+    return found
 
 
 def _item(file: _File, ending: str, row: Row | None, found: Messages | Problem, group: str = "") -> Item:

@@ -122,16 +122,34 @@ def alpaca(row: Row, fields: Fields) -> Messages | Problem:
     names = ((fields.question,), (fields.context,), (fields.answer,))
     wanted = [given if given[0] else known for given, known in zip(names, ALPACA, strict=True)]
     question, context, answer = (_field(row, [name for name in one if name]) for one in wanted)
-    if isinstance(question, Problem):
-        return question
     if isinstance(answer, Problem):
         return answer
     if isinstance(context, Problem):
         if context.reason != "no_field" or fields.context:
             return context
         context = ""
-    asked = f"{question}\n\n{context}" if context.strip() else question
+    if isinstance(question, Problem):
+        if not _asks_by_input(row, fields):
+            return question
+        question = ""
+    asked = "\n\n".join(part for part in (question, context) if part.strip()) or question
     return _answered(row, fields, asked, answer)
+
+
+def instructed(row: Row) -> str | Problem:
+    """What Alpaca's row asks: its instruction, and behind a blank line the input, where there is one."""
+    found = alpaca({"instruction": row.get("instruction"), **_valued(row, ALPACA[1]), "output": ""}, Fields())
+    return found if isinstance(found, Problem) else found[0]["content"]
+
+
+def _valued(row: Row, names: tuple[str, ...]) -> dict[str, Any]:
+    return {name: row[name] for name in names if row.get(name) is not None}
+
+
+def _asks_by_input(row: Row, fields: Fields) -> bool:
+    """Whether a row has the column of instructions, but what is asked stands in its input alone."""
+    unnamed = not fields.question and not fields.context
+    return unnamed and "instruction" in row and row["instruction"] is None and row.get("input") is not None
 
 
 def pairs(row: Row, fields: Fields) -> Messages | Problem:
@@ -148,7 +166,7 @@ def pairs(row: Row, fields: Fields) -> Messages | Problem:
 
 def talk(row: Row, fields: Fields) -> Messages | Problem:
     """A text whose lines begin with who speaks."""
-    text = _field(row, [fields.messages] if fields.messages else [name for name in TEXTS if name in row] or TEXTS[:1])
+    text = _field(row, [fields.messages] if fields.messages else TEXTS)
     if isinstance(text, Problem):
         return text
     found = dialogue.parsed(text, fields.speakers)
@@ -167,26 +185,44 @@ READ: dict[Shape, Callable[[Row, Fields], Messages | Problem]] = {
 
 
 def detected(row: Row, fields: Fields) -> Shape | None:
-    """The shape that a row has, by its fields; None where it has none."""
-    for name in [fields.messages] if fields.messages else LISTS:
-        value = rows.at(dict(row), name)
-        if isinstance(value, list):
-            return _of_list(name, value)
-    if {"message_id", "parent_id", "text", "role"} <= row.keys():
+    """The shape that a row has, by its fields that have a value; None where it has none."""
+    for name, value in _lists(row, fields):
+        if (shown := _of_list(name, value)) is not None:
+            return shown
+    spoken = [rows.at(dict(row), name) for name in ([fields.messages] if fields.messages else TEXTS)]
+    is_talk = any(isinstance(one, str) and dialogue.is_dialogue(one, fields.speakers) for one in spoken)
+    if is_talk and fields.speakers:
+        return "dialogue"
+    there = {name for name, value in row.items() if value is not None}
+    if {"message_id", "parent_id", "text", "role"} <= row.keys() and "message_id" in there:
         return "tree"
     if fields.question or fields.answer:
         return "alpaca" if fields.context else "pairs"
     instruction, _, output = ALPACA
-    if any(name in row for name in instruction) and any(name in row for name in output):
+    if (there.intersection(instruction) or _asks_by_input(row, fields)) and there.intersection(output):
         return "alpaca"
-    if any(asks in row and any(name in row for name in answers) for asks, answers in PAIRS):
+    if any(asks in there and there.intersection(answers) for asks, answers in PAIRS):
         return "pairs"
-    texts = (row.get(name) for name in ([fields.messages] if fields.messages else TEXTS))
-    return "dialogue" if any(isinstance(one, str) and dialogue.is_dialogue(one) for one in texts) else None
+    return "dialogue" if is_talk else None
 
 
-def _of_list(name: str, value: list[Any]) -> Shape:
-    """The shape of a list of messages: by its first element, or by the name of the field where that tells nothing."""
+def hollow(row: Row, fields: Fields) -> Shape | None:
+    """
+    The shape whose reader tells what is wrong with a list of messages that shows none, since it is empty or begins
+    with no message; None where there is no such list.
+    """
+    names = [name for name, value in _lists(row, fields) if _of_list(name, value) is None]
+    return None if not names else "sharegpt" if names[0] == "conversations" else "messages"
+
+
+def _lists(row: Row, fields: Fields) -> list[tuple[str, list[Any]]]:
+    """Name and value of the fields that hold lists which may be of messages."""
+    found = [(name, rows.at(dict(row), name)) for name in ([fields.messages] if fields.messages else LISTS)]
+    return [(name, value) for name, value in found if isinstance(value, list)]
+
+
+def _of_list(name: str, value: list[Any]) -> Shape | None:
+    """The shape of a list of messages: by its first element; None where that shows none."""
     first = value[0] if value else None
     if isinstance(first, Mapping):
         for keys, shape in (
@@ -196,21 +232,19 @@ def _of_list(name: str, value: list[Any]) -> Shape:
         ):
             if all(key in first for key in keys):
                 return shape  # type: ignore[return-value]
-    if isinstance(first, str) and name != "messages":
-        return "exchanges"
-    return "sharegpt" if name == "conversations" else "messages"
+    return "exchanges" if isinstance(first, str) and name != "messages" else None
 
 
 # --- parts of a row ------------------------------------------------------------------------------------------------
 
 
 def _list(row: Row, fields: Fields) -> list[Any] | Problem:
-    names = [fields.messages] if fields.messages else [name for name in LISTS if row.get(name) is not None]
-    value = rows.at(dict(row), names[0]) if names else None
-    if not isinstance(value, list):
+    found = _lists(row, fields)
+    if not found:
         wanted = fields.messages or " or ".join(LISTS[:2])
         return Problem("no_messages", 0, f"has no list {wanted}; its fields: {', '.join(row)}")
-    return value or Problem("no_messages", 0, f"its list {names[0]} is empty")
+    name, value = next((one for one in found if _of_list(*one) is not None), found[0])
+    return value or Problem("no_messages", 0, f"its list {name} is empty")
 
 
 def _message(one: Any, number: int, role_key: str, text_key: str, roles: Mapping[str, Role]) -> Message | Problem:
@@ -299,12 +333,21 @@ def _field(row: Row, names: list[str] | tuple[str, ...]) -> str | Problem:
 
 
 def _pair(row: Row, fields: Fields) -> tuple[str, list[str]]:
-    known = [(asks, answers) for asks, answers in PAIRS if asks in row and any(name in row for name in answers)]
+    known = [(asks, answers) for asks, answers in PAIRS if _valued(row, (asks,)) and _valued(row, answers)]
     asks, answers = known[0] if known else PAIRS[0]
     return fields.question or asks, [fields.answer] if fields.answer else list(answers)
 
 
 def _answered(row: Row, fields: Fields, question: str, answer: str) -> Messages | Problem:
+    spoken = earlier(row)
+    if isinstance(spoken, Problem):
+        return spoken
+    spoken += [Message(role="user", content=question), Message(role="assistant", content=answer)]
+    return _opened(row, fields, spoken)
+
+
+def earlier(row: Row) -> Messages | Problem:
+    """The turns before a question, which the field `history` holds as pairs."""
     spoken: Messages = []
     history = row.get("history") or ()
     if not isinstance(history, list | tuple):
@@ -317,8 +360,7 @@ def _answered(row: Row, fields: Fields, question: str, answer: str) -> Messages 
             if isinstance(text, Problem):
                 return text
             spoken.append(Message(role="user" if role == "user" else "assistant", content=text))
-    spoken += [Message(role="user", content=question), Message(role="assistant", content=answer)]
-    return _opened(row, fields, spoken)
+    return spoken
 
 
 def _opened(row: Row, fields: Fields, spoken: Messages) -> Messages | Problem:

@@ -12,8 +12,8 @@ from bloomery.data.unpack import Problem
 class Path(NamedTuple):
     """A way through a tree, from its root to an answer."""
 
-    line: int
-    """Of the last message."""
+    number: int
+    """Of the last message, as it came in."""
     id: str
     messages: Messages
     root: str
@@ -21,7 +21,7 @@ class Path(NamedTuple):
 
 
 class _Node(NamedTuple):
-    line: int
+    number: int
     parent: str | None
     message: Message
     rank: float
@@ -45,23 +45,23 @@ def trouble(row: Row) -> Problem | None:
 
 def paths(found: Iterable[tuple[int, Row]]) -> Iterator[Path | tuple[int, Problem]]:
     """
-    The conversations in rows without `trouble`, and the lines of messages that are in none.
+    The conversations in rows without `trouble`, which have numbers, and the numbers of messages that are in none.
 
     Answers that people liked best come first (`rank`, from 0). A last question that nobody answered is left off, with
-    its line; and so is a message whose tree has lost a part above it.
+    its number; and so is a message whose tree has lost a part above it.
     """
     nodes: dict[str, _Node] = {}
-    for line, row in found:
+    for number, row in found:
         if row["message_id"] in nodes:
-            yield line, Problem("duplicate_id", 0, f"an earlier message has the id {row['message_id']!r}")
+            yield number, Problem("duplicate_id", 0, f"an earlier message has the id {row['message_id']!r}")
             continue
         message = Message(role=TREE[row["role"]], content=row["text"])
-        nodes[row["message_id"]] = _Node(line, row["parent_id"], message, rows.number(row.get("rank")) or 0.0)
+        nodes[row["message_id"]] = _Node(number, row["parent_id"], message, rows.number(row.get("rank")) or 0.0)
     below: dict[str | None, list[str]] = {}
     for name, node in nodes.items():
         below.setdefault(node.parent, []).append(name)
     for children in below.values():
-        children.sort(key=lambda name: (nodes[name].rank, nodes[name].line))
+        children.sort(key=lambda name: (nodes[name].rank, nodes[name].number))
     seen: set[str] = set()
     for root in below.get(None, []):
         waiting: list[tuple[str, Messages]] = [(root, [])]
@@ -73,9 +73,9 @@ def paths(found: Iterable[tuple[int, Row]]) -> Iterator[Path | tuple[int, Proble
             waiting += [(child, said) for child in reversed(children)]
             answers = node.message["role"] == "assistant"
             if answers and not any(below.get(child) for child in children):
-                yield Path(node.line, name, said, root)
+                yield Path(node.number, name, said, root)
             elif not answers and not children:
-                yield node.line, Problem("unanswered", 0, "nobody has answered it")
+                yield node.number, Problem("unanswered", 0, "nobody has answered it")
     for name, node in nodes.items():
         if name not in seen:
-            yield node.line, Problem("orphan", 0, f"the message {node.parent!r} that it answers is not there")
+            yield node.number, Problem("orphan", 0, f"the message {node.parent!r} that it answers is not there")

@@ -19,7 +19,8 @@ REJECTED = ("rejected", "rejected_response", "dispreferred")
 COMPLETIONS = ("completion", "response", "answer", "output")
 LABELS = ("label", "kto_tag", "desirable")
 SYSTEM = ("system", "system_prompt")
-KNOWN = (*PROMPTS, *CHOSEN, *REJECTED, *COMPLETIONS, *LABELS, *SYSTEM, "id", "prompt_id")
+BESIDE = ("context", "history")
+KNOWN = (*PROMPTS, *BESIDE, *CHOSEN, *REJECTED, *COMPLETIONS, *LABELS, *SYSTEM, "id", "prompt_id")
 """Fields that are looked at where the recipe names none: of wide tables no other column is read."""
 
 
@@ -94,7 +95,7 @@ def _split(prompt: Messages, one: Messages, other: Messages) -> Understood | Pro
         both = range(min(len(one), len(other)))
         answered = next((place for place in both if one[place] != other[place]), min(len(one), len(other)))
     shared, one, other = one[:answered], one[answered:], other[answered:]
-    before = shared if prompt and shared[-len(prompt) :] == prompt else prompt + shared
+    before = _once(prompt, shared)
     if not one or not other:
         return Problem("same_answer", 0, "the two answers are the same, or one is the beginning of the other")
     if not before or before[-1]["role"] == "assistant":
@@ -106,10 +107,39 @@ def _split(prompt: Messages, one: Messages, other: Messages) -> Understood | Pro
     return before, one, other
 
 
+def _once(prompt: Messages, shared: Messages) -> Messages:
+    """What stands in the prompt and what both answers begin with; where one holds the other, that one alone."""
+    opening = prompt[:1] if prompt and prompt[0]["role"] == "system" else []
+    asked = _bare(prompt[len(opening) :])
+    if not asked or asked not in (_bare(shared)[-len(asked) :], _bare(_without_system(shared))[: len(asked)]):
+        return prompt + shared
+    return shared if shared[0]["role"] == "system" else opening + shared
+
+
+def _without_system(said: Messages) -> Messages:
+    return said[1:] if said and said[0]["role"] == "system" else said
+
+
+def _bare(said: Messages) -> list[tuple[str, str]]:
+    """What is said without white space around it, which data sets keep in one column and not in the other."""
+    return [(message["role"], message["content"].strip()) for message in said]
+
+
 def _prompt(row: Row, how: PairRows) -> Messages | Problem:
     """What is asked; empty where the answers begin with it."""
-    found = _found(row, how.prompt_field, PROMPTS)
+    names = PROMPTS if how.prompt_field is None else (how.prompt_field,)
+    name, found = next(((name, value) for name in names if (value := rows.at(dict(row), name)) is not None), ("", None))
+    if name == "instruction" and isinstance(found, str):
+        found = shapes.instructed(row)
+        if isinstance(found, Problem):
+            return found
     asked: Messages | Problem = [] if found is None or found == [] else _said(found, "user")
+    before: Messages | Problem = [] if name == "history" else _history(row)
+    if isinstance(before, Problem):
+        return before
+    if isinstance(asked, list) and before:
+        rest = _without_system(asked)
+        asked = asked[: len(asked) - len(rest)] + _once(before, rest)
     system = _found(row, how.system_field, SYSTEM)
     if isinstance(asked, Problem) or system is None or system == "":
         return asked
@@ -117,6 +147,13 @@ def _prompt(row: Row, how: PairRows) -> Messages | Problem:
     if isinstance(opening, Problem):
         return opening
     return asked if asked and asked[0]["role"] == "system" else opening + asked
+
+
+def _history(row: Row) -> Messages | Problem:
+    """The turns before the prompt, as pairs or as messages."""
+    history = row.get("history")
+    is_messages = isinstance(history, list) and history != [] and isinstance(history[0], Mapping)
+    return _said(history, "user") if is_messages else shapes.earlier(row)
 
 
 def _said(value: Any, role: str, *, alone: bool = False) -> Messages | Problem:

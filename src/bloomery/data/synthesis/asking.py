@@ -7,6 +7,7 @@ whether it may have been paid for: an answer with a status was not made, a conne
 
 import json
 import os
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -20,6 +21,7 @@ from bloomery.data.synthesis.config import Anthropic, OpenAI, Synthesize
 
 CUT = ("length", "max_tokens", "model_context_window_exceeded")
 """Reasons to stop that mean: the answer is not whole."""
+MAX_ANSWER_BYTES = 64 * 2**20
 REFUSED = ("refusal", "content_filter")
 
 
@@ -81,6 +83,7 @@ class _OpenAI:
         if self._config.temperature is not None:
             body["temperature"] = self._config.temperature
         headers = {"Content-Type": "application/json", "Idempotency-Key": name}
+        begun = time.monotonic()
         try:
             with hosts.asked(
                 "POST",
@@ -90,7 +93,8 @@ class _OpenAI:
                 body=json.dumps(body).encode(),
                 timeout=self._timeout,
             ) as response:
-                data = response.read()
+                left = self._config.timeout_seconds - (time.monotonic() - begun)
+                data = hosts.whole(response, MAX_ANSWER_BYTES, left)
         except hosts.BrokenError as error:
             raise UnknownError(str(error)) from None
         return _completion(data)

@@ -104,6 +104,7 @@ class Synthesize(Config):
     attempts: Positive = Field(6, json_schema_extra=VOLATILE)
     """Of a request that fails for now (429, 5xx, broken connections), with growing waits or as long as asked."""
     timeout_seconds: float = Field(120.0, gt=0, json_schema_extra=VOLATILE)
+    """Of a request. With kind = "anthropic", where its client measures, from one piece of the answer to the next."""
 
     def needs(self, after: tuple[str, ...]) -> tuple[str, ...]:
         return after if self.enabled and self.augment is not None else ()

@@ -119,6 +119,8 @@ class Ledger:
         self._lost[1] += most[1]
 
     def _write(self, line: dict[str, Any]) -> None:
+        if self._file.closed:  # an interrupt has ended the stage: who reads this counts what was under way as paid
+            return
         with disk_errors(self._path):
             self._file.write(json.dumps(line) + "\n")  # in ASCII: an answer may hold half a surrogate pair
             self._file.flush()
