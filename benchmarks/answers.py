@@ -6,9 +6,9 @@ What was trained is what answers: a small model from shared text to held-out ans
 A run of 10 million parameters on the text and conversations in the folder $BLOOMERY_SHARED, by the command that a user
 would give: web pages, books, questions and code; three sets of conversations, English and Chinese, one answer or many.
 Printed is what the run found: how full the rows of conversations are; for the model before and after finetuning, the
-share of held-out answers that end, greedy ones and ones that are drawn, and how likely the given ones are; the scores
-of the finetuned model on the known tasks that are in the folder, with intervals. With --folder the run stays there and
-goes on where it was.
+share of held-out answers that end, drawn as chat draws them and greedy ones, and how likely the given ones are; the
+scores of the finetuned model on the known tasks that are in the folder, with intervals. With --folder the run stays
+there and goes on where it was.
 """
 
 import argparse
@@ -73,7 +73,7 @@ run_code = true
 tasks = {tasks}
 data = ["{data}"]
 """
-DRAWN = ("evaluate.temperature=0.7", "evaluate.tasks=[]", "evaluate.heldout_bytes=1")
+GREEDY = ("evaluate.answer_temperature=0", "evaluate.tasks=[]", "evaluate.heldout_bytes=1")
 QUICK = (
     "pretrain.steps=2",
     "finetune.steps=2",
@@ -100,9 +100,9 @@ def main() -> None:
         recipe.write_text(written(texts, quick=options.quick), encoding="utf-8")
         settings = [*(QUICK if options.quick else ()), *options.settings]
         command = [sys.executable, "-m", "bloomery.cli", "run", str(recipe), "--runs", str(folder), *settings]
-        drawn = ran([*command, *DRAWN], folder, quiet=options.json)
-        greedy = ran(command, folder, quiet=options.json)
-        print(json.dumps(found(greedy) | {"drawn": drawn["evaluate"]["stats"]["conversations"]}))
+        greedy = ran([*command, *GREEDY], folder, quiet=options.json)
+        drawn = ran(command, folder, quiet=options.json)
+        print(json.dumps(found(drawn) | {"greedy": greedy["evaluate"]["stats"]["conversations"]}))
 
 
 def written(texts: Path, *, quick: bool) -> str:

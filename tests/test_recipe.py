@@ -181,8 +181,35 @@ def test_rows_have_to_fit_a_model_only_where_there_is_one_to_finetune(text_only:
     training = ["steps=1", "tokens_per_step=512"]
     pretrain = [*(f"pretrain.{one}" for one in training), "pretrain.model.context=64"]
     assert config.load(Recipe, text_only, pretrain).finetune is None
+    both = [*pretrain, *(f"finetune.{one}" for one in training)]
     with pytest.raises(ConfigError, match=r"say instruct\.row_tokens=65, not 257"):
-        config.load(Recipe, text_only, [*pretrain, *(f"finetune.{one}" for one in training)])
+        config.load(Recipe, text_only, [*both, "instruct.row_tokens=257"])
+    assert config.load(Recipe, text_only, both).instruct.row_tokens == 65
+    assert config.load(Recipe, text_only, [*both, "instruct.samples=1"]).instruct.row_tokens == 65
+    assert config.load(Recipe, text_only, pretrain).instruct.row_tokens == 257
+
+
+@pytest.mark.parametrize(
+    ("settings", "told"),
+    [
+        (["instruct.sources=[]"], r"nothing to finetune on: instruct\.sources is empty"),
+        (["instruct.hold_out=1.0"], r"instruct\.hold_out: .*less than 1, got 1\.0"),
+        (["instruct.hold_out=0"], r"instruct\.hold_out: .*greater than 0"),
+        (["evaluate.conversations=5", "evaluate.max_tokens=256"], r"evaluate\.max_tokens=256 leaves no room"),
+        (
+            ["instruct.template='chatml'", "tokenizer.template='llama3'"],
+            r"instruct\.template='chatml' marks turns by <\|im_start\|>.*leave out tokenizer\.template",
+        ),
+        (
+            ["finetune.lora={targets=['mlp.*', 'atention.q']}"],
+            r"finetune\.lora\.targets: the target 'atention\.q' names no",
+        ),
+        (["finetune.lora={targets=['blocks.9.mlp.up']}"], r"finetune\.lora\.targets.*has attention\.q, .*mlp\.down"),
+    ],
+)
+def test_what_finetuning_could_not_do_is_told_before_anything_runs(settings: list[str], told: str) -> None:
+    with pytest.raises(ConfigError, match=told):
+        config.load(Recipe, DEMO, settings)
 
 
 def test_what_is_preferred_is_a_stage_only_where_a_recipe_has_its_section(tmp_path: Path) -> None:

@@ -1,7 +1,7 @@
 """
 The words of the command line: verbs, options and what is said of them. What a verb does stands in `cli`.
 
-Nothing is imported here but the standard library, so that `--help` starts at once.
+Nothing is imported here but the standard library and a number, so that `--help` starts at once.
 """
 
 import argparse
@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from bloomery import __version__
+from bloomery.tokenizer.drawing import TEMPERATURE
 
 MODEL = "a run folder, a stage folder, a checkpoint folder or a model folder, for example runs/demo"
 SETTINGS = "settings that win over the recipe, in TOML's words: pretrain.steps=100 'filter.rules=[]'"
@@ -179,7 +180,12 @@ def _model_verbs(verbs: Any) -> None:
     )
     one.add_argument("model", type=Path, metavar="MODEL", help=MODEL)
     one.add_argument("--prompt", action="append", default=[], help="ask this and end; may be given several times")
-    one.add_argument("--temperature", type=_amount, default=0.0, help="0 takes the likeliest token (default)")
+    one.add_argument(
+        "--temperature",
+        type=_amount,
+        default=TEMPERATURE,
+        help=f"default: {TEMPERATURE}; 0 takes the likeliest token each time",
+    )
     one.add_argument("--max-tokens", type=_positive, default=128, help="longest answer (default: 128)")
     one.add_argument("--seed", type=int, default=0, help="of the draw, where the temperature is above 0")
 

@@ -21,9 +21,12 @@ from typing import Any
 from pydantic import Field, model_validator
 
 from bloomery.core.config import VOLATILE, Config, build
+from bloomery.core.errors import DataError
 from bloomery.core.stage import Stage, resolve
 from bloomery.data.engine import Engine, Parallel
+from bloomery.model.lora_config import matrices, targets
 from bloomery.stages import config as sections
+from bloomery.tokenizer import templates
 from bloomery.tokenizer.config import AnyKind, ByteBpe
 from bloomery.train import depth
 
@@ -74,11 +77,51 @@ class Recipe(Config):
         if self.pretrain is None or self.finetune is None:
             return self
         wanted = self.pretrain.model.context + 1
+        if "row_tokens" not in self.instruct.model_fields_set:
+            self.__dict__["instruct"] = self.instruct.model_copy(update={"row_tokens": wanted})
         if self.instruct.row_tokens != wanted:
             raise ValueError(
                 f"a row holds the model's context and one token more: with pretrain.model.context={wanted - 1} "
                 f"say instruct.row_tokens={wanted}, not {self.instruct.row_tokens}"
             )
+        return self
+
+    @model_validator(mode="after")
+    def _answers_fit_the_model(self) -> "Recipe":
+        context = self.pretrain.model.context if self.pretrain else None
+        if context and self.evaluate.conversations and self.evaluate.max_tokens >= context:
+            raise ValueError(
+                f"evaluate.max_tokens={self.evaluate.max_tokens} leaves no room for a question: with "
+                f"pretrain.model.context={context} say less, such as {context // 2}"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _conversations_are_there(self) -> "Recipe":
+        if self.finetune is None:
+            return self
+        if not self.instruct.sources and not self.synthesize.enabled:
+            raise ValueError(
+                "nothing to finetune on: instruct.sources is empty, and [synthesize] is not enabled. Name sources, or "
+                "leave out [finetune]"
+            )
+        kept, needed = (templates.wanted(name) for name in (self.tokenizer.template, self.instruct.template))
+        if missing := [name for name in needed if name not in kept]:
+            raise ValueError(
+                f"instruct.template={self.instruct.template!r} marks turns by {', '.join(missing)}, which a tokenizer "
+                f"with tokenizer.template={self.tokenizer.template!r} does not have: leave out tokenizer.template"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _adapters_have_their_matrices(self) -> "Recipe":
+        for name, section in (("finetune", self.finetune), ("prefer", self.prefer)):
+            if section is None or section.lora is None or self.pretrain is None:
+                continue
+            try:
+                targets([*matrices(self.pretrain.model)], section.lora.targets)
+            except DataError as error:
+                raise ValueError(f"{name}.{error.where}: {error.what}. {error.cure}") from None
         return self
 
     @model_validator(mode="after")

@@ -4,7 +4,8 @@ import pytest
 
 from bloomery.core.errors import DataError
 from bloomery.model import lora, quantize
-from bloomery.model.lora_config import Base, Lora
+from bloomery.model.config import ModelConfig
+from bloomery.model.lora_config import Base, Lora, matrices
 from bloomery.model.transformer import Transformer
 from bloomery.train.recompute import recompute
 from tests.model.made import CHOICES, SHAPES, VOCAB_SIZE, lively
@@ -30,6 +31,12 @@ def adapted(settings: Lora, shape: int = 0, woken: bool = True) -> Transformer:
 
 def ids(rows: int = 3) -> Tensor:
     return torch.randint(0, VOCAB_SIZE, (rows, 20), generator=torch.Generator().manual_seed(5))
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_the_matrices_that_adapters_may_go_to_are_known_without_a_model(shape: ModelConfig) -> None:
+    made = lively(shape, 0, VOCAB_SIZE).blocks.named_modules(prefix="blocks")
+    assert list(matrices(shape)) == [name for name, one in made if isinstance(one, nn.Linear)]
 
 
 def test_adapters_change_nothing_at_first() -> None:

@@ -11,6 +11,7 @@ from bloomery.core.errors import ConfigError
 from bloomery.evaluation import core_average, tasks
 from bloomery.evaluation.tasks import Place
 from bloomery.hw.host import Wanted
+from bloomery.tokenizer.drawing import TEMPERATURE
 
 
 class Evaluate(Config):
@@ -21,6 +22,8 @@ class Evaluate(Config):
     seed: int = 0
     max_tokens: Positive = 48
     """Of an answer to one of them."""
+    answer_temperature: Annotated[float, Field(ge=0)] = TEMPERATURE
+    """Of answers in held-out conversations; as chat draws them, unless it is said. 0 takes the likeliest token."""
     domains: tuple[str, ...] = ()
     """Domains whose held-out text is scored; all of them if none is named."""
     heldout_bytes: Positive = 400_000
@@ -36,6 +39,7 @@ class Evaluate(Config):
     samples: Positive = 1
     """Answers to each question that is written out."""
     temperature: Annotated[float, Field(ge=0)] = 0.0
+    """Of what is written out in a task."""
     run_code: bool = False
     """Whether programs that the model writes may run, in the sandbox; without it, tasks that need it are refused."""
     weaker_sandbox: bool = False

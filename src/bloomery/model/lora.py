@@ -7,14 +7,12 @@ Letters used for shapes: R outputs, D inputs, r rank.
 import math
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from fnmatch import fnmatchcase
 
 from jaxtyping import Float
 
 import bloomery.hw.needs_torch  # noqa: F401
-from bloomery.core.errors import DataError
 from bloomery.model import quantize
-from bloomery.model.lora_config import Base, Lora
+from bloomery.model.lora_config import Base, Lora, targets
 from bloomery.model.quantize import Frozen
 from bloomery.model.transformer import Transformer
 
@@ -83,8 +81,7 @@ def attach(model: Transformer, settings: Lora, seed: int) -> None:
 
     A starts as PEFT's, uniform within ±1/√D, from a draw on the processor.
     """
-    names = [name for name, _ in _linears(model)]
-    chosen = targets(names, settings.targets)
+    chosen = targets([name for name, _ in _linears(model)], settings.targets)
     model.requires_grad_(False)
     generator = torch.Generator().manual_seed(seed)
     for name, linear in list(_linears(model)):
@@ -100,16 +97,6 @@ def attach(model: Transformer, settings: Lora, seed: int) -> None:
         with torch.no_grad():
             adapted.lora_a.copy_(start)
         _put(model, name, adapted)
-
-
-def targets(names: list[str], patterns: tuple[str, ...]) -> list[str]:
-    """The paths that patterns name, in their own order. Raises DataError for a pattern that names none."""
-    for pattern in patterns:
-        if not any(_named(name, pattern) for name in names):
-            near = ", ".join(dict.fromkeys(_within(name) for name in names))
-            what = f"the target {pattern!r} names no matrix of this model"
-            raise DataError(what, where="finetune.lora.targets", cure=f"Each of its blocks has {near}.")
-    return [name for name in names if any(_named(name, pattern) for pattern in patterns)]
 
 
 @contextmanager
@@ -163,15 +150,6 @@ def _linears(model: Transformer) -> Iterator[tuple[str, nn.Linear]]:
     for name, module in list(model.named_modules()):
         if name.startswith("blocks.") and isinstance(module, nn.Linear):
             yield name, module
-
-
-def _named(name: str, pattern: str) -> bool:
-    return fnmatchcase(name, pattern) or fnmatchcase(_within(name), pattern)
-
-
-def _within(name: str) -> str:
-    """A path within its block: of blocks.3.mlp.up mlp.up."""
-    return name.split(".", 2)[2]
 
 
 def _put(model: Transformer, name: str, module: nn.Module) -> None:

@@ -1,10 +1,14 @@
 """What can be said about low-rank adapters and the frozen weights below them. Needs no torch."""
 
+from collections.abc import Iterator, Sequence
+from fnmatch import fnmatchcase
 from typing import Annotated, Literal
 
 from pydantic import Field
 
 from bloomery.core.config import Config, Positive
+from bloomery.core.errors import DataError
+from bloomery.model.config import ModelConfig
 
 Base = Literal["float32", "bfloat16", "int8", "nf4", "nf4_double"]
 """
@@ -39,3 +43,30 @@ class Lora(Config):
     def scale(self) -> float:
         """s"""
         return self.alpha / (self.rank**0.5 if self.rank_stabilized else self.rank)
+
+
+def matrices(model: ModelConfig) -> Iterator[str]:
+    """The paths of the matrices of the blocks, in their order."""
+    for number in range(model.num_layers):
+        is_gated = model.layer(number)[2] in ("swiglu", "geglu")
+        yield from (f"blocks.{number}.attention.{name}" for name in ("q", "k", "v", "out"))
+        yield from (f"blocks.{number}.mlp.{name}" for name in ("gate", "up", "down") if is_gated or name != "gate")
+
+
+def targets(names: Sequence[str], patterns: Sequence[str]) -> list[str]:
+    """The paths that patterns name, in their own order. Raises DataError for a pattern that names none."""
+    for pattern in patterns:
+        if not any(_named(name, pattern) for name in names):
+            near = ", ".join(dict.fromkeys(_within(name) for name in names))
+            what = f"the target {pattern!r} names no matrix of this model"
+            raise DataError(what, where="lora.targets", cure=f"Each of its blocks has {near}.")
+    return [name for name in names if any(_named(name, pattern) for pattern in patterns)]
+
+
+def _named(name: str, pattern: str) -> bool:
+    return fnmatchcase(name, pattern) or fnmatchcase(_within(name), pattern)
+
+
+def _within(name: str) -> str:
+    """A path within its block: of blocks.3.mlp.up mlp.up."""
+    return name.split(".", 2)[2]

@@ -13,6 +13,7 @@ from typing import Literal, Protocol, get_args, runtime_checkable
 
 from bloomery.core.errors import DataError
 from bloomery.tokenizer.chat import Message, Role
+from bloomery.tokenizer.drawing import TEMPERATURE
 
 Finish = Literal["stop", "length"]
 """Why an answer ended: the model ended it (or a stop string did), or there was no room for more."""
@@ -26,7 +27,7 @@ class Sampling:
     """How the next token is chosen, and when to stop. Temperature 0 takes the likeliest; top_k 0 means all."""
 
     max_tokens: int = 256
-    temperature: float = 0.0
+    temperature: float = TEMPERATURE
     top_p: float = 1.0
     top_k: int = 0
     seed: int | None = None

@@ -317,8 +317,8 @@ class Pretrain(Training):
 
 class Instruct(Conversations):
     row_tokens: Positive = 257
-    """Length of a packed row: the model's context and one more, the last target."""
-    hold_out: Share = 0.02
+    """Length of a packed row: the model's context and one more, the last target. A recipe with a model fills it in."""
+    hold_out: float = Field(0.02, gt=0, lt=1)
     """Share of conversations, by hash of what is said in them, that is validated on."""
     samples: Count = 3
     """How many conversations the page shows, with what is learned of them in color."""

@@ -26,6 +26,7 @@ from bloomery.generate.engine import Engine
 from bloomery.hw import device as devices
 from bloomery.stages import instruct, overview, prefer
 from bloomery.stages.config import Evaluate
+from bloomery.tokenizer.drawing import TEMPERATURE
 from bloomery.tokenizer.tokenizer import Tokenizer
 from bloomery.train.sampling import SAMPLES
 from bloomery.weights import huggingface
@@ -122,7 +123,7 @@ def held_out_talks(
         cure = f"Lower evaluate.max_tokens ({config.max_tokens}), which has to fit behind the question."
         what = f"no held-out conversation has an answer after {longest} tokens or fewer"
         raise DataError(what, where="evaluate.conversations", cure=cure)
-    how: dict[str, Any] = {"max_tokens": config.max_tokens, "temperature": config.temperature}
+    how: dict[str, Any] = {"max_tokens": config.max_tokens, "temperature": config.answer_temperature}
     told: dict[str, Any] = {"n": len(asked), **how}
     done = 0
     with (
@@ -249,12 +250,12 @@ def shown(one: Judged) -> dict[str, Any]:
 
 
 def continuations(base: Loaded) -> Iterator[dict[str, str]]:
-    """What the pretrained model writes after a few beginnings, drawn at temperature 0.7 with a fixed seed."""
+    """What the pretrained model writes after a few beginnings, drawn with a fixed seed."""
     engine, tokenizer = Engine(base.model), base.tokenizer
     for prompt in CONTINUED:
         ids = [tokenizer.document_id, *tokenizer.encode(prompt)]
         stop = frozenset({tokenizer.document_id, tokenizer.end_id})
-        said = list(engine.stream(ids, max_tokens=80, temperature=0.7, top_p=0.95, seed=0, stop_ids=stop))
+        said = list(engine.stream(ids, max_tokens=80, temperature=TEMPERATURE, top_p=0.95, seed=0, stop_ids=stop))
         yield {"prompt": prompt, "text": tokenizer.decode(said)}
 
 

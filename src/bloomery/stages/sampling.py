@@ -5,9 +5,10 @@ from collections.abc import Callable, Iterator, Sequence
 from bloomery.generate.engine import Engine
 from bloomery.model.transformer import Transformer
 from bloomery.tokenizer.chat import Message, Renderer
+from bloomery.tokenizer.drawing import TEMPERATURE
 from bloomery.train.sampling import Sampler
 
-TEMPERATURE, TOP_P = 0.7, 0.95
+TOP_P = 0.95
 
 
 def continuing(renderer: Renderer) -> Sampler:

@@ -21,6 +21,7 @@ from bloomery.model.config import ModelConfig
 from bloomery.model.lora_config import Lora
 from bloomery.model.transformer import Transformer
 from bloomery.tokenizer.chat import Renderer
+from bloomery.tokenizer.drawing import TEMPERATURE
 from bloomery.tokenizer.templates import TEMPLATES, Template
 from bloomery.tokenizer.tokenizer import DOCUMENT, PAD, SPECIAL, Tokenizer
 from bloomery.weights import adapters, families, imported
@@ -33,6 +34,8 @@ from torch import Tensor
 
 T = TypeVar("T")
 CONFIG, LINEAGE = "config.json", "bloomery.json"
+DRAWN = {"do_sample": True, "temperature": TEMPERATURE, "top_k": 0, "top_p": 1.0}
+"""What transformers and vLLM do unless told otherwise: as ours. Their own top_k is 50."""
 NAME = "template_name"
 """Beside the lineage: which of TEMPLATES it is whose hash stands there."""
 BASE = "adapts"
@@ -107,7 +110,7 @@ def save(
         "torch_dtype": number_format,
     }
     write_json(folder / CONFIG, facts | ids)
-    write_json(folder / "generation_config.json", {"do_sample": False} | ids)
+    write_json(folder / "generation_config.json", DRAWN | ids)
     tokenizer.save(folder)
     chat = {"chat_template": template.jinja()} if chats else {}
     write_json(folder / "tokenizer_config.json", _tokenizer_config(opening, end, model.config.context) | chat)

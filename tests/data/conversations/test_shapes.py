@@ -1,5 +1,6 @@
 """Rows of every shape as messages, and rows that are none."""
 
+import json
 from typing import Any
 
 import pytest
@@ -88,6 +89,15 @@ def test_a_row_of_each_shape_is_told_by_its_fields_and_read(
     found = shapes.READ[shape](row, Fields())
     assert not isinstance(found, Problem), found.what
     assert [(message["role"], message["content"]) for message in found] == expected
+
+
+def test_a_list_that_is_held_as_json_text_is_that_list() -> None:
+    for shape, row, expected in ROWS:
+        if shape in ("messages", "sharegpt"):
+            written = {name: json.dumps(row[name]) if name in shapes.LISTS else row[name] for name in row}
+            test_a_row_of_each_shape_is_told_by_its_fields_and_read(shape, written, expected)
+    for text in ("[", "[1, 2]", "[]", '{"role": "user", "content": "x"}'):
+        assert shapes.detected({"messages": text}, Fields()) is None, text
 
 
 def test_fields_that_the_recipe_names_are_read_and_no_others() -> None:

@@ -216,9 +216,20 @@ def hollow(row: Row, fields: Fields) -> Shape | None:
 
 
 def _lists(row: Row, fields: Fields) -> list[tuple[str, list[Any]]]:
-    """Name and value of the fields that hold lists which may be of messages."""
-    found = [(name, rows.at(dict(row), name)) for name in ([fields.messages] if fields.messages else LISTS)]
+    """Name and value of the fields that hold lists which may be of messages, also lists that are held as JSON text."""
+    found = [(name, _parsed(rows.at(dict(row), name))) for name in ([fields.messages] if fields.messages else LISTS)]
     return [(name, value) for name, value in found if isinstance(value, list)]
+
+
+def _parsed(value: Any) -> Any:
+    """A text that is a list of objects in JSON, as that; any other value as it is."""
+    if not isinstance(value, str) or not value.lstrip().startswith("["):
+        return value
+    try:
+        found = json.loads(value)
+    except (ValueError, RecursionError):  # a dialogue may begin with a bracket
+        return value
+    return found if isinstance(found, list) and found and isinstance(found[0], Mapping) else value
 
 
 def _of_list(name: str, value: list[Any]) -> Shape | None:

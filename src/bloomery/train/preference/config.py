@@ -4,7 +4,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
-from bloomery.core.config import VOLATILE, Config, Positive, Share
+from bloomery.core.config import VOLATILE, Config, Positive
 from bloomery.data.preferences.config import Pairs, Problems
 from bloomery.model.lora_config import Lora
 from bloomery.train.config import AdamW, Linear, Optimizer, Schedule, Training
@@ -109,7 +109,7 @@ class Prefer(Training):
     loss: Loss = Dpo()
     pairs: tuple[Annotated[Pairs, Field(discriminator="kind")], ...] = ()
     """Where preferences come from; of all losses but grpo, whose questions it names itself."""
-    hold_out: Share = 0.05
+    hold_out: float = Field(0.05, gt=0, lt=1)
     """Share of the questions, by the hash of what is asked, that is validated on."""
     lora: Lora | None = None
     """Train small matrices beside frozen ones, as in [finetune]. None: train every weight."""
