@@ -7,9 +7,9 @@ Each configuration trains for a few steps in a process of its own, on this machi
 the process held beyond what it held before (Linux: VmHWM, set back), after a tiny model has warmed the libraries up:
 once with an allocator that gives back what is freed, as a trace reckons, and once with that of runs, which keep it
 (hw/device.py). What is predicted comes by the functions of `bloomery plan`. Speed is what it says from small models,
-against the best of some steps before and after that: both by the time that a thread had on the processor, so that what
-else the machine does counts for neither; steps by the clock stand beside it. The number is the largest error of the
-memory. --quick does three configurations, --memory the memory alone.
+against the median of some steps before and after that: both by the time that a thread had on the processor, so that
+what else the machine does counts for neither; steps by the clock stand beside it. The numbers are the largest errors of
+memory and of speed. --quick does three configurations, --memory the memory alone.
 """
 
 import argparse
@@ -17,6 +17,7 @@ import gc
 import json
 import os
 import re
+import statistics
 import subprocess
 import sys
 import time
@@ -94,6 +95,7 @@ def main() -> None:
         if not options.json:
             print(as_text(rows[-1]), file=sys.stderr)
     worst = max(abs(float(one["error"])) for one in rows)
+    slower = {"largest_speed_error": max(abs(one["speed_error"]) for one in rows)} if not options.memory else {}
     facts = {
         "name": "plan",
         "ours": {"value": worst, "unit": "largest error of a predicted peak"},
@@ -101,7 +103,7 @@ def main() -> None:
         "ratio_to_best_peer": None,
         "machine": machine() | {"threads": devices.threads()},
         "versions": versions(),
-        "notes": {"commit": commit(), "rows": rows},
+        "notes": {"commit": commit(), **slower, "rows": rows},
     }
     print(json.dumps(facts))
 
@@ -168,7 +170,7 @@ def measured(name: str, kept: bool) -> Settings:
     assert told.pace is not None
     assert told.pace.timed
     taken += [run.step() for _ in range(STEPS)]  # before what is planned and after it
-    clock, own = (min(times) for times in zip(*taken[1:], strict=True))
+    clock, own = (statistics.median(times) for times in zip(*taken[1:], strict=True))
     return {
         "measured_bytes": peak,
         "planned": told.pace.tokens_per_second,

@@ -230,6 +230,32 @@ def test_where_the_usual_wheel_is_none_for_cuda_another_index_is_named(
     assert command == ((*PIP, "--index-url", index, USUAL[-1]) if index else USUAL)
 
 
+@pytest.mark.parametrize(
+    ("names", "index"),
+    [
+        (["NVIDIA GeForce GTX 1080 Ti"], "cu126"),
+        (["Tesla V100-SXM2-16GB"], "cu126"),
+        (["Tesla P40", "NVIDIA GeForce RTX 3090"], "cu126"),
+        (["NVIDIA GeForce GTX 1080", "NVIDIA GeForce RTX 5090"], None),  # no wheel has kernels for both
+        (["NVIDIA GeForce GTX 1660"], None),
+        (["NVIDIA GeForce RTX 2080 Ti"], None),
+        (["NVIDIA H100 80GB HBM3"], None),
+        (["NVIDIA RTX PRO 6000 Blackwell"], None),
+        (["Tesla T4"], None),
+        (["Quadro RTX 6000"], None),
+    ],
+)
+def test_a_card_from_before_turing_gets_the_wheel_that_has_its_kernels(
+    tmp_path: Path, names: list[str], index: str | None
+) -> None:
+    host = machine(tmp_path, "nvidia")
+    files = {f"proc/driver/nvidia/gpus/0000:0{number}:00.0/information": name for number, name in enumerate(names, 1)}
+    plant(tmp_path, {path: f"Model: \t\t {name}\nIRQ:   \t\t 77\n" for path, name in files.items()})
+    choice = install_command(host)
+    assert choice.command == ((*PIP, "--index-url", CUDA_12, USUAL[-1]) if index == "cu126" else USUAL)
+    assert index is None or names[0] in choice.why
+
+
 def test_an_older_driver_gets_the_wheel_that_it_can_run(tmp_path: Path) -> None:
     host = machine(tmp_path, "nvidia")
     plant(

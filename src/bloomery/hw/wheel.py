@@ -10,7 +10,7 @@ only the standard library, so it runs before anything is installed. The rules, i
 3. AMD: one index serves every target; each target's kernels are an extra, `torch[device-gfx1151]`. Of targets that no
    new torch is known to work on none is named, and where there is no other, the usual wheel computes on the processor.
 4. Hygon DCU: only the vendor's own DTK has a torch for it, so nothing is installed.
-5. NVIDIA: the usual wheel where that is one for CUDA and the driver is new enough for it, else one that fits.
+5. NVIDIA: the usual wheel where that is one for CUDA, and driver and card are new enough for it, else one that fits.
 6. Apple or no GPU: the usual wheel.
 """
 
@@ -33,6 +33,12 @@ AMD_INDEX = "https://repo.amd.com/rocm/whl-multi-arch/"
 CUDA_INDEX, OLDER_CUDA_INDEX = (f"https://download.pytorch.org/whl/{name}" for name in ("cu130", "cu126"))
 DRIVER_OF_CUDA_13 = 580
 """The usual wheels are for CUDA 13; those for CUDA 12.6 run with drivers from 525 on (NVIDIA, CUDA compatibility)."""
+BEFORE_TURING = re.compile(
+    r"GTX (?:7\d\d|9\d\d|10\d\d)|GT 10\d\d|MX[123]\d0\b|TITAN (?:X|Xp|V)\b|(?:Tesla|Quadro) [MPV]\d|GV100|\b[PV]100\b"
+)
+"""Maxwell, Pascal and Volta, which the wheels for CUDA 12.6 alone have kernels for (PyTorch, RELEASE.md)."""
+BLACKWELL = re.compile(r"RTX 50\d\d|Blackwell|\bG?B[123]00\b")
+"""Which those have none for."""
 FUSED_ATTENTION = ("gfx90a", "gfx942", "gfx950", "gfx1100", "gfx1151", "gfx1201")
 """Targets whose fused attention is on by default (AOTriton 0.12, v3src/util.cc). They come first."""
 
@@ -122,7 +128,7 @@ def fresh_command(host: Host) -> tuple[Command, str]:
     if maker == "hygon":
         raise HardwareError("this machine has a Hygon DCU, which no public torch wheel serves", cure=DTK_ADVICE)
     if maker == "nvidia":
-        return _for_nvidia(host, usual)
+        return _for_nvidia(host, usual, [gpu.name for gpu in gpus if gpu.maker == "nvidia"])
     if maker != "amd":
         return usual, "this is an Apple GPU" if maker == "apple" else "no GPU was found"
     found = {gpu.target for gpu in gpus if gpu.target}
@@ -148,9 +154,13 @@ def legacy(targets: Iterable[str]) -> list[str]:
     return sorted(target for target in targets if LEGACY.fullmatch(target))
 
 
-def _for_nvidia(host: Host, usual: Command) -> tuple[Command, str]:
-    """PyPI's wheels are for CUDA on Linux with x86 alone, and for the newest CUDA."""
+def _for_nvidia(host: Host, usual: Command, names: Sequence[str]) -> tuple[Command, str]:
+    """The usual wheels are for CUDA on Linux with x86 alone, and for the newest CUDA."""
     why = "an NVIDIA GPU was found"
+    older = [name for name in names if BEFORE_TURING.search(name)]
+    if older and not any(BLACKWELL.search(name) for name in names):
+        command = (*usual[:-1], "--index-url", OLDER_CUDA_INDEX, usual[-1])
+        return command, f"{older[0]} was found, which CUDA 13 has no kernels for"
     driver = re.search(r"\b(\d{3})\.\d+", host.read("proc/driver/nvidia/version") or "")
     if driver and int(driver[1]) < DRIVER_OF_CUDA_13:
         command = (*usual[:-1], "--index-url", OLDER_CUDA_INDEX, usual[-1])
