@@ -33,6 +33,8 @@ class Entry:
     sure: Sure
     shared: bool = False
     """Whether the memory is that of the whole machine."""
+    gtt: bool = False
+    """Whether Linux lends it half of that, unless `ttm.pages_limit` says more."""
     gemm: float | None = None
     """What others have measured of matrix products in bfloat16."""
 
@@ -50,6 +52,7 @@ def _entry(
     sure: Sure = "read",
     *,
     shared: bool = False,
+    gtt: bool = False,
     gemm: Number | None = None,
     **others: Number,
 ) -> Entry:
@@ -63,7 +66,8 @@ def _entry(
         flops={form: rate * 1e12 for form, rate in rates.items() if rate is not None},
         source=source,
         sure=sure,
-        shared=shared,
+        shared=shared or gtt,
+        gtt=gtt,
         gemm=None if gemm is None else gemm * 1e12,
     )
 
@@ -81,11 +85,11 @@ def _apple(chip: str, bandwidth: Number, rate: Number) -> Entry:
 
 
 CATALOG = (
-    _entry("strix-halo-128", "8060s", 128, 256, 59.4, HALO, shared=True, gemm=33.5),
-    _entry("strix-halo-96", "8060s", 96, 256, 59.4, HALO, shared=True, gemm=33.5),
-    _entry("strix-halo-64", "8060s", 64, 256, 59.4, HALO, shared=True, gemm=33.5),
-    _entry("strix-halo-8050s", "8050s", None, 256, 45.9, UNITS, "computed", shared=True),
-    _entry("strix-point-890m", "890m", None, 120, 23.8, "units and clock as rocminfo shows them", shared=True),
+    _entry("strix-halo-128", "8060s", 128, 256, 59.4, HALO, gtt=True, gemm=33.5),
+    _entry("strix-halo-96", "8060s", 96, 256, 59.4, HALO, gtt=True, gemm=33.5),
+    _entry("strix-halo-64", "8060s", 64, 256, 59.4, HALO, gtt=True, gemm=33.5),
+    _entry("strix-halo-8050s", "8050s", None, 256, 45.9, UNITS, "computed", gtt=True),
+    _entry("strix-point-890m", "890m", None, 120, 23.8, "units and clock as rocminfo shows them", gtt=True),
     _entry("7900xtx", "7900 xtx", 24, 960, 122.8, MFU_H),
     _entry("7900xt", "7900 xt", 20, 800, 103.0, UNITS, "computed"),
     _entry("w7900", "w7900", 48, 864, 122.6, UNITS, "computed"),

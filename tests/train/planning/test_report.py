@@ -147,6 +147,16 @@ def test_offload_is_listed_with_what_it_would_take_and_that_it_is_not_offered() 
     assert made.change is None
 
 
+def test_what_needs_more_than_linux_lends_a_gpu_says_which_setting_lends_it() -> None:
+    large = ModelConfig(preset="llama-3.1-8b", context=2048)
+    adapters = {"finetune": True, "lora": {"base": "float32"}}
+    for model, settings, told in ((large, adapters, True), (GPT2, {"micro_batch_tokens": 1024}, False)):
+        made = plan(model, 128_256, card("strix-halo-64"), **settings)
+        assert made.choice.fits
+        assert (made.choice.peak_bytes > 32 * GIB) == told
+        assert any("32 GiB until ttm.pages_limit" in line for line in made.lines()) == told
+
+
 def test_on_a_machine_of_one_memory_offload_would_free_nothing() -> None:
     made = plan(GPT2, 50_257, card("strix-halo-64"))
     peaks = {one.way.recompute: one.peak_bytes for one, why in made.others if "one memory" in why}

@@ -115,6 +115,11 @@ class Plan:
             found += self._does_not_fit()
         else:
             found.append(f"  time     {self._time()}")
+        if choice.fits and self.target.lent_bytes is not None and choice.peak_bytes > self.target.lent_bytes:
+            found.append(
+                f"  setting  Linux lends this GPU {_size(self.target.lent_bytes)} until ttm.pages_limit says more: "
+                "docs/amd.md has the line"
+            )
         if ask.besides:
             found.append(f"  besides  {ask.besides}")
         found.append(

@@ -39,6 +39,8 @@ class Target:
     """Whether it is one, and a run has other code, and no memory but the machine's."""
     shared: bool = False
     """Whether its memory is the host's too; a processor's is."""
+    lent_bytes: int | None = None
+    """What Linux lends it of the host's memory unless told to lend more. None: all, or memory of its own."""
 
     @property
     def one_memory(self) -> bool:
@@ -76,6 +78,7 @@ def of_entry(entry: Entry, devices: int = 1, memory_bytes: int | None = None) ->
         bandwidth=entry.bandwidth,
         precision=precision,
         shared=entry.shared,
+        lent_bytes=size // 2 if entry.gtt else None,
     )
 
 
