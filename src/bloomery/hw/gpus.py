@@ -111,11 +111,16 @@ def _kfd_gpus(host: Host) -> Iterator[Gpu]:
             )
 
 
+def nvidia_files(host: Host) -> list[str]:
+    """What the driver tells of each GPU."""
+    folder = "proc/driver/nvidia/gpus"
+    return [host.read(f"{folder}/{gpu}/information") or "" for gpu in host.names(folder)]
+
+
 def _nvidia_gpus(host: Host) -> Iterator[Gpu]:
     """Those that the driver lists, with their names; one without a name where it lists none."""
     if host.exists("proc/driver/nvidia/version"):
-        folder = "proc/driver/nvidia/gpus"
-        told = [host.read(f"{folder}/{gpu}/information") or "" for gpu in host.names(folder)] or [""]
+        told = nvidia_files(host) or [""]
         names = [re.search(r"^Model:\s*(.+?)\s*$", text, re.MULTILINE) for text in told]
         yield from (Gpu(maker="nvidia", name=name[1] if name else "") for name in names)
 

@@ -5,7 +5,7 @@ from collections.abc import Iterator, Sequence
 
 from bloomery.hw.doctor.finding import Facts, Finding
 from bloomery.hw.doctor.graphics import CONTAINER_FLAGS
-from bloomery.hw.gpus import Gpu, Maker
+from bloomery.hw.gpus import Gpu, Maker, nvidia_files
 from bloomery.hw.host import Host, group_name, in_container, in_pod, in_wsl
 from bloomery.hw.wheel import maker_to_serve
 
@@ -92,9 +92,7 @@ def _nvidia_numbers(host: Host) -> list[int]:
 
 def _nvidia_listed(facts: Facts) -> list[int]:
     """The numbers that the driver gives its GPUs; where it does not tell, they are counted."""
-    folder = "proc/driver/nvidia/gpus"
-    texts = [facts.host.read(f"{folder}/{gpu}/information") or "" for gpu in facts.host.names(folder)]
-    told = [re.search(r"^Device Minor:\s*(\d+)", text, re.MULTILINE) for text in texts]
+    told = [re.search(r"^Device Minor:\s*(\d+)", text, re.MULTILINE) for text in nvidia_files(facts.host)]
     return sorted(int(one[1]) if one else number for number, one in enumerate(told))
 
 
