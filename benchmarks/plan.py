@@ -10,7 +10,8 @@ once with an allocator that gives back what is freed, as a trace reckons, and on
 against the median of some steps before and after that: both by the time that a thread had on the processor, so that
 what else the machine does counts for neither; steps by the clock stand beside it. What a neighbor takes of caches and
 memory counts all the same, and varies: each speed is asked for in three processes, whose middle error is told, and all
-three stand in the file. The numbers are the largest errors of memory and of speed. --quick does three configurations, --memory the memory alone.
+three stand in the file. The numbers are the largest errors of memory and of speed. --quick does three configurations,
+--memory the memory alone.
 """
 
 import argparse
