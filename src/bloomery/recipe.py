@@ -27,7 +27,7 @@ from bloomery.data.engine import Engine, Parallel
 from bloomery.model.lora_config import matrices, targets
 from bloomery.stages import config as sections
 from bloomery.tokenizer import templates
-from bloomery.tokenizer.config import AnyKind, ByteBpe
+from bloomery.tokenizer.config import AnyKind, ByteBpe, Imported
 from bloomery.train import depth
 
 
@@ -106,7 +106,8 @@ class Recipe(Config):
                 "leave out [finetune]"
             )
         kept, needed = (templates.wanted(name) for name in (self.tokenizer.template, self.instruct.template))
-        if missing := [name for name in needed if name not in kept]:
+        missing = [name for name in needed if name not in kept]
+        if missing and not isinstance(self.tokenizer, Imported):  # which may have had them before
             raise ValueError(
                 f"instruct.template={self.instruct.template!r} marks turns by {', '.join(missing)}, which a tokenizer "
                 f"with tokenizer.template={self.tokenizer.template!r} does not have: leave out tokenizer.template"
