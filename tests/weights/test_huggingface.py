@@ -11,12 +11,16 @@ import pytest
 from hypothesis import given, settings
 from transformers import AutoTokenizer, LlamaForCausalLM
 
+from bloomery import arguments
 from bloomery.core.errors import BloomeryError, CheckpointError, DataError
+from bloomery.evaluation.config import Evaluate
 from bloomery.generate.engine import Engine
 from bloomery.model.transformer import Transformer
+from bloomery.serve.answerer import Sampling
 from bloomery.tokenizer import importers, pieces
 from bloomery.tokenizer.chat import Message, Renderer
 from bloomery.tokenizer.config import SentencePiece
+from bloomery.tokenizer.drawing import TEMPERATURE
 from bloomery.tokenizer.templates import Template
 from bloomery.tokenizer.tokenizer import DOCUMENT, Tokenizer
 from bloomery.tokenizer.train import train
@@ -87,6 +91,14 @@ def test_transformers_says_the_same_greedily(seed: int, tmp_path: Path) -> None:
     ids = torch.tensor([prompt])
     out = other.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=7, do_sample=False)
     assert out[0, 5:].tolist() == said
+
+
+def test_transformers_draws_as_we_do_unless_told_otherwise(tmp_path: Path) -> None:
+    saved(tmp_path, 0)
+    how = theirs(tmp_path).generation_config
+    assert (how.do_sample, how.temperature, how.top_k, how.top_p) == (True, TEMPERATURE, 0, 1.0)
+    assert Sampling().temperature == Evaluate().answer_temperature == TEMPERATURE
+    assert arguments.parse(["chat", "runs/demo"]).temperature == TEMPERATURE
 
 
 def test_every_setting_arrives_at_transformers(tmp_path: Path) -> None:
