@@ -22,6 +22,8 @@ from bloomery.core.stage import Plan, damage, read_manifest
 
 RECIPE, CURRENT = "recipe.toml", "current.json"
 STAGE_FOLDER = re.compile(r"\d\d-\w+-[0-9a-f]{8}")
+OUTLIVES = frozenset({"requests.jsonl"})
+"""Files of a folder that later settings still read: answers that were paid for (data/synthesis/ledger.py)."""
 
 
 @dataclass(frozen=True)
@@ -86,7 +88,8 @@ def waste(root: Path) -> list[Waste]:
     found = []
     for folder in sorted(path for path in root.iterdir() if path.is_dir() and STAGE_FOLDER.fullmatch(path.name)):
         if folder not in kept:
-            found.append(Waste(folder, size_of(folder), "made with other settings"))
+            if any(path.name not in OUTLIVES for path in folder.iterdir()):
+                found.append(Waste(folder, size_of(folder), "made with other settings"))
             continue
         torn = [path for path in sorted(folder.rglob(f"*{files.PARTIAL}")) if not _inside_torn(path, folder)]
         found += [Waste(path, size_of(path), "torn: a write that did not end") for path in torn]
@@ -98,19 +101,28 @@ def _inside_torn(path: Path, folder: Path) -> bool:
 
 
 def remove(found: Sequence[Waste]) -> int:
-    """Remove waste; returns the bytes freed. A stage folder loses its manifest first, so that it never looks done."""
+    """
+    Remove waste; returns the bytes freed. A stage folder loses its manifest first, so that it never looks done, and
+    keeps what OUTLIVES it.
+    """
     for one in found:
         with files.disk_errors(one.path):
             if one.path.is_dir():
                 (one.path / MANIFEST).unlink(missing_ok=True)
-                shutil.rmtree(one.path)
+                for path in one.path.iterdir():
+                    if path.is_dir() and not path.is_symlink():
+                        shutil.rmtree(path)
+                    elif path.name not in OUTLIVES:
+                        path.unlink()
+                if not any(one.path.iterdir()):
+                    one.path.rmdir()
             else:
                 one.path.unlink(missing_ok=True)
     return sum(one.size for one in found)
 
 
 def size_of(path: Path) -> int:
-    """Bytes in a file, or in all files below a folder."""
+    """Bytes in a file, or in all files below a folder but what OUTLIVES it."""
     if path.is_file():
         return path.stat().st_size
-    return sum(file.stat().st_size for file in path.rglob("*") if file.is_file())
+    return sum(file.stat().st_size for file in path.rglob("*") if file.is_file() and file.name not in OUTLIVES)

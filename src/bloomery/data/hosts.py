@@ -24,7 +24,7 @@ from urllib.parse import urljoin, urlsplit
 import urllib3
 
 from bloomery import __version__
-from bloomery.core.errors import UnreachableError
+from bloomery.core.errors import DataError, UnreachableError
 from bloomery.core.log import say
 
 FIRST_WAIT_SECONDS, LONGEST_WAIT_SECONDS = 1.0, 60.0
@@ -54,17 +54,29 @@ class BrokenError(PassingError):
 
 
 class RefusedError(Exception):
-    """The same request would end the same way; `cure` is what a person can do."""
+    """The same request would end the same way; `cure` is what a person can do, `status` that of the answer, if any."""
 
-    def __init__(self, what: str, cure: str = "") -> None:
+    def __init__(self, what: str, cure: str = "", status: int = 0) -> None:
         super().__init__(what)
-        self.cure = cure
+        self.cure, self.status = cure, status
 
 
 def host(address: str) -> tuple[str, str]:
     """Scheme and host with port: what a token is for."""
     parts = urlsplit(address)
     return parts.scheme, parts.netloc.rpartition("@")[2].lower()
+
+
+def secret(found: str, where: str) -> str:
+    """A key as a header can hold it, without white space around it. Raises DataError, which does not show it."""
+    key = found.strip()
+    if not key.isascii() or not key.isprintable() or " " in key:
+        raise DataError(
+            f"its {len(key)} characters are no key: there is a space among them, or one that no key has",
+            where=where,
+            cure=f"Copy the key again: export {where}=…",
+        )
+    return key
 
 
 def shown(address: str) -> str:
@@ -87,8 +99,9 @@ def asked(
     """
     The answer to one request, its body not read yet; redirects are followed, unless the request has a body.
 
-    Raises PassingError for an answer that may be another next time, BrokenError for a connection that breaks, also
-    while the block reads, and RefusedError for the rest. `page` is where a person gets access to what is gated.
+    Raises PassingError for an answer that may be another next time and where nobody answers, BrokenError for a
+    connection that breaks, also while the block reads, and RefusedError for the rest. `page` is where a person gets
+    access to what is gated.
     """
     try:
         response, linked = _followed(method, address, token, headers or {}, body, timeout)
@@ -102,6 +115,8 @@ def asked(
             response.release_conn()
     except (urllib3.exceptions.LocationValueError, urllib3.exceptions.URLSchemeUnknown) as error:
         raise RefusedError(f"is no address of the web: {error}") from None
+    except (urllib3.exceptions.NewConnectionError, urllib3.exceptions.ConnectTimeoutError) as error:
+        raise PassingError(f"the connection failed: {_brief(error)}") from None  # before the request was sent
     except urllib3.exceptions.HTTPError as error:
         raise BrokenError(f"the connection failed: {_brief(error)}") from None
 
@@ -181,7 +196,7 @@ def trouble(status: int, headers: Mapping[str, str], page: str, said: str = "") 
         return RefusedError(
             what, f"See whether you may read {page}, and set HF_TOKEN to a token of an account that may."
         )
-    return RefusedError(what, f"See whether {page} still has it." if page else "")
+    return RefusedError(what, f"See whether {page} still has it." if page else "", status)
 
 
 def retry_after(headers: Mapping[str, str]) -> float | None:

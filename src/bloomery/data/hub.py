@@ -68,7 +68,7 @@ class Repository:
 def token() -> str | None:
     """The user's token: HF_TOKEN, or what `hf auth login` has left. It is never written, shown or handed on."""
     found: str | None = _client().get_token()
-    return found
+    return hosts.secret(found, "HF_TOKEN") if found else found
 
 
 @lru_cache(maxsize=256)

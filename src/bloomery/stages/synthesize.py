@@ -29,6 +29,8 @@ from bloomery.data.synthesis.prompts import Task
 from bloomery.stages.instruct import write_line
 
 FILE, REJECTED = "conversations.jsonl", "rejected.jsonl"
+OF_ONE_QUESTION = (400, 413, 422)
+"""What is said to one question: where others were answered, it is rejected, and the others go on."""
 
 
 class _EndError(Exception):
@@ -51,6 +53,10 @@ def run(config: Synthesize, inputs: Mapping[str, Path], out: Path) -> dict[str, 
                 write_line(bad if reason else good, row)
                 written[reason] += 1
         read, wrote = ledger.tokens
+        if not written[""] and ledger.lost and collection.ended_by == "budget":
+            what = f"no answer came to {ledger.lost} requests, which count as paid, and the budget has no room for more"
+            cure = "See that the provider answers; then raise synthesize.max_tokens, or max_dollars."
+            raise DataError(what, where=collection.where, cure=cure)
         stats = {
             "enabled": True,
             "conversations": written.pop(""),
@@ -130,7 +136,7 @@ class _Collection:
                         failure = failure or error
         if failure is not None:
             cure = f"{failure.cure} What came so far is kept: run the recipe again when it answers.".lstrip()
-            raise DataError(str(failure), where=self._where(), cure=cure) from None
+            raise DataError(str(failure), where=self.where, cure=cure) from None
 
     @contextmanager
     def _stopping(self) -> Iterator[None]:
@@ -216,10 +222,13 @@ class _Collection:
             self.ledger.unknown(name, str(error))
             raise
         except (PassingError, RefusedError) as error:
+            if isinstance(error, RefusedError) and error.status in OF_ONE_QUESTION and self.ledger.served:
+                self.ledger.answered(name, asking.not_taken(str(error)))
+                return
             self.ledger.not_served(name, str(error))
             raise
         except BaseException as error:
-            self.ledger.unknown(name, f"{type(error).__name__}: {error}")
+            self.ledger.unknown(name, type(error).__name__)  # what it says may hold the key
             raise
         self.ledger.answered(name, answer)
 
@@ -229,7 +238,8 @@ class _Collection:
             return {"dollars": self.ledger.dollars}
         return {"tokens": float(sum(self.ledger.tokens))}
 
-    def _where(self) -> str:
+    @property
+    def where(self) -> str:
         provider = self.config.provider
         assert provider is not None
         return hosts.shown(provider.address) if provider.address else f"{provider.kind}, {provider.model}"

@@ -19,10 +19,16 @@ from bloomery.data import extras, hosts
 from bloomery.data.hosts import PassingError, RefusedError
 from bloomery.data.synthesis.config import Anthropic, OpenAI, Synthesize
 
+WHOLE = ("stop", "end_turn", "stop_sequence", "eos", "eos_token")
+"""Reasons to stop that mean: the answer is whole."""
 CUT = ("length", "max_tokens", "model_context_window_exceeded")
-"""Reasons to stop that mean: the answer is not whole."""
+"""Those that mean: it is not."""
 MAX_ANSWER_BYTES = 64 * 2**20
 REFUSED = ("refusal", "content_filter")
+NOT_TAKEN = "not taken"
+"""Of an answer that is none: the server takes others, and not this question."""
+TOKENS_OF_A_MESSAGE = 64
+"""More than a template adds to the content of a message, whose tokens are at most its bytes."""
 
 
 class UnknownError(PassingError):
@@ -47,6 +53,11 @@ it only once.
 """
 
 
+def not_taken(why: str) -> Answer:
+    """In place of the answer to a question that the server refuses: it cost nothing."""
+    return Answer(text=why, stopped=NOT_TAKEN, model="", id="", input_tokens=0, output_tokens=0)
+
+
 def asker(config: Synthesize) -> Ask:
     """Raises DataError where the key, or the package of the protocol, is missing."""
     match config.provider:
@@ -58,8 +69,14 @@ def asker(config: Synthesize) -> Ask:
             raise ValueError("nobody is named who could be asked")
 
 
+def most_tokens(system: str, messages: Sequence[Mapping[str, str]], max_answer_tokens: int) -> tuple[int, int]:
+    """Read and written for one request, at most."""
+    texts = [system, *(message["content"] for message in messages)]
+    return sum(len(text.encode()) + TOKENS_OF_A_MESSAGE for text in texts), max_answer_tokens
+
+
 def _key(variable: str, *, required: bool) -> str:
-    found = os.environ.get(variable, "") if variable else ""
+    found = hosts.secret(os.environ.get(variable, ""), variable) if variable else ""
     if required and not found:
         cure = f"export {variable}=…   # or name another variable in synthesize.provider.key_variable"
         raise DataError("there is no key", where=variable, cure=cure)
@@ -78,7 +95,7 @@ class _OpenAI:
         body: dict[str, Any] = {
             "model": self._provider.model,
             "messages": said,
-            "max_tokens": self._config.max_answer_tokens,
+            self._provider.limit_field: self._config.max_answer_tokens,
         }
         if self._config.temperature is not None:
             body["temperature"] = self._config.temperature
@@ -97,24 +114,34 @@ class _OpenAI:
                 data = hosts.whole(response, MAX_ANSWER_BYTES, left)
         except hosts.BrokenError as error:
             raise UnknownError(str(error)) from None
-        return _completion(data)
+        return _completion(data, most_tokens(system, messages, self._config.max_answer_tokens))
 
 
-def _completion(data: bytes) -> Answer:
+def _completion(data: bytes, most: tuple[int, int]) -> Answer:
+    """A server that does not count is taken to have needed the most."""
     try:
         found = json.loads(data)
-        choice, usage = found["choices"][0], found["usage"]
-        text = choice["message"]["content"]
+        choice, usage = found["choices"][0], found.get("usage")
+        message = choice["message"]
+        text, refusal = _text(message.get("content")), message.get("refusal")
+        counted = most if usage is None else (usage["prompt_tokens"], usage["completion_tokens"])
         return Answer(
-            text=text if isinstance(text, str) else "",
-            stopped=str(choice.get("finish_reason") or ""),
+            text=text or str(refusal or ""),
+            stopped=REFUSED[0] if refusal and not text else str(choice.get("finish_reason") or ""),
             model=str(found.get("model") or ""),
             id=str(found.get("id") or ""),
-            input_tokens=_tokens(usage["prompt_tokens"]),
-            output_tokens=_tokens(usage["completion_tokens"]),
+            input_tokens=_tokens(counted[0]),
+            output_tokens=_tokens(counted[1]),
         )
     except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
         raise UnknownError(f"gave no chat completion: {type(error).__name__}: {error}") from None
+
+
+def _text(content: Any) -> str:
+    """Of a message: a text, or parts that are text."""
+    parts = content if isinstance(content, list) else [content]
+    texts = [part.get("text") if isinstance(part, dict) else part for part in parts]
+    return "".join(text for text in texts if isinstance(text, str))
 
 
 def _tokens(counted: Any) -> int:
@@ -129,9 +156,13 @@ class _Anthropic:
         self._provider, self._config = provider, config
         self._api: Any = extras.load("anthropic", extra="anthropic")
         key = _key(provider.key_variable, required=True)
-        # It would try again by itself, without telling what that may cost.
+        # It would try again by itself, without telling what that may cost, and take its questions to other hosts.
         self._client = self._api.Anthropic(
-            api_key=key, base_url=provider.address, max_retries=0, timeout=config.timeout_seconds
+            api_key=key,
+            base_url=provider.address,
+            max_retries=0,
+            timeout=config.timeout_seconds,
+            http_client=self._api.DefaultHttpxClient(follow_redirects=False),
         )
 
     def ask(self, system: str, messages: Sequence[Mapping[str, str]], name: str) -> Answer:
@@ -149,7 +180,11 @@ class _Anthropic:
         except self._api.APIStatusError as error:
             raise _trouble(error) from None
         except (self._api.APIError, ValueError, RecursionError) as error:  # broken, too late, or no JSON
-            raise UnknownError(f"{type(error).__name__}: {error}") from None
+            cause = error.__cause__
+            what = f"{type(error).__name__}: {error}" + (f" ({type(cause).__name__}: {cause})" if cause else "")
+            if type(cause).__name__ in ("ConnectError", "ConnectTimeout"):  # of its own client: it was not sent
+                raise PassingError(what) from None
+            raise UnknownError(what) from None
         try:
             return Answer(
                 text="".join(block.text for block in found.content if block.type == "text"),
@@ -172,4 +207,4 @@ def _trouble(error: Any) -> PassingError | RefusedError:
     if status in hosts.PASSING:
         return PassingError(what, hosts.retry_after(headers))
     cure = "See the key, and what the account may still spend." if status in (401, 402, 403) or "credit" in said else ""
-    return RefusedError(what, cure)
+    return RefusedError(what, cure, status)

@@ -85,13 +85,7 @@ def questions(answer: str, limit: int) -> list[tuple[str, str]]:
     Question and answer pairs of a model's reply, which may have a fence or a few words around its JSON. Raises
     ValueError where there are none.
     """
-    start, end = answer.find("["), answer.rfind("]")
-    if start < 0 or end < start:
-        raise ValueError("holds no JSON list")
-    try:
-        found = json.loads(answer[start : end + 1])
-    except RecursionError:
-        raise ValueError("is nested too deeply") from None
+    found = _first_list(answer)
     pairs = []
     for one in found:
         match one:
@@ -104,3 +98,17 @@ def questions(answer: str, limit: int) -> list[tuple[str, str]]:
     if not pairs:
         raise ValueError("holds no question")
     return pairs[:limit]
+
+
+def _first_list(answer: str) -> list[object]:
+    """The first JSON list of objects in a text."""
+    decoder, start = json.JSONDecoder(), answer.find("[")
+    while start >= 0:
+        try:
+            found, _ = decoder.raw_decode(answer, start)
+        except (ValueError, RecursionError):  # a bracket of the words around it
+            found = None
+        if isinstance(found, list) and found and isinstance(found[0], dict):
+            return found
+        start = answer.find("[", start + 1)
+    raise ValueError("holds no JSON list")

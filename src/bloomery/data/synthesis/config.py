@@ -5,6 +5,7 @@ from typing import Annotated, Literal
 from pydantic import Field, model_validator
 
 from bloomery.core.config import VOLATILE, Config, Count, Positive
+from bloomery.data.conversations.conversation import half_pair
 from bloomery.data.synthesis.presets import PRESETS
 from bloomery.data.synthesis.prompts import Category
 
@@ -29,6 +30,11 @@ class Anthropic(Config):
     """The environment variable that holds the key."""
     price: Price | None = Field(None, json_schema_extra=VOLATILE)
 
+    @model_validator(mode="after")
+    def _is_an_address(self) -> "Anthropic":
+        _check_address(self.address)
+        return self
+
 
 class OpenAI(Config):
     """A server that speaks OpenAI's protocol: Ollama, vLLM, llama.cpp, `bloomery serve` and many providers."""
@@ -40,12 +46,18 @@ class OpenAI(Config):
     key_variable: str = Field("", json_schema_extra=VOLATILE)
     """The environment variable that holds the key; empty for a server that needs none."""
     price: Price | None = Field(None, json_schema_extra=VOLATILE)
+    limit_field: Literal["max_tokens", "max_completion_tokens"] = Field("max_tokens", json_schema_extra=VOLATILE)
+    """What the server calls the longest answer: newer models of OpenAI take only the second."""
 
     @model_validator(mode="after")
     def _is_an_address(self) -> "OpenAI":
-        if not self.address.startswith(("http://", "https://")):
-            raise ValueError(f"address {self.address!r} does not begin with http:// or https://")
+        _check_address(self.address)
         return self
+
+
+def _check_address(address: str | None) -> None:
+    if address is not None and not address.startswith(("http://", "https://")):
+        raise ValueError(f"address {address!r} does not begin with http:// or https://")
 
 
 Provider = Annotated[Anthropic | OpenAI, Field(discriminator="kind")]
@@ -125,6 +137,11 @@ class Synthesize(Config):
             raise ValueError("nothing to ask for: name topics, categories, a preset, or augment")
         if self.named and self.augment is not None:
             raise ValueError("augment asks about documents, topics and categories do not; take one of the two")
+        for category in self.named:
+            for text in (*category.prompts, category.system):
+                if (spot := half_pair(text)) is not None:
+                    what = f"a question or system message of {category.name!r} holds half a surrogate pair"
+                    raise ValueError(f"{what} at character {spot}: {text[:40]!r}")
         names = [category.name for category in self.named]
         if twice := sorted({name for name in names if names.count(name) > 1}):
             raise ValueError(f"two categories have the name {twice[0]!r}")

@@ -8,7 +8,7 @@ from typing import Any
 from bloomery.core.files import canonical, sha256_bytes
 from bloomery.data.conversations.conversation import half_pair
 from bloomery.data.synthesis import augment
-from bloomery.data.synthesis.asking import CUT, REFUSED, Answer
+from bloomery.data.synthesis.asking import CUT, NOT_TAKEN, REFUSED, WHOLE, Answer
 from bloomery.data.synthesis.config import Synthesize
 from bloomery.data.synthesis.prompts import Task
 
@@ -67,9 +67,13 @@ def _trouble(answer: Answer) -> str:
         return "cut"
     if answer.stopped in REFUSED:
         return "refusal"
+    if answer.stopped == NOT_TAKEN:
+        return "not_taken"
     if half_pair(answer.text) is not None:
         return "not_unicode"
-    return "" if answer.text.strip() else "empty"
+    if not answer.text.strip():
+        return "empty"
+    return "" if answer.stopped in WHOLE else "unfinished"
 
 
 @dataclass

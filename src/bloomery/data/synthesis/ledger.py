@@ -4,7 +4,8 @@ What was asked, what came, and what it cost, in files that outlive the process: 
 A line before a request says the most that it may cost, a line after it what it did cost, with the answer. What has only
 the first line, because the process died or the connection broke, counts as spent in full: the budget is an upper bound
 of what is paid, whatever happens. A question that has its answer is never asked again, also where a changed recipe has
-a new folder in the same run: the ledgers of the others are read too, and what they tell counts against the budget.
+a new folder in the same run: the ledgers of the others are read too, and what they tell counts against the budget, in
+dollars at the price that each request had.
 """
 
 import json
@@ -17,12 +18,12 @@ from typing import Any
 from bloomery.core.errors import DataError
 from bloomery.core.files import disk_errors
 from bloomery.data import rows
-from bloomery.data.synthesis.asking import Answer
+from bloomery.data.synthesis.asking import Answer, most_tokens
 from bloomery.data.synthesis.config import Price, Synthesize
 
 FILE = "requests.jsonl"
-TOKENS_OF_A_MESSAGE = 64
-"""More than a template adds to the content of a message, whose tokens are at most its bytes."""
+Tokens = Sequence[int]
+"""Read and written; of a price, dollars of a million of each."""
 
 
 class Ledger:
@@ -31,21 +32,25 @@ class Ledger:
     def __init__(self, folder: Path, config: Synthesize) -> None:
         self._path = folder / FILE
         self._config = config
-        self._price = (config.provider and config.provider.price) or Price(input_dollars=0.0, output_dollars=0.0)
+        price = (config.provider and config.provider.price) or Price(input_dollars=0.0, output_dollars=0.0)
+        self._price = price.input_dollars, price.output_dollars
         self._lock = threading.Condition()
         self._open: dict[str, tuple[int, int]] = {}
         """Requests under way: tokens in and out, at most."""
-        self._lost = [0, 0]
-        self._spent = [0, 0]
+        self._taken = [0, 0]
+        self.dollars = 0.0
+        """What that cost."""
         self.answers: dict[str, Answer] = {}
         self.lost = 0
         """Requests that may have been paid for, and brought nothing."""
+        self.served = 0
+        """Those that brought an answer since this was opened."""
         for path in sorted({*folder.parent.glob(f"*-synthesize-*/{FILE}"), self._path}):
             self._read(path)
         self._file = self._path.open("a", encoding="utf-8")
 
     def close(self) -> None:
-        with disk_errors(self._path):
+        with self._lock, disk_errors(self._path):
             self._file.close()
 
     def reserve(self, name: str, system: str, messages: Sequence[Mapping[str, str]]) -> bool:
@@ -54,8 +59,7 @@ class Ledger:
         under way have come in; until then it waits. It also waits for the same request where that is under way, and
         where it has its answer then, nothing is set aside.
         """
-        texts = [system, *(message["content"] for message in messages)]
-        most = (sum(len(text.encode()) + TOKENS_OF_A_MESSAGE for text in texts), self._config.max_answer_tokens)
+        most = most_tokens(system, messages, self._config.max_answer_tokens)
         with self._lock:
             while name in self._open or not self._has_room(most):
                 if not self._open:
@@ -64,14 +68,15 @@ class Ledger:
                 if name in self.answers:
                     return True
             self._open[name] = most
-            self._write({"request": name, "at_most": most})
+            self._write({"request": name, "at_most": most, "price": self._price})
         return True
 
     def answered(self, name: str, answer: Answer) -> None:
         with self._lock:
             self._settle(name)
-            self._take(name, answer)
-            self._write({"request": name, "answer": asdict(answer)})
+            self.served += 1
+            self._take(name, answer, self._price)
+            self._write({"request": name, "answer": asdict(answer), "price": self._price})
 
     def not_served(self, name: str, why: str) -> None:
         """The request was turned down, and cost nothing."""
@@ -83,40 +88,36 @@ class Ledger:
         """Nobody knows whether the request was served: it counts as paid."""
         with self._lock:
             most = self._settle(name)
-            self._lose(most)
+            self._lose(most, self._price)
             self._write({"request": name, "unknown": why})
 
     @property
     def tokens(self) -> tuple[int, int]:
         """Read and written so far, those of lost requests at most."""
-        return self._spent[0] + self._lost[0], self._spent[1] + self._lost[1]
-
-    @property
-    def dollars(self) -> float:
-        return self._cost(self.tokens)
-
-    def _cost(self, tokens: Sequence[int]) -> float:
-        return (tokens[0] * self._price.input_dollars + tokens[1] * self._price.output_dollars) / 1e6
+        return self._taken[0], self._taken[1]
 
     def _has_room(self, most: tuple[int, int]) -> bool:
-        all_of_it = [sum(kind) for kind in zip(self.tokens, most, *self._open.values(), strict=True)]
+        more = [sum(kind) for kind in zip(most, *self._open.values(), strict=True)]
         limit = self._config.max_dollars
-        return sum(all_of_it) <= self._config.max_tokens and (limit is None or self._cost(all_of_it) <= limit)
+        affordable = limit is None or self.dollars + _cost(more, self._price) <= limit
+        return sum(self._taken) + sum(more) <= self._config.max_tokens and affordable
 
     def _settle(self, name: str) -> tuple[int, int]:
         most = self._open.pop(name)
         self._lock.notify_all()
         return most
 
-    def _take(self, name: str, answer: Answer) -> None:
+    def _take(self, name: str, answer: Answer, price: Sequence[float]) -> None:
         self.answers[name] = answer
-        self._spent[0] += answer.input_tokens
-        self._spent[1] += answer.output_tokens
+        self._spend((answer.input_tokens, answer.output_tokens), price)
 
-    def _lose(self, most: Sequence[int]) -> None:
+    def _lose(self, most: Tokens, price: Sequence[float]) -> None:
         self.lost += 1
-        self._lost[0] += most[0]
-        self._lost[1] += most[1]
+        self._spend(most, price)
+
+    def _spend(self, tokens: Tokens, price: Sequence[float]) -> None:
+        self._taken = [sum(kind) for kind in zip(self._taken, tokens, strict=True)]
+        self.dollars += _cost(tokens, price)
 
     def _write(self, line: dict[str, Any]) -> None:
         if self._file.closed:  # an interrupt has ended the stage: who reads this counts what was under way as paid
@@ -131,27 +132,40 @@ class Ledger:
             return
         with path.open("r+b") as file:
             file.truncate(file.read().rfind(b"\n") + 1)
-        begun: dict[str, Sequence[int]] = {}
+        begun: dict[str, tuple[Tokens, Sequence[float]]] = {}
         for number, line in rows.jsonl(path):
+            price = self._price_of(line)
             match line:
                 case {"request": str(name), "at_most": [int(), int()] as most}:
                     if name in begun:
-                        self._lose(begun[name])
-                    begun[name] = most
+                        self._lose(*begun[name])
+                    begun[name] = most, price
                 case {"request": str(name), "answer": dict(answer)} if _is_whole(answer):
                     begun.pop(name, None)
-                    self._take(name, Answer(**answer))
+                    self._take(name, Answer(**answer), price)
                 case {"request": str(name), "not_served": str()}:
                     begun.pop(name, None)
                 case {"request": str(name), "unknown": str()}:
-                    self._lose(begun.pop(name, (0, 0)))
+                    self._lose(*begun.pop(name, ((0, 0), price)))
                 case _:
                     cure = (
                         "It was changed by hand, or its disk is damaged. Without that line its request is made again."
                     )
                     raise DataError("is no line of a ledger", where=f"{path}:{number}", cure=cure)
-        for most in begun.values():
-            self._lose(most)
+        for most, price in begun.values():
+            self._lose(most, price)
+
+    def _price_of(self, line: object) -> Sequence[float]:
+        """At which a line was written; today's, where it does not say."""
+        match line:
+            case {"price": [int() | float(), int() | float()] as price}:
+                return float(price[0]), float(price[1])
+        return self._price
+
+
+def _cost(tokens: Tokens, price: Sequence[float]) -> float:
+    """Dollars."""
+    return sum(count * dollars for count, dollars in zip(tokens, price, strict=True)) / 1e6
 
 
 def _is_whole(answer: Mapping[str, Any]) -> bool:
