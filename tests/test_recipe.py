@@ -186,7 +186,8 @@ def test_rows_have_to_fit_a_model_only_where_there_is_one_to_finetune(text_only:
         config.load(Recipe, text_only, [*both, "instruct.row_tokens=257"])
     assert config.load(Recipe, text_only, both).instruct.row_tokens == 65
     assert config.load(Recipe, text_only, [*both, "instruct.samples=1"]).instruct.row_tokens == 65
-    assert config.load(Recipe, text_only, pretrain).instruct.row_tokens == 257
+    assert config.load(Recipe, text_only, pretrain).instruct.row_tokens == 65
+    assert config.load(Recipe, text_only).instruct.row_tokens == 257
 
 
 @pytest.mark.parametrize(
@@ -194,8 +195,14 @@ def test_rows_have_to_fit_a_model_only_where_there_is_one_to_finetune(text_only:
     [
         (["instruct.sources=[]"], r"nothing to finetune on: instruct\.sources is empty"),
         (["instruct.hold_out=1.0"], r"instruct\.hold_out: .*less than 1, got 1\.0"),
-        (["instruct.hold_out=0"], r"instruct\.hold_out: .*greater than 0"),
+        (["instruct.hold_out=0"], r"instruct\.hold_out: .*greater than 0, got 0"),
         (["evaluate.conversations=5", "evaluate.max_tokens=256"], r"evaluate\.max_tokens=256 leaves no room"),
+        (
+            [
+                'prefer={steps=1, tokens_per_step=512, loss={kind="grpo", answer_tokens=256, problems=[{kind="files", name="a", path="a"}]}}'
+            ],
+            r"prefer\.loss\.answer_tokens=256 leaves no room",
+        ),
         (
             ["instruct.template='chatml'", "tokenizer.template='llama3'"],
             r"instruct\.template='chatml' marks turns by <\|im_start\|>.*leave out tokenizer\.template",

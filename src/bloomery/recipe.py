@@ -29,6 +29,7 @@ from bloomery.stages import config as sections
 from bloomery.tokenizer import templates
 from bloomery.tokenizer.config import AnyKind, ByteBpe, Imported
 from bloomery.train import depth
+from bloomery.train.preference.config import Grpo
 
 
 class Recipe(Config):
@@ -74,12 +75,12 @@ class Recipe(Config):
 
     @model_validator(mode="after")
     def _rows_fit_the_model(self) -> "Recipe":
-        if self.pretrain is None or self.finetune is None:
+        if self.pretrain is None:
             return self
         wanted = self.pretrain.model.context + 1
         if "row_tokens" not in self.instruct.model_fields_set:
             self.__dict__["instruct"] = self.instruct.model_copy(update={"row_tokens": wanted})
-        if self.instruct.row_tokens != wanted:
+        if self.finetune is not None and self.instruct.row_tokens != wanted:
             raise ValueError(
                 f"a row holds the model's context and one token more: with pretrain.model.context={wanted - 1} "
                 f"say instruct.row_tokens={wanted}, not {self.instruct.row_tokens}"
@@ -92,6 +93,12 @@ class Recipe(Config):
         if context and self.evaluate.conversations and self.evaluate.max_tokens >= context:
             raise ValueError(
                 f"evaluate.max_tokens={self.evaluate.max_tokens} leaves no room for a question: with "
+                f"pretrain.model.context={context} say less, such as {context // 2}"
+            )
+        loss = self.prefer.loss if self.prefer else None
+        if context and isinstance(loss, Grpo) and loss.answer_tokens >= context:
+            raise ValueError(
+                f"prefer.loss.answer_tokens={loss.answer_tokens} leaves no room for a question: with "
                 f"pretrain.model.context={context} say less, such as {context // 2}"
             )
         return self

@@ -106,7 +106,7 @@ def test_two_ranks_learn_what_one_learns(finetuned: Path, tmp_path: Path) -> Non
 
 def test_a_split_without_a_pair_is_an_error_that_names_it(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="none is left for the split val"):
-        judged_rows.prepare(settings(pairs=pairs(tmp_path), hold_out=0.0), Renderer(small()), CONTEXT, tmp_path)
+        judged_rows.prepare(settings(pairs=pairs(tmp_path), hold_out=1e-9), Renderer(small()), CONTEXT, tmp_path)
 
 
 def test_sequences_are_rendered_conversations_cut_at_turns_where_they_are_too_long(tmp_path: Path) -> None:

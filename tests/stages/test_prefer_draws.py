@@ -238,7 +238,7 @@ def test_two_ranks_draw_the_answers_that_one_draws(finetuned: Path, tmp_path: Pa
 
 
 def test_questions_that_leave_no_room_are_rejected_with_their_line(tmp_path: Path) -> None:
-    rows = [{"question": f"{'x ' * 60 * (n % 2)}{n}?", "answer": f"#### {n}"} for n in range(40)]
+    rows = [{"question": f"{'x ' * 60 * (n % 2)}{n}\u2028\x85?", "answer": f"#### {n}"} for n in range(40)]
     (tmp_path / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     loss = Grpo.model_validate(
         {"problems": [{"kind": "files", "name": "a", "path": tmp_path / "a.jsonl"}], "answer_tokens": 8}
@@ -247,7 +247,7 @@ def test_questions_that_leave_no_room_are_rejected_with_their_line(tmp_path: Pat
     assert (stats["kept"], stats["rejected_by_reason"]) == (20, {"too_long": 20})
     found = [one for split in ("train", "val") for one in asked.questions(tmp_path, split, RENDERER)]
     assert sorted(int(one.right) for one in found) == list(range(0, 40, 2))
-    assert json.loads((tmp_path / "rejected.jsonl").read_text().splitlines()[0])["place"].endswith("a.jsonl:2")
+    assert json.loads((tmp_path / "rejected.jsonl").read_text().split("\n")[0])["place"].endswith("a.jsonl:2")
     assert set(asked.texts(tmp_path)) < {row["question"] for row in rows}
     with pytest.raises(DataError, match="of 40 questions none is left"):
         asked.prepare(loss, 0.0, RENDERER, CONTEXT, tmp_path / "none")

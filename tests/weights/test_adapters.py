@@ -91,8 +91,17 @@ def test_adapters_that_peft_trained_are_merged_into_the_same_logits(tmp_path: Pa
     huggingface.save(tmp_path / "base", lively(shape, 0, VOCAB), Renderer(small()), LINEAGE)
     base = transformers.AutoModelForCausalLM.from_pretrained(str(tmp_path / "base"))
     names = ["c_attn", "c_fc"] if family == "GPT-2" else ["q_proj", "down_proj"]
+    ranks = {rf".*\.[0]\..*{names[0]}": 2, names[1]: 3}
+    alphas = {rf".*\.[01]\.(self_attn|attn)\.{names[0]}": 11, rf"^.*\.0\.mlp\.{names[1]}": 3}
     config = peft.LoraConfig(
-        r=4, lora_alpha=6, target_modules=names, task_type="CAUSAL_LM", init_lora_weights=False, use_rslora=True
+        r=4,
+        lora_alpha=6,
+        target_modules=names,
+        task_type="CAUSAL_LM",
+        init_lora_weights=False,
+        use_rslora=True,
+        rank_pattern=ranks,
+        alpha_pattern=alphas,
     )
     model = peft.get_peft_model(base, config).eval()
     model.save_pretrained(str(tmp_path / "adapters"))

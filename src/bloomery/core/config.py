@@ -166,7 +166,7 @@ def _explain(cls: type[BaseModel], problem: Any) -> tuple[str, str, str]:
     message = message[0].lower() + message[1:]
     given = problem["input"]
     shown = f", got {given!r}" if isinstance(given, str | int | float | bool | None) else ""
-    return key, message + (shown if repr(given) not in message else ""), ""
+    return key, message + ("" if isinstance(given, str) and repr(given) in message else shown), ""
 
 
 def _follow(cls: type[BaseModel], spot: Sequence[int | str]) -> tuple[list[int | str], Any]:

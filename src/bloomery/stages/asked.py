@@ -70,8 +70,7 @@ def prepare(loss: Grpo, hold_out: float, renderer: Renderer, context: int, out: 
 def questions(out: Path, split: Split, renderer: Renderer) -> list[Question]:
     """What `prepare` left of a split."""
     found = []
-    for line in _file(out, split).read_text(encoding="utf-8").splitlines():
-        row = json.loads(line)
+    for row in _rows(_file(out, split)):
         number = _right(row["solution"])
         assert number is not None, "a problem without a number was rejected"
         found.append(Question(row["id"], row["question"], tuple(_prompt(row["question"], renderer)), number))
@@ -105,5 +104,10 @@ def _too_long(one: Problem, renderer: Renderer, most: int) -> Problem | Rejected
 def texts(out: Path) -> Iterator[str]:
     """The questions that were trained on."""
     if _file(out, "train").is_file():
-        for line in _file(out, "train").read_text(encoding="utf-8").splitlines():
-            yield json.loads(line)["question"]
+        yield from (row["question"] for row in _rows(_file(out, "train")))
+
+
+def _rows(path: Path) -> Iterator[dict[str, Any]]:
+    """A text may hold what Python calls the end of a line, U+2028 for one: only the file knows where lines end."""
+    with path.open(encoding="utf-8") as file:
+        yield from map(json.loads, file)

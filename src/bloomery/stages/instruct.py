@@ -35,9 +35,13 @@ REJECTED, DROPPED = "rejected.jsonl", "dropped.jsonl"
 
 
 def digest(config: Instruct) -> str:
-    """A hash of the contents of all files that are read, for the stage's fingerprint. Raises DataError."""
+    """
+    A hash of the contents of all files that are read, and of how conversations are written, for the stage's
+    fingerprint. Raises DataError.
+    """
     looked_in = [decontaminate.digest(one) for one in config.filters if isinstance(one, Decontaminate)]
-    return " ".join(part for part in (readers.digest(config.read), *looked_in) if part)
+    found = (readers.digest(config.read), *looked_in, TEMPLATES[config.template].hash)
+    return " ".join(part for part in found if part)
 
 
 def run(config: Instruct, inputs: Mapping[str, Path], out: Path) -> dict[str, Any]:

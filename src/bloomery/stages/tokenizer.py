@@ -11,6 +11,7 @@ from bloomery.core.log import say
 from bloomery.data import document
 from bloomery.data.holdout import LARGEST_SHARE, is_held_out
 from bloomery.tokenizer import importers, measure, pieces, templates
+from bloomery.tokenizer.chat import Renderer
 from bloomery.tokenizer.config import AnyKind, ByteBpe, Imported, SentencePiece
 from bloomery.tokenizer.quick import Encoder
 from bloomery.tokenizer.sample import Sample
@@ -43,7 +44,10 @@ def vocab_size(config: AnyKind) -> int:
 
 
 def run(config: AnyKind, inputs: Mapping[str, Path], out: Path) -> dict[str, Any]:
-    """Write out/tokenizer.json. Raises DataError where a domain that was asked for has no document."""
+    """
+    Write out/tokenizer.json. Raises DataError where a domain that was asked for has no document, and where the chat
+    template that it is made for cannot be written with it.
+    """
     if isinstance(config, Imported) and not config.measure:
         tokenizer = _made(config, {})
         tokenizer.save(out)
@@ -99,8 +103,9 @@ def _made(config: AnyKind, texts: Texts) -> Tokenizer:
         case SentencePiece():
             tokenizer = pieces.train(every, config)
         case Imported():
-            return _imported(config)
-    if tokenizer.vocab_size < config.vocab_size:
+            tokenizer = _imported(config)
+    Renderer(tokenizer, templates.TEMPLATES[config.template])  # or else it would be told after pretraining
+    if not isinstance(config, Imported) and tokenizer.vocab_size < config.vocab_size:
         say(f"the text holds only {tokenizer.vocab_size} of {config.vocab_size} ids", style="yellow")
     return tokenizer
 

@@ -10,6 +10,7 @@ trained on one says so in bloomery.json, and is merged into what that base compu
 """
 
 import math
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -88,13 +89,15 @@ def read(folder: Path) -> Adapter:
     try:
         facts = read_json(folder / CONFIG)
         tensors = safetensors.torch.load_file(folder / WEIGHTS)
-        _refuse(facts, folder)
+        if (more := _more(facts)) != "":
+            cure = "Merge it with PEFT, and take the whole model."
+            raise CheckpointError(f"is more than matrices beside matrices: {more}", where=str(folder), cure=cure)
         pairs, scales = {}, {}
         for name in sorted(name for name in tensors if name.endswith(".lora_A.weight")):
             matrix = name.removeprefix(PREFIX).removesuffix(".lora_A.weight")
             pairs[matrix] = (tensors.pop(name), tensors.pop(name.replace(".lora_A.", ".lora_B.")))
             rank = len(pairs[matrix][0])
-            alpha = _of_pattern(facts.get("alpha_pattern") or {}, matrix, float(facts["lora_alpha"]))
+            alpha = float(_of_pattern(facts.get("alpha_pattern") or {}, matrix, facts["lora_alpha"]))
             scales[matrix] = alpha / (math.sqrt(rank) if facts.get("use_rslora") else rank)
         base = str(facts["base_model_name_or_path"])
     except (OSError, SafetensorError, ValueError, KeyError, TypeError) as error:
@@ -203,14 +206,17 @@ def _targets(adapted: Mapping[str, int], every: list[str]) -> list[str]:
     return sorted(short if exact else adapted)
 
 
-def _of_pattern(patterns: Mapping[str, float], name: str, usual: float) -> float:
-    return next((float(value) for key, value in patterns.items() if name == key or name.endswith(f".{key}")), usual)
+def _of_pattern(patterns: Mapping[str, Any], name: str, usual: Any) -> Any:
+    """The first whose key, an expression, is the end of a name as PEFT has it."""
+    try:
+        return next((value for key, value in patterns.items() if re.match(rf"(.*\.)?({key})$", name)), usual)
+    except re.error as error:
+        raise ValueError(f"a key of its patterns is no expression: {error}") from None
 
 
-def _refuse(facts: Mapping[str, Any], folder: Path) -> None:
-    """What of PEFT's is more than W + s · B A."""
+def _more(facts: Mapping[str, Any]) -> str:
+    """What of PEFT's is more than W + s · B A; "" where nothing is."""
     if facts.get("peft_type") != "LORA":
-        raise ValueError(f"its kind is {facts.get('peft_type')!r}")
-    for key in ("use_dora", "layer_replication", "modules_to_save", "lora_bias", "alora_invocation_tokens"):
-        if facts.get(key):
-            raise ValueError(f"{key} is {facts[key]!r}")
+        return f"its kind is {facts.get('peft_type')!r}"
+    keys = ("use_dora", "layer_replication", "modules_to_save", "lora_bias", "alora_invocation_tokens")
+    return ", ".join(f"{key} is {facts[key]!r}" for key in keys if facts.get(key))
