@@ -199,7 +199,8 @@ def test_rows_have_to_fit_a_model_only_where_there_is_one_to_finetune(text_only:
         (["evaluate.conversations=5", "evaluate.max_tokens=256"], r"evaluate\.max_tokens=256 leaves no room"),
         (
             [
-                'prefer={steps=1, tokens_per_step=512, loss={kind="grpo", answer_tokens=256, problems=[{kind="files", name="a", path="a"}]}}'
+                "prefer={steps=1, tokens_per_step=512}",
+                'prefer.loss={kind="grpo", answer_tokens=256, problems=[{kind="files", name="a", path="a"}]}',
             ],
             r"prefer\.loss\.answer_tokens=256 leaves no room",
         ),

@@ -20,6 +20,7 @@ from bloomery.shards.loader import IGNORE, Samples
 from bloomery.stages import instruct
 from bloomery.stages.config import Instruct
 from bloomery.tokenizer.chat import Message, Renderer, as_message
+from bloomery.tokenizer.templates import TEMPLATES
 from tests.tokenizer.made import small
 
 ROW = 81
