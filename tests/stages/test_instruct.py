@@ -264,7 +264,7 @@ def test_the_digest_changes_with_the_content_of_a_file_and_not_with_its_place(do
         return instruct.digest(build(Instruct, {"sources": [source, {"kind": "worlds"}]}))
 
     assert digest("a\n", "a.jsonl") == digest("a\n", "b.jsonl") != digest("b\n", "a.jsonl")
-    plain, other = (instruct.digest(Instruct(template=name)) for name in ("bloomery", "chatml"))  # type: ignore[arg-type]
+    plain, other = (instruct.digest(Instruct(template=name)) for name in ("bloomery", "chatml"))
     assert (plain, other) == (TEMPLATES["bloomery"].hash, TEMPLATES["chatml"].hash)
 
 
