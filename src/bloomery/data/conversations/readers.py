@@ -20,7 +20,7 @@ from bloomery.data.accept import first_unmet
 from bloomery.data.conversations import dialogue, shapes, trees
 from bloomery.data.conversations.config import Shaped, Source, TalkFiles, TalkHub, TalkPreset, WorldTalks
 from bloomery.data.conversations.conversation import Conversation, Messages, Rejected, as_message, half_pair
-from bloomery.data.conversations.shapes import Row, Shape
+from bloomery.data.conversations.shapes import LISTS, Row, Shape
 from bloomery.data.rows import Found
 from bloomery.data.sources import AnyFiles
 from bloomery.data.unpack import Problem
@@ -239,8 +239,8 @@ def _read(shape: Shape | None, row: Row, source: Shaped) -> Messages | Problem:
         what = f"has the shape of no conversation; its fields: {', '.join(row)}"
         return Problem("unknown_shape", 0, what)
     found = shapes.READ[shape](row, source.fields)
-    merged = source.shape is None and any(value is None for value in row.values())
-    if merged and isinstance(found, Problem) and found.reason in ("no_field", "no_messages"):
+    merged = source.shape is None and any(one is None or (one == [] and name in LISTS) for name, one in row.items())
+    if merged and isinstance(found, Problem) and found.reason in ("no_field", "no_messages", "bad_message"):
         own = shapes.detected(row, source.fields)
         if own is not None and own not in (shape, "tree"):
             return shapes.READ[own](row, source.fields)
