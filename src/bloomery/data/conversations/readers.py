@@ -6,7 +6,7 @@ cap needs; where there is a cap, files come in the order of the hash of their na
 """
 
 import hashlib
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import NamedTuple, TypeVar
 
@@ -140,11 +140,11 @@ def _of_file(file: _File) -> Iterator[Item]:
     elif ending == ".parquet":
         yield from _of_rows(file, _parquet(file))
     else:
-        yield from _of_rows(file, rows.jsonl(file.path, file.source.max_row_bytes))
+        yield from _of_rows(file, rows.jsonl(file.path, file.source.max_row_bytes, setting=unpack.ROW))
 
 
 def _of_text(file: _File) -> Iterator[Item]:
-    data = unpack.whole(file.path, file.source.max_row_bytes)
+    data = unpack.whole(file.path, file.source.max_row_bytes, setting=unpack.ROW)
     text = data if isinstance(data, Problem) else rows.decode(data)
     for ending, part in rows.parts(text, file.source.separator):
         found = dialogue.parsed(part, file.source.speakers) if isinstance(part, str) else part
@@ -165,7 +165,7 @@ def raw_rows(source: TalkFiles | TalkHub, looked_at: Collection[str]) -> Iterato
         elif ending in (".txt", ".text"):
             found = iter([(0, Problem("no_rows", 0, "is text, and rows are wanted"))])
         else:
-            found = rows.jsonl(file.path, source.max_row_bytes)
+            found = rows.jsonl(file.path, source.max_row_bytes, setting=unpack.ROW)
         for ending, row in _placed(found):
             yield f"{file.where}{ending}", f"{source.name}/{file.name}{ending}", row
 
@@ -197,7 +197,19 @@ def _columns(file: _File, looked_at: Collection[str]) -> Iterator[tuple[int, Fou
         what = f"has none of the columns that are looked for; its columns: {', '.join(names)}"
         yield 0, Problem("no_column", 0, what)
         return
-    yield from tables.parquet(file.path, kept)
+    most = file.source.max_row_bytes
+    for number, row in tables.parquet(file.path, kept):
+        size = 0 if isinstance(row, Problem) else _text_bytes(row)
+        yield number, row if size <= most else unpack.too_long(size, most, "its text", setting=unpack.ROW)
+
+
+def _text_bytes(value: object) -> int:
+    """Bytes of all text in a value."""
+    if isinstance(value, str):
+        return rows.utf8_bytes(value)
+    if isinstance(value, Mapping):
+        return sum(map(_text_bytes, value.values()))
+    return sum(map(_text_bytes, value)) if isinstance(value, list | tuple) else 0
 
 
 def _of_rows(file: _File, found: Iterator[tuple[int, Found]]) -> Iterator[Item]:
