@@ -177,7 +177,18 @@ def test_speakers_that_the_recipe_names_tell_a_dialogue_and_one_may_begin_as_the
 
 BROKEN: list[tuple[Shape, dict[str, Any], str, str]] = [
     ("messages", {"x": 1}, "no_messages", "has no list messages or conversations; its fields: x"),
-    ("messages", {"messages": "Hi"}, "no_messages", "has no list"),
+    (
+        "messages",
+        {"messages": "Hi"},
+        "no_messages",
+        "has no list messages or conversations (messages is a text, and no",
+    ),
+    (
+        "messages",
+        {"messages": "[]"},
+        "no_messages",
+        "(messages is a text, and no list of messages in JSON); its fields: ",
+    ),
     ("messages", {"messages": '[{"role": "user"'}, "bad_message", "field 'messages' holds no messages: its text is no"),
     ("sharegpt", {"conversations": ' ["a", '}, "bad_message", "its text is no list in JSON (Expecting value"),
     ("pairs", {"prompt": "a", "answer": json.dumps(ASKED)}, "bad_message", "its question is a text, and its answer"),

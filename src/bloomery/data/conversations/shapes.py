@@ -264,8 +264,10 @@ def _list(row: Row, fields: Fields) -> list[Any] | Problem:
     if not found and (broken := _broken(row, fields)):
         return Problem("bad_message", 0, f"field {broken[0]!r} holds no messages: {broken[1]}")
     if not found:
-        wanted = fields.messages or " or ".join(LISTS[:2])
-        return Problem("no_messages", 0, f"has no list {wanted}; its fields: {', '.join(row)}")
+        names = [fields.messages] if fields.messages else LISTS[:2]
+        text = next((name for name in names if isinstance(rows.at(dict(row), name), str)), None)
+        told = f" ({text} is a text, and no list of messages in JSON)" if text else ""
+        return Problem("no_messages", 0, f"has no list {' or '.join(names)}{told}; its fields: {', '.join(row)}")
     name, value = next((one for one in found if _of_list(*one) is not None), found[0])
     return value or Problem("no_messages", 0, f"its list {name} is empty")
 
