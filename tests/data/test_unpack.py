@@ -61,6 +61,7 @@ def test_a_file_is_read_whole_up_to_a_limit(tmp_path: Path) -> None:
         assert unpack.whole(path, 1000) == b"y" * 1000
         assert isinstance(found := unpack.whole(path, 999), Problem)
         assert (found.reason, found.value) == ("too_long", 1000)
+        assert found.what.endswith("1,000 bytes, more than max_document_bytes = 999")
     with pytest.raises(DataError, match=r"none: cannot be read"):
         unpack.whole(tmp_path / "none", 10)
 

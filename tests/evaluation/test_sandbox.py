@@ -69,6 +69,46 @@ def test_code_that_fails_or_ends_before_its_tests_does_not_pass(code: str) -> No
     assert tried(code).status == "failed"
 
 
+FORKED = """
+import os, time
+if os.fork():
+    time.sleep(0.3)
+    os._exit(0)
+"""
+SAYS_ALL_IT_CAN = """
+import os
+for number in range(3, 64):
+    for word in (b'+', b'refused', bytes(16)):
+        try: os.write(number, word)
+        except OSError: pass
+os._exit({})
+"""
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        *(f"import sys; sys.exit({code})" for code in (cell.REFUSED, cell.PASSED, 200)),
+        *(f"import os; os._exit({code})" for code in (cell.REFUSED, cell.PASSED)),
+        *(f"import os; os.execv('/bin/sh', ['sh', '-c', 'exit {code}'])" for code in (cell.REFUSED, cell.PASSED)),
+        *(SAYS_ALL_IT_CAN.format(code) for code in (0, cell.REFUSED, cell.PASSED)),
+        FORKED,
+    ],
+)
+def test_no_exit_of_the_code_is_taken_for_a_word_of_the_cell(code: str) -> None:
+    assert tried(f"{code}\nassert 1 == 2").status == "failed"
+    assert tried(code).status == "failed"
+
+
+def test_code_passes_that_takes_the_ways_to_harm_out_of_os() -> None:
+    assert tried("import os\nfor name in ('_exit', 'write', 'getpid', 'fork'): setattr(os, name, None)").passed
+
+
+def test_code_that_no_file_can_hold_fails() -> None:
+    outcome = tried("print('\ud800')")
+    assert (outcome.status, outcome.output[:31]) == ("failed", "character 7 of the program is h")
+
+
 def test_an_endless_loop_ends_with_its_time_also_where_it_ignores_signals() -> None:
     stubborn = "import signal\nfor one in (2, 15, 24): signal.signal(one, signal.SIG_IGN)\nwhile True: pass"
     outcome = tried(stubborn, Limits(seconds=1.0, cpu_seconds=20))
@@ -176,6 +216,9 @@ print(len(os.listdir('/work')), 'hunter2' in text, 'passwd' in text, processes)
         "import ctypes; assert ctypes.CDLL(None).syscall(435, 0, 0) >= 0",
         "import resource; resource.setrlimit(resource.RLIMIT_AS, (2**40, 2**40))",
         "import os; os.chroot('/work')",
+        "import ctypes; assert ctypes.CDLL(None).shmget(0, 4096, 0o1600) >= 0",
+        "import ctypes; assert ctypes.CDLL(None).semget(0, 1, 0o1600) >= 0",
+        "import ctypes; assert ctypes.CDLL(None).msgget(0, 0o1600) >= 0",
         "import os\nfor name in os.listdir('/proc/1/fd'): os.write(int(name), b'x')",
     ],
 )

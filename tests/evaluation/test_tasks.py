@@ -218,3 +218,10 @@ def test_decontamination_reads_the_questions_of_the_table(name: str, tmp_path: P
     found = {piece.row for piece in examined.pieces(path)}
     assert found == set(range(1, 21))
     assert json.loads(path.read_text().splitlines()[0])
+
+
+def test_half_a_surrogate_pair_in_a_task_is_told_with_its_row(tmp_path: Path) -> None:
+    row = {"task_id": "T/1", "prompt": "def f():\n", "entry_point": "f", "canonical_solution": "    return 1\n"}
+    write(tmp_path / "humaneval.jsonl", [{**row, "test": "def check(f):\n    assert f() == '\ud83d'\n"}])
+    with pytest.raises(DataError, match=r"humaneval\.jsonl:1: .* half a surrogate pair at character 33;"):
+        tasks.rows("humaneval", Place((tmp_path,)))

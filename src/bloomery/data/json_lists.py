@@ -19,13 +19,14 @@ def objects(path: Path, max_bytes: int) -> Iterator[tuple[int, Found]]:
     Line (from 1) on which it begins, and object, of every element of a .json, .json.gz or .json.zst file. A file that
     holds no list is read as lines of objects: many are called so.
 
-    An element that is no object is a problem, and the next one comes after it. Behind text that is no JSON, and behind
-    an element of more than `max_bytes`, nothing is found again: the problem `torn` or `too_long` is the last item.
+    An element that is no object, or is one of more than `max_bytes`, is a problem, and the next one comes after it.
+    Behind text that is no JSON, and where so much was read and the element had no end yet, nothing is found again: the
+    problem `torn` or `too_long` is the last item, and says so.
     """
     text = _Text(path)
     text.more()
     if not text.held[SPACE.match(text.held).end() :].startswith("["):  # type: ignore[union-attr]
-        yield from rows.jsonl(path, max_bytes)
+        yield from rows.jsonl(path, max_bytes, setting=unpack.ROW)
         return
     text.skip(SPACE)
     text.at += 1
@@ -45,20 +46,28 @@ def objects(path: Path, max_bytes: int) -> Iterator[tuple[int, Found]]:
                 value, end = decoder.raw_decode(text.held, text.at)
                 break
             except (ValueError, RecursionError) as error:
-                size = len(text.held) - text.at
-                if size > max_bytes:
-                    yield line, unpack.too_long(size, max_bytes, f"the element that begins on line {line}")
+                if len(text.held) - text.at > max_bytes:
+                    found = _too_long(text.held[text.at :], max_bytes, line, "at least ")
+                    yield line, Problem(found.reason, found.value, f"{found.what}; what follows it is not read")
                     return
                 if not text.more():
                     what = f"the list is broken in the element on line {line}; what follows it is not read ({error})"
                     yield line, text.problem or Problem("torn", line, what)
                     return
+        held = text.held[text.at : end] if 4 * (end - text.at) > max_bytes else ""
         text.at = end
-        if isinstance(value, dict):
+        if rows.utf8_bytes(held) > max_bytes:
+            yield line, _too_long(held, max_bytes, line)
+        elif isinstance(value, dict):
             yield line, value
         else:
             what = f"the element on line {line} holds {type(value).__name__} instead of an object"
             yield line, Problem("not_json", line, what)
+
+
+def _too_long(held: str, max_bytes: int, line: int, least: str = "") -> Problem:
+    what = f"the element that begins on line {line}"
+    return unpack.too_long(rows.utf8_bytes(held), max_bytes, what, least, setting=unpack.ROW)
 
 
 class _Text:

@@ -60,15 +60,17 @@ def utf8_bytes(text: str) -> int:
     return len(text) if text.isascii() else len(text.encode())
 
 
-def jsonl(path: Path, max_bytes: int | None = None, span: Span | None = None) -> Iterator[tuple[int, Found]]:
+def jsonl(
+    path: Path, max_bytes: int | None = None, span: Span | None = None, *, setting: str = unpack.DOCUMENT
+) -> Iterator[tuple[int, Found]]:
     """
     Line number (from 1) and object of every line of a .jsonl, .jsonl.zst or .jsonl.gz file, or of a span of one that is
     not compressed; blank lines are passed.
 
-    A line of more than `max_bytes` is a problem `too_long`. The last item is a problem with reason `torn` where the
-    file ends too early, or `bomb`. Raises DataError where it cannot be opened.
+    A line of more than `max_bytes`, which the source calls `setting`, is a problem `too_long`. The last item is a
+    problem with reason `torn` where the file ends too early, or `bomb`. Raises DataError where it cannot be opened.
     """
-    for number, line in unpack.lines(path, max_bytes, blank=False, span=span):
+    for number, line in unpack.lines(path, max_bytes, blank=False, span=span, setting=setting):
         if isinstance(line, Problem):
             yield number, line
             continue

@@ -21,6 +21,8 @@ CHUNK_BYTES = 1 << 18
 ZSTD_BITE_BYTES = 1 << 10
 """What a zstd frame is fed at once. A block of 4 bytes can stand for 128 KiB, so a bite unpacks to 32 MiB at most."""
 LARGEST_WINDOW_BYTES = 2**31  # `zstd --long=31` writes it; the library's default refuses more than 2**27
+DOCUMENT, ROW = "max_document_bytes", "max_row_bytes"
+"""Settings of sources that bound what is read at once: of documents, and of conversations and preferences."""
 BOMB_BYTES, BOMB_RATIO = 2**28, 1000
 """What has unpacked to more than this many bytes, and to so many times its own, is a bomb: text gives 2 to 20."""
 
@@ -95,19 +97,25 @@ def chunks(path: Path, span: Span | None = None) -> Iterator[bytes | Problem]:
 
 
 def lines(
-    path: Path, max_bytes: int | None = None, *, blank: bool = True, span: Span | None = None
+    path: Path,
+    max_bytes: int | None = None,
+    *,
+    blank: bool = True,
+    span: Span | None = None,
+    setting: str = DOCUMENT,
 ) -> Iterator[tuple[int, bytes | Problem]]:
     """
     Number (from 1) and bytes of each line, with its line feed where it has one. Without `blank`, no empty ones.
 
     Lines end at "\\n" and nothing else: `str.splitlines` also breaks at U+2028, U+0085 and form feeds, which text
-    holds. A line of more than `max_bytes` is a problem `too_long`, and the next one comes after it.
+    holds. A line of more than `max_bytes`, which the source calls `setting`, is a problem `too_long`, and the next one
+    comes after it.
     """
     number, held, size = span.first if span else 1, list[bytes](), 0
 
     def line(last: bytes) -> bytes | Problem:
         if max_bytes is not None and size + len(last) > max_bytes:
-            return too_long(size + len(last), max_bytes, f"line {number}")
+            return too_long(size + len(last), max_bytes, f"line {number}", setting=setting)
         return b"".join((*held, last))
 
     for chunk in chunks(path, span):
@@ -132,7 +140,7 @@ def lines(
         yield number, line(b"")
 
 
-def whole(path: Path, max_bytes: int) -> bytes | Problem:
+def whole(path: Path, max_bytes: int, *, setting: str = DOCUMENT) -> bytes | Problem:
     """All bytes of a file, or the problem that it has; no more of it is read than `max_bytes`."""
     held, size = list[bytes](), 0
     for chunk in chunks(path):
@@ -141,14 +149,14 @@ def whole(path: Path, max_bytes: int) -> bytes | Problem:
         size += len(chunk)
         if size > max_bytes:
             full = path.stat().st_size if path.suffix not in FRAMES else size
-            return too_long(full, max_bytes, "it", "" if path.suffix not in FRAMES else "at least ")
+            return too_long(full, max_bytes, "it", "" if path.suffix not in FRAMES else "at least ", setting=setting)
         held.append(chunk)
     return b"".join(held)
 
 
-def too_long(size: int, max_bytes: int, what: str, least: str = "") -> Problem:
-    """The problem of a document of more bytes than its source allows."""
-    return Problem("too_long", size, f"{what} has {least}{size:,} bytes, more than max_document_bytes = {max_bytes:,}")
+def too_long(size: int, max_bytes: int, what: str, least: str = "", *, setting: str = DOCUMENT) -> Problem:
+    """The problem of a document or row of more bytes than this setting of its source allows."""
+    return Problem("too_long", size, f"{what} has {least}{size:,} bytes, more than {setting} = {max_bytes:,}")
 
 
 def unreadable(path: Path, error: Exception) -> DataError:

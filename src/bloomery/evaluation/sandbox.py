@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Literal
 
 from bloomery.core.errors import HardwareError
+from bloomery.data.conversations.conversation import half_pair
 from bloomery.evaluation import cell
 
 Status = Literal["passed", "failed", "timeout", "output", "killed"]
@@ -65,7 +66,7 @@ class Outcome:
 
 def run(code: str, limits: Limits | None = None, *, weaker: bool = False) -> Outcome:
     """
-    Run one program to its end, or to the end of its time.
+    Run one program to its end, or to the end of its time. One that no UTF-8 can hold fails, as it would in a file.
 
     Raises HardwareError where this machine cannot hold it, and nothing was run; `weaker` runs it all the same, behind
     what walls there are.
@@ -73,6 +74,8 @@ def run(code: str, limits: Limits | None = None, *, weaker: bool = False) -> Out
     limits = limits or Limits()
     if sys.platform != "linux":
         raise HardwareError(f"there is no sandbox for {sys.platform}", cure="Run the programs on Linux.")
+    if (spot := half_pair(code)) is not None:
+        return Outcome("failed", f"character {spot} of the program is half a surrogate pair: no file can hold it", 0.0)
     began = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="cell-") as home:
         os.chmod(home, 0o755 if not weaker else 0o777)

@@ -18,6 +18,7 @@ from typing import Any, Literal
 
 from bloomery.core.errors import ConfigError, DataError
 from bloomery.data import examined, hub, web_files
+from bloomery.data.conversations.conversation import half_pair
 from bloomery.data.hub import Repository
 from bloomery.evaluation import battery, shapes
 from bloomery.evaluation.shapes import Item, Row, Shape
@@ -205,6 +206,9 @@ def shaped(shape: Shape, row: Row, where: str) -> Item:
         item = shape(row)
         if item.choices and not 0 <= item.gold < len(item.choices):  # -1 where a split keeps its answers secret
             raise ValueError(f"the right one of {len(item.choices)} choices is {item.gold}")
+        for text in (item.head, *item.prompts, *item.choices, item.answer, item.test):
+            if (spot := half_pair(text)) is not None:
+                raise ValueError(f"a text of it holds half a surrogate pair at character {spot}")
         return item
     except (KeyError, ValueError, TypeError, AttributeError, IndexError) as error:
         what = f"is no row of this task: {type(error).__name__}: {error}; its fields: {', '.join(row)}"

@@ -89,6 +89,10 @@ def test_answers_that_open_with_a_refusal_or_a_hedge_go(answer: str, found: str 
     assert reason(only, "Please.", answer) == (found if found == "refusal.hedge" else None)
 
 
+AND_SO_ON = "and so on, as can be seen if one reads all that has been written about it,"
+ENDS = ("https://a.b/c?d=e", "(https://a.b/c", "www.a.b/c", "42", "1,000.5", "$3", "x:https://a.b/c", "5th", "1990s")
+
+
 @pytest.mark.parametrize(
     ("answer", "found"),
     [
@@ -103,6 +107,11 @@ def test_answers_that_open_with_a_refusal_or_a_hedge_go(answer: str, found: str 
         (LONG + "你好。", None),
         (LONG + "Bye 😀", None),
         ("这" * 100, "truncated.text"),
+        *((f"{LONG} {AND_SO_ON} {end}", None) for end in ENDS),
+        *((f"{LONG} {AND_SO_ON} {end}", "truncated.text") for end in ("GPT", "http", "5 of", "v2beta", "the2")),
+        ("这" * 100 + "共有42", None),
+        ("这" * 100 + "https://a.b/c", None),
+        ("这https://a.b/c" + "这" * 100, "truncated.text"),
     ],
 )
 def test_answers_that_stop_in_the_middle_go(answer: str, found: str | None) -> None:
@@ -154,6 +163,13 @@ def test_blank_messages_go() -> None:
     assert reason({"kind": "blank"}, "a", " \n") == "blank"
     assert reason({"kind": "blank"}, "", "b") == "blank"
     assert reason({"kind": "blank"}, "a", "b") is None
+
+
+@pytest.mark.parametrize("text", ["\u200b", "\ufeff", " \u200b\n\u2060\u00ad", "\u200e\x00", "\u3000"])
+def test_messages_of_which_nothing_is_seen_are_blank(text: str) -> None:
+    assert reason({"kind": "blank"}, "a", text) == "blank"
+    assert reason({"kind": "blank"}, text, "b") == "blank"
+    assert reason({"kind": "blank"}, "a", f"{text}😀") is None
 
 
 def test_of_equal_conversations_the_first_stays_also_over_batches() -> None:

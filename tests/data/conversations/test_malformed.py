@@ -2,6 +2,7 @@
 
 import datetime
 import gzip
+import itertools
 import json
 import random
 from collections.abc import Callable
@@ -66,6 +67,29 @@ def test_rows_of_two_merged_files_are_read_by_the_columns_that_have_values(tmp_p
     merged = [{name: row.get(name) for name in columns} for row in rows]
     pq.write_table(pa.Table.from_pylist(merged), tmp_path / "a.parquet")
     assert [reason for _, reason in told(read(tmp_path / "a.parquet"))] == ["", "", ""]
+
+
+@pytest.mark.parametrize("nothing", [None, []])
+def test_rows_of_merged_files_may_have_their_lists_in_different_columns(tmp_path: Path, nothing: Any) -> None:
+    sharegpt: list[dict[str, str]] = [{"from": "human", "value": "a"}, {"from": "gpt", "value": "b"}]
+    turns: list[dict[str, str]] = [{"input": "a", "output": "b"}]
+    columns = {"messages": TALK["messages"], "conversations": sharegpt, "conversation": turns}
+    for count, order in enumerate(itertools.permutations(columns)):
+        merged = [{**dict.fromkeys(columns, nothing), name: columns[name]} for name in order]
+        (tmp_path / f"{count}.jsonl").write_text("\n".join(map(json.dumps, merged)))
+        pq.write_table(pa.Table.from_pylist(merged), tmp_path / f"{count}.parquet")
+        for ending in ("jsonl", "parquet"):
+            assert [reason for _, reason in told(read(tmp_path / f"{count}.{ending}"))] == ["", "", ""], (order, ending)
+
+
+def test_a_broken_list_of_messages_as_json_text_is_told_also_where_it_comes_first(tmp_path: Path) -> None:
+    rows: list[dict[str, Any]] = [{"messages": json.dumps(TALK["messages"])[:-1]}, TALK]
+    (tmp_path / "a.jsonl").write_text("\n".join(map(json.dumps, [*rows, rows[0]])))
+    found = read(tmp_path / "a.jsonl")
+    assert told(found) == [("1", "bad_message"), ("2", ""), ("3", "bad_message")]
+    for one in (found[0], found[2]):
+        assert isinstance(one, Rejected)
+        assert one.problem.what.startswith("field 'messages' holds no messages: its text is no list in JSON (Expecting")
 
 
 def test_speakers_without_a_shape_are_looked_for_in_rows(tmp_path: Path) -> None:

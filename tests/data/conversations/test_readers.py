@@ -126,13 +126,51 @@ def test_a_list_is_read_an_element_at_a_time_up_to_where_it_is_broken(tmp_path: 
         ["What is 1?", PAIRS[1]["answer"]],
     ]
     assert rejected(found) == [("a.json:6", "not_json")]
-    assert rejected(read(files(path, max_row_bytes=1000)))[-1] == ("a.json:7", "too_long")
+    assert rejected(read(files(path, max_row_bytes=1000))) == [("a.json:6", "not_json"), ("a.json:7", "too_long")]
     path.write_bytes(path.read_bytes()[:-40])
     assert rejected(read(files(path)))[-1] == ("a.json:11", "torn")
     path.write_bytes(b'[{"question": "\xff"}]')
     assert next(one for _, one in json_lists.objects(path, 100) if isinstance(one, Problem)).reason == "not_utf8"
     path.write_bytes(b"[]")
     assert read(files(path)) == []
+
+
+@pytest.mark.parametrize("name", ["a.jsonl", "a.jsonl.gz", "b.json", "c.json", "d.json.gz", "e.parquet"])
+def test_a_row_that_is_longer_than_its_source_allows_costs_itself_alone_and_names_the_setting(
+    tmp_path: Path, name: str
+) -> None:
+    given = [PAIRS[0], {"question": "long", "answer": "é" * 600}, {"question": "short", "answer": "é" * 400}]
+    made = {
+        "a.jsonl": lines(given),
+        "a.jsonl.gz": gzip.compress(lines(given)),
+        "b.json": lines(given),
+        "c.json": json.dumps(given, ensure_ascii=False).encode(),
+        "d.json.gz": gzip.compress(json.dumps(given, ensure_ascii=False, indent=1).encode()),
+        "e.parquet": parquet(tmp_path / "made", given),
+    }
+    (tmp_path / name).write_bytes(made[name])
+    found = read(files(tmp_path / name, max_row_bytes=1000))
+    assert [len(texts[1]) for texts in said(found)] == [len(PAIRS[0]["answer"]), 400]
+    [problem] = [one.problem for one in found if isinstance(one, Rejected)]
+    assert problem.reason == "too_long"
+    assert 1200 <= problem.value < 1300
+    assert problem.what.endswith("bytes, more than max_row_bytes = 1,000")
+
+
+def test_where_an_element_has_no_end_within_what_its_source_allows_what_follows_is_told_to_be_unread(
+    tmp_path: Path,
+) -> None:
+    given = [PAIRS[0], {"question": "long", "answer": "x" * 2_000_000}, PAIRS[1]]
+    (tmp_path / "a.json").write_text(json.dumps(given, indent=1))
+    found = read(files(tmp_path, max_row_bytes=1000))
+    assert [len(texts) for texts in said(found)] == [2]
+    [problem] = [one.problem for one in found if isinstance(one, Rejected)]
+    assert "has at least" in problem.what
+    assert problem.what.endswith("more than max_row_bytes = 1,000; what follows it is not read")
+    (tmp_path / "a.json").rename(tmp_path / "a.txt")
+    [text] = read(files(tmp_path, max_row_bytes=1000))
+    assert isinstance(text, Rejected)
+    assert text.problem.what.endswith("more than max_row_bytes = 1,000")
 
 
 def test_elements_of_a_list_that_stand_on_one_line_have_places_and_ids_of_their_own(tmp_path: Path) -> None:

@@ -100,6 +100,38 @@ def test_a_list_that_is_held_as_json_text_is_that_list() -> None:
         assert shapes.detected({"messages": text}, Fields()) is None, text
 
 
+ASKED, SAID = [{"role": U, "content": "p"}], [{"role": A, "content": "c"}]
+
+
+@pytest.mark.parametrize("asked", [ASKED, json.dumps(ASKED), "p"])
+@pytest.mark.parametrize("said", [SAID, json.dumps(SAID, indent=1), "c"])
+@pytest.mark.parametrize("names", [("prompt", "completion"), ("question", "answer"), ("q", "r")])
+def test_a_question_and_its_answer_are_texts_or_lists_of_messages_or_those_as_json_text(
+    asked: Any, said: Any, names: tuple[str, str]
+) -> None:
+    fields = Fields(question="q", answer="r") if names[0] == "q" else Fields()
+    row = dict(zip(names, (asked, said), strict=True))
+    assert shapes.detected(row, fields) == "pairs"
+    assert shapes.READ["pairs"](row, fields) == [*ASKED, *SAID]
+
+
+@pytest.mark.parametrize("text", ['[{"name": "f", "arguments": {}}]', "[1, 2]", "[]", '["a"]', '[{"role": ', "[{}]"])
+def test_an_answer_in_json_that_is_no_list_of_messages_is_a_text(text: str) -> None:
+    for asked in ("p", ASKED):
+        assert shapes.READ["pairs"]({"prompt": asked, "chosen": text}, Fields()) == [
+            {"role": U, "content": "p"},
+            {"role": A, "content": text},
+        ]
+    assert shapes.detected({"prompt": "p", "chosen": text}, Fields()) == "pairs"
+
+
+@pytest.mark.parametrize("name", ["dialog", "dialogue", "conversation", "chat"])
+def test_texts_in_turn_may_be_held_as_json_text(name: str) -> None:
+    row = {name: '["hi", "yo"]'}
+    assert shapes.detected(row, Fields()) == "exchanges"
+    assert shapes.READ["exchanges"](row, Fields()) == shapes.READ["exchanges"]({name: ["hi", "yo"]}, Fields())
+
+
 def test_fields_that_the_recipe_names_are_read_and_no_others() -> None:
     row = {"a": {"q": "Q"}, "r": "A", "c": "C", "messages_": [], "sys": "S", "prompt": "p", "completion": "c"}
     fields = Fields(question="a.q", answer="r", system="sys")
@@ -145,7 +177,21 @@ def test_speakers_that_the_recipe_names_tell_a_dialogue_and_one_may_begin_as_the
 
 BROKEN: list[tuple[Shape, dict[str, Any], str, str]] = [
     ("messages", {"x": 1}, "no_messages", "has no list messages or conversations; its fields: x"),
-    ("messages", {"messages": "Hi"}, "no_messages", "has no list"),
+    (
+        "messages",
+        {"messages": "Hi"},
+        "no_messages",
+        "has no list messages or conversations (messages is a text, and no",
+    ),
+    (
+        "messages",
+        {"messages": "[]"},
+        "no_messages",
+        "(messages is a text, and no list of messages in JSON); its fields: ",
+    ),
+    ("messages", {"messages": '[{"role": "user"'}, "bad_message", "field 'messages' holds no messages: its text is no"),
+    ("sharegpt", {"conversations": ' ["a", '}, "bad_message", "its text is no list in JSON (Expecting value"),
+    ("pairs", {"prompt": "a", "answer": json.dumps(ASKED)}, "bad_message", "its question is a text, and its answer"),
     ("messages", {"messages": [{"role": U, "content": [{"type": "image_url"}]}]}, "not_text", "of the types image_url"),
     ("messages", {"messages": [{"role": A, "content": "a", "weight": 0}]}, "weight_zero", "not to learn from it"),
     ("messages", {"messages": [{"role": A}]}, "bad_message", "message 1 has no role and content"),

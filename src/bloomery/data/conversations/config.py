@@ -68,7 +68,10 @@ class Shaped(Talks):
     accept: tuple[FieldIs, ...] = ()
     """Conditions that a row has to meet; the others are rejected with the condition and the value it saw."""
     max_row_bytes: Positive = 16 * 2**20
-    """A longer row is rejected (`too_long`). It bounds the memory of reading."""
+    """
+    A longer row is rejected (`too_long`), of parquet by the text in it. It bounds the memory of reading. In a .json
+    list, an element that has no end within so much ends the reading of its file.
+    """
 
     @property
     def fields(self) -> Fields:

@@ -7,6 +7,7 @@ and Chinese, and every number is a setting. A conversation goes for the first fi
 """
 
 import hashlib
+import unicodedata
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
@@ -21,6 +22,8 @@ from bloomery.data.conversations import phrases
 from bloomery.data.conversations.conversation import Conversation
 from bloomery.data.sought import Sought
 
+VISIBLE = "".join(map(chr, range(0x21, 0x7F)))
+"""What addresses and numbers are written with."""
 BATCH = 256
 """Conversations that are looked at together."""
 
@@ -121,7 +124,8 @@ class Refusal(Filtering):
 class Truncated(Filtering):
     """
     An answer stops in mid-sentence, or in code that is not closed: a model that learns from it learns no end. Looked
-    at are answers of so many words and more that end in no mark, and fences. Value: words of the answer.
+    at are answers of so many words and more that end in no mark, address or number, and fences. Value: words of the
+    answer.
 
     Source: the filter "truncated answers" of the pipeline above.
     """
@@ -135,11 +139,18 @@ class Truncated(Filtering):
             text = said.rstrip()
             if text.count("```") % 2:
                 return Finding("truncated.code", num_words(text), text[-40:])
-            last = text.rpartition("\n")[2]
-            ended = phrases.ENDED.search(text) is not None or phrases.LISTED.match(last) is not None
-            if not ended and (words := num_words(text)) >= self.min_words:
+            if not _ended(text) and (words := num_words(text)) >= self.min_words:
                 return Finding("truncated.text", words, text[-40:])
         return None
+
+
+def _ended(text: str) -> bool:
+    """Whether a text without white space behind it came to its end, as far as its last line and word tell."""
+    if not text or phrases.ENDED.search(text) or phrases.LISTED.match(text.rpartition("\n")[2]):
+        return True
+    word = text.rsplit(None, 1)[-1]
+    word = word[len(word.rstrip(VISIBLE)) :]  # of Chinese the last word may be all of a paragraph
+    return phrases.ADDRESS.search(word) is not None or phrases.NUMBER.fullmatch(word) is not None
 
 
 class LengthMismatch(Filtering):
@@ -231,15 +242,23 @@ class Leftovers(Filtering):
 
 
 class Blank(Filtering):
-    """A message that says nothing; an assistant's that a user says nothing to. Value: the number of the message."""
+    """
+    A message that says nothing, or nothing that is seen: U+200B, U+FEFF. An assistant's that a user says nothing to.
+    Value: the number of the message.
+    """
 
     kind: Literal["blank"] = "blank"
 
     def finding(self, conversation: Conversation) -> Finding | None:
         for number, message in enumerate(conversation.messages, 1):
-            if message["role"] in ("user", "assistant") and not message["content"].strip():
+            if message["role"] in ("user", "assistant") and all(map(_unseen, message["content"])):
                 return Finding("blank", number)
         return None
+
+
+def _unseen(character: str) -> bool:
+    """Whether a character is white space, or one of control or of format."""
+    return character.isspace() or unicodedata.category(character) in ("Cc", "Cf")
 
 
 class Duplicates(Filtering):

@@ -86,6 +86,9 @@ ENDED = re.compile(
     r"|[\U0001F300-\U0001FAFF\u2600-\u27BF][\uFE0F\u200D]*)\s*\Z"
 )
 """The end of a text that was finished: a mark, something closed, code, a formula, a smiley."""
+ADDRESS = re.compile(r"(?:https?://|www\.)\S")
+NUMBER = re.compile(r"[^A-Za-z]*\d(?:st|nd|rd|th|s)?")
+"""A last word that ends a text without a mark: with an address in it, or a number, maybe with signs around it."""
 LISTED = re.compile(
     r"\s*(?:[-*•+]|\d+[.)]|[a-zA-Z][.)]|\|)\s|\s*#{1,6}\s|\s{4,}\S|\s*https?://|[^.!?\n]{1,40}:\s|.{0,60}\d\W*\Z"
 )

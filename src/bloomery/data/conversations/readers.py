@@ -6,7 +6,7 @@ cap needs; where there is a cap, files come in the order of the hash of their na
 """
 
 import hashlib
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import NamedTuple, TypeVar
 
@@ -20,7 +20,7 @@ from bloomery.data.accept import first_unmet
 from bloomery.data.conversations import dialogue, shapes, trees
 from bloomery.data.conversations.config import Shaped, Source, TalkFiles, TalkHub, TalkPreset, WorldTalks
 from bloomery.data.conversations.conversation import Conversation, Messages, Rejected, as_message, half_pair
-from bloomery.data.conversations.shapes import Row, Shape
+from bloomery.data.conversations.shapes import LISTS, Row, Shape
 from bloomery.data.rows import Found
 from bloomery.data.sources import AnyFiles
 from bloomery.data.unpack import Problem
@@ -140,11 +140,11 @@ def _of_file(file: _File) -> Iterator[Item]:
     elif ending == ".parquet":
         yield from _of_rows(file, _parquet(file))
     else:
-        yield from _of_rows(file, rows.jsonl(file.path, file.source.max_row_bytes))
+        yield from _of_rows(file, rows.jsonl(file.path, file.source.max_row_bytes, setting=unpack.ROW))
 
 
 def _of_text(file: _File) -> Iterator[Item]:
-    data = unpack.whole(file.path, file.source.max_row_bytes)
+    data = unpack.whole(file.path, file.source.max_row_bytes, setting=unpack.ROW)
     text = data if isinstance(data, Problem) else rows.decode(data)
     for ending, part in rows.parts(text, file.source.separator):
         found = dialogue.parsed(part, file.source.speakers) if isinstance(part, str) else part
@@ -165,7 +165,7 @@ def raw_rows(source: TalkFiles | TalkHub, looked_at: Collection[str]) -> Iterato
         elif ending in (".txt", ".text"):
             found = iter([(0, Problem("no_rows", 0, "is text, and rows are wanted"))])
         else:
-            found = rows.jsonl(file.path, source.max_row_bytes)
+            found = rows.jsonl(file.path, source.max_row_bytes, setting=unpack.ROW)
         for ending, row in _placed(found):
             yield f"{file.where}{ending}", f"{source.name}/{file.name}{ending}", row
 
@@ -197,7 +197,19 @@ def _columns(file: _File, looked_at: Collection[str]) -> Iterator[tuple[int, Fou
         what = f"has none of the columns that are looked for; its columns: {', '.join(names)}"
         yield 0, Problem("no_column", 0, what)
         return
-    yield from tables.parquet(file.path, kept)
+    most = file.source.max_row_bytes
+    for number, row in tables.parquet(file.path, kept):
+        size = 0 if isinstance(row, Problem) else _text_bytes(row)
+        yield number, row if size <= most else unpack.too_long(size, most, "its text", setting=unpack.ROW)
+
+
+def _text_bytes(value: object) -> int:
+    """Bytes of all text in a value."""
+    if isinstance(value, str):
+        return rows.utf8_bytes(value)
+    if isinstance(value, Mapping):
+        return sum(map(_text_bytes, value.values()))
+    return sum(map(_text_bytes, value)) if isinstance(value, list | tuple) else 0
 
 
 def _of_rows(file: _File, found: Iterator[tuple[int, Found]]) -> Iterator[Item]:
@@ -239,8 +251,8 @@ def _read(shape: Shape | None, row: Row, source: Shaped) -> Messages | Problem:
         what = f"has the shape of no conversation; its fields: {', '.join(row)}"
         return Problem("unknown_shape", 0, what)
     found = shapes.READ[shape](row, source.fields)
-    merged = source.shape is None and any(value is None for value in row.values())
-    if merged and isinstance(found, Problem) and found.reason in ("no_field", "no_messages"):
+    merged = source.shape is None and any(one is None or (one == [] and name in LISTS) for name, one in row.items())
+    if merged and isinstance(found, Problem) and found.reason in ("no_field", "no_messages", "bad_message"):
         own = shapes.detected(row, source.fields)
         if own is not None and own not in (shape, "tree"):
             return shapes.READ[own](row, source.fields)

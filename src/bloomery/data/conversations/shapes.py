@@ -6,17 +6,16 @@ or by the recipe. Nothing is guessed within a row: a role that no table names, a
 its data set marks as not to be learned from is a problem, and the row is rejected with it.
 """
 
-import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
 from bloomery.data import rows
-from bloomery.data.conversations import dialogue
-from bloomery.data.conversations.conversation import Message, Messages, Role, half_pair
+from bloomery.data.conversations import dialogue, turns
+from bloomery.data.conversations.conversation import Message, Messages, Role
+from bloomery.data.conversations.turns import Row as Row
 from bloomery.data.unpack import Problem
 
-Row = Mapping[str, Any]
 Shape = Literal["messages", "sharegpt", "exchanges", "alpaca", "pairs", "dialogue", "tree"]
 SHAPES: tuple[Shape, ...] = get_args(Shape)
 
@@ -89,7 +88,7 @@ def _said(row: Row, fields: Fields, role: str, content: str, roles: Mapping[str,
         return found
     spoken = []
     for number, one in enumerate(found, 1):
-        message = _message(one, number, role, content, roles)
+        message = turns.message(one, number, role, content, roles)
         if isinstance(message, Problem):
             return message
         spoken.append(message)
@@ -110,7 +109,7 @@ def exchanges(row: Row, fields: Fields) -> Messages | Problem:
         else:
             return Problem("bad_message", number, f"exchange {number} has no input and output")
         for content in said:
-            text = _text(content, f"exchange {number}")
+            text = turns.text(content, f"exchange {number}")
             if isinstance(text, Problem):
                 return text
             spoken.append(Message(role="assistant" if len(spoken) % 2 else "user", content=text))
@@ -153,15 +152,29 @@ def _asks_by_input(row: Row, fields: Fields) -> bool:
 
 
 def pairs(row: Row, fields: Fields) -> Messages | Problem:
-    """A question and its answer, under one of the names of PAIRS or those that the recipe says."""
+    """A question and its answer, under one of the names of PAIRS or those that the recipe says; texts or messages."""
     asks, answers = _pair(row, fields)
     first, second = rows.at(dict(row), asks), next((row[name] for name in answers if row.get(name) is not None), None)
-    if isinstance(first, list) and isinstance(second, list):
-        return messages({**row, "messages": [*first, *second]}, Fields(messages="messages", system=fields.system))
+    if first is not None and second is not None and (both := _spoken(first, second)) is not None:
+        if isinstance(both, Problem):
+            return both
+        return messages({**row, "messages": both}, Fields(messages="messages", system=fields.system))
     question, answer = _field(row, [asks]), _field(row, answers)
     if isinstance(question, Problem):
         return question
     return answer if isinstance(answer, Problem) else _answered(row, fields, question, answer)
+
+
+def _spoken(first: Any, second: Any) -> list[Any] | Problem | None:
+    """A question and an answer as one list of messages, where one of them is such a list; None where none is."""
+    asked, said = turns.spoken(first), turns.spoken(second)
+    if asked is None and said is None:
+        return [*first, *second] if isinstance(first, list) and isinstance(second, list) else None
+    if asked is None and said is not None and said[0]["role"] != "assistant":
+        what = f"its question is a text, and its answer begins with a message of the role {said[0]['role']!r}"
+        return Problem("bad_message", 1, what)
+    asked = [{"role": "user", "content": first}] if asked is None else asked
+    return asked + ([{"role": "assistant", "content": second}] if said is None else said)
 
 
 def talk(row: Row, fields: Fields) -> Messages | Problem:
@@ -209,27 +222,24 @@ def detected(row: Row, fields: Fields) -> Shape | None:
 def hollow(row: Row, fields: Fields) -> Shape | None:
     """
     The shape whose reader tells what is wrong with a list of messages that shows none, since it is empty or begins
-    with no message; None where there is no such list.
+    with no message, or is broken JSON; None where there is no such list.
     """
     names = [name for name, value in _lists(row, fields) if _of_list(name, value) is None]
+    names += [one[0]] if (one := _broken(row, fields)) else []
     return None if not names else "sharegpt" if names[0] == "conversations" else "messages"
 
 
 def _lists(row: Row, fields: Fields) -> list[tuple[str, list[Any]]]:
     """Name and value of the fields that hold lists which may be of messages, also lists that are held as JSON text."""
-    found = [(name, _parsed(rows.at(dict(row), name))) for name in ([fields.messages] if fields.messages else LISTS)]
+    names = [fields.messages] if fields.messages else LISTS
+    found = [(name, turns.parsed(rows.at(dict(row), name), texts=name != "chosen")) for name in names]
     return [(name, value) for name, value in found if isinstance(value, list)]
 
 
-def _parsed(value: Any) -> Any:
-    """A text that is a list of objects in JSON, as that; any other value as it is."""
-    if not isinstance(value, str) or not value.lstrip().startswith("["):
-        return value
-    try:
-        found = json.loads(value)
-    except (ValueError, RecursionError):  # a dialogue may begin with a bracket
-        return value
-    return found if isinstance(found, list) and found and isinstance(found[0], Mapping) else value
+def _broken(row: Row, fields: Fields) -> tuple[str, str] | None:
+    """The field of messages that holds a list in JSON which is broken, and how; None where none does."""
+    names = [fields.messages] if fields.messages else LISTS[:2]
+    return next(((name, what) for name in names if (what := turns.broken(rows.at(dict(row), name)))), None)
 
 
 def _of_list(name: str, value: list[Any]) -> Shape | None:
@@ -251,88 +261,15 @@ def _of_list(name: str, value: list[Any]) -> Shape | None:
 
 def _list(row: Row, fields: Fields) -> list[Any] | Problem:
     found = _lists(row, fields)
+    if not found and (broken := _broken(row, fields)):
+        return Problem("bad_message", 0, f"field {broken[0]!r} holds no messages: {broken[1]}")
     if not found:
-        wanted = fields.messages or " or ".join(LISTS[:2])
-        return Problem("no_messages", 0, f"has no list {wanted}; its fields: {', '.join(row)}")
+        names = [fields.messages] if fields.messages else LISTS[:2]
+        text = next((name for name in names if isinstance(rows.at(dict(row), name), str)), None)
+        told = f" ({text} is a text, and no list of messages in JSON)" if text else ""
+        return Problem("no_messages", 0, f"has no list {' or '.join(names)}{told}; its fields: {', '.join(row)}")
     name, value = next((one for one in found if _of_list(*one) is not None), found[0])
     return value or Problem("no_messages", 0, f"its list {name} is empty")
-
-
-def _message(one: Any, number: int, role_key: str, text_key: str, roles: Mapping[str, Role]) -> Message | Problem:
-    calls = _calls(one, f"message {number}") if isinstance(one, Mapping) else ""
-    if isinstance(calls, Problem):
-        return calls
-    if not isinstance(one, Mapping) or role_key not in one or (text_key not in one and not calls):
-        return Problem("bad_message", number, f"message {number} has no {role_key} and {text_key}")
-    said = one[role_key]
-    role = roles.get(said.lower()) if isinstance(said, str) else None
-    if role is None:
-        return Problem("unknown_role", number, f"message {number} has the role {said!r}; known: {', '.join(roles)}")
-    if role == "assistant" and one.get("weight") == 0:
-        what = f"message {number} is an assistant's with weight 0: its data set says not to learn from it"
-        return Problem("weight_zero", number, what)
-    content = _text(_joined(one.get(text_key)), f"message {number}", one.get(text_key) is None and calls != "")
-    if isinstance(content, Problem):
-        return content
-    return Message(role=role, content="\n".join(part for part in (content, calls) if part))
-
-
-def _joined(content: Any) -> Any:
-    """Parts of a content that are text, as one text; the type of a part that is none, in a list."""
-    if not isinstance(content, list):
-        return content
-    kinds = [part.get("type", "text") if isinstance(part, Mapping) else type(part).__name__ for part in content]
-    texts = [part["text"] for part in content if isinstance(part, Mapping) and isinstance(part.get("text"), str)]
-    if len(texts) == len(content) and all(kind in ("text", "input_text", "output_text") for kind in kinds):
-        return "".join(texts)
-    return kinds
-
-
-def _text(content: Any, whose: str, empty: bool = False) -> str | Problem:
-    if content is None and empty:
-        return ""
-    if isinstance(content, list):
-        what = (
-            f"{whose} holds parts of the types {', '.join(map(str, content)) or 'none'}; only text can be learned from"
-        )
-        return Problem("not_text", 0, what)
-    if not isinstance(content, str):
-        return Problem("not_text", 0, f"{whose} has {type(content).__name__} as its content, not text")
-    if (spot := half_pair(content)) is not None:
-        return Problem("not_unicode", spot, f"{whose} holds half a surrogate pair at character {spot}")
-    return content
-
-
-def _calls(one: Row, whose: str) -> str | Problem:
-    """The calls of tools in a message, each as a line of JSON; "" where there are none."""
-    given = one.get("tool_calls") or ([one["function_call"]] if one.get("function_call") else [])
-    lines = []
-    for call in given if isinstance(given, list | tuple) else [given]:
-        named = (call.get("function") or call) if isinstance(call, Mapping) else call
-        if not isinstance(named, Mapping):
-            return Problem("bad_message", 0, f"{whose} has {type(named).__name__} as a call of a tool, not an object")
-        line = _json({"name": named.get("name"), "arguments": _arguments(named.get("arguments"))}, f"a call in {whose}")
-        if isinstance(line, Problem):
-            return line
-        lines.append(line)
-    return "\n".join(lines)
-
-
-def _arguments(given: Any) -> Any:
-    if isinstance(given, str):
-        try:
-            return json.loads(given)
-        except (ValueError, RecursionError):  # what a model wrote there need not be JSON; it stays the text that it is
-            return given
-    return given
-
-
-def _json(value: Any, whose: str) -> str | Problem:
-    """A value as JSON, which cells of tables need not be: there are times and bytes in some."""
-    try:
-        return _text(json.dumps(value, ensure_ascii=False), whose)
-    except (TypeError, ValueError, RecursionError) as error:
-        return Problem("not_text", 0, f"{whose} cannot be written as JSON: {error}")
 
 
 def _field(row: Row, names: list[str] | tuple[str, ...]) -> str | Problem:
@@ -340,7 +277,7 @@ def _field(row: Row, names: list[str] | tuple[str, ...]) -> str | Problem:
     name = next((name for name in names if rows.at(dict(row), name) is not None), None)
     if name is None:
         return Problem("no_field", 0, f"has no field {' or '.join(names)} with a text; its fields: {', '.join(row)}")
-    return _text(_joined(rows.at(dict(row), name)), f"field {name!r}")
+    return turns.text(turns.joined(rows.at(dict(row), name)), f"field {name!r}")
 
 
 def _pair(row: Row, fields: Fields) -> tuple[str, list[str]]:
@@ -367,7 +304,7 @@ def earlier(row: Row) -> Messages | Problem:
         if not isinstance(pair, list | tuple) or len(pair) != 2:
             return Problem("bad_message", number, f"pair {number} of its history is none")
         for role, content in zip(("user", "assistant"), pair, strict=True):
-            text = _text(content, f"pair {number} of its history")
+            text = turns.text(content, f"pair {number} of its history")
             if isinstance(text, Problem):
                 return text
             spoken.append(Message(role="user" if role == "user" else "assistant", content=text))
@@ -380,11 +317,11 @@ def _opened(row: Row, fields: Fields, spoken: Messages) -> Messages | Problem:
     for name in [fields.system] if fields.system else BESIDE[:3]:
         value = row.get(name)
         if name == "tools" and isinstance(value, list | dict):
-            found = [_json(tool, "a tool") for tool in ([value] if isinstance(value, dict) else value)]
+            found = [turns.as_json(tool, "a tool") for tool in ([value] if isinstance(value, dict) else value)]
             if (bad := next((one for one in found if isinstance(one, Problem)), None)) is not None:
                 return bad
             value = "\n".join(map(str, found))
-        text = _text("" if value is None else value, f"field {name!r}")
+        text = turns.text("" if value is None else value, f"field {name!r}")
         if isinstance(text, Problem):
             return text
         parts += [text] if text.strip() and text.strip() != "[]" else []
