@@ -5,8 +5,8 @@ from typing import Any
 import pytest
 
 from bloomery.core.errors import DataError
-from bloomery.evaluation import core_average, shown
-from bloomery.evaluation.core_average import PARTS
+from bloomery.evaluation import core_average, shown, tasks
+from bloomery.evaluation.core_parts import PARTS
 from bloomery.evaluation.tasks import Place
 from tests.evaluation.sets import SHARED, needs_sets, write
 
@@ -64,3 +64,22 @@ def test_a_folder_without_any_of_the_tasks_is_an_error(tmp_path: Path) -> None:
         core_average.present(Place((tmp_path,)))
     with pytest.raises(DataError, match="no home on the hub"):
         core_average.present(Place())
+
+
+def test_one_file_is_one_part_and_not_all_of_core(tmp_path: Path) -> None:
+    rows = [{"query": f"q{number}", "choices": ["a", "b", "c", "d"], "gold": 1} for number in range(12)]
+    write(tmp_path / "arc_easy_test.jsonl", rows)
+    for place in (tmp_path, tmp_path / "arc_easy_test.jsonl"):
+        there, missing = core_average.present(tasks.place(["core"], [place]))
+        assert there == ["arc_easy"]
+        assert len(missing) == 21
+    with pytest.raises(
+        DataError, match=r"none of CORE's 22 tasks\nTheir files are called hellaswag_zeroshot\.jsonl, jeop"
+    ):
+        core_average.present(tasks.place(["core"], [write(tmp_path / "mine.jsonl", rows)]))
+
+
+def test_a_part_without_rows_is_an_error_that_names_its_file(tmp_path: Path) -> None:
+    write(tmp_path / "copa.jsonl", [])
+    with pytest.raises(DataError, match=r"copa\.jsonl: has no rows of copa"):
+        core_average.questions("copa", Place((tmp_path,)), None, 0)

@@ -9,7 +9,6 @@ from bloomery.core import files
 from bloomery.core.config import VOLATILE, Config, Count, Positive
 from bloomery.core.errors import ConfigError
 from bloomery.evaluation import core_average, tasks
-from bloomery.evaluation.tasks import Place
 from bloomery.hw.host import Wanted
 from bloomery.tokenizer.drawing import TEMPERATURE
 
@@ -58,7 +57,7 @@ class Evaluate(Config):
 
 def digest(config: Evaluate) -> str:
     """Of the content of the tasks' files, for the stage's fingerprint; "" without tasks."""
-    place = Place(tuple(path.expanduser() for path in config.data))
+    place = tasks.place(config.tasks, config.data)
     found = [
         files.sha256_file(path)
         for name in config.tasks

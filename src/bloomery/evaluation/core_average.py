@@ -11,71 +11,30 @@ are drawn from the task's other questions, by row. With some tasks missing it is
 import math
 import random
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from functools import partial
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from bloomery.core.errors import DataError
 from bloomery.data import examined
-from bloomery.evaluation import shapes, tasks
-from bloomery.evaluation.shapes import Item, Shape
+from bloomery.evaluation import tasks
+from bloomery.evaluation.core_parts import PARTS
+from bloomery.evaluation.shapes import Item
 from bloomery.evaluation.tasks import Place
 
 NAME = "core"
-ANSWER = "\nAnswer:"
-
-
-@dataclass(frozen=True)
-class Part:
-    """One of the 22."""
-
-    shots: int = 10
-    chance: float = 0.0
-    ending: str = ""
-    """What stands between a question and its choice, beside the space."""
-    aliases: tuple[str, ...] = ()
-
-    def shape(self, name: str) -> Shape:
-        if name.startswith("hellaswag"):
-            return shapes.hellaswag
-        return partial(shapes.ready, ending=self.ending)
-
-
-PARTS: Mapping[str, Part] = {
-    "hellaswag_zeroshot": Part(0, 0.25, aliases=("hellaswag",)),
-    "jeopardy": Part(ending=ANSWER, aliases=("jeopardy_all",)),
-    "bigbench_qa_wikidata": Part(),
-    "arc_easy": Part(10, 0.25, ANSWER),
-    "arc_challenge": Part(10, 0.25, ANSWER),
-    "copa": Part(0, 0.5),
-    "commonsense_qa": Part(10, 0.2),
-    "piqa": Part(10, 0.5, ANSWER),
-    "openbook_qa": Part(0, 0.25),
-    "lambada_openai": Part(0, aliases=("lambada",)),
-    "hellaswag": Part(10, 0.25),
-    "winograd": Part(0, 0.5, aliases=("winograd_wsc",)),
-    "winogrande": Part(0, 0.5),
-    "bigbench_dyck_languages": Part(),
-    "agi_eval_lsat_ar": Part(3, 0.2),
-    "bigbench_cs_algorithms": Part(),
-    "bigbench_operators": Part(),
-    "bigbench_repeat_copy_logic": Part(),
-    "squad": Part(),
-    "coqa": Part(0),
-    "boolq": Part(10, 0.62, ANSWER),
-    "bigbench_language_identification": Part(10, 0.091),
-}
 
 
 def questions(name: str, place: Place, limit: int | None, seed: int) -> list[Item]:
     """The questions of a part behind their examples. Raises DataError where its file is not there."""
     part = PARTS[name]
-    path = tasks.find((name, *part.aliases), place.paths, tasks.SPLITS, what=name)
+    path = tasks.find(_called(name), place.paths, tasks.SPLITS, what=name)
     every = [
         replace(tasks.shaped(part.shape(name), row, f"{path}:{number}"), row=number)
         for number, row in examined.rows_of(path)
     ]
+    if not every:
+        raise DataError(f"has no rows of {name}", where=str(path), cure="Put its rows there, or the file elsewhere.")
     chosen: Sequence[int] = range(len(every))
     if limit is not None and limit < len(every):
         chosen = sorted(random.Random(f"{seed}:{name}").sample(chosen, limit))
@@ -84,27 +43,22 @@ def questions(name: str, place: Place, limit: int | None, seed: int) -> list[Ite
 
 def files_of(place: Place) -> list[Path]:
     """The files of the parts that are there."""
-    return [
-        tasks.find((name, *PARTS[name].aliases), place.paths, tasks.SPLITS, what=name) for name in present(place)[0]
-    ]
+    return [tasks.find(_called(name), place.paths, tasks.SPLITS, what=name) for name in present(place)[0]]
 
 
 def present(place: Place) -> tuple[list[str], list[str]]:
     """Names of the parts whose files are there, and of the others. Raises DataError where none is."""
     if not place.paths:
         raise DataError("CORE has no home on the hub", cure="Name the folder with DCLM's files: --data PATH.")
-    there = []
-    for name, part in PARTS.items():
-        try:
-            tasks.find((name, *part.aliases), place.paths, tasks.SPLITS, what=name)
-        except DataError as error:
-            if not error.what.startswith("there is no file of"):
-                raise
-            continue
-        there.append(name)
+    there = [name for name in PARTS if tasks.look(_called(name), place.paths, tasks.SPLITS, what=name)]
     if not there:
-        raise DataError("holds none of CORE's 22 tasks", where=", ".join(map(str, place.paths)))
+        cure = f"Their files are called {', '.join(f'{name}.jsonl' for name in PARTS)} (.zst, .gz), or .parquet."
+        raise DataError("holds none of CORE's 22 tasks", where=", ".join(map(str, place.paths)), cure=cure)
     return there, [name for name in PARTS if name not in there]
+
+
+def _called(name: str) -> tuple[str, ...]:
+    return name, *PARTS[name].aliases
 
 
 def average(right: Mapping[str, Sequence[bool]]) -> dict[str, Any]:

@@ -5,9 +5,8 @@ import json
 from typing import Any
 
 from bloomery.core.log import say
-from bloomery.evaluation import benchmark, core_average, shown
+from bloomery.evaluation import benchmark, core_average, shown, tasks
 from bloomery.evaluation.benchmark import Asked
-from bloomery.evaluation.tasks import Place
 from bloomery.hw import device
 from bloomery.weights import find, huggingface
 
@@ -16,7 +15,7 @@ def run(options: argparse.Namespace) -> None:
     """Ask, write the results of every question where that was asked for, and print the scores."""
     asked = Asked(
         tasks=tuple(name for name in options.task if name != core_average.NAME),
-        place=Place(tuple(options.data), options.offline),
+        place=tasks.place(options.task, options.data, offline=options.offline),
         limit=options.limit,
         shots=options.shots,
         samples=options.samples,

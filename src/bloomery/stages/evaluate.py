@@ -15,13 +15,12 @@ from bloomery.core.log import METRICS, progress, read_metrics
 from bloomery.core.stage import machine, read_manifest, versions
 from bloomery.data import document
 from bloomery.data.holdout import is_held_out
-from bloomery.evaluation import benchmark, contamination, core_average, questions, talks
+from bloomery.evaluation import benchmark, contamination, core_average, questions, talks, tasks
 from bloomery.evaluation.benchmark import Asked
 from bloomery.evaluation.compression import Compression, measure
 from bloomery.evaluation.questions import Judged
 from bloomery.evaluation.report import render
 from bloomery.evaluation.scoring import wilson
-from bloomery.evaluation.tasks import Place
 from bloomery.generate.engine import Engine
 from bloomery.hw import device as devices
 from bloomery.stages import instruct, overview, prefer
@@ -86,7 +85,7 @@ def known_tasks(tuned: Loaded, config: Evaluate, inputs: Mapping[str, Path], out
         return {}
     asked = Asked(
         tasks=tuple(name for name in config.tasks if name != core_average.NAME),
-        place=Place(tuple(path.expanduser() for path in config.data)),
+        place=tasks.place(config.tasks, config.data),
         limit=config.limit,
         shots=config.shots,
         samples=config.samples,
