@@ -5,10 +5,14 @@ import pytest
 
 from bloomery.core import files
 from bloomery.data import document
+from bloomery.evaluation import questions
 from bloomery.evaluation.questions import Judged, Question
+from bloomery.evaluation.report import render
 from bloomery.stages import evaluate, instruct
 from bloomery.tokenizer.chat import Message, Renderer
+from bloomery.weights import huggingface
 from tests.tokenizer.made import small
+from tests.weights.made import model
 
 
 @pytest.mark.parametrize(("limit", "taken"), [(1, 1), (4, 1), (6, 1), (7, 2), (10, 2), (11, 3), (12, 4), (99, 4)])
@@ -59,3 +63,15 @@ def row(id: str, text: str) -> dict[str, Any]:
 def test_what_stands_in_the_training_text_is_a_leak(inputs: dict[str, Path], one: Judged, found: bool) -> None:
     new = judged("Where is the moon?", "The moon is up.")
     assert evaluate.leaks([new, one, new], inputs, small()) == {"checked": 3, "found": int(found)}
+
+
+def test_questions_that_do_not_fit_the_context_are_counted_and_do_not_end_the_stage(tmp_path: Path) -> None:
+    asked = questions.held_out(0, 30)
+    lengths = sorted(len(Renderer(small()).prompt(one.messages)) for one in asked)
+    loaded = huggingface.load(model(tmp_path / "model", context=lengths[20]))
+    found = evaluate.ask(loaded, asked, 1)
+    told = evaluate.answers(found, len(asked) - len(found))
+    fit = sum(length < lengths[20] for length in lengths)
+    assert (told["n"], told["not_asked"]) == (fit, 30 - fit)
+    assert f"{30 - fit} more did not fit the model" in render({"answers": told})
+    assert "did not fit" not in render({"answers": evaluate.answers(found, 0)})

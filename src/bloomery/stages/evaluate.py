@@ -45,7 +45,7 @@ def run(config: Evaluate, inputs: Mapping[str, Path], out: Path) -> dict[str, An
     base = huggingface.load(inputs["pretrain"] / "model", device.place)
     asked = questions.held_out(config.seed, config.questions)
     judged = ask(tuned, asked, config.max_tokens)
-    scores = answers(judged)
+    scores = answers(judged, len(asked) - len(judged))
     report = {
         "recipe": out.parent.name,
         "made": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
@@ -140,8 +140,9 @@ def held_out_talks(
 
 
 def ask(loaded: Loaded, asked: Sequence[questions.Question], max_tokens: int) -> list[Judged]:
-    """Every question in turn, with progress."""
+    """Every question that fits the model's context, in turn, with progress. Raises DataError where none does."""
     engine = Engine(loaded.model)
+    asked = questions.fitting(engine, loaded.renderer, asked)
     judged: list[Judged] = []
     with progress("evaluate", "questions", len(asked)) as meter:
         for start in range(0, len(asked), 50):
@@ -150,9 +151,15 @@ def ask(loaded: Loaded, asked: Sequence[questions.Question], max_tokens: int) ->
     return judged
 
 
-def answers(judged: Sequence[Judged]) -> dict[str, Any]:
-    right = sum(one.exact for one in judged)
-    return {**questions.scores(judged), "interval": wilson(right, len(judged)), "by_kind": questions.table(judged)}
+def answers(judged: Sequence[Judged], not_asked: int) -> dict[str, Any]:
+    """Of all and of each kind; `not_asked` did not fit the model's context."""
+    right, kinds = sum(one.exact for one in judged), questions.table(judged)
+    return {
+        **questions.scores(judged),
+        "not_asked": not_asked,
+        "interval": wilson(right, len(judged)),
+        "by_kind": kinds,
+    }
 
 
 def bits_per_byte(base: Loaded, shards: Path, config: Evaluate, device: devices.Device) -> dict[str, Any]:
