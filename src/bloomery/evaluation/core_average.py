@@ -19,6 +19,7 @@ from bloomery.core.errors import DataError
 from bloomery.data import examined
 from bloomery.evaluation import tasks
 from bloomery.evaluation.core_parts import PARTS
+from bloomery.evaluation.scoring import wilson
 from bloomery.evaluation.shapes import Item
 from bloomery.evaluation.tasks import Place
 
@@ -62,22 +63,29 @@ def _called(name: str) -> tuple[str, ...]:
 
 
 def average(right: Mapping[str, Sequence[bool]]) -> dict[str, Any]:
-    """The mean of the centered accuracies, its 95 % interval, and what was left out; `core` is None without all 22."""
+    """
+    The mean of the centered accuracies, its 95 % interval, and what was left out; `core` is None without all 22.
+
+    Of each part's interval (Wilson's) the longer arm counts, and arms add up as errors do that do not depend on each
+    other: a part with nothing right, or all, is not known for sure. Nothing right and all right are the bounds.
+    """
     centered: list[float] = []
     parts: dict[str, dict[str, float]] = {}
-    spread = 0.0
+    spread = least = 0.0
     for name, found in right.items():
         chance, share = PARTS[name].chance, sum(found) / len(found)
+        low, high = wilson(sum(found), len(found))
         centered.append((share - chance) / (1 - chance))
-        spread += share * (1 - share) / len(found) / (1 - chance) ** 2
+        spread += (max(share - low, high - share) / (1 - chance)) ** 2
+        least -= chance / (1 - chance) / len(right)
         parts[name] = {"n": len(found), "acc": round(share, 6), "centered": round(centered[-1], 6)}
-    mean, error = sum(centered) / len(centered), 1.959964 * math.sqrt(spread) / len(centered)
+    mean, error = sum(centered) / len(centered), math.sqrt(spread) / len(centered)
     missing = [name for name in PARTS if name not in right]
     return {
         "core": None if missing else round(mean, 6),
         "mean_of_parts": round(mean, 6),
-        "low": round(mean - error, 6),
-        "high": round(mean + error, 6),
+        "low": round(max(mean - error, least), 6),
+        "high": round(min(mean + error, 1.0), 6),
         "n": sum(map(len, right.values())),
         "of": len(PARTS),
         "missing": missing,
