@@ -10,7 +10,7 @@ are drawn from the task's other questions, by row. With some tasks missing it is
 
 import math
 import random
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -28,6 +28,12 @@ NAME = "core"
 
 def questions(name: str, place: Place, limit: int | None, seed: int) -> list[Item]:
     """The questions of a part behind their examples. Raises DataError where its file is not there."""
+    chosen, every = drawn(name, place, limit, seed)
+    return [tasks.prompted(item, every, PARTS[name].shots) for item in chosen]
+
+
+def drawn(name: str, place: Place, limit: int | None, seed: int) -> tuple[list[Item], list[Item]]:
+    """The questions of a part that are asked, without examples, and all that it has."""
     part = PARTS[name]
     path = tasks.find(_called(name), place.paths, tasks.SPLITS, what=name)
     every = [
@@ -39,7 +45,7 @@ def questions(name: str, place: Place, limit: int | None, seed: int) -> list[Ite
     chosen: Sequence[int] = range(len(every))
     if limit is not None and limit < len(every):
         chosen = sorted(random.Random(f"{seed}:{name}").sample(chosen, limit))
-    return [tasks.prompted(every[place], every, part.shots) for place in chosen]
+    return [every[place] for place in chosen], every
 
 
 def files_of(place: Place) -> list[Path]:
@@ -91,12 +97,3 @@ def average(right: Mapping[str, Sequence[bool]]) -> dict[str, Any]:
         "missing": missing,
         "parts": parts,
     }
-
-
-Judge = Callable[[Sequence[Item]], Sequence[bool]]
-
-
-def run(place: Place, limit: int | None, seed: int, judge: Judge) -> dict[str, Any]:
-    """All parts that are there, each judged by `judge`."""
-    there, _ = present(place)
-    return average({name: judge(questions(name, place, limit, seed)) for name in there})

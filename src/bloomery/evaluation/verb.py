@@ -29,10 +29,11 @@ def run(options: argparse.Namespace) -> None:
     loaded = huggingface.load(find.model_folder(options.model), device.find().place)
     found = benchmark.run(loaded, asked)
     told: dict[str, Any] = {name: benchmark.scores(name, results) for name, results in found.items()}
-    whole = benchmark.core(loaded, asked) if core_average.NAME in options.task else None
+    parts = benchmark.core(loaded, asked) if core_average.NAME in options.task else {}
+    whole = benchmark.core_scores(parts) if parts else None
     if options.out is not None:
-        benchmark.save(options.out, found)
-        say(f"{options.out}: {sum(map(len, found.values())):,} questions")
+        benchmark.save(options.out, found | parts)
+        say(f"{options.out}: {sum(map(len, (found | parts).values())):,} questions")
     if options.json:
         core = {} if whole is None else {"core": whole}
         print(json.dumps({"model": str(options.model), "seed": asked.seed, "tasks": told, **core}))

@@ -16,7 +16,7 @@ from bloomery.core.stage import machine, read_manifest, versions
 from bloomery.data import document
 from bloomery.data.holdout import is_held_out
 from bloomery.evaluation import benchmark, contamination, core_average, questions, talks, tasks
-from bloomery.evaluation.benchmark import Asked
+from bloomery.evaluation.benchmark import Asked, Result
 from bloomery.evaluation.compression import Compression, measure
 from bloomery.evaluation.questions import Judged
 from bloomery.evaluation.report import render
@@ -78,8 +78,8 @@ def run(config: Evaluate, inputs: Mapping[str, Path], out: Path) -> dict[str, An
 
 def known_tasks(tuned: Loaded, config: Evaluate, inputs: Mapping[str, Path], out: Path) -> dict[str, Any]:
     """
-    The scores of the tasks of the table, over all questions, those that stand in the training text, and the others.
-    Writes tasks.jsonl, a line for every question.
+    The scores of the tasks of the table, and CORE, over all questions, those that stand in the training text, and the
+    others. Writes tasks.jsonl, a line for every question.
     """
     if not config.tasks:
         return {}
@@ -95,14 +95,18 @@ def known_tasks(tuned: Loaded, config: Evaluate, inputs: Mapping[str, Path], out
         weaker_sandbox=config.weaker_sandbox,
     )
     found = benchmark.run(tuned, asked)
+    questions = {name: benchmark.questions(name, asked) for name in found}
+    parts: dict[str, list[Result]] = {}
+    if core_average.NAME in config.tasks:
+        parts = benchmark.core(tuned, asked)
+        questions |= benchmark.core_questions(asked)
     with tempfile.TemporaryDirectory() as scratch:
-        questions = {name: benchmark.questions(name, asked) for name in found}
-        dirty = contamination.dirty(questions, trained_on(inputs, tuned.tokenizer), Path(scratch)) if found else {}
-    benchmark.save(out / "tasks.jsonl", found, dirty)
+        dirty = contamination.dirty(questions, trained_on(inputs, tuned.tokenizer), Path(scratch))
+    benchmark.save(out / "tasks.jsonl", found | parts, dirty)
     told: dict[str, Any] = {
         "tasks": {name: benchmark.scores(name, results, dirty[name]) for name, results in found.items()}
     }
-    return told | ({"core": benchmark.core(tuned, asked)} if core_average.NAME in config.tasks else {})
+    return told | ({"core": benchmark.core_scores(parts, dirty)} if parts else {})
 
 
 def held_out_talks(
