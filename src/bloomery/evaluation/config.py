@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import Annotated
 
-from pydantic import Field, field_validator
+from pydantic import Field, field_validator, model_validator
 
 from bloomery.core import files
 from bloomery.core.config import VOLATILE, Config, Count, Positive
@@ -53,6 +53,16 @@ class Evaluate(Config):
         except ConfigError as error:
             raise ValueError(f"{error.what}. {error.cure}") from None
         return names
+
+    @model_validator(mode="after")
+    def _code_may_run(self) -> "Evaluate":
+        runs = [name for name in self.tasks if name in tasks.TASKS and tasks.TASKS[name].kind == "program"]
+        if runs and not self.run_code:
+            raise ValueError(
+                f"tasks has {runs[0]}, which runs code that the model writes, and nobody has allowed that: say "
+                "evaluate.run_code=true, or leave the task out"
+            )
+        return self
 
 
 def digest(config: Evaluate) -> str:
