@@ -196,6 +196,14 @@ def test_rows_have_to_fit_a_model_only_where_there_is_one_to_finetune(text_only:
         (["instruct.sources=[]"], r"nothing to finetune on: instruct\.sources is empty"),
         (["instruct.hold_out=1.0"], r"instruct\.hold_out: .*less than 1, got 1\.0"),
         (["instruct.hold_out=0"], r"instruct\.hold_out: .*greater than 0, got 0"),
+        (
+            ["evaluate.tasks=['copa', 'humaneval']"],
+            r"(?s)evaluate: .*humaneval, which runs code.*evaluate\.run_code=true",
+        ),
+        (
+            ["evaluate.domains=['worlds', 'webb']"],
+            r"evaluate\.domains names 'webb', and no source has .*fetch\.sources: code, docs, worlds",
+        ),
         (["evaluate.conversations=5", "evaluate.max_tokens=256"], r"evaluate\.max_tokens=256 leaves no room"),
         (
             [
@@ -218,6 +226,15 @@ def test_rows_have_to_fit_a_model_only_where_there_is_one_to_finetune(text_only:
 def test_what_finetuning_could_not_do_is_told_before_anything_runs(settings: list[str], told: str) -> None:
     with pytest.raises(ConfigError, match=told):
         config.load(Recipe, DEMO, settings)
+
+
+def test_code_that_may_run_and_domains_that_documents_tell_are_left_to_the_run(text_only: Path, tmp_path: Path) -> None:
+    allowed = config.load(Recipe, DEMO, ["evaluate.tasks=['humaneval']", "evaluate.run_code=true"])
+    assert allowed.evaluate.tasks == ("humaneval",)
+    with pytest.raises(ConfigError, match=r"fetch\.sources: prose"):
+        config.load(Recipe, text_only, ["evaluate.domains=['web']"])
+    own = f'fetch.sources=[{{kind="files", name="notes", domain="prose", path="{tmp_path}"}}]'
+    assert config.load(Recipe, text_only, [own, "evaluate.domains=['web']"]).evaluate.domains == ("web",)
 
 
 def test_what_is_preferred_is_a_stage_only_where_a_recipe_has_its_section(tmp_path: Path) -> None:

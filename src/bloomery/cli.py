@@ -290,8 +290,9 @@ def evaluate(options: argparse.Namespace) -> int:
     said = {name: value for name in ("questions", "seed") if (value := getattr(options, name)) is not None}
     config = Evaluate(**said)
     loaded = huggingface.load(find.model_folder(options.model), device.find(config.device).place)
-    judged = ask(loaded, questions.held_out(config.seed, config.questions), config.max_tokens)
-    scores = answers(judged)
+    asked = questions.held_out(config.seed, config.questions)
+    judged = ask(loaded, asked, config.max_tokens)
+    scores = answers(judged, len(asked) - len(judged))
     if options.json:
         print(json.dumps({"model": describe(loaded), "answers": scores}))
         return 0
@@ -302,6 +303,8 @@ def evaluate(options: argparse.Namespace) -> int:
         f"{'all':<22} {scores['exact']:7.1%} exact  {scores['ended']:7.1%} ended  of {scores['n']}  "
         f"(95 %: {low:.1%} to {high:.1%})"
     )
+    if scores["not_asked"]:
+        print(f"{scores['not_asked']} of {len(asked)} did not fit the model's context, and were not asked")
     return 0
 
 

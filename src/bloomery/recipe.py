@@ -104,6 +104,19 @@ class Recipe(Config):
         return self
 
     @model_validator(mode="after")
+    def _domains_are_of_a_source(self) -> "Recipe":
+        sources = self.fetch.sources if self.fetch else ()
+        if self.shard.imported is not None or any(getattr(source, "domain_field", None) for source in sources):
+            return self  # only the documents tell
+        known = sorted({source.domain for source in sources})
+        if missing := [domain for domain in self.evaluate.domains if known and domain not in known]:
+            raise ValueError(
+                f"evaluate.domains names {', '.join(map(repr, missing))}, and no source has documents of it; "
+                f"domains of fetch.sources: {', '.join(known)}"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _conversations_are_there(self) -> "Recipe":
         if self.finetune is None:
             return self
@@ -267,7 +280,7 @@ STAGES = (
         name="evaluate",
         run="bloomery.stages.evaluate:run",
         digest="bloomery.evaluation.config:digest",
-        version=3,
+        version=4,
         after=(
             *("fetch", "classify", "filter", "dedup", "tokenizer", "shard"),
             *("pretrain", "instruct", "finetune", "prefer"),

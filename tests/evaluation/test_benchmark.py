@@ -16,6 +16,7 @@ from bloomery.evaluation import benchmark, likelihood, shown, tasks
 from bloomery.evaluation.benchmark import Asked, Result
 from bloomery.evaluation.likelihood import Asked as Pair
 from bloomery.evaluation.likelihood import Likelihood
+from bloomery.evaluation.report import render
 from bloomery.evaluation.tasks import Place
 from bloomery.weights import huggingface
 from bloomery.weights.huggingface import Loaded
@@ -172,3 +173,50 @@ def test_examples_of_a_task_that_has_none_are_refused(loaded: Loaded, tmp_path: 
     write(tmp_path / "lambada.jsonl", [{"text": "a b c"}])
     with pytest.raises(ConfigError, match="lambada has no examples to show, and shots=2"):
         benchmark.run(loaded, Asked(tasks=("lambada",), place=Place((tmp_path,)), shots=2))
+
+
+# --- CORE ----------------------------------------------------------------------------------------------------------
+
+
+def of_core(folder: Path) -> Asked:
+    """Two parts of it: choices, and a text that goes on."""
+    choices(folder, 30)
+    write(folder / "lambada.jsonl", [{"context": f"the {word} is a", "continuation": word} for word in WORDS])
+    return Asked(tasks=(), place=Place((folder,)), limit=8)
+
+
+def test_every_question_of_core_has_a_result_and_the_average_is_theirs(loaded: Loaded, tmp_path: Path) -> None:
+    asked = of_core(tmp_path)
+    found = benchmark.core(loaded, asked)
+    questions = benchmark.core_questions(asked)
+    assert list(found) == list(questions) == ["core.openbook_qa", "core.lambada_openai"]
+    for name, results in found.items():
+        assert [one.row for one in results] == [item.row for item in questions[name]]
+        assert {one.task for one in results} == {name}
+    told = benchmark.core_scores(found)
+    for name, results in found.items():
+        part = told["parts"][name.removeprefix("core.")]
+        assert (part["n"], part["acc"]) == (8, sum(one.scores["acc"] for one in results) / 8)
+    benchmark.save(tmp_path / "samples.jsonl", found)
+    lines = [json.loads(line) for line in (tmp_path / "samples.jsonl").read_text().splitlines()]
+    assert [(one["task"], one["row"]) for one in lines] == [
+        (one.task, one.row) for some in found.values() for one in some
+    ]
+
+
+def test_core_is_told_without_its_dirty_questions_beside_all() -> None:
+    def results(right: Sequence[bool]) -> list[Result]:
+        return [Result(task="", row=row, scores={"acc": float(one)}) for row, one in enumerate(right, 1)]
+
+    found = {"core.copa": results([True, True, False, False]), "core.squad": results([True, True])}
+    told = benchmark.core_scores(found, {"core.copa": {1}, "core.squad": set()})
+    assert (told["mean_of_parts"], told["n"], told["dirty_n"]) == (0.5, 6, 1)
+    assert [part["dirty_n"] for part in told["parts"].values()] == [1, 0]
+    assert told["clean"]["n"] == 5
+    assert told["clean"]["mean_of_parts"] == pytest.approx(((1 / 3 - 0.5) / 0.5 + 1) / 2, abs=1e-6)
+    assert any("clean" in line and "without 1 that stand in the training text" in line for line in shown.core(told))
+    assert "1 questions stand in the training text; of the others it is 0.3333" in render({"core": told})
+    gone = benchmark.core_scores(found, {"core.copa": set(), "core.squad": {1, 2}})
+    assert gone["clean"]["missing"] == [*told["missing"][:17], "squad", *told["missing"][17:]]
+    assert benchmark.core_scores(found, {"core.copa": {1, 2, 3, 4}, "core.squad": {1, 2}})["clean"] is None
+    assert "clean" not in benchmark.core_scores(found)

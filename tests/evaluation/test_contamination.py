@@ -5,6 +5,7 @@ from bloomery.core.config import build
 from bloomery.data import document
 from bloomery.data.engine import Engine
 from bloomery.evaluation import contamination, tasks
+from bloomery.evaluation.shapes import Item
 from bloomery.evaluation.tasks import Place
 from bloomery.stages import decontaminate
 from bloomery.stages.config import Decontaminate
@@ -33,6 +34,15 @@ def test_every_planted_question_is_dirty_and_without_any_none_is(tmp_path: Path)
     for name in NAMES:
         assert planted[name] <= found[name]
         assert len(found[name] - planted[name]) <= 20, name  # those that share a passage, or 13 words, with one of them
+
+
+def test_a_question_that_several_tasks_ask_is_found_in_each_of_them(tmp_path: Path) -> None:
+    rng = random.Random(3)
+    items = [Item(prompts=(filler(rng),), choices=("yes", "no"), row=row) for row in range(1, 31)]
+    asked = {"copa": items, "core.copa": items[5:], "core.piqa": items[:20]}
+    texts = [filler(rng), items[8].solved, items[25].solved]
+    found = contamination.dirty(asked, texts, tmp_path)
+    assert found == {"copa": {9, 26}, "core.copa": {9, 26}, "core.piqa": {9}}
 
 
 def test_the_stage_removes_what_the_table_asks(tmp_path: Path) -> None:

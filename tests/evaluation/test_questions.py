@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from bloomery.core.errors import DataError
 from bloomery.data import worlds
 from bloomery.evaluation import questions
 from bloomery.evaluation.questions import Judged, Question, ask, scores, table
@@ -103,6 +104,21 @@ def test_an_untrained_model_is_asked_to_the_end(engine: Engine) -> None:
     judged = ask(engine, Renderer(small()), held_out(0, 30)[:6], 5)
     assert [one.question for one in judged] == held_out(0, 30)[:6]
     assert not any(one.exact for one in judged)
+
+
+def test_a_question_that_leaves_no_room_in_the_context_is_not_asked_and_counted(engine: Engine) -> None:
+    asked, renderer = held_out(0, 30), Renderer(small())
+    lengths = sorted(len(renderer.prompt(question.messages)) for question in asked)
+    engine.context = lengths[20]
+    kept = questions.fitting(engine, renderer, asked)
+    assert kept == [one for one in asked if len(renderer.prompt(one.messages)) < lengths[20]]
+    assert 0 < len(kept) < 30
+    assert len(ask(engine, renderer, kept, 1)) == len(kept)
+    engine.context = lengths[0]
+    told = rf"evaluate\.questions: none of 30 held-out questions fits the model's context of {lengths[0]} tokens"
+    with pytest.raises(DataError, match=told):
+        questions.fitting(engine, renderer, asked)
+    assert questions.fitting(engine, renderer, []) == []
 
 
 def judgment(kind: str, said: str = "yes", ended: bool = True) -> Judged:

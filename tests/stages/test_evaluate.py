@@ -1,14 +1,22 @@
+import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from bloomery.core import files
+from bloomery.core.config import build
 from bloomery.data import document
+from bloomery.evaluation import questions
 from bloomery.evaluation.questions import Judged, Question
+from bloomery.evaluation.report import render
 from bloomery.stages import evaluate, instruct
+from bloomery.stages.config import Evaluate
 from bloomery.tokenizer.chat import Message, Renderer
+from bloomery.weights import huggingface
+from tests.evaluation.sets import write
 from tests.tokenizer.made import small
+from tests.weights.made import model
 
 
 @pytest.mark.parametrize(("limit", "taken"), [(1, 1), (4, 1), (6, 1), (7, 2), (10, 2), (11, 3), (12, 4), (99, 4)])
@@ -59,3 +67,32 @@ def row(id: str, text: str) -> dict[str, Any]:
 def test_what_stands_in_the_training_text_is_a_leak(inputs: dict[str, Path], one: Judged, found: bool) -> None:
     new = judged("Where is the moon?", "The moon is up.")
     assert evaluate.leaks([new, one, new], inputs, small()) == {"checked": 3, "found": int(found)}
+
+
+def test_questions_that_do_not_fit_the_context_are_counted_and_do_not_end_the_stage(tmp_path: Path) -> None:
+    asked = questions.held_out(0, 30)
+    lengths = sorted(len(Renderer(small()).prompt(one.messages)) for one in asked)
+    loaded = huggingface.load(model(tmp_path / "model", context=lengths[20]))
+    found = evaluate.ask(loaded, asked, 1)
+    told = evaluate.answers(found, len(asked) - len(found))
+    fit = sum(length < lengths[20] for length in lengths)
+    assert (told["n"], told["not_asked"]) == (fit, 30 - fit)
+    assert f"{30 - fit} more did not fit the model" in render({"answers": told})
+    assert "did not fit" not in render({"answers": evaluate.answers(found, 0)})
+
+
+def test_core_is_looked_for_in_the_training_text_and_each_of_its_questions_is_a_line(
+    inputs: dict[str, Path], tmp_path: Path
+) -> None:
+    there = {"query": "The key is in", "choices": ["the box.", "the sea."], "gold": 0}
+    elsewhere = {"query": "The lamp was on", "choices": ["a shelf.", "the moon."], "gold": 0}
+    data = write(tmp_path / "data" / "copa.jsonl", [elsewhere, there, elsewhere | {"query": "The cat sat under"}])
+    loaded = huggingface.load(model(tmp_path / "model", context=64))
+    config = build(Evaluate, {"tasks": ["core", "copa"], "data": [str(data.parent)]})
+    told = evaluate.known_tasks(loaded, config, inputs, tmp_path)
+    assert (told["core"]["n"], told["core"]["dirty_n"], told["core"]["clean"]["n"]) == (3, 1, 2)
+    assert told["tasks"]["copa"]["dirty_n"] == 1
+    lines = [json.loads(line) for line in (tmp_path / "tasks.jsonl").read_text().splitlines()]
+    assert [(one["task"], one["row"], one["dirty"]) for one in lines] == [
+        (name, row, row == 2) for name in ("copa", "core.copa") for row in (1, 2, 3)
+    ]

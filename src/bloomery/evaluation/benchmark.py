@@ -25,6 +25,8 @@ from bloomery.evaluation.written import Writing
 from bloomery.weights.huggingface import Loaded
 
 PASS_AT = (1, 10, 100)
+CORE = f"{core_average.NAME}."
+"""Before the name of a part: some parts are called as tasks are."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,18 +93,21 @@ def run(loaded: Loaded, asked: Asked) -> dict[str, list[Result]]:
     return found
 
 
-def core(loaded: Loaded, asked: Asked) -> dict[str, Any]:
-    """The CORE average, or the mean of what is there of it."""
+def core(loaded: Loaded, asked: Asked) -> dict[str, list[Result]]:
+    """The results of the parts of CORE that are there, by `core.NAME`. `acc` takes the highest mean of log p."""
+    found: dict[str, list[Result]] = {}
+    for part in core_average.present(asked.place)[0]:
+        name, items = CORE + part, core_average.questions(part, asked.place, asked.limit, asked.seed)
+        with progress(name, "questions", len(items)) as meter:
+            scored = likelihoods(loaded, items, asked.opening, meter.at)
+        found[name] = [replace(_of_core(item, one), task=name) for item, one in zip(items, scored, strict=True)]
+    return found
 
-    def judge(items: Sequence[Item]) -> list[bool]:
-        with progress("core", "questions", len(items)) as meter:
-            found = likelihoods(loaded, items, asked.opening, meter.at)
-        return [
-            one.facts["chosen_by_token"] == item.gold if len(item.choices) > 1 else scored[0].greedy
-            for item, scored, one in zip(items, found, _chosen(items, found), strict=True)
-        ]
 
-    return core_average.run(asked.place, asked.limit, asked.seed, judge)
+def core_questions(asked: Asked) -> dict[str, list[Item]]:
+    """The questions of those parts that are asked, without examples."""
+    there = core_average.present(asked.place)[0]
+    return {CORE + part: core_average.drawn(part, asked.place, asked.limit, asked.seed)[0] for part in there}
 
 
 def with_examples(name: str, items: Sequence[Item], asked: Asked) -> list[Item]:
@@ -190,6 +195,14 @@ def _continued(items: Sequence[Item], scored: Sequence[Sequence[Likelihood]]) ->
         yield Result(task="", row=item.row, scores=scores, facts=facts)
 
 
+def _of_core(item: Item, scored: Sequence[Likelihood]) -> Result:
+    if len(item.choices) == 1:
+        (one,) = _continued([item], [scored])
+        return replace(one, scores={"acc": one.scores["acc"]})
+    (one,) = _chosen([item], [scored])
+    return replace(one, scores={"acc": float(one.facts["chosen_by_token"] == item.gold)})
+
+
 def _numbers(item: Item, texts: Sequence[str]) -> dict[str, float]:
     """Over the samples: the share that is right by the number after ####, and by the last number."""
     right = written.marked_number(item.answer)
@@ -234,6 +247,26 @@ def scores(name: str, results: Sequence[Result], dirty: set[int] | None = None) 
         told["dirty"] = _scored([one for one in results if one.row in dirty])
         told["dirty_n"] = sum(one.row in dirty for one in results)
     return told
+
+
+def core_scores(found: Mapping[str, Sequence[Result]], dirty: Mapping[str, set[int]] | None = None) -> dict[str, Any]:
+    """
+    The CORE average, or the mean of what is there of it; where it was looked for its questions in the training text,
+    also that of those that do not stand there (`clean`; None where all do).
+    """
+    told = core_average.average(_right(found))
+    if dirty is not None:
+        clean = {name: [one for one in results if one.row not in dirty[name]] for name, results in found.items()}
+        for name, results in found.items():
+            told["parts"][name.removeprefix(CORE)]["dirty_n"] = len(results) - len(clean[name])
+        told["dirty_n"] = told["n"] - sum(map(len, clean.values()))
+        told["clean"] = core_average.average(_right(clean)) if any(clean.values()) else None
+    return told
+
+
+def _right(found: Mapping[str, Sequence[Result]]) -> dict[str, list[bool]]:
+    """By part of CORE; one without questions is missing."""
+    return {name.removeprefix(CORE): [one.scores["acc"] == 1 for one in some] for name, some in found.items() if some}
 
 
 def _chance(name: str, results: Sequence[Result]) -> float:

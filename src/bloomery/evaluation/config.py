@@ -3,13 +3,12 @@
 from pathlib import Path
 from typing import Annotated
 
-from pydantic import Field, field_validator
+from pydantic import Field, field_validator, model_validator
 
 from bloomery.core import files
 from bloomery.core.config import VOLATILE, Config, Count, Positive
 from bloomery.core.errors import ConfigError
 from bloomery.evaluation import core_average, tasks
-from bloomery.evaluation.tasks import Place
 from bloomery.hw.host import Wanted
 from bloomery.tokenizer.drawing import TEMPERATURE
 
@@ -55,10 +54,20 @@ class Evaluate(Config):
             raise ValueError(f"{error.what}. {error.cure}") from None
         return names
 
+    @model_validator(mode="after")
+    def _code_may_run(self) -> "Evaluate":
+        runs = [name for name in self.tasks if name in tasks.TASKS and tasks.TASKS[name].kind == "program"]
+        if runs and not self.run_code:
+            raise ValueError(
+                f"tasks has {runs[0]}, which runs code that the model writes, and nobody has allowed that: say "
+                "evaluate.run_code=true, or leave the task out"
+            )
+        return self
+
 
 def digest(config: Evaluate) -> str:
     """Of the content of the tasks' files, for the stage's fingerprint; "" without tasks."""
-    place = Place(tuple(path.expanduser() for path in config.data))
+    place = tasks.place(config.tasks, config.data)
     found = [
         files.sha256_file(path)
         for name in config.tasks

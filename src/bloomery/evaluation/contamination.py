@@ -34,13 +34,25 @@ def written(folder: Path, names: Sequence[str], place: Place) -> tuple[Path, ...
 
 
 def dirty(asked: Mapping[str, Sequence[Item]], texts: Iterable[str], scratch: Path) -> dict[str, set[int]]:
-    """Rows of the questions that stand somewhere in the texts, by task."""
+    """
+    Rows of the questions that stand somewhere in the texts, by task.
+
+    A question that several tasks ask, as CORE's do, is looked for once, and found in each of them.
+    """
     found: dict[str, set[int]] = {name: set() for name in asked}
-    index = overlap.Index.of(overlap.Settings(files=write(scratch, asked)))
+    owners: dict[str, list[tuple[str, int]]] = {}
+    for name, items in asked.items():
+        for item, row in zip(items, tasks.as_rows(items), strict=True):
+            owners.setdefault(json.dumps(row, ensure_ascii=False), []).append((name, item.row))
+    path = scratch / "asked.jsonl"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with files.whole_file(path, "w") as file:
+        file.writelines(f"{line}\n" for line in owners)
+    index, by_line = overlap.Index.of(overlap.Settings(files=(path,))), list(owners.values())
     for batch in _batches(texts):
         for match in index.find(batch):
-            name, number = index.rows[match.row]
-            found[name].add(asked[name][number - 1].row)
+            for name, number in by_line[index.rows[match.row][1] - 1]:
+                found[name].add(number)
     return found
 
 

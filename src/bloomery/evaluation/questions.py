@@ -5,6 +5,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import bloomery.hw.needs_torch  # noqa: F401
+from bloomery.core.errors import DataError
 from bloomery.data import worlds
 from bloomery.generate.engine import Engine
 from bloomery.tokenizer.chat import Message, Renderer, as_message
@@ -62,6 +63,21 @@ def _stream(seed: int) -> Iterator[Question]:
     for talk in worlds.conversations(seed, 10**9, "held out"):
         messages = [as_message(message) for message in talk.messages()]
         yield Question(talk.kind, messages[:-1], messages[-1]["content"])
+
+
+def fitting(engine: Engine, renderer: Renderer, questions: Sequence[Question]) -> list[Question]:
+    """
+    The questions that leave room for an answer in the model's context: the others cannot be asked.
+
+    Raises DataError where there are questions, and none of them fits.
+    """
+    lengths = [len(renderer.prompt(question.messages)) for question in questions]
+    kept = [question for question, length in zip(questions, lengths, strict=True) if length < engine.context]
+    if questions and not kept:
+        what = f"none of {len(questions)} held-out questions fits the model's context of {engine.context} tokens"
+        cure = f"The shortest has {min(lengths)}. Raise pretrain.model.context, or ask none: evaluate.questions=0."
+        raise DataError(what, where="evaluate.questions", cure=cure)
+    return kept
 
 
 def ask(engine: Engine, renderer: Renderer, questions: Sequence[Question], max_tokens: int) -> list[Judged]:

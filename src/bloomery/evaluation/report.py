@@ -76,6 +76,8 @@ def headline(report: Report) -> list[object]:
     exact, (low, high) = number(answers.get("exact")), [*map(number, sequence(answers, "interval")), None, None][:2]
     reach = charts.interval(low, exact, high) if low is not None and exact is not None and high is not None else None
     asked = f"of {count(answers.get('n'))} held-out questions; 95% interval {percent(low)} to {percent(high)}"
+    if answers.get("not_asked"):
+        asked += f"; {count(answers.get('not_asked'))} more did not fit the model's context and were not asked"
     found = number(leaks.get("found"))
     seen = f"of {count(leaks.get('checked'))} held-out questions or answers stand in the training text"
     shape = f"context of {count(model.get('context'))} tokens, vocabulary of {count(model.get('vocab_size'))}"

@@ -31,6 +31,9 @@ def core(told: Mapping[str, Any]) -> Iterator[str]:
         yield f"{name:<34} {part['acc']:7.1%}  centered {part['centered']:7.4f}  of {part['n']:,}"
     name = f"mean of {len(told['parts'])} of CORE's {told['of']}" if told["missing"] else "CORE"
     yield f"{name:<34} {told['mean_of_parts']:.4f} ({told['low']:.4f} to {told['high']:.4f})"
+    if clean := told.get("dirty_n") and told.get("clean"):
+        share = f"of {clean['n']:,}, without {told['dirty_n']:,} that stand in the training text"
+        yield f"{'clean':<34} {clean['mean_of_parts']:.4f} ({clean['low']:.4f} to {clean['high']:.4f})  {share}"
     if told["missing"]:
         yield f"missing: {', '.join(told['missing'])}"
 

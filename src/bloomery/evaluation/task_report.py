@@ -34,12 +34,21 @@ def _core(report: Report) -> list[object]:
     if not core:
         return []
     missing = [text(one) for one in sequence(core, "missing")]
-    low, high, mean = (number(core.get(name)) for name in ("low", "high", "mean_of_parts"))
-    value = DASH if mean is None or low is None or high is None else f"{mean:.4f} ({low:.4f} to {high:.4f})"
+    found, lost = number(core.get("dirty_n")), sequence(core, "clean", "missing")
+    clean = ""
+    if found:
+        without = f", without {len(lost) - len(missing)} parts of which all stand there" * (len(lost) > len(missing))
+        others = f"of the others it is {_mean(core, 'clean')}{without}"
+        clean = f" {count(found)} questions stand in the training text; {others}."
     if not missing:
-        return [note(f"CORE, the mean of 22 centered accuracies: {value}.")]
-    told = f"Mean of {22 - len(missing)} centered accuracies of CORE's 22: {value}. "
+        return [note(f"CORE, the mean of 22 centered accuracies: {_mean(core)}.{clean}")]
+    told = f"Mean of {22 - len(missing)} centered accuracies of CORE's 22: {_mean(core)}.{clean} "
     return [note(told, f"It is not CORE: {', '.join(missing)} are missing.")]
+
+
+def _mean(core: Any, *part: str) -> str:
+    low, high, mean = (number(at(core, *part, name)) for name in ("low", "high", "mean_of_parts"))
+    return DASH if mean is None or low is None or high is None else f"{mean:.4f} ({low:.4f} to {high:.4f})"
 
 
 def _part(told: Any, part: str, metric: str) -> str:

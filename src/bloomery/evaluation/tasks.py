@@ -21,6 +21,7 @@ from bloomery.data import examined, hub, web_files
 from bloomery.data.conversations.conversation import half_pair
 from bloomery.data.hub import Repository
 from bloomery.evaluation import battery, shapes
+from bloomery.evaluation.core_parts import PARTS
 from bloomery.evaluation.shapes import Item, Row, Shape
 
 Kind = Literal["choice", "word", "number", "program", "prompts"]
@@ -187,6 +188,13 @@ class Place:
 
     paths: tuple[Path, ...] = ()
     offline: bool = False
+    any_name: bool = False
+    """Whether a file that is given itself may be called as it likes: where no other task is asked."""
+
+
+def place(names: Sequence[str], paths: Sequence[Path], *, offline: bool = False) -> Place:
+    """Where the rows of these tasks are."""
+    return Place(tuple(path.expanduser() for path in paths), offline, any_name=len(set(names)) == 1)
 
 
 def rows(name: str, place: Place, *, examples: bool = False) -> list[Item]:
@@ -221,14 +229,38 @@ def paths(name: str, place: Place, *, examples: bool = False) -> list[Path]:
     if not place.paths:
         return _from_hub(name, task.examples if examples else task.files, place.offline)
     splits = EXAMPLE_SPLITS if examples else SPLITS
-    return [find((name, *task.aliases), place.paths, splits, what="examples of " * examples + name)]
+    what, any_name = "examples of " * examples + name, place.any_name and not examples
+    return [find((name, *task.aliases), place.paths, splits, what=what, any_name=any_name)]
 
 
-def find(names: Sequence[str], places: Sequence[Path], splits: Sequence[str], *, what: str) -> Path:
+def find(
+    names: Sequence[str], places: Sequence[Path], splits: Sequence[str], *, what: str, any_name: bool = False
+) -> Path:
     """
-    The file of a task: one that is named itself, or the one in a folder that is called NAME or NAME_SPLIT.
+    The file of a task: the one that is called NAME or NAME_SPLIT, or, with `any_name`, the only one that is given.
 
-    Of several splits the first of `splits` wins. Raises DataError where there is none, or more than one.
+    A file that is called as another task's is that one's. Raises DataError where there is none, or more than one.
+    """
+    if found := look(names, places, splits, what=what):
+        return found
+    alone = places[0] if len(places) == 1 and places[0].is_file() else None
+    owner = _owner(alone) if alone else None
+    if alone and any_name and not owner:
+        return alone
+    near = sorted({path.name for place in places if place.is_dir() for path in place.rglob("*") if path.is_file()})
+    told = f"there is no file of {what}" + (f"; it is called as one of {owner}" if owner else "")
+    cure = f"A file of it is called {names[0]}.jsonl (.zst, .gz) or .parquet, maybe with _{splits[-1]}."
+    if alone and not owner and splits is SPLITS:
+        cure += " It may have any name where it is given itself, and one task is asked."
+    cure += f" Here is {', '.join(near[:5])}{', …' * (len(near) > 5)}." if near else ""
+    raise DataError(told, where=", ".join(map(str, places)), cure=cure)
+
+
+def look(names: Sequence[str], places: Sequence[Path], splits: Sequence[str], *, what: str) -> Path | None:
+    """
+    The file that is called NAME or NAME_SPLIT, among `places` and in those that are folders.
+
+    Of several splits the first of `splits` wins. Raises DataError where there is more than one.
     """
     wanted = {_squeezed(name + split): place for name in names for place, split in enumerate(splits)}
     inside = [path for place in places for path in (sorted(place.rglob("*")) if place.is_dir() else [place])]
@@ -240,15 +272,18 @@ def find(names: Sequence[str], places: Sequence[Path], splits: Sequence[str], *,
         stem = path.name.partition(".")[0]
         if path.is_file() and path.name.endswith((*examined.SUFFIXES, ".py")) and _squeezed(stem) in wanted:
             ranked.setdefault(wanted[_squeezed(stem)], []).append(path)
-    if not ranked and splits is SPLITS and len(inside) == len(places) == 1:
-        return places[0]
-    if not ranked:
-        where, cure = ", ".join(map(str, places)), f"A file of it is called {names[0]}.jsonl (.zst, .gz) or .parquet"
-        raise DataError(f"there is no file of {what}", where=where, cure=f"{cure}, maybe with _{splits[-1]}.")
-    best = ranked[min(ranked)]
+    best = ranked[min(ranked)] if ranked else [None]
     if len(best) > 1:
         raise DataError(f"is {what}, and so is {best[1]}", where=str(best[0]), cure="Name one of them.")
     return best[0]
+
+
+def _owner(path: Path) -> str | None:
+    """The task, of the table or of CORE, whose file is called so."""
+    stem = _squeezed(path.name.partition(".")[0])
+    aliases = {name: (name, *one.aliases) for table in (TASKS, PARTS) for name, one in table.items()}
+    known = ((name, _squeezed(own + split)) for name, every in aliases.items() for own in every for split in SPLITS)
+    return next((name for name, called in known if called == stem), None)
 
 
 def _squeezed(name: str) -> str:

@@ -16,7 +16,6 @@ from bloomery.data.duplicates import Corpus
 from bloomery.data.engine import Engine, Part, Record, run_parts
 from bloomery.data.sought import Sought
 from bloomery.evaluation import contamination, tasks
-from bloomery.evaluation.tasks import Place
 from bloomery.stages.config import Decontaminate
 
 HITS = "hits.parquet"
@@ -26,7 +25,9 @@ SCRATCH = "scratch"
 def digest(config: Sought) -> str:
     """Of the content of the tasks' files, and their names."""
     found = hashlib.sha256()
-    asked = [(name, path) for name in config.tasks for path in tasks.paths(name, Place(config.data))]
+    asked = [
+        (name, path) for name in config.tasks for path in tasks.paths(name, tasks.place(config.tasks, config.data))
+    ]
     for name, path in [*((path.name, path) for path in examined.task_files(config.files)), *asked]:
         found.update(f"{name} {files.sha256_file(path)}\n".encode())
     return found.hexdigest()
@@ -43,7 +44,7 @@ def check(config: Decontaminate, corpus: Corpus, scratch: Path, engine: Engine) 
 
 def sought(config: Sought, scratch: Path) -> overlap.Settings:
     """What is looked for: the files as they are, and the tasks' questions as a model is asked them."""
-    asked = contamination.written(scratch, config.tasks, Place(config.data)) if config.tasks else ()
+    asked = contamination.written(scratch, config.tasks, tasks.place(config.tasks, config.data)) if config.tasks else ()
     return overlap.Settings(
         files=(*config.files, *asked),
         fields=(*config.fields, *contamination.FIELDS) if config.fields and asked else config.fields,

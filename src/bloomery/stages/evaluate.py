@@ -15,13 +15,12 @@ from bloomery.core.log import METRICS, progress, read_metrics
 from bloomery.core.stage import machine, read_manifest, versions
 from bloomery.data import document
 from bloomery.data.holdout import is_held_out
-from bloomery.evaluation import benchmark, contamination, core_average, questions, talks
-from bloomery.evaluation.benchmark import Asked
+from bloomery.evaluation import benchmark, contamination, core_average, questions, talks, tasks
+from bloomery.evaluation.benchmark import Asked, Result
 from bloomery.evaluation.compression import Compression, measure
 from bloomery.evaluation.questions import Judged
 from bloomery.evaluation.report import render
 from bloomery.evaluation.scoring import wilson
-from bloomery.evaluation.tasks import Place
 from bloomery.generate.engine import Engine
 from bloomery.hw import device as devices
 from bloomery.stages import instruct, overview, prefer
@@ -46,7 +45,7 @@ def run(config: Evaluate, inputs: Mapping[str, Path], out: Path) -> dict[str, An
     base = huggingface.load(inputs["pretrain"] / "model", device.place)
     asked = questions.held_out(config.seed, config.questions)
     judged = ask(tuned, asked, config.max_tokens)
-    scores = answers(judged)
+    scores = answers(judged, len(asked) - len(judged))
     report = {
         "recipe": out.parent.name,
         "made": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
@@ -79,14 +78,14 @@ def run(config: Evaluate, inputs: Mapping[str, Path], out: Path) -> dict[str, An
 
 def known_tasks(tuned: Loaded, config: Evaluate, inputs: Mapping[str, Path], out: Path) -> dict[str, Any]:
     """
-    The scores of the tasks of the table, over all questions, those that stand in the training text, and the others.
-    Writes tasks.jsonl, a line for every question.
+    The scores of the tasks of the table, and CORE, over all questions, those that stand in the training text, and the
+    others. Writes tasks.jsonl, a line for every question.
     """
     if not config.tasks:
         return {}
     asked = Asked(
         tasks=tuple(name for name in config.tasks if name != core_average.NAME),
-        place=Place(tuple(path.expanduser() for path in config.data)),
+        place=tasks.place(config.tasks, config.data),
         limit=config.limit,
         shots=config.shots,
         samples=config.samples,
@@ -96,14 +95,18 @@ def known_tasks(tuned: Loaded, config: Evaluate, inputs: Mapping[str, Path], out
         weaker_sandbox=config.weaker_sandbox,
     )
     found = benchmark.run(tuned, asked)
+    questions = {name: benchmark.questions(name, asked) for name in found}
+    parts: dict[str, list[Result]] = {}
+    if core_average.NAME in config.tasks:
+        parts = benchmark.core(tuned, asked)
+        questions |= benchmark.core_questions(asked)
     with tempfile.TemporaryDirectory() as scratch:
-        questions = {name: benchmark.questions(name, asked) for name in found}
-        dirty = contamination.dirty(questions, trained_on(inputs, tuned.tokenizer), Path(scratch)) if found else {}
-    benchmark.save(out / "tasks.jsonl", found, dirty)
+        dirty = contamination.dirty(questions, trained_on(inputs, tuned.tokenizer), Path(scratch))
+    benchmark.save(out / "tasks.jsonl", found | parts, dirty)
     told: dict[str, Any] = {
         "tasks": {name: benchmark.scores(name, results, dirty[name]) for name, results in found.items()}
     }
-    return told | ({"core": benchmark.core(tuned, asked)} if core_average.NAME in config.tasks else {})
+    return told | ({"core": benchmark.core_scores(parts, dirty)} if parts else {})
 
 
 def held_out_talks(
@@ -141,8 +144,9 @@ def held_out_talks(
 
 
 def ask(loaded: Loaded, asked: Sequence[questions.Question], max_tokens: int) -> list[Judged]:
-    """Every question in turn, with progress."""
+    """Every question that fits the model's context, in turn, with progress. Raises DataError where none does."""
     engine = Engine(loaded.model)
+    asked = questions.fitting(engine, loaded.renderer, asked)
     judged: list[Judged] = []
     with progress("evaluate", "questions", len(asked)) as meter:
         for start in range(0, len(asked), 50):
@@ -151,9 +155,15 @@ def ask(loaded: Loaded, asked: Sequence[questions.Question], max_tokens: int) ->
     return judged
 
 
-def answers(judged: Sequence[Judged]) -> dict[str, Any]:
-    right = sum(one.exact for one in judged)
-    return {**questions.scores(judged), "interval": wilson(right, len(judged)), "by_kind": questions.table(judged)}
+def answers(judged: Sequence[Judged], not_asked: int) -> dict[str, Any]:
+    """Of all and of each kind; `not_asked` did not fit the model's context."""
+    right, kinds = sum(one.exact for one in judged), questions.table(judged)
+    return {
+        **questions.scores(judged),
+        "not_asked": not_asked,
+        "interval": wilson(right, len(judged)),
+        "by_kind": kinds,
+    }
 
 
 def bits_per_byte(base: Loaded, shards: Path, config: Evaluate, device: devices.Device) -> dict[str, Any]:
