@@ -89,18 +89,19 @@ class Recipe(Config):
 
     @model_validator(mode="after")
     def _answers_fit_the_model(self) -> "Recipe":
-        context = self.pretrain.model.context if self.pretrain else None
-        if context and self.evaluate.conversations and self.evaluate.max_tokens >= context:
-            raise ValueError(
-                f"evaluate.max_tokens={self.evaluate.max_tokens} leaves no room for a question: with "
-                f"pretrain.model.context={context} say less, such as {context // 2}"
-            )
-        loss = self.prefer.loss if self.prefer else None
-        if context and isinstance(loss, Grpo) and loss.answer_tokens >= context:
-            raise ValueError(
-                f"prefer.loss.answer_tokens={loss.answer_tokens} leaves no room for a question: with "
-                f"pretrain.model.context={context} say less, such as {context // 2}"
-            )
+        if self.pretrain is None:
+            return self
+        context, longest = self.pretrain.model.context, dict[str, int]()
+        if self.evaluate.conversations:
+            longest["evaluate.max_tokens"] = self.evaluate.max_tokens
+        if self.prefer is not None and isinstance(self.prefer.loss, Grpo):
+            longest["prefer.loss.answer_tokens"] = self.prefer.loss.answer_tokens
+        for name, tokens in longest.items():
+            if tokens >= context:
+                raise ValueError(
+                    f"{name}={tokens} leaves no room for a question: with pretrain.model.context={context} say less, "
+                    f"such as {context // 2}"
+                )
         return self
 
     @model_validator(mode="after")

@@ -20,12 +20,7 @@ FIELDS = ("query", "context_options")
 
 def write(folder: Path, asked: Mapping[str, Sequence[Item]]) -> tuple[Path, ...]:
     """Files of what must not be found, one for each task, called as it."""
-    folder.mkdir(parents=True, exist_ok=True)
-    for name, items in asked.items():
-        with files.whole_file(folder / f"{name}.jsonl", "w") as file:
-            for row in tasks.as_rows(items):
-                file.write(json.dumps(row, ensure_ascii=False) + "\n")
-    return tuple(folder / f"{name}.jsonl" for name in asked)
+    return tuple(_write(folder / f"{name}.jsonl", _lines(items)) for name, items in asked.items())
 
 
 def written(folder: Path, names: Sequence[str], place: Place) -> tuple[Path, ...]:
@@ -42,18 +37,26 @@ def dirty(asked: Mapping[str, Sequence[Item]], texts: Iterable[str], scratch: Pa
     found: dict[str, set[int]] = {name: set() for name in asked}
     owners: dict[str, list[tuple[str, int]]] = {}
     for name, items in asked.items():
-        for item, row in zip(items, tasks.as_rows(items), strict=True):
-            owners.setdefault(json.dumps(row, ensure_ascii=False), []).append((name, item.row))
-    path = scratch / "asked.jsonl"
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with files.whole_file(path, "w") as file:
-        file.writelines(f"{line}\n" for line in owners)
+        for item, line in zip(items, _lines(items), strict=True):
+            owners.setdefault(line, []).append((name, item.row))
+    path = _write(scratch / "asked.jsonl", owners)
     index, by_line = overlap.Index.of(overlap.Settings(files=(path,))), list(owners.values())
     for batch in _batches(texts):
         for match in index.find(batch):
             for name, number in by_line[index.rows[match.row][1] - 1]:
                 found[name].add(number)
     return found
+
+
+def _lines(items: Sequence[Item]) -> Iterator[str]:
+    return (json.dumps(row, ensure_ascii=False) for row in tasks.as_rows(items))
+
+
+def _write(path: Path, lines: Iterable[str]) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with files.whole_file(path, "w") as file:
+        file.writelines(f"{line}\n" for line in lines)
+    return path
 
 
 def _batches(texts: Iterable[str]) -> Iterator[list[str]]:

@@ -23,7 +23,9 @@ from bloomery.data.synthesis.config import Price, Synthesize
 
 FILE = "requests.jsonl"
 Tokens = Sequence[int]
-"""Read and written; of a price, dollars of a million of each."""
+"""Read and written."""
+Dollars = Sequence[float]
+"""Of a million tokens read, and of a million written."""
 
 
 class Ledger:
@@ -107,15 +109,15 @@ class Ledger:
         self._lock.notify_all()
         return most
 
-    def _take(self, name: str, answer: Answer, price: Sequence[float]) -> None:
+    def _take(self, name: str, answer: Answer, price: Dollars) -> None:
         self.answers[name] = answer
         self._spend((answer.input_tokens, answer.output_tokens), price)
 
-    def _lose(self, most: Tokens, price: Sequence[float]) -> None:
+    def _lose(self, most: Tokens, price: Dollars) -> None:
         self.lost += 1
         self._spend(most, price)
 
-    def _spend(self, tokens: Tokens, price: Sequence[float]) -> None:
+    def _spend(self, tokens: Tokens, price: Dollars) -> None:
         self._taken = [sum(kind) for kind in zip(self._taken, tokens, strict=True)]
         self.dollars += _cost(tokens, price)
 
@@ -132,7 +134,7 @@ class Ledger:
             return
         with path.open("r+b") as file:
             file.truncate(file.read().rfind(b"\n") + 1)
-        begun: dict[str, tuple[Tokens, Sequence[float]]] = {}
+        begun: dict[str, tuple[Tokens, Dollars]] = {}
         for number, line in rows.jsonl(path):
             price = self._price_of(line)
             match line:
@@ -155,7 +157,7 @@ class Ledger:
         for most, price in begun.values():
             self._lose(most, price)
 
-    def _price_of(self, line: object) -> Sequence[float]:
+    def _price_of(self, line: object) -> Dollars:
         """At which a line was written; today's, where it does not say."""
         match line:
             case {"price": [int() | float(), int() | float()] as price}:
@@ -163,7 +165,7 @@ class Ledger:
         return self._price
 
 
-def _cost(tokens: Tokens, price: Sequence[float]) -> float:
+def _cost(tokens: Tokens, price: Dollars) -> float:
     """Dollars."""
     return sum(count * dollars for count, dollars in zip(tokens, price, strict=True)) / 1e6
 
