@@ -13,7 +13,6 @@ scored on one core. Ends with one line of JSON.
 import argparse
 import importlib
 import json
-import os
 import tempfile
 import time
 from collections.abc import Sequence
@@ -24,6 +23,7 @@ from typing import Any
 
 import numpy as np
 from sklearn.metrics import roc_auc_score
+from stand_in import PLACE
 
 from bloomery.core.stage import machine, versions
 from bloomery.data import classifier, examples, heuristic, scorer
@@ -33,7 +33,7 @@ from bloomery.data.scorer import Classifier
 from bloomery.stages.config import Labeled
 
 ROOT = Path(__file__).parents[1]
-SHARED = Path(os.environ.get("BLOOMERY_SHARED", ROOT.parent / "shared")) / "data" / "dev" / "toxicity.jsonl.zst"
+SHARED = PLACE / "data" / "dev" / "toxicity.jsonl.zst"
 PACKAGE = "fasttext-numpy2-wheel"
 SETTINGS: tuple[dict[str, Any], ...] = (
     {"wordNgrams": 2, "epoch": 25, "lr": 0.5},

@@ -34,6 +34,7 @@ from typing import Any
 
 import pyarrow.parquet as pq
 import zstandard
+from stand_in import PLACE
 
 from bloomery.core.config import build
 from bloomery.core.stage import machine, versions
@@ -42,7 +43,7 @@ from bloomery.stages import dedup
 from bloomery.stages.config import Dedup
 
 ROOT = Path(__file__).parents[1]
-SHARED = Path(os.environ.get("BLOOMERY_SHARED", ROOT.parent / "shared")) / "data" / "dev"
+SHARED = PLACE / "data" / "dev"
 BUDGETS = (256 * 2**20, 2**30, 8 * 2**30)
 
 

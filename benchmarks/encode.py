@@ -6,7 +6,7 @@ How fast is text encoded on one core, and are the ids those of `tokenizers`?
 Trains a tokenizer, saves it, and encodes the same documents with our encoder and with the saved tokenizer.json as
 `tokenizers` reads it, in turns, both held to one thread. All ids are compared, also with those that `transformers`
 gives for the saved file, where that is installed. FOLDER holds *.jsonl.zst files with `text`, searched through (by
-default $BLOOMERY_SHARED). Without one, and to fill up, documents come from the standard library and the
+default $BLOOMERY_SHARED or ../shared). Without one, and to fill up, documents come from the standard library and the
 generator. --quick takes 3,000 documents and a small vocabulary.
 """
 
@@ -29,6 +29,7 @@ from pathlib import Path
 from typing import Any
 
 import tokenizers
+from stand_in import PLACE
 
 from bloomery.core.stage import machine, versions
 from bloomery.data import sources, worlds
@@ -47,7 +48,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", action="store_true", help="print nothing but the line of JSON")
     parser.add_argument("--quick", action="store_true")
-    parser.add_argument("--data", type=Path, default=Path(os.environ.get("BLOOMERY_SHARED", "")))
+    parser.add_argument("--data", type=Path, default=PLACE)
     parser.add_argument("--documents", type=int)
     parser.add_argument("--kind", choices=("byte_bpe", "sentencepiece"), default="byte_bpe")
     options = parser.parse_args()

@@ -155,6 +155,7 @@ def draw(found: dict[str, Run], options: argparse.Namespace) -> None:
     ]
     title = f"Held-out loss of the demo's model, {options.seeds} seeds, best rates of each"
     picture = curves.picture(title, drawn, x_axis="steps", y_axis="nats a token")
+    options.images.mkdir(parents=True, exist_ok=True)
     (options.images / "optimizers.svg").write_text(picture, encoding="utf-8")
 
 

@@ -3,20 +3,21 @@ How full are rows of packed conversations?
 
     python benchmarks/packing.py [--json] [--quick] [--data FOLDER] [--template chatml]
 
-Renders every conversation of FOLDER/dev (by default $BLOOMERY_SHARED/data: instruct and multiturn_*.jsonl.zst) in a
-template with GPT-2's tokenizer, which lies in FOLDER/tokenizer, and packs those that fit into rows of 257 to 4,097
-tokens: first-fit-decreasing as the stage `instruct` does, beside next-fit in the order of the files, which is what
-"fill a row, then begin another" comes to, and the fewest rows that there could be if conversations could be cut
-anywhere. --quick takes every tenth.
+Renders every conversation of FOLDER/dev (instruct and multiturn_*.jsonl.zst; by default of data in $BLOOMERY_SHARED
+or ../shared) in a template with GPT-2's tokenizer, which lies in FOLDER/tokenizer, and packs those that fit into rows
+of 257 to 4,097 tokens: first-fit-decreasing as the stage `instruct` does, beside next-fit in the order of the files,
+which is what "fill a row, then begin another" comes to, and the fewest rows that there could be if conversations
+could be cut anywhere. --quick takes every tenth.
 """
 
 import argparse
 import json
-import os
 import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, cast
+
+from stand_in import PLACE
 
 from bloomery.core.stage import machine, versions
 from bloomery.data import rows
@@ -32,7 +33,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", action="store_true", help="print nothing but the line of JSON")
     parser.add_argument("--quick", action="store_true")
-    parser.add_argument("--data", type=Path, default=Path(os.environ.get("BLOOMERY_SHARED", "")) / "data")
+    parser.add_argument("--data", type=Path, default=PLACE / "data")
     parser.add_argument("--template", choices=tuple(TEMPLATES), default="bloomery")
     options = parser.parse_args()
     tokenizer = importers.load(options.data / "tokenizer", special=templates.wanted(options.template))

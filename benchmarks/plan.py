@@ -7,11 +7,11 @@ Each configuration trains for a few steps in a process of its own, on this machi
 the process held beyond what it held before (Linux: VmHWM, set back), after a tiny model has warmed the libraries up:
 once with an allocator that gives back what is freed, as a trace reckons, and once with that of runs, which keep it
 (hw/device.py). What is predicted comes by the functions of `bloomery plan`. Speed is what it says from small models,
-against the median of some steps before and after that: both by the time that a thread had on the processor, so that
-what else the machine does counts for neither; steps by the clock stand beside it. What a neighbor takes of caches and
-memory counts all the same, and varies: each speed is asked for in three processes, whose middle error is told, and all
-three stand in the file. The numbers are the largest errors of memory and of speed. --quick does three configurations,
---memory the memory alone.
+against steps in the same process: both by the time that a thread had on the processor, so that what else the machine
+does counts for neither; steps by the clock stand beside it. What a neighbor takes of caches and memory counts all the
+same, and varies within minutes: steps and plans take turns, the error is that of the median plan against the median
+step, and each plan against the steps just before and after it stands in the file. The numbers are the largest errors
+of memory and of speed. --quick does three configurations, --memory the memory alone.
 """
 
 import argparse
@@ -24,6 +24,7 @@ import subprocess
 import sys
 import time
 from dataclasses import replace
+from itertools import chain, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +42,7 @@ from bloomery.train.config import Finetune, Training
 from bloomery.train.loop import accumulate_gradients, clipping, gradients
 from bloomery.train.optim_adamw import total_norm
 from bloomery.train.planning import planner
+from bloomery.train.planning import timed as timing
 from bloomery.train.planning.choose import Ask, Option, best
 from bloomery.train.planning.here import check, room, step
 from bloomery.train.planning.target import Target
@@ -76,7 +78,7 @@ CONFIGURATIONS: dict[str, Settings] = {
     },
 }
 QUICK = 3
-STEPS, TRIES, TOKENS = 3, 3, 2048
+STEPS, PLANS, TOKENS = 3, 3, 2048
 ALLOCATORS = {"given back": {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536"}, "kept": {}}
 
 
@@ -92,7 +94,7 @@ def main() -> None:
         return
     rows = []
     for name in list(CONFIGURATIONS)[: QUICK if options.quick else None]:
-        kept = None if options.memory else [in_child(name, "kept") for _ in range(1 if options.quick else TRIES)]
+        kept = None if options.memory else in_child(name, "kept")
         rows.append(row(name, in_child(name, "given back"), kept))
         if not options.json:
             print(as_text(rows[-1]), file=sys.stderr)
@@ -110,7 +112,7 @@ def main() -> None:
     print(json.dumps(facts))
 
 
-def row(name: str, found: Settings, kept: list[Settings] | None) -> Settings:
+def row(name: str, found: Settings, kept: Settings | None) -> Settings:
     predicted, measured_bytes = found["predicted_bytes"], found["measured_bytes"]
     memory = {
         "configuration": name,
@@ -120,15 +122,13 @@ def row(name: str, found: Settings, kept: list[Settings] | None) -> Settings:
     }
     if kept is None:
         return memory
-    errors = [round(one["planned"] / one["speed"] - 1, 4) for one in kept]
-    middle = kept[errors.index(statistics.median_low(errors))]
     return memory | {
-        "as_runs_keep_it_mib": round(middle["measured_bytes"] / 2**20, 1),
-        "planned_tokens_per_second": round(middle["planned"]),
-        "measured_tokens_per_second": round(middle["speed"]),
-        "by_the_clock": round(middle["clock"]),
-        "speed_error": statistics.median_low(errors),
-        "of_tries": errors,
+        "as_runs_keep_it_mib": round(kept["measured_bytes"] / 2**20, 1),
+        "planned_tokens_per_second": round(kept["planned"]),
+        "measured_tokens_per_second": round(kept["speed"]),
+        "by_the_clock": round(kept["clock"]),
+        "speed_error": round(kept["planned"] / kept["speed"] - 1, 4),
+        "of_each_plan": [round(error, 4) for error in kept["errors"]],
     }
 
 
@@ -170,18 +170,29 @@ def measured(name: str, kept: bool) -> Settings:
     if not kept:  # nor timed, which takes as long again
         predicted = check(ask, replace(target, flops_from="unknown"), option).peak_bytes
         return {"predicted_bytes": predicted, "measured_bytes": peak}
+    blocks, planned = [taken[1:]], []
+    for _ in range(PLANS):
+        planned.append(planned_now(ask, target, option))
+        blocks.append([run.step() for _ in range(STEPS)])
+    clock, own = (statistics.median(times) for times in zip(*chain(*blocks), strict=True))
+    around = [statistics.median(own for _, own in [*low, *high]) for low, high in pairwise(blocks)]
+    return {
+        "measured_bytes": peak,
+        "planned": statistics.median(planned),
+        "speed": ask.tokens / own,
+        "clock": ask.tokens / clock,
+        "errors": [plan * seconds / ask.tokens - 1 for plan, seconds in zip(planned, around, strict=True)],
+    }
+
+
+def planned_now(ask: Ask, target: Target, option: Option) -> float:
+    """Tokens per second, timed anew: a process times each model once."""
+    timing.measured.cache_clear()
     told = check(ask, target, option)
     assert told.traced
     assert told.pace is not None
     assert told.pace.timed
-    taken += [run.step() for _ in range(STEPS)]  # before what is planned and after it
-    clock, own = (statistics.median(times) for times in zip(*taken[1:], strict=True))
-    return {
-        "measured_bytes": peak,
-        "planned": told.pace.tokens_per_second,
-        "speed": ask.tokens / own,
-        "clock": ask.tokens / clock,
-    }
+    return told.pace.tokens_per_second
 
 
 def in_use(field: str) -> int:

@@ -25,6 +25,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
+from stand_in import PLACE
 from threadpoolctl import threadpool_limits  # type: ignore[import-untyped]
 
 from bloomery.core.stage import machine, versions
@@ -34,7 +35,6 @@ from bloomery.data.rules import C4, FineWeb, Gopher, Repetition
 from bloomery.data.rules.judge import Documents, judge
 
 ROOT = Path(__file__).parents[1]
-SHARED = Path(os.environ.get("BLOOMERY_SHARED", ROOT.parent / "shared"))
 # C4's filter of datatrove deletes lines and hands on what is left; last, so that every filter sees whole documents
 RULES: tuple[tuple[Common, str], ...] = (
     (Gopher(), "GopherQualityFilter"),
@@ -51,7 +51,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", action="store_true", help="print nothing but the line of JSON")
     parser.add_argument("--quick", action="store_true", help="fewer documents")
-    parser.add_argument("--documents", type=Path, default=SHARED / "data" / "dev" / "web.jsonl.zst")
+    parser.add_argument("--documents", type=Path, default=PLACE / "data" / "dev" / "web.jsonl.zst")
     options = parser.parse_args()
     texts = read(options.documents, 1000 if options.quick else None)
     size = QUICK_SAMPLE if options.quick else PEER_SAMPLE

@@ -5,7 +5,9 @@ import os
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).resolve().parents[1]
+PLACE = Path(os.environ.get("BLOOMERY_SHARED", ROOT.parent / "shared"))
+"""Where shared text may be."""
 DOMAINS = {
     "web": ("web.jsonl.zst", "web"),
     "wiki": ("web.jsonl.zst", "wiki"),
@@ -18,8 +20,7 @@ DOMAINS = {
 
 def shared() -> Path | None:
     """The folder of texts that tests and benchmarks may use, where this machine has it."""
-    place = Path(os.environ.get("BLOOMERY_SHARED", ROOT.parent / "shared"))
-    return place if (place / "data" / "dev").is_dir() else None
+    return PLACE if (PLACE / "data" / "dev").is_dir() else None
 
 
 def sources(texts: Path, *, quick: bool = False) -> list[dict[str, Any]]:

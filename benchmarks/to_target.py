@@ -33,6 +33,7 @@ import learners
 import numpy as np
 from learners import ROWS, VOCAB_SIZE, Measured, T
 from numpy.typing import NDArray
+from stand_in import PLACE
 
 from bloomery.core.stage import machine, versions
 from bloomery.data import sources
@@ -56,7 +57,7 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true")
     parser.add_argument("--nanogpt", type=Path)
     parser.add_argument("--steps", type=int, default=90)
-    parser.add_argument("--data", type=Path, default=Path(os.environ.get("BLOOMERY_SHARED", "")))
+    parser.add_argument("--data", type=Path, default=PLACE)
     parser.add_argument("--folder", type=Path)
     parser.add_argument("--first", action="store_true")
     parser.add_argument("--images", type=Path)
@@ -230,6 +231,7 @@ def draw(runs: dict[str, Run], options: argparse.Namespace) -> None:
     target = runs[BFLOAT16]["measured"][-1][3]
     title = "Held-out loss, 19M parameters, web and code, one thread"
     picture = curves.picture(title, drawn, x_axis="seconds of the processor", y_axis="nats a token", level=target)
+    options.images.mkdir(parents=True, exist_ok=True)
     (options.images / "to_target.svg").write_text(picture, encoding="utf-8")
 
 

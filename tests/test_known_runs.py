@@ -1,7 +1,6 @@
 """The recipes that reproduce what is known: shapes, lengths and settings, and that a plan can be made of each."""
 
 import json
-import os
 from pathlib import Path
 from typing import Any
 
@@ -24,11 +23,12 @@ from bloomery.weights import gpt2, huggingface
 from bloomery.weights.huggingface import Lineage
 from tests.model.made import lively
 from tests.shards.test_foreign import by_hand
+from tests.shared import SHARED
 from tests.tokenizer.made import small
 
 ROOT = Path(__file__).parents[1]
 FOLDER = ROOT / "recipes"
-GPT2_IDS = Path(os.environ.get("BLOOMERY_SHARED", ROOT.parent / "shared")) / "data" / "tokenizer"
+GPT2_IDS = SHARED / "data" / "tokenizer"
 PARAMETERS = {
     "gpt2-124m": 124_439_808,
     "gpt2-124m-finetune": 124_439_808,

@@ -12,6 +12,7 @@ from bloomery.core import config
 from bloomery.core.stage import read_manifest
 from bloomery.recipe import Recipe
 from bloomery.tokenizer.config import ByteBpe
+from tests.shared import SHARED, needs
 
 ROOT = Path(__file__).parents[1]
 PLASMA = ROOT / "recipes" / "plasma-500m.toml"
@@ -42,11 +43,9 @@ def test_with_its_mixture_it_is_finetuned_on_eleven_sets_of_conversations_with_t
 
 
 @pytest.mark.slow
+@needs(SHARED / "data" / "dev")
 def test_all_five_domains_reach_the_shards(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    texts = STAND_IN["shared"]()
-    if texts is None:
-        pytest.skip("the shared text is not here (BLOOMERY_SHARED)")
-    sources = STAND_IN["setting"](texts, quick=True)
+    sources = STAND_IN["setting"](SHARED, quick=True)
     words = [
         "run",
         str(PLASMA),
@@ -55,7 +54,7 @@ def test_all_five_domains_reach_the_shards(tmp_path: Path, monkeypatch: pytest.M
         "--until",
         "shard",
         sources,
-        *STAND_IN["toxicity"](texts),
+        *STAND_IN["toxicity"](SHARED),
         *SETTINGS,
     ]
     assert cli.main(words) == 0

@@ -1,8 +1,6 @@
 """Each preset against a small copy of its corpus: the same folders, files and columns, on the loopback."""
 
 import io
-import os
-from pathlib import Path
 from typing import Any, get_args
 
 import pyarrow as pa
@@ -16,8 +14,8 @@ from bloomery.data.elsewhere import Preset
 from bloomery.data.presets import PRESETS, PresetName
 from bloomery.data.reading import Rejected
 from tests.data.hub_server import Hub
+from tests.shared import SHARED, needs
 
-SHARED = Path(os.environ.get("BLOOMERY_SHARED", Path(__file__).resolve().parents[3] / "shared"))
 SHAKESPEARE = SHARED / "data" / "text" / "tinyshakespeare.txt"
 LONG = "A sentence that stands in a document which is long enough to be kept. " * 6
 CODE = "\n".join(f"value_{number} = compute({number}, scale=2.5, offset={number})" for number in range(8))
@@ -147,7 +145,7 @@ def test_of_answers_the_best_is_taken_and_its_markup_becomes_text(hub: Hub) -> N
     assert "<" not in text
 
 
-@pytest.mark.skipif(not SHAKESPEARE.is_file(), reason=f"needs {SHAKESPEARE}; set BLOOMERY_SHARED")
+@needs(SHAKESPEARE)
 def test_shakespeare_comes_by_its_address(hub: Hub) -> None:
     text = SHAKESPEARE.read_bytes()
     hub.plain["/input.txt"] = text

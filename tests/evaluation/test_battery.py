@@ -1,5 +1,4 @@
 import json
-import os
 import re
 from pathlib import Path
 from typing import Any
@@ -10,8 +9,9 @@ from bloomery.core.errors import DataError
 from bloomery.evaluation import battery, tasks
 from bloomery.evaluation.shapes import Item
 from bloomery.evaluation.tasks import Place
+from tests.shared import SHARED, needs
 
-SEEDS = Path(os.environ.get("BLOOMERY_SHARED", "none")) / "reference" / "seeds.md"
+SEEDS = SHARED / "reference" / "seeds.md"
 
 FILE = """
 import os
@@ -65,7 +65,7 @@ def test_every_kind_of_prompt_has_its_check(number: int, said: str, right: bool,
     assert battery.is_right(items(tmp_path)[number], said) is right
 
 
-@pytest.mark.skipif(not SEEDS.is_file(), reason=f"needs {SEEDS}; set BLOOMERY_SHARED")
+@needs(SEEDS)
 def test_the_real_prompts_are_all_read(tmp_path: Path) -> None:
     code = re.findall(r"```python\n(.*?)```", SEEDS.read_text(encoding="utf-8"), re.DOTALL)
     (tmp_path / "eval_prompts.py").write_text(next(one for one in code if "FACTUAL = [" in one), encoding="utf-8")

@@ -9,7 +9,7 @@ from bloomery.evaluation.shapes import Item
 from bloomery.evaluation.tasks import Place
 from bloomery.stages import decontaminate
 from bloomery.stages.config import Decontaminate
-from tests.evaluation.sets import SHARED, needs_sets
+from tests.evaluation.sets import SETS, needs_sets
 
 NAMES = ("hellaswag", "arc_easy", "winogrande", "boolq", "gsm8k", "lambada")
 
@@ -21,7 +21,7 @@ def filler(rng: random.Random) -> str:
 @needs_sets
 def test_every_planted_question_is_dirty_and_without_any_none_is(tmp_path: Path) -> None:
     rng = random.Random(1)
-    asked = {name: tasks.rows(name, Place((SHARED,)))[:150] for name in NAMES}
+    asked = {name: tasks.rows(name, Place((SETS,)))[:150] for name in NAMES}
     planted = {name: {item.row for item in rng.sample(items, 20)} for name, items in asked.items()}
     texts = [filler(rng) for _ in range(300)]
     assert not any(contamination.dirty(asked, texts, tmp_path / "before").values())

@@ -9,7 +9,7 @@ from bloomery.evaluation import core_average, shown, tasks
 from bloomery.evaluation.core_parts import PARTS
 from bloomery.evaluation.scoring import wilson
 from bloomery.evaluation.tasks import Place
-from tests.evaluation.sets import SHARED, needs_sets, write
+from tests.evaluation.sets import SETS, needs_sets, write
 
 
 def guessed(seed: int) -> dict[str, list[bool]]:
@@ -66,7 +66,7 @@ def test_a_mean_with_tasks_missing_is_not_called_core() -> None:
 
 @needs_sets
 def test_what_is_there_is_asked_as_dclm_asks_it() -> None:
-    place = Place((SHARED,))
+    place = Place((SETS,))
     there, missing = core_average.present(place)
     assert there == [
         *("hellaswag_zeroshot", "arc_easy", "arc_challenge", "copa", "commonsense_qa", "openbook_qa", "lambada_openai"),

@@ -21,7 +21,7 @@ from bloomery.evaluation.benchmark import Asked
 from bloomery.evaluation.shapes import Item
 from bloomery.evaluation.tasks import Place
 from bloomery.weights import huggingface
-from tests.evaluation.sets import SHARED, needs_sets, write
+from tests.evaluation.sets import SETS, needs_sets, write
 from tests.weights.made import model
 
 LM_EVAL = importlib.util.find_spec("lm_eval")
@@ -138,7 +138,7 @@ def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     model(made / "model", context=256)
     stock = Path(LM_EVAL.submodule_search_locations[0]) / "tasks"
     for name, (definition, split, native) in NATIVE.items():
-        items = goals() if name == "piqa" else tasks.rows(name, Place((SHARED,)))
+        items = goals() if name == "piqa" else tasks.rows(name, Place((SETS,)))
         picked = items[:: max(1, len(items) // COUNT)][:COUNT] if name != "mmlu" else items[:COUNT]
         rows = write(made / "rows" / f"{name}_{split}.jsonl", [native(item) for item in picked])
         metrics = (

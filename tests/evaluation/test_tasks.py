@@ -13,7 +13,7 @@ from bloomery.data import examined
 from bloomery.evaluation import shapes, tasks
 from bloomery.evaluation.shapes import Item
 from bloomery.evaluation.tasks import TASKS, Place
-from tests.evaluation.sets import SHARED, needs_sets, write
+from tests.evaluation.sets import SETS, needs_sets, write
 
 ON_THE_HUB: dict[str, tuple[dict[str, Any], str, int]] = {
     "hellaswag": (
@@ -116,7 +116,7 @@ COUNTS = {
 @needs_sets
 @pytest.mark.parametrize("name", COUNTS)
 def test_every_row_of_the_real_sets_is_a_question_with_a_right_answer(name: str) -> None:
-    items = tasks.rows(name, Place((SHARED,)))
+    items = tasks.rows(name, Place((SETS,)))
     assert len(items) == COUNTS[name]
     assert [item.row for item in items] == list(range(1, len(items) + 1))
     if TASKS[name].kind == "choice" and name != "commonsense_qa":  # llm-foundry's has four choices
@@ -235,7 +235,7 @@ def test_examples_are_of_the_same_subject_and_its_heading_stands_once() -> None:
 @needs_sets
 @pytest.mark.parametrize("name", ["hellaswag", "winogrande", "boolq", "gsm8k"])
 def test_decontamination_reads_the_questions_of_the_table(name: str, tmp_path: Path) -> None:
-    items = tasks.rows(name, Place((SHARED,)))[:20]
+    items = tasks.rows(name, Place((SETS,)))[:20]
     path = write(tmp_path / f"{name}.jsonl", list(tasks.as_rows(items)))
     found = {piece.row for piece in examined.pieces(path)}
     assert found == set(range(1, 21))

@@ -1,12 +1,13 @@
 import json
-import os
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 from bloomery.core.errors import HardwareError
 from bloomery.hw.catalog import CATALOG, GIB, named, of_device
+from tests.shared import SHARED, needs
+
+FACTS = SHARED / "reference" / "hardware.json"
 
 
 def test_every_key_is_there_once_and_is_found_by_itself() -> None:
@@ -66,12 +67,10 @@ def test_formats_without_units_have_no_peak() -> None:
     assert named("7900xtx").peak("float32") is None
 
 
+@needs(FACTS)
 def test_the_catalog_has_the_numbers_that_were_collected() -> None:
     """Against the collected facts, where they are at hand: each device of them is here, with its rate."""
-    shared = os.environ.get("BLOOMERY_SHARED")
-    if not shared:
-        pytest.skip("BLOOMERY_SHARED is not set, so the collected facts are not at hand")
-    collected: list[dict[str, Any]] = json.loads((Path(shared) / "reference" / "hardware.json").read_text())["devices"]
+    collected: list[dict[str, Any]] = json.loads(FACTS.read_text())["devices"]
     known = [(name, entry) for entry in CATALOG for name in entry.names]
     for device in collected:
         entries = [entry for name, entry in known if any(name.endswith(match) for match in device["match"])]

@@ -1,6 +1,5 @@
 import io
 import json
-import os
 import random
 from pathlib import Path
 
@@ -13,9 +12,10 @@ from bloomery.data import document, rows
 from bloomery.data.engine import Engine
 from bloomery.stages import decontaminate, dedup
 from bloomery.stages.config import Decontaminate, Dedup
+from tests.shared import SHARED, needs
 
-SHARED = Path(os.environ.get("BLOOMERY_SHARED", Path(__file__).resolve().parents[3] / "shared")) / "data"
-needs_shared = pytest.mark.skipif(not (SHARED / "eval").is_dir(), reason=f"needs {SHARED}; set BLOOMERY_SHARED")
+DATA = SHARED / "data"
+needs_sets = needs(DATA / "eval")
 
 FIELDS = ("query", "question", "ctx", "context", "prompt")
 
@@ -23,7 +23,7 @@ FIELDS = ("query", "question", "ctx", "context", "prompt")
 def questions() -> list[tuple[str, int, str]]:
     """Task, row and question of all shared sets, as they stand in their files."""
     found = []
-    for path in sorted((SHARED / "eval").glob("*.jsonl.zst")):
+    for path in sorted((DATA / "eval").glob("*.jsonl.zst")):
         for number, row in rows.jsonl(path):
             assert isinstance(row, dict)
             text = next((row[name] for name in FIELDS if name in row), None)
@@ -46,7 +46,7 @@ def dressed(text: str, rng: random.Random) -> str:
 
 
 def clean_texts(count: int) -> list[str]:
-    with (SHARED / "dev" / "web.jsonl.zst").open("rb") as file:
+    with (DATA / "dev" / "web.jsonl.zst").open("rb") as file:
         lines = io.TextIOWrapper(zstandard.ZstdDecompressor().stream_reader(file), encoding="utf-8", newline="\n")
         return [json.loads(line)["text"] for line, _ in zip(lines, range(count), strict=False)]
 
@@ -59,7 +59,7 @@ def written(texts: dict[str, str], folder: Path) -> list[Path]:
     return document.parts(folder)
 
 
-@needs_shared
+@needs_sets
 def test_two_hundred_planted_questions_are_all_found_and_clean_text_is_left_alone(tmp_path: Path) -> None:
     rng = random.Random(0)
     asked = [one for one in questions() if len(one[2].split()) >= 4]
@@ -71,7 +71,7 @@ def test_two_hundred_planted_questions_are_all_found_and_clean_text_is_left_alon
         cut = rng.randrange(len(host))
         planted[f"planted-{number}"] = one
         texts[f"planted-{number}"] = f"{host[:cut]}\n{dressed(one[2], rng)}\n{host[cut:]}"
-    config = Decontaminate(files=(SHARED / "eval",))
+    config = Decontaminate(files=(DATA / "eval",))
     stats = decontaminate.run(config, written(texts, tmp_path / "in"), tmp_path / "out", Engine(workers=1))
     dropped = {row["id"]: row for row in document.read(tmp_path / "out" / "dropped")}
     assert set(planted) <= set(dropped)

@@ -19,6 +19,7 @@ from bloomery.core.errors import ConfigError, DataError
 from bloomery.data import document, rows
 from bloomery.stages import dedup
 from bloomery.stages.config import Dedup
+from tests.shared import SHARED, needs
 
 
 def by_hand(a: str, b: str, words: int = 5) -> float:
@@ -289,11 +290,11 @@ def test_repeated_lines_stay_in_the_best_document_only_and_are_written_down(tmp_
     assert (few["kept"], few["dropped"]) == (13, 0)
 
 
-SHARED = Path(os.environ.get("BLOOMERY_SHARED", Path(__file__).resolve().parents[3] / "shared")) / "data" / "dev"
-LABELS = SHARED / "dedup_labels.parquet"
+TEXTS = SHARED / "data" / "dev"
+LABELS = TEXTS / "dedup_labels.parquet"
 
 
-@pytest.mark.skipif(not LABELS.is_file(), reason=f"needs {LABELS}; set BLOOMERY_SHARED")
+@needs(LABELS)
 def test_labeled_copies_of_web_text_and_code_are_found_and_nothing_else(tmp_path: Path) -> None:
     """Pairs at an exact Jaccard of 0.8 and more, which another program has found, and the documents down to 0.6."""
     pairs = [
@@ -304,7 +305,7 @@ def test_labeled_copies_of_web_text_and_code_are_found_and_nothing_else(tmp_path
     wanted = {name for a, b, value in pairs if value >= 0.6 for name in (a, b)}
     texts: dict[str, str] = {}
     for part in ("web", "code"):
-        for _, row in rows.jsonl(SHARED / f"{part}.jsonl.zst"):
+        for _, row in rows.jsonl(TEXTS / f"{part}.jsonl.zst"):
             assert isinstance(row, dict)
             texts |= {row["id"]: row["text"]} if row["id"] in wanted else {}
     assert len(texts) == len(wanted)

@@ -1,23 +1,21 @@
-"""Real documents for slow tests: those that BLOOMERY_SHARED holds, or generated ones."""
+"""Real documents for slow tests: those that lie beside the project, or generated ones."""
 
 import json
-import os
 from functools import cache
 from itertools import islice
-from pathlib import Path
 
 import zstandard
 
 from bloomery.data import worlds
+from tests.shared import SHARED
 
-SHARED = Path(os.environ.get("BLOOMERY_SHARED", Path(__file__).parents[3] / "shared")) / "data"
-GPT2 = SHARED / "tokenizer"
+GPT2 = SHARED / "data" / "tokenizer"
 
 
 @cache
 def documents(count: int) -> list[str]:
     """Some of every file; where there are no files, or not enough in them, from the generator."""
-    files = sorted((SHARED / "dev").glob("*.jsonl.zst"))
+    files = sorted((SHARED / "data" / "dev").glob("*.jsonl.zst"))
     found: list[str] = []
     for file in files:
         with file.open("rb") as raw, zstandard.ZstdDecompressor().stream_reader(raw) as stream:

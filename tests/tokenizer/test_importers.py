@@ -17,6 +17,7 @@ from bloomery.tokenizer import importers
 from bloomery.tokenizer.patterns import PATTERNS
 from bloomery.tokenizer.quick import HARD, Encoder
 from bloomery.tokenizer.tokenizer import FILE, SPECIAL, Tokenizer, byte_letters
+from tests.shared import needs
 from tests.tokenizer.made import CODE, ELSEWHERE, TEXTS, small, training_texts
 from tests.tokenizer.shared import GPT2, documents
 
@@ -116,7 +117,7 @@ def test_ranks_need_the_name_of_a_pattern_and_nothing_else_takes_one(tmp_path: P
 
 # --- GPT-2 ---------------------------------------------------------------------------------------------------------
 
-needs_gpt2 = pytest.mark.skipif(not (GPT2 / "vocab.bpe").is_file(), reason="BLOOMERY_SHARED holds no GPT-2 tokenizer")
+needs_gpt2 = needs(GPT2 / "vocab.bpe")
 
 
 @pytest.fixture(scope="module")

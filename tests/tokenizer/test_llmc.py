@@ -9,6 +9,7 @@ from hypothesis import given
 from bloomery.core.errors import DataError
 from bloomery.tokenizer import importers, llmc
 from bloomery.tokenizer.tokenizer import SPECIAL, Tokenizer
+from tests.shared import needs
 from tests.tokenizer.made import TEXTS, small
 from tests.tokenizer.shared import GPT2
 from tests.tokenizer.test_importers import ranks
@@ -61,7 +62,7 @@ def test_version_1_ends_texts_with_50256(tmp_path: Path) -> None:
     assert llmc.read(tmp_path / "one.bin") == (tokens, 50_256)
 
 
-@pytest.mark.skipif(not GPT2.is_dir(), reason="the shared files are not here (BLOOMERY_SHARED)")
+@needs(GPT2)
 def test_gpt2_comes_back_the_same_from_a_file_of_llm_c(tmp_path: Path) -> None:
     whole = importers.load(GPT2)
     tokens = [whole.decode_bytes([id]) for id in range(50_256)]

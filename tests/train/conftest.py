@@ -1,8 +1,11 @@
+from collections.abc import Callable
+from functools import cache
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from tests.train.made import write_samples
+from tests.train.made import ADAMW, MUON, run, write_samples
 
 
 @pytest.fixture(scope="session")
@@ -11,3 +14,17 @@ def shards(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("shards")
     write_samples(folder)
     return folder
+
+
+@pytest.fixture(scope="module")
+def finished(shards: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
+    """Runs to the end on so many ranks, each made once, that nobody writes to."""
+
+    @cache
+    def made(ranks: int, optimizer: str, **settings: Any) -> Path:
+        out = tmp_path_factory.mktemp("finished")
+        kinds = {"adamw": ADAMW, "muon": MUON}
+        run(shards, out, ranks, optimizer=kinds[optimizer], keep_checkpoints=20, **settings)
+        return out
+
+    return made

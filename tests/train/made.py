@@ -1,5 +1,6 @@
 """Batches, devices and training runs for tests."""
 
+import shutil
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -14,8 +15,10 @@ from bloomery.model.transformer import Transformer
 from bloomery.shards import format
 from bloomery.shards.loader import IGNORE, Batch, Samples
 from bloomery.tokenizer.chat import Renderer
+from bloomery.train import launch
 from bloomery.train.config import Training
 from bloomery.train.session import Session
+from bloomery.weights import checkpoint
 from bloomery.weights.huggingface import Lineage
 from tests.model.made import VOCAB_SIZE
 from tests.tokenizer.made import small
@@ -24,6 +27,8 @@ import torch
 
 T = 16
 SHAPE = ModelConfig(width=16, num_layers=2, num_heads=2, num_kv_heads=1, mlp_width=24, context=T)
+ADAMW = {"kind": "adamw", "learning_rate": 0.003}
+MUON = {"kind": "muon", "matrix_learning_rate": 0.005}
 
 
 def processor(dtype: torch.dtype = torch.float32) -> Device:
@@ -93,3 +98,18 @@ def session(shards: Path, out: Path, world: World | None = None, **settings: Any
         out=out,
         world=world or World.alone(),
     )
+
+
+def run(shards: Path, out: Path, ranks: int, **settings: Any) -> dict[str, Any]:
+    """A session on this many ranks."""
+    task = {"shards": str(shards), "out": str(out), "settings": settings}
+    return launch.run("tests.train.made:trained", task, ranks)
+
+
+def stopped(whole: Path, out: Path, after: int) -> Path:
+    """A copy of a run, without what was saved after a step."""
+    shutil.copytree(whole, out)
+    for folder in checkpoint.folders(out / "checkpoints"):
+        if int(folder.name) > after:
+            checkpoint._remove(folder)
+    return out

@@ -2,6 +2,7 @@ import json
 import os
 import random
 import signal
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,20 +18,12 @@ from bloomery.train.hooks import Hook
 from bloomery.train.state import State
 from bloomery.weights import checkpoint
 from tests.model.made import SHAPES, VOCAB_SIZE, lively
-from tests.train.made import session
+from tests.train.made import ADAMW, MUON, run, session, stopped
 
 import safetensors.torch
 import torch
 
-ADAMW = {"kind": "adamw", "learning_rate": 0.003}
-MUON = {"kind": "muon", "matrix_learning_rate": 0.005}
 STEPS = 9
-
-
-def run(shards: Path, out: Path, ranks: int, **settings: Any) -> dict[str, Any]:
-    """A session on this many ranks."""
-    task = {"shards": str(shards), "out": str(out), "settings": settings}
-    return launch.run("tests.train.made:trained", task, ranks)
 
 
 def losses(out: Path) -> list[float]:
@@ -101,20 +94,16 @@ def test_a_copy_has_the_weights_of_its_moment(shape: Any) -> None:
 @pytest.mark.parametrize("before", [1, 2])
 @pytest.mark.parametrize("after", [1, 2, 3])
 def test_a_run_goes_on_with_another_number_of_ranks(
-    shards: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], before: int, after: int
+    shards: Path, tmp_path: Path, finished: Callable[..., Path], before: int, after: int
 ) -> None:
     """Within rounding; and bit for bit with the same number."""
-    run(shards, tmp_path / "whole", before, optimizer=MUON, keep_checkpoints=20)
-    run(shards, tmp_path / "stopped", before, optimizer=MUON, keep_checkpoints=20)
-    saved = sorted((tmp_path / "stopped" / "checkpoints").iterdir())
-    for folder in saved[random.Random(after).randint(2, 6) :]:
-        checkpoint._remove(folder)
-    capsys.readouterr()
-    run(shards, tmp_path / "stopped", after, optimizer=MUON, keep_checkpoints=20)
-    assert losses(tmp_path / "stopped") == pytest.approx(losses(tmp_path / "whole"), abs=1e-6)
-    assert furthest(tmp_path / "stopped", tmp_path / "whole") < 1e-6
+    first = finished(before, "muon")
+    other = stopped(first, tmp_path / "stopped", random.Random(after).randint(2, 6))
+    run(shards, other, after, optimizer=MUON, keep_checkpoints=20)
+    assert losses(other) == pytest.approx(losses(first), abs=1e-6)
+    assert furthest(other, first) < 1e-6
     if before == after:
-        assert furthest(tmp_path / "stopped", tmp_path / "whole") == 0.0
+        assert furthest(other, first) == 0.0
 
 
 def troubled(task: dict[str, Any], world: World) -> dict[str, Any]:

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -25,8 +26,8 @@ from bloomery.train.plan import check_shard
 from bloomery.train.state import State
 from bloomery.weights import checkpoint
 from tests.model.made import SHAPES, lively
-from tests.train.made import session
-from tests.train.test_parallel import ADAMW, MUON, STEPS, furthest, losses, run
+from tests.train.made import ADAMW, MUON, run, session, stopped
+from tests.train.test_parallel import STEPS, furthest, losses
 
 import torch
 from torch import Tensor
@@ -108,16 +109,9 @@ def test_ranks_that_hold_parts_are_one_and_one_goes_on_from_their_checkpoint(sha
     compare(tmp_path / "one", tmp_path / "parts")
     environment = json.loads((tmp_path / "parts" / "checkpoints" / f"{STEPS:09d}" / "environment.json").read_text())
     assert (environment["ranks"], environment["shard"]) == (2, "fsdp")
-    drop(tmp_path / "parts", 4)
-    run(shards, tmp_path / "parts", 1, **settings)
-    compare(tmp_path / "one", tmp_path / "parts")
-
-
-def drop(out: Path, after: int) -> None:
-    """Remove what was saved after a step."""
-    for folder in checkpoint.folders(out / "checkpoints"):
-        if int(folder.name) > after:
-            checkpoint._remove(folder)
+    alone = stopped(tmp_path / "parts", tmp_path / "alone", 4)
+    run(shards, alone, 1, **settings)
+    compare(tmp_path / "one", alone)
 
 
 @pytest.mark.slow
@@ -146,17 +140,15 @@ def test_any_number_of_ranks_that_hold_parts_is_one(
     [((1, "none"), (3, "fsdp")), ((2, "fsdp"), (3, "fsdp")), ((2, "fsdp"), (2, "none")), ((2, "fsdp"), (2, "fsdp"))],
 )
 def test_a_run_goes_on_with_other_ranks_and_other_parts(
-    shards: Path, tmp_path: Path, before: tuple[int, str], after: tuple[int, str]
+    shards: Path, tmp_path: Path, finished: Callable[..., Path], before: tuple[int, str], after: tuple[int, str]
 ) -> None:
     """Within rounding; and bit for bit where nothing has changed."""
-    settings: dict[str, Any] = {"optimizer": ADAMW, "keep_checkpoints": 20}
-    for name in ("whole", "stopped"):
-        run(shards, tmp_path / name, before[0], shard=before[1], **settings)
-    drop(tmp_path / "stopped", 4)
-    run(shards, tmp_path / "stopped", after[0], shard=after[1], **settings)
-    compare(tmp_path / "whole", tmp_path / "stopped")
+    first = finished(before[0], "adamw", shard=before[1])
+    other = stopped(first, tmp_path / "stopped", 4)
+    run(shards, other, after[0], optimizer=ADAMW, keep_checkpoints=20, shard=after[1])
+    compare(first, other)
     if before == after:
-        assert furthest(tmp_path / "whole", tmp_path / "stopped") == 0.0
+        assert furthest(first, other) == 0.0
 
 
 def poisoned(task: dict[str, Any], world: World) -> dict[str, Any]:

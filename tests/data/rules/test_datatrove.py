@@ -1,11 +1,9 @@
 """Given the same words, every rule drops what datatrove's filter of the same name drops, for the same reason."""
 
-import os
 import re
 import warnings
 from collections.abc import Iterator
 from itertools import islice
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,8 +11,8 @@ import pytest
 from bloomery.data import rows
 from bloomery.data.rules import C4, FineWeb, Gopher, Repetition
 from bloomery.data.rules.judge import Documents, judge
+from tests.shared import SHARED, needs
 
-SHARED = Path(os.environ.get("BLOOMERY_SHARED", Path(__file__).resolve().parents[4] / "shared"))
 DOCUMENTS = 150
 
 filters: Any = pytest.importorskip("datatrove.pipeline.filters", reason="datatrove is not installed")
@@ -76,6 +74,7 @@ def reason(judge: Any, text: str) -> str | None:
     return None if found is True else REASONS[found[1]]
 
 
+@needs(SHARED / "data" / "dev")
 @pytest.mark.parametrize("corpus", ["web", "code", "sci", "toxicity"])
 @pytest.mark.parametrize(
     ("ours", "theirs"),
@@ -88,8 +87,6 @@ def reason(judge: Any, text: str) -> str | None:
     ids=lambda value: getattr(value, "kind", ""),
 )
 def test_verdicts_are_those_of_datatrove_given_the_same_words(ours: Any, theirs: str, corpus: str) -> None:
-    if not (SHARED / "data" / "dev").is_dir():
-        pytest.skip(f"needs {SHARED}/data; set BLOOMERY_SHARED")
     batch = list(islice(texts(corpus), DOCUMENTS))
     names = [str(number) for number in range(len(batch))]
     found = judge([ours], Documents(batch, ["web"] * len(batch), [None] * len(batch), names)).reasons

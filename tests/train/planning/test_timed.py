@@ -26,7 +26,7 @@ def test_each_further_turn_of_layers_takes_what_the_second_does(monkeypatch: pyt
     def found(steps: tuple[Step, ...], device: Device) -> list[Timed]:
         return [Timed(1.0 + 2.0 * one.model.num_layers, 2.0, 0.5) for one in steps]
 
-    monkeypatch.setattr(timing, "_measured", found)
+    monkeypatch.setattr(timing, "measured", found)
     monkeypatch.setattr(timing, "SLICE_SECONDS", 0.0)
     assert timed(STEP, processor()) == Timed(1.0 + 2.0 * 6, 2.0, 0.5)
     turns = SMALL.model_copy(update={"sliding_window": (5, "full"), "num_layers": 7})
@@ -40,7 +40,7 @@ def test_layers_are_left_out_before_rows_are(monkeypatch: pytest.MonkeyPatch) ->
         made.append(tuple(one.model.num_layers for one in steps))
         return [Timed(1.0, 1.0, 1.0) for _ in steps]
 
-    monkeypatch.setattr(timing, "_measured", found)
+    monkeypatch.setattr(timing, "measured", found)
     for seconds, layers in ((10.0, (6,)), (0.45, (1, 4)), (1e-9, (1, 2))):
         monkeypatch.setattr(timing, "SLICE_SECONDS", seconds)
         monkeypatch.setattr(timing, "_row_seconds", lambda step, _: 0.1 * step.model.num_layers / step.rows)

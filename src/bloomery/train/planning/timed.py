@@ -53,15 +53,15 @@ def timed(step: Step, device: Device) -> Timed | None:
     if cost(step.with_layers(more).model, step.vocab_size).parameters > SLICE_PARAMETERS:
         return None
     if layers <= more:
-        return _measured((step,), device)[0]
-    low, high = _measured((step.with_layers(few), step.with_layers(more)), device)
+        return measured((step,), device)[0]
+    low, high = measured((step.with_layers(few), step.with_layers(more)), device)
     times = (layers - few) / (more - few)
     return Timed(*(max(first, first + times * (second - first)) for first, second in zip(low, high, strict=True)))
 
 
 @cache
-def _measured(steps: tuple[Step, ...], device: Device) -> list[Timed]:
-    """Of models that take turns, so that what disturbs one disturbs the others."""
+def measured(steps: tuple[Step, ...], device: Device) -> list[Timed]:
+    """Of models that take turns, so that what disturbs one disturbs the others; once a process for the same ones."""
     rows = _rows(steps[-1], device)
     ready = [_Ready(replace(step, rows=rows), device) for step in steps]
     found = [[one.once() for one in ready] for _ in range(TIMES + 1 if len(steps) > 1 else TIMES)][1:]
