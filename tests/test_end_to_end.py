@@ -329,6 +329,7 @@ def disk(tmp_path: Path) -> Iterator[Path]:
     subprocess.run(["umount", "--lazy", str(folder)], check=True)
 
 
+@pytest.mark.slow
 def test_a_full_disk_is_told_and_with_more_room_the_same_command_goes_on(
     place: Place, disk: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

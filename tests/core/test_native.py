@@ -80,6 +80,7 @@ def test_without_a_compiler_the_package_is_built_without_libraries(tmp_path: Pat
     assert list(tmp_path.rglob("native/text.cpp"))
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(COMPILER is None, reason="there is no compiler")
 def test_with_a_compiler_the_libraries_are_built_and_not_stale(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     done = build(tmp_path)

@@ -62,6 +62,7 @@ def test_baichuan2_7b_is_not_trained_whole_on_cards_of_16_gb_and_the_least_chang
     assert parts == {2: pytest.approx(55.9, abs=0.1), 4: pytest.approx(28.0, abs=0.1)}
 
 
+@pytest.mark.slow
 def test_llama_405b_with_lora_would_fit_on_eight_cards_of_192_gb_if_each_had_a_part() -> None:
     """
     About 800 GB of weights were told, and 77 % of memory in use. The weights are right; the 77 % were the same from the

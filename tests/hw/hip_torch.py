@@ -5,15 +5,18 @@ A torch that was built for AMD, as far as anyone looks who does not compute on a
 
 Its version has no CUDA, its GPU is called gfx1151, and its capability is above every threshold of NVIDIA's, so that
 whoever splits `torch.version.cuda`, or takes a capability for a feature, fails here and not on the machine of a user.
-No GPU can be computed on: what runs under it computes on the processor.
+No GPU can be computed on: what runs under it computes on the processor. Python processes that tests start find it too:
+the folder `everywhere` is on their path, and what lies there is loaded by every Python that begins.
 """
 
-from types import SimpleNamespace
+import importlib.abc
+import importlib.machinery
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
 from typing import Any
-
-import pytest
-
-import torch
 
 GIB = 2**30
 PROPERTIES = SimpleNamespace(
@@ -37,12 +40,43 @@ FACTS: dict[str, Any] = {
 }
 # As one that was built from source: the +rocm7.2 of a wheel is nothing that a test of another maker could take away.
 VERSION = "2.13.0a0+git7e1940d4"
+EVERYWHERE = Path(__file__).with_name("everywhere")
 
 
-@pytest.hookimpl(tryfirst=True)
-def pytest_configure() -> None:
+def pretend(torch: Any) -> None:
     torch.__version__ = torch.torch_version.TorchVersion(VERSION)
     for name, value in {"__version__": VERSION, "hip": "7.2.26015", "rocm": "7.2.1", "cuda": None}.items():
         setattr(torch.version, name, value)
     for name, value in FACTS.items():
         setattr(torch.cuda, name, value)
+
+
+class AfterImport(importlib.abc.MetaPathFinder):
+    """Of torch: found where it is, and pretended to be another as soon as it is loaded."""
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> importlib.machinery.ModuleSpec | None:
+        if fullname != "torch":
+            return None
+        others = [finder for finder in sys.meta_path if finder is not self]
+        spec = next(filter(None, (finder.find_spec(fullname, path, target) for finder in others)), None)
+        if spec is None or spec.loader is None:
+            return spec
+        load = spec.loader.exec_module
+
+        def load_and_pretend(module: ModuleType) -> None:
+            load(module)
+            pretend(module)
+
+        spec.loader.exec_module = load_and_pretend  # type: ignore[method-assign]
+        return spec
+
+
+def pytest_configure() -> None:
+    import torch
+
+    pretend(torch)
+    paths = [str(EVERYWHERE), *filter(None, [os.environ.get("PYTHONPATH")])]
+    if str(EVERYWHERE) not in paths[1:]:
+        os.environ["PYTHONPATH"] = os.pathsep.join(paths)

@@ -59,6 +59,7 @@ def written(texts: dict[str, str], folder: Path) -> list[Path]:
     return document.parts(folder)
 
 
+@pytest.mark.slow
 @needs_sets
 def test_two_hundred_planted_questions_are_all_found_and_clean_text_is_left_alone(tmp_path: Path) -> None:
     rng = random.Random(0)

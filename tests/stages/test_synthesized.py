@@ -112,7 +112,15 @@ def test_each_question_about_a_document_is_a_conversation_and_what_is_no_list_is
 
 @pytest.mark.parametrize(
     "said",
-    ["[", "[]", "[" * 99_999 + "]", '[{"question": "\\ud800?", "answer": "b"}]', '[{"question": "a"}]', "[1, 2]"],
+    [
+        "[",
+        "[]",
+        "[" * 99_999 + "]",
+        "[{" * 99_999,
+        '[{"question": "\\ud800?", "answer": "b"}]',
+        '[{"question": "a"}]',
+        "[1, 2]",
+    ],
 )
 def test_a_list_of_questions_that_is_none_is_rejected(server: ModelServer, tmp_path: Path, said: str) -> None:
     server.reply = lambda messages: said

@@ -115,7 +115,7 @@ def test_a_depth_that_is_no_number_of_layers_is_refused_by_name(tmp_path: Path, 
 
 def test_a_plan_says_what_the_depth_came_to(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     recipe(tmp_path)
-    words = ["plan", str(tmp_path / "a.toml"), "--runs", str(tmp_path / "runs")]
+    words = ["plan", str(tmp_path / "a.toml"), "--runs", str(tmp_path / "runs"), "--device", "7900xtx"]
     assert cli.main(words) == 0
     shown = capsys.readouterr().out
     assert "pretrain: depth 6: width 384, 6 heads" in shown

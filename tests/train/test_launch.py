@@ -70,6 +70,7 @@ def test_a_rank_that_ends_is_named_and_takes_the_others_with_it(
     assert time.monotonic() - began < 50
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc")
 def test_ranks_do_not_outlive_the_process_that_started_them(tmp_path: Path) -> None:
     task = {"do": "wait", "folder": str(tmp_path)}

@@ -123,6 +123,7 @@ def troubled(task: dict[str, Any], world: World) -> dict[str, Any]:
     return run.run()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("what", "told"), [("die", "was ended by SIGKILL"), ("fail", "ended with exit code 1")])
 def test_the_newest_step_is_saved_when_a_rank_is_lost_or_fails(
     shards: Path, tmp_path: Path, what: str, told: str

@@ -91,6 +91,7 @@ def compare(one: Path, other: Path) -> None:
                 assert theirs[name] == pytest.approx(mine[name], rel=1e-4, abs=2e-5), name
 
 
+@pytest.mark.slow
 def test_ranks_that_hold_parts_are_one_and_one_goes_on_from_their_checkpoint(shards: Path, tmp_path: Path) -> None:
     """Also where rows do not divide evenly, and where each rank has several micro-batches."""
     settings: dict[str, Any] = {

@@ -48,6 +48,34 @@ def test_layers_are_left_out_before_rows_are(monkeypatch: pytest.MonkeyPatch) ->
         assert made[-1] == layers
 
 
+def test_what_is_done_once_for_all_rows_is_not_done_for_each_row_that_was_left_out() -> None:
+    some, half = Timed(5.0 + 4 * 0.5, 3.0 + 4 * 0.5, 1.0), Timed(5.0 + 2 * 0.5, 3.0 + 2 * 0.5, 1.0)
+    assert timing.with_rows(some, half, 4, 20) == pytest.approx((5.0 + 20 * 0.5, 3.0 + 20 * 0.5, 1.0))
+    assert timing.with_rows(some, None, 4, 20) == pytest.approx((35.0, 25.0, 1.0))
+    disturbed = Timed(9.0, 9.0, 1.0)  # fewer rows that took longer: then none is free, and none costs less than nothing
+    assert timing.with_rows(some, disturbed, 4, 20) == pytest.approx((7.0, 5.0, 1.0))
+    assert timing.with_rows(some, Timed(0.0, 0.0, 1.0), 4, 20) == pytest.approx((35.0, 25.0, 1.0))
+
+
+def test_rows_that_would_take_too_long_are_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = list[tuple[int, int]]()
+
+    class Ready:
+        def __init__(self, step: Step, device: Device) -> None:
+            self.step = step
+            made.append((step.model.num_layers, step.rows))
+
+        def once(self) -> Timed:
+            layers, rows = self.step.model.num_layers, self.step.rows
+            return Timed(2.0 + layers * rows, 1.0 + layers * rows, 0.5 * layers)
+
+    monkeypatch.setattr(timing, "_Ready", Ready)
+    monkeypatch.setattr(timing, "_row_seconds", lambda step, _: timing.SLICE_SECONDS / 4)
+    what = replace(STEP, rows=10)
+    assert timed(what, processor(torch.bfloat16)) == pytest.approx((2.0 + 6 * 10, 1.0 + 6 * 10, 3.0))
+    assert made == [(1, 4), (2, 4), (1, 2)]
+
+
 def test_a_step_is_its_micro_batches_and_its_update() -> None:
     assert Timed(3.0, 2.0, 0.5).step(4) == 3.0 + 3 * 2.0 + 0.5
 

@@ -3,6 +3,7 @@
 import json
 import re
 from collections.abc import Iterable, Iterator, Mapping
+from itertools import islice
 from typing import Any
 
 from bloomery.data.conversations.conversation import half_pair
@@ -17,6 +18,9 @@ ASKS: Mapping[Mode, str] = {
     "questions": "{text}\n\n---\nWrite {count} that this text answers, each with its answer in one or two whole "
     'sentences. Reply with nothing but a JSON list of objects {{"question": "…", "answer": "…"}}.',
 }
+LIST = re.compile(r"\[[ \t\r\n]*\{")
+"""How a JSON list of objects begins."""
+MOST_BEGINNINGS = 100
 SYSTEM = "Work with the given text alone: add nothing that it does not say. Reply without preface."
 
 
@@ -101,14 +105,13 @@ def questions(answer: str, limit: int) -> list[tuple[str, str]]:
 
 
 def _first_list(answer: str) -> list[object]:
-    """The first JSON list of objects in a text."""
-    decoder, start = json.JSONDecoder(), answer.find("[")
-    while start >= 0:
+    """The first JSON list of objects in a text. Few beginnings are tried: each may be read up to the end."""
+    decoder = json.JSONDecoder()
+    for begin in islice(LIST.finditer(answer), MOST_BEGINNINGS):
         try:
-            found, _ = decoder.raw_decode(answer, start)
+            found, _ = decoder.raw_decode(answer, begin.start())
         except (ValueError, RecursionError):  # a bracket of the words around it
-            found = None
-        if isinstance(found, list) and found and isinstance(found[0], dict):
+            continue
+        if isinstance(found, list):
             return found
-        start = answer.find("[", start + 1)
     raise ValueError("holds no JSON list")

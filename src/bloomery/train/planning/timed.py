@@ -4,7 +4,8 @@ and with some more. What these add, each further turn adds too. Models go throug
 and each of their times is the best of a few.
 
 Layers are left out before rows are: a step takes its time for each layer, but not for each row, where weights are
-rounded or put together from four bits once for all rows.
+rounded or put together from four bits, and gradients written, once for all rows. Where rows are left out too, the
+smaller model is timed with half of them besides, which tells what each further row adds.
 
 On a processor it is the time that this thread had on it, so that what else the machine does at the moment is not
 planned with; on other devices it is what a clock says.
@@ -62,12 +63,34 @@ def timed(step: Step, device: Device) -> Timed | None:
 @cache
 def measured(steps: tuple[Step, ...], device: Device) -> list[Timed]:
     """Of models that take turns, so that what disturbs one disturbs the others; once a process for the same ones."""
-    rows = _rows(steps[-1], device)
-    ready = [_Ready(replace(step, rows=rows), device) for step in steps]
+    rows, all_rows = _rows(steps[-1], device), steps[0].rows
+    fewer = [replace(steps[0], rows=rows // 2)] if 1 < rows < all_rows else []
+    ready = [_Ready(step, device) for step in [*(replace(step, rows=rows) for step in steps), *fewer]]
     found = [[one.once() for one in ready] for _ in range(TIMES + 1 if len(steps) > 1 else TIMES)][1:]
-    share = steps[0].rows / rows
-    best = [[min(values) for values in zip(*times, strict=True)] for times in zip(*found, strict=True)]
-    return [Timed(first * share, further * share, updating) for first, further, updating in best]
+    best = [Timed(*(min(values) for values in zip(*times, strict=True))) for times in zip(*found, strict=True)]
+    low = with_rows(best[0], best[-1] if fewer else None, rows, all_rows)
+    share = all_rows / rows
+    more = [
+        Timed(
+            low.first + share * (one.first - best[0].first),
+            low.further + share * (one.further - best[0].further),
+            one.updating,
+        )
+        for one in best[1 : len(steps)]
+    ]
+    return [low, *more]
+
+
+def with_rows(timed: Timed, half: Timed | None, rows: int, all_rows: int) -> Timed:
+    """How long all rows take, by some of them and by half of those; without a half, each row costs the same."""
+    if half is None:
+        return Timed(timed.first * all_rows / rows, timed.further * all_rows / rows, timed.updating)
+
+    def whole(some: float, fewer: float) -> float:
+        one = min(max(some - fewer, 0.0) / (rows - rows // 2), some / rows)
+        return some + (all_rows - rows) * one
+
+    return Timed(whole(timed.first, half.first), whole(timed.further, half.further), timed.updating)
 
 
 def _layers(step: Step, device: Device) -> int:
