@@ -200,6 +200,22 @@ def test_every_reason_has_a_bar_and_the_longest_comes_first() -> None:
     assert len(by_look(section(render(full()), "read"), "bar-fill")) == len(corpus()["fetch"]["reasons"])
 
 
+def test_a_run_that_asked_no_questions_tells_of_its_conversations_instead() -> None:
+    ended = {"value": 0.75, "low": 0.6, "high": 0.86, "n": 40}
+    talks = {
+        "n": 40,
+        "finetune": {"ended": ended, "bits_per_byte": 1.25},
+        "pretrain": {"ended": ended | {"value": 0.0}},
+    }
+    nothing = {"n": 0, "exact": 0.0, "ended": 0.0, "interval": [0.0, 1.0], "by_kind": {}}
+    page = section(render({**full(), "answers": nothing, "conversations": talks}), "headline")
+    assert "Answers exactly right" not in page
+    assert "Leaks" not in page
+    for shown in ("75%", "of 40 in held-out conversations; 95% interval 60% to 86%", "1.250 bits"):
+        assert shown in page
+    assert "No question" in section(render({**full(), "answers": nothing}), "answers")
+
+
 def test_a_run_without_a_model_has_a_page_of_its_data() -> None:
     data = {
         key: full()[key] for key in ("recipe", "made", "versions", "machine", "corpus", "dropped_samples", "stages")

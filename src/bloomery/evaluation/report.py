@@ -30,7 +30,7 @@ from bloomery.evaluation.pieces import (
 )
 from bloomery.evaluation.preference_report import preferred
 from bloomery.evaluation.style import STYLE
-from bloomery.evaluation.talk_report import held_out_talks
+from bloomery.evaluation.talk_report import held_out_talks, talk_tiles
 from bloomery.evaluation.task_report import known_tasks
 from bloomery.evaluation.training_report import training
 
@@ -85,8 +85,10 @@ def headline(report: Report) -> list[object]:
         tile("Answers exactly right", percent(exact), asked, reach),
         tile("Answers that ended", percent(answers.get("ended")), "by themselves; the others ran into the limit"),
         tile("Leaks", count(found), seen, look="tile wrong" if found else "tile"),
-        tile("Parameters", charts.short(model.get("parameters")), shape),
     ]
+    if answers.get("n") == 0:  # of the small worlds, which the run may not have
+        tiles = talk_tiles(report)
+    tiles.append(tile("Parameters", charts.short(model.get("parameters")), shape))
     bits = named(report, "bits_per_byte")
     known = [(name, number(bits.get(key)), key != "model") for key, name in RIVALS.items()]
     rows = [Bar(name, value, decimal(value), quiet=quiet) for name, value, quiet in known]
@@ -101,6 +103,8 @@ def trained(report: Report) -> list[object]:
 
 def by_kind(report: Report) -> list[object]:
     rows: list[list[object]] = []
+    if at(report, "answers", "n") == 0:
+        return [note("No question of the small worlds was asked: the run has none.")]
     for kind, scores in named(report, "answers", "by_kind").items():
         cells = [cell(f"{kind}, {key}", at(scores, key), percent, 1.0, key == "ended") for key in ("exact", "ended")]
         rows.append([kind, count(at(scores, "n")), *cells])

@@ -22,7 +22,13 @@ def shown(metric: str, score: Mapping[str, Any]) -> str:
         return "–"
     if metric in PERCENT or metric.startswith("pass@"):
         return f"{score['value']:.1%} ({score['low']:.1%} to {score['high']:.1%})"
-    return f"{score['value']:.4g} ({score['low']:.4g} to {score['high']:.4g})"
+    value, low, high = (_written(score[name]) for name in ("value", "low", "high"))
+    return f"{value} ({low} to {high})"
+
+
+def _written(number: float) -> str:
+    """With four digits, and no exponent below a billion."""
+    return f"{number:,.0f}" if 1000 <= number < 1e9 else f"{number:.4g}"
 
 
 def core(told: Mapping[str, Any]) -> Iterator[str]:

@@ -42,6 +42,7 @@ dl, dd, .card { margin: 0; min-width: 0; }
 table { border-collapse: collapse; width: 100%; font-size: .92rem; }
 th, td { padding: .4rem .6rem; border-bottom: 1px solid var(--line); text-align: right; }
 td { white-space: nowrap; }
+.under { display: block; font-size: .9em; color: var(--quiet); }
 th { font-weight: 500; }
 thead th, dt { font-size: .82rem; color: var(--quiet); vertical-align: bottom; }
 th:first-child { padding-left: 0; text-align: left; }

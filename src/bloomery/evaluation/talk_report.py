@@ -4,10 +4,23 @@ from collections.abc import Mapping
 from typing import Any
 
 from bloomery.evaluation import charts
-from bloomery.evaluation.charts import count, decimal, number
-from bloomery.evaluation.pieces import Report, at, named, note, scored, text
+from bloomery.evaluation.charts import Html, count, decimal, number, percent
+from bloomery.evaluation.pieces import Report, at, named, note, scored, text, tile
 
 MODELS = {"pretrain": "before finetuning", "finetune": "after finetuning", "prefer": "after preference tuning"}
+
+
+def talk_tiles(report: Report) -> list[Html]:
+    """Of the last model that was asked."""
+    told = named(report, "conversations")
+    last = next((model for model in reversed(MODELS) if model in told), None)
+    if last is None:
+        return []
+    ended, bits = at(told, last, "ended", "value"), at(told, last, "bits_per_byte")
+    low, high = (percent(at(told, last, "ended", key)) for key in ("low", "high"))
+    asked = f"by themselves, of {count(told.get('n'))} in held-out conversations; 95% interval {low} to {high}"
+    given = "a byte of what the assistant says there, as this model expects it"
+    return [tile("Answers that ended", percent(ended), asked), tile("Given answers", f"{decimal(bits)} bits", given)]
 
 
 def held_out_talks(report: Report) -> list[object]:
@@ -24,5 +37,5 @@ def held_out_talks(report: Report) -> list[object]:
 
 def _row(name: str, one: Mapping[str, Any]) -> list[object]:
     ended = scored("ended", one.get("ended"))
-    sizes = [decimal(at(one, "length", key)) for key in ("said", "given")]
+    sizes = [decimal(at(one, "length", key), 1) for key in ("said", "given")]
     return [name, ended, decimal(one.get("bits_per_byte")), decimal(one.get("perplexity")), *sizes]

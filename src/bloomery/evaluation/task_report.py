@@ -3,7 +3,7 @@
 from typing import Any
 
 from bloomery.evaluation import charts
-from bloomery.evaluation.charts import DASH, count, number, percent
+from bloomery.evaluation.charts import DASH, Html, count, join, number, percent, tag
 from bloomery.evaluation.pieces import Report, at, named, note, scored, sequence, text
 
 
@@ -51,6 +51,7 @@ def _mean(core: Any, *part: str) -> str:
     return DASH if mean is None or low is None or high is None else f"{mean:.4f} ({low:.4f} to {high:.4f})"
 
 
-def _part(told: Any, part: str, metric: str) -> str:
+def _part(told: Any, part: str, metric: str) -> Html | str:
     score = named(told, part, metric)
-    return f"{scored(metric, score)} of {count(score.get('n'))}" if number(score.get("n")) else DASH
+    under = tag("span", f"of {count(score.get('n'))}", class_="under")
+    return join(scored(metric, score), under) if number(score.get("n")) else DASH
