@@ -1,5 +1,6 @@
 """What probes found becomes findings: what a run does without is a warning, what it needs a failure."""
 
+import re
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -62,6 +63,25 @@ def test_without_fused_attention_it_is_told_what_that_costs_and_what_may_help(tm
     assert found.status == "warn"
     assert "square" in found.value
     assert found.cure.startswith("export TORCH_ROCM_AOTRITON_ENABLE_EXPERIMENTAL=1") is helps
+
+
+@pytest.mark.parametrize(("milliseconds", "status"), [(0.8, "warn"), (2.0, "ok"), (None, "ok")])
+def test_a_switch_that_makes_attention_faster_is_told(tmp_path: Path, milliseconds: float | None, status: str) -> None:
+    host = MATRIX["strix-halo-tuned"].build(tmp_path)
+
+    def run(command: Sequence[str], limit: float) -> Reply:
+        reply, switched = host.run(command, limit), command[0] == "env"
+        if command[-1] not in ("attention-flash", "attention-efficient"):
+            return reply
+        if switched and milliseconds is None:
+            return told(DEVICE, {"trying": "heads of 64"}, code=-11)
+        took = milliseconds if switched else 2.1
+        return replace(reply, out=re.sub(r'"milliseconds": [0-9.]+', f'"milliseconds": {took}', reply.out))
+
+    found = {one.id: one for one in examine(replace(host, run=run), tmp_path / "runs")}["aotriton"]
+    assert found.status == status
+    assert "takes 2.10 ms as it is" in found.value
+    assert (found.cure == "export TORCH_ROCM_AOTRITON_ENABLE_EXPERIMENTAL=1") is (status == "warn")
 
 
 def test_a_switch_that_makes_products_faster_is_told(tmp_path: Path) -> None:

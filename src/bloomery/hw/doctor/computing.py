@@ -41,7 +41,9 @@ def kernels(facts: Facts) -> Iterator[Finding]:
     verdicts.save(facts.host, vendor(facts), outcomes)
     for one in outcomes:
         yield _finding(facts, one, outcomes)
-    yield from _quadratic(facts, outcomes)
+    switched = _switched(facts)
+    yield from _quadratic(facts, outcomes, switched)
+    yield from _attention_switch(outcomes, switched)
     yield Finding(id="choice", status="ok", value=f"runs take {verdicts.told(outcomes)}")
 
 
@@ -58,17 +60,42 @@ def _finding(facts: Facts, one: Outcome, outcomes: Sequence[Outcome]) -> Finding
     return Finding(id=one.name, status="fail", value=one.why, cure=cure)
 
 
-def _quadratic(facts: Facts, outcomes: Sequence[Outcome]) -> Iterator[Finding]:
+def _switched(facts: Facts) -> Outcome | None:
+    """Fused attention on AMD with the kernels of AOTriton that are off for some chips, unless they are on already."""
+    if vendor(facts) != "amd" or EXPERIMENTAL in facts.host.env:
+        return None
+    return attempt(facts.host, Trial(kernel="attention", implementation="flash", env={EXPERIMENTAL: "1"}))
+
+
+def _fused(outcomes: Sequence[Outcome]) -> list[Outcome]:
+    return [one for one in outcomes if one.kernel == "attention" and one.implementation in FUSED]
+
+
+def _attention_switch(outcomes: Sequence[Outcome], switched: Outcome | None) -> Iterator[Finding]:
+    """How long fused attention takes with the switch and without it."""
+    if switched is None:
+        return
+    least = min((one.milliseconds for one in _fused(outcomes) if one.milliseconds is not None), default=None)
+    before = "fails" if least is None else f"takes {least:.2f} ms"
+    if switched.status != "passed" or switched.milliseconds is None:
+        value = f"fused attention {before} as it is; with {EXPERIMENTAL} it fails: {switched.why}"
+        yield Finding(id="aotriton", status="ok", value=value)
+        return
+    faster = least is None or least > WORTH_A_WORD * switched.milliseconds
+    value = f"fused attention {before} as it is, {switched.milliseconds:.2f} ms with {EXPERIMENTAL}"
+    cure = f"export {EXPERIMENTAL}=1" if faster else ""
+    yield Finding(id="aotriton", status="warn" if faster else "ok", value=value, cure=cure)
+
+
+def _quadratic(facts: Facts, outcomes: Sequence[Outcome], switched: Outcome | None) -> Iterator[Finding]:
     """Without fused attention a GPU keeps a number for each pair of tokens, for each head of each layer."""
-    fused = [one for one in outcomes if one.kernel == "attention" and one.implementation in FUSED]
+    fused = _fused(outcomes)
     if vendor(facts) not in ("amd", "nvidia") or not fused or any(one.status == "passed" for one in fused):
         return
     value = "no fused attention: memory grows with the square of the context (6 bytes for each head and pair of tokens)"
     cure = "bloomery run RECIPE pretrain.model.context=1024   # or another short one"
-    if vendor(facts) == "amd" and EXPERIMENTAL not in facts.host.env:
-        trial = Trial(kernel="attention", implementation="flash", env={EXPERIMENTAL: "1"})
-        if attempt(facts.host, trial).status == "passed":
-            value, cure = f"{value}, unless {EXPERIMENTAL} is set", f"export {EXPERIMENTAL}=1"
+    if switched is not None and switched.status == "passed":
+        value, cure = f"{value}, unless {EXPERIMENTAL} is set", f"export {EXPERIMENTAL}=1"
     yield Finding(id="attention", status="warn", value=value, cure=cure)
 
 
