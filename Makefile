@@ -34,7 +34,7 @@ test: $(VENV)/.installed-dev
 	$(BIN)/python -m pytest $(SPREAD) -m 'not gpu'
 
 test-amd: $(VENV)/.installed-dev
-	$(BIN)/python -m pytest $(SPREAD) -p tests.hw.hip_torch -m 'not gpu and not slow'
+	$(BIN)/python -m pytest $(SPREAD) -p tests.hw.hip_torch -m 'not gpu and not slow' $(TESTS)
 
 lint: $(VENV)/.installed-dev
 	$(BIN)/python -m ruff format --check .
