@@ -32,7 +32,6 @@ from bloomery.data.ngrams import Grams
 from bloomery.data.scorer import Classifier
 from bloomery.stages.config import Labeled
 
-ROOT = Path(__file__).parents[1]
 SHARED = PLACE / "data" / "dev" / "toxicity.jsonl.zst"
 PACKAGE = "fasttext-numpy2-wheel"
 SETTINGS: tuple[dict[str, Any], ...] = (

@@ -42,7 +42,6 @@ from bloomery.data import document
 from bloomery.stages import dedup
 from bloomery.stages.config import Dedup
 
-ROOT = Path(__file__).parents[1]
 SHARED = PLACE / "data" / "dev"
 BUDGETS = (256 * 2**20, 2**30, 8 * 2**30)
 

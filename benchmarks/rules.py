@@ -34,7 +34,6 @@ from bloomery.data.facts.verdict import Common
 from bloomery.data.rules import C4, FineWeb, Gopher, Repetition
 from bloomery.data.rules.judge import Documents, judge
 
-ROOT = Path(__file__).parents[1]
 # C4's filter of datatrove deletes lines and hands on what is left; last, so that every filter sees whole documents
 RULES: tuple[tuple[Common, str], ...] = (
     (Gopher(), "GopherQualityFilter"),

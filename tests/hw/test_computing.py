@@ -84,6 +84,22 @@ def test_a_switch_that_makes_attention_faster_is_told(tmp_path: Path, millisecon
     assert (found.cure == "export TORCH_ROCM_AOTRITON_ENABLE_EXPERIMENTAL=1") is (status == "warn")
 
 
+def test_attention_that_is_wrong_takes_no_time(tmp_path: Path) -> None:
+    host = MATRIX["strix-halo-tuned"].build(tmp_path)
+
+    def run(command: Sequence[str], limit: float) -> Reply:
+        reply = host.run(command, limit)
+        if command[-1] not in ("attention-flash", "attention-efficient"):
+            return reply
+        if command[0] != "env":
+            return replace(reply, code=-11)
+        return replace(reply, out=re.sub(r'"milliseconds": [0-9.]+', '"milliseconds": 0.8', reply.out))
+
+    found = {one.id: one for one in examine(replace(host, run=run), tmp_path / "runs")}["aotriton"]
+    assert found.status == "warn"
+    assert found.value.startswith("fused attention fails as it is, 0.80 ms with")
+
+
 def test_a_switch_that_makes_products_faster_is_told(tmp_path: Path) -> None:
     host = MATRIX["strix-halo-tuned"].build(tmp_path)
 

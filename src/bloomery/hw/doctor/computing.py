@@ -75,7 +75,8 @@ def _attention_switch(outcomes: Sequence[Outcome], switched: Outcome | None) -> 
     """How long fused attention takes with the switch and without it."""
     if switched is None:
         return
-    least = min((one.milliseconds for one in _fused(outcomes) if one.milliseconds is not None), default=None)
+    right = [one for one in _fused(outcomes) if one.status == "passed"]
+    least = min((one.milliseconds for one in right if one.milliseconds is not None), default=None)
     before = "fails" if least is None else f"takes {least:.2f} ms"
     if switched.status != "passed" or switched.milliseconds is None:
         value = f"fused attention {before} as it is; with {EXPERIMENTAL} it fails: {switched.why}"
