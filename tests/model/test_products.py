@@ -1,4 +1,4 @@
-"""Products by tiles equal PyTorch's in float32 of the same rounded numbers, whatever shapes and strides."""
+"""Products by tiles and by pairs equal PyTorch's in float32 of the same rounded numbers, whatever shapes and strides."""
 
 from collections.abc import Iterator
 
@@ -13,10 +13,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 
-@pytest.fixture(autouse=True)
-def tiles() -> Iterator[None]:
-    if not products.has_tiles():
-        pytest.skip(f"no products by tiles here: {native.state(products.LIBRARY)}, or a processor without AMX")
+@pytest.fixture(autouse=True, params=[products.PAIRS, products.TILES], ids=["pairs", "tiles"])
+def units(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    if products.units() < request.param:
+        pytest.skip(f"not on this processor, or there is no library: {native.state(products.LIBRARY)}")
+    monkeypatch.setattr(products, "units", lambda: request.param if native.library(products.LIBRARY) else products.NONE)
     torch.manual_seed(0)
     threads = torch.get_num_threads()
     yield
@@ -29,7 +30,7 @@ def near(found: Tensor, expected: Tensor) -> None:
     assert float((found.float() - expected).abs().max()) <= tolerance * max(1.0, float(expected.abs().max()))
 
 
-SHAPES = [(1, 1, 1), (33, 45, 7), (64, 70, 4097), (31, 1000, 64), (256, 96, 160)]
+SHAPES = [(1, 1, 1), (33, 45, 7), (64, 70, 4097), (31, 1000, 64), (256, 96, 160), (40, 700, 1537)]
 
 
 @pytest.mark.parametrize("transposed", [(False, False), (False, True), (True, False), (True, True)])

@@ -1,11 +1,12 @@
 """
-The three matrix products of a linear layer in training, where the processor has tiles for bfloat16 (AMX).
+The three matrix products of a linear layer in training, where the processor multiplies bfloat16 by tiles (AMX) or by
+pairs (AVX512-BF16).
 
     y = x Wᵀ + b      ∂x = ∂y W      ∂W = ∂yᵀ x
 
 Weights are read in float32 and rounded on the way, so that no copies of them are written each step, and their gradients
 are never rounded: what autocast does with a copy before and after each product. About twice as fast as PyTorch's
-products, and equal to them but for the order of sums. Callers ask `ready`.
+products by tiles, 1.1 times by pairs, and equal to them but for the order of sums. Callers ask `ready`.
 """
 
 from contextvars import ContextVar
@@ -26,10 +27,13 @@ from torch.autograd.function import once_differentiable
 LIBRARY = "products"
 FEWEST_ROWS = 64
 """With fewer, it is the reading of weights that takes the time."""
-PANEL, MOST_INNER, BLOCK_NUMBERS = 32, 1536, 320 * 1024
+PANEL, MOST_INNER, MOST_OF_PAIRS, TILES_BLOCK, PAIRS_BLOCK = 32, 1536, 4096, 320 * 1024, 160 * 1024
 """Of native/products.cpp."""
 ROOM: ContextVar[list[int] | None] = ContextVar("room", default=None)
 """Set while a step is traced: the most of `room_bytes` so far."""
+NONE, PAIRS, TILES = 0, 1, 2
+UNITS = ("none", "pairs", "tiles")
+"""What a processor multiplies bfloat16 with, the better the later; and their names."""
 ROUNDED, SET, ADD = 0, 1, 2
 """What becomes of sums: bfloat16, float32, float32 added to what is there."""
 
@@ -46,19 +50,19 @@ def ready(x: Tensor, weight: Tensor) -> bool:
         and weight.stride(-1) == 1
         and not torch.compiler.is_compiling()
         and not kernels.ELSEWHERE.get()
-        and has_tiles()
+        and units() != NONE
     )
 
 
-def has_tiles() -> bool:
-    """Whether the library is there and wanted, and the processor has what it needs."""
-    return native.library(LIBRARY) is not None and _tiles_here()
+def units() -> int:
+    """What the library, where it is there and wanted, multiplies with on this processor: NONE, PAIRS or TILES."""
+    return NONE if native.library(LIBRARY) is None else _units_here()
 
 
 @cache
-def _tiles_here() -> bool:
+def _units_here() -> int:
     library = native.library(LIBRARY)
-    return library is not None and bool(library.bloomery_has_tiles())
+    return NONE if library is None else int(library.bloomery_units())
 
 
 def product(
@@ -75,7 +79,7 @@ def product(
         taken[:] = map(max, taken, room_bytes(into.shape[0], into.shape[1], left.shape[1], output))
     sides = *_side(left), *_side(right.t())
     shape = *into.shape, left.shape[1]
-    call(LIBRARY, "product", *sides, *shape, output, into, into.stride(0), 0 if bias is None else bias)
+    call(LIBRARY, "product", *sides, *shape, output, into, into.stride(0), 0 if bias is None else bias, units())
     return into
 
 
@@ -90,9 +94,14 @@ def room_bytes(rows: int, columns: int, inner: int, output: int) -> list[int]:
     Of the memory that the library keeps to rearrange both sides and to sum up in, of all threads: it grows to what the
     largest product needs. As in native/products.cpp.
     """
-    pieces = -(-inner // MOST_INNER)
+    by_pairs = units() == PAIRS
+    most, block = (
+        MOST_OF_PAIRS if by_pairs and output != ROUNDED else MOST_INNER,
+        PAIRS_BLOCK if by_pairs else TILES_BLOCK,
+    )
+    pieces = -(-inner // most)
     piece = -(-inner // (pieces * PANEL)) * PANEL
-    panels, fits = -(-columns // PANEL), max(1, BLOCK_NUMBERS // (piece * PANEL))
+    panels, fits = -(-columns // PANEL), max(1, block // (piece * PANEL))
     blocks = -(-panels // fits)
     tall = -(-rows // PANEL) * PANEL
     return [

@@ -20,7 +20,7 @@ from bloomery.hw import chosen
 from bloomery.hw import device as devices
 from bloomery.hw.device import Device
 from bloomery.hw.dist import World
-from bloomery.model import kernels
+from bloomery.model import kernels, products
 from bloomery.train.config import Training
 from bloomery.train.optim import Optimizers
 
@@ -45,6 +45,7 @@ def environment(config: Training, device: Device, world: World, optimizers: Opti
         "instructions": torch.backends.cpu.get_cpu_capability(),
         "system": f"{platform.system()} {platform.machine()}",
         "native": native.identity(kernels.LIBRARY),
+        "products": products.UNITS[products.units()],
         "torch": torch.__version__,
         "bloomery": metadata.version("bloomery"),
         "numpy": metadata.version("numpy"),
