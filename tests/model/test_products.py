@@ -1,4 +1,4 @@
-"""Products by tiles and by pairs equal PyTorch's in float32 of the same rounded numbers, whatever shapes and strides."""
+"""Products by tiles and by pairs equal PyTorch's in float32 of the same rounded numbers, of any shapes and strides."""
 
 from collections.abc import Iterator
 
