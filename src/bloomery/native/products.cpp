@@ -223,7 +223,8 @@ struct Into {
     __mmask16 low, high;
     __m512 bias[2];
 
-    Into(const Product &p, int64_t row, int64_t column, int64_t columns, float *partial, int64_t width, bool first, bool last)
+    Into(const Product &p, int64_t row, int64_t column, int64_t columns, float *partial, int64_t width, bool first,
+         bool last)
         : p(p), row(row), column(column), partial(partial), width(width), first(first), last(last),
           low(few(columns - column)), high(few(columns - column - 16)) {
         const bool biased = p.bias && last;
@@ -319,16 +320,18 @@ void part(const Product &p, int64_t top, int64_t bottom, int64_t begin, int64_t 
     const int64_t blocks = (panels + fits - 1) / fits, wide = (panels + blocks - 1) / blocks * PANEL;
     const int64_t heights = (bottom - top + PANEL - 1) / PANEL, width = (panels + 1) * PANEL;
     uint16_t *const right = room<0>(wide / PANEL * whole), *const left = room<1>(blocks > 1 ? heights * whole : whole);
-    float *const partial = pieces > 1 && p.output == Output::rounded ? (float *)room<2>(2 * heights * PANEL * width) : nullptr;
+    const bool aside = pieces > 1 && p.output == Output::rounded;
+    float *const partial = aside ? (float *)room<2>(2 * heights * PANEL * width) : nullptr;
     for (int64_t k = 0; k < p.inner; k += piece) {
         const int64_t until = std::min(k + piece, p.inner), steps = (until - k + STEP - 1) / STEP;
         if (blocks > 1) pack(left, p.left, true, top, bottom, bottom, k, until);
         for (int64_t first = begin; first < end; first += wide) {
             const int64_t stop = std::min(first + wide, end);
             pack(right, p.right, false, first, stop, end, k, until);
+            const int64_t after = std::min(until + piece, p.inner);
             Ahead ahead;
             if (stop < end) ahead = Ahead(p.right, stop, std::min(stop + wide, end), k, until);
-            else if (until < p.inner) ahead = Ahead(p.right, begin, std::min(begin + wide, end), until, std::min(until + piece, p.inner));
+            else if (until < p.inner) ahead = Ahead(p.right, begin, std::min(begin + wide, end), until, after);
             const int64_t turns = heights * ((stop - first + PANEL - 1) / PANEL) * (PANEL / ROWS) * steps;
             const int64_t lines = (ahead.left * ((ahead.run + 63) / 64) + turns - 1) / turns;
             for (int64_t row = top; row < bottom; row += PANEL) {
