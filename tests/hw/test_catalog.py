@@ -22,6 +22,21 @@ def test_a_person_may_write_a_name_in_any_way() -> None:
     assert named("strix halo 128").memory_bytes == 128 * GIB
 
 
+@pytest.mark.parametrize("name", ["Radeon RX 7900 XTX", "NVIDIA H100 80GB HBM3", "NVIDIA GeForce RTX 4090"])
+def test_a_person_may_write_what_the_driver_says(name: str) -> None:
+    assert named(name) is of_device(name)
+
+
+@pytest.mark.parametrize("name", ["8060s", "AMD Radeon 8060S Graphics", "rtx 4060 ti", "RTX 5060 Ti"])
+def test_a_name_of_several_sizes_is_asked_for_until_a_size_is_said(name: str) -> None:
+    with pytest.raises(HardwareError, match="several devices") as told:
+        named(name)
+    keys = told.value.cure.removeprefix("Say ").removesuffix(".").split(" or ")
+    assert len(keys) > 1
+    sizes = [named(key).memory_bytes for key in keys]
+    assert [named(name, size).key for size in sizes] == keys
+
+
 def test_an_unknown_name_is_told_with_what_is_near() -> None:
     with pytest.raises(HardwareError, match="strix-halo-128 or strix-halo-96 or strix-halo-64"):
         named("strix-halo")

@@ -48,6 +48,33 @@ def test_a_driver_that_is_not_there_says_why(tmp_path: Path, files: dict[str, st
     assert cure in found.cure
 
 
+@pytest.mark.parametrize(
+    ("env", "told"),
+    [
+        ({"HIP_VISIBLE_DEVICES": "0"}, "is the only one that is let through"),
+        ({"CUDA_VISIBLE_DEVICES": "1,0"}, "gfx1036 inside the processor stands beside gfx1201"),
+        ({"ROCR_VISIBLE_DEVICES": "0"}, "unset ROCR_VISIBLE_DEVICES; export HIP_VISIBLE_DEVICES=1"),
+        ({"HIP_VISIBLE_DEVICES": "1"}, None),
+        ({"ROCR_VISIBLE_DEVICES": "1", "HIP_VISIBLE_DEVICES": "0"}, None),
+    ],
+)
+def test_the_small_gpu_beside_a_card_is_told_while_it_is_let_through(
+    tmp_path: Path, env: dict[str, str], told: str | None
+) -> None:
+    host = MATRIX["rdna4-and-igpu"].build(tmp_path)
+    found = {one.id: one for one in examine(replace(host, env={**host.env, **env}), tmp_path / "runs")}
+    assert found["visible-devices"].status == "ok"
+    assert ("mixed-gpus" in found) is (told is not None)
+    assert told is None or told in f"{found['mixed-gpus'].value} {found['mixed-gpus'].cure}"
+
+
+def test_an_override_that_names_no_chip_says_so(tmp_path: Path) -> None:
+    host = MATRIX["strix-halo-tuned"].build(tmp_path)
+    host = replace(host, env={**host.env, "HSA_OVERRIDE_GFX_VERSION": "99.99.99"})
+    found = {one.id: one for one in examine(host, tmp_path / "runs")}["hsa-override"]
+    assert (found.status, found.value.startswith("99.99.99 stands for no target")) == ("fail", True)
+
+
 def test_an_override_of_a_chip_without_kernels_of_its_own_is_a_warning(tmp_path: Path) -> None:
     host = machine(tmp_path, "igpu-and-nvidia", env={"HSA_OVERRIDE_GFX_VERSION": "10.3.0"})
     assert of(host, tmp_path / "runs")["hsa-override"].status == "warn"

@@ -1,3 +1,4 @@
+import importlib.util
 import json
 import socket
 from pathlib import Path
@@ -68,6 +69,28 @@ def test_a_plan_is_made_for_a_machine_that_is_not_here(call: Call, tmp_path: Pat
     code, _, err = call("plan", DEMO, "--runs", tmp_path, "--device", "rtx-4091")
     assert code == 2
     assert "rtx-4090" in err
+
+
+def test_a_plan_of_a_recipe_that_trains_nothing_has_the_same_keys(call: Call, tmp_path: Path) -> None:
+    recipe = tmp_path / "data.toml"
+    recipe.write_text(
+        'name = "data"\n[fetch]\nsources = [{kind = "standard_library", name = "code", domain = "code"}]\n'
+    )
+    code, out, err = call("plan", recipe, "--runs", tmp_path / "runs", "--json")
+    assert code == 0, err
+    facts = json.loads(out)
+    wanted = ("parameters", "weights_bytes", "peak_bytes", "fits", "tokens_per_second", "seconds", "choice")
+    assert [facts[name] for name in (*wanted, "alternatives")] == [None] * 8
+
+
+def test_without_torch_a_plan_says_that_it_knows_nothing_of_this_machine(
+    call: Call, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    find = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "torch" else find(name))
+    code, out, _ = call("plan", DEMO, "--runs", tmp_path)
+    assert code == 0
+    assert "nothing is known of this machine without torch (say --device or --memory)" in out
 
 
 def test_a_plan_of_text_on_a_host_that_cannot_be_asked_says_all_but_what_is_fresh(

@@ -147,12 +147,19 @@ CATALOG = (
 """`source` is that of the rates; half of the bandwidths are remembered, and stand in no table that was read."""
 
 
-def named(name: str) -> Entry:
-    """The entry that a person means: its key, however it is written. Raises HardwareError, with what is near."""
+def named(name: str, memory_bytes: int | None = None) -> Entry:
+    """
+    The entry that a person means: its key or what its driver calls it, however that is written. Raises HardwareError,
+    with what is near, and where one name is that of several sizes and none is said.
+    """
     wanted = _letters(name)
-    for entry in CATALOG:
-        if wanted in (_letters(entry.key), *(_letters(one) for one in entry.names)):
-            return entry
+    found = [entry for entry in CATALOG if wanted == _letters(entry.key)]
+    found = found or [entry for entry in CATALOG if wanted in map(_letters, entry.names)] or _called(name)
+    if found and (len(found) == 1 or memory_bytes):
+        return min(found, key=lambda entry: abs((entry.memory_bytes or 0) - (memory_bytes or 0)))
+    if found:
+        cure = f"Say {' or '.join(entry.key for entry in found)}."
+        raise HardwareError(f"{name!r} is the name of several devices, with different memory", cure=cure)
     keys = [entry.key for entry in CATALOG]
     near = [key for key in keys if wanted and wanted in _letters(key)] or difflib.get_close_matches(name.lower(), keys)
     cure = f"Did you mean {' or '.join(near)}?" if near else f"Known are {', '.join(keys)}. Or say --memory SIZE."
@@ -164,13 +171,14 @@ def of_device(name: str, memory_bytes: int = 0) -> Entry | None:
     The entry of a device by the name that its driver gives it; None where there is none. The longest name that fits
     decides, and where two sizes have the same one, the size.
     """
-    lower = name.lower()
-    found = [(len(one), entry) for entry in CATALOG for one in entry.names if _stands_in(one, lower)]
-    if not found:
-        return None
-    longest = max(length for length, _ in found)
-    alike = [entry for length, entry in found if length == longest]
-    return min(alike, key=lambda entry: abs((entry.memory_bytes or 0) - memory_bytes))
+    return min(_called(name), key=lambda entry: abs((entry.memory_bytes or 0) - memory_bytes), default=None)
+
+
+def _called(name: str) -> list[Entry]:
+    """Those whose name stands in that of a driver, and is the longest that does."""
+    found = [(len(one), entry) for entry in CATALOG for one in entry.names if _stands_in(one, name.lower())]
+    longest = max((length for length, _ in found), default=0)
+    return [entry for length, entry in found if length == longest]
 
 
 def _stands_in(name: str, text: str) -> bool:

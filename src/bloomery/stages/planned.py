@@ -1,7 +1,7 @@
 """What `bloomery plan` says: which stages would run and why, and what those that train need. Needs no torch."""
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from bloomery.core import stage as stages
@@ -12,7 +12,7 @@ from bloomery.hw.catalog import GIB, named
 from bloomery.model.config import ModelConfig
 from bloomery.train.config import Training
 from bloomery.train.planning import disk, planner
-from bloomery.train.planning.planner import Check
+from bloomery.train.planning.choose import Check
 from bloomery.train.planning.report import Plan, Price
 from bloomery.train.planning.target import Target, of_entry, of_memory
 
@@ -32,11 +32,12 @@ class Wish:
     def target(self, config: Training, here: Here | None) -> Target:
         devices = self.devices or config.ranks
         if self.device is not None:
-            return of_entry(named(self.device), devices, self.memory_bytes)
+            return of_entry(named(self.device, self.memory_bytes), devices, self.memory_bytes)
         if self.memory_bytes is not None:
             return of_memory(self.memory_bytes, devices)
         if here is None:
-            return of_memory(UNKNOWN_BYTES, devices)
+            unknown = "an assumed device of 16 GiB, as nothing is known of this machine without torch"
+            return replace(of_memory(UNKNOWN_BYTES, devices), name=f"{unknown} (say --device or --memory)")
         return here(config, devices)
 
 
@@ -87,6 +88,7 @@ def facts(
         **told,
     }
     each = {name: plan.facts() for name, plan in made.items()}
+    found |= dict.fromkeys((*ON_TOP, "fits", "seconds", "disk_bytes"))  # null, where no stage trains
     if each:
         largest = max(each, key=lambda name: int(each[name]["peak_bytes"]))
         top = each[largest]

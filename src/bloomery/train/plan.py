@@ -58,6 +58,12 @@ def rows_at_once(config: Training, context: int) -> int:
     return max(1, tokens // context)
 
 
+COMPILED_WHOLE = "compiled blocks were not tried with weights that come and go"
+SCALES_WHOLE = "its scales are of blocks, which parts of weights would cut"
+BASE_WHOLE = "their frozen base is not put together by any rule"
+"""Why a model is not to be sharded."""
+
+
 def check_shard(config: Training, ranks: int, *, adapters: bool = False) -> bool:
     """Whether a model is to be sharded. Raises ConfigError for what cannot be done with the parts of one."""
     if config.shard == "none" or ranks == 1:
@@ -65,17 +71,17 @@ def check_shard(config: Training, ranks: int, *, adapters: bool = False) -> bool
     for given, why, cure in (
         (
             f'compile="{config.compile}"' if config.compile != "off" else "",
-            "compiled blocks were not tried with weights that come and go",
+            COMPILED_WHOLE,
             'Say compile="off".',
         ),
         (
             'optimizer.kind="adamw8bit"' if config.optimizer.kind == "adamw8bit" else "",
-            "its scales are of blocks, which parts of weights would cut",
+            SCALES_WHOLE,
             'Say optimizer.kind="adamw".',
         ),
         (
             "training of adapters (LoRA)" if adapters else "",
-            "their frozen base is not put together by any rule",
+            BASE_WHOLE,
             'Say shard="none", or leave out lora.',
         ),
     ):

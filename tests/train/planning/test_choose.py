@@ -1,15 +1,21 @@
+import tomllib
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
+from bloomery.core.config import build
 from bloomery.core.errors import ConfigError
 from bloomery.hw.catalog import GIB
 from bloomery.model.config import ModelConfig
+from bloomery.stages.config import Pretrain
 from bloomery.train.config import AdamW
-from bloomery.train.planning.choose import Option
+from bloomery.train.plan import BASE_WHOLE
+from bloomery.train.planning import planner
+from bloomery.train.planning.choose import Ask, Option
 from bloomery.train.planning.here import step
 from bloomery.train.planning.needs import Trained, Way, needs
-from bloomery.train.planning.target import of_memory, usable
+from bloomery.train.planning.target import Target, of_memory, usable
 from bloomery.train.planning.trace import trace
 from tests.train.planning.made import card, plan
 
@@ -121,13 +127,14 @@ def test_parts_are_told_where_all_on_each_device_is_too_much() -> None:
 def test_what_does_not_go_with_parts_is_listed_with_the_reason() -> None:
     made = plan(ModelConfig(preset="plasma-756m"), 48_000, of_memory(12 * GIB, 2), finetune=True)
     missing = {why for one, why in made.others if one.way.sharded and one.way.method != "full"}
-    assert missing == {"a frozen base lies whole on each device"}
+    assert missing == {BASE_WHOLE}
     assert not any(why for one, why in made.others if one.way.sharded and one.way.method == "full")
 
 
 def test_the_rest_of_a_machine_is_left_its_share_of_a_memory_that_is_shared() -> None:
     assert usable(128 * GIB, shared=True) == 128 * GIB - int(12.8 * GIB)
     assert usable(32 * GIB, shared=True) == 24 * GIB
+    assert usable(8 * GIB, shared=True) == 4 * GIB, "of a small one half"
     assert usable(24 * GIB) < 23 * GIB
 
 
@@ -143,3 +150,84 @@ def test_a_plan_says_where_its_numbers_come_from() -> None:
     assert (adapted.choice.way.method, adapted.choice.way.rank) == ("nf4", 4)
     assert adapted.choice.needs.optimizer < made.choice.needs.optimizer / 100
     assert replace(made, price=made.price).facts() == facts
+
+
+SEVEN = ModelConfig(preset="baichuan2-7b", context=512)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [{"optimizer": {"kind": "adamw8bit"}}, {"compile": "on"}, {"lora": {"base": "bfloat16", "rank": 8}}],
+    ids=lambda settings: next(iter(settings)),
+)
+def test_no_change_is_told_that_a_run_refuses(settings: dict[str, Any]) -> None:
+    """Every one is applied as it is told."""
+    target = of_memory(14 * GIB, 8)
+    made = plan(SEVEN, 125_696, target, finetune=True, **settings)
+    assert not made.choice.fits
+    assert made.change is not None
+    said = made.change[0].replace("finetune.", "").split()
+    applied = merged(settings, *(tomllib.loads(one) for one in said))
+    after = plan(SEVEN, 125_696, target, finetune=True, **applied)
+    assert after.choice.fits
+    assert after.choice.peak_bytes == made.change[1].peak_bytes
+
+
+def merged(*tables: dict[str, Any]) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for table in tables:
+        for key, value in table.items():
+            whole = key != "optimizer" and isinstance(value, dict)
+            found[key] = found.get(key, {}) | value if whole else value
+    return found
+
+
+def test_a_change_keeps_what_a_recipe_says_of_its_adapters() -> None:
+    made = plan(SEVEN, 125_696, of_memory(14 * GIB), finetune=True, lora={"base": "bfloat16", "rank": 64})
+    assert made.change is not None
+    assert made.change[0] == 'finetune.recompute="block" finetune.lora.base="nf4"'
+    assert made.change[1].way.rank == 64
+
+
+@pytest.mark.parametrize("memory_gib", [7, 8])
+def test_a_change_counts_only_if_it_fits_when_it_is_traced_too(memory_gib: int) -> None:
+    """As `check` finds more than the arithmetic, less is promised: fewer rows, or a change that needs less."""
+    target = of_memory(memory_gib * GIB)
+    config = build(Pretrain, {"steps": 10, "tokens_per_step": 2**16, "optimizer": {"kind": "adamw"}})
+    ask = planner.asked("pretrain", config, ModelConfig(preset="gpt2-350m"), 50_257, target)
+
+    def a_fifth_more(ask: Ask, target: Target, option: Option) -> Option:
+        return replace(option, peak_bytes=(peak := option.peak_bytes * 6 // 5), fits=peak <= target.usable_bytes)
+
+    plain = planner.planned(ask, config, target)
+    traced = planner.planned(ask, config, target, a_fifth_more)
+    assert plain.change is not None
+    assert traced.change is not None
+    assert traced.change[1].fits
+    assert traced.change[1].peak_bytes <= target.usable_bytes
+    assert (plain.change[0], plain.change[1].way.rows) != (traced.change[0], traced.change[1].way.rows)
+
+
+@pytest.mark.parametrize(("precision", "peak"), [("float32", 163.4e12), ("bfloat16", 1307.4e12)])
+def test_a_format_has_its_own_peak_or_none(precision: str, peak: float) -> None:
+    made = plan(GPT2, 50_257, card("mi300x"), precision=precision)
+    assert made.target.peak(precision) == pytest.approx(peak, rel=0.01)  # type: ignore[arg-type]
+    assert made.seconds is not None
+    assert f"{peak / 1e12:.4g} TFLOP/s catalogue" in made.lines()[0]
+    unknown = plan(GPT2, 50_257, card("9070xt"), precision="float32")
+    assert unknown.seconds is None
+    assert unknown.facts()["speed_from"] == "unknown"
+    assert "no peak of it in float32 is known" in "".join(unknown.lines())
+
+
+def test_what_does_not_fit_takes_no_time() -> None:
+    made = plan(SEVEN, 125_696, card("7900xt"))
+    assert (made.choice.fits, made.facts()["seconds"]) == (False, None)
+
+
+def test_devices_without_a_row_are_told_and_make_nothing_faster() -> None:
+    some, many = (plan(GPT2, 50_257, card("mi300x", devices), tokens=64 * 1024) for devices in (64, 1000))
+    assert many.choice.pace is not None
+    assert some.choice.pace is not None
+    assert many.choice.pace.ceiling == some.choice.pace.ceiling
+    assert any("936 devices would have none" in line for line in many.lines())

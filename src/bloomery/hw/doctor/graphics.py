@@ -76,7 +76,8 @@ def hsa_override(facts: Facts) -> Iterator[Finding]:
     spoofed = facts.host.env.get("HSA_OVERRIDE_GFX_VERSION")
     if spoofed and facts.amd:
         parts = re.fullmatch(r"(\d+)\.(\d+)\.(\d+)", spoofed)
-        named = gfx_name(int(parts[1]) * 10000 + int(parts[2]) * 100 + int(parts[3])) if parts else "no target"
+        major, minor, stepping = map(int, parts.groups()) if parts else (0, 16, 16)
+        named = gfx_name(major * 10000 + minor * 100 + stepping) if max(minor, stepping) < 16 else "no target"
         value = f"{spoofed} stands for {named}; the kernel says {', '.join(real) or 'unknown'}"
         status: Status = "fail" if not real or any(map(WITH_WHEELS.fullmatch, real)) else "warn"
         if real == [named]:
@@ -100,34 +101,86 @@ def visible(facts: Facts) -> Iterator[Finding]:
     shown = ", ".join(f"{name}={value!r}" for name, value in given.items())
     empty = [name for name, value in given.items() if value.strip() in ("", "-1")]
     hip, cuda = given.get("HIP_VISIBLE_DEVICES"), given.get("CUDA_VISIBLE_DEVICES")
-    beyond = [name for name, value in given.items() if _beyond(value, len(facts.gpus))]
     if empty:
         cure, value = f"unset {' '.join(empty)}", f"{shown} hides every GPU"
         yield Finding(id="visible-devices", status="warn", value=value, cure=cure)
     elif facts.amd and hip is not None and cuda is not None and hip != cuda:
         value = f"{shown}: the first of them is taken, and the other is silently ignored"
         yield Finding(id="visible-devices", status="warn", value=value, cure="unset CUDA_VISIBLE_DEVICES")
-    elif beyond:
-        value = f"{shown} names a GPU that is not there: {len(facts.gpus)} are"
-        yield Finding(id="visible-devices", status="fail", value=value, cure=f"unset {' '.join(beyond)}")
+    elif wrong := _let_through(facts)[1]:
+        value = f"{shown} {'; '.join(wrong.values())}"
+        yield Finding(id="visible-devices", status="fail", value=value, cure=f"unset {' '.join(wrong)}")
     else:
         yield Finding(id="visible-devices", status="ok", value=shown)
 
 
-def _beyond(value: str, count: int) -> bool:
-    """Whether a list of numbers holds one that no device has. Names such as GPU-1f2e are not looked into."""
-    return any(word.strip().isdigit() and int(word) >= count for word in value.split(","))
+def _let_through(facts: Facts) -> tuple[list[int | str], dict[str, str]]:
+    """
+    GPUs that the environment leaves, by number among those that are driven or by name, and what is wrong with a list,
+    by its variable. HIP's numbers, or CUDA's where it has none, count within what ROCR's list leaves.
+    """
+    left: list[int | str] = list(range(len(_driven(facts)) if facts.amd else len(facts.gpus)))
+    wrong: dict[str, str] = {}
+    inner = "HIP_VISIBLE_DEVICES" if facts.amd and "HIP_VISIBLE_DEVICES" in facts.host.env else "CUDA_VISIBLE_DEVICES"
+    for name in ("ROCR_VISIBLE_DEVICES", inner) if facts.amd else (inner,):
+        if name in facts.host.env:
+            taken, problem = _listed(facts.host.env[name], len(left))
+            left = [left[one] if isinstance(one, int) else one for one in taken]
+            wrong |= {name: problem} if problem else {}
+    return left, wrong
+
+
+def _listed(value: str, count: int) -> tuple[list[int | str], str]:
+    """What a list of so many GPUs takes, in its order, and what is wrong with it. Names are not looked into."""
+    found: list[int | str] = []
+    for word in (one.strip() for one in value.split(",")):
+        if word == "-1":  # ends the list
+            break
+        number = int(word) if re.fullmatch("[0-9]+", word) else None
+        if number is None and not word.startswith(("GPU-", "MIG-")):
+            return found, f"has {word!r}, which is neither a number nor a name of a GPU"
+        if number is not None and number >= count:
+            return found, f"names a GPU that is not there: {count} are"
+        if (number if number is not None else word) in found:
+            return found, f"names {word} twice, which hides every GPU or those that follow"
+        found.append(word if number is None else number)
+    return found, ""
+
+
+def _driven(facts: Facts) -> list[Gpu]:
+    return [gpu for gpu in facts.amd if gpu.target] or facts.amd
 
 
 def mixed(facts: Facts) -> Iterator[Finding]:
     """A processor's own small GPU beside a card is taken for a second one, and is often the first."""
-    small = [gpu for gpu in facts.amd if gpu.integrated]
-    cards = [number for number, gpu in enumerate(facts.amd) if gpu.target and not gpu.integrated]
-    chosen = {"HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "CUDA_VISIBLE_DEVICES"} & facts.host.env.keys()
-    if small and cards and not chosen:
-        value = f"{small[0].target} inside the processor stands beside {facts.amd[cards[0]].target}"
+    if not facts.amd:
+        return
+    driven = _driven(facts)
+    small = [gpu for gpu in driven if gpu.integrated]
+    cards = [number for number, gpu in enumerate(driven) if gpu.target and not gpu.integrated]
+    taken = [driven[one] for one in _let_through(facts)[0] if isinstance(one, int)]
+    if small and cards and any(gpu.integrated for gpu in taken):
+        value = f"{small[0].target} inside the processor stands beside {driven[cards[0]].target}"
+        if len(taken) == 1:
+            value = f"{value}, and is the only one that is let through"
         cure = f"export HIP_VISIBLE_DEVICES={','.join(map(str, cards))}"
+        if "ROCR_VISIBLE_DEVICES" in facts.host.env:
+            cure = f"unset ROCR_VISIBLE_DEVICES; {cure}"
         yield Finding(id="mixed-gpus", status="warn", value=value, cure=cure)
+
+
+def allocator(facts: Facts) -> Iterator[Finding]:
+    """What torch's allocator is really told: a line for another shell leaves it without, or with what it refuses."""
+    names = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
+    given = {name: facts.host.env[name] for name in names if name in facts.host.env}
+    pair = r"\s*[a-z][a-z0-9_]*\s*:[^,:]+"
+    wrong = [name for name, value in given.items() if not re.fullmatch(rf"{pair}(?:,{pair})*", value)]
+    if given:
+        value = ", ".join(f"{name}={value!r}" for name, value in given.items())
+        if wrong:
+            value = f"{value}: not of the form name:value,name:value, which torch refuses"
+        cure = f"unset {' '.join(wrong)}" if wrong else ""
+        yield Finding(id="allocator", status="warn" if wrong else "ok", value=value, cure=cure)
 
 
 def gtt(facts: Facts) -> Iterator[Finding]:

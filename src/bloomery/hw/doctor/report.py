@@ -73,6 +73,7 @@ CHECKS: tuple[Check, ...] = (
     graphics.hsa_override,
     graphics.visible,
     graphics.mixed,
+    graphics.allocator,
     graphics.gtt,
     graphics.several,
     graphics.kernel_log,

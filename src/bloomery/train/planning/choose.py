@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from typing import get_args
 
 from bloomery.train.config import AdamW8bit, Level
-from bloomery.train.plan import USUAL_TOKENS
+from bloomery.train.plan import BASE_WHOLE, COMPILED_WHOLE, SCALES_WHOLE, USUAL_TOKENS
 from bloomery.train.planning.needs import Method, Moment, Needs, Trained, Way, needs
 from bloomery.train.planning.speed import Pace, pace
 from bloomery.train.planning.target import Target
@@ -36,6 +36,7 @@ class Ask:
     """Its rows are those that the recipe says, or 0 where it leaves them to the plan."""
     available: frozenset[str] = frozenset()
     """Settings that this stage has, as `lora` and `shard`: only they are chosen."""
+    compiled: bool = False
     besides: str = ""
     """What the stage does that is in no number of the plan."""
 
@@ -64,6 +65,10 @@ class Option:
         return self.traced or self.needs.at_peak
 
 
+Check = Callable[[Ask, Target, Option], Option]
+"""The same option with its memory found out in another way."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Change:
     """Something that a person can change in a recipe."""
@@ -80,7 +85,7 @@ def _recompute(level: Level) -> Callable[[Trained, Way], tuple[Trained, Way]]:
 
 
 def _eight_bits(what: Trained, way: Way) -> tuple[Trained, Way]:
-    return replace(what, optimizer=AdamW8bit()), replace(way, recompute="block")
+    return replace(what, optimizer=AdamW8bit()), replace(way, recompute="block", sharded=False)
 
 
 def _shard(what: Trained, way: Way) -> tuple[Trained, Way]:
@@ -88,11 +93,11 @@ def _shard(what: Trained, way: Way) -> tuple[Trained, Way]:
 
 
 def _adapters(what: Trained, way: Way) -> tuple[Trained, Way]:
-    return what, replace(way, method="lora", recompute="block")
+    return what, replace(way, method="lora", recompute="block", sharded=False)
 
 
 def _four_bits(what: Trained, way: Way) -> tuple[Trained, Way]:
-    return what, replace(way, method="nf4", recompute="block")
+    return what, replace(way, method="nf4", recompute="block", sharded=False)
 
 
 CHANGES = (
@@ -100,8 +105,8 @@ CHANGES = (
     Change(say='{stage}.recompute="block"', setting="", make=_recompute("block")),
     Change(say='{stage}.recompute="block" {stage}.shard="fsdp"', setting="shard", make=_shard),
     Change(say='{stage}.recompute="block" {stage}.optimizer={{kind="adamw8bit"}}', setting="", make=_eight_bits),
-    Change(say='{stage}.recompute="block" {stage}.lora={{base="bfloat16"}}', setting="lora", make=_adapters),
-    Change(say='{stage}.recompute="block" {stage}.lora={{base="nf4"}}', setting="lora", make=_four_bits),
+    Change(say='{stage}.recompute="block" {stage}.lora.base="bfloat16"', setting="lora", make=_adapters),
+    Change(say='{stage}.recompute="block" {stage}.lora.base="nf4"', setting="lora", make=_four_bits),
 )
 """From the cheapest on: time, then several devices, then numbers, then what is trained at all."""
 
@@ -147,42 +152,54 @@ def alternatives(ask: Ask, target: Target) -> list[tuple[Option, str]]:
     if ask.way.precision != "float32":
         ways.append(replace(free, precision="float32"))
     ways += [replace(free, recompute=level, offload=True) for level in get_args(Level)]
-    return [(best(ask, ask.what, way, target), _missing(ask, way, target)) for way in ways]
+    return [(best(ask, ask.what, way, target), _missing(ask, ask.what, way, target)) for way in ways]
 
 
-def _missing(ask: Ask, way: Way, target: Target) -> str:
+def _missing(ask: Ask, what: Trained, way: Way, target: Target) -> str:
     if way.offload:
         return ONE_MEMORY if target.one_memory else NO_OFFLOAD
     if way.method != ask.way.method and "lora" not in ask.available:
         return f"{ask.stage} trains all weights"
     if way.sharded and way.method != "full":
-        return "a frozen base lies whole on each device"
-    if way.sharded and ask.what.optimizer.kind == "adamw8bit":
-        return "its scales are of blocks, which parts of weights would cut"
-    return ""
+        return BASE_WHOLE
+    if way.sharded and what.optimizer.kind == "adamw8bit":
+        return SCALES_WHOLE
+    return COMPILED_WHOLE if way.sharded and ask.compiled else ""
 
 
-def cheapest_change(ask: Ask, target: Target) -> tuple[str, Option] | None:
-    """The first change that makes a recipe fit that does not, and how it then is. Rows are left to the plan first."""
+def fitting(ask: Ask, what: Trained, way: Way, target: Target, check: Check | None) -> Option:
+    """By arithmetic, and by `check` where there is one: then with fewer rows until it fits, where they are open."""
+    found = best(ask, what, way, target)
+    if check is None:
+        return found
+    found = check(ask, target, found)
+    while not found.fits and not way.rows and found.way.rows > 1:
+        found = check(ask, target, best(ask, what, replace(way, rows=found.way.rows // 2), target))
+    return found
+
+
+def cheapest_change(ask: Ask, target: Target, check: Check | None = None) -> tuple[str, Option] | None:
+    """
+    The first change that makes a recipe fit that does not, and how it then is. Rows are left to the plan first, and
+    nothing is told that a run would refuse.
+    """
     freed = f'{ask.stage}.micro_batch_tokens="auto"' if ask.way.rows else ""
-    fewer = best(ask, ask.what, replace(ask.way, rows=0), target)
-    if freed and fewer.fits:
+    if freed and (fewer := fitting(ask, ask.what, replace(ask.way, rows=0), target, check)).fits:
         return freed, fewer
     for change in CHANGES:
-        if not set(change.setting.split()) <= ask.available:
-            continue
         what, way = change.make(ask.what, replace(ask.way, rows=0))
-        if way.sharded and target.devices == 1:
+        unknown = not set(change.setting.split()) <= ask.available
+        if unknown or _missing(ask, what, way, target) or (change.setting == "shard" and target.devices == 1):
             continue
-        found = best(ask, what, way, target)
-        if found.fits:
-            return f"{freed} {change.say.format(stage=ask.stage)}".lstrip(), found
+        if best(ask, what, way, target).fits and (found := fitting(ask, what, way, target, check)).fits:
+            whole = f'{ask.stage}.shard="none"' if ask.way.sharded and not way.sharded else ""
+            return " ".join(filter(None, [freed, whole, change.say.format(stage=ask.stage)])), found
     return None
 
 
 def devices_needed(ask: Ask, target: Target, most: int = 1024) -> int | None:
     """How many of the target's devices would do, each with its part; None where `most` are too few, or none may."""
-    if _missing(ask, replace(ask.way, sharded=True), target):
+    if _missing(ask, ask.what, replace(ask.way, sharded=True), target):
         return None
 
     def holds(count: int) -> bool:

@@ -1,20 +1,16 @@
 """From what a recipe says of a stage that trains to a plan. Needs no torch; what needs it is handed in."""
 
-from collections.abc import Callable
 from dataclasses import replace
 
 from bloomery.model.config import ModelConfig
 from bloomery.train.config import Finetune, Training
 from bloomery.train.plan import check_shard, rows_at_once, rows_per_step
 from bloomery.train.planning import disk
-from bloomery.train.planning.choose import Ask, Option, alternatives, best, cheapest_change, devices_needed
+from bloomery.train.planning.choose import Ask, Check, Option, alternatives, cheapest_change, devices_needed, fitting
 from bloomery.train.planning.needs import BASES, Trained, Way
 from bloomery.train.planning.report import Plan, Price
 from bloomery.train.planning.target import Target
 from bloomery.train.preference.config import Prefer
-
-Check = Callable[[Ask, Target, Option], Option]
-"""The same option with its memory found out in another way."""
 
 
 def asked(stage: str, config: Training, model: ModelConfig, vocab_size: int, target: Target) -> Ask:
@@ -43,24 +39,21 @@ def asked(stage: str, config: Training, model: ModelConfig, vocab_size: int, tar
             sharded=sharded,
         ),
         available=frozenset(type(config).model_fields),
+        compiled=config.compile != "off",
         besides="" if prefers is None else prefers.not_planned,
     )
 
 
 def planned(ask: Ask, config: Training, target: Target, check: Check | None = None, price: Price | None = None) -> Plan:
     """The choice, by arithmetic, and by `check` where there is one: then with fewer rows until it fits."""
-    choice = best(ask, ask.what, ask.way, target)
-    if check is not None:
-        choice = check(ask, target, choice)
-        while not choice.fits and not ask.way.rows and choice.way.rows > 1:
-            choice = check(ask, target, best(ask, ask.what, replace(ask.way, rows=choice.way.rows // 2), target))
+    choice = fitting(ask, ask.what, ask.way, target, check)
     return Plan(
         ask=ask,
         target=target,
         choice=choice,
         why=_why(ask, target, choice),
         others=[(_as_chosen(one, choice, target), why) for one, why in alternatives(ask, target)],
-        change=None if choice.fits else cheapest_change(ask, target),
+        change=None if choice.fits else cheapest_change(ask, target, check),
         devices_needed=None if choice.fits else devices_needed(ask, target),
         disk_bytes=disk.training_bytes(config, ask.what, choice.way),
         price=price or Price(),

@@ -39,7 +39,9 @@ class Plan:
 
     @property
     def seconds(self) -> float | None:
-        return self.ask.tokens / self.tokens_per_second if self.tokens_per_second else None
+        """None where the choice does not fit, or no speed is known."""
+        rate = self.tokens_per_second if self.choice.fits else None
+        return self.ask.tokens / rate if rate else None
 
     def facts(self) -> dict[str, Any]:
         """As JSON data."""
@@ -64,7 +66,7 @@ class Plan:
             "fits": choice.fits,
             "tokens_per_second": _round(self.tokens_per_second),
             "tokens_per_second_at_peak": _round(choice.pace.ceiling if choice.pace else None),
-            "speed_from": "timed" if choice.pace and choice.pace.timed else target.flops_from,
+            "speed_from": self._speed_from(choice),
             "seconds": _round(seconds),
             "cost": None if hours is None or self.price.per_hour is None else round(hours * self.price.per_hour, 2),
             "kilowatt_hours": None
@@ -96,7 +98,14 @@ class Plan:
             "peak_from": _origin(one),
             "fits": one.fits,
             "tokens_per_second": _round(one.pace.tokens_per_second if one.pace else None),
+            "speed_from": self._speed_from(one),
         }
+
+    def _speed_from(self, one: Option) -> str:
+        """Steps of small models that were timed here, or the peak that was reckoned with."""
+        if one.pace is None:
+            return "unknown"
+        return "timed" if one.pace.timed else self.target.flops_from
 
     def micro_batches(self, one: Option) -> int:
         return max(1, -(-self.ask.rows_per_step // (one.way.rows * one.way.devices)))
@@ -122,6 +131,9 @@ class Plan:
             )
         if ask.besides:
             found.append(f"  besides  {ask.besides}")
+        if choice.way.devices > ask.rows_per_step:
+            idle = choice.way.devices - ask.rows_per_step
+            found.append(f"  besides  a step has {ask.rows_per_step:,} rows: {idle:,} devices would have none")
         found.append(
             f"  disk     {_size(self.disk_bytes)} of checkpoints and models; a conversation's keys and values "
             f"take {_size(told['kv_bytes'])}"
@@ -136,6 +148,8 @@ class Plan:
 
     def _row(self, one: Option) -> str:
         rate = f"{one.pace.tokens_per_second:,.0f}" if one.pace else "unknown"
+        timed = self.choice.pace is not None and self.choice.pace.timed
+        rate = f"~{rate}" if one.pace and timed and not one.pace.timed else rate
         mark = "" if one.fits else "  does not fit"
         peak = f"{'~' if self.choice.traced and not one.traced else ''}{_size(one.peak_bytes)}"
         return f"  {describe(one, rows=False):<50} {one.way.rows:>5} {peak:>11} {rate:>11}{mark}"
@@ -154,7 +168,8 @@ class Plan:
 
     def _target(self) -> str:
         target = self.target
-        speed = "speed unknown" if target.flops is None else f"{target.flops / 1e12:.4g} TFLOP/s {target.flops_from}"
+        peak = target.peak(self.choice.way.precision)
+        speed = "speed unknown" if peak is None else f"{peak / 1e12:.4g} TFLOP/s {target.flops_from}"
         several = f"{target.devices} ranks, each with its share of " if target.processor else f"{target.devices} x "
         count = several if target.devices > 1 else ""
         return f"{count}{target.name} ({_size(target.memory_bytes)}, {_size(target.usable_bytes)} usable, {speed})"
@@ -182,7 +197,8 @@ class Plan:
 
     def _time(self) -> str:
         if self.seconds is None or self.choice.pace is None:
-            return "unknown: no peak of this device is known, and none is borrowed"
+            known = "this device" if self.target.flops is None else f"it in {self.choice.way.precision}"
+            return f"unknown: no peak of {known} is known, and none is borrowed"
         share = f"products at {self.target.share:.0%} of the {self.target.flops_from} peak"
         how = "steps of small models, timed here" if self.choice.pace.timed else share
         found, most = self.choice.pace.tokens_per_second, self.choice.pace.ceiling

@@ -49,18 +49,20 @@ def products_per_token(what: Trained, way: Way) -> float:
 
 def pace(what: Trained, way: Way, target: Target, rows_per_step: int) -> Pace | None:
     """None where the target's peak in this format is not known. `rows_per_step` are those of all devices together."""
-    if target.flops is None or way.precision != target.precision:
+    peak = target.peak(way.precision)
+    if peak is None:
         return None
     tokens = way.rows * what.model.context
     micro_batches = max(1, -(-rows_per_step // (way.rows * way.devices)))
-    compute = products_per_token(what, way) * tokens / target.flops
+    compute = products_per_token(what, way) * tokens / peak
     moved, updated = _traffic(what, way, tokens)
     waiting = [0.0 if target.bandwidth is None else size / target.bandwidth for size in (moved, updated)]
     seconds = micro_batches * (compute / target.share + waiting[0]) + waiting[1]
     if way.offload:
         seconds += 2 * remembered_bytes(what, way) / LINK
     done = rows_per_step * what.model.context
-    return Pace(tokens_per_second=done / seconds, ceiling=way.devices * tokens / compute)
+    busy = min(way.devices, -(-rows_per_step // way.rows))
+    return Pace(tokens_per_second=done / seconds, ceiling=busy * tokens / compute)
 
 
 def _traffic(what: Trained, way: Way, tokens: int) -> tuple[float, float]:

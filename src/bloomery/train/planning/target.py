@@ -3,7 +3,8 @@ On what a run is planned: so many devices, what a program may have of their memo
 torch; what is measured on this machine is handed in.
 """
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Literal
 
 from bloomery.core.errors import HardwareError
@@ -17,7 +18,7 @@ CONTEXT_BYTES = GIB
 GAPS = 0.04
 """Share of a GPU that an allocator cannot hand out, as blocks of many sizes leave gaps."""
 SYSTEM_SHARE, SYSTEM_BYTES = 0.1, 8 * GIB
-"""What the rest of a machine is left, where a GPU takes its memory from it: the larger of the two."""
+"""What the rest of a machine is left, where a GPU takes its memory from it: the larger of the two, but at most half."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,12 +36,18 @@ class Target:
     """Bytes a second of its memory."""
     precision: Format
     """What `auto` comes to."""
+    peaks: Mapping[str, float] = field(default_factory=dict)
+    """Those of other formats, where they are known too."""
     processor: bool = False
     """Whether it is one, and a run has other code, and no memory but the machine's."""
     shared: bool = False
     """Whether its memory is the host's too; a processor's is."""
     lent_bytes: int | None = None
     """What Linux lends it of the host's memory unless told to lend more. None: all, or memory of its own."""
+
+    def peak(self, precision: Format) -> float | None:
+        """None where it is not known; none is borrowed from another format."""
+        return self.flops if precision == self.precision else self.peaks.get(precision)
 
     @property
     def one_memory(self) -> bool:
@@ -77,6 +84,7 @@ def of_entry(entry: Entry, devices: int = 1, memory_bytes: int | None = None) ->
         flops_from="catalogue" if peak else "unknown",
         bandwidth=entry.bandwidth,
         precision=precision,
+        peaks=entry.flops,
         shared=entry.shared,
         lent_bytes=size // 2 if entry.gtt else None,
     )
@@ -99,5 +107,5 @@ def of_memory(memory_bytes: int, devices: int = 1) -> Target:
 def usable(memory_bytes: int, *, shared: bool = False) -> int:
     """Of the memory of a GPU; `shared` with the rest of the machine or its own."""
     if shared:
-        return memory_bytes - max(SYSTEM_BYTES, int(SYSTEM_SHARE * memory_bytes))
+        return memory_bytes - min(max(SYSTEM_BYTES, int(SYSTEM_SHARE * memory_bytes)), memory_bytes // 2)
     return int((1 - GAPS) * memory_bytes) - CONTEXT_BYTES
