@@ -73,9 +73,8 @@ def test_a_plan_is_made_for_a_machine_that_is_not_here(call: Call, tmp_path: Pat
 
 def test_a_plan_of_a_recipe_that_trains_nothing_has_the_same_keys(call: Call, tmp_path: Path) -> None:
     recipe = tmp_path / "data.toml"
-    recipe.write_text(
-        'name = "data"\n[fetch]\nsources = [{kind = "standard_library", name = "code", domain = "code"}]\n'
-    )
+    source = '{kind = "standard_library", name = "code", domain = "code", part = "code"}'
+    recipe.write_text(f'name = "data"\n[fetch]\nsources = [{source}]\n')
     code, out, err = call("plan", recipe, "--runs", tmp_path / "runs", "--json")
     assert code == 0, err
     facts = json.loads(out)
