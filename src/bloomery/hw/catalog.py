@@ -156,7 +156,7 @@ def named(name: str, memory_bytes: int | None = None) -> Entry:
     found = [entry for entry in CATALOG if wanted == _letters(entry.key)]
     found = found or [entry for entry in CATALOG if wanted in map(_letters, entry.names)] or _called(name)
     if found and (len(found) == 1 or memory_bytes):
-        return min(found, key=lambda entry: abs((entry.memory_bytes or 0) - (memory_bytes or 0)))
+        return _nearest(found, memory_bytes or 0)
     if found:
         cure = f"Say {' or '.join(entry.key for entry in found)}."
         raise HardwareError(f"{name!r} is the name of several devices, with different memory", cure=cure)
@@ -171,7 +171,12 @@ def of_device(name: str, memory_bytes: int = 0) -> Entry | None:
     The entry of a device by the name that its driver gives it; None where there is none. The longest name that fits
     decides, and where two sizes have the same one, the size.
     """
-    return min(_called(name), key=lambda entry: abs((entry.memory_bytes or 0) - memory_bytes), default=None)
+    found = _called(name)
+    return _nearest(found, memory_bytes) if found else None
+
+
+def _nearest(entries: list[Entry], memory_bytes: int) -> Entry:
+    return min(entries, key=lambda entry: abs((entry.memory_bytes or 0) - memory_bytes))
 
 
 def _called(name: str) -> list[Entry]:

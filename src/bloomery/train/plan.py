@@ -60,7 +60,7 @@ def rows_at_once(config: Training, context: int) -> int:
 
 COMPILED_WHOLE = "compiled blocks were not tried with weights that come and go"
 SCALES_WHOLE = "its scales are of blocks, which parts of weights would cut"
-BASE_WHOLE = "their frozen base is not put together by any rule"
+BASE_WHOLE = "a frozen base lies whole on each device"
 """Why a model is not to be sharded."""
 
 

@@ -1,16 +1,15 @@
-import tomllib
+import copy
 from dataclasses import replace
 from typing import Any
 
 import pytest
 
-from bloomery.core.config import build
+from bloomery.core.config import apply_override, build
 from bloomery.core.errors import ConfigError
 from bloomery.hw.catalog import GIB
 from bloomery.model.config import ModelConfig
 from bloomery.stages.config import Pretrain
 from bloomery.train.config import AdamW
-from bloomery.train.plan import BASE_WHOLE
 from bloomery.train.planning import planner
 from bloomery.train.planning.choose import Ask, Option
 from bloomery.train.planning.here import step
@@ -127,7 +126,7 @@ def test_parts_are_told_where_all_on_each_device_is_too_much() -> None:
 def test_what_does_not_go_with_parts_is_listed_with_the_reason() -> None:
     made = plan(ModelConfig(preset="plasma-756m"), 48_000, of_memory(12 * GIB, 2), finetune=True)
     missing = {why for one, why in made.others if one.way.sharded and one.way.method != "full"}
-    assert missing == {BASE_WHOLE}
+    assert missing == {"a frozen base lies whole on each device"}
     assert not any(why for one, why in made.others if one.way.sharded and one.way.method == "full")
 
 
@@ -166,20 +165,12 @@ def test_no_change_is_told_that_a_run_refuses(settings: dict[str, Any]) -> None:
     made = plan(SEVEN, 125_696, target, finetune=True, **settings)
     assert not made.choice.fits
     assert made.change is not None
-    said = made.change[0].replace("finetune.", "").split()
-    applied = merged(settings, *(tomllib.loads(one) for one in said))
-    after = plan(SEVEN, 125_696, target, finetune=True, **applied)
+    tree = {"finetune": copy.deepcopy(settings)}
+    for said in made.change[0].split():
+        apply_override(tree, said)
+    after = plan(SEVEN, 125_696, target, finetune=True, **tree["finetune"])
     assert after.choice.fits
     assert after.choice.peak_bytes == made.change[1].peak_bytes
-
-
-def merged(*tables: dict[str, Any]) -> dict[str, Any]:
-    found: dict[str, Any] = {}
-    for table in tables:
-        for key, value in table.items():
-            whole = key != "optimizer" and isinstance(value, dict)
-            found[key] = found.get(key, {}) | value if whole else value
-    return found
 
 
 def test_a_change_keeps_what_a_recipe_says_of_its_adapters() -> None:

@@ -136,14 +136,14 @@ def _listed(value: str, count: int) -> tuple[list[int | str], str]:
     for word in (one.strip() for one in value.split(",")):
         if word == "-1":  # ends the list
             break
-        number = int(word) if re.fullmatch("[0-9]+", word) else None
-        if number is None and not word.startswith(("GPU-", "MIG-")):
+        gpu = int(word) if re.fullmatch("[0-9]+", word) else word
+        if isinstance(gpu, str) and not gpu.startswith(("GPU-", "MIG-")):
             return found, f"has {word!r}, which is neither a number nor a name of a GPU"
-        if number is not None and number >= count:
+        if isinstance(gpu, int) and gpu >= count:
             return found, f"names a GPU that is not there: {count} are"
-        if (number if number is not None else word) in found:
+        if gpu in found:
             return found, f"names {word} twice, which hides every GPU or those that follow"
-        found.append(word if number is None else number)
+        found.append(gpu)
     return found, ""
 
 
