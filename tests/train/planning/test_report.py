@@ -6,12 +6,15 @@ from typing import Any
 
 import pytest
 
+from bloomery.hw import device as devices
 from bloomery.hw.catalog import GIB
 from bloomery.hw.dist import World, ranks_here
 from bloomery.hw.peak import listed_peak
 from bloomery.model.config import ModelConfig
+from bloomery.train.planning import here as planning
 from bloomery.train.planning import planner
-from bloomery.train.planning.here import check, room, slower
+from bloomery.train.planning.choose import Option
+from bloomery.train.planning.here import check, here, room, slower
 from bloomery.train.planning.needs import needs
 from bloomery.train.planning.report import Plan
 from bloomery.train.planning.target import of_memory
@@ -105,6 +108,50 @@ def test_the_way_that_was_chosen_is_the_same_among_the_alternatives() -> None:
     same = [one for one, _ in made.others if one.way == made.choice.way]
     assert [one.peak_bytes for one in same] == [made.choice.peak_bytes]
     assert made.choice.traced
+
+
+def test_ways_that_were_not_timed_are_as_far_from_their_reckoning_as_the_one_that_was() -> None:
+    target = replace(card("7900xtx"), peaks={"float32": 60e12})
+    config = training(steps=1000, tokens_per_step=2**16)
+    ask = planner.asked("pretrain", config, SMALL, 1000, target)
+    plain = planner.planned(ask, config, target)
+    slow = planner.planned(ask, config, target, lambda _ask, _target, one: at(one, 0.25))
+    assert slow.choice.pace
+    assert plain.choice.pace
+    assert slow.choice.way == plain.choice.way
+    for (one, _), (before, _) in zip(slow.others, plain.others, strict=True):
+        assert one.pace
+        assert before.pace
+        assert one.way == before.way
+        assert one.pace.tokens_per_second == pytest.approx(before.pace.tokens_per_second / 4)
+        assert one.pace.timed == (one.way == slow.choice.way)
+        assert one.way.precision == "bfloat16" or one.pace.tokens_per_second < slow.choice.pace.tokens_per_second
+    marked = [line for line in slow.lines() if "recompute block" in line]
+    assert marked
+    assert all("~" in line.split()[-1] for line in marked)
+    fast = planner.planned(ask, config, target, lambda _ask, _target, one: at(one, 1e6))
+    assert all(
+        one.pace.tokens_per_second <= one.pace.ceiling for one, _ in fast.others if one.pace and not one.pace.timed
+    )
+
+
+def at(one: Option, faster: float) -> Option:
+    """As if steps of it had been timed, so many times as fast as was reckoned."""
+    assert one.pace is not None
+    return replace(one, pace=replace(one.pace, tokens_per_second=faster * one.pace.tokens_per_second, timed=True))
+
+
+def test_this_machine_has_a_measured_peak_of_both_formats(monkeypatch: pytest.MonkeyPatch) -> None:
+    rates = {torch.bfloat16: 8e11, torch.float32: 2e11}
+    monkeypatch.setattr(devices, "find", lambda _name: processor(torch.bfloat16))
+    monkeypatch.setattr(planning, "measured_peak", lambda device: rates[device.compute_dtype])
+    monkeypatch.setattr(planning, "slower", lambda ranks: 2.0 * ranks)
+    target = here(training(), 2)
+    assert (target.peak("bfloat16"), target.peak("float32"), target.peak("float16")) == (2e11, 0.5e11, None)
+    exact = here(training(precision="float32"))
+    assert exact.precision == "float32"
+    assert exact.peak("float32") == 1e11
+    assert exact.peak("bfloat16") is None
 
 
 def test_ranks_on_a_processor_share_its_memory_and_those_on_cards_do_not(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -33,15 +33,17 @@ PROCESSOR_GAPS = 1.5
 
 
 def here(config: Training, devices_wanted: int = 1) -> Target:
-    """This machine as a target for what a section asks of it, with the measured peak of its matrix products."""
+    """This machine as a target for what a section asks of it, with the measured peaks of its products."""
     device = devices.find(config.device)
     if config.precision != "auto":
         device = replace(device, compute_dtype=getattr(torch, config.precision))
     found = room(device, devices_wanted, devices_wanted)
     flops, bandwidth = measured_peak(device), copied_per_second(device)
+    exact = flops if found.precision == "float32" else measured_peak(replace(device, compute_dtype=torch.float32))
     if found.processor:
-        flops, bandwidth = flops / slower(devices_wanted), bandwidth / devices_wanted
-    return replace(found, flops=flops, flops_from="measured", bandwidth=bandwidth)
+        longer = slower(devices_wanted)
+        flops, exact, bandwidth = flops / longer, exact / longer, bandwidth / devices_wanted
+    return replace(found, flops=flops, flops_from="measured", bandwidth=bandwidth, peaks={"float32": exact})
 
 
 def slower(ranks: int) -> float:

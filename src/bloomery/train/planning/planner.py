@@ -9,6 +9,7 @@ from bloomery.train.planning import disk
 from bloomery.train.planning.choose import Ask, Check, Option, alternatives, cheapest_change, devices_needed, fitting
 from bloomery.train.planning.needs import BASES, Trained, Way
 from bloomery.train.planning.report import Plan, Price
+from bloomery.train.planning.speed import pace
 from bloomery.train.planning.target import Target
 from bloomery.train.preference.config import Prefer
 
@@ -46,18 +47,32 @@ def asked(stage: str, config: Training, model: ModelConfig, vocab_size: int, tar
 
 def planned(ask: Ask, config: Training, target: Target, check: Check | None = None, price: Price | None = None) -> Plan:
     """The choice, by arithmetic, and by `check` where there is one: then with fewer rows until it fits."""
-    choice = fitting(ask, ask.what, ask.way, target, check)
+    choice, ways = fitting(ask, ask.what, ask.way, target, check), alternatives(ask, target)
     return Plan(
         ask=ask,
         target=target,
         choice=choice,
         why=_why(ask, target, choice),
-        others=[(_as_chosen(one, choice, target), why) for one, why in alternatives(ask, target)],
+        others=[(_as_chosen(_as_timed(one, choice, ask, target), choice, target), why) for one, why in ways],
         change=None if choice.fits else cheapest_change(ask, target, check),
         devices_needed=None if choice.fits else devices_needed(ask, target),
         disk_bytes=disk.training_bytes(config, ask.what, choice.way),
         price=price or Price(),
     )
+
+
+def _as_timed(one: Option, choice: Option, ask: Ask, target: Target) -> Option:
+    """
+    A way whose reckoned speed is as far from the truth as that of the choice was found to be by timing it: else a way
+    that computes more would seem faster than the choice.
+    """
+    if one.pace is None or choice.pace is None or not choice.pace.timed:
+        return one
+    reckoned = pace(ask.what, choice.way, target, ask.rows_per_step)
+    if reckoned is None:
+        return one
+    rate = one.pace.tokens_per_second * choice.pace.tokens_per_second / reckoned.tokens_per_second
+    return replace(one, pace=replace(one.pace, tokens_per_second=min(rate, one.pace.ceiling)))
 
 
 def _as_chosen(one: Option, choice: Option, target: Target) -> Option:
