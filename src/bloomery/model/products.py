@@ -6,7 +6,7 @@ pairs (AVX512-BF16).
 
 Weights are read in float32 and rounded on the way, so that no copies of them are written each step, and their gradients
 are never rounded: what autocast does with a copy before and after each product. About twice as fast as PyTorch's
-products by tiles, 1.1 times by pairs, and equal to them but for the order of sums. Callers ask `ready`.
+products by tiles, 1.2 times by pairs, and equal to them but for the order of sums. Callers ask `ready`.
 """
 
 from contextvars import ContextVar
@@ -27,8 +27,9 @@ from torch.autograd.function import once_differentiable
 LIBRARY = "products"
 FEWEST_ROWS = 64
 """With fewer, it is the reading of weights that takes the time."""
-PANEL, MOST_INNER, MOST_OF_PAIRS, TILES_BLOCK, PAIRS_BLOCK = 32, 1536, 4096, 320 * 1024, 160 * 1024
-"""Of native/products.cpp."""
+PANEL, PAIRS_UNIT = 32, 16
+TILES_INNER, TILES_BLOCK, PAIRS_INNER, PAIRS_BLOCK = 1536, 320 * 1024, 1024, 256 * 1024
+"""Of native/products.hpp, products_tiles.hpp and products_pairs.hpp."""
 ROOM: ContextVar[list[int] | None] = ContextVar("room", default=None)
 """Set while a step is traced: the most of `room_bytes` so far."""
 NONE, PAIRS, TILES = 0, 1, 2
@@ -76,7 +77,8 @@ def product(
     """left · right, rounded to bfloat16 where that is the format of `into`. Each side may be a transposed view."""
     output = ROUNDED if into.dtype == torch.bfloat16 else ADD if add else SET
     if (taken := ROOM.get()) is not None:
-        taken[:] = map(max, taken, room_bytes(into.shape[0], into.shape[1], left.shape[1], output))
+        turned = right.dtype == torch.float32 and left.dtype != torch.float32
+        taken[:] = map(max, taken, room_bytes(*into.shape, left.shape[1], output, turned=turned))
     sides = *_side(left), *_side(right.t())
     shape = *into.shape, left.shape[1]
     call(LIBRARY, "product", *sides, *shape, output, into, into.stride(0), 0 if bias is None else bias, units())
@@ -89,26 +91,34 @@ def _side(matrix: Tensor) -> tuple[Tensor, int, int, int]:
     return matrix, matrix.stride(0 if along else 1), int(matrix.dtype == torch.float32), int(along)
 
 
-def room_bytes(rows: int, columns: int, inner: int, output: int) -> list[int]:
+def room_bytes(rows: int, columns: int, inner: int, output: int, *, turned: bool) -> list[int]:
     """
     Of the memory that the library keeps to rearrange both sides and to sum up in, of all threads: it grows to what the
-    largest product needs. As in native/products.cpp.
+    largest product needs. As in native/products_tiles.hpp and products_pairs.hpp. `turned`: the right side alone is in
+    float32.
     """
-    by_pairs = units() == PAIRS
-    most, block = (
-        MOST_OF_PAIRS if by_pairs and output != ROUNDED else MOST_INNER,
-        PAIRS_BLOCK if by_pairs else TILES_BLOCK,
-    )
+    by_pairs, threads = units() == PAIRS, torch.get_num_threads()
+    most, block = (PAIRS_INNER, PAIRS_BLOCK) if by_pairs else (TILES_INNER, TILES_BLOCK)
     pieces = -(-inner // most)
     piece = -(-inner // (pieces * PANEL)) * PANEL
-    panels, fits = -(-columns // PANEL), max(1, block // (piece * PANEL))
-    blocks = -(-panels // fits)
-    tall = -(-rows // PANEL) * PANEL
-    return [
-        2 * piece * PANEL * -(-panels // blocks) * torch.get_num_threads(),
-        2 * piece * (tall if blocks > 1 else PANEL),
-        4 * tall * PANEL * (panels + 1) if pieces > 1 and output == ROUNDED else 0,
-    ]
+    high, wide = _rectangle(-(-rows // PANEL), -(-columns // PANEL), threads)
+    kept, flowing = (high, wide) if by_pairs and turned else (wide, high)
+    fits = max(1, block // (piece * PANEL))
+    blocks = -(-kept // fits)
+    each = -(-kept // blocks)
+    aside = pieces > 1 and output == ROUNDED
+    if by_pairs:
+        sums = each * flowing if aside else 0
+        return [size * threads for size in (2 * piece * PANEL * each, 4 * piece * PAIRS_UNIT, 4 * PANEL**2 * sums)]
+    sums = flowing * (kept + 1) if aside else 0
+    left = flowing if blocks > 1 else 1
+    return [size * threads for size in (2 * piece * PANEL * each, 2 * piece * PANEL * left, 4 * PANEL**2 * sums)]
+
+
+def _rectangle(high: int, wide: int, threads: int) -> tuple[int, int]:
+    """Of a result, in panels: the largest that one thread takes."""
+    ways = ((-(-high // down), -(-wide * down // threads)) for down in range(1, threads + 1) if threads % down == 0)
+    return min(ways, key=sum)
 
 
 def forward_operation() -> Any:

@@ -102,7 +102,7 @@ def test_a_frozen_base_rests_in_fewer_bytes_than_all_weights() -> None:
 def test_what_the_library_of_products_keeps_counts_where_it_computes() -> None:
     here, elsewhere = (trace(step(SMALL, on_processor=there)).room for there in (True, False))
     assert here > elsewhere == 0
-    small, large = (sum(products.room_bytes(rows, 8192, 512, products.ROUNDED)) for rows in (64, 2048))
+    small, large = (sum(products.room_bytes(rows, 8192, 512, products.ROUNDED, turned=True)) for rows in (64, 2048))
     assert small < large
 
 
