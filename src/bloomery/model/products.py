@@ -78,7 +78,7 @@ def product(
     output = ROUNDED if into.dtype == torch.bfloat16 else ADD if add else SET
     if (taken := ROOM.get()) is not None:
         turned = right.dtype == torch.float32 and left.dtype != torch.float32
-        taken[:] = map(max, taken, room_bytes(*into.shape, left.shape[1], output, turned=turned))
+        taken[:] = map(max, taken, room_bytes(len(into), into.shape[1], left.shape[1], output, turned=turned))
     sides = *_side(left), *_side(right.t())
     shape = *into.shape, left.shape[1]
     call(LIBRARY, "product", *sides, *shape, output, into, into.stride(0), 0 if bias is None else bias, units())
