@@ -106,13 +106,9 @@ def room_bytes(rows: int, columns: int, inner: int, output: int, *, turned: bool
     fits = max(1, block // (piece * PANEL))
     blocks = -(-kept // fits)
     each = -(-kept // blocks)
-    aside = pieces > 1 and output == ROUNDED
-    if by_pairs:
-        sums = each * flowing if aside else 0
-        return [size * threads for size in (2 * piece * PANEL * each, 4 * piece * PAIRS_UNIT, 4 * PANEL**2 * sums)]
-    sums = flowing * (kept + 1) if aside else 0
-    left = flowing if blocks > 1 else 1
-    return [size * threads for size in (2 * piece * PANEL * each, 2 * piece * PANEL * left, 4 * PANEL**2 * sums)]
+    moving = 2 * PAIRS_UNIT if by_pairs else PANEL * (flowing if blocks > 1 else 1)
+    sums = flowing * (each if by_pairs else kept + 1) if pieces > 1 and output == ROUNDED else 0
+    return [size * threads for size in (2 * piece * PANEL * each, 2 * piece * moving, 4 * PANEL**2 * sums)]
 
 
 def _rectangle(high: int, wide: int, threads: int) -> tuple[int, int]:

@@ -47,13 +47,15 @@ def asked(stage: str, config: Training, model: ModelConfig, vocab_size: int, tar
 
 def planned(ask: Ask, config: Training, target: Target, check: Check | None = None, price: Price | None = None) -> Plan:
     """The choice, by arithmetic, and by `check` where there is one: then with fewer rows until it fits."""
-    choice, ways = fitting(ask, ask.what, ask.way, target, check), alternatives(ask, target)
+    choice = fitting(ask, ask.what, ask.way, target, check)
+    faster = _faster(choice, ask, target)
+    ways = [(_as_fast(one, faster), why) for one, why in alternatives(ask, target)]
     return Plan(
         ask=ask,
         target=target,
         choice=choice,
         why=_why(ask, target, choice),
-        others=[(_as_chosen(_as_timed(one, choice, ask, target), choice, target), why) for one, why in ways],
+        others=[(_as_chosen(one, choice, target), why) for one, why in ways],
         change=None if choice.fits else cheapest_change(ask, target, check),
         devices_needed=None if choice.fits else devices_needed(ask, target),
         disk_bytes=disk.training_bytes(config, ask.what, choice.way),
@@ -61,18 +63,23 @@ def planned(ask: Ask, config: Training, target: Target, check: Check | None = No
     )
 
 
-def _as_timed(one: Option, choice: Option, ask: Ask, target: Target) -> Option:
-    """
-    A way whose reckoned speed is as far from the truth as that of the choice was found to be by timing it: else a way
-    that computes more would seem faster than the choice.
-    """
-    if one.pace is None or choice.pace is None or not choice.pace.timed:
-        return one
+def _faster(choice: Option, ask: Ask, target: Target) -> float:
+    """How many times as fast as was reckoned the choice was found to be, where it was timed; else 1."""
     reckoned = pace(ask.what, choice.way, target, ask.rows_per_step)
-    if reckoned is None:
+    if reckoned is None or choice.pace is None or not choice.pace.timed:
+        return 1.0
+    return choice.pace.tokens_per_second / reckoned.tokens_per_second
+
+
+def _as_fast(one: Option, faster: float) -> Option:
+    """
+    A way whose reckoned speed is as far from the truth as that of the choice: else one that computes more would seem
+    faster than the choice.
+    """
+    if one.pace is None or faster == 1.0:
         return one
-    rate = one.pace.tokens_per_second * choice.pace.tokens_per_second / reckoned.tokens_per_second
-    return replace(one, pace=replace(one.pace, tokens_per_second=min(rate, one.pace.ceiling)))
+    rate = min(faster * one.pace.tokens_per_second, one.pace.ceiling)
+    return replace(one, pace=replace(one.pace, tokens_per_second=rate))
 
 
 def _as_chosen(one: Option, choice: Option, target: Target) -> Option:
