@@ -6,17 +6,11 @@ import pytest
 
 from bloomery.core import native
 from bloomery.model import kernels
-from bloomery.model.attend import softmax_attention
-from bloomery.model.sight import Sight
+from bloomery.model.causal import causal_attention
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-
-
-def looking_back(segments: Tensor, window: int | None = None) -> Sight:
-    tokens = segments.shape[1]
-    return Sight(tokens, tokens, segments.device, window=window, segments=segments)
 
 
 def rotate(x: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
@@ -57,51 +51,6 @@ def compare(ours: Callable[..., Tensor], plain: Callable[..., Tensor], given: Se
         torch.autograd.grad(found, given, slope), torch.autograd.grad(expected, exact, slope.float()), strict=True
     ):
         near(mine, theirs, dtype)
-
-
-@DTYPES
-@pytest.mark.parametrize("heads", [(4, 4), (4, 2), (6, 1)])
-@pytest.mark.parametrize("tokens", [1, 33, 300])
-def test_attention_sees_the_past_of_its_own_segment_only(
-    dtype: torch.dtype, heads: tuple[int, int], tokens: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setitem(kernels.QUERIES_PER_BLOCK, dtype, 128)
-    segments = torch.randint(0, 4, (2, tokens)).sort(1).values
-    given = [torch.randn(2, tokens, n, 16).to(dtype).transpose(1, 2) for n in (heads[0], heads[1], heads[1])]
-    compare(
-        lambda q, k, v: kernels.causal_attention(q, k, v, kernels.first_seen(segments)),
-        lambda q, k, v: softmax_attention(q, k, v, looking_back(segments)),
-        given,
-    )
-
-
-def test_values_may_be_wider_than_keys() -> None:
-    """As differential attention has them."""
-    segments = torch.zeros(2, 20, dtype=torch.long)
-    compare(
-        lambda q, k, v: kernels.causal_attention(q, k, v, kernels.first_seen(segments)),
-        lambda q, k, v: F.scaled_dot_product_attention(q, k, v, is_causal=True),
-        [torch.randn(2, 4, 20, width) for width in (16, 16, 32)],
-    )
-
-
-def test_a_window_ends_what_a_query_sees() -> None:
-    segments = torch.tensor([[0, 0, 0, 0, 0, 3, 3, 3]])
-    assert kernels.first_seen(segments).tolist() == [[0, 0, 0, 0, 0, 5, 5, 5]]
-    assert kernels.first_seen(segments, 2).tolist() == [[0, 0, 1, 2, 3, 5, 5, 6]]
-    given = [torch.randn(1, 2, 8, 16) for _ in range(3)]
-    compare(
-        lambda q, k, v: kernels.causal_attention(q, k, v, kernels.first_seen(segments, 2)),
-        lambda q, k, v: softmax_attention(q, k, v, looking_back(segments, 2)),
-        given,
-    )
-
-
-def test_scores_that_are_far_apart_do_not_overflow() -> None:
-    q, k, v = torch.randn(3, 1, 2, 40, 16) * 40
-    segments = torch.zeros(1, 40, dtype=torch.long)
-    found = kernels.causal_attention(q, k, v, kernels.first_seen(segments))
-    near(found, softmax_attention(q, k, v, looking_back(segments)), torch.float32)
 
 
 @DTYPES
@@ -180,9 +129,17 @@ def test_what_is_not_finite_stays_so() -> None:
         x = torch.ones(1, 1, 40, 16)
         x[0, 0, 3] = bad
         first = torch.zeros(1, 40, dtype=torch.long)
-        assert not kernels.causal_attention(x, x, x, first)[0, 0, 5:].isfinite().any()
+        assert not causal_attention(x, x, x, first)[0, 0, 5:].isfinite().any()
         assert not kernels.swiglu(x, x).isfinite().all()
         assert not kernels.gelu_tanh(x).isfinite().all()
+
+
+@DTYPES
+@pytest.mark.parametrize("shape", [(1, 1), (3, 700), (300, 5), (130, 257)])
+def test_sums_of_columns_are_those_in_float64(dtype: torch.dtype, shape: tuple[int, int]) -> None:
+    whole = torch.randn(shape[0], 2 * shape[1]).to(dtype)
+    for x in (whole[:, : shape[1]], whole):
+        near(kernels.column_sums(x), x.double().sum(0).float(), torch.float32)
 
 
 @pytest.mark.parametrize("threads", [1, 2, 3])
@@ -192,7 +149,7 @@ def test_results_do_not_depend_on_threads(threads: int) -> None:
     results = []
     for count in (1, threads):
         torch.set_num_threads(count)
-        y = kernels.swiglu(kernels.causal_attention(q, k, v, first), q)
+        y = kernels.swiglu(causal_attention(q, k, v, first), q)
         results.append([y, *torch.autograd.grad(y.sum(), (q, k, v))])
     assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
 

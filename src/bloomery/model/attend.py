@@ -12,6 +12,7 @@ from jaxtyping import Float
 
 from bloomery.hw import device as devices
 from bloomery.model import kernels
+from bloomery.model.causal import causal_attention
 from bloomery.model.sight import ALL, Sight
 
 import torch
@@ -65,7 +66,7 @@ def fused_attention(q: Queries, k: Keys, v: Values, sight: Sight) -> Attended:
     """
     if q.device.type == "cpu" and not kernels.ELSEWHERE.get():
         if kernels.ready(q, k, v) and (first := sight.first(len(q))) is not None:  # it looks at numbers of segments
-            return kernels.causal_attention(q, k, v, first)
+            return causal_attention(q, k, v, first)
         return processor_attention(q, k, v, sight)
     plain = sight.is_causal and sight.num_queries in (1, sight.num_keys)
     long = sight.allowed is None and sight.num_queries == sight.num_keys >= FLEX_TOKENS

@@ -22,9 +22,6 @@ from torch.autograd.function import once_differentiable
 
 LIBRARY, NORMS = "training", "norms"
 KINDS = {torch.float32: 0, torch.bfloat16: 1}
-QUERIES_PER_BLOCK = {torch.float32: 128, torch.bfloat16: 256}
-"""Scores of that many queries are computed at a time, and only for the keys up to the last of them."""
-
 ELSEWHERE: ContextVar[bool] = ContextVar("elsewhere", default=False)
 """Set while a step on another kind of device is drawn up with fake tensors: nothing meant for processors runs then."""
 
@@ -198,64 +195,6 @@ def rotate(
     return y
 
 
-class _Attention(torch.autograd.Function):
-    """Scores, weights and products a block of queries at a time, so that nothing is computed of most of the future."""
-
-    @staticmethod
-    def forward(context: Any, q: Tensor, k: Tensor, v: Tensor, first: Tensor) -> Tensor:
-        (B, H, T, E), K, W = q.shape, k.shape[1], v.shape[3]
-        q, k, v = q.reshape(B * K, H // K, T, E), k.reshape(B * K, T, E), v.reshape(B * K, T, W)
-        y = torch.empty((B, T, K, H // K, W), dtype=q.dtype)
-        weights = []
-        with torch.autocast("cpu", enabled=False):
-            for start, stop in _blocks(T, q.dtype):
-                scores = torch.bmm(q[:, :, start:stop].reshape(B * K, -1, E), k[:, :stop].transpose(1, 2))
-                shape = B * K, K, T, start, stop - start, scores.shape[1], stop
-                _call("softmax", KINDS[q.dtype], scores, first, *shape, E**-0.5)
-                part = torch.bmm(scores, v[:, :stop]).view(B, K, H // K, stop - start, W)
-                y[:, start:stop] = part.permute(0, 3, 1, 2, 4)
-                weights.append(scores)
-        context.save_for_backward(q, k, v, first, *weights)
-        return y.view(B, T, H, W).transpose(1, 2)
-
-    @staticmethod
-    @once_differentiable
-    def backward(context: Any, *upstream: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:
-        q, k, v, first, *weights = context.saved_tensors
-        (B, H, _, _), (matrices, group, T, E) = upstream[0].shape, q.shape
-        dy = upstream[0].reshape(B, H // group, group, T, -1)
-        dq, dk, dv = torch.empty_like(q), k, v
-        for (start, stop), scores in reversed(list(zip(_blocks(T, q.dtype), weights, strict=True))):
-            slope = dy[:, :, :, start:stop].reshape(matrices, -1, v.shape[2])
-            block = q[:, :, start:stop].reshape(matrices, -1, E)
-            inner = torch.bmm(slope, v[:, :stop].transpose(1, 2))
-            shape = matrices, matrices // B, T, start, stop - start, scores.shape[1], stop
-            _call("softmax_slopes", KINDS[q.dtype], scores, inner, first, *shape, E**-0.5)
-            dq[:, :, start:stop] = torch.bmm(inner, k[:, :stop]).view(matrices, group, stop - start, E)
-            if stop == T:  # the last block has every key, and comes first
-                dk, dv = torch.bmm(inner.transpose(1, 2), block), torch.bmm(scores.transpose(1, 2), slope)
-            else:
-                dk[:, :stop] += torch.bmm(inner.transpose(1, 2), block)
-                dv[:, :stop] += torch.bmm(scores.transpose(1, 2), slope)
-        return dq.view(B, H, T, E), dk.view(B, -1, T, E), dv.view(B, -1, T, v.shape[2]), None
-
-
-def _blocks(tokens: int, dtype: torch.dtype) -> list[tuple[int, int]]:
-    size = QUERIES_PER_BLOCK[dtype]
-    return [(start, min(start + size, tokens)) for start in range(0, tokens, size)]
-
-
-def causal_attention(
-    q: Float[Tensor, "B H T E"],
-    k: Float[Tensor, "B K T E"],
-    v: Float[Tensor, "B K T F"],
-    first: Int[Tensor, "B T"],
-) -> Float[Tensor, "B H T F"]:
-    """softmax(q kᵀ / √E) v, where query t sees the keys first[b, t] to t."""
-    y: Tensor = _Attention.apply(q, k, v, first.contiguous())  # type: ignore[no-untyped-call]
-    return y
-
-
 def first_seen(segments: Int[Tensor, "B T"], window: int | None = None) -> Int[Tensor, "B T"]:
     """The first key that each query sees: of its segment, whose tokens stand together, and of its window."""
     T = segments.shape[1]
@@ -264,6 +203,13 @@ def first_seen(segments: Int[Tensor, "B T"], window: int | None = None) -> Int[T
     begins[:, 1:] = segments[:, 1:] != segments[:, :-1]
     first = torch.where(begins, places, 0).cummax(dim=1).values
     return first if window is None else torch.maximum(first, places - (window - 1))
+
+
+def column_sums(x: Float[Tensor, "N D"]) -> Float[Tensor, " D"]:
+    """Σ x[n] over rows n, in float32."""
+    sums, x = torch.empty(x.shape[1]), x.contiguous()
+    _call("columns", KINDS[x.dtype], x, sums, *x.shape)
+    return sums
 
 
 def cross_entropy_(

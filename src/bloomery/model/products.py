@@ -102,7 +102,7 @@ def room_bytes(rows: int, columns: int, inner: int, output: int, *, turned: bool
     pieces = -(-inner // most)
     piece = -(-inner // (pieces * PANEL)) * PANEL
     high, wide = _rectangle(-(-rows // PANEL), -(-columns // PANEL), threads)
-    kept, flowing = (high, wide) if by_pairs and turned else (wide, high)
+    kept, flowing = (high, wide) if by_pairs and turned and rows < columns else (wide, high)
     fits = max(1, block // (piece * PANEL))
     blocks = -(-kept // fits)
     each = -(-kept // blocks)
@@ -157,7 +157,7 @@ class _Linear(torch.autograd.Function):
         if context.needs_input_grad[1]:
             dweight = product(slope.t(), rows, torch.empty_like(weight))
         if context.biased and context.needs_input_grad[2]:
-            dbias = slope.sum(0, dtype=torch.float32)
+            dbias = kernels.column_sums(slope) if kernels.ready(slope) else slope.sum(0, dtype=torch.float32)
         return dx, dweight, dbias
 
 

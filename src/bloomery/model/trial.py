@@ -13,6 +13,7 @@ from bloomery.hw.device import find
 from bloomery.hw.probe import kernels as plain
 from bloomery.hw.probe.compare import compare, say, tell_device, tell_time
 from bloomery.model import kernels
+from bloomery.model.causal import causal_attention
 
 import torch
 
@@ -26,16 +27,14 @@ def attention() -> None:
     plain.forward_and_back(
         find("cpu"),
         f"heads of {WIDTH}",
-        lambda q, k, v: kernels.causal_attention(q, k, v, first),
+        lambda q, k, v: causal_attention(q, k, v, first),
         plain.plain_attention,
         (q, k, v),
         slope,
     )
     queries, keys, values = tensors = [torch.randn(1, 8, 512, WIDTH, dtype=dtype, requires_grad=True) for _ in range(3)]
     long = torch.zeros(1, 512, dtype=torch.int64)
-    tell_time(
-        find("cpu"), lambda: torch.autograd.grad(kernels.causal_attention(queries, keys, values, long).sum(), tensors)
-    )
+    tell_time(find("cpu"), lambda: torch.autograd.grad(causal_attention(queries, keys, values, long).sum(), tensors))
 
 
 def rms_norm() -> None:

@@ -6,6 +6,7 @@
 //
 // The sum of each number is made in an order that depends on k alone, so that threads and rows beside it do not matter.
 
+#include "attention_pairs.hpp"
 #include "products_pairs.hpp"
 #include "products_tiles.hpp"
 
@@ -51,12 +52,26 @@ void product(const Product &p, int64_t threads) {
     for (int64_t t = 0; t < threads; t++) one(t);
 }
 
+void attention(const Attention &a, void *room, int64_t each, bool slopes, int64_t threads) {
+    split(a.batch * a.kv_heads, threads, [&](int64_t begin, int64_t end, int64_t part) {
+        for (int64_t task = begin; task < end; task++)
+            (slopes ? attend_back : attend)(a, task, {(char *)room + part * each});
+    });
+}
+
 #else
 
 Units units_here() { return none; }
 void product(const Product &, int64_t) { std::abort(); }
+int64_t attention_room(int64_t, int64_t, int64_t, bool) { return 0; }
+void attention(const Attention &, void *, int64_t, bool, int64_t) { std::abort(); }
 
 #endif
+
+// strides: of batch, head and token of one tensor after the other.
+Heads heads(const void *numbers, const int64_t *strides, int64_t n) {
+    return {(uint16_t *)numbers, strides[3 * n], strides[3 * n + 1], strides[3 * n + 2]};
+}
 
 }  // namespace
 
@@ -77,5 +92,33 @@ void bloomery_product(const void *left, int64_t left_stride, int64_t left_wide, 
     const Side one{left, left_stride, left_wide != 0, left_along_k != 0};
     const Side two{right, right_stride, right_wide != 0, right_along_k != 0};
     product({one, two, rows, columns, inner, Output(output), into, stride, bias, Units(units)}, threads);
+}
+
+// Bytes of room that each thread needs in attention by pairs, or for its slopes.
+int64_t bloomery_attention_room(int64_t tokens, int64_t width, int64_t value_width, int64_t slopes) {
+    return attention_room(tokens, width, value_width, slopes != 0);
+}
+
+// q [batch, heads, tokens, width], k, v and y like it, each with its own strides (3 of each, in numbers, those of the
+// width are 1); widths are multiples of 32. first [batch, tokens]: the first key that a query sees. totals [batch,
+// heads, tokens] are what the slopes need again. room: `each` bytes for a thread, on lines of the cache.
+void bloomery_attention(const void *q, const void *k, const void *v, void *y, const int64_t *strides,
+                        const int64_t *first, float *totals, int64_t batch, int64_t heads_of_queries, int64_t kv_heads,
+                        int64_t tokens, int64_t width, int64_t value_width, float scale, void *room, int64_t each,
+                        int64_t threads) {
+    attention({batch, heads_of_queries, kv_heads, tokens, width, value_width, scale, first, heads(q, strides, 0),
+               heads(k, strides, 1), heads(v, strides, 2), heads(y, strides, 3), totals},
+              room, each, false, threads);
+}
+
+// strides: of q, k, v, y, dy, dq, dk, dv.
+void bloomery_attention_slopes(const void *q, const void *k, const void *v, const void *y, const void *dy, void *dq,
+                               void *dk, void *dv, const int64_t *strides, const int64_t *first, float *totals,
+                               int64_t batch, int64_t heads_of_queries, int64_t kv_heads, int64_t tokens, int64_t width,
+                               int64_t value_width, float scale, void *room, int64_t each, int64_t threads) {
+    attention({batch, heads_of_queries, kv_heads, tokens, width, value_width, scale, first, heads(q, strides, 0),
+               heads(k, strides, 1), heads(v, strides, 2), heads(y, strides, 3), totals, heads(dy, strides, 4),
+               heads(dq, strides, 5), heads(dk, strides, 6), heads(dv, strides, 7)},
+              room, each, true, threads);
 }
 }

@@ -133,6 +133,17 @@ INLINE void read(__m512i *r, const Side &side, int64_t first, int64_t free, int6
                        : read_pair<WIDE>(side, first, free, k + 2 * i, inner);
 }
 
+// Calls 32 of the free dimension by 32 k's into the cache, where there are such.
+template <bool WIDE, bool ALONG_K>
+INLINE void call(const Side &side, int64_t first, int64_t free, int64_t k, int64_t inner) {
+    const int64_t size = WIDE ? 4 : 2, from = ALONG_K ? first : k, until = std::min(from + 32, ALONG_K ? free : inner);
+    const char *at = (const char *)side.numbers + (from * side.stride + (ALONG_K ? k : first)) * size;
+    for (int64_t line = from; line < until; line++, at += side.stride * size) {
+        _mm_prefetch(at, _MM_HINT_T0);
+        if (WIDE) _mm_prefetch(at + 64, _MM_HINT_T0);
+    }
+}
+
 template <bool WIDE, bool ALONG_K, bool TURN>
 void pack_as(uint16_t *to, const Side &side, int64_t begin, int64_t end, int64_t free, int64_t k, int64_t until) {
     const int64_t steps = (until - k + STEP - 1) / STEP, panels = (end - begin + PANEL - 1) / PANEL;
@@ -141,6 +152,8 @@ void pack_as(uint16_t *to, const Side &side, int64_t begin, int64_t end, int64_t
     for (int64_t o = 0; o < outer; o++) {
         for (int64_t w = 0; w < within; w++) {
             const int64_t panel = ALONG_K ? o : w, step = ALONG_K ? w : o;
+            if (o + 1 < outer)
+                call<WIDE, ALONG_K>(side, begin + (panel + ALONG_K) * PANEL, end, k + (step + !ALONG_K) * STEP, until);
             for (int64_t half = 0; half < 2; half++) {
                 read<WIDE, ALONG_K>(r, side, begin + panel * PANEL + half * 16, free, k + step * STEP, until);
                 if (TURN) transpose(r);

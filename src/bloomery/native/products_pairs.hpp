@@ -77,28 +77,37 @@ template <bool WIDE, bool ALONG_K> struct Flow {
     }
 };
 
+INLINE void clear(__m512 (*sum)[2]) {
+#pragma GCC unroll 8
+    for (int i = 0; i < ROWS; i++) sum[i][0] = sum[i][1] = _mm512_setzero_ps();
+}
+
+// 16 pairs of k's of 8 rows, which lie ROW numbers apart and their pairs TWO, by a tile pair of a panel.
+template <int64_t ROW, int64_t TWO> INLINE void add(__m512 (*sum)[2], const uint16_t *rows, const uint16_t *panel) {
+#pragma GCC unroll 16
+    for (int k = 0; k < 16; k++) {
+        const __m512bh low = (__m512bh)_mm512_load_si512(panel + 32 * k);
+        const __m512bh high = (__m512bh)_mm512_load_si512(panel + TILE + 32 * k);
+#pragma GCC unroll 8
+        for (int i = 0; i < ROWS; i++) {
+            int32_t two;
+            std::memcpy(&two, rows + ROW * i + TWO * k, sizeof two);
+            const __m512bh pair = (__m512bh)_mm512_set1_epi32(two);
+            sum[i][0] = _mm512_dpbf16_ps(sum[i][0], pair, low);
+            sum[i][1] = _mm512_dpbf16_ps(sum[i][1], pair, high);
+        }
+    }
+}
+
 // 8 rows of what flows by a panel of what is kept, while `reads` of the next rows are made in each step.
 template <bool WIDE, bool ALONG_K>
 INLINE void multiply(__m512 (*sum)[2], const uint16_t *rows, const uint16_t *panel, Flow<WIDE, ALONG_K> &flow,
                      int64_t reads) {
     constexpr int64_t ROW = ALONG_K ? STEP : 2, TWO = ALONG_K ? 2 : 2 * Walk<ALONG_K>::UNIT;
-#pragma GCC unroll 8
-    for (int i = 0; i < ROWS; i++) sum[i][0] = sum[i][1] = _mm512_setzero_ps();
+    clear(sum);
     for (int64_t step = 0; step < flow.piece.steps; step++, rows += Walk<ALONG_K>::UNIT * STEP, panel += PAIR) {
         for (int64_t i = 0; i < reads && !flow.whole; i++) flow.read();
-#pragma GCC unroll 16
-        for (int k = 0; k < 16; k++) {
-            const __m512bh low = (__m512bh)_mm512_load_si512(panel + 32 * k);
-            const __m512bh high = (__m512bh)_mm512_load_si512(panel + TILE + 32 * k);
-#pragma GCC unroll 8
-            for (int i = 0; i < ROWS; i++) {
-                int32_t two;
-                std::memcpy(&two, rows + ROW * i + TWO * k, sizeof two);
-                const __m512bh pair = (__m512bh)_mm512_set1_epi32(two);
-                sum[i][0] = _mm512_dpbf16_ps(sum[i][0], pair, low);
-                sum[i][1] = _mm512_dpbf16_ps(sum[i][1], pair, high);
-            }
-        }
+        add<ROW, TWO>(sum, rows, panel);
     }
 }
 
@@ -218,7 +227,7 @@ void flow_by(const Rectangle &r, const Side &kept, int64_t kept_begin, const Sid
 }
 
 void part_by_pairs(const Product &p, int64_t top, int64_t bottom, int64_t begin, int64_t end) {
-    const bool turned = p.right.wide && !p.left.wide;
+    const bool turned = p.right.wide && !p.left.wide && p.rows < p.columns;
     const Side &kept = turned ? p.left : p.right, &flowing = turned ? p.right : p.left;
     const Rectangle r{p, turned, turned ? bottom : end, turned ? end : bottom};
     const int64_t kept_begin = turned ? top : begin, flow_begin = turned ? begin : top;

@@ -210,6 +210,31 @@ BOTH(entropy,
       int64_t begin, int64_t end),
      (scores, targets, totals, vocabulary, z, share, slopes, begin, end))
 
+// ---- biases ----------------------------------------------------------------------------------------------------------
+
+constexpr int64_t COLUMNS = 256, ROWS = 64;  // of a part whose sums stay in the nearest cache; summed up without a stop
+
+template <class T> INLINE void columns(const void *x, float *sums, int64_t rows, int64_t width, int64_t begin, int64_t end) {
+    float part[COLUMNS];
+    for (int64_t left = begin; left < end; left += COLUMNS) {
+        const int64_t wide = std::min(COLUMNS, end - left);
+        std::fill(sums + left, sums + left + wide, 0.0f);
+        for (int64_t top = 0; top < rows; top += ROWS) {
+            std::fill(part, part + wide, 0.0f);
+            for (int64_t row = top; row < std::min(top + ROWS, rows); row++) {
+                const T *const from = (const T *)x + row * width + left;
+#pragma omp simd
+                for (int64_t i = 0; i < wide; i++) part[i] += load(from + i);
+            }
+#pragma omp simd
+            for (int64_t i = 0; i < wide; i++) sums[left + i] += part[i];
+        }
+    }
+}
+
+BOTH(columns, (const void *x, float *sums, int64_t rows, int64_t width, int64_t begin, int64_t end),
+     (x, sums, rows, width, begin, end))
+
 }  // namespace
 
 extern "C" {
@@ -267,6 +292,13 @@ void bloomery_entropy(int64_t kind, void *scores, const int64_t *targets, float 
                       int64_t vocabulary, float z, float share, int64_t slopes, int64_t threads) {
     split(rows, threads, [&](int64_t begin, int64_t end, int64_t) {
         EITHER(kind, entropy, scores, targets, totals, vocabulary, z, share, slopes != 0, begin, end);
+    });
+}
+
+// sums[i] = Σ x[n, i] over rows n, of x [rows, width].
+void bloomery_columns(int64_t kind, const void *x, float *sums, int64_t rows, int64_t width, int64_t threads) {
+    split((width + COLUMNS - 1) / COLUMNS, threads, [&](int64_t begin, int64_t end, int64_t) {
+        EITHER(kind, columns, x, sums, rows, width, begin * COLUMNS, std::min(end * COLUMNS, width));
     });
 }
 }

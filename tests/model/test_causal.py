@@ -1,0 +1,181 @@
+"""Compiled causal attention equals the formula, gradients too, in each of the two ways that it is computed."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from bloomery.core import native
+from bloomery.model import causal, kernels, products
+from bloomery.model.attend import softmax_attention
+from bloomery.model.causal import causal_attention
+from bloomery.model.sight import Sight
+from tests.model.test_kernels import DTYPES, compare, near
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+
+def looking_back(segments: Tensor, window: int | None = None) -> Sight:
+    tokens = segments.shape[1]
+    return Sight(tokens, tokens, segments.device, window=window, segments=segments)
+
+
+@pytest.fixture(autouse=True)
+def library() -> Iterator[None]:
+    if native.library(kernels.LIBRARY) is None:
+        pytest.skip(f"the library of training is not there: {native.state(kernels.LIBRARY)}")
+    torch.manual_seed(0)
+    threads = torch.get_num_threads()
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture
+def pairs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Attention by pairs, also where the processor has something better for other products."""
+    if products.units() == products.NONE:
+        pytest.skip(f"not on this processor, or there is no library: {native.state(products.LIBRARY)}")
+    monkeypatch.setattr(products, "units", lambda: products.PAIRS)
+
+
+def heads(tokens: int, numbers: tuple[int, int], widths: tuple[int, int], split: bool = True) -> list[Tensor]:
+    """Queries, keys and values of two rows; split, they lie in memory as a projection leaves them."""
+    (H, K), (E, F) = numbers, widths
+    made = [torch.randn(2, tokens, n, width).bfloat16() for n, width in ((H, E), (K, E), (K, F))]
+    return [one.transpose(1, 2) if split else one.transpose(1, 2).contiguous() for one in made]
+
+
+@DTYPES
+@pytest.mark.parametrize("heads", [(4, 4), (4, 2), (6, 1)])
+@pytest.mark.parametrize("tokens", [1, 33, 300])
+def test_attention_sees_the_past_of_its_own_segment_only(
+    dtype: torch.dtype, heads: tuple[int, int], tokens: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(causal.QUERIES_PER_BLOCK, dtype, 128)
+    segments = torch.randint(0, 4, (2, tokens)).sort(1).values
+    given = [torch.randn(2, tokens, n, 16).to(dtype).transpose(1, 2) for n in (heads[0], heads[1], heads[1])]
+    compare(
+        lambda q, k, v: causal_attention(q, k, v, kernels.first_seen(segments)),
+        lambda q, k, v: softmax_attention(q, k, v, looking_back(segments)),
+        given,
+    )
+
+
+def test_values_may_be_wider_than_keys() -> None:
+    """As differential attention has them."""
+    segments = torch.zeros(2, 20, dtype=torch.long)
+    compare(
+        lambda q, k, v: causal_attention(q, k, v, kernels.first_seen(segments)),
+        lambda q, k, v: F.scaled_dot_product_attention(q, k, v, is_causal=True),
+        [torch.randn(2, 4, 20, width) for width in (16, 16, 32)],
+    )
+
+
+def test_a_window_ends_what_a_query_sees() -> None:
+    segments = torch.tensor([[0, 0, 0, 0, 0, 3, 3, 3]])
+    assert kernels.first_seen(segments).tolist() == [[0, 0, 0, 0, 0, 5, 5, 5]]
+    assert kernels.first_seen(segments, 2).tolist() == [[0, 0, 1, 2, 3, 5, 5, 6]]
+    given = [torch.randn(1, 2, 8, 16) for _ in range(3)]
+    compare(
+        lambda q, k, v: causal_attention(q, k, v, kernels.first_seen(segments, 2)),
+        lambda q, k, v: softmax_attention(q, k, v, looking_back(segments, 2)),
+        given,
+    )
+
+
+def test_scores_that_are_far_apart_do_not_overflow() -> None:
+    q, k, v = torch.randn(3, 1, 2, 40, 16) * 40
+    segments = torch.zeros(1, 40, dtype=torch.long)
+    found = causal_attention(q, k, v, kernels.first_seen(segments))
+    near(found, softmax_attention(q, k, v, looking_back(segments)), torch.float32)
+
+
+@pytest.mark.usefixtures("pairs")
+@pytest.mark.parametrize("split", [True, False])
+@pytest.mark.parametrize("numbers", [(4, 4), (4, 2), (6, 1)])
+@pytest.mark.parametrize("tokens", [1, 8, 33, 64, 300])
+def test_by_pairs_it_sees_the_past_of_its_own_segment_only(tokens: int, numbers: tuple[int, int], split: bool) -> None:
+    segments = torch.randint(0, 4, (2, tokens)).sort(1).values
+    given = heads(tokens, numbers, (32, 32), split)
+    assert causal.by_pairs(given[0], given[2])
+    compare(
+        lambda q, k, v: causal_attention(q, k, v, kernels.first_seen(segments)),
+        lambda q, k, v: softmax_attention(q, k, v, looking_back(segments)),
+        given,
+    )
+
+
+@pytest.mark.usefixtures("pairs")
+@pytest.mark.parametrize("window", [1, 7, 40, 150])
+@pytest.mark.parametrize("widths", [(64, 64), (32, 96), (128, 32)])
+def test_by_pairs_heads_have_widths_and_windows(widths: tuple[int, int], window: int) -> None:
+    segments = torch.randint(0, 2, (2, 190)).sort(1).values
+    compare(
+        lambda q, k, v: causal_attention(q, k, v, kernels.first_seen(segments, window)),
+        lambda q, k, v: softmax_attention(q, k, v, looking_back(segments, window)),
+        heads(190, (2, 1), widths),
+    )
+
+
+@pytest.mark.usefixtures("pairs")
+def test_other_heads_are_not_computed_by_pairs() -> None:
+    q, _, v = heads(8, (2, 2), (32, 32))
+    assert not causal.by_pairs(q.float(), v.float())
+    assert not causal.by_pairs(q[..., :16], v)
+    assert not causal.by_pairs(q, v[..., :31])
+
+
+@pytest.mark.usefixtures("pairs")
+@pytest.mark.parametrize("threads", [2, 3])
+def test_by_pairs_no_bit_depends_on_threads_nor_on_tokens_that_follow(threads: int) -> None:
+    given, first = [one.requires_grad_() for one in heads(150, (4, 2), (64, 64))], torch.zeros(2, 150, dtype=torch.long)
+    slope, results = torch.randn(2, 4, 150, 64).bfloat16(), []
+    for count in (1, threads):
+        torch.set_num_threads(count)
+        y = causal_attention(given[0], given[1], given[2], first)
+        results.append([y, *torch.autograd.grad(y, given, slope)])
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+    q, k, v = (one[:, :, :99] for one in given)
+    fewer = causal_attention(q, k, v, first[:, :99])
+    assert torch.equal(fewer, results[0][0][:, :, :99])
+
+
+@pytest.mark.usefixtures("pairs")
+def test_by_pairs_what_is_far_apart_does_not_overflow_and_what_is_not_finite_stays_so() -> None:
+    first = torch.zeros(2, 40, dtype=torch.long)
+    q, k, v = heads(40, (2, 2), (32, 32))
+    found = causal_attention(q * 40, k * 40, v, first)
+    near(found, softmax_attention((q * 40).float(), (k * 40).float(), v.float(), looking_back(first)), torch.bfloat16)
+    for bad in (float("nan"), float("inf"), float("-inf")):
+        for one in (q, k, v):
+            spoiled = one.clone()
+            spoiled[:, :, 3] = bad
+            a, b, c = (spoiled if x is one else x for x in (q, k, v))
+            y = causal_attention(a, b, c, first)
+            assert not y[:, :, 3].isfinite().all()
+            if one is not q:
+                assert not y[:, :, 5:].isfinite().all()
+
+
+@pytest.mark.usefixtures("pairs")
+@pytest.mark.parametrize(("tokens", "widths"), [(1, (32, 32)), (65, (96, 32)), (257, (64, 128))])
+def test_by_pairs_the_memory_of_threads_is_enough(
+    tokens: int, widths: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A pattern behind it has to be there afterwards."""
+    sizes, behind = causal._sizes, []
+
+    def guarded(*given: Any) -> tuple[Any, ...]:
+        *rest, room, each = sizes(*given)
+        longer = torch.full((len(room) + 4096,), 77, dtype=torch.uint8)
+        behind.append(longer[len(room) :])
+        return *rest, longer, each
+
+    monkeypatch.setattr(causal, "_sizes", guarded)
+    q, k, v = (one.requires_grad_() for one in heads(tokens, (2, 1), widths))
+    y = causal_attention(q, k, v, torch.zeros(2, tokens, dtype=torch.long))
+    torch.autograd.grad(y.sum(), (q, k, v))
+    assert len(behind) == 2
+    assert all(bool((one == 77).all()) for one in behind)
