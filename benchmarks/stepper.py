@@ -53,9 +53,6 @@ SHAPES: dict[str, tuple[dict[str, Any], int]] = {
 }
 """Keys of [pretrain.model], and the vocabulary."""
 
-LONG_TOKENS = 4096
-"""From that many tokens a step, memory is given back after each turn: what all programs kept would not fit beside."""
-
 
 @dataclass
 class Turn:
@@ -86,8 +83,7 @@ def main() -> None:
     parser.add_argument("--shape", choices=SHAPES, default="gpt2")
     parser.add_argument("--nanogpt", type=Path)
     options = parser.parse_args()
-    kept = options.program.startswith("ours") or options.program.endswith("_kept")
-    if kept:
+    if options.program.startswith("ours") or options.program.endswith("_kept"):
         devices.keep_freed_memory()
     torch.manual_seed(0)
     worker = Worker(options.program, options.shape, options.nanogpt, Turn())
@@ -101,8 +97,6 @@ def main() -> None:
         found["peak_bytes"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
         if options.program == "ours":
             found |= ceiling(worker)
-        if kept and worker.turn.rows * worker.turn.tokens >= LONG_TOKENS:
-            devices.return_freed_memory()
         print(json.dumps(found), flush=True)
 
 

@@ -5,12 +5,13 @@ How long does a training step take, beside Hugging Face, nanoGPT and llm.c on th
         [--rounds N] [--programs NAME …] [--into FILE]
 
 GPT-2 of 124M parameters at three sizes of batch (rows x tokens), and a Llama of 5M parameters, the demo's kind, at
-16x256. Every program is a process of its own that trains one model throughout (stepper.py, llmc_step.c); they take
-turns, N rounds of them, and only one computes at a time. Times are those of the processor with one thread, which other
-programs disturb least, and those of the wall with several. What counts of a round is the median of its steps, and a
-ratio is the median over rounds of the ratios within each. From 4x256 on, peers in float32, which give their
-memory back after each step, go without a warm-up, and so does llm.c, which runs once there; at 8x512, where its step
-takes minutes, it is left out, and all others run once.
+16x256. Every program is a process of its own that trains one model (stepper.py, llmc_step.c); they take turns, N rounds
+of them, and only one computes at a time. They live throughout, but from 4x256 on, where all of them would not fit into
+memory, each begins anew for its turn, with one step of a few tokens first. Times are those of the processor with one
+thread, which other programs disturb least, and those of the wall with several. What counts of a round is the median of
+its steps, and a ratio is the median over rounds of the ratios within each. From 4x256 on, peers in float32, which give
+their memory back after each step, go without a warm-up, and so does llm.c, which runs once there; at 8x512, where its
+step takes minutes, it is left out, and all others run once.
 
 The ceiling is that of large products of square matrices in bfloat16, measured after each of our turns in our process.
 
@@ -39,6 +40,8 @@ from bloomery.core.stage import machine, versions
 HERE = Path(__file__).parent
 SIZES = ("4x64", "4x256", "8x512")
 SMALL = "small-16x256"
+SHORT = (SIZES[0], SMALL)
+"""Of which all programs fit into memory together."""
 OURS = ("ours", "ours_plain")
 DEFAULTS = ("huggingface", "nanogpt")
 BFLOAT16 = ("huggingface_bfloat16_kept", "nanogpt_bfloat16_kept")
@@ -64,7 +67,8 @@ def main() -> None:
             asked = [(size, threads) for size in sizes for threads in options.threads]
             keys = [{"size": size, "threads": threads, "commit": head(HERE)} for size, threads in asked]
             kept = [next((one for one in known if key.items() <= one.items()), None) for key in keys]
-            with workers(shape, options) if None in kept else nobody() as at:
+            together = any(not found and key["size"] in SHORT for key, found in zip(keys, kept, strict=True))
+            with workers(programs(shape, options), shape, options) if together else nobody() as at:
                 for key, found in zip(keys, kept, strict=True):
                     cases.append(found or key | case(key["size"], key["threads"], options, at, Path(folder)))
                     if options.into and not found:
@@ -107,10 +111,10 @@ def nobody() -> Iterator[dict[str, Any]]:
 
 
 @contextmanager
-def workers(shape: str, options: argparse.Namespace) -> Iterator[dict[str, "subprocess.Popen[str]"]]:
+def workers(names: list[str], shape: str, options: argparse.Namespace) -> Iterator[dict[str, "subprocess.Popen[str]"]]:
     """A process for each program, all of them ready."""
     at = {}
-    for name in programs(shape, options):
+    for name in names:
         if name == LLMC:
             continue
         environment = os.environ | {"BLOOMERY_NATIVE": "0" if "plain" in name else "1"}
@@ -129,6 +133,12 @@ def workers(shape: str, options: argparse.Namespace) -> Iterator[dict[str, "subp
             worker.communicate()
 
 
+def ask(name: str, at: dict[str, "subprocess.Popen[str]"], **turn: int) -> dict[str, Any]:
+    print(json.dumps(turn), file=at[name].stdin, flush=True)
+    told: dict[str, Any] = json.loads(answer(name, at))
+    return told
+
+
 def answer(name: str, at: dict[str, "subprocess.Popen[str]"]) -> str:
     stdout = at[name].stdout
     line = stdout.readline() if stdout else ""
@@ -142,9 +152,8 @@ def case(
 ) -> dict[str, Any]:
     """All programs at one size, in turns."""
     rows, tokens = map(int, size.split("-")[-1].split("x"))
-    turns: Turns = {name: [] for name in at}
-    if options.llmc and size in SIZES[:2] and (not options.programs or LLMC in options.programs):
-        turns[LLMC] = []
+    shape = "small" if size == SMALL else "gpt2"
+    turns: Turns = {name: [] for name in programs(shape, options) if name != LLMC or size in SIZES[:2]}
     for _ in range(options.rounds if size != SIZES[2] else 1):
         for name, seen in turns.items():
             if name == LLMC and (size == SIZES[0] or not seen):
@@ -152,8 +161,12 @@ def case(
             elif name != LLMC:
                 warm = 0 if size in SIZES[1:] and name in DEFAULTS else 1
                 turn = {"rows": rows, "tokens": tokens, "threads": threads, "warm": warm, "steps": STEPS[size]}
-                print(json.dumps(turn), file=at[name].stdin, flush=True)
-                seen.append(json.loads(answer(name, at)))
+                if size in SHORT:
+                    seen.append(ask(name, at, **turn))
+                    continue
+                with workers([name], shape, options) as alone:
+                    ask(name, alone, rows=1, tokens=8, threads=threads, warm=0, steps=1)
+                    seen.append(ask(name, alone, **turn))
     return found(turns, "cpu" if threads == 1 else "wall", rows * tokens)
 
 
