@@ -132,7 +132,7 @@ def activation_bytes_per_token(
         block        x in float32
 
     and what one layer keeps more at `none`, once, while it is computed again; around the layers three widths. Attention
-    weights count where they are `written_out`, which a GPU does not do.
+    weights count where they may be `written_out`, which a GPU does not do.
     """
     D, E, M, b = model.width, model.head_size, model.mlp_width, width_bytes
     heads = (model.num_heads + 2 * model.num_kv_heads) * E

@@ -112,7 +112,7 @@ class Trained:
     vocab_size: int
     optimizer: Optimizer
     processor: bool = False
-    """Whether on one, where attention keeps its weights."""
+    """Whether on one, where attention may keep its weights."""
     lora: Lora | None = None
     """What a recipe says of adapters, where it has some."""
     reference: bool = False
