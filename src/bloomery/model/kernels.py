@@ -230,6 +230,7 @@ def cross_entropy_(
         "entropy",
         KINDS[scores.dtype],
         scores,
+        scores.stride(0),
         targets.contiguous(),
         z,
         *scores.shape,

@@ -185,6 +185,17 @@ INLINE void put(const Rectangle &r, __m512 (*sum)[2], int64_t kept, int64_t flow
     else write_turned_whole(sum, (float *)p.into + at, p.stride, panel, rows, !first || p.output == Output::add);
 }
 
+// Calls what sums will be added to into the cache.
+INLINE void call_result(const Rectangle &r, int64_t kept, int64_t flowing) {
+    const Product &p = r.p;
+    if (r.turned || p.output == Output::rounded) return;
+    const float *at = (const float *)p.into + flowing * p.stride + kept;
+    for (int64_t row = flowing; row < std::min(flowing + ROWS, r.flow_end); row++, at += p.stride) {
+        _mm_prefetch((const char *)at, _MM_HINT_T0);
+        _mm_prefetch((const char *)(at + 16), _MM_HINT_T0);
+    }
+}
+
 template <bool WIDE, bool ALONG_K>
 void flow_by(const Rectangle &r, const Side &kept, int64_t kept_begin, const Side &flowing, int64_t flow_begin) {
     constexpr int64_t UNIT = Walk<ALONG_K>::UNIT;
@@ -215,6 +226,7 @@ void flow_by(const Rectangle &r, const Side &kept, int64_t kept_begin, const Sid
                         const uint16_t *const rows = here + (row - first) * 2;  // a unit of 16 has pairs of all together
                         float *const sums = partial ? partial + ((row - flow_begin) / ROWS * block + q - b) * SUMS : nullptr;
                         __m512 sum[ROWS][2];
+                        if (k > 0 || p.output == Output::add) call_result(r, kept_begin + q * PANEL, row);
                         multiply(sum, rows, panel + (q - b) * piece.steps * PAIR, flow, reads);
                         put(r, sum, kept_begin + q * PANEL, row, piece, sums);
                     }

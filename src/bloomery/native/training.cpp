@@ -175,12 +175,12 @@ BOTH(gelu_slopes, (const void *x, const void *dy, void *dx, int64_t begin, int64
 // totals[n] = log Σ exp(scores[n]). Scores become `share` times the slopes of total − scores[n, target] + z · total², if
 // wanted.
 template <class T>
-INLINE void entropy(void *scores, const int64_t *targets, float *totals, int64_t vocabulary, float z, float share,
-                    bool slopes, int64_t begin, int64_t end) {
+INLINE void entropy(void *scores, int64_t stride, const int64_t *targets, float *totals, int64_t vocabulary, float z,
+                    float share, bool slopes, int64_t begin, int64_t end) {
     std::vector<float> room(vocabulary);
     float *const values = room.data();
     for (int64_t row = begin; row < end; row++) {
-        T *const at = (T *)scores + row * vocabulary;
+        T *const at = (T *)scores + row * stride;
         int32_t highest = INT32_MIN;
         float sum = 0;
 #pragma omp simd reduction(max : highest)
@@ -206,9 +206,9 @@ INLINE void entropy(void *scores, const int64_t *targets, float *totals, int64_t
 }
 
 BOTH(entropy,
-     (void *scores, const int64_t *targets, float *totals, int64_t vocabulary, float z, float share, bool slopes,
-      int64_t begin, int64_t end),
-     (scores, targets, totals, vocabulary, z, share, slopes, begin, end))
+     (void *scores, int64_t stride, const int64_t *targets, float *totals, int64_t vocabulary, float z, float share,
+      bool slopes, int64_t begin, int64_t end),
+     (scores, stride, targets, totals, vocabulary, z, share, slopes, begin, end))
 
 // ---- biases ----------------------------------------------------------------------------------------------------------
 
@@ -288,10 +288,11 @@ void bloomery_gelu_slopes(int64_t kind, const void *x, const void *dy, void *dx,
     split(count, threads, [&](int64_t begin, int64_t end, int64_t) { EITHER(kind, gelu_slopes, x, dy, dx, begin, end); });
 }
 
-void bloomery_entropy(int64_t kind, void *scores, const int64_t *targets, float *totals, int64_t rows,
+// Rows of scores lie `stride` numbers apart.
+void bloomery_entropy(int64_t kind, void *scores, int64_t stride, const int64_t *targets, float *totals, int64_t rows,
                       int64_t vocabulary, float z, float share, int64_t slopes, int64_t threads) {
     split(rows, threads, [&](int64_t begin, int64_t end, int64_t) {
-        EITHER(kind, entropy, scores, targets, totals, vocabulary, z, share, slopes != 0, begin, end);
+        EITHER(kind, entropy, scores, stride, targets, totals, vocabulary, z, share, slopes != 0, begin, end);
     });
 }
 

@@ -86,7 +86,7 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
 
 def _scores(hidden: Tensor, table: Tensor, tiles: bool) -> Tensor:
     if tiles:
-        return products.product(hidden, table.t(), hidden.new_empty(len(hidden), len(table)))
+        return products.product(hidden, table.t(), products.aligned_rows(len(hidden), len(table)))
     return hidden @ table.t()
 
 
