@@ -105,9 +105,11 @@ def test_turning_by_position_equals_the_formula(dtype: torch.dtype) -> None:
 
 
 @DTYPES
+@pytest.mark.parametrize("apart", [501, 512])
 @pytest.mark.parametrize("z_loss", [0.0, 0.1])
-def test_cross_entropy_and_its_slopes_equal_those_of_torch(dtype: torch.dtype, z_loss: float) -> None:
-    scores, targets = (torch.randn(7, 501) * 5).to(dtype), torch.randint(0, 501, (7,))
+def test_cross_entropy_and_its_slopes_equal_those_of_torch(dtype: torch.dtype, z_loss: float, apart: int) -> None:
+    whole, targets = (torch.randn(7, apart) * 5).to(dtype), torch.randint(0, 501, (7,))
+    scores, beside = whole[:, :501], whole[:, 501:].clone()
     exact = scores.float().requires_grad_()
     z = exact.logsumexp(1)
     loss = F.cross_entropy(exact, targets, reduction="sum") + z_loss * z.square().sum()
@@ -117,6 +119,7 @@ def test_cross_entropy_and_its_slopes_equal_those_of_torch(dtype: torch.dtype, z
     assert torch.equal(scores, untouched)
     near(kernels.cross_entropy_(scores, targets, z_loss=z_loss, share=0.75), z, torch.float32)
     near(scores, 0.75 * slopes, dtype)
+    assert torch.equal(whole[:, 501:], beside)
 
 
 def test_what_is_not_finite_stays_so() -> None:

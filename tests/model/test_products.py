@@ -55,6 +55,27 @@ def test_nothing_beside_the_result_is_written() -> None:
     assert int(whole.count_nonzero()) == int(whole[10:50, 5:42].count_nonzero()) == 40 * 37
 
 
+def test_rows_begin_on_lines_of_the_cache_and_hold_what_was_asked_for() -> None:
+    into = products.aligned_rows(70, 501)
+    assert into.shape == (70, 501)
+    assert all(into[row].data_ptr() % 64 == 0 for row in (0, 1, 69))
+    left, right = torch.randn(70, 64).bfloat16(), torch.randn(64, 501)
+    near(products.product(left, right, into), left.float() @ right.bfloat16().float())
+    near(products.product(into.t(), left, torch.ones(501, 64), add=True), into.t().float() @ left.float() + 1)
+
+
+@pytest.mark.parametrize("rows", [64, 65, 300, 700])
+@pytest.mark.parametrize("columns", [64, 300])
+def test_it_does_not_matter_which_side_is_kept(rows: int, columns: int) -> None:
+    """More rows than columns, or fewer."""
+    x, weight, bias = torch.randn(rows, 1100).bfloat16(), torch.randn(columns, 1100), torch.randn(columns)
+    expected = x.float() @ weight.bfloat16().float().t()
+    found = products.product(x, weight.t(), torch.empty(rows, columns, dtype=torch.bfloat16), bias)
+    near(found, expected + bias)
+    alone = products.product(x[:64], weight.t(), torch.empty(64, columns, dtype=torch.bfloat16), bias)
+    assert torch.equal(found[:64], alone)
+
+
 @pytest.mark.parametrize("threads", [2, 3, 4])
 def test_no_bit_depends_on_threads_nor_on_the_rows_beside(threads: int) -> None:
     left, right = torch.randn(300, 5000).bfloat16(), torch.randn(5000, 170)
