@@ -86,7 +86,7 @@ def product(
 
 
 def aligned_rows(rows: int, width: int) -> Float[Tensor, "rows width"]:
-    """Room for a result in bfloat16 whose rows begin on lines of the cache: by columns they are read 3 times as fast."""
+    """Room for a result in bfloat16 whose rows begin on lines of the cache: columns of it are read 3 times as fast."""
     return torch.empty(rows, -(-width // PANEL) * PANEL, dtype=torch.bfloat16)[:, :width]
 
 
