@@ -1,6 +1,6 @@
 """
-Training steps of one program, timed in this process, which lives as long as its standard input: `train_step.py` keeps
-one for each program, and has them take turns.
+Training steps of one program, timed in this process, which lives as long as its standard input: `train_step.py` has
+one for each program, or for each turn, and has them take turns.
 
     python benchmarks/stepper.py PROGRAM [--shape small] [--nanogpt DIR]
 

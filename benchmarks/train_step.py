@@ -40,8 +40,6 @@ from bloomery.core.stage import machine, versions
 HERE = Path(__file__).parent
 SIZES = ("4x64", "4x256", "8x512")
 SMALL = "small-16x256"
-SHORT = (SIZES[0], SMALL)
-"""Of which all programs fit into memory together."""
 OURS = ("ours", "ours_plain")
 DEFAULTS = ("huggingface", "nanogpt")
 BFLOAT16 = ("huggingface_bfloat16_kept", "nanogpt_bfloat16_kept")
@@ -62,13 +60,12 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         if options.llmc:
             build_llmc(options.llmc, Path(folder))
-        for shape in ("gpt2", "small"):
-            sizes = [size for size in options.sizes if (size == SMALL) == (shape == "small")]
-            asked = [(size, threads) for size in sizes for threads in options.threads]
+        for together, sizes in ((True, SIZES[:1]), (False, SIZES[1:]), (True, (SMALL,))):
+            shape = "small" if sizes == (SMALL,) else "gpt2"
+            asked = [(size, threads) for size in options.sizes if size in sizes for threads in options.threads]
             keys = [{"size": size, "threads": threads, "commit": head(HERE)} for size, threads in asked]
             kept = [next((one for one in known if key.items() <= one.items()), None) for key in keys]
-            together = any(not found and key["size"] in SHORT for key, found in zip(keys, kept, strict=True))
-            with workers(programs(shape, options), shape, options) if together else nobody() as at:
+            with workers(programs(shape, options), shape, options) if together and None in kept else nobody() as at:
                 for key, found in zip(keys, kept, strict=True):
                     cases.append(found or key | case(key["size"], key["threads"], options, at, Path(folder)))
                     if options.into and not found:
@@ -161,7 +158,7 @@ def case(
             elif name != LLMC:
                 warm = 0 if size in SIZES[1:] and name in DEFAULTS else 1
                 turn = {"rows": rows, "tokens": tokens, "threads": threads, "warm": warm, "steps": STEPS[size]}
-                if size in SHORT:
+                if at:
                     seen.append(ask(name, at, **turn))
                     continue
                 with workers([name], shape, options) as alone:

@@ -162,6 +162,7 @@ def test_a_compiled_library_that_failed_is_not_used(tmp_path: Path) -> None:
     chosen.prepare(device, known(tmp_path, attention(flash=2.0, native=None), "cpu"))
     assert native.library("training") is None
     assert native.state("training") == "off (attention-native returns NaN)"
+    assert native.library("products") is None  # it has part in attention
 
 
 def test_a_resumed_run_can_see_which_kernels_were_taken(tmp_path: Path) -> None:

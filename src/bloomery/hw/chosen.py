@@ -18,8 +18,8 @@ from bloomery.hw.trials import Outcome
 
 import torch
 
-LIBRARY = "training"
-"""Of native/: that which holds kernels of training."""
+LIBRARY, PRODUCTS = "training", "products"
+"""Of native/: that which holds kernels of training, and that which has part in attention."""
 
 
 def prepare(device: Device, host: Host | None = None) -> Mapping[str, Outcome]:
@@ -41,13 +41,19 @@ def prepare(device: Device, host: Host | None = None) -> Mapping[str, Outcome]:
             library = "cublaslt" if taken["matmul"].implementation.endswith("lt") else "cublas"
             torch.backends.cuda.preferred_blas_library(library)
     trusted.trust(kernel for kernel, one in taken.items() if one.implementation == trusted.OWN)
-    wrong = {one.name: one.why for one in outcomes if one.status == "failed"}
+    wrong = {one.name: one.why for one in _failed(outcomes)}
     if fault := verdicts.library_fault(outcomes):
         native.refuse(LIBRARY, fault)
+        if any(one.kernel == "attention" and one.implementation == verdicts.NATIVE for one in _failed(outcomes)):
+            native.refuse(PRODUCTS, fault)
     say(f"  kernels: {verdicts.told(outcomes)}")
     for name, why in wrong.items():
         say(f"  {name} is not used here: {why}", style="yellow")
     return taken
+
+
+def _failed(outcomes: Sequence[Outcome]) -> list[Outcome]:
+    return [one for one in outcomes if one.status == "failed"]
 
 
 def known(device: Device, host: Host) -> Sequence[Outcome] | None:

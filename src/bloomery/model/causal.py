@@ -50,18 +50,20 @@ class _ByPairs(torch.autograd.Function):
     @staticmethod
     def forward(context: Any, q: Tensor, k: Tensor, v: Tensor, first: Tensor) -> Tensor:
         q, k, v = map(_along, (q, k, v))
-        y, totals = _in_order_of_tokens(q, v.shape[3]), torch.empty(q.shape[:3])
-        call(products.LIBRARY, "attention", q, k, v, y, _strides(q, k, v, y), first, totals, *_sizes(q, k, v, False))
-        context.save_for_backward(q, k, v, y, totals, first)
+        y, totals = _in_order_of_tokens(q, v.shape[3]), torch.empty((*q.shape[:3], 2), dtype=torch.float32)
+        rest = _in_order_of_tokens(q, v.shape[3]) if any(context.needs_input_grad) else None
+        given = q, k, v, y, 0 if rest is None else rest, _strides(q, k, v, y), first, totals
+        call(products.LIBRARY, "attention", *given, *_sizes(q, k, v, False))
+        context.save_for_backward(q, k, v, y, rest, totals, first)
         return y
 
     @staticmethod
     @once_differentiable
     def backward(context: Any, *upstream: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:
-        q, k, v, y, totals, first = context.saved_tensors
+        q, k, v, y, rest, totals, first = context.saved_tensors
         dy, slopes = _along(upstream[0]), [_in_order_of_tokens(one, one.shape[3]) for one in (q, k, v)]
-        given = q, k, v, y, dy, *slopes
-        call(products.LIBRARY, "attention_slopes", *given, _strides(*given), first, totals, *_sizes(q, k, v, True))
+        strides, sizes = _strides(q, k, v, y, dy, *slopes), _sizes(q, k, v, True)
+        call(products.LIBRARY, "attention_slopes", q, k, v, y, rest, dy, *slopes, strides, first, totals, *sizes)
         dq, dk, dv = slopes
         return dq, dk, dv, None
 
@@ -88,7 +90,8 @@ def _sizes(q: Tensor, k: Tensor, v: Tensor, slopes: bool) -> tuple[Any, ...]:
     room = library.bloomery_attention_room
     room.restype = ctypes.c_int64
     each = -(-room(*map(ctypes.c_int64, (T, E, F, slopes))) // LINE) * LINE
-    return B, H, K, T, E, F, E**-0.5, torch.empty(each * torch.get_num_threads(), dtype=torch.uint8), each
+    at_once = min(torch.get_num_threads(), B * K)
+    return B, H, K, T, E, F, E**-0.5, torch.empty(each * at_once, dtype=torch.uint8), each
 
 
 class _ByProducts(torch.autograd.Function):

@@ -207,7 +207,7 @@ def first_seen(segments: Int[Tensor, "B T"], window: int | None = None) -> Int[T
 
 def column_sums(x: Float[Tensor, "N D"]) -> Float[Tensor, " D"]:
     """Σ x[n] over rows n, in float32."""
-    sums, x = torch.empty(x.shape[1]), x.contiguous()
+    sums, x = torch.empty(x.shape[1], dtype=torch.float32), x.contiguous()
     _call("columns", KINDS[x.dtype], x, sums, *x.shape)
     return sums
 
@@ -225,7 +225,7 @@ def cross_entropy_(
 
     With `slopes` the scores are overwritten with the gradient of share · Σ (z − scores[target] + z_loss · z²).
     """
-    z = torch.empty(len(scores))
+    z = torch.empty(len(scores), dtype=torch.float32)
     _call(
         "entropy",
         KINDS[scores.dtype],

@@ -87,7 +87,12 @@ def product(
 
 def aligned_rows(rows: int, width: int) -> Float[Tensor, "rows width"]:
     """Room for a result in bfloat16 whose rows begin on lines of the cache: columns of it are read 3 times as fast."""
-    return torch.empty(rows, -(-width // PANEL) * PANEL, dtype=torch.bfloat16)[:, :width]
+    return torch.empty(rows, aligned(width), dtype=torch.bfloat16)[:, :width]
+
+
+def aligned(width: int) -> int:
+    """How far apart rows of that width begin."""
+    return -(-width // PANEL) * PANEL
 
 
 def _side(matrix: Tensor) -> tuple[Tensor, int, int, int]:

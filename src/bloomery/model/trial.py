@@ -17,21 +17,22 @@ from bloomery.model.causal import causal_attention
 
 import torch
 
-TOKENS, HEADS, WIDTH = 200, 4, 64
+TOKENS, HEADS, WIDTH, OTHER_WIDTH = 200, 4, 64, 48
 
 
 def attention() -> None:
     dtype = find("cpu").compute_dtype
-    q, k, v, slope = (torch.randn(1, HEADS, TOKENS, WIDTH).to(dtype) for _ in range(4))
     first = torch.zeros(1, TOKENS, dtype=torch.int64)
-    plain.forward_and_back(
-        find("cpu"),
-        f"heads of {WIDTH}",
-        lambda q, k, v: causal_attention(q, k, v, first),
-        plain.plain_attention,
-        (q, k, v),
-        slope,
-    )
+    for width in (OTHER_WIDTH, WIDTH):  # some widths are computed by pairs, others are not
+        q, k, v, slope = (torch.randn(1, HEADS, TOKENS, width).to(dtype) for _ in range(4))
+        plain.forward_and_back(
+            find("cpu"),
+            f"heads of {width}",
+            lambda q, k, v: causal_attention(q, k, v, first),
+            plain.plain_attention,
+            (q, k, v),
+            slope,
+        )
     queries, keys, values = tensors = [torch.randn(1, 8, 512, WIDTH, dtype=dtype, requires_grad=True) for _ in range(3)]
     long = torch.zeros(1, 512, dtype=torch.int64)
     tell_time(find("cpu"), lambda: torch.autograd.grad(causal_attention(queries, keys, values, long).sum(), tensors))

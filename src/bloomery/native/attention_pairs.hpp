@@ -1,7 +1,10 @@
 // Causal attention by pairs (AVX512-BF16), with its gradients: y = softmax(q kᵀ · scale) v, where a query sees the keys
-// from a first one to itself. Scores exist in float32 for a few queries at a time, and never for keys after the last
-// of them; the gradients compute them again from the logarithm of each query's sum (Dao 2023,
+// from a first one to itself. Scores exist in float32 for 8 queries at a time, and for no panel of 32 keys that none of
+// them sees; the gradients compute them again from the largest of each query and the logarithm of its sum (Dao 2023,
 // https://arxiv.org/abs/2307.08691). A task is one head of keys and values with all heads of queries that share it.
+//
+// Keys and values often have a mean that all share, which must cancel: so weights are divided by the sum of what they
+// were rounded to, and what y lost when it was rounded is kept for the gradients.
 #pragma once
 
 #include "numbers.hpp"
@@ -21,8 +24,9 @@ struct Attention {
     int64_t batch, heads, kv_heads, tokens, width, value_width;
     float scale;
     const int64_t *first;  // [batch, tokens]
-    Heads q, k, v, y;
-    float *totals;  // [batch, heads, tokens]: log₂ of the sum of each query's exponentials
+    Heads q, k, v, y, rest;  // y + rest is nearer to the result than y; rest may be null
+    float *totals;           // [batch, heads, tokens, 2]: of each query, in powers of 2: its largest score, and the
+                             // logarithm of the sum of its exponentials after that was taken away
     Heads dy, dq, dk, dv;
 };
 
@@ -51,9 +55,9 @@ struct Room {
     }
 };
 
-// 2**x to about 3e-6, and 0 where `seen` has no bit. Below −126 it stays as it is there: no number is denormal.
+// 2**x of x ≤ 0 to about 3e-6, and 0 where `seen` has no bit. Below −126 it stays as it is there: no number is denormal.
 INLINE __m512 power(__mmask16 seen, __m512 x) {
-    x = _mm512_max_ps(_mm512_set1_ps(-126.0f), x);  // of NaN: NaN
+    x = _mm512_min_ps(_mm512_setzero_ps(), _mm512_max_ps(_mm512_set1_ps(-126.0f), x));  // of NaN: NaN
     const __m512 n = _mm512_roundscale_ps(x, 0), rest = _mm512_sub_ps(x, n);
     __m512 sum = _mm512_set1_ps(1.33335581e-3f);  // ln(2)**i / i!
     sum = _mm512_fmadd_ps(sum, rest, _mm512_set1_ps(9.61812911e-3f));
@@ -116,6 +120,16 @@ INLINE void call_next(const Attention &a, int64_t task, int64_t from, int64_t un
 
 INLINE void give_row(uint16_t *to, __m512 low, __m512 high) { _mm512_storeu_si512(to, rounded(low, high)); }
 
+// Every other number of 32 in bfloat16, and those between.
+INLINE __m512 first_half(__m512i both) { return _mm512_castsi512_ps(_mm512_slli_epi32(both, 16)); }
+INLINE __m512 second_half(__m512i both) {
+    return _mm512_castsi512_ps(_mm512_and_si512(both, _mm512_set1_epi32(int32_t(0xFFFF0000))));
+}
+// 16 numbers in bfloat16.
+INLINE __m512 widened(__m256i numbers) {
+    return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(numbers), 16));
+}
+
 INLINE void read_sums(__m512 (*sum)[2], const float *from, int64_t stride) {
 #pragma GCC unroll 8
     for (int i = 0; i < ROWS; i++)
@@ -157,10 +171,11 @@ INLINE void weigh(const Attention &a, const Eight &eight, const uint16_t *rows, 
             _mm512_store_ps(highest[i], _mm512_max_ps(_mm512_load_ps(highest[i]), _mm512_max_ps(sum[i][0], sum[i][1])));
         keep_sums(sum, scored + (panel - begin) * SUMS, PANEL);
     }
-    const __m512 factor = _mm512_set1_ps(a.scale * LOG2E);
+    const float by = a.scale * LOG2E;
+    const __m512 factor = _mm512_set1_ps(by);
     for (int64_t i = 0; i < ROWS; i++) {
         const bool there = eight.query + i < eight.end;
-        const float most = there ? _mm512_reduce_max_ps(_mm512_load_ps(highest[i])) * a.scale * LOG2E : 0.0f;
+        const float most = there ? _mm512_reduce_max_ps(_mm512_load_ps(highest[i])) * by : 0.0f;
         const __m512 less = _mm512_set1_ps(-most);
         __m512 low = _mm512_setzero_ps(), high = low;
         for (int64_t panel = begin; panel < end; panel++) {
@@ -168,12 +183,16 @@ INLINE void weigh(const Attention &a, const Eight &eight, const uint16_t *rows, 
             const uint32_t seen = eight.sees_all(panel) ? ~0u : eight.seen(i, panel);
             const __m512 one = power(__mmask16(seen), _mm512_fmadd_ps(_mm512_load_ps(scored + at), factor, less));
             const __m512 two = power(__mmask16(seen >> 16), _mm512_fmadd_ps(_mm512_load_ps(scored + at + 16), factor, less));
-            low = _mm512_add_ps(low, one);
-            high = _mm512_add_ps(high, two);
-            give_row(weights + at, one, two);
+            const __m512i both = rounded(one, two);
+            low = _mm512_add_ps(low, first_half(both));
+            high = _mm512_add_ps(high, second_half(both));
+            _mm512_store_si512(weights + at, both);
         }
         sums[i] = _mm512_reduce_add_ps(_mm512_add_ps(low, high));
-        if (there) totals[eight.query + i] = most + std::log2(sums[i]);
+        if (there) {
+            totals[2 * (eight.query + i)] = most;
+            totals[2 * (eight.query + i) + 1] = std::log2(sums[i]);
+        }
     }
 }
 
@@ -193,7 +212,7 @@ void attend(const Attention &a, int64_t task, Room room) {
             call_rows(a, a.q, b, h, a.width, query + 2 * ROWS, query + 3 * ROWS);
             if (h == shared * group) call_next(a, task, query, query + ROWS);
             take_rows(rows, a.q.at(b, h), a.q.token, query, a.tokens, steps);
-            weigh(a, eight, rows, keys, scored, weights, sums, a.totals + (b * a.heads + h) * a.tokens);
+            weigh(a, eight, rows, keys, scored, weights, sums, a.totals + (b * a.heads + h) * a.tokens * 2);
             for (int64_t w = 0; w < wide; w++) {
                 __m512 sum[ROWS][2];
                 clear(sum);
@@ -201,10 +220,15 @@ void attend(const Attention &a, int64_t task, Room room) {
                     add<STEP, 2>(sum, weights + (panel - begin) * SUMS, values + (w * panels + panel) * PAIR);
 #pragma GCC unroll 8
                 for (int i = 0; i < ROWS; i++) {
+                    if (query + i >= eight.end) continue;
                     const __m512 share = _mm512_set1_ps(1.0f / sums[i]);
-                    uint16_t *const to = a.y.at(b, h) + (query + i) * a.y.token + w * PANEL;
-                    if (query + i < eight.end)
-                        give_row(to, _mm512_mul_ps(sum[i][0], share), _mm512_mul_ps(sum[i][1], share));
+                    const __m512 low = _mm512_mul_ps(sum[i][0], share), high = _mm512_mul_ps(sum[i][1], share);
+                    const __m512i both = rounded(low, high);
+                    _mm512_storeu_si512(a.y.at(b, h) + (query + i) * a.y.token + w * PANEL, both);
+                    if (a.rest.numbers)
+                        give_row(a.rest.at(b, h) + (query + i) * a.rest.token + w * PANEL,
+                                 _mm512_sub_ps(low, widened(_mm512_castsi512_si256(both))),
+                                 _mm512_sub_ps(high, widened(_mm512_extracti64x4_epi64(both, 1))));
                 }
             }
         }
@@ -223,14 +247,17 @@ struct Slopes {
     float *dq;                       // [queries of a block, width]
     uint16_t *weights, *slopes;      // of panels of keys: pairs of queries by 32 keys
     uint16_t *slope_rows;            // of panels of keys: 8 queries by 32 keys at a time
-    float totals[QUERIES], means[QUERIES];
+    float most[QUERIES], logarithms[QUERIES], means[QUERIES];
 };
 
-// Of a row of weights by a row of what they led to: Σ dy · y.
-INLINE float mean(const uint16_t *dy, const uint16_t *y, int64_t width) {
+// Of a query: Σ dy · (y + rest), which is the mean of the slopes of its weights.
+INLINE float mean(const uint16_t *dy, const uint16_t *y, const uint16_t *rest, int64_t width) {
     __m512 sum = _mm512_setzero_ps();
-    for (int64_t e = 0; e < width; e += STEP)
-        sum = _mm512_dpbf16_ps(sum, (__m512bh)_mm512_loadu_si512(dy + e), (__m512bh)_mm512_loadu_si512(y + e));
+    for (int64_t e = 0; e < width; e += STEP) {
+        const __m512bh slope = (__m512bh)_mm512_loadu_si512(dy + e);
+        sum = _mm512_dpbf16_ps(sum, slope, (__m512bh)_mm512_loadu_si512(y + e));
+        sum = _mm512_dpbf16_ps(sum, slope, (__m512bh)_mm512_loadu_si512(rest + e));
+    }
     return _mm512_reduce_add_ps(sum);
 }
 
@@ -256,9 +283,9 @@ INLINE void turn_back(Slopes &s, const Eight &eight, int64_t g, int64_t panel, i
 #pragma GCC unroll 8
     for (int i = 0; i < ROWS; i++) {
         const uint32_t seen = whole ? ~0u : eight.seen(i, panel);
-        const __m512 less = _mm512_set1_ps(-s.totals[g * ROWS + i]);
-        sum[i][0] = power(__mmask16(seen), _mm512_fmadd_ps(sum[i][0], factor, less));
-        sum[i][1] = power(__mmask16(seen >> 16), _mm512_fmadd_ps(sum[i][1], factor, less));
+        const __m512 less = _mm512_set1_ps(-s.most[g * ROWS + i]), share = _mm512_set1_ps(s.logarithms[g * ROWS + i]);
+        sum[i][0] = power(__mmask16(seen), _mm512_sub_ps(_mm512_fmadd_ps(sum[i][0], factor, less), share));
+        sum[i][1] = power(__mmask16(seen >> 16), _mm512_sub_ps(_mm512_fmadd_ps(sum[i][1], factor, less), share));
     }
     keep_sums(sum, weight[0], PANEL);
     const auto pairs = [&](uint16_t *to) {
@@ -306,6 +333,7 @@ INLINE void call_block(const Slopes &s, int64_t task, int64_t query, int64_t g) 
     call_rows(a, a.q, b, h, a.width, first, first + ROWS);
     call_rows(a, a.dy, b, h, a.value_width, first, first + ROWS);
     call_rows(a, a.y, b, h, a.value_width, first, first + ROWS);
+    call_rows(a, a.rest, b, h, a.value_width, first, first + ROWS);
 }
 
 void block_slopes(Slopes &s, int64_t task, int64_t query) {
@@ -323,8 +351,12 @@ void block_slopes(Slopes &s, int64_t task, int64_t query) {
         take_rows(s.dy_rows + g * ROWS * a.value_width, a.dy.at(b, h), a.dy.token, first, a.tokens, a.value_width / STEP);
         for (int64_t t = first; t < first + ROWS; t++) {
             const bool there = t < a.tokens;
-            s.totals[t - query] = there ? a.totals[(b * a.heads + h) * a.tokens + t] : INFINITY;
-            s.means[t - query] = there ? mean(a.dy.at(b, h) + t * a.dy.token, a.y.at(b, h) + t * a.y.token, a.value_width) : 0;
+            const float *const totals = a.totals + 2 * ((b * a.heads + h) * a.tokens + t);
+            s.most[t - query] = there ? totals[0] : 0;
+            s.logarithms[t - query] = there ? totals[1] : 0;
+            s.means[t - query] = there ? mean(a.dy.at(b, h) + t * a.dy.token, a.y.at(b, h) + t * a.y.token,
+                                              a.rest.at(b, h) + t * a.rest.token, a.value_width)
+                                       : 0;
             if (there) begin = std::min(begin, a.first[b * a.tokens + t] / PANEL);
         }
     }

@@ -100,25 +100,27 @@ int64_t bloomery_attention_room(int64_t tokens, int64_t width, int64_t value_wid
 }
 
 // q [batch, heads, tokens, width], k, v and y like it, each with its own strides (3 of each, in numbers, those of the
-// width are 1); widths are multiples of 32. first [batch, tokens]: the first key that a query sees. totals [batch,
-// heads, tokens] are what the slopes need again. room: `each` bytes for a thread, on lines of the cache.
-void bloomery_attention(const void *q, const void *k, const void *v, void *y, const int64_t *strides,
+// width are 1); widths are multiples of 32. first [batch, tokens]: the first key that a query sees. rest, as y, and
+// totals [batch, heads, tokens, 2] are what the slopes need again; rest may be null where there will be none. room:
+// `each` bytes for a thread, on lines of the cache.
+void bloomery_attention(const void *q, const void *k, const void *v, void *y, void *rest, const int64_t *strides,
                         const int64_t *first, float *totals, int64_t batch, int64_t heads_of_queries, int64_t kv_heads,
                         int64_t tokens, int64_t width, int64_t value_width, float scale, void *room, int64_t each,
                         int64_t threads) {
     attention({batch, heads_of_queries, kv_heads, tokens, width, value_width, scale, first, heads(q, strides, 0),
-               heads(k, strides, 1), heads(v, strides, 2), heads(y, strides, 3), totals},
+               heads(k, strides, 1), heads(v, strides, 2), heads(y, strides, 3), heads(rest, strides, 3), totals},
               room, each, false, threads);
 }
 
-// strides: of q, k, v, y, dy, dq, dk, dv.
-void bloomery_attention_slopes(const void *q, const void *k, const void *v, const void *y, const void *dy, void *dq,
-                               void *dk, void *dv, const int64_t *strides, const int64_t *first, float *totals,
-                               int64_t batch, int64_t heads_of_queries, int64_t kv_heads, int64_t tokens, int64_t width,
+// strides: of q, k, v, y, dy, dq, dk, dv; rest has those of y.
+void bloomery_attention_slopes(const void *q, const void *k, const void *v, const void *y, const void *rest,
+                               const void *dy, void *dq, void *dk, void *dv, const int64_t *strides,
+                               const int64_t *first, float *totals, int64_t batch, int64_t heads_of_queries, int64_t kv_heads, int64_t tokens, int64_t width,
                                int64_t value_width, float scale, void *room, int64_t each, int64_t threads) {
     attention({batch, heads_of_queries, kv_heads, tokens, width, value_width, scale, first, heads(q, strides, 0),
-               heads(k, strides, 1), heads(v, strides, 2), heads(y, strides, 3), totals, heads(dy, strides, 4),
-               heads(dq, strides, 5), heads(dk, strides, 6), heads(dv, strides, 7)},
+               heads(k, strides, 1), heads(v, strides, 2), heads(y, strides, 3), heads(rest, strides, 3), totals,
+               heads(dy, strides, 4), heads(dq, strides, 5),
+               heads(dk, strides, 6), heads(dv, strides, 7)},
               room, each, true, threads);
 }
 }

@@ -1,7 +1,7 @@
-// Products by pairs (AVX512-BF16). One side, of activations, is kept: rearranged into panels of 32, a block that fits
-// the second cache at a time. The other, of weights, flows by it: rounded a few rows at a time while those before are
-// multiplied, so that reading it takes no time of its own. It is the right side where that alone has to be rounded; the
-// sums are turned then, before they are written.
+// Products by pairs (AVX512-BF16). One side is kept: rearranged into panels of 32, a block that fits the second cache at
+// a time. The other flows by it: rounded a few rows at a time while those before are multiplied, so that reading it
+// takes no time of its own. What flows is the left side; but the right one, where that alone has to be rounded and is
+// the larger of the two. The sums are turned then, before they are written.
 #pragma once
 
 #include "products.hpp"

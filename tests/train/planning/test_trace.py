@@ -151,3 +151,12 @@ def test_a_processor_writes_out_what_is_added_in_a_shorter_format() -> None:
         elsewhere.restart()
         long.add_(short)
     assert (there.peak, elsewhere.peak) == (10_000, 6_000)
+
+
+@pytest.mark.parametrize("vocab_size", [992, 993, 1001])
+def test_scores_are_told_apart_whatever_the_vocabulary_is_a_multiple_of(vocab_size: int) -> None:
+    """Rows of some are padded. They and their gradient take 2 bytes a number, what the table's gradient takes is fixed."""
+    what = replace(step(SMALL.model_copy(update={"context": 64}), rows=16), vocab_size=vocab_size)
+    tokens = what.rows * what.model.context
+    kept = trace(what).kept_learning["logits"]
+    assert 2 * tokens * vocab_size <= kept <= 2 * tokens * (vocab_size + 32) + 8 * vocab_size * what.model.width

@@ -15,6 +15,7 @@ from collections.abc import Callable
 from typing import Any
 
 import bloomery.hw.needs_torch  # noqa: F401
+from bloomery.model import products
 
 import torch
 from torch import Tensor
@@ -129,7 +130,8 @@ class Meter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return COPIES if self.making == WORK and kinds == {WEIGHTS} else self.making
 
     def _scores(self, made: Tensor) -> str | None:
-        return LOGITS if self.making == WORK and self._vocab_size in made.shape else None
+        padded = made.ndim == 2 and made.shape[1] == products.aligned(self._vocab_size)
+        return LOGITS if self.making == WORK and (padded or self._vocab_size in made.shape) else None
 
     def _change(self, size: int, kind: str) -> None:
         self.live += size
