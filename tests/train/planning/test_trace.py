@@ -155,7 +155,7 @@ def test_a_processor_writes_out_what_is_added_in_a_shorter_format() -> None:
 
 @pytest.mark.parametrize("vocab_size", [992, 993, 1001])
 def test_scores_are_told_apart_whatever_the_vocabulary_is_a_multiple_of(vocab_size: int) -> None:
-    """Rows of some are padded. They and their gradient take 2 bytes a number, what the table's gradient takes is fixed."""
+    """Rows of some are padded."""
     what = replace(step(SMALL.model_copy(update={"context": 64}), rows=16), vocab_size=vocab_size)
     tokens = what.rows * what.model.context
     kept = trace(what).kept_learning["logits"]
