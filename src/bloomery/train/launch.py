@@ -19,7 +19,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 from bloomery.core import errors, files
 from bloomery.core.config import Config, build, plain
@@ -143,7 +143,17 @@ def be_rank(name: str) -> None:
     except BloomeryError as error:
         facts = {"kind": type(error).__name__, "what": error.what, "where": error.where, "cure": error.cure}
         files.write_json(folder / f"{rank}.json", {"error": facts})
-        sys.exit(2)
+        _leave(2)
+    except Exception as error:
+        sys.excepthook(type(error), error, error.__traceback__)
+        _leave(1)
+
+
+def _leave(code: int) -> NoReturn:
+    """End at once: threads of torch that still wait for other ranks can abort a process that unloads them."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
 
 
 @contextmanager
