@@ -25,7 +25,8 @@ MAX_FILE_LINES, MAX_FUNCTION_LINES = 400, 60
 MAX_HELP_SECONDS = 0.5
 WITHOUT_TORCH = ("core", "data", "tokenizer", "shards", "recipe", "cli")
 TORCH_IN_HW = ("hw/chosen.py", "hw/device.py", "hw/dist.py", "hw/peak.py")
-BROAD_EXCEPT_ALLOWED = ("cli.py", "serve/server.py", "train/hooks.py")
+BROAD_EXCEPT_ALLOWED = ("cli.py", "serve/server.py", "train/hooks.py", "train/launch.py")
+"""Where a process, a request or a rank ends with what was raised, and hooks, which must not end a run."""
 RUNS = ("eval", "exec", "torch.load", "torch.save")
 SANDBOX = ("evaluation/cell.py", "exec")
 """The one place that runs text, behind walls: where that is what it is for."""
