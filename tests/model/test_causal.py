@@ -1,6 +1,5 @@
 """Compiled causal attention equals the formula, gradients too, in each of the two ways that it is computed."""
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -11,6 +10,7 @@ from bloomery.model.attend import softmax_attention
 from bloomery.model.causal import causal_attention
 from bloomery.model.sight import Sight
 from tests.model.test_kernels import DTYPES, compare, near
+from tests.model.test_kernels import library as library
 
 import torch
 import torch.nn.functional as F
@@ -20,16 +20,6 @@ from torch import Tensor
 def looking_back(segments: Tensor, window: int | None = None) -> Sight:
     tokens = segments.shape[1]
     return Sight(tokens, tokens, segments.device, window=window, segments=segments)
-
-
-@pytest.fixture(autouse=True)
-def library() -> Iterator[None]:
-    if native.library(kernels.LIBRARY) is None:
-        pytest.skip(f"the library of training is not there: {native.state(kernels.LIBRARY)}")
-    torch.manual_seed(0)
-    threads = torch.get_num_threads()
-    yield
-    torch.set_num_threads(threads)
 
 
 @pytest.fixture

@@ -23,7 +23,6 @@ from torch.autograd.function import once_differentiable
 QUERIES_PER_BLOCK = {torch.float32: 128, torch.bfloat16: 256}
 """Of batched products: scores of so many queries are computed at a time, and only for the keys up to the last."""
 
-
 LINE = 64
 """Bytes: where the memory of each thread begins."""
 
