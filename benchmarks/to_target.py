@@ -45,7 +45,7 @@ from bloomery.tokenizer.train import train as train_tokenizer
 import torch
 
 OURS, DEFAULT, BFLOAT16 = "ours", "nanogpt", "nanogpt_bfloat16"
-RATES = (6e-4, 1e-3, 2e-3)
+RATES = (3e-4, 6e-4, 1e-3, 2e-3)
 FLOAT32_MARKS = 2
 """How many of the measurements of a run it goes through in float32."""
 Run = dict[str, Any]

@@ -61,7 +61,7 @@ def main() -> None:
         if options.llmc:
             build_llmc(options.llmc, Path(folder))
         for together, sizes in ((True, SIZES[:1]), (False, SIZES[1:]), (True, (SMALL,))):
-            shape = "small" if sizes == (SMALL,) else "gpt2"
+            shape = shape_of(sizes[0])
             asked = [(size, threads) for size in options.sizes if size in sizes for threads in options.threads]
             keys = [{"size": size, "threads": threads, "commit": head(HERE)} for size, threads in asked]
             kept = [next((one for one in known if key.items() <= one.items()), None) for key in keys]
@@ -91,6 +91,10 @@ def arguments() -> argparse.Namespace:
     if options.quick:
         options.sizes, options.threads, options.rounds = [SIZES[0]], [1], 1
     return options
+
+
+def shape_of(size: str) -> str:
+    return "small" if size == SMALL else "gpt2"
 
 
 def programs(shape: str, options: argparse.Namespace) -> list[str]:
@@ -149,7 +153,7 @@ def case(
 ) -> dict[str, Any]:
     """All programs at one size, in turns."""
     rows, tokens = map(int, size.split("-")[-1].split("x"))
-    shape = "small" if size == SMALL else "gpt2"
+    shape = shape_of(size)
     turns: Turns = {name: [] for name in programs(shape, options) if name != LLMC or size in SIZES[:2]}
     for _ in range(options.rounds if size != SIZES[2] else 1):
         for name, seen in turns.items():

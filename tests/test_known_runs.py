@@ -108,7 +108,7 @@ def test_a_plan_can_be_made_of_a_recipe(name: str, tmp_path: Path, capsys: pytes
     assert needs["peak_bytes"] > 16 * needs["parameters"] * 0.7
 
 
-@pytest.mark.parametrize("name", ["gpt2-124m", "plasma-500m"])
+@pytest.mark.parametrize("name", ["gpt2-124m", "gpt2-124m-finetune", "plasma-500m"])
 def test_a_plan_can_be_made_before_anything_is_there(
     name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -119,7 +119,19 @@ def test_a_plan_can_be_made_before_anything_is_there(
     found = json.loads(capsys.readouterr().out)
     assert abs(found["pretrain"]["parameters"] - PARAMETERS[name]) <= 6 * 1280
     assert found["pretrain"]["fits"]
-    assert found["stages"][0]["fresh"] is None
+    assert None in [one["fresh"] for one in found["stages"]]
+
+
+def test_weights_that_are_not_there_end_a_run_with_the_commands_that_bring_them(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    words = [*settings("gpt2-124m", tmp_path)[:1], 'tokenizer={kind="byte_bpe", vocab_size=600}']
+    words += ["--runs", str(tmp_path / "runs"), "--until", "pretrain"]
+    assert cli.main(["run", str(FOLDER / "gpt2-124m-finetune.toml"), *words]) == 2
+    said = capsys.readouterr().err
+    assert "models/gpt2: there is no such folder" in said
+    assert "bloomery import THEIRS models/gpt2" in said
 
 
 def test_an_imported_tokenizer_has_as_many_ids_as_the_recipe_says(tmp_path: Path) -> None:
@@ -183,7 +195,8 @@ def test_weights_of_others_are_imported_and_trained_on_by_the_recipe(tmp_path: P
         (tokens / f"{name}.bin").write_bytes(by_hand(ids.tolist()))
 
     words = [f"pretrain.start_from={ours}", f"tokenizer.path={ours}", "tokenizer.measure=false"]
-    words += ["pretrain.tokens_per_step=64", *(f"pretrain.model.{key}={value}" for key, value in SMALL.items())]
+    words += [f"tokenizer.vocab_size={small().vocab_size}", "pretrain.tokens_per_step=64"]
+    words += [*(f"pretrain.model.{key}={value}" for key, value in SMALL.items())]
     recipe = config.load(Recipe, FOLDER / "gpt2-124m-finetune.toml", words)
     recipe = recipe.model_copy(update={"fetch": None, "shard": Shard(imported=ImportedShards(folder=tokens))})
     plans = stage.lay_out(STAGES, recipe, tmp_path / "run")

@@ -2,6 +2,7 @@ import inspect
 import json
 import re
 import shlex
+import sys
 from pathlib import Path
 from types import NoneType
 from typing import get_args
@@ -11,7 +12,9 @@ import pytest
 from bloomery import cli, recipe
 from bloomery.core import config
 from bloomery.core.errors import ConfigError, RunError
+from bloomery.core.run import remember
 from bloomery.core.stage import Stage, check_sections, lay_out, resolve
+from bloomery.data import document
 from bloomery.recipe import STAGES, Recipe
 from bloomery.tokenizer.config import ByteBpe, Imported, SentencePiece
 
@@ -57,6 +60,15 @@ def test_one_rate_on_the_command_line_changes_nothing_else(tmp_path: Path) -> No
     before["pretrain"]["optimizer"]["learning_rate"] = 0.5
     before["finetune"]["schedule"]["warmup_steps"] = 7
     assert after == before
+
+
+@pytest.mark.parametrize("path", RECIPES, ids=lambda path: str(path.name))
+def test_the_commands_above_a_recipe_have_the_sections_that_they_need(path: Path) -> None:
+    named = rf"^# +bloomery run recipes/{path.name}(?: --until (\w+))?"
+    found = re.findall(named, path.read_text(encoding="utf-8"), re.MULTILINE)
+    assert found
+    for until in found:
+        check_sections(STAGES, config.load(Recipe, path), until=until or None)
 
 
 @pytest.mark.parametrize("path", RECIPES, ids=lambda path: str(path.name))
@@ -175,6 +187,84 @@ def test_a_run_that_comes_to_a_stage_without_its_section_stops_before_it_begins(
     assert cli.main(["run", str(text_only), "--runs", str(tmp_path / "runs"), *settings, *words]) == 2
     assert told in capsys.readouterr().err
     assert not (tmp_path / "runs").exists()
+
+
+def test_a_missing_package_of_a_sink_is_told_before_the_first_stage_and_only_where_it_would_be_used(
+    text_only: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    sinks = 'pretrain.sinks=[{kind = "tensorboard"}, {kind = "wandb"}]'
+    command = ["run", str(text_only), "--runs", str(tmp_path / "runs"), "pretrain.steps=1", sinks]
+    command += ["pretrain.tokens_per_step=512"]
+    assert cli.main([*command, "--until", "pretrain"]) == 2
+    told = capsys.readouterr().err
+    assert told.startswith("DataError: pretrain.sinks.1: this needs the package wandb")
+    assert "pip install 'bloomery[wandb]'" in told
+    assert cli.main([*command, "--until", "fetch"]) == 0
+
+
+def test_a_corpus_too_small_for_a_classifier_goes_on_without_one_unless_it_is_asked_for(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "texts").mkdir()
+    said = [
+        f"Speech {n} in town. " + " ".join(f"word{n * place % 23} and {place}" for place in range(30))
+        for n in range(12)
+    ]
+    (tmp_path / "texts" / "all.txt").write_text("\n\n".join(said))
+    source = f'kind = "folder"\nname = "notes"\ndomain = "prose"\npath = {json.dumps(str(tmp_path / "texts"))}\n'
+    path = tmp_path / "one.toml"
+    head = 'name = "one"\n[engine]\nworkers = 1\n'
+    path.write_text(f"{head}[[fetch.sources]]\n{source}[tokenizer]\nvocab_size = 300\n")
+
+    def ran(runs: str, *words: str) -> tuple[int, str]:
+        code = cli.main(["run", str(path), "--runs", str(tmp_path / runs), "--until", "shard", *words])
+        return code, capsys.readouterr().err
+
+    code, err = ran("runs", "shard.hold_out=0")
+    assert code == 0
+    assert "goes on without 'quality'" in err
+    kept = next((tmp_path / "runs" / "one").glob("03-filter-*")) / "kept"
+    assert [row["score"] for row in document.read(kept, ["score"])] == [None]
+    assert "quality was left out: the part" in (tmp_path / "runs" / "one" / "report.html").read_text()
+    own = ["run", str(tmp_path / "runs" / "one" / "recipe.toml"), "--runs", str(tmp_path / "again"), "--until", "shard"]
+    assert cli.main(own) == 0
+    assert "goes on without 'quality'" in capsys.readouterr().err
+    code, err = ran("runs")
+    assert code == 2
+    assert "Raise shard.hold_out (up to 0.1), or fetch more documents; one text becomes many" in err
+    assert ran("runs", 'fetch.sources.0.separator="\\n\\n"', "shard.hold_out=0.1")[0] == 0
+    code, err = ran("runs", "filter.min_score=0.1")
+    assert code == 2
+    assert "a limit asks for scores, and 'quality' was not learned: the part" in err
+    for number, asked in enumerate(("classify.seed=0", "filter.min_score=0.1", "classify.required=true")):
+        code, err = ran(f"other-{number}", asked)
+        assert code == 2
+        assert "classify, classifier 'quality': the part of the examples that measures has 0 positive" in err
+        assert "about 51 documents are enough" in err
+    code, err = ran("contrary", "classify.required=false", "filter.min_score=0.1")
+    assert (code, "needs classify.required=true" in err) == (2, True)
+
+
+@pytest.mark.parametrize("asked", [None, "classify.seed=0", "classify.required=false", "classify.required=true"])
+def test_the_recipe_of_a_run_asks_for_classifiers_as_its_recipe_did(tmp_path: Path, asked: str | None) -> None:
+    given, own, limit = tmp_path / "given.toml", tmp_path / "recipe.toml", "filter.min_score=0.5"
+    given.write_text('name = "a"\n[[fetch.sources]]\nkind = "folder"\nname = "b"\ndomain = "c"\npath = "d"\n')
+    settings = [asked] if asked else []
+    first = config.load(Recipe, given, settings)
+    assert first.classify.required is (asked in ("classify.seed=0", "classify.required=true"))
+    remember(tmp_path, first, [])
+    again = config.load(Recipe, own)
+    assert (again, again.classify.required) == (first, first.classify.required)
+    if asked == "classify.required=false":
+        with pytest.raises(ConfigError, match=r"needs classify\.required=true"):
+            config.load(Recipe, own, [limit])
+        return
+    limited = config.load(Recipe, own, [limit])
+    assert limited.classify.required is True
+    remember(tmp_path, limited, [])
+    own.write_text(own.read_text().replace("min_score = 0.5", ""))
+    assert config.load(Recipe, own).classify.required is first.classify.required
 
 
 def test_rows_have_to_fit_a_model_only_where_there_is_one_to_finetune(text_only: Path) -> None:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from bloomery import arguments
 from bloomery.core.errors import BloomeryError, DataError, RunError
-from bloomery.core.stop import Terminated
+from bloomery.core.stop import INTERRUPTED, Terminated
 
 if TYPE_CHECKING:
     from bloomery.recipe import Recipe
@@ -37,7 +37,8 @@ def main(words: Sequence[str] | None = None) -> int:
         print("interrupted; the same command goes on from here", file=sys.stderr)
         return 130
     except Terminated as ended:
-        print("ended as asked; the same command goes on from here", file=sys.stderr)
+        how = "interrupted" if ended.code == INTERRUPTED else "ended as asked"
+        print(f"{how}; the same command goes on from here", file=sys.stderr)
         return int(ended.code or 0)
     except BrokenPipeError:  # whoever read has read enough; what is left to write goes nowhere
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -81,6 +82,8 @@ def _run(options: argparse.Namespace) -> int:
     with stage.locked(root):
         plans = stage.lay_out(STAGES, recipe, root)
         runs.remember(root, recipe, plans)
+        if any(plan.stage.name == "pretrain" and not plan.fresh for plan in plans) and (why := _only_here(recipe)):
+            say(f"this model can be used here and nowhere else: {'; '.join(why)}", "yellow")
         done = stage.execute(plans, until=options.until, only=options.only)
         card.write(root)
         page = overview.write(root)
@@ -118,27 +121,44 @@ def plan(options: argparse.Namespace) -> int:
         price = Price(per_hour=options.price, watts=options.watts)
         wish = planned.Wish(device=options.device, memory_bytes=options.memory, devices=options.devices, price=price)
         sections = {"pretrain": recipe.pretrain, "finetune": recipe.finetune, "prefer": recipe.prefer}
-        made = planned.plans(sections, recipe.pretrain.model, vocab_size(recipe.tokenizer), wish, **tools)
+        rows = vocab_size(recipe.tokenizer)
+        if recipe.pretrain.start_from is not None:
+            rows = stage.resolve("bloomery.stages.pretrain:num_rows")(recipe.pretrain, rows)
+        made = planned.plans(sections, recipe.pretrain.model, rows, wish, **tools)
     told = planned.facts(
         recipe.name,
         laid,
         stage.missing_sections(STAGES, recipe),
         made,
-        {"depth": _depth_told(recipe)} if recipe.pretrain and recipe.pretrain.depth else {},
+        ({"depth": _depth_told(recipe)} if recipe.pretrain and recipe.pretrain.depth else {})
+        | {"only_here": _only_here(recipe)},
         recipe.shard.tokens,
     )
     print(json.dumps(told) if options.json else "\n".join(planned.lines(told, made)))
     return 0
 
 
+def _only_here(recipe: "Recipe") -> list[str]:
+    """What of the model no other program has; nothing where none is trained, or where there is no torch."""
+    from importlib.util import find_spec
+
+    if recipe.pretrain is None or find_spec("torch") is None:
+        return []
+    from bloomery.weights import families
+
+    return families.reasons(recipe.pretrain.model)
+
+
 def _depth_told(recipe: "Recipe") -> dict[str, Any]:
     """What the dial of [pretrain] came to, with what the recipe says itself."""
     assert recipe.pretrain is not None
+    from bloomery.train.plan import trained_tokens
+
     model, optimizer = recipe.pretrain.model, recipe.pretrain.optimizer
     return {
         "depth": recipe.pretrain.depth,
         "model": model.model_dump(include={"width", "num_layers", "num_heads", "num_kv_heads", "mlp_width"}),
-        "tokens_per_step": recipe.pretrain.tokens_per_step,
+        "tokens_per_step": trained_tokens(recipe.pretrain.tokens_per_step, model.context),
         "steps": recipe.pretrain.steps,
         "rates": {name: rate for name, rate in optimizer.model_dump().items() if name.endswith("learning_rate")},
     }

@@ -18,7 +18,7 @@ A recipe, read top to bottom, is the path that the data takes. Each field is one
 from collections.abc import Callable
 from typing import Any
 
-from pydantic import Field, model_validator
+from pydantic import Field, model_serializer, model_validator
 
 from bloomery.core.config import VOLATILE, Config, build
 from bloomery.core.errors import DataError
@@ -147,6 +147,28 @@ class Recipe(Config):
         return self
 
     @model_validator(mode="after")
+    def _classifiers_are_there_where_they_are_asked_for(self) -> "Recipe":
+        required = self.classify.required
+        if required is None:
+            required = "classify" in self.model_fields_set or self.filter.needs_scores
+            reckoned = self.classify.model_copy()
+            reckoned.__dict__["required"] = required  # and not among its fields that are set: nobody said it
+            self.__dict__["classify"] = reckoned
+        if not required and self.filter.needs_scores:
+            raise ValueError("[filter] sets limits on scores, which needs classify.required=true, or no word of it")
+        return self
+
+    @model_serializer(mode="wrap")
+    def _classifiers_as_they_were_asked_for(self, dump: Callable[["Recipe"], dict[str, Any]]) -> dict[str, Any]:
+        """Without what was reckoned: a recipe that is written and read again asks for what this one asked for."""
+        data = dump(self)
+        if "classify" not in self.model_fields_set:
+            data.pop("classify", None)
+        elif "required" not in self.classify.model_fields_set and "classify" in data:
+            del data["classify"]["required"]
+        return data
+
+    @model_validator(mode="after")
     def _limits_have_their_classifiers(self) -> "Recipe":
         names = [one.name for one in self.classify.named]
         for limit in self.filter.spelled_limits:
@@ -237,6 +259,7 @@ STAGES = (
     Stage(
         name="pretrain",
         run="bloomery.stages.pretrain:run",
+        needed="bloomery.train.packages:needed",
         digest="bloomery.stages.pretrain:digest",
         after=("tokenizer", "shard"),
         version=2,
@@ -262,6 +285,7 @@ STAGES = (
     Stage(
         name="finetune",
         run="bloomery.stages.finetune:run",
+        needed="bloomery.train.packages:needed",
         after=("pretrain", "instruct"),
         version=2,
         resumes=True,
@@ -271,6 +295,7 @@ STAGES = (
     Stage(
         name="prefer",
         run="bloomery.stages.prefer:run",
+        needed="bloomery.train.packages:needed",
         digest="bloomery.stages.prefer:digest",
         after=("finetune",),
         resumes=True,

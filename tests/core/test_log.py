@@ -1,6 +1,8 @@
 import io
 import math
 import re
+import sys
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -9,7 +11,7 @@ from hypothesis import strategies as st
 from rich.console import Console
 
 from bloomery.core import log
-from bloomery.core.errors import DataError
+from bloomery.core.errors import DataError, RunError
 from bloomery.core.log import Metrics, kept, progress, read_metrics, say
 
 
@@ -51,6 +53,28 @@ def test_a_terminal_gets_a_live_line_that_is_gone_at_the_end(monkeypatch: pytest
         meter.at(5, total=20, kept=0.25)
     assert "5/20 documents" in screen.getvalue()
     assert screen.getvalue().endswith("\x1b[2K")
+
+
+def test_a_live_line_is_made_of_whole_parts_and_a_wider_one_has_those_of_a_narrower_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    shown: list[str] = []
+    for width in range(16, 140):
+        screen = io.StringIO()
+        monkeypatch.setattr(log, "console", Console(file=screen, force_terminal=True, width=width, color_system=None))
+        with progress("pretrain", "steps", 300) as meter:
+            meter.at(275, tokens_per_second=135_800, loss=0.4938, margin=1.25)
+        line = re.split(r"[\r\n]+", re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", screen.getvalue()).rstrip())[-1].rstrip()
+        assert len(line) <= width
+        shown.append(re.sub(r"\S:\S\S:\S\S", "time", line))
+    parts = [set(re.split(r" {2,}", re.sub(r"[━╸╺]+", "bar", line))[1:]) for line in shown]
+    assert all(narrow <= wide for narrow, wide in pairwise(parts))
+    times = {"time", "left time"}
+    everything = {"pretrain", "bar", "275/300 steps", "tok/s 135.8k", "loss 0.494", "margin 1.25"} | times
+    assert parts[0] == {"pretrain"}
+    assert parts[50 - 16] == {"pretrain", "275/300 steps", "loss 0.494"}
+    assert parts[80 - 16] == everything - {"time", "margin 1.25"}
+    assert parts[-1] == everything
 
 
 @given(st.floats(-1e12, 1e12) | st.integers(-(10**12), 10**12) | st.sampled_from([math.nan, math.inf, -math.inf]))
@@ -118,6 +142,13 @@ def test_what_is_said_is_kept_with_its_time_while_the_block_runs(tmp_path: Path)
     lines = (tmp_path / "new" / "log.txt").read_text().splitlines()
     assert [line[21:] for line in lines] == ["first", "second"]
     assert all(re.fullmatch(r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d  ", line[:21]) for line in lines)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="has no /dev/full")
+def test_what_a_full_disk_does_not_keep_is_an_error_with_the_cure() -> None:
+    with pytest.raises(RunError, match=r"^/dev/full: cannot be written: No space left.*\nFree some space"):  # noqa: SIM117
+        with kept(Path("/dev/full")):
+            say("once")
 
 
 def test_a_number_that_json_cannot_hold_becomes_its_name(tmp_path: Path) -> None:

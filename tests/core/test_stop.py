@@ -3,39 +3,86 @@ import signal
 import subprocess
 import sys
 import threading
+from collections.abc import Iterator
 
 import pytest
 
 from bloomery import cli
-from bloomery.core.stop import Stop, Terminated, on_sigterm
+from bloomery.core.stop import Stop, Terminated, on_signals
 
 
-def test_sigterm_takes_note_and_what_was_before_comes_back() -> None:
+@pytest.fixture(autouse=True)
+def as_before() -> Iterator[None]:
     before = signal.getsignal(signal.SIGTERM)
-    with on_sigterm() as stop:
-        stop.check()
-        os.kill(os.getpid(), signal.SIGTERM)
-        assert stop.asked
-        with pytest.raises(Terminated):
+    yield
+    signal.signal(signal.SIGTERM, before)
+
+
+def test_sigterm_takes_note_and_is_raised_at_the_end_if_nobody_has_looked() -> None:
+    seen = []
+
+    def work() -> None:
+        with on_signals() as stop:
             stop.check()
-    assert signal.getsignal(signal.SIGTERM) == before
+            os.kill(os.getpid(), signal.SIGTERM)
+            with pytest.raises(Terminated):
+                stop.check()
+            with pytest.raises(Terminated), on_signals() as inner:
+                seen.append(inner is stop)
+            seen.append(stop.asked)
+
+    with pytest.raises(Terminated) as caught:
+        work()
+    assert (caught.value.code, seen) == (143, [True, True])
 
 
-def test_the_second_sigterm_ends_a_process_at_once() -> None:
-    code = (
-        "import os, signal\nfrom bloomery.core.stop import on_sigterm\n"
-        "with on_sigterm():\n os.kill(os.getpid(), signal.SIGTERM)\n print('noted', flush=True)\n"
-        " os.kill(os.getpid(), signal.SIGTERM)\n print('never', flush=True)\n"
+def test_what_was_before_comes_back_where_nobody_asked() -> None:
+    before = signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGINT)
+    with on_signals():
+        assert signal.getsignal(signal.SIGTERM) != before[0]
+    assert (signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGINT)) == before
+
+
+SIGNALS = """
+import os, signal, sys, time
+from bloomery.core import stop
+signal.signal(signal.SIGINT, signal.default_int_handler)
+with stop.on_signals() as asked:
+    asked.saves = sys.argv[1] == "saves"
+    for number in sys.argv[2:]:
+        if number == "wait":
+            time.sleep(stop.SECONDS_BETWEEN_WISHES + 0.1)
+        else:
+            os.kill(os.getpid(), int(number))
+    print("saved", flush=True)
+"""
+
+
+@pytest.mark.parametrize(
+    ("words", "code", "said"),
+    [
+        ("saves 15 15 wait 15 15", 143, "saved\n"),
+        ("saves 2 2 15", 130, "saved\n"),  # a launcher hands on what a terminal has sent to all
+        ("saves 15 2 2", 143, "saved\n"),
+        ("saves 2 wait 2", -signal.SIGINT, ""),
+        ("nothing 15", 143, "saved\n"),
+        ("nothing 2", -signal.SIGINT, ""),
+    ],
+)
+def test_any_number_of_sigterms_is_one_wish_and_the_second_interrupt_by_hand_ends_at_once(
+    words: str, code: int, said: str
+) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", SIGNALS, *words.split()], capture_output=True, text=True, check=False, timeout=60
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
-    assert (done.returncode, done.stdout) == (-signal.SIGTERM, "noted\n")
+    assert (done.returncode, done.stdout) == (code, said)
 
 
 def test_another_thread_changes_no_signal() -> None:
     found: list[Stop] = []
 
     def work() -> None:
-        with on_sigterm() as stop:
+        with on_signals() as stop:
             found.append(stop)
 
     before = signal.getsignal(signal.SIGTERM)
@@ -46,12 +93,13 @@ def test_another_thread_changes_no_signal() -> None:
     assert signal.getsignal(signal.SIGTERM) == before
 
 
-def test_a_verb_that_was_asked_to_end_exits_with_143(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize(("code", "how"), [(143, "ended as asked"), (130, "interrupted")])
+def test_a_verb_that_was_asked_to_end_exits_with_the_number_of_the_signal(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], code: int, how: str
 ) -> None:
     def ended(options: object) -> int:
-        raise Terminated
+        raise Terminated(code)
 
     monkeypatch.setitem(cli.VERBS, "doctor", ended)
-    assert cli.main(["doctor"]) == 143
-    assert capsys.readouterr().err == "ended as asked; the same command goes on from here\n"
+    assert cli.main(["doctor"]) == code
+    assert capsys.readouterr().err == f"{how}; the same command goes on from here\n"

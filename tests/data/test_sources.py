@@ -64,8 +64,21 @@ def test_a_document_of_a_folder_is_a_whole_file_with_its_blank_lines(tmp_path: P
 
 def test_a_file_that_is_not_utf8_is_an_error_with_name_offset_and_cure(tmp_path: Path) -> None:
     (tmp_path / "latin.txt").write_bytes("caf\xe9".encode("latin-1"))
-    with pytest.raises(DataError, match=r"(?s)latin\.txt.*byte offset 3.*0xe9.*not UTF-8.*invalid = \"skip\""):
+    convert = r"Convert it to UTF-8, as iconv -f WINDOWS-1252 .*encoding = \"detect\""
+    told = rf"(?s)latin\.txt.*byte offset 3.*0xe9.*not UTF-8\n{convert}.*invalid = \"skip\""
+    with pytest.raises(DataError, match=told):
         kept(folder(tmp_path))
+
+
+@pytest.mark.parametrize("name", ["UTF-16", "UTF-32"])
+def test_a_byte_order_mark_says_what_a_file_is_in(tmp_path: Path, name: str) -> None:
+    (tmp_path / "notes.txt").write_bytes("café".encode(name))
+    (tmp_path / "rows.jsonl").write_bytes('{"text": "café"}\n'.encode(name))
+    told = rf"the byte order mark of {name}, which is not UTF-8\nConvert it to UTF-8, as iconv -f {name} -t UTF-8"
+    with pytest.raises(DataError, match=told):
+        kept(folder(tmp_path))
+    with pytest.raises(DataError, match=told):
+        kept(jsonl(tmp_path / "rows.jsonl"))
 
 
 def test_what_is_skipped_is_counted_with_reason_and_place(tmp_path: Path) -> None:

@@ -44,7 +44,7 @@ def loaded(tmp_path: Path) -> Loaded:
 
 
 def scorer(log_p: Callable[[Pair], float]) -> Any:
-    def score(model: Any, pairs: Sequence[Pair], *, seen: Any, tokens_at_once: int = 0) -> list[Likelihood]:
+    def score(model: Any, pairs: Sequence[Pair], *, num_ids: int, seen: Any) -> list[Likelihood]:
         return [Likelihood(log_p(pair), log_p(pair) == 0.0, len(pair.continuation)) for pair in pairs]
 
     return score

@@ -16,8 +16,8 @@ import torch
 SEEDS = st.integers(0, 10_000)
 
 
-def scored(model: Transformer, asked: list[Asked], tokens: int = 8192) -> list[Likelihood]:
-    return score(model, asked, tokens_at_once=tokens, seen=lambda done: None)
+def scored(model: Transformer, asked: list[Asked], tokens: int = 8192, num_ids: int = VOCAB_SIZE) -> list[Likelihood]:
+    return score(model, asked, num_ids=num_ids, tokens_at_once=tokens, seen=lambda done: None)
 
 
 def slowly(model: Transformer, one: Asked) -> tuple[float, bool]:
@@ -55,6 +55,16 @@ def test_a_continuation_is_as_likely_as_token_by_token(shape: ModelConfig) -> No
         log_p, greedy = slowly(model, one)
         assert found.log_p == pytest.approx(log_p, abs=2e-4)
         assert (found.greedy, found.tokens) == (greedy, len(one.continuation))
+
+
+def test_the_most_likely_token_is_one_that_the_tokenizer_has() -> None:
+    model, asked = lively(SHAPES[1], vocab_size=VOCAB_SIZE + 2), drawn(1, 5)
+    with torch.no_grad():
+        model.head.weight[VOCAB_SIZE:] = 1e4 * torch.stack([model.head.weight[0], -model.head.weight[0]])
+        scores = [model.logits(model(torch.tensor([one.prompt])))[0, -1] for one in asked]
+    best = [Asked(one.prompt, (int(some[:VOCAB_SIZE].argmax()),)) for one, some in zip(asked, scores, strict=True)]
+    assert all(int(some.argmax()) >= VOCAB_SIZE for some in scores)
+    assert all(one.greedy for one in scored(model, best))
 
 
 @settings(max_examples=15)

@@ -74,7 +74,7 @@ def test_where_a_kind_is_used_up_the_others_get_more_and_it_ends(monkeypatch: py
 
 @pytest.fixture
 def engine() -> Engine:
-    return Engine(lively(SHAPES[0], vocab_size=small().vocab_size))
+    return Engine(lively(SHAPES[0], vocab_size=small().vocab_size), small().vocab_size)
 
 
 def test_questions_are_asked_through_the_renderer_and_judged_by_equality(

@@ -41,7 +41,7 @@ def test_a_stream_is_what_whole_forward_passes_say(
 ) -> None:
     model = lively(random_config(seed), seed)
     prompt = prompts([length], seed)[0]
-    said = list(Engine(model).stream(prompt, max_tokens=max_tokens, stop_ids=stop_ids))
+    said = list(Engine(model, VOCAB_SIZE).stream(prompt, max_tokens=max_tokens, stop_ids=stop_ids))
     assert said == slowly(model, prompt, max_tokens, stop_ids)
 
 
@@ -56,7 +56,7 @@ def test_a_stream_is_what_whole_forward_passes_say(
 def test_sequences_decoded_together_say_what_each_says_alone(
     seed: int, lengths: list[int], max_tokens: int, batch: int, stop_ids: frozenset[int]
 ) -> None:
-    engine = Engine(lively(random_config(seed), seed))
+    engine = Engine(lively(random_config(seed), seed), VOCAB_SIZE)
     asked = prompts(lengths, seed)
     found = engine.complete(asked, max_tokens=max_tokens, stop_ids=stop_ids, batch=batch)
     assert len(found) == len(asked)
@@ -71,7 +71,7 @@ def test_sequences_decoded_together_say_what_each_says_alone(
 )
 @pytest.mark.parametrize("batch", [1, 3, 32])
 def test_what_is_drawn_together_is_what_each_seed_draws_alone(how: dict[str, Any], batch: int) -> None:
-    engine = Engine(lively(SHAPES[0]))
+    engine = Engine(lively(SHAPES[0]), VOCAB_SIZE)
     asked = prompts([4, 7, 4, 4, 7, 2], 5)
     seeds = [3, 2**52 + 1, 3, 11, 0, 7]
     found = engine.draw(asked, seeds, max_tokens=9, stop_ids=OFTEN, batch=batch, **how)
@@ -82,7 +82,7 @@ def test_what_is_drawn_together_is_what_each_seed_draws_alone(how: dict[str, Any
 
 
 def test_a_stream_ends_with_the_stop_id_and_a_completion_before_it() -> None:
-    engine = Engine(lively(SHAPES[0]))
+    engine = Engine(lively(SHAPES[0]), VOCAB_SIZE)
     prompt = prompts([4], 0)[0]
     whole = list(engine.stream(prompt, max_tokens=12, stop_ids=NEVER))
     stop = whole[5]
@@ -95,21 +95,38 @@ def test_a_stream_ends_with_the_stop_id_and_a_completion_before_it() -> None:
 
 @pytest.mark.parametrize("length", [1, 20, 38, 39])
 def test_an_answer_ends_where_the_context_does(length: int) -> None:
-    engine = Engine(lively(SHAPES[0]))
+    engine = Engine(lively(SHAPES[0]), VOCAB_SIZE)
     assert engine.context == 40
     prompt = prompts([length], 0)[0]
     assert len(list(engine.stream(prompt, max_tokens=1000, stop_ids=NEVER))) == 40 - length
     assert engine.complete([prompt], max_tokens=1000, stop_ids=NEVER)[0].stopped is False
 
 
+@pytest.mark.parametrize("how", [{}, {"temperature": 1.0}, {"temperature": 0.7, "top_p": 0.9}])
+def test_rows_beyond_the_ids_of_the_tokenizer_change_nothing_that_is_said(how: dict[str, Any]) -> None:
+    model, padded = lively(SHAPES[1]), lively(SHAPES[1], vocab_size=VOCAB_SIZE + 2)
+    with torch.no_grad():
+        for name, weight in padded.state_dict().items():
+            weight[:VOCAB_SIZE] = model.state_dict()[name]
+        padded.head.weight[VOCAB_SIZE:] = 1e4 * torch.stack([model.head.weight[0], -model.head.weight[0]])
+    asked = prompts([4, 7, 4], 5)
+    both = [Engine(one, VOCAB_SIZE) for one in (model, padded)]
+    said = [one.draw(asked, [1, 2, 3], max_tokens=9, stop_ids=NEVER, **how) for one in both]
+    streamed = [list(one.stream(asked[0], max_tokens=9, stop_ids=NEVER, seed=1, **how)) for one in both]
+    assert said[0] == said[1]
+    assert streamed[0] == streamed[1] == said[0][0].ids
+    free = Engine(padded, VOCAB_SIZE + 2).complete(asked, max_tokens=9, stop_ids=NEVER)
+    assert all(set(one.ids) <= {VOCAB_SIZE, VOCAB_SIZE + 1} for one in free)
+
+
 def test_no_more_ids_are_said_than_asked_for() -> None:
-    engine = Engine(lively(SHAPES[0]))
+    engine = Engine(lively(SHAPES[0]), VOCAB_SIZE)
     for count in (0, 1, 2, 7):
         assert len(list(engine.stream([1, 2], max_tokens=count, stop_ids=NEVER))) == count
 
 
 def test_a_seed_decides_what_is_drawn_and_no_seed_is_a_new_one() -> None:
-    engine = Engine(lively(SHAPES[0]))
+    engine = Engine(lively(SHAPES[0]), VOCAB_SIZE)
 
     def drawn(seed: int | None, **how: float) -> list[int]:
         return list(engine.stream([3], max_tokens=30, temperature=5.0, seed=seed, stop_ids=NEVER, **how))  # type: ignore[arg-type]
@@ -121,7 +138,7 @@ def test_a_seed_decides_what_is_drawn_and_no_seed_is_a_new_one() -> None:
 
 
 def test_a_stream_that_is_left_early_disturbs_no_other() -> None:
-    engine = Engine(lively(SHAPES[0]))
+    engine = Engine(lively(SHAPES[0]), VOCAB_SIZE)
     whole = list(engine.stream([3, 4], max_tokens=9, stop_ids=NEVER))
     one, other = (engine.stream([3, 4], max_tokens=9, stop_ids=NEVER) for _ in range(2))
     mixed = [next(one), next(other), next(other), next(one)]
@@ -138,7 +155,7 @@ def test_a_stream_that_is_left_early_disturbs_no_other() -> None:
     ],
 )
 def test_a_prompt_that_leaves_no_room_is_refused_before_any_work(prompt: list[int], told: str) -> None:
-    engine = Engine(lively(SHAPES[0]))
+    engine = Engine(lively(SHAPES[0]), VOCAB_SIZE)
     with pytest.raises(DataError, match=told):
         next(engine.stream(prompt, max_tokens=3, stop_ids=NEVER))
     with pytest.raises(DataError, match=told):
@@ -146,4 +163,4 @@ def test_a_prompt_that_leaves_no_room_is_refused_before_any_work(prompt: list[in
 
 
 def test_no_prompts_have_no_completions() -> None:
-    assert Engine(lively(SHAPES[0])).complete([], max_tokens=3, stop_ids=NEVER) == []
+    assert Engine(lively(SHAPES[0]), VOCAB_SIZE).complete([], max_tokens=3, stop_ids=NEVER) == []

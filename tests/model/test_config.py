@@ -7,6 +7,7 @@ from bloomery.core.config import Config, build, load, plain
 from bloomery.core.errors import ConfigError
 from bloomery.model.config import ModelConfig
 
+YARN = {"kind": "yarn", "factor": 4.0, "original_context": 64}
 BAD: list[tuple[dict[str, Any], str]] = [
     ({"width": 100, "num_heads": 8}, "width 100 must be a multiple of num_heads 8, or head_width given"),
     ({"width": 24, "num_heads": 8}, "rotary positions turn pairs of numbers, and a head has 3"),
@@ -27,6 +28,8 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"num_layers": 0}, "num_layers: input should be greater than or equal to 1, got 0"),
     ({"context": -1}, "context: input should be greater than or equal to 1, got -1"),
     ({"rope_theta": 0.0}, "rope_theta: input should be greater than 0"),
+    ({"rope_theta": 1.0, "rope_scaling": YARN}, "yarn divides by the logarithm of rope_theta 1.0"),
+    ({"rope_theta": 0.5, "rope_scaling": YARN}, "rope_theta 0.5, which must be above 1"),
     ({"norm_eps": -1e-5}, "norm_eps: input should be greater than 0"),
     ({"num_kv_head": 2}, "Did you mean 'num_kv_heads'"),
     ({"width": 256.5}, "width: input should be a valid integer"),

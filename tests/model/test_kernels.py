@@ -69,7 +69,7 @@ def test_activations_of_very_large_numbers_are_finite() -> None:
 
 @DTYPES
 def test_a_norm_equals_that_of_torch_and_is_rounded_once(dtype: torch.dtype) -> None:
-    x, weight = torch.randn(3, 5, 70) * 3, torch.rand(70) + 0.5
+    x, weight = torch.randn(3, 5, 140)[..., ::2] * 3, (torch.rand(140) + 0.5)[::2]
     given = [x.requires_grad_(), weight.requires_grad_()]
     found, expected = kernels.rms_norm(x, weight, 1e-5, dtype), F.rms_norm(x, (70,), weight, 1e-5)
     assert found.dtype == dtype

@@ -1,6 +1,6 @@
 """Products by tiles and by pairs equal PyTorch's in float32 of the same rounded numbers, of any shapes and strides."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import pytest
 
@@ -102,6 +102,32 @@ def test_a_layer_has_the_gradients_of_a_linear_one_and_does_not_round_those_of_w
     assert [one.dtype for one in found] == [torch.bfloat16, *[torch.float32] * (len(found) - 1)]
     for mine, yours in zip(found, theirs, strict=True):
         near(mine, yours)
+
+
+Change = Callable[[Tensor], Tensor]
+LAYOUTS: dict[str, Change] = {
+    "transposed": lambda x: x.t().contiguous().t(),
+    "every second column": lambda x: torch.stack((x, x), 2).flatten(1)[:, ::2],
+    "one row for all": lambda x: x[:1].expand(x.shape),
+    "one column for all": lambda x: x[:, :1].expand(x.shape),
+    "one number for all": lambda x: x[:1, :1].expand(x.shape),
+}
+
+
+@pytest.mark.parametrize("change", LAYOUTS.values(), ids=LAYOUTS)
+def test_how_what_comes_in_lies_in_memory_does_not_matter(change: Change) -> None:
+    x, slope = (change(torch.randn(70, size).bfloat16()) for size in (96, 80))
+    layer = Linear(96, 80)
+    layer.bias = torch.nn.Parameter(torch.randn(160)[::2])
+
+    def values(*given: Tensor) -> list[Tensor]:
+        rows = given[0].detach().requires_grad_()
+        with torch.autocast("cpu", torch.bfloat16):
+            y = layer(rows)
+        return [y.detach(), *torch.autograd.grad(y, [rows, *layer.parameters()], given[1])]
+
+    for found, expected in zip(values(x, slope), values(x.contiguous(), slope.contiguous()), strict=True):
+        assert torch.equal(found, expected)
 
 
 def test_what_is_not_finite_stays_so_in_its_row() -> None:

@@ -57,6 +57,15 @@ def test_a_conversation_cannot_see_another_in_its_row(config: ModelConfig, bf16:
 
 
 @shapes
+@precisions
+def test_rows_may_share_their_conversations(config: ModelConfig, bf16: bool) -> None:
+    model, ids = lively(config), random_ids(3, T)
+    segments = (torch.arange(T) >= 9).long()[None]
+    each = hidden(model, ids, bf16, segments=segments.expand(3, T))
+    assert torch.equal(hidden(model, ids, bf16, segments=segments), each)
+
+
+@shapes
 def test_no_gradient_flows_into_the_future_or_into_another_conversation(config: ModelConfig) -> None:
     model = lively(config)
     model.embed = torch.nn.Embedding(T, config.width)

@@ -46,9 +46,8 @@ def test_what_a_model_says_is_what_its_engine_and_its_renderer_say(shelf: Shelf)
     assert isinstance(answerer, Answerer)
     answer = answerer.answer(ASK, Sampling(max_tokens=9, temperature=0.0))
     prompt = Renderer(small()).prompt(ASK)
-    ids = list(
-        Engine(huggingface.load(folder).model).stream(prompt, max_tokens=9, stop_ids=frozenset({small().end_id}))
-    )
+    engine = Engine(huggingface.load(folder).model, small().vocab_size)
+    ids = list(engine.stream(prompt, max_tokens=9, stop_ids=frozenset({small().end_id})))
     assert answer.prompt_tokens == len(prompt)
     assert "".join(piece.text for piece in answer.pieces) == small().decode(ids)
 

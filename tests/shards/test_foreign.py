@@ -2,6 +2,7 @@
 
 import struct
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
@@ -12,8 +13,9 @@ from hypothesis import strategies as st
 from bloomery.core.errors import DataError
 from bloomery.shards import foreign, format
 from bloomery.shards.loader import IGNORE, Samples
-from bloomery.tokenizer.tokenizer import SPECIAL
+from bloomery.tokenizer import importers
 from tests.tokenizer.made import small
+from tests.tokenizer.test_llmc import small_file
 
 VOCAB = small().vocab_size
 DOCUMENT = small().document_id
@@ -70,6 +72,9 @@ def test_a_folder_of_llm_c_can_be_trained_on(tmp_path: Path) -> None:
     assert format.read(out / "train-00000", verify=True).starts.tolist() == [0, 5, 9]
     assert format.read(out / "train-00001", verify=True).starts.tolist() == [0, 2]
     samples = Samples(out, "train", 5, small().hash, verify=True)
+    for split in ("train", "val"):
+        with pytest.raises(DataError, match=r"\nImport longer token files, or lower pretrain\.model\.context\.$"):
+            Samples(out, split, 500, small().hash)
     batch = samples.batch(np.arange(samples.num_samples))
     assert batch.ids.tolist() == [LONG[:5], LONG[5:10], [14, 15, DOCUMENT, 16, 17]]
     assert batch.targets.tolist() == [LONG[1:6], LONG[6:11], [15, DOCUMENT, 16, 17, 18]]
@@ -90,6 +95,14 @@ def test_files_without_a_header_are_read_when_it_is_said_what_they_hold(tmp_path
     assert (shard.tokens.tolist(), shard.starts.tolist()) == (LONG, [0, 5, 9])
     with pytest.raises(DataError, match="begins with 20240520: it has a header"):
         foreign.adopt(speed_run(tmp_path / "headed"), tmp_path / "other", small(), headerless="uint16")
+
+
+def test_four_bytes_a_token_are_not_read_as_two(tmp_path: Path) -> None:
+    raw = struct.pack(f"<{len(LONG)}I", *LONG)
+    theirs = folder_of(tmp_path / "theirs", {"train.bin": raw, "val.bin": raw})
+    with pytest.raises(DataError, match=r"train.bin: every second one of its tokens is 0(.|\n)*uint32"):
+        foreign.adopt(theirs, tmp_path / "out", small(), headerless="uint16")
+    assert foreign.adopt(theirs, tmp_path / "out", small(), headerless="uint32")["tokens"] == len(LONG)
 
 
 @given(st.lists(st.integers(0, VOCAB - 1), min_size=1, max_size=60), st.sampled_from(["H", "I"]), st.integers(1, 9))
@@ -118,12 +131,13 @@ def meta(**changes: object) -> bytes:
         "seq_len": 5,
         "pack_len": 6,
         "dtype": "uint16",
-        "vocab_size": VOCAB - len(SPECIAL),
+        "vocab_size": VOCAB,
         "tokenizer": "'some_1.1.model'",
         "has_loss_mask": "true",
         "template": "null",
         "n_train_sequences": 4,
         "n_val_sequences": 1,
+        "n_train_shards": 2,
         "source_tokens": "",
     } | changes
     lines = [f"{key}: {value}".rstrip() for key, value in facts.items() if value is not None]
@@ -161,13 +175,42 @@ def test_rows_of_1386_are_samples_as_they_are_and_their_masks_are_kept(tmp_path:
 
 
 @pytest.mark.parametrize(
+    ("changes", "mark"),
+    [
+        ({}, "\ufeff"),
+        ({"pack_len": "6  # a row", "has_loss_mask": "true # 1 is learned", "source_tokens": "# none"}, ""),
+        ({"vocab_size": f'"{VOCAB}"', "seq_len": "'5' # one's 'less'", "n_train_shards": '"2"'}, ""),
+        ({"dtype": '"uint16"  # "small"', "tokenizer": "some_1.1.model # it's its"}, ""),
+    ],
+)
+def test_a_meta_yaml_may_have_comments_quotes_and_a_mark_of_its_encoding(
+    tmp_path: Path, changes: dict[str, object], mark: str
+) -> None:
+    facts = [
+        foreign.read_meta(rows(tmp_path / name, **some) / "meta.yaml") for name, some in (("a", {}), ("b", changes))
+    ]
+    assert facts[0] == facts[1]
+    file = tmp_path / "b" / "meta.yaml"
+    file.write_text(mark + file.read_text(encoding="utf-8"), encoding="utf-8")
+    assert foreign.read_meta(file) == facts[0]
+
+
+@pytest.mark.parametrize(
     ("changes", "told"),
     [
         ({"vocab_size": 48000}, r"vocabulary of 48000, and this tokenizer has \d+ ids(.|\n)*'some_1.1.model'"),
-        ({"pack_len": 5}, r"train_0000.bin: holds 12 tokens, which are no rows of 5"),
+        ({"pack_len": 5, "seq_len": 4}, r"train_0000.bin: holds 12 tokens, which are no rows of 5"),
         ({"pack_len": "wide"}, r"meta.yaml: pack_len is 'wide', not a number"),
+        ({"pack_len": "--5"}, r"meta.yaml: pack_len is '--5', not a number"),
         ({"dtype": "int16"}, r"meta.yaml: dtype is 'int16', not uint16 or uint32"),
-        ({"n_train_sequences": 7}, r"meta.yaml: says 7 rows for train, and there are 4"),
+        ({"vocab_size": VOCAB - 1}, rf"vocabulary of {VOCAB - 1}, and this tokenizer has {VOCAB} ids"),
+        ({"n_train_sequences": 7}, r"meta.yaml: says n_train_sequences: 7, and there are 4"),
+        ({"n_val_sequences": "many"}, r"meta.yaml: says n_val_sequences: 'many', and there are 1"),
+        ({"n_train_shards": 3}, r"meta.yaml: says n_train_shards: 3, and there are 2"),
+        ({"seq_len": 77}, r"meta.yaml: seq_len is 77 and pack_len 6, which is not one more"),
+        ({"has_loss_mask": None}, r"meta.yaml: says nothing of has_loss_mask, and train_mask_0000.bin lies beside it"),
+        ({"has_loss_mask": "false"}, r"meta.yaml: says false for has_loss_mask, and train_mask_0000.bin lies beside"),
+        ({"has_loss_mask": "no"}, r"meta.yaml: has_loss_mask is 'no', not true or false"),
         ({"tokenizer": None, "what is this": 1}, r"meta.yaml:\d+: 'what is this: 1' is no key and value"),
     ],
 )
@@ -178,11 +221,39 @@ def test_rows_that_are_not_as_their_meta_yaml_says_are_refused(
         foreign.adopt(rows(tmp_path / "theirs", **changes), tmp_path / "out", small())
 
 
-def test_a_mask_of_another_length_is_refused_by_name(tmp_path: Path) -> None:
+def test_a_mask_of_another_length_and_a_meta_yaml_that_is_no_text_are_refused_by_name(tmp_path: Path) -> None:
     theirs = rows(tmp_path / "theirs")
     (theirs / "train_mask_0001.bin").write_bytes(bytes(11))
-    with pytest.raises(DataError, match=r"train_mask_0001.bin: masks 11 tokens of 12"):
+    with pytest.raises(DataError, match=r"train_mask_0001.bin: masks 11 tokens of 12\n.* Make it or fetch it again"):
         foreign.adopt(theirs, tmp_path / "out", small())
+    (theirs / "meta.yaml").write_bytes(b"\xff\xfe\x00")
+    with pytest.raises(DataError, match=r"meta.yaml: is not UTF-8"):
+        foreign.adopt(theirs, tmp_path / "out", small())
+
+
+def test_rows_belong_to_a_tokenizer_of_their_size_before_or_after_special_tokens_were_added(tmp_path: Path) -> None:
+    made = importers.load(small_file(tmp_path), "qwen2")
+    theirs = made.document_id + 1  # the file has the token that ends texts, and none of the others
+    accepted = set()
+    for size in range(theirs - 2, made.vocab_size + 2):
+        with suppress(DataError):
+            foreign.adopt(rows(tmp_path / f"{size}", vocab_size=size), tmp_path / "out", made, document_id=DOCUMENT)
+            accepted.add(size)
+    assert accepted == {theirs - 1, theirs, made.vocab_size}
+
+
+def test_the_name_of_the_tokenizer_is_compared_or_it_is_said_that_it_cannot_be(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    theirs = rows(tmp_path / "theirs")
+    with pytest.raises(DataError, match=r"made with the tokenizer 'some_1.1.model', and this run has 'other.model'"):
+        foreign.adopt(theirs, tmp_path / "out", small(), tokenizer_file="other.model")
+    foreign.adopt(theirs, tmp_path / "out", small(), tokenizer_file="some_1.1.model")
+    assert "could be compared" not in capsys.readouterr().err
+    for name, told in (("gpt2-tokenizer", "is of 'gpt2-tokenizer'"), ("", "is of no imported file")):
+        foreign.adopt(theirs, tmp_path / "out", small(), tokenizer_file=name)
+        said = " ".join(capsys.readouterr().err.split())
+        assert f"names the tokenizer 'some_1.1.model', and this run's {told}: only the number of ids could be" in said
 
 
 # --- what is refused -----------------------------------------------------------------------------------------------
@@ -217,8 +288,9 @@ def test_a_file_that_is_no_shard_of_this_tokenizer_is_refused_by_name(tmp_path: 
     file = theirs / "fineweb_train_000002.bin"
     do, told = BROKEN[kind]
     file.write_bytes(do(file) or b"")
-    with pytest.raises(DataError, match=f"{file}: {told}"):
+    with pytest.raises(DataError, match=f"{file}: {told}") as refused:
         foreign.adopt(theirs, tmp_path / "out", small())
+    assert "stage" not in refused.value.cure
 
 
 def test_files_in_which_no_document_ends_are_refused(tmp_path: Path) -> None:
@@ -229,6 +301,10 @@ def test_files_in_which_no_document_ends_are_refused(tmp_path: Path) -> None:
 def test_a_folder_says_what_it_lacks(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"holds no \.bin files"):
         foreign.adopt(tmp_path, tmp_path / "out", small())
+    with pytest.raises(DataError, match=r"nowhere: there is no such folder"):
+        foreign.digest(tmp_path / "nowhere")
+    with pytest.raises(DataError, match=r"is a file, and no folder"):
+        foreign.digest(Path(__file__))
     theirs = folder_of(tmp_path / "a", {"some_train_1.bin": by_hand(LONG)})
     with pytest.raises(DataError, match="holds no file for val"):
         foreign.adopt(theirs, tmp_path / "out", small())
@@ -237,12 +313,13 @@ def test_a_folder_says_what_it_lacks(tmp_path: Path) -> None:
         foreign.adopt(theirs, tmp_path / "out", small())
 
 
-def test_a_change_of_a_file_changes_the_digest(tmp_path: Path) -> None:
-    theirs = speed_run(tmp_path / "theirs")
-    before = foreign.digest(theirs)
-    assert before == foreign.digest(theirs)
-    (theirs / "fineweb_train_000002.bin").write_bytes(by_hand([14, 15, DOCUMENT, 16, 17, 19]))
-    assert foreign.digest(theirs) != before
+def test_a_file_without_tokens_adds_nothing(tmp_path: Path) -> None:
+    files = {"0_train.bin": by_hand([]), "1_train.bin": by_hand([7, 8, DOCUMENT, 9]), "a_val.bin": by_hand(LONG)}
+    stats = foreign.adopt(folder_of(tmp_path / "theirs", files), tmp_path / "out", small())
+    assert (stats["tokens"], stats["documents"]) == (4, 2)
+    (tmp_path / "theirs" / "1_train.bin").write_bytes(by_hand([]))
+    with pytest.raises(DataError, match="holds no token for train"):
+        foreign.adopt(tmp_path / "theirs", tmp_path / "out", small())
 
 
 # --- beyond 2 GiB --------------------------------------------------------------------------------------------------
@@ -281,6 +358,23 @@ def test_more_tokens_than_a_header_counts_are_a_clear_error(tmp_path: Path) -> N
         opened.truncate(1024 + 2 * (2**31 + 5))
     with pytest.raises(DataError, match=r"y\.bin: holds 2,147,483,653 tokens, more than its header can count"):
         format.read_tokens(file)
+
+
+def test_what_has_no_header_and_more_tokens_than_one_counts_becomes_several_shards(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    raw = struct.pack(f"<{len(LONG)}H", *LONG)
+    theirs = folder_of(tmp_path / "theirs", {"train.bin": raw, "val.bin": raw})
+    monkeypatch.setattr(format, "MOST_TOKENS", 7)
+    stats = foreign.adopt(theirs, tmp_path / "out", small(), headerless="uint16")
+    assert (stats["tokens"], stats["files"]["train"]) == (len(LONG), ["train.bin"])
+    shards = [format.read(path, verify=True) for path in format.names(tmp_path / "out", "train")]
+    assert [shard.tokens.tolist() for shard in shards] == [LONG[:7], LONG[7:]]
+    assert [shard.starts.tolist() for shard in shards] == [[0, 5], [0, 2]]
+    foreign.adopt(rows(tmp_path / "rows"), tmp_path / "of rows", small())
+    shards = [format.read(path, verify=True) for path in format.names(tmp_path / "of rows", "train")]
+    assert [len(shard.tokens) for shard in shards] == [6] * 4
+    assert [shard.mask.tolist() for shard in shards if shard.mask is not None][2] == [0, 1, 1, 1, 1, 0]
 
 
 @pytest.mark.slow

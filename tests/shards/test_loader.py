@@ -23,10 +23,16 @@ DOCUMENT, PAD, VOCAB_SIZE = 0, 2, 500
 
 
 def write(
-    folder: Path, number: int, tokens: list[int], *, row_tokens: int | None = None, mask: list[int] | None = None
+    folder: Path,
+    number: int,
+    tokens: list[int],
+    *,
+    row_tokens: int | None = None,
+    mask: list[int] | None = None,
+    split: str = "train",
 ) -> None:
     format.write(
-        folder / f"train-{number:05d}",
+        folder / f"{split}-{number:05d}",
         np.array(tokens, dtype=np.uint16),
         vocab_size=VOCAB_SIZE,
         starts=[place for place, token in enumerate(tokens) if token == DOCUMENT],
@@ -322,8 +328,15 @@ def test_shards_that_are_absent_too_small_or_of_other_rows_are_refused(tmp_path:
     with pytest.raises(DataError, match=r"there are no shards train-\*\.bin"):
         Samples(tmp_path, "train", 8, TOKENIZER)
     write(tmp_path, 0, [0, 7, 8])
-    with pytest.raises(DataError, match=r"(?s)3 tokens are fewer than one sample of 9.*lower model\.context"):
+    with pytest.raises(DataError, match=r"to train on .* 3 tokens are fewer than one sample of 9\nFetch more"):
         Samples(tmp_path, "train", 8, TOKENIZER)
+    with pytest.raises(DataError, match=r"there are no shards val-\*\.bin\nNothing was held out: say shard\.hold_out"):
+        Samples(tmp_path, "val", 8, TOKENIZER)
+    for number in range(2):
+        write(tmp_path, number, [0, 7, 8, 9][: 4 - number], split="val")
+    told = r"held-out text \(val-\*\.bin\) .* 4 tokens in the longest of 2 shards are .* of 9\nRaise shard\.hold_out"
+    with pytest.raises(DataError, match=told):
+        Samples(tmp_path, "val", 8, TOKENIZER)
     with pytest.raises(DataError, match="was made with tokenizer aaaaaaaa, not bbbbbbbb"):
         Samples(tmp_path, "train", 2, "b" * 64)
     write(tmp_path, 0, [0, 7, 8, 9], row_tokens=4)

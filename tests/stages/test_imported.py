@@ -1,5 +1,6 @@
 """A recipe that trains on token files of others, without a document."""
 
+import json
 from pathlib import Path
 
 import numpy as np
@@ -17,8 +18,9 @@ from bloomery.tokenizer.tokenizer import Tokenizer
 from bloomery.tokenizer.train import train
 from bloomery.weights import huggingface
 from bloomery.weights.huggingface import Lineage
+from tests.calling import Call
 from tests.model.made import lively
-from tests.shards.test_foreign import by_hand
+from tests.shards.test_foreign import by_hand, rows
 from tests.tokenizer.made import small
 
 import torch
@@ -77,6 +79,15 @@ def test_token_files_of_another_tokenizer_end_the_stage_by_name(tmp_path: Path) 
         stage.execute(stage.lay_out(STAGES, recipe, tmp_path / "run"), until="shard")
 
 
+def test_rows_of_a_tokenizer_of_another_name_end_the_stage(tmp_path: Path) -> None:
+    recipe, tokens = written(tmp_path / "theirs"), rows(tmp_path / "rows", tokenizer="some.json")
+    (tmp_path / "theirs" / "tokenizer.json").rename(tmp_path / "other.json")
+    words = [f"tokenizer.path={tmp_path}/other.json", f"shard.imported.folder={tokens}"]
+    plans = stage.lay_out(STAGES, config.load(Recipe, recipe, words), tmp_path / "run")
+    with pytest.raises(DataError, match=r"made with the tokenizer 'some.json', and this run has 'other.json'"):
+        stage.execute(plans, until="shard")
+
+
 def test_a_recipe_needs_documents_or_token_files(tmp_path: Path) -> None:
     recipe = written(tmp_path / "theirs")
     text = recipe.read_text()
@@ -93,11 +104,11 @@ def test_a_recipe_needs_documents_or_token_files(tmp_path: Path) -> None:
 ONE = "optimizer = { kind = 'adamw', learning_rate = 1e-12, weight_decay = 0.0 }"
 
 
-def starting_from(root: Path, **changes: object) -> tuple[Path, Transformer]:
+def starting_from(root: Path, padding: int = 0, **changes: object) -> tuple[Path, Transformer]:
     """As `written`, and a model folder of others that training starts from."""
     recipe = written(root)
     shape = ModelConfig(width=16, num_layers=1, num_heads=2, num_kv_heads=1, mlp_width=16, context=16)
-    model = lively(shape.model_copy(update=changes), 0, small().vocab_size)
+    model = lively(shape.model_copy(update=changes), 0, small().vocab_size + padding)
     huggingface.save(root / "base", model, Renderer(small()), Lineage(tokenizer="", template=None, shards=""))
     (root / "base" / "bloomery.json").unlink()
     text = recipe.read_text().replace("[pretrain]", f'[pretrain]\nstart_from = "{root}/base"\n{ONE}')
@@ -130,10 +141,41 @@ def test_weights_of_another_shape_or_tokenizer_are_not_started_from(tmp_path: Pa
         pretrain.digest(section)
 
 
-def test_a_choice_that_no_other_program_has_is_said_before_training(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+def test_a_plan_counts_rows_that_no_id_has(tmp_path: Path, call: Call) -> None:
+    recipe, model = starting_from(tmp_path / "theirs", padding=90)
+    code, out, _ = call("plan", recipe, "--runs", tmp_path, "--json", "--device", "rtx-4090")
+    assert code == 0
+    assert json.loads(out)["pretrain"]["parameters"] == sum(weight.numel() for weight in model.parameters())
+
+
+def test_a_plan_is_made_before_token_files_and_weights_are_there(tmp_path: Path, call: Call) -> None:
+    recipe, _ = starting_from(tmp_path / "theirs")
+    words = ["plan", recipe, "--runs", tmp_path, "--device", "rtx-4090"]
+    words += [f"shard.imported.folder={tmp_path}/none", f"pretrain.start_from={tmp_path}/none"]
+    code, out, _ = call(*words)
+    assert (code, f"unknown: {tmp_path}/none: there is no such folder" in out) == (0, True)
+
+
+def test_a_choice_that_no_other_program_has_is_said_before_anything_is_done(tmp_path: Path, call: Call) -> None:
+    words = str(written(tmp_path / "theirs")), "pretrain.model.positions=none", "--runs", str(tmp_path)
+    why = "can be used here and nowhere else: positions='none' is nothing that LlamaForCausalLM has"
+    code, out, _ = call("plan", *words)
+    assert (code, why in " ".join(out.split())) == (0, True)
+    code, _, said = call("run", *words, "--until", "tokenizer")
+    assert (code, why in " ".join(said.split())) == (0, True)
+
+
+@pytest.mark.parametrize("split", ["train", "val"])
+def test_a_shard_that_was_damaged_in_its_midst_is_not_trained_on(
+    tmp_path: Path, split: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    recipe = config.load(Recipe, written(tmp_path / "theirs"), ["pretrain.model.positions=none"])
-    stage.execute(stage.lay_out(STAGES, recipe, tmp_path / "run"), until="pretrain")
-    said = " ".join(capsys.readouterr().err.split())
-    assert "can be used here and nowhere else: positions='none' is nothing that LlamaForCausalLM has" in said
+    monkeypatch.setattr(format, "EDGE_BYTES", 64)
+    recipe = config.load(Recipe, written(tmp_path / "theirs"))
+    plans = stage.lay_out(STAGES, recipe, tmp_path / "run")
+    stage.execute(plans, until="shard")
+    file = plans[1].folder / f"{split}-00000.bin"
+    damaged = bytearray(file.read_bytes())
+    damaged[len(damaged) // 2 // 2 * 2] ^= 1
+    file.write_bytes(damaged)
+    with pytest.raises(DataError, match=rf"{split}-00000\.bin: has another sha256 than its index says"):
+        stage.execute(plans, until="pretrain")

@@ -1,10 +1,13 @@
-"""The page of a run without a model: what its stages say of the text, and one document for each reason."""
+"""The page of a run that is not evaluated: what its stages say of text and training, a document for each reason."""
 
 from pathlib import Path
+from typing import Any
 
 from bloomery.core import files
+from bloomery.core.log import METRICS, Metrics
 from bloomery.data import document
 from bloomery.stages import overview
+from tests.evaluation.made import full
 from tests.stages.test_card import FETCH
 
 
@@ -35,3 +38,32 @@ def test_a_run_that_has_only_fetched_has_a_page_and_one_that_has_not_has_none(tm
     page = overview.write(tmp_path)
     assert page is not None
     assert "code" in page.read_text()
+
+
+def test_a_run_that_trains_has_its_curves_on_the_page_before_it_is_evaluated(tmp_path: Path) -> None:
+    names = {"fetch": "01-fetch-00000000", "pretrain": "07-pretrain-00000000", "prefer": "11-prefer-00000000"}
+    told: dict[str, Any] = full()
+    lines = {**told["curves"], "prefer": [{"step": 1, "loss": 0.5, "margin": 1.0}]}
+    for stage in ("pretrain", "prefer"):
+        (tmp_path / names[stage]).mkdir()
+        with Metrics(tmp_path / names[stage] / METRICS, 0) as metrics:
+            for line in lines[stage]:
+                metrics.write(**line)
+    done = {"outputs": {}, "seconds": 1.5, "resumed": False, "stats": {}}
+    files.write_json(tmp_path / names["pretrain"] / "manifest.json", {"stage": "pretrain", **done})
+
+    def page(*stages: str) -> str:
+        files.write_json(tmp_path / "current.json", {stage: names[stage] for stage in stages})
+        made = overview.write(tmp_path)
+        assert made is not None
+        return made.read_text()
+
+    alone = page("pretrain")  # on token files of others: nothing was read
+    shown = ("Pretrain: loss", "Gradient flow", "Where the seconds of training went", "/metrics.jsonl")
+    assert all(one in alone for one in shown)
+    assert not any(one in alone for one in ("What was read", "Finetune", "<h3>Prefer"))
+    assert files.read_json(tmp_path / "report.json")["curves"] == {"pretrain": lines["pretrain"]}
+    assert "<h3>Prefer" in page("pretrain", "prefer")  # which has begun and is not done
+    files.write_json(tmp_path / names["fetch"] / "manifest.json", FETCH | {"stage": "fetch"} | done)
+    both = page("fetch", "pretrain")
+    assert both.index("<h2>What was read") > both.index("Pretrain: loss")

@@ -1,23 +1,28 @@
 """Tokenizer files of llm.c, laid out by hand, and those of GPT-2."""
 
+import re
 import struct
 from pathlib import Path
+from typing import get_args
 
 import pytest
 from hypothesis import given
 
 from bloomery.core.errors import DataError
 from bloomery.tokenizer import importers, llmc
+from bloomery.tokenizer.patterns import PatternName
+from bloomery.tokenizer.templates import EVERY_SPECIAL
 from bloomery.tokenizer.tokenizer import SPECIAL, Tokenizer
+from bloomery.tokenizer.train import train
 from tests.shared import needs
-from tests.tokenizer.made import TEXTS, small
+from tests.tokenizer.made import CODE, ELSEWHERE, TEXTS, small, training_texts
 from tests.tokenizer.shared import GPT2
 from tests.tokenizer.test_importers import ranks
 
 
-def by_hand(tokens: list[bytes], end: int, version: int = 2) -> bytes:
+def by_hand(tokens: list[bytes], end: int, version: int = 2, cut: bytes = b"") -> bytes:
     body = b"".join(struct.pack("<B", len(token)) + token for token in tokens)
-    return struct.pack("<256i", 20240328, version, len(tokens), end if version == 2 else 0, *[0] * 252) + body
+    return struct.pack("<4i1008s", 20240328, version, len(tokens), end if version == 2 else 0, cut) + body
 
 
 def small_file(folder: Path) -> Path:
@@ -53,7 +58,39 @@ def test_what_is_written_is_laid_out_as_documented(tmp_path: Path, read_in: Toke
     assert end == read_in.document_id
     assert tokens[: end + 1] == [*ranks(), b"<|endoftext|>"]
     assert tokens[end + 1] == b"<|end|>"
-    assert (tmp_path / "out.bin").read_bytes() == by_hand(tokens, end)
+    assert (tmp_path / "out.bin").read_bytes() == by_hand(tokens, end, cut=b"qwen2")
+
+
+@pytest.mark.parametrize("pattern", get_args(PatternName))
+def test_a_tokenizer_that_was_trained_here_comes_back_from_its_file(pattern: PatternName, tmp_path: Path) -> None:
+    """Its special tokens have the first ids; those of other templates, which came later, have the last."""
+    train(training_texts(), 500, pattern).save(tmp_path)
+    whole = importers.load(tmp_path, special=EVERY_SPECIAL)
+    assert whole.document_id == 0
+    assert whole.special_id(EVERY_SPECIAL[-1]) == whole.vocab_size - 1
+    llmc.write(tmp_path / "t.bin", whole)
+    found = importers.load(tmp_path / "t.bin")
+    assert [found.special_id(name) for name in EVERY_SPECIAL] == [whole.special_id(name) for name in EVERY_SPECIAL]
+    ids = range(whole.vocab_size)
+    assert [found.decode_bytes([id]) for id in ids] == [whole.decode_bytes([id]) for id in ids]
+    for text in (*training_texts()[::20], *EVERY_SPECIAL, " ".join(EVERY_SPECIAL), ELSEWHERE, CODE):
+        assert found.encode(text) == whole.encode(text)
+        assert not found.special_ids & set(found.encode(text))
+    other: PatternName = "gpt2" if pattern != "gpt2" else "qwen2"
+    with pytest.raises(DataError, match=f"cuts words as {pattern}, and not as {other}"):
+        importers.load(tmp_path / "t.bin", other)
+
+
+def test_a_special_token_stands_before_or_after_all_others_and_once(tmp_path: Path) -> None:
+    document, merges = b"<|endoftext|>", list(ranks())
+    for tokens, end, told in (
+        ([*merges[:300], document, *merges[300:]], 300, "has b'<|endoftext|>' as token 300, where a text ends"),
+        ([b"<|end|>", *merges, document], 0, "has b'<|end|>' as token 0, where a text ends"),
+        ([document, *merges, document], 0, "holds one token twice"),
+    ):
+        (tmp_path / "t.bin").write_bytes(by_hand(tokens, end))
+        with pytest.raises(DataError, match=re.escape(told)):
+            importers.load(tmp_path / "t.bin", "qwen2")
 
 
 def test_version_1_ends_texts_with_50256(tmp_path: Path) -> None:

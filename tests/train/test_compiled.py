@@ -1,24 +1,48 @@
+import json
+import os
 import re
 import subprocess
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
-from bloomery.train.compiled import TIGHT, Verdict, compile_blocks
+from bloomery.core.config import build
+from bloomery.core.errors import RunError
+from bloomery.hw.dist import World
+from bloomery.shards.loader import Batch, Samples
+from bloomery.train import compiled
+from bloomery.train.compiled import TIGHT, Verdict, compile_blocks, usual_batches
+from bloomery.train.config import Training
 from bloomery.train.loop import accumulate_gradients, gradients
+from bloomery.train.planning.dry_run import Trial
 from bloomery.train.recompute import recompute
 from tests.model.made import SHAPES, lively
-from tests.train.made import processor, random_batch
+from tests.train.made import T, processor, random_batch, session, write_samples
 
 import torch
 from torch import Tensor, nn
 
 BATCH = random_batch(3)
 ROOT = Path(__file__).parents[2]
+
+
+def telling(seen: list[tuple[int, ...]]) -> Callable[..., Any]:
+    """A compiler whose programs tell the rows and tokens that they were given."""
+
+    def compiler(plain: Callable[..., Tensor], **_: Any) -> Callable[..., Tensor]:
+        def call(x: Tensor, *inputs: Any) -> Tensor:
+            seen.append(tuple(x.shape[:2]))
+            return plain(x, *inputs)
+
+        return call
+
+    return compiler
 
 
 def tried(compiler: Callable[..., Any], wanted: Any = "on", level: Any = "none", **how: Any) -> tuple[Verdict, Any]:
@@ -31,7 +55,7 @@ def tried(compiler: Callable[..., Any], wanted: Any = "on", level: Any = "none",
         model.zero_grad(set_to_none=True)
         return loss, norm
 
-    return compile_blocks(model, wanted, trial, tolerance=TIGHT, compiler=compiler, **how), model
+    return compile_blocks(model, wanted, [trial], tolerance=TIGHT, compiler=compiler, **how), model
 
 
 def honest(plain: Callable[..., Tensor]) -> Callable[..., Tensor]:
@@ -125,22 +149,163 @@ def test_blocks_go_back_to_recomputation_where_they_had_it() -> None:
     assert all(block.__dict__["forward"].plain for block in model.blocks)
 
 
-def test_without_gradients_the_plain_blocks_run() -> None:
-    calls: list[int] = []
+class Counted:
+    """A compiler of blocks that are counted as they run."""
 
-    def counted(plain: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    def __init__(self) -> None:
+        self.calls = 0
+
+    def __call__(self, plain: Callable[..., Tensor], **_: Any) -> Callable[..., Tensor]:
         def call(*inputs: Any) -> Tensor:
-            calls.append(1)
+            self.calls += 1
             return plain(*inputs)
 
         return call
 
-    _, model = tried(counted)
-    before = len(calls)
+
+def test_without_gradients_and_for_what_was_not_tried_the_plain_blocks_run() -> None:
+    counted = Counted()
+    model = tried(counted)[1]
+    before = counted.calls
     with torch.no_grad():
         model(torch.arange(3)[None])
-    assert before > 0
-    assert len(calls) == before
+    two = BATCH.split(2)[0]
+    one_document = replace(two, segments=np.zeros_like(two.segments))
+    for untried in (replace(two, **{name: getattr(two, name)[:, 1:] for name in PARTS}), random_batch(5), one_document):
+        accumulate_gradients(model, untried, len(untried.ids), processor())
+    assert counted.calls == before
+    accumulate_gradients(model, two, 2, processor())
+    assert counted.calls == before + len(model.blocks)
+
+
+PARTS = ("ids", "targets", "positions", "segments")
+
+
+@pytest.mark.parametrize(("rows_at_once", "samples"), [(3, 23), (8, 23), (64, 2), (2, 2)])
+def test_the_trial_is_of_the_micro_batches_that_training_has(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rows_at_once: int, samples: int
+) -> None:
+    """Whatever a step and the corpus hold: those micro-batches run compiled, and no others; so after a resume."""
+    write_samples(tmp_path / "shards", samples)
+    seen: list[tuple[int, ...]] = []
+    monkeypatch.setattr(compiled, "STATIC", telling(seen))
+    for steps in (1, 2):
+        seen.clear()
+        session(
+            tmp_path / "shards", tmp_path / "out", compile="on", micro_batch_tokens=rows_at_once * T, steps=steps
+        ).run()
+        assert set(seen) == {(min(rows_at_once, 4), T)}
+    assert json.loads((tmp_path / "out" / "compile.json").read_text())[str(min(rows_at_once, 4))]["compiled"]
+
+
+def test_fewer_rows_after_the_dry_run_are_tried_and_compiled_in_their_turn(
+    shards: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[tuple[int, ...]] = []
+    whole = Trial.run
+
+    def half(self: Trial, rows: int, most: int) -> Any:
+        return replace(whole(self, rows, most), rows=rows // 2)
+
+    monkeypatch.setattr(compiled, "STATIC", telling(seen))
+    monkeypatch.setattr(Trial, "run", half)
+    session(shards, tmp_path, compile="on", micro_batch_tokens=4 * T, dry_run=True).run()
+    steps, halves, blocks = 9, 2, 2
+    assert seen[-steps * halves * blocks :] == [(2, T)] * (steps * halves * blocks)
+    assert (4, T) in seen
+
+
+def test_a_number_of_rows_that_fails_says_nothing_of_another(
+    shards: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[tuple[int, ...]] = []
+
+    def fails(plain: Callable[..., Tensor], **_: Any) -> Callable[..., Tensor]:
+        def call(x: Tensor, *inputs: Any) -> Tensor:
+            if len(x) == 4:
+                raise RuntimeError("out of memory")
+            seen.append(tuple(x.shape[:2]))
+            return plain(x, *inputs)
+
+        return call
+
+    whole = Trial.run
+    monkeypatch.setattr(compiled, "STATIC", fails)
+    monkeypatch.setattr(Trial, "run", lambda self, rows, most: replace(whole(self, rows, most), rows=rows // 2))
+    for _ in range(2):
+        seen.clear()
+        session(shards, tmp_path, compile="on", micro_batch_tokens=4 * T, dry_run=True).run()
+        noted = json.loads((tmp_path / "compile.json").read_text())
+        assert {rows: one["compiled"] for rows, one in noted.items()} == {"4": False, "2": True}
+        assert set(seen) == {(2, T)}
+
+
+def test_blocks_are_compiled_on_all_ranks_or_on_none(
+    shards: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As the first rank has noted it, and as the one finds it where the others do not."""
+
+    class Company(World):
+        def any(self, yes: bool) -> bool:
+            return True
+
+    monkeypatch.setattr(compiled, "STATIC", telling([]))
+    run = session(shards, tmp_path)
+    config = run.config.model_copy(update={"compile": "on"})
+    verdict = compiled.prepare(run.model, config, run.samples, processor(), tmp_path, Company.alone())
+    assert verdict == Verdict(False, compiled.ELSEWHERE)
+    assert not any(isinstance(block.forward, compiled._Compiled) for block in run.model.blocks)
+
+
+def test_kinds_of_micro_batches_are_tried_that_are_not_seldom() -> None:
+    def kinds(documents: list[int], rows: int, had: int | None = None, ranks: int = 1) -> list[bool]:
+        """Of rows with so many documents each."""
+        segments = np.arange(T)[None] % np.array(documents)[:, None]
+        whole = replace(random_batch(len(documents)), segments=segments)
+
+        class Made(Samples):
+            def __init__(self) -> None:
+                self.length, self.num_samples = T, len(documents)
+
+            def batch(self, numbers: Any) -> Batch:
+                return Batch(*(getattr(whole, name)[numbers] for name in (*PARTS, "samples")))
+
+        config = build(Training, {"steps": 1, "tokens_per_step": 64 * T, "micro_batch_tokens": rows * T})
+        found = usual_batches(Made(), config, ranks)
+        assert all(len(batch.ids) == (had or rows) for batch in found)
+        return [bool((batch.segments == batch.segments[:, :1]).all()) for batch in found]
+
+    assert kinds([1], 2) == [True]
+    assert kinds([2, 3], 4) == [False]
+    assert kinds([1, 2], 1) == [False, True]
+    assert kinds([1, 2], 4) == [False, True]
+    assert kinds([1, 2], 8) == [False], "one of 256"
+    assert kinds([1], 8, had=2, ranks=32) == [True], "a rank has 2 rows of the 64 of a step"
+
+
+def test_what_came_of_the_trial_is_written_whole_or_not_at_all(
+    shards: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def die(handle: int) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(compiled, "compile_blocks", lambda *args, **how: Verdict(False, "it was slow"))
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "fsync", die)
+        with pytest.raises(KeyboardInterrupt):
+            session(shards, tmp_path, compile="on").run()
+    assert not (tmp_path / "compile.json").exists()
+    session(shards, tmp_path, compile="on").run()
+    assert json.loads((tmp_path / "compile.json").read_text()) == {"3": {"compiled": False, "why": "it was slow"}}
+
+
+@pytest.mark.parametrize("text", ["", "null", "{}"])
+def test_what_came_of_the_trial_and_cannot_be_read_is_named_with_the_cure(
+    shards: Path, tmp_path: Path, text: str
+) -> None:
+    (tmp_path / "compile.json").write_text(text)
+    with pytest.raises(RunError, match=r"compile.json: does not say whether blocks were compiled: .*\nRemove it"):
+        session(shards, tmp_path, compile="on").run()
 
 
 REAL = """

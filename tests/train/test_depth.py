@@ -15,6 +15,7 @@ from bloomery.recipe import Recipe
 from bloomery.stages.config import Pretrain
 from bloomery.train import depth
 from bloomery.train.config import AdamW, Muon
+from bloomery.train.plan import rows_per_step
 
 VOCAB_SIZE = 32_768
 RECIPE = 'name = "a"\n[fetch]\n[pretrain]\ndepth = {depth}\n'
@@ -69,6 +70,16 @@ def test_tokens_are_the_asked_multiple_of_the_multiplied_weights(layers: int, ra
     assert abs(tokens - wanted) <= section.tokens_per_step / 2
 
 
+@pytest.mark.parametrize("given", [{}, {"tokens_per_step": 1000}, {"tokens_per_step": 10}])
+@pytest.mark.parametrize("context", [256, 300])
+def test_steps_and_rates_are_those_of_the_tokens_that_are_trained(given: dict[str, int], context: int) -> None:
+    section = made(4, model={"context": context}, tokens_per_parameter=0.01, **given)
+    whole = rows_per_step(section, context) * context
+    assert abs(section.steps * whole - 0.01 * cost(section.model, VOCAB_SIZE).matmul_parameters) <= whole / 2
+    assert section.optimizer == made(4, model={"context": context}, tokens_per_step=whole).optimizer
+    assert section.tokens_per_step == given.get("tokens_per_step", whole)
+
+
 def test_rates_rise_with_the_root_of_the_batch_and_fall_with_the_width() -> None:
     small, large = (made(8, tokens_per_step=tokens).optimizer for tokens in (2**15, 2**17))
     assert isinstance(small, Muon)
@@ -107,10 +118,42 @@ def test_a_recipe_needs_nothing_but_the_depth_and_stays_the_same_when_it_is_writ
     assert bigger.pretrain.model.num_layers == 7
 
 
-@pytest.mark.parametrize("wrong", ["0", '"deep"', "2.5", "true"])
+@pytest.mark.parametrize("wrong", ["0", '"deep"', "2.5", "true", "100000000"])
 def test_a_depth_that_is_no_number_of_layers_is_refused_by_name(tmp_path: Path, wrong: str) -> None:
     with pytest.raises(ConfigError, match=r"pretrain\.depth"):
         recipe(tmp_path, f"pretrain.depth={wrong}")
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        "tokens_per_step=0",
+        "tokens_per_parameter=0",
+        "tokens_per_parameter=-1",
+        "tokens_per_parameter=1e308",
+        "model=5",
+        "model.width='x'",
+        "model.width=0",
+        "model.num_heads=0",
+        "model.num_heads=true",
+        "model.contextt=5",
+        "optimizer='adamw'",
+        "optimizer.kind='sgd'",
+        "steps=0",
+    ],
+)
+def test_what_is_wrong_beside_a_depth_is_told_as_without_one(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], wrong: str
+) -> None:
+    (tmp_path / "plain.toml").write_text('name = "a"\n[fetch]\n[pretrain]\nsteps = 1\ntokens_per_step = 64\n')
+    with pytest.raises(ConfigError) as plain:
+        config.load(Recipe, tmp_path / "plain.toml", [f"pretrain.{wrong}"])
+    with pytest.raises(ConfigError) as deep:
+        recipe(tmp_path, f"pretrain.{wrong}")
+    assert (deep.value.what, deep.value.cure) == (plain.value.what, plain.value.cure)
+    assert "pretrain." in plain.value.what
+    assert cli.main(["plan", str(tmp_path / "a.toml"), f"pretrain.{wrong}"]) == 2
+    assert "Traceback" not in capsys.readouterr().err
 
 
 def test_a_plan_says_what_the_depth_came_to(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -124,3 +167,5 @@ def test_a_plan_says_what_the_depth_came_to(tmp_path: Path, capsys: pytest.Captu
     assert told["depth"] == 6
     assert told["model"]["width"] == 384
     assert told["steps"] > 100
+    assert cli.main([*words, "pretrain.tokens_per_step=1000"]) == 0
+    assert " steps of 768 tokens" in capsys.readouterr().out

@@ -3,6 +3,7 @@ from collections.abc import Callable
 import pytest
 
 from bloomery.core.stop import Terminated
+from bloomery.hw.dist import World
 from bloomery.train.hooks import Failure, Hook, Hooks
 from bloomery.train.state import State
 
@@ -34,6 +35,18 @@ def test_a_hook_that_a_run_can_do_without_is_named_and_the_others_run() -> None:
     assert told.failures == hooks.failures == [Failure(7, "evaluate", "ValueError: no such thing")]
     hooks.after_step(State(step=8))
     assert [failure.step for failure in hooks.failures] == [7, 8]
+
+
+def test_a_hook_that_ends_as_a_program_does_has_failed_as_any_other() -> None:
+    class Panic(BaseException):
+        """What libraries in other languages raise."""
+
+    told = Told()
+    told.hooks(told.hook("sink", SystemExit("sys.exit"), vital=False), told.hook("next")).after_step(State(step=7))
+    assert (told.seen, told.failures) == (["sink", "saved", "next"], [Failure(7, "sink", "SystemExit: sys.exit")])
+    with pytest.raises(Panic):
+        told.hooks(told.hook("log", Panic())).after_step(State(step=8))
+    assert told.seen[3:] == ["log", "saved"]
 
 
 def test_a_hook_that_is_tried_once_is_not_tried_again() -> None:
@@ -70,3 +83,17 @@ def test_an_interrupt_is_no_failure(interrupt: BaseException) -> None:
     with pytest.raises(type(interrupt)):
         told.hooks(told.hook("evaluate", interrupt, vital=False)).after_step(State())
     assert (told.seen, told.failures) == (["evaluate"], [])
+
+
+def test_a_rank_in_company_runs_all_hooks_of_a_step_and_asks_to_stop_for_the_first_that_was_fatal() -> None:
+    """Also where no more can be noted: the others wait for it in the hooks that follow."""
+    told, full = Told(), OSError("full")
+    odd = told.hook("sample", ValueError("odd"), vital=False)
+
+    def record(failure: Failure) -> None:
+        raise full
+
+    hooks = Hooks([odd, told.hook("log", OSError("too")), told.hook("next")], record=record, world=World(0, 2))
+    hooks.after_step(State(step=7))
+    assert told.seen == ["sample", "log", "next"]
+    assert (hooks.fatal, hooks.stop.asked) == (full, True)

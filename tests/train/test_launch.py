@@ -11,6 +11,7 @@ import pytest
 
 from bloomery.core.errors import DataError, RunError
 from bloomery.core.log import read_metrics
+from bloomery.core.stop import Terminated
 from bloomery.hw.dist import World
 from bloomery.train import launch
 from bloomery.weights.checkpoint import newest
@@ -30,6 +31,9 @@ def act(task: dict[str, Any], world: World) -> dict[str, Any]:
         raise ZeroDivisionError
     if task["do"] == "wait":
         time.sleep(60)
+    if task["do"] == "stop":
+        time.sleep(0 if world.rank else 2)
+        raise Terminated
     world.barrier()
     return {"size": world.size}
 
@@ -70,6 +74,15 @@ def test_a_rank_that_ends_is_named_and_takes_the_others_with_it(
     assert time.monotonic() - began < 50
 
 
+def test_the_first_rank_is_waited_for_when_others_have_stopped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They have nothing to save."""
+    monkeypatch.setattr(launch, "GRACE_SECONDS", 0.2)
+    with pytest.raises(Terminated) as caught:
+        launch.run("tests.train.test_launch:act", {"do": "stop", "folder": str(tmp_path)}, ranks=2)
+    assert caught.value.code == 143
+    assert ranks_left(tmp_path) == []
+
+
 @pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc")
 def test_ranks_do_not_outlive_the_process_that_started_them(tmp_path: Path) -> None:
@@ -92,8 +105,17 @@ launch.run("tests.train.made:trained", json.loads(sys.argv[1]), 2)
 """
 
 
+def children(parent: int) -> list[int]:
+    return [int(pid) for pid in Path(f"/proc/{parent}/task/{parent}/children").read_text().split()]
+
+
 @pytest.mark.slow
-def test_ranks_that_are_asked_to_stop_stop_after_the_same_step_which_is_saved(shards: Path, tmp_path: Path) -> None:
+@pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc")
+@pytest.mark.parametrize(("to", "number", "code"), [("all", signal.SIGTERM, 143), ("parent", signal.SIGINT, 130)])
+def test_ranks_that_are_asked_to_stop_stop_after_the_same_step_which_is_saved(
+    shards: Path, tmp_path: Path, to: str, number: int, code: int
+) -> None:
+    """However many are asked, and however often: managers signal a whole group, and the parent hands it on."""
     settings = {"steps": 100_000, "save_every_seconds": 1e6, "evaluate_every": 10**6, "optimizer": {"kind": "adamw"}}
     task = {"shards": str(shards), "out": str(tmp_path / "out"), "settings": settings}
     with subprocess.Popen([sys.executable, "-c", TRAIN, json.dumps(task)], cwd=ROOT) as parent:
@@ -101,9 +123,21 @@ def test_ranks_that_are_asked_to_stop_stop_after_the_same_step_which_is_saved(sh
         while len(read_metrics(metrics)) < 5 and time.monotonic() < deadline:
             time.sleep(0.05)
         asked = time.monotonic()
-        parent.terminate()
-        assert parent.wait(timeout=30) == 143
+        for pid in [*(children(parent.pid) if to == "all" else []), parent.pid]:
+            os.kill(pid, number)
+        assert parent.wait(timeout=30) == code
     assert time.monotonic() - asked < 20
     found = newest(tmp_path / "out" / "checkpoints")
     assert found is not None
     assert found.state["step"] == read_metrics(metrics)[-1]["step"] >= 5
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc")
+def test_ranks_that_are_asked_to_stop_while_they_start_are_no_failure(shards: Path, tmp_path: Path) -> None:
+    task = {"shards": str(shards), "out": str(tmp_path / "out"), "settings": {}}
+    with subprocess.Popen([sys.executable, "-c", TRAIN, json.dumps(task)], cwd=ROOT) as parent:
+        deadline = time.monotonic() + 60
+        while len(children(parent.pid)) < 2 and time.monotonic() < deadline:
+            time.sleep(0.01)
+        parent.terminate()
+        assert parent.wait(timeout=30) == 143

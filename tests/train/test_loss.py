@@ -91,6 +91,24 @@ def test_the_cross_entropy_can_be_told_from_the_penalty() -> None:
         assert float(token_losses(*inputs(50), z_loss=0.01)[0]) == pytest.approx(float(objective.detach()))
 
 
+def test_the_loss_of_what_is_known_almost_surely_is_that_of_float64() -> None:
+    """A score of 15 has six digits after the point: differences are summed up, for sums of scores have three."""
+    targets = torch.randint(0, 517, (4096,), generator=torch.Generator().manual_seed(0))
+    hidden = 15.0 * F.one_hot(targets, 517).float()
+    exact = F.cross_entropy(hidden.double(), targets, reduction="sum")
+    assert float(token_losses(hidden, torch.eye(517), targets)[1]) == pytest.approx(float(exact), rel=0.01)
+
+
+@pytest.mark.parametrize("n", [1, 2, 3, 15, 16])
+def test_few_tokens_have_as_exact_gradients_as_many_with_a_real_vocabulary(n: int) -> None:
+    generator = torch.Generator().manual_seed(0)
+    hidden, weight = torch.randn(n, 24, generator=generator), 0.12 * torch.randn(50_257, 24, generator=generator)
+    expected = (hidden.double() @ weight.double().T).softmax(1) @ weight.double() - weight[:n].double()
+    torch.autograd.backward(token_loss(hidden.requires_grad_(), weight, torch.arange(n)))
+    assert hidden.grad is not None
+    assert float((hidden.grad - expected).abs().max()) <= 1e-6 * float(expected.abs().max())
+
+
 def test_a_second_backward_pass_is_refused_and_does_not_give_other_gradients() -> None:
     made = token_loss(*inputs(5))
     torch.autograd.backward(made, retain_graph=True)

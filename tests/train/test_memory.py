@@ -10,7 +10,7 @@ from bloomery.hw.dist import World
 from bloomery.model.transformer import Transformer
 from bloomery.train import loop
 from bloomery.train.loop import in_memory
-from tests.train.made import session
+from tests.train.made import session, stopped
 
 import torch
 from torch import nn
@@ -48,6 +48,21 @@ def test_a_run_whose_memory_ends_goes_on_with_fewer_rows_of_the_same_batch(
     assert max(device.asked[14:18]) == 5, "and an evaluation finds out for itself"
     assert found["validation_loss"] == pytest.approx(told["validation_loss"], rel=1e-5)
     assert "failed" not in capsys.readouterr().err
+
+
+def test_a_run_that_goes_on_begins_with_the_rows_that_fitted(
+    shards: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settings: dict[str, Any] = {"tokens_per_step": 8 * 16, "micro_batch_tokens": 8 * 16, "steps": 4}
+    with monkeypatch.context() as patch:
+        Small(patch, rows=2)
+        session(shards, tmp_path / "undisturbed", **settings).run()
+        stopped(tmp_path / "undisturbed", tmp_path / "again", after=2)
+    device = Small(monkeypatch, rows=8)
+    session(shards, tmp_path / "again", **settings).run()
+    assert max(device.asked[:8]) == 2
+    files = [(tmp_path / run / "model" / "model.safetensors").read_bytes() for run in ("undisturbed", "again")]
+    assert files[0] == files[1]
 
 
 def test_other_errors_are_no_want_of_memory() -> None:

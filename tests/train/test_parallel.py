@@ -137,16 +137,18 @@ def test_the_newest_step_is_saved_when_a_rank_is_lost_or_fails(
     assert found.state["step"] == 5
 
 
+@pytest.mark.parametrize("name", exactness.LIBRARIES)
 def test_another_compiled_library_is_said_on_resume(
-    shards: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    shards: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
     session(shards, tmp_path).run()
-    recorded = json.loads((tmp_path / "checkpoints" / f"{STEPS:09d}" / "environment.json").read_text())["native"]
-    assert recorded == native.identity("training")
-    assert "native was" not in (tmp_path / "log.txt").read_text()
+    environment = json.loads((tmp_path / "checkpoints" / f"{STEPS:09d}" / "environment.json").read_text())
+    recorded = environment[f"library {name}"]
+    assert recorded == native.identity(name)
+    assert "library" not in (tmp_path / "log.txt").read_text()
     monkeypatch.setenv(native.SWITCH, "1" if recorded.startswith("off") else "0")
     session(shards, tmp_path).run()
-    assert f"native was {recorded} and is {native.identity('training')}" in (tmp_path / "log.txt").read_text()
+    assert f"library {name} was {recorded} and is {native.identity(name)}" in (tmp_path / "log.txt").read_text()
 
 
 def test_what_bits_depend_on_is_compared() -> None:

@@ -6,7 +6,7 @@ from bloomery.model.transformer import Transformer
 from bloomery.train.config import Training
 from bloomery.train.loop import accumulate_gradients
 from bloomery.train.optim import Optimizers
-from bloomery.train.plan import activation_bytes_per_token, plan, rows_at_once, rows_per_step
+from bloomery.train.plan import activation_bytes_per_token, plan, remarks, rows_at_once, rows_per_step
 from tests.model.made import SHAPES, VOCAB_SIZE
 from tests.train.made import processor, random_batch
 
@@ -47,6 +47,18 @@ def test_a_step_is_whole_rows_and_at_least_one(tokens: int) -> None:
     assert needs.tokens == 3 * rows * 40
     assert needs.flops == needs.tokens * cost(shape, VOCAB_SIZE).train_flops_per_token
     assert needs.activation_bytes == rows * 40 * activation_bytes_per_token(shape)
+
+
+def test_what_the_numbers_come_to_is_said_where_they_were_hardly_meant_so() -> None:
+    def said(**settings: object) -> list[str]:
+        return remarks(build(Training, {"steps": 10, "tokens_per_step": 80} | settings), 40)
+
+    assert said() == said(schedule={"kind": "cosine", "warmup_steps": 10}) == []
+    assert said(tokens_per_step=7) == ["a step is 1 row of 40: 40 tokens, and not 7"]
+    assert said(tokens_per_step=100) == ["a step is 2 rows of 40: 80 tokens, and not 100"]
+    (warmup,) = said(schedule={"kind": "wsd", "warmup_steps": 40})
+    assert warmup.startswith("a warm-up of 40 steps")
+    assert warmup.endswith("ends at 25 % of its peak")
 
 
 def test_a_larger_micro_batch_takes_more_memory_until_it_is_the_whole_step() -> None:

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from bloomery.train.config import AdamW
-from bloomery.train.loop import accumulate_gradients, train
+from bloomery.train.loop import NextToken, accumulate_gradients, in_range, train
 from bloomery.train.optim import Optimizers
 from bloomery.train.precision import Precision, Scaler
 from bloomery.train.state import State
@@ -71,6 +71,23 @@ def test_a_scaled_loss_gives_the_gradients_of_the_loss() -> None:
         assert torch.allclose(one.grad, other.grad, rtol=1e-6, atol=1e-9)
 
 
+class Vast(NextToken):
+    """One that is divided by the tokens of a large global batch."""
+
+    def begin(self, *_: object) -> int:
+        return 2**19
+
+
+def test_gradients_in_float16_are_those_in_float32_however_many_tokens_a_step_has() -> None:
+    found = []
+    for precision, dtype in ((half(), torch.float16), (Precision("cpu", torch.float32, ""), torch.float32)):
+        model = lively(SHAPES[0])
+        accumulate_gradients(model, random_batch(4), 2, processor(dtype), precision=precision, objective=Vast())
+        found.append(torch.cat([weight.grad.flatten() for weight in model.parameters() if weight.grad is not None]))
+    assert float(torch.cosine_similarity(found[0], found[1], dim=0)) > 0.9999
+    assert float(found[0].norm() / found[1].norm()) == pytest.approx(1.0, abs=1e-3)
+
+
 def trained(precision: Precision, steps: int = 5, dtype: torch.dtype = torch.float16) -> tuple[State, list[Tensor]]:
     model, state = lively(SHAPES[0]), State()
     train(
@@ -95,6 +112,7 @@ def test_gradients_beyond_the_range_of_float16_are_computed_again_and_cost_no_st
     assert 1 < precision.scaler.scale < 2.0**30
     assert (state.step, state.samples, state.guard.skipped) == (5, 10, 0)
     assert state.precision == {"scale": precision.scaler.scale, "good_steps": 5}
+    assert state.metrics["scale"] == precision.scaler.scale
     small, expected = trained(half(2.0**10))
     assert state.metrics["loss"] == pytest.approx(small.metrics["loss"], rel=0.01)
     for one, other in zip(weights, expected, strict=True):
@@ -105,8 +123,39 @@ def test_a_loss_that_is_not_finite_is_no_matter_of_the_scale() -> None:
     precision = half()
     assert not precision.overflowed(math.nan, math.nan)
     assert precision.state() == {"scale": 2.0**16, "good_steps": 0}
+    assert precision.overflowed(1.0, math.inf)
+    assert not precision.overflowed(math.nan, math.inf)
+    assert precision.state() == {"scale": 2.0**16, "good_steps": 0}
     precision = half(1.0)
     assert not precision.overflowed(1.0, math.inf), "no smaller scale is tried, and the guard sees it"
+
+
+@given(st.integers(0, 40), st.integers(-3, 42), st.integers(0, 1999))
+def test_the_scale_falls_to_where_gradients_are_finite_and_stays_where_none_helps(
+    begins: int, largest: int, good_steps: int
+) -> None:
+    """A step with one gradient that is not finite would else cost small gradients their digits for 34,000 steps."""
+    precision, scales = half(2.0**begins), list[float]()
+    assert precision.scaler is not None
+    precision.scaler.good_steps = good_steps
+    model = torch.nn.Linear(1, 1)
+
+    def compute(micro_batch: int, precision: Precision) -> tuple[float, int]:
+        scales.append(precision.factor)
+        model.weight.grad = torch.full((1, 1), 1.0 if precision.factor <= 2.0**largest else math.nan)
+        return 2.0, 1
+
+    norm = in_range(model, precision, compute, 1)[2]
+    helped = largest >= 0
+    assert math.isfinite(norm) == helped
+    assert precision.scaler.scale == (2.0 ** min(begins, largest) if helped else 2.0**begins) * (
+        2 if helped and begins <= largest and good_steps == 1999 else 1
+    )
+    assert precision.told() == {"scale": precision.scaler.scale}
+    if helped:
+        assert len(scales) <= max(0, begins - largest) + 3
+    else:
+        assert (len(scales), precision.scaler.good_steps) == (min(begins, 3) + 1, good_steps)
 
 
 def test_the_scale_is_part_of_what_a_resume_takes_up() -> None:

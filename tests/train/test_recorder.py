@@ -1,6 +1,7 @@
 """What a run tells of itself."""
 
 import math
+import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -8,6 +9,8 @@ import numpy as np
 import pytest
 
 from bloomery.core.log import read_metrics
+from bloomery.core.stop import Stop
+from bloomery.hw.device import Device
 from bloomery.hw.peak import measured_peak
 from bloomery.model.cost import cost
 from bloomery.model.transformer import Transformer
@@ -47,6 +50,22 @@ def test_a_share_of_the_peak_is_the_models_work_over_what_was_measured(shards: P
     assert "measured, in float32" in (tmp_path / "log.txt").read_text()
 
 
+def test_what_evaluations_take_makes_no_step_slower(shards: Path, tmp_path: Path) -> None:
+    def slow(model: Transformer, device: Device, stop: Stop) -> dict[str, float]:
+        time.sleep(0.2)
+        return {"slow": 1.0}
+
+    run = session(shards, tmp_path, log_every=3)
+    run.evaluations = {"slow": slow}
+    run.run()
+    for line in read_metrics(tmp_path / "metrics.jsonl"):
+        if "tokens_per_second" in line:
+            worked = sum(seconds for phase, seconds in line["seconds"].items() if phase != "hooks")
+            rounding = 4 * 0.5e-4
+            assert worked - rounding <= 3 * run.tokens_per_step / line["tokens_per_second"] <= worked + rounding
+    assert "computes in float32" in (tmp_path / "log.txt").read_text()
+
+
 def test_a_peak_is_measured_once_for_a_device_and_a_format() -> None:
     one = measured_peak(processor())
     assert one > 1e8
@@ -59,6 +78,7 @@ def test_a_clock_adds_up_phases_and_begins_anew_when_taken(monkeypatch: pytest.M
     clock = Clock()
     for phase in ("data", "optimizer", "data", "hooks"):
         clock.enter(phase)
+    assert clock.at_work == 6.0
     assert clock.take() == {"data": 4.0, "optimizer": 2.0, "hooks": 4.0}
     assert clock.take() == {"hooks": 5.0}
 

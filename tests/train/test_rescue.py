@@ -15,14 +15,14 @@ from bloomery.core.files import disk_errors
 from bloomery.core.log import VARYING, read_metrics
 from bloomery.core.stop import Terminated
 from bloomery.shards import loader
-from bloomery.shards.loader import Batch
+from bloomery.shards.loader import Batch, Course, Samples
 from bloomery.train import loop
 from bloomery.train.hooks import Hook
 from bloomery.train.optim import Optimizers
 from bloomery.train.session import Session
 from bloomery.train.state import State
 from bloomery.train.validation import Validation
-from bloomery.weights import checkpoint
+from bloomery.weights import checkpoint, huggingface
 from tests.train.made import T, session
 from tests.train.test_session import die_after
 
@@ -35,7 +35,7 @@ SETTINGS: dict[str, Any] = {
     "skip_window": 4,
     "skip_sigma": 30.0,
     "keep_checkpoints": 20,
-    "evaluate_every": 100,
+    "evaluate_every": 3,
 }
 
 
@@ -88,7 +88,7 @@ def test_one_poisoned_batch_is_one_skip_with_its_samples_named(
 def test_a_run_goes_back_behind_a_window_of_bad_batches(
     shards: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Steps 8, 9 and 10 are bad, so the weights of 6 are the newest that a step after them has confirmed."""
+    """Steps 8, 9 and 10 are bad, so the weights of 6 are the newest to go back to that a later step has confirmed."""
     poison_loss(monkeypatch, dict.fromkeys((8, 9, 10), math.inf))
     stats = session(shards, tmp_path, **SETTINGS).run()
     assert (stats["steps"], stats["skipped_steps"], stats["rollbacks"]) == (STEPS, 3, 1)
@@ -126,22 +126,72 @@ def test_weights_that_an_optimizer_poisoned_are_never_saved_and_the_run_goes_bac
     assert not (tmp_path / "checkpoints" / "000000007").exists()
 
 
-def test_a_run_does_not_go_back_to_the_same_checkpoint_twice(
-    shards: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("first", "told"),
+    [(8, "already gone back to step 6 after step 10"), (1, "already gone back to step 0 after step 3")],
+)
+def test_a_run_that_did_not_get_further_by_going_back_stops_and_goes_on_with_the_cure(
+    shards: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, first: int, told: str
 ) -> None:
-    poison_loss(monkeypatch, dict.fromkeys(range(8, 14), math.inf))
-    with pytest.raises(RunError, match="already gone back to step 6 after step 10, and it did not help") as caught:
-        session(shards, tmp_path, **SETTINGS).run()
-    assert caught.value.where == "step 13"
-    assert "the same command goes on" in caught.value.cure
+    poison_loss(monkeypatch, dict.fromkeys(range(first, first + 6), math.inf))
+    for _ in range(2):
+        with pytest.raises(RunError, match=f"{told}, and it did not help") as caught:
+            session(shards, tmp_path, **SETTINGS).run()
+    assert caught.value.where == f"step {first + 5}"
+    assert "the same command with max_skips=6 goes on behind them" in caught.value.cure
+    stats = session(shards, tmp_path, **SETTINGS, max_skips=6).run()
+    assert (stats["steps"], stats["skipped_steps"], stats["rollbacks"]) == (STEPS, 6, 1)
 
 
-def test_a_run_that_is_bad_from_the_start_says_that_there_is_nothing_to_go_back_to(
+@pytest.mark.parametrize(("bad", "goal"), [((2, 3, 4), 0), ((8, 9, 10), 6), ((7, 8, 9), 3)])
+@pytest.mark.parametrize("keep", [1, 2])
+def test_where_a_run_goes_back_to_depends_on_no_clock_and_no_kill(
+    shards: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, bad: tuple[int, ...], goal: int, keep: int
+) -> None:
+    """Also where it is asked to stop between two bad steps, and where the first of them comes right behind a goal."""
+    poison_loss(monkeypatch, dict.fromkeys(bad, math.inf))
+    settings = {**SETTINGS, "keep_checkpoints": keep, "evaluate_every": 3}
+    found = []
+    for seconds in (1e9, 1e-9):
+        session(shards, tmp_path / str(seconds), **{**settings, "save_every_seconds": seconds}).run()
+        found.append(result(tmp_path / str(seconds)))
+    with monkeypatch.context() as patch:
+        add_hook(patch, Hook(lambda s: s.step == bad[1], lambda s: os.kill(os.getpid(), signal.SIGTERM), "ask"))
+        with pytest.raises(Terminated):
+            session(shards, tmp_path / "killed", **settings).run()
+    session(shards, tmp_path / "killed", **settings).run()
+    assert found[0] == found[1] == result(tmp_path / "killed")
+    assert found[0][1]["guard"]["rollbacks"] == [[bad[-1], goal]]
+    assert {one.name for one in checkpoint.folders(tmp_path / "1e-09" / "checkpoints")} >= {"000000015", "000000016"}
+
+
+def test_a_run_goes_back_to_no_weights_that_it_has_gone_back_behind(
     shards: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    poison_loss(monkeypatch, dict.fromkeys(range(1, 9), math.nan))
-    with pytest.raises(RunError, match="There is no checkpoint to go back to"):
-        session(shards, tmp_path, **SETTINGS).run()
+    """No step after 8 was accepted before the run left it for 4: its weights may be what was bad."""
+    poison_loss(monkeypatch, dict.fromkeys((9, 10, 11, 13, 14, 15), math.inf))
+    for seconds in (1e9, 1e-9):
+        out = tmp_path / str(seconds)
+        session(
+            shards, out, **SETTINGS | {"evaluate_every": 4, "keep_checkpoints": 1, "save_every_seconds": seconds}
+        ).run()
+        assert [line["rolled_back_to"] for line in lines(out, "rolled_back_to")] == [4, 4]
+
+
+def test_a_window_of_other_data_does_not_come_back(
+    shards: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Others begin with step 11, and the checkpoint of 9 remembers losses from before."""
+    poison_loss(monkeypatch, dict.fromkeys((12, 13, 14), math.inf))
+    run = session(shards, tmp_path, **SETTINGS)
+    assert isinstance(run.samples, Samples)
+    run.samples = Course(run.samples, run.samples, 4 * STEPS)
+    assert run.samples.switch // 4 == 10
+    run.run()
+    assert [line["rolled_back_to"] for line in lines(tmp_path, "rolled_back_to")] == [9]
+    newest = checkpoint.newest(tmp_path / "checkpoints")
+    assert newest is not None
+    assert len(newest.state["guard"]["losses"]) == STEPS - 14
 
 
 @pytest.mark.parametrize("kills", [(9,), (11, 13)])
@@ -215,36 +265,120 @@ def test_a_hook_that_stops_the_run_does_so_after_its_step_is_saved(
     assert result(tmp_path / "killed") == result(tmp_path / "whole")
 
 
-def test_a_full_disk_stops_the_run_with_the_cure(shards: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def full(*args: Any, **named: Any) -> Path:
-        with disk_errors(tmp_path / "checkpoints"):
+@pytest.mark.parametrize(
+    "settings", [{"save_every_seconds": 1e9, "evaluate_every": 3}, {"evaluate_every": 100}], ids=["evaluated", "late"]
+)
+@pytest.mark.parametrize("asked", [False, True], ids=["alone", "asked to stop"])
+def test_a_full_disk_stops_the_run_with_the_cure_and_the_same_command_goes_on(
+    shards: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, settings: dict[str, Any], asked: bool
+) -> None:
+    """Whoever waits for the save that fails: an evaluation, the next save, or the end that was asked for."""
+    session(shards, tmp_path / "whole", **settings).run()
+    root, whole = tmp_path / "run" / "checkpoints", checkpoint.save
+
+    def full(root: Path, step: int, *args: Any, **named: Any) -> Path:
+        if step < 6:
+            return whole(root, step, *args, **named)
+        with disk_errors(root):
             raise OSError(28, "No space left on device")
         raise AssertionError
 
-    monkeypatch.setattr(checkpoint, "save", full)
-    with pytest.raises(RunError, match="No space left on device") as caught:
-        session(shards, tmp_path).run()
+    with monkeypatch.context() as patch:
+        patch.setattr(checkpoint, "save", full)
+        if asked:
+            add_hook(patch, Hook(lambda s: s.step == 6, lambda s: os.kill(os.getpid(), signal.SIGTERM), "ask"))
+        with pytest.raises(RunError, match="No space left on device") as caught:
+            session(shards, root.parent, **settings).run()
     assert caught.value.cure == "Free some space and run the same command again: finished parts are kept."
+    assert "asked to stop" not in (root.parent / "log.txt").read_text()
+    assert not (root.parent / "model").exists()
+    session(shards, root.parent, **settings).run()
+    assert result(root.parent) == result(tmp_path / "whole")
+
+
+@pytest.mark.parametrize("where", ["data", "forward", "update"])
+def test_an_error_between_two_updates_leaves_the_last_finished_step_saved(
+    shards: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, where: str
+) -> None:
+    """In the midst of an update the weights are those of no step, and an older checkpoint is gone on from."""
+    settings: dict[str, Any] = {"save_every_seconds": 1e9, "evaluate_every": 4}
+    owner, name, calls = {
+        "data": (loader.Samples, "order", 8),
+        "forward": (loop, "accumulate_gradients", 8),
+        "update": (Optimizers, "step", 8),
+    }[where]
+    session(shards, tmp_path / "whole", **settings).run()
+    inner, seen = getattr(owner, name), list[int]()
+
+    def failing(*args: Any, **how: Any) -> Any:
+        seen.append(1)
+        if len(seen) == calls:
+            raise IndexError("a page cannot be read")
+        return inner(*args, **how)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(owner, name, failing)
+        with pytest.raises(IndexError, match="a page"):
+            session(shards, tmp_path / "killed", **settings).run()
+    newest = max(folder.name for folder in (tmp_path / "killed" / "checkpoints").iterdir())
+    assert newest == ("000000005" if where == "update" else "000000007")
+    session(shards, tmp_path / "killed", **settings).run()
+    assert result(tmp_path / "killed") == result(tmp_path / "whole")
 
 
 # --- a polite end -----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("save_every", [1e9, 1e-9])
+@pytest.fixture
+def as_before() -> Iterator[None]:
+    """The signals of this process, whose run ends as if the process did; under a shell it may ignore Ctrl-C."""
+    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
+
+@pytest.mark.parametrize(
+    ("save_every", "number", "code"),
+    [(1e9, signal.SIGTERM, 143), (1e-9, signal.SIGTERM, 143), (1e9, signal.SIGINT, 130)],
+)
+@pytest.mark.usefixtures("as_before")
 def test_a_run_that_is_asked_to_stop_saves_and_goes_on_where_it_was_bit_for_bit(
-    shards: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, save_every: float
+    shards: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, save_every: float, number: int, code: int
 ) -> None:
     def ask(state: State) -> None:
-        os.kill(os.getpid(), signal.SIGTERM)
+        os.kill(os.getpid(), number)
 
-    before = signal.getsignal(signal.SIGTERM)
     session(shards, tmp_path / "whole", save_every_seconds=save_every).run()
     with monkeypatch.context() as patch:
         add_hook(patch, Hook(lambda s: s.step == 5, ask, "ask"))
         with pytest.raises(Terminated) as caught:
             session(shards, tmp_path / "killed", save_every_seconds=save_every).run()
-    assert caught.value.code == 143
-    assert signal.getsignal(signal.SIGTERM) == before
+    assert caught.value.code == code
     assert max(folder.name for folder in (tmp_path / "killed" / "checkpoints").iterdir()) == "000000005"
     session(shards, tmp_path / "killed", save_every_seconds=save_every).run()
     assert result(tmp_path / "killed") == result(tmp_path / "whole")
+
+
+@pytest.mark.parametrize("when", ["checkpoint", "model"])
+@pytest.mark.usefixtures("as_before")
+def test_a_run_that_is_asked_to_stop_in_its_last_save_or_as_it_leaves_its_model_ends_that_and_stops(
+    shards: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, when: str
+) -> None:
+    write, asked = huggingface.save, list[str]()
+
+    def ask(folder: Path, *args: Any, **how: Any) -> Any:
+        if folder.name == {"checkpoint": f"{STEPS:09d}.partial", "model": "model"}[when]:
+            asked.append(folder.name)
+            os.kill(os.getpid(), signal.SIGTERM)
+        return write(folder, *args, **how)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(huggingface, "save", ask)
+        with pytest.raises(Terminated) as caught:
+            session(shards, tmp_path, steps=STEPS, save_every_seconds=1e9).run()
+    assert (caught.value.code, len(asked)) == (143, 1)
+    assert (tmp_path / "checkpoints" / f"{STEPS:09d}").is_dir()
+    again = session(shards, tmp_path, steps=STEPS, save_every_seconds=1e9).run()
+    assert (again["steps"], again["tokens_per_second"]) == (STEPS, None)

@@ -33,6 +33,15 @@ schedules = st.one_of(
 )
 
 
+@given(st.integers(0, 1000), st.integers(1, 10**6))
+def test_a_share_of_decay_is_that_of_the_number_as_it_is_written(thousandths: int, steps: int) -> None:
+    """By whole numbers: 0.29 of 100 steps are 29, and anything is at least one."""
+    for share_in_thousandths, all_steps in ((thousandths, steps), (290, 100), (570, 100), (580, 100), (1, 5)):
+        decay = WSD(decay=share_in_thousandths / 1000)
+        length = share_in_thousandths * all_steps // 1000
+        assert all_steps - decay_start(decay, all_steps) == (max(1, length) if share_in_thousandths else 0)
+
+
 # --- golden values ---------------------------------------------------------------------------------------------------
 
 # Of llm.c's llmc/schedulers.h, compiled, at 18,865 steps with a warm-up of 700 and a final share of 0.1, and of 1386's

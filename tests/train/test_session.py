@@ -1,6 +1,8 @@
 import json
+import os
 import random
 import shutil
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -10,12 +12,13 @@ import pytest
 from bloomery.core.errors import CheckpointError
 from bloomery.core.files import MANIFEST
 from bloomery.core.log import VARYING, read_metrics
+from bloomery.model.transformer import Transformer
 from bloomery.shards.loader import Samples
 from bloomery.train.hooks import Hook
 from bloomery.train.session import Session
 from bloomery.train.state import State
 from bloomery.train.validation import Validation
-from bloomery.weights import huggingface, training_state
+from bloomery.weights import checkpoint, huggingface, training_state
 from tests.tokenizer.made import small
 from tests.train.made import SHAPE, T, processor, session
 
@@ -106,6 +109,70 @@ def test_a_run_killed_while_it_validates_loses_no_line_of_its_metrics(
     assert result(tmp_path / "killed") == result(tmp_path / "whole")
 
 
+def test_a_run_killed_before_its_samples_are_all_made_makes_them_now(
+    shards: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def sampled(out: Path, kill: str = "") -> list[Any]:
+        def sampler(model: Transformer, prompts: Sequence[str], max_tokens: int) -> Iterator[str]:
+            for prompt in prompts:
+                if prompt == kill and (out / "checkpoints" / "000000004").is_dir():
+                    raise KeyboardInterrupt
+                yield f"{prompt} {float(next(model.parameters()).detach().sum())}"
+
+        run = session(shards, out, sample_every=2, prompts=["a", "b"])
+        run.sampler = sampler
+        if not kill:
+            run.run()
+        else:
+            with pytest.raises(KeyboardInterrupt):
+                run.run()
+        return read_metrics(out / "samples.jsonl")
+
+    whole = sampled(tmp_path / "whole")
+    assert [line["step"] for line in whole] == [2, 2, 4, 4, 6, 6, 8, 8]
+    for kill, left in (("a", 2), ("b", 3), ("b", 3)):
+        assert len(sampled(tmp_path / "killed", kill)) == left
+    assert sampled(tmp_path / "killed") == whole
+
+
+def test_metrics_are_safe_before_a_checkpoint_is_and_those_that_are_gone_are_told(
+    shards: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    metrics, safe, found = tmp_path / "metrics.jsonl", [0], dict[int, int]()
+    flush, save = os.fsync, checkpoint.save
+
+    def flushed(handle: int) -> None:
+        flush(handle)
+        if metrics.exists() and os.fstat(handle).st_ino == metrics.stat().st_ino:
+            safe.append(metrics.read_bytes().count(b'"learning_rate"'))
+
+    def saved(root: Path, step: int, *args: Any, **how: Any) -> Path:
+        found[step] = safe[-1]
+        return save(root, step, *args, **how)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "fsync", flushed)
+        patch.setattr(checkpoint, "save", saved)
+        die_after(6, patch)
+        with pytest.raises(KeyboardInterrupt):
+            session(shards, tmp_path).run()
+    assert found == {step: step for step in range(7)}
+    lines = metrics.read_bytes().splitlines(keepends=True)
+    metrics.write_bytes(b"".join(line for line in lines if json.loads(line)["step"] <= 3))
+    session(shards, tmp_path).run()
+    session(shards, tmp_path, log_every=3).run()
+    with monkeypatch.context() as patch:  # nothing was lost that was never told
+        die_after(5, patch)
+        with pytest.raises(KeyboardInterrupt):
+            session(shards, tmp_path / "rarely", log_every=100).run()
+    session(shards, tmp_path / "rarely").run()
+    assert "has lost" not in (tmp_path / "rarely" / "log.txt").read_text()
+    said = [line for line in (tmp_path / "log.txt").read_text().splitlines() if "has lost" in line]
+    assert [line[21:] for line in said] == [
+        "metrics.jsonl has lost what it told of the steps after 3; the weights are of 6"
+    ]
+
+
 def test_a_damaged_checkpoint_costs_steps_and_changes_nothing(
     shards: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -120,6 +187,19 @@ def test_a_damaged_checkpoint_costs_steps_and_changes_nothing(
     weights.write_bytes(raw)
     session(shards, tmp_path / "killed").run()
     assert result(tmp_path / "killed") == result(tmp_path / "whole")
+
+
+def test_a_run_whose_checkpoints_are_all_damaged_stops_and_removes_nothing(shards: Path, tmp_path: Path) -> None:
+    session(shards, tmp_path).run()
+    shutil.rmtree(tmp_path / "model")
+    for note in (tmp_path / "checkpoints").glob("*/generation_config.json"):
+        note.write_bytes(note.read_bytes() + b"\n")
+    before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file() and path.suffix != ".txt"}
+    with pytest.raises(
+        CheckpointError, match=rf"generation_config.json has .* bytes.*\n.*remove {tmp_path}/checkpoints"
+    ):
+        session(shards, tmp_path).run()
+    assert {path: path.read_bytes() for path in before} == before
 
 
 def test_a_run_does_not_go_on_with_the_weights_of_other_shards(
@@ -172,7 +252,7 @@ def test_how_often_it_saves_and_evaluates_makes_no_other_model(shards: Path, tmp
     assert one["model"] == two["model"]
     assert one["checkpoint"] == two["checkpoint"]
     level_end = 5
-    assert two["checkpoints"] == [f"{level_end:09d}", f"{STEPS:09d}"]
+    assert two["checkpoints"] == [f"{step:09d}" for step in (level_end, 6, STEPS)]  # 6 is one to go back to
 
 
 def test_the_size_of_micro_batches_changes_no_more_than_rounding_does(shards: Path, tmp_path: Path) -> None:

@@ -1,9 +1,11 @@
 """Models whose weights lie in parts on several ranks: what they learn is what one rank learns."""
 
+import errno
 import itertools
 import json
 import math
 import os
+import resource
 import signal
 import subprocess
 import sys
@@ -14,9 +16,11 @@ from typing import Any
 
 import pytest
 
+from bloomery.core import files
 from bloomery.core.config import build
 from bloomery.core.errors import ConfigError, RunError
-from bloomery.core.log import VARYING, read_metrics
+from bloomery.core.files import disk_errors
+from bloomery.core.log import VARYING, Metrics, read_metrics
 from bloomery.hw.dist import World
 from bloomery.stages.sampling import continuing
 from bloomery.train import launch, loop, parallel
@@ -24,13 +28,16 @@ from bloomery.train.config import Training
 from bloomery.train.hooks import Hook
 from bloomery.train.plan import check_shard
 from bloomery.train.state import State
-from bloomery.weights import checkpoint
+from bloomery.weights import checkpoint, training_state
 from tests.model.made import SHAPES, lively
 from tests.train.made import ADAMW, MUON, run, session, stopped
 from tests.train.test_parallel import STEPS, furthest, losses
 
 import torch
 from torch import Tensor
+from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageWriter
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
 
 ROOT = Path(__file__).parents[2]
 LION = {"kind": "lion", "learning_rate": 1e-4}
@@ -226,6 +233,131 @@ def test_a_hook_that_fails_on_a_rank_with_parts_costs_no_step(shards: Path, tmp_
     found = checkpoint.newest(tmp_path / "checkpoints")
     assert found is not None
     assert found.state["step"] == 5
+
+
+# --- saves that fail on one rank -------------------------------------------------------------------------------------
+
+
+def full(*args: Any, **how: Any) -> Any:
+    raise OSError(errno.ENOSPC, "No space left on device")
+
+
+def odd(*args: Any, **how: Any) -> Any:
+    raise ZeroDivisionError("odd")
+
+
+PARTS: list[tuple[int, Any, str, Callable[..., Any]]] = [
+    (0, training_state, "copied", odd),
+    (1, training_state, "copied", odd),
+    (0, checkpoint, "_check_way", full),
+    (0, checkpoint, "_check_way", odd),
+    (0, checkpoint, "check_space", full),
+    (1, Path, "mkdir", full),
+    (0, HuggingFaceStorageWriter, "write_data", full),
+    (1, HuggingFaceStorageWriter, "write_data", full),
+    (1, files, "sync_folder", full),
+    (0, files, "write_json", full),
+    (0, files, "listing", full),
+    (0, Path, "rename", full),
+    (0, checkpoint, "_prune", full),
+]
+"""Rank, and what fails on it alone: each part of a save of weights in parts."""
+
+
+def write_model(folder: Path) -> None:
+    (folder / "model").write_text("whole")
+
+
+def breaking(task: dict[str, Any], world: World) -> dict[str, Any]:
+    """Saves, in each of which one part fails on one rank, and at last one in which none does."""
+    signal.alarm(SECONDS)
+    mesh = init_device_mesh("cpu", (world.size,))
+    training: dict[str, Tensor] = {"w/momentum": distribute_tensor(torch.arange(8.0), mesh, [Shard(0)])}
+    told = []
+    with checkpoint.Saver(Path(task["root"]), checkpoint.Keep(last=1), world) as saver:
+        for step, (rank, owner, name, fail) in enumerate([*PARTS, (-1, checkpoint, "_prune", full)], 1):
+            with pytest.MonkeyPatch.context() as patch:
+                if rank == world.rank:
+                    patch.setattr(owner, name, fail)
+                try:
+                    saver.start(step, write_model, training, {})
+                    saver.wait()
+                except (RunError, ZeroDivisionError) as error:
+                    told.append(f"{type(error).__name__} {error}")
+                else:
+                    told.append("")
+            world.barrier()
+    return {"told": world.gather(told)}
+
+
+SECONDS = 150
+"""Of patience with ranks that wait for each other."""
+
+
+def test_whatever_part_of_a_save_fails_on_one_rank_all_ranks_are_told_why(tmp_path: Path) -> None:
+    mine, theirs = launch.run("tests.train.test_sharded:breaking", {"root": str(tmp_path)}, 2)["told"]
+    assert len(mine) == len(theirs) == len(PARTS) + 1
+    for step, (rank, owner, name, fail) in enumerate(PARTS, 1):
+        if fail is odd:
+            own, other = (mine, theirs) if rank == 0 else (theirs, mine)
+            assert own[step - 1] == "ZeroDivisionError odd"
+            assert other[step - 1].startswith("RankLostError another rank had to stop: ZeroDivisionError: odd\nLook at")
+        else:
+            assert mine[step - 1] == theirs[step - 1], (owner, name)
+            assert f"{step:09d}" in mine[step - 1], (owner, name)
+            assert "cannot be written: No space left on device" in mine[step - 1], (owner, name)
+            assert "\nFree some space and run the same command again" in mine[step - 1], (owner, name)
+    assert mine[-1] == theirs[-1] == ""
+    assert [folder.name for folder in sorted(tmp_path.iterdir())] == [f"{len(PARTS) + 1:09d}"]
+    assert checkpoint.damage(checkpoint.folders(tmp_path)[0]) == ""
+
+
+def limited(task: dict[str, Any], world: World) -> dict[str, Any]:
+    """A session in which one rank cannot write what it could any more, from step 4 on."""
+    signal.alarm(SECONDS)
+    made = session(Path(task["shards"]), Path(task["out"]), world, **task["settings"])
+    whole = made._hooks
+
+    def limit(state: State) -> None:
+        if task["bytes"]:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (task["bytes"], task["bytes"]))
+        else:
+            Metrics.sync = full_metrics  # type: ignore[method-assign]
+
+    def hooks(*args: Any) -> list[Hook]:
+        return [Hook(lambda state: state.step == 4 and world.rank == task["rank"], limit, "limit"), *whole(*args)]
+
+    made._hooks = hooks  # type: ignore[assignment, method-assign]
+    return made.run()
+
+
+def full_metrics(self: Metrics) -> None:
+    with disk_errors(self._path):
+        full()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("rank", "size", "told"),
+    [
+        (0, 60_000, r"00000000\d.partial/model.safetensors: cannot be written: File too large.*\n.*`ulimit -f`"),
+        (1, 30_000, r"checkpoints/00000000\d: cannot be written: File too large.*\n.*`ulimit -f`"),
+        (0, 0, r"metrics.jsonl: cannot be written: No space left on device.*\nFree some space"),
+    ],
+    ids=["model", "training part", "metrics"],
+)
+def test_a_save_that_fails_on_one_rank_stops_all_with_the_cure_and_the_same_command_goes_on(
+    shards: Path, tmp_path: Path, rank: int, size: int, told: str
+) -> None:
+    settings = {"shard": "fsdp", "keep_checkpoints": 20, "evaluate_every": 5}
+    task = {"shards": str(shards), "out": str(tmp_path), "settings": settings, "rank": rank, "bytes": size}
+    with pytest.raises(RunError, match=told):
+        launch.run("tests.train.test_sharded:limited", task, 2)
+    found = checkpoint.newest(tmp_path / "checkpoints")
+    assert found is not None
+    assert found.state["step"] == 3
+    assert run(shards, tmp_path, 2, **settings)["steps"] == STEPS
+    assert [int(one.name) for one in checkpoint.folders(tmp_path / "checkpoints")] == list(range(STEPS + 1))
 
 
 TRAIN = """

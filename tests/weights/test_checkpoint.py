@@ -1,9 +1,9 @@
+import errno
 import json
+import os
 import shutil
 import subprocess
 import sys
-import threading
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,10 +13,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from bloomery.core import files
-from bloomery.core.errors import RunError
+from bloomery.core.errors import CheckpointError, RunError
 from bloomery.core.files import MANIFEST
 from bloomery.weights import checkpoint, training_state
-from bloomery.weights.checkpoint import Keep, Saver, damage, newest, save
+from bloomery.weights.checkpoint import Keep, damage, newest, save
 from bloomery.weights.tensors import save_tensors
 
 import safetensors.torch
@@ -73,10 +73,21 @@ def test_where_there_is_none_there_is_no_newest(tmp_path: Path) -> None:
     assert newest(tmp_path) is None
 
 
+def copied(folder: Path) -> None:
+    shutil.rmtree(folder)
+    shutil.copytree(folder.with_name("000000001"), folder)
+
+
+def linked(folder: Path) -> None:
+    shutil.rmtree(folder)
+    folder.symlink_to(folder.with_name("000000001"))
+
+
 DAMAGE: list[tuple[str, Callable[[Path], Any], str]] = [
     ("a missing file", lambda f: (f / "training" / PART).unlink(), f"training/{PART} is gone"),
     ("no manifest", lambda f: (f / MANIFEST).unlink(), "it has no manifest"),
     ("a torn manifest", lambda f: (f / MANIFEST).write_text('{"step": 2, "sha'), "its manifest cannot be read"),
+    ("a manifest without end", lambda f: (f / MANIFEST).write_text("[" * 10**5), "its manifest cannot be read"),
     ("another manifest", lambda f: (f / MANIFEST).write_text('{"outputs": 3}'), "its manifest cannot be read"),
     (
         "an empty file",
@@ -88,6 +99,18 @@ DAMAGE: list[tuple[str, Callable[[Path], Any], str]] = [
         lambda f: (f / "state.json").write_bytes((f / "state.json").read_bytes()[::-1]),
         "state.json has another sha256",
     ),
+    (
+        "training state of another step",
+        lambda f: shutil.copy(f.parent / "000000001" / "training" / PART, f / "training" / "other.safetensors"),
+        "training/other.safetensors is not in its manifest",
+    ),
+    (
+        "training state in one file, torn",
+        lambda f: (f / checkpoint.OLD_TRAINING).write_bytes(b"torn"),
+        "training.safetensors is not in its manifest",
+    ),
+    ("another step's files", copied, "it is of step 1"),
+    ("a link to another step", linked, "it is of step 1"),
 ]
 
 
@@ -101,6 +124,36 @@ def test_a_damaged_checkpoint_is_passed_over_and_that_is_said(
     assert damage(folder) == told
     assert newest_step(tmp_path) == 1
     assert f"{folder} is passed over: {told}" in capsys.readouterr().err
+    write(tmp_path, 2)
+    assert newest_step(tmp_path) == 2
+    assert names(tmp_path) == ["000000001", "000000002"]
+    assert not damage(tmp_path / "000000001")
+
+
+@pytest.mark.parametrize(
+    ("name", "owner", "what"), [("model.safetensors", files, "sha256_file"), (MANIFEST, Path, "is_file")]
+)
+def test_a_checkpoint_that_cannot_be_read_is_passed_over_and_named(
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    name: str,
+    owner: Any,
+    what: str,
+) -> None:
+    """As where a sector is bad, or the right to read was taken."""
+    write(tmp_path, 1)
+    file = write(tmp_path, 2) / name
+    whole = getattr(owner, what)
+
+    def read(path: Path) -> Any:
+        if path == file:
+            raise OSError(errno.EIO, os.strerror(errno.EIO), str(path))
+        return whole(path)
+
+    monkeypatch.setattr(owner, what, read)
+    assert newest_step(tmp_path) == 1
+    assert f"is passed over: {file} cannot be read: Input/output error" in capsys.readouterr().err
 
 
 @pytest.fixture(scope="module")
@@ -130,10 +183,39 @@ def test_a_flipped_bit_anywhere_is_found(pair: Path, data: Any) -> None:
     assert newest_step(pair) == 2
 
 
-def test_of_two_damaged_ones_neither_is_used(tmp_path: Path) -> None:
+def test_where_no_checkpoint_is_whole_nothing_is_begun_anew(tmp_path: Path) -> None:
     for step in (1, 2):
         (write(tmp_path, step) / "state.json").unlink()
-    assert newest(tmp_path) is None
+    told = (
+        rf"{tmp_path}: no checkpoint is whole, of 2 that are there; 000000002: state.json is gone\n.*remove {tmp_path}"
+    )
+    with pytest.raises(CheckpointError, match=told):
+        newest(tmp_path)
+    assert names(tmp_path) == ["000000001", "000000002"]
+
+
+def test_damaged_ones_stay_until_a_new_one_is_whole(tmp_path: Path) -> None:
+    def full(folder: Path) -> None:
+        raise OSError(28, "no space")
+
+    for step in (1, 2, 3):
+        write(tmp_path, step)
+    for step in (2, 3):
+        (tmp_path / f"{step:09d}" / "state.json").unlink()
+    with pytest.raises(RunError, match="No space left"):
+        save(tmp_path, 2, full, {}, {"step": 2}, keep=3)
+    assert [one.name for one in checkpoint.folders(tmp_path)] == ["000000001", "000000002", "000000003"]
+    write(tmp_path, 2)
+    assert names(tmp_path) == ["000000001", "000000002"]
+
+
+@pytest.mark.parametrize("make", [Path.touch, lambda path: path.symlink_to("/nowhere")], ids=["a file", "a dead link"])
+def test_what_is_no_folder_and_in_the_way_is_named(tmp_path: Path, make: Callable[[Path], Any]) -> None:
+    write(tmp_path, 6)
+    make(tmp_path / "000000007")
+    with pytest.raises(RunError, match=r"000000007: is no folder, and .*\nMove it away"):
+        write(tmp_path, 7)
+    assert newest_step(tmp_path) == 6
 
 
 def test_a_step_whose_checkpoint_is_damaged_can_be_saved_again(tmp_path: Path) -> None:
@@ -238,53 +320,6 @@ def test_a_process_killed_anywhere_while_it_saves_leaves_a_whole_newest_checkpoi
 
 
 # --- while training goes on ----------------------------------------------------------------------------------------
-
-
-def test_what_is_saved_is_what_was_when_the_save_began(tmp_path: Path) -> None:
-    momentum = torch.full((3,), 1.0)
-    gate = threading.Event()
-
-    def slow_model(folder: Path) -> None:
-        assert gate.wait(10)
-        save_tensors(folder / "model.safetensors", {"weight": torch.ones(2)})
-
-    with Saver(tmp_path, Keep(last=2)) as saver:
-        saver.start(1, slow_model, {"w/momentum": momentum}, {"step": 1})
-        momentum.fill_(2.0)
-        assert newest(tmp_path) is None  # it is not done, and training goes on
-        gate.set()
-        saver.start(2, slow_model, {"w/momentum": momentum}, {"step": 2})
-        assert newest_step(tmp_path) is not None  # the second waits for the first
-    found = [checkpoint.newest(tmp_path, before) for before in (2, 3)]
-    assert [float(one.training["w/momentum"][0]) for one in found if one is not None] == [1.0, 2.0]
-
-
-def test_a_save_that_failed_is_told_at_the_next_one_and_at_the_end(tmp_path: Path) -> None:
-    def full(folder: Path) -> None:
-        raise OSError(28, "no space")
-
-    saver = Saver(tmp_path, Keep(last=1))
-    ways: list[Callable[[], None]] = [
-        lambda: saver.start(2, full, {}, {"step": 2}),
-        lambda: saver.__exit__(None, None, None),
-    ]
-    for again in ways:
-        saver.start(1, full, {}, {"step": 1})
-        with pytest.raises(RunError, match="000000001: cannot be written: No space left"):
-            again()
-    assert newest(tmp_path) is None
-
-
-def test_an_end_by_error_waits_for_the_save_that_runs(tmp_path: Path) -> None:
-
-    def interrupted() -> None:
-        with Saver(tmp_path, Keep(last=1)) as saver:
-            saver.start(1, lambda folder: time.sleep(0.2), {}, {"step": 1})
-            raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        interrupted()
-    assert newest_step(tmp_path) == 1
 
 
 def test_checkpoints_of_chosen_steps_stay_for_ever(tmp_path: Path) -> None:

@@ -24,8 +24,8 @@ import torch
 SAID = Lineage(tokenizer=small().hash, template=None, shards="5" * 64)
 
 
-def saved(folder: Path, config: ModelConfig, **changes: Any) -> Transformer:
-    model = lively(ModelConfig(**(config.model_dump() | changes)), 0, small().vocab_size)
+def saved(folder: Path, config: ModelConfig, padding: int = 0, **changes: Any) -> Transformer:
+    model = lively(ModelConfig(**(config.model_dump() | changes)), 0, small().vocab_size + padding)
     huggingface.save(folder, model, Renderer(small()), SAID)
     return model
 
@@ -60,10 +60,11 @@ def test_a_model_is_exported_in_the_number_format_that_is_asked_for(
     assert "is not empty" in refused(capsys, "export", tmp_path / "model", tmp_path / "out")
 
 
-def test_norms_without_weights_are_exported_with_weights_of_one(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize("shape", [SHAPES[0], llmc.shape(24, 2, 3, 40)], ids=["rmsnorm", "layernorm with biases"])
+def test_norms_without_weights_are_exported_with_weights_of_one_and_biases_of_zero(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], shape: ModelConfig
 ) -> None:
-    model = saved(tmp_path / "model", SHAPES[0], norm_weights=False)
+    model = saved(tmp_path / "model", shape, norm_weights=False)
     assert json.loads((tmp_path / "model" / "config.json").read_text())["architectures"] == ["BloomeryForCausalLM"]
     told(capsys, "export", tmp_path / "model", tmp_path / "out")
     other = AutoModelForCausalLM.from_pretrained(tmp_path / "out", attn_implementation="eager")
@@ -107,6 +108,51 @@ def test_a_model_of_llm_c_comes_in_and_goes_out_with_the_same_scores(
             assert torch.equal(back.weights[name].float(), weight), name
     assert torch.equal(back.weights["embed.weight"][:rows].float(), first.embed.weight)
     assert tokenizer_file.read(tmp_path / "out" / "tokenizer.bin")[1] == tokenizer.document_id
+
+
+def test_a_model_of_llm_c_has_as_many_ids_as_its_tokenizer_but_for_padding(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    small().save(tmp_path)
+    ids = small().vocab_size
+    words = ("import", tmp_path / "model.bin", "--tokenizer", tmp_path / "tokenizer.json")
+    for rows in (ids + 1, ids + 300):
+        llmc.write(tmp_path / "model.bin", lively(llmc.shape(12, 1, 2, 20), 0, rows))
+        said = refused(capsys, *words, tmp_path / "out")
+        assert f"model.bin: has {rows:,} ids, and the tokenizer {tmp_path / 'tokenizer.json'} has {ids}" in said
+    for rows in (ids, -(-ids // 64) * 64):
+        llmc.write(tmp_path / "model.bin", lively(llmc.shape(12, 1, 2, 20), 0, rows))
+        told(capsys, *words, tmp_path / f"{rows}")
+
+
+@pytest.mark.parametrize("padding", [0, 78])
+def test_a_model_with_a_tokenizer_from_here_comes_back_from_files_of_llm_c_without_rows_that_have_no_id(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], padding: int
+) -> None:
+    model = saved(tmp_path / "model", llmc.shape(24, 2, 3, 40), padding)
+    told(capsys, "export", tmp_path / "model", tmp_path / "out", "--format", "llmc")
+    told(capsys, "import", tmp_path / "out" / "model.bin", tmp_path / "again")
+    found = huggingface.load(tmp_path / "again")
+    assert (found.model.config, found.model.vocab_size) == (model.config, small().vocab_size)
+    assert found.tokenizer.special == small().special
+    assert found.tokenizer.encode("the lamp, 12 and é") == small().encode("the lamp, 12 and é")
+    for name, weight in found.model.state_dict().items():
+        assert torch.equal(weight, model.state_dict()[name][: len(weight)]), name
+
+
+@pytest.mark.parametrize(("form", "dtype"), [("hf", "float16"), ("llmc", "bfloat16")])
+def test_a_weight_that_a_number_format_cannot_hold_is_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], form: str, dtype: str
+) -> None:
+    model = lively(llmc.shape(24, 2, 3, 40), 0, small().vocab_size)
+    with torch.no_grad():
+        model.get_parameter("norm.weight")[3] = -3.4e38
+    huggingface.save(tmp_path / "model", model, Renderer(small()), SAID)
+    said = refused(capsys, "export", tmp_path / "model", tmp_path / "out", "--format", form, "--dtype", dtype)
+    name = {"hf": "transformer.ln_f.weight", "llmc": "norm.weight"}[form]
+    assert f"{name} holds numbers up to 3.4e+38, and {dtype} ends at" in said
+    assert not list((tmp_path / "out").glob("*"))
+    told(capsys, "export", tmp_path / "model", tmp_path / "out", "--format", form)
 
 
 def test_a_model_file_without_its_tokenizer_asks_for_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -31,10 +31,16 @@ SCALINGS = (
     Yarn(factor=4.0, original_context=8),
     Yarn(factor=2.0, original_context=16, beta_fast=20.0, beta_slow=2.0, attention_factor=1.2),
 )
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 10}
 
 
 def shape(seed: int, **changes: Any) -> ModelConfig:
     return ModelConfig(**(random_config(seed).model_dump() | changes))
+
+
+def odd(seed: int, **changes: Any) -> ModelConfig:
+    """A width that is no multiple of the heads, which transformers' Llama refuses."""
+    return shape(seed, width=30 + 4 * seed, num_heads=4, num_kv_heads=2, head_width=8 + 2 * seed, **changes)
 
 
 def gpt2(seed: int) -> ModelConfig:
@@ -49,6 +55,7 @@ FAMILIES: dict[str, Callable[[int], ModelConfig]] = {
     "LlamaForCausalLM with biases": lambda seed: shape(seed, biases="all"),
     "LlamaForCausalLM with geglu": lambda seed: shape(seed, feed_forward="geglu"),
     "LlamaForCausalLM with scaled positions": lambda seed: shape(seed, rope_scaling=SCALINGS[seed % 4], context=48),
+    "MistralForCausalLM without a window": lambda seed: odd(seed, rope_scaling=SCALINGS[seed % 4], context=48),
     "MistralForCausalLM": lambda seed: shape(seed, sliding_window=5),
     "Qwen2ForCausalLM": lambda seed: shape(seed, biases="qkv"),
     "Qwen2ForCausalLM with windows": lambda seed: shape(seed, biases="qkv", num_layers=3, sliding_window=["full", 4]),
@@ -119,7 +126,7 @@ def test_gpt2_as_it_lies_on_the_hub_is_read(tmp_path: Path) -> None:
     file = tmp_path / "model.safetensors"
     weights = safetensors.torch.load_file(file)
     bare = {name.removeprefix("transformer."): weight for name, weight in weights.items()}
-    bare["h.0.attn.bias"] = torch.ones(1, 1, 8, 8)
+    bare["h.0.attn.bias"], bare["h.0.attn.masked_bias"] = torch.ones(1, 1, 8, 8), torch.tensor(-1e4)
     file.write_bytes(safetensors.torch.save(bare))
     facts = json.loads((tmp_path / CONFIG).read_text())
     old = {name: facts[name] for name in ("vocab_size", "n_embd", "n_layer", "n_head", "n_ctx", "n_inner")}
@@ -141,6 +148,8 @@ NONE: dict[str, tuple[dict[str, Any], str]] = {
     "layernorm": ({"norm": "layernorm"}, "norm='layernorm' is nothing that LlamaForCausalLM has"),
     "two windows": ({"sliding_window": [4, 8]}, r"sliding_window=\[4, 8\] is nothing that LlamaForCausalLM has"),
 }
+ODD = {"head_width": 8, "width": 30, "biases": "all"}
+NONE["odd width with biases"] = (ODD, "width=30 is no multiple of num_heads=4, as LlamaForCausalLM needs it")
 EVEN = ModelConfig(width=32, num_layers=2, num_heads=4, num_kv_heads=2, mlp_width=48, context=40)
 
 
@@ -188,6 +197,10 @@ def changed(file: Path, **changes: Any) -> None:
     ("changes", "told"),
     [
         ({"architectures": ["PhiForCausalLM"]}, "its architecture is PhiForCausalLM; known are LlamaForCausalLM"),
+        ({"architectures": None, "model_type": "phi3"}, "its architecture is phi3; known are LlamaForCausalLM"),
+        ({"rope_scaling": YARN | {"finetuned": True}}, "not known here: rope_scaling.finetuned: unknown key\n"),
+        ({"rope_scaling": YARN, "rope_theta": 1.0}, "not known here: yarn divides by the logarithm of rope_theta 1.0"),
+        ({"quantization_config": {"quant_method": "fp8"}}, r"weights are quantized \(quantization_config: fp8\)"),
         ({"hidden_act": "relu"}, "hidden_act 'relu' is not one of silu, gelu"),
         ({"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}, "rope_scaling of the type 'dynamic'"),
         ({"mlp_bias": True}, "attention_bias and mlp_bias differ"),
@@ -203,6 +216,48 @@ def test_a_model_that_ours_cannot_be_is_refused_with_the_reason(
     with pytest.raises(CheckpointError, match=told) as caught:
         huggingface.load(folder)
     assert caught.value.cure
+    assert "damaged" not in caught.value.cure
+    assert "stage" not in caught.value.cure
+
+
+UP, HEAD, EMBEDDING = "model.layers.0.mlp.up_proj.weight", "lm_head.weight", "model.embed_tokens.weight"
+BIAS, BEYOND = "model.layers.0.self_attn.q_proj.bias", "model.layers.9.mlp.up_proj.weight"
+STRANGE: dict[str, tuple[Callable[[dict[str, torch.Tensor]], dict[str, torch.Tensor]], str]] = {
+    "int8": (lambda w: {UP: w[UP].to(torch.int8)}, f"{UP} is kept as I8, and float32, bfloat16, float16 are read"),
+    "fp8": (lambda w: {UP: w[UP].to(torch.float8_e4m3fn)}, f"{UP} is kept as F8_E4M3"),
+    "float64": (lambda w: {UP: w[UP].double()}, f"{UP} is kept as F64"),
+    "scales": (lambda w: {UP + "_scale_inv": torch.ones(1, 1)}, f"does not have: {UP}_scale_inv"),
+    "a bias": (lambda w: {BIAS: torch.ones(32)}, f"a LlamaForCausalLM of this config.json does not have: {BIAS}"),
+    "a layer more": (lambda w: {BEYOND: w[UP].clone()}, f"does not have: {BEYOND}"),
+    "another head": (lambda w: {HEAD: w[EMBEDDING] + 1e-3}, f"{HEAD} is not {EMBEDDING}, and config.json says"),
+}
+
+
+@pytest.mark.parametrize("kind", STRANGE)
+def test_weights_that_would_not_be_used_as_they_are_meant_are_refused_by_name(kind: str, tmp_path: Path) -> None:
+    do, told = STRANGE[kind]
+    huggingface.save(tmp_path, lively(EVEN, 0, VOCAB), RENDERER, SAID)
+    file = tmp_path / "model.safetensors"
+    weights = safetensors.torch.load_file(file)
+    file.write_bytes(safetensors.torch.save(weights | do(weights)))
+    for lineage in (SAID, None):
+        with pytest.raises(CheckpointError, match=__import__("re").escape(told)) as caught:
+            huggingface.load(tmp_path)
+        assert caught.value.where == str(file)
+        assert caught.value.cure
+        if lineage is not None:
+            (tmp_path / LINEAGE).unlink()
+
+
+def test_what_follows_from_a_configuration_may_lie_beside_the_weights(tmp_path: Path) -> None:
+    model = lively(EVEN, 0, VOCAB)
+    huggingface.save(tmp_path, model, RENDERER, SAID)
+    file = tmp_path / "model.safetensors"
+    weights = safetensors.torch.load_file(file)
+    weights["model.layers.0.self_attn.rotary_emb.inv_freq"] = torch.ones(4)
+    weights[HEAD] = weights[EMBEDDING].clone()
+    file.write_bytes(safetensors.torch.save(weights))
+    assert torch.equal(huggingface.load(tmp_path).model.embed.weight, model.embed.weight)
 
 
 def test_a_pickle_is_never_read(tmp_path: Path) -> None:

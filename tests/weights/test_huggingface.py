@@ -13,6 +13,7 @@ from transformers import AutoTokenizer, LlamaForCausalLM
 
 from bloomery import arguments
 from bloomery.core.errors import BloomeryError, CheckpointError, DataError
+from bloomery.core.files import MANIFEST
 from bloomery.evaluation.config import Evaluate
 from bloomery.generate.engine import Engine
 from bloomery.model.transformer import Transformer
@@ -27,6 +28,7 @@ from bloomery.tokenizer.train import train
 from bloomery.train.loss import token_loss
 from bloomery.weights import huggingface, llama
 from bloomery.weights.huggingface import CONFIG, LINEAGE, WEIGHTS, Lineage
+from bloomery.weights.tensors import INDEX
 from tests.model.made import CHOICES, SHAPES, lively, random_config, random_ids
 from tests.tokenizer.made import TEXTS, small, training_texts
 from tests.tokenizer.test_pieces import theirs as trained_elsewhere
@@ -87,7 +89,7 @@ def test_transformers_computes_the_same_gradients(seed: int, tmp_path: Path) -> 
 def test_transformers_says_the_same_greedily(seed: int, tmp_path: Path) -> None:
     ours, other = saved(tmp_path, seed), theirs(tmp_path)
     prompt = random_ids(1, 5, seed, VOCAB)[0].tolist()
-    said = list(Engine(ours).stream(prompt, max_tokens=7, stop_ids=frozenset({small().end_id})))
+    said = list(Engine(ours, VOCAB).stream(prompt, max_tokens=7, stop_ids=frozenset({small().end_id})))
     ids = torch.tensor([prompt])
     out = other.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=7, do_sample=False)
     assert out[0, 5:].tolist() == said
@@ -299,6 +301,12 @@ def change_weights(folder: Path, do: Callable[[dict[str, torch.Tensor]], Any]) -
     (folder / WEIGHTS).write_bytes(safetensors.torch.save(weights))
 
 
+def indexed(folder: Path, files: dict[str, Any]) -> None:
+    """The weights under another name, and an index."""
+    (folder / WEIGHTS).rename(folder / "b.safetensors")
+    (folder / INDEX).write_text(json.dumps({"weight_map": files}))
+
+
 NAME = "model.layers.0.mlp.up_proj.weight"
 BROKEN: list[tuple[str, Callable[[Path], Any], str]] = [
     ("no config", lambda f: (f / CONFIG).unlink(), f"there is no {CONFIG}"),
@@ -315,7 +323,19 @@ BROKEN: list[tuple[str, Callable[[Path], Any], str]] = [
         lambda f: change(f / CONFIG, lambda c: c.update(intermediate_size=7)),
         "gate_proj.weight has shape",
     ),
-    ("a setting less", lambda f: change(f / CONFIG, lambda c: c.pop("hidden_size")), "KeyError: 'hidden_size'"),
+    *(
+        (f"a giant {name}", lambda f, name=name: change(f / CONFIG, lambda c: c.update({name: 10**12})), told)
+        for name, told in {
+            "head_dim": "numbers, and config.json is of a model of",
+            "intermediate_size": "numbers, and config.json is of a model of",
+            "vocab_size": "numbers, and config.json is of a model of",
+            "num_hidden_layers": "config.json is of a model of 1,000,000,000,000 layers",
+        }.items()
+    ),
+    ("an index of numbers", lambda f: indexed(f, {NAME: 1}), "names the file 1, which is not beside it"),
+    ("an index of what is nowhere", lambda f: indexed(f, {NAME: "a.safetensors"}), "there is no a.safetensors"),
+    ("an index of too much", lambda f: indexed(f, {"more": "b.safetensors"}), "b.safetensors: more"),
+    ("a setting less", lambda f: change(f / CONFIG, lambda c: c.pop("hidden_size")), "lacks 'hidden_size'"),
     ("an impossible shape", lambda f: change(f / CONFIG, lambda c: c.update(num_attention_heads=0)), "num_heads"),
     ("another lineage", lambda f: change(f / LINEAGE, lambda c: c.pop("shards")), "'shards'"),
     ("torn weights", lambda f: (f / WEIGHTS).write_bytes((f / WEIGHTS).read_bytes()[:-9]), f"{WEIGHTS}: is torn"),
@@ -344,3 +364,14 @@ def test_a_folder_that_is_not_as_it_was_saved_is_refused_by_name(
     assert told in str(caught.value)
     assert str(folder) in caught.value.where
     assert caught.value.cure
+    assert "manifest.json" not in caught.value.cure
+
+
+def test_the_folder_of_a_stage_is_made_again_where_a_file_in_it_is_damaged(whole: Path, tmp_path: Path) -> None:
+    folder = shutil.copytree(whole, tmp_path / "model")
+    (tmp_path / MANIFEST).write_text("{}")
+    for name in (WEIGHTS, CONFIG):
+        (folder / name).write_bytes((folder / name).read_bytes()[:-9])
+        with pytest.raises(CheckpointError) as caught:
+            huggingface.load(folder)
+        assert "Remove its stage's manifest.json" in caught.value.cure

@@ -96,11 +96,20 @@ def test_special_tokens_that_a_tokenizer_lacks_get_rows_like_the_closest_it_has(
     torch.testing.assert_close(head[special["<|user|>"]], tables[1].mean(0))
 
 
+@pytest.mark.parametrize("none", [True, -1, 2.5, "x", {}, [], [True]])
+def test_what_is_no_id_neither_begins_nor_ends_a_text(tmp_path: Path, none: object) -> None:
+    for name, facts in (("said", {"eos_token_id": none}), ("left out", {"eos_token_id": None})):
+        llama(tmp_path / name, plain_tokenizer(tmp_path / name), **facts)
+    said, left_out = (huggingface.load(tmp_path / name).model.head.weight for name in ("said", "left out"))
+    assert torch.equal(said, left_out)
+
+
 def test_a_model_of_others_answers_here_and_is_saved_as_ours(tmp_path: Path) -> None:
     llama(tmp_path / "theirs", plain_tokenizer(tmp_path / "theirs"))
     found = huggingface.load(tmp_path / "theirs")
     prompt = found.renderer.prompt([{"role": "user", "content": "the lamp"}])
-    said = list(Engine(found.model).stream(prompt, max_tokens=5, stop_ids=frozenset({found.renderer.end_id})))
+    engine = Engine(found.model, found.tokenizer.vocab_size)
+    said = list(engine.stream(prompt, max_tokens=5, stop_ids=frozenset({found.renderer.end_id})))
     assert 1 <= len(said) <= 5
     huggingface.save(tmp_path / "ours", found.model, found.renderer, found.lineage)
     again = huggingface.load(tmp_path / "ours")

@@ -156,11 +156,22 @@ BROKEN: dict[str, tuple[Callable[[bytes], bytes], str]] = {
         lambda data: header(20240326, 3, 9, 9, 1, 1, 0, 128) + data[1024:],
         "its header names no model",
     ),
+    "of billions of layers": (
+        lambda data: header(20240326, 3, CONTEXT, VOCAB, 2**31 - 1, HEADS, WIDTH, PADDED) + data[1024:],
+        r"has \d+ bytes, its header needs \d+",
+    ),
+    "of a width of billions": (
+        lambda data: header(20240326, 3, CONTEXT, VOCAB, LAYERS, 1, 2**31 - 1, PADDED) + data[1024:],
+        r"has \d+ bytes, its header needs \d+",
+    ),
 }
 
 
 @pytest.mark.parametrize("kind", BROKEN)
-def test_a_file_that_is_no_model_is_refused_by_name(kind: str, tmp_path: Path) -> None:
+def test_a_file_that_is_no_model_is_refused_by_name_before_anything_is_built(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(llmc, "Transformer", None)
     do, told = BROKEN[kind]
     file = tmp_path / "model.bin"
     file.write_bytes(do(by_hand(theirs())))

@@ -24,6 +24,7 @@ VOLATILE: dict[str, Any] = {"volatile": True}
 Share = Annotated[float, Field(ge=0, le=1)]
 Positive = Annotated[int, Field(ge=1)]
 Count = Annotated[int, Field(ge=0)]
+Seed = Annotated[int, Field(ge=0, lt=2**63)]
 
 
 class Config(BaseModel):
@@ -75,11 +76,16 @@ def build(cls: type[C], tree: dict[str, Any], where: str = "") -> C:
         # JSON mode is the strict mode that still takes an array for a tuple and a string for a path.
         return cls.model_validate_json(json.dumps(cls.completed(tree), default=str), strict=True)
     except ValidationError as failure:
-        problems = [_explain(cls, problem) for problem in failure.errors()]
-        shown = [f"{key}: {what}" if key else what for key, what, _ in problems[:5]]
-        more = [f"… and {len(problems) - 5} more"] if len(problems) > 5 else []
-        cures = [cure for *_, cure in problems if cure]
-        raise ConfigError("\n".join(shown + more), where=where, cure=cures[0] if cures else "") from None
+        what, cure = explained(cls, failure)
+        raise ConfigError(what, where=where, cure=cure) from None
+
+
+def explained(cls: type[BaseModel], failure: ValidationError) -> tuple[str, str]:
+    """What is wrong with the data of a `cls`, key by key, and the first cure; "" where none is known."""
+    problems = [_explain(cls, problem) for problem in failure.errors()]
+    shown = [f"{key}: {what}" if key else what for key, what, _ in problems[:5]]
+    more = [f"… and {len(problems) - 5} more"] if len(problems) > 5 else []
+    return "\n".join(shown + more), next((cure for *_, cure in problems if cure), "")
 
 
 class _Opened(dict[str, Any]):
@@ -218,7 +224,7 @@ def plain(config: BaseModel, *, stable_only: bool = False) -> dict[str, Any]:
         for owner, twin in _walk(config, data):
             for name, field in type(owner).model_fields.items():
                 if isinstance(field.json_schema_extra, dict) and field.json_schema_extra.get("volatile"):
-                    del twin[name]
+                    twin.pop(name, None)
     return data
 
 

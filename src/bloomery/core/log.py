@@ -7,6 +7,7 @@ every few seconds. Both go to stderr, so that stdout stays free for results. Num
 
 import json
 import math
+import os
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -15,12 +16,13 @@ from types import TracebackType
 from typing import Any, TextIO
 
 from rich.console import Console
-from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from bloomery.core.errors import DataError
 from bloomery.core.files import disk_errors, whole_file
+from bloomery.core.live import Live, Told
 
-METRICS = "metrics.jsonl"
+METRICS, SAMPLES = "metrics.jsonl", "samples.jsonl"
+"""What a stage that trains leaves: its numbers, and what the model wrote on the way."""
 SECONDS_BETWEEN_PLAIN_LINES = 10.0
 
 Number = float | int
@@ -41,8 +43,9 @@ def say(text: str, style: str = "") -> None:
     """One line for a person."""
     console.print(text, style=style, markup=False)
     for file in _listeners:
-        file.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')}  {text}\n")
-        file.flush()
+        with disk_errors(Path(file.name)):
+            file.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')}  {text}\n")
+            file.flush()
 
 
 @contextmanager
@@ -51,12 +54,13 @@ def kept(path: Path) -> Iterator[None]:
     with disk_errors(path):
         path.parent.mkdir(parents=True, exist_ok=True)
         file = path.open("a", encoding="utf-8")
-    with file:
-        _listeners.append(file)
-        try:
-            yield
-        finally:
-            _listeners.remove(file)
+    _listeners.append(file)
+    try:
+        yield
+    finally:
+        _listeners.remove(file)
+        with disk_errors(path):  # closing writes what a full disk has not taken yet
+            file.close()
 
 
 class Meter:
@@ -67,20 +71,10 @@ class Meter:
         self.done: Number = 0
         self._first: Number = 0
         self._began = self._printed = time.monotonic()
-        self._live: Progress | None = None
+        self._live: Live | None = None
         if console.is_terminal:
-            self._live = Progress(
-                SpinnerColumn(),
-                TextColumn("[bold]{task.description:<11}"),
-                BarColumn(bar_width=24),
-                TextColumn("{task.fields[detail]}"),
-                TimeElapsedColumn(),
-                TextColumn("left"),
-                TimeRemainingColumn(),
-                console=console,
-                transient=True,
-            )
-            self._task = self._live.add_task(name, total=total, detail="")
+            self._live = Live(console)
+            self._task = self._live.add_task(name, total=total, told=Told(""))
             self._live.start()
 
     def start_at(self, done: Number) -> None:
@@ -92,11 +86,11 @@ class Meter:
         self.done, self.total = done, total if total is not None else self.total
         now = time.monotonic()
         if self._live is not None:
-            self._live.update(self._task, completed=done, total=self.total, detail=self._detail(now, numbers))
+            self._live.update(self._task, completed=done, total=self.total, told=self._told(now, numbers))
         elif now - self._printed >= SECONDS_BETWEEN_PLAIN_LINES:
             self._printed = now
             left = f", {_clock(seconds)} left" if (seconds := self._seconds_left(now)) is not None else ""
-            say(f"{self.name}: {self._detail(now, numbers)}{left}")
+            say(f"{self.name}: {self._told(now, numbers)}{left}")
 
     def close(self) -> None:
         if self._live is not None:
@@ -107,14 +101,15 @@ class Meter:
             return None
         return (now - self._began) * max(0, self.total - self.done) / (self.done - self._first)
 
-    def _detail(self, now: float, numbers: Mapping[str, Number]) -> str:
+    def _told(self, now: float, numbers: Mapping[str, Number]) -> Told:
         of = f"/{_short(self.total)}" if self.total else ""
-        shown = [f"{_short(self.done)}{of} {self.unit}"]
-        if "tokens_per_second" not in numbers and now > self._began + 1:
-            shown.append(f"{_short((self.done - self._first) / (now - self._began))}/s")
-        labels = {"tokens_per_second": "tok/s"}
-        shown += [f"{labels.get(name, name)} {_short(value)}" for name, value in numbers.items()]
-        return "  ".join(shown)
+        speed = ""
+        if "tokens_per_second" in numbers:
+            speed = f"tok/s {_short(numbers['tokens_per_second'])}"
+        elif now > self._began + 1:
+            speed = f"{_short((self.done - self._first) / (now - self._began))}/s"
+        others = [f"{name} {_short(value)}" for name, value in numbers.items() if name != "tokens_per_second"]
+        return Told(f"{_short(self.done)}{of} {self.unit}", speed, tuple(others))
 
 
 @contextmanager
@@ -149,6 +144,11 @@ class Metrics:
         with disk_errors(self._path):
             self._file.write(json.dumps({"step": step, **line}) + "\n")
             self._file.flush()
+
+    def sync(self) -> None:
+        """Let what was written survive a power cut."""
+        with disk_errors(self._path):
+            os.fsync(self._file.fileno())
 
     def __enter__(self) -> "Metrics":
         return self

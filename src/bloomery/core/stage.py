@@ -51,6 +51,8 @@ class Stage:
     """Raised when the meaning of the output changes. Code is not hashed."""
     digest: str | None = None
     """`module:function` of config -> str, for what the stage reads from outside the run. It joins the fingerprint."""
+    needed: str | None = None
+    """`module:function` of its section's name and its config, which raises where this machine lacks what it needs."""
     resumes: bool = False
     """Whether it goes on from what an attempt that died has left. Otherwise every attempt begins in an empty folder."""
     guards: bool = False
@@ -191,12 +193,15 @@ def execute(plans: Sequence[Plan], *, until: str | None = None, only: str | None
     Run what is not done, in order. Returns what became of each stage: "fresh" (nothing to do) or "ran".
 
     `until` is the last stage wanted, `only` the single one; at most one of them is given. Raises RunError for a stage
-    that is not there, and where an input of the single one is not done.
+    that is not there, where an input of the single one is not done, and, before any runs, what `Stage.needed` does.
     """
     assert until is None or only is None
     check_names([plan.stage for plan in plans], until, only)
     by_name = {plan.stage.name: plan for plan in plans}
     wanted = _ancestors(by_name, until) if until else {only} if only else set(by_name)
+    for plan in plans:
+        if plan.stage.needed and plan.stage.name in wanted and not plan.fresh:
+            resolve(plan.stage.needed)(plan.stage.name, plan.config)
     done: dict[str, str] = {}
     for plan in plans:
         if plan.stage.name in wanted:

@@ -14,6 +14,7 @@ Sources: Joulin et al. 2017, Bag of Tricks (arXiv 1607.01759) for hashed n-grams
 """
 
 import hashlib
+import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -44,6 +45,10 @@ RAREST_TELLING = 0.002
 """Share of those documents that an n-gram stands in at least, to be told."""
 
 
+class TooFewExamplesError(DataError):
+    """A part of the examples lacks one of the two classes."""
+
+
 @dataclass(frozen=True)
 class Learned:
     """A classifier, how good it is, the penalty that was chosen, and the n-grams that say most for either side."""
@@ -68,8 +73,8 @@ def train(
     """
     Learn from examples. Groups go by hash: a share `held_out` measures, as many calibrate, the rest teaches.
 
-    Without `strength` the one of STRENGTHS is taken whose scores order the calibrating texts best. Raises DataError
-    where a part would lack one of the two classes.
+    Without `strength` the one of STRENGTHS is taken whose scores order the calibrating texts best. Raises
+    TooFewExamplesError where a part would lack one of the two classes.
     """
     truth = np.array([example.positive for example in examples], np.bool_)
     measured, calibrating, teaching = split([example.group for example in examples], truth, held_out, seed)
@@ -93,16 +98,22 @@ def train(
 
 
 def split(groups: Sequence[str], truth: Truth, held_out: float, seed: int) -> tuple[Truth, Truth, Truth]:
-    """Which examples measure, which calibrate, which teach. Raises DataError where a part lacks one of the classes."""
+    """Which examples measure, which calibrate, which teach. Raises TooFewExamplesError where a part lacks a class."""
     spots = np.array([_spot(group, seed) for group in groups])
     parts = (spots < held_out, (spots >= held_out) & (spots < 2 * held_out), spots >= 2 * held_out)
     for name, part in zip(("measures", "calibrates", "teaches"), parts, strict=True):
         if len(set(truth[part].tolist())) < 2:
             positive, negative = int(truth[part].sum()), int((~truth[part]).sum())
-            what = f"the part of the examples that {name} has {positive} positive and {negative} negative texts"
-            cure = "Give more examples of both, or change held_out of the classifier (0.1 is usual)."
-            raise DataError(what, where=f"{len(groups)} examples in {len(set(groups))} groups", cure=cure)
+            lacks = f"the part of the examples that {name} has {positive} positive and {negative} negative texts"
+            what = f"{lacks}, of {len(groups)} examples in {len(set(groups))} groups"
+            cure = f"Give more of both: with held_out={held_out:g}, {enough(held_out)} groups with both are enough."
+            raise TooFewExamplesError(what, where="classify", cure=cure)
     return parts
+
+
+def enough(held_out: float) -> int:
+    """With so many groups, 99 of 100 splits leave neither of the two small parts empty."""
+    return math.ceil(math.log(0.01 / 2) / math.log1p(-held_out))
 
 
 def save(learned: Learned, facts: dict[str, Any], folder: Path) -> None:

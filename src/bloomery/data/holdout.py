@@ -4,6 +4,8 @@ import hashlib
 
 LARGEST_SHARE = 0.1
 """No recipe holds out more. What learns from text before the split is made (the tokenizer) leaves out this much."""
+CUT = 'one text becomes many where its source is told what ends a document, as in separator="\\n\\n".'
+"""For those whose few documents all fall on one side."""
 
 
 def is_held_out(text: str, share: float) -> bool:

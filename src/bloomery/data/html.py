@@ -1,11 +1,11 @@
 """Plain text of HTML pages by resiliparse, and text of bytes in whatever encoding they are."""
 
-import codecs
 import re
 from functools import cache
 from typing import Any
 
 from bloomery.data import extras
+from bloomery.data.rows import MARKS
 from bloomery.data.unpack import Problem
 
 SAMPLE_BYTES = 2**16
@@ -18,14 +18,6 @@ ELEMENTS = re.compile(r"<(/?)(?!(?:p|li|t[rdh]|d[td]|br|hr|img|input|meta|link|o
 """Tags that open or close what has to be closed."""
 
 
-MARKS = (
-    (codecs.BOM_UTF32_LE, "utf-32-le"),
-    (codecs.BOM_UTF32_BE, "utf-32-be"),
-    (codecs.BOM_UTF8, "utf-8"),
-    (codecs.BOM_UTF16_LE, "utf-16-le"),
-    (codecs.BOM_UTF16_BE, "utf-16-be"),
-)
-"""Byte order marks, the longer first. They win over all that is said of a page."""
 DOUBLE = ("gbk", "gb18030", "big5", "euc_kr", "euc_jp", "shift_jis")
 """Encodings of two bytes a character, as the library calls them: a few of their characters may be UTF-8 by chance."""
 ENOUGH = 16

@@ -101,7 +101,8 @@ class _Text:
                 found.append(self._decoder.decode(chunk))
             except UnicodeDecodeError as error:
                 what = f"holds 0x{error.object[error.start]:02x} behind line {line}, which is not UTF-8"
-                self.problem = Problem("not_utf8", line, what)
+                self.problem = rows.marked(error.object) if line == 1 else None
+                self.problem = self.problem or Problem("not_utf8", line, what)
                 break
             size += len(found[-1])
         self.held = "".join(found)

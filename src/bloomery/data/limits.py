@@ -23,6 +23,8 @@ from bloomery.core.errors import DataError
 from bloomery.data import heuristic, scorer
 from bloomery.data.scorer import Classifier, Scores
 
+LEFT_OUT = "left-out.json"
+"""Beside the folders of classifiers: those that were not learned, each with its name and why."""
 NUM_SAMPLES = 20
 SAMPLE_CHARACTERS = 300
 NUM_BINS = 20
@@ -145,13 +147,18 @@ def load(folder: Path, limits: Sequence[Limit], *, min_score: float, min_scores:
     The classifiers below `folder`, and all bounds: those of `min_score` (of the first classifier, reason `classifier`)
     before the limits.
 
-    Raises DataError for a limit whose classifier is not there, or whose threshold is for the other side.
+    Without limits there may be no classifier, where LEFT_OUT says why. Raises DataError for a limit whose classifier is
+    not there, or whose threshold is for the other side.
     """
     facts = sorted((files.read_json(path) for path in folder.glob(f"*/{scorer.FACTS}")), key=lambda f: f["place"])
-    if not facts:
+    left_out = files.read_json(folder / LEFT_OUT) if (folder / LEFT_OUT).is_file() else []
+    if left_out and (limits or min_score or min_scores):
+        what = f"a limit asks for scores, and {left_out[0]['name']!r} was not learned: {left_out[0]['why']}"
+        raise DataError(what, where="filter", cure="Fetch more documents, or leave the limits out.")
+    if not facts and not left_out:
         raise DataError("holds no classifier", where=str(folder), cure="Run the stage classify again.")
     keep = {one["name"]: one["keep"] for one in facts}
-    first = facts[0]["name"]
+    first = facts[0]["name"] if facts else ""
     bounds = [Bound(f"limit.{limit.classifier}", limit) for limit in limits]
     plain = [Limit(classifier=first, domains=(name,), keep_from=least) for name, least in min_scores.items()]
     elsewhere = [Limit(classifier=first, keep_from=min_score)] if min_score else []

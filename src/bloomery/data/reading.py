@@ -190,7 +190,7 @@ def items(
                 cure = f"Say which column holds it: text_field or id_field of source {source.name!r}. {cure}"
             if item.problem.reason == "too_long":
                 cure = f"Raise max_document_bytes of source {source.name!r} if that is a document. {cure}"
-            raise DataError(item.problem.what, where=item.where, cure=cure)
+            raise DataError(item.problem.what, where=item.where, cure=f"{item.problem.cure} {cure}".lstrip())
         yield item
 
 

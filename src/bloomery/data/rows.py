@@ -15,18 +15,38 @@ from bloomery.data.unpack import Span
 from bloomery.data.unpack import unreadable as unreadable
 
 Found = dict[str, Any] | Problem
+MARKS = (
+    (codecs.BOM_UTF32_LE, "utf-32-le"),
+    (codecs.BOM_UTF32_BE, "utf-32-be"),
+    (codecs.BOM_UTF8, "utf-8"),
+    (codecs.BOM_UTF16_LE, "utf-16-le"),
+    (codecs.BOM_UTF16_BE, "utf-16-be"),
+)
+"""Byte order marks, the longer first. They win over all that is said of a file or page."""
+CONVERT = 'Convert it to UTF-8, as iconv -f {} -t UTF-8 does{}; of text files, encoding = "detect" finds out by itself.'
 
 
 def decode(data: bytes, *, mark: bool = True) -> str | Problem:
     """Bytes as text, without a byte order `mark` where one may stand. Anything but UTF-8 without NUL is a problem."""
     mark_bytes = len(codecs.BOM_UTF8) if mark and data.startswith(codecs.BOM_UTF8) else 0
+    if mark and (other := marked(data)):
+        return other
     if (nul := data.find(b"\0")) >= 0:
         return Problem("binary", nul, f"byte offset {nul} holds a NUL: this is not text")
     try:
         return data[mark_bytes:].decode("utf-8")
     except UnicodeDecodeError as error:
         spot = error.start + mark_bytes
-        return Problem("not_utf8", spot, f"byte offset {spot} holds 0x{data[spot]:02x}, which is not UTF-8")
+        what = f"byte offset {spot} holds 0x{data[spot]:02x}, which is not UTF-8"
+        return Problem("not_utf8", spot, what, CONVERT.format("WINDOWS-1252", ", if it is that"))
+
+
+def marked(data: bytes) -> Problem | None:
+    """What is wrong with bytes whose byte order mark says that they are not UTF-8."""
+    found = next((name for mark, name in MARKS if data.startswith(mark)), "utf-8")
+    name = found[: len("utf-16")].upper()
+    what = f"it begins with the byte order mark of {name}, which is not UTF-8"
+    return None if found == "utf-8" else Problem("not_utf8", 0, what, CONVERT.format(name, ""))
 
 
 def checked(text: str) -> str | Problem:
@@ -86,6 +106,8 @@ def _object(line: bytes, number: int) -> Found:
     try:
         value = json.loads(line.decode("utf-8-sig" if number == 1 else "utf-8"))
     except UnicodeDecodeError as error:
+        if number == 1 and (other := marked(line)):
+            return other
         what = f"line {number}, byte {error.start} of it, holds 0x{line[error.start]:02x}, which is not UTF-8"
         return Problem("not_utf8", number, what)
     except (ValueError, RecursionError) as error:

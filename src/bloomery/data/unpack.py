@@ -37,6 +37,7 @@ class Problem:
     reason: str
     value: int | float
     what: str
+    cure: str = ""
 
 
 class Span(NamedTuple):

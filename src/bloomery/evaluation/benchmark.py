@@ -159,7 +159,8 @@ def likelihoods(loaded: Loaded, items: Sequence[Item], opening: bool, seen: Any)
         for prompt, choice in zip(_prompts(item), item.choices, strict=True)
     ]
     share = len(items) / max(len(pairs), 1)
-    scored = iter(likelihood.score(loaded.model, pairs, seen=lambda done: seen(int(done * share))))
+    num_ids = loaded.tokenizer.vocab_size
+    scored = iter(likelihood.score(loaded.model, pairs, num_ids=num_ids, seen=lambda done: seen(int(done * share))))
     return [[next(scored) for _ in item.choices] for item in items]
 
 

@@ -5,15 +5,16 @@ from typing import Any
 
 from bloomery.evaluation import charts
 from bloomery.evaluation.charts import Bar, Curve, Html, count, decimal, number, percent, tag
-from bloomery.evaluation.pieces import NOTHING, Fact, Report, at, counted, facts, folded, listed, named, sequence
+from bloomery.evaluation.pieces import NOTHING, Fact, Report, at, counted, facts, folded, listed, named, note, sequence
 from bloomery.evaluation.pieces import text as shown
 
 SIDES = ("high", "low")
 
 
 def classifiers(report: Report) -> list[object]:
-    """Every classifier of the run in turn; nothing where there is none."""
-    parts: list[object] = []
+    """Every classifier of the run in turn, those that were left out first; nothing where there is none."""
+    missing = listed(report, "corpus", "classify", "left_out")
+    parts: list[object] = [note(f"{shown(one.get('name'))} was left out: {shown(one.get('why'))}.") for one in missing]
     for one in listed(report, "corpus", "classify", "classifiers"):
         cut = named(report, "corpus", "filter", "scores", shown(one.get("name")))
         parts += [tag("h3", title(one)), *quality(one), *telling(one), *passing(cut), *samples(one, cut)]

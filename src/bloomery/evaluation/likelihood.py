@@ -41,7 +41,7 @@ class Likelihood(NamedTuple):
     log_p: float
     """In nats."""
     greedy: bool
-    """Whether every token was the most likely one."""
+    """Whether every token was the most likely one of those that the tokenizer has."""
     tokens: int
 
 
@@ -75,10 +75,15 @@ def encoded(tokenizer: Tokenizer, prompt: str, continuation: str, *, opening: bo
 
 
 def score(
-    model: Transformer, asked: Sequence[Asked], *, tokens_at_once: int = TOKENS_AT_ONCE, seen: Callable[[int], None]
+    model: Transformer,
+    asked: Sequence[Asked],
+    *,
+    num_ids: int,
+    tokens_at_once: int = TOKENS_AT_ONCE,
+    seen: Callable[[int], None],
 ) -> list[Likelihood]:
     """
-    The likelihood of each, in their order. `seen` is told how many are done.
+    The likelihood of each, in their order. `seen` is told how many are done; `num_ids` are those of the tokenizer.
 
     How they are put together into batches changes nothing but the last bits.
     """
@@ -86,7 +91,7 @@ def score(
     found: dict[int, Likelihood] = {}
     model.eval()
     for batch in _batches(rows, tokens_at_once):
-        found |= _of_batch(model, batch)
+        found |= _of_batch(model, batch, num_ids)
         seen(len(found))
     return [found[number] for number in range(len(asked))]
 
@@ -125,7 +130,7 @@ def _batches(rows: Sequence[_Row], tokens_at_once: int) -> Iterator[list[_Row]]:
 
 
 @torch.inference_mode()
-def _of_batch(model: Transformer, rows: Sequence[_Row]) -> dict[int, Likelihood]:
+def _of_batch(model: Transformer, rows: Sequence[_Row], num_ids: int) -> dict[int, Likelihood]:
     T = max(row.length for row in rows)
     device = model.embed.weight.device
     ids = torch.zeros((len(rows), T), dtype=torch.long)
@@ -141,7 +146,7 @@ def _of_batch(model: Transformer, rows: Sequence[_Row]) -> dict[int, Likelihood]
     hidden = _hidden(model, ids.to(device), positions.to(device), parts.to(device))
     chosen = torch.tensor(places, device=device)
     wanted = torch.tensor(targets, device=device)
-    log_p, best = _log_p(model, hidden[chosen[:, 0], chosen[:, 1]], wanted)
+    log_p, best = _log_p(model, hidden[chosen[:, 0], chosen[:, 1]], wanted, num_ids)
     begin = 0
     found: dict[int, Likelihood] = {}
     for row in rows:
@@ -184,13 +189,14 @@ def _hidden(model: Transformer, ids: Tensor, positions: Tensor, parts: Tensor) -
     return model.extend(ids, cache, positions=positions, mask=mask)
 
 
-def _log_p(model: Transformer, hidden: Tensor, wanted: Tensor) -> tuple[Tensor, Tensor]:
-    """Of every wanted token: log p, and whether it is the most likely one."""
+def _log_p(model: Transformer, hidden: Tensor, wanted: Tensor, num_ids: int) -> tuple[Tensor, Tensor]:
+    """Of every wanted token: log p, and whether it is the most likely one of the first `num_ids`."""
     size = max(1, SCORES_AT_ONCE // model.vocab_size)
     found = []
     for begin in range(0, len(wanted), size):
         scores = model.logits(hidden[None, begin : begin + size])[0]
         some = wanted[begin : begin + size]
         log_p = torch.log_softmax(scores, dim=-1).gather(1, some[:, None])[:, 0]
-        found.append((log_p.cpu().double(), (scores.argmax(dim=-1) == some).cpu()))  # Apple's GPUs have no float64
+        best = scores[:, :num_ids].argmax(dim=-1) == some
+        found.append((log_p.cpu().double(), best.cpu()))  # Apple's GPUs have no float64
     return torch.cat([one for one, _ in found]), torch.cat([one for _, one in found])

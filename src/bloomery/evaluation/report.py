@@ -216,6 +216,7 @@ DATA: Sections = (
     ("duplicates", "Duplicates", duplicates),
     ("tokenizer", "The tokenizer", tokenizer),
 )
+TRAINING: Sections = (("curves", "Training", trained),)
 MIX: Sections = (("mix", "The mix", the_mix),)
 WORK: Sections = (("time", "Where the time went", time_spent), ("again", "Each number again", again))
 
@@ -225,12 +226,18 @@ SECTIONS: Sections = (
     ("talks", "Held-out conversations", held_out_talks),
     ("text", "Held-out text by domain", by_domain),
     ("tasks", "Known tasks", known_tasks),
-    ("curves", "Training", trained),
+    *TRAINING,
     *MIX,
     *DATA,
     ("samples", "Answers to read", answers),
     ("continuations", "Continuations", continuations),
     *WORK,
 )
-DATA_SECTIONS: Sections = (("short", "In short", funnel), *DATA, *MIX, *WORK)
+IN_SHORT: Sections = (("short", "In short", funnel),)
+DATA_SECTIONS: Sections = (*IN_SHORT, *DATA, *MIX, *WORK)
 """Of the page that a run has before there is a model."""
+
+
+def before_evaluation(*, read: bool, trained: bool) -> Sections:
+    """Of the page of a run that has read documents, or has trained a model, or both, and is not evaluated."""
+    return (*IN_SHORT[:read], *TRAINING[:trained], *DATA[: len(DATA) if read else 0], *MIX, *WORK)

@@ -71,7 +71,8 @@ def answers(
     loaded: Loaded, asked: Sequence[Turn], *, max_tokens: int, temperature: float, seed: int
 ) -> Iterator[Completion]:
     """What the model says in place of each answer. Each is drawn by a seed of its own."""
-    engine, stop = Engine(loaded.model), frozenset({loaded.renderer.end_id})
+    engine = Engine(loaded.model, loaded.tokenizer.vocab_size)
+    stop = frozenset({loaded.renderer.end_id})
     for begin in range(0, len(asked), AT_ONCE):
         some = asked[begin : begin + AT_ONCE]
         seeds = [stable_seed(seed, turn.number, len(turn.prompt)) for turn in some]
@@ -85,7 +86,8 @@ def scores(loaded: Loaded, asked: Sequence[Turn], said: Sequence[Completion]) ->
     token that ends each; perplexity: e to the nats. length: the mean of tokens said, and of those of the given answers,
     the token that ends one among them.
     """
-    found = likelihood.score(loaded.model, [Asked(one.prompt, one.answer) for one in asked], seen=lambda _: None)
+    pairs = [Asked(one.prompt, one.answer) for one in asked]
+    found = likelihood.score(loaded.model, pairs, num_ids=loaded.tokenizer.vocab_size, seen=lambda _: None)
     sizes = [len(loaded.renderer.said(one.answer).encode()) for one in asked]
     nats = -sum(one.log_p for one in found)
     tokens, size = sum(one.tokens for one in found), sum(sizes)

@@ -13,6 +13,7 @@ SMOOTHING = 20
 """A smoothed curve is a mean over one such part of its points to either side."""
 COLUMNS = 60
 """Of a picture of gradients over the run, at most."""
+PASSES = ("pretrain", "finetune")
 PHASES = {
     "data": "waiting for data",
     "forward_backward": "forward and backward",
@@ -25,7 +26,8 @@ Rows = Sequence[Mapping[str, Any]]
 
 def training(report: Report) -> list[object]:
     parts: list[object] = []
-    for phase in ("pretrain", "finetune"):
+    known = [phase for phase in PASSES if listed(report, "curves", phase)]
+    for phase in known or PASSES:
         rows = listed(report, "curves", phase)
         parts.append(tag("h3", phase.capitalize()))
         parts += phase_curves(phase.capitalize(), rows) if rows else [NOTHING]

@@ -46,7 +46,7 @@ class Written:
 
 def write(loaded: Loaded, items: Sequence[Item], how: Writing, seen: Callable[[int], None]) -> list[Written]:
     """What follows each prompt, `how.samples` times. `seen` is told how many are done."""
-    engine = Engine(loaded.model)
+    engine = Engine(loaded.model, loaded.tokenizer.vocab_size)
     chat = in_conversation(loaded, how)
     room = min(how.max_tokens, engine.context // 2)
     prompts = [_ids(loaded, item.prompts[0], chat, engine.context - room) for item in items]

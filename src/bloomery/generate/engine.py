@@ -27,8 +27,9 @@ class Completion:
 class Engine:
     """Decodes with one model, in float32."""
 
-    def __init__(self, model: Transformer) -> None:
-        self.model = model.eval()
+    def __init__(self, model: Transformer, num_ids: int) -> None:
+        """`num_ids` of the tokenizer: rows that a model has beyond them, which others pad it with, are never said."""
+        self.model, self.num_ids = model.eval(), num_ids
         self.context = model.config.context
 
     def stream(
@@ -131,7 +132,7 @@ class Engine:
         """Scores (B, V) of what follows each prompt; a cache in which all end at one place, with room behind it."""
         config, like, longest = self.model.config, self.model.embed.weight, max(map(len, prompts))
         whole = Cache.empty(config, len(prompts), longest + room, like)
-        scores = like.new_empty(len(prompts), self.model.vocab_size, dtype=torch.float32)
+        scores = like.new_empty(len(prompts), self.num_ids, dtype=torch.float32)
         for length in {len(prompt) for prompt in prompts}:
             rows = [row for row, prompt in enumerate(prompts) if len(prompt) == length]
             part = Cache.empty(config, len(rows), length, like)
@@ -150,7 +151,7 @@ class Engine:
         ids, places = torch.tensor(rows, device=device), None if places is None else places.to(device)
         mask = None if mask is None else mask.to(device)
         hidden = self.model.extend(ids, cache, positions=places, mask=mask)
-        return self.model.logits(hidden[:, -1:])[:, 0]
+        return self.model.logits(hidden[:, -1:])[:, 0, : self.num_ids]
 
     def _check(self, ids: Sequence[int]) -> None:
         if not ids:

@@ -18,7 +18,9 @@ from datetime import timedelta
 from functools import cache
 from typing import Any, NoReturn
 
-from bloomery.core.errors import ConfigError, HardwareError, RunError
+from bloomery.core import errors
+from bloomery.core.errors import BloomeryError, ConfigError, HardwareError, RunError
+from bloomery.core.stop import Terminated
 from bloomery.hw import needs_torch as needs_torch
 
 import torch
@@ -109,6 +111,27 @@ class World:
             dist.all_gather(said, padded, group=self.group)
         return [json.loads(one[: int(n)].numpy().tobytes()) for one, n in zip(said, counts, strict=True)]
 
+    @contextmanager
+    def alike(self) -> Iterator[None]:
+        """
+        What the block raises on one rank, all ranks raise at its end: no rank goes on into words that one which failed
+        does not say. Within the block ranks say nothing to each other, or only what fails on all of them. An interrupt
+        passes through.
+        """
+        if self.size == 1:
+            yield
+            return
+        try:
+            yield
+        except (KeyboardInterrupt, Terminated):
+            raise
+        except BaseException as error:  # one that is no Exception would leave the others waiting as well
+            self.gather(told(error))
+            raise
+        for facts in self.gather(None):
+            if facts is not None:
+                raise heard(facts)
+
 
 def given(env: Mapping[str, str] | None = None) -> World | None:
     """
@@ -167,6 +190,21 @@ def joined(number: int = 0) -> Iterator[World]:
         yield world
     finally:
         dist.destroy_process_group()
+
+
+def told(error: BaseException) -> dict[str, str]:
+    """An error in words that another process can raise it from. One that is a bug stays with the rank that has it."""
+    if not isinstance(error, BloomeryError):
+        cure = "Look at what it said. The same command goes on from the newest checkpoint."
+        error = RankLostError(f"another rank had to stop: {type(error).__name__}: {error}", cure=cure)
+    return {"kind": type(error).__name__, "what": error.what, "where": error.where, "cure": error.cure}
+
+
+def heard(facts: Mapping[str, str]) -> BloomeryError:
+    """The error that another process has `told`."""
+    kind = RankLostError if facts["kind"] == "RankLostError" else getattr(errors, facts["kind"], RunError)
+    made: BloomeryError = kind(facts["what"], where=facts["where"], cure=facts["cure"])
+    return made
 
 
 def ranks_here(world: World) -> int:

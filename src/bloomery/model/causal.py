@@ -23,9 +23,6 @@ from torch.autograd.function import once_differentiable
 QUERIES_PER_BLOCK = {torch.float32: 128, torch.bfloat16: 256}
 """Of batched products: scores of so many queries are computed at a time, and only for the keys up to the last."""
 
-LINE = 64
-"""Bytes: where the memory of each thread begins."""
-
 
 def causal_attention(
     q: Float[Tensor, "B H T E"],
@@ -88,7 +85,7 @@ def _sizes(q: Tensor, k: Tensor, v: Tensor, slopes: bool) -> tuple[Any, ...]:
     assert library is not None
     room = library.bloomery_attention_room
     room.restype = ctypes.c_int64
-    each = -(-room(*map(ctypes.c_int64, (T, E, F, slopes))) // LINE) * LINE
+    each = room(*map(ctypes.c_int64, (T, E, F, slopes)))
     at_once = min(torch.get_num_threads(), B * K)
     return B, H, K, T, E, F, E**-0.5, torch.empty(each * at_once, dtype=torch.uint8), each
 

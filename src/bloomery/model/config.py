@@ -101,6 +101,8 @@ class ModelConfig(Config):
             raise ValueError(f"rotary positions turn pairs of numbers, and a head has {self.head_size}")
         if self.positions != "rotary" and self.rope_scaling is not None:
             raise ValueError(f"rope_scaling is for rotary positions, and positions is {self.positions!r}")
+        if self.rope_scaling is not None and self.rope_scaling.kind == "yarn" and self.rope_theta <= 1:
+            raise ValueError(f"yarn divides by the logarithm of rope_theta {self.rope_theta}, which must be above 1")
         if self.num_heads % self.num_kv_heads:
             raise ValueError(f"num_heads {self.num_heads} must be a multiple of num_kv_heads {self.num_kv_heads}")
         if "differential" in self.attention and self.num_kv_heads % 2:

@@ -75,6 +75,7 @@ class _Norm(torch.autograd.Function):
         dtype: torch.dtype,
     ) -> Tensor:
         x = x.contiguous()
+        weight, bias = (None if one is None else one.contiguous() for one in (weight, bias))
         y, inverses = torch.empty_like(x, dtype=dtype), x.new_empty(x.shape[:-1])
         means = torch.empty_like(inverses) if centered else None
         learned = (0 if one is None else one for one in (weight, bias))

@@ -74,14 +74,15 @@ def product(
     *,
     add: bool = False,
 ) -> Tensor:
-    """left · right, rounded to bfloat16 where that is the format of `into`. Each side may be a transposed view."""
+    """left · right, rounded to bfloat16 where that is the format of `into`, whose rows are contiguous."""
     output = ROUNDED if into.dtype == torch.bfloat16 else ADD if add else SET
     if (taken := ROOM.get()) is not None:
         turned = right.dtype == torch.float32 and left.dtype != torch.float32
         taken[:] = map(max, taken, room_bytes(len(into), into.shape[1], left.shape[1], output, turned=turned))
     sides = *_side(left), *_side(right.t())
     shape = *into.shape, left.shape[1]
-    call(LIBRARY, "product", *sides, *shape, output, into, into.stride(0), 0 if bias is None else bias, units())
+    added = 0 if bias is None else bias.float().contiguous()
+    call(LIBRARY, "product", *sides, *shape, output, into, into.stride(0), added, units())
     return into
 
 
@@ -96,7 +97,8 @@ def aligned(width: int) -> int:
 
 
 def _side(matrix: Tensor) -> tuple[Tensor, int, int, int]:
-    """Numbers, stride, whether they are float32, whether the second dimension is contiguous."""
+    """Numbers, stride, whether they are float32, whether the second dimension is contiguous; a copy where none is."""
+    matrix = matrix if 1 in matrix.stride() else matrix.contiguous()
     along = matrix.stride(1) == 1
     return matrix, matrix.stride(0 if along else 1), int(matrix.dtype == torch.float32), int(along)
 
@@ -163,9 +165,9 @@ class _Linear(torch.autograd.Function):
         slope = upstream[0].reshape(-1, len(weight))
         dx = dweight = dbias = None
         if context.needs_input_grad[0]:
-            dx = product(slope, weight, torch.empty_like(rows)).view(*upstream[0].shape[:-1], -1)
+            dx = product(slope, weight, rows.new_empty(rows.shape)).view(*upstream[0].shape[:-1], -1)
         if context.needs_input_grad[1]:
-            dweight = product(slope.t(), rows, torch.empty_like(weight))
+            dweight = product(slope.t(), rows, weight.new_empty(weight.shape))
         if context.biased and context.needs_input_grad[2]:
             dbias = kernels.column_sums(slope) if kernels.ready(slope) else slope.sum(0, dtype=torch.float32)
         return dx, dweight, dbias

@@ -85,7 +85,7 @@ class Sight:
         if self.segments is None:
             return torch.zeros((batch, self.num_keys), dtype=torch.long, device=self.device)
         together = bool((self.segments[:, 1:] >= self.segments[:, :-1]).all())
-        return kernels.first_seen(self.segments) if together else None
+        return kernels.first_seen(self.segments.expand(batch, -1)) if together else None
 
     def made(self, name: Any, make: Callable[[], M]) -> M:
         """What `make` gives, made once: layers share it."""

@@ -82,8 +82,8 @@ class Transformer(nn.Module):
         self,
         ids: Int[Tensor, "B T"],
         *,
-        positions: Int[Tensor, "B T"] | None = None,
-        segments: Int[Tensor, "B T"] | None = None,
+        positions: Int[Tensor, "#B T"] | None = None,
+        segments: Int[Tensor, "#B T"] | None = None,
     ) -> Float[Tensor, "B T D"]:
         """
         The normed residual stream after the last block; `logits` makes scores of it.

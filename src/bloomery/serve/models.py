@@ -15,7 +15,8 @@ from bloomery.weights import find, huggingface
 def answerer(name: str, folder: Path) -> TextAnswerer:
     """Load the model in a folder to this machine's device, with the tokenizer and template it was trained with."""
     loaded = huggingface.load(folder, device.find().place)
-    return TextAnswerer(name, Engine(loaded.model), loaded.renderer, loaded.tokenizer)
+    engine = Engine(loaded.model, loaded.tokenizer.vocab_size)
+    return TextAnswerer(name, engine, loaded.renderer, loaded.tokenizer)
 
 
 class Shelf:

@@ -6,29 +6,34 @@ Token files that others made, so that they can be trained on: each gets an index
     1386       train_0000.bin, train_mask_0000.bin, val_0000.bin, meta.yaml     rows of tokens alone, masks beside
 
 Documents are found by the token that stands between them. What has a header is linked, and copied where that cannot be;
-what has none is written anew.
+what has none is written anew, in several shards where it has more tokens than the header of one counts.
 """
 
 import os
+import re
 import shutil
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
-from bloomery.core.errors import DataError
+from bloomery.core.errors import DataError, UnreachableError
 from bloomery.core.files import canonical, disk_errors, sha256_bytes, sync_folder
+from bloomery.core.log import say
+from bloomery.data import cache
 from bloomery.shards import format
 from bloomery.shards.format import Tokens
-from bloomery.tokenizer.tokenizer import SPECIAL, Tokenizer
+from bloomery.tokenizer.templates import EVERY_SPECIAL
+from bloomery.tokenizer.tokenizer import DOCUMENT, Tokenizer
 
 META = "meta.yaml"
 SPLITS = ("train", "val")
 BLOCK_TOKENS = 2**24
-EDGE_BYTES = 2**16
+A_FEW, LOOKED_AT = 4, 2**20
+"""Of tokens without a header: how many are too few to tell their size by them, and how many are enough."""
 
 Headerless = Literal["uint16", "uint32"]
 
@@ -62,26 +67,31 @@ def adopt(
     *,
     document_id: int | None = None,
     headerless: Headerless | None = None,
+    tokenizer_file: str = "",
 ) -> dict[str, Any]:
     """
     Make shards in `out` of the token files in `folder`. Returns what the stage `shard` reports.
 
     `document_id` is the token between documents, by default the tokenizer's. `headerless` says what the numbers are
-    in files that do not say it. Raises DataError, which names the file, for what is torn, is something else, or has
-    ids that the tokenizer does not have.
+    in files that do not say it, and `tokenizer_file` the name of the file that the tokenizer was imported from. Raises
+    DataError, which names the file, for what is torn, is something else, contradicts what is said of it, or has ids
+    that the tokenizer does not have.
     """
     meaning = Meaning(
         tokenizer.hash, tokenizer.vocab_size, tokenizer.document_id if document_id is None else document_id
     )
-    found = find(folder, tokenizer, headerless)
+    found = find(folder, tokenizer, headerless, tokenizer_file)
     counts: dict[str, tuple[int, int]] = {}
-    for split, sources in found.items():
+    for split, files in found.items():
+        sources = [part for file in files for part in _parts(file)]
         indexes = [
             _take(source, out / f"{split}-{number:05d}", meaning, {"shard": number, "shards": len(sources)})
             for number, source in enumerate(sources)
         ]
         counts[split] = (sum(one["tokens"] for one in indexes), sum(one["documents"] for one in indexes))
-        if counts[split][1] == len(sources) and all(one.tokens[0] != meaning.document_id for one in sources):
+        if not (filled := [one for one in sources if len(one.tokens)]):
+            raise DataError(f"holds no token for {split}", where=str(folder), cure=_AGAIN)
+        if counts[split][1] == len(filled) and all(one.tokens[0] != meaning.document_id for one in filled):
             what = f"the token {meaning.document_id}, which shall stand between documents, is nowhere in {split}"
             cure = "Say which one does (document_id), or use the tokenizer that the files were made with."
             raise DataError(what, where=str(folder), cure=cure)
@@ -96,21 +106,18 @@ def adopt(
 
 
 def digest(folder: Path) -> str:
-    """A hash of names, sizes, and first and last bytes of the files that `adopt` reads. Raises DataError."""
-    facts = []
-    for file in [*_binaries(folder), *([folder / META] if (folder / META).is_file() else [])]:
-        with file.open("rb") as opened:
-            first = opened.read(EDGE_BYTES)
-            opened.seek(max(0, file.stat().st_size - EDGE_BYTES))
-            facts.append([file.name, file.stat().st_size, sha256_bytes(first + opened.read(EDGE_BYTES))])
-    return sha256_bytes(canonical(facts))
+    """A hash of names and contents of the files that `adopt` reads. Raises DataError."""
+    found = [*_binaries(folder), *([folder / META] if (folder / META).is_file() else [])]
+    return sha256_bytes(canonical([[file.name, cache.sha256_of(file)] for file in found]))
 
 
-def find(folder: Path, tokenizer: Tokenizer, headerless: Headerless | None = None) -> dict[str, list[Source]]:
+def find(
+    folder: Path, tokenizer: Tokenizer, headerless: Headerless | None = None, tokenizer_file: str = ""
+) -> dict[str, list[Source]]:
     """The files of each split, in the order of their names. Raises DataError where a split has none."""
     binaries = _binaries(folder)
     if (folder / META).is_file():
-        found = _rows(folder, tokenizer)
+        found = _rows(folder, tokenizer, tokenizer_file)
     else:
         found = {split: [] for split in SPLITS}
         for file in binaries:
@@ -126,6 +133,11 @@ def find(folder: Path, tokenizer: Tokenizer, headerless: Headerless | None = Non
 
 
 def _binaries(folder: Path) -> list[Path]:
+    if not folder.is_dir():
+        cure = "Name the folder of the token files: shard.imported.folder."
+        if folder.exists():
+            raise DataError("is a file, and no folder", where=str(folder), cure=cure)
+        raise UnreachableError("there is no such folder", where=str(folder), cure=cure)
     found = sorted(folder.glob("*.bin"))
     if not found:
         raise DataError("holds no .bin files", where=str(folder), cure="Name a folder of token files.")
@@ -134,7 +146,7 @@ def _binaries(folder: Path) -> list[Path]:
 
 def _source(file: Path, headerless: Headerless | None) -> Source:
     if headerless is None:
-        return Source(file, format.read_tokens(file))
+        return Source(file, format.read_tokens(file, cure=_AGAIN))
     return Source(file, _bare(file, np.dtype(headerless).newbyteorder("<")), has_header=False)
 
 
@@ -148,7 +160,12 @@ def _bare(file: Path, kind: Any) -> Tokens:
         head = np.frombuffer(opened.read(4), dtype="<i4")
     if len(head) and int(head[0]) in (*format.OTHERS, *(magic for magic, *_ in format.KINDS.values())):
         raise DataError(f"begins with {head[0]}: it has a header", where=str(file), cure="Leave headerless out.")
-    return np.memmap(file, dtype=kind, mode="r")
+    tokens = np.memmap(file, dtype=kind, mode="r")
+    first, second = tokens[:LOOKED_AT:2], tokens[1:LOOKED_AT:2]
+    if kind.itemsize == 2 and len(second) > A_FEW and first.any() and not second.any():
+        what = f"every second one of its tokens is 0: it has four bytes a token, and not {kind.itemsize}"
+        raise DataError(what, where=str(file), cure='Say uint32: headerless = "uint32", or dtype in a meta.yaml.')
+    return tokens
 
 
 _AGAIN = "It is damaged. Make it or fetch it again."
@@ -157,49 +174,97 @@ _AGAIN = "It is damaged. Make it or fetch it again."
 # --- rows of 1386 --------------------------------------------------------------------------------------------------
 
 
-def _rows(folder: Path, tokenizer: Tokenizer) -> dict[str, list[Source]]:
-    meta = read_meta(folder / META)
-    _same_vocabulary(meta, folder / META, tokenizer)
-    kind = np.dtype(str(meta["dtype"])).newbyteorder("<")
-    row = int(meta["pack_len"] or 0)
-    found: dict[str, list[Source]] = {}
-    for split in SPLITS:
-        sources = []
-        for file in sorted(folder.glob(f"{split}_*.bin")):
-            if file.stem.startswith(f"{split}_mask_"):
-                continue
-            tokens = _bare(file, kind)
-            if len(tokens) % row:
-                what = f"holds {len(tokens)} tokens, which are no rows of {row}"
-                raise DataError(what, where=str(file), cure=_AGAIN)
-            mask = None
-            if meta.get("has_loss_mask"):
-                mask = format.read_mask(file.with_name(file.name.replace(f"{split}_", f"{split}_mask_")), len(tokens))
-            sources.append(Source(file, tokens, mask, row, has_header=False))
-        rows = sum(len(source.tokens) for source in sources) // row
-        if (said := meta.get(f"n_{split}_sequences", rows)) != rows:
-            what = f"says {said} rows for {split}, and there are {rows}"
-            raise DataError(what, where=str(folder / META), cure="A file is missing, or one is of another corpus.")
-        found[split] = sources
+def _rows(folder: Path, tokenizer: Tokenizer, tokenizer_file: str) -> dict[str, list[Source]]:
+    file = folder / META
+    meta = read_meta(file)
+    _same_vocabulary(meta, file, tokenizer)
+    _same_name(meta, file, tokenizer_file)
+    _masks_are_told(meta, folder)
+    kind, row = np.dtype(str(meta["dtype"])).newbyteorder("<"), int(meta["pack_len"] or 0)
+    found = {split: _rows_of(folder, split, kind, row, masked=bool(meta.get("has_loss_mask"))) for split in SPLITS}
+    for split, sources in found.items():
+        there = {
+            f"n_{split}_shards": len(sources),
+            f"n_{split}_sequences": sum(len(source.tokens) for source in sources) // row,
+        }
+        for name, number in there.items():
+            if (said := meta.get(name)) not in (None, number):
+                what = f"says {name}: {said!r}, and there are {number}"
+                raise DataError(what, where=str(file), cure="A file is missing, or one is of another corpus.")
     return found
 
 
+def _rows_of(folder: Path, split: str, kind: Any, row: int, *, masked: bool) -> list[Source]:
+    sources = []
+    for file in sorted(folder.glob(f"{split}_*.bin")):
+        if file.stem.startswith(f"{split}_mask_"):
+            continue
+        tokens = _bare(file, kind)
+        if len(tokens) % row:
+            what = f"holds {len(tokens)} tokens, which are no rows of {row}"
+            raise DataError(what, where=str(file), cure=_AGAIN)
+        mask = file.with_name(file.name.replace(f"{split}_", f"{split}_mask_"))
+        marks = format.read_mask(mask, len(tokens), cure=_AGAIN) if masked else None
+        sources.append(Source(file, tokens, marks, row, has_header=False))
+    return sources
+
+
 def _same_vocabulary(meta: Mapping[str, Any], file: Path, tokenizer: Tokenizer) -> None:
-    """Ours may have more ids by the special tokens that conversations need, and by no others."""
+    """Ours may have more ids by the special tokens that it got when it was imported, and by no others."""
     size = int(meta["vocab_size"] or 0)
-    if not size <= tokenizer.vocab_size <= size + len(SPECIAL):
+    if size not in _own_sizes(tokenizer):
         what = f"the files have a vocabulary of {size}, and this tokenizer has {tokenizer.vocab_size} ids"
         cure = f"They were made with the tokenizer {meta.get('tokenizer')!r}: import that one."
         raise DataError(what, where=str(file), cure=cure)
 
 
+def _own_sizes(tokenizer: Tokenizer) -> set[int]:
+    """
+    How many ids a tokenizer may have had before special tokens were added: those before the last ones that are known
+    here and not to its model, and these too where it had them, be it the first alone, which ends texts.
+    """
+    ours = {tokenizer.special_id(name) for name in EVERY_SPECIAL if name not in tokenizer.spec["model"]["vocab"]}
+    first = tokenizer.vocab_size
+    while first - 1 in ours:
+        first -= 1
+    return {first, tokenizer.vocab_size} | ({first + 1} if first == tokenizer.special[DOCUMENT] else set())
+
+
+def _same_name(meta: Mapping[str, Any], file: Path, tokenizer_file: str) -> None:
+    """Names of files are compared where both are of one kind: x.model and y.model are two tokenizers."""
+    told = meta.get("tokenizer")
+    theirs, ours = Path(str(told or "")), Path(tokenizer_file)
+    if not theirs.suffix or theirs.suffix != ours.suffix:
+        named = f"names the tokenizer {told!r}" if told else "names no tokenizer"
+        own = f"{ours.name!r}" if tokenizer_file else "no imported file"
+        say(f"shard: {file} {named}, and this run's is of {own}: only the number of ids could be compared", "yellow")
+    elif theirs.name != ours.name:
+        cure = f"Import {theirs.name}; if {ours.name} is the same, give the file that name."
+        what = f"the rows were made with the tokenizer {theirs.name!r}, and this run has {ours.name!r}"
+        raise DataError(what, where=str(file), cure=cure)
+
+
+def _masks_are_told(meta: Mapping[str, Any], folder: Path) -> None:
+    """A mask that is not read would have prompts learned."""
+    said = meta.get("has_loss_mask")
+    there = [mask for split in SPLITS for mask in sorted(folder.glob(f"{split}_mask_*.bin"))]
+    if there and not said:
+        what = f"says {'nothing of' if said is None else 'false for'} has_loss_mask, and {there[0].name} lies beside it"
+        cure = "Write has_loss_mask: true, or take the masks away if all tokens shall be learned."
+        raise DataError(what, where=str(folder / META), cure=cure)
+
+
 def read_meta(file: Path) -> dict[str, int | bool | str | None]:
     """
     The plain `key: value` lines of a meta.yaml; what is nested below a key is left out. Raises DataError for a line
-    of any other form, and where something is missing that says how to read the rows.
+    of any other form, and where something is missing or contradicts itself that says how to read the rows.
     """
     facts: dict[str, int | bool | str | None] = {}
-    for number, line in enumerate(file.read_text(encoding="utf-8").splitlines(), 1):
+    try:
+        text = file.read_text(encoding="utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise DataError(f"is not UTF-8: {error}", where=str(file), cure=_AGAIN) from None
+    for number, line in enumerate(text.splitlines(), 1):
         if not line.strip() or line.lstrip().startswith("#") or line[0] in " \t-":
             continue
         key, colon, value = line.partition(":")
@@ -212,22 +277,42 @@ def read_meta(file: Path) -> dict[str, int | bool | str | None]:
             raise DataError(f"{name} is {facts.get(name)!r}, not a number", where=str(file), cure=_META)
     if facts.get("dtype") not in ("uint16", "uint32"):
         raise DataError(f"dtype is {facts.get('dtype')!r}, not uint16 or uint32", where=str(file), cure=_META)
+    if not isinstance(masked := facts.get("has_loss_mask"), bool | None):
+        raise DataError(f"has_loss_mask is {masked!r}, not true or false", where=str(file), cure=_META)
+    if (read := facts.get("seq_len")) not in (None, int(str(facts["pack_len"])) - 1):
+        what = f"seq_len is {read!r} and pack_len {facts['pack_len']}, which is not one more"
+        raise DataError(what, where=str(file), cure="Correct the one that is wrong, or make the rows again.")
     return facts
 
 
-_META = "meta.yaml says how the rows beside it are read: pack_len, vocab_size and dtype."
+_META = "meta.yaml says how the rows beside it are read: pack_len, vocab_size, dtype and has_loss_mask."
 
 
 def _scalar(text: str) -> int | bool | str | None:
+    """A value without its comment; a number also where it is quoted."""
+    if quoted := re.fullmatch(r"""(['"])(.*?)\1(\s+#.*)?""", text):
+        return int(quoted[2]) if quoted[2].isdecimal() else quoted[2]
+    text = re.sub(r"(^|\s+)#.*", "", text)
     words: dict[str, bool | None] = {"": None, "~": None, "null": None, "true": True, "false": False}
     if text.lower() in words:
         return words[text.lower()]
-    if text.lstrip("-").isdecimal():
+    if re.fullmatch(r"-?\d+", text):
         return int(text)
-    return text[1:-1] if len(text) > 1 and text[0] == text[-1] and text[0] in "'\"" else text
+    return text
 
 
 # --- taking them in ------------------------------------------------------------------------------------------------
+
+
+def _parts(source: Source) -> Iterator[Source]:
+    """A file as shards: one, but for tokens without a header that are more than ours counts. Rows stay whole."""
+    most = format.MOST_TOKENS - format.MOST_TOKENS % (source.row_tokens or 1)
+    if len(source.tokens) <= most:
+        yield source
+        return
+    for first in range(0, len(source.tokens), most):
+        mask = None if source.mask is None else source.mask[first : first + most]
+        yield replace(source, tokens=source.tokens[first : first + most], mask=mask)
 
 
 def _take(source: Source, path: Path, meaning: Meaning, place: Mapping[str, int]) -> dict[str, Any]:

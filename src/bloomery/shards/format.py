@@ -252,12 +252,15 @@ def _read_index(file: Path) -> dict[str, Any]:
 _AGAIN = "It is damaged. Remove the folder of its stage and run the recipe again."
 
 
-def read_tokens(file: Path) -> Tokens:
-    """The tokens of a file in llm.c's layout, memory-mapped, whether or not it has an index. Raises DataError."""
+def read_tokens(file: Path, *, cure: str = _AGAIN) -> Tokens:
+    """
+    The tokens of a file in llm.c's layout, memory-mapped, whether or not it has an index. Raises DataError, which for
+    a torn one says `cure`.
+    """
     size = file.stat().st_size if file.is_file() else -1
     if size < HEADER_BYTES:
         shown = "is missing" if size < 0 else f"has {size} bytes, less than a header of {HEADER_BYTES}"
-        raise DataError(shown, where=str(file), cure=_AGAIN)
+        raise DataError(shown, where=str(file), cure=cure)
     header = np.fromfile(file, dtype="<i4", count=HEADER_INTS)
     found = [kind for magic, version, kind in KINDS.values() if (magic, version) == (header[0], header[1])]
     if not found:
@@ -270,16 +273,16 @@ def read_tokens(file: Path) -> Tokens:
         raise DataError(what, where=str(file), cure="Write it again as several files of fewer tokens each.")
     if size != HEADER_BYTES + count * kind.itemsize:
         expected = HEADER_BYTES + count * kind.itemsize
-        raise DataError(f"has {size} bytes, {count} tokens need {expected}", where=str(file), cure=_AGAIN)
+        raise DataError(f"has {size} bytes, {count} tokens need {expected}", where=str(file), cure=cure)
     return np.memmap(file, dtype=kind, mode="r", offset=HEADER_BYTES) if count else np.zeros(0, dtype=kind)
 
 
-def read_mask(file: Path, num_tokens: int) -> NDArray[np.uint8]:
-    """The loss mask of as many tokens, memory-mapped. Raises DataError."""
+def read_mask(file: Path, num_tokens: int, *, cure: str = _AGAIN) -> NDArray[np.uint8]:
+    """The loss mask of as many tokens, memory-mapped. Raises DataError, which says `cure`."""
     size = file.stat().st_size if file.is_file() else -1
     if size != num_tokens:
         shown = "is missing" if size < 0 else f"masks {size} tokens of {num_tokens}"
-        raise DataError(shown, where=str(file), cure=_AGAIN)
+        raise DataError(shown, where=str(file), cure=cure)
     return np.memmap(file, dtype=np.uint8, mode="r") if size else np.zeros(0, dtype=np.uint8)
 
 

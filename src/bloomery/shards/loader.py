@@ -22,6 +22,7 @@ from bloomery.shards.order import sample_positions
 IGNORE = -100
 """A target that carries no loss: padding, or what the user said."""
 AHEAD = 4
+SPLITS = {"train": "the text to train on", "anneal": "the text to train on last", "val": "the held-out text"}
 
 
 @dataclass(frozen=True)
@@ -61,7 +62,9 @@ class Samples:
         """
         paths = format.names(folder, split)
         if not paths:
-            raise DataError(f"there are no shards {split}-*.bin", where=str(folder), cure="Run the stage before again.")
+            never = split == "val" and format.names(folder, "train")
+            cure = "Nothing was held out: say shard.hold_out above 0." if never else "Run the stage before again."
+            raise DataError(f"there are no shards {split}-*.bin", where=str(folder), cure=cure)
         self.length = length
         self._shards = [format.read(path, tokenizer_hash=tokenizer_hash, verify=verify) for path in paths]
         if (known := self._shards[0].index.get("shards", len(paths))) != len(paths):
@@ -85,9 +88,16 @@ class Samples:
         self._ends = np.cumsum(counts)
         self.num_samples = int(self._ends[-1])
         if self.num_samples == 0:
-            have = sum(len(shard.tokens) for shard in self._shards)
-            cure = "Fetch more text, or lower model.context."
-            raise DataError(f"{have} tokens are fewer than one sample of {length + 1}", where=str(folder), cure=cure)
+            raise self._too_small(folder, split)
+
+    def _too_small(self, folder: Path, split: str) -> DataError:
+        have = f"{max(len(shard.tokens) for shard in self._shards)} tokens"
+        have += f" in the longest of {len(self._shards)} shards" if len(self._shards) > 1 else ""
+        name = f"{SPLITS.get(split, split)} ({split}-*.bin)"
+        what = f"{name} is too small: {have} are fewer than one sample of {self.length + 1}"
+        more = "Raise shard.hold_out, fetch" if split == "val" else "Fetch"
+        cure = "Import longer token files" if "source" in self._shards[0].index else f"{more} more text"
+        return DataError(what, where=str(folder), cure=f"{cure}, or lower pretrain.model.context.")
 
     def epochs(self, seen: int) -> float:
         """How often the first `seen` samples of a run go through the split."""
@@ -171,6 +181,11 @@ class Course:
             return together
 
         return Batch(joined("ids"), joined("targets"), joined("positions"), joined("segments"), numbers)
+
+
+def others_begin(samples: "Source", first: int, last: int) -> bool:
+    """Whether a course goes over to its others among the samples `first` … `last − 1` of the run."""
+    return isinstance(samples, Course) and first <= samples.switch < last
 
 
 @runtime_checkable

@@ -6,10 +6,12 @@ from pathlib import Path
 from typing import Any
 
 from bloomery.core import files
-from bloomery.core.log import progress
+from bloomery.core.errors import DataError
+from bloomery.core.log import progress, say
 from bloomery.data import classifier, examples, rows
-from bloomery.data.classifier import Learned
+from bloomery.data.classifier import Learned, TooFewExamplesError
 from bloomery.data.examples import Example, Labels
+from bloomery.data.limits import LEFT_OUT
 from bloomery.data.ngrams import Grams
 from bloomery.stages.config import Classify, Contrast, Labeled
 
@@ -24,17 +26,38 @@ def run(config: Classify, inputs: Mapping[str, Path], out: Path) -> dict[str, An
     """
     Write NAME/classifier.safetensors and NAME/classifier.json for each. `inputs["fetch"]` is a folder with documents/.
 
-    Raises DataError for broken labels, and where there are too few examples to learn, calibrate and measure.
+    One that has too few examples to learn, calibrate and measure is told in LEFT_OUT where the recipe can do without.
+
+    Raises DataError for broken labels, and for too few examples where the recipe cannot.
     """
     told: list[dict[str, Any]] = []
+    left_out: list[dict[str, str]] = []
     with progress("classify", "classifiers", float(len(config.named))) as meter:
         for number, one in enumerate(config.named, 1):
-            learned = _learned(one, _examples(one, inputs["fetch"] / "documents"))
             facts = {"name": one.name, "kind": one.kind, "keep": one.keep}
-            classifier.save(learned, facts | {"place": number}, out / one.name)
-            told.append(facts | _told(learned))
+            try:
+                learned = _learned(one, _examples(one, inputs["fetch"] / "documents"))
+            except TooFewExamplesError as error:
+                left_out.append({"name": one.name, "why": _done_without(config, one, error)})
+            else:
+                classifier.save(learned, facts | {"place": number}, out / one.name)
+                told.append(facts | _told(learned))
             meter.at(float(number))
-    return {"classifiers": told}
+    if not left_out:
+        return {"classifiers": told}
+    files.write_json(out / LEFT_OUT, left_out)
+    return {"classifiers": told, "left_out": left_out}
+
+
+def _done_without(config: Classify, one: Contrast | Labeled, error: TooFewExamplesError) -> str:
+    """Say that a recipe goes on without a classifier, and why. Raises DataError, with the place, where it must not."""
+    texts = "documents" if isinstance(one, Contrast) else "different texts of either label"
+    needs = f"about {classifier.enough(one.held_out)} {texts} are enough, with held_out={one.held_out:g}"
+    if config.required is not False:
+        cure = f"Give more: {needs}. Where no limit asks for scores, classify.required=false goes on without."
+        raise DataError(error.what, where=f"classify, classifier {one.name!r}", cure=cure) from None
+    say(f"classify: goes on without {one.name!r}, which nothing asks for: {error.what}; {needs}", "yellow")
+    return f"{error.what}; {needs}"
 
 
 def _hash(path: Path) -> str:

@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, field_validator, model_validator
 
-from bloomery.core.config import VOLATILE, Config, Count, Positive, Share
+from bloomery.core.config import VOLATILE, Config, Count, Positive, Seed, Share
 from bloomery.data import rule_presets
 from bloomery.data.conversations.config import Conversations
 from bloomery.data.conversations.filters import Decontaminate as Unexamined
@@ -24,7 +24,7 @@ from bloomery.shards.config import Anneal, ImportedShards, Weight, no_domain_twi
 from bloomery.tokenizer.templates import TemplateName
 from bloomery.train.config import Finetune as Finetune
 from bloomery.train.config import Training
-from bloomery.train.depth import TOKENS_PER_PARAMETER
+from bloomery.train.depth import TOKENS_PER_PARAMETER, Depth, Ratio
 from bloomery.train.preference.config import Prefer as Prefer
 
 
@@ -58,7 +58,7 @@ class Learning(Config):
     """Share of the documents that measures; as many calibrate."""
     threshold: Share = 0.5
     """The cut whose precision and recall are told; what is dropped is said by [filter]."""
-    seed: Count = 0
+    seed: Seed = 0
 
     @model_validator(mode="after")
     def _ngrams_ascend(self) -> "Learning":
@@ -130,6 +130,11 @@ class Classify(Learning):
     classifiers: tuple[Annotated[Contrast | Labeled, Field(discriminator="kind")], ...] = ()
     labeled: Path | None = None
     """A jsonl file (.zst and .gz too) with `text` and `label` (1 = keep)."""
+    required: bool | None = Field(None, json_schema_extra=VOLATILE)
+    """
+    Whether too few texts to learn from are an error; else the run goes on without that classifier, and says so. None:
+    where the recipe has this section, or [filter] a limit on scores.
+    """
     strength: float | None = Field(30.0, gt=0)
 
     @model_validator(mode="after")
@@ -178,6 +183,11 @@ class Filter(Parallel):
     def _one_limit_a_domain(self) -> "Filter":
         no_domain_twice("min_scores", [limit.domain for limit in self.min_scores])
         return self
+
+    @property
+    def needs_scores(self) -> bool:
+        """Whether a limit asks for the score of a classifier."""
+        return bool(self.min_score or self.min_scores or self.limits)
 
     @property
     def spelled_limits(self) -> tuple[Limit, ...]:
@@ -236,7 +246,7 @@ class Dedup(Parallel):
     """Whether a document goes only for a kept one that is similar enough. Else for any linked by bands."""
     min_jaccard: Annotated[float, Field(gt=0, le=1)] = 0.8
     """With `verify`: a document goes only when its exact Jaccard with the kept one reaches this."""
-    seed: Count = 0
+    seed: Seed = 0
     decontaminate: Decontaminate | None = None
     repeated_lines: RepeatedLines | None = None
     memory_bytes: Annotated[int, Field(ge=64 * 2**20)] | None = Field(None, json_schema_extra=VOLATILE)
@@ -286,7 +296,7 @@ class Shard(Parallel):
     """A shard's length: its documents begin within as many tokens. A header counts to 2^31."""
     memory_bytes: Annotated[int, Field(ge=2**26)] = Field(2 * 2**30, json_schema_extra=VOLATILE)
     """For all workers together, besides what Python and its libraries need. It changes the speed, and no byte."""
-    seed: int = 0
+    seed: Seed = 0
 
     def needs(self, after: tuple[str, ...]) -> tuple[str, ...]:
         return after if self.imported is None else ("tokenizer",)
@@ -303,9 +313,9 @@ class Pretrain(Training):
     model: ModelConfig = ModelConfig()
     start_from: Path | None = None
     """A model folder whose weights are where training starts, such as GPT-2's; [model] says the same shape."""
-    depth: Positive | None = None
+    depth: Depth | None = None
     """Fills in width, heads, tokens, steps and learning rates that are not given: see `train/depth.py`."""
-    tokens_per_parameter: float = Field(TOKENS_PER_PARAMETER, gt=0)
+    tokens_per_parameter: Ratio = TOKENS_PER_PARAMETER
     """How long a run of a given depth is."""
     continue_from: Path | None = Field(None, json_schema_extra=VOLATILE)
     """The folder of this stage in a shorter run, whose level part this one need not do again: `train/extension.py`."""

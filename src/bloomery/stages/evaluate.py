@@ -11,7 +11,7 @@ from typing import Any
 
 from bloomery.core.errors import DataError
 from bloomery.core.files import whole_file, write_json
-from bloomery.core.log import METRICS, progress, read_metrics
+from bloomery.core.log import progress
 from bloomery.core.stage import machine, read_manifest, versions
 from bloomery.data import document
 from bloomery.data.holdout import is_held_out
@@ -27,13 +27,11 @@ from bloomery.stages import instruct, overview, prefer
 from bloomery.stages.config import Evaluate
 from bloomery.tokenizer.drawing import TEMPERATURE
 from bloomery.tokenizer.tokenizer import Tokenizer
-from bloomery.train.sampling import SAMPLES
 from bloomery.weights import huggingface
 from bloomery.weights.huggingface import Loaded
 
 SAMPLES_SHOWN = 16
 CONVERSATIONS = "conversations.jsonl"
-TRAINED = ("pretrain", "finetune", "prefer")
 CONTINUED = ("def main():\n", "The module ", "Returns ")
 
 
@@ -57,9 +55,7 @@ def run(config: Evaluate, inputs: Mapping[str, Path], out: Path) -> dict[str, An
         "leaks": leaks(judged, inputs, tuned.tokenizer),
         **held_out_talks({"pretrain": replace(base, renderer=tuned.renderer), last: tuned}, config, inputs, out),
         **known_tasks(tuned, config, inputs, out),
-        "curves": {name: read_metrics(inputs[name] / METRICS) for name in TRAINED if name in inputs},
-        "written": {name: read_metrics(inputs[name] / SAMPLES) for name in TRAINED if name in inputs},
-        **({"preference": read_manifest(inputs["prefer"])["stats"]} if "prefer" in inputs else {}),
+        **overview.training(inputs),
         **overview.corpus(inputs),
         "samples": {"answers": chosen(judged), "continuations": list(continuations(base))},
     }
@@ -145,7 +141,7 @@ def held_out_talks(
 
 def ask(loaded: Loaded, asked: Sequence[questions.Question], max_tokens: int) -> list[Judged]:
     """Every question that fits the model's context, in turn, with progress. Raises DataError where none does."""
-    engine = Engine(loaded.model)
+    engine = Engine(loaded.model, loaded.tokenizer.vocab_size)
     asked = questions.fitting(engine, loaded.renderer, asked)
     judged: list[Judged] = []
     with progress("evaluate", "questions", len(asked)) as meter:
@@ -261,7 +257,8 @@ def shown(one: Judged) -> dict[str, Any]:
 
 def continuations(base: Loaded) -> Iterator[dict[str, str]]:
     """What the pretrained model writes after a few beginnings, drawn with a fixed seed."""
-    engine, tokenizer = Engine(base.model), base.tokenizer
+    tokenizer = base.tokenizer
+    engine = Engine(base.model, tokenizer.vocab_size)
     for prompt in CONTINUED:
         ids = [tokenizer.document_id, *tokenizer.encode(prompt)]
         stop = frozenset({tokenizer.document_id, tokenizer.end_id})

@@ -49,7 +49,7 @@ def sift(config: Filter, inputs: Mapping[str, Path], out: Path) -> dict[str, Any
     masked.
     """
     judged_by = str(inputs["classify"]) if "classify" in inputs else None
-    if judged_by is None and (config.min_score or config.min_scores or config.limits):
+    if judged_by is None and config.needs_scores:
         cure = "Leave min_score, min_scores and limits out, or run the stage classify before."
         raise DataError("there is a limit on scores, and no classifier that gives any", where="filter", cure=cure)
     if judged_by is not None:

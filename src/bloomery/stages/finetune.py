@@ -43,8 +43,8 @@ def train(task: Mapping[str, Any], world: World) -> dict[str, Any]:
         config=config,
         model=base.model,
         renderer=renderer,
-        samples=Samples(folder, "train", length, base.tokenizer.hash),
-        validation=Samples(folder, "val", length, base.tokenizer.hash),
+        samples=Samples(folder, "train", length, base.tokenizer.hash, verify=True),
+        validation=Samples(folder, "val", length, base.tokenizer.hash, verify=True),
         lineage=Lineage(
             tokenizer=base.tokenizer.hash,
             template=renderer.template.hash,

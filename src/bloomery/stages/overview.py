@@ -1,5 +1,5 @@
 """
-The page of a run that has no model yet: what is known of its text, as RUN/report.html, and as RUN/report.json.
+The page of a run that is not evaluated yet: what is known of its text and of its training, in RUN/report.html, .json.
 
 Written after every `bloomery run`. Once a run has been evaluated, the page is that stage's own.
 """
@@ -12,36 +12,52 @@ from typing import Any
 import pyarrow.parquet as pq
 
 from bloomery.core import files, run
+from bloomery.core.log import METRICS, SAMPLES, read_metrics
 from bloomery.core.stage import machine, read_manifest, versions
 from bloomery.data import document
-from bloomery.evaluation.report import DATA_SECTIONS, render
+from bloomery.evaluation.report import before_evaluation, render
 
 PAGE, NUMBERS = "report.html", "report.json"
 SHOWN_CHARACTERS = 300
-TRAINED = ("pretrain", "finetune", "prefer", "evaluate")
+TRAINED = ("pretrain", "finetune", "prefer")
 
 
 def write(root: Path) -> Path | None:
-    """Write the page into a run folder; returns it, or None where nothing was fetched yet."""
-    folders = {name: folder for name, folder in run.current(root).items() if (folder / files.MANIFEST).is_file()}
-    if "fetch" not in folders:
+    """Write the page into a run folder; returns it, or None where nothing was fetched and nothing trained yet."""
+    every = run.current(root)
+    folders = {name: folder for name, folder in every.items() if (folder / files.MANIFEST).is_file()}
+    begun = {name: folder for name, folder in every.items() if (folder / METRICS).is_file()}
+    if "fetch" not in folders and not begun:
         return None
     if "evaluate" in folders:
         page = (folders["evaluate"] / PAGE).read_text(encoding="utf-8")
         report = files.read_json(folders["evaluate"] / NUMBERS)
     else:
         made = {"recipe": root.name, "made": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())}
-        report = {**made, "versions": versions(), "machine": machine(), **corpus(folders)}
-        page = render(report, DATA_SECTIONS)
+        report = {**made, "versions": versions(), "machine": machine(), **training(begun), **corpus(folders)}
+        page = render(report, before_evaluation(read="fetch" in folders, trained=bool(begun)))
     files.write_json(root / NUMBERS, report)
     with files.whole_file(root / PAGE, "w") as file:
         file.write(page)
     return root / PAGE
 
 
+def training(folders: Mapping[str, Path]) -> dict[str, Any]:
+    """What a report says of the stages that train, as far as they have come: all numbers, and what was written."""
+    trained = {name: folder for name, folder in folders.items() if name in TRAINED}
+    prefer = trained.get("prefer")
+    done = prefer if prefer is not None and (prefer / files.MANIFEST).is_file() else None
+    return {
+        "curves": {name: read_metrics(folder / METRICS) for name, folder in trained.items()},
+        "written": {name: read_metrics(folder / SAMPLES) for name, folder in trained.items()},
+        **({"preference": read_manifest(done)["stats"]} if done is not None else {}),
+    }
+
+
 def corpus(folders: Mapping[str, Path]) -> dict[str, Any]:
     """What a report says of the stages that are done and are no training, and how long each of all took."""
-    stats = {name: read_manifest(folder)["stats"] for name, folder in folders.items() if name not in TRAINED}
+    made = {name: folder for name, folder in folders.items() if name not in (*TRAINED, "evaluate")}
+    stats = {name: read_manifest(folder)["stats"] for name, folder in made.items()}
     samples = list(dropped_samples(folders["filter"])) if "filter" in folders else []
     stages = [stage_facts(folder) for folder in folders.values()]
     return {"corpus": stats, "dropped_samples": samples, "stages": stages}

@@ -149,6 +149,8 @@ def lines(told: Mapping[str, Any], made: Mapping[str, Plan]) -> list[str]:
             f"pretrain: depth {depth['depth']}: width {model['width']}, {model['num_heads']} heads, mlp_width "
             f"{model['mlp_width']}, {depth['steps']:,} steps of {depth['tokens_per_step']:,} tokens, {rates}"
         )
+    if told["only_here"]:
+        found.append(f"pretrain: a model that can be used here and nowhere else: {'; '.join(told['only_here'])}")
     for plan in made.values():
         found += ["", *plan.lines()]
     return found

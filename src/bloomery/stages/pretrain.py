@@ -5,8 +5,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from bloomery.core.errors import CheckpointError
-from bloomery.core.log import say
+from bloomery.core.errors import CheckpointError, UnreachableError
 from bloomery.core.stage import content_hash
 from bloomery.evaluation.choices import Choices
 from bloomery.hw import device as devices
@@ -23,7 +22,7 @@ from bloomery.tokenizer.tokenizer import Tokenizer
 from bloomery.train import extension, launch
 from bloomery.train.plan import rows_at_once, rows_per_step
 from bloomery.train.session import Evaluation, Session
-from bloomery.weights import families, huggingface
+from bloomery.weights import huggingface
 from bloomery.weights.huggingface import Lineage
 
 
@@ -36,8 +35,6 @@ def train(task: Mapping[str, Any], world: World) -> dict[str, Any]:
     config, inputs, out = launch.unpacked(Pretrain, task)
     devices.keep_freed_memory()
     tokenizer = Tokenizer.load(inputs["tokenizer"])
-    if why := families.reasons(config.model):
-        say(f"  this model can be used here and nowhere else: {'; '.join(why)}", "yellow")
     model = start(config, tokenizer)
     renderer, folder, length = Renderer(tokenizer), inputs["shard"], config.model.context
     samples = course(config, folder, tokenizer.hash)
@@ -51,7 +48,7 @@ def train(task: Mapping[str, Any], world: World) -> dict[str, Any]:
         model=model,
         renderer=renderer,
         samples=samples,
-        validation=Samples(folder, "val", length, tokenizer.hash),
+        validation=Samples(folder, "val", length, tokenizer.hash, verify=True),
         lineage=lineage,
         out=out,
         world=world,
@@ -88,8 +85,30 @@ def evaluations(config: Pretrain, tokenizer: Tokenizer) -> dict[str, Evaluation]
 
 
 def digest(config: Pretrain) -> str:
-    """A hash of the weights that training starts from, for the stage's fingerprint; "" where it starts from none."""
-    return huggingface.digest(config.start_from.expanduser()) if config.start_from is not None else ""
+    """
+    A hash of the weights that training starts from, for the stage's fingerprint; "" where it starts from none. Raises
+    UnreachableError where they are not there yet.
+    """
+    if config.start_from is None:
+        return ""
+    folder = config.start_from.expanduser()
+    if not folder.exists():
+        cure = (
+            "Bring a model there, say one of the hub's that bloomery can read:\n"
+            "hf download OWNER/NAME config.json model.safetensors tokenizer.json --local-dir THEIRS\n"
+            f"bloomery import THEIRS {config.start_from}"
+        )
+        raise UnreachableError("there is no such folder", where=str(config.start_from), cure=cure)
+    return huggingface.digest(folder)
+
+
+def num_rows(config: Pretrain, num_ids: int) -> int:
+    """
+    Rows of the tables of ids: those of the tokenizer, or more where the model that training starts from is there and
+    has more.
+    """
+    folder = None if config.start_from is None else config.start_from.expanduser()
+    return num_ids if folder is None or not folder.exists() else max(num_ids, huggingface.num_rows(folder))
 
 
 def start(config: Pretrain, tokenizer: Tokenizer) -> Transformer:
@@ -118,8 +137,8 @@ def start(config: Pretrain, tokenizer: Tokenizer) -> Transformer:
 def course(config: Pretrain, folder: Path, tokenizer_hash: str) -> Samples | Course:
     """What is trained on: the mix, and at the end the anneal mix where there is one."""
     length = config.model.context
-    main = Samples(folder, TRAIN, length, tokenizer_hash)
+    main = Samples(folder, TRAIN, length, tokenizer_hash, verify=True)
     if not format.names(folder, ANNEAL):
         return main
-    last = Samples(folder, ANNEAL, length, tokenizer_hash)
+    last = Samples(folder, ANNEAL, length, tokenizer_hash, verify=True)
     return Course(main, last, config.steps * rows_per_step(config, length))

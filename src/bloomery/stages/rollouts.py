@@ -61,7 +61,7 @@ def answered(
     """What the model, as it is, says to each question by a seed of its own."""
     prompts, stop = [one.prompt for one in asked], frozenset({renderer.end_id})
     with evaluating(model):
-        return Engine(model).draw(
+        return Engine(model, renderer.tokenizer.vocab_size).draw(
             prompts, seeds, max_tokens=max_tokens, stop_ids=stop, temperature=temperature, batch=AT_ONCE
         )
 
@@ -98,6 +98,8 @@ class Rollouts:
     rows_at_once: int = 1
     used_before: bool = False
     """Whether the next batch is one that has been learned from."""
+    learned_from: bool = False
+    """Whether batches are for a run, in its order, and not for a trial before it, of which nothing is kept."""
     length: int = field(init=False)
     """Tokens of a sample: the longest question, and the longest answer."""
     num_samples: int = field(init=False)
@@ -117,7 +119,7 @@ class Rollouts:
 
     def order(self, first: int, count: int, seed: int) -> NDArray[np.int64]:
         """`updates` batches one after another have the same samples."""
-        step = first // count
+        step, self.learned_from = first // count, True
         self.used_before = step % self.loss.updates > 0
         return step // self.loss.updates * count + np.arange(count)
 
@@ -127,7 +129,7 @@ class Rollouts:
                 self._kept = self._read(numbers)
         else:
             self._kept = self._draw(numbers)
-            if self.loss.updates > 1 and self.device is not None and self.world.is_first:
+            if self.loss.updates > 1 and self.learned_from and self.device is not None and self.world.is_first:
                 self._write(*self._kept)
         return self._kept[0]
 
@@ -237,6 +239,9 @@ class Rollouts:
             found = {name: file[name] for name in file.files}
         facts = dict(zip(found["names"].tolist(), found["values"].tolist(), strict=True))
         batch = Batch(*(found[name] for name in FIELDS))
+        if not np.array_equal(batch.samples, numbers):
+            what = f"holds answers {batch.samples.tolist()}, and this step learns from {numbers.tolist()}"
+            raise RunError(what, where=str(path), cure=f"Remove {self.out / 'checkpoints'} to train from the start.")
         return batch, Drawn(batch.samples, found["advantage"], found.get("now"), found.get("before"), facts)
 
 

@@ -28,7 +28,7 @@ def _sampler(renderer: Renderer, ids: Callable[[str], list[int]]) -> Sampler:
     stop = frozenset({tokenizer.document_id, tokenizer.end_id, renderer.end_id})
 
     def sample(model: Transformer, prompts: Sequence[str], max_tokens: int) -> Iterator[str]:
-        engine = Engine(model)
+        engine = Engine(model, tokenizer.vocab_size)
         for prompt in prompts:
             said = engine.stream(
                 ids(prompt), max_tokens=max_tokens, temperature=TEMPERATURE, top_p=TOP_P, seed=0, stop_ids=stop

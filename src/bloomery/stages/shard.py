@@ -23,8 +23,10 @@ from numpy.typing import NDArray
 
 from bloomery.core.errors import DataError
 from bloomery.core.log import say
+from bloomery.core.stage import read_manifest
 from bloomery.data import document
 from bloomery.data.engine import RECORDS, Part, cores, run_parts
+from bloomery.data.holdout import CUT, LARGEST_SHARE
 from bloomery.shards import foreign, gather, shuffle
 from bloomery.shards.encode import ANNEAL, TRAIN, VAL, Encoding, encode_part
 from bloomery.shards.gather import Gathering, Placing, Slice, gather_held_out, gather_shard, place_part
@@ -63,8 +65,14 @@ def run(config: Shard, inputs: Mapping[str, Path], out: Path) -> dict[str, Any]:
     """Write train, anneal and val shards and held-out/. `inputs["dedup"]` is a folder with kept/."""
     tokenizer = Tokenizer.load(inputs["tokenizer"])
     if (given := config.imported) is not None:
-        said, kind = given.document_id, given.headerless
-        return foreign.adopt(given.folder.expanduser(), out, tokenizer, document_id=said, headerless=kind)
+        return foreign.adopt(
+            given.folder.expanduser(),
+            out,
+            tokenizer,
+            document_id=given.document_id,
+            headerless=given.headerless,
+            tokenizer_file=Path(read_manifest(inputs["tokenizer"])["config"].get("path", "")).name,
+        )
     budget = worker_bytes(config)
     encoding = Encoding(
         tokenizer=inputs["tokenizer"],
@@ -78,10 +86,13 @@ def run(config: Shard, inputs: Mapping[str, Path], out: Path) -> dict[str, Any]:
     runs = [Run(one["name"], one["segments"]) for record in records for one in record["runs"]]
     train, held = (sizes(runs, held_out=which) for which in (False, True))
     if not held and config.hold_out:
-        cure = "Raise shard.hold_out, or fetch more documents."
-        raise DataError("no document was held out, so nothing could be validated", cure=cure)
+        what = f"with shard.hold_out={config.hold_out:g} no document was held out, so nothing could be validated"
+        more = f"Raise shard.hold_out (up to {LARGEST_SHARE:g}), or f" if config.hold_out < LARGEST_SHARE else "F"
+        cure = f"{more}etch more documents; {CUT}"
+        raise DataError(what, where="shard", cure=cure)
     if not train:
-        raise DataError("every document was held out, so nothing is left to train on", cure="Lower shard.hold_out.")
+        what = f"with shard.hold_out={config.hold_out:g} every document was held out, so nothing is left to train on"
+        raise DataError(what, where="shard", cure=f"Lower it, or fetch more documents; {CUT}")
     streams = plan(config, runs, train, held, out)
     placing = Placing(config.seed, {name: stream.chosen for name, stream in streams.items()})
     parts = [Part(one.name, one.segments, one.tokens) for one in runs]

@@ -9,7 +9,7 @@ from bloomery.core.errors import DataError, UnreachableError
 from bloomery.core.files import canonical, sha256_bytes, sha256_file
 from bloomery.core.log import say
 from bloomery.data import document
-from bloomery.data.holdout import LARGEST_SHARE, is_held_out
+from bloomery.data.holdout import CUT, LARGEST_SHARE, is_held_out
 from bloomery.tokenizer import importers, measure, pieces, templates
 from bloomery.tokenizer.chat import Renderer
 from bloomery.tokenizer.config import AnyKind, ByteBpe, Imported, SentencePiece
@@ -90,6 +90,9 @@ def sample(folder: Path, config: AnyKind) -> tuple[Sample, Sample]:
         known = ", ".join(sorted(domain for domain, size in seen.seen_bytes.items() if size)) or "none"
         cure = f"Of the domains asked for, these have documents: {known}. Fetch more, or filter less."
         raise DataError(f"no documents of the domain {missing[0]!r} are left", where=str(folder), cure=cure)
+    if not seen.seen_bytes and (few := sum(unseen.seen_documents.values())):
+        what = f"all of its {few} documents are among the share of {LARGEST_SHARE:g} that no tokenizer learns from"
+        raise DataError(what, where=str(folder), cure=f"Fetch more documents; {CUT}")
     if not seen.seen_bytes:
         raise DataError("no documents are left", where=str(folder), cure="Fetch more, or filter less.")
     return seen, unseen

@@ -136,22 +136,30 @@ def _tiktoken(path: Path, pattern: PatternName | None) -> tokenizers.Tokenizer:
 
 def _llmc(path: Path, pattern: PatternName | None) -> tokenizers.Tokenizer:
     tokens, end = llmc.read(path)
-    names = [name.encode() for name in EVERY_SPECIAL]
-    last = next((id for id in range(end, len(tokens)) if tokens[id] not in names), len(tokens))
-    if last != len(tokens) or tokens[end] != DOCUMENT.encode():
-        what = f"has {tokens[end]!r} as token {end}, where a text ends, and others after it"
-        raise DataError(what, where=str(path), cure=f"Ranks of bytes and merges, then {DOCUMENT}, can be imported.")
-    inner = _from_ranks(
-        {token: id for id, token in enumerate(tokens[:end])},
-        pattern or ("gpt2" if end + 1 == GPT2_SIZE else None),
-        path,
-    )
-    inner.add_special_tokens([AddedToken(one.decode(), normalized=False, special=True) for one in tokens[end:]])
+    said = llmc.pattern(path)
+    if pattern is not None and said not in (None, pattern):
+        cure = "Leave tokenizer.pattern out: this file says it."
+        raise DataError(f"cuts words as {said}, and not as {pattern}", where=str(path), cure=cure)
+    names = {name.encode() for name in EVERY_SPECIAL}
+    first = next((id for id, token in enumerate(tokens) if token not in names), len(tokens))
+    last = next((id for id in range(len(tokens), first, -1) if tokens[id - 1] not in names), first)
+    if first <= end < last or tokens[end] != DOCUMENT.encode():
+        cure = f"Ranks of bytes and merges can be imported, with {DOCUMENT} before or after them."
+        raise DataError(f"has {tokens[end]!r} as token {end}, where a text ends", where=str(path), cure=cure)
+    before, after = ([one.decode() for one in some] for some in (tokens[:first], tokens[last:]))
+    ranks = {token: rank for rank, token in enumerate(tokens[first:last])}
+    usual: PatternName | None = "gpt2" if end + 1 == GPT2_SIZE else None
+    inner = _from_ranks(ranks, pattern or said or usual, path, before)
+    inner.add_special_tokens([AddedToken(name, normalized=False, special=True) for name in before + after])
+    if inner.get_vocab_size() != len(tokens):
+        raise DataError("holds one token twice", where=str(path), cure="It is damaged. Make it or fetch it again.")
     return inner
 
 
-def _from_ranks(ranks: dict[bytes, int], pattern: PatternName | None, path: Path) -> tokenizers.Tokenizer:
-    """Byte-level BPE of tokens in the order of their merges."""
+def _from_ranks(
+    ranks: dict[bytes, int], pattern: PatternName | None, path: Path, before: Sequence[str] = ()
+) -> tokenizers.Tokenizer:
+    """Byte-level BPE of tokens in the order of their merges, after special tokens, which have the first ids."""
     if pattern is None:
         cure = f"Say which one: tokenizer.pattern = one of {', '.join(PATTERNS)}."
         raise DataError("does not say how text is cut into words", where=str(path), cure=cure)
@@ -167,7 +175,8 @@ def _from_ranks(ranks: dict[bytes, int], pattern: PatternName | None, path: Path
             merges += [(spelled[left], spelled[right]) for left, right in cuts if left in ranks and right in ranks]
         elif len(token) > 1:
             merges.append((spelled[parts[0]], spelled[parts[1]]))
-    vocab = {spelled[token]: rank for token, rank in ranks.items()}
+    vocab = {name: id for id, name in enumerate(before)}
+    vocab |= {spelled[token]: rank + len(before) for token, rank in ranks.items()}
     # tiktoken takes a word that is a token as it is
     return byte_level(models.BPE(vocab=vocab, merges=merges, ignore_merges=True), pattern)
 

@@ -1,20 +1,27 @@
 """
 Tokenizers in the file of llm.c, which can decode and nothing else.
 
-    256 int32      20240328, version, number of tokens, the token at the end of a text (version 1: 50256)
+    256 int32      20240328, version, number of tokens, the token at the end of a text (version 1: 50256); in the four
+                   after, which llm.c leaves empty, how words are cut: the letters of a name in PATTERNS, as bytes
     each token     one byte for its length, then its bytes
 """
 
+import json
 import struct
 from pathlib import Path
+from typing import get_args
+
+from tokenizers.models import BPE
 
 from bloomery.core.errors import DataError
 from bloomery.core.files import whole_file
+from bloomery.tokenizer.patterns import PatternName
 from bloomery.tokenizer.tokenizer import Tokenizer
+from bloomery.tokenizer.train import byte_level
 
 MAGIC, VERSION = 20240328, 2
 GPT2_END = 50256
-HEADER = struct.Struct("<256i")
+HEADER = struct.Struct("<4i16s992x")
 
 
 def write(file: Path, tokenizer: Tokenizer) -> None:
@@ -25,9 +32,25 @@ def write(file: Path, tokenizer: Tokenizer) -> None:
         what = f"token {long} has {len(tokens[long])} bytes, and llm.c has one byte for a length"
         raise DataError(what, where=str(file), cure="Export for another program, or use another tokenizer.")
     with whole_file(file) as opened:
-        opened.write(HEADER.pack(MAGIC, VERSION, len(tokens), tokenizer.document_id, *[0] * 252))
+        cut = (_cut(tokenizer) or "").encode()
+        opened.write(HEADER.pack(MAGIC, VERSION, len(tokens), tokenizer.document_id, cut))
         for token in tokens:
             opened.write(bytes([len(token)]) + token)
+
+
+def _cut(tokenizer: Tokenizer) -> PatternName | None:
+    """The pattern of a tokenizer that cuts words by it and does nothing else to a text; None for another."""
+    if tokenizer.spec["normalizer"] is not None:
+        return None
+    how = {name: json.loads(byte_level(BPE(), name).to_str())["pre_tokenizer"] for name in get_args(PatternName)}
+    return next((name for name, cut in how.items() if cut == tokenizer.spec["pre_tokenizer"]), None)
+
+
+def pattern(file: Path) -> PatternName | None:
+    """How words are cut, where a file that `read` can read says it."""
+    with file.open("rb") as opened:
+        said = HEADER.unpack(opened.read(HEADER.size))[4].rstrip(b"\0")
+    return next((name for name in get_args(PatternName) if name.encode() == said), None)
 
 
 def read(file: Path) -> tuple[list[bytes], int]:
@@ -35,7 +58,7 @@ def read(file: Path) -> tuple[list[bytes], int]:
     data = file.read_bytes()
     if len(data) < HEADER.size:
         raise DataError(f"has {len(data)} bytes, less than a header of {HEADER.size}", where=str(file), cure=_AGAIN)
-    magic, version, count, end, *_ = HEADER.unpack_from(data)
+    magic, version, count, end, _ = HEADER.unpack_from(data)
     if magic != MAGIC or version not in (1, VERSION):
         cure = f"Known are {MAGIC}/1 and {MAGIC}/{VERSION}."
         raise DataError(

@@ -4,32 +4,38 @@ torch.compile for the blocks of a model, and only where it computes the same and
 Blocks are compiled one by one: they share one piece of code, so that a deep model compiles as fast as a shallow one. A
 first step decides: loss and gradient norm must agree with those of the plain blocks. Without agreement, after an error
 and after too long a time the plain blocks are taken, and it is said why.
+
+For each shape the compiler makes another program. What the first step has not tried is computed by the plain blocks.
 """
 
-import json
 import math
 import signal
 import subprocess
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
+from numpy.typing import NDArray
 
+from bloomery.core import files
+from bloomery.core.errors import RunError
 from bloomery.core.log import say
 from bloomery.hw import chosen
 from bloomery.hw.device import Device
+from bloomery.hw.dist import World
+from bloomery.model.sight import Sight
 from bloomery.model.transformer import Transformer
-from bloomery.shards.loader import Source
+from bloomery.shards.loader import Batch, Course, Samples, Source
 from bloomery.train.config import Training
 from bloomery.train.loop import accumulate_gradients, gradients
 from bloomery.train.optim_adamw import total_norm
-from bloomery.train.plan import rows_at_once
+from bloomery.train.plan import rows_at_once, rows_per_step
 from bloomery.train.recompute import recompute
 
 import torch
@@ -41,6 +47,10 @@ Trial = Callable[[], tuple[float, float]]
 
 LOOSE, TIGHT = (0.01, 0.05), (1e-4, 1e-3)
 """Relative differences of loss and of gradient norm that are allowed where products are rounded, and in float32."""
+
+ROWS_SEEN, TOKENS_SEEN, SELDOM = 256, 2**20, 0.01
+"""What is looked at of each part of the samples; and the share of micro-batches below which a kind is not tried."""
+ELSEWHERE = "it is not on another rank"
 
 LIMIT_SECONDS = 600.0
 STATIC = partial(torch.compile, dynamic=False)
@@ -58,66 +68,148 @@ class Verdict:
     why: str
 
 
-def prepare(model: Transformer, config: Training, samples: Source, device: Device, out: Path) -> Verdict:
-    """
-    Put a model where it computes, recomputing and compiled as a recipe asks for; the latter after a trial on the first
-    samples. What came of it is said and stays in `out/compile.json`, so that a run that goes on computes as before.
-    """
+def prepare(model: Transformer, config: Training, samples: Source, device: Device, out: Path, world: World) -> Verdict:
+    """Put a model where it computes, recomputing and compiled as a recipe asks for: see `decide`."""
     model.to(device.place)
     recompute(model, config.recompute)
+    return decide(model, config, samples, device, out, world)
+
+
+def decide(model: Transformer, config: Training, samples: Source, device: Device, out: Path, world: World) -> Verdict:
+    """
+    Compile the blocks of a model if a recipe asks for it and a trial on some samples speaks for it, on all ranks or on
+    none. What came of it is said and stays, by the number of rows, in `out/compile.json` of the first rank, so that a
+    run that goes on computes as before. What was decided for another number of rows holds no longer.
+    """
+    _take_away(model)
     if config.compile == "off":
         return Verdict(False, "not asked for")
-    if config.compile == "auto" and (why := chosen.why_not("block-compiled", device)):
-        say(f"  blocks are not compiled: a small one, tried by the doctor, {why}", style="yellow")
-        return Verdict(False, why)
-    note = out / "compile.json"
-    known = json.loads(note.read_text(encoding="utf-8")) if note.exists() else None
-    if known is not None and not known["compiled"]:
-        say(f"  blocks are not compiled, as before: {known['why']} (remove {note} to try again)")
-        return Verdict(False, known["why"])
-    rows = rows_at_once(config, samples.length)
-    batch = samples.batch(np.arange(rows))
-
-    def trial() -> tuple[float, float]:
-        loss, _ = accumulate_gradients(model, batch, rows, device)
-        norm = float(total_norm(gradients(model)))
-        model.zero_grad(set_to_none=True)
-        return loss, norm
-
+    why = chosen.why_not("block-compiled", device) if config.compile == "auto" else ""
+    if world.any(bool(why)):
+        say(f"  blocks are not compiled: a small one, tried by the doctor, {why or ELSEWHERE}", style="yellow")
+        return Verdict(False, why or ELSEWHERE)
+    note, rows = out / "compile.json", _rows(config, samples.length, world.size)
+    known = _agreed(note, rows, world)
+    if known is not None and not known.compiled:
+        say(f"  blocks are not compiled, as before: {known.why} (remove {note} to try again)")
+        return known
+    wanted: Wanted = "on" if known is not None else config.compile
+    trials = [partial(_pass, model, batch, device) for batch in usual_batches(samples, config, world.size)]
     tolerance = TIGHT if device.compute_dtype == torch.float32 else LOOSE
-    verdict = compile_blocks(model, "on" if known is not None else config.compile, trial, tolerance=tolerance)
+    verdict = compile_blocks(model, wanted, trials, tolerance=tolerance, compiler=STATIC)
+    if world.any(not verdict.compiled) and verdict.compiled:
+        _take_away(model)
+        verdict = Verdict(False, ELSEWHERE)
     said = "compiled" if verdict.compiled else "not compiled" if known is None else "no longer compiled"
     say(f"  blocks are {said}: {verdict.why}", style="" if verdict.compiled else "yellow")
-    note.write_text(json.dumps({"compiled": verdict.compiled, "why": verdict.why}) + "\n", encoding="utf-8")
+    files.write_json(note, {**_noted(note), str(rows): asdict(verdict)})
     return verdict
+
+
+def _take_away(model: Transformer) -> None:
+    """Let the plain blocks compute, where compiled ones do."""
+    for block in model.blocks:
+        if isinstance(block.forward, _Compiled):
+            block.__dict__["forward"] = block.forward.plain
+
+
+def _rows(config: Training, length: int, ranks: int) -> int:
+    """Of a micro-batch."""
+    return min(rows_at_once(config, length), -(-rows_per_step(config, length) // ranks))
+
+
+def usual_batches(samples: Source, config: Training, ranks: int = 1) -> list[Batch]:
+    """
+    A micro-batch as training has them, of rows with several documents, and one of rows with one: each where its kind
+    is not seldom, by rows from all over the samples. Training computes the two in different ways.
+    """
+    rows = _rows(config, samples.length, ranks)
+    kinds: dict[bool, Batch] = {}
+    for numbers in _places(samples, rows):
+        found = samples.batch(numbers)
+        single = (found.segments == found.segments[:, :1]).all(1)
+        alone = float(single.mean()) ** rows
+        for kind, which, share in ((False, ~single, 1 - alone), (True, single, alone)):
+            if share >= SELDOM and kind not in kinds:
+                kinds[kind] = _of_rows(found, np.resize(which.nonzero()[0], rows))
+    return [kinds[kind] for kind in sorted(kinds)]
+
+
+def _places(samples: Source, rows: int) -> list[NDArray[np.int64]]:
+    """Numbers of samples from all over, for each part of a course; of what is made when asked for, a micro-batch."""
+    N = samples.num_samples
+    if not isinstance(samples, Samples | Course):
+        return [np.arange(rows) % N]
+    seen = max(rows, min(ROWS_SEEN, TOKENS_SEEN // samples.length))
+    parts = [(0, N), (N, samples.last.num_samples)] if isinstance(samples, Course) else [(0, N)]
+    return [first + np.arange(seen) * max(1, size // seen) % size for first, size in parts]
+
+
+def _of_rows(batch: Batch, rows: NDArray[np.int64]) -> Batch:
+    return Batch(*(part[rows] for part in (batch.ids, batch.targets, batch.positions, batch.segments, batch.samples)))
+
+
+def _pass(model: Transformer, batch: Batch, device: Device) -> tuple[float, float]:
+    loss, _ = accumulate_gradients(model, batch, len(batch.ids), device)
+    norm = float(total_norm(gradients(model)))
+    model.zero_grad(set_to_none=True)
+    return loss, norm
+
+
+def _agreed(note: Path, rows: int, world: World) -> Verdict | None:
+    """What came of it before with so many rows, as the first rank knows."""
+    with world.alike():
+        found = _noted(note).get(str(rows)) if world.is_first else None
+    told = world.broadcast(found)
+    return None if told is None else Verdict(**told)
+
+
+def _noted(note: Path) -> dict[str, Any]:
+    """By number of rows. Raises RunError where that cannot be read: it decides how a run goes on."""
+    if not note.exists():
+        return {}
+    try:
+        found = files.read_json(note)
+        made = {str(int(rows)): (bool(one["compiled"]), str(one["why"])) for rows, one in found.items()}
+        if not made:
+            raise ValueError("it is empty")
+        return {rows: asdict(Verdict(*one)) for rows, one in made.items()}
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        cure = "Remove it, and the trial is made again: a run that goes on may then compute in another way than before."
+        raise RunError(f"does not say whether blocks were compiled: {error}", where=str(note), cure=cure) from None
 
 
 def compile_blocks(
     model: Transformer,
     wanted: Wanted,
-    trial: Trial,
+    trials: Sequence[Trial],
     *,
     tolerance: tuple[float, float] = LOOSE,
     compiler: Callable[..., Any] = STATIC,
     limit_seconds: float = LIMIT_SECONDS,
 ) -> Verdict:
-    """Put compiled blocks in place of plain ones if a trial of both speaks for it. `auto` asks for speed too."""
+    """
+    Put compiled blocks in place of plain ones, for what the trials compute, if they speak for it. `auto` asks for speed
+    too.
+    """
     if wanted == "off":
         return Verdict(False, "not asked for")
-    plain = trial()
-    before = _seconds(trial) if wanted == "auto" else 0.0
+    plain = [trial() for trial in trials]
+    before = _seconds(trials) if wanted == "auto" else 0.0
+    kinds = _Kinds()
     originals = [block.__dict__.get("forward") for block in model.blocks]
     for block in model.blocks:
-        block.__dict__["forward"] = _Compiled(block.forward, compiler)
+        block.__dict__["forward"] = _Compiled(block.forward, compiler, kinds)
     began = time.monotonic()
     try:
         with _time_limit(limit_seconds):
-            found = trial()
-        problem = _difference(plain, found, tolerance)
+            found = [trial() for trial in trials]
+        problem = next(filter(None, map(partial(_difference, tolerance=tolerance), plain, found)), "")
     except FAILURES as error:
         problem = f"it failed with {type(error).__name__}: {(str(error).strip() or 'no message').splitlines()[0]}"
     took = time.monotonic() - began
-    if not problem and wanted == "auto" and (after := _seconds(trial)) > GAIN * before:
+    kinds.tried = True
+    if not problem and wanted == "auto" and (after := _seconds(trials)) > GAIN * before:
         problem = f"a pass takes {after:.3f} s, and {before:.3f} s without it"
     if not problem:
         gain = f", a pass takes {after:.3f} s instead of {before:.3f} s" if wanted == "auto" else ""
@@ -130,14 +222,34 @@ def compile_blocks(
     return Verdict(False, problem)
 
 
+@dataclass
+class _Kinds:
+    """Of inputs: all, until they are tried; from then on those that were seen."""
+
+    tried: bool = False
+    seen: set[Hashable] = field(default_factory=set)
+    refused: set[Hashable] = field(default_factory=set)
+
+    def takes(self, x: Tensor, sight: Sight, cache: Any) -> bool:
+        kind = (tuple(x.shape), sight.segments is None, sight.allowed is None, cache is None)
+        if not self.tried:
+            self.seen.add(kind)
+        elif kind not in self.seen | self.refused:
+            self.refused.add(kind)
+            several = "" if sight.segments is None else " with several documents"
+            say(f"  {x.shape[0]} rows of {x.shape[1]} tokens{several} were not tried, and run by the plain blocks")
+        return kind in self.seen
+
+
 class _Compiled:
-    """A block's forward pass, compiled where gradients are wanted: shapes vary where they are not."""
+    """A block's forward pass, compiled where gradients are wanted, for the kinds of inputs that were tried."""
 
-    def __init__(self, plain: Callable[..., Tensor], compiler: Callable[..., Any]) -> None:
-        self._plain, self._fast = plain, compiler(plain)
+    def __init__(self, plain: Callable[..., Tensor], compiler: Callable[..., Any], kinds: _Kinds) -> None:
+        self.plain, self._fast, self._kinds = plain, compiler(plain), kinds
 
-    def __call__(self, *inputs: Any) -> Tensor:
-        made: Tensor = (self._fast if torch.is_grad_enabled() else self._plain)(*inputs)
+    def __call__(self, x: Tensor, turn: Any, sight: Sight, cache: Any) -> Tensor:
+        fast = torch.is_grad_enabled() and self._kinds.takes(x, sight, cache)
+        made: Tensor = (self._fast if fast else self.plain)(x, turn, sight, cache)
         return made
 
 
@@ -149,12 +261,13 @@ def _difference(plain: tuple[float, float], found: tuple[float, float], toleranc
     return ""
 
 
-def _seconds(trial: Trial, times: int = 3) -> float:
-    """The shortest of a few trials."""
+def _seconds(trials: Sequence[Trial], times: int = 3) -> float:
+    """Of all trials, the shortest of a few times."""
     taken = []
     for _ in range(times):
         began = time.perf_counter()
-        trial()
+        for trial in trials:
+            trial()
         taken.append(time.perf_counter() - began)
     return min(taken)
 

@@ -4,7 +4,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
-from bloomery.core.config import VOLATILE, Config, Count, Positive, Share
+from bloomery.core.config import VOLATILE, Config, Count, Positive, Seed, Share
 from bloomery.hw.host import Wanted
 from bloomery.model.lora_config import Lora
 
@@ -149,7 +149,7 @@ class WSD(Config):
     kind: Literal["wsd"] = "wsd"
     warmup_steps: Count = 0
     decay: Share = 0.5
-    """Share of all steps that the decay takes, rounded down to whole steps."""
+    """Share of all steps that the decay takes, rounded down to whole steps; at least one, if it is not 0."""
     decay_steps: Count | None = None
     """Steps that the decay takes; stands in for `decay`."""
     shape: Literal["linear", "cosine", "1-sqrt"] = "linear"
@@ -196,7 +196,7 @@ class Training(Config):
     """Gradients are scaled down to this global norm."""
     z_loss: float = Field(0.0, ge=0)
     """Weight of (log Σ exp scores)² of each supervised token beside its cross entropy; it keeps scores near zero."""
-    seed: int = 0
+    seed: Seed = 0
     device: Wanted = "auto"
     precision: Literal["auto", "bfloat16", "float16", "float32"] = "auto"
     """Of matrix products; weights and optimizer are float32. `auto` takes what the device has units for."""
@@ -209,8 +209,9 @@ class Training(Config):
     dry_run: bool = Field(True, json_schema_extra=VOLATILE)
     """Whether to try two steps, an evaluation and a save before the first step, which leave nothing behind."""
     save_every_seconds: float = Field(20.0, gt=0, json_schema_extra=VOLATILE)
+    """Between checkpoints to go on from. One to go back to is saved at the start and at each evaluation anyway."""
     keep_checkpoints: Positive = Field(2, json_schema_extra=VOLATILE)
-    """How many of the newest stay."""
+    """How many of the newest stay, besides the one that the run would go back to."""
     keep_every_steps: Positive | None = Field(None, json_schema_extra=VOLATILE)
     """Steps between checkpoints that stay for ever; None for none."""
     ranks: Positive = Field(1, json_schema_extra=VOLATILE)
@@ -228,7 +229,7 @@ class Training(Config):
     skip_window: Annotated[int, Field(ge=2)] = Field(128, json_schema_extra=VOLATILE)
     """Accepted steps that mean and deviation are taken of; before there are so many, only what is not finite counts."""
     max_skips: Positive = Field(3, json_schema_extra=VOLATILE)
-    """After so many skipped steps in a row the run goes back to the newest good checkpoint, and on behind them."""
+    """After so many skipped steps in a row the run goes back, to the start or an evaluated step, and on behind them."""
     norms_every: Count = Field(25, json_schema_extra=VOLATILE)
     """Steps between measurements of the norms of weights, updates and each layer's gradient; 0 for none."""
 

@@ -5,7 +5,7 @@ One dial for a model and its training: the number of layers. Needs no torch.
     heads             width / 64, each with keys and values of its own
     mlp width         8/3 · width, rounded up to a multiple of 64
     tokens            r · P        P: weights that are multiplied for each token, the head included; r: 20
-    tokens a step     2¹⁹ · (tokens / D₁₂)^0.383, rounded to a power of two
+    tokens a step     2¹⁹ · (tokens / D₁₂)^0.383, rounded to a power of two, and down to whole rows
     steps             tokens / tokens a step
     rates             those of depth 12 times (tokens a step / 2¹⁹)^½; for all but Muon's matrices also times
                       (768 / width)^½ with Muon, and 768 / width with the others
@@ -18,12 +18,19 @@ vocabulary of 32768. AdamW's rates at 768 numbers fall with the width as those o
 
 import math
 from collections.abc import Mapping
-from typing import Any
+from typing import Annotated, Any
 
+from pydantic import ConfigDict, Field
+
+from bloomery.core.config import Config, Positive, build
 from bloomery.core.errors import ConfigError
 from bloomery.model.config import ModelConfig
 from bloomery.model.cost import cost
-from bloomery.train.config import Muon
+from bloomery.train.config import Muon, Optimizer
+from bloomery.train.plan import trained_tokens
+
+Depth = Annotated[int, Field(ge=1, le=1000)]
+Ratio = Annotated[float, Field(ge=1e-9, le=1e9)]
 
 HEAD_WIDTH = 64
 WIDTH_PER_LAYER = 64
@@ -42,53 +49,77 @@ RATES = {
 """At depth 12, by the optimizer's kind."""
 
 
+class Given(Config):
+    """What of [pretrain] is reckoned with."""
+
+    model_config = ConfigDict(extra="ignore")
+    depth: Depth
+    model: ModelConfig
+    tokens_per_parameter: Ratio = TOKENS_PER_PARAMETER
+    tokens_per_step: Positive | None = None
+    steps: Positive | None = None
+    optimizer: Optimizer
+
+
+class _Place(Config):
+    """So that errors say where it stands."""
+
+    pretrain: Given
+
+
 def filled(section: Mapping[str, Any], vocab_size: int) -> dict[str, Any]:
     """
-    [pretrain] with what follows from its `depth`, but for what it says itself.
+    [pretrain] with what follows from its `depth`, a number of layers, but for what it says itself.
 
-    Raises ConfigError where it says another number of layers, or a shape by name.
+    Raises ConfigError where it says another number of layers, a shape by name, or what cannot be reckoned with.
     """
-    depth = section["depth"]
-    given = dict(section.get("model", {}))
+    model, optimizer = section.get("model", {}), section.get("optimizer", {})
+    if isinstance(model, Mapping):
+        _no_second_shape(section["depth"], model)
+        model = shape(section["depth"], model)
+    if isinstance(optimizer, Mapping):
+        optimizer = {"kind": Muon().kind} | dict(optimizer)
+    section = {**section, "model": model, "optimizer": optimizer}
+    read = build(_Place, {"pretrain": section}).pretrain
+    tokens = read.tokens_per_parameter * cost(read.model, vocab_size).matmul_parameters
+    given = read.tokens_per_step or step_tokens(tokens)
+    step = trained_tokens(given, read.model.context)
+    return {
+        **section,
+        "tokens_per_step": read.tokens_per_step or step,
+        "steps": read.steps or max(1, round(tokens / step)),
+        "optimizer": rates(read.optimizer.kind, read.model.width, step) | optimizer,
+    }
+
+
+def _no_second_shape(depth: int, given: Mapping[str, Any]) -> None:
     if given.get("preset"):
         what = f"depth={depth} and model.preset={given['preset']!r} both say the shape"
         raise ConfigError(what, where="pretrain", cure="Leave one of the two.")
     if given.get("num_layers", depth) != depth:
         what = f"depth={depth}, and model.num_layers={given['num_layers']}"
         raise ConfigError(what, where="pretrain", cure="Leave one of the two, or make them agree.")
-    model = shape(depth, given)
-    read = ModelConfig.model_validate(model)
-    ratio = section.get("tokens_per_parameter", TOKENS_PER_PARAMETER)
-    tokens = ratio * cost(read, vocab_size).matmul_parameters
-    step = section.get("tokens_per_step", step_tokens(tokens, read.context))
-    optimizer = {"kind": Muon().kind} | dict(section.get("optimizer", {}))
-    return {
-        **section,
-        "model": model,
-        "tokens_per_step": step,
-        "steps": section.get("steps", max(1, round(tokens / step))),
-        "optimizer": rates(optimizer["kind"], read.width, step) | optimizer,
-    }
 
 
 def shape(depth: int, given: Mapping[str, Any]) -> dict[str, Any]:
-    """Keys of a ModelConfig; those given stay, and others follow them."""
-    width = given.get("width", WIDTH_PER_LAYER * depth)
-    heads = given.get("num_heads", max(1, width // HEAD_WIDTH))
+    """Keys of a ModelConfig; those given stay, and others follow those that can be reckoned with."""
+    numbers = {key: value for key, value in given.items() if type(value) is int and value > 0}
+    width = numbers.get("width", WIDTH_PER_LAYER * depth)
+    heads = numbers.get("num_heads", max(1, width // HEAD_WIDTH))
     mlp_width = 64 * math.ceil(8 * width / 3 / 64)
     made = {"width": width, "num_layers": depth, "num_heads": heads, "num_kv_heads": heads, "mlp_width": mlp_width}
     return made | dict(given)
 
 
-def step_tokens(tokens: float, context: int) -> int:
-    """A power of two, and at least one row."""
+def step_tokens(tokens: float) -> int:
+    """A power of two."""
     wanted = STEP_TOKENS * (tokens / HORIZON) ** STEP_EXPONENT
-    return max(int(2 ** round(math.log2(wanted))), context)
+    return int(2 ** round(math.log2(wanted)))
 
 
 def rates(kind: str, width: int, tokens_per_step: int) -> dict[str, float]:
-    """Learning rates by their keys; none for a kind that is not known, whose fault is told elsewhere."""
+    """Learning rates by their keys."""
     batch = math.sqrt(tokens_per_step / STEP_TOKENS)
     wide = REFERENCE_WIDTH / width
     factors = {"matrix_learning_rate": batch, "learning_rate": batch * (math.sqrt(wide) if kind == "muon" else wide)}
-    return {name: float(f"{rate * factors[name]:.3g}") for name, rate in RATES.get(kind, {}).items()}
+    return {name: float(f"{rate * factors[name]:.3g}") for name, rate in RATES[kind].items()}

@@ -21,6 +21,7 @@ from bloomery.hw import device as devices
 from bloomery.hw.device import Device
 from bloomery.hw.dist import World
 from bloomery.model import kernels, products
+from bloomery.train import optim_adamw
 from bloomery.train.config import Training
 from bloomery.train.optim import Optimizers
 
@@ -44,7 +45,7 @@ def environment(config: Training, device: Device, world: World, optimizers: Opti
         "kernels": chosen.state(device),
         "instructions": torch.backends.cpu.get_cpu_capability(),
         "system": f"{platform.system()} {platform.machine()}",
-        "native": native.identity(kernels.LIBRARY),
+        **{f"library {name}": native.identity(name) for name in LIBRARIES},
         "products": products.UNITS[products.units()],
         "torch": torch.__version__,
         "bloomery": metadata.version("bloomery"),
@@ -53,6 +54,8 @@ def environment(config: Training, device: Device, world: World, optimizers: Opti
     }
 
 
+LIBRARIES = (kernels.LIBRARY, kernels.NORMS, products.LIBRARY, optim_adamw.LIBRARY)
+"""Compiled ones that compute in a step."""
 SETTINGS = ("MKL_CBWR", "MKL_NUM_THREADS", "ONEDNN_MAX_CPU_ISA", "ATEN_CPU_CAPABILITY", "CUBLAS_WORKSPACE_CONFIG")
 """Variables by which libraries choose among kernels."""
 

@@ -35,7 +35,7 @@ def remember(config: Training, out: Path) -> None:
     """Leave in a stage's folder with which settings it trains, so that a longer run can be compared with it."""
     out.mkdir(parents=True, exist_ok=True)
     files.write_json(out / SETTINGS, plain(config, stable_only=True))
-    if not checkpoint.folders(out / "checkpoints"):
+    if not _trained(out):
         (out / CONTINUED).unlink(missing_ok=True)  # of an attempt that died before it had brought a checkpoint
 
 
@@ -46,7 +46,8 @@ def bring(given: Path, config: Training, out: Path, lineage: Lineage, *, samples
 
     Raises CheckpointError where there is none, or the other run differs in something else.
     """
-    if checkpoint.newest_folder(out / "checkpoints") is not None:
+    own = checkpoint.newest_folder(out / "checkpoints")
+    if own is not None and int(own.name):
         return
     folder = _stage_folder(given, out)
     before = _settings(folder)
@@ -58,8 +59,8 @@ def bring(given: Path, config: Training, out: Path, lineage: Lineage, *, samples
     found = checkpoint.newest_folder(folder / "checkpoints", before=last + 1)
     while found is not None and _samples(found) > min(map(samples_alike, (config.steps, before["steps"]))):
         found = checkpoint.newest_folder(folder / "checkpoints", before=int(found.name))
-    if found is None:
-        there = ", ".join(str(int(one.name)) for one in checkpoint.folders(folder / "checkpoints")) or "none"
+    if found is None or not int(found.name):
+        there = ", ".join(map(str, _trained(folder))) or "none"
         what = f"has the same learning rates until step {last}, and no checkpoint of that part (only: {there})"
         cure = "A run keeps that of the end of its level part, and keep_every_steps. Or leave out continue_from."
         raise CheckpointError(what, where=str(folder), cure=cure)
@@ -79,6 +80,11 @@ def told(out: Path) -> dict[str, Any] | None:
     """Where the first steps of a run come from, if from another run."""
     found: dict[str, Any] | None = files.read_json(out / CONTINUED) if (out / CONTINUED).is_file() else None
     return found
+
+
+def _trained(folder: Path) -> list[int]:
+    """The steps of a stage's checkpoints but for the start, of which a run has one before it has done anything."""
+    return [step for one in checkpoint.folders(folder / "checkpoints") if (step := int(one.name))]
 
 
 def _stage_folder(given: Path, out: Path) -> Path:

@@ -40,6 +40,11 @@ class Past:
     rollbacks: list[list[int]] = field(default_factory=list)
     """Each as [after which step, to the weights of which step]."""
 
+    @property
+    def left(self) -> tuple[range, ...]:
+        """Steps whose weights the run has given up: those after one that it went back to, until it did."""
+        return tuple(range(to + 1, after) for after, to in self.rollbacks)
+
 
 @dataclass(frozen=True)
 class Skip:

@@ -9,11 +9,12 @@ With several ranks, one that has to stop asks all of them to: they stop after th
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
+from typing import Any
 
 from bloomery.core.log import say
-from bloomery.core.stop import Stop
-from bloomery.hw.dist import RankLostError, World
+from bloomery.core.stop import Stop, Terminated
+from bloomery.hw.dist import World
 from bloomery.train.state import State
 
 
@@ -56,7 +57,7 @@ class Hooks:
     world: World = field(default_factory=World.alone)
     stop: Stop = field(default_factory=Stop)
     """What a rank asks the others with, to stop after this step."""
-    fatal: Exception | None = None
+    fatal: BaseException | None = None
     """Why."""
 
     def after_step(self, state: State) -> None:
@@ -68,29 +69,44 @@ class Hooks:
     def _run(self, hook: Hook, state: State) -> None:
         try:
             hook.run(state)
-        except Exception as error:
-            where = f"hook {hook.name!r} after step {state.step}"
-            if hook.vital and self.world.size > 1:
-                error.add_note(f"This came from the {where}.")
-                self.fatal, self.stop.asked = error, True
-                return
-            self._make_safe(state, error, where)
-            if hook.vital:
-                error.add_note(f"This came from the {where}.")
+        except (KeyboardInterrupt, Terminated):
+            raise
+        except BaseException as error:  # one that calls sys.exit, or whose library panics, is no wish of a person's
+            try:
+                self._bear(hook, state, error)
+            except (KeyboardInterrupt, Terminated):
                 raise
-            failure = Failure(state.step, hook.name, f"{type(error).__name__}: {error}")
-            self.failures.append(failure)
-            say(f"the {where} failed, and training goes on: {failure.error}", style="yellow")
-            self.record(failure)
+            except BaseException as fatal:
+                if self.world.size == 1:
+                    raise
+                self.fatal, self.stop.asked = self.fatal or fatal, True
+
+    def _bear(self, hook: Hook, state: State, error: BaseException) -> None:
+        """Say and note that a hook has failed, or raise why the run cannot go on."""
+        where = f"hook {hook.name!r} after step {state.step}"
+        if not (hook.vital and self.world.size > 1):
+            self._make_safe(state, error, where)
+        if hook.vital:
+            error.add_note(f"This came from the {where}.")
+            raise error
+        failure = Failure(state.step, hook.name, f"{type(error).__name__}: {error}")
+        self.failures.append(failure)
+        say(f"the {where} failed, and training goes on: {failure.error}", style="yellow")
+        self.record(failure)
 
     def raise_fatal(self) -> None:
-        """To be called by all ranks when they have stopped and saved: raise why, if it was for a hook."""
-        if self.fatal is not None:
-            say(f"a hook failed, and all ranks stop: {self.fatal}", style="yellow")
-        if self.world.any(self.fatal is not None):
-            raise self.fatal or RankLostError("another rank had to stop", cure="Look at what it said.")
+        """To be called by all ranks when they have stopped and saved: raise why on each, if it was for a hook."""
+        with self.world.alike():
+            if self.fatal is not None:
+                raise self.fatal
 
-    def _make_safe(self, state: State, error: Exception, where: str) -> None:
+    def told(self, stage: str) -> list[dict[str, Any]]:
+        """Say at the end what failed without stopping the run, and return it as plain data."""
+        for failure in self.failures:
+            say(f"{stage}: the hook {failure.hook!r} failed after step {failure.step}: {failure.error}", "yellow")
+        return [asdict(failure) for failure in self.failures]
+
+    def _make_safe(self, state: State, error: BaseException, where: str) -> None:
         try:
             self.save(state)
         except Exception as second:

@@ -13,20 +13,18 @@ import signal
 import subprocess
 import sys
 import tempfile
-import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from types import FrameType
 from typing import Any, NoReturn, TypeVar
 
-from bloomery.core import errors, files
+from bloomery.core import files
 from bloomery.core.config import Config, build, plain
 from bloomery.core.errors import BloomeryError, RunError
 from bloomery.core.log import console
 from bloomery.core.stage import resolve
-from bloomery.core.stop import EXIT_CODE, Terminated
+from bloomery.core.stop import EXIT_CODE, Stop, Terminated, on_signals
 from bloomery.data import orphan
 from bloomery.data.engine import cores
 from bloomery.hw import dist
@@ -38,6 +36,11 @@ GRACE_SECONDS = 5.0
 """How long the other ranks may take to say what they know, after one has ended in error; longer where one is busy."""
 BUSY, DESK = "busy", "BLOOMERY_RANKS"
 """A file in the folder of a task, whose path ranks find in this variable: one of them saves what others would lose."""
+
+ENDED = (EXIT_CODE, -signal.SIGTERM)
+"""Codes of a rank that was asked to stop: it did where nothing is lost, or had not begun."""
+WELL = (None, 0, EXIT_CODE)
+"""Codes of a rank for which the others need not end: it runs, is done, or has stopped after the same step as they."""
 
 Answer = dict[str, Any]
 C = TypeVar("C", bound=Config)
@@ -94,21 +97,30 @@ def _take_part(number: int, function: str, task: Mapping[str, Any]) -> Answer:
 
 
 def _on_processes(function: str, task: Mapping[str, Any], ranks: int) -> Answer:
-    store, port = dist.open_store()
-    with tempfile.TemporaryDirectory(prefix="bloomery-ranks-") as name:
-        folder = Path(name)
-        files.write_json(folder / "task.json", {"function": function, "task": dict(task), "parent": os.getpid()})
-        processes = [_start(folder, port, rank, ranks) for rank in range(ranks)]
-        try:
-            with _stops_handed_on(processes):
-                _watch(processes, folder)
-        finally:
-            for process in processes:
-                process.kill()
-                process.wait()
-        del store
-        answer: Answer = files.read_json(folder / "0.json")["answer"]
-        return answer
+    with on_signals(_interrupt) as stop:  # before anything starts, so that nothing that has started is left
+        stop.saves = True
+        store, port = dist.open_store()
+        with tempfile.TemporaryDirectory(prefix="bloomery-ranks-") as name:
+            folder = Path(name)
+            files.write_json(folder / "task.json", {"function": function, "task": dict(task), "parent": os.getpid()})
+            processes: list[subprocess.Popen[bytes]] = []
+            try:
+                for rank in range(ranks):
+                    stop.check()
+                    processes.append(_start(folder, port, rank, ranks))
+                _watch(processes, folder, stop)
+            finally:
+                for process in processes:
+                    process.kill()
+                    process.wait()
+            del store
+            answer: Answer = files.read_json(folder / "0.json")["answer"]
+    return answer
+
+
+def _interrupt() -> NoReturn:
+    """What a second Ctrl-C does: the ranks are killed, and nothing is waited for."""
+    raise KeyboardInterrupt
 
 
 def _start(folder: Path, port: int, rank: int, ranks: int) -> "subprocess.Popen[bytes]":
@@ -139,10 +151,12 @@ def be_rank(name: str) -> None:
     orphan.die_with(told["parent"])
     console.quiet = rank > 0
     try:
-        files.write_json(folder / f"{rank}.json", {"answer": _take_part(0, told["function"], told["task"])})
+        with on_signals():  # until it is gone: who asks all processes of a group asks each rank more than once
+            files.write_json(folder / f"{rank}.json", {"answer": _take_part(0, told["function"], told["task"])})
+    except Terminated as ended:
+        _leave(int(ended.code or 0))
     except BloomeryError as error:
-        facts = {"kind": type(error).__name__, "what": error.what, "where": error.where, "cure": error.cure}
-        files.write_json(folder / f"{rank}.json", {"error": facts})
+        files.write_json(folder / f"{rank}.json", {"error": dist.told(error)})
         _leave(2)
     except Exception as error:
         sys.excepthook(type(error), error, error.__traceback__)
@@ -170,55 +184,50 @@ def busy() -> Iterator[None]:
         note.unlink(missing_ok=True)
 
 
-def _watch(processes: "Sequence[subprocess.Popen[bytes]]", folder: Path) -> None:
-    """Wait for all. Raises the error of one that fails as soon as it is known which of them was the first to."""
-    while any(process.poll() is None for process in processes):
-        if any(process.poll() for process in processes):
-            break
-        time.sleep(SECONDS_BETWEEN_LOOKS)
+def _watch(processes: "Sequence[subprocess.Popen[bytes]]", folder: Path, stop: Stop) -> None:
+    """
+    Wait for all, and ask them to stop when this process is. Raises Terminated when they have; of ranks that fail, the
+    error of one, as soon as it is known which of them was the first to.
+    """
+    _wait(processes, stop, lambda: not any(process.poll() not in WELL for process in processes))
     deadline = time.monotonic() + GRACE_SECONDS
-    while any(process.poll() is None for process in processes):
-        saves = processes[0].poll() is None and (folder / BUSY).exists()
-        if time.monotonic() >= deadline and not saves:
-            break
-        time.sleep(SECONDS_BETWEEN_LOOKS)
+
+    def may_go_on() -> bool:
+        return time.monotonic() < deadline or (processes[0].poll() is None and (folder / BUSY).exists())
+
+    _wait(processes, stop, may_go_on)
     codes = [process.poll() for process in processes]
     if codes[0] == EXIT_CODE:  # the first has saved; the others stopped with it, or lost it while they waited for it
-        raise Terminated
-    failed = [rank for rank, code in enumerate(codes) if code]
-    if failed:
-        found = [(_error(rank, processes[rank], folder), codes[rank] == 1) for rank in failed]
+        raise Terminated(stop.code)
+    found = [(_error(rank, processes[rank], folder), code == 1) for rank, code in enumerate(codes) if code]
+    if stop.asked:  # one that was still starting has no other way to stop, and those that miss it are no failure
+        found = [
+            one
+            for one, code in zip(found, filter(None, codes), strict=True)
+            if code not in ENDED and not isinstance(one[0], RankLostError)
+        ]
+    if found:
         # one that lost another is not the cause, and a fault of ours may have been caused by a rank that is gone
         raise min(found, key=lambda one: (isinstance(one[0], RankLostError), one[1]))[0]
+    stop.check()
+
+
+def _wait(processes: "Sequence[subprocess.Popen[bytes]]", stop: Stop, patience: Callable[[], bool]) -> None:
+    """Wait for all, as long as there is patience. Each is told once when this process is asked to stop."""
+    told = False
+    while any(process.poll() is None for process in processes) and patience():
+        if stop.asked and not told:
+            told = True
+            for process in processes:
+                process.terminate()
+        time.sleep(SECONDS_BETWEEN_LOOKS)
 
 
 def _error(rank: int, process: "subprocess.Popen[bytes]", folder: Path) -> BloomeryError:
     file = folder / f"{rank}.json"
     if process.returncode == 2 and file.is_file():
-        facts = files.read_json(file)["error"]
-        kind = RankLostError if facts["kind"] == "RankLostError" else getattr(errors, facts["kind"], RunError)
-        made: BloomeryError = kind(facts["what"], where=facts["where"], cure=facts["cure"])
-        return made
+        return dist.heard(files.read_json(file)["error"])
     code = process.returncode
     how = f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
     cure = "What it said stands above. The same command goes on from the newest checkpoint."
     return RunError(f"rank {rank} (process {process.pid}) {how}; the other ranks were stopped", cure=cure)
-
-
-@contextmanager
-def _stops_handed_on(processes: "Sequence[subprocess.Popen[bytes]]") -> Iterator[None]:
-    """Hand SIGTERM on to the ranks, which save and stop. Only the main thread may listen for signals."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-
-    def hand_on(number: int, frame: FrameType | None) -> None:
-        for process in processes:
-            if process.poll() is None:
-                process.terminate()
-
-    before = signal.signal(signal.SIGTERM, hand_on)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)

@@ -72,17 +72,17 @@ def train(
     precision, norms = precision or Precision.decide("auto", device), norms or Norms(model, every=0)
     clock, stop, objective = clock or Clock(), stop or Stop(), objective or NextToken()
     model.train()
+    rows = min(micro_batch, state.rows or micro_batch)
     while state.step < steps:
         clock.enter("data")
         batch = next(batches)
         lr = optimizers.set_share(learning_rate_share(state.step + 1))
         clock.enter("forward_backward")
         work = partial(accumulate_gradients, model, batch, device=device, world=world, stop=stop, objective=objective)
-        found, micro_batch = in_memory(model, world, micro_batch, partial(in_range, model, precision, work))
-        loss, tokens, norm = found
+        (loss, tokens, norm), rows = in_memory(model, world, rows, partial(in_range, model, precision, work))
         clock.enter("optimizer")
         state.step, state.samples, state.precision = state.step + 1, state.samples + len(batch.ids), precision.state()
-        state.metrics = {"learning_rate": lr, "tokens": tokens}
+        state.rows, state.metrics = rows if rows < micro_batch else 0, {"learning_rate": lr, "tokens": tokens}
         if trouble := guard.trouble(state.guard, objective.watched(loss), float(norm)):
             skip = Skip(state.step, trouble, loss, float(norm), batch.samples.tolist())
             if guard.skip(state.guard, skip) and roll_back is not None:
@@ -93,12 +93,12 @@ def train(
             norms.after_update()
             guard.accept(state.guard, objective.watched(loss), float(norm))
             state.tokens += tokens
-            state.metrics |= {"loss": loss, "gradient_norm": float(norm), **objective.told()}
+            state.metrics |= {"loss": loss, "gradient_norm": float(norm), **objective.told(), **precision.told()}
         optimizers.zero_grad()
         clock.enter("hooks")
         hooks.after_step(state)
         if world.any(stop.asked):
-            raise Terminated
+            raise Terminated(stop.code)
     clock.enter("rest")
 
 
@@ -134,7 +134,7 @@ LESS_MEMORY = 'Say a smaller micro_batch_tokens or recompute="block"; `bloomery 
 def in_range(
     model: nn.Module, precision: Precision, compute: Callable[..., tuple[float, int]], rows: int
 ) -> tuple[float, int, Tensor]:
-    """What `compute` gives and the norm of its gradients: again, with a smaller scale, if they left float16."""
+    """What `compute` gives and the norm of its gradients: again, with another scale, if they left float16."""
     while True:
         loss, tokens = compute(micro_batch=rows, precision=precision)
         norm = parallel.gradient_norm(gradients(model))
@@ -172,8 +172,8 @@ def accumulate_gradients(
         if stop is not None and world.size == 1:
             stop.check()
         with few_rows_of_the_table(model):
-            loss, reported = objective.losses(model, part, device, 1 / count)
-            torch.autograd.backward(precision.scale(loss))
+            loss, reported = objective.losses(model, part, device, precision.factor / count)
+            torch.autograd.backward(loss)
         total += reported
     parallel.sum_gradients(model, world)
     precision.unscale(gradients(model))

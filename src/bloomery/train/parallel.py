@@ -88,11 +88,21 @@ def _buckets(weights: list[nn.Parameter]) -> Iterator[list[nn.Parameter]]:
 def copy_of(model: Transformer, world: World | None = None) -> Transformer:
     """
     A model with the same weights in memory of the processor, to be written while training goes on. Of a sharded one
-    only the first rank gets them, and all take part.
+    only the first rank gets them, and all take part; where its memory does not hold them, all raise that.
     """
     weights: dict[str, Tensor] = model.state_dict()
-    first = world is None or world.is_first
-    copied = {name: _copied(whole(weight)) if first else whole(weight).to("meta") for name, weight in weights.items()}
+    company = world if world is not None and is_sharded(model) else World.alone()
+    copied: dict[str, Tensor] = {}
+    lacking: Exception | None = None
+    for name, weight in weights.items():
+        given = whole(weight)
+        try:
+            copied[name] = _copied(given) if company.is_first and lacking is None else given.to("meta")
+        except (MemoryError, RuntimeError) as error:
+            lacking = error
+    with company.alike():
+        if lacking is not None:
+            raise lacking
     with torch.device("meta"):
         twin = Transformer(model.config, model.vocab_size)
     twin.load_state_dict(copied, assign=True)

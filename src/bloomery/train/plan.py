@@ -49,13 +49,31 @@ class TrainingPlan:
 
 def rows_per_step(config: Training, context: int) -> int:
     """Rows of `context` tokens in a step of the whole global batch; at least one."""
-    return max(1, config.tokens_per_step // context)
+    return trained_tokens(config.tokens_per_step, context) // context
+
+
+def trained_tokens(tokens_per_step: int, context: int) -> int:
+    """Of so many tokens a step, those that are trained: whole rows, at least one."""
+    return max(1, tokens_per_step // context) * context
 
 
 def rows_at_once(config: Training, context: int) -> int:
     """Rows of `context` tokens that go through the model together; at least one. `auto` is not decided here."""
     tokens = USUAL_TOKENS if config.micro_batch_tokens == "auto" else config.micro_batch_tokens
     return max(1, tokens // context)
+
+
+def remarks(config: Training, context: int) -> list[str]:
+    """What the numbers come to where that is hardly what they were meant to."""
+    warmup, tokens = config.schedule.warmup_steps, trained_tokens(config.tokens_per_step, context)
+    found = []
+    if tokens != config.tokens_per_step:
+        rows = "1 row" if tokens == context else f"{tokens // context:,} rows"
+        found.append(f"a step is {rows} of {context:,}: {tokens:,} tokens, and not {config.tokens_per_step:,}")
+    if warmup > config.steps:
+        end = f"{100 * config.steps / warmup:.2g} % of its peak"
+        found.append(f"a warm-up of {warmup:,} steps is longer than the run: the learning rate ends at {end}")
+    return found
 
 
 COMPILED_WHOLE = "compiled blocks were not tried with weights that come and go"

@@ -8,7 +8,7 @@ after it (Micikevicius et al. 2017, https://arxiv.org/abs/1710.03740, §3.2). bf
 
 import math
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 from bloomery.hw.device import Device
@@ -16,7 +16,21 @@ from bloomery.hw.device import Device
 import torch
 from torch import Tensor
 
+SMALLEST, TRIES = 1.0, 3
+"""Scale; and what is tried of a step before it."""
+
 Wanted = Literal["auto", "bfloat16", "float16", "float32"]
+
+
+@dataclass
+class _Search:
+    """For a scale at which a step's gradients are finite."""
+
+    before: tuple[float, int]
+    """Scale and good steps ahead of it."""
+    failures: int = 0
+    next: float | None = None
+    """Scale that comes after the smallest, if that is any help."""
 
 
 @dataclass
@@ -26,11 +40,40 @@ class Scaler:
 
         s ← s / 2      after gradients that are not finite, which are computed again
             2·s        after `interval` good steps in a row
+
+    Where halving it twice does not help, the smallest scale, 1, says whether the scale is the cause. If not, the step
+    is hurt and the scale stays as it was: it would need `interval` good steps for each time that it was halved.
     """
 
     scale: float = 2.0**16
     good_steps: int = 0
     interval: int = 2000
+    _search: _Search | None = field(default=None, repr=False, compare=False)
+
+    def again(self, finite: bool) -> bool:
+        """Whether a step is to be computed again, with the scale that is set then."""
+        search = self._search or _Search((self.scale, self.good_steps))
+        if finite and search.next is None:
+            self._search = None
+            self.update(True)
+            return False
+        self._search = search
+        if finite:
+            self.scale, search.next = search.next or self.scale, None
+            return True
+        if self.scale <= SMALLEST:
+            self.give_up()
+            return False
+        search.failures += 1
+        self.update(False)
+        if search.failures == TRIES:
+            search.next, self.scale = self.scale, SMALLEST
+        return True
+
+    def give_up(self) -> None:
+        """It is not the scale: take it up again as it was before this step."""
+        if self._search is not None:
+            (self.scale, self.good_steps), self._search = self._search.before, None
 
     def update(self, finite: bool) -> None:
         self.good_steps = self.good_steps + 1 if finite else 0
@@ -68,9 +111,13 @@ class Precision:
         """The context of a forward pass."""
         return torch.autocast(self.kind, dtype=self.dtype, enabled=self.dtype != torch.float32)
 
-    def scale(self, loss: Tensor) -> Tensor:
-        """What to differentiate in place of the loss."""
-        return loss if self.scaler is None else loss * self.scaler.scale
+    @property
+    def factor(self) -> float:
+        """
+        What the loss is multiplied with before it is differentiated: together with its share of the global batch, for
+        slopes that were divided by its tokens alone would be below float16 before they are scaled up.
+        """
+        return 1.0 if self.scaler is None else self.scaler.scale
 
     def unscale(self, gradients: Iterable[Tensor]) -> None:
         """Make gradients of what was differentiated those of the loss, in place."""
@@ -81,12 +128,19 @@ class Precision:
     def overflowed(self, loss: float, norm: float) -> bool:
         """
         Whether the gradients left the range although the loss is finite, so that they have to be computed again: the
-        scale is smaller now. To be asked once after each backward pass, with the norm of what `unscale` left.
+        scale is another now. To be asked once after each backward pass, with the norm of what `unscale` left. Gradients
+        that no scale makes finite are left to the guard.
         """
-        if self.scaler is None or not math.isfinite(loss):
+        if self.scaler is None:
             return False
-        self.scaler.update(math.isfinite(norm))
-        return not math.isfinite(norm) and self.scaler.scale >= 1
+        if not math.isfinite(loss):
+            self.scaler.give_up()
+            return False
+        return self.scaler.again(math.isfinite(norm))
+
+    def told(self) -> dict[str, float]:
+        """What metrics tell of it."""
+        return {} if self.scaler is None else {"scale": self.scaler.scale}
 
     def state(self) -> dict[str, float]:
         """What a resume needs: plain numbers. Empty without a scaler."""

@@ -6,7 +6,6 @@ What a run tells of itself while it trains: to metrics.jsonl, to the live line, 
 """
 
 import math
-import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -41,7 +40,8 @@ class Recorder:
     bytes_per_token: float | None
     """Of the supervised tokens of the validation split; what a loss in bits per byte is reckoned with."""
     watchers: list[Callable[[int, Mapping[str, Any]], None]] = field(default_factory=list)
-    _last: tuple[float, int] = (0.0, 0)
+    _last: int = 0
+    """Step of the last line."""
     _warned: bool = False
 
     def peaks(self) -> str:
@@ -53,9 +53,19 @@ class Recorder:
             f"(of the catalogue's: {listed})"
         )
 
-    def start_at(self, step: int) -> None:
-        self._last = (time.monotonic(), step)
-        self.meter.start_at(step)
+    def start_at(self, state: State, *, tells: bool = True) -> None:
+        """
+        Go on from a step. One that `tells` says which lines of the steps before are lost: a run that died cuts them off
+        only where the whole machine did.
+        """
+        self._last = state.step
+        self.meter.start_at(state.step)
+        there = max((line["step"] for line in self.metrics.kept if "learning_rate" in line), default=0)
+        if tells and there < state.logged:
+            say(
+                f"metrics.jsonl has lost what it told of the steps after {there}; the weights are of {state.step}",
+                "yellow",
+            )
 
     def write(self, step: int, **values: Any) -> None:
         """One line of metrics, which others see too."""
@@ -64,10 +74,10 @@ class Recorder:
             watcher(step, values)
 
     def log(self, state: State) -> None:
-        """What the last step did, and how fast the steps since the last such line were."""
-        now, step = time.monotonic(), state.step
-        speed = (step - self._last[1]) * self.tokens_per_step / max(now - self._last[0], 1e-9)
-        self._last = (now, step)
+        """What the last step did, and how fast the steps since the last such line were, hooks left out."""
+        step = state.step
+        speed = (step - self._last) * self.tokens_per_step / max(self.clock.at_work, 1e-9)
+        self._last = state.logged = step
         values: dict[str, Any] = dict(state.metrics)
         if "loss" in values and (bits := self.bits_per_byte(values["loss"])) is not None:
             values["bits_per_byte"] = round(bits, 5)

@@ -6,6 +6,7 @@ The formulas are those of llm.c's schedulers.h and of 1386.ai's scheduler.py, wh
 """
 
 import math
+from fractions import Fraction
 
 from bloomery.train.config import WSD, Constant, Schedule
 
@@ -35,5 +36,6 @@ def decay_start(schedule: Schedule, steps: int) -> int:
     if schedule.decay_steps is not None:
         length = schedule.decay_steps
     else:
-        length = max(1, int(schedule.decay * steps)) if schedule.decay else 0
+        written = Fraction(str(schedule.decay))  # 0.29 · 100 is below 29 in binary
+        length = max(1, int(written * steps)) if schedule.decay else 0
     return max(schedule.warmup_steps, steps - length)

@@ -7,13 +7,14 @@ Pretraining and finetuning differ in where their weights and samples come from, 
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
 from bloomery.core.config import plain
 from bloomery.core.log import METRICS, Metrics, kept, progress, say
-from bloomery.core.stop import Stop, Terminated, on_sigterm
+from bloomery.core.stop import Stop, Terminated, on_signals
 from bloomery.hw import device as devices
 from bloomery.hw import dist
 from bloomery.hw.device import Device
@@ -21,12 +22,11 @@ from bloomery.hw.dist import RankLostError, World
 from bloomery.hw.peak import listed_peak
 from bloomery.model.cost import cost
 from bloomery.model.transformer import Transformer
-from bloomery.shards.loader import Course, Samples, Source, batches
+from bloomery.shards.loader import Samples, Source, batches, others_begin
 from bloomery.tokenizer.chat import Renderer
-from bloomery.train import exactness, extension, launch, parallel
+from bloomery.train import compiled, exactness, extension, launch, parallel
 from bloomery.train.checkpoints import Checkpoints
 from bloomery.train.clock import Clock
-from bloomery.train.compiled import prepare
 from bloomery.train.config import WSD, Training
 from bloomery.train.device import fast_dtype, find_device, short
 from bloomery.train.guard import Guard, forget
@@ -36,14 +36,14 @@ from bloomery.train.loop import NextToken, train
 from bloomery.train.norms import Norms
 from bloomery.train.objective import Objective
 from bloomery.train.optim import Optimizers
-from bloomery.train.plan import check_shard, rows_at_once, rows_per_step
+from bloomery.train.plan import check_shard, remarks, rows_at_once, rows_per_step
 from bloomery.train.planning.dry_run import Trial, tell
 from bloomery.train.planning.here import decided
 from bloomery.train.precision import Precision
 from bloomery.train.recorder import Recorder
 from bloomery.train.sampling import Sampler, sampling
 from bloomery.train.schedule import decay_start, share
-from bloomery.train.sinks import MAIN_LOG, MainLog, watcher
+from bloomery.train.sinks import MAIN_LOG, main_log, watcher
 from bloomery.train.state import State
 from bloomery.train.validation import Check, Validation, evaluating
 from bloomery.weights.checkpoint import Keep, Saver
@@ -51,7 +51,6 @@ from bloomery.weights.huggingface import Lineage
 
 LOG = "log.txt"
 STEPS_BETWEEN_TRIMS = 25
-
 
 T = TypeVar("T")
 Evaluation = Callable[[Transformer, Device, Stop], Mapping[str, float]]
@@ -99,17 +98,17 @@ class Session:
 
     def run(self) -> dict[str, Any]:
         """
-        Train to the end from the newest whole checkpoint, and leave the model in `out/model`. Asked to stop by SIGTERM,
-        it saves and raises Terminated.
+        Train to the end from the newest whole checkpoint, and leave the model in `out/model`. Asked to stop by SIGTERM
+        or Ctrl-C, it saves and raises Terminated; in the last save, or as it leaves the model, it ends that first.
         """
-        device = find_device(self.config)
-        dist.check_devices(self.world, device.place)
-        self.config = decided(self.config, self.model.config, self.model.vocab_size, device, self.world)
-        self._sharded = check_shard(self.config, self.world.size, adapters=isinstance(self.kept, Adapters))
-        with parallel.desk(self.out, self.world) as self._desk, kept(self._desk / LOG), on_sigterm() as self._stop:
+        with parallel.desk(self.out, self.world) as self._desk, kept(self._desk / LOG), on_signals() as self._stop:
+            device = find_device(self.config)
+            dist.check_devices(self.world, device.place)
+            self.config = decided(self.config, self.model.config, self.model.vocab_size, device, self.world)
+            self._sharded = check_shard(self.config, self.world.size, adapters=isinstance(self.kept, Adapters))
             if self._sharded:  # weights go where they compute one group at a time, and leave their part there
                 parallel.shard(self.model, self.world, device)
-            prepare(self.model, self.config, self.samples, device, self._desk)
+            compiled.prepare(self.model, self.config, self.samples, device, self._desk, self.world)
             optimizers = Optimizers(self.model, self.config.optimizer, fast_dtype(device))
             if self.begin is not None:
                 self.begin(device, rows_at_once(self.config, self.samples.length), self._stop)
@@ -118,11 +117,13 @@ class Session:
                 self.config = self._tried(optimizers, device)
             with Saver(self.out / "checkpoints", self._keep, self.world) as saver:
                 self._checkpoints = self._safe(saver, optimizers, device)
-                state = self._checkpoints.resume()
+                state, self._stop.saves = self._checkpoints.resume(), True
                 began, first_step = time.monotonic(), state.step
                 failures = self._train(state, optimizers, device)
             steps, seconds = state.step - first_step, time.monotonic() - began
             self._checkpoints.leave_model(self.out / "model", state)
+            if self.world.any(self._stop.asked):
+                raise Terminated(self._stop.code)
         facts = cost(self.model.config, self.model.vocab_size)
         return {
             "parameters": facts.parameters,
@@ -162,9 +163,11 @@ class Session:
         )
         found = trial.run(rows, self.rows)
         tell(found, self.rows, self.config.steps, device, self.world)
-        if found.rows >= min(rows, self.rows):
+        if found.rows >= min(rows, -(-self.rows // self.world.size)):
             return self.config
-        return self.config.model_copy(update={"micro_batch_tokens": found.rows * self.samples.length})
+        fewer = self.config.model_copy(update={"micro_batch_tokens": found.rows * self.samples.length})
+        compiled.decide(self.model, fewer, self.samples, device, self._desk, self.world)
+        return fewer
 
     @property
     def minimized(self) -> Objective:
@@ -184,9 +187,10 @@ class Session:
     @property
     def _keep(self) -> Keep:
         """Which checkpoints stay. From the one at the end of a level part, longer runs can go on: see extension.py."""
-        steps, schedule = self.config.steps, self.config.schedule
-        level = [decay_start(schedule, steps)] if isinstance(schedule, WSD) else []
-        return Keep(last=self.config.keep_checkpoints, every=self.config.keep_every_steps, steps=frozenset(level))
+        config, schedule = self.config, self.config.schedule
+        level = frozenset([decay_start(schedule, config.steps)] if isinstance(schedule, WSD) else [])
+        every, goals_every = config.keep_every_steps, config.evaluate_every
+        return Keep(last=config.keep_checkpoints, every=every, steps=level, goals_every=goals_every)
 
     @property
     def _acts(self) -> bool:
@@ -210,7 +214,6 @@ class Session:
 
     def _train(self, state: State, optimizers: Optimizers, device: Device) -> list[dict[str, Any]]:
         """The rest of the steps. Returns what failed on the way without stopping it."""
-
         precision = Precision.decide(self.config.precision, device)
         precision.restore(state.precision)
 
@@ -222,12 +225,12 @@ class Session:
         watchers = [watcher(sink, self.out.name, self.out, facts) for sink in sinks]
         with (
             self._recorder(state, device) as recorder,
-            sampling(self.config, self.model, self.sampler, self._desk, state.step) as samples,
+            sampling(self.config, self.model, self.sampler, self._desk, state.step, self._agreed) as samples,
         ):
             recorder.watchers += [one.take for one in watchers]
             hooks = Hooks(
                 [*self._hooks(state, device, recorder, samples), *(one.hook() for one in watchers)],
-                save=(lambda state: None) if self._sharded else self._checkpoints.save,
+                save=(lambda state: None) if self._sharded else partial(self._save, recorder),
                 record=recorder.failed,
                 world=self.world,
                 stop=self._stop,
@@ -256,23 +259,28 @@ class Session:
                         stop=self._stop,
                     )
                 except Terminated:
-                    self._checkpoints.save(state)
+                    self._save(recorder, state)
+                    self._checkpoints.wait()
                     hooks.raise_fatal()
                     say(f"asked to stop after step {state.step}; the same command goes on from here", style="yellow")
                     raise
-                except RankLostError:
-                    with launch.busy():
-                        self._checkpoints.rescue(state)
+                except Exception as error:
+                    self._rescue(state, error, recorder)
                     raise
                 finally:
                     Hooks([one.end() for one in watchers], record=recorder.failed).after_step(state)
         self._checkpoints.check_finite(state)
-        return self._failures(hooks)
+        return hooks.told(self.name)
 
-    def _failures(self, hooks: Hooks) -> list[dict[str, Any]]:
-        for failure in hooks.failures:
-            say(f"{self.name}: the hook {failure.hook!r} failed after step {failure.step}: {failure.error}", "yellow")
-        return [asdict(failure) for failure in hooks.failures]
+    def _save(self, recorder: Recorder, state: State) -> None:
+        """What metrics tell of a step is safe before its weights are: a power cut leaves no hole in them."""
+        self._checkpoints.save(state, before=recorder.metrics.sync)
+
+    def _rescue(self, state: State, error: Exception, recorder: Recorder) -> None:
+        """Save the last finished step before an error is raised. In the midst of an update, weights are of no step."""
+        if self.world.is_first and (recorder.clock.before_update or isinstance(error, RankLostError)):
+            with launch.busy():
+                self._checkpoints.rescue(state, before=recorder.metrics.sync)
 
     @contextmanager
     def _recorder(self, state: State, device: Device) -> Iterator[Recorder]:
@@ -293,8 +301,12 @@ class Session:
                 bytes_per_token=self._validation.bytes_per_token,
             )
             of = f" on {self.world.size} ranks together" if self.world.size > 1 else ""
-            say(f"  {self.name} on {device.name}; {recorder.peaks()}{of}")
-            recorder.start_at(state.step)
+            found = [
+                f"{self.name} on {device.name}; {recorder.peaks()}{of}",
+                *remarks(self.config, self.samples.length),
+            ]
+            say("\n".join(f"  {one}" for one in found))
+            recorder.start_at(state, tells=self.world.is_first)
             yield recorder
 
     def _guard(self, recorder: Recorder) -> Guard:
@@ -310,7 +322,8 @@ class Session:
             optimizers=optimizers,
             lineage=self.lineage,
             environment=exactness.environment(self.config, device, self.world, optimizers),
-            max_skips=self.config.max_skips,
+            goals=self._keep.is_goal,
+            others_begin=partial(others_begin, self.samples),
             saver=saver,
             world=self.world,
         )
@@ -319,7 +332,8 @@ class Session:
 
     def _hooks(self, start: State, device: Device, recorder: Recorder, samples: Sequence[Hook]) -> Sequence[Hook]:
         """Log, save, evaluate: in this order, so that the weights are safe before anything else may fail."""
-        steps, every, keeps = self.config.steps, self.config.evaluate_every, self._keep
+        steps, every, keep = self.config.steps, self.config.evaluate_every, self._keep
+        others = partial(others_begin, self.samples)
 
         def evaluation_is_due(state: State) -> bool:
             return state.step % every == 0 or state.step == steps
@@ -327,31 +341,31 @@ class Session:
         def save_is_due(state: State) -> bool:
             late = self._agreed(self._checkpoints.late(self.config.save_every_seconds))
             doubtful = state.guard.in_a_row > 0 and state.step < steps
-            asked = keeps(state.step)
-            return (late or asked or evaluation_is_due(state)) and not doubtful
+            return (late or keep.is_goal(state.step) or state.step == steps) and not doubtful
 
         evaluations = self._evaluations(device, recorder)
         known = {line["step"]: line["validation_loss"] for line in recorder.metrics.kept if "validation_loss" in line}
         self.measured.update(known)
         everywhere = [
-            Hook(self._changes_kind, lambda s: forget(s.guard), "course"),
+            Hook(lambda s: others(s.samples, s.samples + self.rows), lambda s: forget(s.guard), "course"),
             Hook(lambda s: s.step % STEPS_BETWEEN_TRIMS == 0, lambda s: devices.return_freed_memory(), "memory"),
         ]
         if not self._acts:
             return everywhere
-        main_log = self._main_log(start, recorder)
-        if start.step and evaluation_is_due(start):  # the process may have died between saving and evaluating
+        main = [main_log(self._desk / MAIN_LOG, start.step, recorder.watchers)] if self.config.main_log else []
+        if start.step:  # the process may have died between saving and evaluating
             there = self._agreed([name for one in recorder.metrics.kept if one["step"] == start.step for name in one])
             missed = [
-                Hook(lambda s: True, run, hook, vital=False) for hook, name, run in evaluations if name not in there
+                Hook(evaluation_is_due, run, hook, vital=False) for hook, name, run in evaluations if name not in there
             ]
-            Hooks(missed, record=recorder.failed).after_step(start)
+            Hooks([*missed, *samples], record=recorder.failed).after_step(start)
         return [
             Hook(lambda s: s.step % self.config.log_every == 0 or s.step == steps, recorder.log, "log"),
-            *main_log,
+            *main,
             Hook(lambda s: bool(recorder.norms.latest), recorder.log_norms, "norms"),
             everywhere[0],
-            Hook(save_is_due, self._checkpoints.save, "save"),
+            Hook(save_is_due, partial(self._save, recorder), "save"),
+            Hook(evaluation_is_due, lambda s: self._checkpoints.wait(), "save"),
             *(Hook(evaluation_is_due, run, hook, vital=False) for hook, _, run in evaluations),
             everywhere[1],
             *samples,
@@ -362,7 +376,6 @@ class Session:
 
         def written(measure: Evaluation) -> Callable[[State], None]:
             def run(state: State) -> None:
-                self._checkpoints.saver.wait()  # the weights are safe before anything else may fail
                 try:
                     with evaluating(self.model):
                         found = measure(self.model, device, self._leave)
@@ -382,16 +395,3 @@ class Session:
             return self._validation.measure(model, device)
 
         return [("evaluate", self._validation.name, written(measure)), *others]
-
-    def _main_log(self, start: State, recorder: Recorder) -> list[Hook]:
-        if not self.config.main_log:
-            return []
-        file = MainLog(self._desk / MAIN_LOG, start.step)
-        recorder.watchers.append(file.take)
-        return [Hook(lambda s: True, file.train, "main_log")]
-
-    def _changes_kind(self, state: State) -> bool:
-        """Whether the next step is the first that reads of the anneal mix: other data have another loss."""
-        if not isinstance(self.samples, Course):
-            return False
-        return state.samples <= self.samples.switch < state.samples + self.rows

@@ -1,7 +1,7 @@
 """
 Where else the numbers of metrics.jsonl go: Weights & Biases, TensorBoard, Trackio, and a main.log as llm.c writes it.
 
-All but metrics.jsonl are optional. A package that is asked for and not there is said before training begins; a service
+All but metrics.jsonl are optional. A package that is asked for and not there is said before the first stage; a service
 that fails later is said once, left alone from then on, and stops nothing.
 """
 
@@ -28,6 +28,7 @@ class Target(Protocol):
 
 MAIN_LOG = "main.log"
 Open = Callable[[], Target]
+Watch = Callable[[int, Mapping[str, Any]], None]
 
 
 @dataclass
@@ -150,6 +151,13 @@ class MainLog:
     def _add(self, line: str) -> None:
         with self._path.open("a", encoding="utf-8") as file:
             file.write(line + "\n")
+
+
+def main_log(path: Path, resume_at: int, watchers: list[Watch]) -> Hook:
+    """The hook that writes it; what evaluations find comes from the watchers of metrics."""
+    file = MainLog(path, resume_at)
+    watchers.append(file.take)
+    return Hook(lambda state: True, file.train, "main_log")
 
 
 def _updates(line: str) -> float:

@@ -25,6 +25,11 @@ class State:
     guard: Past = field(default_factory=Past)
     precision: dict[str, float] = field(default_factory=dict)
     """Of the scaler that float16 needs."""
+    rows: int = 0
+    """That go through the model at once since memory ran out; 0 where it did not."""
+
+    logged: int = 0
+    """The newest step whose line is in metrics.jsonl."""
 
     @classmethod
     def restored(cls, saved: Mapping[str, Any]) -> "State":

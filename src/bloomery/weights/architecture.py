@@ -16,8 +16,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+CYCLES = ("attention", "sliding_window", "feed_forward")
+"""Fields of a ModelConfig that layers take in turns; of a cycle that is longer than the model, its end says nothing."""
 TABLES = ("embed.weight", "head.weight")
 """Weights with a row for each id."""
+
+BUFFERS = re.compile(r"(.*\.)?rotary_emb\.inv_freq|(transformer\.)?h\.\d+\.attn\.(masked_)?bias")
+"""Tensors that some files hold beside weights, and that follow from the configuration: frequencies, causal masks."""
 
 
 @dataclass(frozen=True)
@@ -48,6 +53,8 @@ class Architecture:
 
     def obstacles(self, config: ModelConfig) -> list[str]:
         """The fields of a model that this architecture does not have so."""
+        used = {name: getattr(config, name)[: config.num_layers] for name in CYCLES}
+        config = config.model_copy(update=used)
         return [field for field, holds in self.allowed.items() if not holds(config)]
 
 

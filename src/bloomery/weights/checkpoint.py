@@ -5,17 +5,19 @@ Checkpoints of a training run: whole or absent, and checked before they are beli
         training/             what the optimizers remember, in one or more parts (`training_state.py`)
         state.json            step, samples, tokens, and the metrics of the last step
         environment.json      what bit-exactness depends on, as it was
-        manifest.json         size and sha256 of every other file; written last
+        manifest.json         the step, whether a run may go back to it, and size and sha256 of every other file; last
 
 All files go to 000001000.partial, are flushed, and the folder takes its name by one rename. The newest checkpoint that
-is as its manifest says is used; one that is not is passed over, and said.
+is as its manifest says is used; one that is not is passed over, and said. Where none is, nothing is begun anew: that
+would remove what may be put right.
 """
 
 import errno
 import os
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
@@ -23,7 +25,7 @@ from typing import Any
 
 import bloomery.hw.needs_torch  # noqa: F401
 from bloomery.core import files
-from bloomery.core.errors import RunError
+from bloomery.core.errors import CheckpointError, RunError
 from bloomery.core.files import MANIFEST
 from bloomery.core.log import say
 from bloomery.hw.dist import World
@@ -34,6 +36,8 @@ import safetensors.torch
 from torch import Tensor
 
 TRAINING, STATE, ENVIRONMENT = "training", "state.json", "environment.json"
+NAME = "[0-9]" * 9
+"""What folders of checkpoints are called: their step, so that they sort as numbers do."""
 OLD_TRAINING = "training.safetensors"
 """Of checkpoints before training state could be sharded. They are still read."""
 
@@ -49,15 +53,38 @@ class Checkpoint:
 
 @dataclass(frozen=True, kw_only=True)
 class Keep:
-    """Which checkpoints stay: the newest `last`, those of steps that `every` divides, and those of some `steps`."""
+    """
+    Which checkpoints stay: the newest `last`, those of steps that `every` divides, and those of some `steps`; besides,
+    behind the newest one, the newest that a run may go back to.
+    """
 
     last: int
     every: int | None = None
     steps: frozenset[int] = frozenset()
+    goals_every: int | None = None
 
     def __call__(self, step: int) -> bool:
         """Whether that of a step stays, however old."""
-        return step in self.steps or (self.every is not None and step % self.every == 0)
+        return step > 0 and (step in self.steps or (self.every is not None and step % self.every == 0))
+
+    def is_goal(self, step: int) -> bool:
+        """Whether that of a step is one to go back to: the start, one that stays, or a step `goals_every` divides."""
+        return step == 0 or self(step) or (self.goals_every is not None and step % self.goals_every == 0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Standing:
+    """What a checkpoint is to a run that may have to go back."""
+
+    goal: bool = False
+    """Whether a run may go back to it."""
+    doubtful: bool = False
+    """Whether it was saved between bad steps: then nothing is removed for it, as the run may go back behind it."""
+    left: Sequence[range] = ()
+    """Steps that the run has gone back behind: it goes back to none of them."""
+
+
+PLAIN = Standing()
 
 
 def save(
@@ -70,41 +97,81 @@ def save(
     keep: int | Keep,
     environment: Mapping[str, Any] | None = None,
     model_bytes: int = 0,
+    standing: Standing = PLAIN,
     world: World | None = None,
 ) -> Path:
     """
     Save a checkpoint for `step` under `root`, and then remove those that need not stay.
 
-    Whatever else lies there of this step or of later ones is damaged: an attempt that died left it, or it was passed
-    over. Every rank of `world` calls it, and only the first writes what is not sharded. Raises RunError where the disk
-    is full: before anything is written where the tensors alone, with `model_bytes` of weights, are too many.
+    Whatever else lies there of this step or of later ones was passed over; it goes when the new one is whole. Every
+    rank of `world` calls it, and only the first writes what is not sharded; what fails on one of them fails on all, and
+    none of them goes on to the next part. Raises RunError where a file is in the way and where the disk is full: before
+    anything is written where the tensors alone, with `model_bytes` of weights, are too many.
     """
     world, keep = world or World.alone(), keep if isinstance(keep, Keep) else Keep(last=keep)
     folder = root / f"{step:09d}"
     partial = folder.with_name(folder.name + files.PARTIAL)
-    with files.disk_errors(folder):
+    with _part(folder, world):
         if world.is_first:
-            for stale in [*root.glob(f"*{files.PARTIAL}"), *(one for one in folders(root) if one >= folder)]:
-                shutil.rmtree(stale)
+            _check_way(root)
+            for torn in root.glob(f"*{files.PARTIAL}"):
+                _discard(torn)
             root.mkdir(parents=True, exist_ok=True)
             check_space(folder, model_bytes + training_state.size_bytes(training))
             partial.mkdir()
-        world.barrier()
+    with _part(folder, world):
         training_state.write(partial / TRAINING, training, world)
-        world.barrier()  # the folder takes its name only when no rank writes into it any more
-        if not world.is_first:
-            return folder
-        write_model(partial)
-        files.write_json(partial / STATE, dict(state))
-        files.write_json(partial / ENVIRONMENT, dict(environment or {}))
-        files.write_json(partial / MANIFEST, {"step": step, "outputs": files.listing(partial)})
-        files.sync_folder(partial)
-        partial.rename(folder)
-        files.sync_folder(root)
-        for old in folders(root)[: -keep.last]:
-            if not keep(int(old.name)):
-                _remove(old)
+    with _part(folder, world):  # the folder takes its name only when no rank writes into it any more
+        if world.is_first:
+            write_model(partial)
+            files.write_json(partial / STATE, dict(state))
+            files.write_json(partial / ENVIRONMENT, dict(environment or {}))
+            facts = {"step": step, "goal": standing.goal}
+            files.write_json(partial / MANIFEST, facts | {"outputs": files.listing(partial)})
+            files.sync_folder(partial)
+            if folder.is_dir():
+                folder.rename(folder.with_name(f"{folder.name}.old{files.PARTIAL}"))
+            partial.rename(folder)
+            files.sync_folder(root)
+            _prune(root, folder, keep, standing)
     return folder
+
+
+@contextmanager
+def _part(folder: Path, world: World) -> Iterator[None]:
+    """A part of a save, at whose end all ranks know whether it is done on all of them."""
+    with world.alike(), files.disk_errors(folder):
+        yield
+
+
+def _check_way(root: Path) -> None:
+    """Raises RunError for what is no folder and stands where checkpoints are to be."""
+    for path in (root, *root.glob(NAME)):
+        if (path.exists() or path.is_symlink()) and not path.is_dir():
+            cure = "Move it away, and run the same command again."
+            raise RunError("is no folder, and stands where checkpoints are to be", where=str(path), cure=cure)
+
+
+def _prune(root: Path, newest: Path, keep: Keep, standing: Standing) -> None:
+    """Remove the checkpoints that need not stay, now that the newest is whole."""
+    there = folders(root)
+    behind, passed_over = [one for one in there if one < newest], [one for one in there if one > newest]
+    goal = next((one for one in reversed(behind) if is_goal(one, standing.left)), None)
+    old = [] if standing.doubtful else [*behind, newest][: -keep.last]
+    for one in [*passed_over, *(one for one in old if one != goal and not keep(int(one.name)))]:
+        _remove(one)
+    for torn in root.glob(f"*{files.PARTIAL}"):
+        _discard(torn)
+
+
+def is_goal(folder: Path, left: Sequence[range] = ()) -> bool:
+    """Whether a run may go back to a checkpoint: no, where it is damaged, does not say or is of a step in `left`."""
+    if any(int(folder.name) in steps for steps in left):
+        return False
+    try:
+        return files.read_json(folder / MANIFEST)["goal"] is True
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
+        return False
 
 
 def check_space(folder: Path, needed: int) -> None:
@@ -140,6 +207,7 @@ class Saver:
         *,
         environment: Mapping[str, Any] | None = None,
         model_bytes: int = 0,
+        standing: Standing = PLAIN,
     ) -> None:
         """
         Begin a save, when the one before is whole; see `save`. `write_model` is called later, by the thread, so it
@@ -149,16 +217,19 @@ class Saver:
         sharded = training_state.is_sharded(training)
         if not (sharded or self._world.is_first):
             return
+        with (self._world if sharded else World.alone()).alike():  # no thread waits for that of a rank without memory
+            copied = training_state.copied(training)
         self._running = self._thread.submit(
             save,
             self._root,
             step,
             write_model,
-            training_state.copied(training),
+            copied,
             dict(state),
             keep=self._keep,
             environment=environment,
             model_bytes=model_bytes,
+            standing=standing,
             world=self._apart if sharded else None,
         )
 
@@ -181,15 +252,23 @@ class Saver:
 
 
 def newest(
-    root: Path, before: int | None = None, *, world: World | None = None, place: Place | None = None
+    root: Path,
+    before: int | None = None,
+    *,
+    goals: bool = False,
+    left: Sequence[range] = (),
+    world: World | None = None,
+    place: Place | None = None,
 ) -> Checkpoint | None:
     """
-    The newest checkpoint that is whole, of those of a step before `before` where that is given, or None.
+    The newest checkpoint that is whole, of those of a step before `before` where that is given, and with `goals` of
+    those that a run which has `left` some steps may go back to; or None. Raises CheckpointError where there are some,
+    and none of all is whole.
 
     The first rank of `world` decides which, and all of them read it; `place` says where to, if not as whole tensors.
     """
     world = world or World.alone()
-    found = newest_folder(root, before) if world.is_first else None
+    found = newest_folder(root, before, goals=goals, left=left) if world.is_first else None
     name = world.broadcast(found.name if found else None)
     if name is None:
         return None
@@ -202,34 +281,58 @@ def newest(
     return Checkpoint(folder, files.read_json(folder / STATE), training, environment)
 
 
-def newest_folder(root: Path, before: int | None = None) -> Path | None:
+def newest_folder(
+    root: Path, before: int | None = None, *, goals: bool = False, left: Sequence[range] = ()
+) -> Path | None:
     """The folder of that checkpoint."""
+    troubles = []
     for folder in reversed(folders(root)):
-        if before is not None and int(folder.name) >= before:
+        if (before is not None and int(folder.name) >= before) or (goals and not is_goal(folder, left)):
             continue
         if not (trouble := damage(folder)):
             return folder
         say(f"checkpoint {folder} is passed over: {trouble}", style="yellow")
+        troubles.append(f"{folder.name}: {trouble}")
+    if troubles and before is None and not goals:
+        what = f"no checkpoint is whole, of {len(troubles)} that are there; {troubles[0]}"
+        cure = f"Put the files back as they were. Or remove {root}, and the same command begins anew."
+        raise CheckpointError(what, where=str(root), cure=cure)
     return None
 
 
 def damage(folder: Path) -> str:
     """Why a checkpoint is not as its manifest says, or ""."""
-    if not (folder / MANIFEST).is_file():
-        return "it has no manifest"
     try:
-        return files.damage(folder, files.read_json(folder / MANIFEST)["outputs"], thorough=True)
-    except (ValueError, KeyError, TypeError, AttributeError):
+        if not (folder / MANIFEST).is_file():
+            return "it has no manifest"
+        manifest = files.read_json(folder / MANIFEST)
+        listed, step = manifest["outputs"], manifest["step"]
+        found = files.damage(folder, listed, thorough=True)
+    except OSError as error:
+        return f"{error.filename or 'a file'} cannot be read: {error.strerror or error}"
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
         return "its manifest cannot be read"
+    there = {path.relative_to(folder).as_posix() for path in folder.rglob("*") if not path.is_dir()}
+    if not found and (strange := sorted(there - {MANIFEST, *listed})):
+        return f"{strange[0]} is not in its manifest"
+    return found or ("" if step == int(folder.name) else f"it is of step {step}")
 
 
 def _remove(folder: Path) -> None:
     """Remove a checkpoint so that at no moment half of it passes for one."""
     doomed = folder.with_name(folder.name + files.PARTIAL)
     folder.rename(doomed)
-    shutil.rmtree(doomed)
+    _discard(doomed)
+
+
+def _discard(path: Path) -> None:
+    """Remove a folder or a file; of a link, only the link."""
+    if path.is_symlink() or not path.is_dir():
+        path.unlink()
+    else:
+        shutil.rmtree(path)
 
 
 def folders(root: Path) -> list[Path]:
-    """Finished checkpoint folders by step; their names have nine digits, so that they sort as numbers do."""
-    return sorted(folder for folder in root.glob("[0-9]" * 9) if folder.is_dir())
+    """Finished checkpoint folders by step."""
+    return sorted(folder for folder in root.glob(NAME) if folder.is_dir())

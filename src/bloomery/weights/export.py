@@ -31,7 +31,7 @@ def write(loaded: Loaded, out: Path, form: Format, number_format: NumberFormat) 
     if form == "llmc":
         if number_format == "float16":
             raise CheckpointError("llm.c has float32 and bfloat16", where="--dtype float16", cure="Take one of these.")
-        llmc.write(out / MODEL_FILE, loaded.model, number_format)
+        llmc.write(out / MODEL_FILE, loaded.model, number_format, loaded.tokenizer.vocab_size)
         tokenizer_file.write(out / TOKENIZER_FILE, loaded.tokenizer)
         name = "GPT-2 of llm.c"
     else:
@@ -47,7 +47,7 @@ def write(loaded: Loaded, out: Path, form: Format, number_format: NumberFormat) 
 
 
 def _said_otherwise(model: Transformer) -> Transformer:
-    """The same computation in a shape that others have: norms without weights get weights of 1."""
+    """The same computation in a shape that others have: norms without weights get weights of 1, and biases of 0."""
     config = families.exported(model.config)
     if config == model.config:
         return model
@@ -55,7 +55,7 @@ def _said_otherwise(model: Transformer) -> Transformer:
     weights: Mapping[str, torch.Tensor] = model.state_dict()
     with torch.no_grad():
         for name, weight in other.state_dict().items():
-            weight.copy_(weights[name]) if name in weights else weight.fill_(1.0)
+            weight.copy_(weights[name]) if name in weights else weight.fill_(0.0 if name.endswith("bias") else 1.0)
     return other.eval()
 
 
@@ -72,6 +72,7 @@ def read(source: Path, tokenizer: Path | None = None) -> Loaded:
     given = llmc.read(source)
     file = tokenizer or _beside(source)
     made, added = imported.tokenizer_of(file, given.vocab_size)
+    _of_one_size(source, given.vocab_size, file, made.vocab_size - len(added))
     model = Transformer(given.config, max(given.vocab_size, made.vocab_size))
     weights = model.state_dict()
     with torch.no_grad():
@@ -81,6 +82,14 @@ def read(source: Path, tokenizer: Path | None = None) -> Loaded:
     imported.add_rows(model, given.vocab_size, added, {} if end in added.values() else {"eos_token_id": end})
     lineage = Lineage(tokenizer=made.hash, template=None, shards=imported.NAME)
     return Loaded(model.eval(), made, Renderer(made), lineage, source)
+
+
+def _of_one_size(source: Path, rows: int, file: Path, ids: int) -> None:
+    """A tokenizer has as many ids as the model, before special tokens are added. Tables of others are padded to 64."""
+    if rows == ids or (rows % 64 == 0 and 0 < rows - ids < llmc.PADDED_TO):
+        return
+    cure = "Name the one that the model was trained with: bloomery import MODEL.bin OUT --tokenizer FILE"
+    raise CheckpointError(f"has {rows:,} ids, and the tokenizer {file} has {ids:,}", where=str(source), cure=cure)
 
 
 def take_in(source: Path, out: Path, tokenizer: Path | None = None) -> dict[str, Any]:

@@ -64,7 +64,9 @@ def reasons(config: ModelConfig) -> list[str]:
     """Which choices keep a model from being what it is closest to of transformers' models; none if it is one."""
     nearest = min(WRITTEN, key=lambda one: len(one.obstacles(exported(config))))
     return [
-        f"{field}={_shown(config, field)} is nothing that {nearest.name} has"
+        f"width={config.width} is no multiple of num_heads={config.num_heads}, as {nearest.name} needs it"
+        if field == "width"
+        else f"{field}={_shown(config, field)} is nothing that {nearest.name} has"
         for field in nearest.obstacles(exported(config))
     ]
 

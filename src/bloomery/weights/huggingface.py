@@ -15,9 +15,13 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
+from pydantic import ValidationError
+
+from bloomery.core.config import explained
 from bloomery.core.errors import CheckpointError
-from bloomery.core.files import canonical, read_json, sha256_bytes, sha256_file, write_json
+from bloomery.core.files import MANIFEST, canonical, read_json, sha256_bytes, sha256_file, write_json
 from bloomery.model.config import ModelConfig
+from bloomery.model.cost import cost
 from bloomery.model.lora_config import Lora
 from bloomery.model.transformer import Transformer
 from bloomery.tokenizer.chat import Renderer
@@ -25,8 +29,8 @@ from bloomery.tokenizer.drawing import TEMPERATURE
 from bloomery.tokenizer.templates import TEMPLATES, Template
 from bloomery.tokenizer.tokenizer import DOCUMENT, PAD, SPECIAL, Tokenizer
 from bloomery.weights import adapters, families, imported
-from bloomery.weights.architecture import TABLES, Architecture, gathered, spread
-from bloomery.weights.tensors import INDEX, Tensors, is_pickled, save_tensors
+from bloomery.weights.architecture import BUFFERS, TABLES, Architecture, gathered, spread
+from bloomery.weights.tensors import INDEX, UNROUNDED, Tensors, is_pickled, rounded, save_tensors
 from bloomery.weights.tensors import WEIGHTS as WEIGHTS
 
 import torch
@@ -87,9 +91,9 @@ def save(
     Write a model folder. The tied head is not written twice. A model that never saw a conversation ends with the token
     that opens the next document, as it has learned, and has no chat template.
 
-    `weights`, by our names, stand in for those of the model: copies, or such as were gathered from ranks.
+    `weights`, by our names, stand in for those of the model: copies, or such as were gathered from ranks. Raises
+    CheckpointError where one of them holds what the number format does not.
     """
-    folder.mkdir(parents=True, exist_ok=True)
     tokenizer, template = renderer.tokenizer, renderer.template
     chats = lineage.template is not None
     opening, end = (template.opening or DOCUMENT, template.end) if chats else (DOCUMENT, DOCUMENT)
@@ -101,7 +105,10 @@ def save(
     kind, own = families.architecture(model.config), _own(model)
     given = own if weights is None else {name: weights[name] for name in own}
     form: torch.dtype = getattr(torch, number_format)
-    save_tensors(folder / WEIGHTS, {one.theirs: gathered(one, given).to(form) for one in kind.pieces(list(own))})
+    where, pieces = str(folder), kind.pieces(list(own))
+    ready = {one.theirs: rounded(one.theirs, gathered(one, given), form, where) for one in pieces}
+    folder.mkdir(parents=True, exist_ok=True)
+    save_tensors(folder / WEIGHTS, ready)
     facts = {
         "architectures": [kind.name],
         "model_type": kind.model_type,
@@ -120,20 +127,19 @@ def save(
 def load(folder: Path, device: torch.device | str = "cpu", special: Sequence[str] = SPECIAL) -> Loaded:
     """
     Read a model folder written by `save`, or by transformers. Raises CheckpointError where a file is missing or torn,
-    the weights have another shape or are a pickle, the architecture is unknown, or tokenizer or template are not those
-    the model was trained with; it says which two differ. A model of others gets the tokens of `special` that it lacks.
+    the weights have another shape, are quantized, are more than the model has or are a pickle, the architecture is
+    unknown, or tokenizer or template are not those the model was trained with; it says which two differ. A model of
+    others gets the tokens of `special` that it lacks.
     """
     if adapters.is_adapter(folder):
         return _with_adapters(folder, device, special)
     if not (folder / CONFIG).is_file():
         cure = "Name a run folder, a stage folder, or a checkpoint folder."
         raise CheckpointError(f"there is no {CONFIG}", where=str(folder), cure=cure)
-    facts, kind, config = _read(folder / CONFIG, _understood)
-    rows = int(facts["vocab_size"])
+    facts, kind, config, rows = _understood(folder / CONFIG)
     if not (folder / LINEAGE).is_file():
         tokenizer, added = imported.tokenizer_of(folder, rows, special)
-        model = Transformer(config, max(rows, tokenizer.vocab_size))
-        _fill(model, folder, kind, rows)
+        model = _filled(folder, kind, config, rows, max(rows, tokenizer.vocab_size))
         imported.add_rows(model, rows, added, facts)
         lineage = Lineage(tokenizer=tokenizer.hash, template=None, shards=imported.NAME)
         return Loaded(model.to(device).eval(), tokenizer, Renderer(tokenizer), lineage, folder)
@@ -141,8 +147,7 @@ def load(folder: Path, device: torch.device | str = "cpu", special: Sequence[str
     tokenizer = Tokenizer.load(folder)
     _same("tokenizer", lineage.tokenizer, tokenizer.hash, folder)
     renderer = Renderer(tokenizer, template_of(folder))
-    model = Transformer(config, rows)
-    _fill(model, folder, kind)
+    model = _filled(folder, kind, config, rows, rows)
     return Loaded(model.to(device).eval(), tokenizer, renderer, lineage, folder)
 
 
@@ -171,7 +176,7 @@ def fill(model: Transformer, folder: Path, lineage: Lineage) -> None:
     what `lineage` says (at whatever step), have another shape, or are torn.
     """
     _same_lineage(folder, lineage)
-    _fill(model, folder, families.architecture(model.config))
+    _fill(model, Tensors(folder, _again(folder)), families.architecture(model.config))
 
 
 def _same_lineage(folder: Path, lineage: Lineage) -> None:
@@ -213,12 +218,7 @@ def fill_adapters(model: Transformer, folder: Path, lineage: Lineage) -> None:
 def _with_adapters(folder: Path, device: torch.device | str, special: Sequence[str]) -> Loaded:
     """A base with the adapters of a folder merged into it. Those of PEFT have the tokenizer and lineage of the base."""
     adapter = adapters.read(folder)
-    facts = _read(folder / LINEAGE, dict) if (folder / LINEAGE).is_file() else {}
-    own = facts.get(BASE, {"folder": adapter.base, "kept_as": "float32"})
-    place = (folder / Path(own["folder"]).expanduser()).resolve()
-    if not is_model(place):
-        cure = f"Put it there, or name its folder in {adapters.CONFIG if not facts else LINEAGE}."
-        raise CheckpointError(f"adapts a model that is not at {place}", where=str(folder), cure=cure)
+    facts, own, place = _base(folder, adapter)
     if facts:
         _same("base", own["digest"], digest(place), folder)
     loaded = load(place, special=special)
@@ -231,6 +231,24 @@ def _with_adapters(folder: Path, device: torch.device | str, special: Sequence[s
     return replace(loaded, renderer=Renderer(loaded.tokenizer, template_of(folder)), lineage=lineage, folder=folder)
 
 
+def num_rows(folder: Path) -> int:
+    """How many rows the tables of a model folder have. Raises CheckpointError where its configuration is none."""
+    if adapters.is_adapter(folder):
+        return num_rows(_base(folder, adapters.read(folder))[2])
+    return _understood(folder / CONFIG)[3]
+
+
+def _base(folder: Path, adapter: adapters.Adapter) -> tuple[dict[str, Any], dict[str, Any], Path]:
+    """What adapters were made from where they are ours, what they adapt, and where that lies."""
+    facts = _read(folder / LINEAGE, dict) if (folder / LINEAGE).is_file() else {}
+    own = facts.get(BASE, {"folder": adapter.base, "kept_as": "float32"})
+    place = (folder / Path(own["folder"]).expanduser()).resolve()
+    if not is_model(place):
+        cure = f"Put it there, or name its folder in {adapters.CONFIG if not facts else LINEAGE}."
+        raise CheckpointError(f"adapts a model that is not at {place}", where=str(folder), cure=cure)
+    return facts, own, place
+
+
 def digest(folder: Path) -> str:
     """A hash of the configuration, tokenizer and weights of a model folder. Raises CheckpointError where it is none."""
     if not is_model(folder):
@@ -240,7 +258,11 @@ def digest(folder: Path) -> str:
     return sha256_bytes(canonical([[file.name, sha256_file(file)] for file in names]))
 
 
-_AGAIN = "The file is damaged. Remove its stage's manifest.json and run the recipe again."
+def _again(folder: Path) -> str:
+    """The cure where a file of a model folder is damaged."""
+    if (folder.parent / MANIFEST).is_file():
+        return "The file is damaged. Remove its stage's manifest.json and run the recipe again."
+    return "The file is damaged. Make the folder or fetch it again."
 
 
 def _read(file: Path, parse: Callable[[Any], T]) -> T:
@@ -248,12 +270,26 @@ def _read(file: Path, parse: Callable[[Any], T]) -> T:
         return parse(read_json(file))
     except (ValueError, KeyError, TypeError) as error:
         what = f"is no {file.name} of a model that is known here: {type(error).__name__}: {error}"
-        raise CheckpointError(what, where=str(file), cure=_AGAIN) from None
+        raise CheckpointError(what, where=str(file), cure=_again(file.parent)) from None
 
 
-def _understood(facts: dict[str, Any]) -> tuple[dict[str, Any], Architecture, ModelConfig]:
-    kind = families.of_file(facts)
-    return facts, kind, kind.understand(facts)
+def _understood(file: Path) -> tuple[dict[str, Any], Architecture, ModelConfig, int]:
+    """What a config.json says, its architecture, its model, and how many ids that has."""
+    facts = _read(file, dict)
+    if said := facts.get("quantization_config"):
+        method = said.get("quant_method", "a method without a name") if isinstance(said, dict) else said
+        what = f"its weights are quantized (quantization_config: {method}); float32, bfloat16 and float16 are read"
+        raise CheckpointError(what, where=str(file), cure=UNROUNDED)
+    try:
+        kind = families.of_file(facts)
+        return facts, kind, kind.understand(facts), int(facts["vocab_size"])
+    except KeyError as error:
+        what, cure = f"lacks {error}", "Fetch the folder again, or write into it what it lacks."
+    except (ValueError, TypeError) as error:
+        why = explained(ModelConfig, error)[0] if isinstance(error, ValidationError) else str(error)
+        what = f"is of a model that is not known here: {why}"
+        cure = "Take a model of another kind: docs/weights.md says which can be read."
+    raise CheckpointError(what, where=str(file), cure=cure)
 
 
 def _same(what: str, trained: str, given: str, folder: Path, name: str = "") -> None:
@@ -278,11 +314,36 @@ def _own(model: Transformer) -> dict[str, Tensor]:
     return {name: weights[name] for name in weights if not (model.config.tie_embeddings and name == "head.weight")}
 
 
-def _fill(model: Transformer, folder: Path, kind: Architecture, rows: int | None = None) -> None:
-    """Read the weights of a folder into a model. Of tables, only the first `rows` are filled, where that is given."""
-    tensors, own = Tensors(folder, _AGAIN), _own(model)
+def _filled(folder: Path, kind: Architecture, config: ModelConfig, rows: int, num_ids: int) -> Transformer:
+    """A model with rows for `num_ids` ids, and in the first `rows` of them and elsewhere the weights of a folder."""
+    tensors = Tensors(folder, _again(folder))
+    _of_one_size(config, rows, tensors)
+    model = Transformer(config, num_ids)
+    _fill(model, tensors, kind, rows)
+    return model
+
+
+def _of_one_size(config: ModelConfig, rows: int, tensors: Tensors) -> None:
+    """
+    Raises CheckpointError where a configuration is of a model that its files cannot be, before it is built: a damaged
+    one can ask for any memory. What is nearly of one size is built, and told by the name of its tensor.
+    """
+    held = tensors.num_numbers()
+    layers, numbers = config.num_layers, 0
+    if layers <= len(tensors.names) and (numbers := cost(config, rows).parameters) <= 2 * held:
+        return
+    there = f"{layers:,} layers" if not numbers else f"{numbers:,} parameters"
+    what = f"holds {len(tensors.names):,} tensors of {held:,} numbers, and {CONFIG} is of a model of {there}"
+    raise CheckpointError(what, where=str(tensors.file), cure="One of the two is damaged, or of another model.")
+
+
+def _fill(model: Transformer, tensors: Tensors, kind: Architecture, rows: int | None = None) -> None:
+    """Read the weights of files into a model. Of tables, only the first `rows` are filled, where that is given."""
+    own = _own(model)
     places = {name: weight[:rows] if name in TABLES else weight for name, weight in own.items()}
-    for piece in kind.pieces(list(own)):
+    pieces = kind.pieces(list(own))
+    _nothing_else(tensors, {tensors.place(piece.theirs) for piece in pieces}, kind, tied=model.config.tie_embeddings)
+    for piece in pieces:
         given = tensors.get(piece.theirs)
         if given is None:
             what = f"{piece.theirs} is missing"
@@ -291,6 +352,22 @@ def _fill(model: Transformer, folder: Path, kind: Architecture, rows: int | None
             spread(piece, given, places)
         except ValueError as error:
             raise CheckpointError(str(error), where=str(tensors.file), cure="It belongs to another model.") from None
+
+
+def _nothing_else(tensors: Tensors, used: set[str | None], kind: Architecture, *, tied: bool) -> None:
+    """Raises CheckpointError where files hold more than these tensors and what follows from the configuration."""
+    embedding, head = (kind.pieces([name])[0].theirs for name in TABLES)
+    if tied and (given := tensors.get(head)) is not None:
+        other = tensors.get(embedding)
+        if other is None or given.shape != other.shape or not torch.equal(given.float(), other.float()):
+            what = f"{head} is not {embedding}, and {CONFIG} says that it is (tie_word_embeddings)"
+            cure = f"Where the head is its own, write tie_word_embeddings: false into {CONFIG}."
+            raise CheckpointError(what, where=str(tensors.file), cure=cure)
+        used = used | {tensors.place(head)}
+    if left := sorted(name for name in tensors.names - used if not BUFFERS.fullmatch(name)):
+        shown = ", ".join(left[:3]) + (f" and {len(left) - 3} more" if len(left) > 3 else "")
+        what = f"holds what a {kind.name} of this {CONFIG} does not have: {shown}"
+        raise CheckpointError(what, where=str(tensors.file), cure="One of the two belongs to another model.")
 
 
 def _tokenizer_config(opening: str, end: str, context: int) -> dict[str, Any]:

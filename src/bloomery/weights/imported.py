@@ -59,7 +59,7 @@ def _row(table: Tensor, id: int, rows: int, mean: Tensor) -> Tensor:
 
 
 def _first(value: Any) -> int | None:
-    """Of one id or several, the first."""
+    """Of one id or several, the first; None for what is no id."""
     if isinstance(value, list):
         value = value[0] if value else None
-    return value if isinstance(value, int) else None
+    return value if type(value) is int and value >= 0 else None

@@ -151,6 +151,12 @@ def _one_window(config: ModelConfig) -> bool:
     return len({size for size in config.sliding_window if size != "full"}) <= 1
 
 
+def _one_size(config: ModelConfig) -> int | None:
+    """How much every layer sees; None for everything, which a Llama without a window is too."""
+    size = config.sliding_window[0]
+    return None if size == "full" else size
+
+
 SHARED: Allowed = {
     "attention": lambda config: is_uniform(config.attention, "standard"),
     "feed_forward": lambda config: is_uniform(config.feed_forward, *GATES),
@@ -165,6 +171,7 @@ LLAMA = Architecture(
     "llama",
     SHARED
     | {
+        "width": lambda config: config.width % config.num_heads == 0,
         "sliding_window": lambda config: is_uniform(config.sliding_window, "full"),
         "qk_norm": lambda config: not config.qk_norm,
         "biases": lambda config: config.biases in ("none", "all"),
@@ -178,11 +185,11 @@ MISTRAL = Architecture(
     "mistral",
     SHARED
     | {
-        "sliding_window": lambda config: len(set(config.sliding_window)) == 1 and "full" not in config.sliding_window,
+        "sliding_window": lambda config: len(set(config.sliding_window)) == 1,
         "qk_norm": lambda config: not config.qk_norm,
         "biases": lambda config: config.biases == "none",
     },
-    lambda config: describe(config) | {"sliding_window": config.sliding_window[0]},
+    lambda config: describe(config) | {"sliding_window": _one_size(config)},
     lambda facts: _changed(understand(facts), sliding_window=(facts.get("sliding_window") or "full",)),
     pieces,
 )

@@ -20,7 +20,9 @@ import bloomery.hw.needs_torch  # noqa: F401
 from bloomery.core.errors import CheckpointError
 from bloomery.core.files import whole_file
 from bloomery.model.config import ModelConfig
+from bloomery.model.cost import cost
 from bloomery.model.transformer import Transformer
+from bloomery.weights.tensors import rounded
 
 import torch
 from torch import Tensor
@@ -84,33 +86,45 @@ def read(file: Path) -> Model:
             f"context {context}, {vocab_size} of {padded} ids, {num_layers} layers, {num_heads} heads, width {width}"
         )
         raise CheckpointError(f"its header names no model: {shown}", where=str(file), cure=_AGAIN)
-    config = shape(width, num_layers, num_heads, context)
-    model = _empty(config, padded)
-    total = sum(weight.numel() for weight in model.values())
+    # reckoned before anything is built: a damaged header can name billions of layers
+    one, two = (cost(shape(width, layers, num_heads, context), padded).parameters for layers in (1, 2))
+    total = one + (num_layers - 1) * (two - one)
     size, expected = file.stat().st_size, HEADER_BYTES + total * kind.itemsize
     if size != expected:
         raise CheckpointError(f"has {size} bytes, its header needs {expected}", where=str(file), cure=_AGAIN)
+    config = shape(width, num_layers, num_heads, context)
+    model = _empty(config, padded)
     numbers = np.memmap(file, dtype=kind, mode="r", offset=HEADER_BYTES)
     return Model(config, vocab_size, _named(_tensors(numbers, model, num_layers), vocab_size))
 
 
-def write(file: Path, model: Transformer, number_format: Literal["float32", "bfloat16"] = "float32") -> None:
-    """Write a model, its table of ids padded with zeros. Raises CheckpointError for one that is no GPT-2 of llm.c."""
+def write(
+    file: Path,
+    model: Transformer,
+    number_format: Literal["float32", "bfloat16"] = "float32",
+    num_ids: int | None = None,
+) -> None:
+    """
+    Write a model, its table of ids padded with zeros. Rows beyond the `num_ids` of its tokenizer are left out. Raises
+    CheckpointError for one that is no GPT-2 of llm.c.
+    """
     if odd := unlike(model.config):
         cure = 'llm.c has GPT-2 alone: model.preset = "gpt2-124m", say. bloomery export --format hf knows more.'
         raise CheckpointError("; ".join(odd), where="export", cure=cure)
-    config, rows = model.config, model.vocab_size
+    config, rows = model.config, num_ids or model.vocab_size
     padded = -(-rows // PADDED_TO) * PADDED_TO
     header = np.zeros(HEADER_INTS, dtype="<i4")
     version = 3 if number_format == "float32" else 5
     shown = (MODEL, version, config.context, rows, config.num_layers, config.num_heads, config.width, padded)
     header[: len(shown)] = shown
     weights: Mapping[str, Tensor] = model.state_dict()
+    form: torch.dtype = getattr(torch, number_format)
     with whole_file(file) as opened:
         opened.write(header.tobytes())
         for _, names in _in_order(config.num_layers):
             for name in names:
-                opened.write(_bytes(weights[name], number_format))
+                weight = weights[name][:rows] if name == "embed.weight" else weights[name]
+                opened.write(_bytes(rounded(name, weight, form, str(file))))
             if names == ("embed.weight",):
                 opened.write(bytes((padded - rows) * config.width * VERSIONS[version].itemsize))
 
@@ -215,6 +229,6 @@ def _named(tensors: Iterator[tuple[str, Tensor]], vocab_size: int) -> dict[str, 
     return {name: tensor[:vocab_size] if name == "embed.weight" else tensor for name, tensor in tensors}
 
 
-def _bytes(weight: Tensor, number_format: str) -> bytes:
-    there = weight.detach().to("cpu", getattr(torch, number_format)).contiguous()
+def _bytes(weight: Tensor) -> bytes:
+    there = weight.detach().cpu().contiguous()
     return there.view(torch.int16).numpy().tobytes() if there.itemsize == 2 else there.numpy().tobytes()

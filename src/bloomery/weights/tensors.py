@@ -1,5 +1,6 @@
 """Tensors as safetensors files: written whole, and read one at a time, from one file or from several with an index."""
 
+import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -11,10 +12,28 @@ from bloomery.core import files
 from bloomery.core.errors import CheckpointError
 
 import safetensors.torch
+import torch
 from torch import Tensor
 
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
+NUMBERS = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
+"""The formats that are read, as safetensors and torch call them. Others need scales that lie beside them."""
 PICKLES = ("pytorch_model*.bin", "*.pth", "*.pt")
+
+
+UNROUNDED = "Take the same model in one of these formats: the one that was quantized, or what its tools make of it."
+"""The cure where a model is quantized."""
+
+
+def rounded(name: str, tensor: Tensor, form: torch.dtype, where: str) -> Tensor:
+    """A weight in another number format. Raises CheckpointError where one of its numbers becomes infinite there."""
+    there = tensor.to(form)
+    if there.dtype != tensor.dtype and not torch.equal(there.isfinite(), tensor.isfinite()):
+        largest = float(tensor[tensor.isfinite()].abs().max())
+        kind = str(form).removeprefix("torch.")
+        what = f"{name} holds numbers up to {largest:g}, and {kind} ends at {torch.finfo(form).max:g}"
+        raise CheckpointError(what, where=where, cure="Take float32 (--dtype float32), which holds them.")
+    return there
 
 
 def save_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
@@ -40,20 +59,46 @@ class Tensors:
         else:
             raise self._missing()
 
-    def get(self, name: str) -> Tensor | None:
+    @property
+    def names(self) -> frozenset[str]:
+        return frozenset(self._files)
+
+    def place(self, name: str) -> str | None:
         """
-        A tensor, on the CPU, in the number format that it has there; None where there is none of this name. Files of
-        the bare network, without a head, lack the first part of each name.
+        The name that a tensor has in the files; None where there is none. Files of the bare network, without a head,
+        lack the first part of each name.
         """
         found = next((one for one in (name, name.partition(".")[2]) if one in self._files), None)
-        if found is None or (found != name and name.startswith("lm_head")):
+        return None if found != name and name.startswith("lm_head") else found
+
+    def get(self, name: str) -> Tensor | None:
+        """
+        A tensor, on the CPU, in the number format that it has there; None where there is none of this name. Raises
+        CheckpointError for numbers in another format than NUMBERS.
+        """
+        if (found := self.place(name)) is None:
             return None
+        where = str(self._folder / self._files[found])
+        if (form := self._slice(found).get_dtype()) not in NUMBERS:
+            what = f"{found} is kept as {form}, and {', '.join(NUMBERS.values())} are read"
+            raise CheckpointError(what, where=where, cure=UNROUNDED)
         try:
             tensor: Tensor = self._handle(self._files[found]).get_tensor(found)
         except SafetensorError as error:
-            where = str(self._folder / self._files[found])
             raise CheckpointError(f"{found}: {error}", where=where, cure=self._cure) from None
         return tensor
+
+    def num_numbers(self) -> int:
+        """How many numbers all of them hold. Raises CheckpointError where a file lacks one that the index names."""
+        return sum(math.prod(self._slice(name).get_shape()) for name in self._files)
+
+    def _slice(self, name: str) -> Any:
+        """A tensor that is not read yet, of this name in the files."""
+        try:
+            return self._handle(self._files[name]).get_slice(name)
+        except SafetensorError as error:
+            where = str(self._folder / self._files[name])
+            raise CheckpointError(f"{name}: {error}", where=where, cure=self._cure) from None
 
     def _handle(self, name: str) -> Any:
         if name not in self._open:
@@ -74,10 +119,9 @@ class Tensors:
         except (ValueError, KeyError, TypeError) as error:
             what = f"is no index of weights: {type(error).__name__}: {error}"
             raise CheckpointError(what, where=str(self.file), cure=self._cure) from None
-        if wrong := next((name for name in names.values() if Path(name).name != name), None):
-            raise CheckpointError(
-                f"names the file {wrong!r}, which is not beside it", where=str(self.file), cure=self._cure
-            )
+        if wrong := [name for name in names.values() if not isinstance(name, str) or Path(name).name != name]:
+            what = f"names the file {wrong[0]!r}, which is not beside it"
+            raise CheckpointError(what, where=str(self.file), cure=self._cure)
         return names
 
     def _missing(self) -> CheckpointError:

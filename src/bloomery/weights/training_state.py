@@ -58,10 +58,11 @@ def is_sharded(tensors: Mapping[str, Tensor]) -> bool:
 def write(folder: Path, tensors: Mapping[str, Tensor], world: World) -> None:
     """
     Write tensors of the processor's memory as files below a folder, flushed. Every rank of `world` takes part, each
-    with its parts. Raises OSError where a disk is full.
+    with its parts. Raises OSError where a disk is full, on all ranks where it is for one of them.
     """
     _quiet()
-    folder.mkdir(parents=True, exist_ok=True)
+    with world.alike(), files.disk_errors(folder):
+        folder.mkdir(parents=True, exist_ok=True)
     tensors = dict(sorted(tensors.items()))  # so that equal states are equal files
     index, filled = {}, 0
     for name, tensor in tensors.items():

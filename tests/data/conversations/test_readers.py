@@ -131,6 +131,9 @@ def test_a_list_is_read_an_element_at_a_time_up_to_where_it_is_broken(tmp_path: 
     assert rejected(read(files(path)))[-1] == ("a.json:11", "torn")
     path.write_bytes(b'[{"question": "\xff"}]')
     assert next(one for _, one in json_lists.objects(path, 100) if isinstance(one, Problem)).reason == "not_utf8"
+    path.write_bytes('[{"question": "é"}]'.encode("utf-16"))
+    assert [one.what[-12:] for _, one in json_lists.objects(path, 100) if isinstance(one, Problem)] == ["is not UTF-8"]
+    assert "UTF-16" in str(next(json_lists.objects(path, 100)))
     path.write_bytes(b"[]")
     assert read(files(path)) == []
 

@@ -22,6 +22,22 @@ def test_a_run_that_was_tried_ends_in_the_same_weights(kind: str, shards: Path, 
     assert first == second
 
 
+def test_a_sample_without_finite_gradients_leaves_no_trace_in_the_weights(
+    shards: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plain = loop.micro_batch_losses
+
+    def poisoned(model: Any, batch: Any, *rest: Any) -> Any:
+        loss, told = plain(model, batch, *rest)
+        return loss * (float("nan") if 0 in batch.samples else 1.0), told
+
+    monkeypatch.setattr(loop, "micro_batch_losses", poisoned)
+    for tried in (True, False):
+        session(shards, tmp_path / str(tried), dry_run=tried, steps=4).run()
+    first, second = ((tmp_path / str(tried) / "model" / "model.safetensors").read_bytes() for tried in (True, False))
+    assert first == second
+
+
 def test_what_ends_memory_is_found_before_the_first_step(
     shards: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

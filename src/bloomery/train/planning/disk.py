@@ -9,12 +9,12 @@ TOKEN_BYTES = {True: 2, False: 4}
 
 
 def training_bytes(config: Training, what: Trained, way: Way) -> int:
-    """Of a stage that trains: the checkpoints that stay, one more that is being written, and the model."""
+    """Of a stage that trains: checkpoints that stay, one to go back to, one that is being written, and the model."""
     whole = needs(what, Way(rows=1, method=way.method, rank=way.rank, precision=way.precision))
     model = BYTES * what.parameters if way.method == "full" else BYTES * adapter_parameters(what.model, way.rank)
     checkpoint = model + whole.optimizer
     kept = 0 if config.keep_every_steps is None else config.steps // config.keep_every_steps
-    return (config.keep_checkpoints + 1 + kept) * checkpoint + (
+    return (config.keep_checkpoints + 2 + kept) * checkpoint + (
         model if way.method == "full" else base_bytes(what, "full")
     )
 

@@ -18,12 +18,14 @@ from bloomery.hw.device import Device
 from bloomery.hw.dist import World
 from bloomery.model.transformer import Transformer
 from bloomery.shards.loader import Source
-from bloomery.train.loop import accumulate_gradients, clipping, in_memory, in_range
+from bloomery.train.loop import accumulate_gradients, clipping, gradients, in_memory, in_range
 from bloomery.train.objective import Objective
 from bloomery.train.optim import Optimizers
 from bloomery.train.precision import Precision
 from bloomery.train.validation import Check
 from bloomery.weights import training_state
+
+import torch
 
 MICRO_BATCHES = 2
 
@@ -86,6 +88,9 @@ class Trial:
         attempt = partial(in_range, self.model, self.precision, work)
         (_, _, norm), used = in_memory(self.model, self.world, rows, attempt)
         learned = time.perf_counter()
+        if not bool(norm.isfinite()):  # a rate of 0 keeps no weight from such a gradient
+            torch._foreach_zero_(gradients(self.model))
+            norm = torch.zeros(())
         self.optimizers.step(clipping(self.max_norm, norm))
         self.optimizers.zero_grad()
         self.device.synchronize()

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 from bloomery.model.config import ModelConfig
 from bloomery.train.config import Finetune, Training
-from bloomery.train.plan import check_shard, rows_at_once, rows_per_step
+from bloomery.train.plan import check_shard, remarks, rows_at_once, rows_per_step
 from bloomery.train.planning import disk
 from bloomery.train.planning.choose import Ask, Check, Option, alternatives, cheapest_change, devices_needed, fitting
 from bloomery.train.planning.needs import BASES, Trained, Way
@@ -60,6 +60,7 @@ def planned(ask: Ask, config: Training, target: Target, check: Check | None = No
         devices_needed=None if choice.fits else devices_needed(ask, target),
         disk_bytes=disk.training_bytes(config, ask.what, choice.way),
         price=price or Price(),
+        remarks=remarks(config, ask.what.model.context),
     )
 
 

@@ -1,5 +1,6 @@
 """A plan as data, and as lines that a person reads. Needs no torch."""
 
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -32,6 +33,7 @@ class Plan:
     devices_needed: int | None
     disk_bytes: int
     price: Price = Price()
+    remarks: Sequence[str] = ()
 
     @property
     def tokens_per_second(self) -> float | None:
@@ -78,6 +80,7 @@ class Plan:
             ],
             "change": None if self.change is None else {"settings": self.change[0]} | self._way(self.change[1]),
             "devices_needed": self.devices_needed,
+            "remarks": [*self.remarks],
             **({"not_planned": ask.besides} if ask.besides else {}),
         }
 
@@ -129,6 +132,7 @@ class Plan:
                 f"  setting  Linux lends this GPU {_size(self.target.lent_bytes)} until ttm.pages_limit says more: "
                 "docs/amd.md has the line"
             )
+        found += [f"  besides  {one}" for one in self.remarks]
         if ask.besides:
             found.append(f"  besides  {ask.besides}")
         if choice.way.devices > ask.rows_per_step:
