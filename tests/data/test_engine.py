@@ -134,7 +134,7 @@ def _lines(log: Path) -> list[str]:
 
 
 def _ends(pid: int) -> bool:
-    deadline = time.monotonic() + 5
+    deadline = time.monotonic() + 60
     while time.monotonic() < deadline:
         if not any(_running(pid)):
             return True

@@ -74,7 +74,7 @@ def killed(folder: Path, hub: Hub, sent: int) -> None:
     """A run that is killed when so many bytes are on their way to it."""
     hub.fail("blobs", pause=0.02, times=100)
     process = start(folder, hub)
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 120
     while hub.sent("blobs") < sent and process.poll() is None:
         assert time.monotonic() < deadline
         time.sleep(0.002)

@@ -127,7 +127,7 @@ def test_a_command_tells_how_it_ended() -> None:
     assert run_here([python, "-c", "print('hello')"], 30.0).out.strip() == "hello"
     assert run_here([python, "-c", "raise SystemExit(3)"], 30.0).code == 3
     assert run_here(["no-such-command-here"], 30.0).code == 127
-    late = run_here([python, "-c", "import time; print(1, flush=True); time.sleep(60)"], 2.0)
+    late = run_here([python, "-S", "-E", "-c", "import time; print(1, flush=True); time.sleep(60)"], 2.0)
     assert (late.code, late.out.strip()) == (None, "1")
 
 

@@ -45,7 +45,7 @@ class FakeAnswerer:
                 if place == 2 and messages[-1]["content"] == "break":
                     raise ValueError("a bug in the engine")
                 if place == 2 and self._gate is not None:
-                    assert self._gate.wait(20)
+                    assert self._gate.wait(60)
                 time.sleep(self._seconds)
                 self.words_said += 1
                 yield Piece(word if place == 0 else f" {word}", 1)

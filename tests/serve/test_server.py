@@ -45,10 +45,10 @@ def site() -> Iterator[Site]:
 
 
 def post(url: str, **body: Any) -> httpx.Response:
-    return httpx.post(f"{url}/v1/chat/completions", json={"model": "bloom", "messages": ASK, **body}, timeout=20)
+    return httpx.post(f"{url}/v1/chat/completions", json={"model": "bloom", "messages": ASK, **body}, timeout=60)
 
 
-def wait_for(condition: Callable[[], bool], seconds: float = 5) -> bool:
+def wait_for(condition: Callable[[], bool], seconds: float = 60) -> bool:
     end = time.monotonic() + seconds
     while not condition() and time.monotonic() < end:
         time.sleep(0.01)
@@ -262,7 +262,7 @@ def test_a_client_that_leaves_a_stream_stops_the_model() -> None:
     ):
         with client.chat.completions.create(model="bloom", messages=LONG, max_tokens=100_000, stream=True) as stream:
             next(stream)
-        assert bloom.closed.wait(20)
+        assert bloom.closed.wait(60)
     assert bloom.words_said < 10_000
 
 
@@ -271,8 +271,8 @@ def test_a_client_that_does_not_wait_for_a_whole_answer_stops_the_model() -> Non
     with serving(FakeModels(bloom)) as url:
         body = {"model": "bloom", "messages": LONG, "max_tokens": 100_000}
         with pytest.raises(httpx.ReadTimeout):
-            httpx.post(f"{url}/v1/chat/completions", json=body, timeout=0.3)
-        assert bloom.closed.wait(20)
+            httpx.post(f"{url}/v1/chat/completions", json=body, timeout=1)
+        assert bloom.closed.wait(60)
     assert bloom.words_said < 10_000
 
 
@@ -302,8 +302,8 @@ def test_a_client_that_leaves_the_line_is_never_answered(monkeypatch: pytest.Mon
         first = clients.submit(post, url)
         assert wait_for(lambda: bloom.words_said == 2)
         with pytest.raises(httpx.ReadTimeout):
-            httpx.post(f"{url}/v1/chat/completions", json={"model": "bloom", "messages": LONG}, timeout=0.2)
-        assert left.wait(20)
+            httpx.post(f"{url}/v1/chat/completions", json={"model": "bloom", "messages": LONG}, timeout=1)
+        assert left.wait(60)
         gate.set()
         assert first.result().status_code == 200
         assert post(url).status_code == 200
@@ -315,12 +315,12 @@ def test_a_closing_server_cuts_answers_short_and_says_so() -> None:
     thread = threading.Thread(target=server.listen)
     thread.start()
     asked = {"model": "bloom", "messages": LONG, "max_tokens": 100_000, "stream": True}
-    with httpx.stream("POST", f"{server.url}/v1/chat/completions", json=asked, timeout=20) as response:
+    with httpx.stream("POST", f"{server.url}/v1/chat/completions", json=asked, timeout=60) as response:
         lines = response.iter_lines()
         next(lines)
         server.close()
         assert "the answer was stopped" in list(filter(None, lines))[-1]
-    thread.join(20)
+    thread.join(60)
     assert not thread.is_alive()
 
 
@@ -340,7 +340,7 @@ def test_ctrl_c_ends_the_server_without_an_error() -> None:
         assert found is not None, said
         assert httpx.get(f"{found[1]}/health").json() == {"status": "ok"}
         process.send_signal(signal.SIGINT)
-        out, err = process.communicate(timeout=20)
+        out, err = process.communicate(timeout=60)
     assert (process.returncode, out, err) == (0, "over\n", "")
 
 

@@ -295,7 +295,7 @@ def test_batches_are_prepared_ahead_by_one_thread_which_ends_with_the_reader(
     assert loaders() == []  # nothing happens before the first batch is wanted
     next(source)
     assert len(loaders()) == 1
-    until = time.monotonic() + 5
+    until = time.monotonic() + 60
     while asked[2] < AHEAD + 1 and time.monotonic() < until:
         time.sleep(0.001)
     assert asked[2] == AHEAD + 1

@@ -20,7 +20,7 @@ def test_what_is_saved_is_what_was_when_the_save_began(tmp_path: Path) -> None:
     gate = threading.Event()
 
     def slow_model(folder: Path) -> None:
-        assert gate.wait(10)
+        assert gate.wait(60)
         save_tensors(folder / "model.safetensors", {"weight": torch.ones(2)})
 
     with Saver(tmp_path, Keep(last=2)) as saver:
