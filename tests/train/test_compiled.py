@@ -1,4 +1,5 @@
 import json
+import math
 import os
 import re
 import subprocess
@@ -6,6 +7,7 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +26,7 @@ from bloomery.train.planning.dry_run import Trial
 from bloomery.train.recompute import recompute
 from tests.model.made import SHAPES, lively
 from tests.train.made import T, processor, random_batch, session, write_samples
+from tests.train.test_memory import Small
 
 import torch
 from torch import Tensor, nn
@@ -238,6 +241,27 @@ def test_a_number_of_rows_that_fails_says_nothing_of_another(
         noted = json.loads((tmp_path / "compile.json").read_text())
         assert {rows: one["compiled"] for rows, one in noted.items()} == {"4": False, "2": True}
         assert set(seen) == {(2, T)}
+
+
+def test_rows_that_memory_does_not_hold_are_left_to_the_dry_run(
+    shards: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(compiled, "STATIC", telling([]))
+    Small(monkeypatch, rows=2)
+    stats = session(shards, tmp_path, compile="on", micro_batch_tokens=4 * T, dry_run=True).run()
+    assert stats["steps"] == 9
+    noted = json.loads((tmp_path / "compile.json").read_text())
+    assert noted["4"] == {"compiled": False, "why": "memory runs out in a pass of the plain blocks"}
+    assert noted["2"]["compiled"]
+
+
+def test_gradients_that_leave_float16_at_the_first_scale_say_nothing_of_the_compiler() -> None:
+    model = lively(SHAPES[0])
+    with torch.no_grad():
+        model.head.weight.mul_(100)
+    trial = partial(compiled._pass, model, BATCH, processor(torch.float16))
+    assert math.isfinite(trial()[1])
+    assert compile_blocks(model, "on", [trial], compiler=honest).compiled
 
 
 def test_blocks_are_compiled_on_all_ranks_or_on_none(

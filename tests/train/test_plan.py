@@ -59,6 +59,8 @@ def test_what_the_numbers_come_to_is_said_where_they_were_hardly_meant_so() -> N
     (warmup,) = said(schedule={"kind": "wsd", "warmup_steps": 40})
     assert warmup.startswith("a warm-up of 40 steps")
     assert warmup.endswith("ends at 25 % of its peak")
+    (warmup,) = said(steps=199, schedule={"kind": "wsd", "warmup_steps": 200})
+    assert warmup.endswith("ends at 99.5 % of its peak")
 
 
 def test_a_larger_micro_batch_takes_more_memory_until_it_is_the_whole_step() -> None:

@@ -1,11 +1,13 @@
 """Ranks, each a thread: what they compute together is what one computes alone."""
 
+import signal
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from threading import Barrier
 
 import pytest
 
+from bloomery.core.stop import Stop, Terminated
 from bloomery.hw.dist import World
 from bloomery.shards.loader import Batch
 from bloomery.train import parallel
@@ -115,3 +117,30 @@ def test_every_rank_ends_with_the_same_bits_and_with_those_of_one_but_for_roundi
     for state, theirs in others:
         assert state == first
         assert all(torch.equal(mine[name], theirs[name]) for name in mine)
+
+
+def test_ranks_of_which_one_was_asked_to_stop_before_the_first_step_make_none() -> None:
+    """What is due before it, an evaluation that was missed, was left out, and would be skipped for ever."""
+
+    def one(world: World) -> int:
+        model, state, stop = lively(SHAPES[0]), State(), Stop()
+        if world.is_first:
+            stop.ask(signal.SIGTERM)
+        with pytest.raises(Terminated):
+            train(
+                model,
+                Optimizers(model, AdamW(learning_rate=1e-3)),
+                iter([random_batch(5)]),
+                state=state,
+                steps=2,
+                micro_batch=2,
+                learning_rate_share=lambda step: 1.0,
+                max_norm=1.0,
+                device=CPU,
+                world=world,
+                stop=stop,
+            )
+        return state.step
+
+    with ThreadPoolExecutor(2) as pool:
+        assert list(pool.map(one, worlds(2))) == [0, 0]

@@ -216,6 +216,25 @@ def test_a_run_does_not_go_on_with_the_weights_of_other_shards(
     assert session(shards, tmp_path).run()["steps"] == STEPS
 
 
+def test_an_evaluation_that_was_missed_and_fails_is_told_at_the_end_too(
+    shards: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def raising(error: BaseException) -> Any:
+        def measure(*_: object) -> None:
+            raise error
+
+        return measure
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Validation, "measure", raising(KeyboardInterrupt()))
+        with pytest.raises(KeyboardInterrupt):
+            session(shards, tmp_path, evaluate_every=100).run()
+    monkeypatch.setattr(Validation, "measure", raising(ValueError("no such question")))
+    stats = session(shards, tmp_path, evaluate_every=100).run()
+    assert stats["failures"] == [{"step": STEPS, "hook": "evaluate", "error": "ValueError: no such question"}]
+    assert "'evaluate' failed after step 9" in (tmp_path / "log.txt").read_text().splitlines()[-1]
+
+
 @pytest.mark.parametrize("every", [2, 3])
 def test_no_weights_are_validated_twice(
     shards: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, every: int

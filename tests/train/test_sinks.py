@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from bloomery.core.errors import DataError
+from bloomery.core.errors import DataError, RunError
 from bloomery.core.log import read_metrics
 from bloomery.train.events import EventFile, crc32c
 from bloomery.train.sinks import MainLog, flat
@@ -168,3 +168,11 @@ def test_a_step_without_an_update_has_no_line_in_main_log(tmp_path: Path) -> Non
 def test_only_numbers_are_passed_on() -> None:
     values = {"loss": 1, "skipped": "why", "samples": [1], "flow": {"a": 0.5, "b": None}, "good": True}
     assert flat(values) == {"loss": 1.0, "flow/a": 0.5}
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="a disk that is always full is Linux's")
+def test_a_main_log_that_a_full_disk_does_not_take_is_named_with_the_cure(tmp_path: Path) -> None:
+    log = MainLog(tmp_path / "main.log", 0)
+    log._path = Path("/dev/full")
+    with pytest.raises(RunError, match=r"^/dev/full: cannot be written: No space left on device.*\nFree some space"):
+        log.take(1, {"validation_loss": 1.0})

@@ -27,15 +27,16 @@ from bloomery.core import files
 from bloomery.core.errors import RunError
 from bloomery.core.log import say
 from bloomery.hw import chosen
+from bloomery.hw import device as devices
 from bloomery.hw.device import Device
 from bloomery.hw.dist import World
 from bloomery.model.sight import Sight
 from bloomery.model.transformer import Transformer
 from bloomery.shards.loader import Batch, Course, Samples, Source
 from bloomery.train.config import Training
-from bloomery.train.loop import accumulate_gradients, gradients
-from bloomery.train.optim_adamw import total_norm
+from bloomery.train.loop import accumulate_gradients, in_range
 from bloomery.train.plan import rows_at_once, rows_per_step
+from bloomery.train.precision import Precision
 from bloomery.train.recompute import recompute
 
 import torch
@@ -150,10 +151,10 @@ def _of_rows(batch: Batch, rows: NDArray[np.int64]) -> Batch:
 
 
 def _pass(model: Transformer, batch: Batch, device: Device) -> tuple[float, float]:
-    loss, _ = accumulate_gradients(model, batch, len(batch.ids), device)
-    norm = float(total_norm(gradients(model)))
+    work, precision = partial(accumulate_gradients, model, batch, device=device), Precision.decide("auto", device)
+    loss, _, norm = in_range(model, precision, work, len(batch.ids))
     model.zero_grad(set_to_none=True)
-    return loss, norm
+    return loss, float(norm)
 
 
 def _agreed(note: Path, rows: int, world: World) -> Verdict | None:
@@ -194,8 +195,17 @@ def compile_blocks(
     """
     if wanted == "off":
         return Verdict(False, "not asked for")
-    plain = [trial() for trial in trials]
-    before = _seconds(trials) if wanted == "auto" else 0.0
+    plain: list[tuple[float, float]] | None = None
+    try:
+        before = _seconds(trials) if wanted == "auto" else 0.0
+        plain = [trial() for trial in trials]
+    except RuntimeError as error:
+        if not devices.is_out_of_memory(error):
+            raise
+    if plain is None:  # outside of the handler, whose error holds on to all tensors of the pass
+        model.zero_grad(set_to_none=True)
+        devices.give_back_memory()
+        return Verdict(False, "memory runs out in a pass of the plain blocks")
     kinds = _Kinds()
     originals = [block.__dict__.get("forward") for block in model.blocks]
     for block in model.blocks:

@@ -73,6 +73,7 @@ def train(
     clock, stop, objective = clock or Clock(), stop or Stop(), objective or NextToken()
     model.train()
     rows = min(micro_batch, state.rows or micro_batch)
+    heed(stop, world)  # what is due at this step was left out on the way here, and comes again
     while state.step < steps:
         clock.enter("data")
         batch = next(batches)
@@ -97,9 +98,14 @@ def train(
         optimizers.zero_grad()
         clock.enter("hooks")
         hooks.after_step(state)
-        if world.any(stop.asked):
-            raise Terminated(stop.code)
+        heed(stop, world)
     clock.enter("rest")
+
+
+def heed(stop: Stop, world: World) -> None:
+    """Raises Terminated on all ranks where one of them was asked to stop."""
+    if world.any(stop.asked):
+        raise Terminated(stop.code)
 
 
 def clipping(max_norm: float, norm: Tensor) -> float:

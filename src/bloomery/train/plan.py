@@ -71,7 +71,7 @@ def remarks(config: Training, context: int) -> list[str]:
         rows = "1 row" if tokens == context else f"{tokens // context:,} rows"
         found.append(f"a step is {rows} of {context:,}: {tokens:,} tokens, and not {config.tokens_per_step:,}")
     if warmup > config.steps:
-        end = f"{100 * config.steps / warmup:.2g} % of its peak"
+        end = f"{100 * config.steps / warmup:.3g} % of its peak"
         found.append(f"a warm-up of {warmup:,} steps is longer than the run: the learning rate ends at {end}")
     return found
 

@@ -30,7 +30,7 @@ from bloomery.train.clock import Clock
 from bloomery.train.config import WSD, Training
 from bloomery.train.device import fast_dtype, find_device, short
 from bloomery.train.guard import Guard, forget
-from bloomery.train.hooks import Hook, Hooks
+from bloomery.train.hooks import Failure, Hook, Hooks
 from bloomery.train.keeping import Adapters, Kept, Whole
 from bloomery.train.loop import NextToken, train
 from bloomery.train.norms import Norms
@@ -89,6 +89,7 @@ class Session:
     world: World = field(default_factory=World.alone)
     """The ranks that train it together; each has a session. The first one writes."""
     _stop: Stop = field(default_factory=Stop)
+    _failures: list[Failure] = field(default_factory=list)
     _checkpoints: Checkpoints = field(init=False)
     _validation: Check = field(init=False)
     _sharded: bool = field(init=False, default=False)
@@ -232,6 +233,7 @@ class Session:
                 [*self._hooks(state, device, recorder, samples), *(one.hook() for one in watchers)],
                 save=(lambda state: None) if self._sharded else partial(self._save, recorder),
                 record=recorder.failed,
+                failures=self._failures,
                 world=self.world,
                 stop=self._stop,
             )
@@ -358,7 +360,7 @@ class Session:
             missed = [
                 Hook(evaluation_is_due, run, hook, vital=False) for hook, name, run in evaluations if name not in there
             ]
-            Hooks([*missed, *samples], record=recorder.failed).after_step(start)
+            Hooks([*missed, *samples], record=recorder.failed, failures=self._failures).after_step(start)
         return [
             Hook(lambda s: s.step % self.config.log_every == 0 or s.step == steps, recorder.log, "log"),
             *main,

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
-from bloomery.core.files import whole_file
+from bloomery.core.files import disk_errors, whole_file
 from bloomery.data import extras
 from bloomery.train.config import Sink, TensorBoard, Trackio, WeightsAndBiases
 from bloomery.train.events import EventFile
@@ -149,7 +149,7 @@ class MainLog:
                 self._add(f"s:{step} {word}:{value:.4f}")
 
     def _add(self, line: str) -> None:
-        with self._path.open("a", encoding="utf-8") as file:
+        with disk_errors(self._path), self._path.open("a", encoding="utf-8") as file:
             file.write(line + "\n")
 
 

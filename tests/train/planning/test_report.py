@@ -14,7 +14,7 @@ from bloomery.model.config import ModelConfig
 from bloomery.train.planning import here as planning
 from bloomery.train.planning import planner
 from bloomery.train.planning.choose import Option
-from bloomery.train.planning.here import check, here, room, slower
+from bloomery.train.planning.here import check, decided, here, room, slower
 from bloomery.train.planning.needs import needs
 from bloomery.train.planning.report import Plan
 from bloomery.train.planning.target import of_memory
@@ -163,6 +163,19 @@ def test_ranks_on_a_processor_share_its_memory_and_those_on_cards_do_not(monkeyp
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "1")
     assert room(device, 2, ranks_here(World(0, 2))).usable_bytes == alone.usable_bytes, "each on a machine of its own"
     assert card(devices=2).usable_bytes == card().usable_bytes
+
+
+def test_all_ranks_take_the_rows_that_the_one_with_the_least_memory_does() -> None:
+    """Ranks that hold parts of the weights would wait for each other for ever, where one has more micro-batches."""
+
+    class Company(World):
+        def gather(self, value: Any) -> list[Any]:
+            return [value, 3 * SMALL.context]
+
+    device = replace(processor(), memory_bytes=64 * GIB)
+    config = training(micro_batch_tokens="auto", tokens_per_step=64 * SMALL.context)
+    found = [decided(config, SMALL, 256, device, world).micro_batch_tokens for world in (World(), Company())]
+    assert found[0] != found[1] == 3 * SMALL.context
 
 
 def test_ranks_that_take_turns_on_a_core_are_slower(monkeypatch: pytest.MonkeyPatch) -> None:

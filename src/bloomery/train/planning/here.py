@@ -77,7 +77,7 @@ def room(device: Device, devices_wanted: int = 1, together: int = 1) -> Target:
 def decided(config: Training, model: ModelConfig, vocab_size: int, device: Device, world: World) -> Training:
     """
     A section with the rows that go through the model at once, where it leaves them open: from its shape and the whole
-    memory of the device, so that a run which goes on decides the same.
+    memory of the device, so that a run which goes on decides the same; on all ranks what fits on each of them.
     """
     if config.micro_batch_tokens != "auto":
         return config
@@ -85,7 +85,7 @@ def decided(config: Training, model: ModelConfig, vocab_size: int, device: Devic
     ask = planner.asked("", config, model, vocab_size, target)
     found = best(ask, ask.what, ask.way, target) if target.memory_bytes else None
     tokens = USUAL_TOKENS if found is None else found.way.rows * model.context
-    return config.model_copy(update={"micro_batch_tokens": tokens})
+    return config.model_copy(update={"micro_batch_tokens": min(world.gather(tokens))})
 
 
 def _format(dtype: torch.dtype) -> Format:
