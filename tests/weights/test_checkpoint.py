@@ -130,6 +130,18 @@ def test_a_damaged_checkpoint_is_passed_over_and_that_is_said(
     assert not damage(tmp_path / "000000001")
 
 
+@pytest.mark.parametrize("name", [".DS_Store", "000000002-F32.gguf", "notes/why.txt", "training/.DS_Store"])
+def test_what_others_put_beside_a_checkpoint_does_not_damage_it(tmp_path: Path, name: str) -> None:
+    """As Finder does, and llama.cpp's converter, which writes into the folder that it reads."""
+    write(tmp_path, 1)
+    file = write(tmp_path, 2) / name
+    file.parent.mkdir(exist_ok=True)
+    file.write_bytes(b"theirs")
+    assert newest_step(tmp_path) == 2
+    write(tmp_path, 3)
+    assert file.read_bytes() == b"theirs"
+
+
 @pytest.mark.parametrize(
     ("name", "owner", "what"), [("model.safetensors", files, "sha256_file"), (MANIFEST, Path, "is_file")]
 )

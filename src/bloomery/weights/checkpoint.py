@@ -312,10 +312,15 @@ def damage(folder: Path) -> str:
         return f"{error.filename or 'a file'} cannot be read: {error.strerror or error}"
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
         return "its manifest cannot be read"
-    there = {path.relative_to(folder).as_posix() for path in folder.rglob("*") if not path.is_dir()}
-    if not found and (strange := sorted(there - {MANIFEST, *listed})):
+    if not found and (strange := sorted(_training_files(folder) - listed.keys())):
         return f"{strange[0]} is not in its manifest"
     return found or ("" if step == int(folder.name) else f"it is of step {step}")
+
+
+def _training_files(folder: Path) -> set[str]:
+    """What is read as training state, listed or not. What else a person or a program puts there harms nothing."""
+    found = [folder / OLD_TRAINING, *(folder / TRAINING).glob("*.safetensors")]
+    return {path.relative_to(folder).as_posix() for path in found if path.exists() or path.is_symlink()}
 
 
 def _remove(folder: Path) -> None:
