@@ -234,14 +234,16 @@ def test_a_corpus_too_small_for_a_classifier_goes_on_without_one_unless_it_is_as
     assert code == 2
     assert "Raise shard.hold_out (up to 0.1), or fetch more documents; one text becomes many" in err
     assert ran("runs", 'fetch.sources.0.separator="\\n\\n"', "shard.hold_out=0.1")[0] == 0
-    code, err = ran("runs", "filter.min_score=0.1")
-    assert code == 2
-    assert "a limit asks for scores, and 'quality' was not learned: the part" in err
-    for number, asked in enumerate(("classify.seed=0", "filter.min_score=0.1", "classify.required=true")):
-        code, err = ran(f"other-{number}", asked)
-        assert code == 2
-        assert "classify, classifier 'quality': the part of the examples that measures has 0 positive" in err
-        assert "about 51 documents are enough" in err
+    for asked in ("classify.seed=0", "filter.min_score=0.1", "classify.required=true"):
+        for runs in (f"other-{asked}", "runs"):  # where nothing is done yet, and where it was done without
+            code, err = ran(runs, asked)
+            assert code == 2
+            assert "classify, classifier 'quality': the part of the examples that measures has 0 positive" in err
+            assert "about 51 documents are enough" in err
+        assert ran("runs", "shard.hold_out=0")[0] == 0
+    only = ["run", str(path), "--runs", str(tmp_path / "runs"), "--only", "filter", "filter.min_score=0.1"]
+    assert cli.main(only) == 2
+    assert "a limit asks for scores, and 'quality' was not learned: the part" in capsys.readouterr().err
     code, err = ran("contrary", "classify.required=false", "filter.min_score=0.1")
     assert (code, "needs classify.required=true" in err) == (2, True)
 

@@ -222,6 +222,7 @@ STAGES = (
         name="classify",
         run="bloomery.stages.classify:run",
         digest="bloomery.stages.classify:digest",
+        lacking="bloomery.stages.classify:lacking",
         after=("fetch",),
         version=2,
     ),

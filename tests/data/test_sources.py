@@ -15,7 +15,7 @@ from bloomery.core.config import build
 from bloomery.core.errors import ConfigError, DataError
 from bloomery.data import document, worlds
 from bloomery.data.reading import Rejected
-from bloomery.data.sources import AnyFiles, Folder, Jsonl, Parquet, StandardLibrary, Worlds, digest, read
+from bloomery.data.sources import AnyFiles, Csv, Folder, Jsonl, Parquet, StandardLibrary, Worlds, digest, read
 from bloomery.stages.config import Fetch
 
 ODD = "one\u2028two\u0085three\x0cfour\x1dfive\r\nsix"
@@ -79,6 +79,24 @@ def test_a_byte_order_mark_says_what_a_file_is_in(tmp_path: Path, name: str) -> 
         kept(folder(tmp_path))
     with pytest.raises(DataError, match=told):
         kept(jsonl(tmp_path / "rows.jsonl"))
+
+
+@pytest.mark.parametrize(
+    ("name", "encoding", "said"),
+    [
+        ("rows.csv", "cp1252", "WINDOWS-1252"),
+        ("rows.csv", "UTF-16", "UTF-16"),
+        ("rows.jsonl", "cp1252", "WINDOWS-1252"),
+        ("rows.json", "cp1252", "WINDOWS-1252"),
+    ],
+)
+def test_rows_that_are_not_utf8_are_told_how_to_become_so(tmp_path: Path, name: str, encoding: str, said: str) -> None:
+    text = {".csv": "text\ncafé\n", ".jsonl": '{"text": "café"}\n', ".json": '[{"text": "café"}]'}
+    path = tmp_path / name
+    path.write_bytes(text[path.suffix].encode(encoding))
+    source = Csv(name="rows", domain="web", path=path, invalid="error") if path.suffix == ".csv" else jsonl(path)
+    with pytest.raises(DataError, match=rf"not UTF-8\nConvert it to UTF-8, as iconv -f {said} -t UTF-8 does"):
+        kept(source)
 
 
 def test_what_is_skipped_is_counted_with_reason_and_place(tmp_path: Path) -> None:
@@ -195,6 +213,14 @@ def test_parquet_rows_are_the_same_for_every_kind_of_string_column(tmp_path: Pat
             kept(parquet(path, text_field="body"))
         with pytest.raises(DataError, match="holds int instead of a string"):
             kept(parquet(path, text_field="n"))
+
+
+def test_a_cell_that_is_not_utf8_is_not_told_to_convert_its_file(tmp_path: Path) -> None:
+    texts = pa.array([b"caf\xe9"], pa.binary()).view(pa.string())
+    pq.write_table(pa.table({"text": texts}), tmp_path / "t.parquet")
+    with pytest.raises(DataError, match="byte offset 3 holds 0xe9, which is not UTF-8") as caught:
+        kept(parquet(tmp_path / "t.parquet"))
+    assert "iconv" not in caught.value.cure
 
 
 def test_a_torn_parquet_file_is_an_error_that_names_it(tmp_path: Path) -> None:

@@ -93,6 +93,8 @@ def test_files_without_a_header_are_read_when_it_is_said_what_they_hold(tmp_path
     foreign.adopt(theirs, tmp_path / "out", small(), headerless="uint16")
     shard = format.read(tmp_path / "out" / "train-00000", verify=True)
     assert (shard.tokens.tolist(), shard.starts.tolist()) == (LONG, [0, 5, 9])
+    short = folder_of(tmp_path / "short", {"train.bin": raw, "val.bin": raw[:2]})
+    assert foreign.adopt(short, tmp_path / "one", small(), headerless="uint16")["held_out_tokens"] == 1
     with pytest.raises(DataError, match="begins with 20240520: it has a header"):
         foreign.adopt(speed_run(tmp_path / "headed"), tmp_path / "other", small(), headerless="uint16")
 

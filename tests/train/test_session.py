@@ -189,6 +189,20 @@ def test_a_damaged_checkpoint_costs_steps_and_changes_nothing(
     assert result(tmp_path / "killed") == result(tmp_path / "whole")
 
 
+def test_a_damaged_checkpoint_goes_when_a_newer_one_is_whole(
+    shards: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as patch:
+        die_after(7, patch)
+        with pytest.raises(KeyboardInterrupt):
+            session(shards, tmp_path, steps=8).run()
+    root = tmp_path / "checkpoints"
+    whole = {path.name for path in root.iterdir()} - {"000000007"}
+    (root / "000000007" / "state.json").unlink()
+    session(shards, tmp_path, steps=8, save_every_seconds=1e9).run()
+    assert {path.name for path in root.iterdir()} == whole | {"000000008"}
+
+
 def test_a_run_whose_checkpoints_are_all_damaged_stops_and_removes_nothing(shards: Path, tmp_path: Path) -> None:
     session(shards, tmp_path).run()
     shutil.rmtree(tmp_path / "model")

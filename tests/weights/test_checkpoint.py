@@ -16,7 +16,7 @@ from bloomery.core import files
 from bloomery.core.errors import CheckpointError, RunError
 from bloomery.core.files import MANIFEST
 from bloomery.weights import checkpoint, training_state
-from bloomery.weights.checkpoint import Keep, damage, newest, save
+from bloomery.weights.checkpoint import Keep, Standing, damage, newest, save
 from bloomery.weights.tensors import save_tensors
 
 import safetensors.torch
@@ -130,6 +130,18 @@ def test_a_damaged_checkpoint_is_passed_over_and_that_is_said(
     assert not damage(tmp_path / "000000001")
 
 
+@pytest.mark.parametrize("name", [".DS_Store", "000000002-F32.gguf", "notes/why.txt", "training/.DS_Store"])
+def test_what_others_put_beside_a_checkpoint_does_not_damage_it(tmp_path: Path, name: str) -> None:
+    """As Finder does, and llama.cpp's converter, which writes into the folder that it reads."""
+    write(tmp_path, 1)
+    file = write(tmp_path, 2) / name
+    file.parent.mkdir(exist_ok=True)
+    file.write_bytes(b"theirs")
+    assert newest_step(tmp_path) == 2
+    write(tmp_path, 3)
+    assert file.read_bytes() == b"theirs"
+
+
 @pytest.mark.parametrize(
     ("name", "owner", "what"), [("model.safetensors", files, "sha256_file"), (MANIFEST, Path, "is_file")]
 )
@@ -241,6 +253,17 @@ def test_a_damaged_later_one_never_takes_the_place_of_a_whole_one(tmp_path: Path
     write(tmp_path, 6, keep=keep)
     assert newest_step(tmp_path) == 6
     assert names(tmp_path) == ["000000002", "000000004", "000000006"][-keep:]
+
+
+def test_a_damaged_one_that_was_passed_over_takes_the_place_of_no_whole_one(tmp_path: Path) -> None:
+    """A run that goes on from 4, because 6 is damaged, may save at 9: then 4 stays, and 6 goes."""
+    for step in (2, 4, 6):
+        save(tmp_path, step, lambda folder: None, {}, {"step": step}, keep=3, standing=Standing(goal=True))
+    (tmp_path / "000000006" / "state.json").unlink()
+    assert newest_step(tmp_path) == 4
+    passed_over = Standing(passed_over=frozenset({6}))
+    save(tmp_path, 9, lambda folder: None, {}, {"step": 9}, keep=2, standing=passed_over)
+    assert names(tmp_path) == ["000000004", "000000009"]
 
 
 def test_what_an_attempt_that_died_left_half_written_takes_no_room_for_ever(tmp_path: Path) -> None:

@@ -205,6 +205,8 @@ def changed(file: Path, **changes: Any) -> None:
         ({"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}, "rope_scaling of the type 'dynamic'"),
         ({"mlp_bias": True}, "attention_bias and mlp_bias differ"),
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor 0.5"),
+        ({"vocab_size": -1}, "not known here: vocab_size is -1, and no number of ids"),
+        ({"vocab_size": float("inf")}, "not known here: vocab_size is inf, and no number of ids"),
         ({"vocab_size": 300}, r"the tokenizer has \d+ ids, and the model 300"),
     ],
 )
@@ -218,6 +220,35 @@ def test_a_model_that_ours_cannot_be_is_refused_with_the_reason(
     assert caught.value.cure
     assert "damaged" not in caught.value.cure
     assert "stage" not in caught.value.cure
+
+
+@pytest.mark.parametrize(
+    ("kinds", "told"),
+    [
+        (["sliding_attention", "chunked_attention"], "layer_types names 'chunked_attention', which is not one of full"),
+        (["sliding_attention"], "layer_types has 1 entries for 2 layers"),
+    ],
+)
+def test_kinds_of_layers_that_are_not_known_are_not_taken_for_others(
+    tmp_path: Path, kinds: list[str], told: str
+) -> None:
+    config = ModelConfig(**(EVEN.model_dump() | {"qk_norm": True, "sliding_window": ["full", 4]}))
+    huggingface.save(tmp_path, lively(config, 0, VOCAB), RENDERER, SAID)
+    changed(tmp_path / CONFIG, layer_types=kinds)
+    with pytest.raises(CheckpointError, match=told):
+        huggingface.load(tmp_path)
+
+
+def test_weights_saved_under_another_name_by_an_earlier_version_are_gone_on_from(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, twin = lively(EVEN, 0, VOCAB), lively(EVEN, 1, VOCAB)
+    with monkeypatch.context() as earlier:
+        earlier.setattr(families, "architecture", lambda config: families.OWN)
+        huggingface.save(tmp_path, model, RENDERER, SAID)
+    huggingface.fill(twin, tmp_path, SAID)
+    for name, weight in model.state_dict().items():
+        assert torch.equal(twin.state_dict()[name], weight), name
 
 
 UP, HEAD, EMBEDDING = "model.layers.0.mlp.up_proj.weight", "lm_head.weight", "model.embed_tokens.weight"

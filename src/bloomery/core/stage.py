@@ -53,6 +53,8 @@ class Stage:
     """`module:function` of config -> str, for what the stage reads from outside the run. It joins the fingerprint."""
     needed: str | None = None
     """`module:function` of its section's name and its config, which raises where this machine lacks what it needs."""
+    lacking: str | None = None
+    """`module:function` of its config and its folder: whether that is done, and yet less than the config asks for."""
     resumes: bool = False
     """Whether it goes on from what an attempt that died has left. Otherwise every attempt begins in an empty folder."""
     guards: bool = False
@@ -91,7 +93,9 @@ class Plan:
     @property
     def fresh(self) -> bool:
         """Whether there is nothing to do."""
-        return not self.unseen and damage(self.folder) == ""
+        if self.unseen or damage(self.folder):
+            return False
+        return not (self.stage.lacking and resolve(self.stage.lacking)(self.config, self.folder))
 
 
 def resolve(place: str) -> Any:

@@ -102,7 +102,7 @@ class _Text:
             except UnicodeDecodeError as error:
                 what = f"holds 0x{error.object[error.start]:02x} behind line {line}, which is not UTF-8"
                 self.problem = rows.marked(error.object) if line == 1 else None
-                self.problem = self.problem or Problem("not_utf8", line, what)
+                self.problem = self.problem or Problem("not_utf8", line, what, rows.UNMARKED)
                 break
             size += len(found[-1])
         self.held = "".join(found)

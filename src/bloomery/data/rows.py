@@ -24,6 +24,8 @@ MARKS = (
 )
 """Byte order marks, the longer first. They win over all that is said of a file or page."""
 CONVERT = 'Convert it to UTF-8, as iconv -f {} -t UTF-8 does{}; of text files, encoding = "detect" finds out by itself.'
+UNMARKED = CONVERT.format("WINDOWS-1252", ", if it is that")
+"""The cure of bytes that say nothing of their encoding."""
 
 
 def decode(data: bytes, *, mark: bool = True) -> str | Problem:
@@ -38,7 +40,7 @@ def decode(data: bytes, *, mark: bool = True) -> str | Problem:
     except UnicodeDecodeError as error:
         spot = error.start + mark_bytes
         what = f"byte offset {spot} holds 0x{data[spot]:02x}, which is not UTF-8"
-        return Problem("not_utf8", spot, what, CONVERT.format("WINDOWS-1252", ", if it is that"))
+        return Problem("not_utf8", spot, what, UNMARKED)
 
 
 def marked(data: bytes) -> Problem | None:
@@ -109,7 +111,7 @@ def _object(line: bytes, number: int) -> Found:
         if number == 1 and (other := marked(line)):
             return other
         what = f"line {number}, byte {error.start} of it, holds 0x{line[error.start]:02x}, which is not UTF-8"
-        return Problem("not_utf8", number, what)
+        return Problem("not_utf8", number, what, UNMARKED)
     except (ValueError, RecursionError) as error:
         return Problem("not_json", number, f"line {number} is not JSON ({error})")
     if not isinstance(value, dict):

@@ -4,6 +4,7 @@ Rows of parquet and csv files. What is wrong with a row is data: a `Problem`, an
 
 import csv
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -91,12 +92,18 @@ def _cells(column: pa.Array) -> list[Any]:
         column = column.dictionary_decode()
     if pa.types.is_string(column.type) or pa.types.is_large_string(column.type):
         raw = column.cast(pa.large_binary() if pa.types.is_large_string(column.type) else pa.binary()).to_pylist()
-        return [None if cell is None else rows.decode(cell) for cell in raw]
+        return [None if cell is None else _text(cell) for cell in raw]
     try:
         cells: list[Any] = column.to_pylist()
     except (ValueError, OverflowError):  # somewhere inside of lists and objects: cell by cell, only its row is lost
         cells = [_cell(one) for one in column]
     return cells
+
+
+def _text(cell: bytes) -> str | Problem:
+    """What is wrong with a cell cannot be cured by converting the file."""
+    text = rows.decode(cell)
+    return replace(text, cure="") if isinstance(text, Problem) else text
 
 
 def _cell(scalar: pa.Scalar) -> Any:
@@ -186,5 +193,5 @@ class _Feed:
             )
         text = rows.decode(line, mark=number == 1)
         if isinstance(text, Problem):
-            raise _BadLineError(Problem(text.reason, number, f"line {number}: {text.what}"))
+            raise _BadLineError(replace(text, value=number, what=f"line {number}: {text.what}"))
         return text

@@ -157,9 +157,9 @@ def _bare(file: Path, kind: Any) -> Tokens:
         what = f"has {size} bytes, which is no number of tokens of {kind.itemsize} bytes"
         raise DataError(what, where=str(file), cure=_AGAIN)
     with file.open("rb") as opened:
-        head = np.frombuffer(opened.read(4), dtype="<i4")
-    if len(head) and int(head[0]) in (*format.OTHERS, *(magic for magic, *_ in format.KINDS.values())):
-        raise DataError(f"begins with {head[0]}: it has a header", where=str(file), cure="Leave headerless out.")
+        head = int.from_bytes(opened.read(4), "little")
+    if head in (*format.OTHERS, *(magic for magic, *_ in format.KINDS.values())):
+        raise DataError(f"begins with {head}: it has a header", where=str(file), cure="Leave headerless out.")
     tokens = np.memmap(file, dtype=kind, mode="r")
     first, second = tokens[:LOOKED_AT:2], tokens[1:LOOKED_AT:2]
     if kind.itemsize == 2 and len(second) > A_FEW and first.any() and not second.any():

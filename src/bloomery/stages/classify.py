@@ -49,6 +49,11 @@ def run(config: Classify, inputs: Mapping[str, Path], out: Path) -> dict[str, An
     return {"classifiers": told, "left_out": left_out}
 
 
+def lacking(config: Classify, folder: Path) -> bool:
+    """Whether a classifier was left out for a recipe that could do without, and this one cannot."""
+    return config.required is not False and (folder / LEFT_OUT).is_file()
+
+
 def _done_without(config: Classify, one: Contrast | Labeled, error: TooFewExamplesError) -> str:
     """Say that a recipe goes on without a classifier, and why. Raises DataError, with the place, where it must not."""
     texts = "documents" if isinstance(one, Contrast) else "different texts of either label"

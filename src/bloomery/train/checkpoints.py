@@ -52,6 +52,8 @@ class Checkpoints:
     """When, and of which step, the newest one was begun."""
     _whole: tuple[float, int] = (0.0, -1)
     """The same of the newest that is known to be whole."""
+    _passed_over: frozenset[int] = frozenset()
+    """Steps of those that `resume` found damaged, until the first save."""
 
     def resume(self) -> State:
         """Take up the newest whole one. Without any, the state is that of before the first step, and saved."""
@@ -64,6 +66,7 @@ class Checkpoints:
         say(f"  {self.name} goes on from step {found.state['step']} ({found.folder.name})")
         exactness.tell(found.environment, self.environment)
         self._saved = self._whole = (time.monotonic(), found.state["step"])
+        self._passed_over = frozenset(int(one.name) for one in checkpoint.folders(self.root) if one > found.folder)
         return State.restored(found.state)
 
     def _take_up(self, found: Checkpoint) -> None:
@@ -158,7 +161,8 @@ class Checkpoints:
         if sharded:
             self._saved = (time.monotonic(), state.step)  # also if it fails: all ranks have to think the same
         (write, size), lineage = self.kept.copied(self.world), self.lineage_of(state)
-        doubtful = state.guard.in_a_row > 0
+        doubtful, passed_over = state.guard.in_a_row > 0, self._passed_over
+        good = self.goals(state.step) and not doubtful
         self.saver.start(
             state.step,
             lambda folder: write(folder, lineage),
@@ -166,9 +170,9 @@ class Checkpoints:
             asdict(state),
             environment=self.environment,
             model_bytes=size,
-            standing=Standing(goal=self.goals(state.step) and not doubtful, doubtful=doubtful, left=state.guard.left),
+            standing=Standing(goal=good, doubtful=doubtful, left=state.guard.left, passed_over=passed_over),
         )
-        self._saved = (time.monotonic(), state.step)
+        self._saved, self._passed_over = (time.monotonic(), state.step), frozenset()
 
     def rescue(self, state: State, before: Callable[[], None]) -> None:
         """

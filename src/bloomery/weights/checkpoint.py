@@ -82,6 +82,8 @@ class Standing:
     """Whether it was saved between bad steps: then nothing is removed for it, as the run may go back behind it."""
     left: Sequence[range] = ()
     """Steps that the run has gone back behind: it goes back to none of them."""
+    passed_over: frozenset[int] = frozenset()
+    """Steps of damaged ones that the run began behind: they go, whatever their step, when this one is whole."""
 
 
 PLAIN = Standing()
@@ -103,10 +105,11 @@ def save(
     """
     Save a checkpoint for `step` under `root`, and then remove those that need not stay.
 
-    Whatever else lies there of this step or of later ones was passed over; it goes when the new one is whole. Every
-    rank of `world` calls it, and only the first writes what is not sharded; what fails on one of them fails on all, and
-    none of them goes on to the next part. Raises RunError where a file is in the way and where the disk is full: before
-    anything is written where the tensors alone, with `model_bytes` of weights, are too many.
+    Whatever else lies there of this step or of later ones was passed over, as was what `standing` says; it goes when
+    the new one is whole. Every rank of `world` calls it, and only the first writes what is not sharded; what fails on
+    one of them fails on all, and none of them goes on to the next part. Raises RunError where a file is in the way and
+    where the disk is full: before anything is written where the tensors alone, with `model_bytes` of weights, are too
+    many.
     """
     world, keep = world or World.alone(), keep if isinstance(keep, Keep) else Keep(last=keep)
     folder = root / f"{step:09d}"
@@ -155,7 +158,8 @@ def _check_way(root: Path) -> None:
 def _prune(root: Path, newest: Path, keep: Keep, standing: Standing) -> None:
     """Remove the checkpoints that need not stay, now that the newest is whole."""
     there = folders(root)
-    behind, passed_over = [one for one in there if one < newest], [one for one in there if one > newest]
+    passed_over = [one for one in there if one > newest or (one < newest and int(one.name) in standing.passed_over)]
+    behind = [one for one in there if one < newest and one not in passed_over]
     goal = next((one for one in reversed(behind) if is_goal(one, standing.left)), None)
     old = [] if standing.doubtful else [*behind, newest][: -keep.last]
     for one in [*passed_over, *(one for one in old if one != goal and not keep(int(one.name)))]:
@@ -312,10 +316,15 @@ def damage(folder: Path) -> str:
         return f"{error.filename or 'a file'} cannot be read: {error.strerror or error}"
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
         return "its manifest cannot be read"
-    there = {path.relative_to(folder).as_posix() for path in folder.rglob("*") if not path.is_dir()}
-    if not found and (strange := sorted(there - {MANIFEST, *listed})):
+    if not found and (strange := sorted(_training_files(folder) - listed.keys())):
         return f"{strange[0]} is not in its manifest"
     return found or ("" if step == int(folder.name) else f"it is of step {step}")
+
+
+def _training_files(folder: Path) -> set[str]:
+    """What is read as training state, listed or not. What else a person or a program puts there harms nothing."""
+    found = [folder / OLD_TRAINING, *(folder / TRAINING).glob("*.safetensors")]
+    return {path.relative_to(folder).as_posix() for path in found if path.exists() or path.is_symlink()}
 
 
 def _remove(folder: Path) -> None:

@@ -176,7 +176,8 @@ def fill(model: Transformer, folder: Path, lineage: Lineage) -> None:
     what `lineage` says (at whatever step), have another shape, or are torn.
     """
     _same_lineage(folder, lineage)
-    _fill(model, Tensors(folder, _again(folder)), families.architecture(model.config))
+    kind = _read(folder / CONFIG, lambda facts: families.of_file(dict(facts)))  # as it was saved, by whichever version
+    _fill(model, Tensors(folder, _again(folder)), kind)
 
 
 def _same_lineage(folder: Path, lineage: Lineage) -> None:
@@ -282,7 +283,10 @@ def _understood(file: Path) -> tuple[dict[str, Any], Architecture, ModelConfig, 
         raise CheckpointError(what, where=str(file), cure=UNROUNDED)
     try:
         kind = families.of_file(facts)
-        return facts, kind, kind.understand(facts), int(facts["vocab_size"])
+        config, rows = kind.understand(facts), facts["vocab_size"]
+        if type(rows) is not int or rows < 1:
+            raise ValueError(f"vocab_size is {rows!r}, and no number of ids")
+        return facts, kind, config, rows
     except KeyError as error:
         what, cure = f"lacks {error}", "Fetch the folder again, or write into it what it lacks."
     except (ValueError, TypeError) as error:

@@ -130,7 +130,12 @@ def _windows(facts: Mapping[str, Any]) -> list[Any]:
     if not facts.get("use_sliding_window", False) or not size:
         return ["full"]
     if kinds := facts.get("layer_types"):
-        return [size if kind == "sliding_attention" else "full" for kind in kinds]
+        seen = {"full_attention": "full", "sliding_attention": size}
+        if len(kinds) != layers:
+            raise ValueError(f"layer_types has {len(kinds)} entries for {layers} layers")
+        if strange := [kind for kind in kinds if kind not in seen]:
+            raise ValueError(f"layer_types names {strange[0]!r}, which is not one of {', '.join(seen)}")
+        return [seen[kind] for kind in kinds]
     first = facts.get("max_window_layers", 28)
     return [size if number >= first else "full" for number in range(layers)]
 
