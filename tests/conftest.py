@@ -2,6 +2,10 @@
 
 from pathlib import Path
 
+# isort: off
+import tests.typechecked  # noqa: F401
+# isort: on
+
 import pytest
 from hypothesis import settings
 
