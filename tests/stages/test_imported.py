@@ -141,6 +141,20 @@ def test_weights_of_another_shape_or_tokenizer_are_not_started_from(tmp_path: Pa
         pretrain.digest(section)
 
 
+def test_a_cycle_of_layers_may_be_said_in_full(tmp_path: Path) -> None:
+    recipe, model = starting_from(tmp_path / "theirs")
+    section = config.load(Recipe, recipe).pretrain
+    assert section is not None
+    for windows, fits in ((("full", "full", "full"), True), (("full", 8), True), ((8, "full"), False)):
+        said = section.model.model_copy(update={"sliding_window": windows})
+        if fits:
+            started = pretrain.start(section.model_copy(update={"model": said}), small())
+            assert started.state_dict().keys() == model.state_dict().keys()
+        else:
+            with pytest.raises(CheckpointError, match=r"has sliding_window = \('full',\), not \(8, 'full'\)"):
+                pretrain.start(section.model_copy(update={"model": said}), small())
+
+
 def test_a_plan_counts_rows_that_no_id_has(tmp_path: Path, call: Call) -> None:
     recipe, model = starting_from(tmp_path / "theirs", padding=90)
     code, out, _ = call("plan", recipe, "--runs", tmp_path, "--json", "--device", "rtx-4090")

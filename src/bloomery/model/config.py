@@ -78,6 +78,11 @@ class ModelConfig(Config):
         attention, window, feed_forward = (cycle[number % len(cycle)] for cycle in cycles)
         return attention, window, feed_forward  # type: ignore[return-value]
 
+    def of_every_layer(self, name: str) -> Any:
+        """A setting; of one that cycles, an entry for each layer. Two cycles that say the same are equal so."""
+        value = getattr(self, name)
+        return tuple(value[n % len(value)] for n in range(self.num_layers)) if isinstance(value, tuple) else value
+
     @model_validator(mode="before")
     @classmethod
     def _preset(cls, given: Any) -> Any:

@@ -127,8 +127,8 @@ def start(config: Pretrain, tokenizer: Tokenizer) -> Transformer:
         what = f"has the tokenizer {given.tokenizer.hash[:8]}, and the shards were made with {tokenizer.hash[:8]}"
         cure = f'Take its tokenizer: [tokenizer] kind = "import", path = "{where}".'
         raise CheckpointError(what, where=where, cure=cure)
-    pairs = [(name, getattr(shape, name), getattr(config.model, name)) for name in type(shape).model_fields]
-    if other := [f"{name} = {there!r}, not {said!r}" for name, there, said in pairs if there != said]:
+    names = [one for one in type(shape).model_fields if shape.of_every_layer(one) != config.model.of_every_layer(one)]
+    if other := [f"{name} = {getattr(shape, name)!r}, not {getattr(config.model, name)!r}" for name in names]:
         cure = "Say in [pretrain.model] what it has; known shapes have a name: preset."
         raise CheckpointError(f"has {'; '.join(other)}", where=where, cure=cure)
     return given.model.train()

@@ -32,8 +32,8 @@ from bloomery.hw.dist import RankLostError, World
 from bloomery.train.config import Training
 
 SECONDS_BETWEEN_LOOKS = 0.05
-GRACE_SECONDS = 5.0
-"""How long the other ranks may take to say what they know, after one has ended in error; longer where one is busy."""
+GRACE_SECONDS = 60.0
+"""How long others may take to come to where ranks meet, after one has ended in error; longer where one is busy."""
 BUSY, DESK = "busy", "BLOOMERY_RANKS"
 """A file in the folder of a task, whose path ranks find in this variable: one of them saves what others would lose."""
 

@@ -13,6 +13,7 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from types import NoneType
 from typing import Any, Literal, TypeVar
 
 from pydantic import ValidationError
@@ -153,8 +154,8 @@ def load(folder: Path, device: torch.device | str = "cpu", special: Sequence[str
 
 def template_of(folder: Path) -> Template | None:
     """The chat template that a model was trained with; None for none. Raises CheckpointError where ours is another."""
-    facts = _read(folder / LINEAGE, dict)
-    trained, name = facts["template"], facts.get(NAME, "bloomery")
+    name = str(_read(folder / LINEAGE, dict).get(NAME, "bloomery"))
+    trained = lineage_of(folder).template
     if trained is None:
         return None
     if name not in TEMPLATES:
@@ -307,9 +308,16 @@ def _same(what: str, trained: str, given: str, folder: Path, name: str = "") -> 
 
 def lineage_of(folder: Path) -> Lineage:
     """What the model of a folder says it was made from. Raises CheckpointError where that cannot be read."""
-    return _read(
-        folder / LINEAGE, lambda facts: Lineage(**{key: facts[key] for key in facts if key not in (NAME, BASE)})
-    )
+
+    def told(facts: dict[str, Any]) -> Lineage:
+        own = {key: facts[key] for key in facts if key not in (NAME, BASE)}
+        for key, value in own.items():
+            kinds = (int,) if key == "step" else (str, NoneType) if key in ("template", "base") else (str,)
+            if type(value) not in kinds:
+                raise TypeError(f"{key} is {value!r}")
+        return Lineage(**own)
+
+    return _read(folder / LINEAGE, told)
 
 
 def _own(model: Transformer) -> dict[str, Tensor]:
