@@ -13,4 +13,5 @@ SHAPES = ("bloomery.generate.sampling", "bloomery.model", "bloomery.train.loss",
 LATE = ("bloomery.cli",)
 """What names types that it does not load: nothing at run time can look them up."""
 
-beartype_package("bloomery", conf=BeartypeConf(claw_is_pep526=False, claw_skip_package_names=SHAPES + LATE))
+CHECKS = BeartypeConf(claw_is_pep526=False, is_pep484_tower=True, claw_skip_package_names=SHAPES + LATE)
+beartype_package("bloomery", conf=CHECKS)
