@@ -99,3 +99,6 @@ def _quiet() -> None:
     warnings.filterwarnings("ignore", "torch.distributed is disabled, unavailable or uninitialized")
     logging.getLogger("torch.distributed.checkpoint").setLevel(logging.WARNING)
     logging.getLogger("c10d-NullHandler-dcp_logger").setLevel(logging.WARNING)
+
+
+_quiet()  # before another thread opens a `catch_warnings`, whose end takes back what was said meanwhile
