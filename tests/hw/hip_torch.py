@@ -74,6 +74,7 @@ class AfterImport(importlib.abc.MetaPathFinder):
 
 
 def pytest_configure() -> None:
+    os.environ.setdefault("GOMP_SPINCOUNT", "2000")  # as bloomery.hw.needs_torch does, which comes too late here
     import torch
 
     pretend(torch)
