@@ -6,15 +6,18 @@ PYTHON ?= python3
 VENV = .venv
 BIN = $(VENV)/bin
 RUN = runs/demo
+# What depends on the device. The rest computes the same under every torch, and `make test` has run it.
+AMD_TESTS = tests/hw tests/model tests/train tests/test_cli.py
 SPREAD = -n auto --maxprocesses 4 --dist loadfile --no-loadscope-reorder
 
-.PHONY: help demo test test-amd lint check fix bench clean
+.PHONY: help demo test test-amd fuzz lint check fix bench clean
 
 help:
 	@echo 'make demo    build a small model from text to answers, then ask it three questions'
 	@echo 'make test    every test that needs no GPU'
+	@echo 'make fuzz    ten minutes of damaged inputs of every kind; what breaks is kept as a test'
 	@echo 'make lint    format, lint and types'
-	@echo 'make test-amd the quick tests under a torch that says it was built for AMD'
+	@echo 'make test-amd what depends on the device, under a torch that reports AMD (AMD_TESTS=tests: all)'
 	@echo 'make check   format, lint, types and the quick tests: what a change has to pass'
 	@echo 'make fix     format and mend what the linter can mend'
 	@echo 'make bench   every benchmark, quick; each ends with one line of JSON'
@@ -31,10 +34,13 @@ demo: $(VENV)/.installed
 	@echo 'Talk to it in a browser:  $(BIN)/bloomery serve'
 
 test: $(VENV)/.installed-dev
-	$(BIN)/python -m pytest $(SPREAD) -m 'not gpu'
+	$(BIN)/python -m pytest $(SPREAD) -m 'not gpu' --durations=25
 
 test-amd: $(VENV)/.installed-dev
-	$(BIN)/python -m pytest $(SPREAD) -p tests.hw.hip_torch -m 'not gpu and not slow' $(TESTS)
+	$(BIN)/python -m pytest $(SPREAD) -p tests.hw.hip_torch -m 'not gpu and not slow' --durations=25 $(AMD_TESTS)
+
+fuzz: $(VENV)/.installed-dev
+	$(BIN)/python -m tests.fuzz $(FUZZ)
 
 lint: $(VENV)/.installed-dev
 	$(BIN)/python -m ruff format --check .

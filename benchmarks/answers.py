@@ -76,6 +76,7 @@ data = ["{data}"]
 GREEDY = ("evaluate.answer_temperature=0", "evaluate.tasks=[]", "evaluate.heldout_bytes=1")
 QUICK = (
     "pretrain.steps=2",
+    "pretrain.schedule.warmup_steps=1",
     "finetune.steps=2",
     "evaluate.limit=2",
     "evaluate.conversations=2",
@@ -133,7 +134,7 @@ def ran(command: list[str], folder: Path, *, quiet: bool) -> dict[str, dict[str,
     """Do it; what each stage then says of itself, by its name."""
     subprocess.run(command, check=True, stdout=subprocess.DEVNULL if quiet else None)
     run = folder / "answers"
-    return {name: read_manifest(run / stage) for name, stage in read_json(run / CURRENT).items()}
+    return {name: dict(read_manifest(run / stage)) for name, stage in read_json(run / CURRENT).items()}
 
 
 def found(stages: dict[str, dict[str, Any]]) -> dict[str, Any]:

@@ -20,7 +20,7 @@ from typing import Any, cast
 from stand_in import PLACE
 
 from bloomery.core.stage import machine, versions
-from bloomery.data import rows
+from bloomery.data import rows, unpack
 from bloomery.shards.packing import first_fit_decreasing
 from bloomery.tokenizer import importers, templates
 from bloomery.tokenizer.chat import Message, Renderer
@@ -62,7 +62,7 @@ def main() -> None:
 def conversations(folder: Path) -> Iterator[list[Message]]:
     for name in ("instruct", "multiturn_en", "multiturn_zh"):
         for _, row in rows.jsonl(folder / f"{name}.jsonl.zst"):
-            if isinstance(row, rows.Problem):
+            if isinstance(row, unpack.Problem):
                 continue
             if "instruction" in row:
                 asked = "\n\n".join(part for part in (row["instruction"], row["input"]) if part)

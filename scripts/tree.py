@@ -27,6 +27,7 @@ ORDER = (
     "recipe",
     "arguments",
     "cli",
+    "api",
 )
 """The order in which data flows, and in which packages may import: only from the left."""
 

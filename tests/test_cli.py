@@ -1,22 +1,22 @@
 import argparse
+import ast
 import json
+import os
 import re
 import shlex
 import subprocess
 import sys
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from bloomery import arguments, cli
-from bloomery.core.config import Config
-from bloomery.core.errors import DataError
-from bloomery.core.stage import Stage
+from bloomery.core.stage import locked
 from bloomery.hw.doctor import report as doctor
 from bloomery.hw.doctor.finding import Finding
 from tests.calling import Call
+from tests.two_stages import STAGES, Recipe
 from tests.weights.made import model
 
 ROOT = Path(__file__).parents[1]
@@ -36,31 +36,6 @@ REPORTS = [name for name, verb in VERBS.items() if "--json" in verb.format_usage
 # --- a small recipe of two stages ----------------------------------------------------------------------------------
 
 
-class Section(Config):
-    number: int = 1
-
-
-class Recipe(Config):
-    name: str
-    make: Section = Section()
-    double: Section = Section()
-
-
-def work(config: Section, inputs: Mapping[str, Path], out: Path) -> dict[str, Any]:
-    if config.number == 13:
-        raise DataError("13 is no number", where="make", cure="Take another.")
-    if config.number == 14:
-        raise KeyboardInterrupt
-    if config.number == 15:
-        raise ZeroDivisionError("a bug")
-    (out / "out.txt").write_text("x" * config.number)
-    return {"characters": config.number}
-
-
-HERE = "tests.test_cli"
-STAGES = (Stage(name="make", run=f"{HERE}:work"), Stage(name="double", run=f"{HERE}:work", after=("make",)))
-
-
 @pytest.fixture
 def recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A recipe file in the folder that commands run in."""
@@ -77,6 +52,19 @@ def stages(call: Call) -> dict[str, str]:
 
 
 # --- help ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("path", ["a" * 300, "a/" * 2500, "b\0c"])
+@pytest.mark.parametrize("verb", ["run", "plan", "status", "clean", "chat", "eval", "serve"])
+def test_a_path_that_no_file_system_has_is_an_error_of_use(
+    capsys: pytest.CaptureFixture[str], verb: str, path: str
+) -> None:
+    words = ("--runs", path) if verb == "serve" else (path,)
+    with pytest.raises(SystemExit) as ended:
+        cli.main([verb, *words])
+    assert ended.value.code == 2
+    said = capsys.readouterr().err
+    assert "a path holds no NUL" in said or "bytes, and" in said
 
 
 def test_there_are_the_verbs_that_are_promised() -> None:
@@ -271,21 +259,153 @@ def test_status_shows_every_stage_on_a_line(call: Call, recipe: Path, tmp_path: 
     assert re.match(r"make +damaged .*out\.txt has another sha256\n", call("status", "runs/small", "--verify")[1])
 
 
-def test_clean_says_what_it_would_free_and_frees_it_when_told(call: Call, recipe: Path, tmp_path: Path) -> None:
+def test_clean_says_what_it_would_move_and_moves_it_when_told(call: Call, recipe: Path, tmp_path: Path) -> None:
     call("run", recipe)
     assert "nothing to free" in call("clean", "runs/small")[1]
     old = sorted(path for path in (tmp_path / "runs/small").iterdir() if path.is_dir())
     call("run", recipe, "make.number=9")
     code, out, _ = call("clean", "runs/small")
     assert code == 0
-    assert "would be freed by --yes" in out
+    assert "--yes moves it to .trash" in out
     assert all(path.exists() and path.name in out for path in old)
     told = json.loads(call("clean", "runs/small", "--json")[1])
     assert {Path(one["path"]).name for one in told["waste"]} == {path.name for path in old}
-    assert told["freed_bytes"] == 0
-    freed = json.loads(call("clean", "runs/small", "--yes", "--json")[1])["freed_bytes"]
-    assert freed == sum(one["bytes"] for one in told["waste"]) > 0
+    assert (told["moved_bytes"], told["freed_bytes"], told["restore"]) == (0, 0, [])
+    code, out, _ = call("clean", "runs/small", "--yes")
+    assert code == 0
     assert not any(path.exists() for path in old)
+    assert stages(call) == {"make": "done", "double": "done"}
+    commands = out[out.index("To restore it:\n") :].splitlines()[1:]
+    assert len(commands) == 1
+    subprocess.run(["sh", "-c", commands[0]], check=True, cwd=tmp_path)
+    assert all(path.exists() for path in old)
+    moved = json.loads(call("clean", "runs/small", "--yes", "--json")[1])
+    assert moved["moved_bytes"] == sum(one["bytes"] for one in told["waste"]) > 0
+    assert (moved["freed_bytes"], len(moved["restore"])) == (0, 1)
+    freed = json.loads(call("clean", "runs/small", "--now", "--json")[1])["freed_bytes"]
+    assert freed >= moved["moved_bytes"]
+    assert list((tmp_path / "runs/small/.trash").iterdir()) == []
+    assert stages(call) == {"make": "done", "double": "done"}
+
+
+@pytest.mark.parametrize("flags", [["--yes"], ["--now"], ["--yes", "--now"]])
+def test_clean_removes_nothing_where_current_json_names_nothing(
+    call: Call, recipe: Path, tmp_path: Path, flags: list[str]
+) -> None:
+    call("run", recipe)
+    call("run", recipe, "make.number=9")
+    root = tmp_path / "runs/small"
+    (root / "current.json").write_text("{}")
+    before = {path: path.read_bytes() for path in root.rglob("*") if path.is_file()}
+    code, out, err = call("clean", "runs/small", *flags)
+    assert (code, out) == (2, "")
+    assert "names no stage" in err
+    assert {path: path.read_bytes() for path in before} == before
+
+
+def test_a_run_in_progress_is_not_cleaned(call: Call, recipe: Path, tmp_path: Path) -> None:
+    call("run", recipe)
+    with locked(tmp_path / "runs/small"):
+        code, _, err = call("clean", "runs/small", "--now")
+    assert code == 2
+    assert "is running in it" in err
+
+
+def test_status_of_a_damaged_manifest_shows_it_and_a_run_makes_it_again(
+    call: Call, recipe: Path, tmp_path: Path
+) -> None:
+    call("run", recipe)
+    path = next((tmp_path / "runs/small").glob("01-make-*/manifest.json"))
+    path.write_text('{"outputs": 5}')
+    code, out, err = call("status", "runs/small")
+    assert code == 2
+    assert re.search(r"make +damaged +manifest\.json cannot be read", out)
+    assert re.search(r"double +done", out)
+    assert "Traceback" not in err
+    code, _, err = call("run", recipe)
+    assert code == 0
+    assert "make runs again: manifest.json cannot be read" in err
+    assert stages(call) == {"make": "done", "double": "done"}
+
+
+# --- stdout and stderr that lead nowhere ---------------------------------------------------------------------------
+
+PROCESS = """
+import sys
+from tests import two_stages
+import bloomery.recipe
+from bloomery import cli
+bloomery.recipe.STAGES, bloomery.recipe.Recipe = two_stages.STAGES, two_stages.Recipe
+sys.exit(cli.main(sys.argv[1:]))
+"""
+
+
+def shell(folder: Path, words: str, streams: str) -> tuple[int, str, str]:
+    """A command whose streams are redirected by a shell; returns its exit code, stdout and stderr."""
+    command = f"{shlex.quote(sys.executable)} -c {shlex.quote(PROCESS)} {words} {streams}"
+    env = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, check=False, cwd=folder, env=env)
+    return done.returncode, done.stdout, done.stderr
+
+
+FULL = [
+    ("run small.toml", "> /dev/full", 0),
+    ("run small.toml", "2> /dev/full", 0),
+    ("run small.toml", "> /dev/full 2>&1", 0),
+    ("run small.toml", ">&- 2>&-", 0),
+    ("run small.toml", "<&- >&- 2>&-", 0),
+    ("run small.toml make.number=13", "> /dev/full 2>&1", 2),
+    ("run small.toml make.number=15", "> /dev/full 2>&1", 1),
+    ("status runs/done", "> /dev/full", 2),
+    ("status runs/done --json", "> /dev/full 2>&1", 2),
+    ("status runs/done --json", ">&-", 0),
+    ("clean runs/done", "> /dev/full", 2),
+    ("clean runs/done --yes --json", "> /dev/full", 2),
+    ("--help", "> /dev/full", 2),
+    ("run --help", ">&- 2>&-", 0),
+    ("fly", "2> /dev/full", 2),
+    ("--help", "| true; exit ${PIPESTATUS[0]}", 0),
+]
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="this system has no /dev/full")
+@pytest.mark.parametrize(("words", "streams", "code"), FULL)
+def test_streams_that_are_full_or_closed_are_no_fault_of_ours_and_end_no_run(
+    call: Call, recipe: Path, tmp_path: Path, words: str, streams: str, code: int
+) -> None:
+    call("run", recipe, "--runs", "runs")
+    (tmp_path / "runs/small").rename(tmp_path / "runs/done")
+    found, out, err = shell(tmp_path, words, streams)
+    assert found == code, err
+    assert "Traceback" not in err
+    assert "Exception ignored" not in err
+    assert out == ""
+    if code == 2 and "2>" not in streams and "> /dev/full" in streams:
+        assert "standard output: cannot be written: No space left on device\nSend it to a disk" in err
+    if words == "run small.toml":
+        assert stages(call) == {"make": "done", "double": "done"}
+
+
+def test_a_file_that_is_opened_takes_the_place_of_no_closed_stream(tmp_path: Path) -> None:
+    """Else what a library writes to descriptor 2 lands in a checkpoint."""
+    code = (
+        "from bloomery.core import streams; streams.open_closed(); import os; f = open('a', 'w'); "
+        "os.write(2, b'noise'); os.write(1, b'noise'); f.write(str(f.fileno()))"
+    )
+    subprocess.run(
+        ["bash", "-c", f"{shlex.quote(sys.executable)} -c {shlex.quote(code)} <&- >&- 2>&-"], check=True, cwd=tmp_path
+    )
+    assert int((tmp_path / "a").read_text()) > 2
+
+
+def test_what_the_encoding_of_stdout_lacks_is_shown_as_its_number() -> None:
+    code = "from bloomery.core import streams; streams.show_every_character(); print('\\xe4 \\udcff')"
+    words, surroundings = [sys.executable, "-c", code], {**os.environ, "PYTHONIOENCODING": "ascii"}
+    assert subprocess.run(words, check=True, capture_output=True, env=surroundings).stdout == b"\\xe4 \\udcff\n"
+
+
+def test_a_reader_of_stderr_that_leaves_ends_no_run(recipe: Path, tmp_path: Path, call: Call) -> None:
+    assert shell(tmp_path, "run small.toml", "2>&1 >/dev/null | true; exit ${PIPESTATUS[0]}")[0] == 0
     assert stages(call) == {"make": "done", "double": "done"}
 
 
@@ -370,3 +490,62 @@ def test_a_conversation_goes_on_until_an_empty_line_or_the_end_of_the_context(
     assert heard == [["Hi"], ["Hi", "Ho"], ["Hi"], ["Hi", "word " * 400], ["Hi"]]
     assert err.count("(new conversation)") == 2
     assert "has a context of 300" in err
+
+
+# --- commands that errors propose -----------------------------------------------------------------------------------
+
+COMMAND = re.compile(r"bloomery (?:" + "|".join(cli.VERBS).strip("|") + r")\b[^`\n#;]*")
+
+
+def proposed() -> list[tuple[str, str]]:
+    """Every command in the text of a fix, with its file. A placeholder stands for each value."""
+    found = []
+    for path in sorted((ROOT / "src").rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text())):
+            fixes: list[ast.expr] = []
+            if isinstance(node, ast.keyword) and node.arg == "cure":
+                fixes = [node.value]
+            elif isinstance(node, ast.Assign | ast.AnnAssign | ast.AugAssign) and node.value is not None:
+                targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+                named = {one.id for target in targets for one in ast.walk(target) if isinstance(one, ast.Name)}
+                fixes = [node.value] if named & {"cure", "LESS_MEMORY"} else []
+            for fix in fixes:
+                found += [(path.name, words) for words in COMMAND.findall(text_of(fix))]
+    return found
+
+
+def text_of(node: ast.expr) -> str:
+    if isinstance(node, ast.Constant):
+        return str(node.value)
+    if isinstance(node, ast.JoinedStr):
+        return "".join(text_of(part) if isinstance(part, ast.Constant) else "8" for part in node.values)
+    return "\n".join(text_of(child) for child in ast.iter_child_nodes(node) if isinstance(child, ast.expr))
+
+
+def test_every_command_that_an_error_proposes_is_one() -> None:
+    commands = proposed()
+    assert len(commands) > 10
+    for file, command in commands:
+        words = shlex.split(command.replace("bloomery data 8", "bloomery data filter"))[1:]
+        try:
+            arguments.parse(words)
+        except SystemExit:
+            pytest.fail(f"{file}: {command}")
+
+
+def test_serve_takes_its_token_from_a_flag_or_the_environment_and_needs_it_where_others_reach_it(
+    call: Call, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("BLOOMERY_TOKEN", raising=False)
+    code, _, err = call("serve", "--runs", tmp_path, "--host", "0.0.0.0", "--port", "0")
+    assert code == 2
+    assert re.search(r"For example: BLOOMERY_TOKEN=\w{32} bloomery serve --host 0\.0\.0\.0", err)
+    for flag in (["--token", "short"], ["--token", ""]):
+        code, _, err = call("serve", "--runs", tmp_path, *flag)
+        assert (code, "it needs at least 16" in err) == (2, True)
+    tokens: list[Any] = []
+    monkeypatch.setattr("bloomery.serve.server.serve", lambda models, host, port, token: tokens.append(token))
+    monkeypatch.setenv("BLOOMERY_TOKEN", "of the environment")
+    assert call("serve", "--runs", tmp_path)[0] == 0
+    assert call("serve", "--runs", tmp_path, "--token", "of the flag")[0] == 0
+    assert tokens == ["of the environment", "of the flag"]

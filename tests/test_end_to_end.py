@@ -87,6 +87,7 @@ def small(folder: Path) -> dict[str, Any]:
     tree["shard"]["tokens"] = 30_000
     training = {"tokens_per_step": 1024, "micro_batch_tokens": 512, "save_every_seconds": 1e-3, "log_every": 1}
     tree["pretrain"] |= training | {"steps": 8, "evaluate_every": 3}
+    tree["pretrain"]["schedule"]["warmup_steps"] = 4
     tree["pretrain"]["model"] |= {"width": 32, "num_layers": 2, "mlp_width": 48}
     tree["instruct"]["sources"] = [{"kind": "worlds", "count": 300}]
     tree["finetune"] |= training | {"steps": 6, "evaluate_every": 4}

@@ -15,8 +15,10 @@ from bloomery.core.errors import ConfigError, RunError
 from bloomery.core.run import remember
 from bloomery.core.stage import Stage, check_sections, lay_out, resolve
 from bloomery.data import document
-from bloomery.recipe import STAGES, Recipe
+from bloomery.hw.launcher import PROCESSES_A_CORE, cores
+from bloomery.recipe import PARALLEL, STAGES, Recipe
 from bloomery.tokenizer.config import ByteBpe, Imported, SentencePiece
+from tests.calling import Call
 
 ROOT = Path(__file__).parents[1]
 DEMO = ROOT / "recipes" / "demo.toml"
@@ -51,7 +53,7 @@ def test_every_path_of_a_stage_leads_to_a_function_that_takes_its_section(stage:
 def test_one_rate_on_the_command_line_changes_nothing_else(tmp_path: Path) -> None:
     (tmp_path / "a.toml").write_text(
         'name = "a"\nfetch = {}\npretrain = {steps = 1, tokens_per_step = 512}\n'
-        "finetune = {steps = 1, tokens_per_step = 512}\n"
+        "finetune = {steps = 8, tokens_per_step = 512}\n"
     )
     before, after = (
         config.plain(config.load(Recipe, tmp_path / "a.toml", settings))
@@ -286,8 +288,8 @@ def test_rows_have_to_fit_a_model_only_where_there_is_one_to_finetune(text_only:
     ("settings", "told"),
     [
         (["instruct.sources=[]"], r"nothing to finetune on: instruct\.sources is empty"),
-        (["instruct.hold_out=1.0"], r"instruct\.hold_out: .*less than 1, got 1\.0"),
-        (["instruct.hold_out=0"], r"instruct\.hold_out: .*greater than 0, got 0"),
+        (["instruct.hold_out=1.0"], r"instruct\.hold_out: must be at most 0.99, got 1.0"),
+        (["instruct.hold_out=0"], r"instruct\.hold_out: must be at least 1e-09, got 0.0"),
         (
             ["evaluate.tasks=['copa', 'humaneval']"],
             r"(?s)evaluate: .*humaneval, which runs code.*evaluate\.run_code=true",
@@ -344,3 +346,62 @@ def test_what_is_preferred_is_a_stage_only_where_a_recipe_has_its_section(tmp_pa
     with pytest.raises(RunError, match=r"has no section \[prefer\]"):
         check_sections(STAGES, config.load(Recipe, DEMO), until="prefer")
     check_sections(STAGES, config.load(Recipe, DEMO))
+
+
+# --- how many processes -----------------------------------------------------------------------------------------------
+
+TOO_MANY = PROCESSES_A_CORE * cores() + 1
+
+
+def sources(folder: Path) -> list[str]:
+    (folder / "text.txt").write_text("Some text.\n")
+    (folder / "a.toml").write_text(
+        'name = "a"\n[[fetch.sources]]\nkind = "files"\nname = "a"\ndomain = "text"\n'
+        f'path = "{folder}/text.txt"\n'
+        '[instruct]\nsources = [{kind = "worlds", count = 10}]\n'
+        "[pretrain]\nsteps = 1\ntokens_per_step = 512\n[finetune]\nsteps = 1\ntokens_per_step = 512\n"
+        '[prefer]\nsteps = 1\ntokens_per_step = 512\npairs = [{kind = "worlds"}]\n'
+    )
+    return [str(folder / "a.toml"), "--runs", str(folder / "runs")]
+
+
+@pytest.mark.parametrize("verb", ["plan", "run"])
+@pytest.mark.parametrize(
+    "key",
+    [*(f"{name}.engine.workers" for name in ("fetch", *PARALLEL)), "pretrain.ranks", "finetune.ranks", "prefer.ranks"],
+)
+def test_more_processes_than_the_machine_has_any_use_for_are_refused_before_anything_starts(
+    verb: str, key: str, tmp_path: Path, call: Call, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for gpu in ("torch.cuda.is_available", "torch.backends.mps.is_available"):
+        monkeypatch.setattr(gpu, lambda: False)
+    code, _, said = call(verb, *sources(tmp_path), f"{key}={TOO_MANY}")
+    assert code == 2
+    assert f"{key}: {TOO_MANY} processes on {cores()} CPU cores: at most {TOO_MANY - 1}" in said
+    assert not list((tmp_path / "runs").glob("a/0*"))
+
+
+@pytest.mark.parametrize("verb", ["plan", "run"])
+def test_more_ranks_than_gpus_are_refused_before_anything_starts(
+    verb: str, tmp_path: Path, call: Call, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
+    code, _, said = call(verb, *sources(tmp_path), "pretrain.ranks=3")
+    assert code == 2
+    assert "pretrain.ranks: 3 ranks on this machine, but it has 2 GPUs" in said
+    assert not list((tmp_path / "runs").glob("a/0*"))
+
+
+@pytest.mark.parametrize("tool", ["filter", "dedup", "tokenize"])
+def test_the_workers_of_a_data_command_are_counted_too(tool: str, tmp_path: Path, call: Call) -> None:
+    sources(tmp_path)
+    words = [str(tmp_path / "text.txt"), "--out", str(tmp_path / "out"), "--workers", str(TOO_MANY)]
+    code, _, said = call("data", tool, *words)
+    assert code == 2
+    assert f"engine.workers: {TOO_MANY} processes" in said
+
+
+def test_every_stage_with_workers_or_ranks_has_them_counted() -> None:
+    counted = {stage.name for stage in STAGES if stage.needed}
+    assert counted >= {"fetch", *PARALLEL, "pretrain", "finetune", "prefer"}

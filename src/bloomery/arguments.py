@@ -6,13 +6,16 @@ Nothing is imported here but the standard library and a number, so that `--help`
 
 import argparse
 import difflib
+import math
 import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 from bloomery import __version__
+from bloomery.core.errors import shorten
+from bloomery.core.files import path_problem
 from bloomery.tokenizer.drawing import TEMPERATURE
 
 MODEL = "a run folder, a stage folder, a checkpoint folder or a model folder, for example runs/demo"
@@ -29,6 +32,10 @@ DATA = {
     "tokenize": ("turn documents into token shards", "fair/kept --out shards --tokenizer tokenizer.json"),
 }
 """The verbs of `data`: what each does, and an example."""
+
+
+NUMBER = r"[+-]?(?:[0-9]+(?:\.[0-9]*)?|\.[0-9]+)(?:[eE][+-]?[0-9]+)?"
+"""As TOML and JSON have it: Python's own `float` also reads digits of other scripts, underscores and spaces."""
 
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
@@ -87,26 +94,27 @@ def _run_verbs(verbs: Any) -> None:
     )
     _recipe_arguments(one)
     one.add_argument("--device", metavar="NAME", help="for this device, as mi300x, and not for this machine's")
-    one.add_argument("--memory", type=_memory, metavar="SIZE", help="of a device, as 16GiB")
+    one.add_argument("--memory", type=DEVICE_BYTES, metavar="SIZE", help="of a device, as 16GiB")
     one.add_argument(
-        "--devices", type=_positive, metavar="N", help="how many train together (default: the recipe's ranks)"
+        "--devices", type=DEVICES, metavar="N", help="how many train together (default: the recipe's ranks)"
     )
-    one.add_argument("--price", type=_amount, metavar="PER_HOUR", help="of all devices, in any money")
-    one.add_argument("--watts", type=_amount, metavar="W", help="that all devices take together")
+    one.add_argument("--price", type=MONEY_OR_WATTS, metavar="PER_HOUR", help="of all devices, in any money")
+    one.add_argument("--watts", type=MONEY_OR_WATTS, metavar="W", help="that all devices take together")
 
     one = _verb(verbs, "status", "say how far a run is", "bloomery status runs/demo", reports=True)
-    one.add_argument("run", type=Path, metavar="RUN", help="a run folder, for example runs/demo")
+    one.add_argument("run", type=_path, metavar="RUN", help="a run folder, for example runs/demo")
     one.add_argument("--verify", action="store_true", help="compare every file with its sha256 too")
 
     one = _verb(
         verbs,
         "clean",
-        "say what a run folder does not need, and free it when told",
+        "say what a run folder does not need, and move it to the trash of the run when told",
         "bloomery clean runs/demo --yes",
         reports=True,
     )
-    one.add_argument("run", type=Path, metavar="RUN", help="a run folder, for example runs/demo")
-    one.add_argument("--yes", action="store_true", help="remove it; without this, nothing is removed")
+    one.add_argument("run", type=_path, metavar="RUN", help="a run folder, for example runs/demo")
+    one.add_argument("--yes", action="store_true", help="move it to RUN/.trash, and free what is there for a day")
+    one.add_argument("--now", action="store_true", help="delete it at once, and what clean moved to RUN/.trash")
 
 
 def _data_verbs(verbs: Any) -> None:
@@ -118,81 +126,109 @@ def _data_verbs(verbs: Any) -> None:
         one = _verb(inner, name, brief, f"bloomery data {name} {example}", reports=True)
         one.set_defaults(verb="data", what=name)
         one.add_argument("inputs", nargs="+", type=str, metavar="IN", help=f"{INPUTS}; and {DATA_SETTINGS}")
-        one.add_argument("--out", type=Path, required=True, metavar="DIR", help="a new folder, or one to go on in")
+        one.add_argument("--out", type=_path, required=True, metavar="DIR", help="a new folder, or one to go on in")
         one.set_defaults(settings=[])
-        one.add_argument("--recipe", type=Path, help="take the settings of this recipe's section")
+        one.add_argument("--recipe", type=_path, help="take the settings of this recipe's section")
         one.add_argument("--text-field", default="text", help="field or column that holds the text (default: text)")
         one.add_argument("--id-field", help="field or column that holds the id (default: id, or file and row)")
-        one.add_argument("--workers", type=_positive, help="processes (default: one for each core)")
+        one.add_argument("--workers", type=_whole(1, 4096), help="processes (default: one for each core)")
         if name in ("dedup", "tokenize"):
-            one.add_argument("--memory", type=_size, metavar="SIZE", help="budget, as 256MB or 8GiB")
+            one.add_argument("--memory", type=_bytes(2**26, 2**50), metavar="SIZE", help="budget, as 256MB or 8GiB")
         if name == "decontaminate":
             one.add_argument("--against", action="append", default=[], metavar="FILE", help="a task's questions")
         if name == "tokenize":
-            one.add_argument("--tokenizer", type=Path, help="tokenizer.json, .model, .tiktoken or a folder with one")
+            one.add_argument("--tokenizer", type=_path, help="tokenizer.json, .model, .tiktoken or a folder with one")
 
 
-def _positive(text: str) -> int:
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is no whole number above 0")
-    return int(text)
+def _path(text: str) -> Path:
+    """The type of an option that names a file or a folder, whether it is there or not."""
+    if why := path_problem(text):
+        raise argparse.ArgumentTypeError(f"{shorten(text, 40)!r}: {why}")
+    return Path(text)
 
 
-def _count(text: str) -> int:
-    if not text.isdecimal():
-        raise argparse.ArgumentTypeError(f"{text!r} is no whole number from 0 up")
-    return int(text)
+def _whole(low: int, high: int) -> Callable[[str], int]:
+    """The type of an option that is a whole number with two ends."""
+
+    def read(text: str) -> int:
+        if not re.fullmatch(r"-?[0-9]{1,19}", text) or not low <= int(text) <= high:
+            raise argparse.ArgumentTypeError(f"{shorten(text, 40)!r} is no whole number of {_range(low, high)}")
+        return int(text)
+
+    return read
 
 
-def _size(text: str) -> int:
-    found = re.fullmatch(r"(\d+(?:\.\d+)?) ?([kMGT]?)(i?)B?", text)
-    if not found:
-        raise argparse.ArgumentTypeError(f"{text!r} is no size in bytes, as 256MB or 8GiB")
-    number, letter, binary = found.groups()
-    return int(float(number) * (1024 if binary else 1000) ** " kMGT".index(letter or " "))
+def _number(low: float, high: float, *, or_zero: bool = False) -> Callable[[str], float]:
+    """The type of an option that is a number with two ends."""
+
+    def read(text: str) -> float:
+        value = float(text) if re.fullmatch(NUMBER, text) else math.nan
+        if not (low <= value <= high or (or_zero and value == 0)):
+            what = f"{'0, or ' if or_zero else ''}{_range(low, high)}"
+            raise argparse.ArgumentTypeError(f"{shorten(text, 40)!r} is no number of {what}")
+        return value
+
+    return read
 
 
-def _memory(text: str) -> int:
-    if (size := _size(text)) < 3 * 2**29:
-        raise argparse.ArgumentTypeError(f"{text!r} is less than a device needs for itself: say a size as 16GiB")
-    return size
+def _bytes(low: int, high: int) -> Callable[[str], int]:
+    """The type of an option that is a size with two ends."""
+
+    def read(text: str) -> int:
+        found = re.fullmatch(r"([0-9]{1,19}(?:\.[0-9]{1,19})?) ?([kMGT]?)(i?)B?", text)
+        if not found:
+            what = f"{shorten(text, 40)!r} is no size in bytes, as 256MB or 8GiB, of {_range(low, high)}"
+            raise argparse.ArgumentTypeError(what)
+        number, letter, binary = found.groups()
+        size = int(float(number) * (1024 if binary else 1000) ** " kMGT".index(letter or " "))
+        if not low <= size <= high:
+            raise argparse.ArgumentTypeError(f"{text!r} is no size of {_range(low, high)} bytes")
+        return size
+
+    return read
 
 
-def _amount(text: str) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        value = -1.0
-    if not 0 <= value < float("inf"):
-        raise argparse.ArgumentTypeError(f"{text!r} is no number from 0 up")
-    return value
+def _range(low: float, high: float) -> str:
+    low_text, high_text = (f"{end:,}" if isinstance(end, int) else f"{end:g}" for end in (low, high))
+    return f"at least {low_text} and at most {high_text}"
+
+
+SEED = _whole(0, 2**63 - 1)
+TEMPERATURES = _number(1e-3, 100.0, or_zero=True)
+ANSWER_TOKENS = _whole(1, 2**24)
+MONEY_OR_WATTS_RANGE, DEVICES_RANGE = (0.0, 1e9), (1, 1024)
+DEVICE_BYTES_RANGE = 3 * 2**29, 2**50
+"""Less than 1.5 GiB a device needs for itself."""
+MONEY_OR_WATTS, DEVICES = _number(*MONEY_OR_WATTS_RANGE), _whole(*DEVICES_RANGE)
+DEVICE_BYTES = _bytes(*DEVICE_BYTES_RANGE)
 
 
 def _recipe_arguments(one: argparse.ArgumentParser) -> None:
-    one.add_argument("recipe", type=Path, metavar="RECIPE", help="a TOML file, for example recipes/demo.toml")
+    one.add_argument("recipe", type=_path, metavar="RECIPE", help="a TOML file, for example recipes/demo.toml")
     one.add_argument("settings", nargs="*", default=[], metavar="key=value", help=SETTINGS)
-    one.add_argument("--runs", type=Path, default=Path("runs"), help="folder of run folders (default: runs)")
+    one.add_argument("--runs", type=_path, default=Path("runs"), help="folder of run folders (default: runs)")
 
 
 def _model_verbs(verbs: Any) -> None:
     one = _verb(
         verbs, "chat", "talk to a model in the terminal", "bloomery chat runs/demo --prompt 'What is 17 plus 25?'"
     )
-    one.add_argument("model", type=Path, metavar="MODEL", help=MODEL)
+    one.add_argument("model", type=_path, metavar="MODEL", help=MODEL)
     one.add_argument("--prompt", action="append", default=[], help="ask this and end; may be given several times")
     one.add_argument(
         "--temperature",
-        type=_amount,
+        type=TEMPERATURES,
         default=TEMPERATURE,
         help=f"default: {TEMPERATURE}; 0 takes the likeliest token each time",
     )
-    one.add_argument("--max-tokens", type=_positive, default=128, help="longest answer (default: 128)")
-    one.add_argument("--seed", type=int, default=0, help="of the draw, where the temperature is above 0")
+    one.add_argument("--max-tokens", type=ANSWER_TOKENS, default=128, help="longest answer (default: 128)")
+    one.add_argument("--seed", type=SEED, default=0, help="of the draw, where the temperature is above 0")
 
     one = _verb(verbs, "serve", "serve all models over HTTP, with a page to talk to them", "bloomery serve --port 8000")
-    one.add_argument("--runs", type=Path, default=Path("runs"), help="folder of run folders (default: runs)")
+    one.add_argument("--runs", type=_path, default=Path("runs"), help="folder of run folders (default: runs)")
     one.add_argument("--host", default="127.0.0.1", help="address to listen on (default: this machine only)")
-    one.add_argument("--port", type=int, default=8000, help="default: 8000")
+    one.add_argument("--port", type=_whole(0, 65_535), default=8000, help="default: 8000")
+    one.add_argument("--token", help="what clients send as api_key, needed with --host (default: BLOOMERY_TOKEN)")
 
     one = _verb(
         verbs,
@@ -201,9 +237,9 @@ def _model_verbs(verbs: Any) -> None:
         "bloomery eval runs/demo --task hellaswag --task arc_easy --data tasks/",
         reports=True,
     )
-    one.add_argument("model", type=Path, metavar="MODEL", help=MODEL)
-    one.add_argument("--questions", type=_positive, help="how many (default: as a recipe's evaluate.questions)")
-    one.add_argument("--seed", type=int, help="which ones (default: as a recipe's evaluate.seed)")
+    one.add_argument("model", type=_path, metavar="MODEL", help=MODEL)
+    one.add_argument("--questions", type=_whole(1, 10**6), help="how many (default: as a recipe's evaluate.questions)")
+    one.add_argument("--seed", type=SEED, help="which ones (default: as a recipe's evaluate.seed)")
     _task_arguments(one)
 
     one = _verb(
@@ -213,8 +249,8 @@ def _model_verbs(verbs: Any) -> None:
         "bloomery export runs/demo out --format hf --dtype bfloat16",
         reports=True,
     )
-    one.add_argument("model", type=Path, metavar="MODEL", help=MODEL)
-    one.add_argument("out", type=Path, metavar="OUT", help="a new folder")
+    one.add_argument("model", type=_path, metavar="MODEL", help=MODEL)
+    one.add_argument("out", type=_path, metavar="OUT", help="a new folder")
     one.add_argument("--format", choices=("hf", "llmc"), default="hf", help="transformers' (default), or llm.c's")
     formats = ("float32", "bfloat16", "float16")
     one.add_argument("--dtype", choices=formats, default="float32", help="of the weights (default: float32)")
@@ -226,9 +262,9 @@ def _model_verbs(verbs: Any) -> None:
         "bloomery import gpt2_124M.bin models/gpt2 --tokenizer gpt2_tokenizer.bin",
         reports=True,
     )
-    one.add_argument("source", type=Path, metavar="IN", help="a folder of transformers, or a model .bin of llm.c")
-    one.add_argument("out", type=Path, metavar="OUT", help="a new folder")
-    one.add_argument("--tokenizer", type=Path, help="of a .bin (default: *tokenizer*.bin beside it)")
+    one.add_argument("source", type=_path, metavar="IN", help="a folder of transformers, or a model .bin of llm.c")
+    one.add_argument("out", type=_path, metavar="OUT", help="a new folder")
+    one.add_argument("--tokenizer", type=_path, help="of a .bin (default: *tokenizer*.bin beside it)")
 
 
 def _task_arguments(one: argparse.ArgumentParser) -> None:
@@ -240,26 +276,26 @@ def _task_arguments(one: argparse.ArgumentParser) -> None:
     asked.add_argument(
         "--data",
         action="append",
-        type=Path,
+        type=_path,
         default=[],
         metavar="PATH",
         help="its file, or a folder (default: the hub)",
     )
-    asked.add_argument("--limit", type=_positive, help="questions of each task, drawn by --seed (default: all)")
-    asked.add_argument("--shots", type=_count, help="examples before each question (default: as the task says)")
+    asked.add_argument("--limit", type=_whole(1, 10**12), help="questions of each task, by --seed (default: all)")
+    asked.add_argument("--shots", type=_whole(0, 1000), help="examples before each question (default: the task's)")
     asked.add_argument(
-        "--samples", type=_positive, default=1, help="answers to each question that is written (default: 1)"
+        "--samples", type=_whole(1, 10_000), default=1, help="answers to each question that is written (default: 1)"
     )
     asked.add_argument(
-        "--temperature", type=_amount, default=0.0, help="of what is written (default: 0, the likeliest)"
+        "--temperature", type=TEMPERATURES, default=0.0, help="of what is written (default: 0, the likeliest)"
     )
-    asked.add_argument("--max-tokens", type=_positive, help="longest answer (default: as the task says)")
+    asked.add_argument("--max-tokens", type=ANSWER_TOKENS, help="longest answer (default: as the task says)")
     asked.add_argument("--no-opening", action="store_true", help="prompts without the token that opens a document")
     asked.add_argument("--run-code", action="store_true", help="programs that the model writes may run, in a sandbox")
     asked.add_argument(
         "--weaker-sandbox", action="store_true", help="... also where the kernel lacks some of its walls"
     )
-    asked.add_argument("--out", type=Path, metavar="FILE", help="write every question's result as a line of JSON")
+    asked.add_argument("--out", type=_path, metavar="FILE", help="write every question's result as a line of JSON")
     asked.add_argument("--offline", action="store_true", help="take what is in the cache, and ask no hub")
 
 
@@ -272,5 +308,5 @@ def _machine_verbs(verbs: Any) -> None:
         reports=True,
     )
     one.add_argument(
-        "--runs", type=Path, default=Path("runs"), help="folder that runs will be written to (default: runs)"
+        "--runs", type=_path, default=Path("runs"), help="folder that runs will be written to (default: runs)"
     )

@@ -11,42 +11,62 @@ import os
 import sys
 import traceback
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import TYPE_CHECKING
 
 from bloomery import arguments
+from bloomery.core import shortage, streams
 from bloomery.core.errors import BloomeryError, DataError, RunError
 from bloomery.core.stop import INTERRUPTED, Terminated
 
 if TYPE_CHECKING:
-    from bloomery.recipe import Recipe
     from bloomery.serve.answerer import TextAnswerer
     from bloomery.tokenizer.chat import Message
 
 
 def main(words: Sequence[str] | None = None) -> int:
     """Run one verb; returns the exit code."""
-    options = arguments.parse(words)
+    streams.open_closed()
+    streams.show_every_character()
+    with streams.checked_output():
+        return _main(words)
+
+
+def _main(words: Sequence[str] | None) -> int:
     try:
-        code = VERBS[options.verb](options)
+        code = VERBS[(options := _parsed(words)).verb](options)
         sys.stdout.flush()
         return code
     except BloomeryError as error:
-        print(f"{type(error).__name__}: {error}", file=sys.stderr)
+        if isinstance(error, streams.OutputError):
+            streams.discard(streams.STDOUT)
+        streams.tell(f"{type(error).__name__}: {error}")
         return 2
     except KeyboardInterrupt:
-        print("interrupted; the same command goes on from here", file=sys.stderr)
+        streams.tell("interrupted; the same command goes on from here")
         return 130
     except Terminated as ended:
         how = "interrupted" if ended.code == INTERRUPTED else "ended as asked"
-        print(f"{how}; the same command goes on from here", file=sys.stderr)
+        streams.tell(f"{how}; the same command goes on from here")
         return int(ended.code or 0)
     except BrokenPipeError:  # whoever read has read enough; what is left to write goes nowhere
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        streams.discard(streams.STDOUT)
         return 0
-    except Exception:
-        traceback.print_exc()
-        print("This is a fault of Bloomery's, not yours. The lines above say where.", file=sys.stderr)
+    except Exception as error:
+        if (short := shortage.as_error(error)) is not None:
+            streams.tell(str(short))
+            shortage.skip_teardown_after_import(error, 2)
+            return 2
+        streams.tell(f"{traceback.format_exc()}This is a fault of Bloomery's, not yours. The lines above say where.")
         return 1
+
+
+def _parsed(words: Sequence[str] | None) -> argparse.Namespace:
+    try:
+        return arguments.parse(words)
+    except SystemExit:
+        sys.stdout.flush()  # of a help text that nobody can read
+        raise
 
 
 def show_help(options: argparse.Namespace) -> int:
@@ -55,113 +75,30 @@ def show_help(options: argparse.Namespace) -> int:
 
 
 def run(options: argparse.Namespace) -> int:
-    if int(os.environ.get("WORLD_SIZE", "1")) == 1:
-        return _run(options)
-    from bloomery.train import launch
-
-    if int(os.environ["RANK"]) > 0:  # of several that torchrun has started, the first does all but training
-        launch.follow()
-        return 0
-    try:
-        return _run(options)
-    finally:
-        launch.dismiss()
-
-
-def _run(options: argparse.Namespace) -> int:
-    from bloomery.core import config, stage
-    from bloomery.core import run as runs
-    from bloomery.core.log import say
+    from bloomery.core import config
     from bloomery.recipe import STAGES, Recipe
-    from bloomery.stages import card, overview
+    from bloomery.stages import execution
 
-    recipe = config.load(Recipe, options.recipe, options.settings)
-    stage.check_names(STAGES, options.until, options.only)
-    stage.check_sections(STAGES, recipe, until=options.until, only=options.only)
-    root = options.runs / recipe.name
-    with stage.locked(root):
-        plans = stage.lay_out(STAGES, recipe, root)
-        runs.remember(root, recipe, plans)
-        if any(plan.stage.name == "pretrain" and not plan.fresh for plan in plans) and (why := _only_here(recipe)):
-            say(f"this model can be used here and nowhere else: {'; '.join(why)}", "yellow")
-        done = stage.execute(plans, until=options.until, only=options.only)
-        card.write(root)
-        page = overview.write(root)
-    asked = f"stopped after {options.until}" if options.until else f"only {options.only}" if options.only else ""
-    if asked and (left := [plan.stage.name for plan in plans if not plan.fresh]):
-        stages = "1 stage" if len(left) == 1 else f"{len(left)} stages"
-        say(f"{root}: {asked}, as asked; {stages} to go: {', '.join(left)}")
-    else:
-        say(f"{root}: {'done' if 'ran' in done.values() else 'everything is fresh, nothing to do'}")
-    if page is not None:
-        say(f"report: {page}")
+    def whole() -> None:
+        recipe = config.load(Recipe, options.recipe, options.settings)
+        execution.run(STAGES, recipe, options.runs / recipe.name, until=options.until, only=options.only)
+
+    execution.by_first_process(whole)
     return 0
 
 
 def plan(options: argparse.Namespace) -> int:
-    from importlib.util import find_spec
-
-    from bloomery.core import config, stage
-    from bloomery.data import hosts
+    from bloomery.core import config
     from bloomery.recipe import STAGES, Recipe
     from bloomery.stages import planned
-    from bloomery.stages.tokenizer import vocab_size
     from bloomery.train.planning.report import Price
 
     recipe = config.load(Recipe, options.recipe, options.settings)
-    with hosts.impatiently():
-        laid = stage.lay_out(STAGES, recipe, options.runs / recipe.name, blind=True)
-    made = {}
-    if recipe.pretrain is not None:
-        tools: dict[str, Any] = {}
-        if find_spec("torch") is not None:
-            from bloomery.train.planning import here
-
-            tools = {"here": here.here, "check": here.check}
-        price = Price(per_hour=options.price, watts=options.watts)
-        wish = planned.Wish(device=options.device, memory_bytes=options.memory, devices=options.devices, price=price)
-        sections = {"pretrain": recipe.pretrain, "finetune": recipe.finetune, "prefer": recipe.prefer}
-        rows = vocab_size(recipe.tokenizer)
-        if recipe.pretrain.start_from is not None:
-            rows = stage.resolve("bloomery.stages.pretrain:num_rows")(recipe.pretrain, rows)
-        made = planned.plans(sections, recipe.pretrain.model, rows, wish, **tools)
-    told = planned.facts(
-        recipe.name,
-        laid,
-        stage.missing_sections(STAGES, recipe),
-        made,
-        ({"depth": _depth_told(recipe)} if recipe.pretrain and recipe.pretrain.depth else {})
-        | {"only_here": _only_here(recipe)},
-        recipe.shard.tokens,
-    )
+    price = Price(per_hour=options.price, watts=options.watts)
+    wish = planned.Wish(device=options.device, memory_bytes=options.memory, devices=options.devices, price=price)
+    told, made = planned.report(STAGES, recipe, options.runs / recipe.name, wish)
     print(json.dumps(told) if options.json else "\n".join(planned.lines(told, made)))
     return 0
-
-
-def _only_here(recipe: "Recipe") -> list[str]:
-    """What of the model no other program has; nothing where none is trained, or where there is no torch."""
-    from importlib.util import find_spec
-
-    if recipe.pretrain is None or find_spec("torch") is None:
-        return []
-    from bloomery.weights import families
-
-    return families.reasons(recipe.pretrain.model)
-
-
-def _depth_told(recipe: "Recipe") -> dict[str, Any]:
-    """What the dial of [pretrain] came to, with what the recipe says itself."""
-    assert recipe.pretrain is not None
-    from bloomery.train.plan import trained_tokens
-
-    model, optimizer = recipe.pretrain.model, recipe.pretrain.optimizer
-    return {
-        "depth": recipe.pretrain.depth,
-        "model": model.model_dump(include={"width", "num_layers", "num_heads", "num_kv_heads", "mlp_width"}),
-        "tokens_per_step": trained_tokens(recipe.pretrain.tokens_per_step, model.context),
-        "steps": recipe.pretrain.steps,
-        "rates": {name: rate for name, rate in optimizer.model_dump().items() if name.endswith("learning_rate")},
-    }
 
 
 def status(options: argparse.Namespace) -> int:
@@ -172,8 +109,7 @@ def status(options: argparse.Namespace) -> int:
     states = runs.states(options.run, thorough=options.verify)
     damaged = [one for one in states if one.state == "damaged"]
     if options.json:
-        rows = [{**one.__dict__, "folder": str(one.folder)} for one in states]
-        print(json.dumps({"run": str(options.run), "done": all(s.state == "done" for s in states), "stages": rows}))
+        print(json.dumps(runs.summary(options.run, states)))
         return 2 if damaged else 0
     for one in states:
         seconds = f"{one.seconds:8.1f} s" if one.seconds is not None else " " * 10
@@ -187,20 +123,44 @@ def clean(options: argparse.Namespace) -> int:
     from bloomery.core import run as runs
     from bloomery.core import stage
 
-    runs.current(options.run)  # of what is no run folder, none is made
-    with stage.locked(options.run):
-        found = runs.waste(options.run)
-        freed = runs.remove(found) if options.yes else 0
+    root: Path = options.run
+    runs.current(root)  # of what is no run folder, none is made
+    with stage.locked(root):
+        found, old = runs.waste(root), runs.expired(root, now=options.now)
+        freed = runs.delete([*found, *old] if options.now else old) if options.yes or options.now else 0
+        moved = runs.remove(root, found) if options.yes and not options.now else runs.Moved()
+        strangers = runs.strangers(root)
+    moved_bytes = sum(one.size for one in found) if moved.moves else 0
     if options.json:
-        rows = [{"path": str(one.path), "bytes": one.size, "why": one.why} for one in found]
-        print(json.dumps({"run": str(options.run), "waste": rows, "freed_bytes": freed}))
+        rows, trash = ([{"path": str(w.path), "bytes": w.size, "why": w.why} for w in some] for some in (found, old))
+        print(
+            json.dumps(
+                {
+                    "run": str(root),
+                    "waste": rows,
+                    "trash": trash,
+                    "moved_bytes": moved_bytes,
+                    "freed_bytes": freed,
+                    "restore": moved.restore(),
+                    "left_in_trash": [str(path) for path in strangers],
+                }
+            )
+        )
         return 0
-    for one in found:
+    for one in (*found, *old):
         print(f"{one.size / 2**20:10.1f} MiB  {one.path}  ({one.why})")
-    total = sum(one.size for one in found) / 2**20
-    print(
-        f"{total:10.1f} MiB  " + ("freed" if options.yes else "would be freed by --yes" if found else "nothing to free")
-    )
+    if not found and not old:
+        print(f"{0:10.1f} MiB  nothing to free")
+    elif not (options.yes or options.now):
+        print(f"{sum(one.size for one in (*found, *old)) / 2**20:10.1f} MiB  would go: --yes moves it to {runs.TRASH}")
+        print(f"{'':16}and frees what is there for a day; --now frees all at once")
+    if freed:
+        print(f"{freed / 2**20:10.1f} MiB  freed")
+    if moved.moves:
+        print(f"{moved_bytes / 2**20:10.1f} MiB  moved to {root / runs.TRASH}; freed by the next clean after a day")
+        print("\n".join(["To restore it:", *(f"  {command}" for command in moved.restore())]))
+    for path in strangers:
+        print(f"{'':16}left: {path} (clean did not put it there)")
     return 0
 
 
@@ -291,7 +251,8 @@ def serve(options: argparse.Namespace) -> int:
     if not options.runs.is_dir():
         cure = "Name the folder that holds run folders: --runs DIR"
         raise RunError("does not exist", where=str(options.runs), cure=cure)
-    serve_models(Shelf(options.runs), options.host, options.port)
+    token = os.environ.get("BLOOMERY_TOKEN") if options.token is None else options.token
+    serve_models(Shelf(options.runs), options.host, options.port, token)
     return 0
 
 

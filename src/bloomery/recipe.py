@@ -15,21 +15,26 @@ A recipe, read top to bottom, is the path that the data takes. Each field is one
     evaluate    everything                   -> scores, and a report
 """
 
+import re
 from collections.abc import Callable
 from typing import Any
 
-from pydantic import Field, model_serializer, model_validator
+from pydantic import Field, field_validator, model_serializer, model_validator
 
 from bloomery.core.config import VOLATILE, Config, build
 from bloomery.core.errors import DataError
-from bloomery.core.stage import Stage, resolve
+from bloomery.core.files import path_problem
+from bloomery.core.stage import resolve
 from bloomery.data.engine import Engine, Parallel
 from bloomery.model.lora_config import matrices, targets
 from bloomery.stages import config as sections
+from bloomery.stages.table import STAGES as STAGES
 from bloomery.tokenizer import templates
 from bloomery.tokenizer.config import AnyKind, ByteBpe, Imported
 from bloomery.train import depth
 from bloomery.train.preference.config import Grpo
+
+WINDOWS_DEVICE = re.compile(r"(con|prn|aux|nul|com\d|lpt\d)(\..*)?", re.IGNORECASE)
 
 
 class Recipe(Config):
@@ -66,6 +71,15 @@ class Recipe(Config):
             return tree
         given = {name: tree.get(name, {}) for name in PARALLEL}
         return tree | {name: {"engine": tree["engine"]} | one for name, one in given.items() if isinstance(one, dict)}
+
+    @field_validator("name")
+    @classmethod
+    def _is_a_folder(cls, name: str) -> str:
+        if problem := path_problem(name):
+            raise ValueError(problem)
+        if name.endswith(".") or WINDOWS_DEVICE.fullmatch(name):
+            raise ValueError(f"Windows has no folder {name!r}, and a run folder may move there: take another name")
+        return name
 
     @model_validator(mode="after")
     def _text_comes_from_somewhere(self) -> "Recipe":
@@ -110,11 +124,19 @@ class Recipe(Config):
         if self.shard.imported is not None or any(getattr(source, "domain_field", None) for source in sources):
             return self  # only the documents tell
         known = sorted({source.domain for source in sources})
-        if missing := [domain for domain in self.evaluate.domains if known and domain not in known]:
-            raise ValueError(
-                f"evaluate.domains names {', '.join(map(repr, missing))}, and no source has documents of it; "
-                f"domains of fetch.sources: {', '.join(known)}"
-            )
+        anneal = self.shard.anneal.weights if self.shard.anneal else ()
+        named = {
+            "evaluate.domains": self.evaluate.domains,
+            "shard.weights": [weight.domain for weight in self.shard.weights],
+            "shard.anneal.weights": [weight.domain for weight in anneal],
+            "tokenizer.weights": [weight.domain for weight in self.tokenizer.weights],
+        }
+        for key, domains in named.items():
+            if missing := [domain for domain in domains if known and domain not in known]:
+                raise ValueError(
+                    f"{key} names {', '.join(map(repr, missing))}, and no source has documents of it; "
+                    f"domains of fetch.sources: {', '.join(known)}"
+                )
         return self
 
     @model_validator(mode="after")
@@ -209,108 +231,3 @@ PARALLEL = tuple(
     if isinstance(field.annotation, type) and issubclass(field.annotation, Parallel)
 )
 """Sections of the stages that work on parts."""
-
-STAGES = (
-    Stage(
-        name="fetch",
-        run="bloomery.stages.fetch:run",
-        digest="bloomery.stages.fetch:digest",
-        version=3,
-        resumes=True,
-    ),
-    Stage(
-        name="classify",
-        run="bloomery.stages.classify:run",
-        digest="bloomery.stages.classify:digest",
-        lacking="bloomery.stages.classify:lacking",
-        after=("fetch",),
-        version=2,
-    ),
-    Stage(
-        name="filter",
-        run="bloomery.stages.filter:run",
-        digest="bloomery.stages.filter:digest",
-        after=("fetch", "classify"),
-        version=2,
-        resumes=True,
-    ),
-    Stage(
-        name="dedup",
-        run="bloomery.stages.dedup:run",
-        digest="bloomery.stages.dedup:digest",
-        after=("filter",),
-        version=3,
-        resumes=True,
-    ),
-    Stage(
-        name="tokenizer",
-        run="bloomery.stages.tokenizer:run",
-        digest="bloomery.stages.tokenizer:digest",
-        after=("dedup",),
-        version=2,
-    ),
-    Stage(
-        name="shard",
-        run="bloomery.stages.shard:run",
-        digest="bloomery.stages.shard:digest",
-        after=("dedup", "tokenizer"),
-        version=2,
-        resumes=True,
-    ),
-    Stage(
-        name="pretrain",
-        run="bloomery.stages.pretrain:run",
-        needed="bloomery.train.packages:needed",
-        digest="bloomery.stages.pretrain:digest",
-        after=("tokenizer", "shard"),
-        version=2,
-        resumes=True,
-        guards=True,
-        hands_on="model/",
-    ),
-    Stage(
-        name="synthesize",
-        run="bloomery.stages.synthesize:run",
-        after=("dedup",),
-        version=2,
-        resumes=True,
-        guards=True,
-    ),
-    Stage(
-        name="instruct",
-        run="bloomery.stages.instruct:run",
-        digest="bloomery.stages.instruct:digest",
-        after=("tokenizer", "synthesize"),
-        version=3,
-    ),
-    Stage(
-        name="finetune",
-        run="bloomery.stages.finetune:run",
-        needed="bloomery.train.packages:needed",
-        after=("pretrain", "instruct"),
-        version=2,
-        resumes=True,
-        guards=True,
-        hands_on="model/",
-    ),
-    Stage(
-        name="prefer",
-        run="bloomery.stages.prefer:run",
-        needed="bloomery.train.packages:needed",
-        digest="bloomery.stages.prefer:digest",
-        after=("finetune",),
-        resumes=True,
-        optional=True,
-        hands_on="model/",
-    ),
-    Stage(
-        name="evaluate",
-        run="bloomery.stages.evaluate:run",
-        digest="bloomery.evaluation.config:digest",
-        version=4,
-        after=(
-            *("fetch", "classify", "filter", "dedup", "tokenizer", "shard"),
-            *("pretrain", "instruct", "finetune", "prefer"),
-        ),
-    ),
-)

@@ -9,8 +9,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import Field, ValidationError, model_validator
 
-from bloomery.core.config import VOLATILE, Config, Positive, Share, apply_override, build, load, plain, to_toml
+from bloomery.core.bounds import Between, Share
+from bloomery.core.config import VOLATILE, Config, apply_override, build, load, plain, to_toml
 from bloomery.core.errors import ConfigError
+
+Positive = Annotated[int, Between(1, 2**63 - 1, "a test has no more")]
 
 
 class Short(Config):
@@ -109,13 +112,16 @@ def test_an_unknown_key_is_named_with_its_place_and_the_key_that_was_meant(
         ({"steps": 8.0}, "steps: input should be a valid integer, got 8.0"),
         ({"work": {"rate": "8"}}, "work.rate: input should be a valid number, got '8'"),
         ({"work": {"rate": math.nan}}, "work.rate: input should be a finite number, got nan"),
-        ({"work": {"share": 1.5}}, "work.share: input should be less than or equal to 1, got 1.5"),
+        ({"work": {"share": 1.5}}, "work.share: must be at most 1, got 1.5: it is a share"),
         ({"work": {"shuffle": 1}}, "work.shuffle: input should be a valid boolean, got 1"),
         ({"work": {"betas": [0.1]}}, "work.betas"),
         ({"work": {"betas": [0.1, "x"]}}, "work.betas.1: input should be a valid number, got 'x'"),
         ({"work": {"betas": [0.3, 0.2]}}, "work: betas ascend; got (0.3, 0.2)"),
         ({"name": 3}, "name: input should be a valid string, got 3"),
-        ({"work": {"rules": [{"kind": "short", "min_words": 0}]}}, "work.rules.0.min_words: input should be greater"),
+        (
+            {"work": {"rules": [{"kind": "short", "min_words": 0}]}},
+            "work.rules.0.min_words: must be at least 1, got 0",
+        ),
         ({"work": []}, "work: "),
     ],
 )
@@ -291,21 +297,21 @@ TEXT = st.text(st.characters(codec="utf-8"), max_size=20) | st.sampled_from(
     ['"', "\\", '"""', "\r\n", "\x7f", "\\\x7f", "\x00\x1f", "\u2028\x85", "é😀", "# no comment", "'", " ", "\ufeff"]
 )
 FLOATS = st.floats(allow_nan=False, allow_infinity=False)
-RULES = st.builds(Short, min_words=st.integers(1), note=TEXT) | st.builds(
+RULES = st.builds(Short, min_words=st.integers(1, 2**63 - 1), note=TEXT) | st.builds(
     Clean,
     kind=st.sampled_from(["clean", "tidy"]),
     patterns=st.lists(TEXT, max_size=3).map(tuple),
     limit=st.none() | FLOATS,
     threads=st.integers(1, 9),
 )
-DEEP = st.builds(Deep, value=st.integers(), cache=TEXT)
+DEEP = st.builds(Deep, value=st.integers(-(2**63), 2**63 - 1), cache=TEXT)
 WORK = st.builds(
     Work,
     path=st.none() | TEXT.map(Path),
     rate=FLOATS,
     share=st.floats(0, 1),
     shuffle=st.booleans(),
-    grid=st.lists(st.lists(st.integers(), max_size=3).map(tuple), max_size=3).map(tuple),
+    grid=st.lists(st.lists(st.integers(-(2**63), 2**63 - 1), max_size=3).map(tuple), max_size=3).map(tuple),
     rules=st.lists(RULES, max_size=3).map(tuple),
     extra=st.none() | st.lists(DEEP, max_size=2).map(tuple),
     workers=st.integers(1, 9),
@@ -314,7 +320,7 @@ WORK = st.builds(
 RECIPES = st.builds(
     Recipe,
     name=TEXT,
-    steps=st.integers(),
+    steps=st.integers(-(2**63), 2**63 - 1),
     first=RULES,
     maybe=st.none() | RULES,
     work=WORK,

@@ -90,6 +90,40 @@ def test_a_full_disk_is_noticed_when_the_last_bytes_are_flushed(small: Path) -> 
     assert [p.name for p in small.iterdir()] == ["most.bin"]
 
 
+def test_a_file_system_without_inodes_is_not_called_full(tmp_path: Path) -> None:
+    try:
+        options = "size=1m,nr_inodes=4"
+        subprocess.run(
+            ["mount", "-t", "tmpfs", "-o", options, "bloomery-test", tmp_path], check=True, capture_output=True
+        )
+    except (OSError, subprocess.CalledProcessError) as error:
+        pytest.skip(f"this user may not mount a small file system: {error}")
+    try:
+        for number in range(3):
+            (tmp_path / str(number)).touch()
+        with pytest.raises(RunError) as caught:
+            files.write_json(tmp_path / "a.json", {})
+    finally:
+        subprocess.run(["umount", tmp_path], check=True)
+    assert "its file system has no inodes left for new files, and 1.0 MiB free" in caught.value.what
+    assert "Remove files there" in caught.value.cure
+
+
+@pytest.mark.parametrize(
+    ("inodes", "favail", "told"), [(4, 0, "no inodes left"), (4, 1, "MiB free"), (0, 0, "MiB free")]
+)
+def test_inodes_are_named_only_where_they_are_counted_and_used_up(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, inodes: int, favail: int, told: str
+) -> None:
+    facts = os.statvfs(tmp_path)
+    values = [*facts]
+    values[5], values[7] = inodes, favail
+    monkeypatch.setattr(os, "statvfs", lambda folder: os.statvfs_result(values))
+    with pytest.raises(RunError) as caught, files.disk_errors(tmp_path / "a"):
+        raise OSError(errno.ENOSPC, "x")
+    assert ("inodes" in caught.value.what) == (told == "no inodes left")
+
+
 def test_metrics_on_a_full_disk_fail_as_everything_else_does_and_lose_no_line(small: Path) -> None:
     with Metrics(small / "metrics.jsonl", 0) as metrics:
         metrics.write(step=1, loss=2.5)
@@ -182,3 +216,16 @@ def test_a_file_has_the_hash_of_its_bytes(tmp_path: Path) -> None:
     data = os.urandom(300_000)
     (tmp_path / "a").write_bytes(data)
     assert files.sha256_file(tmp_path / "a") == files.sha256_bytes(data) == hashlib.sha256(data).hexdigest()
+
+
+@pytest.mark.parametrize("kind", ["link", "hard link"])
+def test_a_link_in_the_place_of_what_is_written_is_replaced_and_its_target_stays(tmp_path: Path, kind: str) -> None:
+    mine = tmp_path / "mine.txt"
+    mine.write_text("mine")
+    for name in ("new.json", "new.json.partial"):
+        (tmp_path / name).symlink_to(mine) if kind == "link" else (tmp_path / name).hardlink_to(mine)
+    files.write_json(tmp_path / "new.json", 1)
+    assert mine.read_text() == "mine"
+    assert (tmp_path / "new.json").read_text() == "1\n"
+    assert not (tmp_path / "new.json").is_symlink()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["mine.txt", "new.json"]

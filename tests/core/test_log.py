@@ -145,6 +145,15 @@ def test_what_is_said_is_kept_with_its_time_while_the_block_runs(tmp_path: Path)
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="has no /dev/full")
+def test_half_a_surrogate_pair_is_shown_as_its_number_on_the_terminal_and_in_the_file(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with kept(tmp_path / "log.txt"):
+        say("threads \ud800")
+    assert capsys.readouterr().err == "threads \\ud800\n"
+    assert (tmp_path / "log.txt").read_text(encoding="utf-8").endswith("  threads \\ud800\n")
+
+
 def test_what_a_full_disk_does_not_keep_is_an_error_with_the_cure() -> None:
     with pytest.raises(RunError, match=r"^/dev/full: cannot be written: No space left.*\nFree some space"):  # noqa: SIM117
         with kept(Path("/dev/full")):

@@ -8,7 +8,7 @@ from bloomery.core import config, files, run
 from bloomery.core.config import Config
 from bloomery.core.errors import RunError
 from bloomery.core.files import MANIFEST
-from bloomery.core.run import Waste, current, remember, remove, size_of, states, waste
+from bloomery.core.run import current, delete, remember, size_of, states, waste
 from bloomery.core.stage import Plan, Stage, execute, lay_out
 
 
@@ -134,26 +134,10 @@ def test_waste_is_what_other_settings_made_and_what_is_torn_and_nothing_else(roo
     assert (sizes[torn], sizes[new[1].folder / f"out.txt{files.PARTIAL}"]) == (40, 3)
     kept = {path for path in root.rglob("*") if not any(path.is_relative_to(one.path) for one in found)}
     freed = sum(file.stat().st_size for one in found for file in [one.path, *one.path.rglob("*")] if file.is_file())
-    assert remove(found) == freed == sum(one.size for one in found)
+    assert delete(found) == freed == sum(one.size for one in found)
     assert set(root.rglob("*")) == kept
     assert waste(root) == []
     assert [one.state for one in states(root)] == ["done", "done"]
-
-
-def test_a_stage_folder_loses_its_manifest_first(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """So that one whose removal is interrupted never looks done."""
-    old = lay(root, 1)
-    execute(old)
-    lay(root, 2)
-
-    def killed(path: Path) -> None:
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr("bloomery.core.run.shutil.rmtree", killed)
-    with pytest.raises(KeyboardInterrupt):
-        remove([Waste(old[0].folder, 1, "")])
-    assert not (old[0].folder / MANIFEST).exists()
-    assert not old[0].fresh
 
 
 def test_the_size_of_a_folder_is_that_of_all_its_files(root: Path) -> None:

@@ -15,7 +15,7 @@ import pytest
 from bloomery.core import files
 from bloomery.core.errors import RunError
 from bloomery.core.files import MANIFEST
-from bloomery.core.stage import Plan, Stage, brief, content_hash, damage, execute, lay_out, locked, read_manifest
+from bloomery.core.stage import BEGUN, Plan, Stage, brief, content_hash, damage, execute, lay_out, locked, read_manifest
 from tests.core.made import HERE, RUNS, STAGES, Recipe, Section, work
 
 
@@ -166,12 +166,56 @@ def test_a_flipped_byte_is_found_when_looked_for(plans: list[Plan]) -> None:
     assert damage(plans[0].folder, thorough=True) == "out.txt has another sha256"
 
 
-@pytest.mark.parametrize("text", ["", "{", '{"stage": "make"}', "[]", "3"])
-def test_a_manifest_that_cannot_be_read_is_an_error_that_names_it(plans: list[Plan], text: str) -> None:
+def test_an_input_that_was_damaged_is_not_used_and_the_error_says_what_makes_it_again(plans: list[Plan]) -> None:
     execute(plans, until="make")
+    file = plans[0].folder / "out.txt"
+    whole = file.read_bytes()
+    file.write_bytes(bytes([whole[0] ^ 1]) + whole[1:])
+    assert plans[0].fresh  # its size is as before
+    with pytest.raises(RunError, match=rf"its input make is damaged: {file} has another sha256") as caught:
+        execute(plans, until="double")
+    assert f"Remove {plans[0].folder / MANIFEST} and run the same command again" in caught.value.cure
+    (plans[0].folder / MANIFEST).unlink()
+    assert execute(plans, until="double") == {"make": "ran", "double": "ran"}
+    assert file.read_bytes() == whole
+
+
+@pytest.mark.parametrize("text", ["", "{", '{"stage": "make"}', "[]", "3", '{"outputs": 5}', "[" * 100_000])
+def test_a_stage_whose_manifest_cannot_be_read_is_damaged_and_runs_again(plans: list[Plan], text: str) -> None:
+    execute(plans)
+    whole = (plans[0].folder / MANIFEST).read_text()
     (plans[0].folder / MANIFEST).write_text(text)
+    assert damage(plans[0].folder).startswith("manifest.json cannot be read: ")
+    assert damage(plans[1].folder) == ""  # what an input holds that cannot be read tells nothing
     with pytest.raises(RunError, match=rf"(?s){plans[0].folder.name}/manifest\.json: cannot be read.*Remove that file"):
+        read_manifest(plans[0].folder)
+    assert execute(plans)["make"] == "ran"
+    assert read_manifest(plans[0].folder)["outputs"] == json.loads(whole)["outputs"]
+
+
+def test_a_folder_in_the_place_of_a_manifest_is_damage_too(plans: list[Plan]) -> None:
+    execute(plans)
+    (plans[0].folder / MANIFEST).unlink()
+    (plans[0].folder / MANIFEST).mkdir()
+    assert damage(plans[0].folder) == "manifest.json cannot be read: it is no regular file"
+    assert execute(plans)["make"] == "ran"
+
+
+@pytest.mark.parametrize("name", ["../outside", "/etc/passwd", "a/../../b", "", "x" * 300, "a\0b"])
+def test_a_manifest_that_names_files_outside_of_its_folder_is_damaged(plans: list[Plan], name: str) -> None:
+    execute(plans)
+    written = read_manifest(plans[0].folder)
+    files.write_json(plans[0].folder / MANIFEST, {**written, "outputs": {name: {"bytes": 0, "sha256": "0"}}})
+    assert damage(plans[0].folder).startswith("manifest.json cannot be read: outputs")
+
+
+def test_leftovers_of_unknown_content_are_neither_used_nor_removed(plans: list[Plan]) -> None:
+    execute(plans)
+    (plans[1].folder / MANIFEST).unlink()
+    (plans[1].folder / BEGUN).write_text("[1]")
+    with pytest.raises(RunError, match=rf"(?s)begun\.json: cannot be read.*Remove {plans[1].folder}"):
         execute(plans)
+    assert (plans[1].folder / "out.txt").exists()
 
 
 def test_a_stage_that_died_finds_what_it_left(plans: list[Plan], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -211,6 +255,21 @@ def test_a_stage_that_cannot_go_on_begins_in_an_empty_folder(
     assert not made["resumed"]
     assert not made["stats"]["found"]
     assert (tmp_path / "elsewhere" / "mine.txt").exists()
+
+
+def test_a_stage_folder_that_is_a_link_is_an_error_and_nothing_behind_it_is_changed(
+    plans: list[Plan], tmp_path: Path
+) -> None:
+    target = tmp_path / "elsewhere"
+    target.mkdir()
+    (target / "mine.txt").touch()
+    plans[0].folder.parent.mkdir(parents=True, exist_ok=True)
+    plans[0].folder.symlink_to(target)
+    with pytest.raises(RunError, match=f"is a link to {target}"):
+        execute(plans)
+    assert [path.name for path in target.iterdir()] == ["mine.txt"]
+    plans[0].folder.unlink()
+    assert execute(plans)["make"] == "ran"
 
 
 def test_what_was_made_from_an_input_that_was_made_again_with_other_content_runs_again(
@@ -366,6 +425,17 @@ def test_two_processes_cannot_hold_one_run_folder(tmp_path: Path) -> None:
             assert "RunError" in again.stderr
     with locked(root):
         pass
+
+
+@pytest.mark.parametrize("kind", ["link", "text"])
+def test_a_lock_that_another_program_has_made_is_an_error_and_stays(tmp_path: Path, kind: str) -> None:
+    (tmp_path / "mine.txt").write_text("12 pages of mine")
+    (tmp_path / "run").mkdir()
+    lock = tmp_path / "run" / ".lock"
+    lock.symlink_to(tmp_path / "mine.txt") if kind == "link" else lock.write_text("12 pages of mine")
+    with pytest.raises(RunError, match="would be overwritten"), locked(tmp_path / "run"):
+        pytest.fail("it was held")
+    assert lock.read_text() == (tmp_path / "mine.txt").read_text() == "12 pages of mine"
 
 
 def test_the_lock_is_no_output_of_a_stage_and_is_free_after_an_error(plans: list[Plan], tmp_path: Path) -> None:

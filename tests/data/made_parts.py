@@ -39,6 +39,8 @@ def double(config: Trouble, part: Part, out: Path) -> dict[str, Any]:
 def trouble(what: str, part: Part) -> None:
     if what == "killed":
         os.kill(os.getpid(), signal.SIGKILL)
+    if what == "aborted":
+        os.abort()
     if what == "left":
         os._exit(3)
     if what == "fault":

@@ -7,8 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from bloomery.core import files
-from bloomery.data import cache
+from bloomery.core import cache, files
 from bloomery.shards import foreign
 from tests.shards.test_foreign import rows, speed_run
 
@@ -72,7 +71,7 @@ def test_a_cache_that_cannot_be_used_costs_time_and_ends_nothing(
         raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
 
     with monkeypatch.context() as patched:
-        patched.setattr("bloomery.data.cache.fcntl.flock", no_locks)
+        patched.setattr("bloomery.core.cache.fcntl.flock", no_locks)
         assert told() == (True, True)
     assert told() == (True, False)
     assert told() == (False, False)

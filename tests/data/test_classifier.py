@@ -7,6 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import safetensors.numpy
 from sklearn.metrics import roc_auc_score
 
 from bloomery.core.errors import DataError
@@ -163,12 +164,15 @@ def test_too_few_examples_are_an_error_that_says_how_many() -> None:
 
 
 def test_a_broken_classifier_is_an_error(tmp_path: Path, learned: Learned) -> None:
-    with pytest.raises(DataError, match="no classifier that can be read"):
+    with pytest.raises(DataError, match=r"classifier\.json: cannot be read: No such file"):
         load(tmp_path)
     save(learned, {}, tmp_path)
     whole = (tmp_path / scorer.ARRAYS).read_bytes()
     (tmp_path / scorer.ARRAYS).write_bytes(whole[:100])
     with pytest.raises(DataError, match="no classifier that can be read"):
+        load(tmp_path)
+    (tmp_path / scorer.ARRAYS).write_bytes(safetensors.numpy.save({"weights": np.zeros(3), "bias": np.zeros(1)}))
+    with pytest.raises(DataError, match="its arrays are no weights of"):
         load(tmp_path)
     (tmp_path / scorer.ARRAYS).write_bytes(whole)
     facts = json.loads((tmp_path / scorer.FACTS).read_text())

@@ -8,12 +8,13 @@ import signal
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from bloomery.core import files
 from bloomery.core.errors import DataError, RunError
-from bloomery.data.engine import Engine, Part, run_parts
+from bloomery.data.engine import Engine, Part, _paths, run_parts
 from tests.data.made_parts import Trouble, double
 
 PARTS = [Part(f"part-{number:05d}", number, num_bytes=number) for number in range(9)]
@@ -75,6 +76,50 @@ def test_a_part_whose_file_is_gone_or_short_is_done_again_and_no_other(
     assert content(out) == expected
 
 
+@pytest.mark.parametrize("engine", [ONE, THREE])
+def test_a_part_whose_file_was_damaged_and_kept_its_size_is_done_again_and_no_other(
+    tmp_path: Path, expected: dict[str, str], capsys: pytest.CaptureFixture[str], engine: Engine
+) -> None:
+    log, out = tmp_path / "log", tmp_path / "out"
+    run(out, engine)
+    damaged = out / "squared" / "part-00008.txt"
+    data = bytearray(damaged.read_bytes())
+    data[-1] ^= 1
+    damaged.write_bytes(data)
+    run(out, engine, Trouble(log=log))
+    assert [line.split()[0] for line in log.read_text().splitlines()] == ["part-00008"]
+    said = " ".join(capsys.readouterr().err.split())
+    assert re.search(r"part-00008 runs again, because \S*squared/part-00008.txt has another sha256", said)
+    assert content(out) == expected
+
+
+def test_a_part_whose_record_is_of_an_older_version_is_done_again(tmp_path: Path, expected: dict[str, str]) -> None:
+    log, out = tmp_path / "log", tmp_path / "out"
+    run(out)
+    (place,) = (out / "parts").rglob("part-00003.json")
+    whole = files.read_json(place)
+    record = whole["record"]
+    hashed = files.sha256_bytes(files.canonical(record))
+    files.write_json(place, {"record": record, "sha256": hashed, "bytes": {"doubled/part-00003.txt": 2}})
+    run(out, ONE, Trouble(log=log))
+    assert [line.split()[0] for line in log.read_text().splitlines()] == ["part-00003"]
+    assert content(out) == expected
+
+
+@pytest.mark.parametrize("changed", [{"files": []}, {}, {"files": ["doubled/part-00003.txt"], "sum": [""]}])
+def test_a_part_whose_record_was_changed_is_done_again_and_no_other(
+    tmp_path: Path, expected: dict[str, str], capsys: pytest.CaptureFixture[str], changed: dict[str, Any]
+) -> None:
+    log, out = tmp_path / "log", tmp_path / "out"
+    run(out)
+    (place,) = (out / "parts").rglob("part-00003.json")
+    files.write_json(place, files.read_json(place) | {"record": changed})
+    run(out, ONE, Trouble(log=log))
+    assert [line.split()[0] for line in log.read_text().splitlines()] == ["part-00003"]
+    assert "part-00003 runs again, because its record was changed" in " ".join(capsys.readouterr().err.split())
+    assert content(out) == expected
+
+
 @pytest.mark.parametrize(("what", "said"), [("killed", "killed by signal 9"), ("left", "ended with code 3")])
 def test_a_worker_that_dies_names_its_part_and_the_rest_goes_on_next_time(
     tmp_path: Path, expected: dict[str, str], what: str, said: str
@@ -83,6 +128,17 @@ def test_a_worker_that_dies_names_its_part_and_the_rest_goes_on_next_time(
         run(tmp_path, THREE, Trouble(part="part-00004", what=what))
     assert run(tmp_path, THREE) == list(range(9))
     assert content(tmp_path) == expected
+
+
+def test_a_worker_that_a_library_ends_is_no_lack_of_memory_and_its_files_are_named(tmp_path: Path) -> None:
+    with pytest.raises(RunError, match="part-00004 was killed by signal 6") as caught:
+        run(tmp_path, THREE, Trouble(part="part-00004", what="aborted"))
+    assert "a library cannot read its input" in caught.value.cure
+    assert "memory" not in caught.value.cure
+    members = [(f"{n}.parquet", f"/in/{n}.parquet") for n in range(9)]
+    given = {"source": 0, "piece": "0.parquet", "members": members, "max_bytes": None}
+    assert _paths(given) == ["/in/0.parquet", "/in/1.parquet", "/in/2.parquet"]
+    assert _paths(Path("/in/a.jsonl")) == ["/in/a.jsonl"]
 
 
 @pytest.mark.parametrize("engine", [ONE, THREE], ids=["here", "workers"])

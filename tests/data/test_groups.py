@@ -2,11 +2,14 @@ import random
 from itertools import groupby
 from pathlib import Path
 
+import duckdb
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
+import pytest
 
 from bloomery.data import groups
+from bloomery.data.groups import interruptible
 
 ROWS = pa.schema([("key", pa.uint64()), ("rank", pa.uint32())])
 
@@ -60,3 +63,11 @@ def test_tables_are_there_again_after_the_connection_was_closed(tmp_path: Path) 
         connection.execute("CREATE TABLE kept AS SELECT range AS rank FROM range(10)")
     with groups.connected(tmp_path, 2**30) as connection:
         assert sum(batch.num_rows for batch in groups.streamed(connection, "SELECT * FROM kept")) == 10
+
+
+@pytest.mark.parametrize("signs", [RuntimeError("Query interrupted"), duckdb.InterruptException("Interrupted!")])
+def test_a_query_that_ctrl_c_ends_is_an_interruption(signs: Exception) -> None:
+    with pytest.raises(KeyboardInterrupt), interruptible():
+        raise signs
+    with pytest.raises(RuntimeError, match="another"), interruptible():
+        raise RuntimeError("another")

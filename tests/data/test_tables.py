@@ -67,6 +67,15 @@ def test_a_column_that_is_missing_is_named_and_one_with_a_dot_stands_for_its_obj
     assert (place, problem.reason, problem.what) == (0, "no_column", "has no column 'score'; its columns: meta, text")
 
 
+def test_a_parquet_file_whose_columns_have_no_utf8_names_is_torn(tmp_path: Path) -> None:
+    path = tmp_path / "a.parquet"
+    pq.write_table(pa.table({"text": ["a"], "other": ["b"]}), path)
+    path.write_bytes(path.read_bytes().replace(b"other", b"oth\xf3r"))
+    rows = [row for _, row in tables.parquet(path, ["text"])]
+    assert isinstance(rows[-1], Problem)
+    assert rows[-1].reason == "torn"
+
+
 def test_long_rows_come_in_small_batches(tmp_path: Path) -> None:
     pq.write_table(pa.table({"text": ["x" * 2**20] * 200}), path := tmp_path / "t.parquet", use_dictionary=False)
     with pq.ParquetFile(path) as file:

@@ -7,6 +7,7 @@ import zstandard
 from hypothesis import given
 from hypothesis import strategies as st
 
+from bloomery.core.errors import CheckpointError
 from bloomery.data import worlds
 from bloomery.evaluation import compression
 from bloomery.evaluation.compression import document_nats, measure, windows
@@ -99,3 +100,11 @@ def test_a_domain_that_repeats_itself_is_cheap_to_a_compressor_and_not_to_a_mode
     once, often = (measure(one, small(), [CODE] * count, processor()) for count in (1, 20))
     assert often.model == pytest.approx(once.model, abs=1e-3)
     assert often.xz < once.xz / 3
+
+
+def test_a_model_whose_logits_are_not_finite_compresses_nothing() -> None:
+    model = lively(SHAPE, vocab_size=small().vocab_size)
+    with torch.no_grad():
+        model.get_parameter("norm.weight")[0] = 3.4e38
+    with pytest.raises(CheckpointError, match="logits that are not finite"):
+        document_nats(model, small(), ["A lamp stands upstairs."], processor())

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from bloomery.core.errors import DataError
+from bloomery.core.errors import CheckpointError, DataError
 from bloomery.evaluation.likelihood import Asked, Likelihood, encoded, score
 from bloomery.model.config import ModelConfig
 from bloomery.model.transformer import Transformer
@@ -77,6 +77,14 @@ def test_neither_order_nor_batch_changes_a_likelihood(seed: int, tokens: int) ->
     for place, one in zip(order, again, strict=True):
         assert one.log_p == pytest.approx(found[place].log_p, abs=1e-4)
         assert one[1:] == found[place][1:]
+
+
+def test_a_model_whose_logits_are_not_finite_has_no_likelihoods() -> None:
+    model = lively(SHAPES[0])
+    with torch.no_grad():
+        model.get_parameter("norm.weight")[0] = 3.4e38
+    with pytest.raises(CheckpointError, match="logits that are not finite"):
+        scored(model, drawn(1, 5))
 
 
 def test_what_is_longer_than_the_context_loses_its_beginning() -> None:

@@ -7,8 +7,11 @@ from typing import Any
 from xml.etree import ElementTree
 
 import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
 
 from bloomery.evaluation import charts
+from bloomery.evaluation.heat import heat
 from bloomery.evaluation.report import DATA_SECTIONS, SECTIONS, render
 from tests.evaluation.made import DOMAINS, corpus, full
 
@@ -77,6 +80,41 @@ def parent(data: Any, path: tuple[Any, ...]) -> Any:
     for key in path[:-1]:
         data = data[key]
     return data
+
+
+FINITE = st.floats(allow_nan=False, allow_infinity=False)
+SERIES = st.one_of(
+    st.lists(FINITE, min_size=1, max_size=6),
+    FINITE.flatmap(lambda same: st.lists(st.just(same), min_size=1, max_size=6)),
+    st.lists(st.sampled_from([0.0, -0.0, 5e-324, 1e-300, 1e300, 1.7976931348623157e308]), min_size=1, max_size=6),
+)
+
+
+@settings(max_examples=150, deadline=None)
+@given(SERIES, SERIES)
+@example([60.0], [6.2448])
+@example([1.0, 2.0], [1e-12, 1e-12])
+@example([0.0], [1.0000000000000002])
+def test_every_series_of_finite_numbers_has_a_chart(xs: list[float], ys: list[float]) -> None:
+    points = list(zip(xs, ys, strict=False))
+    sizes = [abs(y) for y in ys]
+    rows = [(f"row {n}", [y, None]) for n, y in enumerate(ys)]
+    made = [
+        *(charts.curves("t", [charts.Curve("c", points, look)], x_axis="x", y_axis="y") for look in ("strong", "dots")),
+        charts.curves("t", [charts.Curve("c", points)], x_axis="x", y_axis="y", from_zero=True),
+        charts.bars("t", [charts.Bar("b", size, "v", mark=size) for size in sizes], axis="x"),
+        heat("t", rows, [0.0, 1.0], x_axis="x", unit="u"),
+    ]
+    for chart in made:
+        assert chart is not None
+        assert not re.search(r"\b(nan|inf)\b", re.sub(r'aria-label="[^"]*"', "", chart))
+
+
+@given(FINITE, FINITE)
+def test_ticks_ascend_around_what_they_measure(low: float, high: float) -> None:
+    found = charts.ticks(min(low, high), max(low, high), 4)
+    assert found == sorted(set(found))
+    assert 2 <= len(found) <= 12
 
 
 def test_the_page_is_well_formed_and_so_is_every_drawing() -> None:

@@ -1,4 +1,5 @@
 from decimal import Decimal
+from typing import Any
 
 import pytest
 
@@ -34,12 +35,14 @@ def test_seeds_differ_by_row_and_sample_and_never_change() -> None:
     assert len({stable_seed(0, row, sample) for row in range(20) for sample in range(20)}) == 400
 
 
-def test_a_program_is_the_prompt_with_what_was_written_and_the_tests_behind_it() -> None:
-    item = Item(prompts=('def one():\n    """1"""\n',), test="assert one() == 1")
+def test_a_program_is_the_prompt_with_what_was_written() -> None:
+    item = Item(prompts=('def one():\n    """1"""\n',))
     for said, chat, begun in (
         ("    return 1", False, True),
         ("Sure:\n```python\ndef one():\n    return 1\n```\nDone.", True, True),
         ("```\ndef one():\n    return 1\n```", False, False),
     ):
-        exec(compile(program(item, said, chat=chat, begun=begun), "made", "exec"), {})
+        names: dict[str, Any] = {}
+        exec(compile(program(item, said, chat=chat, begun=begun), "made", "exec"), names)
+        assert names["one"]() == 1
     assert code("no fence") == "no fence"

@@ -5,7 +5,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from bloomery.generate.sampling import choose
+from bloomery.core.errors import CheckpointError
+from bloomery.generate.sampling import MIN_TEMPERATURE, choose, choose_each
 
 import torch
 from torch import Tensor
@@ -17,6 +18,17 @@ def draws(logits: Tensor, count: int, *, seed: int = 0, **how: float) -> list[in
     generator = torch.Generator().manual_seed(seed)
     settings: dict[str, float] = {"temperature": 1.0, **how}
     return [choose(logits, generator=generator, **settings) for _ in range(count)]  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+@pytest.mark.parametrize("temperature", [0.0, 0.7])
+def test_logits_that_are_not_finite_are_an_error_and_choose_no_id(bad: float, temperature: float) -> None:
+    logits = torch.zeros(2, 8)
+    logits[1, 3] = bad
+    with pytest.raises(CheckpointError, match="logits that are not finite"):
+        choose_each(logits, [torch.Generator(), torch.Generator()], temperature=temperature)
+    with pytest.raises(CheckpointError, match="logits that are not finite"):
+        choose(torch.full((8,), -math.inf), temperature=temperature)
 
 
 @given(scores, st.integers(0, 9), st.floats(0.0, 1.0))
@@ -81,3 +93,26 @@ def test_scores_far_apart_are_no_trouble() -> None:
     logits = torch.tensor([-1e30, 80.0, -math.inf, 0.0])
     assert set(draws(logits, 20, temperature=0.01)) == {1}
     assert set(draws(logits, 20, temperature=0.01, top_k=4, top_p=0.5)) == {1}
+
+
+EXTREME = st.one_of(
+    st.floats(allow_nan=False, allow_infinity=False, width=32), st.just(-math.inf), st.floats(-20, 20, width=32)
+)
+
+
+@settings(max_examples=300)
+@given(
+    st.lists(EXTREME, min_size=1, max_size=9).filter(lambda found: max(found) > -math.inf),
+    st.floats(0, 2) | st.sampled_from([5e-324, 1e-320, 1e-308, 1e-38, 1e-6, 1e-5, 2e-5]),
+    st.integers(0, 2**24),
+    st.floats(0, 1, exclude_min=True) | st.sampled_from([5e-324, 1e-320, 1e-17, 1 - 2**-53]),
+)
+def test_every_accepted_setting_draws_an_id_that_has_a_probability(
+    found: list[float], temperature: float, top_k: int, top_p: float
+) -> None:
+    (drawn,) = set(draws(torch.tensor(found), 1, temperature=temperature, top_k=top_k, top_p=top_p))
+    assert found[drawn] > -math.inf
+    if temperature < MIN_TEMPERATURE:
+        assert drawn == found.index(max(found))
+    elif top_k:
+        assert sum(score > found[drawn] for score in found) < top_k

@@ -3,7 +3,7 @@ from typing import Any
 import pytest
 
 from bloomery.core.errors import ConfigError
-from bloomery.hw import dist
+from bloomery.hw import dist, launcher
 from bloomery.hw.dist import World
 from bloomery.train import launch
 
@@ -29,10 +29,32 @@ def test_a_rank_is_what_the_launcher_says() -> None:
     assert dist.given({"RANK": "2", "WORLD_SIZE": "3"}) == World(2, 3)
 
 
-@pytest.mark.parametrize("env", [{}, {"RANK": "3"}, {"RANK": "one"}, {"RANK": "-1"}])
-def test_words_that_name_no_rank_are_refused(env: dict[str, str]) -> None:
-    with pytest.raises(ConfigError, match=r"WORLD_SIZE='3' and RANK=.* no rank of a world\n.*torchrun"):
-        dist.given({"WORLD_SIZE": "3", **env})
+@pytest.mark.parametrize(
+    ("env", "name"),
+    [
+        ({"WORLD_SIZE": "x"}, "WORLD_SIZE='x'"),
+        ({"WORLD_SIZE": ""}, "WORLD_SIZE=''"),
+        ({"WORLD_SIZE": "0"}, "WORLD_SIZE='0'"),
+        ({"WORLD_SIZE": "9" * 5000}, "WORLD_SIZE='9{40}'"),
+        ({"WORLD_SIZE": "3"}, "RANK is not set"),
+        ({"WORLD_SIZE": "3", "RANK": "3"}, "RANK='3', where a whole number from 0 to 2"),
+        ({"WORLD_SIZE": "3", "RANK": "one"}, "RANK='one'"),
+        ({"WORLD_SIZE": "3", "RANK": "-1"}, "RANK='-1'"),
+        ({"WORLD_SIZE": "3", "RANK": "1", "LOCAL_RANK": "2"}, "LOCAL_RANK='2'"),
+        ({"WORLD_SIZE": "3", "RANK": "1", "LOCAL_WORLD_SIZE": "4"}, "LOCAL_WORLD_SIZE='4'"),
+    ],
+)
+def test_a_variable_that_names_no_rank_is_refused_by_its_name(env: dict[str, str], name: str) -> None:
+    with pytest.raises(ConfigError, match=f"environment: {name}.*\n.*torchrun"):
+        dist.given(env)
+
+
+@pytest.mark.parametrize(
+    "env", [{}, {"MASTER_ADDR": "localhost"}, {"MASTER_ADDR": "localhost", "MASTER_PORT": "70000"}]
+)
+def test_ranks_without_a_place_to_meet_are_refused(env: dict[str, str]) -> None:
+    with pytest.raises(ConfigError, match=r"MASTER_(ADDR|PORT).*\n.*torchrun"):
+        launcher.address(env)
 
 
 def words(task: dict[str, Any], world: World) -> dict[str, Any]:

@@ -36,7 +36,7 @@ class ByteRenderer:
     end_id = END
     lead = ""
 
-    def prompt(self, messages: Sequence[Message]) -> list[int]:
+    def prompt(self, messages: Sequence[Message], max_tokens: int) -> list[int]:
         return [*"".join(message["content"] for message in messages).encode()]
 
 

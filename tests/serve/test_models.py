@@ -7,13 +7,16 @@ from typing import Any
 
 import pytest
 
-from bloomery.core.errors import CheckpointError, RunError
+from bloomery.core import files
+from bloomery.core.errors import CheckpointError, DataError, RunError
+from bloomery.core.files import MANIFEST
 from bloomery.generate.engine import Engine
 from bloomery.serve import models as shelves
 from bloomery.serve.answerer import Answerer, Models, Sampling
 from bloomery.serve.models import Shelf
 from bloomery.tokenizer.chat import Message, Renderer
 from bloomery.weights import huggingface
+from tests.core.made import manifest
 from tests.tokenizer.made import small
 from tests.train.made import processor
 from tests.weights.made import FOLDERS, model, run
@@ -35,9 +38,41 @@ def test_a_shelf_lists_the_finished_models_and_new_ones_as_they_come(shelf: Shel
     assert [one.id for one in shelf.names()] == ["a/pretrain", "b", "b/pretrain"]
     for one in shelf.names():
         assert one.created == int((one.path / huggingface.WEIGHTS).stat().st_mtime)
+        assert one.context == huggingface.load(one.path).model.config.context == 40
     run(shelf.runs / "c", "pretrain", "finetune")
     assert [one.id for one in shelf.names()] == ["a/pretrain", "b", "b/pretrain", "c", "c/pretrain"]
     assert Shelf(shelf.runs / "none").names() == []
+
+
+def test_a_folder_whose_name_is_no_utf_8_is_left_out_and_reported_once(
+    shelf: Shelf, capsys: pytest.CaptureFixture[str]
+) -> None:
+    try:
+        shutil.copytree(shelf.runs / "b", shelf.runs / os.fsdecode(b"b\xff"))
+        stage = shelf.runs / "a" / FOLDERS["pretrain"]
+        shutil.copytree(stage, stage.with_name(os.fsdecode(b"10-finetune-\xff")))
+    except OSError:
+        pytest.skip("the file system takes only names in UTF-8")
+    again = Shelf(shelf.runs)
+    assert r"b\udcff: left out, because its name is not UTF-8. Rename it." in capsys.readouterr().err
+    for _ in range(2):
+        assert [one.id for one in again.names()] == ["a/pretrain", "b", "b/pretrain"]
+    with pytest.raises(RunError, match="there is no model"):
+        again.get(os.fsdecode(b"b\xff"))
+    assert capsys.readouterr().err == ""
+
+
+def test_no_other_model_answers_under_the_name_of_one_that_is_damaged(shelf: Shelf) -> None:
+    stage = shelf.runs / "b" / FOLDERS["finetune"]
+    files.write_json(stage / MANIFEST, manifest(files.listing(stage), hands_on="model/"))
+    assert shelf.get("b").name == "b"
+    (stage / "model" / "config.json").unlink()
+    assert [one.id for one in shelf.names()] == ["a/pretrain", "b/pretrain"]
+    with pytest.raises(CheckpointError, match=r"its model is damaged: model/config\.json is gone\nRemove "):
+        shelf.get("b")
+    with pytest.raises(RunError, match="there is no model 'c'") as caught:
+        shelf.get("c")
+    assert caught.value.cure == "Models: a/pretrain, b/pretrain."
 
 
 def test_what_a_model_says_is_what_its_engine_and_its_renderer_say(shelf: Shelf) -> None:
@@ -116,6 +151,13 @@ def test_a_model_whose_run_was_removed_is_gone(shelf: Shelf) -> None:
 
 def test_a_model_that_cannot_be_loaded_is_an_error_and_the_others_stay(shelf: Shelf) -> None:
     (shelf.runs / "b" / FOLDERS["finetune"] / "model" / "bloomery.json").write_text("{}")
-    with pytest.raises(CheckpointError, match=r"is no bloomery\.json of a model that is known here"):
+    with pytest.raises(CheckpointError, match=r"bloomery\.json: cannot be read: tokenizer: field required"):
         shelf.get("b")
     assert shelf.get("b/pretrain").name == "b/pretrain"
+
+
+def test_a_prompt_that_cannot_fit_is_refused_with_its_least_number_of_tokens(shelf: Shelf) -> None:
+    answerer = shelf.get("b")
+    least = -(-1_000_000 // max(small().byte_lengths))
+    with pytest.raises(DataError, match=rf"takes at least {least + 2} tokens, and the model has a context of 40"):
+        answerer.answer([{"role": "user", "content": "x" * 1_000_000}], Sampling())

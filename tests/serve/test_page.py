@@ -120,7 +120,7 @@ def test_html_in_an_answer_is_shown_as_text(stage: Stage) -> None:
 def test_an_error_is_shown_and_the_question_can_be_asked_again(stage: Stage) -> None:
     stage.ask("refuse")
     trouble = stage.page.get_by_role("alert")
-    expect(trouble).to_contain_text("the weights are torn\nRun the recipe again.", use_inner_text=True)
+    expect(trouble).to_contain_text("the weights are torn\nThe log of the server says where", use_inner_text=True)
     expect(stage.page.locator(".assistant")).to_have_count(0)
     stage.page.get_by_label("Model").select_option("slag")
     stage.page.get_by_role("button", name="Try again").click()
@@ -216,3 +216,23 @@ def test_nothing_is_wider_than_the_window(browser: Browser, width: int) -> None:
         for box in page.locator("header *, .message, form *").all():
             bounds = box.bounding_box()
             assert bounds is None or bounds["x"] + bounds["width"] <= width
+
+
+def test_the_page_asks_for_the_token_once(browser: Browser) -> None:
+    token = "0123456789abcdef"
+    with serving(FakeModels(FakeAnswerer("bloom")), token=token) as url, browser.new_context() as context:
+        page = context.new_page()
+        page.goto(url)
+        page.get_by_label("Token of this server").fill("wrong")
+        page.get_by_role("button", name="Open").click()
+        expect(page.get_by_role("alert")).to_have_text("That is not the token.")
+        page.get_by_label("Token of this server").fill(token)
+        page.keyboard.press("Enter")
+        expect(page.locator("#model option")).to_have_text("bloom")
+        page.get_by_label("Your message").fill("hello")
+        page.keyboard.press("Enter")
+        expect(page.locator(".assistant .text")).to_have_text("bloom heard hello (1 messages)")
+        assert page.evaluate("document.cookie") == ""
+        again = context.new_page()
+        again.goto(url)
+        expect(again.locator("#model option")).to_have_text("bloom")

@@ -17,7 +17,7 @@ import httpx
 import openai
 import pytest
 
-from bloomery.core.errors import ConfigError, DataError
+from bloomery.core.errors import CheckpointError, ConfigError, DataError
 from bloomery.serve.answerer import Sampling
 from bloomery.serve.desk import Job
 from bloomery.serve.server import STATIC, Server, serving
@@ -180,6 +180,19 @@ def test_an_unknown_model_is_answered_with_those_that_there_are(site: Site) -> N
         ("frequency_penalty", 0.5),
         ("best_off", 3),
         ("temperature", -1),
+        ("top_p", 0),
+        ("top_p", 1.1),
+        ("top_k", 2**24 + 1),
+        ("max_tokens", 2**24 + 1),
+        ("max_completion_tokens", 10**30),
+        ("seed", 2**63),
+        ("stop", ["x"] * 17),
+        ("stop", "x" * 513),
+        ("stop", ["x" * 513]),
+        ("model", "x" * 1025),
+        ("presence_penalty", 2),
+        ("messages", ASK * 10_001),
+        ("messages", [{"role": "user", "content": "a\0b"}]),
         ("temperature", "hot"),
         ("max_tokens", 0),
         ("stop", [""]),
@@ -191,7 +204,7 @@ def test_what_cannot_be_done_is_an_error_that_names_the_field(site: Site, field:
     asked: Any = {"model": "bloom", "messages": ASK, field: value}
     with pytest.raises(openai.BadRequestError, match=field) as caught:
         site.client.post("/chat/completions", body=asked, cast_to=object)
-    assert caught.value.param == field
+    assert str(caught.value.param).partition(".")[0] == field
     assert caught.value.type == "invalid_request_error"
 
 
@@ -233,7 +246,45 @@ def test_a_model_that_cannot_be_loaded_is_not_the_requests_fault() -> None:
         response = post(url)
     assert response.status_code == 500
     assert response.json()["error"]["type"] == "server_error"
-    assert "runs/bloom: there is no tokenizer.json" in response.json()["error"]["message"]
+    assert "the model 'bloom' cannot be loaded: there is no tokenizer.json" in response.json()["error"]["message"]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_client_gets_no_path_of_the_server_and_the_log_gets_all_of_it(
+    stream: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = f"/home/a b/runs{stream}/bad7"
+
+    class Torn(FakeModels):
+        def get(self, name: str) -> FakeAnswerer:
+            what = f"it is of the base {path}/base/model.safetensors, '{path}/x' and ~{path}/y"
+            raise CheckpointError(what, where=f"{path}/config.json:3", cure=f"bloomery run {path}/recipe.toml")
+
+    class Buggy(FakeModels):
+        def get(self, name: str) -> FakeAnswerer:
+            raise FileNotFoundError(2, "No such file", f"{path}/weights")
+
+    for models, shown in (
+        (Torn, "the model 'bloom' cannot be loaded: it is of the base model.safetensors, 'x' and y\n"),
+        (Buggy, "FileNotFoundError: [Errno 2] No such file: 'weights'\n"),
+    ):
+        with serving(models(FakeAnswerer("bloom"))) as url:
+            for _ in range(2):
+                response = post(url, stream=stream)
+                assert response.status_code == 500
+                assert response.json()["error"]["message"].startswith(shown), response.text
+                assert "runs" not in response.text
+                assert "home" not in response.text
+    said = [record.getMessage() for record in caplog.records if f"{path}/config.json:3: " in record.getMessage()]
+    assert len(said) == 1
+    assert f"bloomery run {path}/recipe.toml" in said[0]
+
+
+def test_a_name_that_is_no_utf_8_is_no_error_of_the_server() -> None:
+    with serving(FakeModels(FakeAnswerer("b\udcff"))) as url:
+        response = post(url, model="gold")
+        assert response.status_code == 404
+        assert r"There are: b\udcff." in response.json()["error"]["message"]
 
 
 def test_a_failure_in_the_middle_of_a_stream_reaches_the_client(site: Site) -> None:
@@ -351,10 +402,19 @@ def test_a_busy_port_is_an_error_that_names_a_cure() -> None:
             Server(FakeModels(), "127.0.0.1", port)
 
 
+@pytest.mark.parametrize("host", ["a" * 70, "x\udcff", "a..b", "\udcff.\u3002", "x" * 100_000])
+def test_a_host_that_is_no_name_is_an_error_that_names_the_flag(host: str) -> None:
+    with pytest.raises(
+        ConfigError, match=r"(?s)--host: cannot listen there: '.*is no host name.*127\.0\.0\.1"
+    ) as caught:
+        Server(FakeModels(), host, 0)
+    assert len(str(caught.value)) < 1000
+
+
 @pytest.mark.parametrize(("host", "port"), [("192.0.2.1", 8000), ("127.0.0.1", 99999)])
 def test_an_address_that_cannot_be_had_is_an_error(host: str, port: int) -> None:
     with pytest.raises(ConfigError, match="cannot listen there"):
-        Server(FakeModels(), host, port)
+        Server(FakeModels(), host, port, token="a token of 20 letters".replace(" ", "-"))
 
 
 @pytest.mark.parametrize("name", ["evil.example", "evil.example:80", "127.0.0.1.evil.example", ""])
@@ -372,7 +432,7 @@ def test_a_request_that_a_foreign_page_could_send_is_refused(site: Site) -> None
     before = len(site.bloom.heard)
     headers = {"Origin": "https://evil.example", "Content-Type": "text/plain"}
     response = httpx.post(f"{site.url}/v1/chat/completions", content=body, headers=headers)
-    assert response.status_code == 400
+    assert response.status_code == 403
     assert len(site.bloom.heard) == before
     assert not [name for name in response.headers if name.startswith("access-control")]
 

@@ -15,6 +15,7 @@ from bloomery.tokenizer.chat import Renderer
 from bloomery.train.preference.config import Prefer
 from bloomery.weights import huggingface
 from bloomery.weights.huggingface import Lineage
+from tests.core.made import manifest
 from tests.tokenizer.made import small
 
 import torch
@@ -29,7 +30,7 @@ def tuned(folder: Path) -> Path:
     model.initialize(1)
     lineage = Lineage(tokenizer=small().hash, template=renderer.template.hash, shards="5" * 64)
     huggingface.save(folder / "model", model, renderer, lineage)
-    files.write_json(folder / MANIFEST, {"outputs": files.listing(folder), "hands_on": "model/"})
+    files.write_json(folder / MANIFEST, manifest(files.listing(folder), hands_on="model/"))
     return folder
 
 
@@ -51,7 +52,7 @@ def guessing(folder: Path, steps: int = 40) -> Path:
         optimizer.step()
         optimizer.zero_grad()
     huggingface.save(folder / "model", model, renderer, loaded.lineage)
-    files.write_json(folder / MANIFEST, {"outputs": files.listing(folder), "hands_on": "model/"})
+    files.write_json(folder / MANIFEST, manifest(files.listing(folder), hands_on="model/"))
     return folder
 
 

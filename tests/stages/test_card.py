@@ -11,7 +11,8 @@ VERSIONS = {"python": "3.11"}
 
 def manifest(config: dict[str, Any], stats: dict[str, Any]) -> dict[str, Any]:
     finished = {"finished": "2026-01-01T00:00:00Z", "versions": VERSIONS}
-    return {"config": config, "stats": stats, "outputs": {}, **finished}
+    made = {"stage": "fetch", "seconds": 1.0, "resumed": False}
+    return {"config": config, "stats": stats, "outputs": {}, **made, **finished}
 
 
 FETCH = manifest(

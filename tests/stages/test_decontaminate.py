@@ -123,6 +123,33 @@ def test_workers_do_not_change_a_byte(tmp_path: Path) -> None:
     assert seen[0] == seen[1]
 
 
+@pytest.mark.parametrize("name", ["long-hashes.npy", "rows.json"])
+def test_an_index_that_was_damaged_before_the_search_went_on_is_made_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    question = "When the river froze in the seventh winter, who carried the heavy lamp across it to the mill?"
+    (tmp_path / "tasks").mkdir()
+    (tmp_path / "tasks" / "riddles.jsonl").write_text(json.dumps({"question": question, "answer": "None."}) + "\n")
+    paths = written({"a": f"They asked: {question}", "b": "Another text."}, tmp_path / "documents")
+    config = build(Decontaminate, {"files": [str(tmp_path / "tasks")]})
+    with monkeypatch.context() as patched:
+        patched.setattr(decontaminate, "run_parts", killed)
+        with pytest.raises(KeyboardInterrupt):
+            decontaminate.run(config, paths, tmp_path / "out")
+    (damaged,) = (tmp_path / "out").rglob(name)
+    data = bytearray(damaged.read_bytes())
+    places = range(128, len(data)) if name.endswith(".npy") else [data.index(b"13") + 1]
+    for place in places:
+        data[place] ^= 1
+    damaged.write_bytes(data)
+    stats = decontaminate.run(config, paths, tmp_path / "out")
+    assert (stats["kept"], stats["dropped"], stats["hits"]) == (1, 1, {"riddles": 1})
+
+
+def killed(*args: object, **more: object) -> None:
+    raise KeyboardInterrupt
+
+
 def test_the_digest_follows_the_content_of_the_tasks(tmp_path: Path) -> None:
     config = Dedup(decontaminate=Decontaminate(files=(quiz(tmp_path),)))
     before = dedup.digest(config)

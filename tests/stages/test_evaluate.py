@@ -14,6 +14,7 @@ from bloomery.stages import evaluate, instruct
 from bloomery.stages.config import Evaluate
 from bloomery.tokenizer.chat import Message, Renderer
 from bloomery.weights import huggingface
+from tests.core.made import manifest
 from tests.evaluation.sets import write
 from tests.tokenizer.made import small
 from tests.weights.made import model
@@ -34,7 +35,7 @@ def judged(question: str, answer: str, *before: Message, kind: str = "sum") -> J
 def inputs(tmp_path: Path) -> dict[str, Path]:
     """Documents, and conversations that were packed."""
     folders = {name: tmp_path / name for name in ("dedup", "shard", "instruct")}
-    files.write_json(folders["shard"] / files.MANIFEST, {"outputs": {}, "config": {"hold_out": 0.0}})
+    files.write_json(folders["shard"] / files.MANIFEST, manifest(config={"hold_out": 0.0}))
     with document.Writer(folders["dedup"] / "kept") as writer:
         for number, text in enumerate(("The key is in the box.", "It makes 139.")):
             writer.write(row(str(number), text))

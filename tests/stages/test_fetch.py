@@ -109,6 +109,35 @@ def test_the_bytes_are_the_same_after_any_part_is_lost(many: Path, tmp_path: Pat
 
 
 @pytest.mark.usefixtures("small_pieces")
+def test_a_file_that_was_damaged_and_kept_its_size_is_fetched_again(many: Path, tmp_path: Path) -> None:
+    given = {"sources": [jsonl(many, max_bytes=4_850), jsonl(many, "b", max_documents=3)]}
+    stats = fetch.run(build(Fetch, given), {}, tmp_path / "out")
+    whole = tree(tmp_path / "out")
+    for path in sorted((tmp_path / "out" / "documents").iterdir())[::3]:
+        data = bytearray(path.read_bytes())
+        data[len(data) // 3] ^= 1
+        path.write_bytes(data)
+    assert fetch.run(build(Fetch, given), {}, tmp_path / "out") == stats
+    assert tree(tmp_path / "out") == whole
+
+
+@pytest.mark.usefixtures("small_pieces")
+def test_a_round_looks_only_at_the_parts_that_are_new(
+    many: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = list[str]()
+    whole = engine.run_parts
+
+    def counted(*given: Any, **more: Any) -> Any:
+        asked.extend(part.name for part in given[3])
+        return whole(*given, **more)
+
+    monkeypatch.setattr(engine, "run_parts", counted)
+    fetch.run(build(Fetch, {"sources": [jsonl(many, max_bytes=4_850)]}), {}, tmp_path / "out")
+    assert len(asked) == len(set(asked)) > 3
+
+
+@pytest.mark.usefixtures("small_pieces")
 def test_the_bytes_are_the_same_with_any_number_of_workers(many: Path, tmp_path: Path) -> None:
     for workers in (1, 2):
         given = {"sources": [jsonl(many), jsonl(many, "b", max_documents=16)], "engine": {"workers": workers}}

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from bloomery.core import config, stage
-from bloomery.core.errors import CheckpointError, ConfigError, DataError
+from bloomery.core.errors import CheckpointError, ConfigError, DataError, RunError
 from bloomery.model.config import ModelConfig
 from bloomery.model.transformer import Transformer
 from bloomery.recipe import STAGES, Recipe
@@ -36,12 +36,17 @@ folder = "{root}"
 [pretrain]
 steps = 2
 tokens_per_step = 64
+{optimizer}
 model = {{ width = 16, num_layers = 1, num_heads = 2, num_kv_heads = 1, mlp_width = 16, context = 16 }}
 """
 
 
-def written(root: Path, highest: int = 600) -> Path:
-    """Token files, the tokenizer that they were made with, and a recipe for both."""
+GENTLE = "optimizer = { kind = 'adamw', learning_rate = 1e-3, weight_decay = 0.0 }"
+"""Two steps of it lower the loss of random weights by more than rounding, and move no weight by more than 0.002."""
+
+
+def written(root: Path, highest: int = 20) -> Path:
+    """Token files of few different ids, which two steps learn, their tokenizer, and a recipe for both."""
     root.mkdir()
     small().save(root)
     rng = np.random.default_rng(0)
@@ -49,7 +54,7 @@ def written(root: Path, highest: int = 600) -> Path:
         ids = rng.integers(0, highest, 400)
         ids[::40] = small().document_id
         (root / f"{name}.bin").write_bytes(by_hand(ids.tolist()))
-    (root / "theirs.toml").write_text(RECIPE.format(root=root))
+    (root / "theirs.toml").write_text(RECIPE.format(root=root, optimizer=GENTLE))
     return root / "theirs.toml"
 
 
@@ -101,8 +106,6 @@ def test_a_recipe_needs_documents_or_token_files(tmp_path: Path) -> None:
 
 # --- weights of others ---------------------------------------------------------------------------------------------
 
-ONE = "optimizer = { kind = 'adamw', learning_rate = 1e-12, weight_decay = 0.0 }"
-
 
 def starting_from(root: Path, padding: int = 0, **changes: object) -> tuple[Path, Transformer]:
     """As `written`, and a model folder of others that training starts from."""
@@ -111,7 +114,7 @@ def starting_from(root: Path, padding: int = 0, **changes: object) -> tuple[Path
     model = lively(shape.model_copy(update=changes), 0, small().vocab_size + padding)
     huggingface.save(root / "base", model, Renderer(small()), Lineage(tokenizer="", template=None, shards=""))
     (root / "base" / "bloomery.json").unlink()
-    text = recipe.read_text().replace("[pretrain]", f'[pretrain]\nstart_from = "{root}/base"\n{ONE}')
+    text = recipe.read_text().replace("[pretrain]", f'[pretrain]\nstart_from = "{root}/base"')
     recipe.write_text(text)
     return recipe, model
 
@@ -123,7 +126,7 @@ def test_training_starts_from_the_weights_of_a_folder(tmp_path: Path) -> None:
     trained = huggingface.load(plans[2].folder / "model")
     assert trained.lineage.base == huggingface.digest(tmp_path / "theirs" / "base")
     for name, weight in model.state_dict().items():
-        torch.testing.assert_close(trained.model.state_dict()[name], weight, atol=1e-6, rtol=0)
+        torch.testing.assert_close(trained.model.state_dict()[name], weight, atol=0.003, rtol=0)
     other, _ = starting_from(tmp_path / "other", norm_eps=1e-3)
     assert stage.lay_out(STAGES, config.load(Recipe, other), tmp_path / "run")[2].folder != plans[2].folder
 
@@ -191,5 +194,7 @@ def test_a_shard_that_was_damaged_in_its_midst_is_not_trained_on(
     damaged = bytearray(file.read_bytes())
     damaged[len(damaged) // 2 // 2 * 2] ^= 1
     file.write_bytes(damaged)
-    with pytest.raises(DataError, match=rf"{split}-00000\.bin: has another sha256 than its index says"):
+    with pytest.raises(RunError, match=rf"its input shard is damaged: .*{split}-00000\.bin has another sha256"):
         stage.execute(plans, until="pretrain")
+    with pytest.raises(DataError, match=rf"{split}-00000\.bin: has another sha256 than its index says"):
+        format.read(plans[1].folder / f"{split}-00000", verify=True)

@@ -69,6 +69,7 @@ BAD: list[tuple[str, str, str]] = [
         "not_unicode",
         "message 1 holds half a surrogate pair at character 1",
     ),
+    ('{"messages": [{"role": "user", "content": "a\\u0000"}]}', "binary", "message 1 holds a NUL at character 1: this"),
     ('{"messages": [{"role": "user", "content": "a"}]}', "nothing_to_learn", "no message is the assistant's"),
     (json.dumps({"messages": talk(LONG, "Yes.")}), "too_long", f"its first answer does not end within {ROW} tokens"),
     (json.dumps({"messages": talk("A", LONG)}), "too_long", f"its first answer does not end within {ROW} tokens"),

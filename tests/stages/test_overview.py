@@ -7,6 +7,7 @@ from bloomery.core import files
 from bloomery.core.log import METRICS, Metrics
 from bloomery.data import document
 from bloomery.stages import overview
+from tests.core.made import manifest
 from tests.evaluation.made import full
 from tests.stages.test_card import FETCH
 
@@ -49,8 +50,8 @@ def test_a_run_that_trains_has_its_curves_on_the_page_before_it_is_evaluated(tmp
         with Metrics(tmp_path / names[stage] / METRICS, 0) as metrics:
             for line in lines[stage]:
                 metrics.write(**line)
-    done = {"outputs": {}, "seconds": 1.5, "resumed": False, "stats": {}}
-    files.write_json(tmp_path / names["pretrain"] / "manifest.json", {"stage": "pretrain", **done})
+    done = manifest(seconds=1.5)
+    files.write_json(tmp_path / names["pretrain"] / "manifest.json", {**done, "stage": "pretrain"})
 
     def page(*stages: str) -> str:
         files.write_json(tmp_path / "current.json", {stage: names[stage] for stage in stages})
@@ -64,6 +65,6 @@ def test_a_run_that_trains_has_its_curves_on_the_page_before_it_is_evaluated(tmp
     assert not any(one in alone for one in ("What was read", "Finetune", "<h3>Prefer"))
     assert files.read_json(tmp_path / "report.json")["curves"] == {"pretrain": lines["pretrain"]}
     assert "<h3>Prefer" in page("pretrain", "prefer")  # which has begun and is not done
-    files.write_json(tmp_path / names["fetch"] / "manifest.json", FETCH | {"stage": "fetch"} | done)
+    files.write_json(tmp_path / names["fetch"] / "manifest.json", FETCH | done | {"stage": "fetch"})
     both = page("fetch", "pretrain")
     assert both.index("<h2>What was read") > both.index("Pretrain: loss")

@@ -34,7 +34,15 @@ def test_a_plan_says_what_will_run_and_what_it_needs(call: Call, tmp_path: Path)
     assert facts["pretrain"]["peak_from"] == "trace"
     assert facts["pretrain"]["speed_from"] == "timed"
     assert list(tmp_path.iterdir()) == []
-    text = call("plan", DEMO, "--runs", tmp_path, "pretrain.steps=7", "pretrain.tokens_per_step=1000")[1]
+    text = call(
+        "plan",
+        DEMO,
+        "--runs",
+        tmp_path,
+        "pretrain.steps=7",
+        "pretrain.schedule.warmup_steps=4",
+        "pretrain.tokens_per_step=1000",
+    )[1]
     assert "pretrain: 4,000,000 parameters, 5,376 tokens" in text
 
 
@@ -53,7 +61,7 @@ def test_a_device_has_memory(call: Call, capsys: pytest.CaptureFixture[str]) -> 
         with pytest.raises(SystemExit) as refused:
             call("plan", DEMO, "--memory", size)
         assert refused.value.code == 2
-        assert "less than a device needs for itself" in capsys.readouterr().err
+        assert "at least 1,610,612,736 and at most" in capsys.readouterr().err
 
 
 def test_a_plan_is_made_for_a_machine_that_is_not_here(call: Call, tmp_path: Path) -> None:
@@ -102,7 +110,15 @@ def test_a_plan_of_text_on_a_host_that_cannot_be_asked_says_all_but_what_is_fres
         taken.bind(("127.0.0.1", 0))  # and listens to nobody
         address = f"http://127.0.0.1:{taken.getsockname()[1]}"
         source = f'{{kind="hub", name="far", domain="web", dataset="made/texts", endpoint="{address}"}}'
-        words = [f"fetch.sources=[{source}]", "evaluate.domains=[]", "--runs", tmp_path, "--device", "rtx-4090"]
+        words = [
+            f"fetch.sources=[{source}]",
+            "evaluate.domains=[]",
+            "shard.weights=[]",
+            "--device",
+            "rtx-4090",
+            "--runs",
+            tmp_path,
+        ]
         code, out, _ = call("plan", DEMO, *words, "--json")
         assert code == 0
         stages = {one["stage"]: one for one in json.loads(out)["stages"]}

@@ -91,6 +91,49 @@ def test_a_run_that_was_killed_ends_in_the_same_bits(
     assert killed == whole
 
 
+@pytest.mark.parametrize(
+    ("name", "step"),
+    [
+        ("rows/train.reference.npy", 50),
+        ("rows/val.reference.npy", 50),
+        ("rows/train.kinds.npy", 5),
+        ("rows/train-00000.mask", 50),
+        ("rejected.jsonl", 1),
+        ("before.json", 0),
+    ],
+)
+def test_what_a_killed_run_left_is_made_again_where_it_was_damaged(
+    finetuned: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    name: str,
+    step: int,
+) -> None:
+    (tmp_path / "pairs.jsonl").write_text(polite_pairs(tmp_path / "more.jsonl").read_text() + "{}\n")
+    source = {"kind": "files", "name": "polite", "path": str(tmp_path / "pairs.jsonl")}
+    config = settings(pairs=[source], steps=2)
+    out = tmp_path / "killed"
+    with monkeypatch.context() as patched:
+        die_after(1, patched)
+        with pytest.raises(KeyboardInterrupt):
+            prefer.run(config, {"finetune": finetuned}, out)
+    before = (out / name).read_bytes()
+    data = bytearray(before)
+    if step:
+        for place in range(len(data) - 1, min(130, len(data) // 2), -step):
+            data[place] ^= 1
+    else:
+        data[:] = b'{"a": {"b": [1]}}'
+    (out / name).write_bytes(data)
+    capsys.readouterr()
+    stats = prefer.run(config, {"finetune": finetuned}, out)
+    assert (out / name).read_bytes() == before
+    assert name in (said := " ".join(capsys.readouterr().err.split()).replace(" ", "")), said
+    assert "runsagain,because" in said
+    assert set(stats["before"]) >= {"validation_loss", "validation_margin"}
+
+
 @pytest.mark.slow
 def test_two_ranks_learn_what_one_learns(finetuned: Path, tmp_path: Path) -> None:
     config = settings(pairs=pairs(tmp_path), steps=3)

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 from bloomery.core.config import plain
-from bloomery.core.errors import DataError
+from bloomery.core.errors import DataError, RunError
 from bloomery.core.log import read_metrics
 from bloomery.generate.engine import Completion
 from bloomery.shards.loader import IGNORE
@@ -135,11 +135,31 @@ def test_answers_of_several_updates_are_kept_until_no_checkpoint_needs_them(sour
     assert made.drawn.now is not None
     assert np.array_equal(again.drawn.now, made.drawn.now)
     assert again.drawn.facts == made.drawn.facts
-    kept = [path.stem for path in sorted((made.out / rollouts.FOLDER).iterdir())]
-    assert [int(name) for name in kept] == [0, 8]
+    assert kept(made.out) == [0, 8]
     (made.out / "checkpoints" / "000000003").mkdir(parents=True)
     made.batch(made.order(8 * 6, 8, 0))
-    assert [int(path.stem) for path in sorted((made.out / rollouts.FOLDER).iterdir())] == [8, 16]
+    assert kept(made.out) == [8, 16]
+
+
+def kept(out: Path) -> list[int]:
+    """The first samples of the batches whose answers are kept, each in a file with a record next to it."""
+    paths = sorted((out / rollouts.FOLDER).iterdir())
+    assert [path.suffix for path in paths] == [".json", ".npz"] * (len(paths) // 2)
+    return [int(path.stem) for path in paths[::2]]
+
+
+@pytest.mark.parametrize("place", [40, 300, 900, -60, -10])
+def test_answers_that_were_damaged_are_not_learned_from(source: Callable[..., Rollouts], place: int) -> None:
+    made = source(updates=3)
+    for step in range(2):
+        made.batch(made.order(8 * step, 8, 0))
+    (file,) = (made.out / rollouts.FOLDER).glob("*.npz")
+    data = bytearray(file.read_bytes())
+    data[place] ^= 1
+    file.write_bytes(data)
+    again = source(updates=3)
+    with pytest.raises(RunError, match=r"damaged: .*0\.npz has another sha256\nRemove .*checkpoints to train from"):
+        again.batch(again.order(8, 8, 0))
 
 
 def test_right_answers_are_learned_and_the_reward_rises(tmp_path: Path) -> None:

@@ -183,7 +183,7 @@ def test_nothing_but_shards_and_held_out_documents_is_left(made: tuple[Path, dic
 def test_a_document_longer_than_a_shard_is_whole_in_one(tmp_path: Path) -> None:
     rows = [row for row in ROWS if row["domain"] == "other"]
     inputs = laid_out(tmp_path, [*rows, next(row for row in ROWS if is_held_out(row["text"], 0.1))], 2)
-    shard.run(build(Shard, {"hold_out": 0.1, "shard_tokens": 150}), inputs, tmp_path / "out")
+    shard.run(build(Shard, {"hold_out": 0.1}).model_copy(update={"shard_tokens": 150}), inputs, tmp_path / "out")
     names = format.names(tmp_path / "out", "train")
     assert 5 < len(names) < len(rows)
     assert [path.name for path in names] == [f"train-{number:05d}" for number in range(len(names))]
@@ -211,7 +211,7 @@ def test_pretraining_reads_the_anneal_mix_last(made: tuple[Path, dict[str, Any]]
     [
         ({}, "give either tokens or share"),
         ({"tokens": 5, "share": 0.1}, "give either tokens or share"),
-        ({"share": 1.0}, "less than 1"),
+        ({"share": 1.0}, "at most 0.99"),
         ({"weights": [], "tokens": 5}, "at least 1 item"),
         ({"weights": [{"domain": "a", "weight": 1}] * 2, "tokens": 5}, "names the domain 'a' twice"),
     ],

@@ -4,6 +4,7 @@ import json
 import random
 import re
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +13,10 @@ import pyarrow.parquet as pq
 import pytest
 from pyarrow import dataset
 
-from bloomery import cli
+from bloomery import cli, recipe
+from bloomery.core.stage import Stage, lay_out
 from bloomery.data import document
+from bloomery.stages import standalone
 from tests.test_end_to_end import prose
 
 TEXTS = [prose(random.Random(number)) for number in range(30)]
@@ -33,6 +36,17 @@ def tool(capsys: pytest.CaptureFixture[str], *words: str, code: int = 0) -> dict
     return json.loads(said.out) if code == 0 else {"error": said.err}
 
 
+def interrupted_before_the_end(monkeypatch: pytest.MonkeyPatch, words: Sequence[str]) -> None:
+    """Run a tool that is interrupted when its stages are done, before anything is brought to its place."""
+
+    def killed(*given: object) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr(standalone, "_delivered", killed)
+        cli.main(["data", *words])
+
+
 def ids(folder: Path) -> list[str]:
     return [row["id"] for row in document.read(folder, ["id"])] if folder.is_dir() else []
 
@@ -44,7 +58,10 @@ def check(result: dict[str, Any], out: Path, documents: int) -> None:
     found = ids(out / "kept") + ids(out / "dropped")
     assert len(found) == len(set(found)) == documents
     assert all(row["reason"] for row in document.read(out / "dropped", ["reason"]))
-    assert json.loads((out / "result.json").read_text()) == result
+    whole = json.loads((out / "result.json").read_text())
+    names = [path.relative_to(out).as_posix() for path in sorted(out.rglob("*")) if path.is_file()]
+    assert sorted(whole.pop("outputs")) == [name for name in names if name not in (".lock", "result.json")]
+    assert whole == result
     assert not (out / "work").exists()
 
 
@@ -59,6 +76,39 @@ def test_filter_drops_by_its_rules_and_says_why(tmp_path: Path, capsys: pytest.C
     assert (
         tool(capsys, "filter", str(broken), "--out", str(out), 'rules=[{kind="length", min_characters=20}]') == result
     )
+
+
+@pytest.mark.parametrize("folder", ["kept", "dropped"])
+def test_a_result_that_was_damaged_and_kept_its_size_is_an_error_that_names_the_file(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], folder: str
+) -> None:
+    out = tmp_path / "out"
+    words = ["filter", str(rows(tmp_path / "in.jsonl")), "--out", str(out)]
+    tool(capsys, *words)
+    (damaged,) = (out / folder).glob("*.parquet")
+    data = bytearray(damaged.read_bytes())
+    data[len(data) // 2] ^= 1
+    damaged.write_bytes(data)
+    said = tool(capsys, *words, code=2)["error"]
+    assert f"was changed: {folder}/{damaged.name} has another sha256" in said
+    assert "Name a new folder with --out, or remove this one." in said
+    assert damaged.read_bytes() == data
+
+
+def test_a_finished_stage_that_was_damaged_before_its_files_were_handed_over_is_an_error(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out = tmp_path / "out"
+    words = ["filter", str(rows(tmp_path / "in.jsonl")), "--out", str(out)]
+    interrupted_before_the_end(monkeypatch, words)
+    (damaged,) = out.rglob("kept/*.parquet")
+    data = bytearray(damaged.read_bytes())
+    data[len(data) // 2] ^= 1
+    damaged.write_bytes(data)
+    said = tool(capsys, *words, code=2)["error"]
+    assert f"is damaged: kept/{damaged.name} has another sha256\nRemove {damaged.parents[1]}/manifest.json, and" in said
+    (damaged.parents[1] / "manifest.json").unlink()
+    assert tool(capsys, *words)["kept"] == len(TEXTS)
 
 
 def test_dedup_keeps_one_of_all_copies(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -150,6 +200,58 @@ def test_a_folder_that_holds_something_else_is_left_alone(tmp_path: Path, capsys
     assert "holds something else" in tool(capsys, *words, 'rules=[{kind="length"}]', code=2)["error"]
 
 
+def test_folders_of_others_are_kept_though_they_are_called_as_those_of_a_tool(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    data, out, far = rows(tmp_path / "in.jsonl"), tmp_path / "out", tmp_path / "far"
+    for name in ("work", "kept", "dropped", "shards", "tokenizer", "repeated"):
+        (out / name).mkdir(parents=True)
+        (out / name / "thesis.txt").write_text("mine")
+    words = ["dedup", str(data), "--out", str(out)]
+    assert "holds something else: dropped, kept" in tool(capsys, *words, code=2)["error"]
+    assert len(list(out.rglob("thesis.txt"))) == 6
+    far.mkdir()
+    (far / "a").write_text("mine")
+    for name in ("work", "kept"):
+        (tmp_path / f"linked-{name}").mkdir()
+        (tmp_path / f"linked-{name}" / name).symlink_to(far)
+        words[-1] = str(tmp_path / f"linked-{name}")
+        assert f"holds something else: {name}" in tool(capsys, *words, code=2)["error"]
+        assert [path.name for path in far.iterdir()] == ["a"]
+
+
+def test_what_a_tool_left_when_it_was_killed_is_taken_up_and_a_link_in_it_not_followed(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out, far = tmp_path / "out", tmp_path / "far"
+    words = ["filter", str(rows(tmp_path / "in.jsonl")), "--out", str(out)]
+    interrupted_before_the_end(monkeypatch, words)
+    far.mkdir()
+    (far / "a").write_text("mine")
+    (out / "kept").symlink_to(far)
+    check(tool(capsys, *words), out, len(TEXTS) + 1)
+    assert [path.name for path in far.iterdir()] == ["a"]
+
+
+def test_an_input_that_lies_in_the_folder_of_the_result_is_an_error(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name in ("work", "kept"):
+        (tmp_path / name / name).mkdir(parents=True)
+        data = rows(tmp_path / name / name / "in.jsonl")
+        error = tool(capsys, "filter", str(data), "--out", str(tmp_path / name), code=2)["error"]
+        assert f"{data}: lies in {tmp_path / name}" in error
+        assert data.is_file()
+
+
+def test_a_link_to_itself_is_an_input_that_is_not_there(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    loop = tmp_path / "loop.jsonl"
+    loop.symlink_to(loop)
+    error = tool(capsys, "filter", str(loop), "--out", str(tmp_path / "out"), code=2)["error"]
+    assert str(loop) in error
+    assert "fault of Bloomery" not in error
+
+
 def test_what_is_not_there_or_no_setting_is_an_error_with_a_cure(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -165,3 +267,34 @@ def test_what_is_not_there_or_no_setting_is_an_error_with_a_cure(
     assert [path.name for path in (tmp_path / "in").iterdir()] == ["a.jsonl"]
     found = tool(capsys, "dedup", str(rows(tmp_path / "in.jsonl")), "--out", out, "min_jacard=0.5", code=2)["error"]
     assert "Did you mean 'min_jaccard'?" in found
+
+
+def test_the_tools_stages_are_those_of_a_recipe_in_all_that_decides_about_leftovers() -> None:
+    """A folder that a recipe would discard is not gone on from by a tool either."""
+    known = {one.name: one for one in recipe.STAGES}
+    for tool in standalone.TOOLS.values():
+        for one in tool.stages:
+            other = known["dedup" if one.name == "decontaminate" else one.name]
+            same = ("version", "digest", "resumes", "guards", "hands_on", "lacking", "needed", "optional")
+            for field in same if one.name != "decontaminate" else set(same) - {"digest"}:
+                assert getattr(one, field) == getattr(other, field), (one.name, field)
+            assert one.digest is not None
+
+
+def test_a_tool_does_not_resume_from_what_an_earlier_version_left(tmp_path: Path, monkeypatch: Any) -> None:
+    """As a recipe does not: the version is a part of the folder's name."""
+    texts = tmp_path / "a.jsonl"
+    texts.write_text('{"text": "one"}\n')
+    asked = standalone.Asked(tool="dedup", inputs=[str(texts)], out=tmp_path / "out", sections={})
+    tool = standalone.TOOLS["dedup"]
+    folders = []
+    for version in (1, recipe_stage("dedup").version):
+        stages = tuple(replace(one, version=version) if one.name == "dedup" else one for one in tool.stages)
+        plans = lay_out(stages, standalone._sections(asked, tool), tmp_path)
+        folders.append(plans[-1].folder)
+    assert folders[0] != folders[1]
+    assert folders[1] == lay_out(tool.stages, standalone._sections(asked, tool), tmp_path)[-1].folder
+
+
+def recipe_stage(name: str) -> Stage:
+    return next(one for one in recipe.STAGES if one.name == name)

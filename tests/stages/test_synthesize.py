@@ -18,6 +18,7 @@ from bloomery.core.config import plain
 from bloomery.core.errors import DataError, RunError
 from bloomery.data import hosts
 from bloomery.data.synthesis.config import Synthesize
+from bloomery.data.synthesis.ledger import Ledger
 from bloomery.stages import synthesize
 from tests.data.synthesis.model_server import ModelServer
 from tests.stages.made_synthesis import TOPICS, asks, config, kinds, lines, provider, run
@@ -354,6 +355,22 @@ def test_a_damaged_line_of_the_ledger_is_named(server: ModelServer, tmp_path: Pa
         file.write(line + "\n")
     with pytest.raises(DataError, match=r"requests\.jsonl:5: is no line of a ledger"):
         run(config(server, count=3), tmp_path)
+
+
+def test_one_changed_bit_of_an_answer_that_was_kept_is_never_taken_for_it(server: ModelServer, tmp_path: Path) -> None:
+    run(config(server, count=2), tmp_path)
+    ledger = tmp_path / "requests.jsonl"
+    whole = ledger.read_bytes()
+    answers = [number for number, line in enumerate(whole.split(b"\n")) if b'"answer"' in line]
+    for place in range(0, len(whole), 7):
+        if whole[place : place + 1] == b"\n":
+            continue
+        ledger.write_bytes(whole[:place] + bytes([whole[place] ^ 1]) + whole[place + 1 :])
+        with pytest.raises(DataError, match=r"requests\.jsonl:[1-4]: is no line of a ledger, or was changed"):
+            Ledger(tmp_path, config(server, count=2))
+    assert len(answers) == 2
+    ledger.write_bytes(whole)
+    assert run(config(server, count=2), tmp_path)["conversations"] == 2
 
 
 def test_a_full_disk_is_told_with_its_cure(server: ModelServer, tmp_path: Path) -> None:

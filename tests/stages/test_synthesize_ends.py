@@ -13,10 +13,13 @@ from typing import Any
 
 import pytest
 
+from bloomery.core import files
 from bloomery.core import run as runs
 from bloomery.core.config import plain
 from bloomery.core.errors import DataError
+from bloomery.core.files import MANIFEST
 from bloomery.data.synthesis import asking, ledger
+from tests.core.made import manifest
 from tests.data.synthesis import model_server
 from tests.data.synthesis.model_server import ModelServer
 from tests.stages.made_synthesis import TOPICS, config, kinds, lines, provider, run
@@ -143,9 +146,11 @@ def test_what_was_paid_for_outlives_the_folder_that_clean_removes(server: ModelS
     run(config(server), old)
     (tmp_path / runs.CURRENT).write_text(json.dumps({"synthesize": new.name}))
     new.mkdir()
+    assert runs.waste(tmp_path) == []  # the current folder is not done
+    files.write_json(new / MANIFEST, manifest())
     found = runs.waste(tmp_path)
     assert [one.path for one in found] == [old]
-    assert runs.remove(found) > 0
+    assert runs.remove(tmp_path, found).moves
     assert [path.name for path in old.iterdir()] == [ledger.FILE] == sorted(runs.OUTLIVES)
     assert runs.waste(tmp_path) == []
     assert run(config(server, count=4), new)["conversations"] == 4

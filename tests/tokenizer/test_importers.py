@@ -1,5 +1,6 @@
 import base64
 import json
+from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -258,6 +259,76 @@ def test_a_file_that_is_no_tokenizer_is_an_error(content: str, tmp_path: Path) -
     (tmp_path / "a.model").write_bytes(b"\xff\xfe")
     with pytest.raises(DataError, match="is no SentencePiece model"):
         importers.load(tmp_path / "a.model")
+
+
+def changed(folder: Path, change: Callable[[dict[str, Any]], object]) -> Path:
+    """A tokenizer.json of the hub's kind, changed as JSON."""
+    spec: dict[str, Any] = json.loads(byte_bpe().to_str())
+    change(spec)
+    (folder / FILE).write_text(json.dumps(spec), encoding="utf-8")
+    return folder
+
+
+def test_dropout_is_set_to_none_and_reported_so_that_a_text_always_has_the_same_ids(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    wanted = importers.load(changed(tmp_path, lambda spec: None))
+    assert capsys.readouterr().err == ""
+    tokenizer = importers.load(changed(tmp_path, lambda spec: spec["model"].update(dropout=0.9)))
+    assert f"{tmp_path / FILE}: BPE dropout is set to none" in capsys.readouterr().err
+    texts = ["Hello there, this is the longest of all words"] * 5
+    assert {tuple(tokenizer.encode(text)) for text in texts} == {tuple(wanted.encode(texts[0]))}
+    assert tokenizer.hash == wanted.hash
+
+
+IDS: dict[str, tuple[Callable[[dict[str, Any]], object], str]] = {
+    "2^31": (lambda spec: spec["model"]["vocab"].update(zzz=2**31), "has the ID 2147483648"),
+    "10^4000": (lambda spec: spec["model"]["vocab"].update(zzz=10**4000), "has the ID 1000000000"),
+    "negative": (lambda spec: spec["model"]["vocab"].update(zzz=-1), "has the ID -1"),
+    "a float": (lambda spec: spec["model"]["vocab"].update(zzz=1.5), "has the ID 1.5"),
+    "null": (lambda spec: spec["model"]["vocab"].update(zzz=None), "has the ID None"),
+    "true": (lambda spec: spec["model"]["vocab"].update(zzz=True), "has the ID True"),
+    "one twice": (lambda spec: spec["model"]["vocab"].update(zzz=5), "gives one ID to two tokens"),
+    "added at 2^31": (lambda spec: spec["added_tokens"][0].update(id=2**31), "has the ID 2147483648"),
+    "added twice": (lambda spec: spec["added_tokens"].append(spec["added_tokens"][0]), "gives one ID to two tokens"),
+    "added and empty": (lambda spec: spec["added_tokens"][0].update(content=""), "an added token with an empty text"),
+    "a list": (lambda spec: spec["model"]["vocab"].update(zzz=[1], zza=None), r"has the ID \[1\]"),
+    "a panic while it is read": (
+        lambda spec: spec["model"].update(continuing_subword_prefix="\u2581"),
+        "is no tokenizer",
+    ),
+    "a panic while it encodes": (
+        lambda spec: spec.update(normalizer={"type": "Prepend", "prepend": ""}),
+        "has a normalizer Prepend with an empty text",
+    ),
+    "added, of numbers": (lambda spec: spec.update(added_tokens=[1]), "is no tokenizer"),
+}
+
+
+@pytest.mark.parametrize(("change", "why"), IDS.values(), ids=IDS)
+def test_ids_that_no_tokenizer_has_are_refused_before_the_library_reserves_memory_for_them(
+    tmp_path: Path, change: Callable[[dict[str, Any]], object], why: str
+) -> None:
+    changed(tmp_path, change)
+    for read in (importers.load, Tokenizer.load):
+        with pytest.raises(DataError, match=why) as caught:
+            read(tmp_path)
+        assert caught.value.where == str(tmp_path / FILE)
+        assert caught.value.cure or "is no tokenizer" in why
+
+
+def test_a_vocabulary_of_gpt2_with_an_id_of_2_31_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "merges.txt").write_text("#version: 0.2\n", encoding="utf-8")
+    (tmp_path / "vocab.json").write_text(json.dumps({"a": 0, "b": 2**31}), encoding="utf-8")
+    with pytest.raises(DataError, match="b: input should be less than 2147483648"):
+        importers.load(tmp_path)
+
+
+def test_a_tokenizer_that_is_nested_deeply_is_refused(tmp_path: Path) -> None:
+    (tmp_path / FILE).write_text("[" * 100_000, encoding="utf-8")
+    for read in (importers.load, Tokenizer.load):
+        with pytest.raises(DataError, match="is no tokenizer"):
+            read(tmp_path)
 
 
 def test_nothing_to_import_is_an_error_that_says_what_could_be(tmp_path: Path) -> None:

@@ -196,6 +196,22 @@ def test_a_torn_model_is_an_error_or_a_model(cut: int, rng: random.Random) -> No
         return
 
 
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"\x08\x05",  # a piece that is a number
+        b"\x0a\x02\x08\x05",  # its text is a number
+        b"\x0a\x05\x0a\x01a\x10\x05",  # its score is one
+        b"\x0a\x06\x0a\x01a\x1a\x01b",  # its type is text
+        b"\x0a\x03\x0a\x01a\x10\x05",  # settings of the trainer that are a number
+        b"\xff" * 100_000 + b"\x01",  # a number without end
+    ],
+)
+def test_fields_of_another_type_are_no_model(data: bytes) -> None:
+    with pytest.raises(DataError, match="is no SentencePiece model"):
+        pieces.read(data, "a.model")
+
+
 def test_lines_are_whole_long_ones_in_pieces_and_without_nul(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pieces, "LONGEST_LINE", 3)
     assert list(pieces.lines(["a\n\nbcdefgh\0i", "  x"])) == ["a", "bcd", "efg", "hi", "  x"]
@@ -211,8 +227,11 @@ def test_without_the_package_it_is_said_how_to_install_it(monkeypatch: pytest.Mo
 
 
 def test_a_vocabulary_that_cannot_be_made_is_an_error() -> None:
+    symbols = tuple(f"<{n}>" for n in range(200))
     with pytest.raises(DataError, match="sentencepiece could not learn"):
-        pieces.train(texts(), SentencePiece(vocab_size=300, symbols=tuple(f"<{n}>" for n in range(200))))
+        pieces.train(texts(), SentencePiece(vocab_size=464, symbols=symbols))
+    with pytest.raises(ValueError, match="vocab_size must be at least 463, got 300"):
+        SentencePiece(vocab_size=300, symbols=symbols)
 
 
 def texts() -> Sequence[str]:

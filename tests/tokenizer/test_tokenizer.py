@@ -2,16 +2,19 @@ import json
 import re
 import subprocess
 import sys
+from collections.abc import Iterator
 from functools import cache
-from itertools import product
+from itertools import pairwise, product
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
 import pytest
-from hypothesis import given
+import tokenizers
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from bloomery.core.errors import DataError
+from bloomery.tokenizer import tokenizer as tokenizers_module
 from bloomery.tokenizer.tokenizer import DOCUMENT, END, FILE, SPECIAL, Tokenizer, byte_letters
 from bloomery.tokenizer.train import LONGEST_WORD, train
 from tests.tokenizer.made import CODE, ELSEWHERE, TEXTS, VOCAB_SIZE, small, training_texts
@@ -193,3 +196,76 @@ def test_a_missing_file_and_missing_special_tokens_are_errors(saved: Path, tmp_p
     (tmp_path / FILE).write_text(json.dumps(facts))
     with pytest.raises(DataError, match=r"lacks the special tokens <\|end\|>"):
         Tokenizer.load(tmp_path)
+
+
+WORDY = st.lists(
+    st.sampled_from(["ab", "Cd", "é", "東京", "7", "'s", " ", "  ", "\n", ",", "。", ".", "—", "²", "e\u0301"])
+)
+
+
+@settings(max_examples=300)
+@given(WORDY.map("".join) | TEXTS, st.sampled_from([None, "NFC"]))
+def test_pieces_that_end_with_words_have_the_ids_of_the_whole(text: str, normalizer: str | None) -> None:
+    made = small() if normalizer is None else composing()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Tokenizer, "_cut", unhurried)
+        assert made.encode_within(text, 10**9) == made.encode(text)
+
+
+def unhurried(self: Tokenizer, text: str) -> Iterator[tuple[str, bool]]:
+    """Cuts at every end of a word."""
+    assert self._cuts_words
+    places = [0, *(found.end() for found in tokenizers_module._WORD_END.finditer(text)), len(text)]
+    for begin, end in pairwise(places):
+        yield text[begin:end], end == len(text)
+
+
+@cache
+def composing() -> Tokenizer:
+    spec = {**small().spec, "normalizer": {"type": "NFC"}}
+    return Tokenizer(tokenizers.Tokenizer.from_str(json.dumps(spec)))
+
+
+@given(TEXTS, st.sampled_from([None, "NFC"]))
+def test_no_text_has_fewer_tokens_than_its_bytes_say(text: str, normalizer: str | None) -> None:
+    made = small() if normalizer is None else composing()
+    assert made.max_token_bytes is not None
+    assert len(made.encode(text)) * made.max_token_bytes >= len(text.encode())
+
+
+def test_of_a_tokenizer_that_may_drop_text_nothing_is_known_by_bytes() -> None:
+    for part, step in (
+        ("normalizer", {"type": "Strip", "strip_left": True, "strip_right": True}),
+        ("normalizer", {"type": "Replace", "pattern": {"Regex": "a+"}, "content": "a"}),
+        ("pre_tokenizer", {"type": "Whitespace"}),
+        ("pre_tokenizer", {"type": "Split", "pattern": {"String": " "}, "behavior": "Removed", "invert": False}),
+    ):
+        changed = Tokenizer(tokenizers.Tokenizer.from_str(json.dumps({**small().spec, part: step})))
+        assert changed.max_token_bytes is None, step
+
+
+def test_a_text_that_is_too_long_is_not_encoded_to_its_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    sizes: list[int] = []
+
+    class Watched:
+        def __init__(self, inner: tokenizers.Tokenizer) -> None:
+            self.inner = inner
+
+        def encode_batch_fast(self, texts: list[str], **how: bool) -> list[tokenizers.Encoding]:
+            sizes.extend(map(len, texts))
+            return self.inner.encode_batch_fast(texts, **how)
+
+    made = composing()
+    assert made.max_token_bytes is not None
+    monkeypatch.setattr(made, "_inner", Watched(made._inner))
+    text = "ab cd " * 500_000
+    assert made.encode_within(text, 100) == -(-len(text) // made.max_token_bytes)
+    assert sizes == []
+    least = made.encode_within(text, len(text) // made.max_token_bytes + 1)
+    assert isinstance(least, int)
+    assert len(small().encode(text[: sum(sizes)])) == least
+    assert max(sizes) <= tokenizers_module.LONGEST_PIECE
+    assert sum(sizes) < len(text) / 10
+    sizes.clear()
+    assert isinstance(made.encode_within("x" * 1_000_000, 40_000), int)
+    assert max(sizes) == tokenizers_module.LONGEST_PIECE

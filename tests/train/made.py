@@ -50,10 +50,10 @@ def random_batch(rows: int, seed: int = 0, supervised: Sequence[float] | float =
 
 
 def write_samples(folder: Path, samples: int = 23) -> None:
-    """A train and a val split of random documents."""
+    """A train and a val split of random documents of few different tokens, which a model learns in a few steps."""
     rng = np.random.default_rng(3)
     for split, count in (("train", samples), ("val", 5)):
-        tokens = rng.integers(10, small().vocab_size, count * T + 1)
+        tokens = rng.integers(10, 30, count * T + 1)
         starts = [0, *sorted(rng.choice(np.arange(1, len(tokens)), count // 2, replace=False).tolist())]
         tokens[starts] = small().document_id
         format.write(
@@ -82,7 +82,7 @@ def session(shards: Path, out: Path, world: World | None = None, **settings: Any
         "log_every": 1,
         "evaluate_every": 2,
         "precision": "float32",
-        "schedule": {"kind": "wsd", "warmup_steps": 2},
+        "schedule": {"kind": "wsd", "warmup_steps": min(2, settings.get("steps", 9) - 1)},
         **settings,
     }
     model = Transformer(SHAPE, small().vocab_size)
@@ -97,6 +97,7 @@ def session(shards: Path, out: Path, world: World | None = None, **settings: Any
         lineage=Lineage(tokenizer=small().hash, template=None, shards="5" * 64),
         out=out,
         world=world or World.alone(),
+        from_scratch=True,
     )
 
 

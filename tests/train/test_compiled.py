@@ -323,12 +323,19 @@ def test_what_came_of_the_trial_is_written_whole_or_not_at_all(
     assert json.loads((tmp_path / "compile.json").read_text()) == {"3": {"compiled": False, "why": "it was slow"}}
 
 
-@pytest.mark.parametrize("text", ["", "null", "{}"])
+@pytest.mark.parametrize(
+    ("text", "why"),
+    [
+        ("", "cannot be read: Expecting value"),
+        ("null", "cannot be read: input should be a valid dictionary"),
+        ("{}", "does not say whether blocks were compiled"),
+    ],
+)
 def test_what_came_of_the_trial_and_cannot_be_read_is_named_with_the_cure(
-    shards: Path, tmp_path: Path, text: str
+    shards: Path, tmp_path: Path, text: str, why: str
 ) -> None:
     (tmp_path / "compile.json").write_text(text)
-    with pytest.raises(RunError, match=r"compile.json: does not say whether blocks were compiled: .*\nRemove it"):
+    with pytest.raises(RunError, match=rf"compile.json: {why}.*\nRemove it"):
         session(shards, tmp_path, compile="on").run()
 
 

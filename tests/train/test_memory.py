@@ -43,9 +43,9 @@ def test_a_run_whose_memory_ends_goes_on_with_fewer_rows_of_the_same_batch(
     found = session(shards, tmp_path / "small-in-the-end", micro_batch_tokens=8 * T, **settings).run()
     assert found["loss"] == told["loss"]
     assert found["tokens"] == told["tokens"]
-    assert device.asked[:6] == [8, 4, 2, 2, 2, 2]
-    assert set(device.asked[6:14]) == {2}, "later steps begin with what fits"
-    assert max(device.asked[14:18]) == 5, "and an evaluation finds out for itself"
+    assert device.asked[:5] == [5, 4, 2, 2, 1], "an evaluation before the first step finds out for itself"
+    assert device.asked[5:11] == [8, 4, 2, 2, 2, 2]
+    assert set(device.asked[11:]) == {1, 2}, "later steps and evaluations begin with what fits"
     assert found["validation_loss"] == pytest.approx(told["validation_loss"], rel=1e-5)
     assert "failed" not in capsys.readouterr().err
 
@@ -60,7 +60,7 @@ def test_a_run_that_goes_on_begins_with_the_rows_that_fitted(
         stopped(tmp_path / "undisturbed", tmp_path / "again", after=2)
     device = Small(monkeypatch, rows=8)
     session(shards, tmp_path / "again", **settings).run()
-    assert max(device.asked[:8]) == 2
+    assert max(device.asked[1:9]) == 2
     files = [(tmp_path / run / "model" / "model.safetensors").read_bytes() for run in ("undisturbed", "again")]
     assert files[0] == files[1]
 

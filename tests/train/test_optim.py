@@ -151,6 +151,21 @@ def test_a_state_that_misses_a_weight_is_refused_by_name_and_changes_nothing(con
     assert all(torch.equal(found[path], value) for path, value in whole.items())
 
 
+@every
+def test_a_state_of_another_shape_or_number_format_is_refused_and_changes_nothing(config: Optimizer) -> None:
+    model = lively(SHAPES[1])
+    optimizers = Optimizers(model, config)
+    step(model, optimizers, 0)
+    whole = {path: value.clone() for path, value in optimizers.state().items()}
+    for path, value in whole.items():
+        floats = value.is_floating_point()
+        for forged in (value.to(torch.uint8 if floats else torch.float32), torch.zeros((*value.shape, 2)).to(value)):
+            with pytest.raises(CheckpointError, match=r"the state of the optimizer holds '\w+' of .* of shape"):
+                optimizers.restore(whole | {path: forged})
+    found = optimizers.state()
+    assert all(torch.equal(found[path], value) for path, value in whole.items())
+
+
 def test_the_state_of_another_optimizer_is_refused() -> None:
     model = lively(SHAPES[0])
     optimizers = Optimizers(model, AdamW())

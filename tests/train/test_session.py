@@ -97,7 +97,7 @@ def test_a_run_killed_while_it_validates_loses_no_line_of_its_metrics(
 
         def dying(self: Validation, model: Any, device: Any, calls: list[int] = calls) -> dict[str, float]:
             calls.append(1)
-            if len(calls) == 2:
+            if len(calls) == 3:  # the first is before the first step, the second may be of the step before
                 raise KeyboardInterrupt
             return whole(self, model, device)
 
@@ -233,24 +233,31 @@ def test_a_run_does_not_go_on_with_the_weights_of_other_shards(
 def test_an_evaluation_that_was_missed_and_fails_is_told_at_the_end_too(
     shards: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def raising(error: BaseException) -> Any:
-        def measure(*_: object) -> None:
+    whole = Validation.measure
+
+    def raising_after_the_start(error: BaseException) -> Any:
+        calls: list[int] = []
+
+        def measure(self: Validation, model: Any, device: Any) -> dict[str, float]:
+            calls.append(1)
+            if len(calls) == 1:
+                return whole(self, model, device)
             raise error
 
         return measure
 
     with monkeypatch.context() as patch:
-        patch.setattr(Validation, "measure", raising(KeyboardInterrupt()))
+        patch.setattr(Validation, "measure", raising_after_the_start(KeyboardInterrupt()))
         with pytest.raises(KeyboardInterrupt):
             session(shards, tmp_path, evaluate_every=100).run()
-    monkeypatch.setattr(Validation, "measure", raising(ValueError("no such question")))
+    monkeypatch.setattr(Validation, "measure", raising_after_the_start(ValueError("no such question")))
     stats = session(shards, tmp_path, evaluate_every=100).run()
     assert stats["failures"] == [{"step": STEPS, "hook": "evaluate", "error": "ValueError: no such question"}]
     assert "'evaluate' failed after step 9" in (tmp_path / "log.txt").read_text().splitlines()[-1]
 
 
 @pytest.mark.parametrize("every", [2, 3])
-def test_no_weights_are_validated_twice(
+def test_no_weights_are_validated_twice_but_those_before_the_first_step(
     shards: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, every: int
 ) -> None:
     whole, steps = Validation.measure, list[float]()
@@ -262,10 +269,11 @@ def test_no_weights_are_validated_twice(
 
     monkeypatch.setattr(Validation, "measure", counted)
     stats = session(shards, tmp_path, evaluate_every=every).run()
-    assert len(steps) == -(-STEPS // every)
+    assert len(steps) == 1 + -(-STEPS // every)
     assert stats["validation_loss"] == steps[-1]
-    assert session(shards, tmp_path, evaluate_every=every).run()["validation_loss"] == steps[-1]
-    assert len(steps) == -(-STEPS // every)
+    assert session(shards, tmp_path, evaluate_every=every).run()["validation_loss"] == steps[-2]
+    assert steps[-1] == steps[0]
+    assert len(steps) == 2 + -(-STEPS // every)
 
 
 def test_a_run_that_died_before_it_left_its_model_leaves_it_now(shards: Path, tmp_path: Path) -> None:

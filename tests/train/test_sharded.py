@@ -164,7 +164,7 @@ def poisoned(task: dict[str, Any], world: World) -> dict[str, Any]:
     inner, calls = loop.micro_batch_losses, [0]
 
     def losses(*args: Any) -> tuple[Tensor, Tensor]:
-        calls[0] += 1
+        calls[0] += torch.is_grad_enabled()  # an evaluation is no step
         loss, entropy = inner(*args)
         bad = math.inf if 8 <= 1 + (calls[0] - 1) // task["passes"] <= 10 else 1.0
         return loss * bad, entropy * bad
@@ -280,7 +280,7 @@ def breaking(task: dict[str, Any], world: World) -> dict[str, Any]:
                 if rank == world.rank:
                     patch.setattr(owner, name, fail)
                 try:
-                    saver.start(step, write_model, training, {})
+                    saver.start(step, write_model, training, {"step": step, "samples": 0})
                     saver.wait()
                 except (RunError, ZeroDivisionError) as error:
                     told.append(f"{type(error).__name__} {error}")

@@ -7,6 +7,7 @@ from bloomery.core.files import MANIFEST
 from bloomery.tokenizer.chat import Renderer
 from bloomery.weights import huggingface
 from bloomery.weights.huggingface import Lineage
+from tests.core.made import manifest
 from tests.model.made import SHAPES, lively
 from tests.tokenizer.made import small
 
@@ -27,7 +28,7 @@ def run(root: Path, *done: str, begun: tuple[str, ...] = ()) -> Path:
         if stage in (*done, *begun):
             model(root / name / "model") if stage != "fetch" else (root / name).mkdir(parents=True)
         if stage in done:
-            files.write_json(root / name / MANIFEST, {"outputs": {}})
+            files.write_json(root / name / MANIFEST, manifest())
     root.mkdir(exist_ok=True)
     files.write_json(root / "current.json", FOLDERS)
     return root

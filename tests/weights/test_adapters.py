@@ -64,7 +64,17 @@ def test_a_folder_of_adapters_is_read_as_the_model_that_was_trained(tmp_path: Pa
     assert loaded.lineage == LINEAGE
     assert loaded.folder == folder
     names = {"adapter_config.json", "adapter_model.safetensors", "bloomery.json", "tokenizer.json"}
-    assert {file.name for file in folder.iterdir()} == names | {"tokenizer_config.json"}
+    assert {file.name for file in folder.iterdir()} == names | {"tokenizer_config.json", "SHA256SUMS"}
+
+
+def test_adapters_whose_lineage_names_no_base_are_refused(tmp_path: Path) -> None:
+    _, folder = adapted(tmp_path, SHAPES[0], Lora(rank=3))
+    facts = json.loads((folder / huggingface.LINEAGE).read_text())
+    del facts[huggingface.BASE]
+    (folder / huggingface.LINEAGE).write_text(json.dumps(facts))
+    (folder / "SHA256SUMS").unlink()
+    with pytest.raises(CheckpointError, match="has no key 'adapts', which names the model that the adapters adapt"):
+        huggingface.load(folder)
 
 
 @theirs_warn

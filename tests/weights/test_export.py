@@ -164,9 +164,30 @@ def test_a_model_file_without_its_tokenizer_asks_for_it(tmp_path: Path, capsys: 
 
 def test_a_folder_of_transformers_becomes_one_of_ours(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     model = saved(tmp_path / "theirs", SHAPES[1])
-    (tmp_path / "theirs" / "bloomery.json").unlink()
+    for ours in ("bloomery.json", "SHA256SUMS"):
+        (tmp_path / "theirs" / ours).unlink()
     told(capsys, "import", tmp_path / "theirs", tmp_path / "ours")
     found = huggingface.load(tmp_path / "ours")
     assert found.lineage == Lineage(tokenizer=small().hash, template=None, shards="imported")
     for name, weight in model.state_dict().items():
         assert torch.equal(found.model.state_dict()[name], weight), name
+
+
+@pytest.mark.parametrize("verb", ["export", "import"])
+def test_a_place_where_no_folder_can_be_is_an_error_and_stays_as_it_is(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], verb: str
+) -> None:
+    saved(tmp_path / "model", SHAPES[0])
+    (tmp_path / "file").write_text("mine")
+    (tmp_path / "link").symlink_to(tmp_path / "nothing")
+    for out in ("file", "link", "file/below", "link/below"):
+        assert " is no folder\nName another folder." in refused(capsys, verb, tmp_path / "model", tmp_path / out)
+    assert (tmp_path / "file").read_text() == "mine"
+    assert not (tmp_path / "nothing").exists()
+
+
+def test_a_place_that_the_system_has_no_folders_in_is_an_error(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    saved(tmp_path / "model", SHAPES[0])
+    assert "cannot be made" in refused(capsys, "export", tmp_path / "model", "/proc/none/out")

@@ -16,6 +16,7 @@ from bloomery.model.scaling import Linear, Llama3Scaling, Yarn
 from bloomery.tokenizer.chat import Renderer
 from bloomery.weights import families, huggingface
 from bloomery.weights.huggingface import CONFIG, LINEAGE, Lineage
+from bloomery.weights.integrity import SUMS
 from tests.model.made import lively, random_config, random_ids
 from tests.tokenizer.made import small
 
@@ -122,7 +123,8 @@ def test_gpt2_as_it_lies_on_the_hub_is_read(tmp_path: Path) -> None:
         gpt2(0).model_copy(update={"feed_forward": ("gelu_tanh",), "tie_embeddings": True, "rope_theta": 1e4}), 0, VOCAB
     )
     huggingface.save(tmp_path, model, RENDERER, SAID)
-    (tmp_path / LINEAGE).unlink()
+    for ours in (LINEAGE, SUMS):
+        (tmp_path / ours).unlink()
     file = tmp_path / "model.safetensors"
     weights = safetensors.torch.load_file(file)
     bare = {name.removeprefix("transformer."): weight for name, weight in weights.items()}
@@ -197,7 +199,14 @@ def changed(file: Path, **changes: Any) -> None:
     ("changes", "told"),
     [
         ({"architectures": ["PhiForCausalLM"]}, "its architecture is PhiForCausalLM; known are LlamaForCausalLM"),
-        ({"architectures": None, "model_type": "phi3"}, "its architecture is phi3; known are LlamaForCausalLM"),
+        ({"architectures": None, "model_type": "phi3"}, "architectures is None, and it must name one of LlamaForCausa"),
+        ({"architectures": []}, r"architectures is \[\], and .* as in \['LlamaForCausalLM'\]"),
+        ({"architectures": "LlamaForCausalLM"}, "architectures is LlamaForCausalLM, and it must name one of"),
+        ({"architectures": [7]}, r"architectures is \[7\], and it must name one of"),
+        ({"model_type": "gpt2"}, "architectures names LlamaForCausalLM, and model_type is gpt2, not 'llama'"),
+        ({"num_attention_heads": 0}, "num_attention_heads is 0; num_heads: "),
+        ({"rms_norm_eps": -1}, "rms_norm_eps is -1; norm_eps: "),
+        ({"max_position_embeddings": "x" * 5000}, "max_position_embeddings is x{100}…; context: "),
         ({"rope_scaling": YARN | {"finetuned": True}}, "not known here: rope_scaling.finetuned: unknown key\n"),
         ({"rope_scaling": YARN, "rope_theta": 1.0}, "not known here: yarn divides by the logarithm of rope_theta 1.0"),
         ({"quantization_config": {"quant_method": "fp8"}}, r"weights are quantized \(quantization_config: fp8\)"),
@@ -206,7 +215,14 @@ def changed(file: Path, **changes: Any) -> None:
         ({"mlp_bias": True}, "attention_bias and mlp_bias differ"),
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor 0.5"),
         ({"vocab_size": -1}, "not known here: vocab_size is -1, and no number of ids"),
-        ({"vocab_size": float("inf")}, "not known here: vocab_size is inf, and no number of ids"),
+        ({"vocab_size": 2**31}, "not known here: vocab_size is 2147483648, and no number of ids from 1 to 4,194,304"),
+        ({"max_position_embeddings": 10**15}, "context: must be at most 16,777,216"),
+        ({"rms_norm_eps": 1e308}, "norm_eps: must be at most 0.1"),
+        ({"rope_theta": 1e308}, r"rope_theta: must be at most 1e\+15"),
+        ({"rope_theta": 0}, r"rope_theta: must be at least 0\.1"),
+        ({"rope_parameters": {"rope_theta": 0.0}}, r"rope_theta: must be at least 0\.1"),
+        ({"eos_token_id": 10**9}, r"eos_token_id is 1000000000, and the last of its ids is [0-9,]+"),
+        ({"bos_token_id": [1, 10**9]}, r"bos_token_id is 1000000000, and the last of its ids is"),
         ({"vocab_size": 300}, r"the tokenizer has \d+ ids, and the model 300"),
     ],
 )
@@ -283,6 +299,7 @@ def test_weights_that_would_not_be_used_as_they_are_meant_are_refused_by_name(ki
 def test_what_follows_from_a_configuration_may_lie_beside_the_weights(tmp_path: Path) -> None:
     model = lively(EVEN, 0, VOCAB)
     huggingface.save(tmp_path, model, RENDERER, SAID)
+    (tmp_path / SUMS).unlink()
     file = tmp_path / "model.safetensors"
     weights = safetensors.torch.load_file(file)
     weights["model.layers.0.self_attn.rotary_emb.inv_freq"] = torch.ones(4)

@@ -1,15 +1,20 @@
 import os
+import re
+import shlex
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from bloomery.core import files
+from bloomery import arguments
+from bloomery.core import config, files, stage
 from bloomery.core.errors import CheckpointError, RunError
 from bloomery.core.files import MANIFEST
+from bloomery.recipe import STAGES, Recipe
 from bloomery.weights import huggingface
 from bloomery.weights.find import Found, model_folder, models
+from tests.core.made import manifest
 from tests.tokenizer.made import small
 from tests.weights.made import FOLDERS, model, run
 
@@ -34,7 +39,16 @@ CASES: list[tuple[str, Callable[[Path], Any], str]] = [
     ("nothing", lambda root: None, "does not exist\nName a run folder"),
     ("an empty folder", lambda root: root.mkdir(), "holds no model\nName a run folder, a stage folder"),
     ("a file", lambda root: root.touch(), "holds no model\n"),
-    ("a new run", lambda root: run(root, "fetch"), "no model is finished with its current settings\nFinish it: "),
+    (
+        "a new run",
+        lambda root: run(root, "fetch"),
+        "no model is finished with its current settings\nFinish it: ",
+    ),
+    (
+        "a run that has not trained yet",
+        lambda root: run(root, "fetch", begun=("pretrain",)),
+        "no model is finished with its current settings\nFinish it: bloomery run ",
+    ),
 ]
 
 
@@ -59,6 +73,34 @@ def test_a_model_that_is_still_trained_is_not_the_one_of_its_run_which_is_said(
     assert capsys.readouterr().err == ""
 
 
+@pytest.mark.parametrize("begun", [(), ("pretrain",), ("pretrain", "finetune"), ("finetune",)])
+def test_the_command_that_finishes_a_run_is_one_that_its_recipe_can_be_run_with(
+    tmp_path: Path, begun: tuple[str, ...], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Without [finetune] a run ends before it, and `bloomery run` without --until is an error."""
+    done = [stage for stage in ("fetch", "pretrain") if stage not in begun]
+    root = run(tmp_path / "runs of mine" / "a", *done, begun=begun)
+    sections = {"pretrain", "finetune"} & {*done, *begun}
+    files.write_json(root / "current.json", {name: FOLDERS[name] for name in ("fetch", *sections)})
+    (root / "recipe.toml").write_text(
+        'name = "a"\nfetch = {}\n'
+        + "".join(f"[{name}]\nsteps = 1\ntokens_per_step = 512\n" for name in sections)
+        + '[instruct]\nsources = [{kind = "worlds", count = 9}]\n'
+    )
+    try:
+        model_folder(root)
+        said = capsys.readouterr().err
+    except CheckpointError as error:
+        said = str(error)
+    proposed = re.findall(r"bloomery run .*", said)
+    assert bool(proposed) == bool(begun), said
+    for command in proposed:
+        options = arguments.parse(shlex.split(command)[1:])
+        recipe = config.load(Recipe, options.recipe, options.settings)
+        stage.check_sections(STAGES, recipe, until=options.until, only=options.only)
+        assert options.runs / recipe.name == root
+
+
 def other_settings(root: Path, *changed: str) -> dict[str, str]:
     """As a run with other settings leaves current.json, when nothing of what changed was made."""
     names = FOLDERS | {stage: FOLDERS[stage][:-8] + "dddddddd" for stage in changed}
@@ -71,7 +113,7 @@ def test_a_model_of_other_settings_is_named_and_never_taken_in_silence(
 ) -> None:
     root = run(tmp_path / "run", "pretrain", "finetune")
     older = model(root / "10-finetune-00000000" / "model").parent
-    files.write_json(older / MANIFEST, {"outputs": {}})
+    files.write_json(older / MANIFEST, manifest())
     os.utime(older / MANIFEST, (1, 1))
     told = f"Or name what was finished with other settings: {root / FOLDERS['finetune']}"
 
@@ -91,7 +133,7 @@ def test_a_model_of_other_settings_is_named_and_never_taken_in_silence(
 
     model(root / names["finetune"] / "model")  # begun: no manifest yet
     assert next(models(tmp_path)).name == "run/10-finetune-cccccccc"
-    files.write_json(root / names["finetune"] / MANIFEST, {"outputs": {}})
+    files.write_json(root / names["finetune"] / MANIFEST, manifest())
     assert [one.name for one in models(tmp_path)] == ["run", "run/07-pretrain-bbbbbbbb"]
 
 
@@ -127,6 +169,59 @@ def test_a_run_stands_for_the_model_of_what_is_preferred_where_there_is_one(
     assert model_folder(root) == root / FOLDERS["finetune"] / "model"
     assert "prefer is not done, so this is the finetuned model" in capsys.readouterr().err
     assert [one.name for one in models(tmp_path)] == ["run", "run/pretrain"]
-    files.write_json(preferred / MANIFEST, {"outputs": {}})
+    files.write_json(preferred / MANIFEST, manifest())
     assert model_folder(root) == preferred / "model"
     assert [one.name for one in models(tmp_path)] == ["run", "run/finetune", "run/pretrain"]
+
+
+def gone(file: Path) -> None:
+    file.unlink()
+
+
+def longer(file: Path) -> None:
+    file.write_bytes(file.read_bytes() + b" ")
+
+
+def fifo(file: Path) -> None:
+    file.unlink()
+    os.mkfifo(file)
+
+
+def finished(root: Path, *stages: str) -> Path:
+    """A run whose manifests list the files of its stages."""
+    run(root, *stages)
+    for name in stages:
+        folder = root / FOLDERS[name]
+        (folder / MANIFEST).unlink()
+        files.write_json(folder / MANIFEST, manifest(files.listing(folder), hands_on="model/"))
+    return root
+
+
+@pytest.mark.parametrize("name", ["config.json", "model.safetensors", "tokenizer.json", MANIFEST])
+@pytest.mark.parametrize(("harm", "told"), [(gone, "is gone"), (longer, "instead of"), (fifo, "is a FIFO")])
+def test_no_other_model_stands_in_for_a_finished_one_that_is_damaged(
+    tmp_path: Path, name: str, harm: Callable[[Path], None], told: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    root = finished(tmp_path / "run", "pretrain", "finetune")
+    stage = root / FOLDERS["finetune"]
+    harm(stage / MANIFEST if name == MANIFEST else stage / "model" / name)
+    if name == MANIFEST and harm is not fifo:
+        model_folder(root)  # gone: it is not done; a blank more is no damage
+        return
+    with pytest.raises(CheckpointError) as caught:
+        model_folder(root)
+    assert caught.value.where == str(stage)
+    assert name in caught.value.what
+    assert told in caught.value.what or name == MANIFEST
+    assert f"Remove {stage / MANIFEST}, and run: bloomery run {root / 'recipe.toml'}" in caught.value.cure
+    assert [(one.name, bool(one.damage)) for one in models(tmp_path)] == [("run", True), ("run/pretrain", False)]
+    assert capsys.readouterr().err == ""
+
+
+def test_a_finished_model_is_used_where_another_file_of_its_stage_is_gone(tmp_path: Path) -> None:
+    root = finished(tmp_path / "run", "pretrain", "finetune")
+    stage = root / FOLDERS["finetune"]
+    (stage / "metrics.jsonl").touch()
+    files.write_json(stage / MANIFEST, manifest(files.listing(stage), hands_on="model/"))
+    (stage / "metrics.jsonl").unlink()
+    assert model_folder(root) == stage / "model"

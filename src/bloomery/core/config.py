@@ -10,21 +10,27 @@ import difflib
 import json
 import tomllib
 import types
-from collections.abc import Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, ValidationError
 
-from bloomery.core.errors import ConfigError
+from bloomery.core import files
+from bloomery.core.bounds import OUT_OF_RANGE
+from bloomery.core.errors import MAX_VALUE_CHARS, ConfigError, shorten
+from bloomery.core.files import path_problem
 
 VOLATILE: dict[str, Any] = {"volatile": True}
 """`field: int = Field(1, json_schema_extra=VOLATILE)`: it cannot change the output, so it is not in the fingerprint."""
 
-Share = Annotated[float, Field(ge=0, le=1)]
-Positive = Annotated[int, Field(ge=1)]
-Count = Annotated[int, Field(ge=0)]
-Seed = Annotated[int, Field(ge=0, lt=2**63)]
+MAX_RECIPE_BYTES = 2**19
+"""Of tables alone, as many take 2 seconds to read."""
+MAX_DEPTH = 32
+"""Arrays and tables within one another."""
+TOO_DEEP = f"nested more than {MAX_DEPTH} deep"
+LESS_DEEP = "No section of a recipe has so many levels."
 
 
 class Config(BaseModel):
@@ -45,46 +51,123 @@ class Config(BaseModel):
 C = TypeVar("C", bound=Config)
 
 
-def load(cls: type[C], path: Path, overrides: Sequence[str] = ()) -> C:
+Override = str | tuple[str, Any]
+"""A setting that replaces a value of a recipe: `key.path=value` in TOML's syntax, or a key path and a Python value."""
+
+
+def load(cls: type[C], path: Path, overrides: Sequence[Override] = ()) -> C:
     """Read a recipe. Raises ConfigError, which names the file, the key and the cure."""
     try:
-        tree = tomllib.loads(path.read_text(encoding="utf-8"))
+        tree = _read(path)
     except FileNotFoundError:
         near = ", ".join(p.name for p in sorted(path.parent.glob("*.toml")) if _may_be(cls, p)) or "none"
         raise ConfigError("no such recipe", where=str(path), cure=f"Recipes in that folder: {near}.") from None
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"cannot be read: {error}", where=str(path), cure="A recipe is a UTF-8 TOML file.") from None
-    except tomllib.TOMLDecodeError as error:
-        raise ConfigError(str(error), where=str(path), cure="The file has to be TOML (https://toml.io).") from None
+    return from_tree(cls, tree, overrides, where=path.name)
+
+
+def from_tree(cls: type[C], tree: dict[str, Any], overrides: Sequence[Override] = (), where: str = "") -> C:
+    """As `load`, for TOML data, into which the overrides are written."""
     for override in overrides:
         apply_override(tree, override)
-    return build(cls, _filled(tree, cls), where=path.name)
+    check_tree(tree, where)
+    return build(cls, _filled(tree, cls), where)
+
+
+def _read(path: Path) -> dict[str, Any]:
+    """The TOML data of a regular file. Raises ConfigError, and what `Path.read_text` does."""
+    if what := path_problem(path):
+        raise ConfigError(what, where=shorten(repr(str(path))), cure="A recipe is a UTF-8 TOML file.")
+    if what := files.special(path):
+        raise ConfigError(f"cannot be read: it {what}", where=str(path), cure="A recipe is a UTF-8 TOML file.")
+    if (size := path.stat().st_size) > MAX_RECIPE_BYTES:
+        what = f"has {size:,} bytes; a recipe has at most {MAX_RECIPE_BYTES:,}"
+        raise ConfigError(what, where=str(path), cure="Name files of data in it instead of writing them out.")
+    try:
+        return tomllib.loads(path.read_text(encoding="utf-8"))
+    except UnicodeDecodeError:
+        raise
+    except ValueError as error:  # TOMLDecodeError, or that of Python for an integer of 4,300 digits
+        raise ConfigError(str(error), where=str(path), cure="The file has to be TOML (https://toml.io).") from None
+    except RecursionError:
+        raise ConfigError(f"arrays or tables are {TOO_DEEP}", where=str(path), cure=LESS_DEEP) from None
 
 
 def _may_be(cls: type[Config], path: Path) -> bool:
     """Whether a TOML file has the keys that a recipe cannot do without: pyproject.toml, say, has not."""
     try:
-        tree = tomllib.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+        tree = _read(path)
+    except (OSError, ValueError, ConfigError):
         return False
     return all(name in tree for name, field in cls.model_fields.items() if field.is_required())
 
 
+def check_tree(tree: dict[str, Any], where: str) -> None:
+    """Raises ConfigError for what is no TOML, or no section holds: data nested too deep, integers above 64 bits."""
+    level: list[tuple[str, Any]] = [("", tree)]
+    for _ in range(MAX_DEPTH):
+        inner: list[tuple[str, Any]] = []
+        for path, node in level:
+            for name, value in node.items() if isinstance(node, dict) else enumerate(node):
+                if isinstance(value, dict | list):
+                    inner.append((f"{path}{name}.", value))
+                elif isinstance(value, int) and not -(2**63) <= value < 2**63:
+                    what = f"{shorten(path)}{name}: {shorten(value, 40)} does not fit 64 bits"
+                    raise ConfigError(what, where=where, cure="Integers of TOML lie between -2^63 and 2^63 - 1.")
+                elif isinstance(value, str) and not _is_unicode(value):
+                    what = f"{shorten(path)}{name}: {shorten(ascii(value))} is no text: it holds half a surrogate pair"
+                    raise ConfigError(what, where=where, cure="A recipe is UTF-8.")
+        if not inner:
+            return
+        level = inner
+    raise ConfigError(f"{shorten(level[0][0])}: is {TOO_DEEP}", where=where, cure=LESS_DEEP)
+
+
+def _is_unicode(text: str) -> bool:
+    try:
+        return text.isascii() or bool(text.encode())
+    except UnicodeEncodeError:
+        return False
+
+
 def build(cls: type[C], tree: dict[str, Any], where: str = "") -> C:
     """Turn plain TOML data into `cls`, or raise one ConfigError that names every wrong key."""
+    check_tree(tree, where)
     try:
         # JSON mode is the strict mode that still takes an array for a tuple and a string for a path.
         return cls.model_validate_json(json.dumps(cls.completed(tree), default=str), strict=True)
     except ValidationError as failure:
         what, cure = explained(cls, failure)
+        long = {text: shorten(text) for text in _texts(tree) if len(text) > MAX_VALUE_CHARS}
+        for text, short in long.items():  # messages of validators show values too
+            what, cure = (said.replace(repr(text), repr(short)).replace(text, short) for said in (what, cure))
         raise ConfigError(what, where=where, cure=cure) from None
+
+
+def _texts(node: Any) -> Iterator[str]:
+    """Every text and key of TOML data."""
+    if isinstance(node, str):
+        yield node
+    elif isinstance(node, list | tuple):
+        for item in node:
+            yield from _texts(item)
+    elif isinstance(node, Mapping):
+        for name, item in node.items():
+            yield name
+            yield from _texts(item)
+
+
+def repeated(names: Iterable[str]) -> list[str]:
+    """The names that come more than once, sorted."""
+    return sorted(name for name, count in Counter(names).items() if count > 1)
 
 
 def explained(cls: type[BaseModel], failure: ValidationError) -> tuple[str, str]:
     """What is wrong with the data of a `cls`, key by key, and the first cure; "" where none is known."""
-    problems = [_explain(cls, problem) for problem in failure.errors()]
-    shown = [f"{key}: {what}" if key else what for key, what, _ in problems[:5]]
-    more = [f"… and {len(problems) - 5} more"] if len(problems) > 5 else []
+    problems = [_explain(cls, problem) for problem in failure.errors()[:5]]
+    shown = [f"{key}: {what}" if key else what for key, what, _ in problems]
+    more = [f"… and {failure.error_count() - 5} more"] if failure.error_count() > 5 else []
     return "\n".join(shown + more), next((cure for *_, cure in problems if cure), "")
 
 
@@ -92,25 +175,33 @@ class _Opened(dict[str, Any]):
     """A table that stands in no recipe: only overrides have written into it."""
 
 
-def apply_override(tree: dict[str, Any], text: str) -> None:
-    """Set `key.path=value` in TOML data; a bare word is a string, and `list.0.key` reaches into an array."""
-    path, equals, raw = text.partition("=")
+def split_override(override: Override) -> tuple[str, Any]:
+    """The key path and the value of an override; a bare word after the equals sign is a string."""
+    if not isinstance(override, str):
+        return override
+    path, equals, raw = override.partition("=")
     if not equals or not path.strip():
-        raise ConfigError(f"expected key=value, got {text!r}", cure="For example: train.steps=100")
-    *parents, leaf = path.strip().split(".")
+        raise ConfigError(f"expected key=value, got {shorten(override)!r}", cure="For example: train.steps=100")
+    return path.strip(), _value(raw)
+
+
+def apply_override(tree: dict[str, Any], override: Override) -> None:
+    """Set a value in TOML data; `list.0.key` reaches into an array."""
+    path, value = split_override(override)
+    *parents, leaf = path.split(".")
     node: Any = tree
     for depth, name in enumerate(parents):
         node = _descend(node, name, where=".".join(parents[: depth + 1]))
     if isinstance(node, list):
-        node[_index(node, leaf, path)] = _value(raw)
+        node[_index(node, leaf, path)] = value
     else:
-        node[leaf] = _value(raw)
+        node[leaf] = value
 
 
 def _descend(node: Any, name: str, where: str) -> Any:
     child = node[_index(node, name, where)] if isinstance(node, list) else node.setdefault(name, _Opened())
     if not isinstance(child, dict | list):
-        raise ConfigError(f"is {child!r}, which has no keys of its own", where=where)
+        raise ConfigError(f"is {shorten(repr(child))}, which has no keys of its own", where=shorten(where))
     return child
 
 
@@ -138,8 +229,9 @@ def _defaults(hint: Any, node: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _index(node: list[Any], name: str, where: str) -> int:
-    if not name.isdecimal() or int(name) >= len(node):
-        raise ConfigError(f"{name!r} is no place in an array of {len(node)}", where=where, cure="Places count from 0.")
+    if not name.isdecimal() or len(name) > 9 or int(name) >= len(node):
+        what = f"{shorten(name)!r} is no place in an array of {len(node)}"
+        raise ConfigError(what, where=shorten(where), cure="Places count from 0.")
     return int(name)
 
 
@@ -148,6 +240,10 @@ def _value(raw: str) -> Any:
         return tomllib.loads(f"v = {raw}")["v"]
     except tomllib.TOMLDecodeError:
         return raw.strip()  # `name=tiny` needs no quotes
+    except ValueError as error:  # an integer of 4,300 digits
+        raise ConfigError(str(error), where=shorten(raw)) from None
+    except RecursionError:
+        raise ConfigError(f"arrays or tables are {TOO_DEEP}", where=shorten(raw), cure=LESS_DEEP) from None
 
 
 def _explain(cls: type[BaseModel], problem: Any) -> tuple[str, str, str]:
@@ -171,8 +267,9 @@ def _explain(cls: type[BaseModel], problem: Any) -> tuple[str, str, str]:
     message = problem["msg"].removeprefix("Value error, ")
     message = message[0].lower() + message[1:]
     given = problem["input"]
-    shown = f", got {given!r}" if isinstance(given, str | int | float | bool | None) else ""
-    return key, message + ("" if isinstance(given, str) and repr(given) in message else shown), ""
+    shown = f", got {shorten(repr(given))}" if isinstance(given, str | int | float | bool | None) else ""
+    is_shown = problem["type"] == OUT_OF_RANGE or (isinstance(given, str) and repr(given) in message)
+    return key, message + ("" if is_shown else shown), ""
 
 
 def _follow(cls: type[BaseModel], spot: Sequence[int | str]) -> tuple[list[int | str], Any]:
@@ -183,6 +280,8 @@ def _follow(cls: type[BaseModel], spot: Sequence[int | str]) -> tuple[list[int |
         members = {tag: member for member in _models(hint) for tag in _tags(member)}
         if len(_models(hint)) > 1 and part in members:
             hint = members[str(part)]
+        elif isinstance(part, str) and hint is not Any and not _models(hint):
+            continue  # what pydantic calls a member of a union of other types
         else:
             kept.append(part)
             hint = _step(hint, part)
@@ -238,6 +337,18 @@ def _walk(value: Any, twin: Any) -> Iterator[tuple[BaseModel, dict[str, Any]]]:
     elif isinstance(value, tuple):
         for item, other in zip(value, twin, strict=True):
             yield from _walk(item, other)
+
+
+def paths(value: Any, key: str = "") -> Iterator[tuple[str, Path]]:
+    """Every path inside a config, with its key."""
+    if isinstance(value, Path):
+        yield key, value
+    elif isinstance(value, BaseModel):
+        for name, inner in value:
+            yield from paths(inner, f"{key}.{name}" if key else name)
+    elif isinstance(value, tuple):
+        for place, inner in enumerate(value):
+            yield from paths(inner, f"{key}.{place}")
 
 
 def to_toml(data: dict[str, Any]) -> str:

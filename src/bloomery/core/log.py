@@ -17,19 +17,41 @@ from typing import Any, TextIO
 
 from rich.console import Console
 
-from bloomery.core.errors import DataError
-from bloomery.core.files import disk_errors, whole_file
+from bloomery.core.errors import DataError, readable, shorten
+from bloomery.core.files import disk_errors, named_where_not_finite, parse_json, read_regular, whole_file
 from bloomery.core.live import Live, Told
+from bloomery.core.streams import STDERR, discard
 
 METRICS, SAMPLES = "metrics.jsonl", "samples.jsonl"
 """What a stage that trains leaves: its numbers, and what the model wrote on the way."""
+MAX_METRICS_BYTES = 2**31
+"""Of such a file: a line has some hundred bytes, and a long run a million steps."""
+_DAMAGED = "The file is damaged. Remove that line, or the file: nothing but reports and charts reads it."
 SECONDS_BETWEEN_PLAIN_LINES = 10.0
 
 Number = float | int
 """Counts are whole and rates are not; a checker at run time tells the two apart."""
 
-console = Console(stderr=True, highlight=False, soft_wrap=True)
+
+class _Lines(Console):
+    """A console whose reader may leave: `bloomery run … 2>&1 | head` ends no run."""
+
+    def on_broken_pipe(self) -> None:
+        discard(STDERR)
+
+
+console = _Lines(stderr=True, highlight=False, soft_wrap=True)
 """Where people look. stdout is for what a verb answers."""
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """Show nothing while the block runs: it reports by what it returns."""
+    before, console.quiet = console.quiet, True
+    try:
+        yield
+    finally:
+        console.quiet = before
 
 
 VARYING = frozenset({"tokens_per_second", "mfu", "memory_bytes", "seconds"})
@@ -40,8 +62,12 @@ _listeners: list[TextIO] = []
 
 
 def say(text: str, style: str = "") -> None:
-    """One line for a person."""
-    console.print(text, style=style, markup=False)
+    """One line for a person, shown as `readable` has it."""
+    text = readable(text)
+    try:
+        console.print(text, style=style, markup=False)
+    except OSError:
+        discard(STDERR)
     for file in _listeners:
         with disk_errors(Path(file.name)):
             file.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')}  {text}\n")
@@ -140,7 +166,7 @@ class Metrics:
 
     def write(self, *, step: int, **values: Any) -> None:
         """Add a line. A number that is not finite, which JSON cannot hold, becomes its name."""
-        line = {name: _as_json(value) for name, value in values.items()}
+        line = named_where_not_finite(values)
         with disk_errors(self._path):
             self._file.write(json.dumps({"step": step, **line}) + "\n")
             self._file.flush()
@@ -168,23 +194,21 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
     """
     if not path.exists():
         return []
-    whole = path.read_bytes().split(b"\n")[:-1]
+    try:
+        whole = read_regular(path, MAX_METRICS_BYTES).split(b"\n")[:-1]
+    except (OSError, ValueError) as error:
+        raise DataError(f"cannot be read: {error}", where=str(path), cure=_DAMAGED) from None
     return [_metrics_line(line, f"{path}:{number}") for number, line in enumerate(whole, 1) if line]
 
 
 def _metrics_line(line: bytes, where: str) -> dict[str, Any]:
-    cure = "The file is damaged. Remove that line, or the file: nothing but reports and charts reads it."
     try:
-        found = json.loads(line)
+        found = parse_json(line)
     except ValueError as error:
-        raise DataError(f"is no JSON: {error}", where=where, cure=cure) from None
-    if not isinstance(found, dict) or not isinstance(found.get("step"), int):
-        raise DataError("is no JSON object with a whole number as step", where=where, cure=cure)
+        raise DataError(f"is no JSON: {shorten(str(error))}", where=where, cure=_DAMAGED) from None
+    if not isinstance(found, dict) or type(found.get("step")) is not int:
+        raise DataError("is no JSON object with a whole number as step", where=where, cure=_DAMAGED)
     return found
-
-
-def _as_json(value: Any) -> Any:
-    return str(value) if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def _short(value: Number) -> str:

@@ -4,7 +4,8 @@ A stage is data, its folder is its fingerprint, and the manifest comes last.
 A folder's name ends in a hash of the stage's name, version, config and of the fingerprints of its inputs, so whatever
 could change the output changes the folder, and the work of an unchanged stage is found again. A folder counts as
 done when its manifest is there, every file that it lists has the size it lists, and its inputs hold what it was made
-from: an input that was made again, with other content, is not seen by a fingerprint. A stage that died in between
+from: an input that was made again, with other content, is not seen by a fingerprint. Before a stage runs, sha256 of
+what its inputs hand on is compared with their manifests. A stage that died in between
 finds its own leftovers in the folder, where it can go on from them, and else an empty one.
 """
 
@@ -12,7 +13,8 @@ import difflib
 import importlib
 import os
 import platform
-import shutil
+import re
+import stat
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -20,22 +22,80 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, NotRequired
 
-from bloomery.core import files, native
-from bloomery.core.config import Config, plain
-from bloomery.core.errors import RunError, UnreachableError
+from pydantic import Field, GetPydanticSchema
+from typing_extensions import TypedDict
+
+from bloomery.core import cache, files, native
+from bloomery.core.config import Config, paths, plain
+from bloomery.core.errors import DataError, RunError, UnreachableError
 from bloomery.core.files import MANIFEST
 from bloomery.core.log import say
+from bloomery.core.records import MAX_MANIFEST_BYTES, Count, ListedFile, NameInside, read_record
 
 if sys.platform != "win32":
     import fcntl
 
 BEGUN = "begun.json"
 """Which content of its inputs a stage that resumes began with: leftovers of another content are not gone on from."""
+LOCK = ".lock"
+"""In a run folder: the number of the process that holds it."""
 
+NOT_DONE = "not done"
+"""What `damage` says of a folder that no manifest vouches for."""
+STAGE_FOLDER = re.compile(r"[0-9]{2}-(\w+)-[0-9a-f]{8}", re.ASCII)
+"""Number, name and fingerprint of a stage, as `lay_out` names folders."""
 Stats = Mapping[str, Any]
 """What a stage reports: JSON data, shown by `status` and in the report."""
+
+FolderName = Annotated[str, Field(pattern=r"^[0-9]{2}-[0-9A-Za-z_]+-[0-9a-f]{8}$")]
+"""Of a record: the folder of a stage, next to others in its run. It never leads out of the run folder."""
+
+
+class SavedSource(TypedDict, total=False):
+    name: str
+    domain: str | None
+    license: str | None
+
+
+class SavedConfig(TypedDict, total=False):
+    """The settings of a stage, as far as others read them."""
+
+    sources: list[SavedSource]
+    hold_out: float
+    path: str | None
+
+
+class SavedStats(TypedDict, total=False):
+    """What a stage reported, as far as others read it: the data card of a run, and the data tools."""
+
+    documents: Count
+    rejected: Any
+    by_source: dict[str, dict[str, Any]]
+    reasons: dict[str, Count]
+    mix: dict[str, dict[str, Any]]
+    anneal: dict[str, dict[str, Any]] | None
+
+
+class Manifest(TypedDict):
+    """What `seal` writes of a finished stage, as far as anything reads it."""
+
+    stage: str
+    version: NotRequired[int]
+    fingerprint: NotRequired[str]
+    inputs: NotRequired[dict[str, FolderName]]
+    input_hashes: NotRequired[dict[str, str]]
+    config: Annotated[dict[str, Any], GetPydanticSchema(lambda _, handler: handler(SavedConfig))]
+    stats: Annotated[dict[str, Any], GetPydanticSchema(lambda _, handler: handler(SavedStats))]
+    hands_on: NotRequired[str]
+    outputs: dict[NameInside, ListedFile]
+    seconds: Annotated[float, Field(ge=0)]
+    resumed: bool
+    finished: str
+    versions: NotRequired[dict[str, str | None]]
+    machine: NotRequired[dict[str, Any]]
+
 
 Runner = Callable[[Any, Mapping[str, Path], Path], Stats]
 """`run(config, inputs, out) -> stats`: inputs maps the name of an earlier stage to its folder."""
@@ -114,9 +174,10 @@ def lay_out(stages: Sequence[Stage], recipe: Config, root: Path, *, blind: bool 
     plans: dict[str, Plan] = {}
     left_out, not_wanted = missing_sections(stages, recipe), unwanted(stages, recipe)
     for number, stage in enumerate([stage for stage in stages if stage.name not in not_wanted], 1):
+        config: Config = getattr(recipe, stage.name)
+        _check_paths(stage.name, config)
         if stage.name in left_out:
             continue
-        config: Config = getattr(recipe, stage.name)
         outside, unseen = _seen(stage, config, blind)
         after = [name for name in config.needs(stage.after) if name not in not_wanted]
         inputs = [plans[name].fingerprint for name in after]
@@ -132,6 +193,16 @@ def lay_out(stages: Sequence[Stage], recipe: Config, root: Path, *, blind: bool 
             unseen=unseen or next((plans[name].unseen for name in after if plans[name].unseen), ""),
         )
     return list(plans.values())
+
+
+def _check_paths(section: str, config: Config | None) -> None:
+    """Raises DataError for a path of a section that exists and is neither a folder nor a regular file."""
+    for key, given in paths(config, section):
+        path = given.expanduser()
+        if os.path.exists(path) and not os.path.isdir(path) and (what := files.special(path)):
+            raise DataError(what, where=f"{key} = {path}", cure="Name a regular file: others may have no end.")
+        if os.path.isdir(path) and (folder := files.kernel(path)):
+            raise DataError(f"lies in {folder}", where=f"{key} = {path}", cure="Name a folder of regular files.")
 
 
 def _seen(stage: Stage, config: Config, blind: bool) -> tuple[str, str]:
@@ -175,7 +246,8 @@ def check_sections(
     stopped = asked if asked in missing else None if asked else next(iter(missing), None)
     if stopped is None:
         return
-    left = [stage for stage in stages if stage.name not in missing]
+    not_wanted = unwanted(stages, recipe)
+    left = [stage for stage in stages if stage.name not in missing and stage.name not in not_wanted]
     ends = [one.name for one in left if not any(one.name in other.after for other in left)]
     sections = " and ".join(f"[{name}]" for name in missing[stopped])
     cure = f"Write {sections} into it, or go as far as it reaches: {' or '.join(f'--until {name}' for name in ends)}"
@@ -203,9 +275,7 @@ def execute(plans: Sequence[Plan], *, until: str | None = None, only: str | None
     check_names([plan.stage for plan in plans], until, only)
     by_name = {plan.stage.name: plan for plan in plans}
     wanted = _ancestors(by_name, until) if until else {only} if only else set(by_name)
-    for plan in plans:
-        if plan.stage.needed and plan.stage.name in wanted and not plan.fresh:
-            resolve(plan.stage.needed)(plan.stage.name, plan.config)
+    check_needed([plan for plan in plans if plan.stage.name in wanted])
     done: dict[str, str] = {}
     for plan in plans:
         if plan.stage.name in wanted:
@@ -215,15 +285,31 @@ def execute(plans: Sequence[Plan], *, until: str | None = None, only: str | None
     return done
 
 
+def check_needed(plans: Sequence[Plan]) -> None:
+    """Raises what `Stage.needed` does, of the stages that would run."""
+    for plan in plans:
+        if plan.stage.needed and not plan.fresh:
+            resolve(plan.stage.needed)(plan.stage.name, plan.config)
+
+
 def _run(plan: Plan) -> str:
     for name, folder in plan.inputs.items():
         if trouble := damage(folder):
             cure = f"Run it first: bloomery run RECIPE --until {name}"
             raise RunError(f"its input {name} is not done ({trouble})", where=plan.stage.name, cure=cure)
+        if trouble := cache.changed(folder, _handed_on(read_manifest(folder))):
+            cure = f"Remove {folder / MANIFEST} and run the same command again: it makes {name} again."
+            raise RunError(f"its input {name} is damaged: {folder / trouble}", where=plan.stage.name, cure=cure)
     _check_outside(plan)
+    if (trouble := damage(plan.folder)) and trouble != NOT_DONE:
+        say(f"  {plan.stage.name} runs again: {trouble}", "yellow")
+    if plan.folder.is_symlink():
+        cure = "Remove the link, which removes nothing of that folder, and run the same command again."
+        what = f"is a link to {plan.folder.resolve()}, and a stage only writes into a folder of its own"
+        raise RunError(what, where=str(plan.folder), cure=cure)
     with files.disk_errors(plan.folder):
         plan.folder.mkdir(parents=True, exist_ok=True)
-        (plan.folder / MANIFEST).unlink(missing_ok=True)  # of outputs that are damaged: it must not vouch for new ones
+        files.remove_path(plan.folder / MANIFEST)  # of outputs that are damaged: it must not vouch for new ones
         _keep_what_is_of_use(plan)
     resumed = any(path.name != BEGUN for path in plan.folder.iterdir())
     say(
@@ -251,15 +337,12 @@ def _keep_what_is_of_use(plan: Plan) -> None:
         return
     begun = plan.folder / BEGUN
     origin = {name: content_hash(folder) for name, folder in plan.inputs.items()}
-    if not plan.stage.resumes or not begun.is_file() or files.read_json(begun) != origin:
-        _empty(plan.folder)
-    if plan.stage.resumes and not begun.is_file():
+    fix = f"Remove {plan.folder}, and run the same command again: the stage begins anew."
+    if not plan.stage.resumes or not begun.exists() or read_record(begun, dict[str, str], fix=fix) != origin:
+        for path in plan.folder.iterdir():
+            files.remove_path(path)
+    if plan.stage.resumes and not begun.exists():
         files.write_json(begun, origin)
-
-
-def _empty(folder: Path) -> None:
-    for path in folder.iterdir():
-        shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
 
 
 def seal(plan: Plan, stats: Stats, *, seconds: float, resumed: bool) -> None:
@@ -283,42 +366,55 @@ def seal(plan: Plan, stats: Stats, *, seconds: float, resumed: bool) -> None:
     files.write_json(plan.folder / MANIFEST, manifest)
 
 
-def read_manifest(folder: Path) -> dict[str, Any]:
-    """The manifest of a finished stage folder."""
+def read_manifest(folder: Path) -> Manifest:
+    """The manifest of a finished stage folder. Raises RunError where there is none, or it cannot be read."""
+    if not (folder / MANIFEST).exists():
+        raise RunError("has no manifest, so it is not done", where=str(folder), cure="Run its recipe again.")
+    fix = "Remove that file and run the recipe again."
+    return read_record(folder / MANIFEST, Manifest, fix=fix, max_bytes=MAX_MANIFEST_BYTES)
+
+
+def find_manifest(folder: Path) -> Manifest | None:
+    """The manifest of a stage folder, or None where it is not done or its manifest is damaged (see `damage`)."""
     try:
-        manifest: dict[str, Any] = files.read_json(folder / MANIFEST)
-        if not isinstance(manifest, dict) or "outputs" not in manifest:
-            raise ValueError("it is no manifest of a stage")
-    except FileNotFoundError:
-        raise RunError("has no manifest, so it is not done", where=str(folder), cure="Run its recipe again.") from None
-    except ValueError as error:
-        cure = "Remove that file and run the recipe again."
-        raise RunError(f"cannot be read: {error}", where=str(folder / MANIFEST), cure=cure) from None
-    return manifest
+        return read_manifest(folder)
+    except RunError:
+        return None
 
 
 def content_hash(folder: Path) -> str:
     """sha256 over the names and hashes of what a finished stage hands on: equal for equal content, at any time."""
-    manifest = read_manifest(folder)
+    return _hash_of(read_manifest(folder))
+
+
+def _hash_of(manifest: Manifest) -> str:
+    return files.sha256_bytes(files.canonical(_handed_on(manifest)))
+
+
+def _handed_on(manifest: Manifest) -> dict[str, str]:
+    """Name -> sha256 of what a finished stage hands on."""
     outputs, handed_on = manifest["outputs"], manifest.get("hands_on", "")
-    hashes = {name: facts["sha256"] for name, facts in outputs.items() if name.startswith(handed_on)}
-    return files.sha256_bytes(files.canonical(hashes))
+    return {name: facts["sha256"] for name, facts in outputs.items() if name.startswith(handed_on)}
 
 
 def damage(folder: Path, *, thorough: bool = False) -> str:
     """
     Why a stage folder is not whole, or not made from what its inputs hold, or "". `thorough` compares sha256 too.
 
-    An input that is not there, or not done, tells nothing.
+    An input that is not there, not done, or has a damaged manifest, tells nothing.
     """
-    if not (folder / MANIFEST).is_file():
-        return "not done"
-    manifest = read_manifest(folder)
+    if not (folder / MANIFEST).exists():
+        return NOT_DONE
+    try:
+        manifest = read_manifest(folder)
+    except RunError as error:
+        return f"{MANIFEST} {error.what}"
     if broken := files.damage(folder, manifest["outputs"], thorough=thorough):
         return broken
-    for name, made_from in manifest.get("input_hashes", {}).items():
-        given = folder.parent / manifest["inputs"][name]
-        if (given / MANIFEST).is_file() and content_hash(given) != made_from:
+    hashes = manifest.get("input_hashes", {})
+    for name, input_folder in manifest.get("inputs", {}).items():
+        source = find_manifest(folder.parent / input_folder)
+        if source is not None and name in hashes and _hash_of(source) != hashes[name]:
             return f"its input {name} was made again, with other content"
     return ""
 
@@ -330,13 +426,10 @@ def locked(root: Path) -> Iterator[None]:
 
     On Windows nothing is held.
     """
+    files.make_folder(root)
     with files.disk_errors(root):
-        try:
-            root.mkdir(parents=True, exist_ok=True)
-        except FileNotFoundError:  # as in /proc, where nobody makes folders
-            raise RunError("cannot be made", where=str(root), cure="Name another folder.") from None
-        (root / ".lock").touch()
-    with (root / ".lock").open("a+") as file:
+        _check_lock(root / LOCK)
+    with open(root / LOCK, "a+", opener=files.open_own) as file:
         if sys.platform != "win32":
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -346,9 +439,21 @@ def locked(root: Path) -> Iterator[None]:
                 cure = "Wait for it, or choose another folder with --runs."
                 raise RunError(f"process {holder} is running in it", where=str(root), cure=cure) from None
         file.truncate(0)
-        with files.disk_errors(root / ".lock"):
+        with files.disk_errors(root / LOCK):
             os.write(file.fileno(), str(os.getpid()).encode())
         yield
+
+
+def _check_lock(path: Path) -> None:
+    """Raises RunError where the file of the lock is another program's: a link, or anything but a process's number."""
+    try:
+        kind = path.lstat().st_mode
+        is_ours = stat.S_ISREG(kind) and re.fullmatch(rb"[0-9]{0,20}", path.read_bytes()[:21]) is not None
+    except FileNotFoundError:
+        is_ours = True
+    if not is_ours:
+        cure = "Move it away, or name another folder."
+        raise RunError("would be overwritten, and holds no number of a process", where=str(path), cure=cure)
 
 
 def versions() -> dict[str, str]:

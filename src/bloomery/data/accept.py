@@ -10,7 +10,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
-from bloomery.core.config import Config, Count, Share
+from bloomery.core.bounds import Between, FieldNumber, Share, TextLength
+from bloomery.core.config import Config
 from bloomery.data import rows
 from bloomery.data.unpack import Problem
 
@@ -23,9 +24,9 @@ class FieldIs(Config):
     kind: Literal["field"] = "field"
     field: str
     """"a.b" is the field b of the object a."""
-    at_least: float | None = None
-    at_most: float | None = None
-    one_of: tuple[str | int | bool, ...] = ()
+    at_least: FieldNumber | None = None
+    at_most: FieldNumber | None = None
+    one_of: tuple[str | Annotated[int, Between(-(2**63), 2**63 - 1, "data has integers of 64 bits")] | bool, ...] = ()
 
     @model_validator(mode="after")
     def _asks_for_something(self) -> "FieldIs":
@@ -51,8 +52,8 @@ class Characters(Config):
     """The text has so many characters."""
 
     kind: Literal["characters"] = "characters"
-    at_least: Count | None = None
-    at_most: Count | None = None
+    at_least: TextLength | None = None
+    at_most: TextLength | None = None
 
     def unmet(self, text: str, row: dict[str, Any]) -> Problem | None:
         return _outside("accept.characters", len(text), self.at_least, self.at_most)
@@ -62,9 +63,9 @@ class Lines(Config):
     """The text has so many lines, and none that is too long."""
 
     kind: Literal["lines"] = "lines"
-    at_least: Count | None = None
-    at_most: Count | None = None
-    longest: Count | None = None
+    at_least: TextLength | None = None
+    at_most: TextLength | None = None
+    longest: TextLength | None = None
     """Characters of the longest line."""
 
     def unmet(self, text: str, row: dict[str, Any]) -> Problem | None:

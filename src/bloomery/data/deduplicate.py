@@ -22,7 +22,8 @@ import pyarrow as pa
 from bloomery.core.errors import DataError
 from bloomery.data import groups, keep, repeated_lines
 from bloomery.data.duplicates import Corpus, Settings, compare, sign
-from bloomery.data.engine import Engine, Part, cores, run_parts
+from bloomery.data.engine import Engine, Part, run_parts
+from bloomery.hw.launcher import cores
 
 ROUNDS = 4
 LAGS = 3

@@ -15,6 +15,7 @@ import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
 from bloomery.core import files, native
+from bloomery.core.config import repeated
 from bloomery.core.errors import DataError
 from bloomery.data import document, minhash, quick_shingles
 from bloomery.data.engine import Part, Record
@@ -46,7 +47,7 @@ class Corpus:
     def of(cls, paths: Sequence[Path]) -> "Corpus":
         """Raises DataError where two files have the same name: their documents go to files of that name."""
         names = [path.stem for path in paths]
-        if twice := sorted({name for name in names if names.count(name) > 1}):
+        if twice := repeated(names):
             cure = "Give the files names of their own."
             raise DataError(f"two files of documents have the name {twice[0]!r}", cure=cure)
         counts = [document.count_part(path) for path in paths]

@@ -15,9 +15,11 @@ from typing import Annotated, Any, Literal
 from urllib.parse import unquote, urlsplit
 
 from pydantic import Field, TypeAdapter, model_validator
+from typing_extensions import TypedDict
 
 from bloomery.core import files
-from bloomery.core.config import VOLATILE, Config, Positive
+from bloomery.core.bounds import Attempts
+from bloomery.core.config import VOLATILE, Config
 from bloomery.core.errors import DataError, UnreachableError
 from bloomery.data import cache, hosts, hub, reading, remote, web_files
 from bloomery.data.cache import Content
@@ -37,7 +39,7 @@ class Reach(Config):
 
     offline: bool = Field(False, json_schema_extra=VOLATILE)
     """Only the cache is asked. So it is for the hub, too, where HF_HUB_OFFLINE is 1."""
-    attempts: Positive = Field(8, json_schema_extra=VOLATILE)
+    attempts: Attempts = Field(8, json_schema_extra=VOLATILE)
     """Failures in a row, without a mebibyte of progress between them, after which an address is given up."""
 
 
@@ -208,11 +210,19 @@ def _listing(source: Elsewhere) -> list[WebFile] | list[RemoteFile]:
     return [_at_address(source)]
 
 
+class NotedVersion(TypedDict):
+    """What a plain address last said of its file."""
+
+    sha256: str | None
+    etag: str | None
+    num_bytes: int | None
+
+
 def _in_store(source: Remote) -> list[RemoteFile]:
     """What a store lists, and offline what it listed the last time."""
     note = cache.root() / "listings" / f"{files.sha256_bytes(files.canonical(source.patterns))}.json"
     if source.offline:
-        if (known := cache.known(note)) is None:
+        if (known := cache.known(note, list[dict[str, Any]])) is None:
             what = f"what is there is not in the cache {cache.root()}, and this is offline mode"
             raise UnreachableError(what, where=", ".join(source.patterns), cure="Run once without offline.")
         return [TypeAdapter(RemoteFile).validate_json(json.dumps(one)) for one in known]
@@ -228,7 +238,7 @@ def _at_address(source: Address | Preset) -> WebFile:
     if source.sha256 is not None:
         return WebFile(name, addresses, Content("sha256", source.sha256))
     note = cache.root() / "addresses" / f"{files.sha256_bytes(address.encode())}.json"
-    known = cache.known(note)
+    known: Any = cache.known(note, NotedVersion)
     if source.offline:
         if known is None:
             what = f"is not in the cache {cache.root()}, and this is offline mode"

@@ -4,35 +4,41 @@ The engine: one function over many parts, in this process, in worker processes o
     work(config, part, out) -> record
 
 writes the part's files below `out`, each whole or absent, and returns what there is to say about them. The record goes
-to out/parts/WHAT/NAME.json when the files are there. A part whose record and files are whole is not done again, so
-that a run that was killed goes on with the next part. What a part leaves depends on the part alone, and so nothing
-depends on the number of workers, on their order or on what was killed.
+to out/parts/WHAT/NAME.json when the files are there, with the sha256 of each. A part whose record and files are
+unchanged is not done again, so that a run that was killed goes on with the next part. What a part leaves depends on the
+part alone, and so nothing depends on the number of workers, on their order or on what was killed.
 """
 
 import multiprocessing
 import os
+import signal
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Annotated, Any, Literal, NamedTuple
 
 import pyarrow as pa
 from pydantic import Field, model_validator
 from threadpoolctl import threadpool_limits  # type: ignore[import-untyped]
 
-from bloomery.core import errors, files
-from bloomery.core.config import VOLATILE, Config, Positive
+from bloomery.core import child, errors, files, leftovers, shortage
+from bloomery.core.bounds import Between
+from bloomery.core.config import VOLATILE, Config
 from bloomery.core.errors import BloomeryError, RunError
-from bloomery.core.log import Meter, progress
-from bloomery.data import cluster, orphan
+from bloomery.core.log import progress
+from bloomery.data import cluster
+from bloomery.hw.launcher import check_processes, cores
 
 RECORDS = "parts"
 SMALL_BYTES = 32 * 2**20
 """Less than this is done in this process where nobody says how many workers: two of them take 1.5 s to start."""
 
+MOST_PATHS = 3
+"""How many files of a part an error names."""
 UNCAUGHT = 1
 """Exit code of a Python process that an exception has ended."""
 
@@ -41,7 +47,7 @@ class Engine(Config):
     """Where the parts of a stage are worked on. The output is the same everywhere."""
 
     kind: Literal["local", "ray"] = "local"
-    workers: Positive | None = None
+    workers: Annotated[int, Between(1, 4096, "each worker is a process")] | None = None
     """Processes. None: one for each core that this process may use; on Ray, as many as the cluster takes."""
     address: str | None = None
     """Of a Ray cluster, as `ray.init` takes it. None: one of this machine, for the time of the stage."""
@@ -96,26 +102,25 @@ def run_parts(
     """
     names = [part.name for part in parts]
     assert len(set(names)) == len(names), f"two parts of {what} have one name"
-    records = {part.name: record for part in parts if (record := _done(out, what, part.name)) is not None}
-    todo = [part for part in parts if part.name not in records]
-    total = sum(max(1, part.num_bytes) for part in parts)
+    records: dict[str, Record] = {}
+    total, done = sum(max(1, part.num_bytes) for part in parts), 0
     with progress(what, unit, total=len(parts)) as meter:
+
+        def take(part: Part, record: Record) -> None:
+            nonlocal done
+            records[part.name], done = record, done + max(1, part.num_bytes)
+            shown = {"percent": round(100 * done / total, 1)} if total > len(parts) else {}
+            meter.at(len(records), **shown)
+
+        for part in parts:
+            if (known := _done(out, what, part.name)) is not None:
+                take(part, known)
         meter.start_at(len(records))
-        for part, record in _run(engine, work, config, todo, out):
-            assert "files" in record
-            sizes = {name: (out / name).stat().st_size for name in record["files"]}
-            files.write_json(_place(out, what, part.name), {"record": record, "bytes": sizes})
-            records[part.name] = record
-            _tell(meter, records, parts, total)
+        todo = [part for part in parts if part.name not in records]
+        for part, finished in _run(engine, partial(_hashed, work), config, todo, out):
+            leftovers.save(_place(out, what, part.name), finished["record"], finished["outputs"])
+            take(part, finished["record"])
     return [records[name] for name in names]
-
-
-def _tell(meter: Meter, records: Mapping[str, Record], parts: Sequence[Part], total: int) -> None:
-    done = sum(max(1, part.num_bytes) for part in parts if part.name in records)
-    if total > len(parts):
-        meter.at(len(records), percent=round(100 * done / total, 1))
-    else:
-        meter.at(len(records))
 
 
 def _place(out: Path, what: str, name: str) -> Path:
@@ -124,15 +129,13 @@ def _place(out: Path, what: str, name: str) -> Path:
 
 def _done(out: Path, what: str, name: str) -> Record | None:
     """The record of a part whose files are all there as they were written, or None."""
-    place = _place(out, what, name)
-    if not place.is_file():
-        return None
-    found = files.read_json(place)
-    for file, size in found["bytes"].items():
-        if not (out / file).is_file() or (out / file).stat().st_size != size:
-            return None
-    record: Record = found["record"]
-    return record
+    return leftovers.load(_place(out, what, name), out, f"{what}: part {name}")
+
+
+def _hashed(work: Work, config: Any, part: Part, out: Path) -> Record:
+    """A part's record, and its files with their sha256: taken by the worker, while the files are in memory."""
+    record = work(config, part, out)
+    return {"record": record, "outputs": files.listed(out, record["files"])}
 
 
 def _run(engine: Engine, work: Work, config: Any, parts: Sequence[Part], out: Path) -> Iterator[tuple[Part, Record]]:
@@ -154,9 +157,11 @@ def _default_workers(parts: Sequence[Part]) -> int:
     return cores() if sum(part.num_bytes for part in parts) >= SMALL_BYTES else 1
 
 
-def cores() -> int:
-    """Processor cores that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+def needed(section: str, config: Parallel) -> None:
+    """Raises HardwareError, before the first stage of a run, for more workers than this machine should start."""
+    engine = config.engine
+    if engine.workers is not None and engine.address is None:
+        check_processes(engine.workers, f"{section}.engine.workers")
 
 
 class _Worker(NamedTuple):
@@ -225,13 +230,27 @@ def _death(worker: _Worker, part: Part) -> Exception:
         return RuntimeError(f"part {part.name}: the lines above say where its worker failed")
     how = f"was killed by signal {-code}" if code < 0 else f"ended with code {code}"
     what = f"the worker on part {part.name} {how}"
-    cure = "Run the same command again: finished parts are kept. If it dies again, there may be too little memory: "
-    return RunError(what, where=str(part.given)[:200], cure=f"{cure}engine.workers=1 needs the least.")
+    cure = "Run the same command again: finished parts are kept. If it dies again"
+    if code in (-signal.SIGABRT, -signal.SIGSEGV, -signal.SIGFPE, -signal.SIGILL):
+        cure += ", a library cannot read its input: the lines above say why. Write those files again, or remove them."
+    else:
+        cure += ", there may be too little memory: engine.workers=1 needs the least."
+    return RunError(what, where=", ".join(_paths(part.given)), cure=cure)
+
+
+def _paths(given: Any) -> list[str]:
+    """The first files that a part names, for a person."""
+    if isinstance(given, str | Path):
+        return [str(given)[:200]]
+    values = given.values() if isinstance(given, Mapping) else given if isinstance(given, list | tuple) else ()
+    found = [path for value in values for path in _paths(value) if os.sep in path]
+    return found[:MOST_PATHS]
 
 
 def _serve(pipe: Connection, parent: int, work: Work, config: Any, out: Path) -> None:
     """What a worker process does: parts, one after the other, until the pipe ends."""
-    orphan.die_with(parent)
+    child.die_with(parent)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is left to the parent
     os.environ["RAYON_NUM_THREADS"] = "1"
     pa.set_cpu_count(1)
     with threadpool_limits(1):
@@ -247,4 +266,12 @@ def _answered(work: Work, config: Any, part: Part, out: Path) -> dict[str, Any]:
     try:
         return {"record": work(config, part, out)}
     except BloomeryError as error:
-        return {"error": type(error).__name__, "what": error.what, "where": error.where, "cure": error.cure}
+        return told(error)
+    except Exception as error:
+        if (short := shortage.as_error(error)) is not None:
+            return told(short)
+        raise
+
+
+def told(error: BloomeryError) -> dict[str, Any]:
+    return {"error": type(error).__name__, "what": error.what, "where": error.where, "cure": error.cure}

@@ -15,8 +15,9 @@ from typing import Any, NamedTuple
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from bloomery.core import files
 from bloomery.core.errors import DataError
-from bloomery.data import rows
+from bloomery.data import rows, tables
 from bloomery.data.rows import Problem
 
 TEXT_FIELDS = (
@@ -86,7 +87,10 @@ def pieces(path: Path, fields: Sequence[str] = ()) -> Iterator[Piece]:
 def rows_of(path: Path) -> Iterator[tuple[int, Mapping[str, Any]]]:
     """Number (from 1) and fields of every row of a task's file. Raises DataError for a broken one."""
     if path.suffix == ".parquet":
+        if (problem := tables.crashes(path)) is not None:
+            raise DataError(problem.what, where=str(path), cure=problem.cure)
         try:
+            files.check_regular(path)
             with pq.ParquetFile(path) as file:
                 every = (row for batch in file.iter_batches() for row in batch.to_pylist())
                 yield from enumerate(every, 1)

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from bloomery.core.errors import DataError
-from bloomery.data import damage, document, rows, tables
+from bloomery.data import damage, document, rows, tables, unpack
 
 SHORTEST = 100
 """Characters of the shortest excerpts of contrast; lengths are even on a logarithmic scale."""
@@ -95,7 +95,7 @@ def labeled(
     found: list[tuple[str, int, Example]] = []
     for number, row in _rows(path, [text_field, label_field], group_field):
         where = f"{path}:{number}"
-        if isinstance(row, rows.Problem):
+        if isinstance(row, unpack.Problem):
             raise DataError(row.what, where=where, cure="Repair or remove this row.")
         text = _text(row, text_field, where)
         positive = _side(row, label_field, labels, where)

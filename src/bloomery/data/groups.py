@@ -17,7 +17,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from bloomery.core import files
-from bloomery.data.engine import cores
+from bloomery.hw.launcher import cores
 
 ROWS_PER_BATCH = 1 << 17
 PAIRS_PER_CHUNK = 1 << 17
@@ -44,9 +44,21 @@ def connected(scratch: Path, memory_bytes: int) -> Iterator[duckdb.DuckDBPyConne
     pa.default_memory_pool().release_unused()  # of the pass before, which would stand beside what DuckDB takes
     connection = duckdb.connect(str(scratch / "groups.duckdb"), config=options)
     try:
-        yield connection
+        with interruptible():
+            yield connection
     finally:
         connection.close()
+
+
+@contextmanager
+def interruptible() -> Iterator[None]:
+    """Raises KeyboardInterrupt where one ended a query of DuckDB, which raises a RuntimeError in its place."""
+    try:
+        yield
+    except (RuntimeError, duckdb.InterruptException) as error:
+        if "interrupted" not in str(error).lower():
+            raise
+        raise KeyboardInterrupt from error
 
 
 def streamed(connection: duckdb.DuckDBPyConnection, query: str) -> Iterator[pa.RecordBatch]:

@@ -20,6 +20,8 @@ from types import ModuleType
 from typing import Any, TypeVar
 from urllib.parse import quote
 
+from typing_extensions import TypedDict
+
 from bloomery.core import files
 from bloomery.core.errors import DataError, UnreachableError
 from bloomery.core.log import say
@@ -71,6 +73,22 @@ def token() -> str | None:
     return hosts.secret(found, "HF_TOKEN") if found else found
 
 
+class NotedCommit(TypedDict):
+    """Which commit a revision was, and on which day."""
+
+    commit: str
+    seen: str
+
+
+class NotedFile(TypedDict):
+    """A file of a commit."""
+
+    path: str
+    size: int | None
+    git: str
+    sha256: str | None
+
+
 @lru_cache(maxsize=256)
 def commit(repository: Repository) -> str:
     """
@@ -82,7 +100,7 @@ def commit(repository: Repository) -> str:
     if COMMIT.fullmatch(repository.revision):
         return repository.revision
     note = cache.dataset_folder(repository.dataset) / "refs" / f"{quote(repository.revision, safe='')}.json"
-    before = cache.known(note)
+    before = cache.known(note, NotedCommit)
     if repository.cut_off:
         if before is None:
             what = f"revision {repository.revision!r} is not in the cache {cache.root()}, and this is offline mode"
@@ -141,19 +159,19 @@ def _web_file(repository: Repository, row: Mapping[str, Any]) -> WebFile:
     )
 
 
-def _tree(repository: Repository, folder: str | None) -> list[dict[str, Any]]:
+def _tree(repository: Repository, folder: str | None) -> list[NotedFile]:
     """The files below a folder of the pinned commit."""
     sha = commit(repository)
     note = cache.dataset_folder(repository.dataset) / sha / f"tree-{quote(folder or '', safe='')}.json"
     whole = note.with_name("tree-.json")
     for known in (note, whole):
-        if (rows := cache.known(known)) is not None:
+        if (rows := cache.known(known, list[NotedFile])) is not None:
             return [row for row in rows if row["path"].startswith(f"{folder}/" if folder else "")]
     if repository.cut_off:
         what = f"the list of its files at {sha[:12]} is not in the cache {cache.root()}, and this is offline mode"
         raise UnreachableError(what, where=repository.dataset, cure=_ONLINE)
 
-    def ask(api: Any) -> list[dict[str, Any]]:
+    def ask(api: Any) -> list[NotedFile]:
         found = api.list_repo_tree(
             repository.dataset, path_in_repo=folder, recursive=True, revision=sha, repo_type="dataset"
         )
@@ -171,7 +189,7 @@ def _tree(repository: Repository, folder: str | None) -> list[dict[str, Any]]:
 def _of_config(repository: Repository, config: str, split: str) -> list[str]:
     """The globs that the data set's card declares for a config and split."""
     note = cache.dataset_folder(repository.dataset) / commit(repository) / "configs.json"
-    declared = cache.known(note)
+    declared = cache.known(note, dict[str, dict[str, list[str]]])
     if declared is None:
         if repository.cut_off:
             what = f"its configs are not in the cache {cache.root()}, and this is offline mode"

@@ -11,15 +11,17 @@ characters) is dropped. It needs a classifier `quality` and a classifier `toxici
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
 from pydantic import AfterValidator, model_validator
+from typing_extensions import TypedDict
 
-from bloomery.core import files
-from bloomery.core.config import Config, Positive, Share
+from bloomery.core.bounds import PositiveLength, Share
+from bloomery.core.config import Config
 from bloomery.core.errors import DataError
+from bloomery.core.records import read_record
 from bloomery.data import heuristic, scorer
 from bloomery.data.scorer import Classifier, Scores
 
@@ -35,6 +37,21 @@ View = tuple[str, int | None]
 """A classifier's name (or HEURISTIC) and how many of the first characters it is given; None: all."""
 
 
+class NamedFacts(scorer.Facts):
+    """What a classifier of the stage is, and which of the recipe's."""
+
+    name: str
+    keep: Literal["high", "low"]
+    place: int
+
+
+class NotLearned(TypedDict):
+    """A classifier that a recipe can do without, and was not learned."""
+
+    name: str
+    why: str
+
+
 class Limit(Config):
     """A document of these domains is dropped (reason `limit.CLASSIFIER`) where it misses the threshold."""
 
@@ -47,7 +64,7 @@ class Limit(Config):
     """Scores from here on are dropped: for one whose high scores are of bad text."""
     heuristic_weight: Share = 0.0
     """How much of the score is the heuristic's (`data/heuristic.py`) instead of the classifier's."""
-    characters: Positive | None = None
+    characters: PositiveLength | None = None
     """How many of a document's first characters are scored. None: what the classifier looks at by itself."""
 
     @model_validator(mode="after")
@@ -150,8 +167,12 @@ def load(folder: Path, limits: Sequence[Limit], *, min_score: float, min_scores:
     Without limits there may be no classifier, where LEFT_OUT says why. Raises DataError for a limit whose classifier is
     not there, or whose threshold is for the other side.
     """
-    facts = sorted((files.read_json(path) for path in folder.glob(f"*/{scorer.FACTS}")), key=lambda f: f["place"])
-    left_out = files.read_json(folder / LEFT_OUT) if (folder / LEFT_OUT).is_file() else []
+    files = folder.glob(f"*/{scorer.FACTS}")
+    found = [read_record(file, NamedFacts, error=DataError, fix=scorer.AGAIN) for file in files]
+    facts = sorted(found, key=lambda one: one["place"])
+    left_out: list[NotLearned] = []
+    if (folder / LEFT_OUT).exists():
+        left_out = read_record(folder / LEFT_OUT, list[NotLearned], error=DataError, fix=scorer.AGAIN)
     if left_out and (limits or min_score or min_scores):
         what = f"a limit asks for scores, and {left_out[0]['name']!r} was not learned: {left_out[0]['why']}"
         raise DataError(what, where="filter", cure="Fetch more documents, or leave the limits out.")

@@ -21,13 +21,17 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby, pairwise
 from pathlib import Path
-from typing import NamedTuple
+from typing import Annotated, NamedTuple
 
 import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
+from pydantic import Field
+from typing_extensions import TypedDict
 
 from bloomery.core import files
+from bloomery.core.errors import RunError
+from bloomery.core.records import AGAIN, Count, read_record
 from bloomery.data import document, examined, unspaced
 from bloomery.data.engine import Part, Record
 from bloomery.data.shingles import LARGEST_PIECE, Hashes, blocks, cuts, of_words, scan
@@ -143,6 +147,19 @@ def hashed(texts: Sequence[str]) -> Iterator[Hashes]:
             yield words[first:last]
 
 
+SavedRow = Annotated[list[str | Count], Field(min_length=2, max_length=2)]
+"""A task, and the number of a row."""
+
+
+class SavedIndex(TypedDict):
+    """What rows.json holds."""
+
+    ngram_words: Count
+    min_question_words: Count
+    rows: list[SavedRow]
+    lengths: list[Count]
+
+
 @dataclass(frozen=True, kw_only=True)
 class Index:
     """All that is looked for."""
@@ -204,16 +221,19 @@ class Index:
     @classmethod
     def load(cls, folder: Path) -> "Index":
         """What `save` has written."""
-        facts = files.read_json(folder / "rows.json")
+        facts = read_record(folder / "rows.json", SavedIndex)
 
         def table(name: str) -> Table:
-            columns = (np.load(folder / f"{name}-{column}.npy", allow_pickle=False) for column in ("hashes", "owners"))
-            return Table.of(*columns)
+            places = (folder / f"{name}-{column}.npy" for column in ("hashes", "owners"))
+            try:
+                return Table.of(*(np.load(place, allow_pickle=False) for place in places))
+            except (OSError, ValueError) as error:
+                raise RunError(f"its table {name} cannot be read: {error}", where=str(folder), cure=AGAIN) from None
 
         return cls(
             ngram_words=facts["ngram_words"],
             min_question_words=facts["min_question_words"],
-            rows=[(task, row) for task, row in facts["rows"]],
+            rows=[(str(task), int(row)) for task, row in facts["rows"]],
             long=table("long"),
             starts=table("starts"),
             whole={length: table(f"whole-{length}") for length in facts["lengths"]},

@@ -15,7 +15,8 @@ from typing import Annotated, Any, Literal, NamedTuple
 import ftfy
 from pydantic import Field, model_validator
 
-from bloomery.core.config import Config, Positive
+from bloomery.core.bounds import Bytes, Documents, RowBytes
+from bloomery.core.config import Config
 from bloomery.core.errors import DataError
 from bloomery.data import html, rows, tables, unpack, warc
 from bloomery.data.accept import Condition, FieldIs, first_unmet
@@ -56,8 +57,8 @@ class Common(Config):
     """What its documents are mixed and reported as."""
     license: str | None = None
     """License of its documents, where they do not say themselves."""
-    max_documents: Positive | None = None
-    max_bytes: Positive | None = None
+    max_documents: Documents | None = None
+    max_bytes: Bytes | None = None
     """Reading stops before the document that would bring the text, as UTF-8, above this. Where documents are files,
     they are then read in the order of the hash of their ids, so that what is taken is a sample; else from the start."""
 
@@ -68,7 +69,7 @@ class Reading(Common):
     invalid: Literal["error", "skip_rows", "skip"] = "skip_rows"
     """What becomes of what cannot be read. "skip_rows": rows, pages and long documents are rejected, with a reason;
     a file that is torn or holds no text stops the run. "skip": that is rejected too. "error": all stop the run."""
-    max_document_bytes: Positive = 16 * 2**20
+    max_document_bytes: RowBytes = 16 * 2**20
     """A document that is longer, in its file or as text, is rejected (`too_long`). It bounds the memory of reading."""
     encoding: Literal["utf-8", "detect"] = "utf-8"
     """Of text files. "detect" finds out (needs the extra `web`); HTML and WARC always do."""

@@ -7,20 +7,43 @@ Apart from it, because scikit-learn takes a second to import, and recipes and wo
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Annotated
 
 import numpy as np
 from numpy.typing import NDArray
+from pydantic import Field
 from safetensors import SafetensorError
 from safetensors import numpy as safetensors
+from typing_extensions import TypedDict
 
-from bloomery.core import files
 from bloomery.core.errors import DataError
+from bloomery.core.records import read_record
 from bloomery.data import ngrams
 from bloomery.data.examples import excerpt
 from bloomery.data.ngrams import Grams
 
 ARRAYS, FACTS = "classifier.safetensors", "classifier.json"
 FORMAT = 2
+
+AGAIN = "Remove the manifest.json of stage classify and run the recipe again."
+Lengths = Annotated[list[Annotated[int, Field(ge=1, le=100)]], Field(min_length=2, max_length=2)] | None
+"""The shortest and the longest n-gram."""
+
+
+class SavedGrams(TypedDict):
+    buckets: Annotated[int, Field(ge=1, lt=2**40)]
+    words: Lengths
+    characters: Lengths
+
+
+class Facts(TypedDict):
+    """What FACTS holds, as far as scoring reads it."""
+
+    format: int
+    tokens: str
+    grams: SavedGrams
+    characters: Annotated[int, Field(ge=1)]
+
 
 Scores = NDArray[np.float64]
 
@@ -49,17 +72,25 @@ def score(classifier: Classifier, texts: Iterable[str]) -> Iterator[float]:
 
 def load(folder: Path) -> Classifier:
     """Read what `save` wrote. Raises DataError where it is missing, torn or of another format."""
-    cure = "Remove the manifest.json of stage classify and run the recipe again."
+    facts, cure = read_facts(folder), AGAIN
     try:
-        facts = files.read_json(folder / FACTS)
         arrays = safetensors.load((folder / ARRAYS).read_bytes())
     except (OSError, ValueError, SafetensorError) as error:
         raise DataError(f"holds no classifier that can be read: {error}", where=str(folder), cure=cure) from None
-    if facts.get("format") != FORMAT or facts.get("tokens") != ngrams.TOKENS:
-        raise DataError(f"its format is {facts.get('format')}, not {FORMAT}", where=str(folder / FACTS), cure=cure)
-    words, characters = facts["grams"]["words"], facts["grams"]["characters"]
-    grams = Grams(facts["grams"]["buckets"], words and tuple(words), characters and tuple(characters))
+    if facts["format"] != FORMAT or facts["tokens"] != ngrams.TOKENS:
+        raise DataError(f"its format is {facts['format']}, not {FORMAT}", where=str(folder / FACTS), cure=cure)
+    given = facts["grams"]
+    words, characters = (None if pair is None else (pair[0], pair[1]) for pair in (given["words"], given["characters"]))
+    grams = Grams(given["buckets"], words, characters)
+    if arrays.keys() < {"weights", "bias"} or arrays["weights"].shape != (grams.buckets,) or not arrays["bias"].size:
+        what = f"its arrays are no weights of {grams.buckets} buckets"
+        raise DataError(what, where=str(folder / ARRAYS), cure=AGAIN)
     return Classifier(arrays["weights"], float(arrays["bias"][0]), grams, facts["characters"])
+
+
+def read_facts(folder: Path) -> Facts:
+    """What a classifier is. Raises DataError."""
+    return read_record(folder / FACTS, Facts, error=DataError, fix=AGAIN)
 
 
 def logits_of(classifier: Classifier, batch: Sequence[str]) -> Scores:

@@ -3,23 +3,24 @@
 from pathlib import Path
 from typing import Annotated
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import field_validator, model_validator
 
-from bloomery.core.config import Config, Positive
+from bloomery.core.bounds import Between, DiskPath, PositiveLength
+from bloomery.core.config import Config
 
 
 class Sought(Config):
-    files: tuple[Path, ...] = ()
+    files: tuple[DiskPath, ...] = ()
     """Of tasks, or folders of them: jsonl (.zst and .gz too) and parquet. A task is called as its file."""
     tasks: tuple[str, ...] = ()
     """Tasks that [evaluate] knows, by their names, as it asks them."""
-    data: tuple[Path, ...] = ()
+    data: tuple[DiskPath, ...] = ()
     """The files of those tasks, or folders of them. None: from the hub."""
     fields: tuple[str, ...] = ()
     """Fields of a row that hold what must not be found. None named: those that evaluation sets use (query, …)."""
-    ngram_words: Annotated[int, Field(ge=5)] = 13
+    ngram_words: Annotated[int, Between(5, 1000, "fewer words are in every text, and more in none")] = 13
     """A text of so many words and more is found by any so many words of it in a row, a shorter one only whole."""
-    min_question_words: Positive = 4
+    min_question_words: PositiveLength = 4
     """
     Texts of fewer words are not looked for alone, only together with their choices. Of what is written without spaces,
     two characters count as a word here.

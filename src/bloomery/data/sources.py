@@ -8,14 +8,16 @@ and the config. What cannot become a document comes out too, as `Rejected`, so t
 import glob
 import hashlib
 import math
+import os
 from collections.abc import Container, Iterable, Iterator, Sequence
-from pathlib import Path
-from typing import Literal
+from fnmatch import fnmatchcase
+from pathlib import Path, PurePath
+from typing import Annotated, Literal
 
 from bloomery.core import files
-from bloomery.core.config import Count, Positive
+from bloomery.core.bounds import Between, DiskPath, Seed
 from bloomery.core.errors import DataError
-from bloomery.data import elsewhere, library, reading, rows, unpack, worlds
+from bloomery.data import elsewhere, isolated, library, reading, rows, unpack, worlds
 from bloomery.data.elsewhere import Address, Elsewhere, Hub, Preset, Remote
 from bloomery.data.reading import Columns, Common, Item, Piece, Reading, Rejected
 from bloomery.data.unpack import Problem, unreadable
@@ -31,7 +33,7 @@ class Folder(Reading):
     """Files of text, Markdown, HTML or source code, one document each; .gz and .zst too. Of HTML, its plain text."""
 
     kind: Literal["folder"] = "folder"
-    path: Path
+    path: DiskPath
     patterns: tuple[str, ...] = ("*.txt", "*.md")
     recursive: bool = True
 
@@ -40,14 +42,14 @@ class Jsonl(Columns):
     """Files of JSON objects, one a line: .jsonl, .jsonl.zst, .jsonl.gz. `path` may hold wildcards."""
 
     kind: Literal["jsonl"] = "jsonl"
-    path: Path
+    path: DiskPath
 
 
 class Parquet(Columns):
     """Parquet files, one document a row. `path` may hold wildcards."""
 
     kind: Literal["parquet"] = "parquet"
-    path: Path
+    path: DiskPath
 
 
 class Csv(Columns):
@@ -58,7 +60,7 @@ class Csv(Columns):
     """
 
     kind: Literal["csv"] = "csv"
-    path: Path
+    path: DiskPath
 
 
 class Warc(Reading):
@@ -68,7 +70,7 @@ class Warc(Reading):
     """
 
     kind: Literal["warc"] = "warc"
-    path: Path
+    path: DiskPath
 
 
 class AnyFiles(Columns):
@@ -78,7 +80,7 @@ class AnyFiles(Columns):
     """
 
     kind: Literal["files"] = "files"
-    path: Path
+    path: DiskPath
     id_field: str | None = "id"
     needs_id: bool = False
     domain_field: str | None = "domain"
@@ -98,9 +100,9 @@ class Worlds(Common):
     """Texts about invented worlds, from our own generator (`bloomery.data.worlds`)."""
 
     kind: Literal["worlds"] = "worlds"
-    count: Positive
+    count: Annotated[int, Between(1, 10**9, "these are 400 GB of text")]
     """Documents to generate."""
-    seed: Count = 0
+    seed: Seed = 0
     license: str | None = "CC0-1.0"
 
 
@@ -125,6 +127,8 @@ def pieces(source: Source) -> list[Piece]:
     if isinstance(source, Folder):
         return list(_grouped(_sampled(source, files_of(source))))
     found = files_of(source)
+    # all in one child: workers then find them noted
+    isolated.problems(path for name, path in found if (_form(source, name) or reading.format_of(name)) == "parquet")
     return list(_grouped(found, {name for name, path in found if _splits(source, name, path)}))
 
 
@@ -217,29 +221,60 @@ def files_of(source: Files) -> list[tuple[str, Path]]:
     """Relative name and path of every file of a source, sorted. Raises DataError where there are none."""
     path = source.path.expanduser()
     if isinstance(source, Folder):
-        if not path.is_dir():
+        if not os.path.isdir(path):
             raise DataError("is not a folder", where=str(path), cure=f"Set path of source {source.name!r} to one.")
         return _in_folder(path, source.patterns, recursive=source.recursive)
-    if path.is_file():
-        return [(_name(path.relative_to(path.parent)), path)]
-    if path.is_dir() and isinstance(source, AnyFiles):
+    if os.path.isdir(path) and isinstance(source, AnyFiles):
         return _in_folder(path, ("*",))
-    if path.is_dir():
+    if os.path.isdir(path):
         raise DataError("is a folder", where=str(path), cure=f'Name its files: path = "{path}/*.{source.kind}*"')
+    if os.path.exists(path):
+        files.check_regular(path)
+        return [(_name(path.relative_to(path.parent)), path)]
     fixed = Path(*_before_wildcards(path))
-    found = sorted(Path(name) for name in glob.glob(str(path), recursive=True) if Path(name).is_file())
+    found = sorted(file for file in _matching(path, fixed) if not files.kernel(file))
     if not found:
         near = ", ".join(sorted(p.name for p in fixed.glob("*"))[:5]) or "nothing, or it does not exist"
         raise DataError("no such file", where=str(path), cure=f"{fixed} holds: {near}.")
     return [(_name(file.relative_to(fixed)), file) for file in found]
 
 
+def _matching(path: Path, fixed: Path) -> Iterator[Path]:
+    """The files that a path with wildcards names, as `glob` finds them; `fixed` is what it has before them."""
+    if "**" not in path.parts:
+        yield from (Path(name) for name in glob.iglob(str(path)) if os.path.isfile(name))
+        return
+    pattern = path.relative_to(fixed).parts
+    for file in files.below(fixed, follow=True) if os.path.isdir(fixed) else ():
+        parts = file.relative_to(fixed).parts
+        if _fits(parts, pattern) and not any(part.startswith(".") for part in parts):
+            yield file
+
+
 def _in_folder(path: Path, patterns: Sequence[str], *, recursive: bool = True) -> list[tuple[str, Path]]:
-    found = {file for pattern in patterns for file in (path.rglob if recursive else path.glob)(pattern)}
-    if not (kept := sorted((_name(file.relative_to(path)), file) for file in found if file.is_file())):
+    wanted = [((("**",) if recursive else ()) + PurePath(pattern).parts) for pattern in patterns]
+    kept = []
+    for file in files.below(path):
+        parts = file.relative_to(path).parts
+        if any(_fits(parts, pattern) for pattern in wanted):
+            kept.append((_name(file.relative_to(path)), file))
+    if not kept:
         shown = ", ".join(patterns)
         raise DataError(f"holds no file that matches {shown}", where=str(path), cure="Change patterns, or the path.")
-    return kept
+    return sorted(kept)
+
+
+def _fits(parts: Sequence[str], pattern: Sequence[str]) -> bool:
+    """Whether the names of a path fit a pattern. In it "**" is any number of names."""
+    if len(pattern) == 2 and pattern[0] == "**":
+        return pattern[1] == "**" or fnmatchcase(parts[-1], pattern[1])
+    fits = [True, *(all(one == "**" for one in pattern[: end + 1]) for end in range(len(pattern)))]
+    for part in parts:
+        after = [False]
+        for end, one in enumerate(pattern):
+            after.append(after[end] or fits[end + 1] if one == "**" else fits[end] and fnmatchcase(part, one))
+        fits = after
+    return fits[-1]
 
 
 def _before_wildcards(path: Path) -> Iterator[str]:

@@ -11,7 +11,8 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from bloomery.data import rows, unpack
+from bloomery.core import files
+from bloomery.data import isolated, rows, unpack
 from bloomery.data.rows import Found
 from bloomery.data.unpack import BOMB_BYTES, BOMB_RATIO, Problem
 
@@ -28,6 +29,10 @@ def parquet(path: Path, columns: Sequence[str], optional: Sequence[str] = ()) ->
     """
     number = 0
     try:
+        files.check_regular(path)
+        if (problem := crashes(path)) is not None:
+            yield 0, problem
+            return
         with pq.ParquetFile(path) as file:
             wanted = _wanted(file.schema_arrow.names, columns, optional)
             if isinstance(wanted, Problem):
@@ -41,10 +46,16 @@ def parquet(path: Path, columns: Sequence[str], optional: Sequence[str] = ()) ->
                 for row in _group_rows(file, group, wanted):
                     yield number, row
                     number += 1
-    except (pa.ArrowException, OSError) as error:
+    except (pa.ArrowException, OSError, UnicodeDecodeError) as error:  # the last: names of columns, which it decodes
         if getattr(error, "errno", None) is not None:  # from the system; what Arrow raises of content has none
             raise unpack.unreadable(path, error) from None
         yield number, Problem("torn", number, f"is broken from row {number} on, or no parquet file: {error}")
+
+
+def crashes(path: Path) -> Problem | None:
+    """The problem `torn` of a parquet file that ends the process which opens it; None for any other file."""
+    reason = isolated.problem(path)
+    return Problem("torn", 0, f"this file {reason}", "Remove it or write it again.") if reason else None
 
 
 def _group_rows(file: Any, group: int, wanted: Sequence[str]) -> Iterator[Found]:

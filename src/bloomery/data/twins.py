@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 
 from bloomery.core.files import PARTIAL
 from bloomery.data import document
+from bloomery.data.groups import interruptible
 
 MEMORY_BYTES = 2**29
 ROW_BITS = 32
@@ -28,7 +29,8 @@ def places(paths: Sequence[Path], spill: Path) -> tuple[Places, Places]:
     """
     folder = spill.with_name(spill.name + PARTIAL)
     try:
-        with duckdb.connect(config={"memory_limit": f"{MEMORY_BYTES}B", "temp_directory": str(folder)}) as database:
+        limit, spilled = f"{MEMORY_BYTES}B", str(folder)
+        with interruptible(), duckdb.connect(config={"memory_limit": limit, "temp_directory": spilled}) as database:
             database.register("ids", _ids(paths))
             database.execute("CREATE TEMP TABLE twice AS SELECT id FROM ids GROUP BY id HAVING count(*) > 1")
             database.register("ids", _ids(paths))

@@ -15,6 +15,7 @@ from typing import BinaryIO, NamedTuple
 
 import zstandard
 
+from bloomery.core import files
 from bloomery.core.errors import DataError
 
 CHUNK_BYTES = 1 << 18
@@ -56,6 +57,7 @@ def spans(path: Path, span_bytes: int) -> list[Span]:
         size = path.stat().st_size
         count = max(1, size // span_bytes)
         found, begin, first, offset, line = list[Span](), 0, 1, 0, 1
+        files.check_regular(path)
         with path.open("rb") as file:
             while chunk := file.read(CHUNK_BYTES):
                 start = 0
@@ -87,6 +89,7 @@ def chunks(path: Path, span: Span | None = None) -> Iterator[bytes | Problem]:
     The last piece is a problem, `torn` or `bomb`, where there is no going on.
     """
     try:
+        files.check_regular(path)
         with path.open("rb") as file:
             if span:
                 yield from _bytes_of(file, span)

@@ -160,7 +160,7 @@ class _Download:
 
     def _rest(self, begun: int) -> dict[str, str] | None:
         """Headers that ask for the rest of what is begun, or None where it cannot be told whether it still fits."""
-        origin = cache.known(self.origin) or {}
+        origin = cache.known(self.origin, dict[str, Any]) or {}
         etag = origin.get("etag") if origin.get("address") == self.address else None
         strong = isinstance(etag, str) and not etag.startswith("W/")
         if strong and etag:

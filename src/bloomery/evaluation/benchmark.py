@@ -221,7 +221,7 @@ def _programs(
     """
     begun = task.kind == "program"
     ran = {
-        code: sandbox.run(code, weaker=asked.weaker_sandbox)
+        code: sandbox.run(code, item.test, weaker=asked.weaker_sandbox)
         for code in dict.fromkeys(written.program(item, text, chat=chat, begun=begun) for text in texts)
     }
     outcomes = [ran[written.program(item, text, chat=chat, begun=begun)] for text in texts]

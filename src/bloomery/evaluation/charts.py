@@ -13,6 +13,9 @@ from html import escape
 from itertools import accumulate
 from typing import Any
 
+SMALLEST, LARGEST = 1e-290, 1e300
+"""Of numbers on an axis: below, they are drawn as zero; beyond, at its end. Shares of an axis stay finite."""
+
 NOT_TEXT = re.compile("[^\t\n\r -\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
 """What neither HTML nor XML can hold."""
 
@@ -142,7 +145,7 @@ def bars(title: str, rows: Sequence[Bar], *, axis: str, form: Format = short, to
     if not rows:
         return None
     known = [value for row in rows for value in (row.value, row.mark) if value is not None]
-    marks = ticks(0.0, top or max(known) or 1.0, 4) if known else [0.0]
+    marks = ticks(0.0, top or max(*known, 0.0) or 1.0, 4) if known else [0.0]
     top = top or marks[-1] or 1.0
     listed = [
         tag("div", tag("span", row.label, class_="name"), bar(row, top, marks), tag("span", row.shown, class_="value"))
@@ -194,9 +197,12 @@ def curves(title: str, drawn: Sequence[Curve], *, x_axis: str, y_axis: str, from
         return tag("p", f"{title}: {DASH}", class_="missing")
     xs = [x for curve in drawn for x, _ in curve.points]
     ys = [y for curve in drawn for _, y in curve.points] + ([0.0] if from_zero else [])
-    left, right = min(0.0, *xs), max(xs) if max(xs) > min(0.0, *xs) else 1.0
-    rows = ticks(min(ys), max(ys), 4)
-    columns = [at for at in ticks(left, right, 4) if left <= at <= right]
+    left, right = min(0.0, *xs), max(xs)
+    rows, columns = ticks(min(ys), max(ys), 4), ticks(left, right, 4)
+    if right - left > SMALLEST:
+        columns = [at for at in columns if left <= at <= right]
+    else:
+        left, right = 0.0, 1.0
     frame = _Frame(left, right, rows[0], rows[-1])
     shapes = [shape for curve in drawn for shape in frame.draw(curve)]
     label = f"{title}. " + " ".join(_told(curve, x_axis) for curve in drawn)
@@ -221,10 +227,10 @@ class _Frame:
     top: float
 
     def x(self, value: float) -> float:
-        return (value - self.left) / (self.right - self.left)
+        return _within((value - self.left) / (self.right - self.left))
 
     def y(self, value: float) -> float:
-        return (self.top - value) / (self.top - self.bottom)
+        return _within((self.top - value) / (self.top - self.bottom))
 
     def draw(self, curve: Curve) -> list[Html]:
         if curve.look == "dots" or len(curve.points) == 1:
@@ -253,18 +259,29 @@ class _Frame:
 
 
 def ticks(low: float, high: float, wanted: int) -> list[float]:
-    """About `wanted` steps of 1, 2, 2.5 or 5 times a power of ten, from `low` or below to `high` or above."""
-    if high <= low:
-        low, high = low - abs(low) / 2 - (low == 0), high + abs(high) / 2 + (high == 0)
+    """
+    About `wanted` steps of 1, 2, 2.5 or 5 times a power of ten, from `low` or below to `high` or above, of finite
+    numbers. The first and the last always differ. Numbers so close that a float cannot hold the steps between them are
+    one number, and around one number lies half of it on both sides.
+    """
+    low, high = (min(max(end, -LARGEST), LARGEST) for end in (low, high))
+    size = max(abs(low), abs(high))
+    if high - low <= max(size * 1e-9, SMALLEST):
+        around = size / 2 if size > SMALLEST else 1.0
+        low, high = low - around, high + around
     rough = (high - low) / wanted
-    power = 10.0 ** math.floor(math.log10(rough))
-    step = next(power * factor for factor in (1, 2, 2.5, 5, 10) if power * factor >= rough * 0.999)
+    power = math.floor(math.log10(rough))
+    step = next(found for factor in (1, 2, 2.5, 5, 10) if (found := float(f"{factor}e{power}")) >= rough * 0.999)
     first, last = math.floor(low / step + 1e-9), math.ceil(high / step - 1e-9)
-    return [round(place * step, 12) for place in range(first, last + 1)]
+    return [float(f"{place * step:.12g}") for place in range(first, last + 1)]
 
 
 def _share(value: float, top: float) -> str:
-    return _part(min(max(value / top, 0.0), 1.0))
+    return _part(_within(value / top if top > SMALLEST else 0.0))
+
+
+def _within(share: float) -> float:
+    return min(max(share, 0.0), 1.0)
 
 
 def _part(share: float) -> str:

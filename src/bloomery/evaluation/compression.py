@@ -16,6 +16,7 @@ import numpy as np
 import zstandard
 
 import bloomery.hw.needs_torch  # noqa: F401
+from bloomery.generate.sampling import check_finite
 from bloomery.hw.device import Device
 from bloomery.model.transformer import Transformer
 from bloomery.shards.loader import IGNORE, Batch
@@ -79,7 +80,9 @@ def document_nats(model: Transformer, tokenizer: Tokenizer, texts: Sequence[str]
                 np.zeros_like(some),
                 positions[:, 0],
             )
-            total += float(micro_batch_loss(model, batch, device))
+            loss = micro_batch_loss(model, batch, device)
+            check_finite(loss)
+            total += float(loss)
     return total
 
 

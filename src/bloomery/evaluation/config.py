@@ -1,43 +1,45 @@
 """The section [evaluate] of a recipe."""
 
-from pathlib import Path
 from typing import Annotated
 
 from pydantic import Field, field_validator, model_validator
 
 from bloomery.core import files
-from bloomery.core.config import VOLATILE, Config, Count, Positive
+from bloomery.core.bounds import Between, Bytes, Context, DiskPath, Documents, Seed, Temperature
+from bloomery.core.config import VOLATILE, Config
 from bloomery.core.errors import ConfigError
 from bloomery.evaluation import core_average, tasks
 from bloomery.hw.host import Wanted
 from bloomery.tokenizer.drawing import TEMPERATURE
 
+Questions = Annotated[int, Between(0, 10**6, "all are in memory, and each is an answer to write")]
+
 
 class Evaluate(Config):
-    questions: Count = 200
+    questions: Questions = 200
     """Held-out questions of the generator, the same number of each kind."""
-    conversations: Count = 0
+    conversations: Questions = 0
     """Held-out conversations in which an answer is scored, and asked for, before and after finetuning."""
-    seed: int = 0
-    max_tokens: Positive = 48
+    seed: Seed = 0
+    max_tokens: Context = 48
     """Of an answer to one of them."""
-    answer_temperature: Annotated[float, Field(ge=0)] = TEMPERATURE
+    answer_temperature: Temperature = TEMPERATURE
     """Of answers in held-out conversations; as chat draws them, unless it is said. 0 takes the likeliest token."""
     domains: tuple[str, ...] = ()
     """Domains whose held-out text is scored; all of them if none is named."""
-    heldout_bytes: Positive = 400_000
+    heldout_bytes: Bytes = 400_000
     """Held-out text of each domain that is scored, and given to the compressors."""
     tasks: tuple[str, ...] = ()
     """Known tasks: hellaswag, arc_easy, …, as in the table of docs/evaluation.md, or core."""
-    data: tuple[Path, ...] = ()
+    data: tuple[DiskPath, ...] = ()
     """Their files, or folders of them. None: from the hub."""
-    limit: Positive | None = None
+    limit: Documents | None = None
     """Questions of each task, drawn by `seed`. None: all."""
-    shots: Count | None = None
+    shots: Annotated[int, Between(0, 1000, "no context holds more examples")] | None = None
     """Examples before each question. None: as the task says."""
-    samples: Positive = 1
+    samples: Annotated[int, Between(1, 10_000, "each is an answer to write")] = 1
     """Answers to each question that is written out."""
-    temperature: Annotated[float, Field(ge=0)] = 0.0
+    temperature: Temperature = 0.0
     """Of what is written out in a task."""
     run_code: bool = False
     """Whether programs that the model writes may run, in the sandbox; without it, tasks that need it are refused."""

@@ -18,6 +18,7 @@ from typing import NamedTuple
 
 import bloomery.hw.needs_torch  # noqa: F401
 from bloomery.core.errors import DataError
+from bloomery.generate.sampling import check_finite
 from bloomery.model.attention import Cache
 from bloomery.model.transformer import Transformer
 from bloomery.tokenizer.tokenizer import Tokenizer
@@ -197,6 +198,7 @@ def _log_p(model: Transformer, hidden: Tensor, wanted: Tensor, num_ids: int) -> 
         scores = model.logits(hidden[None, begin : begin + size])[0]
         some = wanted[begin : begin + size]
         log_p = torch.log_softmax(scores, dim=-1).gather(1, some[:, None])[:, 0]
+        check_finite(log_p)
         best = scores[:, :num_ids].argmax(dim=-1) == some
         found.append((log_p.cpu().double(), best.cpu()))  # Apple's GPUs have no float64
     return torch.cat([one for one, _ in found]), torch.cat([one for _, one in found])

@@ -1,5 +1,5 @@
 """
-Run code that a model has written, where it can do no harm: `cell.py` in a child, behind the walls that it names.
+Run code that a model has written where it can do no harm, and tests of it in another process: `cell.py` in a child.
 
 Without network, with a file system of Python alone, an empty folder in memory to write to, an empty environment, no
 rights, and limits on time, processor, memory, files, processes and output. When it ends or its time is up, everything
@@ -19,6 +19,7 @@ from functools import cache
 from pathlib import Path
 from typing import Literal
 
+from bloomery.core import child as children
 from bloomery.core.errors import HardwareError
 from bloomery.data.conversations.conversation import half_pair
 from bloomery.evaluation import cell
@@ -43,7 +44,7 @@ class Limits:
         return {
             "RLIMIT_CPU": self.cpu_seconds,
             "RLIMIT_AS": self.memory_bytes,
-            "RLIMIT_NPROC": self.processes,
+            "RLIMIT_NPROC": self.processes + 1,  # and the process of the tests
             "RLIMIT_FSIZE": self.file_bytes,
             "RLIMIT_NOFILE": self.open_files,
             "RLIMIT_CORE": 0,
@@ -64,18 +65,25 @@ class Outcome:
         return self.status == "passed"
 
 
-def run(code: str, limits: Limits | None = None, *, weaker: bool = False) -> Outcome:
+def run(solution: str, tests: str, limits: Limits | None = None, *, weaker: bool = False) -> Outcome:
     """
-    Run one program to its end, or to the end of its time. One that no UTF-8 can hold fails, as it would in a file.
+    Run tests against the names of a solution, each text in a process of its own, within one limit of time.
 
-    Raises HardwareError where this machine cannot hold it, and nothing was run; `weaker` runs it all the same, behind
-    what walls there are.
+    The outcome is "passed" where the solution was loaded and the tests came to their end. Without tests, nothing is
+    asked: "passed" then says no more than that the solution was loaded, by its own account. A text that UTF-8 cannot
+    hold fails, as it would in a file.
+
+    Raises HardwareError where this machine cannot isolate the code, and nothing was run; `weaker` runs it all the
+    same, behind what isolation there is.
     """
     limits = limits or Limits()
     if sys.platform != "linux":
         raise HardwareError(f"there is no sandbox for {sys.platform}", cure="Run the programs on Linux.")
-    if (spot := half_pair(code)) is not None:
-        return Outcome("failed", f"character {spot} of the program is half a surrogate pair: no file can hold it", 0.0)
+    for name, text in (("program", solution), ("tests", tests)):
+        if (spot := half_pair(text)) is not None:
+            return Outcome(
+                "failed", f"character {spot} of the {name} is half a surrogate pair: no file can hold it", 0.0
+            )
     began = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="cell-") as home:
         os.chmod(home, 0o755 if not weaker else 0o777)
@@ -88,7 +96,7 @@ def run(code: str, limits: Limits | None = None, *, weaker: bool = False) -> Out
         }
         command = [os.path.realpath(sys.executable), "-I", "-S", "-B", str(Path(cell.__file__).resolve())]
         with subprocess.Popen(
-            command,
+            children.leashed(command),
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
@@ -97,15 +105,20 @@ def run(code: str, limits: Limits | None = None, *, weaker: bool = False) -> Out
             cwd="/",
         ) as child:
             try:
-                printed, why = _followed(child, json.dumps(asked).encode() + b"\n" + code.encode(), limits, began)
+                frames = (json.dumps(asked).encode(), solution.encode(), tests.encode())
+                printed, why = _followed(child, b"".join(map(_framed, frames)), limits, began)
             finally:
                 _end(child)
         seconds = round(time.monotonic() - began, 3)
-    text = printed.decode("utf-8", "replace")
+    output = printed.decode("utf-8", "replace")
     if child.returncode == cell.REFUSED:
         cure = "Allow unprivileged user namespaces, or say --weaker-sandbox to run code behind fewer walls."
-        raise HardwareError(f"code that a model wrote was not run: {text.strip()}", where="the sandbox", cure=cure)
-    return Outcome(why or _status(child.returncode), text, seconds)
+        raise HardwareError(f"code that a model wrote was not run: {output.strip()}", where="the sandbox", cure=cure)
+    return Outcome(why or _status(child.returncode), output, seconds)
+
+
+def _framed(data: bytes) -> bytes:
+    return len(data).to_bytes(4, "big") + data
 
 
 def _status(code: int) -> Status:
@@ -174,6 +187,6 @@ def _end(child: "subprocess.Popen[bytes]") -> None:
 @cache
 def check(weaker: bool = False) -> None:
     """Raises HardwareError where code cannot be held here."""
-    found = run("print('here')", weaker=weaker)
+    found = run("print('here')", "", weaker=weaker)
     if not found.passed:
         raise HardwareError(f"the sandbox does not run: {found.output.strip()}", cure="Leave --run-code out.")

@@ -16,6 +16,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
+from bloomery.core import files
 from bloomery.core.errors import ConfigError, DataError
 from bloomery.data import examined, hub, web_files
 from bloomery.data.conversations.conversation import half_pair
@@ -247,7 +248,7 @@ def find(
     owner = _owner(alone) if alone else None
     if alone and any_name and not owner:
         return alone
-    near = sorted({path.name for place in places if place.is_dir() for path in place.rglob("*") if path.is_file()})
+    near = sorted({path.name for place in places if place.is_dir() for path in files.below(place)})
     told = f"there is no file of {what}" + (f"; it is called as one of {owner}" if owner else "")
     cure = f"A file of it is called {names[0]}.jsonl (.zst, .gz) or .parquet, maybe with _{splits[-1]}."
     if alone and not owner and splits is SPLITS:
@@ -263,7 +264,7 @@ def look(names: Sequence[str], places: Sequence[Path], splits: Sequence[str], *,
     Of several splits the first of `splits` wins. Raises DataError where there is more than one.
     """
     wanted = {_squeezed(name + split): place for name in names for place, split in enumerate(splits)}
-    inside = [path for place in places for path in (sorted(place.rglob("*")) if place.is_dir() else [place])]
+    inside = [path for place in places for path in (sorted(files.below(place)) if place.is_dir() else [place])]
     for place in places:
         if not place.exists():
             raise DataError("does not exist", where=str(place), cure="Name a file of the task, or a folder with it.")

@@ -129,9 +129,9 @@ def code(text: str) -> str:
 
 def program(item: Item, text: str, *, chat: bool, begun: bool) -> str:
     """
-    What is run: what was written, and the tests behind it. Where the prompt is itself the beginning of the program
-    (`begun`), it stands before; in a conversation, the code that was written may also be the whole function again.
+    The code that was written, without its tests. Where the prompt is itself the beginning of the program (`begun`),
+    it stands before; in a conversation, the code that was written may also be the whole function again.
     """
     written = code(text) if chat or not begun else text
     before = f"{item.prompts[0]}\n" if begun and chat else item.prompts[0] if begun else ""
-    return f"{before}{written}\n{item.test}"
+    return before + written

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from bloomery.core.errors import DataError
-from bloomery.generate.sampling import choose, choose_each
+from bloomery.generate.sampling import check_finite, choose, choose_each
 from bloomery.model.attention import Cache
 from bloomery.model.transformer import Transformer
 
@@ -151,7 +151,9 @@ class Engine:
         ids, places = torch.tensor(rows, device=device), None if places is None else places.to(device)
         mask = None if mask is None else mask.to(device)
         hidden = self.model.extend(ids, cache, positions=places, mask=mask)
-        return self.model.logits(hidden[:, -1:])[:, 0, : self.num_ids]
+        logits = self.model.logits(hidden[:, -1:])[:, 0, : self.num_ids]
+        check_finite(logits.sum(dim=-1))  # which is not finite where any logit is not
+        return logits
 
     def _check(self, ids: Sequence[int]) -> None:
         if not ids:

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from bloomery.core.errors import HardwareError
+from bloomery.hw import launcher
 from bloomery.hw import needs_torch as needs_torch
 from bloomery.hw.gpus import INTEGRATED
 from bloomery.hw.host import Host, Wanted, fast_bf16, free_bytes, memory_bytes
@@ -112,7 +113,7 @@ def find(wanted: Wanted = "auto", host: Host | None = None) -> Device:
 
 
 def _gpu(host: Host) -> Device:
-    index = int(host.env.get("LOCAL_RANK", "0")) % torch.cuda.device_count()
+    index = launcher.number("LOCAL_RANK", host.env, 0) % torch.cuda.device_count()
     torch.cuda.set_device(index)
     facts = torch.cuda.get_device_properties(index)
     amd = is_rocm()

@@ -19,8 +19,9 @@ from functools import cache
 from typing import Any, NoReturn
 
 from bloomery.core import errors
-from bloomery.core.errors import BloomeryError, ConfigError, HardwareError, RunError
+from bloomery.core.errors import BloomeryError, HardwareError, RunError
 from bloomery.core.stop import Terminated
+from bloomery.hw import launcher
 from bloomery.hw import needs_torch as needs_torch
 
 import torch
@@ -138,17 +139,8 @@ def given(env: Mapping[str, str] | None = None) -> World | None:
     The rank that a launcher has given to this process, or None where none has. Raises ConfigError for words that make
     no sense together. No contact is made.
     """
-    env = os.environ if env is None else env
-    if "WORLD_SIZE" not in env:
-        return None
-    try:
-        rank, size = int(env["RANK"]), int(env["WORLD_SIZE"])
-    except (KeyError, ValueError):
-        rank, size = -1, 0
-    if not 0 <= rank < size:
-        what = f"WORLD_SIZE={env['WORLD_SIZE']!r} and RANK={env.get('RANK')!r} are no rank of a world"
-        raise ConfigError(what, where="environment", cure="Start it with torchrun, or unset WORLD_SIZE.")
-    return World(rank, size)
+    process = launcher.launched(env)
+    return None if process is None else World(process.rank, process.size)
 
 
 def hand_out(number: int, task: Any) -> None:
@@ -209,17 +201,30 @@ def heard(facts: Mapping[str, str]) -> BloomeryError:
 
 def ranks_here(world: World) -> int:
     """How many of the ranks are on this machine."""
-    return int(os.environ.get("LOCAL_WORLD_SIZE", world.size))
+    process = launcher.launched()
+    return world.size if process is None else process.local_size
 
 
 def check_devices(world: World, place: torch.device) -> None:
     """Raises HardwareError where the ranks of this machine would have to share a GPU."""
-    here = ranks_here(world)
-    if place.type == "cuda" and here > torch.cuda.device_count():
-        what = f"{here} ranks on this machine, but it has {torch.cuda.device_count()} GPUs"
-        raise HardwareError(what, cure='Take as many ranks as there are GPUs, or device="cpu".')
-    if here > 1 and place.type == "mps":
-        raise HardwareError(f"{here} ranks cannot share one Apple GPU", cure="Train with one rank.")
+    check_ranks(ranks_here(world), place.type, "ranks")
+
+
+def check_ranks(ranks: int, wanted: str, where: str) -> None:
+    """
+    Raises HardwareError for more ranks on this machine than it has GPUs, or without a GPU, than its CPU can do anything
+    with. Nothing is started, and no GPU is touched. `where` is the setting that says how many.
+    """
+    if ranks == 1:
+        return
+    if wanted in ("auto", "cuda") and torch.cuda.is_available():
+        if ranks > torch.cuda.device_count():
+            what = f"{ranks} ranks on this machine, but it has {torch.cuda.device_count()} GPUs"
+            raise HardwareError(what, where=where, cure='Take as many ranks as there are GPUs, or device="cpu".')
+    elif wanted in ("auto", "mps") and torch.backends.mps.is_available():
+        raise HardwareError(f"{ranks} ranks cannot share one Apple GPU", where=where, cure="Train with one rank.")
+    else:
+        launcher.check_processes(ranks, where)
 
 
 def open_store() -> tuple[Any, int]:
@@ -236,7 +241,7 @@ def open_store() -> tuple[Any, int]:
 @cache
 def _store() -> Any:
     """Where the ranks of this process's launcher meet. Cached: a process has one launcher."""
-    host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    host, port = launcher.address()
     elsewhere = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     hosts = not elsewhere and os.environ["RANK"] == "0"
     store = c10d.TCPStore(host, port, is_master=hosts, wait_for_workers=False, timeout=SILENCE)

@@ -21,6 +21,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
+from bloomery.core import child as children
 from bloomery.core.files import cache_root
 
 Wanted = Literal["auto", "cuda", "mps", "cpu"]
@@ -77,11 +78,11 @@ class Node:
 def run_here(command: Sequence[str], limit_seconds: float) -> Reply:
     """
     Run a command on this machine. A command that cannot start replies with 127, as a shell does. One that takes too
-    long is killed with all that it started.
+    long is killed with all that it started, and so is one whose parent is gone.
     """
     try:
         child = subprocess.Popen(
-            command,
+            children.leashed(command),
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,

@@ -16,7 +16,9 @@ parameters, two cores). Where they wait briefly and then sleep, it keeps 5,000, 
 
 import importlib.util
 import os
+import sys
 
+from bloomery.core import shortage
 from bloomery.hw.host import Host
 from bloomery.hw.wheel import missing
 
@@ -26,5 +28,10 @@ SPINS = 2000
 if not {"GOMP_SPINCOUNT", "OMP_WAIT_POLICY"} & os.environ.keys():
     os.environ["GOMP_SPINCOUNT"] = str(SPINS)
 
+TORCH_ADDRESSES = 2**30
+"""What torch's libraries and their first computation take: measured 0.8 GiB, without a GPU."""
+
 if importlib.util.find_spec("torch") is None:
     raise missing(Host.here())
+if "torch" not in sys.modules:
+    shortage.check_addresses(TORCH_ADDRESSES, "torch")

@@ -6,7 +6,6 @@ A run takes the fastest implementation that passed of each kernel, and does not 
 """
 
 import hashlib
-import json
 import re
 import sys
 from collections.abc import Iterator, Mapping, Sequence
@@ -14,15 +13,19 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
+from typing import NotRequired
+
+from typing_extensions import TypedDict
 
 from bloomery.core import native
 from bloomery.core.errors import HardwareError
 from bloomery.core.files import canonical, write_json
+from bloomery.core.records import read_record
 from bloomery.hw import wheel
 from bloomery.hw.gpus import find_gpus
 from bloomery.hw.host import Host, cpu_features
 from bloomery.hw.installed import distributions
-from bloomery.hw.trials import Outcome, attempt, trials
+from bloomery.hw.trials import Outcome, Status, attempt, trials
 
 if sys.platform != "win32":
     import fcntl
@@ -70,6 +73,20 @@ def place(host: Host, vendor: str) -> Path | None:
     return host.cache / "probes" / f"{hashlib.sha256(canonical(identity(host, vendor))).hexdigest()[:16]}.json"
 
 
+class SavedOutcome(TypedDict):
+    kernel: str
+    implementation: str
+    status: Status
+    why: str
+    milliseconds: NotRequired[float | None]
+
+
+class Saved(TypedDict):
+    """What `save` leaves."""
+
+    outcomes: list[SavedOutcome]
+
+
 def save(host: Host, vendor: str, outcomes: Sequence[Outcome]) -> None:
     file = place(host, vendor)
     if file is not None:
@@ -82,7 +99,8 @@ def load(host: Host, vendor: str) -> list[Outcome] | None:
     file = place(host, vendor)
     if file is None or not file.is_file():
         return None
-    return [Outcome(**one) for one in json.loads(file.read_text(encoding="utf-8"))["outcomes"]]
+    saved = read_record(file, Saved, fix="Remove that file, and the machine is tried again.")
+    return [Outcome(**one) for one in saved["outcomes"]]
 
 
 @contextmanager

@@ -5,14 +5,17 @@ from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import BeforeValidator, Field, model_validator
 
-from bloomery.core.config import Config, Positive
+from bloomery.core.bounds import Between, Context
+from bloomery.core.config import Config
 from bloomery.model.presets import PRESETS
 from bloomery.model.scaling import RopeScaling
 
+Heads = Annotated[int, Between(1, 2**14, "no model has more heads")]
+MAX_WEIGHTS = 10**13
 T = TypeVar("T")
 AttentionKind = Literal["standard", "differential"]
 FeedForwardKind = Literal["swiglu", "geglu", "gelu", "gelu_tanh", "relu2"]
-Window = Positive | Literal["full"]
+Window = Context | Literal["full"]
 
 
 def _listed(value: Any) -> Any:
@@ -34,17 +37,17 @@ class ModelConfig(Config):
 
     preset: str = ""
     """A known shape, by its name in `model/presets.py`. What else is said here is changed in it."""
-    width: Positive = 256
+    width: Annotated[int, Between(1, 2**20, "no model is wider")] = 256
     """Of the residual stream."""
-    num_layers: Positive = 6
-    num_heads: Positive = 8
+    num_layers: Annotated[int, Between(1, 1000, "no model is deeper")] = 6
+    num_heads: Heads = 8
     """Query heads."""
-    num_kv_heads: Positive = 4
+    num_kv_heads: Heads = 4
     """Key/value heads; each serves num_heads / num_kv_heads query heads."""
-    head_width: Positive | None = None
+    head_width: Annotated[int, Between(1, 2**16, "no head is wider")] | None = None
     """Of one head. None: the width is split among the query heads."""
-    mlp_width: Positive = 704
-    context: Positive = 256
+    mlp_width: Annotated[int, Between(1, 2**22, "no model is wider")] = 704
+    context: Context = 256
     """Most tokens that the model sees at once."""
     attention: Cycle[AttentionKind] = ("standard",)
     """Differential: a pair of heads is one, whose weights are those of the first less λ times those of the second."""
@@ -54,10 +57,10 @@ class ModelConfig(Config):
     """Gated (swiglu, geglu) or plain (gelu, its approximation by tanh, the square of relu)."""
     positions: Literal["rotary", "absolute", "alibi", "none"] = "rotary"
     """Absolute: a learned table, which ends with the context. None: the causal mask alone tells the order."""
-    rope_theta: float = Field(10_000.0, gt=0)
+    rope_theta: Annotated[float, Between(0.1, 1e15, "angles fall as its powers, and end in float32")] = 10_000.0
     rope_scaling: RopeScaling | None = None
     norm: Literal["rmsnorm", "layernorm"] = "rmsnorm"
-    norm_eps: float = Field(1e-5, gt=0)
+    norm_eps: Annotated[float, Between(1e-12, 0.1, "it is added to a mean square near 1")] = 1e-5
     norm_weights: bool = True
     """Whether norms learn a factor for each number."""
     qk_norm: bool = False
@@ -95,6 +98,16 @@ class ModelConfig(Config):
             hint = f"did you mean {near[0]!r}" if near else f"known are {', '.join(PRESETS)}"
             raise ValueError(f"there is no preset {name!r}; {hint}")
         return (PRESETS[name].config if name else {}) | own
+
+    @model_validator(mode="after")
+    def _is_no_larger_than_any(self) -> "ModelConfig":
+        heads = 2 * (self.num_heads + self.num_kv_heads) * self.head_size
+        if (weights := self.num_layers * self.width * (heads + 2 * self.mlp_width)) > MAX_WEIGHTS:
+            raise ValueError(
+                f"num_layers {self.num_layers:,}, width {self.width:,} and mlp_width {self.mlp_width:,} are about "
+                f"{weights:.1e} weights; no model has more than {MAX_WEIGHTS:.0e}"
+            )
+        return self
 
     @model_validator(mode="after")
     def _fits_together(self) -> "ModelConfig":

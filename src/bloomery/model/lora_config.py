@@ -6,7 +6,8 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from bloomery.core.config import Config, Positive
+from bloomery.core.bounds import Between
+from bloomery.core.config import Config
 from bloomery.core.errors import DataError
 from bloomery.model.config import ModelConfig
 
@@ -25,11 +26,11 @@ class Lora(Config):
     """
 
     kind: Literal["lora"] = "lora"
-    rank: Positive = 16
-    alpha: float = Field(32.0, gt=0)
-    dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0
+    rank: Annotated[int, Between(1, 2**16, "no adapter has more")] = 16
+    alpha: Annotated[float, Between(1e-3, 1e6, "updates of the adapter are times alpha / rank")] = 32.0
+    dropout: Annotated[float, Between(0, 0.99, "something has to be left")] = 0.0
     """Share of the inputs of A that is left out in training."""
-    targets: tuple[str, ...] = Field(("attention.*", "mlp.*"), min_length=1)
+    targets: tuple[str, ...] = Field(("attention.*", "mlp.*"), min_length=1, max_length=64)
     """
     Which matrices of the blocks: paths as `attention.q` in every block or `blocks.3.mlp.down` in one; * stands for
     anything.

@@ -4,9 +4,11 @@ from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
-from bloomery.core.config import Config, Positive
+from bloomery.core.bounds import Between, Context
+from bloomery.core.config import Config
 
-Factor = Annotated[float, Field(ge=1)]
+Factor = Annotated[float, Between(1, 1e6, "no context is stretched further")]
+Frequency = Annotated[float, Between(1e-6, 1e6, "it counts turns over a context")]
 
 
 class Linear(Config):
@@ -31,9 +33,9 @@ class Llama3Scaling(Config):
 
     kind: Literal["llama3"] = "llama3"
     factor: Factor = 8.0
-    low_freq_factor: float = Field(1.0, gt=0)
-    high_freq_factor: float = Field(4.0, gt=0)
-    original_context: Positive = 8192
+    low_freq_factor: Frequency = 1.0
+    high_freq_factor: Frequency = 4.0
+    original_context: Context = 8192
 
     @model_validator(mode="after")
     def _bounds_are_in_order(self) -> "Llama3Scaling":
@@ -56,10 +58,10 @@ class Yarn(Config):
 
     kind: Literal["yarn"] = "yarn"
     factor: Factor
-    original_context: Positive
-    beta_fast: float = Field(32.0, gt=0)
-    beta_slow: float = Field(1.0, gt=0)
-    attention_factor: float | None = Field(None, gt=0)
+    original_context: Context
+    beta_fast: Frequency = 32.0
+    beta_slow: Frequency = 1.0
+    attention_factor: Annotated[float, Between(1e-3, 1e3, "it scales queries and keys")] | None = None
 
     @model_validator(mode="after")
     def _bounds_are_in_order(self) -> "Yarn":

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Literal, Protocol, get_args, runtime_checkable
 
 from bloomery.core.errors import DataError
-from bloomery.tokenizer.chat import Message, Role
+from bloomery.tokenizer.chat import SHORTER, Message, Role
 from bloomery.tokenizer.drawing import TEMPERATURE
 
 Finish = Literal["stop", "length"]
@@ -64,11 +64,13 @@ class Answerer(Protocol):
 
 @dataclass(frozen=True)
 class ModelInfo:
-    """What a list of models says of one: its name, when it was made (Unix seconds), and where it lies."""
+    """What a list of models says of one: its name, when it was made (Unix seconds), where it lies, its context."""
 
     id: str
     created: int
     path: Path
+    context: int = 0
+    """In tokens; 0 where it is not known before the model is loaded."""
 
 
 @runtime_checkable
@@ -115,7 +117,7 @@ class Renderer(Protocol):
     @property
     def lead(self) -> str: ...
 
-    def prompt(self, messages: Sequence[Message]) -> list[int]: ...
+    def prompt(self, messages: Sequence[Message], max_tokens: int) -> list[int]: ...
 
 
 @runtime_checkable
@@ -135,26 +137,36 @@ class TextAnswerer:
     def answer(self, messages: Sequence[Message], sampling: Sampling) -> Answer:
         """Begin an answer. Raises DataError for wrong roles, no question, or a prompt that fills the context."""
         check_conversation(messages)
-        ids = self._renderer.prompt(messages)
-        room = self._engine.context - len(ids)
-        if room < 1:
-            what = f"the conversation takes {len(ids)} tokens, and {self.name} has a context of {self._engine.context}"
-            cure = "Begin a new conversation, or leave out its oldest messages."
-            raise DataError(what, where="messages", cure=cure)
-        return Answer(len(ids), self._pieces(ids, sampling, min(sampling.max_tokens, room)))
+        ids = self._renderer.prompt(messages, self._engine.context)
+        self._check_room(ids, "the conversation", "messages", SHORTER)
+        return Answer(len(ids), self._pieces(ids, sampling, frozenset({self._renderer.end_id}), self._renderer.lead))
 
-    def _pieces(self, ids: list[int], sampling: Sampling, max_tokens: int) -> Generator[Piece, None, None]:
-        stop_ids = frozenset({self._renderer.end_id})
+    def continuation(self, ids: Sequence[int], sampling: Sampling, stop_ids: frozenset[int]) -> Answer:
+        """
+        Begin a continuation of token IDs, without the chat template. It ends before an ID of `stop_ids`. Raises
+        DataError for a prompt that is empty or fills the context.
+        """
+        self._check_room(ids, "the prompt", "prompt", "Shorten it.")
+        return Answer(len(ids), self._pieces(ids, sampling, stop_ids, ""))
+
+    def _check_room(self, ids: Sequence[int], subject: str, where: str, cure: str) -> None:
+        if len(ids) >= self._engine.context:
+            what = f"{subject} takes {len(ids)} tokens, and {self.name} has a context of {self._engine.context}"
+            raise DataError(what, where=where, cure=cure)
+
+    def _pieces(
+        self, ids: Sequence[int], sampling: Sampling, stop_ids: frozenset[int], lead: str
+    ) -> Generator[Piece, None, None]:
         stream = self._engine.stream(
             ids,
-            max_tokens=max_tokens,
+            max_tokens=min(sampling.max_tokens, self._engine.context - len(ids)),
             temperature=sampling.temperature,
             top_p=sampling.top_p,
             top_k=sampling.top_k,
             seed=sampling.seed,
             stop_ids=stop_ids,
         )
-        text = TextStream(sampling.stop, self._renderer.lead)
+        text = TextStream(sampling.stop, lead)
         for token in stream:
             if token in stop_ids:
                 yield Piece(text.end(), 1, "stop")

@@ -2,18 +2,34 @@
 Where requests wait in line: one thread per model.
 
 Making an answer keeps a processor busy and blocks, so it happens in a thread, always the same one for a model: requests
-to it come one after the other, and what torch keeps per thread stays where it was set.
+to it come one after the other, and what torch keeps per thread stays where it was set. Where too many wait, one more is
+refused.
 """
 
 import asyncio
+import math
 import threading
+import time
 from collections.abc import AsyncGenerator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing
 
-from bloomery.core.errors import DataError, RunError
+from bloomery.core.errors import BloomeryError, RunError
 from bloomery.serve.answerer import Models, Piece, Sampling
 from bloomery.tokenizer.chat import Message
+
+MAX_REQUESTS = 64
+"""That are answered or wait, of all models."""
+MAX_UNREAD = 4096
+"""Pieces of an answer that a client has not read. More of them end the answer."""
+
+
+class BusyError(RunError):
+    """Too many requests wait already."""
+
+    def __init__(self, retry_after: int) -> None:
+        self.retry_after = retry_after
+        super().__init__(f"{MAX_REQUESTS} requests wait already", cure=f"Ask again in {retry_after} seconds.")
 
 
 class StoppedError(RunError):
@@ -29,18 +45,23 @@ class Job:
         self._loop = asyncio.get_running_loop()
         self._queue: asyncio.Queue[Piece | None] = asyncio.Queue()
         self._stop, self._closing_down = threading.Event(), closing_down
-        self._future: asyncio.Future[None]
+        self._work_done: Future[None]
+        self.future: asyncio.Future[None]
+        self.seconds = 0.0
+        """That the model worked on it; waiting is not counted."""
 
     def start(
         self, thread: ThreadPoolExecutor, models: Models, name: str, messages: Sequence[Message], sampling: Sampling
     ) -> None:
         """Get in line for the model's thread."""
-        self._future = self._loop.run_in_executor(thread, self._work, models, name, messages, sampling)
-        self._future.add_done_callback(self._finished)
+        self._work_done = thread.submit(self._timed, models, name, messages, sampling)
+        self.future = asyncio.wrap_future(self._work_done)
+        self.future.add_done_callback(self._finished)
 
     def stop(self) -> None:
-        """End the work at the next token, or when its turn comes. Does nothing once it has ended."""
+        """End the work at the next token, or leave the line. Does nothing once it has ended."""
         self._stop.set()
+        self._work_done.cancel()
 
     async def pieces(self) -> AsyncGenerator[Piece, None]:
         """The pieces as they come. Raises what the model raised, and StoppedError when the answer was cut short."""
@@ -48,21 +69,32 @@ class Job:
             yield piece
             if piece.finish:
                 return
-        self._future.result()
+        if not self.future.cancelled():
+            self.future.result()
         assert self._ended(), "an answer ended without a finish"
         raise StoppedError("the answer was stopped", cure="The server is closing. Start it again and ask again.")
+
+    def _timed(self, models: Models, name: str, messages: Sequence[Message], sampling: Sampling) -> None:
+        began = time.monotonic()
+        try:
+            self._work(models, name, messages, sampling)
+        finally:
+            self.seconds = time.monotonic() - began
 
     def _work(self, models: Models, name: str, messages: Sequence[Message], sampling: Sampling) -> None:
         if self._ended():
             return
         try:
             answerer = models.get(name)
-        except DataError as error:  # From here it would read as if the request were wrong, and not the model's files.
-            raise RunError(error.what, where=error.where, cure=error.cure) from error
+        except BloomeryError as error:  # a DataError would read as if the request were wrong, and not the model's files
+            what = f"the model {name!r} cannot be loaded: {error.what}"
+            raise RunError(what, where=error.where, cure=error.cure) from error
         answer = answerer.answer(messages, sampling)
         self.prompt_tokens = answer.prompt_tokens
         with closing(answer.pieces):
             for piece in answer.pieces:
+                if self._queue.qsize() > MAX_UNREAD:
+                    self._stop.set()
                 if self._ended():
                     return
                 self._loop.call_soon_threadsafe(self._queue.put_nowait, piece)
@@ -71,7 +103,8 @@ class Job:
         return self._stop.is_set() or self._closing_down.is_set()
 
     def _finished(self, future: asyncio.Future[None]) -> None:
-        future.exception()  # Looked at here, asyncio does not report it again for an answer that nobody awaits.
+        if not future.cancelled():
+            future.exception()  # Looked at here, asyncio does not report it again for an answer that nobody awaits.
         self._queue.put_nowait(None)
 
 
@@ -82,17 +115,37 @@ class Desk:
         self._models = models
         self._closing_down = threading.Event()
         self._threads: dict[str, ThreadPoolExecutor] = {}
+        self._jobs: set[asyncio.Future[None]] = set()
+        self._mean_seconds = 1.0
+        """Of the last answers."""
+
+    def check_room(self) -> None:
+        """Raise BusyError where the line is full."""
+        if len(self._jobs) >= MAX_REQUESTS:
+            raise BusyError(self._retry_after())
 
     async def ask(self, name: str, messages: Sequence[Message], sampling: Sampling) -> Job | None:
-        """A job that waits in line, or None if there is no such model."""
+        """A job that waits in line, or None if there is no such model. Raises BusyError where the line is full."""
         infos = await asyncio.to_thread(self._models.names)
         if name not in {info.id for info in infos}:
             return None
+        self.check_room()
         if name not in self._threads:
             self._threads[name] = ThreadPoolExecutor(1, thread_name_prefix=f"model {name}")
         job = Job(self._closing_down)
         job.start(self._threads[name], self._models, name, messages, sampling)
+        self._jobs.add(job.future)
+        job.future.add_done_callback(lambda future: self._count(job, future))
         return job
+
+    def _count(self, job: Job, future: asyncio.Future[None]) -> None:
+        self._jobs.discard(future)
+        if job.seconds:
+            self._mean_seconds += (job.seconds - self._mean_seconds) / 8
+
+    def _retry_after(self) -> int:
+        """Seconds in which half of those who wait now are answered. Clients of OpenAI wait 60 at most."""
+        return min(60, math.ceil(self._mean_seconds * len(self._jobs) / 2))
 
     def close(self) -> None:
         """End all answers at their next token."""

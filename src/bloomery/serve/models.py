@@ -5,16 +5,22 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import bloomery.hw.needs_torch  # noqa: F401
-from bloomery.core.errors import RunError
+from bloomery.core.errors import CheckpointError, RunError
+from bloomery.core.log import say
 from bloomery.generate.engine import Engine
 from bloomery.hw import device
 from bloomery.serve.answerer import Answerer, ModelInfo, TextAnswerer
 from bloomery.weights import find, huggingface
+from bloomery.weights.huggingface import Loaded
 
 
 def answerer(name: str, folder: Path) -> TextAnswerer:
     """Load the model in a folder to this machine's device, with the tokenizer and template it was trained with."""
-    loaded = huggingface.load(folder, device.find().place)
+    return answerer_of(name, huggingface.load(folder, device.find().place))
+
+
+def answerer_of(name: str, loaded: Loaded) -> TextAnswerer:
+    """The answerer of a model that is loaded."""
     engine = Engine(loaded.model, loaded.tokenizer.vocab_size)
     return TextAnswerer(name, engine, loaded.renderer, loaded.tokenizer)
 
@@ -29,21 +35,39 @@ class Shelf:
     def __init__(self, runs: Path) -> None:
         self.runs = runs
         self._loaded: dict[str, tuple[float, Answerer]] = {}
+        self._contexts: dict[tuple[Path, float], int] = {}
         self._lock = threading.Lock()
+        for folder in find.unnamable(runs):
+            say(f"{folder}: left out, because its name is not UTF-8. Rename it.", "yellow")
 
     def names(self) -> Sequence[ModelInfo]:
-        return [ModelInfo(one.name, int(_made(one.folder)), one.folder) for one in find.models(self.runs)]
+        return [
+            ModelInfo(one.name, int(made := _made(one.folder)), one.folder, self._context(one.folder, made))
+            for one in find.models(self.runs)
+            if not one.damage
+        ]
 
     def get(self, name: str) -> Answerer:
-        folders = {one.name: one.folder for one in find.models(self.runs)}
-        if name not in folders:
-            known = ", ".join(folders) or "none yet"
+        found = {one.name: one for one in find.models(self.runs)}
+        if name not in found:
+            known = ", ".join(one.name for one in found.values() if not one.damage) or "none yet"
             raise RunError(f"there is no model {name!r}", where=str(self.runs), cure=f"Models: {known}.")
-        made = _made(folders[name])
+        folder = found[name].folder
+        find.check(folder.parents[1], folder.parent, found[name].damage)
+        made = _made(folder)
         with self._lock:
             if name not in self._loaded or self._loaded[name][0] != made:
-                self._loaded[name] = made, answerer(name, folders[name])
+                self._loaded[name] = made, answerer(name, folder)
             return self._loaded[name][1]
+
+    def _context(self, folder: Path, made: float) -> int:
+        """0 for a model that cannot be read: whoever asks for it is told why."""
+        if (folder, made) not in self._contexts:
+            try:
+                self._contexts[folder, made] = huggingface.context(folder)
+            except CheckpointError:
+                self._contexts[folder, made] = 0
+        return self._contexts[folder, made]
 
 
 def _made(folder: Path) -> float:

@@ -6,8 +6,10 @@ Models behind HTTP: what the `openai` client speaks, and the page to talk to the
     GET  /v1/models/NAME        one of them; a name may hold slashes, as they are or as %2F
     POST /v1/chat/completions   an answer, whole or streamed as server-sent events
     GET  /health                {"status": "ok"}
+    POST /login                 where there is a token: takes it from the form, and gives a cookie
 
-A client that hangs up ends its answer after the token that is being made. On loopback only requests to a loopback name
+A client that hangs up ends its answer after the token that is being made. Where there is a token, nothing but /health
+and /login answers without it. On loopback only requests to a loopback name
 are answered, because a foreign page may point its own name at 127.0.0.1 (DNS rebinding); no CORS header is ever sent.
 """
 
@@ -15,16 +17,17 @@ import asyncio
 import errno
 import ipaddress
 import logging
+import re
 import socket
 import threading
 from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Sequence
 from contextlib import ExitStack, asynccontextmanager, contextmanager, suppress
+from functools import lru_cache
 from pathlib import Path
 from types import FrameType
 
 import uvicorn
 from fastapi import FastAPI, Request
-from fastapi.exceptions import RequestValidationError
 from fastapi.responses import FileResponse, JSONResponse, Response, StreamingResponse
 from fastapi.staticfiles import StaticFiles
 from starlette.datastructures import MutableHeaders
@@ -32,22 +35,27 @@ from starlette.exceptions import HTTPException
 from starlette.middleware.trustedhost import TrustedHostMiddleware
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from bloomery.core.errors import BloomeryError, ConfigError, DataError
+from bloomery.core.errors import BloomeryError, ConfigError, DataError, shorten
 from bloomery.core.log import say
 from bloomery.serve import wire
 from bloomery.serve.answerer import ModelInfo, Models, Piece
-from bloomery.serve.desk import Desk, Job, StoppedError
+from bloomery.serve.desk import BusyError, Desk, Job, StoppedError
+from bloomery.serve.guard import Connection, Guard, checked_token, proposal
 
 STATIC = Path(__file__).parent / "static"
 LOOPBACK_NAMES = ("localhost", "127.0.0.1", "[::1]")
 SECONDS_TO_CLOSE = 5
 
 HEADERS = {
-    "Content-Security-Policy": "default-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
+    "Content-Security-Policy": "default-src 'self'; base-uri 'none'; form-action 'self'; frame-ancestors 'none'",
     "X-Content-Type-Options": "nosniff",
-    "Referrer-Policy": "no-referrer",
+    "Referrer-Policy": "same-origin",  # with "no-referrer" the form of /login would have no origin
     "Cache-Control": "no-cache",
 }
+
+IN_LOG = "The log of the server says where, and how to fix it."
+_FOLDERS = re.compile(r"""(?<![\w.])(?:~|[A-Za-z]:)?[/\\](?:[^/\\\n'"`]*[/\\])*(?=[^/\\\n'"`\s])""")
+"""Of an absolute path, all but its last part. Folders may have spaces in their names."""
 
 log = logging.getLogger("bloomery.serve")
 
@@ -83,15 +91,19 @@ class WithHeaders:
         await self._app(scope, receive, send_with_headers)
 
 
-def app(models: Models, hosts: Sequence[str] = (*LOOPBACK_NAMES, "testserver")) -> FastAPI:
+def app(models: Models, hosts: Sequence[str], token: str | None = None) -> FastAPI:
     """The HTTP application. `hosts` are the names under which it answers; "*" is any name."""
-    desk = Desk(models)
+
+    async def context() -> int:
+        return max((info.context for info in await asyncio.to_thread(models.names)), default=0)
+
+    desk, one_at_a_time = Desk(models), asyncio.Lock()
     # FastAPI's own documentation pages load their script from elsewhere.
     api = FastAPI(title="Bloomery", openapi_url=None, docs_url=None, redoc_url=None)
     api.state.desk = desk
+    api.add_middleware(Guard, context=context, token=token)
     api.add_middleware(TrustedHostMiddleware, allowed_hosts=list(hosts), www_redirect=False)
     api.add_middleware(WithHeaders)
-    api.add_exception_handler(RequestValidationError, _wrong_body)
     api.add_exception_handler(HTTPException, _http_error)
     api.add_exception_handler(BloomeryError, _failed)
     api.add_exception_handler(Exception, _failed)
@@ -116,8 +128,12 @@ def app(models: Models, hosts: Sequence[str] = (*LOOPBACK_NAMES, "testserver")) 
         return JSONResponse(wire.model_entry(found)) if found else _no_such_model(name, infos)
 
     @api.post("/v1/chat/completions", response_model=None)
-    async def complete(body: wire.ChatRequest, request: Request) -> Response:
-        job = await desk.ask(body.model, body.conversation(), body.sampling())
+    async def complete(request: Request) -> Response:
+        desk.check_room()
+        data, kind = await request.body(), request.headers.get("content-type", "")
+        async with one_at_a_time:
+            body, messages, sampling = await asyncio.to_thread(wire.question, data, kind)
+        job = await desk.ask(body.model, messages, sampling)
         if job is None:
             return _no_such_model(body.model, await asyncio.to_thread(models.names))
         return await _answer(job, body, request)
@@ -188,22 +204,43 @@ async def _stopped_when_alone(request: Request, job: Job) -> AsyncIterator[None]
 
 def _no_such_model(name: str, infos: Sequence[ModelInfo]) -> JSONResponse:
     names = ", ".join(info.id for info in infos)
-    there = f"There are: {names}." if names else "There are none yet: `bloomery run` makes one."
+    there = f"There are: {names}." if names else "There are none yet: `bloomery run RECIPE` makes one."
     body = wire.error_body(
-        f"There is no model {name!r}. {there}", kind="invalid_request_error", param="model", code="model_not_found"
+        f"There is no model {name[: wire.SHOWN]!r}. {there}",
+        kind="invalid_request_error",
+        param="model",
+        code="model_not_found",
     )
     return JSONResponse(body, 404)
 
 
 def _error_body(error: Exception) -> dict[str, object]:
+    """What a client gets: the whole error where its request is wrong, else a message without folders and commands."""
     if isinstance(error, DataError):
         return wire.error_body(str(error), kind="invalid_request_error", param=error.where or None)
-    if isinstance(error, BloomeryError):
+    if isinstance(error, BusyError | StoppedError):
         return wire.error_body(str(error), kind="server_error")
-    return wire.error_body(f"{type(error).__name__}: {error}\nThis is a bug in Bloomery.", kind="server_error")
+    if isinstance(error, BloomeryError):
+        _log_once(str(error))
+        return wire.error_body(f"{_without_folders(error.what)}\n{IN_LOG}", kind="server_error")
+    bug = _without_folders(f"{type(error).__name__}: {error}")
+    return wire.error_body(f"{bug}\nThis is a bug in Bloomery.", kind="server_error")
+
+
+@lru_cache(maxsize=1000)
+def _log_once(message: str) -> None:
+    """Log an error, and not again for each request that meets it: strangers would fill the log."""
+    log.error("%s", message)
+
+
+def _without_folders(text: str) -> str:
+    """A text in which only the last part of each path is left."""
+    return _FOLDERS.sub("", text)
 
 
 async def _failed(_: Request, error: Exception) -> JSONResponse:
+    if isinstance(error, BusyError):
+        return JSONResponse(_error_body(error), 429, {"retry-after": str(error.retry_after)})
     status = 400 if isinstance(error, DataError) else 503 if isinstance(error, StoppedError) else 500
     # Clients of OpenAI ask again after a 5xx, and look at this header first: the same again would fail the same.
     return JSONResponse(_error_body(error), status, {"x-should-retry": "false"})
@@ -211,32 +248,28 @@ async def _failed(_: Request, error: Exception) -> JSONResponse:
 
 async def _http_error(_: Request, error: Exception) -> JSONResponse:
     assert isinstance(error, HTTPException)
-    why = f"the body cannot be read: {error.__cause__}\n{wire.ACCEPTED}" if error.__cause__ else error.detail
-    return JSONResponse(wire.error_body(why, kind="invalid_request_error"), error.status_code, error.headers)
-
-
-async def _wrong_body(_: Request, error: Exception) -> JSONResponse:
-    assert isinstance(error, RequestValidationError)
-    found = [wire.explain(problem, error.body) for problem in error.errors()[:3]]
-    message = "; ".join(f"{place}: {what}" if place else what for place, what in found)
-    return JSONResponse(wire.error_body(message, kind="invalid_request_error", param=found[0][0] or None), 400)
+    return JSONResponse(wire.error_body(error.detail, kind="invalid_request_error"), error.status_code, error.headers)
 
 
 class Server(uvicorn.Server):
-    """The application on a socket that is already open. Raises ConfigError if the address cannot be had."""
+    """
+    The application on a socket that is already open. Raises ConfigError if the address cannot be had, or can be
+    reached from elsewhere and there is no token.
+    """
 
-    def __init__(self, models: Models, host: str, port: int) -> None:
-        self._socket = _listen(host, port)
-        address, bound_port = self._socket.getsockname()[:2]
-        self.url = f"http://{f'[{host}]' if ':' in host else host}:{bound_port}"
-        self.private = ipaddress.ip_address(address).is_loopback
-        api = app(models, hosts=(*LOOPBACK_NAMES, host) if self.private else ("*",))
+    def __init__(self, models: Models, host: str, port: int, token: str | None = None) -> None:
+        self._socket, private = _listen(host, port, checked_token(token, _command(host, port)))
+        self.url = f"http://{f'[{host}]' if ':' in host else host}:{self._socket.getsockname()[1]}"
+        api = app(models, hosts=(*LOOPBACK_NAMES, host) if private else ("*",), token=token)
         self._desk: Desk = api.state.desk
         super().__init__(
             uvicorn.Config(
                 api,
                 lifespan="off",
-                log_level="warning",
+                http=Connection,
+                proxy_headers=False,  # anyone may send them, and the limit on wrong tokens counts addresses
+                ws="none",
+                log_level="error",  # a warning for each broken request would let strangers fill a log
                 access_log=False,
                 server_header=False,
                 timeout_graceful_shutdown=SECONDS_TO_CLOSE,
@@ -258,21 +291,19 @@ class Server(uvicorn.Server):
         super().handle_exit(sig, frame)
 
 
-def serve(models: Models, host: str = "127.0.0.1", port: int = 8000) -> None:
-    """Serve until Ctrl-C. Raises ConfigError if the address cannot be had; port 0 takes a free one."""
-    server = Server(models, host, port)
+def serve(models: Models, host: str = "127.0.0.1", port: int = 8000, token: str | None = None) -> None:
+    """Serve until Ctrl-C. Raises ConfigError as Server does; port 0 takes a free one."""
+    server = Server(models, host, port, token)
     names = [info.id for info in models.names()]
     say(f"Serving {', '.join(names) or 'no model yet'}", "dim")
     say(f"Open {server.url} (OpenAI's API is at {server.url}/v1). Ctrl-C ends it.", "bold")
-    if not server.private:
-        say("Everyone who can reach this address can use it: there is no password.", "yellow")
     server.listen()
 
 
 @contextmanager
-def serving(models: Models, host: str = "127.0.0.1", port: int = 0) -> Iterator[str]:
+def serving(models: Models, host: str = "127.0.0.1", port: int = 0, token: str | None = None) -> Iterator[str]:
     """Serve from a thread while the block runs, and yield the address: for tests, notebooks and screenshots."""
-    server = Server(models, host, port)
+    server = Server(models, host, port, token)
     thread = threading.Thread(target=server.listen, name="server")
     thread.start()
     try:
@@ -282,13 +313,26 @@ def serving(models: Models, host: str = "127.0.0.1", port: int = 0) -> Iterator[
         thread.join()
 
 
-def _listen(host: str, port: int) -> socket.socket:
+def _command(host: str, port: int) -> str:
+    return f"bloomery serve --host {host}" + (f" --port {port}" if port != 8000 else "")
+
+
+def _listen(host: str, port: int, token: str | None) -> tuple[socket.socket, bool]:
+    """A socket, and whether only this machine reaches it."""
     where = f"{host}:{port}"
     if not 0 <= port < 2**16:
         raise ConfigError(f"cannot listen there: {port} is no port", where=where, cure="Ports go from 0 to 65535.")
     try:
         family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-        return socket.create_server(address[:2], family=family)
+        private = ipaddress.ip_address(address[0]).is_loopback
+        if not private and token is None:
+            what = f"everyone who reaches {host} could use the models: this address needs a token"
+            raise ConfigError(what, where="--token", cure=f"For example: {proposal(_command(host, port))}")
+        return socket.create_server(address[:2], family=family), private
+    except UnicodeError as error:  # of IDNA, which has labels of 1 to 63 characters
+        cure = "--host takes an address of this machine, for example 127.0.0.1."
+        what = f"cannot listen there: {shorten(host)!r} is no host name ({error.__cause__ or error})"
+        raise ConfigError(what, where="--host", cure=cure) from None
     except OSError as error:
         if error.errno == errno.EADDRINUSE:
             cure = f"Choose another port: bloomery serve --port {port + 1}"

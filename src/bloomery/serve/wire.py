@@ -10,11 +10,13 @@ import time
 import uuid
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, NamedTuple
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Discriminator, Field, Tag, ValidationError
+from pydantic_core import PydanticCustomError
 
-from bloomery.core.errors import DataError
+from bloomery.core.errors import DataError, readable
+from bloomery.data.conversations.conversation import not_text
 from bloomery.serve.answerer import Finish, ModelInfo, Piece, Sampling
 from bloomery.tokenizer.chat import Message
 
@@ -52,8 +54,36 @@ ASKS_NOTHING: dict[str, tuple[Any, ...]] = {
 
 ACCEPTED = 'Send a JSON object with "model" and "messages", as application/json.'
 
-UNION_MEMBERS = ("str", "list[str]", "list[Part]")
-"""What pydantic puts into the place of a problem, where a field takes one of two types. No field is called so."""
+MAX_MESSAGES, MAX_PARTS, MAX_STOPS, MAX_STOP_LENGTH, MAX_NAME = 10_000, 1000, 16, 512, 1024
+"""Of a request; parts of one message. Every token of an answer is compared with every stop string."""
+MAX_FIELDS = 16
+"""Of `stream_options`, and of a part of a message."""
+MAX_TOKENS = 2**24
+"""Above every context and vocabulary."""
+
+SHOWN = 80
+"""Characters of a value that an error repeats."""
+
+TEXT, LIST = "str", "list"
+"""Of a field that takes text or a list. pydantic puts them into the location of a problem; no field is called so."""
+
+
+def _text_or_list(value: object) -> str:
+    """Which of the two a value is checked as: against both, a wrong list would cost two errors for each element."""
+    return LIST if isinstance(value, list) else TEXT
+
+
+TextOrList = Discriminator(_text_or_list)
+
+
+def _has_few_fields(value: object) -> object:
+    """An object that is small enough for an error about each of its fields."""
+    if isinstance(value, dict) and len(value) > MAX_FIELDS:
+        raise PydanticCustomError("too_many_fields", f"Object should have at most {MAX_FIELDS} fields")
+    return value
+
+
+FewFields = BeforeValidator(_has_few_fields)
 
 
 class Part(BaseModel):
@@ -64,6 +94,9 @@ class Part(BaseModel):
     text: str
 
 
+Parts = Annotated[list[Annotated[Part, FewFields]], Field(max_length=MAX_PARTS, fail_fast=True), Tag(LIST)]
+
+
 class WireMessage(BaseModel):
     """
     A message as a client sends it. `developer` is a newer name of the system's role; `name` and `tool_call_id` are
@@ -72,16 +105,23 @@ class WireMessage(BaseModel):
 
     model_config = ConfigDict(strict=True, extra="allow")
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: str | list[Part]
+    content: Annotated[Annotated[str, Tag(TEXT)] | Parts, TextOrList]
     name: str | None = None
     tool_call_id: str | None = None
 
     def plain(self) -> Message:
         for name, value in (self.model_extra or {}).items():
             if value not in (None, []):
-                raise DataError("this server does not know that field of a message", where=name, cure="Leave it out.")
+                what = "this server does not know that field of a message"
+                raise DataError(what, where=name[:SHOWN], cure="Leave it out.")
         text = self.content if isinstance(self.content, str) else "".join(part.text for part in self.content)
+        if problem := not_text(text, "a message"):
+            raise DataError(f"{problem.reason}: {problem.what}", where="messages", cure="Leave that character out.")
         return Message(role="system" if self.role == "developer" else self.role, content=text)
+
+
+Stop = Annotated[str, Field(max_length=MAX_STOP_LENGTH)]
+Stops = Annotated[list[Stop], Field(max_length=MAX_STOPS, fail_fast=True), Tag(LIST)]
 
 
 class StreamOptions(BaseModel):
@@ -94,17 +134,17 @@ class ChatRequest(BaseModel):
     """The body of POST /v1/chat/completions. What is left out is as in Sampling; `top_k` is an extension."""
 
     model_config = ConfigDict(strict=True, extra="allow")
-    model: str
-    messages: list[WireMessage]
+    model: Annotated[str, Field(max_length=MAX_NAME)]
+    messages: Annotated[list[WireMessage], Field(max_length=MAX_MESSAGES, fail_fast=True)]
     stream: bool | None = None
-    stream_options: StreamOptions | None = None
-    max_tokens: Annotated[int, Field(ge=1)] | None = None
-    max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
+    stream_options: Annotated[StreamOptions, FewFields] | None = None
+    max_tokens: Annotated[int, Field(ge=1, le=MAX_TOKENS)] | None = None
+    max_completion_tokens: Annotated[int, Field(ge=1, le=MAX_TOKENS)] | None = None
     temperature: Annotated[float, Field(ge=0, le=2, allow_inf_nan=False)] | None = None
-    top_p: Annotated[float, Field(gt=0, le=1)] | None = None
-    top_k: Annotated[int, Field(ge=0)] | None = None
+    top_p: Annotated[float, Field(gt=0, le=1, allow_inf_nan=False)] | None = None
+    top_k: Annotated[int, Field(ge=0, le=MAX_TOKENS)] | None = None
     seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None = None
-    stop: str | list[str] | None = None
+    stop: Annotated[Annotated[Stop, Tag(TEXT)] | Stops, TextOrList] | None = None
 
     @property
     def wants_usage(self) -> bool:
@@ -121,9 +161,9 @@ class ChatRequest(BaseModel):
             if name in ASKS_NOTHING:
                 accepted = " or ".join(json.dumps(one) for one in ASKS_NOTHING[name])
                 what = f"this server does not do {_shown(value)}, only {accepted}"
-                raise DataError(what, where=name, cure="Leave it out.")
+                raise DataError(what, where=name[:SHOWN], cure="Leave it out.")
             cure = f"Fields that change an answer are {', '.join(_sampling_fields())}."
-            raise DataError("unknown field", where=name, cure=cure)
+            raise DataError("unknown field", where=name[:SHOWN], cure=cure)
         stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
         if "" in stop:
             raise DataError("a stop string is empty", where="stop", cure="Every text begins with it. Leave it out.")
@@ -193,27 +233,66 @@ def model_entry(info: ModelInfo) -> dict[str, Any]:
     return {"id": info.id, "object": "model", "created": info.created, "owned_by": "bloomery"}
 
 
-def explain(problem: Mapping[str, Any], body: object) -> tuple[str, str]:
-    """Of one problem that pydantic has with a body: the field, or "", and what is wrong, with the value or the cure."""
-    if problem["type"] == "json_invalid":
-        spot = problem["loc"][-1]
-        rest = f"where it reads {_shown(body[spot:])}" if isinstance(body, str) and body[spot:] else "where it ends"
-        return "", f"the body is no JSON: {problem['ctx']['error']} at character {spot}, {rest}. {ACCEPTED}"
-    field = ".".join(str(part) for part in problem["loc"][1:] if part not in UNION_MEMBERS)
+class Question(NamedTuple):
+    """A request that is known to be right."""
+
+    body: ChatRequest
+    messages: list[Message]
+    sampling: Sampling
+
+
+def question(body: bytes, content_type: str) -> Question:
+    """The request of a body. Raises DataError, which names the field. Takes milliseconds: call it in a thread."""
+    kind = content_type.partition(";")[0].strip().lower()
+    if body and not (kind.startswith("application/") and kind.endswith(("/json", "+json"))):
+        raise DataError(f"the body is sent as {_shown(kind or None)}", cure=ACCEPTED)
+    if not body:
+        raise DataError("there is no body", cure=ACCEPTED)
+    try:
+        value = json.loads(body)
+    except json.JSONDecodeError as error:
+        rest = error.doc[error.pos : error.pos + SHOWN + 1]
+        spot = f"where it reads {_shown(rest)}" if rest else "where it ends"
+        what = f"the body is no JSON: {error.msg} at character {error.pos}, {spot}"
+        raise DataError(what, cure=ACCEPTED) from None
+    except ValueError as error:
+        raise DataError(f"the body cannot be read: {error}", cure=ACCEPTED) from None
+    return checked(value)
+
+
+def checked(value: object) -> Question:
+    """A request as JSON data. Raises DataError, which names the field."""
+    try:
+        request = ChatRequest.model_validate(value)
+    except ValidationError as error:
+        problems = [_explained(problem) for problem in error.errors(include_url=False)[:3]]
+        rest = "".join(f"; {field}: {what}" for field, what in problems[1:])
+        field, what = problems[0]
+        raise DataError(what + rest, where=field, cure="" if field else ACCEPTED) from None
+    return Question(request, request.conversation(), request.sampling())
+
+
+def _explained(problem: Mapping[str, Any]) -> tuple[str, str]:
+    """Of one problem that pydantic has with a request: the field, or "", and what is wrong, with the value."""
+    field = ".".join(str(part) for part in problem["loc"] if part not in (TEXT, LIST))
     if problem["type"] == "missing":
-        return field, "is required" if field else f"there is no body. {ACCEPTED}"
+        return field, "is required"
     what = f"{problem['msg'][0].lower()}{problem['msg'][1:]}, got {_shown(problem['input'])}"
-    return field, what if field else f"the body is {_shown(problem['input'])}. {ACCEPTED}"
+    return field, what if field else f"the body is {_shown(problem['input'])}"
 
 
 def _shown(value: object) -> str:
-    """A value as JSON, cut where it is long; what UTF-8 cannot hold is written out."""
-    text = json.dumps(value, ensure_ascii=False, default=repr).encode("utf-8", "backslashreplace").decode()
-    return text if len(text) <= 80 else f"{text[:80]}…"
+    """The beginning of a value as JSON, without the work for all of it; what UTF-8 cannot hold is written out."""
+    text = ""
+    for part in json.JSONEncoder(ensure_ascii=False, default=repr).iterencode(value):
+        text += part
+        if len(text) > SHOWN:
+            return f"{readable(text[:SHOWN])}…"
+    return readable(text)
 
 
 def error_body(message: str, *, kind: str, param: str | None = None, code: str | None = None) -> dict[str, Any]:
-    return {"error": {"message": message, "type": kind, "param": param, "code": code}}
+    return {"error": {"message": readable(message), "type": kind, "param": param, "code": code}}
 
 
 def event(data: dict[str, Any]) -> str:

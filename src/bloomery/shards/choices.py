@@ -6,6 +6,7 @@ Evaluation files of llm.c: questions with answers to choose from, as ids (HellaS
                    tokens of the question and these; of each answer its tokens and these
 """
 
+import os
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -13,6 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from bloomery.core.errors import DataError
+from bloomery.core.files import check_regular
 from bloomery.shards.format import HEADER_BYTES, HEADER_INTS
 
 MAGIC, VERSION = 20240522, 1
@@ -34,7 +36,9 @@ def read(file: Path, *, vocab_size: int) -> list[Example]:
     All examples of a file. Raises DataError, which names the file and the example, for one that is torn, is of another
     kind, or holds ids outside of the vocabulary.
     """
-    size = file.stat().st_size if file.is_file() else -1
+    if os.path.exists(file):
+        check_regular(file)
+    size = file.stat().st_size if os.path.isfile(file) else -1
     if size < HEADER_BYTES:
         shown = "is missing" if size < 0 else f"has {size} bytes, less than a header of {HEADER_BYTES}"
         raise DataError(shown, where=str(file), cure=_CURE)

@@ -16,7 +16,8 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from numpy.typing import NDArray
 
-from bloomery.core.config import Config, Positive, Share
+from bloomery.core.bounds import Bytes, DiskPath, Seed, Share
+from bloomery.core.config import Config
 from bloomery.core.files import whole_file
 from bloomery.data import document
 from bloomery.data.engine import Part
@@ -34,10 +35,10 @@ DOCUMENTS_AT_ONCE, CHARACTERS_AT_ONCE = 512, 4_000_000
 class Encoding(Config):
     """What decides about runs."""
 
-    tokenizer: Path
+    tokenizer: DiskPath
     hold_out: Share
-    seed: int
-    run_bytes: Positive
+    seed: Seed
+    run_bytes: Bytes
     """Tokens in memory before a run is written. How the corpus is cut into runs changes no shard."""
 
 

@@ -20,10 +20,10 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
+from bloomery.core import cache
 from bloomery.core.errors import DataError, UnreachableError
 from bloomery.core.files import canonical, disk_errors, sha256_bytes, sync_folder
 from bloomery.core.log import say
-from bloomery.data import cache
 from bloomery.shards import format
 from bloomery.shards.format import Tokens
 from bloomery.tokenizer.templates import EVERY_SPECIAL

@@ -15,13 +15,17 @@ import json
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal, NotRequired
 
 import numpy as np
 from numpy.typing import NDArray
+from pydantic import Field
+from typing_extensions import TypedDict
 
+from bloomery.core import cache
 from bloomery.core.errors import DataError
-from bloomery.core.files import read_json, sha256_bytes, sha256_file, whole_file
+from bloomery.core.files import sha256_bytes, sha256_file, whole_file
+from bloomery.core.records import Count, NameInside, read_record
 
 HEADER_INTS = 256
 HEADER_BYTES = 4 * HEADER_INTS
@@ -42,6 +46,7 @@ OTHERS = {
 
 Layout = Literal["stream", "rows"]
 """stream: samples are windows that share one token, the last target and next input. rows: packed, side by side."""
+
 
 Tokens = NDArray[Any]
 """uint16 or uint32."""
@@ -211,15 +216,16 @@ def read(path: Path, *, tokenizer_hash: str | None = None, verify: bool = False)
     with another tokenizer, or in another's place; with `verify` for any whose content is not what its index says.
     """
     file, index_file, mask_file = (_named(path, ending) for ending in (".bin", ".json", ".mask"))
-    index = _read_index(index_file)
+    index, starts = _read_index(index_file)
     if tokenizer_hash is not None and index["tokenizer"] != tokenizer_hash:
         raise DataError(
             f"was made with tokenizer {index['tokenizer'][:8]}, not {tokenizer_hash[:8]}",
             where=str(file),
             cure="Make the shards again with this tokenizer, or use theirs.",
         )
-    if file.name not in index["sha256"]:
-        raise DataError(f"is the index of {', '.join(index['sha256'])}", where=str(index_file), cure=_AGAIN)
+    vouched = {*index["sha256"], *index.get("edges", ())}
+    if file.name not in vouched or not vouched <= {file.name, mask_file.name}:
+        raise DataError(f"is the index of {', '.join(sorted(vouched))}", where=str(index_file), cure=_AGAIN)
     tokens = read_tokens(file)
     if len(tokens) != index["tokens"]:
         raise DataError(f"holds {len(tokens)} tokens, its index says {index['tokens']}", where=str(file), cure=_AGAIN)
@@ -230,23 +236,43 @@ def read(path: Path, *, tokenizer_hash: str | None = None, verify: bool = False)
             raise DataError(what, where=str(path.parent / name), cure=_AGAIN)
     if verify:
         for name, expected in index["sha256"].items():
-            if sha256_file(path.parent / name) != expected:
+            if cache.changed(path.parent, {name: expected}):
                 raise DataError("has another sha256 than its index says", where=str(path.parent / name), cure=_AGAIN)
-    starts = np.array(index.pop("starts"), dtype=np.int64)
     return Shard(path=path, tokens=tokens, mask=mask, starts=starts, index=index)
 
 
-def _read_index(file: Path) -> dict[str, Any]:
-    try:
-        index: dict[str, Any] = read_json(file)
-    except FileNotFoundError:
+MAX_INDEX_BYTES = 2**26
+"""Of an index without the starts of its documents."""
+BYTES_PER_START = 21
+"""Of a number of 64 bits and a comma. No document is empty, so there are no more of them than tokens."""
+
+
+class Index(TypedDict):
+    """What is read of an index. It may hold more."""
+
+    tokens: Annotated[int, Field(ge=0, le=MOST_TOKENS)]
+    layout: Layout
+    tokenizer: str
+    sha256: dict[NameInside, str]
+    edges: NotRequired[dict[NameInside, str]]
+    document_id: NotRequired[int | None]
+    starts: list[Count]
+
+
+def _read_index(file: Path) -> tuple[dict[str, Any], NDArray[np.int64]]:
+    """An index without its starts, and these."""
+    if not file.exists():
         cure = "It was not finished. Run its stage again."
-        raise DataError("the shard has no index", where=str(file), cure=cure) from None
-    except ValueError as error:
-        raise DataError(f"is no index: {error}", where=str(file), cure=_AGAIN) from None
-    if lacking := [key for key in ("tokens", "layout", "tokenizer", "sha256", "starts") if key not in index]:
-        raise DataError(f"lacks {', '.join(lacking)}", where=str(file), cure=_AGAIN)
-    return index
+        raise DataError("the shard has no index", where=str(file), cure=cure)
+    tokens = file.with_suffix(".bin")
+    most = MAX_INDEX_BYTES + BYTES_PER_START * (tokens.stat().st_size // 2 if tokens.is_file() else 0)
+    index = dict(read_record(file, Index, error=DataError, fix=_AGAIN, max_bytes=most))
+    starts = np.array(index.pop("starts"), dtype=np.int64)
+    edges = np.concatenate((np.zeros(1, np.int64), starts, np.array([index["tokens"]], np.int64)))
+    if np.any(edges[1:] < edges[:-1]):
+        what = f"is no index: starts: do not rise from 0 up to its {index['tokens']} tokens"
+        raise DataError(what, where=str(file), cure=_AGAIN)
+    return index, starts
 
 
 _AGAIN = "It is damaged. Remove the folder of its stage and run the recipe again."

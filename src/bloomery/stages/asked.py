@@ -1,14 +1,16 @@
 """Questions with one right number, as prompts; and what could not become one."""
 
-import json
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from typing_extensions import TypedDict
+
 from bloomery.core.errors import DataError
-from bloomery.core.files import canonical, read_json, sha256_bytes, sha256_file, whole_file, write_json
+from bloomery.core.files import whole_file
 from bloomery.core.log import progress, say
+from bloomery.core.records import read_lines
 from bloomery.data.conversations.conversation import Message, Rejected
 from bloomery.data.holdout import is_held_out
 from bloomery.data.preferences import readers
@@ -16,10 +18,18 @@ from bloomery.data.preferences.arithmetic import Problem
 from bloomery.data.unpack import Problem as Trouble
 from bloomery.evaluation.written import last_number, marked_number
 from bloomery.stages.instruct import gone, write_line
-from bloomery.stages.judged_rows import PREPARED, REJECTED_ROWS, ROWS, SPLITS, Split
+from bloomery.stages.judged_rows import REJECTED_ROWS, ROWS, SPLITS, Split, load_prepared, save_prepared
 from bloomery.stages.rollouts import Question
 from bloomery.tokenizer.chat import Renderer
 from bloomery.train.preference.config import Grpo
+
+
+class AskedQuestion(TypedDict):
+    """A line of a split."""
+
+    id: str
+    question: str
+    solution: str
 
 
 def prepare(loss: Grpo, hold_out: float, renderer: Renderer, context: int, out: Path) -> dict[str, Any]:
@@ -28,8 +38,8 @@ def prepare(loss: Grpo, hold_out: float, renderer: Renderer, context: int, out: 
 
     Raises DataError for sources that cannot be read, and where nothing is left to learn from or to validate on.
     """
-    if (out / ROWS / PREPARED).is_file():
-        return dict(read_json(out / ROWS / PREPARED))
+    if (known := load_prepared(out)) is not None:
+        return known
     kept: dict[Split, list[Problem]] = {split: [] for split in SPLITS}
     reasons, read, cut = Counter[str](), 0, context - loss.answer_tokens
     with whole_file(out / REJECTED_ROWS, "w") as file, progress("prefer", "questions") as meter:
@@ -52,25 +62,24 @@ def prepare(loss: Grpo, hold_out: float, renderer: Renderer, context: int, out: 
                 write_line(file, {"id": one.id, "question": one.question, "solution": one.solution})
     if why:
         say(f"prefer: {why}", "yellow")
-    hashes = {split: sha256_file(_file(out, split)) for split in SPLITS}
-    stats = {
-        "read": read,
-        "kept": read - reasons.total(),
-        "rejected": reasons.total(),
-        "rejected_by_reason": dict(sorted(reasons.items())),
-        "template": renderer.template.hash,
-        "train": {"questions": len(kept["train"])},
-        "val": {"questions": len(kept["val"])},
-        "hash": sha256_bytes(canonical(hashes)),
-    }
-    write_json(out / ROWS / PREPARED, stats)
-    return stats
+    return save_prepared(
+        out,
+        {
+            "read": read,
+            "kept": read - reasons.total(),
+            "rejected": reasons.total(),
+            "rejected_by_reason": dict(sorted(reasons.items())),
+            "template": renderer.template.hash,
+            "train": {"questions": len(kept["train"])},
+            "val": {"questions": len(kept["val"])},
+        },
+    )
 
 
 def questions(out: Path, split: Split, renderer: Renderer) -> list[Question]:
     """What `prepare` left of a split."""
     found = []
-    for row in _rows(_file(out, split)):
+    for row in read_lines(_file(out, split), AskedQuestion):
         number = _right(row["solution"])
         assert number is not None, "a problem without a number was rejected"
         found.append(Question(row["id"], row["question"], tuple(_prompt(row["question"], renderer)), number))
@@ -104,10 +113,4 @@ def _too_long(one: Problem, renderer: Renderer, most: int) -> Problem | Rejected
 def texts(out: Path) -> Iterator[str]:
     """The questions that were trained on."""
     if _file(out, "train").is_file():
-        yield from (row["question"] for row in _rows(_file(out, "train")))
-
-
-def _rows(path: Path) -> Iterator[dict[str, Any]]:
-    """A text may hold what Python calls the end of a line, U+2028 for one: only the file knows where lines end."""
-    with path.open(encoding="utf-8") as file:
-        yield from map(json.loads, file)
+        yield from (row["question"] for row in read_lines(_file(out, "train"), AskedQuestion))

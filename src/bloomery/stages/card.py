@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from bloomery.core import files, run
-from bloomery.core.stage import content_hash, read_manifest
+from bloomery.core.stage import content_hash, find_manifest
 
 STAGES = ("fetch", "filter", "dedup", "tokenizer", "shard")
 CARD = "data_card"
@@ -23,7 +23,7 @@ COUNTS = ("documents", "kept", "dropped", "removed", "rejected")
 def write(root: Path) -> Path | None:
     """Write both files into a run folder; returns the Markdown, or None where nothing was fetched yet."""
     folders = {name: folder for name, folder in run.current(root).items() if name in STAGES}
-    done = {name: read_manifest(folder) for name, folder in folders.items() if (folder / files.MANIFEST).is_file()}
+    done = {name: found for name, folder in folders.items() if (found := find_manifest(folder)) is not None}
     if "fetch" not in done:
         return None
     card = facts(root.name, done, {name: content_hash(folders[name]) for name in done})

@@ -1,12 +1,23 @@
 """Every section of a recipe: what can be set, what it means, and its default. `recipe.py` puts them in order."""
 
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from pydantic import Field, field_validator, model_validator
 
-from bloomery.core.config import VOLATILE, Config, Count, Positive, Seed, Share
+from bloomery.core.bounds import (
+    Between,
+    DiskPath,
+    Documents,
+    FieldNumber,
+    InnerShare,
+    MemoryBytes,
+    PositiveLength,
+    Seed,
+    Share,
+    Tokens,
+)
+from bloomery.core.config import VOLATILE, Config, repeated
 from bloomery.data import rule_presets
 from bloomery.data.conversations.config import Conversations
 from bloomery.data.conversations.filters import Decontaminate as Unexamined
@@ -20,12 +31,18 @@ from bloomery.data.synthesis.config import Synthesize as Synthesize
 from bloomery.evaluation.config import Evaluate as Evaluate
 from bloomery.evaluation.tasks import TASKS
 from bloomery.model.config import ModelConfig
-from bloomery.shards.config import Anneal, ImportedShards, Weight, no_domain_twice
+from bloomery.shards.config import Anneal, DomainWeight, ImportedShards, no_domain_twice
 from bloomery.tokenizer.templates import TemplateName
 from bloomery.train.config import Finetune as Finetune
 from bloomery.train.config import Training
-from bloomery.train.depth import TOKENS_PER_PARAMETER, Depth, Ratio
+from bloomery.train.depth import TOKENS_PER_PARAMETER, Depth, TokenRatio
 from bloomery.train.preference.config import Prefer as Prefer
+
+Sampled = Annotated[int, Between(1, 10**7, "all are in memory")]
+Features = Annotated[int, Between(2, 2**26, "a float of 64 bits is kept for each", "one is the same for all texts")]
+Grams = Annotated[int, Between(1, 32, "longer n-grams come again in no other text")]
+Strength = Annotated[float, Between(1e-6, 1e6, "beyond, a classifier learns either nothing or each text by heart")]
+Label = str | Annotated[int, Between(-(2**63), 2**63 - 1, "data has integers of 64 bits")] | FieldNumber
 
 
 class Fetch(Parallel):
@@ -34,7 +51,7 @@ class Fetch(Parallel):
     @model_validator(mode="after")
     def _names_differ(self) -> "Fetch":
         names = [source.name for source in self.sources]
-        if twice := sorted({name for name in names if names.count(name) > 1}):
+        if twice := repeated(names):
             raise ValueError(f"two sources have the name {twice[0]!r}, and so would their documents' ids")
         return self
 
@@ -42,19 +59,19 @@ class Fetch(Parallel):
 class Learning(Config):
     """What every classifier of [classify] has."""
 
-    samples: Positive = 2000
+    samples: Sampled = 2000
     """Most documents to learn from, chosen by hash and evenly over domains."""
-    features: Positive = 2**16
+    features: Features = 2**16
     """Buckets for hashed n-grams."""
-    ngrams: tuple[Positive, Positive] = (1, 2)
+    ngrams: tuple[Grams, Grams] = (1, 2)
     """Shortest and longest n-grams, in words and punctuation marks."""
-    character_ngrams: tuple[Positive, Positive] | None = None
+    character_ngrams: tuple[Grams, Grams] | None = None
     """Shortest and longest n-grams of characters; None: none are looked at."""
-    characters: Annotated[int, Field(ge=100)] = 3000
+    characters: Annotated[int, Between(100, 10**7, "less says nothing, and more says no more")] = 3000
     """How much of a long document is looked at: half of it at the start, half mid-way."""
-    strength: float | None = Field(None, gt=0)
+    strength: Strength | None = None
     """Inverse of the l2 penalty. None: of 1, 3 and 10 the one that orders the calibrating texts best."""
-    held_out: Annotated[float, Field(gt=0, lt=0.5)] = 0.1
+    held_out: Annotated[float, Between(1e-4, 0.49, "as many calibrate, and the rest is learned from")] = 0.1
     """Share of the documents that measures; as many calibrate."""
     threshold: Share = 0.5
     """The cut whose precision and recall are told; what is dropped is said by [filter]."""
@@ -80,7 +97,7 @@ class Contrast(Learning):
 
     kind: Literal["contrast"] = "contrast"
     name: ClassifierName = "quality"
-    strength: float | None = Field(30.0, gt=0)
+    strength: Strength | None = 30.0
     keep: Literal["high"] = "high"
 
 
@@ -89,7 +106,7 @@ class Labeled(Learning):
 
     kind: Literal["labeled"] = "labeled"
     name: ClassifierName
-    path: Path
+    path: DiskPath
     """A jsonl file (.zst and .gz too), or parquet."""
     keep: Literal["high", "low"]
     """Which scores are of text worth keeping: "low" where a positive label is bad, such as 1 = toxic."""
@@ -97,21 +114,21 @@ class Labeled(Learning):
     label_field: str = "label"
     group_field: str | None = None
     """Rows with the same value are never split up; without it, texts that differ in case and marks only."""
-    positive: tuple[str | int | float, ...] = (1,)
-    negative: tuple[str | int | float, ...] = (0,)
-    positive_from: float | None = None
+    positive: tuple[Label, ...] = (1,)
+    negative: tuple[Label, ...] = (0,)
+    positive_from: FieldNumber | None = None
     """For labels that are numbers: positive from here on. `positive` and `negative` are then not looked at."""
-    negative_below: float | None = None
+    negative_below: FieldNumber | None = None
     """Negative below; texts between the two are left out. None: the same as positive_from."""
-    samples: Positive = 100_000
+    samples: Sampled = 100_000
     """Most texts to learn from, chosen by hash."""
-    features: Positive = 2**20
-    character_ngrams: tuple[Positive, Positive] | None = (4, 4)
+    features: Features = 2**20
+    character_ngrams: tuple[Grams, Grams] | None = (4, 4)
 
     @model_validator(mode="after")
     def _labels_differ(self) -> "Labeled":
-        if both := [label for label in self.positive if label in self.negative]:
-            raise ValueError(f"the label {both[0]!r} is positive and negative")
+        if both := set(self.positive) & set(self.negative):
+            raise ValueError(f"the label {min(both, key=str)!r} is positive and negative")
         if self.negative_below is not None and self.positive_from is None:
             raise ValueError(f"negative_below={self.negative_below} needs positive_from too")
         if self.negative_below is not None and self.negative_below > (self.positive_from or 0.0):
@@ -128,19 +145,19 @@ class Classify(Learning):
     """
 
     classifiers: tuple[Annotated[Contrast | Labeled, Field(discriminator="kind")], ...] = ()
-    labeled: Path | None = None
+    labeled: DiskPath | None = None
     """A jsonl file (.zst and .gz too) with `text` and `label` (1 = keep)."""
     required: bool | None = Field(None, json_schema_extra=VOLATILE)
     """
     Whether too few texts to learn from are an error; else the run goes on without that classifier, and says so. None:
     where the recipe has this section, or [filter] a limit on scores.
     """
-    strength: float | None = Field(30.0, gt=0)
+    strength: Strength | None = 30.0
 
     @model_validator(mode="after")
     def _each_key_has_its_place(self) -> "Classify":
         names = [one.name for one in self.classifiers]
-        if twice := sorted({name for name in names if names.count(name) > 1}):
+        if twice := repeated(names):
             raise ValueError(f"two classifiers have the name {twice[0]!r}")
         plain = type(self).model_construct()
         moved = [key for key in (*Learning.model_fields, "labeled") if getattr(self, key) != getattr(plain, key)]
@@ -219,10 +236,15 @@ class RepeatedLines(Config):
 
     unit: Literal["line", "paragraph"] = "line"
     """Paragraphs end with an empty line."""
-    min_documents: Annotated[int, Field(ge=2)] = 10
+    min_documents: Annotated[
+        int, Between(2, 10**12, "no data set has more", "a line of one document is no repetition")
+    ] = 10
     """In how many documents that stay a line has to stand."""
-    min_characters: Positive = 30
+    min_characters: PositiveLength = 30
     """Shorter lines stay, counted without superfluous white space: a brace on its own is no repetition."""
+
+
+MINIMA = "every document keeps a number for each"
 
 
 class Dedup(Parallel):
@@ -233,23 +255,23 @@ class Dedup(Parallel):
     "seed-1386": 128 permutations in 16 bands of 8, banded once, shingles of 5 characters. It stands in for these
     settings; one of them that says something else is an error.
     """
-    permutations: Positive = 112
+    permutations: Annotated[int, Between(1, 2**14, MINIMA)] = 112
     """Minima in a signature."""
-    bands: Positive = 14
+    bands: Annotated[int, Between(1, 2**14, MINIMA)] = 14
     """Groups of minima; sharing one makes two documents candidates. 14 of 8 find a Jaccard of 0.8 with p = 0.92."""
-    bandings: Positive = 2
+    bandings: Annotated[int, Between(1, 16, "each sorts all documents once more")] = 2
     """How often the minima are put into bands, every time in another way. Once, where nothing is verified."""
     shingles: Literal["words", "characters"] = "words"
-    shingle_size: Positive = 5
+    shingle_size: Annotated[int, Between(1, 1000, "longer shingles are in no second document")] = 5
     """Words, or characters, in a shingle."""
     verify: bool = True
     """Whether a document goes only for a kept one that is similar enough. Else for any linked by bands."""
-    min_jaccard: Annotated[float, Field(gt=0, le=1)] = 0.8
+    min_jaccard: Annotated[float, Between(1e-3, 1, "it is a share of the shingles")] = 0.8
     """With `verify`: a document goes only when its exact Jaccard with the kept one reaches this."""
     seed: Seed = 0
     decontaminate: Decontaminate | None = None
     repeated_lines: RepeatedLines | None = None
-    memory_bytes: Annotated[int, Field(ge=64 * 2**20)] | None = Field(None, json_schema_extra=VOLATILE)
+    memory_bytes: MemoryBytes | None = Field(None, json_schema_extra=VOLATILE)
     """What sorting, joining and workers may hold, beside 300 MB for this process. None: half of what is free."""
 
     @model_validator(mode="after")
@@ -264,7 +286,8 @@ class Dedup(Parallel):
     @model_validator(mode="after")
     def _bands_divide(self) -> "Dedup":
         if self.permutations % self.bands:
-            near = next(number for number in range(self.bands, 0, -1) if self.permutations % number == 0)
+            most = min(self.bands, self.permutations)
+            near = next(number for number in range(most, 0, -1) if self.permutations % number == 0)
             raise ValueError(f"{self.permutations} permutations are not {self.bands} equal bands; {near} would do")
         return self
 
@@ -284,17 +307,17 @@ DEDUP_PRESETS: dict[Any, dict[str, Any]] = {
 
 class Shard(Parallel):
     imported: ImportedShards | None = None
-    weights: tuple[Weight, ...] = ()
+    weights: tuple[DomainWeight, ...] = ()
     """Domains that are not named are left out; without any, all domains in their own proportion."""
-    tokens: Positive | None = None
+    tokens: Tokens | None = None
     """Size of the mix. None: as large as the weights and epochs allow."""
-    hold_out: float = Field(0.02, ge=0, le=LARGEST_SHARE)
+    hold_out: Annotated[float, Between(0, LARGEST_SHARE, "no tokenizer learns from that share")] = 0.02
     """Share of documents, by hash of their text, that no model and no tokenizer is trained on."""
     anneal: Anneal | None = None
     """What `pretrain` reads last, from shards of its own."""
-    shard_tokens: Annotated[int, Field(ge=1, le=2**30)] = 100_000_000
+    shard_tokens: Annotated[int, Between(1000, 2**30, "each shard is a file, and counts to 2^31")] = 100_000_000
     """A shard's length: its documents begin within as many tokens. A header counts to 2^31."""
-    memory_bytes: Annotated[int, Field(ge=2**26)] = Field(2 * 2**30, json_schema_extra=VOLATILE)
+    memory_bytes: MemoryBytes = Field(2 * 2**30, json_schema_extra=VOLATILE)
     """For all workers together, besides what Python and its libraries need. It changes the speed, and no byte."""
     seed: Seed = 0
 
@@ -311,26 +334,29 @@ class Shard(Parallel):
 
 class Pretrain(Training):
     model: ModelConfig = ModelConfig()
-    start_from: Path | None = None
+    start_from: DiskPath | None = None
     """A model folder whose weights are where training starts, such as GPT-2's; [model] says the same shape."""
     depth: Depth | None = None
     """Fills in width, heads, tokens, steps and learning rates that are not given: see `train/depth.py`."""
-    tokens_per_parameter: Ratio = TOKENS_PER_PARAMETER
+    tokens_per_parameter: TokenRatio = TOKENS_PER_PARAMETER
     """How long a run of a given depth is."""
-    continue_from: Path | None = Field(None, json_schema_extra=VOLATILE)
+    continue_from: DiskPath | None = Field(None, json_schema_extra=VOLATILE)
     """The folder of this stage in a shorter run, whose level part this one need not do again: `train/extension.py`."""
-    hellaswag: Path | None = Field(None, json_schema_extra=VOLATILE)
+    hellaswag: DiskPath | None = Field(None, json_schema_extra=VOLATILE)
     """An evaluation file of llm.c, such as hellaswag_val.bin: its questions are asked at every evaluation."""
-    hellaswag_questions: Positive | None = Field(None, json_schema_extra=VOLATILE)
+    hellaswag_questions: Documents | None = Field(None, json_schema_extra=VOLATILE)
     """How many of them, at even distances. None: all."""
 
 
+RowTokens = Annotated[int, Between(2, 2**24 + 1, "it is the context and its last target")]
+
+
 class Instruct(Conversations):
-    row_tokens: Positive = 257
+    row_tokens: RowTokens = 257
     """Length of a packed row: the model's context and one more, the last target. A recipe with a model fills it in."""
-    hold_out: float = Field(0.02, gt=0, lt=1)
+    hold_out: InnerShare = 0.02
     """Share of conversations, by hash of what is said in them, that is validated on."""
-    samples: Count = 3
+    samples: Annotated[int, Between(0, 1000, "they are on one page")] = 3
     """How many conversations the page shows, with what is learned of them in color."""
     template: TemplateName = "bloomery"
     """How conversations are written, by its name in `tokenizer/templates.py`."""

@@ -10,7 +10,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from bloomery.core import files
+from bloomery.core import files, leftovers
 from bloomery.data import document, examined, overlap
 from bloomery.data.duplicates import Corpus
 from bloomery.data.engine import Engine, Part, Record, run_parts
@@ -36,8 +36,11 @@ def digest(config: Sought) -> str:
 def check(config: Decontaminate, corpus: Corpus, scratch: Path, engine: Engine) -> Path:
     """Look for the tasks' text; returns the folder with what is barred, one file for each part (overlap.BARRED)."""
     index = scratch / "index"
-    if not (index / "rows.json").is_file():
+    finished = scratch / "index.json"
+    if leftovers.load(finished, index, "decontaminate: the index of the tasks") is None:
+        files.remove_path(index)
         overlap.Index.of(sought(config, scratch / "tasks")).save(index)
+        leftovers.save(finished, {}, files.listing(index))
     run_parts(engine, overlap.check, str(index), corpus.parts(), scratch, what="decontaminate")
     return scratch / "barred"
 

@@ -54,10 +54,10 @@ def run(config: Fetch, inputs: Mapping[str, Path], out: Path) -> dict[str, Any]:
         raise DataError("there are no sources, so there are no documents", cure="Add [[fetch.sources]] to the recipe.")
     taken = [_Taken(number, source) for number, source in enumerate(config.sources)]
     while sum(one.wants_more() for one in taken):  # all are asked
-        parts = [part for one in taken for part in one.parts]
+        parts = [part for one in taken for part in one.todo]
         records = iter(engine.run_parts(config.engine, take, config, parts, out, what=WORK))
         for one in taken:
-            one.records = [next(records) for _ in one.parts]
+            one.records += [next(records) for _ in one.todo]
     # files that a tool is given need not all be good, as long as one is
     lenient = all(source.kind == "files" for source in config.sources) and any(one.count("documents") for one in taken)
     for one in taken:
@@ -67,6 +67,7 @@ def run(config: Fetch, inputs: Mapping[str, Path], out: Path) -> dict[str, Any]:
             why = f"gave no documents ({one.count('rejected')} rejected{_listed(rejected)})"
             if rejected and (first := next(filter(_is_rejected, sources.read(one.source)), None)):
                 why += f"; the first: {first.where}: {first.problem.what}"
+                cure = first.problem.cure or cure
             raise DataError(why, where=one.source.name, cure=cure)
         faults = {name: count for name, count in one.tally("reasons").items() if reading.is_fault(name)}
         if faults:
@@ -147,7 +148,7 @@ class _Taken:
     source: Source
     parts: list[Part] = field(default_factory=list)
     records: list[Record] = field(default_factory=list)
-    """Of the parts, in their order, once they are done."""
+    """Of the first parts, which are done, in their order."""
     full: bool = False
     """Whether a limit is reached."""
 
@@ -162,6 +163,11 @@ class _Taken:
     @cached_property
     def pieces(self) -> list[Piece]:
         return sources.pieces(self.source)
+
+    @property
+    def todo(self) -> list[Part]:
+        """The parts of this round."""
+        return self.parts[len(self.records) :]
 
     def wants_more(self) -> bool:
         """Whether parts were added or replaced, so that they have to be done."""
@@ -190,7 +196,7 @@ class _Taken:
                 again = over and any(before.values()) and not part.name.endswith(CUT)
                 left = {key: limit - before[key] for key, limit in limits.items()}
                 self.parts = [*self.parts[:number], self._part(number, left, CUT) if again else part]
-                self.records = self.records[: number + 1]
+                self.records = self.records[: number + (not again)]
                 return again
             before = after
         return False

@@ -8,10 +8,13 @@ from typing import IO, Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
+from typing_extensions import TypedDict
 
+from bloomery.core import files, leftovers
 from bloomery.core.errors import DataError
-from bloomery.core.files import canonical, read_json, sha256_bytes, sha256_file, whole_file, write_json
+from bloomery.core.files import whole_file
 from bloomery.core.log import progress, say
+from bloomery.core.records import read_record
 from bloomery.data.conversations.conversation import Messages, Rejected
 from bloomery.data.holdout import is_held_out
 from bloomery.data.preferences import readers
@@ -50,6 +53,39 @@ class Group:
     """Of a single one, what is answered."""
 
 
+class Prepared(TypedDict):
+    """What `prepare` had to say of the rows, as far as anything but a report reads it."""
+
+    hash: str
+
+
+class PreparedFile(TypedDict):
+    record: Prepared
+
+
+def prepared(out: Path) -> dict[str, Any]:
+    """What `prepare` had to say of the rows, here or in asked.py. `hash` names their content."""
+    return {**read_record(out / ROWS / PREPARED, PreparedFile)["record"]}
+
+
+def load_prepared(out: Path) -> dict[str, Any] | None:
+    """The same of an earlier attempt, if its rows are unchanged; else None, and what is left of them is removed."""
+    found = leftovers.load(out / ROWS / PREPARED, out, "prefer: making rows")
+    if found is None:
+        files.remove_path(out / ROWS)
+        (out / ROWS).mkdir(parents=True)
+    return found
+
+
+def save_prepared(out: Path, stats: Mapping[str, Any]) -> dict[str, Any]:
+    """Write down that the rows are there; returns `stats` with the hash of their content."""
+    outputs = files.listed(out, [f"{ROWS}/{path.name}" for path in sorted((out / ROWS).iterdir())])
+    hashes = {name.removeprefix(f"{ROWS}/"): facts["sha256"] for name, facts in outputs.items()}
+    whole = {**stats, "hash": files.sha256_bytes(files.canonical(hashes))}
+    leftovers.save(out / ROWS / PREPARED, whole, outputs | files.listed(out, [REJECTED_ROWS]))
+    return whole
+
+
 def kinds_of(out: Path, split: Split) -> NDArray[np.int8]:
     """What each sequence of each row is, as numbers of train/preference/pairs.py."""
     return np.asarray(np.load(out / ROWS / f"{split}.kinds.npy", allow_pickle=False), np.int8)
@@ -61,9 +97,8 @@ def prepare(config: Prefer, renderer: Renderer, context: int, out: Path) -> dict
 
     Raises DataError for sources that cannot be read, and where nothing is left to learn from or to validate on.
     """
-    if (out / ROWS / PREPARED).is_file():
-        return dict(read_json(out / ROWS / PREPARED))
-    (out / ROWS).mkdir(parents=True, exist_ok=True)
+    if (known := load_prepared(out)) is not None:
+        return known
     with whole_file(out / REJECTED_ROWS, "w") as file, progress("prefer", "pairs") as meter:
         sorter = _Sorter(config, renderer, context, file)
         for number, one in enumerate(readers.judged(config.pairs)):
@@ -81,9 +116,7 @@ def prepare(config: Prefer, renderer: Renderer, context: int, out: Path) -> dict
     stats["template"] = renderer.template.hash
     for split in SPLITS:
         stats[split] = _write(config, renderer, context, out / ROWS, split, sorter.kept[split])
-    hashes = {path.name: sha256_file(path) for path in sorted((out / ROWS).iterdir())}
-    stats["hash"] = sha256_bytes(canonical(hashes))
-    write_json(out / ROWS / PREPARED, stats)
+    stats = save_prepared(out, stats)
     say(summary(stats))
     return stats
 

@@ -13,7 +13,8 @@ import pyarrow.parquet as pq
 
 from bloomery.core import files, run
 from bloomery.core.log import METRICS, SAMPLES, read_metrics
-from bloomery.core.stage import machine, read_manifest, versions
+from bloomery.core.records import read_record
+from bloomery.core.stage import find_manifest, machine, read_manifest, versions
 from bloomery.data import document
 from bloomery.evaluation.report import before_evaluation, render
 
@@ -25,13 +26,13 @@ TRAINED = ("pretrain", "finetune", "prefer")
 def write(root: Path) -> Path | None:
     """Write the page into a run folder; returns it, or None where nothing was fetched and nothing trained yet."""
     every = run.current(root)
-    folders = {name: folder for name, folder in every.items() if (folder / files.MANIFEST).is_file()}
+    folders = {name: folder for name, folder in every.items() if find_manifest(folder) is not None}
     begun = {name: folder for name, folder in every.items() if (folder / METRICS).is_file()}
     if "fetch" not in folders and not begun:
         return None
     if "evaluate" in folders:
         page = (folders["evaluate"] / PAGE).read_text(encoding="utf-8")
-        report = files.read_json(folders["evaluate"] / NUMBERS)
+        report = read_record(folders["evaluate"] / NUMBERS, dict[str, Any])
     else:
         made = {"recipe": root.name, "made": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())}
         report = {**made, "versions": versions(), "machine": machine(), **training(begun), **corpus(folders)}
@@ -46,11 +47,11 @@ def training(folders: Mapping[str, Path]) -> dict[str, Any]:
     """What a report says of the stages that train, as far as they have come: all numbers, and what was written."""
     trained = {name: folder for name, folder in folders.items() if name in TRAINED}
     prefer = trained.get("prefer")
-    done = prefer if prefer is not None and (prefer / files.MANIFEST).is_file() else None
+    done = find_manifest(prefer) if prefer is not None else None
     return {
         "curves": {name: read_metrics(folder / METRICS) for name, folder in trained.items()},
         "written": {name: read_metrics(folder / SAMPLES) for name, folder in trained.items()},
-        **({"preference": read_manifest(done)["stats"]} if done is not None else {}),
+        **({"preference": done["stats"]} if done is not None else {}),
     }
 
 

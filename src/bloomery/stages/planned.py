@@ -1,16 +1,25 @@
 """What `bloomery plan` says: which stages would run and why, and what those that train need. Needs no torch."""
 
+import importlib.util
+import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 from bloomery.core import stage as stages
-from bloomery.core.config import plain
+from bloomery.core.config import Config, plain
+from bloomery.core.errors import DataError
 from bloomery.core.files import MANIFEST
 from bloomery.core.stage import Plan as Laid
+from bloomery.core.stage import Stage
+from bloomery.data import hosts
 from bloomery.hw.catalog import GIB, named
 from bloomery.model.config import ModelConfig
+from bloomery.stages.config import Pretrain
+from bloomery.train import packages
 from bloomery.train.config import Training
+from bloomery.train.plan import trained_tokens
 from bloomery.train.planning import disk, planner
 from bloomery.train.planning.choose import Check
 from bloomery.train.planning.report import Plan, Price
@@ -39,6 +48,88 @@ class Wish:
             unknown = "an assumed device of 16 GiB, as nothing is known of this machine without torch"
             return replace(of_memory(UNKNOWN_BYTES, devices), name=f"{unknown} (say --device or --memory)")
         return here(config, devices)
+
+
+LOOKED_AT = {"hellaswag": "file", "continue_from": "folder", "gpt2": "folder"}
+"""Paths that no fingerprint holds, and what they are: otherwise seen when their stage begins."""
+
+
+def report(stage_table: Sequence[Stage], recipe: Any, root: Path, wish: Wish) -> tuple[dict[str, Any], dict[str, Plan]]:
+    """
+    What `bloomery plan --json` prints of a recipe (`facts`), and the plans of the stages that train. Writes nothing.
+
+    Raises ConfigError, DataError, HardwareError or RunError for what would end the run before its first stage.
+    """
+    with hosts.impatiently():
+        laid = stages.lay_out(stage_table, recipe, root, blind=True)
+    if wish.device is None and wish.memory_bytes is None:
+        stages.check_needed(laid)
+    for one in laid:
+        if not one.fresh:
+            check_paths(one.stage.name, one.config)
+    made: dict[str, Plan] = {}
+    if (pretrain := recipe.pretrain) is not None:
+        tools: dict[str, Any] = {}
+        if importlib.util.find_spec("torch") is not None:
+            tools = {"here": stages.resolve("bloomery.train.planning.here:here")}
+            if is_traced(pretrain.model):
+                tools["check"] = stages.resolve("bloomery.train.planning.here:check")
+        sections = {"pretrain": pretrain, "finetune": recipe.finetune, "prefer": recipe.prefer}
+        rows = stages.resolve("bloomery.stages.tokenizer:vocab_size")(recipe.tokenizer)
+        if pretrain.start_from is not None:
+            rows = stages.resolve("bloomery.stages.pretrain:num_rows")(pretrain, rows)
+        made = plans(sections, pretrain.model, rows, wish, **tools)
+    more: dict[str, Any] = {"only_here": only_here(recipe)}
+    if pretrain is not None and pretrain.depth:
+        more = {"depth": _depth_facts(pretrain), **more}
+    missing = stages.missing_sections(stage_table, recipe)
+    return facts(recipe.name, laid, missing, made, more, recipe.shard.tokens), made
+
+
+def only_here(recipe: Any) -> list[str]:
+    """What of the model no other program has; nothing where none is trained, or where there is no torch."""
+    if recipe.pretrain is None or importlib.util.find_spec("torch") is None:
+        return []
+    reasons: list[str] = stages.resolve("bloomery.weights.families:reasons")(recipe.pretrain.model)
+    return reasons
+
+
+def _depth_facts(pretrain: Pretrain) -> dict[str, Any]:
+    """What the dial of [pretrain] came to, with what the recipe says itself."""
+    return {
+        "depth": pretrain.depth,
+        "model": pretrain.model.model_dump(include={"width", "num_layers", "num_heads", "num_kv_heads", "mlp_width"}),
+        "tokens_per_step": trained_tokens(pretrain.tokens_per_step, pretrain.model.context),
+        "steps": pretrain.steps,
+        "rates": {
+            name: rate for name, rate in pretrain.optimizer.model_dump().items() if name.endswith("learning_rate")
+        },
+    }
+
+
+def needed(section: str, config: Config) -> None:
+    """Raises DataError for a sink whose package is missing, and what `check_paths` does."""
+    if isinstance(config, Training):
+        packages.needed(section, config)
+    check_paths(section, config)
+
+
+def check_paths(section: str, config: Config) -> None:
+    """Raises DataError for a path of LOOKED_AT that is not there, or is of another kind."""
+    for name, kind in LOOKED_AT.items():
+        path: Path | None = getattr(config, name, None)
+        is_kind = os.path.isfile if kind == "file" else os.path.isdir
+        if path is not None and not is_kind(path.expanduser()):
+            cure = f"Name a {kind} that is there, or leave {section}.{name} out."
+            raise DataError(f"there is no such {kind}", where=f"{section}.{name} = {path}", cure=cure)
+
+
+MAX_TRACED_LAYERS, MAX_TRACED_CONTEXT = 200, 2**17
+
+
+def is_traced(model: ModelConfig) -> bool:
+    """Whether a plan traces a model: a trace of a deeper or longer one takes minutes, and arithmetic answers soon."""
+    return model.num_layers <= MAX_TRACED_LAYERS and model.context <= MAX_TRACED_CONTEXT
 
 
 UNKNOWN_BYTES = 16 * GIB

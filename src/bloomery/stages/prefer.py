@@ -7,9 +7,12 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from typing_extensions import TypedDict
 
-from bloomery.core.files import read_json, whole_file, write_json
+from bloomery.core import files, leftovers
+from bloomery.core.files import whole_file
 from bloomery.core.log import say
+from bloomery.core.records import read_record
 from bloomery.core.stage import content_hash
 from bloomery.core.stop import Stop
 from bloomery.data.preferences import readers
@@ -19,7 +22,7 @@ from bloomery.hw.dist import World
 from bloomery.model import lora
 from bloomery.shards.loader import Samples
 from bloomery.stages import asked, instruct, judged_rows
-from bloomery.stages.judged_rows import PREPARED, ROWS, SPLITS, Split
+from bloomery.stages.judged_rows import ROWS, SPLITS, Split, prepared
 from bloomery.stages.rollouts import HeldOut, Rollouts
 from bloomery.stages.sampling import answering
 from bloomery.tokenizer.tokenizer import Tokenizer
@@ -35,6 +38,11 @@ from bloomery.weights.huggingface import BaseModel, Lineage, Loaded
 
 BEFORE = "before.json"
 """What is measured of the model as it starts."""
+
+
+class Before(TypedDict):
+    record: dict[str, float | str]
+    """Numbers by name; "nan", "inf" and "-inf" stand for what JSON cannot hold."""
 
 
 def digest(config: Prefer) -> str:
@@ -68,7 +76,7 @@ def train(task: Mapping[str, Any], world: World) -> dict[str, Any]:
     start = huggingface.load(inputs["finetune"] / "model")
     made = _of_draws if isinstance(config.loss, Grpo) else _of_pairs
     session = made(config, start, inputs["finetune"], out, world)
-    return {**session.run(), "before": read_json(out / BEFORE) if world.is_first else {}}
+    return {**session.run(), "before": read_record(out / BEFORE, Before)["record"] if world.is_first else {}}
 
 
 def _of_pairs(config: Prefer, start: Loaded, finetune: Path, out: Path, world: World) -> Session:
@@ -136,7 +144,7 @@ def _common(config: Prefer, start: Loaded, finetune: Path, out: Path, world: Wor
     lineage = Lineage(
         tokenizer=start.tokenizer.hash,
         template=start.renderer.template.hash,
-        shards=read_json(out / ROWS / PREPARED)["hash"],
+        shards=str(prepared(out)["hash"]),
         base=content_hash(finetune),
     )
     return {
@@ -154,8 +162,9 @@ def _common(config: Prefer, start: Loaded, finetune: Path, out: Path, world: Wor
 def _measure_before(session: Session, check: Samples | Check, device: Device) -> None:
     """Write what is measured of the model as it starts, if that is not known yet."""
     assert not isinstance(check, Samples)
-    if session.world.is_first and not (session.out / BEFORE).exists():
-        write_json(session.out / BEFORE, check.measure(session.model, device))
+    path = session.out / BEFORE
+    if session.world.is_first and leftovers.load(path, session.out, "prefer: measuring the first model") is None:
+        leftovers.save(path, check.measure(session.model, device), {})
 
 
 @dataclass(eq=False)
@@ -176,13 +185,16 @@ class _Rows:
         """Look up what the reference says, or ask it: the model as it is before the first step."""
         if isinstance(self.objective.loss, SimPo):
             return
-        file, table, world = session.out / ROWS / f"{self.split}.reference.npy", self.objective.table, session.world
-        known = world.broadcast(file.exists())
-        if not known:
+        rows, table, world = session.out / ROWS, self.objective.table, session.world
+        file, finished = rows / f"{self.split}.reference.npy", rows / f"{self.split}.reference.json"
+        with world.alike():
+            known = world.is_first and leftovers.load(finished, rows, "prefer: asking the reference") is not None
+        if not world.broadcast(known):
             found = reference_of(session.model, self.samples, table, rows_at_once, device, world, stop)
             if world.is_first:
                 with whole_file(file) as opened:
                     np.save(opened, found, allow_pickle=False)
+                leftovers.save(finished, {}, files.listed(rows, [file.name]))
             world.barrier()
         reference = np.asarray(np.load(file, allow_pickle=False), np.float32)
         self.objective.table = Table(table.kinds, reference)

@@ -54,6 +54,7 @@ def train(task: Mapping[str, Any], world: World) -> dict[str, Any]:
         world=world,
         sampler=continuing(renderer),
         evaluations=evaluations(config, tokenizer),
+        from_scratch=config.start_from is None,
     ).run()
     if isinstance(samples, Course):
         stats["anneal_from_step"] = samples.switch // rows_per_step(config, length) + 1

@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
+from bloomery.core import files, leftovers
 from bloomery.core.errors import RunError
 from bloomery.core.files import whole_file
 from bloomery.evaluation.written import last_number, marked_number, stable_seed
@@ -215,7 +216,8 @@ class Rollouts:
         optional = {"now": drawn.now, "before": drawn.before}
         arrays = {name: value for name, value in optional.items() if value is not None}
         names = sorted(drawn.facts)
-        with whole_file(self._file(drawn.numbers)) as file:
+        place = self._file(drawn.numbers)
+        with whole_file(place) as file:
             np.savez(
                 file,
                 **{name: getattr(batch, name) for name in FIELDS},
@@ -224,24 +226,27 @@ class Rollouts:
                 values=np.array([drawn.facts[name] for name in names]),
                 **arrays,  # type: ignore[arg-type]
             )
+        leftovers.save(place.with_suffix(".json"), {}, files.listed(place.parent, [place.name]))
         checkpoints = [int(one.name) for one in (self.out / "checkpoints").glob("[0-9]*") if one.name.isdigit()]
         oldest = min(checkpoints, default=0) // self.loss.updates * len(batch.ids)
-        for path in (self.out / FOLDER).glob("*.npz"):
-            if int(path.stem) < oldest:
+        for path in (self.out / FOLDER).iterdir():
+            if path.stem.isdigit() and int(path.stem) < oldest:
                 path.unlink()
 
     def _read(self, numbers: NDArray[np.int64]) -> tuple[Batch, Drawn]:
-        path = self._file(numbers)
+        path, cure = self._file(numbers), f"Remove {self.out / 'checkpoints'} to train from the start."
         if not path.is_file():
-            cure = f"Remove {self.out / 'checkpoints'} to train from the start."
             raise RunError("the answers that this step learns from are not there", where=str(path), cure=cure)
+        if trouble := leftovers.read(path.with_suffix(".json"), path.parent)[1]:
+            what = f"the answers that this step learns from are damaged: {trouble}"
+            raise RunError(what, where=str(path), cure=cure)
         with np.load(path, allow_pickle=False) as file:
             found = {name: file[name] for name in file.files}
         facts = dict(zip(found["names"].tolist(), found["values"].tolist(), strict=True))
         batch = Batch(*(found[name] for name in FIELDS))
         if not np.array_equal(batch.samples, numbers):
             what = f"holds answers {batch.samples.tolist()}, and this step learns from {numbers.tolist()}"
-            raise RunError(what, where=str(path), cure=f"Remove {self.out / 'checkpoints'} to train from the start.")
+            raise RunError(what, where=str(path), cure=cure)
         return batch, Drawn(batch.samples, found["advantage"], found.get("now"), found.get("before"), facts)
 
 

@@ -25,8 +25,9 @@ from bloomery.core.errors import DataError
 from bloomery.core.log import say
 from bloomery.core.stage import read_manifest
 from bloomery.data import document
-from bloomery.data.engine import RECORDS, Part, cores, run_parts
+from bloomery.data.engine import RECORDS, Part, run_parts
 from bloomery.data.holdout import CUT, LARGEST_SHARE
+from bloomery.hw.launcher import cores
 from bloomery.shards import foreign, gather, shuffle
 from bloomery.shards.encode import ANNEAL, TRAIN, VAL, Encoding, encode_part
 from bloomery.shards.gather import Gathering, Placing, Slice, gather_held_out, gather_shard, place_part
@@ -71,7 +72,7 @@ def run(config: Shard, inputs: Mapping[str, Path], out: Path) -> dict[str, Any]:
             tokenizer,
             document_id=given.document_id,
             headerless=given.headerless,
-            tokenizer_file=Path(read_manifest(inputs["tokenizer"])["config"].get("path", "")).name,
+            tokenizer_file=Path(read_manifest(inputs["tokenizer"])["config"].get("path") or "").name,
         )
     budget = worker_bytes(config)
     encoding = Encoding(

@@ -6,27 +6,30 @@ The data tools on their own: files in, one stage of the data half, and a folder 
     OUT/hits.parquet              of `decontaminate`: which text of which task stands in which document, and where
     OUT/clusters.parquet          of `dedup`: which documents are copies of one another, kept or not
     OUT/shards/, OUT/tokenizer/   of `tokenize`, in the place of kept/: token files, and what gives them a meaning
-    OUT/result.json               the counts, written last
+    OUT/result.json               the counts, and the sha256 of the files above; written last
 
 The stages are those of a recipe. They run in OUT/work, which goes when the result is there; a run that died goes on.
 """
 
-import shutil
+import os
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 from pydantic import Field
+from typing_extensions import TypedDict
 
 from bloomery.core import config, files, stage
-from bloomery.core.config import Config
+from bloomery.core.config import Config, Override
 from bloomery.core.errors import ConfigError, DataError, RunError
+from bloomery.core.records import Count, ListedFile, NameInside, read_record
 from bloomery.core.stage import Plan, Stage
-from bloomery.data import document
+from bloomery.data import document, engine
 from bloomery.data.deduplicate import CLUSTERS
 from bloomery.data.engine import Parallel
 from bloomery.stages import decontaminate as decontamination
@@ -35,10 +38,14 @@ from bloomery.stages import filter as rules
 from bloomery.stages import shard as shards
 from bloomery.stages import tokenizer as vocabulary
 from bloomery.stages.config import Decontaminate, Dedup, Fetch, Filter, Shard
+from bloomery.stages.table import STAGES
 from bloomery.tokenizer.config import AnyKind, ByteBpe
 
 RESULT, WORK = "result.json", "work"
 KEPT, DROPPED, SHARDS, TOKENIZER = "kept", "dropped", "shards", "tokenizer"
+MARKER = "bloomery-data.json"
+"""In WORK: this module has made it, and with it all that OUT holds under the names above. Of another's OUT, nothing is
+removed."""
 BESIDE = (decontamination.HITS, CLUSTERS, "repeated")
 """What a stage may leave beside documents, and OUT gets as it is."""
 
@@ -58,6 +65,18 @@ class Sections(Config):
     shard: Shard = Shard(hold_out=0)
 
 
+class Result(TypedDict):
+    """What RESULT holds, as far as anything reads it."""
+
+    documents: Count
+    kept: Count
+    dropped: Count
+    reasons: dict[str, Count]
+    seconds: float
+    made_from: str
+    outputs: dict[NameInside, ListedFile]
+
+
 class Tool(NamedTuple):
     """What a tool runs, and which section its settings are of."""
 
@@ -68,38 +87,29 @@ class Tool(NamedTuple):
 RULES = ({"kind": "preset", "name": "gopher"},)
 """What `filter` goes by where nobody says."""
 
-HERE = "bloomery.stages.standalone"
-READ = Stage(
-    name="fetch", run="bloomery.stages.fetch:run", digest="bloomery.stages.fetch:digest", version=2, resumes=True
-)
-DEDUP = Stage(name="dedup", run=f"{HERE}:dedup", digest="bloomery.stages.dedup:digest", after=("fetch",), resumes=True)
-FILTER = Stage(
-    name="filter", run=f"{HERE}:filter_", digest="bloomery.stages.filter:digest", after=("fetch",), resumes=True
-)
-DECONTAMINATE = Stage(
+BY_NAME = {one.name: one for one in STAGES}
+
+
+def _alone(name: str, runner: str, *after: str) -> Stage:
+    """A stage of a recipe on other inputs: what its output means, and its version, are those of the recipe's."""
+    return replace(BY_NAME[name], run=f"bloomery.stages.standalone:{runner}", after=after)
+
+
+READ = BY_NAME["fetch"]
+DEDUP = _alone("dedup", "dedup", "fetch")
+DECONTAMINATE = replace(
+    _alone("dedup", "decontaminate", "fetch"),
     name="decontaminate",
-    run=f"{HERE}:decontaminate",
     digest="bloomery.stages.decontaminate:digest",
-    after=("fetch",),
-    version=2,
-    resumes=True,
 )
+"""In a recipe it is a part of dedup, whose version tells of it."""
 TOOLS = {
-    "filter": Tool("filter", (READ, FILTER)),
+    "filter": Tool("filter", (READ, _alone("filter", "filter_", "fetch"))),
     "dedup": Tool("dedup", (READ, DEDUP)),
     "decontaminate": Tool("decontaminate", (READ, DECONTAMINATE)),
     "tokenize": Tool(
         "shard",
-        (
-            READ,
-            Stage(
-                name="tokenizer",
-                run=f"{HERE}:tokenizer",
-                digest="bloomery.stages.tokenizer:digest",
-                after=("fetch",),
-            ),
-            Stage(name="shard", run=f"{HERE}:shard", after=("fetch", "tokenizer"), resumes=True),
-        ),
+        (READ, _alone("tokenizer", "tokenizer", "fetch"), _alone("shard", "shard", "fetch", "tokenizer")),
     ),
 }
 
@@ -113,8 +123,8 @@ class Asked(NamedTuple):
     out: Path
     sections: Mapping[str, Any]
     """Of the recipe that was named, as plain data; empty without one."""
-    settings: Sequence[str] = ()
-    """key=value in the words of the tool's section."""
+    settings: Sequence[Override] = ()
+    """In the words of the tool's section."""
     text_field: str = "text"
     id_field: str | None = None
     workers: int | None = None
@@ -137,12 +147,30 @@ def run(asked: Asked) -> dict[str, Any]:
     with stage.locked(out):
         plans = stage.lay_out(tool.stages, sections, out / WORK)
         result = out / RESULT
-        if result.is_file() and (found := files.read_json(result))["made_from"] == plans[-1].fingerprint:
-            return dict(found)
+        if result.exists() and (found := _read_result(result))["made_from"] == plans[-1].fingerprint:
+            if trouble := files.damage(out, found["outputs"], thorough=True):
+                raise RunError(f"was changed: {trouble}", where=str(out), cure=_ANOTHER)
+            return _without_outputs(found)
         _check_that_nothing_is_lost(out)
+        files.write_json(out / WORK / MARKER, {"tool": asked.tool})
+        for plan in plans:
+            if isinstance(plan.config, Parallel):
+                engine.needed(plan.stage.name, plan.config)
         began = time.monotonic()
-        stage.execute(plans)
+        _check_whole(plans, stage.execute(plans))
         return _delivered(asked, plans, out, time.monotonic() - began)
+
+
+_ANOTHER = "Name a new folder with --out, or remove this one."
+
+
+def _read_result(path: Path) -> Result:
+    return read_record(path, Result, fix=_ANOTHER)
+
+
+def _without_outputs(result: Mapping[str, Any]) -> dict[str, Any]:
+    """What there is to tell of a result."""
+    return {name: value for name, value in result.items() if name != "outputs"}
 
 
 def _sections(asked: Asked, tool: Tool) -> Sections:
@@ -165,9 +193,9 @@ def _sections(asked: Asked, tool: Tool) -> Sections:
         section.setdefault("hold_out", 0.0)
     if asked.tokenizer is not None:
         tree["tokenizer"] = {"kind": "import", "path": str(asked.tokenizer)}
-    for setting in asked.settings:
-        known = setting.partition("=")[0].partition(".")[0] in Sections.model_fields
-        config.apply_override(tree, setting if known else f"{tool.section}.{setting}")
+    for path, value in map(config.split_override, asked.settings):
+        known = path.partition(".")[0] in Sections.model_fields
+        config.apply_override(tree, (path if known else f"{tool.section}.{path}", value))
     if asked.tool == "decontaminate" and not (section.get("files") or section.get("tasks")):
         cure = "Name files of tasks, or folders of them: --against tasks/ (jsonl, .zst and .gz too, or parquet)."
         raise ConfigError("no evaluation task is named, so nothing could be looked for", cure=cure)
@@ -177,16 +205,28 @@ def _sections(asked: Asked, tool: Tool) -> Sections:
 
 
 def _check_paths(asked: Asked) -> None:
-    """Raises DataError for a name that no recipe could hold, and RunError for an OUT that would be read as input."""
-    more = [str(path) for path in (asked.out, asked.tokenizer) if path is not None]
-    for name in (*asked.inputs, *asked.against, *more):
+    """
+    Raises DataError for a name that no recipe could hold, and RunError for an OUT that lies in an input, or holds one.
+    """
+    read = [*asked.inputs, *asked.against, *([] if asked.tokenizer is None else [str(asked.tokenizer)])]
+    for name in (*read, str(asked.out)):
         if any("\ud800" <= letter <= "\udfff" for letter in name):
             cure = "Rename it, or name the folder that holds it: what is in there may be called as it likes."
             raise DataError("is a name that is no UTF-8", where=ascii(name), cure=cure)
+    out = _real(asked.out)
     for name in asked.inputs:
-        if (folder := Path(name).expanduser().resolve()).is_dir() and asked.out.resolve().is_relative_to(folder):
+        if (folder := _real(Path(name))).is_dir() and out.is_relative_to(folder):
             what = f"lies in {name}, so that the tool would read what it writes"
             raise RunError(what, where=str(asked.out), cure="Name another folder with --out.")
+    for name in read:
+        if _real(Path(name)).is_relative_to(out):
+            what = f"lies in {asked.out}, where the tool writes and removes files"
+            raise RunError(what, where=name, cure="Name another folder with --out.")
+
+
+def _real(path: Path) -> Path:
+    """A path without links, as far as they lead anywhere: of a link to itself, its own."""
+    return Path(os.path.realpath(path.expanduser()))
 
 
 def _source(asked: Asked, number: int, path: str) -> dict[str, Any]:
@@ -198,12 +238,20 @@ def _source(asked: Asked, number: int, path: str) -> dict[str, Any]:
 
 
 def _check_that_nothing_is_lost(out: Path) -> None:
-    """OUT may hold what an attempt with the same settings has left, and nothing else."""
-    strangers = sorted(path.name for path in out.iterdir() if path.name not in (WORK, ".lock"))
+    """OUT is empty, or holds what an earlier attempt has left. Raises RunError where it is somebody else's."""
     begun = out / WORK
-    if strangers and not begun.is_dir():
-        cure = "Name a new folder with --out, or remove this one."
-        raise RunError(f"holds something else: {', '.join(strangers[:5])}", where=str(out), cure=cure)
+    if (begun / MARKER).is_file() and not begun.is_symlink() and not (out / RESULT).exists():
+        return
+    if strangers := sorted(path.name for path in out.iterdir() if path.name != stage.LOCK):
+        raise RunError(f"holds something else: {', '.join(strangers[:5])}", where=str(out), cure=_ANOTHER)
+
+
+def _check_whole(plans: Sequence[Plan], became: Mapping[str, str]) -> None:
+    """Raises RunError where a stage that an earlier attempt has finished is damaged: its files would be handed over."""
+    for plan in plans:
+        if became[plan.stage.name] == "fresh" and (trouble := stage.damage(plan.folder, thorough=True)):
+            cure = f"Remove {plan.folder / files.MANIFEST}, and run the same command again."
+            raise RunError(f"is damaged: {trouble}", where=str(plan.folder), cure=cure)
 
 
 def _delivered(asked: Asked, plans: Sequence[Plan], out: Path, seconds: float) -> dict[str, Any]:
@@ -212,8 +260,7 @@ def _delivered(asked: Asked, plans: Sequence[Plan], out: Path, seconds: float) -
     stats = stage.read_manifest(last)["stats"]
     read = stage.read_manifest(first)["stats"]
     for stale in (KEPT, DROPPED, SHARDS, TOKENIZER, *BESIDE):  # of an attempt that died right here
-        if (out / stale).is_dir():
-            shutil.rmtree(out / stale)
+        files.remove_path(out / stale)
     reasons = _gathered([*_dropped_parts(first), *_dropped_parts(last)], out / DROPPED)
     if asked.tool == "tokenize":
         kept = read["documents"]
@@ -238,10 +285,18 @@ def _delivered(asked: Asked, plans: Sequence[Plan], out: Path, seconds: float) -
         "seconds": round(seconds, 3),
         "stats": stats,
         "made_from": plans[-1].fingerprint,
+        "outputs": files.listed(out, _outputs(out)),
     }
     files.write_json(out / RESULT, result)
-    shutil.rmtree(out / WORK)
-    return result
+    files.remove_path(out / WORK)
+    return _without_outputs(result)
+
+
+def _outputs(out: Path) -> list[str]:
+    """The names of all files that a tool hands over."""
+    handed_over = [out / name for name in (KEPT, DROPPED, SHARDS, TOKENIZER, *BESIDE) if (out / name).exists()]
+    found = (path for top in handed_over for path in ([top] if top.is_file() else sorted(top.rglob("*"))))
+    return [path.relative_to(out).as_posix() for path in found if path.is_file()]
 
 
 def _dropped_parts(folder: Path) -> list[Path]:

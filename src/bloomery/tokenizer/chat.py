@@ -22,6 +22,9 @@ SPACES = (" a", "  a", "\n", "\n\n  a", "\t", " ")
 """More of them, for templates that keep white space before an answer."""
 
 
+SHORTER = "Begin a new conversation, or leave out its oldest messages."
+
+
 @dataclass(frozen=True)
 class Rendered:
     ids: list[int]
@@ -43,9 +46,12 @@ class Renderer:
         """A whole conversation, to be learned from. Raises DataError for an unknown role or content that is no text."""
         return self._written(messages).rendered
 
-    def prompt(self, messages: Sequence[Message]) -> list[int]:
-        """Ids up to the place where the assistant begins to speak."""
-        line = self._written(messages)
+    def prompt(self, messages: Sequence[Message], max_tokens: int | None = None) -> list[int]:
+        """
+        Ids up to the place where the assistant begins to speak. Raises DataError for a conversation that is seen to
+        take more than `max_tokens` before all of it is encoded.
+        """
+        line = self._written(messages, max_tokens)
         line.put(self.template.before("assistant"))
         return line.rendered.ids
 
@@ -58,14 +64,14 @@ class Renderer:
         found = self.template.trouble(messages)
         return f"message {found[0] + 1} {found[1]}" if found else ""
 
-    def _written(self, messages: Sequence[Message]) -> "_Line":
+    def _written(self, messages: Sequence[Message], max_tokens: int | None = None) -> "_Line":
         for number, message in enumerate(messages, 1):
             if what := trouble(message):
                 raise DataError(what, where=f"message {number}")
         if found := self.template.trouble(messages):
             cure = "Choose another one in instruct.template, or leave such messages out."
             raise DataError(found[1], where=f"message {found[0] + 1}", cure=cure)
-        template, line = self.template, _Line(self.tokenizer, self.template, self._special)
+        template, line = self.template, _Line(self.tokenizer, self.template, self._special, max_tokens)
         line.put(template.opening)
         for message in messages:
             role, content = message["role"], template.content(message)
@@ -83,8 +89,10 @@ class Renderer:
 class _Line:
     """Ids and mask as they are written from left to right."""
 
-    def __init__(self, tokenizer: Tokenizer, template: Template, special: Mapping[str, int]) -> None:
-        self._tokenizer, self._template, self._special = tokenizer, template, special
+    def __init__(
+        self, tokenizer: Tokenizer, template: Template, special: Mapping[str, int], max_tokens: int | None
+    ) -> None:
+        self._tokenizer, self._template, self._special, self._max_tokens = tokenizer, template, special, max_tokens
         self._ids: list[int] = []
         self._mask: list[int] = []
         self._text = ""
@@ -116,9 +124,19 @@ class _Line:
         self._add(text, 0)
 
     def _add(self, text: str, says: int) -> None:
-        ids = self._tokenizer.encode(text) if text else []
+        ids = self._encoded(text) if text else []
         self._ids += ids
         self._mask += [says] * len(ids)
+
+    def _encoded(self, text: str) -> list[int]:
+        if self._max_tokens is None:
+            return self._tokenizer.encode(text)
+        ids = self._tokenizer.encode_within(text, self._max_tokens - len(self._ids))
+        if isinstance(ids, int):
+            least = len(self._ids) + ids
+            what = f"the conversation takes at least {least} tokens, and the model has a context of {self._max_tokens}"
+            raise DataError(what, where="messages", cure=SHORTER)
+        return ids
 
 
 def _special_ids(tokenizer: Tokenizer, template: Template) -> dict[str, int]:

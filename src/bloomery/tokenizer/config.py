@@ -1,25 +1,29 @@
 """The section `tokenizer` of a recipe: a byte-level BPE or a SentencePiece model to train, or a tokenizer to import."""
 
-from pathlib import Path
+from collections.abc import Sequence
 from typing import Annotated, Literal
 
-from pydantic import Field, model_validator
+from pydantic import model_validator
 
-from bloomery.core.config import Config, Positive
+from bloomery.core.bounds import Between, Bytes, DiskPath, Weight
+from bloomery.core.config import Config, repeated
 from bloomery.tokenizer.patterns import PatternName
-from bloomery.tokenizer.templates import TemplateName
+from bloomery.tokenizer.templates import TemplateName, wanted
+
+MAX_IDS = 2**22
+MANY_IDS = "each token ID is a row of the embedding"
 
 
 class DomainShare(Config):
     domain: str
-    weight: float = Field(gt=0)
+    weight: Weight
     """Share of the sample, relative to the other weights."""
 
 
 class Sampled(Config):
     """What every kind has: the text that it learns from, or is measured on."""
 
-    sample_bytes: Positive = 20_000_000
+    sample_bytes: Bytes = 20_000_000
     """Size of the sample: whole documents, chosen by hash over the whole corpus, none that a recipe may hold out."""
     weights: tuple[DomainShare, ...] = ()
     """What the sample is made of; a named domain without documents is an error. Without any: all domains evenly."""
@@ -27,13 +31,13 @@ class Sampled(Config):
     """What fertility is told apart by: the writing of a document, or its language as py3langid guesses it."""
     template: TemplateName = "bloomery"
     """The chat template whose special tokens it holds. A recipe takes it from `instruct.template`."""
-    gpt2: Path | None = None
+    gpt2: DiskPath | None = None
     """Folder with GPT-2's vocab.bpe and encoder.json, to compare with. None: $BLOOMERY_SHARED/data/tokenizer."""
 
     @model_validator(mode="after")
     def _one_weight_a_domain(self) -> "Sampled":
         names = [share.domain for share in self.weights]
-        if twice := sorted({name for name in names if names.count(name) > 1}):
+        if twice := repeated(names):
             raise ValueError(f"weights names the domain {twice[0]!r} twice; leave one of the two")
         return self
 
@@ -42,10 +46,15 @@ class ByteBpe(Sampled):
     """Byte-level BPE: every text has ids, and comes back byte for byte."""
 
     kind: Literal["byte_bpe"] = "byte_bpe"
-    vocab_size: Positive = 4096
+    vocab_size: Annotated[int, Between(1, 2**20, MANY_IDS)] = 4096
     """Special tokens included."""
     pattern: PatternName = "qwen2"
     """How text is cut into words, by the name that llama.cpp has for it. qwen2 makes every digit a token."""
+
+    @model_validator(mode="after")
+    def _has_room(self) -> "ByteBpe":
+        _check_room(self.vocab_size, self.template)
+        return self
 
 
 class SentencePiece(Sampled):
@@ -56,28 +65,42 @@ class SentencePiece(Sampled):
     """
 
     kind: Literal["sentencepiece"] = "sentencepiece"
-    vocab_size: Annotated[int, Field(ge=300)] = 4096
+    vocab_size: Annotated[int, Between(300, 2**20, MANY_IDS)] = 4096
     """Special tokens and 256 bytes included."""
-    character_coverage: Annotated[float, Field(gt=0.9, le=1)] = 0.9999
+    character_coverage: Annotated[float, Between(0.9, 1, "it is a share", "with less most text is bytes")] = 0.9999
     """Share of the sample's characters that get a piece of their own; the others become bytes."""
-    max_piece_characters: Positive = 16
+    max_piece_characters: Annotated[int, Between(1, 512, "SentencePiece takes no more")] = 16
     split_digits: bool = True
     symbols: tuple[str, ...] = ("\n", "\t")
     """Texts that are always one token. Not for marks of a conversation: whoever writes one in a text would get it."""
+
+    @model_validator(mode="after")
+    def _has_room(self) -> "SentencePiece":
+        _check_room(self.vocab_size, self.template, self.symbols)
+        return self
+
+
+def _check_room(vocab_size: int, template: TemplateName, symbols: Sequence[str] = ()) -> None:
+    """Raises ValueError where a vocabulary has no room for what it holds before anything is learned."""
+    special = wanted(template)
+    if vocab_size < (needed := 256 + len({*special, *symbols})):
+        also = f" and {len(set(symbols))} symbols" if symbols else ""
+        what = f"256 bytes, {len(special)} special tokens of the template {template!r}{also}"
+        raise ValueError(f"vocab_size must be at least {needed:,}, got {vocab_size}: {what}")
 
 
 class Imported(Sampled):
     """A tokenizer that exists. It keeps its ids; the special tokens that it lacks come after."""
 
     kind: Literal["import"] = "import"
-    path: Path
+    path: DiskPath
     """
     tokenizer.json, ranks as `.tiktoken`, a SentencePiece `.model`, llm.c's `.bin`, or a folder with vocab.bpe and
     encoder.json.
     """
     pattern: PatternName | None = None
     """How text is cut into words, where a file does not say it: `.tiktoken`, and a tokenizer of llm.c."""
-    vocab_size: Positive | None = None
+    vocab_size: Annotated[int, Between(1, MAX_IDS, MANY_IDS)] | None = None
     """How many ids it has, special tokens that come after included: what a plan reckons with while it is not there."""
     measure: bool = True
     """Whether it is measured on the documents of the run. Without, it needs none."""

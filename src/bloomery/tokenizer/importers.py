@@ -9,19 +9,24 @@ ids, but no text becomes one of them any more. What cannot be read with the same
 import base64
 import binascii
 import json
-from collections.abc import Callable, Sequence
+import os
+from collections.abc import Sequence
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import tokenizers
+from pydantic import Field
 from tokenizers import AddedToken, models
 
 from bloomery.core.errors import DataError, UnreachableError
+from bloomery.core.files import check_regular
+from bloomery.core.log import say
+from bloomery.core.records import read_record
 from bloomery.tokenizer import llmc, pieces
 from bloomery.tokenizer.patterns import PATTERNS, PatternName
 from bloomery.tokenizer.templates import EVERY_SPECIAL
-from bloomery.tokenizer.tokenizer import DOCUMENT, FILE, SPECIAL, Tokenizer, byte_letters
+from bloomery.tokenizer.tokenizer import DOCUMENT, FILE, SPECIAL, Tokenizer, byte_letters, parsed, problem_of_ids
 from bloomery.tokenizer.train import byte_level
 
 GPT2 = ("vocab.bpe", "encoder.json")
@@ -35,10 +40,11 @@ GPT2_SIZE = 50_257
 def files(path: Path) -> tuple[Path, ...]:
     """The files that `load` reads. Raises DataError where there is nothing that it could read."""
     path = path.expanduser()
-    if path.is_file():
+    if os.path.exists(path) and not os.path.isdir(path):
+        check_regular(path)
         return (path,)
     for names in ((FILE,), GPT2, HUGGING_FACE_GPT2, (SENTENCEPIECE,)):
-        if all((path / name).is_file() for name in names):
+        if all(os.path.isfile(path / name) for name in names):
             return tuple(path / name for name in names)
     cure = f"A tokenizer is {FILE}, a .tiktoken, .model or .bin file, or a folder with {' and '.join(GPT2)}."
     raise UnreachableError("there is no tokenizer", where=str(path), cure=cure)
@@ -89,7 +95,7 @@ def with_special(inner: tokenizers.Tokenizer, where: str, special: Sequence[str]
 
 
 def _json(path: Path) -> tokenizers.Tokenizer:
-    inner = parsed(tokenizers.Tokenizer.from_str, path.read_text(encoding="utf-8"), str(path))
+    inner = parsed(path.read_text(encoding="utf-8"), str(path))
     spec: dict[str, Any] = json.loads(inner.to_str())
     model, decoder = spec["model"], json.dumps(spec["decoder"])
     by_bytes = "ByteLevel" in decoder and "ByteLevel" in json.dumps(spec["pre_tokenizer"])
@@ -99,25 +105,24 @@ def _json(path: Path) -> tokenizers.Tokenizer:
         raise DataError(f"is a {model['type']} whose ids have no bytes of their own", where=str(path), cure=cure)
     if by_bytes and (missing := [letter for letter in byte_letters().values() if letter not in model["vocab"]]):
         raise DataError(f"lacks {len(missing)} of the 256 bytes, so it loses text", where=str(path))
-    # what others put around a text would make other ids of the exported file than of ours
-    spec |= {"post_processor": None, "truncation": None, "padding": None}
-    return tokenizers.Tokenizer.from_str(json.dumps(spec))
+    # what others put around a text would make other ids of the exported file than of ours, and dropout random ones
+    unset = {name: spec[name] for name in ("truncation", "padding")} | {"BPE dropout": model.get("dropout")}
+    if names := [name for name, value in unset.items() if value]:
+        are = "is" if len(names) == 1 else "are"
+        say(f"{path}: {' and '.join(names)} {are} set to none, so that a text always has the same IDs", "yellow")
+    spec |= {"post_processor": None, "truncation": None, "padding": None, "model": model | {"dropout": None}}
+    return parsed(json.dumps(spec), str(path))
 
 
-def parsed(read: Callable[[str], tokenizers.Tokenizer], text: str, where: str) -> tokenizers.Tokenizer:
-    """What `tokenizers` makes of a text. Raises DataError where that is nothing."""
-    try:
-        return read(text)
-    except Exception as error:
-        if type(error) is Exception:  # the library raises nothing more precise
-            raise DataError(f"is no tokenizer: {error}", where=where) from None
-        raise
+TokenId = Annotated[int, Field(ge=0, lt=2**31)]
 
 
 def _gpt2(merges: Path, vocab: Path) -> tokenizers.Tokenizer:
     lines = merges.read_text(encoding="utf-8").split("\n")
     pairs = [tuple(line.split(" ")) for line in lines if line and not line.startswith("#version")]
-    ids: dict[str, int] = json.loads(vocab.read_text(encoding="utf-8"))
+    ids = read_record(vocab, dict[str, TokenId], error=DataError, fix="It is damaged, or of another kind.")
+    if problem := problem_of_ids(ids):
+        raise DataError(problem, where=str(vocab), cure="It is damaged. Make it or fetch it again.")
     if wrong := next((pair for pair in pairs if len(pair) != 2 or not {*pair, "".join(pair)} <= ids.keys()), None):
         raise DataError(f"holds the merge {' '.join(wrong)!r}, which {vocab.name} does not know", where=str(merges))
     return byte_level(models.BPE(vocab=ids, merges=[(pair[0], pair[1]) for pair in pairs]), "gpt2")

@@ -9,7 +9,7 @@ buffer (sentencepiece_model.proto); the few fields that matter are read without 
 
 import io
 import struct
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import tokenizers
@@ -26,6 +26,11 @@ LONGEST_LINE = 100_000
 
 NORMAL, UNKNOWN, CONTROL, USER, UNUSED, BYTE = range(1, 7)
 BPE = 2
+PARTS, PIECE = {1: bytes, 2: bytes, 3: bytes}, {1: bytes, 2: bytes, 3: int}
+TRAINER, NORMALIZER = {3: int, 35: int}, {2: bytes, 3: int, 4: int}
+"""Types of the fields that are read of a model, of a piece, and of its settings, by number."""
+MOST_VARINT_BYTES = 10
+"""Of 64 bits, 7 in a byte."""
 
 
 class Piece(NamedTuple):
@@ -162,14 +167,14 @@ def merges(pieces: Iterable[Piece]) -> list[tuple[str, str]]:
 def parse(data: bytes) -> Model:
     """What a `.model` file says. Raises ValueError, KeyError, IndexError or struct.error for what is none."""
     pieces, trainer, normalizer = [], dict[int, Any](), dict[int, Any]()
-    for number, value in _fields(data):
+    for number, value in _fields(data, PARTS):
         if number == 1:
-            told = dict(_fields(value))
+            told = dict(_fields(value, PIECE))
             pieces.append(Piece(told[1].decode(), struct.unpack("<f", told.get(2, bytes(4)))[0], told.get(3, NORMAL)))
         elif number == 2:
-            trainer = dict(_fields(value))
+            trainer = dict(_fields(value, TRAINER))
         elif number == 3:
-            normalizer = dict(_fields(value))
+            normalizer = dict(_fields(value, NORMALIZER))
     if not pieces:
         raise ValueError("no pieces")
     return Model(
@@ -182,8 +187,18 @@ def parse(data: bytes) -> Model:
     )
 
 
-def _fields(data: bytes) -> Iterator[tuple[int, Any]]:
-    """Number and value of each field of a protocol buffer: int, or bytes for all that is longer."""
+def _fields(data: bytes, types: Mapping[int, type]) -> Iterator[tuple[int, Any]]:
+    """
+    Number and value of each field of a protocol buffer: int, or bytes for all that is longer. Raises ValueError where a
+    field of `types` is of another type; others may be of any.
+    """
+    for number, value in _any_fields(data):
+        if not isinstance(value, types.get(number, int | bytes)):
+            raise ValueError(f"field {number} is {type(value).__name__}")
+        yield number, value
+
+
+def _any_fields(data: bytes) -> Iterator[tuple[int, int | bytes]]:
     place = 0
     while place < len(data):
         tag, place = _varint(data, place)
@@ -208,8 +223,8 @@ def _fields(data: bytes) -> Iterator[tuple[int, Any]]:
 
 def _varint(data: bytes, place: int) -> tuple[int, int]:
     value = shift = 0
-    while True:
-        byte = data[place]
+    for byte in data[place : place + MOST_VARINT_BYTES]:
         value, shift, place = value | (byte & 0x7F) << shift, shift + 7, place + 1
         if byte < 0x80:
             return value, place
+    raise ValueError("a number without end")

@@ -6,7 +6,9 @@ comes from SentencePiece writes spaces as U+2581, and so gives that sign back as
 """
 
 import json
-from collections.abc import Sequence
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -15,6 +17,8 @@ import tokenizers
 
 from bloomery.core.errors import DataError
 from bloomery.core.files import canonical, sha256_bytes, whole_file
+from bloomery.tokenizer import growth
+from bloomery.tokenizer.patterns import named
 
 FILE = "tokenizer.json"
 SPACE = "\u2581"
@@ -26,7 +30,98 @@ END = "<|end|>"
 """Ends every message."""
 PAD = "<|pad|>"
 ROLES = ("system", "user", "assistant", "tool")
+SPARE_IDS = 1_000_000
+"""How far IDs may go beyond twice the number of tokens."""
+DAMAGED = "The file is damaged or was made to harm. Fetch it again, or take another tokenizer."
+MAX_SHOWN = 300
+"""Characters of a message of the library."""
 SPECIAL = (DOCUMENT, END, PAD, *(f"<|{role}|>" for role in ROLES))
+
+MAX_NORMALIZED_BYTES = 2**24
+"""Of a text that `encode_within` encodes at once, after its normalizer. The library takes about 200 bytes for each."""
+PIECE, LONGEST_PIECE = 2**15, 2**16
+"""Characters that `encode_within` encodes at a time: `tokenizers` takes 150 to 250 bytes of memory for each."""
+_LETTER = "[A-Za-zÀ-ÖØ-öø-ɏΑ-Ωα-ωА-яא-תء-غ一-鿋ぁ-ゖァ-ヺ가-힣]"
+_WORD_END = re.compile(f"{_LETTER}(?=[ ,.;:!?，。、；：！？]{_LETTER})")
+"""Every pattern of PATTERNS begins a word between a letter and a sign that another letter follows."""
+
+
+def text_of(file: Path, cure: str = "") -> str:
+    """A file as text. Raises DataError for one that is not UTF-8."""
+    try:
+        return file.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise DataError(f"is no tokenizer: {error}", where=str(file), cure=cure) from None
+
+
+def parsed(text: str, where: str, cure: str = "") -> tokenizers.Tokenizer:
+    """
+    What `tokenizers` makes of the text of a tokenizer.json. Raises DataError where that is nothing or encodes nothing,
+    and for IDs that the library would allocate memory for in vain: it reserves a place for every ID up to the largest.
+    """
+    try:
+        spec = json.loads(text)
+        if problem := _problem(spec) or growth.problem(_steps_of(spec)):
+            raise DataError(problem, where=where, cure=cure or DAMAGED)
+        inner = tokenizers.Tokenizer.from_str(json.dumps(spec))
+        if spec.get("padding") is None:  # or else it may be padded to any length
+            inner.encode("hello wörld 12 \u2581", add_special_tokens=False)
+    except BaseException as error:
+        # the library raises nothing more precise than Exception, and panics with an error that is none
+        known = isinstance(error, ValueError | RecursionError) or type(error) is Exception
+        if known or type(error).__name__ == "PanicException":
+            raise DataError(f"is no tokenizer: {error}"[:MAX_SHOWN], where=where, cure=cure) from None
+        raise
+    return inner
+
+
+@contextmanager
+def _panics_are_errors() -> Iterator[None]:
+    """Raises DataError where the library gives up on a text, as its regular expressions do after many attempts."""
+    try:
+        yield
+    except BaseException as error:
+        if type(error).__name__ == "PanicException":
+            what = f"its library gave up on a text: {error}"[:MAX_SHOWN]
+            cure = "Its regular expressions are too slow for that text. Take another tokenizer, or leave the text out."
+            raise DataError(what, where="tokenizer.json", cure=cure) from None
+        raise
+
+
+def _steps_of(spec: Mapping[str, Any]) -> dict[str, Any]:
+    """
+    Normalizer, pre-tokenizer and decoder as the library understands them; it also reads spellings of older versions.
+    They go without added tokens, because the library normalizes those as it reads them.
+    """
+    only: dict[str, Any] = {"version": "1.0", "added_tokens": [], "model": {"type": "BPE", "vocab": {}, "merges": []}}
+    only |= {name: spec.get(name) for name in ("normalizer", "pre_tokenizer", "decoder")}
+    steps: dict[str, Any] = json.loads(tokenizers.Tokenizer.from_str(json.dumps(only)).to_str())
+    return steps
+
+
+def _problem(spec: Any) -> str:
+    """Why a parsed tokenizer.json must not reach the library, or ""."""
+    model, added = (spec.get(name) for name in ("model", "added_tokens")) if isinstance(spec, dict) else (None, None)
+    added = [] if added is None else added
+    if not isinstance(model, dict) or not isinstance(added, list) or not all(isinstance(one, dict) for one in added):
+        return "is no tokenizer: it needs an object `model`, and `added_tokens` as a list of objects"
+    if any(one.get("content") == "" for one in added):
+        return "has an added token with an empty text, which stands between any two characters"
+    vocabulary = model.get("vocab")
+    return problem_of_ids(vocabulary if isinstance(vocabulary, dict) else {}, [one.get("id") for one in added])
+
+
+def problem_of_ids(vocabulary: Mapping[str, Any], added: Sequence[Any] = ()) -> str:
+    """What is wrong with the IDs of a vocabulary and of added tokens: no ID, one twice, or one far above all; or ""."""
+    limit = 2 * (len(vocabulary) + len(added)) + SPARE_IDS
+    for ids in (list(vocabulary.values()), added):
+        if wrong := [id for id in ids if type(id) is not int or not 0 <= id < limit]:
+            return (
+                f"has the ID {str(wrong[0])[:20]} in a vocabulary of {len(vocabulary):,} tokens; IDs end at {limit:,}"
+            )
+        if len(set(ids)) < len(ids):
+            return "gives one ID to two tokens"
+    return ""
 
 
 class Tokenizer:
@@ -35,10 +130,13 @@ class Tokenizer:
     def __init__(self, inner: tokenizers.Tokenizer) -> None:
         # Text that spells a special token is text: a document or a user cannot end a turn.
         inner.encode_special_tokens = True
+        # A file may say that every text gets 2^40 tokens of padding.
+        inner.no_padding()
+        inner.no_truncation()
         self._inner = inner
         vocabulary: dict[str, int] = inner.get_vocab(with_added_tokens=True)
         if missing := [name for name in SPECIAL if name not in vocabulary]:
-            cure = "Train it with `bloomery run`, whose tokenizers hold all of them."
+            cure = "Train it with `bloomery run RECIPE`, whose tokenizers hold all of them."
             raise DataError(f"the tokenizer lacks the special tokens {', '.join(missing)}", cure=cure)
         self.special = {name: vocabulary[name] for name in SPECIAL}
         self.document_id, self.end_id, self.pad_id = (self.special[name] for name in (DOCUMENT, END, PAD))
@@ -51,13 +149,7 @@ class Tokenizer:
             raise DataError(
                 "there is no tokenizer.json", where=str(folder), cure="Name the folder that a tokenizer was saved in."
             )
-        try:
-            inner = tokenizers.Tokenizer.from_str(file.read_text(encoding="utf-8"))
-        except Exception as error:
-            if type(error) in (Exception, UnicodeDecodeError):  # the library raises nothing more precise
-                raise DataError(f"is no tokenizer: {error}", where=str(file), cure="Run its stage again.") from None
-            raise
-        return cls(inner)
+        return cls(parsed(text_of(file, "Run its stage again."), str(file), "Run its stage again."))
 
     def save(self, folder: Path) -> None:
         with whole_file(folder / FILE, "w") as file:
@@ -91,11 +183,75 @@ class Tokenizer:
         return max(self._inner.get_vocab(with_added_tokens=True).values()) + 1
 
     def encode(self, text: str) -> list[int]:
-        return self._inner.encode(text, add_special_tokens=False).ids
+        with _panics_are_errors():
+            return self._inner.encode(text, add_special_tokens=False).ids
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
         """Many texts at once, on all cores."""
-        return [coded.ids for coded in self._inner.encode_batch_fast(list(texts), add_special_tokens=False)]
+        with _panics_are_errors():
+            return [coded.ids for coded in self._inner.encode_batch_fast(list(texts), add_special_tokens=False)]
+
+    def encode_within(self, text: str, max_tokens: int) -> list[int] | int:
+        """
+        As `encode`, for text of a stranger. Of text that has more tokens, how many it has at least, before all of it
+        was encoded: by its bytes, or by the pieces so far. Other threads run meanwhile.
+
+        The IDs are those of `encode`, unless LONGEST_PIECE characters hold no end of a word.
+        """
+        size = len(text.encode())
+        if not self._cuts_words and size * self._growth > MAX_NORMALIZED_BYTES:
+            what = f"the text has {size:,} bytes, and the tokenizer may make {self._growth:,.0f} times as many of it"
+            cure = f"It takes {int(MAX_NORMALIZED_BYTES / self._growth):,} bytes at once. Shorten the text."
+            raise DataError(what, where="messages", cure=cure)
+        if self.max_token_bytes and (least := -(-size // self.max_token_bytes)) > max_tokens:
+            return least
+        ids: list[int] = []
+        for piece, is_last in self._cut(text):
+            ids += self.encode_batch([piece])[0]
+            if len(ids) > max_tokens and not is_last:
+                return len(ids)
+        return ids
+
+    def _cut(self, text: str) -> Iterator[tuple[str, bool]]:
+        """Pieces of a text that have the IDs of the whole, each with whether it is the last."""
+        begin = 0
+        while self._cuts_words and len(text) - begin > LONGEST_PIECE:
+            word_end = _WORD_END.search(text, begin + PIECE, begin + LONGEST_PIECE)
+            end = word_end.end() if word_end else begin + LONGEST_PIECE
+            yield text[begin:end], False
+            begin = end
+        yield text[begin:], True
+
+    @cached_property
+    def _cuts_words(self) -> bool:
+        """Whether words are cut by one of PATTERNS, and nothing joins what it cuts."""
+        match _steps(self.spec["pre_tokenizer"], "pretokenizers"):
+            case [{"type": "ByteLevel", "add_prefix_space": False, "use_regex": True}]:
+                known = True
+            case [{"type": "Split", "pattern": {"Regex": regex}, "behavior": "Isolated", "invert": False}, _]:
+                known = named(regex) is not None
+            case _:
+                known = False
+        joined = any(_WORD_END.search(token["content"]) for token in self.spec["added_tokens"] if not token["special"])
+        return known and not joined and self.spec["normalizer"] in (None, {"type": "NFC"})
+
+    @cached_property
+    def _growth(self) -> float:
+        return growth.growth(self.spec)
+
+    @cached_property
+    def max_token_bytes(self) -> int | None:
+        """The most bytes of text that one token stands for; None where the tokenizer may drop some of the text."""
+        normalizers = _steps(self.spec["normalizer"], "normalizers")
+        steps = normalizers + _steps(self.spec["pre_tokenizer"], "pretokenizers")
+        names, added = self._inner.get_vocab(with_added_tokens=False).keys(), self.spec["added_tokens"]
+        in_bytes = (
+            {f"<0x{byte:02X}>" for byte in range(256)} if self.spec["model"].get("byte_fallback") else set(_BYTES)
+        )
+        drops = any(one["lstrip"] or one["rstrip"] for one in added if not one["special"])
+        if drops or not in_bytes <= names or not all(map(_keeps_bytes, steps)):
+            return None
+        return max(self.byte_lengths) * (4 if {"type": "NFC"} in normalizers else 1)  # it leaves a third at least
 
     def decode(self, ids: Sequence[int]) -> str:
         """Text of ids, special tokens left out; bytes that are no UTF-8 become U+FFFD."""
@@ -132,6 +288,20 @@ class Tokenizer:
             if id not in self.special_ids and name != unknown:
                 table[id] = _piece(name) if not by_bytes else name.encode() if name in added else _letters(name)
         return table
+
+
+def _steps(spec: Any, key: str) -> list[Any]:
+    """What a normalizer or pre-tokenizer does, one after the other."""
+    return spec[key] if spec and spec["type"] == "Sequence" else [spec] if spec else []
+
+
+def _keeps_bytes(step: dict[str, Any]) -> bool:
+    match step:
+        case {"type": "Replace"}:
+            return (step["pattern"], step["content"]) == ({"String": " "}, SPACE)
+        case {"type": "Split"}:
+            return bool(step["behavior"] != "Removed")
+    return step["type"] in ("NFC", "Prepend", "ByteLevel", "Digits")
 
 
 def _letters(name: str) -> bytes:

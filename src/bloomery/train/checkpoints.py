@@ -17,7 +17,7 @@ from bloomery.core.errors import RunError
 from bloomery.core.log import say
 from bloomery.hw.dist import World
 from bloomery.model.transformer import Transformer
-from bloomery.train import exactness, parallel
+from bloomery.train import exactness, parallel, progress
 from bloomery.train.guard import forget
 from bloomery.train.keeping import Kept
 from bloomery.train.optim import Optimizers
@@ -89,7 +89,8 @@ class Checkpoints:
         That a checkpoint is good is only known when the step after it was accepted, so the one right before the bad
         steps is used only if there is no other; and one of another step than `goals`, or one that the run has gone back
         behind, only if there is none of these.
-        Raises RunError where there is none, and where no update was made since the run went back the last time.
+        Raises RunError where there is none, where no update was made since the run went back the last time, and where
+        it has gone back too often: see progress.py.
         """
         bad, accepted = state.guard.in_a_row, state.step - state.guard.in_a_row
         after, last = state.guard.rollbacks[-1] if state.guard.rollbacks else (-1, 0)
@@ -114,6 +115,7 @@ class Checkpoints:
             forget(past.guard)
         past.guard.skipped, past.guard.in_a_row = state.guard.skipped, 0
         past.guard.rollbacks = [*state.guard.rollbacks, [state.step, past.step]]
+        progress.check_rollbacks(self.name, state.step, past.guard)
         state.tokens, state.guard = past.tokens, past.guard
         return past.step
 

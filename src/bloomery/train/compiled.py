@@ -18,14 +18,17 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
+from pydantic import Field
+from typing_extensions import TypedDict
 
 from bloomery.core import files
 from bloomery.core.errors import RunError
 from bloomery.core.log import say
+from bloomery.core.records import read_record
 from bloomery.hw import chosen
 from bloomery.hw import device as devices
 from bloomery.hw.device import Device
@@ -65,6 +68,14 @@ FAILURES = (RuntimeError, TimeoutError, OSError, ImportError, subprocess.Subproc
 
 @dataclass(frozen=True)
 class Verdict:
+    compiled: bool
+    why: str
+
+
+Rows = Annotated[str, Field(pattern="^[0-9]{1,18}$")]
+
+
+class SavedVerdict(TypedDict):
     compiled: bool
     why: str
 
@@ -169,15 +180,11 @@ def _noted(note: Path) -> dict[str, Any]:
     """By number of rows. Raises RunError where that cannot be read: it decides how a run goes on."""
     if not note.exists():
         return {}
-    try:
-        found = files.read_json(note)
-        made = {str(int(rows)): (bool(one["compiled"]), str(one["why"])) for rows, one in found.items()}
-        if not made:
-            raise ValueError("it is empty")
-        return {rows: asdict(Verdict(*one)) for rows, one in made.items()}
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        cure = "Remove it, and the trial is made again: a run that goes on may then compute in another way than before."
-        raise RunError(f"does not say whether blocks were compiled: {error}", where=str(note), cure=cure) from None
+    fix = "Remove it, and the trial is made again: a run that goes on may then compute in another way than before."
+    found = read_record(note, dict[Rows, SavedVerdict], fix=fix)
+    if not found:
+        raise RunError("does not say whether blocks were compiled", where=str(note), cure=fix)
+    return {rows: {"compiled": one["compiled"], "why": one["why"]} for rows, one in found.items()}
 
 
 def compile_blocks(

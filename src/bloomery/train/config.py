@@ -4,13 +4,20 @@ from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
-from bloomery.core.config import VOLATILE, Config, Count, Positive, Seed, Share
+from bloomery.core.bounds import Between, Context, Seed, Share, Steps, StepsOrNone
+from bloomery.core.config import VOLATILE, Config
 from bloomery.hw.host import Wanted
 from bloomery.model.lora_config import Lora
 
-Momentum = Annotated[float, Field(ge=0, lt=1)]
+Momentum = Annotated[float, Between(0, 0.9999999, "a mean that keeps all never moves")]
 """Share of a running mean that is kept from step to step."""
 
+
+LearningRate = Annotated[
+    float, Between(1e-12, 10, "a larger one throws weights away with its first step", "a smaller one changes no weight")
+]
+Decay = Annotated[float, Between(0, 100, "each step takes learning rate × decay of a weight, and it has only one")]
+Epsilon = Annotated[float, Between(1e-20, 1, "a larger one outweighs every gradient, a smaller one is lost")]
 
 Level = Literal["none", "block", "selective"]
 
@@ -18,13 +25,13 @@ Level = Literal["none", "block", "selective"]
 class Adam(Config):
     """What the relatives of Adam have in common."""
 
-    learning_rate: float = Field(6e-4, gt=0)
-    weight_decay: float = Field(0.1, ge=0)
+    learning_rate: LearningRate = 6e-4
+    weight_decay: Decay = 0.1
     decay_embeddings: bool = True
     """Whether the tables of embedding and head decay too, as the matrices of the blocks do. Vectors never do."""
     beta1: Momentum = 0.9
     beta2: Momentum = 0.95
-    epsilon: float = Field(1e-8, gt=0)
+    epsilon: Epsilon = 1e-8
 
 
 class AdamW(Adam):
@@ -40,7 +47,7 @@ class AdamW8bit(Adam):
     """
 
     kind: Literal["adamw8bit"] = "adamw8bit"
-    block: Positive = 256
+    block: Annotated[int, Between(1, 2**20, "a scale for more numbers is one for all")] = 256
     """Numbers that share a scale."""
 
 
@@ -54,9 +61,9 @@ class AdEMAMix(Adam):
     beta2: Momentum = 0.999
     beta3: Momentum = 0.9999
     """Of the slow mean."""
-    alpha: float = Field(8.0, ge=0)
+    alpha: Annotated[float, Between(0, 1000, "it weighs the slow mean against the fast one")] = 8.0
     """Weight of the slow mean beside the fast one."""
-    ramp_steps: Count = 2000
+    ramp_steps: StepsOrNone = 2000
     """Steps over which α rises from 0 and β₃ from β₁. The paper takes all steps of the run."""
 
 
@@ -67,8 +74,8 @@ class Lion(Config):
     """
 
     kind: Literal["lion"] = "lion"
-    learning_rate: float = Field(1e-4, gt=0)
-    weight_decay: float = Field(0.5, ge=0)
+    learning_rate: LearningRate = 1e-4
+    weight_decay: Decay = 0.5
     decay_embeddings: bool = True
     beta1: Momentum = 0.9
     beta2: Momentum = 0.99
@@ -83,18 +90,18 @@ class Muon(Config):
     """
 
     kind: Literal["muon"] = "muon"
-    matrix_learning_rate: float = Field(0.02, gt=0)
-    learning_rate: float = Field(3e-3, gt=0)
+    matrix_learning_rate: LearningRate = 0.02
+    learning_rate: LearningRate = 3e-3
     """Of AdamW: embedding, head and norms."""
-    weight_decay: float = Field(0.01, ge=0)
+    weight_decay: Decay = 0.01
     decay_embeddings: bool = False
     momentum: Momentum = 0.95
-    newton_schulz_steps: Positive = 5
+    newton_schulz_steps: Annotated[int, Between(1, 100, "five are enough, and each costs three matmuls")] = 5
     scaling: Literal["original", "match_rms_adamw"] = "original"
     """A matrix's rate is times √max(1, rows / columns), or 0.2 √max(rows, columns): then one tuned for AdamW fits."""
     beta1: Momentum = 0.9
     beta2: Momentum = 0.95
-    epsilon: float = Field(1e-8, gt=0)
+    epsilon: Epsilon = 1e-8
 
 
 Optimizer = Annotated[Muon | AdamW | AdEMAMix | AdamW8bit | Lion, Field(discriminator="kind")]
@@ -109,7 +116,7 @@ class Constant(Config):
     """
 
     kind: Literal["constant"] = "constant"
-    warmup_steps: Count = 0
+    warmup_steps: StepsOrNone = 0
 
 
 class Linear(Config):
@@ -120,7 +127,7 @@ class Linear(Config):
     """
 
     kind: Literal["linear"] = "linear"
-    warmup_steps: Count = 0
+    warmup_steps: StepsOrNone = 0
     final: Share = 0.0
 
 
@@ -132,7 +139,7 @@ class Cosine(Config):
     """
 
     kind: Literal["cosine"] = "cosine"
-    warmup_steps: Count = 0
+    warmup_steps: StepsOrNone = 0
     final: Share = 0.0
 
 
@@ -147,10 +154,10 @@ class WSD(Config):
     """
 
     kind: Literal["wsd"] = "wsd"
-    warmup_steps: Count = 0
+    warmup_steps: StepsOrNone = 0
     decay: Share = 0.5
     """Share of all steps that the decay takes, rounded down to whole steps; at least one, if it is not 0."""
-    decay_steps: Count | None = None
+    decay_steps: StepsOrNone | None = None
     """Steps that the decay takes; stands in for `decay`."""
     shape: Literal["linear", "cosine", "1-sqrt"] = "linear"
     final: Share = 0.0
@@ -184,17 +191,23 @@ class Trackio(Config):
 Sink = Annotated[WeightsAndBiases | TensorBoard | Trackio, Field(discriminator="kind")]
 
 
+Ranks = Annotated[int, Between(1, 1024, "each rank is a process of this machine")]
+Checkpoints = Annotated[int, Between(1, 1000, "each is as large as model and optimizer")]
+StepWindow = Annotated[int, Between(2, 10**6, "a deviation takes two steps, and all are in memory")]
+StepTokens = Annotated[int, Between(1, 2**32, "no run takes more in one step")]
+
+
 class Training(Config):
     """What pretraining and finetuning have in common."""
 
-    steps: Positive
-    tokens_per_step: Positive
+    steps: Steps
+    tokens_per_step: StepTokens
     """Of the whole global batch."""
     optimizer: Optimizer = Muon()
     schedule: Schedule = WSD()
-    max_norm: float = Field(1.0, gt=0)
+    max_norm: Annotated[float, Between(1e-6, 1e12, "a larger one clips none", "a smaller one leaves nothing")] = 1.0
     """Gradients are scaled down to this global norm."""
-    z_loss: float = Field(0.0, ge=0)
+    z_loss: Annotated[float, Between(0, 10, "a larger one outweighs the cross entropy")] = 0.0
     """Weight of (log Σ exp scores)² of each supervised token beside its cross entropy; it keeps scores near zero."""
     seed: Seed = 0
     device: Wanted = "auto"
@@ -204,33 +217,37 @@ class Training(Config):
     """What the backward pass computes again instead of keeping it: nothing, blocks, or all but matrix products."""
     compile: Literal["off", "auto", "on"] = Field("off", json_schema_extra=VOLATILE)
     """Whether blocks go through torch.compile. A first step must agree with the plain one, or that one is taken."""
-    micro_batch_tokens: Positive | Literal["auto"] = Field("auto", json_schema_extra=VOLATILE)
+    micro_batch_tokens: StepTokens | Literal["auto"] = Field("auto", json_schema_extra=VOLATILE)
     """Tokens that go through the model at once. auto: as many as the memory of the device allows and make it faster."""
     dry_run: bool = Field(True, json_schema_extra=VOLATILE)
     """Whether to try two steps, an evaluation and a save before the first step, which leave nothing behind."""
-    save_every_seconds: float = Field(20.0, gt=0, json_schema_extra=VOLATILE)
+    save_every_seconds: Annotated[float, Between(1e-9, 1e9, "1e9 is 31 years", "no clock is finer")] = Field(
+        20.0, json_schema_extra=VOLATILE
+    )
     """Between checkpoints to go on from. One to go back to is saved at the start and at each evaluation anyway."""
-    keep_checkpoints: Positive = Field(2, json_schema_extra=VOLATILE)
+    keep_checkpoints: Checkpoints = Field(2, json_schema_extra=VOLATILE)
     """How many of the newest stay, besides the one that the run would go back to."""
-    keep_every_steps: Positive | None = Field(None, json_schema_extra=VOLATILE)
+    keep_every_steps: Steps | None = Field(None, json_schema_extra=VOLATILE)
     """Steps between checkpoints that stay for ever; None for none."""
-    ranks: Positive = Field(1, json_schema_extra=VOLATILE)
+    ranks: Ranks = Field(1, json_schema_extra=VOLATILE)
     """Processes of this machine that train together. Under torchrun it is torchrun that says how many."""
     shard: Literal["none", "fsdp"] = Field("none", json_schema_extra=VOLATILE)
     """Whether each rank holds all of the model and of what the optimizer keeps, or its part of it."""
-    evaluate_every: Positive = Field(100, json_schema_extra=VOLATILE)
+    evaluate_every: Steps = Field(100, json_schema_extra=VOLATILE)
     """Steps between measurements of the validation loss."""
-    log_every: Positive = Field(10, json_schema_extra=VOLATILE)
+    log_every: Steps = Field(10, json_schema_extra=VOLATILE)
 
     # When an update is not made, and when the run goes back: see guard.py. Volatile, so that a run which these have
     # stopped can go on with others.
-    skip_sigma: float = Field(6.0, gt=0, json_schema_extra=VOLATILE)
+    skip_sigma: Annotated[
+        float, Between(0.1, 1e9, "a larger one skips none", "a smaller one skips nearly every step")
+    ] = Field(6.0, json_schema_extra=VOLATILE)
     """A step is skipped whose loss or gradient norm lies so many deviations (of logarithms) above the window."""
-    skip_window: Annotated[int, Field(ge=2)] = Field(128, json_schema_extra=VOLATILE)
+    skip_window: StepWindow = Field(128, json_schema_extra=VOLATILE)
     """Accepted steps that mean and deviation are taken of; before there are so many, only what is not finite counts."""
-    max_skips: Positive = Field(3, json_schema_extra=VOLATILE)
+    max_skips: Steps = Field(3, json_schema_extra=VOLATILE)
     """After so many skipped steps in a row the run goes back, to the start or an evaluated step, and on behind them."""
-    norms_every: Count = Field(25, json_schema_extra=VOLATILE)
+    norms_every: StepsOrNone = Field(25, json_schema_extra=VOLATILE)
     """Steps between measurements of the norms of weights, updates and each layer's gradient; 0 for none."""
 
     # What is told besides metrics.jsonl.
@@ -238,11 +255,43 @@ class Training(Config):
     """Whether to write main.log too, in the words of llm.c."""
     sinks: tuple[Sink, ...] = Field((), json_schema_extra=VOLATILE)
     """Where else the numbers go."""
-    sample_every: Count = Field(0, json_schema_extra=VOLATILE)
+    sample_every: StepsOrNone = Field(0, json_schema_extra=VOLATILE)
     """Steps between samples of what the model writes; 0 for none. They are said, and kept in samples.jsonl."""
     prompts: tuple[str, ...] = Field(("The ",), json_schema_extra=VOLATILE)
     """What samples go on from: beginnings of texts when pretraining, what a user says when finetuning."""
-    sample_tokens: Positive = Field(48, json_schema_extra=VOLATILE)
+    sample_tokens: Context = Field(48, json_schema_extra=VOLATILE)
+
+    @model_validator(mode="after")
+    def _warmup_ends_before_the_run(self) -> "Training":
+        """A default gives way to a short run; what a recipe says itself does not."""
+        warmup = self.schedule.warmup_steps
+        if warmup > self.steps and "schedule" not in self.model_fields_set:
+            self.__dict__["schedule"] = self.schedule.model_copy(update={"warmup_steps": self.steps})
+        elif warmup > self.steps:
+            raise ValueError(
+                f"schedule.warmup_steps={warmup} is more than steps={self.steps}: the learning rate never reaches "
+                f"its peak; set at most {self.steps}"
+            )
+        decay = getattr(self.schedule, "decay_steps", None) or 0
+        if decay and warmup + decay > self.steps:
+            raise ValueError(
+                f"schedule.warmup_steps={warmup} and decay_steps={decay} are more than steps={self.steps}; say a decay "
+                f"of at most {self.steps - warmup}"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _decay_leaves_something_of_a_weight(self) -> "Training":
+        """Each step multiplies weights by 1 − learning rate · weight decay."""
+        decay = self.optimizer.weight_decay
+        for name in ("learning_rate", "matrix_learning_rate"):
+            rate = getattr(self.optimizer, name, 0.0)
+            if not rate * decay < 1:
+                raise ValueError(
+                    f"optimizer.{name}={rate:g} times weight_decay={decay:g} is {rate * decay:.3g}, no less than 1: "
+                    "each step would turn weights to zero or to the other sign"
+                )
+        return self
 
 
 class Finetune(Training):

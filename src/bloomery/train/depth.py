@@ -20,17 +20,18 @@ import math
 from collections.abc import Mapping
 from typing import Annotated, Any
 
-from pydantic import ConfigDict, Field
+from pydantic import ConfigDict
 
-from bloomery.core.config import Config, Positive, build
+from bloomery.core.bounds import Between, Steps
+from bloomery.core.config import Config, build
 from bloomery.core.errors import ConfigError
 from bloomery.model.config import ModelConfig
 from bloomery.model.cost import cost
-from bloomery.train.config import Muon, Optimizer
+from bloomery.train.config import Muon, Optimizer, StepTokens
 from bloomery.train.plan import trained_tokens
 
-Depth = Annotated[int, Field(ge=1, le=1000)]
-Ratio = Annotated[float, Field(ge=1e-9, le=1e9)]
+Depth = Annotated[int, Between(1, 1000, "no model is deeper")]
+TokenRatio = Annotated[float, Between(1e-9, 1e9, "it counts the tokens for each weight")]
 
 HEAD_WIDTH = 64
 WIDTH_PER_LAYER = 64
@@ -55,9 +56,9 @@ class Given(Config):
     model_config = ConfigDict(extra="ignore")
     depth: Depth
     model: ModelConfig
-    tokens_per_parameter: Ratio = TOKENS_PER_PARAMETER
-    tokens_per_step: Positive | None = None
-    steps: Positive | None = None
+    tokens_per_parameter: TokenRatio = TOKENS_PER_PARAMETER
+    tokens_per_step: StepTokens | None = None
+    steps: Steps | None = None
     optimizer: Optimizer
 
 

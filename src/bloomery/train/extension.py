@@ -19,6 +19,8 @@ from bloomery.core.config import build, plain
 from bloomery.core.errors import CheckpointError
 from bloomery.core.files import MANIFEST
 from bloomery.core.log import METRICS, say
+from bloomery.core.records import read_record
+from bloomery.core.stage import read_manifest
 from bloomery.train.config import Training
 from bloomery.train.sampling import SAMPLES
 from bloomery.train.schedule import share
@@ -78,8 +80,7 @@ def common_steps(config: Training, before: Mapping[str, Any]) -> int:
 
 def told(out: Path) -> dict[str, Any] | None:
     """Where the first steps of a run come from, if from another run."""
-    found: dict[str, Any] | None = files.read_json(out / CONTINUED) if (out / CONTINUED).is_file() else None
-    return found
+    return read_record(out / CONTINUED, dict[str, Any]) if (out / CONTINUED).exists() else None
 
 
 def _trained(folder: Path) -> list[int]:
@@ -101,11 +102,10 @@ def _stage_folder(given: Path, out: Path) -> Path:
 
 
 def _settings(folder: Path) -> dict[str, Any]:
-    for file, key in ((SETTINGS, None), (MANIFEST, "config")):
-        if (folder / file).is_file():
-            found = files.read_json(folder / file)
-            settings: dict[str, Any] = found if key is None else found[key]
-            return settings
+    if (folder / SETTINGS).exists():
+        return read_record(folder / SETTINGS, dict[str, Any], error=CheckpointError)
+    if (folder / MANIFEST).exists():
+        return read_manifest(folder)["config"]
     what = f"says nowhere with which settings it trains: it has neither {SETTINGS} nor {MANIFEST}"
     raise CheckpointError(what, where=str(folder), cure="Leave out continue_from, and train from the start.")
 
@@ -126,7 +126,7 @@ def _flat(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]
 
 
 def _samples(found: Path) -> int:
-    return int(files.read_json(found / checkpoint.STATE)["samples"])
+    return checkpoint.read_state(found)["samples"]
 
 
 def _same_origin(found: Path, lineage: Lineage) -> None:

@@ -45,6 +45,15 @@ class Past:
         """Steps whose weights the run has given up: those after one that it went back to, until it did."""
         return tuple(range(to + 1, after) for after, to in self.rollbacks)
 
+    @property
+    def num_given_up(self) -> int:
+        """How many steps are not in the weights because the run went back behind them, skipped ones included."""
+        count, first = 0, math.inf
+        for after, to in reversed(self.rollbacks):
+            end = min(after, first)
+            count, first = count + int(max(0, end - to)), min(first, to)
+        return count
+
 
 @dataclass(frozen=True)
 class Skip:

@@ -19,16 +19,18 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
-from bloomery.core import files
+from typing_extensions import TypedDict
+
+from bloomery.core import files, shortage
 from bloomery.core.config import Config, build, plain
 from bloomery.core.errors import BloomeryError, RunError
 from bloomery.core.log import console
+from bloomery.core.records import read_record
 from bloomery.core.stage import resolve
 from bloomery.core.stop import EXIT_CODE, Stop, Terminated, on_signals
-from bloomery.data import orphan
-from bloomery.data.engine import cores
 from bloomery.hw import dist
 from bloomery.hw.dist import RankLostError, World
+from bloomery.hw.launcher import cores
 from bloomery.train.config import Training
 
 SECONDS_BETWEEN_LOOKS = 0.05
@@ -37,12 +39,30 @@ GRACE_SECONDS = 60.0
 BUSY, DESK = "busy", "BLOOMERY_RANKS"
 """A file in the folder of a task, whose path ranks find in this variable: one of them saves what others would lose."""
 
+RANK = """
+import sys
+from bloomery.core import child
+child.die_with(int(sys.argv[1]))
+from bloomery.train import launch
+launch.be_rank(sys.argv[2])
+"""
+"""What the process of a rank runs: the import of torch takes seconds, in which the parent may die."""
+
 ENDED = (EXIT_CODE, -signal.SIGTERM)
 """Codes of a rank that was asked to stop: it did where nothing is lost, or had not begun."""
 WELL = (None, 0, EXIT_CODE)
 """Codes of a rank for which the others need not end: it runs, is done, or has stopped after the same step as they."""
 
 Answer = dict[str, Any]
+
+
+class Task(TypedDict):
+    """What a rank is started for."""
+
+    function: str
+    task: dict[str, Any]
+
+
 C = TypeVar("C", bound=Config)
 _handed_out: list[str] = []
 """The tasks that this process has had under torchrun. The number of the next tells its world from theirs."""
@@ -102,7 +122,7 @@ def _on_processes(function: str, task: Mapping[str, Any], ranks: int) -> Answer:
         store, port = dist.open_store()
         with tempfile.TemporaryDirectory(prefix="bloomery-ranks-") as name:
             folder = Path(name)
-            files.write_json(folder / "task.json", {"function": function, "task": dict(task), "parent": os.getpid()})
+            files.write_json(folder / "task.json", {"function": function, "task": dict(task)})
             processes: list[subprocess.Popen[bytes]] = []
             try:
                 for rank in range(ranks):
@@ -114,7 +134,7 @@ def _on_processes(function: str, task: Mapping[str, Any], ranks: int) -> Answer:
                     process.kill()
                     process.wait()
             del store
-            answer: Answer = files.read_json(folder / "0.json")["answer"]
+            answer: Answer = read_record(folder / "0.json", dict[str, Answer])["answer"]
     return answer
 
 
@@ -138,17 +158,15 @@ def _start(folder: Path, port: int, rank: int, ranks: int) -> "subprocess.Popen[
         DESK: str(folder),
         "PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path),
     }
-    code = "import sys; from bloomery.train.launch import be_rank; be_rank(sys.argv[1])"
-    return subprocess.Popen(
-        [sys.executable, "-c", code, str(folder)], env=env, stdin=subprocess.DEVNULL, start_new_session=True
-    )
+    command = [sys.executable, "-c", RANK, str(os.getpid()), str(folder)]
+    return subprocess.Popen(command, env=env, stdin=subprocess.DEVNULL, start_new_session=True)
 
 
 def be_rank(name: str) -> None:
     """What a process that `run` has started does. `name` is the folder of its task. Exits 0 with an answer."""
     folder, rank = Path(name), int(os.environ["RANK"])
-    told = files.read_json(folder / "task.json")
-    orphan.die_with(told["parent"])
+    told = read_record(folder / "task.json", Task)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is left to the parent
     console.quiet = rank > 0
     try:
         with on_signals():  # until it is gone: who asks all processes of a group asks each rank more than once
@@ -159,6 +177,9 @@ def be_rank(name: str) -> None:
         files.write_json(folder / f"{rank}.json", {"error": dist.told(error)})
         _leave(2)
     except Exception as error:
+        if (short := shortage.as_error(error)) is not None:
+            files.write_json(folder / f"{rank}.json", {"error": dist.told(short)})
+            _leave(2)
         sys.excepthook(type(error), error, error.__traceback__)
         _leave(1)
 
@@ -226,7 +247,7 @@ def _wait(processes: "Sequence[subprocess.Popen[bytes]]", stop: Stop, patience: 
 def _error(rank: int, process: "subprocess.Popen[bytes]", folder: Path) -> BloomeryError:
     file = folder / f"{rank}.json"
     if process.returncode == 2 and file.is_file():
-        return dist.heard(files.read_json(file)["error"])
+        return dist.heard(read_record(file, dict[str, Any])["error"])
     code = process.returncode
     how = f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
     cure = "What it said stands above. The same command goes on from the newest checkpoint."

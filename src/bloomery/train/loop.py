@@ -9,6 +9,7 @@ is what is minimized, where that is not the cross entropy of the next token.
 Hooks run in the order given, after a step, and at no other time.
 """
 
+import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -84,6 +85,8 @@ def train(
         clock.enter("optimizer")
         state.step, state.samples, state.precision = state.step + 1, state.samples + len(batch.ids), precision.state()
         state.rows, state.metrics = rows if rows < micro_batch else 0, {"learning_rate": lr, "tokens": tokens}
+        if state.step == 1 and math.isfinite(loss):
+            state.first_loss = loss
         if trouble := guard.trouble(state.guard, objective.watched(loss), float(norm)):
             skip = Skip(state.step, trouble, loss, float(norm), batch.samples.tolist())
             if guard.skip(state.guard, skip) and roll_back is not None:
@@ -134,7 +137,7 @@ def in_memory(model: nn.Module, world: World, rows: int, compute: Callable[[int]
         say(f"memory ran out: from this step on {rows} rows go through the model at once, of the same batch", "yellow")
 
 
-LESS_MEMORY = 'Say a smaller micro_batch_tokens or recompute="block"; `bloomery plan` says what fits.'
+LESS_MEMORY = 'Say a smaller micro_batch_tokens or recompute="block"; `bloomery plan RECIPE` says what fits.'
 
 
 def in_range(

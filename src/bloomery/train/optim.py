@@ -45,6 +45,9 @@ class Kinds:
         return found
 
 
+_OF_ANOTHER = "It is of another model or kind of optimizer: go on with the recipe that made it, or start anew."
+
+
 class Optimizers:
     """One or two torch optimizers that together own every weight of a model that is trained, each weight once."""
 
@@ -98,6 +101,15 @@ class Optimizers:
         if saved:
             self._refuse(sorted(expected.keys() - saved.keys()), "misses")
             self._refuse(sorted(saved.keys() - expected.keys()), "holds an unknown")
+        for path, value in saved.items():
+            part, weight, key = expected[path]
+            shape: tuple[int, ...] = () if key == "step" else tuple(weight.shape)
+            if key.endswith("_scales"):
+                shape = (-(-weight.numel() // part.defaults["block"]),)
+            fits = value.dtype == torch.uint8 if key.endswith("_codes") else value.is_floating_point()
+            if tuple(value.shape) != shape or not fits:
+                what = f"holds {key!r} of {path.rpartition('/')[0]!r} as {value.dtype} of shape {tuple(value.shape)}"
+                raise CheckpointError(f"the state of the optimizer {what}, not {shape}", cure=_OF_ANOTHER)
         for part in self.parts:
             part.state.clear()
         for path, value in saved.items():
@@ -113,7 +125,7 @@ class Optimizers:
             more = f", and {len(paths) - 1} more" if len(paths) > 1 else ""
             raise CheckpointError(
                 f"the state of the optimizer {what} {key!r} of {name!r}{more}",
-                cure="It is of another model or kind of optimizer: go on with the recipe that made it, or start anew.",
+                cure=_OF_ANOTHER,
             )
 
     def _owned(self) -> Iterator[tuple[torch.optim.Optimizer, nn.Parameter]]:

@@ -65,14 +65,11 @@ def rows_at_once(config: Training, context: int) -> int:
 
 def remarks(config: Training, context: int) -> list[str]:
     """What the numbers come to where that is hardly what they were meant to."""
-    warmup, tokens = config.schedule.warmup_steps, trained_tokens(config.tokens_per_step, context)
+    tokens = trained_tokens(config.tokens_per_step, context)
     found = []
     if tokens != config.tokens_per_step:
         rows = "1 row" if tokens == context else f"{tokens // context:,} rows"
         found.append(f"a step is {rows} of {context:,}: {tokens:,} tokens, and not {config.tokens_per_step:,}")
-    if warmup > config.steps:
-        end = f"{100 * config.steps / warmup:.3g} % of its peak"
-        found.append(f"a warm-up of {warmup:,} steps is longer than the run: the learning rate ends at {end}")
     return found
 
 

@@ -4,6 +4,7 @@ What surrounds the loop in a stage: device, batches, resume, checkpoints, metric
 Pretraining and finetuning differ in where their weights and samples come from, and in nothing here.
 """
 
+import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
@@ -40,6 +41,7 @@ from bloomery.train.plan import check_shard, remarks, rows_at_once, rows_per_ste
 from bloomery.train.planning.dry_run import Trial, tell
 from bloomery.train.planning.here import decided
 from bloomery.train.precision import Precision
+from bloomery.train.progress import Learning, last_loss
 from bloomery.train.recorder import Recorder
 from bloomery.train.sampling import Sampler, sampling
 from bloomery.train.schedule import decay_start, share
@@ -84,6 +86,8 @@ class Session:
     """The same for the validation samples, where it knows them one by one."""
     begin: Callable[[Device, int, Stop], None] | None = None
     """Called when the model is in its place and as it starts, before it is trained; with the rows that fit at once."""
+    from_scratch: bool = False
+    """Whether the model has random weights. Then it has to become better than an untrained one: see progress.py."""
     early: bool = True
     """Whether samples may be made before the steps in front of them are done."""
     world: World = field(default_factory=World.alone)
@@ -92,6 +96,8 @@ class Session:
     _failures: list[Failure] = field(default_factory=list)
     _checkpoints: Checkpoints = field(init=False)
     _validation: Check = field(init=False)
+    _start_loss: float | None = field(init=False, default=None)
+    """The validation loss of the weights that training starts from, where this rank measures it."""
     _sharded: bool = field(init=False, default=False)
     """Whether ranks hold parts of the model. Then whatever computes with it is done by all of them."""
     _desk: Path = field(init=False)
@@ -116,12 +122,15 @@ class Session:
             self._validation = self._check()
             if self.config.dry_run and not self._sharded:
                 self.config = self._tried(optimizers, device)
+            self._start_loss = self._measured_start(device)
             with Saver(self.out / "checkpoints", self._keep, self.world) as saver:
                 self._checkpoints = self._safe(saver, optimizers, device)
                 state, self._stop.saves = self._checkpoints.resume(), True
                 began, first_step = time.monotonic(), state.step
                 failures = self._train(state, optimizers, device)
             steps, seconds = state.step - first_step, time.monotonic() - began
+            with self.world.alike():
+                self._learning.check(state, self.measured if self._acts else None)
             self._checkpoints.leave_model(self.out / "model", state)
             if self.world.any(self._stop.asked):
                 raise Terminated(self._stop.code)
@@ -132,7 +141,7 @@ class Session:
             "tokens": state.step * self.tokens_per_step,
             "supervised_tokens": state.tokens,
             "epochs": round(self.samples.epochs(state.samples), 3),
-            "loss": round(state.metrics["loss"], 5) if "loss" in state.metrics else None,
+            "loss": None if (loss := last_loss(state)) is None else round(loss, 5),
             "validation_loss": self.measured.get(state.step),
             "skipped_steps": state.guard.skipped,
             "rollbacks": len(state.guard.rollbacks),
@@ -169,6 +178,36 @@ class Session:
         fewer = self.config.model_copy(update={"micro_batch_tokens": found.rows * self.samples.length})
         compiled.decide(self.model, fewer, self.samples, device, self._desk, self.world)
         return fewer
+
+    def _measured_start(self, device: Device) -> float | None:
+        """
+        The validation loss before the first step; None where there is none, or where it is another rank's to measure.
+        A run that resumes measures it again, before it takes up a checkpoint, and so needs no record of it.
+        """
+        if not self._acts or not isinstance(self._validation, Validation):
+            return None
+        check, found = self._validation, list[float]()
+
+        def run(state: State) -> None:
+            found.append(check.measure(self.model, device)[check.name])
+
+        hook = Hook(lambda state: True, run, "evaluate", vital=False)
+        try:
+            Hooks([hook], failures=self._failures).after_step(State())
+        except Terminated:
+            if self.world.size == 1:
+                raise  # else all ranks stop together, before the next step
+        return found[0] if found and math.isfinite(found[0]) else None
+
+    @property
+    def _learning(self) -> Learning:
+        return Learning(
+            name=self.name,
+            vocab_size=self.model.vocab_size if self.objective is None else None,
+            warmup_steps=self.config.schedule.warmup_steps,
+            from_scratch=self.from_scratch,
+            start_loss=self._start_loss,
+        )
 
     @property
     def minimized(self) -> Objective:
@@ -346,7 +385,9 @@ class Session:
             return (late or keep.is_goal(state.step) or state.step == steps) and not doubtful
 
         evaluations = self._evaluations(device, recorder)
-        known = {line["step"]: line["validation_loss"] for line in recorder.metrics.kept if "validation_loss" in line}
+        known = {
+            line["step"]: float(line["validation_loss"]) for line in recorder.metrics.kept if "validation_loss" in line
+        }
         self.measured.update(known)
         everywhere = [
             Hook(lambda s: others(s.samples, s.samples + self.rows), lambda s: forget(s.guard), "course"),
@@ -369,6 +410,7 @@ class Session:
             Hook(save_is_due, partial(self._save, recorder), "save"),
             Hook(evaluation_is_due, lambda s: self._checkpoints.wait(), "save"),
             *(Hook(evaluation_is_due, run, hook, vital=False) for hook, _, run in evaluations),
+            Hook(evaluation_is_due, lambda s: self._learning.check_early(s, self.measured), "learning"),
             everywhere[1],
             *samples,
         ]

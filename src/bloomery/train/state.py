@@ -28,10 +28,15 @@ class State:
     rows: int = 0
     """That go through the model at once since memory ran out; 0 where it did not."""
 
+    first_loss: float | None = None
+    """Of the first step: that of the weights which training started from. None where it was not finite."""
+
     logged: int = 0
     """The newest step whose line is in metrics.jsonl."""
 
     @classmethod
     def restored(cls, saved: Mapping[str, Any]) -> "State":
-        """What `dataclasses.asdict` made of a State."""
-        return cls(**{**saved, "guard": guard.restored(saved.get("guard", {}))})
+        """What `dataclasses.asdict` made of a State, in which JSON has names for numbers that are not finite."""
+        known = saved.get("metrics", {})
+        metrics = {name: float(value) if isinstance(value, str) else value for name, value in known.items()}
+        return cls(**{**saved, "metrics": metrics, "guard": guard.restored(saved.get("guard", {}))})

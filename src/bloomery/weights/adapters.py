@@ -14,19 +14,22 @@ import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, NotRequired
 
+from pydantic import Field
 from safetensors import SafetensorError
+from typing_extensions import TypedDict
 
 import bloomery.hw.needs_torch  # noqa: F401
 from bloomery.core.errors import CheckpointError
-from bloomery.core.files import read_json, write_json
+from bloomery.core.files import write_json
+from bloomery.core.records import PathText, read_record
 from bloomery.model import lora, quantize
 from bloomery.model.lora_config import Base, Lora
 from bloomery.model.transformer import Transformer
 from bloomery.weights import families
 from bloomery.weights.architecture import Piece
-from bloomery.weights.tensors import save_tensors
+from bloomery.weights.tensors import check_header, finite, save_tensors
 
 import safetensors.torch
 import torch
@@ -35,6 +38,19 @@ from torch import Tensor, nn
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 PREFIX = "base_model.model."
 _AGAIN = "It is damaged, or belongs to another model."
+
+
+Alpha = Annotated[float, Field(gt=0)]
+
+
+class AdapterConfig(TypedDict):
+    """What is read of CONFIG. What else would change the model has to be absent: `_more`."""
+
+    peft_type: str
+    base_model_name_or_path: PathText
+    lora_alpha: Alpha
+    alpha_pattern: NotRequired[dict[str, Alpha] | None]
+    use_rslora: NotRequired[bool | None]
 
 
 @dataclass(frozen=True)
@@ -87,7 +103,8 @@ def save(folder: Path, weights: Mapping[str, Tensor], model: Transformer, settin
 def read(folder: Path) -> Adapter:
     """Adapters of ours or of PEFT. Raises CheckpointError for what is torn, or more than matrices beside matrices."""
     try:
-        facts = read_json(folder / CONFIG)
+        facts = read_record(folder / CONFIG, AdapterConfig, error=CheckpointError, fix=_AGAIN)
+        check_header(folder / WEIGHTS, _AGAIN)
         tensors = safetensors.torch.load_file(folder / WEIGHTS)
         if (more := _more(facts)) != "":
             cure = "Merge it with PEFT, and take the whole model."
@@ -99,10 +116,13 @@ def read(folder: Path) -> Adapter:
             rank = len(pairs[matrix][0])
             alpha = float(_of_pattern(facts.get("alpha_pattern") or {}, matrix, facts["lora_alpha"]))
             scales[matrix] = alpha / (math.sqrt(rank) if facts.get("use_rslora") else rank)
-        base = str(facts["base_model_name_or_path"])
+        base = facts["base_model_name_or_path"]
     except (OSError, SafetensorError, ValueError, KeyError, TypeError) as error:
         what = f"holds no adapter of PEFT: {type(error).__name__}: {error}"
         raise CheckpointError(what, where=str(folder), cure=_AGAIN) from None
+    for name, pair in pairs.items():
+        for side, tensor in zip("AB", pair, strict=True):
+            finite(f"{name}.lora_{side}.weight", tensor, str(folder / WEIGHTS), _AGAIN)
     if tensors:
         what = f"changes more than matrices: {', '.join(sorted(tensors)[:3])}"
         raise CheckpointError(what, where=str(folder / WEIGHTS), cure="Merge it with PEFT, and take the whole model.")

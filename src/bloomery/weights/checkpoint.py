@@ -21,15 +21,20 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Annotated, Any, Literal, NotRequired
+
+from pydantic import ConfigDict, Field, with_config
+from typing_extensions import TypedDict
 
 import bloomery.hw.needs_torch  # noqa: F401
 from bloomery.core import files
 from bloomery.core.errors import CheckpointError, RunError
 from bloomery.core.files import MANIFEST
 from bloomery.core.log import say
+from bloomery.core.records import Count, ListedFile, NameInside, read_record
 from bloomery.hw.dist import World
 from bloomery.weights import training_state
+from bloomery.weights.tensors import check_header
 from bloomery.weights.training_state import Place
 
 import safetensors.torch
@@ -42,10 +47,51 @@ OLD_TRAINING = "training.safetensors"
 """Of checkpoints before training state could be sharded. They are still read."""
 
 
+Step = Annotated[int, Field(ge=0, lt=10 ** len("000001000"))]
+"""As many as a folder's name can say."""
+NOTHING_ELSE = ConfigDict(extra="forbid")
+"""For what a run goes on from: what this version does not know, it cannot take up."""
+Number = Annotated[float, Field(allow_inf_nan=False)]
+
+
+@with_config(NOTHING_ELSE)
+class SavedGuard(TypedDict, total=False):
+    """What the guard of a run remembers: train/guard.py."""
+
+    losses: list[Number]
+    norms: list[Number]
+    in_a_row: Count
+    skipped: Count
+    rollbacks: list[Annotated[list[Step], Field(min_length=2, max_length=2)]]
+
+
+@with_config(NOTHING_ELSE)
+class SavedState(TypedDict):
+    """What STATE holds: train/state.py. Older checkpoints lack some of it."""
+
+    step: Step
+    samples: Count
+    tokens: NotRequired[Count]
+    metrics: NotRequired[dict[str, Number | Literal["nan", "inf", "-inf"]]]
+    guard: NotRequired[SavedGuard]
+    precision: NotRequired[dict[str, Number]]
+    rows: NotRequired[Count]
+    first_loss: NotRequired[Number | None]
+    logged: NotRequired[Step]
+
+
+class Manifest(TypedDict):
+    """What MANIFEST holds of a checkpoint. Older ones do not say whether a run may go back to them."""
+
+    step: Step
+    goal: NotRequired[bool]
+    outputs: dict[NameInside, ListedFile]
+
+
 @dataclass(frozen=True)
 class Checkpoint:
     folder: Path
-    state: dict[str, Any]
+    state: SavedState
     training: dict[str, Tensor]
     environment: dict[str, Any] = field(default_factory=dict)
     """What bit-exactness depended on when it was saved. Empty where nobody had written it down."""
@@ -118,7 +164,7 @@ def save(
         if world.is_first:
             _check_way(root)
             for torn in root.glob(f"*{files.PARTIAL}"):
-                _discard(torn)
+                files.remove_path(torn)
             root.mkdir(parents=True, exist_ok=True)
             check_space(folder, model_bytes + training_state.size_bytes(training))
             partial.mkdir()
@@ -165,7 +211,7 @@ def _prune(root: Path, newest: Path, keep: Keep, standing: Standing) -> None:
     for one in [*passed_over, *(one for one in old if one != goal and not keep(int(one.name)))]:
         _remove(one)
     for torn in root.glob(f"*{files.PARTIAL}"):
-        _discard(torn)
+        files.remove_path(torn)
 
 
 def is_goal(folder: Path, left: Sequence[range] = ()) -> bool:
@@ -173,8 +219,8 @@ def is_goal(folder: Path, left: Sequence[range] = ()) -> bool:
     if any(int(folder.name) in steps for steps in left):
         return False
     try:
-        return files.read_json(folder / MANIFEST)["goal"] is True
-    except (OSError, ValueError, KeyError, TypeError, RecursionError):
+        return _manifest(folder).get("goal", False)
+    except CheckpointError:
         return False
 
 
@@ -277,12 +323,16 @@ def newest(
     if name is None:
         return None
     folder = root / name
+    for file in sorted(_training_files(folder)):
+        check_header(folder / file, f"Remove {folder}: the run resumes from the checkpoint before it.")
     if (folder / OLD_TRAINING).is_file():
         training = safetensors.torch.load_file(folder / OLD_TRAINING)
     else:
         training = training_state.read(folder / TRAINING, place)
-    environment = files.read_json(folder / ENVIRONMENT) if (folder / ENVIRONMENT).is_file() else {}
-    return Checkpoint(folder, files.read_json(folder / STATE), training, environment)
+    environment: dict[str, Any] = {}
+    if (folder / ENVIRONMENT).exists():
+        environment = read_record(folder / ENVIRONMENT, dict[str, Any], error=CheckpointError)
+    return Checkpoint(folder, read_state(folder), training, environment)
 
 
 def newest_folder(
@@ -307,18 +357,29 @@ def newest_folder(
 def damage(folder: Path) -> str:
     """Why a checkpoint is not as its manifest says, or ""."""
     try:
-        if not (folder / MANIFEST).is_file():
+        if not (folder / MANIFEST).exists():
             return "it has no manifest"
-        manifest = files.read_json(folder / MANIFEST)
-        listed, step = manifest["outputs"], manifest["step"]
-        found = files.damage(folder, listed, thorough=True)
+        manifest = _manifest(folder)
+        listed = manifest["outputs"]
+        if found := files.damage(folder, listed, thorough=True):
+            return found
+        steps = (manifest["step"], read_state(folder)["step"])
     except OSError as error:
         return f"{error.filename or 'a file'} cannot be read: {error.strerror or error}"
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
-        return "its manifest cannot be read"
-    if not found and (strange := sorted(_training_files(folder) - listed.keys())):
+    except CheckpointError as error:
+        return f"its {Path(error.where).name} {error.what}"
+    if strange := sorted(_training_files(folder) - listed.keys()):
         return f"{strange[0]} is not in its manifest"
-    return found or ("" if step == int(folder.name) else f"it is of step {step}")
+    return next((f"it is of step {step}" for step in steps if step != int(folder.name)), "")
+
+
+def read_state(folder: Path) -> SavedState:
+    """How far training was at a checkpoint. Raises CheckpointError."""
+    return read_record(folder / STATE, SavedState, error=CheckpointError, fix=f"Remove {folder}.")
+
+
+def _manifest(folder: Path) -> Manifest:
+    return read_record(folder / MANIFEST, Manifest, error=CheckpointError, fix=f"Remove {folder}.")
 
 
 def _training_files(folder: Path) -> set[str]:
@@ -331,15 +392,7 @@ def _remove(folder: Path) -> None:
     """Remove a checkpoint so that at no moment half of it passes for one."""
     doomed = folder.with_name(folder.name + files.PARTIAL)
     folder.rename(doomed)
-    _discard(doomed)
-
-
-def _discard(path: Path) -> None:
-    """Remove a folder or a file; of a link, only the link."""
-    if path.is_symlink() or not path.is_dir():
-        path.unlink()
-    else:
-        shutil.rmtree(path)
+    files.remove_path(doomed)
 
 
 def folders(root: Path) -> list[Path]:

@@ -5,11 +5,12 @@ from pathlib import Path
 from typing import Any, Literal
 
 import bloomery.hw.needs_torch  # noqa: F401
-from bloomery.core.errors import CheckpointError, RunError
+from bloomery.core.errors import CheckpointError
+from bloomery.core.files import check_new_folder
 from bloomery.model.transformer import Transformer
 from bloomery.tokenizer import llmc as tokenizer_file
 from bloomery.tokenizer.chat import Renderer
-from bloomery.weights import families, huggingface, imported, llmc
+from bloomery.weights import families, huggingface, imported, integrity, llmc
 from bloomery.weights.huggingface import Lineage, Loaded, NumberFormat
 
 import torch
@@ -25,14 +26,14 @@ def write(loaded: Loaded, out: Path, form: Format, number_format: NumberFormat) 
     Raises CheckpointError where it is nothing that the program has, with the choices that it is because of; RunError
     where `out` has files in it.
     """
-    if out.is_dir() and any(out.iterdir()):
-        raise RunError("is not empty", where=str(out), cure="Name another folder: what lies there stays.")
+    check_new_folder(out)
     config = loaded.model.config
     if form == "llmc":
         if number_format == "float16":
             raise CheckpointError("llm.c has float32 and bfloat16", where="--dtype float16", cure="Take one of these.")
         llmc.write(out / MODEL_FILE, loaded.model, number_format, loaded.tokenizer.vocab_size)
         tokenizer_file.write(out / TOKENIZER_FILE, loaded.tokenizer)
+        integrity.write_sums(out)
         name = "GPT-2 of llm.c"
     else:
         if why := families.reasons(config):
@@ -69,8 +70,10 @@ def read(source: Path, tokenizer: Path | None = None) -> Loaded:
             cure = "Leave --tokenizer out: a folder has its own."
             raise CheckpointError("has a tokenizer of its own", where=str(source), cure=cure)
         return huggingface.load(source)
+    integrity.verify(source.parent, source.name)
     given = llmc.read(source)
     file = tokenizer or _beside(source)
+    integrity.verify(file.parent, file.name)
     made, added = imported.tokenizer_of(file, given.vocab_size)
     _of_one_size(source, given.vocab_size, file, made.vocab_size - len(added))
     model = Transformer(given.config, max(given.vocab_size, made.vocab_size))
@@ -94,8 +97,7 @@ def _of_one_size(source: Path, rows: int, file: Path, ids: int) -> None:
 
 def take_in(source: Path, out: Path, tokenizer: Path | None = None) -> dict[str, Any]:
     """Make a model folder of ours of what `read` reads. Raises RunError where `out` has files in it."""
-    if out.is_dir() and any(out.iterdir()):
-        raise RunError("is not empty", where=str(out), cure="Name another folder: what lies there stays.")
+    check_new_folder(out)
     loaded = read(source, tokenizer)
     huggingface.save(out, loaded.model, loaded.renderer, loaded.lineage)
     parameters = sum(weight.numel() for weight in loaded.model.parameters())

@@ -14,6 +14,7 @@ from bloomery.weights.baichuan2 import BAICHUAN1, BAICHUAN2, FIRST_VOCABULARY
 from bloomery.weights.gpt2 import GPT2
 from bloomery.weights.llama import LLAMA, MISTRAL, QWEN2, QWEN3
 
+MAX_SHOWN = 100
 WRITTEN = (LLAMA, MISTRAL, QWEN2, QWEN3, GPT2)
 """What transformers loads as it is, those first that most programs know."""
 
@@ -44,15 +45,26 @@ def architecture(config: ModelConfig) -> Architecture:
 
 
 def of_file(facts: Mapping[str, Any]) -> Architecture:
-    """The architecture that a config.json names. Raises ValueError for one that is not known."""
-    names = facts.get("architectures") or []
+    """
+    The architecture that a config.json names. Raises ValueError for one that is not known, for none, and where
+    `model_type` is of another.
+    """
+    names, kind = facts.get("architectures"), facts.get("model_type")
+    if not isinstance(names, list) or not all(isinstance(name, str) for name in names) or not names:
+        meant = next((f", as in {[one.name]}" for one in READ.values() if one.model_type == kind), "")
+        raise ValueError(f"architectures is {shown(names)}, and it must name one of {', '.join(READ)}{meant}")
     known = next((READ[name] for name in names if name in READ), None)
     if known is None:
-        known = next((one for one in (*WRITTEN, OWN) if not names and facts.get("model_type") == one.model_type), None)
-    if known is None:
-        shown = ", ".join(names) or facts.get("model_type") or "none"
-        raise ValueError(f"its architecture is {shown}; known are {', '.join(READ)}")
+        raise ValueError(f"its architecture is {shown(', '.join(names))}; known are {', '.join(READ)}")
+    if kind not in (None, known.model_type):
+        raise ValueError(f"architectures names {known.name}, and model_type is {shown(kind)}, not {known.model_type!r}")
     return BAICHUAN1 if known is BAICHUAN2 and facts.get("vocab_size") == FIRST_VOCABULARY else known
+
+
+def shown(value: Any) -> str:
+    """A value of a config.json, for a message."""
+    text = str(value) if isinstance(value, str) else repr(value)
+    return text if len(text) <= MAX_SHOWN else f"{text[:MAX_SHOWN]}…"
 
 
 def exported(config: ModelConfig) -> ModelConfig:

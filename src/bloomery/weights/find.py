@@ -1,17 +1,23 @@
 """From what a person names (a run, a stage, a checkpoint, a model folder) to the folder that holds the weights."""
 
+import shlex
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
+from typing import Any
 
+from bloomery.core import files
 from bloomery.core import run as runs
 from bloomery.core.errors import CheckpointError, RunError
 from bloomery.core.files import MANIFEST
 from bloomery.core.log import say
+from bloomery.core.stage import read_manifest
 from bloomery.weights.huggingface import is_model
 
 TRAINED = ("prefer", "finetune", "pretrain")
 """Stages that leave a model, the one to talk to first."""
+MODEL = "model/"
 ANSWERING = TRAINED[:2]
 """Those whose models have learned conversations."""
 
@@ -21,6 +27,8 @@ class Found:
     name: str
     """As in a picker: run, run/stage, or run/folder of a stage for one of other settings."""
     folder: Path
+    damage: str = ""
+    """Why the model cannot be used: which of its files is gone, or of another size or kind."""
 
 
 def model_folder(path: Path) -> Path:
@@ -28,7 +36,8 @@ def model_folder(path: Path) -> Path:
     The folder with config.json and model.safetensors that `path` stands for. Raises CheckpointError.
 
     A run folder stands for what its current settings have finished: the model of `prefer`, or the finetuned one, or
-    else the pretrained one, which is said. A stage folder stands for the model it left.
+    else the pretrained one, which is said. One that is finished and damaged is an error: no other stands in for it. A
+    stage folder stands for the model it left.
     """
     if not path.exists():
         raise CheckpointError("does not exist", where=str(path), cure="Name a run folder, for example runs/demo.")
@@ -44,9 +53,12 @@ def model_folder(path: Path) -> Path:
 def models(root: Path) -> Iterator[Found]:
     """
     The finished models of every run folder under `root`, those that answer first. Where the current settings of a run
-    have not finished a stage, the newest one of other settings stands in, under the name of its folder.
+    have not finished a stage, the newest one of other settings stands in, under the name of its folder. Folders whose
+    path is not UTF-8 are left out (`unnamable`).
     """
     for folder in sorted(root.iterdir()) if root.is_dir() else []:
+        if not _is_utf8(folder):
+            continue
         try:
             finished = _finished(folder)
         except RunError:
@@ -54,36 +66,81 @@ def models(root: Path) -> Iterator[Found]:
         answers = next((stage for stage in ANSWERING if stage in finished), "")
         for stage in TRAINED:
             if stage in finished:
-                yield Found(folder.name if stage == answers else f"{folder.name}/{stage}", finished[stage] / "model")
+                name = folder.name if stage == answers else f"{folder.name}/{stage}"
+                yield Found(name, finished[stage] / "model", _damage(finished[stage]))
             elif older := _older(folder, stage):
                 yield Found(f"{folder.name}/{older.name}", older / "model")
+
+
+def unnamable(root: Path) -> list[Path]:
+    """The folders under `root` whose path is not UTF-8: neither JSON nor safetensors can name their files."""
+    return [folder for folder in sorted(root.iterdir()) if not _is_utf8(folder)] if root.is_dir() else []
+
+
+def _is_utf8(path: Path) -> bool:
+    return str(path).encode("utf-8", "replace").decode() == str(path)
+
+
+def check(run: Path, stage: Path, damage: str) -> None:
+    """Raises CheckpointError for a finished stage whose model is damaged."""
+    if damage:
+        cure = f"Remove {stage / MANIFEST}, and run: {_command(run, stage.name.split('-')[1])}"
+        raise CheckpointError(f"its model is damaged: {damage}", where=str(stage), cure=cure)
 
 
 def _of_run(run: Path) -> Path:
     finished = _finished(run)
     if (answers := next((stage for stage in ANSWERING if stage in finished), None)) is not None:
+        check(run, finished[answers], _damage(finished[answers]))
         if answers != ANSWERING[0] and ANSWERING[0] in runs.current(run):
             say(f"{run}: prefer is not done, so this is the finetuned model", "yellow")
         return finished[answers] / "model"
-    cure = f"Finish it: bloomery run {run / runs.RECIPE}"
+    asked = [stage for stage in TRAINED if stage in runs.current(run)]
+    cure = f"Finish it: {_command(run, asked[0])}" if asked else "Its recipe trains none: write [pretrain] into it."
+    why = "finetune is not done"
+    if asked[:1] == ["pretrain"] and finished:
+        why, cure = "its recipe has no [finetune]", "Write [instruct] and [finetune] into the recipe, and run it."
     if older := next(filter(None, (_older(run, stage) for stage in TRAINED if stage not in finished)), None):
         cure += f"\nOr name what was finished with other settings: {older}"
     if not finished:
         raise CheckpointError("no model is finished with its current settings", where=str(run), cure=cure)
-    say(f"{run}: finetune is not done, so this model only continues text\n{cure}", "yellow")
+    check(run, finished["pretrain"], _damage(finished["pretrain"]))
+    say(f"{run}: {why}, so this model only continues text\n{cure}", "yellow")
     return finished["pretrain"] / "model"
 
 
+def _command(run: Path, last: str) -> str:
+    """The command that finishes a run: up to the last stage that trains, where its recipe has no section for others."""
+    words = ["bloomery", "run", str(run / runs.RECIPE), "--runs", str(run.parent)]
+    return shlex.join(words if last in ANSWERING else [*words, "--until", last])
+
+
 def _finished(run: Path) -> dict[str, Path]:
-    """Stage -> folder of what the current settings of a run have trained to the end."""
+    """Stage -> folder of what the current settings of a run have trained to the end, be it damaged since."""
     return {stage: folder for stage, folder in runs.current(run).items() if stage in TRAINED and _is_done(folder)}
 
 
 def _older(run: Path, stage: str) -> Path | None:
-    """The folder of a stage that was finished last, with whatever settings."""
-    done = [folder for folder in run.glob(f"[0-9][0-9]-{stage}-*") if _is_done(folder)]
+    """The folder of a stage that was finished last, with whatever settings, and is not damaged."""
+    folders = (folder for folder in run.glob(f"[0-9][0-9]-{stage}-*") if _is_utf8(folder))
+    done = [folder for folder in folders if _is_done(folder) and not _damage(folder)]
     return max(done, key=lambda folder: (folder / MANIFEST).stat().st_mtime, default=None)
 
 
 def _is_done(folder: Path) -> bool:
-    return (folder / MANIFEST).is_file() and is_model(folder / "model")
+    return (folder / MANIFEST).exists()
+
+
+def _damage(stage: Path) -> str:
+    """Which file of the model of a finished stage is gone, or of another size or kind than its manifest says, or ""."""
+    try:
+        listed = _listed(stage / MANIFEST, (stage / MANIFEST).stat().st_mtime_ns)
+    except RunError as error:
+        return f"{MANIFEST} {error.what}"
+    return files.damage(stage, listed) or ("" if is_model(stage / "model") else "model/ holds no model")
+
+
+@lru_cache(maxsize=1024)
+def _listed(manifest: Path, changed: int) -> dict[str, Any]:
+    """What a manifest that was changed at some time lists of the model: a server asks at every request."""
+    return {name: facts for name, facts in read_manifest(manifest.parent)["outputs"].items() if name.startswith(MODEL)}

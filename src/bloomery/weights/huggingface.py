@@ -5,31 +5,35 @@ A model as a folder that `transformers` loads as it is, and that says what it wa
     model.safetensors       its weights, under transformers' names; float32 where nothing else is asked for
     tokenizer.json, tokenizer_config.json (with the chat template), generation_config.json
     bloomery.json           lineage: hashes of tokenizer, chat template and shards
+    SHA256SUMS              sha256 of each of these files, compared whenever the folder is read (integrity.py)
 
 Folders that others saved have no bloomery.json. They are read too; imported.py says how their tokenizer becomes ours.
 """
 
 import os
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
-from types import NoneType
-from typing import Any, Literal, TypeVar
+from typing import Annotated, Any, Literal, NotRequired, TypeVar
 
-from pydantic import ValidationError
+from pydantic import Field, ValidationError
+from typing_extensions import TypedDict
 
+from bloomery.core import cache
 from bloomery.core.config import explained
-from bloomery.core.errors import CheckpointError
-from bloomery.core.files import MANIFEST, canonical, read_json, sha256_bytes, sha256_file, write_json
+from bloomery.core.errors import CheckpointError, shorten
+from bloomery.core.files import MANIFEST, canonical, make_folder, sha256_bytes, write_json
+from bloomery.core.records import Count, PathText, read_record
 from bloomery.model.config import ModelConfig
 from bloomery.model.cost import cost
-from bloomery.model.lora_config import Lora
+from bloomery.model.lora_config import Base, Lora
 from bloomery.model.transformer import Transformer
 from bloomery.tokenizer.chat import Renderer
+from bloomery.tokenizer.config import MAX_IDS
 from bloomery.tokenizer.drawing import TEMPERATURE
 from bloomery.tokenizer.templates import TEMPLATES, Template
 from bloomery.tokenizer.tokenizer import DOCUMENT, PAD, SPECIAL, Tokenizer
-from bloomery.weights import adapters, families, imported
+from bloomery.weights import adapters, families, imported, integrity
 from bloomery.weights.architecture import BUFFERS, TABLES, Architecture, gathered, spread
 from bloomery.weights.tensors import INDEX, UNROUNDED, Tensors, is_pickled, rounded, save_tensors
 from bloomery.weights.tensors import WEIGHTS as WEIGHTS
@@ -45,6 +49,20 @@ NAME = "template_name"
 """Beside the lineage: which of TEMPLATES it is whose hash stands there."""
 BASE = "adapts"
 """Beside it, for adapters: where their base lies, its digest, and how it was kept."""
+THEIRS = {
+    "width": ("hidden_size", "n_embd"),
+    "num_layers": ("num_hidden_layers", "n_layer"),
+    "num_heads": ("num_attention_heads", "n_head"),
+    "num_kv_heads": ("num_key_value_heads",),
+    "head_width": ("head_dim",),
+    "mlp_width": ("intermediate_size", "n_inner"),
+    "context": ("max_position_embeddings", "n_positions", "n_ctx", "model_max_length"),
+    "norm_eps": ("rms_norm_eps", "layer_norm_epsilon"),
+    "tie_embeddings": ("tie_word_embeddings",),
+}
+"""Fields of a ModelConfig, and the keys of config.json that they come from under another name."""
+Size = Annotated[int, Field(ge=0, lt=2**63)]
+"""Whether it can be is for ModelConfig to say."""
 NumberFormat = Literal["float32", "bfloat16", "float16"]
 
 
@@ -60,6 +78,50 @@ class Lineage:
     base: str | None = None
     """The content hash of the stage whose model it started from."""
     step: int = 0
+
+
+class SavedBase(TypedDict):
+    """What adapters of ours adapt."""
+
+    folder: PathText
+    digest: str
+    kept_as: Base
+
+
+class SavedLineage(TypedDict):
+    """What LINEAGE holds: a `Lineage`, and beside it NAME and BASE."""
+
+    tokenizer: str
+    template: str | None
+    shards: str
+    base: NotRequired[str | None]
+    step: NotRequired[Count]
+    template_name: NotRequired[str]
+    adapts: NotRequired[SavedBase]
+
+
+class ConfigFile(TypedDict, total=False):
+    """
+    What is read of a config.json before its numbers are checked as those of a ModelConfig: whose it is, and the values
+    that are no plain numbers.
+    """
+
+    architectures: object
+    model_type: str | None
+    vocab_size: int
+    bloomery: dict[str, Any]
+    hidden_act: str
+    activation_function: str
+    rope_scaling: dict[str, Any] | None
+    rope_parameters: dict[str, Any] | None
+    rope_theta: float | None
+    layer_types: list[str] | None
+    num_hidden_layers: Annotated[int, Field(lt=10**6)]
+    num_attention_heads: Size
+    n_embd: Size
+    head_dim: Size | None
+    sliding_window: Size | None
+    max_window_layers: Count
 
 
 @dataclass(frozen=True)
@@ -108,7 +170,7 @@ def save(
     form: torch.dtype = getattr(torch, number_format)
     where, pieces = str(folder), kind.pieces(list(own))
     ready = {one.theirs: rounded(one.theirs, gathered(one, given), form, where) for one in pieces}
-    folder.mkdir(parents=True, exist_ok=True)
+    make_folder(folder)
     save_tensors(folder / WEIGHTS, ready)
     facts = {
         "architectures": [kind.name],
@@ -123,15 +185,23 @@ def save(
     chat = {"chat_template": template.jinja()} if chats else {}
     write_json(folder / "tokenizer_config.json", _tokenizer_config(opening, end, model.config.context) | chat)
     write_json(folder / LINEAGE, asdict(lineage) | ({NAME: template.name} if chats else {}))
+    integrity.write_sums(folder)
 
 
 def load(folder: Path, device: torch.device | str = "cpu", special: Sequence[str] = SPECIAL) -> Loaded:
     """
-    Read a model folder written by `save`, or by transformers. Raises CheckpointError where a file is missing or torn,
-    the weights have another shape, are quantized, are more than the model has or are a pickle, the architecture is
-    unknown, or tokenizer or template are not those the model was trained with; it says which two differ. A model of
-    others gets the tokens of `special` that it lacks.
+    Read a model folder written by `save`, or by transformers. Raises CheckpointError where a file is missing, torn or
+    not as its hash says, the weights are not finite, have another shape, are quantized, are more than the model has or
+    are a pickle, the architecture is unknown, or tokenizer or template are not those the model was trained with; it
+    says which two differ. A model of others gets the tokens of `special` that it lacks.
     """
+    loaded = _loaded(folder, device, special)
+    integrity.verify(folder)  # last: what cannot be read says more of itself than its hash
+    return loaded
+
+
+def _loaded(folder: Path, device: torch.device | str, special: Sequence[str]) -> Loaded:
+    """As `load`, whatever the hashes of the files are."""
     if adapters.is_adapter(folder):
         return _with_adapters(folder, device, special)
     if not (folder / CONFIG).is_file():
@@ -154,7 +224,7 @@ def load(folder: Path, device: torch.device | str = "cpu", special: Sequence[str
 
 def template_of(folder: Path) -> Template | None:
     """The chat template that a model was trained with; None for none. Raises CheckpointError where ours is another."""
-    name = str(_read(folder / LINEAGE, dict).get(NAME, "bloomery"))
+    name = _read(folder / LINEAGE, SavedLineage).get(NAME, "bloomery")
     trained = lineage_of(folder).template
     if trained is None:
         return None
@@ -174,11 +244,12 @@ def is_model(folder: Path) -> bool:
 def fill(model: Transformer, folder: Path, lineage: Lineage) -> None:
     """
     Read the weights of a model folder into a model, where it is. Raises CheckpointError where they were not made from
-    what `lineage` says (at whatever step), have another shape, or are torn.
+    what `lineage` says (at whatever step), have another shape, are not finite, or are damaged.
     """
     _same_lineage(folder, lineage)
-    kind = _read(folder / CONFIG, lambda facts: families.of_file(dict(facts)))  # as it was saved, by whichever version
+    kind = _understood(folder / CONFIG)[1]  # as it was saved, by whichever version
     _fill(model, Tensors(folder, _again(folder)), kind)
+    integrity.verify(folder)
 
 
 def _same_lineage(folder: Path, lineage: Lineage) -> None:
@@ -200,7 +271,7 @@ def save_adapters(
     base: BaseModel,
 ) -> None:
     """Write the adapters of a model without it, in PEFT's files, with the tokenizer, the template and the lineage."""
-    folder.mkdir(parents=True, exist_ok=True)
+    make_folder(folder)
     place = os.path.relpath(base.folder.resolve(), folder.resolve())
     adapters.save(folder, weights, model, settings, place)
     renderer.tokenizer.save(folder)
@@ -209,12 +280,14 @@ def save_adapters(
     write_json(folder / "tokenizer_config.json", _tokenizer_config(opening, end, model.config.context) | chat)
     own = {"folder": place, "digest": base.digest, "kept_as": settings.base}
     write_json(folder / LINEAGE, asdict(lineage) | {NAME: renderer.template.name, BASE: own})
+    integrity.write_sums(folder)
 
 
 def fill_adapters(model: Transformer, folder: Path, lineage: Lineage) -> None:
     """As `fill`, for the adapters of a model."""
     _same_lineage(folder, lineage)
     adapters.fill(model, folder)
+    integrity.verify(folder)
 
 
 def _with_adapters(folder: Path, device: torch.device | str, special: Sequence[str]) -> Loaded:
@@ -240,9 +313,25 @@ def num_rows(folder: Path) -> int:
     return _understood(folder / CONFIG)[3]
 
 
+def context(folder: Path) -> int:
+    """How many tokens the model of a folder takes. Raises CheckpointError where its configuration is none."""
+    if adapters.is_adapter(folder):
+        return context(_base(folder, adapters.read(folder))[2])
+    return _understood(folder / CONFIG)[2].context
+
+
 def _base(folder: Path, adapter: adapters.Adapter) -> tuple[dict[str, Any], dict[str, Any], Path]:
     """What adapters were made from where they are ours, what they adapt, and where that lies."""
-    facts = _read(folder / LINEAGE, dict) if (folder / LINEAGE).is_file() else {}
+    facts: dict[str, Any] = {}
+    if (folder / LINEAGE).exists():
+        facts = {**_read(folder / LINEAGE, SavedLineage)}
+        if BASE not in facts:
+            cure = "Export the adapters again, or remove this file: the base is then the one that PEFT's file names."
+            raise CheckpointError(
+                f"has no key {BASE!r}, which names the model that the adapters adapt",
+                where=str(folder / LINEAGE),
+                cure=cure,
+            )
     own = facts.get(BASE, {"folder": adapter.base, "kept_as": "float32"})
     place = (folder / Path(own["folder"]).expanduser()).resolve()
     if not is_model(place):
@@ -252,12 +341,16 @@ def _base(folder: Path, adapter: adapters.Adapter) -> tuple[dict[str, Any], dict
 
 
 def digest(folder: Path) -> str:
-    """A hash of the configuration, tokenizer and weights of a model folder. Raises CheckpointError where it is none."""
+    """
+    A hash of the configuration, tokenizer and weights of a model folder. Raises CheckpointError where it is none, or
+    damaged.
+    """
     if not is_model(folder):
         cure = "Name a model folder: config.json, safetensors and a tokenizer."
         raise CheckpointError("holds no model", where=str(folder), cure=cure)
+    integrity.verify(folder)
     names = sorted(file for pattern in ("*.json", "*.safetensors", "*.model", "*.txt") for file in folder.glob(pattern))
-    return sha256_bytes(canonical([[file.name, sha256_file(file)] for file in names]))
+    return sha256_bytes(canonical([[file.name, cache.sha256_of(file)] for file in names]))
 
 
 def _again(folder: Path) -> str:
@@ -267,17 +360,13 @@ def _again(folder: Path) -> str:
     return "The file is damaged. Make the folder or fetch it again."
 
 
-def _read(file: Path, parse: Callable[[Any], T]) -> T:
-    try:
-        return parse(read_json(file))
-    except (ValueError, KeyError, TypeError) as error:
-        what = f"is no {file.name} of a model that is known here: {type(error).__name__}: {error}"
-        raise CheckpointError(what, where=str(file), cure=_again(file.parent)) from None
+def _read(file: Path, kind: Callable[..., T]) -> T:
+    return read_record(file, kind, error=CheckpointError, fix=_again(file.parent))
 
 
 def _understood(file: Path) -> tuple[dict[str, Any], Architecture, ModelConfig, int]:
     """What a config.json says, its architecture, its model, and how many ids that has."""
-    facts = _read(file, dict)
+    facts: dict[str, Any] = {**_read(file, ConfigFile)}
     if said := facts.get("quantization_config"):
         method = said.get("quant_method", "a method without a name") if isinstance(said, dict) else said
         what = f"its weights are quantized (quantization_config: {method}); float32, bfloat16 and float16 are read"
@@ -285,16 +374,27 @@ def _understood(file: Path) -> tuple[dict[str, Any], Architecture, ModelConfig, 
     try:
         kind = families.of_file(facts)
         config, rows = kind.understand(facts), facts["vocab_size"]
-        if type(rows) is not int or rows < 1:
-            raise ValueError(f"vocab_size is {rows!r}, and no number of ids")
+        if type(rows) is not int or not 1 <= rows <= MAX_IDS:
+            raise ValueError(f"vocab_size is {shorten(repr(rows))}, and no number of ids from 1 to {MAX_IDS:,}")
+        for name in ("bos_token_id", "eos_token_id"):
+            ids = facts[name] if isinstance(facts.get(name), list) else [facts.get(name)]
+            if beyond := [id for id in ids if isinstance(id, int) and id >= rows]:
+                raise ValueError(f"{name} is {shorten(repr(beyond[0]))}, and the last of its ids is {rows - 1:,}")
         return facts, kind, config, rows
     except KeyError as error:
         what, cure = f"lacks {error}", "Fetch the folder again, or write into it what it lacks."
     except (ValueError, TypeError) as error:
-        why = explained(ModelConfig, error)[0] if isinstance(error, ValidationError) else str(error)
+        why = _explained(facts, error) if isinstance(error, ValidationError) else str(error)
         what = f"is of a model that is not known here: {why}"
         cure = "Take a model of another kind: docs/weights.md says which can be read."
     raise CheckpointError(what, where=str(file), cure=cure)
+
+
+def _explained(facts: Mapping[str, Any], error: ValidationError) -> str:
+    """What is wrong with the shape of a config.json, with the names and values that stand there."""
+    fields = [str(problem["loc"][0]) for problem in error.errors() if problem["loc"]]
+    keys = [key for field in fields for key in THEIRS.get(field, ()) if key in facts]
+    return "; ".join([f"{key} is {families.shown(facts[key])}" for key in keys] + [explained(ModelConfig, error)[0]])
 
 
 def _same(what: str, trained: str, given: str, folder: Path, name: str = "") -> None:
@@ -309,15 +409,8 @@ def _same(what: str, trained: str, given: str, folder: Path, name: str = "") -> 
 def lineage_of(folder: Path) -> Lineage:
     """What the model of a folder says it was made from. Raises CheckpointError where that cannot be read."""
 
-    def told(facts: dict[str, Any]) -> Lineage:
-        own = {key: facts[key] for key in facts if key not in (NAME, BASE)}
-        for key, value in own.items():
-            kinds = (int,) if key == "step" else (str, NoneType) if key in ("template", "base") else (str,)
-            if type(value) not in kinds:
-                raise TypeError(f"{key} is {value!r}")
-        return Lineage(**own)
-
-    return _read(folder / LINEAGE, told)
+    saved: dict[str, Any] = {**_read(folder / LINEAGE, SavedLineage)}
+    return Lineage(**{one.name: saved[one.name] for one in fields(Lineage) if one.name in saved})
 
 
 def _own(model: Transformer) -> dict[str, Tensor]:

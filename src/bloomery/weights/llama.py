@@ -93,7 +93,8 @@ def understand(facts: Mapping[str, Any]) -> ModelConfig:
 def _rope(facts: Mapping[str, Any]) -> tuple[float, dict[str, Any] | None]:
     """θ and the scaling, as transformers 5 says them (rope_parameters) or those before it."""
     said = dict(facts.get("rope_parameters") or facts.get("rope_scaling") or {})
-    theta = float(said.pop("rope_theta", None) or facts.get("rope_theta") or 10_000.0)
+    named = (said.pop("rope_theta", None), facts.get("rope_theta"), 10_000.0)
+    theta = float(next(value for value in named if value is not None))
     kind = said.pop("rope_type", None) or said.pop("type", None) or "default"
     said.pop("type", None)
     if kind == "default":
@@ -127,7 +128,7 @@ def _windowed(config: ModelConfig) -> dict[str, Any]:
 def _windows(facts: Mapping[str, Any]) -> list[Any]:
     """The sliding window of each layer of a Qwen."""
     layers, size = facts["num_hidden_layers"], facts.get("sliding_window")
-    if not facts.get("use_sliding_window", False) or not size:
+    if not facts.get("use_sliding_window", False) or size is None:
         return ["full"]
     if kinds := facts.get("layer_types"):
         seen = {"full_attention": "full", "sliding_attention": size}
@@ -154,6 +155,12 @@ def _changed(config: ModelConfig, **changes: Any) -> ModelConfig:
 def _one_window(config: ModelConfig) -> bool:
     """Whether all layers that do not see everything see equally much."""
     return len({size for size in config.sliding_window if size != "full"}) <= 1
+
+
+def _size_or_full(facts: Mapping[str, Any]) -> Any:
+    """How much every layer sees, as config.json says it: null stands for everything, and 0 is checked as a size."""
+    size = facts.get("sliding_window")
+    return "full" if size is None else size
 
 
 def _one_size(config: ModelConfig) -> int | None:
@@ -195,7 +202,7 @@ MISTRAL = Architecture(
         "biases": lambda config: config.biases == "none",
     },
     lambda config: describe(config) | {"sliding_window": _one_size(config)},
-    lambda facts: _changed(understand(facts), sliding_window=(facts.get("sliding_window") or "full",)),
+    lambda facts: _changed(understand(facts), sliding_window=(_size_or_full(facts),)),
     pieces,
 )
 QWEN2 = Architecture(

@@ -8,6 +8,7 @@ GPT-2 in the files of llm.c.
 Matrices are outputs × inputs, as ours. (https://github.com/karpathy/llm.c, train_gpt2.py)
 """
 
+import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,14 +16,16 @@ from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
+from pydantic import ValidationError
 
 import bloomery.hw.needs_torch  # noqa: F401
+from bloomery.core.config import explained
 from bloomery.core.errors import CheckpointError
-from bloomery.core.files import whole_file
+from bloomery.core.files import check_regular, whole_file
 from bloomery.model.config import ModelConfig
 from bloomery.model.cost import cost
 from bloomery.model.transformer import Transformer
-from bloomery.weights.tensors import rounded
+from bloomery.weights.tensors import finite, rounded
 
 import torch
 from torch import Tensor
@@ -87,15 +90,16 @@ def read(file: Path) -> Model:
         )
         raise CheckpointError(f"its header names no model: {shown}", where=str(file), cure=_AGAIN)
     # reckoned before anything is built: a damaged header can name billions of layers
-    one, two = (cost(shape(width, layers, num_heads, context), padded).parameters for layers in (1, 2))
+    one, two = (cost(_shape(file, width, layers, num_heads, context), padded).parameters for layers in (1, 2))
     total = one + (num_layers - 1) * (two - one)
     size, expected = file.stat().st_size, HEADER_BYTES + total * kind.itemsize
     if size != expected:
         raise CheckpointError(f"has {size} bytes, its header needs {expected}", where=str(file), cure=_AGAIN)
-    config = shape(width, num_layers, num_heads, context)
+    config = _shape(file, width, num_layers, num_heads, context)
     model = _empty(config, padded)
     numbers = np.memmap(file, dtype=kind, mode="r", offset=HEADER_BYTES)
-    return Model(config, vocab_size, _named(_tensors(numbers, model, num_layers), vocab_size))
+    weights = _named(_tensors(numbers, model, num_layers), vocab_size)
+    return Model(config, vocab_size, {name: finite(name, one, str(file), _AGAIN) for name, one in weights.items()})
 
 
 def write(
@@ -109,7 +113,7 @@ def write(
     CheckpointError for one that is no GPT-2 of llm.c.
     """
     if odd := unlike(model.config):
-        cure = 'llm.c has GPT-2 alone: model.preset = "gpt2-124m", say. bloomery export --format hf knows more.'
+        cure = 'llm.c has GPT-2 alone: model.preset = "gpt2-124m". `bloomery export MODEL OUT --format hf` knows more.'
         raise CheckpointError("; ".join(odd), where="export", cure=cure)
     config, rows = model.config, num_ids or model.vocab_size
     padded = -(-rows // PADDED_TO) * PADDED_TO
@@ -147,6 +151,15 @@ def shape(width: int, num_layers: int, num_heads: int, context: int) -> ModelCon
     )
 
 
+def _shape(file: Path, width: int, num_layers: int, num_heads: int, context: int) -> ModelConfig:
+    """The shape that the header of a file names. Raises CheckpointError where no model has it."""
+    try:
+        return shape(width, num_layers, num_heads, context)
+    except ValidationError as error:
+        what = f"its header names no model: {explained(ModelConfig, error)[0]}"
+        raise CheckpointError(what, where=str(file), cure=_AGAIN) from None
+
+
 def unlike(config: ModelConfig) -> list[str]:
     """What a model has otherwise than a GPT-2 of llm.c."""
     if config.width % config.num_heads:
@@ -181,7 +194,9 @@ _AGAIN = "It is damaged, or of another model. Make it or fetch it again."
 
 
 def _header(file: Path, magic: int, what: str, versions: tuple[int, ...]) -> NDArray[np.int32]:
-    size = file.stat().st_size if file.is_file() else -1
+    if os.path.exists(file):
+        check_regular(file)
+    size = file.stat().st_size if os.path.isfile(file) else -1
     if size < HEADER_BYTES:
         shown = "is missing" if size < 0 else f"has {size} bytes, less than a header of {HEADER_BYTES}"
         raise CheckpointError(shown, where=str(file), cure=_AGAIN)

@@ -11,8 +11,11 @@ import warnings
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
+from safetensors import SafetensorError
+
 import bloomery.hw.needs_torch  # noqa: F401
 from bloomery.core import files
+from bloomery.core.errors import CheckpointError, shorten
 from bloomery.hw.dist import World
 
 import torch
@@ -28,6 +31,8 @@ from torch.distributed.tensor import DTensor
 FILE_BYTES = 256 * 2**20
 """Of one file at most, if no tensor is larger: a file is put together in memory before it is written."""
 
+UNREADABLE = (OSError, SafetensorError, CheckpointException, ValueError, KeyError, TypeError, RuntimeError)
+"""What torch.distributed.checkpoint raises for files that are not of its kind, and torch where memory is too small."""
 Place = Callable[[str, torch.Size, torch.dtype], Tensor]
 """Of the name, whole shape and number format of a tensor: where it, or this rank's part of it, is to be read to."""
 
@@ -82,15 +87,24 @@ def write(folder: Path, tensors: Mapping[str, Tensor], world: World) -> None:
 
 
 def read(folder: Path, place: Place | None = None) -> dict[str, Tensor]:
-    """The tensors that `write` left, whole, or in the parts that `place` makes room for."""
+    """
+    The tensors that `write` left, whole, or in the parts that `place` makes room for. Raises CheckpointError for files
+    that it has not written, or whose tensors `place` has no room for.
+    """
     _quiet()
     room: dict[str, Tensor] = {}
-    for name, facts in HuggingFaceStorageReader(str(folder)).read_metadata().state_dict_metadata.items():
-        assert isinstance(facts, TensorStorageMetadata)
-        kind = facts.properties.dtype
-        room[name] = torch.empty(facts.size, dtype=kind) if place is None else place(name, facts.size, kind)
-    if room:
-        load(room, storage_reader=HuggingFaceStorageReader(str(folder)), no_dist=True)
+    try:
+        for name, facts in HuggingFaceStorageReader(str(folder)).read_metadata().state_dict_metadata.items():
+            if not isinstance(facts, TensorStorageMetadata):
+                raise TypeError(f"{name} is no tensor")
+            kind = facts.properties.dtype
+            room[name] = torch.empty(facts.size, dtype=kind) if place is None else place(name, facts.size, kind)
+        if room:
+            load(room, storage_reader=HuggingFaceStorageReader(str(folder)), no_dist=True)
+    except UNREADABLE as error:
+        what = f"cannot be read: {type(error).__name__}: {shorten(str(error))}"
+        cure = f"Remove {folder.parent}, and the same command goes on from the checkpoint before it."
+        raise CheckpointError(what, where=str(folder), cure=cure) from None
     return room
 
 

@@ -201,6 +201,13 @@ CALL = {"role": "assistant", "content": "a"}
         ({"prompt": "p", "completion": "c", "history": 5}, "bad_message", "its history is int, not a list of pairs"),
         ({"messages": [CALL], "tools": [{"name": "\ud800"}]}, "not_unicode", "a tool holds half a surrogate"),
         ({**TALK, "id": "\ud800"}, "not_unicode", "field 'id' holds half a surrogate"),
+        ({**TALK, "id": "a\0"}, "binary", "field 'id' holds a NUL at character 1"),
+        (
+            {"messages": [{**CALL, "content": "a\0b"}]},
+            "binary",
+            "message 1 holds a NUL at character 1: this is not text",
+        ),
+        ({**ROWS[-2], "text": "\0"}, "binary", "holds a NUL at character 0"),
         ({**ROWS[-2], "role": ["prompter"]}, "unknown_role", r"has the role \['prompter'\]"),
     ],
 )
@@ -320,4 +327,6 @@ def test_a_table_that_was_cut_or_overwritten_is_told(tmp_path: Path) -> None:
     path.write_bytes(whole[:-20])
     assert told(read(path)) == [("0", "torn")]
     path.write_bytes(whole[:20] + b"\xff" * 40 + whole[60:])
+    assert told(read(path)) == [("0", "torn")]
+    path.write_bytes(whole.replace(b"messages", b"message\xf3"))
     assert told(read(path)) == [("0", "torn")]

@@ -17,7 +17,7 @@ import torch
 @pytest.mark.parametrize("kind", ["muon", "adamw", "adamw8bit", "ademamix", "lion"])
 def test_a_run_that_was_tried_ends_in_the_same_weights(kind: str, shards: Path, tmp_path: Path) -> None:
     for tried in (True, False):
-        session(shards, tmp_path / str(tried), dry_run=tried, optimizer={"kind": kind}, steps=3).run()
+        session(shards, tmp_path / str(tried), dry_run=tried, optimizer={"kind": kind}, steps=5).run()
     first, second = ((tmp_path / str(tried) / "model" / "model.safetensors").read_bytes() for tried in (True, False))
     assert first == second
 
@@ -29,7 +29,7 @@ def test_a_sample_without_finite_gradients_leaves_no_trace_in_the_weights(
 
     def poisoned(model: Any, batch: Any, *rest: Any) -> Any:
         loss, told = plain(model, batch, *rest)
-        return loss * (float("nan") if 0 in batch.samples else 1.0), told
+        return loss * (float("nan") if model.training and 0 in batch.samples else 1.0), told
 
     monkeypatch.setattr(loop, "micro_batch_losses", poisoned)
     for tried in (True, False):

@@ -155,12 +155,13 @@ def test_this_machine_has_a_measured_peak_of_both_formats(monkeypatch: pytest.Mo
 
 
 def test_ranks_on_a_processor_share_its_memory_and_those_on_cards_do_not(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
     device = replace(processor(), memory_bytes=64 * GIB)
     alone, two = room(device), room(device, 2, ranks_here(World(0, 2)))
     assert two.usable_bytes == pytest.approx(alone.usable_bytes / 2, abs=1)
     assert (alone.memory_bytes, two.memory_bytes) == (64 * GIB, 32 * GIB)
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", "1")
+    for name, value in {"WORLD_SIZE": "2", "RANK": "0", "LOCAL_WORLD_SIZE": "1"}.items():
+        monkeypatch.setenv(name, value)
     assert room(device, 2, ranks_here(World(0, 2))).usable_bytes == alone.usable_bytes, "each on a machine of its own"
     assert card(devices=2).usable_bytes == card().usable_bytes
 

@@ -100,3 +100,18 @@ def test_what_waits_for_the_processor_is_not_planned_with(monkeypatch: pytest.Mo
 
 def test_what_is_too_large_for_a_plan_is_not_made() -> None:
     assert timed(replace(STEP, model=ModelConfig(preset="llama-3.1-70b")), processor()) is None
+
+
+def test_steps_that_take_long_are_not_repeated(monkeypatch: pytest.MonkeyPatch) -> None:
+    rounds = []
+
+    def once(self: object) -> Timed:
+        rounds.append(self)
+        return Timed(timing.MAX_SECONDS, 1.0, 1.0)
+
+    monkeypatch.setattr(timing._Ready, "once", once)
+    timing.measured.cache_clear()
+    (found,) = timing.measured((STEP,), processor())
+    timing.measured.cache_clear()
+    assert found.first > 0
+    assert len(rounds) == len(set(rounds))

@@ -1,12 +1,12 @@
 """Where conversations come from, and which of them are left out: most of the section [instruct] of a recipe."""
 
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from pydantic import Field, field_validator, model_validator
 
-from bloomery.core.config import Config, Positive
+from bloomery.core.bounds import Between, DiskPath, Documents, RowBytes, Seed
+from bloomery.core.config import Config, repeated
 from bloomery.data.accept import FieldIs
 from bloomery.data.conversations import presets
 from bloomery.data.conversations.filters import Filter
@@ -25,11 +25,11 @@ class Talks(Config):
     """What reports call it."""
     license: str | None = None
     """License of its conversations, where they do not say themselves (`license`)."""
-    max_conversations: Positive | None = None
+    max_conversations: Documents | None = None
     """Reading stops behind so many, whatever filters make of them."""
-    max_answers: Positive | None = None
+    max_answers: Documents | None = None
     """A conversation of more answers is cut behind so many."""
-    copies: Positive = 1
+    copies: Annotated[int, Between(1, 1000, "each is in the rows once more")] = 1
     """How often each of those that are not held out is in the rows to train on."""
 
 
@@ -38,8 +38,8 @@ class WorldTalks(Talks):
 
     kind: Literal["worlds"] = "worlds"
     name: Name = "worlds"
-    count: Positive = 10_000
-    seed: int = 0
+    count: Annotated[int, Between(1, 10**8, "all are in memory")] = 10_000
+    seed: Seed = 0
 
 
 class Shaped(Talks):
@@ -67,7 +67,7 @@ class Shaped(Talks):
     """Of text files: what stands between two dialogues. Empty: a file is one dialogue."""
     accept: tuple[FieldIs, ...] = ()
     """Conditions that a row has to meet; the others are rejected with the condition and the value it saw."""
-    max_row_bytes: Positive = 16 * 2**20
+    max_row_bytes: RowBytes = 16 * 2**20
     """
     A longer row is rejected (`too_long`), of parquet by the text in it. It bounds the memory of reading. In a .json
     list, an element that has no end within so much ends the reading of its file.
@@ -93,7 +93,7 @@ class TalkFiles(Shaped):
     """
 
     kind: Literal["files", "jsonl"] = "files"
-    path: Path
+    path: DiskPath
     """A file, a folder with all that is below it, or wildcards."""
 
 
@@ -143,7 +143,7 @@ class Conversations(Config):
         names = [source.name for source in self.sources]
         if SYNTHESIZE in names:
             raise ValueError(f"the name {SYNTHESIZE!r} is that of the stage whose conversations are read beside these")
-        if twice := sorted({name for name in names if names.count(name) > 1}):
+        if twice := repeated(names):
             raise ValueError(f"two sources have the name {twice[0]!r}, and nobody could tell them apart")
         return self
 

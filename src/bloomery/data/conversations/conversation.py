@@ -74,6 +74,20 @@ def as_message(value: Mapping[str, Any]) -> Message:
     return Message(role=value["role"], content=value["content"])
 
 
+def not_text(content: str, whose: str = "") -> Problem | None:
+    """
+    Why no message that is read can hold this content, by the rule for documents: a NUL, or half a surrogate pair.
+
+    A renderer writes NUL all the same: an untrained model says it.
+    """
+    subject = f"{whose} " if whose else ""
+    if (nul := content.find("\0")) >= 0:
+        return Problem("binary", nul, f"{subject}holds a NUL at character {nul}: this is not text")
+    if (spot := half_pair(content)) is not None:
+        return Problem("not_unicode", spot, f"{subject}holds half a surrogate pair at character {spot}")
+    return None
+
+
 def half_pair(text: str) -> int | None:
     """The place of a lone surrogate, which JSON can spell and UTF-8 cannot hold; None where there is none."""
     try:

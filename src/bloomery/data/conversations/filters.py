@@ -12,11 +12,10 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal
 
-from pydantic import Field
-
-from bloomery.core.config import Config, Count, Positive, Share
+from bloomery.core.bounds import Between, PositiveLength, Share, TextLength
+from bloomery.core.config import Config
 from bloomery.data import overlap, unspaced
 from bloomery.data.conversations import phrases
 from bloomery.data.conversations.conversation import Conversation
@@ -109,7 +108,7 @@ class Refusal(Filtering):
 
     kind: Literal["refusal"] = "refusal"
     openings: Literal["both", "refusals", "hedges"] = "both"
-    opening_characters: Positive = 160
+    opening_characters: PositiveLength = 160
     """How much of an answer counts as its opening."""
 
     def finding(self, conversation: Conversation) -> Finding | None:
@@ -131,7 +130,7 @@ class Truncated(Filtering):
     """
 
     kind: Literal["truncated"] = "truncated"
-    min_words: Positive = 40
+    min_words: PositiveLength = 40
     """Shorter answers may end as they like: names, numbers, titles."""
 
     def finding(self, conversation: Conversation) -> Finding | None:
@@ -161,9 +160,9 @@ class LengthMismatch(Filtering):
     """
 
     kind: Literal["length_mismatch"] = "length_mismatch"
-    min_question_words: Count = 15
+    min_question_words: TextLength = 15
     """A question of fewer words …"""
-    max_answer_words: Positive = 200
+    max_answer_words: PositiveLength = 200
     """… must not have an answer of more."""
     every: bool = False
     """Whether all exchanges are looked at, and not the first alone: a later question may lean on what stands before."""
@@ -192,12 +191,12 @@ class Spam(Filtering):
     """
 
     kind: Literal["spam"] = "spam"
-    max_phrases: Count = 1
+    max_phrases: TextLength = 1
     """More of them, in all messages, drop it."""
-    max_links: float = Field(5.0, ge=0)
+    max_links: Annotated[float, Between(0, 100, "it counts links in 100 words")] = 5.0
     """In 100 words of what the assistant says."""
     max_repeated: Share = 0.5
-    min_words: Positive = 30
+    min_words: PositiveLength = 30
     """Links and repetitions are looked for in answers of so many words and more."""
 
     def finding(self, conversation: Conversation) -> Finding | None:

@@ -19,7 +19,7 @@ from bloomery.data import elsewhere, hub, json_lists, rows, sources, tables, unp
 from bloomery.data.accept import first_unmet
 from bloomery.data.conversations import dialogue, shapes, trees
 from bloomery.data.conversations.config import Shaped, Source, TalkFiles, TalkHub, TalkPreset, WorldTalks
-from bloomery.data.conversations.conversation import Conversation, Messages, Rejected, as_message, half_pair
+from bloomery.data.conversations.conversation import Conversation, Messages, Rejected, as_message, not_text
 from bloomery.data.conversations.shapes import LISTS, Row, Shape
 from bloomery.data.rows import Found
 from bloomery.data.sources import AnyFiles
@@ -185,9 +185,12 @@ def _parquet(file: _File) -> Iterator[tuple[int, Found]]:
 
 
 def _columns(file: _File, looked_at: Collection[str]) -> Iterator[tuple[int, Found]]:
+    if (problem := tables.crashes(file.path)) is not None:
+        yield 0, problem
+        return
     try:
         names = pq.read_schema(file.path).names
-    except (pa.ArrowException, OSError) as error:
+    except (pa.ArrowException, OSError, UnicodeDecodeError) as error:
         if getattr(error, "errno", None) is not None:
             raise unpack.unreadable(file.path, error) from None
         yield 0, Problem("torn", 0, f"is no parquet file, or broken: {error}")
@@ -265,8 +268,8 @@ def _item(file: _File, ending: str, row: Row | None, found: Messages | Problem, 
         found = Problem("nothing_to_learn", 0, "no message is the assistant's")
     own, license = (row or {}).get("id"), (row or {}).get("license")
     for name, value in (("id", own), ("license", license)):
-        if isinstance(found, list) and isinstance(value, str) and (spot := half_pair(value)) is not None:
-            found = Problem("not_unicode", spot, f"field {name!r} holds half a surrogate pair at character {spot}")
+        if isinstance(found, list) and isinstance(value, str):
+            found = not_text(value, f"field {name!r}") or found
     if isinstance(found, Problem):
         return Rejected(source.name, place, found, row)
     return Conversation(

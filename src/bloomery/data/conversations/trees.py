@@ -4,7 +4,7 @@ from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
 from bloomery.data import rows
-from bloomery.data.conversations.conversation import Message, Messages, half_pair
+from bloomery.data.conversations.conversation import Message, Messages, not_text
 from bloomery.data.conversations.shapes import TREE, Row
 from bloomery.data.unpack import Problem
 
@@ -38,9 +38,8 @@ def trouble(row: Row) -> Problem | None:
     text = row.get("text")
     if not isinstance(text, str):
         return Problem("not_text", 0, f"field 'text' has {type(text).__name__} as its content, not text")
-    if (spot := half_pair(text)) is not None:
-        return Problem("not_unicode", spot, f"holds half a surrogate pair at character {spot}")
-    return Problem("deleted", 0, "was deleted by its data set") if row.get("deleted") else None
+    deleted = Problem("deleted", 0, "was deleted by its data set") if row.get("deleted") else None
+    return not_text(text) or deleted
 
 
 def paths(found: Iterable[tuple[int, Row]]) -> Iterator[Path | tuple[int, Problem]]:

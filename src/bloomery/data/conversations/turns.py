@@ -5,7 +5,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from bloomery.data.conversations.conversation import Message, Role, half_pair
+from bloomery.data.conversations.conversation import Message, Role, not_text
 from bloomery.data.unpack import Problem
 
 Row = Mapping[str, Any]
@@ -89,9 +89,7 @@ def text(content: Any, whose: str, empty: bool = False) -> str | Problem:
         return Problem("not_text", 0, what)
     if not isinstance(content, str):
         return Problem("not_text", 0, f"{whose} has {type(content).__name__} as its content, not text")
-    if (spot := half_pair(content)) is not None:
-        return Problem("not_unicode", spot, f"{whose} holds half a surrogate pair at character {spot}")
-    return content
+    return not_text(content, whose) or content
 
 
 def _calls(one: Row, whose: str) -> str | Problem:

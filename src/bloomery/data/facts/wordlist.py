@@ -5,6 +5,7 @@ from collections.abc import Iterable, Iterator
 from functools import cache
 from pathlib import Path
 
+from bloomery.core import files
 from bloomery.core.errors import DataError
 
 WORD = re.compile(r"\w+")
@@ -13,6 +14,7 @@ WORD = re.compile(r"\w+")
 def lines_of(path: Path) -> list[str]:
     """The lines of a text file, lowered, without blank ones and those that begin with #. Raises DataError."""
     try:
+        files.check_regular(path)
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise DataError(f"cannot be read: {error}", where=str(path), cure="A list is UTF-8 text, one a line.") from None

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from bloomery.data import rows, worlds
-from bloomery.data.conversations.conversation import half_pair
+from bloomery.data.conversations.conversation import not_text
 from bloomery.data.preferences.config import Arithmetic
 from bloomery.data.unpack import Problem as Trouble
 
@@ -68,8 +68,8 @@ def read(
             return Trouble("no_field", 0, f"has no field {name!r}; its fields: {', '.join(row)}")
         if not isinstance(value, str) or not value.strip():
             return Trouble("not_text", 0, f"field {name!r} holds {type(value).__name__} where a text is wanted")
-        if (spot := half_pair(value)) is not None:
-            return Trouble("not_unicode", spot, f"field {name!r} holds half a surrogate pair at character {spot}")
+        if problem := not_text(value, f"field {name!r}"):
+            return problem
         found[name] = value
     if not any(sign.isdigit() for sign in found[answer_field]):
         return Trouble("no_number", 0, f"field {answer_field!r} holds no number, so nobody could check an answer")

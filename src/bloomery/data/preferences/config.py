@@ -1,15 +1,17 @@
 """Where preferences and problems come from: sources of the section [prefer] of a recipe."""
 
-from pathlib import Path
 from typing import Annotated, Literal
 
 from pydantic import Field
 
-from bloomery.core.config import Config, Count, Positive
+from bloomery.core.bounds import Between, DiskPath, Documents, RowBytes, Seed
+from bloomery.core.config import Config
 from bloomery.data.accept import FieldIs
 from bloomery.data.conversations.config import TalkFiles, TalkHub
 from bloomery.data.elsewhere import AtHub, Reach
 from bloomery.data.reading import Name
+
+Generated = Annotated[int, Between(1, 10**8, "all are in memory")]
 
 
 class WorldPairs(Config):
@@ -19,8 +21,8 @@ class WorldPairs(Config):
 
     kind: Literal["worlds"] = "worlds"
     name: Name = "worlds"
-    count: Positive = 2000
-    seed: int = 0
+    count: Generated = 2000
+    seed: Seed = 0
 
 
 class Read(Config):
@@ -28,11 +30,11 @@ class Read(Config):
 
     name: Name
     """What reports call it."""
-    max_rows: Positive | None = None
+    max_rows: Documents | None = None
     """Reading stops behind so many that are understood."""
     accept: tuple[FieldIs, ...] = ()
     """Conditions that a row has to meet; the others are rejected with the condition and the value it saw."""
-    max_row_bytes: Positive = 16 * 2**20
+    max_row_bytes: RowBytes = 16 * 2**20
     """A longer row is rejected (`too_long`)."""
 
 
@@ -52,7 +54,7 @@ class PairFiles(PairRows):
     """Files of this machine: .jsonl, .json (a list) and .parquet, the first two also as .gz and .zst."""
 
     kind: Literal["files"] = "files"
-    path: Path
+    path: DiskPath
     """A file, a folder with all that is below it, or wildcards."""
 
     @property
@@ -84,13 +86,13 @@ class Arithmetic(Config):
 
     kind: Literal["arithmetic"] = "arithmetic"
     name: Name = "arithmetic"
-    count: Positive = 2000
-    largest: Positive = 49
+    count: Generated = 2000
+    largest: Annotated[int, Between(1, 10**9, "answers are numbers that a model could learn")] = 49
     """Operands lie between 0 and this."""
     operations: tuple[Literal["plus", "minus", "times"], ...] = Field(("plus",), min_length=1)
-    terms: Annotated[int, Field(ge=2, le=6)] = 2
+    terms: Annotated[int, Between(2, 6, "few people ask for more", "a question has two operands")] = 2
     """Most operands of a question."""
-    seed: Count = 0
+    seed: Seed = 0
 
 
 class ProblemRows(Read):
@@ -104,7 +106,7 @@ class ProblemFiles(ProblemRows):
     """Files in the format of GSM8K: .jsonl, .json or .parquet, the first two also as .gz and .zst."""
 
     kind: Literal["files"] = "files"
-    path: Path
+    path: DiskPath
 
     @property
     def files_read(self) -> TalkFiles:

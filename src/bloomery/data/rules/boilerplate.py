@@ -6,7 +6,7 @@ from typing import Literal
 
 import numpy as np
 
-from bloomery.core.config import Count, Share
+from bloomery.core.bounds import Share, TextLength
 from bloomery.data.facts.batch import Facts, Flags, shares, sums
 from bloomery.data.facts.verdict import Common, Finding, above
 
@@ -36,7 +36,7 @@ class Boilerplate(Common):
     """Largest share of lines with one of the phrases."""
     phrases: tuple[str, ...] = PHRASES
     """In any case of ASCII letters."""
-    max_templates: Count = 2
+    max_templates: TextLength = 2
     """Most places that a template has left to be filled in."""
 
     def findings(self, facts: Facts, live: Flags) -> Iterator[Finding]:

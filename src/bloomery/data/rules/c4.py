@@ -2,12 +2,11 @@
 
 import re
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Literal
 
 import numpy as np
 
-from bloomery.core.config import Count, Positive, Share
+from bloomery.core.bounds import DiskPath, PositiveLength, Share, TextLength
 from bloomery.data.facts.alphabet import Positions
 from bloomery.data.facts.batch import Facts, Flags, one_of, shares, sums
 from bloomery.data.facts.verdict import Common, Finding, above, below
@@ -37,19 +36,19 @@ class C4(Common):
     """
 
     kind: Literal["c4"] = "c4"
-    min_sentences: Count = 5
+    min_sentences: TextLength = 5
     """In the lines that the paper would keep."""
     min_kept_lines: Share = 0.0
     """Least share of the lines with text that the paper would keep."""
-    min_line_words: Count = 3
+    min_line_words: TextLength = 3
     need_line_ends: bool = True
     """Whether the lines that count have to end in a mark. FineWeb found it best that they need not."""
-    max_word_characters: Positive = 1000
+    max_word_characters: PositiveLength = 1000
     curly_brackets: bool = False
     """Whether documents may hold a curly bracket, which the paper takes for code."""
     bad_words: tuple[str, ...] = ()
     """Words and phrases that drop a document, in any case."""
-    bad_words_path: Path | None = None
+    bad_words_path: DiskPath | None = None
     """A text file of such words, one a line."""
 
     def findings(self, facts: Facts, live: Flags) -> Iterator[Finding]:

@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from typing import Literal
 
-from bloomery.core.config import Share
+from bloomery.core.bounds import Share
 from bloomery.data.facts import alphabet
 from bloomery.data.facts.batch import Facts, Flags, shares
 from bloomery.data.facts.verdict import Common, Finding, above, below

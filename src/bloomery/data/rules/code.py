@@ -7,7 +7,7 @@ from typing import Literal
 
 import numpy as np
 
-from bloomery.core.config import Count, Positive, Share
+from bloomery.core.bounds import PositiveLength, Ratio, Share, TextLength
 from bloomery.data.facts import alphabet
 from bloomery.data.facts.batch import Facts, Flags, Values, shares
 from bloomery.data.facts.verdict import Common, Finding, above, below
@@ -36,8 +36,8 @@ class Code(Common):
     """
 
     kind: Literal["code"] = "code"
-    max_line_characters: Positive = 1000
-    max_mean_line_characters: float = 100.0
+    max_line_characters: PositiveLength = 1000
+    max_mean_line_characters: Ratio = 100.0
     min_alphanumeric: Share = 0.25
     """Least share of characters that are letters or digits."""
     xml: bool = False
@@ -46,10 +46,10 @@ class Code(Common):
     """Whether one of the first five lines may say that a program wrote the file."""
     min_visible_html: Share = 0.2
     """Least share of an HTML file that a reader sees."""
-    min_visible_html_characters: Count = 100
-    min_data_characters: Count = 50
+    min_visible_html_characters: TextLength = 100
+    min_data_characters: TextLength = 50
     """Of JSON and YAML files."""
-    max_data_characters: Positive = 5000
+    max_data_characters: PositiveLength = 5000
     min_data_letters: Share = 0.5
     """Least share of letters in JSON and YAML files."""
     min_comments: Share = 0.0

@@ -5,7 +5,7 @@ from typing import Literal
 
 import numpy as np
 
-from bloomery.core.config import Positive, Share
+from bloomery.core.bounds import PositiveLength, Ratio, Share
 from bloomery.data.facts import alphabet
 from bloomery.data.facts.batch import Facts, Flags, shares, sums
 from bloomery.data.facts.verdict import Common, Finding, above, below
@@ -23,9 +23,9 @@ class FineWeb(Common):
     min_lines_with_end: Share = 0.12
     """Least share of lines whose last character ends a sentence (in any script; a closing quote does not)."""
     max_short_lines: Share = 0.67
-    short_line_characters: Positive = 30
+    short_line_characters: PositiveLength = 30
     max_duplicate_line_characters: Share = 0.01
-    max_lines_per_word: float = 0.3
+    max_lines_per_word: Ratio = 0.3
 
     def findings(self, facts: Facts, live: Flags) -> Iterator[Finding]:
         lines = facts.written

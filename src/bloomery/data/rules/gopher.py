@@ -5,7 +5,7 @@ from typing import Literal
 
 import numpy as np
 
-from bloomery.core.config import Count, Positive, Share
+from bloomery.core.bounds import PositiveLength, Ratio, Share, TextLength
 from bloomery.data.facts import alphabet
 from bloomery.data.facts.alphabet import Positions
 from bloomery.data.facts.batch import Facts, Flags, Spans, Values, shares
@@ -25,17 +25,17 @@ class Gopher(Common):
     """
 
     kind: Literal["gopher"] = "gopher"
-    min_words: Count = 50
-    max_words: Positive = 100_000
-    min_mean_word_characters: float = 3.0
-    max_mean_word_characters: float = 10.0
-    max_symbols_per_word: float = 0.1
+    min_words: TextLength = 50
+    max_words: PositiveLength = 100_000
+    min_mean_word_characters: Ratio = 3.0
+    max_mean_word_characters: Ratio = 10.0
+    max_symbols_per_word: Ratio = 0.1
     """Hash signs and ellipses, each on its own, for each word."""
     max_bullet_lines: Share = 0.9
     max_ellipsis_lines: Share = 0.3
     min_alphabetic_words: Share = 0.8
     """Least share of words with a letter in them."""
-    min_stop_words: Count = 2
+    min_stop_words: TextLength = 2
     """Least number of different ones of `stop_words`."""
     stop_words: tuple[str, ...] = STOP_WORDS
 

@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 import numpy as np
 from pydantic import Field
 
-from bloomery.core.config import Positive, Share
+from bloomery.core.bounds import PositiveLength, Share
 from bloomery.data import extras
 from bloomery.data.facts.batch import Facts, Flags
 from bloomery.data.facts.verdict import Common, Finding, below
@@ -27,7 +27,7 @@ class Language(Common):
     keep: Annotated[tuple[Code, ...], Field(min_length=1)] = ("en",)
     """Languages that stay, as ISO 639-1 names them."""
     min_confidence: Share = 0.65
-    characters: Positive = 1000
+    characters: PositiveLength = 1000
     """How much of a document is looked at, from its start."""
 
     def findings(self, facts: Facts, live: Flags) -> Iterator[Finding]:

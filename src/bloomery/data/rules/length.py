@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from typing import Literal
 
-from bloomery.core.config import Count, Positive
+from bloomery.core.bounds import PositiveLength, TextLength
 from bloomery.data.facts.batch import Facts, Flags
 from bloomery.data.facts.verdict import Common, Finding, above, below
 
@@ -12,9 +12,9 @@ class Length(Common):
     """Documents that are too short or too long, in characters."""
 
     kind: Literal["length"] = "length"
-    min_characters: Count = 100
-    max_characters: Positive | None = None
-    min_words: Count = 0
+    min_characters: TextLength = 100
+    max_characters: PositiveLength | None = None
+    min_words: TextLength = 0
     """What white space separates."""
 
     def findings(self, facts: Facts, live: Flags) -> Iterator[Finding]:

@@ -5,7 +5,7 @@ from typing import Literal
 
 import numpy as np
 
-from bloomery.core.config import Positive, Share
+from bloomery.core.bounds import PositiveLength, Share
 from bloomery.data.facts import alphabet
 from bloomery.data.facts.batch import Facts, Flags, shares, sums
 from bloomery.data.facts.verdict import Common, Finding, above
@@ -28,7 +28,7 @@ class Lines(Common):
     max_bullet_lines: Share = 0.9
     max_ellipsis_lines: Share = 0.3
     max_short_lines: Share = 1.0
-    short_line_characters: Positive = 30
+    short_line_characters: PositiveLength = 30
     max_lines_without_end: Share = 1.0
     """Lines whose last character is none that ends a sentence or a part of it, and no closing quote or bracket."""
     max_number_lines: Share = 1.0

@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 import numpy as np
 from pydantic import Field
 
-from bloomery.core.config import Count
+from bloomery.core.bounds import TextLength
 from bloomery.data.facts import private
 from bloomery.data.facts.batch import Facts, Flags, one_of
 from bloomery.data.facts.private import Kind
@@ -30,7 +30,7 @@ class Pii(Common):
     find: Annotated[tuple[Kind, ...], Field(min_length=1)] = ("mail", "ip", "key")
     action: Literal["mask", "drop"] = "mask"
     """mask: <EMAIL>, <IP>, <PHONE> or <KEY> stands in the place of each, and the rest of the document stays."""
-    max_found: Count = 0
+    max_found: TextLength = 0
     """With action "drop": how many of one kind a document may hold."""
     private_ips: bool = False
     """Whether addresses count that mean nobody outside: 127.0.0.1, 10.0.0.1, 192.0.2.1, fe80::1."""

@@ -2,12 +2,13 @@
 
 import hashlib
 from collections.abc import Iterator
-from typing import Any, Literal, NamedTuple
+from typing import Annotated, Any, Literal, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
+from pydantic import Field
 
-from bloomery.core.config import Positive, Share
+from bloomery.core.bounds import PositiveLength, Share
 from bloomery.data.facts.alphabet import Positions
 from bloomery.data.facts.batch import NEWLINE, Facts, Flags, Spans, Values, only, shares, sums
 from bloomery.data.facts.verdict import Common, Finding, above
@@ -19,6 +20,8 @@ LONG_WORD = 256
 """Bytes of a word that are hashed for all words at a time."""
 MASKS = np.array([2 ** (8 * size) - 1 for size in range(9)], np.uint64)
 """What keeps the first 0, 1, … 8 bytes of a number that was read from text."""
+
+NgramShares = Annotated[tuple[Share, ...], Field(max_length=32)]
 
 
 class Repetition(Common):
@@ -34,11 +37,11 @@ class Repetition(Common):
     max_duplicate_line_characters: Share = 0.2
     max_duplicate_paragraphs: Share = 0.3
     max_duplicate_paragraph_characters: Share = 0.2
-    max_top_ngrams: tuple[Share, ...] = (0.20, 0.18, 0.16)
+    max_top_ngrams: NgramShares = (0.20, 0.18, 0.16)
     """Largest share of characters in the most frequent 2-gram, 3-gram, … of words."""
-    min_top_count: Positive = 2
+    min_top_count: PositiveLength = 2
     """How often a phrase has to come before it counts as frequent; once is no repetition."""
-    max_duplicate_ngrams: tuple[Share, ...] = (0.15, 0.14, 0.13, 0.12, 0.11, 0.10)
+    max_duplicate_ngrams: NgramShares = (0.15, 0.14, 0.13, 0.12, 0.11, 0.10)
     """Largest share of characters in repeats of an earlier 5-gram, 6-gram, … of words."""
 
     def findings(self, facts: Facts, live: Flags) -> Iterator[Finding]:

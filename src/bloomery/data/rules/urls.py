@@ -10,7 +10,7 @@ from urllib.parse import unquote, urlsplit
 import numpy as np
 from pydantic import model_validator
 
-from bloomery.core.config import Positive
+from bloomery.core.bounds import DiskPath, PositiveLength
 from bloomery.data.facts.batch import Facts, Flags
 from bloomery.data.facts.verdict import Common, Finding, above
 from bloomery.data.facts.wordlist import lines_of
@@ -29,12 +29,12 @@ class Urls(Common):
     kind: Literal["urls"] = "urls"
     hosts: tuple[str, ...] = ()
     """A host and all below it: `example.com` is also www.example.com, whatever the case, port or spelling (IDN)."""
-    hosts_path: Path | None = None
+    hosts_path: DiskPath | None = None
     """A text file of such hosts, one a line."""
     words: tuple[str, ...] = ()
     """Words of addresses, between marks: `casino` is in /casino-royale but not in /occasionally."""
-    words_path: Path | None = None
-    min_words: Positive = 1
+    words_path: DiskPath | None = None
+    min_words: PositiveLength = 1
     """How many different words an address needs to be dropped."""
 
     @model_validator(mode="after")

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from itertools import islice
 from typing import Any
 
-from bloomery.data.conversations.conversation import half_pair
+from bloomery.data.conversations.conversation import not_text
 from bloomery.data.synthesis.config import Augment, Mode
 from bloomery.data.synthesis.prompts import Task
 
@@ -94,8 +94,8 @@ def questions(answer: str, limit: int) -> list[tuple[str, str]]:
     for one in found:
         match one:
             case {"question": str(question), "answer": str(said)} if question.strip() and said.strip():
-                if half_pair(question + said) is not None:
-                    raise ValueError("holds half a surrogate pair")
+                if not_text(question + said):
+                    raise ValueError("holds a NUL or half a surrogate pair")
                 pairs.append((question.strip(), said.strip()))
             case _:
                 raise ValueError("holds something that is no question with its answer")

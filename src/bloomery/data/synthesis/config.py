@@ -4,12 +4,15 @@ from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
-from bloomery.core.config import VOLATILE, Config, Count, Positive
-from bloomery.data.conversations.conversation import half_pair
+from bloomery.core.bounds import Attempts, Between, Context, PositiveLength, Seed, Tokens
+from bloomery.core.config import VOLATILE, Config, repeated
+from bloomery.data.conversations.conversation import not_text
 from bloomery.data.synthesis.presets import PRESETS
 from bloomery.data.synthesis.prompts import Category
 
-Dollars = Annotated[float, Field(ge=0)]
+Dollars = Annotated[float, Between(0, 1e6, "nobody asks for more")]
+
+ReadingEase = Annotated[float, Between(-10_000, 10_000, "Flesch's reading ease of a text ends at 121")]
 
 
 class Price(Config):
@@ -77,14 +80,20 @@ class Augment(Config):
     """In turn, one for each document; a document that a mode cannot take gets the next one that can."""
     domains: tuple[str, ...] = ()
     """None named: all."""
-    max_characters: Annotated[int, Field(ge=200)] = 4000
+    max_characters: Annotated[int, Between(200, 10**9, "less says nothing, and no model reads more")] = 4000
     """Longer documents are cut at the end of a paragraph, or else of a word."""
-    min_words: Positive = 50
+    min_words: PositiveLength = 50
     """Shorter documents are left out."""
-    words_per_question: Positive = 200
-    max_questions: Positive = 5
-    easy_from: float = 80.0
-    hard_below: float = 60.0
+    words_per_question: PositiveLength = 200
+    max_questions: Annotated[int, Between(1, 1000, "no answer holds more")] = 5
+    easy_from: ReadingEase = 80.0
+    hard_below: ReadingEase = 60.0
+
+
+ProviderTemperature = Annotated[
+    float, Between(1e-3, 2, "providers take no more", "logits are divided by it", or_zero=True)
+]
+Connections = Annotated[int, Between(1, 256, "each is a thread and a connection")]
 
 
 class Synthesize(Config):
@@ -100,22 +109,24 @@ class Synthesize(Config):
     preset: Literal["seed-1386"] | None = None
     """Categories with the names and weights of 1386.ai, and questions of our own."""
     augment: Augment | None = None
-    count: Positive = 100
+    count: Annotated[int, Between(1, 10**8, "each is a request")] = 100
     """Conversations to have. A document that brings several questions may exceed it by a few."""
-    max_answer_tokens: Positive = 512
+    max_answer_tokens: Context = 512
     """Of one turn. A longer answer comes cut, and is not kept."""
-    temperature: float | None = Field(None, ge=0, le=2)
+    temperature: ProviderTemperature | None = None
     """None: as the provider has it."""
-    max_tokens: Positive = 100_000
+    max_tokens: Tokens = 100_000
     """Budget for all that is read and written. A request that could exceed it is not made."""
-    max_dollars: float | None = Field(None, gt=0)
+    max_dollars: Annotated[float, Between(1e-6, 1e9, "no request costs less, and nobody has more")] | None = None
     """The same in dollars; it needs the provider's `price`."""
-    seed: Count = 0
-    concurrency: Annotated[int, Field(ge=1, le=256)] = Field(4, json_schema_extra=VOLATILE)
+    seed: Seed = 0
+    concurrency: Connections = Field(4, json_schema_extra=VOLATILE)
     """Requests under way at once."""
-    attempts: Positive = Field(6, json_schema_extra=VOLATILE)
+    attempts: Attempts = Field(6, json_schema_extra=VOLATILE)
     """Of a request that fails for now (429, 5xx, broken connections), with growing waits or as long as asked."""
-    timeout_seconds: float = Field(120.0, gt=0, json_schema_extra=VOLATILE)
+    timeout_seconds: Annotated[float, Between(1e-3, 86_400, "a day is 86,400 seconds", "no server answers sooner")] = (
+        Field(120.0, json_schema_extra=VOLATILE)
+    )
     """Of a request. With kind = "anthropic", where its client measures, from one piece of the answer to the next."""
 
     def needs(self, after: tuple[str, ...]) -> tuple[str, ...]:
@@ -139,11 +150,10 @@ class Synthesize(Config):
             raise ValueError("augment asks about documents, topics and categories do not; take one of the two")
         for category in self.named:
             for text in (*category.prompts, category.system):
-                if (spot := half_pair(text)) is not None:
-                    what = f"a question or system message of {category.name!r} holds half a surrogate pair"
-                    raise ValueError(f"{what} at character {spot}: {text[:40]!r}")
+                if (problem := not_text(text, f"a question or system message of {category.name!r}")) is not None:
+                    raise ValueError(f"{problem.what}: {text[:40]!r}")
         names = [category.name for category in self.named]
-        if twice := sorted({name for name in names if names.count(name) > 1}):
+        if twice := repeated(names):
             raise ValueError(f"two categories have the name {twice[0]!r}")
         if self.max_dollars is not None and self.provider.price is None:
             raise ValueError(f"max_dollars={self.max_dollars} needs provider.price, the dollars of a million tokens")

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from bloomery.core.files import canonical, sha256_bytes
-from bloomery.data.conversations.conversation import half_pair
+from bloomery.data.conversations.conversation import not_text
 from bloomery.data.synthesis import augment
 from bloomery.data.synthesis.asking import CUT, NOT_TAKEN, REFUSED, WHOLE, Answer
 from bloomery.data.synthesis.config import Synthesize
@@ -69,8 +69,8 @@ def _trouble(answer: Answer) -> str:
         return "refusal"
     if answer.stopped == NOT_TAKEN:
         return "not_taken"
-    if half_pair(answer.text) is not None:
-        return "not_unicode"
+    if problem := not_text(answer.text):
+        return problem.reason
     if not answer.text.strip():
         return "empty"
     return "" if answer.stopped in WHOLE else "unfinished"

@@ -1,11 +1,11 @@
 """
 What was asked, what came, and what it cost, in files that outlive the process: requests.jsonl in each stage's folder.
 
-A line before a request says the most that it may cost, a line after it what it did cost, with the answer. What has only
-the first line, because the process died or the connection broke, counts as spent in full: the budget is an upper bound
-of what is paid, whatever happens. A question that has its answer is never asked again, also where a changed recipe has
-a new folder in the same run: the ledgers of the others are read too, and what they tell counts against the budget, in
-dollars at the price that each request had.
+A line before a request says the most that it may cost, a line after it what it did cost, with the answer. Each line
+holds its own sha256. What has only the first line, because the process died or the connection broke, counts as spent in
+full: the budget is an upper bound of what is paid, whatever happens. A question that has its answer is never asked
+again, also where a changed recipe has a new folder in the same run: the ledgers of the others are read too, and what
+they tell counts against the budget, in dollars at the price that each request had.
 """
 
 import json
@@ -16,12 +16,14 @@ from pathlib import Path
 from typing import Any
 
 from bloomery.core.errors import DataError
-from bloomery.core.files import disk_errors
+from bloomery.core.files import disk_errors, sha256_bytes
 from bloomery.data import rows
 from bloomery.data.synthesis.asking import Answer, most_tokens
 from bloomery.data.synthesis.config import Price, Synthesize
 
 FILE = "requests.jsonl"
+SHA256 = "sha256"
+"""Of a line: the key of the hash of its other keys."""
 Tokens = Sequence[int]
 """Read and written."""
 Dollars = Sequence[float]
@@ -125,6 +127,7 @@ class Ledger:
         if self._file.closed:  # an interrupt has ended the stage: who reads this counts what was under way as paid
             return
         with disk_errors(self._path):
+            line = {**line, SHA256: _sha256(line)}
             self._file.write(json.dumps(line) + "\n")  # in ASCII: an answer may hold half a surrogate pair
             self._file.flush()
 
@@ -137,7 +140,7 @@ class Ledger:
         begun: dict[str, tuple[Tokens, Dollars]] = {}
         for number, line in rows.jsonl(path):
             price = self._price_of(line)
-            match line:
+            match _unchanged(line):
                 case {"request": str(name), "at_most": [int(), int()] as most}:
                     if name in begun:
                         self._lose(*begun[name])
@@ -151,9 +154,9 @@ class Ledger:
                     self._lose(*begun.pop(name, ((0, 0), price)))
                 case _:
                     cure = (
-                        "It was changed by hand, or its disk is damaged. Without that line its request is made again."
+                        "Its disk is damaged, or it was changed by hand. Remove that line: its request is made again."
                     )
-                    raise DataError("is no line of a ledger", where=f"{path}:{number}", cure=cure)
+                    raise DataError("is no line of a ledger, or was changed", where=f"{path}:{number}", cure=cure)
         for most, price in begun.values():
             self._lose(most, price)
 
@@ -163,6 +166,16 @@ class Ledger:
             case {"price": [int() | float(), int() | float()] as price}:
                 return float(price[0]), float(price[1])
         return self._price
+
+
+def _unchanged(line: object) -> object:
+    """The content of a line, or None for one that is not as it was written."""
+    content = {name: value for name, value in line.items() if name != SHA256} if isinstance(line, dict) else {}
+    return content if isinstance(line, dict) and line.get(SHA256) == _sha256(content) else None
+
+
+def _sha256(line: Mapping[str, Any]) -> str:
+    return sha256_bytes(json.dumps(line, sort_keys=True).encode())
 
 
 def _cost(tokens: Tokens, price: Dollars) -> float:

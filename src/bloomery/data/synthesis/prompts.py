@@ -14,6 +14,7 @@ from typing import Annotated
 
 from pydantic import Field, model_validator
 
+from bloomery.core.bounds import Weight
 from bloomery.core.config import Config
 
 SLOT = re.compile(r"\{(\w+)\}")
@@ -28,7 +29,7 @@ class Category(Config):
     """A kind of question."""
 
     name: Annotated[str, Field(pattern=r"^[a-z][a-z0-9_]*$")]
-    weight: float = Field(1.0, gt=0)
+    weight: Weight = 1.0
     system: str = ""
     """What the model is told before; it is not part of the conversation that is kept."""
     prompts: tuple[str, ...] = Field(min_length=1)

@@ -8,6 +8,7 @@ import time
 from datetime import timedelta
 from pathlib import Path
 
+from bloomery.core import child
 from bloomery.hw import needs_torch as needs_torch
 from bloomery.hw.device import find
 from bloomery.hw.probe.compare import say, tell_device
@@ -27,14 +28,14 @@ def all_reduce() -> None:
     say(trying=f"{world} processes")
     with tempfile.TemporaryDirectory() as folder:
         words = {"WORLD_SIZE": str(world), "BLOOMERY_MEET": str(Path(folder) / "meet")}
-        children = [
+        processes = [
             subprocess.Popen(
-                [sys.executable, "-m", "bloomery.hw.probe", "all-reduce-rank"],
+                child.leashed([sys.executable, "-m", "bloomery.hw.probe", "all-reduce-rank"]),
                 env={**os.environ, **words, "RANK": str(rank), "LOCAL_RANK": str(rank)},
             )
             for rank in range(world)
         ]
-        codes = [child.wait() for child in children]
+        codes = [process.wait() for process in processes]
     say(ranks=world, codes=codes)
 
 

@@ -7,11 +7,11 @@ from functools import cache
 from typing import get_args
 
 import bloomery.hw.needs_torch  # noqa: F401
-from bloomery.data.engine import cores
 from bloomery.hw import device as devices
-from bloomery.hw import dist
+from bloomery.hw import dist, launcher
 from bloomery.hw.device import Device
 from bloomery.hw.dist import World
+from bloomery.hw.launcher import cores
 from bloomery.hw.peak import measured_peak
 from bloomery.model.config import ModelConfig
 from bloomery.train.config import Training
@@ -49,7 +49,10 @@ def here(config: Training, devices_wanted: int = 1) -> Target:
 def slower(ranks: int) -> float:
     """How much longer a product takes a rank on the processor, of so many, than it takes this process alone."""
     alone = devices.threads()
-    each = int(os.environ.get("OMP_NUM_THREADS") or max(1, cores() // ranks))
+    each = max(1, cores() // ranks)
+    if said := os.environ.get("OMP_NUM_THREADS"):  # "4,2" is 4 threads, and 2 within each
+        outer = {"OMP_NUM_THREADS": said.partition(",")[0]}
+        each = launcher.number("OMP_NUM_THREADS", outer, at_least=1, cure="Unset it, or set it to a number of threads.")
     return alone / each * max(1.0, each * ranks / cores())
 
 

@@ -12,6 +12,7 @@ planned with; on other devices it is what a clock says.
 """
 
 import time
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import cache
 from typing import NamedTuple
@@ -30,6 +31,8 @@ import torch
 
 SLICE_SECONDS, SLICE_PARAMETERS = 0.4, 10**8
 """Of a micro-batch of the larger model, at the peak; and how many weights that model may have at most."""
+MAX_SECONDS = 3.0
+"""Of a plan, for all times of a slice: a round that was begun is ended, and slow steps need no repetition."""
 TIMES = 3
 """Of slices, whose errors the layers that are left out multiply. A whole model takes longer and needs one less."""
 
@@ -66,8 +69,11 @@ def measured(steps: tuple[Step, ...], device: Device) -> list[Timed]:
     rows, all_rows = _rows(steps[-1], device), steps[0].rows
     fewer = [replace(steps[0], rows=rows // 2)] if 1 < rows < all_rows else []
     ready = [_Ready(step, device) for step in [*(replace(step, rows=rows) for step in steps), *fewer]]
-    found = [[one.once() for one in ready] for _ in range(TIMES + 1 if len(steps) > 1 else TIMES)][1:]
-    best = [Timed(*(min(values) for values in zip(*times, strict=True))) for times in zip(*found, strict=True)]
+    found = list[list[Timed]]()
+    while len(found) < (TIMES + 1 if len(steps) > 1 else TIMES) and _total(found) < MAX_SECONDS:
+        found.append([one.once() for one in ready])
+    warm = found[1:] or found
+    best = [Timed(*(min(values) for values in zip(*times, strict=True))) for times in zip(*warm, strict=True)]
     low = with_rows(best[0], best[-1] if fewer else None, rows, all_rows)
     share = all_rows / rows
     more = [
@@ -116,6 +122,10 @@ def _row_seconds(step: Step, device: Device) -> float:
     """What one row takes at the peak."""
     work = cost(step.model, step.vocab_size).train_flops_per_token * step.model.context
     return work / measured_peak(replace(device, compute_dtype=step.precision))
+
+
+def _total(rounds: Sequence[Sequence[Timed]]) -> float:
+    return sum(sum(one) for times in rounds for one in times)
 
 
 class _Ready:

@@ -4,13 +4,14 @@ from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
-from bloomery.core.config import VOLATILE, Config, Positive
+from bloomery.core.bounds import Between, Context, InnerShare, Steps
+from bloomery.core.config import VOLATILE, Config, repeated
 from bloomery.data.preferences.config import Pairs, Problems
 from bloomery.model.lora_config import Lora
 from bloomery.train.config import AdamW, Linear, Optimizer, Schedule, Training
 
-Above = Annotated[float, Field(gt=0)]
-NotBelow = Annotated[float, Field(ge=0)]
+Beta = Annotated[float, Between(1e-6, 1e3, "it weighs log-probabilities")]
+Factor = Annotated[float, Between(0, 1e3, "it weighs one part of the loss")]
 
 
 class Dpo(Config):
@@ -21,9 +22,9 @@ class Dpo(Config):
     """
 
     kind: Literal["dpo"] = "dpo"
-    beta: Above = 0.1
+    beta: Beta = 0.1
     """How dear it is to leave the reference π₀."""
-    smoothing: Annotated[float, Field(ge=0, lt=0.5)] = 0.0
+    smoothing: Annotated[float, Between(0, 0.49, "it is a share of less than half")] = 0.0
     """Share ε of pairs that are taken to be the wrong way round: − (1 − ε) log σ(βh) − ε log σ(−βh)."""
 
 
@@ -35,7 +36,7 @@ class Ipo(Config):
     """
 
     kind: Literal["ipo"] = "ipo"
-    beta: Above = 0.1
+    beta: Beta = 0.1
 
 
 class SimPo(Config):
@@ -46,8 +47,8 @@ class SimPo(Config):
     """
 
     kind: Literal["simpo"] = "simpo"
-    beta: Above = 2.0
-    gamma: NotBelow = 1.0
+    beta: Beta = 2.0
+    gamma: Factor = 1.0
     """By how much a chosen answer shall be better."""
 
 
@@ -61,10 +62,10 @@ class Kto(Config):
     """
 
     kind: Literal["kto"] = "kto"
-    beta: Above = 0.1
-    wanted: NotBelow = 1.0
+    beta: Beta = 0.1
+    wanted: Factor = 1.0
     """λ of wanted answers."""
-    unwanted: NotBelow = 1.0
+    unwanted: Factor = 1.0
 
 
 class Grpo(Config):
@@ -79,24 +80,24 @@ class Grpo(Config):
     kind: Literal["grpo"] = "grpo"
     problems: tuple[Annotated[Problems, Field(discriminator="kind")], ...] = Field(min_length=1)
     """Questions whose answers are numbers."""
-    answers: Annotated[int, Field(ge=2)] = 8
+    answers: Annotated[int, Between(2, 4096, "a group has two, and all are in memory")] = 8
     """To each question: a group."""
-    answer_tokens: Positive = 48
+    answer_tokens: Context = 48
     """Most of an answer. One that does not end within them counts as wrong."""
-    temperature: Above = 1.0
+    temperature: Annotated[float, Between(1e-3, 100, "logits are divided by it")] = 1.0
     marked: bool = False
     """Whether a right answer has to say its number after ####; else the last number counts."""
-    clip: Annotated[float, Field(gt=0, lt=1)] = 0.2
+    clip: InnerShare = 0.2
     """ε"""
-    kl_weight: NotBelow = 0.04
+    kl_weight: Factor = 0.04
     """β. Where it is 0, there is no reference."""
-    updates: Positive = 1
+    updates: Annotated[int, Between(1, 1000, "answers are soon those of another model")] = 1
     """How many are made with the same answers. Behind the first, ρ is no longer 1."""
     normalize: Literal["answers", "tokens"] = "answers"
     """Whether each answer weighs the same, or each token (Yu et al. 2025, https://arxiv.org/abs/2503.14476)."""
     deviation: bool = True
     """Whether A is divided by the deviation of the group (without: Liu et al. 2025, https://arxiv.org/abs/2503.20783)."""
-    check_questions: Positive = Field(64, json_schema_extra=VOLATILE)
+    check_questions: Annotated[int, Between(1, 10**6, "all are in memory")] = Field(64, json_schema_extra=VOLATILE)
     """Held-out questions that are answered, greedily, at each evaluation."""
 
 
@@ -109,13 +110,13 @@ class Prefer(Training):
     loss: Loss = Dpo()
     pairs: tuple[Annotated[Pairs, Field(discriminator="kind")], ...] = ()
     """Where preferences come from; of all losses but grpo, whose questions it names itself."""
-    hold_out: float = Field(0.05, gt=0, lt=1)
+    hold_out: InnerShare = 0.05
     """Share of the questions, by the hash of what is asked, that is validated on."""
     lora: Lora | None = None
     """Train small matrices beside frozen ones, as in [finetune]. None: train every weight."""
     optimizer: Optimizer = AdamW(learning_rate=5e-5, weight_decay=0.0)
     schedule: Schedule = Linear(warmup_steps=5)
-    evaluate_every: Positive = Field(20, json_schema_extra=VOLATILE)
+    evaluate_every: Steps = Field(20, json_schema_extra=VOLATILE)
 
     @property
     def keeps_reference(self) -> bool:
@@ -143,7 +144,7 @@ class Prefer(Training):
         if not draws and not self.pairs:
             raise ValueError(f'loss.kind = "{self.loss.kind}" needs pairs, as in pairs = [{{ kind = "worlds" }}]')
         names = [one.name for one in (self.loss.problems if isinstance(self.loss, Grpo) else self.pairs)]
-        if twice := sorted({name for name in names if names.count(name) > 1}):
+        if twice := repeated(names):
             raise ValueError(f"two sources have the name {twice[0]!r}, and nobody could tell them apart")
         return self
 

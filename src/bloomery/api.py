@@ -1,0 +1,493 @@
+"""
+The Python API, which `import bloomery` exports: models, runs and the data tools, as functions.
+
+Functions import what they need when they are called, so that `import bloomery` takes milliseconds and loads no torch,
+numpy, pyarrow or pydantic. Errors that a user can fix are BloomeryErrors: the value, where it is, and the fix.
+"""
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from os import PathLike
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Generic, Literal, TypedDict, TypeVar, Unpack, overload
+
+from bloomery.core.errors import ConfigError, DataError, shorten
+
+if TYPE_CHECKING:
+    import pyarrow as pa
+
+    from bloomery.hw.host import Wanted
+    from bloomery.model.config import ModelConfig
+    from bloomery.recipe import Recipe
+    from bloomery.serve.wire import Question
+    from bloomery.tokenizer.tokenizer import Tokenizer
+    from bloomery.weights.huggingface import Loaded
+
+    from torch import Tensor
+
+PathText = str | PathLike[str]
+Settings = Mapping[str, Any]
+"""Key path -> value, as in {"pretrain.steps": 10}."""
+D = TypeVar("D", bound="Sequence[str] | Sequence[Mapping[str, Any]] | pa.Table")
+"""Documents: a list of texts, a list of dicts with a text, or an Arrow table with a column of texts."""
+
+
+# --- models --------------------------------------------------------------------------------------------------------
+
+
+class SamplingOptions(TypedDict, total=False):
+    """How tokens are sampled, in the names and limits of OpenAI's chat completions."""
+
+    max_tokens: int
+    """Of the answer. Default: 256."""
+    temperature: float
+    """From 0 (the most likely token) to 2. Default: 0.7."""
+    top_k: int
+    """Sample from the k most likely tokens. Default: 0, which means all."""
+    top_p: float
+    """Sample from the fewest tokens whose probabilities add up to p. Default: 1."""
+    seed: int
+    """Without it, every answer is another."""
+    stop: str | Sequence[str]
+    """The answer ends before the first of these texts."""
+
+
+class Model:
+    """A model that is loaded. `load` makes it."""
+
+    def __init__(self, name: str, loaded: "Loaded") -> None:
+        from bloomery.serve.models import answerer_of
+
+        self.name = name
+        self._loaded, self._answerer = loaded, answerer_of(name, loaded)
+
+    def __repr__(self) -> str:
+        return f"bloomery.load({self.name!r})"
+
+    @property
+    def tokenizer(self) -> "Tokenizer":
+        """`encode(text) -> list[int]`, `decode(token_ids) -> str`, `vocab_size`, `document_id`."""
+        return self._loaded.tokenizer
+
+    @property
+    def config(self) -> "ModelConfig":
+        """The shape of the model: `context`, `width`, `num_layers`, …"""
+        return self._loaded.model.config
+
+    def generate(self, prompt: str, **options: Unpack[SamplingOptions]) -> str:
+        """The continuation of a text, without a chat template. Raises what `stream` does."""
+        return "".join(self.stream(prompt, **options))
+
+    def stream(self, prompt: str, **options: Unpack[SamplingOptions]) -> Iterator[str]:
+        """
+        The continuation of a text in pieces, as the model generates them. The prompt opens a document, as in
+        pretraining; the continuation ends where the model ends the document or its turn.
+
+        Raises DataError for an option out of its limits, and for a prompt that fills the context.
+        """
+        asked = self._checked([{"role": "user", "content": prompt}], options)
+        loaded = self._loaded
+        stop_ids = frozenset({loaded.tokenizer.document_id, loaded.renderer.end_id})
+        ids = self._document(asked.messages[0]["content"])
+        answer = self._answerer.continuation(ids, asked.sampling, stop_ids)
+        return (piece.text for piece in answer.pieces if piece.text)
+
+    @overload
+    def chat(
+        self,
+        messages: str | Iterable[Mapping[str, Any]],
+        *,
+        stream: Literal[False] = False,
+        **options: Unpack[SamplingOptions],
+    ) -> str: ...
+
+    @overload
+    def chat(
+        self, messages: str | Iterable[Mapping[str, Any]], *, stream: Literal[True], **options: Unpack[SamplingOptions]
+    ) -> Iterator[str]: ...
+
+    def chat(
+        self, messages: str | Iterable[Mapping[str, Any]], *, stream: bool = False, **options: Unpack[SamplingOptions]
+    ) -> str | Iterator[str]:
+        """
+        The answer to a conversation, with the chat template that the model was trained with: what `bloomery chat`
+        answers with the same seed, temperature and max_tokens. `messages` is a question, or a list of
+        `{"role": "user", "content": "…"}`. With `stream`, the answer comes in pieces.
+
+        Raises DataError for a message without role or content, an option out of its limits, and a conversation that
+        fills the context.
+        """
+        conversation = [{"role": "user", "content": messages}] if isinstance(messages, str) else list(messages)
+        asked = self._checked(conversation, options)
+        pieces = self._answerer.answer(asked.messages, asked.sampling).pieces
+        texts = (piece.text for piece in pieces if piece.text)
+        return texts if stream else "".join(texts)
+
+    def logits(self, text: str | Sequence[int]) -> "Tensor":
+        """
+        Logits (T, V), float32, on the model's device: row t is about the token after the first t + 1 token IDs. V is
+        the size of the vocabulary. A text becomes `[tokenizer.document_id, *tokenizer.encode(text)]`, as in
+        `generate`, so that T is one more than its tokens; T of token IDs is their number.
+
+        Raises DataError for no token ID, one outside the vocabulary, and more than the context takes.
+        """
+        import torch
+
+        model, size = self._loaded.model, self.tokenizer.vocab_size
+        ids = self._document(text) if isinstance(text, str) else [int(id) for id in text]
+        if wrong := [id for id in ids if not 0 <= id < size]:
+            cure = f"Token IDs of this model are 0 to {size - 1:,}: encode the text with its tokenizer."
+            raise DataError(f"there is no token ID {wrong[0]}", where="logits", cure=cure)
+        if not 1 <= len(ids) <= self.config.context:
+            what = f"{len(ids):,} token IDs, and the model's context is {self.config.context:,}"
+            raise DataError(what, where="logits", cure=f"Pass 1 to {self.config.context:,} token IDs.")
+        with torch.no_grad():
+            hidden = model(torch.tensor([ids], device=model.embed.weight.device))
+            logits: Tensor = model.logits(hidden)[0, :, :size]
+        return logits
+
+    def _document(self, text: str) -> list[int]:
+        return [self.tokenizer.document_id, *self.tokenizer.encode(text)]
+
+    def _checked(self, messages: list[Any], options: Mapping[str, Any]) -> "Question":
+        from bloomery.serve import wire
+
+        stop = options.get("stop")
+        more = {"stop": list(stop)} if isinstance(stop, tuple) else {}
+        return wire.checked({**options, **more, "model": self.name, "messages": messages})
+
+
+def load(model: PathText, *, device: "Wanted" = "auto") -> Model:
+    """
+    Load a run folder, a stage folder, a checkpoint folder or a model folder, as `bloomery chat` takes it.
+
+    Raises CheckpointError where no model is there or it is damaged, and HardwareError without the device.
+    """
+    from bloomery.hw import device as devices
+    from bloomery.weights import find, huggingface
+
+    folder = find.model_folder(Path(model).expanduser())
+    return Model(str(model), huggingface.load(folder, devices.find(device).place))
+
+
+# --- runs ----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Run:
+    """A run folder."""
+
+    folder: Path
+
+    @property
+    def stages(self) -> dict[str, Path]:
+        """Stage -> folder, of the recipe that ran last. Stages that have not run have no folder yet."""
+        from bloomery.core import run as runs
+
+        return runs.current(self.folder)
+
+    def model(self, *, device: "Wanted" = "auto") -> Model:
+        """Load the model that the run has trained, as `load` does."""
+        return load(self.folder, device=device)
+
+
+def run(
+    recipe: PathText | Mapping[str, Any],
+    settings: Settings | None = None,
+    *,
+    runs: PathText = "runs",
+    until: str | None = None,
+    only: str | None = None,
+) -> Run:
+    """
+    Run a recipe: a TOML file, or the same as a dict. Stages that are done stay. `settings` replace values of the
+    recipe; `until` is the last stage, `only` the single one. Progress goes to stderr, as that of `bloomery run`.
+
+    Raises ConfigError for a wrong recipe or setting, and other BloomeryErrors for what stops a stage. Ctrl-C saves
+    what is to be saved, and raises KeyboardInterrupt; the same call resumes.
+    """
+    from bloomery.core.stop import INTERRUPTED, Terminated
+    from bloomery.recipe import STAGES
+    from bloomery.stages import execution
+
+    if until is not None and only is not None:
+        raise ConfigError(f"until={until!r} and only={only!r} exclude each other", cure="Leave out one of the two.")
+    resolved = _recipe(recipe, settings)
+    folder = Path(runs).expanduser() / resolved.name
+    try:
+        execution.by_first_process(lambda: execution.run(STAGES, resolved, folder, until=until, only=only))
+    except Terminated as ended:
+        if ended.code != INTERRUPTED:  # asked to end by SIGTERM, the process does
+            raise
+        raise KeyboardInterrupt from None
+    return Run(folder)
+
+
+def plan(
+    recipe: PathText | Mapping[str, Any],
+    settings: Settings | None = None,
+    *,
+    runs: PathText = "runs",
+    device: str | None = None,
+    memory_bytes: int | None = None,
+    devices: int | None = None,
+    price: float | None = None,
+    watts: float | None = None,
+) -> dict[str, Any]:
+    """
+    What a recipe needs before it runs, as `bloomery plan --json`: stages, parameters, memory, time. Writes nothing.
+
+    `device` ("mi300x"), its `memory_bytes` and the number of `devices` say for which machine; default: this one.
+    `price` an hour and `watts` are those of all devices together.
+    """
+    from bloomery import arguments
+    from bloomery.recipe import STAGES
+    from bloomery.stages import planned
+    from bloomery.train.planning.report import Price
+
+    money = arguments.MONEY_OR_WATTS_RANGE
+    numbers: dict[str, tuple[float | None, tuple[float, float]]] = {
+        "memory_bytes": (memory_bytes, arguments.DEVICE_BYTES_RANGE),
+        "devices": (devices, arguments.DEVICES_RANGE),
+        "price": (price, money),
+        "watts": (watts, money),
+    }
+    for name, (number, (low, high)) in numbers.items():
+        if number is not None and not low <= number <= high:
+            raise ConfigError(f"got {number:,}", where=name, cure=f"Pass a number from {low:,} to {high:,}.")
+    resolved = _recipe(recipe, settings)
+    cost = Price(per_hour=price, watts=watts)
+    wish = planned.Wish(device=device, memory_bytes=memory_bytes, devices=devices, price=cost)
+    return planned.report(STAGES, resolved, Path(runs).expanduser() / resolved.name, wish)[0]
+
+
+def status(run_folder: PathText, *, verify: bool = False) -> dict[str, Any]:
+    """
+    How far a run is, as `bloomery status --json`: {"run", "done", "stages"}. With `verify`, every file is compared
+    with its sha256. Raises RunError where the folder is no run folder.
+    """
+    from bloomery.core import run as runs
+
+    folder = Path(run_folder).expanduser()
+    return runs.summary(folder, runs.states(folder, thorough=verify))
+
+
+def _recipe(recipe: PathText | Mapping[str, Any], settings: Settings | None) -> "Recipe":
+    from copy import deepcopy
+
+    from bloomery.core import config
+    from bloomery.recipe import Recipe
+
+    overrides = _overrides(settings)
+    if isinstance(recipe, Mapping):
+        return config.from_tree(Recipe, deepcopy(dict(recipe)), overrides, where="recipe")
+    if not isinstance(recipe, str | PathLike):
+        what = f"{shorten(repr(recipe))} is no recipe"
+        raise ConfigError(what, where="recipe", cure="Pass the path of a TOML file, or a dict of its sections.")
+    return config.load(Recipe, Path(recipe).expanduser(), overrides)
+
+
+def _overrides(settings: Settings | None) -> list[tuple[str, Any]]:
+    from copy import deepcopy
+
+    if settings is None:
+        return []
+    if not isinstance(settings, Mapping) or not all(isinstance(path, str) for path in settings):
+        what = f"{shorten(repr(settings))} is no dict with texts as keys"
+        raise ConfigError(what, where="settings", cure='Write {"pretrain.steps": 100}.')
+    return [*deepcopy(dict(settings)).items()]
+
+
+# --- data tools ----------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Dropped:
+    """A document that was not kept."""
+
+    index: int
+    """In the input, from 0."""
+    reason: str
+    """As in `result.json`: the rule ("length.too_short"), "exact", "near", "decontaminate.TASK", "empty", …"""
+    value: float | None = None
+    """What the rule saw; of a near-duplicate, its Jaccard similarity to the document that was kept."""
+    duplicate_of: int | None = None
+    """Of a duplicate: the index of the document that was kept."""
+
+
+@dataclass(frozen=True)
+class Selection(Generic[D]):
+    """What a data tool keeps, and what it drops."""
+
+    kept: D
+    """Of the input's type, in its order. A text that a rule has changed (masked, shortened) is the new one."""
+    kept_indices: list[int]
+    """Of `kept` in the input."""
+    dropped: list[Dropped]
+    """In the order of the input."""
+    reasons: dict[str, int]
+    """Reason -> number of dropped documents."""
+
+
+def filter(
+    documents: D,
+    rules: Sequence[Mapping[str, Any]] | None = None,
+    settings: Settings | None = None,
+    *,
+    text_field: str = "text",
+    workers: int = 1,
+) -> Selection[D]:
+    """
+    Keep documents that pass rules, as `bloomery data filter`.
+
+    `rules` is a list such as `[{"kind": "length", "min_characters": 200}]`; without it, the preset "gopher" is
+    applied. Raises DataError for documents that are none, and ConfigError for rules or settings that are none.
+    """
+    overrides = [*([] if rules is None else [("rules", rules)]), *_overrides(settings)]
+    return _tool("filter", documents, overrides, text_field, workers)
+
+
+def dedup(
+    documents: D, settings: Settings | None = None, *, text_field: str = "text", workers: int = 1
+) -> Selection[D]:
+    """
+    Keep one of all exact and near copies, as `bloomery data dedup`: the longest, and of equally long ones the first.
+
+    `settings` are those of a recipe's [dedup], as `{"min_jaccard": 0.7}`. Raises as `filter` does.
+    """
+    return _tool("dedup", documents, _overrides(settings), text_field, workers)
+
+
+def decontaminate(
+    documents: D,
+    texts: Sequence[str] = (),
+    settings: Settings | None = None,
+    *,
+    files: Sequence[PathText] = (),
+    tasks: Sequence[str] = (),
+    text_field: str = "text",
+    workers: int = 1,
+) -> Selection[D]:
+    """
+    Drop documents that hold text of evaluation tasks, as `bloomery data decontaminate`.
+
+    `texts` are questions themselves, `files` are files of tasks (jsonl, parquet) or folders of them, and `tasks` are
+    names of tasks that `bloomery eval` has. Texts of fewer than 4 words are not looked for (`min_question_words`).
+    Raises as `filter` does, and ConfigError where nothing is looked for.
+    """
+    for name, value in (("files", files), ("tasks", tasks)):
+        if isinstance(value, str):
+            raise ConfigError(f"{shorten(repr(value))} is a str", where=name, cure=f"Pass a list: {name}=[{value!r}]")
+    overrides = [*([("tasks", [*tasks])] if tasks else []), *_overrides(settings)]
+    if not texts and not files and not {"files", "tasks"} & {path for path, _ in overrides}:
+        raise ConfigError("there is no text to look for", where="decontaminate", cure="Pass texts, files or tasks.")
+    against = [str(Path(file).expanduser()) for file in files]
+    return _tool("decontaminate", documents, overrides, text_field, workers, against, texts)
+
+
+def _tool(
+    name: str,
+    documents: D,
+    settings: Sequence[tuple[str, Any]],
+    text_field: str,
+    workers: int,
+    against: Sequence[str] = (),
+    texts: Sequence[str] = (),
+) -> Selection[D]:
+    """The tool of `bloomery data` on a file of the documents in a temporary folder; their IDs are their numbers."""
+    import tempfile
+
+    from bloomery.core import log
+    from bloomery.data import document
+    from bloomery.stages import standalone
+
+    rows = _rows(documents, text_field, "documents")
+    with tempfile.TemporaryDirectory(prefix="bloomery-") as temporary, log.quiet():
+        folder = Path(temporary)
+        source, out = folder / "documents.jsonl", folder / "out"
+        _write(source, [{"id": f"{number:012d}", **row} for number, row in enumerate(rows, 1)])
+        if texts:
+            _write(folder / "texts.jsonl", _rows(texts, "text", "texts"))
+            against = [*against, str(folder / "texts.jsonl")]
+        asked = standalone.Asked(
+            name, [str(source)], out, {}, settings, id_field="id", workers=workers, against=against
+        )
+        result = standalone.run(asked)
+        kept = {_index(row["id"]): row["text"] for row in document.read(out / standalone.KEPT, ["id", "text"])}
+        dropped = [_dropped(row) for row in document.read(out / standalone.DROPPED)]
+    indices = sorted(kept)
+    texts_kept = [None if kept[index] == rows[index]["text"] else kept[index] for index in indices]
+    return Selection(
+        kept=_taken(documents, indices, texts_kept, text_field),
+        kept_indices=indices,
+        dropped=sorted(dropped, key=lambda document: document.index),
+        reasons=result["reasons"],
+    )
+
+
+def _rows(documents: Any, text_field: str, where: str) -> list[dict[str, str]]:
+    """Each document as the data tools read it: text, and where they are there domain, url and license."""
+    fields = (text_field, "domain", "url", "license")
+    if hasattr(documents, "schema") and hasattr(documents, "to_pylist"):
+        if text_field not in documents.schema.names:
+            cure = f"Name one of its columns with text_field: {', '.join(documents.schema.names)}."
+            raise DataError(f"has no column {text_field!r}", where=where, cure=cure)
+        entries = documents.select([name for name in documents.schema.names if name in fields]).to_pylist()
+    elif isinstance(documents, list | tuple):
+        entries = [{text_field: entry} if isinstance(entry, str) else entry for entry in documents]
+    else:
+        cure = "Pass a list of texts, a list of dicts with a text, or a pyarrow Table."
+        raise DataError(f"{shorten(repr(documents))} is a {type(documents).__name__}", where=where, cure=cure)
+    rows = [_row(entry, text_field, fields[1:], f"{where}[{index}]") for index, entry in enumerate(entries)]
+    if not any(row["text"].strip() for row in rows):
+        raise DataError("every text is empty" if rows else "is empty", where=where, cure="Pass at least one text.")
+    return rows
+
+
+def _row(document: Any, text_field: str, more: Sequence[str], where: str) -> dict[str, str]:
+    if not isinstance(document, Mapping):
+        what = f"{shorten(repr(document))} is a {type(document).__name__}"
+        raise DataError(what, where=where, cure="A document is a text, or a dict with a text.")
+    text = document.get(text_field)
+    if not isinstance(text, str):
+        known = text_field in document
+        what = f"its {text_field!r} is {shorten(repr(text))}, not a text" if known else f"has no field {text_field!r}"
+        cure = "Leave the document out, or name the field of the text with text_field."
+        raise DataError(what, where=where, cure=cure)
+    return {"text": text, **{name: document[name] for name in more if isinstance(document.get(name), str)}}
+
+
+def _write(path: Path, rows: Sequence[Mapping[str, str]]) -> None:
+    import json
+
+    with path.open("wb") as file:
+        for row in rows:  # the escape of half a surrogate pair is the same in Python and JSON
+            file.write(json.dumps(row, ensure_ascii=False).encode("utf-8", "backslashreplace") + b"\n")
+
+
+def _index(id: str) -> int:
+    """From the ID of a document, or the file and line that stand for it where its line could not be read."""
+    return int(id.rpartition(":")[2]) - 1
+
+
+def _dropped(row: Mapping[str, Any]) -> Dropped:
+    kept_id = row.get("kept_id")
+    return Dropped(_index(row["id"]), row["reason"], row["value"], None if kept_id is None else _index(kept_id))
+
+
+def _taken(documents: Any, indices: list[int], texts: list[str | None], text_field: str) -> Any:
+    """The documents at these indices, with the texts that are not None in the place of their own."""
+    if isinstance(documents, list | tuple):
+        kept = [documents[index] for index in indices]
+        for number, (document, text) in enumerate(zip(kept, texts, strict=True)):
+            if text is not None:
+                kept[number] = text if isinstance(document, str) else {**document, text_field: text}
+        return tuple(kept) if isinstance(documents, tuple) else kept
+    import pyarrow as pa
+
+    table = documents.take(pa.array(indices, pa.int64()))
+    if all(text is None for text in texts):
+        return table
+    column = table.column(text_field)
+    merged = [old if new is None else new for old, new in zip(column.to_pylist(), texts, strict=True)]
+    return table.set_column(table.schema.get_field_index(text_field), text_field, pa.array(merged, column.type))

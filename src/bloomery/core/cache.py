@@ -1,0 +1,122 @@
+"""
+What this machine keeps for all runs: notes in the cache folder, and the hashes of files until they change.
+
+Nothing in the cache is needed: a note that is missing, or cannot be read, is made again.
+"""
+
+import os
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, TypeVar
+
+from typing_extensions import TypedDict
+
+from bloomery.core import files
+from bloomery.core.errors import RunError
+from bloomery.core.log import say
+from bloomery.core.records import read_record
+
+if sys.platform != "win32":
+    import fcntl
+
+QUICKLY_HASHED = 2**20
+"""Bytes of a file whose hash is not worth a note."""
+SLOWLY_HASHED = 2**30
+"""Bytes of a file that takes long enough to be told of."""
+SETTLED_NANOSECONDS = 2 * 10**9
+"""After a change: until then another one may leave the same times, as file systems count them in steps."""
+
+
+T = TypeVar("T")
+
+
+class NotedHash(TypedDict):
+    """The hash of a file, and its size, inode and times when it had that."""
+
+    state: list[int]
+    sha256: str
+
+
+def root() -> Path:
+    """The cache folder."""
+    return files.cache_root(os.environ)
+
+
+def known(path: Path, kind: Callable[..., T]) -> T | None:
+    """The record that was noted in the cache, or None where none of its kind can be read: it is made again."""
+    try:
+        return read_record(path, kind)
+    except RunError:
+        return None
+
+
+def note(path: Path, value: Any) -> None:
+    """Note a JSON value in the cache, for other processes too."""
+    with locked(path):
+        files.write_json(path, value)
+
+
+def sha256_of(path: Path) -> str:
+    """
+    The sha256 of all of a file. That of a large one is noted, and holds until anything touches the file: content,
+    owner, rights or number of links. No program can set the time of that back. A note that cannot be read is none.
+    """
+    began, before = time.time_ns(), _state(path)
+    if before[0] < QUICKLY_HASHED:
+        return files.sha256_file(path)
+    place = root() / "hashes" / f"{files.sha256_bytes(os.fsencode(path.resolve()))}.json"
+    found = known(place, NotedHash)
+    if found is not None and found["state"] == before:
+        return found["sha256"]
+    if before[0] >= SLOWLY_HASHED:
+        say(f"{path} is hashed: {before[0] / 2**30:,.1f} GiB, of which the cache has no note", style="dim")
+    hashed = files.sha256_file(path)
+    if _state(path) == before and max(before[2:]) + SETTLED_NANOSECONDS < began:
+        try:
+            note(place, {"state": before, "sha256": hashed})
+        except (RunError, OSError) as error:
+            say(f"{path} is hashed at every start, as its hash cannot be noted: {error}", style="yellow")
+    return hashed
+
+
+def _state(path: Path) -> list[int]:
+    facts = path.stat()
+    return [facts.st_size, facts.st_ino, facts.st_mtime_ns, facts.st_ctime_ns]
+
+
+def changed(folder: Path, hashes: Mapping[str, str]) -> str:
+    """
+    Which file below a folder is gone or has another sha256 than these, as "NAME is gone", or "". A noted hash that
+    differs is not believed: the file is read again.
+    """
+    for name, expected in hashes.items():
+        file = folder / name
+        if not file.is_file():
+            return f"{name} {files.missing(file)}"
+        if sha256_of(file) != expected and files.sha256_file(file) != expected:
+            return f"{name} has another sha256"
+    return ""
+
+
+@contextmanager
+def locked(path: Path) -> Iterator[None]:
+    """
+    Hold a place in the cache for this process; another one waits. The lock goes with its process.
+
+    On Windows nothing is held.
+    """
+    lock = path.with_name(path.name + ".lock")
+    with files.disk_errors(lock):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        handle = lock.open("ab")
+    with handle:
+        if sys.platform != "win32":
+            try:
+                fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                say(f"waiting for another process that writes {path.name}", style="dim")
+                fcntl.flock(handle, fcntl.LOCK_EX)
+        yield

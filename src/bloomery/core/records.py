@@ -1,0 +1,112 @@
+"""
+Records: JSON that is read back, each kind with the one schema that every reader of it shares.
+
+A kind is a type: a TypedDict, or a list or dict of simpler kinds. A file that is missing, torn, enormous, nested too
+deeply, not a regular file, or of another shape is a BloomeryError that names file, key and fix. Keys that a kind does
+not name are kept, so that files of other versions and other programs can be read.
+"""
+
+from collections.abc import Callable, Iterator
+from functools import cache
+from pathlib import Path, PurePosixPath
+from typing import Annotated, Any, TypeVar
+
+from pydantic import AfterValidator, Field, TypeAdapter, ValidationError
+from typing_extensions import TypedDict
+
+from bloomery.core import files
+from bloomery.core.errors import BloomeryError, RunError, shorten
+
+MAX_MANIFEST_BYTES = 256 * 2**20
+"""Of a file that lists others: a stage may leave some hundred thousand."""
+MAX_NAME_BYTES = 255
+"""Of one part of a path, as file systems have it."""
+MAX_PATH_BYTES = 2_000
+"""Of a path inside a folder: Linux takes 4,096 with the folder's own."""
+AGAIN = "The file is damaged. Remove it, and run the same command again."
+
+T = TypeVar("T")
+_adapter: Any = cache(TypeAdapter)
+"""The checker of a kind."""
+
+Count = Annotated[int, Field(ge=0, lt=2**63)]
+"""Of a record: zero or more, within 64 bits."""
+
+
+def _inside(name: str) -> str:
+    parts = PurePosixPath(name).parts
+    if not parts or name.startswith("/") or any(part == ".." or "\\" in part or "\0" in part for part in parts):
+        raise ValueError("should be the name of a file inside the folder")
+    sizes = [len(part.encode("utf-8", "surrogatepass")) for part in parts]
+    if max(sizes) > MAX_NAME_BYTES or sum(sizes) > MAX_PATH_BYTES:
+        raise ValueError(f"should have at most {MAX_NAME_BYTES} bytes in each part, and {MAX_PATH_BYTES} in all")
+    return name
+
+
+NameInside = Annotated[str, AfterValidator(_inside)]
+"""The name of a file below the folder of its record: relative, and never out of it."""
+
+
+PathText = Annotated[str, Field(min_length=1, max_length=MAX_PATH_BYTES, pattern=r"^[^\x00]*$")]
+"""The path of a file, wherever it is."""
+
+
+class ListedFile(TypedDict):
+    """What `files.listing` says of a file."""
+
+    bytes: Count
+    sha256: str
+
+
+def read_record(
+    path: Path,
+    kind: Callable[..., T],
+    *,
+    error: type[BloomeryError] = RunError,
+    fix: str = AGAIN,
+    max_bytes: int = files.MAX_JSON_BYTES,
+) -> T:
+    """The record in a JSON file. Raises `error`, with file, key and `fix`, for anything that is none of its kind."""
+    try:
+        value = files.read_json(path, max_bytes)
+    except OSError as trouble:
+        raise error(f"cannot be read: {trouble.strerror or trouble}", where=str(path), cure=fix) from None
+    except ValueError as trouble:
+        raise error(f"cannot be read: {shorten(str(trouble))}", where=str(path), cure=fix) from None
+    return checked(value, kind, where=str(path), error=error, fix=fix)
+
+
+def read_lines(path: Path, kind: Callable[..., T], *, error: type[BloomeryError] = RunError) -> Iterator[T]:
+    """The records of a file with one in each line; only "\\n" ends a line. Raises `error`, which names the line."""
+    try:
+        with files.open_regular(path) as file:
+            for number, line in enumerate(iter(lambda: file.readline(files.MAX_JSON_BYTES), b""), 1):
+                yield checked(files.parse_json(line), kind, where=f"{path}:{number}", error=error)
+    except (OSError, ValueError) as trouble:
+        raise error(f"cannot be read: {shorten(str(trouble))}", where=str(path), cure=AGAIN) from None
+
+
+def checked(
+    value: Any, kind: Callable[..., T], *, where: str, error: type[BloomeryError] = RunError, fix: str = AGAIN
+) -> T:
+    """A JSON value as the record that it is. Raises `error`, with the keys that are wrong, where it is none."""
+    try:
+        _adapter(kind).validate_python(value, strict=True)
+    except ValidationError as failure:
+        raise error(f"cannot be read: {_explained(failure)}", where=where, cure=fix) from None
+    record: T = value
+    return record
+
+
+def _explained(failure: ValidationError) -> str:
+    """The first key that is wrong, and how."""
+    problem = failure.errors(include_url=False)[0]
+    key = shorten(".".join(str(part) for part in problem["loc"] if part != "[key]"))
+    message = problem["msg"].removeprefix("Value error, ")
+    more = f" ({failure.error_count() - 1} more keys are wrong)" if failure.error_count() > 1 else ""
+    got = "" if problem["type"] == "missing" else f", got {_shown(problem['input'])}"
+    return f"{key}: {message[0].lower()}{message[1:]}{got}{more}".removeprefix(": ")
+
+
+def _shown(value: Any) -> str:
+    return shorten(repr(value) if isinstance(value, str) else value)

@@ -1,0 +1,78 @@
+"""
+How many processes may start here, and what a launcher such as torchrun says about this one. Needs no torch.
+
+RANK and WORLD_SIZE count the processes of all machines, LOCAL_RANK and LOCAL_WORLD_SIZE those of this machine.
+"""
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from bloomery.core.errors import ConfigError, HardwareError
+
+MAX_PROCESSES = 2**20
+"""More than any machine, or group of machines, has."""
+PROCESSES_A_CORE = 8
+"""More of them compute nothing sooner, and each takes some hundred megabytes of memory."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Launched:
+    """One process among those that a launcher has started."""
+
+    rank: int
+    size: int
+    local_rank: int
+    local_size: int
+
+
+def launched(env: Mapping[str, str] | None = None) -> Launched | None:
+    """
+    None where no launcher has set WORLD_SIZE. Raises ConfigError, with the name of the variable, for a value that is no
+    number or contradicts another one.
+    """
+    env = os.environ if env is None else env
+    if "WORLD_SIZE" not in env:
+        return None
+    size = number("WORLD_SIZE", env, at_least=1)
+    rank = number("RANK", env, *([] if size > 1 else [0]), below=size)
+    local_size = number("LOCAL_WORLD_SIZE", env, size, at_least=1, below=size + 1)
+    local_rank = number("LOCAL_RANK", env, min(rank, local_size - 1), below=min(local_size, rank + 1))
+    return Launched(rank=rank, size=size, local_rank=local_rank, local_size=local_size)
+
+
+def address(env: Mapping[str, str] | None = None) -> tuple[str, int]:
+    """Where the processes meet: host and port. Raises ConfigError where the launcher does not say so."""
+    env = os.environ if env is None else env
+    if not env.get("MASTER_ADDR"):
+        raise ConfigError("MASTER_ADDR is not set, and WORLD_SIZE is", where="environment", cure=CURE)
+    return env["MASTER_ADDR"], number("MASTER_PORT", env, at_least=1, below=2**16)
+
+
+CURE = "Start it with torchrun, or unset WORLD_SIZE."
+
+
+def cores() -> int:
+    """CPU cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def check_processes(count: int, where: str) -> None:
+    """Raises HardwareError for more processes than this machine can do anything with. `where` is the setting."""
+    if count > (most := PROCESSES_A_CORE * cores()):
+        what = f"{count} processes on {cores()} CPU cores: at most {most}, {PROCESSES_A_CORE} a core, are started"
+        raise HardwareError(what, where=where, cure=f"Say {where}={cores()}, or another number up to {most}.")
+
+
+def number(
+    name: str, env: Mapping[str, str], *default: int, at_least: int = 0, below: int = MAX_PROCESSES, cure: str = CURE
+) -> int:
+    """The whole number in a variable of the environment. Raises ConfigError for anything else."""
+    if name not in env and default:
+        return default[0]
+    text = env.get(name, "")
+    if text.isascii() and text.isdecimal() and len(text) < 10 and at_least <= int(text) < below:
+        return int(text)
+    said = f"{name}={text[:40]!r}" if name in env else f"{name} is not set"
+    what = f"{said}, where a whole number from {at_least} to {below - 1} is needed"
+    raise ConfigError(what, where="environment", cure=cure)

@@ -1,0 +1,147 @@
+"""
+Whether a training learns. One that does not ends with an error, and its stage is not done. Needs no torch.
+
+    rollbacks     the run went back `MOST` times in a row and each time no further than before, or
+                  it went back so often, and skipped more steps than it kept
+    tokens        no token is in the loss of any update that was kept
+    loss          no update is left to report a loss of
+    validation    the last validation loss is not finite, or
+                  from scratch:          not below 0.9999 · the validation loss before the first step
+                  from trained weights:  above max(log V, validation loss before the first step)
+    change        no validation loss differs from the one before the first step by more than its float32 noise
+
+A training from scratch has to end at least 0.01 % below the loss of its random weights. All validation losses are of
+the same batches: the difference of two of them is the model's, and none of the sampling. Trained weights may start near
+the best loss there is, and finetuning may overfit: they only have to change, and to end no worse than no model. With V
+rows in the vocabulary, log V is the loss of a model that gives all tokens the same probability. Trained weights may
+start above it, where a base has never seen the tokens of the chat template.
+
+The loss before the first step is measured again when a run resumes, of the weights that the stage starts from. Where
+the last evaluation of a loss of tokens failed, the mean of the last training losses stands in for it. The limit of a
+preference is twice its loss of the first step, since it may rise a little while more pairs are told apart. A loss of
+drawn answers has no validation and starts at 0: nothing is known of it. `MOST` evaluations in a row
+above 1.1 · max(log V, loss before the first step), after the warm-up, end a run early.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from bloomery.core.errors import RunError
+from bloomery.train.guard import Past
+from bloomery.train.state import State
+
+MOST = 3
+MARGIN = 0.9999
+TOLERANCE, PREFERENCE_TOLERANCE = 1.1, 2.0
+NOISE = 1e-5
+"""Relative: a mean of 10,000 float32 losses, rounded to five decimals, is no more exact."""
+LAST_LOSSES = 16
+
+
+@dataclass(frozen=True, kw_only=True)
+class Learning:
+    """What a training has to be better than."""
+
+    name: str
+    """Of the stage."""
+    vocab_size: int | None
+    """None where the loss is none of tokens."""
+    warmup_steps: int = 0
+    from_scratch: bool = False
+    """Whether training starts from random weights."""
+    start_loss: float | None = None
+    """The validation loss of the weights that training starts from; None where it is not measured."""
+
+    def limit(self, state: State) -> float:
+        """The largest validation loss during a training that may still learn; infinity where nothing is known."""
+        start = state.first_loss if self.start_loss is None else self.start_loss
+        if self.vocab_size is not None:
+            return TOLERANCE * max(math.log(self.vocab_size), start or 0.0)
+        return math.inf if state.first_loss is None else PREFERENCE_TOLERANCE * state.first_loss
+
+    def last_limit(self, state: State) -> float:
+        """The same of the last validation loss, where the model is handed on."""
+        if self.vocab_size is None or self.start_loss is None:
+            return self.limit(state)
+        return MARGIN * self.start_loss if self.from_scratch else max(math.log(self.vocab_size), self.start_loss)
+
+    def check(self, state: State, measured: Mapping[int, float] | None) -> None:
+        """
+        Raises RunError at the end of a training from which no model should be handed on. `measured` holds the
+        validation losses by step; it is None on a rank that measures none.
+        """
+        check_rollbacks(self.name, state.step, state.guard)
+        if not state.tokens:
+            what = f"no token was learned from: {state.guard.skipped} of {state.step} steps were skipped"
+            raise self._error(state.step, what)
+        if last_loss(state) is None:
+            raise self._error(state.step, f"there is no loss: {state.guard.skipped} of {state.step} steps were skipped")
+        if measured is None:
+            return
+        if state.step in measured:
+            self._check_losses(state, [measured[state.step]], self.last_limit(state))
+        elif self.vocab_size is not None and (losses := _last_half(state.guard.losses)[-LAST_LOSSES:]):
+            mean, kind = sum(losses) / len(losses), f"mean training loss of the last {len(losses)} steps"
+            self._check_losses(state, [mean], self.last_limit(state), kind)
+        self._check_change(state, [loss for step, loss in measured.items() if 0 < step <= state.step])
+
+    def check_early(self, state: State, measured: Mapping[int, float]) -> None:
+        """Raises RunError as soon as so many evaluations in a row are no better than at the start."""
+        latest = [measured[step] for step in sorted(measured) if self.warmup_steps < step <= state.step][-MOST:]
+        if len(latest) == MOST:
+            self._check_losses(state, latest, self.limit(state))
+
+    def _check_losses(self, state: State, losses: Sequence[float], limit: float, kind: str = "validation loss") -> None:
+        """Raises RunError where all these losses are too high, or no number."""
+        if any(loss <= limit for loss in losses):
+            return
+        last, before = losses[-1], state.first_loss if self.start_loss is None else self.start_loss
+        start = "" if before is None else f", and was {before:.5g} before the first step"
+        what = f"the {kind} is {last:.5g}{start}; a model that learns stays below {limit:.5g}"
+        raise self._error(state.step, what, slow=before is not None and last <= before * (1 + NOISE))
+
+    def _check_change(self, state: State, losses: Sequence[float]) -> None:
+        """Raises RunError where all these validation losses are the one before the first step."""
+        start = self.start_loss
+        if start is None or not losses or any(abs(loss - start) > NOISE * max(1.0, start) for loss in losses):
+            return
+        what = f"the validation loss is {losses[-1]:.5g}, as it was before the first step"
+        raise self._error(state.step, what, slow=True)
+
+    def _error(self, step: int, what: str, *, slow: bool = False) -> RunError:
+        return _error(self.name, step, what, slow=slow)
+
+
+def _last_half(losses: Sequence[float]) -> Sequence[float]:
+    return losses[len(losses) // 2 :]
+
+
+def check_rollbacks(name: str, step: int, past: Past) -> None:
+    """Raises RunError where a run that went back so often gets no further, or skips more steps than it keeps."""
+    latest = past.rollbacks[-MOST:]
+    if len(latest) < MOST:
+        return
+    if latest[-1][1] <= latest[0][1]:
+        after = ", ".join(str(one[0]) for one in latest)
+        what = f"the run went back {MOST} times (after steps {after}), and never got past step {latest[0][1]} for good"
+        raise _error(name, step, what)
+    kept = step - past.num_given_up
+    if past.skipped > kept:
+        what = f"{past.skipped} of {step} steps were skipped, and {kept} are left after the rollbacks"
+        raise _error(name, step, what)
+
+
+def last_loss(state: State) -> float | None:
+    """Of the newest update. A last step that is skipped, or has no supervised token, has no loss of its own."""
+    if "loss" in state.metrics:
+        return float(state.metrics["loss"])
+    return state.guard.losses[-1] if state.guard.losses else None
+
+
+def _error(name: str, step: int, what: str, *, slow: bool = False) -> RunError:
+    advice = f"Lower the learning rates of [{name}.optimizer], or raise {name}.schedule.warmup_steps, and run again. "
+    if slow:
+        advice = f"Raise the learning rates of [{name}.optimizer], or {name}.steps, and run again. "
+    left = "The folder of the stage keeps checkpoints and metrics.jsonl, which says what was skipped."
+    return RunError(f"nothing was learned: {what}", where=f"{name}, step {step}", cure=advice + left)

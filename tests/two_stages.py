@@ -1,0 +1,34 @@
+"""A small recipe of two stages, which needs no torch."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from bloomery.core.config import Config
+from bloomery.core.errors import DataError
+from bloomery.core.stage import Stage
+
+
+class Section(Config):
+    number: int = 1
+
+
+class Recipe(Config):
+    name: str
+    make: Section = Section()
+    double: Section = Section()
+
+
+def work(config: Section, inputs: Mapping[str, Path], out: Path) -> dict[str, Any]:
+    if config.number == 13:
+        raise DataError("13 is no number", where="make", cure="Take another.")
+    if config.number == 14:
+        raise KeyboardInterrupt
+    if config.number == 15:
+        raise ZeroDivisionError("a bug")
+    (out / "out.txt").write_text("x" * config.number)
+    return {"characters": config.number}
+
+
+HERE = "tests.two_stages"
+STAGES = (Stage(name="make", run=f"{HERE}:work"), Stage(name="double", run=f"{HERE}:work", after=("make",)))
