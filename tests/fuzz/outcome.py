@@ -14,6 +14,7 @@ from hypothesis.strategies import SearchStrategy
 from bloomery import cli
 from bloomery.core.errors import BloomeryError
 
+PACKAGE = os.path.dirname(cli.__file__) + os.sep
 REFUSED = (2, 130, 143)
 MOST_MESSAGE_CHARACTERS = 4_000
 
@@ -95,18 +96,18 @@ def _refusal(message: str) -> Outcome:
 
 
 def _where(trace: TracebackType | None, error: BaseException) -> str:
-    frames = [frame for frame in traceback.extract_tb(trace) if f"{os.sep}bloomery{os.sep}" in frame.filename]
+    frames = [frame for frame in traceback.extract_tb(trace) if frame.filename.startswith(PACKAGE)]
     last = frames[-1] if frames else None
-    place = f"{last.filename.rpartition(f'{os.sep}bloomery{os.sep}')[2]}:{last.name}" if last else "elsewhere"
+    place = f"{last.filename.removeprefix(PACKAGE)}:{last.name}" if last else "elsewhere"
     return f"{type(error).__name__} in {place}"
 
 
 def _named_in(printed: str) -> str:
     """The same of a traceback that was printed."""
     lines = printed.splitlines()
-    frames = [line.split('"') for line in lines if line.startswith('  File "') and "/bloomery/" in line]
+    frames = [line.split('"') for line in lines if line.startswith(f'  File "{PACKAGE}')]
     error = next((line.partition(":")[0] for line in reversed(lines[:-1]) if line and line[0].isalpha()), "exit 1")
     if not frames:
         return f"{error} elsewhere"
     file, rest = frames[-1][1], frames[-1][2]
-    return f"{error} in {file.rpartition('/bloomery/')[2]}:{rest.rpartition(' in ')[2]}"
+    return f"{error} in {file.removeprefix(PACKAGE)}:{rest.rpartition(' in ')[2]}"
