@@ -8,13 +8,15 @@ BIN = $(VENV)/bin
 RUN = runs/demo
 # What depends on the device. The rest computes the same under every torch, and `make test` has run it.
 AMD_TESTS = tests/hw tests/model tests/train tests/test_cli.py
-SPREAD = -n auto --maxprocesses 4 --dist loadfile --no-loadscope-reorder
+# A worker that dies fails the run: its tests would be waited for.
+SPREAD = -n auto --maxprocesses 4 --dist loadfile --no-loadscope-reorder --max-worker-restart 0
 
-.PHONY: help demo test test-amd fuzz lint check fix bench clean
+.PHONY: help demo test test-all test-slow test-amd fuzz lint check fix bench clean
 
 help:
 	@echo 'make demo    build a small model from text to answers, then ask it three questions'
-	@echo 'make test    every test that needs no GPU'
+	@echo 'make test    the quick tests: a few minutes on two cores'
+	@echo 'make test-all every test that needs no GPU (test-slow: those that make test leaves out)'
 	@echo 'make fuzz    ten minutes of damaged inputs of every kind; what breaks is kept as a test'
 	@echo 'make lint    format, lint and types'
 	@echo 'make test-amd what depends on the device, under a torch that reports AMD (AMD_TESTS=tests: all)'
@@ -34,7 +36,13 @@ demo: $(VENV)/.installed
 	@echo 'Talk to it in a browser:  $(BIN)/bloomery serve'
 
 test: $(VENV)/.installed-dev
+	$(BIN)/python -m pytest $(SPREAD) -m 'not gpu and not slow' --durations=25
+
+test-all: $(VENV)/.installed-dev
 	$(BIN)/python -m pytest $(SPREAD) -m 'not gpu' --durations=25
+
+test-slow: $(VENV)/.installed-dev
+	$(BIN)/python -m pytest $(SPREAD) -m 'slow and not gpu' --durations=25
 
 test-amd: $(VENV)/.installed-dev
 	$(BIN)/python -m pytest $(SPREAD) -p tests.hw.hip_torch -m 'not gpu and not slow' --durations=25 $(AMD_TESTS)
@@ -47,8 +55,8 @@ lint: $(VENV)/.installed-dev
 	$(BIN)/python -m ruff check .
 	$(BIN)/python -m mypy
 
-check: lint
-	$(BIN)/python -m pytest $(SPREAD) -m 'not gpu and not slow'
+check: lint test
+	$(BIN)/python scripts/lines.py
 
 fix: $(VENV)/.installed-dev
 	$(BIN)/python -m ruff check --fix .
@@ -80,12 +88,12 @@ $(VENV)/.made:
 			exit 2; \
 		fi; \
 		echo "$$found -m venv $(VENV)"; \
-		$$found -m venv $$(PYTHONPATH=src $$found -m bloomery.hw.wheel --venv-flags) $(VENV) || exit 2; \
+		$$found -m venv $$(PYTHONPATH=src $$found -m bloomery.hw.torch_install --venv-flags) $(VENV) || exit 2; \
 	fi
 	@touch $@
 
-$(VENV)/.torch: $(VENV)/.made src/bloomery/hw/wheel.py
-	PYTHONPATH=src $(BIN)/python -m bloomery.hw.wheel --install
+$(VENV)/.torch: $(VENV)/.made src/bloomery/hw/torch_install.py
+	PYTHONPATH=src $(BIN)/python -m bloomery.hw.torch_install --install
 	@touch $@
 
 $(VENV)/.installed: $(VENV)/.torch pyproject.toml setup.py src/bloomery/native/*.*pp

@@ -21,9 +21,9 @@ from typing import Any
 
 import stand_in
 
-from bloomery.core.files import read_json
-from bloomery.core.run import CURRENT
-from bloomery.core.stage import machine, read_manifest, versions
+from bloomery.core.io import read_json
+from bloomery.core.pipeline import machine, read_manifest, versions
+from bloomery.core.run_dir import CURRENT
 
 TALKS = {"instruct": "alpaca", "multiturn_en": "sharegpt", "multiturn_zh": "sharegpt"}
 TASKS = (

@@ -25,11 +25,11 @@ import numpy as np
 from sklearn.metrics import roc_auc_score
 from stand_in import PLACE
 
-from bloomery.core.stage import machine, versions
-from bloomery.data import classifier, examples, heuristic, scorer
-from bloomery.data.examples import Example, Labels
-from bloomery.data.ngrams import Grams
-from bloomery.data.scorer import Classifier
+from bloomery.core.pipeline import machine, versions
+from bloomery.data.dedup.hashing import NgramSizes
+from bloomery.data.quality import classifier, examples, scorer
+from bloomery.data.quality.examples import Labels, TextExample
+from bloomery.data.quality.scorer import Classifier
 from bloomery.stages.config import Labeled
 
 SHARED = PLACE / "data" / "dev" / "toxicity.jsonl.zst"
@@ -60,7 +60,7 @@ def main() -> None:
     print(json.dumps(result(config, runs, speeds(found))))
 
 
-def labeled(config: Labeled, samples: int) -> list[Example]:
+def labeled(config: Labeled, samples: int) -> list[TextExample]:
     return examples.labeled(
         config.path,
         Labels(config.positive, config.negative),
@@ -73,9 +73,9 @@ def labeled(config: Labeled, samples: int) -> list[Example]:
     )
 
 
-def split(config: Labeled, found: Sequence[Example], seed: int) -> dict[str, Any]:
+def split(config: Labeled, found: Sequence[TextExample], seed: int) -> dict[str, Any]:
     """The area under the ROC curve of ours and theirs on one split, and the seconds that they learned."""
-    grams = Grams(config.features, config.ngrams, config.character_ngrams)
+    grams = NgramSizes(config.features, config.ngrams, config.character_ngrams)
     begun = time.process_time()
     learned = classifier.train(found, grams, characters=config.characters, held_out=config.held_out, seed=seed)
     ours = {"auc": learned.quality.auc, "cpu_seconds": time.process_time() - begun, "strength": learned.strength}
@@ -83,7 +83,7 @@ def split(config: Labeled, found: Sequence[Example], seed: int) -> dict[str, Any
     return {"seed": seed, "held_out": learned.quality.held_out, "ours": ours, "fasttext": fasttext(found, config, seed)}
 
 
-def fasttext(found: Sequence[Example], config: Labeled, seed: int) -> dict[str, Any] | None:
+def fasttext(found: Sequence[TextExample], config: Labeled, seed: int) -> dict[str, Any] | None:
     """Of SETTINGS the one that is best on the calibrating part; None where fastText is not installed."""
     if (library := peer()) is None:
         return None
@@ -118,7 +118,7 @@ def positive(model: Any, line: str) -> float:
     return found["__label__1"]
 
 
-def speeds(found: Sequence[Example]) -> dict[str, float]:
+def speeds(found: Sequence[TextExample]) -> dict[str, float]:
     """Megabytes that one core scores in a second, of texts of 3,000 characters: the best of three."""
     joined = "\n".join(example.text for example in found)
     texts = [joined[begin : begin + 3000] for begin in range(0, min(len(joined), 6_000_000), 3000)]
@@ -126,9 +126,9 @@ def speeds(found: Sequence[Example]) -> dict[str, float]:
     weights = np.random.default_rng(0).random(2**20, np.float32)
     told = {}
     for name, characters in (("words", None), ("words and characters", (4, 4))):
-        made = Classifier(weights, 0.0, Grams(2**20, (1, 2), characters), 3000)
+        made = Classifier(weights, 0.0, NgramSizes(2**20, (1, 2), characters), 3000)
         told[name] = size / best([lambda made=made: list(scorer.score(made, texts))] * 3)
-    return told | {"heuristic": size / best([lambda: list(heuristic.score(texts))] * 3)}
+    return told | {"heuristic": size / best([lambda: list(scorer.heuristic_score(texts))] * 3)}
 
 
 def best(calls: Sequence[Any]) -> float:

@@ -37,8 +37,8 @@ import zstandard
 from stand_in import PLACE
 
 from bloomery.core.config import build
-from bloomery.core.stage import machine, versions
-from bloomery.data import document
+from bloomery.core.pipeline import machine, versions
+from bloomery.data import documents
 from bloomery.stages import dedup
 from bloomery.stages.config import Dedup
 
@@ -161,7 +161,7 @@ def make(folder: Path, num_bytes: int, seed: int = 0) -> int:
     written, number = 0, 0
     recent: list[str] = []
     table = permuted(rng)
-    with document.Writer(folder) as writer:
+    with documents.Writer(folder) as writer:
         while written < num_bytes:
             if number % len(base) == 0:
                 rng.shuffle(base)
@@ -184,7 +184,7 @@ def make(folder: Path, num_bytes: int, seed: int = 0) -> int:
 def child(corpus: str, out: str, config: str) -> None:
     """In a process of its own: one run, and what it took."""
     began, before = time.monotonic(), time.process_time()
-    stats = dedup.deduplicate(build(Dedup, json.loads(config)), document.parts(Path(corpus)), Path(out))
+    stats = dedup.deduplicate(build(Dedup, json.loads(config)), documents.parts(Path(corpus)), Path(out))
     children = resource.getrusage(resource.RUSAGE_CHILDREN)
     processor = time.process_time() - before + children.ru_utime + children.ru_stime
     wanted = ("documents", "kept", "exact", "near", "compared")
@@ -227,7 +227,7 @@ def run(corpus: Path, out: Path, config: dict[str, Any]) -> dict[str, Any]:
 
 
 def text_bytes(corpus: Path) -> int:
-    return sum(len(row["text"].encode()) for row in document.read(corpus, ["text"]))
+    return sum(len(row["text"].encode()) for row in documents.read(corpus, ["text"]))
 
 
 def family(pid: int) -> Iterator[int]:
@@ -289,13 +289,13 @@ def datatrove(corpus: Path, out: Path) -> dict[str, Any]:
 def labeled(folder: Path) -> dict[str, Any]:
     """Recall on the labeled pairs of web text and code; the least exact Jaccard of what was removed."""
     found = texts()
-    with document.Writer(folder / "shared") as writer:
+    with documents.Writer(folder / "shared") as writer:
         for name, (corpus, text) in found.items():
             row = {"id": name, "text": text, "source": corpus, "domain": corpus, "url": None, "license": None}
             writer.write(row)
     out = folder / "labeled"
-    dedup.deduplicate(Dedup(), document.parts(folder / "shared"), out)
-    gone = {row["id"]: row for row in document.read(out / "duplicates", ["id", "kept_id", "reason"])}
+    dedup.deduplicate(Dedup(), documents.parts(folder / "shared"), out)
+    gone = {row["id"]: row for row in documents.read(out / "duplicates", ["id", "kept_id", "reason"])}
     cluster = {row["id"]: row["cluster"] for row in pq.read_table(out / "clusters.parquet").to_pylist()}
     labels = pq.read_table(SHARED / "dedup_labels.parquet").to_pylist()
     result: dict[str, Any] = {}

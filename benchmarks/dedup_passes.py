@@ -22,8 +22,10 @@ import duckdb
 from dedup import make
 
 from bloomery.core.config import build
-from bloomery.core.stage import machine, versions
-from bloomery.data import deduplicate, document, engine
+from bloomery.core.pipeline import machine, versions
+from bloomery.data import documents as data_documents
+from bloomery.data import executor
+from bloomery.data.dedup import dedup as dedup_dedup
 from bloomery.stages import dedup
 from bloomery.stages.config import Dedup
 
@@ -44,7 +46,7 @@ def main() -> None:
 
 def measured(folder: Path, gigabytes: float) -> dict[str, Any]:
     num_bytes = make(folder / "corpus", int(gigabytes * 1e9))
-    paths = document.parts(folder / "corpus")
+    paths = data_documents.parts(folder / "corpus")
     config = build(Dedup, {"engine": {"workers": 1}, "memory_bytes": 2**30})
     dedup.deduplicate(config, paths[:1], folder / "warm")
     seconds: dict[str, float] = defaultdict(float)
@@ -97,7 +99,7 @@ def sorted_a_second(rows: int) -> float:
 @contextmanager
 def timed(seconds: dict[str, float], before_writing: Callable[[], None]) -> Iterator[None]:
     """Count the processor's seconds of each pass and step while it is open."""
-    parts, search = engine.run_parts, deduplicate.Search
+    parts, search = executor.run_parts, dedup_dedup.Deduplicator
     steps = {name: getattr(search, name) for name in STEPS}
 
     def counted(label: str, work: Callable[..., Any]) -> Callable[..., Any]:
@@ -117,12 +119,12 @@ def timed(seconds: dict[str, float], before_writing: Callable[[], None]) -> Iter
 
     for name, label in STEPS.items():
         setattr(search, name, counted(label, steps[name]))
-    for module in (deduplicate, dedup):
+    for module in (dedup_dedup, dedup):
         vars(module)["run_parts"] = run_parts
     try:
         yield
     finally:
-        for module in (deduplicate, dedup):
+        for module in (dedup_dedup, dedup):
             vars(module)["run_parts"] = parts
         for name, step in steps.items():
             setattr(search, name, step)

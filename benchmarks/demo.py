@@ -23,7 +23,7 @@ from typing import Any
 
 import zstandard
 
-from bloomery.core.stage import machine, versions
+from bloomery.core.pipeline import machine, versions
 
 ROOT = Path(__file__).parents[1]
 QUICK = ("pretrain.steps=42", "finetune.steps=30", "evaluate.questions=28")

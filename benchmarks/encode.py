@@ -31,11 +31,11 @@ from typing import Any
 import tokenizers
 from stand_in import PLACE
 
-from bloomery.core.stage import machine, versions
-from bloomery.data import sources, worlds
-from bloomery.tokenizer import pieces
+from bloomery.core.pipeline import machine, versions
+from bloomery.data.sources import local, toy_worlds
+from bloomery.tokenizer import train as tokenizer_train
 from bloomery.tokenizer.config import SentencePiece
-from bloomery.tokenizer.quick import Encoder
+from bloomery.tokenizer.fast_encode import Encoder
 from bloomery.tokenizer.tokenizer import FILE
 from bloomery.tokenizer.train import train
 
@@ -61,14 +61,14 @@ def documents(folder: Path, count: int) -> Iterator[str]:
     """Documents of every file in turn, then generated ones and the standard library's."""
     files = sorted(folder.rglob("*.jsonl.zst")) if folder.name else []
     streams = [islice(_jsonl(file), count // len(files) if count < 50_000 else None) for file in files]
-    library = sources.StandardLibrary(name="library", domain="code", part="code")
-    code = (item["text"] for item in sources.read(library) if isinstance(item, dict))
-    return chain(*streams, code, worlds.documents(0, count))
+    library = local.StandardLibrary(name="library", domain="code", part="code")
+    code = (item["text"] for item in local.read(library) if isinstance(item, dict))
+    return chain(*streams, code, toy_worlds.documents(0, count))
 
 
 def _jsonl(file: Path) -> Iterator[str]:
-    source = sources.Jsonl(name="file", domain="text", path=file, invalid="skip")
-    return (item["text"] for item in sources.read(source) if isinstance(item, dict))
+    source = local.Jsonl(name="file", domain="text", path=file, invalid="skip")
+    return (item["text"] for item in local.read(source) if isinstance(item, dict))
 
 
 def result(texts: list[str], vocab_size: int, options: argparse.Namespace) -> dict[str, Any]:
@@ -77,7 +77,7 @@ def result(texts: list[str], vocab_size: int, options: argparse.Namespace) -> di
     if options.kind == "byte_bpe":
         tokenizer = train(sample, vocab_size)
     else:
-        tokenizer = pieces.train(sample, SentencePiece(vocab_size=vocab_size))
+        tokenizer = tokenizer_train.train_sentencepiece(sample, SentencePiece(vocab_size=vocab_size))
     began = time.process_time()
     encoder = Encoder(tokenizer)
     encoder.encode_batch(texts[:BATCH])  # the first texts are checked, which belongs to the start

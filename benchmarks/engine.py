@@ -21,7 +21,7 @@ from demo import commit
 from kills import content, started
 from stand_in import shared
 
-from bloomery.core.stage import machine, versions
+from bloomery.core.pipeline import machine, versions
 
 ENGINES = {
     "one process": ["engine.workers=1"],

@@ -29,9 +29,9 @@ from typing import Any
 from demo import commit
 from stand_in import ROOT
 
-from bloomery.core.files import PARTIAL, canonical, sha256_bytes, sha256_file
+from bloomery.core.io import PARTIAL, canonical, sha256_bytes, sha256_file
 from bloomery.core.log import METRICS, VARYING, read_metrics
-from bloomery.core.stage import machine, versions
+from bloomery.core.pipeline import machine, versions
 from bloomery.train import launch
 
 sys.path.insert(0, str(ROOT))

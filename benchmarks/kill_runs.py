@@ -33,9 +33,9 @@ from typing import Any
 
 from demo import commit
 
-from bloomery.core.files import canonical, sha256_bytes
+from bloomery.core.io import canonical, sha256_bytes
 from bloomery.core.log import METRICS, VARYING, read_metrics
-from bloomery.core.stage import machine, read_manifest, versions
+from bloomery.core.pipeline import machine, read_manifest, versions
 
 MARK = "BLOOMERY_KILL_RUNS"
 INSIDE = "BLOOMERY_KILL_RUNS_NAMESPACE"

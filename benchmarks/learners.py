@@ -14,13 +14,13 @@ import numpy as np
 from bloomery.hw import device as devices
 from bloomery.model.config import ModelConfig
 from bloomery.model.transformer import Transformer
-from bloomery.shards.loader import IGNORE, Batch, Samples, batches
+from bloomery.shards.loader import IGNORE, Batch, PackedDataset, batches
 from bloomery.tokenizer.tokenizer import Tokenizer
-from bloomery.train.config import WSD, Muon, Optimizer, Schedule
-from bloomery.train.loop import train
-from bloomery.train.optim import Optimizers
-from bloomery.train.schedule import share
+from bloomery.train.config import Muon, Optimizer, Schedule, WSDSchedule
+from bloomery.train.optim import Optimizers, learning_rate_share
+from bloomery.train.precision import Precision
 from bloomery.train.state import State
+from bloomery.train.trainer import Trainer
 
 import torch
 from torch import Tensor, nn
@@ -49,7 +49,7 @@ def ours(
     tokenizer: Path | None = None,
     shape: ModelConfig = SHAPE,
     optimizer: Optimizer = Muon(),  # noqa: B008  frozen
-    schedule: Schedule = WSD(warmup_steps=10),  # noqa: B008  frozen
+    schedule: Schedule = WSDSchedule(warmup_steps=10),  # noqa: B008  frozen
     rows: int = ROWS,
     seed: int = 0,
 ) -> Learner:
@@ -61,21 +61,22 @@ def ours(
     device, known = devices.find("cpu"), Tokenizer.load(tokenizer or folder)
     model = Transformer(shape, known.vocab_size)
     model.initialize(seed)
-    source = batches(Samples(folder, "train", shape.context, known.hash), first=0, size=rows, seed=seed)
+    source = batches(PackedDataset(folder, "train", shape.context, known.hash), first=0, size=rows, seed=seed)
     optimizers, state = Optimizers(model, optimizer), State()
 
     def learn(until: int) -> None:
-        train(
+        Trainer(
             model,
             optimizers,
             source,
             state=state,
             steps=until,
             micro_batch=rows,
-            learning_rate_share=lambda step: share(schedule, step, steps),
+            learning_rate_share=lambda step: learning_rate_share(schedule, step, steps),
             max_norm=1.0,
             device=device,
-        )
+            precision=Precision.decide("auto", device),
+        ).train()
 
     def scores(batch: Batch) -> Tensor:
         ids, positions, segments = (torch.from_numpy(one) for one in (batch.ids, batch.positions, batch.segments))
@@ -164,7 +165,7 @@ def loss(learner: Learner, held_out: list[Batch]) -> float:
 
 def held_out(folder: Path, tokenizer: Path | None = None) -> list[Batch]:
     """Rows from all over the held-out text."""
-    samples = Samples(folder, "val", T, Tokenizer.load(tokenizer or folder).hash)
+    samples = PackedDataset(folder, "val", T, Tokenizer.load(tokenizer or folder).hash)
     count = min(samples.num_samples, HELD_OUT_ROWS)
     chosen = np.arange(count) * samples.num_samples // count
     return [samples.batch(chosen[start : start + ROWS]) for start in range(0, count, ROWS)]

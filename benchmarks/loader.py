@@ -26,13 +26,13 @@ from demo import commit
 from stand_in import ROOT
 
 from bloomery.core.config import build
-from bloomery.core.stage import machine, versions
+from bloomery.core.pipeline import machine, versions
 from bloomery.hw import device as devices
 from bloomery.model.config import ModelConfig
 from bloomery.model.transformer import Transformer
 from bloomery.shards import format
-from bloomery.shards.loader import Samples, batches
-from bloomery.train.loop import accumulate_gradients
+from bloomery.shards.loader import PackedDataset, batches
+from bloomery.train.step import accumulate_gradients
 
 DOCUMENT, HASH, SAMPLES, STEPS = 0, "0" * 64, 4096, 7
 SHAPES = (("demo", 32, 256), ("124m", 4, 64), ("124m", 8, 512))
@@ -78,7 +78,7 @@ def measured(folder: Path, name: str, size: int, length: int) -> dict[str, Any]:
     model = model_of(name, length)
     model.initialize(0)
     write(folder, model.vocab_size, length)
-    samples = Samples(folder, "train", length, HASH)
+    samples = PackedDataset(folder, "train", length, HASH)
     alone = []
     for step in range(20):
         began = time.perf_counter()

@@ -25,7 +25,7 @@ import learners
 from pydantic import TypeAdapter
 
 from bloomery.core import config
-from bloomery.core.stage import machine, versions
+from bloomery.core.pipeline import machine, versions
 from bloomery.recipe import Recipe
 from bloomery.train.config import Optimizer
 

@@ -19,12 +19,12 @@ from typing import Any, cast
 
 from stand_in import PLACE
 
-from bloomery.core.stage import machine, versions
-from bloomery.data import rows, unpack
+from bloomery.core.pipeline import machine, versions
+from bloomery.data.readers import bytes as readers_bytes
+from bloomery.data.readers import rows
 from bloomery.shards.packing import first_fit_decreasing
-from bloomery.tokenizer import importers, templates
-from bloomery.tokenizer.chat import Message, Renderer
-from bloomery.tokenizer.templates import TEMPLATES
+from bloomery.tokenizer import chat_template, importers
+from bloomery.tokenizer.chat_template import TEMPLATES, Message, Renderer
 
 ROLES = {"human": "user", "gpt": "assistant", "system": "system", "function_call": "assistant", "observation": "tool"}
 
@@ -36,7 +36,7 @@ def main() -> None:
     parser.add_argument("--data", type=Path, default=PLACE / "data")
     parser.add_argument("--template", choices=tuple(TEMPLATES), default="bloomery")
     options = parser.parse_args()
-    tokenizer = importers.load(options.data / "tokenizer", special=templates.wanted(options.template))
+    tokenizer = importers.load(options.data / "tokenizer", special=chat_template.wanted(options.template))
     renderer = Renderer(tokenizer, TEMPLATES[options.template])
     talks = [talk for talk in conversations(options.data / "dev") if not renderer.trouble(talk)]
     lengths = [len(renderer.render(talk).ids) for talk in talks[:: 10 if options.quick else 1]]
@@ -62,7 +62,7 @@ def main() -> None:
 def conversations(folder: Path) -> Iterator[list[Message]]:
     for name in ("instruct", "multiturn_en", "multiturn_zh"):
         for _, row in rows.jsonl(folder / f"{name}.jsonl.zst"):
-            if isinstance(row, unpack.Problem):
+            if isinstance(row, readers_bytes.ReadError):
                 continue
             if "instruction" in row:
                 asked = "\n\n".join(part for part in (row["instruction"], row["input"]) if part)

@@ -32,21 +32,19 @@ import numpy as np
 from demo import commit
 
 from bloomery.core.config import build
-from bloomery.core.stage import machine, versions
+from bloomery.core.pipeline import machine, versions
 from bloomery.hw import device as devices
-from bloomery.hw.device import Device
-from bloomery.hw.peak import measured_peak
+from bloomery.hw.device import Device, measured_peak
 from bloomery.model.config import ModelConfig
 from bloomery.shards.loader import Batch
 from bloomery.train.config import Finetune, Training
-from bloomery.train.loop import accumulate_gradients, clipping, gradients
-from bloomery.train.optim_adamw import total_norm
-from bloomery.train.planning import planner
-from bloomery.train.planning import timed as timing
-from bloomery.train.planning.choose import Ask, Option, best
-from bloomery.train.planning.here import check, room, step
-from bloomery.train.planning.target import Target
+from bloomery.train.fused_adamw import total_norm
+from bloomery.train.plan import report, trace
+from bloomery.train.plan.here import check, room, step
+from bloomery.train.plan.memory import Machine
+from bloomery.train.plan.search import Candidate, PlanRequest, best
 from bloomery.train.precision import Precision
+from bloomery.train.step import accumulate_gradients, clipping, gradients
 
 import torch
 
@@ -185,9 +183,9 @@ def measured(name: str, kept: bool) -> Settings:
     }
 
 
-def planned_now(ask: Ask, target: Target, option: Option) -> float:
+def planned_now(ask: PlanRequest, target: Machine, option: Candidate) -> float:
     """Tokens per second, timed anew: a process times each model once."""
-    timing.measured.cache_clear()
+    trace.measured.cache_clear()
     told = check(ask, target, option)
     assert told.traced
     assert told.pace is not None
@@ -202,7 +200,7 @@ def in_use(field: str) -> int:
     return 1024 * int(found[1])
 
 
-def asked(settings: Settings) -> tuple[Ask, Target, Option, Device]:
+def asked(settings: Settings) -> tuple[PlanRequest, Machine, Candidate, Device]:
     """What a recipe with these settings asks for, as `bloomery plan` understands it."""
     shape, parts = build(ModelConfig, settings["model"]), settings.get("micro_batches", 2)
     wanted: Settings = {
@@ -214,7 +212,7 @@ def asked(settings: Settings) -> tuple[Ask, Target, Option, Device]:
     if config.precision != "auto":
         device = replace(device, compute_dtype=getattr(torch, config.precision))
     target = replace(room(device), flops=measured_peak(device), flops_from="measured")
-    ask = planner.asked("stage", config, shape, settings.get("vocab_size", 8192), target)
+    ask = report.asked("stage", config, shape, settings.get("vocab_size", 8192), target)
     return ask, target, best(ask, ask.what, ask.way, target), device
 
 

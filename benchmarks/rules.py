@@ -28,19 +28,19 @@ from typing import Any
 from stand_in import PLACE
 from threadpoolctl import threadpool_limits  # type: ignore[import-untyped]
 
-from bloomery.core.stage import machine, versions
-from bloomery.data import rows
-from bloomery.data.facts.verdict import Common
-from bloomery.data.rules import C4, FineWeb, Gopher, Repetition
-from bloomery.data.rules.judge import Documents, judge
+from bloomery.core.pipeline import machine, versions
+from bloomery.data.filters.apply import DocumentColumns, judge
+from bloomery.data.filters.base import FilterBase
+from bloomery.data.filters.published import C4, FineWeb, Gopher, Repetition
+from bloomery.data.readers import rows
 
 # C4's filter of datatrove deletes lines and hands on what is left; last, so that every filter sees whole documents
-RULES: tuple[tuple[Common, str], ...] = (
+RULES: tuple[tuple[FilterBase, str], ...] = (
     (Gopher(), "GopherQualityFilter"),
     (FineWeb(), "FineWebQualityFilter"),
     (C4(), "C4QualityFilter"),
 )
-REPETITION: tuple[tuple[Common, str], ...] = ((Repetition(), "GopherRepetitionFilter"),)
+REPETITION: tuple[tuple[FilterBase, str], ...] = ((Repetition(), "GopherRepetitionFilter"),)
 PEER_SAMPLE = 300
 QUICK_SAMPLE = 40
 ROUNDS = 5
@@ -69,7 +69,7 @@ def read(path: Path, most: int | None) -> list[str]:
 
 
 def compared(
-    rules: Sequence[tuple[Common, str]], texts: Sequence[str], sample: Sequence[str], *, quiet: bool
+    rules: Sequence[tuple[FilterBase, str]], texts: Sequence[str], sample: Sequence[str], *, quiet: bool
 ) -> dict[str, dict[str, float]]:
     """Speed and keep rate of ours on all texts and on the sample, and of datatrove in both ways on the sample."""
     ours = [rule for rule, _ in rules]
@@ -100,13 +100,13 @@ def measured(judged: Callable[[Sequence[str]], list[bool]], texts: Sequence[str]
     return {"documents/s": len(texts) / best, "MB/s": megabytes / best, "kept": sum(stays) / len(texts)}
 
 
-def kept(rules: Sequence[Common], texts: Sequence[str]) -> list[bool]:
+def kept(rules: Sequence[FilterBase], texts: Sequence[str]) -> list[bool]:
     number = len(texts)
-    found = judge(rules, Documents(texts, ["web"] * number, [None] * number, [""] * number))
+    found = judge(rules, DocumentColumns(texts, ["web"] * number, [None] * number, [""] * number))
     return [reason is None for reason in found.reasons]
 
 
-def keep_rates(rule: Common, theirs: str, sample: Sequence[str]) -> dict[str, float]:
+def keep_rates(rule: FilterBase, theirs: str, sample: Sequence[str]) -> dict[str, float]:
     """Of one rule alone, the share that each keeps, and the share of documents on which both agree."""
     ours = kept([rule], sample)
     same = [passes([peer(theirs, whitespace())], text) for text in sample]

@@ -36,7 +36,7 @@ import httpx
 from demo import commit
 from stand_in import ROOT
 
-from bloomery.core.stage import machine, versions
+from bloomery.core.pipeline import machine, versions
 
 sys.path.insert(0, str(ROOT))
 made = importlib.import_module("tests.weights.made")

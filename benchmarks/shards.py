@@ -26,12 +26,11 @@ from typing import Any
 import numpy as np
 
 from bloomery.core.config import build
-from bloomery.core.stage import machine, versions
-from bloomery.data.engine import Engine, Part, run_parts
-from bloomery.shards import format, shuffle
-from bloomery.shards.encode import TRAIN
-from bloomery.shards.gather import Gathering, Placing, gather_shard, place_part
-from bloomery.shards.shuffle import Chosen
+from bloomery.core.pipeline import machine, versions
+from bloomery.data.executor import ExecutorConfig, Part, run_parts
+from bloomery.shards import build as shards_build
+from bloomery.shards import format
+from bloomery.shards.build import TRAIN, Chosen, Gathering, Placing, gather_shard, place_part
 from bloomery.stages import shard
 from bloomery.stages.config import Shard
 
@@ -67,17 +66,17 @@ def make_run(work: Path, number: int, tokens: int) -> int:
     """One run of random documents for us, and the same for datatrove. Returns its tokens."""
     rng = np.random.default_rng(number)
     lengths = np.maximum(2, rng.lognormal(np.log(MEAN_TOKENS) - 0.5, 1, tokens // MEAN_TOKENS)).astype(np.int64)
-    index = np.zeros(len(lengths), dtype=shuffle.INDEX)
+    index = np.zeros(len(lengths), dtype=shards_build.INDEX)
     index["id"] = rng.integers(0, 2**64, len(lengths), dtype=np.uint64)
     index["tokens"] = lengths
-    index = index[np.argsort(shuffle.keys(index["id"], 0, TRAIN, 0))]
+    index = index[np.argsort(shards_build.keys(index["id"], 0, TRAIN, 0))]
     ends = np.cumsum(index["tokens"], dtype=np.int64)
     made = rng.integers(1, VOCAB_SIZE, int(ends[-1]), dtype=np.uint16)
     made[ends - index["tokens"]] = DOCUMENT
     (work / "work").mkdir(exist_ok=True)
     (work / "theirs").mkdir(exist_ok=True)
     made.tofile(work / "work" / f"run-{number}.bin")
-    shuffle.save(work / "work" / f"run-{number}.npy", index)
+    shards_build.save(work / "work" / f"run-{number}.npy", index)
     made.tofile(work / "theirs" / f"{number:05d}.ds")
     ends.astype("<u8").tofile(work / "theirs" / f"{number:05d}.ds.index")
     return len(made)
@@ -85,10 +84,10 @@ def make_run(work: Path, number: int, tokens: int) -> int:
 
 def gather(config: Shard, work: Path) -> None:
     """As the stage does it, after encoding."""
-    engine = Engine(workers=1)
+    engine = ExecutorConfig(workers=1)
     names = [f"work/run-{number}" for number in range(len(list((work / "work").glob("*.bin"))))]
     sizes = [(work / f"{name}.bin").stat().st_size // 2 for name in names]
-    counts = [len(shuffle.load(work / f"{name}.npy", shuffle.INDEX)) for name in names]
+    counts = [len(shards_build.load(work / f"{name}.npy", shards_build.INDEX)) for name in names]
     parts = [Part(name, [[False, "web", count, size]]) for name, count, size in zip(names, counts, sizes, strict=True)]
     run_parts(engine, place_part, Placing(0, {TRAIN: {"web": Chosen(1, 0)}}), parts, work, what="place")
     gathering = Gathering(

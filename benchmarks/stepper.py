@@ -30,15 +30,15 @@ import numpy as np
 
 from bloomery.core.config import build
 from bloomery.hw import device as devices
-from bloomery.model.config import ModelConfig
-from bloomery.model.cost import cost
-from bloomery.model.presets import PRESETS
+from bloomery.model.config import PRESETS, ModelConfig
+from bloomery.model.flops import cost
 from bloomery.model.transformer import Transformer
 from bloomery.shards.loader import Batch
 from bloomery.train.config import AdamW
-from bloomery.train.loop import train
 from bloomery.train.optim import Optimizers
+from bloomery.train.precision import Precision
 from bloomery.train.state import State
+from bloomery.train.trainer import Trainer
 
 import torch
 from torch import Tensor
@@ -140,7 +140,7 @@ def ours(worker: Worker) -> Step:
     optimizers, state, source = Optimizers(model, AdamW()), State(), batches(worker)
 
     def step() -> float:
-        train(
+        Trainer(
             model,
             optimizers,
             source,
@@ -150,7 +150,8 @@ def ours(worker: Worker) -> Step:
             learning_rate_share=lambda _: 1.0,
             max_norm=1.0,
             device=device,
-        )
+            precision=Precision.decide("auto", device),
+        ).train()
         return state.metrics["loss"]
 
     return step

@@ -35,11 +35,11 @@ from learners import ROWS, VOCAB_SIZE, Measured, T
 from numpy.typing import NDArray
 from stand_in import PLACE
 
-from bloomery.core.stage import machine, versions
-from bloomery.data import sources
-from bloomery.data.holdout import is_held_out
+from bloomery.core.pipeline import machine, versions
+from bloomery.data.documents import is_held_out
+from bloomery.data.sources import local
 from bloomery.shards import format
-from bloomery.tokenizer.quick import Encoder
+from bloomery.tokenizer.fast_encode import Encoder
 from bloomery.tokenizer.train import train as train_tokenizer
 
 import torch
@@ -165,8 +165,8 @@ def prepare(data: Path, folder: Path, limit: int | None) -> dict[str, Any]:
 
 
 def _texts(file: Path) -> Iterator[str]:
-    source = sources.Jsonl(name="file", domain="text", path=file, invalid="skip")
-    return (item["text"] for item in sources.read(source) if isinstance(item, dict))
+    source = local.Jsonl(name="file", domain="text", path=file, invalid="skip")
+    return (item["text"] for item in local.read(source) if isinstance(item, dict))
 
 
 def seconds(found: Run) -> float:

@@ -35,7 +35,7 @@ from typing import Any
 
 import numpy as np
 
-from bloomery.core.stage import machine, versions
+from bloomery.core.pipeline import machine, versions
 
 HERE = Path(__file__).parent
 SIZES = ("4x64", "4x256", "8x512")

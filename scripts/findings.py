@@ -31,7 +31,7 @@ def machines() -> str:
             lines = [f"**{case.title}**", ""]
             wrong = [one for one in findings if one.status != "ok"]
             for one in wrong:
-                lines += [f"- `{one.id}` {one.status}: {one.value}", "", "  ```sh", f"  {one.cure}", "  ```", ""]
+                lines += [f"- `{one.id}` {one.status}: {one.value}", "", "  ```sh", f"  {one.hint}", "  ```", ""]
             if not wrong:
                 lines += ["- nothing to cure", ""]
             blocks.append("\n".join(lines).replace(folder, ""))
@@ -46,7 +46,7 @@ def troubles() -> str:
             host = troubled(MATRIX[trouble.on].build(Path(folder)), trouble)
             found = {one.id: one for one in examine(host, Path(folder) / "runs")}[trouble.id]
             lines = [f"**{name}** ({MATRIX[trouble.on].title})", ""]
-            lines += [f"- `{found.id}` {found.status}: {found.value}", "", "  ```sh", f"  {found.cure}", "  ```", ""]
+            lines += [f"- `{found.id}` {found.status}: {found.value}", "", "  ```sh", f"  {found.hint}", "  ```", ""]
             blocks.append("\n".join(lines).replace(folder, ""))
     return "\n".join(blocks).strip()
 

@@ -25,10 +25,10 @@ sys.path.insert(0, str(ROOT / "benchmarks"))
 
 from kill_runs import RECIPE, content  # noqa: E402
 
-from bloomery import arguments  # noqa: E402
+from bloomery import cli  # noqa: E402
 from bloomery.cli import VERBS  # noqa: E402
 from bloomery.core.log import METRICS, read_metrics  # noqa: E402
-from bloomery.core.stage import versions  # noqa: E402
+from bloomery.core.pipeline import versions  # noqa: E402
 
 GOLDEN = ROOT / "tests" / "golden"
 TWO_RANKS = ("pretrain.ranks=2", "finetune.ranks=2")
@@ -101,7 +101,7 @@ def helps() -> dict[str, str]:
 
     return {
         " ".join(words): of(*words)
-        for words in [verb.split() for verb in VERBS] + [["data", name] for name in arguments.DATA]
+        for words in [verb.split() for verb in VERBS] + [["data", name] for name in cli.DATA]
     }
 
 

@@ -23,8 +23,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from bloomery.model.fused import operations
-from bloomery.model.fused.launch import Launch, language, recorded
+from bloomery.model.kernels import triton as kernels_triton
+from bloomery.model.kernels.triton import Launch, language, recorded
 
 import torch
 import triton
@@ -69,19 +69,19 @@ def made(*shape: int, dtype: torch.dtype = FULL) -> Tensor:
 
 def norm(width: int, given: torch.dtype, computed: torch.dtype, rows: int = 4096) -> None:
     x, weight = made(rows, width, dtype=given).requires_grad_(), made(width).requires_grad_()
-    torch.autograd.backward(operations.rms_norm(x, weight, 1e-5, computed).sum())
+    torch.autograd.backward(kernels_triton.rms_norm(x, weight, 1e-5, computed).sum())
 
 
 def turn(heads: int, width: int, dtype: torch.dtype, normed: bool, tokens: int = 1024) -> None:
     x = made(4, tokens, heads, width, dtype=dtype).transpose(1, 2).requires_grad_()
     weight = made(width).requires_grad_() if normed else None
     angles = made(1, 1, tokens, width, dtype=dtype)
-    y = operations.turn(x, angles, angles, weight, 1e-5 if normed else None)
+    y = kernels_triton.turn(x, angles, angles, weight, 1e-5 if normed else None)
     torch.autograd.backward(y, torch.empty_like(y))
 
 
 def entropy(width: int, dtype: torch.dtype) -> None:
-    operations.cross_entropy_(made(1024, width, dtype=dtype), made(1024, dtype=torch.int64), z_loss=1e-4)
+    kernels_triton.cross_entropy_(made(1024, width, dtype=dtype), made(1024, dtype=torch.int64), z_loss=1e-4)
 
 
 def product(tokens: int, shape: tuple[int, int], dtype: torch.dtype, double: bool) -> None:
@@ -89,7 +89,7 @@ def product(tokens: int, shape: tuple[int, int], dtype: torch.dtype, double: boo
     codes, numbers = made(shape[0], 32 * blocks, dtype=torch.uint8), made(16)
     scales = made(shape[0], blocks, dtype=torch.int8 if double else HALF)
     coarse = made(-(-scales.numel() // 256) + 1) if double else None
-    both = partial(operations.nf4_product, codes=codes, scales=scales, numbers=numbers, shape=shape, coarse=coarse)
+    both = partial(kernels_triton.nf4_product, codes=codes, scales=scales, numbers=numbers, shape=shape, coarse=coarse)
     both(made(tokens, shape[1], dtype=dtype), bias=made(shape[0]))
     both(made(tokens, shape[0], dtype=dtype), back=True)
 
@@ -97,7 +97,7 @@ def product(tokens: int, shape: tuple[int, int], dtype: torch.dtype, double: boo
 CASES: Mapping[str, Callable[[], None]] = {
     "1024 wide, float32 to bfloat16": partial(norm, 1024, FULL, HALF),
     "4095 wide, float32": partial(norm, 4095, FULL, FULL),
-    "8192 wide, bfloat16": partial(norm, operations.LARGEST_ROW, HALF, HALF),
+    "8192 wide, bfloat16": partial(norm, kernels_triton.LARGEST_ROW, HALF, HALF),
     "16 heads of 64, bfloat16": partial(turn, 16, 64, HALF, False),
     "32 heads of 128, bfloat16, normed": partial(turn, 32, 128, HALF, True),
     "5 heads of 80, float32, normed": partial(turn, 5, 80, FULL, True),
@@ -192,7 +192,7 @@ def faults(found: Mapping[str, Mapping[str, Mapping[str, int]]]) -> list[str]:
 
 def digest(launches: Mapping[str, Launch]) -> str:
     """Of everything that the numbers follow from, besides Triton."""
-    whole = hashlib.sha256((ROOT / "src/bloomery/model/fused/language.py").read_bytes())
+    whole = hashlib.sha256((ROOT / "src/bloomery/model/kernels/triton_source.py").read_bytes())
     for name, one in launches.items():
         types = {place: value.dtype if isinstance(value, Tensor) else value for place, value in one.arguments.items()}
         whole.update(f"{name} {types} {dict(one.constants)} {one.warps} {one.stages}\n".encode())

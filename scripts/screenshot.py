@@ -14,8 +14,8 @@ from pathlib import Path
 from playwright.sync_api import Page, expect, sync_playwright
 
 from bloomery.core.errors import RunError
-from bloomery.core.log import say
-from bloomery.serve.models import Shelf
+from bloomery.core.log import info
+from bloomery.serve.registry import ModelRegistry
 from bloomery.serve.server import serving
 
 QUESTIONS = ("What is iron used for?", "And what is steel?")
@@ -35,7 +35,7 @@ def main() -> None:
     parser.add_argument("--height", type=int, default=760)
     parser.add_argument("--dark", action="store_true")
     options = parser.parse_args()
-    with serving(Shelf(options.runs)) as url, sync_playwright() as playwright:
+    with serving(ModelRegistry(options.runs)) as url, sync_playwright() as playwright:
         browser = playwright.chromium.launch(executable_path=chromium(), args=FLAGS)
         page = browser.new_page(
             viewport={"width": options.width, "height": options.height},
@@ -47,14 +47,14 @@ def main() -> None:
         options.out.parent.mkdir(parents=True, exist_ok=True)
         page.screenshot(path=options.out)
         browser.close()
-    say(f"wrote {options.out}")
+    info(f"wrote {options.out}")
 
 
 def chromium() -> str:
     """Where a Chromium is. Raises RunError."""
     found = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
     if found is None:
-        raise RunError("there is no Chromium", cure="Install it: apt install chromium")
+        raise RunError("there is no Chromium", hint="Install it: apt install chromium")
     return found
 
 

@@ -17,7 +17,7 @@ from pathlib import Path
 
 from tree import between
 
-from bloomery.core.run import current
+from bloomery.core.run_dir import current
 
 ROOT = Path(__file__).parents[1]
 README = ROOT / "README.md"

@@ -1,5 +1,11 @@
-"""Settings of all tests: a busy machine is no failure, so examples of hypothesis have no deadline."""
+"""
+Settings of all tests.
 
+A busy machine is no failure, so examples of hypothesis have no deadline. Signals work as in a terminal, however the
+tests were started: a job in the background inherits a SIGINT that is ignored, and so would every process of a test.
+"""
+
+import signal
 from pathlib import Path
 
 # isort: off
@@ -14,6 +20,8 @@ from tests.calling import Call
 
 settings.register_profile("bloomery", deadline=None)
 settings.load_profile("bloomery")
+signal.signal(signal.SIGINT, signal.default_int_handler)
+signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -14,9 +14,9 @@ import bloomery
 from bloomery.core.config import to_toml
 from bloomery.core.errors import BloomeryError, ConfigError, DataError, RunError
 from bloomery.core.log import console
-from bloomery.core.stop import INTERRUPTED, Terminated
-from bloomery.data import document
-from bloomery.serve.answerer import Sampling
+from bloomery.core.signals import INTERRUPTED, Terminated
+from bloomery.data import documents as data_documents
+from bloomery.serve.chat_model import Sampling
 from bloomery.stages import execution
 from tests.calling import Call
 from tests.two_stages import STAGES, Recipe
@@ -271,8 +271,8 @@ def test_a_data_tool_does_what_the_verb_does(
     assert code == 0, err
     result = getattr(bloomery, name)(TEXTS, **arguments)
     assert not console.quiet
-    kept = {row["id"]: row["text"] for row in document.read(Path("out/kept"))}
-    dropped = {row["id"]: row for row in document.read(Path("out/dropped"))}
+    kept = {row["id"]: row["text"] for row in data_documents.read(Path("out/kept"))}
+    dropped = {row["id"]: row for row in data_documents.read(Path("out/dropped"))}
     assert result.kept == [kept[f"d{index}"] for index in result.kept_indices]
     assert {f"d{index}" for index in result.kept_indices} == {*kept}
     assert result.reasons == json.loads(out)["reasons"]

@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from bloomery import arguments, cli
-from bloomery.core.stage import locked
+from bloomery import cli
+from bloomery.core.pipeline import locked
 from bloomery.hw.doctor import report as doctor
 from bloomery.hw.doctor.finding import Finding
 from tests.calling import Call
@@ -24,7 +24,7 @@ DEMO = ROOT / "recipes" / "demo.toml"
 
 
 def verbs() -> dict[str, argparse.ArgumentParser]:
-    for action in arguments.parser()._actions:
+    for action in cli.parser()._actions:
         if isinstance(action, argparse._SubParsersAction):
             return dict(action.choices)
     raise AssertionError
@@ -84,7 +84,7 @@ def test_the_help_of_every_verb_says_what_it_does_and_shows_an_example_that_work
     assert example
     words = shlex.split(example[1])
     assert words[0] == verb
-    assert callable(cli.VERBS[arguments.parse(words).verb])
+    assert callable(cli.VERBS[cli.parse(words).verb])
     assert f"usage: bloomery {verb} " in text
     for action in VERBS[verb]._actions:
         assert action.help, f"{verb}: {action.dest} explains nothing"
@@ -126,7 +126,7 @@ def test_done_is_0_and_what_the_user_can_fix_is_2_without_a_traceback(call: Call
     assert call("run", recipe)[0] == 0
     code, out, err = call("run", recipe, "make.number=13")
     assert (code, out) == (2, "")
-    assert err.splitlines()[-2:] == ["DataError: make: 13 is no number", "Take another."]
+    assert err.splitlines()[-2:] == ["error: make: 13 is no number", "Take another."]
     assert "Traceback" not in err
 
 
@@ -186,9 +186,10 @@ def test_the_exit_code_is_that_of_the_process() -> None:
     command = [sys.executable, "-m", "bloomery.cli", "status", "/none"]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert (done.returncode, done.stdout) == (2, "")
-    assert done.stderr.startswith("RunError: /none: does not exist")
+    assert done.stderr.startswith("error: /none: does not exist")
 
 
+@pytest.mark.slow
 def test_a_reader_that_leaves_early_is_no_error(tmp_path: Path) -> None:
     command = f"{shlex.quote(sys.executable)} -m bloomery.cli plan {shlex.quote(str(DEMO))}"
     done = subprocess.run(
@@ -368,6 +369,7 @@ FULL = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="this system has no /dev/full")
 @pytest.mark.parametrize(("words", "streams", "code"), FULL)
 def test_streams_that_are_full_or_closed_are_no_fault_of_ours_and_end_no_run(
@@ -389,7 +391,7 @@ def test_streams_that_are_full_or_closed_are_no_fault_of_ours_and_end_no_run(
 def test_a_file_that_is_opened_takes_the_place_of_no_closed_stream(tmp_path: Path) -> None:
     """Else what a library writes to descriptor 2 lands in a checkpoint."""
     code = (
-        "from bloomery.core import streams; streams.open_closed(); import os; f = open('a', 'w'); "
+        "from bloomery.core import log; log.open_closed(); import os; f = open('a', 'w'); "
         "os.write(2, b'noise'); os.write(1, b'noise'); f.write(str(f.fileno()))"
     )
     subprocess.run(
@@ -399,7 +401,7 @@ def test_a_file_that_is_opened_takes_the_place_of_no_closed_stream(tmp_path: Pat
 
 
 def test_what_the_encoding_of_stdout_lacks_is_shown_as_its_number() -> None:
-    code = "from bloomery.core import streams; streams.show_every_character(); print('\\xe4 \\udcff')"
+    code = "from bloomery.core import log; log.show_every_character(); print('\\xe4 \\udcff')"
     words, surroundings = [sys.executable, "-c", code], {**os.environ, "PYTHONIOENCODING": "ascii"}
     assert subprocess.run(words, check=True, capture_output=True, env=surroundings).stdout == b"\\xe4 \\udcff\n"
 
@@ -433,7 +435,7 @@ def test_every_verb_that_reports_prints_one_json_object_and_nothing_else(
 
 
 def test_doctor_exits_with_what_it_found(call: Call, monkeypatch: pytest.MonkeyPatch) -> None:
-    bad = [Finding(id="torch", status="fail", value="none", cure="Install it.")]
+    bad = [Finding(id="torch", status="fail", value="none", hint="Install it.")]
     monkeypatch.setattr(doctor, "examine", lambda host, runs: bad)
     code, out, _ = call("doctor", "--json")
     assert code == json.loads(out)["exit"] == doctor.exit_code(bad) == 2
@@ -503,12 +505,12 @@ def proposed() -> list[tuple[str, str]]:
     for path in sorted((ROOT / "src").rglob("*.py")):
         for node in ast.walk(ast.parse(path.read_text())):
             fixes: list[ast.expr] = []
-            if isinstance(node, ast.keyword) and node.arg == "cure":
+            if isinstance(node, ast.keyword) and node.arg == "hint":
                 fixes = [node.value]
             elif isinstance(node, ast.Assign | ast.AnnAssign | ast.AugAssign) and node.value is not None:
                 targets = node.targets if isinstance(node, ast.Assign) else [node.target]
                 named = {one.id for target in targets for one in ast.walk(target) if isinstance(one, ast.Name)}
-                fixes = [node.value] if named & {"cure", "LESS_MEMORY"} else []
+                fixes = [node.value] if named & {"hint", "LESS_MEMORY"} else []
             for fix in fixes:
                 found += [(path.name, words) for words in COMMAND.findall(text_of(fix))]
     return found
@@ -528,7 +530,7 @@ def test_every_command_that_an_error_proposes_is_one() -> None:
     for file, command in commands:
         words = shlex.split(command.replace("bloomery data 8", "bloomery data filter"))[1:]
         try:
-            arguments.parse(words)
+            cli.parse(words)
         except SystemExit:
             pytest.fail(f"{file}: {command}")
 

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from bloomery.hw import wheel
-from bloomery.hw.doctor.graphics import CONTAINER_FLAGS
+from bloomery.hw import torch_install
+from bloomery.hw.doctor.gpu import CONTAINER_FLAGS
 
 ROOT = Path(__file__).parents[1]
 FILES = sorted((ROOT / "containers").glob("*.Dockerfile"))
@@ -72,8 +72,8 @@ def test_every_variable_has_a_value_before_it_is_used(file: Path) -> None:
 def test_torch_is_installed_once_within_the_bounds_and_before_the_rest(file: Path) -> None:
     installs = [rest for name, rest in steps(file) if name == "RUN" and "pip install" in rest]
     assert len(installs) == 2
-    assert wheel.BOUNDS in installs[0]
-    index = wheel.AMD_INDEX if file.stem == "rocm" else "${INDEX}"
+    assert torch_install.BOUNDS in installs[0]
+    index = torch_install.AMD_INDEX if file.stem == "rocm" else "${INDEX}"
     assert index in installs[0]
     assert installs[1].endswith("install --no-cache-dir .")
 

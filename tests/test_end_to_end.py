@@ -19,9 +19,9 @@ import zstandard
 
 from bloomery import cli
 from bloomery.core.config import to_toml
-from bloomery.core.stage import content_hash
+from bloomery.core.pipeline import content_hash
 from bloomery.recipe import STAGES
-from bloomery.weights import huggingface
+from bloomery.weights import hf
 
 DEMO = Path(__file__).parents[1] / "recipes" / "demo.toml"
 NAMES = [stage.name for stage in STAGES if not stage.optional]
@@ -162,6 +162,7 @@ def files_of(root: Path) -> dict[str, tuple[int, bytes]]:
     return {str(path.relative_to(root)): (path.stat().st_mtime_ns, path.read_bytes()) for path in found}
 
 
+@pytest.mark.slow
 def test_every_stage_of_a_recipe_is_done_by_one_command(place: Place, capsys: pytest.CaptureFixture[str]) -> None:
     found = said(capsys, "status", place.runs / "small", "--verify")
     assert found["done"]
@@ -196,7 +197,7 @@ def test_the_report_says_how_well_the_model_answers_and_predicts(place: Place) -
 
 
 def test_weights_know_what_they_were_made_from(place: Place) -> None:
-    base, tuned = (huggingface.load(place.stage(name) / "model") for name in ("pretrain", "finetune"))
+    base, tuned = (hf.load(place.stage(name) / "model") for name in ("pretrain", "finetune"))
     assert base.lineage.template is None
     assert base.lineage.shards == content_hash(place.stage("shard"))
     assert tuned.lineage.shards == content_hash(place.stage("instruct"))
@@ -249,6 +250,7 @@ def test_a_changed_text_makes_everything_stale_but_what_reads_no_text(
     assert stale(place, capsys) == set()
 
 
+@pytest.mark.slow
 def test_a_changed_threshold_runs_its_stage_and_those_below_and_keeps_the_rest(
     place: Place, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -356,7 +358,7 @@ def test_a_full_disk_is_told_and_with_more_room_the_same_command_goes_on(
 
 
 def weights(place: Place, stage: str, runs: Path | None = None) -> bytes:
-    return (place.stage(stage, runs) / "model" / huggingface.WEIGHTS).read_bytes()
+    return (place.stage(stage, runs) / "model" / hf.WEIGHTS).read_bytes()
 
 
 # --- killed --------------------------------------------------------------------------------------------------------

@@ -12,14 +12,14 @@ from typing import Annotated, Any, Union, get_args, get_origin
 import pytest
 from pydantic import BaseModel, TypeAdapter, ValidationError
 
-from bloomery import arguments
+from bloomery import cli
 from bloomery.core import config
 from bloomery.core.bounds import Between, DiskPath
 from bloomery.core.errors import ConfigError
 from bloomery.recipe import Recipe
-from bloomery.shards import encode
-from bloomery.stages import standalone
-from bloomery.train import depth
+from bloomery.shards import build
+from bloomery.stages import data_tools
+from bloomery.train import scaling_rules
 
 ROOT = Path(__file__).parents[1]
 BASE = {
@@ -56,7 +56,7 @@ def reachable(model: type[BaseModel], seen: set[type[BaseModel]]) -> set[type[Ba
 
 
 MODELS: set[type[BaseModel]] = set()
-for root in (Recipe, standalone.Sections, depth.Given, encode.Encoding):
+for root in (Recipe, data_tools.ToolSections, scaling_rules.Given, build.Encoding):
     reachable(root, MODELS)
 FIELDS = [
     (f"{model.__module__}.{model.__name__}.{name}", hint, metadata)
@@ -78,7 +78,7 @@ def fits_both_ends(reason: str) -> bool:
 
 @pytest.mark.parametrize("text", ["١٢", "１２", "1_2", " 12", "٠.٥", "1_0.5", "nan", "inf", "१MB"])
 def test_numbers_of_the_command_line_have_ascii_digits_alone(text: str) -> None:
-    readers = (arguments._whole(0, 1000), arguments._number(0.0, 1000.0), arguments._bytes(0, 2**50))
+    readers = (cli._whole(0, 1000), cli._number(0.0, 1000.0), cli._bytes(0, 2**50))
     for read in readers:
         with pytest.raises(argparse.ArgumentTypeError):
             read(text)
@@ -252,7 +252,7 @@ def test_an_option_beyond_its_ends_exits_2_and_says_the_end(
     command: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(SystemExit) as ended:
-        arguments.parse(command)
+        cli.parse(command)
     assert ended.value.code == 2
     said = capsys.readouterr().err
     assert "at least" in said or "at most" in said

@@ -19,39 +19,46 @@ from tests.hw.machines import HIDE_TORCH
 ROOT = Path(__file__).parents[1]
 SOURCE = ROOT / "src" / "bloomery"
 TREE = runpy.run_path(str(ROOT / "scripts" / "tree.py"))
+LINES = runpy.run_path(str(ROOT / "scripts" / "lines.py"))
 ORDER: tuple[str, ...] = TREE["ORDER"]
 
-MAX_FILE_LINES, MAX_FUNCTION_LINES = 800, 80
+MAX_FILE_LINES, MIN_FILE_LINES, MAX_FUNCTION_LINES = 800, 100, 80
 MAX_HELP_SECONDS = 0.5
 WITHOUT_TORCH = ("core", "data", "tokenizer", "shards", "recipe", "cli", "api")
 IMPORTS_WHEN_CALLED = ("cli.py", "api.py")
 """Whose functions import what they need, so that `--help` and `import bloomery` start at once."""
-TORCH_IN_HW = ("hw/chosen.py", "hw/device.py", "hw/dist.py", "hw/peak.py")
-BROAD_EXCEPT_ALLOWED = ("cli.py", "serve/server.py", "train/hooks.py", "train/launch.py", "evaluation/cell.py")
+TORCH_IN_HW = ("hw/kernel_selection.py", "hw/device.py", "hw/distributed.py", "hw/probes.py")
+BROAD_EXCEPT_ALLOWED = ("cli.py", "serve/server.py", "train/state.py", "train/launch.py", "evaluation/sandbox_child.py")
 """Where a process, request or rank ends with what was raised or sends it on; and hooks, which must not end a run."""
 RUNS = ("eval", "exec", "torch.load", "torch.save")
-SANDBOX = ("evaluation/cell.py", "exec")
+SANDBOX = ("evaluation/sandbox_child.py", "exec")
 """The one place that runs text, behind walls: where that is what it is for."""
 PICKLES = {"pickle", "cPickle", "cloudpickle", "dill", "marshal", "shelve", "joblib"}
 READS_JSON = {
-    "serve/wire.py": "bodies of requests, which guard.py has bounded",
-    "core/files.py": "the reader that all others go through",
-    "data/conversations/turns.py": "a list of messages, or the arguments of a call, that is text in a row",
+    "serve/openai_api.py": "bodies of requests, which guard.py has bounded",
+    "core/io.py": "the reader that all others go through",
+    "data/chat/formats.py": "a list of messages, or the arguments of a call, that is text in a row",
     "data/isolated.py": "what a child process says, and what it is asked",
-    "data/hosts.py": "what a server answers, of which 10,000 bytes are read",
-    "data/rows.py": "rows of documents, of which each that is no JSON is rejected with its reason",
-    "data/synthesis/asking.py": "what a server answers, whose bytes are bounded",
-    "evaluation/battery.py": "what the same module has written into an item",
-    "evaluation/cell.py": "what the process that started this one asks",
-    "hw/dist.py": "what other ranks of the same run say",
-    "hw/trials.py": "what a child process says",
+    "data/sources/http_client.py": "what a server answers, of which 10,000 bytes are read",
+    "data/readers/rows.py": "rows of documents, of which each that is no JSON is rejected with its reason",
+    "data/synthesis/client.py": "what a server answers, whose bytes are bounded",
+    "evaluation/tasks.py": "what the same module has written into an item",
+    "evaluation/sandbox_child.py": "what the process that started this one asks",
+    "hw/distributed.py": "what other ranks of the same run say",
+    "hw/kernel_trials.py": "what a child process says",
     "tokenizer/importers.py": "what the library of tokenizers has just written",
-    "tokenizer/llmc.py": "what the library of tokenizers has just written",
     "tokenizer/tokenizer.py": "what the library of tokenizers has just written",
 }
 """Modules that parse JSON without a record, and what they parse. Files are read by `records.read_record`."""
 VENDOR_ATTRIBUTES = {"cuda", "mps", "xpu", "hip", "is_cuda", "nccl"}
 VENDOR_TEXT = re.compile(r"(cuda|mps|xpu|hip)(:\d+)?|.*\b(nccl|rccl|rocm)\b.*", re.IGNORECASE | re.DOTALL)
+SMALL_AND_ALONE = {
+    "evaluation/perplexity.py": "one of the stage's measurements, each of which is a file",
+    "hw/doctor/report.py": "the door of the doctor, which the command line alone opens",
+    "hw/io_speed.py": "a program of its own, which a child process runs",
+    "stages/finetune.py": "each stage is a file",
+}
+"""Modules under 100 lines that only one other imports, and why they are not a part of that one."""
 VAGUE_NAMES = {"utils", "util", "common", "helpers", "helper", "misc", "tools"}
 
 
@@ -200,7 +207,7 @@ def test_a_circle_is_found_where_there_is_one() -> None:
 def test_the_data_half_never_imports_torch() -> None:
     broken = []
     for module in package():
-        in_hw = module.place in TORCH_IN_HW or module.place.startswith("hw/probe/")
+        in_hw = module.place in TORCH_IN_HW
         barred = module.part in WITHOUT_TORCH or (module.part == "hw" and not in_hw)
         for found in imports(module):
             late = module.place in IMPORTS_WHEN_CALLED and found.inside
@@ -214,6 +221,12 @@ def test_files_fit_on_a_few_screens() -> None:
     report([module.at(1, f"{lines} lines") for module, lines in sizes.items() if lines > MAX_FILE_LINES])
 
 
+def test_packages_stay_within_their_budget_of_lines() -> None:
+    budget: dict[str, int] = LINES["BUDGET"]
+    counts: dict[str, int] = LINES["lines_by_package"]()
+    report([f"{name}: {count} lines" for name, count in counts.items() if count > budget.get(name, 0)])
+
+
 def test_functions_fit_on_a_screen() -> None:
     report(
         [
@@ -223,6 +236,64 @@ def test_functions_fit_on_a_screen() -> None:
             if (lines := (node.end_lineno or 0) - node.lineno + 1) > MAX_FUNCTION_LINES
         ]
     )
+
+
+def test_a_small_module_serves_more_than_one_other() -> None:
+    names = {module.name: module for module in package() if module.path.name != "__init__.py"}
+    users: dict[str, set[str]] = {name: set() for name in names}
+    for module, node in nodes(package()):
+        named: set[str] = set()
+        if isinstance(node, ast.ImportFrom):
+            named = {f"{node.module}.{alias.name}" for alias in node.names} | {node.module or ""}
+        elif isinstance(node, ast.Import):
+            named = {alias.name for alias in node.names}
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+            named = {node.value.partition(":")[0]}
+        for name in named & names.keys() - {module.name}:
+            users[name].add(module.name)
+    small = {
+        module.place
+        for name, module in names.items()
+        if len(users[name]) < 2 and len(module.path.read_text(encoding="utf-8").splitlines()) < MIN_FILE_LINES
+    }
+    assert small == SMALL_AND_ALONE.keys()
+
+
+def test_a_class_or_type_means_one_thing() -> None:
+    places: dict[str, list[str]] = {}
+    for module in package():
+        for node in module.tree.body:
+            names = [node.name] if isinstance(node, ast.ClassDef) else []
+            if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name):
+                names = [name for name in [node.targets[0].id] if name[0].isupper() and not name.isupper()]
+            for name in names:
+                places.setdefault(name, []).append(module.at(node, name))
+    report([place for found in places.values() if len(found) > 1 for place in found])
+
+
+FILE_NAME = re.compile(r"(?<![\w/.*-])((?:\w+/)+\w+\.py)\b")
+NOT_OURS = {
+    "_inductor/analysis/device_info.py",
+    "pydoc_data/topics.py",
+    "scripts/eval_prompts.py",
+    "scripts/generate_synthetic.py",
+    "stages/NAME.py",
+    "tools/utils.py",
+}
+"""Files of torch, of Python and of 1386.ai; and a name that stands for any."""
+
+
+def test_files_that_pages_and_docstrings_name_are_there() -> None:
+    files = {f"/src/bloomery/{module.place}" for module in package()} | {f"/{module.place}" for module in everything()}
+    pages = [*(ROOT / "docs").rglob("*.md"), ROOT / "README.md", ROOT / "CONTRIBUTING.md"]
+    sources = [module.path for module in package()]
+    broken = []
+    for page in [*(page for page in pages if page.name != "log.md"), *sources]:
+        for number, line in enumerate(page.read_text(encoding="utf-8").splitlines(), 1):
+            for name in FILE_NAME.findall(line):
+                if name not in NOT_OURS and not any(file.endswith(f"/{name}") for file in files):
+                    broken.append(f"{page.relative_to(ROOT)}:{number}: {name}")
+    report(broken)
 
 
 def test_only_hw_names_a_vendor() -> None:
@@ -280,7 +351,7 @@ def test_json_of_files_is_read_by_one_reader_with_a_schema() -> None:
             if module.place not in READS_JSON:
                 broken.append(module.at(node, f"{text}: read files with records.read_record"))
         if name in ("read_json", "parse_json") and module.place not in (
-            "core/files.py",
+            "core/io.py",
             "core/records.py",
             "core/log.py",
         ):
@@ -340,7 +411,7 @@ def test_help_starts_in_half_a_second() -> None:
 IMPORT_ALL = f"""
 import importlib, json, sys
 {HIDE_TORCH}
-from bloomery.hw.wheel import MissingTorch
+from bloomery.hw.torch_install import MissingTorch
 outcome = {{}}
 for name in json.loads(sys.argv[1]):
     try:

@@ -8,19 +8,19 @@ import numpy as np
 import pytest
 
 from bloomery import cli
-from bloomery.core import config, stage
+from bloomery.core import config, pipeline
 from bloomery.core.errors import DataError
 from bloomery.model.config import ModelConfig
-from bloomery.model.cost import cost
+from bloomery.model.flops import cost
 from bloomery.recipe import STAGES, Recipe
 from bloomery.shards.config import ImportedShards
 from bloomery.stages.config import Shard
 from bloomery.stages.tokenizer import vocab_size
-from bloomery.tokenizer.chat import Renderer
+from bloomery.tokenizer.chat_template import Renderer
 from bloomery.tokenizer.config import Imported
-from bloomery.train.config import AdamW, Constant, Cosine, Muon
-from bloomery.weights import gpt2, huggingface
-from bloomery.weights.huggingface import Lineage
+from bloomery.train.config import AdamW, ConstantSchedule, CosineSchedule, Muon
+from bloomery.weights import architectures, hf
+from bloomery.weights.hf import Lineage
 from tests.model.made import lively
 from tests.shards.test_foreign import by_hand
 from tests.shared import SHARED
@@ -94,6 +94,7 @@ def test_a_recipe_has_the_parameters_of_the_model_that_it_reproduces(name: str) 
     assert cost(model(recipe), vocabulary).parameters == PARAMETERS[name]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", PARAMETERS)
 def test_a_plan_can_be_made_of_a_recipe(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     words = ["plan", str(FOLDER / f"{name}.toml"), "--device", "7900xtx", "--runs", str(tmp_path), "--json"]
@@ -155,7 +156,7 @@ def test_plasma_is_trained_as_1386_trains_it(name: str, steps: int, rate: float,
     assert isinstance(section.optimizer, AdamW)
     assert (section.optimizer.learning_rate, section.optimizer.weight_decay) == (rate, 0.1)
     assert not section.optimizer.decay_embeddings
-    assert section.schedule == Cosine(warmup_steps=warmup, final=0.1)
+    assert section.schedule == CosineSchedule(warmup_steps=warmup, final=0.1)
 
 
 def test_gpt2_is_trained_as_llm_c_trains_it() -> None:
@@ -166,7 +167,7 @@ def test_gpt2_is_trained_as_llm_c_trains_it() -> None:
     rates = section.optimizer
     assert (rates.learning_rate, rates.weight_decay, rates.beta1, rates.beta2) == (6e-4, 0.1, 0.9, 0.95)
     assert rates.decay_embeddings
-    assert section.schedule == Cosine(warmup_steps=700, final=0.0)
+    assert section.schedule == CosineSchedule(warmup_steps=700, final=0.0)
     assert section.max_norm == 1.0
     assert section.steps * section.tokens_per_step == pytest.approx(10e9, rel=0.02)
 
@@ -176,17 +177,18 @@ def test_gpt2_is_trained_on_as_llm_c_does_by_default() -> None:
     assert section is not None
     assert (section.steps, section.tokens_per_step, section.model.context) == (74, 4 * 1024, 1024)
     assert section.optimizer == AdamW(learning_rate=3e-4, weight_decay=0.0)
-    assert (section.schedule, section.max_norm) == (Constant(), 1.0)
-    assert section.model == gpt2.understand(OPENAI)
+    assert (section.schedule, section.max_norm) == (ConstantSchedule(), 1.0)
+    assert section.model == architectures.read_gpt2(OPENAI)
 
 
 SMALL = {"width": 16, "num_layers": 2, "num_heads": 2, "num_kv_heads": 2, "mlp_width": 64, "context": 16}
 
 
+@pytest.mark.slow
 def test_weights_of_others_are_imported_and_trained_on_by_the_recipe(tmp_path: Path) -> None:
     theirs, ours, tokens = tmp_path / "theirs", tmp_path / "ours", tmp_path / "tokens"
     model = lively(ModelConfig.model_validate({"preset": "gpt2-124m", **SMALL}), 0, small().vocab_size)
-    huggingface.save(theirs, model, Renderer(small()), Lineage(tokenizer="", template=None, shards=""))
+    hf.save(theirs, model, Renderer(small()), Lineage(tokenizer="", template=None, shards=""))
     (theirs / "bloomery.json").unlink()
     assert cli.main(["import", str(theirs), str(ours)]) == 0
     tokens.mkdir()
@@ -199,11 +201,11 @@ def test_weights_of_others_are_imported_and_trained_on_by_the_recipe(tmp_path: P
     words += [*(f"pretrain.model.{key}={value}" for key, value in SMALL.items())]
     recipe = config.load(Recipe, FOLDER / "gpt2-124m-finetune.toml", words)
     recipe = recipe.model_copy(update={"fetch": None, "shard": Shard(imported=ImportedShards(folder=tokens))})
-    plans = stage.lay_out(STAGES, recipe, tmp_path / "run")
-    stage.execute(plans, until="pretrain")
+    plans = pipeline.plan_stages(STAGES, recipe, tmp_path / "run")
+    pipeline.execute(plans, until="pretrain")
 
     trained = plans[2].folder
-    assert huggingface.load(trained / "model").lineage.base == huggingface.digest(ours)
+    assert hf.load(trained / "model").lineage.base == hf.digest(ours)
     told = [json.loads(line) for line in (trained / "metrics.jsonl").read_text().splitlines()]
     losses = [line["validation_loss"] for line in told if "validation_loss" in line]
     assert len(losses) == 4

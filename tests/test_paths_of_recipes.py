@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from bloomery.core import config, stage
+from bloomery.core import config, pipeline
 from bloomery.core.errors import ConfigError, DataError
-from bloomery.data import sources
+from bloomery.data.sources import local
 from bloomery.recipe import STAGES, Recipe
-from bloomery.stages import planned
+from bloomery.stages import plan as stages_plan
 
 pytestmark = pytest.mark.skipif(os.name != "posix", reason="special files are POSIX")
 
@@ -50,13 +50,13 @@ PATHS = {
 }
 
 
-def laid_out(folder: Path, setting: str) -> list[stage.Plan]:
+def laid_out(folder: Path, setting: str) -> list[pipeline.StagePlan]:
     """What `bloomery plan` looks at."""
     (folder / "a.toml").write_text(RECIPE)
     recipe = config.load(Recipe, folder / "a.toml", [setting])
-    plans = stage.lay_out(STAGES, recipe, folder / "runs", blind=True)
+    plans = pipeline.plan_stages(STAGES, recipe, folder / "runs", blind=True)
     for plan in plans:
-        planned.check_paths(plan.stage.name, plan.config)
+        stages_plan.check_paths(plan.stage.name, plan.config)
     return plans
 
 
@@ -106,7 +106,7 @@ def test_wildcards_find_what_glob_finds(tmp_path: Path) -> None:
     (tmp_path / "elsewhere").symlink_to(tmp_path / "y")
     for pattern in ("*.jsonl", "**/*.jsonl", "**", "**/**", "x/**/*", "**/x/**/*.jsonl", "*/*.jsonl", "x/**", "*/x/**"):
         expected = {Path(name).resolve() for name in glob.glob(str(tmp_path / pattern), recursive=True)}
-        source = sources.Jsonl(name="s", domain="d", path=tmp_path / pattern)
-        found = [path.resolve() for _, path in sources.files_of(source)]
+        source = local.Jsonl(name="s", domain="d", path=tmp_path / pattern)
+        found = [path.resolve() for _, path in local.files_of(source)]
         assert set(found) == {path for path in expected if path.is_file()}, pattern
         assert len(found) == len(set(found)), pattern

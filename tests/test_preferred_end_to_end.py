@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from bloomery.weights import find, huggingface
+from bloomery.weights import hf, locate
 from tests.test_end_to_end import make_place
 
 WORDS = (
@@ -31,9 +31,9 @@ def test_what_is_preferred_is_what_is_evaluated_and_found_and_nothing_before_it_
     assert report["model"]["folder"] == f"{folder.name}/model"
     assert report["preference"]["method"] == "dpo"
     assert "Prefer</h3>" in (place.stage("evaluate") / "report.html").read_text()
-    assert find.model_folder(place.runs / "small") == folder / "model"
-    loaded = huggingface.load(folder / "model")  # adapters beside a model that is adapters beside a model
-    assert loaded.lineage.base != huggingface.load(before["finetune"] / "model").lineage.base
+    assert locate.locate_model(place.runs / "small") == folder / "model"
+    loaded = hf.load(folder / "model")  # adapters beside a model that is adapters beside a model
+    assert loaded.lineage.base != hf.load(before["finetune"] / "model").lineage.base
     assert place.run("finetune.lora.rank=2", *DRAWS) == 0
     report = json.loads((place.stage("evaluate") / "report.json").read_text())
     assert report["preference"]["method"] == "grpo"

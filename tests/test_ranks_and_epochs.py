@@ -10,9 +10,9 @@ import pytest
 
 from bloomery import cli
 from bloomery.shards import format
-from bloomery.shards.loader import Samples
+from bloomery.shards.loader import PackedDataset
 from bloomery.tokenizer.tokenizer import Tokenizer
-from bloomery.weights import huggingface
+from bloomery.weights import hf
 from tests.test_end_to_end import make_place
 
 import safetensors.torch
@@ -37,7 +37,7 @@ def test_no_held_out_document_is_trained_on_in_any_epoch(tmp_path: Path) -> None
     assert len(trained) > 50
     assert len(held) > 3
     assert not trained & held
-    samples = Samples(folder, "train", 32, tokenizer.hash)
+    samples = PackedDataset(folder, "train", 32, tokenizer.hash)
     epochs = samples.order(0, 3 * samples.num_samples, seed=1).reshape(3, -1)
     assert all(np.array_equal(np.sort(epoch), np.arange(samples.num_samples)) for epoch in epochs)
     known = np.concatenate([np.asarray(format.read(path).tokens) for path in format.names(folder, "train")])
@@ -65,7 +65,7 @@ def test_two_ranks_make_the_models_that_one_makes_up_to_rounding(tmp_path: Path,
         assert done.stderr.count("✓ pretrain") == 1  # only the first says what is done
     for name in ("pretrain", "finetune"):
         found = [place.stage(name, tmp_path / folder) / "model" for folder in ("one", "two")]
-        one, two = (safetensors.torch.load_file(folder / huggingface.WEIGHTS) for folder in found)
+        one, two = (safetensors.torch.load_file(folder / hf.WEIGHTS) for folder in found)
         assert one.keys() == two.keys()
         apart = torch.cat([(one[weight] - two[weight]).abs().flatten() for weight in one])
         # Adam divides a gradient that is nothing but rounding by its own size, and so moves a weight here and there

@@ -12,9 +12,9 @@ import pytest
 from bloomery import cli, recipe
 from bloomery.core import config
 from bloomery.core.errors import ConfigError, RunError
-from bloomery.core.run import remember
-from bloomery.core.stage import Stage, check_sections, lay_out, resolve
-from bloomery.data import document
+from bloomery.core.pipeline import Stage, check_sections, plan_stages, resolve
+from bloomery.core.run_dir import remember
+from bloomery.data import documents
 from bloomery.hw.launcher import PROCESSES_A_CORE, cores
 from bloomery.recipe import PARALLEL, STAGES, Recipe
 from bloomery.tokenizer.config import ByteBpe, Imported, SentencePiece
@@ -200,7 +200,7 @@ def test_a_missing_package_of_a_sink_is_told_before_the_first_stage_and_only_whe
     command += ["pretrain.tokens_per_step=512"]
     assert cli.main([*command, "--until", "pretrain"]) == 2
     told = capsys.readouterr().err
-    assert told.startswith("DataError: pretrain.sinks.1: this needs the package wandb")
+    assert told.startswith("error: pretrain.sinks.1: this needs the package wandb")
     assert "pip install 'bloomery[wandb]'" in told
     assert cli.main([*command, "--until", "fetch"]) == 0
 
@@ -227,7 +227,7 @@ def test_a_corpus_too_small_for_a_classifier_goes_on_without_one_unless_it_is_as
     assert code == 0
     assert "goes on without 'quality'" in err
     kept = next((tmp_path / "runs" / "one").glob("03-filter-*")) / "kept"
-    assert [row["score"] for row in document.read(kept, ["score"])] == [None]
+    assert [row["score"] for row in documents.read(kept, ["score"])] == [None]
     assert "quality was left out: the part" in (tmp_path / "runs" / "one" / "report.html").read_text()
     own = ["run", str(tmp_path / "runs" / "one" / "recipe.toml"), "--runs", str(tmp_path / "again"), "--until", "shard"]
     assert cli.main(own) == 0
@@ -332,12 +332,12 @@ def test_code_that_may_run_and_domains_that_documents_tell_are_left_to_the_run(t
 
 
 def test_what_is_preferred_is_a_stage_only_where_a_recipe_has_its_section(tmp_path: Path) -> None:
-    plain = lay_out(STAGES, config.load(Recipe, DEMO), tmp_path)
+    plain = plan_stages(STAGES, config.load(Recipe, DEMO), tmp_path)
     words = ["prefer.steps=60", "prefer.tokens_per_step=8192", 'prefer.pairs=[{kind="worlds"}]']
     told = re.search(r"^bloomery run recipes/demo.toml (.*)$", (ROOT / "docs" / "prefer.md").read_text(), re.MULTILINE)
     assert told
     assert shlex.split(told[1]) == words
-    asked = lay_out(STAGES, config.load(Recipe, DEMO, words), tmp_path)
+    asked = plan_stages(STAGES, config.load(Recipe, DEMO, words), tmp_path)
     assert [one.folder.name[:2] for one in plain] == [f"{number:02d}" for number in range(1, 12)]
     assert [one.stage.name for one in asked[-3:]] == ["finetune", "prefer", "evaluate"]
     assert [one.folder for one in asked[:10]] == [one.folder for one in plain[:10]]

@@ -17,21 +17,23 @@ import numpy as np
 import pytest
 import safetensors.numpy
 
-from bloomery.core import cache, files, records, run
+from bloomery.core import cache, records, run_dir
+from bloomery.core import io as core_io
 from bloomery.core.errors import BloomeryError
-from bloomery.core.files import MANIFEST
+from bloomery.core.io import MANIFEST
 from bloomery.core.log import METRICS, read_metrics
-from bloomery.core.stage import content_hash, damage, read_manifest
-from bloomery.data import engine, limits, overlap, scorer
-from bloomery.hw import verdicts
+from bloomery.core.pipeline import content_hash, damage, read_manifest
+from bloomery.data import decontamination, executor
+from bloomery.data.quality import scorer, thresholds
+from bloomery.hw import kernel_trials
 from bloomery.hw.host import Host
 from bloomery.shards import format as shards
-from bloomery.stages import asked, card, judged_rows, overview, standalone
+from bloomery.stages import data_tools, execution, prefer
 from bloomery.tokenizer import importers
-from bloomery.train import compiled, extension
+from bloomery.train import checkpointing, compile
 from bloomery.train.state import State
-from bloomery.weights import adapters, checkpoint, huggingface
-from bloomery.weights.tensors import INDEX, Tensors
+from bloomery.weights import checkpoint, hf, peft
+from bloomery.weights.safetensors import INDEX, Tensors
 from tests.core.made import manifest
 from tests.weights.made import model
 
@@ -77,7 +79,7 @@ def whole_run(read: Callable[[Path], Any]) -> Callable[[Path], Any]:
     """A reader of a run whose only stage has this manifest."""
 
     def reader(root: Path) -> Any:
-        files.write_json(root / run.CURRENT, {"fetch": STAGE})
+        core_io.write_json(root / run_dir.CURRENT, {"fetch": STAGE})
         (root / STAGE / "a.txt").touch()
         return read(root)
 
@@ -89,24 +91,24 @@ def in_checkpoint(folder: Path) -> Any:
 
 
 def of_tool(out: Path) -> Any:
-    return standalone._read_result(out / "result.json")
+    return data_tools._read_result(out / "result.json")
 
 
 LEFTOVER = {
     "record": {"files": []},
     "outputs": {},
-    "sha256": files.sha256_bytes(files.canonical({"record": {"files": []}, "outputs": {}})),
+    "sha256": core_io.sha256_bytes(core_io.canonical({"record": {"files": []}, "outputs": {}})),
 }
 READERS = {
-    "current": Reader(run.CURRENT, {"fetch": STAGE}, run.states),
-    "waste": Reader(run.CURRENT, {"fetch": STAGE}, run.waste),
+    "current": Reader(run_dir.CURRENT, {"fetch": STAGE}, run_dir.states),
+    "waste": Reader(run_dir.CURRENT, {"fetch": STAGE}, run_dir.waste),
     "manifest": Reader(MANIFEST, WHOLE, read_manifest),
     "content": Reader(MANIFEST, WHOLE, content_hash),
     "damage": Reader(MANIFEST, WHOLE, damage, none_is_fine=True),
-    "status": Reader(f"{STAGE}/{MANIFEST}", WHOLE, whole_run(run.states), none_is_fine=True),
-    "clean": Reader(f"{STAGE}/{MANIFEST}", WHOLE, whole_run(run.waste), none_is_fine=True),
-    "card": Reader(f"{STAGE}/{MANIFEST}", WHOLE, whole_run(card.write), none_is_fine=True),
-    "overview": Reader(f"{STAGE}/{MANIFEST}", WHOLE, whole_run(overview.write), none_is_fine=True),
+    "status": Reader(f"{STAGE}/{MANIFEST}", WHOLE, whole_run(run_dir.states), none_is_fine=True),
+    "clean": Reader(f"{STAGE}/{MANIFEST}", WHOLE, whole_run(run_dir.waste), none_is_fine=True),
+    "card": Reader(f"{STAGE}/{MANIFEST}", WHOLE, whole_run(execution.write_card), none_is_fine=True),
+    "overview": Reader(f"{STAGE}/{MANIFEST}", WHOLE, whole_run(execution.write_page), none_is_fine=True),
     "metrics": Reader(METRICS, {"step": 1, "loss": 2.0}, lambda folder: read_metrics(folder / METRICS)),
     "checkpoint": Reader(
         f"000000001/{MANIFEST}",
@@ -115,13 +117,11 @@ READERS = {
         none_is_fine=True,
     ),
     "state": Reader("state.json", STATE, in_checkpoint),
-    "settings": Reader(extension.SETTINGS, {"steps": 3}, extension._settings),
-    "continued": Reader(extension.CONTINUED, {"from": "a", "step": 1}, extension.told),
-    "verdict": Reader(
-        "v.json", {"4": {"compiled": True, "why": ""}}, lambda folder: compiled._noted(folder / "v.json")
-    ),
-    "lineage": Reader(huggingface.LINEAGE, OWN_LINEAGE, huggingface.lineage_of),
-    "template": Reader(huggingface.LINEAGE, OWN_LINEAGE, huggingface.template_of),
+    "settings": Reader(checkpointing.SETTINGS, {"steps": 3}, checkpointing._settings),
+    "continued": Reader(checkpointing.CONTINUED, {"from": "a", "step": 1}, checkpointing.told),
+    "verdict": Reader("v.json", {"4": {"compiled": True, "why": ""}}, lambda folder: compile._noted(folder / "v.json")),
+    "lineage": Reader(hf.LINEAGE, OWN_LINEAGE, hf.lineage_of),
+    "template": Reader(hf.LINEAGE, OWN_LINEAGE, hf.template_of),
     "index of weights": Reader(INDEX, {"weight_map": {"a": "a.safetensors"}}, lambda folder: Tensors(folder, "fix")),
     "index of tokens": Reader(
         "a.json",
@@ -129,27 +129,27 @@ READERS = {
         lambda folder: shards._read_index(folder / "a.json"),
     ),
     "part": Reader(
-        f"{engine.RECORDS}/work/p.json",
+        f"{executor.RECORDS}/work/p.json",
         LEFTOVER,
-        lambda out: engine._done(out, "work", "p"),
+        lambda out: executor._done(out, "work", "p"),
         none_is_fine=True,  # the part runs again
     ),
     "facts": Reader(scorer.FACTS, FACTS, scorer.read_facts),
     "left out": Reader(
-        limits.LEFT_OUT,
+        thresholds.LEFT_OUT,
         [{"name": "q", "why": "few"}],
-        lambda folder: limits.load(folder, [], min_score=0.0, min_scores={}),
+        lambda folder: thresholds.load(folder, [], min_score=0.0, min_scores={}),
     ),
     "rows": Reader(
         "rows.json",
         {"ngram_words": 13, "min_question_words": 4, "rows": [["t", 0]], "lengths": [4]},
-        overlap.Index.load,
+        decontamination.OverlapIndex.load,
     ),
-    "prepared": Reader("rows/prepared.json", {"record": {"hash": HASH, "read": 1}}, judged_rows.prepared),
+    "prepared": Reader("rows/prepared.json", {"record": {"hash": HASH, "read": 1}}, prefer.prepared),
     "questions": Reader(
         SPLIT,
         {"id": "1", "question": "1+1?", "solution": "2"},
-        lambda out: list(records.read_lines(out / SPLIT, asked.AskedQuestion)),
+        lambda out: list(records.read_lines(out / SPLIT, prefer.AskedQuestion)),
     ),
     "result": Reader(
         "result.json",
@@ -160,7 +160,7 @@ READERS = {
         "vocab.json", {"a": 0}, lambda folder: importers._gpt2(folder / "merges.txt", folder / "vocab.json")
     ),
     "cache": Reader(
-        "n.json", {"state": [1], "sha256": HASH}, lambda root: cache.known(root / "n.json", cache.NotedHash), True
+        "n.json", {"state": [1], "sha256": HASH}, lambda root: cache.load_note(root / "n.json", cache.NotedHash), True
     ),
 }
 
@@ -217,7 +217,7 @@ def test_what_is_no_json_of_a_kind_is_an_error_that_names_the_file_and_the_fix(n
         error = attempt(reader, tmp_path)
         if error is not None:
             assert file.name in error.where or file.name in error.what or file.parent.name in error.where
-            assert error.cure
+            assert error.hint
         elif raw in (b"{", b"[" * 100_000, b"\xff", b"NaN"):
             assert reader.none_is_fine, raw
 
@@ -254,14 +254,14 @@ def test_a_folder_a_device_and_an_enormous_file_are_refused_before_they_are_read
 
 
 def test_outcomes_of_trials_that_cannot_be_read_are_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(verdicts, "place", lambda host, vendor: tmp_path / "probes.json")
-    reader = Reader("probes.json", {"outcomes": [OUTCOME]}, lambda folder: verdicts.load(Host.here(), "cpu"))
+    monkeypatch.setattr(kernel_trials, "place", lambda host, vendor: tmp_path / "probes.json")
+    reader = Reader("probes.json", {"outcomes": [OUTCOME]}, lambda folder: kernel_trials.load(Host.here(), "cpu"))
     for value in (*VALUES, *changed(reader.whole)):
-        files.write_json(tmp_path / "probes.json", value)
+        core_io.write_json(tmp_path / "probes.json", value)
         attempt(reader, tmp_path)
 
 
-MODEL_FILES = (huggingface.CONFIG, huggingface.LINEAGE)
+MODEL_FILES = (hf.CONFIG, hf.LINEAGE)
 
 
 @pytest.mark.parametrize("name", MODEL_FILES)
@@ -277,28 +277,28 @@ def test_a_model_folder_whose_json_has_another_shape_is_refused_or_read(name: st
 
 
 def read_model_json(folder: Path) -> None:
-    huggingface._understood(folder / huggingface.CONFIG)
-    huggingface.lineage_of(folder)
-    huggingface.template_of(folder)
+    hf._understood(folder / hf.CONFIG)
+    hf.lineage_of(folder)
+    hf.template_of(folder)
 
 
 def test_an_adapter_whose_configuration_has_another_shape_is_refused(tmp_path: Path) -> None:
     whole = {"peft_type": "LORA", "base_model_name_or_path": "base", "lora_alpha": 8, "alpha_pattern": {"a": 1.0}}
     name = "base_model.model.a.lora_{}.weight"
     pair = {name.format("A"): np.zeros((4, 2), np.float32), name.format("B"): np.zeros((2, 4), np.float32)}
-    safetensors.numpy.save_file(pair, tmp_path / adapters.WEIGHTS)
-    reader = Reader(adapters.CONFIG, whole, adapters.read)
-    (tmp_path / adapters.CONFIG).write_text(json.dumps(whole))
+    safetensors.numpy.save_file(pair, tmp_path / peft.WEIGHTS)
+    reader = Reader(peft.CONFIG, whole, peft.read)
+    (tmp_path / peft.CONFIG).write_text(json.dumps(whole))
     assert attempt(reader, tmp_path) is None
     for record in (*changed(whole), *VALUES):
-        (tmp_path / adapters.CONFIG).write_text(json.dumps(record))
+        (tmp_path / peft.CONFIG).write_text(json.dumps(record))
         attempt(reader, tmp_path)
 
 
 def test_a_message_never_repeats_a_long_value(tmp_path: Path) -> None:
     file = tmp_path / "a.json"
     for value in ("x" * 100_000, ["y" * 100_000] * 3, {"k" * 100_000: 1}, 10**19):
-        files.write_json(file, {"a": value})
+        core_io.write_json(file, {"a": value})
         with pytest.raises(BloomeryError) as caught:
             records.read_record(file, dict[str, bool])
         assert len(str(caught.value)) < 1000
@@ -307,20 +307,20 @@ def test_a_message_never_repeats_a_long_value(tmp_path: Path) -> None:
 
 def test_numbers_that_json_cannot_hold_are_written_as_their_names(tmp_path: Path) -> None:
     value = {"a": float("nan"), "b": [float("inf"), 1.5], "c": (float("-inf"), {"d": 2})}
-    files.write_json(tmp_path / "a.json", value)
-    assert files.read_json(tmp_path / "a.json") == {"a": "nan", "b": ["inf", 1.5], "c": ["-inf", {"d": 2}]}
+    core_io.write_json(tmp_path / "a.json", value)
+    assert core_io.read_json(tmp_path / "a.json") == {"a": "nan", "b": ["inf", 1.5], "c": ["-inf", {"d": 2}]}
 
 
 @pytest.mark.parametrize("text", ["1" * 20, "-" + "9" * 20, '"' + "1" * 5000 + '"', "0." + "1" * 400, "[1, 2]"])
 def test_numbers_of_64_bits_and_long_texts_are_read(text: str) -> None:
-    assert files.parse_json(text.encode()) == json.loads(text)
+    assert core_io.parse_json(text.encode()) == json.loads(text)
 
 
 @pytest.mark.parametrize("levels", [99, 100, 101, 900, 10**6])
 def test_a_hundred_levels_are_read_and_no_more(levels: int) -> None:
     data = b"[" * levels + b"]" * levels
-    if levels <= files.MAX_JSON_DEPTH:
-        assert files.parse_json(data) == json.loads(data)
+    if levels <= core_io.MAX_JSON_DEPTH:
+        assert core_io.parse_json(data) == json.loads(data)
     else:
         with pytest.raises(ValueError, match="nested deeper than 100 levels"):
-            files.parse_json(data)
+            core_io.parse_json(data)

@@ -6,7 +6,7 @@ from typing import Any
 
 from bloomery.core.config import Config
 from bloomery.core.errors import DataError
-from bloomery.core.stage import Stage
+from bloomery.core.pipeline import Stage
 
 
 class Section(Config):
@@ -21,7 +21,7 @@ class Recipe(Config):
 
 def work(config: Section, inputs: Mapping[str, Path], out: Path) -> dict[str, Any]:
     if config.number == 13:
-        raise DataError("13 is no number", where="make", cure="Take another.")
+        raise DataError("13 is no number", where="make", hint="Take another.")
     if config.number == 14:
         raise KeyboardInterrupt
     if config.number == 15:

@@ -16,12 +16,12 @@ from bloomery.core.errors import ConfigError, DataError, shorten
 if TYPE_CHECKING:
     import pyarrow as pa
 
-    from bloomery.hw.host import Wanted
+    from bloomery.hw.host import DeviceChoice
     from bloomery.model.config import ModelConfig
     from bloomery.recipe import Recipe
-    from bloomery.serve.wire import Question
+    from bloomery.serve.openai_api import CheckedRequest
     from bloomery.tokenizer.tokenizer import Tokenizer
-    from bloomery.weights.huggingface import Loaded
+    from bloomery.weights.hf import Loaded
 
     from torch import Tensor
 
@@ -56,7 +56,7 @@ class Model:
     """A model that is loaded. `load` makes it."""
 
     def __init__(self, name: str, loaded: "Loaded") -> None:
-        from bloomery.serve.models import answerer_of
+        from bloomery.serve.registry import answerer_of
 
         self.name = name
         self._loaded, self._answerer = loaded, answerer_of(name, loaded)
@@ -136,11 +136,11 @@ class Model:
         model, size = self._loaded.model, self.tokenizer.vocab_size
         ids = self._document(text) if isinstance(text, str) else [int(id) for id in text]
         if wrong := [id for id in ids if not 0 <= id < size]:
-            cure = f"Token IDs of this model are 0 to {size - 1:,}: encode the text with its tokenizer."
-            raise DataError(f"there is no token ID {wrong[0]}", where="logits", cure=cure)
+            hint = f"Token IDs of this model are 0 to {size - 1:,}: encode the text with its tokenizer."
+            raise DataError(f"there is no token ID {wrong[0]}", where="logits", hint=hint)
         if not 1 <= len(ids) <= self.config.context:
             what = f"{len(ids):,} token IDs, and the model's context is {self.config.context:,}"
-            raise DataError(what, where="logits", cure=f"Pass 1 to {self.config.context:,} token IDs.")
+            raise DataError(what, where="logits", hint=f"Pass 1 to {self.config.context:,} token IDs.")
         with torch.no_grad():
             hidden = model(torch.tensor([ids], device=model.embed.weight.device))
             logits: Tensor = model.logits(hidden)[0, :, :size]
@@ -149,25 +149,25 @@ class Model:
     def _document(self, text: str) -> list[int]:
         return [self.tokenizer.document_id, *self.tokenizer.encode(text)]
 
-    def _checked(self, messages: list[Any], options: Mapping[str, Any]) -> "Question":
-        from bloomery.serve import wire
+    def _checked(self, messages: list[Any], options: Mapping[str, Any]) -> "CheckedRequest":
+        from bloomery.serve import openai_api
 
         stop = options.get("stop")
         more = {"stop": list(stop)} if isinstance(stop, tuple) else {}
-        return wire.checked({**options, **more, "model": self.name, "messages": messages})
+        return openai_api.checked({**options, **more, "model": self.name, "messages": messages})
 
 
-def load(model: PathText, *, device: "Wanted" = "auto") -> Model:
+def load(model: PathText, *, device: "DeviceChoice" = "auto") -> Model:
     """
     Load a run folder, a stage folder, a checkpoint folder or a model folder, as `bloomery chat` takes it.
 
     Raises CheckpointError where no model is there or it is damaged, and HardwareError without the device.
     """
     from bloomery.hw import device as devices
-    from bloomery.weights import find, huggingface
+    from bloomery.weights import hf, locate
 
-    folder = find.model_folder(Path(model).expanduser())
-    return Model(str(model), huggingface.load(folder, devices.find(device).place))
+    folder = locate.locate_model(Path(model).expanduser())
+    return Model(str(model), hf.load(folder, devices.find(device).place))
 
 
 # --- runs ----------------------------------------------------------------------------------------------------------
@@ -182,11 +182,11 @@ class Run:
     @property
     def stages(self) -> dict[str, Path]:
         """Stage -> folder, of the recipe that ran last. Stages that have not run have no folder yet."""
-        from bloomery.core import run as runs
+        from bloomery.core import run_dir
 
-        return runs.current(self.folder)
+        return run_dir.current(self.folder)
 
-    def model(self, *, device: "Wanted" = "auto") -> Model:
+    def model(self, *, device: "DeviceChoice" = "auto") -> Model:
         """Load the model that the run has trained, as `load` does."""
         return load(self.folder, device=device)
 
@@ -206,12 +206,12 @@ def run(
     Raises ConfigError for a wrong recipe or setting, and other BloomeryErrors for what stops a stage. Ctrl-C saves
     what is to be saved, and raises KeyboardInterrupt; the same call resumes.
     """
-    from bloomery.core.stop import INTERRUPTED, Terminated
+    from bloomery.core.signals import INTERRUPTED, Terminated
     from bloomery.recipe import STAGES
     from bloomery.stages import execution
 
     if until is not None and only is not None:
-        raise ConfigError(f"until={until!r} and only={only!r} exclude each other", cure="Leave out one of the two.")
+        raise ConfigError(f"until={until!r} and only={only!r} exclude each other", hint="Leave out one of the two.")
     resolved = _recipe(recipe, settings)
     folder = Path(runs).expanduser() / resolved.name
     try:
@@ -240,25 +240,25 @@ def plan(
     `device` ("mi300x"), its `memory_bytes` and the number of `devices` say for which machine; default: this one.
     `price` an hour and `watts` are those of all devices together.
     """
-    from bloomery import arguments
+    from bloomery import cli
     from bloomery.recipe import STAGES
-    from bloomery.stages import planned
-    from bloomery.train.planning.report import Price
+    from bloomery.stages import plan as stages_plan
+    from bloomery.train.plan.report import HourlyPrice
 
-    money = arguments.MONEY_OR_WATTS_RANGE
+    money = cli.MONEY_OR_WATTS_RANGE
     numbers: dict[str, tuple[float | None, tuple[float, float]]] = {
-        "memory_bytes": (memory_bytes, arguments.DEVICE_BYTES_RANGE),
-        "devices": (devices, arguments.DEVICES_RANGE),
+        "memory_bytes": (memory_bytes, cli.DEVICE_BYTES_RANGE),
+        "devices": (devices, cli.DEVICES_RANGE),
         "price": (price, money),
         "watts": (watts, money),
     }
     for name, (number, (low, high)) in numbers.items():
         if number is not None and not low <= number <= high:
-            raise ConfigError(f"got {number:,}", where=name, cure=f"Pass a number from {low:,} to {high:,}.")
+            raise ConfigError(f"got {number:,}", where=name, hint=f"Pass a number from {low:,} to {high:,}.")
     resolved = _recipe(recipe, settings)
-    cost = Price(per_hour=price, watts=watts)
-    wish = planned.Wish(device=device, memory_bytes=memory_bytes, devices=devices, price=cost)
-    return planned.report(STAGES, resolved, Path(runs).expanduser() / resolved.name, wish)[0]
+    cost = HourlyPrice(per_hour=price, watts=watts)
+    wish = stages_plan.Wish(device=device, memory_bytes=memory_bytes, devices=devices, price=cost)
+    return stages_plan.report(STAGES, resolved, Path(runs).expanduser() / resolved.name, wish)[0]
 
 
 def status(run_folder: PathText, *, verify: bool = False) -> dict[str, Any]:
@@ -266,10 +266,10 @@ def status(run_folder: PathText, *, verify: bool = False) -> dict[str, Any]:
     How far a run is, as `bloomery status --json`: {"run", "done", "stages"}. With `verify`, every file is compared
     with its sha256. Raises RunError where the folder is no run folder.
     """
-    from bloomery.core import run as runs
+    from bloomery.core import run_dir
 
     folder = Path(run_folder).expanduser()
-    return runs.summary(folder, runs.states(folder, thorough=verify))
+    return run_dir.summary(folder, run_dir.states(folder, thorough=verify))
 
 
 def _recipe(recipe: PathText | Mapping[str, Any], settings: Settings | None) -> "Recipe":
@@ -283,7 +283,7 @@ def _recipe(recipe: PathText | Mapping[str, Any], settings: Settings | None) -> 
         return config.from_tree(Recipe, deepcopy(dict(recipe)), overrides, where="recipe")
     if not isinstance(recipe, str | PathLike):
         what = f"{shorten(repr(recipe))} is no recipe"
-        raise ConfigError(what, where="recipe", cure="Pass the path of a TOML file, or a dict of its sections.")
+        raise ConfigError(what, where="recipe", hint="Pass the path of a TOML file, or a dict of its sections.")
     return config.load(Recipe, Path(recipe).expanduser(), overrides)
 
 
@@ -294,7 +294,7 @@ def _overrides(settings: Settings | None) -> list[tuple[str, Any]]:
         return []
     if not isinstance(settings, Mapping) or not all(isinstance(path, str) for path in settings):
         what = f"{shorten(repr(settings))} is no dict with texts as keys"
-        raise ConfigError(what, where="settings", cure='Write {"pretrain.steps": 100}.')
+        raise ConfigError(what, where="settings", hint='Write {"pretrain.steps": 100}.')
     return [*deepcopy(dict(settings)).items()]
 
 
@@ -377,10 +377,10 @@ def decontaminate(
     """
     for name, value in (("files", files), ("tasks", tasks)):
         if isinstance(value, str):
-            raise ConfigError(f"{shorten(repr(value))} is a str", where=name, cure=f"Pass a list: {name}=[{value!r}]")
+            raise ConfigError(f"{shorten(repr(value))} is a str", where=name, hint=f"Pass a list: {name}=[{value!r}]")
     overrides = [*([("tasks", [*tasks])] if tasks else []), *_overrides(settings)]
     if not texts and not files and not {"files", "tasks"} & {path for path, _ in overrides}:
-        raise ConfigError("there is no text to look for", where="decontaminate", cure="Pass texts, files or tasks.")
+        raise ConfigError("there is no text to look for", where="decontaminate", hint="Pass texts, files or tasks.")
     against = [str(Path(file).expanduser()) for file in files]
     return _tool("decontaminate", documents, overrides, text_field, workers, against, texts)
 
@@ -398,8 +398,8 @@ def _tool(
     import tempfile
 
     from bloomery.core import log
-    from bloomery.data import document
-    from bloomery.stages import standalone
+    from bloomery.data import documents as data_documents
+    from bloomery.stages import data_tools
 
     rows = _rows(documents, text_field, "documents")
     with tempfile.TemporaryDirectory(prefix="bloomery-") as temporary, log.quiet():
@@ -409,12 +409,12 @@ def _tool(
         if texts:
             _write(folder / "texts.jsonl", _rows(texts, "text", "texts"))
             against = [*against, str(folder / "texts.jsonl")]
-        asked = standalone.Asked(
+        asked = data_tools.DataCommand(
             name, [str(source)], out, {}, settings, id_field="id", workers=workers, against=against
         )
-        result = standalone.run(asked)
-        kept = {_index(row["id"]): row["text"] for row in document.read(out / standalone.KEPT, ["id", "text"])}
-        dropped = [_dropped(row) for row in document.read(out / standalone.DROPPED)]
+        result = data_tools.run(asked)
+        kept = {_index(row["id"]): row["text"] for row in data_documents.read(out / data_tools.KEPT, ["id", "text"])}
+        dropped = [_dropped(row) for row in data_documents.read(out / data_tools.DROPPED)]
     indices = sorted(kept)
     texts_kept = [None if kept[index] == rows[index]["text"] else kept[index] for index in indices]
     return Selection(
@@ -430,30 +430,30 @@ def _rows(documents: Any, text_field: str, where: str) -> list[dict[str, str]]:
     fields = (text_field, "domain", "url", "license")
     if hasattr(documents, "schema") and hasattr(documents, "to_pylist"):
         if text_field not in documents.schema.names:
-            cure = f"Name one of its columns with text_field: {', '.join(documents.schema.names)}."
-            raise DataError(f"has no column {text_field!r}", where=where, cure=cure)
+            hint = f"Name one of its columns with text_field: {', '.join(documents.schema.names)}."
+            raise DataError(f"has no column {text_field!r}", where=where, hint=hint)
         entries = documents.select([name for name in documents.schema.names if name in fields]).to_pylist()
     elif isinstance(documents, list | tuple):
         entries = [{text_field: entry} if isinstance(entry, str) else entry for entry in documents]
     else:
-        cure = "Pass a list of texts, a list of dicts with a text, or a pyarrow Table."
-        raise DataError(f"{shorten(repr(documents))} is a {type(documents).__name__}", where=where, cure=cure)
+        hint = "Pass a list of texts, a list of dicts with a text, or a pyarrow Table."
+        raise DataError(f"{shorten(repr(documents))} is a {type(documents).__name__}", where=where, hint=hint)
     rows = [_row(entry, text_field, fields[1:], f"{where}[{index}]") for index, entry in enumerate(entries)]
     if not any(row["text"].strip() for row in rows):
-        raise DataError("every text is empty" if rows else "is empty", where=where, cure="Pass at least one text.")
+        raise DataError("every text is empty" if rows else "is empty", where=where, hint="Pass at least one text.")
     return rows
 
 
 def _row(document: Any, text_field: str, more: Sequence[str], where: str) -> dict[str, str]:
     if not isinstance(document, Mapping):
         what = f"{shorten(repr(document))} is a {type(document).__name__}"
-        raise DataError(what, where=where, cure="A document is a text, or a dict with a text.")
+        raise DataError(what, where=where, hint="A document is a text, or a dict with a text.")
     text = document.get(text_field)
     if not isinstance(text, str):
         known = text_field in document
         what = f"its {text_field!r} is {shorten(repr(text))}, not a text" if known else f"has no field {text_field!r}"
-        cure = "Leave the document out, or name the field of the text with text_field."
-        raise DataError(what, where=where, cure=cure)
+        hint = "Leave the document out, or name the field of the text with text_field."
+        raise DataError(what, where=where, hint=hint)
     return {"text": text, **{name: document[name] for name in more if isinstance(document.get(name), str)}}
 
 

@@ -1,34 +1,334 @@
 """
-The verbs. The only argv, and the only exit code: 0 done, 1 our fault, 2 the user can fix it, 130 interrupted, 143 asked
-to end. `doctor` alone also exits 1 where something is not as it should be, but works.
+The command line: verbs, options and their help. The only argv, and the only exit code.
 
-Imports stand inside the verbs here, and only here, so that `--help` and `status` start at once.
+    0 done · 1 a bug of Bloomery · 2 the user can fix it · 130 interrupted · 143 asked to end
+
+`doctor` also exits with 1 where something works, but is not as it should be. Imports stand inside the verbs, so that
+`--help` and `status` start at once.
 """
 
 import argparse
+import difflib
 import json
+import math
 import os
+import re
 import sys
 import traceback
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from bloomery import arguments
-from bloomery.core import shortage, streams
-from bloomery.core.errors import BloomeryError, DataError, RunError
-from bloomery.core.stop import INTERRUPTED, Terminated
+from bloomery import __version__
+from bloomery.core import log, shortage
+from bloomery.core.bounds import TEMPERATURE
+from bloomery.core.errors import BloomeryError, DataError, RunError, shorten
+from bloomery.core.io import path_problem
+from bloomery.core.signals import INTERRUPTED, Terminated
 
 if TYPE_CHECKING:
-    from bloomery.serve.answerer import TextAnswerer
-    from bloomery.tokenizer.chat import Message
+    from bloomery.serve.chat_model import TextAnswerer
+    from bloomery.tokenizer.chat_template import Message
+
+MODEL = "a run folder, a stage folder, a checkpoint folder or a model folder, for example runs/demo"
+SETTINGS = "settings that win over the recipe, in TOML's words: pretrain.steps=100 'filter.rules=[]'"
+INPUTS = "a file or a folder: text, Markdown, HTML, source code, jsonl, parquet, csv, WARC (.gz and .zst too)"
+DATA_SETTINGS = "settings of the recipe's section, in TOML's words: 'rules=[{kind=\"gopher\"}]'"
+DATA = {
+    "filter": ("keep documents that pass rules; the others go to dropped/, with their reason", "crawl/ --out clean"),
+    "dedup": ("keep one of all exact and near copies", "clean/kept --out unique"),
+    "decontaminate": (
+        "drop documents that hold questions of evaluation tasks",
+        "unique/kept --out fair --against q.jsonl",
+    ),
+    "tokenize": ("turn documents into token shards", "fair/kept --out shards --tokenizer tokenizer.json"),
+}
+"""The verbs of `data`: what each does, and an example."""
+
+
+NUMBER = r"[+-]?(?:[0-9]+(?:\.[0-9]*)?|\.[0-9]+)(?:[eE][+-]?[0-9]+)?"
+"""As TOML and JSON have it: Python's own `float` also reads digits of other scripts, underscores and spaces."""
+
+
+def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
+    """The options of a verb. Settings may stand before and after options, which argparse alone does not take."""
+    top = parser()
+    words = sys.argv[1:] if arguments is None else arguments
+    verb = next((word for word in words if not word.startswith("-")), None)
+    if verb is not None and verb not in (known := top.get_default("verbs")):
+        near = difflib.get_close_matches(verb, known, n=1)
+        hint = f"Did you mean {near[0]!r}?" if near else f"Verbs: {', '.join(known)}."
+        top.error(f"there is no verb {verb!r}\n{hint}")
+    options, rest = top.parse_known_args(arguments)
+    if rest and (not hasattr(options, "settings") or any(word.startswith("-") for word in rest)):
+        top.error(f"unrecognized arguments: {' '.join(rest)}")
+    if rest:
+        options.settings = [*options.settings, *rest]
+    return options
+
+
+def parser() -> argparse.ArgumentParser:
+    top = argparse.ArgumentParser(
+        prog="bloomery",
+        description="Raw text to a language model that answers, on the machine you have.",
+        epilog="A first run: bloomery run recipes/demo.toml, then: bloomery chat runs/demo",
+    )
+    top.add_argument("--version", action="version", version=f"bloomery {__version__}")
+    top.set_defaults(verb="")
+    verbs = top.add_subparsers(title="verbs", metavar="VERB")
+    _run_verbs(verbs)
+    _data_verbs(verbs)
+    _model_verbs(verbs)
+    _machine_verbs(verbs)
+    top.set_defaults(verbs=tuple(verbs.choices))
+    return top
+
+
+def _verb(verbs: Any, name: str, brief: str, example: str, *, reports: bool = False) -> argparse.ArgumentParser:
+    one: argparse.ArgumentParser = verbs.add_parser(
+        name, help=brief, description=f"{brief[0].upper()}{brief[1:]}.", epilog=f"Example: {example}"
+    )
+    one.set_defaults(verb=name)
+    if reports:
+        one.add_argument("--json", action="store_true", help="one JSON object on stdout, and nothing else there")
+    return one
+
+
+def _run_verbs(verbs: Any) -> None:
+    one = _verb(verbs, "run", "run a recipe: what is done stays, the rest runs", "bloomery run recipes/demo.toml")
+    _recipe_arguments(one)
+    stages = one.add_mutually_exclusive_group()
+    stages.add_argument("--until", metavar="STAGE", help="stop after this stage")
+    stages.add_argument("--only", metavar="STAGE", help="run this stage alone; its inputs have to be done")
+
+    one = _verb(
+        verbs, "plan", "say what a recipe needs, before it runs", "bloomery plan recipes/demo.toml", reports=True
+    )
+    _recipe_arguments(one)
+    one.add_argument("--device", metavar="NAME", help="for this device, as mi300x, and not for this machine's")
+    one.add_argument("--memory", type=DEVICE_BYTES, metavar="SIZE", help="of a device, as 16GiB")
+    one.add_argument(
+        "--devices", type=DEVICES, metavar="N", help="how many train together (default: the recipe's ranks)"
+    )
+    one.add_argument("--price", type=MONEY_OR_WATTS, metavar="PER_HOUR", help="of all devices, in any money")
+    one.add_argument("--watts", type=MONEY_OR_WATTS, metavar="W", help="that all devices take together")
+
+    one = _verb(verbs, "status", "say how far a run is", "bloomery status runs/demo", reports=True)
+    one.add_argument("run", type=_path, metavar="RUN", help="a run folder, for example runs/demo")
+    one.add_argument("--verify", action="store_true", help="compare every file with its sha256 too")
+
+    one = _verb(
+        verbs,
+        "clean",
+        "say what a run folder does not need, and move it to the trash of the run when told",
+        "bloomery clean runs/demo --yes",
+        reports=True,
+    )
+    one.add_argument("run", type=_path, metavar="RUN", help="a run folder, for example runs/demo")
+    one.add_argument("--yes", action="store_true", help="move it to RUN/.trash, and free what is there for a day")
+    one.add_argument("--now", action="store_true", help="delete it at once, and what clean moved to RUN/.trash")
+
+
+def _data_verbs(verbs: Any) -> None:
+    """`data` and its own verbs: stages of the data half on files of any kind, without a recipe."""
+    brief = "filter, deduplicate, decontaminate or tokenize files, without a recipe"
+    data = _verb(verbs, "data", brief, "bloomery data filter crawl/ --out clean 'rules=[{kind=\"gopher\"}]'")
+    inner = data.add_subparsers(title="what to do", metavar="WHAT", required=True, help="with --help, more of each")
+    for name, (brief, example) in DATA.items():
+        one = _verb(inner, name, brief, f"bloomery data {name} {example}", reports=True)
+        one.set_defaults(verb="data", what=name)
+        one.add_argument("inputs", nargs="+", type=str, metavar="IN", help=f"{INPUTS}; and {DATA_SETTINGS}")
+        one.add_argument("--out", type=_path, required=True, metavar="DIR", help="a new folder, or one to go on in")
+        one.set_defaults(settings=[])
+        one.add_argument("--recipe", type=_path, help="take the settings of this recipe's section")
+        one.add_argument("--text-field", default="text", help="field or column that holds the text (default: text)")
+        one.add_argument("--id-field", help="field or column that holds the id (default: id, or file and row)")
+        one.add_argument("--workers", type=_whole(1, 4096), help="processes (default: one for each core)")
+        if name in ("dedup", "tokenize"):
+            one.add_argument("--memory", type=_bytes(2**26, 2**50), metavar="SIZE", help="budget, as 256MB or 8GiB")
+        if name == "decontaminate":
+            one.add_argument("--against", action="append", default=[], metavar="FILE", help="a task's questions")
+        if name == "tokenize":
+            one.add_argument("--tokenizer", type=_path, help="tokenizer.json, .model, .tiktoken or a folder with one")
+
+
+def _path(text: str) -> Path:
+    """The type of an option that names a file or a folder, whether it is there or not."""
+    if why := path_problem(text):
+        raise argparse.ArgumentTypeError(f"{shorten(text, 40)!r}: {why}")
+    return Path(text)
+
+
+def _whole(low: int, high: int) -> Callable[[str], int]:
+    """The type of an option that is a whole number with two ends."""
+
+    def read(text: str) -> int:
+        if not re.fullmatch(r"-?[0-9]{1,19}", text) or not low <= int(text) <= high:
+            raise argparse.ArgumentTypeError(f"{shorten(text, 40)!r} is no whole number of {_range(low, high)}")
+        return int(text)
+
+    return read
+
+
+def _number(low: float, high: float, *, or_zero: bool = False) -> Callable[[str], float]:
+    """The type of an option that is a number with two ends."""
+
+    def read(text: str) -> float:
+        value = float(text) if re.fullmatch(NUMBER, text) else math.nan
+        if not (low <= value <= high or (or_zero and value == 0)):
+            what = f"{'0, or ' if or_zero else ''}{_range(low, high)}"
+            raise argparse.ArgumentTypeError(f"{shorten(text, 40)!r} is no number of {what}")
+        return value
+
+    return read
+
+
+def _bytes(low: int, high: int) -> Callable[[str], int]:
+    """The type of an option that is a size with two ends."""
+
+    def read(text: str) -> int:
+        found = re.fullmatch(r"([0-9]{1,19}(?:\.[0-9]{1,19})?) ?([kMGT]?)(i?)B?", text)
+        if not found:
+            what = f"{shorten(text, 40)!r} is no size in bytes, as 256MB or 8GiB, of {_range(low, high)}"
+            raise argparse.ArgumentTypeError(what)
+        number, letter, binary = found.groups()
+        size = int(float(number) * (1024 if binary else 1000) ** " kMGT".index(letter or " "))
+        if not low <= size <= high:
+            raise argparse.ArgumentTypeError(f"{text!r} is no size of {_range(low, high)} bytes")
+        return size
+
+    return read
+
+
+def _range(low: float, high: float) -> str:
+    low_text, high_text = (f"{end:,}" if isinstance(end, int) else f"{end:g}" for end in (low, high))
+    return f"at least {low_text} and at most {high_text}"
+
+
+SEED = _whole(0, 2**63 - 1)
+TEMPERATURES = _number(1e-3, 100.0, or_zero=True)
+ANSWER_TOKENS = _whole(1, 2**24)
+MONEY_OR_WATTS_RANGE, DEVICES_RANGE = (0.0, 1e9), (1, 1024)
+DEVICE_BYTES_RANGE = 3 * 2**29, 2**50
+"""Less than 1.5 GiB a device needs for itself."""
+MONEY_OR_WATTS, DEVICES = _number(*MONEY_OR_WATTS_RANGE), _whole(*DEVICES_RANGE)
+DEVICE_BYTES = _bytes(*DEVICE_BYTES_RANGE)
+
+
+def _recipe_arguments(one: argparse.ArgumentParser) -> None:
+    one.add_argument("recipe", type=_path, metavar="RECIPE", help="a TOML file, for example recipes/demo.toml")
+    one.add_argument("settings", nargs="*", default=[], metavar="key=value", help=SETTINGS)
+    one.add_argument("--runs", type=_path, default=Path("runs"), help="folder of run folders (default: runs)")
+
+
+def _model_verbs(verbs: Any) -> None:
+    one = _verb(
+        verbs, "chat", "talk to a model in the terminal", "bloomery chat runs/demo --prompt 'What is 17 plus 25?'"
+    )
+    one.add_argument("model", type=_path, metavar="MODEL", help=MODEL)
+    one.add_argument("--prompt", action="append", default=[], help="ask this and end; may be given several times")
+    one.add_argument(
+        "--temperature",
+        type=TEMPERATURES,
+        default=TEMPERATURE,
+        help=f"default: {TEMPERATURE}; 0 takes the likeliest token each time",
+    )
+    one.add_argument("--max-tokens", type=ANSWER_TOKENS, default=128, help="longest answer (default: 128)")
+    one.add_argument("--seed", type=SEED, default=0, help="of the draw, where the temperature is above 0")
+
+    one = _verb(verbs, "serve", "serve all models over HTTP, with a page to talk to them", "bloomery serve --port 8000")
+    one.add_argument("--runs", type=_path, default=Path("runs"), help="folder of run folders (default: runs)")
+    one.add_argument("--host", default="127.0.0.1", help="address to listen on (default: this machine only)")
+    one.add_argument("--port", type=_whole(0, 65_535), default=8000, help="default: 8000")
+    one.add_argument("--token", help="what clients send as api_key, needed with --host (default: BLOOMERY_TOKEN)")
+
+    one = _verb(
+        verbs,
+        "eval",
+        "ask a model the questions of known tasks, or held-out ones of small worlds, and judge the answers",
+        "bloomery eval runs/demo --task hellaswag --task arc_easy --data tasks/",
+        reports=True,
+    )
+    one.add_argument("model", type=_path, metavar="MODEL", help=MODEL)
+    one.add_argument("--questions", type=_whole(1, 10**6), help="how many (default: as a recipe's evaluate.questions)")
+    one.add_argument("--seed", type=SEED, help="which ones (default: as a recipe's evaluate.seed)")
+    _task_arguments(one)
+
+    one = _verb(
+        verbs,
+        "export",
+        "write a model for another program",
+        "bloomery export runs/demo out --format hf --dtype bfloat16",
+        reports=True,
+    )
+    one.add_argument("model", type=_path, metavar="MODEL", help=MODEL)
+    one.add_argument("out", type=_path, metavar="OUT", help="a new folder")
+    one.add_argument("--format", choices=("hf", "llmc"), default="hf", help="transformers' (default), or llm.c's")
+    formats = ("float32", "bfloat16", "float16")
+    one.add_argument("--dtype", choices=formats, default="float32", help="of the weights (default: float32)")
+
+    one = _verb(
+        verbs,
+        "import",
+        "make a model folder of a model of others",
+        "bloomery import gpt2_124M.bin models/gpt2 --tokenizer gpt2_tokenizer.bin",
+        reports=True,
+    )
+    one.add_argument("source", type=_path, metavar="IN", help="a folder of transformers, or a model .bin of llm.c")
+    one.add_argument("out", type=_path, metavar="OUT", help="a new folder")
+    one.add_argument("--tokenizer", type=_path, help="of a .bin (default: *tokenizer*.bin beside it)")
+
+
+def _task_arguments(one: argparse.ArgumentParser) -> None:
+    """Of `eval`, where it asks tasks of the table."""
+    asked = one.add_argument_group("tasks", "see docs/evaluation.md for the table")
+    asked.add_argument(
+        "--task", action="append", default=[], metavar="NAME", help="a task, as hellaswag; several times"
+    )
+    asked.add_argument(
+        "--data",
+        action="append",
+        type=_path,
+        default=[],
+        metavar="PATH",
+        help="its file, or a folder (default: the hub)",
+    )
+    asked.add_argument("--limit", type=_whole(1, 10**12), help="questions of each task, by --seed (default: all)")
+    asked.add_argument("--shots", type=_whole(0, 1000), help="examples before each question (default: the task's)")
+    asked.add_argument(
+        "--samples", type=_whole(1, 10_000), default=1, help="answers to each question that is written (default: 1)"
+    )
+    asked.add_argument(
+        "--temperature", type=TEMPERATURES, default=0.0, help="of what is written (default: 0, the likeliest)"
+    )
+    asked.add_argument("--max-tokens", type=ANSWER_TOKENS, help="longest answer (default: as the task says)")
+    asked.add_argument("--no-opening", action="store_true", help="prompts without the token that opens a document")
+    asked.add_argument("--run-code", action="store_true", help="programs that the model writes may run, in a sandbox")
+    asked.add_argument(
+        "--weaker-sandbox", action="store_true", help="... also where the kernel lacks some of its walls"
+    )
+    asked.add_argument("--out", type=_path, metavar="FILE", help="write every question's result as a line of JSON")
+    asked.add_argument("--offline", action="store_true", help="take what is in the cache, and ask no hub")
+
+
+def _machine_verbs(verbs: Any) -> None:
+    one = _verb(
+        verbs,
+        "doctor",
+        "examine this machine: what fits, what is wrong, what cures it",
+        "bloomery doctor",
+        reports=True,
+    )
+    one.add_argument(
+        "--runs", type=_path, default=Path("runs"), help="folder that runs will be written to (default: runs)"
+    )
 
 
 def main(words: Sequence[str] | None = None) -> int:
     """Run one verb; returns the exit code."""
-    streams.open_closed()
-    streams.show_every_character()
-    with streams.checked_output():
+    log.open_closed()
+    log.show_every_character()
+    with log.checked_output():
         return _main(words)
 
 
@@ -38,39 +338,39 @@ def _main(words: Sequence[str] | None) -> int:
         sys.stdout.flush()
         return code
     except BloomeryError as error:
-        if isinstance(error, streams.OutputError):
-            streams.discard(streams.STDOUT)
-        streams.tell(f"{type(error).__name__}: {error}")
+        if isinstance(error, log.OutputError):
+            log.discard(log.STDOUT)
+        log.tell(f"error: {error}")
         return 2
     except KeyboardInterrupt:
-        streams.tell("interrupted; the same command goes on from here")
+        log.tell("interrupted; the same command goes on from here")
         return 130
     except Terminated as ended:
         how = "interrupted" if ended.code == INTERRUPTED else "ended as asked"
-        streams.tell(f"{how}; the same command goes on from here")
+        log.tell(f"{how}; the same command goes on from here")
         return int(ended.code or 0)
     except BrokenPipeError:  # whoever read has read enough; what is left to write goes nowhere
-        streams.discard(streams.STDOUT)
+        log.discard(log.STDOUT)
         return 0
     except Exception as error:
         if (short := shortage.as_error(error)) is not None:
-            streams.tell(str(short))
+            log.tell(str(short))
             shortage.skip_teardown_after_import(error, 2)
             return 2
-        streams.tell(f"{traceback.format_exc()}This is a fault of Bloomery's, not yours. The lines above say where.")
+        log.tell(f"{traceback.format_exc()}This is a fault of Bloomery's, not yours. The lines above say where.")
         return 1
 
 
 def _parsed(words: Sequence[str] | None) -> argparse.Namespace:
     try:
-        return arguments.parse(words)
+        return parse(words)
     except SystemExit:
         sys.stdout.flush()  # of a help text that nobody can read
         raise
 
 
 def show_help(options: argparse.Namespace) -> int:
-    arguments.parser().print_help()
+    parser().print_help()
     return 0
 
 
@@ -90,46 +390,45 @@ def run(options: argparse.Namespace) -> int:
 def plan(options: argparse.Namespace) -> int:
     from bloomery.core import config
     from bloomery.recipe import STAGES, Recipe
-    from bloomery.stages import planned
-    from bloomery.train.planning.report import Price
+    from bloomery.stages import plan as stages_plan
+    from bloomery.train.plan.report import HourlyPrice
 
     recipe = config.load(Recipe, options.recipe, options.settings)
-    price = Price(per_hour=options.price, watts=options.watts)
-    wish = planned.Wish(device=options.device, memory_bytes=options.memory, devices=options.devices, price=price)
-    told, made = planned.report(STAGES, recipe, options.runs / recipe.name, wish)
-    print(json.dumps(told) if options.json else "\n".join(planned.lines(told, made)))
+    price = HourlyPrice(per_hour=options.price, watts=options.watts)
+    wish = stages_plan.Wish(device=options.device, memory_bytes=options.memory, devices=options.devices, price=price)
+    told, made = stages_plan.report(STAGES, recipe, options.runs / recipe.name, wish)
+    print(json.dumps(told) if options.json else "\n".join(stages_plan.lines(told, made)))
     return 0
 
 
 def status(options: argparse.Namespace) -> int:
-    from bloomery.core import run as runs
-    from bloomery.core.log import say
-    from bloomery.core.stage import brief
+    from bloomery.core import run_dir
+    from bloomery.core.log import info
+    from bloomery.core.pipeline import brief
 
-    states = runs.states(options.run, thorough=options.verify)
+    states = run_dir.states(options.run, thorough=options.verify)
     damaged = [one for one in states if one.state == "damaged"]
     if options.json:
-        print(json.dumps(runs.summary(options.run, states)))
+        print(json.dumps(run_dir.summary(options.run, states)))
         return 2 if damaged else 0
     for one in states:
         seconds = f"{one.seconds:8.1f} s" if one.seconds is not None else " " * 10
         print(f"{one.stage:<11} {one.state:<8} {seconds}  {one.damage or brief(one.stats)}".rstrip())
     for one in damaged:
-        say(f"To make {one.stage} again: rm {one.folder / 'manifest.json'}, then run the recipe.")
+        info(f"To make {one.stage} again: rm {one.folder / 'manifest.json'}, then run the recipe.")
     return 2 if damaged else 0
 
 
 def clean(options: argparse.Namespace) -> int:
-    from bloomery.core import run as runs
-    from bloomery.core import stage
+    from bloomery.core import pipeline, run_dir
 
     root: Path = options.run
-    runs.current(root)  # of what is no run folder, none is made
-    with stage.locked(root):
-        found, old = runs.waste(root), runs.expired(root, now=options.now)
-        freed = runs.delete([*found, *old] if options.now else old) if options.yes or options.now else 0
-        moved = runs.remove(root, found) if options.yes and not options.now else runs.Moved()
-        strangers = runs.strangers(root)
+    run_dir.current(root)  # of what is no run folder, none is made
+    with pipeline.locked(root):
+        found, old = run_dir.waste(root), run_dir.expired(root, now=options.now)
+        freed = run_dir.delete([*found, *old] if options.now else old) if options.yes or options.now else 0
+        moved = run_dir.remove(root, found) if options.yes and not options.now else run_dir.Moved()
+        strangers = run_dir.strangers(root)
     moved_bytes = sum(one.size for one in found) if moved.moves else 0
     if options.json:
         rows, trash = ([{"path": str(w.path), "bytes": w.size, "why": w.why} for w in some] for some in (found, old))
@@ -152,12 +451,14 @@ def clean(options: argparse.Namespace) -> int:
     if not found and not old:
         print(f"{0:10.1f} MiB  nothing to free")
     elif not (options.yes or options.now):
-        print(f"{sum(one.size for one in (*found, *old)) / 2**20:10.1f} MiB  would go: --yes moves it to {runs.TRASH}")
+        print(
+            f"{sum(one.size for one in (*found, *old)) / 2**20:10.1f} MiB  would go: --yes moves it to {run_dir.TRASH}"
+        )
         print(f"{'':16}and frees what is there for a day; --now frees all at once")
     if freed:
         print(f"{freed / 2**20:10.1f} MiB  freed")
     if moved.moves:
-        print(f"{moved_bytes / 2**20:10.1f} MiB  moved to {root / runs.TRASH}; freed by the next clean after a day")
+        print(f"{moved_bytes / 2**20:10.1f} MiB  moved to {root / run_dir.TRASH}; freed by the next clean after a day")
         print("\n".join(["To restore it:", *(f"  {command}" for command in moved.restore())]))
     for path in strangers:
         print(f"{'':16}left: {path} (clean did not put it there)")
@@ -166,17 +467,17 @@ def clean(options: argparse.Namespace) -> int:
 
 def data(options: argparse.Namespace) -> int:
     from bloomery.core import config
-    from bloomery.core.log import say
+    from bloomery.core.log import info
     from bloomery.recipe import Recipe
-    from bloomery.stages import standalone
+    from bloomery.stages import data_tools
 
     sections = config.plain(config.load(Recipe, options.recipe)) if options.recipe else {}
     words = [word for word in options.inputs if "=" in word and not os.path.exists(word)]
-    asked = standalone.Asked(
+    asked = data_tools.DataCommand(
         tool=options.what,
         inputs=[word for word in options.inputs if word not in words],
         out=options.out,
-        sections={name: sections[name] for name in standalone.Sections.model_fields if name in sections},
+        sections={name: sections[name] for name in data_tools.ToolSections.model_fields if name in sections},
         settings=[*words, *options.settings],
         text_field=options.text_field,
         id_field=options.id_field,
@@ -186,42 +487,42 @@ def data(options: argparse.Namespace) -> int:
         tokenizer=getattr(options, "tokenizer", None),
     )
     if not asked.inputs:
-        raise DataError("no file or folder is named", cure=f"bloomery data {options.what} IN… --out DIR")
-    result = standalone.run(asked)
+        raise DataError("no file or folder is named", hint=f"bloomery data {options.what} IN… --out DIR")
+    result = data_tools.run(asked)
     if options.json:
         print(json.dumps(result))
         return 0
     print(f"{result['documents']:>12,} documents\n{result['kept']:>12,} kept\n{result['dropped']:>12,} dropped")
     for reason, count in sorted(result["reasons"].items(), key=lambda pair: (-pair[1], pair[0])):
         print(f"{count:>12,}   {reason}")
-    say(f"{options.out}: done in {result['seconds']:.1f} s")
+    info(f"{options.out}: done in {result['seconds']:.1f} s")
     return 0
 
 
 def chat(options: argparse.Namespace) -> int:
-    from bloomery.core.log import say
-    from bloomery.serve.models import answerer
-    from bloomery.weights.find import model_folder
+    from bloomery.core.log import info
+    from bloomery.serve.registry import answerer
+    from bloomery.weights.locate import locate_model
 
-    model = answerer(str(options.model), model_folder(options.model))
+    model = answerer(str(options.model), locate_model(options.model))
     if options.prompt:
         for prompt in options.prompt:
             print(f"> {prompt}")
             _say_answer(model, [{"role": "user", "content": prompt}], options)
         return 0
-    say(f"{options.model}. An empty line starts a new conversation; Ctrl-D ends.")
+    info(f"{options.model}. An empty line starts a new conversation; Ctrl-D ends.")
     messages: list[Message] = []
     while (line := _read_line()) is not None:
         if not line.strip():
             messages = []
-            say("(new conversation)", "dim")
+            info("(new conversation)", "dim")
             continue
         messages.append({"role": "user", "content": line})
         try:
             messages.append({"role": "assistant", "content": _say_answer(model, messages, options)})
         except DataError as error:
             messages = []
-            say(f"{error}\n(new conversation)")
+            info(f"{error}\n(new conversation)")
     return 0
 
 
@@ -233,7 +534,7 @@ def _read_line() -> str | None:
 
 
 def _say_answer(model: "TextAnswerer", messages: "list[Message]", options: argparse.Namespace) -> str:
-    from bloomery.serve.answerer import Sampling
+    from bloomery.serve.chat_model import Sampling
 
     sampling = Sampling(max_tokens=options.max_tokens, temperature=options.temperature, seed=options.seed)
     said = []
@@ -245,33 +546,33 @@ def _say_answer(model: "TextAnswerer", messages: "list[Message]", options: argpa
 
 
 def serve(options: argparse.Namespace) -> int:
-    from bloomery.serve.models import Shelf
+    from bloomery.serve.registry import ModelRegistry
     from bloomery.serve.server import serve as serve_models
 
     if not options.runs.is_dir():
-        cure = "Name the folder that holds run folders: --runs DIR"
-        raise RunError("does not exist", where=str(options.runs), cure=cure)
+        hint = "Name the folder that holds run folders: --runs DIR"
+        raise RunError("does not exist", where=str(options.runs), hint=hint)
     token = os.environ.get("BLOOMERY_TOKEN") if options.token is None else options.token
-    serve_models(Shelf(options.runs), options.host, options.port, token)
+    serve_models(ModelRegistry(options.runs), options.host, options.port, token)
     return 0
 
 
 def evaluate(options: argparse.Namespace) -> int:
     if options.task:
-        from bloomery.evaluation import verb
+        from bloomery.evaluation import harness
 
-        verb.run(options)
+        harness.run_command(options)
         return 0
-    from bloomery.evaluation import questions
+    from bloomery.evaluation import held_out
     from bloomery.hw import device
     from bloomery.stages.config import Evaluate
     from bloomery.stages.evaluate import answers, ask, describe
-    from bloomery.weights import find, huggingface
+    from bloomery.weights import hf, locate
 
     said = {name: value for name in ("questions", "seed") if (value := getattr(options, name)) is not None}
     config = Evaluate(**said)
-    loaded = huggingface.load(find.model_folder(options.model), device.find(config.device).place)
-    asked = questions.held_out(config.seed, config.questions)
+    loaded = hf.load(locate.locate_model(options.model), device.find(config.device).place)
+    asked = held_out.held_out(config.seed, config.questions)
     judged = ask(loaded, asked, config.max_tokens)
     scores = answers(judged, len(asked) - len(judged))
     if options.json:
@@ -290,28 +591,28 @@ def evaluate(options: argparse.Namespace) -> int:
 
 
 def export(options: argparse.Namespace) -> int:
-    from bloomery.core.log import say
+    from bloomery.core.log import info
     from bloomery.weights import export as exports
-    from bloomery.weights import find, huggingface
+    from bloomery.weights import hf, locate
 
-    loaded = huggingface.load(find.model_folder(options.model))
+    loaded = hf.load(locate.locate_model(options.model))
     written = exports.write(loaded, options.out, options.format, options.dtype)
     if options.json:
         print(json.dumps({"model": str(options.model), "out": str(options.out), **written}))
         return 0
-    say(f"{options.out}: {written['architecture']} in {written['number_format']}, {', '.join(written['files'])}")
+    info(f"{options.out}: {written['architecture']} in {written['number_format']}, {', '.join(written['files'])}")
     return 0
 
 
 def import_(options: argparse.Namespace) -> int:
-    from bloomery.core.log import say
+    from bloomery.core.log import info
     from bloomery.weights import export as exports
 
     made = exports.take_in(options.source, options.out, options.tokenizer)
     if options.json:
         print(json.dumps({"source": str(options.source), "out": str(options.out), **made}))
         return 0
-    say(f"{options.out}: {made['architecture']}, {made['parameters']:,} parameters, {made['vocab_size']:,} ids")
+    info(f"{options.out}: {made['architecture']}, {made['parameters']:,} parameters, {made['vocab_size']:,} ids")
     return 0
 
 

@@ -23,15 +23,15 @@ from pydantic import Field, field_validator, model_serializer, model_validator
 
 from bloomery.core.config import VOLATILE, Config, build
 from bloomery.core.errors import DataError
-from bloomery.core.files import path_problem
-from bloomery.core.stage import resolve
-from bloomery.data.engine import Engine, Parallel
+from bloomery.core.io import path_problem
+from bloomery.core.pipeline import resolve
+from bloomery.data.executor import ExecutorConfig, Parallel
 from bloomery.model.lora_config import matrices, targets
 from bloomery.stages import config as sections
 from bloomery.stages.table import STAGES as STAGES
-from bloomery.tokenizer import templates
+from bloomery.tokenizer import chat_template
 from bloomery.tokenizer.config import AnyKind, ByteBpe, Imported
-from bloomery.train import depth
+from bloomery.train import scaling_rules
 from bloomery.train.preference.config import Grpo
 
 WINDOWS_DEVICE = re.compile(r"(con|prn|aux|nul|com\d|lpt\d)(\..*)?", re.IGNORECASE)
@@ -40,7 +40,7 @@ WINDOWS_DEVICE = re.compile(r"(con|prn|aux|nul|com\d|lpt\d)(\..*)?", re.IGNORECA
 class Recipe(Config):
     name: str = Field(pattern=r"^\w[\w.-]*$")
     """Of the run folder."""
-    engine: Engine = Field(Engine(), json_schema_extra=VOLATILE)
+    engine: ExecutorConfig = Field(ExecutorConfig(), json_schema_extra=VOLATILE)
     """Where the stages that work on parts do so, unless their sections say otherwise."""
     fetch: sections.Fetch | None = None
     """Left out where token files of others are trained on: `[shard.imported]`."""
@@ -148,7 +148,7 @@ class Recipe(Config):
                 "nothing to finetune on: instruct.sources is empty, and [synthesize] is not enabled. Name sources, or "
                 "leave out [finetune]"
             )
-        kept, needed = (templates.wanted(name) for name in (self.tokenizer.template, self.instruct.template))
+        kept, needed = (chat_template.wanted(name) for name in (self.tokenizer.template, self.instruct.template))
         missing = [name for name in needed if name not in kept]
         if missing and not isinstance(self.tokenizer, Imported):  # which may have had them before
             raise ValueError(
@@ -165,7 +165,7 @@ class Recipe(Config):
             try:
                 targets([*matrices(self.pretrain.model)], section.lora.targets)
             except DataError as error:
-                raise ValueError(f"{name}.{error.where}: {error.what}. {error.cure}") from None
+                raise ValueError(f"{name}.{error.where}: {error.what}. {error.hint}") from None
         return self
 
     @model_validator(mode="after")
@@ -222,7 +222,7 @@ def _with_depth(tree: dict[str, Any]) -> dict[str, Any]:
         return tree  # what is wrong with it is told when the recipe is checked
     words = build(_Vocabulary, {"tokenizer": tree["tokenizer"]} if "tokenizer" in tree else {})
     vocab_size: Callable[[AnyKind], int] = resolve("bloomery.stages.tokenizer:vocab_size")
-    return tree | {"pretrain": depth.filled(pretrain, vocab_size(words.tokenizer))}
+    return tree | {"pretrain": scaling_rules.filled(pretrain, vocab_size(words.tokenizer))}
 
 
 PARALLEL = tuple(

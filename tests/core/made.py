@@ -6,10 +6,10 @@ from typing import Any
 
 from pydantic import Field
 
-from bloomery.core import files
+from bloomery.core import io as core_io
 from bloomery.core.config import VOLATILE, Config
-from bloomery.core.files import MANIFEST
-from bloomery.core.stage import Stage
+from bloomery.core.io import MANIFEST
+from bloomery.core.pipeline import Stage
 
 
 class Section(Config):
@@ -55,13 +55,13 @@ def work(name: str, text: str, out: Path) -> dict[str, Any]:
     if name == FAIL:
         raise RuntimeError("died")
     (out / "deep").mkdir(exist_ok=True)
-    files.write_json(out / "deep" / "more.json", [text])
+    core_io.write_json(out / "deep" / "more.json", [text])
     (out / "out.txt").write_text(text)
     return {"characters": len(text), "share": 0.5, "found": found}
 
 
 def digest(config: Section) -> str:
-    return files.sha256_file(config.outside) if config.outside else ""
+    return core_io.sha256_file(config.outside) if config.outside else ""
 
 
 HERE = "tests.core.made"

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from bloomery.core.bounds import Between, DiskPath, Temperature, written
 from bloomery.core.config import Config, build
 from bloomery.core.errors import ConfigError
-from bloomery.core.files import MAX_NAME_BYTES, MAX_PATH_BYTES, path_problem
+from bloomery.core.io import MAX_NAME_BYTES, MAX_PATH_BYTES, path_problem
 
 
 class Set(Config):

@@ -89,7 +89,7 @@ def test_code_in_the_sandbox_ends_with_the_process_that_started_it() -> None:
     code = """
 from bloomery.evaluation import sandbox
 sandbox.check()
-sandbox.run("import time\\ntime.sleep(60)", "", sandbox.Limits(seconds=60.0))
+sandbox.run("import time\\ntime.sleep(60)", "", sandbox.SandboxLimits(seconds=60.0))
 """
     try:
         sandbox.check()

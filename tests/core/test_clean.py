@@ -12,14 +12,15 @@ from typing import Any
 import pytest
 
 from bloomery.cli import main
-from bloomery.core import files, run
+from bloomery.core import io as core_io
+from bloomery.core import run_dir
 from bloomery.core.errors import RunError
-from bloomery.core.files import MANIFEST
-from bloomery.core.run import current, delete, expired, remove, states, waste
-from bloomery.core.stage import Plan, damage, execute
+from bloomery.core.io import MANIFEST
+from bloomery.core.pipeline import StagePlan, damage, execute
+from bloomery.core.run_dir import current, delete, expired, remove, states, waste
 from tests.core.test_run import lay
 
-Two = tuple[list[Plan], list[Plan]]
+Two = tuple[list[StagePlan], list[StagePlan]]
 
 
 @pytest.fixture
@@ -39,7 +40,7 @@ def two(root: Path) -> Two:
 
 def content(root: Path) -> dict[str, bytes | None]:
     """All files of a run but its trash, and its folders."""
-    paths = [path for path in sorted(root.rglob("*")) if run.TRASH not in path.relative_to(root).parts]
+    paths = [path for path in sorted(root.rglob("*")) if run_dir.TRASH not in path.relative_to(root).parts]
     return {path.relative_to(root).as_posix(): path.read_bytes() if path.is_file() else None for path in paths}
 
 
@@ -56,13 +57,13 @@ NAMES_NOTHING += [
 
 @pytest.mark.parametrize("text", NAMES_NOTHING, ids=lambda text: ascii(text[:20]))
 def test_nothing_is_waste_on_the_word_of_a_file_that_names_no_stage(root: Path, two: Two, text: str) -> None:
-    (root / run.CURRENT).write_bytes(text.encode("utf-8", "surrogatepass"))
+    (root / run_dir.CURRENT).write_bytes(text.encode("utf-8", "surrogatepass"))
     before = content(root)
     for ask in (waste, states, current):
         with pytest.raises(RunError, match=r"current\.json: (cannot be read|names no stage|make: )") as caught:
             ask(root)
         assert len(str(caught.value)) < 1000
-        assert caught.value.cure == "Remove that file and run its recipe again: what is done stays done."
+        assert caught.value.hint == "Remove that file and run its recipe again: what is done stays done."
     assert content(root) == before
 
 
@@ -101,7 +102,7 @@ def test_a_stage_that_is_not_done_with_the_current_settings_keeps_all_its_folder
 
 def test_a_stage_that_the_recipe_no_longer_has_keeps_its_folders(root: Path, two: Two) -> None:
     old, new = two
-    files.write_json(root / run.CURRENT, {"make": new[0].folder.name})
+    core_io.write_json(root / run_dir.CURRENT, {"make": new[0].folder.name})
     assert [one.path for one in waste(root)] == [old[0].folder]
 
 
@@ -122,7 +123,7 @@ def test_a_link_is_unlinked_and_what_lies_behind_it_is_neither_counted_nor_touch
     assert not old[0].folder.is_symlink()
     assert {path: path.read_bytes() for path in behind} == behind
     delete(expired(root, now=True))
-    assert list((root / run.TRASH).iterdir()) == []
+    assert list((root / run_dir.TRASH).iterdir()) == []
     assert {path: path.read_bytes() for path in behind} == behind
 
 
@@ -131,7 +132,7 @@ def test_a_current_stage_that_is_a_link_stays_whole(root: Path, tmp_path: Path) 
     execute(plans)
     plans[0].folder.rename(tmp_path / "far")
     plans[0].folder.symlink_to(tmp_path / "far")
-    (tmp_path / "far" / f"mine{files.PARTIAL}").touch()
+    (tmp_path / "far" / f"mine{core_io.PARTIAL}").touch()
     assert waste(root) == []
     assert states(root)[0].state == "done"
 
@@ -140,7 +141,7 @@ def test_what_was_moved_to_the_trash_comes_back_by_the_commands_that_are_said(ro
     old, new = two
     (old[1].folder / "requests.jsonl").write_text("paid for\n")
     (old[1].folder / "other.txt").write_text("x")
-    (new[0].folder / "deep" / f"it's torn{files.PARTIAL}").write_text("half")
+    (new[0].folder / "deep" / f"it's torn{core_io.PARTIAL}").write_text("half")
     before = content(root)
     moved = remove(root, waste(root))
     assert [path.name for path in old[1].folder.iterdir()] == ["requests.jsonl"]
@@ -167,32 +168,32 @@ def test_trash_is_no_stage_and_is_deleted_after_a_day(root: Path, two: Two, monk
     assert expired(root) == []
     assert [one.folder for one in states(root)] == [one.folder for one in new]
     assert [path.name for path in sorted(root.glob("[0-9]*"))] == [one.folder.name for one in new]
-    (root / run.TRASH / "a person's own").mkdir()
-    (root / run.TRASH / f"20260101T000000Z{files.PARTIAL}").mkdir()  # of a deletion that was killed
-    assert [one.path.name for one in expired(root)] == [f"20260101T000000Z{files.PARTIAL}"]
+    (root / run_dir.TRASH / "a person's own").mkdir()
+    (root / run_dir.TRASH / f"20260101T000000Z{core_io.PARTIAL}").mkdir()  # of a deletion that was killed
+    assert [one.path.name for one in expired(root)] == [f"20260101T000000Z{core_io.PARTIAL}"]
     now = time.time()
-    monkeypatch.setattr(time, "time", lambda: now + run.SECONDS_IN_TRASH + 2)
+    monkeypatch.setattr(time, "time", lambda: now + run_dir.SECONDS_IN_TRASH + 2)
     assert len(expired(root)) == 2
     assert delete(expired(root)) > 0
-    assert [path.name for path in (root / run.TRASH).iterdir()] == ["a person's own"]
+    assert [path.name for path in (root / run_dir.TRASH).iterdir()] == ["a person's own"]
 
 
 @pytest.mark.parametrize(
-    "name", ["mine", "20260101", "20260101T000000Z.bak", "99999999T999999Z", f"mine{files.PARTIAL}"]
+    "name", ["mine", "20260101", "20260101T000000Z.bak", "99999999T999999Z", f"mine{core_io.PARTIAL}"]
 )
 def test_what_clean_did_not_put_into_the_trash_is_never_deleted(
     root: Path, two: Two, name: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     remove(root, waste(root))
-    mine = root / run.TRASH / name
+    mine = root / run_dir.TRASH / name
     mine.mkdir()
     (mine / "thesis.txt").write_text("the only copy")
-    (root / run.TRASH / "20260101T000000Z").write_text("a file")
+    (root / run_dir.TRASH / "20260101T000000Z").write_text("a file")
     now = time.time()
-    monkeypatch.setattr(time, "time", lambda: now + run.SECONDS_IN_TRASH + 2)
+    monkeypatch.setattr(time, "time", lambda: now + run_dir.SECONDS_IN_TRASH + 2)
     assert mine not in [one.path for one in expired(root)]
     assert main(["clean", str(root), "--now"]) == 0
-    assert [path.name for path in sorted((root / run.TRASH).iterdir())] == sorted([name, "20260101T000000Z"])
+    assert [path.name for path in sorted((root / run_dir.TRASH).iterdir())] == sorted([name, "20260101T000000Z"])
     assert (mine / "thesis.txt").read_text() == "the only copy"
     assert f"left: {mine} (clean did not put it there)" in capsys.readouterr().out
 
@@ -253,9 +254,9 @@ def test_a_trash_that_is_a_link_or_a_file_is_refused(root: Path, two: Two, tmp_p
     (tmp_path / "home").mkdir()
     (tmp_path / "home" / "mine").touch()
     if kind == "file":
-        (root / run.TRASH).touch()
+        (root / run_dir.TRASH).touch()
     else:
-        (root / run.TRASH).symlink_to(tmp_path / "home")
+        (root / run_dir.TRASH).symlink_to(tmp_path / "home")
     before = content(root)
     with pytest.raises(RunError, match=r"\.trash: is no folder"):
         remove(root, waste(root))

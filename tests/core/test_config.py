@@ -73,7 +73,7 @@ def problem(tree: dict[str, Any]) -> str:
 
 
 @pytest.mark.parametrize(
-    ("tree", "key", "cure"),
+    ("tree", "key", "hint"),
     [
         ({"stps": 3}, "stps", "Did you mean 'steps'?"),
         ({"work": {"shufle": 3}}, "work.shufle", "Did you mean 'shuffle'?"),
@@ -87,11 +87,11 @@ def problem(tree: dict[str, Any]) -> str:
     ],
 )
 def test_an_unknown_key_is_named_with_its_place_and_the_key_that_was_meant(
-    tree: dict[str, Any], key: str, cure: str
+    tree: dict[str, Any], key: str, hint: str
 ) -> None:
     what, said = problem(tree).split("\n")
     assert what == f"a.toml: {key}: unknown key"
-    assert cure in said
+    assert hint in said
 
 
 @pytest.mark.parametrize(
@@ -137,7 +137,7 @@ def test_every_wrong_key_is_told_at_once_and_a_missing_one_is_required() -> None
         "steps: input should be a valid integer, got 'x'",
         "wrok: unknown key",
     ]
-    assert caught.value.cure == "Did you mean 'work'?"
+    assert caught.value.hint == "Did you mean 'work'?"
     many = build_problem({f"k{number}": 1 for number in range(9)})
     assert many.what.endswith("… and 5 more")
 

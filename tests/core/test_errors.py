@@ -2,7 +2,7 @@ import io
 
 import pytest
 
-from bloomery.core import errors, streams
+from bloomery.core import errors, log
 from bloomery.core.errors import BloomeryError, shorten
 
 
@@ -10,14 +10,14 @@ from bloomery.core.errors import BloomeryError, shorten
 def test_an_error_says_where_what_and_what_to_do(kind: str) -> None:
     made = getattr(errors, kind)
     assert issubclass(made, BloomeryError)
-    assert str(made("is torn", where="a.bin", cure="Make it again.")) == "a.bin: is torn\nMake it again."
-    assert str(made("is torn", cure="Make it again.")) == "is torn\nMake it again."
+    assert str(made("is torn", where="a.bin", hint="Make it again.")) == "a.bin: is torn\nMake it again."
+    assert str(made("is torn", hint="Make it again.")) == "is torn\nMake it again."
     assert str(made("is torn")) == "is torn"
 
 
 @pytest.mark.parametrize("value", ["a" * 10**6, "word " * 10**5, "/" * 10**6, "a\n" * 10**6, "ä" * 10**6])
 def test_a_message_is_bounded_whatever_value_it_repeats(value: str) -> None:
-    for error in (BloomeryError(value), BloomeryError("is wrong", where=value, cure=value)):
+    for error in (BloomeryError(value), BloomeryError("is wrong", where=value, hint=value)):
         assert len(str(error)) < 2 * errors.MAX_MESSAGE_CHARS + 200
         assert len(error.what) < errors.MAX_MESSAGE_CHARS + 100
 
@@ -64,7 +64,7 @@ def test_a_long_value_in_quotes_is_shortened_and_what_stands_around_it_is_whole(
 
 def test_what_a_terminal_would_obey_is_shown_as_numbers(capsys: pytest.CaptureFixture[str]) -> None:
     assert errors.readable("a\x1b[2J\r\x9b\x7f\tb\nä\udcff") == "a\\x1b[2J\\x0d\\x9b\\x7f\tb\nä\\udcff"
-    streams.tell("\x1b[2Jesc.jsonl")
+    log.tell("\x1b[2Jesc.jsonl")
     assert capsys.readouterr().err == "\\x1b[2Jesc.jsonl\n"
 
 
@@ -75,6 +75,6 @@ def test_a_terminal_obeys_nothing_that_is_printed_and_a_file_gets_every_byte(
     out = io.StringIO()
     monkeypatch.setattr(out, "isatty", lambda: is_terminal)
     monkeypatch.setattr("sys.stdout", out)
-    with streams.checked_output():
+    with log.checked_output():
         print("an answer \x1b[2J")
     assert out.getvalue() == ("an answer \\x1b[2J\n" if is_terminal else "an answer \x1b[2J\n")

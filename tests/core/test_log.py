@@ -12,7 +12,7 @@ from rich.console import Console
 
 from bloomery.core import log
 from bloomery.core.errors import DataError, RunError
-from bloomery.core.log import Metrics, kept, progress, read_metrics, say
+from bloomery.core.log import Metrics, info, kept, progress, read_metrics
 
 
 @pytest.fixture
@@ -137,8 +137,8 @@ def test_a_wrong_line_in_the_middle_is_an_error_with_its_number(tmp_path: Path, 
 def test_what_is_said_is_kept_with_its_time_while_the_block_runs(tmp_path: Path) -> None:
     for words in ("first", "second"):
         with kept(tmp_path / "new" / "log.txt"):
-            say(words)
-        say("not kept")
+            info(words)
+        info("not kept")
     lines = (tmp_path / "new" / "log.txt").read_text().splitlines()
     assert [line[21:] for line in lines] == ["first", "second"]
     assert all(re.fullmatch(r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d  ", line[:21]) for line in lines)
@@ -149,15 +149,15 @@ def test_half_a_surrogate_pair_is_shown_as_its_number_on_the_terminal_and_in_the
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with kept(tmp_path / "log.txt"):
-        say("threads \ud800")
+        info("threads \ud800")
     assert capsys.readouterr().err == "threads \\ud800\n"
     assert (tmp_path / "log.txt").read_text(encoding="utf-8").endswith("  threads \\ud800\n")
 
 
-def test_what_a_full_disk_does_not_keep_is_an_error_with_the_cure() -> None:
+def test_what_a_full_disk_does_not_keep_is_an_error_with_the_hint() -> None:
     with pytest.raises(RunError, match=r"^/dev/full: cannot be written: No space left.*\nFree some space"):  # noqa: SIM117
         with kept(Path("/dev/full")):
-            say("once")
+            info("once")
 
 
 def test_a_number_that_json_cannot_hold_becomes_its_name(tmp_path: Path) -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from bloomery.core import native, stage
+from bloomery.core import native, pipeline
 
 ROOT = Path(__file__).parents[2]
 COMPILER = shutil.which(os.environ.get("CXX", "c++"))
@@ -69,7 +69,7 @@ def test_a_variable_of_the_environment_switches_it_off(copied: Path, monkeypatch
 
 def test_a_manifest_says_what_ran(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(native.SWITCH, "0")
-    assert stage.versions()["native"].startswith("off")
+    assert pipeline.versions()["native"].startswith("off")
 
 
 def test_without_a_compiler_the_package_is_built_without_libraries(tmp_path: Path) -> None:

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from bloomery.core import files
+from bloomery.core import io as core_io
 from bloomery.core.errors import DataError
 
 pytestmark = pytest.mark.skipif(os.name != "posix", reason="special files are POSIX")
@@ -17,24 +17,24 @@ def test_only_regular_files_are_hashed_and_the_error_says_what_else_it_is(tmp_pa
         made.bind(str(tmp_path / "socket"))
     for name, kind in (("fifo", "a FIFO"), ("link", "a character device"), ("socket", "a socket"), (".", "a folder")):
         with pytest.raises(DataError, match=f"{name}.*is {kind}, and no regular file"):
-            files.sha256_file(tmp_path / name)
+            core_io.sha256_file(tmp_path / name)
     with pytest.raises(DataError, match="view into the kernel"):
-        files.sha256_file(Path("/proc/self/mem"))
+        core_io.sha256_file(Path("/proc/self/mem"))
     with pytest.raises(FileNotFoundError):
-        files.sha256_file(tmp_path / "gone")
+        core_io.sha256_file(tmp_path / "gone")
 
 
 def test_a_link_to_a_regular_file_is_hashed_as_that_file(tmp_path: Path) -> None:
     (tmp_path / "file").write_bytes(b"a")
     (tmp_path / "link").symlink_to(tmp_path / "file")
-    assert files.sha256_file(tmp_path / "link") == files.sha256_file(tmp_path / "file")
+    assert core_io.sha256_file(tmp_path / "link") == core_io.sha256_file(tmp_path / "file")
 
 
 @pytest.mark.parametrize("path", ["/proc", "/proc/self", "/sys/kernel", "/dev", "/dev/pts"])
 def test_folders_of_the_kernel_are_known_also_behind_links(path: str, tmp_path: Path) -> None:
     (tmp_path / "link").symlink_to(path)
-    assert files.kernel(tmp_path / "link") == "/" + path.split("/")[1]
-    assert files.kernel("/process") == files.kernel("/dev/shm") == files.kernel(tmp_path) == ""
+    assert core_io.kernel(tmp_path / "link") == "/" + path.split("/")[1]
+    assert core_io.kernel("/process") == core_io.kernel("/dev/shm") == core_io.kernel(tmp_path) == ""
 
 
 def test_a_walk_takes_no_special_file_and_no_folder_twice_and_never_enters_the_kernel(tmp_path: Path) -> None:
@@ -45,7 +45,7 @@ def test_a_walk_takes_no_special_file_and_no_folder_twice_and_never_enters_the_k
     (tmp_path / "data" / "proc").symlink_to("/proc/self")
     os.mkfifo(tmp_path / "data" / "fifo")
     for follow in (False, True):
-        found = sorted(file.name for file in files.below(tmp_path / "data", follow=follow))
+        found = sorted(file.name for file in core_io.below(tmp_path / "data", follow=follow))
         assert found == ["a", "b"]
 
 
@@ -53,12 +53,12 @@ def test_the_root_of_the_file_system_and_more_entries_than_a_data_set_has_are_re
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with pytest.raises(DataError, match="root of the file system"):
-        next(files.below(Path("/")))
+        next(core_io.below(Path("/")))
     (tmp_path / "link").symlink_to("/")
     with pytest.raises(DataError, match="root of the file system"):
-        next(files.below(tmp_path / "link"))
-    monkeypatch.setattr(files, "MAX_ENTRIES", 10)
+        next(core_io.below(tmp_path / "link"))
+    monkeypatch.setattr(core_io, "MAX_ENTRIES", 10)
     for number in range(12):
         (tmp_path / str(number)).touch()
     with pytest.raises(DataError, match="more than 10 files and folders"):
-        list(files.below(tmp_path))
+        list(core_io.below(tmp_path))

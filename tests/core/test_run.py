@@ -4,12 +4,13 @@ from typing import Any
 
 import pytest
 
-from bloomery.core import config, files, run
+from bloomery.core import config, run_dir
+from bloomery.core import io as core_io
 from bloomery.core.config import Config
 from bloomery.core.errors import RunError
-from bloomery.core.files import MANIFEST
-from bloomery.core.run import current, delete, remember, size_of, states, waste
-from bloomery.core.stage import Plan, Stage, execute, lay_out
+from bloomery.core.io import MANIFEST
+from bloomery.core.pipeline import Stage, StagePlan, execute, plan_stages
+from bloomery.core.run_dir import current, delete, remember, size_of, states, waste
 
 
 class Section(Config):
@@ -33,10 +34,10 @@ HERE = "tests.core.test_run"
 STAGES = (Stage(name="make", run=f"{HERE}:work"), Stage(name="double", run=f"{HERE}:work", after=("make",)))
 
 
-def lay(root: Path, number: int = 1) -> list[Plan]:
+def lay(root: Path, number: int = 1) -> list[StagePlan]:
     recipe = Recipe(make=Section(number=number))
     root.mkdir(exist_ok=True)
-    plans = lay_out(STAGES, recipe, root)
+    plans = plan_stages(STAGES, recipe, root)
     remember(root, recipe, plans)
     return plans
 
@@ -48,9 +49,9 @@ def root(tmp_path: Path) -> Path:
 
 def test_a_run_remembers_the_recipe_that_makes_the_same_folders_again(root: Path) -> None:
     plans = lay(root, 7)
-    again = config.load(Recipe, root / run.RECIPE)
+    again = config.load(Recipe, root / run_dir.RECIPE)
     assert again == Recipe(make=Section(number=7))
-    assert [plan.folder for plan in lay_out(STAGES, again, root)] == [plan.folder for plan in plans]
+    assert [plan.folder for plan in plan_stages(STAGES, again, root)] == [plan.folder for plan in plans]
     assert current(root) == {plan.stage.name: plan.folder for plan in plans}
 
 
@@ -71,11 +72,11 @@ def test_the_folders_of_the_last_recipe_are_the_current_ones(root: Path) -> None
 def test_a_folder_that_is_no_run_is_an_error_that_says_what_is_one(root: Path, text: str | None, told: str) -> None:
     root.mkdir()
     if text is not None:
-        (root / run.CURRENT).write_text(text)
+        (root / run_dir.CURRENT).write_text(text)
     with pytest.raises(RunError) as caught:
         current(root)
     assert told in str(caught.value)
-    assert caught.value.cure
+    assert caught.value.hint
 
 
 def test_what_does_not_exist_and_what_is_a_file_is_no_run(tmp_path: Path) -> None:
@@ -116,10 +117,10 @@ def test_waste_is_what_other_settings_made_and_what_is_torn_and_nothing_else(roo
     execute(old)
     new = lay(root, 2)
     execute(new)
-    torn = new[0].folder / "checkpoints" / f"000000005{files.PARTIAL}"
+    torn = new[0].folder / "checkpoints" / f"000000005{core_io.PARTIAL}"
     torn.mkdir(parents=True)
-    (torn / f"model.safetensors{files.PARTIAL}").write_bytes(bytes(40))
-    (new[1].folder / f"out.txt{files.PARTIAL}").write_bytes(bytes(3))
+    (torn / f"model.safetensors{core_io.PARTIAL}").write_bytes(bytes(40))
+    (new[1].folder / f"out.txt{core_io.PARTIAL}").write_bytes(bytes(3))
     for name in ("notes", "01-make-mine", ".git"):  # a person's own
         (root / name).mkdir()
         (root / name / "file.txt").touch()
@@ -128,10 +129,10 @@ def test_waste_is_what_other_settings_made_and_what_is_torn_and_nothing_else(roo
         (old[0].folder, "made with other settings"),
         (old[1].folder, "made with other settings"),
         (torn, "torn"),
-        (new[1].folder / f"out.txt{files.PARTIAL}", "torn"),
+        (new[1].folder / f"out.txt{core_io.PARTIAL}", "torn"),
     }
     sizes = {one.path: one.size for one in found}
-    assert (sizes[torn], sizes[new[1].folder / f"out.txt{files.PARTIAL}"]) == (40, 3)
+    assert (sizes[torn], sizes[new[1].folder / f"out.txt{core_io.PARTIAL}"]) == (40, 3)
     kept = {path for path in root.rglob("*") if not any(path.is_relative_to(one.path) for one in found)}
     freed = sum(file.stat().st_size for one in found for file in [one.path, *one.path.rglob("*")] if file.is_file())
     assert delete(found) == freed == sum(one.size for one in found)

@@ -44,7 +44,7 @@ def test_an_error_that_means_too_little_memory_says_so(error: BaseException) -> 
     found = shortage.as_error(error)
     assert found is not None
     assert "more memory" in found.what
-    assert "engine.workers=1" in found.cure
+    assert "engine.workers=1" in found.hint
 
 
 @pytest.mark.parametrize(
@@ -54,7 +54,7 @@ def test_an_error_that_means_too_few_threads_says_so(error: BaseException) -> No
     found = shortage.as_error(error)
     assert found is not None
     assert "threads" in found.what
-    assert "ulimit -u" in found.cure
+    assert "ulimit -u" in found.hint
 
 
 @pytest.mark.parametrize("error", [ZeroDivisionError("division by zero"), ValueError("x"), caused(DataError("is bad"))])

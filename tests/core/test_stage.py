@@ -12,10 +12,21 @@ from typing import Any
 
 import pytest
 
-from bloomery.core import files
+from bloomery.core import io as core_io
 from bloomery.core.errors import RunError
-from bloomery.core.files import MANIFEST
-from bloomery.core.stage import BEGUN, Plan, Stage, brief, content_hash, damage, execute, lay_out, locked, read_manifest
+from bloomery.core.io import MANIFEST
+from bloomery.core.pipeline import (
+    BEGUN,
+    Stage,
+    StagePlan,
+    brief,
+    content_hash,
+    damage,
+    execute,
+    locked,
+    plan_stages,
+    read_manifest,
+)
 from tests.core.made import HERE, RUNS, STAGES, Recipe, Section, work
 
 
@@ -26,12 +37,12 @@ def nothing_ran_yet(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def plans(tmp_path: Path) -> list[Plan]:
-    return lay_out(STAGES, Recipe(), tmp_path)
+def plans(tmp_path: Path) -> list[StagePlan]:
+    return plan_stages(STAGES, Recipe(), tmp_path)
 
 
 def fingerprints(recipe: Recipe, stages: Sequence[Stage] = STAGES, root: Path = Path("r")) -> dict[str, str]:
-    plans = lay_out(stages, recipe, root)
+    plans = plan_stages(stages, recipe, root)
     for number, plan in enumerate(plans, 1):
         assert plan.folder == root / f"{number:02d}-{plan.stage.name}-{plan.fingerprint}"
     return {plan.stage.name: plan.fingerprint for plan in plans}
@@ -79,7 +90,7 @@ def test_a_fingerprint_changes_with_the_content_that_a_stage_reads_from_outside(
     assert fingerprints(recipe) == first
 
 
-def test_everything_runs_once_in_order_and_then_is_fresh(plans: list[Plan]) -> None:
+def test_everything_runs_once_in_order_and_then_is_fresh(plans: list[StagePlan]) -> None:
     assert not any(plan.fresh for plan in plans)
     assert execute(plans) == dict.fromkeys(("make", "double", "side", "join"), "ran")
     assert (plans[-1].folder / "out.txt").read_text() == "11+side"
@@ -87,29 +98,31 @@ def test_everything_runs_once_in_order_and_then_is_fresh(plans: list[Plan]) -> N
     assert RUNS == ["make", "double", "side", "join"]
 
 
-def test_laying_out_a_run_writes_nothing(plans: list[Plan], tmp_path: Path) -> None:
+def test_laying_out_a_run_writes_nothing(plans: list[StagePlan], tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_changed_setting_runs_what_stands_below_it_and_reuses_the_rest(plans: list[Plan], tmp_path: Path) -> None:
+def test_a_changed_setting_runs_what_stands_below_it_and_reuses_the_rest(
+    plans: list[StagePlan], tmp_path: Path
+) -> None:
     execute(plans)
-    other = lay_out(STAGES, Recipe(double=Section(number=5)), tmp_path)
+    other = plan_stages(STAGES, Recipe(double=Section(number=5)), tmp_path)
     assert execute(other) == {"make": "fresh", "double": "ran", "side": "fresh", "join": "ran"}
     assert execute(plans) == dict.fromkeys(("make", "double", "side", "join"), "fresh")  # the old ones are still there
 
 
-def test_until_runs_a_stage_and_its_ancestors_and_nothing_else(plans: list[Plan]) -> None:
+def test_until_runs_a_stage_and_its_ancestors_and_nothing_else(plans: list[StagePlan]) -> None:
     assert execute(plans, until="double") == {"make": "ran", "double": "ran"}
     assert execute(plans, until="side") == {"side": "ran"}
     assert execute(plans, until="join") == {"make": "fresh", "double": "fresh", "side": "fresh", "join": "ran"}
 
 
-def test_only_runs_one_stage_and_refuses_where_an_input_is_not_done(plans: list[Plan]) -> None:
+def test_only_runs_one_stage_and_refuses_where_an_input_is_not_done(plans: list[StagePlan]) -> None:
     with pytest.raises(RunError) as caught:
         execute(plans, only="double")
     assert caught.value.where == "double"
     assert caught.value.what == "its input make is not done (not done)"
-    assert "--until make" in caught.value.cure
+    assert "--until make" in caught.value.hint
     assert not plans[1].folder.exists()
     assert execute(plans, only="make") == {"make": "ran"}
     assert execute(plans, only="double") == {"double": "ran"}
@@ -119,13 +132,13 @@ def test_only_runs_one_stage_and_refuses_where_an_input_is_not_done(plans: list[
 
 @pytest.mark.parametrize("option", ["until", "only"])
 @pytest.mark.parametrize("name", ["dubble", ""])
-def test_an_unknown_stage_is_an_error_that_names_the_known_ones(plans: list[Plan], option: str, name: str) -> None:
+def test_an_unknown_stage_is_an_error_that_names_the_known_ones(plans: list[StagePlan], option: str, name: str) -> None:
     with pytest.raises(RunError, match=rf"(?s)no stage '{name}'.*Stages: make, double, side, join\."):
         execute(plans, **{option: name})
     assert RUNS == []
 
 
-def test_a_folder_without_a_manifest_is_not_done(plans: list[Plan]) -> None:
+def test_a_folder_without_a_manifest_is_not_done(plans: list[StagePlan]) -> None:
     execute(plans)
     (plans[0].folder / MANIFEST).unlink()
     assert not plans[0].fresh
@@ -144,7 +157,7 @@ DAMAGE: list[tuple[Callable[[Path], Any], str]] = [
 
 @pytest.mark.parametrize(("do", "told"), DAMAGE, ids=["truncated", "longer", "missing"])
 def test_a_stage_whose_output_is_not_as_its_manifest_says_runs_again(
-    plans: list[Plan], do: Callable[[Path], Any], told: str
+    plans: list[StagePlan], do: Callable[[Path], Any], told: str
 ) -> None:
     execute(plans)
     before = content_hash(plans[0].folder)
@@ -158,7 +171,7 @@ def test_a_stage_whose_output_is_not_as_its_manifest_says_runs_again(
     assert not read_manifest(plans[0].folder)["resumed"]
 
 
-def test_a_flipped_byte_is_found_when_looked_for(plans: list[Plan]) -> None:
+def test_a_flipped_byte_is_found_when_looked_for(plans: list[StagePlan]) -> None:
     execute(plans)
     assert all(damage(plan.folder, thorough=True) == "" for plan in plans)
     (plans[0].folder / "out.txt").write_bytes(b"7")
@@ -166,7 +179,7 @@ def test_a_flipped_byte_is_found_when_looked_for(plans: list[Plan]) -> None:
     assert damage(plans[0].folder, thorough=True) == "out.txt has another sha256"
 
 
-def test_an_input_that_was_damaged_is_not_used_and_the_error_says_what_makes_it_again(plans: list[Plan]) -> None:
+def test_an_input_that_was_damaged_is_not_used_and_the_error_says_what_makes_it_again(plans: list[StagePlan]) -> None:
     execute(plans, until="make")
     file = plans[0].folder / "out.txt"
     whole = file.read_bytes()
@@ -174,14 +187,14 @@ def test_an_input_that_was_damaged_is_not_used_and_the_error_says_what_makes_it_
     assert plans[0].fresh  # its size is as before
     with pytest.raises(RunError, match=rf"its input make is damaged: {file} has another sha256") as caught:
         execute(plans, until="double")
-    assert f"Remove {plans[0].folder / MANIFEST} and run the same command again" in caught.value.cure
+    assert f"Remove {plans[0].folder / MANIFEST} and run the same command again" in caught.value.hint
     (plans[0].folder / MANIFEST).unlink()
     assert execute(plans, until="double") == {"make": "ran", "double": "ran"}
     assert file.read_bytes() == whole
 
 
 @pytest.mark.parametrize("text", ["", "{", '{"stage": "make"}', "[]", "3", '{"outputs": 5}', "[" * 100_000])
-def test_a_stage_whose_manifest_cannot_be_read_is_damaged_and_runs_again(plans: list[Plan], text: str) -> None:
+def test_a_stage_whose_manifest_cannot_be_read_is_damaged_and_runs_again(plans: list[StagePlan], text: str) -> None:
     execute(plans)
     whole = (plans[0].folder / MANIFEST).read_text()
     (plans[0].folder / MANIFEST).write_text(text)
@@ -193,7 +206,7 @@ def test_a_stage_whose_manifest_cannot_be_read_is_damaged_and_runs_again(plans: 
     assert read_manifest(plans[0].folder)["outputs"] == json.loads(whole)["outputs"]
 
 
-def test_a_folder_in_the_place_of_a_manifest_is_damage_too(plans: list[Plan]) -> None:
+def test_a_folder_in_the_place_of_a_manifest_is_damage_too(plans: list[StagePlan]) -> None:
     execute(plans)
     (plans[0].folder / MANIFEST).unlink()
     (plans[0].folder / MANIFEST).mkdir()
@@ -202,14 +215,14 @@ def test_a_folder_in_the_place_of_a_manifest_is_damage_too(plans: list[Plan]) ->
 
 
 @pytest.mark.parametrize("name", ["../outside", "/etc/passwd", "a/../../b", "", "x" * 300, "a\0b"])
-def test_a_manifest_that_names_files_outside_of_its_folder_is_damaged(plans: list[Plan], name: str) -> None:
+def test_a_manifest_that_names_files_outside_of_its_folder_is_damaged(plans: list[StagePlan], name: str) -> None:
     execute(plans)
     written = read_manifest(plans[0].folder)
-    files.write_json(plans[0].folder / MANIFEST, {**written, "outputs": {name: {"bytes": 0, "sha256": "0"}}})
+    core_io.write_json(plans[0].folder / MANIFEST, {**written, "outputs": {name: {"bytes": 0, "sha256": "0"}}})
     assert damage(plans[0].folder).startswith("manifest.json cannot be read: outputs")
 
 
-def test_leftovers_of_unknown_content_are_neither_used_nor_removed(plans: list[Plan]) -> None:
+def test_leftovers_of_unknown_content_are_neither_used_nor_removed(plans: list[StagePlan]) -> None:
     execute(plans)
     (plans[1].folder / MANIFEST).unlink()
     (plans[1].folder / BEGUN).write_text("[1]")
@@ -218,7 +231,7 @@ def test_leftovers_of_unknown_content_are_neither_used_nor_removed(plans: list[P
     assert (plans[1].folder / "out.txt").exists()
 
 
-def test_a_stage_that_died_finds_what_it_left(plans: list[Plan], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_stage_that_died_finds_what_it_left(plans: list[StagePlan], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(f"{HERE}.FAIL", "double")
     with pytest.raises(RuntimeError, match="died"):
         execute(plans)
@@ -238,7 +251,7 @@ def test_a_stage_that_died_finds_what_it_left(plans: list[Plan], monkeypatch: py
 
 
 def test_a_stage_that_cannot_go_on_begins_in_an_empty_folder(
-    plans: list[Plan], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    plans: list[StagePlan], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "elsewhere").mkdir()
     (tmp_path / "elsewhere" / "mine.txt").touch()
@@ -258,7 +271,7 @@ def test_a_stage_that_cannot_go_on_begins_in_an_empty_folder(
 
 
 def test_a_stage_folder_that_is_a_link_is_an_error_and_nothing_behind_it_is_changed(
-    plans: list[Plan], tmp_path: Path
+    plans: list[StagePlan], tmp_path: Path
 ) -> None:
     target = tmp_path / "elsewhere"
     target.mkdir()
@@ -273,7 +286,7 @@ def test_a_stage_folder_that_is_a_link_is_an_error_and_nothing_behind_it_is_chan
 
 
 def test_what_was_made_from_an_input_that_was_made_again_with_other_content_runs_again(
-    plans: list[Plan], monkeypatch: pytest.MonkeyPatch
+    plans: list[StagePlan], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As by another version of a library: the settings, and so the fingerprint, are the same."""
     execute(plans)
@@ -298,7 +311,7 @@ def test_only_what_a_stage_hands_on_decides_about_those_below_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     stages = (replace(STAGES[0], hands_on="out"), *STAGES[1:])
-    plans = lay_out(stages, Recipe(), tmp_path)
+    plans = plan_stages(stages, Recipe(), tmp_path)
     execute(plans)
 
     def again(log: str, text: str) -> dict[str, Any]:
@@ -321,7 +334,7 @@ def test_what_is_edited_after_a_run_began_is_not_taken_for_what_the_fingerprint_
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, while_it_runs: bool
 ) -> None:
     (source := tmp_path / "source.txt").write_text("one")
-    plans = lay_out(STAGES, Recipe(make=Section(outside=source)), tmp_path)
+    plans = plan_stages(STAGES, Recipe(make=Section(outside=source)), tmp_path)
 
     def editing(config: Section, inputs: Mapping[str, Path], out: Path) -> dict[str, Any]:
         source.write_text("two")
@@ -337,7 +350,9 @@ def test_what_is_edited_after_a_run_began_is_not_taken_for_what_the_fingerprint_
     assert len(RUNS) == while_it_runs
 
 
-def test_a_stage_that_dies_while_it_runs_again_is_not_done(plans: list[Plan], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_stage_that_dies_while_it_runs_again_is_not_done(
+    plans: list[StagePlan], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Its manifest tells of the outputs that were damaged, and must not vouch for half of the new ones."""
     execute(plans, until="make")
     whole = (plans[0].folder / "out.txt").read_bytes()
@@ -349,7 +364,7 @@ def test_a_stage_that_dies_while_it_runs_again_is_not_done(plans: list[Plan], mo
     assert not plans[0].fresh
 
 
-def test_a_manifest_says_what_was_made_from_what_and_how(plans: list[Plan], tmp_path: Path) -> None:
+def test_a_manifest_says_what_was_made_from_what_and_how(plans: list[StagePlan], tmp_path: Path) -> None:
     execute(plans)
     plan = plans[3]
     manifest = json.loads((plan.folder / MANIFEST).read_text())
@@ -372,11 +387,11 @@ def test_a_manifest_says_what_was_made_from_what_and_how(plans: list[Plan], tmp_
     assert manifest["machine"]["cores"] >= 1
 
 
-def test_what_was_never_finished_is_no_output(plans: list[Plan]) -> None:
-    torn = plans[0].folder / "checkpoints" / f"000000500{files.PARTIAL}"
+def test_what_was_never_finished_is_no_output(plans: list[StagePlan]) -> None:
+    torn = plans[0].folder / "checkpoints" / f"000000500{core_io.PARTIAL}"
     torn.mkdir(parents=True)
     (torn / "model.safetensors").write_bytes(b"half")
-    (plans[0].folder / f"out.bin{files.PARTIAL}").write_bytes(b"half")
+    (plans[0].folder / f"out.bin{core_io.PARTIAL}").write_bytes(b"half")
     execute(plans, until="make")
     assert set(read_manifest(plans[0].folder)["outputs"]) == {"out.txt", "leftover.txt", "deep/more.json"}
 
@@ -384,14 +399,14 @@ def test_what_was_never_finished_is_no_output(plans: list[Plan]) -> None:
 def test_equal_content_has_an_equal_hash_at_any_time_and_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     hashes = []
     for number, moment in enumerate((10.0, 2e9)):
-        plans = lay_out(STAGES, Recipe(make=Section(workers=number + 1)), tmp_path / str(number))
+        plans = plan_stages(STAGES, Recipe(make=Section(workers=number + 1)), tmp_path / str(number))
         with monkeypatch.context() as patch:
-            patch.setattr("bloomery.core.stage.time.time", lambda moment=moment: moment)
+            patch.setattr("bloomery.core.pipeline.time.time", lambda moment=moment: moment)
             execute(plans)
         hashes.append([content_hash(plan.folder) for plan in plans])
     assert hashes[0] == hashes[1]
     assert len(set(hashes[0])) == len(STAGES)
-    other = lay_out(STAGES, Recipe(make=Section(number=2)), tmp_path / "other")
+    other = plan_stages(STAGES, Recipe(make=Section(number=2)), tmp_path / "other")
     execute(other)
     assert content_hash(other[0].folder) != hashes[0][0]
     assert content_hash(other[2].folder) == hashes[0][2]
@@ -400,7 +415,7 @@ def test_equal_content_has_an_equal_hash_at_any_time_and_place(tmp_path: Path, m
 HOLD = """
 import sys
 from pathlib import Path
-from bloomery.core.stage import locked
+from bloomery.core.pipeline import locked
 with locked(Path(sys.argv[1])):
     print("held", flush=True)
     sys.stdin.read()
@@ -438,7 +453,7 @@ def test_a_lock_that_another_program_has_made_is_an_error_and_stays(tmp_path: Pa
     assert lock.read_text() == (tmp_path / "mine.txt").read_text() == "12 pages of mine"
 
 
-def test_the_lock_is_no_output_of_a_stage_and_is_free_after_an_error(plans: list[Plan], tmp_path: Path) -> None:
+def test_the_lock_is_no_output_of_a_stage_and_is_free_after_an_error(plans: list[StagePlan], tmp_path: Path) -> None:
     with pytest.raises(KeyError), locked(tmp_path):
         raise KeyError
     with locked(tmp_path):
@@ -451,7 +466,9 @@ def test_the_numbers_of_a_stage_fit_on_a_line() -> None:
     assert brief(stats) == "documents=12,345  share=0.3333"
 
 
-def test_leftovers_of_other_content_are_not_gone_on_from(plans: list[Plan], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_leftovers_of_other_content_are_not_gone_on_from(
+    plans: list[StagePlan], monkeypatch: pytest.MonkeyPatch
+) -> None:
     make, double = plans[0], plans[1]
     monkeypatch.setattr(f"{HERE}.FAIL", "double")
     with pytest.raises(RuntimeError, match="died"):
@@ -460,7 +477,7 @@ def test_leftovers_of_other_content_are_not_gone_on_from(plans: list[Plan], monk
     monkeypatch.setattr(f"{HERE}.FAIL", "")
     (make.folder / "out.txt").write_text("2")  # made again, with other content, under the same fingerprint
     manifest = read_manifest(make.folder)
-    files.write_json(make.folder / MANIFEST, manifest | {"outputs": files.listing(make.folder)})
+    core_io.write_json(make.folder / MANIFEST, manifest | {"outputs": core_io.listing(make.folder)})
     execute(plans, until="double")
     assert not read_manifest(double.folder)["stats"]["found"]
     assert (double.folder / "out.txt").read_text() == "22"

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import pytest
 
 from bloomery import cli
-from bloomery.core.stop import Stop, Terminated, on_signals
+from bloomery.core.signals import StopRequest, Terminated, on_signals
 
 
 @pytest.fixture(autouse=True)
@@ -45,13 +45,13 @@ def test_what_was_before_comes_back_where_nobody_asked() -> None:
 
 SIGNALS = """
 import os, signal, sys, time
-from bloomery.core import stop
+from bloomery.core import signals
 signal.signal(signal.SIGINT, signal.default_int_handler)
-with stop.on_signals() as asked:
+with signals.on_signals() as asked:
     asked.saves = sys.argv[1] == "saves"
     for number in sys.argv[2:]:
         if number == "wait":
-            time.sleep(stop.SECONDS_BETWEEN_WISHES + 0.1)
+            time.sleep(signals.SECONDS_BETWEEN_WISHES + 0.1)
         else:
             os.kill(os.getpid(), int(number))
     print("saved", flush=True)
@@ -79,7 +79,7 @@ def test_any_number_of_sigterms_is_one_wish_and_the_second_interrupt_by_hand_end
 
 
 def test_another_thread_changes_no_signal() -> None:
-    found: list[Stop] = []
+    found: list[StopRequest] = []
 
     def work() -> None:
         with on_signals() as stop:

@@ -5,8 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from bloomery.data import hosts
-from bloomery.data import hub as client
+from bloomery.data.sources import download, http_client
 from tests.data import hub_server
 
 
@@ -17,9 +16,9 @@ def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[hub_server.
     for name in ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN", "HF_HUB_OFFLINE", *proxies, *map(str.upper, proxies)):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("BLOOMERY_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr(hosts, "FIRST_WAIT_SECONDS", 0.01)
-    client.commit.cache_clear()
+    monkeypatch.setattr(http_client, "FIRST_WAIT_SECONDS", 0.01)
+    download.commit.cache_clear()
     with hub_server.serving() as server:
         monkeypatch.setenv("HF_ENDPOINT", server.endpoint)
         yield server
-    client.commit.cache_clear()
+    download.commit.cache_clear()

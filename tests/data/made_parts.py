@@ -6,10 +6,10 @@ import time
 from pathlib import Path
 from typing import Any
 
-from bloomery.core import files
+from bloomery.core import io as core_io
 from bloomery.core.config import Config
 from bloomery.core.errors import DataError
-from bloomery.data.engine import Part
+from bloomery.data.executor import Part
 
 
 class Trouble(Config):
@@ -26,12 +26,12 @@ def double(config: Trouble, part: Part, out: Path) -> dict[str, Any]:
             log.write(f"{part.name} {os.getpid()}\n")
     time.sleep(config.seconds)
     name = f"doubled/{part.name}.txt"
-    with files.whole_file(out / name, "w") as file:
+    with core_io.whole_file(out / name, "w") as file:
         file.write(str(2 * part.given))
     if part.name == config.part:
         trouble(config.what, part)
     second = f"squared/{part.name}.txt"
-    with files.whole_file(out / second, "w") as file:
+    with core_io.whole_file(out / second, "w") as file:
         file.write(str(part.given**2))
     return {"files": [name, second], "number": part.given}
 
@@ -46,4 +46,4 @@ def trouble(what: str, part: Part) -> None:
     if what == "fault":
         raise ZeroDivisionError("a fault")
     if what == "data":
-        raise DataError("is no good", where=f"row of {part.name}", cure="Mend it.")
+        raise DataError("is no good", where=f"row of {part.name}", hint="Mend it.")

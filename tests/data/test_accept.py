@@ -3,7 +3,7 @@ from typing import Any
 import pytest
 from pydantic import TypeAdapter, ValidationError
 
-from bloomery.data.accept import Condition, first_unmet
+from bloomery.data.readers.read import Condition, first_unmet
 
 
 def unmet(text: str, row: dict[str, Any], **condition: Any) -> tuple[str, float] | None:

@@ -7,8 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from bloomery.core import cache, files
-from bloomery.shards import foreign
+from bloomery.core import cache
+from bloomery.core import io as core_io
+from bloomery.shards import importers
 from tests.shards.test_foreign import rows, speed_run
 
 
@@ -22,29 +23,29 @@ def test_a_change_anywhere_in_a_file_changes_the_digest_and_an_untouched_file_is
     monkeypatch.setenv("BLOOMERY_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr(cache, "QUICKLY_HASHED", 200_000)
     monkeypatch.setattr(cache, "SETTLED_NANOSECONDS", 0)
-    before, times = foreign.digest(theirs), (theirs / name).stat()
+    before, times = importers.digest(theirs), (theirs / name).stat()
     hashed: list[str] = []
-    whole = files.sha256_file
+    whole = core_io.sha256_file
 
     def counted(path: Path) -> str:
         hashed.append(path.name)
         return whole(path)
 
-    monkeypatch.setattr(files, "sha256_file", counted)
-    assert foreign.digest(theirs) == before
+    monkeypatch.setattr(core_io, "sha256_file", counted)
+    assert importers.digest(theirs) == before
     assert (len(hashed), name in hashed) == (6, False)
     changed = bytearray((theirs / name).read_bytes())
     changed[place] ^= 1
     (theirs / name).write_bytes(changed)
     os.utime(theirs / name, ns=(times.st_atime_ns, times.st_mtime_ns))
-    assert foreign.digest(theirs) != before
+    assert importers.digest(theirs) != before
     assert name in hashed
 
 
 def test_a_file_that_has_just_changed_is_hashed_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("BLOOMERY_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr(cache, "QUICKLY_HASHED", 0)
-    foreign.digest(speed_run(tmp_path / "theirs"))
+    importers.digest(speed_run(tmp_path / "theirs"))
     assert not (tmp_path / "cache").exists()
 
 
@@ -53,7 +54,7 @@ def test_a_cache_that_cannot_be_used_costs_time_and_ends_nothing(
 ) -> None:
     file = tmp_path / "tokens.bin"
     file.write_bytes(bytes(1000))
-    hashed = files.sha256_file(file)
+    hashed = core_io.sha256_file(file)
     for name in ("QUICKLY_HASHED", "SLOWLY_HASHED", "SETTLED_NANOSECONDS"):
         monkeypatch.setattr(cache, name, 0)
     slow, unnoted = f"{file} is hashed: ", f"{file} is hashed at every start, as its hash cannot be noted: "

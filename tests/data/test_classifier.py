@@ -11,15 +11,18 @@ import safetensors.numpy
 from sklearn.metrics import roc_auc_score
 
 from bloomery.core.errors import DataError
-from bloomery.data import classifier, damage, library, ngrams, scorer
-from bloomery.data.classifier import Learned, save
-from bloomery.data.examples import Example, excerpt
-from bloomery.data.ngrams import Grams
-from bloomery.data.scorer import load, score
+from bloomery.data.dedup import hashing
+from bloomery.data.dedup.hashing import NgramSizes
+from bloomery.data.quality import classifier, scorer
+from bloomery.data.quality import examples as quality_examples
+from bloomery.data.quality.classifier import Learned, save
+from bloomery.data.quality.examples import TextExample, excerpt
+from bloomery.data.quality.scorer import load, score
+from bloomery.data.sources import stdlib
 
 GOOD = re.findall(r"\w+", "the quiet river carried small boats past green hills while people walked along it and sang")
 BAD = re.findall(r"\w+", "buy cheap pills now win money casino bonus free offer deal click here today best price")
-WORDS = Grams(2**14)
+WORDS = NgramSizes(2**14)
 SETTINGS = {"characters": 1000, "held_out": 0.2, "seed": 0}
 
 
@@ -27,15 +30,15 @@ def made(words: list[str], number: int, length: int) -> str:
     return " ".join(random.Random(f"{words[0]}{number}").choices(words, k=length))
 
 
-def examples(count: int = 200) -> list[Example]:
+def examples(count: int = 200) -> list[TextExample]:
     found = []
     for number in range(count):
-        found.append(Example(made(GOOD, number, 30), True, f"g{number}"))
-        found.append(Example(made(BAD, number, 30), False, f"b{number}", "spam"))
+        found.append(TextExample(made(GOOD, number, 30), True, f"g{number}"))
+        found.append(TextExample(made(BAD, number, 30), False, f"b{number}", "spam"))
     return found
 
 
-def train(given: Sequence[Example], grams: Grams = WORDS, **more: object) -> Learned:
+def train(given: Sequence[TextExample], grams: NgramSizes = WORDS, **more: object) -> Learned:
     return classifier.train(given, grams, **(SETTINGS | more))  # type: ignore[arg-type]
 
 
@@ -45,23 +48,23 @@ def learned() -> Learned:
 
 
 @cache
-def contrasted() -> tuple[Example, ...]:
+def contrasted() -> tuple[TextExample, ...]:
     """Real modules and their docstrings, of several lengths, and damaged copies of them."""
     found = []
-    for number, (name, path) in enumerate(library.files()[::2]):
+    for number, (name, path) in enumerate(stdlib.files()[::2]):
         source = path.read_text(encoding="utf-8")
-        for part, whole in (("code", source), ("docs", library.docstrings(name, source))):
+        for part, whole in (("code", source), ("docs", stdlib.docstrings(name, source))):
             if len(whole) > 200:
                 text, group = excerpt(whole, 200 + 150 * (number % 10)), f"{part}/{name}"
-                kind = damage.choose(group)
-                found.append(Example(text, True, group))
-                found.append(Example(damage.damage(text, kind), False, group, kind))
+                kind = quality_examples.choose(group)
+                found.append(TextExample(text, True, group))
+                found.append(TextExample(quality_examples.damage(text, kind), False, group, kind))
     return tuple(found)
 
 
 @pytest.fixture(scope="module")
 def contrast() -> Learned:
-    return train(contrasted(), Grams(2**16), characters=1500, strength=30.0)
+    return train(contrasted(), NgramSizes(2**16), characters=1500, strength=30.0)
 
 
 def test_what_was_learned_tells_good_from_bad(learned: Learned) -> None:
@@ -83,14 +86,14 @@ def test_scores_after_a_reload_are_equal(tmp_path: Path, learned: Learned) -> No
     assert list(score(load(tmp_path), texts)) == list(score(learned.classifier, texts))
 
 
-@pytest.mark.parametrize("grams", [WORDS, Grams(2**14, None, (2, 4)), Grams(5000, (2, 3), (3, 3))])
-def test_a_score_is_that_of_the_formula_and_does_not_depend_on_the_other_texts(grams: Grams) -> None:
+@pytest.mark.parametrize("grams", [WORDS, NgramSizes(2**14, None, (2, 4)), NgramSizes(5000, (2, 3), (3, 3))])
+def test_a_score_is_that_of_the_formula_and_does_not_depend_on_the_other_texts(grams: NgramSizes) -> None:
     model = train(examples(60), grams).classifier
     texts = [example.text for example in examples(300)] + ["", " ", "a", "\ud800"]
     together = list(score(model, texts))
     assert together == [next(score(model, [text])) for text in texts]
     for text, found in zip(texts, together, strict=True):
-        families = [found.buckets for found in ngrams.hashed([text], grams)]
+        families = [found.buckets for found in hashing.hashed([text], grams)]
         sums = [model.weights[sorted(set(b.tolist()))].sum(dtype=np.float64) / max(len(b), 1) ** 0.5 for b in families]
         logit = model.bias + sum(sums)
         assert found == pytest.approx(1 / (1 + np.exp(-logit)), rel=1e-6)
@@ -111,13 +114,16 @@ def test_an_n_gram_that_says_no_more_than_its_words_is_not_told(learned: Learned
 
 def test_a_document_and_its_damaged_copy_are_never_split_up() -> None:
     pairs = [
-        Example(text, keep, f"g{n}") for n in range(200) for text, keep in ((f"good {n}", True), (f"bad {n}", False))
+        TextExample(text, keep, f"g{n}")
+        for n in range(200)
+        for text, keep in ((f"good {n}", True), (f"bad {n}", False))
     ]
     quality = train(pairs).quality
     assert quality.held_out % 2 == 0
     assert quality.held_out < quality.examples / 3
 
 
+@pytest.mark.slow
 def test_length_alone_does_not_tell_a_copy_from_its_original() -> None:
     truth = [example.positive for example in contrasted()]
     lengths = [round(len(example.text), -2) for example in contrasted()]
@@ -133,7 +139,7 @@ def test_good_text_is_kept_at_every_length_it_was_learned_at(contrast: Learned) 
 def test_contrast_teaches_what_damage_looks_like(contrast: Learned) -> None:
     quality = contrast.quality
     assert quality.auc > 0.85
-    assert set(quality.caught) == set(damage.KINDS)
+    assert set(quality.caught) == set(quality_examples.KINDS)
     assert min(quality.caught[kind] for kind in ("broken", "shuffled", "spam")) > 0.6
 
 
@@ -160,7 +166,7 @@ def test_too_few_examples_are_an_error_that_says_how_many() -> None:
     with pytest.raises(
         DataError, match=r"(?s)part of the examples that measures has \d+ positive and 0 negative texts.*more"
     ):
-        train([Example(f"text {n}", True, str(n)) for n in range(50)])
+        train([TextExample(f"text {n}", True, str(n)) for n in range(50)])
 
 
 def test_a_broken_classifier_is_an_error(tmp_path: Path, learned: Learned) -> None:

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bloomery.data.damage import KINDS, choose, damage
+from bloomery.data.quality.examples import KINDS, choose, damage
 
 CODE = "".join(
     f"def f{n}(x, y):\n    if x > {n}:\n        return 'é' + str(y)\n    return x * {n}\n\n\n" for n in range(40)

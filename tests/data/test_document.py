@@ -12,9 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from bloomery.core.errors import DataError, RunError
-from bloomery.core.files import PARTIAL
-from bloomery.data import document
-from bloomery.data.document import Row, Writer
+from bloomery.core.io import PARTIAL
+from bloomery.data import documents
+from bloomery.data.documents import DocumentRow, Writer
 
 TEXT = st.text(st.characters(codec="utf-8"), max_size=20)
 ROWS = st.lists(
@@ -25,34 +25,34 @@ ROWS = st.lists(
 )
 
 
-def row(number: int, text: str = "a text") -> Row:
+def row(number: int, text: str = "a text") -> DocumentRow:
     return {"id": str(number), "text": text, "source": "s", "domain": "web", "url": None, "license": None}
 
 
 @settings(max_examples=30)  # each waits for the disk
 @given(rows=ROWS)
-def test_documents_come_back_in_order(tmp_path_factory: pytest.TempPathFactory, rows: list[Row]) -> None:
+def test_documents_come_back_in_order(tmp_path_factory: pytest.TempPathFactory, rows: list[DocumentRow]) -> None:
     folder = tmp_path_factory.mktemp("documents")
     with Writer(folder) as writer:
         writer.write_all(rows)
-    assert writer.rows == document.count(folder) == len(rows)
-    assert list(document.read(folder)) == rows
-    assert list(document.read(folder, ["text"])) == [{"text": one["text"]} for one in rows]
-    assert sum(batch.num_rows for batch in document.batches(folder)) == len(rows)
+    assert writer.rows == documents.count(folder) == len(rows)
+    assert list(documents.read(folder)) == rows
+    assert list(documents.read(folder, ["text"])) == [{"text": one["text"]} for one in rows]
+    assert sum(batch.num_rows for batch in documents.batches(folder)) == len(rows)
 
 
 @pytest.mark.parametrize(("rows_per_part", "bytes_per_part"), [(1, 10**9), (4, 10**9), (10**9, 25), (10**9, 1)])
 def test_parts_roll_over_by_rows_and_by_size_and_together_hold_everything(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rows_per_part: int, bytes_per_part: int
 ) -> None:
-    monkeypatch.setattr(document, "ROWS_PER_PART", rows_per_part)
-    monkeypatch.setattr(document, "BYTES_PER_PART", bytes_per_part)
+    monkeypatch.setattr(documents, "ROWS_PER_PART", rows_per_part)
+    monkeypatch.setattr(documents, "BYTES_PER_PART", bytes_per_part)
     rows = [row(number, "x" * number) for number in range(1, 11)]
     with Writer(tmp_path) as writer:
         writer.write_all(rows)
-    assert list(document.read(tmp_path)) == rows
-    assert document.count(tmp_path) == 10
-    tables = [pq.read_table(part).to_pylist() for part in document.parts(tmp_path)]
+    assert list(documents.read(tmp_path)) == rows
+    assert documents.count(tmp_path) == 10
+    tables = [pq.read_table(part).to_pylist() for part in documents.parts(tmp_path)]
     assert len(tables) > 1
     for some in tables:
         assert len(some) <= rows_per_part
@@ -62,20 +62,20 @@ def test_parts_roll_over_by_rows_and_by_size_and_together_hold_everything(
 def test_no_documents_are_one_empty_part(tmp_path: Path) -> None:
     with Writer(tmp_path):
         pass
-    assert document.count(tmp_path) == 0
-    assert list(document.read(tmp_path)) == []
+    assert documents.count(tmp_path) == 0
+    assert list(documents.read(tmp_path)) == []
 
 
 def test_columns_of_a_stage_come_back_and_columns_without_a_place_are_left_out(tmp_path: Path) -> None:
-    with Writer(tmp_path, document.dropped_schema()) as writer:
+    with Writer(tmp_path, documents.dropped_schema()) as writer:
         writer.write({**row(1), "reason": "length.too_short", "value": 3.0, "other": 1})
-    assert list(document.read(tmp_path)) == [{**row(1), "reason": "length.too_short", "value": 3.0}]
+    assert list(documents.read(tmp_path)) == [{**row(1), "reason": "length.too_short", "value": 3.0}]
 
 
 def test_an_error_leaves_out_the_open_part_and_the_next_attempt_begins_anew(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(document, "ROWS_PER_PART", 4)
+    monkeypatch.setattr(documents, "ROWS_PER_PART", 4)
 
     def die() -> None:
         with Writer(tmp_path) as writer:
@@ -84,19 +84,19 @@ def test_an_error_leaves_out_the_open_part_and_the_next_attempt_begins_anew(
 
     with pytest.raises(KeyError):
         die()
-    assert [one["id"] for one in document.read(tmp_path)] == list("01234567")
+    assert [one["id"] for one in documents.read(tmp_path)] == list("01234567")
     (tmp_path / f"part-00009.parquet{PARTIAL}").write_bytes(b"PAR1")
     with Writer(tmp_path) as writer:
         writer.write(row(99))
-    assert [one["id"] for one in document.read(tmp_path)] == ["99"]
+    assert [one["id"] for one in documents.read(tmp_path)] == ["99"]
     assert [file.name for file in tmp_path.iterdir()] == ["part-00000.parquet"]
 
 
 DIE = """
 import os, signal, sys
 from pathlib import Path
-from bloomery.data import document
-document.ROWS_PER_PART = 3
+from bloomery.data import documents
+documents.ROWS_PER_PART = 3
 number, seen = int(sys.argv[2]), 0
 whole = os.fsync
 def fsync(handle):  # between the bytes of a part and its name
@@ -106,7 +106,7 @@ def fsync(handle):  # between the bytes of a part and its name
         os.kill(os.getpid(), signal.SIGKILL)
     whole(handle)
 os.fsync = fsync
-with document.Writer(Path(sys.argv[1])) as writer:
+with documents.Writer(Path(sys.argv[1])) as writer:
     for number_of_row in range(10):
         writer.write({"id": str(number_of_row), "text": "x", "source": "s", "domain": "d"})
 """
@@ -121,26 +121,26 @@ def test_a_killed_process_leaves_whole_parts_and_no_torn_one(tmp_path: Path, mom
     assert len(list(tmp_path.glob(f"*{PARTIAL}"))) == moment % 2
     assert len(list(tmp_path.glob("part-*.parquet"))) == whole
     if whole:
-        assert [one["id"] for one in document.read(tmp_path)] == [str(number) for number in range(3 * whole)]
+        assert [one["id"] for one in documents.read(tmp_path)] == [str(number) for number in range(3 * whole)]
 
 
 def test_a_torn_part_is_an_error_that_names_it_wherever_it_was_cut(tmp_path: Path) -> None:
     with Writer(tmp_path) as writer:
         writer.write_all(row(number, os.urandom(20).hex()) for number in range(500))
-    [part] = document.parts(tmp_path)
+    [part] = documents.parts(tmp_path)
     data = part.read_bytes()
     for cut in (0, 3, 100, len(data) // 2, len(data) - 1):
         part.write_bytes(data[:cut])
         with pytest.raises(DataError, match=r"(?s)part-00000\.parquet: cannot be read.*It is torn"):
-            list(document.read(tmp_path))
+            list(documents.read(tmp_path))
         with pytest.raises(DataError, match=r"(?s)part-00000\.parquet: cannot be read.*It is torn"):
-            document.count(tmp_path)
+            documents.count(tmp_path)
 
 
 def test_a_folder_without_documents_is_an_error(tmp_path: Path) -> None:
     for folder in (tmp_path, tmp_path / "none"):
         with pytest.raises(DataError, match=r"(?s)holds no documents.*Run the stage before again"):
-            list(document.read(folder))
+            list(documents.read(folder))
 
 
 def test_a_part_that_outgrows_the_disk_is_an_error_that_names_it_and_leaves_nothing(tmp_path: Path) -> None:
@@ -161,22 +161,22 @@ def test_a_part_that_outgrows_the_disk_is_an_error_that_names_it_and_leaves_noth
 
 
 def test_a_part_holds_what_was_written_however_it_was_handed_in(tmp_path: Path) -> None:
-    rows = [row(number) for number in range(2 * document.ROWS_PER_BATCH + 7)]
-    batches = pa.Table.from_pylist(rows, schema=document.SCHEMA).to_batches(max_chunksize=333)
-    with document.PartWriter(tmp_path / "a.parquet") as one:
+    rows = [row(number) for number in range(2 * documents.ROWS_PER_BATCH + 7)]
+    batches = pa.Table.from_pylist(rows, schema=documents.SCHEMA).to_batches(max_chunksize=333)
+    with documents.PartWriter(tmp_path / "a.parquet") as one:
         one.write(rows)
-    with document.PartWriter(tmp_path / "b.parquet") as other:
+    with documents.PartWriter(tmp_path / "b.parquet") as other:
         for batch in batches:
             other.write_batch(batch)
     assert one.rows == other.rows == len(rows)
     assert (tmp_path / "a.parquet").read_bytes() == (tmp_path / "b.parquet").read_bytes()
-    assert list(document.part_rows(tmp_path / "a.parquet")) == rows
+    assert list(documents.part_rows(tmp_path / "a.parquet")) == rows
 
 
 def test_a_part_without_documents_is_a_file_and_one_that_failed_is_none(tmp_path: Path) -> None:
-    with document.PartWriter(tmp_path / "empty.parquet"):
+    with documents.PartWriter(tmp_path / "empty.parquet"):
         pass
-    assert list(document.part_rows(tmp_path / "empty.parquet")) == []
-    with pytest.raises(KeyError), document.PartWriter(tmp_path / "failed.parquet") as writer:
+    assert list(documents.part_rows(tmp_path / "empty.parquet")) == []
+    with pytest.raises(KeyError), documents.PartWriter(tmp_path / "failed.parquet") as writer:
         writer.write([row(1), {"id": "no more"}["row"]])  # type: ignore[list-item]
     assert not (tmp_path / "failed.parquet").exists()

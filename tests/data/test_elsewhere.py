@@ -8,11 +8,10 @@ import pytest
 
 from bloomery.core.config import build, plain
 from bloomery.core.errors import ConfigError, DataError
-from bloomery.core.files import sha256_bytes
-from bloomery.data import hub as client
-from bloomery.data import sources
-from bloomery.data.elsewhere import Address, Hub, Remote
-from bloomery.data.reading import Item, Rejected
+from bloomery.core.io import sha256_bytes
+from bloomery.data.readers.read import DocumentItem, RejectedDocument
+from bloomery.data.sources import download, local
+from bloomery.data.sources.remote import Address, Hub, Remote
 from tests.data import hub_server
 
 
@@ -23,8 +22,8 @@ def lines(*texts: str) -> bytes:
 FILES = {f"data/{name}.jsonl": lines(*(f"{name} {number} " + "x" * 200 for number in range(20))) for name in "abcde"}
 
 
-def texts(found: Sequence[Item]) -> list[str]:
-    return [item["text"] for item in found if not isinstance(item, Rejected)]
+def texts(found: Sequence[DocumentItem]) -> list[str]:
+    return [item["text"] for item in found if not isinstance(item, RejectedDocument)]
 
 
 def books(**more: Any) -> Hub:
@@ -37,14 +36,15 @@ def downloaded(hub: hub_server.Hub) -> set[str]:
 
 def test_documents_of_the_hub_are_those_of_its_files_in_the_order_of_names(hub: hub_server.Hub) -> None:
     sha = hub.put("us/books", FILES)
-    found = list(sources.read(books()))
+    found = list(local.read(books()))
     assert texts(found) == [f"{name} {number} " + "x" * 200 for name in "abcde" for number in range(20)]
     first = found[0]
-    assert not isinstance(first, Rejected)
+    assert not isinstance(first, RejectedDocument)
     assert first["id"] == "books/data/a.jsonl:1"
     assert first["url"] == f"hf://datasets/us/books@{sha}/data/a.jsonl"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "fault",
     [
@@ -61,42 +61,42 @@ def test_whatever_happens_on_the_way_the_documents_are_the_same(
     hub: hub_server.Hub, fault: dict[str, Any], tmp_path: Path
 ) -> None:
     hub.put("us/books", FILES)
-    undisturbed = texts(list(sources.read(books())))
+    undisturbed = texts(list(local.read(books())))
     with hub_server.serving() as disturbed, pytest.MonkeyPatch.context() as patch:
         patch.setenv("BLOOMERY_CACHE", str(tmp_path / "another"))
         disturbed.put("us/books", FILES)
         for where in ("resolve", "blobs"):
             disturbed.fail(where, **fault)
-        assert texts(list(sources.read(books(endpoint=disturbed.endpoint)))) == undisturbed
+        assert texts(list(local.read(books(endpoint=disturbed.endpoint)))) == undisturbed
         assert disturbed.sent("blobs") >= sum(map(len, FILES.values()))
 
 
 @pytest.mark.parametrize("limit", [{"max_documents": 30}, {"max_bytes": 30 * 205}])
 def test_a_target_downloads_no_more_files_than_it_needs(hub: hub_server.Hub, limit: dict[str, int]) -> None:
     hub.put("us/books", FILES)
-    some = list(sources.read(books(**limit)))
+    some = list(local.read(books(**limit)))
     assert 28 <= len(some) <= 30
     assert len(downloaded(hub)) == 2
-    assert list(sources.read(books(**limit))) == some
-    assert set(texts(some)) < set(texts(list(sources.read(books()))))
+    assert list(local.read(books(**limit))) == some
+    assert set(texts(some)) < set(texts(list(local.read(books()))))
 
 
 def test_a_target_that_ends_with_a_file_does_not_ask_for_the_next(hub: hub_server.Hub) -> None:
     hub.put("us/books", FILES)
-    assert len(list(sources.read(books(max_documents=40)))) == 40
+    assert len(list(local.read(books(max_documents=40)))) == 40
     assert len(downloaded(hub)) == 2
 
 
 def test_the_digest_pins_the_commit_without_downloading(hub: hub_server.Hub) -> None:
     hub.put("us/books", FILES)
-    before = sources.digest(books())
+    before = local.digest(books())
     assert not downloaded(hub)
-    assert sources.digest(books(endpoint=hub.endpoint)) == before
+    assert local.digest(books(endpoint=hub.endpoint)) == before
     sha = hub.put("us/books", {**FILES, "data/f.jsonl": lines("new")})
-    client.commit.cache_clear()
-    assert sources.digest(books()) != before
+    download.commit.cache_clear()
+    assert local.digest(books()) != before
     hub.forget()
-    assert sources.digest(books(revision=sha)) == sources.digest(books())
+    assert local.digest(books(revision=sha)) == local.digest(books())
     assert not hub.requests
 
 
@@ -107,13 +107,13 @@ def test_where_it_is_fetched_from_is_not_in_the_fingerprint() -> None:
 
 def test_offline_documents_come_from_the_cache_alone(hub: hub_server.Hub) -> None:
     hub.put("us/books", FILES)
-    online = list(sources.read(books()))
-    client.commit.cache_clear()
+    online = list(local.read(books()))
+    download.commit.cache_clear()
     hub.forget()
-    assert list(sources.read(books(offline=True))) == online
+    assert list(local.read(books(offline=True))) == online
     assert not hub.requests
     with pytest.raises(DataError, match="offline mode"):
-        list(sources.read(books(offline=True, dataset="us/other")))
+        list(local.read(books(offline=True, dataset="us/other")))
 
 
 def test_what_is_broken_in_a_file_is_told_with_the_files_own_name_and_its_place_in_the_cache(
@@ -121,7 +121,7 @@ def test_what_is_broken_in_a_file_is_told_with_the_files_own_name_and_its_place_
 ) -> None:
     sha = hub.put("us/books", {"data/a.jsonl": lines("fine") + b"{broken\n"})
     with pytest.raises(DataError, match=rf"hf://datasets/us/books@{sha}/data/a\.jsonl \(.*/blobs/.*:2\)"):
-        list(sources.read(books(invalid="error")))
+        list(local.read(books(invalid="error")))
 
 
 def test_files_and_config_together_are_refused() -> None:
@@ -135,8 +135,8 @@ def address(hub: hub_server.Hub, path: str = "/a/plain.txt", **more: Any) -> Add
 
 def test_a_file_by_its_address_is_a_document(hub: hub_server.Hub) -> None:
     hub.plain["/a/plain.txt"] = b"All of it."
-    (found,) = sources.read(address(hub))
-    assert not isinstance(found, Rejected)
+    (found,) = local.read(address(hub))
+    assert not isinstance(found, RejectedDocument)
     assert (found["id"], found["text"], found["url"]) == (
         "plain/plain.txt",
         "All of it.",
@@ -146,41 +146,41 @@ def test_a_file_by_its_address_is_a_document(hub: hub_server.Hub) -> None:
 
 def test_packed_tables_by_address_are_read_by_their_names_or_as_told(hub: hub_server.Hub) -> None:
     hub.plain["/rows.jsonl.gz"] = hub.plain["/download"] = gzip.compress(lines("one", "two"))
-    assert texts(list(sources.read(address(hub, "/rows.jsonl.gz")))) == ["one", "two"]
+    assert texts(list(local.read(address(hub, "/rows.jsonl.gz")))) == ["one", "two"]
     hub.plain["/download"] = lines("one", "two")
-    assert texts(list(sources.read(address(hub, "/download", format="jsonl")))) == ["one", "two"]
+    assert texts(list(local.read(address(hub, "/download", format="jsonl")))) == ["one", "two"]
 
 
 def test_with_a_hash_the_digest_asks_nobody_and_other_bytes_are_refused(hub: hub_server.Hub) -> None:
     source = address(hub, sha256=sha256_bytes(b"All of it."))
-    sources.digest(source)
+    local.digest(source)
     assert not hub.requests
     hub.plain["/a/plain.txt"] = b"Something else."
     with pytest.raises(DataError, match=f"expected {sha256_bytes(b'All of it.')}"):
-        list(sources.read(source))
+        list(local.read(source))
 
 
 def test_without_a_hash_the_digest_is_the_servers_version(hub: hub_server.Hub) -> None:
     hub.plain["/a/plain.txt"] = b"All of it."
-    before = sources.digest(address(hub))
+    before = local.digest(address(hub))
     assert hub.sent() == 0
     hub.plain["/a/plain.txt"] = b"All of it"
-    assert sources.digest(address(hub)) != before
+    assert local.digest(address(hub)) != before
 
 
 def test_an_address_offline_is_what_was_downloaded(hub: hub_server.Hub) -> None:
     hub.plain["/a/plain.txt"] = b"All of it."
-    online = list(sources.read(address(hub)))
+    online = list(local.read(address(hub)))
     hub.forget()
-    assert list(sources.read(address(hub, offline=True))) == online
+    assert list(local.read(address(hub, offline=True))) == online
     assert not hub.requests
     with pytest.raises(DataError, match="offline mode"):
-        sources.digest(address(hub, "/b", offline=True))
+        local.digest(address(hub, "/b", offline=True))
 
 
 def test_an_address_that_is_not_there_is_told_without_its_query(hub: hub_server.Hub) -> None:
     with pytest.raises(DataError, match="/b: HTTP 404") as caught:
-        sources.digest(address(hub, "/b?key=secret"))
+        local.digest(address(hub, "/b?key=secret"))
     assert "secret" not in str(caught.value)
 
 
@@ -201,13 +201,13 @@ def test_files_of_a_store_are_listed_by_pattern_and_read(hub: hub_server.Hub, tm
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_bytes(data)
     source = folder(f"file://{tmp_path}/store/**/*.jsonl")
-    found = list(sources.read(source))
+    found = list(local.read(source))
     assert len(found) == 100
-    assert len(list(sources.read(folder(f"file://{tmp_path}/store/data/a.jsonl")))) == 20
-    before = sources.digest(source)
+    assert len(list(local.read(folder(f"file://{tmp_path}/store/data/a.jsonl")))) == 20
+    before = local.digest(source)
     (tmp_path / "store" / "data" / "a.jsonl").write_bytes(lines("changed"))
-    assert sources.digest(source) != before
-    assert len(list(sources.read(source))) == 81
-    online = list(sources.read(source))
+    assert local.digest(source) != before
+    assert len(list(local.read(source))) == 81
+    online = list(local.read(source))
     (tmp_path / "store").rename(tmp_path / "gone")
-    assert list(sources.read(folder(*source.patterns, offline=True))) == online
+    assert list(local.read(folder(*source.patterns, offline=True))) == online

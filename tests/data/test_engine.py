@@ -12,21 +12,21 @@ from typing import Any
 
 import pytest
 
-from bloomery.core import files
+from bloomery.core import io as core_io
 from bloomery.core.errors import DataError, RunError
-from bloomery.data.engine import Engine, Part, _paths, run_parts
+from bloomery.data.executor import ExecutorConfig, Part, _paths, run_parts
 from tests.data.made_parts import Trouble, double
 
 PARTS = [Part(f"part-{number:05d}", number, num_bytes=number) for number in range(9)]
-ONE, THREE = Engine(workers=1), Engine(workers=3)
+ONE, THREE = ExecutorConfig(workers=1), ExecutorConfig(workers=3)
 
 
-def run(out: Path, engine: Engine = ONE, config: Trouble | None = None) -> list[int]:
+def run(out: Path, engine: ExecutorConfig = ONE, config: Trouble | None = None) -> list[int]:
     return [record["number"] for record in run_parts(engine, double, config or Trouble(), PARTS, out, what="double")]
 
 
 def content(out: Path) -> dict[str, str]:
-    return {name: facts["sha256"] for name, facts in files.listing(out).items()}
+    return {name: facts["sha256"] for name, facts in core_io.listing(out).items()}
 
 
 @pytest.fixture(scope="module")
@@ -47,12 +47,12 @@ def test_workers_leave_what_one_process_leaves(tmp_path: Path, expected: dict[st
 @pytest.mark.filterwarnings("ignore")  # of the cluster's own
 def test_a_cluster_leaves_what_one_process_leaves(tmp_path: Path, expected: dict[str, str]) -> None:
     pytest.importorskip("ray", reason="the extra `ray` is not installed")
-    cluster = Engine(kind="ray", workers=2)
+    cluster = ExecutorConfig(kind="ray", workers=2)
     assert run(tmp_path / "a", cluster) == list(range(9))
     assert content(tmp_path / "a") == expected
     with pytest.raises(DataError, match="row of part-00004") as caught:
         run(tmp_path / "b", cluster, Trouble(part="part-00004", what="data"))
-    assert caught.value.cure == "Mend it."
+    assert caught.value.hint == "Mend it."
     assert run(tmp_path / "b", ONE) == list(range(9))
     assert content(tmp_path / "b") == expected
 
@@ -78,7 +78,7 @@ def test_a_part_whose_file_is_gone_or_short_is_done_again_and_no_other(
 
 @pytest.mark.parametrize("engine", [ONE, THREE])
 def test_a_part_whose_file_was_damaged_and_kept_its_size_is_done_again_and_no_other(
-    tmp_path: Path, expected: dict[str, str], capsys: pytest.CaptureFixture[str], engine: Engine
+    tmp_path: Path, expected: dict[str, str], capsys: pytest.CaptureFixture[str], engine: ExecutorConfig
 ) -> None:
     log, out = tmp_path / "log", tmp_path / "out"
     run(out, engine)
@@ -97,10 +97,10 @@ def test_a_part_whose_record_is_of_an_older_version_is_done_again(tmp_path: Path
     log, out = tmp_path / "log", tmp_path / "out"
     run(out)
     (place,) = (out / "parts").rglob("part-00003.json")
-    whole = files.read_json(place)
+    whole = core_io.read_json(place)
     record = whole["record"]
-    hashed = files.sha256_bytes(files.canonical(record))
-    files.write_json(place, {"record": record, "sha256": hashed, "bytes": {"doubled/part-00003.txt": 2}})
+    hashed = core_io.sha256_bytes(core_io.canonical(record))
+    core_io.write_json(place, {"record": record, "sha256": hashed, "bytes": {"doubled/part-00003.txt": 2}})
     run(out, ONE, Trouble(log=log))
     assert [line.split()[0] for line in log.read_text().splitlines()] == ["part-00003"]
     assert content(out) == expected
@@ -113,7 +113,7 @@ def test_a_part_whose_record_was_changed_is_done_again_and_no_other(
     log, out = tmp_path / "log", tmp_path / "out"
     run(out)
     (place,) = (out / "parts").rglob("part-00003.json")
-    files.write_json(place, files.read_json(place) | {"record": changed})
+    core_io.write_json(place, core_io.read_json(place) | {"record": changed})
     run(out, ONE, Trouble(log=log))
     assert [line.split()[0] for line in log.read_text().splitlines()] == ["part-00003"]
     assert "part-00003 runs again, because its record was changed" in " ".join(capsys.readouterr().err.split())
@@ -133,8 +133,8 @@ def test_a_worker_that_dies_names_its_part_and_the_rest_goes_on_next_time(
 def test_a_worker_that_a_library_ends_is_no_lack_of_memory_and_its_files_are_named(tmp_path: Path) -> None:
     with pytest.raises(RunError, match="part-00004 was killed by signal 6") as caught:
         run(tmp_path, THREE, Trouble(part="part-00004", what="aborted"))
-    assert "a library cannot read its input" in caught.value.cure
-    assert "memory" not in caught.value.cure
+    assert "a library cannot read its input" in caught.value.hint
+    assert "memory" not in caught.value.hint
     members = [(f"{n}.parquet", f"/in/{n}.parquet") for n in range(9)]
     given = {"source": 0, "piece": "0.parquet", "members": members, "max_bytes": None}
     assert _paths(given) == ["/in/0.parquet", "/in/1.parquet", "/in/2.parquet"]
@@ -142,10 +142,10 @@ def test_a_worker_that_a_library_ends_is_no_lack_of_memory_and_its_files_are_nam
 
 
 @pytest.mark.parametrize("engine", [ONE, THREE], ids=["here", "workers"])
-def test_an_error_of_the_data_comes_out_as_it_is(tmp_path: Path, engine: Engine) -> None:
+def test_an_error_of_the_data_comes_out_as_it_is(tmp_path: Path, engine: ExecutorConfig) -> None:
     with pytest.raises(DataError, match="is no good") as caught:
         run(tmp_path, engine, Trouble(part="part-00002", what="data"))
-    assert (caught.value.where, caught.value.cure) == ("row of part-00002", "Mend it.")
+    assert (caught.value.where, caught.value.hint) == ("row of part-00002", "Mend it.")
 
 
 def test_a_fault_in_a_worker_comes_out_with_its_part_and_on_stderr_with_its_lines(
@@ -158,13 +158,14 @@ def test_a_fault_in_a_worker_comes_out_with_its_part_and_on_stderr_with_its_line
 
 def test_an_address_needs_a_cluster() -> None:
     with pytest.raises(ValueError, match="is of a Ray cluster"):
-        Engine(address="auto")
+        ExecutorConfig(address="auto")
 
 
 def work_slowly(out: Path, log: Path) -> None:
-    run(out, Engine(workers=2), Trouble(log=log, seconds=0.03))
+    run(out, ExecutorConfig(workers=2), Trouble(log=log, seconds=0.03))
 
 
+@pytest.mark.slow
 def test_killed_at_any_moment_the_next_run_leaves_the_same_and_no_worker_outlives_its_parent(
     tmp_path: Path, expected: dict[str, str]
 ) -> None:

@@ -6,13 +6,13 @@ import pyarrow.parquet as pq
 import pytest
 
 from bloomery.core.errors import DataError
-from bloomery.data.examined import Piece, pieces, task_files, task_name
+from bloomery.data.decontamination import TaskText, task_files, task_name, task_texts
 
 
 def texts_of(row: dict[str, object], tmp_path: Path, fields: tuple[str, ...] = ()) -> list[str]:
     path = tmp_path / "some_task.jsonl"
     path.write_text(json.dumps(row) + "\n")
-    return [piece.text for piece in pieces(path, fields)]
+    return [piece.text for piece in task_texts(path, fields)]
 
 
 def test_what_a_harness_puts_around_a_question_is_taken_off(tmp_path: Path) -> None:
@@ -53,7 +53,7 @@ def test_parquet_and_folders_are_read(tmp_path: Path) -> None:
     (tmp_path / "notes.txt").write_text("no task")
     files = task_files([tmp_path])
     assert [task_name(path) for path in files] == ["a", "b"]
-    assert set(pieces(files[1])) == {Piece("b", 1, "one"), Piece("b", 2, "two")}
+    assert set(task_texts(files[1])) == {TaskText("b", 1, "one"), TaskText("b", 2, "two")}
     with pytest.raises(DataError, match="holds no evaluation tasks"):
         task_files([tmp_path / "notes.txt"])
 
@@ -62,4 +62,4 @@ def test_a_broken_row_is_an_error_that_names_the_file(tmp_path: Path) -> None:
     path = tmp_path / "a.jsonl"
     path.write_text('{"question": "x"}\n{oops\n')
     with pytest.raises(DataError, match=r"a\.jsonl"):
-        list(pieces(path))
+        list(task_texts(path))

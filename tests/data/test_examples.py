@@ -8,8 +8,8 @@ import pyarrow.parquet as pq
 import pytest
 
 from bloomery.core.errors import DataError
-from bloomery.data import document
-from bloomery.data.examples import Example, Labels, contrast, labeled
+from bloomery.data import documents
+from bloomery.data.quality.examples import Labels, TextExample, contrast, labeled
 
 SETTINGS: dict[str, Any] = {"text_field": "text", "label_field": "label", "group_field": None}
 SETTINGS |= {"samples": 1000, "characters": 1000, "seed": 0}
@@ -21,7 +21,7 @@ def written(rows: Iterable[Any], path: Path) -> Path:
     return path
 
 
-def read(path: Path, labels: Labels | None = None, **more: object) -> list[Example]:
+def read(path: Path, labels: Labels | None = None, **more: object) -> list[TextExample]:
     return labeled(path, labels or Labels(), **(SETTINGS | more))
 
 
@@ -75,7 +75,7 @@ def test_texts_that_differ_in_case_and_marks_are_one_group(tmp_path: Path) -> No
         ([], "line 41 holds list instead of an object"),
     ],
 )
-def test_a_broken_row_is_an_error_with_place_and_cure(row: Any, what: str, tmp_path: Path) -> None:
+def test_a_broken_row_is_an_error_with_place_and_hint(row: Any, what: str, tmp_path: Path) -> None:
     with pytest.raises(DataError, match=f"(?s){what}"):
         read(written([*ROWS, row], tmp_path / "a.jsonl"))
 
@@ -95,7 +95,7 @@ def test_another_kind_of_file_and_a_missing_group_are_errors(tmp_path: Path) -> 
 
 
 def test_contrast_takes_documents_evenly_over_domains_and_pairs_each_with_its_damaged_copy(tmp_path: Path) -> None:
-    with document.Writer(tmp_path) as writer:
+    with documents.Writer(tmp_path) as writer:
         for number in range(90):
             domain = "rare" if number < 10 else "web"
             row = {"id": f"{number}", "text": f"Some words of {number}. " * 30, "source": "s", "domain": domain}

@@ -2,15 +2,15 @@
 
 import pytest
 
+from bloomery.core import errors
 from bloomery.core.errors import DataError
-from bloomery.data import extras
 
 
 def test_a_package_that_is_there_is_handed_over() -> None:
-    assert extras.load("json.decoder", extra="web").JSONDecoder is not None
+    assert errors.load("json.decoder", extra="web").JSONDecoder is not None
 
 
-def test_a_package_that_is_missing_is_named_with_its_cure() -> None:
+def test_a_package_that_is_missing_is_named_with_its_hint() -> None:
     with pytest.raises(DataError, match=r"no_such_package.*") as caught:
-        extras.load("no_such_package.inner", extra="web")
+        errors.load("no_such_package.inner", extra="web")
     assert "pip install 'bloomery[web]'" in str(caught.value)

@@ -8,8 +8,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from bloomery.data import groups
-from bloomery.data.groups import interruptible
+from bloomery.data.dedup import candidates
+from bloomery.data.dedup.candidates import interruptible
 
 ROWS = pa.schema([("key", pa.uint64()), ("rank", pa.uint32())])
 
@@ -24,7 +24,7 @@ def pairs(rows: list[tuple[int, int]], lags: int, size: int) -> set[tuple[int, i
         pa.record_batch([pa.array(column) for column in zip(*rows[a : a + size], strict=True)], schema=ROWS)
         for a in range(0, len(rows), size)
     ]
-    found = list(groups._neighbors(batches, lags))
+    found = list(candidates._neighbors(batches, lags))
     return {pair for batch in found for pair in zip(*(column.to_pylist() for column in batch.columns), strict=True)}
 
 
@@ -53,16 +53,16 @@ def test_streams_are_cut_where_parts_begin(tmp_path: Path) -> None:
     ends = {"a": (0, 5), "b": (5, 10), "c": (10, 20), "d": (20, 31), "e": (31, 31)}
     for size in (1, 2, 6):
         batches = [pa.record_batch({"doc": docs[a : a + size]}) for a in range(0, len(docs), size)]
-        groups.by_part(iter(batches), schema, ends, tmp_path)
+        candidates.by_part(iter(batches), schema, ends, tmp_path)
         found = {name: pq.read_table(tmp_path / f"{name}.parquet")["row"].to_pylist() for name in ends}
         assert found == {"a": [0, 1, 4], "b": [0, 4], "c": [], "d": [10], "e": []}
 
 
 def test_tables_are_there_again_after_the_connection_was_closed(tmp_path: Path) -> None:
-    with groups.connected(tmp_path, 2**28) as connection:
+    with candidates.connected(tmp_path, 2**28) as connection:
         connection.execute("CREATE TABLE kept AS SELECT range AS rank FROM range(10)")
-    with groups.connected(tmp_path, 2**30) as connection:
-        assert sum(batch.num_rows for batch in groups.streamed(connection, "SELECT * FROM kept")) == 10
+    with candidates.connected(tmp_path, 2**30) as connection:
+        assert sum(batch.num_rows for batch in candidates.streamed(connection, "SELECT * FROM kept")) == 10
 
 
 @pytest.mark.parametrize("signs", [RuntimeError("Query interrupted"), duckdb.InterruptException("Interrupted!")])

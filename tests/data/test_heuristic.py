@@ -5,8 +5,9 @@ from collections import Counter
 import numpy as np
 import pytest
 
-from bloomery.data import heuristic, library
-from bloomery.data.heuristic import STOP_WORDS, WEIGHTS, score, shares
+from bloomery.data.quality import scorer
+from bloomery.data.quality.scorer import STOP_WORDS, WEIGHTS, heuristic_score, shares
+from bloomery.data.sources import stdlib
 
 PROSE = (
     "The river begins in the hills, where it is hardly more than a ditch. In spring, when the snow has gone, it is "
@@ -32,18 +33,18 @@ def test_the_weights_sum_to_one() -> None:
 
 
 def test_the_known_score_of_spam_comes_out() -> None:
-    assert next(score(["buy cheap pills now " * 40])) == pytest.approx(0.511, abs=0.0005)
+    assert next(heuristic_score(["buy cheap pills now " * 40])) == pytest.approx(0.511, abs=0.0005)
 
 
 def test_prose_scores_above_spam_lists_and_code() -> None:
     code = "def f(x):\n    return x + 1\n" * 10
     links = "http://a.example/b http://c.example/d click here read more " * 20
-    prose, *others = score([PROSE * 2, code, links, "word " * 300])
+    prose, *others = heuristic_score([PROSE * 2, code, links, "word " * 300])
     assert prose > 0.8
     assert max(others) < 0.7
 
 
-@pytest.mark.parametrize("text", [*TEXTS, library.files()[0][1].read_text(encoding="utf-8")])
+@pytest.mark.parametrize("text", [*TEXTS, stdlib.files()[0][1].read_text(encoding="utf-8")])
 def test_shares_equal_those_of_plain_python(text: str) -> None:
     found = {name: values[0] for name, values in shares([text]).items()}
     words = re.findall(r"[^\W\u2e80-\u2fdf\u3040-\u30ff\u3400-\u4dbf\u4e00-\u9fff\uf900-\ufaff]+", text.lower())
@@ -83,13 +84,13 @@ def test_boilerplate_templates_and_addresses_cost_what_they_should() -> None:
 
 
 def test_a_score_does_not_depend_on_the_other_texts() -> None:
-    assert list(score(TEXTS)) == [next(score([text])) for text in TEXTS]
-    assert all(0 <= value <= 1 for value in score(TEXTS))
+    assert list(heuristic_score(TEXTS)) == [next(heuristic_score([text])) for text in TEXTS]
+    assert all(0 <= value <= 1 for value in heuristic_score(TEXTS))
 
 
 def test_every_share_is_one_number_for_each_text() -> None:
     found = shares(TEXTS)
     assert set(found) == set(WEIGHTS)
     assert all(values.shape == (len(TEXTS),) and np.isfinite(values).all() for values in found.values())
-    assert heuristic.score([]).__class__.__name__ == "generator"
-    assert list(score([])) == []
+    assert scorer.heuristic_score([]).__class__.__name__ == "generator"
+    assert list(heuristic_score([])) == []

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bloomery.data.holdout import is_held_out
+from bloomery.data.documents import is_held_out
 
 TEXTS = [f"document number {number} tells of {random.Random(number).random()}" for number in range(20_000)]
 

@@ -1,26 +1,26 @@
 import pytest
 
-from bloomery.data import html
-from bloomery.data.unpack import Problem
+from bloomery.data.readers import web
+from bloomery.data.readers.bytes import ReadError
 
 pytest.importorskip("resiliparse", reason="the extra web is not installed")
 
 
 def test_the_text_of_a_page_keeps_paragraphs_and_leaves_out_what_stands_around_them() -> None:
     page = "<title>T</title><script>x=1</script><nav>menu</nav><main><p>One &amp; two.</p><p>Three<br>four</p></main>"
-    assert html.plain_text(page, main_content=True) == "One & two.\n\nThree\nfour"
-    whole = html.plain_text(page, main_content=False)
+    assert web.plain_text(page, main_content=True) == "One & two.\n\nThree\nfour"
+    whole = web.plain_text(page, main_content=False)
     assert isinstance(whole, str)
     assert "menu" in whole
     assert "x=1" not in whole
 
 
 def test_a_page_nested_a_hundred_thousand_deep_is_a_problem_and_many_open_paragraphs_are_not() -> None:
-    found = html.plain_text("<div>" * 100_000 + "deep", main_content=True)
-    assert isinstance(found, Problem)
+    found = web.plain_text("<div>" * 100_000 + "deep", main_content=True)
+    assert isinstance(found, ReadError)
     assert (found.reason, found.value) == ("too_deep", 100_000)
-    assert html.plain_text("<p>x<br>" * 3_000 + "<div></div>" * 3_000, main_content=False)
-    assert html.plain_text("<div>" * 900 + "deep", main_content=False) == "deep"
+    assert web.plain_text("<p>x<br>" * 3_000 + "<div></div>" * 3_000, main_content=False)
+    assert web.plain_text("<div>" * 900 + "deep", main_content=False) == "deep"
 
 
 @pytest.mark.parametrize(
@@ -36,13 +36,13 @@ def test_a_page_nested_a_hundred_thousand_deep_is_a_problem_and_many_open_paragr
     ],
 )
 def test_bytes_are_decoded_as_told_or_as_they_look(text: str, encoding: str, charset: str | None) -> None:
-    assert html.decoded(text.encode(encoding), charset, page=False) == text
+    assert web.decoded(text.encode(encoding), charset, page=False) == text
 
 
 def test_a_page_says_its_encoding_and_bytes_with_nul_are_no_text() -> None:
     page = '<meta charset="windows-1251"><p>Это</p>'
-    assert html.decoded(page.encode("cp1251"), page=True) == page
-    assert isinstance(found := html.decoded(b"ab\0cd", page=False), Problem)
+    assert web.decoded(page.encode("cp1251"), page=True) == page
+    assert isinstance(found := web.decoded(b"ab\0cd", page=False), ReadError)
     assert (found.reason, found.value) == ("binary", 2)
 
 
@@ -67,18 +67,18 @@ def test_a_page_says_its_encoding_and_bytes_with_nul_are_no_text() -> None:
 )
 def test_the_bytes_win_over_what_a_page_or_a_header_says_of_them(text: str, encoding: str, told: str) -> None:
     page = f'<html><head><meta charset="{told}"></head><body><p>{text}</p></body></html>'
-    assert html.decoded(page.encode(encoding), page=True) == page
+    assert web.decoded(page.encode(encoding), page=True) == page
     plain = page.replace(f'<meta charset="{told}">', "")
-    assert html.decoded(plain.encode(encoding), told, page=True) == plain
+    assert web.decoded(plain.encode(encoding), told, page=True) == plain
 
 
 def test_few_characters_of_two_bytes_are_what_the_page_says_they_are() -> None:
     chance = "".join(a + b for a in "茅脙" for b in "茅脟")  # as GBK they are UTF-8 too
     page = f'<meta charset="gbk"><p>{chance}</p>'
     assert page.encode("gbk").decode() != page
-    assert html.decoded(page.encode("gbk"), page=True) == page
+    assert web.decoded(page.encode("gbk"), page=True) == page
 
 
 def test_nul_behind_a_mark_of_utf_8_is_no_text_and_broken_bytes_there_are_replaced() -> None:
-    assert isinstance(html.decoded(b"\xef\xbb\xbfab\0", "utf-16", page=False), Problem)
-    assert html.decoded(b"\xef\xbb\xbfab\xff", page=False) == "ab\ufffd"
+    assert isinstance(web.decoded(b"\xef\xbb\xbfab\0", "utf-16", page=False), ReadError)
+    assert web.decoded(b"\xef\xbb\xbfab\xff", page=False) == "ab\ufffd"

@@ -7,9 +7,8 @@ import huggingface_hub
 import pytest
 
 from bloomery.core.errors import DataError
-from bloomery.data import hub as client
-from bloomery.data import web_files
-from bloomery.data.hub import Repository
+from bloomery.data.sources import download
+from bloomery.data.sources.download import Repository
 from tests.data import hub_server
 from tests.data.hub_server import Hub
 
@@ -26,27 +25,27 @@ FILES = {
 
 
 def names(repository: Repository, *patterns: str) -> list[str]:
-    return [file.name for file in client.listing(repository, patterns)]
+    return [file.name for file in download.listing(repository, patterns)]
 
 
 def content(repository: Repository, *patterns: str) -> dict[str, bytes]:
     """Everything that is downloaded, by name."""
     return {
-        file.name: web_files.download(file, attempts=repository.attempts, token=client.token()).read_bytes()
-        for file in client.listing(repository, patterns)
+        file.name: download.download(file, attempts=repository.attempts, token=download.token()).read_bytes()
+        for file in download.listing(repository, patterns)
     }
 
 
 def commit_anew(repository: Repository) -> str:
     """What another process would find."""
-    client.commit.cache_clear()
-    return client.commit(repository)
+    download.commit.cache_clear()
+    return download.commit(repository)
 
 
 def test_files_are_listed_by_the_hubs_own_client_over_pages_and_come_as_they_are(hub: Hub) -> None:
     sha = hub.put("us/books", FILES)
     repository = Repository("us/books")
-    assert client.commit(repository) == sha
+    assert download.commit(repository) == sha
     assert content(repository, "**/*") == FILES
     assert len(hub.asked("/tree/")) > 2
     assert hub.asked("cursor=")
@@ -69,7 +68,7 @@ def test_our_hub_is_one_to_all_of_its_client(hub: Hub, tmp_path: Path, monkeypat
 
 def test_large_files_are_named_by_sha256_and_small_ones_by_git(hub: Hub) -> None:
     hub.put("us/books", FILES)
-    found = {file.name: file for file in client.listing(Repository("us/books"))}
+    found = {file.name: file for file in download.listing(Repository("us/books"))}
     assert found["data/train-00000.jsonl"].content.kind == "sha256"
     assert found["data/train-00001.jsonl"].content.kind == "git"
     assert found["data/train-00000.jsonl"].num_bytes == len(LARGE)
@@ -122,13 +121,13 @@ def test_a_config_is_what_the_card_declares(hub: Hub) -> None:
         ]
     }
     repository = Repository("us/books")
-    assert len(client.listing(repository, config="main")) == 2
-    assert [f.name for f in client.listing(repository, config="main", split="test")] == ["data/test-00000.jsonl"]
-    assert [f.name for f in client.listing(repository, config="deep")] == ["data/deep/er/x.jsonl"]
+    assert len(download.listing(repository, config="main")) == 2
+    assert [f.name for f in download.listing(repository, config="main", split="test")] == ["data/test-00000.jsonl"]
+    assert [f.name for f in download.listing(repository, config="deep")] == ["data/deep/er/x.jsonl"]
     with pytest.raises(DataError, match=r"no config 'x'.*\n.*main, deep"):
-        client.listing(repository, config="x")
+        download.listing(repository, config="x")
     with pytest.raises(DataError, match="no split 'dev'"):
-        client.listing(repository, config="main", split="dev")
+        download.listing(repository, config="main", split="dev")
 
 
 def test_nothing_that_matches_is_an_error_that_shows_what_there_is(hub: Hub) -> None:
@@ -141,19 +140,19 @@ def test_nothing_that_matches_is_an_error_that_shows_what_there_is(hub: Hub) -> 
 
 def test_the_digest_is_the_commit_and_needs_no_file_and_no_list(hub: Hub) -> None:
     hub.put("us/books", FILES)
-    first = client.digest(Repository("us/books"))
+    first = download.digest(Repository("us/books"))
     assert len(hub.requests) == 1
     assert hub.sent("resolve") == 0
     hub.put("us/books", {**FILES, "new.txt": b"new"})
-    assert client.digest(Repository("us/books")) == first, "asked twice in one process"
+    assert download.digest(Repository("us/books")) == first, "asked twice in one process"
     commit_anew(Repository("us/books"))
-    assert client.digest(Repository("us/books")) != first
+    assert download.digest(Repository("us/books")) != first
 
 
 def test_a_pinned_revision_asks_nobody(hub: Hub) -> None:
     sha = hub.put("us/books", FILES)
-    client.digest(Repository("us/books", sha))
-    client.digest(Repository("us/books", sha, offline=True))
+    download.digest(Repository("us/books", sha))
+    download.digest(Repository("us/books", sha, offline=True))
     assert not hub.requests
 
 
@@ -178,19 +177,20 @@ def test_a_revision_that_moved_is_told_and_only_changed_files_come_again(
 
 def test_old_and_new_files_never_mix_when_a_revision_moves_between_listing_and_download(hub: Hub) -> None:
     hub.put("us/books", FILES)
-    listed = client.listing(Repository("us/books"))
+    listed = download.listing(Repository("us/books"))
     hub.put("us/books", {name: data + b"\n{}" for name, data in FILES.items()})
     for file in listed:
-        assert web_files.download(file, attempts=1).read_bytes() == FILES[file.name]
+        assert download.download(file, attempts=1).read_bytes() == FILES[file.name]
 
 
 def test_tags_and_branches_with_a_slash_are_revisions(hub: Hub) -> None:
     sha = hub.put("us/books", FILES, revision="refs/convert/parquet")
-    assert client.commit(Repository("us/books", "refs/convert/parquet")) == sha
+    assert download.commit(Repository("us/books", "refs/convert/parquet")) == sha
     with pytest.raises(DataError, match="has no revision 'v9'"):
-        client.commit(Repository("us/books", "v9"))
+        download.commit(Repository("us/books", "v9"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("status", [429, 500, 502, 503])
 @pytest.mark.parametrize("where", ["/revision/", "/tree/"])
 def test_listing_waits_for_what_passes(hub: Hub, monkeypatch: pytest.MonkeyPatch, where: str, status: int) -> None:
@@ -210,17 +210,17 @@ def test_a_hub_that_stays_broken_is_an_error_with_its_answer(hub: Hub) -> None:
     hub.put("us/books", FILES)
     hub.fail("/revision/", status=503, times=100)
     with pytest.raises(DataError, match=r"HTTP 503 \(2 attempts\)"):
-        client.commit(Repository("us/books", attempts=2))
+        download.commit(Repository("us/books", attempts=2))
 
 
 def test_a_hub_that_is_not_there_is_an_error_that_names_it(hub: Hub) -> None:
     with pytest.raises(DataError, match=r"http://127\.0\.0\.1:9.*connection failed"):
-        client.commit(Repository("us/books", endpoint="http://127.0.0.1:9", attempts=1))
+        download.commit(Repository("us/books", endpoint="http://127.0.0.1:9", attempts=1))
 
 
 def test_a_data_set_that_is_not_there_says_so(hub: Hub) -> None:
     with pytest.raises(DataError, match="is not on the hub, or is private"):
-        client.commit(Repository("us/nothing"))
+        download.commit(Repository("us/nothing"))
 
 
 def test_a_gated_data_set_says_where_to_accept_its_terms(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -268,21 +268,21 @@ def test_mirrors_list_and_serve_where_the_hub_does_not(hub: Hub, monkeypatch: py
 
 def test_offline_what_the_cache_has_is_used_and_the_rest_is_an_error(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
     hub.put("us/books", FILES)
-    first = client.listing(Repository("us/books"), ["data/train-*"])
-    web_files.download(first[0], attempts=1)
+    first = download.listing(Repository("us/books"), ["data/train-*"])
+    download.download(first[0], attempts=1)
     hub.forget()
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     repository = Repository("us/books")
     assert repository.cut_off
     commit_anew(repository)
-    assert client.listing(repository, ["data/train-*"]) == first
-    assert web_files.download(first[0], attempts=1, offline=True).read_bytes() == LARGE
+    assert download.listing(repository, ["data/train-*"]) == first
+    assert download.download(first[0], attempts=1, offline=True).read_bytes() == LARGE
     with pytest.raises(DataError, match="not in the cache"):
-        web_files.download(first[1], attempts=1, offline=True)
+        download.download(first[1], attempts=1, offline=True)
     with pytest.raises(DataError, match="not in the cache"):
         names(repository, "other/*")
     with pytest.raises(DataError, match="revision 'v2' is not in the cache"):
-        client.commit(Repository("us/books", "v2"))
+        download.commit(Repository("us/books", "v2"))
     assert not hub.requests
 
 

@@ -7,7 +7,9 @@ import time
 from pathlib import Path
 from typing import Any
 
-from bloomery.data import document
+import pytest
+
+from bloomery.data import documents
 from tests.data.hub_server import Hub
 
 RECIPE = """
@@ -20,7 +22,7 @@ dataset = "us/books"
 CHILD = """
 import sys
 from pathlib import Path
-from bloomery.core import config, stage
+from bloomery.core import config, pipeline
 from bloomery.core.errors import BloomeryError
 from bloomery.recipe import STAGES
 from bloomery.stages.config import Fetch
@@ -28,7 +30,7 @@ class Only(config.Config):
     fetch: Fetch
 recipe, runs, *overrides = sys.argv[1:]
 try:
-    stage.execute(stage.lay_out(STAGES[:1], config.load(Only, Path(recipe), overrides), Path(runs)))
+    pipeline.execute(pipeline.plan_stages(STAGES[:1], config.load(Only, Path(recipe), overrides), Path(runs)))
 except BloomeryError as error:
     sys.exit(f"{type(error).__name__}: {error}")
 """
@@ -67,7 +69,7 @@ def finished(folder: Path, hub: Hub, *overrides: str) -> str:
 
 def fetched(folder: Path) -> list[dict[str, Any]]:
     (stage,) = [path.parent for path in (folder / "runs").rglob("01-fetch-*/manifest.json")]
-    return list(document.read(stage / "documents"))
+    return list(documents.read(stage / "documents"))
 
 
 def killed(folder: Path, hub: Hub, sent: int) -> None:
@@ -84,6 +86,7 @@ def killed(folder: Path, hub: Hub, sent: int) -> None:
     hub.faults.clear()
 
 
+@pytest.mark.slow
 def test_after_kill_9_the_documents_are_the_same_and_nothing_comes_twice(hub: Hub, tmp_path: Path) -> None:
     hub.put("us/books", FILES)
     killed(tmp_path, hub, sent=len(FILES["data/a.jsonl"]) * 3 // 2)
@@ -96,6 +99,7 @@ def test_after_kill_9_the_documents_are_the_same_and_nothing_comes_twice(hub: Hu
     assert hub.sent("blobs") < sum(map(len, FILES.values())) + under_way
 
 
+@pytest.mark.slow
 def test_a_revision_that_moved_after_a_kill_is_told_and_fetched_as_a_whole(hub: Hub, tmp_path: Path) -> None:
     hub.put("us/books", FILES)
     killed(tmp_path, hub, sent=len(FILES["data/a.jsonl"]) // 2)
@@ -120,7 +124,7 @@ def test_a_target_downloads_less_and_no_token_is_left_anywhere(hub: Hub, tmp_pat
     assert not any(SECRET.encode() in path.read_bytes() for path in tmp_path.rglob("*") if path.is_file())
 
 
-def test_what_cannot_be_fetched_is_one_error_with_its_cure(hub: Hub, tmp_path: Path) -> None:
+def test_what_cannot_be_fetched_is_one_error_with_its_hint(hub: Hub, tmp_path: Path) -> None:
     hub.put("us/books", FILES)
     hub.datasets["us/books"].gated = True
     process = start(tmp_path, hub)

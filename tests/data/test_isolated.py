@@ -11,12 +11,14 @@ import pyarrow.parquet as pq
 import pytest
 
 from bloomery.core.errors import DataError
-from bloomery.data import examined, isolated, sources, tables
-from bloomery.data.conversations import readers
-from bloomery.data.conversations.config import TalkFiles
-from bloomery.data.conversations.conversation import Rejected as RejectedTalk
-from bloomery.data.reading import Rejected
-from bloomery.data.sources import Parquet
+from bloomery.data import decontamination, isolated
+from bloomery.data.chat import readers
+from bloomery.data.chat.config import ChatFiles
+from bloomery.data.chat.messages import RejectedRow as RejectedTalk
+from bloomery.data.readers import rows as readers_rows
+from bloomery.data.readers.read import RejectedDocument
+from bloomery.data.sources import local
+from bloomery.data.sources.local import Parquet
 from tests.calling import Call
 
 ABORTS = base64.b64decode(
@@ -53,16 +55,17 @@ def whole(file: Path, rows: int = 2) -> Path:
 
 def test_every_reader_of_parquet_names_a_file_that_makes_arrow_abort(tmp_path: Path) -> None:
     file = aborting(tmp_path / "a.parquet")
-    ((number, problem),) = tables.parquet(file, ["text"])
+    ((number, problem),) = readers_rows.parquet(file, ["text"])
     assert (number, problem.reason) == (0, "torn")  # type: ignore[union-attr]
-    source = TalkFiles(name="a", path=file)
+    source = ChatFiles(name="a", path=file)
     with pytest.raises(DataError, match=WHY):
-        list(examined.rows_of(file))
+        list(decontamination.rows_of(file))
     (rejected,) = readers.conversations([source])
     assert isinstance(rejected, RejectedTalk)
     assert "makes Arrow abort" in rejected.problem.what
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("workers", [1, 2])
 def test_a_run_names_the_file_and_the_fix(tmp_path: Path, workers: int, call: Call) -> None:
     aborting(tmp_path / "in" / "a.parquet"), aborting(tmp_path / "in" / "b.parquet")
@@ -83,8 +86,8 @@ def test_a_file_that_is_skipped_is_one_rejected_file_and_all_others_are_read(tmp
         whole(tmp_path / f"{name}.parquet", rows=3)
     aborting(tmp_path / "b.parquet")
     source = Parquet(name="s", domain="d", path=tmp_path / "*.parquet", invalid="skip")
-    items = list(sources.read(source))
-    (rejected,) = [item for item in items if isinstance(item, Rejected)]
+    items = list(local.read(source))
+    (rejected,) = [item for item in items if isinstance(item, RejectedDocument)]
     assert (rejected.problem.reason, rejected.where) == ("torn", f"{tmp_path / 'b.parquet'}:0")
     assert len(items) == 3 * 3 + 1
 

@@ -2,7 +2,7 @@ import random
 
 import pyarrow as pa
 
-from bloomery.data.keep import Gone, clusters, decide
+from bloomery.data.dedup.dedup import Duplicate, clusters, decide
 
 
 def batches(edges: dict[tuple[int, int], float], size: int) -> list[pa.RecordBatch]:
@@ -30,11 +30,14 @@ def test_a_document_goes_if_and_only_if_a_neighbor_before_it_stays() -> None:
             assert (rank in gone) == bool(kept)
             if kept:
                 value, twin = min(kept)
-                assert gone[rank] == Gone(rank, twin, -value)
+                assert gone[rank] == Duplicate(rank, twin, -value)
 
 
 def test_a_chain_is_cut_where_the_middle_has_gone() -> None:
-    assert list(decide(batches({(1, 0): 0.9, (2, 1): 0.9, (3, 2): 0.8}, 2), 4)) == [Gone(1, 0, 0.9), Gone(3, 2, 0.8)]
+    assert list(decide(batches({(1, 0): 0.9, (2, 1): 0.9, (3, 2): 0.8}, 2), 4)) == [
+        Duplicate(1, 0, 0.9),
+        Duplicate(3, 2, 0.8),
+    ]
     assert list(decide([], 5)) == []
 
 

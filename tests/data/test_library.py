@@ -1,8 +1,8 @@
-from bloomery.data import library
+from bloomery.data.sources import stdlib
 
 
 def test_the_language_reference_is_what_help_prints() -> None:
-    topics = library.topics()
+    topics = stdlib.topics()
     assert topics["assert"].startswith('The "assert" statement')
     assert len(topics) > 60
 
@@ -23,24 +23,24 @@ class C(Base):
     async def wait(self): "Waits."
 def undocumented(): pass
 '''
-    assert library.docstrings("m", source) == (
+    assert stdlib.docstrings("m", source) == (
         "m\n\nAbout the module.\n\n\n"
         "m.f(a: int, *, b=(1, 2)) -> str\n\n    First line.\n\n    Second \\d paragraph.\n\n\n"
         "class m.C(Base)\n\n    A class.\n\n\n"
         "m.C.method(self)\n\n    Does it.\n\n\n"
         "async m.C.wait(self)\n\n    Waits.\n"
     )
-    assert library.docstrings("m", "x = 1") == ""
+    assert stdlib.docstrings("m", "x = 1") == ""
 
 
 def test_the_files_are_sources_without_tests_packages_and_tables() -> None:
-    names = [name for name, _ in library.files()]
+    names = [name for name, _ in stdlib.files()]
     assert {"json/decoder.py", "ast.py"} <= set(names)
     assert names == sorted(set(names))
     assert not any(part in name.split("/") for name in names for part in ("test", "site-packages", "encodings"))
 
 
 def test_a_module_is_named_as_it_is_imported() -> None:
-    assert library.module_name("json/decoder.py") == "json.decoder"
-    assert library.module_name("json/__init__.py") == "json"
-    assert library.url("json/decoder.py").endswith("/Lib/json/decoder.py")
+    assert stdlib.module_name("json/decoder.py") == "json.decoder"
+    assert stdlib.module_name("json/__init__.py") == "json"
+    assert stdlib.url("json/decoder.py").endswith("/Lib/json/decoder.py")

@@ -7,10 +7,10 @@ import pytest
 
 from bloomery.core.config import build
 from bloomery.core.errors import ConfigError, DataError
-from bloomery.data import classifier, heuristic, limits, scorer
-from bloomery.data.examples import Example
-from bloomery.data.limits import NUM_SAMPLES, PRESETS, Cuts, Judge, Limit
-from bloomery.data.ngrams import Grams
+from bloomery.data.dedup.hashing import NgramSizes
+from bloomery.data.quality import classifier, scorer, thresholds
+from bloomery.data.quality.examples import TextExample
+from bloomery.data.quality.thresholds import NUM_SAMPLES, PRESETS, Threshold, Thresholds, ThresholdStats
 from bloomery.stages.config import Filter
 
 GOOD, BAD = "river hill boat green walk sing bread stone light", "buy cheap win money offer free click deal now"
@@ -31,31 +31,31 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Two classifiers: `quality`, that keeps high scores, and `toxicity`, whose high scores are bad."""
     root = tmp_path_factory.mktemp("classify")
     for place, (name, keep) in enumerate((("quality", "high"), ("toxicity", "low"))):
-        examples = [Example(one, (n % 2 == 0) == (keep == "high"), str(n)) for n, one in enumerate(TEXTS[:200])]
-        learned = classifier.train(examples, Grams(2**12), characters=1000, held_out=0.2, seed=place)
+        examples = [TextExample(one, (n % 2 == 0) == (keep == "high"), str(n)) for n, one in enumerate(TEXTS[:200])]
+        learned = classifier.train(examples, NgramSizes(2**12), characters=1000, held_out=0.2, seed=place)
         classifier.save(learned, {"name": name, "keep": keep, "place": place}, root / name)
     return root
 
 
-def judge(folder: Path, *given: Limit, min_score: float = 0.0, **min_scores: float) -> Judge:
-    return limits.load(folder, given, min_score=min_score, min_scores=min_scores)
+def judge(folder: Path, *given: Threshold, min_score: float = 0.0, **min_scores: float) -> Thresholds:
+    return thresholds.load(folder, given, min_score=min_score, min_scores=min_scores)
 
 
 def test_the_combined_score_is_the_weighted_sum_of_classifier_and_heuristic(folder: Path) -> None:
-    limit = Limit(keep_from=0.55, heuristic_weight=0.4, characters=50)
+    limit = Threshold(keep_from=0.55, heuristic_weight=0.4, characters=50)
     learned = judge(folder, limit)
     looked = [one[:50] for one in TEXTS]
     plain = np.array(list(scorer.score(learned.classifiers["quality"], looked)))
-    expected = 0.6 * plain + 0.4 * np.array(list(heuristic.score(looked)))
+    expected = 0.6 * plain + 0.4 * np.array(list(scorer.heuristic_score(looked)))
     assert learned.mixed(limit, learned.score(TEXTS)) == pytest.approx(expected)
     assert list(learned.columns) == ["score", "score_toxicity", "heuristic"]
 
 
 def test_a_document_goes_for_the_first_limit_that_it_misses(folder: Path) -> None:
-    given = (Limit(classifier="toxicity", drop_from=0.8), Limit(domains=("web",), keep_from=0.99))
+    given = (Threshold(classifier="toxicity", drop_from=0.8), Threshold(domains=("web",), keep_from=0.99))
     learned = judge(folder, *given, code=0.4)
     views = learned.score(TEXTS)
-    reasons, values = Cuts().apply(learned, views, DOMAINS, IDS, TEXTS)
+    reasons, values = ThresholdStats().apply(learned, views, DOMAINS, IDS, TEXTS)
     quality, toxic = views["quality", None], views["toxicity", None]
     for place, reason in enumerate(reasons):
         expected: tuple[str | None, float | None] = (None, None)
@@ -71,7 +71,7 @@ def test_a_document_goes_for_the_first_limit_that_it_misses(folder: Path) -> Non
 
 def test_min_scores_take_the_place_of_min_score(folder: Path) -> None:
     learned = judge(folder, min_score=0.5, web=0.0)
-    reasons, _ = Cuts().apply(learned, learned.score(TEXTS), DOMAINS, IDS, TEXTS)
+    reasons, _ = ThresholdStats().apply(learned, learned.score(TEXTS), DOMAINS, IDS, TEXTS)
     dropped = {domain for domain, reason in zip(DOMAINS, reasons, strict=True) if reason}
     assert dropped == {"code", "wiki"}
 
@@ -91,21 +91,23 @@ def test_the_preset_has_the_thresholds_of_its_source() -> None:
 
 
 def test_what_is_recorded_does_not_depend_on_the_parts(folder: Path) -> None:
-    learned = judge(folder, Limit(keep_from=0.6, heuristic_weight=0.2), Limit(classifier="toxicity", drop_from=0.4))
-    whole, together = Cuts(), Cuts()
+    learned = judge(
+        folder, Threshold(keep_from=0.6, heuristic_weight=0.2), Threshold(classifier="toxicity", drop_from=0.4)
+    )
+    whole, together = ThresholdStats(), ThresholdStats()
     whole.apply(learned, learned.score(TEXTS), DOMAINS, IDS, TEXTS)
     for begin in range(0, 400, 37):
-        part, span = Cuts(), slice(begin, begin + 37)
+        part, span = ThresholdStats(), slice(begin, begin + 37)
         part.apply(learned, learned.score(TEXTS[span]), DOMAINS[span], IDS[span], TEXTS[span])
         together.add(json.loads(json.dumps(part.record())))
     assert together.record() == whole.record()
 
 
 def test_samples_are_the_nearest_the_cut_of_either_side(folder: Path) -> None:
-    limit = Limit(keep_from=0.6)
+    limit = Threshold(keep_from=0.6)
     learned = judge(folder, limit)
     views = learned.score(TEXTS)
-    cuts = Cuts()
+    cuts = ThresholdStats()
     reasons, _ = cuts.apply(learned, views, DOMAINS, IDS, TEXTS)
     facts = cuts.record()["quality"]
     for side, dropped in (("kept", False), ("dropped", True)):
@@ -121,12 +123,15 @@ def test_samples_are_the_nearest_the_cut_of_either_side(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("given", "what"),
     [
-        (Limit(classifier="taste", keep_from=0.5), "no classifier is named 'taste'.*There are 'quality', 'toxicity'"),
-        (Limit(classifier="toxicity", keep_from=0.5), "high scores of 'toxicity' are of text to drop.*drop_from"),
-        (Limit(classifier="quality", drop_from=0.5), "high scores of 'quality' are of text to keep.*keep_from"),
+        (
+            Threshold(classifier="taste", keep_from=0.5),
+            "no classifier is named 'taste'.*There are 'quality', 'toxicity'",
+        ),
+        (Threshold(classifier="toxicity", keep_from=0.5), "high scores of 'toxicity' are of text to drop.*drop_from"),
+        (Threshold(classifier="quality", drop_from=0.5), "high scores of 'quality' are of text to keep.*keep_from"),
     ],
 )
-def test_a_limit_that_no_classifier_fits_is_an_error(given: Limit, what: str, folder: Path) -> None:
+def test_a_limit_that_no_classifier_fits_is_an_error(given: Threshold, what: str, folder: Path) -> None:
     with pytest.raises(DataError, match=f"(?s){what}"):
         judge(folder, given)
 

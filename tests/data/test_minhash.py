@@ -1,15 +1,15 @@
 import numpy as np
 import pytest
 
-from bloomery.data.minhash import Settings, band_keys, minima
-from bloomery.data.shingles import Shingles, jaccard, shingle_set
+from bloomery.data.dedup.hashing import Shingles, jaccard, shingle_set
+from bloomery.data.dedup.minhash import MinHashSettings, band_keys, minhash_signatures
 
 NO_DIGESTS = np.zeros((0, 2), np.uint64)
 
 
-def signed(sets: list[np.ndarray], settings: Settings) -> np.ndarray:
+def signed(sets: list[np.ndarray], settings: MinHashSettings) -> np.ndarray:
     bounds = np.cumsum([0, *map(len, sets)])
-    return minima(Shingles(np.concatenate(sets), bounds, NO_DIGESTS), settings)
+    return minhash_signatures(Shingles(np.concatenate(sets), bounds, NO_DIGESTS), settings)
 
 
 def random_set(rng: np.random.Generator, size: int) -> np.ndarray:
@@ -19,7 +19,7 @@ def random_set(rng: np.random.Generator, size: int) -> np.ndarray:
 def test_minima_agree_as_often_as_shingles_do() -> None:
     """The share of equal minima is the unbiased MinHash estimate of the Jaccard."""
     rng = np.random.default_rng(0)
-    settings = Settings(permutations=2048, bands=2048)
+    settings = MinHashSettings(permutations=2048, bands=2048)
     for share in (0.2, 0.5, 0.8):
         common = random_set(rng, round(600 * share))
         sets = [np.concatenate([common, random_set(rng, round(600 * (1 - share) / 2))]) for _ in range(2)]
@@ -31,16 +31,16 @@ def test_minima_agree_as_often_as_shingles_do() -> None:
 def test_minima_do_not_depend_on_steps_or_neighbors(monkeypatch: pytest.MonkeyPatch) -> None:
     rng = np.random.default_rng(1)
     sets = [random_set(rng, size) for size in (0, 3, 500, 0, 0, 64, 65, 1, 0)]
-    settings = Settings()
+    settings = MinHashSettings()
     plain = np.stack([signed([one], settings)[:, 0] for one in sets], axis=1)
     for step in (1, 7, 64, 1000):
-        monkeypatch.setattr("bloomery.data.minhash.SHINGLES_PER_STEP", step)
+        monkeypatch.setattr("bloomery.data.dedup.minhash.SHINGLES_PER_STEP", step)
         assert np.array_equal(signed(sets, settings), plain)
     assert (plain[:, 0] == 2**32 - 1).all()
 
 
 def test_signatures_with_equal_rows_share_that_band_only() -> None:
-    settings = Settings(permutations=12, bands=4, bandings=2)
+    settings = MinHashSettings(permutations=12, bands=4, bandings=2)
     rng = np.random.default_rng(2)
     one, two = (rng.integers(0, 2**32, (12, 1), np.uint32) for _ in range(2))
     two[3:6] = one[3:6]
@@ -49,7 +49,7 @@ def test_signatures_with_equal_rows_share_that_band_only() -> None:
 
 
 def test_two_minima_of_a_band_are_apart_in_the_other_banding() -> None:
-    settings = Settings(permutations=112, bands=14, bandings=2)
+    settings = MinHashSettings(permutations=112, bands=14, bandings=2)
     bands = []
     for row in range(112):
         signature = np.zeros((112, 2), np.uint32)
@@ -61,14 +61,14 @@ def test_two_minima_of_a_band_are_apart_in_the_other_banding() -> None:
 
 
 def test_keys_of_different_bands_differ_even_where_their_minima_do_not() -> None:
-    keys = band_keys(np.zeros((112, 1), np.uint32), Settings())
+    keys = band_keys(np.zeros((112, 1), np.uint32), MinHashSettings())
     assert len(set(keys[:, 0].tolist())) == 28
 
 
 def test_signatures_stay_the_same_between_versions_and_machines() -> None:
-    found = signed([np.arange(100, dtype=np.uint64) << np.uint64(40)], Settings())
+    found = signed([np.arange(100, dtype=np.uint64) << np.uint64(40)], MinHashSettings())
     assert int(found[1, 0]) == MINIMUM
-    assert int(band_keys(found, Settings())[0, 0]) == KEY
+    assert int(band_keys(found, MinHashSettings())[0, 0]) == KEY
 
 
 MINIMUM, KEY = 0x00000000, 0xB3B23837189A521B

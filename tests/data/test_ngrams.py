@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from bloomery.data import ngrams
-from bloomery.data.ngrams import Grams, hashed, lay, spelled, tokens
+from bloomery.data.dedup import hashing
+from bloomery.data.dedup.hashing import NgramSizes, hashed, lay, spelled, tokens
 
 TEXTS = [
     "The cat sat. the cat",
@@ -25,7 +25,7 @@ TEXTS = [
 @given(st.lists(st.text(max_size=40), min_size=1, max_size=6))
 @settings(max_examples=100, deadline=None)
 def test_tokens_are_those_of_the_regular_expression(texts: list[str]) -> None:
-    found = hashed([*texts, *TEXTS], Grams(2**30, (1, 3)))[0]
+    found = hashed([*texts, *TEXTS], NgramSizes(2**30, (1, 3)))[0]
     assert found.counts.tolist() == [len(spelled(text, (1, 3))) for text in [*texts, *TEXTS]]
 
 
@@ -34,7 +34,7 @@ def test_equal_n_grams_share_a_bucket_and_others_do_not() -> None:
     texts = [" ".join(pair) for pair in pairwise(words)]
     known: dict[str, int] = {}
     for text in texts:
-        (found,) = hashed([text], Grams(2**31, (1, 2)))
+        (found,) = hashed([text], NgramSizes(2**31, (1, 2)))
         for gram, bucket in zip(spelled(text, (1, 2)), found.buckets.tolist(), strict=True):
             assert known.setdefault(gram, bucket) == bucket
     assert len(known) == 799
@@ -44,7 +44,7 @@ def test_equal_n_grams_share_a_bucket_and_others_do_not() -> None:
 @pytest.mark.parametrize("buckets", [1, 7, 1000, 2**16, 2**20 + 1])
 def test_buckets_are_filled_evenly(buckets: int) -> None:
     text = " ".join(f"w{number}" for number in range(20_000))
-    (found,) = hashed([text], Grams(buckets, (1, 1)))
+    (found,) = hashed([text], NgramSizes(buckets, (1, 1)))
     assert found.buckets.min() >= 0
     assert found.buckets.max() < buckets
     expected = buckets * (1 - np.exp(-20_000 / buckets))
@@ -52,9 +52,9 @@ def test_buckets_are_filled_evenly(buckets: int) -> None:
 
 
 @pytest.mark.parametrize(
-    "grams", [Grams(2**20, (1, 2), (2, 5)), Grams(999, None, (1, 1)), Grams(2**20, (2, 2), (4, 4))]
+    "grams", [NgramSizes(2**20, (1, 2), (2, 5)), NgramSizes(999, None, (1, 1)), NgramSizes(2**20, (2, 2), (4, 4))]
 )
-def test_the_n_grams_of_a_text_are_the_same_in_any_company(grams: Grams) -> None:
+def test_the_n_grams_of_a_text_are_the_same_in_any_company(grams: NgramSizes) -> None:
     together = hashed(TEXTS, grams)
     for number, text in enumerate(TEXTS):
         for many, one in zip(together, hashed([text], grams), strict=True):
@@ -63,7 +63,7 @@ def test_the_n_grams_of_a_text_are_the_same_in_any_company(grams: Grams) -> None
 
 
 def test_every_position_begins_one_n_gram_of_characters_of_each_size() -> None:
-    (found,) = hashed(["abcabc", "é"], Grams(2**30, None, (2, 3)))
+    (found,) = hashed(["abcabc", "é"], NgramSizes(2**30, None, (2, 3)))
     assert found.counts.tolist() == [12, 2]
     first = found.buckets[found.texts == 0].reshape(2, 6)
     assert first[0, 0] == first[0, 3]  # "ab" twice
@@ -71,13 +71,13 @@ def test_every_position_begins_one_n_gram_of_characters_of_each_size() -> None:
 
 
 def test_case_does_not_matter() -> None:
-    one, two = (hashed([text], Grams(2**30, (1, 2), (3, 3))) for text in ("Straße WORD", "straße word"))
+    one, two = (hashed([text], NgramSizes(2**30, (1, 2), (3, 3))) for text in ("Straße WORD", "straße word"))
     assert all(a.buckets.tolist() == b.buckets.tolist() for a, b in zip(one, two, strict=True))
 
 
 def test_batches_hold_every_text_once_and_in_order() -> None:
     texts = ["x" * size for size in (10, 2**17, 5, 2**18, 0, 3)]
-    found = list(ngrams.batches(texts))
+    found = list(hashing.batches(texts))
     assert [text for batch in found for text in batch] == texts
     assert [len(batch) for batch in found] == [1, 1, 1, 1, 2]
 
@@ -92,4 +92,4 @@ def test_a_long_text_has_the_tokens_of_its_words() -> None:
 
 def test_the_pattern_of_tokens_leaves_out_white_space_only() -> None:
     text = "One, two\tthree\n四五 six_7"
-    assert re.findall(ngrams.TOKENS, text) == ["One", ",", "two", "three", "\n", "四", "五", "six_7"]
+    assert re.findall(hashing.TOKENS, text) == ["One", ",", "two", "three", "\n", "四", "五", "six_7"]

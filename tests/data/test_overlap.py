@@ -8,7 +8,7 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
-from bloomery.data.overlap import Index, Match, Settings, hits, located, plain
+from bloomery.data.decontamination import Match, OverlapIndex, OverlapSettings, hits, located, plain
 
 QUESTIONS = [
     "How many apples are left when Tom has 17 apples and gives 5 of them to each of his 3 friends?",
@@ -18,13 +18,13 @@ QUESTIONS = [
 ]
 
 
-def index_of(questions: list[str], folder: Path, **more: int) -> Index:
+def index_of(questions: list[str], folder: Path, **more: int) -> OverlapIndex:
     path = folder / "quiz.jsonl"
     path.write_text("".join(json.dumps({"question": question}) + "\n" for question in questions))
-    return Index.of(Settings(files=(path,), **more))  # type: ignore[arg-type]
+    return OverlapIndex.of(OverlapSettings(files=(path,), **more))  # type: ignore[arg-type]
 
 
-def rows_in(index: Index, text: str) -> set[int]:
+def rows_in(index: OverlapIndex, text: str) -> set[int]:
     return {index.rows[match.row][1] for match in index.find([text])}
 
 
@@ -100,7 +100,7 @@ def test_a_form_of_words_that_many_questions_share_is_none_of_them(tmp_path: Pat
 def test_a_saved_index_finds_the_same(tmp_path: Path) -> None:
     index = index_of(QUESTIONS, tmp_path)
     index.save(tmp_path / "index")
-    again = Index.load(tmp_path / "index")
+    again = OverlapIndex.load(tmp_path / "index")
     assert again.rows == index.rows
     texts = [*QUESTIONS, "nothing"]
     assert list(again.find(texts)) == list(index.find(texts)) != []
@@ -141,7 +141,7 @@ def test_a_text_that_stands_in_many_rows_and_one_without_its_inner_marks_are_fou
     short = "Whose is the baker's dog?"
     task = tmp_path / "riddles.jsonl"
     task.write_text("".join(json.dumps({"question": one}) + "\n" for one in [question] * 12 + [short]))
-    index = Index.of(Settings(files=(task,)))
+    index = OverlapIndex.of(OverlapSettings(files=(task,)))
     bare = re.sub(r"[^\w\s]", "", question)
     texts = [
         question,

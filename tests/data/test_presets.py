@@ -9,10 +9,10 @@ import pytest
 
 from bloomery.core.config import build, plain
 from bloomery.core.errors import ConfigError, DataError
-from bloomery.data import sources
-from bloomery.data.elsewhere import Preset
-from bloomery.data.presets import PRESETS, PresetName
-from bloomery.data.reading import Rejected
+from bloomery.data.readers.read import RejectedDocument
+from bloomery.data.sources import local
+from bloomery.data.sources.presets import PRESETS, SourcePresetName
+from bloomery.data.sources.remote import PresetSource
 from tests.data.hub_server import Hub
 from tests.shared import SHARED, needs
 
@@ -118,16 +118,16 @@ DROPPED: dict[str, list[str]] = {
 }
 
 
-def preset(name: str, **more: Any) -> Preset:
-    return build(Preset, {"kind": "preset", "name": name, **more})
+def preset(name: str, **more: Any) -> PresetSource:
+    return build(PresetSource, {"kind": "preset", "name": name, **more})
 
 
 def read(hub: Hub, name: str, **more: Any) -> tuple[list[str], list[str]]:
     """Texts that are kept, and reasons of what is not."""
     hub.put(PRESETS[name]["dataset"], LAYOUTS[name], PRESETS[name].get("revision", "main"))
-    found = list(sources.read(preset(name, **more)))
-    kept = [item["text"] for item in found if not isinstance(item, Rejected)]
-    return kept, [item.problem.reason for item in found if isinstance(item, Rejected)]
+    found = list(local.read(preset(name, **more)))
+    kept = [item["text"] for item in found if not isinstance(item, RejectedDocument)]
+    return kept, [item.problem.reason for item in found if isinstance(item, RejectedDocument)]
 
 
 @pytest.mark.parametrize("name", KEPT)
@@ -149,8 +149,8 @@ def test_of_answers_the_best_is_taken_and_its_markup_becomes_text(hub: Hub) -> N
 def test_shakespeare_comes_by_its_address(hub: Hub) -> None:
     text = SHAKESPEARE.read_bytes()
     hub.plain["/input.txt"] = text
-    (found,) = sources.read(preset("tinyshakespeare", address=f"{hub.endpoint}/input.txt"))
-    assert not isinstance(found, Rejected)
+    (found,) = local.read(preset("tinyshakespeare", address=f"{hub.endpoint}/input.txt"))
+    assert not isinstance(found, RejectedDocument)
     assert found["text"].encode() == text
     assert found["license"] == "public domain"
 
@@ -158,11 +158,11 @@ def test_shakespeare_comes_by_its_address(hub: Hub) -> None:
 def test_bytes_that_are_not_shakespeares_are_refused(hub: Hub) -> None:
     hub.plain["/input.txt"] = b"To be, or not."
     with pytest.raises(DataError, match="expected 86c4e6aa"):
-        list(sources.read(preset("tinyshakespeare", address=f"{hub.endpoint}/input.txt")))
+        list(local.read(preset("tinyshakespeare", address=f"{hub.endpoint}/input.txt")))
 
 
 def test_every_name_has_a_preset_with_a_license_and_a_domain() -> None:
-    assert set(get_args(PresetName)) == set(PRESETS)
+    assert set(get_args(SourcePresetName)) == set(PRESETS)
     for name in PRESETS:
         assert preset(name).license
         assert preset(name).domain
@@ -179,7 +179,7 @@ def test_what_a_recipe_says_goes_before_the_preset(hub: Hub) -> None:
 
 def test_a_resolved_preset_is_its_own_recipe() -> None:
     for name in PRESETS:
-        assert build(Preset, plain(preset(name))) == preset(name)
+        assert build(PresetSource, plain(preset(name))) == preset(name)
 
 
 def test_an_unknown_preset_and_a_wrong_key_are_named() -> None:
@@ -193,4 +193,4 @@ def test_a_gated_preset_says_where_its_terms_are(hub: Hub) -> None:
     hub.put("bigcode/starcoderdata", LAYOUTS["starcoder"])
     hub.datasets["bigcode/starcoderdata"].gated = True
     with pytest.raises(DataError, match=r"Accept its terms at .*/datasets/bigcode/starcoderdata"):
-        list(sources.read(preset("starcoder")))
+        list(local.read(preset("starcoder")))

@@ -11,13 +11,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bloomery.core import files, native
-from bloomery.data import duplicates, quick_shingles
-from bloomery.data import shingles as plain
-from bloomery.data.engine import Part
-from bloomery.data.minhash import Settings, minima
-from bloomery.data.quick_shingles import Packed
-from bloomery.data.shingles import Kind, Shingles, jaccard, shingle_set
+from bloomery.core import io as core_io
+from bloomery.core import native
+from bloomery.data.dedup import hashing, minhash
+from bloomery.data.dedup.hashing import ShingleKind, Shingles, jaccard, shingle_set
+from bloomery.data.dedup.minhash import MinHashSettings, PackedTexts, minhash_signatures
+from bloomery.data.executor import Part
 
 LETTERS = st.sampled_from([*"aAbB1_ \n\t.,-'é\u0307ΣσςİiΑ東京が\u0085\u2028\x00ﬁ\ud800\udfff\U0010ffff", "😀"])
 TEXTS = st.lists(st.text(LETTERS | st.characters(exclude_categories=[]), max_size=60), min_size=1, max_size=6)
@@ -38,30 +37,32 @@ def same(one: Shingles, two: Shingles) -> bool:
 
 @given(TEXTS, KINDS, st.integers(1, 9))
 def test_shingles_and_digests_equal_those_of_numpy(
-    library: ctypes.CDLL, texts: list[str], kind: Kind, size: int
+    library: ctypes.CDLL, texts: list[str], kind: ShingleKind, size: int
 ) -> None:
-    assert same(quick_shingles.shingles(library, Packed.of(texts), kind, size), plain.shingles(texts, kind, size))
+    assert same(
+        minhash.native_shingles(library, PackedTexts.of(texts), kind, size), hashing.shingles(texts, kind, size)
+    )
 
 
 @pytest.mark.parametrize("piece", [6, 100, 2**20])
 def test_a_long_text_is_cut_in_the_same_places(
     library: ctypes.CDLL, monkeypatch: pytest.MonkeyPatch, piece: int
 ) -> None:
-    monkeypatch.setattr(plain, "LARGEST_PIECE", piece)
+    monkeypatch.setattr(hashing, "LARGEST_PIECE", piece)
     rng = random.Random(piece)
     for spaces in ("", " ", "\n" * 40):
         text = "".join(rng.choices("abcΣİ東." + spaces, k=3000))
         for size in (1, 5):
-            found = quick_shingles.shingles(library, Packed.of([text]), "words", size)
-            assert same(found, plain.shingles([text], "words", size))
+            found = minhash.native_shingles(library, PackedTexts.of([text]), "words", size)
+            assert same(found, hashing.shingles([text], "words", size))
 
 
 def test_every_code_point_is_read_alike(library: ctypes.CDLL) -> None:
     texts = ["".join(map(chr, range(begin, begin + 0x1000))) for begin in range(0, 0x110000, 0x1000)]
     for kind in ("words", "characters"):
-        for a, b in plain.blocks(texts):
-            found = quick_shingles.shingles(library, Packed.of(texts[a:b]), kind, 1)
-            assert same(found, plain.shingles(texts[a:b], kind, 1))
+        for a, b in hashing.blocks(texts):
+            found = minhash.native_shingles(library, PackedTexts.of(texts[a:b]), kind, 1)
+            assert same(found, hashing.shingles(texts[a:b], kind, 1))
 
 
 @given(st.lists(st.lists(st.integers(0, 2**64 - 1) | st.integers(0, 9), max_size=200), min_size=1, max_size=5))
@@ -70,14 +71,14 @@ def test_minima_sets_and_jaccards_equal_those_of_numpy(library: ctypes.CDLL, lis
     bounds = np.cumsum([0, *map(len, arrays)], dtype=np.int64)
     found = Shingles(np.concatenate(arrays), bounds, np.zeros((0, 2), np.uint64))
     for permutations in (1, 6, 112):
-        settings = Settings(permutations=permutations, bands=1, seed=permutations)
-        assert np.array_equal(quick_shingles.minima(library, found, settings), minima(found, settings))
-    sets, sizes = quick_shingles.sets(library, found)
+        settings = MinHashSettings(permutations=permutations, bands=1, seed=permutations)
+        assert np.array_equal(minhash.native_signatures(library, found, settings), minhash_signatures(found, settings))
+    sets, sizes = minhash.native_sets(library, found)
     expected = [shingle_set(one) for one in arrays]
     assert sizes.tolist() == [len(one) for one in expected]
     assert np.array_equal(sets, np.concatenate(expected))
     for other in expected:
-        assert quick_shingles.jaccard(library, expected[0], other) == jaccard(expected[0], other)
+        assert minhash.native_jaccard(library, expected[0], other) == jaccard(expected[0], other)
 
 
 def test_minima_and_sets_of_long_texts_equal_those_of_numpy(library: ctypes.CDLL) -> None:
@@ -85,9 +86,11 @@ def test_minima_and_sets_of_long_texts_equal_those_of_numpy(library: ctypes.CDLL
     hashes = rng.integers(0, 2**64, 40_000, np.uint64)
     hashes[10_000:20_000] >>= np.uint64(30)  # badly spread, so that they fall into one bucket
     found = Shingles(hashes, np.array([0, 5, 30_000, 30_000, 40_000]), np.zeros((0, 2), np.uint64))
-    assert np.array_equal(quick_shingles.minima(library, found, Settings()), minima(found, Settings()))
+    assert np.array_equal(
+        minhash.native_signatures(library, found, MinHashSettings()), minhash_signatures(found, MinHashSettings())
+    )
     expected = [shingle_set(hashes[a:b]) for a, b in ((0, 5), (5, 30_000), (30_000, 30_000), (30_000, 40_000))]
-    sets, sizes = quick_shingles.sets(library, found)
+    sets, sizes = minhash.native_sets(library, found)
     assert np.array_equal(sets, np.concatenate(expected))
     assert sizes.tolist() == [len(one) for one in expected]
 
@@ -96,26 +99,26 @@ def test_minima_and_sets_of_long_texts_equal_those_of_numpy(library: ctypes.CDLL
 def test_a_column_of_arrow_is_read_where_it_lies(texts: list[str], begin: int, wide: bool) -> None:
     texts = [text.encode("utf-8", "replace").decode() for text in texts]
     column = pa.array(texts, pa.large_string() if wide else pa.string())[begin:]
-    packed = Packed.of_arrow(column)
+    packed = PackedTexts.of_arrow(column)
     assert packed.strings() == texts[begin:]
-    ranges = list(quick_shingles.blocks(packed))
+    ranges = list(minhash.native_blocks(packed))
     assert [place for a, b in ranges for place in range(a, b)] == list(range(len(packed)))
 
 
 @pytest.mark.parametrize("kind", ["words", "characters"])
 def test_signing_writes_the_same_bytes_with_and_without_it(
-    library: ctypes.CDLL, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: Kind
+    library: ctypes.CDLL, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: ShingleKind
 ) -> None:
     rng = random.Random(0)
     texts = ["".join(rng.choices("ab cd. éΣİ 東京\n", k=rng.randrange(3000))) for _ in range(300)] + ["", "x" * 200_000]
     columns = {"id": [f"doc-{number}" for number in range(len(texts))], "text": texts}
     path = tmp_path / "part-00000.parquet"
     pq.write_table(pa.table(columns), path)
-    settings = duplicates.Settings(shingles=kind)
+    settings = minhash.DedupSettings(shingles=kind)
     hashes = []
     for switch in ("0", "1"):
         monkeypatch.setenv(native.SWITCH, switch)
         out = tmp_path / switch
-        record = duplicates.sign(settings, Part(path.stem, {"path": str(path), "begin": 0}, 1), out)
-        hashes.append([files.sha256_file(out / name) for name in record["files"]])
+        record = minhash.sign(settings, Part(path.stem, {"path": str(path), "begin": 0}, 1), out)
+        hashes.append([core_io.sha256_file(out / name) for name in record["files"]])
     assert hashes[0] == hashes[1]

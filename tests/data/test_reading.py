@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 
 from bloomery.core.config import build
 from bloomery.core.errors import ConfigError, DataError
-from bloomery.data.document import SCHEMA
-from bloomery.data.reading import Rejected, format_of, row_of
-from bloomery.data.sources import Csv, Folder, Jsonl, Parquet, read
+from bloomery.data.documents import SCHEMA
+from bloomery.data.readers.read import RejectedDocument, format_of, row_of
+from bloomery.data.sources.local import Csv, Folder, Jsonl, Parquet, read
 from tests.data.made_poison import MOST_BYTES, POISONED_LINES, line
 
 LINES = st.lists(st.one_of(st.text(min_size=1, max_size=20).filter(str.strip), st.sampled_from([*POISONED_LINES])))
@@ -21,7 +21,7 @@ LINES = st.lists(st.one_of(st.text(min_size=1, max_size=20).filter(str.strip), s
 
 def told(source: Any) -> list[str]:
     """Texts of documents, and reasons of what is rejected."""
-    return [i.problem.reason if isinstance(i, Rejected) else i["text"] for i in read(source)]
+    return [i.problem.reason if isinstance(i, RejectedDocument) else i["text"] for i in read(source)]
 
 
 def jsonl(path: Path, **more: Any) -> Jsonl:
@@ -38,7 +38,9 @@ def test_of_good_and_poisoned_lines_each_is_a_document_or_is_rejected_with_its_r
     path.write_bytes(b"".join(one + b"\n" for one in data) or b"\n")
     expected = [POISONED_LINES[o] if isinstance(o, bytes) else good["\0"] if "\0" in o else o for o in lines]
     found = list(read(jsonl(path, invalid="skip", max_document_bytes=MOST_BYTES)))
-    assert [i.problem.reason if isinstance(i, Rejected) else i["text"] for i in found] == (expected or ["no_rows"])
+    assert [i.problem.reason if isinstance(i, RejectedDocument) else i["text"] for i in found] == (
+        expected or ["no_rows"]
+    )
     assert [row_of(item)["id"] for item in found if lines] == [f"rows/mixed.jsonl:{n + 1}" for n in range(len(lines))]
     assert pa.Table.from_pylist([row_of(item) for item in found], schema=SCHEMA).num_rows == len(found)
 
@@ -56,7 +58,7 @@ def test_by_default_rows_and_long_documents_are_rejected_and_files_that_are_torn
 ) -> None:
     (tmp_path / "x.jsonl").write_bytes(line("good") + b"\n" + b"\n".join(POISONED_LINES) + b"\n" + line("more") + b"\n")
     found = list(read(jsonl(tmp_path / "x.jsonl", max_document_bytes=MOST_BYTES)))
-    assert [isinstance(item, Rejected) for item in found] == [False, *[True] * len(POISONED_LINES), False]
+    assert [isinstance(item, RejectedDocument) for item in found] == [False, *[True] * len(POISONED_LINES), False]
     (tmp_path / "y.jsonl").write_bytes(line("good") + b'\n{"text": "cut')
     with pytest.raises(DataError, match=r"y\.jsonl:2: .*the file was cut"):
         told(jsonl(tmp_path / "y.jsonl"))
@@ -64,7 +66,7 @@ def test_by_default_rows_and_long_documents_are_rejected_and_files_that_are_torn
     (tmp_path / "texts" / "a.txt").write_text("long " * MOST_BYTES)
     (tmp_path / "texts" / "b.txt").write_text("short")
     source = Folder(name="texts", domain="web", path=tmp_path / "texts", max_document_bytes=MOST_BYTES)
-    assert [isinstance(item, Rejected) for item in read(source)] == [True, False]
+    assert [isinstance(item, RejectedDocument) for item in read(source)] == [True, False]
     (tmp_path / "texts" / "c.txt").write_bytes(b"\xff\xfe")
     with pytest.raises(DataError, match=r"c\.txt: .*not UTF-8"):
         list(read(source))
@@ -124,7 +126,7 @@ def test_csv_is_read_by_its_columns_and_tsv_by_its_name(tmp_path: Path) -> None:
     (tmp_path / "y.tsv.gz").write_bytes(gzip.compress(b"text\tlicense\nc\tMIT\n"))
     source = Csv(name="t", domain="web", path=tmp_path / "*", invalid="skip")
     items = list(read(source))
-    assert [(i["id"], i["text"], i["url"], i["license"]) for i in items if not isinstance(i, Rejected)] == [
+    assert [(i["id"], i["text"], i["url"], i["license"]) for i in items if not isinstance(i, RejectedDocument)] == [
         ("t/x.csv:2", "a\nb", "http://x", None),
         ("t/y.tsv.gz:2", "c", None, "MIT"),
     ]
@@ -163,8 +165,8 @@ def test_what_is_said_beside_the_text_can_be_poisoned_too(tmp_path: Path) -> Non
     ]
     (path := tmp_path / "x.jsonl").write_text("\n".join([*bad, bad[0].replace("\\ud800", "1", 1)]))
     items = list(read(jsonl(path, id_field="id", invalid="skip")))
-    assert [item.problem.reason for item in items if isinstance(item, Rejected)] == ["no_id"] * 4
-    assert [(item["id"], item["url"], item["license"]) for item in items if not isinstance(item, Rejected)] == [
+    assert [item.problem.reason for item in items if isinstance(item, RejectedDocument)] == ["no_id"] * 4
+    assert [(item["id"], item["url"], item["license"]) for item in items if not isinstance(item, RejectedDocument)] == [
         ("1", "?x", "?é")
     ]
     assert pa.Table.from_pylist([row_of(item) for item in items], schema=SCHEMA).num_rows == 5

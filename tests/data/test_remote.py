@@ -7,9 +7,9 @@ import pytest
 
 from bloomery.core.config import build
 from bloomery.core.errors import DataError
-from bloomery.data import cache, remote, sources
-from bloomery.data.elsewhere import Remote
-from bloomery.data.reading import Rejected
+from bloomery.data.readers.read import RejectedDocument
+from bloomery.data.sources import download, local, remote
+from bloomery.data.sources.remote import Remote
 from tests.data import bucket_server
 from tests.data.bucket_server import Store
 from tests.data.hub_server import Hub
@@ -27,7 +27,7 @@ def source(*patterns: str, **more: object) -> Remote:
 
 
 def texts(one: Remote) -> list[str]:
-    return [item["text"] for item in sources.read(one) if not isinstance(item, Rejected)]
+    return [item["text"] for item in local.read(one) if not isinstance(item, RejectedDocument)]
 
 
 ALL = [f"{folder}{name} {number} " + "x" * 300 for folder in "ab" for name in "xyz" for number in range(20)]
@@ -76,8 +76,8 @@ def test_a_store_is_listed_by_patterns_and_read_in_the_order_of_names(memory: fs
     assert texts(source("memory://corpus/**/*.jsonl")) == ALL
     assert texts(source("memory://corpus/a/x.jsonl")) == ALL[:20]
     assert len(texts(source("memory://corpus/a/x.jsonl", "memory://corpus/b/*.jsonl"))) == 80
-    (first, *_) = sources.read(source("memory://corpus/**/*.jsonl"))
-    assert not isinstance(first, Rejected)
+    (first, *_) = local.read(source("memory://corpus/**/*.jsonl"))
+    assert not isinstance(first, RejectedDocument)
     assert first["id"] == "far/a/x.jsonl:1"
     assert first["url"] == "memory:///corpus/a/x.jsonl"
 
@@ -85,7 +85,7 @@ def test_a_store_is_listed_by_patterns_and_read_in_the_order_of_names(memory: fs
 def test_a_copy_that_was_cut_goes_on(memory: fsspec.AbstractFileSystem, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(remote, "RANGE_BYTES", 1000)
     (file, *_) = remote.listing(["memory://corpus/a/x.jsonl"], attempts=1)
-    place = cache.place(file.content, file.name)
+    place = download.cache_path(file.content, file.name)
     partial = place.with_name(place.name + ".partial")
     partial.parent.mkdir(parents=True, exist_ok=True)
     partial.write_bytes(FILES["corpus/a/x.jsonl"][:2500])
@@ -106,7 +106,7 @@ def test_a_file_that_changes_while_it_is_copied_is_an_error(memory: fsspec.Abstr
     memory.pipe_file("/corpus/a/x.jsonl", FILES["corpus/a/x.jsonl"].swapcase())
     with pytest.raises(DataError, match="has changed since it was listed"):
         remote.copied(file, attempts=1, offline=False)
-    assert not cache.place(file.content, file.name).exists()
+    assert not download.cache_path(file.content, file.name).exists()
 
 
 def test_what_is_not_there_is_named(memory: fsspec.AbstractFileSystem) -> None:
@@ -131,25 +131,25 @@ def test_a_bucket_is_read_by_its_own_client_over_pages(s3: Store) -> None:
 
 def test_files_of_one_name_in_two_buckets_are_two(s3: Store) -> None:
     s3.objects["c/corpus/a/x.jsonl"] = rows("cx")
-    found = list(sources.read(source("s3://b/corpus/a/x.jsonl", "s3://c/corpus/a/x.jsonl")))
-    ids = [item["id"] for item in found if not isinstance(item, Rejected)]
+    found = list(local.read(source("s3://b/corpus/a/x.jsonl", "s3://c/corpus/a/x.jsonl")))
+    ids = [item["id"] for item in found if not isinstance(item, RejectedDocument)]
     assert (ids[0], ids[-1]) == ("far/b/corpus/a/x.jsonl:1", "far/c/corpus/a/x.jsonl:20")
 
 
 def test_googles_storage_is_read_by_its_own_client(gcs: Store) -> None:
     assert texts(source("gs://b/corpus/**/*.jsonl")) == ALL
-    before, sent = sources.digest(source("gs://b/corpus/**/*.jsonl")), gcs.sent
+    before, sent = local.digest(source("gs://b/corpus/**/*.jsonl")), gcs.sent
     gcs.objects["b/corpus/a/x.jsonl"] = rows("aX")
-    assert sources.digest(source("gs://b/corpus/**/*.jsonl")) != before
+    assert local.digest(source("gs://b/corpus/**/*.jsonl")) != before
     assert gcs.sent == sent
     assert texts(source("gs://b/corpus/a/*.jsonl"))[0].startswith("aX 0")
 
 
 def test_the_digest_of_a_bucket_downloads_nothing_and_sees_a_change(s3: Store) -> None:
-    before = sources.digest(source("s3://b/corpus/**/*.jsonl"))
+    before = local.digest(source("s3://b/corpus/**/*.jsonl"))
     assert s3.sent == 0
     s3.objects["b/corpus/a/x.jsonl"] = rows("other")[: len(FILES["corpus/a/x.jsonl"])]
-    assert sources.digest(source("s3://b/corpus/**/*.jsonl")) != before
+    assert local.digest(source("s3://b/corpus/**/*.jsonl")) != before
 
 
 def test_a_bucket_that_is_out_of_order_for_a_while_is_asked_again(s3: Store) -> None:

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bloomery.data.repeated_lines import Unit, pieces, thinned, without
+from bloomery.data.dedup.dedup import Unit, pieces, thinned, without
 
 TEXTS = st.text(st.sampled_from("ab \n\r\t"), max_size=40)
 

@@ -7,12 +7,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from bloomery.core.errors import DataError
-from bloomery.data import rows, tables
-from bloomery.data.rows import Problem
+from bloomery.data.readers import rows
+from bloomery.data.readers.rows import ReadError
 
 
 def texts(path: Path) -> list[str]:
-    return [row["text"] for _, row in rows.jsonl(path) if not isinstance(row, Problem)]
+    return [row["text"] for _, row in rows.jsonl(path) if not isinstance(row, ReadError)]
 
 
 def test_a_compressed_file_of_several_frames_is_read_to_its_end(tmp_path: Path) -> None:
@@ -29,7 +29,7 @@ def test_a_file_that_is_not_what_its_name_says_is_torn(tmp_path: Path, suffix: s
     path.write_bytes(b'{"text": "plain"}\n')
     [(number, found)] = list(rows.jsonl(path))
     assert number == 1
-    assert isinstance(found, Problem)
+    assert isinstance(found, ReadError)
     assert found.reason == "torn"
 
 
@@ -37,7 +37,7 @@ def test_a_missing_file_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"none\.jsonl: cannot be read"):
         list(rows.jsonl(tmp_path / "none.jsonl"))
     with pytest.raises(DataError, match=r"none\.parquet: cannot be read"):
-        list(tables.parquet(tmp_path / "none.parquet", ["text"]))
+        list(rows.parquet(tmp_path / "none.parquet", ["text"]))
 
 
 @given(st.binary(max_size=40))

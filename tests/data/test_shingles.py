@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bloomery.data import shingles as module
-from bloomery.data.shingles import Kind, Shingles, blocks, jaccard, shingle_set, shingles
+from bloomery.data.dedup import hashing
+from bloomery.data.dedup.hashing import ShingleKind, Shingles, blocks, jaccard, shingle_set, shingles
 
 TEXTS = st.text(st.sampled_from([*"aAbB1_ \n\t.,-'é\u0307ΣσςİiΑ東京が\u0085\u2028\x00ﬁ", "😀"]), max_size=60)
 
@@ -25,12 +25,12 @@ def sequence(text: str, kind: str, size: int) -> list[tuple[str, ...]]:
     return [tuple(found[start : start + size]) for start in range(len(found) - size + 1)]
 
 
-def of_all(texts: list[str], kind: Kind = "words", size: int = 2) -> list[Shingles]:
+def of_all(texts: list[str], kind: ShingleKind = "words", size: int = 2) -> list[Shingles]:
     return [shingles(texts[a:b], kind, size) for a, b in blocks(texts)]
 
 
 @given(st.lists(TEXTS, min_size=1, max_size=6), st.sampled_from(["words", "characters"]), st.integers(1, 4))
-def test_hashes_are_equal_where_shingles_are(texts: list[str], kind: Kind, size: int) -> None:
+def test_hashes_are_equal_where_shingles_are(texts: list[str], kind: ShingleKind, size: int) -> None:
     (found,) = of_all(texts, kind, size)
     expected = [sequence(text, kind, size) for text in texts]
     assert np.diff(found.bounds).tolist() == [len(one) for one in expected]
@@ -61,7 +61,7 @@ def test_a_long_text_is_cut_at_white_space_and_nothing_is_lost(monkeypatch: pyte
     rng = random.Random(1)
     text = "".join(rng.choices("abc Σ.\n", k=3000))
     whole = shingles([text], "words", 5)
-    monkeypatch.setattr(module, "LARGEST_PIECE", 100)
+    monkeypatch.setattr(hashing, "LARGEST_PIECE", 100)
     cut = shingles([text], "words", 5)
     assert np.array_equal(whole.hashes, cut.hashes)
     assert np.array_equal(whole.digests, cut.digests)
@@ -72,7 +72,7 @@ def test_blocks_cover_all_texts_in_order() -> None:
     texts = ["x" * size for size in (0, 1, 200_000, 5, 70_000, 70_000, 1)]
     ranges = list(blocks(texts))
     assert [place for a, b in ranges for place in range(a, b)] == list(range(len(texts)))
-    assert all(b - a == 1 or sum(map(len, texts[a:b])) <= module.CHARACTERS_PER_BLOCK for a, b in ranges)
+    assert all(b - a == 1 or sum(map(len, texts[a:b])) <= hashing.CHARACTERS_PER_BLOCK for a, b in ranges)
     assert list(blocks([])) == []
 
 

@@ -13,9 +13,10 @@ import zstandard
 
 from bloomery.core.config import build
 from bloomery.core.errors import ConfigError, DataError
-from bloomery.data import document, worlds
-from bloomery.data.reading import Rejected
-from bloomery.data.sources import AnyFiles, Csv, Folder, Jsonl, Parquet, StandardLibrary, Worlds, digest, read
+from bloomery.data import documents
+from bloomery.data.readers.read import RejectedDocument
+from bloomery.data.sources import toy_worlds
+from bloomery.data.sources.local import AnyFiles, Csv, Folder, Jsonl, Parquet, StandardLibrary, Worlds, digest, read
 from bloomery.stages.config import Fetch
 
 ODD = "one\u2028two\u0085three\x0cfour\x1dfive\r\nsix"
@@ -34,12 +35,12 @@ def parquet(path: Path, **more: Any) -> Parquet:
     return Parquet(name="table", domain="web", path=path, **{"invalid": "error", **more})
 
 
-def kept(source: Any) -> list[document.Row]:
-    return [item for item in read(source) if not isinstance(item, Rejected)]
+def kept(source: Any) -> list[documents.DocumentRow]:
+    return [item for item in read(source) if not isinstance(item, RejectedDocument)]
 
 
 def rejected(source: Any) -> list[tuple[str, str, float]]:
-    return [(i.row["id"], i.problem.reason, i.problem.value) for i in read(source) if isinstance(i, Rejected)]
+    return [(i.row["id"], i.problem.reason, i.problem.value) for i in read(source) if isinstance(i, RejectedDocument)]
 
 
 def lines(*objects: Any) -> bytes:
@@ -59,10 +60,10 @@ def test_a_document_of_a_folder_is_a_whole_file_with_its_blank_lines(tmp_path: P
     rows = kept(folder(tmp_path))
     assert [(row["id"], row["text"]) for row in rows] == [("notes/b.md", "with a mark"), ("notes/deep/a.txt", text)]
     assert [row["id"] for row in kept(folder(tmp_path, recursive=False))] == ["notes/b.md"]
-    assert pa.Table.from_pylist(rows, schema=document.SCHEMA).num_rows == 2
+    assert pa.Table.from_pylist(rows, schema=documents.SCHEMA).num_rows == 2
 
 
-def test_a_file_that_is_not_utf8_is_an_error_with_name_offset_and_cure(tmp_path: Path) -> None:
+def test_a_file_that_is_not_utf8_is_an_error_with_name_offset_and_hint(tmp_path: Path) -> None:
     (tmp_path / "latin.txt").write_bytes("caf\xe9".encode("latin-1"))
     convert = r"Convert it to UTF-8, as iconv -f WINDOWS-1252 .*encoding = \"detect\""
     told = rf"(?s)latin\.txt.*byte offset 3.*0xe9.*not UTF-8\n{convert}.*invalid = \"skip\""
@@ -220,7 +221,7 @@ def test_a_cell_that_is_not_utf8_is_not_told_to_convert_its_file(tmp_path: Path)
     pq.write_table(pa.table({"text": texts}), tmp_path / "t.parquet")
     with pytest.raises(DataError, match="byte offset 3 holds 0xe9, which is not UTF-8") as caught:
         kept(parquet(tmp_path / "t.parquet"))
-    assert "iconv" not in caught.value.cure
+    assert "iconv" not in caught.value.hint
 
 
 def test_a_torn_parquet_file_is_an_error_that_names_it(tmp_path: Path) -> None:
@@ -305,7 +306,7 @@ def test_a_python_without_sources_is_told_so(tmp_path: Path, monkeypatch: pytest
 def test_worlds_are_what_the_generator_makes() -> None:
     source = Worlds(name="worlds", domain="stories", count=5, seed=3)
     rows = kept(source)
-    assert [row["text"] for row in rows] == list(worlds.documents(3, 5))
+    assert [row["text"] for row in rows] == list(toy_worlds.documents(3, 5))
     assert [row["id"] for row in rows] == [f"worlds/{number:06d}" for number in range(5)]
     assert digest(source) == ""
     assert len(kept(Worlds(name="worlds", domain="stories", count=5, seed=3, max_documents=2))) == 2
@@ -330,7 +331,7 @@ def test_a_folder_of_all_kinds_is_read_by_the_ends_of_names(tmp_path: Path) -> N
     pq.write_table(pa.table({"text": ["four"], "id": ["x"]}), tmp_path / "deep" / "d.parquet")
     pq.write_table(pa.table({"text": ["five"]}), tmp_path / "deep" / "e.parquet")
     source = AnyFiles(name="in", domain="text", path=tmp_path)
-    found = [item for item in read(source) if not isinstance(item, Rejected)]
+    found = [item for item in read(source) if not isinstance(item, RejectedDocument)]
     assert {row["id"]: (row["text"], row["domain"]) for row in found} == {
         "in/a.txt": ("plain text", "text"),
         "own": ("one", "wiki"),

@@ -9,16 +9,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bloomery.data import tables
-from bloomery.data.unpack import Problem
+from bloomery.data.readers import rows as readers_rows
+from bloomery.data.readers.bytes import ReadError
 
 MOST = 10_000
 TEXT = st.text(st.characters(codec="utf-8", exclude_characters="\0"), max_size=12)
 
 
 def rows(path: Path, delimiter: str = ",", most: int = MOST) -> list[dict[str, str] | tuple[int, str]]:
-    found = tables.delimited(path, delimiter, most)
-    return [(number, row.reason) if isinstance(row, Problem) else row for number, row in found]
+    found = readers_rows.delimited(path, delimiter, most)
+    return [(number, row.reason) if isinstance(row, ReadError) else row for number, row in found]
 
 
 @given(st.lists(st.tuples(TEXT, TEXT.filter(bool)), max_size=6), st.sampled_from(",\t;"), st.booleans())
@@ -37,7 +37,7 @@ def test_every_table_that_python_writes_is_read_as_it_was(
 
 def test_line_breaks_in_quotes_stay_and_numbers_are_those_of_lines(tmp_path: Path) -> None:
     (path := tmp_path / "t.csv").write_bytes('id,text\n1,"a\n\n\u2028b ""x"""\r\n2,c\n'.encode())
-    found = list(tables.delimited(path, ",", MOST))
+    found = list(readers_rows.delimited(path, ",", MOST))
     assert found == [(2, {"id": "1", "text": 'a\n\n\u2028b "x"'}), (5, {"id": "2", "text": "c"})]
 
 
@@ -61,9 +61,9 @@ def test_a_quote_that_is_never_closed_takes_no_more_than_the_limit(tmp_path: Pat
 
 def test_a_column_that_is_missing_is_named_and_one_with_a_dot_stands_for_its_object(tmp_path: Path) -> None:
     pq.write_table(pa.table({"meta": [{"a": "x"}], "text": ["t"]}), path := tmp_path / "t.parquet")
-    assert list(tables.parquet(path, ["meta.a"], ["score"])) == [(0, {"meta": {"a": "x"}})]
-    ((place, problem),) = tables.parquet(path, ["score"])
-    assert isinstance(problem, Problem)
+    assert list(readers_rows.parquet(path, ["meta.a"], ["score"])) == [(0, {"meta": {"a": "x"}})]
+    ((place, problem),) = readers_rows.parquet(path, ["score"])
+    assert isinstance(problem, ReadError)
     assert (place, problem.reason, problem.what) == (0, "no_column", "has no column 'score'; its columns: meta, text")
 
 
@@ -71,26 +71,26 @@ def test_a_parquet_file_whose_columns_have_no_utf8_names_is_torn(tmp_path: Path)
     path = tmp_path / "a.parquet"
     pq.write_table(pa.table({"text": ["a"], "other": ["b"]}), path)
     path.write_bytes(path.read_bytes().replace(b"other", b"oth\xf3r"))
-    rows = [row for _, row in tables.parquet(path, ["text"])]
-    assert isinstance(rows[-1], Problem)
+    rows = [row for _, row in readers_rows.parquet(path, ["text"])]
+    assert isinstance(rows[-1], ReadError)
     assert rows[-1].reason == "torn"
 
 
 def test_long_rows_come_in_small_batches(tmp_path: Path) -> None:
     pq.write_table(pa.table({"text": ["x" * 2**20] * 200}), path := tmp_path / "t.parquet", use_dictionary=False)
     with pq.ParquetFile(path) as file:
-        assert tables._batch_rows(file, 0) < 70
-    assert sum(1 for _ in tables.parquet(path, ["text"])) == 200
+        assert readers_rows._batch_rows(file, 0) < 70
+    assert sum(1 for _ in readers_rows.parquet(path, ["text"])) == 200
 
 
 def test_rows_that_would_unpack_to_a_bomb_are_one_problem_and_those_behind_them_are_read(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(tables, "BOMB_BYTES", 2**22)
+    monkeypatch.setattr(readers_rows, "BOMB_BYTES", 2**22)
     with pq.ParquetWriter(path := tmp_path / "t.parquet", pa.schema({"text": pa.string()}), compression="zstd") as file:
         for text in ("before", "x" * 2**24, "after"):
             file.write_table(pa.table({"text": [text]}))
-    found = list(tables.parquet(path, ["text"]))
+    found = list(readers_rows.parquet(path, ["text"]))
     assert found[::2] == [(0, {"text": "before"}), (2, {"text": "after"})]
-    assert isinstance(problem := found[1][1], Problem)
+    assert isinstance(problem := found[1][1], ReadError)
     assert problem.reason == "bomb"

@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from bloomery.core.errors import DataError
-from bloomery.data import unpack
-from bloomery.data.unpack import Problem
+from bloomery.data.readers import bytes as readers_bytes
+from bloomery.data.readers.bytes import ReadError
 from tests.data import made_poison
 
 PACKERS: dict[str, Callable[[bytes], bytes]] = {
@@ -22,12 +22,12 @@ PACKERS: dict[str, Callable[[bytes], bytes]] = {
 
 
 def joined(path: Path) -> bytes:
-    return b"".join(chunk for chunk in unpack.chunks(path) if isinstance(chunk, bytes))
+    return b"".join(chunk for chunk in readers_bytes.chunks(path) if isinstance(chunk, bytes))
 
 
 @pytest.mark.parametrize("suffix", PACKERS)
 def test_what_is_unpacked_is_what_was_packed_frame_after_frame(tmp_path: Path, suffix: str) -> None:
-    parts = [b"", b"a", bytes(unpack.CHUNK_BYTES), b"<div>" * 200_000, b"end\n"]
+    parts = [b"", b"a", bytes(readers_bytes.CHUNK_BYTES), b"<div>" * 200_000, b"end\n"]
     (path := tmp_path / f"x{suffix}").write_bytes(b"".join(PACKERS[suffix](part) for part in parts))
     assert joined(path) == b"".join(parts)
 
@@ -38,11 +38,11 @@ def test_lines_are_what_stands_between_line_feeds(
 ) -> None:
     path = tmp_path_factory.getbasetemp() / f"lines{suffix}"
     path.write_bytes(PACKERS[suffix](b"\n".join(lines)))
-    found = list(unpack.lines(path))
+    found = list(readers_bytes.lines(path))
     assert b"".join(line for _, line in found if isinstance(line, bytes)) == b"\n".join(lines)
     assert [number for number, _ in found] == list(range(1, len(found) + 1))
     filled = [number for number, line in found if line != b"\n"]
-    assert [number for number, _ in unpack.lines(path, blank=False)] == filled
+    assert [number for number, _ in readers_bytes.lines(path, blank=False)] == filled
 
 
 @given(st.lists(st.integers(0, 60), max_size=8), st.integers(1, 40))
@@ -51,37 +51,39 @@ def test_a_line_that_is_too_long_is_counted_and_the_next_one_is_read(
 ) -> None:
     path = tmp_path_factory.getbasetemp() / "long"
     path.write_bytes(b"".join(b"x" * size + b"\n" for size in sizes))
-    found = [line.value if isinstance(line, Problem) else -len(line) for _, line in unpack.lines(path, most)]
+    found = [line.value if isinstance(line, ReadError) else -len(line) for _, line in readers_bytes.lines(path, most)]
     assert found == [size + 1 if size + 1 > most else -size - 1 for size in sizes]
 
 
 def test_a_file_is_read_whole_up_to_a_limit(tmp_path: Path) -> None:
     for suffix, pack in PACKERS.items():
         (path := tmp_path / f"x{suffix}").write_bytes(pack(b"y" * 1000))
-        assert unpack.whole(path, 1000) == b"y" * 1000
-        assert isinstance(found := unpack.whole(path, 999), Problem)
+        assert readers_bytes.whole(path, 1000) == b"y" * 1000
+        assert isinstance(found := readers_bytes.whole(path, 999), ReadError)
         assert (found.reason, found.value) == ("too_long", 1000)
         assert found.what.endswith("1,000 bytes, more than max_document_bytes = 999")
     with pytest.raises(DataError, match=r"none: cannot be read"):
-        unpack.whole(tmp_path / "none", 10)
+        readers_bytes.whole(tmp_path / "none", 10)
 
 
 CHILD = """
 import resource, sys
 from pathlib import Path
-from bloomery.data import reading, sources, unpack
+from bloomery.data.readers import bytes, read
+from bloomery.data.sources import local
 if not Path(sys.argv[1]).name.startswith("line"):
-    unpack.BOMB_BYTES = 2**26  # a smaller bomb is made in less time
+    bytes.BOMB_BYTES = 2**26  # a smaller bomb is made in less time
 before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-make = sources.Folder if sys.argv[2] == "folder" else sources.Jsonl
+make = local.Folder if sys.argv[2] == "folder" else local.Jsonl
 path = Path(sys.argv[1]) if sys.argv[2] == "jsonl" else Path(sys.argv[1]).parent
 more = {"patterns": ("*",)} if sys.argv[2] == "folder" else {}
-for item in sources.read(make(name="a", domain="b", path=path, invalid="skip", max_document_bytes=2**22, **more)):
-    print(item.problem.reason if isinstance(item, reading.Rejected) else item["text"])
+for item in local.read(make(name="a", domain="b", path=path, invalid="skip", max_document_bytes=2**22, **more)):
+    print(item.problem.reason if isinstance(item, read.RejectedDocument) else item["text"])
 print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="ru_maxrss is counted in KiB on Linux only")
 @pytest.mark.parametrize(
     ("name", "kind", "told"),
@@ -124,10 +126,10 @@ def test_spans_are_the_file_cut_at_line_ends_with_the_numbers_of_its_lines(
     path.write_bytes(b"\n".join(found) + b"\n" * ended)
     span_bytes = data.draw(st.integers(1, 40))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(unpack, "CHUNK_BYTES", data.draw(st.integers(1, 50)))
-        spans = unpack.spans(path, span_bytes)
-        parts = [list(unpack.lines(path, span=span)) for span in spans]
-        assert [one for part in parts for one in part] == list(unpack.lines(path))
+        patch.setattr(readers_bytes, "CHUNK_BYTES", data.draw(st.integers(1, 50)))
+        spans = readers_bytes.spans(path, span_bytes)
+        parts = [list(readers_bytes.lines(path, span=span)) for span in spans]
+        assert [one for part in parts for one in part] == list(readers_bytes.lines(path))
     assert [span.begin for span in spans] == [0, *(span.end for span in spans[:-1])]
     assert spans[-1].end == path.stat().st_size
     assert len(spans) <= max(1, path.stat().st_size // span_bytes)

@@ -11,8 +11,8 @@ from typing import Any
 import pyarrow as pa
 import pytest
 
-from bloomery.data import unspaced
-from bloomery.data.overlap import WORD, Index, Settings, hits, plain
+from bloomery.data.decontamination import WORD, OverlapIndex, OverlapSettings, hits, plain
+from bloomery.data.dedup import hashing
 
 QUESTIONS = [
     "水在标准大气压下的沸点是多少摄氏度？",
@@ -28,18 +28,18 @@ QUESTIONS = [
 ]
 
 
-def index_of(rows: list[dict[str, Any]], folder: Path, **more: int) -> Index:
+def index_of(rows: list[dict[str, Any]], folder: Path, **more: int) -> OverlapIndex:
     path = folder / "quiz.jsonl"
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return Index.of(Settings(files=(path,), **more))  # type: ignore[arg-type]
+    return OverlapIndex.of(OverlapSettings(files=(path,), **more))  # type: ignore[arg-type]
 
 
-def rows_in(index: Index, text: str) -> set[int]:
+def rows_in(index: OverlapIndex, text: str) -> set[int]:
     return {index.rows[match.row][1] for match in index.find([text])}
 
 
 @pytest.fixture(scope="module")
-def index(tmp_path_factory: pytest.TempPathFactory) -> Index:
+def index(tmp_path_factory: pytest.TempPathFactory) -> OverlapIndex:
     return index_of([{"question": question} for question in QUESTIONS], tmp_path_factory.mktemp("tasks"))
 
 
@@ -67,7 +67,7 @@ def test_no_word_reaches_from_one_piece_to_the_next() -> None:
     for _ in range(4000):
         some = rng.sample(blocks, 3)
         text = "".join(chr(rng.randint(*rng.choice(some))) for _ in range(rng.randrange(1, 10)))
-        pieces = [WORD.findall(plain(piece[0])) for piece in unspaced.PIECE.finditer(text)]
+        pieces = [WORD.findall(plain(piece[0])) for piece in hashing.PIECE.finditer(text)]
         assert len(WORD.findall(plain(text))) == sum(map(len, pieces)), ascii(text)
 
 
@@ -86,12 +86,12 @@ def test_no_word_reaches_from_one_piece_to_the_next() -> None:
         lambda text: "abc " * 100 + text + " xyz" * 100,
     ],
 )
-def test_a_question_without_spaces_is_found_in_any_dress(index: Index, change: Callable[[str], str]) -> None:
+def test_a_question_without_spaces_is_found_in_any_dress(index: OverlapIndex, change: Callable[[str], str]) -> None:
     for number, question in enumerate(QUESTIONS, 1):
         assert rows_in(index, change(question)) == {number}, question
 
 
-def test_thirteen_characters_in_a_row_tell_and_twelve_do_not(index: Index) -> None:
+def test_thirteen_characters_in_a_row_tell_and_twelve_do_not(index: OverlapIndex) -> None:
     question = QUESTIONS[1]
     assert rows_in(index, "据说" + question[5:18] + "吗") == {2}
     assert rows_in(index, "据说" + question[5:17] + "吗") == set()
@@ -145,7 +145,7 @@ def test_a_question_of_few_words_is_found_with_its_choices_or_alone_where_that_i
     assert rows_in(index_of(rows, tmp_path, min_question_words=1), page.format("photosynthesis")) == {2}
 
 
-def test_a_hit_without_spaces_is_the_question_and_not_the_page(index: Index) -> None:
+def test_a_hit_without_spaces_is_the_question_and_not_the_page(index: OverlapIndex) -> None:
     page = "前文，" * 50 + QUESTIONS[0] + "后文。" * 50
     batch = pa.record_batch({"id": ["zh", "th"], "text": [page, "คำถาม " + QUESTIONS[6] + " จบ"]})
     worst, listed = hits(index, batch)

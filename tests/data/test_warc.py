@@ -4,8 +4,10 @@ from pathlib import Path
 import pytest
 
 from bloomery.core.errors import DataError
-from bloomery.data import reading, sources, warc
-from bloomery.data.unpack import Problem
+from bloomery.data.readers import read as readers_read
+from bloomery.data.readers import web
+from bloomery.data.readers.bytes import ReadError
+from bloomery.data.sources import local
 from tests.data.made_poison import answer, record
 
 MOST = 5_000
@@ -46,8 +48,8 @@ FOUND: list[tuple[int, bytes | str]] = [
 
 
 def read(path: Path, most: int = MOST) -> list[tuple[int, bytes | str]]:
-    found = warc.records(path, most)
-    return [(number, one.data.reason if isinstance(one.data, Problem) else one.data) for number, one in found]
+    found = web.records(path, most)
+    return [(number, one.data.reason if isinstance(one.data, ReadError) else one.data) for number, one in found]
 
 
 @pytest.mark.parametrize("packed", [False, True])
@@ -55,7 +57,7 @@ def test_every_response_and_conversion_is_content_or_a_problem(tmp_path: Path, p
     path = tmp_path / ("a.warc.gz" if packed else "a.warc")
     path.write_bytes(b"".join(gzip.compress(one) if packed else one for one in RECORDS))
     assert read(path) == FOUND
-    assert [record.url for _, record in warc.records(path, MOST)] == [f"http://x/{number}" for number, _ in FOUND]
+    assert [record.url for _, record in web.records(path, MOST)] == [f"http://x/{number}" for number, _ in FOUND]
 
 
 def test_a_crawl_cut_anywhere_gives_what_stands_before_the_cut_and_is_torn(tmp_path: Path) -> None:
@@ -87,9 +89,11 @@ def test_a_crawl_is_a_source_of_the_text_of_its_pages(tmp_path: Path) -> None:
     pytest.importorskip("resiliparse", reason="the extra web is not installed")
     path = tmp_path / "a.warc"
     path.write_bytes(b"".join(RECORDS))
-    source = sources.Warc(name="crawl", domain="web", path=path, max_document_bytes=MOST, invalid="skip")
-    items = list(sources.read(source))
-    texts = {item["id"]: (item["text"], item["url"]) for item in items if not isinstance(item, reading.Rejected)}
+    source = local.Warc(name="crawl", domain="web", path=path, max_document_bytes=MOST, invalid="skip")
+    items = list(local.read(source))
+    texts = {
+        item["id"]: (item["text"], item["url"]) for item in items if not isinstance(item, readers_read.RejectedDocument)
+    }
     page = "Hello there, this is the page."
     assert texts == {
         "crawl/a.warc:2": (page, "http://x/2"),
@@ -102,4 +106,4 @@ def test_a_crawl_is_a_source_of_the_text_of_its_pages(tmp_path: Path) -> None:
     }
     assert len(items) == len(FOUND)
     path.write_bytes(b"".join(RECORDS[:10]))
-    assert len(list(sources.read(source.model_copy(update={"invalid": "error"})))) == 8
+    assert len(list(local.read(source.model_copy(update={"invalid": "error"})))) == 8

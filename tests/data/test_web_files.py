@@ -14,9 +14,8 @@ from hypothesis import settings as example_settings
 from hypothesis import strategies as st
 
 from bloomery.core.errors import DataError
-from bloomery.data import cache, hosts, web_files
-from bloomery.data.cache import Content
-from bloomery.data.web_files import WebFile
+from bloomery.data.sources import download, http_client
+from bloomery.data.sources.download import Content, WebFile
 from tests.data import hub_server
 from tests.data.hub_server import Hub
 
@@ -32,16 +31,16 @@ def served(hub: Hub, data: bytes = DATA, name: str = "/files/corpus.jsonl.zst", 
 
 
 def partial(file: WebFile) -> Path:
-    place = cache.place(file.content, file.name)
+    place = download.cache_path(file.content, file.name)
     return place.with_name(place.name + ".partial")
 
 
 def test_a_file_comes_as_it_is_and_only_once(hub: Hub) -> None:
     file = served(hub)
-    path = web_files.download(file, attempts=1)
+    path = download.download(file, attempts=1)
     assert path.read_bytes() == DATA
     assert path.name.endswith(".jsonl.zst")
-    assert web_files.download(file, attempts=1) == path
+    assert download.download(file, attempts=1) == path
     assert hub.sent() == len(DATA)
 
 
@@ -53,13 +52,13 @@ def test_wherever_connections_are_cut_the_file_is_the_same_and_no_byte_comes_twi
         tempfile.TemporaryDirectory() as folder,
         hub_server.serving() as hub,
     ):
-        patch.setattr(hosts, "FIRST_WAIT_SECONDS", 0.0)
+        patch.setattr(http_client, "FIRST_WAIT_SECONDS", 0.0)
         patch.setenv("BLOOMERY_CACHE", folder)
         name = f"/files/{len(cuts)}.txt"
         file = served(hub, DATA, name)
         for cut in cuts:
             hub.fail(name, cut_after=cut)
-        assert web_files.download(file, attempts=len(cuts) + 2).read_bytes() == hub.plain[name]
+        assert download.download(file, attempts=len(cuts) + 2).read_bytes() == hub.plain[name]
         assert hub.sent() == len(hub.plain[name])
 
 
@@ -67,7 +66,7 @@ def test_wherever_connections_are_cut_the_file_is_the_same_and_no_byte_comes_twi
 def test_what_passes_is_waited_for(hub: Hub, status: int) -> None:
     file = served(hub)
     hub.fail("corpus", status=status, times=3)
-    assert web_files.download(file, attempts=4).read_bytes() == DATA
+    assert download.download(file, attempts=4).read_bytes() == DATA
     assert hub.sent() == len(DATA)
 
 
@@ -75,7 +74,7 @@ def test_what_passes_is_waited_for(hub: Hub, status: int) -> None:
 def test_retry_after_is_honored(hub: Hub, status: int) -> None:
     file = served(hub)
     hub.fail("corpus", status=status, headers={"Retry-After": "1"})
-    web_files.download(file, attempts=2)
+    download.download(file, attempts=2)
     first, second = hub.asked("corpus")
     assert second.at - first.at >= 1.0
 
@@ -84,7 +83,7 @@ def test_a_server_that_asks_for_hours_is_not_waited_for(hub: Hub) -> None:
     file = served(hub)
     hub.fail("corpus", status=429, headers={"Retry-After": "86400"})
     with pytest.raises(DataError, match="86,400 s"):
-        web_files.download(file, attempts=5)
+        download.download(file, attempts=5)
 
 
 def test_attempts_are_bounded_and_what_came_is_kept(hub: Hub) -> None:
@@ -92,25 +91,25 @@ def test_attempts_are_bounded_and_what_came_is_kept(hub: Hub) -> None:
     hub.fail("corpus", cut_after=2 * MIB)
     hub.fail("corpus", status=500, times=100)
     with pytest.raises(DataError, match=r"HTTP 500 \(3 attempts\)"):
-        web_files.download(file, attempts=3)
+        download.download(file, attempts=3)
     assert partial(file).stat().st_size == 2 * MIB
     hub.faults.clear()
     hub.forget()
-    assert web_files.download(file, attempts=1).read_bytes() == DATA
+    assert download.download(file, attempts=1).read_bytes() == DATA
     assert hub.sent() == len(DATA) - 2 * MIB
 
 
 def test_progress_earns_new_attempts(hub: Hub) -> None:
     file = served(hub)
     hub.fail("corpus", cut_after=MIB, times=3)
-    assert web_files.download(file, attempts=2).read_bytes() == DATA
+    assert download.download(file, attempts=2).read_bytes() == DATA
 
 
 def test_a_server_without_ranges_sends_it_from_the_start(hub: Hub) -> None:
     file = served(hub)
     hub.fail("corpus", cut_after=MIB, no_ranges=True)
     hub.fail("corpus", no_ranges=True)
-    assert web_files.download(file, attempts=3).read_bytes() == DATA
+    assert download.download(file, attempts=3).read_bytes() == DATA
     assert hub.sent() == len(DATA) + MIB
 
 
@@ -118,13 +117,13 @@ def test_a_server_without_ranges_that_always_cuts_is_given_up(hub: Hub) -> None:
     file = served(hub)
     hub.fail("corpus", cut_after=2 * MIB, no_ranges=True, times=1000)
     with pytest.raises(DataError, match="3 attempts"):
-        web_files.download(file, attempts=3)
+        download.download(file, attempts=3)
 
 
 def test_wrong_bytes_are_fetched_once_more(hub: Hub) -> None:
     file = served(hub)
     hub.fail("corpus", wrong=True)
-    assert web_files.download(file, attempts=1).read_bytes() == DATA
+    assert download.download(file, attempts=1).read_bytes() == DATA
     assert len(hub.asked("corpus")) == 2
 
 
@@ -133,9 +132,9 @@ def test_bytes_that_stay_wrong_are_an_error_that_names_both_hashes(hub: Hub) -> 
     hub.fail("corpus", wrong=True, times=100)
     got = hashlib.sha256(bytes([DATA[0] ^ 1]) + DATA[1:]).hexdigest()
     with pytest.raises(DataError, match=f"corpus.*{got}, expected {file.content.value}, twice"):
-        web_files.download(file, attempts=5)
+        download.download(file, attempts=5)
     assert len(hub.asked("corpus")) == 2
-    assert not cache.place(file.content, file.name).exists()
+    assert not download.cache_path(file.content, file.name).exists()
     assert not partial(file).exists()
 
 
@@ -143,28 +142,28 @@ def test_a_longer_or_shorter_file_is_not_taken(hub: Hub) -> None:
     file = served(hub)
     hub.plain["/files/corpus.jsonl.zst"] = DATA + b"more"
     with pytest.raises(DataError, match="bytes instead of"):
-        web_files.download(file, attempts=2)
+        download.download(file, attempts=2)
 
 
 def test_bytes_of_another_file_that_were_begun_do_not_survive(hub: Hub) -> None:
     file = served(hub)
     partial(file).parent.mkdir(parents=True)
     partial(file).write_bytes(b"x" * MIB)
-    assert web_files.download(file, attempts=1).read_bytes() == DATA
+    assert download.download(file, attempts=1).read_bytes() == DATA
 
 
 def test_a_download_that_died_before_the_last_step_asks_for_nothing(hub: Hub) -> None:
     file = served(hub)
     partial(file).parent.mkdir(parents=True)
     partial(file).write_bytes(DATA)
-    assert web_files.download(file, attempts=1).read_bytes() == DATA
+    assert download.download(file, attempts=1).read_bytes() == DATA
     assert not hub.requests
 
 
 def test_a_file_that_was_cut_in_the_cache_is_downloaded_again(hub: Hub) -> None:
     file = served(hub)
-    web_files.download(file, attempts=1).write_bytes(DATA[:100])
-    assert web_files.download(file, attempts=1).read_bytes() == DATA
+    download.download(file, attempts=1).write_bytes(DATA[:100])
+    assert download.download(file, attempts=1).read_bytes() == DATA
 
 
 def test_mirrors_are_tried_in_order_and_go_on_where_the_first_was_cut(hub: Hub) -> None:
@@ -173,7 +172,7 @@ def test_mirrors_are_tried_in_order_and_go_on_where_the_first_was_cut(hub: Hub) 
         broken.plain["/files/a.txt"] = DATA
         broken.fail("a.txt", cut_after=2 * MIB)
         broken.fail("a.txt", status=404, times=100)
-        assert web_files.download(file, attempts=2).read_bytes() == DATA
+        assert download.download(file, attempts=2).read_bytes() == DATA
         assert broken.sent() == 2 * MIB
         assert hub.sent() == len(DATA) - 2 * MIB
 
@@ -181,7 +180,7 @@ def test_mirrors_are_tried_in_order_and_go_on_where_the_first_was_cut(hub: Hub) 
 def test_when_no_address_works_each_is_named_with_its_reason(hub: Hub) -> None:
     file = WebFile("a", (f"{hub.endpoint}/a?key=secret", "http://127.0.0.1:9/b"), Content("sha256", "0" * 64))
     with pytest.raises(DataError, match=r"/a: HTTP 404.*127\.0\.0\.1:9/b: the connection failed") as caught:
-        web_files.download(file, attempts=1)
+        download.download(file, attempts=1)
     assert "secret" not in str(caught.value)
 
 
@@ -189,7 +188,7 @@ def versioned(hub: Hub) -> WebFile:
     """A file of which no hash is known, only what its server calls its version."""
     address = hub.endpoint + "/files/log.txt"
     hub.plain["/files/log.txt"] = DATA
-    seen = web_files.version(address, attempts=1)
+    seen = download.version(address, attempts=1)
     assert seen.num_bytes == len(DATA)
     return WebFile("log.txt", (address,), Content("etag", "1" * 64), seen.num_bytes, etag=seen.etag)
 
@@ -197,7 +196,7 @@ def versioned(hub: Hub) -> WebFile:
 def test_without_a_hash_it_goes_on_only_while_the_version_is_the_same(hub: Hub) -> None:
     file = versioned(hub)
     hub.fail("log.txt", cut_after=2 * MIB)
-    assert web_files.download(file, attempts=2).read_bytes() == DATA
+    assert download.download(file, attempts=2).read_bytes() == DATA
     assert hub.asked("log.txt", "GET")[-1].headers["If-Range"] == file.etag
     assert hub.sent() == len(DATA)
 
@@ -207,21 +206,21 @@ def test_a_file_that_changes_while_it_is_downloaded_is_an_error_not_a_mixture(hu
     hub.fail("log.txt", method="GET", cut_after=2 * MIB)
     hub.fail("log.txt", method="GET", etag='"another"', times=100)
     with pytest.raises(DataError, match="has changed on its server"):
-        web_files.download(file, attempts=3)
-    assert not cache.place(file.content, file.name).exists()
+        download.download(file, attempts=3)
+    assert not download.cache_path(file.content, file.name).exists()
 
 
 def test_with_a_hash_another_version_name_makes_no_difference(hub: Hub) -> None:
     file = served(hub)
     hub.fail("corpus", cut_after=2 * MIB)
     hub.fail("corpus", etag='"another"')
-    assert web_files.download(file, attempts=2).read_bytes() == DATA
+    assert download.download(file, attempts=2).read_bytes() == DATA
 
 
 def test_a_server_that_knows_no_head_is_asked_for_one_byte(hub: Hub) -> None:
     hub.plain["/x"] = DATA
     hub.fail("/x", method="HEAD", status=405)
-    assert web_files.version(hub.endpoint + "/x", attempts=1).num_bytes == len(DATA)
+    assert download.version(hub.endpoint + "/x", attempts=1).num_bytes == len(DATA)
     assert hub.asked("/x")[-1].headers["Range"] == "bytes=0-0"
     assert hub.sent() <= 1
 
@@ -229,13 +228,13 @@ def test_a_server_that_knows_no_head_is_asked_for_one_byte(hub: Hub) -> None:
 CHILD = """
 import resource
 import sys
-from bloomery.data import web_files
-from bloomery.data.cache import Content
-from bloomery.data.web_files import WebFile
+from bloomery.data.sources import download
+from bloomery.data.sources.download import Content
+from bloomery.data.sources.download import WebFile
 name, address, sha256, size, limit = sys.argv[1:]
 if int(limit):
     resource.setrlimit(resource.RLIMIT_FSIZE, (int(limit), int(limit)))
-web_files.download(WebFile(name, (address,), Content("sha256", sha256), int(size)), attempts=1)
+download.download(WebFile(name, (address,), Content("sha256", sha256), int(size)), attempts=1)
 """
 
 
@@ -255,7 +254,7 @@ def test_a_full_disk_is_told_and_what_came_is_kept(hub: Hub, tmp_path: Path) -> 
     assert "finished parts are kept" in told
     assert partial(file).read_bytes() == DATA[:limit]
     hub.forget()
-    assert web_files.download(file, attempts=1).read_bytes() == DATA
+    assert download.download(file, attempts=1).read_bytes() == DATA
     assert hub.sent() == len(DATA) - limit
 
 
@@ -273,7 +272,7 @@ def test_after_kill_9_it_goes_on_from_what_the_dead_process_has_left(hub: Hub, t
     left = partial(file).stat().st_size
     assert MIB <= left < len(DATA)
     hub.forget()
-    assert web_files.download(file, attempts=1).read_bytes() == DATA
+    assert download.download(file, attempts=1).read_bytes() == DATA
     assert hub.sent() == len(DATA) - left
 
 
@@ -285,14 +284,14 @@ def test_two_processes_at_once_download_it_once(hub: Hub, tmp_path: Path) -> Non
         process.communicate(timeout=120)
     assert [process.returncode for process in both] == [0, 0]
     assert hub.sent() == len(DATA)
-    assert web_files.download(file, attempts=1).read_bytes() == DATA
+    assert download.download(file, attempts=1).read_bytes() == DATA
 
 
 def test_offline_only_the_cache_is_asked(hub: Hub) -> None:
     file = served(hub)
     with pytest.raises(DataError, match=r"is not in the cache .* offline mode"):
-        web_files.download(file, attempts=1, offline=True)
-    web_files.download(file, attempts=1)
+        download.download(file, attempts=1, offline=True)
+    download.download(file, attempts=1)
     hub.forget()
-    assert web_files.download(file, attempts=1, offline=True).read_bytes() == DATA
+    assert download.download(file, attempts=1, offline=True).read_bytes() == DATA
     assert not hub.requests

@@ -12,24 +12,24 @@ from pathlib import Path
 
 import pytest
 
-from bloomery.data import vocabulary, worlds
-from bloomery.data.worlds import Conversation, Turn
+from bloomery.data.sources import toy_worlds
+from bloomery.data.sources.toy_worlds import WorldConversation, WorldTurn
 
 SEEDS = range(12)
-LISTS = {name: value for name, value in vars(vocabulary).items() if name.isupper() and isinstance(value, list | tuple)}
+LISTS = {name: value for name, value in vars(toy_worlds).items() if name.isupper() and isinstance(value, list | tuple)}
 WORDS = {word for words in LISTS.values() for word in words}
 ABOUT = ("library",)
 """Facts that say which things were listed together, and not what each of them is."""
 
 
 @cache
-def training_talks() -> list[Conversation]:
-    return [talk for seed in SEEDS for talk in worlds.conversations(seed, 150)]
+def training_talks() -> list[WorldConversation]:
+    return [talk for seed in SEEDS for talk in toy_worlds.conversations(seed, 150)]
 
 
 @cache
-def held_out_talks() -> list[Conversation]:
-    return [talk for seed in SEEDS for talk in worlds.conversations(seed, 50, "held out")]
+def held_out_talks() -> list[WorldConversation]:
+    return [talk for seed in SEEDS for talk in toy_worlds.conversations(seed, 50, "held out")]
 
 
 @cache
@@ -40,7 +40,7 @@ def training_texts() -> list[str]:
 
 def told_texts() -> tuple[list[str], list[str]]:
     told = [" ".join(message["content"] for message in talk.messages()) for talk in training_talks()]
-    return [text for seed in SEEDS for text in worlds.documents(seed, 100)], told
+    return [text for seed in SEEDS for text in toy_worlds.documents(seed, 100)], told
 
 
 def sentences(text: str) -> list[str]:
@@ -66,9 +66,9 @@ def sum_of(question: str, before: int | None) -> int:
 
 def module_of(question: str, context: str) -> set[str]:
     """The modules that the context names and that have what the question names."""
-    asked = set(re.findall(r"\w+", question)) & {name for names in vocabulary.FUNCTIONS.values() for name in names}
+    asked = set(re.findall(r"\w+", question)) & {name for names in toy_worlds.FUNCTIONS.values() for name in names}
     named = set(re.findall(r"\w+", context))
-    return {module for module in vocabulary.FUNCTIONS if module in named and asked & set(vocabulary.FUNCTIONS[module])}
+    return {module for module in toy_worlds.FUNCTIONS if module in named and asked & set(toy_worlds.FUNCTIONS[module])}
 
 
 History = list[tuple[str, str]]
@@ -78,7 +78,7 @@ History = list[tuple[str, str]]
 def take_in(history: History, sentence: str) -> None:
     """What a sentence tells of the thing, whatever its wording."""
     said = re.findall(r"\w+", sentence)
-    person, place = ([word for word in said if word in kind] for kind in (vocabulary.PEOPLE, vocabulary.PLACES))
+    person, place = ([word for word in said if word in kind] for kind in (toy_worlds.PEOPLE, toy_worlds.PLACES))
     if person and place:
         history.append((person[0], place[0]))
 
@@ -89,7 +89,7 @@ def told_of(history: History, question: str) -> str:
     return person if question.startswith("Who") else place
 
 
-def solve(talk: Conversation) -> Iterator[tuple[Turn, str]]:
+def solve(talk: WorldConversation) -> Iterator[tuple[WorldTurn, str]]:
     """Every turn, and what is wrong with its answer, or ""."""
     history: History = []
     for sentence in sentences(talk.context):
@@ -114,7 +114,7 @@ def solve(talk: Conversation) -> Iterator[tuple[Turn, str]]:
             for sentence in more:
                 take_in(history, sentence)
             right = told_of(history, asked)
-            thing = words(asked) & set(vocabulary.THINGS)
+            thing = words(asked) & set(toy_worlds.THINGS)
             good = words(turn.answer) == {right, *thing}
             yield turn, "" if good else f"{right} is right"
 
@@ -135,8 +135,8 @@ def test_a_solver_that_accepts_everything_would_be_noticed() -> None:
     refused: Counter[bool] = Counter()
     talks = training_talks()
     for talk, other in pairwise(talks):
-        wrong = Turn(talk.turns[0].question, other.turns[0].answer, "", ())
-        [(_, told)] = solve(Conversation(talk.context, (wrong,)))
+        wrong = WorldTurn(talk.turns[0].question, other.turns[0].answer, "", ())
+        [(_, told)] = solve(WorldConversation(talk.context, (wrong,)))
         refused[bool(told)] += 1
     assert refused[True] > 0.97 * len(talks)
 
@@ -145,8 +145,8 @@ def test_a_solver_that_accepts_everything_would_be_noticed() -> None:
 
 
 def test_no_turn_in_training_states_a_held_out_fact_and_every_held_out_question_asks_for_one() -> None:
-    assert not [turn for talk in training_talks() for turn in talk.turns if worlds.is_held_out(turn.fact)]
-    assert all(worlds.is_held_out(talk.turns[-1].fact) for talk in held_out_talks())
+    assert not [turn for talk in training_talks() for turn in talk.turns if toy_worlds.is_held_out(turn.fact)]
+    assert all(toy_worlds.is_held_out(talk.turns[-1].fact) for talk in held_out_talks())
     assert len(held_out_talks()) >= 500
 
 
@@ -190,16 +190,16 @@ def test_no_sentence_in_training_brings_the_words_of_a_held_out_fact_together() 
 
 
 def test_about_their_share_of_facts_is_held_out() -> None:
-    facts = [("where", thing, str(number)) for thing in vocabulary.THINGS for number in range(200)]
-    assert sum(map(worlds.is_held_out, facts)) / len(facts) == pytest.approx(1 / worlds.HELD_OUT_OF, rel=0.1)
+    facts = [("where", thing, str(number)) for thing in toy_worlds.THINGS for number in range(200)]
+    assert sum(map(toy_worlds.is_held_out, facts)) / len(facts) == pytest.approx(1 / toy_worlds.HELD_OUT_OF, rel=0.1)
 
 
 # --- what comes when -----------------------------------------------------------------------------------------------
 
 DUMP = """
 import hashlib
-from bloomery.data import worlds
-made = [*worlds.documents(5, 60), *worlds.conversations(5, 60), *worlds.conversations(5, 60, "held out")]
+from bloomery.data.sources import toy_worlds
+made = [*toy_worlds.documents(5, 60), *toy_worlds.conversations(5, 60), *toy_worlds.conversations(5, 60, "held out")]
 print(hashlib.sha256("\\n".join(map(repr, made)).encode()).hexdigest())
 """
 
@@ -220,11 +220,11 @@ def test_worlds_are_the_same_in_every_process() -> None:
 
 def test_a_longer_stream_begins_with_the_shorter_one_and_seeds_differ() -> None:
     for split in ("train", "held out"):
-        some = list(worlds.conversations(3, 40, split))
-        assert some == list(worlds.conversations(3, 90, split))[:40]
-        assert some != list(worlds.conversations(4, 40, split))
-    assert list(worlds.documents(3, 40)) == list(worlds.documents(3, 90))[:40]
-    assert not set(worlds.documents(3, 40)) & set(worlds.documents(4, 40))
+        some = list(toy_worlds.conversations(3, 40, split))
+        assert some == list(toy_worlds.conversations(3, 90, split))[:40]
+        assert some != list(toy_worlds.conversations(4, 40, split))
+    assert list(toy_worlds.documents(3, 40)) == list(toy_worlds.documents(3, 90))[:40]
+    assert not set(toy_worlds.documents(3, 40)) & set(toy_worlds.documents(4, 40))
 
 
 def test_conversations_are_of_every_length_and_kind() -> None:
@@ -249,11 +249,11 @@ def test_only_lists_of_library_names_hold_what_is_held_out_and_only_in_longer_li
     documents, talks = ([set(re.findall(r"\w+", one)) for one in some if "In Python," in one] for some in told_texts())
     assert any(set(fact[1:]) < names for fact in held for names in documents)
     assert any(set(fact[1:]) < names for fact in held for names in talks)
-    assert "test copying" in (worlds.__doc__ or "")
+    assert "test copying" in (toy_worlds.__doc__ or "")
 
 
 def test_documents_are_text_and_hardly_any_come_twice() -> None:
-    texts = [text for seed in SEEDS for text in worlds.documents(seed, 100)]
+    texts = [text for seed in SEEDS for text in toy_worlds.documents(seed, 100)]
     assert all(text.strip() == text != "" for text in texts)
     assert len(set(texts)) > 0.97 * len(texts)
 
@@ -264,7 +264,7 @@ def test_the_demo_asks_what_no_model_was_told() -> None:
     facts = [("plus", "17", "25"), ("where", "lamp", "downstairs"), ("library", "dumps", "shorten")]
     for prompt, (_, *about) in zip(asked, facts, strict=True):
         assert set(about) <= set(re.findall(r"\w+", prompt))
-    assert all(map(worlds.is_held_out, facts))
+    assert all(map(toy_worlds.is_held_out, facts))
 
 
 # --- the vocabulary ------------------------------------------------------------------------------------------------
@@ -273,12 +273,12 @@ def test_the_demo_asks_what_no_model_was_told() -> None:
 def test_words_mean_one_thing_each() -> None:
     every = [word for listed in LISTS.values() for word in listed]
     assert len(set(every)) == len(every)
-    assert len(vocabulary.FUNCTIONS) > 20
+    assert len(toy_worlds.FUNCTIONS) > 20
 
 
-@pytest.mark.parametrize("module", sorted(vocabulary.FUNCTIONS))
+@pytest.mark.parametrize("module", sorted(toy_worlds.FUNCTIONS))
 def test_every_name_is_in_its_module_of_the_running_library(module: str) -> None:
-    names = vocabulary.FUNCTIONS[module]
+    names = toy_worlds.FUNCTIONS[module]
     found = importlib.import_module(module)
     assert module in sys.stdlib_module_names
     assert [name for name in names if not hasattr(found, name)] == []
@@ -288,5 +288,5 @@ def test_every_name_is_in_its_module_of_the_running_library(module: str) -> None
 def test_the_held_out_facts_are_written_down_and_stay_what_they_are() -> None:
     """A model that was trained with an older version is asked what it has not seen."""
     facts = [("where", "lamp", str(number)) for number in range(200)]
-    chosen = "".join("1" if worlds.is_held_out(fact) else "0" for fact in facts)
+    chosen = "".join("1" if toy_worlds.is_held_out(fact) else "0" for fact in facts)
     assert hashlib.sha256(chosen.encode()).hexdigest()[:16] == "69a1d4f83ec8afdb"

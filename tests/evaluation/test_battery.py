@@ -6,9 +6,8 @@ from typing import Any
 import pytest
 
 from bloomery.core.errors import DataError
-from bloomery.evaluation import battery, tasks
-from bloomery.evaluation.shapes import Item
-from bloomery.evaluation.tasks import Place
+from bloomery.evaluation import tasks
+from bloomery.evaluation.tasks import EvalItem, TaskFiles
 from tests.shared import SHARED, needs
 
 SEEDS = SHARED / "reference" / "seeds.md"
@@ -24,9 +23,9 @@ OTHER = [os.getcwd()]
 """
 
 
-def items(tmp_path: Path) -> list[Item]:
+def items(tmp_path: Path) -> list[EvalItem]:
     (tmp_path / "eval_prompts.py").write_text(FILE)
-    return tasks.rows("prompts", Place((tmp_path,)))
+    return tasks.rows("prompts", TaskFiles((tmp_path,)))
 
 
 def test_prompts_are_read_as_literals_and_nothing_is_run(tmp_path: Path) -> None:
@@ -36,7 +35,7 @@ def test_prompts_are_read_as_literals_and_nothing_is_run(tmp_path: Path) -> None
     assert found[2].test == "assert one(*()) == 1\n"
     (tmp_path / "eval_prompts.py").write_text("FACTUAL = [__import__('os').system('false')]")
     with pytest.raises(DataError, match="something else than literals"):
-        tasks.rows("prompts", Place((tmp_path,)))
+        tasks.rows("prompts", TaskFiles((tmp_path,)))
 
 
 RAIN = "Rain falls from a cloud when drops grow heavy. Then the ground gets wet and seeds begin to grow in it. "
@@ -62,14 +61,14 @@ SAID: list[tuple[int, str, bool]] = [
 
 @pytest.mark.parametrize(("number", "said", "right"), SAID)
 def test_every_kind_of_prompt_has_its_check(number: int, said: str, right: bool, tmp_path: Path) -> None:
-    assert battery.is_right(items(tmp_path)[number], said) is right
+    assert tasks.is_right(items(tmp_path)[number], said) is right
 
 
 @needs(SEEDS)
 def test_the_real_prompts_are_all_read(tmp_path: Path) -> None:
     code = re.findall(r"```python\n(.*?)```", SEEDS.read_text(encoding="utf-8"), re.DOTALL)
     (tmp_path / "eval_prompts.py").write_text(next(one for one in code if "FACTUAL = [" in one), encoding="utf-8")
-    found = tasks.rows("prompts", Place((tmp_path,)))
+    found = tasks.rows("prompts", TaskFiles((tmp_path,)))
     kinds = [json.loads(item.answer)["kind"] for item in found]
     counts: dict[str, Any] = {kind: kinds.count(kind) for kind in dict.fromkeys(kinds)}
     assert counts == {"FACTUAL": 40, "CODE": 12, "INSTRUCTION": 10, "ESSAY": 8, "CONVO": 6}

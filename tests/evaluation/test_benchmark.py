@@ -12,21 +12,20 @@ import pyarrow.parquet as pq
 import pytest
 
 from bloomery.core.errors import ConfigError, DataError
-from bloomery.evaluation import benchmark, likelihood, shown, tasks
-from bloomery.evaluation.benchmark import Asked, Result
-from bloomery.evaluation.likelihood import Asked as Pair
-from bloomery.evaluation.likelihood import Likelihood
+from bloomery.evaluation import harness, tasks
+from bloomery.evaluation.harness import Continuation as Pair
+from bloomery.evaluation.harness import EvalRequest, Likelihood, QuestionResult
 from bloomery.evaluation.report import render
-from bloomery.evaluation.tasks import Place
-from bloomery.weights import huggingface
-from bloomery.weights.huggingface import Loaded
+from bloomery.evaluation.tasks import TaskFiles
+from bloomery.weights import hf
+from bloomery.weights.hf import Loaded
 from tests.evaluation.sets import write
 from tests.weights.made import model
 
 WORDS = ("lamp", "door", "apple", "river", "stone", "cloud", "bread", "horse")
 
 
-def choices(folder: Path, count: int = 400) -> Place:
+def choices(folder: Path, count: int = 400) -> TaskFiles:
     """Questions with four choices, of which the right one is told by the question."""
     rng = random.Random(5)
     rows = []
@@ -35,12 +34,12 @@ def choices(folder: Path, count: int = 400) -> Place:
         gold = rng.randrange(4)
         rows.append({"query": f"{number}: it is the {some[gold]}. It is the", "choices": some, "gold": gold})
     write(folder / "openbookqa.jsonl", rows)
-    return Place((folder,))
+    return TaskFiles((folder,))
 
 
 @pytest.fixture
 def loaded(tmp_path: Path) -> Loaded:
-    return huggingface.load(model(tmp_path / "model", context=120))
+    return hf.load(model(tmp_path / "model", context=120))
 
 
 def scorer(log_p: Callable[[Pair], float]) -> Any:
@@ -53,9 +52,9 @@ def scorer(log_p: Callable[[Pair], float]) -> Any:
 def test_a_model_for_which_all_is_alike_scores_chance(
     loaded: Loaded, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(likelihood, "score", scorer(lambda pair: -1.0))
-    asked = Asked(tasks=("openbookqa",), place=choices(tmp_path))
-    told = benchmark.scores("openbookqa", benchmark.run(loaded, asked)["openbookqa"])
+    monkeypatch.setattr(harness, "score", scorer(lambda pair: -1.0))
+    asked = EvalRequest(tasks=("openbookqa",), place=choices(tmp_path))
+    told = harness.scores("openbookqa", harness.evaluate(loaded, asked)["openbookqa"])
     assert told["n"] == 400
     for metric in ("acc",):
         assert told["scores"][metric]["low"] < told["chance"] < told["scores"][metric]["high"]
@@ -66,13 +65,13 @@ def test_a_model_that_knows_scores_one(loaded: Loaded, tmp_path: Path, monkeypat
         text, choice = loaded.tokenizer.decode(pair.prompt), loaded.tokenizer.decode(pair.continuation)
         return 0.0 if f"it is the{choice}." in text else -5.0
 
-    monkeypatch.setattr(likelihood, "score", scorer(knows))
-    asked = Asked(tasks=("openbookqa",), place=choices(tmp_path))
-    told = benchmark.scores("openbookqa", benchmark.run(loaded, asked)["openbookqa"])
+    monkeypatch.setattr(harness, "score", scorer(knows))
+    asked = EvalRequest(tasks=("openbookqa",), place=choices(tmp_path))
+    told = harness.scores("openbookqa", harness.evaluate(loaded, asked)["openbookqa"])
     assert all(told["scores"][metric]["value"] == 1.0 for metric in ("acc", "acc_norm"))
 
 
-def piqa(folder: Path, count: int) -> Place:
+def piqa(folder: Path, count: int) -> TaskFiles:
     """Rows as the hub has them, made up: which of two things opens a thing is told by the goal."""
     rng = random.Random(6)
     rows = []
@@ -82,26 +81,26 @@ def piqa(folder: Path, count: int) -> Place:
         goal = f"{number}: To open it, use the {(one, other)[label]}."
         rows.append({"goal": goal, "sol1": f"Use the {one}.", "sol2": f"Use the {other}.", "label": label})
     pq.write_table(pa.Table.from_pylist(rows), folder / "piqa_validation.parquet")
-    return Place((folder,))
+    return TaskFiles((folder,))
 
 
 def test_chance_comes_from_the_number_of_choices_that_the_rows_have() -> None:
     results = [
-        Result(task="commonsense_qa", row=row, scores={"acc": 1.0}, facts={"log_p": [-1.0] * num})
+        QuestionResult(task="commonsense_qa", row=row, scores={"acc": 1.0}, facts={"log_p": [-1.0] * num})
         for row, num in ((1, 4), (2, 5))
     ]
-    assert benchmark.scores("commonsense_qa", results[:1])["chance"] == 0.25
-    assert benchmark.scores("commonsense_qa", results)["chance"] == 0.225
+    assert harness.scores("commonsense_qa", results[:1])["chance"] == 0.25
+    assert harness.scores("commonsense_qa", results)["chance"] == 0.225
 
 
 def test_piqa_is_asked_as_goal_and_solutions_and_who_knows_scores_one(
     loaded: Loaded, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    asked = Asked(tasks=("piqa",), place=piqa(tmp_path, 40))
+    asked = EvalRequest(tasks=("piqa",), place=piqa(tmp_path, 40))
     (first, *_) = tasks.rows("piqa", asked.place)
     assert first.prompts[0].startswith("Question: 0: To open it")
     assert first.prompts[0].endswith("\nAnswer:")
-    told = benchmark.scores("piqa", benchmark.run(loaded, asked)["piqa"])
+    told = harness.scores("piqa", harness.evaluate(loaded, asked)["piqa"])
     assert told["n"] == 40
     assert told["chance"] == 0.5
     for metric in ("acc", "acc_norm"):
@@ -112,21 +111,21 @@ def test_piqa_is_asked_as_goal_and_solutions_and_who_knows_scores_one(
         text, choice = loaded.tokenizer.decode(pair.prompt), loaded.tokenizer.decode(pair.continuation)
         return 0.0 if choice.strip().lower() in text.lower() else -5.0
 
-    monkeypatch.setattr(likelihood, "score", scorer(knows))
-    told = benchmark.scores("piqa", benchmark.run(loaded, asked)["piqa"])
+    monkeypatch.setattr(harness, "score", scorer(knows))
+    told = harness.scores("piqa", harness.evaluate(loaded, asked)["piqa"])
     assert all(told["scores"][metric]["value"] == 1.0 for metric in ("acc", "acc_norm"))
 
 
 def test_the_hidden_answers_of_a_test_split_are_refused_and_not_scored_as_wrong(tmp_path: Path) -> None:
     write(tmp_path / "piqa_test.jsonl", [{"goal": "Open a jar", "sol1": "Twist.", "sol2": "Wait.", "label": -1}])
     with pytest.raises(DataError, match="the right one of 2 choices is -1"):
-        tasks.rows("piqa", Place((tmp_path,)))
+        tasks.rows("piqa", TaskFiles((tmp_path,)))
 
 
 def test_a_question_has_the_same_result_in_any_company(loaded: Loaded, tmp_path: Path) -> None:
     place = choices(tmp_path, 60)
-    every = benchmark.run(loaded, Asked(tasks=("openbookqa",), place=place))["openbookqa"]
-    few = benchmark.run(loaded, Asked(tasks=("openbookqa",), place=place, limit=7))["openbookqa"]
+    every = harness.evaluate(loaded, EvalRequest(tasks=("openbookqa",), place=place))["openbookqa"]
+    few = harness.evaluate(loaded, EvalRequest(tasks=("openbookqa",), place=place, limit=7))["openbookqa"]
     assert len(few) == 7
     by_row = {one.row: one for one in every}
     for one in few:
@@ -135,36 +134,36 @@ def test_a_question_has_the_same_result_in_any_company(loaded: Loaded, tmp_path:
 
 
 def test_a_seed_draws_the_questions(tmp_path: Path) -> None:
-    asked = Asked(tasks=("openbookqa",), place=choices(tmp_path), limit=30)
-    drawn = [item.row for item in benchmark.questions("openbookqa", asked)]
+    asked = EvalRequest(tasks=("openbookqa",), place=choices(tmp_path), limit=30)
+    drawn = [item.row for item in harness.questions("openbookqa", asked)]
     assert drawn == sorted(set(drawn))
-    assert drawn == [item.row for item in benchmark.questions("openbookqa", asked)]
-    assert drawn != [item.row for item in benchmark.questions("openbookqa", replace(asked, seed=1))]
+    assert drawn == [item.row for item in harness.questions("openbookqa", asked)]
+    assert drawn != [item.row for item in harness.questions("openbookqa", replace(asked, seed=1))]
 
 
 def test_the_last_word_is_judged_token_by_token_and_has_a_perplexity(loaded: Loaded, tmp_path: Path) -> None:
     write(tmp_path / "lambada.jsonl", [{"text": f"the {word} is a {word}"} for word in WORDS])
-    results = benchmark.run(loaded, Asked(tasks=("lambada",), place=Place((tmp_path,))))["lambada"]
-    told = benchmark.scores("lambada", results)["scores"]
+    results = harness.evaluate(loaded, EvalRequest(tasks=("lambada",), place=TaskFiles((tmp_path,))))["lambada"]
+    told = harness.scores("lambada", results)["scores"]
     assert told["perplexity"]["low"] < told["perplexity"]["value"] < told["perplexity"]["high"]
     assert told["acc"]["n"] == told["perplexity"]["n"] == len(WORDS)
 
 
 def test_of_a_set_with_a_known_part_clean_and_dirty_are_scored_apart() -> None:
-    results = [Result(task="copa", row=row, scores={"acc": float(row > 4)}) for row in range(1, 11)]
-    told = benchmark.scores("copa", results, dirty={7, 8, 9, 10})
+    results = [QuestionResult(task="copa", row=row, scores={"acc": float(row > 4)}) for row in range(1, 11)]
+    told = harness.scores("copa", results, dirty={7, 8, 9, 10})
     assert told["scores"]["acc"]["value"] == 0.6
     assert told["clean"]["acc"]["value"] == pytest.approx(1 / 3, abs=1e-6)
     assert (told["dirty"]["acc"]["value"], told["dirty_n"]) == (1.0, 4)
-    (line,) = shown.lines({"copa": told})
+    (line,) = harness.lines({"copa": told})
     assert "60.0%" in line
     assert "clean 33.3%" in line
     assert "dirty 100.0%" in line
 
 
 def test_every_question_is_a_line_of_the_file(tmp_path: Path) -> None:
-    results = {"copa": [Result(task="copa", row=3, scores={"acc": 1.0}, facts={"gold": 0, "chosen": 0})]}
-    benchmark.save(tmp_path / "samples.jsonl", results, {"copa": {3}})
+    results = {"copa": [QuestionResult(task="copa", row=3, scores={"acc": 1.0}, facts={"gold": 0, "chosen": 0})]}
+    harness.save(tmp_path / "samples.jsonl", results, {"copa": {3}})
     expected = {"task": "copa", "row": 3, "acc": 1.0, "dirty": True, "gold": 0, "chosen": 0}
     assert json.loads((tmp_path / "samples.jsonl").read_text()) == expected
 
@@ -172,32 +171,32 @@ def test_every_question_is_a_line_of_the_file(tmp_path: Path) -> None:
 def test_examples_of_a_task_that_has_none_are_refused(loaded: Loaded, tmp_path: Path) -> None:
     write(tmp_path / "lambada.jsonl", [{"text": "a b c"}])
     with pytest.raises(ConfigError, match="lambada has no examples to show, and shots=2"):
-        benchmark.run(loaded, Asked(tasks=("lambada",), place=Place((tmp_path,)), shots=2))
+        harness.evaluate(loaded, EvalRequest(tasks=("lambada",), place=TaskFiles((tmp_path,)), shots=2))
 
 
 # --- CORE ----------------------------------------------------------------------------------------------------------
 
 
-def of_core(folder: Path) -> Asked:
+def of_core(folder: Path) -> EvalRequest:
     """Two parts of it: choices, and a text that goes on."""
     choices(folder, 30)
     write(folder / "lambada.jsonl", [{"context": f"the {word} is a", "continuation": word} for word in WORDS])
-    return Asked(tasks=(), place=Place((folder,)), limit=8)
+    return EvalRequest(tasks=(), place=TaskFiles((folder,)), limit=8)
 
 
 def test_every_question_of_core_has_a_result_and_the_average_is_theirs(loaded: Loaded, tmp_path: Path) -> None:
     asked = of_core(tmp_path)
-    found = benchmark.core(loaded, asked)
-    questions = benchmark.core_questions(asked)
+    found = harness.evaluate_core(loaded, asked)
+    questions = harness.core_questions(asked)
     assert list(found) == list(questions) == ["core.openbook_qa", "core.lambada_openai"]
     for name, results in found.items():
         assert [one.row for one in results] == [item.row for item in questions[name]]
         assert {one.task for one in results} == {name}
-    told = benchmark.core_scores(found)
+    told = harness.core_scores(found)
     for name, results in found.items():
         part = told["parts"][name.removeprefix("core.")]
         assert (part["n"], part["acc"]) == (8, sum(one.scores["acc"] for one in results) / 8)
-    benchmark.save(tmp_path / "samples.jsonl", found)
+    harness.save(tmp_path / "samples.jsonl", found)
     lines = [json.loads(line) for line in (tmp_path / "samples.jsonl").read_text().splitlines()]
     assert [(one["task"], one["row"]) for one in lines] == [
         (one.task, one.row) for some in found.values() for one in some
@@ -205,18 +204,20 @@ def test_every_question_of_core_has_a_result_and_the_average_is_theirs(loaded: L
 
 
 def test_core_is_told_without_its_dirty_questions_beside_all() -> None:
-    def results(right: Sequence[bool]) -> list[Result]:
-        return [Result(task="", row=row, scores={"acc": float(one)}) for row, one in enumerate(right, 1)]
+    def results(right: Sequence[bool]) -> list[QuestionResult]:
+        return [QuestionResult(task="", row=row, scores={"acc": float(one)}) for row, one in enumerate(right, 1)]
 
     found = {"core.copa": results([True, True, False, False]), "core.squad": results([True, True])}
-    told = benchmark.core_scores(found, {"core.copa": {1}, "core.squad": set()})
+    told = harness.core_scores(found, {"core.copa": {1}, "core.squad": set()})
     assert (told["mean_of_parts"], told["n"], told["dirty_n"]) == (0.5, 6, 1)
     assert [part["dirty_n"] for part in told["parts"].values()] == [1, 0]
     assert told["clean"]["n"] == 5
     assert told["clean"]["mean_of_parts"] == pytest.approx(((1 / 3 - 0.5) / 0.5 + 1) / 2, abs=1e-6)
-    assert any("clean" in line and "without 1 that stand in the training text" in line for line in shown.core(told))
+    assert any(
+        "clean" in line and "without 1 that stand in the training text" in line for line in harness.core_lines(told)
+    )
     assert "1 questions stand in the training text; of the others it is 0.3333" in render({"core": told})
-    gone = benchmark.core_scores(found, {"core.copa": set(), "core.squad": {1, 2}})
+    gone = harness.core_scores(found, {"core.copa": set(), "core.squad": {1, 2}})
     assert gone["clean"]["missing"] == [*told["missing"][:17], "squad", *told["missing"][17:]]
-    assert benchmark.core_scores(found, {"core.copa": {1, 2, 3, 4}, "core.squad": {1, 2}})["clean"] is None
-    assert "clean" not in benchmark.core_scores(found)
+    assert harness.core_scores(found, {"core.copa": {1, 2, 3, 4}, "core.squad": {1, 2}})["clean"] is None
+    assert "clean" not in harness.core_scores(found)

@@ -4,9 +4,8 @@ import numpy as np
 import pytest
 
 from bloomery.core.errors import DataError
-from bloomery.core.stop import Stop, Terminated
-from bloomery.evaluation.choices import Choices, log_likelihoods
-from bloomery.shards.choices import Example
+from bloomery.core.signals import StopRequest, Terminated
+from bloomery.evaluation.llmc_choices import ChoiceExample, MultipleChoiceEval, log_likelihoods
 from tests.model.made import SHAPES, VOCAB_SIZE, lively
 from tests.shards.test_choices import by_hand
 from tests.tokenizer.made import small
@@ -57,14 +56,14 @@ def test_the_likeliest_answer_by_bytes_and_by_tokens_is_counted(monkeypatch: pyt
     """Sums of −6 and −8: by tokens (2 and 4) the second wins, by bytes (6 and 4) the first."""
     known = iter([-6.0, -8.0] * 2)
     monkeypatch.setattr(
-        "bloomery.evaluation.choices.log_likelihoods",
+        "bloomery.evaluation.llmc_choices.log_likelihoods",
         lambda model, device, rows: torch.tensor([next(known) for _ in rows]),
     )
     answers = (ids(1, 1), ids(2, 2, 2, 2))
-    examples = [Example(question=ids(0), answers=answers, right=right) for right in (0, 1)]
-    examples[1] = Example(question=ids(0), answers=answers, right=0)
-    asked = Choices(examples, [0, 3, 1], rows_at_once=3)
-    stop = Stop()
+    examples = [ChoiceExample(question=ids(0), answers=answers, right=right) for right in (0, 1)]
+    examples[1] = ChoiceExample(question=ids(0), answers=answers, right=0)
+    asked = MultipleChoiceEval(examples, [0, 3, 1], rows_at_once=3)
+    stop = StopRequest()
     found = asked.accuracy("questions", lively(SHAPES[0]), processor(), stop)
     assert found == {"questions": 1.0, "questions_per_token": 0.0}
     stop.asked = True
@@ -75,8 +74,8 @@ def test_the_likeliest_answer_by_bytes_and_by_tokens_is_counted(monkeypatch: pyt
 def test_of_a_file_as_many_examples_are_asked_as_wanted(tmp_path: Path) -> None:
     file = tmp_path / "eval.bin"
     file.write_bytes(by_hand())
-    assert len(Choices.read(file, small()).examples) == 2
-    assert [one.right for one in Choices.read(file, small(), limit=1).examples] == [2]
+    assert len(MultipleChoiceEval.read(file, small()).examples) == 2
+    assert [one.right for one in MultipleChoiceEval.read(file, small(), limit=1).examples] == [2]
     file.write_bytes(by_hand(count=0)[:1024])
     with pytest.raises(DataError, match="holds no example"):
-        Choices.read(file, small())
+        MultipleChoiceEval.read(file, small())

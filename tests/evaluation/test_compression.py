@@ -8,9 +8,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from bloomery.core.errors import CheckpointError
-from bloomery.data import worlds
-from bloomery.evaluation import compression
-from bloomery.evaluation.compression import document_nats, measure, windows
+from bloomery.data.sources import toy_worlds
+from bloomery.evaluation import perplexity
+from bloomery.evaluation.perplexity import document_nats, measure, windows
 from bloomery.model.config import ModelConfig
 from bloomery.model.transformer import Transformer
 from tests.model.made import lively
@@ -21,7 +21,7 @@ import torch
 
 T = 24
 SHAPE = ModelConfig(width=32, num_layers=2, num_heads=4, num_kv_heads=2, mlp_width=48, context=T, tie_embeddings=False)
-TEXTS = ["short", "", "a", "é", *worlds.documents(5, 4), CODE, ELSEWHERE]
+TEXTS = ["short", "", "a", "é", *toy_worlds.documents(5, 4), CODE, ELSEWHERE]
 
 
 def model() -> Transformer:
@@ -50,6 +50,7 @@ def slow_nats(one: Transformer, text: str) -> float:
     return total
 
 
+@pytest.mark.slow
 def test_the_bits_of_documents_are_those_of_their_tokens_one_by_one() -> None:
     one = model()
     lengths = [len(small().encode(text)) for text in TEXTS]
@@ -63,7 +64,7 @@ def test_the_bits_of_documents_are_those_of_their_tokens_one_by_one() -> None:
 def test_neither_the_order_of_documents_nor_what_is_scored_at_once_matters(monkeypatch: pytest.MonkeyPatch) -> None:
     one = model()
     whole = document_nats(one, small(), TEXTS, processor())
-    monkeypatch.setattr(compression, "WINDOWS_AT_ONCE", 3)
+    monkeypatch.setattr(perplexity, "WINDOWS_AT_ONCE", 3)
     assert document_nats(one, small(), random.Random(1).sample(TEXTS, len(TEXTS)), processor()) == pytest.approx(whole)
 
 

@@ -2,11 +2,10 @@ import random
 from pathlib import Path
 
 from bloomery.core.config import build
-from bloomery.data import document
-from bloomery.data.engine import Engine
+from bloomery.data import documents
+from bloomery.data.executor import ExecutorConfig
 from bloomery.evaluation import contamination, tasks
-from bloomery.evaluation.shapes import Item
-from bloomery.evaluation.tasks import Place
+from bloomery.evaluation.tasks import EvalItem, TaskFiles
 from bloomery.stages import decontaminate
 from bloomery.stages.config import Decontaminate
 from tests.evaluation.sets import SETS, needs_sets
@@ -21,7 +20,7 @@ def filler(rng: random.Random) -> str:
 @needs_sets
 def test_every_planted_question_is_dirty_and_without_any_none_is(tmp_path: Path) -> None:
     rng = random.Random(1)
-    asked = {name: tasks.rows(name, Place((SETS,)))[:150] for name in NAMES}
+    asked = {name: tasks.rows(name, TaskFiles((SETS,)))[:150] for name in NAMES}
     planted = {name: {item.row for item in rng.sample(items, 20)} for name, items in asked.items()}
     texts = [filler(rng) for _ in range(300)]
     assert not any(contamination.dirty(asked, texts, tmp_path / "before").values())
@@ -38,7 +37,7 @@ def test_every_planted_question_is_dirty_and_without_any_none_is(tmp_path: Path)
 
 def test_a_question_that_several_tasks_ask_is_found_in_each_of_them(tmp_path: Path) -> None:
     rng = random.Random(3)
-    items = [Item(prompts=(filler(rng),), choices=("yes", "no"), row=row) for row in range(1, 31)]
+    items = [EvalItem(prompts=(filler(rng),), choices=("yes", "no"), row=row) for row in range(1, 31)]
     asked = {"copa": items, "core.copa": items[5:], "core.piqa": items[:20]}
     texts = [filler(rng), items[8].solved, items[25].solved]
     found = contamination.dirty(asked, texts, tmp_path)
@@ -54,11 +53,11 @@ def test_the_stage_removes_what_the_table_asks(tmp_path: Path) -> None:
         '"choice1": "It broke.", "choice2": "It sang.", "label": 0}\n'
     )
     texts = {"clean": filler(rng), "dirty": f"{filler(rng)} The gray lamp fell off the high shelf, therefore it broke."}
-    with document.Writer(tmp_path / "in") as writer:
+    with documents.Writer(tmp_path / "in") as writer:
         for name, text in texts.items():
             writer.write({"id": name, "text": text, "source": "s", "domain": "web", "url": None, "license": None})
     config = build(Decontaminate, {"tasks": ["copa"], "data": [str(task.parent)]})
-    told = decontaminate.run(config, document.parts(tmp_path / "in"), tmp_path / "out", Engine(workers=1))
+    told = decontaminate.run(config, documents.parts(tmp_path / "in"), tmp_path / "out", ExecutorConfig(workers=1))
     assert (told["kept"], told["reasons"]) == (1, {"decontaminate.copa": 1})
     before = decontaminate.digest(config)
     task.write_text(task.read_text().replace("sang", "flew"))

@@ -3,7 +3,7 @@
 import json
 from typing import Any
 
-from bloomery.evaluation.conversation_report import page
+from bloomery.evaluation.report import page
 from tests.evaluation.test_report import Checked, by_look, drawings, section
 
 ODD: tuple[Any, ...] = (None, 3, "x", [1], {"a": {"b": []}})

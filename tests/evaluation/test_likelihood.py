@@ -5,7 +5,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from bloomery.core.errors import CheckpointError, DataError
-from bloomery.evaluation.likelihood import Asked, Likelihood, encoded, score
+from bloomery.evaluation.harness import Continuation, Likelihood, encoded, score
 from bloomery.model.config import ModelConfig
 from bloomery.model.transformer import Transformer
 from tests.model.made import CHOICES, SHAPES, VOCAB_SIZE, lively
@@ -16,11 +16,13 @@ import torch
 SEEDS = st.integers(0, 10_000)
 
 
-def scored(model: Transformer, asked: list[Asked], tokens: int = 8192, num_ids: int = VOCAB_SIZE) -> list[Likelihood]:
+def scored(
+    model: Transformer, asked: list[Continuation], tokens: int = 8192, num_ids: int = VOCAB_SIZE
+) -> list[Likelihood]:
     return score(model, asked, num_ids=num_ids, tokens_at_once=tokens, seen=lambda done: None)
 
 
-def slowly(model: Transformer, one: Asked) -> tuple[float, bool]:
+def slowly(model: Transformer, one: Continuation) -> tuple[float, bool]:
     """By one pass over each beginning, as the definition says."""
     ids = (one.prompt + one.continuation)[-(model.config.context + 1) :]
     total, greedy = 0.0, True
@@ -32,7 +34,7 @@ def slowly(model: Transformer, one: Asked) -> tuple[float, bool]:
     return total, greedy
 
 
-def drawn(seed: int, prompts: int, longest: int = 20) -> list[Asked]:
+def drawn(seed: int, prompts: int, longest: int = 20) -> list[Continuation]:
     """Some prompts, each with one to four continuations."""
     rng = random.Random(seed)
 
@@ -40,13 +42,16 @@ def drawn(seed: int, prompts: int, longest: int = 20) -> list[Asked]:
         return tuple(rng.randrange(VOCAB_SIZE) for _ in range(rng.randint(1, most)))
 
     return [
-        Asked(prompt, ids(6)) for prompt in (ids(longest) for _ in range(prompts)) for _ in range(rng.randint(1, 4))
+        Continuation(prompt, ids(6))
+        for prompt in (ids(longest) for _ in range(prompts))
+        for _ in range(rng.randint(1, 4))
     ]
 
 
 SHAPED = {"plain": SHAPES[0], "untied": SHAPES[1], **{name: CHOICES[name] for name in list(CHOICES)[::2]}}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("shape", SHAPED.values(), ids=SHAPED.keys())
 def test_a_continuation_is_as_likely_as_token_by_token(shape: ModelConfig) -> None:
     model = lively(shape)
@@ -62,7 +67,9 @@ def test_the_most_likely_token_is_one_that_the_tokenizer_has() -> None:
     with torch.no_grad():
         model.head.weight[VOCAB_SIZE:] = 1e4 * torch.stack([model.head.weight[0], -model.head.weight[0]])
         scores = [model.logits(model(torch.tensor([one.prompt])))[0, -1] for one in asked]
-    best = [Asked(one.prompt, (int(some[:VOCAB_SIZE].argmax()),)) for one, some in zip(asked, scores, strict=True)]
+    best = [
+        Continuation(one.prompt, (int(some[:VOCAB_SIZE].argmax()),)) for one, some in zip(asked, scores, strict=True)
+    ]
     assert all(int(some.argmax()) >= VOCAB_SIZE for some in scores)
     assert all(one.greedy for one in scored(model, best))
 
@@ -91,17 +98,17 @@ def test_what_is_longer_than_the_context_loses_its_beginning() -> None:
     model = lively(SHAPES[0])
     T = model.config.context
     long = drawn(3, 1, longest=1)[0].continuation
-    asked = [Asked(tuple(i % VOCAB_SIZE for i in range(size)), long) for size in (T - 1, T, T + 1, 3 * T)]
+    asked = [Continuation(tuple(i % VOCAB_SIZE for i in range(size)), long) for size in (T - 1, T, T + 1, 3 * T)]
     for one, found in zip(asked, scored(model, asked), strict=True):
         assert found.log_p == pytest.approx(slowly(model, one)[0], abs=2e-4)
-    beyond = Asked((1,), tuple(range(T + 5)))
+    beyond = Continuation((1,), tuple(range(T + 5)))
     kept = (beyond.prompt + beyond.continuation)[-(T + 1) :]
     assert scored(model, [beyond])[0].tokens == T == len(kept) - 1
 
 
 def test_probabilities_of_all_that_may_follow_sum_to_one() -> None:
     model = lively(SHAPES[0])
-    found = scored(model, [Asked((3, 1, 4), (id,)) for id in range(VOCAB_SIZE)])
+    found = scored(model, [Continuation((3, 1, 4), (id,)) for id in range(VOCAB_SIZE)])
     assert sum(2.718281828459045**one.log_p for one in found) == pytest.approx(1.0, abs=1e-5)
     assert sum(one.greedy for one in found) == 1
 

@@ -16,11 +16,10 @@ from typing import Any
 
 import pytest
 
-from bloomery.evaluation import benchmark, shapes, tasks
-from bloomery.evaluation.benchmark import Asked
-from bloomery.evaluation.shapes import Item
-from bloomery.evaluation.tasks import Place
-from bloomery.weights import huggingface
+from bloomery.evaluation import harness, tasks
+from bloomery.evaluation.harness import EvalRequest
+from bloomery.evaluation.tasks import EvalItem, TaskFiles
+from bloomery.weights import hf
 from tests.evaluation.sets import SETS, needs_sets, write
 from tests.weights.made import model
 
@@ -56,30 +55,30 @@ print(json.dumps(told))
 """
 
 
-def lettered(item: Item) -> dict[str, Any]:
+def lettered(item: EvalItem) -> dict[str, Any]:
     letters = [chr(65 + place) for place in range(len(item.choices))]
     return {"choices": {"text": list(item.choices), "label": letters}, "answerKey": letters[item.gold]}
 
 
-def hellaswag(item: Item) -> dict[str, Any]:
+def hellaswag(item: EvalItem) -> dict[str, Any]:
     about, _, context = item.prompts[0].partition(": ")
     endings = list(item.choices)
     return {"activity_label": about, "ctx_a": context, "ctx_b": "", "endings": endings, "label": str(item.gold)}
 
 
-def arc(item: Item) -> dict[str, Any]:
+def arc(item: EvalItem) -> dict[str, Any]:
     question = item.prompts[0].removeprefix("Question: ").removesuffix("\nAnswer:")
     return {"question": question, **lettered(item)}
 
 
-def boolq(item: Item) -> dict[str, Any]:
+def boolq(item: EvalItem) -> dict[str, Any]:
     passage, _, question = (
         item.prompts[0].removeprefix("Passage: ").removesuffix("?\nAnswer:").rpartition("\nQuestion: ")
     )
     return {"passage": passage, "question": question, "label": item.gold}
 
 
-def winogrande(item: Item) -> dict[str, Any]:
+def winogrande(item: EvalItem) -> dict[str, Any]:
     first, second = (prompt.split() for prompt in item.prompts)
     same = next(place for place, words in enumerate(zip_longest(first, second)) if words[0] != words[1])
     options = [" ".join(words[same:]) for words in (first, second)]
@@ -87,28 +86,28 @@ def winogrande(item: Item) -> dict[str, Any]:
     return {"sentence": sentence, "option1": options[0], "option2": options[1], "answer": str(item.gold + 1)}
 
 
-def mmlu(item: Item) -> dict[str, Any]:
+def mmlu(item: EvalItem) -> dict[str, Any]:
     question, *choices = item.prompts[0].removesuffix("\nAnswer:").rsplit("\n", 4)
     plain = [choice[3:] for choice in choices]
     return {"question": question, "subject": "abstract_algebra", "choices": plain, "answer": item.gold}
 
 
-def piqa(item: Item) -> dict[str, Any]:
+def piqa(item: EvalItem) -> dict[str, Any]:
     goal = item.prompts[0].removeprefix("Question: ").removesuffix("\nAnswer:")
     return {"goal": goal, "sol1": item.choices[0], "sol2": item.choices[1], "label": item.gold}
 
 
-def goals() -> list[Item]:
+def goals() -> list[EvalItem]:
     """Questions as PIQA's, which is not among the shared sets."""
     rows = []
     for number in range(COUNT):
         words = ("a spoon", "the old towel", "warm water and 2 stones", "glue", "nothing at all")
         one, other = words[number % 5], words[(number // 5 + number + 1) % 5]
         rows.append({"goal": f"Open jar {number}", "sol1": f"Use {one}.", "sol2": f"Take {other}", "label": number % 2})
-    return [shapes.piqa(row) for row in rows]
+    return [tasks.piqa(row) for row in rows]
 
 
-NATIVE: Mapping[str, tuple[str, str, Callable[[Item], dict[str, Any]]]] = {
+NATIVE: Mapping[str, tuple[str, str, Callable[[EvalItem], dict[str, Any]]]] = {
     "hellaswag": ("hellaswag/hellaswag.yaml", "validation", hellaswag),
     "arc_easy": ("arc/arc_easy.yaml", "test", arc),
     "openbookqa": (
@@ -138,7 +137,7 @@ def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     model(made / "model", context=256)
     stock = Path(LM_EVAL.submodule_search_locations[0]) / "tasks"
     for name, (definition, split, native) in NATIVE.items():
-        items = goals() if name == "piqa" else tasks.rows(name, Place((SETS,)))
+        items = goals() if name == "piqa" else tasks.rows(name, TaskFiles((SETS,)))
         picked = items[:: max(1, len(items) // COUNT)][:COUNT] if name != "mmlu" else items[:COUNT]
         rows = write(made / "rows" / f"{name}_{split}.jsonl", [native(item) for item in picked])
         metrics = (
@@ -171,10 +170,10 @@ def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 @pytest.mark.parametrize("name", NATIVE)
 def test_every_item_is_judged_as_by_lm_eval(name: str, folder: Path) -> None:
     theirs = json.loads((folder / "theirs.json").read_text())[f"local_{name}"]
-    loaded = huggingface.load(folder / "model")
+    loaded = hf.load(folder / "model")
     opening = json.loads((folder / "opening.json").read_text())
-    place = Place((folder / "rows",))
-    ours = benchmark.run(loaded, Asked(tasks=(name,), place=place, opening=opening))[name]
+    place = TaskFiles((folder / "rows",))
+    ours = harness.evaluate(loaded, EvalRequest(tasks=(name,), place=place, opening=opening))[name]
     items = tasks.rows(name, place)
     assert len(ours) == len(theirs) == COUNT
     for item, mine, yours in zip(items, ours, theirs, strict=True):

@@ -7,19 +7,19 @@ from typing import Any
 import pytest
 
 from bloomery.core.errors import DataError
-from bloomery.data import worlds
-from bloomery.evaluation import questions
-from bloomery.evaluation.questions import Judged, Question, ask, scores, table
+from bloomery.data.sources import toy_worlds
+from bloomery.evaluation import held_out as evaluation_held_out
+from bloomery.evaluation.held_out import JudgedAnswer, ToyQuestion, ask, question_scores, table
 from bloomery.generate.engine import Completion, Engine
-from bloomery.tokenizer.chat import Renderer
+from bloomery.tokenizer.chat_template import Renderer
 from tests.model.made import SHAPES, lively
 from tests.tokenizer.made import small
 
-held_out = cache(questions.held_out)
-KINDS = {talk.kind for talk in worlds.conversations(123, 3000, "held out")}
+held_out = cache(evaluation_held_out.held_out)
+KINDS = {talk.kind for talk in toy_worlds.conversations(123, 3000, "held out")}
 
 
-def shown(question: Question) -> str:
+def shown(question: ToyQuestion) -> str:
     return "\n".join(message["content"] for message in question.messages)
 
 
@@ -39,7 +39,7 @@ def test_every_seed_knows_every_kind() -> None:
 
 
 def test_a_seed_decides_the_questions() -> None:
-    assert questions.held_out(1, 30) == held_out(1, 30)
+    assert evaluation_held_out.held_out(1, 30) == held_out(1, 30)
     assert [shown(one) for one in held_out(1, 30)] != [shown(one) for one in held_out(2, 30)]
 
 
@@ -63,10 +63,10 @@ def test_where_a_kind_is_used_up_the_others_get_more_and_it_ends(monkeypatch: py
         while True:
             yield from stream
 
-    monkeypatch.setattr(questions, "_stream", endless)
-    monkeypatch.setattr(questions, "DRAWS_BEFORE_USED_UP", 200)
-    assert {shown(one) for one in questions.held_out(0, 30)} == {shown(one) for one in few}
-    assert len(questions.held_out(0, 1000)) == 30
+    monkeypatch.setattr(evaluation_held_out, "_stream", endless)
+    monkeypatch.setattr(evaluation_held_out, "DRAWS_BEFORE_USED_UP", 200)
+    assert {shown(one) for one in evaluation_held_out.held_out(0, 30)} == {shown(one) for one in few}
+    assert len(evaluation_held_out.held_out(0, 1000)) == 30
 
 
 # --- asked and judged ----------------------------------------------------------------------------------------------
@@ -110,19 +110,19 @@ def test_a_question_that_leaves_no_room_in_the_context_is_not_asked_and_counted(
     asked, renderer = held_out(0, 30), Renderer(small())
     lengths = sorted(len(renderer.prompt(question.messages)) for question in asked)
     engine.context = lengths[20]
-    kept = questions.fitting(engine, renderer, asked)
+    kept = evaluation_held_out.fitting(engine, renderer, asked)
     assert kept == [one for one in asked if len(renderer.prompt(one.messages)) < lengths[20]]
     assert 0 < len(kept) < 30
     assert len(ask(engine, renderer, kept, 1)) == len(kept)
     engine.context = lengths[0]
     told = rf"evaluate\.questions: none of 30 held-out questions fits the model's context of {lengths[0]} tokens"
     with pytest.raises(DataError, match=told):
-        questions.fitting(engine, renderer, asked)
-    assert questions.fitting(engine, renderer, []) == []
+        evaluation_held_out.fitting(engine, renderer, asked)
+    assert evaluation_held_out.fitting(engine, renderer, []) == []
 
 
-def judgment(kind: str, said: str = "yes", ended: bool = True) -> Judged:
-    return Judged(Question(kind, [], "yes"), said, ended)
+def judgment(kind: str, said: str = "yes", ended: bool = True) -> JudgedAnswer:
+    return JudgedAnswer(ToyQuestion(kind, [], "yes"), said, ended)
 
 
 def test_an_answer_that_did_not_end_is_not_exact() -> None:
@@ -134,10 +134,10 @@ def test_an_answer_that_did_not_end_is_not_exact() -> None:
 
 def test_scores_are_shares_of_all_and_of_each_kind() -> None:
     judged = [judgment("b"), judgment("a", "no"), judgment("b", ended=False), judgment("b", "no", ended=False)]
-    assert scores(judged) == {"n": 4, "exact": 0.25, "ended": 0.5}
+    assert question_scores(judged) == {"n": 4, "exact": 0.25, "ended": 0.5}
     assert table(judged) == {
         "a": {"n": 1, "exact": 0.0, "ended": 1.0},
         "b": {"n": 3, "exact": 0.3333, "ended": 0.3333},
     }
     assert list(table(judged)) == ["a", "b"]
-    assert scores([]) == {"n": 0, "exact": 0.0, "ended": 0.0}
+    assert question_scores([]) == {"n": 0, "exact": 0.0, "ended": 0.0}

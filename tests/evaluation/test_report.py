@@ -11,7 +11,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from bloomery.evaluation import charts
-from bloomery.evaluation.heat import heat
+from bloomery.evaluation.charts import heat
 from bloomery.evaluation.report import DATA_SECTIONS, SECTIONS, render
 from tests.evaluation.made import DOMAINS, corpus, full
 

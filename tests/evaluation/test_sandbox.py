@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 
 from bloomery.core.errors import HardwareError
-from bloomery.evaluation import cell, sandbox, tasks
-from bloomery.evaluation.sandbox import Limits, Outcome, run
+from bloomery.evaluation import sandbox, sandbox_child, tasks
+from bloomery.evaluation.sandbox import SandboxLimits, SandboxResult, run
 from tests.evaluation import sets
 
-QUICK = Limits(seconds=10.0, cpu_seconds=5)
+QUICK = SandboxLimits(seconds=10.0, cpu_seconds=5)
 
 
 def holds() -> str:
@@ -37,7 +37,7 @@ def cells() -> set[int]:
             words = place.read_bytes().split(b"\0")
         except OSError:
             continue
-        if any(word.endswith(b"evaluation/cell.py") for word in words):
+        if any(word.endswith(b"evaluation/sandbox_child.py") for word in words):
             found.add(int(place.parent.name))
     return found
 
@@ -53,7 +53,7 @@ def nothing_stays() -> Iterator[None]:
     assert Path("/proc/self/mounts").read_text() == mounts
 
 
-def tried(code: str, limits: Limits = QUICK, tests: str = "") -> Outcome:
+def tried(code: str, limits: SandboxLimits = QUICK, tests: str = "") -> SandboxResult:
     began = time.monotonic()
     outcome = run(code, tests, limits)
     assert time.monotonic() - began < limits.seconds + 30
@@ -89,10 +89,13 @@ os._exit({})
 @pytest.mark.parametrize(
     "code",
     [
-        *(f"import sys; sys.exit({code})" for code in (cell.REFUSED, cell.PASSED, 200)),
-        *(f"import os; os._exit({code})" for code in (cell.REFUSED, cell.PASSED)),
-        *(f"import os; os.execv('/bin/sh', ['sh', '-c', 'exit {code}'])" for code in (cell.REFUSED, cell.PASSED)),
-        *(SAYS_ALL_IT_CAN.format(code) for code in (0, cell.REFUSED, cell.PASSED)),
+        *(f"import sys; sys.exit({code})" for code in (sandbox_child.REFUSED, sandbox_child.PASSED, 200)),
+        *(f"import os; os._exit({code})" for code in (sandbox_child.REFUSED, sandbox_child.PASSED)),
+        *(
+            f"import os; os.execv('/bin/sh', ['sh', '-c', 'exit {code}'])"
+            for code in (sandbox_child.REFUSED, sandbox_child.PASSED)
+        ),
+        *(SAYS_ALL_IT_CAN.format(code) for code in (0, sandbox_child.REFUSED, sandbox_child.PASSED)),
         FORKED,
     ],
 )
@@ -112,11 +115,11 @@ def test_code_that_no_file_can_hold_fails() -> None:
 
 def test_an_endless_loop_ends_with_its_time_also_where_it_ignores_signals() -> None:
     stubborn = "import signal\nfor one in (2, 15, 24): signal.signal(one, signal.SIG_IGN)\nwhile True: pass"
-    outcome = tried(stubborn, Limits(seconds=1.0, cpu_seconds=20))
+    outcome = tried(stubborn, SandboxLimits(seconds=1.0, cpu_seconds=20))
     assert outcome.status == "timeout"
     assert outcome.seconds < 15
-    assert tried("while True: pass", Limits(seconds=60.0, cpu_seconds=1)).status == "killed"
-    assert tried("import time; time.sleep(60)", Limits(seconds=0.5)).status == "timeout"
+    assert tried("while True: pass", SandboxLimits(seconds=60.0, cpu_seconds=1)).status == "killed"
+    assert tried("import time; time.sleep(60)", SandboxLimits(seconds=0.5)).status == "timeout"
 
 
 def test_a_fork_bomb_has_few_processes_and_none_of_them_stays() -> None:
@@ -135,9 +138,9 @@ print(made)
 """
     outcome = tried(bomb)
     assert outcome.passed
-    assert int(outcome.output) < Limits().processes
+    assert int(outcome.output) < SandboxLimits().processes
     assert (
-        tried("import os\nwhile True:\n    try: os.fork()\n    except OSError: pass", Limits(seconds=1.0)).status
+        tried("import os\nwhile True:\n    try: os.fork()\n    except OSError: pass", SandboxLimits(seconds=1.0)).status
         == "timeout"
     )
 
@@ -162,9 +165,9 @@ except OSError as error:
 
 
 def test_a_flood_of_output_ends_the_program_and_is_cut() -> None:
-    outcome = tried("while True: print('x' * 10000)", Limits(seconds=60.0))
+    outcome = tried("while True: print('x' * 10000)", SandboxLimits(seconds=60.0))
     assert outcome.status == "output"
-    assert len(outcome.output) == Limits().output_bytes
+    assert len(outcome.output) == SandboxLimits().output_bytes
     assert outcome.seconds < 50
 
 
@@ -191,7 +194,7 @@ text = ''.join(seen)
 processes = sorted(int(name) for name in os.listdir('/proc') if name.isdigit())
 print(len(os.listdir('/work')), 'hunter2' in text, 'passwd' in text, processes)
 """
-    outcome = tried(code, Limits(seconds=60.0, cpu_seconds=30))
+    outcome = tried(code, SandboxLimits(seconds=60.0, cpu_seconds=30))
     assert (outcome.status, outcome.output) == ("passed", "0 False False [1, 2]\n")
 
 
@@ -245,12 +248,12 @@ def test_one_program_sees_nothing_of_the_one_before() -> None:
 
 def changed(tmp_path: Path, before: str, after: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The cell with one line that is another."""
-    text = Path(cell.__file__).read_text()
+    text = Path(sandbox_child.__file__).read_text()
     assert text.count(before) == 1
     script = tmp_path / "evaluation" / "cell.py"
     script.parent.mkdir()
     script.write_text(text.replace(before, after))
-    monkeypatch.setattr(cell, "__file__", str(script))
+    monkeypatch.setattr(sandbox_child, "__file__", str(script))
 
 
 def test_where_a_wall_cannot_be_had_nothing_runs_unless_weaker_ones_are_allowed(
@@ -263,7 +266,7 @@ def test_where_a_wall_cannot_be_had_nothing_runs_unless_weaker_ones_are_allowed(
     assert (outcome.status, outcome.output) == ("passed", "ran\n")
     assert "PermissionError" in run("import socket; socket.socket()", "", QUICK, weaker=True).output
     assert "MemoryError" in run("x = bytearray(2**30)", "", QUICK, weaker=True).output
-    assert run("while True: pass", "", Limits(seconds=1.0), weaker=True).status == "timeout"
+    assert run("while True: pass", "", SandboxLimits(seconds=1.0), weaker=True).status == "timeout"
 
 
 def test_a_user_without_rights_gets_the_same_walls_from_a_user_namespace(
@@ -285,7 +288,7 @@ def test_a_user_without_rights_gets_the_same_walls_from_a_user_namespace(
     assert tried("import os, signal\nsignal.signal(15, signal.SIG_IGN)\nos.kill(0, 15)").passed
     assert not tried(f"{FORGE}{ATTACKS['descriptors']}\ndef f(x): attack()", tests="assert f(41) == 42").passed
     bomb = "import os\nwhile True:\n    try: os.fork()\n    except OSError: pass"
-    assert tried(bomb, Limits(seconds=1.0)).status == "timeout"
+    assert tried(bomb, SandboxLimits(seconds=1.0)).status == "timeout"
 
 
 FORGE = """
@@ -430,13 +433,14 @@ def attack():
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("when", ["as it is loaded", "as it is called"])
 @pytest.mark.parametrize("attack", ATTACKS)
 def test_no_solution_ends_its_tests(attack: str, when: str) -> None:
     called = "attack()" if when == "as it is called" else "pass"
     loaded = "attack()" if when == "as it is loaded" else "pass"
     code = f"{FORGE}{ATTACKS[attack]}\ndef f(x):\n    {called}\n    return 0\n{loaded}\n"
-    assert not tried(code, Limits(seconds=1.0), "assert f(41) == 42").passed
+    assert not tried(code, SandboxLimits(seconds=1.0), "assert f(41) == 42").passed
 
 
 def test_a_solution_cannot_end_trace_or_read_the_process_of_its_tests() -> None:
@@ -532,8 +536,8 @@ def test_what_cannot_cross_fails_with_its_reason_and_no_except_of_the_tests_sees
 
 def test_an_answer_without_end_is_stopped() -> None:
     for test in ("list(f())", "for _ in f(): pass", "f()()()"):
-        assert not tried("def f():\n    while True: yield 1", Limits(seconds=1.0), test).passed
-    assert tried("def f():\n    while True: pass", Limits(seconds=1.0), "f()").status == "timeout"
+        assert not tried("def f():\n    while True: yield 1", SandboxLimits(seconds=1.0), test).passed
+    assert tried("def f():\n    while True: pass", SandboxLimits(seconds=1.0), "f()").status == "timeout"
 
 
 def test_names_of_the_solution_never_stand_for_builtins_of_the_tests() -> None:
@@ -556,7 +560,7 @@ def texts():
         if isinstance(value, type(sys._getframe())): todo += [value.f_back, value.f_locals]
 def f(): return any('xyz'[::-1] + 'zyx'[::-1] in text for text in texts() if len(text) < 10**6)
 """
-    assert tried(code, Limits(seconds=60.0, cpu_seconds=30), "assert f() is False  # zyxxyz").passed
+    assert tried(code, SandboxLimits(seconds=60.0, cpu_seconds=30), "assert f() is False  # zyxxyz").passed
 
 
 PLAIN = """
@@ -620,6 +624,6 @@ def test_values_cross_and_objects_are_referred_to(test: str) -> None:
 @sets.needs_sets
 @pytest.mark.slow
 def test_the_known_solutions_of_humaneval_pass_and_none_does_without_its_body() -> None:
-    for item in tasks.rows("humaneval", tasks.Place((sets.SETS,))):
+    for item in tasks.rows("humaneval", tasks.TaskFiles((sets.SETS,))):
         assert run(item.prompts[0] + item.answer, item.test).passed, item.row
         assert not run(item.prompts[0] + "    pass\n", item.test).passed, item.row

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bloomery.evaluation.scoring import Score, pass_at, wilson
+from bloomery.evaluation.stats import Score, pass_at, wilson
 
 KNOWN = [
     # Newcombe 1998, "Two-sided confidence intervals for the single proportion", table I, method 3

@@ -5,12 +5,12 @@ from pathlib import Path
 
 import pytest
 
-from bloomery.evaluation import talks
-from bloomery.evaluation.talks import Turn
+from bloomery.evaluation import held_out
+from bloomery.evaluation.held_out import HeldOutAnswer
 from bloomery.generate.engine import Completion
 from bloomery.stages import instruct
-from bloomery.tokenizer.chat import Message, Renderer
-from bloomery.weights.huggingface import Lineage, Loaded
+from bloomery.tokenizer.chat_template import Message, Renderer
+from bloomery.weights.hf import Lineage, Loaded
 from tests.model.made import lively, random_config
 from tests.tokenizer.made import small
 
@@ -42,8 +42,8 @@ def loaded(tmp_path: Path) -> Loaded:
     return Loaded(model, small(), RENDERER, Lineage(tokenizer=small().hash, template=None, shards="imported"), tmp_path)
 
 
-def found(folder: Path) -> list[Turn]:
-    return list(talks.turns(folder, small().hash))
+def found(folder: Path) -> list[HeldOutAnswer]:
+    return list(held_out.turns(folder, small().hash))
 
 
 def test_every_answer_is_found_once_behind_the_prompt_of_the_renderer(folder: Path) -> None:
@@ -59,13 +59,13 @@ def test_every_answer_is_found_once_behind_the_prompt_of_the_renderer(folder: Pa
 
 def test_one_answer_of_a_conversation_is_drawn_and_none_after_too_long_a_prompt(folder: Path) -> None:
     turns = found(folder)
-    drawn = talks.drawn(turns, 3, 0, ROW_TOKENS)
+    drawn = held_out.drawn(turns, 3, 0, ROW_TOKENS)
     assert len({turn.number for turn in drawn}) == 3
-    assert drawn == talks.drawn(turns, 3, 0, ROW_TOKENS)
-    assert {len(talks.drawn(turns, 9, seed, ROW_TOKENS)) for seed in range(5)} == {len(TALKS)}
+    assert drawn == held_out.drawn(turns, 3, 0, ROW_TOKENS)
+    assert {len(held_out.drawn(turns, 9, seed, ROW_TOKENS)) for seed in range(5)} == {len(TALKS)}
     least = min(len(turn.prompt) for turn in turns)
-    assert all(len(turn.prompt) == least for turn in talks.drawn(turns, 9, 0, least))
-    assert talks.drawn(turns, 9, 0, least - 1) == []
+    assert all(len(turn.prompt) == least for turn in held_out.drawn(turns, 9, 0, least))
+    assert held_out.drawn(turns, 9, 0, least - 1) == []
 
 
 def test_likelihood_is_that_of_the_answer_and_its_end(folder: Path, loaded: Loaded) -> None:
@@ -77,7 +77,7 @@ def test_likelihood_is_that_of_the_answer_and_its_end(folder: Path, loaded: Load
             log_p = F.log_softmax(loaded.model.logits(loaded.model(ids))[0].double(), dim=-1)
         nats -= sum(float(log_p[len(turn.prompt) + place - 1, target]) for place, target in enumerate(turn.answer))
     size = sum(len(message["content"].encode()) for one in TALKS for message in one[1::2])
-    scores = talks.scores(loaded, turns, [Completion([5], number > 0) for number in range(len(turns))])
+    scores = held_out.answer_scores(loaded, turns, [Completion([5], number > 0) for number in range(len(turns))])
     assert scores["bits_per_byte"] == pytest.approx(nats / math.log(2) / size, rel=1e-4)
     assert scores["tokens"] == sum(len(turn.answer) for turn in turns)
     assert scores["ended"]["value"] == 0.8
@@ -89,8 +89,8 @@ def test_each_answer_is_drawn_by_itself_and_cut_where_its_tokens_ran_out(
 ) -> None:
     turns = found(folder)
 
-    def said(some: list[Turn], seed: int = 0) -> list[Completion]:
-        return list(talks.answers(loaded, some, max_tokens=9, temperature=1.5, seed=seed))
+    def said(some: list[HeldOutAnswer], seed: int = 0) -> list[Completion]:
+        return list(held_out.answers(loaded, some, max_tokens=9, temperature=1.5, seed=seed))
 
     whole = said(turns)
     assert said(turns[2:4]) == whole[2:4]
@@ -99,7 +99,7 @@ def test_each_answer_is_drawn_by_itself_and_cut_where_its_tokens_ran_out(
     for one in whole:
         assert RENDERER.end_id not in one.ids
         assert len(one.ids) + one.stopped == 9 or one.stopped
-    monkeypatch.setattr(talks, "AT_ONCE", 2)
+    monkeypatch.setattr(held_out, "AT_ONCE", 2)
     assert said(turns) == whole, "however many at once"
 
 
@@ -107,6 +107,6 @@ def test_a_model_that_only_ever_ends_has_ended(folder: Path, loaded: Loaded, mon
     always = torch.full((1, 1, small().vocab_size), -1.0)
     always[..., RENDERER.end_id] = 9.0
     monkeypatch.setattr(loaded.model, "logits", lambda hidden: always.expand(*hidden.shape[:-1], -1))
-    said = list(talks.answers(loaded, found(folder), max_tokens=9, temperature=0.0, seed=0))
+    said = list(held_out.answers(loaded, found(folder), max_tokens=9, temperature=0.0, seed=0))
     assert said == [Completion([], stopped=True)] * 5
-    assert talks.shown(loaded, found(folder)[0], said[0])["said"] == ""
+    assert held_out.shown(loaded, found(folder)[0], said[0])["said"] == ""

@@ -9,10 +9,9 @@ import pyarrow.parquet as pq
 import pytest
 
 from bloomery.core.errors import BloomeryError, ConfigError, DataError
-from bloomery.data import examined
-from bloomery.evaluation import shapes, tasks
-from bloomery.evaluation.shapes import Item
-from bloomery.evaluation.tasks import TASKS, Place
+from bloomery.data import decontamination
+from bloomery.evaluation import tasks
+from bloomery.evaluation.tasks import TASKS, EvalItem, TaskFiles
 from tests.evaluation.sets import SETS, needs_sets, write
 
 ON_THE_HUB: dict[str, tuple[dict[str, Any], str, int]] = {
@@ -87,7 +86,7 @@ ON_THE_HUB: dict[str, tuple[dict[str, Any], str, int]] = {
 def test_a_row_of_the_hub_becomes_the_prompt_of_the_field(name: str, tmp_path: Path) -> None:
     row, solved, gold = ON_THE_HUB[name]
     pq.write_table(pa.Table.from_pylist([row]), tmp_path / f"{name}_test.parquet")
-    (item,) = tasks.rows(name, Place((tmp_path,)))
+    (item,) = tasks.rows(name, TaskFiles((tmp_path,)))
     assert (item.solved, item.gold, item.row) == (solved, gold, 1)
 
 
@@ -116,7 +115,7 @@ COUNTS = {
 @needs_sets
 @pytest.mark.parametrize("name", COUNTS)
 def test_every_row_of_the_real_sets_is_a_question_with_a_right_answer(name: str) -> None:
-    items = tasks.rows(name, Place((SETS,)))
+    items = tasks.rows(name, TaskFiles((SETS,)))
     assert len(items) == COUNTS[name]
     assert [item.row for item in items] == list(range(1, len(items) + 1))
     if TASKS[name].kind == "choice" and name != "commonsense_qa":  # llm-foundry's has four choices
@@ -133,7 +132,7 @@ def test_every_row_of_the_real_sets_is_a_question_with_a_right_answer(name: str)
 def test_of_several_splits_the_one_that_is_asked_is_found_and_examples_come_from_another(tmp_path: Path) -> None:
     for split in ("train", "test", "validation"):
         write(tmp_path / "deep" / f"gsm8k_{split}.jsonl", [{"question": split, "answer": "#### 1"}])
-    place = Place((tmp_path,))
+    place = TaskFiles((tmp_path,))
     assert [one.prompts[0] for one in tasks.rows("gsm8k", place)] == ["Question: test\nAnswer:"]
     assert [one.prompts[0] for one in tasks.rows("gsm8k", place, examples=True)] == ["Question: train\nAnswer:"]
 
@@ -168,7 +167,7 @@ def test_a_folder_with_one_file_of_another_task_is_told_and_not_read_as_a_file(t
 def broken(tmp_path: Path, files: dict[str, list[dict[str, Any]]], name: str = "copa") -> None:
     for file, rows in files.items():
         write(tmp_path / file, rows)
-    tasks.rows(name, Place((tmp_path,)))
+    tasks.rows(name, TaskFiles((tmp_path,)))
 
 
 @pytest.mark.parametrize(
@@ -194,7 +193,7 @@ def test_an_unknown_task_and_a_folder_that_is_not_there_are_errors(tmp_path: Pat
     with pytest.raises(ConfigError, match=r"no task 'helaswag'\nTasks: hellaswag, arc_easy"):
         tasks.named(["helaswag"])
     with pytest.raises(DataError, match="none: does not exist"):
-        tasks.rows("copa", Place((tmp_path / "none",)))
+        tasks.rows("copa", TaskFiles((tmp_path / "none",)))
     assert issubclass(DataError, BloomeryError)
 
 
@@ -203,7 +202,7 @@ def test_an_unknown_task_and_a_folder_that_is_not_there_are_errors(tmp_path: Pat
 
 def test_examples_stand_before_a_question_the_same_in_any_company_and_never_the_question_itself() -> None:
     pool = [
-        Item(prompts=(f"Q{number}",), choices=("yes", "no"), gold=number % 2, row=number) for number in range(1, 30)
+        EvalItem(prompts=(f"Q{number}",), choices=("yes", "no"), gold=number % 2, row=number) for number in range(1, 30)
     ]
     first = [tasks.prompted(item, pool, 3).prompts[0] for item in pool]
     again = [tasks.prompted(item, pool, 3).prompts[0] for item in random.Random(0).sample(pool, len(pool))]
@@ -218,9 +217,9 @@ def test_examples_stand_before_a_question_the_same_in_any_company_and_never_the_
 
 
 def test_examples_are_of_the_same_subject_and_its_heading_stands_once() -> None:
-    def row(subject: str, number: int) -> Item:
+    def row(subject: str, number: int) -> EvalItem:
         facts = {"question": f"{subject} {number}", "subject": subject, "choices": ["a", "b"], "answer": 0}
-        return replace(shapes.mmlu(facts), row=number)
+        return replace(tasks.mmlu(facts), row=number)
 
     pool = [row(subject, number) for subject in ("art", "law") for number in range(6)]
     prompt = tasks.prompted(row("law", 9), pool, 5).prompts[0]
@@ -235,9 +234,9 @@ def test_examples_are_of_the_same_subject_and_its_heading_stands_once() -> None:
 @needs_sets
 @pytest.mark.parametrize("name", ["hellaswag", "winogrande", "boolq", "gsm8k"])
 def test_decontamination_reads_the_questions_of_the_table(name: str, tmp_path: Path) -> None:
-    items = tasks.rows(name, Place((SETS,)))[:20]
+    items = tasks.rows(name, TaskFiles((SETS,)))[:20]
     path = write(tmp_path / f"{name}.jsonl", list(tasks.as_rows(items)))
-    found = {piece.row for piece in examined.pieces(path)}
+    found = {piece.row for piece in decontamination.task_texts(path)}
     assert found == set(range(1, 21))
     assert json.loads(path.read_text().splitlines()[0])
 
@@ -246,4 +245,4 @@ def test_half_a_surrogate_pair_in_a_task_is_told_with_its_row(tmp_path: Path) ->
     row = {"task_id": "T/1", "prompt": "def f():\n", "entry_point": "f", "canonical_solution": "    return 1\n"}
     write(tmp_path / "humaneval.jsonl", [{**row, "test": "def check(f):\n    assert f() == '\ud83d'\n"}])
     with pytest.raises(DataError, match=r"humaneval\.jsonl:1: .* half a surrogate pair at character 33;"):
-        tasks.rows("humaneval", Place((tmp_path,)))
+        tasks.rows("humaneval", TaskFiles((tmp_path,)))

@@ -1,9 +1,8 @@
 import re
 from xml.etree import ElementTree
 
-from bloomery.evaluation.heat import heat
-from bloomery.evaluation.report import render
-from bloomery.evaluation.training_report import gradient_flow, relative_updates, time_by_phase, training, troubles
+from bloomery.evaluation.charts import heat
+from bloomery.evaluation.report import gradient_flow, relative_updates, render, time_by_phase, training, troubles
 from tests.evaluation.made import flow, full
 
 

@@ -3,8 +3,8 @@ from typing import Any
 
 import pytest
 
-from bloomery.evaluation.shapes import Item
-from bloomery.evaluation.written import code, cut_at, last_number, marked_number, program, stable_seed
+from bloomery.evaluation.harness import code, cut_at, last_number, marked_number, program, stable_seed
+from bloomery.evaluation.tasks import EvalItem
 
 
 @pytest.mark.parametrize(
@@ -36,7 +36,7 @@ def test_seeds_differ_by_row_and_sample_and_never_change() -> None:
 
 
 def test_a_program_is_the_prompt_with_what_was_written() -> None:
-    item = Item(prompts=('def one():\n    """1"""\n',))
+    item = EvalItem(prompts=('def one():\n    """1"""\n',))
     for said, chat, begun in (
         ("    return 1", False, True),
         ("Sure:\n```python\ndef one():\n    return 1\n```\nDone.", True, True),

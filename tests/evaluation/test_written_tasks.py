@@ -9,13 +9,11 @@ import pytest
 
 from bloomery import cli
 from bloomery.core.errors import ConfigError, HardwareError
-from bloomery.evaluation import benchmark, sandbox, written
-from bloomery.evaluation.benchmark import Asked
-from bloomery.evaluation.shapes import Item
-from bloomery.evaluation.tasks import Place
-from bloomery.evaluation.written import Writing, Written
-from bloomery.weights import huggingface
-from bloomery.weights.huggingface import Loaded
+from bloomery.evaluation import harness, sandbox
+from bloomery.evaluation.harness import EvalRequest, Generation, Writing
+from bloomery.evaluation.tasks import EvalItem, TaskFiles
+from bloomery.weights import hf
+from bloomery.weights.hf import Loaded
 from tests.evaluation.sets import write
 from tests.evaluation.test_battery import FILE
 from tests.weights.made import model
@@ -23,18 +21,18 @@ from tests.weights.made import model
 
 @pytest.fixture
 def loaded(tmp_path: Path) -> Loaded:
-    return huggingface.load(model(tmp_path / "model", context=100))
+    return hf.load(model(tmp_path / "model", context=100))
 
 
 def says(monkeypatch: pytest.MonkeyPatch, texts: Sequence[Sequence[str]]) -> None:
-    def answer(loaded: Loaded, items: Sequence[Item], how: Writing, seen: Any) -> list[Written]:
+    def answer(loaded: Loaded, items: Sequence[EvalItem], how: Writing, seen: Any) -> list[Generation]:
         assert len(items) == len(texts)
-        return [Written(list(some), False) for some in texts]
+        return [Generation(list(some), False) for some in texts]
 
-    monkeypatch.setattr(written, "write", answer)
+    monkeypatch.setattr(harness, "write", answer)
 
 
-def program_set(folder: Path) -> Place:
+def program_set(folder: Path) -> TaskFiles:
     rows = [
         {
             "task_id": f"T/{number}",
@@ -46,7 +44,7 @@ def program_set(folder: Path) -> Place:
         for number in (2, 5)
     ]
     write(folder / "humaneval.jsonl", rows)
-    return Place((folder,))
+    return TaskFiles((folder,))
 
 
 def can_hold() -> bool:
@@ -63,8 +61,8 @@ def test_a_number_is_right_behind_the_mark_or_at_the_end(
     rows = [{"question": f"{number}?", "answer": f"So\n#### {number}"} for number in (1, 2, 3)]
     write(tmp_path / "gsm8k_test.jsonl", rows)
     says(monkeypatch, [["It is #### 1", "#### 7"], ["that makes 2.", "#### 2"], ["no", "none"]])
-    asked = Asked(tasks=("gsm8k",), place=Place((tmp_path,)), shots=0, samples=2, temperature=1.0)
-    results = benchmark.run(loaded, asked)["gsm8k"]
+    asked = EvalRequest(tasks=("gsm8k",), place=TaskFiles((tmp_path,)), shots=0, samples=2, temperature=1.0)
+    results = harness.evaluate(loaded, asked)["gsm8k"]
     assert [one.scores for one in results] == [
         {"exact": 0.5, "flexible": 0.5},
         {"exact": 0.5, "flexible": 1.0},
@@ -78,15 +76,15 @@ def test_who_writes_the_known_solutions_passes_all_and_pass_at_one_is_the_share(
 ) -> None:
     place = program_set(tmp_path)
     says(monkeypatch, [["    return 2 * x\n", "    return x\n"], ["    return x * 5\n"] * 2])
-    asked = Asked(tasks=("humaneval",), place=place, samples=2, chat=False, run_code=True)
-    found = benchmark.run(loaded, asked)["humaneval"]
+    asked = EvalRequest(tasks=("humaneval",), place=place, samples=2, chat=False, run_code=True)
+    found = harness.evaluate(loaded, asked)["humaneval"]
     assert [one.scores for one in found] == [{"pass@1": 0.5}, {"pass@1": 1.0}]
     assert found[0].facts["ended"] == ["passed", "failed"]
 
 
 def test_programs_do_not_run_unless_that_was_allowed(loaded: Loaded, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"humaneval runs code that the model writes, and nobody has allowed that"):
-        benchmark.run(loaded, Asked(tasks=("humaneval",), place=program_set(tmp_path)))
+        harness.evaluate(loaded, EvalRequest(tasks=("humaneval",), place=program_set(tmp_path)))
 
 
 def test_prompts_are_judged_by_their_checks_and_their_programs_left_out_where_code_may_not_run(
@@ -95,23 +93,23 @@ def test_prompts_are_judged_by_their_checks_and_their_programs_left_out_where_co
     (tmp_path / "eval_prompts.py").write_text(FILE)
     fenced = "```python\ndef one():\n    return 1\n```"
     says(monkeypatch, [["Iron."], ["100"], [fenced], ["crow, owl"], ["no"], ["Hello, my friend."]])
-    asked = Asked(tasks=("prompts",), place=Place((tmp_path,)))
-    results = benchmark.run(loaded, asked)["prompts"]
+    asked = EvalRequest(tasks=("prompts",), place=TaskFiles((tmp_path,)))
+    results = harness.evaluate(loaded, asked)["prompts"]
     assert [(one.row, one.scores["right"]) for one in results] == [(1, 1.0), (2, 0.0), (4, 1.0), (5, 0.0), (6, 1.0)]
     if can_hold():
-        allowed = Asked(tasks=("prompts",), place=Place((tmp_path,)), run_code=True)
-        assert benchmark.run(loaded, allowed)["prompts"][2].scores == {"right": 1.0}
+        allowed = EvalRequest(tasks=("prompts",), place=TaskFiles((tmp_path,)), run_code=True)
+        assert harness.evaluate(loaded, allowed)["prompts"][2].scores == {"right": 1.0}
 
 
 def test_what_is_drawn_is_the_same_for_a_seed_and_a_prompt_that_is_too_long_keeps_its_end(loaded: Loaded) -> None:
-    items = [Item(prompts=(text,), row=row) for row, text in enumerate(("the lamp", "the lamp " * 60), 1)]
+    items = [EvalItem(prompts=(text,), row=row) for row, text in enumerate(("the lamp", "the lamp " * 60), 1)]
     how = Writing(max_tokens=12, samples=3, temperature=1.0, chat=False)
-    found = written.write(loaded, items, how, lambda done: None)
+    found = harness.write(loaded, items, how, lambda done: None)
     assert [one.cut for one in found] == [False, True]
-    assert found == written.write(loaded, items, how, lambda done: None)
-    assert found[1:] == written.write(loaded, items[1:], how, lambda done: None)
+    assert found == harness.write(loaded, items, how, lambda done: None)
+    assert found[1:] == harness.write(loaded, items[1:], how, lambda done: None)
     assert len(set(found[0].texts)) > 1
-    greedy = written.write(loaded, items, Writing(max_tokens=12), lambda done: None)
+    greedy = harness.write(loaded, items, Writing(max_tokens=12), lambda done: None)
     assert all(len(one.texts) == 1 for one in greedy)
 
 

@@ -12,14 +12,14 @@ import pyarrow.parquet as pq
 import zstandard
 from hypothesis import strategies as st
 
-from bloomery.core import files
-from bloomery.data import reading, sources
-from bloomery.data.conversations import readers
-from bloomery.data.conversations.config import TalkFiles
-from bloomery.data.conversations.conversation import Rejected
-from bloomery.data.preferences.config import PairFiles
-from bloomery.data.preferences.readers import judged
-from bloomery.data.sources import AnyFiles
+from bloomery.core import io as core_io
+from bloomery.data.chat import readers
+from bloomery.data.chat.config import ChatFiles
+from bloomery.data.chat.messages import RejectedRow
+from bloomery.data.chat.preferences import PairFiles, judged
+from bloomery.data.readers import read
+from bloomery.data.sources import local
+from bloomery.data.sources.local import AnyFiles
 from bloomery.stages import instruct
 from bloomery.stages.config import Instruct
 from tests.data.made_poison import answer, record
@@ -86,8 +86,8 @@ def documents(folder: Path) -> Target:
         name, body = split(data, names)
         (path := work / f"in{name}").write_bytes(body)
         source = AnyFiles(name="s", domain="d", path=path, invalid="skip")
-        found = list(sources.read(source))
-        kept = sum(not isinstance(item, reading.Rejected) for item in found)
+        found = list(local.read(source))
+        kept = sum(not isinstance(item, read.RejectedDocument) for item in found)
         expected = _lines_of(body) if name == ".jsonl" else 1 if name in (".txt", ".md", ".html") else len(found)
         _same_rows(expected, len(found), name)
         if zlib.crc32(data) % ONE_IN == 0:
@@ -136,12 +136,12 @@ def conversations(folder: Path) -> Target:
     def attempt(data: bytes, work: Path) -> None:
         name, body = split(data, [*plain, *intact])
         (path := work / f"in{name}").write_bytes(body)
-        found = list(readers.conversations([TalkFiles(name="s", path=path)]))
+        found = list(readers.conversations([ChatFiles(name="s", path=path)]))
         if name == ".jsonl" and not any(getattr(item, "group", "") for item in found):
-            trees = any(isinstance(item, Rejected) and item.row is None for item in found)
+            trees = any(isinstance(item, RejectedRow) and item.row is None for item in found)
             _same_rows(_lines_of(body) if body.strip() else 0, len(found), name) if not trees else None
         for item in found:
-            if not isinstance(item, Rejected) and any("\0" in message["content"] for message in item.messages):
+            if not isinstance(item, RejectedRow) and any("\0" in message["content"] for message in item.messages):
                 raise WrongError("absurd", f"a message holds a NUL: {item.messages!r:.200}", "NUL in a message")
         list(judged([PairFiles(name="s", path=path)]))
         if zlib.crc32(data) % ONE_IN == 0:
@@ -162,7 +162,7 @@ class _Instruct:
 
     def run(self, path: Path, work: Path) -> None:
         (out := work / "out").mkdir()
-        settings = Instruct(sources=(TalkFiles(name="s", path=path),), row_tokens=65, hold_out=0.5)
+        settings = Instruct(sources=(ChatFiles(name="s", path=path),), row_tokens=65, hold_out=0.5)
         instruct.digest(settings)
         told = instruct.run(settings, self.inputs, out)
         _same_rows(told["read"], told["conversations"] + told["rejected"] + told["dropped"], "instruct")
@@ -195,5 +195,5 @@ def parquet(folder: Path) -> Target:
 def _parquet(table: pa.Table) -> bytes:
     buffer = io.BytesIO()
     pq.write_table(table, buffer)
-    assert files.sha256_bytes(buffer.getvalue())
+    assert core_io.sha256_bytes(buffer.getvalue())
     return buffer.getvalue()

@@ -10,7 +10,7 @@ from urllib.parse import urlsplit
 from hypothesis import strategies as st
 from starlette.types import Message
 
-from bloomery.serve.models import Shelf
+from bloomery.serve.registry import ModelRegistry
 from bloomery.serve.server import app, serving
 from tests.fuzz.mutation import bytes_like, json_like
 from tests.fuzz.outcome import RefusedError, Target, WrongError
@@ -26,9 +26,9 @@ BODIES: list[Any] = [
 SECONDS_TO_ANSWER = 3.0
 
 
-def _shelf(folder: Path) -> Shelf:
+def _shelf(folder: Path) -> ModelRegistry:
     run(folder / "run", "fetch", "pretrain", "finetune")
-    return Shelf(folder)
+    return ModelRegistry(folder)
 
 
 def requests(folder: Path) -> Target:
@@ -62,7 +62,7 @@ def requests(folder: Path) -> Target:
 
 
 def api_model(folder: Path) -> str:
-    return Shelf(folder).names()[0].id
+    return ModelRegistry(folder).names()[0].id
 
 
 def _judged(status: int, body: bytes) -> None:

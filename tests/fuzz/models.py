@@ -7,15 +7,15 @@ import numpy as np
 from hypothesis import strategies as st
 from safetensors.numpy import load_file
 
-from bloomery.core import files
-from bloomery.core.files import MANIFEST, read_json
+from bloomery.core import io as core_io
+from bloomery.core.io import MANIFEST, read_json
 from bloomery.model.lora_config import Lora
 from bloomery.stages import tokenizer as stage
-from bloomery.tokenizer import llmc
+from bloomery.tokenizer import importers
 from bloomery.tokenizer.config import Imported, SentencePiece
-from bloomery.tokenizer.pieces import learned
 from bloomery.tokenizer.tokenizer import Tokenizer
-from bloomery.weights import checkpoint, huggingface
+from bloomery.tokenizer.train import learned
+from bloomery.weights import checkpoint, hf
 from tests.fuzz.mutation import bytes_like, json_like, named, split
 from tests.fuzz.outcome import Target, WrongError, command
 from tests.model.made import SHAPES
@@ -31,7 +31,7 @@ TEXTS = ["Where is the lamp?\n", "zwölf 東京 12 + 30 😀", " a  b\t<|user|>"
 
 def tokenizers(folder: Path) -> Target:
     small().save(folder)
-    llmc.write(folder / "t.bin", small())
+    importers.write(folder / "t.bin", small())
     spec = read_json(folder / "tokenizer.json")
     few = dict(list(spec["model"]["vocab"].items())[:300])
     little = spec | {"model": spec["model"] | {"vocab": few, "merges": []}}
@@ -65,7 +65,7 @@ def models(folder: Path) -> Target:
     """A model folder of ours, the same as transformers leaves it, and one of adapters, of which one file is another."""
     ours = model_folder(folder / "ours")
     theirs = Path(shutil.copytree(ours, folder / "theirs"))
-    (theirs / huggingface.LINEAGE).unlink()
+    (theirs / hf.LINEAGE).unlink()
     adapted(folder, SHAPES[0], Lora(rank=2))
     inputs = {}
     for sums in folder.rglob("SHA256SUMS"):  # it would refuse every change, before any other reader sees it
@@ -83,7 +83,7 @@ def models(folder: Path) -> Target:
             shutil.copytree(folder / kind, work / kind)
         (work / name).write_bytes(_with_rest(body, folder / name))
         command("import", (work / name).parent, work / "out")
-        for tensor, weight in load_file(work / "out" / huggingface.WEIGHTS).items():
+        for tensor, weight in load_file(work / "out" / hf.WEIGHTS).items():
             if not np.isfinite(weight).all():
                 raise WrongError("absurd", f"{tensor} is not finite, and was imported", "weights that are not finite")
 
@@ -122,7 +122,7 @@ def checkpoints(folder: Path) -> Target:
         (damaged / name).write_bytes(_with_rest(body, newest / name))
         if name != MANIFEST:
             facts = read_json(damaged / MANIFEST)
-            files.write_json(damaged / MANIFEST, facts | {"outputs": files.listing(damaged)})
+            core_io.write_json(damaged / MANIFEST, facts | {"outputs": core_io.listing(damaged)})
         made.session(folder / "shards", work / "out", steps=4).run()
 
     return Target(named(inputs), attempt)

@@ -10,10 +10,10 @@ from typing import Any
 import numpy as np
 from hypothesis.strategies import SearchStrategy
 
-from bloomery.core.files import read_json
-from bloomery.core.stage import STAGE_FOLDER
-from bloomery.shards import foreign, format
-from bloomery.shards.loader import Samples
+from bloomery.core.io import read_json
+from bloomery.core.pipeline import STAGE_FOLDER
+from bloomery.shards import format, importers
+from bloomery.shards.loader import PackedDataset
 from tests.fuzz.mutation import bytes_like, json_like, named, split
 from tests.fuzz.outcome import RefusedError, Target, WrongError, command
 from tests.tokenizer.made import small
@@ -124,7 +124,7 @@ def shards(folder: Path) -> Target:
             for file in folder.glob("train-00000.*"):
                 shutil.copy(file, work)
             (work / name).write_bytes(body)
-            samples = Samples(work, "train", T, small().hash, verify=True)
+            samples = PackedDataset(work, "train", T, small().hash, verify=True)
             samples.batch(samples.order(0, 4, 0))
             return
         kind = name.partition("/")[0]
@@ -134,9 +134,9 @@ def shards(folder: Path) -> Target:
             shutil.copy(ours if kind == "llmc" else theirs, place / f"{split_name}{numbered}.bin")
         (work / name).write_bytes(body)
         (out := work / "out").mkdir()
-        foreign.digest(place)
-        told = foreign.adopt(place, out, small(), headerless="uint16" if kind == "bare" else None)
-        samples = Samples(out, "train", 8, small().hash, verify=True)
+        importers.digest(place)
+        told = importers.adopt(place, out, small(), headerless="uint16" if kind == "bare" else None)
+        samples = PackedDataset(out, "train", 8, small().hash, verify=True)
         if told["tokens"] != sum(format.read(path).index["tokens"] for path in format.names(out, "train")):
             raise WrongError("lost", f"{told['tokens']} tokens are said to be there", "adopted tokens")
         samples.batch(samples.order(0, 4, 0))

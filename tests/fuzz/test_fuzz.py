@@ -21,6 +21,7 @@ def worker() -> Iterator[Worker]:
         yield made
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("target", TARGETS)
 def test_inputs_are_done_or_refused(worker: Worker, target: str) -> None:
     outcomes = list(worker.several(target, 1, A_FEW.get(target, 40)))

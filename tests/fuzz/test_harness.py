@@ -25,6 +25,7 @@ def worker() -> Iterator[Worker]:
         yield made
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("fault", "kind"),
     [
@@ -68,8 +69,8 @@ def test_equal_seeds_give_equal_inputs() -> None:
 def test_a_find_is_reduced_to_what_it_takes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert reduced(b"a long way to X and on", lambda data: b"X" in data, 100) == b"X"
     monkeypatch.setattr("tests.fuzz.harness.CASES", tmp_path)
-    file = Find("runs", b"data", Outcome("traceback", "", "KeyError in core/run.py:states")).keep()
-    assert file == tmp_path / "runs" / "traceback-keyerror-in-core-run-py-states"
+    file = Find("runs", b"data", Outcome("traceback", "", "KeyError in core/run_dir.py:states")).keep()
+    assert file == tmp_path / "runs" / "traceback-keyerror-in-core-run-dir-py-states"
     assert file.read_bytes() == b"data"
 
 

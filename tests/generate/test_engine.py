@@ -66,6 +66,7 @@ def test_sequences_decoded_together_say_what_each_says_alone(
         assert completion == Completion(alone[:-1] if stopped else alone, stopped)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "how", [{"temperature": 1.0}, {"temperature": 0.7, "top_p": 0.9}, {"temperature": 1.3, "top_k": 5}]
 )

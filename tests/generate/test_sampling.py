@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from bloomery.core.errors import CheckpointError
-from bloomery.generate.sampling import MIN_TEMPERATURE, choose, choose_each
+from bloomery.generate.engine import MIN_TEMPERATURE, choose, choose_each
 
 import torch
 from torch import Tensor
@@ -64,6 +64,7 @@ def test_only_the_top_k_and_of_these_the_top_p_are_ever_drawn(
         assert drawn == set(allowed)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "how", [{}, {"temperature": 0.5}, {"temperature": 3.0}, {"top_k": 4}, {"top_p": 0.8}, {"top_k": 5, "top_p": 0.7}]
 )

@@ -2,11 +2,10 @@
 
 import pytest
 
-from bloomery.hw.catalog import GIB, named
+from bloomery.hw.specs import GIB, named
 from bloomery.model.config import ModelConfig
-from bloomery.train.planning.needs import Trained, Way, needs
-from bloomery.train.planning.report import Plan
-from bloomery.train.planning.target import of_entry, of_memory
+from bloomery.train.plan.memory import TrainSetup, Workload, needs, of_entry, of_memory
+from bloomery.train.plan.report import PlanReport
 from tests.train.planning.made import card, plan
 
 PLASMA = ModelConfig(preset="plasma-500m")
@@ -15,7 +14,7 @@ LLAMA = ModelConfig(preset="llama-3.1-405b", context=512)
 GPT2 = ModelConfig(preset="gpt2-124m")
 
 
-def rate(made: Plan) -> float:
+def rate(made: PlanReport) -> float:
     assert made.tokens_per_second is not None
     return made.tokens_per_second
 
@@ -39,6 +38,7 @@ def test_500m_on_strix_halo_could_be_up_to_twice_as_fast_as_its_author_measured(
     assert rate(again) < measured / 59.4e12 * again.choice.pace.ceiling  # type: ignore[union-attr]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("cards", [1, 2, 4])
 def test_baichuan2_7b_is_not_trained_whole_on_cards_of_16_gb_and_the_least_change_is_told(cards: int) -> None:
     """
@@ -77,8 +77,8 @@ def test_llama_405b_with_lora_would_fit_on_eight_cards_of_192_gb_if_each_had_a_p
     )
     assert one.fits
     assert why == "a frozen base lies whole on each device", "so that this software does not do it"
-    frozen = Trained(model=LLAMA, vocab_size=128_256, optimizer=made.ask.what.optimizer)
-    alone = needs(frozen, Way(rows=1, method="lora", rank=8))
+    frozen = Workload(model=LLAMA, vocab_size=128_256, optimizer=made.ask.what.optimizer)
+    alone = needs(frozen, TrainSetup(rows=1, method="lora", rank=8))
     assert alone.weights == pytest.approx(811.7e9 + 2 * 4.2e9, rel=0.01), "in 16 bits, tables in 32"
     assert alone.gradients + alone.optimizer < 4e9, "and not 400 GB for the adapters and their optimizer"
     assert 0.5 < one.peak_bytes / target.memory_bytes < 0.85

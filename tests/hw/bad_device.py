@@ -18,7 +18,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from bloomery.hw.host import Reply
+from bloomery.hw.host import CommandResult
 
 ROOT = Path(__file__).parents[2]
 
@@ -47,14 +47,14 @@ class BadDevice:
         self.fault, self.operation = fault, operation
         return self
 
-    def run(self, command: Sequence[str], limit_seconds: float) -> Reply:
+    def run(self, command: Sequence[str], limit_seconds: float) -> CommandResult:
         module, name = command[command.index("-m") + 1 :]
         asked = {"fault": self.fault, "operation": self.operation, "module": module, "name": name}
         assert self._server.stdin is not None
         assert self._server.stdout is not None
         self._server.stdin.write(json.dumps(asked | {"seconds": limit_seconds}) + "\n")
         self._server.stdin.flush()
-        return Reply(**json.loads(self._server.stdout.readline()))
+        return CommandResult(**json.loads(self._server.stdout.readline()))
 
 
 def serve() -> None:

@@ -74,7 +74,7 @@ class AfterImport(importlib.abc.MetaPathFinder):
 
 
 def pytest_configure() -> None:
-    os.environ.setdefault("GOMP_SPINCOUNT", "2000")  # as bloomery.hw.needs_torch does, which comes too late here
+    os.environ.setdefault("GOMP_SPINCOUNT", "2000")  # as bloomery.hw.require_torch does, which comes too late here
     import torch
 
     pretend(torch)

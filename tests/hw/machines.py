@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from bloomery.hw.host import Host, Node, Reply, Space, User
+from bloomery.hw.host import CommandResult, Host, Node, Space, User
 
 AMD, NVIDIA, HYGON, SERVER_SCREEN = "0x1002", "0x10de", "0x1d94", "0x1a03"
 GIB = 2**30
@@ -134,19 +134,19 @@ def install(root: Path, **versions: str) -> None:
     plant(root, {f"site-packages/{name}-{version}.dist-info/METADATA": "" for name, version in versions.items()})
 
 
-def recorded(replies: Mapping[str, Reply]) -> Any:
+def recorded(replies: Mapping[str, CommandResult]) -> Any:
     """A `Host.run` that answers by the last word of the command or by the first, and knows no other."""
 
-    def run(command: Sequence[str], limit_seconds: float) -> Reply:
-        missing = Reply(code=127, err=f"{command[0]}: not found")
+    def run(command: Sequence[str], limit_seconds: float) -> CommandResult:
+        missing = CommandResult(code=127, err=f"{command[0]}: not found")
         return replies.get(command[-1], replies.get(command[0], missing))
 
     return run
 
 
-def told(*answers: Mapping[str, object], code: int | None = 0, err: str = "") -> Reply:
+def told(*answers: Mapping[str, object], code: int | None = 0, err: str = "") -> CommandResult:
     """A child's reply: lines of JSON and how it ended."""
-    return Reply(code=code, out="".join(json.dumps(answer) + "\n" for answer in answers), err=err)
+    return CommandResult(code=code, out="".join(json.dumps(answer) + "\n" for answer in answers), err=err)
 
 
 MEASURED = {"memory": told({"bytes_per_second": 20e9}), "disk": told({"bytes_per_second": 900e6})}
@@ -159,7 +159,7 @@ def machine(
     cpuinfo: str = ZEN5,
     ram_bytes: int = 128 * GIB,
     env: Mapping[str, str] | None = None,
-    replies: Mapping[str, Reply] | None = None,
+    replies: Mapping[str, CommandResult] | None = None,
     torch: Path | None = None,
     user: User = MEMBER,
     spaces: Mapping[str, Space] | None = None,

@@ -8,8 +8,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from bloomery.hw.host import Host, Reply, Space, User
-from bloomery.hw.trials import Trial, trials
+from bloomery.hw.host import CommandResult, Host, Space, User
+from bloomery.hw.kernel_trials import KernelTrial, trials
 from tests.hw.machines import (
     GIB,
     MEMBER,
@@ -38,7 +38,7 @@ class Case:
 
 def sees(
     version: str = ROCM, *, gpus: int = 1, target: str = "", hip: str | None = "7.2.1", cuda: str | None = None
-) -> Reply:
+) -> CommandResult:
     """What an installed torch says of itself."""
     targets = ["gfx90a", "gfx942", "gfx1100", "gfx1151", "gfx1201"] if hip else ["sm_80", "sm_90", "sm_120"]
     chips = [f"{one}:sramecc+:xnack-" if one == "gfx942" else one for one in target.split()] * gpus
@@ -46,7 +46,7 @@ def sees(
     return told(facts)
 
 
-def sound(trial: Trial, vendor: str, dtype: str) -> Reply:
+def sound(trial: KernelTrial, vendor: str, dtype: str) -> CommandResult:
     """What a probe tells on a device that is sound."""
     device = {"device": "GPU", "vendor": vendor, "dtype": dtype}
     if trial.kernel == "training":
@@ -55,7 +55,7 @@ def sound(trial: Trial, vendor: str, dtype: str) -> Reply:
     return told(device, case, {"milliseconds": MILLISECONDS.get(trial.name, 2.0)})
 
 
-def computes(vendor: str, dtype: str = "bfloat16", gpus: int = 1) -> dict[str, Reply]:
+def computes(vendor: str, dtype: str = "bfloat16", gpus: int = 1) -> dict[str, CommandResult]:
     """Probes on a device that is sound."""
     replies = {trial.probe or trial.name: sound(trial, vendor, dtype) for trial in trials(vendor)}
     replies["speed"] = told({"dtype": dtype, "flops": 80e12}, {"bytes_per_second": 800e9})
@@ -76,7 +76,7 @@ def amd(
     """A machine with AMD's GPUs and a torch that fits."""
     replies = {"torch": sees(gpus=gpus, target=target), **computes("amd" if gpus else "cpu", gpus=gpus)}
     if target:
-        replies["rocminfo"] = Reply(code=0, out=ROCMINFO.format(target=target.split()[0]))
+        replies["rocminfo"] = CommandResult(code=0, out=ROCMINFO.format(target=target.split()[0]))
     torch = torch_folder(root, ROCM, hip="7.2.1")
     install(root, **{"triton_rocm": "3.7.1"})
     return machine(root, kind, torch=torch, replies=replies, user=user, env=env)
@@ -151,7 +151,10 @@ def hygon_without_torch(root: Path) -> Host:
 
 
 def wsl(root: Path) -> Host:
-    replies = {"torch": sees(target="gfx1100"), "rocminfo": Reply(code=0, out=ROCMINFO.format(target="gfx1100"))}
+    replies = {
+        "torch": sees(target="gfx1100"),
+        "rocminfo": CommandResult(code=0, out=ROCMINFO.format(target="gfx1100")),
+    }
     torch = torch_folder(root, ROCM, hip="7.2.1")
     return machine(root, "wsl", torch=torch, replies=replies | computes("amd"))
 

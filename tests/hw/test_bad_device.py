@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 
 from bloomery.core.errors import HardwareError
-from bloomery.hw import verdicts
+from bloomery.hw import kernel_trials
 from bloomery.hw.host import Host
-from bloomery.hw.trials import Outcome, Trial, attempt, trials
+from bloomery.hw.kernel_trials import KernelTrial, TrialResult, attempt, trials
 from tests.hw.bad_device import ROOT, BadDevice, row
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="it forks, and waits for processes by their handles")
@@ -37,16 +37,17 @@ def device() -> Iterator[BadDevice]:
         yield started
 
 
-def trial(name: str) -> Trial:
+def trial(name: str) -> KernelTrial:
     return next(one for one in trials("cpu") if one.name == name)
 
 
-def outcome(device: BadDevice, name: str, seconds: float = 60.0) -> Outcome:
+def outcome(device: BadDevice, name: str, seconds: float = 60.0) -> TrialResult:
     wanted = trial(name)
     host = Host(root=Path("/"), run=lambda command, limit: device.run(command, min(limit, seconds)))
     return attempt(host, wanted)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "fault", "operation", "words"), FAULTS)
 def test_a_broken_kernel_is_caught_and_named(
     device: BadDevice, name: str, fault: str, operation: str, words: str
@@ -56,9 +57,10 @@ def test_a_broken_kernel_is_caught_and_named(
     assert words in found.why
     assert row(name, fault, operation, found.why) in PAGE.read_text(encoding="utf-8")  # scripts/findings.py --write
     with pytest.raises(HardwareError, match=name):
-        verdicts.check([found])
+        kernel_trials.check([found])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [one.name for one in trials("cpu") if one.name != "block-compiled"])
 def test_a_sound_device_passes(device: BadDevice, name: str) -> None:
     found = outcome(device.has("", ""), name)
@@ -67,6 +69,6 @@ def test_a_sound_device_passes(device: BadDevice, name: str) -> None:
 
 def test_one_that_is_not_here_is_no_failure(device: BadDevice) -> None:
     host = Host(root=Path("/"), run=device.has("", "").run)
-    found = attempt(host, Trial(kernel="attention", implementation="efficient"))
+    found = attempt(host, KernelTrial(kernel="attention", implementation="efficient"))
     assert found.status == "absent"
-    verdicts.check([found])
+    kernel_trials.check([found])

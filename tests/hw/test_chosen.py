@@ -8,10 +8,10 @@ import pytest
 
 from bloomery.core import native
 from bloomery.core.errors import HardwareError
-from bloomery.hw import chosen, trusted, verdicts
+from bloomery.hw import kernel_selection, kernel_trials
 from bloomery.hw.device import Device, find
-from bloomery.hw.host import Host, Reply
-from bloomery.hw.trials import Outcome, Status
+from bloomery.hw.host import CommandResult, Host
+from bloomery.hw.kernel_trials import TrialResult, TrialStatus
 from tests.hw.machines import machine
 from tests.hw.matrix import MATRIX
 
@@ -37,14 +37,14 @@ def switches(monkeypatch: pytest.MonkeyPatch) -> dict[str, object]:
         torch.backends.cuda, "preferred_blas_library", lambda library="": told.__setitem__("blas", library)
     )
     monkeypatch.setattr(native, "_REFUSED", {})
-    monkeypatch.setattr(trusted, "_TRUSTED", set())
+    monkeypatch.setattr(kernel_trials, "_TRUSTED", set())
     return told
 
 
-def attention(**times: float | None) -> list[Outcome]:
+def attention(**times: float | None) -> list[TrialResult]:
     """Outcomes by implementation: milliseconds, or None for one that failed."""
     return [
-        Outcome(
+        TrialResult(
             kernel="attention",
             implementation=name,
             status="failed" if time is None else "passed",
@@ -55,9 +55,9 @@ def attention(**times: float | None) -> list[Outcome]:
     ]
 
 
-def known(root: Path, outcomes: Sequence[Outcome], vendor: str = "amd") -> Host:
+def known(root: Path, outcomes: Sequence[TrialResult], vendor: str = "amd") -> Host:
     host = replace(machine(root, "7900-xtx"), cache=root / "cache")
-    verdicts.save(host, vendor, outcomes)
+    kernel_trials.save(host, vendor, outcomes)
     return host
 
 
@@ -75,22 +75,22 @@ def known(root: Path, outcomes: Sequence[Outcome], vendor: str = "amd") -> Host:
 def test_attention_is_computed_by_the_fastest_that_passed(
     tmp_path: Path, switches: dict[str, object], times: dict[str, float | None], on: set[str]
 ) -> None:
-    chosen.prepare(GPU, known(tmp_path, attention(**times)))
+    kernel_selection.select_kernels(GPU, known(tmp_path, attention(**times)))
     assert {name for name, value in switches.items() if value is True} == on
 
 
 def test_products_go_to_the_faster_library(tmp_path: Path, switches: dict[str, object]) -> None:
     slow, fast = (
-        Outcome(kernel="matmul", implementation=name, status="passed", why="right", milliseconds=time)
+        TrialResult(kernel="matmul", implementation=name, status="passed", why="right", milliseconds=time)
         for name, time in (("hipblas", 5.0), ("hipblaslt", 0.7))
     )
-    chosen.prepare(GPU, known(tmp_path, [slow, fast]))
+    kernel_selection.select_kernels(GPU, known(tmp_path, [slow, fast]))
     assert switches["blas"] == "cublaslt"  # torch's word for both makers'
 
 
-def norms(of_torch: float, ours: float | None) -> list[Outcome]:
-    right = Outcome(kernel="rms-norm", implementation="torch", status="passed", why="right", milliseconds=of_torch)
-    status: Status = "failed" if ours is None else "passed"
+def norms(of_torch: float, ours: float | None) -> list[TrialResult]:
+    right = TrialResult(kernel="rms-norm", implementation="torch", status="passed", why="right", milliseconds=of_torch)
+    status: TrialStatus = "failed" if ours is None else "passed"
     return [right, replace(right, implementation="triton", status=status, why="returns zeros", milliseconds=ours)]
 
 
@@ -100,30 +100,30 @@ def norms(of_torch: float, ours: float | None) -> list[Outcome]:
 def test_a_kernel_of_our_own_is_used_only_where_it_is_right_and_faster(
     tmp_path: Path, of_torch: float, ours: float | None, taken: bool
 ) -> None:
-    trusted.trust(("rms-norm",))  # as a device before this one was told
-    chosen.prepare(GPU, known(tmp_path, [*attention(flash=1.0), *norms(of_torch, ours)]))
-    assert trusted.trusted("rms-norm") == taken
-    assert ("by Triton: rms-norm" in chosen.state(GPU)) == taken
+    kernel_trials.trust(("rms-norm",))  # as a device before this one was told
+    kernel_selection.select_kernels(GPU, known(tmp_path, [*attention(flash=1.0), *norms(of_torch, ours)]))
+    assert kernel_trials.trusted("rms-norm") == taken
+    assert ("by Triton: rms-norm" in kernel_selection.state(GPU)) == taken
 
 
 def test_a_kernel_of_our_own_that_failed_is_named_and_keeps_nobody_from_training(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    chosen.prepare(GPU, known(tmp_path, norms(1.0, None)))
+    kernel_selection.select_kernels(GPU, known(tmp_path, norms(1.0, None)))
     said = capsys.readouterr()
     assert "rms-norm by torch" in said.out + said.err
     assert "rms-norm-triton is not used here: returns zeros" in said.out + said.err
 
 
 def test_a_device_that_was_not_tried_trusts_nothing(tmp_path: Path) -> None:
-    trusted.trust(("rms-norm",))
+    kernel_trials.trust(("rms-norm",))
     host = replace(MATRIX["no-gpu"].build(tmp_path), cache=tmp_path / "cache")
-    chosen.prepare(find("cpu", host), host)
-    assert not trusted.state()
+    kernel_selection.select_kernels(find("cpu", host), host)
+    assert not kernel_trials.state()
 
 
 def test_a_run_says_what_it_takes_and_what_it_does_not(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    chosen.prepare(GPU, known(tmp_path, attention(flash=1.0, efficient=None)))
+    kernel_selection.select_kernels(GPU, known(tmp_path, attention(flash=1.0, efficient=None)))
     said = capsys.readouterr()
     assert "kernels: attention by flash" in said.out + said.err
     assert "attention-efficient is not used here: returns NaN" in said.out + said.err
@@ -131,22 +131,22 @@ def test_a_run_says_what_it_takes_and_what_it_does_not(tmp_path: Path, capsys: p
 
 def test_a_run_does_not_start_where_a_kernel_fails(tmp_path: Path) -> None:
     with pytest.raises(HardwareError, match="attention-flash does not compute right numbers"):
-        chosen.prepare(GPU, known(tmp_path, attention(flash=None, math=None)))
+        kernel_selection.select_kernels(GPU, known(tmp_path, attention(flash=None, math=None)))
 
 
 def test_a_new_gpu_is_tried_once(tmp_path: Path) -> None:
     host, asked = MATRIX["7900-xtx-x2"].build(tmp_path), []
 
-    def run(command: Sequence[str], limit: float) -> Reply:
+    def run(command: Sequence[str], limit: float) -> CommandResult:
         asked.append(command[-1])
         return host.run(command, limit)
 
     watched = replace(host, run=run, cache=tmp_path / "cache")
-    taken = chosen.prepare(GPU, watched)
+    taken = kernel_selection.select_kernels(GPU, watched)
     assert {"launch", "matmul-blaslt", "attention-flash", "training"} <= set(asked)
     assert taken["attention"].implementation == "flash"
     asked.clear()
-    assert chosen.prepare(GPU, watched) == taken
+    assert kernel_selection.select_kernels(GPU, watched) == taken
     assert asked == []
 
 
@@ -154,12 +154,12 @@ def test_a_processor_is_not_tried_by_a_run(tmp_path: Path) -> None:
     host = replace(
         MATRIX["no-gpu"].build(tmp_path), cache=tmp_path / "cache", run=lambda *_: pytest.fail("it was tried")
     )
-    assert chosen.prepare(find("cpu", host), host) == {}
+    assert kernel_selection.select_kernels(find("cpu", host), host) == {}
 
 
 def test_a_compiled_library_that_failed_is_not_used(tmp_path: Path) -> None:
     device = replace(GPU, place=torch.device("cpu"), vendor="cpu")
-    chosen.prepare(device, known(tmp_path, attention(flash=2.0, native=None), "cpu"))
+    kernel_selection.select_kernels(device, known(tmp_path, attention(flash=2.0, native=None), "cpu"))
     assert native.library("training") is None
     assert native.state("training") == "off (attention-native returns NaN)"
     assert native.library("products") is None  # it has part in attention
@@ -167,21 +167,21 @@ def test_a_compiled_library_that_failed_is_not_used(tmp_path: Path) -> None:
 
 def test_a_resumed_run_can_see_which_kernels_were_taken(tmp_path: Path) -> None:
     device = replace(GPU, place=torch.device("cpu"), vendor="cpu")
-    before = chosen.state(device)
-    chosen.prepare(device, known(tmp_path, attention(flash=2.0, native=None), "cpu"))
-    assert chosen.state(device) != before
-    assert "attention: " in chosen.state(GPU)
+    before = kernel_selection.state(device)
+    kernel_selection.select_kernels(device, known(tmp_path, attention(flash=2.0, native=None), "cpu"))
+    assert kernel_selection.state(device) != before
+    assert "attention: " in kernel_selection.state(GPU)
 
 
 def test_a_compiled_library_that_is_slower_than_torch_is_not_used(tmp_path: Path) -> None:
     device = replace(GPU, place=torch.device("cpu"), vendor="cpu")
-    taken = chosen.prepare(device, known(tmp_path, attention(flash=2.0, native=3.0), "cpu"))
+    taken = kernel_selection.select_kernels(device, known(tmp_path, attention(flash=2.0, native=3.0), "cpu"))
     assert taken["attention"].implementation == "flash"
     assert native.state("training") == "off (it takes 3.0 ms where torch takes 2.0)"
 
 
 def test_a_compiled_block_that_failed_is_known_with_its_reason(tmp_path: Path) -> None:
-    bad = Outcome(kernel="block", implementation="compiled", status="failed", why="did not end in time")
+    bad = TrialResult(kernel="block", implementation="compiled", status="failed", why="did not end in time")
     host = known(tmp_path, [bad])
-    assert chosen.why_not("block-compiled", GPU, host) == "did not end in time"
-    assert chosen.why_not("training", GPU, host) == ""
+    assert kernel_selection.why_not("block-compiled", GPU, host) == "did not end in time"
+    assert kernel_selection.why_not("training", GPU, host) == ""

@@ -7,22 +7,22 @@ from pathlib import Path
 
 import pytest
 
+from bloomery.hw import probes
 from bloomery.hw.doctor.finding import Finding
 from bloomery.hw.doctor.report import examine, exit_code
-from bloomery.hw.host import Host, Reply
-from bloomery.hw.probe import memory, together
+from bloomery.hw.host import CommandResult, Host
 from tests.hw.machines import recorded, told
 from tests.hw.matrix import MATRIX, computes, sees
 
 DEVICE = {"device": "GPU", "vendor": "amd", "dtype": "bfloat16"}
 
 
-def findings(root: Path, kind: str = "strix-halo-tuned", **replies: Reply) -> dict[str, Finding]:
+def findings(root: Path, kind: str = "strix-halo-tuned", **replies: CommandResult) -> dict[str, Finding]:
     """Of a machine of the matrix on which some probes say something else."""
     host = MATRIX[kind].build(root)
     first = {name.replace("_", "-"): reply for name, reply in replies.items()}
 
-    def run(command: Sequence[str], limit: float) -> Reply:
+    def run(command: Sequence[str], limit: float) -> CommandResult:
         return first[command[-1]] if command[-1] in first else host.run(command, limit)
 
     return {one.id: one for one in examine(replace(host, run=run), root / "runs")}
@@ -32,14 +32,14 @@ def test_an_implementation_that_fails_beside_a_sound_one_is_a_warning(tmp_path: 
     found = findings(tmp_path, attention_flash=told(DEVICE, {"trying": "heads of 64"}, code=-11))
     assert found["attention-flash"].status == "warn"
     assert "signal 11" in found["attention-flash"].value
-    assert "-m bloomery.hw.probe attention-flash" in found["attention-flash"].cure
+    assert "-m bloomery.hw.probes attention-flash" in found["attention-flash"].hint
     assert "attention by efficient" in found["choice"].value
 
 
 def test_the_only_implementation_that_fails_is_a_failure(tmp_path: Path) -> None:
     found = findings(tmp_path, training=told(DEVICE, {"first_loss": 3.5, "last_loss": 3.6}))
     assert found["training"].status == "fail"
-    assert "--force-reinstall" in found["training"].cure
+    assert "--force-reinstall" in found["training"].hint
     assert exit_code(list(found.values())) == 2
 
 
@@ -54,7 +54,7 @@ def test_without_fused_attention_it_is_told_what_that_costs_and_what_may_help(tm
     host = MATRIX["strix-halo-tuned"].build(tmp_path)
     absent = told(DEVICE, {"absent": "No available kernel"})
 
-    def run(command: Sequence[str], limit: float) -> Reply:
+    def run(command: Sequence[str], limit: float) -> CommandResult:
         if command[-1] in ("attention-flash", "attention-efficient"):
             return host.run(command, limit) if command[0] == "env" and helps else absent
         return host.run(command, limit)
@@ -62,14 +62,14 @@ def test_without_fused_attention_it_is_told_what_that_costs_and_what_may_help(tm
     found = {one.id: one for one in examine(replace(host, run=run), tmp_path / "runs")}["attention"]
     assert found.status == "warn"
     assert "square" in found.value
-    assert found.cure.startswith("export TORCH_ROCM_AOTRITON_ENABLE_EXPERIMENTAL=1") is helps
+    assert found.hint.startswith("export TORCH_ROCM_AOTRITON_ENABLE_EXPERIMENTAL=1") is helps
 
 
 @pytest.mark.parametrize(("milliseconds", "status"), [(0.8, "warn"), (2.0, "ok"), (None, "ok")])
 def test_a_switch_that_makes_attention_faster_is_told(tmp_path: Path, milliseconds: float | None, status: str) -> None:
     host = MATRIX["strix-halo-tuned"].build(tmp_path)
 
-    def run(command: Sequence[str], limit: float) -> Reply:
+    def run(command: Sequence[str], limit: float) -> CommandResult:
         reply, switched = host.run(command, limit), command[0] == "env"
         if command[-1] not in ("attention-flash", "attention-efficient"):
             return reply
@@ -81,13 +81,13 @@ def test_a_switch_that_makes_attention_faster_is_told(tmp_path: Path, millisecon
     found = {one.id: one for one in examine(replace(host, run=run), tmp_path / "runs")}["aotriton"]
     assert found.status == status
     assert "takes 2.10 ms as it is" in found.value
-    assert (found.cure == "export TORCH_ROCM_AOTRITON_ENABLE_EXPERIMENTAL=1") is (status == "warn")
+    assert (found.hint == "export TORCH_ROCM_AOTRITON_ENABLE_EXPERIMENTAL=1") is (status == "warn")
 
 
 def test_attention_that_is_wrong_takes_no_time(tmp_path: Path) -> None:
     host = MATRIX["strix-halo-tuned"].build(tmp_path)
 
-    def run(command: Sequence[str], limit: float) -> Reply:
+    def run(command: Sequence[str], limit: float) -> CommandResult:
         reply = host.run(command, limit)
         if command[-1] not in ("attention-flash", "attention-efficient"):
             return reply
@@ -103,7 +103,7 @@ def test_attention_that_is_wrong_takes_no_time(tmp_path: Path) -> None:
 def test_a_switch_that_makes_products_faster_is_told(tmp_path: Path) -> None:
     host = MATRIX["strix-halo-tuned"].build(tmp_path)
 
-    def run(command: Sequence[str], limit: float) -> Reply:
+    def run(command: Sequence[str], limit: float) -> CommandResult:
         if command[-1] != "speed":
             return host.run(command, limit)
         flops = 36.9e12 if "TORCH_BLAS_PREFER_HIPBLASLT=1" in command else 5.1e12
@@ -111,7 +111,7 @@ def test_a_switch_that_makes_products_faster_is_told(tmp_path: Path) -> None:
 
     found = {one.id: one for one in examine(replace(host, run=run), tmp_path / "runs")}["hipblaslt"]
     assert found.value == "36.9 TFLOP/s with hipBLASLt, 5.1 without, 5.1 as it is"
-    assert (found.status, found.cure) == ("warn", "export TORCH_BLAS_PREFER_HIPBLASLT=1")
+    assert (found.status, found.hint) == ("warn", "export TORCH_BLAS_PREFER_HIPBLASLT=1")
 
 
 @pytest.mark.parametrize(
@@ -121,7 +121,7 @@ def test_a_switch_that_makes_products_faster_is_told(tmp_path: Path) -> None:
         (told({"wrong_1": 0}, {"wrong_2": 3}, {"filled_bytes": 2**36}), "3 pieces of memory lost"),
     ],
 )
-def test_memory_that_cannot_be_filled_again_is_a_failure(tmp_path: Path, reply: Reply, words: str) -> None:
+def test_memory_that_cannot_be_filled_again_is_a_failure(tmp_path: Path, reply: CommandResult, words: str) -> None:
     found = findings(tmp_path, refill=reply)["refill"]
     assert found.status == "fail"
     assert words in found.value
@@ -135,15 +135,15 @@ def test_memory_that_cannot_be_filled_again_is_a_failure(tmp_path: Path, reply: 
         (told({"ranks": 8, "codes": [0, -6, 1, 1, 1, 1, 1, 1]}), "-6"),
     ],
 )
-def test_gpus_that_cannot_add_up_are_a_failure(tmp_path: Path, reply: Reply, words: str) -> None:
+def test_gpus_that_cannot_add_up_are_a_failure(tmp_path: Path, reply: CommandResult, words: str) -> None:
     found = findings(tmp_path, "mi300x", all_reduce=reply)["all-reduce"]
     assert found.status == "fail"
     assert words in found.value
-    assert "NCCL_P2P_DISABLE" in found.cure
+    assert "NCCL_P2P_DISABLE" in found.hint
 
 
 def test_a_machine_whose_torch_is_broken_is_asked_nothing(tmp_path: Path) -> None:
-    assert not {"launch", "speed", "refill", "choice"} & findings(tmp_path, torch=Reply(code=-11)).keys()
+    assert not {"launch", "speed", "refill", "choice"} & findings(tmp_path, torch=CommandResult(code=-11)).keys()
 
 
 def test_apple_is_asked_what_it_can_answer(tmp_path: Path) -> None:
@@ -155,7 +155,7 @@ def test_apple_is_asked_what_it_can_answer(tmp_path: Path) -> None:
 
 
 def test_memory_is_filled_twice_here_too(capsys: pytest.CaptureFixture[str]) -> None:
-    memory.refill(share=1e-3, piece_bytes=2**20)
+    probes.refill(share=1e-3, piece_bytes=2**20)
     said = capsys.readouterr().out
     assert '{"wrong_1": 0}' in said
     assert '{"wrong_2": 0}' in said
@@ -163,7 +163,7 @@ def test_memory_is_filled_twice_here_too(capsys: pytest.CaptureFixture[str]) -> 
 
 @pytest.mark.slow
 def test_two_processes_add_up_here_too(capfd: pytest.CaptureFixture[str]) -> None:
-    together.all_reduce()
+    probes.all_reduce()
     said = capfd.readouterr().out
     assert '"wrong": 0' in said
     assert '"codes": [0, 0]' in said

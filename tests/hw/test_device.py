@@ -9,7 +9,7 @@ import pytest
 
 from bloomery.core.errors import HardwareError
 from bloomery.hw import device
-from bloomery.hw.host import Wanted
+from bloomery.hw.host import DeviceChoice
 from tests.hw.machines import GIB, ZEN2, machine, plant
 
 import torch
@@ -99,7 +99,7 @@ def test_an_older_processor_computes_in_float32(tmp_path: Path) -> None:
 
 @pytest.mark.usefixtures("no_gpu")
 @pytest.mark.parametrize("wanted", ["cuda", "mps"])
-def test_a_device_that_is_not_there_is_an_error_with_a_cure(tmp_path: Path, wanted: Wanted) -> None:
+def test_a_device_that_is_not_there_is_an_error_with_a_hint(tmp_path: Path, wanted: DeviceChoice) -> None:
     with pytest.raises(HardwareError, match="doctor"):
         device.find(wanted, machine(tmp_path, "none"))
 

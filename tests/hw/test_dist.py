@@ -3,8 +3,8 @@ from typing import Any
 import pytest
 
 from bloomery.core.errors import ConfigError
-from bloomery.hw import dist, launcher
-from bloomery.hw.dist import World
+from bloomery.hw import distributed, launcher
+from bloomery.hw.distributed import World
 from bloomery.train import launch
 
 import torch
@@ -20,13 +20,13 @@ def test_one_process_alone_sends_nothing_and_waits_for_nobody() -> None:
     assert (world.any(True), world.any(False)) == (True, False)
     assert world.broadcast({"a": 1}) == {"a": 1}
     assert world.gather({"a": 1}) == [{"a": 1}]
-    with dist.joined() as joined:
+    with distributed.joined() as joined:
         assert joined == world
 
 
 def test_a_rank_is_what_the_launcher_says() -> None:
-    assert dist.given({}) is None
-    assert dist.given({"RANK": "2", "WORLD_SIZE": "3"}) == World(2, 3)
+    assert distributed.given({}) is None
+    assert distributed.given({"RANK": "2", "WORLD_SIZE": "3"}) == World(2, 3)
 
 
 @pytest.mark.parametrize(
@@ -46,7 +46,7 @@ def test_a_rank_is_what_the_launcher_says() -> None:
 )
 def test_a_variable_that_names_no_rank_is_refused_by_its_name(env: dict[str, str], name: str) -> None:
     with pytest.raises(ConfigError, match=f"environment: {name}.*\n.*torchrun"):
-        dist.given(env)
+        distributed.given(env)
 
 
 @pytest.mark.parametrize(
@@ -72,6 +72,7 @@ def words(task: dict[str, Any], world: World) -> dict[str, Any]:
     }
 
 
+@pytest.mark.slow
 def test_what_one_rank_says_the_others_hear() -> None:
     assert launch.run("tests.hw.test_dist:words", {"what": "ü"}, ranks=3) == {
         "sum": [0.0, 6.0, 12.0, 18.0, 24.0],

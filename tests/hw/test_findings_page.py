@@ -6,7 +6,7 @@ import runpy
 from pathlib import Path
 
 from bloomery.core import native
-from bloomery.hw.trials import trials
+from bloomery.hw.kernel_trials import trials
 
 ROOT = Path(__file__).parents[2]
 DOCTOR = ROOT / "src" / "bloomery" / "hw" / "doctor"

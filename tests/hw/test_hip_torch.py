@@ -10,11 +10,11 @@ from tests.hw.hip_torch import EVERYWHERE
 ROOT = Path(__file__).parents[2]
 ASKED = """
 from bloomery.hw import device
-from bloomery.hw.probe import describe
+from bloomery.hw import probes
 import torch
 assert device.is_rocm() and torch.version.cuda is None and torch.version.hip
 assert device.find("cpu").vendor == "cpu"
-describe.torch_itself()
+probes.torch_itself()
 """
 
 

@@ -22,7 +22,7 @@ def test_each_machine_is_told_what_is_wrong_with_it_and_nothing_else(tmp_path: P
 def test_what_is_wrong_comes_with_its_value_and_a_cure_and_what_is_well_with_none(tmp_path: Path, name: str) -> None:
     for one in examine(MATRIX[name].build(tmp_path), tmp_path / "runs"):
         assert one.value, one
-        assert bool(one.cure) == (one.status != "ok"), one
+        assert bool(one.hint) == (one.status != "ok"), one
 
 
 @pytest.mark.parametrize("name", MATRIX)
@@ -34,7 +34,7 @@ def test_the_exit_code_is_that_of_the_worst(tmp_path: Path, name: str) -> None:
 def test_on_a_hygon_dcu_nothing_says_to_install_torch_by_pip(tmp_path: Path) -> None:
     for name in ("hygon", "hygon-without-torch"):
         findings = examine(MATRIX[name].build(tmp_path / name), tmp_path / "runs")
-        assert not [one for one in findings if "pip install" in one.cure or "wheel" in one.cure]
+        assert not [one for one in findings if "pip install" in one.hint or "wheel" in one.hint]
 
 
 def test_the_page_shows_what_each_machine_is_told() -> None:

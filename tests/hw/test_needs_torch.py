@@ -8,7 +8,7 @@ from tests.hw.machines import HIDE_TORCH
 BLOCKED = """
 import sys
 from bloomery.core.errors import HardwareError
-from bloomery.hw.wheel import MissingTorch
+from bloomery.hw.torch_install import MissingTorch
 try:
     import {module}
 except MissingTorch as error:
@@ -28,7 +28,7 @@ def without_torch(module: str) -> str:
 
 
 def test_a_missing_torch_names_the_command_that_installs_it() -> None:
-    said = without_torch("bloomery.hw.needs_torch")
+    said = without_torch("bloomery.hw.require_torch")
     assert "torch is not installed" in said
     assert "pip install" in said or "DTK" in said
 
@@ -38,6 +38,6 @@ def test_the_device_file_says_it_too() -> None:
 
 
 def test_with_torch_it_imports_nothing_and_says_nothing() -> None:
-    code = "import sys, bloomery.hw.needs_torch; sys.exit('torch' in sys.modules)"
+    code = "import sys, bloomery.hw.require_torch; sys.exit('torch' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")

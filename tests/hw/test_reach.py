@@ -10,7 +10,7 @@ from bloomery.hw.doctor.finding import Finding
 from bloomery.hw.doctor.report import examine
 from bloomery.hw.gpus import find_gpus
 from bloomery.hw.host import Host, Space
-from bloomery.hw.wheel import install_command
+from bloomery.hw.torch_install import install_command
 from tests.hw.machines import AMD, NVIDIA, PROCESSOR_NODE, kfd_node, machine, plant, recorded, torch_folder
 from tests.hw.matrix import CUDA, MATRIX, ROCM, sees
 
@@ -83,7 +83,7 @@ def test_a_pod_is_a_container(tmp_path: Path, cgroup: bool) -> None:
     plant(tmp_path, {"dev/shm/x": "", **({"proc/1/cgroup": "0::/kubepods/burstable/pod1\n"} if cgroup else {})})
     told = found(host)["shm"]
     assert told.status == "warn"
-    assert "emptyDir" in told.cure
+    assert "emptyDir" in told.hint
 
 
 # --- torch ------------------------------------------------------------------------------------------------------------
@@ -92,7 +92,7 @@ def test_a_pod_is_a_container(tmp_path: Path, cgroup: bool) -> None:
 def test_an_override_that_names_the_very_chip_is_a_warning(tmp_path: Path) -> None:
     told = found(amd(tmp_path, 110501, env={"HSA_OVERRIDE_GFX_VERSION": "11.5.1"}, target="gfx1151"))
     assert told["hsa-override"].status == "warn"
-    assert told["hsa-override"].cure == "unset HSA_OVERRIDE_GFX_VERSION"
+    assert told["hsa-override"].hint == "unset HSA_OVERRIDE_GFX_VERSION"
     assert told["torch"].status == "ok"
 
 
@@ -120,7 +120,7 @@ def test_a_card_without_kernels_beside_one_with_them_is_told(tmp_path: Path) -> 
     host = amd(tmp_path / "a", 110000, 120000, gpus=2)
     assert found(host)["torch"].status == "warn"
     assert "no kernels for gfx1200" in found(host)["torch"].value
-    assert "device-gfx1200" in found(host)["torch"].cure
+    assert "device-gfx1200" in found(host)["torch"].hint
     hidden = amd(tmp_path / "b", 110000, 120000, target="gfx1100", env={"HIP_VISIBLE_DEVICES": "0"})
     assert found(hidden)["torch"].status == "ok"
 
@@ -163,8 +163,8 @@ def test_a_hygon_dcu_that_only_the_compute_topology_shows_is_one(tmp_path: Path)
     assert [gpu.maker for gpu in find_gpus(host)] == ["hygon", "hygon"]
     told = found(host)["torch"]
     assert told.status == "fail"
-    assert "DTK" in told.cure
-    assert "pip install torch" not in told.cure
+    assert "DTK" in told.hint
+    assert "pip install torch" not in told.hint
 
 
 # --- chips that no new torch works on ---------------------------------------------------------------------------------
@@ -190,4 +190,4 @@ def test_an_old_chip_beside_a_newer_one_is_left_out_of_its_wheel(tmp_path: Path)
     assert (choice.command or ())[-1] == "torch[device-gfx1100]>=2.11,<2.14"
     assert "known to work on AMD gfx906" in choice.why
     told = found(host)["torch"]
-    assert (told.status, told.cure) == ("warn", "export HIP_VISIBLE_DEVICES=1")
+    assert (told.status, told.hint) == ("warn", "export HIP_VISIBLE_DEVICES=1")

@@ -7,16 +7,16 @@ from pathlib import Path
 import pytest
 
 from bloomery.core.errors import HardwareError
-from bloomery.hw import verdicts
-from bloomery.hw.host import Host, Reply
-from bloomery.hw.trials import Outcome, Trial, command, judge, trials
+from bloomery.hw import kernel_trials
+from bloomery.hw.host import CommandResult, Host
+from bloomery.hw.kernel_trials import KernelTrial, TrialResult, command, judge, trials
 from tests.hw.machines import install, machine, plant, told, torch_folder
 from tests.hw.matrix import MATRIX
 
 DEVICE = {"device": "GPU", "vendor": "amd", "dtype": "bfloat16"}
 RIGHT = {"case": "NN", "error": 0.003, "cosine": 1.0, "unwritten": 0.0, "finite": True, "zeros": False}
-MATMUL = Trial(kernel="matmul", implementation="hipblaslt")
-TRAINING = Trial(kernel="training")
+MATMUL = KernelTrial(kernel="matmul", implementation="hipblaslt")
+TRAINING = KernelTrial(kernel="training")
 
 
 @pytest.mark.parametrize(
@@ -35,7 +35,7 @@ TRAINING = Trial(kernel="training")
         (TRAINING, told(DEVICE, {"first_loss": 3.5, "last_loss": float("nan")}), "where it should halve"),
     ],
 )
-def test_a_failure_says_what_happened_and_where(trial: Trial, reply: Reply, words: str) -> None:
+def test_a_failure_says_what_happened_and_where(trial: KernelTrial, reply: CommandResult, words: str) -> None:
     found = judge(trial, reply)
     assert found.status == "failed"
     assert words in found.why
@@ -46,7 +46,7 @@ def test_gradients_may_be_twice_as_far_off_as_what_goes_forward() -> None:
 
 
 def test_a_line_that_was_cut_by_a_crash_is_left_out() -> None:
-    reply = Reply(code=-11, out='{"trying": "NN"}\n{"case": "NN", "err')
+    reply = CommandResult(code=-11, out='{"trying": "NN"}\n{"case": "NN", "err')
     assert judge(MATMUL, reply).why == "was killed by signal 11 (SIGSEGV) at NN"
 
 
@@ -56,9 +56,9 @@ def test_what_an_implementation_lacks_here_is_no_failure() -> None:
 
 
 def test_a_trial_is_a_line_that_a_person_can_paste(tmp_path: Path) -> None:
-    trial = Trial(kernel="speed", env={"A_SWITCH": "1"})
+    trial = KernelTrial(kernel="speed", env={"A_SWITCH": "1"})
     assert command(Host(root=tmp_path), trial) == [
-        *("env", "A_SWITCH=1", "python3", "-X", "faulthandler", "-m", "bloomery.hw.probe", "speed")
+        *("env", "A_SWITCH=1", "python3", "-X", "faulthandler", "-m", "bloomery.hw.probes", "speed")
     ]
 
 
@@ -73,10 +73,10 @@ def test_every_vendor_has_its_trials_with_names_of_their_own(vendor: str) -> Non
 # --- what is kept ---------------------------------------------------------------------------------------------------
 
 FOUND = [
-    Outcome(kernel="attention", implementation="flash", status="passed", why="right", milliseconds=0.8),
-    Outcome(kernel="attention", implementation="efficient", status="failed", why="returns NaN"),
-    Outcome(kernel="attention", implementation="math", status="passed", why="right", milliseconds=3.0),
-    Outcome(kernel="rms-norm", implementation="torch", status="passed", why="right"),
+    TrialResult(kernel="attention", implementation="flash", status="passed", why="right", milliseconds=0.8),
+    TrialResult(kernel="attention", implementation="efficient", status="failed", why="returns NaN"),
+    TrialResult(kernel="attention", implementation="math", status="passed", why="right", milliseconds=3.0),
+    TrialResult(kernel="rms-norm", implementation="torch", status="passed", why="right"),
 ]
 
 
@@ -86,10 +86,10 @@ def strix_halo(root: Path) -> Host:
 
 def test_outcomes_are_kept(tmp_path: Path) -> None:
     host = strix_halo(tmp_path)
-    assert verdicts.load(host, "amd") is None
-    verdicts.save(host, "amd", FOUND)
-    assert verdicts.load(host, "amd") == FOUND
-    assert verdicts.load(host, "cpu") is None
+    assert kernel_trials.load(host, "amd") is None
+    kernel_trials.save(host, "amd", FOUND)
+    assert kernel_trials.load(host, "amd") == FOUND
+    assert kernel_trials.load(host, "cpu") is None
 
 
 def newer_driver(host: Host) -> Host:
@@ -126,36 +126,36 @@ def test_nothing_is_known_any_more_when_something_changes_that_a_kernel_depends_
     tmp_path: Path, change: Callable[[Host], Host]
 ) -> None:
     host = strix_halo(tmp_path)
-    verdicts.save(host, "amd", FOUND)
-    assert verdicts.load(change(host), "amd") is None
+    kernel_trials.save(host, "amd", FOUND)
+    assert kernel_trials.load(change(host), "amd") is None
 
 
 def test_variables_that_no_kernel_reads_change_nothing(tmp_path: Path) -> None:
     host = strix_halo(tmp_path)
-    verdicts.save(host, "amd", FOUND)
-    assert verdicts.load(replace(host, env={"HOME": "/", "TORCHELASTIC_RUN_ID": "7"}), "amd") == FOUND
+    kernel_trials.save(host, "amd", FOUND)
+    assert kernel_trials.load(replace(host, env={"HOME": "/", "TORCHELASTIC_RUN_ID": "7"}), "amd") == FOUND
 
 
 def test_the_fastest_that_passed_is_taken() -> None:
-    taken = verdicts.choose(FOUND)
+    taken = kernel_trials.choose(FOUND)
     assert {kernel: one.implementation for kernel, one in taken.items()} == {"attention": "flash", "rms-norm": "torch"}
 
 
 def test_a_kernel_with_one_sound_implementation_is_no_reason_to_stop_and_one_without_is_named() -> None:
-    verdicts.check(FOUND)
-    bad = Outcome(kernel="rms-norm", implementation="torch", status="failed", why="returns zeros")
+    kernel_trials.check(FOUND)
+    bad = TrialResult(kernel="rms-norm", implementation="torch", status="failed", why="returns zeros")
     with pytest.raises(HardwareError, match=r"rms-norm-torch does not compute right numbers.*: returns zeros"):
-        verdicts.check([FOUND[0], bad])
-    verdicts.check([Outcome(kernel="block", implementation="compiled", status="failed", why="crashes")])
+        kernel_trials.check([FOUND[0], bad])
+    kernel_trials.check([TrialResult(kernel="block", implementation="compiled", status="failed", why="crashes")])
 
 
 def test_nothing_more_is_tried_where_not_even_a_sum_is_computed(tmp_path: Path) -> None:
     asked = []
 
-    def run(words: object, limit: float) -> Reply:
+    def run(words: object, limit: float) -> CommandResult:
         asked.append(words)
-        return Reply(code=None)
+        return CommandResult(code=None)
 
-    found = verdicts.tried(Host(root=tmp_path, run=run), "amd")
+    found = kernel_trials.tried(Host(root=tmp_path, run=run), "amd")
     assert [one.name for one in found] == ["launch"]
     assert len(asked) == 1

@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from bloomery.hw.host import Host, Reply
+from bloomery.hw.host import CommandResult, Host
 from tests.hw.machines import ROCMINFO, install, plant, recorded, told
 from tests.hw.matrix import sees
 
@@ -18,15 +18,15 @@ class Trouble:
     id: str
     status: str
     words: str
-    cure: str
+    hint: str
     files: Mapping[str, str] = field(default_factory=dict)
     without: tuple[str, ...] = ()
     packages: Mapping[str, str] = field(default_factory=dict)
     env: Mapping[str, str] = field(default_factory=dict)
-    replies: Mapping[str, Reply] = field(default_factory=dict)
+    replies: Mapping[str, CommandResult] = field(default_factory=dict)
 
 
-def measured(device: str, flops: float, copied: float) -> Reply:
+def measured(device: str, flops: float, copied: float) -> CommandResult:
     return told({"device": device, "vendor": "", "dtype": "bfloat16"}, {"flops": flops}, {"bytes_per_second": copied})
 
 
@@ -39,23 +39,27 @@ TROUBLES = {
         id="amd-driver",
         status="fail",
         words="gfx1151 needs 6.11",
-        cure="linux-generic-hwe",
+        hint="linux-generic-hwe",
     ),
     "GPU hung": Trouble(
         on="strix-halo-tuned",
-        replies={"--quiet": Reply(code=0, out=LOG)},
+        replies={"--quiet": CommandResult(code=0, out=LOG)},
         id="kernel-log",
         status="warn",
         words="1 lines of trouble; the last: kernel: amdgpu 0000:c5:00.0: amdgpu: ring gfx_0.0.0 timeout",
-        cure="linux-firmware",
+        hint="linux-firmware",
     ),
     "NVIDIA fell off the bus": Trouble(
         on="nvidia",
-        replies={"--quiet": Reply(code=0, out="kernel: NVRM: Xid (PCI:0000:01:00): 79, GPU has fallen off the bus.\n")},
+        replies={
+            "--quiet": CommandResult(
+                code=0, out="kernel: NVRM: Xid (PCI:0000:01:00): 79, GPU has fallen off the bus.\n"
+            )
+        },
         id="kernel-log",
         status="warn",
         words="Xid",
-        cure="ubuntu-drivers",
+        hint="ubuntu-drivers",
     ),
     "older option": Trouble(
         on="strix-halo-tuned",
@@ -63,7 +67,7 @@ TROUBLES = {
         id="gttsize",
         status="warn",
         words="amdgpu.gttsize=131072 is out of date",
-        cure="ttm.pages_limit=25165824",
+        hint="ttm.pages_limit=25165824",
     ),
     "wheel for an older ROCm": Trouble(
         on="strix-halo-tuned",
@@ -71,15 +75,15 @@ TROUBLES = {
         id="torch",
         status="fail",
         words="was built for ROCm 7.0.51831, and gfx1151 needs 7.2",
-        cure="torch[device-gfx1151]",
+        hint="torch[device-gfx1151]",
     ),
     "tools of a distribution": Trouble(
         on="strix-halo-tuned",
-        replies={"rocminfo": Reply(code=0, out=ROCMINFO.format(target="gfx1150"))},
+        replies={"rocminfo": CommandResult(code=0, out=ROCMINFO.format(target="gfx1150"))},
         id="rocminfo",
         status="warn",
         words="rocminfo says gfx1150; the kernel says gfx1151",
-        cure="apt purge rocminfo",
+        hint="apt purge rocminfo",
     ),
     "two lists": Trouble(
         on="mi300x",
@@ -87,7 +91,7 @@ TROUBLES = {
         id="visible-devices",
         status="warn",
         words="the first of them is taken",
-        cure="unset CUDA_VISIBLE_DEVICES",
+        hint="unset CUDA_VISIBLE_DEVICES",
     ),
     "empty list": Trouble(
         on="nvidia",
@@ -95,7 +99,7 @@ TROUBLES = {
         id="visible-devices",
         status="warn",
         words="hides every GPU",
-        cure="unset CUDA_VISIBLE_DEVICES",
+        hint="unset CUDA_VISIBLE_DEVICES",
     ),
     "number beyond": Trouble(
         on="mi300x",
@@ -103,7 +107,7 @@ TROUBLES = {
         id="visible-devices",
         status="fail",
         words="8 are",
-        cure="unset ROCR_VISIBLE_DEVICES",
+        hint="unset ROCR_VISIBLE_DEVICES",
     ),
     "number beyond those that are left": Trouble(
         on="mi300x",
@@ -111,7 +115,7 @@ TROUBLES = {
         id="visible-devices",
         status="fail",
         words="names a GPU that is not there: 2 are",
-        cure="unset HIP_VISIBLE_DEVICES",
+        hint="unset HIP_VISIBLE_DEVICES",
     ),
     "no number": Trouble(
         on="strix-halo-tuned",
@@ -119,7 +123,7 @@ TROUBLES = {
         id="visible-devices",
         status="fail",
         words="neither a number nor a name",
-        cure="unset HIP_VISIBLE_DEVICES",
+        hint="unset HIP_VISIBLE_DEVICES",
     ),
     "number given twice": Trouble(
         on="mi300x",
@@ -127,7 +131,7 @@ TROUBLES = {
         id="visible-devices",
         status="fail",
         words="names 0 twice",
-        cure="unset HIP_VISIBLE_DEVICES",
+        hint="unset HIP_VISIBLE_DEVICES",
     ),
     "a line of another shell": Trouble(
         on="strix-halo-tuned",
@@ -135,7 +139,7 @@ TROUBLES = {
         id="allocator",
         status="warn",
         words="torch refuses",
-        cure="unset PYTORCH_CUDA_ALLOC_CONF",
+        hint="unset PYTORCH_CUDA_ALLOC_CONF",
     ),
     "quota": Trouble(
         on="no-gpu",
@@ -143,7 +147,7 @@ TROUBLES = {
         id="cpu-quota",
         status="warn",
         words="may use 1 of 2 threads",
-        cure="export OMP_NUM_THREADS=1",
+        hint="export OMP_NUM_THREADS=1",
     ),
     "products at a seventh": Trouble(
         on="strix-halo-tuned",
@@ -151,7 +155,7 @@ TROUBLES = {
         id="speed",
         status="warn",
         words="15% of the 33.5 TFLOP/s that others reach on it and 82% of 256 GB/s",
-        cure="power_dpm_force_performance_level",
+        hint="power_dpm_force_performance_level",
     ),
     "slow memory of a card": Trouble(
         on="nvidia",
@@ -159,7 +163,7 @@ TROUBLES = {
         id="speed",
         status="warn",
         words="91% of the catalogue's 165.2 TFLOP/s and 30% of 1008 GB/s",
-        cure="nvidia-smi -q",
+        hint="nvidia-smi -q",
     ),
     "slow disk": Trouble(
         on="no-gpu",
@@ -167,7 +171,7 @@ TROUBLES = {
         id="disk-speed",
         status="warn",
         words="4 MB/s",
-        cure="--runs DIR",
+        hint="--runs DIR",
     ),
     "slow memory": Trouble(
         on="no-gpu",
@@ -175,7 +179,7 @@ TROUBLES = {
         id="memory-speed",
         status="warn",
         words="0.9 GB/s",
-        cure="Close other programs",
+        hint="Close other programs",
     ),
     "driver's nodes absent": Trouble(
         on="nvidia",
@@ -184,7 +188,7 @@ TROUBLES = {
         id="nvidia-driver",
         status="fail",
         words="absent: /dev/nvidia-uvm",
-        cure="docker run --gpus all",
+        hint="docker run --gpus all",
     ),
     "no driver": Trouble(
         on="nvidia",
@@ -192,7 +196,7 @@ TROUBLES = {
         id="nvidia-driver",
         status="fail",
         words="without its driver",
-        cure="ubuntu-drivers install",
+        hint="ubuntu-drivers install",
     ),
     "NaN in 4 bits": Trouble(
         on="strix-halo-tuned",
@@ -200,7 +204,7 @@ TROUBLES = {
         id="package-bitsandbytes",
         status="warn",
         words="computes NaN on AMD",
-        cure="pip uninstall -y bitsandbytes",
+        hint="pip uninstall -y bitsandbytes",
     ),
     "attention for CUDA": Trouble(
         on="mi300x",
@@ -208,7 +212,7 @@ TROUBLES = {
         id="package-flash-attn",
         status="warn",
         words="was built for CUDA",
-        cure="pip uninstall -y flash-attn",
+        hint="pip uninstall -y flash-attn",
     ),
     "two torches": Trouble(
         on="no-gpu",
@@ -216,7 +220,7 @@ TROUBLES = {
         id="torch-twice",
         status="fail",
         words="two of them lie over each other",
-        cure="pip uninstall -y torch",
+        hint="pip uninstall -y torch",
     ),
 }
 
@@ -233,8 +237,8 @@ def troubled(host: Host, trouble: Trouble) -> Host:
     install(host.root, **trouble.packages)
     first = recorded(trouble.replies)
 
-    def run(command: Sequence[str], limit: float) -> Reply:
-        reply: Reply = first(command, limit)
+    def run(command: Sequence[str], limit: float) -> CommandResult:
+        reply: CommandResult = first(command, limit)
         return host.run(command, limit) if reply.code == 127 else reply
 
     return replace(host, run=run, env={**host.env, **trouble.env})

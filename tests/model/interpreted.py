@@ -16,9 +16,9 @@ from dataclasses import replace
 from typing import Any
 
 from bloomery.hw import device as devices
-from bloomery.hw import trusted
+from bloomery.hw import kernel_trials
 from bloomery.model import lora, quantize
-from bloomery.model.fused import launch, operations, plain, trial
+from bloomery.model.kernels import reference, trials, triton
 from bloomery.model.lora_config import Lora
 from bloomery.model.quantize import NF4, numbers
 from bloomery.model.transformer import Transformer
@@ -31,6 +31,7 @@ from torch import Tensor, nn
 KERNELS = ("rms-norm", "cross-entropy", "rotary", "rotary-norm", "nf4")
 SHARE = 0.75
 """Of a loss, by which its slopes are multiplied on the way."""
+LAUNCH = triton.launch
 PROGRAMS = 5
 """That share the rows of slopes of weights, so that each has several, and the last fewer."""
 
@@ -54,17 +55,17 @@ def both(ours: Callable[..., Tensor], formula: Callable[..., Tensor], *given: Te
 
 
 def norms() -> Iterator[tuple[str, float]]:
-    for rows, width in ((1, 64), (2, 3), (13, 300), (2, operations.LARGEST_ROW)):
+    for rows, width in ((1, 64), (2, 3), (13, 300), (2, triton.LARGEST_ROW)):
         x, weight = torch.randn(rows, width) * 3, torch.rand(width) + 0.5
         error = both(
-            lambda x, g: operations.rms_norm(x, g, 1e-6, torch.float32),
-            lambda x, g: plain.rms_norm(x, g, 1e-6),
+            lambda x, g: triton.rms_norm(x, g, 1e-6, torch.float32),
+            lambda x, g: reference.rms_norm(x, g, 1e-6),
             x,
             weight,
         )
         yield f"norm of {rows} × {width}", error
     bare = both(
-        lambda x: operations.rms_norm(x, None, 1e-6, torch.float32), lambda x: plain.rms_norm(x, None, 1e-6), x[:, :70]
+        lambda x: triton.rms_norm(x, None, 1e-6, torch.float32), lambda x: reference.rms_norm(x, None, 1e-6), x[:, :70]
     )
     yield "norm without weights", bare
     for name, x in (
@@ -73,9 +74,12 @@ def norms() -> Iterator[tuple[str, float]]:
         ("zeros", torch.zeros(2, 70)),
         ("infinite", torch.randn(3, 70).index_fill(0, torch.tensor([1]), torch.inf)),
     ):
-        found = operations.rms_norm(x, torch.ones(70), 1e-6, torch.float32)
-        yield f"norm of numbers that are {name}", far(found, plain.rms_norm(x.double(), torch.ones(70).double(), 1e-6))
-    yield "norm of nothing", float(operations.rms_norm(torch.ones(0, 8), None, 1e-6, torch.float32).numel())
+        found = triton.rms_norm(x, torch.ones(70), 1e-6, torch.float32)
+        yield (
+            f"norm of numbers that are {name}",
+            far(found, reference.rms_norm(x.double(), torch.ones(70).double(), 1e-6)),
+        )
+    yield "norm of nothing", float(triton.rms_norm(torch.ones(0, 8), None, 1e-6, torch.float32).numel())
 
 
 def angles(rows: int, tokens: int, width: int) -> tuple[Tensor, Tensor]:
@@ -95,8 +99,8 @@ def turns() -> Iterator[tuple[str, float]]:
 
 def turned(cosine: Tensor, sine: Tensor, *given: Tensor, eps: float | None = None) -> float:
     return both(
-        lambda x, g=None: operations.turn(x, cosine, sine, g, eps),
-        lambda x, g=None: plain.turn(x, cosine.double(), sine.double(), g, eps),
+        lambda x, g=None: triton.turn(x, cosine, sine, g, eps),
+        lambda x, g=None: reference.turn(x, cosine.double(), sine.double(), g, eps),
         *given,
     )
 
@@ -112,18 +116,18 @@ def entropies() -> Iterator[tuple[str, float]]:
     hidden = torch.randn(3, 9000).index_fill(1, torch.arange(4500), -torch.inf)
     yield "entropy where the first half has no chance", entropy(hidden, torch.tensor([8999, 5000, 4500]), 0.0)
     kept = wide.clone()
-    operations.cross_entropy_(kept, targets, slopes=False)
+    triton.cross_entropy_(kept, targets, slopes=False)
     yield "entropy without slopes leaves the scores", far(kept, wide)
     broken = torch.randn(3, 300)
     broken[1, 7], broken[2, 8] = torch.nan, torch.inf
-    z, _ = operations.cross_entropy_(broken, torch.tensor([0, 1, 2]))
+    z, _ = triton.cross_entropy_(broken, torch.tensor([0, 1, 2]))
     yield "entropy of what is not finite", float(z.isfinite().tolist() != [True, False, False])
 
 
 def entropy(scores: Tensor, targets: Tensor, z_loss: float) -> float:
-    z, reached, slopes = plain.cross_entropy(scores.double(), targets, z_loss)
+    z, reached, slopes = reference.cross_entropy(scores.double(), targets, z_loss)
     found = scores.clone()
-    found_z, found_reached = operations.cross_entropy_(found, targets, z_loss=z_loss, share=SHARE)
+    found_z, found_reached = triton.cross_entropy_(found, targets, z_loss=z_loss, share=SHARE)
     ignored = float(found[targets < 0].abs().sum())
     return max(far(found_z, z), far(found_reached, reached), far(found, SHARE * slopes), ignored)
 
@@ -133,16 +137,14 @@ def products() -> Iterator[tuple[str, float]]:
     for (rows, width), count, double in itertools.product(shapes, (1, 40), (False, True)):
         matrix = NF4(nn.Linear(width, rows), double)
         sixteen = numbers(torch.device("cpu"))
-        dense = plain.nf4_dense(matrix.weight, matrix.scales, sixteen, (rows, width), matrix.coarse).double()
+        dense = reference.nf4_dense(matrix.weight, matrix.scales, sixteen, (rows, width), matrix.coarse).double()
         x, slope, bias = torch.randn(count, width), torch.randn(count, rows), matrix.bias
         assert bias is not None
         assert torch.equal(dense.float(), matrix.dense(torch.float32))
 
         def ours(x: Tensor, matrix: NF4 = matrix, **options: Any) -> Tensor:
             shape, sixteen = (matrix.num_rows, matrix.width), numbers(x.device)
-            return operations.nf4_product(
-                x, matrix.weight, matrix.scales, sixteen, shape, coarse=matrix.coarse, **options
-            )
+            return triton.nf4_product(x, matrix.weight, matrix.scales, sixteen, shape, coarse=matrix.coarse, **options)
 
         words = f"{count} × NF4 of {rows} × {width}{', scales coded' if double else ''}"
         yield words, far(ours(x, bias=bias), x.double() @ dense.t() + bias)
@@ -164,7 +166,7 @@ def trained(model: Transformer, wanted: set[str]) -> float:
     ids = random_ids(2, 5)
     results = []
     for kernels in ((), KERNELS):
-        trusted.trust(kernels)
+        kernel_trials.trust(kernels)
         USED.clear()
         model.zero_grad()
         hidden = model(ids[:, :-1]).flatten(0, 1)
@@ -173,12 +175,12 @@ def trained(model: Transformer, wanted: set[str]) -> float:
         slopes = [one.grad for one in model.parameters() if one.grad is not None]
         results.append([loss.detach(), *(one.clone() for one in slopes)])
         assert set(USED) >= (wanted if kernels else set()), USED
-    trusted.trust(())
+    kernel_trials.trust(())
     return max(far(found, right) for right, found in zip(*results, strict=True))
 
 
 TRIALS = [
-    *((f"{kernel}-{trusted.OWN}", "none", "none") for kernel in KERNELS),
+    *((f"{kernel}-{kernel_trials.OWN}", "none", "none") for kernel in KERNELS),
     ("rms-norm-triton", "norm", "zeros"),
     ("rms-norm-triton", "norm_slopes", "flip"),
     ("cross-entropy-triton", "entropy", "nan"),
@@ -195,26 +197,23 @@ WRITTEN = ("y_at", "dx_at", "dweight_at", "scores_at")
 
 def spoil(name: str, fault: str) -> None:
     """Let a kernel write zeros, NaN or the opposite where it should write numbers."""
-    right = launch.launch
 
-    def faulty(one: launch.Launch) -> None:
-        right(one)
+    def faulty(one: triton.Launch) -> None:
+        LAUNCH(one)
         for place, tensor in one.arguments.items():
             if one.kernel == name and place in WRITTEN:
                 assert isinstance(tensor, Tensor)
                 tensor.mul_(FACTORS[fault])
 
-    vars(operations)["launch"] = faulty
+    vars(triton)["launch"] = faulty
 
 
 def watch() -> None:
-    right = launch.launch
-
-    def watched(one: launch.Launch) -> None:
+    def watched(one: triton.Launch) -> None:
         USED.append(one.kernel)
-        right(one)
+        LAUNCH(one)
 
-    vars(operations)["launch"] = watched
+    vars(triton)["launch"] = watched
 
 
 def main() -> None:
@@ -226,9 +225,9 @@ def main() -> None:
         for name, kernel, fault in TRIALS:
             print(f"# {name} {kernel} {fault}", flush=True)
             spoil(kernel, fault)
-            trial.main(name, processor)
+            trials.main(name, processor)
         return
-    operations.PARTS = PROGRAMS
+    triton.PARTS = PROGRAMS
     watch()
     groups = {"kernels": (norms, turns, entropies, products), "models": (models,)}[sys.argv[1]]
     print(json.dumps({name: error for group in groups for name, error in group()}))

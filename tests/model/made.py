@@ -4,8 +4,7 @@ from typing import Any
 
 import numpy as np
 
-from bloomery.model.config import ModelConfig
-from bloomery.model.scaling import Linear, Llama3Scaling, Yarn
+from bloomery.model.config import LinearScaling, Llama3Scaling, ModelConfig, YarnScaling
 from bloomery.model.transformer import Transformer
 
 import torch
@@ -59,8 +58,8 @@ CHOICES = {
     "Qwen2": _small(biases="qkv"),
     "Qwen3": _small(qk_norm=True, head_width=12),
     "Llama 3": _small(rope_scaling=Llama3Scaling(original_context=16)),
-    "YaRN": _small(rope_scaling=Yarn(factor=4.0, original_context=10), rope_theta=100.0),
-    "stretched": _small(rope_scaling=Linear(factor=2.5)),
+    "YaRN": _small(rope_scaling=YarnScaling(factor=4.0, original_context=10), rope_theta=100.0),
+    "stretched": _small(rope_scaling=LinearScaling(factor=2.5)),
 }
 """One shape for every choice that is not the default."""
 
@@ -77,7 +76,12 @@ def any_config(seed: int) -> ModelConfig:
 
     shape = random_config(seed)
     positions = one("rotary", "absolute", "alibi", "none")
-    scaling = one(None, Linear(factor=3.0), Llama3Scaling(original_context=20), Yarn(factor=2.0, original_context=20))
+    scaling = one(
+        None,
+        LinearScaling(factor=3.0),
+        Llama3Scaling(original_context=20),
+        YarnScaling(factor=2.0, original_context=20),
+    )
     attention = cycle("standard", "differential") if shape.num_kv_heads % 2 == 0 else ("standard",)
     choices = {
         "head_width": one(None, 6, 10),

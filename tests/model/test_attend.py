@@ -8,8 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from bloomery.hw import device as devices
-from bloomery.model import kernels
-from bloomery.model.attend import (
+from bloomery.model.attention import (
     CHUNK_QUERIES,
     flexible_attention,
     fused_attention,
@@ -17,8 +16,9 @@ from bloomery.model.attend import (
     sdpa_attention,
     softmax_attention,
 )
-from bloomery.model.positions import alibi_slopes
-from bloomery.model.sight import Sight
+from bloomery.model.kernels import cpu
+from bloomery.model.mask import AttentionMask
+from bloomery.model.rope import alibi_slopes
 
 import torch
 from torch import Tensor
@@ -27,14 +27,14 @@ WAYS = (softmax_attention, sdpa_attention, fused_attention, processor_attention)
 TOLERANCE = {torch.float32: 3e-6, torch.bfloat16: 3e-2}
 CPU = torch.device("cpu")
 Heads = tuple[Tensor, Tensor, Tensor]
-Way = Callable[[Tensor, Tensor, Tensor, Sight], Tensor]
+Way = Callable[[Tensor, Tensor, Tensor, AttentionMask], Tensor]
 
 
 def drawn(*shape: int, seed: int) -> Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
 
 
-def case(seed: int, size: tuple[int, int, int, int, int], wide: int = 6) -> tuple[Heads, Sight]:
+def case(seed: int, size: tuple[int, int, int, int, int], wide: int = 6) -> tuple[Heads, AttentionMask]:
     """Queries, keys and values, and who sees whom: any of segments, window, slopes and a mask, or none."""
     B, K, group, T, before = size
     generator = torch.Generator().manual_seed(seed)
@@ -47,7 +47,7 @@ def case(seed: int, size: tuple[int, int, int, int, int], wide: int = 6) -> tupl
     use = torch.rand(4, generator=generator) < 0.5
     allowed = torch.rand(B, T, S, generator=generator) < 0.7
     allowed |= torch.arange(S) == torch.arange(before, S)[:, None]  # everybody sees itself
-    sight = Sight(
+    sight = AttentionMask(
         num_queries=T,
         num_keys=S,
         device=CPU,
@@ -59,7 +59,7 @@ def case(seed: int, size: tuple[int, int, int, int, int], wide: int = 6) -> tupl
     return (q, k, v), sight
 
 
-def by_formula(q: Tensor, k: Tensor, v: Tensor, sight: Sight) -> Tensor:
+def by_formula(q: Tensor, k: Tensor, v: Tensor, sight: AttentionMask) -> Tensor:
     """In float64, one query after the other."""
     B, H, T, E = q.shape
     out = torch.zeros(B, H, T, v.shape[3], dtype=torch.float64)
@@ -76,7 +76,7 @@ def by_formula(q: Tensor, k: Tensor, v: Tensor, sight: Sight) -> Tensor:
     return out
 
 
-def _sees(sight: Sight, b: int, t: int, here: int, s: int) -> bool:
+def _sees(sight: AttentionMask, b: int, t: int, here: int, s: int) -> bool:
     near = sight.window is None or here - s < sight.window
     same = sight.segments is None or bool(sight.segments[b, s] == sight.segments[b, here])
     return near and same and (sight.allowed is None or bool(sight.allowed[b, t, s]))
@@ -100,14 +100,14 @@ def test_every_way_to_attend_is_the_formula(
         assert (y.double() - expected).abs().max() <= TOLERANCE[dtype] * max(1.0, float(v.abs().max())), attend
 
 
-def gradients(attend: Way, inputs: Heads, sight: Sight) -> list[Tensor]:
+def gradients(attend: Way, inputs: Heads, sight: AttentionMask) -> list[Tensor]:
     q, k, v = leaves = [one.clone().requires_grad_() for one in inputs]
     out = attend(q, k, v, sight)
     torch.autograd.backward((out * drawn(*out.shape, seed=9)).sum())
     return [leaf.grad for leaf in leaves if leaf.grad is not None]
 
 
-def agree(way: Way, inputs: Heads, sight: Sight) -> None:
+def agree(way: Way, inputs: Heads, sight: AttentionMask) -> None:
     for ours, theirs in zip(gradients(way, inputs, sight), gradients(by_formula, inputs, sight), strict=True):
         assert torch.allclose(ours, theirs, rtol=1e-4, atol=2e-5), way
 
@@ -189,7 +189,7 @@ def test_a_long_row_of_conversations_has_no_mask_of_its_size_in_memory() -> None
     q, k, v = (torch.randn(2, heads, T, E, generator=generator) for heads in (H, K, K))
     segments = (torch.arange(T) // 70).expand(2, T)
     for slopes in (None, torch.tensor([0.5, 0.25, 0.125, 0.0625])):
-        sight = Sight(num_queries=T, num_keys=T, device=CPU, segments=segments, slopes=slopes)
+        sight = AttentionMask(num_queries=T, num_keys=T, device=CPU, segments=segments, slopes=slopes)
         found = processor_attention(q, k, v, sight)
         made = [one for one in sight._made.values() if isinstance(one, Tensor)]
         assert all(one.numel() < T * T for one in made)
@@ -200,8 +200,8 @@ def test_where_no_compiled_operations_run_nobody_looks_at_the_numbers_of_segment
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """A look at a number cuts a graph of torch.compile in two."""
-    monkeypatch.setattr(kernels, "ready", lambda *tensors: False)
-    monkeypatch.setattr(Sight, "_first", lambda *others: pytest.fail("looked"))
+    monkeypatch.setattr(cpu, "ready", lambda *tensors: False)
+    monkeypatch.setattr(AttentionMask, "_first", lambda *others: pytest.fail("looked"))
     q, k, v = (torch.randn(1, heads, 4, 8, generator=torch.Generator().manual_seed(heads)) for heads in (2, 1, 1))
-    sight = Sight(num_queries=4, num_keys=4, device=q.device, segments=torch.tensor([[0, 0, 1, 1]]))
+    sight = AttentionMask(num_queries=4, num_keys=4, device=q.device, segments=torch.tensor([[0, 0, 1, 1]]))
     torch.testing.assert_close(fused_attention(q, k, v, sight), softmax_attention(q, k, v, sight))

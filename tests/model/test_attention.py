@@ -4,7 +4,7 @@ from typing import Any
 import pytest
 
 from bloomery.model.attention import Cache, DifferentialAttention
-from bloomery.model.sight import Sight
+from bloomery.model.mask import AttentionMask
 from tests.model.made import CHOICES, SHAPES, lively
 
 import torch
@@ -45,7 +45,7 @@ def test_differential_attention_is_its_formula(layer: int) -> None:
         y = y / torch.sqrt((y * y).mean(2, keepdim=True) + config.norm_eps) * part.pair_norm.weight
         found.append(y * (1 - start))
     expected = torch.cat(found, dim=2) @ part.out.weight.T
-    sight = Sight(num_queries=T, num_keys=T, device=x.device)
+    sight = AttentionMask(num_queries=T, num_keys=T, device=x.device)
     assert torch.allclose(part(x, None, sight), expected, atol=1e-5)
 
 

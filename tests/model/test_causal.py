@@ -5,10 +5,10 @@ from typing import Any
 import pytest
 
 from bloomery.core import native
-from bloomery.model import causal, kernels, products
-from bloomery.model.attend import softmax_attention
-from bloomery.model.causal import causal_attention
-from bloomery.model.sight import Sight
+from bloomery.model.attention import softmax_attention
+from bloomery.model.kernels import cpu, cpu_attention
+from bloomery.model.kernels.cpu_attention import causal_attention
+from bloomery.model.mask import AttentionMask
 from tests.model.test_kernels import DTYPES, compare, near
 from tests.model.test_kernels import library as library
 
@@ -17,17 +17,17 @@ import torch.nn.functional as F
 from torch import Tensor
 
 
-def looking_back(segments: Tensor, window: int | None = None) -> Sight:
+def looking_back(segments: Tensor, window: int | None = None) -> AttentionMask:
     tokens = segments.shape[1]
-    return Sight(tokens, tokens, segments.device, window=window, segments=segments)
+    return AttentionMask(tokens, tokens, segments.device, window=window, segments=segments)
 
 
 @pytest.fixture
 def pairs(monkeypatch: pytest.MonkeyPatch) -> None:
     """Attention by pairs, also where the processor has something better for other products."""
-    if products.units() == products.NONE:
-        pytest.skip(f"not on this processor, or there is no library: {native.state(products.LIBRARY)}")
-    monkeypatch.setattr(products, "units", lambda: products.PAIRS)
+    if cpu.units() == cpu.NONE:
+        pytest.skip(f"not on this processor, or there is no library: {native.state(cpu.MATMUL_LIBRARY)}")
+    monkeypatch.setattr(cpu, "units", lambda: cpu.PAIRS)
 
 
 def heads(tokens: int, numbers: tuple[int, int], widths: tuple[int, int], split: bool = True) -> list[Tensor]:
@@ -43,11 +43,11 @@ def heads(tokens: int, numbers: tuple[int, int], widths: tuple[int, int], split:
 def test_attention_sees_the_past_of_its_own_segment_only(
     dtype: torch.dtype, heads: tuple[int, int], tokens: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setitem(causal.QUERIES_PER_BLOCK, dtype, 128)
+    monkeypatch.setitem(cpu_attention.QUERIES_PER_BLOCK, dtype, 128)
     segments = torch.randint(0, 4, (2, tokens)).sort(1).values
     given = [torch.randn(2, tokens, n, 16).to(dtype).transpose(1, 2) for n in (heads[0], heads[1], heads[1])]
     compare(
-        lambda q, k, v: causal_attention(q, k, v, kernels.first_seen(segments)),
+        lambda q, k, v: causal_attention(q, k, v, cpu.first_seen(segments)),
         lambda q, k, v: softmax_attention(q, k, v, looking_back(segments)),
         given,
     )
@@ -57,7 +57,7 @@ def test_values_may_be_wider_than_keys() -> None:
     """As differential attention has them."""
     segments = torch.zeros(2, 20, dtype=torch.long)
     compare(
-        lambda q, k, v: causal_attention(q, k, v, kernels.first_seen(segments)),
+        lambda q, k, v: causal_attention(q, k, v, cpu.first_seen(segments)),
         lambda q, k, v: F.scaled_dot_product_attention(q, k, v, is_causal=True),
         [torch.randn(2, 4, 20, width) for width in (16, 16, 32)],
     )
@@ -65,11 +65,11 @@ def test_values_may_be_wider_than_keys() -> None:
 
 def test_a_window_ends_what_a_query_sees() -> None:
     segments = torch.tensor([[0, 0, 0, 0, 0, 3, 3, 3]])
-    assert kernels.first_seen(segments).tolist() == [[0, 0, 0, 0, 0, 5, 5, 5]]
-    assert kernels.first_seen(segments, 2).tolist() == [[0, 0, 1, 2, 3, 5, 5, 6]]
+    assert cpu.first_seen(segments).tolist() == [[0, 0, 0, 0, 0, 5, 5, 5]]
+    assert cpu.first_seen(segments, 2).tolist() == [[0, 0, 1, 2, 3, 5, 5, 6]]
     given = [torch.randn(1, 2, 8, 16) for _ in range(3)]
     compare(
-        lambda q, k, v: causal_attention(q, k, v, kernels.first_seen(segments, 2)),
+        lambda q, k, v: causal_attention(q, k, v, cpu.first_seen(segments, 2)),
         lambda q, k, v: softmax_attention(q, k, v, looking_back(segments, 2)),
         given,
     )
@@ -78,7 +78,7 @@ def test_a_window_ends_what_a_query_sees() -> None:
 def test_scores_that_are_far_apart_do_not_overflow() -> None:
     q, k, v = torch.randn(3, 1, 2, 40, 16) * 40
     segments = torch.zeros(1, 40, dtype=torch.long)
-    found = causal_attention(q, k, v, kernels.first_seen(segments))
+    found = causal_attention(q, k, v, cpu.first_seen(segments))
     near(found, softmax_attention(q, k, v, looking_back(segments)), torch.float32)
 
 
@@ -89,9 +89,9 @@ def test_scores_that_are_far_apart_do_not_overflow() -> None:
 def test_by_pairs_it_sees_the_past_of_its_own_segment_only(tokens: int, numbers: tuple[int, int], split: bool) -> None:
     segments = torch.randint(0, 4, (2, tokens)).sort(1).values
     given = heads(tokens, numbers, (32, 32), split)
-    assert causal.by_pairs(given[0], given[2])
+    assert cpu_attention.by_pairs(given[0], given[2])
     compare(
-        lambda q, k, v: causal_attention(q, k, v, kernels.first_seen(segments)),
+        lambda q, k, v: causal_attention(q, k, v, cpu.first_seen(segments)),
         lambda q, k, v: softmax_attention(q, k, v, looking_back(segments)),
         given,
     )
@@ -103,7 +103,7 @@ def test_by_pairs_it_sees_the_past_of_its_own_segment_only(tokens: int, numbers:
 def test_by_pairs_heads_have_widths_and_windows(widths: tuple[int, int], window: int) -> None:
     segments = torch.randint(0, 2, (2, 190)).sort(1).values
     compare(
-        lambda q, k, v: causal_attention(q, k, v, kernels.first_seen(segments, window)),
+        lambda q, k, v: causal_attention(q, k, v, cpu.first_seen(segments, window)),
         lambda q, k, v: softmax_attention(q, k, v, looking_back(segments, window)),
         heads(190, (2, 1), widths),
     )
@@ -112,9 +112,9 @@ def test_by_pairs_heads_have_widths_and_windows(widths: tuple[int, int], window:
 @pytest.mark.usefixtures("pairs")
 def test_other_heads_are_not_computed_by_pairs() -> None:
     q, _, v = heads(8, (2, 2), (32, 32))
-    assert not causal.by_pairs(q.float(), v.float())
-    assert not causal.by_pairs(q[..., :16], v)
-    assert not causal.by_pairs(q, v[..., :31])
+    assert not cpu_attention.by_pairs(q.float(), v.float())
+    assert not cpu_attention.by_pairs(q[..., :16], v)
+    assert not cpu_attention.by_pairs(q, v[..., :31])
 
 
 @pytest.mark.usefixtures("pairs")
@@ -180,7 +180,7 @@ def test_by_pairs_the_memory_of_threads_is_enough(
     tokens: int, widths: tuple[int, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A pattern behind it has to be there afterwards."""
-    sizes, behind = causal._sizes, []
+    sizes, behind = cpu_attention._sizes, []
 
     def guarded(*given: Any) -> tuple[Any, ...]:
         *rest, room, each = sizes(*given)
@@ -188,7 +188,7 @@ def test_by_pairs_the_memory_of_threads_is_enough(
         behind.append(longer[len(room) :])
         return *rest, longer, each
 
-    monkeypatch.setattr(causal, "_sizes", guarded)
+    monkeypatch.setattr(cpu_attention, "_sizes", guarded)
     q, k, v = (one.requires_grad_() for one in heads(tokens, (2, 1), widths))
     y = causal_attention(q, k, v, torch.zeros(2, tokens, dtype=torch.long))
     torch.autograd.grad(y.sum(), (q, k, v))

@@ -12,11 +12,11 @@ from functools import cache
 import pytest
 
 from bloomery.hw import device as devices
-from bloomery.hw import trusted
-from bloomery.hw.host import Reply
-from bloomery.hw.installed import numbers
-from bloomery.hw.trials import Outcome, Trial, judge
-from bloomery.model.fused import operations, trial
+from bloomery.hw import kernel_trials
+from bloomery.hw.host import CommandResult
+from bloomery.hw.kernel_trials import KernelTrial, TrialResult, judge
+from bloomery.hw.torch_install import numbers
+from bloomery.model.kernels import trials, triton
 from bloomery.model.layers import RMSNorm
 from bloomery.model.quantize import NF4
 from tests.hw.bad_device import ROOT
@@ -35,7 +35,7 @@ KERNELS_LIMIT, MODELS_LIMIT = 3e-6, 3e-5
 @pytest.fixture(autouse=True)
 def trusts_nothing() -> Iterator[None]:
     yield
-    trusted.trust(())
+    kernel_trials.trust(())
 
 
 def triton_version() -> tuple[int, ...]:
@@ -59,6 +59,7 @@ def errors(group: str) -> Mapping[str, float]:
     return found
 
 
+@pytest.mark.slow
 @NEEDS_TRITON
 @pytest.mark.parametrize("operation", ["norm", "turned", "entropy", "NF4"])
 def test_a_kernel_equals_its_formula_in_float64_with_its_gradients(operation: str) -> None:
@@ -98,42 +99,42 @@ def tried() -> Mapping[str, str]:
     return {part.partition("\n")[0]: part.partition("\n")[2] for part in parts}
 
 
-def outcome(name: str, told: str) -> Outcome:
+def outcome(name: str, told: str) -> TrialResult:
     kernel, _, implementation = name.rpartition("-")
-    return judge(Trial(kernel=kernel, implementation=implementation), Reply(code=0, out=told))
+    return judge(KernelTrial(kernel=kernel, implementation=implementation), CommandResult(code=0, out=told))
 
 
 def test_nothing_is_used_before_a_trial_found_it_right_and_fastest() -> None:
-    assert not operations.ready("rms-norm", torch.ones(2, 2))
+    assert not triton.ready("rms-norm", torch.ones(2, 2))
 
 
 def test_what_was_trusted_is_still_not_used_for_tensors_of_a_processor() -> None:
-    trusted.trust(("rms-norm", "rotary", "rotary-norm", "cross-entropy", "nf4"))
+    kernel_trials.trust(("rms-norm", "rotary", "rotary-norm", "cross-entropy", "nf4"))
     x = torch.randn(3, 64)
-    assert not operations.ready("rms-norm", x)
+    assert not triton.ready("rms-norm", x)
     assert RMSNorm(64, 1e-5)(x).shape == x.shape
     assert NF4(nn.Linear(64, 3))(x).shape == (3, 3)
     assert bool(lively(SHAPES[0])(random_ids(1, 4)).isfinite().all())
 
 
 def test_inside_the_compiler_of_torch_its_own_operations_are_used(monkeypatch: pytest.MonkeyPatch) -> None:
-    trusted.trust(("rms-norm",))
+    kernel_trials.trust(("rms-norm",))
     monkeypatch.setattr(devices, "compiles_kernels", lambda place: True)
     monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
-    assert not operations.ready("rms-norm", torch.ones(2, 2))
+    assert not triton.ready("rms-norm", torch.ones(2, 2))
 
 
 def test_a_trial_on_a_processor_says_that_there_is_nothing_to_try(capsys: pytest.CaptureFixture[str]) -> None:
-    for name in (name for name in trial.KERNELS if name.endswith(trusted.OWN)):
-        trial.main(name, devices.find("cpu"))
+    for name in (name for name in trials.TRITON_KERNELS if name.endswith(kernel_trials.OWN)):
+        trials.main(name, devices.find("cpu"))
         assert outcome(name, capsys.readouterr().out).why == "Triton compiles for GPUs alone"
 
 
-@pytest.mark.parametrize("name", [name for name in trial.KERNELS if name.endswith("-torch")])
+@pytest.mark.parametrize("name", [name for name in trials.TRITON_KERNELS if name.endswith("-torch")])
 def test_what_torch_computes_passes_the_trial_that_ours_has_to_pass(
     name: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    trial.main(name, devices.find("cpu"))
+    trials.main(name, devices.find("cpu"))
     found = outcome(name, capsys.readouterr().out)
     assert found.status == "passed", found.why
     assert found.milliseconds
@@ -143,13 +144,13 @@ def test_a_format_without_kernels_of_ours_is_not_tried(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(devices, "compiles_kernels", lambda place: True)
-    trial.main("nf4-triton", replace(devices.find("cpu"), compute_dtype=torch.float16))
+    trials.main("nf4-triton", replace(devices.find("cpu"), compute_dtype=torch.float16))
     assert outcome("nf4-triton", capsys.readouterr().out).status == "absent"
 
 
 def test_formats_that_were_not_compiled_are_left_to_torch(monkeypatch: pytest.MonkeyPatch) -> None:
-    trusted.trust(("rms-norm",))
+    kernel_trials.trust(("rms-norm",))
     monkeypatch.setattr(devices, "compiles_kernels", lambda place: True)
-    assert operations.ready("rms-norm", torch.ones(2, 2), torch.ones(2, dtype=torch.bfloat16))
-    assert not operations.ready("rms-norm", torch.ones(2, 2, dtype=torch.float64))
-    assert not operations.ready("rotary", torch.ones(2, 2))
+    assert triton.ready("rms-norm", torch.ones(2, 2), torch.ones(2, dtype=torch.bfloat16))
+    assert not triton.ready("rms-norm", torch.ones(2, 2, dtype=torch.float64))
+    assert not triton.ready("rotary", torch.ones(2, 2))

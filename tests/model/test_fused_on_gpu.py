@@ -8,9 +8,9 @@ from collections.abc import Iterator
 import pytest
 
 from bloomery.hw import device as devices
-from bloomery.hw import trusted
+from bloomery.hw import kernel_trials
 from bloomery.hw.host import Host
-from bloomery.hw.trials import FUSED, Trial, attempt, trials
+from bloomery.hw.kernel_trials import FUSED, KernelTrial, attempt, trials
 from bloomery.train.loss import token_losses
 from tests.hw.bad_device import ROOT
 from tests.model.interpreted import KERNELS, far
@@ -29,11 +29,11 @@ pytestmark = [
 @pytest.fixture(autouse=True)
 def trusts_nothing() -> Iterator[None]:
     yield
-    trusted.trust(())
+    kernel_trials.trust(())
 
 
 @pytest.mark.parametrize("trial", [one for one in trials("nvidia") if one.module == FUSED], ids=lambda one: one.name)
-def test_a_trial_on_this_gpu_passes_and_is_timed(trial: Trial) -> None:
+def test_a_trial_on_this_gpu_passes_and_is_timed(trial: KernelTrial) -> None:
     found = attempt(Host.here(), trial)
     assert found.status == "passed", found.why
     assert found.milliseconds
@@ -54,7 +54,7 @@ def error(name: str) -> float:
     model, ids = lively(CHOICES[name]).to(place), random_ids(2, 33).to(place)
     results: list[list[Tensor]] = []
     for kernels in ((), KERNELS):
-        trusted.trust(kernels)
+        kernel_trials.trust(kernels)
         model.zero_grad()
         hidden = model(ids[:, :-1]).flatten(0, 1)
         loss, _ = token_losses(hidden, model.head.weight, ids[:, 1:].flatten(), 1e-3)

@@ -5,8 +5,8 @@ from collections.abc import Callable, Iterator, Sequence
 import pytest
 
 from bloomery.core import native
-from bloomery.model import kernels
-from bloomery.model.causal import causal_attention
+from bloomery.model.kernels import cpu
+from bloomery.model.kernels.cpu_attention import causal_attention
 
 import torch
 import torch.nn.functional as F
@@ -25,8 +25,8 @@ TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 2**-7}
 
 @pytest.fixture(autouse=True)
 def library() -> Iterator[None]:
-    if native.library(kernels.LIBRARY) is None:
-        pytest.skip(f"the library of training is not there: {native.state(kernels.LIBRARY)}")
+    if native.library(cpu.LIBRARY) is None:
+        pytest.skip(f"the library of training is not there: {native.state(cpu.LIBRARY)}")
     torch.manual_seed(0)
     threads = torch.get_num_threads()
     yield
@@ -57,21 +57,21 @@ def compare(ours: Callable[..., Tensor], plain: Callable[..., Tensor], given: Se
 @pytest.mark.parametrize("size", [1, 31, 700])
 def test_activations_equal_their_formulas(dtype: torch.dtype, size: int) -> None:
     given = [(torch.randn(3, size) * 6).to(dtype) for _ in range(2)]
-    compare(kernels.swiglu, lambda gate, up: F.silu(gate) * up, given)
-    compare(kernels.gelu_tanh, lambda x: F.gelu(x, approximate="tanh"), given[:1])
+    compare(cpu.swiglu, lambda gate, up: F.silu(gate) * up, given)
+    compare(cpu.gelu_tanh, lambda x: F.gelu(x, approximate="tanh"), given[:1])
 
 
 def test_activations_of_very_large_numbers_are_finite() -> None:
     x = torch.tensor([-1e30, -200.0, 0.0, 200.0, 1e10])
-    assert kernels.gelu_tanh(x[1:]).tolist() == pytest.approx([0.0, 0.0, 200.0, 1e10], abs=1e-6)
-    assert kernels.swiglu(x[1:], torch.ones(4)).tolist() == pytest.approx([0.0, 0.0, 200.0, 1e10], abs=1e-6)
+    assert cpu.gelu_tanh(x[1:]).tolist() == pytest.approx([0.0, 0.0, 200.0, 1e10], abs=1e-6)
+    assert cpu.swiglu(x[1:], torch.ones(4)).tolist() == pytest.approx([0.0, 0.0, 200.0, 1e10], abs=1e-6)
 
 
 @DTYPES
 def test_a_norm_equals_that_of_torch_and_is_rounded_once(dtype: torch.dtype) -> None:
     x, weight = torch.randn(3, 5, 140)[..., ::2] * 3, (torch.rand(140) + 0.5)[::2]
     given = [x.requires_grad_(), weight.requires_grad_()]
-    found, expected = kernels.rms_norm(x, weight, 1e-5, dtype), F.rms_norm(x, (70,), weight, 1e-5)
+    found, expected = cpu.rms_norm(x, weight, 1e-5, dtype), F.rms_norm(x, (70,), weight, 1e-5)
     assert found.dtype == dtype
     near(found, expected, dtype)
     slope = torch.randn(x.shape).to(dtype)
@@ -86,7 +86,7 @@ def test_a_norm_with_a_mean_equals_that_of_torch(learned: int, dtype: torch.dtyp
     x = (torch.randn(3, 5, 70) * 3 + 1).requires_grad_()
     some = [(torch.rand(70) + 0.5).requires_grad_() for _ in range(learned)]
     weight, bias = [*some, None, None][:2]
-    found = kernels.layer_norm(x, weight, bias, 1e-5, dtype)
+    found = cpu.layer_norm(x, weight, bias, 1e-5, dtype)
     expected = F.layer_norm(x, (70,), weight, bias, 1e-5)
     near(found, expected, dtype)
     slope = torch.randn(x.shape).to(dtype)
@@ -101,7 +101,7 @@ def test_turning_by_position_equals_the_formula(dtype: torch.dtype) -> None:
     cosine, sine = (torch.cat((one, one), -1) for one in (angle.cos(), angle.sin()))
     x = torch.randn(2, 9, 3, 16).to(dtype).transpose(1, 2)
     for c, s in ((cosine, sine), (cosine[:1], sine[:1])):
-        compare(lambda x, c=c, s=s: kernels.rotate(x, c, s), lambda x, c=c, s=s: rotate(x, c, s), [x])
+        compare(lambda x, c=c, s=s: cpu.rotate(x, c, s), lambda x, c=c, s=s: rotate(x, c, s), [x])
 
 
 @DTYPES
@@ -115,9 +115,9 @@ def test_cross_entropy_and_its_slopes_equal_those_of_torch(dtype: torch.dtype, z
     loss = F.cross_entropy(exact, targets, reduction="sum") + z_loss * z.square().sum()
     (slopes,) = torch.autograd.grad(loss, exact)
     untouched = scores.clone()
-    near(kernels.cross_entropy_(scores, targets, z_loss=z_loss, slopes=False), z, torch.float32)
+    near(cpu.cross_entropy_(scores, targets, z_loss=z_loss, slopes=False), z, torch.float32)
     assert torch.equal(scores, untouched)
-    near(kernels.cross_entropy_(scores, targets, z_loss=z_loss, share=0.75), z, torch.float32)
+    near(cpu.cross_entropy_(scores, targets, z_loss=z_loss, share=0.75), z, torch.float32)
     near(scores, 0.75 * slopes, dtype)
     assert torch.equal(whole[:, 501:], beside)
 
@@ -127,14 +127,14 @@ def test_what_is_not_finite_stays_so() -> None:
     for bad in (float("nan"), float("inf")):
         scores = torch.zeros(2, 64)
         scores[1, 5] = bad
-        losses = kernels.cross_entropy_(scores, torch.tensor([0, 1]))
+        losses = cpu.cross_entropy_(scores, torch.tensor([0, 1]))
         assert losses.isfinite().tolist() == [True, False]
         x = torch.ones(1, 1, 40, 16)
         x[0, 0, 3] = bad
         first = torch.zeros(1, 40, dtype=torch.long)
         assert not causal_attention(x, x, x, first)[0, 0, 5:].isfinite().any()
-        assert not kernels.swiglu(x, x).isfinite().all()
-        assert not kernels.gelu_tanh(x).isfinite().all()
+        assert not cpu.swiglu(x, x).isfinite().all()
+        assert not cpu.gelu_tanh(x).isfinite().all()
 
 
 @DTYPES
@@ -142,7 +142,7 @@ def test_what_is_not_finite_stays_so() -> None:
 def test_sums_of_columns_are_those_in_float64(dtype: torch.dtype, shape: tuple[int, int]) -> None:
     whole = torch.randn(shape[0], 2 * shape[1]).to(dtype)
     for x in (whole[:, : shape[1]], whole):
-        near(kernels.column_sums(x), x.double().sum(0).float(), torch.float32)
+        near(cpu.column_sums(x), x.double().sum(0).float(), torch.float32)
 
 
 @pytest.mark.parametrize("threads", [1, 2, 3])
@@ -152,16 +152,16 @@ def test_results_do_not_depend_on_threads(threads: int) -> None:
     results = []
     for count in (1, threads):
         torch.set_num_threads(count)
-        y = kernels.swiglu(causal_attention(q, k, v, first), q)
+        y = cpu.swiglu(causal_attention(q, k, v, first), q)
         results.append([y, *torch.autograd.grad(y.sum(), (q, k, v))])
     assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
 
 
 def test_it_is_ready_for_tensors_of_one_known_format(monkeypatch: pytest.MonkeyPatch) -> None:
     x = torch.zeros(3)
-    assert kernels.ready(x, x)
-    assert kernels.ready(x.bfloat16())
-    assert not kernels.ready(x.half())
-    assert not kernels.ready(x, x.bfloat16())
+    assert cpu.ready(x, x)
+    assert cpu.ready(x.bfloat16())
+    assert not cpu.ready(x.half())
+    assert not cpu.ready(x, x.bfloat16())
     monkeypatch.setenv(native.SWITCH, "0")
-    assert not kernels.ready(x)
+    assert not cpu.ready(x)

@@ -7,7 +7,7 @@ from bloomery.model import lora, quantize
 from bloomery.model.config import ModelConfig
 from bloomery.model.lora_config import Base, Lora, matrices
 from bloomery.model.transformer import Transformer
-from bloomery.train.recompute import recompute
+from bloomery.train.activation_checkpointing import recompute
 from tests.model.made import CHOICES, SHAPES, VOCAB_SIZE, lively
 
 import torch
@@ -74,7 +74,7 @@ def test_a_target_that_names_nothing_is_an_error_that_says_what_there_is() -> No
     with pytest.raises(DataError) as caught:
         adapted(Lora(targets=("attention.q", "W_pack")))
     assert caught.value.what == "the target 'W_pack' names no matrix of this model"
-    assert "attention.q, attention.k, attention.v, attention.out, mlp.gate" in caught.value.cure
+    assert "attention.q, attention.k, attention.v, attention.out, mlp.gate" in caught.value.hint
 
 
 def test_the_scale_is_alpha_over_the_rank_or_over_its_root() -> None:
@@ -95,7 +95,7 @@ def test_merged_weights_compute_the_same_up_to_rounding(name: str, base: Base) -
     with torch.no_grad():
         apart, together = model.logits(model(ids())), merged.logits(merged(ids()))
     assert float((apart - together).abs().max()) < 2e-5 * float(apart.abs().max())
-    assert not any(isinstance(one, lora.Adapted | quantize.Frozen) for one in merged.modules())
+    assert not any(isinstance(one, lora.LoRALinear | quantize.QuantizedLinear) for one in merged.modules())
 
 
 @pytest.mark.parametrize("base", BASES)
@@ -134,7 +134,7 @@ def test_a_quantised_model_takes_the_bytes_that_its_format_says() -> None:
 
 
 def test_dropout_leaves_out_its_share_scales_up_the_rest_and_rests_when_not_training() -> None:
-    layer = lora.Adapted(quantize.frozen(nn.Linear(400, 8, bias=False), "float32"), Lora(dropout=0.3))
+    layer = lora.LoRALinear(quantize.frozen(nn.Linear(400, 8, bias=False), "float32"), Lora(dropout=0.3))
     x = torch.randn(500, 400, generator=torch.Generator().manual_seed(0))
     dropped = layer._dropped(x)
     assert float((dropped == 0).float().mean()) == pytest.approx(0.3, abs=0.005)
@@ -166,7 +166,7 @@ def test_the_coins_of_dropout_are_the_same_again_until_the_adapter_changes() -> 
         for weight in lora.weights(model).values():
             weight.mul_(1.001)
     layer = model.get_submodule("blocks.0.attention.q")
-    assert isinstance(layer, lora.Adapted)
+    assert isinstance(layer, lora.LoRALinear)
     x = torch.randn(9, layer.base.width)
     before = layer._dropped(x) == 0
     with torch.no_grad():

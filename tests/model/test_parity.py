@@ -5,12 +5,9 @@ from typing import Any
 import pytest
 import transformers
 
-from bloomery.model.config import ModelConfig
-from bloomery.model.positions import alibi_slopes
-from bloomery.model.scaling import Linear, Llama3Scaling, Yarn
-from bloomery.weights.architecture import Architecture, gathered, spread
-from bloomery.weights.gpt2 import GPT2
-from bloomery.weights.llama import LLAMA, MISTRAL, QWEN2, QWEN3
+from bloomery.model.config import LinearScaling, Llama3Scaling, ModelConfig, YarnScaling
+from bloomery.model.rope import alibi_slopes
+from bloomery.weights.architectures import GPT2, LLAMA, MISTRAL, QWEN2, QWEN3, Architecture, gathered, spread
 from tests.model.made import VOCAB_SIZE, lively, random_config, random_ids
 
 import torch
@@ -75,9 +72,9 @@ def test_a_llama(seed: int) -> None:
 def test_a_llama_whose_positions_are_stretched(seed: int, kind: str) -> None:
     context = 24
     scaling: Any = {
-        "linear": Linear(factor=2.5),
+        "linear": LinearScaling(factor=2.5),
         "llama3": Llama3Scaling(original_context=context, factor=4.0),
-        "yarn": Yarn(factor=4.0, original_context=context, attention_factor=None if seed % 2 else 1.3),
+        "yarn": YarnScaling(factor=4.0, original_context=context, attention_factor=None if seed % 2 else 1.3),
     }[kind]
     rope = {"rope_type": kind, "factor": scaling.factor}
     if kind != "linear":

@@ -4,9 +4,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bloomery.model.config import ModelConfig
-from bloomery.model.positions import alibi_slopes, frequencies, rotate, rotation
-from bloomery.model.scaling import Linear, Llama3Scaling, RopeScaling, Yarn
+from bloomery.model.config import LinearScaling, Llama3Scaling, ModelConfig, RopeScaling, YarnScaling
+from bloomery.model.rope import alibi_slopes, frequencies, rotate, rotation
 
 import torch
 from torch import Tensor
@@ -64,12 +63,12 @@ def test_turning_keeps_the_number_format() -> None:
 @given(st.integers(1, 64), st.floats(1.0, 16.0))
 def test_linear_scaling_slows_every_pair_alike(half: int, factor: float) -> None:
     plain, _ = frequencies(2 * half, 10_000.0, None)
-    slowed, grown = frequencies(2 * half, 10_000.0, Linear(factor=factor))
+    slowed, grown = frequencies(2 * half, 10_000.0, LinearScaling(factor=factor))
     assert grown == 1.0
     assert torch.allclose(slowed * factor, plain)
 
 
-@pytest.mark.parametrize("scaling", [Llama3Scaling(original_context=64), Yarn(factor=8.0, original_context=64)])
+@pytest.mark.parametrize("scaling", [Llama3Scaling(original_context=64), YarnScaling(factor=8.0, original_context=64)])
 def test_fast_pairs_keep_their_speed_and_slow_ones_lose_the_whole_factor(scaling: RopeScaling) -> None:
     plain, _ = frequencies(64, 10_000.0, None)
     slowed, _ = frequencies(64, 10_000.0, scaling)
@@ -81,10 +80,13 @@ def test_fast_pairs_keep_their_speed_and_slow_ones_lose_the_whole_factor(scaling
 
 def test_yarn_makes_queries_and_keys_larger() -> None:
     grown = [
-        frequencies(8, 100.0, Yarn(factor=4.0, original_context=9, attention_factor=one))[1] for one in (None, 2.0)
+        frequencies(8, 100.0, YarnScaling(factor=4.0, original_context=9, attention_factor=one))[1]
+        for one in (None, 2.0)
     ]
     assert grown == [pytest.approx(0.1 * math.log(4) + 1), 2.0]
-    turn = rotation(torch.arange(5)[None], shape(8, scaling=Yarn(factor=4.0, original_context=9, attention_factor=2.0)))
+    turn = rotation(
+        torch.arange(5)[None], shape(8, scaling=YarnScaling(factor=4.0, original_context=9, attention_factor=2.0))
+    )
     x = numbers(1, 1, 5, 8)
     assert torch.allclose(rotate(x, turn).norm(dim=3), 2 * x.norm(dim=3))
 

@@ -7,9 +7,8 @@ from typing import Any
 import pytest
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
-from bloomery.model.config import ModelConfig
-from bloomery.model.cost import cost
-from bloomery.model.presets import PRESETS
+from bloomery.model.config import PRESETS, ModelConfig
+from bloomery.model.flops import cost
 from bloomery.model.transformer import Transformer
 
 import torch

@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from bloomery.core import native
-from bloomery.model import products
+from bloomery.model.kernels import cpu
 from bloomery.model.layers import Linear
 
 import torch
@@ -13,11 +13,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 
-@pytest.fixture(autouse=True, params=[products.PAIRS, products.TILES], ids=["pairs", "tiles"])
+@pytest.fixture(autouse=True, params=[cpu.PAIRS, cpu.TILES], ids=["pairs", "tiles"])
 def units(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    if products.units() < request.param:
-        pytest.skip(f"not on this processor, or there is no library: {native.state(products.LIBRARY)}")
-    monkeypatch.setattr(products, "units", lambda: request.param if native.library(products.LIBRARY) else products.NONE)
+    if cpu.units() < request.param:
+        pytest.skip(f"not on this processor, or there is no library: {native.state(cpu.MATMUL_LIBRARY)}")
+    monkeypatch.setattr(cpu, "units", lambda: request.param if native.library(cpu.MATMUL_LIBRARY) else cpu.NONE)
     torch.manual_seed(0)
     threads = torch.get_num_threads()
     yield
@@ -44,24 +44,24 @@ def test_a_product_equals_that_of_the_rounded_numbers(
     right = torch.randn((N, K) if transposed[1] else (K, N)).to(wide[1])
     left, right = (one.t() if turned else one for one, turned in zip((left, right), transposed, strict=True))
     expected, bias = left.bfloat16().float() @ right.bfloat16().float(), torch.randn(N)
-    near(products.product(left, right, torch.empty(M, N)), expected)
-    near(products.product(left, right, torch.ones(M, N), add=True), expected + 1)
-    near(products.product(left, right, torch.empty(M, N, dtype=torch.bfloat16), bias), expected + bias)
+    near(cpu.product(left, right, torch.empty(M, N)), expected)
+    near(cpu.product(left, right, torch.ones(M, N), add=True), expected + 1)
+    near(cpu.product(left, right, torch.empty(M, N, dtype=torch.bfloat16), bias), expected + bias)
 
 
 def test_nothing_beside_the_result_is_written() -> None:
     whole = torch.zeros(100, 90)
-    products.product(torch.randn(40, 50).bfloat16(), torch.randn(50, 37), whole[10:50, 5:42])
+    cpu.product(torch.randn(40, 50).bfloat16(), torch.randn(50, 37), whole[10:50, 5:42])
     assert int(whole.count_nonzero()) == int(whole[10:50, 5:42].count_nonzero()) == 40 * 37
 
 
 def test_rows_begin_on_lines_of_the_cache_and_hold_what_was_asked_for() -> None:
-    into = products.aligned_rows(70, 501)
+    into = cpu.aligned_rows(70, 501)
     assert into.shape == (70, 501)
     assert all(into[row].data_ptr() % 64 == 0 for row in (0, 1, 69))
     left, right = torch.randn(70, 64).bfloat16(), torch.randn(64, 501)
-    near(products.product(left, right, into), left.float() @ right.bfloat16().float())
-    near(products.product(into.t(), left, torch.ones(501, 64), add=True), into.t().float() @ left.float() + 1)
+    near(cpu.product(left, right, into), left.float() @ right.bfloat16().float())
+    near(cpu.product(into.t(), left, torch.ones(501, 64), add=True), into.t().float() @ left.float() + 1)
 
 
 @pytest.mark.parametrize("rows", [64, 65, 300, 700])
@@ -70,9 +70,9 @@ def test_it_does_not_matter_which_side_is_kept(rows: int, columns: int) -> None:
     """More rows than columns, or fewer."""
     x, weight, bias = torch.randn(rows, 1100).bfloat16(), torch.randn(columns, 1100), torch.randn(columns)
     expected = x.float() @ weight.bfloat16().float().t()
-    found = products.product(x, weight.t(), torch.empty(rows, columns, dtype=torch.bfloat16), bias)
+    found = cpu.product(x, weight.t(), torch.empty(rows, columns, dtype=torch.bfloat16), bias)
     near(found, expected + bias)
-    alone = products.product(x[:64], weight.t(), torch.empty(64, columns, dtype=torch.bfloat16), bias)
+    alone = cpu.product(x[:64], weight.t(), torch.empty(64, columns, dtype=torch.bfloat16), bias)
     assert torch.equal(found[:64], alone)
 
 
@@ -80,10 +80,10 @@ def test_it_does_not_matter_which_side_is_kept(rows: int, columns: int) -> None:
 def test_no_bit_depends_on_threads_nor_on_the_rows_beside(threads: int) -> None:
     left, right = torch.randn(300, 5000).bfloat16(), torch.randn(5000, 170)
     torch.set_num_threads(1)
-    one = products.product(left, right, torch.empty(300, 170))
+    one = cpu.product(left, right, torch.empty(300, 170))
     torch.set_num_threads(threads)
-    assert torch.equal(products.product(left, right, torch.empty(300, 170)), one)
-    assert torch.equal(products.product(left[50:131], right, torch.empty(81, 170)), one[50:131])
+    assert torch.equal(cpu.product(left, right, torch.empty(300, 170)), one)
+    assert torch.equal(cpu.product(left[50:131], right, torch.empty(81, 170)), one[50:131])
 
 
 @pytest.mark.parametrize("biased", [True, False])
@@ -133,15 +133,15 @@ def test_how_what_comes_in_lies_in_memory_does_not_matter(change: Change) -> Non
 def test_what_is_not_finite_stays_so_in_its_row() -> None:
     x, weight = torch.zeros(64, 64).bfloat16(), torch.ones(40, 64)
     x[5, 3], x[6, 4] = float("nan"), float("inf")
-    finite = products.linear(x, weight, None).isfinite().all(1)
+    finite = cpu.linear(x, weight, None).isfinite().all(1)
     assert finite.nonzero().flatten().tolist() == [row for row in range(64) if row not in (5, 6)]
 
 
 def test_it_is_ready_for_many_rows_in_bfloat16_by_float32_weights(monkeypatch: pytest.MonkeyPatch) -> None:
     x, weight = torch.zeros(64, 8).bfloat16(), torch.zeros(8, 8)
-    assert products.ready(x, weight)
-    assert not products.ready(x[:63], weight)
-    assert not products.ready(x.float(), weight)
-    assert not products.ready(x, weight.bfloat16())
+    assert cpu.matmul_ready(x, weight)
+    assert not cpu.matmul_ready(x[:63], weight)
+    assert not cpu.matmul_ready(x.float(), weight)
+    assert not cpu.matmul_ready(x, weight.bfloat16())
     monkeypatch.setenv(native.SWITCH, "0")
-    assert not products.ready(x, weight)
+    assert not cpu.matmul_ready(x, weight)

@@ -2,7 +2,7 @@ import pytest
 
 from bloomery.model import quantize
 from bloomery.model.lora_config import Base
-from bloomery.model.quantize import BLOCK, Frozen, frozen, kept_bytes, normal_float
+from bloomery.model.quantize import BLOCK, QuantizedLinear, frozen, kept_bytes, normal_float
 
 import torch
 from torch import nn
@@ -22,7 +22,7 @@ def linear(rows: int = 48, width: int = 200, bias: bool = False, seed: int = 0) 
     return made
 
 
-def dense(layer: Frozen, like: nn.Linear) -> nn.Linear:
+def dense(layer: QuantizedLinear, like: nn.Linear) -> nn.Linear:
     """An ordinary layer with the numbers that a frozen one computes with."""
     made = nn.Linear(like.in_features, like.out_features, bias=like.bias is not None)
     with torch.no_grad():

@@ -1,7 +1,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bloomery.model.sight import Sight
+from bloomery.model.mask import AttentionMask
 
 import torch
 
@@ -12,7 +12,7 @@ CPU = torch.device("cpu")
 def test_a_token_may_look_back_within_its_segment_and_window_and_nowhere_else(
     rows: list[list[int]], window: int
 ) -> None:
-    mask = Sight(num_queries=6, num_keys=6, device=CPU, segments=torch.tensor(rows), window=window).mask()
+    mask = AttentionMask(num_queries=6, num_keys=6, device=CPU, segments=torch.tensor(rows), window=window).mask()
     for row, segments in enumerate(rows):
         for here in range(6):
             for there in range(6):
@@ -21,21 +21,23 @@ def test_a_token_may_look_back_within_its_segment_and_window_and_nowhere_else(
 
 
 def test_new_tokens_see_all_that_came_before_them() -> None:
-    mask = Sight(num_queries=2, num_keys=5, device=CPU).mask()
+    mask = AttentionMask(num_queries=2, num_keys=5, device=CPU).mask()
     assert mask.tolist() == [[[True] * 4 + [False], [True] * 5]]
 
 
 def test_rows_of_one_document_without_a_limit_are_plainly_causal() -> None:
-    plain = Sight(num_queries=5, num_keys=5, device=CPU)
+    plain = AttentionMask(num_queries=5, num_keys=5, device=CPU)
     assert plain.is_causal
-    assert Sight(num_queries=5, num_keys=5, device=CPU, window=5).is_causal
-    assert not Sight(num_queries=5, num_keys=5, device=CPU, window=4).is_causal
-    assert not Sight(num_queries=5, num_keys=5, device=CPU, slopes=torch.ones(2)).is_causal
-    assert not Sight(num_queries=5, num_keys=5, device=CPU, segments=torch.zeros(1, 5, dtype=torch.long)).is_causal
+    assert AttentionMask(num_queries=5, num_keys=5, device=CPU, window=5).is_causal
+    assert not AttentionMask(num_queries=5, num_keys=5, device=CPU, window=4).is_causal
+    assert not AttentionMask(num_queries=5, num_keys=5, device=CPU, slopes=torch.ones(2)).is_causal
+    assert not AttentionMask(
+        num_queries=5, num_keys=5, device=CPU, segments=torch.zeros(1, 5, dtype=torch.long)
+    ).is_causal
 
 
 def test_a_mask_is_made_once_and_shared_by_the_layers() -> None:
-    sight = Sight(num_queries=4, num_keys=4, device=CPU)
+    sight = AttentionMask(num_queries=4, num_keys=4, device=CPU)
     assert sight.mask() is sight.mask()
     assert sight.bias(torch.float32) is sight.bias(torch.float32)
     assert sight.bias(torch.bfloat16).dtype == torch.bfloat16

@@ -28,6 +28,7 @@ def hidden(model: Transformer, ids: Tensor, bf16: bool = False, **how: Tensor) -
 # --- who sees whom -------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @shapes
 @precisions
 def test_a_token_cannot_see_the_future(config: ModelConfig, bf16: bool) -> None:
@@ -160,6 +161,7 @@ def decoded(model: Transformer, ids: Tensor, pieces: list[int]) -> Tensor:
     return torch.cat(found, dim=1)
 
 
+@pytest.mark.slow
 @settings(max_examples=40)
 @given(st.integers(0, 1000), st.lists(st.integers(1, 7), min_size=1, max_size=6))
 def test_decoding_in_pieces_of_any_size_is_one_forward_pass(seed: int, pieces: list[int]) -> None:
@@ -171,6 +173,7 @@ def test_decoding_in_pieces_of_any_size_is_one_forward_pass(seed: int, pieces: l
     assert torch.allclose(decoded(model, ids, [1] * sum(pieces)), full, atol=5e-5)
 
 
+@pytest.mark.slow
 @shapes
 @precisions
 def test_a_token_at_a_time_is_one_forward_pass(config: ModelConfig, bf16: bool) -> None:

@@ -6,8 +6,8 @@ from collections.abc import Generator, Sequence
 from pathlib import Path
 
 from bloomery.core.errors import RunError
-from bloomery.serve.answerer import Answer, Finish, ModelInfo, Piece, Sampling, check_conversation
-from bloomery.tokenizer.chat import Message
+from bloomery.serve.chat_model import Finish, ModelInfo, Sampling, StreamedAnswer, TextChunk, check_conversation
+from bloomery.tokenizer.chat_template import Message
 
 HOSTILE = '<img src=x onerror="document.title=`broken`"> & <script>document.title=`broken`</script>'
 
@@ -28,15 +28,15 @@ class FakeAnswerer:
         self.words_said = 0
         self.closed = threading.Event()
 
-    def answer(self, messages: Sequence[Message], sampling: Sampling) -> Answer:
+    def answer(self, messages: Sequence[Message], sampling: Sampling) -> StreamedAnswer:
         check_conversation(messages)
         self.heard.append([*messages])
         self.samplings.append(sampling)
         if messages[-1]["content"] == "refuse":
-            raise RunError("the weights are torn", cure="Run the recipe again.")
-        return Answer(sum(len(m["content"].split()) for m in messages), self._pieces(messages, sampling))
+            raise RunError("the weights are torn", hint="Run the recipe again.")
+        return StreamedAnswer(sum(len(m["content"].split()) for m in messages), self._pieces(messages, sampling))
 
-    def _pieces(self, messages: Sequence[Message], sampling: Sampling) -> Generator[Piece, None, None]:
+    def _pieces(self, messages: Sequence[Message], sampling: Sampling) -> Generator[TextChunk, None, None]:
         began = time.monotonic()
         try:
             words = self._words(messages)
@@ -48,8 +48,8 @@ class FakeAnswerer:
                     assert self._gate.wait(60)
                 time.sleep(self._seconds)
                 self.words_said += 1
-                yield Piece(word if place == 0 else f" {word}", 1)
-            yield Piece("", 0, finish)
+                yield TextChunk(word if place == 0 else f" {word}", 1)
+            yield TextChunk("", 0, finish)
         finally:
             self.spans.append((began, time.monotonic()))
             self.closed.set()

@@ -6,8 +6,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from bloomery.core.errors import DataError
-from bloomery.serve.answerer import Sampling, TextAnswerer, TextStream
-from bloomery.tokenizer.chat import Message
+from bloomery.serve.chat_model import Sampling, TextAnswerer, TextStream
+from bloomery.tokenizer.chat_template import Message
 
 END = 256
 ASK: list[Message] = [{"role": "user", "content": "?"}]

@@ -14,8 +14,9 @@ import openai
 import pytest
 
 from bloomery.core.errors import ConfigError
-from bloomery.serve import desk, guard
-from bloomery.serve.answerer import ModelInfo, Sampling
+from bloomery.serve import guard
+from bloomery.serve import queue as serve_queue
+from bloomery.serve.chat_model import ModelInfo, Sampling
 from bloomery.serve.server import STATIC, Server, app, serving
 
 from .fakes import FakeAnswerer, FakeModels
@@ -170,6 +171,7 @@ def test_a_connection_that_waits_for_its_answer_has_time(monkeypatch: pytest.Mon
         assert post(url).json()["choices"][0]["message"]["content"] == "bloom heard hello (1 messages)"
 
 
+@pytest.mark.slow
 def test_a_client_that_reads_nothing_loses_its_connection_and_its_answer(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(guard, "UNREAD_SECONDS", 0.3)
     bloom = FakeAnswerer("bloom", 0.0001)
@@ -184,16 +186,16 @@ def test_a_client_that_reads_nothing_loses_its_connection_and_its_answer(monkeyp
 
 
 def test_pieces_that_nobody_reads_end_the_answer(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(desk, "MAX_UNREAD", 10)
+    monkeypatch.setattr(serve_queue, "MAX_UNREAD", 10)
     bloom = FakeAnswerer("bloom", 0.001)
 
     async def ask() -> None:
-        job = await desk.Desk(FakeModels(bloom)).ask(
+        job = await serve_queue.RequestQueue(FakeModels(bloom)).ask(
             "bloom", [{"role": "user", "content": "long"}], Sampling(max_tokens=100_000)
         )
         assert job is not None
         await asyncio.to_thread(bloom.closed.wait, 60)
-        with pytest.raises(desk.StoppedError):
+        with pytest.raises(serve_queue.StoppedError):
             async for _ in job.pieces():
                 pass
 
@@ -233,7 +235,7 @@ def test_of_too_many_connections_the_one_that_idles_longest_is_cut(monkeypatch: 
 
 
 def test_of_too_many_requests_each_is_told_when_to_come_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(desk, "MAX_REQUESTS", 3)
+    monkeypatch.setattr(serve_queue, "MAX_REQUESTS", 3)
     gate = threading.Event()
     bloom = FakeAnswerer("bloom", gate=gate)
     with (
@@ -258,7 +260,7 @@ def test_of_too_many_requests_each_is_told_when_to_come_again(monkeypatch: pytes
 
 
 def test_a_request_that_left_the_line_makes_room_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(desk, "MAX_REQUESTS", 2)
+    monkeypatch.setattr(serve_queue, "MAX_REQUESTS", 2)
     bloom = FakeAnswerer("bloom", gate=(gate := threading.Event()))
     with serving(FakeModels(bloom)) as url, ThreadPoolExecutor(2) as clients:
         first = clients.submit(post, url)
@@ -378,6 +380,7 @@ def test_a_header_of_a_proxy_gives_no_other_address() -> None:
         assert 429 in codes
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("path", [CHAT, "/login", "/v1/models", "/static/app.js", "/"])
 @pytest.mark.parametrize(
     "headers",

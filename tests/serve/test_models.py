@@ -7,15 +7,15 @@ from typing import Any
 
 import pytest
 
-from bloomery.core import files
+from bloomery.core import io as core_io
 from bloomery.core.errors import CheckpointError, DataError, RunError
-from bloomery.core.files import MANIFEST
+from bloomery.core.io import MANIFEST
 from bloomery.generate.engine import Engine
-from bloomery.serve import models as shelves
-from bloomery.serve.answerer import Answerer, Models, Sampling
-from bloomery.serve.models import Shelf
-from bloomery.tokenizer.chat import Message, Renderer
-from bloomery.weights import huggingface
+from bloomery.serve import registry
+from bloomery.serve.chat_model import Answerer, Models, Sampling
+from bloomery.serve.registry import ModelRegistry
+from bloomery.tokenizer.chat_template import Message, Renderer
+from bloomery.weights import hf
 from tests.core.made import manifest
 from tests.tokenizer.made import small
 from tests.train.made import processor
@@ -27,25 +27,25 @@ ASK: list[Message] = [{"role": "user", "content": "Hi"}]
 
 
 @pytest.fixture
-def shelf(tmp_path: Path) -> Shelf:
+def shelf(tmp_path: Path) -> ModelRegistry:
     run(tmp_path / "b", "pretrain", "finetune")
     run(tmp_path / "a", "pretrain")
-    return Shelf(tmp_path)
+    return ModelRegistry(tmp_path)
 
 
-def test_a_shelf_lists_the_finished_models_and_new_ones_as_they_come(shelf: Shelf) -> None:
+def test_a_shelf_lists_the_finished_models_and_new_ones_as_they_come(shelf: ModelRegistry) -> None:
     assert isinstance(shelf, Models)
     assert [one.id for one in shelf.names()] == ["a/pretrain", "b", "b/pretrain"]
     for one in shelf.names():
-        assert one.created == int((one.path / huggingface.WEIGHTS).stat().st_mtime)
-        assert one.context == huggingface.load(one.path).model.config.context == 40
+        assert one.created == int((one.path / hf.WEIGHTS).stat().st_mtime)
+        assert one.context == hf.load(one.path).model.config.context == 40
     run(shelf.runs / "c", "pretrain", "finetune")
     assert [one.id for one in shelf.names()] == ["a/pretrain", "b", "b/pretrain", "c", "c/pretrain"]
-    assert Shelf(shelf.runs / "none").names() == []
+    assert ModelRegistry(shelf.runs / "none").names() == []
 
 
 def test_a_folder_whose_name_is_no_utf_8_is_left_out_and_reported_once(
-    shelf: Shelf, capsys: pytest.CaptureFixture[str]
+    shelf: ModelRegistry, capsys: pytest.CaptureFixture[str]
 ) -> None:
     try:
         shutil.copytree(shelf.runs / "b", shelf.runs / os.fsdecode(b"b\xff"))
@@ -53,7 +53,7 @@ def test_a_folder_whose_name_is_no_utf_8_is_left_out_and_reported_once(
         shutil.copytree(stage, stage.with_name(os.fsdecode(b"10-finetune-\xff")))
     except OSError:
         pytest.skip("the file system takes only names in UTF-8")
-    again = Shelf(shelf.runs)
+    again = ModelRegistry(shelf.runs)
     assert r"b\udcff: left out, because its name is not UTF-8. Rename it." in capsys.readouterr().err
     for _ in range(2):
         assert [one.id for one in again.names()] == ["a/pretrain", "b", "b/pretrain"]
@@ -62,9 +62,9 @@ def test_a_folder_whose_name_is_no_utf_8_is_left_out_and_reported_once(
     assert capsys.readouterr().err == ""
 
 
-def test_no_other_model_answers_under_the_name_of_one_that_is_damaged(shelf: Shelf) -> None:
+def test_no_other_model_answers_under_the_name_of_one_that_is_damaged(shelf: ModelRegistry) -> None:
     stage = shelf.runs / "b" / FOLDERS["finetune"]
-    files.write_json(stage / MANIFEST, manifest(files.listing(stage), hands_on="model/"))
+    core_io.write_json(stage / MANIFEST, manifest(core_io.listing(stage), hands_on="model/"))
     assert shelf.get("b").name == "b"
     (stage / "model" / "config.json").unlink()
     assert [one.id for one in shelf.names()] == ["a/pretrain", "b/pretrain"]
@@ -72,45 +72,47 @@ def test_no_other_model_answers_under_the_name_of_one_that_is_damaged(shelf: She
         shelf.get("b")
     with pytest.raises(RunError, match="there is no model 'c'") as caught:
         shelf.get("c")
-    assert caught.value.cure == "Models: a/pretrain, b/pretrain."
+    assert caught.value.hint == "Models: a/pretrain, b/pretrain."
 
 
-def test_what_a_model_says_is_what_its_engine_and_its_renderer_say(shelf: Shelf) -> None:
+def test_what_a_model_says_is_what_its_engine_and_its_renderer_say(shelf: ModelRegistry) -> None:
     folder = shelf.runs / "b" / FOLDERS["finetune"] / "model"
     answerer = shelf.get("b")
     assert isinstance(answerer, Answerer)
     answer = answerer.answer(ASK, Sampling(max_tokens=9, temperature=0.0))
     prompt = Renderer(small()).prompt(ASK)
-    engine = Engine(huggingface.load(folder).model, small().vocab_size)
+    engine = Engine(hf.load(folder).model, small().vocab_size)
     ids = list(engine.stream(prompt, max_tokens=9, stop_ids=frozenset({small().end_id})))
     assert answer.prompt_tokens == len(prompt)
     assert "".join(piece.text for piece in answer.pieces) == small().decode(ids)
 
 
-def test_a_model_is_loaded_to_the_device_of_this_machine(shelf: Shelf, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_model_is_loaded_to_the_device_of_this_machine(shelf: ModelRegistry, monkeypatch: pytest.MonkeyPatch) -> None:
     other = replace(processor(), place=torch.device("meta"))
     monkeypatch.setattr("bloomery.hw.device.find", lambda: other)
     places: list[torch.device] = []
-    whole = huggingface.load
+    whole = hf.load
 
-    def watched(folder: Path, place: torch.device) -> huggingface.Loaded:
+    def watched(folder: Path, place: torch.device) -> hf.Loaded:
         places.append(place)
         return whole(folder)
 
-    monkeypatch.setattr(huggingface, "load", watched)
+    monkeypatch.setattr(hf, "load", watched)
     shelf.get("b")
     assert places == [other.place]
 
 
-def test_a_model_is_loaded_once_also_when_two_ask_for_it_at_once(shelf: Shelf, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_model_is_loaded_once_also_when_two_ask_for_it_at_once(
+    shelf: ModelRegistry, monkeypatch: pytest.MonkeyPatch
+) -> None:
     loads: list[str] = []
-    whole = shelves.answerer
+    whole = registry.answerer
 
     def counted(name: str, folder: Path) -> Any:
         loads.append(name)
         return whole(name, folder)
 
-    monkeypatch.setattr(shelves, "answerer", counted)
+    monkeypatch.setattr(registry, "answerer", counted)
     got: list[Answerer] = []
     threads = [threading.Thread(target=lambda: got.append(shelf.get("b"))) for _ in range(4)]
     for thread in threads:
@@ -122,41 +124,41 @@ def test_a_model_is_loaded_once_also_when_two_ask_for_it_at_once(shelf: Shelf, m
     assert shelf.get("b/pretrain") is not got[0]
 
 
-def test_a_model_that_was_trained_again_is_loaded_again(shelf: Shelf) -> None:
+def test_a_model_that_was_trained_again_is_loaded_again(shelf: ModelRegistry) -> None:
     folder, greedy = shelf.runs / "b" / FOLDERS["finetune"] / "model", Sampling(max_tokens=9, temperature=0.0)
     before = shelf.get("b")
     said = "".join(piece.text for piece in before.answer(ASK, greedy).pieces)
-    made = (folder / huggingface.WEIGHTS).stat().st_mtime
+    made = (folder / hf.WEIGHTS).stat().st_mtime
     model(folder, seed=4)
-    os.utime(folder / huggingface.WEIGHTS, (made + 5, made + 5))
+    os.utime(folder / hf.WEIGHTS, (made + 5, made + 5))
     after = shelf.get("b")
     assert after is not before
     assert "".join(piece.text for piece in after.answer(ASK, greedy).pieces) != said
     assert shelf.get("b") is after
 
 
-def test_an_unknown_model_is_an_error_that_names_the_known_ones(shelf: Shelf) -> None:
+def test_an_unknown_model_is_an_error_that_names_the_known_ones(shelf: ModelRegistry) -> None:
     with pytest.raises(RunError, match=r"(?s)there is no model 'd'.*Models: a/pretrain, b, b/pretrain\."):
         shelf.get("d")
     with pytest.raises(RunError, match=r"Models: none yet\."):
-        Shelf(shelf.runs / "none").get("b")
+        ModelRegistry(shelf.runs / "none").get("b")
 
 
-def test_a_model_whose_run_was_removed_is_gone(shelf: Shelf) -> None:
+def test_a_model_whose_run_was_removed_is_gone(shelf: ModelRegistry) -> None:
     shelf.get("b")
     shutil.rmtree(shelf.runs / "b")
     with pytest.raises(RunError, match="there is no model 'b'"):
         shelf.get("b")
 
 
-def test_a_model_that_cannot_be_loaded_is_an_error_and_the_others_stay(shelf: Shelf) -> None:
+def test_a_model_that_cannot_be_loaded_is_an_error_and_the_others_stay(shelf: ModelRegistry) -> None:
     (shelf.runs / "b" / FOLDERS["finetune"] / "model" / "bloomery.json").write_text("{}")
     with pytest.raises(CheckpointError, match=r"bloomery\.json: cannot be read: tokenizer: field required"):
         shelf.get("b")
     assert shelf.get("b/pretrain").name == "b/pretrain"
 
 
-def test_a_prompt_that_cannot_fit_is_refused_with_its_least_number_of_tokens(shelf: Shelf) -> None:
+def test_a_prompt_that_cannot_fit_is_refused_with_its_least_number_of_tokens(shelf: ModelRegistry) -> None:
     answerer = shelf.get("b")
     least = -(-1_000_000 // max(small().byte_lengths))
     with pytest.raises(DataError, match=rf"takes at least {least + 2} tokens, and the model has a context of 40"):

@@ -18,8 +18,8 @@ import openai
 import pytest
 
 from bloomery.core.errors import CheckpointError, ConfigError, DataError
-from bloomery.serve.answerer import Sampling
-from bloomery.serve.desk import Job
+from bloomery.serve.chat_model import Sampling
+from bloomery.serve.queue import GenerationRequest
 from bloomery.serve.server import STATIC, Server, serving
 
 from .fakes import FakeAnswerer, FakeModels
@@ -240,7 +240,7 @@ def test_a_model_that_fails_before_the_first_word_is_asked_once(site: Site) -> N
 def test_a_model_that_cannot_be_loaded_is_not_the_requests_fault() -> None:
     class Torn(FakeModels):
         def get(self, name: str) -> FakeAnswerer:
-            raise DataError("there is no tokenizer.json", where="runs/bloom", cure="Run its stage again.")
+            raise DataError("there is no tokenizer.json", where="runs/bloom", hint="Run its stage again.")
 
     with serving(Torn(FakeAnswerer("bloom"))) as url:
         response = post(url)
@@ -258,7 +258,7 @@ def test_a_client_gets_no_path_of_the_server_and_the_log_gets_all_of_it(
     class Torn(FakeModels):
         def get(self, name: str) -> FakeAnswerer:
             what = f"it is of the base {path}/base/model.safetensors, '{path}/x' and ~{path}/y"
-            raise CheckpointError(what, where=f"{path}/config.json:3", cure=f"bloomery run {path}/recipe.toml")
+            raise CheckpointError(what, where=f"{path}/config.json:3", hint=f"bloomery run {path}/recipe.toml")
 
     class Buggy(FakeModels):
         def get(self, name: str) -> FakeAnswerer:
@@ -341,13 +341,13 @@ def test_requests_to_one_model_wait_in_line_and_those_to_another_do_not() -> Non
 
 
 def test_a_client_that_leaves_the_line_is_never_answered(monkeypatch: pytest.MonkeyPatch) -> None:
-    left, stop = threading.Event(), Job.stop
+    left, stop = threading.Event(), GenerationRequest.stop
 
-    def stop_and_tell(job: Job) -> None:
+    def stop_and_tell(job: GenerationRequest) -> None:
         stop(job)
         left.set()
 
-    monkeypatch.setattr(Job, "stop", stop_and_tell)
+    monkeypatch.setattr(GenerationRequest, "stop", stop_and_tell)
     bloom = FakeAnswerer("bloom", gate=(gate := threading.Event()))
     with serving(FakeModels(bloom)) as url, ThreadPoolExecutor(1) as clients:
         first = clients.submit(post, url)
@@ -395,7 +395,7 @@ def test_ctrl_c_ends_the_server_without_an_error() -> None:
     assert (process.returncode, out, err) == (0, "over\n", "")
 
 
-def test_a_busy_port_is_an_error_that_names_a_cure() -> None:
+def test_a_busy_port_is_an_error_that_names_a_hint() -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         with pytest.raises(ConfigError, match=rf"127.0.0.1:{port}.*\n.*--port {port + 1}"):

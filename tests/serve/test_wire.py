@@ -7,7 +7,7 @@ import httpx
 import pytest
 
 from bloomery.core.errors import DataError
-from bloomery.serve import guard, wire
+from bloomery.serve import guard, openai_api
 from bloomery.serve.server import serving
 
 from .fakes import FakeAnswerer, FakeModels
@@ -88,7 +88,7 @@ def test_a_wrong_request_takes_milliseconds_and_a_short_error_however_many_value
     began = time.thread_time()
     assert guard.too_complex(body) is None
     with pytest.raises(DataError) as caught:
-        wire.question(body, "application/json")
+        openai_api.question(body, "application/json")
     assert time.thread_time() - began < 0.15
     assert len(str(caught.value)) < 500
 
@@ -101,7 +101,7 @@ def schemas(value: Any) -> Iterator[dict[str, Any]]:
 
 
 def test_every_list_of_a_request_is_bounded_and_ends_at_its_first_wrong_element() -> None:
-    made = list(schemas(wire.ChatRequest.__pydantic_core_schema__))
+    made = list(schemas(openai_api.ChatRequest.__pydantic_core_schema__))
     lists = [one for one in made if one["type"] == "list"]
     assert len(lists) == 3
     assert all(one["max_length"] and one["fail_fast"] for one in lists)

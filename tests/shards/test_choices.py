@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from bloomery.core.errors import DataError
-from bloomery.shards import choices
+from bloomery.evaluation import llmc_choices
 
 EXAMPLES = [([11, 12, 13], [[1], [2, 3], [4, 5, 6], [7]], 2), ([21], [[8, 9], [1], [2], [3]], 0)]
 
@@ -24,7 +24,7 @@ def by_hand(count: int = 2, magic: int = 20240522) -> bytes:
 def test_an_evaluation_file_gives_questions_answers_and_which_is_right(tmp_path: Path) -> None:
     file = tmp_path / "hellaswag_val.bin"
     file.write_bytes(by_hand())
-    found = choices.read(file, vocab_size=30)
+    found = llmc_choices.read(file, vocab_size=30)
     shown = [(one.question.tolist(), [ids.tolist() for ids in one.answers], one.right) for one in found]
     assert shown == EXAMPLES
 
@@ -47,11 +47,11 @@ def test_a_damaged_evaluation_file_is_refused_by_name(tmp_path: Path, content: b
     file = tmp_path / "eval.bin"
     file.write_bytes(content)
     with pytest.raises(DataError, match=f"{file}.*({told})"):
-        choices.read(file, vocab_size=30)
+        llmc_choices.read(file, vocab_size=30)
 
 
 def test_ids_of_another_vocabulary_are_refused_by_name(tmp_path: Path) -> None:
     file = tmp_path / "eval.bin"
     file.write_bytes(by_hand())
     with pytest.raises(DataError, match="example 1: holds the token 21, outside of a vocabulary of 20"):
-        choices.read(file, vocab_size=20)
+        llmc_choices.read(file, vocab_size=20)

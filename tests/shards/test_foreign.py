@@ -11,8 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from bloomery.core.errors import DataError
-from bloomery.shards import foreign, format
-from bloomery.shards.loader import IGNORE, Samples
+from bloomery.shards import format
+from bloomery.shards import importers as shards_importers
+from bloomery.shards.loader import IGNORE, PackedDataset
 from bloomery.tokenizer import importers
 from tests.tokenizer.made import small
 from tests.tokenizer.test_llmc import small_file
@@ -66,15 +67,15 @@ def test_shards_of_ours_are_bytes_as_llm_c_documents_them(
 
 def test_a_folder_of_llm_c_can_be_trained_on(tmp_path: Path) -> None:
     out = tmp_path / "out"
-    stats = foreign.adopt(speed_run(tmp_path / "theirs"), out, small())
+    stats = shards_importers.adopt(speed_run(tmp_path / "theirs"), out, small())
     assert (stats["tokens"], stats["documents"], stats["held_out_documents"]) == (18, 5, 1)
     assert [path.name for path in format.names(out, "train")] == ["train-00000", "train-00001"]
     assert format.read(out / "train-00000", verify=True).starts.tolist() == [0, 5, 9]
     assert format.read(out / "train-00001", verify=True).starts.tolist() == [0, 2]
-    samples = Samples(out, "train", 5, small().hash, verify=True)
+    samples = PackedDataset(out, "train", 5, small().hash, verify=True)
     for split in ("train", "val"):
         with pytest.raises(DataError, match=r"\nImport longer token files, or lower pretrain\.model\.context\.$"):
-            Samples(out, split, 500, small().hash)
+            PackedDataset(out, split, 500, small().hash)
     batch = samples.batch(np.arange(samples.num_samples))
     assert batch.ids.tolist() == [LONG[:5], LONG[5:10], [14, 15, DOCUMENT, 16, 17]]
     assert batch.targets.tolist() == [LONG[1:6], LONG[6:11], [15, DOCUMENT, 16, 17, 18]]
@@ -83,28 +84,28 @@ def test_a_folder_of_llm_c_can_be_trained_on(tmp_path: Path) -> None:
 
 def test_files_are_linked_and_not_copied(tmp_path: Path) -> None:
     theirs = speed_run(tmp_path / "theirs")
-    foreign.adopt(theirs, tmp_path / "out", small())
+    shards_importers.adopt(theirs, tmp_path / "out", small())
     assert (tmp_path / "out" / "train-00001.bin").samefile(theirs / "fineweb_train_000002.bin")
 
 
 def test_files_without_a_header_are_read_when_it_is_said_what_they_hold(tmp_path: Path) -> None:
     raw = struct.pack(f"<{len(LONG)}H", *LONG)
     theirs = folder_of(tmp_path / "theirs", {"train.bin": raw, "val.bin": raw})
-    foreign.adopt(theirs, tmp_path / "out", small(), headerless="uint16")
+    shards_importers.adopt(theirs, tmp_path / "out", small(), headerless="uint16")
     shard = format.read(tmp_path / "out" / "train-00000", verify=True)
     assert (shard.tokens.tolist(), shard.starts.tolist()) == (LONG, [0, 5, 9])
     short = folder_of(tmp_path / "short", {"train.bin": raw, "val.bin": raw[:2]})
-    assert foreign.adopt(short, tmp_path / "one", small(), headerless="uint16")["held_out_tokens"] == 1
+    assert shards_importers.adopt(short, tmp_path / "one", small(), headerless="uint16")["held_out_tokens"] == 1
     with pytest.raises(DataError, match="begins with 20240520: it has a header"):
-        foreign.adopt(speed_run(tmp_path / "headed"), tmp_path / "other", small(), headerless="uint16")
+        shards_importers.adopt(speed_run(tmp_path / "headed"), tmp_path / "other", small(), headerless="uint16")
 
 
 def test_four_bytes_a_token_are_not_read_as_two(tmp_path: Path) -> None:
     raw = struct.pack(f"<{len(LONG)}I", *LONG)
     theirs = folder_of(tmp_path / "theirs", {"train.bin": raw, "val.bin": raw})
     with pytest.raises(DataError, match=r"train.bin: every second one of its tokens is 0(.|\n)*uint32"):
-        foreign.adopt(theirs, tmp_path / "out", small(), headerless="uint16")
-    assert foreign.adopt(theirs, tmp_path / "out", small(), headerless="uint32")["tokens"] == len(LONG)
+        shards_importers.adopt(theirs, tmp_path / "out", small(), headerless="uint16")
+    assert shards_importers.adopt(theirs, tmp_path / "out", small(), headerless="uint32")["tokens"] == len(LONG)
 
 
 @given(st.lists(st.integers(0, VOCAB - 1), min_size=1, max_size=60), st.sampled_from(["H", "I"]), st.integers(1, 9))
@@ -117,8 +118,8 @@ def test_whatever_the_ids_are_they_come_back_with_the_bounds_of_documents(
     file = by_hand([*ids, DOCUMENT], magic=magic, version=version, letter=letter)
     folder_of(root, {"a_train.bin": file, "a_val.bin": file})
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(foreign, "BLOCK_TOKENS", block)
-        foreign.adopt(root, root / "out", small())
+        patched.setattr(shards_importers, "BLOCK_TOKENS", block)
+        shards_importers.adopt(root, root / "out", small())
     shard = format.read(root / "out" / "train-00000", verify=True)
     assert shard.tokens.tolist() == [*ids, DOCUMENT]
     expected = {0} | {place for place, id in enumerate([*ids, DOCUMENT]) if id == DOCUMENT}
@@ -163,9 +164,9 @@ def rows(root: Path, **changes: object) -> Path:
 
 
 def test_rows_of_1386_are_samples_as_they_are_and_their_masks_are_kept(tmp_path: Path) -> None:
-    stats = foreign.adopt(rows(tmp_path / "theirs"), tmp_path / "out", small())
+    stats = shards_importers.adopt(rows(tmp_path / "theirs"), tmp_path / "out", small())
     assert stats["files"] == {"train": ["train_0000.bin", "train_0001.bin"], "val": ["val_0000.bin"]}
-    samples = Samples(tmp_path / "out", "train", 5, small().hash, verify=True)
+    samples = PackedDataset(tmp_path / "out", "train", 5, small().hash, verify=True)
     assert samples.num_samples == 4
     batch = samples.batch(np.arange(4))
     assert batch.ids[1].tolist() == [26, 27, 28, 29, 30]
@@ -173,7 +174,7 @@ def test_rows_of_1386_are_samples_as_they_are_and_their_masks_are_kept(tmp_path:
     assert batch.targets[2].tolist() == [41, 42, 43, 44, IGNORE]
     assert batch.positions[0].tolist() == [0, 1, 2, 0, 1]
     with pytest.raises(DataError, match="rows have 6 tokens, 9 are wanted"):
-        Samples(tmp_path / "out", "train", 8, small().hash)
+        PackedDataset(tmp_path / "out", "train", 8, small().hash)
 
 
 @pytest.mark.parametrize(
@@ -189,12 +190,13 @@ def test_a_meta_yaml_may_have_comments_quotes_and_a_mark_of_its_encoding(
     tmp_path: Path, changes: dict[str, object], mark: str
 ) -> None:
     facts = [
-        foreign.read_meta(rows(tmp_path / name, **some) / "meta.yaml") for name, some in (("a", {}), ("b", changes))
+        shards_importers.read_meta(rows(tmp_path / name, **some) / "meta.yaml")
+        for name, some in (("a", {}), ("b", changes))
     ]
     assert facts[0] == facts[1]
     file = tmp_path / "b" / "meta.yaml"
     file.write_text(mark + file.read_text(encoding="utf-8"), encoding="utf-8")
-    assert foreign.read_meta(file) == facts[0]
+    assert shards_importers.read_meta(file) == facts[0]
 
 
 @pytest.mark.parametrize(
@@ -220,17 +222,17 @@ def test_rows_that_are_not_as_their_meta_yaml_says_are_refused(
     tmp_path: Path, changes: dict[str, object], told: str
 ) -> None:
     with pytest.raises(DataError, match=told):
-        foreign.adopt(rows(tmp_path / "theirs", **changes), tmp_path / "out", small())
+        shards_importers.adopt(rows(tmp_path / "theirs", **changes), tmp_path / "out", small())
 
 
 def test_a_mask_of_another_length_and_a_meta_yaml_that_is_no_text_are_refused_by_name(tmp_path: Path) -> None:
     theirs = rows(tmp_path / "theirs")
     (theirs / "train_mask_0001.bin").write_bytes(bytes(11))
     with pytest.raises(DataError, match=r"train_mask_0001.bin: masks 11 tokens of 12\n.* Make it or fetch it again"):
-        foreign.adopt(theirs, tmp_path / "out", small())
+        shards_importers.adopt(theirs, tmp_path / "out", small())
     (theirs / "meta.yaml").write_bytes(b"\xff\xfe\x00")
     with pytest.raises(DataError, match=r"meta.yaml: is not UTF-8"):
-        foreign.adopt(theirs, tmp_path / "out", small())
+        shards_importers.adopt(theirs, tmp_path / "out", small())
 
 
 def test_rows_belong_to_a_tokenizer_of_their_size_before_or_after_special_tokens_were_added(tmp_path: Path) -> None:
@@ -239,7 +241,9 @@ def test_rows_belong_to_a_tokenizer_of_their_size_before_or_after_special_tokens
     accepted = set()
     for size in range(theirs - 2, made.vocab_size + 2):
         with suppress(DataError):
-            foreign.adopt(rows(tmp_path / f"{size}", vocab_size=size), tmp_path / "out", made, document_id=DOCUMENT)
+            shards_importers.adopt(
+                rows(tmp_path / f"{size}", vocab_size=size), tmp_path / "out", made, document_id=DOCUMENT
+            )
             accepted.add(size)
     assert accepted == {theirs - 1, theirs, made.vocab_size}
 
@@ -249,11 +253,11 @@ def test_the_name_of_the_tokenizer_is_compared_or_it_is_said_that_it_cannot_be(
 ) -> None:
     theirs = rows(tmp_path / "theirs")
     with pytest.raises(DataError, match=r"made with the tokenizer 'some_1.1.model', and this run has 'other.model'"):
-        foreign.adopt(theirs, tmp_path / "out", small(), tokenizer_file="other.model")
-    foreign.adopt(theirs, tmp_path / "out", small(), tokenizer_file="some_1.1.model")
+        shards_importers.adopt(theirs, tmp_path / "out", small(), tokenizer_file="other.model")
+    shards_importers.adopt(theirs, tmp_path / "out", small(), tokenizer_file="some_1.1.model")
     assert "could be compared" not in capsys.readouterr().err
     for name, told in (("gpt2-tokenizer", "is of 'gpt2-tokenizer'"), ("", "is of no imported file")):
-        foreign.adopt(theirs, tmp_path / "out", small(), tokenizer_file=name)
+        shards_importers.adopt(theirs, tmp_path / "out", small(), tokenizer_file=name)
         said = " ".join(capsys.readouterr().err.split())
         assert f"names the tokenizer 'some_1.1.model', and this run's {told}: only the number of ids could be" in said
 
@@ -291,37 +295,37 @@ def test_a_file_that_is_no_shard_of_this_tokenizer_is_refused_by_name(tmp_path: 
     do, told = BROKEN[kind]
     file.write_bytes(do(file) or b"")
     with pytest.raises(DataError, match=f"{file}: {told}") as refused:
-        foreign.adopt(theirs, tmp_path / "out", small())
-    assert "stage" not in refused.value.cure
+        shards_importers.adopt(theirs, tmp_path / "out", small())
+    assert "stage" not in refused.value.hint
 
 
 def test_files_in_which_no_document_ends_are_refused(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="the token 3, which shall stand between documents, is nowhere in train"):
-        foreign.adopt(speed_run(tmp_path / "theirs"), tmp_path / "out", small(), document_id=3)
+        shards_importers.adopt(speed_run(tmp_path / "theirs"), tmp_path / "out", small(), document_id=3)
 
 
 def test_a_folder_says_what_it_lacks(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"holds no \.bin files"):
-        foreign.adopt(tmp_path, tmp_path / "out", small())
+        shards_importers.adopt(tmp_path, tmp_path / "out", small())
     with pytest.raises(DataError, match=r"nowhere: there is no such folder"):
-        foreign.digest(tmp_path / "nowhere")
+        shards_importers.digest(tmp_path / "nowhere")
     with pytest.raises(DataError, match=r"is a file, and no folder"):
-        foreign.digest(Path(__file__))
+        shards_importers.digest(Path(__file__))
     theirs = folder_of(tmp_path / "a", {"some_train_1.bin": by_hand(LONG)})
     with pytest.raises(DataError, match="holds no file for val"):
-        foreign.adopt(theirs, tmp_path / "out", small())
+        shards_importers.adopt(theirs, tmp_path / "out", small())
     (theirs / "other.bin").write_bytes(by_hand(LONG))
     with pytest.raises(DataError, match=r"other.bin: is named neither as for training nor as for validation"):
-        foreign.adopt(theirs, tmp_path / "out", small())
+        shards_importers.adopt(theirs, tmp_path / "out", small())
 
 
 def test_a_file_without_tokens_adds_nothing(tmp_path: Path) -> None:
     files = {"0_train.bin": by_hand([]), "1_train.bin": by_hand([7, 8, DOCUMENT, 9]), "a_val.bin": by_hand(LONG)}
-    stats = foreign.adopt(folder_of(tmp_path / "theirs", files), tmp_path / "out", small())
+    stats = shards_importers.adopt(folder_of(tmp_path / "theirs", files), tmp_path / "out", small())
     assert (stats["tokens"], stats["documents"]) == (4, 2)
     (tmp_path / "theirs" / "1_train.bin").write_bytes(by_hand([]))
     with pytest.raises(DataError, match="holds no token for train"):
-        foreign.adopt(tmp_path / "theirs", tmp_path / "out", small())
+        shards_importers.adopt(tmp_path / "theirs", tmp_path / "out", small())
 
 
 # --- beyond 2 GiB --------------------------------------------------------------------------------------------------
@@ -346,7 +350,7 @@ def test_a_shard_of_more_than_two_gibibytes_is_read_to_its_last_token(tmp_path: 
     assert format.read_tokens(file)[-4:].tolist() == [0, DOCUMENT, 11, 12]
     facts = {"document_id": DOCUMENT, "layout": "stream", "tokenizer": small().hash, "sha256": {file.name: ""}}
     (tmp_path / "train-00000.json").write_text(str(facts | {"tokens": tokens, "starts": [0]}).replace("'", '"'))
-    samples = Samples(tmp_path, "train", 2, small().hash)
+    samples = PackedDataset(tmp_path, "train", 2, small().hash)
     assert samples.num_samples == (tokens - 1) // 2
     assert samples.batch(np.array([samples.num_samples - 1])).targets.tolist() == [[11, 12]]
 
@@ -368,12 +372,12 @@ def test_what_has_no_header_and_more_tokens_than_one_counts_becomes_several_shar
     raw = struct.pack(f"<{len(LONG)}H", *LONG)
     theirs = folder_of(tmp_path / "theirs", {"train.bin": raw, "val.bin": raw})
     monkeypatch.setattr(format, "MOST_TOKENS", 7)
-    stats = foreign.adopt(theirs, tmp_path / "out", small(), headerless="uint16")
+    stats = shards_importers.adopt(theirs, tmp_path / "out", small(), headerless="uint16")
     assert (stats["tokens"], stats["files"]["train"]) == (len(LONG), ["train.bin"])
     shards = [format.read(path, verify=True) for path in format.names(tmp_path / "out", "train")]
     assert [shard.tokens.tolist() for shard in shards] == [LONG[:7], LONG[7:]]
     assert [shard.starts.tolist() for shard in shards] == [[0, 5], [0, 2]]
-    foreign.adopt(rows(tmp_path / "rows"), tmp_path / "of rows", small())
+    shards_importers.adopt(rows(tmp_path / "rows"), tmp_path / "of rows", small())
     shards = [format.read(path, verify=True) for path in format.names(tmp_path / "of rows", "train")]
     assert [len(shard.tokens) for shard in shards] == [6] * 4
     assert [shard.mask.tolist() for shard in shards if shard.mask is not None][2] == [0, 1, 1, 1, 1, 0]
@@ -383,5 +387,5 @@ def test_what_has_no_header_and_more_tokens_than_one_counts_becomes_several_shar
 def test_a_foreign_shard_of_more_than_two_gibibytes_is_taken_in(tmp_path: Path) -> None:
     theirs = folder_of(tmp_path / "theirs", {"a_val.bin": by_hand(LONG)})
     sparse(theirs / "a_train.bin", 2**30 + 10, "H")
-    foreign.adopt(theirs, tmp_path / "out", small(), document_id=11)
+    shards_importers.adopt(theirs, tmp_path / "out", small(), document_id=11)
     assert format.read(tmp_path / "out" / "train-00000", verify=True).starts.tolist() == [0, 2**30 + 8]

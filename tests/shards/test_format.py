@@ -226,7 +226,7 @@ def test_every_damage_is_refused_and_names_the_file(tmp_path: Path, kind: str) -
     do(tmp_path)
     with pytest.raises(DataError, match=f"(?s){tmp_path}/train-00000{told}") as caught:
         format.read(path, tokenizer_hash=TOKENIZER)
-    assert caught.value.cure
+    assert caught.value.hint
 
 
 @pytest.mark.parametrize("name", ["bin", "mask"])

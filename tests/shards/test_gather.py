@@ -7,10 +7,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from bloomery.data.engine import Engine, Part, run_parts
-from bloomery.shards import format, shuffle
-from bloomery.shards.gather import Gathering, Placing, Slice, gather_shard, place_part
-from bloomery.shards.shuffle import END, Chosen
+from bloomery.data.executor import ExecutorConfig, Part, run_parts
+from bloomery.shards import build, format
+from bloomery.shards.build import END, Chosen, Gathering, Placing, Slice, gather_shard, place_part
 
 VOCAB_SIZE = 60_000
 
@@ -18,25 +17,25 @@ VOCAB_SIZE = 60_000
 def make_run(out: Path, number: int, lengths: Any) -> Part:
     """A run of documents: its tokens count up from 1, and each document begins with 0."""
     rng = np.random.default_rng(number)
-    index = np.zeros(len(lengths), dtype=shuffle.INDEX)
+    index = np.zeros(len(lengths), dtype=build.INDEX)
     index["id"], index["tokens"] = rng.integers(0, 2**64, len(lengths), dtype=np.uint64), lengths
     ends = np.cumsum(lengths)
     tokens = (np.arange(int(ends[-1])) % (VOCAB_SIZE - 1) + 1).astype(np.uint16)
     tokens[ends - lengths] = 0
     (out / "work").mkdir(exist_ok=True)
     tokens.tofile(out / "work" / f"run-{number}.bin")
-    shuffle.save(out / "work" / f"run-{number}.npy", index)
+    build.save(out / "work" / f"run-{number}.npy", index)
     return Part(f"work/run-{number}", [[False, "web", len(lengths), int(ends[-1])]])
 
 
 def gather(out: Path, runs: list[Part], chosen: Chosen, cuts: list[int]) -> list[Path]:
     """Shards of one piece each, or one shard of them all."""
     placing = Placing(0, {"train": {"web": chosen}})
-    run_parts(Engine(workers=1), place_part, placing, runs, out, what="place")
+    run_parts(ExecutorConfig(workers=1), place_part, placing, runs, out, what="place")
     gathering = Gathering(VOCAB_SIZE, "0" * 64, 0, 0, {"train": [run.name for run in runs]})
     parts = [Part("train-00000", Slice("train", cuts, 0, 1))]
     parts += [Part(f"piece-{n:05d}", Slice("train", list(pair), n, 1)) for n, pair in enumerate(pairwise(cuts))]
-    run_parts(Engine(workers=1), gather_shard, gathering, parts, out, what="gather")
+    run_parts(ExecutorConfig(workers=1), gather_shard, gathering, parts, out, what="gather")
     return [out / part.name for part in parts]
 
 
@@ -52,13 +51,11 @@ def test_a_shard_is_its_pieces_end_to_end_and_holds_every_document_in_the_order_
     assert np.array_equal(np.concatenate([piece.tokens for piece in pieces]), whole.tokens)
     expected = []
     for run in runs:
-        index = shuffle.load(tmp_path / f"{run.name}.npy", shuffle.INDEX)
+        index = build.load(tmp_path / f"{run.name}.npy", build.INDEX)
         tokens = np.fromfile(tmp_path / f"{run.name}.bin", dtype=np.uint16)
         ends = np.cumsum(index["tokens"], dtype=np.int64)
         for epoch in range(chosen.epochs + 1):
-            for key, length, end in zip(
-                shuffle.keys(index["id"], 0, "train", epoch), index["tokens"], ends, strict=True
-            ):
+            for key, length, end in zip(build.keys(index["id"], 0, "train", epoch), index["tokens"], ends, strict=True):
                 if epoch < chosen.epochs or int(key) < chosen.until:
                     expected.append((int(key), tokens[end - length : end].tolist()))
     bounds = [*whole.starts.tolist(), len(whole.tokens)]
@@ -71,9 +68,9 @@ import sys
 from pathlib import Path
 import numpy as np
 from bloomery.core.config import build
-from bloomery.shards.gather import Gathering, Placing, gather_shard, place_part
-from bloomery.shards.shuffle import Chosen
-from bloomery.data.engine import Engine, run_parts
+from bloomery.shards.build import Gathering, Placing, gather_shard, place_part
+from bloomery.shards.build import Chosen
+from bloomery.data.executor import ExecutorConfig, run_parts
 from bloomery.stages import shard
 from bloomery.stages.config import Shard
 from tests.shards.test_gather import VOCAB_SIZE, make_run

@@ -15,8 +15,7 @@ from numpy.typing import NDArray
 
 from bloomery.core.errors import DataError
 from bloomery.shards import format
-from bloomery.shards.loader import AHEAD, IGNORE, Batch, Course, Samples, batches
-from bloomery.shards.order import sample_positions
+from bloomery.shards.loader import AHEAD, IGNORE, AnnealedDataset, Batch, PackedDataset, batches, sample_positions
 
 TOKENIZER = "a" * 64
 DOCUMENT, PAD, VOCAB_SIZE = 0, 2, 500
@@ -43,22 +42,22 @@ def write(
     )
 
 
-def stream(folder: Path, sizes: tuple[int, ...] = (103, 5, 61, 8, 40), length: int = 8) -> Samples:
+def stream(folder: Path, sizes: tuple[int, ...] = (103, 5, 61, 8, 40), length: int = 8) -> PackedDataset:
     """Shards of these many tokens, no two tokens near each other alike, with documents here and there."""
     rng = np.random.default_rng(1)
     for number, size in enumerate(sizes):
         tokens = (np.arange(size) * 7 + 1000 * number) % 490 + 10
         tokens[rng.random(size) < 0.15] = DOCUMENT
         write(folder, number, tokens.tolist())
-    return Samples(folder, "train", length, TOKENIZER)
+    return PackedDataset(folder, "train", length, TOKENIZER)
 
 
 @pytest.fixture
-def samples(tmp_path: Path) -> Samples:
+def samples(tmp_path: Path) -> PackedDataset:
     return stream(tmp_path)
 
 
-def every(samples: Samples) -> Batch:
+def every(samples: PackedDataset) -> Batch:
     return samples.batch(np.arange(samples.num_samples))
 
 
@@ -111,7 +110,7 @@ def test_a_batch_is_what_a_slow_reference_says(
     pairs = pairs[: len(pairs) // row * row] if rows else pairs
     tokens, mask = [token for token, _ in pairs], [marked for _, marked in pairs]
     write(folder, 0, tokens, row_tokens=row if rows else None, mask=mask if rows else None)
-    batch = every(Samples(folder, "train", length, TOKENIZER))
+    batch = every(PackedDataset(folder, "train", length, TOKENIZER))
     stride = row if rows else length
     starts = range(0, len(tokens) - length, stride)
     assert len(batch.ids) == len(starts)
@@ -123,13 +122,13 @@ def test_a_batch_is_what_a_slow_reference_says(
 
 def test_segments_and_positions_count_from_the_token_that_opens_a_document(tmp_path: Path) -> None:
     write(tmp_path, 0, [5, 6, 0, 7, 8, 0, 0, 9, 3], row_tokens=9, mask=[0, 1, 0, 0, 1, 0, 0, 1, 1])
-    batch = every(Samples(tmp_path, "train", 8, TOKENIZER))
+    batch = every(PackedDataset(tmp_path, "train", 8, TOKENIZER))
     assert batch.segments[0].tolist() == [1, 1, 2, 2, 2, 3, 4, 4]
     assert batch.positions[0].tolist() == [0, 1, 0, 1, 2, 0, 0, 1]
     assert batch.targets[0].tolist() == [6, -100, -100, 8, -100, -100, 9, 3]
 
 
-def test_a_batch_splits_into_the_same_samples(samples: Samples) -> None:
+def test_a_batch_splits_into_the_same_samples(samples: PackedDataset) -> None:
     batch = every(samples)
     for size in (1, 3, 100):
         parts = batch.split(size)
@@ -141,7 +140,7 @@ def test_a_batch_splits_into_the_same_samples(samples: Samples) -> None:
 # --- which come when -----------------------------------------------------------------------------------------------
 
 
-def numbers(samples: Samples, *, first: int, size: int, count: int, seed: int = 3) -> list[int]:
+def numbers(samples: PackedDataset, *, first: int, size: int, count: int, seed: int = 3) -> list[int]:
     source = batches(samples, first=first, size=size, seed=seed)
     found = [int(number) for batch in islice(source, count) for number in batch.samples]
     source.close()
@@ -149,7 +148,7 @@ def numbers(samples: Samples, *, first: int, size: int, count: int, seed: int = 
 
 
 @pytest.mark.parametrize("size", [1, 2, 5, 7, 64])
-def test_every_sample_comes_exactly_once_an_epoch_at_any_batch_size(samples: Samples, size: int) -> None:
+def test_every_sample_comes_exactly_once_an_epoch_at_any_batch_size(samples: PackedDataset, size: int) -> None:
     n = samples.num_samples
     found = numbers(samples, first=0, size=size, count=-(-3 * n // size))
     for epoch in range(3):
@@ -160,7 +159,9 @@ def test_every_sample_comes_exactly_once_an_epoch_at_any_batch_size(samples: Sam
 
 @pytest.mark.parametrize("size", [1, 4, 6])
 @pytest.mark.parametrize("done", [1, 2, 9])
-def test_a_resumed_run_sees_what_an_uninterrupted_one_would_have_seen(samples: Samples, size: int, done: int) -> None:
+def test_a_resumed_run_sees_what_an_uninterrupted_one_would_have_seen(
+    samples: PackedDataset, size: int, done: int
+) -> None:
     whole = list(islice(batches(samples, first=0, size=size, seed=3), done + 4))
     tail = list(islice(batches(samples, first=done * size, size=size, seed=3), 4))
     for one, other in zip(whole[done:], tail, strict=True):
@@ -168,7 +169,7 @@ def test_a_resumed_run_sees_what_an_uninterrupted_one_would_have_seen(samples: S
             assert np.array_equal(getattr(one, name), getattr(other, name))
 
 
-def test_a_run_may_go_on_with_another_batch_size(samples: Samples) -> None:
+def test_a_run_may_go_on_with_another_batch_size(samples: PackedDataset) -> None:
     whole = numbers(samples, first=0, size=1, count=60)
     assert numbers(samples, first=0, size=5, count=4) + numbers(samples, first=20, size=8, count=5) == whole
 
@@ -176,7 +177,7 @@ def test_a_run_may_go_on_with_another_batch_size(samples: Samples) -> None:
 @pytest.mark.parametrize("ranks", [1, 2, 3, 7])
 @pytest.mark.parametrize("micro_batch", [1, 2, 5])
 def test_the_sequence_of_a_run_knows_neither_ranks_nor_micro_batches(
-    samples: Samples, ranks: int, micro_batch: int
+    samples: PackedDataset, ranks: int, micro_batch: int
 ) -> None:
     """Rows of a global batch, dealt to ranks and cut into micro-batches, are all of its rows, each once."""
     size, epochs, seen = 5, 2, list[int]()
@@ -191,7 +192,7 @@ def test_the_sequence_of_a_run_knows_neither_ranks_nor_micro_batches(
     assert seen == samples.order(0, len(seen), 3).tolist()
 
 
-def test_a_batch_is_the_samples_it_names(samples: Samples) -> None:
+def test_a_batch_is_the_samples_it_names(samples: PackedDataset) -> None:
     for batch in islice(batches(samples, first=0, size=4, seed=3), 8):
         again = samples.batch(batch.samples)
         assert np.array_equal(batch.ids, again.ids)
@@ -202,14 +203,14 @@ def test_a_batch_is_the_samples_it_names(samples: Samples) -> None:
 
 
 @pytest.fixture
-def course(samples: Samples, tmp_path: Path) -> Course:
+def course(samples: PackedDataset, tmp_path: Path) -> AnnealedDataset:
     """A run of 40 samples, of 23 that there are, and of 5 others at its end."""
     last = tmp_path / "last"
     last.mkdir()
-    return Course(samples, stream(last, (41,)), run_samples=40)
+    return AnnealedDataset(samples, stream(last, (41,)), run_samples=40)
 
 
-def test_the_others_come_last_each_once_and_before_them_all_of_the_split(course: Course) -> None:
+def test_the_others_come_last_each_once_and_before_them_all_of_the_split(course: AnnealedDataset) -> None:
     found = [int(number) for batch in islice(batches(course, first=0, size=4, seed=3), 10) for number in batch.samples]
     n = course.num_samples
     assert (n, course.switch) == (23, 35)
@@ -219,7 +220,7 @@ def test_the_others_come_last_each_once_and_before_them_all_of_the_split(course:
     assert (course.epochs(13), course.epochs(40)) == (13 / 23, 35 / 23)
 
 
-def test_a_batch_of_both_is_the_samples_it_names(course: Course) -> None:
+def test_a_batch_of_both_is_the_samples_it_names(course: AnnealedDataset) -> None:
     source = batches(course, first=0, size=7, seed=3)
     for batch in islice(source, 6):
         for row, number in enumerate(batch.samples.tolist()):
@@ -252,19 +253,19 @@ def test_the_last_part_of_a_run_is_as_large_a_share_as_there_is_and_never_repeat
     assert ((others >= 0) & (others < last)).all()
 
 
-def of_sizes(main: int, last: int, run: int) -> Course:
+def of_sizes(main: int, last: int, run: int) -> AnnealedDataset:
     """A course over splits of which nothing is known but how many samples they have."""
     splits = []
     for number in (main, last):
-        split = object.__new__(Samples)
+        split = object.__new__(PackedDataset)
         split.num_samples, split.length = number, 8
         splits.append(split)
-    return Course(splits[0], splits[1], run)
+    return AnnealedDataset(splits[0], splits[1], run)
 
 
-def test_samples_of_two_lengths_make_no_run(samples: Samples, tmp_path: Path) -> None:
+def test_samples_of_two_lengths_make_no_run(samples: PackedDataset, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="samples of 8 and of 4 tokens do not make one run"):
-        Course(samples, Samples(tmp_path, "train", 4, TOKENIZER), 3)
+        AnnealedDataset(samples, PackedDataset(tmp_path, "train", 4, TOKENIZER), 3)
 
 
 # --- the thread ----------------------------------------------------------------------------------------------------
@@ -281,7 +282,7 @@ def no_thread_is_left() -> Iterator[None]:
 
 
 def test_batches_are_prepared_ahead_by_one_thread_which_ends_with_the_reader(
-    samples: Samples, monkeypatch: pytest.MonkeyPatch
+    samples: PackedDataset, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked: Counter[int] = Counter()
     whole = samples.batch
@@ -303,7 +304,7 @@ def test_batches_are_prepared_ahead_by_one_thread_which_ends_with_the_reader(
     assert loaders() == []
 
 
-def test_an_error_in_the_thread_reaches_the_reader(samples: Samples, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_error_in_the_thread_reaches_the_reader(samples: PackedDataset, monkeypatch: pytest.MonkeyPatch) -> None:
     whole = samples.batch
 
     def torn(which: Any) -> Batch:
@@ -326,23 +327,23 @@ def test_an_error_in_the_thread_reaches_the_reader(samples: Samples, monkeypatch
 
 def test_shards_that_are_absent_too_small_or_of_other_rows_are_refused(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"there are no shards train-\*\.bin"):
-        Samples(tmp_path, "train", 8, TOKENIZER)
+        PackedDataset(tmp_path, "train", 8, TOKENIZER)
     write(tmp_path, 0, [0, 7, 8])
     with pytest.raises(DataError, match=r"to train on .* 3 tokens are fewer than one sample of 9\nFetch more"):
-        Samples(tmp_path, "train", 8, TOKENIZER)
+        PackedDataset(tmp_path, "train", 8, TOKENIZER)
     with pytest.raises(DataError, match=r"there are no shards val-\*\.bin\nNothing was held out: say shard\.hold_out"):
-        Samples(tmp_path, "val", 8, TOKENIZER)
+        PackedDataset(tmp_path, "val", 8, TOKENIZER)
     for number in range(2):
         write(tmp_path, number, [0, 7, 8, 9][: 4 - number], split="val")
     told = r"held-out text \(val-\*\.bin\) .* 4 tokens in the longest of 2 shards are .* of 9\nRaise shard\.hold_out"
     with pytest.raises(DataError, match=told):
-        Samples(tmp_path, "val", 8, TOKENIZER)
+        PackedDataset(tmp_path, "val", 8, TOKENIZER)
     with pytest.raises(DataError, match="was made with tokenizer aaaaaaaa, not bbbbbbbb"):
-        Samples(tmp_path, "train", 2, "b" * 64)
+        PackedDataset(tmp_path, "train", 2, "b" * 64)
     write(tmp_path, 0, [0, 7, 8, 9], row_tokens=4)
     with pytest.raises(DataError, match="rows have 4 tokens, 9 are wanted"):
-        Samples(tmp_path, "train", 8, TOKENIZER)
-    assert Samples(tmp_path, "train", 3, TOKENIZER).num_samples == 1
+        PackedDataset(tmp_path, "train", 8, TOKENIZER)
+    assert PackedDataset(tmp_path, "train", 3, TOKENIZER).num_samples == 1
 
 
 def test_a_torn_shard_among_whole_ones_is_refused_by_name(tmp_path: Path) -> None:
@@ -350,7 +351,7 @@ def test_a_torn_shard_among_whole_ones_is_refused_by_name(tmp_path: Path) -> Non
     file = tmp_path / "train-00002.bin"
     file.write_bytes(file.read_bytes()[:-1])
     with pytest.raises(DataError, match=r"train-00002\.bin: has"):
-        Samples(tmp_path, "train", 8, TOKENIZER)
+        PackedDataset(tmp_path, "train", 8, TOKENIZER)
 
 
 def test_a_split_of_which_a_shard_is_missing_is_refused(tmp_path: Path) -> None:
@@ -359,23 +360,23 @@ def test_a_split_of_which_a_shard_is_missing_is_refused(tmp_path: Path) -> None:
         path = tmp_path / f"train-{number:05d}"
         known: dict[str, Any] = {"vocab_size": VOCAB_SIZE, "tokenizer_hash": TOKENIZER, "facts": facts}
         format.write(path, np.zeros(20, dtype=np.uint16), starts=[0], **known)
-    assert Samples(tmp_path, "train", 8, TOKENIZER).num_samples == 6
+    assert PackedDataset(tmp_path, "train", 8, TOKENIZER).num_samples == 6
     (tmp_path / "train-00001.bin").unlink()
     with pytest.raises(DataError, match=r"holds 2 of 3 shards train-\*\.bin"):
-        Samples(tmp_path, "train", 8, TOKENIZER)
+        PackedDataset(tmp_path, "train", 8, TOKENIZER)
 
 
 def test_shards_of_two_kinds_are_not_mixed(tmp_path: Path) -> None:
     write(tmp_path, 0, [0] * 18)
     write(tmp_path, 1, [0] * 18, row_tokens=9)
     with pytest.raises(DataError, match=r"train-00001: is made of \['rows', 0, 9\], and train-00000 of \['stream'"):
-        Samples(tmp_path, "train", 8, TOKENIZER)
+        PackedDataset(tmp_path, "train", 8, TOKENIZER)
 
 
-def test_batches_that_must_not_be_early_are_made_when_they_are_asked_for(samples: Samples) -> None:
+def test_batches_that_must_not_be_early_are_made_when_they_are_asked_for(samples: PackedDataset) -> None:
     made: list[int] = []
 
-    class Watched(Samples):
+    class Watched(PackedDataset):
         def batch(self, numbers: NDArray[np.int64]) -> Batch:
             made.append(len(made))
             return samples.batch(numbers)

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bloomery.shards.order import permute, sample_positions
+from bloomery.shards.loader import permute, sample_positions
 
 SIZES = [1, 2, 3, 4, 5, 7, 16, 17, 100, 1000, 4096, 4097]
 

@@ -8,8 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from bloomery.core.errors import DataError
-from bloomery.shards import shuffle
-from bloomery.shards.shuffle import END, Chosen
+from bloomery.shards import build
+from bloomery.shards.build import END, Chosen
 
 KEYS = st.one_of(st.integers(0, 2**64 - 1), st.integers(2**48 - 4, 2**48 + 4), st.integers(2**64 - 9, 2**64 - 1))
 DOCUMENTS = st.lists(st.tuples(KEYS, st.integers(1, 50)), max_size=40, unique_by=lambda pair: pair[0])
@@ -23,7 +23,7 @@ def test_below_a_cut_are_the_documents_that_begin_before_its_target(
         for some in (documents[start::pieces] for start in range(pieces)):
             yield np.array([key for key, _ in some], np.uint64), np.array([size for _, size in some], np.uint32)
 
-    found = shuffle.cuts(passes, targets)
+    found = build.cuts(passes, targets)
     assert found == sorted(found)
     place, begins = 0, {}
     for key, size in sorted(documents):
@@ -33,14 +33,14 @@ def test_below_a_cut_are_the_documents_that_begin_before_its_target(
         assert {key for key in begins if key < cut} == {key for key, begin in begins.items() if begin < target}
 
 
-def ids(count: int) -> shuffle.Keys:
-    return shuffle.hashed([f"document {number}" for number in range(count)])[0]
+def ids(count: int) -> build.SortKeys:
+    return build.hashed([f"document {number}" for number in range(count)])[0]
 
 
 def test_an_order_is_written_down_and_stays_what_it_is() -> None:
     """Shards are made again, from the same documents, when a run is made again."""
-    assert shuffle.keys(ids(2), 0, "train", 0).tolist() == WRITTEN[:2]
-    assert shuffle.keys(ids(2), 7, "anneal", 3).tolist() == WRITTEN[2:]
+    assert build.keys(ids(2), 0, "train", 0).tolist() == WRITTEN[:2]
+    assert build.keys(ids(2), 7, "anneal", 3).tolist() == WRITTEN[2:]
 
 
 WRITTEN = [14216771877994088945, 86343474238069276, 7657998603989615735, 12292268343972172594]
@@ -49,13 +49,13 @@ WRITTEN = [14216771877994088945, 86343474238069276, 7657998603989615735, 1229226
 def test_every_seed_stream_and_epoch_has_an_order_of_its_own() -> None:
     some = ids(2000)
     names = [(seed, stream, epoch) for seed in (0, 1, -3) for stream in ("train", "anneal") for epoch in range(3)]
-    ranks = np.array([np.argsort(np.argsort(shuffle.keys(some, *name))) for name in names])
+    ranks = np.array([np.argsort(np.argsort(build.keys(some, *name))) for name in names])
     assert np.abs(np.corrcoef(ranks) - np.eye(len(names))).max() < 0.1
     assert np.abs(np.corrcoef(ranks, np.arange(2000)[None])[-1, :-1]).max() < 0.1
 
 
 def test_keys_are_spread_evenly_and_none_comes_twice() -> None:
-    found = shuffle.keys(ids(50_000), 3, "train", 1)
+    found = build.keys(ids(50_000), 3, "train", 1)
     assert len(np.unique(found)) == 50_000
     counts = np.bincount((found >> np.uint64(58)).astype(np.int64), minlength=64)
     assert ((counts - 50_000 / 64) ** 2 / (50_000 / 64)).sum() < 110  # chi-square of 63 degrees: p = 0.0002
@@ -70,7 +70,7 @@ def test_documents_are_collected_whole_and_in_order(pairs: list[tuple[int, int]]
     tokens = np.arange(4000, dtype=kind)
     starts, lengths = (np.array([pair[place] for pair in pairs], dtype=np.int64) for place in (0, 1))
     expected = [token for start, length in pairs for token in range(start, start + length)]
-    found = shuffle.collect(tokens, starts, lengths)
+    found = build.collect(tokens, starts, lengths)
     assert found.dtype == kind
     assert found.tolist() == expected
 
@@ -81,12 +81,12 @@ def test_short_documents_are_collected_as_long_ones_are() -> None:
     lengths = rng.integers(1, 60, 8000)
     starts = rng.integers(0, 299_000, 8000)
     expected = np.concatenate([tokens[a : a + b] for a, b in zip(starts, lengths, strict=True)])
-    assert np.array_equal(shuffle.collect(tokens, starts, lengths), expected)
+    assert np.array_equal(build.collect(tokens, starts, lengths), expected)
 
 
 def index(lengths: Sequence[int]) -> Any:
-    table = np.zeros(len(lengths), dtype=shuffle.INDEX)
-    table["id"], table["tie"] = shuffle.hashed([str(number) for number in range(len(lengths))])
+    table = np.zeros(len(lengths), dtype=build.INDEX)
+    table["id"], table["tie"] = build.hashed([str(number) for number in range(len(lengths))])
     table["tokens"] = lengths
     return table
 
@@ -97,8 +97,8 @@ def test_a_stream_takes_every_document_as_often_as_there_are_epochs_and_some_onc
 ) -> None:
     table = index(lengths)
     starts = np.cumsum(lengths) - np.array(lengths, dtype=np.int64)
-    found = shuffle.placed(table, starts, 5, "train", Chosen(epochs, until))
-    last = shuffle.keys(table["id"], 5, "train", epochs)
+    found = build.placed(table, starts, 5, "train", Chosen(epochs, until))
+    last = build.keys(table["id"], 5, "train", epochs)
     for place, start in enumerate(starts):
         mine = found[found["start"] == start]
         assert len(mine) == epochs + int(last[place] < until)
@@ -108,18 +108,18 @@ def test_a_stream_takes_every_document_as_often_as_there_are_epochs_and_some_onc
 
 def test_an_index_that_is_torn_is_refused_by_name(tmp_path: Path) -> None:
     path = tmp_path / "run.npy"
-    shuffle.save(path, index([1, 2, 3]))
-    assert shuffle.load(path, shuffle.INDEX)["tokens"].tolist() == [1, 2, 3]
+    build.save(path, index([1, 2, 3]))
+    assert build.load(path, build.INDEX)["tokens"].tolist() == [1, 2, 3]
     path.write_bytes(path.read_bytes()[:-5])
     with pytest.raises(DataError, match=r"run\.npy: cannot be read"):
-        shuffle.load(path, shuffle.INDEX)
+        build.load(path, build.INDEX)
 
 
 @given(st.lists(st.integers(0, 2**64 - 1), max_size=20), KEYS, KEYS)
 def test_between_two_keys_are_those_from_the_first_to_below_the_second(found: list[int], one: int, other: int) -> None:
-    table = np.zeros(len(found), dtype=shuffle.PLACED)
+    table = np.zeros(len(found), dtype=build.PLACED)
     table["key"] = found
-    table = shuffle.in_order(table)
+    table = build.in_order(table)
     low, high = sorted((one, other))
-    assert shuffle.between(table, low, high)["key"].tolist() == sorted(key for key in found if low <= key < high)
-    assert shuffle.between(table, low, END)["key"].tolist() == sorted(key for key in found if low <= key)
+    assert build.between(table, low, high)["key"].tolist() == sorted(key for key in found if low <= key < high)
+    assert build.between(table, low, END)["key"].tolist() == sorted(key for key in found if low <= key)

@@ -5,16 +5,16 @@ import random
 from pathlib import Path
 from typing import Any
 
-from bloomery.core import files
+from bloomery.core import io as core_io
 from bloomery.core.config import build
-from bloomery.core.files import MANIFEST
+from bloomery.core.io import MANIFEST
 from bloomery.core.log import VARYING, read_metrics
 from bloomery.model.config import ModelConfig
 from bloomery.model.transformer import Transformer
-from bloomery.tokenizer.chat import Renderer
+from bloomery.tokenizer.chat_template import Renderer
 from bloomery.train.preference.config import Prefer
-from bloomery.weights import huggingface
-from bloomery.weights.huggingface import Lineage
+from bloomery.weights import hf
+from bloomery.weights.hf import Lineage
 from tests.core.made import manifest
 from tests.tokenizer.made import small
 
@@ -29,15 +29,15 @@ def tuned(folder: Path) -> Path:
     model, renderer = Transformer(SHAPE, small().vocab_size), Renderer(small())
     model.initialize(1)
     lineage = Lineage(tokenizer=small().hash, template=renderer.template.hash, shards="5" * 64)
-    huggingface.save(folder / "model", model, renderer, lineage)
-    files.write_json(folder / MANIFEST, manifest(files.listing(folder), hands_on="model/"))
+    hf.save(folder / "model", model, renderer, lineage)
+    core_io.write_json(folder / MANIFEST, manifest(core_io.listing(folder), hands_on="model/"))
     return folder
 
 
 def guessing(folder: Path, steps: int = 40) -> Path:
     """As `tuned`, but it answers every sum with some digit, and ends."""
     tuned(folder)
-    loaded = huggingface.load(folder / "model")
+    loaded = hf.load(folder / "model")
     model, renderer, rng = loaded.model.train(), loaded.renderer, random.Random(0)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.005)
     for _ in range(steps):
@@ -51,8 +51,8 @@ def guessing(folder: Path, steps: int = 40) -> Path:
         torch.autograd.backward(torch.nn.functional.cross_entropy(scores[learned], ids[:, 1:][learned]))
         optimizer.step()
         optimizer.zero_grad()
-    huggingface.save(folder / "model", model, renderer, loaded.lineage)
-    files.write_json(folder / MANIFEST, manifest(files.listing(folder), hands_on="model/"))
+    hf.save(folder / "model", model, renderer, loaded.lineage)
+    core_io.write_json(folder / MANIFEST, manifest(core_io.listing(folder), hands_on="model/"))
     return folder
 
 

@@ -10,8 +10,9 @@ import pytest
 
 from bloomery.core.config import build
 from bloomery.core.errors import ConfigError, DataError, RunError
-from bloomery.data import document, scorer
-from bloomery.data.rules.judge import Documents, judge
+from bloomery.data import documents
+from bloomery.data.filters.apply import DocumentColumns, judge
+from bloomery.data.quality import scorer
 from bloomery.stages import classify, dedup, fetch
 from bloomery.stages import filter as filtering
 from bloomery.stages.config import Classify, Dedup, Fetch, Filter
@@ -96,7 +97,7 @@ def run_all(recipe: Fetch, root: Path) -> tuple[dict[str, Path], dict[str, Stats
 
 
 def ids(folder: Path) -> list[str]:
-    return [row["id"] for row in document.read(folder, ["id"])]
+    return [row["id"] for row in documents.read(folder, ["id"])]
 
 
 def test_documents_in_are_documents_out_at_every_stage(done: tuple[dict[str, Path], dict[str, Stats]]) -> None:
@@ -113,7 +114,7 @@ def test_documents_in_are_documents_out_at_every_stage(done: tuple[dict[str, Pat
 
 
 def test_texts_stay_whole_from_source_to_end(done: tuple[dict[str, Path], dict[str, Stats]]) -> None:
-    texts = {row["id"]: row["text"] for row in document.read(done[0]["dedup"] / "kept")}
+    texts = {row["id"]: row["text"] for row in documents.read(done[0]["dedup"] / "kept")}
     whole = {f"web/web.jsonl:{number + 1}": web_text(number) for number in range(120)}
     shared = set(texts) & set(whole)
     assert len(shared) > 100
@@ -123,8 +124,8 @@ def test_texts_stay_whole_from_source_to_end(done: tuple[dict[str, Path], dict[s
 
 def test_statistics_say_what_the_folders_hold(done: tuple[dict[str, Path], dict[str, Stats]]) -> None:
     folders, stats = done
-    fetched = list(document.read(folders["fetch"] / "documents"))
-    assert stats["fetch"]["documents"] == len(fetched) == document.count(folders["fetch"] / "documents")
+    fetched = list(documents.read(folders["fetch"] / "documents"))
+    assert stats["fetch"]["documents"] == len(fetched) == documents.count(folders["fetch"] / "documents")
     assert stats["fetch"]["bytes"] == sum(len(row["text"].encode()) for row in fetched)
     assert stats["fetch"]["by_domain"]["code"]["documents"] == 61
     assert stats["fetch"]["by_source"]["code"]["rejected"] == 1
@@ -142,12 +143,12 @@ def test_statistics_say_what_the_folders_hold(done: tuple[dict[str, Path], dict[
 
 def test_a_dropped_document_has_the_reason_that_its_rule_gives(done: tuple[dict[str, Path], dict[str, Stats]]) -> None:
     config = build(Filter, {"rules": RULES})
-    dropped = {row["id"]: row for row in document.read(done[0]["filter"] / "dropped")}
+    dropped = {row["id"]: row for row in documents.read(done[0]["filter"] / "dropped")}
     assert dropped["code/generated.py"]["reason"] == "code.generated"
     assert dropped["web/web.jsonl:124"]["reason"] == "length.too_short"
     assert dropped["web/web.jsonl:127"]["reason"].startswith("repetition.")
     for row in dropped.values():
-        verdicts = judge(config.rules, Documents([row["text"]], [row["domain"]], [row["url"]], [row["id"]]))
+        verdicts = judge(config.rules, DocumentColumns([row["text"]], [row["domain"]], [row["url"]], [row["id"]]))
         ruled = (verdicts.reasons[0], verdicts.values[0])
         assert (row["reason"], row["value"]) == (
             ("classifier", row["score"]) if row["reason"] == "classifier" else ruled
@@ -157,7 +158,7 @@ def test_a_dropped_document_has_the_reason_that_its_rule_gives(done: tuple[dict[
 def test_every_document_has_the_score_of_the_saved_classifier(done: tuple[dict[str, Path], dict[str, Stats]]) -> None:
     folders, stats = done
     learned = scorer.load(folders["classify"] / "quality")
-    kept = list(document.read(folders["filter"] / "kept"))
+    kept = list(documents.read(folders["filter"] / "kept"))
     assert [row["score"] for row in kept] == list(scorer.score(learned, [row["text"] for row in kept]))
     (told,) = stats["classify"]["classifiers"]
     assert told["auc"] > 0.7
@@ -166,7 +167,7 @@ def test_every_document_has_the_score_of_the_saved_classifier(done: tuple[dict[s
 
 def test_a_removed_document_names_a_kept_one(done: tuple[dict[str, Path], dict[str, Stats]]) -> None:
     kept = set(ids(done[0]["dedup"] / "kept"))
-    removed = {row["id"]: row for row in document.read(done[0]["dedup"] / "duplicates")}
+    removed = {row["id"]: row for row in documents.read(done[0]["dedup"] / "duplicates")}
     assert {row["kept_id"] for row in removed.values()} <= kept
     assert all(row["value"] >= 0.8 for row in removed.values())
     exact = {frozenset((row["id"], row["kept_id"])) for row in removed.values() if row["reason"] == "exact"}
@@ -233,7 +234,7 @@ def test_two_classifiers_and_their_limits_work_together(
     )
     (tmp_path / "filter").mkdir()
     stats = filtering.run(config, folders, tmp_path / "filter")
-    kept, dropped = (list(document.read(tmp_path / "filter" / name)) for name in ("kept", "dropped"))
+    kept, dropped = (list(documents.read(tmp_path / "filter" / name)) for name in ("kept", "dropped"))
     assert len(kept) + len(dropped) == stats["documents"] == 186
     for row in kept:
         assert 0.6 * row["score"] + 0.4 * row["heuristic"] >= 0.3
@@ -290,7 +291,7 @@ def test_nothing_left_is_an_error_that_names_the_reasons(
     config = build(Filter, {"rules": [{"kind": "length", "min_characters": 10**6}]})
     with pytest.raises(DataError, match=r"(?s)none of 186 documents is kept: length\.too_short \(186\).*Loosen"):
         filtering.run(config, done[0], tmp_path)
-    assert document.count(tmp_path / "dropped") == 186
+    assert documents.count(tmp_path / "dropped") == 186
     with pytest.raises(DataError, match="holds no documents"):
         dedup.run(Dedup(), {"filter": tmp_path}, tmp_path / "dedup")
 
@@ -325,7 +326,7 @@ def test_a_full_disk_leaves_no_torn_part_and_the_next_attempt_is_whole(
             fetch.run(recipe, {}, tmp_path)
     assert not list(tmp_path.rglob("part-*"))
     assert pq.ParquetWriter.write_table is whole
-    assert fetch.run(recipe, {}, tmp_path)["documents"] == document.count(tmp_path / "documents") == 186
+    assert fetch.run(recipe, {}, tmp_path)["documents"] == documents.count(tmp_path / "documents") == 186
 
 
 def test_bands_that_do_not_divide_are_an_error_with_one_that_does() -> None:

@@ -8,8 +8,9 @@ import zstandard
 
 from bloomery.core.config import build
 from bloomery.core.errors import ConfigError, DataError
-from bloomery.data import document, rows
-from bloomery.data.engine import Engine
+from bloomery.data import documents
+from bloomery.data.executor import ExecutorConfig
+from bloomery.data.readers import rows
 from bloomery.stages import decontaminate, dedup
 from bloomery.stages.config import Decontaminate, Dedup
 from tests.shared import SHARED, needs
@@ -52,11 +53,11 @@ def clean_texts(count: int) -> list[str]:
 
 
 def written(texts: dict[str, str], folder: Path) -> list[Path]:
-    with document.Writer(folder) as writer:
+    with documents.Writer(folder) as writer:
         for name, text in texts.items():
             row = {"id": name, "text": text, "source": "s", "domain": "web", "url": None, "license": None}
             writer.write(row)
-    return document.parts(folder)
+    return documents.parts(folder)
 
 
 @pytest.mark.slow
@@ -73,10 +74,10 @@ def test_two_hundred_planted_questions_are_all_found_and_clean_text_is_left_alon
         planted[f"planted-{number}"] = one
         texts[f"planted-{number}"] = f"{host[:cut]}\n{dressed(one[2], rng)}\n{host[cut:]}"
     config = Decontaminate(files=(DATA / "eval",))
-    stats = decontaminate.run(config, written(texts, tmp_path / "in"), tmp_path / "out", Engine(workers=1))
-    dropped = {row["id"]: row for row in document.read(tmp_path / "out" / "dropped")}
+    stats = decontaminate.run(config, written(texts, tmp_path / "in"), tmp_path / "out", ExecutorConfig(workers=1))
+    dropped = {row["id"]: row for row in documents.read(tmp_path / "out" / "dropped")}
     assert set(planted) <= set(dropped)
-    listed = {(hit["id"], hit["task"], hit["row"]) for hit in document.part_rows(tmp_path / "out" / "hits.parquet")}
+    listed = {(hit["id"], hit["task"], hit["row"]) for hit in documents.part_rows(tmp_path / "out" / "hits.parquet")}
     assert {(name, task, row) for name, (task, row, _) in planted.items()} <= listed
     assert all(row["reason"].startswith("decontaminate.") for row in dropped.values())
     assert stats["documents"] == 1400 == stats["kept"] + stats["dropped"]
@@ -97,11 +98,11 @@ def test_what_holds_a_question_is_dropped_before_copies_are_looked_for(tmp_path:
     texts = {"bad": f"{story}. Which of these old ships\nhas SUNK in the bay", "copy": story, "again": story.upper()}
     stats = dedup.deduplicate(config, written(texts, tmp_path / "in"), tmp_path / "out")
     out = tmp_path / "out"
-    assert [row["id"] for row in document.read(out / "kept")] == ["again"]
-    assert [(row["id"], row["kept_id"]) for row in document.read(out / "duplicates")] == [("copy", "again")]
-    (gone,) = document.read(out / "dropped")
+    assert [row["id"] for row in documents.read(out / "kept")] == ["again"]
+    assert [(row["id"], row["kept_id"]) for row in documents.read(out / "duplicates")] == [("copy", "again")]
+    (gone,) = documents.read(out / "dropped")
     assert (gone["id"], gone["reason"], gone["value"]) == ("bad", "decontaminate.quiz", 1.0)
-    (hit,) = document.part_rows(out / "hits.parquet")
+    (hit,) = documents.part_rows(out / "hits.parquet")
     assert (hit["task"], hit["row"], hit["matched"]) == ("quiz", 1, "Which of these old ships\nhas SUNK in the bay")
     assert texts["bad"][hit["place"] :].startswith("Which")
     assert (stats["documents"], stats["kept"], stats["removed"], stats["dropped"], stats["hits"]) == (3, 1, 1, 1, 1)
@@ -118,7 +119,7 @@ def test_workers_do_not_change_a_byte(tmp_path: Path) -> None:
     seen = []
     for workers in (1, 2):
         out = tmp_path / f"out-{workers}"
-        stats = decontaminate.run(config, [*paths, more], out, Engine(workers=workers))
+        stats = decontaminate.run(config, [*paths, more], out, ExecutorConfig(workers=workers))
         seen.append((stats, {path.relative_to(out): path.read_bytes() for path in out.rglob("*.parquet")}))
     assert seen[0] == seen[1]
 

@@ -16,7 +16,8 @@ import pytest
 
 from bloomery.core.config import build
 from bloomery.core.errors import ConfigError, DataError
-from bloomery.data import document, rows
+from bloomery.data import documents
+from bloomery.data.readers import rows
 from bloomery.stages import dedup
 from bloomery.stages.config import Dedup
 from tests.shared import SHARED, needs
@@ -56,27 +57,27 @@ def corpus(seed: int, families: int = 40) -> dict[str, str]:
     return texts | tiny
 
 
-def rows_of(texts: dict[str, str]) -> list[document.Row]:
+def rows_of(texts: dict[str, str]) -> list[documents.DocumentRow]:
     return [
         {"id": name, "text": text, "source": "s", "domain": name[:2], "url": None, "license": None}
         for name, text in texts.items()
     ]
 
 
-def parts_of(found: list[document.Row], folder: Path, sizes: list[int]) -> list[Path]:
+def parts_of(found: list[documents.DocumentRow], folder: Path, sizes: list[int]) -> list[Path]:
     """Files of so many documents each; the last takes the rest."""
     paths = []
     for number, size in enumerate([*sizes, len(found)]):
         paths.append(folder / f"part-{number:05d}.parquet")
-        with document.PartWriter(paths[-1]) as writer:
+        with documents.PartWriter(paths[-1]) as writer:
             writer.write(found[:size])
         found = found[size:]
     return paths
 
 
-def found_in(out: Path) -> tuple[dict[str, document.Row], dict[str, document.Row]]:
-    kept = {row["id"]: row for row in document.read(out / "kept")}
-    return kept, {row["id"]: row for row in document.read(out / "duplicates")}
+def found_in(out: Path) -> tuple[dict[str, documents.DocumentRow], dict[str, documents.DocumentRow]]:
+    kept = {row["id"]: row for row in documents.read(out / "kept")}
+    return kept, {row["id"]: row for row in documents.read(out / "duplicates")}
 
 
 def run(texts: dict[str, str], folder: Path, sizes: list[int] | None = None, **config: Any) -> dict[str, Any]:
@@ -158,7 +159,7 @@ def test_clusters_are_counted_over_the_ends_of_batches(
     rows_a_batch: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     stats = run(corpus(4), tmp_path)
-    monkeypatch.setattr(document, "ROWS_PER_BATCH", rows_a_batch)
+    monkeypatch.setattr(documents, "ROWS_PER_BATCH", rows_a_batch)
     sizes = Counter(pq.read_table(tmp_path / "out" / "clusters.parquet").column("cluster").to_pylist())
     found = {"clusters": len(sizes), "largest_cluster": max(sizes.values())}
     assert dedup.clusters_of(tmp_path / "out" / "clusters.parquet") == found
@@ -181,7 +182,7 @@ def test_documents_with_one_id_are_all_accounted_for(tmp_path: Path) -> None:
     paths = parts_of(found, tmp_path / "in", [2])
     stats = dedup.deduplicate(Dedup(), paths, tmp_path / "out")
     assert (stats["documents"], stats["kept"], stats["exact"]) == (4, 3, 1)
-    gone = list(document.read(tmp_path / "out" / "duplicates"))
+    gone = list(documents.read(tmp_path / "out" / "duplicates"))
     assert [(row["id"], row["kept_id"]) for row in gone] == [("a", "a")]
 
 
@@ -238,12 +239,12 @@ CHILD = """
 import json, sys
 from pathlib import Path
 from bloomery.core.config import build
-from bloomery.data import document, rows
+from bloomery.data import documents
 from bloomery.stages import dedup
 from bloomery.stages.config import Dedup
 if __name__ == "__main__":
     config = build(Dedup, json.loads(sys.argv[3]))
-    dedup.deduplicate(config, document.parts(Path(sys.argv[1])), Path(sys.argv[2]))
+    dedup.deduplicate(config, documents.parts(Path(sys.argv[1])), Path(sys.argv[2]))
 """
 
 
@@ -280,9 +281,9 @@ def test_repeated_lines_stay_in_the_best_document_only_and_are_written_down(tmp_
     best = max(kept, key=lambda name: len(texts[name]))
     assert [name for name, row in kept.items() if notice.lower() in row["text"].lower()] == [best]
     assert kept[best]["text"] == texts[best]
-    (dropped,) = document.read(tmp_path / "out" / "dropped")
+    (dropped,) = documents.read(tmp_path / "out" / "dropped")
     assert (dropped["id"], dropped["text"], dropped["reason"]) == ("only", texts["only"], "repeated_lines")
-    for row in document.read(tmp_path / "out" / "repeated"):
+    for row in documents.read(tmp_path / "out" / "repeated"):
         assert (row["number"], row["first_id"]) == (0, best)
         assert row["text"] + kept[row["id"]]["text"] == texts[row["id"]]
     assert (stats["kept"], stats["dropped"], stats["repeated_lines"]) == (12, 1, 11)

@@ -4,16 +4,16 @@ from typing import Any
 
 import pytest
 
-from bloomery.core import files
+from bloomery.core import io as core_io
 from bloomery.core.config import build
-from bloomery.data import document
-from bloomery.evaluation import questions
-from bloomery.evaluation.questions import Judged, Question
+from bloomery.data import documents
+from bloomery.evaluation import held_out
+from bloomery.evaluation.held_out import JudgedAnswer, ToyQuestion
 from bloomery.evaluation.report import render
 from bloomery.stages import evaluate, instruct
 from bloomery.stages.config import Evaluate
-from bloomery.tokenizer.chat import Message, Renderer
-from bloomery.weights import huggingface
+from bloomery.tokenizer.chat_template import Message, Renderer
+from bloomery.weights import hf
 from tests.core.made import manifest
 from tests.evaluation.sets import write
 from tests.tokenizer.made import small
@@ -27,16 +27,16 @@ def test_documents_are_taken_from_the_front_and_none_is_passed_over_for_its_leng
     assert evaluate.up_to(texts, limit) == texts[:taken]
 
 
-def judged(question: str, answer: str, *before: Message, kind: str = "sum") -> Judged:
-    return Judged(Question(kind, [*before, Message(role="user", content=question)], answer), "", False)
+def judged(question: str, answer: str, *before: Message, kind: str = "sum") -> JudgedAnswer:
+    return JudgedAnswer(ToyQuestion(kind, [*before, Message(role="user", content=question)], answer), "", False)
 
 
 @pytest.fixture
 def inputs(tmp_path: Path) -> dict[str, Path]:
     """Documents, and conversations that were packed."""
     folders = {name: tmp_path / name for name in ("dedup", "shard", "instruct")}
-    files.write_json(folders["shard"] / files.MANIFEST, manifest(config={"hold_out": 0.0}))
-    with document.Writer(folders["dedup"] / "kept") as writer:
+    core_io.write_json(folders["shard"] / core_io.MANIFEST, manifest(config={"hold_out": 0.0}))
+    with documents.Writer(folders["dedup"] / "kept") as writer:
         for number, text in enumerate(("The key is in the box.", "It makes 139.")):
             writer.write(row(str(number), text))
     talk = [Message(role="user", content="Where is Ada?"), Message(role="assistant", content="Ada is in the barn.")]
@@ -47,7 +47,7 @@ def inputs(tmp_path: Path) -> dict[str, Path]:
 
 
 def row(id: str, text: str) -> dict[str, Any]:
-    return {name: {"id": id, "text": text}.get(name, "") for name in document.SCHEMA.names}
+    return {name: {"id": id, "text": text}.get(name, "") for name in documents.SCHEMA.names}
 
 
 @pytest.mark.parametrize(
@@ -65,15 +65,15 @@ def row(id: str, text: str) -> dict[str, Any]:
         (judged("Ada?Ada", "Where is Ada?Ada is in the barn."), False),
     ],
 )
-def test_what_stands_in_the_training_text_is_a_leak(inputs: dict[str, Path], one: Judged, found: bool) -> None:
+def test_what_stands_in_the_training_text_is_a_leak(inputs: dict[str, Path], one: JudgedAnswer, found: bool) -> None:
     new = judged("Where is the moon?", "The moon is up.")
     assert evaluate.leaks([new, one, new], inputs, small()) == {"checked": 3, "found": int(found)}
 
 
 def test_questions_that_do_not_fit_the_context_are_counted_and_do_not_end_the_stage(tmp_path: Path) -> None:
-    asked = questions.held_out(0, 30)
+    asked = held_out.held_out(0, 30)
     lengths = sorted(len(Renderer(small()).prompt(one.messages)) for one in asked)
-    loaded = huggingface.load(model(tmp_path / "model", context=lengths[20]))
+    loaded = hf.load(model(tmp_path / "model", context=lengths[20]))
     found = evaluate.ask(loaded, asked, 1)
     told = evaluate.answers(found, len(asked) - len(found))
     fit = sum(length < lengths[20] for length in lengths)
@@ -88,7 +88,7 @@ def test_core_is_looked_for_in_the_training_text_and_each_of_its_questions_is_a_
     there = {"query": "The key is in", "choices": ["the box.", "the sea."], "gold": 0}
     elsewhere = {"query": "The lamp was on", "choices": ["a shelf.", "the moon."], "gold": 0}
     data = write(tmp_path / "data" / "copa.jsonl", [elsewhere, there, elsewhere | {"query": "The cat sat under"}])
-    loaded = huggingface.load(model(tmp_path / "model", context=64))
+    loaded = hf.load(model(tmp_path / "model", context=64))
     config = build(Evaluate, {"tasks": ["core", "copa"], "data": [str(data.parent)]})
     told = evaluate.known_tasks(loaded, config, inputs, tmp_path)
     assert (told["core"]["n"], told["core"]["dirty_n"], told["core"]["clean"]["n"]) == (3, 1, 2)

@@ -11,8 +11,9 @@ from hypothesis import strategies as st
 
 from bloomery.core.config import build
 from bloomery.core.errors import DataError
-from bloomery.data import document, engine, sources
-from bloomery.data.reading import Rejected
+from bloomery.data import documents, executor
+from bloomery.data.readers.read import RejectedDocument
+from bloomery.data.sources import local
 from bloomery.stages import fetch
 from bloomery.stages.config import Fetch
 from tests.data.made_poison import MOST_BYTES, POISONED_LINES, line
@@ -27,7 +28,7 @@ def tree(folder: Path) -> dict[str, bytes]:
 
 
 def ids(folder: Path) -> list[str]:
-    return [row["id"] for row in document.read(folder, ["id"])]
+    return [row["id"] for row in documents.read(folder, ["id"])]
 
 
 def write(path: Path, lines: list[bytes]) -> None:
@@ -48,10 +49,10 @@ def test_documents_in_are_documents_kept_and_rejected(
     stats = fetch.run(build(Fetch, {"sources": [source]}), {}, root / "out")
     lines = [one for lines in files for one in lines]
     good, empty = sum(one not in POISONED_LINES for one in lines), sum(not lines for lines in files)
-    assert stats["documents"] == document.count(root / "out" / "documents") == 1 + good
-    assert stats["rejected"] == document.count(root / "out" / "rejected") == len(lines) - good + empty
+    assert stats["documents"] == documents.count(root / "out" / "documents") == 1 + good
+    assert stats["rejected"] == documents.count(root / "out" / "rejected") == len(lines) - good + empty
     assert sum(stats["reasons"].values()) == stats["rejected"]
-    rejected = list(document.read(root / "out" / "rejected"))
+    rejected = list(documents.read(root / "out" / "rejected"))
     reasons = [POISONED_LINES[one] for one in lines if one in POISONED_LINES] + ["no_rows"] * empty
     assert sorted(row["reason"] for row in rejected) == sorted(reasons)
     shutil.rmtree(root)
@@ -69,7 +70,7 @@ def many(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sources, "GROUP_BYTES", 1)
+    monkeypatch.setattr(local, "GROUP_BYTES", 1)
 
 
 LIMITS = [
@@ -87,12 +88,14 @@ LIMITS = [
 def test_what_is_taken_is_what_one_reader_would_take(many: Path, tmp_path: Path, limits: dict[str, Any]) -> None:
     config = build(Fetch, {"sources": [jsonl(many, **limits)]})
     stats = fetch.run(config, {}, tmp_path / "out")
-    items = list(sources.read(config.sources[0]))
-    kept = [item for item in items if not isinstance(item, Rejected)]
-    assert list(document.read(tmp_path / "out" / "documents")) == kept
-    assert ids(tmp_path / "out" / "rejected") == [item.row["id"] for item in items if isinstance(item, Rejected)]
+    items = list(local.read(config.sources[0]))
+    kept = [item for item in items if not isinstance(item, RejectedDocument)]
+    assert list(documents.read(tmp_path / "out" / "documents")) == kept
+    assert ids(tmp_path / "out" / "rejected") == [
+        item.row["id"] for item in items if isinstance(item, RejectedDocument)
+    ]
     assert (stats["documents"], stats["bytes"]) == (len(kept), 100 * len(kept))
-    listed = {path.stem for path in (tmp_path / "out" / engine.RECORDS / fetch.WORK).iterdir()}
+    listed = {path.stem for path in (tmp_path / "out" / executor.RECORDS / fetch.WORK).iterdir()}
     assert {path.name.rpartition("-")[0] for path in (tmp_path / "out" / "documents").iterdir()} == listed
 
 
@@ -126,13 +129,13 @@ def test_a_round_looks_only_at_the_parts_that_are_new(
     many: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked = list[str]()
-    whole = engine.run_parts
+    whole = executor.run_parts
 
     def counted(*given: Any, **more: Any) -> Any:
         asked.extend(part.name for part in given[3])
         return whole(*given, **more)
 
-    monkeypatch.setattr(engine, "run_parts", counted)
+    monkeypatch.setattr(executor, "run_parts", counted)
     fetch.run(build(Fetch, {"sources": [jsonl(many, max_bytes=4_850)]}), {}, tmp_path / "out")
     assert len(asked) == len(set(asked)) > 3
 
@@ -146,12 +149,12 @@ def test_the_bytes_are_the_same_with_any_number_of_workers(many: Path, tmp_path:
 
 
 def test_long_files_roll_over_and_keep_their_order(many: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("bloomery.data.rolling.BYTES_PER_PART", 1000)
+    monkeypatch.setattr("bloomery.data.documents.BYTES_PER_PART", 1000)
     fetch.run(config := build(Fetch, {"sources": [jsonl(many)]}), {}, tmp_path / "out")
-    files = document.parts(tmp_path / "out" / "documents")
+    files = documents.parts(tmp_path / "out" / "documents")
     assert len(files) == 20
-    assert list(document.read(tmp_path / "out" / "documents")) == [
-        item for item in sources.read(config.sources[0]) if not isinstance(item, Rejected)
+    assert list(documents.read(tmp_path / "out" / "documents")) == [
+        item for item in local.read(config.sources[0]) if not isinstance(item, RejectedDocument)
     ]
 
 
@@ -161,7 +164,7 @@ def test_of_documents_with_one_id_the_first_stays_and_the_others_are_rejected(tm
         write(tmp_path / "raw" / f"{file}.jsonl", [line(f"{file}{n}", key=key) for n, key in enumerate(keys)])
     skip = build(Fetch, {"sources": [jsonl(tmp_path / "raw", id_field="key", invalid="skip", license="MIT")]})
     stats = fetch.run(skip, {}, tmp_path / "out")
-    kept = [(row["id"], row["text"]) for row in document.read(tmp_path / "out" / "documents")]
+    kept = [(row["id"], row["text"]) for row in documents.read(tmp_path / "out" / "documents")]
     assert kept == [("1", "a0"), ("2", "a1"), ("3", "a3"), ("4", "b1"), ("5", "c2")]
     assert ids(tmp_path / "out" / "rejected") == ["2", "3", "1", "1"]
     assert stats["reasons"] == {"duplicate_id": 4}
@@ -200,6 +203,7 @@ def test_licenses_are_counted_and_domains_are_those_of_the_documents(tmp_path: P
     json.dumps(stats)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("limits", LIMITS)
 def test_a_long_file_of_lines_is_several_parts_with_the_documents_of_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, limits: dict[str, Any]
@@ -216,15 +220,15 @@ def test_a_long_file_of_lines_is_several_parts_with_the_documents_of_one(
     given["sources"][1]["path"] = str(tmp_path / "raw")
     config = build(Fetch, given)
     whole = fetch.run(config, {}, tmp_path / "whole")
-    monkeypatch.setattr(sources, "SPLIT_BYTES", 1000)
-    pieces = sources.pieces(config.sources[0])
+    monkeypatch.setattr(local, "SPLIT_BYTES", 1000)
+    pieces = local.pieces(config.sources[0])
     assert len(pieces) > 8
     assert len({piece.name for piece in pieces}) == len(pieces)
     for workers in (1, 2) if not limits else (1,):
         out = tmp_path / str(workers)
         assert fetch.run(build(Fetch, {**given, "engine": {"workers": workers}}), {}, out) == whole
         for folder in ("documents", "rejected"):
-            assert list(document.read(out / folder)) == list(document.read(tmp_path / "whole" / folder))
+            assert list(documents.read(out / folder)) == list(documents.read(tmp_path / "whole" / folder))
     before = tree(tmp_path / "1")
     for name in sorted(before)[2::13]:
         (tmp_path / "1" / name).unlink()
@@ -233,7 +237,7 @@ def test_a_long_file_of_lines_is_several_parts_with_the_documents_of_one(
 
 
 def test_the_lines_of_a_long_file_are_named_as_in_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sources, "SPLIT_BYTES", 1000)
+    monkeypatch.setattr(local, "SPLIT_BYTES", 1000)
     write(tmp_path / "raw" / "a.jsonl", [line(f"{n:0100d}", key=n % 90) for n in range(100)])
     with pytest.raises(DataError, match=r"two documents have the id '0': a/a\.jsonl:1 and a/a\.jsonl:91"):
         fetch.run(build(Fetch, {"sources": [jsonl(tmp_path / "raw", id_field="key")]}), {}, tmp_path / "out")

@@ -6,8 +6,8 @@ import pytest
 
 from bloomery.core.config import build
 from bloomery.core.errors import DataError
-from bloomery.data import document
-from bloomery.data.rule_presets import PRESETS
+from bloomery.data import documents
+from bloomery.data.filters.apply import PRESETS
 from bloomery.stages import filter as filtering
 from bloomery.stages.config import Filter
 
@@ -43,7 +43,7 @@ def fetched(tmp_path: Path) -> Path:
         ]
         path = tmp_path / "fetch" / "documents" / f"part-{number:05d}.parquet"
         path.parent.mkdir(parents=True, exist_ok=True)
-        with document.PartWriter(path) as part:
+        with documents.PartWriter(path) as part:
             part.write(rows)
     return tmp_path / "fetch"
 
@@ -59,9 +59,9 @@ def contents(folder: Path) -> dict[str, bytes]:
 
 def test_every_document_is_kept_or_dropped_with_its_rule_and_value(fetched: Path, tmp_path: Path) -> None:
     stats = run(fetched, tmp_path / "out")
-    kept = {row["id"] for row in document.read(tmp_path / "out" / "kept")}
-    dropped = {row["id"]: (row["reason"], row["value"]) for row in document.read(tmp_path / "out" / "dropped")}
-    assert kept | set(dropped) == {row["id"] for row in document.read(fetched / "documents")}
+    kept = {row["id"] for row in documents.read(tmp_path / "out" / "kept")}
+    dropped = {row["id"]: (row["reason"], row["value"]) for row in documents.read(tmp_path / "out" / "dropped")}
+    assert kept | set(dropped) == {row["id"] for row in documents.read(fetched / "documents")}
     assert not kept & set(dropped)
     assert stats["documents"] == stats["kept"] + stats["dropped"] == 24
     assert dropped["web/0/1"] == ("length.too_short", 10)
@@ -82,7 +82,7 @@ def test_every_document_is_kept_or_dropped_with_its_rule_and_value(fetched: Path
 
 def test_a_kept_document_has_the_masked_text_and_it_is_counted(fetched: Path, tmp_path: Path) -> None:
     stats = run(fetched, tmp_path / "out")
-    kept = {row["id"]: row["text"] for row in document.read(tmp_path / "out" / "kept")}
+    kept = {row["id"]: row["text"] for row in documents.read(tmp_path / "out" / "kept")}
     assert kept["web/0/2"] == PROSE + " Write to <EMAIL>, or to <EMAIL>. "
     assert kept["code/0/1"].startswith("# from <IP>\n")
     assert kept["web/0/0"] == PROSE

@@ -4,15 +4,14 @@ from pathlib import Path
 
 import pytest
 
-from bloomery.core import config, stage
+from bloomery.core import config, pipeline
 from bloomery.core.errors import ConfigError
 from bloomery.model.config import ModelConfig
 from bloomery.recipe import STAGES, Recipe
-from bloomery.tokenizer.chat import Message, Renderer
-from bloomery.tokenizer.templates import TEMPLATES
+from bloomery.tokenizer.chat_template import TEMPLATES, Message, Renderer
 from bloomery.tokenizer.tokenizer import Tokenizer
-from bloomery.weights import export, find, huggingface
-from bloomery.weights.huggingface import Lineage
+from bloomery.weights import export, hf, locate
+from bloomery.weights.hf import Lineage
 from tests.model.made import lively
 from tests.stages.test_imported import written
 from tests.tokenizer.made import small
@@ -37,7 +36,7 @@ lora = { rank = 2, targets = ["attention.*"], base = "nf4" }
 def recipe_of(root: Path) -> Path:
     path = written(root)
     model = lively(SHAPE, 0, small().vocab_size)
-    huggingface.save(root / "base", model, Renderer(small()), Lineage(tokenizer="", template=None, shards=""))
+    hf.save(root / "base", model, Renderer(small()), Lineage(tokenizer="", template=None, shards=""))
     (root / "base" / "bloomery.json").unlink()
     text = path.read_text().replace("context = 16", "context = 96").replace("num_layers = 1", "num_layers = 2")
     text = text.replace("[pretrain]", f'[pretrain]\nstart_from = "{root}/base"').replace("= 64", "= 192")
@@ -48,26 +47,26 @@ def recipe_of(root: Path) -> Path:
 def test_adapters_in_chatml_on_the_weights_of_others_from_recipe_to_export(tmp_path: Path) -> None:
     recipe = config.load(Recipe, recipe_of(tmp_path / "theirs"))
     assert recipe.tokenizer.template == "chatml"
-    plans = stage.lay_out(STAGES, recipe, tmp_path / "run")
-    done = stage.execute(plans, until="finetune")
+    plans = pipeline.plan_stages(STAGES, recipe, tmp_path / "run")
+    done = pipeline.execute(plans, until="finetune")
     assert done["finetune"] == "ran"
     folders = {plan.stage.name: plan.folder for plan in plans}
     tokenizer = Tokenizer.load(folders["tokenizer"])
     assert tokenizer.special_id("<|im_start|>") == small().vocab_size  # after all that was there
-    facts = stage.read_manifest(folders["finetune"])["stats"]
+    facts = pipeline.read_manifest(folders["finetune"])["stats"]
     assert facts["trained_parameters"] == 2 * 2 * ((16 + 16) + (16 + 8) + (16 + 8) + (16 + 16))
     assert facts["model_bytes"] < 4 * facts["parameters"]
-    folder = find.model_folder(folders["finetune"])
+    folder = locate.locate_model(folders["finetune"])
     assert not (folder / "model.safetensors").exists()
-    loaded = huggingface.load(folder)
+    loaded = hf.load(folder)
     assert loaded.renderer.template is TEMPLATES["chatml"]
-    assert loaded.lineage.base == stage.content_hash(folders["pretrain"])
+    assert loaded.lineage.base == pipeline.content_hash(folders["pretrain"])
     export.write(loaded, tmp_path / "out", "hf", "float32")
-    again = huggingface.load(tmp_path / "out")
+    again = hf.load(tmp_path / "out")
     ids = torch.tensor([again.renderer.prompt([Message(role="user", content="Who?")])])
     with torch.no_grad():
         assert torch.equal(again.model(ids), loaded.model(ids))
-    assert not torch.equal(again.model(ids), huggingface.load(folders["pretrain"] / "model").model(ids))
+    assert not torch.equal(again.model(ids), hf.load(folders["pretrain"] / "model").model(ids))
 
 
 def test_a_recipe_gives_its_tokenizer_the_tokens_of_its_template_unless_it_names_others(tmp_path: Path) -> None:

@@ -6,18 +6,18 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from bloomery.core import config, stage
+from bloomery.core import config, pipeline
 from bloomery.core.errors import CheckpointError, ConfigError, DataError, RunError
 from bloomery.model.config import ModelConfig
 from bloomery.model.transformer import Transformer
 from bloomery.recipe import STAGES, Recipe
 from bloomery.shards import format
 from bloomery.stages import pretrain
-from bloomery.tokenizer.chat import Renderer
+from bloomery.tokenizer.chat_template import Renderer
 from bloomery.tokenizer.tokenizer import Tokenizer
 from bloomery.tokenizer.train import train
-from bloomery.weights import huggingface
-from bloomery.weights.huggingface import Lineage
+from bloomery.weights import hf
+from bloomery.weights.hf import Lineage
 from tests.calling import Call
 from tests.model.made import lively
 from tests.shards.test_foreign import by_hand, rows
@@ -60,20 +60,20 @@ def written(root: Path, highest: int = 20) -> Path:
 
 def test_token_files_of_others_are_trained_on_without_any_other_stage(tmp_path: Path) -> None:
     recipe = config.load(Recipe, written(tmp_path / "theirs"))
-    plans = stage.lay_out(STAGES, recipe, tmp_path / "run")
+    plans = pipeline.plan_stages(STAGES, recipe, tmp_path / "run")
     assert [plan.stage.name for plan in plans] == ["tokenizer", "shard", "pretrain", "synthesize", "instruct"]
-    assert stage.execute(plans, until="pretrain") == dict.fromkeys(("tokenizer", "shard", "pretrain"), "ran")
+    assert pipeline.execute(plans, until="pretrain") == dict.fromkeys(("tokenizer", "shard", "pretrain"), "ran")
     folders = {plan.stage.name: plan.folder for plan in plans}
     assert Tokenizer.load(folders["tokenizer"]).hash == small().hash
     assert len(format.names(folders["shard"], "train")) == 2
-    assert stage.read_manifest(folders["pretrain"])["stats"]["steps"] == 2
+    assert pipeline.read_manifest(folders["pretrain"])["stats"]["steps"] == 2
 
 
 def test_other_token_files_make_another_stage_folder(tmp_path: Path) -> None:
     recipe = config.load(Recipe, written(tmp_path / "theirs"))
-    before = [plan.folder for plan in stage.lay_out(STAGES, recipe, tmp_path / "run")]
+    before = [plan.folder for plan in pipeline.plan_stages(STAGES, recipe, tmp_path / "run")]
     (tmp_path / "theirs" / "some_val_000000.bin").write_bytes(by_hand([small().document_id, 5, 6]))
-    after = [plan.folder for plan in stage.lay_out(STAGES, recipe, tmp_path / "run")]
+    after = [plan.folder for plan in pipeline.plan_stages(STAGES, recipe, tmp_path / "run")]
     assert before[0] == after[0]
     assert before[1] != after[1]
 
@@ -81,16 +81,16 @@ def test_other_token_files_make_another_stage_folder(tmp_path: Path) -> None:
 def test_token_files_of_another_tokenizer_end_the_stage_by_name(tmp_path: Path) -> None:
     recipe = config.load(Recipe, written(tmp_path / "theirs", highest=50_000))
     with pytest.raises(DataError, match=r"some_train_000001.bin: token \d+ is \d+, outside of a vocabulary of"):
-        stage.execute(stage.lay_out(STAGES, recipe, tmp_path / "run"), until="shard")
+        pipeline.execute(pipeline.plan_stages(STAGES, recipe, tmp_path / "run"), until="shard")
 
 
 def test_rows_of_a_tokenizer_of_another_name_end_the_stage(tmp_path: Path) -> None:
     recipe, tokens = written(tmp_path / "theirs"), rows(tmp_path / "rows", tokenizer="some.json")
     (tmp_path / "theirs" / "tokenizer.json").rename(tmp_path / "other.json")
     words = [f"tokenizer.path={tmp_path}/other.json", f"shard.imported.folder={tokens}"]
-    plans = stage.lay_out(STAGES, config.load(Recipe, recipe, words), tmp_path / "run")
+    plans = pipeline.plan_stages(STAGES, config.load(Recipe, recipe, words), tmp_path / "run")
     with pytest.raises(DataError, match=r"made with the tokenizer 'some.json', and this run has 'other.json'"):
-        stage.execute(plans, until="shard")
+        pipeline.execute(plans, until="shard")
 
 
 def test_a_recipe_needs_documents_or_token_files(tmp_path: Path) -> None:
@@ -112,7 +112,7 @@ def starting_from(root: Path, padding: int = 0, **changes: object) -> tuple[Path
     recipe = written(root)
     shape = ModelConfig(width=16, num_layers=1, num_heads=2, num_kv_heads=1, mlp_width=16, context=16)
     model = lively(shape.model_copy(update=changes), 0, small().vocab_size + padding)
-    huggingface.save(root / "base", model, Renderer(small()), Lineage(tokenizer="", template=None, shards=""))
+    hf.save(root / "base", model, Renderer(small()), Lineage(tokenizer="", template=None, shards=""))
     (root / "base" / "bloomery.json").unlink()
     text = recipe.read_text().replace("[pretrain]", f'[pretrain]\nstart_from = "{root}/base"')
     recipe.write_text(text)
@@ -121,14 +121,14 @@ def starting_from(root: Path, padding: int = 0, **changes: object) -> tuple[Path
 
 def test_training_starts_from_the_weights_of_a_folder(tmp_path: Path) -> None:
     recipe, model = starting_from(tmp_path / "theirs")
-    plans = stage.lay_out(STAGES, config.load(Recipe, recipe), tmp_path / "run")
-    stage.execute(plans, until="pretrain")
-    trained = huggingface.load(plans[2].folder / "model")
-    assert trained.lineage.base == huggingface.digest(tmp_path / "theirs" / "base")
+    plans = pipeline.plan_stages(STAGES, config.load(Recipe, recipe), tmp_path / "run")
+    pipeline.execute(plans, until="pretrain")
+    trained = hf.load(plans[2].folder / "model")
+    assert trained.lineage.base == hf.digest(tmp_path / "theirs" / "base")
     for name, weight in model.state_dict().items():
         torch.testing.assert_close(trained.model.state_dict()[name], weight, atol=0.003, rtol=0)
     other, _ = starting_from(tmp_path / "other", norm_eps=1e-3)
-    assert stage.lay_out(STAGES, config.load(Recipe, other), tmp_path / "run")[2].folder != plans[2].folder
+    assert pipeline.plan_stages(STAGES, config.load(Recipe, other), tmp_path / "run")[2].folder != plans[2].folder
 
 
 def test_weights_of_another_shape_or_tokenizer_are_not_started_from(tmp_path: Path) -> None:
@@ -188,13 +188,13 @@ def test_a_shard_that_was_damaged_in_its_midst_is_not_trained_on(
 ) -> None:
     monkeypatch.setattr(format, "EDGE_BYTES", 64)
     recipe = config.load(Recipe, written(tmp_path / "theirs"))
-    plans = stage.lay_out(STAGES, recipe, tmp_path / "run")
-    stage.execute(plans, until="shard")
+    plans = pipeline.plan_stages(STAGES, recipe, tmp_path / "run")
+    pipeline.execute(plans, until="shard")
     file = plans[1].folder / f"{split}-00000.bin"
     damaged = bytearray(file.read_bytes())
     damaged[len(damaged) // 2 // 2 * 2] ^= 1
     file.write_bytes(damaged)
     with pytest.raises(RunError, match=rf"its input shard is damaged: .*{split}-00000\.bin has another sha256"):
-        stage.execute(plans, until="pretrain")
+        pipeline.execute(plans, until="pretrain")
     with pytest.raises(DataError, match=rf"{split}-00000\.bin: has another sha256 than its index says"):
         format.read(plans[1].folder / f"{split}-00000", verify=True)

@@ -10,17 +10,16 @@ from typing import Any
 import numpy as np
 import pytest
 
-from bloomery.core import files
+from bloomery.core import io as core_io
 from bloomery.core.config import build
 from bloomery.core.errors import ConfigError, DataError
-from bloomery.core.stage import Plan, Stage, content_hash, seal
-from bloomery.data import worlds
+from bloomery.core.pipeline import Stage, StagePlan, content_hash, seal
+from bloomery.data.sources import toy_worlds
 from bloomery.shards import format
-from bloomery.shards.loader import IGNORE, Samples
+from bloomery.shards.loader import IGNORE, PackedDataset
 from bloomery.stages import instruct
 from bloomery.stages.config import Instruct
-from bloomery.tokenizer.chat import Message, Renderer, as_message
-from bloomery.tokenizer.templates import TEMPLATES
+from bloomery.tokenizer.chat_template import TEMPLATES, Message, Renderer, as_message
 from tests.tokenizer.made import small
 
 ROW = 81
@@ -138,7 +137,7 @@ def accepted() -> Counter[Rendered]:
 
 
 def world_talks() -> list[list[Message]]:
-    made = [found.messages() for found in worlds.conversations(3, WORLD_TALKS)]
+    made = [found.messages() for found in toy_worlds.conversations(3, WORLD_TALKS)]
     return [[as_message(message) for message in messages] for messages in made]
 
 
@@ -215,7 +214,7 @@ def test_the_numbers_of_a_split_are_what_its_rows_hold(done: Done) -> None:
 
 
 def test_the_loader_learns_every_supervised_token_once_and_lets_no_conversation_see_another(done: Done) -> None:
-    samples = Samples(done.out, "train", ROW - 1, small().hash)
+    samples = PackedDataset(done.out, "train", ROW - 1, small().hash)
     batch = samples.batch(np.arange(samples.num_samples))
     assert samples.num_samples == done.stats["train"]["rows"]
     assert int((batch.targets != IGNORE).sum()) == done.stats["train"]["supervised"]
@@ -230,7 +229,7 @@ def test_two_runs_give_the_same_content(done: Done, tmp_path: Path) -> None:
     assert stats == done.stats
     stage = Stage(name="instruct", run="bloomery.stages.instruct:run")
     for folder in (tmp_path, done.out):
-        plan = Plan(stage=stage, config=done.config, folder=folder, fingerprint="0", inputs={})
+        plan = StagePlan(stage=stage, config=done.config, folder=folder, fingerprint="0", inputs={})
         seal(plan, stats, seconds=1.0, resumed=False)
     assert content_hash(tmp_path) == content_hash(done.out)
 
@@ -274,7 +273,7 @@ def test_a_file_may_lie_in_the_home_folder(done: Done, tmp_path: Path, monkeypat
     (tmp_path / "a.jsonl").write_text((json.dumps({"messages": talk("A", "B")}) + "\n") * 2)
     sources = [{"kind": "jsonl", "name": "a", "path": "~/a.jsonl"}, {"kind": "worlds", "count": 50}]
     config = build(Instruct, {"sources": sources, "hold_out": 0.2})
-    assert instruct.digest(config).split()[0] == files.sha256_file(tmp_path / "a.jsonl")
+    assert instruct.digest(config).split()[0] == core_io.sha256_file(tmp_path / "a.jsonl")
     assert instruct.run(config, done.inputs, tmp_path / "out")["by_source"]["a"]["conversations"] == 2
 
 

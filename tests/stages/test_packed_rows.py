@@ -7,10 +7,9 @@ import pytest
 
 from bloomery.core.errors import DataError
 from bloomery.shards import format
-from bloomery.shards.loader import IGNORE, Samples
+from bloomery.shards.loader import IGNORE, PackedDataset
 from bloomery.stages import finetune, instruct
-from bloomery.tokenizer.chat import Message, Rendered, Renderer
-from bloomery.tokenizer.templates import TEMPLATES, Template
+from bloomery.tokenizer.chat_template import TEMPLATES, Message, Rendered, Renderer, Template
 from tests.model.made import SHAPES, lively
 from tests.tokenizer.made import made_for
 
@@ -25,14 +24,14 @@ def rendered(renderer: Renderer, *contents: str) -> Rendered:
     return renderer.render([Message(role=role, content=content) for role, content in said])  # type: ignore[typeddict-item]
 
 
-def written(folder: Path, name: str, *talks: tuple[str, ...]) -> tuple[Samples, Renderer, list[Rendered]]:
+def written(folder: Path, name: str, *talks: tuple[str, ...]) -> tuple[PackedDataset, Renderer, list[Rendered]]:
     """One row that holds these conversations."""
     folder.mkdir(exist_ok=True)
     renderer = Renderer(made_for(name), TEMPLATES[name])
     some = [rendered(renderer, *talk) for talk in talks]
     facts = instruct.write_rows(folder, "train", some, renderer, ROW)
     assert facts["rows"] == 1
-    return Samples(folder, "train", ROW - 1, renderer.tokenizer.hash), renderer, some
+    return PackedDataset(folder, "train", ROW - 1, renderer.tokenizer.hash), renderer, some
 
 
 @pytest.mark.parametrize("name", TEMPLATES)

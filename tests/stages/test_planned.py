@@ -5,12 +5,13 @@ from pathlib import Path
 
 import pytest
 
-from bloomery.data import hosts
+from bloomery.data.sources import http_client
 from tests.calling import Call
 
 DEMO = Path(__file__).parents[2] / "recipes" / "demo.toml"
 
 
+@pytest.mark.slow
 def test_a_plan_says_what_will_run_and_what_it_needs(call: Call, tmp_path: Path) -> None:
     code, out, _ = call("plan", DEMO, "--runs", tmp_path, "--json")
     assert code == 0
@@ -46,6 +47,7 @@ def test_a_plan_says_what_will_run_and_what_it_needs(call: Call, tmp_path: Path)
     assert "pretrain: 4,000,000 parameters, 5,376 tokens" in text
 
 
+@pytest.mark.slow
 def test_a_plan_is_for_as_many_devices_as_the_recipe_has_ranks_unless_another_number_is_said(
     call: Call, tmp_path: Path
 ) -> None:
@@ -105,7 +107,7 @@ def test_a_plan_of_text_on_a_host_that_cannot_be_asked_says_all_but_what_is_fres
 ) -> None:
     """At once: nobody waits for a network to know whether a model fits."""
     monkeypatch.setenv("BLOOMERY_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr(hosts, "wait", pytest.fail)
+    monkeypatch.setattr(http_client, "wait", pytest.fail)
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))  # and listens to nobody
         address = f"http://127.0.0.1:{taken.getsockname()[1]}"

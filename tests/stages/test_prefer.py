@@ -12,12 +12,11 @@ import pytest
 from bloomery.core.errors import CheckpointError, ConfigError, DataError
 from bloomery.core.log import read_metrics
 from bloomery.shards import format
-from bloomery.shards.loader import IGNORE, Samples
-from bloomery.stages import judged_rows, prefer
-from bloomery.tokenizer.chat import Message, Renderer
-from bloomery.tokenizer.templates import TEMPLATES
-from bloomery.train.preference.pairs import CHOSEN, ELSEWHERE, REJECTED
-from bloomery.weights import huggingface
+from bloomery.shards.loader import IGNORE, PackedDataset
+from bloomery.stages import prefer
+from bloomery.tokenizer.chat_template import TEMPLATES, Message, Renderer
+from bloomery.train.preference.losses import CHOSEN, ELSEWHERE, REJECTED
+from bloomery.weights import hf
 from tests.stages.made_prefer import CONTEXT, left, polite_pairs, settings, tuned
 from tests.tokenizer.made import made_for, small
 from tests.train.test_session import die_after
@@ -45,7 +44,7 @@ def test_pairs_are_learned_and_the_margin_of_held_out_ones_rises(finetuned: Path
     assert last["validation_loss"] < 0.5
     assert not [line for line in lines if "bits_per_byte" in line or "validation_bits_per_byte" in line]
     assert stats["data"]["kept"] == 120
-    loaded = huggingface.load(tmp_path / "model")
+    loaded = hf.load(tmp_path / "model")
     assert loaded.lineage.template == TEMPLATES["bloomery"].hash
 
 
@@ -63,7 +62,7 @@ def test_every_loss_and_adapters_too_move_the_margin(finetuned: Path, tmp_path: 
     stats = prefer.run(settings(pairs=pairs(tmp_path), steps=8, **given), {"finetune": finetuned}, tmp_path)
     last = [line for line in read_metrics(tmp_path / "metrics.jsonl") if "validation_margin" in line][-1]
     assert last["validation_margin"] > stats["before"]["validation_margin"] + 0.02
-    huggingface.load(tmp_path / "model")
+    hf.load(tmp_path / "model")
 
 
 @pytest.mark.parametrize(
@@ -91,6 +90,7 @@ def test_a_run_that_was_killed_ends_in_the_same_bits(
     assert killed == whole
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "step"),
     [
@@ -149,7 +149,7 @@ def test_two_ranks_learn_what_one_learns(finetuned: Path, tmp_path: Path) -> Non
 
 def test_a_split_without_a_pair_is_an_error_that_names_it(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="none is left for the split val"):
-        judged_rows.prepare(settings(pairs=pairs(tmp_path), hold_out=1e-9), Renderer(small()), CONTEXT, tmp_path)
+        prefer.prepare(settings(pairs=pairs(tmp_path), hold_out=1e-9), Renderer(small()), CONTEXT, tmp_path)
 
 
 def test_sequences_are_rendered_conversations_cut_at_turns_where_they_are_too_long(tmp_path: Path) -> None:
@@ -168,7 +168,7 @@ def test_sequences_are_rendered_conversations_cut_at_turns_where_they_are_too_lo
     (tmp_path / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     source = {"kind": "files", "name": "a", "path": str(tmp_path / "a.jsonl")}
     worlds = {"kind": "worlds", "count": 60}
-    stats = judged_rows.prepare(settings(pairs=[source, worlds]), renderer, CONTEXT, tmp_path)
+    stats = prefer.prepare(settings(pairs=[source, worlds]), renderer, CONTEXT, tmp_path)
     assert stats["rejected_by_reason"]["no_pair"] == 1
     assert stats["rejected_by_reason"]["same_answer"] == 1
     assert stats["rejected_by_reason"]["too_long"] >= 1
@@ -176,9 +176,9 @@ def test_sequences_are_rendered_conversations_cut_at_turns_where_they_are_too_lo
     rejected = [json.loads(line) for line in (tmp_path / "rejected.jsonl").read_text().splitlines()]
     assert [one["place"] for one in rejected if one["source"] == "a"] == [f"{tmp_path}/a.jsonl:{n}" for n in (3, 4, 5)]
     found = dict[str, list[str]]()
-    for split in judged_rows.SPLITS:
-        samples = Samples(tmp_path / "rows", split, 2 * CONTEXT, small().hash)
-        kinds = judged_rows.kinds_of(tmp_path, split)
+    for split in prefer.SPLITS:
+        samples = PackedDataset(tmp_path / "rows", split, 2 * CONTEXT, small().hash)
+        kinds = prefer.kinds_of(tmp_path, split)
         batch = samples.batch(np.arange(samples.num_samples))
         assert int(batch.positions.max()) < CONTEXT
         for row, numbers in enumerate(kinds):
@@ -194,7 +194,7 @@ def test_sequences_are_rendered_conversations_cut_at_turns_where_they_are_too_lo
     cut: list[Message] = [system, last]  # type: ignore[list-item]
     wanted = renderer.render([*cut, {"role": "assistant", "content": "4"}])
     assert found[small().decode(wanted.ids)] == [f"{CHOSEN} 4"]
-    kinds = np.concatenate([judged_rows.kinds_of(tmp_path, split).ravel() for split in judged_rows.SPLITS])
+    kinds = np.concatenate([prefer.kinds_of(tmp_path, split).ravel() for split in prefer.SPLITS])
     assert (kinds == CHOSEN).sum() == (kinds == REJECTED).sum() == stats["kept"]
 
 
@@ -203,10 +203,10 @@ def test_single_answers_have_one_of_another_question_beside_them(tmp_path: Path)
     (tmp_path / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     source = {"kind": "files", "name": "a", "path": str(tmp_path / "a.jsonl")}
     config = settings(pairs=[source], loss={"kind": "kto"})
-    stats = judged_rows.prepare(config, Renderer(small()), CONTEXT, tmp_path)
-    assert sum(stats[split]["chosen"] + stats[split]["rejected"] for split in judged_rows.SPLITS) == 40
-    for split in judged_rows.SPLITS:
-        for row in judged_rows.kinds_of(tmp_path, split):
+    stats = prefer.prepare(config, Renderer(small()), CONTEXT, tmp_path)
+    assert sum(stats[split]["chosen"] + stats[split]["rejected"] for split in prefer.SPLITS) == 40
+    for split in prefer.SPLITS:
+        for row in prefer.kinds_of(tmp_path, split):
             for number, kind in enumerate(row):
                 assert (kind == ELSEWHERE) == (number % 2 == 1 and row[number - 1] in (CHOSEN, REJECTED))
 
@@ -214,7 +214,7 @@ def test_single_answers_have_one_of_another_question_beside_them(tmp_path: Path)
 def test_other_templates_and_their_rows_are_written_by_the_same_renderer(tmp_path: Path) -> None:
     renderer = Renderer(made_for("chatml"), TEMPLATES["chatml"])
     config = settings(pairs=[{"kind": "worlds", "count": 50}])
-    stats = judged_rows.prepare(config, renderer, 120, tmp_path)
+    stats = prefer.prepare(config, renderer, 120, tmp_path)
     assert stats["kept"] == 50
     assert format.read(tmp_path / "rows" / "train-00000").index["template_name"] == "chatml"
 

@@ -19,12 +19,12 @@ from bloomery.core.errors import DataError, RunError
 from bloomery.core.log import read_metrics
 from bloomery.generate.engine import Completion
 from bloomery.shards.loader import IGNORE
-from bloomery.stages import asked, prefer, rollouts
-from bloomery.stages.rollouts import Question, Rollouts, judge
-from bloomery.tokenizer.chat import Renderer
+from bloomery.stages import prefer, rollouts
+from bloomery.stages.rollouts import PolicyQuestion, Rollouts, judge
+from bloomery.tokenizer.chat_template import Renderer
 from bloomery.train.preference.config import Grpo, Prefer
-from bloomery.train.preference.logprobs import by_token
-from bloomery.weights import huggingface
+from bloomery.train.preference.losses import by_token
+from bloomery.weights import hf
 from tests.stages.made_prefer import CONTEXT, guessing, left, settings, tuned
 from tests.tokenizer.made import small
 from tests.train.made import processor
@@ -51,9 +51,9 @@ def drawing(given: dict[str, Any] | None = None, **more: Any) -> Prefer:
     return settings(loss=loss, tokens_per_step=32 * 20, **more)
 
 
-def question(text: str = "What is 2 plus 2?", right: str = "4") -> Question:
+def question(text: str = "What is 2 plus 2?", right: str = "4") -> PolicyQuestion:
     prompt = RENDERER.prompt([{"role": "user", "content": text}])
-    return Question("a", text, tuple(prompt), Decimal(right))
+    return PolicyQuestion("a", text, tuple(prompt), Decimal(right))
 
 
 @pytest.mark.parametrize(
@@ -80,7 +80,7 @@ def test_an_answer_is_right_that_ends_and_says_the_number(said: str, ended: bool
 def source(finetuned: Path, tmp_path: Path) -> Callable[..., Rollouts]:
     def make(**given: Any) -> Rollouts:
         loss = Grpo.model_validate({"problems": [{"kind": "arithmetic"}], "answers": 4, "answer_tokens": 5, **given})
-        model = huggingface.load(finetuned / "model").model
+        model = hf.load(finetuned / "model").model
         known = [question(f"What is {n} plus {n}?", str(2 * n)) for n in (1, 12, 3)]
         return Rollouts(loss, known, RENDERER, model, 7, tmp_path, model, device=processor(), rows_at_once=3)
 
@@ -162,6 +162,7 @@ def test_answers_that_were_damaged_are_not_learned_from(source: Callable[..., Ro
         again.batch(again.order(8, 8, 0))
 
 
+@pytest.mark.slow
 def test_right_answers_are_learned_and_the_reward_rises(tmp_path: Path) -> None:
     """The model answers some digit, and every right one is 3."""
     start = guessing(tmp_path / "10-finetune-bbbbbbbb")
@@ -263,11 +264,11 @@ def test_questions_that_leave_no_room_are_rejected_with_their_line(tmp_path: Pat
     loss = Grpo.model_validate(
         {"problems": [{"kind": "files", "name": "a", "path": tmp_path / "a.jsonl"}], "answer_tokens": 8}
     )
-    stats = asked.prepare(loss, 0.2, RENDERER, CONTEXT, tmp_path)
+    stats = prefer.prepare_prompts(loss, 0.2, RENDERER, CONTEXT, tmp_path)
     assert (stats["kept"], stats["rejected_by_reason"]) == (20, {"too_long": 20})
-    found = [one for split in ("train", "val") for one in asked.questions(tmp_path, split, RENDERER)]
+    found = [one for split in ("train", "val") for one in prefer.questions(tmp_path, split, RENDERER)]
     assert sorted(int(one.right) for one in found) == list(range(0, 40, 2))
     assert json.loads((tmp_path / "rejected.jsonl").read_text().split("\n")[0])["place"].endswith("a.jsonl:2")
-    assert set(asked.texts(tmp_path)) < {row["question"] for row in rows}
+    assert set(prefer.texts(tmp_path)) < {row["question"] for row in rows}
     with pytest.raises(DataError, match="of 40 questions none is left"):
-        asked.prepare(loss, 0.0, RENDERER, CONTEXT, tmp_path / "none")
+        prefer.prepare_prompts(loss, 0.0, RENDERER, CONTEXT, tmp_path / "none")

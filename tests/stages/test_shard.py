@@ -13,10 +13,10 @@ import pytest
 
 from bloomery.core.config import build
 from bloomery.core.errors import ConfigError
-from bloomery.data import document
-from bloomery.data.holdout import is_held_out
+from bloomery.data import documents
+from bloomery.data.documents import is_held_out
 from bloomery.shards import format
-from bloomery.shards.loader import Course
+from bloomery.shards.loader import AnnealedDataset
 from bloomery.stages import pretrain, shard
 from bloomery.stages.config import Pretrain, Shard
 from tests.stages.test_token_stages import ROWS, documents_of, hashes
@@ -35,7 +35,7 @@ def laid_out(folder: Path, rows: Sequence[Mapping[str, str]], parts: int) -> dic
     """Inputs of the stage, their documents dealt to this many files."""
     (folder / "dedup" / "kept").mkdir(parents=True)
     for number in range(parts):
-        with document.PartWriter(folder / "dedup" / "kept" / f"part-{number:05d}.parquet") as writer:
+        with documents.PartWriter(folder / "dedup" / "kept" / f"part-{number:05d}.parquet") as writer:
             writer.write([dict(row) for row in rows[number::parts]])
     small().save(folder / "tokenizer")
     return {"dedup": folder / "dedup", "tokenizer": folder / "tokenizer"}
@@ -55,6 +55,7 @@ def made(inputs: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> t
 # --- the same bytes ------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_three_workers_leave_the_same_bytes_as_one(
     inputs: dict[str, Path], made: tuple[Path, dict[str, Any]], tmp_path: Path
 ) -> None:
@@ -77,12 +78,12 @@ def test_how_documents_lie_in_files_and_how_much_memory_there_is_changes_no_byte
 DIES = """
 import os, signal, sys
 from pathlib import Path
-from bloomery.core import files
+from bloomery.core import io
 from bloomery.core.config import build
 from bloomery.stages import shard
 from bloomery.stages.config import Shard
 
-left, synced = int(sys.argv[1]), files.sync_folder
+left, synced = int(sys.argv[1]), io.sync_folder
 
 def dying(folder):
     global left
@@ -91,7 +92,7 @@ def dying(folder):
         os.kill(os.getpid(), signal.SIGKILL)
     synced(folder)
 
-files.sync_folder = dying
+io.sync_folder = dying
 folder = Path(sys.argv[2])
 inputs = {name: folder / name for name in ("dedup", "tokenizer")}
 shard.run(build(Shard, eval(sys.argv[4])), inputs, Path(sys.argv[3]))
@@ -171,7 +172,7 @@ def test_copies_of_held_out_documents_are_in_no_stream_whatever_their_case_and_w
 
 def test_held_out_documents_come_in_the_order_of_their_shards(made: tuple[Path, dict[str, Any]]) -> None:
     out, _ = made
-    assert [row["text"].encode() for row in document.read(out / "held-out")] == documents_of(out, "val")
+    assert [row["text"].encode() for row in documents.read(out / "held-out")] == documents_of(out, "val")
 
 
 def test_nothing_but_shards_and_held_out_documents_is_left(made: tuple[Path, dict[str, Any]]) -> None:
@@ -199,7 +200,7 @@ def test_pretraining_reads_the_anneal_mix_last(made: tuple[Path, dict[str, Any]]
     shape = {"width": 16, "num_layers": 1, "num_heads": 1, "num_kv_heads": 1, "mlp_width": 16, "context": 32}
     config = build(Pretrain, {"steps": 100, "tokens_per_step": 128, "model": shape})
     course = pretrain.course(config, made[0], small().hash)
-    assert isinstance(course, Course)
+    assert isinstance(course, AnnealedDataset)
     order = course.order(0, 400, seed=0)
     assert (order[: course.switch] < course.num_samples).all()
     assert (order[course.switch :] >= course.num_samples).all()

@@ -14,9 +14,9 @@ import pytest
 from pyarrow import dataset
 
 from bloomery import cli, recipe
-from bloomery.core.stage import Stage, lay_out
-from bloomery.data import document
-from bloomery.stages import standalone
+from bloomery.core.pipeline import Stage, plan_stages
+from bloomery.data import documents as data_documents
+from bloomery.stages import data_tools
 from tests.test_end_to_end import prose
 
 TEXTS = [prose(random.Random(number)) for number in range(30)]
@@ -43,12 +43,12 @@ def interrupted_before_the_end(monkeypatch: pytest.MonkeyPatch, words: Sequence[
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patched:
-        patched.setattr(standalone, "_delivered", killed)
+        patched.setattr(data_tools, "_delivered", killed)
         cli.main(["data", *words])
 
 
 def ids(folder: Path) -> list[str]:
-    return [row["id"] for row in document.read(folder, ["id"])] if folder.is_dir() else []
+    return [row["id"] for row in data_documents.read(folder, ["id"])] if folder.is_dir() else []
 
 
 def check(result: dict[str, Any], out: Path, documents: int) -> None:
@@ -57,7 +57,7 @@ def check(result: dict[str, Any], out: Path, documents: int) -> None:
     assert sum(result["reasons"].values()) == result["dropped"]
     found = ids(out / "kept") + ids(out / "dropped")
     assert len(found) == len(set(found)) == documents
-    assert all(row["reason"] for row in document.read(out / "dropped", ["reason"]))
+    assert all(row["reason"] for row in data_documents.read(out / "dropped", ["reason"]))
     whole = json.loads((out / "result.json").read_text())
     names = [path.relative_to(out).as_posix() for path in sorted(out.rglob("*")) if path.is_file()]
     assert sorted(whole.pop("outputs")) == [name for name in names if name not in (".lock", "result.json")]
@@ -132,7 +132,7 @@ def test_the_kept_documents_of_one_tool_are_the_input_of_the_next(
     first = tool(capsys, "filter", str(tmp_path / "in.parquet"), "--out", str(tmp_path / "clean"), *words)
     second = tool(capsys, "dedup", str(tmp_path / "clean" / "kept"), "--out", str(tmp_path / "unique"))
     assert (first["kept"], second["kept"]) == (31, 30)
-    assert {row["domain"] for row in document.read(tmp_path / "unique" / "kept", ["domain"])} == {"wiki"}
+    assert {row["domain"] for row in data_documents.read(tmp_path / "unique" / "kept", ["domain"])} == {"wiki"}
     assert set(ids(tmp_path / "unique" / "kept")) < set(ids(tmp_path / "clean" / "kept"))
 
 
@@ -252,7 +252,7 @@ def test_a_link_to_itself_is_an_input_that_is_not_there(tmp_path: Path, capsys: 
     assert "fault of Bloomery" not in error
 
 
-def test_what_is_not_there_or_no_setting_is_an_error_with_a_cure(
+def test_what_is_not_there_or_no_setting_is_an_error_with_a_hint(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     out = str(tmp_path / "out")
@@ -272,7 +272,7 @@ def test_what_is_not_there_or_no_setting_is_an_error_with_a_cure(
 def test_the_tools_stages_are_those_of_a_recipe_in_all_that_decides_about_leftovers() -> None:
     """A folder that a recipe would discard is not gone on from by a tool either."""
     known = {one.name: one for one in recipe.STAGES}
-    for tool in standalone.TOOLS.values():
+    for tool in data_tools.TOOLS.values():
         for one in tool.stages:
             other = known["dedup" if one.name == "decontaminate" else one.name]
             same = ("version", "digest", "resumes", "guards", "hands_on", "lacking", "needed", "optional")
@@ -285,15 +285,15 @@ def test_a_tool_does_not_resume_from_what_an_earlier_version_left(tmp_path: Path
     """As a recipe does not: the version is a part of the folder's name."""
     texts = tmp_path / "a.jsonl"
     texts.write_text('{"text": "one"}\n')
-    asked = standalone.Asked(tool="dedup", inputs=[str(texts)], out=tmp_path / "out", sections={})
-    tool = standalone.TOOLS["dedup"]
+    asked = data_tools.DataCommand(tool="dedup", inputs=[str(texts)], out=tmp_path / "out", sections={})
+    tool = data_tools.TOOLS["dedup"]
     folders = []
     for version in (1, recipe_stage("dedup").version):
         stages = tuple(replace(one, version=version) if one.name == "dedup" else one for one in tool.stages)
-        plans = lay_out(stages, standalone._sections(asked, tool), tmp_path)
+        plans = plan_stages(stages, data_tools._sections(asked, tool), tmp_path)
         folders.append(plans[-1].folder)
     assert folders[0] != folders[1]
-    assert folders[1] == lay_out(tool.stages, standalone._sections(asked, tool), tmp_path)[-1].folder
+    assert folders[1] == plan_stages(tool.stages, data_tools._sections(asked, tool), tmp_path)[-1].folder
 
 
 def recipe_stage(name: str) -> Stage:

@@ -14,12 +14,12 @@ from typing import Any
 
 import pytest
 
-from bloomery.core import files
+from bloomery.core import io as core_io
 from bloomery.core.config import plain
 from bloomery.core.errors import DataError, RunError
-from bloomery.data import hosts
+from bloomery.data.sources import http_client
+from bloomery.data.synthesis.budget import Budget
 from bloomery.data.synthesis.config import Synthesize
-from bloomery.data.synthesis.ledger import Ledger
 from bloomery.stages import synthesize
 from tests.data.synthesis.model_server import ModelServer
 from tests.stages.made_synthesis import TOPICS, asks, config, kinds, lines, provider, run
@@ -64,7 +64,7 @@ def test_the_key_is_that_of_the_named_variable_and_is_in_no_file(
 
 
 @kinds
-def test_a_missing_key_is_told_with_its_cure(
+def test_a_missing_key_is_told_with_its_hint(
     server: ModelServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
 ) -> None:
     monkeypatch.delenv("OPENAI_API_KEY")
@@ -77,6 +77,7 @@ UNKNOWN = ("cut", "chunk", "half", "deep", "numbers", "html", "silent")
 FAULTS = ("",) * 6 + ("429", "500", "503", "529", *UNKNOWN)
 
 
+@pytest.mark.slow
 @kinds
 def test_two_hundred_conversations_come_through_faults_with_none_lost_and_none_paid_twice(
     server: ModelServer, tmp_path: Path, kind: str
@@ -160,7 +161,7 @@ def test_the_server_says_how_long_to_wait(
     time.tzset()
     server.fault, server.retry_after = (lambda number: "429" if number == 0 else ""), RETRY_AFTER[form]()
     waits: list[float] = []
-    monkeypatch.setattr("bloomery.data.hosts._rest", lambda seconds, stop: waits.append(seconds))
+    monkeypatch.setattr("bloomery.data.sources.http_client._rest", lambda seconds, stop: waits.append(seconds))
     run(config(server, kind, count=1), tmp_path)
     monkeypatch.undo()
     time.tzset()
@@ -170,7 +171,7 @@ def test_the_server_says_how_long_to_wait(
 
 @pytest.mark.parametrize("said", ["soon", "-5", "Mon, 99 Foo 2026 99:00:00 GMT", "9" * 400, "\u0665"])
 def test_a_time_to_wait_that_is_none_is_no_reason_to_stop(said: str) -> None:
-    asked_for = hosts.retry_after({"Retry-After": said})
+    asked_for = http_client.retry_after({"Retry-After": said})
     assert asked_for is None or asked_for >= 0
 
 
@@ -291,14 +292,15 @@ CHILD = """
 import json, sys
 from pathlib import Path
 from bloomery.core.config import build
-from bloomery.data import hosts
+from bloomery.data.sources import http_client
 from bloomery.data.synthesis.config import Synthesize
 from bloomery.stages import synthesize
-hosts.FIRST_WAIT_SECONDS = 0.01
+http_client.FIRST_WAIT_SECONDS = 0.01
 synthesize.run(build(Synthesize, json.loads(sys.argv[1])), {}, Path(sys.argv[2]))
 """
 
 
+@pytest.mark.slow
 def test_killed_again_and_again_it_ends_with_every_conversation_and_no_answer_paid_twice(
     server: ModelServer, tmp_path: Path
 ) -> None:
@@ -368,21 +370,21 @@ def test_one_changed_bit_of_an_answer_that_was_kept_is_never_taken_for_it(server
             continue
         ledger.write_bytes(whole[:place] + bytes([whole[place] ^ 1]) + whole[place + 1 :])
         with pytest.raises(DataError, match=r"requests\.jsonl:[1-4]: is no line of a ledger, or was changed"):
-            Ledger(tmp_path, config(server, count=2))
+            Budget(tmp_path, config(server, count=2))
     assert len(answers) == 2
     ledger.write_bytes(whole)
     assert run(config(server, count=2), tmp_path)["conversations"] == 2
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="this system has no /dev/full")
-def test_a_full_disk_is_told_with_its_cure(
+def test_a_full_disk_is_told_with_its_hint(
     server: ModelServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def opened(path: str, flags: int) -> int:
-        return os.open("/dev/full" if Path(path).name == synthesize.FILE + files.PARTIAL else path, flags, 0o666)
+        return os.open("/dev/full" if Path(path).name == synthesize.FILE + core_io.PARTIAL else path, flags, 0o666)
 
     with monkeypatch.context() as patch:
-        patch.setattr(files, "open_own", opened)
+        patch.setattr(core_io, "open_own", opened)
         with pytest.raises(
             RunError, match=r"(?s)conversations\.jsonl.*cannot be written: No space left.*Free some space"
         ):

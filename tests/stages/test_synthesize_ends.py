@@ -13,12 +13,12 @@ from typing import Any
 
 import pytest
 
-from bloomery.core import files
-from bloomery.core import run as runs
+from bloomery.core import io as core_io
+from bloomery.core import run_dir
 from bloomery.core.config import plain
 from bloomery.core.errors import DataError
-from bloomery.core.files import MANIFEST
-from bloomery.data.synthesis import asking, ledger
+from bloomery.core.io import MANIFEST
+from bloomery.data.synthesis import budget, client
 from tests.core.made import manifest
 from tests.data.synthesis import model_server
 from tests.data.synthesis.model_server import ModelServer
@@ -55,6 +55,7 @@ def test_a_failure_for_good_wakes_the_requests_that_wait_for_another_attempt(
     assert "HTTP 401: told to say 401; it ends when" in re.sub(r"\s+", " ", "".join(capsys.readouterr()))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fault", ["429", "late"])
 def test_an_interrupt_ends_it_at_once_whether_it_waits_or_asks(server: ModelServer, tmp_path: Path, fault: str) -> None:
     server.fault, server.retry_after, server.late_seconds = (lambda number: fault), "60", 60.0
@@ -72,7 +73,7 @@ def test_a_refusal_whose_body_is_cut_is_that_refusal_and_costs_nothing(
     server: ModelServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     waits: list[float] = []
-    monkeypatch.setattr("bloomery.data.hosts._rest", lambda seconds, stop: waits.append(seconds))
+    monkeypatch.setattr("bloomery.data.sources.http_client._rest", lambda seconds, stop: waits.append(seconds))
     server.fault, server.retry_after = (lambda number: "429cut" if number == 0 else ""), "7"
     stats = run(config(server, concurrency=1), tmp_path)
     assert waits == [7.0]
@@ -93,7 +94,7 @@ def test_an_answer_that_comes_a_byte_at_a_time_is_given_up_after_the_seconds_of_
 def test_an_answer_that_is_too_large_is_told_and_counts_as_paid(
     server: ModelServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(asking, "MAX_ANSWER_BYTES", 2**20)
+    monkeypatch.setattr(client, "MAX_ANSWER_BYTES", 2**20)
     server.reply = lambda messages: "a" * 2**21
     with pytest.raises(DataError, match=r"the answer has more than 1,048,576 bytes.*\(2 attempts\)"):
         run(config(server, concurrency=1, attempts=2), tmp_path)
@@ -144,15 +145,15 @@ def test_dollars_are_those_of_the_price_that_each_request_had(server: ModelServe
 def test_what_was_paid_for_outlives_the_folder_that_clean_removes(server: ModelServer, tmp_path: Path) -> None:
     old, new = (tmp_path / f"08-synthesize-{name * 8}" for name in "ab")
     run(config(server), old)
-    (tmp_path / runs.CURRENT).write_text(json.dumps({"synthesize": new.name}))
+    (tmp_path / run_dir.CURRENT).write_text(json.dumps({"synthesize": new.name}))
     new.mkdir()
-    assert runs.waste(tmp_path) == []  # the current folder is not done
-    files.write_json(new / MANIFEST, manifest())
-    found = runs.waste(tmp_path)
+    assert run_dir.waste(tmp_path) == []  # the current folder is not done
+    core_io.write_json(new / MANIFEST, manifest())
+    found = run_dir.waste(tmp_path)
     assert [one.path for one in found] == [old]
-    assert runs.remove(tmp_path, found).moves
-    assert [path.name for path in old.iterdir()] == [ledger.FILE] == sorted(runs.OUTLIVES)
-    assert runs.waste(tmp_path) == []
+    assert run_dir.remove(tmp_path, found).moves
+    assert [path.name for path in old.iterdir()] == [budget.FILE] == sorted(run_dir.OUTLIVES)
+    assert run_dir.waste(tmp_path) == []
     assert run(config(server, count=4), new)["conversations"] == 4
     assert len(server.asked) == 5
 

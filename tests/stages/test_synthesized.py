@@ -6,7 +6,7 @@ import pytest
 
 from bloomery.core.config import build, plain
 from bloomery.core.errors import ConfigError
-from bloomery.data import document
+from bloomery.data import documents as data_documents
 from bloomery.data.synthesis.config import Synthesize
 from tests.data.synthesis.model_server import ModelServer
 from tests.stages.made_synthesis import TOPICS, asks, config, kinds, lines, run
@@ -63,7 +63,7 @@ def documents(folder: Path) -> dict[str, Path]:
             ("short", "Too short.", "web"),
         )
     ]
-    with document.Writer(folder / "kept") as writer:
+    with data_documents.Writer(folder / "kept") as writer:
         writer.write_all(rows)
     return {"dedup": folder}
 
@@ -173,8 +173,7 @@ def test_keys_prices_and_concurrency_make_no_other_conversations() -> None:
 
 
 def test_the_preset_has_questions_for_the_seed_s_fifteen_thousand() -> None:
-    from bloomery.data.synthesis.presets import PRESETS
-    from bloomery.data.synthesis.prompts import possible
+    from bloomery.data.synthesis.config import PRESETS, possible
 
     categories = PRESETS["seed-1386"]
     assert sum(category.weight for category in categories) == pytest.approx(1.0)

@@ -11,10 +11,11 @@ import pytest
 
 from bloomery.core.config import build
 from bloomery.core.errors import ConfigError, DataError
-from bloomery.data import document, worlds
-from bloomery.data.holdout import LARGEST_SHARE, is_held_out
+from bloomery.data import documents
+from bloomery.data.documents import LARGEST_SHARE, is_held_out
+from bloomery.data.sources import toy_worlds
 from bloomery.shards import format
-from bloomery.shards.loader import Samples
+from bloomery.shards.loader import PackedDataset
 from bloomery.stages import shard
 from bloomery.stages import tokenizer as stage
 from bloomery.stages.config import Shard
@@ -28,7 +29,7 @@ DOMAINS = {"web": 300, "code": 60, "other": 25}
 def text(domain: str, number: int) -> str:
     rng = random.Random(f"{domain} {number}")
     if domain == "web":
-        return f"{number}. " + " ".join(worlds.documents(number, rng.randint(1, 4)))
+        return f"{number}. " + " ".join(toy_worlds.documents(number, rng.randint(1, 4)))
     lines = (CODE if domain == "code" else ELSEWHERE).splitlines(keepends=True)
     return f"# {number}\n" + "".join(rng.choices(lines, k=rng.randint(3, 20)))
 
@@ -42,7 +43,7 @@ ROWS = [
 
 def write(folder: Path, rows: Sequence[Mapping[str, str]]) -> dict[str, Path]:
     """What a stage is handed: documents, and the small tokenizer."""
-    with document.Writer(folder / "dedup" / "kept") as writer:
+    with documents.Writer(folder / "dedup" / "kept") as writer:
         writer.write_all(dict(row) for row in rows)
     small().save(folder / "tokenizer")
     return {"dedup": folder / "dedup", "tokenizer": folder / "tokenizer"}
@@ -203,7 +204,7 @@ def test_documents_in_are_documents_trained_on_and_documents_held_out(sharded: t
     held = sorted(row["text"].encode() for row in ROWS if is_held_out(row["text"], 0.1))
     assert sorted(train + val) == sorted(row["text"].encode() for row in ROWS)
     assert sorted(val) == held
-    assert sorted(one["text"].encode() for one in document.read(out / "held-out")) == held
+    assert sorted(one["text"].encode() for one in documents.read(out / "held-out")) == held
     assert (stats["documents"], stats["held_out_documents"]) == (len(train), len(val))
     assert stats["tokens"] == sum(len(format.read(path).tokens) for path in format.names(out, "train"))
     assert stats["held_out_tokens"] == sum(len(format.read(path).tokens) for path in format.names(out, "val"))
@@ -223,7 +224,7 @@ def test_shards_hold_whole_documents_and_are_about_as_long_as_asked(sharded: tup
     longest = max(len(small().encode(row["text"])) + 1 for row in ROWS)
     assert len(lengths) > 3
     assert all(abs(length - 5000) < longest for length in lengths[:-1])
-    assert Samples(sharded[0], "train", 64, small().hash).num_samples > 100
+    assert PackedDataset(sharded[0], "train", 64, small().hash).num_samples > 100
 
 
 def test_two_runs_give_the_same_bytes_and_the_order_of_documents_does_not_matter(
@@ -301,7 +302,7 @@ def test_a_domain_with_two_weights_is_refused() -> None:
         ({"hold_out": 1e-9}, r"(?s)no document was held out.*Raise shard\.hold_out"),
     ],
 )
-def test_a_split_that_cannot_be_made_is_an_error_with_its_cure(
+def test_a_split_that_cannot_be_made_is_an_error_with_its_hint(
     inputs: dict[str, Path], tmp_path: Path, tree: dict[str, Any], told: str
 ) -> None:
     with pytest.raises(DataError, match=told):

@@ -4,8 +4,8 @@ from functools import cache
 
 from hypothesis import strategies as st
 
-from bloomery.data import worlds
-from bloomery.tokenizer.templates import wanted
+from bloomery.data.sources import toy_worlds
+from bloomery.tokenizer.chat_template import wanted
 from bloomery.tokenizer.tokenizer import SPECIAL, Tokenizer
 from bloomery.tokenizer.train import train
 
@@ -16,7 +16,7 @@ ELSEWHERE = "Größe café naïve – «ёлка» 東京都 한국어 العر�
 
 
 def training_texts() -> list[str]:
-    return [*worlds.documents(1, 150), CODE * 20, ELSEWHERE * 20, " ".join(SPECIAL) * 5]
+    return [*toy_worlds.documents(1, 150), CODE * 20, ELSEWHERE * 20, " ".join(SPECIAL) * 5]
 
 
 @cache

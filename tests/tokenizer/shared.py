@@ -6,7 +6,7 @@ from itertools import islice
 
 import zstandard
 
-from bloomery.data import worlds
+from bloomery.data.sources import toy_worlds
 from tests.shared import SHARED
 
 GPT2 = SHARED / "data" / "tokenizer"
@@ -22,4 +22,4 @@ def documents(count: int) -> list[str]:
             lines = stream.read().decode().split("\n")
         rows = (json.loads(line) for line in lines if line)
         found += islice((row.get("text") or json.dumps(row, ensure_ascii=False) for row in rows), count // len(files))
-    return [*found, *worlds.documents(0, count - len(found))]
+    return [*found, *toy_worlds.documents(0, count - len(found))]

@@ -9,9 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from bloomery.core.errors import DataError
-from bloomery.data.conversations.conversation import half_pair
-from bloomery.tokenizer.chat import Message, Renderer, Role, as_message, trouble
-from bloomery.tokenizer.templates import Template
+from bloomery.data.chat.messages import half_pair
+from bloomery.tokenizer.chat_template import Message, Renderer, Role, Template, as_message, trouble
 from bloomery.tokenizer.tokenizer import DOCUMENT, END, FILE, ROLES, SPECIAL
 from tests.tokenizer.made import CODE, ELSEWHERE, TEXTS, small, training_texts
 

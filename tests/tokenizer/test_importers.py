@@ -15,9 +15,8 @@ from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tok
 
 from bloomery.core.errors import DataError
 from bloomery.tokenizer import importers
-from bloomery.tokenizer.patterns import PATTERNS
-from bloomery.tokenizer.quick import HARD, Encoder
-from bloomery.tokenizer.tokenizer import FILE, SPECIAL, Tokenizer, byte_letters
+from bloomery.tokenizer.fast_encode import HARD, Encoder
+from bloomery.tokenizer.tokenizer import FILE, PATTERNS, SPECIAL, Tokenizer, byte_letters
 from tests.shared import needs
 from tests.tokenizer.made import CODE, ELSEWHERE, TEXTS, small, training_texts
 from tests.tokenizer.shared import GPT2, documents
@@ -314,7 +313,7 @@ def test_ids_that_no_tokenizer_has_are_refused_before_the_library_reserves_memor
         with pytest.raises(DataError, match=why) as caught:
             read(tmp_path)
         assert caught.value.where == str(tmp_path / FILE)
-        assert caught.value.cure or "is no tokenizer" in why
+        assert caught.value.hint or "is no tokenizer" in why
 
 
 def test_a_vocabulary_of_gpt2_with_an_id_of_2_31_is_refused(tmp_path: Path) -> None:

@@ -9,10 +9,9 @@ import pytest
 from hypothesis import given
 
 from bloomery.core.errors import DataError
-from bloomery.tokenizer import importers, llmc
-from bloomery.tokenizer.patterns import PatternName
-from bloomery.tokenizer.templates import EVERY_SPECIAL
-from bloomery.tokenizer.tokenizer import SPECIAL, Tokenizer
+from bloomery.tokenizer import importers
+from bloomery.tokenizer.chat_template import EVERY_SPECIAL
+from bloomery.tokenizer.tokenizer import SPECIAL, PatternName, Tokenizer
 from bloomery.tokenizer.train import train
 from tests.shared import needs
 from tests.tokenizer.made import CODE, ELSEWHERE, TEXTS, small, training_texts
@@ -53,8 +52,8 @@ def test_ids_stay_and_our_special_tokens_come_after(read_in: Tokenizer) -> None:
 
 
 def test_what_is_written_is_laid_out_as_documented(tmp_path: Path, read_in: Tokenizer) -> None:
-    llmc.write(tmp_path / "out.bin", read_in)
-    tokens, end = llmc.read(tmp_path / "out.bin")
+    importers.write(tmp_path / "out.bin", read_in)
+    tokens, end = importers.read(tmp_path / "out.bin")
     assert end == read_in.document_id
     assert tokens[: end + 1] == [*ranks(), b"<|endoftext|>"]
     assert tokens[end + 1] == b"<|end|>"
@@ -68,7 +67,7 @@ def test_a_tokenizer_that_was_trained_here_comes_back_from_its_file(pattern: Pat
     whole = importers.load(tmp_path, special=EVERY_SPECIAL)
     assert whole.document_id == 0
     assert whole.special_id(EVERY_SPECIAL[-1]) == whole.vocab_size - 1
-    llmc.write(tmp_path / "t.bin", whole)
+    importers.write(tmp_path / "t.bin", whole)
     found = importers.load(tmp_path / "t.bin")
     assert [found.special_id(name) for name in EVERY_SPECIAL] == [whole.special_id(name) for name in EVERY_SPECIAL]
     ids = range(whole.vocab_size)
@@ -96,7 +95,7 @@ def test_a_special_token_stands_before_or_after_all_others_and_once(tmp_path: Pa
 def test_version_1_ends_texts_with_50256(tmp_path: Path) -> None:
     tokens = [*ranks(), *(b"%05d" % number for number in range(len(ranks()), 50_256)), b"<|endoftext|>"]
     (tmp_path / "one.bin").write_bytes(by_hand(tokens, 0, version=1))
-    assert llmc.read(tmp_path / "one.bin") == (tokens, 50_256)
+    assert importers.read(tmp_path / "one.bin") == (tokens, 50_256)
 
 
 @needs(GPT2)

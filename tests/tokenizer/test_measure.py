@@ -1,27 +1,27 @@
 import pytest
 
-from bloomery.tokenizer import measure
-from bloomery.tokenizer.quick import Encoder
+from bloomery.tokenizer import stats
+from bloomery.tokenizer.fast_encode import Encoder
 from tests.tokenizer.made import CODE, ELSEWHERE, small
 
 TEXTS = {"code": [CODE, CODE + "x = 1\n"], "other": [ELSEWHERE, ""]}
 
 
 def test_bytes_per_token_and_unused_ids_are_what_counting_one_by_one_gives() -> None:
-    counts = measure.used(small(), Encoder(small()), TEXTS)
-    ratios = measure.bytes_per_token(TEXTS, counts)
+    counts = stats.used(small(), Encoder(small()), TEXTS)
+    ratios = stats.bytes_per_token(TEXTS, counts)
     for domain, some in TEXTS.items():
         ids = [id for text in some for id in small().encode(text)]
         assert ratios[domain] == round(sum(len(text.encode()) for text in some) / len(ids), 3)
         assert all(counts[domain][id] == ids.count(id) for id in range(small().vocab_size))
     seen = {id for some in TEXTS.values() for text in some for id in small().encode(text)}
-    assert measure.unused(small(), counts) == small().vocab_size - len(seen | small().special_ids)
-    assert measure.used(small(), Encoder(small()), {"none": [""]})["none"].sum() == 0
+    assert stats.unused(small(), counts) == small().vocab_size - len(seen | small().special_ids)
+    assert stats.used(small(), Encoder(small()), {"none": [""]})["none"].sum() == 0
 
 
 def test_fertility_counts_tokens_for_words_and_characters_by_script() -> None:
     texts = {"a": ["the lamp is here", "один два"], "b": ["東京都は日本の首都", "12 !"]}
-    found = measure.fertility(Encoder(small()), texts, "script")
+    found = stats.fertility(Encoder(small()), texts, "script")
     assert found.keys() == {"latin", "cyrillic", "japanese", "none"}
     tokens = len(small().encode("the lamp is here"))
     assert found["latin"] == {
@@ -37,7 +37,7 @@ def test_fertility_counts_tokens_for_words_and_characters_by_script() -> None:
      ("ひらがなと漢字", "japanese"), ("हिन्दी", "devanagari"), ("123 ...", "none"), ("", "none")],
 )  # fmt: skip
 def test_a_script_is_what_most_letters_are(text: str, name: str) -> None:
-    assert measure.script(text) == name
+    assert stats.script(text) == name
 
 
 def test_languages_are_told_apart_by_name_where_asked() -> None:
@@ -45,4 +45,4 @@ def test_languages_are_told_apart_by_name_where_asked() -> None:
     texts = {
         "a": ["This is a sentence in the English language about a lamp.", "Dies ist ein Satz in deutscher Sprache."]
     }
-    assert measure.fertility(Encoder(small()), texts, "langid").keys() == {"en", "de"}
+    assert stats.fertility(Encoder(small()), texts, "langid").keys() == {"en", "de"}

@@ -13,10 +13,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from bloomery.core.errors import DataError
-from bloomery.tokenizer import pieces
+from bloomery.tokenizer import train
 from bloomery.tokenizer.config import SentencePiece
+from bloomery.tokenizer.fast_encode import HARD
 from bloomery.tokenizer.importers import with_special
-from bloomery.tokenizer.quick import HARD
 from bloomery.tokenizer.tokenizer import FILE, SPACE, SPECIAL, Tokenizer
 from tests.tokenizer.made import CODE, ELSEWHERE, TEXTS, training_texts
 from tests.tokenizer.shared import documents
@@ -39,8 +39,8 @@ def real(data: bytes) -> Any:
 @cache
 def ours() -> tuple[Tokenizer, Any]:
     runs = [one * count for one in ("=", "-", "a", "  ", "# ") for count in range(2, 40)]
-    data = pieces.learned([*training_texts(), *runs], SentencePiece(vocab_size=1000))
-    return Tokenizer(pieces.read(data, "here")), real(data)
+    data = train.learned([*training_texts(), *runs], SentencePiece(vocab_size=1000))
+    return Tokenizer(train.read(data, "here")), real(data)
 
 
 @cache
@@ -50,7 +50,7 @@ def theirs(**settings: Any) -> bytes:
     settings = {name: list(value) if isinstance(value, tuple) else value for name, value in settings.items()}
     plain = {"model_type": "bpe", "vocab_size": 700, "byte_fallback": True, "minloglevel": 2, "num_threads": 1}
     plain |= {"normalization_rule_name": "identity", "remove_extra_whitespaces": False, "hard_vocab_limit": False}
-    lines = iter(list(pieces.lines(training_texts())))
+    lines = iter(list(train.lines(training_texts())))
     sentencepiece.SentencePieceTrainer.train(sentence_iterator=lines, model_writer=made, **plain | settings)
     return made.getvalue()
 
@@ -100,25 +100,25 @@ def test_models_of_others_are_read_with_the_same_ids(settings: dict[str, Any], t
 
 @cache
 def imported(data: bytes) -> tuple[Tokenizer, Any]:
-    return with_special(pieces.read(data, "here"), "here"), real(data)
+    return with_special(train.read(data, "here"), "here"), real(data)
 
 
 def test_a_model_file_is_read_as_the_library_reads_it() -> None:
-    library, model = real(theirs()), pieces.parse(theirs())
+    library, model = real(theirs()), train.parse(theirs())
     assert len(model.pieces) == library.get_piece_size()
     for id, piece in enumerate(model.pieces):
         assert piece.text == library.id_to_piece(id)
         assert piece.score == pytest.approx(library.get_score(id))
-        assert (piece.type == pieces.CONTROL) == library.is_control(id)
-        assert (piece.type == pieces.UNKNOWN) == library.is_unknown(id)
-        assert (piece.type == pieces.BYTE) == library.is_byte(id)
+        assert (piece.type == train.CONTROL) == library.is_control(id)
+        assert (piece.type == train.UNKNOWN) == library.is_unknown(id)
+        assert (piece.type == train.BYTE) == library.is_byte(id)
 
 
 @pytest.mark.slow
 def test_thousands_of_documents_have_the_ids_of_sentencepiece() -> None:
     texts = documents(6000)
-    data = pieces.learned(texts[::3], SentencePiece(vocab_size=8000))
-    tokenizer, library = Tokenizer(pieces.read(data, "here")), real(data)
+    data = train.learned(texts[::3], SentencePiece(vocab_size=8000))
+    tokenizer, library = Tokenizer(train.read(data, "here")), real(data)
     different = [text for text in texts if tokenizer.encode(text) != library.encode(text)]
     assert not different
     assert all(tokenizer.decode(tokenizer.encode(text)) == text.replace(SPACE, " ") for text in texts[::10])
@@ -147,7 +147,10 @@ def test_digits_lines_and_tabs_are_single_tokens_and_indentation_is_kept() -> No
 
 def test_the_same_texts_make_the_same_model() -> None:
     config = SentencePiece(vocab_size=500)
-    assert pieces.train(training_texts(), config).hash == pieces.train(training_texts(), config).hash
+    assert (
+        train.train_sentencepiece(training_texts(), config).hash
+        == train.train_sentencepiece(training_texts(), config).hash
+    )
 
 
 def test_the_saved_file_gives_the_same_ids_in_transformers(tmp_path: Path) -> None:
@@ -179,19 +182,19 @@ def test_the_saved_file_gives_the_same_ids_in_transformers(tmp_path: Path) -> No
 )
 def test_what_would_get_other_ids_is_refused_with_the_reason(settings: dict[str, Any], why: str) -> None:
     with pytest.raises(DataError, match=f"here: cannot be read with the same ids: .*{why}"):
-        pieces.read(theirs(**settings), "here")
+        train.read(theirs(**settings), "here")
 
 
 @pytest.mark.parametrize("data", [b"", b"no model", b"\x0a\xff\xff\xff\xff\x7f", b"\x0a", bytes(100), b"{}"])
 def test_what_is_no_model_is_an_error(data: bytes) -> None:
     with pytest.raises(DataError, match="is no SentencePiece model"):
-        pieces.read(data, "here")
+        train.read(data, "here")
 
 
 @given(st.integers(0, 2000), st.randoms(use_true_random=False))
 def test_a_torn_model_is_an_error_or_a_model(cut: int, rng: random.Random) -> None:
     try:
-        pieces.parse(theirs()[: cut + rng.randrange(3)])
+        train.parse(theirs()[: cut + rng.randrange(3)])
     except (IndexError, ValueError, KeyError):
         return
 
@@ -209,12 +212,12 @@ def test_a_torn_model_is_an_error_or_a_model(cut: int, rng: random.Random) -> No
 )
 def test_fields_of_another_type_are_no_model(data: bytes) -> None:
     with pytest.raises(DataError, match="is no SentencePiece model"):
-        pieces.read(data, "a.model")
+        train.read(data, "a.model")
 
 
 def test_lines_are_whole_long_ones_in_pieces_and_without_nul(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pieces, "LONGEST_LINE", 3)
-    assert list(pieces.lines(["a\n\nbcdefgh\0i", "  x"])) == ["a", "bcd", "efg", "hi", "  x"]
+    monkeypatch.setattr(train, "LONGEST_LINE", 3)
+    assert list(train.lines(["a\n\nbcdefgh\0i", "  x"])) == ["a", "bcd", "efg", "hi", "  x"]
 
 
 def test_without_the_package_it_is_said_how_to_install_it(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -223,13 +226,13 @@ def test_without_the_package_it_is_said_how_to_install_it(monkeypatch: pytest.Mo
 
     monkeypatch.setattr(importlib, "import_module", missing)
     with pytest.raises(DataError, match=r"(?s)needs the package sentencepiece.*bloomery\[sentencepiece\]"):
-        pieces.train(["a"], SentencePiece())
+        train.train_sentencepiece(["a"], SentencePiece())
 
 
 def test_a_vocabulary_that_cannot_be_made_is_an_error() -> None:
     symbols = tuple(f"<{n}>" for n in range(200))
     with pytest.raises(DataError, match="sentencepiece could not learn"):
-        pieces.train(texts(), SentencePiece(vocab_size=464, symbols=symbols))
+        train.train_sentencepiece(texts(), SentencePiece(vocab_size=464, symbols=symbols))
     with pytest.raises(ValueError, match="vocab_size must be at least 463, got 300"):
         SentencePiece(vocab_size=300, symbols=symbols)
 

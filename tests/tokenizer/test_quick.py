@@ -12,10 +12,9 @@ from hypothesis import strategies as st
 from tokenizers import models, pre_tokenizers
 
 from bloomery.core.errors import DataError
-from bloomery.tokenizer import quick
-from bloomery.tokenizer.patterns import PATTERNS, PatternName
-from bloomery.tokenizer.quick import HARD, Encoder
-from bloomery.tokenizer.tokenizer import SPECIAL, Tokenizer, byte_letters
+from bloomery.tokenizer import fast_encode
+from bloomery.tokenizer.fast_encode import HARD, Encoder
+from bloomery.tokenizer.tokenizer import PATTERNS, SPECIAL, PatternName, Tokenizer, byte_letters
 from bloomery.tokenizer.train import train
 from tests.tokenizer.made import CODE, ELSEWHERE, TEXTS, small, training_texts
 
@@ -93,6 +92,7 @@ def test_text_that_spells_special_tokens_stays_text(name: PatternName) -> None:
         assert not set(tokenizer.special.values()) & set(encoder.encode_batch([text])[0].tolist())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "word",
     [
@@ -120,7 +120,7 @@ def test_white_space_without_end_is_left_to_the_slower_library() -> None:
 
 def test_half_a_surrogate_pair_is_an_error_that_says_where() -> None:
     encoder = Encoder(small())
-    encoder.encode_batch(["x" * quick.CHECKED_BYTES])
+    encoder.encode_batch(["x" * fast_encode.CHECKED_BYTES])
     with pytest.raises(DataError, match="half a surrogate pair at character 2"):
         encoder.encode_batch(["ab\ud83dc"])
 
@@ -167,7 +167,7 @@ def test_where_tiktoken_would_give_other_ids_tokenizers_encodes_and_it_is_said(
     place: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     said: list[str] = []
-    monkeypatch.setattr(quick, "say", lambda text, style: said.append(text))
+    monkeypatch.setattr(fast_encode, "info", lambda text, style: said.append(text))
     tokenizer, why = unfit()[place]
     encoder = Encoder(tokenizer)
     assert encoder.name == "tokenizers"
@@ -187,7 +187,7 @@ def test_a_pattern_that_cuts_otherwise_is_found_in_the_hard_texts_or_in_the_firs
     monkeypatch.setitem(PATTERNS, "llama3", wrong)
     tokenizer = train(["567 567 " * 50], 300, "llama3")
     assert "in another way" in Encoder(tokenizer, aloud=False).why
-    monkeypatch.setattr(quick, "HARD", ("nothing hard",))
+    monkeypatch.setattr(fast_encode, "HARD", ("nothing hard",))
     late = Encoder(tokenizer, aloud=False)
     assert late.name == "tiktoken"
     assert [ids.tolist() for ids in late.encode_batch(["a 567"])] == tokenizer.encode_batch(["a 567"])

@@ -8,11 +8,10 @@ import tokenizers
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bloomery.tokenizer import pieces
+from bloomery.tokenizer import train
 from bloomery.tokenizer.config import SentencePiece
+from bloomery.tokenizer.fast_encode import HARD, Encoder, Ids
 from bloomery.tokenizer.importers import with_special
-from bloomery.tokenizer.quick import HARD, Encoder
-from bloomery.tokenizer.quick_pieces import Ids
 from bloomery.tokenizer.tokenizer import SPACE, SPECIAL, Tokenizer
 from tests.tokenizer.made import CODE, ELSEWHERE, training_texts
 from tests.tokenizer.shared import documents
@@ -31,7 +30,7 @@ def pair(place: int) -> tuple[Tokenizer, Encoder]:
     """A tokenizer as trained here, or of others' settings, and its encoder."""
     if place == len(SETTINGS):
         return ours()[0], Encoder(ours()[0], aloud=False)
-    tokenizer = with_special(pieces.read(theirs(**SETTINGS[place]), "here"), "here")
+    tokenizer = with_special(train.read(theirs(**SETTINGS[place]), "here"), "here")
     return tokenizer, Encoder(tokenizer, aloud=False)
 
 
@@ -54,6 +53,7 @@ def test_hard_texts_special_tokens_and_characters_without_pieces_too(place: int)
     assert encoder.name == "tiktoken", encoder.why
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("word", ["a" * 10**6, " " * 10**6, "漢字" * 200_000, "= " * 400_000, "\n" * 10**6])
 def test_a_word_of_a_megabyte_takes_seconds(word: str) -> None:
     tokenizer, encoder = pair(len(SETTINGS))
@@ -63,7 +63,7 @@ def test_a_word_of_a_megabyte_takes_seconds(word: str) -> None:
 @pytest.mark.slow
 def test_thousands_of_documents_have_the_same_ids() -> None:
     texts = documents(6000)
-    tokenizer = pieces.train(texts[::3], SentencePiece(vocab_size=8000))
+    tokenizer = train.train_sentencepiece(texts[::3], SentencePiece(vocab_size=8000))
     encoder = Encoder(tokenizer)
     assert encoder.name == "tiktoken"
     for at in range(0, len(texts), 500):

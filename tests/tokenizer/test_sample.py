@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bloomery.tokenizer import sample
-from bloomery.tokenizer.sample import Sample
+from bloomery.tokenizer import stats
+from bloomery.tokenizer.stats import Sample
 
 Documents = list[tuple[str, str, str]]
 
@@ -46,8 +46,8 @@ def test_the_sample_depends_neither_on_the_order_of_documents_nor_on_what_memory
     turned = documents[:]
     rng.shuffle(turned)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sample, "SLACK", 0.0)  # dropped at every document
-        patch.setattr(sample, "LONGEST", 400)
+        patch.setattr(stats, "SLACK", 0.0)  # dropped at every document
+        patch.setattr(stats, "LONGEST", 400)
         assert taken(turned, budget).texts() == first
     assert sum(map(len, first.values())) <= len(documents)
 
@@ -88,10 +88,10 @@ def test_memory_stays_near_the_budget_and_no_file_outweighs_its_domain() -> None
     made = Sample(50_000)
     for number in range(3000):
         made.add("ab"[number % 2], str(number), "x" * 1000)
-        assert made._held <= 50_000 * sample.SLACK + sample.LONGEST + 1000
+        assert made._held <= 50_000 * stats.SLACK + stats.LONGEST + 1000
     made = Sample(50_000)
-    made.add("a", "long", "é" * (3 * sample.LONGEST))
-    assert [len(text) for text in made.texts()["a"]] == [sample.LONGEST]
+    made.add("a", "long", "é" * (3 * stats.LONGEST))
+    assert [len(text) for text in made.texts()["a"]] == [stats.LONGEST]
 
 
 def test_the_sample_is_from_everywhere_and_not_from_the_start() -> None:

@@ -9,17 +9,17 @@ import numpy as np
 
 from bloomery.core.config import build
 from bloomery.hw.device import Device
-from bloomery.hw.dist import World
+from bloomery.hw.distributed import World
 from bloomery.model.config import ModelConfig
 from bloomery.model.transformer import Transformer
 from bloomery.shards import format
-from bloomery.shards.loader import IGNORE, Batch, Samples
-from bloomery.tokenizer.chat import Renderer
+from bloomery.shards.loader import IGNORE, Batch, PackedDataset
+from bloomery.tokenizer.chat_template import Renderer
 from bloomery.train import launch
 from bloomery.train.config import Training
-from bloomery.train.session import Session
+from bloomery.train.trainer import TrainingRun
 from bloomery.weights import checkpoint
-from bloomery.weights.huggingface import Lineage
+from bloomery.weights.hf import Lineage
 from tests.model.made import VOCAB_SIZE
 from tests.tokenizer.made import small
 
@@ -71,7 +71,7 @@ def trained(task: Mapping[str, Any], world: World) -> dict[str, Any]:
     return session(Path(task["shards"]), Path(task["out"]), world, **task["settings"]).run()
 
 
-def session(shards: Path, out: Path, world: World | None = None, **settings: Any) -> Session:
+def session(shards: Path, out: Path, world: World | None = None, **settings: Any) -> TrainingRun:
     """A run of 9 steps of 4 samples that saves after every step."""
     tree: dict[str, Any] = {
         "steps": 9,
@@ -87,13 +87,13 @@ def session(shards: Path, out: Path, world: World | None = None, **settings: Any
     }
     model = Transformer(SHAPE, small().vocab_size)
     model.initialize(5)
-    return Session(
+    return TrainingRun(
         name="pretrain",
         config=build(Training, tree),
         model=model,
         renderer=Renderer(small()),
-        samples=Samples(shards, "train", T, small().hash),
-        validation=Samples(shards, "val", T, small().hash),
+        samples=PackedDataset(shards, "train", T, small().hash),
+        validation=PackedDataset(shards, "val", T, small().hash),
         lineage=Lineage(tokenizer=small().hash, template=None, shards="5" * 64),
         out=out,
         world=world or World.alone(),

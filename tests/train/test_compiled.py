@@ -16,14 +16,14 @@ import pytest
 
 from bloomery.core.config import build
 from bloomery.core.errors import RunError
-from bloomery.hw.dist import World
-from bloomery.shards.loader import Batch, Samples
-from bloomery.train import compiled
-from bloomery.train.compiled import TIGHT, Verdict, compile_blocks, usual_batches
+from bloomery.hw.distributed import World
+from bloomery.shards.loader import Batch, PackedDataset
+from bloomery.train import compile
+from bloomery.train.activation_checkpointing import recompute
+from bloomery.train.compile import TIGHT, Verdict, compile_blocks, usual_batches
 from bloomery.train.config import Training
-from bloomery.train.loop import accumulate_gradients, gradients
-from bloomery.train.planning.dry_run import Trial
-from bloomery.train.recompute import recompute
+from bloomery.train.plan.dry_run import DryRun
+from bloomery.train.step import accumulate_gradients, gradients
 from tests.model.made import SHAPES, lively
 from tests.train.made import T, processor, random_batch, session, write_samples
 from tests.train.test_memory import Small
@@ -184,6 +184,7 @@ def test_without_gradients_and_for_what_was_not_tried_the_plain_blocks_run() -> 
 PARTS = ("ids", "targets", "positions", "segments")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("rows_at_once", "samples"), [(3, 23), (8, 23), (64, 2), (2, 2)])
 def test_the_trial_is_of_the_micro_batches_that_training_has(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rows_at_once: int, samples: int
@@ -191,7 +192,7 @@ def test_the_trial_is_of_the_micro_batches_that_training_has(
     """Whatever a step and the corpus hold: those micro-batches run compiled, and no others; so after a resume."""
     write_samples(tmp_path / "shards", samples)
     seen: list[tuple[int, ...]] = []
-    monkeypatch.setattr(compiled, "STATIC", telling(seen))
+    monkeypatch.setattr(compile, "STATIC", telling(seen))
     for steps in (1, 2):
         seen.clear()
         session(
@@ -205,13 +206,13 @@ def test_fewer_rows_after_the_dry_run_are_tried_and_compiled_in_their_turn(
     shards: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     seen: list[tuple[int, ...]] = []
-    whole = Trial.run
+    whole = DryRun.run
 
-    def half(self: Trial, rows: int, most: int) -> Any:
+    def half(self: DryRun, rows: int, most: int) -> Any:
         return replace(whole(self, rows, most), rows=rows // 2)
 
-    monkeypatch.setattr(compiled, "STATIC", telling(seen))
-    monkeypatch.setattr(Trial, "run", half)
+    monkeypatch.setattr(compile, "STATIC", telling(seen))
+    monkeypatch.setattr(DryRun, "run", half)
     session(shards, tmp_path, compile="on", micro_batch_tokens=4 * T, dry_run=True).run()
     steps, halves, blocks = 9, 2, 2
     assert seen[-steps * halves * blocks :] == [(2, T)] * (steps * halves * blocks)
@@ -232,9 +233,9 @@ def test_a_number_of_rows_that_fails_says_nothing_of_another(
 
         return call
 
-    whole = Trial.run
-    monkeypatch.setattr(compiled, "STATIC", fails)
-    monkeypatch.setattr(Trial, "run", lambda self, rows, most: replace(whole(self, rows, most), rows=rows // 2))
+    whole = DryRun.run
+    monkeypatch.setattr(compile, "STATIC", fails)
+    monkeypatch.setattr(DryRun, "run", lambda self, rows, most: replace(whole(self, rows, most), rows=rows // 2))
     for _ in range(2):
         seen.clear()
         session(shards, tmp_path, compile="on", micro_batch_tokens=4 * T, dry_run=True).run()
@@ -246,7 +247,7 @@ def test_a_number_of_rows_that_fails_says_nothing_of_another(
 def test_rows_that_memory_does_not_hold_are_left_to_the_dry_run(
     shards: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(compiled, "STATIC", telling([]))
+    monkeypatch.setattr(compile, "STATIC", telling([]))
     Small(monkeypatch, rows=2)
     stats = session(shards, tmp_path, compile="on", micro_batch_tokens=4 * T, dry_run=True).run()
     assert stats["steps"] == 9
@@ -259,7 +260,7 @@ def test_gradients_that_leave_float16_at_the_first_scale_say_nothing_of_the_comp
     model = lively(SHAPES[0])
     with torch.no_grad():
         model.head.weight.mul_(100)
-    trial = partial(compiled._pass, model, BATCH, processor(torch.float16))
+    trial = partial(compile._pass, model, BATCH, processor(torch.float16))
     assert math.isfinite(trial()[1])
     assert compile_blocks(model, "on", [trial], compiler=honest).compiled
 
@@ -273,12 +274,12 @@ def test_blocks_are_compiled_on_all_ranks_or_on_none(
         def any(self, yes: bool) -> bool:
             return True
 
-    monkeypatch.setattr(compiled, "STATIC", telling([]))
+    monkeypatch.setattr(compile, "STATIC", telling([]))
     run = session(shards, tmp_path)
     config = run.config.model_copy(update={"compile": "on"})
-    verdict = compiled.prepare(run.model, config, run.samples, processor(), tmp_path, Company.alone())
-    assert verdict == Verdict(False, compiled.ELSEWHERE)
-    assert not any(isinstance(block.forward, compiled._Compiled) for block in run.model.blocks)
+    verdict = compile.prepare(run.model, config, run.samples, processor(), tmp_path, Company.alone())
+    assert verdict == Verdict(False, compile.ELSEWHERE)
+    assert not any(isinstance(block.forward, compile._Compiled) for block in run.model.blocks)
 
 
 def test_kinds_of_micro_batches_are_tried_that_are_not_seldom() -> None:
@@ -287,7 +288,7 @@ def test_kinds_of_micro_batches_are_tried_that_are_not_seldom() -> None:
         segments = np.arange(T)[None] % np.array(documents)[:, None]
         whole = replace(random_batch(len(documents)), segments=segments)
 
-        class Made(Samples):
+        class Made(PackedDataset):
             def __init__(self) -> None:
                 self.length, self.num_samples = T, len(documents)
 
@@ -313,7 +314,7 @@ def test_what_came_of_the_trial_is_written_whole_or_not_at_all(
     def die(handle: int) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(compiled, "compile_blocks", lambda *args, **how: Verdict(False, "it was slow"))
+    monkeypatch.setattr(compile, "compile_blocks", lambda *args, **how: Verdict(False, "it was slow"))
     with monkeypatch.context() as patch:
         patch.setattr(os, "fsync", die)
         with pytest.raises(KeyboardInterrupt):
@@ -331,7 +332,7 @@ def test_what_came_of_the_trial_is_written_whole_or_not_at_all(
         ("{}", "does not say whether blocks were compiled"),
     ],
 )
-def test_what_came_of_the_trial_and_cannot_be_read_is_named_with_the_cure(
+def test_what_came_of_the_trial_and_cannot_be_read_is_named_with_the_hint(
     shards: Path, tmp_path: Path, text: str, why: str
 ) -> None:
     (tmp_path / "compile.json").write_text(text)
@@ -340,7 +341,7 @@ def test_what_came_of_the_trial_and_cannot_be_read_is_named_with_the_cure(
 
 
 REAL = """
-from bloomery.train.compiled import STATIC
+from bloomery.train.compile import STATIC
 from tests.train.test_compiled import tried
 verdict, _ = tried(STATIC, level="{level}")
 print(verdict.compiled, verdict.why)

@@ -10,19 +10,19 @@ from hypothesis import strategies as st
 from bloomery import cli
 from bloomery.core import config
 from bloomery.core.errors import ConfigError
-from bloomery.model.cost import cost
+from bloomery.model.flops import cost
 from bloomery.recipe import Recipe
 from bloomery.stages.config import Pretrain
-from bloomery.train import depth
+from bloomery.train import scaling_rules
 from bloomery.train.config import AdamW, Muon
-from bloomery.train.plan import rows_per_step
+from bloomery.train.plan.memory import rows_per_step
 
 VOCAB_SIZE = 32_768
 RECIPE = 'name = "a"\n[fetch]\n[pretrain]\ndepth = {depth}\n'
 
 
 def made(layers: int, **given: Any) -> Pretrain:
-    return config.build(Pretrain, depth.filled({"depth": layers, **given}, VOCAB_SIZE))
+    return config.build(Pretrain, scaling_rules.filled({"depth": layers, **given}, VOCAB_SIZE))
 
 
 def recipe(folder: Path, *settings: str, layers: int = 6) -> Recipe:
@@ -42,8 +42,8 @@ def test_every_head_has_the_same_width_and_all_splits_are_even(layers: int) -> N
     section = made(layers)
     model = section.model
     assert model.num_layers == layers
-    assert model.head_size == depth.HEAD_WIDTH
-    assert model.width == model.num_heads * depth.HEAD_WIDTH
+    assert model.head_size == scaling_rules.HEAD_WIDTH
+    assert model.width == model.num_heads * scaling_rules.HEAD_WIDTH
     assert model.mlp_width % 64 == 0
     assert 8 * model.width <= 3 * model.mlp_width < 8 * model.width + 192
     assert section.tokens_per_step % model.context == 0
@@ -100,10 +100,10 @@ def test_what_is_given_stays_and_what_follows_from_it_follows() -> None:
 
 
 @pytest.mark.parametrize(
-    ("model", "cure"), [({"num_layers": 5}, "make them agree"), ({"preset": "gpt2-124m"}, "one of the two")]
+    ("model", "hint"), [({"num_layers": 5}, "make them agree"), ({"preset": "gpt2-124m"}, "one of the two")]
 )
-def test_two_numbers_of_layers_are_refused(model: dict[str, Any], cure: str) -> None:
-    with pytest.raises(ConfigError, match=cure):
+def test_two_numbers_of_layers_are_refused(model: dict[str, Any], hint: str) -> None:
+    with pytest.raises(ConfigError, match=hint):
         made(6, model=model)
 
 
@@ -150,7 +150,7 @@ def test_what_is_wrong_beside_a_depth_is_told_as_without_one(
         config.load(Recipe, tmp_path / "plain.toml", [f"pretrain.{wrong}"])
     with pytest.raises(ConfigError) as deep:
         recipe(tmp_path, f"pretrain.{wrong}")
-    assert (deep.value.what, deep.value.cure) == (plain.value.what, plain.value.cure)
+    assert (deep.value.what, deep.value.hint) == (plain.value.what, plain.value.hint)
     assert "pretrain." in plain.value.what
     assert cli.main(["plan", str(tmp_path / "a.toml"), f"pretrain.{wrong}"]) == 2
     assert "Traceback" not in capsys.readouterr().err

@@ -11,12 +11,12 @@ import pytest
 from bloomery.core.config import build
 from bloomery.core.errors import CheckpointError
 from bloomery.core.log import VARYING, read_metrics
-from bloomery.shards.loader import Course, Samples
+from bloomery.shards.loader import AnnealedDataset, PackedDataset
 from bloomery.stages import pretrain
 from bloomery.stages.config import Pretrain
-from bloomery.train import extension
+from bloomery.train import checkpointing
 from bloomery.train.config import Training
-from bloomery.weights import training_state
+from bloomery.weights import checkpoint
 from tests.tokenizer.made import small
 from tests.train.made import T, session
 
@@ -28,20 +28,21 @@ FREE: dict[str, Any] = {"save_every_seconds": 1e9, "evaluate_every": 20, "log_ev
 def run(shards: Path, out: Path, steps: int, schedule: Any, given: Path | None = None, **settings: Any) -> Any:
     """A session as the stage runs it."""
     made = session(shards, out, steps=steps, schedule=schedule, **FREE, **settings)
-    extension.remember(made.config, out)
+    checkpointing.remember(made.config, out)
     if given is not None:
-        extension.bring(given, made.config, out, made.lineage, samples_alike=lambda steps: math.inf)
+        checkpointing.bring(given, made.config, out, made.lineage, samples_alike=lambda steps: math.inf)
     return made.run()
 
 
 def result(out: Path, steps: int) -> Any:
     metrics = [{k: v for k, v in one.items() if k not in VARYING} for one in read_metrics(out / "metrics.jsonl")]
-    training = training_state.read(out / "checkpoints" / f"{steps:09d}" / "training")
+    training = checkpoint.read(out / "checkpoints" / f"{steps:09d}" / "training")
     numbers = {name: tensor.numpy().tobytes() for name, tensor in training.items()}
     state = json.loads((out / "checkpoints" / f"{steps:09d}" / "state.json").read_text())
     return metrics, numbers, state, {file.name: file.read_bytes() for file in (out / "model").iterdir()}
 
 
+@pytest.mark.slow
 def test_a_level_run_that_is_extended_is_one_that_was_longer_from_the_start_bit_for_bit(
     shards: Path, tmp_path: Path
 ) -> None:
@@ -69,8 +70,10 @@ def test_what_a_run_has_done_itself_comes_before_what_another_has(shards: Path, 
     run(shards, tmp_path / "level", 8, LEVEL)
     run(shards, tmp_path / "own", 12, LEVEL)
     made = session(shards, tmp_path / "own", steps=12, schedule=LEVEL, **FREE)
-    extension.bring(tmp_path / "level", made.config, tmp_path / "own", made.lineage, samples_alike=lambda s: math.inf)
-    assert extension.told(tmp_path / "own") is None
+    checkpointing.bring(
+        tmp_path / "level", made.config, tmp_path / "own", made.lineage, samples_alike=lambda s: math.inf
+    )
+    assert checkpointing.told(tmp_path / "own") is None
 
 
 @pytest.mark.parametrize(
@@ -98,7 +101,7 @@ def test_a_run_on_other_shards_is_refused_without_a_word_of_removing_it(shards: 
     run(shards, tmp_path / "level", 8, LEVEL)
     made = session(shards, tmp_path / "other", steps=12, schedule=LEVEL, **FREE)
     with pytest.raises(CheckpointError, match=r"was made with shards 5.*\nGo on from a run on the same data"):
-        extension.bring(
+        checkpointing.bring(
             tmp_path / "level",
             made.config,
             tmp_path / "other",
@@ -112,7 +115,7 @@ def test_two_runs_have_the_learning_rates_of_their_warm_up_and_level_part_in_com
         return build(Training, {"steps": steps, "tokens_per_step": 1, "schedule": schedule})
 
     def common(one: Training, other: Training) -> int:
-        return extension.common_steps(one, other.model_dump(mode="json"))
+        return checkpointing.common_steps(one, other.model_dump(mode="json"))
 
     half = {"kind": "wsd", "warmup_steps": 10, "decay": 0.5}
     assert common(training(200, half), training(100, half)) == 51  # the first step of the decay is still at the peak
@@ -123,7 +126,7 @@ def test_two_runs_have_the_learning_rates_of_their_warm_up_and_level_part_in_com
 
 def test_the_anneal_mix_is_in_no_common_part(shards: Path, tmp_path: Path) -> None:
     """It comes at the end, so that the order of samples depends on the number of steps from there."""
-    main, last = (Samples(shards, split, T, small().hash) for split in ("train", "val"))
+    main, last = (PackedDataset(shards, split, T, small().hash) for split in ("train", "val"))
     given: list[Any] = []
 
     def bring(*args: Any, samples_alike: Any) -> None:
@@ -131,15 +134,15 @@ def test_the_anneal_mix_is_in_no_common_part(shards: Path, tmp_path: Path) -> No
 
     config = Pretrain(steps=4, tokens_per_step=4 * T, continue_from=tmp_path)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(extension, "bring", bring)
-        pretrain.go_on(config, Course(main, last, 16), tmp_path, session(shards, tmp_path).lineage)
-    assert given == [Course(main, last, 12).switch, Course(main, last, 16).switch]
+        patch.setattr(checkpointing, "bring", bring)
+        pretrain.go_on(config, AnnealedDataset(main, last, 16), tmp_path, session(shards, tmp_path).lineage)
+    assert given == [AnnealedDataset(main, last, 12).switch, AnnealedDataset(main, last, 16).switch]
 
 
 def test_a_run_folder_stands_for_its_stage_where_there_is_one(tmp_path: Path) -> None:
     (tmp_path / "run" / "07-pretrain-aaaaaaaa" / "checkpoints").mkdir(parents=True)
     own = tmp_path / "run" / "07-pretrain-cccccccc"
-    assert extension._stage_folder(tmp_path / "run", own) == tmp_path / "run" / "07-pretrain-aaaaaaaa"
+    assert checkpointing._stage_folder(tmp_path / "run", own) == tmp_path / "run" / "07-pretrain-aaaaaaaa"
     (tmp_path / "run" / "07-pretrain-bbbbbbbb" / "checkpoints").mkdir(parents=True)
     with pytest.raises(CheckpointError, match="has 2 folders of the stage pretrain"):
-        extension._stage_folder(tmp_path / "run", own)
+        checkpointing._stage_folder(tmp_path / "run", own)

@@ -2,10 +2,9 @@ from collections.abc import Callable
 
 import pytest
 
-from bloomery.core.stop import Terminated
-from bloomery.hw.dist import World
-from bloomery.train.hooks import Failure, Hook, Hooks
-from bloomery.train.state import State
+from bloomery.core.signals import Terminated
+from bloomery.hw.distributed import World
+from bloomery.train.state import Failure, Hook, Hooks, State
 
 
 class Told:

@@ -11,8 +11,8 @@ import pytest
 
 from bloomery.core.errors import DataError, RunError
 from bloomery.core.log import read_metrics
-from bloomery.core.stop import Terminated
-from bloomery.hw.dist import World
+from bloomery.core.signals import Terminated
+from bloomery.hw.distributed import World
 from bloomery.train import launch
 from bloomery.weights.checkpoint import newest
 
@@ -26,7 +26,7 @@ def act(task: dict[str, Any], world: World) -> dict[str, Any]:
     if world.rank == 1 and task["do"] == "die":
         os.kill(os.getpid(), signal.SIGKILL)
     if world.rank == 1 and task["do"] == "refuse":
-        raise DataError("is bad", where="shard 7", cure="Get another.")
+        raise DataError("is bad", where="shard 7", hint="Get another.")
     if world.rank == 1 and task["do"] == "crash":
         raise ZeroDivisionError
     if task["do"] == "wait":
@@ -74,6 +74,7 @@ def test_a_rank_that_ends_is_named_and_takes_the_others_with_it(
     assert time.monotonic() - began < 200
 
 
+@pytest.mark.slow
 def test_the_first_rank_is_waited_for_when_others_have_stopped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """They have nothing to save."""
     monkeypatch.setattr(launch, "GRACE_SECONDS", 0.2)
@@ -130,6 +131,7 @@ def test_ranks_that_are_asked_to_stop_stop_after_the_same_step_which_is_saved(
     assert found.state["step"] == read_metrics(metrics)[-1]["step"] >= 5
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc")
 def test_ranks_that_are_asked_to_stop_while_they_start_are_no_failure(shards: Path, tmp_path: Path) -> None:
     task = {"shards": str(shards), "out": str(tmp_path / "out"), "settings": {}}

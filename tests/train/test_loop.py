@@ -8,16 +8,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from bloomery.core.stop import Stop, Terminated
+from bloomery.core.signals import StopRequest, Terminated
 from bloomery.model.transformer import Transformer
 from bloomery.shards.loader import IGNORE, Batch
-from bloomery.train import parallel
+from bloomery.train import fsdp
 from bloomery.train.config import AdamW, Muon
-from bloomery.train.guard import Guard, Skip
-from bloomery.train.hooks import Hook, Hooks
-from bloomery.train.loop import accumulate_gradients, micro_batch_loss, train
 from bloomery.train.optim import Optimizers
-from bloomery.train.state import State
+from bloomery.train.precision import Precision
+from bloomery.train.state import Hook, Hooks, SkippedStep, SpikeGuard, State
+from bloomery.train.step import accumulate_gradients, micro_batch_loss
+from bloomery.train.trainer import Trainer
 from tests.model.made import SHAPES, lively
 from tests.train.made import processor, random_batch
 
@@ -139,12 +139,14 @@ def run(model: Transformer, batches: Iterator[Batch], state: State, **how: Any) 
         "learning_rate_share": lambda step: 1.0,
         "max_norm": 1.0,
         "device": CPU,
+        "precision": Precision.decide("auto", CPU),
         **how,
     }
-    train(model, optimizers, batches, state=state, **settings)
+    Trainer(model, optimizers, batches, state=state, **settings).train()
     return optimizers
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("config", [Muon(), AdamW(learning_rate=0.01)], ids=["muon", "adamw"])
 def test_a_model_learns_a_batch_by_heart(config: Muon | AdamW) -> None:
     model, state, losses = Transformer(SHAPES[0], 61), State(), list[float]()
@@ -218,13 +220,13 @@ def test_gradients_are_scaled_down_to_the_largest_norm_and_never_up(
 def test_a_loss_that_is_not_finite_changes_no_weight_and_nothing_that_the_optimizers_remember(
     poison: float, config: Muon | AdamW
 ) -> None:
-    model, state, told = lively(SHAPES[1]), State(), list[Skip]()
+    model, state, told = lively(SHAPES[1]), State(), list[SkippedStep]()
     good, bad = random_batch(3, 1), random_batch(3, 2)
     good.ids[good.ids == 7] = 8
     bad.ids[1], bad.targets[1] = 7, 3
     with torch.no_grad():
         model.embed.weight[7] = poison
-    guard = Guard(tell=told.append)
+    guard = SpikeGuard(tell=told.append)
     optimizers = run(model, iter([good]), state, config=config, guard=guard)
     weights, remembered, tokens = copied(model.state_dict()), copied(optimizers.state()), state.tokens
     run(model, iter([bad]), state, steps=2, optimizers=optimizers, guard=guard)
@@ -240,10 +242,10 @@ def test_a_loss_that_is_not_finite_changes_no_weight_and_nothing_that_the_optimi
 
 def test_a_batch_with_another_loss_than_all_before_is_skipped_and_the_run_goes_on() -> None:
     """A model that knows one batch by heart meets another."""
-    model, state, told = lively(SHAPES[0]), State(), list[Skip]()
+    model, state, told = lively(SHAPES[0]), State(), list[SkippedStep]()
     known, poisoned = random_batch(2, 1), random_batch(2, 2)
     batches = iter([*repeat(known, 60), poisoned, *repeat(known, 5)])
-    run(model, batches, state, steps=66, guard=Guard(window=8, tell=told.append))
+    run(model, batches, state, steps=66, guard=SpikeGuard(window=8, tell=told.append))
     assert [skip.step for skip in told] == [61]
     assert (state.step, state.guard.in_a_row, state.guard.skipped) == (66, 0, 1)
     assert told[0].why.startswith("the loss is ")
@@ -251,10 +253,10 @@ def test_a_batch_with_another_loss_than_all_before_is_skipped_and_the_run_goes_o
 
 
 def test_a_gradient_that_is_too_large_is_skipped_though_its_loss_is_fine(monkeypatch: pytest.MonkeyPatch) -> None:
-    model, state, told = lively(SHAPES[0]), State(), list[Skip]()
+    model, state, told = lively(SHAPES[0]), State(), list[SkippedStep]()
     norms = iter([1.0, 1.1, 0.9, 5.0])
-    monkeypatch.setattr(parallel, "gradient_norm", lambda grads: torch.tensor(next(norms)))
-    run(model, repeat(random_batch(2)), state, steps=4, guard=Guard(window=3, tell=told.append))
+    monkeypatch.setattr(fsdp, "gradient_norm", lambda grads: torch.tensor(next(norms)))
+    run(model, repeat(random_batch(2)), state, steps=4, guard=SpikeGuard(window=3, tell=told.append))
     assert [(skip.step, skip.norm) for skip in told] == [(4, 5.0)]
 
 
@@ -280,7 +282,7 @@ def test_after_so_many_skips_in_a_row_the_run_goes_back_once() -> None:
 
 
 def test_a_run_that_is_asked_to_stop_does_so_between_two_updates() -> None:
-    model, state, stop = lively(SHAPES[0]), State(), Stop()
+    model, state, stop = lively(SHAPES[0]), State(), StopRequest()
 
     def ask(state: State) -> None:
         stop.asked = state.step == 2
@@ -291,7 +293,7 @@ def test_a_run_that_is_asked_to_stop_does_so_between_two_updates() -> None:
 
 
 def test_a_step_of_many_micro_batches_is_left_half_way() -> None:
-    model, state, stop, seen = lively(SHAPES[0]), State(), Stop(), list[int]()
+    model, state, stop, seen = lively(SHAPES[0]), State(), StopRequest(), list[int]()
 
     def forward(module: object, inputs: object, output: object) -> None:
         seen.append(1)

@@ -6,10 +6,10 @@ from typing import Any
 import pytest
 
 from bloomery.core.errors import HardwareError
-from bloomery.hw.dist import World
+from bloomery.hw.distributed import World
 from bloomery.model.transformer import Transformer
-from bloomery.train import loop
-from bloomery.train.loop import in_memory
+from bloomery.train import step
+from bloomery.train.step import retry_on_oom
 from tests.train.made import session, stopped
 
 import torch
@@ -21,7 +21,7 @@ class Small:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, rows: int) -> None:
         self.asked = list[int]()
-        plain = loop.micro_batch_losses
+        plain = step.micro_batch_losses
 
         def limited(model: Transformer, batch: Any, *rest: Any) -> Any:
             self.asked.append(len(batch.ids))
@@ -29,7 +29,7 @@ class Small:
                 raise torch.OutOfMemoryError(f"tried to hold {len(batch.ids)} rows")
             return plain(model, batch, *rest)
 
-        monkeypatch.setattr(loop, "micro_batch_losses", limited)
+        monkeypatch.setattr(step, "micro_batch_losses", limited)
 
 
 def test_a_run_whose_memory_ends_goes_on_with_fewer_rows_of_the_same_batch(
@@ -70,7 +70,7 @@ def test_other_errors_are_no_want_of_memory() -> None:
         raise RuntimeError("shapes differ")
 
     with pytest.raises(RuntimeError, match="shapes differ"):
-        in_memory(nn.Linear(1, 1), World.alone(), 8, broken)
+        retry_on_oom(nn.Linear(1, 1), World.alone(), 8, broken)
 
 
 def test_the_processor_says_it_in_other_words() -> None:
@@ -81,13 +81,13 @@ def test_the_processor_says_it_in_other_words() -> None:
             )
         return rows
 
-    assert in_memory(nn.Linear(1, 1), World.alone(), 12, hungry) == (3, 3)
+    assert retry_on_oom(nn.Linear(1, 1), World.alone(), 12, hungry) == (3, 3)
 
 
-def test_one_row_that_is_too_much_ends_the_run_with_the_cure() -> None:
+def test_one_row_that_is_too_much_ends_the_run_with_the_hint() -> None:
     def hungry(rows: int) -> None:
         raise torch.OutOfMemoryError("no")
 
     with pytest.raises(HardwareError, match="1 rows at once") as raised:
-        in_memory(nn.Linear(1, 1), World.alone(), 8, hungry)
-    assert "bloomery plan" in raised.value.cure
+        retry_on_oom(nn.Linear(1, 1), World.alone(), 8, hungry)
+    assert "bloomery plan" in raised.value.hint

@@ -6,9 +6,9 @@ from bloomery.core.errors import CheckpointError
 from bloomery.model.config import ModelConfig
 from bloomery.model.transformer import Transformer
 from bloomery.train.config import AdamW, AdamW8bit, AdEMAMix, Lion, Muon, Optimizer
-from bloomery.train.loop import accumulate_gradients
 from bloomery.train.optim import REMEMBERED, Optimizers
-from bloomery.weights.tensors import save_tensors
+from bloomery.train.step import accumulate_gradients
+from bloomery.weights.safetensors import save_tensors
 from tests.model.made import SHAPES, VOCAB_SIZE, lively
 from tests.train.made import processor, random_batch
 
@@ -97,6 +97,7 @@ def step(model: Transformer, optimizers: Optimizers, seed: int) -> None:
     optimizers.zero_grad()
 
 
+@pytest.mark.slow
 @every
 @pytest.mark.parametrize("shape", SHAPES[:2])
 def test_a_state_that_was_written_and_restored_makes_the_same_next_step(

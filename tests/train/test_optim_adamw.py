@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from bloomery.core import native
-from bloomery.train.optim_adamw import LIBRARY, ScaledAdamW, total_norm
+from bloomery.train.fused_adamw import LIBRARY, ScaledAdamW, total_norm
 
 import torch
 from torch import Tensor, nn

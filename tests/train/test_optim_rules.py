@@ -6,8 +6,18 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from bloomery.train.optim_muon import BATCH_NUMBERS, BatchedMuon, orthogonalize
-from bloomery.train.optim_rules import AdamW8bit, AdEMAMix, Lion, code_table, decode, encode, slow_mean
+from bloomery.train.optim import (
+    BATCH_NUMBERS,
+    AdamW8bitOptimizer,
+    AdEMAMixOptimizer,
+    BatchedMuon,
+    LionOptimizer,
+    code_table,
+    decode,
+    encode,
+    orthogonalize,
+    slow_mean,
+)
 
 import torch
 from torch import Tensor, nn
@@ -82,12 +92,12 @@ def lion(t: int, p: float, g: float, memory: dict[str, float]) -> float:
     ("made", "rule"),
     [
         (
-            lambda w: AdEMAMix(
+            lambda w: AdEMAMixOptimizer(
                 [{"params": w, "weight_decay": 0.1}], lr=0.01, betas=(0.9, 0.99, 0.999), alpha=5.0, eps=1e-8, ramp=8
             ),
             ademamix,
         ),
-        (lambda w: Lion([{"params": w, "weight_decay": 0.1}], lr=0.01, betas=(0.9, 0.99)), lion),
+        (lambda w: LionOptimizer([{"params": w, "weight_decay": 0.1}], lr=0.01, betas=(0.9, 0.99)), lion),
     ],
     ids=["ademamix", "lion"],
 )
@@ -98,7 +108,9 @@ def test_each_step_is_that_of_the_paper(made: Any, rule: Any) -> None:
 
 def test_without_a_slow_mean_ademamix_is_adamw() -> None:
     group: Callable[[Any], Any] = lambda w: [{"params": w, "weight_decay": 0.1}]  # noqa: E731
-    ours = trained(lambda w: AdEMAMix(group(w), lr=0.01, betas=(0.9, 0.95, 0.999), alpha=0.0, eps=1e-8, ramp=0))
+    ours = trained(
+        lambda w: AdEMAMixOptimizer(group(w), lr=0.01, betas=(0.9, 0.95, 0.999), alpha=0.0, eps=1e-8, ramp=0)
+    )
     theirs = trained(lambda w: torch.optim.AdamW(group(w), lr=0.01, betas=(0.9, 0.95), eps=1e-8))
     for mine, expected in zip(ours, theirs, strict=True):
         assert torch.allclose(mine, expected, rtol=1e-6, atol=1e-7)
@@ -160,7 +172,7 @@ def test_zeros_have_codes_that_stand_for_zeros() -> None:
 @pytest.mark.parametrize("shape", [(64, 48), (3, 5), (1, 1000)])
 def test_adamw_in_8_bits_goes_where_adamw_goes(shape: tuple[int, ...]) -> None:
     group: Callable[[Any], Any] = lambda w: [{"params": w, "weight_decay": 0.1}]  # noqa: E731
-    ours = trained(lambda w: AdamW8bit(group(w), lr=0.01, betas=(0.9, 0.95), eps=1e-8, block=256), shape)
+    ours = trained(lambda w: AdamW8bitOptimizer(group(w), lr=0.01, betas=(0.9, 0.95), eps=1e-8, block=256), shape)
     theirs = trained(lambda w: torch.optim.AdamW(group(w), lr=0.01, betas=(0.9, 0.95), eps=1e-8), shape)
     start = weights(shape)[0].detach()
     assert torch.allclose(ours[0], theirs[0], atol=1e-6), "the first step is made before anything is rounded"
@@ -170,9 +182,12 @@ def test_adamw_in_8_bits_goes_where_adamw_goes(shape: tuple[int, ...]) -> None:
 
 
 def test_a_weight_of_many_chunks_is_changed_as_one_of_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    made = lambda w: AdamW8bit([{"params": w, "weight_decay": 0.1}], lr=0.01, betas=(0.9, 0.95), eps=1e-8, block=16)  # noqa: E731
+
+    def made(w: Any) -> Any:
+        return AdamW8bitOptimizer([{"params": w, "weight_decay": 0.1}], lr=0.01, betas=(0.9, 0.95), eps=1e-8, block=16)
+
     whole = trained(made, (13, 17))
-    monkeypatch.setattr("bloomery.train.optim_rules.CHUNK_NUMBERS", 48)
+    monkeypatch.setattr("bloomery.train.optim.CHUNK_NUMBERS", 48)
     assert all(torch.equal(one, other) for one, other in zip(trained(made, (13, 17)), whole, strict=True))
 
 
@@ -203,8 +218,8 @@ def test_matrices_that_are_orthogonalized_together_are_no_more_than_a_cache_hold
         sizes.append(matrices.numel())
         return orthogonalize(matrices, *settings)
 
-    monkeypatch.setattr("bloomery.train.optim_muon.orthogonalize", watched)
-    monkeypatch.setattr("bloomery.train.optim_muon.BATCH_NUMBERS", 1000)
+    monkeypatch.setattr("bloomery.train.optim.orthogonalize", watched)
+    monkeypatch.setattr("bloomery.train.optim.BATCH_NUMBERS", 1000)
     made = weights(*[(16, 20)] * 7, (50, 50))
     for weight in made:
         weight.grad = torch.ones_like(weight)

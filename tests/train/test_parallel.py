@@ -11,11 +11,10 @@ import pytest
 from bloomery.core import native
 from bloomery.core.errors import RunError
 from bloomery.core.log import read_metrics
-from bloomery.hw.dist import World
+from bloomery.hw.distributed import World
 from bloomery.model.transformer import Transformer
-from bloomery.train import exactness, launch, parallel
-from bloomery.train.hooks import Hook
-from bloomery.train.state import State
+from bloomery.train import checkpointing, fsdp, launch
+from bloomery.train.state import Hook, State
 from bloomery.weights import checkpoint
 from tests.model.made import SHAPES, VOCAB_SIZE, lively
 from tests.train.made import ADAMW, MUON, run, session, stopped
@@ -58,7 +57,7 @@ def test_several_ranks_are_one(shards: Path, tmp_path: Path, optimizer: dict[str
 
 def summed(task: dict[str, Any], world: World) -> dict[str, Any]:
     """The sum of gradients of which some ranks have none, in buckets that hold one or two of them."""
-    parallel.BUCKET_NUMBERS = 10
+    fsdp.BUCKET_NUMBERS = 10
     model = torch.nn.ModuleList([torch.nn.Linear(3, 2), torch.nn.Linear(2, 2), torch.nn.Linear(1, 1)])
     for place, weight in enumerate(model.parameters()):
         if place < 4 and place % 2 == world.rank:
@@ -66,10 +65,11 @@ def summed(task: dict[str, Any], world: World) -> dict[str, Any]:
     if world.rank == 0:
         first = next(model.parameters())
         first.grad = torch.ones_like(first)
-    parallel.sum_gradients(model, world)
+    fsdp.sum_gradients(model, world)
     return {"found": [None if w.grad is None else w.grad.flatten().tolist() for w in model.parameters()]}
 
 
+@pytest.mark.slow
 def test_gradients_that_only_some_ranks_have_are_added_and_what_none_has_stays_without() -> None:
     found = launch.run("tests.train.test_parallel:summed", {}, ranks=2)["found"]
     assert found == [[1.0] * 6, [2.0] * 2, [3.0] * 4, [4.0] * 2, None, None]
@@ -78,7 +78,7 @@ def test_gradients_that_only_some_ranks_have_are_added_and_what_none_has_stays_w
 @pytest.mark.parametrize("shape", SHAPES)
 def test_a_copy_has_the_weights_of_its_moment(shape: Any) -> None:
     model = lively(shape)
-    twin = parallel.copy_of(model)
+    twin = fsdp.copy_of(model)
     before = {name: weight.clone() for name, weight in model.state_dict().items()}
     with torch.no_grad():
         for weight in model.parameters():
@@ -137,7 +137,8 @@ def test_the_newest_step_is_saved_when_a_rank_is_lost_or_fails(
     assert found.state["step"] == 5
 
 
-@pytest.mark.parametrize("name", exactness.LIBRARIES)
+@pytest.mark.slow
+@pytest.mark.parametrize("name", checkpointing.LIBRARIES)
 def test_another_compiled_library_is_said_on_resume(
     shards: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
@@ -154,6 +155,6 @@ def test_another_compiled_library_is_said_on_resume(
 def test_what_bits_depend_on_is_compared() -> None:
     before = {"threads": 2, "torch": "2.11.0", "gone": 1}
     now = {"threads": 1, "torch": "2.11.0", "new": "x"}
-    assert exactness.differences(before, now) == ["threads was 2 and is 1", "new was None and is x"]
-    assert exactness.differences({}, now) == []
-    assert exactness.differences(now, now) == []
+    assert checkpointing.differences(before, now) == ["threads was 2 and is 1", "new was None and is x"]
+    assert checkpointing.differences({}, now) == []
+    assert checkpointing.differences(now, now) == []

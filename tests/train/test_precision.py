@@ -7,10 +7,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from bloomery.train.config import AdamW
-from bloomery.train.loop import NextToken, accumulate_gradients, in_range, train
 from bloomery.train.optim import Optimizers
 from bloomery.train.precision import Precision, Scaler
 from bloomery.train.state import State
+from bloomery.train.step import CausalLMLoss, accumulate_gradients, retry_on_overflow
+from bloomery.train.trainer import Trainer
 from tests.model.made import SHAPES, lively
 from tests.train.made import processor, random_batch
 
@@ -71,7 +72,7 @@ def test_a_scaled_loss_gives_the_gradients_of_the_loss() -> None:
         assert torch.allclose(one.grad, other.grad, rtol=1e-6, atol=1e-9)
 
 
-class Vast(NextToken):
+class Vast(CausalLMLoss):
     """One that is divided by the tokens of a large global batch."""
 
     def begin(self, *_: object) -> int:
@@ -90,7 +91,7 @@ def test_gradients_in_float16_are_those_in_float32_however_many_tokens_a_step_ha
 
 def trained(precision: Precision, steps: int = 5, dtype: torch.dtype = torch.float16) -> tuple[State, list[Tensor]]:
     model, state = lively(SHAPES[0]), State()
-    train(
+    Trainer(
         model,
         Optimizers(model, AdamW(learning_rate=0.01)),
         repeat(random_batch(2)),
@@ -101,7 +102,7 @@ def trained(precision: Precision, steps: int = 5, dtype: torch.dtype = torch.flo
         max_norm=1.0,
         device=processor(dtype),
         precision=precision,
-    )
+    ).train()
     return state, [weight.detach() for weight in model.parameters()]
 
 
@@ -145,7 +146,7 @@ def test_the_scale_falls_to_where_gradients_are_finite_and_stays_where_none_help
         model.weight.grad = torch.full((1, 1), 1.0 if precision.factor <= 2.0**largest else math.nan)
         return 2.0, 1
 
-    norm = in_range(model, precision, compute, 1)[2]
+    norm = retry_on_overflow(model, precision, compute, 1)[2]
     helped = largest >= 0
     assert math.isfinite(norm) == helped
     assert precision.scaler.scale == (2.0 ** min(begins, largest) if helped else 2.0**begins) * (

@@ -10,15 +10,14 @@ from bloomery.core.config import build
 from bloomery.core.errors import ConfigError, RunError
 from bloomery.core.log import read_metrics
 from bloomery.train.config import Training
-from bloomery.train.guard import Past
 from bloomery.train.preference.config import Prefer
-from bloomery.train.progress import Learning, check_rollbacks
-from bloomery.train.state import State
+from bloomery.train.progress import ProgressCheck, check_rollbacks
+from bloomery.train.state import SpikeStats, State
 from tests.tokenizer.made import small
 from tests.train.made import run, session
 
-PAST = Past(losses=[3.0])
-LANGUAGE = Learning(name="pretrain", vocab_size=512, warmup_steps=10)
+PAST = SpikeStats(losses=[3.0])
+LANGUAGE = ProgressCheck(name="pretrain", vocab_size=512, warmup_steps=10)
 
 
 def state(**given: Any) -> State:
@@ -40,9 +39,9 @@ def state(**given: Any) -> State:
         ),
         ({}, math.nan, "the validation loss is nan"),
         ({}, math.inf, "the validation loss is inf"),
-        ({"guard": Past(skipped=45, rollbacks=[[4 * n, 0] for n in range(1, 16)])}, 6.2, "went back 3 times"),
+        ({"guard": SpikeStats(skipped=45, rollbacks=[[4 * n, 0] for n in range(1, 16)])}, 6.2, "went back 3 times"),
         (
-            {"guard": Past(skipped=31, rollbacks=[[20, 0], [30, 10], [50, 20]])},
+            {"guard": SpikeStats(skipped=31, rollbacks=[[20, 0], [30, 10], [50, 20]])},
             6.2,
             "31 of 60 steps were skipped, and 10 are left",
         ),
@@ -53,7 +52,7 @@ def test_a_training_that_learned_nothing_is_an_error_that_says_why(
 ) -> None:
     with pytest.raises(RunError, match=f"pretrain, step 60: nothing was learned: .*{told}") as caught:
         LANGUAGE.check(state(**given), {60: measured})
-    assert "[pretrain.optimizer]" in caught.value.cure
+    assert "[pretrain.optimizer]" in caught.value.hint
 
 
 @pytest.mark.parametrize(
@@ -64,9 +63,12 @@ def test_a_training_that_learned_nothing_is_an_error_that_says_why(
         ({}, {}),  # another rank measures
         ({"first_loss": None}, {60: 6.3}),  # of a checkpoint from before it was kept
         ({"first_loss": 12.0}, {60: 9.0}),  # a base that had never seen the tokens of a template
-        ({"metrics": {}, "guard": Past(losses=[3.0], skipped=1, in_a_row=1)}, {60: 5.0}),  # the last step was skipped
-        ({"guard": Past(skipped=9, rollbacks=[[20, 10], [35, 30], [50, 40]])}, {60: 5.0}),
-        ({"guard": Past(skipped=6, rollbacks=[[15, 4], [30, 4]])}, {60: 5.0}),
+        (
+            {"metrics": {}, "guard": SpikeStats(losses=[3.0], skipped=1, in_a_row=1)},
+            {60: 5.0},
+        ),  # the last step was skipped
+        ({"guard": SpikeStats(skipped=9, rollbacks=[[20, 10], [35, 30], [50, 40]])}, {60: 5.0}),
+        ({"guard": SpikeStats(skipped=6, rollbacks=[[15, 4], [30, 4]])}, {60: 5.0}),
     ],
 )
 def test_a_training_that_learned_is_none(given: dict[str, Any], measured: dict[int, float]) -> None:
@@ -74,7 +76,7 @@ def test_a_training_that_learned_is_none(given: dict[str, Any], measured: dict[i
 
 
 def test_the_limit_of_a_preference_is_twice_its_first_loss() -> None:
-    preference = Learning(name="prefer", vocab_size=None)
+    preference = ProgressCheck(name="prefer", vocab_size=None)
     preference.check(state(first_loss=math.log(2)), {60: 1.2})
     with pytest.raises(RunError, match="the validation loss is 40"):
         preference.check(state(first_loss=math.log(2)), {60: 40.0})
@@ -90,54 +92,54 @@ def test_three_evaluations_in_a_row_that_are_worse_than_no_model_end_a_run_early
 
 
 def test_steps_that_were_given_up_twice_count_once() -> None:
-    assert Past(rollbacks=[[10, 6], [20, 16]]).num_given_up == 8
-    assert Past(rollbacks=[[10, 6], [12, 4]]).num_given_up == 8
-    assert Past(rollbacks=[[4, 0], [8, 0], [12, 0]]).num_given_up == 12
-    assert Past().num_given_up == 0
+    assert SpikeStats(rollbacks=[[10, 6], [20, 16]]).num_given_up == 8
+    assert SpikeStats(rollbacks=[[10, 6], [12, 4]]).num_given_up == 8
+    assert SpikeStats(rollbacks=[[4, 0], [8, 0], [12, 0]]).num_given_up == 12
+    assert SpikeStats().num_given_up == 0
 
 
 def test_rollbacks_that_get_further_each_time_are_no_error() -> None:
-    check_rollbacks("pretrain", 400, Past(skipped=9, rollbacks=[[100, 50], [200, 150], [300, 250]]))
+    check_rollbacks("pretrain", 400, SpikeStats(skipped=9, rollbacks=[[100, 50], [200, 150], [300, 250]]))
     with pytest.raises(RunError, match=r"after steps 100, 200, 300\), and never got past step 50"):
-        check_rollbacks("pretrain", 300, Past(skipped=9, rollbacks=[[100, 50], [200, 50], [300, 50]]))
+        check_rollbacks("pretrain", 300, SpikeStats(skipped=9, rollbacks=[[100, 50], [200, 50], [300, 50]]))
 
 
-SCRATCH = Learning(name="pretrain", vocab_size=512, from_scratch=True, start_loss=6.245)
-TRAINED = Learning(name="finetune", vocab_size=512, start_loss=2.0)
+SCRATCH = ProgressCheck(name="pretrain", vocab_size=512, from_scratch=True, start_loss=6.245)
+TRAINED = ProgressCheck(name="finetune", vocab_size=512, start_loss=2.0)
 
 
 @pytest.mark.parametrize("last", [6.245, 6.2449, 6.2445, 6.5, math.nan])
 def test_a_training_from_scratch_ends_below_the_untrained_model(last: float) -> None:
     with pytest.raises(RunError, match="nothing was learned: the validation loss is") as caught:
         SCRATCH.check(state(), {60: last})
-    assert ("Raise the learning rates" in caught.value.cure) == (last <= 6.245)
+    assert ("Raise the learning rates" in caught.value.hint) == (last <= 6.245)
     SCRATCH.check(state(), {60: 6.244})
     SCRATCH.check(state(), None)
 
 
 def test_an_untrained_model_that_is_better_than_uniform_guessing_has_to_improve_too() -> None:
-    lucky = Learning(name="pretrain", vocab_size=512, from_scratch=True, start_loss=6.0)
+    lucky = ProgressCheck(name="pretrain", vocab_size=512, from_scratch=True, start_loss=6.0)
     with pytest.raises(RunError, match=r"was 6 before the first step; a model that learns stays below 5\.9994"):
         lucky.check(state(), {60: 5.9999})
     lucky.check(state(), {60: 5.9})
 
 
 def test_where_the_last_evaluation_failed_the_last_training_losses_decide() -> None:
-    SCRATCH.check(state(guard=Past(losses=[6.3, 6.3, 4.0, 4.1])), {})
+    SCRATCH.check(state(guard=SpikeStats(losses=[6.3, 6.3, 4.0, 4.1])), {})
     with pytest.raises(RunError, match=r"the mean training loss of the last 2 steps is 6.25"):
-        SCRATCH.check(state(guard=Past(losses=[6.3, 6.3, 6.24, 6.26])), {30: 6.0})
+        SCRATCH.check(state(guard=SpikeStats(losses=[6.3, 6.3, 6.24, 6.26])), {30: 6.0})
 
 
 def test_a_loss_without_tokens_and_without_validation_has_no_limit() -> None:
-    drawn = Learning(name="prefer", vocab_size=None)
-    drawn.check(state(first_loss=0.0, guard=Past(losses=[0.0, 0.0, 1.0, 1.0])), {})
+    drawn = ProgressCheck(name="prefer", vocab_size=None)
+    drawn.check(state(first_loss=0.0, guard=SpikeStats(losses=[0.0, 0.0, 1.0, 1.0])), {})
 
 
 @pytest.mark.parametrize("measured", [{60: 2.0}, {60: 2.00001}, {30: 2.0, 60: 1.99999}])
 def test_trained_weights_that_stay_as_they_were_have_learned_nothing(measured: dict[int, float]) -> None:
     with pytest.raises(RunError, match="as it was before the first step") as caught:
         TRAINED.check(state(), measured)
-    assert "Raise the learning rates of [finetune.optimizer]" in caught.value.cure
+    assert "Raise the learning rates of [finetune.optimizer]" in caught.value.hint
 
 
 @pytest.mark.parametrize("measured", [{60: 1.5}, {30: 1.9, 60: 2.0}, {60: 2.4}])
@@ -148,14 +150,14 @@ def test_trained_weights_may_return_to_their_loss_and_may_overfit(measured: dict
 def test_trained_weights_end_no_worse_than_uniform_guessing_or_than_they_started() -> None:
     with pytest.raises(RunError, match=r"the validation loss is 6.3, and was 2 before the first step"):
         TRAINED.check(state(), {60: 6.3})
-    above = Learning(name="finetune", vocab_size=512, start_loss=9.0)
+    above = ProgressCheck(name="finetune", vocab_size=512, start_loss=9.0)
     above.check(state(), {60: 8.0})
     with pytest.raises(RunError, match="nothing was learned"):
         above.check(state(), {60: 9.1})
 
 
 def test_a_preference_that_changes_nothing_has_learned_nothing() -> None:
-    preference = Learning(name="prefer", vocab_size=None, start_loss=0.69315)
+    preference = ProgressCheck(name="prefer", vocab_size=None, start_loss=0.69315)
     preference.check(state(first_loss=0.69315), {60: 0.7})
     with pytest.raises(RunError, match="as it was before the first step"):
         preference.check(state(first_loss=0.69315), {60: 0.69315})
@@ -188,6 +190,7 @@ def test_a_rate_that_throws_every_step_away_ends_early_and_again_when_it_is_run_
     assert read_metrics(tmp_path / "metrics.jsonl")[-1]["step"] <= 20
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("every", [50, 5])
 def test_rates_of_ten_are_an_error_and_leave_no_model(shards: Path, tmp_path: Path, every: int) -> None:
     settings: dict[str, Any] = {"steps": 40, "evaluate_every": every, "schedule": {"kind": "constant"}}
@@ -200,6 +203,7 @@ def test_rates_of_ten_are_an_error_and_leave_no_model(shards: Path, tmp_path: Pa
             session(shards, tmp_path, **settings, optimizer=LARGE).run()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rate", [1e-12, 1e-9, 1e-7])
 @pytest.mark.parametrize("scratch", [True, False])
 def test_rates_that_change_nothing_are_an_error_and_leave_no_model(
@@ -211,20 +215,20 @@ def test_rates_that_change_nothing_are_an_error_and_leave_no_model(
     with pytest.raises(RunError, match="nothing was learned: the validation loss is") as caught:
         made.run()
     assert not (tmp_path / "model").exists()
-    assert "Raise the learning rates" in caught.value.cure
+    assert "Raise the learning rates" in caught.value.hint
 
 
 def test_a_run_that_resumes_is_compared_with_the_weights_that_it_started_from(
     shards: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     starts: list[float | None] = []
-    check = Learning.check
+    check = ProgressCheck.check
 
-    def noted(self: Learning, *how: Any) -> None:
+    def noted(self: ProgressCheck, *how: Any) -> None:
         starts.append(self.start_loss)
         check(self, *how)
 
-    monkeypatch.setattr(Learning, "check", noted)
+    monkeypatch.setattr(ProgressCheck, "check", noted)
     for _ in range(2):
         session(shards, tmp_path).run()
     assert starts[0] == starts[1]

@@ -7,14 +7,16 @@ from threading import Barrier
 
 import pytest
 
-from bloomery.core.stop import Stop, Terminated
-from bloomery.hw.dist import World
+from bloomery.core.signals import StopRequest, Terminated
+from bloomery.hw.distributed import World
 from bloomery.shards.loader import Batch
-from bloomery.train import parallel
+from bloomery.train import fsdp
 from bloomery.train.config import AdamW
-from bloomery.train.loop import accumulate_gradients, train
 from bloomery.train.optim import Optimizers
+from bloomery.train.precision import Precision
 from bloomery.train.state import State
+from bloomery.train.step import accumulate_gradients
+from bloomery.train.trainer import Trainer
 from tests.model.made import SHAPES, lively
 from tests.train.made import processor, random_batch
 
@@ -87,15 +89,15 @@ def test_a_rank_that_is_all_masked_adds_exactly_zero() -> None:
 
 
 def test_the_peak_of_several_ranks_is_that_of_all_together(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(parallel, "measured_peak", lambda device: 2.5e9)
+    monkeypatch.setattr(fsdp, "measured_peak", lambda device: 2.5e9)
     with ThreadPoolExecutor(3) as pool:
-        assert list(pool.map(lambda world: parallel.peak(CPU, world), worlds(3))) == [7.5e9] * 3
+        assert list(pool.map(lambda world: fsdp.peak(CPU, world), worlds(3))) == [7.5e9] * 3
 
 
 def test_every_rank_ends_with_the_same_bits_and_with_those_of_one_but_for_rounding() -> None:
     def one(world: World) -> tuple[State, dict[str, Tensor]]:
         model, state = lively(SHAPES[0]), State()
-        train(
+        Trainer(
             model,
             Optimizers(model, AdamW(learning_rate=1e-3)),
             iter([random_batch(5, seed, 0.5 if seed != 2 else 0.0) for seed in range(6)]),
@@ -106,7 +108,8 @@ def test_every_rank_ends_with_the_same_bits_and_with_those_of_one_but_for_roundi
             max_norm=1.0,
             device=CPU,
             world=world,
-        )
+            precision=Precision.decide("auto", CPU),
+        ).train()
         return state, dict(model.state_dict())
 
     (alone, weights), *_ = map(one, worlds(1))
@@ -123,11 +126,11 @@ def test_ranks_of_which_one_was_asked_to_stop_before_the_first_step_make_none() 
     """What is due before it, an evaluation that was missed, was left out, and would be skipped for ever."""
 
     def one(world: World) -> int:
-        model, state, stop = lively(SHAPES[0]), State(), Stop()
+        model, state, stop = lively(SHAPES[0]), State(), StopRequest()
         if world.is_first:
             stop.ask(signal.SIGTERM)
         with pytest.raises(Terminated):
-            train(
+            Trainer(
                 model,
                 Optimizers(model, AdamW(learning_rate=1e-3)),
                 iter([random_batch(5)]),
@@ -139,7 +142,8 @@ def test_ranks_of_which_one_was_asked_to_stop_before_the_first_step_make_none() 
                 device=CPU,
                 world=world,
                 stop=stop,
-            )
+                precision=Precision.decide("auto", CPU),
+            ).train()
         return state.step
 
     with ThreadPoolExecutor(2) as pool:

@@ -3,10 +3,10 @@ import pytest
 from bloomery.core import native
 from bloomery.model.config import ModelConfig
 from bloomery.model.transformer import Transformer
+from bloomery.train.activation_checkpointing import recompute
 from bloomery.train.config import Level
-from bloomery.train.loop import accumulate_gradients
-from bloomery.train.plan import activation_bytes_per_token
-from bloomery.train.recompute import recompute
+from bloomery.train.plan.memory import activation_bytes_per_token
+from bloomery.train.step import accumulate_gradients
 from tests.model.made import SHAPES, VOCAB_SIZE, lively
 from tests.train.made import processor, random_batch
 

@@ -9,15 +9,14 @@ import numpy as np
 import pytest
 
 from bloomery.core.log import read_metrics
-from bloomery.core.stop import Stop
-from bloomery.hw.device import Device
-from bloomery.hw.peak import measured_peak
-from bloomery.model.cost import cost
+from bloomery.core.signals import StopRequest
+from bloomery.hw.device import Device, measured_peak
+from bloomery.model.flops import cost
 from bloomery.model.transformer import Transformer
-from bloomery.shards.loader import IGNORE, Samples
+from bloomery.shards.loader import IGNORE, PackedDataset
 from bloomery.stages.sampling import answering, continuing
-from bloomery.train.clock import Clock
-from bloomery.train.norms import Norms, by_layer
+from bloomery.train.grad_stats import Norms, by_layer
+from bloomery.train.state import PhaseTimer
 from tests.model.made import SHAPES, lively
 from tests.tokenizer.made import small
 from tests.train.made import processor, session
@@ -28,7 +27,7 @@ import torch
 def test_a_loss_in_bits_per_byte_is_that_of_the_bytes_of_the_targets(shards: Path, tmp_path: Path) -> None:
     run = session(shards, tmp_path)
     run.run()
-    assert isinstance(run.validation, Samples)
+    assert isinstance(run.validation, PackedDataset)
     (line,) = [one for one in read_metrics(tmp_path / "metrics.jsonl") if one["step"] == 9 and "validation_loss" in one]
     targets = run.validation.batch(np.arange(run.validation.num_samples)).targets
     ids = targets[targets != IGNORE]
@@ -51,7 +50,7 @@ def test_a_share_of_the_peak_is_the_models_work_over_what_was_measured(shards: P
 
 
 def test_what_evaluations_take_makes_no_step_slower(shards: Path, tmp_path: Path) -> None:
-    def slow(model: Transformer, device: Device, stop: Stop) -> dict[str, float]:
+    def slow(model: Transformer, device: Device, stop: StopRequest) -> dict[str, float]:
         time.sleep(0.2)
         return {"slow": 1.0}
 
@@ -77,7 +76,7 @@ def test_a_peak_is_measured_once_for_a_device_and_a_format() -> None:
 def test_a_clock_adds_up_phases_and_begins_anew_when_taken(monkeypatch: pytest.MonkeyPatch) -> None:
     now = iter([0.0, 1.0, 3.0, 6.0, 10.0, 15.0])
     monkeypatch.setattr("time.perf_counter", lambda: next(now))
-    clock = Clock()
+    clock = PhaseTimer()
     for phase in ("data", "optimizer", "data", "hooks"):
         clock.enter(phase)
     assert clock.at_work == 6.0

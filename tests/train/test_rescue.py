@@ -11,18 +11,17 @@ import numpy as np
 import pytest
 
 from bloomery.core.errors import RunError
-from bloomery.core.files import disk_errors
+from bloomery.core.io import disk_errors
 from bloomery.core.log import VARYING, read_metrics
-from bloomery.core.stop import Terminated
+from bloomery.core.signals import Terminated
 from bloomery.shards import loader
-from bloomery.shards.loader import Batch, Course, Samples
-from bloomery.train import loop
-from bloomery.train.hooks import Hook
+from bloomery.shards.loader import AnnealedDataset, Batch, PackedDataset
+from bloomery.train import step
 from bloomery.train.optim import Optimizers
-from bloomery.train.session import Session
-from bloomery.train.state import State
+from bloomery.train.state import Hook, State
+from bloomery.train.trainer import TrainingRun
 from bloomery.train.validation import Validation
-from bloomery.weights import checkpoint, huggingface
+from bloomery.weights import checkpoint, hf
 from tests.train.made import T, session
 from tests.train.test_session import die_after
 
@@ -41,20 +40,20 @@ SETTINGS: dict[str, Any] = {
 
 def poison_loss(monkeypatch: pytest.MonkeyPatch, bad: dict[int, float]) -> None:
     """Multiply the loss of the steps that take samples 4 · (step − 1) … by a number."""
-    whole, inner, now = loader.batches, loop.micro_batch_losses, [0]
+    whole, inner, now = loader.batches, step.micro_batch_losses, [0]
 
     def counted(samples: Any, *, first: int, size: int, **how: Any) -> Iterator[Batch]:
         for number, batch in enumerate(whole(samples, first=first, size=size, **how)):
             now[0] = first // size + number + 1
             yield batch
 
-    monkeypatch.setattr("bloomery.train.session.batches", counted)
+    monkeypatch.setattr("bloomery.train.trainer.batches", counted)
 
     def poisoned(*args: Any) -> tuple[Tensor, Tensor]:
         loss, entropy = inner(*args)
         return loss * bad.get(now[0], 1.0), entropy * bad.get(now[0], 1.0)
 
-    monkeypatch.setattr(loop, "micro_batch_losses", poisoned)
+    monkeypatch.setattr(step, "micro_batch_losses", poisoned)
 
 
 def lines(out: Path, key: str) -> list[dict[str, Any]]:
@@ -69,6 +68,7 @@ def result(out: Path) -> Any:
     return kept, newest.state, weights
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("factor", [math.inf, math.nan, 1e4])
 def test_one_poisoned_batch_is_one_skip_with_its_samples_named(
     shards: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, factor: float
@@ -126,11 +126,12 @@ def test_weights_that_an_optimizer_poisoned_are_never_saved_and_the_run_goes_bac
     assert not (tmp_path / "checkpoints" / "000000007").exists()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("first", "told"),
     [(8, "already gone back to step 6 after step 10"), (1, "already gone back to step 0 after step 3")],
 )
-def test_a_run_that_did_not_get_further_by_going_back_stops_and_goes_on_with_the_cure(
+def test_a_run_that_did_not_get_further_by_going_back_stops_and_goes_on_with_the_hint(
     shards: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, first: int, told: str
 ) -> None:
     poison_loss(monkeypatch, dict.fromkeys(range(first, first + 6), math.inf))
@@ -138,11 +139,12 @@ def test_a_run_that_did_not_get_further_by_going_back_stops_and_goes_on_with_the
         with pytest.raises(RunError, match=f"{told}, and it did not help") as caught:
             session(shards, tmp_path, **SETTINGS).run()
     assert caught.value.where == f"step {first + 5}"
-    assert "the same command with max_skips=6 goes on behind them" in caught.value.cure
+    assert "the same command with max_skips=6 goes on behind them" in caught.value.hint
     stats = session(shards, tmp_path, **SETTINGS, max_skips=6).run()
     assert (stats["steps"], stats["skipped_steps"], stats["rollbacks"]) == (STEPS, 6, 1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("bad", "goal"), [((2, 3, 4), 0), ((8, 9, 10), 6), ((7, 8, 9), 3)])
 @pytest.mark.parametrize("keep", [1, 2])
 def test_where_a_run_goes_back_to_depends_on_no_clock_and_no_kill(
@@ -184,8 +186,8 @@ def test_a_window_of_other_data_does_not_come_back(
     """Others begin with step 11, and the checkpoint of 9 remembers losses from before."""
     poison_loss(monkeypatch, dict.fromkeys((12, 13, 14), math.inf))
     run = session(shards, tmp_path, **SETTINGS)
-    assert isinstance(run.samples, Samples)
-    run.samples = Course(run.samples, run.samples, 4 * STEPS)
+    assert isinstance(run.samples, PackedDataset)
+    run.samples = AnnealedDataset(run.samples, run.samples, 4 * STEPS)
     assert run.samples.switch // 4 == 10
     run.run()
     assert [line["rolled_back_to"] for line in lines(tmp_path, "rolled_back_to")] == [9]
@@ -194,6 +196,7 @@ def test_a_window_of_other_data_does_not_come_back(
     assert len(newest.state["guard"]["losses"]) == STEPS - 14
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kills", [(9,), (11, 13)])
 def test_a_run_that_was_killed_around_its_bad_batches_is_one_that_was_not_bit_for_bit(
     shards: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kills: tuple[int, ...]
@@ -213,8 +216,8 @@ def test_a_run_that_was_killed_around_its_bad_batches_is_one_that_was_not_bit_fo
 
 
 def add_hook(monkeypatch: pytest.MonkeyPatch, hook: Hook) -> None:
-    whole = Session._hooks
-    monkeypatch.setattr(Session, "_hooks", lambda self, *args: [*whole(self, *args), hook])
+    whole = TrainingRun._hooks
+    monkeypatch.setattr(TrainingRun, "_hooks", lambda self, *args: [*whole(self, *args), hook])
 
 
 def raising(error: Exception) -> Any:
@@ -265,6 +268,7 @@ def test_a_hook_that_stops_the_run_does_so_after_its_step_is_saved(
     assert result(tmp_path / "killed") == result(tmp_path / "whole")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "settings", [{"save_every_seconds": 1e9, "evaluate_every": 3}, {"evaluate_every": 100}], ids=["evaluated", "late"]
 )
@@ -289,13 +293,14 @@ def test_a_full_disk_stops_the_run_with_the_cure_and_the_same_command_goes_on(
             add_hook(patch, Hook(lambda s: s.step == 6, lambda s: os.kill(os.getpid(), signal.SIGTERM), "ask"))
         with pytest.raises(RunError, match="No space left on device") as caught:
             session(shards, root.parent, **settings).run()
-    assert caught.value.cure == "Free some space and run the same command again: finished parts are kept."
+    assert caught.value.hint == "Free some space and run the same command again: finished parts are kept."
     assert "asked to stop" not in (root.parent / "log.txt").read_text()
     assert not (root.parent / "model").exists()
     session(shards, root.parent, **settings).run()
     assert result(root.parent) == result(tmp_path / "whole")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("where", ["data", "forward", "update"])
 def test_an_error_between_two_updates_leaves_the_last_finished_step_saved(
     shards: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, where: str
@@ -303,8 +308,8 @@ def test_an_error_between_two_updates_leaves_the_last_finished_step_saved(
     """In the midst of an update the weights are those of no step, and an older checkpoint is gone on from."""
     settings: dict[str, Any] = {"save_every_seconds": 1e9, "evaluate_every": 4}
     owner, name, calls = {
-        "data": (loader.Samples, "order", 8),
-        "forward": (loop, "accumulate_gradients", 8),
+        "data": (loader.PackedDataset, "order", 8),
+        "forward": (step, "accumulate_gradients", 8),
         "update": (Optimizers, "step", 8),
     }[where]
     session(shards, tmp_path / "whole", **settings).run()
@@ -339,6 +344,7 @@ def as_before() -> Iterator[None]:
         signal.signal(number, handler)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("save_every", "number", "code"),
     [(1e9, signal.SIGTERM, 143), (1e-9, signal.SIGTERM, 143), (1e9, signal.SIGINT, 130)],
@@ -366,7 +372,7 @@ def test_a_run_that_is_asked_to_stop_saves_and_goes_on_where_it_was_bit_for_bit(
 def test_a_run_that_is_asked_to_stop_in_its_last_save_or_as_it_leaves_its_model_ends_that_and_stops(
     shards: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, when: str
 ) -> None:
-    write, asked = huggingface.save, list[str]()
+    write, asked = hf.save, list[str]()
 
     def ask(folder: Path, *args: Any, **how: Any) -> Any:
         if folder.name == {"checkpoint": f"{STEPS:09d}.partial", "model": "model"}[when]:
@@ -375,7 +381,7 @@ def test_a_run_that_is_asked_to_stop_in_its_last_save_or_as_it_leaves_its_model_
         return write(folder, *args, **how)
 
     with monkeypatch.context() as patch:
-        patch.setattr(huggingface, "save", ask)
+        patch.setattr(hf, "save", ask)
         with pytest.raises(Terminated) as caught:
             session(shards, tmp_path, steps=STEPS, save_every_seconds=1e9).run()
     assert (caught.value.code, len(asked)) == (143, 1)

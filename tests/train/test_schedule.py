@@ -7,8 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import TypeAdapter
 
-from bloomery.train.config import WSD, Constant, Cosine, Linear, Schedule
-from bloomery.train.schedule import decay_start, share
+from bloomery.train.config import ConstantSchedule, CosineSchedule, LinearSchedule, Schedule, WSDSchedule
+from bloomery.train.optim import decay_start, learning_rate_share
 
 PEAK = 6e-4
 
@@ -19,11 +19,11 @@ def made(**settings: Any) -> Schedule:
 
 warm = st.integers(0, 30)
 schedules = st.one_of(
-    st.builds(Constant, warmup_steps=warm),
-    st.builds(Linear, warmup_steps=warm, final=st.floats(0, 1)),
-    st.builds(Cosine, warmup_steps=warm, final=st.floats(0, 1)),
+    st.builds(ConstantSchedule, warmup_steps=warm),
+    st.builds(LinearSchedule, warmup_steps=warm, final=st.floats(0, 1)),
+    st.builds(CosineSchedule, warmup_steps=warm, final=st.floats(0, 1)),
     st.builds(
-        WSD,
+        WSDSchedule,
         warmup_steps=warm,
         decay=st.floats(0, 1),
         decay_steps=st.none() | st.integers(0, 250),
@@ -37,7 +37,7 @@ schedules = st.one_of(
 def test_a_share_of_decay_is_that_of_the_number_as_it_is_written(thousandths: int, steps: int) -> None:
     """By whole numbers: 0.29 of 100 steps are 29, and anything is at least one."""
     for share_in_thousandths, all_steps in ((thousandths, steps), (290, 100), (570, 100), (580, 100), (1, 5)):
-        decay = WSD(decay=share_in_thousandths / 1000)
+        decay = WSDSchedule(decay=share_in_thousandths / 1000)
         length = share_in_thousandths * all_steps // 1000
         assert all_steps - decay_start(decay, all_steps) == (max(1, length) if share_in_thousandths else 0)
 
@@ -109,7 +109,7 @@ def test_learning_rates_are_those_of_the_seeds(
 ) -> None:
     schedule = made(**settings)
     for place, rate in expected.items():
-        assert PEAK * share(schedule, place + 1, steps) == pytest.approx(rate, rel=1e-6, abs=1e-12), place
+        assert PEAK * learning_rate_share(schedule, place + 1, steps) == pytest.approx(rate, rel=1e-6, abs=1e-12), place
 
 
 # --- shapes ----------------------------------------------------------------------------------------------------------
@@ -118,7 +118,7 @@ def test_learning_rates_are_those_of_the_seeds(
 @pytest.mark.parametrize("kind", ["constant", "linear", "cosine", "wsd"])
 def test_the_warm_up_is_a_line_whose_first_step_already_moves(kind: str) -> None:
     schedule = made(kind=kind, warmup_steps=4)
-    assert [share(schedule, step, 20) for step in range(1, 6)] == [0.25, 0.5, 0.75, 1, 1]
+    assert [learning_rate_share(schedule, step, 20) for step in range(1, 6)] == [0.25, 0.5, 0.75, 1, 1]
 
 
 @pytest.mark.parametrize(
@@ -130,19 +130,21 @@ def test_the_decay_has_its_shape_and_ends_where_it_shall(shape: str, quarter: fl
         for size in ({"decay": 0.8}, {"decay_steps": 80}):
             schedule = made(kind="wsd", shape=shape, final=final, **size)
             for step, expected in ((20, 1.0), (21, 1.0), (41, quarter), (61, half), (101, 0.0)):
-                assert share(schedule, step, 100) == pytest.approx(final + (1 - final) * expected)
+                assert learning_rate_share(schedule, step, 100) == pytest.approx(final + (1 - final) * expected)
 
 
 def test_linear_and_cosine_are_decays_that_begin_where_the_warm_up_ends() -> None:
     for kind in ("linear", "cosine"):
         whole = made(kind=kind, warmup_steps=7, final=0.1)
         decay = made(kind="wsd", shape=kind, warmup_steps=7, final=0.1, decay=1.0)
-        assert [share(whole, step, 50) for step in range(1, 51)] == [share(decay, step, 50) for step in range(1, 51)]
+        assert [learning_rate_share(whole, step, 50) for step in range(1, 51)] == [
+            learning_rate_share(decay, step, 50) for step in range(1, 51)
+        ]
 
 
 @given(schedules, st.integers(1, 200))
 def test_a_share_rises_to_the_peak_and_falls_to_no_less_than_the_final_one(schedule: Schedule, steps: int) -> None:
-    found = [share(schedule, step, steps) for step in range(1, steps + 1)]
+    found = [learning_rate_share(schedule, step, steps) for step in range(1, steps + 1)]
     assert all(0 <= one <= 1 for one in found)
     peak = found.index(max(found))
     assert all(a <= b for a, b in pairwise(found[: peak + 1]))
@@ -151,7 +153,7 @@ def test_a_share_rises_to_the_peak_and_falls_to_no_less_than_the_final_one(sched
         assert max(found) == 1.0
         assert found[-1] >= getattr(schedule, "final", 1.0) - 1e-12
         assert min(found, default=1.0) > 0 or getattr(schedule, "final", 1.0) == 0
-    assert share(schedule, steps + 100, steps) <= found[-1] + 1e-12 or steps < schedule.warmup_steps + 100
+    assert learning_rate_share(schedule, steps + 100, steps) <= found[-1] + 1e-12 or steps < schedule.warmup_steps + 100
 
 
 @given(schedules, st.integers(1, 100), st.integers(0, 100))
@@ -159,11 +161,11 @@ def test_more_steps_change_nothing_before_the_decay(schedule: Schedule, steps: i
     """So that a run that stopped on the level part goes on, or decays from there, as if it had always meant to."""
     same = min(decay_start(schedule, steps), decay_start(schedule, steps + more), steps)
     for step in range(1, same + 1):
-        assert share(schedule, step, steps) == share(schedule, step, steps + more)
+        assert learning_rate_share(schedule, step, steps) == learning_rate_share(schedule, step, steps + more)
 
 
 def test_a_wsd_run_of_fewer_steps_is_the_beginning_of_a_longer_one() -> None:
     schedule = made(kind="wsd", warmup_steps=5, decay_steps=20)
-    short, long = ([share(schedule, step, steps) for step in range(1, steps + 1)] for steps in (100, 300))
+    short, long = ([learning_rate_share(schedule, step, steps) for step in range(1, steps + 1)] for steps in (100, 300))
     assert short[:80] == long[:80] == [*(n / 5 for n in range(1, 6)), *[1.0] * 75]
     assert short[80:] == long[280:]

@@ -10,15 +10,15 @@ from typing import Any
 import pytest
 
 from bloomery.core.errors import CheckpointError
-from bloomery.core.files import MANIFEST
+from bloomery.core.io import MANIFEST
 from bloomery.core.log import VARYING, read_metrics
 from bloomery.model.transformer import Transformer
-from bloomery.shards.loader import Samples
-from bloomery.train.hooks import Hook
-from bloomery.train.session import Session
-from bloomery.train.state import State
+from bloomery.shards.loader import PackedDataset
+from bloomery.train.state import Hook, State
+from bloomery.train.trainer import TrainingRun
 from bloomery.train.validation import Validation
-from bloomery.weights import checkpoint, huggingface, training_state
+from bloomery.weights import checkpoint as weights_checkpoint
+from bloomery.weights import hf
 from tests.tokenizer.made import small
 from tests.train.made import SHAPE, T, processor, session
 
@@ -44,23 +44,24 @@ def content(checkpoint: Path) -> dict[str, bytes]:
     header of a safetensors file come in any order.
     """
     found = {file.name: file.read_bytes() for file in checkpoint.iterdir() if file.is_file() and file.name != MANIFEST}
-    state = training_state.read(checkpoint / "training")
+    state = weights_checkpoint.read(checkpoint / "training")
     return found | {name: tensor.numpy().tobytes() for name, tensor in state.items()}
 
 
 def die_after(step: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Add a hook that a person's Ctrl-C comes in, after `step`."""
-    whole = Session._hooks
+    whole = TrainingRun._hooks
 
     def interrupt(state: State) -> None:
         raise KeyboardInterrupt
 
-    def hooks(self: Session, *args: Any) -> list[Hook]:
+    def hooks(self: TrainingRun, *args: Any) -> list[Hook]:
         return [*whole(self, *args), Hook(lambda s: s.step == step, interrupt)]
 
-    monkeypatch.setattr(Session, "_hooks", hooks)
+    monkeypatch.setattr(TrainingRun, "_hooks", hooks)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number", range(4))
 def test_a_run_that_was_killed_and_resumed_is_one_that_was_not_bit_for_bit(
     shards: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int
@@ -135,11 +136,12 @@ def test_a_run_killed_before_its_samples_are_all_made_makes_them_now(
     assert sampled(tmp_path / "killed") == whole
 
 
+@pytest.mark.slow
 def test_metrics_are_safe_before_a_checkpoint_is_and_those_that_are_gone_are_told(
     shards: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     metrics, safe, found = tmp_path / "metrics.jsonl", [0], dict[int, int]()
-    flush, save = os.fsync, checkpoint.save
+    flush, save = os.fsync, weights_checkpoint.save
 
     def flushed(handle: int) -> None:
         flush(handle)
@@ -152,7 +154,7 @@ def test_metrics_are_safe_before_a_checkpoint_is_and_those_that_are_gone_are_tol
 
     with monkeypatch.context() as patch:
         patch.setattr(os, "fsync", flushed)
-        patch.setattr(checkpoint, "save", saved)
+        patch.setattr(weights_checkpoint, "save", saved)
         die_after(6, patch)
         with pytest.raises(KeyboardInterrupt):
             session(shards, tmp_path).run()
@@ -317,7 +319,7 @@ def test_a_run_tells_what_it_did(shards: Path, tmp_path: Path) -> None:
     assert stats["loss"] == round(logged[-1]["loss"], 5)
     assert [line["step"] for line in lines if "validation_loss" in line] == [2, 4, 6, 8, 9]
     assert stats["validation_loss"] < 7
-    found = huggingface.load(tmp_path / "model")
+    found = hf.load(tmp_path / "model")
     assert (found.model.config, found.lineage.step, found.lineage.tokenizer) == (SHAPE, STEPS, small().hash)
     assert stats["parameters"] == sum(weight.numel() for weight in found.model.parameters())
 
@@ -326,7 +328,7 @@ def test_the_numbers_of_a_checkpoint_are_those_of_its_step(shards: Path, tmp_pat
     session(shards, tmp_path).run()
     for folder in (tmp_path / "checkpoints").iterdir():
         state = json.loads((folder / "state.json").read_text())
-        assert state["step"] == int(folder.name) == huggingface.load(folder).lineage.step
+        assert state["step"] == int(folder.name) == hf.load(folder).lineage.step
         assert state["samples"] == 4 * state["step"]
         logged = [line for line in read_metrics(tmp_path / "metrics.jsonl") if line["step"] == state["step"]]
         assert state["metrics"]["loss"] == logged[0]["loss"]
@@ -336,7 +338,7 @@ def test_validation_is_the_mean_loss_of_its_tokens_and_leaves_the_model_in_train
     shards: Path, tmp_path: Path
 ) -> None:
     model = session(shards, tmp_path).model.train()
-    samples = Samples(shards, "val", T, small().hash)
+    samples = PackedDataset(shards, "val", T, small().hash)
     values = [Validation(samples, small(), rows).measure(model, processor())["validation_loss"] for rows in (2, 100)]
     assert values[0] == pytest.approx(values[1], abs=2e-5)
     assert model.training

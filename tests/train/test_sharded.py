@@ -16,19 +16,18 @@ from typing import Any
 
 import pytest
 
-from bloomery.core import files
+from bloomery.core import io as core_io
 from bloomery.core.config import build
 from bloomery.core.errors import ConfigError, RunError
-from bloomery.core.files import disk_errors
+from bloomery.core.io import disk_errors
 from bloomery.core.log import VARYING, Metrics, read_metrics
-from bloomery.hw.dist import World
+from bloomery.hw.distributed import World
 from bloomery.stages.sampling import continuing
-from bloomery.train import launch, loop, parallel
+from bloomery.train import fsdp, launch, step
 from bloomery.train.config import Training
-from bloomery.train.hooks import Hook
-from bloomery.train.plan import check_shard
-from bloomery.train.state import State
-from bloomery.weights import checkpoint, training_state
+from bloomery.train.plan.memory import check_shard
+from bloomery.train.state import Hook, State
+from bloomery.weights import checkpoint
 from tests.model.made import SHAPES, lively
 from tests.train.made import ADAMW, MUON, run, session, stopped
 from tests.train.test_parallel import STEPS, furthest, losses
@@ -47,7 +46,7 @@ ADEMAMIX = {"kind": "ademamix", "learning_rate": 1e-3, "ramp_steps": 5}
 @pytest.mark.parametrize("shape", SHAPES)
 def test_every_weight_is_of_exactly_one_rule(shape: Any) -> None:
     model = lively(shape)
-    found = parallel.groups(model)
+    found = fsdp.groups(model)
     assert sorted(itertools.chain(*found.values())) == sorted(name for name, _ in model.named_parameters())
     assert set(found) == {"", *(f"blocks.{number}" for number in range(len(model.blocks)))}
 
@@ -56,7 +55,7 @@ def test_a_weight_that_no_rule_knows_is_named() -> None:
     model = lively(SHAPES[0])
     model.adapter = torch.nn.Linear(2, 2)
     with pytest.raises(ValueError, match=r"adapter\.weight is of 0 rules"):
-        parallel.groups(model)
+        fsdp.groups(model)
 
 
 @pytest.mark.parametrize(
@@ -79,7 +78,7 @@ def held(task: dict[str, Any], world: World) -> dict[str, Any]:
     made.run()
     kept = made._checkpoints.optimizers.state()
     tensors = [*made.model.parameters(), *(kept[name] for name in kept if not name.endswith("/step"))]
-    own, all_ = (sum(count(one) for one in tensors) for count in (lambda t: parallel.local(t).numel(), Tensor.numel))
+    own, all_ = (sum(count(one) for one in tensors) for count in (lambda t: fsdp.local(t).numel(), Tensor.numel))
     return {"shares": world.gather(own / all_)}
 
 
@@ -161,7 +160,7 @@ def test_a_run_goes_on_with_other_ranks_and_other_parts(
 
 def poisoned(task: dict[str, Any], world: World) -> dict[str, Any]:
     """A session with bad losses in steps 8, 9 and 10, that also samples and asks questions."""
-    inner, calls = loop.micro_batch_losses, [0]
+    inner, calls = step.micro_batch_losses, [0]
 
     def losses(*args: Any) -> tuple[Tensor, Tensor]:
         calls[0] += torch.is_grad_enabled()  # an evaluation is no step
@@ -169,7 +168,7 @@ def poisoned(task: dict[str, Any], world: World) -> dict[str, Any]:
         bad = math.inf if 8 <= 1 + (calls[0] - 1) // task["passes"] <= 10 else 1.0
         return loss * bad, entropy * bad
 
-    loop.micro_batch_losses = losses  # type: ignore[assignment]
+    step.micro_batch_losses = losses  # type: ignore[assignment]
     made = session(Path(task["shards"]), Path(task["out"]), world, **task["settings"])
     made.sampler = continuing(made.renderer)
     made.evaluations = {"asked": lambda model, *how: {"asked": float(model.logits(model(IDS)).sum())}}
@@ -247,17 +246,17 @@ def odd(*args: Any, **how: Any) -> Any:
 
 
 PARTS: list[tuple[int, Any, str, Callable[..., Any]]] = [
-    (0, training_state, "copied", odd),
-    (1, training_state, "copied", odd),
+    (0, checkpoint, "copy_state", odd),
+    (1, checkpoint, "copy_state", odd),
     (0, checkpoint, "_check_way", full),
     (0, checkpoint, "_check_way", odd),
     (0, checkpoint, "check_space", full),
     (1, Path, "mkdir", full),
     (0, HuggingFaceStorageWriter, "write_data", full),
     (1, HuggingFaceStorageWriter, "write_data", full),
-    (1, files, "sync_folder", full),
-    (0, files, "write_json", full),
-    (0, files, "listing", full),
+    (1, core_io, "sync_folder", full),
+    (0, core_io, "write_json", full),
+    (0, core_io, "listing", full),
     (0, Path, "rename", full),
     (0, checkpoint, "_prune", full),
 ]
@@ -274,7 +273,7 @@ def breaking(task: dict[str, Any], world: World) -> dict[str, Any]:
     mesh = init_device_mesh("cpu", (world.size,))
     training: dict[str, Tensor] = {"w/momentum": distribute_tensor(torch.arange(8.0), mesh, [Shard(0)])}
     told = []
-    with checkpoint.Saver(Path(task["root"]), checkpoint.Keep(last=1), world) as saver:
+    with checkpoint.Saver(Path(task["root"]), checkpoint.RetentionPolicy(last=1), world) as saver:
         for step, (rank, owner, name, fail) in enumerate([*PARTS, (-1, checkpoint, "_prune", full)], 1):
             with pytest.MonkeyPatch.context() as patch:
                 if rank == world.rank:
@@ -294,19 +293,22 @@ SECONDS = 150
 """Of patience with ranks that wait for each other."""
 
 
+@pytest.mark.slow
 def test_whatever_part_of_a_save_fails_on_one_rank_all_ranks_are_told_why(tmp_path: Path) -> None:
     mine, theirs = launch.run("tests.train.test_sharded:breaking", {"root": str(tmp_path)}, 2)["told"]
     assert len(mine) == len(theirs) == len(PARTS) + 1
-    for step, (rank, owner, name, fail) in enumerate(PARTS, 1):
+    for number, (rank, owner, name, fail) in enumerate(PARTS, 1):
         if fail is odd:
             own, other = (mine, theirs) if rank == 0 else (theirs, mine)
-            assert own[step - 1] == "ZeroDivisionError odd"
-            assert other[step - 1].startswith("RankLostError another rank had to stop: ZeroDivisionError: odd\nLook at")
+            assert own[number - 1] == "ZeroDivisionError odd"
+            assert other[number - 1].startswith(
+                "RankLostError another rank had to stop: ZeroDivisionError: odd\nLook at"
+            )
         else:
-            assert mine[step - 1] == theirs[step - 1], (owner, name)
-            assert f"{step:09d}" in mine[step - 1], (owner, name)
-            assert "cannot be written: No space left on device" in mine[step - 1], (owner, name)
-            assert "\nFree some space and run the same command again" in mine[step - 1], (owner, name)
+            assert mine[number - 1] == theirs[number - 1], (owner, name)
+            assert f"{number:09d}" in mine[number - 1], (owner, name)
+            assert "cannot be written: No space left on device" in mine[number - 1], (owner, name)
+            assert "\nFree some space and run the same command again" in mine[number - 1], (owner, name)
     assert mine[-1] == theirs[-1] == ""
     assert [folder.name for folder in sorted(tmp_path.iterdir())] == [f"{len(PARTS) + 1:09d}"]
     assert checkpoint.damage(checkpoint.folders(tmp_path)[0]) == ""

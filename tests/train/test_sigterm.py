@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from bloomery.core.log import read_metrics
-from bloomery.shards.loader import Samples
+from bloomery.shards.loader import PackedDataset
 from bloomery.weights import checkpoint
 from tests.train.made import session
 
@@ -24,6 +24,7 @@ session(Path(sys.argv[1]), Path(sys.argv[2]), **settings).run()
 """
 
 
+@pytest.mark.slow
 def test_sigterm_saves_the_newest_step_and_exits_with_143(shards: Path, tmp_path: Path) -> None:
     command = [sys.executable, "-c", RUN, str(shards), str(tmp_path / "killed")]
     env = {**os.environ, "OMP_NUM_THREADS": "1"}
@@ -50,7 +51,7 @@ def test_sigterm_in_the_midst_of_an_evaluation_leaves_the_step_saved(
     shards: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run = session(shards, tmp_path / "killed", save_every_seconds=1e9, evaluate_every=4)
-    whole, seen = Samples.batch, list[int]()
+    whole, seen = PackedDataset.batch, list[int]()
 
     def batch(self: object, numbers: object) -> object:
         seen.append(1)
@@ -58,7 +59,7 @@ def test_sigterm_in_the_midst_of_an_evaluation_leaves_the_step_saved(
             os.kill(os.getpid(), signal.SIGTERM)
         return whole(self, numbers)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(Samples, "batch", batch)
+    monkeypatch.setattr(PackedDataset, "batch", batch)
     with pytest.raises(SystemExit) as caught:
         run.run()
     assert caught.value.code == 143

@@ -9,8 +9,7 @@ import pytest
 
 from bloomery.core.errors import DataError, RunError
 from bloomery.core.log import read_metrics
-from bloomery.train.events import EventFile, crc32c
-from bloomery.train.sinks import MainLog, flat
+from bloomery.train.metrics import EventFile, MainLog, crc32c, flat
 from bloomery.train.state import State
 from tests.train.made import session
 
@@ -171,7 +170,7 @@ def test_only_numbers_are_passed_on() -> None:
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="a disk that is always full is Linux's")
-def test_a_main_log_that_a_full_disk_does_not_take_is_named_with_the_cure(tmp_path: Path) -> None:
+def test_a_main_log_that_a_full_disk_does_not_take_is_named_with_the_hint(tmp_path: Path) -> None:
     log = MainLog(tmp_path / "main.log", 0)
     log._path = Path("/dev/full")
     with pytest.raises(RunError, match=r"^/dev/full: cannot be written: No space left on device.*\nFree some space"):

@@ -2,11 +2,11 @@
 
 from pathlib import Path
 
-from bloomery.core import files
-from bloomery.core.files import MANIFEST
-from bloomery.tokenizer.chat import Renderer
-from bloomery.weights import huggingface
-from bloomery.weights.huggingface import Lineage
+from bloomery.core import io as core_io
+from bloomery.core.io import MANIFEST
+from bloomery.tokenizer.chat_template import Renderer
+from bloomery.weights import hf
+from bloomery.weights.hf import Lineage
 from tests.core.made import manifest
 from tests.model.made import SHAPES, lively
 from tests.tokenizer.made import small
@@ -18,7 +18,7 @@ def model(folder: Path, seed: int = 0, context: int = 40) -> Path:
     renderer = Renderer(small())
     lineage = Lineage(tokenizer=small().hash, template=renderer.template.hash, shards="5" * 64)
     shape = SHAPES[0].model_copy(update={"context": context})
-    huggingface.save(folder, lively(shape, seed, small().vocab_size), renderer, lineage)
+    hf.save(folder, lively(shape, seed, small().vocab_size), renderer, lineage)
     return folder
 
 
@@ -28,7 +28,7 @@ def run(root: Path, *done: str, begun: tuple[str, ...] = ()) -> Path:
         if stage in (*done, *begun):
             model(root / name / "model") if stage != "fetch" else (root / name).mkdir(parents=True)
         if stage in done:
-            files.write_json(root / name / MANIFEST, manifest())
+            core_io.write_json(root / name / MANIFEST, manifest())
     root.mkdir(exist_ok=True)
-    files.write_json(root / "current.json", FOLDERS)
+    core_io.write_json(root / "current.json", FOLDERS)
     return root

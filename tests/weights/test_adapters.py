@@ -11,10 +11,10 @@ from bloomery.model import lora
 from bloomery.model.config import ModelConfig
 from bloomery.model.lora_config import Base, Lora
 from bloomery.model.transformer import Transformer
-from bloomery.tokenizer.chat import Renderer
-from bloomery.tokenizer.templates import TEMPLATES
-from bloomery.weights import adapters, export, find, huggingface
-from bloomery.weights.huggingface import BaseModel, Lineage
+from bloomery.tokenizer.chat_template import TEMPLATES, Renderer
+from bloomery.weights import export, hf, locate
+from bloomery.weights import peft as weights_peft
+from bloomery.weights.hf import BaseModel, Lineage
 from tests.model.made import CHOICES, SHAPES, lively, random_ids
 from tests.tokenizer.made import small
 
@@ -31,16 +31,16 @@ LINEAGE = Lineage(tokenizer=small().hash, template=TEMPLATES["bloomery"].hash, s
 def adapted(root: Path, shape: ModelConfig, settings: Lora) -> tuple[Transformer, Path]:
     """A base in root/base, and in root/adapters what was trained beside it: a model in training, and that folder."""
     renderer = Renderer(small())
-    huggingface.save(root / "base", lively(shape, 0, VOCAB), renderer, LINEAGE)
+    hf.save(root / "base", lively(shape, 0, VOCAB), renderer, LINEAGE)
     model = lively(shape, 0, VOCAB)
     lora.attach(model, settings, seed=1)
     generator = torch.Generator().manual_seed(2)
     with torch.no_grad():
         for weight in lora.weights(model).values():
             weight.copy_(torch.randn(weight.shape, generator=generator) * 0.1)
-    below = BaseModel(root / "base", huggingface.digest(root / "base"))
+    below = BaseModel(root / "base", hf.digest(root / "base"))
     weights, folder = lora.weights(model), root / "adapters"
-    huggingface.save_adapters(folder, weights, model, renderer, LINEAGE, settings, below)
+    hf.save_adapters(folder, weights, model, renderer, LINEAGE, settings, below)
     return model.eval(), folder
 
 
@@ -57,7 +57,7 @@ def close(found: torch.Tensor, wanted: torch.Tensor) -> bool:
 def test_a_folder_of_adapters_is_read_as_the_model_that_was_trained(tmp_path: Path, base: Base) -> None:
     """Of a quantised base too: what is merged into is what the base computed with."""
     model, folder = adapted(tmp_path, SHAPES[0], Lora(rank=3, base=base))
-    loaded = huggingface.load(folder)
+    loaded = hf.load(folder)
     assert close(scores(loaded.model), scores(model))
     for name, weight in lora.merged(model).state_dict().items():
         assert torch.equal(loaded.model.state_dict()[name], weight), name
@@ -69,12 +69,12 @@ def test_a_folder_of_adapters_is_read_as_the_model_that_was_trained(tmp_path: Pa
 
 def test_adapters_whose_lineage_names_no_base_are_refused(tmp_path: Path) -> None:
     _, folder = adapted(tmp_path, SHAPES[0], Lora(rank=3))
-    facts = json.loads((folder / huggingface.LINEAGE).read_text())
-    del facts[huggingface.BASE]
-    (folder / huggingface.LINEAGE).write_text(json.dumps(facts))
+    facts = json.loads((folder / hf.LINEAGE).read_text())
+    del facts[hf.BASE]
+    (folder / hf.LINEAGE).write_text(json.dumps(facts))
     (folder / "SHA256SUMS").unlink()
     with pytest.raises(CheckpointError, match="has no key 'adapts', which names the model that the adapters adapt"):
-        huggingface.load(folder)
+        hf.load(folder)
 
 
 @theirs_warn
@@ -90,7 +90,7 @@ def test_peft_computes_the_same_logits_from_our_adapters(tmp_path: Path, family:
     with torch.no_grad():
         logits = found(random_ids(2, 30, vocab_size=VOCAB)).logits
     assert close(logits, scores(model))
-    assert close(scores(huggingface.load(folder).model), logits)
+    assert close(scores(hf.load(folder).model), logits)
 
 
 @theirs_warn
@@ -98,7 +98,7 @@ def test_peft_computes_the_same_logits_from_our_adapters(tmp_path: Path, family:
 def test_adapters_that_peft_trained_are_merged_into_the_same_logits(tmp_path: Path, family: str) -> None:
     peft, transformers = theirs()
     shape = FAMILIES[family]
-    huggingface.save(tmp_path / "base", lively(shape, 0, VOCAB), Renderer(small()), LINEAGE)
+    hf.save(tmp_path / "base", lively(shape, 0, VOCAB), Renderer(small()), LINEAGE)
     base = transformers.AutoModelForCausalLM.from_pretrained(str(tmp_path / "base"))
     names = ["c_attn", "c_fc"] if family == "GPT-2" else ["q_proj", "down_proj"]
     ranks = {rf".*\.[0]\..*{names[0]}": 2, names[1]: 3}
@@ -117,7 +117,7 @@ def test_adapters_that_peft_trained_are_merged_into_the_same_logits(tmp_path: Pa
     model.save_pretrained(str(tmp_path / "adapters"))
     with torch.no_grad():
         logits = model(random_ids(2, 30, vocab_size=VOCAB)).logits
-    loaded = huggingface.load(tmp_path / "adapters")
+    loaded = hf.load(tmp_path / "adapters")
     assert close(scores(loaded.model), logits)
     assert loaded.renderer.template.name == "bloomery"
 
@@ -136,45 +136,45 @@ def test_adapters_are_taken_up_bit_for_bit_where_training_goes_on(tmp_path: Path
     model, folder = adapted(tmp_path, FAMILIES[family], settings)
     other = lively(FAMILIES[family], 0, VOCAB)
     lora.attach(other, settings, seed=9)
-    huggingface.fill_adapters(other, folder, LINEAGE)
+    hf.fill_adapters(other, folder, LINEAGE)
     for name, weight in lora.weights(model).items():
         assert torch.equal(weight, lora.weights(other)[name]), name
     wrong = Lineage(tokenizer=small().hash, template=None, shards="7" * 64)
     with pytest.raises(CheckpointError, match="was made with"):
-        huggingface.fill_adapters(other, folder, wrong)
+        hf.fill_adapters(other, folder, wrong)
     fewer = lively(FAMILIES[family], 0, VOCAB)
     lora.attach(fewer, Lora(rank=3, targets=("attention.q",)), seed=9)
     with pytest.raises(CheckpointError, match="the adapters differ at"):
-        huggingface.fill_adapters(fewer, folder, LINEAGE)
+        hf.fill_adapters(fewer, folder, LINEAGE)
 
 
 def test_exporting_adapters_merges_them_and_a_run_can_move_as_a_whole(tmp_path: Path) -> None:
     model, _ = adapted(tmp_path / "run", SHAPES[0], Lora(rank=2, base="int8"))
     (tmp_path / "run").rename(tmp_path / "moved")
-    folder = find.model_folder(tmp_path / "moved" / "adapters")
-    written = export.write(huggingface.load(folder), tmp_path / "out", "hf", "float32")
+    folder = locate.locate_model(tmp_path / "moved" / "adapters")
+    written = export.write(hf.load(folder), tmp_path / "out", "hf", "float32")
     assert "model.safetensors" in written["files"]
-    assert close(scores(huggingface.load(tmp_path / "out").model), scores(model))
+    assert close(scores(hf.load(tmp_path / "out").model), scores(model))
 
 
 def test_adapters_without_their_base_or_on_another_one_are_refused(tmp_path: Path) -> None:
     _, folder = adapted(tmp_path, SHAPES[0], Lora(rank=2))
-    huggingface.save(tmp_path / "base", lively(SHAPES[0], 8, VOCAB), Renderer(small()), LINEAGE)
+    hf.save(tmp_path / "base", lively(SHAPES[0], 8, VOCAB), Renderer(small()), LINEAGE)
     with pytest.raises(CheckpointError, match=r"the model was trained with the base .*, and this one is"):
-        huggingface.load(folder)
+        hf.load(folder)
     shutil.rmtree(tmp_path / "base")
     with pytest.raises(CheckpointError, match="adapts a model that is not at"):
-        huggingface.load(folder)
+        hf.load(folder)
 
 
 def test_adapters_that_are_torn_or_more_than_that_are_refused(tmp_path: Path) -> None:
     _, folder = adapted(tmp_path, SHAPES[0], Lora(rank=2))
-    facts = json.loads((folder / adapters.CONFIG).read_text())
+    facts = json.loads((folder / weights_peft.CONFIG).read_text())
     for change, what in (({"use_dora": True}, "use_dora is True"), ({"peft_type": "LOHA"}, "its kind is 'LOHA'")):
-        (folder / adapters.CONFIG).write_text(json.dumps(facts | change))
+        (folder / weights_peft.CONFIG).write_text(json.dumps(facts | change))
         with pytest.raises(CheckpointError, match=what):
-            huggingface.load(folder)
-    (folder / adapters.CONFIG).write_text(json.dumps(facts))
-    (folder / adapters.WEIGHTS).write_bytes((folder / adapters.WEIGHTS).read_bytes()[:-9])
+            hf.load(folder)
+    (folder / weights_peft.CONFIG).write_text(json.dumps(facts))
+    (folder / weights_peft.WEIGHTS).write_bytes((folder / weights_peft.WEIGHTS).read_bytes()[:-9])
     with pytest.raises(CheckpointError, match="holds no adapter of PEFT"):
-        huggingface.load(folder)
+        hf.load(folder)

@@ -14,14 +14,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from bloomery.core import files
+from bloomery.core import io as core_io
 from bloomery.core.errors import CheckpointError, RunError
-from bloomery.core.files import MANIFEST
-from bloomery.train.guard import Past
-from bloomery.train.state import State
-from bloomery.weights import checkpoint, training_state
-from bloomery.weights.checkpoint import Keep, SavedGuard, SavedState, Standing, damage, newest, save
-from bloomery.weights.tensors import save_tensors
+from bloomery.core.io import MANIFEST
+from bloomery.train.state import SpikeStats, State
+from bloomery.weights import checkpoint
+from bloomery.weights.checkpoint import RetentionPolicy, RollbackInfo, SavedGuard, SavedState, damage, newest, save
+from bloomery.weights.safetensors import save_tensors
 
 import safetensors.torch
 import torch
@@ -147,7 +146,7 @@ def test_what_others_put_beside_a_checkpoint_does_not_damage_it(tmp_path: Path, 
 
 
 @pytest.mark.parametrize(
-    ("name", "owner", "what"), [("model.safetensors", files, "sha256_file"), (MANIFEST, Path, "exists")]
+    ("name", "owner", "what"), [("model.safetensors", core_io, "sha256_file"), (MANIFEST, Path, "exists")]
 )
 def test_a_checkpoint_that_cannot_be_read_is_passed_over_and_named(
     tmp_path: Path,
@@ -203,8 +202,8 @@ def forged(folder: Path, name: str, data: bytes) -> None:
     """Put other bytes into a file of a checkpoint, and let its manifest vouch for them."""
     (folder / name).parent.mkdir(exist_ok=True)
     (folder / name).write_bytes(data)
-    facts = files.read_json(folder / MANIFEST)
-    files.write_json(folder / MANIFEST, facts | {"outputs": files.listing(folder)})
+    facts = core_io.read_json(folder / MANIFEST)
+    core_io.write_json(folder / MANIFEST, facts | {"outputs": core_io.listing(folder)})
 
 
 STATES = [b"{}", b"[]", b"null", b"{", b'{"step": 2}', b'{"step": "x", "samples": 14}', b'{"step": 1e9, "samples": 1}']
@@ -321,11 +320,17 @@ def test_a_damaged_one_that_was_passed_over_takes_the_place_of_no_whole_one(tmp_
     """A run that goes on from 4, because 6 is damaged, may save at 9: then 4 stays, and 6 goes."""
     for step in (2, 4, 6):
         save(
-            tmp_path, step, lambda folder: None, {}, {"step": step, "samples": 0}, keep=3, standing=Standing(goal=True)
+            tmp_path,
+            step,
+            lambda folder: None,
+            {},
+            {"step": step, "samples": 0},
+            keep=3,
+            standing=RollbackInfo(goal=True),
         )
     (tmp_path / "000000006" / "state.json").unlink()
     assert newest_step(tmp_path) == 4
-    passed_over = Standing(passed_over=frozenset({6}))
+    passed_over = RollbackInfo(passed_over=frozenset({6}))
     save(tmp_path, 9, lambda folder: None, {}, {"step": 9, "samples": 0}, keep=2, standing=passed_over)
     assert names(tmp_path) == ["000000004", "000000009"]
 
@@ -353,7 +358,7 @@ KILLED = """
 import json, os, signal, sys
 from pathlib import Path
 import safetensors.torch
-from bloomery.weights import checkpoint, training_state
+from bloomery.weights import checkpoint
 from tests.weights.test_checkpoint import write
 
 def die_at(number):
@@ -392,6 +397,7 @@ print(json.dumps(seen))
 """
 
 
+@pytest.mark.slow
 def test_a_process_killed_anywhere_while_it_saves_leaves_a_whole_newest_checkpoint(tmp_path: Path) -> None:
     """Killed before each of its first fifty changes to the disk: a save makes about twenty-five, removals included."""
     command = [sys.executable, "-c", KILLED, str(tmp_path), "50"]
@@ -411,7 +417,9 @@ def test_a_process_killed_anywhere_while_it_saves_leaves_a_whole_newest_checkpoi
 
 def test_checkpoints_of_chosen_steps_stay_for_ever(tmp_path: Path) -> None:
     for step in range(1, 9):
-        save(tmp_path, step, lambda folder: None, {}, {"step": step, "samples": 0}, keep=Keep(last=2, every=3))
+        save(
+            tmp_path, step, lambda folder: None, {}, {"step": step, "samples": 0}, keep=RetentionPolicy(last=2, every=3)
+        )
     assert names(tmp_path) == ["000000003", "000000006", "000000007", "000000008"]
 
 
@@ -435,7 +443,7 @@ def test_a_checkpoint_with_its_training_state_in_one_file_as_it_once_was_is_stil
     (folder / "environment.json").unlink()
     save_tensors(folder / "training.safetensors", {"weight/momentum": torch.ones(2)})
     (folder / MANIFEST).unlink()
-    files.write_json(folder / MANIFEST, {"step": 1, "outputs": files.listing(folder)})
+    core_io.write_json(folder / MANIFEST, {"step": 1, "outputs": core_io.listing(folder)})
     found = newest(tmp_path)
     assert found is not None
     assert found.training["weight/momentum"].tolist() == [1.0, 1.0]
@@ -445,7 +453,7 @@ def test_a_checkpoint_with_its_training_state_in_one_file_as_it_once_was_is_stil
 def test_training_state_comes_in_several_files_where_one_would_be_large(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(training_state, "FILE_BYTES", 100)
+    monkeypatch.setattr(checkpoint, "FILE_BYTES", 100)
     tensors = {f"w{n}": torch.full((7, n + 1), float(n)) for n in range(6)} | {"step": torch.tensor(3.0)}
     save(tmp_path, 1, lambda folder: None, tensors, {"step": 1, "samples": 0}, keep=1)
     assert len(names(tmp_path / "000000001" / "training")) > 2
@@ -465,6 +473,6 @@ def test_no_file_of_a_checkpoint_is_a_pickle(tmp_path: Path) -> None:
 
 
 def test_a_state_that_is_read_has_the_fields_of_the_state_that_is_saved() -> None:
-    saved = {SavedState: State, SavedGuard: Past}
+    saved = {SavedState: State, SavedGuard: SpikeStats}
     for kind, data in saved.items():
         assert set(kind.__annotations__) == {field.name for field in fields(data)}

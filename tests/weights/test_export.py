@@ -11,10 +11,9 @@ from bloomery.cli import main
 from bloomery.model.config import ModelConfig
 from bloomery.model.transformer import Transformer
 from bloomery.tokenizer import importers
-from bloomery.tokenizer import llmc as tokenizer_file
-from bloomery.tokenizer.chat import Renderer
-from bloomery.weights import huggingface, llmc
-from bloomery.weights.huggingface import Lineage
+from bloomery.tokenizer.chat_template import Renderer
+from bloomery.weights import hf, llmc
+from bloomery.weights.hf import Lineage
 from tests.model.made import SHAPES, lively, random_ids
 from tests.tokenizer.made import small
 from tests.tokenizer.test_llmc import small_file
@@ -26,7 +25,7 @@ SAID = Lineage(tokenizer=small().hash, template=None, shards="5" * 64)
 
 def saved(folder: Path, config: ModelConfig, padding: int = 0, **changes: Any) -> Transformer:
     model = lively(ModelConfig(**(config.model_dump() | changes)), 0, small().vocab_size + padding)
-    huggingface.save(folder, model, Renderer(small()), SAID)
+    hf.save(folder, model, Renderer(small()), SAID)
     return model
 
 
@@ -99,7 +98,7 @@ def test_a_model_of_llm_c_comes_in_and_goes_out_with_the_same_scores(
     with torch.no_grad():
         for weight in first.parameters():
             weight.copy_(weight.to(getattr(torch, dtype)))
-    assert torch.equal(scores(huggingface.load(into).model, ids)[..., :rows], scores(first, ids))
+    assert torch.equal(scores(hf.load(into).model, ids)[..., :rows], scores(first, ids))
     told(capsys, "export", into, tmp_path / "out", "--format", "llmc", "--dtype", dtype)
     back = llmc.read(tmp_path / "out" / "model.bin")
     assert back.vocab_size == tokenizer.vocab_size
@@ -107,7 +106,7 @@ def test_a_model_of_llm_c_comes_in_and_goes_out_with_the_same_scores(
         if name not in ("embed.weight", "head.weight"):
             assert torch.equal(back.weights[name].float(), weight), name
     assert torch.equal(back.weights["embed.weight"][:rows].float(), first.embed.weight)
-    assert tokenizer_file.read(tmp_path / "out" / "tokenizer.bin")[1] == tokenizer.document_id
+    assert importers.read(tmp_path / "out" / "tokenizer.bin")[1] == tokenizer.document_id
 
 
 def test_a_model_of_llm_c_has_as_many_ids_as_its_tokenizer_but_for_padding(
@@ -132,7 +131,7 @@ def test_a_model_with_a_tokenizer_from_here_comes_back_from_files_of_llm_c_witho
     model = saved(tmp_path / "model", llmc.shape(24, 2, 3, 40), padding)
     told(capsys, "export", tmp_path / "model", tmp_path / "out", "--format", "llmc")
     told(capsys, "import", tmp_path / "out" / "model.bin", tmp_path / "again")
-    found = huggingface.load(tmp_path / "again")
+    found = hf.load(tmp_path / "again")
     assert (found.model.config, found.model.vocab_size) == (model.config, small().vocab_size)
     assert found.tokenizer.special == small().special
     assert found.tokenizer.encode("the lamp, 12 and é") == small().encode("the lamp, 12 and é")
@@ -147,7 +146,7 @@ def test_a_weight_that_a_number_format_cannot_hold_is_named(
     model = lively(llmc.shape(24, 2, 3, 40), 0, small().vocab_size)
     with torch.no_grad():
         model.get_parameter("norm.weight")[3] = -3.4e38
-    huggingface.save(tmp_path / "model", model, Renderer(small()), SAID)
+    hf.save(tmp_path / "model", model, Renderer(small()), SAID)
     said = refused(capsys, "export", tmp_path / "model", tmp_path / "out", "--format", form, "--dtype", dtype)
     name = {"hf": "transformer.ln_f.weight", "llmc": "norm.weight"}[form]
     assert f"{name} holds numbers up to 3.4e+38, and {dtype} ends at" in said
@@ -167,7 +166,7 @@ def test_a_folder_of_transformers_becomes_one_of_ours(tmp_path: Path, capsys: py
     for ours in ("bloomery.json", "SHA256SUMS"):
         (tmp_path / "theirs" / ours).unlink()
     told(capsys, "import", tmp_path / "theirs", tmp_path / "ours")
-    found = huggingface.load(tmp_path / "ours")
+    found = hf.load(tmp_path / "ours")
     assert found.lineage == Lineage(tokenizer=small().hash, template=None, shards="imported")
     for name, weight in model.state_dict().items():
         assert torch.equal(found.model.state_dict()[name], weight), name

@@ -10,12 +10,10 @@ import pytest
 from transformers import AutoModelForCausalLM
 
 from bloomery.core.errors import CheckpointError
-from bloomery.model.config import ModelConfig
-from bloomery.model.presets import PRESETS
-from bloomery.model.scaling import Linear, Llama3Scaling, Yarn
-from bloomery.tokenizer.chat import Renderer
-from bloomery.weights import families, huggingface
-from bloomery.weights.huggingface import CONFIG, LINEAGE, Lineage
+from bloomery.model.config import PRESETS, LinearScaling, Llama3Scaling, ModelConfig, YarnScaling
+from bloomery.tokenizer.chat_template import Renderer
+from bloomery.weights import architectures, hf
+from bloomery.weights.hf import CONFIG, LINEAGE, Lineage
 from bloomery.weights.integrity import SUMS
 from tests.model.made import lively, random_config, random_ids
 from tests.tokenizer.made import small
@@ -27,10 +25,10 @@ VOCAB = small().vocab_size
 RENDERER = Renderer(small())
 SAID = Lineage(tokenizer=small().hash, template=None, shards="5" * 64)
 SCALINGS = (
-    Linear(factor=2.5),
+    LinearScaling(factor=2.5),
     Llama3Scaling(factor=4.0, low_freq_factor=1.0, high_freq_factor=3.0, original_context=16),
-    Yarn(factor=4.0, original_context=8),
-    Yarn(factor=2.0, original_context=16, beta_fast=20.0, beta_slow=2.0, attention_factor=1.2),
+    YarnScaling(factor=4.0, original_context=8),
+    YarnScaling(factor=2.0, original_context=16, beta_fast=20.0, beta_slow=2.0, attention_factor=1.2),
 )
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 10}
 
@@ -81,7 +79,7 @@ def differences(ours: Any, other: Any, seed: int) -> float:
 @pytest.mark.parametrize("name", FAMILIES)
 def test_transformers_computes_the_same_with_what_is_saved_here(name: str, seed: int, tmp_path: Path) -> None:
     model = lively(FAMILIES[name](seed), seed, VOCAB)
-    huggingface.save(tmp_path, model, RENDERER, SAID)
+    hf.save(tmp_path, model, RENDERER, SAID)
     other = there(tmp_path)
     assert type(other).__name__ == name.split()[0]
     assert differences(model, other, seed) < 1e-5
@@ -91,11 +89,11 @@ def test_transformers_computes_the_same_with_what_is_saved_here(name: str, seed:
 @pytest.mark.parametrize("name", FAMILIES)
 def test_what_transformers_saves_is_loaded_here_and_computes_the_same(name: str, seed: int, tmp_path: Path) -> None:
     config = FAMILIES[name](seed)
-    huggingface.save(tmp_path / "first", lively(config, seed, VOCAB), RENDERER, SAID)
+    hf.save(tmp_path / "first", lively(config, seed, VOCAB), RENDERER, SAID)
     other = there(tmp_path / "first")
     other.save_pretrained(tmp_path / "theirs", max_shard_size="20KB" if seed % 2 else "1GB")
     small().save(tmp_path / "theirs")
-    found = huggingface.load(tmp_path / "theirs")
+    found = hf.load(tmp_path / "theirs")
     assert found.lineage == Lineage(tokenizer=small().hash, template=None, shards="imported")
     assert differences(found.model, other, seed) < 1e-5
     layers = range(config.num_layers)
@@ -105,14 +103,14 @@ def test_what_transformers_saves_is_loaded_here_and_computes_the_same(name: str,
 @pytest.mark.parametrize("name", FAMILIES)
 def test_folders_in_bfloat16_go_both_ways(name: str, tmp_path: Path) -> None:
     model = lively(FAMILIES[name](1), 1, VOCAB)
-    huggingface.save(tmp_path / "ours", model, RENDERER, SAID, number_format="bfloat16")
+    hf.save(tmp_path / "ours", model, RENDERER, SAID, number_format="bfloat16")
     other = there(tmp_path / "ours")
     assert other.dtype == torch.bfloat16
-    found = huggingface.load(tmp_path / "ours").model
+    found = hf.load(tmp_path / "ours").model
     assert differences(found, other.float(), 1) < 1e-5
     there(tmp_path / "ours").save_pretrained(tmp_path / "theirs")
     small().save(tmp_path / "theirs")
-    again = huggingface.load(tmp_path / "theirs").model
+    again = hf.load(tmp_path / "theirs").model
     for one, weight in found.state_dict().items():
         assert torch.equal(again.state_dict()[one], weight), one
 
@@ -122,7 +120,7 @@ def test_gpt2_as_it_lies_on_the_hub_is_read(tmp_path: Path) -> None:
     model = lively(
         gpt2(0).model_copy(update={"feed_forward": ("gelu_tanh",), "tie_embeddings": True, "rope_theta": 1e4}), 0, VOCAB
     )
-    huggingface.save(tmp_path, model, RENDERER, SAID)
+    hf.save(tmp_path, model, RENDERER, SAID)
     for ours in (LINEAGE, SUMS):
         (tmp_path / ours).unlink()
     file = tmp_path / "model.safetensors"
@@ -134,7 +132,7 @@ def test_gpt2_as_it_lies_on_the_hub_is_read(tmp_path: Path) -> None:
     old = {name: facts[name] for name in ("vocab_size", "n_embd", "n_layer", "n_head", "n_ctx", "n_inner")}
     known = {"architectures": ["GPT2LMHeadModel"], "layer_norm_epsilon": facts["layer_norm_epsilon"]}
     (tmp_path / CONFIG).write_text(json.dumps(old | known))
-    found = huggingface.load(tmp_path).model
+    found = hf.load(tmp_path).model
     assert found.config == model.config
     for name, weight in model.state_dict().items():
         assert torch.equal(found.state_dict()[name], weight), name
@@ -159,12 +157,12 @@ EVEN = ModelConfig(width=32, num_layers=2, num_heads=4, num_kv_heads=2, mlp_widt
 def test_what_transformers_does_not_have_is_saved_under_our_name_and_refused_there(kind: str, tmp_path: Path) -> None:
     changes, told = NONE[kind]
     config = ModelConfig(**(EVEN.model_dump() | changes))
-    assert families.family(config) is None
-    (why,) = families.reasons(config)
+    assert architectures.family(config) is None
+    (why,) = architectures.reasons(config)
     assert __import__("re").match(told, why)
     model = lively(config, 0, VOCAB)
-    huggingface.save(tmp_path, model, RENDERER, SAID)
-    found = huggingface.load(tmp_path)
+    hf.save(tmp_path, model, RENDERER, SAID)
+    found = hf.load(tmp_path)
     assert found.model.config == config
     for name, weight in model.state_dict().items():
         assert torch.equal(found.model.state_dict()[name], weight), name
@@ -173,20 +171,20 @@ def test_what_transformers_does_not_have_is_saved_under_our_name_and_refused_the
 
 
 def test_the_known_shapes_are_what_transformers_calls_them() -> None:
-    found = {name: families.family(ModelConfig(preset=name)) for name in PRESETS}
+    found = {name: architectures.family(ModelConfig(preset=name)) for name in PRESETS}
     names = {name: one.name if one else None for name, one in found.items()}
     assert names["plasma-500m"] == names["llama-3.1-405b"] == names["baichuan2-7b"] == "LlamaForCausalLM"
     assert names["plasma-756m"] == "Qwen3ForCausalLM"
     assert names["gpt2-1558m"] == "GPT2LMHeadModel"
     assert names["harness-220m"] is names["baichuan2-13b"] is names["harness-1b"] is None
-    assert families.reasons(ModelConfig(preset="harness-220m")) == []
+    assert architectures.reasons(ModelConfig(preset="harness-220m")) == []
 
 
 # --- what is refused -----------------------------------------------------------------------------------------------
 
 
 def folder_of_others(root: Path, seed: int = 0) -> Path:
-    huggingface.save(root, lively(random_config(seed), seed, VOCAB), RENDERER, SAID)
+    hf.save(root, lively(random_config(seed), seed, VOCAB), RENDERER, SAID)
     (root / LINEAGE).unlink()
     return root
 
@@ -232,10 +230,10 @@ def test_a_model_that_ours_cannot_be_is_refused_with_the_reason(
     folder = folder_of_others(tmp_path / "theirs")
     changed(folder / CONFIG, **changes)
     with pytest.raises(CheckpointError, match=told) as caught:
-        huggingface.load(folder)
-    assert caught.value.cure
-    assert "damaged" not in caught.value.cure
-    assert "stage" not in caught.value.cure
+        hf.load(folder)
+    assert caught.value.hint
+    assert "damaged" not in caught.value.hint
+    assert "stage" not in caught.value.hint
 
 
 @pytest.mark.parametrize(
@@ -249,10 +247,10 @@ def test_kinds_of_layers_that_are_not_known_are_not_taken_for_others(
     tmp_path: Path, kinds: list[str], told: str
 ) -> None:
     config = ModelConfig(**(EVEN.model_dump() | {"qk_norm": True, "sliding_window": ["full", 4]}))
-    huggingface.save(tmp_path, lively(config, 0, VOCAB), RENDERER, SAID)
+    hf.save(tmp_path, lively(config, 0, VOCAB), RENDERER, SAID)
     changed(tmp_path / CONFIG, layer_types=kinds)
     with pytest.raises(CheckpointError, match=told):
-        huggingface.load(tmp_path)
+        hf.load(tmp_path)
 
 
 def test_weights_saved_under_another_name_by_an_earlier_version_are_gone_on_from(
@@ -260,9 +258,9 @@ def test_weights_saved_under_another_name_by_an_earlier_version_are_gone_on_from
 ) -> None:
     model, twin = lively(EVEN, 0, VOCAB), lively(EVEN, 1, VOCAB)
     with monkeypatch.context() as earlier:
-        earlier.setattr(families, "architecture", lambda config: families.OWN)
-        huggingface.save(tmp_path, model, RENDERER, SAID)
-    huggingface.fill(twin, tmp_path, SAID)
+        earlier.setattr(architectures, "architecture", lambda config: architectures.OWN)
+        hf.save(tmp_path, model, RENDERER, SAID)
+    hf.fill(twin, tmp_path, SAID)
     for name, weight in model.state_dict().items():
         assert torch.equal(twin.state_dict()[name], weight), name
 
@@ -283,37 +281,37 @@ STRANGE: dict[str, tuple[Callable[[dict[str, torch.Tensor]], dict[str, torch.Ten
 @pytest.mark.parametrize("kind", STRANGE)
 def test_weights_that_would_not_be_used_as_they_are_meant_are_refused_by_name(kind: str, tmp_path: Path) -> None:
     do, told = STRANGE[kind]
-    huggingface.save(tmp_path, lively(EVEN, 0, VOCAB), RENDERER, SAID)
+    hf.save(tmp_path, lively(EVEN, 0, VOCAB), RENDERER, SAID)
     file = tmp_path / "model.safetensors"
     weights = safetensors.torch.load_file(file)
     file.write_bytes(safetensors.torch.save(weights | do(weights)))
     for lineage in (SAID, None):
         with pytest.raises(CheckpointError, match=__import__("re").escape(told)) as caught:
-            huggingface.load(tmp_path)
+            hf.load(tmp_path)
         assert caught.value.where == str(file)
-        assert caught.value.cure
+        assert caught.value.hint
         if lineage is not None:
             (tmp_path / LINEAGE).unlink()
 
 
 def test_what_follows_from_a_configuration_may_lie_beside_the_weights(tmp_path: Path) -> None:
     model = lively(EVEN, 0, VOCAB)
-    huggingface.save(tmp_path, model, RENDERER, SAID)
+    hf.save(tmp_path, model, RENDERER, SAID)
     (tmp_path / SUMS).unlink()
     file = tmp_path / "model.safetensors"
     weights = safetensors.torch.load_file(file)
     weights["model.layers.0.self_attn.rotary_emb.inv_freq"] = torch.ones(4)
     weights[HEAD] = weights[EMBEDDING].clone()
     file.write_bytes(safetensors.torch.save(weights))
-    assert torch.equal(huggingface.load(tmp_path).model.embed.weight, model.embed.weight)
+    assert torch.equal(hf.load(tmp_path).model.embed.weight, model.embed.weight)
 
 
 def test_a_pickle_is_never_read(tmp_path: Path) -> None:
     folder = folder_of_others(tmp_path / "theirs")
     (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
     with pytest.raises(CheckpointError, match=r"its weights are a pickle \(pytorch_model.bin\)") as caught:
-        huggingface.load(folder)
-    assert "save_pretrained" in caught.value.cure
+        hf.load(folder)
+    assert "save_pretrained" in caught.value.hint
 
 
 def test_a_missing_or_torn_part_of_the_weights_is_named(tmp_path: Path) -> None:
@@ -322,11 +320,11 @@ def test_a_missing_or_torn_part_of_the_weights_is_named(tmp_path: Path) -> None:
     small().save(tmp_path / "theirs")
     parts = sorted((tmp_path / "theirs").glob("model-*.safetensors"))
     assert len(parts) > 2
-    huggingface.load(tmp_path / "theirs")
+    hf.load(tmp_path / "theirs")
     whole = parts[1].read_bytes()
     parts[1].write_bytes(whole[:-5])
     with pytest.raises(CheckpointError, match=f"{parts[1]}: is torn"):
-        huggingface.load(tmp_path / "theirs")
+        hf.load(tmp_path / "theirs")
     parts[1].unlink()
     with pytest.raises(CheckpointError, match=f"there is no {parts[1].name}, which the index names"):
-        huggingface.load(tmp_path / "theirs")
+        hf.load(tmp_path / "theirs")

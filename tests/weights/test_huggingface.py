@@ -11,24 +11,24 @@ import pytest
 from hypothesis import given, settings
 from transformers import AutoTokenizer, LlamaForCausalLM
 
-from bloomery import arguments
+from bloomery import cli
+from bloomery.core.bounds import TEMPERATURE
 from bloomery.core.errors import BloomeryError, CheckpointError, DataError
-from bloomery.core.files import MANIFEST
+from bloomery.core.io import MANIFEST
 from bloomery.evaluation.config import Evaluate
 from bloomery.generate.engine import Engine
 from bloomery.model.transformer import Transformer
-from bloomery.serve.answerer import Sampling
-from bloomery.tokenizer import importers, pieces
-from bloomery.tokenizer.chat import Message, Renderer
+from bloomery.serve.chat_model import Sampling
+from bloomery.tokenizer import importers
+from bloomery.tokenizer import train as tokenizer_train
+from bloomery.tokenizer.chat_template import Message, Renderer, Template
 from bloomery.tokenizer.config import SentencePiece
-from bloomery.tokenizer.drawing import TEMPERATURE
-from bloomery.tokenizer.templates import Template
 from bloomery.tokenizer.tokenizer import DOCUMENT, Tokenizer
 from bloomery.tokenizer.train import train
 from bloomery.train.loss import token_loss
-from bloomery.weights import huggingface, llama
-from bloomery.weights.huggingface import CONFIG, LINEAGE, WEIGHTS, Lineage
-from bloomery.weights.tensors import INDEX
+from bloomery.weights import architectures, hf
+from bloomery.weights.hf import CONFIG, LINEAGE, WEIGHTS, Lineage
+from bloomery.weights.safetensors import INDEX
 from tests.model.made import CHOICES, SHAPES, lively, random_config, random_ids
 from tests.tokenizer.made import TEXTS, small, training_texts
 from tests.tokenizer.test_pieces import theirs as trained_elsewhere
@@ -44,7 +44,7 @@ LINEAGE_OF_CHAT = Lineage(tokenizer=small().hash, template=RENDERER.template.has
 
 def saved(folder: Path, seed: int, **lineage: Any) -> Transformer:
     model = lively(random_config(seed), seed, VOCAB)
-    huggingface.save(folder, model, RENDERER, replace(LINEAGE_OF_CHAT, **lineage))
+    hf.save(folder, model, RENDERER, replace(LINEAGE_OF_CHAT, **lineage))
     return model
 
 
@@ -78,7 +78,7 @@ def test_transformers_computes_the_same_gradients(seed: int, tmp_path: Path) -> 
     yours = dict(other.named_parameters())
     compared = 0
     for name, weight in ours.named_parameters():
-        mine, expected = weight.grad, yours[llama.theirs(name)].grad
+        mine, expected = weight.grad, yours[architectures.llama_name(name)].grad
         assert mine is not None
         assert float((mine - expected).norm()) <= 1e-4 * float(expected.norm()), name
         compared += 1
@@ -100,7 +100,7 @@ def test_transformers_draws_as_we_do_unless_told_otherwise(tmp_path: Path) -> No
     how = theirs(tmp_path).generation_config
     assert (how.do_sample, how.temperature, how.top_k, how.top_p) == (True, TEMPERATURE, 0, 1.0)
     assert Sampling().temperature == Evaluate().answer_temperature == TEMPERATURE
-    assert arguments.parse(["chat", "runs/demo"]).temperature == TEMPERATURE
+    assert cli.parse(["chat", "runs/demo"]).temperature == TEMPERATURE
 
 
 def test_every_setting_arrives_at_transformers(tmp_path: Path) -> None:
@@ -172,7 +172,7 @@ def test_auto_tokenizer_knows_the_special_tokens(auto: Any) -> None:
 def test_auto_tokenizer_gives_the_ids_of_other_kinds_too(kind: str, tmp_path: Path) -> None:
     pytest.importorskip("sentencepiece")
     if kind == "sentencepiece":
-        tokenizer = pieces.train(training_texts(), SentencePiece(vocab_size=600))
+        tokenizer = tokenizer_train.train_sentencepiece(training_texts(), SentencePiece(vocab_size=600))
     elif kind == "imported":
         small().save(tmp_path / "other")
         tokenizer = importers.load(tmp_path / "other")
@@ -181,7 +181,7 @@ def test_auto_tokenizer_gives_the_ids_of_other_kinds_too(kind: str, tmp_path: Pa
         tokenizer = importers.load(tmp_path / "other.model")
     renderer = Renderer(tokenizer)
     model = lively(random_config(0), 0, tokenizer.vocab_size)
-    huggingface.save(tmp_path / "model", model, renderer, replace(LINEAGE_OF_CHAT, tokenizer=tokenizer.hash))
+    hf.save(tmp_path / "model", model, renderer, replace(LINEAGE_OF_CHAT, tokenizer=tokenizer.hash))
     auto: Any = AutoTokenizer.from_pretrained(tmp_path / "model")
     for text in (*training_texts()[::20], "def f(x):\n\treturn  x\n\n", "Größe 東京 😀", " a", "", "\n"):
         ids = auto(text, add_special_tokens=False)["input_ids"]
@@ -189,7 +189,7 @@ def test_auto_tokenizer_gives_the_ids_of_other_kinds_too(kind: str, tmp_path: Pa
         assert auto.decode(ids) == tokenizer.decode(ids) == text
     for talk in TALKS:
         assert auto.apply_chat_template(talk)["input_ids"] == renderer.render(talk).ids
-    assert huggingface.load(tmp_path / "model").tokenizer.hash == tokenizer.hash
+    assert hf.load(tmp_path / "model").tokenizer.hash == tokenizer.hash
 
 
 # --- and back ------------------------------------------------------------------------------------------------------
@@ -198,8 +198,8 @@ def test_auto_tokenizer_gives_the_ids_of_other_kinds_too(kind: str, tmp_path: Pa
 @pytest.mark.parametrize("config", [*SHAPES, *CHOICES.values(), *map(random_config, range(3))])
 def test_a_model_that_was_saved_is_loaded_bit_for_bit(config: Any, tmp_path: Path) -> None:
     model = lively(config, 1, VOCAB)
-    huggingface.save(tmp_path, model, RENDERER, LINEAGE_OF_CHAT)
-    found = huggingface.load(tmp_path)
+    hf.save(tmp_path, model, RENDERER, LINEAGE_OF_CHAT)
+    found = hf.load(tmp_path)
     assert found.model.config == config
     assert found.lineage == LINEAGE_OF_CHAT
     assert found.tokenizer.hash == small().hash
@@ -207,28 +207,28 @@ def test_a_model_that_was_saved_is_loaded_bit_for_bit(config: Any, tmp_path: Pat
         assert torch.equal(found.model.state_dict()[name], weight), name
     assert not found.model.training
     again = tmp_path / "again"
-    huggingface.save(again, found.model, found.renderer, found.lineage)
+    hf.save(again, found.model, found.renderer, found.lineage)
     for file in again.iterdir():
         assert file.read_bytes() == (tmp_path / file.name).read_bytes(), file.name
 
 
 def test_a_tied_head_is_not_written_twice(tmp_path: Path) -> None:
     tied, own = (lively(config, 0, VOCAB) for config in SHAPES[:2])
-    huggingface.save(tmp_path / "tied", tied, RENDERER, LINEAGE_OF_CHAT)
-    huggingface.save(tmp_path / "own", own, RENDERER, LINEAGE_OF_CHAT)
+    hf.save(tmp_path / "tied", tied, RENDERER, LINEAGE_OF_CHAT)
+    hf.save(tmp_path / "own", own, RENDERER, LINEAGE_OF_CHAT)
     names = {name: set(safetensors.torch.load_file(tmp_path / name / WEIGHTS)) for name in ("tied", "own")}
     assert "lm_head.weight" not in names["tied"]
     assert "lm_head.weight" in names["own"]
-    loaded = huggingface.load(tmp_path / "tied").model
+    loaded = hf.load(tmp_path / "tied").model
     assert loaded.head.weight is loaded.embed.weight
 
 
 def test_every_weight_has_one_counterpart() -> None:
     for config in SHAPES:
-        names = [llama.theirs(name) for name in Transformer(config, VOCAB).state_dict()]
+        names = [architectures.llama_name(name) for name in Transformer(config, VOCAB).state_dict()]
         assert len(set(names)) == len(names)
     with pytest.raises(ValueError, match=r"'blocks\.0\.bias' has no counterpart"):
-        llama.theirs("blocks.0.bias")
+        architectures.llama_name("blocks.0.bias")
 
 
 # --- what is refused -----------------------------------------------------------------------------------------------
@@ -243,36 +243,36 @@ def test_weights_are_not_used_with_another_tokenizer(tmp_path: Path) -> None:
     other = other_tokenizer()
     other.save(tmp_path)
     with pytest.raises(CheckpointError) as caught:
-        huggingface.load(tmp_path)
+        hf.load(tmp_path)
     assert caught.value.what == (
         f"the model was trained with the tokenizer {small().hash[:8]}, and this one is {other.hash[:8]}"
     )
     assert caught.value.where == str(tmp_path)
-    assert "Use the tokenizer that lies beside the weights" in caught.value.cure
+    assert "Use the tokenizer that lies beside the weights" in caught.value.hint
 
 
 def test_weights_are_not_used_with_another_chat_template(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     trained = Template(name="chatml", role="<|{role}|>")
     saved(tmp_path, 0, template=trained.hash)
     with pytest.raises(CheckpointError) as caught:
-        huggingface.load(tmp_path)
+        hf.load(tmp_path)
     assert caught.value.what == (
         f"the model was trained with the chat template bloomery {trained.hash[:8]}, "
         f"and this one is {Template().hash[:8]}"
     )
     saved(tmp_path, 0, template=None)  # one that never saw a conversation takes any
-    assert huggingface.load(tmp_path).lineage.template is None
+    assert hf.load(tmp_path).lineage.template is None
 
 
 def test_weights_are_read_into_a_model_where_it_is(tmp_path: Path) -> None:
     model = saved(tmp_path, 0)
     for shape in (model.config, model.config.model_copy(update={"tie_embeddings": True})):
-        huggingface.save(tmp_path, lively(shape, 3, VOCAB), RENDERER, LINEAGE_OF_CHAT)
+        hf.save(tmp_path, lively(shape, 3, VOCAB), RENDERER, LINEAGE_OF_CHAT)
         other = lively(shape, 1, VOCAB)
         weights = list(other.parameters())
-        huggingface.fill(other, tmp_path, replace(LINEAGE_OF_CHAT, step=99))
+        hf.fill(other, tmp_path, replace(LINEAGE_OF_CHAT, step=99))
         assert all(mine is weight for mine, weight in zip(weights, other.parameters(), strict=True))
-        for name, weight in huggingface.load(tmp_path).model.state_dict().items():
+        for name, weight in hf.load(tmp_path).model.state_dict().items():
             assert torch.equal(other.state_dict()[name], weight), name
 
 
@@ -283,9 +283,9 @@ def test_weights_that_were_made_from_something_else_are_not_gone_on_with(tmp_pat
     made = (getattr(LINEAGE_OF_CHAT, field) or "none")[:8]
     lineage = Lineage(**{**asdict(LINEAGE_OF_CHAT), field: "7" * 64})
     with pytest.raises(CheckpointError) as caught:
-        huggingface.fill(model, tmp_path / "000000003", lineage)
+        hf.fill(model, tmp_path / "000000003", lineage)
     assert caught.value.what == f"was made with {field} {made}, and this one is 77777777"
-    assert caught.value.cure == f"To train from the start, remove {tmp_path}."
+    assert caught.value.hint == f"To train from the start, remove {tmp_path}."
     assert torch.equal(model.state_dict()["norm.weight"], before)
 
 
@@ -378,12 +378,12 @@ def test_a_folder_that_is_not_as_it_was_saved_is_refused_by_name(
     folder = shutil.copytree(whole, tmp_path / "model")
     do(folder)
     with pytest.raises(BloomeryError) as caught:
-        huggingface.load(folder)
+        hf.load(folder)
     assert isinstance(caught.value, CheckpointError | DataError)
     assert told in str(caught.value)
     assert str(folder) in caught.value.where
-    assert caught.value.cure
-    assert "manifest.json" not in caught.value.cure
+    assert caught.value.hint
+    assert "manifest.json" not in caught.value.hint
 
 
 def test_the_folder_of_a_stage_is_made_again_where_a_file_in_it_is_damaged(whole: Path, tmp_path: Path) -> None:
@@ -392,5 +392,5 @@ def test_the_folder_of_a_stage_is_made_again_where_a_file_in_it_is_damaged(whole
     for name in (WEIGHTS, CONFIG):
         (folder / name).write_bytes((folder / name).read_bytes()[:-9])
         with pytest.raises(CheckpointError) as caught:
-            huggingface.load(folder)
-        assert "Remove its stage's manifest.json" in caught.value.cure
+            hf.load(folder)
+        assert "Remove its stage's manifest.json" in caught.value.hint

@@ -11,7 +11,7 @@ from bloomery.generate.engine import Engine
 from bloomery.model.config import ModelConfig
 from bloomery.model.transformer import Transformer
 from bloomery.tokenizer.tokenizer import DOCUMENT, END, SPECIAL
-from bloomery.weights import huggingface
+from bloomery.weights import hf
 from tests.model.made import random_ids
 from tests.tokenizer.made import small
 
@@ -82,7 +82,7 @@ def scores(model: Transformer, ids: torch.Tensor) -> torch.Tensor:
 def test_special_tokens_that_a_tokenizer_lacks_get_rows_like_the_closest_it_has(tmp_path: Path) -> None:
     size = plain_tokenizer(tmp_path)
     theirs = llama(tmp_path, size + 2)  # some models have rows that no id uses
-    found = huggingface.load(tmp_path)
+    found = hf.load(tmp_path)
     assert found.model.vocab_size == found.tokenizer.vocab_size == size + len(SPECIAL)
     special = found.tokenizer.special
     embed, head = found.model.embed.weight, found.model.head.weight
@@ -100,19 +100,19 @@ def test_special_tokens_that_a_tokenizer_lacks_get_rows_like_the_closest_it_has(
 def test_what_is_no_id_neither_begins_nor_ends_a_text(tmp_path: Path, none: object) -> None:
     for name, facts in (("said", {"eos_token_id": none}), ("left out", {"eos_token_id": None})):
         llama(tmp_path / name, plain_tokenizer(tmp_path / name), **facts)
-    said, left_out = (huggingface.load(tmp_path / name).model.head.weight for name in ("said", "left out"))
+    said, left_out = (hf.load(tmp_path / name).model.head.weight for name in ("said", "left out"))
     assert torch.equal(said, left_out)
 
 
 def test_a_model_of_others_answers_here_and_is_saved_as_ours(tmp_path: Path) -> None:
     llama(tmp_path / "theirs", plain_tokenizer(tmp_path / "theirs"))
-    found = huggingface.load(tmp_path / "theirs")
+    found = hf.load(tmp_path / "theirs")
     prompt = found.renderer.prompt([{"role": "user", "content": "the lamp"}])
     engine = Engine(found.model, found.tokenizer.vocab_size)
     said = list(engine.stream(prompt, max_tokens=5, stop_ids=frozenset({found.renderer.end_id})))
     assert 1 <= len(said) <= 5
-    huggingface.save(tmp_path / "ours", found.model, found.renderer, found.lineage)
-    again = huggingface.load(tmp_path / "ours")
+    hf.save(tmp_path / "ours", found.model, found.renderer, found.lineage)
+    again = hf.load(tmp_path / "ours")
     assert again.lineage.shards == "imported"
     ids = random_ids(2, 30, 0, found.model.vocab_size)
     assert torch.equal(scores(again.model, ids), scores(found.model, ids))
@@ -179,7 +179,7 @@ def by_formula(weights: dict[str, torch.Tensor], ids: torch.Tensor, *, alibi: bo
 def test_baichuan2_is_read_without_its_code_and_computes_what_its_formulas_say(size: str, tmp_path: Path) -> None:
     rows = plain_tokenizer(tmp_path)
     weights = baichuan(tmp_path, rows, max_position_embeddings=40 if size == "7B" else None)
-    found = huggingface.load(tmp_path).model
+    found = hf.load(tmp_path).model
     assert found.config.positions == ("rotary" if size == "7B" else "alibi")
     ids = random_ids(1, 30, 1, rows)
     expected = by_formula(weights, ids[0], alibi=size == "13B")
@@ -188,11 +188,11 @@ def test_baichuan2_is_read_without_its_code_and_computes_what_its_formulas_say(s
 
 
 def test_the_first_generation_has_a_plain_head(tmp_path: Path) -> None:
-    from bloomery.weights import families
-    from bloomery.weights.baichuan2 import BAICHUAN1, BAICHUAN2
+    from bloomery.weights import architectures
+    from bloomery.weights.architectures import BAICHUAN1, BAICHUAN2
 
     facts = {"architectures": ["BaichuanForCausalLM"]}
-    assert families.of_file(facts | {"vocab_size": 64_000}) is BAICHUAN1
-    assert families.of_file(facts | {"vocab_size": 125_696}) is BAICHUAN2
+    assert architectures.of_file(facts | {"vocab_size": 64_000}) is BAICHUAN1
+    assert architectures.of_file(facts | {"vocab_size": 125_696}) is BAICHUAN2
     (head,) = BAICHUAN1.pieces(["head.weight"])
     assert not head.normalized

@@ -11,12 +11,12 @@ from typing import Any
 import pytest
 
 from bloomery.cli import main
-from bloomery.core import files
+from bloomery.core import io as core_io
 from bloomery.core.errors import CheckpointError
-from bloomery.core.files import MANIFEST
-from bloomery.tokenizer.chat import Renderer
-from bloomery.weights import adapters, export, huggingface, llmc
-from bloomery.weights.huggingface import WEIGHTS, Lineage
+from bloomery.core.io import MANIFEST
+from bloomery.tokenizer.chat_template import Renderer
+from bloomery.weights import export, hf, llmc, peft
+from bloomery.weights.hf import WEIGHTS, Lineage
 from bloomery.weights.integrity import SUMS, verify
 from tests.model.made import lively
 from tests.tokenizer.made import small
@@ -42,12 +42,12 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_one_flipped_bit_of_the_weights_is_refused_by_the_name_of_the_file(whole: Path, tmp_path: Path) -> None:
     folder = shutil.copytree(whole, tmp_path / "copied")
-    huggingface.load(folder)
+    hf.load(folder)
     flip(folder / WEIGHTS)
     with pytest.raises(CheckpointError, match=f"{WEIGHTS} has another sha256, unlike in .*{SUMS}") as caught:
-        huggingface.load(folder)
+        hf.load(folder)
     assert caught.value.where == str(folder)
-    assert f"remove its line from {SUMS}" in caught.value.cure
+    assert f"remove its line from {SUMS}" in caught.value.hint
 
 
 @pytest.mark.parametrize("make", [os.mkfifo, Path.mkdir, lambda path: path.symlink_to("nowhere")])
@@ -58,8 +58,8 @@ def test_a_list_of_hashes_that_is_no_regular_file_is_an_error(
     (folder / SUMS).unlink()
     make(folder / SUMS)
     with pytest.raises(CheckpointError, match=f"{SUMS}: cannot be read: ") as caught:
-        huggingface.load(folder)
-    assert "remove" in caught.value.cure
+        hf.load(folder)
+    assert "remove" in caught.value.hint
 
 
 @pytest.mark.parametrize("name", ["config.json", "tokenizer.json", "tokenizer_config.json", "bloomery.json"])
@@ -67,7 +67,7 @@ def test_every_file_beside_the_weights_is_compared_too(whole: Path, tmp_path: Pa
     folder = shutil.copytree(whole, tmp_path / "copied")
     (folder / name).write_text((folder / name).read_text() + "\n")
     with pytest.raises(CheckpointError, match=f"{name} has another sha256"):
-        huggingface.load(folder)
+        hf.load(folder)
 
 
 def stage(root: Path, *, sums: bool) -> Path:
@@ -76,35 +76,35 @@ def stage(root: Path, *, sums: bool) -> Path:
     folder = run / made.FOLDERS["pretrain"]
     if not sums:
         (folder / "model" / SUMS).unlink()
-    files.write_json(folder / MANIFEST, {"outputs": files.listing(folder), "hands_on": "model/"})
+    core_io.write_json(folder / MANIFEST, {"outputs": core_io.listing(folder), "hands_on": "model/"})
     return folder
 
 
 @pytest.mark.parametrize("sums", [True, False])
 def test_a_model_in_a_stage_is_compared_with_the_manifest_of_the_stage(tmp_path: Path, sums: bool) -> None:
     folder = stage(tmp_path / "run", sums=sums)
-    huggingface.load(folder / "model")
+    hf.load(folder / "model")
     flip(folder / "model" / WEIGHTS)
     with pytest.raises(CheckpointError, match=f"{WEIGHTS} has another sha256, unlike in .*{MANIFEST}") as caught:
-        huggingface.load(folder / "model")
-    assert f"bloomery run {tmp_path / 'run' / 'recipe.toml'}" in caught.value.cure
+        hf.load(folder / "model")
+    assert f"bloomery run {tmp_path / 'run' / 'recipe.toml'}" in caught.value.hint
 
 
 def test_a_list_of_hashes_that_vanished_from_a_stage_is_missed(tmp_path: Path) -> None:
     folder = stage(tmp_path / "run", sums=True)
     (folder / "model" / SUMS).unlink()
     with pytest.raises(CheckpointError, match=f"{SUMS} is gone"):
-        huggingface.load(folder / "model")
+        hf.load(folder / "model")
 
 
 def test_a_checkpoint_from_before_lists_of_hashes_is_compared_with_its_manifest(whole: Path, tmp_path: Path) -> None:
     folder = shutil.copytree(whole, tmp_path / "000000010")
     (folder / SUMS).unlink()
-    files.write_json(folder / MANIFEST, {"step": 10, "outputs": files.listing(folder)})
-    huggingface.load(folder)
+    core_io.write_json(folder / MANIFEST, {"step": 10, "outputs": core_io.listing(folder)})
+    hf.load(folder)
     flip(folder / WEIGHTS)
     with pytest.raises(CheckpointError, match=f"{WEIGHTS} has another sha256"):
-        huggingface.load(folder)
+        hf.load(folder)
 
 
 def verbs(folder: Path, out: Path) -> dict[str, list[str]]:
@@ -129,17 +129,17 @@ def test_no_verb_uses_a_damaged_model(
 
 def test_a_damaged_model_is_neither_gone_on_with_nor_started_from(whole: Path, tmp_path: Path) -> None:
     folder = shutil.copytree(whole, tmp_path / "copied")
-    model = huggingface.load(folder).model
+    model = hf.load(folder).model
     flip(folder / WEIGHTS)
     with pytest.raises(CheckpointError, match="another sha256"):
-        huggingface.fill(model, folder, LINEAGE)
+        hf.fill(model, folder, LINEAGE)
     with pytest.raises(CheckpointError, match="another sha256"):
-        huggingface.digest(folder)
+        hf.digest(folder)
 
 
 def test_sha256sum_reads_the_list_of_an_export(whole: Path, tmp_path: Path) -> None:
     shape = llmc.shape(16, 1, 2, 20)
-    huggingface.save(tmp_path / "gpt2", lively(shape, 0, small().vocab_size), Renderer(small()), LINEAGE)
+    hf.save(tmp_path / "gpt2", lively(shape, 0, small().vocab_size), Renderer(small()), LINEAGE)
     for form, source in (("hf", whole), ("llmc", tmp_path / "gpt2")):
         out = tmp_path / form
         assert main(["export", str(source), str(out), "--format", form]) == 0
@@ -150,9 +150,9 @@ def test_sha256sum_reads_the_list_of_an_export(whole: Path, tmp_path: Path) -> N
 @pytest.mark.parametrize("name", [export.MODEL_FILE, export.TOKENIZER_FILE])
 def test_an_export_for_llm_c_that_was_damaged_is_not_imported(tmp_path: Path, name: str) -> None:
     shape = llmc.shape(16, 1, 2, 20)
-    huggingface.save(tmp_path / "gpt2", lively(shape, 0, small().vocab_size), Renderer(small()), LINEAGE)
+    hf.save(tmp_path / "gpt2", lively(shape, 0, small().vocab_size), Renderer(small()), LINEAGE)
     out = tmp_path / "out"
-    export.write(huggingface.load(tmp_path / "gpt2"), out, "llmc", "float32")
+    export.write(hf.load(tmp_path / "gpt2"), out, "llmc", "float32")
     export.read(out / export.MODEL_FILE)
     flip(out / name, 1028)
     with pytest.raises(CheckpointError, match=f"{name} has another sha256"):
@@ -201,7 +201,7 @@ def test_weights_that_are_not_finite_are_refused_by_the_name_of_their_tensor(
     (folder / WEIGHTS).write_bytes(safetensors.torch.save(weights))
     count = weights[name].numel()
     with pytest.raises(CheckpointError, match=rf"{name} holds 1 of {count:,} numbers that are NaN or infinite"):
-        huggingface.load(folder)
+        hf.load(folder)
 
 
 def test_the_largest_finite_numbers_are_weights(whole: Path, tmp_path: Path) -> None:
@@ -210,7 +210,7 @@ def test_the_largest_finite_numbers_are_weights(whole: Path, tmp_path: Path) -> 
     weights = safetensors.torch.load_file(folder / WEIGHTS)
     weights["model.norm.weight"].fill_(torch.finfo(torch.float32).max)
     (folder / WEIGHTS).write_bytes(safetensors.torch.save(weights))
-    assert float(huggingface.load(folder).model.state_dict()["norm.weight"].max()) == torch.finfo(torch.float32).max
+    assert float(hf.load(folder).model.state_dict()["norm.weight"].max()) == torch.finfo(torch.float32).max
 
 
 def test_a_model_of_llm_c_that_is_not_finite_is_refused(tmp_path: Path) -> None:
@@ -226,11 +226,11 @@ def test_adapters_that_are_not_finite_are_refused(tmp_path: Path) -> None:
     name = "model.layers.0.self_attn.q_proj"
     tensors = {f"base_model.model.{name}.lora_{side}.weight": torch.ones(2, 2) for side in "AB"}
     tensors[f"base_model.model.{name}.lora_B.weight"][0, 0] = float("inf")
-    (tmp_path / adapters.WEIGHTS).write_bytes(safetensors.torch.save(tensors))
+    (tmp_path / peft.WEIGHTS).write_bytes(safetensors.torch.save(tensors))
     facts: dict[str, Any] = {"peft_type": "LORA", "lora_alpha": 1, "base_model_name_or_path": "x"}
-    (tmp_path / adapters.CONFIG).write_text(json.dumps(facts))
+    (tmp_path / peft.CONFIG).write_text(json.dumps(facts))
     with pytest.raises(CheckpointError, match=rf"{name}.lora_B.weight holds 1 of 4 numbers that are NaN"):
-        adapters.read(tmp_path)
+        peft.read(tmp_path)
 
 
 HEADERS: dict[str, Callable[[bytes], bytes]] = {
@@ -248,4 +248,4 @@ def test_a_header_that_cannot_be_is_refused_before_it_is_read(
     folder = shutil.copytree(whole, tmp_path / "copied")
     (folder / WEIGHTS).write_bytes(change((folder / WEIGHTS).read_bytes()))
     with pytest.raises(CheckpointError, match="is torn"):
-        huggingface.load(folder)
+        hf.load(folder)

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from bloomery.core.errors import RunError
-from bloomery.weights.checkpoint import Keep, Saver, newest
-from bloomery.weights.tensors import save_tensors
+from bloomery.weights.checkpoint import RetentionPolicy, Saver, newest
+from bloomery.weights.safetensors import save_tensors
 from tests.weights.test_checkpoint import newest_step
 
 import torch
@@ -23,7 +23,7 @@ def test_what_is_saved_is_what_was_when_the_save_began(tmp_path: Path) -> None:
         assert gate.wait(60)
         save_tensors(folder / "model.safetensors", {"weight": torch.ones(2)})
 
-    with Saver(tmp_path, Keep(last=2)) as saver:
+    with Saver(tmp_path, RetentionPolicy(last=2)) as saver:
         saver.start(1, slow_model, {"w/momentum": momentum}, {"step": 1, "samples": 0})
         momentum.fill_(2.0)
         assert newest(tmp_path) is None  # it is not done, and training goes on
@@ -38,7 +38,7 @@ def test_a_save_that_failed_is_told_at_the_next_one_and_at_the_end(tmp_path: Pat
     def full(folder: Path) -> None:
         raise OSError(28, "no space")
 
-    saver = Saver(tmp_path, Keep(last=1))
+    saver = Saver(tmp_path, RetentionPolicy(last=1))
     ways: list[Callable[[], None]] = [
         lambda: saver.start(2, full, {}, {"step": 2, "samples": 0}),
         lambda: saver.__exit__(None, None, None),
@@ -53,7 +53,7 @@ def test_a_save_that_failed_is_told_at_the_next_one_and_at_the_end(tmp_path: Pat
 def test_an_end_by_error_waits_for_the_save_that_runs(tmp_path: Path) -> None:
 
     def interrupted() -> None:
-        with Saver(tmp_path, Keep(last=1)) as saver:
+        with Saver(tmp_path, RetentionPolicy(last=1)) as saver:
             saver.start(1, lambda folder: time.sleep(0.2), {}, {"step": 1, "samples": 0})
             raise KeyboardInterrupt
 

@@ -1,10 +1,13 @@
 """
-Numbers with two ends, and paths that a file system can hold: the types of what people set.
+Types of settings: numbers with a lowest and a highest value, and paths that a file system can hold.
 
     ranks: Annotated[int, Between(1, 1024, "each rank is a process with a device of its own")] = 1
 
-A number beyond an end would start something absurd, or mean nothing. The error names the end and the reason, and never
-depends on the machine: a recipe that loads here loads everywhere.
+A number outside its range would start something absurd, or mean nothing. The error names the bound and the reason.
+Bounds never depend on the machine: a recipe that loads here loads everywhere.
+
+The default temperature for generating answers stands here too. It applies wherever nobody sets a temperature: in
+chat, over HTTP, in evaluation, and in exported models.
 """
 
 from dataclasses import dataclass
@@ -15,7 +18,7 @@ from pydantic import AfterValidator, GetCoreSchemaHandler
 from pydantic_core import PydanticCustomError, core_schema
 
 from bloomery.core.errors import shorten
-from bloomery.core.files import path_problem
+from bloomery.core.io import path_problem
 
 OUT_OF_RANGE = "out_of_range"
 """The type of its problem, as pydantic calls it; the message already holds the value."""
@@ -75,17 +78,21 @@ TextLength = Annotated[int, Between(0, 10**12, _TEXT)]
 """Characters, words or lines of a text, or how often something is in it."""
 PositiveLength = Annotated[int, Between(1, 10**12, _TEXT)]
 Ratio = Annotated[float, Between(0, 1e9, "it is a mean or a ratio of counts in a text")]
-Documents = Annotated[int, Between(1, 10**12, _ROWS)]
+DocumentCount = Annotated[int, Between(1, 10**12, _ROWS)]
 FieldNumber = Annotated[float, Between(-1e30, 1e30, "numbers of fields are compared as 64-bit floats")]
 Bytes = Annotated[int, Between(1, 2**60, "no file system holds more")]
 RowBytes = Annotated[int, Between(1, 2**31, "a row is read into memory whole, and Arrow's texts end at 2 GiB")]
 MemoryBytes = Annotated[int, Between(2**26, 2**50, "less holds no batch, and no machine has more")]
 Weight = Annotated[float, Between(1e-9, 1e9, "weights are relative to one another")]
 Attempts = Annotated[int, Between(1, 1000, "waits grow with each attempt")]
-Tokens = Annotated[int, Between(1, 10**15, "that is 25 times what the largest models were trained on")]
+TokenCount = Annotated[int, Between(1, 10**15, "that is 25 times what the largest models were trained on")]
 Context = Annotated[int, Between(1, 2**24, "attention over more tokens fits no machine")]
 Steps = Annotated[int, Between(1, 10**12, "no run takes more steps")]
 StepsOrNone = Annotated[int, Between(0, 10**12, "no run takes more steps")]
 Temperature = Annotated[
     float, Between(1e-3, 100, "logits are divided by it; 0 takes the likeliest token", or_zero=True)
 ]
+
+
+TEMPERATURE = 0.7
+"""A small model of natural text that takes the likeliest token each time often repeats itself, and does not end."""

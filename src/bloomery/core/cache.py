@@ -14,9 +14,9 @@ from typing import Any, TypeVar
 
 from typing_extensions import TypedDict
 
-from bloomery.core import files
+from bloomery.core import io as core_io
 from bloomery.core.errors import RunError
-from bloomery.core.log import say
+from bloomery.core.log import info
 from bloomery.core.records import read_record
 
 if sys.platform != "win32":
@@ -42,10 +42,10 @@ class NotedHash(TypedDict):
 
 def root() -> Path:
     """The cache folder."""
-    return files.cache_root(os.environ)
+    return core_io.cache_root(os.environ)
 
 
-def known(path: Path, kind: Callable[..., T]) -> T | None:
+def load_note(path: Path, kind: Callable[..., T]) -> T | None:
     """The record that was noted in the cache, or None where none of its kind can be read: it is made again."""
     try:
         return read_record(path, kind)
@@ -53,10 +53,10 @@ def known(path: Path, kind: Callable[..., T]) -> T | None:
         return None
 
 
-def note(path: Path, value: Any) -> None:
+def save_note(path: Path, value: Any) -> None:
     """Note a JSON value in the cache, for other processes too."""
     with locked(path):
-        files.write_json(path, value)
+        core_io.write_json(path, value)
 
 
 def sha256_of(path: Path) -> str:
@@ -66,19 +66,19 @@ def sha256_of(path: Path) -> str:
     """
     began, before = time.time_ns(), _state(path)
     if before[0] < QUICKLY_HASHED:
-        return files.sha256_file(path)
-    place = root() / "hashes" / f"{files.sha256_bytes(os.fsencode(path.resolve()))}.json"
-    found = known(place, NotedHash)
+        return core_io.sha256_file(path)
+    place = root() / "hashes" / f"{core_io.sha256_bytes(os.fsencode(path.resolve()))}.json"
+    found = load_note(place, NotedHash)
     if found is not None and found["state"] == before:
         return found["sha256"]
     if before[0] >= SLOWLY_HASHED:
-        say(f"{path} is hashed: {before[0] / 2**30:,.1f} GiB, of which the cache has no note", style="dim")
-    hashed = files.sha256_file(path)
+        info(f"{path} is hashed: {before[0] / 2**30:,.1f} GiB, of which the cache has no note", style="dim")
+    hashed = core_io.sha256_file(path)
     if _state(path) == before and max(before[2:]) + SETTLED_NANOSECONDS < began:
         try:
-            note(place, {"state": before, "sha256": hashed})
+            save_note(place, {"state": before, "sha256": hashed})
         except (RunError, OSError) as error:
-            say(f"{path} is hashed at every start, as its hash cannot be noted: {error}", style="yellow")
+            info(f"{path} is hashed at every start, as its hash cannot be noted: {error}", style="yellow")
     return hashed
 
 
@@ -95,8 +95,8 @@ def changed(folder: Path, hashes: Mapping[str, str]) -> str:
     for name, expected in hashes.items():
         file = folder / name
         if not file.is_file():
-            return f"{name} {files.missing(file)}"
-        if sha256_of(file) != expected and files.sha256_file(file) != expected:
+            return f"{name} {core_io.missing(file)}"
+        if sha256_of(file) != expected and core_io.sha256_file(file) != expected:
             return f"{name} has another sha256"
     return ""
 
@@ -109,7 +109,7 @@ def locked(path: Path) -> Iterator[None]:
     On Windows nothing is held.
     """
     lock = path.with_name(path.name + ".lock")
-    with files.disk_errors(lock):
+    with core_io.disk_errors(lock):
         path.parent.mkdir(parents=True, exist_ok=True)
         handle = lock.open("ab")
     with handle:
@@ -117,6 +117,6 @@ def locked(path: Path) -> Iterator[None]:
             try:
                 fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
-                say(f"waiting for another process that writes {path.name}", style="dim")
+                info(f"waiting for another process that writes {path.name}", style="dim")
                 fcntl.flock(handle, fcntl.LOCK_EX)
         yield

@@ -17,10 +17,10 @@ from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from bloomery.core import files
+from bloomery.core import io as core_io
 from bloomery.core.bounds import OUT_OF_RANGE
 from bloomery.core.errors import MAX_VALUE_CHARS, ConfigError, shorten
-from bloomery.core.files import path_problem
+from bloomery.core.io import path_problem
 
 VOLATILE: dict[str, Any] = {"volatile": True}
 """`field: int = Field(1, json_schema_extra=VOLATILE)`: it cannot change the output, so it is not in the fingerprint."""
@@ -56,14 +56,14 @@ Override = str | tuple[str, Any]
 
 
 def load(cls: type[C], path: Path, overrides: Sequence[Override] = ()) -> C:
-    """Read a recipe. Raises ConfigError, which names the file, the key and the cure."""
+    """Read a recipe. Raises ConfigError, which names the file, the key and the hint."""
     try:
         tree = _read(path)
     except FileNotFoundError:
         near = ", ".join(p.name for p in sorted(path.parent.glob("*.toml")) if _may_be(cls, p)) or "none"
-        raise ConfigError("no such recipe", where=str(path), cure=f"Recipes in that folder: {near}.") from None
+        raise ConfigError("no such recipe", where=str(path), hint=f"Recipes in that folder: {near}.") from None
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"cannot be read: {error}", where=str(path), cure="A recipe is a UTF-8 TOML file.") from None
+        raise ConfigError(f"cannot be read: {error}", where=str(path), hint="A recipe is a UTF-8 TOML file.") from None
     return from_tree(cls, tree, overrides, where=path.name)
 
 
@@ -78,20 +78,20 @@ def from_tree(cls: type[C], tree: dict[str, Any], overrides: Sequence[Override] 
 def _read(path: Path) -> dict[str, Any]:
     """The TOML data of a regular file. Raises ConfigError, and what `Path.read_text` does."""
     if what := path_problem(path):
-        raise ConfigError(what, where=shorten(repr(str(path))), cure="A recipe is a UTF-8 TOML file.")
-    if what := files.special(path):
-        raise ConfigError(f"cannot be read: it {what}", where=str(path), cure="A recipe is a UTF-8 TOML file.")
+        raise ConfigError(what, where=shorten(repr(str(path))), hint="A recipe is a UTF-8 TOML file.")
+    if what := core_io.special(path):
+        raise ConfigError(f"cannot be read: it {what}", where=str(path), hint="A recipe is a UTF-8 TOML file.")
     if (size := path.stat().st_size) > MAX_RECIPE_BYTES:
         what = f"has {size:,} bytes; a recipe has at most {MAX_RECIPE_BYTES:,}"
-        raise ConfigError(what, where=str(path), cure="Name files of data in it instead of writing them out.")
+        raise ConfigError(what, where=str(path), hint="Name files of data in it instead of writing them out.")
     try:
         return tomllib.loads(path.read_text(encoding="utf-8"))
     except UnicodeDecodeError:
         raise
     except ValueError as error:  # TOMLDecodeError, or that of Python for an integer of 4,300 digits
-        raise ConfigError(str(error), where=str(path), cure="The file has to be TOML (https://toml.io).") from None
+        raise ConfigError(str(error), where=str(path), hint="The file has to be TOML (https://toml.io).") from None
     except RecursionError:
-        raise ConfigError(f"arrays or tables are {TOO_DEEP}", where=str(path), cure=LESS_DEEP) from None
+        raise ConfigError(f"arrays or tables are {TOO_DEEP}", where=str(path), hint=LESS_DEEP) from None
 
 
 def _may_be(cls: type[Config], path: Path) -> bool:
@@ -114,14 +114,14 @@ def check_tree(tree: dict[str, Any], where: str) -> None:
                     inner.append((f"{path}{name}.", value))
                 elif isinstance(value, int) and not -(2**63) <= value < 2**63:
                     what = f"{shorten(path)}{name}: {shorten(value, 40)} does not fit 64 bits"
-                    raise ConfigError(what, where=where, cure="Integers of TOML lie between -2^63 and 2^63 - 1.")
+                    raise ConfigError(what, where=where, hint="Integers of TOML lie between -2^63 and 2^63 - 1.")
                 elif isinstance(value, str) and not _is_unicode(value):
                     what = f"{shorten(path)}{name}: {shorten(ascii(value))} is no text: it holds half a surrogate pair"
-                    raise ConfigError(what, where=where, cure="A recipe is UTF-8.")
+                    raise ConfigError(what, where=where, hint="A recipe is UTF-8.")
         if not inner:
             return
         level = inner
-    raise ConfigError(f"{shorten(level[0][0])}: is {TOO_DEEP}", where=where, cure=LESS_DEEP)
+    raise ConfigError(f"{shorten(level[0][0])}: is {TOO_DEEP}", where=where, hint=LESS_DEEP)
 
 
 def _is_unicode(text: str) -> bool:
@@ -138,11 +138,11 @@ def build(cls: type[C], tree: dict[str, Any], where: str = "") -> C:
         # JSON mode is the strict mode that still takes an array for a tuple and a string for a path.
         return cls.model_validate_json(json.dumps(cls.completed(tree), default=str), strict=True)
     except ValidationError as failure:
-        what, cure = explained(cls, failure)
+        what, hint = explained(cls, failure)
         long = {text: shorten(text) for text in _texts(tree) if len(text) > MAX_VALUE_CHARS}
         for text, short in long.items():  # messages of validators show values too
-            what, cure = (said.replace(repr(text), repr(short)).replace(text, short) for said in (what, cure))
-        raise ConfigError(what, where=where, cure=cure) from None
+            what, hint = (said.replace(repr(text), repr(short)).replace(text, short) for said in (what, hint))
+        raise ConfigError(what, where=where, hint=hint) from None
 
 
 def _texts(node: Any) -> Iterator[str]:
@@ -164,11 +164,11 @@ def repeated(names: Iterable[str]) -> list[str]:
 
 
 def explained(cls: type[BaseModel], failure: ValidationError) -> tuple[str, str]:
-    """What is wrong with the data of a `cls`, key by key, and the first cure; "" where none is known."""
+    """What is wrong with the data of a `cls`, key by key, and the first hint; "" where none is known."""
     problems = [_explain(cls, problem) for problem in failure.errors()[:5]]
     shown = [f"{key}: {what}" if key else what for key, what, _ in problems]
     more = [f"… and {failure.error_count() - 5} more"] if failure.error_count() > 5 else []
-    return "\n".join(shown + more), next((cure for *_, cure in problems if cure), "")
+    return "\n".join(shown + more), next((hint for *_, hint in problems if hint), "")
 
 
 class _Opened(dict[str, Any]):
@@ -181,7 +181,7 @@ def split_override(override: Override) -> tuple[str, Any]:
         return override
     path, equals, raw = override.partition("=")
     if not equals or not path.strip():
-        raise ConfigError(f"expected key=value, got {shorten(override)!r}", cure="For example: train.steps=100")
+        raise ConfigError(f"expected key=value, got {shorten(override)!r}", hint="For example: train.steps=100")
     return path.strip(), _value(raw)
 
 
@@ -231,7 +231,7 @@ def _defaults(hint: Any, node: Mapping[str, Any]) -> dict[str, Any]:
 def _index(node: list[Any], name: str, where: str) -> int:
     if not name.isdecimal() or len(name) > 9 or int(name) >= len(node):
         what = f"{shorten(name)!r} is no place in an array of {len(node)}"
-        raise ConfigError(what, where=shorten(where), cure="Places count from 0.")
+        raise ConfigError(what, where=shorten(where), hint="Places count from 0.")
     return int(name)
 
 
@@ -243,11 +243,11 @@ def _value(raw: str) -> Any:
     except ValueError as error:  # an integer of 4,300 digits
         raise ConfigError(str(error), where=shorten(raw)) from None
     except RecursionError:
-        raise ConfigError(f"arrays or tables are {TOO_DEEP}", where=shorten(raw), cure=LESS_DEEP) from None
+        raise ConfigError(f"arrays or tables are {TOO_DEEP}", where=shorten(raw), hint=LESS_DEEP) from None
 
 
 def _explain(cls: type[BaseModel], problem: Any) -> tuple[str, str, str]:
-    """(key, what is wrong, cure) of one pydantic problem."""
+    """(key, what is wrong, hint) of one pydantic problem."""
     spot: tuple[int | str, ...] = problem["loc"]
     key = ".".join(str(part) for part in _follow(cls, spot)[0])
     if problem["type"] == "extra_forbidden":

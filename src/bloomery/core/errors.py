@@ -1,20 +1,25 @@
 """
-Errors that a user can cause and fix. Anything else that is raised is a bug.
+Errors that a user can cause and fix, also for a missing package. Any other exception is a bug.
 
     BloomeryError
       ConfigError        a recipe, an override or a flag is wrong
       DataError          an input file, document, shard or conversation is wrong
-        UnreachableError what it stands on elsewhere cannot be seen now
+        UnreachableError what it refers to elsewhere cannot be seen now
       CheckpointError    a checkpoint is missing, torn, of another shape or of another tokenizer
       HardwareError      the machine lacks what was asked of it
       RunError           a run folder is missing, busy, or not as its manifest says
 
-Each message says what is wrong with the value in it, where, and what to do. `cli.py` prints these
-without a traceback and exits 2. A message shows at most 200 characters of a value: the code that shows it calls
-`shorten`, and `BloomeryError` bounds every message.
+Each message says what is wrong with the value in it, where, and what to do. `cli.py` prints these without a traceback
+and exits 2. A message shows at most 200 characters of a value: the code that shows it calls `shorten`, and
+`BloomeryError` bounds every message.
+
+A package that only some recipes need is loaded when a recipe asks for it. If it is missing, the error says how to
+install it.
 """
 
+import importlib
 import re
+from types import ModuleType
 
 MAX_VALUE_CHARS = 200
 MAX_NAME_CHARS = 255
@@ -62,12 +67,12 @@ def _bounded(text: str) -> str:
 
 
 class BloomeryError(Exception):
-    """Base of every error that a user can fix: what is wrong, where it is, and the cure."""
+    """Base of every error that a user can fix: what is wrong, where it is, and the hint."""
 
-    def __init__(self, what: str, *, where: str = "", cure: str = "") -> None:
-        what, where, cure = _bounded(what), _bounded(where), _bounded(cure)
-        self.what, self.where, self.cure = what, where, cure
-        super().__init__("\n".join(line for line in (f"{where}: {what}" if where else what, cure) if line))
+    def __init__(self, what: str, *, where: str = "", hint: str = "") -> None:
+        what, where, hint = _bounded(what), _bounded(where), _bounded(hint)
+        self.what, self.where, self.hint = what, where, hint
+        super().__init__("\n".join(line for line in (f"{where}: {what}" if where else what, hint) if line))
 
 
 class ConfigError(BloomeryError): ...
@@ -86,3 +91,16 @@ class HardwareError(BloomeryError): ...
 
 
 class RunError(BloomeryError): ...
+
+
+def load(module: str, *, extra: str, where: str = "") -> ModuleType:
+    """
+    The module of a package that `pip install 'bloomery[EXTRA]'` brings. `where` is the key that asks for it.
+
+    Raises DataError where it, or something that it needs, is not installed.
+    """
+    try:
+        return importlib.import_module(module)
+    except ImportError as error:
+        hint = f"Install it: pip install 'bloomery[{extra}]'"
+        raise DataError(f"this needs the package {module.partition('.')[0]}: {error}", where=where, hint=hint) from None

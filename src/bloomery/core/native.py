@@ -23,7 +23,7 @@ _REFUSED: dict[str, str] = {}
 """Name of a library -> what is wrong with it."""
 
 
-class Found(NamedTuple):
+class NativeLibrary(NamedTuple):
     library: ctypes.CDLL | None
     state: str
     """The processor's level that it computes with (one of LEVELS), or why there is none."""
@@ -69,15 +69,15 @@ def summary() -> str:
 
 
 @cache
-def _found(folder: Path, name: str) -> Found:
+def _found(folder: Path, name: str) -> NativeLibrary:
     path = folder / f"{name}.so"
     if not path.is_file():
-        return Found(None, "not built")
+        return NativeLibrary(None, "not built")
     try:
         loaded = ctypes.CDLL(str(path))
         loaded.bloomery_sources.restype = loaded.bloomery_level.restype = ctypes.c_char_p
         if loaded.bloomery_sources().decode() != digest(folder):
-            return Found(None, "stale: built from other sources")
-        return Found(loaded, loaded.bloomery_level().decode())
+            return NativeLibrary(None, "stale: built from other sources")
+        return NativeLibrary(loaded, loaded.bloomery_level().decode())
     except (OSError, AttributeError) as error:
-        return Found(None, f"cannot be loaded: {error}")
+        return NativeLibrary(None, f"cannot be loaded: {error}")

@@ -1,12 +1,16 @@
 """
-Records: JSON that is read back, each kind with the one schema that every reader of it shares.
+Schemas of the JSON files that are read back, and checked leftovers of interrupted work.
 
-A kind is a type: a TypedDict, or a list or dict of simpler kinds. A file that is missing, torn, enormous, nested too
-deeply, not a regular file, or of another shape is a BloomeryError that names file, key and fix. Keys that a kind does
-not name are kept, so that files of other versions and other programs can be read.
+A kind of record is a type: a TypedDict, or a list or dict of simpler kinds. Every reader of a file shares its kind.
+A file may be missing, torn, enormous, nested too deeply, not a regular file, or of another shape. Then a
+BloomeryError names the file, the key and the fix. Keys that a kind does not name are kept, so that files of other
+versions and other programs can be read.
+
+Leftovers: an interrupted piece of work leaves a record, with the sha256 of the record and of each file. The next
+attempt resumes only if nothing has changed. Otherwise the piece is made again, and a line says why.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from functools import cache
 from pathlib import Path, PurePosixPath
 from typing import Annotated, Any, TypeVar
@@ -14,8 +18,9 @@ from typing import Annotated, Any, TypeVar
 from pydantic import AfterValidator, Field, TypeAdapter, ValidationError
 from typing_extensions import TypedDict
 
-from bloomery.core import files
+from bloomery.core import io as core_io
 from bloomery.core.errors import BloomeryError, RunError, shorten
+from bloomery.core.log import info
 
 MAX_MANIFEST_BYTES = 256 * 2**20
 """Of a file that lists others: a stage may leave some hundred thousand."""
@@ -47,12 +52,12 @@ NameInside = Annotated[str, AfterValidator(_inside)]
 """The name of a file below the folder of its record: relative, and never out of it."""
 
 
-PathText = Annotated[str, Field(min_length=1, max_length=MAX_PATH_BYTES, pattern=r"^[^\x00]*$")]
+RecordPath = Annotated[str, Field(min_length=1, max_length=MAX_PATH_BYTES, pattern=r"^[^\x00]*$")]
 """The path of a file, wherever it is."""
 
 
 class ListedFile(TypedDict):
-    """What `files.listing` says of a file."""
+    """What `io.listing` says of a file."""
 
     bytes: Count
     sha256: str
@@ -64,26 +69,26 @@ def read_record(
     *,
     error: type[BloomeryError] = RunError,
     fix: str = AGAIN,
-    max_bytes: int = files.MAX_JSON_BYTES,
+    max_bytes: int = core_io.MAX_JSON_BYTES,
 ) -> T:
     """The record in a JSON file. Raises `error`, with file, key and `fix`, for anything that is none of its kind."""
     try:
-        value = files.read_json(path, max_bytes)
+        value = core_io.read_json(path, max_bytes)
     except OSError as trouble:
-        raise error(f"cannot be read: {trouble.strerror or trouble}", where=str(path), cure=fix) from None
+        raise error(f"cannot be read: {trouble.strerror or trouble}", where=str(path), hint=fix) from None
     except ValueError as trouble:
-        raise error(f"cannot be read: {shorten(str(trouble))}", where=str(path), cure=fix) from None
+        raise error(f"cannot be read: {shorten(str(trouble))}", where=str(path), hint=fix) from None
     return checked(value, kind, where=str(path), error=error, fix=fix)
 
 
 def read_lines(path: Path, kind: Callable[..., T], *, error: type[BloomeryError] = RunError) -> Iterator[T]:
     """The records of a file with one in each line; only "\\n" ends a line. Raises `error`, which names the line."""
     try:
-        with files.open_regular(path) as file:
-            for number, line in enumerate(iter(lambda: file.readline(files.MAX_JSON_BYTES), b""), 1):
-                yield checked(files.parse_json(line), kind, where=f"{path}:{number}", error=error)
+        with core_io.open_regular(path) as file:
+            for number, line in enumerate(iter(lambda: file.readline(core_io.MAX_JSON_BYTES), b""), 1):
+                yield checked(core_io.parse_json(line), kind, where=f"{path}:{number}", error=error)
     except (OSError, ValueError) as trouble:
-        raise error(f"cannot be read: {shorten(str(trouble))}", where=str(path), cure=AGAIN) from None
+        raise error(f"cannot be read: {shorten(str(trouble))}", where=str(path), hint=AGAIN) from None
 
 
 def checked(
@@ -93,7 +98,7 @@ def checked(
     try:
         _adapter(kind).validate_python(value, strict=True)
     except ValidationError as failure:
-        raise error(f"cannot be read: {_explained(failure)}", where=where, cure=fix) from None
+        raise error(f"cannot be read: {_explained(failure)}", where=where, hint=fix) from None
     record: T = value
     return record
 
@@ -110,3 +115,46 @@ def _explained(failure: ValidationError) -> str:
 
 def _shown(value: Any) -> str:
     return shorten(repr(value) if isinstance(value, str) else value)
+
+
+class Leftover(TypedDict, total=False):
+    """What `save` writes. A file of another version that lacks a key is made again."""
+
+    record: dict[str, Any]
+    outputs: dict[NameInside, ListedFile]
+    sha256: str
+    """Of the two together."""
+
+
+def save(path: Path, record: Mapping[str, Any], outputs: Mapping[str, Mapping[str, Any]]) -> None:
+    """Write the record of finished work, JSON data, with its files as `io.listed` describes them."""
+    content = {"record": core_io.named_where_not_finite(record), "outputs": dict(outputs)}
+    core_io.write_json(path, {**content, "sha256": _sha256(content)})
+
+
+def load(path: Path, folder: Path, name: str) -> dict[str, Any] | None:
+    """
+    The record at `path`, if it and all files that it lists below `folder` are as they were saved; else None.
+
+    Says why the work called `name` runs again. Raises RunError for a file that holds no JSON of this kind.
+    """
+    if not path.exists():
+        return None
+    record, trouble = read(path, folder)
+    if trouble:
+        info(f"{name} runs again, because {trouble}", style="yellow")
+    return None if trouble else record
+
+
+def read(path: Path, folder: Path) -> tuple[dict[str, Any], str]:
+    """The record at `path`, and what is not as it was saved, or ""."""
+    found = read_record(path, Leftover)
+    content = {key: value for key, value in found.items() if key in ("record", "outputs")}
+    if len(content) < 2 or found.get("sha256") != _sha256(content):
+        return {}, f"its record was changed: {path}"
+    damaged = core_io.find_corruption(folder, found["outputs"], thorough=True)
+    return found["record"], damaged and str(folder / damaged)
+
+
+def _sha256(content: Mapping[str, Any]) -> str:
+    return core_io.sha256_bytes(core_io.canonical(content))

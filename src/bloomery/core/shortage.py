@@ -43,13 +43,13 @@ def as_error(error: BaseException) -> HardwareError | None:
         said = (str(cause).strip().splitlines() or [""])[0][:200]
         said = f"{type(cause).__name__}{': ' if said else ''}{said}"
         if kind is THREADS:
-            cure = "Raise the limit (ulimit -u, or pids.max of the container), or say fewer engine.workers and ranks."
-            return HardwareError(f"needs more processes or threads than this machine allows ({said})", cure=cure)
-        cure = (
+            hint = "Raise the limit (ulimit -u, or pids.max of the container), or say fewer engine.workers and ranks."
+            return HardwareError(f"needs more processes or threads than this machine allows ({said})", hint=hint)
+        hint = (
             "End other programs, or raise the limit (ulimit -v, or the memory of the container). Less is needed with "
             "engine.workers=1, a smaller memory_bytes of [dedup] and [shard], or a smaller micro_batch_tokens."
         )
-        return HardwareError(f"needs more memory than this process may have ({said})", cure=cure)
+        return HardwareError(f"needs more memory than this process may have ({said})", hint=hint)
     return None
 
 
@@ -84,7 +84,7 @@ def check_addresses(needed: int, what: str) -> None:
         left = (
             f"{what} needs {needed / 2**20:,.0f} MiB of addresses, and the limit leaves {(limit - used) / 2**20:,.0f}"
         )
-        raise HardwareError(f"needs more memory than this process may have ({left})", cure="Raise it: ulimit -v")
+        raise HardwareError(f"needs more memory than this process may have ({left})", hint="Raise it: ulimit -v")
 
 
 def skip_teardown_after_import(error: BaseException, code: int) -> None:

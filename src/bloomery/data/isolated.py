@@ -23,7 +23,8 @@ from typing import IO
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from bloomery.core import child, files
+from bloomery.core import child
+from bloomery.core import io as core_io
 from bloomery.core.cache import SETTLED_NANOSECONDS, root
 
 if sys.platform != "win32":
@@ -68,7 +69,7 @@ def _state(path: Path) -> str:
         facts = path.stat()
     except OSError:
         return ""
-    named = files.sha256_bytes(os.fsencode(path.absolute()))[:16]
+    named = core_io.sha256_bytes(os.fsencode(path.absolute()))[:16]
     times = f"{facts.st_mtime_ns} {facts.st_ctime_ns}"
     return f"{named} {facts.st_size} {facts.st_dev}:{facts.st_ino} {times} {pa.__version__}"
 
@@ -84,7 +85,7 @@ def _noted() -> set[str]:
         lines = _notes().read_text(encoding="utf-8", errors="replace").splitlines()
         if len(lines) > MAX_NOTES:
             lines = lines[-MAX_NOTES // 2 :]
-            with files.whole_file(_notes(), "w") as file:
+            with core_io.whole_file(_notes(), "w") as file:
                 file.writelines(f"{line}\n" for line in lines)
     except OSError:
         return set()

@@ -1,17 +1,32 @@
 """
-Numbers, tables and charts as HTML and inline SVG: no scripts, no library, nothing to load.
+Numbers, tables, heat maps and charts as HTML and inline SVG, with the style sheet of a page.
 
-All text goes through `tag`, which escapes whatever is not already `Html`. Charts have no size of their own: they are
-laid out in shares of the width they get, so that letters stay as large as those around them, on a phone and on paper.
+A page uses no scripts and no library, and loads nothing.
+
+All text goes through `tag`, which escapes everything that is not already `Html`. Charts have no fixed size. Their
+layout uses shares of the available width. So letters stay as large as the text around them, on a phone and on
+paper.
+
+The helpers for report sections read any value of the data, however odd. A missing value is None, and appears as a
+dash.
+
+A heat map shows a table of numbers by rows and columns. Larger numbers are stronger, in steps of equal ratio.
+
+The style sheet has colors for light and dark mode, and rules for phones and paper. Every page contains it, so that
+a page needs nothing else.
+
+Everything is in one file because every report page uses all of it.
 """
 
 import math
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
 from itertools import accumulate
 from typing import Any
+
+from bloomery.evaluation import harness
 
 SMALLEST, LARGEST = 1e-290, 1e300
 """Of numbers on an axis: below, they are drawn as zero; beyond, at its end. Shares of an axis stay finite."""
@@ -23,7 +38,7 @@ DASH = "—"
 """What is shown for a number that is not there."""
 
 Points = Sequence[tuple[float, float]]
-Format = Callable[[Any], str]
+ValueFormat = Callable[[Any], str]
 
 
 class Html(str):
@@ -140,7 +155,9 @@ def bar(one: Bar, top: float, grid: Sequence[float] = ()) -> Html:
     return tag("svg", *lines, fill, mark, class_="bar", role="img", aria_label=label)
 
 
-def bars(title: str, rows: Sequence[Bar], *, axis: str, form: Format = short, top: float | None = None) -> Html | None:
+def bars(
+    title: str, rows: Sequence[Bar], *, axis: str, form: ValueFormat = short, top: float | None = None
+) -> Html | None:
     """Horizontal bars from 0, in the order given, over an axis with round numbers. Values must not be negative."""
     if not rows:
         return None
@@ -286,3 +303,277 @@ def _within(share: float) -> float:
 
 def _part(share: float) -> str:
     return f"{share * 100:.2f}%"
+
+
+Report = Mapping[str, Any]
+Tile = tuple[str, object]
+Section = Callable[[Report], Sequence[object]]
+
+SHOWN_AT_ONCE = 6
+"""Samples of a kind before the rest is folded away."""
+
+
+def at(data: Any, *path: str) -> Any:
+    """The value at a path of keys, or None where the path breaks off."""
+    for key in path:
+        data = data.get(key) if isinstance(data, Mapping) else None
+    return data
+
+
+def named(data: Any, *path: str) -> Mapping[str, Any]:
+    found = at(data, *path)
+    return found if isinstance(found, Mapping) else {}
+
+
+def sequence(data: Any, *path: str) -> list[Any]:
+    found = at(data, *path)
+    return list(found) if isinstance(found, list | tuple) else []
+
+
+def listed(data: Any, *path: str) -> list[Mapping[str, Any]]:
+    return [one for one in sequence(data, *path) if isinstance(one, Mapping)]
+
+
+def text(value: Any) -> str:
+    return DASH if value is None else str(value)
+
+
+def scored(metric: str, score: Any) -> str:
+    """A score with its interval, as it is shown in a terminal, and a dash where it is none."""
+    fits = isinstance(score, Mapping) and all(number(score.get(name)) is not None for name in ("value", "low", "high"))
+    return harness.shown(metric, score) if fits else DASH
+
+
+NOTHING = tag("p", f"{DASH} Nothing was recorded.", class_="missing")
+
+
+def facts(pairs: Sequence[Tile], look: str = "facts") -> Html:
+    return tag("dl", *(tag("div", tag("dt", name), tag("dd", value)) for name, value in pairs), class_=look)
+
+
+def counted(data: Mapping[str, Any], **names: str) -> list[Tile]:
+    """`tokens="Tokens to train on"` shows `data["tokens"]` as a count, under that name."""
+    return [(name, count(data.get(key))) for key, name in names.items()]
+
+
+def note(*sentences: object) -> Html:
+    return tag("p", *sentences, class_="note")
+
+
+def folded(cards: Sequence[Html], look: str) -> Html:
+    """The first cards, and a fold with the rest."""
+    first, rest = cards[:SHOWN_AT_ONCE], cards[SHOWN_AT_ONCE:]
+    summary = tag("summary", f"{len(rest)} more")
+    more = tag("details", summary, tag("div", *rest, class_=look)) if rest else None
+    return join(tag("div", *first, class_=look), more)
+
+
+def tallied(title: str, reasons: Mapping[str, Any], whole: float | None, axis: str) -> Html | None:
+    """Bars of counts, the largest first, each with its share of the whole."""
+    rows = []
+    for reason, value in sorted(reasons.items(), key=lambda pair: (-(number(pair[1]) or 0.0), pair[0])):
+        n = number(value)
+        rows.append(Bar(reason, n, count(n) + (f" ({percent(n / whole)})" if whole and n is not None else "")))
+    return bars(title, rows, axis=axis)
+
+
+def tile(name: str, value: str, below: str, picture: Html | None = None, look: str = "tile") -> Html:
+    big = tag("p", value, class_="big")
+    return tag("div", tag("h3", name), big, picture, tag("p", below, class_="note"), class_=look)
+
+
+def cell(label: str, value: Any, form: ValueFormat, top: float, quiet: bool) -> Html:
+    """A number with its bar, for a table."""
+    return join(tag("span", form(value)), bar(Bar(label, number(value), form(value), quiet=quiet), top))
+
+
+PALEST = 0.06
+LABELS = 16
+"""Rows that are named, at most."""
+
+TableRow = tuple[str, Sequence[float | None]]
+
+
+def heat(title: str, rows: Sequence[TableRow], columns: Sequence[float], *, x_axis: str, unit: str) -> Html:
+    """Rows from top to bottom; each holds a number, or None, for every column. Without a number there is no picture."""
+    known = [value for _, values in rows for value in values if value is not None and value > 0]
+    if not known:
+        return tag("p", f"{title}: {DASH}", class_="missing")
+    low, high = math.log(min(known)), math.log(max(known))
+    width, height = 100 / len(columns), 100 / len(rows)
+    cells = [
+        tag(
+            "rect",
+            tag("title", f"{name}, {x_axis} {short(columns[c])}: {value:.3g}"),
+            x=f"{c * width:.3f}%",
+            y=f"{r * height:.3f}%",
+            width=f"{width:.3f}%",
+            height=f"{height:.3f}%",
+            fill_opacity=f"{_strength(value, low, high):.3f}",
+        )
+        for r, (name, values) in enumerate(rows)
+        for c, value in enumerate(values)
+        if value is not None
+    ]
+    every = max(1, math.ceil(len(rows) / LABELS))
+    names = [
+        tag("text", name, class_="tick row", x="0", y=f"{(r + 0.5) * height:.2f}%", dx="-8", dy="0.32em")
+        for r, (name, _) in enumerate(rows)
+        if r % every == 0
+    ]
+    ends = sorted({0, len(columns) // 2, len(columns) - 1})
+    ticks = [
+        tag("text", short(columns[c]), class_="tick", x=f"{(c + 0.5) * width:.2f}%", y="100%", dy="1.5em") for c in ends
+    ]
+    axis = tag("text", x_axis, class_="axis", x="50%", y="100%", dy="3em")
+    label = f"{title}: {len(rows)} rows, {unit} from {short(min(known))} to {short(max(known))}."
+    plot = tag("svg", *cells, *names, *ticks, axis, class_="plot", role="img", aria_label=label)
+    scale = [f"{unit} {short(min(known))}", tag("i", class_="scale"), short(max(known))]
+    legend = tag("p", tag("span", scale[0], " ", scale[1], " ", scale[2], class_="key"), class_="legend")
+    return tag("figure", tag("figcaption", title), legend, plot, class_="heat")
+
+
+def _strength(value: float, low: float, high: float) -> float:
+    if value <= 0:
+        return 0.0
+    place = (math.log(value) - low) / (high - low) if high > low else 1.0
+    return PALEST + (1 - PALEST) * place
+
+
+STYLE = """
+:root {
+  color-scheme: light dark;
+  --paper: #faf7f2; --card: #fffefb; --ink: #231c16; --quiet: #6b5f54; --line: #e3dacd; --ember: #b8480f;
+  --blue: #1d6a86; --gray: #978a7b; --asked: #f6e3d5; --right: #2a6b3d; --wrong: #9d1c1c;
+}
+@media screen and (prefers-color-scheme: dark) {
+  :root {
+    --paper: #161310; --card: #211c18; --ink: #ece4da; --quiet: #a79a8c; --line: #3a3129; --ember: #f2935a;
+    --blue: #79c3e0; --gray: #74695e; --asked: #472a19; --right: #8fd19e; --wrong: #ffa69e;
+  }
+}
+* { box-sizing: border-box; }
+body { margin: 0 auto; padding: 1.5rem clamp(1rem, 4vw, 2.5rem) 3rem; max-width: 78rem;
+  background: var(--paper); color: var(--ink);
+  font: 1rem/1.55 system-ui, -apple-system, "Segoe UI", Roboto, "Noto Sans", sans-serif;
+  font-variant-numeric: tabular-nums; }
+a { color: var(--ember); text-underline-offset: .15em; }
+h1 { margin: 0; font-size: clamp(1.8rem, 5vw, 2.6rem); line-height: 1.15; overflow-wrap: anywhere; }
+h2 { margin: 0 0 1rem; padding-top: 1.2rem; border-top: 1px solid var(--line); font-size: 1.45rem; break-after: avoid; }
+h3, h4 { margin: 1.6rem 0 .6rem; font-size: 1.05rem; break-after: avoid; }
+h4 { font-size: .95rem; color: var(--quiet); }
+section { margin-bottom: 2.6rem; }
+header { margin-bottom: 1.6rem; }
+.over { letter-spacing: .08em; text-transform: uppercase; }
+nav ol { display: flex; flex-wrap: wrap; gap: .2rem 1.1rem; margin: 0 0 2rem; padding: 0; list-style: none; }
+nav { font-size: .92rem; }
+header p, .note, .missing { color: var(--quiet); font-size: .9rem; margin: .5rem 0; }
+dl, dd, .card { margin: 0; min-width: 0; }
+.facts { display: flex; flex-wrap: wrap; gap: .6rem 2.2rem; margin-bottom: 1.2rem; }
+.facts dd { font-size: 1.2rem; }
+.tiles { display: grid; grid-template-columns: repeat(2, minmax(0, 1fr)); gap: .9rem; }
+.tile, .card { padding: .9rem 1.1rem; border: 1px solid var(--line); border-radius: .8rem; background: var(--card); }
+.tile h3 { margin: 0; font-size: .92rem; font-weight: 500; color: var(--quiet); }
+.tile .note { margin: .5rem 0 0; font-size: .85rem; line-height: 1.4; }
+.big { margin: .1rem 0 0; font-size: 2.2rem; font-weight: 650; line-height: 1.2; }
+.wrong { color: var(--wrong); border-color: var(--wrong); }
+.small { display: grid; grid-template-columns: repeat(auto-fit, minmax(min(18rem, 100%), 1fr)); gap: 0 1.5rem; }
+.scroll { overflow-x: auto; margin: .8rem 0; }
+table { border-collapse: collapse; width: 100%; font-size: .92rem; }
+th, td { padding: .4rem .6rem; border-bottom: 1px solid var(--line); text-align: right; }
+td { white-space: nowrap; }
+.under { display: block; font-size: .9em; color: var(--quiet); }
+th { font-weight: 500; }
+thead th, dt { font-size: .82rem; color: var(--quiet); vertical-align: bottom; }
+th:first-child { padding-left: 0; text-align: left; }
+.commands :is(th, td) { text-align: left; }
+.commands td:last-child { min-width: 13rem; white-space: normal; }
+code { font-size: .88em; overflow-wrap: anywhere; }
+.cards { display: grid; grid-template-columns: repeat(auto-fill, minmax(min(22rem, 100%), 1fr)); gap: .9rem; }
+.wide { grid-template-columns: 100%; }
+.tagged { display: flex; flex-wrap: wrap; gap: 0 .8rem; margin: 0 0 .6rem;
+  justify-content: space-between; font-size: .85rem; color: var(--quiet); }
+.tagged b { color: var(--ember); overflow-wrap: anywhere; }
+.quote { margin: 0; font: .84rem/1.5 ui-monospace, monospace; white-space: pre-wrap; overflow-wrap: anywhere; }
+mark.learned { background: var(--asked); color: inherit; border-radius: .2rem; box-decoration-break: clone; }
+.unlearned { color: var(--quiet); }
+.special { font-weight: 650; color: var(--blue); }
+.tiles + .facts { margin-top: 1.4rem; }
+.legend + .cards { margin-top: .8rem; }
+.talk { display: flex; flex-direction: column; gap: .5rem; }
+.bubble { align-self: flex-start; max-width: 92%; margin: 0; padding: .45rem .8rem; font-size: .92rem;
+  border: 1px solid var(--line); border-radius: .3rem 1rem 1rem; white-space: pre-wrap; overflow-wrap: anywhere; }
+.bubble.user { align-self: flex-end; border: 0; border-radius: 1rem 1rem .3rem; background: var(--asked); }
+.who { position: absolute; width: 1px; height: 1px; overflow: hidden; clip-path: inset(50%); }
+.verdict { margin: .7rem 0 0; font-size: .88rem; font-weight: 500; overflow-wrap: anywhere; }
+.right { color: var(--right); }
+.chips { display: flex; flex-wrap: wrap; gap: .4rem; margin: 0; padding: 0; list-style: none; }
+.chips li { padding: .1rem .6rem; border: 1px solid var(--line); border-radius: 1rem; background: var(--card);
+  font: .85rem ui-monospace, monospace; white-space: pre-wrap; }
+summary { margin: .9rem 0; cursor: pointer; color: var(--ember); }
+footer { padding-top: 1.2rem; border-top: 1px solid var(--line); }
+.foot { display: flex; flex-wrap: wrap; gap: .5rem 1.8rem; font-size: .85rem; }
+@media screen and (min-width: 70rem) {
+  body { display: grid; grid-template-columns: 13rem minmax(0, 1fr); gap: 0 3rem; }
+  header, footer { grid-column: 1 / -1; }
+  nav ol { position: sticky; top: 1.5rem; flex-direction: column; gap: .45rem; }
+  .tiles { grid-template-columns: repeat(4, minmax(0, 1fr)); }
+  article .quote { max-height: 14rem; overflow: auto; }
+  section:first-child h2 { border-top: 0; padding-top: 0; }
+}
+@media print {
+  :root { --paper: #fff; --card: #fff; font-size: 10pt; }
+  body { padding: 0; }
+  * { print-color-adjust: exact; }
+  figure, tr, .tile, .card { break-inside: avoid; }
+  details::details-content { content-visibility: visible; height: auto; }
+}
+figure { margin: 1.2rem 0 .5rem; }
+figcaption { font-weight: 600; margin-bottom: .6rem; }
+svg { display: block; overflow: visible; }
+svg text { font-size: .75rem; fill: var(--quiet); text-anchor: middle; }
+svg text.row { text-anchor: end; }
+svg text.first { text-anchor: start; }
+svg .grid { stroke: var(--line); stroke-width: 1; }
+.plot { width: calc(100% - 4.2rem); height: 15rem; margin: 1.9rem .8rem 3.1rem 3.4rem; }
+.small .plot { height: 8rem; }
+.small polyline { stroke-width: 1.2; }
+polyline { fill: none; stroke: var(--ember); stroke-width: 2; vector-effect: non-scaling-stroke; }
+polyline.faint { stroke-width: 1; opacity: .45; }
+.dot { fill: var(--blue); stroke: var(--paper); stroke-width: 1; }
+.legend { display: flex; flex-wrap: wrap; gap: .2rem 1.2rem; margin: 0; font-size: .85rem; color: var(--quiet); }
+.key i { display: inline-block; width: 1.3rem; margin-right: .45rem; border-top: 3px solid var(--ember); }
+.key i { vertical-align: .22em; }
+.key i.faint { border-top-width: 1px; opacity: .6; }
+.key i.dots { width: .55rem; height: .55rem; border: 0; border-radius: 50%; background: var(--blue); }
+.key i:not(.faint, .strong) { vertical-align: -.05em; }
+.key i.mark { width: 0; height: .9rem; border: 0; border-left: 2px solid var(--ink); }
+.heat rect { fill: var(--ember); shape-rendering: crispEdges; }
+.heat .plot { width: calc(100% - 6.2rem); margin-left: 5.4rem; }
+.key i.scale { width: 6rem; height: .8rem; border: 0; vertical-align: -.1em;
+  background: linear-gradient(to right, rgb(from var(--ember) r g b / .06), var(--ember)); }
+.bars { display: grid; align-items: center; gap: 0 .9rem; }
+.bars { grid-template-columns: fit-content(18rem) minmax(5rem, 1fr) auto; }
+.bars > div { display: contents; }
+.bars figcaption { grid-column: 1 / -1; }
+.bars span { font-size: .9rem; line-height: 1.3; }
+.bars .name { min-width: 7rem; overflow-wrap: anywhere; }
+.bar { width: 100%; height: 1.5rem; }
+.scale { grid-column: 2; width: 100%; height: 2.7rem; }
+.bar-fill { fill: var(--ember); }
+.bar-fill.quiet { fill: var(--gray); }
+.mark { stroke: var(--ink); stroke-width: 2; }
+.interval { width: calc(100% - 2.4rem); height: 2.3rem; margin: .7rem 1.2rem 0; }
+.reach { stroke: var(--ember); stroke-width: 6; stroke-linecap: round; opacity: .4; }
+.middle { fill: var(--ember); }
+td .bar { display: inline-block; width: clamp(3rem, 8vw, 7rem); height: 1.1rem; margin-left: .7rem; }
+td .bar { vertical-align: middle; }
+@media (max-width: 38rem) {
+  .tiles { grid-template-columns: 100%; }
+  .commands td { min-width: 9rem; white-space: normal; }
+  .bars { grid-template-columns: minmax(0, 1fr) auto; }
+  .bars .name { grid-column: 1 / -1; margin-top: .3rem; }
+  .scale { grid-column: 1; }
+  td .bar { display: block; width: 4.5rem; margin: 0 0 0 auto; }
+}
+"""

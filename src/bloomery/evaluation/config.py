@@ -4,13 +4,12 @@ from typing import Annotated
 
 from pydantic import Field, field_validator, model_validator
 
-from bloomery.core import files
-from bloomery.core.bounds import Between, Bytes, Context, DiskPath, Documents, Seed, Temperature
+from bloomery.core import io as core_io
+from bloomery.core.bounds import TEMPERATURE, Between, Bytes, Context, DiskPath, DocumentCount, Seed, Temperature
 from bloomery.core.config import VOLATILE, Config
 from bloomery.core.errors import ConfigError
-from bloomery.evaluation import core_average, tasks
-from bloomery.hw.host import Wanted
-from bloomery.tokenizer.drawing import TEMPERATURE
+from bloomery.evaluation import tasks as evaluation_tasks
+from bloomery.hw.host import DeviceChoice
 
 Questions = Annotated[int, Between(0, 10**6, "all are in memory, and each is an answer to write")]
 
@@ -33,7 +32,7 @@ class Evaluate(Config):
     """Known tasks: hellaswag, arc_easy, …, as in the table of docs/evaluation.md, or core."""
     data: tuple[DiskPath, ...] = ()
     """Their files, or folders of them. None: from the hub."""
-    limit: Documents | None = None
+    limit: DocumentCount | None = None
     """Questions of each task, drawn by `seed`. None: all."""
     shots: Annotated[int, Between(0, 1000, "no context holds more examples")] | None = None
     """Examples before each question. None: as the task says."""
@@ -45,20 +44,24 @@ class Evaluate(Config):
     """Whether programs that the model writes may run, in the sandbox; without it, tasks that need it are refused."""
     weaker_sandbox: bool = False
     """Whether they may also run where the kernel does not give all its walls."""
-    device: Wanted = Field("auto", json_schema_extra=VOLATILE)
+    device: DeviceChoice = Field("auto", json_schema_extra=VOLATILE)
 
     @field_validator("tasks")
     @classmethod
     def _are_known(cls, names: tuple[str, ...]) -> tuple[str, ...]:
         try:
-            tasks.named([name for name in names if name != core_average.NAME])
+            evaluation_tasks.named([name for name in names if name != evaluation_tasks.NAME])
         except ConfigError as error:
-            raise ValueError(f"{error.what}. {error.cure}") from None
+            raise ValueError(f"{error.what}. {error.hint}") from None
         return names
 
     @model_validator(mode="after")
     def _code_may_run(self) -> "Evaluate":
-        runs = [name for name in self.tasks if name in tasks.TASKS and tasks.TASKS[name].kind == "program"]
+        runs = [
+            name
+            for name in self.tasks
+            if name in evaluation_tasks.TASKS and evaluation_tasks.TASKS[name].kind == "program"
+        ]
         if runs and not self.run_code:
             raise ValueError(
                 f"tasks has {runs[0]}, which runs code that the model writes, and nobody has allowed that: say "
@@ -69,13 +72,13 @@ class Evaluate(Config):
 
 def digest(config: Evaluate) -> str:
     """Of the content of the tasks' files, for the stage's fingerprint; "" without tasks."""
-    place = tasks.place(config.tasks, config.data)
+    place = evaluation_tasks.place(config.tasks, config.data)
     found = [
-        files.sha256_file(path)
+        core_io.sha256_file(path)
         for name in config.tasks
-        if name != core_average.NAME
-        for path in tasks.paths(name, place)
+        if name != evaluation_tasks.NAME
+        for path in evaluation_tasks.paths(name, place)
     ]
-    if core_average.NAME in config.tasks:
-        found += [files.sha256_file(path) for path in core_average.files_of(place)]
-    return files.sha256_bytes(files.canonical(found)) if found else ""
+    if evaluation_tasks.NAME in config.tasks:
+        found += [core_io.sha256_file(path) for path in evaluation_tasks.files_of(place)]
+    return core_io.sha256_bytes(core_io.canonical(found)) if found else ""

@@ -1,34 +1,33 @@
 """
 Which questions of a task stand in text that a model was trained on: by the same n-grams and whole questions as
-decontamination (`data/overlap.py`), and by the same definitions of tasks.
+decontamination (`data/decontamination.py`), and by the same definitions of tasks.
 """
 
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
-from bloomery.core import files
-from bloomery.data import overlap
+from bloomery.core import io as core_io
+from bloomery.data import decontamination
 from bloomery.evaluation import tasks
-from bloomery.evaluation.shapes import Item
-from bloomery.evaluation.tasks import Place
+from bloomery.evaluation.tasks import EvalItem, TaskFiles
 
 TEXTS_AT_ONCE = 500
 FIELDS = ("query", "context_options")
 """Of the rows that `write` writes."""
 
 
-def write(folder: Path, asked: Mapping[str, Sequence[Item]]) -> tuple[Path, ...]:
+def write(folder: Path, asked: Mapping[str, Sequence[EvalItem]]) -> tuple[Path, ...]:
     """Files of what must not be found, one for each task, called as it."""
     return tuple(_write(folder / f"{name}.jsonl", _lines(items)) for name, items in asked.items())
 
 
-def written(folder: Path, names: Sequence[str], place: Place) -> tuple[Path, ...]:
+def written(folder: Path, names: Sequence[str], place: TaskFiles) -> tuple[Path, ...]:
     """The same of whole tasks."""
     return write(folder, {name: tasks.rows(name, place) for name in tasks.named(names)})
 
 
-def dirty(asked: Mapping[str, Sequence[Item]], texts: Iterable[str], scratch: Path) -> dict[str, set[int]]:
+def dirty(asked: Mapping[str, Sequence[EvalItem]], texts: Iterable[str], scratch: Path) -> dict[str, set[int]]:
     """
     Rows of the questions that stand somewhere in the texts, by task.
 
@@ -40,7 +39,10 @@ def dirty(asked: Mapping[str, Sequence[Item]], texts: Iterable[str], scratch: Pa
         for item, line in zip(items, _lines(items), strict=True):
             owners.setdefault(line, []).append((name, item.row))
     path = _write(scratch / "asked.jsonl", owners)
-    index, by_line = overlap.Index.of(overlap.Settings(files=(path,))), list(owners.values())
+    index, by_line = (
+        decontamination.OverlapIndex.of(decontamination.OverlapSettings(files=(path,))),
+        list(owners.values()),
+    )
     for batch in _batches(texts):
         for match in index.find(batch):
             for name, number in by_line[index.rows[match.row][1] - 1]:
@@ -48,13 +50,13 @@ def dirty(asked: Mapping[str, Sequence[Item]], texts: Iterable[str], scratch: Pa
     return found
 
 
-def _lines(items: Sequence[Item]) -> Iterator[str]:
+def _lines(items: Sequence[EvalItem]) -> Iterator[str]:
     return (json.dumps(row, ensure_ascii=False) for row in tasks.as_rows(items))
 
 
 def _write(path: Path, lines: Iterable[str]) -> Path:
     path.parent.mkdir(parents=True, exist_ok=True)
-    with files.whole_file(path, "w") as file:
+    with core_io.whole_file(path, "w") as file:
         file.writelines(f"{line}\n" for line in lines)
     return path
 

@@ -1,47 +1,358 @@
 """
-report.json as one page: report.html, which needs nothing but itself.
+Render report.json as report.html, a single page that needs no other file.
 
-A section is a function of the whole report. What is not there is shown as a dash: nothing is guessed, and a report of
+A section is a function of the whole report. Missing values appear as a dash, and nothing is guessed. A report of
 half a run is a page too.
+
+The sections are:
+
+    training       loss, the gradients of each layer, and time, during the training of a model
+    preferences    margins or rewards, during training, and before and after it
+    tasks          results of known tasks with their intervals, clean and contaminated
+    conversations  how many, how long, what is in the loss and what was dropped; results
+                   on validation conversations, before and after finetuning
+
+All sections of this page share one file because they read the same data and end up on the same page.
 """
 
-from collections.abc import Mapping
+import statistics
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from bloomery.evaluation import charts
-from bloomery.evaluation.charts import Bar, Html, count, decimal, number, percent, tag
-from bloomery.evaluation.classifier_report import classifiers
-from bloomery.evaluation.corpus_report import dropped, duplicates, fetched, funnel, the_mix, tokenizer
-from bloomery.evaluation.pieces import (
+from bloomery.evaluation.charts import (
+    DASH,
     NOTHING,
-    Fact,
+    STYLE,
+    Bar,
+    Curve,
+    Html,
     Report,
     Section,
+    Tile,
     at,
     cell,
+    count,
+    counted,
+    decimal,
     facts,
     folded,
+    heat,
+    join,
     listed,
     named,
     note,
+    number,
+    percent,
+    scored,
     sequence,
+    tag,
+    tallied,
     text,
     tile,
 )
-from bloomery.evaluation.preference_report import preferred
-from bloomery.evaluation.style import STYLE
-from bloomery.evaluation.talk_report import held_out_talks, talk_tiles
-from bloomery.evaluation.task_report import known_tasks
-from bloomery.evaluation.training_report import training
+from bloomery.evaluation.data_report import classifiers, dropped, duplicates, fetched, funnel, the_mix, tokenizer
 
-Sections = tuple[tuple[str, str, Section], ...]
+
+def known_tasks(report: Report) -> list[object]:
+    rows: list[list[object]] = []
+    looked = False
+    for name, told in named(report, "tasks").items():
+        for metric, score in named(told, "scores").items():
+            parts = [_part(told, part, metric) for part in ("clean", "dirty")]
+            looked = looked or at(told, "dirty_n") is not None
+            chance = percent(at(told, "chance")) if metric in ("acc", "acc_norm") else DASH
+            rows.append([text(name), text(metric), scored(metric, score), count(at(score, "n")), chance, *parts])
+    heads = ["Task", "Score", "Value (95% interval)", "Questions", "Chance", "Clean", "Dirty"]
+    found = [charts.table(heads, rows), note(TOLD, LOOKED if looked else "")] if rows else []
+    return [*found, *_core(report)]
+
+
+TOLD = (
+    "acc: the most likely choice is right; acc_norm: the most likely for each byte; every question is in tasks.jsonl."
+)
+LOOKED = (
+    " Dirty questions stand in the training text, in 13 words in a row or as a whole; clean is the score of the others."
+)
+
+
+def _core(report: Report) -> list[object]:
+    core = named(report, "core")
+    if not core:
+        return []
+    missing = [text(one) for one in sequence(core, "missing")]
+    found, lost = number(core.get("dirty_n")), sequence(core, "clean", "missing")
+    clean = ""
+    if found:
+        without = f", without {len(lost) - len(missing)} parts of which all stand there" * (len(lost) > len(missing))
+        others = f"of the others it is {_mean(core, 'clean')}{without}"
+        clean = f" {count(found)} questions stand in the training text; {others}."
+    if not missing:
+        return [note(f"CORE, the mean of 22 centered accuracies: {_mean(core)}.{clean}")]
+    told = f"Mean of {22 - len(missing)} centered accuracies of CORE's 22: {_mean(core)}.{clean} "
+    return [note(told, f"It is not CORE: {', '.join(missing)} are missing.")]
+
+
+def _mean(core: Any, *part: str) -> str:
+    low, high, mean = (number(at(core, *part, name)) for name in ("low", "high", "mean_of_parts"))
+    return DASH if mean is None or low is None or high is None else f"{mean:.4f} ({low:.4f} to {high:.4f})"
+
+
+def _part(told: Any, part: str, metric: str) -> Html | str:
+    score = named(told, part, metric)
+    under = tag("span", f"of {count(score.get('n'))}", class_="under")
+    return join(scored(metric, score), under) if number(score.get("n")) else DASH
+
+
+MODELS = {"pretrain": "before finetuning", "finetune": "after finetuning", "prefer": "after preference tuning"}
+
+
+def talk_tiles(report: Report) -> list[Html]:
+    """Of the last model that was asked."""
+    told = named(report, "conversations")
+    last = next((model for model in reversed(MODELS) if model in told), None)
+    if last is None:
+        return []
+    ended, bits = at(told, last, "ended", "value"), at(told, last, "bits_per_byte")
+    low, high = (percent(at(told, last, "ended", key)) for key in ("low", "high"))
+    asked = f"by themselves, of {count(told.get('n'))} in held-out conversations; 95% interval {low} to {high}"
+    given = "a byte of what the assistant says there, as this model expects it"
+    return [tile("Answers that ended", percent(ended), asked), tile("Given answers", f"{decimal(bits)} bits", given)]
+
+
+def held_out_talks(report: Report) -> list[object]:
+    told = named(report, "conversations")
+    rows = [_row(name, named(told, model)) for model, name in MODELS.items() if model in told]
+    heads = ["Model", "Answers that end (95% interval)", "Bits per byte", "Perplexity", "Tokens said", "Tokens given"]
+    warmth = number(told.get("temperature"))
+    drawn = "greedily" if warmth == 0 else f"at temperature {text(told.get('temperature'))}"
+    asked = f"One answer in each of {count(told.get('n'))} held-out conversations, at most "
+    how = f"{count(told.get('max_tokens'))} tokens, {drawn}."
+    measured = " Bits per byte and perplexity are of the given answers. Every answer is in conversations.jsonl."
+    return [charts.table(heads, rows), note(asked, how, measured)] if rows else []
+
+
+def _row(name: str, one: Mapping[str, Any]) -> list[object]:
+    ended = scored("ended", one.get("ended"))
+    sizes = [decimal(at(one, "length", key), 1) for key in ("said", "given")]
+    return [name, ended, decimal(one.get("bits_per_byte")), decimal(one.get("perplexity")), *sizes]
+
+
+SMOOTHING = 20
+"""A smoothed curve is a mean over one such part of its points to either side."""
+COLUMNS = 60
+"""Of a picture of gradients over the run, at most."""
+PASSES = ("pretrain", "finetune")
+PHASES = {
+    "data": "waiting for data",
+    "forward_backward": "forward and backward",
+    "optimizer": "norm, clip and update",
+    "hooks": "logging, saving, evaluating",
+}
+
+ReportRows = Sequence[Mapping[str, Any]]
+
+
+def training(report: Report) -> list[object]:
+    parts: list[object] = []
+    known = [phase for phase in PASSES if listed(report, "curves", phase)]
+    for phase in known or PASSES:
+        rows = listed(report, "curves", phase)
+        parts.append(tag("h3", phase.capitalize()))
+        parts += phase_curves(phase.capitalize(), rows) if rows else [NOTHING]
+        parts += gradient_flow(rows) + time_by_phase(rows) + troubles(rows) + written(report, phase)
+    return parts
+
+
+def phase_curves(phase: str, rows: ReportRows) -> list[object]:
+    loss, checked = series(rows, "loss"), series(rows, "validation_loss")
+    reach = max(1, len(loss) // SMOOTHING)
+    drawn = [
+        Curve("train loss", loss, "faint"),
+        Curve(f"mean of {2 * reach + 1} logged steps", charts.smoothed(loss, reach)),
+        Curve("validation loss", checked, "dots"),
+    ]
+    speeds = [value for _, value in series(rows, "tokens_per_second") if value > 0]
+    bits, shares = series(rows, "validation_bits_per_byte"), [value for _, value in series(rows, "mfu")]
+    last: list[Tile] = [
+        ("Steps", count(max((x for x, _ in loss + checked), default=None))),
+        ("Last train loss", decimal(loss[-1][1] if loss else None)),
+        ("Last validation loss", decimal(checked[-1][1] if checked else None)),
+        ("Median speed", f"{count(statistics.median(speeds) if speeds else None)} tokens/s"),
+    ]
+    if bits:
+        last.insert(3, ("Its bits per byte", decimal(bits[-1][1])))
+    if shares:
+        last.append(("Median MFU, of the measured peak", percent(statistics.median(shares))))
+    if memory := series(rows, "memory_bytes"):
+        last.append(("Most memory", charts.size(max(value for _, value in memory))))
+    rate, norm = (Curve(key, series(rows, key)) for key in ("learning_rate", "gradient_norm"))
+    small = [
+        charts.curves("Learning rate", [rate], x_axis="step", y_axis="learning rate", from_zero=True),
+        charts.curves("Gradient norm", [norm], x_axis="step", y_axis="norm before clipping", from_zero=True),
+    ]
+    if update := relative_updates(rows):
+        curve = Curve("update / weights", update)
+        title = "Size of an update"
+        small.append(charts.curves(title, [curve], x_axis="step", y_axis="norm of update / weights", from_zero=True))
+    big = charts.curves(f"{phase}: loss", drawn, x_axis="step", y_axis="loss in nats per token")
+    return [facts(last), big, tag("div", *small, class_="small")]
+
+
+def gradient_flow(rows: ReportRows) -> list[object]:
+    """How large the gradient of each layer was: over the run, and layer by layer at its beginning, middle and end."""
+    flows = [(number(row.get("step")), named(row, "gradient_flow")) for row in rows]
+    seen = [(step, flow) for step, flow in flows if step is not None and flow]
+    if not seen:
+        return []
+    layers = list(seen[0][1])
+    seen = [seen[n * len(seen) // min(len(seen), COLUMNS)] for n in range(min(len(seen), COLUMNS))]
+    steps = [step for step, _ in seen]
+    picture = heat(
+        "Gradient flow: norm of each layer's gradient over the run",
+        [(layer, [number(flow.get(layer)) for _, flow in seen]) for layer in layers],
+        steps,
+        x_axis="step",
+        unit="norm",
+    )
+    looks = {0: "faint", len(seen) // 2: "dots", len(seen) - 1: "strong"}
+    drawn = [Curve(f"step {charts.short(steps[n])}", by_depth(seen[n][1], layers), look) for n, look in looks.items()]
+    profile = charts.curves("The same by depth", drawn, x_axis="layer", y_axis="gradient norm", from_zero=True)
+    told = note(f"Layers are counted from {layers[0]} (0) to {layers[-1]} ({len(layers) - 1}). Norms before clipping.")
+    return [picture, profile, told]
+
+
+def by_depth(flow: Mapping[str, Any], layers: Sequence[str]) -> list[tuple[float, float]]:
+    found = [(depth, number(flow.get(layer))) for depth, layer in enumerate(layers)]
+    return [(float(depth), value) for depth, value in found if value is not None]
+
+
+def relative_updates(rows: ReportRows) -> list[tuple[float, float]]:
+    weights = dict(series(rows, "weight_norm"))
+    return [(step, value / weights[step]) for step, value in series(rows, "update_norm") if weights.get(step)]
+
+
+def time_by_phase(rows: ReportRows) -> list[object]:
+    spent: dict[str, float] = {}
+    for row in rows:
+        for phase, seconds in named(row, "seconds").items():
+            spent[phase] = spent.get(phase, 0.0) + (number(seconds) or 0.0)
+    whole = sum(spent.values())
+    bars = [
+        Bar(name, spent[phase], f"{charts.duration(spent[phase])} ({percent(spent[phase] / whole)})")
+        for phase, name in PHASES.items()
+        if whole and phase in spent
+    ]
+    return [charts.bars("Where the seconds of training went", bars, axis="seconds")] if bars else []
+
+
+def troubles(rows: ReportRows) -> list[object]:
+    """What was skipped, where the run went back, and which hooks failed."""
+    told: list[list[object]] = []
+    for row in rows:
+        step = count(row.get("step"))
+        if "skipped" in row:
+            samples = ", ".join(map(str, sequence(row, "samples")[:8]))
+            told.append([step, "skipped", f"{text(row['skipped'])}; samples {samples} …"])
+        if "rolled_back_to" in row:
+            told.append([step, "rolled back", f"to step {count(row['rolled_back_to'])}"])
+        if "failed" in row:
+            told.append([step, f"{text(row['failed'])} failed", text(row.get("error"))])
+    table = tag("div", charts.table(["Step", "What", "Why"], told), class_="commands")
+    return [tag("h4", "What went wrong on the way"), table] if told else []
+
+
+def written(report: Report, phase: str) -> list[object]:
+    cards = [
+        tag(
+            "article",
+            tag("p", tag("b", f"step {count(one.get('step'))}"), class_="tagged"),
+            tag("p", tag("b", text(one.get("prompt"))), text(one.get("text")), class_="quote", dir="auto"),
+            class_="card",
+        )
+        for one in reversed(listed(report, "written", phase))
+    ]
+    return [tag("h4", "What it wrote on the way, the latest first"), folded(cards, "cards")] if cards else []
+
+
+def series(rows: ReportRows, key: str) -> list[tuple[float, float]]:
+    found = [(number(row.get("step")), number(row.get(key))) for row in rows]
+    return [(step, value) for step, value in found if step is not None and value is not None]
+
+
+NAMES = {
+    "loss": ("Loss", "loss"),
+    "margin": ("Margin: how much more the better answer is liked", "nats"),
+    "accuracy": ("Pairs that are told apart rightly", "share"),
+    "reward": ("Reward: answers that are right", "share"),
+    "kl": ("Distance to the reference", "KL in nats per token"),
+    "divergence": ("Distance to the reference, on other answers", "nats per answer"),
+    "clip_fraction": ("Tokens whose ratio was held", "share"),
+    "ended": ("Answers that ended", "share"),
+    "answer_tokens": ("Length of answers", "tokens"),
+}
+"""What metrics.jsonl may hold, with a title and the name of an axis."""
+METHODS = {"dpo": "DPO", "ipo": "IPO", "simpo": "SimPO", "kto": "KTO", "grpo": "GRPO"}
+
+
+def preferred(report: Report) -> list[object]:
+    """Nothing for a run without the stage `prefer`."""
+    rows, stats = listed(report, "curves", "prefer"), named(report, "preference")
+    if not rows and not stats:
+        return []
+    parts: list[object] = [tag("h3", "Prefer"), facts(known(stats))]
+    before = named(stats, "before")
+    after = [row for row in rows if any(name in row for name in before)]
+    if before and after:
+        listed_names = [name for name in before if name in after[-1]]
+        cells = [[spoken(name), decimal(before[name]), decimal(after[-1][name])] for name in listed_names]
+        parts.append(charts.table(["Of held-out ones", "Before", "After"], cells))
+    drawn = [
+        charts.curves(title, curves(rows, name), x_axis="step", y_axis=axis)
+        for name, (title, axis) in NAMES.items()
+        if series(rows, name)
+    ]
+    parts.append(tag("div", *drawn, class_="small"))
+    data = named(stats, "data")
+    table = tallied("What was rejected", named(data, "rejected_by_reason"), None, "rows")
+    parts += [table] if table is not None else []
+    if data:
+        parts.append(note("What was rejected stands in rejected.jsonl of the stage, with file, line and reason."))
+    return parts + gradient_flow(rows) + time_by_phase(rows) + troubles(rows) + written(report, "prefer")
+
+
+def known(stats: Mapping[str, Any]) -> list[Tile]:
+    data = named(stats, "data")
+    found: list[Tile] = [("Method", METHODS.get(text(stats.get("method")), text(stats.get("method"))))]
+    found += [("Steps", count(stats.get("steps"))), ("Rows read", count(data.get("read")))]
+    for split, name in (("train", "Learned from"), ("val", "Held out")):
+        sizes = named(data, split)
+        told = [f"{count(sizes[key])} {key}" for key in ("questions", "chosen", "rejected") if key in sizes]
+        found.append((name, ", ".join(told) or "–"))
+    found.append(("Cut at a turn", count(data.get("cut_at_a_turn"))))
+    return found if stats else found[:0]
+
+
+def curves(rows: list[Mapping[str, Any]], name: str) -> list[Curve]:
+    seen = series(rows, name)
+    drawn = [Curve("train", seen, "faint")]
+    drawn.append(Curve("smoothed", charts.smoothed(seen, max(1, len(seen) // SMOOTHING))))
+    held_out = series(rows, f"validation_{name}")
+    return [*drawn, Curve("held out", held_out, "dots")] if held_out else drawn
+
+
+def spoken(name: str) -> str:
+    return name.removeprefix("validation_").replace("_", " ")
+
+
+ReportSections = tuple[tuple[str, str, Section], ...]
 """Anchor, title and content of each."""
 
 RIVALS = {"model": "this model", "xz": "xz", "zstd": "zstd"}
 COPYING = " The library's questions test copying: what they ask for stands in them, and their answers in training too."
 
 
-def render(report: Report, sections: Sections | None = None) -> str:
+def render(report: Report, sections: ReportSections | None = None) -> str:
     """
     The page for the data of report.json, as HTML: all of SECTIONS, or some.
 
@@ -201,7 +512,7 @@ def again(report: Report) -> list[object]:
 
 def foot(report: Report) -> list[object]:
     model = named(report, "model")
-    known: list[Fact] = [(name, text(value)) for name, value in named(report, "versions").items()]
+    known: list[Tile] = [(name, text(value)) for name, value in named(report, "versions").items()]
     known += [(name, text(value)) for name, value in named(report, "machine").items()]
     if model:
         known += [(f"{name} hash", tag("code", text(model.get(name)))) for name in ("tokenizer", "template")]
@@ -209,18 +520,18 @@ def foot(report: Report) -> list[object]:
     return [facts(known, look="foot")]
 
 
-DATA: Sections = (
+DATA: ReportSections = (
     ("read", "What was read", fetched),
     ("dropped", "What was dropped", dropped),
     ("classifier", "Classifiers", classifiers),
     ("duplicates", "Duplicates", duplicates),
     ("tokenizer", "The tokenizer", tokenizer),
 )
-TRAINING: Sections = (("curves", "Training", trained),)
-MIX: Sections = (("mix", "The mix", the_mix),)
-WORK: Sections = (("time", "Where the time went", time_spent), ("again", "Each number again", again))
+TRAINING: ReportSections = (("curves", "Training", trained),)
+MIX: ReportSections = (("mix", "The mix", the_mix),)
+WORK: ReportSections = (("time", "Where the time went", time_spent), ("again", "Each number again", again))
 
-SECTIONS: Sections = (
+SECTIONS: ReportSections = (
     ("headline", "In short", headline),
     ("answers", "Held-out answers by kind", by_kind),
     ("talks", "Held-out conversations", held_out_talks),
@@ -233,11 +544,119 @@ SECTIONS: Sections = (
     ("continuations", "Continuations", continuations),
     *WORK,
 )
-IN_SHORT: Sections = (("short", "In short", funnel),)
-DATA_SECTIONS: Sections = (*IN_SHORT, *DATA, *MIX, *WORK)
+IN_SHORT: ReportSections = (("short", "In short", funnel),)
+DATA_SECTIONS: ReportSections = (*IN_SHORT, *DATA, *MIX, *WORK)
 """Of the page that a run has before there is a model."""
 
 
-def before_evaluation(*, read: bool, trained: bool) -> Sections:
+def before_evaluation(*, read: bool, trained: bool) -> ReportSections:
     """Of the page of a run that has read documents, or has trained a model, or both, and is not evaluated."""
     return (*IN_SHORT[:read], *TRAINING[:trained], *DATA[: len(DATA) if read else 0], *MIX, *WORK)
+
+
+TITLE = "Conversations"
+
+
+def page(report: Report) -> str:
+    """The page for the data of the stage's report.json, as HTML. Any part of the data may be missing."""
+    return render({"recipe": TITLE, **report}, CONVERSATION_SECTIONS)
+
+
+def conversation_headline(report: Report) -> list[object]:
+    train, val = named(report, "splits", "train"), named(report, "splits", "val")
+    tokens, learned = number(train.get("tokens")), number(train.get("supervised"))
+    share = learned / tokens if learned is not None and tokens else None
+    gone = [count(report.get(name)) for name in ("rejected", "dropped")]
+    tiles = [
+        tile(
+            "Conversations", count(report.get("conversations")), f"of {count(report.get('read'))} rows that were read"
+        ),
+        tile("Tokens to train on", charts.short(tokens), f"in {count(train.get('rows'))} rows"),
+        tile("Learned from", percent(share), "of those tokens: what the assistant says, and where it ends"),
+        tile("Rows filled", percent(train.get("packing")), f"of {count(report.get('row_tokens'))} tokens each"),
+    ]
+    known = counted(report, cut_at_a_turn="Cut at a turn")
+    known += [("Rejected", gone[0]), ("Dropped", gone[1]), ("Held out", count(val.get("conversations")))]
+    known += [(f"{name} hash", tag("code", text(report.get(name)))) for name in ("template", "tokenizer")]
+    return [tag("div", *tiles, class_="tiles"), facts(known)]
+
+
+def by_source(report: Report) -> list[object]:
+    bars, rows = [], []
+    for one in listed(report, "sources"):
+        share = number(one.get("supervised_share"))
+        bars.append(Bar(text(one.get("source")), share, f"{percent(share)} of {count(one.get('tokens'))} tokens"))
+        sizes = [count(one.get(name)) for name in ("read", "rejected", "dropped", "conversations", "in_rows", "cap")]
+        rows.append([text(one.get("source")), *sizes, count(one.get("tokens")), text(one.get("license"))])
+    heads = ["Source", "Read", "Rejected", "Dropped", "Kept", "In rows, with copies", "Cap", "Tokens", "License"]
+    told = "Read is kept, rejected and dropped together. Where a source says no license, its rows may."
+    axis = "share of the tokens of a source that are learned from"
+    chart = charts.bars("Learned from, by source", bars, axis=axis, form=percent, top=1.0)
+    return [chart, charts.table(heads, rows), note(told)] if rows else []
+
+
+def lengths(report: Report) -> list[object]:
+    bins = listed(report, "lengths")
+    whole = sum(number(one.get("conversations")) or 0.0 for one in bins)
+    rows = []
+    for one in bins:
+        n = number(one.get("conversations"))
+        shown = f"{count(n)} ({percent(n / whole)})" if n is not None and whole else count(n)
+        rows.append(Bar(f"{count(one.get('from'))} to {count(one.get('to'))}", n, shown))
+    return (
+        [charts.bars("Conversations by their length in tokens", rows, axis="conversations, with copies")]
+        if rows
+        else []
+    )
+
+
+def conversation_samples(report: Report) -> list[object]:
+    keys = [
+        tag("span", tag("mark", "learned from", class_="learned"), class_="key"),
+        tag("span", tag("span", "only read", class_="unlearned"), class_="key"),
+        tag("span", tag("b", "<|end|>", class_="special"), " one token that no text can spell", class_="key"),
+    ]
+    cards = [_card(one) for one in listed(report, "samples")]
+    return [tag("p", *keys, class_="legend"), tag("div", *cards, class_="cards wide")] if cards else []
+
+
+def _card(one: Mapping[str, Any]) -> Html:
+    runs = []
+    for run in listed(one, "runs"):
+        look = "special" if run.get("special") else None
+        content = tag("b", text(run.get("text")), class_=look) if look else text(run.get("text"))
+        runs.append(tag("mark" if run.get("learned") else "span", content, class_=_LOOKS[bool(run.get("learned"))]))
+    seen = f"{count(one.get('supervised'))} of {count(one.get('tokens'))} tokens learned from"
+    cut = number(one.get("shown")), number(one.get("tokens"))
+    rest = "" if None in cut or cut[0] == cut[1] else f", the first {count(cut[0])} shown"
+    head = tag("p", tag("b", text(one.get("source"))), tag("span", f"{seen}{rest}"), class_="tagged")
+    where = tag("p", tag("code", text(one.get("place"))), class_="note")
+    return tag("article", head, tag("p", *runs, class_="quote", dir="auto"), where, class_="card")
+
+
+_LOOKS = {True: "learned", False: "unlearned"}
+
+
+def gone(report: Report) -> list[object]:
+    whole = number(at(report, "read"))
+    parts = [
+        tallied(
+            "Rejected: no conversation, or none that fits into a row",
+            named(report, "rejected_by_reason"),
+            whole,
+            "rows",
+        ),
+        tallied("Dropped by filters", named(report, "dropped_by_reason"), whole, "conversations"),
+    ]
+    told = note("rejected.jsonl and dropped.jsonl beside this page hold each of them, with its place and reason.")
+    shown = [part for part in parts if part is not None]
+    return [*shown, told] if shown else [note("Nothing was rejected, and nothing was dropped.")]
+
+
+CONVERSATION_SECTIONS: ReportSections = (
+    ("short", "In short", conversation_headline),
+    ("samples", "What is learned", conversation_samples),
+    ("sources", "Sources", by_source),
+    ("lengths", "Lengths", lengths),
+    ("gone", "What was left out", gone),
+)

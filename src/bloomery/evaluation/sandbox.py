@@ -1,5 +1,5 @@
 """
-Run code that a model has written where it can do no harm, and tests of it in another process: `cell.py` in a child.
+Run code that a model has written where it can do no harm, and its tests in another process (`sandbox_child.py`).
 
 Without network, with a file system of Python alone, an empty folder in memory to write to, an empty environment, no
 rights, and limits on time, processor, memory, files, processes and output. When it ends or its time is up, everything
@@ -21,14 +21,14 @@ from typing import Literal
 
 from bloomery.core import child as children
 from bloomery.core.errors import HardwareError
-from bloomery.data.conversations.conversation import half_pair
-from bloomery.evaluation import cell
+from bloomery.data.chat.messages import half_pair
+from bloomery.evaluation import sandbox_child
 
-Status = Literal["passed", "failed", "timeout", "output", "killed"]
+SandboxStatus = Literal["passed", "failed", "timeout", "output", "killed"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Limits:
+class SandboxLimits:
     seconds: float = 10.0
     cpu_seconds: int = 10
     memory_bytes: int = 512 * 2**20
@@ -54,8 +54,8 @@ class Limits:
 
 
 @dataclass(frozen=True)
-class Outcome:
-    status: Status
+class SandboxResult:
+    status: SandboxStatus
     output: str
     """What was printed, up to the limit."""
     seconds: float
@@ -65,7 +65,7 @@ class Outcome:
         return self.status == "passed"
 
 
-def run(solution: str, tests: str, limits: Limits | None = None, *, weaker: bool = False) -> Outcome:
+def run(solution: str, tests: str, limits: SandboxLimits | None = None, *, weaker: bool = False) -> SandboxResult:
     """
     Run tests against the names of a solution, each text in a process of its own, within one limit of time.
 
@@ -76,12 +76,12 @@ def run(solution: str, tests: str, limits: Limits | None = None, *, weaker: bool
     Raises HardwareError where this machine cannot isolate the code, and nothing was run; `weaker` runs it all the
     same, behind what isolation there is.
     """
-    limits = limits or Limits()
+    limits = limits or SandboxLimits()
     if sys.platform != "linux":
-        raise HardwareError(f"there is no sandbox for {sys.platform}", cure="Run the programs on Linux.")
+        raise HardwareError(f"there is no sandbox for {sys.platform}", hint="Run the programs on Linux.")
     for name, text in (("program", solution), ("tests", tests)):
         if (spot := half_pair(text)) is not None:
-            return Outcome(
+            return SandboxResult(
                 "failed", f"character {spot} of the {name} is half a surrogate pair: no file can hold it", 0.0
             )
     began = time.monotonic()
@@ -94,7 +94,7 @@ def run(solution: str, tests: str, limits: Limits | None = None, *, weaker: bool
             "folder_bytes": limits.folder_bytes,
             "weaker": weaker,
         }
-        command = [os.path.realpath(sys.executable), "-I", "-S", "-B", str(Path(cell.__file__).resolve())]
+        command = [os.path.realpath(sys.executable), "-I", "-S", "-B", str(Path(sandbox_child.__file__).resolve())]
         with subprocess.Popen(
             children.leashed(command),
             stdin=subprocess.PIPE,
@@ -111,18 +111,18 @@ def run(solution: str, tests: str, limits: Limits | None = None, *, weaker: bool
                 _end(child)
         seconds = round(time.monotonic() - began, 3)
     output = printed.decode("utf-8", "replace")
-    if child.returncode == cell.REFUSED:
-        cure = "Allow unprivileged user namespaces, or say --weaker-sandbox to run code behind fewer walls."
-        raise HardwareError(f"code that a model wrote was not run: {output.strip()}", where="the sandbox", cure=cure)
-    return Outcome(why or _status(child.returncode), output, seconds)
+    if child.returncode == sandbox_child.REFUSED:
+        hint = "Allow unprivileged user namespaces, or say --weaker-sandbox to run code behind fewer walls."
+        raise HardwareError(f"code that a model wrote was not run: {output.strip()}", where="the sandbox", hint=hint)
+    return SandboxResult(why or _status(child.returncode), output, seconds)
 
 
 def _framed(data: bytes) -> bytes:
     return len(data).to_bytes(4, "big") + data
 
 
-def _status(code: int) -> Status:
-    if code == cell.PASSED:
+def _status(code: int) -> SandboxStatus:
+    if code == sandbox_child.PASSED:
         return "passed"
     return "killed" if code >= 128 else "failed"
 
@@ -130,12 +130,12 @@ def _status(code: int) -> Status:
 def _python() -> list[str]:
     """Folders of the interpreter that lie elsewhere than the system's programs."""
     found = {os.path.realpath(path) for path in (sys.base_prefix, sys.base_exec_prefix)}
-    return sorted(path for path in found if not path.startswith(cell.SYSTEM))
+    return sorted(path for path in found if not path.startswith(sandbox_child.SYSTEM))
 
 
 def _followed(
-    child: "subprocess.Popen[bytes]", given: bytes, limits: Limits, began: float
-) -> tuple[bytes, Status | None]:
+    child: "subprocess.Popen[bytes]", given: bytes, limits: SandboxLimits, began: float
+) -> tuple[bytes, SandboxStatus | None]:
     """Hand over the code and take what is printed; the reason, where one of the limits that are kept here was hit."""
     assert child.stdin is not None
     assert child.stdout is not None
@@ -168,7 +168,7 @@ def _put(descriptor: int, data: memoryview) -> int:
         return len(data)
 
 
-def _ended(child: "subprocess.Popen[bytes]", printed: bytes, rest: float) -> tuple[bytes, Status | None]:
+def _ended(child: "subprocess.Popen[bytes]", printed: bytes, rest: float) -> tuple[bytes, SandboxStatus | None]:
     """Its output is closed: most likely it is about to end."""
     try:
         child.wait(rest)
@@ -189,4 +189,4 @@ def check(weaker: bool = False) -> None:
     """Raises HardwareError where code cannot be held here."""
     found = run("print('here')", "", weaker=weaker)
     if not found.passed:
-        raise HardwareError(f"the sandbox does not run: {found.output.strip()}", cure="Leave --run-code out.")
+        raise HardwareError(f"the sandbox does not run: {found.output.strip()}", hint="Leave --run-code out.")

@@ -1,22 +1,29 @@
 """
-The device that a process computes on. The one file that names a vendor in torch's terms; all others ask it.
+The device that a process computes on, and its measured peak. The only file with torch's vendor names.
 
-AMD answers to `torch.cuda` too (ROCm), with `nccl` standing for RCCL. What a vendor's own test claims is not always so:
+AMD answers to `torch.cuda` too (ROCm), with `nccl` standing for RCCL. A vendor's own test is not always right:
 `torch.cuda.is_bf16_supported()` is True on every AMD GPU, and compute capabilities of AMD GPUs are above every
-threshold of NVIDIA's, so neither decides anything for AMD here.
+threshold of NVIDIA's. So neither decides anything for AMD here.
+
+The peak is the reference for a model's own FLOP/s.
+Vendors' tables go by names that change. They count half a card or sparse zeros, and do not mention a laptop's power
+limit. So the peak is that of the best of some large matmuls on this device. They run now, in the format that
+training uses. A share of it is called a share of the measured peak, never a share of a vendor's peak.
 """
 
 import ctypes
 import importlib.util
 import sys
+import time
 from dataclasses import dataclass
+from functools import cache
 from typing import Literal
 
 from bloomery.core.errors import HardwareError
-from bloomery.hw import launcher
-from bloomery.hw import needs_torch as needs_torch
+from bloomery.hw import launcher, specs
+from bloomery.hw import require_torch as require_torch
 from bloomery.hw.gpus import INTEGRATED
-from bloomery.hw.host import Host, Wanted, fast_bf16, free_bytes, memory_bytes
+from bloomery.hw.host import DeviceChoice, Host, fast_bf16, free_bytes, memory_bytes
 
 import torch
 
@@ -81,7 +88,7 @@ class Device:
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
 
 
-def find(wanted: Wanted = "auto", host: Host | None = None) -> Device:
+def find(wanted: DeviceChoice = "auto", host: Host | None = None) -> Device:
     """
     The device that this process should use. On a machine with several GPUs, the one that LOCAL_RANK says.
 
@@ -109,7 +116,7 @@ def find(wanted: Wanted = "auto", host: Host | None = None) -> Device:
             backend="gloo",
         )
     what = f"asked for {wanted!r}, but torch {torch.__version__} finds none on this machine"
-    raise HardwareError(what, cure='Ask `bloomery doctor` why, or take device="auto" or device="cpu".')
+    raise HardwareError(what, hint='Ask `bloomery doctor` why, or take device="auto" or device="cpu".')
 
 
 def _gpu(host: Host) -> Device:
@@ -186,3 +193,36 @@ def keep_freed_memory() -> bool:
     wishes = {M_MMAP_MAX: 0, M_TRIM_THRESHOLD: -1, M_TOP_PAD: TOP_PAD_BYTES}
     granted = [library.mallopt(name, value) == 1 for name, value in wishes.items()]
     return all(granted)
+
+
+SIZES = {"cpu": 1536, "mps": 4096, "cuda": 8192}
+SECONDS = 0.3
+
+
+def listed_peak(device: Device, devices: int = 1) -> float | None:
+    """FLOP/s that the catalogue has for so many of a device in its compute format; None where it has none."""
+    if device.place.type == "cpu":  # whose name may be that of the GPU beside it: "… w/ Radeon 8060S"
+        return None
+    entry = specs.of_device(device.name, device.memory_bytes)
+    peak = None if entry is None else entry.peak(str(device.compute_dtype).removeprefix("torch."))
+    return None if peak is None else devices * peak
+
+
+def measured_peak(device: Device) -> float:
+    """FLOP/s of the best of some square products in the device's compute format. Measured once in a process."""
+    return _measured(device, device.place.type, device.compute_dtype)
+
+
+@cache
+def _measured(device: Device, kind: str, dtype: torch.dtype) -> float:
+    size = SIZES[kind]
+    left, right = (torch.ones(size, size, device=device.place, dtype=dtype) for _ in range(2))
+    best, end = float("inf"), time.perf_counter() + SECONDS
+    torch.mm(left, right)  # the first one also sets up the library
+    device.synchronize()
+    while time.perf_counter() < end or best == float("inf"):
+        began = time.perf_counter()
+        torch.mm(left, right)
+        device.synchronize()
+        best = min(best, time.perf_counter() - began)
+    return 2.0 * size**3 / best

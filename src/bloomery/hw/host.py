@@ -22,9 +22,9 @@ from pathlib import Path
 from typing import Literal
 
 from bloomery.core import child as children
-from bloomery.core.files import cache_root
+from bloomery.core.io import cache_root
 
-Wanted = Literal["auto", "cuda", "mps", "cpu"]
+DeviceChoice = Literal["auto", "cuda", "mps", "cpu"]
 """What a recipe may ask for. AMD answers to "cuda" too; "auto" takes the first of them that is there."""
 
 KILL_SECONDS = 5.0
@@ -32,7 +32,7 @@ KILL_SECONDS = 5.0
 
 
 @dataclass(frozen=True, kw_only=True)
-class Reply:
+class CommandResult:
     """What a command said. `code` is negative for a signal and None where it did not end in time."""
 
     code: int | None
@@ -40,7 +40,7 @@ class Reply:
     err: str = ""
 
 
-Run = Callable[[Sequence[str], float], Reply]
+CommandRunner = Callable[[Sequence[str], float], CommandResult]
 """(command, seconds it may take) -> reply."""
 
 
@@ -75,7 +75,7 @@ class Node:
         return user.number == 0 or self.mode >> shift & 6 == 6
 
 
-def run_here(command: Sequence[str], limit_seconds: float) -> Reply:
+def run_here(command: Sequence[str], limit_seconds: float) -> CommandResult:
     """
     Run a command on this machine. A command that cannot start replies with 127, as a shell does. One that takes too
     long is killed with all that it started, and so is one whose parent is gone.
@@ -89,10 +89,10 @@ def run_here(command: Sequence[str], limit_seconds: float) -> Reply:
             start_new_session=True,
         )
     except OSError as error:
-        return Reply(code=127, err=str(error))
+        return CommandResult(code=127, err=str(error))
     try:
         out, err = child.communicate(timeout=limit_seconds)
-        return Reply(code=child.returncode, out=_text(out), err=_text(err))
+        return CommandResult(code=child.returncode, out=_text(out), err=_text(err))
     except subprocess.TimeoutExpired:
         return _killed(child)
     finally:
@@ -100,14 +100,14 @@ def run_here(command: Sequence[str], limit_seconds: float) -> Reply:
             _kill(child)
 
 
-def _killed(child: subprocess.Popen[bytes]) -> Reply:
+def _killed(child: subprocess.Popen[bytes]) -> CommandResult:
     """What a command had said when its time was over."""
     _kill(child)
     try:
         out, err = child.communicate(timeout=KILL_SECONDS)
-        return Reply(code=None, out=_text(out), err=_text(err))
+        return CommandResult(code=None, out=_text(out), err=_text(err))
     except subprocess.TimeoutExpired as late:
-        return Reply(code=None, out=_text(late.stdout), err=_text(late.stderr))
+        return CommandResult(code=None, out=_text(late.stdout), err=_text(late.stderr))
 
 
 def _kill(child: subprocess.Popen[bytes]) -> None:
@@ -127,7 +127,7 @@ class Host:
 
     root: Path
     env: Mapping[str, str] = field(default_factory=dict)
-    run: Run = run_here
+    run: CommandRunner = run_here
     system: str = "Linux"
     processor: str = "x86_64"
     python: str = "python3"

@@ -45,7 +45,7 @@ def address(env: Mapping[str, str] | None = None) -> tuple[str, int]:
     """Where the processes meet: host and port. Raises ConfigError where the launcher does not say so."""
     env = os.environ if env is None else env
     if not env.get("MASTER_ADDR"):
-        raise ConfigError("MASTER_ADDR is not set, and WORLD_SIZE is", where="environment", cure=CURE)
+        raise ConfigError("MASTER_ADDR is not set, and WORLD_SIZE is", where="environment", hint=CURE)
     return env["MASTER_ADDR"], number("MASTER_PORT", env, at_least=1, below=2**16)
 
 
@@ -61,11 +61,11 @@ def check_processes(count: int, where: str) -> None:
     """Raises HardwareError for more processes than this machine can do anything with. `where` is the setting."""
     if count > (most := PROCESSES_A_CORE * cores()):
         what = f"{count} processes on {cores()} CPU cores: at most {most}, {PROCESSES_A_CORE} a core, are started"
-        raise HardwareError(what, where=where, cure=f"Say {where}={cores()}, or another number up to {most}.")
+        raise HardwareError(what, where=where, hint=f"Say {where}={cores()}, or another number up to {most}.")
 
 
 def number(
-    name: str, env: Mapping[str, str], *default: int, at_least: int = 0, below: int = MAX_PROCESSES, cure: str = CURE
+    name: str, env: Mapping[str, str], *default: int, at_least: int = 0, below: int = MAX_PROCESSES, hint: str = CURE
 ) -> int:
     """The whole number in a variable of the environment. Raises ConfigError for anything else."""
     if name not in env and default:
@@ -75,4 +75,4 @@ def number(
         return int(text)
     said = f"{name}={text[:40]!r}" if name in env else f"{name} is not set"
     what = f"{said}, where a whole number from {at_least} to {below - 1} is needed"
-    raise ConfigError(what, where="environment", cure=cure)
+    raise ConfigError(what, where="environment", hint=hint)

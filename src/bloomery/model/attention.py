@@ -1,23 +1,208 @@
 """
-Causal self-attention with grouped heads, plain and differential, one implementation for training and for decoding.
+Causal self-attention with grouped heads, plain and differential, for training and decoding.
 
-Letters used for shapes are those of layers.py.
+The same implementation serves training and decoding. Attention itself exists three times: the formula, PyTorch's
+own implementation, and the fast implementation that is used. Tests check that all three are equal, with their
+gradients.
+
+Letters used for shapes are those of layers.py. Query head h reads key head h div (H / K).
 """
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
+from typing import Any
 
 from jaxtyping import Float
 
-from bloomery.model.attend import fused_attention
+from bloomery.hw import device as devices
 from bloomery.model.config import ModelConfig
-from bloomery.model.fused import operations
+from bloomery.model.kernels import cpu, triton
+from bloomery.model.kernels.cpu_attention import causal_attention
 from bloomery.model.layers import Linear, RMSNorm
-from bloomery.model.positions import Rotation, rotate
-from bloomery.model.sight import Sight
+from bloomery.model.mask import ALL, AttentionMask
+from bloomery.model.rope import Rotation, rotate
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.attention.flex_attention import BlockMask, and_masks, create_block_mask, flex_attention
+
+CHUNK_QUERIES = 128
+"""On processors. A chunk is multiplied with keys that it may see: half of a long causal square is never made."""
+FLEX_TOKENS = 1024
+"""From this length on, a kernel made for the mask is worth its compilation."""
+
+Queries = Float[Tensor, "B H T E"]
+Keys = Float[Tensor, "B K S E"]
+Values = Float[Tensor, "B K S F"]
+Attended = Float[Tensor, "B H T F"]
+
+
+def softmax_attention(q: Queries, k: Keys, v: Values, sight: AttentionMask) -> Attended:
+    """
+        y = softmax(q kᵀ / √E − slope · distance, where it may look) v
+
+    (Vaswani et al. 2017, https://arxiv.org/abs/1706.03762)
+    """
+    group = q.shape[1] // k.shape[1]
+    k, v = (one.to(q.dtype).repeat_interleave(group, dim=1) for one in (k, v))
+    scores = q @ k.transpose(2, 3) * q.shape[3] ** -0.5  # (B, H, T, S)
+    if sight.slopes is not None:
+        scores = scores - sight.slopes.to(q.dtype)[:, None, None] * sight.distance(q.dtype)
+    scores = scores.masked_fill(~sight.mask()[:, None], -torch.inf)
+    weights = torch.softmax(scores, dim=3)
+    return weights @ v
+
+
+def sdpa_attention(q: Queries, k: Keys, v: Values, sight: AttentionMask) -> Attended:
+    """PyTorch's, which has kernels of its own for a plainly causal square and takes a mask for everything else."""
+    k, v = k.to(q.dtype), v.to(q.dtype)
+    if sight.is_causal and sight.num_queries in (1, sight.num_keys):
+        return F.scaled_dot_product_attention(q, k, v, is_causal=sight.num_queries > 1, enable_gqa=True)
+    mask = sight.mask()[:, None]
+    if sight.slopes is not None:
+        bias = -sight.slopes.to(q.dtype)[:, None, None] * sight.distance(q.dtype)
+        mask = bias.masked_fill(~mask, -torch.inf)
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=True)
+
+
+def fused_attention(q: Queries, k: Keys, v: Values, sight: AttentionMask) -> Attended:
+    """
+    The one that is used: on processors compiled operations or plain matrix products; on GPUs the causal kernel, or for
+    long rows of several documents, windows and ALiBi a kernel made for them, so that no T × S mask lies in memory.
+    """
+    if q.device.type == "cpu" and not cpu.ELSEWHERE.get():
+        if cpu.ready(q, k, v) and (first := sight.first(len(q))) is not None:  # it looks at numbers of segments
+            return causal_attention(q, k, v, first)
+        return processor_attention(q, k, v, sight)
+    plain = sight.is_causal and sight.num_queries in (1, sight.num_keys)
+    long = sight.allowed is None and sight.num_queries == sight.num_keys >= FLEX_TOKENS
+    if long and not plain and _has_flex_kernel(q, k, v):
+        return flexible_attention(q, k, v, sight, _compiled_flex())
+    return sdpa_attention(q, k, v, sight)
+
+
+def processor_attention(q: Queries, k: Keys, v: Values, sight: AttentionMask) -> Attended:
+    """
+    The formula as two batched matrix products; queries that share a key head lie below each other.
+
+    On CPUs in bfloat16 it trains several times faster than PyTorch's, whose backward is slow there.
+    """
+    B, H, T, E = q.shape
+    K, S, wide = k.shape[1], k.shape[2], v.shape[3]
+    rows = (q * E**-0.5).reshape(B * K, H // K, T, E)
+    keys, values = k.to(q.dtype).reshape(B * K, S, E), v.to(q.dtype).reshape(B * K, S, wide)
+    if T >= 2 * CHUNK_QUERIES or (sight.window or S) < S:
+        y: Tensor = _Chunks.apply(rows, keys, values, sight, B)  # type: ignore[no-untyped-call]
+        return y.view(B, H, T, wide)
+    scores = torch.bmm(rows.reshape(B * K, -1, E), keys.transpose(1, 2)).view(B, H, T, S)
+    weights = torch.softmax(_limited(scores, sight, ALL, ALL), dim=-1)
+    return torch.bmm(weights.view(B * K, -1, S), values).view(B, H, T, wide)
+
+
+def _limited(
+    scores: Float[Tensor, "B H t s"], sight: AttentionMask, rows: slice, seen: slice
+) -> Float[Tensor, "B H t s"]:
+    """Scores of some queries and keys, in place, with what ALiBi takes away and −∞ where they may not look."""
+    if sight.slopes is not None:
+        scores.addcmul_(-sight.slopes.to(scores.dtype)[:, None, None], sight.distance(scores.dtype, rows, seen))
+    if sight.num_queries > 1 or sight.segments is not None or sight.allowed is not None:  # else it sees all of them
+        if (rows, seen) == (ALL, ALL):
+            scores.add_(sight.bias(scores.dtype))
+        else:
+            scores.masked_fill_(~sight.part(rows, seen)[:, None], -torch.inf)
+    return scores
+
+
+class _Chunks(torch.autograd.Function):
+    """
+    The same for a chunk of queries at a time, with those keys that some of the chunk may see.
+
+    G = B·K, n = H / K. Written with its gradients, because those of slices would fill whole tensors with zeros.
+    """
+
+    @staticmethod
+    def forward(context: Any, q: Tensor, k: Tensor, v: Tensor, sight: AttentionMask, num_rows: int) -> Tensor:
+        G, n, T, E = q.shape
+        y, kept = q.new_empty(G, n, T, v.shape[2]), []
+        for rows, seen in _chunks(sight):
+            scores = torch.bmm(q[:, :, rows].reshape(G, -1, E), k[:, seen].transpose(1, 2))
+            limited = _limited(scores.view(num_rows, -1, rows.stop - rows.start, scores.shape[2]), sight, rows, seen)
+            weights = torch.softmax(limited, dim=-1).view(scores.shape)
+            y[:, :, rows] = torch.bmm(weights, v[:, seen]).view(G, n, -1, v.shape[2])
+            if any(context.needs_input_grad):
+                kept.append(weights)
+        context.save_for_backward(q, k, v, *kept)
+        context.sight = sight
+        return y
+
+    @staticmethod
+    def backward(context: Any, *upstream: Tensor) -> tuple[Tensor, Tensor, Tensor, None, None]:
+        q, k, v, *kept = context.saved_tensors
+        G, n, _, E = q.shape
+        grad_q, (grad_k, grad_v) = torch.empty_like(q), (torch.zeros(x.shape, device=x.device) for x in (k, v))
+        for (rows, seen), weights in zip(_chunks(context.sight), kept, strict=True):
+            slope = upstream[0][:, :, rows].reshape(G, -1, v.shape[2])
+            grad_v[:, seen] += torch.bmm(weights.transpose(1, 2), slope)
+            slope = torch.bmm(slope, v[:, seen].transpose(1, 2))
+            slope = torch._softmax_backward_data(slope, weights, -1, weights.dtype)
+            grad_q[:, :, rows] = torch.bmm(slope, k[:, seen]).view(G, n, -1, E)
+            grad_k[:, seen] += torch.bmm(slope.transpose(1, 2), q[:, :, rows].reshape(G, -1, E))
+        return grad_q, grad_k.to(k.dtype), grad_v.to(v.dtype), None, None
+
+
+def _chunks(sight: AttentionMask) -> list[tuple[slice, slice]]:
+    """Places of queries, and of the keys between the first and the last that one of them may see."""
+    found = []
+    for begin in range(0, sight.num_queries, CHUNK_QUERIES):
+        end = min(begin + CHUNK_QUERIES, sight.num_queries)
+        first = 0 if sight.window is None else max(0, sight.offset + begin - sight.window + 1)
+        found.append((slice(begin, end), slice(first, sight.offset + end)))
+    return found
+
+
+def flexible_attention(q: Queries, k: Keys, v: Values, sight: AttentionMask, flex: Any = flex_attention) -> Attended:
+    """
+    A kernel that asks functions of the places instead of a mask, and leaves out blocks where nobody sees anything
+    (Dong et al. 2024, https://arxiv.org/abs/2412.05496). Processors have no backward pass of it.
+    """
+    slopes, offset = sight.slopes, sight.offset
+    falling = None if slopes is None else (lambda score, b, h, t, s: score - slopes[h] * (t + offset - s))
+    y: Tensor = flex(
+        q,
+        k.to(q.dtype),
+        v.to(q.dtype),
+        score_mod=falling,
+        block_mask=_blocks(sight),
+        enable_gqa=q.shape[1] != k.shape[1],
+    )
+    return y
+
+
+def _blocks(sight: AttentionMask) -> BlockMask:
+    """Which blocks of the T × S square have something to see."""
+    segments, offset, window = sight.segments, sight.offset, sight.window
+    limits: list[Callable[..., Tensor]] = [lambda b, h, t, s: s <= t + offset]
+    if window is not None:
+        limits.append(lambda b, h, t, s: s > t + offset - window)
+    if segments is not None:
+        limits.append(lambda b, h, t, s: segments[b, t + offset] == segments[b, s])
+    sees = and_masks(*limits)
+    B, T, S = None if segments is None else len(segments), sight.num_queries, sight.num_keys
+    return sight.made("blocks", lambda: create_block_mask(sees, B, None, T, S, device=sight.device))
+
+
+def _has_flex_kernel(q: Tensor, k: Tensor, v: Tensor) -> bool:
+    group = q.shape[1] // k.shape[1]
+    sizes = (q.shape[3], v.shape[3], group)
+    return devices.compiles_kernels(q.device) and all(n & (n - 1) == 0 for n in sizes) and q.shape[3] >= 16
+
+
+@cache
+def _compiled_flex() -> Any:
+    return torch.compile(flex_attention)
 
 
 @dataclass
@@ -77,7 +262,7 @@ class Attention(nn.Module):
         )
 
     def forward(
-        self, x: Float[Tensor, "B T D"], turn: Rotation | None, sight: Sight, cache: Cache | None = None
+        self, x: Float[Tensor, "B T D"], turn: Rotation | None, sight: AttentionMask, cache: Cache | None = None
     ) -> Float[Tensor, "B T D"]:
         B, T, _ = x.shape
         q = self.q(x).view(B, T, self.num_heads, self.head_width)
@@ -91,7 +276,11 @@ class Attention(nn.Module):
         return merged
 
     def attend(
-        self, q: Float[Tensor, "B H T E"], k: Float[Tensor, "B K S E"], v: Float[Tensor, "B K S E"], sight: Sight
+        self,
+        q: Float[Tensor, "B H T E"],
+        k: Float[Tensor, "B K S E"],
+        v: Float[Tensor, "B K S E"],
+        sight: AttentionMask,
     ) -> Float[Tensor, "B N T F"]:
         """What each head, or pair of heads, found: N·F = H·E numbers a token."""
         return fused_attention(q, k, v, sight)
@@ -101,8 +290,8 @@ def _placed(x: Float[Tensor, "B T N E"], norm: RMSNorm | None, turn: Rotation | 
     """Queries or keys, normed where asked for and turned by position."""
     if norm is not None and turn is not None:
         weights = () if norm.weight is None else (norm.weight,)
-        if operations.ready("rotary-norm", x, *turn, *weights):
-            return operations.turn(x.transpose(1, 2), *turn, norm.weight, norm.eps)
+        if triton.ready("rotary-norm", x, *turn, *weights):
+            return triton.turn(x.transpose(1, 2), *turn, norm.weight, norm.eps)
     if norm is not None:
         x = norm(x)
     return x.transpose(1, 2) if turn is None else rotate(x.transpose(1, 2), turn)
@@ -129,7 +318,11 @@ class DifferentialAttention(Attention):
         self.pair_norm = RMSNorm(2 * self.head_width, config.norm_eps, config.norm_weights)
 
     def attend(
-        self, q: Float[Tensor, "B H T E"], k: Float[Tensor, "B K S E"], v: Float[Tensor, "B K S E"], sight: Sight
+        self,
+        q: Float[Tensor, "B H T E"],
+        k: Float[Tensor, "B K S E"],
+        v: Float[Tensor, "B K S E"],
+        sight: AttentionMask,
     ) -> Float[Tensor, "B N T F"]:
         shared = v.reshape(len(v), -1, 2, *v.shape[2:]).transpose(2, 3).flatten(3)  # (B, K/2, S, 2E)
         y = fused_attention(q, k, shared.repeat_interleave(2, dim=1), sight)  # (B, H, T, 2E)

@@ -1,14 +1,152 @@
-"""The shape of a model, as numbers and choices. Needs no torch."""
+"""
+The shape of a model, known presets by name, and the scaling of rotary positions. No torch.
+
+The shape is numbers and choices. Scaling stretches rotary positions beyond the context that a model was first
+trained with. A preset includes the vocabulary that its published number of parameters counts. Nothing here needs
+torch. The presets:
+
+    plasma      1386.ai: Plasma 1.0, 1.1 and 1.2
+    gpt2        Radford et al. 2019; as trained by llm.c, whose table of 50257 is padded to 50304 while it trains
+    harness     LanguageModelTrainingHarness: its norms have no trained weights. In its 1b, differential layers have
+                heads half as wide as here, and half as many key heads
+    llama-3.1   Dubey et al. 2024, https://arxiv.org/abs/2407.21783
+    baichuan2   Yang et al. 2023, https://arxiv.org/abs/2309.10305; without its NormHead
+"""
 
 import difflib
+from dataclasses import dataclass
 from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import BeforeValidator, Field, model_validator
 
 from bloomery.core.bounds import Between, Context
 from bloomery.core.config import Config
-from bloomery.model.presets import PRESETS
-from bloomery.model.scaling import RopeScaling
+
+
+@dataclass(frozen=True)
+class ModelPreset:
+    config: dict[str, Any]
+    """Of a ModelConfig."""
+    vocab_size: int
+    """That its number of parameters is told for; a recipe's own tokenizer decides another."""
+
+
+def _shape(width: int, num_layers: int, num_heads: int, num_kv_heads: int, mlp_width: int) -> dict[str, Any]:
+    return {
+        "width": width,
+        "num_layers": num_layers,
+        "num_heads": num_heads,
+        "num_kv_heads": num_kv_heads,
+        "mlp_width": mlp_width,
+    }
+
+
+def _gpt2(width: int, num_layers: int, num_heads: int) -> ModelPreset:
+    shape = _shape(width, num_layers, num_heads, num_heads, 4 * width)
+    kinds = {"feed_forward": "gelu_tanh", "positions": "absolute", "norm": "layernorm", "biases": "all"}
+    return ModelPreset(shape | kinds | {"context": 1024}, 50257)
+
+
+PLASMA = {"norm_eps": 1e-6}
+HARNESS = {"context": 8192, "rope_theta": 100_000.0, "norm_weights": False, "norm_eps": 1.1920928955078125e-07}
+LLAMA_31 = {
+    "context": 131_072,
+    "rope_theta": 500_000.0,
+    "rope_scaling": {"kind": "llama3", "factor": 8.0, "original_context": 8192},
+    "tie_embeddings": False,
+}
+BAICHUAN2 = {"context": 4096, "norm_eps": 1e-6, "tie_embeddings": False}
+
+PRESETS = {
+    "plasma-235m": ModelPreset(_shape(1024, 18, 16, 4, 2816) | PLASMA | {"context": 1024}, 32_000),
+    "plasma-500m": ModelPreset(_shape(1280, 26, 20, 4, 3584) | PLASMA | {"context": 1024}, 48_000),
+    "plasma-756m": ModelPreset(
+        _shape(1536, 28, 24, 4, 4096) | PLASMA | {"context": 2048, "rope_theta": 100_000.0, "qk_norm": True}, 48_000
+    ),
+    "gpt2-124m": _gpt2(768, 12, 12),
+    "gpt2-350m": _gpt2(1024, 24, 16),
+    "gpt2-774m": _gpt2(1280, 36, 20),
+    "gpt2-1558m": _gpt2(1600, 48, 25),
+    "harness-220m": ModelPreset(_shape(1024, 12, 16, 8, 3584) | HARNESS, 50_304),
+    "harness-smol": ModelPreset(_shape(512, 30, 8, 4, 1408) | HARNESS, 50_304),
+    "harness-smed": ModelPreset(_shape(768, 30, 12, 6, 2048) | HARNESS, 50_304),
+    "harness-med": ModelPreset(_shape(960, 32, 15, 5, 2560) | HARNESS, 50_304),
+    "harness-1b": ModelPreset(
+        _shape(2048, 16, 32, 8, 8192) | HARNESS | {"attention": ["standard", "differential"]}, 50_304
+    ),
+    "llama-3.1-8b": ModelPreset(_shape(4096, 32, 32, 8, 14_336) | LLAMA_31, 128_256),
+    "llama-3.1-70b": ModelPreset(_shape(8192, 80, 64, 8, 28_672) | LLAMA_31, 128_256),
+    "llama-3.1-405b": ModelPreset(_shape(16_384, 126, 128, 8, 53_248) | LLAMA_31, 128_256),
+    "baichuan2-7b": ModelPreset(_shape(4096, 32, 32, 32, 11_008) | BAICHUAN2, 125_696),
+    "baichuan2-13b": ModelPreset(_shape(5120, 40, 40, 40, 13_696) | BAICHUAN2 | {"positions": "alibi"}, 125_696),
+}
+
+
+Factor = Annotated[float, Between(1, 1e6, "no context is stretched further")]
+Frequency = Annotated[float, Between(1e-6, 1e6, "it counts turns over a context")]
+
+
+class LinearScaling(Config):
+    """
+        ω' = ω / factor
+
+    (Chen et al. 2023, https://arxiv.org/abs/2306.15595)
+    """
+
+    kind: Literal["linear"] = "linear"
+    factor: Factor
+
+
+class Llama3Scaling(Config):
+    """
+        ω' = ω / factor                     where a turn takes more than original_context / low_freq_factor tokens
+             ω                              where it takes fewer than original_context / high_freq_factor
+             between the two, in proportion to original_context · ω / 2π
+
+    (Llama 3.1: Dubey et al. 2024, https://arxiv.org/abs/2407.21783)
+    """
+
+    kind: Literal["llama3"] = "llama3"
+    factor: Factor = 8.0
+    low_freq_factor: Frequency = 1.0
+    high_freq_factor: Frequency = 4.0
+    original_context: Context = 8192
+
+    @model_validator(mode="after")
+    def _bounds_are_in_order(self) -> "Llama3Scaling":
+        if self.high_freq_factor <= self.low_freq_factor:
+            raise ValueError(
+                f"high_freq_factor {self.high_freq_factor} must be above low_freq_factor {self.low_freq_factor}"
+            )
+        return self
+
+
+class YarnScaling(Config):
+    """
+        ω' = ω · ((1 − r) + r / factor)
+
+    where r rises from 0 to 1 between the numbers that turn beta_fast and beta_slow times over original_context tokens.
+    Queries and keys are scaled by attention_factor, √(1/t) of the paper; None: 0.1 · ln(factor) + 1.
+
+    (Peng et al. 2023, https://arxiv.org/abs/2309.00071)
+    """
+
+    kind: Literal["yarn"] = "yarn"
+    factor: Factor
+    original_context: Context
+    beta_fast: Frequency = 32.0
+    beta_slow: Frequency = 1.0
+    attention_factor: Annotated[float, Between(1e-3, 1e3, "it scales queries and keys")] | None = None
+
+    @model_validator(mode="after")
+    def _bounds_are_in_order(self) -> "YarnScaling":
+        if self.beta_fast <= self.beta_slow:
+            raise ValueError(f"beta_fast {self.beta_fast} must be above beta_slow {self.beta_slow}")
+        return self
+
+
+RopeScaling = Annotated[LinearScaling | Llama3Scaling | YarnScaling, Field(discriminator="kind")]
+
 
 Heads = Annotated[int, Between(1, 2**14, "no model has more heads")]
 MAX_WEIGHTS = 10**13
@@ -36,7 +174,7 @@ class ModelConfig(Config):
     """
 
     preset: str = ""
-    """A known shape, by its name in `model/presets.py`. What else is said here is changed in it."""
+    """A known shape, by its name in `model/config.py`. What else is said here is changed in it."""
     width: Annotated[int, Between(1, 2**20, "no model is wider")] = 256
     """Of the residual stream."""
     num_layers: Annotated[int, Between(1, 1000, "no model is deeper")] = 6

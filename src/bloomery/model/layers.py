@@ -10,10 +10,9 @@ from collections.abc import Callable
 
 from jaxtyping import Float
 
-import bloomery.hw.needs_torch  # noqa: F401
-from bloomery.model import kernels, products
+import bloomery.hw.require_torch  # noqa: F401
 from bloomery.model.config import FeedForwardKind, ModelConfig
-from bloomery.model.fused import operations
+from bloomery.model.kernels import cpu, triton
 
 import torch
 import torch.nn.functional as F
@@ -24,8 +23,8 @@ class Linear(nn.Linear):
     """y = x Wᵀ + b"""
 
     def forward(self, x: Float[Tensor, "*lead D"]) -> Float[Tensor, "*lead N"]:
-        if _computed(x) == torch.bfloat16 and products.ready(x.to(torch.bfloat16), self.weight):
-            return products.linear(x.to(torch.bfloat16), self.weight, self.bias)
+        if _computed(x) == torch.bfloat16 and cpu.matmul_ready(x.to(torch.bfloat16), self.weight):
+            return cpu.linear(x.to(torch.bfloat16), self.weight, self.bias)
         return F.linear(x, self.weight, self.bias)
 
 
@@ -44,11 +43,11 @@ class RMSNorm(nn.Module):
 
     def forward(self, x: Float[Tensor, "*lead D"]) -> Float[Tensor, "*lead D"]:
         dtype, weights = _computed(x), () if self.weight is None else (self.weight,)
-        if operations.ready("rms-norm", x, *weights) and self.width <= operations.LARGEST_ROW:
-            return operations.rms_norm(x, self.weight, self.eps, dtype)
+        if triton.ready("rms-norm", x, *weights) and self.width <= triton.LARGEST_ROW:
+            return triton.rms_norm(x, self.weight, self.eps, dtype)
         full = x.float()
-        if dtype in kernels.KINDS and kernels.ready(full, *weights):
-            return kernels.rms_norm(full, self.weight, self.eps, dtype)
+        if dtype in cpu.KINDS and cpu.ready(full, *weights):
+            return cpu.rms_norm(full, self.weight, self.eps, dtype)
         return _as_computed(F.rms_norm(full, (self.width,), self.weight, self.eps))
 
 
@@ -67,8 +66,8 @@ class LayerNorm(nn.Module):
 
     def forward(self, x: Float[Tensor, "*lead D"]) -> Float[Tensor, "*lead D"]:
         full = x.float()
-        if (dtype := _computed(full)) in kernels.KINDS and kernels.ready(full, *self.parameters()):
-            return kernels.layer_norm(full, self.weight, self.bias, self.eps, dtype)
+        if (dtype := _computed(full)) in cpu.KINDS and cpu.ready(full, *self.parameters()):
+            return cpu.layer_norm(full, self.weight, self.bias, self.eps, dtype)
         return _as_computed(F.layer_norm(full, (self.width,), self.weight, self.bias, self.eps))
 
 
@@ -92,7 +91,7 @@ def norm(config: ModelConfig) -> RMSNorm | LayerNorm:
 
 def gelu_tanh(x: Tensor) -> Tensor:
     """x/2 · (1 + tanh(√(2/π) · (x + 0.044715 x³)))"""
-    return kernels.gelu_tanh(x) if kernels.ready(x) else F.gelu(x, approximate="tanh")
+    return cpu.gelu_tanh(x) if cpu.ready(x) else F.gelu(x, approximate="tanh")
 
 
 def relu_squared(x: Tensor) -> Tensor:
@@ -124,8 +123,8 @@ class GatedMLP(nn.Module):
 
     def forward(self, x: Float[Tensor, "B T D"]) -> Float[Tensor, "B T D"]:
         gate, up = self.gate(x), self.up(x)
-        compiled = self.act is F.silu and kernels.ready(gate, up)
-        y: Tensor = self.down(kernels.swiglu(gate, up) if compiled else self.act(gate) * up)
+        compiled = self.act is F.silu and cpu.ready(gate, up)
+        y: Tensor = self.down(cpu.swiglu(gate, up) if compiled else self.act(gate) * up)
         return y
 
 

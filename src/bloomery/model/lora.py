@@ -10,10 +10,10 @@ from contextlib import contextmanager
 
 from jaxtyping import Float
 
-import bloomery.hw.needs_torch  # noqa: F401
+import bloomery.hw.require_torch  # noqa: F401
 from bloomery.model import quantize
 from bloomery.model.lora_config import Base, Lora, targets
-from bloomery.model.quantize import Frozen
+from bloomery.model.quantize import QuantizedLinear
 from bloomery.model.transformer import Transformer
 
 import torch
@@ -21,10 +21,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 
-class Adapted(nn.Module):
+class LoRALinear(nn.Module):
     """y = W x + b + s · B A x, where only A and B are trained. B is 0 at first: nothing has changed yet."""
 
-    def __init__(self, base: Frozen, settings: Lora) -> None:
+    def __init__(self, base: QuantizedLinear, settings: Lora) -> None:
         super().__init__()
         self.base, self.scale, self.share = base, settings.scale, settings.dropout
         place = base.weight.device
@@ -91,7 +91,7 @@ def attach(model: Transformer, settings: Lora, seed: int) -> None:
         if name not in chosen:
             _put(model, name, frozen)
             continue
-        adapted = Adapted(frozen, settings)
+        adapted = LoRALinear(frozen, settings)
         bound = 1 / math.sqrt(frozen.width)
         start = torch.empty(adapted.lora_a.shape).uniform_(-bound, bound, generator=generator)
         with torch.no_grad():
@@ -102,7 +102,7 @@ def attach(model: Transformer, settings: Lora, seed: int) -> None:
 @contextmanager
 def switched_off(model: Transformer) -> Iterator[None]:
     """While the block runs, the model computes what it did before it had adapters."""
-    adapted = [module for module in model.modules() if isinstance(module, Adapted)]
+    adapted = [module for module in model.modules() if isinstance(module, LoRALinear)]
     for module in adapted:
         module.is_on = False
     try:
@@ -125,9 +125,9 @@ def merged(model: Transformer) -> Transformer:
     """A plain model that computes the same up to rounding: W + s · B A, of the weights as they were kept."""
     plain: dict[str, Tensor] = {}
     for path, module in model.named_modules():
-        if isinstance(module, Adapted):
+        if isinstance(module, LoRALinear):
             plain |= _dense(path, module.base, module.delta())
-        elif isinstance(module, Frozen) and not path.endswith(".base"):
+        elif isinstance(module, QuantizedLinear) and not path.endswith(".base"):
             plain |= _dense(path, module, None)
     with torch.device("meta"):
         twin = Transformer(model.config, model.vocab_size)
@@ -139,7 +139,7 @@ def merged(model: Transformer) -> Transformer:
     return twin.to(model.embed.weight.device).eval()
 
 
-def _dense(path: str, frozen: Frozen, delta: Tensor | None) -> dict[str, Tensor]:
+def _dense(path: str, frozen: QuantizedLinear, delta: Tensor | None) -> dict[str, Tensor]:
     weight = frozen.dense(torch.float32)
     found = {f"{path}.weight": weight if delta is None else weight + delta}
     return found if frozen.bias is None else found | {f"{path}.bias": frozen.bias}

@@ -60,7 +60,7 @@ def targets(names: Sequence[str], patterns: Sequence[str]) -> list[str]:
         if not any(_named(name, pattern) for name in names):
             near = ", ".join(dict.fromkeys(_within(name) for name in names))
             what = f"the target {pattern!r} names no matrix of this model"
-            raise DataError(what, where="lora.targets", cure=f"Each of its blocks has {near}.")
+            raise DataError(what, where="lora.targets", hint=f"Each of its blocks has {near}.")
     return [name for name in names if any(_named(name, pattern) for pattern in patterns)]
 
 

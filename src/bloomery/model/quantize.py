@@ -14,8 +14,8 @@ from typing import Any
 
 from jaxtyping import Float
 
-import bloomery.hw.needs_torch  # noqa: F401
-from bloomery.model.fused import operations
+import bloomery.hw.require_torch  # noqa: F401
+from bloomery.model.kernels import triton
 from bloomery.model.lora_config import Base
 
 import torch
@@ -60,7 +60,7 @@ def forget() -> None:
     _pairs.cache_clear()
 
 
-class Frozen(nn.Module):
+class QuantizedLinear(nn.Module):
     """A linear layer whose weights never change, kept in some format. `dense` gives them back."""
 
     weight: Tensor
@@ -92,7 +92,7 @@ class _Product(torch.autograd.Function):
     """y = x Wᵀ + b, where W is made twice instead of being kept between the passes."""
 
     @staticmethod
-    def forward(context: Any, x: Tensor, frozen: Frozen) -> Tensor:
+    def forward(context: Any, x: Tensor, frozen: QuantizedLinear) -> Tensor:
         kind = x.device.type
         dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
         context.frozen, context.dtype = frozen, x.dtype
@@ -104,7 +104,7 @@ class _Product(torch.autograd.Function):
         return context.frozen.times_back(upstream[0]).to(context.dtype), None
 
 
-class Plain(Frozen):
+class UnquantizedLinear(QuantizedLinear):
     """The weights as they are, or rounded to bfloat16."""
 
     def __init__(self, linear: nn.Linear, dtype: torch.dtype) -> None:
@@ -115,7 +115,7 @@ class Plain(Frozen):
         return self.weight.to(dtype)
 
 
-class Int8(Frozen):
+class Int8(QuantizedLinear):
     """w = scale of the row · code, codes from −127 to 127."""
 
     scales: Tensor
@@ -131,7 +131,7 @@ class Int8(Frozen):
         return (self.weight * self.scales).to(dtype)
 
 
-class NF4(Frozen):
+class NF4(QuantizedLinear):
     """w = scale of the block · one of 16 numbers; two codes a byte, and a byte becomes two numbers by one look-up."""
 
     scales: Tensor
@@ -163,14 +163,12 @@ class NF4(Frozen):
         return self._fused(slope, None, back=True) if self._may_fuse(slope) else super().times_back(slope)
 
     def _may_fuse(self, x: Tensor) -> bool:
-        return operations.ready("nf4", x) and type(self.weight) is Tensor
+        return triton.ready("nf4", x) and type(self.weight) is Tensor
 
     def _fused(self, x: Tensor, bias: Tensor | None, back: bool) -> Tensor:
         shape, sixteen = (self.num_rows, self.width), numbers(x.device)
         rows = x.reshape(-1, x.shape[-1])
-        y = operations.nf4_product(
-            rows, self.weight, self.scales, sixteen, shape, coarse=self.coarse, bias=bias, back=back
-        )
+        y = triton.nf4_product(rows, self.weight, self.scales, sixteen, shape, coarse=self.coarse, bias=bias, back=back)
         return y.view(*x.shape[:-1], y.shape[-1])
 
     def _code_scales(self, scales: Float[Tensor, "R K"]) -> None:
@@ -189,13 +187,13 @@ class NF4(Frozen):
         return self.scales * far + self.coarse[-1]
 
 
-def frozen(linear: nn.Linear, base: Base) -> Frozen:
+def frozen(linear: nn.Linear, base: Base) -> QuantizedLinear:
     """A linear layer that never changes, in the format that a recipe names."""
     match base:
         case "float32":
-            return Plain(linear, torch.float32)
+            return UnquantizedLinear(linear, torch.float32)
         case "bfloat16":
-            return Plain(linear, torch.bfloat16)
+            return UnquantizedLinear(linear, torch.bfloat16)
         case "int8":
             return Int8(linear)
         case "nf4" | "nf4_double":

@@ -11,8 +11,8 @@ from jaxtyping import Float, Int
 from bloomery.model.attention import Cache, attention
 from bloomery.model.config import AttentionKind, ModelConfig, Window
 from bloomery.model.layers import feed_forward, norm
-from bloomery.model.positions import Rotation, alibi_slopes, rotation
-from bloomery.model.sight import Mask, Sight
+from bloomery.model.mask import AttentionMask, Mask
+from bloomery.model.rope import Rotation, alibi_slopes, rotation
 
 import torch
 from torch import Tensor, nn
@@ -32,7 +32,7 @@ class Block(nn.Module):
         self.mlp = feed_forward(config, layer)
 
     def forward(
-        self, x: Float[Tensor, "B T D"], turn: Rotation | None, sight: Sight, cache: Cache | None
+        self, x: Float[Tensor, "B T D"], turn: Rotation | None, sight: AttentionMask, cache: Cache | None
     ) -> Float[Tensor, "B T D"]:
         x = x + self.attention(self.attention_norm(x), turn, sight, cache)
         y: Tensor = x + self.mlp(self.mlp_norm(x))
@@ -124,7 +124,7 @@ class Transformer(nn.Module):
         if self.positions is not None:
             x = x + self.positions(positions)
         turn = rotation(positions, config, _computed_in(x)) if config.positions == "rotary" else None
-        sights: dict[tuple[Window, AttentionKind], Sight] = {}
+        sights: dict[tuple[Window, AttentionKind], AttentionMask] = {}
         for number, block in enumerate(self.blocks):
             kind, window, _ = config.layer(number)
             if (window, kind) not in sights:
@@ -141,8 +141,8 @@ class Transformer(nn.Module):
         before: int,
         segments: Tensor | None,
         mask: Tensor | None,
-    ) -> Sight:
-        return Sight(
+    ) -> AttentionMask:
+        return AttentionMask(
             num_queries=ids.shape[1],
             num_keys=before + ids.shape[1],
             device=ids.device,

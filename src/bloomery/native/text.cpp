@@ -1,4 +1,4 @@
-// Words, shingles and minima of texts: what data/shingles.py and data/minhash.py compute with numpy, number for number.
+// Words, shingles and minima of texts: what data/dedup/hashing.py and data/dedup/minhash.py compute with numpy, number for number.
 // Their docstrings have the formulas. All arithmetic is modulo 2**64 or 2**32, on purpose.
 
 #include "library.hpp"

@@ -1,5 +1,5 @@
 // Operations of training on the processor, each in one pass over its numbers: what PyTorch does in several, beside which
-// it is tested (model/kernels.py). Rows are split among threads; the result does not depend on their number.
+// it is tested (model/kernels/cpu.py). Rows are split among threads; the result does not depend on their number.
 
 #include "numbers.hpp"
 

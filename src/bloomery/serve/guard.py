@@ -27,7 +27,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from bloomery.core.errors import ConfigError
-from bloomery.serve import wire
+from bloomery.serve import openai_api
 
 MAX_CONNECTIONS = 512
 """Half of the 1,024 descriptors that a process usually has."""
@@ -130,7 +130,7 @@ class Connection(H11Protocol):
             self._late = self.loop.call_later(HEADER_SECONDS, self.transport.abort)
 
 
-class Guard:
+class RequestGuard:
     """An application behind limits, and behind a token where there is one."""
 
     def __init__(self, app: ASGIApp, context: Callable[[], Awaitable[int]], token: str | None = None) -> None:
@@ -229,7 +229,7 @@ class Guard:
 def too_complex(body: bytes) -> Response | None:
     """Refuse JSON that is not UTF-8, or whose nesting or number of values would cost a parser much."""
     if b"\0" in body:
-        return _error(400, f"the body holds a NUL byte, which JSON in UTF-8 never does. {wire.ACCEPTED}")
+        return _error(400, f"the body holds a NUL byte, which JSON in UTF-8 never does. {openai_api.ACCEPTED}")
     unquoted, strings = _STRING.subn(b"", body, MAX_SIGNS + 1)
     signs = unquoted.translate(None, _NO_SIGNS)
     if max(strings, len(signs)) > MAX_SIGNS:
@@ -245,7 +245,7 @@ def checked_token(token: str | None, command: str) -> str | None:
     if token is None or (len(token) >= MIN_TOKEN and token.isascii() and token.isprintable() and " " not in token):
         return token
     what = f"the token has {len(token)} characters; it needs at least {MIN_TOKEN} of printable ASCII, without spaces"
-    raise ConfigError(what, where="--token", cure=f"For example: {proposal(command)}")
+    raise ConfigError(what, where="--token", hint=f"For example: {proposal(command)}")
 
 
 def proposal(command: str) -> str:
@@ -284,7 +284,9 @@ def _digest(text: str) -> bytes:
 
 def _error(status: int, message: str, headers: dict[str, str] | None = None) -> JSONResponse:
     retry: dict[str, Any] = {} if status == 429 else {"x-should-retry": "false"}
-    body = wire.error_body(message, kind="invalid_request_error", code="invalid_api_key" if status == 401 else None)
+    body = openai_api.error_body(
+        message, kind="invalid_request_error", code="invalid_api_key" if status == 401 else None
+    )
     return JSONResponse(body, status, {**retry, **(headers or {})})
 
 

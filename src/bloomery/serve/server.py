@@ -36,11 +36,11 @@ from starlette.middleware.trustedhost import TrustedHostMiddleware
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from bloomery.core.errors import BloomeryError, ConfigError, DataError, shorten
-from bloomery.core.log import say
-from bloomery.serve import wire
-from bloomery.serve.answerer import ModelInfo, Models, Piece
-from bloomery.serve.desk import BusyError, Desk, Job, StoppedError
-from bloomery.serve.guard import Connection, Guard, checked_token, proposal
+from bloomery.core.log import info
+from bloomery.serve import openai_api
+from bloomery.serve.chat_model import ModelInfo, Models, TextChunk
+from bloomery.serve.guard import Connection, RequestGuard, checked_token, proposal
+from bloomery.serve.queue import BusyError, GenerationRequest, RequestQueue, StoppedError
 
 STATIC = Path(__file__).parent / "static"
 LOOPBACK_NAMES = ("localhost", "127.0.0.1", "[::1]")
@@ -65,7 +65,7 @@ class EventStream(StreamingResponse):
 
     media_type = "text/event-stream"
 
-    def __init__(self, job: Job, events: AsyncIterator[str]) -> None:
+    def __init__(self, job: GenerationRequest, events: AsyncIterator[str]) -> None:
         super().__init__(events)
         self._job = job
 
@@ -95,13 +95,13 @@ def app(models: Models, hosts: Sequence[str], token: str | None = None) -> FastA
     """The HTTP application. `hosts` are the names under which it answers; "*" is any name."""
 
     async def context() -> int:
-        return max((info.context for info in await asyncio.to_thread(models.names)), default=0)
+        return max((known.context for known in await asyncio.to_thread(models.names)), default=0)
 
-    desk, one_at_a_time = Desk(models), asyncio.Lock()
+    desk, one_at_a_time = RequestQueue(models), asyncio.Lock()
     # FastAPI's own documentation pages load their script from elsewhere.
     api = FastAPI(title="Bloomery", openapi_url=None, docs_url=None, redoc_url=None)
     api.state.desk = desk
-    api.add_middleware(Guard, context=context, token=token)
+    api.add_middleware(RequestGuard, context=context, token=token)
     api.add_middleware(TrustedHostMiddleware, allowed_hosts=list(hosts), www_redirect=False)
     api.add_middleware(WithHeaders)
     api.add_exception_handler(HTTPException, _http_error)
@@ -119,20 +119,20 @@ def app(models: Models, hosts: Sequence[str], token: str | None = None) -> FastA
 
     @api.get("/v1/models")
     async def list_models() -> JSONResponse:
-        return JSONResponse(wire.model_list(await asyncio.to_thread(models.names)))
+        return JSONResponse(openai_api.model_list(await asyncio.to_thread(models.names)))
 
     @api.get("/v1/models/{name:path}")
     async def one_model(name: str) -> JSONResponse:
         infos = await asyncio.to_thread(models.names)
-        found = next((info for info in infos if info.id == name), None)
-        return JSONResponse(wire.model_entry(found)) if found else _no_such_model(name, infos)
+        found = next((known for known in infos if known.id == name), None)
+        return JSONResponse(openai_api.model_entry(found)) if found else _no_such_model(name, infos)
 
     @api.post("/v1/chat/completions", response_model=None)
     async def complete(request: Request) -> Response:
         desk.check_room()
         data, kind = await request.body(), request.headers.get("content-type", "")
         async with one_at_a_time:
-            body, messages, sampling = await asyncio.to_thread(wire.question, data, kind)
+            body, messages, sampling = await asyncio.to_thread(openai_api.question, data, kind)
         job = await desk.ask(body.model, messages, sampling)
         if job is None:
             return _no_such_model(body.model, await asyncio.to_thread(models.names))
@@ -141,9 +141,9 @@ def app(models: Models, hosts: Sequence[str], token: str | None = None) -> FastA
     return api
 
 
-async def _answer(job: Job, body: wire.ChatRequest, request: Request) -> Response:
+async def _answer(job: GenerationRequest, body: openai_api.ChatRequest, request: Request) -> Response:
     """Wait for the first piece, so that what is wrong before it gets its own status, and then for all or for none."""
-    reply, pieces = wire.Reply(body.model), job.pieces()
+    reply, pieces = openai_api.ChatReply(body.model), job.pieces()
     with ExitStack() as on_error:
         on_error.callback(job.stop)
         async with _stopped_when_alone(request, job):
@@ -159,35 +159,35 @@ async def _answer(job: Job, body: wire.ChatRequest, request: Request) -> Respons
 
 
 async def _events(
-    reply: wire.Reply, first: Piece, rest: AsyncGenerator[Piece, None], *, usage: bool
+    reply: openai_api.ChatReply, first: TextChunk, rest: AsyncGenerator[TextChunk, None], *, usage: bool
 ) -> AsyncIterator[str]:
     """A stream as OpenAI's: the role, the text, why it ended, maybe the usage, and [DONE]; or an error instead."""
-    yield wire.event(reply.chunk({"role": "assistant", "content": ""}, usage=usage))
+    yield openai_api.event(reply.chunk({"role": "assistant", "content": ""}, usage=usage))
     try:
         async for piece in _chain(first, rest):
             reply.completion_tokens += piece.tokens
             for chunk in reply.chunks(piece, usage=usage):
-                yield wire.event(chunk)
+                yield openai_api.event(chunk)
     except BloomeryError as error:
-        yield wire.event(_error_body(error))
+        yield openai_api.event(_error_body(error))
         return
     except Exception as error:
         log.exception("an answer failed")
-        yield wire.event(_error_body(error))
+        yield openai_api.event(_error_body(error))
         return
     if usage:
-        yield wire.event(reply.usage_chunk())
-    yield wire.DONE
+        yield openai_api.event(reply.usage_chunk())
+    yield openai_api.DONE
 
 
-async def _chain(first: Piece, rest: AsyncGenerator[Piece, None]) -> AsyncIterator[Piece]:
+async def _chain(first: TextChunk, rest: AsyncGenerator[TextChunk, None]) -> AsyncIterator[TextChunk]:
     yield first
     async for piece in rest:
         yield piece
 
 
 @asynccontextmanager
-async def _stopped_when_alone(request: Request, job: Job) -> AsyncIterator[None]:
+async def _stopped_when_alone(request: Request, job: GenerationRequest) -> AsyncIterator[None]:
     """Stop the job if the client hangs up while the block runs. A response that has begun sees to that itself."""
 
     async def listen() -> None:
@@ -203,10 +203,10 @@ async def _stopped_when_alone(request: Request, job: Job) -> AsyncIterator[None]
 
 
 def _no_such_model(name: str, infos: Sequence[ModelInfo]) -> JSONResponse:
-    names = ", ".join(info.id for info in infos)
+    names = ", ".join(known.id for known in infos)
     there = f"There are: {names}." if names else "There are none yet: `bloomery run RECIPE` makes one."
-    body = wire.error_body(
-        f"There is no model {name[: wire.SHOWN]!r}. {there}",
+    body = openai_api.error_body(
+        f"There is no model {name[: openai_api.SHOWN]!r}. {there}",
         kind="invalid_request_error",
         param="model",
         code="model_not_found",
@@ -217,14 +217,14 @@ def _no_such_model(name: str, infos: Sequence[ModelInfo]) -> JSONResponse:
 def _error_body(error: Exception) -> dict[str, object]:
     """What a client gets: the whole error where its request is wrong, else a message without folders and commands."""
     if isinstance(error, DataError):
-        return wire.error_body(str(error), kind="invalid_request_error", param=error.where or None)
+        return openai_api.error_body(str(error), kind="invalid_request_error", param=error.where or None)
     if isinstance(error, BusyError | StoppedError):
-        return wire.error_body(str(error), kind="server_error")
+        return openai_api.error_body(str(error), kind="server_error")
     if isinstance(error, BloomeryError):
         _log_once(str(error))
-        return wire.error_body(f"{_without_folders(error.what)}\n{IN_LOG}", kind="server_error")
+        return openai_api.error_body(f"{_without_folders(error.what)}\n{IN_LOG}", kind="server_error")
     bug = _without_folders(f"{type(error).__name__}: {error}")
-    return wire.error_body(f"{bug}\nThis is a bug in Bloomery.", kind="server_error")
+    return openai_api.error_body(f"{bug}\nThis is a bug in Bloomery.", kind="server_error")
 
 
 @lru_cache(maxsize=1000)
@@ -248,7 +248,9 @@ async def _failed(_: Request, error: Exception) -> JSONResponse:
 
 async def _http_error(_: Request, error: Exception) -> JSONResponse:
     assert isinstance(error, HTTPException)
-    return JSONResponse(wire.error_body(error.detail, kind="invalid_request_error"), error.status_code, error.headers)
+    return JSONResponse(
+        openai_api.error_body(error.detail, kind="invalid_request_error"), error.status_code, error.headers
+    )
 
 
 class Server(uvicorn.Server):
@@ -261,7 +263,7 @@ class Server(uvicorn.Server):
         self._socket, private = _listen(host, port, checked_token(token, _command(host, port)))
         self.url = f"http://{f'[{host}]' if ':' in host else host}:{self._socket.getsockname()[1]}"
         api = app(models, hosts=(*LOOPBACK_NAMES, host) if private else ("*",), token=token)
-        self._desk: Desk = api.state.desk
+        self._desk: RequestQueue = api.state.desk
         super().__init__(
             uvicorn.Config(
                 api,
@@ -294,9 +296,9 @@ class Server(uvicorn.Server):
 def serve(models: Models, host: str = "127.0.0.1", port: int = 8000, token: str | None = None) -> None:
     """Serve until Ctrl-C. Raises ConfigError as Server does; port 0 takes a free one."""
     server = Server(models, host, port, token)
-    names = [info.id for info in models.names()]
-    say(f"Serving {', '.join(names) or 'no model yet'}", "dim")
-    say(f"Open {server.url} (OpenAI's API is at {server.url}/v1). Ctrl-C ends it.", "bold")
+    names = [known.id for known in models.names()]
+    info(f"Serving {', '.join(names) or 'no model yet'}", "dim")
+    info(f"Open {server.url} (OpenAI's API is at {server.url}/v1). Ctrl-C ends it.", "bold")
     server.listen()
 
 
@@ -321,21 +323,21 @@ def _listen(host: str, port: int, token: str | None) -> tuple[socket.socket, boo
     """A socket, and whether only this machine reaches it."""
     where = f"{host}:{port}"
     if not 0 <= port < 2**16:
-        raise ConfigError(f"cannot listen there: {port} is no port", where=where, cure="Ports go from 0 to 65535.")
+        raise ConfigError(f"cannot listen there: {port} is no port", where=where, hint="Ports go from 0 to 65535.")
     try:
         family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         private = ipaddress.ip_address(address[0]).is_loopback
         if not private and token is None:
             what = f"everyone who reaches {host} could use the models: this address needs a token"
-            raise ConfigError(what, where="--token", cure=f"For example: {proposal(_command(host, port))}")
+            raise ConfigError(what, where="--token", hint=f"For example: {proposal(_command(host, port))}")
         return socket.create_server(address[:2], family=family), private
     except UnicodeError as error:  # of IDNA, which has labels of 1 to 63 characters
-        cure = "--host takes an address of this machine, for example 127.0.0.1."
+        hint = "--host takes an address of this machine, for example 127.0.0.1."
         what = f"cannot listen there: {shorten(host)!r} is no host name ({error.__cause__ or error})"
-        raise ConfigError(what, where="--host", cure=cure) from None
+        raise ConfigError(what, where="--host", hint=hint) from None
     except OSError as error:
         if error.errno == errno.EADDRINUSE:
-            cure = f"Choose another port: bloomery serve --port {port + 1}"
-            raise ConfigError("another program listens there", where=where, cure=cure) from None
-        cure = "--host takes an address of this machine, and ports below 1024 need rights."
-        raise ConfigError(f"cannot listen there: {error.strerror or error}", where=where, cure=cure) from None
+            hint = f"Choose another port: bloomery serve --port {port + 1}"
+            raise ConfigError("another program listens there", where=where, hint=hint) from None
+        hint = "--host takes an address of this machine, and ports below 1024 need rights."
+        raise ConfigError(f"cannot listen there: {error.strerror or error}", where=where, hint=hint) from None

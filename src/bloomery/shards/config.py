@@ -1,11 +1,24 @@
-"""What shards are made of, as numbers: the weights of domains, or token files of others."""
+"""
+Weights of domains, imported token files, and how many tokens each domain contributes.
 
-from typing import Annotated, Literal
+    wanted(d) = min(size · weight(d) / Σ weights, tokens(d) · max_epochs(d))
+
+`size` is the token target. Without a target, `size` is the largest value for which no cap is reached before the
+others have their share. A domain gives all of its documents as many times as they fit. Of one more epoch it gives
+the documents that come first in that epoch's order.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+from math import ceil
+from typing import Annotated, Any, Literal, NamedTuple
 
 from pydantic import Field, model_validator
 
-from bloomery.core.bounds import Between, DiskPath, InnerShare, Tokens, Weight
+from bloomery.core.bounds import Between, DiskPath, InnerShare, TokenCount, Weight
 from bloomery.core.config import Config, repeated
+from bloomery.core.errors import DataError
 
 
 class ImportedShards(Config):
@@ -32,7 +45,7 @@ class Anneal(Config):
 
     weights: tuple[DomainWeight, ...] = Field(min_length=1)
     """As those of the mix. Epochs are counted anew."""
-    tokens: Tokens | None = None
+    tokens: TokenCount | None = None
     """Size of this mix."""
     share: InnerShare | None = None
     """Its size as a share of both mixes together."""
@@ -48,3 +61,77 @@ class Anneal(Config):
 def no_domain_twice(key: str, domains: list[str]) -> None:
     if twice := repeated(domains):
         raise ValueError(f"{key} names the domain {', '.join(map(repr, twice))} twice; leave one of the two")
+
+
+MAX_EPOCHS = "max_epochs"
+"""Why a domain gives less than its share was to be."""
+
+
+class MixTarget(NamedTuple):
+    """What a recipe wants of one domain."""
+
+    domain: str
+    weight: float
+    max_epochs: float
+
+
+@dataclass(frozen=True)
+class MixShare:
+    """What one domain gives."""
+
+    share: Fraction
+    """Asked of the mix."""
+    asked: Fraction
+    """Tokens that this share is."""
+    wanted: Fraction
+    """Tokens to give: no more than the epochs allow."""
+    epochs: int
+    """How often every document comes."""
+    rest: int
+    """Tokens of one epoch more: its documents, in order, that begin before as many."""
+
+    @property
+    def limited_by(self) -> str | None:
+        """What keeps it from giving all that is asked."""
+        return MAX_EPOCHS if self.wanted < self.asked else None
+
+
+def quotas(sizes: Mapping[str, int], asks: Sequence[MixTarget], tokens: int | None) -> dict[str, MixShare]:
+    """
+    What each domain gives, where `sizes` are the tokens that there are. Fewer than one document's tokens come on top,
+    because documents are whole. Raises DataError for a domain without documents.
+    """
+    for ask in asks:
+        if not sizes.get(ask.domain):
+            known = ", ".join(sorted(sizes)) or "none"
+            raise DataError(f"no documents of domain {ask.domain!r} are left", hint=f"Domains here: {known}.")
+    total = sum(Fraction(ask.weight) for ask in asks)
+    shares = {ask.domain: Fraction(ask.weight) / total for ask in asks}
+    most = {ask.domain: sizes[ask.domain] * Fraction(ask.max_epochs) for ask in asks}
+    size = min(most[domain] / share for domain, share in shares.items()) if tokens is None else Fraction(tokens)
+    found = {}
+    for domain, share in shares.items():
+        wanted = min(size * share, most[domain])
+        epochs = int(wanted // sizes[domain])
+        rest = ceil(wanted - epochs * sizes[domain])
+        found[domain] = MixShare(share=share, asked=size * share, wanted=wanted, epochs=epochs, rest=rest)
+    return found
+
+
+def reached(
+    quotas: Mapping[str, MixShare], sizes: Mapping[str, int], tokens: Mapping[str, int], documents: Mapping[str, int]
+) -> dict[str, dict[str, Any]]:
+    """For each domain what was asked, what was reached, how often it comes, and what held it back."""
+    everything = sum(tokens.values())
+    return {
+        domain: {
+            "asked": round(float(quota.share), 4),
+            "share": round(tokens[domain] / everything, 4),
+            "asked_tokens": ceil(quota.asked),
+            "tokens": tokens[domain],
+            "documents": documents[domain],
+            "epochs": round(tokens[domain] / sizes[domain], 3),
+            "limited_by": quota.limited_by,
+        }
+        for domain, quota in quotas.items()
+    }

@@ -24,7 +24,7 @@ from typing_extensions import TypedDict
 
 from bloomery.core import cache
 from bloomery.core.errors import DataError
-from bloomery.core.files import sha256_bytes, sha256_file, whole_file
+from bloomery.core.io import sha256_bytes, sha256_file, whole_file
 from bloomery.core.records import Count, NameInside, read_record
 
 HEADER_INTS = 256
@@ -53,7 +53,7 @@ Tokens = NDArray[Any]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Shard:
+class TokenFile:
     """One token file, memory-mapped."""
 
     path: Path
@@ -114,7 +114,7 @@ def write_pieces(
     file, index_file = _named(path, ".bin"), _named(path, ".json")
     if num_tokens > MOST_TOKENS:
         what = f"{num_tokens:,} tokens are more than the header of a token file counts ({MOST_TOKENS:,})"
-        raise DataError(what, where=str(file), cure="Write more shards of fewer tokens each: shard.shard_tokens.")
+        raise DataError(what, where=str(file), hint="Write more shards of fewer tokens each: shard.shard_tokens.")
     header[:3] = magic, version, num_tokens
     index_file.unlink(missing_ok=True)  # an earlier index must not vouch for these files
     digest = hashlib.sha256(header.tobytes())
@@ -210,7 +210,7 @@ def _edges(file: Path) -> str:
         return sha256_bytes(first + opened.read(EDGE_BYTES))
 
 
-def read(path: Path, *, tokenizer_hash: str | None = None, verify: bool = False) -> Shard:
+def read(path: Path, *, tokenizer_hash: str | None = None, verify: bool = False) -> TokenFile:
     """
     Map PATH.bin and its mask into memory. Raises DataError, which names the file, for one that is torn, foreign, made
     with another tokenizer, or in another's place; with `verify` for any whose content is not what its index says.
@@ -221,24 +221,24 @@ def read(path: Path, *, tokenizer_hash: str | None = None, verify: bool = False)
         raise DataError(
             f"was made with tokenizer {index['tokenizer'][:8]}, not {tokenizer_hash[:8]}",
             where=str(file),
-            cure="Make the shards again with this tokenizer, or use theirs.",
+            hint="Make the shards again with this tokenizer, or use theirs.",
         )
     vouched = {*index["sha256"], *index.get("edges", ())}
     if file.name not in vouched or not vouched <= {file.name, mask_file.name}:
-        raise DataError(f"is the index of {', '.join(sorted(vouched))}", where=str(index_file), cure=_AGAIN)
+        raise DataError(f"is the index of {', '.join(sorted(vouched))}", where=str(index_file), hint=_AGAIN)
     tokens = read_tokens(file)
     if len(tokens) != index["tokens"]:
-        raise DataError(f"holds {len(tokens)} tokens, its index says {index['tokens']}", where=str(file), cure=_AGAIN)
+        raise DataError(f"holds {len(tokens)} tokens, its index says {index['tokens']}", where=str(file), hint=_AGAIN)
     mask = read_mask(mask_file, len(tokens)) if mask_file.name in index["sha256"] else None
     for name, expected in index.get("edges", {}).items():
         if _edges(path.parent / name) != expected:
             what = "begins or ends with other bytes than its index says"
-            raise DataError(what, where=str(path.parent / name), cure=_AGAIN)
+            raise DataError(what, where=str(path.parent / name), hint=_AGAIN)
     if verify:
         for name, expected in index["sha256"].items():
             if cache.changed(path.parent, {name: expected}):
-                raise DataError("has another sha256 than its index says", where=str(path.parent / name), cure=_AGAIN)
-    return Shard(path=path, tokens=tokens, mask=mask, starts=starts, index=index)
+                raise DataError("has another sha256 than its index says", where=str(path.parent / name), hint=_AGAIN)
+    return TokenFile(path=path, tokens=tokens, mask=mask, starts=starts, index=index)
 
 
 MAX_INDEX_BYTES = 2**26
@@ -247,7 +247,7 @@ BYTES_PER_START = 21
 """Of a number of 64 bits and a comma. No document is empty, so there are no more of them than tokens."""
 
 
-class Index(TypedDict):
+class ShardIndex(TypedDict):
     """What is read of an index. It may hold more."""
 
     tokens: Annotated[int, Field(ge=0, le=MOST_TOKENS)]
@@ -262,53 +262,53 @@ class Index(TypedDict):
 def _read_index(file: Path) -> tuple[dict[str, Any], NDArray[np.int64]]:
     """An index without its starts, and these."""
     if not file.exists():
-        cure = "It was not finished. Run its stage again."
-        raise DataError("the shard has no index", where=str(file), cure=cure)
+        hint = "It was not finished. Run its stage again."
+        raise DataError("the shard has no index", where=str(file), hint=hint)
     tokens = file.with_suffix(".bin")
     most = MAX_INDEX_BYTES + BYTES_PER_START * (tokens.stat().st_size // 2 if tokens.is_file() else 0)
-    index = dict(read_record(file, Index, error=DataError, fix=_AGAIN, max_bytes=most))
+    index = dict(read_record(file, ShardIndex, error=DataError, fix=_AGAIN, max_bytes=most))
     starts = np.array(index.pop("starts"), dtype=np.int64)
     edges = np.concatenate((np.zeros(1, np.int64), starts, np.array([index["tokens"]], np.int64)))
     if np.any(edges[1:] < edges[:-1]):
         what = f"is no index: starts: do not rise from 0 up to its {index['tokens']} tokens"
-        raise DataError(what, where=str(file), cure=_AGAIN)
+        raise DataError(what, where=str(file), hint=_AGAIN)
     return index, starts
 
 
 _AGAIN = "It is damaged. Remove the folder of its stage and run the recipe again."
 
 
-def read_tokens(file: Path, *, cure: str = _AGAIN) -> Tokens:
+def read_tokens(file: Path, *, hint: str = _AGAIN) -> Tokens:
     """
     The tokens of a file in llm.c's layout, memory-mapped, whether or not it has an index. Raises DataError, which for
-    a torn one says `cure`.
+    a torn one says `hint`.
     """
     size = file.stat().st_size if file.is_file() else -1
     if size < HEADER_BYTES:
         shown = "is missing" if size < 0 else f"has {size} bytes, less than a header of {HEADER_BYTES}"
-        raise DataError(shown, where=str(file), cure=cure)
+        raise DataError(shown, where=str(file), hint=hint)
     header = np.fromfile(file, dtype="<i4", count=HEADER_INTS)
     found = [kind for magic, version, kind in KINDS.values() if (magic, version) == (header[0], header[1])]
     if not found:
         other = OTHERS.get(int(header[0]))
         what = f"begins with {header[0]} and {header[1]}, which is {other or 'no token file'}"
-        raise DataError(what, where=str(file), cure="Known are 20240520/1 (uint16) and 20240801/7 (uint32).")
+        raise DataError(what, where=str(file), hint="Known are 20240520/1 (uint16) and 20240801/7 (uint32).")
     kind, count = found[0], int(header[2])
     if (held := (size - HEADER_BYTES) // kind.itemsize) > MOST_TOKENS:
         what = f"holds {held:,} tokens, more than its header can count ({MOST_TOKENS:,}): it says {count:,}"
-        raise DataError(what, where=str(file), cure="Write it again as several files of fewer tokens each.")
+        raise DataError(what, where=str(file), hint="Write it again as several files of fewer tokens each.")
     if size != HEADER_BYTES + count * kind.itemsize:
         expected = HEADER_BYTES + count * kind.itemsize
-        raise DataError(f"has {size} bytes, {count} tokens need {expected}", where=str(file), cure=cure)
+        raise DataError(f"has {size} bytes, {count} tokens need {expected}", where=str(file), hint=hint)
     return np.memmap(file, dtype=kind, mode="r", offset=HEADER_BYTES) if count else np.zeros(0, dtype=kind)
 
 
-def read_mask(file: Path, num_tokens: int, *, cure: str = _AGAIN) -> NDArray[np.uint8]:
-    """The loss mask of as many tokens, memory-mapped. Raises DataError, which says `cure`."""
+def read_mask(file: Path, num_tokens: int, *, hint: str = _AGAIN) -> NDArray[np.uint8]:
+    """The loss mask of as many tokens, memory-mapped. Raises DataError, which says `hint`."""
     size = file.stat().st_size if file.is_file() else -1
     if size != num_tokens:
         shown = "is missing" if size < 0 else f"masks {size} tokens of {num_tokens}"
-        raise DataError(shown, where=str(file), cure=cure)
+        raise DataError(shown, where=str(file), hint=hint)
     return np.memmap(file, dtype=np.uint8, mode="r") if size else np.zeros(0, dtype=np.uint8)
 
 

@@ -1,8 +1,16 @@
 """
-Batches of samples, in the order of `order.py`, read from memory-mapped shards.
+Batches of training samples from memory-mapped shards, in a deterministic shuffled order.
 
-The whole state of a loader is one integer: the number of the next sample. A thread prepares the batches ahead; how far
-ahead is no part of the state.
+The whole state of a loader is one integer: the number of the next sample. A thread prepares the batches ahead. How
+far ahead it prepares is no part of the state.
+
+The order of samples is a pure function, so that there is nothing to store and nothing to lose.
+
+    sample(n) = position of the n-th sample of a run = permutation of (seed, epoch = n div N) at n mod N
+
+The permutation is a four-round Feistel network on the smallest even number of bits that holds N, walked until the
+result is below N (Black and Rogaway 2002, "Ciphers with Arbitrary Finite Domains"). It is a bijection for every
+key, takes no memory, and seeks to any place at once.
 """
 
 from collections import deque
@@ -17,7 +25,43 @@ from numpy.typing import NDArray
 
 from bloomery.core.errors import DataError
 from bloomery.shards import format
-from bloomery.shards.order import sample_positions
+
+ROUNDS = 4
+
+
+def sample_positions(first: int, count: int, num_samples: int, seed: int) -> NDArray[np.int64]:
+    """Positions in the data of the samples first … first + count − 1 of a run over `num_samples` samples."""
+    numbers = np.arange(first, first + count, dtype=np.uint64)
+    epochs, places = numbers // np.uint64(num_samples), numbers % np.uint64(num_samples)
+    return permute(places, epochs, num_samples, seed).astype(np.int64)
+
+
+def permute(places: NDArray[np.uint64], epochs: NDArray[np.uint64], num_samples: int, seed: int) -> NDArray[np.uint64]:
+    """A bijection of 0 … num_samples − 1 for each epoch and seed, applied to each place."""
+    half = np.uint64(max(1, ((num_samples - 1).bit_length() + 1) // 2))
+    result = places.copy()
+    walking = np.ones(len(places), dtype=bool)
+    while walking.any():
+        result[walking] = _feistel(result[walking], epochs[walking], half, seed)
+        walking = result >= num_samples
+    return result
+
+
+def _feistel(values: NDArray[np.uint64], epochs: NDArray[np.uint64], half: np.uint64, seed: int) -> NDArray[np.uint64]:
+    low_bits = (np.uint64(1) << half) - np.uint64(1)
+    left, right = values >> half, values & low_bits
+    for round_number in range(ROUNDS):
+        key = np.uint64((seed * 0x9E3779B97F4A7C15 + round_number * 0xD1B54A32D192ED03) & 0xFFFFFFFFFFFFFFFF)
+        left, right = right, left ^ (scramble(right + key + epochs * np.uint64(0xA0761D6478BD642F)) & low_bits)
+    return (left << half) | right
+
+
+def scramble(x: NDArray[np.uint64]) -> NDArray[np.uint64]:
+    """The finalizer of splitmix64: every bit of the input moves every bit of the output."""
+    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return x ^ (x >> np.uint64(31))
+
 
 IGNORE = -100
 """A target that carries no loss: padding, or what the user said."""
@@ -52,7 +96,7 @@ class Batch:
         return Batch(*(part[rank::size] for part in parts))
 
 
-class Samples:
+class PackedDataset:
     """Every sample of a split, by number: a window of T + 1 tokens."""
 
     def __init__(self, folder: Path, split: str, length: int, tokenizer_hash: str, *, verify: bool = False) -> None:
@@ -63,26 +107,26 @@ class Samples:
         paths = format.names(folder, split)
         if not paths:
             never = split == "val" and format.names(folder, "train")
-            cure = "Nothing was held out: say shard.hold_out above 0." if never else "Run the stage before again."
-            raise DataError(f"there are no shards {split}-*.bin", where=str(folder), cure=cure)
+            hint = "Nothing was held out: say shard.hold_out above 0." if never else "Run the stage before again."
+            raise DataError(f"there are no shards {split}-*.bin", where=str(folder), hint=hint)
         self.length = length
         self._shards = [format.read(path, tokenizer_hash=tokenizer_hash, verify=verify) for path in paths]
         if (known := self._shards[0].index.get("shards", len(paths))) != len(paths):
             what = f"holds {len(paths)} of {known} shards {split}-*.bin"
-            raise DataError(what, where=str(folder), cure="Remove this folder and run the recipe again.")
+            raise DataError(what, where=str(folder), hint="Remove this folder and run the recipe again.")
         kind, *others = [[s.index.get(key) for key in ("layout", "document_id", "row_tokens")] for s in self._shards]
         for path, other in zip(paths[1:], others, strict=True):
             if other != kind:
                 what = f"is made of {other}, and {paths[0].name} of {kind} (layout, opening token, tokens of a row)"
-                raise DataError(what, where=str(path), cure="Run the stage before again, in an empty folder.")
+                raise DataError(what, where=str(path), hint="Run the stage before again, in an empty folder.")
         layout, document, row = kind
         if not isinstance(document, int):
-            raise DataError("its index names no document_id", where=str(paths[0]), cure="Run the stage before again.")
+            raise DataError("its index names no document_id", where=str(paths[0]), hint="Run the stage before again.")
         self._document, self._packed = document, layout == "rows"
         self._stride = length + 1 if layout == "rows" else length
         if layout == "rows" and row != length + 1:
             raise DataError(
-                f"rows have {row} tokens, {length + 1} are wanted", where=str(folder), cure="Pack them again."
+                f"rows have {row} tokens, {length + 1} are wanted", where=str(folder), hint="Pack them again."
             )
         counts = [max(0, (len(s.tokens) - (length + 1)) // self._stride + 1) for s in self._shards]
         self._ends = np.cumsum(counts)
@@ -96,8 +140,8 @@ class Samples:
         name = f"{SPLITS.get(split, split)} ({split}-*.bin)"
         what = f"{name} is too small: {have} are fewer than one sample of {self.length + 1}"
         more = "Raise shard.hold_out, fetch" if split == "val" else "Fetch"
-        cure = "Import longer token files" if "source" in self._shards[0].index else f"{more} more text"
-        return DataError(what, where=str(folder), cure=f"{cure}, or lower pretrain.model.context.")
+        hint = "Import longer token files" if "source" in self._shards[0].index else f"{more} more text"
+        return DataError(what, where=str(folder), hint=f"{hint}, or lower pretrain.model.context.")
 
     def epochs(self, seen: int) -> float:
         """How often the first `seen` samples of a run go through the split."""
@@ -137,7 +181,7 @@ def _within(starts: NDArray[np.int64], begin: int, length: int) -> NDArray[np.in
     return starts[first:last] - begin
 
 
-class Course:
+class AnnealedDataset:
     """
     The samples of a whole training run: first those of a split, as often as they are wanted, then at the end others.
 
@@ -145,7 +189,7 @@ class Course:
     that there is ends with all of them, a shorter one with their share, and none of them comes twice.
     """
 
-    def __init__(self, main: Samples, last: Samples, run_samples: int) -> None:
+    def __init__(self, main: PackedDataset, last: PackedDataset, run_samples: int) -> None:
         """`run_samples` is R. Raises ValueError where the two do not have one length."""
         if main.length != last.length:
             raise ValueError(f"samples of {main.length} and of {last.length} tokens do not make one run")
@@ -183,14 +227,14 @@ class Course:
         return Batch(joined("ids"), joined("targets"), joined("positions"), joined("segments"), numbers)
 
 
-def others_begin(samples: "Source", first: int, last: int) -> bool:
+def others_begin(samples: "SampleSource", first: int, last: int) -> bool:
     """Whether a course goes over to its others among the samples `first` … `last − 1` of the run."""
-    return isinstance(samples, Course) and first <= samples.switch < last
+    return isinstance(samples, AnnealedDataset) and first <= samples.switch < last
 
 
 @runtime_checkable
-class Source(Protocol):
-    """Where samples come from: `Samples`, `Course`, or what is made while training goes on."""
+class SampleSource(Protocol):
+    """Where samples come from: `PackedDataset`, `AnnealedDataset`, or what is made while training goes on."""
 
     length: int
     """Tokens of a sample."""
@@ -204,7 +248,7 @@ class Source(Protocol):
     def batch(self, numbers: NDArray[np.int64]) -> Batch: ...
 
 
-def batches(samples: Source, *, first: int, size: int, seed: int, early: bool = True) -> Generator[Batch]:
+def batches(samples: SampleSource, *, first: int, size: int, seed: int, early: bool = True) -> Generator[Batch]:
     """
     Batches without end, from the run's sample number `first` on, prepared ahead by one thread, or, where they must
     not be early, each when it is asked for.

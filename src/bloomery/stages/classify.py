@@ -5,21 +5,22 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from bloomery.core import files
+from bloomery.core import io as core_io
 from bloomery.core.errors import DataError
-from bloomery.core.log import progress, say
-from bloomery.data import classifier, examples, rows
-from bloomery.data.classifier import Learned, TooFewExamplesError
-from bloomery.data.examples import Example, Labels
-from bloomery.data.limits import LEFT_OUT
-from bloomery.data.ngrams import Grams
+from bloomery.core.log import info, progress
+from bloomery.data.dedup.hashing import NgramSizes
+from bloomery.data.quality import classifier, examples
+from bloomery.data.quality.classifier import Learned, TooFewExamplesError
+from bloomery.data.quality.examples import Labels, TextExample
+from bloomery.data.quality.thresholds import LEFT_OUT
+from bloomery.data.readers import rows
 from bloomery.stages.config import Classify, Contrast, Labeled
 
 
 def digest(config: Classify) -> str:
     """A hash of the labeled files, for the stage's fingerprint; "" without one."""
     hashes = [_hash(one.path) for one in config.named if isinstance(one, Labeled)]
-    return hashes[0] if len(hashes) == 1 else files.sha256_bytes(files.canonical(hashes)) if hashes else ""
+    return hashes[0] if len(hashes) == 1 else core_io.sha256_bytes(core_io.canonical(hashes)) if hashes else ""
 
 
 def run(config: Classify, inputs: Mapping[str, Path], out: Path) -> dict[str, Any]:
@@ -45,7 +46,7 @@ def run(config: Classify, inputs: Mapping[str, Path], out: Path) -> dict[str, An
             meter.at(float(number))
     if not left_out:
         return {"classifiers": told}
-    files.write_json(out / LEFT_OUT, left_out)
+    core_io.write_json(out / LEFT_OUT, left_out)
     return {"classifiers": told, "left_out": left_out}
 
 
@@ -59,20 +60,20 @@ def _done_without(config: Classify, one: Contrast | Labeled, error: TooFewExampl
     texts = "documents" if isinstance(one, Contrast) else "different texts of either label"
     needs = f"about {classifier.enough(one.held_out)} {texts} are enough, with held_out={one.held_out:g}"
     if config.required is not False:
-        cure = f"Give more: {needs}. Where no limit asks for scores, classify.required=false goes on without."
-        raise DataError(error.what, where=f"classify, classifier {one.name!r}", cure=cure) from None
-    say(f"classify: goes on without {one.name!r}, which nothing asks for: {error.what}; {needs}", "yellow")
+        hint = f"Give more: {needs}. Where no limit asks for scores, classify.required=false goes on without."
+        raise DataError(error.what, where=f"classify, classifier {one.name!r}", hint=hint) from None
+    info(f"classify: goes on without {one.name!r}, which nothing asks for: {error.what}; {needs}", "yellow")
     return f"{error.what}; {needs}"
 
 
 def _hash(path: Path) -> str:
     try:
-        return files.sha256_file(path)
+        return core_io.sha256_file(path)
     except OSError as error:
         raise rows.unreadable(path, error) from None
 
 
-def _examples(one: Contrast | Labeled, folder: Path) -> Sequence[Example]:
+def _examples(one: Contrast | Labeled, folder: Path) -> Sequence[TextExample]:
     if isinstance(one, Contrast):
         found = examples.contrast(folder, samples=one.samples, characters=one.characters, seed=one.seed)
         return list(found)
@@ -88,10 +89,10 @@ def _examples(one: Contrast | Labeled, folder: Path) -> Sequence[Example]:
     )
 
 
-def _learned(one: Contrast | Labeled, found: Sequence[Example]) -> Learned:
+def _learned(one: Contrast | Labeled, found: Sequence[TextExample]) -> Learned:
     return classifier.train(
         found,
-        Grams(one.features, one.ngrams, one.character_ngrams),
+        NgramSizes(one.features, one.ngrams, one.character_ngrams),
         characters=one.characters,
         held_out=one.held_out,
         seed=one.seed,

@@ -8,45 +8,45 @@ from pydantic import Field, field_validator, model_validator
 from bloomery.core.bounds import (
     Between,
     DiskPath,
-    Documents,
+    DocumentCount,
     FieldNumber,
     InnerShare,
     MemoryBytes,
     PositiveLength,
     Seed,
     Share,
-    Tokens,
+    TokenCount,
 )
 from bloomery.core.config import VOLATILE, Config, repeated
-from bloomery.data import rule_presets
-from bloomery.data.conversations.config import Conversations
-from bloomery.data.conversations.filters import Decontaminate as Unexamined
-from bloomery.data.engine import Parallel
-from bloomery.data.holdout import LARGEST_SHARE
-from bloomery.data.limits import Limit, Limits, spelled_out
-from bloomery.data.rules import Rule
-from bloomery.data.sought import Sought
-from bloomery.data.sources import Source
+from bloomery.data.chat.config import Conversations
+from bloomery.data.chat.filters import DecontaminateChats as Unexamined
+from bloomery.data.decontamination import Sought
+from bloomery.data.documents import LARGEST_SHARE
+from bloomery.data.executor import Parallel
+from bloomery.data.filters import apply
+from bloomery.data.filters.apply import Rule
+from bloomery.data.quality.thresholds import Threshold, ThresholdTable, spelled_out
+from bloomery.data.sources.local import DocumentSource
 from bloomery.data.synthesis.config import Synthesize as Synthesize
 from bloomery.evaluation.config import Evaluate as Evaluate
 from bloomery.evaluation.tasks import TASKS
 from bloomery.model.config import ModelConfig
 from bloomery.shards.config import Anneal, DomainWeight, ImportedShards, no_domain_twice
-from bloomery.tokenizer.templates import TemplateName
+from bloomery.tokenizer.chat_template import TemplateName
 from bloomery.train.config import Finetune as Finetune
 from bloomery.train.config import Training
-from bloomery.train.depth import TOKENS_PER_PARAMETER, Depth, TokenRatio
 from bloomery.train.preference.config import Prefer as Prefer
+from bloomery.train.scaling_rules import TOKENS_PER_PARAMETER, Depth, TokenRatio
 
-Sampled = Annotated[int, Between(1, 10**7, "all are in memory")]
+SampledDocuments = Annotated[int, Between(1, 10**7, "all are in memory")]
 Features = Annotated[int, Between(2, 2**26, "a float of 64 bits is kept for each", "one is the same for all texts")]
-Grams = Annotated[int, Between(1, 32, "longer n-grams come again in no other text")]
+NgramSize = Annotated[int, Between(1, 32, "longer n-grams come again in no other text")]
 Strength = Annotated[float, Between(1e-6, 1e6, "beyond, a classifier learns either nothing or each text by heart")]
-Label = str | Annotated[int, Between(-(2**63), 2**63 - 1, "data has integers of 64 bits")] | FieldNumber
+LabelValue = str | Annotated[int, Between(-(2**63), 2**63 - 1, "data has integers of 64 bits")] | FieldNumber
 
 
 class Fetch(Parallel):
-    sources: tuple[Annotated[Source, Field(discriminator="kind")], ...] = ()
+    sources: tuple[Annotated[DocumentSource, Field(discriminator="kind")], ...] = ()
 
     @model_validator(mode="after")
     def _names_differ(self) -> "Fetch":
@@ -56,16 +56,16 @@ class Fetch(Parallel):
         return self
 
 
-class Learning(Config):
+class ClassifierTraining(Config):
     """What every classifier of [classify] has."""
 
-    samples: Sampled = 2000
+    samples: SampledDocuments = 2000
     """Most documents to learn from, chosen by hash and evenly over domains."""
     features: Features = 2**16
     """Buckets for hashed n-grams."""
-    ngrams: tuple[Grams, Grams] = (1, 2)
+    ngrams: tuple[NgramSize, NgramSize] = (1, 2)
     """Shortest and longest n-grams, in words and punctuation marks."""
-    character_ngrams: tuple[Grams, Grams] | None = None
+    character_ngrams: tuple[NgramSize, NgramSize] | None = None
     """Shortest and longest n-grams of characters; None: none are looked at."""
     characters: Annotated[int, Between(100, 10**7, "less says nothing, and more says no more")] = 3000
     """How much of a long document is looked at: half of it at the start, half mid-way."""
@@ -78,7 +78,7 @@ class Learning(Config):
     seed: Seed = 0
 
     @model_validator(mode="after")
-    def _ngrams_ascend(self) -> "Learning":
+    def _ngrams_ascend(self) -> "ClassifierTraining":
         for found in (self.ngrams, self.character_ngrams):
             if found is not None and found[0] > found[1]:
                 raise ValueError(f"ngrams are shortest, longest; got {found}")
@@ -88,7 +88,7 @@ class Learning(Config):
 ClassifierName = Annotated[str, Field(pattern=r"^[a-z][a-z0-9_]*$")]
 
 
-class Contrast(Learning):
+class Contrast(ClassifierTraining):
     """
     The documents that were fetched against damaged copies of them: shuffled words, cut lines, repeated phrases, broken
     characters, and spam in their place. Copies are as long as what they were made from, so that length tells nothing.
@@ -101,7 +101,7 @@ class Contrast(Learning):
     keep: Literal["high"] = "high"
 
 
-class Labeled(Learning):
+class Labeled(ClassifierTraining):
     """Texts with labels from a file. A score is the probability of a positive label."""
 
     kind: Literal["labeled"] = "labeled"
@@ -114,16 +114,16 @@ class Labeled(Learning):
     label_field: str = "label"
     group_field: str | None = None
     """Rows with the same value are never split up; without it, texts that differ in case and marks only."""
-    positive: tuple[Label, ...] = (1,)
-    negative: tuple[Label, ...] = (0,)
+    positive: tuple[LabelValue, ...] = (1,)
+    negative: tuple[LabelValue, ...] = (0,)
     positive_from: FieldNumber | None = None
     """For labels that are numbers: positive from here on. `positive` and `negative` are then not looked at."""
     negative_below: FieldNumber | None = None
     """Negative below; texts between the two are left out. None: the same as positive_from."""
-    samples: Sampled = 100_000
+    samples: SampledDocuments = 100_000
     """Most texts to learn from, chosen by hash."""
     features: Features = 2**20
-    character_ngrams: tuple[Grams, Grams] | None = (4, 4)
+    character_ngrams: tuple[NgramSize, NgramSize] | None = (4, 4)
 
     @model_validator(mode="after")
     def _labels_differ(self) -> "Labeled":
@@ -136,7 +136,7 @@ class Labeled(Learning):
         return self
 
 
-class Classify(Learning):
+class Classify(ClassifierTraining):
     """
     Train the classifiers that [filter] may set limits for.
 
@@ -160,7 +160,9 @@ class Classify(Learning):
         if twice := repeated(names):
             raise ValueError(f"two classifiers have the name {twice[0]!r}")
         plain = type(self).model_construct()
-        moved = [key for key in (*Learning.model_fields, "labeled") if getattr(self, key) != getattr(plain, key)]
+        moved = [
+            key for key in (*ClassifierTraining.model_fields, "labeled") if getattr(self, key) != getattr(plain, key)
+        ]
         if self.classifiers and moved:
             raise ValueError(f"{moved[0]} belongs into [[classify.classifiers]] where classifiers are named")
         return self
@@ -170,7 +172,7 @@ class Classify(Learning):
         """The classifiers that are trained, in order."""
         if self.classifiers:
             return self.classifiers
-        common = {key: getattr(self, key) for key in Learning.model_fields}
+        common = {key: getattr(self, key) for key in ClassifierTraining.model_fields}
         if self.labeled is not None:
             return (Labeled(name="quality", path=self.labeled, keep="high", **common),)
         return (Contrast(**common),)
@@ -188,13 +190,13 @@ class Filter(Parallel):
     """Documents whose score by the first classifier is lower are dropped (reason `classifier`)."""
     min_scores: tuple[MinScore, ...] = ()
     """Other limits for some domains."""
-    limits: Limits = ()
+    limits: ThresholdTable = ()
     """Limits of any classifier, applied in this order after those; or the name of a preset, "seed-1386"."""
 
     @field_validator("rules")
     @classmethod
     def _spell_out(cls, rules: tuple[Rule, ...]) -> tuple[Rule, ...]:
-        return rule_presets.spelled_out(rules)
+        return apply.spelled_out(rules)
 
     @model_validator(mode="after")
     def _one_limit_a_domain(self) -> "Filter":
@@ -207,7 +209,7 @@ class Filter(Parallel):
         return bool(self.min_score or self.min_scores or self.limits)
 
     @property
-    def spelled_limits(self) -> tuple[Limit, ...]:
+    def spelled_limits(self) -> tuple[Threshold, ...]:
         return spelled_out(self.limits)
 
 
@@ -309,7 +311,7 @@ class Shard(Parallel):
     imported: ImportedShards | None = None
     weights: tuple[DomainWeight, ...] = ()
     """Domains that are not named are left out; without any, all domains in their own proportion."""
-    tokens: Tokens | None = None
+    tokens: TokenCount | None = None
     """Size of the mix. None: as large as the weights and epochs allow."""
     hold_out: Annotated[float, Between(0, LARGEST_SHARE, "no tokenizer learns from that share")] = 0.02
     """Share of documents, by hash of their text, that no model and no tokenizer is trained on."""
@@ -337,14 +339,14 @@ class Pretrain(Training):
     start_from: DiskPath | None = None
     """A model folder whose weights are where training starts, such as GPT-2's; [model] says the same shape."""
     depth: Depth | None = None
-    """Fills in width, heads, tokens, steps and learning rates that are not given: see `train/depth.py`."""
+    """Fills in width, heads, tokens, steps and learning rates that are not given: see `train/scaling_rules.py`."""
     tokens_per_parameter: TokenRatio = TOKENS_PER_PARAMETER
     """How long a run of a given depth is."""
     continue_from: DiskPath | None = Field(None, json_schema_extra=VOLATILE)
-    """The folder of this stage in a shorter run, whose level part this one need not do again: `train/extension.py`."""
+    """The folder of this stage in a shorter run, whose constant phase is not repeated: `train/checkpointing.py`."""
     hellaswag: DiskPath | None = Field(None, json_schema_extra=VOLATILE)
     """An evaluation file of llm.c, such as hellaswag_val.bin: its questions are asked at every evaluation."""
-    hellaswag_questions: Documents | None = Field(None, json_schema_extra=VOLATILE)
+    hellaswag_questions: DocumentCount | None = Field(None, json_schema_extra=VOLATILE)
     """How many of them, at even distances. None: all."""
 
 
@@ -359,7 +361,7 @@ class Instruct(Conversations):
     samples: Annotated[int, Between(0, 1000, "they are on one page")] = 3
     """How many conversations the page shows, with what is learned of them in color."""
     template: TemplateName = "bloomery"
-    """How conversations are written, by its name in `tokenizer/templates.py`."""
+    """How conversations are written, by its name in `tokenizer/chat_template.py`."""
 
     @model_validator(mode="after")
     def _tasks_are_known(self) -> "Instruct":

@@ -12,19 +12,20 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
-from bloomery.core import files
+from bloomery.core import io as core_io
 from bloomery.core.errors import DataError
-from bloomery.data import document, repeated_lines
-from bloomery.data.deduplicate import CLUSTERS, Search, fitting
-from bloomery.data.duplicates import Corpus, Settings
-from bloomery.data.engine import Part, Record, run_parts
+from bloomery.data import documents
+from bloomery.data.dedup import dedup
+from bloomery.data.dedup.dedup import CLUSTERS, Deduplicator, fitting
+from bloomery.data.dedup.minhash import Corpus, DedupSettings
+from bloomery.data.executor import Part, PartRecord, run_parts
 from bloomery.hw.host import Host, free_bytes
 from bloomery.stages import decontaminate
 from bloomery.stages.config import Dedup
 
 REASONS = pa.schema(
     [
-        *document.REASON,
+        *documents.REASON,
         pa.field("kept_id", pa.string(), nullable=False),
         pa.field("cluster", pa.string(), nullable=False),
     ]
@@ -37,8 +38,8 @@ Of a duplicate, beside its own columns: `reason` is "exact" or "near", `value` t
 SCRATCH = "scratch"
 
 
-def settings(config: Dedup) -> Settings:
-    return Settings(
+def settings(config: Dedup) -> DedupSettings:
+    return DedupSettings(
         permutations=config.permutations,
         bands=config.bands,
         bandings=config.bandings if config.verify else 1,
@@ -57,10 +58,10 @@ def digest(config: Dedup) -> str:
 
 def run(config: Dedup, inputs: Mapping[str, Path], out: Path) -> dict[str, Any]:
     """Write kept/ and duplicates/ (REASONS). `inputs["filter"]` is a folder with kept/."""
-    source = document.handed_on(inputs["filter"])
-    if not document.count(source):
-        raise DataError("holds no documents", where=str(source), cure="Loosen the rules in [filter].")
-    return deduplicate(config, document.parts(source), out)
+    source = documents.handed_on(inputs["filter"])
+    if not documents.count(source):
+        raise DataError("holds no documents", where=str(source), hint="Loosen the rules in [filter].")
+    return deduplicate(config, documents.parts(source), out)
 
 
 def deduplicate(config: Dedup, paths: list[Path], out: Path) -> dict[str, Any]:
@@ -70,14 +71,14 @@ def deduplicate(config: Dedup, paths: list[Path], out: Path) -> dict[str, Any]:
     memory_bytes = config.memory_bytes or free_bytes(Host.here()) // 2
     engine = fitting(config.engine, memory_bytes)
     barred = decontaminate.check(config.decontaminate, corpus, scratch, engine) if config.decontaminate else None
-    search = Search(
+    search = Deduplicator(
         settings=settings(config),
         corpus=corpus,
         scratch=scratch,
         engine=engine,
         memory_bytes=memory_bytes,
         barred=barred,
-        lines=repeated_lines.Settings(**dict(config.repeated_lines)) if config.repeated_lines else None,
+        lines=dedup.RepeatedLineSettings(**dict(config.repeated_lines)) if config.repeated_lines else None,
     )
     found: dict[str, Any] = dict(search.find())
     more = {"barred": str(barred)} if barred else {}
@@ -88,7 +89,7 @@ def deduplicate(config: Dedup, paths: list[Path], out: Path) -> dict[str, Any]:
     if barred:
         tasks = decontaminate.list_hits(corpus, scratch, out)
         found |= {"hits": sum(tasks.values()), "hits_by_task": tasks}
-    with files.whole_file(out / CLUSTERS) as file:
+    with core_io.whole_file(out / CLUSTERS) as file:
         file.write((scratch / "clusters" / CLUSTERS).read_bytes())
     shutil.rmtree(scratch)
     return {**_told(records), **found, **clusters_of(out / CLUSTERS)}
@@ -98,7 +99,7 @@ def clusters_of(path: Path) -> dict[str, int]:
     """How many clusters a file lists, one after the other, and how many documents the largest has."""
     count = largest = size = 0
     last = None
-    for batch in document.part_batches(path, ["cluster"]):
+    for batch in documents.part_batches(path, ["cluster"]):
         runs = pc.run_end_encode(batch.column("cluster"))
         sizes = np.diff(runs.run_ends.to_numpy(), prepend=0)
         goes_on = runs.values[0].as_py() == last
@@ -118,11 +119,13 @@ class _Fates:
         }
         self.verdicts = pq.read_table(given["verdicts"])
         self.barred = decontaminate.barred_rows(part)
-        self.cuts: list[document.Row] | None = pq.read_table(given["cuts"]).to_pylist() if "cuts" in given else None
+        self.cuts: list[documents.DocumentRow] | None = (
+            pq.read_table(given["cuts"]).to_pylist() if "cuts" in given else None
+        )
         self.unit = part.given.get("unit")
         self.may_drop = "barred" in part.given or self.cuts is not None
 
-    def of(self, batch: pa.RecordBatch, begin: int) -> dict[str, pa.RecordBatch | list[document.Row]]:
+    def of(self, batch: pa.RecordBatch, begin: int) -> dict[str, pa.RecordBatch | list[documents.DocumentRow]]:
         """The documents of a batch by folder. `begin`: number of the first of them in its part."""
         rows = self.verdicts.column("row").to_numpy()
         first, last = np.searchsorted(rows, (begin, begin + batch.num_rows)).tolist()
@@ -130,15 +133,15 @@ class _Fates:
         single = np.ones(batch.num_rows, np.bool_)
         single[rows[first:last] - begin] = False
         copies = batch.filter(pa.array(~single))
-        thin, repeated = batch, list[document.Row]()
+        thin, repeated = batch, list[documents.DocumentRow]()
         if self.cuts is not None:
             mine = [row | {"row": row["row"] - begin} for row in self.cuts if 0 <= row["row"] - begin < batch.num_rows]
-            thin, repeated, empty = repeated_lines.thinned(batch, mine, self.unit)
+            thin, repeated, empty = dedup.thinned(batch, mine, self.unit)
             told |= {row: {"reason": "repeated_lines", "value": 1.0} for row in empty}
         single[list(told)] = False
         why = self.verdicts.slice(first, last - first).select(REASONS.names).combine_chunks()
         columns = [*copies.columns, *(column.combine_chunks() for column in why.columns)]
-        reasons = [{name: told[row][name] for name in document.REASON.names} for row in sorted(told)]
+        reasons = [{name: told[row][name] for name in documents.REASON.names} for row in sorted(told)]
         gone = batch.take(pa.array(sorted(told), pa.int64())).to_pylist()
         return {
             "kept": thin.filter(pa.array(single)),
@@ -148,23 +151,23 @@ class _Fates:
         }
 
 
-def write(config: None, part: Part, out: Path) -> Record:
+def write(config: None, part: Part, out: Path) -> PartRecord:
     """Write kept/NAME, duplicates/NAME and, where asked for, dropped/NAME and repeated/NAME; count what went where."""
     source = Path(part.given["path"])
     fates = _Fates(part)
     whole = pq.read_schema(source).remove_metadata()
     schemas = {"kept": whole, "duplicates": pa.schema([*whole, *REASONS])}
-    schemas |= {"dropped": pa.schema([*whole, *document.REASON])} if fates.may_drop else {}
-    schemas |= {"repeated": repeated_lines.REMOVED} if fates.cuts is not None else {}
+    schemas |= {"dropped": pa.schema([*whole, *documents.REASON])} if fates.may_drop else {}
+    schemas |= {"repeated": dedup.REMOVED} if fates.cuts is not None else {}
     by_domain: dict[str, Counter[str]] = {}
     reasons = Counter(fates.verdicts.column("reason").to_pylist())
     begin, lines = 0, 0
     with ExitStack() as stack:
         writers = {
-            name: stack.enter_context(document.PartWriter(out / name / f"{part.name}.parquet", schema))
+            name: stack.enter_context(documents.PartWriter(out / name / f"{part.name}.parquet", schema))
             for name, schema in schemas.items()
         }
-        for batch in document.part_batches(source):
+        for batch in documents.part_batches(source):
             found = fates.of(batch, begin)
             begin += batch.num_rows
             for name, writer in writers.items():
@@ -195,7 +198,7 @@ def _tally(by_domain: dict[str, Counter[str]], batch: pa.RecordBatch, found: Map
         )
 
 
-def _told(records: list[Record]) -> dict[str, Any]:
+def _told(records: list[PartRecord]) -> dict[str, Any]:
     """The counts of all parts together."""
     by_domain: dict[str, Counter[str]] = {}
     reasons = Counter(exact=0, near=0)

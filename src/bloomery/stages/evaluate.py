@@ -9,26 +9,26 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
+from bloomery.core.bounds import TEMPERATURE
 from bloomery.core.errors import DataError
-from bloomery.core.files import whole_file, write_json
+from bloomery.core.io import whole_file, write_json
 from bloomery.core.log import progress
-from bloomery.core.stage import machine, read_manifest, versions
-from bloomery.data import document
-from bloomery.data.holdout import is_held_out
-from bloomery.evaluation import benchmark, contamination, core_average, questions, talks, tasks
-from bloomery.evaluation.benchmark import Asked, Result
-from bloomery.evaluation.compression import Compression, measure
-from bloomery.evaluation.questions import Judged
+from bloomery.core.pipeline import machine, read_manifest, versions
+from bloomery.data import documents as data_documents
+from bloomery.data.documents import is_held_out
+from bloomery.evaluation import contamination, harness, held_out, tasks
+from bloomery.evaluation.harness import EvalRequest, QuestionResult
+from bloomery.evaluation.held_out import JudgedAnswer
+from bloomery.evaluation.perplexity import Compression, measure
 from bloomery.evaluation.report import render
-from bloomery.evaluation.scoring import wilson
+from bloomery.evaluation.stats import wilson
 from bloomery.generate.engine import Engine
 from bloomery.hw import device as devices
-from bloomery.stages import instruct, overview, prefer
+from bloomery.stages import execution, instruct, prefer
 from bloomery.stages.config import Evaluate
-from bloomery.tokenizer.drawing import TEMPERATURE
 from bloomery.tokenizer.tokenizer import Tokenizer
-from bloomery.weights import huggingface
-from bloomery.weights.huggingface import Loaded
+from bloomery.weights import hf
+from bloomery.weights.hf import Loaded
 
 SAMPLES_SHOWN = 16
 CONVERSATIONS = "conversations.jsonl"
@@ -39,9 +39,9 @@ def run(config: Evaluate, inputs: Mapping[str, Path], out: Path) -> dict[str, An
     devices.return_freed_memory()
     device = devices.find(config.device)
     last = "prefer" if "prefer" in inputs else "finetune"
-    tuned = huggingface.load(inputs[last] / "model", device.place)
-    base = huggingface.load(inputs["pretrain"] / "model", device.place)
-    asked = questions.held_out(config.seed, config.questions)
+    tuned = hf.load(inputs[last] / "model", device.place)
+    base = hf.load(inputs["pretrain"] / "model", device.place)
+    asked = held_out.held_out(config.seed, config.questions)
     judged = ask(tuned, asked, config.max_tokens)
     scores = answers(judged, len(asked) - len(judged))
     report = {
@@ -55,8 +55,8 @@ def run(config: Evaluate, inputs: Mapping[str, Path], out: Path) -> dict[str, An
         "leaks": leaks(judged, inputs, tuned.tokenizer),
         **held_out_talks({"pretrain": replace(base, renderer=tuned.renderer), last: tuned}, config, inputs, out),
         **known_tasks(tuned, config, inputs, out),
-        **overview.training(inputs),
-        **overview.corpus(inputs),
+        **execution.training(inputs),
+        **execution.corpus(inputs),
         "samples": {"answers": chosen(judged), "continuations": list(continuations(base))},
     }
     write_json(out / "report.json", report)
@@ -79,8 +79,8 @@ def known_tasks(tuned: Loaded, config: Evaluate, inputs: Mapping[str, Path], out
     """
     if not config.tasks:
         return {}
-    asked = Asked(
-        tasks=tuple(name for name in config.tasks if name != core_average.NAME),
+    asked = EvalRequest(
+        tasks=tuple(name for name in config.tasks if name != tasks.NAME),
         place=tasks.place(config.tasks, config.data),
         limit=config.limit,
         shots=config.shots,
@@ -90,19 +90,19 @@ def known_tasks(tuned: Loaded, config: Evaluate, inputs: Mapping[str, Path], out
         run_code=config.run_code,
         weaker_sandbox=config.weaker_sandbox,
     )
-    found = benchmark.run(tuned, asked)
-    questions = {name: benchmark.questions(name, asked) for name in found}
-    parts: dict[str, list[Result]] = {}
-    if core_average.NAME in config.tasks:
-        parts = benchmark.core(tuned, asked)
-        questions |= benchmark.core_questions(asked)
+    found = harness.evaluate(tuned, asked)
+    questions = {name: harness.questions(name, asked) for name in found}
+    parts: dict[str, list[QuestionResult]] = {}
+    if tasks.NAME in config.tasks:
+        parts = harness.evaluate_core(tuned, asked)
+        questions |= harness.core_questions(asked)
     with tempfile.TemporaryDirectory() as scratch:
         dirty = contamination.dirty(questions, trained_on(inputs, tuned.tokenizer), Path(scratch))
-    benchmark.save(out / "tasks.jsonl", found | parts, dirty)
+    harness.save(out / "tasks.jsonl", found | parts, dirty)
     told: dict[str, Any] = {
-        "tasks": {name: benchmark.scores(name, results, dirty[name]) for name, results in found.items()}
+        "tasks": {name: harness.scores(name, results, dirty[name]) for name, results in found.items()}
     }
-    return told | ({"core": benchmark.core_scores(parts, dirty)} if parts else {})
+    return told | ({"core": harness.core_scores(parts, dirty)} if parts else {})
 
 
 def held_out_talks(
@@ -116,12 +116,12 @@ def held_out_talks(
         return {}
     first = next(iter(models.values()))
     longest = first.model.config.context - config.max_tokens
-    found = talks.turns(inputs["instruct"], first.tokenizer.hash)
-    asked = talks.drawn(found, config.conversations, config.seed, longest)
+    found = held_out.turns(inputs["instruct"], first.tokenizer.hash)
+    asked = held_out.drawn(found, config.conversations, config.seed, longest)
     if not asked:
-        cure = f"Lower evaluate.max_tokens ({config.max_tokens}), which has to fit behind the question."
+        hint = f"Lower evaluate.max_tokens ({config.max_tokens}), which has to fit behind the question."
         what = f"no held-out conversation has an answer after {longest} tokens or fewer"
-        raise DataError(what, where="evaluate.conversations", cure=cure)
+        raise DataError(what, where="evaluate.conversations", hint=hint)
     how: dict[str, Any] = {"max_tokens": config.max_tokens, "temperature": config.answer_temperature}
     told: dict[str, Any] = {"n": len(asked), **how}
     done = 0
@@ -131,31 +131,31 @@ def held_out_talks(
     ):
         for name, loaded in models.items():
             said = []
-            for turn, one in zip(asked, talks.answers(loaded, asked, seed=config.seed, **how), strict=True):
+            for turn, one in zip(asked, held_out.answers(loaded, asked, seed=config.seed, **how), strict=True):
                 said.append(one)
-                file.write(json.dumps({"model": name, **talks.shown(loaded, turn, one)}, ensure_ascii=False) + "\n")
+                file.write(json.dumps({"model": name, **held_out.shown(loaded, turn, one)}, ensure_ascii=False) + "\n")
                 meter.at(done := done + 1)
-            told[name] = talks.scores(loaded, asked, said)
+            told[name] = held_out.answer_scores(loaded, asked, said)
     return {"conversations": told}
 
 
-def ask(loaded: Loaded, asked: Sequence[questions.Question], max_tokens: int) -> list[Judged]:
+def ask(loaded: Loaded, asked: Sequence[held_out.ToyQuestion], max_tokens: int) -> list[JudgedAnswer]:
     """Every question that fits the model's context, in turn, with progress. Raises DataError where none does."""
     engine = Engine(loaded.model, loaded.tokenizer.vocab_size)
-    asked = questions.fitting(engine, loaded.renderer, asked)
-    judged: list[Judged] = []
+    asked = held_out.fitting(engine, loaded.renderer, asked)
+    judged: list[JudgedAnswer] = []
     with progress("evaluate", "questions", len(asked)) as meter:
         for start in range(0, len(asked), 50):
-            judged += questions.ask(engine, loaded.renderer, asked[start : start + 50], max_tokens)
+            judged += held_out.ask(engine, loaded.renderer, asked[start : start + 50], max_tokens)
             meter.at(len(judged))
     return judged
 
 
-def answers(judged: Sequence[Judged], not_asked: int) -> dict[str, Any]:
+def answers(judged: Sequence[JudgedAnswer], not_asked: int) -> dict[str, Any]:
     """Of all and of each kind; `not_asked` did not fit the model's context."""
-    right, kinds = sum(one.exact for one in judged), questions.table(judged)
+    right, kinds = sum(one.exact for one in judged), held_out.table(judged)
     return {
-        **questions.scores(judged),
+        **held_out.question_scores(judged),
         "not_asked": not_asked,
         "interval": wilson(right, len(judged)),
         "by_kind": kinds,
@@ -165,12 +165,12 @@ def answers(judged: Sequence[Judged], not_asked: int) -> dict[str, Any]:
 def bits_per_byte(base: Loaded, shards: Path, config: Evaluate, device: devices.Device) -> dict[str, Any]:
     """Of the pretrained model and of the compressors, over the held-out documents, by domain and together."""
     texts: dict[str, list[str]] = {}
-    for row in document.read(shards / "held-out"):
+    for row in data_documents.read(shards / "held-out"):
         texts.setdefault(row["domain"], []).append(row["text"])
     wanted = config.domains or tuple(sorted(texts))
     if missing := [domain for domain in wanted if domain not in texts]:
-        cure = f"Domains with held-out documents: {', '.join(sorted(texts))}. Raise shard.hold_out for more."
-        raise DataError(f"no document of {', '.join(missing)} was held out", where="evaluate.domains", cure=cure)
+        hint = f"Domains with held-out documents: {', '.join(sorted(texts))}. Raise shard.hold_out for more."
+        raise DataError(f"no document of {', '.join(missing)} was held out", where="evaluate.domains", hint=hint)
     scored = {
         domain: measure(base.model, base.tokenizer, up_to(texts[domain], config.heldout_bytes), device)
         for domain in wanted
@@ -201,7 +201,7 @@ def up_to(texts: Sequence[str], limit: int) -> list[str]:
     return taken
 
 
-def leaks(judged: Sequence[Judged], inputs: Mapping[str, Path], tokenizer: Tokenizer) -> dict[str, int]:
+def leaks(judged: Sequence[JudgedAnswer], inputs: Mapping[str, Path], tokenizer: Tokenizer) -> dict[str, int]:
     """
     How many held-out questions stand somewhere in the training text: the question with all that came before it, or,
     where facts themselves are held out, the sentence that answers it.
@@ -216,13 +216,13 @@ def leaks(judged: Sequence[Judged], inputs: Mapping[str, Path], tokenizer: Token
 def trained_on(inputs: Mapping[str, Path], tokenizer: Tokenizer) -> Iterator[str]:
     """All text that a model was trained on: documents that were not held out, and conversations."""
     held_out_share = read_manifest(inputs["shard"])["config"]["hold_out"]
-    documents = (row["text"] for row in document.read(inputs["dedup"] / "kept", ["text"]))
+    documents = (row["text"] for row in data_documents.read(inputs["dedup"] / "kept", ["text"]))
     trained = (text for text in documents if not is_held_out(text, held_out_share))
     preferred = prefer.trained_on(inputs["prefer"], tokenizer) if "prefer" in inputs else ()
     return chain(trained, instruct.trained_on(inputs["instruct"], tokenizer), preferred)
 
 
-def needles(question: questions.Question) -> list[str]:
+def needles(question: held_out.ToyQuestion) -> list[str]:
     """Text that no training text may hold, if the question is to be new."""
     alone = [question.messages[0]["content"]] if len(question.messages) == 1 else []
     return alone if question.kind.startswith("library") else [question.answer, *alone]
@@ -236,15 +236,15 @@ def stands_in(text: str, needle: str) -> bool:
     return place >= 0
 
 
-def chosen(judged: Sequence[Judged]) -> list[dict[str, Any]]:
+def chosen(judged: Sequence[JudgedAnswer]) -> list[dict[str, Any]]:
     """Some answers to show, right and wrong, every kind if it goes."""
     by_turn = sorted(judged, key=lambda one: (one.exact, one.question.kind))
     wrong = [one for one in by_turn if not one.exact][: SAMPLES_SHOWN // 2]
-    kinds: dict[str, Judged] = {one.question.kind: one for one in by_turn if one.exact}
+    kinds: dict[str, JudgedAnswer] = {one.question.kind: one for one in by_turn if one.exact}
     return [shown(one) for one in [*kinds.values(), *wrong][:SAMPLES_SHOWN]]
 
 
-def shown(one: Judged) -> dict[str, Any]:
+def shown(one: JudgedAnswer) -> dict[str, Any]:
     return {
         "kind": one.question.kind,
         "messages": one.question.messages,

@@ -19,16 +19,18 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
-from bloomery.core import files
+from bloomery.core import io as core_io
 from bloomery.core.errors import DataError
-from bloomery.core.log import say
-from bloomery.data import document, engine, reading, sources, twins
-from bloomery.data.document import Row
-from bloomery.data.engine import Part, Record
-from bloomery.data.reading import Piece
-from bloomery.data.rolling import Rolling
-from bloomery.data.sources import Source
-from bloomery.data.unpack import Span
+from bloomery.core.log import info
+from bloomery.data import documents as data_documents
+from bloomery.data import executor
+from bloomery.data.documents import DocumentRow, Rolling
+from bloomery.data.executor import Part, PartRecord
+from bloomery.data.readers import read
+from bloomery.data.readers.bytes import ByteSpan
+from bloomery.data.readers.read import SourceChunk
+from bloomery.data.sources import local
+from bloomery.data.sources.local import DocumentSource
 from bloomery.stages.config import Fetch
 
 WORK = "fetch"
@@ -41,7 +43,7 @@ UNKNOWN, OTHERS = "not stated", "others"
 
 def digest(config: Fetch) -> str:
     """A hash of the contents of all sources, for the stage's fingerprint. Raises DataError where one is missing."""
-    return files.sha256_bytes(files.canonical([[source.name, sources.digest(source)] for source in config.sources]))
+    return core_io.sha256_bytes(core_io.canonical([[source.name, local.digest(source)] for source in config.sources]))
 
 
 def run(config: Fetch, inputs: Mapping[str, Path], out: Path) -> dict[str, Any]:
@@ -51,35 +53,35 @@ def run(config: Fetch, inputs: Mapping[str, Path], out: Path) -> dict[str, Any]:
     Raises DataError for broken input, for two documents with one id, and when there is no document at all.
     """
     if not config.sources:
-        raise DataError("there are no sources, so there are no documents", cure="Add [[fetch.sources]] to the recipe.")
+        raise DataError("there are no sources, so there are no documents", hint="Add [[fetch.sources]] to the recipe.")
     taken = [_Taken(number, source) for number, source in enumerate(config.sources)]
     while sum(one.wants_more() for one in taken):  # all are asked
         parts = [part for one in taken for part in one.todo]
-        records = iter(engine.run_parts(config.engine, take, config, parts, out, what=WORK))
+        records = iter(executor.run_parts(config.engine, take, config, parts, out, what=WORK))
         for one in taken:
             one.records += [next(records) for _ in one.todo]
     # files that a tool is given need not all be good, as long as one is
     lenient = all(source.kind == "files" for source in config.sources) and any(one.count("documents") for one in taken)
     for one in taken:
         if not one.count("documents") and not (lenient and one.count("rejected")):
-            cure = "Check its path, patterns and fields, and whether max_bytes leaves room for one document."
+            hint = "Check its path, patterns and fields, and whether max_bytes leaves room for one document."
             rejected = one.tally("reasons")
             why = f"gave no documents ({one.count('rejected')} rejected{_listed(rejected)})"
-            if rejected and (first := next(filter(_is_rejected, sources.read(one.source)), None)):
+            if rejected and (first := next(filter(_is_rejected, local.read(one.source)), None)):
                 why += f"; the first: {first.where}: {first.problem.what}"
-                cure = first.problem.cure or cure
-            raise DataError(why, where=one.source.name, cure=cure)
-        faults = {name: count for name, count in one.tally("reasons").items() if reading.is_fault(name)}
+                hint = first.problem.hint or hint
+            raise DataError(why, where=one.source.name, hint=hint)
+        faults = {name: count for name, count in one.tally("reasons").items() if read.is_fault(name)}
         if faults:
-            say(f"fetch: {one.source.name}: rejected{_listed(faults)}; rejected/ says which, and why", "yellow")
+            info(f"fetch: {one.source.name}: rejected{_listed(faults)}; rejected/ says which, and why", "yellow")
     if any(getattr(source, "id_field", None) for source in config.sources):
         _reject_twins(taken, out)
     _sweep(out, taken)
     return _stats(taken)
 
 
-def _is_rejected(item: reading.Item) -> TypeGuard[reading.Rejected]:
-    return isinstance(item, reading.Rejected)
+def _is_rejected(item: read.DocumentItem) -> TypeGuard[read.RejectedDocument]:
+    return isinstance(item, read.RejectedDocument)
 
 
 def _listed(reasons: Mapping[str, int]) -> str:
@@ -87,20 +89,20 @@ def _listed(reasons: Mapping[str, int]) -> str:
     return "".join(f"{',' if place else ':'} {reasons[name]:,} {name}" for place, name in enumerate(most))
 
 
-def take(config: Fetch, part: Part, out: Path) -> Record:
+def take(config: Fetch, part: Part, out: Path) -> PartRecord:
     """Read one piece of a source into files of its own, and count what it holds."""
     source, given = config.sources[part.given["source"]], part.given
-    items = sources.Limited(sources.items(source, _piece(part)), given["max_documents"], given["max_bytes"])
+    items = local.Limited(local.items(source, _piece(part)), given["max_documents"], given["max_bytes"])
     counts = {"documents": 0, "bytes": 0, "rejected": 0}
     reasons: Counter[str] = Counter()
     licenses: Counter[str] = Counter()
     domains: dict[str, list[int]] = {}
     with (
-        Rolling(out / DOCUMENTS, part.name, document.SCHEMA) as kept,
-        Rolling(out / REJECTED, part.name, document.dropped_schema()) as rejected,
+        Rolling(out / DOCUMENTS, part.name, data_documents.SCHEMA) as kept,
+        Rolling(out / REJECTED, part.name, data_documents.dropped_schema()) as rejected,
     ):
         for item, num_bytes in items:
-            if isinstance(item, reading.Rejected):
+            if isinstance(item, read.RejectedDocument):
                 rejected.write(item.row | {"reason": item.problem.reason, "value": float(item.problem.value)}, 0)
                 counts["rejected"] += 1
                 reasons[item.problem.reason] += 1
@@ -126,10 +128,10 @@ def _add(domains: dict[str, list[int]], domain: str, documents: int, num_bytes: 
     counts[0], counts[1] = counts[0] + documents, counts[1] + num_bytes
 
 
-def _piece(part: Part) -> Piece:
+def _piece(part: Part) -> SourceChunk:
     given, span = part.given, part.given.get("span")
     members = tuple((name, place) for name, place in given["members"])
-    return Piece(given["piece"], members, part.num_bytes, Span(*span) if span else None)
+    return SourceChunk(given["piece"], members, part.num_bytes, ByteSpan(*span) if span else None)
 
 
 def _most(counts: Mapping[str, int]) -> dict[str, int]:
@@ -145,9 +147,9 @@ class _Taken:
     """What is read of one source so far."""
 
     number: int
-    source: Source
+    source: DocumentSource
     parts: list[Part] = field(default_factory=list)
-    records: list[Record] = field(default_factory=list)
+    records: list[PartRecord] = field(default_factory=list)
     """Of the first parts, which are done, in their order."""
     full: bool = False
     """Whether a limit is reached."""
@@ -161,8 +163,8 @@ class _Taken:
         return _most(sum((Counter(record[key]) for record in self.records), Counter()))
 
     @cached_property
-    def pieces(self) -> list[Piece]:
-        return sources.pieces(self.source)
+    def pieces(self) -> list[SourceChunk]:
+        return local.pieces(self.source)
 
     @property
     def todo(self) -> list[Part]:
@@ -222,24 +224,24 @@ def _reject_twins(taken: Sequence[_Taken], out: Path) -> None:
     """
     owners = [(one, number) for one in taken for number in range(len(one.parts))]
     owned = [(one, number, name) for one, number in owners for name in _documents(one.records[number])]
-    places, firsts = twins.places([out / name for *_, name in owned], out / "twins")
+    places, firsts = data_documents.places([out / name for *_, name in owned], out / "twins")
     for place, first in zip(places.tolist(), firsts.tolist(), strict=True):
-        one, number, name = owned[place >> twins.ROW_BITS]
+        one, number, name = owned[place >> data_documents.ROW_BITS]
         if getattr(one.source, "invalid", "error") != "skip":
-            other, its_number, _ = owned[first >> twins.ROW_BITS]
-            own = _id_at(out / name, place % 2**twins.ROW_BITS)
+            other, its_number, _ = owned[first >> data_documents.ROW_BITS]
+            own = _id_at(out / name, place % 2**data_documents.ROW_BITS)
             same = other is one and its_number == number
             there, here = _place_of(other, its_number, own, 0), _place_of(one, number, own, int(same))
-            cure = f"Give source {one.source.name!r} another id_field, or none: then file and line make the id."
-            raise DataError(f"two documents have the id {own!r}: {there} and {here}", where=one.source.name, cure=cure)
-    files_of = places >> np.uint64(twins.ROW_BITS)
+            hint = f"Give source {one.source.name!r} another id_field, or none: then file and line make the id."
+            raise DataError(f"two documents have the id {own!r}: {there} and {here}", where=one.source.name, hint=hint)
+    files_of = places >> np.uint64(data_documents.ROW_BITS)
     for file in np.unique(files_of).tolist():
         one, number, name = owned[file]
-        rows = places[files_of == file] % np.uint64(2**twins.ROW_BITS)
+        rows = places[files_of == file] % np.uint64(2**data_documents.ROW_BITS)
         one.records[number] = _without(one.records[number], name, rows, out)
 
 
-def _documents(record: Record) -> list[str]:
+def _documents(record: PartRecord) -> list[str]:
     return [name for name in record["files"] if name.startswith(DOCUMENTS)]
 
 
@@ -256,16 +258,16 @@ def _place_of(taken: _Taken, number: int, own: str, nth: int) -> str:
     if not getattr(source, "id_field", None):
         return own
     nameless = source.model_copy(update={"id_field": None, "invalid": "skip"})
-    items = zip(sources.items(source, piece), sources.items(nameless, piece), strict=True)
+    items = zip(local.items(source, piece), local.items(nameless, piece), strict=True)
     places = (
-        str(reading.row_of(same)["id"])
+        str(read.row_of(same)["id"])
         for item, same in items
-        if not isinstance(item, reading.Rejected) and item["id"] == own
+        if not isinstance(item, read.RejectedDocument) and item["id"] == own
     )
     return next(islice(places, nth, None))
 
 
-def _without(record: Record, name: str, rows: NDArray[np.uint64], out: Path) -> Record:
+def _without(record: PartRecord, name: str, rows: NDArray[np.uint64], out: Path) -> PartRecord:
     """The record of a part whose file `name` was replaced by one without some rows, which went to the rejected ones."""
     kept_name = name.removesuffix(".parquet") + "-once.parquet"
     twin_name = kept_name.replace(DOCUMENTS, REJECTED, 1)
@@ -273,10 +275,10 @@ def _without(record: Record, name: str, rows: NDArray[np.uint64], out: Path) -> 
     licenses: Counter[str] = Counter(record["licenses"])
     domains = {domain: list(counts) for domain, counts in record["domains"].items()}
     with (
-        document.PartWriter(out / kept_name) as kept,
-        document.PartWriter(out / twin_name, document.dropped_schema()) as rejected,
+        data_documents.PartWriter(out / kept_name) as kept,
+        data_documents.PartWriter(out / twin_name, data_documents.dropped_schema()) as rejected,
     ):
-        for batch in document.part_batches(out / name):
+        for batch in data_documents.part_batches(out / name):
             again = np.zeros(batch.num_rows, np.bool_)
             again[rows[(rows >= begin) & (rows < begin + batch.num_rows)] - np.uint64(begin)] = True
             kept.write_batch(batch.filter(pa.array(~again)))
@@ -304,8 +306,8 @@ def _without(record: Record, name: str, rows: NDArray[np.uint64], out: Path) -> 
 def _sweep(out: Path, taken: Sequence[_Taken]) -> None:
     """Remove what earlier rounds and attempts have left and no part owns."""
     owned = {out / name for one in taken for record in one.records for name in record["files"]}
-    owned |= {out / engine.RECORDS / WORK / f"{part.name}.json" for one in taken for part in one.parts}
-    for folder in (out / DOCUMENTS, out / REJECTED, out / engine.RECORDS / WORK):
+    owned |= {out / executor.RECORDS / WORK / f"{part.name}.json" for one in taken for part in one.parts}
+    for folder in (out / DOCUMENTS, out / REJECTED, out / executor.RECORDS / WORK):
         for path in folder.iterdir():
             if path not in owned:
                 path.unlink()
@@ -327,12 +329,12 @@ def _stats(taken: Sequence[_Taken]) -> dict[str, Any]:
                 **{key: one.count(key) for key in counts},
                 "reasons": one.tally("reasons"),
                 "licenses": one.tally("licenses"),
-                **({"version": version} if (version := sources.pinned(one.source)) else {}),
+                **({"version": version} if (version := local.pinned(one.source)) else {}),
             }
             for one in taken
         },
     }
 
 
-def _license(row: Row) -> str:
+def _license(row: DocumentRow) -> str:
     return (row["license"] or UNKNOWN)[:LONGEST_LICENSE]

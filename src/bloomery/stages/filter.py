@@ -8,13 +8,14 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from bloomery.core import files
+from bloomery.core import io as core_io
 from bloomery.core.errors import DataError
-from bloomery.core.log import say
-from bloomery.data import document, limits
-from bloomery.data.engine import Part, run_parts
-from bloomery.data.limits import Cuts, Judge
-from bloomery.data.rules.judge import Documents, Verdicts, judge
+from bloomery.core.log import info
+from bloomery.data import documents as data_documents
+from bloomery.data.executor import Part, run_parts
+from bloomery.data.filters.apply import DocumentColumns, Verdicts, judge
+from bloomery.data.quality import thresholds
+from bloomery.data.quality.thresholds import Thresholds, ThresholdStats
 from bloomery.stages.config import Filter
 
 
@@ -24,21 +25,23 @@ def schemas(columns: Iterable[str] = ("score",)) -> tuple[pa.Schema, pa.Schema]:
     first classifier's, `score_NAME` that of another, `heuristic`.
     """
     scores = [pa.field(name, pa.float64()) for name in columns]
-    kept, dropped = (pa.schema([*schema, *scores]) for schema in (document.SCHEMA, document.dropped_schema()))
+    kept, dropped = (
+        pa.schema([*schema, *scores]) for schema in (data_documents.SCHEMA, data_documents.dropped_schema())
+    )
     return kept, dropped
 
 
 def digest(config: Filter) -> str:
     """A hash of the lists that rules name by path, for the stage's fingerprint; "" without any. Raises DataError."""
     lists = [value for rule in config.rules for _, value in rule if isinstance(value, Path)]
-    return files.sha256_bytes(files.canonical([_content(path) for path in lists])) if lists else ""
+    return core_io.sha256_bytes(core_io.canonical([_content(path) for path in lists])) if lists else ""
 
 
 def _content(path: Path) -> str:
     try:
-        return files.sha256_file(path)
+        return core_io.sha256_file(path)
     except OSError as error:
-        raise DataError(f"cannot be read: {error}", where=str(path), cure="A rule in [filter] names it.") from None
+        raise DataError(f"cannot be read: {error}", where=str(path), hint="A rule in [filter] names it.") from None
 
 
 def sift(config: Filter, inputs: Mapping[str, Path], out: Path) -> dict[str, Any]:
@@ -50,13 +53,13 @@ def sift(config: Filter, inputs: Mapping[str, Path], out: Path) -> dict[str, Any
     """
     judged_by = str(inputs["classify"]) if "classify" in inputs else None
     if judged_by is None and config.needs_scores:
-        cure = "Leave min_score, min_scores and limits out, or run the stage classify before."
-        raise DataError("there is a limit on scores, and no classifier that gives any", where="filter", cure=cure)
+        hint = "Leave min_score, min_scores and limits out, or run the stage classify before."
+        raise DataError("there is a limit on scores, and no classifier that gives any", where="filter", hint=hint)
     if judged_by is not None:
         _loaded(config, judged_by)  # a limit that no classifier can meet is told before the work begins
     parts = [
         Part(path.stem, {"path": str(path), "classifier": judged_by}, path.stat().st_size)
-        for path in document.parts(inputs["fetch"] / "documents")
+        for path in data_documents.parts(inputs["fetch"] / "documents")
     ]
     records = run_parts(config.engine, filter_part, config, parts, out, what="filter")
     stats = _added(records)
@@ -69,8 +72,8 @@ def run(config: Filter, inputs: Mapping[str, Path], out: Path) -> dict[str, Any]
     stats = sift(config, inputs, out)
     if not stats["kept"]:
         most = ", ".join(f"{reason} ({count})" for reason, count in list(stats["reasons"].items())[:3])
-        cure = f"Loosen those rules in [filter]; {out / 'dropped'} has every document with its reason."
-        raise DataError(f"none of {stats['documents']} documents is kept: {most or 'no document came in'}", cure=cure)
+        hint = f"Loosen those rules in [filter]; {out / 'dropped'} has every document with its reason."
+        raise DataError(f"none of {stats['documents']} documents is kept: {most or 'no document came in'}", hint=hint)
     return stats
 
 
@@ -78,15 +81,15 @@ def filter_part(config: Filter, part: Part, out: Path) -> dict[str, Any]:
     """Judge the documents of one part. Returns what the stage adds up."""
     names = [f"{folder}/{part.name}.parquet" for folder in ("kept", "dropped")]
     learned = _loaded(config, part.given["classifier"])
-    tally, cuts = _Tally(), Cuts()
+    tally, cuts = _Tally(), ThresholdStats()
     schema = schemas(learned.columns) if learned.classifiers else schemas()
     for name in names:
         (out / name).parent.mkdir(exist_ok=True)
     with (
-        document.PartWriter(out / names[0], schema[0]) as kept,
-        document.PartWriter(out / names[1], schema[1]) as dropped,
+        data_documents.PartWriter(out / names[0], schema[0]) as kept,
+        data_documents.PartWriter(out / names[1], schema[1]) as dropped,
     ):
-        for batch in document.part_batches(Path(part.given["path"]), document.SCHEMA.names):
+        for batch in data_documents.part_batches(Path(part.given["path"]), data_documents.SCHEMA.names):
             judged = _judged(config, learned, batch, tally, cuts)
             stays = pc.is_null(judged["reason"])
             kept.write_batch(judged.filter(stays))
@@ -94,12 +97,12 @@ def filter_part(config: Filter, part: Part, out: Path) -> dict[str, Any]:
     return {"files": names, **tally.record(), "scores": cuts.record()}
 
 
-def _loaded(config: Filter, folder: str | None) -> Judge:
+def _loaded(config: Filter, folder: str | None) -> Thresholds:
     """The classifiers and bounds; without a folder, neither."""
     if folder is None:
-        return Judge({}, {}, ())
+        return Thresholds({}, {}, ())
     least = {limit.domain: limit.min_score for limit in config.min_scores}
-    return limits.load(Path(folder), config.spelled_limits, min_score=config.min_score, min_scores=least)
+    return thresholds.load(Path(folder), config.spelled_limits, min_score=config.min_score, min_scores=least)
 
 
 class _Tally:
@@ -129,10 +132,12 @@ class _Tally:
         }
 
 
-def _judged(config: Filter, learned: Judge, batch: pa.RecordBatch, tally: _Tally, cuts: Cuts) -> pa.RecordBatch:
+def _judged(
+    config: Filter, learned: Thresholds, batch: pa.RecordBatch, tally: _Tally, cuts: ThresholdStats
+) -> pa.RecordBatch:
     """The batch with the texts that stay, and the columns reason (none: it is kept), value and those of scores."""
     columns = {name: batch[name].to_pylist() for name in ("text", "domain", "url", "id")}
-    documents = Documents(columns["text"], columns["domain"], columns["url"], columns["id"])
+    documents = DocumentColumns(columns["text"], columns["domain"], columns["url"], columns["id"])
     verdicts = judge(config.rules, documents)
     values = [
         None if reason is None else value for reason, value in zip(verdicts.reasons, verdicts.values, strict=True)
@@ -151,7 +156,11 @@ def _judged(config: Filter, learned: Judge, batch: pa.RecordBatch, tally: _Tally
 
 
 def _limit(
-    learned: Judge, documents: Documents, verdicts: Verdicts, values: list[float | None], cuts: Cuts
+    learned: Thresholds,
+    documents: DocumentColumns,
+    verdicts: Verdicts,
+    values: list[float | None],
+    cuts: ThresholdStats,
 ) -> dict[str, list[float | None]]:
     """Score what no rule has dropped, and drop of it what misses a limit. Returns the columns of scores."""
     columns: dict[str, list[float | None]] = {name: [None] * len(values) for name in learned.columns or ("score",)}
@@ -171,7 +180,7 @@ def _limit(
 def _added(records: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """The statistics of all parts together."""
     sums: dict[str, dict[str, Counter[str]]] = {}
-    cuts = Cuts()
+    cuts = ThresholdStats()
     for record in records:
         cuts.add(record["scores"])
         for name in ("by_domain", "reasons_by_domain", "masked_by_domain"):
@@ -218,4 +227,4 @@ def _warn_of_strangers(config: Filter, known: Mapping[str, Any]) -> None:
         for domain in one.domains or ()
     }
     for domain in sorted(named - set(known)):
-        say(f"filter: no document has the domain {domain!r}; there are {', '.join(sorted(known))}", "yellow")
+        info(f"filter: no document has the domain {domain!r}; there are {', '.join(sorted(known))}", "yellow")

@@ -5,21 +5,20 @@ from pathlib import Path
 from typing import Any
 
 from bloomery.core.errors import DataError
-from bloomery.core.stage import content_hash
+from bloomery.core.pipeline import content_hash
 from bloomery.hw import device as devices
-from bloomery.hw.dist import World
+from bloomery.hw.distributed import World
 from bloomery.model import lora, quantize
 from bloomery.shards import format
-from bloomery.shards.loader import Samples
+from bloomery.shards.loader import PackedDataset
 from bloomery.stages.config import Finetune
 from bloomery.stages.sampling import answering
-from bloomery.tokenizer.chat import Renderer
-from bloomery.tokenizer.templates import TEMPLATES, Template
+from bloomery.tokenizer.chat_template import TEMPLATES, Renderer, Template
 from bloomery.train import launch
-from bloomery.train.keeping import Adapters
-from bloomery.train.session import Session
-from bloomery.weights import huggingface
-from bloomery.weights.huggingface import BaseModel, Lineage
+from bloomery.train.checkpointing import AdapterSaver
+from bloomery.train.trainer import TrainingRun
+from bloomery.weights import hf
+from bloomery.weights.hf import BaseModel, Lineage
 
 
 def run(config: Finetune, inputs: Mapping[str, Path], out: Path) -> dict[str, Any]:
@@ -30,21 +29,21 @@ def train(task: Mapping[str, Any], world: World) -> dict[str, Any]:
     """What each rank does for `run`."""
     config, inputs, out = launch.unpacked(Finetune, task)
     devices.keep_freed_memory()
-    base = huggingface.load(inputs["pretrain"] / "model")
+    base = hf.load(inputs["pretrain"] / "model")
     folder, length = inputs["instruct"], base.model.config.context
     renderer = Renderer(base.tokenizer, template_of(folder))
     kept = None
     if config.lora is not None:
-        below = BaseModel(inputs["pretrain"] / "model", huggingface.digest(inputs["pretrain"] / "model"))
+        below = BaseModel(inputs["pretrain"] / "model", hf.digest(inputs["pretrain"] / "model"))
         lora.attach(base.model, config.lora, config.seed)
-        kept = Adapters(base.model, renderer, config.lora, below)
-    stats = Session(
+        kept = AdapterSaver(base.model, renderer, config.lora, below)
+    stats = TrainingRun(
         name="finetune",
         config=config,
         model=base.model,
         renderer=renderer,
-        samples=Samples(folder, "train", length, base.tokenizer.hash, verify=True),
-        validation=Samples(folder, "val", length, base.tokenizer.hash, verify=True),
+        samples=PackedDataset(folder, "train", length, base.tokenizer.hash, verify=True),
+        validation=PackedDataset(folder, "val", length, base.tokenizer.hash, verify=True),
         lineage=Lineage(
             tokenizer=base.tokenizer.hash,
             template=renderer.template.hash,
@@ -70,5 +69,5 @@ def template_of(folder: Path) -> Template:
     if name not in TEMPLATES or TEMPLATES[name].hash != written:
         known = ", ".join(f"{one.name} {one.hash[:8]}" for one in TEMPLATES.values())
         what = f"its conversations are written in the template {name} {written[:8]}, and known are {known}"
-        raise DataError(what, where=str(path), cure="Run the stage instruct again.")
+        raise DataError(what, where=str(path), hint="Run the stage instruct again.")
     return TEMPLATES[name]

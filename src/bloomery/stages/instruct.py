@@ -1,12 +1,18 @@
-"""The stage `instruct`: conversations -> packed rows of ids and loss masks, through the one renderer; and a page."""
+"""
+The stage `instruct`: pack conversations into sequences with loss masks, and report on them.
 
+The output holds token IDs and loss masks from the one chat template that training, evaluation and chat share. The
+page describes the conversations before anything is trained on them.
+"""
+
+import hashlib
 import json
 import tempfile
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
-from itertools import chain
+from itertools import chain, pairwise
 from pathlib import Path
 from typing import IO, Any
 
@@ -14,22 +20,137 @@ import numpy as np
 from numpy.typing import NDArray
 
 from bloomery.core.errors import DataError
-from bloomery.core.files import whole_file
-from bloomery.core.log import progress, say
-from bloomery.data.conversations import filters, readers
-from bloomery.data.conversations.config import SYNTHESIZE, TalkFiles
-from bloomery.data.conversations.conversation import Conversation, Message, Rejected
-from bloomery.data.conversations.filters import Decontaminate, Dropped, Filter
-from bloomery.data.holdout import is_held_out
-from bloomery.data.unpack import Problem
-from bloomery.shards import format
-from bloomery.shards import packed as shards
-from bloomery.stages import dataset, decontaminate
+from bloomery.core.io import whole_file, write_json
+from bloomery.core.log import info, progress
+from bloomery.data.chat import filters, readers
+from bloomery.data.chat.config import SYNTHESIZE, ChatFiles
+from bloomery.data.chat.filters import ChatFilter, DecontaminateChats, DroppedConversation
+from bloomery.data.chat.messages import Conversation, Message, RejectedRow
+from bloomery.data.documents import is_held_out
+from bloomery.data.readers.bytes import ReadError
+from bloomery.evaluation import charts
+from bloomery.evaluation.report import page
+from bloomery.shards import format, packing
+from bloomery.stages import decontaminate
 from bloomery.stages.config import Instruct
-from bloomery.stages.dataset import Kept
-from bloomery.tokenizer.chat import Rendered, Renderer
-from bloomery.tokenizer.templates import TEMPLATES
+from bloomery.tokenizer.chat_template import TEMPLATES, Rendered, Renderer
 from bloomery.tokenizer.tokenizer import Tokenizer
+
+PAGE, NUMBERS = "report.html", "report.json"
+SHOWN_TOKENS = 600
+
+
+@dataclass(frozen=True, eq=False)
+class TrainingConversation:
+    """A conversation as it is learned from."""
+
+    source: str
+    id: str
+    place: str
+    ids: NDArray[np.uint32]
+    mask: NDArray[np.uint8]
+
+    @classmethod
+    def of(cls, conversation: Conversation, rendered: Rendered) -> "TrainingConversation":
+        ids, mask = np.array(rendered.ids, np.uint32), np.array(rendered.mask, np.uint8)
+        return cls(conversation.source, conversation.id, conversation.place, ids, mask)
+
+
+def write(
+    out: Path,
+    stats: Mapping[str, Any],
+    kept: Mapping[str, Sequence[TrainingConversation]],
+    renderer: Renderer,
+    config: Instruct,
+) -> Path:
+    """Write report.json and report.html; returns the page. It is the same for the same conversations."""
+    talks = [talk for some in kept.values() for talk in some]
+    report = {
+        **{name: stats[name] for name in ("read", "conversations", "rejected", "dropped", "cut_at_a_turn")},
+        **{name: stats[name] for name in ("rejected_by_reason", "dropped_by_reason", "template", "tokenizer")},
+        "row_tokens": config.row_tokens,
+        "splits": {split: stats[split] for split in kept},
+        "sources": _by_source(stats, config, talks),
+        "lengths": _lengths(talks, config.row_tokens),
+        "samples": [_sample(talk, renderer) for talk in _chosen(kept["train"], config.samples)],
+    }
+    write_json(out / NUMBERS, report)
+    with whole_file(out / PAGE, "w") as file:
+        file.write(page(report))
+    return out / PAGE
+
+
+def summary(stats: Mapping[str, Any], page: Path) -> str:
+    """One line for the terminal: the main numbers, and where the page is."""
+    train, val = stats["train"], stats["val"]
+    return (
+        f"instruct: {stats['conversations']:,} conversations of {stats['read']:,} read "
+        f"({stats['rejected']:,} rejected, {stats['dropped']:,} dropped); "
+        f"{train['tokens']:,} tokens in {train['rows']:,} rows, of them "
+        f"{charts.percent(train['supervised'] / train['tokens'])} learned from, rows "
+        f"{charts.percent(train['packing'])} full; {val['conversations']:,} held out. {page} shows them."
+    )
+
+
+def _by_source(
+    stats: Mapping[str, Any], config: Instruct, talks: Sequence[TrainingConversation]
+) -> list[dict[str, Any]]:
+    tokens, learned, rows = Counter[str](), Counter[str](), Counter[str]()
+    for talk in talks:
+        tokens[talk.source] += len(talk.ids)
+        learned[talk.source] += int(talk.mask.sum())
+        rows[talk.source] += 1
+    settings = {source.name: source for source in config.read}
+    listed = []
+    for name, counts in stats["by_source"].items():
+        said = settings.get(name)
+        asked = {"license": said.license, "copies": said.copies, "cap": said.max_conversations} if said else {}
+        sizes = {"in_rows": rows[name], "tokens": tokens[name], "supervised": learned[name]}
+        share = learned[name] / tokens[name] if tokens[name] else None
+        listed.append({"source": name, **counts, **sizes, "supervised_share": share, **asked})
+    return listed
+
+
+def _lengths(talks: Sequence[TrainingConversation], row_tokens: int) -> list[dict[str, int]]:
+    """How many conversations have how many tokens, in steps of the root of two from 16 on; the last one is the row."""
+    bounds, half_powers = [0], 8
+    while (bound := round(2 ** (half_powers / 2))) < row_tokens - 1:
+        bounds.append(bound)
+        half_powers += 1
+    bounds.append(row_tokens)
+    counts, _ = np.histogram([len(talk.ids) for talk in talks], [bound + 0.5 for bound in bounds])
+    return [
+        {"from": low + 1, "to": high, "conversations": int(count)}
+        for (low, high), count in zip(pairwise(bounds), counts, strict=True)
+    ]
+
+
+def _chosen(talks: Sequence[TrainingConversation], count: int) -> list[TrainingConversation]:
+    """Some conversations by the hash of their ids, of as many sources as there are."""
+    ranked: dict[str, list[TrainingConversation]] = {}
+    unique = {(talk.source, talk.place): talk for talk in talks}.values()
+    for talk in sorted(unique, key=lambda talk: hashlib.sha256(f"{talk.source} {talk.id}".encode()).digest()):
+        ranked.setdefault(talk.source, []).append(talk)
+    order = [(rank, number, talk) for number, some in enumerate(ranked.values()) for rank, talk in enumerate(some)]
+    return [talk for _, _, talk in sorted(order, key=lambda one: one[:2])[:count]]
+
+
+def _sample(talk: TrainingConversation, renderer: Renderer) -> dict[str, Any]:
+    """A conversation in runs of ids that are learned from or not, special tokens alone."""
+    names = {token["id"]: token["content"] for token in renderer.tokenizer.spec["added_tokens"] if token["special"]}
+    runs: list[dict[str, Any]] = []
+    ids, mask = talk.ids[:SHOWN_TOKENS].tolist(), talk.mask[:SHOWN_TOKENS].tolist()
+    begin = 0
+    for place in range(1, len(ids) + 1):
+        same = place < len(ids) and mask[place] == mask[begin] and ids[place] not in names and ids[begin] not in names
+        if not same:
+            special = names.get(ids[begin])
+            text = special if special is not None else renderer.tokenizer.decode(ids[begin:place])
+            runs.append({"text": text, "learned": bool(mask[begin]), "special": special is not None})
+            begin = place
+    sizes = {"tokens": len(talk.ids), "supervised": int(talk.mask.sum()), "shown": len(ids)}
+    return {"source": talk.source, "id": talk.id, "place": talk.place, **sizes, "runs": runs}
+
 
 REJECTED, DROPPED = "rejected.jsonl", "dropped.jsonl"
 
@@ -39,7 +160,7 @@ def digest(config: Instruct) -> str:
     A hash of the contents of all files that are read, and of how conversations are written, for the stage's
     fingerprint. Raises DataError.
     """
-    looked_in = [decontaminate.digest(one) for one in config.filters if isinstance(one, Decontaminate)]
+    looked_in = [decontaminate.digest(one) for one in config.filters if isinstance(one, DecontaminateChats)]
     found = (readers.digest(config.read), *looked_in, TEMPLATES[config.template].hash)
     return " ".join(part for part in found if part)
 
@@ -55,7 +176,7 @@ def run(config: Instruct, inputs: Mapping[str, Path], out: Path) -> dict[str, An
     with ExitStack() as stack:
         scratch = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         rejected, dropped = (stack.enter_context(whole_file(out / name, "w")) for name in (REJECTED, DROPPED))
-        sorter = _Sorter(config, renderer, rejected, dropped)
+        sorter = _ConversationSorter(config, renderer, rejected, dropped)
         with progress("instruct", "conversations") as meter:
             found = chain(readers.conversations(config.read), written(inputs[SYNTHESIZE]))
             for number, one in enumerate(filters.sifted(looking(config.filters, scratch), sorter.understood(found))):
@@ -63,13 +184,13 @@ def run(config: Instruct, inputs: Mapping[str, Path], out: Path) -> dict[str, An
                 sorter.take(one)
     why = sorter.why(out)
     if not sorter.kept["train"]:
-        cure = why or "Add conversations, or lower instruct.hold_out."
-        raise DataError("no conversation is left to learn from", where="instruct", cure=cure)
+        hint = why or "Add conversations, or lower instruct.hold_out."
+        raise DataError("no conversation is left to learn from", where="instruct", hint=hint)
     if not sorter.kept["val"]:
-        cure = f"Raise instruct.hold_out, or add conversations. {why}".rstrip()
-        raise DataError("no conversation was held out, so nothing could be validated", where="instruct", cure=cure)
+        hint = f"Raise instruct.hold_out, or add conversations. {why}".rstrip()
+        raise DataError("no conversation was held out, so nothing could be validated", where="instruct", hint=hint)
     if why:
-        say(f"instruct: {why}", "yellow")
+        info(f"instruct: {why}", "yellow")
     rows = {split: write_rows(out, split, some, renderer, config.row_tokens) for split, some in sorter.kept.items()}
     stats = {
         **sorter.counts(),
@@ -77,65 +198,65 @@ def run(config: Instruct, inputs: Mapping[str, Path], out: Path) -> dict[str, An
         "tokenizer": tokenizer.hash,
         **rows,
     }
-    page = dataset.write(out, stats, sorter.kept, renderer, config)
-    say(dataset.summary(stats, page))
+    page = write(out, stats, sorter.kept, renderer, config)
+    info(summary(stats, page))
     return stats
 
 
-def looking(given: Sequence[Filter], scratch: Path) -> list[Filter]:
+def looking(given: Sequence[ChatFilter], scratch: Path) -> list[ChatFilter]:
     """Filters, with the questions of tasks that some look for written into files below `scratch`."""
-    found: list[Filter] = []
+    found: list[ChatFilter] = []
     for number, one in enumerate(given):
-        if isinstance(one, Decontaminate):
+        if isinstance(one, DecontaminateChats):
             settings = decontaminate.sought(one, scratch / str(number))
             one = one.looking_in(settings.files, settings.fields)
         found.append(one)
     return found
 
 
-def written(synthesize: Path) -> Iterator[Conversation | Rejected]:
+def written(synthesize: Path) -> Iterator[Conversation | RejectedRow]:
     """The conversations that the stage `synthesize` left."""
-    left = TalkFiles(kind="jsonl", name=SYNTHESIZE, path=synthesize / "conversations.jsonl", shape="messages")
+    left = ChatFiles(kind="jsonl", name=SYNTHESIZE, path=synthesize / "conversations.jsonl", shape="messages")
     return readers.conversations([left])
 
 
 @dataclass
-class _Sorter:
+class _ConversationSorter:
     """Takes every conversation to where it belongs, and counts."""
 
     config: Instruct
     renderer: Renderer
     rejected: IO[str]
     dropped: IO[str]
-    kept: dict[str, list[Kept]] = field(default_factory=lambda: {"train": [], "val": []})
+    kept: dict[str, list[TrainingConversation]] = field(default_factory=lambda: {"train": [], "val": []})
     reasons: dict[str, Counter[str]] = field(default_factory=lambda: {"rejected": Counter(), "dropped": Counter()})
     by_source: dict[str, Counter[str]] = field(default_factory=dict)
 
-    def understood(self, found: Iterator[Conversation | Rejected]) -> Iterator[Conversation]:
+    def understood(self, found: Iterator[Conversation | RejectedRow]) -> Iterator[Conversation]:
         """The conversations among items; what is none is written down."""
         for one in found:
             self._count(one.source, "read")
-            if isinstance(one, Rejected):
+            if isinstance(one, RejectedRow):
                 self._reject(one)
             else:
                 yield one
 
-    def take(self, one: Conversation | Dropped) -> None:
-        if isinstance(one, Dropped):
+    def take(self, one: Conversation | DroppedConversation) -> None:
+        if isinstance(one, DroppedConversation):
             self._drop(one)
             return
         source = next((source for source in self.config.read if source.name == one.source), None)
         limit = source.max_answers if source else None
         fitted = fit(self.renderer, one.messages, self.config.row_tokens, limit)
-        if isinstance(fitted, Problem):
-            self._reject(Rejected(one.source, one.place, fitted, {"id": one.id, "messages": list(one.messages)}))
+        if isinstance(fitted, ReadError):
+            self._reject(RejectedRow(one.source, one.place, fitted, {"id": one.id, "messages": list(one.messages)}))
             return
         rendered, until = fitted
         self._count(one.source, "cut_at_a_turn", until < len(one.messages))
         # By what is left of it: two that were cut to the same turns must not be told apart.
         left = "\n".join(message["content"] for message in one.messages[:until])
         split = "val" if is_held_out(one.group or left, self.config.hold_out) else "train"
-        kept = Kept.of(one, rendered)
+        kept = TrainingConversation.of(one, rendered)
         self._count(one.source, "conversations")
         self.kept[split] += [kept] * (source.copies if source and split == "train" else 1)
 
@@ -155,12 +276,12 @@ class _Sorter:
         told = (gone(name, found, file) for (name, found), file in zip(self.reasons.items(), files, strict=True))
         return " ".join(filter(None, told))
 
-    def _reject(self, one: Rejected) -> None:
+    def _reject(self, one: RejectedRow) -> None:
         self._count(one.source, "rejected")
         self.reasons["rejected"][one.problem.reason] += 1
         write_line(self.rejected, one.told)
 
-    def _drop(self, one: Dropped) -> None:
+    def _drop(self, one: DroppedConversation) -> None:
         found, talk = one.finding, one.conversation
         self._count(talk.source, "dropped")
         self.reasons["dropped"][found.reason] += 1
@@ -186,13 +307,13 @@ def write_line(file: IO[str], line: Mapping[str, Any]) -> None:
 
 def fit(
     renderer: Renderer, messages: Sequence[Message], row_tokens: int, max_answers: int | None = None
-) -> tuple[Rendered, int] | Problem:
+) -> tuple[Rendered, int] | ReadError:
     """The conversation, or as many messages of its beginning as fit into a row and end in an answer, and how many."""
     if what := renderer.trouble(messages):
-        return Problem("not_in_the_template", 0, what)
+        return ReadError("not_in_the_template", 0, what)
     answers = [place for place, message in enumerate(messages, 1) if message["role"] == "assistant"][:max_answers]
     if not answers:
-        return Problem("nothing_to_learn", 0, "no message is the assistant's")
+        return ReadError("nothing_to_learn", 0, "no message is the assistant's")
     fitting, too_long = 0, len(answers) + 1
     best: Rendered | None = None
     tried = len(answers)
@@ -204,15 +325,15 @@ def fit(
             too_long = tried
         tried = (fitting + too_long) // 2
     if best is None:
-        return Problem("too_long", 0, f"its first answer does not end within {row_tokens} tokens")
+        return ReadError("too_long", 0, f"its first answer does not end within {row_tokens} tokens")
     return best, answers[fitting - 1]
 
 
 def write_rows(
-    out: Path, split: str, talks: Sequence[Kept | Rendered], renderer: Renderer, row_tokens: int
+    out: Path, split: str, talks: Sequence[TrainingConversation | Rendered], renderer: Renderer, row_tokens: int
 ) -> dict[str, Any]:
     """Pack conversations into rows, pad these, and write them as one shard. Returns what is in it."""
-    packed = shards.write(
+    packed = packing.write(
         out / f"{split}-00000",
         [[talk] for talk in talks],
         tokenizer=renderer.tokenizer,

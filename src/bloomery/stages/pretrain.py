@@ -6,24 +6,23 @@ from pathlib import Path
 from typing import Any
 
 from bloomery.core.errors import CheckpointError, UnreachableError
-from bloomery.core.stage import content_hash
-from bloomery.evaluation.choices import Choices
+from bloomery.core.pipeline import content_hash
+from bloomery.evaluation.llmc_choices import MultipleChoiceEval
 from bloomery.hw import device as devices
-from bloomery.hw.dist import World
+from bloomery.hw.distributed import World
 from bloomery.model.transformer import Transformer
 from bloomery.shards import format
-from bloomery.shards.encode import ANNEAL, TRAIN
-from bloomery.shards.loader import Course, Samples
+from bloomery.shards.build import ANNEAL, TRAIN
+from bloomery.shards.loader import AnnealedDataset, PackedDataset
 from bloomery.stages.config import Pretrain
 from bloomery.stages.sampling import continuing
-from bloomery.tokenizer.chat import Renderer
-from bloomery.tokenizer.templates import EVERY_SPECIAL
+from bloomery.tokenizer.chat_template import EVERY_SPECIAL, Renderer
 from bloomery.tokenizer.tokenizer import Tokenizer
-from bloomery.train import extension, launch
-from bloomery.train.plan import rows_at_once, rows_per_step
-from bloomery.train.session import Evaluation, Session
-from bloomery.weights import huggingface
-from bloomery.weights.huggingface import Lineage
+from bloomery.train import checkpointing, launch
+from bloomery.train.plan.memory import rows_at_once, rows_per_step
+from bloomery.train.trainer import Evaluation, TrainingRun
+from bloomery.weights import hf
+from bloomery.weights.hf import Lineage
 
 
 def run(config: Pretrain, inputs: Mapping[str, Path], out: Path) -> dict[str, Any]:
@@ -42,13 +41,13 @@ def train(task: Mapping[str, Any], world: World) -> dict[str, Any]:
     if world.is_first:
         go_on(config, samples, out, lineage)
     world.barrier()
-    stats = Session(
+    stats = TrainingRun(
         name="pretrain",
         config=config,
         model=model,
         renderer=renderer,
         samples=samples,
-        validation=Samples(folder, "val", length, tokenizer.hash, verify=True),
+        validation=PackedDataset(folder, "val", length, tokenizer.hash, verify=True),
         lineage=lineage,
         out=out,
         world=world,
@@ -56,23 +55,23 @@ def train(task: Mapping[str, Any], world: World) -> dict[str, Any]:
         evaluations=evaluations(config, tokenizer),
         from_scratch=config.start_from is None,
     ).run()
-    if isinstance(samples, Course):
+    if isinstance(samples, AnnealedDataset):
         stats["anneal_from_step"] = samples.switch // rows_per_step(config, length) + 1
     return stats
 
 
-def go_on(config: Pretrain, samples: Samples | Course, out: Path, lineage: Lineage) -> None:
+def go_on(config: Pretrain, samples: PackedDataset | AnnealedDataset, out: Path, lineage: Lineage) -> None:
     """Leave for longer runs how this one trains, and bring over what a shorter one has done of it."""
 
     def alike(steps: int) -> float:
         """How many samples come in the order of every run that is as long or longer: the anneal mix is at the end."""
-        if not isinstance(samples, Course):
+        if not isinstance(samples, AnnealedDataset):
             return math.inf
-        return float(Course(samples.main, samples.last, steps * rows_per_step(config, samples.length)).switch)
+        return float(AnnealedDataset(samples.main, samples.last, steps * rows_per_step(config, samples.length)).switch)
 
-    extension.remember(config, out)
+    checkpointing.remember(config, out)
     if config.continue_from is not None:
-        extension.bring(config.continue_from.expanduser(), config, out, lineage, samples_alike=alike)
+        checkpointing.bring(config.continue_from.expanduser(), config, out, lineage, samples_alike=alike)
 
 
 def evaluations(config: Pretrain, tokenizer: Tokenizer) -> dict[str, Evaluation]:
@@ -81,7 +80,7 @@ def evaluations(config: Pretrain, tokenizer: Tokenizer) -> dict[str, Evaluation]
         return {}
     rows = rows_at_once(config, config.model.context)
     file, limit = config.hellaswag.expanduser(), config.hellaswag_questions
-    questions = Choices.read(file, tokenizer, limit=limit, rows_at_once=rows)
+    questions = MultipleChoiceEval.read(file, tokenizer, limit=limit, rows_at_once=rows)
     return {"hellaswag": lambda *how: questions.accuracy("hellaswag", *how)}
 
 
@@ -94,13 +93,13 @@ def digest(config: Pretrain) -> str:
         return ""
     folder = config.start_from.expanduser()
     if not folder.exists():
-        cure = (
+        hint = (
             "Bring a model there, say one of the hub's that bloomery can read:\n"
             "hf download OWNER/NAME config.json model.safetensors tokenizer.json --local-dir THEIRS\n"
             f"bloomery import THEIRS {config.start_from}"
         )
-        raise UnreachableError("there is no such folder", where=str(config.start_from), cure=cure)
-    return huggingface.digest(folder)
+        raise UnreachableError("there is no such folder", where=str(config.start_from), hint=hint)
+    return hf.digest(folder)
 
 
 def num_rows(config: Pretrain, num_ids: int) -> int:
@@ -109,7 +108,7 @@ def num_rows(config: Pretrain, num_ids: int) -> int:
     has more.
     """
     folder = None if config.start_from is None else config.start_from.expanduser()
-    return num_ids if folder is None or not folder.exists() else max(num_ids, huggingface.num_rows(folder))
+    return num_ids if folder is None or not folder.exists() else max(num_ids, hf.num_rows(folder))
 
 
 def start(config: Pretrain, tokenizer: Tokenizer) -> Transformer:
@@ -122,24 +121,24 @@ def start(config: Pretrain, tokenizer: Tokenizer) -> Transformer:
         model.initialize(config.seed)
         return model
     special = [name for name in EVERY_SPECIAL if tokenizer.special_id(name) is not None]
-    given = huggingface.load(config.start_from.expanduser(), special=special)
+    given = hf.load(config.start_from.expanduser(), special=special)
     where, shape = str(config.start_from), given.model.config
     if given.tokenizer.hash != tokenizer.hash:
         what = f"has the tokenizer {given.tokenizer.hash[:8]}, and the shards were made with {tokenizer.hash[:8]}"
-        cure = f'Take its tokenizer: [tokenizer] kind = "import", path = "{where}".'
-        raise CheckpointError(what, where=where, cure=cure)
+        hint = f'Take its tokenizer: [tokenizer] kind = "import", path = "{where}".'
+        raise CheckpointError(what, where=where, hint=hint)
     names = [one for one in type(shape).model_fields if shape.of_every_layer(one) != config.model.of_every_layer(one)]
     if other := [f"{name} = {getattr(shape, name)!r}, not {getattr(config.model, name)!r}" for name in names]:
-        cure = "Say in [pretrain.model] what it has; known shapes have a name: preset."
-        raise CheckpointError(f"has {'; '.join(other)}", where=where, cure=cure)
+        hint = "Say in [pretrain.model] what it has; known shapes have a name: preset."
+        raise CheckpointError(f"has {'; '.join(other)}", where=where, hint=hint)
     return given.model.train()
 
 
-def course(config: Pretrain, folder: Path, tokenizer_hash: str) -> Samples | Course:
+def course(config: Pretrain, folder: Path, tokenizer_hash: str) -> PackedDataset | AnnealedDataset:
     """What is trained on: the mix, and at the end the anneal mix where there is one."""
     length = config.model.context
-    main = Samples(folder, TRAIN, length, tokenizer_hash, verify=True)
+    main = PackedDataset(folder, TRAIN, length, tokenizer_hash, verify=True)
     if not format.names(folder, ANNEAL):
         return main
-    last = Samples(folder, ANNEAL, length, tokenizer_hash, verify=True)
-    return Course(main, last, config.steps * rows_per_step(config, length))
+    last = PackedDataset(folder, ANNEAL, length, tokenizer_hash, verify=True)
+    return AnnealedDataset(main, last, config.steps * rows_per_step(config, length))

@@ -10,21 +10,20 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from bloomery.core import files, leftovers
+from bloomery.core import io as core_io
+from bloomery.core import records
 from bloomery.core.errors import RunError
-from bloomery.core.files import whole_file
-from bloomery.evaluation.written import last_number, marked_number, stable_seed
+from bloomery.core.io import whole_file
+from bloomery.evaluation.harness import last_number, marked_number, stable_seed
 from bloomery.generate.engine import Completion, Engine
 from bloomery.hw.device import Device
-from bloomery.hw.dist import World
+from bloomery.hw.distributed import World
 from bloomery.model import lora
 from bloomery.model.transformer import Transformer
-from bloomery.shards.loader import IGNORE, Batch
-from bloomery.shards.order import sample_positions
-from bloomery.tokenizer.chat import Renderer
+from bloomery.shards.loader import IGNORE, Batch, sample_positions
+from bloomery.tokenizer.chat_template import Renderer
 from bloomery.train.preference.config import Grpo
-from bloomery.train.preference.logprobs import by_token
-from bloomery.train.preference.policy import Drawn, advantages
+from bloomery.train.preference.losses import Drawn, advantages, by_token
 from bloomery.train.validation import evaluating
 
 import torch
@@ -35,7 +34,7 @@ FOLDER = "drawn"
 
 
 @dataclass(frozen=True)
-class Question:
+class PolicyQuestion:
     id: str
     text: str
     prompt: tuple[int, ...]
@@ -43,7 +42,7 @@ class Question:
 
 
 @dataclass(frozen=True)
-class Worth:
+class Reward:
     """What came of an answer."""
 
     said: str
@@ -53,7 +52,7 @@ class Worth:
 
 def answered(
     model: Transformer,
-    asked: Sequence[Question],
+    asked: Sequence[PolicyQuestion],
     seeds: Sequence[int],
     renderer: Renderer,
     max_tokens: int,
@@ -67,13 +66,13 @@ def answered(
         )
 
 
-def judge(renderer: Renderer, question: Question, answer: Completion, *, marked: bool) -> Worth:
+def judge(renderer: Renderer, question: PolicyQuestion, answer: Completion, *, marked: bool) -> Reward:
     """Whether the number of an answer is the right one: that behind ####, or else, unless `marked`, the last."""
     said = renderer.said(answer.ids)
     number = marked_number(said)
     if number is None and not marked:
         number = last_number(said)
-    return Worth(said, answer.stopped and number == question.right, answer.stopped)
+    return Reward(said, answer.stopped and number == question.right, answer.stopped)
 
 
 @dataclass(eq=False)
@@ -82,11 +81,11 @@ class Rollouts:
     A source of samples that are made when they are asked for, by the model as it then is.
 
     Sample n is answer n mod G to question n div G of the run, drawn with a seed of n: the same for the same weights,
-    whoever asks and whenever. The order of questions is that of `shards/order.py`.
+    whoever asks and whenever. The order of questions is that of `shards/loader.py`.
     """
 
     loss: Grpo
-    questions: Sequence[Question]
+    questions: Sequence[PolicyQuestion]
     renderer: Renderer
     model: Transformer
     seed: int
@@ -134,7 +133,7 @@ class Rollouts:
                 self._write(*self._kept)
         return self._kept[0]
 
-    def _question(self, number: int) -> Question:
+    def _question(self, number: int) -> PolicyQuestion:
         place = sample_positions(number // self.loss.answers, 1, len(self.questions), self.seed)[0]
         return self.questions[int(place)]
 
@@ -226,7 +225,7 @@ class Rollouts:
                 values=np.array([drawn.facts[name] for name in names]),
                 **arrays,  # type: ignore[arg-type]
             )
-        leftovers.save(place.with_suffix(".json"), {}, files.listed(place.parent, [place.name]))
+        records.save(place.with_suffix(".json"), {}, core_io.listed(place.parent, [place.name]))
         checkpoints = [int(one.name) for one in (self.out / "checkpoints").glob("[0-9]*") if one.name.isdigit()]
         oldest = min(checkpoints, default=0) // self.loss.updates * len(batch.ids)
         for path in (self.out / FOLDER).iterdir():
@@ -234,19 +233,19 @@ class Rollouts:
                 path.unlink()
 
     def _read(self, numbers: NDArray[np.int64]) -> tuple[Batch, Drawn]:
-        path, cure = self._file(numbers), f"Remove {self.out / 'checkpoints'} to train from the start."
+        path, hint = self._file(numbers), f"Remove {self.out / 'checkpoints'} to train from the start."
         if not path.is_file():
-            raise RunError("the answers that this step learns from are not there", where=str(path), cure=cure)
-        if trouble := leftovers.read(path.with_suffix(".json"), path.parent)[1]:
+            raise RunError("the answers that this step learns from are not there", where=str(path), hint=hint)
+        if trouble := records.read(path.with_suffix(".json"), path.parent)[1]:
             what = f"the answers that this step learns from are damaged: {trouble}"
-            raise RunError(what, where=str(path), cure=cure)
+            raise RunError(what, where=str(path), hint=hint)
         with np.load(path, allow_pickle=False) as file:
             found = {name: file[name] for name in file.files}
         facts = dict(zip(found["names"].tolist(), found["values"].tolist(), strict=True))
         batch = Batch(*(found[name] for name in FIELDS))
         if not np.array_equal(batch.samples, numbers):
             what = f"holds answers {batch.samples.tolist()}, and this step learns from {numbers.tolist()}"
-            raise RunError(what, where=str(path), cure=cure)
+            raise RunError(what, where=str(path), hint=hint)
         return batch, Drawn(batch.samples, found["advantage"], found.get("now"), found.get("before"), facts)
 
 
@@ -256,12 +255,12 @@ FIELDS = ("ids", "targets", "positions", "segments", "samples")
 @dataclass(eq=False)
 class HeldOut:
     """
-    What a model answers to questions that it never learns from, greedily and as it draws: a `Check` of a session. What
+    What a model answers to questions that it never learns from, greedily and as it draws: an `EvalCheck` of a run. What
     is drawn is what is maximized; with the same seeds every time.
     """
 
     loss: Grpo
-    questions: Sequence[Question]
+    questions: Sequence[PolicyQuestion]
     renderer: Renderer
     file: Path
     """Where the newest answers are written."""
@@ -293,6 +292,6 @@ class HeldOut:
         }
 
 
-def told(question: Question, worth: Worth) -> dict[str, object]:
+def told(question: PolicyQuestion, worth: Reward) -> dict[str, object]:
     return {"id": question.id, "question": question.text, "right": str(question.right), "said": worth.said,
             "is_right": worth.right, "ended": worth.ended}  # fmt: skip

@@ -2,11 +2,11 @@
 
 from collections.abc import Callable, Iterator, Sequence
 
+from bloomery.core.bounds import TEMPERATURE
 from bloomery.generate.engine import Engine
 from bloomery.model.transformer import Transformer
-from bloomery.tokenizer.chat import Message, Renderer
-from bloomery.tokenizer.drawing import TEMPERATURE
-from bloomery.train.sampling import Sampler
+from bloomery.tokenizer.chat_template import Message, Renderer
+from bloomery.train.validation import Sampler
 
 TOP_P = 0.95
 

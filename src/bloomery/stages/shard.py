@@ -22,17 +22,28 @@ import numpy as np
 from numpy.typing import NDArray
 
 from bloomery.core.errors import DataError
-from bloomery.core.log import say
-from bloomery.core.stage import read_manifest
-from bloomery.data import document
-from bloomery.data.engine import RECORDS, Part, run_parts
-from bloomery.data.holdout import CUT, LARGEST_SHARE
+from bloomery.core.log import info
+from bloomery.core.pipeline import read_manifest
+from bloomery.data import documents as data_documents
+from bloomery.data.documents import CUT, LARGEST_SHARE
+from bloomery.data.executor import RECORDS, Part, run_parts
 from bloomery.hw.launcher import cores
-from bloomery.shards import foreign, gather, shuffle
-from bloomery.shards.encode import ANNEAL, TRAIN, VAL, Encoding, encode_part
-from bloomery.shards.gather import Gathering, Placing, Slice, gather_held_out, gather_shard, place_part
-from bloomery.shards.mix import Ask, Quota, quotas, reached
-from bloomery.shards.shuffle import Chosen
+from bloomery.shards import build, importers
+from bloomery.shards.build import (
+    ANNEAL,
+    TRAIN,
+    VAL,
+    Chosen,
+    Encoding,
+    Gathering,
+    Placing,
+    Slice,
+    encode_part,
+    gather_held_out,
+    gather_shard,
+    place_part,
+)
+from bloomery.shards.config import MixShare, MixTarget, quotas, reached
 from bloomery.stages.config import Shard
 from bloomery.tokenizer.tokenizer import Tokenizer
 
@@ -43,7 +54,7 @@ BYTES_PER_DOCUMENT = 100
 
 
 @dataclass(frozen=True)
-class Run:
+class TokenRun:
     """A file of tokens, and what is in it."""
 
     name: str
@@ -51,7 +62,7 @@ class Run:
 
     @property
     def tokens(self) -> int:
-        return sum(segment.tokens for segment, _ in gather.segments(self.segments))
+        return sum(segment.tokens for segment, _ in build.segments(self.segments))
 
 
 @dataclass(frozen=True)
@@ -59,14 +70,14 @@ class Stream:
     """What becomes of a stream: how much of which domain, and what was asked for."""
 
     chosen: Mapping[str, Chosen]
-    quotas: Mapping[str, Quota]
+    quotas: Mapping[str, MixShare]
 
 
 def run(config: Shard, inputs: Mapping[str, Path], out: Path) -> dict[str, Any]:
     """Write train, anneal and val shards and held-out/. `inputs["dedup"]` is a folder with kept/."""
     tokenizer = Tokenizer.load(inputs["tokenizer"])
     if (given := config.imported) is not None:
-        return foreign.adopt(
+        return importers.adopt(
             given.folder.expanduser(),
             out,
             tokenizer,
@@ -81,19 +92,19 @@ def run(config: Shard, inputs: Mapping[str, Path], out: Path) -> dict[str, Any]:
         seed=config.seed,
         run_bytes=budget // 4,
     )
-    files = document.parts(document.handed_on(inputs["dedup"]))
+    files = data_documents.parts(data_documents.handed_on(inputs["dedup"]))
     parts = [Part(file.stem, str(file), file.stat().st_size) for file in files]
     records = run_parts(config.engine, encode_part, encoding, parts, out, what="encode")
-    runs = [Run(one["name"], one["segments"]) for record in records for one in record["runs"]]
+    runs = [TokenRun(one["name"], one["segments"]) for record in records for one in record["runs"]]
     train, held = (sizes(runs, held_out=which) for which in (False, True))
     if not held and config.hold_out:
         what = f"with shard.hold_out={config.hold_out:g} no document was held out, so nothing could be validated"
         more = f"Raise shard.hold_out (up to {LARGEST_SHARE:g}), or f" if config.hold_out < LARGEST_SHARE else "F"
-        cure = f"{more}etch more documents; {CUT}"
-        raise DataError(what, where="shard", cure=cure)
+        hint = f"{more}etch more documents; {CUT}"
+        raise DataError(what, where="shard", hint=hint)
     if not train:
         what = f"with shard.hold_out={config.hold_out:g} every document was held out, so nothing is left to train on"
-        raise DataError(what, where="shard", cure=f"Lower it, or fetch more documents; {CUT}")
+        raise DataError(what, where="shard", hint=f"Lower it, or fetch more documents; {CUT}")
     streams = plan(config, runs, train, held, out)
     placing = Placing(config.seed, {name: stream.chosen for name, stream in streams.items()})
     parts = [Part(one.name, one.segments, one.tokens) for one in runs]
@@ -122,7 +133,7 @@ def run(config: Shard, inputs: Mapping[str, Path], out: Path) -> dict[str, Any]:
 
 def digest(config: Shard) -> str:
     """A hash of the token files that are taken in, for the stage's fingerprint; "" where none are."""
-    return foreign.digest(config.imported.folder.expanduser()) if config.imported is not None else ""
+    return importers.digest(config.imported.folder.expanduser()) if config.imported is not None else ""
 
 
 def worker_bytes(config: Shard) -> int:
@@ -130,25 +141,25 @@ def worker_bytes(config: Shard) -> int:
     return config.memory_bytes // (config.engine.workers or cores())
 
 
-def sizes(runs: Sequence[Run], *, held_out: bool) -> dict[str, int]:
+def sizes(runs: Sequence[TokenRun], *, held_out: bool) -> dict[str, int]:
     """Tokens of each domain."""
     found: Counter[str] = Counter()
     for one in runs:
-        for segment, _ in gather.segments(one.segments):
+        for segment, _ in build.segments(one.segments):
             if segment.held_out == held_out:
                 found[segment.domain] += segment.tokens
     return dict(sorted(found.items()))
 
 
 def plan(
-    config: Shard, runs: Sequence[Run], train: Mapping[str, int], held: Mapping[str, int], out: Path
+    config: Shard, runs: Sequence[TokenRun], train: Mapping[str, int], held: Mapping[str, int], out: Path
 ) -> dict[str, Stream]:
     """What each stream takes of each domain. Raises DataError for a weight whose domain has no documents."""
-    asks = [Ask(weight.domain, weight.weight, weight.max_epochs) for weight in config.weights]
-    whole = [Ask(domain, size, 1.0) for domain, size in train.items()]
+    asks = [MixTarget(weight.domain, weight.weight, weight.max_epochs) for weight in config.weights]
+    whole = [MixTarget(domain, size, 1.0) for domain, size in train.items()]
     mixes = {TRAIN: quotas(train, asks or whole, config.tokens)}
     if config.anneal is not None:
-        asks = [Ask(weight.domain, weight.weight, weight.max_epochs) for weight in config.anneal.weights]
+        asks = [MixTarget(weight.domain, weight.weight, weight.max_epochs) for weight in config.anneal.weights]
         tokens = config.anneal.tokens
         if config.anneal.share is not None:
             share = Fraction(config.anneal.share)
@@ -161,22 +172,22 @@ def plan(
         for domain, quota in mix.items():
             if quota.limited_by:
                 missing = f"{float(quota.wanted):,.0f} of {float(quota.asked):,.0f} tokens"
-                say(f"shard: {quota.limited_by} lets {domain!r} give {missing} to the {name} mix", "yellow")
+                info(f"shard: {quota.limited_by} lets {domain!r} give {missing} to the {name} mix", "yellow")
     return streams | ({VAL: Stream(dict.fromkeys(held, Chosen(1, 0)), {})} if held else {})
 
 
-def choose(config: Shard, runs: Sequence[Run], stream: str, domain: str, quota: Quota, out: Path) -> Chosen:
+def choose(config: Shard, runs: Sequence[TokenRun], stream: str, domain: str, quota: MixShare, out: Path) -> Chosen:
     """Which documents of a domain make up its quota: of the last epoch those that come first in its order."""
 
     def passes() -> Iterator[tuple[NDArray[np.uint64], NDArray[Any]]]:
         for one in runs:
-            index = shuffle.load(out / f"{one.name}.npy", shuffle.INDEX)
-            for segment, some in gather.segments(one.segments):
+            index = build.load(out / f"{one.name}.npy", build.INDEX)
+            for segment, some in build.segments(one.segments):
                 if not segment.held_out and segment.domain == domain:
                     mine = index[some]
-                    yield shuffle.keys(mine["id"], config.seed, stream, quota.epochs), mine["tokens"]
+                    yield build.keys(mine["id"], config.seed, stream, quota.epochs), mine["tokens"]
 
-    return Chosen(quota.epochs, shuffle.cuts(passes, [quota.rest])[0] if quota.rest else 0)
+    return Chosen(quota.epochs, build.cuts(passes, [quota.rest])[0] if quota.rest else 0)
 
 
 def tally(taken: Sequence[Mapping[str, Sequence[int]]]) -> dict[str, tuple[int, int]]:
@@ -206,10 +217,10 @@ def slices(
 
     def passes() -> Iterator[tuple[NDArray[np.uint64], NDArray[Any]]]:
         for name in gathering.runs[stream]:
-            table = shuffle.load(out / f"{name}.{stream}.npy", shuffle.PLACED)
+            table = build.load(out / f"{name}.{stream}.npy", build.PLACED)
             yield table["key"], table["tokens"]
 
-    found = [*shuffle.cuts(passes, targets), shuffle.END]
+    found = [*build.cuts(passes, targets), build.END]
     stretches = [found[place : place + pieces + 1] for place in range(0, len(found) - 1, pieces)]
     whole = [stretch for stretch in stretches if stretch[0] < stretch[-1]]  # one document may fill more than a shard
     size = tokens * 2 // len(whole)
@@ -224,12 +235,12 @@ def held_out_files(gathering: Gathering, out: Path) -> Iterator[Part]:
 
     def passes() -> Iterator[tuple[NDArray[np.uint64], NDArray[Any]]]:
         for name in gathering.held_out:
-            for batch in document.part_batches(out / name, ["id", "text"]):
-                yield gather.held_out_keys(batch, gathering.seed)
+            for batch in data_documents.part_batches(out / name, ["id", "text"]):
+                yield build.held_out_keys(batch, gathering.seed)
 
     size = sum(int(lengths.sum()) for _, lengths in passes())
-    cuts = shuffle.cuts(passes, range(0, max(size, 1), HELD_OUT_BYTES))
-    found = sorted({*cuts, shuffle.END})
+    cuts = build.cuts(passes, range(0, max(size, 1), HELD_OUT_BYTES))
+    found = sorted({*cuts, build.END})
     for number, (low, high) in enumerate(pairwise(found)):
         yield Part(f"part-{number:05d}", Slice(VAL, [low, high], number, len(found) - 1), HELD_OUT_BYTES)
 

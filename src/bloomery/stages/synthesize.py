@@ -16,16 +16,17 @@ from pathlib import Path
 from typing import Any
 
 from bloomery.core.errors import BloomeryError, DataError
-from bloomery.core.files import whole_file
-from bloomery.core.log import Meter, progress, say
-from bloomery.data import document, hosts
-from bloomery.data.hosts import PassingError, RefusedError
-from bloomery.data.synthesis import asking, augment, kept, prompts
-from bloomery.data.synthesis.asking import Ask, UnknownError
-from bloomery.data.synthesis.config import Synthesize
-from bloomery.data.synthesis.kept import Kept, Outcome
-from bloomery.data.synthesis.ledger import Ledger
-from bloomery.data.synthesis.prompts import Task
+from bloomery.core.io import whole_file
+from bloomery.core.log import ProgressMeter, info, progress
+from bloomery.data import documents
+from bloomery.data.sources import http_client
+from bloomery.data.sources.http_client import PassingError, RefusedError
+from bloomery.data.synthesis import client, generate
+from bloomery.data.synthesis import config as synthesis_config
+from bloomery.data.synthesis.budget import Budget
+from bloomery.data.synthesis.client import Ask, UnknownError
+from bloomery.data.synthesis.config import ConversationTask, Synthesize
+from bloomery.data.synthesis.generate import NewConversations, TaskOutcome
 from bloomery.stages.instruct import write_line
 
 FILE, REJECTED = "conversations.jsonl", "rejected.jsonl"
@@ -42,21 +43,21 @@ def run(config: Synthesize, inputs: Mapping[str, Path], out: Path) -> dict[str, 
         with whole_file(out / FILE):
             pass
         return {"enabled": False, "conversations": 0}
-    ask = asking.asker(config)
-    with closing(Ledger(out, config)) as ledger:
+    ask = client.asker(config)
+    with closing(Budget(out, config)) as ledger:
         collection = _Collection(config, ask, ledger)
         with progress("synthesize", "conversations", config.count) as meter:
             collection.fill(_tasks(config, inputs), meter)
         written = Counter({"": 0})
         with whole_file(out / FILE, "w") as good, whole_file(out / REJECTED, "w") as bad:
-            for row, reason in kept.rows(collection.outcomes):
+            for row, reason in generate.rows(collection.outcomes):
                 write_line(bad if reason else good, row)
                 written[reason] += 1
         read, wrote = ledger.tokens
         if not written[""] and ledger.lost and collection.ended_by == "budget":
             what = f"no answer came to {ledger.lost} requests, which count as paid, and the budget has no room for more"
-            cure = "See that the provider answers; then raise synthesize.max_tokens, or max_dollars."
-            raise DataError(what, where=collection.where, cure=cure)
+            hint = "See that the provider answers; then raise synthesize.max_tokens, or max_dollars."
+            raise DataError(what, where=collection.where, hint=hint)
         stats = {
             "enabled": True,
             "conversations": written.pop(""),
@@ -77,16 +78,16 @@ def _tell(config: Synthesize, stats: Mapping[str, Any]) -> None:
     if stats["conversations"] < config.count:
         why = {"budget": "the budget has no room for another request", "questions": "there are no more questions"}
         said = why.get(stats["ended_by"], stats["ended_by"])
-        say(f"synthesize: {stats['conversations']} of {config.count} conversations, since {said}", "yellow")
+        info(f"synthesize: {stats['conversations']} of {config.count} conversations, since {said}", "yellow")
     if stats["rejected"]:
         reasons = ", ".join(f"{reason} {count}" for reason, count in stats["rejected"].items())
-        say(f"synthesize: rejected {reasons}; see {REJECTED}", "yellow")
+        info(f"synthesize: rejected {reasons}; see {REJECTED}", "yellow")
 
 
-def _tasks(config: Synthesize, inputs: Mapping[str, Path]) -> Iterator[Task]:
+def _tasks(config: Synthesize, inputs: Mapping[str, Path]) -> Iterator[ConversationTask]:
     if config.augment is None:
-        return prompts.tasks(config.named, config.seed)
-    return augment.tasks(config.augment, document.read(inputs["dedup"] / "kept", ["id", "text", "domain"]))
+        return synthesis_config.tasks(config.named, config.seed)
+    return generate.tasks(config.augment, documents.read(inputs["dedup"] / "kept", ["id", "text", "domain"]))
 
 
 @dataclass
@@ -95,16 +96,16 @@ class _Collection:
 
     config: Synthesize
     ask: Ask
-    ledger: Ledger
-    outcomes: list[Outcome] = field(default_factory=list)
+    ledger: Budget
+    outcomes: list[TaskOutcome] = field(default_factory=list)
     ended_by: str = "count"
     unfinished: int = 0
     """Conversations of several turns that the budget cut off; a larger one goes on with them."""
-    _kept: Kept = field(default_factory=Kept)
+    _kept: NewConversations = field(default_factory=NewConversations)
     _asked: set[str] = field(default_factory=set)
     _stop: threading.Event = field(default_factory=threading.Event)
 
-    def fill(self, tasks: Iterator[Task], meter: Meter) -> None:
+    def fill(self, tasks: Iterator[ConversationTask], meter: ProgressMeter) -> None:
         """
         Ask until there are as many conversations as wanted, the questions or the budget end.
 
@@ -113,7 +114,7 @@ class _Collection:
         then counts as paid in full.
         """
         failure: RefusedError | None = None
-        under_way: dict[Future[Outcome | None], Task] = {}
+        under_way: dict[Future[TaskOutcome | None], ConversationTask] = {}
         with self._stopping():
             while True:
                 while failure is None and self._wants_more(len(under_way)):
@@ -132,11 +133,11 @@ class _Collection:
                     except RefusedError as error:
                         self._stop.set()
                         if failure is None and under_way:
-                            say(f"synthesize: {error}; it ends when what is under way is answered", "yellow")
+                            info(f"synthesize: {error}; it ends when what is under way is answered", "yellow")
                         failure = failure or error
         if failure is not None:
-            cure = f"{failure.cure} What came so far is kept: run the recipe again when it answers.".lstrip()
-            raise DataError(str(failure), where=self.where, cure=cure) from None
+            hint = f"{failure.hint} What came so far is kept: run the recipe again when it answers.".lstrip()
+            raise DataError(str(failure), where=self.where, hint=hint) from None
 
     @contextmanager
     def _stopping(self) -> Iterator[None]:
@@ -146,9 +147,9 @@ class _Collection:
         finally:
             self._stop.set()
 
-    def _started(self, task: Task) -> Future[Outcome | None]:
+    def _started(self, task: ConversationTask) -> Future[TaskOutcome | None]:
         """The task at work, in a thread that the end of the program does not wait for: a pool's would be waited for."""
-        future: Future[Outcome | None] = Future()
+        future: Future[TaskOutcome | None] = Future()
 
         def work() -> None:
             try:
@@ -166,38 +167,38 @@ class _Collection:
         open_ = self.ended_by == "count" and self._kept.count + under_way < self.config.count
         return open_ and under_way < self.config.concurrency
 
-    def _take_known(self, task: Task) -> bool:
+    def _take_known(self, task: ConversationTask) -> bool:
         """Whether a task needs nobody: it was asked before, in this run or in an earlier one."""
-        name = kept.request_name(self.config, task, len(task.asks) - 1)
+        name = generate.request_name(self.config, task, len(task.asks) - 1)
         if name in self._asked:
             return True
         self._asked.add(name)
-        known = kept.outcome(self.config, task, self.ledger.answers)
+        known = generate.outcome(self.config, task, self.ledger.answers)
         if known is not None:
             self._take(task, known)
         return known is not None
 
-    def _take(self, task: Task, found: Outcome | None) -> None:
+    def _take(self, task: ConversationTask, found: TaskOutcome | None) -> None:
         if found is None:
             if not self._stop.is_set():
                 self.ended_by = "budget"
-            self.unfinished += kept.request_name(self.config, task, 0) in self.ledger.answers
+            self.unfinished += generate.request_name(self.config, task, 0) in self.ledger.answers
             return
         self.outcomes.append(found)
         for _ in self._kept.sorted_out(found):
             pass
 
-    def _work(self, task: Task) -> Outcome | None:
+    def _work(self, task: ConversationTask) -> TaskOutcome | None:
         """Ask the turns that are missing. None where nothing more is asked."""
         messages: list[dict[str, str]] = []
         for turn, question in enumerate(task.asks):
-            if (found := kept.outcome(self.config, task, self.ledger.answers)) is not None:
+            if (found := generate.outcome(self.config, task, self.ledger.answers)) is not None:
                 return found
             messages.append({"role": "user", "content": question})
-            name = kept.request_name(self.config, task, turn)
+            name = generate.request_name(self.config, task, turn)
             if name not in self.ledger.answers:
                 try:
-                    hosts.patiently(
+                    http_client.patiently(
                         lambda: self._ask(name, task.system, messages),  # noqa: B023
                         attempts=self.config.attempts,
                         what="synthesize",
@@ -206,7 +207,7 @@ class _Collection:
                 except _EndError:
                     return None
             messages.append({"role": "assistant", "content": self.ledger.answers[name].text})
-        return kept.outcome(self.config, task, self.ledger.answers)
+        return generate.outcome(self.config, task, self.ledger.answers)
 
     def _ask(self, name: str, system: str, messages: list[dict[str, str]]) -> None:
         if self._stop.is_set() or not self.ledger.reserve(name, system, messages):
@@ -223,7 +224,7 @@ class _Collection:
             raise
         except (PassingError, RefusedError) as error:
             if isinstance(error, RefusedError) and error.status in OF_ONE_QUESTION and self.ledger.served:
-                self.ledger.answered(name, asking.not_taken(str(error)))
+                self.ledger.answered(name, client.not_taken(str(error)))
                 return
             self.ledger.not_served(name, str(error))
             raise
@@ -242,4 +243,4 @@ class _Collection:
     def where(self) -> str:
         provider = self.config.provider
         assert provider is not None
-        return hosts.shown(provider.address) if provider.address else f"{provider.kind}, {provider.model}"
+        return http_client.shown(provider.address) if provider.address else f"{provider.kind}, {provider.model}"

@@ -1,12 +1,12 @@
 """The stages of a recipe, in order: where each is, what it builds on, and the version of what it leaves."""
 
-from bloomery.core.stage import Stage
+from bloomery.core.pipeline import Stage
 
 STAGES = (
     Stage(
         name="fetch",
         run="bloomery.stages.fetch:run",
-        needed="bloomery.data.engine:needed",
+        needed="bloomery.data.executor:needed",
         digest="bloomery.stages.fetch:digest",
         version=3,
         resumes=True,
@@ -22,7 +22,7 @@ STAGES = (
     Stage(
         name="filter",
         run="bloomery.stages.filter:run",
-        needed="bloomery.data.engine:needed",
+        needed="bloomery.data.executor:needed",
         digest="bloomery.stages.filter:digest",
         after=("fetch", "classify"),
         version=2,
@@ -31,7 +31,7 @@ STAGES = (
     Stage(
         name="dedup",
         run="bloomery.stages.dedup:run",
-        needed="bloomery.data.engine:needed",
+        needed="bloomery.data.executor:needed",
         digest="bloomery.stages.dedup:digest",
         after=("filter",),
         version=3,
@@ -40,7 +40,7 @@ STAGES = (
     Stage(
         name="tokenizer",
         run="bloomery.stages.tokenizer:run",
-        needed="bloomery.stages.planned:needed",
+        needed="bloomery.stages.plan:needed",
         digest="bloomery.stages.tokenizer:digest",
         after=("dedup",),
         version=2,
@@ -48,7 +48,7 @@ STAGES = (
     Stage(
         name="shard",
         run="bloomery.stages.shard:run",
-        needed="bloomery.data.engine:needed",
+        needed="bloomery.data.executor:needed",
         digest="bloomery.stages.shard:digest",
         after=("dedup", "tokenizer"),
         version=2,
@@ -57,7 +57,7 @@ STAGES = (
     Stage(
         name="pretrain",
         run="bloomery.stages.pretrain:run",
-        needed="bloomery.stages.planned:needed",
+        needed="bloomery.stages.plan:needed",
         digest="bloomery.stages.pretrain:digest",
         after=("tokenizer", "shard"),
         version=2,
@@ -83,7 +83,7 @@ STAGES = (
     Stage(
         name="finetune",
         run="bloomery.stages.finetune:run",
-        needed="bloomery.train.packages:needed",
+        needed="bloomery.train.metrics:needed",
         after=("pretrain", "instruct"),
         version=2,
         resumes=True,
@@ -93,7 +93,7 @@ STAGES = (
     Stage(
         name="prefer",
         run="bloomery.stages.prefer:run",
-        needed="bloomery.train.packages:needed",
+        needed="bloomery.train.metrics:needed",
         digest="bloomery.stages.prefer:digest",
         after=("finetune",),
         version=2,

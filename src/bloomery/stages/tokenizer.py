@@ -6,15 +6,16 @@ from pathlib import Path
 from typing import Any
 
 from bloomery.core.errors import DataError, UnreachableError
-from bloomery.core.files import canonical, sha256_bytes, sha256_file
-from bloomery.core.log import say
-from bloomery.data import document
-from bloomery.data.holdout import CUT, LARGEST_SHARE, is_held_out
-from bloomery.tokenizer import importers, measure, pieces, templates
-from bloomery.tokenizer.chat import Renderer
+from bloomery.core.io import canonical, sha256_bytes, sha256_file
+from bloomery.core.log import info
+from bloomery.data import documents
+from bloomery.data.documents import CUT, LARGEST_SHARE, is_held_out
+from bloomery.tokenizer import chat_template, importers, stats
+from bloomery.tokenizer import train as tokenizer_train
+from bloomery.tokenizer.chat_template import Renderer
 from bloomery.tokenizer.config import AnyKind, ByteBpe, Imported, SentencePiece
-from bloomery.tokenizer.quick import Encoder
-from bloomery.tokenizer.sample import Sample
+from bloomery.tokenizer.fast_encode import Encoder
+from bloomery.tokenizer.stats import Sample
 from bloomery.tokenizer.tokenizer import Tokenizer
 from bloomery.tokenizer.train import train
 
@@ -53,23 +54,23 @@ def run(config: AnyKind, inputs: Mapping[str, Path], out: Path) -> dict[str, Any
         tokenizer.save(out)
         facts = {"vocab_size": tokenizer.vocab_size, "hash": tokenizer.hash, "special": _special(tokenizer, config)}
         return {"kind": config.kind, **facts}
-    seen, unseen = sample(document.handed_on(inputs["dedup"]), config)
+    seen, unseen = sample(documents.handed_on(inputs["dedup"]), config)
     texts = seen.texts()
     tokenizer = _made(config, texts)
     tokenizer.save(out)
     encoder = Encoder(tokenizer)
     others = unseen.texts()
-    counts = measure.used(tokenizer, encoder, texts)
+    counts = stats.used(tokenizer, encoder, texts)
     return {
         "kind": config.kind,
         "vocab_size": tokenizer.vocab_size,
         "hash": tokenizer.hash,
         "special": _special(tokenizer, config),
         "sample": {domain: _taken(seen, domain, some) for domain, some in texts.items()},
-        "bytes_per_token": measure.bytes_per_token(texts, counts),
-        "bytes_per_token_unseen": measure.bytes_per_token(others, measure.used(tokenizer, encoder, others)),
-        "fertility": measure.fertility(encoder, texts, config.languages),
-        "unused_tokens": measure.unused(tokenizer, counts),
+        "bytes_per_token": stats.bytes_per_token(texts, counts),
+        "bytes_per_token_unseen": stats.bytes_per_token(others, stats.used(tokenizer, encoder, others)),
+        "fertility": stats.fertility(encoder, texts, config.languages),
+        "unused_tokens": stats.unused(tokenizer, counts),
         "gpt2": _compared(config.gpt2, others or texts),
         **encoder.facts(),
     }
@@ -83,18 +84,18 @@ def sample(folder: Path, config: AnyKind) -> tuple[Sample, Sample]:
     """
     weights = {share.domain: share.weight for share in config.weights}
     seen, unseen = Sample(config.sample_bytes, weights), Sample(max(1, config.sample_bytes // UNSEEN), weights)
-    for row in document.read(folder, ["id", "domain", "text"]):
+    for row in documents.read(folder, ["id", "domain", "text"]):
         held = is_held_out(row["text"], LARGEST_SHARE)
         (unseen if held else seen).add(row["domain"], row["id"], row["text"])
     if missing := seen.missing():
         known = ", ".join(sorted(domain for domain, size in seen.seen_bytes.items() if size)) or "none"
-        cure = f"Of the domains asked for, these have documents: {known}. Fetch more, or filter less."
-        raise DataError(f"no documents of the domain {missing[0]!r} are left", where=str(folder), cure=cure)
+        hint = f"Of the domains asked for, these have documents: {known}. Fetch more, or filter less."
+        raise DataError(f"no documents of the domain {missing[0]!r} are left", where=str(folder), hint=hint)
     if not seen.seen_bytes and (few := sum(unseen.seen_documents.values())):
         what = f"all of its {few} documents are among the share of {LARGEST_SHARE:g} that no tokenizer learns from"
-        raise DataError(what, where=str(folder), cure=f"Fetch more documents; {CUT}")
+        raise DataError(what, where=str(folder), hint=f"Fetch more documents; {CUT}")
     if not seen.seen_bytes:
-        raise DataError("no documents are left", where=str(folder), cure="Fetch more, or filter less.")
+        raise DataError("no documents are left", where=str(folder), hint="Fetch more, or filter less.")
     return seen, unseen
 
 
@@ -102,26 +103,26 @@ def _made(config: AnyKind, texts: Texts) -> Tokenizer:
     every = (text for some in texts.values() for text in some)
     match config:
         case ByteBpe():
-            tokenizer = train(every, config.vocab_size, config.pattern, templates.wanted(config.template))
+            tokenizer = train(every, config.vocab_size, config.pattern, chat_template.wanted(config.template))
         case SentencePiece():
-            tokenizer = pieces.train(every, config)
+            tokenizer = tokenizer_train.train_sentencepiece(every, config)
         case Imported():
             tokenizer = _imported(config)
-    Renderer(tokenizer, templates.TEMPLATES[config.template])  # or else it would be told after pretraining
+    Renderer(tokenizer, chat_template.TEMPLATES[config.template])  # or else it would be told after pretraining
     if not isinstance(config, Imported) and tokenizer.vocab_size < config.vocab_size:
-        say(f"the text holds only {tokenizer.vocab_size} of {config.vocab_size} ids", style="yellow")
+        info(f"the text holds only {tokenizer.vocab_size} of {config.vocab_size} ids", style="yellow")
     return tokenizer
 
 
 def _special(tokenizer: Tokenizer, config: AnyKind) -> dict[str, int | None]:
-    return {name: tokenizer.special_id(name) for name in templates.wanted(config.template)}
+    return {name: tokenizer.special_id(name) for name in chat_template.wanted(config.template)}
 
 
 def _imported(config: Imported) -> Tokenizer:
-    found = importers.load(config.path, config.pattern, templates.wanted(config.template))
+    found = importers.load(config.path, config.pattern, chat_template.wanted(config.template))
     if config.vocab_size not in (None, found.vocab_size):
         what = f"it has {found.vocab_size:,} ids, and vocab_size says {config.vocab_size:,}"
-        raise DataError(what, where=str(config.path), cure=f"Say vocab_size = {found.vocab_size}, or leave it out.")
+        raise DataError(what, where=str(config.path), hint=f"Say vocab_size = {found.vocab_size}, or leave it out.")
     return found
 
 
@@ -139,5 +140,5 @@ def _compared(folder: Path | None, texts: Texts) -> dict[str, Any]:
         if folder is None or not folder.is_dir():
             return {"compared": False, "because": "tokenizer.gpt2 names no folder with its vocab.bpe and encoder.json"}
     theirs = importers.load(folder)
-    counts = measure.used(theirs, Encoder(theirs), texts)
-    return {"compared": True, "bytes_per_token": measure.bytes_per_token(texts, counts)}
+    counts = stats.used(theirs, Encoder(theirs), texts)
+    return {"compared": True, "bytes_per_token": stats.bytes_per_token(texts, counts)}

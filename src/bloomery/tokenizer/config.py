@@ -1,4 +1,6 @@
-"""The section `tokenizer` of a recipe: a byte-level BPE or a SentencePiece model to train, or a tokenizer to import."""
+"""
+The section `tokenizer` of a recipe: a byte-level BPE or a SentencePiece model to train, or a tokenizer to import.
+"""
 
 from collections.abc import Sequence
 from typing import Annotated, Literal
@@ -7,8 +9,8 @@ from pydantic import model_validator
 
 from bloomery.core.bounds import Between, Bytes, DiskPath, Weight
 from bloomery.core.config import Config, repeated
-from bloomery.tokenizer.patterns import PatternName
-from bloomery.tokenizer.templates import TemplateName, wanted
+from bloomery.tokenizer.chat_template import TemplateName, wanted
+from bloomery.tokenizer.tokenizer import PatternName
 
 MAX_IDS = 2**22
 MANY_IDS = "each token ID is a row of the embedding"
@@ -20,7 +22,7 @@ class DomainShare(Config):
     """Share of the sample, relative to the other weights."""
 
 
-class Sampled(Config):
+class SampledText(Config):
     """What every kind has: the text that it learns from, or is measured on."""
 
     sample_bytes: Bytes = 20_000_000
@@ -35,14 +37,14 @@ class Sampled(Config):
     """Folder with GPT-2's vocab.bpe and encoder.json, to compare with. None: $BLOOMERY_SHARED/data/tokenizer."""
 
     @model_validator(mode="after")
-    def _one_weight_a_domain(self) -> "Sampled":
+    def _one_weight_a_domain(self) -> "SampledText":
         names = [share.domain for share in self.weights]
         if twice := repeated(names):
             raise ValueError(f"weights names the domain {twice[0]!r} twice; leave one of the two")
         return self
 
 
-class ByteBpe(Sampled):
+class ByteBpe(SampledText):
     """Byte-level BPE: every text has ids, and comes back byte for byte."""
 
     kind: Literal["byte_bpe"] = "byte_bpe"
@@ -57,7 +59,7 @@ class ByteBpe(Sampled):
         return self
 
 
-class SentencePiece(Sampled):
+class SentencePiece(SampledText):
     """
     SentencePiece BPE with byte fallback, as `sentencepiece` trains it. U+2581 (▁) comes back as a space.
 
@@ -89,7 +91,7 @@ def _check_room(vocab_size: int, template: TemplateName, symbols: Sequence[str] 
         raise ValueError(f"vocab_size must be at least {needed:,}, got {vocab_size}: {what}")
 
 
-class Imported(Sampled):
+class Imported(SampledText):
     """A tokenizer that exists. It keeps its ids; the special tokens that it lacks come after."""
 
     kind: Literal["import"] = "import"

@@ -1,33 +1,114 @@
 """
-Tokenizers that others made, read into ours with the ids that they have: tokenizer.json, tiktoken, GPT-2, SentencePiece,
-llm.c.
+Imports tokenizers of others with their token IDs: tokenizer.json, tiktoken, llm.c and more.
 
-What our conversations need besides (tokenizer.SPECIAL) gets the ids after. Special tokens that came along keep their
-ids, but no text becomes one of them any more. What cannot be read with the same ids is refused, with the reason.
+The formats are tokenizer.json, tiktoken, GPT-2, SentencePiece and llm.c.
+
+Special tokens that chats need and the tokenizer lacks (`SPECIAL` in tokenizer/tokenizer.py) get the token IDs after
+the imported ones. Imported special tokens keep their token IDs, but no text becomes a special token any more. A
+tokenizer that cannot be read with the same token IDs is refused, with the reason.
+
+A tokenizer in the file of llm.c can decode and nothing else:
+
+    256 int32      20240328, version, number of tokens, the token at the end of a text (version 1: 50256); in the four
+                   after, which llm.c leaves empty, how words are split: the letters of a name in PATTERNS, as bytes
+    each token     one byte for its length, then its bytes
 """
 
 import base64
 import binascii
 import json
 import os
+import struct
 from collections.abc import Sequence
 from itertools import pairwise
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, get_args
 
 import tokenizers
 from pydantic import Field
 from tokenizers import AddedToken, models
+from tokenizers.models import BPE
 
 from bloomery.core.errors import DataError, UnreachableError
-from bloomery.core.files import check_regular
-from bloomery.core.log import say
+from bloomery.core.io import check_regular, whole_file
+from bloomery.core.log import info
 from bloomery.core.records import read_record
-from bloomery.tokenizer import llmc, pieces
-from bloomery.tokenizer.patterns import PATTERNS, PatternName
-from bloomery.tokenizer.templates import EVERY_SPECIAL
-from bloomery.tokenizer.tokenizer import DOCUMENT, FILE, SPECIAL, Tokenizer, byte_letters, parsed, problem_of_ids
+from bloomery.tokenizer import train
+from bloomery.tokenizer.chat_template import EVERY_SPECIAL
+from bloomery.tokenizer.tokenizer import (
+    DOCUMENT,
+    FILE,
+    PATTERNS,
+    SPECIAL,
+    PatternName,
+    Tokenizer,
+    byte_letters,
+    parsed,
+    problem_of_ids,
+)
 from bloomery.tokenizer.train import byte_level
+
+MAGIC, VERSION = 20240328, 2
+GPT2_END = 50256
+HEADER = struct.Struct("<4i16s992x")
+
+
+def write(file: Path, tokenizer: Tokenizer) -> None:
+    """Write what each id stands for; special tokens by their names. Raises DataError for a token of over 255 bytes."""
+    names = {token["id"]: token["content"].encode() for token in tokenizer.spec["added_tokens"] if token["special"]}
+    tokens = [names.get(id) or tokenizer.decode_bytes([id]) for id in range(tokenizer.vocab_size)]
+    if long := next((id for id, token in enumerate(tokens) if len(token) > 255), None):
+        what = f"token {long} has {len(tokens[long])} bytes, and llm.c has one byte for a length"
+        raise DataError(what, where=str(file), hint="Export for another program, or use another tokenizer.")
+    with whole_file(file) as opened:
+        cut = (_cut(tokenizer) or "").encode()
+        opened.write(HEADER.pack(MAGIC, VERSION, len(tokens), tokenizer.document_id, cut))
+        for token in tokens:
+            opened.write(bytes([len(token)]) + token)
+
+
+def _cut(tokenizer: Tokenizer) -> PatternName | None:
+    """The pattern of a tokenizer that cuts words by it and does nothing else to a text; None for another."""
+    if tokenizer.spec["normalizer"] is not None:
+        return None
+    how = {name: json.loads(byte_level(BPE(), name).to_str())["pre_tokenizer"] for name in get_args(PatternName)}
+    return next((name for name, cut in how.items() if cut == tokenizer.spec["pre_tokenizer"]), None)
+
+
+def pattern_of(file: Path) -> PatternName | None:
+    """How words are cut, where a file that `read` can read says it."""
+    with file.open("rb") as opened:
+        said = HEADER.unpack(opened.read(HEADER.size))[4].rstrip(b"\0")
+    return next((name for name in get_args(PatternName) if name.encode() == said), None)
+
+
+def read(file: Path) -> tuple[list[bytes], int]:
+    """The bytes of each id, and the id at the end of a text. Raises DataError, which names the file."""
+    data = file.read_bytes()
+    if len(data) < HEADER.size:
+        raise DataError(f"has {len(data)} bytes, less than a header of {HEADER.size}", where=str(file), hint=_AGAIN)
+    magic, version, count, end, _ = HEADER.unpack_from(data)
+    if magic != MAGIC or version not in (1, VERSION):
+        hint = f"Known are {MAGIC}/1 and {MAGIC}/{VERSION}."
+        raise DataError(
+            f"begins with {magic} and {version}, which is no tokenizer of llm.c", where=str(file), hint=hint
+        )
+    tokens: list[bytes] = []
+    place = HEADER.size
+    while len(tokens) < count and place < len(data):
+        length = data[place]
+        tokens.append(data[place + 1 : place + 1 + length])
+        place += 1 + length
+    if len(tokens) != count or place != len(data):
+        raise DataError(f"its {count} tokens do not fill its {len(data)} bytes", where=str(file), hint=_AGAIN)
+    end = GPT2_END if version == 1 else end
+    if not 0 <= end < count:
+        raise DataError(f"says that {end} of its {count} tokens ends a text", where=str(file), hint=_AGAIN)
+    return tokens, end
+
+
+_AGAIN = "It is damaged. Make it or fetch it again."
+
 
 GPT2 = ("vocab.bpe", "encoder.json")
 HUGGING_FACE_GPT2 = ("merges.txt", "vocab.json")
@@ -46,8 +127,8 @@ def files(path: Path) -> tuple[Path, ...]:
     for names in ((FILE,), GPT2, HUGGING_FACE_GPT2, (SENTENCEPIECE,)):
         if all(os.path.isfile(path / name) for name in names):
             return tuple(path / name for name in names)
-    cure = f"A tokenizer is {FILE}, a .tiktoken, .model or .bin file, or a folder with {' and '.join(GPT2)}."
-    raise UnreachableError("there is no tokenizer", where=str(path), cure=cure)
+    hint = f"A tokenizer is {FILE}, a .tiktoken, .model or .bin file, or a folder with {' and '.join(GPT2)}."
+    raise UnreachableError("there is no tokenizer", where=str(path), hint=hint)
 
 
 def load(path: Path, pattern: PatternName | None = None, special: Sequence[str] = SPECIAL) -> Tokenizer:
@@ -62,22 +143,22 @@ def load_with_added(
     found = files(path)
     kind = found[0].suffix
     if pattern is not None and kind not in (".tiktoken", ".bin"):
-        cure = "Leave tokenizer.pattern out: only .tiktoken and .bin files do not say how words are cut."
-        raise DataError("has its own way to cut words", where=str(found[0]), cure=cure)
+        hint = "Leave tokenizer.pattern out: only .tiktoken and .bin files do not say how words are cut."
+        raise DataError("has its own way to cut words", where=str(found[0]), hint=hint)
     try:
         if kind == ".tiktoken":
             inner = _tiktoken(found[0], pattern)
         elif kind == ".bin":
-            inner = _llmc(found[0], pattern)
+            inner = _read_llmc(found[0], pattern)
         elif kind == ".model":
-            inner = pieces.read(found[0].read_bytes(), str(found[0]))
+            inner = train.read(found[0].read_bytes(), str(found[0]))
         elif len(found) == 2:
             inner = _gpt2(*found)
         else:
             inner = _json(found[0])
     except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
-        cure = "It is damaged, or of another kind."
-        raise DataError(f"cannot be read as a tokenizer: {error}", where=str(found[0]), cure=cure) from None
+        hint = "It is damaged, or of another kind."
+        raise DataError(f"cannot be read as a tokenizer: {error}", where=str(found[0]), hint=hint) from None
     before = inner.get_vocab(with_added_tokens=True)
     made = with_special(inner, str(path), special)
     ids = {name: made.special_id(name) for name in special if name not in before}
@@ -101,15 +182,15 @@ def _json(path: Path) -> tokenizers.Tokenizer:
     by_bytes = "ByteLevel" in decoder and "ByteLevel" in json.dumps(spec["pre_tokenizer"])
     by_pieces = bool(model.get("byte_fallback")) and "ByteFallback" in decoder
     if model["type"] != "BPE" or not (by_bytes or by_pieces):
-        cure = "Byte-level BPE and BPE with byte fallback can be imported."
-        raise DataError(f"is a {model['type']} whose ids have no bytes of their own", where=str(path), cure=cure)
+        hint = "Byte-level BPE and BPE with byte fallback can be imported."
+        raise DataError(f"is a {model['type']} whose ids have no bytes of their own", where=str(path), hint=hint)
     if by_bytes and (missing := [letter for letter in byte_letters().values() if letter not in model["vocab"]]):
         raise DataError(f"lacks {len(missing)} of the 256 bytes, so it loses text", where=str(path))
     # what others put around a text would make other ids of the exported file than of ours, and dropout random ones
     unset = {name: spec[name] for name in ("truncation", "padding")} | {"BPE dropout": model.get("dropout")}
     if names := [name for name, value in unset.items() if value]:
         are = "is" if len(names) == 1 else "are"
-        say(f"{path}: {' and '.join(names)} {are} set to none, so that a text always has the same IDs", "yellow")
+        info(f"{path}: {' and '.join(names)} {are} set to none, so that a text always has the same IDs", "yellow")
     spec |= {"post_processor": None, "truncation": None, "padding": None, "model": model | {"dropout": None}}
     return parsed(json.dumps(spec), str(path))
 
@@ -122,7 +203,7 @@ def _gpt2(merges: Path, vocab: Path) -> tokenizers.Tokenizer:
     pairs = [tuple(line.split(" ")) for line in lines if line and not line.startswith("#version")]
     ids = read_record(vocab, dict[str, TokenId], error=DataError, fix="It is damaged, or of another kind.")
     if problem := problem_of_ids(ids):
-        raise DataError(problem, where=str(vocab), cure="It is damaged. Make it or fetch it again.")
+        raise DataError(problem, where=str(vocab), hint="It is damaged. Make it or fetch it again.")
     if wrong := next((pair for pair in pairs if len(pair) != 2 or not {*pair, "".join(pair)} <= ids.keys()), None):
         raise DataError(f"holds the merge {' '.join(wrong)!r}, which {vocab.name} does not know", where=str(merges))
     return byte_level(models.BPE(vocab=ids, merges=[(pair[0], pair[1]) for pair in pairs]), "gpt2")
@@ -139,25 +220,25 @@ def _tiktoken(path: Path, pattern: PatternName | None) -> tokenizers.Tokenizer:
     return _from_ranks(ranks, pattern, path)
 
 
-def _llmc(path: Path, pattern: PatternName | None) -> tokenizers.Tokenizer:
-    tokens, end = llmc.read(path)
-    said = llmc.pattern(path)
+def _read_llmc(path: Path, pattern: PatternName | None) -> tokenizers.Tokenizer:
+    tokens, end = read(path)
+    said = pattern_of(path)
     if pattern is not None and said not in (None, pattern):
-        cure = "Leave tokenizer.pattern out: this file says it."
-        raise DataError(f"cuts words as {said}, and not as {pattern}", where=str(path), cure=cure)
+        hint = "Leave tokenizer.pattern out: this file says it."
+        raise DataError(f"cuts words as {said}, and not as {pattern}", where=str(path), hint=hint)
     names = {name.encode() for name in EVERY_SPECIAL}
     first = next((id for id, token in enumerate(tokens) if token not in names), len(tokens))
     last = next((id for id in range(len(tokens), first, -1) if tokens[id - 1] not in names), first)
     if first <= end < last or tokens[end] != DOCUMENT.encode():
-        cure = f"Ranks of bytes and merges can be imported, with {DOCUMENT} before or after them."
-        raise DataError(f"has {tokens[end]!r} as token {end}, where a text ends", where=str(path), cure=cure)
+        hint = f"Ranks of bytes and merges can be imported, with {DOCUMENT} before or after them."
+        raise DataError(f"has {tokens[end]!r} as token {end}, where a text ends", where=str(path), hint=hint)
     before, after = ([one.decode() for one in some] for some in (tokens[:first], tokens[last:]))
     ranks = {token: rank for rank, token in enumerate(tokens[first:last])}
     usual: PatternName | None = "gpt2" if end + 1 == GPT2_SIZE else None
     inner = _from_ranks(ranks, pattern or said or usual, path, before)
     inner.add_special_tokens([AddedToken(name, normalized=False, special=True) for name in before + after])
     if inner.get_vocab_size() != len(tokens):
-        raise DataError("holds one token twice", where=str(path), cure="It is damaged. Make it or fetch it again.")
+        raise DataError("holds one token twice", where=str(path), hint="It is damaged. Make it or fetch it again.")
     return inner
 
 
@@ -166,8 +247,8 @@ def _from_ranks(
 ) -> tokenizers.Tokenizer:
     """Byte-level BPE of tokens in the order of their merges, after special tokens, which have the first ids."""
     if pattern is None:
-        cure = f"Say which one: tokenizer.pattern = one of {', '.join(PATTERNS)}."
-        raise DataError("does not say how text is cut into words", where=str(path), cure=cure)
+        hint = f"Say which one: tokenizer.pattern = one of {', '.join(PATTERNS)}."
+        raise DataError("does not say how text is cut into words", where=str(path), hint=hint)
     if set(ranks.values()) != set(range(len(ranks))) or any(bytes([byte]) not in ranks for byte in range(256)):
         raise DataError("does not rank 256 bytes and their merges from 0 on", where=str(path))
     letters = byte_letters()

@@ -1,24 +1,200 @@
 """
-Text to ids and back, without a way for text to become a special token.
+Encodes text to token IDs and back; text can never become a special token.
 
-A thin hold on the `tokenizers` library. Byte-level BPE is without loss: every text has ids, every id has bytes. What
-comes from SentencePiece writes spaces as U+2581, and so gives that sign back as a space.
+A thin wrapper of the `tokenizers` library. Byte-level BPE is lossless: every text has token IDs, and every token ID
+has bytes. Tokenizers from SentencePiece write spaces as U+2581, so a U+2581 in the text comes back as a space.
+
+Patterns split text into words before merges are learned or applied. llama.cpp knows these patterns by name. A GGUF
+file holds no pattern, only a name, and llama.cpp splits by the code under that name. So a tokenizer that is to be
+served there has to use one of its patterns, letter by letter.
+
+Each pattern is written twice: for `tokenizers`, and in the form that the regular expressions of `tiktoken` run
+faster. The second form puts all but the two alternatives with a look-ahead into one group, which runs as one
+automaton. It also puts the most frequent words first. A test checks that both split every text alike.
+
+Patterns and wrapper share one file because a pattern is part of what a tokenizer saves and loads.
+
+Each step of an imported normalizer, pre-tokenizer or decoder can make a text longer by some factor, in bytes. Steps
+in sequence multiply. Five steps that write 100 letters for one would make 10^10 bytes of a single letter, so the
+product has an upper bound.
 """
 
+import base64
+import binascii
 import json
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, NamedTuple, get_args
 
 import tokenizers
 
-from bloomery.core.errors import DataError
-from bloomery.core.files import canonical, sha256_bytes, whole_file
-from bloomery.tokenizer import growth
-from bloomery.tokenizer.patterns import named
+from bloomery.core.errors import DataError, shorten
+from bloomery.core.io import canonical, sha256_bytes, whole_file
+
+PatternName = Literal["gpt2", "llama3", "qwen2", "gpt4o"]
+
+
+class Pattern(NamedTuple):
+    regex: str
+    """As it stands in tokenizer.json."""
+    quick: str
+    """The same language, with the same choice between alternatives, for `tiktoken`."""
+    gguf: str
+    """What llama.cpp calls it: `tokenizer.ggml.pre`."""
+    splits_digits: bool
+    """Whether every digit is a word of its own."""
+
+
+_SHORT = "(?i:'s|'t|'re|'ve|'m|'ll|'d)"
+_UPPER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]"
+_LOWER = r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
+_SPACE = r"\s+(?!\S)|\s+"
+
+
+def _like_llama3(digits: str) -> tuple[str, str]:
+    """Words with one leading sign or space, `digits`, punctuation with its line ends, line ends, other space."""
+    rest = rf"{digits}| ?[^\s\p{{L}}\p{{N}}]+[\r\n]*|\s*[\r\n]+"
+    regex = rf"{_SHORT}|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|{rest}|{_SPACE}"
+    return regex, rf"(?:[^\r\n\p{{L}}\p{{N}}']?\p{{L}}+|{_SHORT}|'\p{{L}}+|{rest})|{_SPACE}"
+
+
+def _gpt4o() -> tuple[str, str]:
+    """Of o200k: as llama3, but words end where small letters meet capitals, and take a following 's with them."""
+    lead = r"[^\r\n\p{L}\p{N}]?"
+    words = rf"{lead}{_UPPER}*{_LOWER}+{_SHORT}?|{lead}{_UPPER}+{_LOWER}*{_SHORT}?"
+    most = rf"{words}|\p{{N}}{{1,3}}| ?[^\s\p{{L}}\p{{N}}]+[\r\n/]*|\s*[\r\n]+"
+    return rf"{most}|{_SPACE}", rf"(?:{most})|{_SPACE}"
+
+
+_GPT2_REST = r"| ?\p{N}+| ?[^\s\p{L}\p{N}]+"
+
+PATTERNS: dict[str, Pattern] = {
+    # Radford et al. 2019; as `encoder.py` of GPT-2 has it, with the last alternative that it leaves to the end of text
+    "gpt2": Pattern(
+        rf"'s|'t|'re|'ve|'m|'ll|'d| ?\p{{L}}+{_GPT2_REST}|{_SPACE}",
+        rf"(?: ?\p{{L}}+|'(?:s|t|re|ve|m|ll|d){_GPT2_REST})|{_SPACE}",
+        gguf="gpt-2",
+        splits_digits=False,
+    ),
+    "llama3": Pattern(*_like_llama3(r"\p{N}{1,3}"), gguf="llama-bpe", splits_digits=False),
+    # single digits make numbers of every length look alike to the model
+    "qwen2": Pattern(*_like_llama3(r"\p{N}"), gguf="qwen2", splits_digits=True),
+    "gpt4o": Pattern(*_gpt4o(), gguf="gpt-4o", splits_digits=False),
+}
+assert tuple(PATTERNS) == get_args(PatternName)
+
+
+def named(regex: str) -> str | None:
+    """The name of a pattern by its text; None for one that is not in the table."""
+    return next((name for name, pattern in PATTERNS.items() if pattern.regex == regex), None)
+
+
+MAX_GROWTH = 1024
+"""SentencePiece's table of NFKC (33), runs of spaces as one (4), and Metaspace (4) make 528."""
+
+_FACTORS = {
+    # Unicode: what a character of each form takes at most (U+0390, U+FDFA; https://unicode.org/faq/normalization.html)
+    **{"NFC": 3.0, "NFD": 3.0, "NFKC": 11.0, "NFKD": 11.0, "Lowercase": 1.5},
+    # accents split off (3), small letters (1.5), and a space on either side of a Chinese character (5 bytes for 3)
+    "BertNormalizer": 7.5,
+    **dict.fromkeys(("Strip", "StripAccents", "Nmt"), 1.0),
+    # pre-tokenizers that only cut
+    **dict.fromkeys(("BertPreTokenizer", "CharDelimiterSplit", "Digits", "FixedLength", "Punctuation"), 1.0),
+    **dict.fromkeys(("Split", "UnicodeScripts", "Whitespace", "WhitespaceSplit"), 1.0),
+    # decoders; these write less than the name of a token, or a space after it
+    **dict.fromkeys(("BPEDecoder", "ByteFallback", "CTC", "Fuse", "WordPiece"), 2.0),
+}
+_LISTS = {"normalizer": "normalizers", "pre_tokenizer": "pretokenizers", "decoder": "decoders"}
+BEFORE_MODEL = ("normalizer", "pre_tokenizer")
+
+
+def steps(part: Any, name: str) -> list[dict[str, Any]]:
+    """What a normalizer, pre-tokenizer or decoder does, one step after the other."""
+    if not part:
+        return []
+    if part["type"] != "Sequence":
+        return [part]
+    return [step for inner in part[_LISTS[name]] for step in steps(inner, name)]
+
+
+def growth(spec: dict[str, Any]) -> float:
+    """How many times as many bytes normalizer and pre-tokenizer can make of a text."""
+    return _product(_taken(spec, BEFORE_MODEL))
+
+
+def growth_problem(spec: dict[str, Any]) -> str:
+    """Why the steps of a tokenizer must not run, or ""; `spec` is as the library writes it."""
+    for name in _LISTS:
+        for step in steps(spec[name], name):
+            title = name.replace("_", "-")
+            if step["type"] not in _FACTORS and step["type"] not in _BY_CONTENT:
+                return f"has a {title} of the unknown type {shorten(step['type'])!r}"
+            if step.get("pattern") in ({"String": ""}, {"Regex": ""}):
+                return f"has a {title} {step['type']} with an empty pattern, which stands between any two characters"
+            if step.get("prepend") == "":
+                return f"has a {title} Prepend with an empty text"
+            if _factor(step) > MAX_GROWTH:
+                return f"has a {title} {step['type']} that can make a text {_factor(step):,.0f} times as long{_LIMIT}"
+    for names in (BEFORE_MODEL, ("decoder",)):
+        taken = _taken(spec, names)
+        if (product := _product(taken)) > MAX_GROWTH:
+            shown = shorten(", ".join(step["type"] for step in taken if _factor(step) > 1))
+            return f"has steps that can make a text {product:,.0f} times as long ({shown}){_LIMIT}"
+    return ""
+
+
+_LIMIT = f"; {MAX_GROWTH:,} times is the limit"
+
+
+def _taken(spec: dict[str, Any], names: Iterable[str]) -> list[dict[str, Any]]:
+    return [step for name in names for step in steps(spec[name], name)]
+
+
+def _product(taken: Iterable[dict[str, Any]]) -> float:
+    product = 1.0
+    for step in taken:
+        product = min(product * _factor(step), 1e30)
+    return product
+
+
+def _factor(step: dict[str, Any]) -> float:
+    by_content = _BY_CONTENT.get(step["type"])
+    return by_content(step) if by_content else _FACTORS[step["type"]]
+
+
+def _size(text: str) -> int:
+    return len(text.encode("utf-8", "surrogatepass"))
+
+
+def _replaced(step: dict[str, Any]) -> float:
+    """A pattern of text by its length; any other may match one byte, or between two."""
+    content, pattern = _size(step["content"]), step["pattern"].get("String")
+    return max(1.0, content / max(1, _size(pattern))) if pattern is not None else 1.0 + content
+
+
+def _by_table(step: dict[str, Any]) -> float:
+    """The longest text of SentencePiece's table: 4 bytes with the size of a trie, the trie, texts that end with NUL."""
+    try:
+        table = base64.b64decode(step["precompiled_charsmap"] or "")
+    except binascii.Error:
+        return 1.0
+    texts = table[4 + int.from_bytes(table[:4], "little") :]
+    return float(max(1, *(len(text) for text in texts.split(b"\0"))) if texts else 1)
+
+
+_BY_CONTENT: dict[str, Callable[[dict[str, Any]], float]] = {
+    "Replace": _replaced,
+    "Prepend": lambda step: 1.0 + _size(step["prepend"]),
+    "Precompiled": _by_table,
+    # each byte becomes a letter of one or two bytes, and a word may get a space
+    "ByteLevel": lambda step: 4.0 if step.get("add_prefix_space") else 2.0,
+    "Metaspace": lambda step: 1.0 + _size(step["replacement"]),
+}
+"""Steps whose factor depends on their settings. Added tokens cut a text, so each byte may get a prefix of its own."""
+
 
 FILE = "tokenizer.json"
 SPACE = "\u2581"
@@ -46,23 +222,23 @@ _WORD_END = re.compile(f"{_LETTER}(?=[ ,.;:!?，。、；：！？]{_LETTER})")
 """Every pattern of PATTERNS begins a word between a letter and a sign that another letter follows."""
 
 
-def text_of(file: Path, cure: str = "") -> str:
+def text_of(file: Path, hint: str = "") -> str:
     """A file as text. Raises DataError for one that is not UTF-8."""
     try:
         return file.read_text(encoding="utf-8")
     except UnicodeDecodeError as error:
-        raise DataError(f"is no tokenizer: {error}", where=str(file), cure=cure) from None
+        raise DataError(f"is no tokenizer: {error}", where=str(file), hint=hint) from None
 
 
-def parsed(text: str, where: str, cure: str = "") -> tokenizers.Tokenizer:
+def parsed(text: str, where: str, hint: str = "") -> tokenizers.Tokenizer:
     """
     What `tokenizers` makes of the text of a tokenizer.json. Raises DataError where that is nothing or encodes nothing,
     and for IDs that the library would allocate memory for in vain: it reserves a place for every ID up to the largest.
     """
     try:
         spec = json.loads(text)
-        if problem := _problem(spec) or growth.problem(_steps_of(spec)):
-            raise DataError(problem, where=where, cure=cure or DAMAGED)
+        if problem := _problem(spec) or growth_problem(_steps_of(spec)):
+            raise DataError(problem, where=where, hint=hint or DAMAGED)
         inner = tokenizers.Tokenizer.from_str(json.dumps(spec))
         if spec.get("padding") is None:  # or else it may be padded to any length
             inner.encode("hello wörld 12 \u2581", add_special_tokens=False)
@@ -70,7 +246,7 @@ def parsed(text: str, where: str, cure: str = "") -> tokenizers.Tokenizer:
         # the library raises nothing more precise than Exception, and panics with an error that is none
         known = isinstance(error, ValueError | RecursionError) or type(error) is Exception
         if known or type(error).__name__ == "PanicException":
-            raise DataError(f"is no tokenizer: {error}"[:MAX_SHOWN], where=where, cure=cure) from None
+            raise DataError(f"is no tokenizer: {error}"[:MAX_SHOWN], where=where, hint=hint) from None
         raise
     return inner
 
@@ -83,8 +259,8 @@ def _panics_are_errors() -> Iterator[None]:
     except BaseException as error:
         if type(error).__name__ == "PanicException":
             what = f"its library gave up on a text: {error}"[:MAX_SHOWN]
-            cure = "Its regular expressions are too slow for that text. Take another tokenizer, or leave the text out."
-            raise DataError(what, where="tokenizer.json", cure=cure) from None
+            hint = "Its regular expressions are too slow for that text. Take another tokenizer, or leave the text out."
+            raise DataError(what, where="tokenizer.json", hint=hint) from None
         raise
 
 
@@ -136,8 +312,8 @@ class Tokenizer:
         self._inner = inner
         vocabulary: dict[str, int] = inner.get_vocab(with_added_tokens=True)
         if missing := [name for name in SPECIAL if name not in vocabulary]:
-            cure = "Train it with `bloomery run RECIPE`, whose tokenizers hold all of them."
-            raise DataError(f"the tokenizer lacks the special tokens {', '.join(missing)}", cure=cure)
+            hint = "Train it with `bloomery run RECIPE`, whose tokenizers hold all of them."
+            raise DataError(f"the tokenizer lacks the special tokens {', '.join(missing)}", hint=hint)
         self.special = {name: vocabulary[name] for name in SPECIAL}
         self.document_id, self.end_id, self.pad_id = (self.special[name] for name in (DOCUMENT, END, PAD))
 
@@ -147,7 +323,7 @@ class Tokenizer:
         file = folder / FILE
         if not file.is_file():
             raise DataError(
-                "there is no tokenizer.json", where=str(folder), cure="Name the folder that a tokenizer was saved in."
+                "there is no tokenizer.json", where=str(folder), hint="Name the folder that a tokenizer was saved in."
             )
         return cls(parsed(text_of(file, "Run its stage again."), str(file), "Run its stage again."))
 
@@ -201,8 +377,8 @@ class Tokenizer:
         size = len(text.encode())
         if not self._cuts_words and size * self._growth > MAX_NORMALIZED_BYTES:
             what = f"the text has {size:,} bytes, and the tokenizer may make {self._growth:,.0f} times as many of it"
-            cure = f"It takes {int(MAX_NORMALIZED_BYTES / self._growth):,} bytes at once. Shorten the text."
-            raise DataError(what, where="messages", cure=cure)
+            hint = f"It takes {int(MAX_NORMALIZED_BYTES / self._growth):,} bytes at once. Shorten the text."
+            raise DataError(what, where="messages", hint=hint)
         if self.max_token_bytes and (least := -(-size // self.max_token_bytes)) > max_tokens:
             return least
         ids: list[int] = []
@@ -237,7 +413,7 @@ class Tokenizer:
 
     @cached_property
     def _growth(self) -> float:
-        return growth.growth(self.spec)
+        return growth(self.spec)
 
     @cached_property
     def max_token_bytes(self) -> int | None:

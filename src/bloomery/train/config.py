@@ -6,7 +6,7 @@ from pydantic import Field, model_validator
 
 from bloomery.core.bounds import Between, Context, Seed, Share, Steps, StepsOrNone
 from bloomery.core.config import VOLATILE, Config
-from bloomery.hw.host import Wanted
+from bloomery.hw.host import DeviceChoice
 from bloomery.model.lora_config import Lora
 
 Momentum = Annotated[float, Between(0, 0.9999999, "a mean that keeps all never moves")]
@@ -107,7 +107,7 @@ class Muon(Config):
 Optimizer = Annotated[Muon | AdamW | AdEMAMix | AdamW8bit | Lion, Field(discriminator="kind")]
 
 
-class Constant(Config):
+class ConstantSchedule(Config):
     """
     Learning rate as a share of its peak: a linear warm-up, then level.
 
@@ -119,7 +119,7 @@ class Constant(Config):
     warmup_steps: StepsOrNone = 0
 
 
-class Linear(Config):
+class LinearSchedule(Config):
     """
     A linear warm-up, then a line down to `final`.
 
@@ -131,7 +131,7 @@ class Linear(Config):
     final: Share = 0.0
 
 
-class Cosine(Config):
+class CosineSchedule(Config):
     """
     A linear warm-up, then half a wave down to `final` (Loshchilov and Hutter 2016, https://arxiv.org/abs/1608.03983).
 
@@ -143,7 +143,7 @@ class Cosine(Config):
     final: Share = 0.0
 
 
-class WSD(Config):
+class WSDSchedule(Config):
     """
     Warm-up, stable, decay (Hägele et al. 2024, https://arxiv.org/abs/2405.18392): level until the decay begins.
 
@@ -163,7 +163,7 @@ class WSD(Config):
     final: Share = 0.0
 
 
-Schedule = Annotated[Constant | Linear | Cosine | WSD, Field(discriminator="kind")]
+Schedule = Annotated[ConstantSchedule | LinearSchedule | CosineSchedule | WSDSchedule, Field(discriminator="kind")]
 
 
 class WeightsAndBiases(Config):
@@ -192,7 +192,7 @@ Sink = Annotated[WeightsAndBiases | TensorBoard | Trackio, Field(discriminator="
 
 
 Ranks = Annotated[int, Between(1, 1024, "each rank is a process of this machine")]
-Checkpoints = Annotated[int, Between(1, 1000, "each is as large as model and optimizer")]
+CheckpointCount = Annotated[int, Between(1, 1000, "each is as large as model and optimizer")]
 StepWindow = Annotated[int, Between(2, 10**6, "a deviation takes two steps, and all are in memory")]
 StepTokens = Annotated[int, Between(1, 2**32, "no run takes more in one step")]
 
@@ -204,13 +204,13 @@ class Training(Config):
     tokens_per_step: StepTokens
     """Of the whole global batch."""
     optimizer: Optimizer = Muon()
-    schedule: Schedule = WSD()
+    schedule: Schedule = WSDSchedule()
     max_norm: Annotated[float, Between(1e-6, 1e12, "a larger one clips none", "a smaller one leaves nothing")] = 1.0
     """Gradients are scaled down to this global norm."""
     z_loss: Annotated[float, Between(0, 10, "a larger one outweighs the cross entropy")] = 0.0
     """Weight of (log Σ exp scores)² of each supervised token beside its cross entropy; it keeps scores near zero."""
     seed: Seed = 0
-    device: Wanted = "auto"
+    device: DeviceChoice = "auto"
     precision: Literal["auto", "bfloat16", "float16", "float32"] = "auto"
     """Of matrix products; weights and optimizer are float32. `auto` takes what the device has units for."""
     recompute: Level = Field("none", json_schema_extra=VOLATILE)
@@ -225,7 +225,7 @@ class Training(Config):
         20.0, json_schema_extra=VOLATILE
     )
     """Between checkpoints to go on from. One to go back to is saved at the start and at each evaluation anyway."""
-    keep_checkpoints: Checkpoints = Field(2, json_schema_extra=VOLATILE)
+    keep_checkpoints: CheckpointCount = Field(2, json_schema_extra=VOLATILE)
     """How many of the newest stay, besides the one that the run would go back to."""
     keep_every_steps: Steps | None = Field(None, json_schema_extra=VOLATILE)
     """Steps between checkpoints that stay for ever; None for none."""
@@ -237,7 +237,7 @@ class Training(Config):
     """Steps between measurements of the validation loss."""
     log_every: Steps = Field(10, json_schema_extra=VOLATILE)
 
-    # When an update is not made, and when the run goes back: see guard.py. Volatile, so that a run which these have
+    # When an update is not made, and when the run goes back: see state.py. Volatile, so that a run which these have
     # stopped can go on with others.
     skip_sigma: Annotated[
         float, Between(0.1, 1e9, "a larger one skips none", "a smaller one skips nearly every step")
@@ -298,7 +298,7 @@ class Finetune(Training):
     """The same loop, on conversations, from the pretrained weights."""
 
     optimizer: Optimizer = Muon(matrix_learning_rate=0.01, learning_rate=1e-3)
-    schedule: Schedule = Linear()
+    schedule: Schedule = LinearSchedule()
     lora: Lora | None = None
     """Train small matrices beside frozen ones, by AdamW if no optimizer is named. None: train every weight."""
 

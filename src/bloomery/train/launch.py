@@ -21,15 +21,16 @@ from typing import Any, NoReturn, TypeVar
 
 from typing_extensions import TypedDict
 
-from bloomery.core import files, shortage
+from bloomery.core import io as core_io
+from bloomery.core import shortage
 from bloomery.core.config import Config, build, plain
 from bloomery.core.errors import BloomeryError, RunError
 from bloomery.core.log import console
+from bloomery.core.pipeline import resolve
 from bloomery.core.records import read_record
-from bloomery.core.stage import resolve
-from bloomery.core.stop import EXIT_CODE, Stop, Terminated, on_signals
-from bloomery.hw import dist
-from bloomery.hw.dist import RankLostError, World
+from bloomery.core.signals import TERMINATED, StopRequest, Terminated, on_signals
+from bloomery.hw import distributed
+from bloomery.hw.distributed import RankLostError, World
 from bloomery.hw.launcher import cores
 from bloomery.train.config import Training
 
@@ -48,15 +49,15 @@ launch.be_rank(sys.argv[2])
 """
 """What the process of a rank runs: the import of torch takes seconds, in which the parent may die."""
 
-ENDED = (EXIT_CODE, -signal.SIGTERM)
+ENDED = (TERMINATED, -signal.SIGTERM)
 """Codes of a rank that was asked to stop: it did where nothing is lost, or had not begun."""
-WELL = (None, 0, EXIT_CODE)
+WELL = (None, 0, TERMINATED)
 """Codes of a rank for which the others need not end: it runs, is done, or has stopped after the same step as they."""
 
 Answer = dict[str, Any]
 
 
-class Task(TypedDict):
+class RankTask(TypedDict):
     """What a rank is started for."""
 
     function: str
@@ -73,10 +74,10 @@ def run(function: str, task: Mapping[str, Any], ranks: int = 1) -> Answer:
     Run `function` ("package.module:name") on every rank and return the answer of the first. Raises RunError, which
     names it, for a rank that dies, and whatever BloomeryError a rank raises.
     """
-    if (world := dist.given()) is not None and world.size > 1:
+    if (world := distributed.given()) is not None and world.size > 1:
         assert world.is_first, "the others wait in `follow`"
         number = len(_handed_out)
-        dist.hand_out(number, {"function": function, "task": dict(task)})
+        distributed.hand_out(number, {"function": function, "task": dict(task)})
         return _take_part(number, function, task)
     if ranks == 1:  # also where a launcher has started no more than one
         return dict(resolve(function)(task, World.alone()))
@@ -98,18 +99,18 @@ def unpacked(cls: type[C], task: Mapping[str, Any]) -> tuple[C, dict[str, Path],
 def follow() -> None:
     """What ranks but the first do under torchrun: take part in what the first hands out, until it is done."""
     console.quiet = True
-    while (told := dist.handed_out(number := len(_handed_out)))["function"]:
+    while (told := distributed.handed_out(number := len(_handed_out)))["function"]:
         _take_part(number, told["function"], told["task"])
 
 
 def dismiss() -> None:
     """Let the ranks go that wait in `follow`."""
-    dist.hand_out(len(_handed_out), {"function": ""})
+    distributed.hand_out(len(_handed_out), {"function": ""})
 
 
 def _take_part(number: int, function: str, task: Mapping[str, Any]) -> Answer:
     _handed_out.append(function)
-    with dist.joined(number) as world:
+    with distributed.joined(number) as world:
         return dict(resolve(function)(task, world))
 
 
@@ -119,10 +120,10 @@ def _take_part(number: int, function: str, task: Mapping[str, Any]) -> Answer:
 def _on_processes(function: str, task: Mapping[str, Any], ranks: int) -> Answer:
     with on_signals(_interrupt) as stop:  # before anything starts, so that nothing that has started is left
         stop.saves = True
-        store, port = dist.open_store()
+        store, port = distributed.open_store()
         with tempfile.TemporaryDirectory(prefix="bloomery-ranks-") as name:
             folder = Path(name)
-            files.write_json(folder / "task.json", {"function": function, "task": dict(task)})
+            core_io.write_json(folder / "task.json", {"function": function, "task": dict(task)})
             processes: list[subprocess.Popen[bytes]] = []
             try:
                 for rank in range(ranks):
@@ -165,20 +166,20 @@ def _start(folder: Path, port: int, rank: int, ranks: int) -> "subprocess.Popen[
 def be_rank(name: str) -> None:
     """What a process that `run` has started does. `name` is the folder of its task. Exits 0 with an answer."""
     folder, rank = Path(name), int(os.environ["RANK"])
-    told = read_record(folder / "task.json", Task)
+    told = read_record(folder / "task.json", RankTask)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is left to the parent
     console.quiet = rank > 0
     try:
         with on_signals():  # until it is gone: who asks all processes of a group asks each rank more than once
-            files.write_json(folder / f"{rank}.json", {"answer": _take_part(0, told["function"], told["task"])})
+            core_io.write_json(folder / f"{rank}.json", {"answer": _take_part(0, told["function"], told["task"])})
     except Terminated as ended:
         _leave(int(ended.code or 0))
     except BloomeryError as error:
-        files.write_json(folder / f"{rank}.json", {"error": dist.told(error)})
+        core_io.write_json(folder / f"{rank}.json", {"error": distributed.told(error)})
         _leave(2)
     except Exception as error:
         if (short := shortage.as_error(error)) is not None:
-            files.write_json(folder / f"{rank}.json", {"error": dist.told(short)})
+            core_io.write_json(folder / f"{rank}.json", {"error": distributed.told(short)})
             _leave(2)
         sys.excepthook(type(error), error, error.__traceback__)
         _leave(1)
@@ -205,7 +206,7 @@ def busy() -> Iterator[None]:
         note.unlink(missing_ok=True)
 
 
-def _watch(processes: "Sequence[subprocess.Popen[bytes]]", folder: Path, stop: Stop) -> None:
+def _watch(processes: "Sequence[subprocess.Popen[bytes]]", folder: Path, stop: StopRequest) -> None:
     """
     Wait for all, and ask them to stop when this process is. Raises Terminated when they have; of ranks that fail, the
     error of one, as soon as it is known which of them was the first to.
@@ -218,7 +219,7 @@ def _watch(processes: "Sequence[subprocess.Popen[bytes]]", folder: Path, stop: S
 
     _wait(processes, stop, may_go_on)
     codes = [process.poll() for process in processes]
-    if codes[0] == EXIT_CODE:  # the first has saved; the others stopped with it, or lost it while they waited for it
+    if codes[0] == TERMINATED:  # the first has saved; the others stopped with it, or lost it while they waited for it
         raise Terminated(stop.code)
     found = [(_error(rank, processes[rank], folder), code == 1) for rank, code in enumerate(codes) if code]
     if stop.asked:  # one that was still starting has no other way to stop, and those that miss it are no failure
@@ -233,7 +234,7 @@ def _watch(processes: "Sequence[subprocess.Popen[bytes]]", folder: Path, stop: S
     stop.check()
 
 
-def _wait(processes: "Sequence[subprocess.Popen[bytes]]", stop: Stop, patience: Callable[[], bool]) -> None:
+def _wait(processes: "Sequence[subprocess.Popen[bytes]]", stop: StopRequest, patience: Callable[[], bool]) -> None:
     """Wait for all, as long as there is patience. Each is told once when this process is asked to stop."""
     told = False
     while any(process.poll() is None for process in processes) and patience():
@@ -247,8 +248,8 @@ def _wait(processes: "Sequence[subprocess.Popen[bytes]]", stop: Stop, patience: 
 def _error(rank: int, process: "subprocess.Popen[bytes]", folder: Path) -> BloomeryError:
     file = folder / f"{rank}.json"
     if process.returncode == 2 and file.is_file():
-        return dist.heard(read_record(file, dict[str, Any])["error"])
+        return distributed.heard(read_record(file, dict[str, Any])["error"])
     code = process.returncode
     how = f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
-    cure = "What it said stands above. The same command goes on from the newest checkpoint."
-    return RunError(f"rank {rank} (process {process.pid}) {how}; the other ranks were stopped", cure=cure)
+    hint = "What it said stands above. The same command goes on from the newest checkpoint."
+    return RunError(f"rank {rank} (process {process.pid}) {how}; the other ranks were stopped", hint=hint)

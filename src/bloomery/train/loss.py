@@ -8,9 +8,8 @@ from typing import Any
 
 from jaxtyping import Float, Int
 
-import bloomery.hw.needs_torch  # noqa: F401
-from bloomery.model import kernels, products
-from bloomery.model.fused import operations, plain
+import bloomery.hw.require_torch  # noqa: F401
+from bloomery.model.kernels import cpu, reference, triton
 
 import torch
 from torch import Tensor
@@ -40,7 +39,7 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         context: Any, hidden: Tensor, weight: Tensor, targets: Tensor, z_loss: float, share: float, slopes: bool
     ) -> tuple[Tensor, Tensor]:
         totals = torch.zeros(2, dtype=torch.float32, device=hidden.device)
-        tiles = products.ready(hidden, weight)
+        tiles = cpu.matmul_ready(hidden, weight)
         learns = context.needs_input_grad[1]
         table = weight if tiles else weight.to(hidden.dtype)
         grad_hidden = hidden.new_empty(hidden.shape) if slopes else None
@@ -53,11 +52,11 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
             if slope is None or grad_hidden is None:
                 continue
             if tiles:
-                products.product(slope, table, grad_hidden[piece])
+                cpu.product(slope, table, grad_hidden[piece])
                 if not learns:
                     continue
                 into = weight.new_empty(weight.shape) if grad_weight is None else grad_weight
-                grad_weight = products.product(slope.t(), hidden[piece], into, add=grad_weight is not None)
+                grad_weight = cpu.product(slope.t(), hidden[piece], into, add=grad_weight is not None)
                 continue
             grad_hidden[piece] = over_the_vocabulary(slope, table)
             if not learns:
@@ -89,7 +88,7 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
 
 def _scores(hidden: Tensor, table: Tensor, tiles: bool) -> Tensor:
     if tiles:
-        return products.product(hidden, table.t(), products.aligned_rows(len(hidden), len(table)))
+        return cpu.product(hidden, table.t(), cpu.aligned_rows(len(hidden), len(table)))
     return hidden @ table.t()
 
 
@@ -113,15 +112,15 @@ def chunk(
     Sum of the cross entropies and of the penalties of a chunk, and `share` times the gradient of both together with
     respect to the scores, in their format. It may overwrite the scores.
     """
-    if operations.ready("cross-entropy", scores):
-        z, reached = operations.cross_entropy_(scores, targets, z_loss=z_loss, share=share, slopes=slopes)
+    if triton.ready("cross-entropy", scores):
+        z, reached = triton.cross_entropy_(scores, targets, z_loss=z_loss, share=share, slopes=slopes)
         return torch.stack(((z - reached).sum(), z_loss * z.square().sum())), scores if slopes else None
     reached = scores.gather(1, targets[:, None]).float()
-    if kernels.ready(scores):
-        z = kernels.cross_entropy_(scores, targets, z_loss=z_loss, share=share, slopes=slopes)
+    if cpu.ready(scores):
+        z = cpu.cross_entropy_(scores, targets, z_loss=z_loss, share=share, slopes=slopes)
         slope = scores if slopes else None
     else:
-        z, slope = plain.cross_entropy_(scores, targets, z_loss, slopes, share)
+        z, slope = reference.cross_entropy_(scores, targets, z_loss, slopes, share)
     return torch.stack(((z.flatten() - reached.flatten()).sum(), z_loss * z.square().sum())), slope
 
 

@@ -1,25 +1,282 @@
-"""Optimizers, built from a recipe's words."""
+"""
+Build optimizers from a recipe: AdamW, Muon, AdEMAMix, 8-bit AdamW, Lion.
 
-from collections.abc import Iterator, Mapping
+Muon orthogonalizes matrices of one shape together: on a CPU, a small matrix does not fill the execution units.
+
+AdEMAMix, AdamW with moments of 8 bits, and Lion do not exist in torch. Each is a plain torch optimizer here.
+
+Letters: g gradient, p weight, t steps so far, λ weight decay (decoupled: p ← p − lr·λ·p comes first).
+
+Learning rates are pure functions of the step. The formulas are those of llm.c's schedulers.h and of 1386.ai's
+scheduler.py. Their warm-up makes its first step at 1 / W of the peak. Their decay makes its first step at the peak,
+and its last step just above the final rate.
+
+All optimizers share one file because the recipe chooses among them by name.
+"""
+
+import math
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from fractions import Fraction
 from typing import Any
 
-import bloomery.hw.needs_torch  # noqa: F401
+import bloomery.hw.require_torch  # noqa: F401
 from bloomery.core.errors import CheckpointError
-from bloomery.train import optim_rules as rules
-from bloomery.train.config import AdamW8bit, AdEMAMix, Lion, Muon, Optimizer
-from bloomery.train.optim_adamw import ScaledAdamW
-from bloomery.train.optim_muon import BatchedMuon
+from bloomery.train.config import AdamW8bit, AdEMAMix, ConstantSchedule, Lion, Muon, Optimizer, Schedule, WSDSchedule
+from bloomery.train.fsdp import like, whole
+from bloomery.train.fused_adamw import ScaledAdamW
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
+
+BATCH_NUMBERS = 2**21
+"""Of matrices that are orthogonalized together: so many stay in a processor's cache."""
+
+
+class BatchedMuon(torch.optim.Muon):
+    """
+    torch.optim.Muon, faster and, in bfloat16, with the same bits.
+
+        b ← μ·b + (1 − μ)·g      o = orthogonalize(μ·b + (1 − μ)·g)
+        p ← p − lr·λ·p − lr·s·o      s = √max(1, rows / columns), or 0.2·√max(rows, columns)
+
+    Jordan et al. 2024, https://kellerjordan.github.io/posts/muon/; the second s is that of Liu et al. 2025,
+    https://arxiv.org/abs/2502.16982. Products are made in `dtype`: where a device has no units for bfloat16, float32
+    is faster there. Of weights that are spread over ranks, each rank puts the matrices together and keeps its part.
+    """
+
+    def __init__(self, weights: Any, *, dtype: torch.dtype = torch.bfloat16, **settings: Any) -> None:
+        super().__init__(weights, **settings)
+        self._dtype = dtype
+
+    def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
+        with torch.no_grad():
+            for group in self.param_groups:
+                for weights in _batches([weight for weight in group["params"] if weight.grad is not None]):
+                    self._change(weights, group)
+
+    def _change(self, weights: list[Tensor], group: dict[str, Any]) -> None:
+        rows, columns = weights[0].shape
+        shape = (len(weights), min(rows, columns), max(rows, columns))
+        wide = torch.empty(shape, dtype=self._dtype, device=weights[0].device)
+        for weight, place in zip(weights, wide, strict=True):
+            state, gradient = self.state[weight], weight.grad
+            if "momentum_buffer" not in state:
+                state["momentum_buffer"] = torch.zeros_like(weight)
+            assert gradient is not None
+            mean = state["momentum_buffer"].lerp_(gradient, 1 - group["momentum"])
+            ahead = whole(gradient.lerp(mean, group["momentum"]) if group["nesterov"] else mean)
+            place.copy_(ahead if rows <= columns else ahead.T)
+        directions = orthogonalize(wide, group["ns_coefficients"], group["ns_steps"], group["eps"])
+        rate = group["lr"] * _scale(rows, columns, group["adjust_lr_fn"])
+        for weight, direction in zip(weights, directions, strict=True):
+            weight.mul_(1 - group["lr"] * group["weight_decay"])
+            weight.add_(like(weight, direction if rows <= columns else direction.T), alpha=-rate)
+
+
+def orthogonalize(matrices: Tensor, coefficients: tuple[float, float, float], steps: int, eps: float) -> Tensor:
+    """
+    About U·Vᵀ of each U·S·Vᵀ in (matrices, rows, columns) with rows ≤ columns, by the Newton–Schulz iteration
+
+        x ← x / ‖x‖      then `steps` times      x ← a·x + (b·A + c·A²)·x,   A = x·xᵀ
+    """
+    a, b, c = coefficients
+    x: Tensor = matrices / matrices.norm(dim=(1, 2), keepdim=True).clamp(min=eps)
+    for _ in range(steps):
+        gram = torch.bmm(x, x.mT)
+        polynomial = torch.baddbmm(gram, gram, gram, beta=b, alpha=c)
+        x = torch.baddbmm(x, polynomial, x, beta=a)
+    return x
+
+
+def _scale(rows: int, columns: int, kind: str | None) -> float:
+    if kind == "match_rms_adamw":
+        return 0.2 * math.sqrt(max(rows, columns))
+    return math.sqrt(max(1, rows / columns))
+
+
+def _batches(weights: list[Tensor]) -> Iterator[list[Tensor]]:
+    """Weights of one shape and device, as many at a time as BATCH_NUMBERS allow, in an order that does not change."""
+    alike: dict[Any, list[Tensor]] = {}
+    for weight in weights:
+        alike.setdefault((weight.shape, weight.device), []).append(weight)
+    for same in alike.values():
+        size = max(1, BATCH_NUMBERS // same[0].numel())
+        yield from (same[first : first + size] for first in range(0, len(same), size))
+
+
+CHUNK_NUMBERS = 2**20
+"""Of a weight's moments at a time that exist in float32, where they are kept in 8 bits."""
+
+
+class ElementwiseOptimizer(torch.optim.Optimizer):
+    """An optimizer whose weights do not depend on each other: `change` moves one of them."""
+
+    def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
+        with torch.no_grad():
+            for group in self.param_groups:
+                for weight in group["params"]:
+                    if weight.grad is not None:
+                        weight.mul_(1 - group["lr"] * group["weight_decay"])
+                        self.change(weight, weight.grad, self.state[weight], group)
+
+    def change(self, weight: Tensor, gradient: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
+        raise NotImplementedError
+
+
+class AdEMAMixOptimizer(ElementwiseOptimizer):
+    """
+        m ← β₁·m + (1 − β₁)·g     n ← β₃(t)·n + (1 − β₃(t))·g     v ← β₂·v + (1 − β₂)·g²
+        p ← p − lr · (m / (1 − β₁ᵗ) + α(t)·n) / (√(v / (1 − β₂ᵗ)) + ε)
+
+        α(t) = α · min(1, t / R)      β₃(t) = min(β₃, exp(ln β₁ · ln β₃ / ((1 − t/R)·ln β₃ + t/R · ln β₁)))
+
+    over a ramp of R steps (Pagliardini, Ablin and Grangier 2024, https://arxiv.org/abs/2409.03137, algorithm 1 and §3).
+    """
+
+    def __init__(
+        self, groups: Any, *, lr: float, betas: tuple[float, float, float], alpha: float, eps: float, ramp: int
+    ):
+        super().__init__(groups, {"lr": lr, "betas": betas, "alpha": alpha, "eps": eps, "ramp": ramp})
+
+    def change(self, weight: Tensor, gradient: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
+        if not state:
+            state["step"] = torch.zeros((), dtype=torch.float32)
+            state |= {name: torch.zeros_like(weight) for name in ("exp_avg", "exp_avg_slow", "exp_avg_sq")}
+        state["step"] += 1
+        t, (beta1, beta2, _) = _number(state["step"]), group["betas"]
+        alpha, beta3 = slow_mean(t, group["alpha"], group["betas"], group["ramp"])
+        state["exp_avg"].lerp_(gradient, 1 - beta1)
+        state["exp_avg_slow"].lerp_(gradient, 1 - beta3)
+        state["exp_avg_sq"].mul_(beta2).addcmul_(gradient, gradient, value=1 - beta2)
+        root = state["exp_avg_sq"].sqrt().div_(math.sqrt(1 - beta2**t)).add_(group["eps"])
+        both = torch.add(state["exp_avg"] / (1 - beta1**t), state["exp_avg_slow"], alpha=alpha)
+        weight.addcdiv_(both, root, value=-group["lr"])
+
+
+def _number(step: Tensor) -> int:
+    """Which step it is: the first of those that are traced with tensors without numbers."""
+    return 1 if isinstance(step, FakeTensor) else int(step)
+
+
+def slow_mean(t: int, alpha: float, betas: tuple[float, float, float], ramp: int) -> tuple[float, float]:
+    """α(t) and β₃(t) of AdEMAMix at step t = 1, 2, …"""
+    beta1, _, beta3 = betas
+    if t >= ramp:
+        return alpha, beta3
+    x = t / ramp
+    if not 0 < beta1 < 1 or not 0 < beta3 < 1:
+        return alpha * x, beta3
+    slow, fast = math.log(beta3), math.log(beta1)
+    return alpha * x, min(beta3, math.exp(fast * slow / ((1 - x) * slow + x * fast)))
+
+
+class LionOptimizer(ElementwiseOptimizer):
+    """
+        p ← p − lr · sign(β₁·m + (1 − β₁)·g)     m ← β₂·m + (1 − β₂)·g
+
+    Chen et al. 2023, https://arxiv.org/abs/2302.06675, algorithm 2.
+    """
+
+    def __init__(self, groups: Any, *, lr: float, betas: tuple[float, float]) -> None:
+        super().__init__(groups, {"lr": lr, "betas": betas})
+
+    def change(self, weight: Tensor, gradient: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
+        if not state:
+            state["exp_avg"] = torch.zeros_like(weight)
+        beta1, beta2 = group["betas"]
+        weight.add_(state["exp_avg"].lerp(gradient, 1 - beta1).sign_(), alpha=-group["lr"])
+        state["exp_avg"].lerp_(gradient, 1 - beta2)
+
+
+class AdamW8bitOptimizer(ElementwiseOptimizer):
+    """
+    AdamW, with both moments kept as codes of 8 bits and a float32 scale for each block of numbers.
+
+        x ≈ scale · table[code]      scale = the largest |x| of the block
+
+    The table is finer near zero, where most numbers are (`code_table`). The second moment is never rounded to zero,
+    which would divide by ε (Dettmers et al. 2021, https://arxiv.org/abs/2110.02861, §2).
+    """
+
+    def __init__(self, groups: Any, *, lr: float, betas: tuple[float, float], eps: float, block: int) -> None:
+        super().__init__(groups, {"lr": lr, "betas": betas, "eps": eps, "block": block})
+        self._tables: dict[torch.device, tuple[Tensor, Tensor]] = {}
+
+    def change(self, weight: Tensor, gradient: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
+        if not state:
+            blocks = -(-weight.numel() // group["block"])
+            state["step"] = torch.zeros((), dtype=torch.float32)
+            for name in ("exp_avg", "exp_avg_sq"):
+                state[f"{name}_codes"] = torch.zeros_like(weight, dtype=torch.uint8)
+                state[f"{name}_scales"] = torch.zeros(blocks, dtype=torch.float32, device=weight.device)
+        if weight.device not in self._tables:
+            self._tables[weight.device] = code_table(True).to(weight.device), code_table(False).to(weight.device)
+        signed, unsigned = self._tables[weight.device]
+        state["step"] += 1
+        t, (beta1, beta2) = _number(state["step"]), group["betas"]
+        flat, slope = weight.view(-1), gradient.reshape(-1)
+        for numbers, blocks in _chunks(weight.numel(), group["block"]):
+            kept = [
+                (state[f"{n}_codes"].view(-1)[numbers], state[f"{n}_scales"][blocks]) for n in ("exp_avg", "exp_avg_sq")
+            ]
+            g = slope[numbers].float()
+            mean = decode(*kept[0], signed, group["block"]).lerp_(g, 1 - beta1)
+            square = decode(*kept[1], unsigned, group["block"]).mul_(beta2).addcmul_(g, g, value=1 - beta2)
+            root = square.sqrt().div_(math.sqrt(1 - beta2**t)).add_(group["eps"])
+            flat[numbers].addcdiv_(mean, root, value=-group["lr"] / (1 - beta1**t))
+            encode(mean, signed, True, group["block"], *kept[0])
+            encode(square, unsigned, False, group["block"], *kept[1])
+
+
+def _chunks(numbers: int, block: int) -> Iterator[tuple[slice, slice]]:
+    """Slices of a weight's numbers, and of the blocks that they are in."""
+    blocks = max(1, CHUNK_NUMBERS // block)
+    for first in range(0, -(-numbers // block), blocks):
+        yield slice(first * block, min(numbers, (first + blocks) * block)), slice(first, first + blocks)
+
+
+def code_table(signed: bool) -> Tensor:
+    """
+    The 256 numbers that codes stand for, in their order, from −1 or 0 to 1.
+
+    Each decade from 10⁻⁷ to 1 is cut into equal pieces, twice as many as in the decade below, whose middles are the
+    numbers; with 0 and 1. Without a sign there are twice as many pieces.
+    """
+    numbers = [0.0, 1.0]
+    for decade in range(7):
+        pieces = 2**decade * (1 if signed else 2)
+        middles = [0.1 + 0.9 * (place + 0.5) / pieces for place in range(pieces)]
+        numbers += [
+            10.0 ** (decade - 6) * middle * sign for middle in middles for sign in ((1, -1) if signed else (1,))
+        ]
+    return torch.tensor(sorted(numbers), dtype=torch.float32)
+
+
+def decode(codes: Tensor, scales: Tensor, table: Tensor, block: int) -> Tensor:
+    """Float32 numbers of codes: a scale for every `block` of them, the last block may be shorter."""
+    return table[codes.int()].mul_(scales.repeat_interleave(block)[: len(codes)])
+
+
+def encode(numbers: Tensor, table: Tensor, signed: bool, block: int, codes: Tensor, scales: Tensor) -> None:
+    """Fill `codes` and `scales` with the nearest in the table; without signs, only 0 itself gets the code of 0."""
+    rows = F.pad(numbers, (0, -len(numbers) % block)).view(-1, block)
+    scales.copy_(rows.abs().amax(1))
+    shares = (rows / scales.clamp(min=torch.finfo(torch.float32).tiny)[:, None]).view(-1)[: len(numbers)]
+    nearest = torch.bucketize(shares, (table[1:] + table[:-1]) / 2, out_int32=True)
+    if not signed:
+        nearest = torch.maximum(nearest, (numbers > 0).int())
+    codes.copy_(nearest)
+
 
 REMEMBERED: dict[type[torch.optim.Optimizer], tuple[str, ...]] = {
     ScaledAdamW: ("step", "exp_avg", "exp_avg_sq"),
     BatchedMuon: ("momentum_buffer",),
-    rules.AdEMAMix: ("step", "exp_avg", "exp_avg_slow", "exp_avg_sq"),
-    rules.AdamW8bit: ("step", "exp_avg_codes", "exp_avg_scales", "exp_avg_sq_codes", "exp_avg_sq_scales"),
-    rules.Lion: ("exp_avg",),
+    AdEMAMixOptimizer: ("step", "exp_avg", "exp_avg_slow", "exp_avg_sq"),
+    AdamW8bitOptimizer: ("step", "exp_avg_codes", "exp_avg_scales", "exp_avg_sq_codes", "exp_avg_sq_scales"),
+    LionOptimizer: ("exp_avg",),
 }
 """What each optimizer keeps of a weight from step to step."""
 
@@ -109,7 +366,7 @@ class Optimizers:
             fits = value.dtype == torch.uint8 if key.endswith("_codes") else value.is_floating_point()
             if tuple(value.shape) != shape or not fits:
                 what = f"holds {key!r} of {path.rpartition('/')[0]!r} as {value.dtype} of shape {tuple(value.shape)}"
-                raise CheckpointError(f"the state of the optimizer {what}, not {shape}", cure=_OF_ANOTHER)
+                raise CheckpointError(f"the state of the optimizer {what}, not {shape}", hint=_OF_ANOTHER)
         for part in self.parts:
             part.state.clear()
         for path, value in saved.items():
@@ -125,7 +382,7 @@ class Optimizers:
             more = f", and {len(paths) - 1} more" if len(paths) > 1 else ""
             raise CheckpointError(
                 f"the state of the optimizer {what} {key!r} of {name!r}{more}",
-                cure=_OF_ANOTHER,
+                hint=_OF_ANOTHER,
             )
 
     def _owned(self) -> Iterator[tuple[torch.optim.Optimizer, nn.Parameter]]:
@@ -141,7 +398,7 @@ def _parts(kinds: Kinds, config: Optimizer, dtype: torch.dtype) -> list[torch.op
     tables = _group(kinds.tables, config.weight_decay if config.decay_embeddings else 0.0)
     vectors = _group(kinds.vectors, 0.0)
     if isinstance(config, Lion):
-        return [rules.Lion(matrices + tables + vectors, lr=lr, betas=betas)]
+        return [LionOptimizer(matrices + tables + vectors, lr=lr, betas=betas)]
 
     def adamw(groups: list[dict[str, Any]]) -> list[torch.optim.Optimizer]:
         return [ScaledAdamW(groups, lr=lr, betas=betas, eps=config.epsilon, fused=True)] if groups else []
@@ -150,7 +407,7 @@ def _parts(kinds: Kinds, config: Optimizer, dtype: torch.dtype) -> list[torch.op
         return [*_muon(matrices, config, dtype), *adamw(tables + vectors)]
     if isinstance(config, AdEMAMix):
         return [
-            rules.AdEMAMix(
+            AdEMAMixOptimizer(
                 matrices + tables + vectors,
                 lr=lr,
                 betas=(*betas, config.beta3),
@@ -160,7 +417,7 @@ def _parts(kinds: Kinds, config: Optimizer, dtype: torch.dtype) -> list[torch.op
             )
         ]
     if isinstance(config, AdamW8bit):
-        coded = rules.AdamW8bit(matrices + tables, lr=lr, betas=betas, eps=config.epsilon, block=config.block)
+        coded = AdamW8bitOptimizer(matrices + tables, lr=lr, betas=betas, eps=config.epsilon, block=config.block)
         return [coded, *adamw(vectors)]
     return adamw(matrices + tables + vectors)
 
@@ -182,3 +439,33 @@ def _muon(groups: list[dict[str, Any]], config: Muon, dtype: torch.dtype) -> lis
             dtype=dtype,
         )
     ]
+
+
+def learning_rate_share(schedule: Schedule, step: int, steps: int) -> float:
+    """The learning rate of step 1 … steps as a share of its peak. See the kinds of `Schedule` for the formulas."""
+    t, warmup = step - 1, schedule.warmup_steps
+    if t < warmup:
+        return (t + 1) / warmup
+    if isinstance(schedule, ConstantSchedule):
+        return 1.0
+    start = decay_start(schedule, steps)
+    if t < start:
+        return 1.0
+    x = (t - start) / (steps - start) if t < steps else 1.0
+    shape = schedule.shape if isinstance(schedule, WSDSchedule) else schedule.kind
+    fall = {"linear": x, "cosine": (1 - math.cos(math.pi * x)) / 2, "1-sqrt": math.sqrt(x)}[shape]
+    return schedule.final + (1.0 - schedule.final) * (1.0 - fall)
+
+
+def decay_start(schedule: Schedule, steps: int) -> int:
+    """How many steps come before the decay: until there, how many follow makes no difference to the learning rate."""
+    if isinstance(schedule, ConstantSchedule):
+        return steps
+    if not isinstance(schedule, WSDSchedule):
+        return schedule.warmup_steps
+    if schedule.decay_steps is not None:
+        length = schedule.decay_steps
+    else:
+        written = Fraction(str(schedule.decay))  # 0.29 · 100 is below 29 in binary
+        length = max(1, int(written * steps)) if schedule.decay else 0
+    return max(schedule.warmup_steps, steps - length)

@@ -1,17 +1,21 @@
 """
-In which number format matrix products are made, why, and what that asks of the loss.
+The device and number format of training matmuls, why it was chosen, and loss scaling.
 
-Weights, gradients and optimizer are float32 throughout: autocast hands a rounded copy to each matrix product. float16
-ends at 65,504 and loses what is below 6·10⁻⁸, so the loss is scaled up before the backward pass and gradients down
+Weights, gradients and optimizer are float32 throughout: autocast hands a rounded copy to each matmul. float16 ends
+at 65,504 and loses what is below 6·10⁻⁸. So the loss is scaled up before the backward pass, and gradients down
 after it (Micikevicius et al. 2017, https://arxiv.org/abs/1710.03740, §3.2). bfloat16 has the range of float32.
 """
 
 import math
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
+from bloomery.core.log import info
+from bloomery.hw import device as devices
+from bloomery.hw import kernel_selection
 from bloomery.hw.device import Device
+from bloomery.train.config import Training
 
 import torch
 from torch import Tensor
@@ -19,7 +23,7 @@ from torch import Tensor
 SMALLEST, TRIES = 1.0, 3
 """Scale; and what is tried of a step before it."""
 
-Wanted = Literal["auto", "bfloat16", "float16", "float32"]
+PrecisionChoice = Literal["auto", "bfloat16", "float16", "float32"]
 
 
 @dataclass
@@ -94,7 +98,7 @@ class Precision:
     scaler: Scaler | None = None
 
     @classmethod
-    def decide(cls, wanted: Wanted, device: Device) -> "Precision":
+    def decide(cls, wanted: PrecisionChoice, device: Device) -> "Precision":
         """The format that a recipe asks for; for `auto`, what the device has units for."""
         dtype = device.compute_dtype if wanted == "auto" else getattr(torch, wanted)
         name = str(dtype).removeprefix("torch.")
@@ -157,3 +161,23 @@ REASONS = {
     "float16": "{} has no units for bfloat16; the loss is scaled so that gradients keep to its range",
     "float32": "{} multiplies no shorter format faster",
 }
+
+
+def find_device(config: Training) -> Device:
+    """The device that a recipe asks for, with the number format that it asks for."""
+    devices.return_freed_memory()  # what earlier stages of this process left
+    found = devices.find(config.device)
+    kernel_selection.select_kernels(found)
+    info(f"  computes in {Precision.decide(config.precision, found).why}")
+    if config.precision == "auto":
+        return found
+    return replace(found, compute_dtype=getattr(torch, config.precision))
+
+
+def fast_dtype(device: Device) -> torch.dtype:
+    """The format that Muon's products are made in: bfloat16 has float32's range, which float16 has not."""
+    return torch.bfloat16 if device.compute_dtype == torch.bfloat16 else torch.float32
+
+
+def short(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

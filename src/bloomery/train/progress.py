@@ -28,8 +28,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from bloomery.core.errors import RunError
-from bloomery.train.guard import Past
-from bloomery.train.state import State
+from bloomery.train.state import SpikeStats, State
 
 MOST = 3
 MARGIN = 0.9999
@@ -40,7 +39,7 @@ LAST_LOSSES = 16
 
 
 @dataclass(frozen=True, kw_only=True)
-class Learning:
+class ProgressCheck:
     """What a training has to be better than."""
 
     name: str
@@ -117,7 +116,7 @@ def _last_half(losses: Sequence[float]) -> Sequence[float]:
     return losses[len(losses) // 2 :]
 
 
-def check_rollbacks(name: str, step: int, past: Past) -> None:
+def check_rollbacks(name: str, step: int, past: SpikeStats) -> None:
     """Raises RunError where a run that went back so often gets no further, or skips more steps than it keeps."""
     latest = past.rollbacks[-MOST:]
     if len(latest) < MOST:
@@ -144,4 +143,4 @@ def _error(name: str, step: int, what: str, *, slow: bool = False) -> RunError:
     if slow:
         advice = f"Raise the learning rates of [{name}.optimizer], or {name}.steps, and run again. "
     left = "The folder of the stage keeps checkpoints and metrics.jsonl, which says what was skipped."
-    return RunError(f"nothing was learned: {what}", where=f"{name}, step {step}", cure=advice + left)
+    return RunError(f"nothing was learned: {what}", where=f"{name}, step {step}", hint=advice + left)

@@ -1,25 +1,34 @@
-"""What a model makes of samples that it is never trained on, at the same places of the split every time."""
+"""
+Validation loss on samples that are never trained on, and sample texts during training.
+
+Every evaluation uses the same positions of the validation split. The sample texts continue given prompts while the
+model trains, for people to read.
+"""
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import islice
+from pathlib import Path
 from typing import Protocol, runtime_checkable
 
 import numpy as np
 
-import bloomery.hw.needs_torch  # noqa: F401
-from bloomery.core.stop import Stop
+import bloomery.hw.require_torch  # noqa: F401
+from bloomery.core.log import SAMPLES as SAMPLES
+from bloomery.core.log import Metrics, info, read_metrics
+from bloomery.core.signals import StopRequest
 from bloomery.hw.device import Device
-from bloomery.hw.dist import World
+from bloomery.hw.distributed import World
 from bloomery.model.transformer import Transformer
-from bloomery.shards.loader import IGNORE, Batch, Samples
+from bloomery.shards.loader import IGNORE, Batch, PackedDataset
 from bloomery.tokenizer.tokenizer import Tokenizer
-from bloomery.train import parallel
-from bloomery.train.loop import NextToken, in_memory
-from bloomery.train.objective import Objective
+from bloomery.train import fsdp
+from bloomery.train.config import Training
+from bloomery.train.state import Hook, State
+from bloomery.train.step import CausalLMLoss, LossFunction, retry_on_oom
 
 import torch
 
@@ -27,8 +36,8 @@ VALIDATION_SAMPLES = 256
 
 
 @runtime_checkable
-class Check(Protocol):
-    """What a session measures at each evaluation before all else."""
+class EvalCheck(Protocol):
+    """What a run measures at each evaluation before all else."""
 
     @property
     def name(self) -> str:
@@ -49,12 +58,12 @@ class Check(Protocol):
 class Validation:
     """Some samples of a validation split. An evaluation ends early, by Terminated, where `stop` was asked for."""
 
-    samples: Samples
+    samples: PackedDataset
     tokenizer: Tokenizer
     rows: int
     """That go through the model at once."""
-    stop: Stop = field(default_factory=Stop)
-    objective: Objective | None = None
+    stop: StopRequest = field(default_factory=StopRequest)
+    objective: LossFunction | None = None
     """Whose loss and numbers these are; those of the next token, if nothing else is said."""
     name: str = "validation_loss"
 
@@ -72,7 +81,7 @@ class Validation:
         only. Where memory runs out, half as many rows go through the model at once, now and later. What another
         objective tells is a mean over batches, weighted by what it counts.
         """
-        objective, alone = self.objective or NextToken(), World.alone()
+        objective, alone = self.objective or CausalLMLoss(), World.alone()
 
         def sums(rows: int) -> tuple[float, int, dict[str, float]]:
             total, counted, told = 0.0, 0, dict[str, float]()
@@ -85,7 +94,7 @@ class Validation:
             return total, counted, told
 
         with evaluating(model):
-            (total, count, told), self.rows = in_memory(model, alone, self.rows, sums)
+            (total, count, told), self.rows = retry_on_oom(model, alone, self.rows, sums)
         loss = total / max(count, 1)
         found = {"validation_loss": round(loss, 5)}
         found |= {f"validation_{name}": round(value / max(count, 1), 5) for name, value in told.items()}
@@ -111,5 +120,51 @@ def evaluating(model: Transformer) -> Iterator[None]:
         with torch.no_grad():
             yield
     finally:
-        parallel.settle(model)
+        fsdp.settle(model)
         model.train()
+
+
+SHOWN = 200
+
+Sampler = Callable[[Transformer, Sequence[str], int], Iterator[str]]
+"""Of a model, prompts and a number of tokens: what follows each prompt. A stage gives it: training knows no text."""
+
+
+@contextmanager
+def sampling(
+    config: Training,
+    model: Transformer,
+    sampler: Sampler | None,
+    out: Path,
+    step: int,
+    agreed: Callable[[bool], bool] = bool,
+) -> Iterator[list[Hook]]:
+    """
+    The hook that samples every so many steps, if that was asked for; its lines of lost steps are dropped, and those of
+    `step`, which a run goes on from, if they are not all there: then it is due after that step too. `agreed` says what
+    all ranks take for true.
+    """
+    if sampler is None or not config.sample_every:
+        yield []
+        return
+    told = [line.get("prompt") for line in read_metrics(out / SAMPLES) if line["step"] == step]
+    whole = agreed(told == list(config.prompts))
+    with Metrics(out / SAMPLES, step if whole else step - 1) as file:
+
+        def is_due(state: State) -> bool:
+            return state.step % config.sample_every == 0 and not (whole and state.step == step)
+
+        def sample(state: State) -> None:
+            try:
+                texts = sampler(model, config.prompts, config.sample_tokens)
+                if fsdp.is_sharded(model):
+                    texts = iter(list(texts))  # all ranks end what they do together before one may fail to write it
+                for prompt, text in zip(config.prompts, texts, strict=True):
+                    file.write(step=state.step, prompt=prompt, text=text)
+                    info(f"  step {state.step}: {prompt!r} -> {text[:SHOWN]!r}")
+                file.sync()
+            finally:
+                fsdp.settle(model)
+                model.train()
+
+        yield [Hook(is_due, sample, "sample", vital=False)]

@@ -1,20 +1,29 @@
 """
-Checkpoints of a training run: whole or absent, and checked before they are believed.
+Write, verify and find checkpoints: complete or absent, and checked before use.
 
-    checkpoints/000001000/    a model as `huggingface.py` writes it, and beside it
-        training/             what the optimizers remember, in one or more parts (`training_state.py`)
+    checkpoints/000001000/    a model as `weights/hf.py` writes it, and next to it
+        training/             the optimizer state, in one or more parts
         state.json            step, samples, tokens, and the metrics of the last step
         environment.json      what bit-exactness depends on, as it was
         manifest.json         the step, whether a run may go back to it, and size and sha256 of every other file; last
 
-All files go to 000001000.partial, are flushed, and the folder takes its name by one rename. The newest checkpoint that
-is as its manifest says is used; one that is not is passed over, and said. Where none is, nothing is begun anew: that
-would remove what may be put right.
+All files go to 000001000.partial and are flushed. The folder takes its name by one rename. The newest checkpoint
+that matches its manifest is used. A checkpoint that does not match is skipped and reported. If none matches,
+nothing starts from the beginning: that would remove data that may be repaired.
+
+Optimizer state: files of torch.distributed.checkpoint, kept in safetensors. The format that
+torch.distributed.checkpoint writes by itself holds a pickle (.metadata), and no pickle is read here. Its storage
+for safetensors keeps the same facts as JSON in the header of each file: which part of which tensor it holds. So any
+number of ranks can read what a different number of ranks wrote in parts.
+
+The optimizer state is in this file because it is part of a checkpoint and never stands alone.
 """
 
 import errno
+import logging
 import os
 import shutil
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
@@ -24,21 +33,118 @@ from types import TracebackType
 from typing import Annotated, Any, Literal, NotRequired
 
 from pydantic import ConfigDict, Field, with_config
+from safetensors import SafetensorError
 from typing_extensions import TypedDict
 
-import bloomery.hw.needs_torch  # noqa: F401
-from bloomery.core import files
-from bloomery.core.errors import CheckpointError, RunError
-from bloomery.core.files import MANIFEST
-from bloomery.core.log import say
+import bloomery.hw.require_torch  # noqa: F401
+from bloomery.core import io as core_io
+from bloomery.core.errors import CheckpointError, RunError, shorten
+from bloomery.core.io import MANIFEST
+from bloomery.core.log import info
 from bloomery.core.records import Count, ListedFile, NameInside, read_record
-from bloomery.hw.dist import World
-from bloomery.weights import training_state
-from bloomery.weights.tensors import check_header
-from bloomery.weights.training_state import Place
+from bloomery.hw.distributed import World
+from bloomery.weights.safetensors import check_header
 
 import safetensors.torch
+import torch
 from torch import Tensor
+from torch.distributed.checkpoint import state_dict_saver
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader, HuggingFaceStorageWriter
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor
+
+FILE_BYTES = 256 * 2**20
+"""Of one file at most, if no tensor is larger: a file is put together in memory before it is written."""
+
+UNREADABLE = (OSError, SafetensorError, CheckpointException, ValueError, KeyError, TypeError, RuntimeError)
+"""What torch.distributed.checkpoint raises for files that are not of its kind, and torch where memory is too small."""
+TensorPlacement = Callable[[str, torch.Size, torch.dtype], Tensor]
+"""Of the name, whole shape and number format of a tensor: where it, or this rank's part of it, is to be read to."""
+
+
+def copy_state(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The same tensors in memory of the processor, so that training may go on; of a sharded one, this rank's part."""
+    return {name: _copied(tensor.detach()) for name, tensor in tensors.items()}
+
+
+def _copied(tensor: Tensor) -> Tensor:
+    if not isinstance(tensor, DTensor):
+        return tensor.to("cpu", copy=True).contiguous()
+    mesh = init_device_mesh("cpu", tuple(tensor.device_mesh.shape))
+    part = tensor.to_local().to("cpu", copy=True).contiguous()
+    return DTensor.from_local(part, mesh, tensor.placements, shape=tensor.shape, stride=tensor.stride())
+
+
+def size_bytes(tensors: Mapping[str, Tensor]) -> int:
+    """Bytes of tensors; of sharded ones, all parts together."""
+    return sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
+
+
+def is_sharded(tensors: Mapping[str, Tensor]) -> bool:
+    """Whether ranks hold parts of them, and so all of them have to write."""
+    return any(isinstance(tensor, DTensor) for tensor in tensors.values())
+
+
+def write(folder: Path, tensors: Mapping[str, Tensor], world: World) -> None:
+    """
+    Write tensors of the processor's memory as files below a folder, flushed. Every rank of `world` takes part, each
+    with its parts. Raises OSError where a disk is full, on all ranks where it is for one of them.
+    """
+    _quiet()
+    with world.alike(), core_io.disk_errors(folder):
+        folder.mkdir(parents=True, exist_ok=True)
+    tensors = dict(sorted(tensors.items()))  # so that equal states are equal files
+    index, filled = {}, 0
+    for name, tensor in tensors.items():
+        index[name] = filled // FILE_BYTES + 1
+        filled += tensor.numel() * tensor.element_size()
+    numbers = {number: place for place, number in enumerate(sorted(set(index.values())), 1)}
+    index = {name: numbers[number] for name, number in index.items()}
+    writer = HuggingFaceStorageWriter(str(folder), fqn_to_index_mapping=index or None, save_distributed=True)
+    try:
+        state_dict_saver.save(tensors, storage_writer=writer, process_group=world.group, no_dist=world.size == 1)
+    except CheckpointException as error:
+        for cause, _ in error.failures.values():
+            if isinstance(cause, OSError):
+                raise cause from error
+        raise
+    core_io.sync_folder(folder)
+
+
+def read(folder: Path, place: TensorPlacement | None = None) -> dict[str, Tensor]:
+    """
+    The tensors that `write` left, whole, or in the parts that `place` makes room for. Raises CheckpointError for files
+    that it has not written, or whose tensors `place` has no room for.
+    """
+    _quiet()
+    room: dict[str, Tensor] = {}
+    try:
+        for name, facts in HuggingFaceStorageReader(str(folder)).read_metadata().state_dict_metadata.items():
+            if not isinstance(facts, TensorStorageMetadata):
+                raise TypeError(f"{name} is no tensor")
+            kind = facts.properties.dtype
+            room[name] = torch.empty(facts.size, dtype=kind) if place is None else place(name, facts.size, kind)
+        if room:
+            load(room, storage_reader=HuggingFaceStorageReader(str(folder)), no_dist=True)
+    except UNREADABLE as error:
+        what = f"cannot be read: {type(error).__name__}: {shorten(str(error))}"
+        hint = f"Remove {folder.parent}, and the same command goes on from the checkpoint before it."
+        raise CheckpointError(what, where=str(folder), hint=hint) from None
+    return room
+
+
+def _quiet() -> None:
+    """torch.distributed.checkpoint warns whenever one process saves alone, as is meant here, and logs every tensor."""
+    warnings.filterwarnings("ignore", "torch.distributed is disabled, unavailable or uninitialized")
+    logging.getLogger("torch.distributed.checkpoint").setLevel(logging.WARNING)
+    logging.getLogger("c10d-NullHandler-dcp_logger").setLevel(logging.WARNING)
+
+
+_quiet()  # before another thread opens a `catch_warnings`, whose end takes back what was said meanwhile
+
 
 TRAINING, STATE, ENVIRONMENT = "training", "state.json", "environment.json"
 NAME = "[0-9]" * 9
@@ -47,43 +153,43 @@ OLD_TRAINING = "training.safetensors"
 """Of checkpoints before training state could be sharded. They are still read."""
 
 
-Step = Annotated[int, Field(ge=0, lt=10 ** len("000001000"))]
+StepNumber = Annotated[int, Field(ge=0, lt=10 ** len("000001000"))]
 """As many as a folder's name can say."""
 NOTHING_ELSE = ConfigDict(extra="forbid")
 """For what a run goes on from: what this version does not know, it cannot take up."""
-Number = Annotated[float, Field(allow_inf_nan=False)]
+StateNumber = Annotated[float, Field(allow_inf_nan=False)]
 
 
 @with_config(NOTHING_ELSE)
 class SavedGuard(TypedDict, total=False):
-    """What the guard of a run remembers: train/guard.py."""
+    """What the guard of a run remembers: train/state.py."""
 
-    losses: list[Number]
-    norms: list[Number]
+    losses: list[StateNumber]
+    norms: list[StateNumber]
     in_a_row: Count
     skipped: Count
-    rollbacks: list[Annotated[list[Step], Field(min_length=2, max_length=2)]]
+    rollbacks: list[Annotated[list[StepNumber], Field(min_length=2, max_length=2)]]
 
 
 @with_config(NOTHING_ELSE)
 class SavedState(TypedDict):
     """What STATE holds: train/state.py. Older checkpoints lack some of it."""
 
-    step: Step
+    step: StepNumber
     samples: Count
     tokens: NotRequired[Count]
-    metrics: NotRequired[dict[str, Number | Literal["nan", "inf", "-inf"]]]
+    metrics: NotRequired[dict[str, StateNumber | Literal["nan", "inf", "-inf"]]]
     guard: NotRequired[SavedGuard]
-    precision: NotRequired[dict[str, Number]]
+    precision: NotRequired[dict[str, StateNumber]]
     rows: NotRequired[Count]
-    first_loss: NotRequired[Number | None]
-    logged: NotRequired[Step]
+    first_loss: NotRequired[StateNumber | None]
+    logged: NotRequired[StepNumber]
 
 
-class Manifest(TypedDict):
+class CheckpointManifest(TypedDict):
     """What MANIFEST holds of a checkpoint. Older ones do not say whether a run may go back to them."""
 
-    step: Step
+    step: StepNumber
     goal: NotRequired[bool]
     outputs: dict[NameInside, ListedFile]
 
@@ -98,7 +204,7 @@ class Checkpoint:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Keep:
+class RetentionPolicy:
     """
     Which checkpoints stay: the newest `last`, those of steps that `every` divides, and those of some `steps`; besides,
     behind the newest one, the newest that a run may go back to.
@@ -119,7 +225,7 @@ class Keep:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Standing:
+class RollbackInfo:
     """What a checkpoint is to a run that may have to go back."""
 
     goal: bool = False
@@ -132,7 +238,7 @@ class Standing:
     """Steps of damaged ones that the run began behind: they go, whatever their step, when this one is whole."""
 
 
-PLAIN = Standing()
+PLAIN = RollbackInfo()
 
 
 def save(
@@ -142,10 +248,10 @@ def save(
     training: Mapping[str, Tensor],
     state: Mapping[str, Any],
     *,
-    keep: int | Keep,
+    keep: int | RetentionPolicy,
     environment: Mapping[str, Any] | None = None,
     model_bytes: int = 0,
-    standing: Standing = PLAIN,
+    standing: RollbackInfo = PLAIN,
     world: World | None = None,
 ) -> Path:
     """
@@ -157,31 +263,31 @@ def save(
     where the disk is full: before anything is written where the tensors alone, with `model_bytes` of weights, are too
     many.
     """
-    world, keep = world or World.alone(), keep if isinstance(keep, Keep) else Keep(last=keep)
+    world, keep = world or World.alone(), keep if isinstance(keep, RetentionPolicy) else RetentionPolicy(last=keep)
     folder = root / f"{step:09d}"
-    partial = folder.with_name(folder.name + files.PARTIAL)
+    partial = folder.with_name(folder.name + core_io.PARTIAL)
     with _part(folder, world):
         if world.is_first:
             _check_way(root)
-            for torn in root.glob(f"*{files.PARTIAL}"):
-                files.remove_path(torn)
+            for torn in root.glob(f"*{core_io.PARTIAL}"):
+                core_io.remove_path(torn)
             root.mkdir(parents=True, exist_ok=True)
-            check_space(folder, model_bytes + training_state.size_bytes(training))
+            check_space(folder, model_bytes + size_bytes(training))
             partial.mkdir()
     with _part(folder, world):
-        training_state.write(partial / TRAINING, training, world)
+        write(partial / TRAINING, training, world)
     with _part(folder, world):  # the folder takes its name only when no rank writes into it any more
         if world.is_first:
             write_model(partial)
-            files.write_json(partial / STATE, dict(state))
-            files.write_json(partial / ENVIRONMENT, dict(environment or {}))
+            core_io.write_json(partial / STATE, dict(state))
+            core_io.write_json(partial / ENVIRONMENT, dict(environment or {}))
             facts = {"step": step, "goal": standing.goal}
-            files.write_json(partial / MANIFEST, facts | {"outputs": files.listing(partial)})
-            files.sync_folder(partial)
+            core_io.write_json(partial / MANIFEST, facts | {"outputs": core_io.listing(partial)})
+            core_io.sync_folder(partial)
             if folder.is_dir():
-                folder.rename(folder.with_name(f"{folder.name}.old{files.PARTIAL}"))
+                folder.rename(folder.with_name(f"{folder.name}.old{core_io.PARTIAL}"))
             partial.rename(folder)
-            files.sync_folder(root)
+            core_io.sync_folder(root)
             _prune(root, folder, keep, standing)
     return folder
 
@@ -189,7 +295,7 @@ def save(
 @contextmanager
 def _part(folder: Path, world: World) -> Iterator[None]:
     """A part of a save, at whose end all ranks know whether it is done on all of them."""
-    with world.alike(), files.disk_errors(folder):
+    with world.alike(), core_io.disk_errors(folder):
         yield
 
 
@@ -197,11 +303,11 @@ def _check_way(root: Path) -> None:
     """Raises RunError for what is no folder and stands where checkpoints are to be."""
     for path in (root, *root.glob(NAME)):
         if (path.exists() or path.is_symlink()) and not path.is_dir():
-            cure = "Move it away, and run the same command again."
-            raise RunError("is no folder, and stands where checkpoints are to be", where=str(path), cure=cure)
+            hint = "Move it away, and run the same command again."
+            raise RunError("is no folder, and stands where checkpoints are to be", where=str(path), hint=hint)
 
 
-def _prune(root: Path, newest: Path, keep: Keep, standing: Standing) -> None:
+def _prune(root: Path, newest: Path, keep: RetentionPolicy, standing: RollbackInfo) -> None:
     """Remove the checkpoints that need not stay, now that the newest is whole."""
     there = folders(root)
     passed_over = [one for one in there if one > newest or (one < newest and int(one.name) in standing.passed_over)]
@@ -210,8 +316,8 @@ def _prune(root: Path, newest: Path, keep: Keep, standing: Standing) -> None:
     old = [] if standing.doubtful else [*behind, newest][: -keep.last]
     for one in [*passed_over, *(one for one in old if one != goal and not keep(int(one.name)))]:
         _remove(one)
-    for torn in root.glob(f"*{files.PARTIAL}"):
-        files.remove_path(torn)
+    for torn in root.glob(f"*{core_io.PARTIAL}"):
+        core_io.remove_path(torn)
 
 
 def is_goal(folder: Path, left: Sequence[range] = ()) -> bool:
@@ -229,8 +335,8 @@ def check_space(folder: Path, needed: int) -> None:
     free = shutil.disk_usage(folder.parent).free
     if needed > free:
         what = f"cannot be written: {os.strerror(errno.ENOSPC)} for it. It needs {needed:,} bytes, {free:,} are free"
-        cure = "Free some space and run the same command again: finished parts are kept."
-        raise RunError(f"{what}; nothing was written", where=str(folder), cure=cure)
+        hint = "Free some space and run the same command again: finished parts are kept."
+        raise RunError(f"{what}; nothing was written", where=str(folder), hint=hint)
 
 
 class Saver:
@@ -241,7 +347,7 @@ class Saver:
     the last save is whole.
     """
 
-    def __init__(self, root: Path, keep: Keep, world: World | None = None) -> None:
+    def __init__(self, root: Path, keep: RetentionPolicy, world: World | None = None) -> None:
         self._root, self._keep = root, keep
         self._world = world or World.alone()
         self._apart = self._world.apart()
@@ -257,18 +363,18 @@ class Saver:
         *,
         environment: Mapping[str, Any] | None = None,
         model_bytes: int = 0,
-        standing: Standing = PLAIN,
+        standing: RollbackInfo = PLAIN,
     ) -> None:
         """
         Begin a save, when the one before is whole; see `save`. `write_model` is called later, by the thread, so it
         must not look at weights that training changes. Raises RunError for what went wrong with the one before.
         """
         self.wait()
-        sharded = training_state.is_sharded(training)
+        sharded = is_sharded(training)
         if not (sharded or self._world.is_first):
             return
         with (self._world if sharded else World.alone()).alike():  # no thread waits for that of a rank without memory
-            copied = training_state.copied(training)
+            copied = copy_state(training)
         self._running = self._thread.submit(
             save,
             self._root,
@@ -308,7 +414,7 @@ def newest(
     goals: bool = False,
     left: Sequence[range] = (),
     world: World | None = None,
-    place: Place | None = None,
+    place: TensorPlacement | None = None,
 ) -> Checkpoint | None:
     """
     The newest checkpoint that is whole, of those of a step before `before` where that is given, and with `goals` of
@@ -328,7 +434,7 @@ def newest(
     if (folder / OLD_TRAINING).is_file():
         training = safetensors.torch.load_file(folder / OLD_TRAINING)
     else:
-        training = training_state.read(folder / TRAINING, place)
+        training = read(folder / TRAINING, place)
     environment: dict[str, Any] = {}
     if (folder / ENVIRONMENT).exists():
         environment = read_record(folder / ENVIRONMENT, dict[str, Any], error=CheckpointError)
@@ -345,12 +451,12 @@ def newest_folder(
             continue
         if not (trouble := damage(folder)):
             return folder
-        say(f"checkpoint {folder} is passed over: {trouble}", style="yellow")
+        info(f"checkpoint {folder} is passed over: {trouble}", style="yellow")
         troubles.append(f"{folder.name}: {trouble}")
     if troubles and before is None and not goals:
         what = f"no checkpoint is whole, of {len(troubles)} that are there; {troubles[0]}"
-        cure = f"Put the files back as they were. Or remove {root}, and the same command begins anew."
-        raise CheckpointError(what, where=str(root), cure=cure)
+        hint = f"Put the files back as they were. Or remove {root}, and the same command begins anew."
+        raise CheckpointError(what, where=str(root), hint=hint)
     return None
 
 
@@ -361,7 +467,7 @@ def damage(folder: Path) -> str:
             return "it has no manifest"
         manifest = _manifest(folder)
         listed = manifest["outputs"]
-        if found := files.damage(folder, listed, thorough=True):
+        if found := core_io.find_corruption(folder, listed, thorough=True):
             return found
         steps = (manifest["step"], read_state(folder)["step"])
     except OSError as error:
@@ -378,8 +484,8 @@ def read_state(folder: Path) -> SavedState:
     return read_record(folder / STATE, SavedState, error=CheckpointError, fix=f"Remove {folder}.")
 
 
-def _manifest(folder: Path) -> Manifest:
-    return read_record(folder / MANIFEST, Manifest, error=CheckpointError, fix=f"Remove {folder}.")
+def _manifest(folder: Path) -> CheckpointManifest:
+    return read_record(folder / MANIFEST, CheckpointManifest, error=CheckpointError, fix=f"Remove {folder}.")
 
 
 def _training_files(folder: Path) -> set[str]:
@@ -390,9 +496,9 @@ def _training_files(folder: Path) -> set[str]:
 
 def _remove(folder: Path) -> None:
     """Remove a checkpoint so that at no moment half of it passes for one."""
-    doomed = folder.with_name(folder.name + files.PARTIAL)
+    doomed = folder.with_name(folder.name + core_io.PARTIAL)
     folder.rename(doomed)
-    files.remove_path(doomed)
+    core_io.remove_path(doomed)
 
 
 def folders(root: Path) -> list[Path]:

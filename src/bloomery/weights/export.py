@@ -4,22 +4,22 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
 
-import bloomery.hw.needs_torch  # noqa: F401
+import bloomery.hw.require_torch  # noqa: F401
 from bloomery.core.errors import CheckpointError
-from bloomery.core.files import check_new_folder
+from bloomery.core.io import check_new_folder
 from bloomery.model.transformer import Transformer
-from bloomery.tokenizer import llmc as tokenizer_file
-from bloomery.tokenizer.chat import Renderer
-from bloomery.weights import families, huggingface, imported, integrity, llmc
-from bloomery.weights.huggingface import Lineage, Loaded, NumberFormat
+from bloomery.tokenizer import importers
+from bloomery.tokenizer.chat_template import Renderer
+from bloomery.weights import architectures, hf, integrity, llmc
+from bloomery.weights.hf import Lineage, Loaded, NumberFormat
 
 import torch
 
-Format = Literal["hf", "llmc"]
+ExportFormat = Literal["hf", "llmc"]
 MODEL_FILE, TOKENIZER_FILE = "model.bin", "tokenizer.bin"
 
 
-def write(loaded: Loaded, out: Path, form: Format, number_format: NumberFormat) -> dict[str, Any]:
+def write(loaded: Loaded, out: Path, form: ExportFormat, number_format: NumberFormat) -> dict[str, Any]:
     """
     Write a model for another program. Returns what was written: files, architecture and number format.
 
@@ -30,26 +30,26 @@ def write(loaded: Loaded, out: Path, form: Format, number_format: NumberFormat) 
     config = loaded.model.config
     if form == "llmc":
         if number_format == "float16":
-            raise CheckpointError("llm.c has float32 and bfloat16", where="--dtype float16", cure="Take one of these.")
+            raise CheckpointError("llm.c has float32 and bfloat16", where="--dtype float16", hint="Take one of these.")
         llmc.write(out / MODEL_FILE, loaded.model, number_format, loaded.tokenizer.vocab_size)
-        tokenizer_file.write(out / TOKENIZER_FILE, loaded.tokenizer)
+        importers.write(out / TOKENIZER_FILE, loaded.tokenizer)
         integrity.write_sums(out)
         name = "GPT-2 of llm.c"
     else:
-        if why := families.reasons(config):
-            cure = f"{loaded.folder} itself can be used here, and nowhere else."
+        if why := architectures.reasons(config):
+            hint = f"{loaded.folder} itself can be used here, and nowhere else."
             raise CheckpointError(
-                "transformers has no such model: " + "; ".join(why), where=str(loaded.folder), cure=cure
+                "transformers has no such model: " + "; ".join(why), where=str(loaded.folder), hint=hint
             )
         model = _said_otherwise(loaded.model)
-        huggingface.save(out, model, loaded.renderer, loaded.lineage, number_format=number_format)
-        name = families.architecture(model.config).name
+        hf.save(out, model, loaded.renderer, loaded.lineage, number_format=number_format)
+        name = architectures.architecture(model.config).name
     return {"architecture": name, "number_format": number_format, "files": sorted(one.name for one in out.iterdir())}
 
 
 def _said_otherwise(model: Transformer) -> Transformer:
     """The same computation in a shape that others have: norms without weights get weights of 1, and biases of 0."""
-    config = families.exported(model.config)
+    config = architectures.exported(model.config)
     if config == model.config:
         return model
     other = Transformer(config, model.vocab_size)
@@ -67,14 +67,14 @@ def read(source: Path, tokenizer: Path | None = None) -> Loaded:
     """
     if source.is_dir():
         if tokenizer is not None:
-            cure = "Leave --tokenizer out: a folder has its own."
-            raise CheckpointError("has a tokenizer of its own", where=str(source), cure=cure)
-        return huggingface.load(source)
+            hint = "Leave --tokenizer out: a folder has its own."
+            raise CheckpointError("has a tokenizer of its own", where=str(source), hint=hint)
+        return hf.load(source)
     integrity.verify(source.parent, source.name)
     given = llmc.read(source)
     file = tokenizer or _beside(source)
     integrity.verify(file.parent, file.name)
-    made, added = imported.tokenizer_of(file, given.vocab_size)
+    made, added = hf.tokenizer_of(file, given.vocab_size)
     _of_one_size(source, given.vocab_size, file, made.vocab_size - len(added))
     model = Transformer(given.config, max(given.vocab_size, made.vocab_size))
     weights = model.state_dict()
@@ -82,8 +82,8 @@ def read(source: Path, tokenizer: Path | None = None) -> Loaded:
         for name, weight in given.weights.items():
             weights[name][: len(weight)].copy_(weight)
     end = made.document_id
-    imported.add_rows(model, given.vocab_size, added, {} if end in added.values() else {"eos_token_id": end})
-    lineage = Lineage(tokenizer=made.hash, template=None, shards=imported.NAME)
+    hf.add_rows(model, given.vocab_size, added, {} if end in added.values() else {"eos_token_id": end})
+    lineage = Lineage(tokenizer=made.hash, template=None, shards=hf.IMPORTED)
     return Loaded(model.eval(), made, Renderer(made), lineage, source)
 
 
@@ -91,17 +91,17 @@ def _of_one_size(source: Path, rows: int, file: Path, ids: int) -> None:
     """A tokenizer has as many ids as the model, before special tokens are added. Tables of others are padded to 64."""
     if rows == ids or (rows % 64 == 0 and 0 < rows - ids < llmc.PADDED_TO):
         return
-    cure = "Name the one that the model was trained with: bloomery import MODEL.bin OUT --tokenizer FILE"
-    raise CheckpointError(f"has {rows:,} ids, and the tokenizer {file} has {ids:,}", where=str(source), cure=cure)
+    hint = "Name the one that the model was trained with: bloomery import MODEL.bin OUT --tokenizer FILE"
+    raise CheckpointError(f"has {rows:,} ids, and the tokenizer {file} has {ids:,}", where=str(source), hint=hint)
 
 
 def take_in(source: Path, out: Path, tokenizer: Path | None = None) -> dict[str, Any]:
     """Make a model folder of ours of what `read` reads. Raises RunError where `out` has files in it."""
     check_new_folder(out)
     loaded = read(source, tokenizer)
-    huggingface.save(out, loaded.model, loaded.renderer, loaded.lineage)
+    hf.save(out, loaded.model, loaded.renderer, loaded.lineage)
     parameters = sum(weight.numel() for weight in loaded.model.parameters())
-    name = families.architecture(loaded.model.config).name
+    name = architectures.architecture(loaded.model.config).name
     return {"architecture": name, "parameters": parameters, "vocab_size": loaded.model.vocab_size}
 
 
@@ -109,8 +109,8 @@ def _beside(source: Path) -> Path:
     found = sorted(source.parent.glob("*tokenizer*.bin"))
     if len(found) != 1:
         shown = ", ".join(file.name for file in found) or "none"
-        cure = "Name it: bloomery import MODEL.bin OUT --tokenizer FILE"
+        hint = "Name it: bloomery import MODEL.bin OUT --tokenizer FILE"
         raise CheckpointError(
-            f"of *tokenizer*.bin beside it there is not one, but {shown}", where=str(source), cure=cure
+            f"of *tokenizer*.bin beside it there is not one, but {shown}", where=str(source), hint=hint
         )
     return found[0]

@@ -16,10 +16,10 @@ from typing_extensions import TypedDict
 
 from bloomery.core import cache
 from bloomery.core.errors import CheckpointError
-from bloomery.core.files import MANIFEST, read_regular, sha256_file, whole_file
+from bloomery.core.io import MANIFEST, read_regular, sha256_file, whole_file
+from bloomery.core.pipeline import STAGE_FOLDER
 from bloomery.core.records import MAX_MANIFEST_BYTES, ListedFile, NameInside, read_record
-from bloomery.core.run import RECIPE
-from bloomery.core.stage import STAGE_FOLDER
+from bloomery.core.run_dir import RECIPE
 from bloomery.weights import checkpoint
 
 SUMS = "SHA256SUMS"
@@ -48,23 +48,23 @@ def verify(folder: Path, only: str | None = None) -> None:
     About 0.7 s a GiB on one core of 2026; hashes of unchanged files are noted in the cache.
     """
     folder = folder.resolve()
-    for record, hashes, cure in _records(folder):
+    for record, hashes, hint in _records(folder):
         wanted = hashes if only is None else {name: hashes[name] for name in (only,) if name in hashes}
         if trouble := cache.changed(folder, wanted):
-            raise CheckpointError(f"{trouble}, unlike in {record}", where=str(folder), cure=cure)
+            raise CheckpointError(f"{trouble}, unlike in {record}", where=str(folder), hint=hint)
 
 
 def _records(folder: Path) -> Iterator[tuple[Path, Mapping[str, str], str]]:
     """Each file that records hashes of a model folder, these by name, and how a damaged file is made again."""
     stage = folder.parent
     if folder.name == "model" and STAGE_FOLDER.fullmatch(stage.name) and os.path.lexists(stage / MANIFEST):
-        cure = f"Remove {stage / MANIFEST}, and run: bloomery run {stage.parent / RECIPE}"
-        yield stage / MANIFEST, _listed(stage / MANIFEST, "model/"), cure
+        hint = f"Remove {stage / MANIFEST}, and run: bloomery run {stage.parent / RECIPE}"
+        yield stage / MANIFEST, _listed(stage / MANIFEST, "model/"), hint
     if fnmatch(folder.name, checkpoint.NAME) and os.path.lexists(folder / MANIFEST):
         yield folder / MANIFEST, _listed(folder / MANIFEST, ""), "Name another checkpoint, or train this step again."
     if os.path.lexists(folder / SUMS):
-        cure = "Run, export or import it again, or fetch it again. After a change of your own, remove its "
-        yield folder / SUMS, _sums(folder / SUMS), f"{cure}line from {SUMS}."
+        hint = "Run, export or import it again, or fetch it again. After a change of your own, remove its "
+        yield folder / SUMS, _sums(folder / SUMS), f"{hint}line from {SUMS}."
 
 
 def _listed(manifest: Path, prefix: str) -> dict[str, str]:
@@ -77,13 +77,13 @@ def _listed(manifest: Path, prefix: str) -> dict[str, str]:
 
 def _sums(file: Path) -> dict[str, str]:
     """Name -> sha256 of the files that are there: what a reader needs and does not find, it reports itself."""
-    cure = f"Make or fetch the folder again, or remove {file} to read it unchecked."
+    hint = f"Make or fetch the folder again, or remove {file} to read it unchecked."
     try:
         text = read_regular(file, MAX_SUMS_BYTES).decode("utf-8", "replace")
     except (OSError, ValueError) as error:
-        raise CheckpointError(f"cannot be read: {error}", where=str(file), cure=cure) from None
+        raise CheckpointError(f"cannot be read: {error}", where=str(file), hint=hint) from None
     lines = [_LINE.fullmatch(line) for line in text.splitlines()]
     found = {line[2]: line[1] for line in lines if line is not None}
     if None in lines or not found:
-        raise CheckpointError("is no list of sha256 and names", where=str(file), cure=cure)
+        raise CheckpointError("is no list of sha256 and names", where=str(file), hint=hint)
     return {name: sha256 for name, sha256 in found.items() if (file.parent / name).exists()}

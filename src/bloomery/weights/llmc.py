@@ -18,14 +18,14 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic import ValidationError
 
-import bloomery.hw.needs_torch  # noqa: F401
+import bloomery.hw.require_torch  # noqa: F401
 from bloomery.core.config import explained
 from bloomery.core.errors import CheckpointError
-from bloomery.core.files import check_regular, whole_file
+from bloomery.core.io import check_regular, whole_file
 from bloomery.model.config import ModelConfig
-from bloomery.model.cost import cost
+from bloomery.model.flops import cost
 from bloomery.model.transformer import Transformer
-from bloomery.weights.tensors import finite, rounded
+from bloomery.weights.safetensors import finite, rounded
 
 import torch
 from torch import Tensor
@@ -37,8 +37,8 @@ HEADER_INTS = 256
 HEADER_BYTES = 4 * HEADER_INTS
 PADDED_TO = 128
 
-Names = tuple[str, ...]
-LAYOUT: tuple[tuple[str, Names], ...] = (
+WeightNames = tuple[str, ...]
+LAYOUT: tuple[tuple[str, WeightNames], ...] = (
     ("wte", ("embed.weight",)),
     ("wpe", ("positions.weight",)),
     ("ln1w", ("blocks.{}.attention_norm.weight",)),
@@ -60,7 +60,7 @@ LAYOUT: tuple[tuple[str, Names], ...] = (
 
 
 @dataclass(frozen=True)
-class Model:
+class LlmcModel:
     """A model file: its shape, and its weights by our names, in its own number format, without padding."""
 
     config: ModelConfig
@@ -79,7 +79,7 @@ class DebugState:
     gradients: dict[str, Tensor]
 
 
-def read(file: Path) -> Model:
+def read(file: Path) -> LlmcModel:
     """Read a model. Raises CheckpointError, which names the file, for one that is torn or something else."""
     header = _header(file, MODEL, "a GPT-2 model", tuple(VERSIONS))
     context, vocab_size, num_layers, num_heads, width, padded = map(int, header[2:8])
@@ -88,18 +88,18 @@ def read(file: Path) -> Model:
         shown = (
             f"context {context}, {vocab_size} of {padded} ids, {num_layers} layers, {num_heads} heads, width {width}"
         )
-        raise CheckpointError(f"its header names no model: {shown}", where=str(file), cure=_AGAIN)
+        raise CheckpointError(f"its header names no model: {shown}", where=str(file), hint=_AGAIN)
     # reckoned before anything is built: a damaged header can name billions of layers
     one, two = (cost(_shape(file, width, layers, num_heads, context), padded).parameters for layers in (1, 2))
     total = one + (num_layers - 1) * (two - one)
     size, expected = file.stat().st_size, HEADER_BYTES + total * kind.itemsize
     if size != expected:
-        raise CheckpointError(f"has {size} bytes, its header needs {expected}", where=str(file), cure=_AGAIN)
+        raise CheckpointError(f"has {size} bytes, its header needs {expected}", where=str(file), hint=_AGAIN)
     config = _shape(file, width, num_layers, num_heads, context)
     model = _empty(config, padded)
     numbers = np.memmap(file, dtype=kind, mode="r", offset=HEADER_BYTES)
     weights = _named(_tensors(numbers, model, num_layers), vocab_size)
-    return Model(config, vocab_size, {name: finite(name, one, str(file), _AGAIN) for name, one in weights.items()})
+    return LlmcModel(config, vocab_size, {name: finite(name, one, str(file), _AGAIN) for name, one in weights.items()})
 
 
 def write(
@@ -113,8 +113,8 @@ def write(
     CheckpointError for one that is no GPT-2 of llm.c.
     """
     if odd := unlike(model.config):
-        cure = 'llm.c has GPT-2 alone: model.preset = "gpt2-124m". `bloomery export MODEL OUT --format hf` knows more.'
-        raise CheckpointError("; ".join(odd), where="export", cure=cure)
+        hint = 'llm.c has GPT-2 alone: model.preset = "gpt2-124m". `bloomery export MODEL OUT --format hf` knows more.'
+        raise CheckpointError("; ".join(odd), where="export", hint=hint)
     config, rows = model.config, num_ids or model.vocab_size
     padded = -(-rows // PADDED_TO) * PADDED_TO
     header = np.zeros(HEADER_INTS, dtype="<i4")
@@ -157,7 +157,7 @@ def _shape(file: Path, width: int, num_layers: int, num_heads: int, context: int
         return shape(width, num_layers, num_heads, context)
     except ValidationError as error:
         what = f"its header names no model: {explained(ModelConfig, error)[0]}"
-        raise CheckpointError(what, where=str(file), cure=_AGAIN) from None
+        raise CheckpointError(what, where=str(file), hint=_AGAIN) from None
 
 
 def unlike(config: ModelConfig) -> list[str]:
@@ -181,7 +181,7 @@ def read_debug(file: Path, config: ModelConfig, vocab_size: int) -> DebugState:
     total = sum(weight.numel() for weight in model.values())
     size, expected = file.stat().st_size, HEADER_BYTES + 4 * (2 * count + count * vocab_size + 1 + total)
     if size != expected:
-        raise CheckpointError(f"has {size} bytes, with this model it needs {expected}", where=str(file), cure=_AGAIN)
+        raise CheckpointError(f"has {size} bytes, with this model it needs {expected}", where=str(file), hint=_AGAIN)
     ints = np.fromfile(file, dtype="<i4", count=2 * count, offset=HEADER_BYTES)
     floats = np.memmap(file, dtype="<f4", mode="r", offset=HEADER_BYTES + 8 * count)
     scores = np.array(floats[: count * vocab_size]).reshape(batch, length, vocab_size)
@@ -199,11 +199,11 @@ def _header(file: Path, magic: int, what: str, versions: tuple[int, ...]) -> NDA
     size = file.stat().st_size if os.path.isfile(file) else -1
     if size < HEADER_BYTES:
         shown = "is missing" if size < 0 else f"has {size} bytes, less than a header of {HEADER_BYTES}"
-        raise CheckpointError(shown, where=str(file), cure=_AGAIN)
+        raise CheckpointError(shown, where=str(file), hint=_AGAIN)
     header = np.fromfile(file, dtype="<i4", count=HEADER_INTS)
     if header[0] != magic or int(header[1]) not in versions:
-        cure = f"Known is {what} of llm.c: {magic}, and {' or '.join(map(str, versions))}."
-        raise CheckpointError(f"begins with {header[0]} and {header[1]}", where=str(file), cure=cure)
+        hint = f"Known is {what} of llm.c: {magic}, and {' or '.join(map(str, versions))}."
+        raise CheckpointError(f"begins with {header[0]} and {header[1]}", where=str(file), hint=hint)
     return header
 
 
@@ -215,7 +215,7 @@ def _empty(config: ModelConfig, rows: int) -> dict[str, Tensor]:
     return weights
 
 
-def _in_order(num_layers: int) -> Iterator[tuple[str, Names]]:
+def _in_order(num_layers: int) -> Iterator[tuple[str, WeightNames]]:
     """Each tensor of theirs, layer by layer where it has layers, and what of ours it holds."""
     for theirs, names in LAYOUT:
         if "{}" in names[0]:

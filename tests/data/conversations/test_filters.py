@@ -9,10 +9,10 @@ import pytest
 
 from bloomery.core.config import build
 from bloomery.core.errors import ConfigError
-from bloomery.data.conversations import filters
-from bloomery.data.conversations.config import Conversations
-from bloomery.data.conversations.conversation import Conversation, Message
-from bloomery.data.conversations.filters import Dropped, num_words
+from bloomery.data.chat import filters
+from bloomery.data.chat.config import Conversations
+from bloomery.data.chat.filters import DroppedConversation, num_words
+from bloomery.data.chat.messages import Conversation, Message
 
 LONG = "This sentence has exactly seven words in it. " * 40
 NUMBERED = " ".join(f"number {n} is followed by number {n + 1}," for n in range(40))
@@ -24,13 +24,13 @@ def talk(*contents: str, source: str = "a", id: str = "x") -> Conversation:
     return Conversation(messages, source, id, f"{source}:{id}")
 
 
-def made(*given: dict[str, Any]) -> tuple[filters.Filter, ...]:
+def made(*given: dict[str, Any]) -> tuple[filters.ChatFilter, ...]:
     return build(Conversations, {"filters": list(given)}).filters
 
 
 def reason(given: dict[str, Any], *contents: str) -> str | None:
     (one,) = filters.sifted(made(given), [talk(*contents)])
-    return one.finding.reason if isinstance(one, Dropped) else None
+    return one.finding.reason if isinstance(one, DroppedConversation) else None
 
 
 IDENTITY = [
@@ -175,11 +175,13 @@ def test_messages_of_which_nothing_is_seen_are_blank(text: str) -> None:
 def test_of_equal_conversations_the_first_stays_also_over_batches() -> None:
     talks = [talk("Q", f"A {n}", id=str(n)) for n in range(600)] + [talk(" q\n", "a  5"), talk("Q", "A 5")]
     found = list(filters.sifted(made({"kind": "duplicates"}), talks))
-    assert [one.finding.value for one in found if isinstance(one, Dropped)] == [1, 2]
+    assert [one.finding.value for one in found if isinstance(one, DroppedConversation)] == [1, 2]
     questions = list(filters.sifted(made({"kind": "duplicates", "same": "question"}), talks))
-    assert sum(isinstance(one, Dropped) for one in questions) == 601
+    assert sum(isinstance(one, DroppedConversation) for one in questions) == 601
     swapped = [talk("a", "b"), Conversation(list(reversed(talk("a", "b").messages)), "a", "", "")]
-    assert not any(isinstance(one, Dropped) for one in filters.sifted(made({"kind": "duplicates"}), swapped))
+    assert not any(
+        isinstance(one, DroppedConversation) for one in filters.sifted(made({"kind": "duplicates"}), swapped)
+    )
 
 
 TASK = "A train leaves the station at noon with forty passengers and nobody else, how many are there?"
@@ -190,8 +192,8 @@ def test_conversations_that_hold_a_task_go_with_the_task_and_the_words(tmp_path:
     given = {"kind": "decontaminate", "files": [str(tmp_path)]}
     talks = [talk("Hi", "Hello."), talk("Please solve: " + TASK.upper(), "40"), talk("Where is the station?", "There.")]
     found = list(filters.sifted(made(given), talks))
-    assert [isinstance(one, Dropped) for one in found] == [False, True, False]
-    (dropped,) = (one for one in found if isinstance(one, Dropped))
+    assert [isinstance(one, DroppedConversation) for one in found] == [False, True, False]
+    (dropped,) = (one for one in found if isinstance(one, DroppedConversation))
     assert dropped.finding.reason == "decontaminate.trains"
     assert dropped.finding.what.lower() in TASK.lower()
     with pytest.raises(ConfigError, match="is no less than"):
@@ -208,7 +210,7 @@ def test_each_conversation_comes_out_once_for_its_first_reason_and_in_order() ->
     ]
     given = made({"kind": "refusal"}, {"kind": "identity"}, {"kind": "duplicates", "sources": ["a"]})
     found = list(filters.sifted(given, talks))
-    assert [one.conversation.id if isinstance(one, Dropped) else one.id for one in found] == list("12345")
-    reasons = Counter(one.finding.reason for one in found if isinstance(one, Dropped))
+    assert [one.conversation.id if isinstance(one, DroppedConversation) else one.id for one in found] == list("12345")
+    reasons = Counter(one.finding.reason for one in found if isinstance(one, DroppedConversation))
     assert reasons == {"refusal.refusal": 1, "identity": 2}
     assert list(filters.sifted((), talks)) == talks

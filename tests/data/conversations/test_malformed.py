@@ -15,11 +15,11 @@ import pytest
 import zstandard
 
 from bloomery.core.config import build
-from bloomery.data.conversations import readers
-from bloomery.data.conversations.config import Conversations
-from bloomery.data.conversations.conversation import Conversation, Rejected, trouble
-from bloomery.data.conversations.readers import Item
-from bloomery.data.conversations.shapes import SHAPES
+from bloomery.data.chat import readers
+from bloomery.data.chat.config import Conversations
+from bloomery.data.chat.formats import SHAPES
+from bloomery.data.chat.messages import Conversation, RejectedRow, trouble
+from bloomery.data.chat.readers import ChatItem
 
 TALK: dict[str, Any] = {
     "messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b\u2028c\x85d\x0be"}]
@@ -27,7 +27,7 @@ TALK: dict[str, Any] = {
 GOOD = json.dumps(TALK, ensure_ascii=False).encode()
 
 
-def read(path: Path, **more: Any) -> list[Item]:
+def read(path: Path, **more: Any) -> list[ChatItem]:
     source = {"kind": "files", "name": "mine", "path": str(path), **more}
     found = list(readers.conversations(build(Conversations, {"sources": [source]}).read))
     for one in found:
@@ -40,9 +40,9 @@ def read(path: Path, **more: Any) -> list[Item]:
     return found
 
 
-def told(found: list[Item]) -> list[tuple[str, str]]:
+def told(found: list[ChatItem]) -> list[tuple[str, str]]:
     """The end of the place, and the reason, or "" of what is a conversation."""
-    return [(one.place.rpartition(":")[2], one.problem.reason if isinstance(one, Rejected) else "") for one in found]
+    return [(one.place.rpartition(":")[2], one.problem.reason if isinstance(one, RejectedRow) else "") for one in found]
 
 
 def test_a_row_that_shows_no_shape_decides_none_for_the_rows_behind_it(tmp_path: Path) -> None:
@@ -88,7 +88,7 @@ def test_a_broken_list_of_messages_as_json_text_is_told_also_where_it_comes_firs
     found = read(tmp_path / "a.jsonl")
     assert told(found) == [("1", "bad_message"), ("2", ""), ("3", "bad_message")]
     for one in (found[0], found[2]):
-        assert isinstance(one, Rejected)
+        assert isinstance(one, RejectedRow)
         assert one.problem.what.startswith("field 'messages' holds no messages: its text is no list in JSON (Expecting")
 
 
@@ -215,7 +215,7 @@ def test_what_stands_where_an_object_should_is_told(tmp_path: Path, row: Any, re
     path = tmp_path / "a.jsonl"
     path.write_bytes(json.dumps(row).encode() + b"\n")
     (found,) = read(path)
-    assert isinstance(found, Rejected)
+    assert isinstance(found, RejectedRow)
     assert found.problem.reason == reason
     assert found.problem.what.startswith(what.replace("\\", ""))
 

@@ -14,13 +14,14 @@ import zstandard
 
 from bloomery.core.config import build
 from bloomery.core.errors import ConfigError, DataError
-from bloomery.data import hub as client
-from bloomery.data import json_lists
-from bloomery.data.conversations import presets, readers
-from bloomery.data.conversations.config import Conversations, TalkFiles
-from bloomery.data.conversations.conversation import Conversation, Rejected
-from bloomery.data.conversations.readers import Item
-from bloomery.data.unpack import Problem
+from bloomery.data.chat import config as chat_config
+from bloomery.data.chat import readers
+from bloomery.data.chat.config import ChatFiles, Conversations
+from bloomery.data.chat.messages import Conversation, RejectedRow
+from bloomery.data.chat.readers import ChatItem
+from bloomery.data.readers import rows as readers_rows
+from bloomery.data.readers.bytes import ReadError
+from bloomery.data.sources import download
 from tests.data.hub_server import Hub
 
 PAIRS = [{"question": f"What is {n}?", "answer": f"It is\n{n} \u2028."} for n in range(40)]
@@ -30,7 +31,7 @@ def section(*sources: dict[str, Any]) -> Conversations:
     return build(Conversations, {"sources": list(sources)})
 
 
-def read(*sources: dict[str, Any]) -> list[Item]:
+def read(*sources: dict[str, Any]) -> list[ChatItem]:
     return list(readers.conversations(section(*sources).read))
 
 
@@ -38,12 +39,12 @@ def files(path: Path, **more: Any) -> dict[str, Any]:
     return {"kind": "files", "name": "mine", "path": str(path), **more}
 
 
-def said(found: Sequence[Item]) -> list[list[str]]:
+def said(found: Sequence[ChatItem]) -> list[list[str]]:
     return [[message["content"] for message in one.messages] for one in found if isinstance(one, Conversation)]
 
 
-def rejected(found: Sequence[Item]) -> list[tuple[str, str]]:
-    return [(one.place.rpartition("/")[2], one.problem.reason) for one in found if isinstance(one, Rejected)]
+def rejected(found: Sequence[ChatItem]) -> list[tuple[str, str]]:
+    return [(one.place.rpartition("/")[2], one.problem.reason) for one in found if isinstance(one, RejectedRow)]
 
 
 def lines(rows: Sequence[Any]) -> bytes:
@@ -104,7 +105,7 @@ def test_every_row_comes_out_and_what_is_none_has_its_line_and_reason(tmp_path: 
         ("a.jsonl:7", "nothing_to_learn"),
         ("a.jsonl:9", "torn"),
     ]
-    kept = [one.row for one in found if isinstance(one, Rejected)]
+    kept = [one.row for one in found if isinstance(one, RejectedRow)]
     assert kept == [{"x": 1}, None, None, {"question": "a", "answer": "b"}, asked, None]
 
 
@@ -130,10 +131,12 @@ def test_a_list_is_read_an_element_at_a_time_up_to_where_it_is_broken(tmp_path: 
     path.write_bytes(path.read_bytes()[:-40])
     assert rejected(read(files(path)))[-1] == ("a.json:11", "torn")
     path.write_bytes(b'[{"question": "\xff"}]')
-    assert next(one for _, one in json_lists.objects(path, 100) if isinstance(one, Problem)).reason == "not_utf8"
+    assert next(one for _, one in readers_rows.objects(path, 100) if isinstance(one, ReadError)).reason == "not_utf8"
     path.write_bytes('[{"question": "é"}]'.encode("utf-16"))
-    assert [one.what[-12:] for _, one in json_lists.objects(path, 100) if isinstance(one, Problem)] == ["is not UTF-8"]
-    assert "UTF-16" in str(next(json_lists.objects(path, 100)))
+    assert [one.what[-12:] for _, one in readers_rows.objects(path, 100) if isinstance(one, ReadError)] == [
+        "is not UTF-8"
+    ]
+    assert "UTF-16" in str(next(readers_rows.objects(path, 100)))
     path.write_bytes(b"[]")
     assert read(files(path)) == []
 
@@ -154,7 +157,7 @@ def test_a_row_that_is_longer_than_its_source_allows_costs_itself_alone_and_name
     (tmp_path / name).write_bytes(made[name])
     found = read(files(tmp_path / name, max_row_bytes=1000))
     assert [len(texts[1]) for texts in said(found)] == [len(PAIRS[0]["answer"]), 400]
-    [problem] = [one.problem for one in found if isinstance(one, Rejected)]
+    [problem] = [one.problem for one in found if isinstance(one, RejectedRow)]
     assert problem.reason == "too_long"
     assert 1200 <= problem.value < 1300
     assert problem.what.endswith("bytes, more than max_row_bytes = 1,000")
@@ -167,12 +170,12 @@ def test_where_an_element_has_no_end_within_what_its_source_allows_what_follows_
     (tmp_path / "a.json").write_text(json.dumps(given, indent=1))
     found = read(files(tmp_path, max_row_bytes=1000))
     assert [len(texts) for texts in said(found)] == [2]
-    [problem] = [one.problem for one in found if isinstance(one, Rejected)]
+    [problem] = [one.problem for one in found if isinstance(one, RejectedRow)]
     assert "has at least" in problem.what
     assert problem.what.endswith("more than max_row_bytes = 1,000; what follows it is not read")
     (tmp_path / "a.json").rename(tmp_path / "a.txt")
     [text] = read(files(tmp_path, max_row_bytes=1000))
-    assert isinstance(text, Rejected)
+    assert isinstance(text, RejectedRow)
     assert text.problem.what.endswith("more than max_row_bytes = 1,000")
 
 
@@ -182,7 +185,7 @@ def test_elements_of_a_list_that_stand_on_one_line_have_places_and_ids_of_their_
     assert [one.place.rpartition(":")[2] for one in found] == ["1", "1#2", "1#3", "1#4"]
     ids = [one.id.rpartition("/")[2] for one in found if isinstance(one, Conversation)]
     assert ids == ["a.json:1", "a.json:1#2", "a.json:1#4"]
-    rows = readers.raw_rows(TalkFiles(name="a", path=tmp_path), [])
+    rows = readers.raw_rows(ChatFiles(name="a", path=tmp_path), [])
     assert [id for _, id, _ in rows] == ["a/a.json:1", "a/a.json:1#2", "a/a.json:1#3", "a/a.json:1#4"]
 
 
@@ -240,11 +243,18 @@ def test_every_way_through_a_tree_is_a_conversation_and_every_other_message_is_t
     assert len({one.group for one in talks}) == 1, "what begins with the same is held out together"
 
 
+@pytest.mark.parametrize("field", ["message_id", "parent_id"])
+def test_a_message_of_a_tree_whose_id_is_no_text_is_rejected_and_costs_no_other_row(tmp_path: Path, field: str) -> None:
+    whole = [node("1", None, "prompter", "Q"), node("2", "1", "assistant", "A")]
+    (tmp_path / "a.jsonl").write_bytes(lines([whole[0], whole[1] | {field: "\0"}]))
+    assert sorted(rejected(read(files(tmp_path)))) == [("a.jsonl:1", "unanswered"), ("a.jsonl:2", "binary")]
+
+
 def test_a_cap_ends_reading(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_bytes(b"{\n" + lines(PAIRS))
     found = read(files(tmp_path, max_conversations=3), {"kind": "worlds", "count": 2, "name": "w"})
     assert Counter((one.source, type(one)) for one in found) == {
-        ("mine", Rejected): 1,
+        ("mine", RejectedRow): 1,
         ("mine", Conversation): 3,
         ("w", Conversation): 2,
     }
@@ -293,7 +303,7 @@ def test_a_cap_downloads_no_more_files_than_it_needs_and_the_commit_is_the_diges
     names = {request.path.rpartition("/")[2] for request in hub.asked("/resolve/")}
     assert len(names) == 2, names
     before = readers.digest(section(source).read)
-    client.commit.cache_clear()
+    download.commit.cache_clear()
     hub.put("us/pairs", {"a.jsonl": lines(PAIRS[:1])})
     assert readers.digest(section(source).read) != before
 
@@ -304,7 +314,7 @@ def test_files_of_a_data_set_that_hold_no_conversations_are_an_error(hub: Hub) -
         read({**HUB, "files": ["*.csv"]})
     with pytest.raises(DataError, match=r"no conversations are read from a\.csv"):
         read(HUB)
-    client.commit.cache_clear()
+    download.commit.cache_clear()
     hub.put("us/pairs", {"a.csv": b"a,b\n", "b.jsonl": lines(PAIRS[:2])})
     assert len(said(read(HUB))) == 2, "where nothing is named, what can hold conversations is read"
 
@@ -344,11 +354,11 @@ def as_file(name: str, rows: list[dict[str, Any]], folder: Path) -> bytes:
     return gzip.compress(lines(rows)) if name.endswith(".gz") else lines(rows)
 
 
-@pytest.mark.parametrize("name", presets.PRESETS)
+@pytest.mark.parametrize("name", chat_config.PRESETS)
 def test_every_preset_reads_its_own_files_and_gives_the_answer_that_they_hold(
     hub: Hub, name: str, tmp_path: Path
 ) -> None:
-    preset = presets.PRESETS[name]
+    preset = chat_config.PRESETS[name]
     file = preset["files"][0].replace("*", "00000-of-00001")
     hub.put(preset["dataset"], {file: as_file(file, ROWS[name], tmp_path), "README.md": b"# card"})
     found = read({"kind": "preset", "name": name})

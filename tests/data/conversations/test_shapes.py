@@ -5,14 +5,14 @@ from typing import Any
 
 import pytest
 
-from bloomery.data.conversations import shapes
-from bloomery.data.conversations.shapes import Fields, Shape
-from bloomery.data.unpack import Problem
+from bloomery.data.chat import formats
+from bloomery.data.chat.formats import ChatFormat, Fields
+from bloomery.data.readers.bytes import ReadError
 
 U, A, S, T = "user", "assistant", "system", "tool"
 CALL = {"type": "function", "function": {"name": "f", "arguments": '{"x": 1}'}}
 GARBLED = {"name": "g", "arguments": "{"}
-ROWS: list[tuple[Shape, dict[str, Any], list[tuple[str, str]]]] = [
+ROWS: list[tuple[ChatFormat, dict[str, Any], list[tuple[str, str]]]] = [
     ("messages", {"messages": [{"role": U, "content": "Hi"}, {"role": A, "content": "Yes"}]}, [(U, "Hi"), (A, "Yes")]),
     (
         "messages",
@@ -83,21 +83,21 @@ ROWS: list[tuple[Shape, dict[str, Any], list[tuple[str, str]]]] = [
 
 @pytest.mark.parametrize(("shape", "row", "expected"), ROWS)
 def test_a_row_of_each_shape_is_told_by_its_fields_and_read(
-    shape: Shape, row: dict[str, Any], expected: list[tuple[str, str]]
+    shape: ChatFormat, row: dict[str, Any], expected: list[tuple[str, str]]
 ) -> None:
-    assert shapes.detected(row, Fields()) == shape
-    found = shapes.READ[shape](row, Fields())
-    assert not isinstance(found, Problem), found.what
+    assert formats.detected(row, Fields()) == shape
+    found = formats.READ[shape](row, Fields())
+    assert not isinstance(found, ReadError), found.what
     assert [(message["role"], message["content"]) for message in found] == expected
 
 
 def test_a_list_that_is_held_as_json_text_is_that_list() -> None:
     for shape, row, expected in ROWS:
         if shape in ("messages", "sharegpt"):
-            written = {name: json.dumps(row[name]) if name in shapes.LISTS else row[name] for name in row}
+            written = {name: json.dumps(row[name]) if name in formats.LISTS else row[name] for name in row}
             test_a_row_of_each_shape_is_told_by_its_fields_and_read(shape, written, expected)
     for text in ("[", "[1, 2]", "[]", '{"role": "user", "content": "x"}'):
-        assert shapes.detected({"messages": text}, Fields()) is None, text
+        assert formats.detected({"messages": text}, Fields()) is None, text
 
 
 ASKED, SAID = [{"role": U, "content": "p"}], [{"role": A, "content": "c"}]
@@ -111,42 +111,42 @@ def test_a_question_and_its_answer_are_texts_or_lists_of_messages_or_those_as_js
 ) -> None:
     fields = Fields(question="q", answer="r") if names[0] == "q" else Fields()
     row = dict(zip(names, (asked, said), strict=True))
-    assert shapes.detected(row, fields) == "pairs"
-    assert shapes.READ["pairs"](row, fields) == [*ASKED, *SAID]
+    assert formats.detected(row, fields) == "pairs"
+    assert formats.READ["pairs"](row, fields) == [*ASKED, *SAID]
 
 
 @pytest.mark.parametrize("text", ['[{"name": "f", "arguments": {}}]', "[1, 2]", "[]", '["a"]', '[{"role": ', "[{}]"])
 def test_an_answer_in_json_that_is_no_list_of_messages_is_a_text(text: str) -> None:
     for asked in ("p", ASKED):
-        assert shapes.READ["pairs"]({"prompt": asked, "chosen": text}, Fields()) == [
+        assert formats.READ["pairs"]({"prompt": asked, "chosen": text}, Fields()) == [
             {"role": U, "content": "p"},
             {"role": A, "content": text},
         ]
-    assert shapes.detected({"prompt": "p", "chosen": text}, Fields()) == "pairs"
+    assert formats.detected({"prompt": "p", "chosen": text}, Fields()) == "pairs"
 
 
 @pytest.mark.parametrize("name", ["dialog", "dialogue", "conversation", "chat"])
 def test_texts_in_turn_may_be_held_as_json_text(name: str) -> None:
     row = {name: '["hi", "yo"]'}
-    assert shapes.detected(row, Fields()) == "exchanges"
-    assert shapes.READ["exchanges"](row, Fields()) == shapes.READ["exchanges"]({name: ["hi", "yo"]}, Fields())
+    assert formats.detected(row, Fields()) == "exchanges"
+    assert formats.READ["exchanges"](row, Fields()) == formats.READ["exchanges"]({name: ["hi", "yo"]}, Fields())
 
 
 def test_fields_that_the_recipe_names_are_read_and_no_others() -> None:
     row = {"a": {"q": "Q"}, "r": "A", "c": "C", "messages_": [], "sys": "S", "prompt": "p", "completion": "c"}
     fields = Fields(question="a.q", answer="r", system="sys")
-    assert shapes.detected(row, fields) == "pairs"
+    assert formats.detected(row, fields) == "pairs"
     expected = [{"role": S, "content": "S"}, {"role": U, "content": "Q"}, {"role": A, "content": "A"}]
-    assert shapes.READ["pairs"](row, fields) == expected
+    assert formats.READ["pairs"](row, fields) == expected
     with_context = Fields(question="a.q", context="c", answer="r")
-    assert shapes.detected(row, with_context) == "alpaca"
-    assert shapes.READ["alpaca"](row, with_context) == [
+    assert formats.detected(row, with_context) == "alpaca"
+    assert formats.READ["alpaca"](row, with_context) == [
         {"role": U, "content": "Q\n\nC"},
         {"role": A, "content": "A"},
     ]
     spoken = {"t": "<a>x<b>y"}
     told = Fields(messages="t", speakers=("<a>", "<b>"))
-    assert isinstance(shapes.READ["dialogue"](spoken, told), list)
+    assert isinstance(formats.READ["dialogue"](spoken, told), list)
 
 
 @pytest.mark.parametrize(
@@ -161,21 +161,21 @@ def test_fields_that_the_recipe_names_are_read_and_no_others() -> None:
     ],
 )
 def test_columns_without_a_value_say_nothing_about_the_shape(
-    row: dict[str, Any], shape: Shape, expected: list[str] | None
+    row: dict[str, Any], shape: ChatFormat, expected: list[str] | None
 ) -> None:
-    assert shapes.detected(row, Fields()) == shape
-    found = shapes.READ[shape](row, Fields())
+    assert formats.detected(row, Fields()) == shape
+    found = formats.READ[shape](row, Fields())
     assert isinstance(found, list)
     assert expected is None or [message["content"] for message in found] == expected
 
 
 def test_speakers_that_the_recipe_names_tell_a_dialogue_and_one_may_begin_as_the_other_does() -> None:
     row, fields = {"text": "Al: hi\nAl: B: yo", "prompt": "p", "answer": "a"}, Fields(speakers=("Al:", "Al: B:"))
-    assert shapes.detected(row, fields) == "dialogue"
-    assert shapes.READ["dialogue"](row, fields) == [{"role": U, "content": "hi"}, {"role": A, "content": "yo"}]
+    assert formats.detected(row, fields) == "dialogue"
+    assert formats.READ["dialogue"](row, fields) == [{"role": U, "content": "hi"}, {"role": A, "content": "yo"}]
 
 
-BROKEN: list[tuple[Shape, dict[str, Any], str, str]] = [
+BROKEN: list[tuple[ChatFormat, dict[str, Any], str, str]] = [
     ("messages", {"x": 1}, "no_messages", "has no list messages or conversations; its fields: x"),
     (
         "messages",
@@ -209,9 +209,9 @@ BROKEN: list[tuple[Shape, dict[str, Any], str, str]] = [
 
 
 @pytest.mark.parametrize(("shape", "row", "reason", "what"), BROKEN)
-def test_a_row_that_is_none_is_told_why(shape: Shape, row: dict[str, Any], reason: str, what: str) -> None:
-    found = shapes.READ[shape](row, Fields())
-    assert isinstance(found, Problem)
+def test_a_row_that_is_none_is_told_why(shape: ChatFormat, row: dict[str, Any], reason: str, what: str) -> None:
+    found = formats.READ[shape](row, Fields())
+    assert isinstance(found, ReadError)
     assert found.reason == reason
     assert what in found.what
 
@@ -220,4 +220,4 @@ def test_a_row_that_is_none_is_told_why(shape: Shape, row: dict[str, Any], reaso
     "row", [{}, {"text": "Once upon a time."}, {"text": "User: hello"}, {"title": "a", "body": "b"}]
 )
 def test_a_row_without_a_shape_has_none(row: dict[str, Any]) -> None:
-    assert shapes.detected(row, Fields()) is None
+    assert formats.detected(row, Fields()) is None

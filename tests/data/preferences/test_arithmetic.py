@@ -3,15 +3,13 @@ import re
 from pathlib import Path
 from typing import Any
 
-from bloomery.data import worlds
-from bloomery.data.conversations.conversation import Rejected
-from bloomery.data.preferences.arithmetic import Problem
-from bloomery.data.preferences.config import Arithmetic, ProblemFiles
-from bloomery.data.preferences.readers import problems
+from bloomery.data.chat.messages import RejectedRow
+from bloomery.data.chat.preferences import Arithmetic, ArithmeticProblem, ProblemFiles, problems
+from bloomery.data.sources import toy_worlds
 
 
-def made(**settings: object) -> list[Problem]:
-    return [one for one in problems([Arithmetic.model_validate(settings)]) if isinstance(one, Problem)]
+def made(**settings: object) -> list[ArithmeticProblem]:
+    return [one for one in problems([Arithmetic.model_validate(settings)]) if isinstance(one, ArithmeticProblem)]
 
 
 def test_every_question_has_the_number_that_python_finds_for_it() -> None:
@@ -33,7 +31,7 @@ def test_questions_depend_on_the_seed_and_their_number_alone_and_end_where_there
 def test_no_question_is_a_sum_that_small_worlds_hold_out() -> None:
     for one in made(count=1500):
         a, b = (int(number) for number in re.findall(r"\d+", one.question))
-        assert not worlds.is_held_out(worlds.sum_of(a, b).fact)
+        assert not toy_worlds.is_held_out(toy_worlds.sum_of(a, b).fact)
 
 
 def test_rows_of_gsm8k_are_problems_and_others_are_rejected_with_their_line(tmp_path: Path) -> None:
@@ -47,7 +45,7 @@ def test_rows_of_gsm8k_are_problems_and_others_are_rejected_with_their_line(tmp_
     ]
     (tmp_path / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     found = list(problems([ProblemFiles(name="a", path=tmp_path / "a.jsonl")]))
-    kept = [one.question for one in found if isinstance(one, Problem)]
+    kept = [one.question for one in found if isinstance(one, ArithmeticProblem)]
     assert kept == [rows[0]["question"], "How many?", "5.5"]
-    rejected = [(one.problem.reason, one.place[-2:]) for one in found if isinstance(one, Rejected)]
+    rejected = [(one.problem.reason, one.place[-2:]) for one in found if isinstance(one, RejectedRow)]
     assert rejected == [("no_number", ":2"), ("no_field", ":4"), ("not_text", ":6")]

@@ -8,11 +8,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from bloomery.data.conversations.conversation import Rejected
-from bloomery.data.preferences.config import PairFiles, WorldPairs
-from bloomery.data.preferences.judged import Judged, understood
-from bloomery.data.preferences.readers import digest, judged
-from bloomery.data.unpack import Problem
+from bloomery.data.chat.messages import RejectedRow
+from bloomery.data.chat.preferences import JudgedRow, PairFiles, WorldPairs, digest, judged, understood
+from bloomery.data.readers.bytes import ReadError
 
 HOW = PairFiles(name="some", path=Path("."))
 
@@ -132,7 +130,7 @@ def test_a_single_answer_is_wanted_or_not(row: dict[str, Any], expected: tuple[A
 )
 def test_what_is_no_pair_has_its_reason(row: dict[str, Any], reason: str) -> None:
     found = understood(row, HOW)
-    assert isinstance(found, Problem)
+    assert isinstance(found, ReadError)
     assert found.reason == reason
 
 
@@ -148,8 +146,8 @@ def test_rows_come_from_files_with_their_lines_and_rejected_ones_with_their_reas
     pq.write_table(pa.Table.from_pylist(rows), tmp_path / "pairs.parquet")
     source = PairFiles(name="a", path=tmp_path, accept=({"kind": "field", "field": "score", "at_least": 2},))
     found = list(judged([source]))
-    kept = [one for one in found if isinstance(one, Judged)]
-    reasons = [(one.problem.reason, one.place.rpartition("/")[2]) for one in found if isinstance(one, Rejected)]
+    kept = [one for one in found if isinstance(one, JudgedRow)]
+    reasons = [(one.problem.reason, one.place.rpartition("/")[2]) for one in found if isinstance(one, RejectedRow)]
     assert [one.asked for one in kept] == ["2 + 1?", "3 + 1?", "4 + 1?"] * 2
     assert [one.id for one in kept][:3] == [f"a/pairs.jsonl:{line}" for line in (3, 4, 5)]
     assert [reason for reason, _ in reasons] == ["accept.score"] * 2 + ["not_json", "accept.score.missing"] + [
@@ -157,14 +155,14 @@ def test_rows_come_from_files_with_their_lines_and_rejected_ones_with_their_reas
     ] * 2
     assert reasons[2][1] == "pairs.jsonl:6"
     capped = PairFiles(name="a", path=tmp_path, max_rows=4)
-    assert sum(isinstance(one, Judged) for one in judged([capped])) == 4
+    assert sum(isinstance(one, JudgedRow) for one in judged([capped])) == 4
     before = digest([capped])
     (tmp_path / "pairs.jsonl").write_text("\n".join(lines[1:]))
     assert digest([capped]) != before
 
 
 def test_small_worlds_give_pairs_of_a_right_and_a_wrong_answer_of_the_same_kind() -> None:
-    found = [one for one in judged([WorldPairs(count=200, seed=1)]) if isinstance(one, Judged)]
+    found = [one for one in judged([WorldPairs(count=200, seed=1)]) if isinstance(one, JudgedRow)]
     assert len(found) == 200
     assert found == list(judged([WorldPairs(count=200, seed=1)]))
     for one in found:

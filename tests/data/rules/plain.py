@@ -5,13 +5,10 @@ from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 
-from bloomery.data.facts.alphabet import CONTROLS, MARKS, TERMINALS
-from bloomery.data.rules import C4, Boilerplate, Characters, Code, FineWeb, Gopher, Length, Lines, Repetition
-from bloomery.data.rules.boilerplate import TEMPLATE
-from bloomery.data.rules.c4 import POLICY
-from bloomery.data.rules.code import GENERATED
-from bloomery.data.rules.lines import BULLETS
-from bloomery.data.rules.lines import ENDS as LINE_ENDS
+from bloomery.data.filters.features import CONTROLS, MARKS, TERMINALS
+from bloomery.data.filters.heuristics import BULLETS, GENERATED, TEMPLATE, Boilerplate, Characters, Code, Length, Lines
+from bloomery.data.filters.heuristics import ENDS as LINE_ENDS
+from bloomery.data.filters.published import C4, POLICY, FineWeb, Gopher, Repetition
 
 Found = tuple[str, float] | None
 

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from bloomery.data import rows
-from bloomery.data.rules import C4, FineWeb, Gopher, Repetition
-from bloomery.data.rules.judge import Documents, judge
+from bloomery.data.filters.apply import DocumentColumns, judge
+from bloomery.data.filters.published import C4, FineWeb, Gopher, Repetition
+from bloomery.data.readers import rows
 from tests.shared import SHARED, needs
 
 DOCUMENTS = 150
@@ -89,7 +89,7 @@ def reason(judge: Any, text: str) -> str | None:
 def test_verdicts_are_those_of_datatrove_given_the_same_words(ours: Any, theirs: str, corpus: str) -> None:
     batch = list(islice(texts(corpus), DOCUMENTS))
     names = [str(number) for number in range(len(batch))]
-    found = judge([ours], Documents(batch, ["web"] * len(batch), [None] * len(batch), names)).reasons
+    found = judge([ours], DocumentColumns(batch, ["web"] * len(batch), [None] * len(batch), names)).reasons
     peer = getattr(filters, theirs)(language=Whitespace())
     assert found == [reason(peer, text) for text in batch]
     assert set(found) != {None}

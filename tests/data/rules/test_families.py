@@ -4,8 +4,9 @@ import pytest
 
 from bloomery.core.config import build
 from bloomery.core.errors import ConfigError, DataError
-from bloomery.data.rules import C4, Code, FineWeb, Gopher, Length, Repetition, Rule
-from bloomery.data.rules.judge import Documents, judge
+from bloomery.data.filters.apply import DocumentColumns, Rule, judge
+from bloomery.data.filters.heuristics import Code, Length
+from bloomery.data.filters.published import C4, FineWeb, Gopher, Repetition
 from bloomery.stages.config import Filter
 
 PROSE = (
@@ -18,7 +19,7 @@ PROSE = (
 
 
 def found(rule: Rule, text: str, name: str = "1", address: str | None = None) -> tuple[str, float] | None:
-    verdicts = judge([rule], Documents([text], ["web"], [address], [name]))
+    verdicts = judge([rule], DocumentColumns([text], ["web"], [address], [name]))
     return None if verdicts.reasons[0] is None else (verdicts.reasons[0], verdicts.values[0])
 
 

@@ -7,8 +7,10 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from bloomery.data.rules import C4, Boilerplate, Characters, Code, FineWeb, Gopher, Length, Lines, Repetition, judge
-from bloomery.data.rules.judge import Documents, Verdicts
+from bloomery.data.filters import apply
+from bloomery.data.filters.apply import DocumentColumns, Verdicts
+from bloomery.data.filters.heuristics import Boilerplate, Characters, Code, Length, Lines
+from bloomery.data.filters.published import C4, FineWeb, Gopher, Repetition
 from tests.data.rules import plain
 
 STRICT: list[Any] = [
@@ -82,10 +84,11 @@ texts = st.one_of(pieces, repeats, runs, st.text(st.characters(codec="utf-8"), m
 
 
 def judged(rules: Sequence[Any], batch: Sequence[str], domain: str = "web") -> Verdicts:
-    documents = Documents(batch, [domain] * len(batch), [None] * len(batch), [str(n) for n in range(len(batch))])
-    return judge.judge(rules, documents)
+    documents = DocumentColumns(batch, [domain] * len(batch), [None] * len(batch), [str(n) for n in range(len(batch))])
+    return apply.judge(rules, documents)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rule", STRICT, ids=lambda rule: rule.kind)
 @given(batch=st.lists(texts, min_size=1, max_size=6))
 @example(batch=["", " ", "\n", "\r", "a\r", "\u2028", "a", "\x85a\n", ".", "...", "a\n\na\n\n\na", "\r\n\r\n", "\x00"])
@@ -117,7 +120,7 @@ def test_the_first_rule_that_a_document_breaks_is_its_reason_and_one_that_breaks
 def test_verdicts_do_not_depend_on_how_documents_are_batched(monkeypatch: pytest.MonkeyPatch) -> None:
     batch = [f"{'the word of ' * (n % 7)} number {n} {'and with ' * (n % 5)}.\n" * (n % 4) for n in range(60)]
     whole = judged(STRICT[:4], batch)
-    monkeypatch.setattr(judge, "CHUNK_BYTES", 100)
+    monkeypatch.setattr(apply, "CHUNK_BYTES", 100)
     assert judged(STRICT[:4], batch) == whole
 
 

@@ -1,10 +1,11 @@
 import pytest
 
+from bloomery.core import errors
 from bloomery.core.config import build
 from bloomery.core.errors import ConfigError, DataError
-from bloomery.data import extras
-from bloomery.data.rules import Language, language
-from bloomery.data.rules.judge import Documents, judge
+from bloomery.data.filters import heuristics
+from bloomery.data.filters.apply import DocumentColumns, judge
+from bloomery.data.filters.heuristics import Language
 
 pytest.importorskip("py3langid", reason="py3langid is not installed")
 
@@ -15,7 +16,7 @@ FRENCH = "Le petit fourneau était allumé avant l'aube, et il devait brûler ju
 
 def reasons(rule: Language, *texts: str) -> list[str | None]:
     number = len(texts)
-    return judge([rule], Documents(texts, ["web"] * number, [None] * number, ["id"] * number)).reasons
+    return judge([rule], DocumentColumns(texts, ["web"] * number, [None] * number, ["id"] * number)).reasons
 
 
 def test_documents_in_other_languages_are_dropped_with_the_name_of_theirs() -> None:
@@ -38,13 +39,13 @@ def test_a_recipe_that_names_no_language_or_none_that_there_is_is_an_error() -> 
             build(Language, {"keep": keep})
 
 
-def test_a_missing_package_is_an_error_with_its_cure(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_package_is_an_error_with_its_hint(monkeypatch: pytest.MonkeyPatch) -> None:
     def missing(module: str, *, extra: str) -> None:
-        raise DataError(f"this needs the package {module}", cure=f"pip install 'bloomery[{extra}]'")
+        raise DataError(f"this needs the package {module}", hint=f"pip install 'bloomery[{extra}]'")
 
-    language._identifier.cache_clear()
+    heuristics._identifier.cache_clear()
     with monkeypatch.context() as patch:
-        patch.setattr(extras, "load", missing)
+        patch.setattr(errors, "load", missing)
         with pytest.raises(DataError, match=r"(?s)py3langid.*bloomery\[web\]"):
             reasons(Language(), ENGLISH)
-    language._identifier.cache_clear()
+    heuristics._identifier.cache_clear()

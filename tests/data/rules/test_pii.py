@@ -5,21 +5,21 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bloomery.data.facts import private
-from bloomery.data.facts.private import Kind
-from bloomery.data.rules import Length, Pii
-from bloomery.data.rules.judge import Documents, judge
+from bloomery.data.filters import pii
+from bloomery.data.filters.apply import DocumentColumns, judge
+from bloomery.data.filters.heuristics import Length
+from bloomery.data.filters.pii import Pii, PrivateKind
 
 PIECES = ("a@", "1.1.", "a" * 100, ":=\"'", "2001:", "+1 ", "-----BEGIN PRIVATE", "@a.", '="' + "a" * 20)
-ALL: tuple[Kind, ...] = ("mail", "ip", "phone", "key")
+ALL: tuple[PrivateKind, ...] = ("mail", "ip", "phone", "key")
 # put together here, so that no scanner takes this file for a leak
 AWS, GITHUB, SLACK = "AKIA" + "IOSFODNN7EXAMPLE", "ghp_" + "a1B2c3D4e5F6" * 3, "xoxb" + "-1234567890-abcdef"
 JWT = "eyJ" + "hbGciOiJIUzI1NiJ9" + ".eyJ" + "zdWIiOiIxMjM0NTY3ODkwIn0" + ".dozjgNryP4J3jVmNHl0w5N_XgL0n3I9PlFUP0THsR8U"
 BLOCK = "-----BEGIN RSA " + "PRIVATE KEY-----\nMIIEow\nabc==\n-----END RSA " + "PRIVATE KEY-----"
 
 
-def masked(text: str, *kinds: Kind) -> str:
-    return private.masked(text, private.find(text, kinds or ALL))
+def masked(text: str, *kinds: PrivateKind) -> str:
+    return pii.masked(text, pii.find(text, kinds or ALL))
 
 
 @pytest.mark.parametrize(
@@ -72,19 +72,19 @@ def test_what_only_looks_private_stays(text: str) -> None:
 
 def test_addresses_that_mean_nobody_outside_are_found_where_asked_for() -> None:
     text = "127.0.0.1 192.168.1.100 fe80::1 ::1"
-    assert private.masked(text, private.find(text, ["ip"], private_ips=True)) == "<IP> <IP> <IP> <IP>"
+    assert pii.masked(text, pii.find(text, ["ip"], private_ips=True)) == "<IP> <IP> <IP> <IP>"
 
 
 @given(st.text(alphabet="a1@.:-+ \"'=/_{}<>()文\n", max_size=200))
 def test_masking_loses_only_what_was_found_and_finds_nothing_twice(text: str) -> None:
-    spans = private.find(text, ALL)
+    spans = pii.find(text, ALL)
     assert all(one.start < one.end <= two.start for one, two in pairwise(spans))
-    hidden = private.masked(text, spans)
-    assert len(hidden) == len(text) + sum(len(private.PLACEHOLDERS[s.kind]) - (s.end - s.start) for s in spans)
+    hidden = pii.masked(text, spans)
+    assert len(hidden) == len(text) + sum(len(pii.PLACEHOLDERS[s.kind]) - (s.end - s.start) for s in spans)
 
 
-def documents(*texts: str) -> Documents:
-    return Documents(texts, ["web"] * len(texts), [None] * len(texts), [str(n) for n in range(len(texts))])
+def documents(*texts: str) -> DocumentColumns:
+    return DocumentColumns(texts, ["web"] * len(texts), [None] * len(texts), [str(n) for n in range(len(texts))])
 
 
 def test_a_masked_document_stays_with_its_counts_and_later_rules_see_what_is_left() -> None:
@@ -109,4 +109,4 @@ def test_a_document_can_be_dropped_instead_with_how_much_was_found() -> None:
 def test_a_text_of_a_million_marks_takes_no_longer_than_its_length() -> None:
     for piece in PIECES:
         text = piece * (200_000 // len(piece))
-        private.find(text, ALL)
+        pii.find(text, ALL)

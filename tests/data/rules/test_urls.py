@@ -4,14 +4,13 @@ import pytest
 
 from bloomery.core.config import build
 from bloomery.core.errors import ConfigError, DataError
-from bloomery.data.rules import Urls
-from bloomery.data.rules.judge import Documents, judge
-from bloomery.data.rules.urls import host_of
+from bloomery.data.filters.apply import DocumentColumns, judge
+from bloomery.data.filters.heuristics import Urls, host_of
 
 
 def reasons(rule: Urls, *addresses: str | None) -> list[str | None]:
     number = len(addresses)
-    return judge([rule], Documents(["text"] * number, ["web"] * number, addresses, ["id"] * number)).reasons
+    return judge([rule], DocumentColumns(["text"] * number, ["web"] * number, addresses, ["id"] * number)).reasons
 
 
 @pytest.mark.parametrize(

@@ -4,13 +4,13 @@ from dataclasses import replace
 from typing import Any
 
 from bloomery.core.config import build
-from bloomery.hw.catalog import named
+from bloomery.hw.specs import named
 from bloomery.model.config import ModelConfig
 from bloomery.stages.config import Finetune, Pretrain
 from bloomery.train.config import Training
-from bloomery.train.planning import planner
-from bloomery.train.planning.report import Plan
-from bloomery.train.planning.target import Target, of_entry
+from bloomery.train.plan import report
+from bloomery.train.plan.memory import Machine, of_entry
+from bloomery.train.plan.report import PlanReport
 
 SMALL = ModelConfig(width=64, num_layers=6, num_heads=4, num_kv_heads=2, mlp_width=176, context=64)
 
@@ -19,22 +19,22 @@ def training(**settings: Any) -> Training:
     return build(Training, {"steps": 10, "tokens_per_step": 64 * 64, **settings})
 
 
-def card(name: str = "7900xtx", devices: int = 1) -> Target:
+def card(name: str = "7900xtx", devices: int = 1) -> Machine:
     return of_entry(named(name), devices)
 
 
 def plan(
     model: ModelConfig,
     vocab_size: int,
-    target: Target,
+    target: Machine,
     *,
     finetune: bool = False,
     tokens: int = 2**16,
     also: tuple[str, ...] = (),
     **settings: Any,
-) -> Plan:
+) -> PlanReport:
     """Of a stage that pretrains, or finetunes, for a thousand steps; `also` are settings that it is given besides."""
     sections = Finetune if finetune else Pretrain
     config = build(sections, {"steps": 1000, "tokens_per_step": tokens, "optimizer": {"kind": "adamw"}, **settings})
-    ask = planner.asked("finetune" if finetune else "pretrain", config, model, vocab_size, target)
-    return planner.planned(replace(ask, available=ask.available | set(also)), config, target)
+    ask = report.asked("finetune" if finetune else "pretrain", config, model, vocab_size, target)
+    return report.planned(replace(ask, available=ask.available | set(also)), config, target)

@@ -6,14 +6,15 @@ from typing import Any
 import pytest
 
 from bloomery.hw.device import Device
-from bloomery.train import loop
-from bloomery.train.planning import dry_run
-from bloomery.train.planning.dry_run import Tried
+from bloomery.train import step
+from bloomery.train.plan import dry_run
+from bloomery.train.plan.dry_run import Tried
 from tests.train.made import T, session
 
 import torch
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["muon", "adamw", "adamw8bit", "ademamix", "lion"])
 def test_a_run_that_was_tried_ends_in_the_same_weights(kind: str, shards: Path, tmp_path: Path) -> None:
     for tried in (True, False):
@@ -25,13 +26,13 @@ def test_a_run_that_was_tried_ends_in_the_same_weights(kind: str, shards: Path, 
 def test_a_sample_without_finite_gradients_leaves_no_trace_in_the_weights(
     shards: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    plain = loop.micro_batch_losses
+    plain = step.micro_batch_losses
 
     def poisoned(model: Any, batch: Any, *rest: Any) -> Any:
         loss, told = plain(model, batch, *rest)
         return loss * (float("nan") if model.training and 0 in batch.samples else 1.0), told
 
-    monkeypatch.setattr(loop, "micro_batch_losses", poisoned)
+    monkeypatch.setattr(step, "micro_batch_losses", poisoned)
     for tried in (True, False):
         session(shards, tmp_path / str(tried), dry_run=tried, steps=4).run()
     first, second = ((tmp_path / str(tried) / "model" / "model.safetensors").read_bytes() for tried in (True, False))
@@ -41,7 +42,7 @@ def test_a_sample_without_finite_gradients_leaves_no_trace_in_the_weights(
 def test_what_ends_memory_is_found_before_the_first_step(
     shards: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    plain, asked = loop.micro_batch_losses, list[int]()
+    plain, asked = step.micro_batch_losses, list[int]()
 
     def limited(model: Any, batch: Any, *rest: Any) -> Any:
         asked.append(len(batch.ids))
@@ -49,7 +50,7 @@ def test_what_ends_memory_is_found_before_the_first_step(
             raise torch.OutOfMemoryError("no")
         return plain(model, batch, *rest)
 
-    monkeypatch.setattr(loop, "micro_batch_losses", limited)
+    monkeypatch.setattr(step, "micro_batch_losses", limited)
     run = session(shards, tmp_path / "run", tokens_per_step=8 * T, micro_batch_tokens=8 * T, steps=2, dry_run=True)
     run.run()
     assert asked[:3] == [1, 8, 4], "one row to make room, then all that was asked for"
@@ -67,7 +68,7 @@ def test_nothing_is_tried_where_it_is_not_wanted(shards: Path, tmp_path: Path, m
     def never(*anything: Any) -> Tried:
         raise AssertionError
 
-    monkeypatch.setattr(dry_run.Trial, "run", never)
+    monkeypatch.setattr(dry_run.DryRun, "run", never)
     session(shards, tmp_path / "run", steps=2).run()
 
 

@@ -6,15 +6,13 @@ from typing import Any
 import pytest
 
 from bloomery.core.config import build
-from bloomery.hw.dist import World
-from bloomery.train import launch, parallel
+from bloomery.hw.distributed import World
+from bloomery.train import fsdp, launch
 from bloomery.train.config import Level, Training
-from bloomery.train.loop import Placed, gradients, placed_losses
-from bloomery.train.planning.here import check, step
-from bloomery.train.planning.meter import Meter
-from bloomery.train.planning.needs import Trained, Way, needs
-from bloomery.train.planning.step import Step
-from bloomery.train.planning.trace import trace
+from bloomery.train.plan.here import check, step
+from bloomery.train.plan.memory import TrainSetup, Workload, needs
+from bloomery.train.plan.trace import TensorMeter, TracedStep, trace
+from bloomery.train.step import Placed, gradients, placed_losses
 from tests.train.made import SHAPE, processor, session
 from tests.train.planning.made import SMALL, card, plan
 
@@ -28,7 +26,7 @@ def held(task: dict[str, Any], world: World) -> dict[str, Any]:
     made.run()
     kept = made._checkpoints.optimizers.state()
     groups = list(made.model.parameters()), [kept[name] for name in kept if not name.endswith("/step")]
-    own = [sum(parallel.local(one).nbytes for one in tensors) for tensors in groups]
+    own = [sum(fsdp.local(one).nbytes for one in tensors) for tensors in groups]
     return {"held": world.gather(own), "vocab_size": made.model.vocab_size}
 
 
@@ -41,9 +39,9 @@ def metered(task: dict[str, Any], world: World) -> dict[str, Any]:
     device = processor(what.precision)
     ids = torch.zeros((what.rows, what.model.context), dtype=torch.int64)
     batch = Placed(ids, ids.clone(), None, ids.flatten().clone(), ids.flatten().clone())
-    with Meter(on_processor=True) as meter:
+    with TensorMeter(on_processor=True) as meter:
         model = what.load(initialized=True)
-        parallel.shard(model, world, device)
+        fsdp.shard(model, world, device)
         optimizers = what.prepare(model, device)
         peaks = []
         for _ in range(5):
@@ -57,10 +55,10 @@ def metered(task: dict[str, Any], world: World) -> dict[str, Any]:
         return {"peaks": world.gather(min(peaks[1:]))}
 
 
-def step_of(kind: str, level: Level) -> Step:
+def step_of(kind: str, level: Level) -> TracedStep:
     optimizer = build(Training, {"steps": 1, "tokens_per_step": 1, "optimizer": {"kind": kind}}).optimizer
     shape = SMALL.model_copy(update={"width": 128, "mlp_width": 352, "num_layers": 7})
-    return Step(
+    return TracedStep(
         model=shape,
         vocab_size=1000,
         optimizer=optimizer,
@@ -88,13 +86,14 @@ def test_a_rank_with_a_part_holds_what_the_arithmetic_says(kind: str, shards: Pa
     task = {"shards": str(shards), "out": str(tmp_path / "out"), "settings": settings}
     found = launch.run("tests.train.planning.test_parts:held", task, 2)
     optimizer = build(Training, {"steps": 1, "tokens_per_step": 1, "optimizer": {"kind": kind}}).optimizer
-    what = Trained(model=SHAPE, vocab_size=found["vocab_size"], optimizer=optimizer)
-    needed = needs(what, Way(rows=1, sharded=True, devices=2))
+    what = Workload(model=SHAPE, vocab_size=found["vocab_size"], optimizer=optimizer)
+    needed = needs(what, TrainSetup(rows=1, sharded=True, devices=2))
     for weights, remembered in found["held"]:
         assert weights == pytest.approx(needed.weights, rel=0.02)
         assert remembered == pytest.approx(needed.optimizer, rel=0.02)
 
 
+@pytest.mark.slow
 def test_parts_are_traced_as_the_step_of_one_rank() -> None:
     target = card(devices=2)
     made = plan(SMALL, 512, target, tokens=2**12, micro_batch_tokens=2**8, shard="fsdp")

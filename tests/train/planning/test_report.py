@@ -7,17 +7,16 @@ from typing import Any
 import pytest
 
 from bloomery.hw import device as devices
-from bloomery.hw.catalog import GIB
-from bloomery.hw.dist import World, ranks_here
-from bloomery.hw.peak import listed_peak
+from bloomery.hw.device import listed_peak
+from bloomery.hw.distributed import World, ranks_here
+from bloomery.hw.specs import GIB
 from bloomery.model.config import ModelConfig
-from bloomery.train.planning import here as planning
-from bloomery.train.planning import planner
-from bloomery.train.planning.choose import Option
-from bloomery.train.planning.here import check, decided, here, room, slower
-from bloomery.train.planning.needs import needs
-from bloomery.train.planning.report import Plan
-from bloomery.train.planning.target import of_memory
+from bloomery.train.plan import here as plan_here
+from bloomery.train.plan import report
+from bloomery.train.plan.here import check, decided, here, room, slower
+from bloomery.train.plan.memory import needs, of_memory
+from bloomery.train.plan.report import PlanReport
+from bloomery.train.plan.search import Candidate
 from tests.train.made import processor
 from tests.train.planning.made import SMALL, card, plan, training
 
@@ -52,13 +51,14 @@ PLANS: Mapping[str, tuple[Any, ...]] = {
 }
 
 
-def adds_up(made: Plan) -> bool:
+def adds_up(made: PlanReport) -> bool:
     told = made.facts()
     parts = {name: size for name, size in told["at_peak"].items() if name != "moment"}
     assert all(size >= 0 for size in parts.values())
     return bool(sum(parts.values()) == told["peak_bytes"] == made.choice.peak_bytes)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", PLANS)
 def test_every_plan_tells_the_same_facts_and_parts_that_add_up_to_its_peak(name: str) -> None:
     model, target, settings = PLANS[name]
@@ -77,6 +77,7 @@ def test_every_plan_tells_the_same_facts_and_parts_that_add_up_to_its_peak(name:
         assert any(line.startswith("  cure") for line in made.lines())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("tokens", "settings"),
     [
@@ -103,8 +104,8 @@ def test_the_parts_of_a_traced_peak_add_up_to_it_too(tokens: int, settings: dict
 
 def test_the_way_that_was_chosen_is_the_same_among_the_alternatives() -> None:
     target = card()
-    ask = planner.asked("pretrain", training(), SMALL, 512, target)
-    made = planner.planned(ask, training(), target, check)
+    ask = report.asked("pretrain", training(), SMALL, 512, target)
+    made = report.planned(ask, training(), target, check)
     same = [one for one, _ in made.others if one.way == made.choice.way]
     assert [one.peak_bytes for one in same] == [made.choice.peak_bytes]
     assert made.choice.traced
@@ -113,9 +114,9 @@ def test_the_way_that_was_chosen_is_the_same_among_the_alternatives() -> None:
 def test_ways_that_were_not_timed_are_as_far_from_their_reckoning_as_the_one_that_was() -> None:
     target = replace(card("7900xtx"), peaks={"float32": 60e12})
     config = training(steps=1000, tokens_per_step=2**16)
-    ask = planner.asked("pretrain", config, SMALL, 1000, target)
-    plain = planner.planned(ask, config, target)
-    slow = planner.planned(ask, config, target, lambda _ask, _target, one: at(one, 0.25))
+    ask = report.asked("pretrain", config, SMALL, 1000, target)
+    plain = report.planned(ask, config, target)
+    slow = report.planned(ask, config, target, lambda _ask, _target, one: at(one, 0.25))
     assert slow.choice.pace
     assert plain.choice.pace
     assert slow.choice.way == plain.choice.way
@@ -129,13 +130,13 @@ def test_ways_that_were_not_timed_are_as_far_from_their_reckoning_as_the_one_tha
     marked = [line for line in slow.lines() if "recompute block" in line]
     assert marked
     assert all("~" in line.split()[-1] for line in marked)
-    fast = planner.planned(ask, config, target, lambda _ask, _target, one: at(one, 1e6))
+    fast = report.planned(ask, config, target, lambda _ask, _target, one: at(one, 1e6))
     assert all(
         one.pace.tokens_per_second <= one.pace.ceiling for one, _ in fast.others if one.pace and not one.pace.timed
     )
 
 
-def at(one: Option, faster: float) -> Option:
+def at(one: Candidate, faster: float) -> Candidate:
     """As if steps of it had been timed, so many times as fast as was reckoned."""
     assert one.pace is not None
     return replace(one, pace=replace(one.pace, tokens_per_second=faster * one.pace.tokens_per_second, timed=True))
@@ -144,8 +145,8 @@ def at(one: Option, faster: float) -> Option:
 def test_this_machine_has_a_measured_peak_of_both_formats(monkeypatch: pytest.MonkeyPatch) -> None:
     rates = {torch.bfloat16: 8e11, torch.float32: 2e11}
     monkeypatch.setattr(devices, "find", lambda _name: processor(torch.bfloat16))
-    monkeypatch.setattr(planning, "measured_peak", lambda device: rates[device.compute_dtype])
-    monkeypatch.setattr(planning, "slower", lambda ranks: 2.0 * ranks)
+    monkeypatch.setattr(plan_here, "measured_peak", lambda device: rates[device.compute_dtype])
+    monkeypatch.setattr(plan_here, "slower", lambda ranks: 2.0 * ranks)
     target = here(training(), 2)
     assert (target.peak("bfloat16"), target.peak("float32"), target.peak("float16")) == (2e11, 0.5e11, None)
     exact = here(training(precision="float32"))

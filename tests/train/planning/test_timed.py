@@ -7,27 +7,26 @@ from bloomery.hw.device import Device
 from bloomery.model.config import ModelConfig
 from bloomery.model.lora_config import Lora
 from bloomery.train.config import AdamW
-from bloomery.train.optim_adamw import total_norm
-from bloomery.train.planning import timed as timing
-from bloomery.train.planning.step import Step
-from bloomery.train.planning.timed import Timed, timed
+from bloomery.train.fused_adamw import total_norm
+from bloomery.train.plan import trace
+from bloomery.train.plan.trace import Timed, TracedStep, timed
 from tests.train.made import processor
 from tests.train.planning.made import SMALL
 
 import torch
 from torch import Tensor
 
-STEP = Step(
+STEP = TracedStep(
     model=SMALL, vocab_size=61, optimizer=AdamW(), recompute="none", precision=torch.float32, rows=4, accumulates=True
 )
 
 
 def test_each_further_turn_of_layers_takes_what_the_second_does(monkeypatch: pytest.MonkeyPatch) -> None:
-    def found(steps: tuple[Step, ...], device: Device) -> list[Timed]:
+    def found(steps: tuple[TracedStep, ...], device: Device) -> list[Timed]:
         return [Timed(1.0 + 2.0 * one.model.num_layers, 2.0, 0.5) for one in steps]
 
-    monkeypatch.setattr(timing, "measured", found)
-    monkeypatch.setattr(timing, "SLICE_SECONDS", 0.0)
+    monkeypatch.setattr(trace, "measured", found)
+    monkeypatch.setattr(trace, "SLICE_SECONDS", 0.0)
     assert timed(STEP, processor()) == Timed(1.0 + 2.0 * 6, 2.0, 0.5)
     turns = SMALL.model_copy(update={"sliding_window": (5, "full"), "num_layers": 7})
     assert timed(replace(STEP, model=turns), processor()) == pytest.approx((15.0, 2.0, 0.5))
@@ -36,32 +35,32 @@ def test_each_further_turn_of_layers_takes_what_the_second_does(monkeypatch: pyt
 def test_layers_are_left_out_before_rows_are(monkeypatch: pytest.MonkeyPatch) -> None:
     made = list[tuple[int, ...]]()
 
-    def found(steps: tuple[Step, ...], device: Device) -> list[Timed]:
+    def found(steps: tuple[TracedStep, ...], device: Device) -> list[Timed]:
         made.append(tuple(one.model.num_layers for one in steps))
         return [Timed(1.0, 1.0, 1.0) for _ in steps]
 
-    monkeypatch.setattr(timing, "measured", found)
+    monkeypatch.setattr(trace, "measured", found)
     for seconds, layers in ((10.0, (6,)), (0.45, (1, 4)), (1e-9, (1, 2))):
-        monkeypatch.setattr(timing, "SLICE_SECONDS", seconds)
-        monkeypatch.setattr(timing, "_row_seconds", lambda step, _: 0.1 * step.model.num_layers / step.rows)
+        monkeypatch.setattr(trace, "SLICE_SECONDS", seconds)
+        monkeypatch.setattr(trace, "_row_seconds", lambda step, _: 0.1 * step.model.num_layers / step.rows)
         timed(STEP, processor())
         assert made[-1] == layers
 
 
 def test_what_is_done_once_for_all_rows_is_not_done_for_each_row_that_was_left_out() -> None:
     some, half = Timed(5.0 + 4 * 0.5, 3.0 + 4 * 0.5, 1.0), Timed(5.0 + 2 * 0.5, 3.0 + 2 * 0.5, 1.0)
-    assert timing.with_rows(some, half, 4, 20) == pytest.approx((5.0 + 20 * 0.5, 3.0 + 20 * 0.5, 1.0))
-    assert timing.with_rows(some, None, 4, 20) == pytest.approx((35.0, 25.0, 1.0))
+    assert trace.with_rows(some, half, 4, 20) == pytest.approx((5.0 + 20 * 0.5, 3.0 + 20 * 0.5, 1.0))
+    assert trace.with_rows(some, None, 4, 20) == pytest.approx((35.0, 25.0, 1.0))
     disturbed = Timed(9.0, 9.0, 1.0)  # fewer rows that took longer: then none is free, and none costs less than nothing
-    assert timing.with_rows(some, disturbed, 4, 20) == pytest.approx((7.0, 5.0, 1.0))
-    assert timing.with_rows(some, Timed(0.0, 0.0, 1.0), 4, 20) == pytest.approx((35.0, 25.0, 1.0))
+    assert trace.with_rows(some, disturbed, 4, 20) == pytest.approx((7.0, 5.0, 1.0))
+    assert trace.with_rows(some, Timed(0.0, 0.0, 1.0), 4, 20) == pytest.approx((35.0, 25.0, 1.0))
 
 
 def test_rows_that_would_take_too_long_are_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
     made = list[tuple[int, int]]()
 
     class Ready:
-        def __init__(self, step: Step, device: Device) -> None:
+        def __init__(self, step: TracedStep, device: Device) -> None:
             self.step = step
             made.append((step.model.num_layers, step.rows))
 
@@ -69,8 +68,8 @@ def test_rows_that_would_take_too_long_are_left_out(monkeypatch: pytest.MonkeyPa
             layers, rows = self.step.model.num_layers, self.step.rows
             return Timed(2.0 + layers * rows, 1.0 + layers * rows, 0.5 * layers)
 
-    monkeypatch.setattr(timing, "_Ready", Ready)
-    monkeypatch.setattr(timing, "_row_seconds", lambda step, _: timing.SLICE_SECONDS / 4)
+    monkeypatch.setattr(trace, "_Ready", Ready)
+    monkeypatch.setattr(trace, "_row_seconds", lambda step, _: trace.SLICE_SECONDS / 4)
     what = replace(STEP, rows=10)
     assert timed(what, processor(torch.bfloat16)) == pytest.approx((2.0 + 6 * 10, 1.0 + 6 * 10, 3.0))
     assert made == [(1, 4), (2, 4), (1, 2)]
@@ -92,7 +91,7 @@ def test_what_waits_for_the_processor_is_not_planned_with(monkeypatch: pytest.Mo
         time.sleep(0.2)
         return total_norm(gradients)
 
-    monkeypatch.setattr(timing, "total_norm", slow)
+    monkeypatch.setattr(trace, "total_norm", slow)
     found = timed(replace(STEP, rows=3), processor())
     assert found is not None
     assert found.updating < 0.2
@@ -107,11 +106,11 @@ def test_steps_that_take_long_are_not_repeated(monkeypatch: pytest.MonkeyPatch) 
 
     def once(self: object) -> Timed:
         rounds.append(self)
-        return Timed(timing.MAX_SECONDS, 1.0, 1.0)
+        return Timed(trace.MAX_SECONDS, 1.0, 1.0)
 
-    monkeypatch.setattr(timing._Ready, "once", once)
-    timing.measured.cache_clear()
-    (found,) = timing.measured((STEP,), processor())
-    timing.measured.cache_clear()
+    monkeypatch.setattr(trace._Ready, "once", once)
+    trace.measured.cache_clear()
+    (found,) = trace.measured((STEP,), processor())
+    trace.measured.cache_clear()
     assert found.first > 0
     assert len(rounds) == len(set(rounds))

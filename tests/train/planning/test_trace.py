@@ -5,14 +5,13 @@ from typing import get_args
 import pytest
 
 from bloomery.core import native
-from bloomery.model import products, quantize
+from bloomery.model import quantize
 from bloomery.model.config import ModelConfig
+from bloomery.model.kernels import cpu
 from bloomery.model.lora_config import Base, Lora
 from bloomery.train.config import AdamW, AdamW8bit, AdEMAMix, Level, Lion, Muon, Optimizer
-from bloomery.train.loop import Placed, few_rows_of_the_table, gradients, placed_losses
-from bloomery.train.planning.meter import Meter
-from bloomery.train.planning.step import Step
-from bloomery.train.planning.trace import Traced, trace
+from bloomery.train.plan.trace import TensorMeter, Traced, TracedStep, trace
+from bloomery.train.step import Placed, gradients, placed_losses, sparse_embedding_grad
 from tests.model.made import CHOICES, SHAPES, VOCAB_SIZE
 from tests.train.made import processor
 from tests.train.planning.made import SMALL
@@ -23,15 +22,17 @@ from torch import nn
 ROWS = 3
 
 
-def step(model: ModelConfig, level: Level = "none", optimizer: Optimizer | None = None, **changed: object) -> Step:
+def step(
+    model: ModelConfig, level: Level = "none", optimizer: Optimizer | None = None, **changed: object
+) -> TracedStep:
     settings = {"precision": torch.bfloat16, "rows": ROWS, "accumulates": False} | changed
-    return Step(model=model, vocab_size=VOCAB_SIZE, optimizer=optimizer or AdamW(), recompute=level, **settings)  # type: ignore[arg-type]
+    return TracedStep(model=model, vocab_size=VOCAB_SIZE, optimizer=optimizer or AdamW(), recompute=level, **settings)  # type: ignore[arg-type]
 
 
-def really(what: Step) -> tuple[int, int]:
+def really(what: TracedStep) -> tuple[int, int]:
     """Bytes at rest and at the peak of the second step, of real tensors."""
     device = processor(what.precision)
-    with Meter(on_processor=True) as meter:
+    with TensorMeter(on_processor=True) as meter:
         model = what.load(initialized=True)
         optimizers = what.prepare(model, device)
         ids = torch.zeros((what.rows, what.model.context), dtype=torch.int64)
@@ -41,7 +42,7 @@ def really(what: Step) -> tuple[int, int]:
             resting = meter.live
             meter.restart()
             for _ in range(1 + what.accumulates):
-                with few_rows_of_the_table(model):
+                with sparse_embedding_grad(model):
                     torch.autograd.backward(placed_losses(model, batch, device)[0])
             nn.utils.clip_grads_with_norm_(model.parameters(), 1.0, nn.utils.get_total_norm(gradients(model)))
             optimizers.step()
@@ -70,6 +71,7 @@ def test_a_trace_finds_what_a_real_step_holds(level: Level, compiled: bool, monk
         assert found.resting == pytest.approx(resting, rel=0.02, abs=3 * ROWS * 8 * SMALL.context)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("optimizer", [AdEMAMix(), Lion(), AdamW8bit()], ids=lambda one: one.kind)
 def test_a_trace_finds_what_every_other_optimizer_holds(optimizer: Optimizer) -> None:
     what = step(SMALL.model_copy(update={"num_layers": 2}), "none", optimizer)
@@ -78,6 +80,7 @@ def test_a_trace_finds_what_every_other_optimizer_holds(optimizer: Optimizer) ->
     assert found.resting == pytest.approx(resting, rel=0.02, abs=3 * ROWS * 8 * SMALL.context)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("base", get_args(Base))
 def test_a_trace_of_adapters_finds_what_a_real_step_of_them_holds(base: Base) -> None:
     kept = quantize.numbers(torch.device("cpu"))
@@ -91,6 +94,7 @@ def test_a_trace_of_adapters_finds_what_a_real_step_of_them_holds(base: Base) ->
     assert torch.equal(now, kept), "and nothing without numbers stays behind"
 
 
+@pytest.mark.slow
 def test_a_frozen_base_rests_in_fewer_bytes_than_all_weights() -> None:
     every = [trace(step(SMALL)), *(trace(step(SMALL, lora=Lora(base=base))) for base in ("bfloat16", "int8", "nf4"))]
     rests = [one.resting for one in every]
@@ -98,16 +102,16 @@ def test_a_frozen_base_rests_in_fewer_bytes_than_all_weights() -> None:
     assert rests[-1] < 0.5 * rests[0]
 
 
-@pytest.mark.skipif(products.units() == products.NONE, reason="this processor has no products of bfloat16")
+@pytest.mark.skipif(cpu.units() == cpu.NONE, reason="this processor has no products of bfloat16")
 def test_what_the_library_of_products_keeps_counts_where_it_computes() -> None:
     here, elsewhere = (trace(step(SMALL, on_processor=there)).room for there in (True, False))
     assert here > elsewhere == 0
-    small, large = (sum(products.room_bytes(rows, 8192, 512, products.ROUNDED, turned=True)) for rows in (64, 2048))
+    small, large = (sum(cpu.room_bytes(rows, 8192, 512, cpu.ROUNDED, turned=True)) for rows in (64, 2048))
     assert small < large
 
 
 def test_products_of_one_size_are_of_one_kind() -> None:
-    with Meter(on_processor=True) as meter:
+    with TensorMeter(on_processor=True) as meter:
         left, right = torch.zeros(4, 8, dtype=torch.bfloat16), torch.zeros(8, 3, dtype=torch.bfloat16)
         for _ in range(3):
             left @ right
@@ -116,18 +120,21 @@ def test_products_of_one_size_are_of_one_kind() -> None:
     assert len(meter.kinds) == 2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", list(CHOICES))
 def test_every_choice_of_a_shape_can_be_traced_on_both_kinds_of_device(name: str) -> None:
     for on_processor in (True, False):
         assert trace(step(CHOICES[name], on_processor=on_processor)).peak > 0
 
 
+@pytest.mark.slow
 def test_two_small_models_tell_the_memory_of_a_deep_one() -> None:
     deep = SMALL.model_copy(update={"num_layers": 9})
     found = trace(step(deep, "none"))
     assert held(found) == pytest.approx(really(step(deep, "none"))[1], rel=0.01)
 
 
+@pytest.mark.slow
 def test_layers_in_turn_are_extrapolated_by_whole_turns() -> None:
     shape = SMALL.model_copy(update={"num_layers": 12, "sliding_window": (5, "full")})
     assert held(trace(step(shape))) == pytest.approx(really(step(shape))[1], rel=0.02)
@@ -145,7 +152,7 @@ def test_gradients_of_earlier_micro_batches_count() -> None:
 
 
 def test_a_processor_writes_out_what_is_added_in_a_shorter_format() -> None:
-    with Meter(on_processor=True) as there, Meter() as elsewhere:
+    with TensorMeter(on_processor=True) as there, TensorMeter() as elsewhere:
         long, short = torch.zeros(1000), torch.zeros(1000, dtype=torch.bfloat16)
         there.restart()
         elsewhere.restart()

@@ -2,8 +2,8 @@ import pytest
 
 from bloomery.shards.loader import IGNORE
 from bloomery.train import loss as losses
-from bloomery.train.loop import micro_batch_loss
-from bloomery.train.preference.logprobs import by_sequence, by_token, log_probs
+from bloomery.train.preference.losses import by_sequence, by_token, log_probs
+from bloomery.train.step import micro_batch_loss
 from tests.model.made import SHAPES, lively
 from tests.train.made import processor, random_batch
 

@@ -8,7 +8,7 @@ import pytest
 
 from bloomery.train.preference import losses
 from bloomery.train.preference.config import Dpo, Ipo, Kto, SimPo
-from bloomery.train.preference.losses import Answers, Judged
+from bloomery.train.preference.losses import Answers, PreferenceOutcome
 
 import torch
 
@@ -37,7 +37,7 @@ def of_simpo(c: float, r: float, c0: float, r0: float, nc: float, nr: float) -> 
     return -math.log(sigmoid(2.5 / nc * c - 2.5 / nr * r - 1.4))
 
 
-CASES: list[tuple[Callable[[Answers, Answers], Judged], Formula]] = [
+CASES: list[tuple[Callable[[Answers, Answers], PreferenceOutcome], Formula]] = [
     (lambda good, bad: losses.dpo(good, bad, Dpo(beta=0.3)), of_dpo),
     (lambda good, bad: losses.dpo(good, bad, Dpo(beta=0.3, smoothing=0.1)), of_smooth_dpo),
     (lambda good, bad: losses.ipo(good, bad, Ipo(beta=0.3)), of_ipo),
@@ -53,7 +53,7 @@ def answers(requires_grad: bool = False) -> tuple[Answers, Answers]:
 
 @pytest.mark.parametrize(("loss", "formula"), CASES, ids=["dpo", "smooth dpo", "ipo", "simpo"])
 def test_a_loss_on_pairs_and_its_gradient_are_those_of_its_formula(
-    loss: Callable[[Answers, Answers], Judged], formula: Formula
+    loss: Callable[[Answers, Answers], PreferenceOutcome], formula: Formula
 ) -> None:
     chosen, rejected = answers(requires_grad=True)
     judged = loss(chosen, rejected)

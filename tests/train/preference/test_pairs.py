@@ -6,15 +6,22 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from bloomery.hw.dist import World
+from bloomery.hw.distributed import World
 from bloomery.model.transformer import Transformer
 from bloomery.shards.loader import IGNORE, Batch
-from bloomery.train.loop import accumulate_gradients
 from bloomery.train.preference import losses
 from bloomery.train.preference.config import Dpo, Ipo, Kto, SimPo
-from bloomery.train.preference.logprobs import by_sequence
-from bloomery.train.preference.losses import Answers
-from bloomery.train.preference.pairs import CHOSEN, ELSEWHERE, REJECTED, PairLoss, Preference, Table
+from bloomery.train.preference.losses import (
+    CHOSEN,
+    ELSEWHERE,
+    REJECTED,
+    Answers,
+    PairLoss,
+    PairTable,
+    PreferenceLoss,
+    by_sequence,
+)
+from bloomery.train.step import accumulate_gradients
 from tests.model.made import SHAPES, VOCAB_SIZE, lively
 from tests.train.made import T, processor
 from tests.train.test_ranks import worlds
@@ -34,13 +41,13 @@ def pairs_in_rows(rows: int, seed: int = 0) -> Batch:
     return Batch(ids, targets, place % 4, place // 4 + 1, np.arange(rows))
 
 
-def table_of(loss: PairLoss, rows: int) -> Table:
+def table_of(loss: PairLoss, rows: int) -> PairTable:
     pattern = [CHOSEN, ELSEWHERE, REJECTED, ELSEWHERE] if isinstance(loss, Kto) else [CHOSEN, REJECTED] * 2
     kinds = np.tile(np.array(pattern, np.int8), (rows, 1))
     kinds[-1, 2:] = 0  # the last row holds less
     rng = np.random.default_rng(5)
     reference = None if isinstance(loss, SimPo) else rng.normal(-9.0, 2.0, kinds.shape).astype(np.float32)
-    return Table(kinds, reference)
+    return PairTable(kinds, reference)
 
 
 def found(loss: PairLoss, micro_batch: int, size: int) -> list[tuple[float, dict[str, float], Transformer]]:
@@ -48,7 +55,7 @@ def found(loss: PairLoss, micro_batch: int, size: int) -> list[tuple[float, dict
     batch, table = pairs_in_rows(5), table_of(loss, 5)
 
     def one(world: World) -> tuple[float, dict[str, float], Transformer]:
-        model, objective = lively(SHAPES[1]), Preference(loss, table)
+        model, objective = lively(SHAPES[1]), PreferenceLoss(loss, table)
         value, _ = accumulate_gradients(model, batch, micro_batch, CPU, world, objective=objective)
         return value, objective.told(), model
 
@@ -95,7 +102,7 @@ def test_the_loss_is_the_mean_over_pairs_that_stand_alone(loss: PairLoss) -> Non
                 case SimPo():
                     judged = losses.simpo(answers[0], answers[1], loss)
             each.append(float(judged.losses))
-    objective = Preference(loss, table)
+    objective = PreferenceLoss(loss, table)
     value, _ = accumulate_gradients(model, batch, 2, CPU, objective=objective)
     assert value == pytest.approx(sum(each) / 9, rel=1e-5)
 
@@ -107,11 +114,11 @@ def test_the_divergence_of_kto_is_the_mean_over_the_whole_batch_and_not_below_ze
     with torch.no_grad():
         sums = by_sequence(model, batch, 4, CPU).sums.numpy()
     apart = (sums - table.reference)[table.kinds == ELSEWHERE]
-    objective = Preference(loss, table)
+    objective = PreferenceLoss(loss, table)
     accumulate_gradients(model, batch, 2, CPU, objective=objective)
     assert objective.told()["divergence"] == pytest.approx(max(0.0, float(apart.mean())), rel=1e-4)
-    low = Preference(loss, Table(table.kinds, table.reference - 1e3 * np.sign(apart.mean())))
-    high = Preference(loss, Table(table.kinds, table.reference + 1e3))
+    low = PreferenceLoss(loss, PairTable(table.kinds, table.reference - 1e3 * np.sign(apart.mean())))
+    high = PreferenceLoss(loss, PairTable(table.kinds, table.reference + 1e3))
     for one in (low, high):
         accumulate_gradients(model, batch, 2, CPU, objective=one)
     assert high.told()["divergence"] == 0.0

@@ -4,10 +4,9 @@ import numpy as np
 import pytest
 
 from bloomery.shards.loader import IGNORE
-from bloomery.train.loop import accumulate_gradients
 from bloomery.train.preference.config import Grpo
-from bloomery.train.preference.logprobs import by_token
-from bloomery.train.preference.policy import Drawn, Policy, advantages
+from bloomery.train.preference.losses import Drawn, GRPOLoss, advantages, by_token
+from bloomery.train.step import accumulate_gradients
 from tests.model.made import SHAPES, lively
 from tests.train.made import processor, random_batch
 
@@ -41,7 +40,7 @@ def test_the_loss_and_its_gradient_are_those_of_its_formula_token_by_token(norma
         before += by_token(plain, batch, CPU, 1.3).numpy() - before.mean()
     advantage = np.array([1.2, -0.7, 0.1, -0.6], np.float32)
     drawn = Drawn(batch.samples[order], advantage[order], now[order], before[order], {"reward": 0.25})
-    model, policy = lively(SHAPES[0]), Policy(loss, lambda: drawn)
+    model, policy = lively(SHAPES[0]), GRPOLoss(loss, lambda: drawn)
     value, _ = accumulate_gradients(model, batch, micro_batch, CPU, objective=policy)
     found = by_token(plain, batch, CPU, 1.3)
     total, tokens, apart, held = torch.zeros(()), 0, 0.0, 0
@@ -77,7 +76,7 @@ def test_with_answers_used_once_and_no_reference_the_gradient_is_that_of_the_adv
     order, advantage = np.argsort(batch.samples), np.array([0.5, -1.0, 0.5], np.float32)
     drawn = Drawn(batch.samples[order], advantage[order], None, None, {})
     model, plain = lively(SHAPES[0]), lively(SHAPES[0])
-    policy = Policy(grpo(normalize="tokens", kl_weight=0.0), lambda: drawn)
+    policy = GRPOLoss(grpo(normalize="tokens", kl_weight=0.0), lambda: drawn)
     accumulate_gradients(model, batch, 3, CPU, objective=policy)
     counts = (batch.targets != IGNORE).sum()
     torch.autograd.backward(-(by_token(plain, batch, CPU) * torch.from_numpy(advantage)[:, None]).sum() / int(counts))

@@ -6,12 +6,12 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
 
-from bloomery.hw import wheel
+from bloomery.hw import torch_install
 from bloomery.hw.gpus import Gpu
-from bloomery.hw.host import Host, Reply
-from bloomery.hw.installed import Distribution, distributions
+from bloomery.hw.host import CommandResult, Host
+from bloomery.hw.torch_install import Distribution, distributions
 
-Status = Literal["ok", "warn", "fail"]
+FindingStatus = Literal["ok", "warn", "fail"]
 GIB = 2**30
 
 
@@ -20,23 +20,23 @@ class Finding:
     """One fact with a verdict. `id` stays the same between versions, so that scripts can rely on it."""
 
     id: str
-    status: Status
+    status: FindingStatus
     value: str
-    cure: str = ""
+    hint: str = ""
     """What to do, as a line to paste where there is one."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Facts:
+class MachineFacts:
     """What several checks look at, found once."""
 
     host: Host
     runs: Path
     gpus: Sequence[Gpu]
-    have: wheel.Torch | None
+    have: torch_install.Torch | None
     seen: Mapping[str, Any] | None
     """What torch says of itself when it is imported; None where it is absent or the import failed."""
-    reply: Reply = field(default_factory=lambda: Reply(code=1))
+    reply: CommandResult = field(default_factory=lambda: CommandResult(code=1))
     """Of that import."""
 
     @property
@@ -48,4 +48,4 @@ class Facts:
         return distributions(self.host)
 
 
-Check = Callable[[Facts], Iterator[Finding]]
+CheckFunction = Callable[[MachineFacts], Iterator[Finding]]

@@ -11,12 +11,12 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from bloomery.hw import wheel
-from bloomery.hw.doctor import build, computing, graphics, nodes, packages, system
-from bloomery.hw.doctor.finding import Check, Facts, Finding
+from bloomery.hw import torch_install
+from bloomery.hw.doctor import compute, gpu, software
+from bloomery.hw.doctor.finding import CheckFunction, Finding, MachineFacts
 from bloomery.hw.gpus import find_gpus
-from bloomery.hw.host import Host, Reply
-from bloomery.hw.trials import Trial, command, merged
+from bloomery.hw.host import CommandResult, Host
+from bloomery.hw.kernel_trials import KernelTrial, command, merged
 
 
 def examine(host: Host, runs: Path) -> list[Finding]:
@@ -28,7 +28,7 @@ def examine(host: Host, runs: Path) -> list[Finding]:
 def shown(host: Host) -> Host:
     """The same machine, whose commands are named on the terminal while they run: some take a minute."""
 
-    def run(command: Sequence[str], limit_seconds: float) -> Reply:
+    def run(command: Sequence[str], limit_seconds: float) -> CommandResult:
         print(f"\r\x1b[K  {command[-1]} …", end="", file=sys.stderr, flush=True)
         reply = host.run(command, limit_seconds)
         print("\r\x1b[K", end="", file=sys.stderr, flush=True)
@@ -37,14 +37,14 @@ def shown(host: Host) -> Host:
     return replace(host, run=run)
 
 
-def gather(host: Host, runs: Path) -> Facts:
+def gather(host: Host, runs: Path) -> MachineFacts:
     """What the checks look at. torch is imported in a child process, if there is one."""
-    have = wheel.installed(host)
-    trial = Trial(kernel="torch")
-    reply = host.run(command(host, trial), trial.limit_seconds) if have else Reply(code=1)
+    have = torch_install.installed(host)
+    trial = KernelTrial(kernel="torch")
+    reply = host.run(command(host, trial), trial.limit_seconds) if have else CommandResult(code=1)
     told = merged(reply)
     seen = told if reply.code == 0 and "version" in told else None
-    return Facts(host=host, runs=runs, gpus=find_gpus(host), have=have, seen=seen, reply=reply)
+    return MachineFacts(host=host, runs=runs, gpus=find_gpus(host), have=have, seen=seen, reply=reply)
 
 
 def exit_code(findings: Sequence[Finding]) -> int:
@@ -59,35 +59,35 @@ def as_lines(findings: Sequence[Finding]) -> list[str]:
     lines = []
     for finding in findings:
         lines.append(f"{marks[finding.status]} {finding.id:<{width}}  {finding.value}")
-        lines += [f"{'':<{width + 4}}{line}" for line in finding.cure.splitlines()]
+        lines += [f"{'':<{width + 4}}{line}" for line in finding.hint.splitlines()]
     return lines
 
 
-CHECKS: tuple[Check, ...] = (
-    system.python_version,
-    graphics.graphics,
-    graphics.amd_driver,
-    nodes.amd_nodes,
-    nodes.nvidia_nodes,
-    system.windows,
-    graphics.hsa_override,
-    graphics.visible,
-    graphics.mixed,
-    graphics.allocator,
-    graphics.gtt,
-    graphics.several,
-    graphics.kernel_log,
-    build.torch_build,
-    packages.conflicts,
-    system.processor,
-    system.quota,
-    system.memory,
-    system.memory_speed,
-    system.shared_memory,
-    system.disk,
-    system.compiled,
-    computing.kernels,
-    computing.speed,
-    computing.refill,
-    computing.all_reduce,
+CHECKS: tuple[CheckFunction, ...] = (
+    software.python_version,
+    gpu.graphics,
+    gpu.amd_driver,
+    gpu.amd_nodes,
+    gpu.nvidia_nodes,
+    software.windows,
+    gpu.hsa_override,
+    gpu.visible,
+    gpu.mixed,
+    gpu.allocator,
+    gpu.gtt,
+    gpu.several,
+    gpu.kernel_log,
+    software.torch_build,
+    software.conflicts,
+    software.processor,
+    software.quota,
+    software.memory,
+    software.memory_speed,
+    software.shared_memory,
+    software.disk,
+    software.compiled,
+    compute.kernels,
+    compute.speed,
+    compute.refill,
+    compute.all_reduce,
 )

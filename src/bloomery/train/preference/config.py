@@ -6,12 +6,12 @@ from pydantic import Field, model_validator
 
 from bloomery.core.bounds import Between, Context, InnerShare, Steps
 from bloomery.core.config import VOLATILE, Config, repeated
-from bloomery.data.preferences.config import Pairs, Problems
+from bloomery.data.chat.preferences import Pairs, Problems
 from bloomery.model.lora_config import Lora
-from bloomery.train.config import AdamW, Linear, Optimizer, Schedule, Training
+from bloomery.train.config import AdamW, LinearSchedule, Optimizer, Schedule, Training
 
 Beta = Annotated[float, Between(1e-6, 1e3, "it weighs log-probabilities")]
-Factor = Annotated[float, Between(0, 1e3, "it weighs one part of the loss")]
+LossFactor = Annotated[float, Between(0, 1e3, "it weighs one part of the loss")]
 
 
 class Dpo(Config):
@@ -48,7 +48,7 @@ class SimPo(Config):
 
     kind: Literal["simpo"] = "simpo"
     beta: Beta = 2.0
-    gamma: Factor = 1.0
+    gamma: LossFactor = 1.0
     """By how much a chosen answer shall be better."""
 
 
@@ -63,9 +63,9 @@ class Kto(Config):
 
     kind: Literal["kto"] = "kto"
     beta: Beta = 0.1
-    wanted: Factor = 1.0
+    wanted: LossFactor = 1.0
     """λ of wanted answers."""
-    unwanted: Factor = 1.0
+    unwanted: LossFactor = 1.0
 
 
 class Grpo(Config):
@@ -89,7 +89,7 @@ class Grpo(Config):
     """Whether a right answer has to say its number after ####; else the last number counts."""
     clip: InnerShare = 0.2
     """ε"""
-    kl_weight: Factor = 0.04
+    kl_weight: LossFactor = 0.04
     """β. Where it is 0, there is no reference."""
     updates: Annotated[int, Between(1, 1000, "answers are soon those of another model")] = 1
     """How many are made with the same answers. Behind the first, ρ is no longer 1."""
@@ -115,7 +115,7 @@ class Prefer(Training):
     lora: Lora | None = None
     """Train small matrices beside frozen ones, as in [finetune]. None: train every weight."""
     optimizer: Optimizer = AdamW(learning_rate=5e-5, weight_decay=0.0)
-    schedule: Schedule = Linear(warmup_steps=5)
+    schedule: Schedule = LinearSchedule(warmup_steps=5)
     evaluate_every: Steps = Field(20, json_schema_extra=VOLATILE)
 
     @property

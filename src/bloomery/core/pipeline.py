@@ -1,0 +1,493 @@
+"""
+Runs the stages of a recipe, reuses finished outputs, and writes their manifests.
+
+A stage is data, its folder name holds its fingerprint, and its manifest is written last.
+
+The name of a folder ends in a hash. The hash covers the stage's name, version and config, and the fingerprints of
+its inputs. Whatever could change the output therefore changes the folder, and the output of an unchanged stage is
+found again.
+
+A folder is complete under three conditions. Its manifest exists. Every file that the manifest lists has the listed
+size. Its inputs still hold the content that the output was made from. The third condition is needed because a
+fingerprint does not see an input that was made again with other content.
+
+Before a stage runs, the SHA-256 of every file that its inputs pass on is compared with their manifests. A stage
+that died finds its own leftovers in the folder if it can resume from them. Otherwise it finds an empty folder.
+
+This is one file because fingerprint, execution and manifest depend on each other: each checks what another wrote.
+"""
+
+import difflib
+import importlib
+import os
+import platform
+import re
+import stat
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from importlib import metadata
+from pathlib import Path
+from typing import Annotated, Any, NotRequired
+
+from pydantic import Field, GetPydanticSchema
+from typing_extensions import TypedDict
+
+from bloomery.core import cache, native
+from bloomery.core import io as core_io
+from bloomery.core.config import Config, paths, plain
+from bloomery.core.errors import DataError, RunError, UnreachableError
+from bloomery.core.io import MANIFEST
+from bloomery.core.log import info
+from bloomery.core.records import MAX_MANIFEST_BYTES, Count, ListedFile, NameInside, read_record
+
+if sys.platform != "win32":
+    import fcntl
+
+BEGUN = "begun.json"
+"""Which content of its inputs a stage that resumes began with: leftovers of another content are not gone on from."""
+LOCK = ".lock"
+"""In a run folder: the number of the process that holds it."""
+
+NOT_DONE = "not done"
+"""What `damage` says of a folder that no manifest vouches for."""
+STAGE_FOLDER = re.compile(r"[0-9]{2}-(\w+)-[0-9a-f]{8}", re.ASCII)
+"""Number, name and fingerprint of a stage, as `plan_stages` names folders."""
+Stats = Mapping[str, Any]
+"""What a stage reports: JSON data, shown by `status` and in the report."""
+
+FolderName = Annotated[str, Field(pattern=r"^[0-9]{2}-[0-9A-Za-z_]+-[0-9a-f]{8}$")]
+"""Of a record: the folder of a stage, next to others in its run. It never leads out of the run folder."""
+
+
+class SavedSource(TypedDict, total=False):
+    name: str
+    domain: str | None
+    license: str | None
+
+
+class SavedConfig(TypedDict, total=False):
+    """The settings of a stage, as far as others read them."""
+
+    sources: list[SavedSource]
+    hold_out: float
+    path: str | None
+
+
+class SavedStats(TypedDict, total=False):
+    """What a stage reported, as far as others read it: the data card of a run, and the data tools."""
+
+    documents: Count
+    rejected: Any
+    by_source: dict[str, dict[str, Any]]
+    reasons: dict[str, Count]
+    mix: dict[str, dict[str, Any]]
+    anneal: dict[str, dict[str, Any]] | None
+
+
+class StageManifest(TypedDict):
+    """What `seal` writes of a finished stage, as far as anything reads it."""
+
+    stage: str
+    version: NotRequired[int]
+    fingerprint: NotRequired[str]
+    inputs: NotRequired[dict[str, FolderName]]
+    input_hashes: NotRequired[dict[str, str]]
+    config: Annotated[dict[str, Any], GetPydanticSchema(lambda _, handler: handler(SavedConfig))]
+    stats: Annotated[dict[str, Any], GetPydanticSchema(lambda _, handler: handler(SavedStats))]
+    hands_on: NotRequired[str]
+    outputs: dict[NameInside, ListedFile]
+    seconds: Annotated[float, Field(ge=0)]
+    resumed: bool
+    finished: str
+    versions: NotRequired[dict[str, str | None]]
+    machine: NotRequired[dict[str, Any]]
+
+
+Runner = Callable[[Any, Mapping[str, Path], Path], Stats]
+"""`run(config, inputs, out) -> stats`: inputs maps the name of an earlier stage to its folder."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Stage:
+    name: str
+    run: str
+    """Where its function lives, as `package.module:function`. Text, so that reading a recipe imports no torch."""
+    after: tuple[str, ...] = ()
+    version: int = 1
+    """Raised when the meaning of the output changes. Code is not hashed."""
+    digest: str | None = None
+    """`module:function` of config -> str, for what the stage reads from outside the run. It joins the fingerprint."""
+    needed: str | None = None
+    """`module:function` of its section's name and its config, which raises where this machine lacks what it needs."""
+    lacking: str | None = None
+    """`module:function` of its config and its folder: whether that is done, and yet less than the config asks for."""
+    resumes: bool = False
+    """Whether it goes on from what an attempt that died has left. Otherwise every attempt begins in an empty folder."""
+    guards: bool = False
+    """Whether it tells by itself that what was left belongs to other inputs. Otherwise such leftovers are removed."""
+    optional: bool = False
+    """Whether a recipe may do without its section: then it is not there, and those after it do without it too."""
+    hands_on: str = ""
+    """
+    The beginning of the names of what later stages are made from, as in "model/"; "" for all it leaves. Metrics and
+    checkpoints hold speeds, and are never the same twice.
+    """
+
+    def runner(self) -> Runner:
+        runner: Runner = resolve(self.run)
+        return runner
+
+    def outside(self, config: Config) -> str:
+        """The digest of what it reads from outside the run, as it is now; "" where it reads nothing."""
+        return str(resolve(self.digest)(config)) if self.digest else ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class StagePlan:
+    """Where a stage's output is or will be."""
+
+    stage: Stage
+    config: Config
+    folder: Path
+    fingerprint: str
+    inputs: Mapping[str, Path]
+    outside: str = ""
+    """The digest that joined the fingerprint."""
+    unseen: str = ""
+    """Why the digest of this stage, or of one before it, could not be taken; then neither is its folder known."""
+
+    @property
+    def fresh(self) -> bool:
+        """Whether there is nothing to do."""
+        if self.unseen or damage(self.folder):
+            return False
+        return not (self.stage.lacking and resolve(self.stage.lacking)(self.config, self.folder))
+
+
+def resolve(place: str) -> Any:
+    """The object that `package.module:name` stands for."""
+    module, _, name = place.partition(":")
+    return getattr(importlib.import_module(module), name)
+
+
+def plan_stages(stages: Sequence[Stage], recipe: Config, root: Path, *, blind: bool = False) -> list[StagePlan]:
+    """
+    Every stage of a recipe with its folder under `root`, in order, but for those that the recipe has no section for.
+
+    Reads sources' digests; writes nothing. Raises UnreachableError where one is on a host that cannot be asked, unless
+    `blind`: then the plan says so.
+    """
+    plans: dict[str, StagePlan] = {}
+    left_out, not_wanted = missing_sections(stages, recipe), unwanted(stages, recipe)
+    for number, stage in enumerate([stage for stage in stages if stage.name not in not_wanted], 1):
+        config: Config = getattr(recipe, stage.name)
+        _check_paths(stage.name, config)
+        if stage.name in left_out:
+            continue
+        outside, unseen = _seen(stage, config, blind)
+        after = [name for name in config.needs(stage.after) if name not in not_wanted]
+        inputs = [plans[name].fingerprint for name in after]
+        known = [stage.name, stage.version, plain(config, stable_only=True), inputs, outside]
+        fingerprint = core_io.sha256_bytes(core_io.canonical(known))[:8]
+        plans[stage.name] = StagePlan(
+            stage=stage,
+            config=config,
+            folder=root / f"{number:02d}-{stage.name}-{fingerprint}",
+            fingerprint=fingerprint,
+            inputs={name: plans[name].folder for name in after},
+            outside=outside,
+            unseen=unseen or next((plans[name].unseen for name in after if plans[name].unseen), ""),
+        )
+    return list(plans.values())
+
+
+def _check_paths(section: str, config: Config | None) -> None:
+    """Raises DataError for a path of a section that exists and is neither a folder nor a regular file."""
+    for key, given in paths(config, section):
+        path = given.expanduser()
+        if os.path.exists(path) and not os.path.isdir(path) and (what := core_io.special(path)):
+            raise DataError(what, where=f"{key} = {path}", hint="Name a regular file: others may have no end.")
+        if os.path.isdir(path) and (folder := core_io.kernel(path)):
+            raise DataError(f"lies in {folder}", where=f"{key} = {path}", hint="Name a folder of regular files.")
+
+
+def _seen(stage: Stage, config: Config, blind: bool) -> tuple[str, str]:
+    """The digest of what a stage reads from outside, or why it is not known."""
+    try:
+        return stage.outside(config), ""
+    except UnreachableError as error:
+        if not blind:
+            raise
+        return "", str(error).splitlines()[0]
+
+
+def missing_sections(stages: Sequence[Stage], recipe: Config) -> dict[str, list[str]]:
+    """Stage -> the sections that it needs and the recipe does not have: its own, and those of stages before it."""
+    missing: dict[str, list[str]] = {}
+    not_wanted = unwanted(stages, recipe)
+    for stage in stages:
+        if stage.name in not_wanted:
+            missing[stage.name] = []
+            continue
+        section: Config | None = getattr(recipe, stage.name)
+        own = [stage.name] if section is None else []
+        after = stage.after if section is None else section.needs(stage.after)
+        missing[stage.name] = list(dict.fromkeys([name for given in after for name in missing[given]] + own))
+    return {name: sections for name, sections in missing.items() if sections}
+
+
+def unwanted(stages: Sequence[Stage], recipe: Config) -> set[str]:
+    """The optional stages that a recipe has no section for."""
+    return {stage.name for stage in stages if stage.optional and getattr(recipe, stage.name) is None}
+
+
+def check_sections(
+    stages: Sequence[Stage], recipe: Config, *, until: str | None = None, only: str | None = None
+) -> None:
+    """Raises RunError where what is asked for, as `execute` takes it, comes to a stage without its section."""
+    missing = missing_sections(stages, recipe)
+    asked = until or only
+    if asked in unwanted(stages, recipe):
+        raise RunError(f"the recipe has no section [{asked}]", where=f"stage {asked}", hint=f"Write [{asked}] into it.")
+    stopped = asked if asked in missing else None if asked else next(iter(missing), None)
+    if stopped is None:
+        return
+    not_wanted = unwanted(stages, recipe)
+    left = [stage for stage in stages if stage.name not in missing and stage.name not in not_wanted]
+    ends = [one.name for one in left if not any(one.name in other.after for other in left)]
+    sections = " and ".join(f"[{name}]" for name in missing[stopped])
+    hint = f"Write {sections} into it, or go as far as it reaches: {' or '.join(f'--until {name}' for name in ends)}"
+    raise RunError(f"the recipe has no section {sections}, which it needs", where=f"stage {stopped}", hint=hint)
+
+
+def check_names(stages: Sequence[Stage], *names: str | None) -> None:
+    """Raises RunError for the name of a stage that is not there. None is no name."""
+    known = [stage.name for stage in stages]
+    for name in names:
+        if name is not None and name not in known:
+            near = difflib.get_close_matches(name, known, n=1)
+            meant = f"Did you mean {near[0]!r}? " if near else ""
+            raise RunError(f"there is no stage {name!r}", hint=f"{meant}Stages: {', '.join(known)}.")
+
+
+def execute(plans: Sequence[StagePlan], *, until: str | None = None, only: str | None = None) -> dict[str, str]:
+    """
+    Run what is not done, in order. Returns what became of each stage: "fresh" (nothing to do) or "ran".
+
+    `until` is the last stage wanted, `only` the single one; at most one of them is given. Raises RunError for a stage
+    that is not there, where an input of the single one is not done, and, before any runs, what `Stage.needed` does.
+    """
+    assert until is None or only is None
+    check_names([plan.stage for plan in plans], until, only)
+    by_name = {plan.stage.name: plan for plan in plans}
+    wanted = _ancestors(by_name, until) if until else {only} if only else set(by_name)
+    check_needed([plan for plan in plans if plan.stage.name in wanted])
+    done: dict[str, str] = {}
+    for plan in plans:
+        if plan.stage.name in wanted:
+            done[plan.stage.name] = "fresh" if plan.fresh else _run(plan)
+            if done[plan.stage.name] == "fresh":
+                info(f"✓ {plan.stage.name:<11} fresh   {plan.folder.name}", style="dim")
+    return done
+
+
+def check_needed(plans: Sequence[StagePlan]) -> None:
+    """Raises what `Stage.needed` does, of the stages that would run."""
+    for plan in plans:
+        if plan.stage.needed and not plan.fresh:
+            resolve(plan.stage.needed)(plan.stage.name, plan.config)
+
+
+def _run(plan: StagePlan) -> str:
+    for name, folder in plan.inputs.items():
+        if trouble := damage(folder):
+            hint = f"Run it first: bloomery run RECIPE --until {name}"
+            raise RunError(f"its input {name} is not done ({trouble})", where=plan.stage.name, hint=hint)
+        if trouble := cache.changed(folder, _handed_on(read_manifest(folder))):
+            hint = f"Remove {folder / MANIFEST} and run the same command again: it makes {name} again."
+            raise RunError(f"its input {name} is damaged: {folder / trouble}", where=plan.stage.name, hint=hint)
+    _check_outside(plan)
+    if (trouble := damage(plan.folder)) and trouble != NOT_DONE:
+        info(f"  {plan.stage.name} runs again: {trouble}", "yellow")
+    if plan.folder.is_symlink():
+        hint = "Remove the link, which removes nothing of that folder, and run the same command again."
+        what = f"is a link to {plan.folder.resolve()}, and a stage only writes into a folder of its own"
+        raise RunError(what, where=str(plan.folder), hint=hint)
+    with core_io.disk_errors(plan.folder):
+        plan.folder.mkdir(parents=True, exist_ok=True)
+        core_io.remove_path(plan.folder / MANIFEST)  # of outputs that are damaged: it must not vouch for new ones
+        _keep_what_is_of_use(plan)
+    resumed = any(path.name != BEGUN for path in plan.folder.iterdir())
+    info(
+        f"▸ {plan.stage.name:<11} {'goes on' if resumed else 'runs'}{'' if resumed else '   '} {plan.folder.name}",
+        "bold",
+    )
+    began = time.time()
+    stats = plan.stage.runner()(plan.config, plan.inputs, plan.folder)
+    _check_outside(plan)
+    seal(plan, stats, seconds=time.time() - began, resumed=resumed)
+    info(f"✓ {plan.stage.name:<11} done    {time.time() - began:.1f} s   {brief(stats)}")
+    return "ran"
+
+
+def _check_outside(plan: StagePlan) -> None:
+    """A file that is edited in the hours before a stage reads it must not pass for the one of the fingerprint."""
+    if plan.stage.outside(plan.config) != plan.outside:
+        what = "what it reads from outside the run has changed since this run began"
+        raise RunError(what, where=plan.stage.name, hint="Run the same command again, when nobody writes there.")
+
+
+def _keep_what_is_of_use(plan: StagePlan) -> None:
+    """Empty the folder, but for what an attempt with the same content of the same inputs has left to go on from."""
+    if plan.stage.resumes and plan.stage.guards:
+        return
+    begun = plan.folder / BEGUN
+    origin = {name: content_hash(folder) for name, folder in plan.inputs.items()}
+    fix = f"Remove {plan.folder}, and run the same command again: the stage begins anew."
+    if not plan.stage.resumes or not begun.exists() or read_record(begun, dict[str, str], fix=fix) != origin:
+        for path in plan.folder.iterdir():
+            core_io.remove_path(path)
+    if plan.stage.resumes and not begun.exists():
+        core_io.write_json(begun, origin)
+
+
+def seal(plan: StagePlan, stats: Stats, *, seconds: float, resumed: bool) -> None:
+    """Write the manifest: from here on the folder is done, and says what it was made from."""
+    manifest = {
+        "stage": plan.stage.name,
+        "version": plan.stage.version,
+        "fingerprint": plan.fingerprint,
+        "inputs": {name: folder.name for name, folder in plan.inputs.items()},
+        "input_hashes": {name: content_hash(folder) for name, folder in plan.inputs.items()},
+        "config": plain(plan.config),
+        "stats": stats,
+        "hands_on": plan.stage.hands_on,
+        "outputs": core_io.listing(plan.folder),
+        "seconds": round(seconds, 3),
+        "resumed": resumed,
+        "finished": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+        "versions": versions(),
+        "machine": machine(),
+    }
+    core_io.write_json(plan.folder / MANIFEST, manifest)
+
+
+def read_manifest(folder: Path) -> StageManifest:
+    """The manifest of a finished stage folder. Raises RunError where there is none, or it cannot be read."""
+    if not (folder / MANIFEST).exists():
+        raise RunError("has no manifest, so it is not done", where=str(folder), hint="Run its recipe again.")
+    fix = "Remove that file and run the recipe again."
+    return read_record(folder / MANIFEST, StageManifest, fix=fix, max_bytes=MAX_MANIFEST_BYTES)
+
+
+def find_manifest(folder: Path) -> StageManifest | None:
+    """The manifest of a stage folder, or None where it is not done or its manifest is damaged (see `damage`)."""
+    try:
+        return read_manifest(folder)
+    except RunError:
+        return None
+
+
+def content_hash(folder: Path) -> str:
+    """sha256 over the names and hashes of what a finished stage hands on: equal for equal content, at any time."""
+    return _hash_of(read_manifest(folder))
+
+
+def _hash_of(manifest: StageManifest) -> str:
+    return core_io.sha256_bytes(core_io.canonical(_handed_on(manifest)))
+
+
+def _handed_on(manifest: StageManifest) -> dict[str, str]:
+    """Name -> sha256 of what a finished stage hands on."""
+    outputs, handed_on = manifest["outputs"], manifest.get("hands_on", "")
+    return {name: facts["sha256"] for name, facts in outputs.items() if name.startswith(handed_on)}
+
+
+def damage(folder: Path, *, thorough: bool = False) -> str:
+    """
+    Why a stage folder is not whole, or not made from what its inputs hold, or "". `thorough` compares sha256 too.
+
+    An input that is not there, not done, or has a damaged manifest, tells nothing.
+    """
+    if not (folder / MANIFEST).exists():
+        return NOT_DONE
+    try:
+        manifest = read_manifest(folder)
+    except RunError as error:
+        return f"{MANIFEST} {error.what}"
+    if broken := core_io.find_corruption(folder, manifest["outputs"], thorough=thorough):
+        return broken
+    hashes = manifest.get("input_hashes", {})
+    for name, input_folder in manifest.get("inputs", {}).items():
+        source = find_manifest(folder.parent / input_folder)
+        if source is not None and name in hashes and _hash_of(source) != hashes[name]:
+            return f"its input {name} was made again, with other content"
+    return ""
+
+
+@contextmanager
+def locked(root: Path) -> Iterator[None]:
+    """
+    Hold a run folder for this process, so that two runs cannot write into each other. Raises RunError.
+
+    On Windows nothing is held.
+    """
+    core_io.make_folder(root)
+    with core_io.disk_errors(root):
+        _check_lock(root / LOCK)
+    with open(root / LOCK, "a+", opener=core_io.open_own) as file:
+        if sys.platform != "win32":
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                file.seek(0)
+                holder = file.read().strip() or "unknown"
+                hint = "Wait for it, or choose another folder with --runs."
+                raise RunError(f"process {holder} is running in it", where=str(root), hint=hint) from None
+        file.truncate(0)
+        with core_io.disk_errors(root / LOCK):
+            os.write(file.fileno(), str(os.getpid()).encode())
+        yield
+
+
+def _check_lock(path: Path) -> None:
+    """Raises RunError where the file of the lock is another program's: a link, or anything but a process's number."""
+    try:
+        kind = path.lstat().st_mode
+        is_ours = stat.S_ISREG(kind) and re.fullmatch(rb"[0-9]{0,20}", path.read_bytes()[:21]) is not None
+    except FileNotFoundError:
+        is_ours = True
+    if not is_ours:
+        hint = "Move it away, or name another folder."
+        raise RunError("would be overwritten, and holds no number of a process", where=str(path), hint=hint)
+
+
+def versions() -> dict[str, str]:
+    """Versions of what decides about results: Python, Bloomery, libraries; and what compiled code runs, if any."""
+    found = {"python": platform.python_version()}
+    for name in ("bloomery", "torch", "numpy", "tokenizers", "scikit-learn", "pyarrow", "safetensors"):
+        try:
+            found[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            continue
+    return found | {"native": native.summary()}
+
+
+def machine() -> dict[str, Any]:
+    return {"system": platform.system(), "processor": platform.machine(), "cores": os.cpu_count()}
+
+
+def brief(stats: Stats) -> str:
+    """The plain numbers of a stage's statistics, on one line."""
+    return "  ".join(
+        f"{name}={value:,}" if isinstance(value, int) else f"{name}={value:.4g}" if isinstance(value, float) else ""
+        for name, value in stats.items()
+        if isinstance(value, int | float) and not isinstance(value, bool)
+    )
+
+
+def _ancestors(by_name: Mapping[str, StagePlan], name: str) -> set[str]:
+    return {name}.union(*(_ancestors(by_name, parent) for parent in by_name[name].inputs))

@@ -1,0 +1,105 @@
+"""
+Graceful shutdown on SIGTERM and Ctrl-C: the process stops where nothing is lost.
+
+Cluster managers send SIGTERM some seconds before they kill. They often send it more than once, to a process and to
+its whole group. Once there is anything to save, the handler only sets a flag. Before that, Ctrl-C raises at once; a
+second Ctrl-C ends the process. The running code checks the flag between two units of work and leaves its files in
+order. It then exits with 128 + the number of the signal, as a shell would report it: 143, or 130 after
+Ctrl-C.
+"""
+
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import FrameType
+
+TERMINATED, INTERRUPTED = 128 + signal.SIGTERM, 128 + signal.SIGINT
+SECONDS_BETWEEN_WISHES = 0.5
+"""Two interrupts within are one: a launcher hands on what a terminal has sent to all. No hand is as fast."""
+
+
+class Terminated(SystemExit):
+    """The process was asked to end, and everything is in order. No error: `except Exception` lets it pass."""
+
+    def __init__(self, code: int = TERMINATED) -> None:
+        super().__init__(code)
+
+
+class StopRequest:
+    """Whether this process was asked to end."""
+
+    def __init__(self) -> None:
+        self.asked = False
+        self.code: int = TERMINATED
+        """What it then exits with."""
+        self.saves = False
+        """Whether there is work that an interrupt would lose. Until there is, Ctrl-C ends the process at once."""
+
+    def check(self) -> None:
+        """Raises Terminated if it was."""
+        if self.asked:
+            raise Terminated(self.code)
+
+    def ask(self, number: int) -> None:
+        """Take note of a signal. The first one says how the process exits."""
+        if not self.asked:
+            self.asked, self.code = True, 128 + number
+
+
+def end_now() -> None:
+    """End as an interrupt ends a process that does not listen: nothing is waited for, not even a save."""
+    if sys.stderr.isatty():
+        os.write(sys.stderr.fileno(), b"\x1b[?25h")  # a live line has hidden the cursor
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    signal.raise_signal(signal.SIGINT)
+
+
+_listening: list[StopRequest] = []
+"""That of the block which runs, if one does."""
+
+
+@contextmanager
+def on_signals(insisted: Callable[[], None] = end_now) -> Iterator[StopRequest]:
+    """
+    While the block runs, SIGTERM only takes note, however often it comes: whoever wants more sends SIGKILL. So does the
+    first Ctrl-C, where there is something to save; the second calls `insisted`. Raises Terminated at the end of the
+    block where one was asked for and nobody has looked since.
+
+    A block within another shares its wish. Signals reach the main thread alone; in another one nothing is changed. An
+    interrupt that the process ignores stays ignored. Afterwards all is as before, but that SIGTERM ends a process that
+    was asked to stop, and is on its way, with the same code.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield StopRequest()
+        return
+    if _listening:
+        yield _listening[0]
+        _listening[0].check()
+        return
+    stop, interrupted = StopRequest(), list[float]()
+    _listening.append(stop)
+
+    def take_note(number: int, frame: FrameType | None) -> None:
+        if number == signal.SIGINT:
+            if not stop.saves:
+                raise KeyboardInterrupt
+            interrupted.append(time.monotonic())
+            if interrupted[-1] - interrupted[0] > SECONDS_BETWEEN_WISHES:
+                insisted()
+        stop.ask(number)
+
+    heard = [signal.SIGTERM, *([signal.SIGINT] if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN else [])]
+    before = {number: signal.signal(number, take_note) for number in heard}
+    try:
+        yield stop
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler if handler is not None else signal.SIG_DFL)
+        if stop.asked and before[signal.SIGTERM] == signal.SIG_DFL:  # the end is the same, and so is the code
+            signal.signal(signal.SIGTERM, lambda number, frame: os._exit(stop.code))
+        _listening.clear()
+    stop.check()

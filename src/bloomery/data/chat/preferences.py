@@ -1,0 +1,458 @@
+"""
+Preference pairs, labeled answers and math problems for the section [prefer].
+
+The sources have their settings in the section [prefer] of a recipe.
+
+A row states a judgment in one of two forms. It has two answers to one prompt, or one answer and a label.
+
+Readers go row by row. A row that does not fit also comes out, as a rejected row. The order depends on nothing but
+names and the config.
+
+Math problems have one number as their answer, so that a program can check it. They come from our generator or from
+files.
+
+Settings, formats and readers share one file because a change of a row format changes all three.
+"""
+
+import random
+from collections.abc import Callable, Iterable, Iterator, Mapping, Set
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal, TypeVar
+
+from pydantic import Field
+
+from bloomery.core.bounds import Between, DiskPath, DocumentCount, RowBytes, Seed
+from bloomery.core.config import Config
+from bloomery.data.chat import formats, readers
+from bloomery.data.chat.config import ChatFiles, ChatHub
+from bloomery.data.chat.formats import ChatRow, Fields
+from bloomery.data.chat.messages import Messages, RejectedRow, as_message, not_text
+from bloomery.data.readers import rows
+from bloomery.data.readers.bytes import ReadError
+from bloomery.data.readers.bytes import ReadError as Trouble
+from bloomery.data.readers.read import FieldIs, Name, first_unmet
+from bloomery.data.sources import toy_worlds
+from bloomery.data.sources.remote import AtHub, Reach
+
+Generated = Annotated[int, Between(1, 10**8, "all are in memory")]
+
+
+class WorldPairs(Config):
+    """
+    Conversations of the generator of small worlds: the right answer, and that to another question of the same kind.
+    """
+
+    kind: Literal["worlds"] = "worlds"
+    name: Name = "worlds"
+    count: Generated = 2000
+    seed: Seed = 0
+
+
+class Read(Config):
+    """What every source of rows has."""
+
+    name: Name
+    """What reports call it."""
+    max_rows: DocumentCount | None = None
+    """Reading stops behind so many that are understood."""
+    accept: tuple[FieldIs, ...] = ()
+    """Conditions that a row has to meet; the others are rejected with the condition and the value it saw."""
+    max_row_bytes: RowBytes = 16 * 2**20
+    """A longer row is rejected (`too_long`)."""
+
+
+class PairRows(Read):
+    """How rows are judged answers. None: by the usual names; see docs/prefer.md."""
+
+    prompt_field: str | None = None
+    chosen_field: str | None = None
+    rejected_field: str | None = None
+    completion_field: str | None = None
+    label_field: str | None = None
+    """Of single answers: true where it is wanted."""
+    system_field: str | None = None
+
+
+class PairFiles(PairRows):
+    """Files of this machine: .jsonl, .json (a list) and .parquet, the first two also as .gz and .zst."""
+
+    kind: Literal["files"] = "files"
+    path: DiskPath
+    """A file, a folder with all that is below it, or wildcards."""
+
+    @property
+    def files_read(self) -> ChatFiles:
+        return ChatFiles(name=self.name, path=self.path, max_row_bytes=self.max_row_bytes)
+
+
+class PairHub(PairRows, AtHub, Reach):
+    """A data set of the Hugging Face hub."""
+
+    kind: Literal["hub"] = "hub"
+    dataset: str = Field(pattern=r"^([\w.\-]+/)?[\w.\-]+$")
+
+    @property
+    def files_read(self) -> ChatHub:
+        return _at_hub(self)
+
+
+Pairs = WorldPairs | PairFiles | PairHub
+
+
+class Arithmetic(Config):
+    """
+    Questions of a generator of ours, such as "What is 12 plus 30?", with their one right number.
+
+    The words are those of the small worlds, whose held-out sums never come; `steps` numbers above two make "3 plus 4
+    minus 2".
+    """
+
+    kind: Literal["arithmetic"] = "arithmetic"
+    name: Name = "arithmetic"
+    count: Generated = 2000
+    largest: Annotated[int, Between(1, 10**9, "answers are numbers that a model could learn")] = 49
+    """Operands lie between 0 and this."""
+    operations: tuple[Literal["plus", "minus", "times"], ...] = Field(("plus",), min_length=1)
+    terms: Annotated[int, Between(2, 6, "few people ask for more", "a question has two operands")] = 2
+    """Most operands of a question."""
+    seed: Seed = 0
+
+
+class ProblemRows(Read):
+    """Rows of a question and its solution, whose number stands behind #### or is the last one."""
+
+    question_field: str = "question"
+    answer_field: str = "answer"
+
+
+class ProblemFiles(ProblemRows):
+    """Files in the format of GSM8K: .jsonl, .json or .parquet, the first two also as .gz and .zst."""
+
+    kind: Literal["files"] = "files"
+    path: DiskPath
+
+    @property
+    def files_read(self) -> ChatFiles:
+        return ChatFiles(name=self.name, path=self.path, max_row_bytes=self.max_row_bytes)
+
+
+class ProblemHub(ProblemRows, AtHub, Reach):
+    """A data set of the hub in that format, such as "openai/gsm8k" with config = "main"."""
+
+    kind: Literal["hub"] = "hub"
+    dataset: str = Field(pattern=r"^([\w.\-]+/)?[\w.\-]+$")
+
+    @property
+    def files_read(self) -> ChatHub:
+        return _at_hub(self)
+
+
+Problems = Arithmetic | ProblemFiles | ProblemHub
+
+
+def _at_hub(source: PairHub | ProblemHub) -> ChatHub:
+    shared = {name: getattr(source, name) for name in (*AtHub.model_fields, *Reach.model_fields)}
+    return ChatHub(name=source.name, max_row_bytes=source.max_row_bytes, max_conversations=source.max_rows, **shared)
+
+
+PreferenceRow = Mapping[str, Any]
+
+PROMPTS = ("prompt", "question", "instruction", "query", "input", "conversations", "messages")
+CHOSEN = ("chosen", "chosen_response", "preferred")
+REJECTED = ("rejected", "rejected_response", "dispreferred")
+COMPLETIONS = ("completion", "response", "answer", "output")
+LABELS = ("label", "kto_tag", "desirable")
+SYSTEM = ("system", "system_prompt")
+BESIDE = ("context", "history")
+KNOWN = (*PROMPTS, *BESIDE, *CHOSEN, *REJECTED, *COMPLETIONS, *LABELS, *SYSTEM, "id", "prompt_id")
+"""Fields that are looked at where the recipe names none: of wide tables no other column is read."""
+
+
+@dataclass(frozen=True)
+class JudgedRow:
+    """An answer, or several messages that end in one, after the prompt; in a pair, the better one and the worse one."""
+
+    prompt: Messages
+    """What both see. The last message is not the assistant's."""
+    chosen: Messages | None
+    rejected: Messages | None
+    source: str
+    place: str
+    """File and line, or the number of what was generated."""
+    id: str = ""
+
+    @property
+    def asked(self) -> str:
+        """All that stands in the prompt, by which pairs of one question are held out together."""
+        return "\n".join(message["content"] for message in self.prompt)
+
+
+Understood = tuple[Messages, Messages | None, Messages | None]
+"""Prompt, chosen, rejected."""
+
+
+def understood(row: PreferenceRow, how: PairRows) -> Understood | ReadError:
+    """A row as judged answers; one of the two is None where it is a single answer with a label."""
+    chosen, rejected = _found(row, how.chosen_field, CHOSEN), _found(row, how.rejected_field, REJECTED)
+    if chosen is not None and rejected is not None:
+        return _pair(row, how, chosen, rejected)
+    completion, label = _found(row, how.completion_field, COMPLETIONS), _found(row, how.label_field, LABELS)
+    if completion is None or label is None:
+        what = f"has neither two answers nor one with a label; its fields: {', '.join(row)}"
+        return ReadError("unknown_shape", 0, what)
+    if not isinstance(label, bool) and label not in (0, 1):
+        return ReadError("bad_label", 0, f"has the label {label!r}; it has to be true or false")
+    prompt = _prompt(row, how)
+    if isinstance(prompt, ReadError):
+        return prompt
+    answer = _said(completion, "assistant")
+    if isinstance(answer, ReadError):
+        return answer
+    split = _split(prompt, answer, answer)
+    if isinstance(split, ReadError):
+        return split
+    before, one, _ = split
+    return (before, one, None) if label else (before, None, one)
+
+
+def _pair(row: PreferenceRow, how: PairRows, chosen: Any, rejected: Any) -> Understood | ReadError:
+    prompt = _prompt(row, how)
+    if isinstance(prompt, ReadError):
+        return prompt
+    one = _said(chosen, "assistant", alone=not prompt)
+    if isinstance(one, ReadError):
+        return one
+    other = _said(rejected, "assistant", alone=not prompt)
+    if isinstance(other, ReadError):
+        return other
+    return _split(prompt, one, other)
+
+
+def _split(prompt: Messages, one: Messages, other: Messages) -> Understood | ReadError:
+    """
+    What both answers begin with belongs to the prompt, and of a single one what stands before its last message. Where
+    each answer is the whole conversation, the prompt is not said twice.
+    """
+    if one is other:
+        answered = max((place for place, said in enumerate(one) if said["role"] != "assistant"), default=-1) + 1
+    else:
+        both = range(min(len(one), len(other)))
+        answered = next((place for place in both if one[place] != other[place]), min(len(one), len(other)))
+    shared, one, other = one[:answered], one[answered:], other[answered:]
+    before = _once(prompt, shared)
+    if not one or not other:
+        return ReadError("same_answer", 0, "the two answers are the same, or one is the beginning of the other")
+    if not before or before[-1]["role"] == "assistant":
+        what = "nothing stands before the answers" if not before else "an assistant's message stands before the answers"
+        return ReadError("no_prompt", 0, what)
+    for name, answer in (("chosen", one), ("rejected", other)):
+        if answer[0]["role"] != "assistant" or answer[-1]["role"] != "assistant":
+            return ReadError("no_answer", 0, f"the {name} answer does not begin and end with the assistant")
+    return before, one, other
+
+
+def _once(prompt: Messages, shared: Messages) -> Messages:
+    """What stands in the prompt and what both answers begin with; where one holds the other, that one alone."""
+    opening = prompt[:1] if prompt and prompt[0]["role"] == "system" else []
+    asked = _bare(prompt[len(opening) :])
+    if not asked or asked not in (_bare(shared)[-len(asked) :], _bare(_without_system(shared))[: len(asked)]):
+        return prompt + shared
+    return shared if shared[0]["role"] == "system" else opening + shared
+
+
+def _without_system(said: Messages) -> Messages:
+    return said[1:] if said and said[0]["role"] == "system" else said
+
+
+def _bare(said: Messages) -> list[tuple[str, str]]:
+    """What is said without white space around it, which data sets keep in one column and not in the other."""
+    return [(message["role"], message["content"].strip()) for message in said]
+
+
+def _prompt(row: PreferenceRow, how: PairRows) -> Messages | ReadError:
+    """What is asked; empty where the answers begin with it."""
+    names = PROMPTS if how.prompt_field is None else (how.prompt_field,)
+    name, found = next(((name, value) for name in names if (value := rows.at(dict(row), name)) is not None), ("", None))
+    if name == "instruction" and isinstance(found, str):
+        found = formats.instructed(row)
+        if isinstance(found, ReadError):
+            return found
+    asked: Messages | ReadError = [] if found is None or found == [] else _said(found, "user")
+    before: Messages | ReadError = [] if name == "history" else _history(row)
+    if isinstance(before, ReadError):
+        return before
+    if isinstance(asked, list) and before:
+        rest = _without_system(asked)
+        asked = asked[: len(asked) - len(rest)] + _once(before, rest)
+    system = _found(row, how.system_field, SYSTEM)
+    if isinstance(asked, ReadError) or system is None or system == "":
+        return asked
+    opening = _said(system, "system")
+    if isinstance(opening, ReadError):
+        return opening
+    return asked if asked and asked[0]["role"] == "system" else opening + asked
+
+
+def _history(row: PreferenceRow) -> Messages | ReadError:
+    """The turns before the prompt, as pairs or as messages."""
+    history = row.get("history")
+    is_messages = isinstance(history, list) and history != [] and isinstance(history[0], Mapping)
+    return _said(history, "user") if is_messages else formats.earlier(row)
+
+
+def _said(value: Any, role: str, *, alone: bool = False) -> Messages | ReadError:
+    """Messages of a text, of one message or of a list of them. A text that is all there is may be a dialogue."""
+    if isinstance(value, str) and alone and formats.is_dialogue(value):
+        return formats.parse_dialogue(value)
+    listed = [{"role": role, "content": value}] if isinstance(value, str) else value
+    listed = [listed] if isinstance(listed, Mapping) else listed
+    if not isinstance(listed, list) or not listed:
+        return ReadError("not_text", 0, f"holds {type(value).__name__} where a text or messages are wanted")
+    row = {"messages": listed}
+    shape = "sharegpt" if isinstance(listed[0], Mapping) and "from" in listed[0] else "messages"
+    return formats.READ[shape](row, Fields(messages="messages"))  # type: ignore[index]
+
+
+def _found(row: PreferenceRow, named: str | None, known: tuple[str, ...]) -> Any:
+    """The value of the field that the recipe names, or of the first that is there; None where there is none."""
+    names = known if named is None else (named,)
+    return next((value for name in names if (value := rows.at(dict(row), name)) is not None), None)
+
+
+TRIES = 200
+"""For each question, before it is said that there are no more of them."""
+
+
+@dataclass(frozen=True)
+class ArithmeticProblem:
+    question: str
+    solution: str
+    """Ends with the number, behind #### in GSM8K's own format."""
+    source: str
+    place: str
+    id: str
+
+
+def arithmetic_problems(source: Arithmetic) -> Iterator[ArithmeticProblem]:
+    """As many different questions as the source asks for, or as there are; each depends on seed and number alone."""
+    seen: set[str] = set()
+    for number in range(source.count):
+        for attempt in range(TRIES):
+            question, result = _made(random.Random(f"arithmetic {source.seed} {number} {attempt}"), source)
+            if question and question not in seen:
+                break
+        else:
+            return
+        seen.add(question)
+        name = f"{source.name}/{number}"
+        yield ArithmeticProblem(question, f"#### {result}", source.name, str(number), name)
+
+
+def _made(rng: random.Random, source: Arithmetic) -> tuple[str, int]:
+    """A question and its number; "" for a sum that the small worlds hold out. Products go before sums, as in school."""
+    terms = [rng.randint(0, source.largest) for _ in range(rng.randint(2, source.terms))]
+    signs = [rng.choice(source.operations) for _ in terms[1:]]
+    if signs == ["plus"] and toy_worlds.is_held_out(toy_worlds.sum_of(terms[0], terms[1]).fact):
+        return "", 0
+    told = str(terms[0]) + "".join(f" {sign} {term}" for sign, term in zip(signs, terms[1:], strict=True))
+    total, product, sign = 0, terms[0], 1
+    for operation, term in zip(signs, terms[1:], strict=True):
+        if operation == "times":
+            product *= term
+            continue
+        total += sign * product
+        product, sign = term, 1 if operation == "plus" else -1
+    return f"What is {told}?", total + sign * product
+
+
+def read_arithmetic(
+    row: Mapping[str, Any], question_field: str, answer_field: str, source: str, place: str, id: str
+) -> ArithmeticProblem | Trouble:
+    """A row of a question and its solution, or why it is none."""
+    found = {}
+    for name in (question_field, answer_field):
+        value = rows.at(dict(row), name)
+        value = str(value) if isinstance(value, int | float) and not isinstance(value, bool) else value
+        if value is None:
+            return Trouble("no_field", 0, f"has no field {name!r}; its fields: {', '.join(row)}")
+        if not isinstance(value, str) or not value.strip():
+            return Trouble("not_text", 0, f"field {name!r} holds {type(value).__name__} where a text is wanted")
+        if problem := not_text(value, f"field {name!r}"):
+            return problem
+        found[name] = value
+    if not any(sign.isdigit() for sign in found[answer_field]):
+        return Trouble("no_number", 0, f"field {answer_field!r} holds no number, so nobody could check an answer")
+    return ArithmeticProblem(found[question_field], found[answer_field], source, place, id)
+
+
+T = TypeVar("T")
+
+
+def digest(read: Iterable[Pairs | Problems]) -> str:
+    """
+    A hash of the contents of all files, and of the commits of data sets, for a stage's fingerprint. Raises DataError
+    where a file cannot be read, or the hub does not say what a revision is.
+    """
+    return readers.digest([one.files_read for one in read if not isinstance(one, WorldPairs | Arithmetic)])
+
+
+def judged(read: Iterable[Pairs]) -> Iterator[JudgedRow | RejectedRow]:
+    """Every pair and every single answer of every source, up to its cap, or why it is none. Raises DataError."""
+    for source in read:
+        yield from _of_worlds(source) if isinstance(source, WorldPairs) else _of_answers(source)
+
+
+def problems(read: Iterable[Problems]) -> Iterator[ArithmeticProblem | RejectedRow]:
+    """Every question of every source, up to its cap, or why it is none. Raises DataError."""
+    for source in read:
+        yield from arithmetic_problems(source) if isinstance(source, Arithmetic) else _of_solutions(source)
+
+
+def _of_answers(source: PairFiles | PairHub) -> Iterator[JudgedRow | RejectedRow]:
+    def read(row: ChatRow, place: str, id: str) -> JudgedRow | ReadError:
+        found = understood(row, source)
+        return found if isinstance(found, ReadError) else JudgedRow(*found, source=source.name, place=place, id=id)
+
+    named = [str(value) for name, value in source if name.endswith("_field") and value]
+    return readers.capped(source.max_rows, _of_rows(source, {*KNOWN, *named}, read))
+
+
+def _of_solutions(source: ProblemFiles | ProblemHub) -> Iterator[ArithmeticProblem | RejectedRow]:
+    def read(row: ChatRow, place: str, id: str) -> ArithmeticProblem | ReadError:
+        return read_arithmetic(row, source.question_field, source.answer_field, source.name, place, id)
+
+    return readers.capped(source.max_rows, _of_rows(source, {source.question_field, source.answer_field}, read))
+
+
+def _of_rows(
+    source: PairFiles | PairHub | ProblemFiles | ProblemHub,
+    fields: Set[str],
+    read: Callable[[ChatRow, str, str], T | ReadError],
+) -> Iterator[T | RejectedRow]:
+    """What `read` makes of each row, its place and its id."""
+    columns = {name.partition(".")[0] for name in (*fields, *(one.field for one in source.accept))}
+    for place, id, row in readers.raw_rows(source.files_read, columns):
+        if isinstance(row, ReadError):
+            yield RejectedRow(source.name, place, row)
+            continue
+        found = first_unmet(source.accept, "", row) or read(row, place, id)
+        yield RejectedRow(source.name, place, found, row) if isinstance(found, ReadError) else found
+
+
+def _of_worlds(source: WorldPairs) -> Iterator[JudgedRow]:
+    """The last answer of each conversation, against the last answer of that kind that was another one."""
+    before: dict[str, list[str]] = {}
+    made = 0
+    for number, talk in enumerate(toy_worlds.conversations(source.seed, 2 * source.count + 100)):
+        turn = talk.turns[-1]
+        seen = before.setdefault(turn.kind, [])
+        wrong = next((answer for answer in reversed(seen) if answer != turn.answer), None)
+        seen[:] = [*seen[-7:], turn.answer]
+        if wrong is None:
+            continue
+        prompt = [as_message(one) for one in talk.messages()[:-1]]
+        chosen, rejected = ([as_message({"role": "assistant", "content": said})] for said in (turn.answer, wrong))
+        yield JudgedRow(prompt, chosen, rejected, source.name, str(number), f"{source.name}/{number}")
+        made += 1
+        if made == source.count:
+            return

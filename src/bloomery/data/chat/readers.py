@@ -1,0 +1,286 @@
+"""
+Reads complete conversations from sources, file by file and row by row.
+
+A row that does not fit also comes out, as a rejected row.
+
+The order depends on nothing but names and the config. For a data set on the Hugging Face hub, only as many files
+are downloaded as its cap needs. With a cap, files come in the order of the hash of their names.
+"""
+
+import hashlib
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import NamedTuple, TypeVar
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from bloomery.core import io as core_io
+from bloomery.core.errors import DataError
+from bloomery.data.chat import formats
+from bloomery.data.chat.config import ChatFiles, ChatHub, ChatPreset, ChatSourceConfig, Shaped, ToyChats
+from bloomery.data.chat.formats import LISTS, ChatFormat, ChatRow
+from bloomery.data.chat.messages import Conversation, Messages, RejectedRow, as_message, not_text
+from bloomery.data.readers import bytes as readers_bytes
+from bloomery.data.readers import rows
+from bloomery.data.readers.bytes import ReadError
+from bloomery.data.readers.read import first_unmet
+from bloomery.data.readers.rows import RowOrError
+from bloomery.data.sources import download, local, remote, toy_worlds
+from bloomery.data.sources.local import AnyFiles
+
+ENDINGS = (".jsonl", ".ndjson", ".json", ".parquet", ".txt", ".text")
+"""Of names of files that can hold conversations, behind .gz and .zst."""
+
+ChatItem = Conversation | RejectedRow
+T = TypeVar("T")
+
+
+class _File(NamedTuple):
+    source: Shaped
+    path: Path
+    name: str
+    """In its source; ids begin with it."""
+    where: str
+    """What a person is told: the path, or data set, commit and file."""
+
+
+def conversations(read: Iterable[ChatSourceConfig]) -> Iterator[ChatItem]:
+    """Every conversation of every source, up to its cap, or why it is none. Raises DataError as `digest` does."""
+    for source in read:
+        yield from capped(source.max_conversations, _items(source))
+
+
+def digest(read: Iterable[ChatSourceConfig]) -> str:
+    """
+    A hash of the contents of all files, and of the commits of data sets, for a stage's fingerprint.
+
+    Raises DataError where a file cannot be read, or the hub does not say what a revision is.
+    """
+    hashes = []
+    for source in read:
+        if isinstance(source, ChatFiles):
+            hashes += [_sha256(path) for _, path in _local(source)]
+        elif not isinstance(source, ToyChats):
+            hashes.append(download.digest(remote.repository(source, source)))
+    return " ".join(hashes)
+
+
+def _sha256(path: Path) -> str:
+    try:
+        return core_io.sha256_file(path)
+    except OSError as error:
+        raise readers_bytes.unreadable(path, error) from None
+
+
+def capped(limit: int | None, found: Iterator[T | RejectedRow]) -> Iterator[T | RejectedRow]:
+    """So many of what is understood, and what is rejected before the last of them."""
+    taken = 0
+    for item in found:
+        yield item
+        taken += not isinstance(item, RejectedRow)
+        if taken == limit:
+            return
+
+
+def _items(source: ChatSourceConfig) -> Iterator[ChatItem]:
+    if isinstance(source, ToyChats):
+        for number, made in enumerate(toy_worlds.conversations(source.seed, source.count)):
+            messages = [as_message(message) for message in made.messages()]
+            yield Conversation(messages, source.name, f"{source.name}/{number}", str(number), source.license)
+        return
+    for file in _files(source):
+        yield from _of_file(file)
+
+
+def _files(source: Shaped) -> Iterator[_File]:
+    """Every file of a source, downloaded when its turn comes. Raises DataError where there are none."""
+    if isinstance(source, ChatFiles):
+        for name, path in _local(source):
+            yield _File(source, path, name, str(path))
+        return
+    assert isinstance(source, ChatHub | ChatPreset)
+    repository = remote.repository(source, source)
+    listed = download.listing(repository, source.files, config=source.config, split=source.split)
+    others = [file.name for file in listed if _ending(file.name) is None]
+    if others and (source.files or source.config is not None or len(others) == len(listed)):
+        hint = f"Name files of it that end in {', '.join(ENDINGS)}, in files of source {source.name!r}."
+        raise DataError(f"no conversations are read from {others[0]}", where=source.dataset, hint=hint)
+    listed = [file for file in listed if file.name not in others]
+    if source.max_conversations is not None:
+        listed.sort(key=lambda file: hashlib.sha256(f"{source.name}/{file.name}".encode()).digest())
+    for file in listed:
+        path, where = remote.from_hub(repository, file)
+        yield _File(source, path, file.name, where)
+
+
+def _local(source: ChatFiles) -> list[tuple[str, Path]]:
+    """Name and path of the files of a source. In a folder, of those that can hold conversations."""
+    found = local.files_of(AnyFiles(name=source.name, domain=source.name, path=source.path))
+    if source.kind == "jsonl":
+        return found
+    kept = [(name, path) for name, path in found if _ending(name) is not None]
+    if not kept:
+        hint = f"Name a file, or a folder of files, that end in {', '.join(ENDINGS)}, or .gz and .zst of them."
+        raise DataError("holds no conversations", where=str(source.path), hint=hint)
+    return kept
+
+
+def _ending(name: str) -> str | None:
+    """How a file's name ends, behind .gz and .zst; None where no conversations are read from such a file."""
+    path = Path(name)
+    ending = (Path(path.stem) if path.suffix in readers_bytes.FRAMES else path).suffix.lower()
+    packed = path.suffix in readers_bytes.FRAMES and ending == ".parquet"
+    return ending if ending in ENDINGS and not packed else None
+
+
+def _of_file(file: _File) -> Iterator[ChatItem]:
+    jsonl = isinstance(file.source, ChatFiles) and file.source.kind == "jsonl"
+    ending = ".jsonl" if jsonl else _ending(file.name)
+    if ending in (".txt", ".text"):
+        yield from _of_text(file)
+    elif ending == ".json":
+        yield from _of_rows(file, rows.objects(file.path, file.source.max_row_bytes))
+    elif ending == ".parquet":
+        yield from _of_rows(file, _parquet(file))
+    else:
+        yield from _of_rows(file, rows.jsonl(file.path, file.source.max_row_bytes, setting=readers_bytes.ROW))
+
+
+def _of_text(file: _File) -> Iterator[ChatItem]:
+    data = readers_bytes.whole(file.path, file.source.max_row_bytes, setting=readers_bytes.ROW)
+    text = data if isinstance(data, ReadError) else rows.decode(data)
+    for ending, part in rows.parts(text, file.source.separator):
+        found = formats.parse_dialogue(part, file.source.speakers) if isinstance(part, str) else part
+        yield _item(file, ending, {"text": part} if isinstance(part, str) else None, found)
+
+
+def raw_rows(source: ChatFiles | ChatHub, looked_at: Collection[str]) -> Iterator[tuple[str, str, RowOrError]]:
+    """
+    The rows of a source as they stand in its files, for those who read something else in them than conversations: the
+    place for a person, the id by file and line, and the row, of parquet with these columns only. Raises DataError.
+    """
+    for file in _files(source):
+        ending = _ending(file.name)
+        if ending == ".json":
+            found: Iterator[tuple[int, RowOrError]] = rows.objects(file.path, source.max_row_bytes)
+        elif ending == ".parquet":
+            found = _columns(file, looked_at)
+        elif ending in (".txt", ".text"):
+            found = iter([(0, ReadError("no_rows", 0, "is text, and rows are wanted"))])
+        else:
+            found = rows.jsonl(file.path, source.max_row_bytes, setting=readers_bytes.ROW)
+        for ending, row in _placed(found):
+            yield f"{file.where}{ending}", f"{source.name}/{file.name}{ending}", row
+
+
+def _placed(found: Iterator[tuple[int, RowOrError]]) -> Iterator[tuple[str, RowOrError]]:
+    """Rows with the end of place and id: the line, and from the second on one line on, "#" and their count there."""
+    last, count = -1, 0
+    for line, row in found:
+        last, count = line, count + 1 if line == last else 1
+        yield f":{line}" if count == 1 else f":{line}#{count}", row
+
+
+def _parquet(file: _File) -> Iterator[tuple[int, RowOrError]]:
+    source = file.source
+    looked_at = {*formats.KNOWN, *(name.partition(".")[0] for name in source.fields.named)}
+    return _columns(file, looked_at | {one.field.partition(".")[0] for one in source.accept})
+
+
+def _columns(file: _File, looked_at: Collection[str]) -> Iterator[tuple[int, RowOrError]]:
+    if (problem := rows.crashes(file.path)) is not None:
+        yield 0, problem
+        return
+    try:
+        names = pq.read_schema(file.path).names
+    except (pa.ArrowException, OSError, UnicodeDecodeError) as error:
+        if getattr(error, "errno", None) is not None:
+            raise readers_bytes.unreadable(file.path, error) from None
+        yield 0, ReadError("torn", 0, f"is no parquet file, or broken: {error}")
+        return
+    kept = [name for name in names if name in looked_at]
+    if not kept:
+        what = f"has none of the columns that are looked for; its columns: {', '.join(names)}"
+        yield 0, ReadError("no_column", 0, what)
+        return
+    most = file.source.max_row_bytes
+    for number, row in rows.parquet(file.path, kept):
+        size = 0 if isinstance(row, ReadError) else _text_bytes(row)
+        yield number, row if size <= most else readers_bytes.too_long(size, most, "its text", setting=readers_bytes.ROW)
+
+
+def _text_bytes(value: object) -> int:
+    """Bytes of all text in a value."""
+    if isinstance(value, str):
+        return rows.utf8_bytes(value)
+    if isinstance(value, Mapping):
+        return sum(map(_text_bytes, value.values()))
+    return sum(map(_text_bytes, value)) if isinstance(value, list | tuple) else 0
+
+
+def _of_rows(file: _File, found: Iterator[tuple[int, RowOrError]]) -> Iterator[ChatItem]:
+    """Rows as conversations, by the shape of the source, or of the first that has one."""
+    source, shape = file.source, file.source.shape
+    nodes: list[tuple[int, ChatRow]] = []
+    places: list[str] = []
+    for ending, row in _placed(found):
+        if isinstance(row, ReadError):
+            yield _item(file, ending, None, row)
+            continue
+        if (unmet := first_unmet(source.accept, "", row)) is not None:
+            yield _item(file, ending, row, unmet)
+            continue
+        own = shape or formats.detected(row, source.fields)
+        if shape is None and formats.hollow(row, source.fields) is None:
+            shape = own
+        if own == "tree":
+            problem = formats.trouble(row)
+            if problem is not None:
+                yield _item(file, ending, row, problem)
+            else:
+                nodes.append((len(places), row))
+                places.append(ending)
+        else:
+            yield _item(file, ending, row, _read(own, row, source))
+    for way in formats.paths(nodes):
+        if isinstance(way, formats.Path):
+            row = {"id": way.id}
+            yield _item(file, places[way.number], row, way.messages, group=f"{source.name}/{way.root}")
+        else:
+            yield _item(file, places[way[0]], None, way[1])
+
+
+def _read(shape: ChatFormat | None, row: ChatRow, source: Shaped) -> Messages | ReadError:
+    """A row by its file's shape. Of merged tables, where other columns hold nothing, by that of those with values."""
+    shape = shape or formats.hollow(row, source.fields)
+    if shape is None:
+        what = f"has the shape of no conversation; its fields: {', '.join(row)}"
+        return ReadError("unknown_shape", 0, what)
+    found = formats.READ[shape](row, source.fields)
+    merged = source.shape is None and any(one is None or (one == [] and name in LISTS) for name, one in row.items())
+    if merged and isinstance(found, ReadError) and found.reason in ("no_field", "no_messages", "bad_message"):
+        own = formats.detected(row, source.fields)
+        if own is not None and own not in (shape, "tree"):
+            return formats.READ[own](row, source.fields)
+    return found
+
+
+def _item(file: _File, ending: str, row: ChatRow | None, found: Messages | ReadError, group: str = "") -> ChatItem:
+    place, source = f"{file.where}{ending}", file.source
+    if isinstance(found, list) and not any(message["role"] == "assistant" for message in found):
+        found = ReadError("nothing_to_learn", 0, "no message is the assistant's")
+    own, license = (row or {}).get("id"), (row or {}).get("license")
+    for name, value in (("id", own), ("license", license)):
+        if isinstance(found, list) and isinstance(value, str):
+            found = not_text(value, f"field {name!r}") or found
+    if isinstance(found, ReadError):
+        return RejectedRow(source.name, place, found, row)
+    return Conversation(
+        messages=found,
+        source=source.name,
+        id=str(own) if isinstance(own, str | int) and own != "" else f"{source.name}/{file.name}{ending}",
+        place=place,
+        license=license if isinstance(license, str) else source.license,
+        group=group,
+    )

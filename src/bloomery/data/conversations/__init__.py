@@ -1,1 +1,0 @@
-"""Conversations from files of any shape, and what is left out of them, with reasons."""

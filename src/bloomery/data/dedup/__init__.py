@@ -1,0 +1,1 @@
+"""Deduplication: shingles, MinHash, candidate pairs, exact verification, and the document that stays."""

@@ -1,0 +1,343 @@
+"""
+Runs one function over many parts: in this process, in worker processes or on Ray.
+
+    work(config, part, out) -> record
+
+The function writes the part's files below `out`, each complete or absent, and returns a record of the results. The
+record goes to out/parts/WHAT/NAME.json once the files exist, with the SHA-256 of each. A part whose record and
+files are unchanged is not processed again. A run that was killed at any point therefore resumes with the next part.
+
+The output of a part depends on that part alone. Nothing depends on the number of workers, their order, or which of
+them were killed.
+
+On a Ray cluster the same function runs over the same parts, through Ray Data. Every node sees `out` and the inputs
+under the same paths (a shared file system). The node that processes a part writes its files. The record returns to
+the driver, which writes it. A cluster therefore leaves the same files as a single machine.
+"""
+
+import multiprocessing
+import os
+import signal
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from multiprocessing.connection import Connection, wait
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from typing import Annotated, Any, Literal, NamedTuple
+
+import pyarrow as pa
+from pydantic import Field, model_validator
+from threadpoolctl import threadpool_limits  # type: ignore[import-untyped]
+
+from bloomery.core import child, errors, shortage
+from bloomery.core import io as core_io
+from bloomery.core import records as core_records
+from bloomery.core.bounds import Between
+from bloomery.core.config import VOLATILE, Config
+from bloomery.core.errors import BloomeryError, RunError
+from bloomery.core.log import progress
+from bloomery.hw.launcher import check_processes, cores
+
+
+def run(
+    address: str | None,
+    workers: int | None,
+    work: Callable[..., Any],
+    config: Any,
+    parts: Sequence[Any],
+    out: Path,
+) -> Iterator[tuple[Any, Any]]:
+    """
+    Parts with their records, as they come back.
+
+    Ray is started for the time of this call where no address is given and none runs in this process. Raises what
+    `work` raises, and DataError where Ray is not installed.
+    """
+    ray, data = errors.load("ray", extra="ray"), errors.load("ray.data", extra="ray")
+    ours = not ray.is_initialized()
+    if ours:
+        _start(ray, address, workers)
+    context = data.DataContext.get_current()
+    context.enable_progress_bars = False
+    context.execution_options.preserve_order = False
+    try:
+        order = sorted(range(len(parts)), key=lambda place: -parts[place].num_bytes)
+        rows = data.from_items([{"place": place} for place in order], override_num_blocks=len(parts))
+        kept = list(parts)
+        done = rows.map(_task, fn_args=(work, config, kept, out), num_cpus=1, concurrency=workers)
+        for row in done.iter_rows():
+            answer = row["answer"]
+            if "error" in answer:
+                raise getattr(errors, answer["error"])(answer["what"], where=answer["where"], hint=answer["hint"])
+            yield parts[row["place"]], answer["record"]
+    finally:
+        if ours:
+            ray.shutdown()
+
+
+def _start(ray: Any, address: str | None, workers: int | None) -> None:
+    """Join the cluster at `address`, or start one of this machine's that nobody else can reach."""
+    os.environ.setdefault("RAY_ENABLE_UV_RUN_RUNTIME_ENV", "0")
+    quiet = {"log_to_driver": False, "configure_logging": False}
+    if address is None:
+        ray.init(num_cpus=workers, include_dashboard=False, _node_ip_address="127.0.0.1", **quiet)
+    else:
+        ray.init(address=address, **quiet)
+
+
+def _task(row: dict[str, Any], work: Callable[..., Any], config: Any, parts: Sequence[Any], out: Path) -> Any:
+    """One part, on whatever node it came to. The user's errors come back as data: Ray would wrap them in its own."""
+    place = int(row["place"])
+    try:
+        answer = {"record": work(config, parts[place], out)}
+    except BloomeryError as error:
+        answer = {"error": type(error).__name__, "what": error.what, "where": error.where, "hint": error.hint}
+    return {"place": place, "answer": answer}
+
+
+RECORDS = "parts"
+SMALL_BYTES = 32 * 2**20
+"""Less than this is done in this process where nobody says how many workers: two of them take 1.5 s to start."""
+
+MOST_PATHS = 3
+"""How many files of a part an error names."""
+UNCAUGHT = 1
+"""Exit code of a Python process that an exception has ended."""
+
+
+class ExecutorConfig(Config):
+    """Where the parts of a stage are worked on. The output is the same everywhere."""
+
+    kind: Literal["local", "ray"] = "local"
+    workers: Annotated[int, Between(1, 4096, "each worker is a process")] | None = None
+    """Processes. None: one for each core that this process may use; on Ray, as many as the cluster takes."""
+    address: str | None = None
+    """Of a Ray cluster, as `ray.init` takes it. None: one of this machine, for the time of the stage."""
+
+    @model_validator(mode="after")
+    def _an_address_is_of_a_cluster(self) -> "ExecutorConfig":
+        if self.kind == "local" and self.address is not None:
+            raise ValueError(f'address {self.address!r} is of a Ray cluster; say kind = "ray" too')
+        return self
+
+
+class Parallel(Config):
+    """Base of the sections whose stages work on parts."""
+
+    engine: ExecutorConfig = Field(ExecutorConfig(), json_schema_extra=VOLATILE)
+    """Where its parts are worked on. A recipe's own section [engine] is what all stages take that do not say."""
+
+
+class Part(NamedTuple):
+    """One piece of a stage's work."""
+
+    name: str
+    """Of its record, and of the files that it leaves: no other part of the same work has it."""
+    given: Any
+    """What the function needs to know besides the config: plain data."""
+    num_bytes: int = 0
+    """How much there is to do, for the progress and for the decision whether workers are worth their start."""
+
+
+PartRecord = Mapping[str, Any]
+"""JSON data. `files` lists what the part has written, relative to `out`; nothing in it may differ between runs."""
+
+Work = Callable[[Any, Part, Path], PartRecord]
+
+
+def run_parts(
+    engine: ExecutorConfig,
+    work: Work,
+    config: Any,
+    parts: Sequence[Part],
+    out: Path,
+    *,
+    what: str,
+    unit: str = "parts",
+) -> list[PartRecord]:
+    """
+    Do the parts that are not done yet; returns the records of all of them, in the order of `parts`.
+
+    `what` names the work within its folder. `work` is a function at the top of a module. Raises the BloomeryError that
+    `work` raises, RuntimeError with the part's name for any other in a worker, and RunError, which names the part, for
+    a worker that died.
+    """
+    names = [part.name for part in parts]
+    assert len(set(names)) == len(names), f"two parts of {what} have one name"
+    records: dict[str, PartRecord] = {}
+    total, done = sum(max(1, part.num_bytes) for part in parts), 0
+    with progress(what, unit, total=len(parts)) as meter:
+
+        def take(part: Part, record: PartRecord) -> None:
+            nonlocal done
+            records[part.name], done = record, done + max(1, part.num_bytes)
+            shown = {"percent": round(100 * done / total, 1)} if total > len(parts) else {}
+            meter.at(len(records), **shown)
+
+        for part in parts:
+            if (known := _done(out, what, part.name)) is not None:
+                take(part, known)
+        meter.start_at(len(records))
+        todo = [part for part in parts if part.name not in records]
+        for part, finished in _run(engine, partial(_hashed, work), config, todo, out):
+            core_records.save(_place(out, what, part.name), finished["record"], finished["outputs"])
+            take(part, finished["record"])
+    return [records[name] for name in names]
+
+
+def _place(out: Path, what: str, name: str) -> Path:
+    return out / RECORDS / what / f"{name}.json"
+
+
+def _done(out: Path, what: str, name: str) -> PartRecord | None:
+    """The record of a part whose files are all there as they were written, or None."""
+    return core_records.load(_place(out, what, name), out, f"{what}: part {name}")
+
+
+def _hashed(work: Work, config: Any, part: Part, out: Path) -> PartRecord:
+    """A part's record, and its files with their sha256: taken by the worker, while the files are in memory."""
+    record = work(config, part, out)
+    return {"record": record, "outputs": core_io.listed(out, record["files"])}
+
+
+def _run(
+    engine: ExecutorConfig, work: Work, config: Any, parts: Sequence[Part], out: Path
+) -> Iterator[tuple[Part, PartRecord]]:
+    """Parts with their records, in the order in which they come to be done."""
+    if not parts:
+        return
+    if engine.kind == "ray":
+        yield from run(engine.address, engine.workers, work, config, parts, out)
+        return
+    workers = min(engine.workers or _default_workers(parts), len(parts))
+    if workers == 1:
+        for part in parts:
+            yield part, work(config, part, out)
+    else:
+        yield from _run_in_workers(workers, work, config, parts, out)
+
+
+def _default_workers(parts: Sequence[Part]) -> int:
+    return cores() if sum(part.num_bytes for part in parts) >= SMALL_BYTES else 1
+
+
+def needed(section: str, config: Parallel) -> None:
+    """Raises HardwareError, before the first stage of a run, for more workers than this machine should start."""
+    engine = config.engine
+    if engine.workers is not None and engine.address is None:
+        check_processes(engine.workers, f"{section}.engine.workers")
+
+
+class _Worker(NamedTuple):
+    process: BaseProcess
+    pipe: Connection
+
+
+def _run_in_workers(
+    count: int, work: Work, config: Any, parts: Sequence[Part], out: Path
+) -> Iterator[tuple[Part, PartRecord]]:
+    """Largest parts first, so that no large one is left for the end."""
+    waiting = deque(sorted(parts, key=lambda part: -part.num_bytes))
+    with ExitStack() as stack:
+        busy: dict[Connection, tuple[_Worker, Part]] = {}
+        for _ in range(count):
+            worker = stack.enter_context(_started(work, config, out))
+            busy[worker.pipe] = (worker, _give(worker, waiting.popleft()))
+        while busy:
+            for pipe in wait(list(busy)):
+                assert isinstance(pipe, Connection)
+                worker, part = busy.pop(pipe)
+                record = _answer(worker, part)
+                if waiting:
+                    busy[pipe] = (worker, _give(worker, waiting.popleft()))
+                yield part, record
+
+
+@contextmanager
+def _started(work: Work, config: Any, out: Path) -> Iterator[_Worker]:
+    spawn = multiprocessing.get_context("spawn")  # forked processes hang on locks that threads held
+    here, there = spawn.Pipe()
+    process = spawn.Process(target=_serve, args=(there, os.getpid(), work, config, out), daemon=True)
+    process.start()
+    there.close()
+    try:
+        yield _Worker(process, here)
+    finally:
+        here.close()
+        process.terminate()
+        process.join()
+
+
+def _give(worker: _Worker, part: Part) -> Part:
+    try:
+        worker.pipe.send(part)
+    except BrokenPipeError:
+        raise _death(worker, part) from None
+    return part
+
+
+def _answer(worker: _Worker, part: Part) -> PartRecord:
+    try:
+        answer: dict[str, Any] = worker.pipe.recv()
+    except (EOFError, ConnectionResetError):
+        raise _death(worker, part) from None
+    if "error" in answer:
+        raise getattr(errors, answer["error"])(answer["what"], where=answer["where"], hint=answer["hint"])
+    record: PartRecord = answer["record"]
+    return record
+
+
+def _death(worker: _Worker, part: Part) -> Exception:
+    worker.process.join()
+    code = worker.process.exitcode or 0
+    if code == UNCAUGHT:  # which its process has written to stderr, with all lines
+        return RuntimeError(f"part {part.name}: the lines above say where its worker failed")
+    how = f"was killed by signal {-code}" if code < 0 else f"ended with code {code}"
+    what = f"the worker on part {part.name} {how}"
+    hint = "Run the same command again: finished parts are kept. If it dies again"
+    if code in (-signal.SIGABRT, -signal.SIGSEGV, -signal.SIGFPE, -signal.SIGILL):
+        hint += ", a library cannot read its input: the lines above say why. Write those files again, or remove them."
+    else:
+        hint += ", there may be too little memory: engine.workers=1 needs the least."
+    return RunError(what, where=", ".join(_paths(part.given)), hint=hint)
+
+
+def _paths(given: Any) -> list[str]:
+    """The first files that a part names, for a person."""
+    if isinstance(given, str | Path):
+        return [str(given)[:200]]
+    values = given.values() if isinstance(given, Mapping) else given if isinstance(given, list | tuple) else ()
+    found = [path for value in values for path in _paths(value) if os.sep in path]
+    return found[:MOST_PATHS]
+
+
+def _serve(pipe: Connection, parent: int, work: Work, config: Any, out: Path) -> None:
+    """What a worker process does: parts, one after the other, until the pipe ends."""
+    child.die_with(parent)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is left to the parent
+    os.environ["RAYON_NUM_THREADS"] = "1"
+    pa.set_cpu_count(1)
+    with threadpool_limits(1):
+        while True:
+            try:
+                part = pipe.recv()
+            except EOFError:
+                return
+            pipe.send(_answered(work, config, part, out))
+
+
+def _answered(work: Work, config: Any, part: Part, out: Path) -> dict[str, Any]:
+    try:
+        return {"record": work(config, part, out)}
+    except BloomeryError as error:
+        return told(error)
+    except Exception as error:
+        if (short := shortage.as_error(error)) is not None:
+            return told(short)
+        raise
+
+
+def told(error: BloomeryError) -> dict[str, Any]:
+    return {"error": type(error).__name__, "what": error.what, "where": error.where, "hint": error.hint}

@@ -1,0 +1,1 @@
+"""Quality and toxicity classifiers: their examples, training, calibration and thresholds."""

@@ -1,0 +1,455 @@
+"""
+Reads rows of text, JSONL, JSON, Parquet and CSV files; a broken row comes out as an error.
+
+Errors are data: a read error stands for the broken text or row, and the next row comes after it.
+
+A file that holds one JSON list of objects is read object by object, and never as a whole.
+
+The row formats share one file because they share the checks of text and the form of errors.
+"""
+
+import codecs
+import csv
+import json
+import math
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from bloomery.core import io as core_io
+from bloomery.data import isolated
+from bloomery.data.readers import bytes as readers_bytes
+from bloomery.data.readers.bytes import BOMB_BYTES, BOMB_RATIO, ByteSpan
+from bloomery.data.readers.bytes import ReadError as ReadError
+from bloomery.data.readers.bytes import unreadable as unreadable
+
+RowOrError = dict[str, Any] | ReadError
+MARKS = (
+    (codecs.BOM_UTF32_LE, "utf-32-le"),
+    (codecs.BOM_UTF32_BE, "utf-32-be"),
+    (codecs.BOM_UTF8, "utf-8"),
+    (codecs.BOM_UTF16_LE, "utf-16-le"),
+    (codecs.BOM_UTF16_BE, "utf-16-be"),
+)
+"""Byte order marks, the longer first. They win over all that is said of a file or page."""
+CONVERT = 'Convert it to UTF-8, as iconv -f {} -t UTF-8 does{}; of text files, encoding = "detect" finds out by itself.'
+UNMARKED = CONVERT.format("WINDOWS-1252", ", if it is that")
+"""The hint of bytes that say nothing of their encoding."""
+
+
+def decode(data: bytes, *, mark: bool = True) -> str | ReadError:
+    """Bytes as text, without a byte order `mark` where one may stand. Anything but UTF-8 without NUL is a problem."""
+    mark_bytes = len(codecs.BOM_UTF8) if mark and data.startswith(codecs.BOM_UTF8) else 0
+    if mark and (other := marked(data)):
+        return other
+    if (nul := data.find(b"\0")) >= 0:
+        return ReadError("binary", nul, f"byte offset {nul} holds a NUL: this is not text")
+    try:
+        return data[mark_bytes:].decode("utf-8")
+    except UnicodeDecodeError as error:
+        spot = error.start + mark_bytes
+        what = f"byte offset {spot} holds 0x{data[spot]:02x}, which is not UTF-8"
+        return ReadError("not_utf8", spot, what, UNMARKED)
+
+
+def marked(data: bytes) -> ReadError | None:
+    """What is wrong with bytes whose byte order mark says that they are not UTF-8."""
+    found = next((name for mark, name in MARKS if data.startswith(mark)), "utf-8")
+    name = found[: len("utf-16")].upper()
+    what = f"it begins with the byte order mark of {name}, which is not UTF-8"
+    return None if found == "utf-8" else ReadError("not_utf8", 0, what, CONVERT.format(name, ""))
+
+
+def checked(text: str) -> str | ReadError:
+    """Text that a document can be made of, or why not: it is empty, holds a NUL, or half of a surrogate pair."""
+    if not text or text.isspace():
+        return ReadError("empty", 0, "is empty")
+    if (nul := text.find("\0")) >= 0:
+        return ReadError("binary", nul, f"character {nul} is a NUL: this is not text")
+    try:
+        utf8_bytes(text)
+    except UnicodeEncodeError as error:
+        spot = error.start
+        return ReadError("not_unicode", spot, f"character {spot} is half a surrogate pair, which no UTF-8 can hold")
+    return text
+
+
+def parts(text: str | ReadError, separator: str) -> list[tuple[str, str | ReadError]]:
+    """
+    What stands between separators, blank parts left out, each with its number as the end of an id (":1", …).
+
+    Without a separator, and for what is blank or a problem, it is one part without a number.
+    """
+    if isinstance(text, ReadError) or not separator or not text or text.isspace():
+        return [("", text)]
+    found = [part for part in text.split(separator) if part and not part.isspace()]
+    return [(f":{number}", part) for number, part in enumerate(found, 1)]
+
+
+def utf8_bytes(text: str) -> int:
+    """How many bytes a text has as UTF-8; known at once where it is ASCII. Raises UnicodeEncodeError."""
+    return len(text) if text.isascii() else len(text.encode())
+
+
+def jsonl(
+    path: Path, max_bytes: int | None = None, span: ByteSpan | None = None, *, setting: str = readers_bytes.DOCUMENT
+) -> Iterator[tuple[int, RowOrError]]:
+    """
+    Line number (from 1) and object of every line of a .jsonl, .jsonl.zst or .jsonl.gz file, or of a span of one that is
+    not compressed; blank lines are passed.
+
+    A line of more than `max_bytes`, which the source calls `setting`, is a problem `too_long`. The last item is a
+    problem with reason `torn` where the file ends too early, or `bomb`. Raises DataError where it cannot be opened.
+    """
+    for number, line in readers_bytes.lines(path, max_bytes, blank=False, span=span, setting=setting):
+        if isinstance(line, ReadError):
+            yield number, line
+            continue
+        if line.isspace():
+            continue
+        found = _object(line, number)
+        if isinstance(found, ReadError) and found.reason == "not_json" and not line.endswith(b"\n"):
+            found = ReadError(
+                "torn", found.value, f"{found.what}; it is the last line and has no end: the file was cut"
+            )
+        yield number, found
+
+
+def _object(line: bytes, number: int) -> RowOrError:
+    try:
+        value = json.loads(line.decode("utf-8-sig" if number == 1 else "utf-8"))
+    except UnicodeDecodeError as error:
+        if number == 1 and (other := marked(line)):
+            return other
+        what = f"line {number}, byte {error.start} of it, holds 0x{line[error.start]:02x}, which is not UTF-8"
+        return ReadError("not_utf8", number, what, UNMARKED)
+    except (ValueError, RecursionError) as error:
+        return ReadError("not_json", number, f"line {number} is not JSON ({error})")
+    if not isinstance(value, dict):
+        return ReadError("not_json", number, f"line {number} holds {type(value).__name__} instead of an object")
+    return value
+
+
+def at(row: dict[str, Any], field: str) -> Any:
+    """The value of a field, or None. "a.b" is the field b of the object a, unless there is a field of that name."""
+    if field in row:
+        return row[field]
+    value: Any = row
+    for name in field.split("."):
+        if not isinstance(value, dict) or name not in value:
+            return None
+        value = value[name]
+    return value
+
+
+def number(value: Any) -> float | None:
+    """A finite number as it stands in a row, or None. Truth values are none."""
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return None
+    try:
+        return float(value) if math.isfinite(value) else None
+    except OverflowError:
+        return None
+
+
+BATCH_BYTES, ROWS_PER_BATCH = 2**26, 1_000
+"""A batch of parquet rows holds about so many bytes or rows, whichever are fewer."""
+
+
+def parquet(path: Path, columns: Sequence[str], optional: Sequence[str] = ()) -> Iterator[tuple[int, RowOrError]]:
+    """
+    Row number (from 0) and cells of every row. The last item is a problem with reason `torn` where the file is broken.
+
+    A column "a.b" that is not there stands for all of the column a. A file that lacks one of `columns` is one problem,
+    `no_column`. Raises DataError where the file cannot be opened.
+    """
+    number = 0
+    try:
+        core_io.check_regular(path)
+        if (problem := crashes(path)) is not None:
+            yield 0, problem
+            return
+        with pq.ParquetFile(path) as file:
+            wanted = _wanted(file.schema_arrow.names, columns, optional)
+            if isinstance(wanted, ReadError):
+                yield 0, wanted
+                return
+            for group in range(file.metadata.num_row_groups):
+                if problem := _bomb(file.metadata.row_group(group), wanted):
+                    yield number, problem
+                    number += file.metadata.row_group(group).num_rows
+                    continue
+                for row in _group_rows(file, group, wanted):
+                    yield number, row
+                    number += 1
+    except (pa.ArrowException, OSError, UnicodeDecodeError) as error:  # the last: names of columns, which it decodes
+        if getattr(error, "errno", None) is not None:  # from the system; what Arrow raises of content has none
+            raise readers_bytes.unreadable(path, error) from None
+        yield number, ReadError("torn", number, f"is broken from row {number} on, or no parquet file: {error}")
+
+
+def crashes(path: Path) -> ReadError | None:
+    """The problem `torn` of a parquet file that ends the process which opens it; None for any other file."""
+    reason = isolated.problem(path)
+    return ReadError("torn", 0, f"this file {reason}", "Remove it or write it again.") if reason else None
+
+
+def _group_rows(file: Any, group: int, wanted: Sequence[str]) -> Iterator[RowOrError]:
+    for batch in file.iter_batches(batch_size=_batch_rows(file, group), row_groups=[group], columns=wanted):
+        cells = [_cells(batch.column(name)) for name in wanted]
+        for row in zip(*cells, strict=True):
+            yield next((cell for cell in row if isinstance(cell, ReadError)), dict(zip(wanted, row, strict=True)))
+
+
+def _bomb(group: Any, wanted: Sequence[str]) -> ReadError | None:
+    """What is wrong with a group of rows whose columns would unpack to far more than text does."""
+    for column in map(group.column, range(group.num_columns)):
+        size, packed = column.total_uncompressed_size, column.total_compressed_size
+        if column.path_in_schema.partition(".")[0] in wanted and size > BOMB_BYTES and size > BOMB_RATIO * packed:
+            what = f"the {packed:,} bytes of {group.num_rows:,} rows unpack to {size:,}: this is a bomb, not text"
+            return ReadError("bomb", size, what)
+    return None
+
+
+def _wanted(names: Sequence[str], columns: Sequence[str], optional: Sequence[str]) -> list[str] | ReadError:
+    found = []
+    for name in (*columns, *optional):
+        known = next((one for one in (name, name.partition(".")[0]) if one in names), None)
+        if names.count(known) > 1:
+            return ReadError(
+                "no_column", 0, f"has {names.count(known)} columns of the name {known!r}: which one is meant?"
+            )
+        if known is None and name in columns:
+            return ReadError("no_column", 0, f"has no column {name!r}; its columns: {', '.join(names)}")
+        if known is not None:
+            found.append(known)
+    return list(dict.fromkeys(found))
+
+
+def _batch_rows(file: Any, group: int) -> int:
+    """Rows in a batch, so that long ones fit in memory: by the size that the file's footer tells of the group."""
+    facts = file.metadata.row_group(group)
+    bytes_per_row = facts.total_byte_size / max(1, facts.num_rows)
+    return int(min(ROWS_PER_BATCH, max(1, BATCH_BYTES // max(1, bytes_per_row))))
+
+
+def _cells(column: pa.Array) -> list[Any]:
+    """Values as Python. Strings pass through bytes, because a writer may have put anything into them."""
+    if pa.types.is_dictionary(column.type):
+        column = column.dictionary_decode()
+    if pa.types.is_string(column.type) or pa.types.is_large_string(column.type):
+        raw = column.cast(pa.large_binary() if pa.types.is_large_string(column.type) else pa.binary()).to_pylist()
+        return [None if cell is None else _text(cell) for cell in raw]
+    try:
+        cells: list[Any] = column.to_pylist()
+    except (ValueError, OverflowError):  # somewhere inside of lists and objects: cell by cell, only its row is lost
+        cells = [_cell(one) for one in column]
+    return cells
+
+
+def _text(cell: bytes) -> str | ReadError:
+    """What is wrong with a cell cannot be cured by converting the file."""
+    text = decode(cell)
+    return replace(text, hint="") if isinstance(text, ReadError) else text
+
+
+def _cell(scalar: pa.Scalar) -> Any:
+    try:
+        return scalar.as_py()
+    except UnicodeDecodeError as error:
+        return ReadError(
+            "not_utf8", error.start, f"a text in it holds 0x{error.object[error.start]:02x}, which is not UTF-8"
+        )
+    except (ValueError, OverflowError) as error:  # a date of the year 60000, two fields of one name in an object
+        return ReadError("bad_cell", 0, f"a {scalar.type} in it is no value that can be read: {error}")
+
+
+def delimited(path: Path, delimiter: str, max_bytes: int) -> Iterator[tuple[int, RowOrError]]:
+    """
+    Line number (from 1) and fields by name of every row of a .csv or .tsv file (.gz, .zst); its first row names them.
+
+    RFC 4180, strictly: a quote that is not closed or stands where none may is a problem `not_csv` of its row, and so
+    is a row of too few or too many fields. A row of more than `max_bytes` is `too_long`. A last row that is not whole
+    is `torn`. Raises DataError where the file cannot be opened.
+    """
+    feed = _Feed(path, max_bytes)
+    names: list[str] | None = None
+    csv.field_size_limit(max(csv.field_size_limit(), max_bytes + 1))  # of all readers; what bounds ours is the feed
+    reader = csv.reader(feed, delimiter=delimiter, strict=True)
+    while True:
+        try:
+            cells = next(reader)
+        except StopIteration:
+            return
+        except _BadLineError as bad:
+            yield feed.began, bad.problem
+        except csv.Error as error:
+            reason = "torn" if feed.ended else "not_csv"
+            yield feed.began, ReadError(reason, feed.began, f"the row that begins on line {feed.began}: {error}")
+        else:
+            if cells and names is None:
+                names = cells
+            elif cells and names is not None:
+                yield feed.began, _named(names, cells, feed.began)
+        feed.next_row()
+
+
+def _named(names: list[str], cells: list[str], line: int) -> RowOrError:
+    if len(cells) != len(names):
+        return ReadError("not_csv", len(cells), f"line {line} has {len(cells)} fields instead of {len(names)}")
+    return dict(zip(names, cells, strict=True))
+
+
+class _BadLineError(Exception):
+    """A line that cannot be a part of any row."""
+
+    def __init__(self, problem: ReadError) -> None:
+        self.problem = problem
+
+
+class _Feed:
+    """Lines for csv.reader, which goes on at the next row after an error; a generator would be over."""
+
+    def __init__(self, path: Path, max_bytes: int) -> None:
+        self._lines = readers_bytes.lines(path, max_bytes)
+        self._max_bytes = max_bytes
+        self._row_bytes = 0
+        self.began = 0
+        """Number of the line on which the present row began."""
+        self.ended = False
+
+    def next_row(self) -> None:
+        self.began = self._row_bytes = 0
+
+    def __iter__(self) -> "_Feed":
+        return self
+
+    def __next__(self) -> str:
+        found = next(self._lines, None)
+        if found is None:
+            self.ended = True
+            raise StopIteration
+        number, line = found
+        self.began = self.began or number
+        if isinstance(line, ReadError):
+            raise _BadLineError(line)
+        self._row_bytes += len(line)
+        if self._row_bytes > self._max_bytes:
+            raise _BadLineError(
+                readers_bytes.too_long(self._row_bytes, self._max_bytes, f"the row that begins on line {number}")
+            )
+        text = decode(line, mark=number == 1)
+        if isinstance(text, ReadError):
+            raise _BadLineError(replace(text, value=number, what=f"line {number}: {text.what}"))
+        return text
+
+
+SPACE = re.compile(r"[ \t\r\n]*")
+BETWEEN = re.compile(r"[ \t\r\n]*,?[ \t\r\n]*")
+
+
+def objects(path: Path, max_bytes: int) -> Iterator[tuple[int, RowOrError]]:
+    """
+    Line (from 1) on which it begins, and object, of every element of a .json, .json.gz or .json.zst file. A file that
+    holds no list is read as lines of objects: many are called so.
+
+    An element that is no object, or is one of more than `max_bytes`, is a problem, and the next one comes after it.
+    Behind text that is no JSON, and where so much was read and the element had no end yet, nothing is found again: the
+    problem `torn` or `too_long` is the last item, and says so.
+    """
+    text = _Text(path)
+    text.more()
+    if not text.held[SPACE.match(text.held).end() :].startswith("["):  # type: ignore[union-attr]
+        yield from jsonl(path, max_bytes, setting=readers_bytes.ROW)
+        return
+    text.skip(SPACE)
+    text.at += 1
+    decoder = json.JSONDecoder()
+    while True:
+        text.skip(BETWEEN)
+        if text.held.startswith("]", text.at):
+            text.at += 1
+            text.skip(SPACE)
+            if text.problem or text.at < len(text.held):
+                what = f"the list ends before line {text.line} does; what follows it is not read"
+                yield text.line, text.problem or ReadError("not_json", text.line, what)
+            return
+        line = text.line
+        while True:
+            try:
+                value, end = decoder.raw_decode(text.held, text.at)
+                break
+            except (ValueError, RecursionError) as error:
+                if len(text.held) - text.at > max_bytes:
+                    found = _too_long(text.held[text.at :], max_bytes, line, "at least ")
+                    yield line, ReadError(found.reason, found.value, f"{found.what}; what follows it is not read")
+                    return
+                if not text.more():
+                    what = f"the list is broken in the element on line {line}; what follows it is not read ({error})"
+                    yield line, text.problem or ReadError("torn", line, what)
+                    return
+        held = text.held[text.at : end] if 4 * (end - text.at) > max_bytes else ""
+        text.at = end
+        if utf8_bytes(held) > max_bytes:
+            yield line, _too_long(held, max_bytes, line)
+        elif isinstance(value, dict):
+            yield line, value
+        else:
+            what = f"the element on line {line} holds {type(value).__name__} instead of an object"
+            yield line, ReadError("not_json", line, what)
+
+
+def _too_long(held: str, max_bytes: int, line: int, least: str = "") -> ReadError:
+    what = f"the element that begins on line {line}"
+    return readers_bytes.too_long(utf8_bytes(held), max_bytes, what, least, setting=readers_bytes.ROW)
+
+
+class _Text:
+    """The text of a file, of which only a part is held."""
+
+    def __init__(self, path: Path) -> None:
+        self._chunks = readers_bytes.chunks(path)
+        self._decoder = codecs.getincrementaldecoder("utf-8-sig")()
+        self.held, self.at = "", 0
+        """What is held, and the place in it that is read next."""
+        self._passed, self._counted = 1, 0
+        self.problem: ReadError | None = None
+
+    @property
+    def line(self) -> int:
+        """Number of the line that is read next."""
+        self._passed += self.held.count("\n", self._counted, self.at)
+        self._counted = self.at
+        return self._passed
+
+    def more(self) -> bool:
+        """Hold at least twice of what is left to read; False where there is no more."""
+        line, wanted, found = self.line, max(1, len(self.held) - self.at), [self.held[self.at :]]
+        self.held, self.at, self._passed, self._counted = "", 0, line, 0
+        size = 0
+        while size < wanted and self.problem is None and (chunk := next(self._chunks, None)) is not None:
+            if isinstance(chunk, ReadError):
+                self.problem = chunk
+                break
+            try:
+                found.append(self._decoder.decode(chunk))
+            except UnicodeDecodeError as error:
+                what = f"holds 0x{error.object[error.start]:02x} behind line {line}, which is not UTF-8"
+                self.problem = marked(error.object) if line == 1 else None
+                self.problem = self.problem or ReadError("not_utf8", line, what, UNMARKED)
+                break
+            size += len(found[-1])
+        self.held = "".join(found)
+        return size > 0
+
+    def skip(self, what: re.Pattern[str]) -> None:
+        """Go on behind what matches, reading more where it reaches the end of what is held."""
+        while True:
+            self.at = what.match(self.held, self.at).end()  # type: ignore[union-attr]
+            if self.at < len(self.held) or not self.more():
+                return

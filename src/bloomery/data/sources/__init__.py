@@ -1,0 +1,1 @@
+"""Where documents come from: local files, downloads, buckets, well-known corpora, generated text."""

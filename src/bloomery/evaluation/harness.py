@@ -1,0 +1,704 @@
+"""
+Run benchmark tasks on a model: log-likelihoods, generated answers, metrics with intervals.
+
+`bloomery eval --task` runs these tasks on one model. It prints lines for a terminal or one JSON object.
+The model gets every question by itself. So neither its batch nor the number of other questions changes its result.
+The steps share one file because each passes its results straight to the next.
+
+Likelihood of a continuation: log p(continuation | prompt), summed over the continuation's tokens only.
+
+Prompt and continuation are encoded together. The continuation is everything beyond the prompt's own token IDs.
+White space at the prompt's end belongs to the continuation. lm-evaluation-harness does the same, and the results
+equal its results. A text that is longer than the model's context loses its beginning.
+
+Several continuations of one prompt share it. They form one sequence with the prompt. Each continuation sees the
+prompt and itself, at the positions that it would have alone.
+
+    row         p p p p a a b b b        positions  0 1 2 3 4 5 4 5 6        each b sees p p p p and the b before it
+
+Generated answers: a model that was trained on conversations gets the prompt as a conversation. Any other model
+continues the text. Answers to GSM8K end with "#### 18". The strict metric looks for that mark. The flexible metric
+takes the last number in the answer.
+"""
+
+import argparse
+import hashlib
+import json
+import math
+import random
+import re
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from decimal import Decimal, InvalidOperation
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import bloomery.hw.require_torch  # noqa: F401
+from bloomery.core.errors import ConfigError, DataError
+from bloomery.core.io import whole_file
+from bloomery.core.log import info, progress
+from bloomery.evaluation import sandbox
+from bloomery.evaluation import tasks as evaluation_tasks
+from bloomery.evaluation.stats import Score, pass_at
+from bloomery.evaluation.tasks import TASKS, EvalItem, EvalTask, TaskFiles
+from bloomery.generate.engine import Engine, check_finite
+from bloomery.hw import device
+from bloomery.model.attention import Cache
+from bloomery.model.transformer import Transformer
+from bloomery.tokenizer.tokenizer import Tokenizer
+from bloomery.weights import hf, locate
+from bloomery.weights.hf import Loaded
+
+import torch
+from torch import Tensor
+
+TOKENS_AT_ONCE = 8192
+SCORES_AT_ONCE = 2**26
+"""Numbers in one table of scores, places times vocabulary."""
+
+
+class Continuation(NamedTuple):
+    """A continuation of a prompt, in ids."""
+
+    prompt: tuple[int, ...]
+    continuation: tuple[int, ...]
+
+
+class Likelihood(NamedTuple):
+    log_p: float
+    """In nats."""
+    greedy: bool
+    """Whether every token was the most likely one of those that the tokenizer has."""
+    tokens: int
+
+
+@dataclass(frozen=True)
+class _Row:
+    """A prompt with some continuations of it."""
+
+    prompt: tuple[int, ...]
+    tails: tuple[tuple[int, ...], ...]
+    owners: tuple[int, ...]
+    """Which of those asked each continuation is."""
+
+    @property
+    def length(self) -> int:
+        return len(self.prompt) + sum(len(tail) - 1 for tail in self.tails)
+
+
+def encoded(tokenizer: Tokenizer, prompt: str, continuation: str, *, opening: bool = True) -> Continuation:
+    """
+    Ids of a pair. With `opening`, the token that opens every document stands first, as in training; an empty prompt has
+    it in any case, for something has to stand before the first token.
+    """
+    kept = prompt.rstrip()
+    before = tokenizer.encode(kept)
+    whole = tokenizer.encode(prompt + continuation)
+    if len(whole) <= len(before):
+        hint = "Leave this question out: its tokenizer makes one token of the prompt's end and what follows."
+        raise DataError(f"{continuation!r} adds no token to its prompt", where=repr(prompt[-40:]), hint=hint)
+    first = [tokenizer.document_id] if opening or not before else []
+    return Continuation((*first, *before), tuple(whole[len(before) :]))
+
+
+def score(
+    model: Transformer,
+    asked: Sequence[Continuation],
+    *,
+    num_ids: int,
+    tokens_at_once: int = TOKENS_AT_ONCE,
+    seen: Callable[[int], None],
+) -> list[Likelihood]:
+    """
+    The likelihood of each, in their order. `seen` is told how many are done; `num_ids` are those of the tokenizer.
+
+    How they are put together into batches changes nothing but the last bits.
+    """
+    rows = sorted(_rows(model, asked), key=lambda row: (row.length, row.owners))
+    found: dict[int, Likelihood] = {}
+    model.eval()
+    for batch in _batches(rows, tokens_at_once):
+        found |= _of_batch(model, batch, num_ids)
+        seen(len(found))
+    return [found[number] for number in range(len(asked))]
+
+
+def _rows(model: Transformer, asked: Sequence[Continuation]) -> Iterator[_Row]:
+    """Those of one prompt together where the model's attention allows it and they fit; others by themselves."""
+    context = model.config.context
+    together = model.config.positions != "alibi" and all(window == "full" for window in _windows(model))
+    groups: dict[tuple[int, ...], list[int]] = defaultdict(list)
+    for number, one in enumerate(asked):
+        whole = (one.prompt + one.continuation)[-(context + 1) :]
+        fits = len(whole) == len(one.prompt) + len(one.continuation)
+        if together and fits and len(one.continuation) > 0:
+            groups[one.prompt].append(number)
+        else:
+            tail = whole[len(whole) - min(len(one.continuation), len(whole) - 1) :]
+            yield _Row(whole[: len(whole) - len(tail)], (tail,), (number,))
+    for prompt, numbers in groups.items():
+        yield _Row(prompt, tuple(asked[number].continuation for number in numbers), tuple(numbers))
+
+
+def _windows(model: Transformer) -> Iterator[object]:
+    return (model.config.layer(number)[1] for number in range(model.config.num_layers))
+
+
+def _batches(rows: Sequence[_Row], tokens_at_once: int) -> Iterator[list[_Row]]:
+    """Rows that ascend in length, so many that all together, filled up to the longest, have about so many tokens."""
+    batch: list[_Row] = []
+    for row in rows:
+        if batch and (len(batch) + 1) * row.length > tokens_at_once:
+            yield batch
+            batch = []
+        batch.append(row)
+    if batch:
+        yield batch
+
+
+@torch.inference_mode()
+def _of_batch(model: Transformer, rows: Sequence[_Row], num_ids: int) -> dict[int, Likelihood]:
+    T = max(row.length for row in rows)
+    device = model.embed.weight.device
+    ids = torch.zeros((len(rows), T), dtype=torch.long)
+    positions = torch.zeros_like(ids)
+    parts = torch.full_like(ids, -1)
+    places: list[tuple[int, int]] = []
+    targets: list[int] = []
+    for number, row in enumerate(rows):
+        _lay(row, ids[number], positions[number], parts[number])
+        for spot, target in _wanted(row):
+            places.append((number, spot))
+            targets.append(target)
+    hidden = _hidden(model, ids.to(device), positions.to(device), parts.to(device))
+    chosen = torch.tensor(places, device=device)
+    wanted = torch.tensor(targets, device=device)
+    log_p, best = _log_p(model, hidden[chosen[:, 0], chosen[:, 1]], wanted, num_ids)
+    begin = 0
+    found: dict[int, Likelihood] = {}
+    for row in rows:
+        for owner, tail in zip(row.owners, row.tails, strict=True):
+            end = begin + len(tail)
+            found[owner] = Likelihood(float(log_p[begin:end].sum()), bool(best[begin:end].all()), len(tail))
+            begin = end
+    return found
+
+
+def _lay(row: _Row, ids: Tensor, positions: Tensor, parts: Tensor) -> None:
+    """Fill in a row: the prompt is part 0, and the continuations are 1, 2, …, each without its last token."""
+    spot = len(row.prompt)
+    ids[:spot] = torch.tensor(row.prompt)
+    positions[:spot] = torch.arange(spot)
+    parts[:spot] = 0
+    for number, tail in enumerate(row.tails, 1):
+        end = spot + len(tail) - 1
+        ids[spot:end] = torch.tensor(tail[:-1], dtype=torch.long)
+        positions[spot:end] = torch.arange(len(row.prompt), len(row.prompt) + len(tail) - 1)
+        parts[spot:end] = number
+        spot = end
+
+
+def _wanted(row: _Row) -> Iterator[tuple[int, int]]:
+    """Where each token of each continuation is predicted, and the token."""
+    spot = len(row.prompt)
+    for tail in row.tails:
+        for number, target in enumerate(tail):
+            yield (spot + number - 1 if number else len(row.prompt) - 1), target
+        spot += len(tail) - 1
+
+
+def _hidden(model: Transformer, ids: Tensor, positions: Tensor, parts: Tensor) -> Tensor:
+    if int(parts.max()) <= 1:  # one continuation each: nothing but what comes before can be seen
+        alone: Tensor = model(ids)
+        return alone
+    mask = (parts[:, None, :] == 0) | (parts[:, None, :] == parts[:, :, None])
+    cache = Cache.empty(model.config, len(ids), ids.shape[1], model.embed.weight)
+    return model.extend(ids, cache, positions=positions, mask=mask)
+
+
+def _log_p(model: Transformer, hidden: Tensor, wanted: Tensor, num_ids: int) -> tuple[Tensor, Tensor]:
+    """Of every wanted token: log p, and whether it is the most likely one of the first `num_ids`."""
+    size = max(1, SCORES_AT_ONCE // model.vocab_size)
+    found = []
+    for begin in range(0, len(wanted), size):
+        scores = model.logits(hidden[None, begin : begin + size])[0]
+        some = wanted[begin : begin + size]
+        log_p = torch.log_softmax(scores, dim=-1).gather(1, some[:, None])[:, 0]
+        check_finite(log_p)
+        best = scores[:, :num_ids].argmax(dim=-1) == some
+        found.append((log_p.cpu().double(), best.cpu()))  # Apple's GPUs have no float64
+    return torch.cat([one for one, _ in found]), torch.cat([one for _, one in found])
+
+
+AT_ONCE = 64
+MARKED = re.compile(r"####\s*(-?[\d.,]+)")
+NUMBER = re.compile(r"-?\$?\d[\d,]*(?:\.\d+)?|-?\$?\.\d+")
+FENCED = re.compile(r"```(?:[Pp]ython3?|py)?[ \t]*\n(.*?)(?:```|\Z)", re.DOTALL)
+
+
+@dataclass(frozen=True)
+class Writing:
+    """How text is drawn."""
+
+    max_tokens: int
+    until: tuple[str, ...] = ()
+    samples: int = 1
+    temperature: float = 0.0
+    top_p: float = 1.0
+    seed: int = 0
+    chat: bool | None = None
+    """Whether the prompt is asked in a conversation. None: where the model has learned conversations."""
+
+
+@dataclass(frozen=True)
+class Generation:
+    texts: list[str]
+    """One for each sample."""
+    cut: bool
+    """Whether the prompt was too long and lost its beginning."""
+
+
+def write(loaded: Loaded, items: Sequence[EvalItem], how: Writing, seen: Callable[[int], None]) -> list[Generation]:
+    """What follows each prompt, `how.samples` times. `seen` is told how many are done."""
+    engine = Engine(loaded.model, loaded.tokenizer.vocab_size)
+    chat = in_conversation(loaded, how)
+    room = min(how.max_tokens, engine.context // 2)
+    prompts = [_ids(loaded, item.prompts[0], chat, engine.context - room) for item in items]
+    done: list[Generation] = []
+    for begin in range(0, len(items), AT_ONCE):
+        some = prompts[begin : begin + AT_ONCE]
+        drawn = _drawn(loaded, engine, [ids for ids, _ in some], items[begin : begin + AT_ONCE], how, room)
+        for texts, (_, cut) in zip(drawn, some, strict=True):
+            done.append(Generation([cut_at(text, () if chat else how.until) for text in texts], cut))
+        seen(len(done))
+    return done
+
+
+def in_conversation(loaded: Loaded, how: Writing) -> bool:
+    return loaded.lineage.template is not None if how.chat is None else how.chat
+
+
+def _ids(loaded: Loaded, prompt: str, chat: bool, most: int) -> tuple[list[int], bool]:
+    """The prompt's ids, at most so many; where it is longer, its end counts."""
+    ids = (
+        loaded.renderer.prompt([{"role": "user", "content": prompt}])
+        if chat
+        else [loaded.tokenizer.document_id, *loaded.tokenizer.encode(prompt)]
+    )
+    return (ids, False) if len(ids) <= most else ([ids[0], *ids[1 - most :]], True)
+
+
+def _drawn(
+    loaded: Loaded, engine: Engine, prompts: Sequence[list[int]], items: Sequence[EvalItem], how: Writing, room: int
+) -> Iterator[list[str]]:
+    """The samples of each prompt; where nothing is left to chance, one is drawn for all."""
+    each = 1 if how.temperature == 0.0 else how.samples
+    drawn = engine.draw(
+        [ids for ids in prompts for _ in range(each)],
+        [stable_seed(how.seed, item.row, number) for item in items for number in range(each)],
+        max_tokens=room,
+        stop_ids=frozenset({loaded.tokenizer.document_id, loaded.renderer.end_id}),
+        temperature=how.temperature,
+        top_p=how.top_p,
+    )
+    for begin in range(0, len(drawn), each):
+        texts = [loaded.tokenizer.decode(one.ids) for one in drawn[begin : begin + each]]
+        yield texts * (how.samples // each)
+
+
+def stable_seed(*parts: int) -> int:
+    """The same on every machine, and another for every row and sample."""
+    return int.from_bytes(hashlib.sha256(repr(parts).encode()).digest()[:7], "big")
+
+
+def cut_at(text: str, until: Sequence[str]) -> str:
+    """Up to the first of these that stands in it."""
+    return text[: min((place for one in until if (place := text.find(one)) >= 0), default=len(text))]
+
+
+def marked_number(text: str) -> Decimal | None:
+    """The first number after ####."""
+    found = MARKED.search(text)
+    return as_number(found[1]) if found else None
+
+
+def last_number(text: str) -> Decimal | None:
+    found = NUMBER.findall(text)
+    return as_number(found[-1]) if found else None
+
+
+def as_number(text: str) -> Decimal | None:
+    """Without dollar signs, thousands' commas, and the full stop that ends a sentence."""
+    try:
+        return Decimal(text.replace(",", "").replace("$", "").rstrip("."))
+    except InvalidOperation:
+        return None
+
+
+def code(text: str) -> str:
+    """The first fenced block, where there is one."""
+    found = FENCED.search(text)
+    return found[1] if found else text
+
+
+def program(item: EvalItem, text: str, *, chat: bool, begun: bool) -> str:
+    """
+    The code that was written, without its tests. Where the prompt is itself the beginning of the program (`begun`),
+    it stands before; in a conversation, the code that was written may also be the whole function again.
+    """
+    written = code(text) if chat or not begun else text
+    before = f"{item.prompts[0]}\n" if begun and chat else item.prompts[0] if begun else ""
+    return before + written
+
+
+PASS_AT = (1, 10, 100)
+CORE = f"{evaluation_tasks.NAME}."
+"""Before the name of a part: some parts are called as tasks are."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class EvalRequest:
+    """Which tasks, and how."""
+
+    tasks: tuple[str, ...]
+    place: TaskFiles = field(default_factory=TaskFiles)
+    limit: int | None = None
+    """Questions of each task, drawn by `seed`; None: all."""
+    shots: int | None = None
+    """Examples before each question; None: as the task says."""
+    samples: int = 1
+    temperature: float = 0.0
+    max_tokens: int | None = None
+    seed: int = 0
+    opening: bool = True
+    """Whether a prompt begins with the token that opens a document."""
+    chat: bool | None = None
+    run_code: bool = False
+    """Whether programs that the model writes may run, in the sandbox."""
+    weaker_sandbox: bool = False
+    """Whether they may also run behind fewer walls than the sandbox wants."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class QuestionResult:
+    """What became of one question."""
+
+    task: str
+    row: int
+    scores: dict[str, float]
+    """By metric."""
+    facts: dict[str, Any] = field(default_factory=dict)
+    """What the model chose or wrote."""
+
+    def line(self, dirty: bool | None) -> str:
+        told = {} if dirty is None else {"dirty": dirty}
+        return json.dumps({"task": self.task, "row": self.row, **self.scores, **told, **self.facts}, ensure_ascii=False)
+
+
+def questions(name: str, asked: EvalRequest) -> list[EvalItem]:
+    """The questions of a task that are asked, in the order of its file, without examples."""
+    items = evaluation_tasks.rows(name, asked.place)
+    if asked.limit is None or asked.limit >= len(items):
+        return items
+    drawn = random.Random(f"{asked.seed}:{name}").sample(range(len(items)), asked.limit)
+    return [items[place] for place in sorted(drawn)]
+
+
+def evaluate(loaded: Loaded, asked: EvalRequest) -> dict[str, list[QuestionResult]]:
+    """The results of every task, question by question. Raises ConfigError for a task that is not there."""
+    found: dict[str, list[QuestionResult]] = {}
+    names = evaluation_tasks.named(asked.tasks)
+    if not asked.run_code and (runs := [name for name in names if TASKS[name].kind == "program"]):
+        hint = "Say --run-code (evaluate.run_code = true), or leave the task out."
+        raise ConfigError(f"{runs[0]} runs code that the model writes, and nobody has allowed that", hint=hint)
+    if asked.run_code:
+        sandbox.check(asked.weaker_sandbox)
+    for name in names:
+        items = with_examples(name, questions(name, asked), asked)
+        with progress(name, "questions", len(items)) as meter:
+            found[name] = ask(loaded, name, TASKS[name], items, asked, meter.at)
+    return found
+
+
+def evaluate_core(loaded: Loaded, asked: EvalRequest) -> dict[str, list[QuestionResult]]:
+    """The results of the parts of CORE that are there, by `core.NAME`. `acc` takes the highest mean of log p."""
+    found: dict[str, list[QuestionResult]] = {}
+    for part in evaluation_tasks.present(asked.place)[0]:
+        name, items = CORE + part, evaluation_tasks.core_items(part, asked.place, asked.limit, asked.seed)
+        with progress(name, "questions", len(items)) as meter:
+            scored = likelihoods(loaded, items, asked.opening, meter.at)
+        found[name] = [replace(_of_core(item, one), task=name) for item, one in zip(items, scored, strict=True)]
+    return found
+
+
+def core_questions(asked: EvalRequest) -> dict[str, list[EvalItem]]:
+    """The questions of those parts that are asked, without examples."""
+    there = evaluation_tasks.present(asked.place)[0]
+    return {CORE + part: evaluation_tasks.drawn(part, asked.place, asked.limit, asked.seed)[0] for part in there}
+
+
+def with_examples(name: str, items: Sequence[EvalItem], asked: EvalRequest) -> list[EvalItem]:
+    shots = TASKS[name].shots if asked.shots is None else asked.shots
+    if shots and not TASKS[name].examples:
+        raise ConfigError(f"{name} has no examples to show, and shots={shots}", hint="Ask it with shots=0.")
+    pool = evaluation_tasks.rows(name, asked.place, examples=True) if shots else []
+    return [evaluation_tasks.prompted(item, pool, shots) for item in items]
+
+
+def ask(
+    loaded: Loaded, name: str, task: EvalTask, items: Sequence[EvalItem], asked: EvalRequest, seen: Any
+) -> list[QuestionResult]:
+    """Put finished prompts to the model."""
+    if task.kind in ("choice", "word"):
+        judge = _chosen if task.kind == "choice" else _continued
+        return [replace(one, task=name) for one in judge(items, likelihoods(loaded, items, asked.opening, seen))]
+    how = Writing(
+        max_tokens=asked.max_tokens or task.max_tokens,
+        until=task.until,
+        samples=asked.samples,
+        temperature=asked.temperature,
+        seed=asked.seed,
+        chat=asked.chat,
+    )
+    said = write(loaded, items, how, seen)
+    chat = in_conversation(loaded, how)
+    if task.kind == "prompts" and not asked.run_code:
+        pairs = [(item, one) for item, one in zip(items, said, strict=True) if not item.test]
+    else:
+        pairs = list(zip(items, said, strict=True))
+    found: list[QuestionResult] = []
+    for item, one in pairs:
+        facts: dict[str, Any] = {"said": one.texts, "prompt_cut": one.cut}
+        if task.kind == "number":
+            scores = _numbers(item, one.texts)
+        elif item.test:
+            scores, ended = _programs(item, one.texts, task, chat, asked)
+            facts["ended"] = ended
+        else:
+            scores = {"right": sum(evaluation_tasks.is_right(item, text) for text in one.texts) / len(one.texts)}
+        found.append(QuestionResult(task=name, row=item.row, scores=scores, facts=facts))
+    return found
+
+
+def likelihoods(loaded: Loaded, items: Sequence[EvalItem], opening: bool, seen: Any) -> list[list[Likelihood]]:
+    """Of every choice of every question."""
+    pairs = [
+        encoded(loaded.tokenizer, prompt, f" {choice}", opening=opening)
+        for item in items
+        for prompt, choice in zip(_prompts(item), item.choices, strict=True)
+    ]
+    share = len(items) / max(len(pairs), 1)
+    num_ids = loaded.tokenizer.vocab_size
+    scored = iter(score(loaded.model, pairs, num_ids=num_ids, seen=lambda done: seen(int(done * share))))
+    return [[next(scored) for _ in item.choices] for item in items]
+
+
+def _prompts(item: EvalItem) -> Sequence[str]:
+    return item.prompts if len(item.prompts) > 1 else item.prompts * len(item.choices)
+
+
+def _chosen(items: Sequence[EvalItem], scored: Sequence[Sequence[Likelihood]]) -> Iterator[QuestionResult]:
+    """The most likely choice, as it stands and for each byte; of equally likely ones the first."""
+    for item, found in zip(items, scored, strict=True):
+        log_p = [one.log_p for one in found]
+        by_byte = [one / max(len(choice.encode()), 1) for one, choice in zip(log_p, item.choices, strict=True)]
+        by_token = [one.log_p / one.tokens for one in found]
+        picked, normed, meant = (values.index(max(values)) for values in (log_p, by_byte, by_token))
+        yield QuestionResult(
+            task="",
+            row=item.row,
+            scores={"acc": float(picked == item.gold), "acc_norm": float(normed == item.gold)},
+            facts={
+                "gold": item.gold,
+                "chosen": picked,
+                "chosen_norm": normed,
+                "chosen_by_token": meant,
+                "log_p": [round(one, 5) for one in log_p],
+            },
+        )
+
+
+def _continued(items: Sequence[EvalItem], scored: Sequence[Sequence[Likelihood]]) -> Iterator[QuestionResult]:
+    for item, (found,) in zip(items, scored, strict=True):
+        facts = {"expected": item.choices[0], "log_p": round(found.log_p, 5)}
+        scores = {"acc": float(found.greedy), "nats": -found.log_p}
+        yield QuestionResult(task="", row=item.row, scores=scores, facts=facts)
+
+
+def _of_core(item: EvalItem, scored: Sequence[Likelihood]) -> QuestionResult:
+    if len(item.choices) == 1:
+        (one,) = _continued([item], [scored])
+        return replace(one, scores={"acc": one.scores["acc"]})
+    (one,) = _chosen([item], [scored])
+    return replace(one, scores={"acc": float(one.facts["chosen_by_token"] == item.gold)})
+
+
+def _numbers(item: EvalItem, texts: Sequence[str]) -> dict[str, float]:
+    """Over the samples: the share that is right by the number after ####, and by the last number."""
+    right = marked_number(item.answer)
+    strict = sum(marked_number(text) == right for text in texts)
+    loose = sum(last_number(text) == right for text in texts)
+    return {"exact": strict / len(texts), "flexible": loose / len(texts)}
+
+
+def _programs(
+    item: EvalItem, texts: Sequence[str], task: EvalTask, chat: bool, asked: EvalRequest
+) -> tuple[dict[str, float], list[str]]:
+    """
+    Run every sample: pass@k for 1, 10 and 100 as far as there are so many, or the share that is right; and how each
+    ended.
+    """
+    begun = task.kind == "program"
+    ran = {
+        code: sandbox.run(code, item.test, weaker=asked.weaker_sandbox)
+        for code in dict.fromkeys(program(item, text, chat=chat, begun=begun) for text in texts)
+    }
+    outcomes = [ran[program(item, text, chat=chat, begun=begun)] for text in texts]
+    passed = sum(one.passed for one in outcomes)
+    ended: list[str] = [one.status for one in outcomes]
+    if not begun:
+        return {"right": passed / len(texts)}, ended
+    return {f"pass@{k}": pass_at(k, len(texts), passed) for k in PASS_AT if k <= len(texts)}, ended
+
+
+# --- scores --------------------------------------------------------------------------------------------------------
+
+
+def scores(name: str, results: Sequence[QuestionResult], dirty: set[int] | None = None) -> dict[str, Any]:
+    """
+    Scores with intervals over all questions; where it was looked for them in the training text (`dirty` has their
+    rows), also over those that do not stand there, and over those that do.
+    """
+    told: dict[str, Any] = {"n": len(results), "chance": _chance(name, results), "scores": _scored(results)}
+    if any(one.facts.get("prompt_cut") for one in results):
+        told["prompts_cut"] = sum(bool(one.facts["prompt_cut"]) for one in results)
+    if dirty is not None:
+        told["clean"] = _scored([one for one in results if one.row not in dirty])
+        told["dirty"] = _scored([one for one in results if one.row in dirty])
+        told["dirty_n"] = sum(one.row in dirty for one in results)
+    return told
+
+
+def core_scores(
+    found: Mapping[str, Sequence[QuestionResult]], dirty: Mapping[str, set[int]] | None = None
+) -> dict[str, Any]:
+    """
+    The CORE average, or the mean of what is there of it; where it was looked for its questions in the training text,
+    also that of those that do not stand there (`clean`; None where all do).
+    """
+    told = evaluation_tasks.average(_right(found))
+    if dirty is not None:
+        clean = {name: [one for one in results if one.row not in dirty[name]] for name, results in found.items()}
+        for name, results in found.items():
+            told["parts"][name.removeprefix(CORE)]["dirty_n"] = len(results) - len(clean[name])
+        told["dirty_n"] = told["n"] - sum(map(len, clean.values()))
+        told["clean"] = evaluation_tasks.average(_right(clean)) if any(clean.values()) else None
+    return told
+
+
+def _right(found: Mapping[str, Sequence[QuestionResult]]) -> dict[str, list[bool]]:
+    """By part of CORE; one without questions is missing."""
+    return {name.removeprefix(CORE): [one.scores["acc"] == 1 for one in some] for name, some in found.items() if some}
+
+
+def _chance(name: str, results: Sequence[QuestionResult]) -> float:
+    """What guessing gives: by the number of choices that each row has, which differs between copies of a task."""
+    choices = [len(one.facts["log_p"]) for one in results if isinstance(one.facts.get("log_p"), list)]
+    return round(sum(1 / num for num in choices) / len(choices), 4) if choices else TASKS[name].chance
+
+
+def _scored(results: Sequence[QuestionResult]) -> dict[str, Any]:
+    found = {}
+    for metric in dict.fromkeys(name for one in results for name in one.scores):
+        score = asdict(Score.of([one.scores[metric] for one in results]))
+        if metric == "nats":
+            metric, numbers = "perplexity", (score["value"], score["low"], score["high"])
+            score |= dict(zip(("value", "low", "high"), (round(math.exp(one), 4) for one in numbers), strict=True))
+        found[metric] = score
+    return found
+
+
+def save(
+    path: Path, found: Mapping[str, Sequence[QuestionResult]], dirty: Mapping[str, set[int]] | None = None
+) -> None:
+    """One line of JSON for every question: its row in the task's file, scores, and what the model chose or wrote."""
+    with whole_file(path, "w") as file:
+        for name, results in found.items():
+            for one in results:
+                file.write(one.line(None if dirty is None else one.row in dirty[name]) + "\n")
+
+
+PERCENT = ("acc", "acc_norm", "exact", "flexible", "right", "ended")
+
+
+def lines(found: Mapping[str, Mapping[str, Any]]) -> Iterator[str]:
+    """One for every score of every task, with its interval; clean and dirty beside it, where both are known."""
+    for name, told in found.items():
+        for metric, score in told["scores"].items():
+            chance = f"  chance {told['chance']:.1%}" if metric in ("acc", "acc_norm") and told.get("chance") else ""
+            parts = [f"{part} {shown(metric, told[part][metric])}" for part in ("clean", "dirty") if _has(told, part)]
+            apart = f"  ({', '.join(parts)})" if parts else ""
+            yield f"{name:<16} {metric:<11} {shown(metric, score)}  of {score['n']:,}{chance}{apart}"
+
+
+def shown(metric: str, score: Mapping[str, Any]) -> str:
+    """Value and 95 % interval."""
+    if score["value"] is None:
+        return "–"
+    if metric in PERCENT or metric.startswith("pass@"):
+        return f"{score['value']:.1%} ({score['low']:.1%} to {score['high']:.1%})"
+    value, low, high = (_written(score[name]) for name in ("value", "low", "high"))
+    return f"{value} ({low} to {high})"
+
+
+def _written(number: float) -> str:
+    """With four digits, and no exponent below a billion."""
+    return f"{number:,.0f}" if 1000 <= number < 1e9 else f"{number:.4g}"
+
+
+def core_lines(told: Mapping[str, Any]) -> Iterator[str]:
+    """The mean of centered accuracies, which is CORE where no task is missing."""
+    for name, part in told["parts"].items():
+        yield f"{name:<34} {part['acc']:7.1%}  centered {part['centered']:7.4f}  of {part['n']:,}"
+    name = f"mean of {len(told['parts'])} of CORE's {told['of']}" if told["missing"] else "CORE"
+    yield f"{name:<34} {told['mean_of_parts']:.4f} ({told['low']:.4f} to {told['high']:.4f})"
+    if clean := told.get("dirty_n") and told.get("clean"):
+        share = f"of {clean['n']:,}, without {told['dirty_n']:,} that stand in the training text"
+        yield f"{'clean':<34} {clean['mean_of_parts']:.4f} ({clean['low']:.4f} to {clean['high']:.4f})  {share}"
+    if told["missing"]:
+        yield f"missing: {', '.join(told['missing'])}"
+
+
+def _has(told: Mapping[str, Any], part: str) -> bool:
+    return bool(told.get(part)) and bool(told.get("dirty_n"))
+
+
+def run_command(options: argparse.Namespace) -> None:
+    """Ask, write the results of every question where that was asked for, and print the scores."""
+    asked = EvalRequest(
+        tasks=tuple(name for name in options.task if name != evaluation_tasks.NAME),
+        place=evaluation_tasks.place(options.task, options.data, offline=options.offline),
+        limit=options.limit,
+        shots=options.shots,
+        samples=options.samples,
+        temperature=options.temperature,
+        max_tokens=options.max_tokens,
+        seed=options.seed or 0,
+        opening=not options.no_opening,
+        run_code=options.run_code,
+        weaker_sandbox=options.weaker_sandbox,
+    )
+    loaded = hf.load(locate.locate_model(options.model), device.find().place)
+    found = evaluate(loaded, asked)
+    told: dict[str, Any] = {name: scores(name, results) for name, results in found.items()}
+    parts = evaluate_core(loaded, asked) if evaluation_tasks.NAME in options.task else {}
+    whole = core_scores(parts) if parts else None
+    if options.out is not None:
+        save(options.out, found | parts)
+        info(f"{options.out}: {sum(map(len, (found | parts).values())):,} questions")
+    if options.json:
+        core = {} if whole is None else {"core": whole}
+        print(json.dumps({"model": str(options.model), "seed": asked.seed, "tasks": told, **core}))
+    else:
+        print("\n".join([*lines(told), *([] if whole is None else core_lines(whole))]))

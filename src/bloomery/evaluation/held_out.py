@@ -1,0 +1,220 @@
+"""
+Evaluate on validation conversations and on validation questions of the toy worlds.
+
+Conversations: the log-likelihood of the assistant's messages, and whether the model's own answers end. Both are
+measured before and after finetuning, on the sequences that the stage `instruct` set aside for validation. The model
+sees the text before an answer exactly as it was rendered for training. So an answer is the part inside the loss
+mask.
+
+Questions: the model answers greedily, and an answer counts as right if it equals the expected answer.
+"""
+
+import math
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+import bloomery.hw.require_torch  # noqa: F401
+from bloomery.core.errors import DataError
+from bloomery.data.sources import toy_worlds
+from bloomery.evaluation import harness
+from bloomery.evaluation.harness import Continuation, stable_seed
+from bloomery.evaluation.stats import Score
+from bloomery.generate.engine import Completion, Engine
+from bloomery.shards import format
+from bloomery.tokenizer.chat_template import Message, Renderer, as_message
+from bloomery.weights.hf import Loaded
+
+AT_ONCE = 50
+"""Answers that are drawn before it is told how many there are."""
+
+
+@dataclass(frozen=True)
+class HeldOutAnswer:
+    """An answer of a held-out conversation, in ids, with all that comes before it."""
+
+    number: int
+    """Of its conversation, in the order of the shard."""
+    prompt: tuple[int, ...]
+    answer: tuple[int, ...]
+    """With the token that ends it."""
+
+
+def turns(instruct: Path, tokenizer_hash: str) -> Iterator[HeldOutAnswer]:
+    """Every answer of every conversation that was held out, in the order of the shards."""
+    number = 0
+    for path in format.names(instruct, "val"):
+        shard = format.read(path, tokenizer_hash=tokenizer_hash)
+        assert shard.mask is not None, f"{path} has no mask"
+        row_tokens = int(shard.index["row_tokens"])
+        for start, following in zip(shard.starts, [*shard.starts[1:], len(shard.tokens)], strict=True):
+            stop = min(following, (start // row_tokens + 1) * row_tokens)
+            ids, mask = shard.tokens[start:stop].tolist(), shard.mask[start:stop]
+            edges = np.flatnonzero(np.diff(mask.astype(np.int8), prepend=0, append=0)).reshape(-1, 2)
+            for begin, end in edges.tolist():
+                yield HeldOutAnswer(number, tuple(ids[:begin]), tuple(ids[begin:end]))
+            number += 1
+
+
+def drawn(found: Iterable[HeldOutAnswer], count: int, seed: int, longest_prompt: int) -> list[HeldOutAnswer]:
+    """
+    One answer of each of `count` conversations; of all of them where there are fewer. An answer is not drawn where too
+    much comes before it: `longest_prompt` in tokens.
+    """
+    rng = np.random.default_rng(seed)
+    talks: dict[int, list[HeldOutAnswer]] = {}
+    for turn in found:
+        if len(turn.prompt) <= longest_prompt:
+            talks.setdefault(turn.number, []).append(turn)
+    chosen = sorted(rng.permutation(sorted(talks))[:count].tolist())
+    return [talks[number][int(rng.integers(len(talks[number])))] for number in chosen]
+
+
+def answers(
+    loaded: Loaded, asked: Sequence[HeldOutAnswer], *, max_tokens: int, temperature: float, seed: int
+) -> Iterator[Completion]:
+    """What the model says in place of each answer. Each is drawn by a seed of its own."""
+    engine = Engine(loaded.model, loaded.tokenizer.vocab_size)
+    stop = frozenset({loaded.renderer.end_id})
+    for begin in range(0, len(asked), AT_ONCE):
+        some = asked[begin : begin + AT_ONCE]
+        seeds = [stable_seed(seed, turn.number, len(turn.prompt)) for turn in some]
+        prompts = [turn.prompt for turn in some]
+        yield from engine.draw(prompts, seeds, max_tokens=max_tokens, stop_ids=stop, temperature=temperature)
+
+
+def answer_scores(loaded: Loaded, asked: Sequence[HeldOutAnswer], said: Sequence[Completion]) -> dict[str, Any]:
+    """
+    ended: the share of answers that end by themselves. nats_per_token and bits_per_byte: of the given answers, with the
+    token that ends each; perplexity: e to the nats. length: the mean of tokens said, and of those of the given answers,
+    the token that ends one among them.
+    """
+    pairs = [Continuation(one.prompt, one.answer) for one in asked]
+    found = harness.score(loaded.model, pairs, num_ids=loaded.tokenizer.vocab_size, seen=lambda _: None)
+    sizes = [len(loaded.renderer.said(one.answer).encode()) for one in asked]
+    nats = -sum(one.log_p for one in found)
+    tokens, size = sum(one.tokens for one in found), sum(sizes)
+    return {
+        "ended": vars(Score.of([float(one.stopped) for one in said])),
+        "nats_per_token": round(nats / max(tokens, 1), 6),
+        "perplexity": round(math.exp(nats / max(tokens, 1)), 4),
+        "bits_per_byte": round(nats / math.log(2) / max(size, 1), 6),
+        "tokens": tokens,
+        "bytes": size,
+        "length": {
+            "said": round(sum(len(one.ids) + one.stopped for one in said) / max(len(said), 1), 2),
+            "given": round(tokens / max(len(asked), 1), 2),
+        },
+    }
+
+
+def shown(loaded: Loaded, turn: HeldOutAnswer, said: Completion) -> dict[str, Any]:
+    """For people: the conversation with its marks, what stood there, and what the model says."""
+    return {
+        "before": loaded.tokenizer.decode(turn.prompt),
+        "given": loaded.renderer.said(turn.answer),
+        "said": loaded.renderer.said(said.ids),
+        "ended": said.stopped,
+    }
+
+
+DRAWS_TO_FIND_KINDS = 1000
+"""The rarest kind is one in a hundred: none is missed."""
+DRAWS_BEFORE_USED_UP = 5000
+
+
+@dataclass(frozen=True)
+class ToyQuestion:
+    kind: str
+    messages: list[Message]
+    """Up to the question; earlier answers are the right ones."""
+    answer: str
+
+
+@dataclass(frozen=True)
+class JudgedAnswer:
+    question: ToyQuestion
+    said: str
+    ended: bool
+
+    @property
+    def exact(self) -> bool:
+        return self.ended and self.said == self.question.answer
+
+
+def held_out(seed: int, count: int) -> list[ToyQuestion]:
+    """
+    `count` held-out questions, as evenly over the kinds as it goes, no question twice.
+
+    Some kinds have few questions. When they are used up, the others get more; when all are, there are fewer.
+    """
+    kinds = sorted({talk.kind for talk in toy_worlds.conversations(seed, DRAWS_TO_FIND_KINDS, "held out")})
+    wanted = {kind: count // len(kinds) + (place < count % len(kinds)) for place, kind in enumerate(kinds)}
+    found: dict[str, list[ToyQuestion]] = {kind: [] for kind in kinds}
+    seen: set[str] = set()
+    misses = 0
+    for question in _stream(seed):
+        if len(seen) == count or misses > 2 * DRAWS_BEFORE_USED_UP:
+            break
+        key = "\n".join(message["content"] for message in question.messages)
+        misses += 1
+        if misses > DRAWS_BEFORE_USED_UP:
+            wanted = dict.fromkeys(kinds, count)
+        if key not in seen and len(found.get(question.kind, ())) < wanted.get(question.kind, 0):
+            seen.add(key)
+            found[question.kind].append(question)
+            misses = 0
+    return [question for kind in kinds for question in found[kind]]
+
+
+def _stream(seed: int) -> Iterator[ToyQuestion]:
+    for talk in toy_worlds.conversations(seed, 10**9, "held out"):
+        messages = [as_message(message) for message in talk.messages()]
+        yield ToyQuestion(talk.kind, messages[:-1], messages[-1]["content"])
+
+
+def fitting(engine: Engine, renderer: Renderer, questions: Sequence[ToyQuestion]) -> list[ToyQuestion]:
+    """
+    The questions that leave room for an answer in the model's context: the others cannot be asked.
+
+    Raises DataError where there are questions, and none of them fits.
+    """
+    lengths = [len(renderer.prompt(question.messages)) for question in questions]
+    kept = [question for question, length in zip(questions, lengths, strict=True) if length < engine.context]
+    if questions and not kept:
+        what = f"none of {len(questions)} held-out questions fits the model's context of {engine.context} tokens"
+        hint = f"The shortest has {min(lengths)}. Raise pretrain.model.context, or ask none: evaluate.questions=0."
+        raise DataError(what, where="evaluate.questions", hint=hint)
+    return kept
+
+
+def ask(engine: Engine, renderer: Renderer, questions: Sequence[ToyQuestion], max_tokens: int) -> list[JudgedAnswer]:
+    """Every question, answered greedily by the model, through the renderer it was trained with."""
+    prompts = [renderer.prompt(question.messages) for question in questions]
+    stop = frozenset({renderer.end_id})
+    answers = engine.complete(prompts, max_tokens=max_tokens, stop_ids=stop)
+    return [
+        JudgedAnswer(question, renderer.said(answer.ids), answer.stopped)
+        for question, answer in zip(questions, answers, strict=True)
+    ]
+
+
+def table(judged: Sequence[JudgedAnswer]) -> dict[str, dict[str, float | int]]:
+    """By kind: how many, and the shares that were exactly right and that ended by themselves."""
+    kinds: dict[str, list[JudgedAnswer]] = defaultdict(list)
+    for one in judged:
+        kinds[one.question.kind].append(one)
+    return {kind: question_scores(some) for kind, some in sorted(kinds.items())}
+
+
+def question_scores(judged: Sequence[JudgedAnswer]) -> dict[str, float | int]:
+    n = len(judged)
+    return {
+        "n": n,
+        "exact": round(sum(one.exact for one in judged) / max(n, 1), 4),
+        "ended": round(sum(one.ended for one in judged) / max(n, 1), 4),
+    }

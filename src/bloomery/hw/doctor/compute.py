@@ -1,0 +1,198 @@
+"""
+Check whether torch computes correct numbers here, and how fast.
+
+Each probe runs in a process of its own, with a time limit.
+"""
+
+import shlex
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from bloomery.hw import kernel_trials, specs
+from bloomery.hw.doctor.finding import GIB, Finding, MachineFacts
+from bloomery.hw.doctor.software import reinstall
+from bloomery.hw.kernel_trials import KernelTrial, TrialResult, attempt, command, ending, merged, trials
+
+EXPERIMENTAL = "TORCH_ROCM_AOTRITON_ENABLE_EXPERIMENTAL"
+PREFER_LT = "TORCH_BLAS_PREFER_HIPBLASLT"
+FUSED = ("flash", "efficient", "cudnn")
+WORTH_A_WORD = 1.25
+"""A switch that makes products so many times as fast is told."""
+FAR_BELOW = 0.5
+"""Large products and copies of a sound device reach more of what the catalogue promises."""
+LIMITS = {
+    "amd": "cd /sys/class/drm && head card*/device/{gpu_busy_percent,power_dpm_force_performance_level,pp_dpm_sclk}"
+    "   # another program, or a low clock? See the finding hipblaslt too",
+    "nvidia": "nvidia-smi -q -d PERFORMANCE,CLOCK,POWER,UTILIZATION   # another program, or a limit of power or heat?",
+}
+"""What shows why a device is slow."""
+
+
+def vendor(facts: MachineFacts) -> str:
+    """Whose device torch would compute on here, in the words of `Device.vendor`."""
+    seen = facts.seen or {}
+    if seen.get("gpus"):
+        return "amd" if seen.get("hip") or "rocm" in str(seen["version"]) else "nvidia"
+    return "apple" if seen.get("apple") else "cpu"
+
+
+def kernels(facts: MachineFacts) -> Iterator[Finding]:
+    """Every implementation of every kernel. What came of it is kept for runs, which take the fastest that passed."""
+    if facts.seen is None:
+        return
+    outcomes = kernel_trials.tried(facts.host, vendor(facts))
+    kernel_trials.save(facts.host, vendor(facts), outcomes)
+    for one in outcomes:
+        yield _finding(facts, one, outcomes)
+    switched = _switched(facts)
+    yield from _quadratic(facts, outcomes, switched)
+    yield from _attention_switch(outcomes, switched)
+    yield Finding(id="choice", status="ok", value=f"runs take {kernel_trials.told(outcomes)}")
+
+
+def _finding(facts: MachineFacts, one: TrialResult, outcomes: Sequence[TrialResult]) -> Finding:
+    if one.status != "failed":
+        took = f" ({one.milliseconds:.2f} ms)" if one.milliseconds is not None else ""
+        absent = "not here: " if one.status == "absent" else ""
+        return Finding(id=one.name, status="ok", value=f"{absent}{one.why}{took}")
+    if one.kernel in kernel_trials.REPLACEABLE or one.kernel in kernel_trials.choose(outcomes):
+        trial = next(trial for trial in trials(vendor(facts)) if trial.name == one.name)
+        hint = f"{shlex.join(command(facts.host, trial))}   # tells more; runs take another"
+        return Finding(id=one.name, status="warn", value=one.why, hint=hint)
+    hint = f'{reinstall(facts.host)}   # or compute on the processor: device="cpu"'
+    return Finding(id=one.name, status="fail", value=one.why, hint=hint)
+
+
+def _switched(facts: MachineFacts) -> TrialResult | None:
+    """Fused attention on AMD with the kernels of AOTriton that are off for some chips, unless they are on already."""
+    if vendor(facts) != "amd" or EXPERIMENTAL in facts.host.env:
+        return None
+    return attempt(facts.host, KernelTrial(kernel="attention", implementation="flash", env={EXPERIMENTAL: "1"}))
+
+
+def _fused(outcomes: Sequence[TrialResult]) -> list[TrialResult]:
+    return [one for one in outcomes if one.kernel == "attention" and one.implementation in FUSED]
+
+
+def _attention_switch(outcomes: Sequence[TrialResult], switched: TrialResult | None) -> Iterator[Finding]:
+    """How long fused attention takes with the switch and without it."""
+    if switched is None:
+        return
+    right = [one for one in _fused(outcomes) if one.status == "passed"]
+    least = min((one.milliseconds for one in right if one.milliseconds is not None), default=None)
+    before = "fails" if least is None else f"takes {least:.2f} ms"
+    if switched.status != "passed" or switched.milliseconds is None:
+        value = f"fused attention {before} as it is; with {EXPERIMENTAL} it fails: {switched.why}"
+        yield Finding(id="aotriton", status="ok", value=value)
+        return
+    faster = least is None or least > WORTH_A_WORD * switched.milliseconds
+    value = f"fused attention {before} as it is, {switched.milliseconds:.2f} ms with {EXPERIMENTAL}"
+    hint = f"export {EXPERIMENTAL}=1" if faster else ""
+    yield Finding(id="aotriton", status="warn" if faster else "ok", value=value, hint=hint)
+
+
+def _quadratic(facts: MachineFacts, outcomes: Sequence[TrialResult], switched: TrialResult | None) -> Iterator[Finding]:
+    """Without fused attention a GPU keeps a number for each pair of tokens, for each head of each layer."""
+    fused = _fused(outcomes)
+    if vendor(facts) not in ("amd", "nvidia") or not fused or any(one.status == "passed" for one in fused):
+        return
+    value = "no fused attention: memory grows with the square of the context (6 bytes for each head and pair of tokens)"
+    hint = "bloomery run RECIPE pretrain.model.context=1024   # or another short one"
+    if switched is not None and switched.status == "passed":
+        value, hint = f"{value}, unless {EXPERIMENTAL} is set", f"export {EXPERIMENTAL}=1"
+    yield Finding(id="attention", status="warn", value=value, hint=hint)
+
+
+def speed(facts: MachineFacts) -> Iterator[Finding]:
+    """Matrix products and copies, and on AMD what the library for products makes of them."""
+    if facts.seen is None:
+        return
+    trial = KernelTrial(kernel="speed")
+    reply = facts.host.run(command(facts.host, trial), trial.limit_seconds)
+    told = merged(reply)
+    if "bytes_per_second" not in told:
+        value = f"measuring it {ending(reply)}"
+        hint = f"{shlex.join(command(facts.host, trial))}   # tells more"
+        yield Finding(id="speed", status="warn", value=value, hint=hint)
+        return
+    rate, copied = told["flops"] / 1e12, told["bytes_per_second"] / 1e9
+    value = f"{rate:.2f} TFLOP/s in {told['dtype']} products, {copied:.0f} GB/s to and from memory"
+    shares = promised(told) if vendor(facts) in LIMITS else []
+    slow = any(share < FAR_BELOW for share, _ in shares)
+    value = ": ".join(
+        [value, *([" and ".join(f"{share:.0%} of {whose}" for share, whose in shares)] if shares else [])]
+    )
+    hint = LIMITS[vendor(facts)] if slow else ""
+    yield Finding(id="speed", status="warn" if slow else "ok", value=value, hint=hint)
+    if vendor(facts) != "amd":
+        return
+    rates = {}
+    for switch in ("0", "1"):
+        other = replace(trial, env={PREFER_LT: switch})
+        rates[switch] = merged(facts.host.run(command(facts.host, other), trial.limit_seconds)).get("flops", 0.0) / 1e12
+    best = max(rates, key=lambda switch: rates[switch])
+    value = f"{rates['1']:.1f} TFLOP/s with hipBLASLt, {rates['0']:.1f} without, {rate:.1f} as it is"
+    slow = rates[best] > WORTH_A_WORD * rate
+    hint = f"export {PREFER_LT}={best}" if slow else ""
+    yield Finding(id="hipblaslt", status="warn" if slow else "ok", value=value, hint=hint)
+
+
+def promised(told: Mapping[str, Any]) -> list[tuple[float, str]]:
+    """
+    What was measured as shares of what the catalogue knows of this device: products of what others have measured
+    where somebody has, else of the maker's peak; copies of the bandwidth. Nothing, where it knows nothing for sure.
+    """
+    entry = specs.of_device(str(told.get("device", "")))
+    if entry is None or entry.sure == "doubtful":
+        return []
+    found, peak = [], entry.peak(told["dtype"])
+    if entry.gemm is not None and told["dtype"] == "bfloat16":
+        found.append((told["flops"] / entry.gemm, f"the {entry.gemm / 1e12:.4g} TFLOP/s that others reach on it"))
+    elif peak is not None:
+        found.append((told["flops"] / peak, f"the catalogue's {peak / 1e12:.4g} TFLOP/s"))
+    if entry.bandwidth is not None:
+        found.append((told["bytes_per_second"] / entry.bandwidth, f"{entry.bandwidth / 1e9:.4g} GB/s"))
+    return found
+
+
+def refill(facts: MachineFacts) -> Iterator[Finding]:
+    """Most of a GPU's memory, filled, freed and filled again."""
+    if facts.seen is None or vendor(facts) not in ("amd", "nvidia"):
+        return
+    trial = KernelTrial(kernel="refill")
+    reply = facts.host.run(command(facts.host, trial), trial.limit_seconds)
+    told = merged(reply)
+    if "filled_bytes" in told and not told["wrong_1"] and not told["wrong_2"]:
+        value = f"{told['filled_bytes'] / GIB:.1f} GiB filled, freed and filled again"
+        yield Finding(id="refill", status="ok", value=value)
+        return
+    wrong = told.get("wrong_1", 0) + told.get("wrong_2", 0)
+    place = f" at {told['trying']}" if "trying" in told else ""
+    value = (
+        f"{wrong} pieces of memory lost what was written to them" if wrong else f"filling memory {ending(reply)}{place}"
+    )
+    hint = "ps aux --sort=-rss | head   # what else uses it? Inside a processor: see the finding gtt"
+    yield Finding(id="refill", status="fail", value=value, hint=hint)
+
+
+def all_reduce(facts: MachineFacts) -> Iterator[Finding]:
+    """Whether several GPUs can add up their numbers, under a watchdog."""
+    if facts.seen is None or facts.seen["gpus"] < 2:
+        return
+    trial = KernelTrial(kernel="all-reduce")
+    reply = facts.host.run(command(facts.host, trial), trial.limit_seconds)
+    told = merged(reply)
+    if reply.code == 0 and told.get("wrong") == 0 and not any(told.get("codes", [1])):
+        value = f"{told['ranks']} GPUs add up {told['bytes_per_second'] / 1e9:.1f} GB/s each"
+        yield Finding(id="all-reduce", status="ok", value=value)
+        return
+    bad = (
+        "wrong sums"
+        if told.get("wrong")
+        else ending(reply)
+        if reply.code != 0
+        else f"ranks ended with {told.get('codes')}"
+    )
+    hint = "export NCCL_P2P_DISABLE=1   # and see the findings iommu and seccomp"
+    yield Finding(id="all-reduce", status="fail", value=f"adding up between GPUs: {bad}", hint=hint)

@@ -1,0 +1,381 @@
+"""
+Try each kernel implementation in a child process, and save the results for later runs.
+
+A trial checks one implementation of one kernel that training uses. A child prints its answers as lines of JSON,
+each as soon as it is known. The child's exit status and the missing lines tell the rest. Nothing here needs torch.
+
+Saved results are filed by chip, driver, torch, Triton and environment. When any of these changes, the results no
+longer count, and the machine is tried again. A run takes the fastest implementation of each kernel that passed. A
+run does not start if a kernel has no such implementation.
+
+This module also holds which of Bloomery's own GPU kernels this process may use. The answer is none, until trials on
+this device find a kernel correct and fastest. Callers ask before each use. Permission comes from
+hw/kernel_selection.py.
+"""
+
+import hashlib
+import json
+import math
+import re
+import signal
+import sys
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any, Literal, NotRequired
+
+from typing_extensions import TypedDict
+
+from bloomery.core import native as core_native
+from bloomery.core.errors import HardwareError
+from bloomery.core.io import canonical, write_json
+from bloomery.core.records import read_record
+from bloomery.hw import torch_install
+from bloomery.hw.gpus import find_gpus
+from bloomery.hw.host import CommandResult, Host, cpu_features
+from bloomery.hw.torch_install import distributions
+
+OWN = "triton"
+"""The implementation by kernels of our own, in the words of trials."""
+
+_TRUSTED: set[str] = set()
+
+
+def trust(kernels: Iterable[str]) -> None:
+    """Use our own implementation of these kernels from now on, and of no others."""
+    _TRUSTED.clear()
+    _TRUSTED.update(kernels)
+
+
+def trusted(kernel: str) -> bool:
+    return kernel in _TRUSTED
+
+
+def state() -> str:
+    """The kernels for which our own implementation is used, in words; "" for none."""
+    return ", ".join(sorted(_TRUSTED))
+
+
+TrialStatus = Literal["passed", "failed", "absent"]
+
+FUSED = "bloomery.model.kernels.trials"
+LIMIT_SECONDS = 120.0
+COMPILE_LIMIT_SECONDS = 300.0
+LARGEST_ERROR = {"bfloat16": 0.02, "float16": 0.01, "float32": 1e-3}
+"""Relative, of forward passes. Rounding gives a fifth of it or less; gradients pass by several roundings."""
+GRADIENT_FACTOR = 2.0
+FLIPPED_COSINE = -0.5
+
+
+@dataclass(frozen=True, kw_only=True)
+class KernelTrial:
+    """One way to compute something, and the program that tries it."""
+
+    kernel: str
+    implementation: str = ""
+    """"" where there is only one."""
+    module: str = "bloomery.hw.probes"
+    probe: str = ""
+    """The program's word for it, where that is not `name`."""
+    env: Mapping[str, str] = field(default_factory=dict)
+    limit_seconds: float = LIMIT_SECONDS
+
+    @property
+    def name(self) -> str:
+        return f"{self.kernel}-{self.implementation}" if self.implementation else self.kernel
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrialResult:
+    kernel: str
+    implementation: str
+    status: TrialStatus
+    why: str
+    milliseconds: float | None = None
+
+    @property
+    def name(self) -> str:
+        return f"{self.kernel}-{self.implementation}" if self.implementation else self.kernel
+
+    def as_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def trials(vendor: str) -> list[KernelTrial]:
+    """What is tried on a device of a vendor, in the words of `Device.vendor`."""
+    launch = KernelTrial(kernel="launch")
+    norm = KernelTrial(kernel="rms-norm", implementation="torch", probe="rms-norm")
+    block = KernelTrial(kernel="block", implementation="compiled", limit_seconds=COMPILE_LIMIT_SECONDS)
+    last = [block, KernelTrial(kernel="training")]
+    ends = [norm, KernelTrial(kernel="cross-entropy", implementation="torch", probe="cross-entropy"), *last]
+    if vendor == "apple":
+        return [launch, KernelTrial(kernel="matmul"), KernelTrial(kernel="attention", implementation="math"), *ends]
+    if vendor == "cpu":
+        native = [
+            KernelTrial(kernel=kernel, implementation="native", module="bloomery.model.kernels.trials", probe=kernel)
+            for kernel in ("attention", "rms-norm", "cross-entropy")
+        ]
+        attention = [KernelTrial(kernel="attention", implementation=name) for name in ("flash", "math")]
+        return [launch, KernelTrial(kernel="matmul"), *attention, *native, *ends]
+    blas = ("hipblas", "hipblaslt") if vendor == "amd" else ("cublas", "cublaslt")
+    products = [
+        KernelTrial(kernel="matmul", implementation=name, probe=f"matmul-blas{'lt' if name.endswith('lt') else ''}")
+        for name in blas
+    ]
+    kinds = ("flash", "efficient", "math") if vendor == "amd" else ("flash", "efficient", "cudnn", "math")
+    attention = [KernelTrial(kernel="attention", implementation=kind) for kind in kinds]
+    return [launch, *products, *attention, norm, *_fused(), *last]
+
+
+def _fused() -> list[KernelTrial]:
+    """Kernels of our own in Triton, and what of torch they compete with, as training computes it."""
+    of_torch = [
+        KernelTrial(kernel=kernel, implementation="torch", module=FUSED)
+        for kernel in ("cross-entropy", "rotary", "rotary-norm", "nf4")
+    ]
+    ours = [
+        KernelTrial(kernel=kernel, implementation=OWN, module=FUSED, limit_seconds=COMPILE_LIMIT_SECONDS)
+        for kernel in ("rms-norm", "cross-entropy", "rotary", "rotary-norm", "nf4")
+    ]
+    return [*of_torch, *ours]
+
+
+def command(host: Host, trial: KernelTrial) -> list[str]:
+    """The line that tries it, which a person can paste too."""
+    words = [f"{name}={value}" for name, value in trial.env.items()]
+    python = [host.python, "-X", "faulthandler", "-m", trial.module, trial.probe or trial.name]
+    return ["env", *words, *python] if words else python
+
+
+def attempt(host: Host, trial: KernelTrial) -> TrialResult:
+    return judge(trial, host.run(command(host, trial), trial.limit_seconds))
+
+
+def answers(reply: CommandResult) -> list[dict[str, Any]]:
+    """The lines of JSON that a child process wrote. One that it was writing when it died is left out."""
+    lines = [line for line in reply.out.splitlines() if line.startswith("{") and line.endswith("}")]
+    return [json.loads(line) for line in lines]
+
+
+def merged(reply: CommandResult) -> dict[str, Any]:
+    """All that a child process said, as one dictionary."""
+    return {key: value for answer in answers(reply) for key, value in answer.items()}
+
+
+def ending(reply: CommandResult) -> str:
+    """How a child process ended, in words."""
+    if reply.code is None:
+        return "did not end in time"
+    if reply.code < 0:
+        names = {one.value: one.name for one in signal.Signals}
+        return f"was killed by signal {-reply.code} ({names.get(-reply.code, 'unknown')})"
+    last = reply.err.strip().splitlines()[-1:] or ["no message"]
+    return f"failed: {last[0]}"
+
+
+def judge(trial: KernelTrial, reply: CommandResult) -> TrialResult:
+    """What a child's answers and its end say of an implementation."""
+    told = merged(reply)
+
+    def outcome(status: TrialStatus, why: str) -> TrialResult:
+        took = told.get("milliseconds")
+        milliseconds = round(took, 4) if took is not None else None
+        return TrialResult(
+            kernel=trial.kernel, implementation=trial.implementation, status=status, why=why, milliseconds=milliseconds
+        )
+
+    wrong = list(_wrong(answers(reply), told.get("dtype", "float32")))
+    if wrong:
+        return outcome("failed", wrong[0])
+    if reply.code != 0:
+        place = f" at {told['trying']}" if "trying" in told else ""
+        return outcome("failed", f"{ending(reply)}{place}")
+    if "absent" in told:
+        return outcome("absent", told["absent"])
+    if trial.kernel == "training":
+        return outcome(*_learned(told))
+    cases = [answer for answer in answers(reply) if "case" in answer]
+    if not cases:
+        return outcome("failed", "ended without an answer")
+    return outcome("passed", f"relative error at most {max(case['error'] for case in cases):.2g}")
+
+
+def _learned(told: Mapping[str, Any]) -> tuple[TrialStatus, str]:
+    first, last = told.get("first_loss", math.nan), told.get("last_loss", math.nan)
+    if last < first / 2:
+        return "passed", f"loss {first:.3f} → {last:.3f} in sixty steps"
+    return "failed", f"loss {first:.3f} → {last:.3f} in sixty steps, where it should halve"
+
+
+def _wrong(told: Sequence[Mapping[str, Any]], dtype: str) -> Iterator[str]:
+    """What is wrong with the numbers of each case, in the words of its most telling symptom."""
+    for answer in told:
+        if "case" not in answer:
+            continue
+        case, error = answer["case"], answer["error"]
+        limit = LARGEST_ERROR.get(dtype, 1e-3) * (GRADIENT_FACTOR if "gradient" in case else 1.0)
+        if answer["unwritten"] > 0:
+            yield f"{case}: leaves {answer['unwritten']:.0%} of its output unwritten"
+        elif answer["zeros"]:
+            yield f"{case}: returns zeros"
+        elif not answer["finite"]:
+            yield f"{case}: returns NaN or infinity"
+        elif answer["cosine"] < FLIPPED_COSINE:
+            yield f"{case}: has the wrong sign (cosine {answer['cosine']:.2f})"
+        elif not error <= limit:
+            yield f"{case}: relative error {error:.2g}, where {limit:.2g} is allowed"
+
+
+if sys.platform != "win32":
+    import fcntl
+
+SWITCHES = re.compile(
+    r"(HSA|HIP|ROCR?|ROCM|CUDA|NVIDIA|NCCL|RCCL|TORCH|TORCHINDUCTOR|PYTORCH|TRITON|MIOPEN|HIPBLASLT|AOTRITON|FLASH_ATTENTION)_\w+"
+    r"|BLOOMERY_NATIVE|AMD_SERIALIZE_KERNEL|GPU_MAX_HW_QUEUES|LD_LIBRARY_PATH"
+)
+"""Variables of the environment that can change what a kernel computes."""
+OF_A_LAUNCHER = re.compile(r"TORCHELASTIC_\w+|TORCH_NCCL_ASYNC_ERROR_HANDLING|NCCL_ASYNC_ERROR_HANDLING")
+NATIVE = "native"
+"""The implementation by the compiled library."""
+REPLACEABLE = ("block",)
+"""Kernels that only have implementations which a run can do without."""
+
+
+def identity(host: Host, vendor: str) -> Mapping[str, object]:
+    """What trials on a device of this vendor depend on."""
+    have, packages = torch_install.installed(host), distributions(host)
+    tritons = [one for name, one in packages.items() if name in ("triton", "triton-rocm", "pytorch-triton-rocm")]
+    model = re.search(r"^model name\s*:\s*(.*)$", host.read("proc/cpuinfo") or "", re.MULTILINE)
+    features = hashlib.sha256(" ".join(sorted(cpu_features(host))).encode()).hexdigest()[:8]
+    nvidia = re.search(r"\d+\.\d+[.\d]*", host.read("proc/driver/nvidia/version") or "")
+    amdgpu = (host.read("sys/module/amdgpu/version") or "").strip()
+    return {
+        "vendor": vendor,
+        "chip": [f"{gpu.maker} {gpu.target or gpu.name}".strip() for gpu in find_gpus(host)],
+        "processor": f"{model[1] if model else host.processor} {features}",
+        "driver": " ".join([host.kernel or host.system, amdgpu, nvidia[0] if nvidia else ""]).strip(),
+        "torch": have.version if have else "",
+        "triton": sorted(f"{one.name} {one.version}" for one in tritons),
+        "native": core_native.digest(core_native.FOLDER),
+        "environment": {
+            name: value
+            for name, value in sorted(host.env.items())
+            if SWITCHES.fullmatch(name) and not OF_A_LAUNCHER.fullmatch(name)
+        },
+    }
+
+
+def place(host: Host, vendor: str) -> Path | None:
+    """The file in which the outcomes of this machine, as it is now, are or would be; None where nothing is kept."""
+    if host.cache is None:
+        return None
+    return host.cache / "probes" / f"{hashlib.sha256(canonical(identity(host, vendor))).hexdigest()[:16]}.json"
+
+
+class SavedOutcome(TypedDict):
+    kernel: str
+    implementation: str
+    status: TrialStatus
+    why: str
+    milliseconds: NotRequired[float | None]
+
+
+class Saved(TypedDict):
+    """What `save` leaves."""
+
+    outcomes: list[SavedOutcome]
+
+
+def save(host: Host, vendor: str, outcomes: Sequence[TrialResult]) -> None:
+    file = place(host, vendor)
+    if file is not None:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        write_json(file, {"identity": identity(host, vendor), "outcomes": [one.as_json() for one in outcomes]})
+
+
+def load(host: Host, vendor: str) -> list[TrialResult] | None:
+    """The outcomes of this machine as it is now; None where it was not tried."""
+    file = place(host, vendor)
+    if file is None or not file.is_file():
+        return None
+    saved = read_record(file, Saved, fix="Remove that file, and the machine is tried again.")
+    return [TrialResult(**one) for one in saved["outcomes"]]
+
+
+@contextmanager
+def alone(host: Host) -> Iterator[None]:
+    """Let one process at a time try a machine: each of several ranks asks for it."""
+    if host.cache is None or sys.platform == "win32":
+        yield
+        return
+    (host.cache / "probes").mkdir(parents=True, exist_ok=True)
+    with (host.cache / "probes" / ".lock").open("a") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
+def tried(host: Host, vendor: str) -> list[TrialResult]:
+    """
+    What came of the trials. Nothing more is tried where not even a sum is computed: each would hang too. On a
+    processor, those that are not timed are tried two at a time.
+    """
+    first, *rest = trials(vendor)
+    outcomes = [attempt(host, first)]
+    if outcomes[0].status == "failed":
+        return outcomes
+    timed = [trial for trial in rest if trial.kernel in ("matmul", "attention")]
+    outcomes += [attempt(host, trial) for trial in timed]
+    with ThreadPoolExecutor(max_workers=2 if vendor == "cpu" else 1) as pool:
+        return outcomes + list(pool.map(partial(attempt, host), [trial for trial in rest if trial not in timed]))
+
+
+def choose(outcomes: Sequence[TrialResult]) -> Mapping[str, TrialResult]:
+    """
+    Kernel -> the implementation that runs take: the fastest that passed; one that was not timed comes after those that
+    were. The compiled library is taken or left as a whole.
+    """
+    library = not library_fault(outcomes)
+    best: dict[str, TrialResult] = {}
+    for one in sorted(outcomes, key=lambda one: (one.implementation != NATIVE, one.milliseconds or float("inf"))):
+        if one.status == "passed" and (library or one.implementation != NATIVE):
+            best.setdefault(one.kernel, one)
+    return best
+
+
+def library_fault(outcomes: Sequence[TrialResult]) -> str:
+    """Why the compiled library is better left alone: a kernel of it fails, or all together are slower; else ""."""
+    ours = [one for one in outcomes if one.implementation == NATIVE]
+    failed = [f"{one.name} {one.why}" for one in ours if one.status == "failed"]
+    if failed:
+        return failed[0]
+    taken, left = 0.0, 0.0
+    for one in ours:
+        others = [
+            other.milliseconds
+            for other in outcomes
+            if other.kernel == one.kernel and other is not one and other.status == "passed" and other.milliseconds
+        ]
+        if one.milliseconds and others:
+            taken, left = taken + one.milliseconds, left + min(others)
+    return f"it takes {taken:.1f} ms where torch takes {left:.1f}" if taken > left else ""
+
+
+def told(outcomes: Sequence[TrialResult]) -> str:
+    """What runs take, in words; compiled blocks are for those who ask for them."""
+    taken = choose(outcomes).items()
+    words = [f"{kernel} by {one.implementation}" for kernel, one in taken if one.implementation]
+    return ", ".join(word for word in words if not word.startswith(REPLACEABLE)) or "those of torch"
+
+
+def check(outcomes: Sequence[TrialResult]) -> None:
+    """Raises HardwareError where a kernel that training needs has no implementation that passed."""
+    taken = choose(outcomes)
+    for one in outcomes:
+        if one.status == "failed" and one.kernel not in taken and one.kernel not in REPLACEABLE:
+            what = f"{one.name} does not compute right numbers on this machine: {one.why}"
+            raise HardwareError(
+                what, hint='Ask `bloomery doctor`, which tries it again; device="cpu" trains meanwhile.'
+            )

@@ -1,0 +1,198 @@
+"""
+Vendor specs of devices: dense matmul FLOP/s by number format, memory, bandwidth. No torch.
+
+A peak here is the maker's clock times what a unit does in a cycle. It is without sparsity, and for what torch calls
+one device (of an MI250X that is half of the card). Programs do not reach it. A share of it is called a share of the
+spec sheet, never a share of a measured peak. An unknown value is None, and nothing is borrowed from a similar
+device.
+"""
+
+import difflib
+import re
+from dataclasses import dataclass
+from typing import Literal
+
+from bloomery.core.errors import HardwareError
+
+GIB = 2**30
+SpecNumber = int | float
+Sure = Literal["read", "computed", "doubtful"]
+"""Found in a table of others; units times clock, which were not found there; or an estimate."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Entry:
+    key: str
+    names: tuple[str, ...]
+    """In lower case, of which one stands in the name that the driver gives the device."""
+    memory_bytes: int | None
+    bandwidth: float | None
+    """Bytes a second."""
+    flops: dict[str, float]
+    """A second, by number format."""
+    source: str
+    sure: Sure
+    shared: bool = False
+    """Whether the memory is that of the whole machine."""
+    gtt: bool = False
+    """Whether Linux lends it half of that, unless `ttm.pages_limit` says more."""
+    gemm: float | None = None
+    """What others have measured of matrix products in bfloat16."""
+
+    def peak(self, precision: str) -> float | None:
+        return self.flops.get(precision)
+
+
+def _entry(
+    key: str,
+    name: str,
+    memory_gib: SpecNumber | None,
+    gigabytes: SpecNumber | None,
+    bf16: SpecNumber | None,
+    source: str,
+    sure: Sure = "read",
+    *,
+    shared: bool = False,
+    gtt: bool = False,
+    gemm: SpecNumber | None = None,
+    **others: SpecNumber,
+) -> Entry:
+    """Names are told apart by |; rates are in 10¹² a second. bf16 units do float16 as fast unless `others` say not."""
+    rates = {"bfloat16": bf16, "float16": others.get("fp16", bf16), "float32": others.get("fp32")}
+    return Entry(
+        key=key,
+        names=tuple(name.split("|")),
+        memory_bytes=None if memory_gib is None else int(memory_gib * GIB),
+        bandwidth=None if gigabytes is None else gigabytes * 1e9,
+        flops={form: rate * 1e12 for form, rate in rates.items() if rate is not None},
+        source=source,
+        sure=sure,
+        shared=shared or gtt,
+        gtt=gtt,
+        gemm=None if gemm is None else gemm * 1e12,
+    )
+
+
+HALO = "40 units x 512 a cycle x 2.9 GHz, as rocminfo shows them; products reach 30 to 37 where somebody measured"
+APPLE = "GPU cores x 256 a cycle x clock in float32, from memory; Apple publishes no number"
+UNITS = "units x operations a cycle x clock, from memory"
+NANOCHAT, TORCH = "nanochat, common.py", "torch, _inductor/analysis/device_info.py"
+TITAN, MFU_H = "torchtitan, tools/utils.py", "llm.c's fork for AMD, llmc/mfu.h"
+
+
+def _apple(chip: str, bandwidth: SpecNumber, rate: SpecNumber) -> Entry:
+    key = f"apple-{chip}".replace(" ", "-")
+    return _entry(key, f"apple {chip}", None, bandwidth, rate, APPLE, "doubtful", shared=True, fp32=rate)
+
+
+CATALOG = (
+    _entry("strix-halo-128", "8060s", 128, 256, 59.4, HALO, gtt=True, gemm=33.5),
+    _entry("strix-halo-96", "8060s", 96, 256, 59.4, HALO, gtt=True, gemm=33.5),
+    _entry("strix-halo-64", "8060s", 64, 256, 59.4, HALO, gtt=True, gemm=33.5),
+    _entry("strix-halo-8050s", "8050s", None, 256, 45.9, UNITS, "computed", gtt=True),
+    _entry("strix-point-890m", "890m", None, 120, 23.8, "units and clock as rocminfo shows them", gtt=True),
+    _entry("7900xtx", "7900 xtx", 24, 960, 122.8, MFU_H),
+    _entry("7900xt", "7900 xt", 20, 800, 103.0, UNITS, "computed"),
+    _entry("w7900", "w7900", 48, 864, 122.6, UNITS, "computed"),
+    _entry("9070xt", "9070 xt", 16, 640, 194.6, UNITS, "computed"),
+    _entry("9070", "rx 9070", 16, 640, 144.5, UNITS, "computed"),
+    _entry("9060xt", "9060 xt", 16, 320, 102.6, UNITS, "computed"),
+    _entry("r9700", "r9700", 32, 640, 191.4, UNITS, "computed"),
+    _entry("mi100", "mi100", 32, 1229, 92.3, UNITS, "computed", fp16=184.6),
+    _entry("mi210", "mi210", 64, 1638, 181.0, TORCH, fp32=45.3),
+    _entry("mi250x", "mi250x", 64, 1638, 191.5, f"{TITAN}, one of two dies"),
+    _entry("mi250", "mi250", 64, 1638, 181.0, f"{NANOCHAT}, one of two dies"),
+    _entry("mi300a", "mi300a", 128, 5300, 980.6, TORCH, shared=True, fp32=122.6),
+    _entry("mi300x", "mi300x", 192, 5300, 1307.4, TORCH, fp32=163.4),
+    _entry("mi325x", "mi325x", 256, 6000, 1307.4, NANOCHAT),
+    _entry("mi350x", "mi350x", 288, 8000, 2309.6, TORCH, fp32=144.2),
+    _entry("mi355x", "mi355x", 288, 8000, 2516.6, NANOCHAT),
+    _entry("mi50", "mi50|radeon vii", 16, 1024, None, f"{MFU_H}; it has no units for bfloat16", fp16=26.5),
+    _entry("dcu-z100", "z100", 16, 1024, None, "no table of anybody; measure", "doubtful"),
+    _entry("dcu-k100", "k100", 64, None, None, "no table of anybody; measure", "doubtful"),
+    _entry("dcu-k100-ai", "k100_ai|k100 ai", 64, 896, 196.0, "what sellers say", "doubtful"),
+    _entry("rtx-3060", "rtx 3060", 12, 360, 25.5, MFU_H),
+    _entry("rtx-3090", "rtx 3090", 24, 936, 71.2, f"{NANOCHAT}; {MFU_H}"),
+    _entry("rtx-a6000", "rtx a6000", 48, 768, 154.8, TITAN),
+    _entry("rtx-4060-ti-16", "rtx 4060 ti", 16, 288, 44.1, MFU_H),
+    _entry("rtx-4060-ti-8", "rtx 4060 ti", 8, 288, 44.1, MFU_H),
+    _entry("rtx-4070", "rtx 4070", 12, 504, 58.3, MFU_H),
+    _entry("rtx-4080", "rtx 4080", 16, 717, 97.5, MFU_H),
+    _entry("rtx-4090", "rtx 4090", 24, 1008, 165.2, f"{NANOCHAT}; {MFU_H}"),
+    _entry("rtx-5060-ti-16", "rtx 5060 ti", 16, 448, 47.4, UNITS, "computed"),
+    _entry("rtx-5060-ti-8", "rtx 5060 ti", 8, 448, 47.4, UNITS, "computed"),
+    _entry("rtx-5070", "rtx 5070", 12, 672, 61.7, UNITS, "computed"),
+    _entry("rtx-5070-ti", "rtx 5070 ti", 16, 896, 87.9, UNITS, "computed"),
+    _entry("rtx-5080", "rtx 5080", 16, 960, 112.6, "a measurement's page with units and clock"),
+    _entry("rtx-5090", "rtx 5090", 32, 1792, 209.5, NANOCHAT),
+    _entry("a100-40", "a100-sxm4-40|a100-pcie-40", 40, 1555, 312.0, NANOCHAT, fp32=19.5),
+    _entry("a100-80", "a100", 80, 2039, 312.0, f"{NANOCHAT}; {TORCH}", fp32=19.5),
+    _entry("h100", "h100", 79, 3350, 989.4, f"{NANOCHAT}; {TITAN}", fp32=67.0),
+    _entry("h100-pcie", "h100 pcie", 79, 2000, 756.0, f"{NANOCHAT}; {TITAN}"),
+    _entry("h200", "h200", 139, 4800, 989.4, f"{NANOCHAT}; {TITAN}"),
+    _entry("b200", "b200", 178, 8000, 2250.0, f"{NANOCHAT}; {TITAN}"),
+    _entry("l4", "nvidia l4", 22, 300, 121.2, NANOCHAT, fp32=30.3),
+    _entry("t4", "tesla t4", 15, 320, None, "40 units x 1024 a cycle x 1.59 GHz, from memory", "computed", fp16=65.1),
+    _apple("m1", 68, 2.6),
+    _apple("m1 max", 400, 10.6),
+    _apple("m2", 100, 3.6),
+    _apple("m2 max", 400, 13.6),
+    _apple("m2 ultra", 800, 27.2),
+    _apple("m3", 100, 3.5),
+    _apple("m3 max", 400, 14.1),
+    _apple("m3 ultra", 819, 28.3),
+    _apple("m4", 120, 3.8),
+    _apple("m4 pro", 273, 8.1),
+    _apple("m4 max", 546, 16.2),
+)
+"""`source` is that of the rates; half of the bandwidths are remembered, and stand in no table that was read."""
+
+
+def named(name: str, memory_bytes: int | None = None) -> Entry:
+    """
+    The entry that a person means: its key or what its driver calls it, however that is written. Raises HardwareError,
+    with what is near, and where one name is that of several sizes and none is said.
+    """
+    wanted = _letters(name)
+    found = [entry for entry in CATALOG if wanted == _letters(entry.key)]
+    found = found or [entry for entry in CATALOG if wanted in map(_letters, entry.names)] or _called(name)
+    if found and (len(found) == 1 or memory_bytes):
+        return _nearest(found, memory_bytes or 0)
+    if found:
+        hint = f"Say {' or '.join(entry.key for entry in found)}."
+        raise HardwareError(f"{name!r} is the name of several devices, with different memory", hint=hint)
+    keys = [entry.key for entry in CATALOG]
+    near = [key for key in keys if wanted and wanted in _letters(key)] or difflib.get_close_matches(name.lower(), keys)
+    hint = f"Did you mean {' or '.join(near)}?" if near else f"Known are {', '.join(keys)}. Or say --memory SIZE."
+    raise HardwareError(f"no device {name!r} is known", hint=hint)
+
+
+def of_device(name: str, memory_bytes: int = 0) -> Entry | None:
+    """
+    The entry of a device by the name that its driver gives it; None where there is none. The longest name that fits
+    decides, and where two sizes have the same one, the size.
+    """
+    found = _called(name)
+    return _nearest(found, memory_bytes) if found else None
+
+
+def _nearest(entries: list[Entry], memory_bytes: int) -> Entry:
+    return min(entries, key=lambda entry: abs((entry.memory_bytes or 0) - memory_bytes))
+
+
+def _called(name: str) -> list[Entry]:
+    """Those whose name stands in that of a driver, and is the longest that does."""
+    found = [(len(one), entry) for entry in CATALOG for one in entry.names if _stands_in(one, name.lower())]
+    longest = max((length for length, _ in found), default=0)
+    return [entry for length, entry in found if length == longest]
+
+
+def _stands_in(name: str, text: str) -> bool:
+    """As whole words: `m1` is not in `m1000`, and `apple m1` is not all of `apple m1 pro`, which nobody lists."""
+    if name.startswith("apple"):
+        return text.strip() == name
+    return re.search(rf"(?<![a-z0-9]){re.escape(name)}(?![0-9])", text) is not None
+
+
+def _letters(text: str) -> str:
+    return re.sub(r"[^a-z0-9]", "", text.lower()).removeprefix("rx")

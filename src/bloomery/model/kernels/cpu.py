@@ -1,0 +1,412 @@
+"""
+CPU operations of training from the compiled library, with gradients, and bfloat16 matmuls.
+
+Each operation computes what a line or two of PyTorch do, in one pass over its numbers. It computes in float32,
+whatever the format of its tensors. So in bfloat16 it rounds once where PyTorch rounds at every step. Callers ask
+`ready(tensor)`, and keep the lines of PyTorch for when it says no. Letters used for shapes are those of layers.py.
+
+The three matmuls of a linear layer in training need a CPU that multiplies bfloat16 by tiles (AMX) or by pairs
+(AVX512-BF16).
+
+    y = x Wᵀ + b      ∂x = ∂y W      ∂W = ∂yᵀ x
+
+The matmuls read weights in float32 and round them on the fly, so no copies are written each step. The gradients of
+weights are never rounded. Autocast does the same with a copy before and after each matmul. The tile version is
+about twice as fast as PyTorch's matmuls, the pair version 1.2 times. Results equal PyTorch's but for the order of
+sums. Callers ask `ready` here too.
+
+Both groups share one file because they serve the layers of a model through the same compiled library.
+"""
+
+import ctypes
+from contextvars import ContextVar
+from functools import cache
+from typing import Any
+
+from jaxtyping import Float, Int
+
+import bloomery.hw.require_torch  # noqa: F401
+from bloomery.core import native
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.autograd.function import once_differentiable
+
+LIBRARY, NORMS = "training", "norms"
+KINDS = {torch.float32: 0, torch.bfloat16: 1}
+ELSEWHERE: ContextVar[bool] = ContextVar("elsewhere", default=False)
+"""Set while a step on another kind of device is drawn up with fake tensors: nothing meant for processors runs then."""
+
+
+PLAIN = (Tensor, nn.Parameter, FakeTensor)
+"""Types of tensors that lie whole in the memory of this process, or would."""
+
+
+def ready(*tensors: Tensor) -> bool:
+    """Whether the library is there, and takes these tensors: on the processor, all float32 or all bfloat16."""
+    first = tensors[0]
+    return (
+        all(one.device.type == "cpu" and one.dtype == first.dtype for one in tensors)
+        and all(type(one) in PLAIN for one in tensors)
+        and first.dtype in KINDS
+        and not torch.compiler.is_compiling()
+        and not ELSEWHERE.get()
+        and native.library(LIBRARY) is not None
+        and native.library(NORMS) is not None
+    )
+
+
+def call(library: str, name: str, *arguments: Tensor | int | float) -> None:
+    """Tensors are handed over as addresses, and have to be contiguous unless strides are given with them."""
+    if any(isinstance(one, FakeTensor) for one in arguments):
+        return  # what is written into tensors without numbers is of no interest
+    function = getattr(native.library(library), f"bloomery_{name}")
+    function.restype = None
+    function(*map(_native, (*arguments, torch.get_num_threads())))
+
+
+def _call(name: str, *arguments: Tensor | int | float) -> None:
+    call(LIBRARY, name, *arguments)
+
+
+def _native(value: Tensor | int | float) -> Any:
+    if isinstance(value, Tensor):
+        return ctypes.c_void_p(value.data_ptr())
+    return ctypes.c_float(value) if isinstance(value, float) else ctypes.c_int64(value)
+
+
+class _Norm(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        context: Any,
+        x: Tensor,
+        weight: Tensor | None,
+        bias: Tensor | None,
+        centered: bool,
+        eps: float,
+        dtype: torch.dtype,
+    ) -> Tensor:
+        x = x.contiguous()
+        weight, bias = (None if one is None else one.contiguous() for one in (weight, bias))
+        y, inverses = torch.empty_like(x, dtype=dtype), x.new_empty(x.shape[:-1])
+        means = torch.empty_like(inverses) if centered else None
+        learned = (0 if one is None else one for one in (weight, bias))
+        sizes = inverses.numel(), x.shape[-1], float(eps)
+        call(NORMS, "norm", KINDS[dtype], x, *learned, y, 0 if means is None else means, inverses, *sizes)
+        context.save_for_backward(x, weight, means, inverses)
+        context.biased = bias is not None
+        return y
+
+    @staticmethod
+    @once_differentiable
+    def backward(context: Any, *upstream: Tensor) -> tuple[Tensor, Tensor | None, Tensor | None, None, None, None]:
+        x, weight, means, inverses = context.saved_tensors
+        dy, dx = upstream[0].contiguous(), torch.empty_like(x)
+        sums = x.new_zeros(torch.get_num_threads(), 2, x.shape[-1])
+        given = (0 if one is None else one for one in (weight, means))
+        call(NORMS, "norm_slopes", KINDS[dy.dtype], x, *given, inverses, dy, dx, sums, inverses.numel(), x.shape[-1])
+        dweight, dbias = sums.sum(0)
+        return dx, None if weight is None else dweight, dbias if context.biased else None, None, None, None
+
+
+def rms_norm(x: Float[Tensor, "*B D"], weight: Float[Tensor, " D"] | None, eps: float, dtype: torch.dtype) -> Tensor:
+    """x / √(mean(x²) + ε) · weight, from float32 to a number format."""
+    y: Tensor = _Norm.apply(x, weight, None, False, eps, dtype)  # type: ignore[no-untyped-call]
+    return y
+
+
+def layer_norm(
+    x: Float[Tensor, "*B D"],
+    weight: Float[Tensor, " D"] | None,
+    bias: Float[Tensor, " D"] | None,
+    eps: float,
+    dtype: torch.dtype,
+) -> Tensor:
+    """(x − mean(x)) / √(var(x) + ε) · weight + bias, from float32 to a number format."""
+    y: Tensor = _Norm.apply(x, weight, bias, True, eps, dtype)  # type: ignore[no-untyped-call]
+    return y
+
+
+class _SwiGLU(torch.autograd.Function):
+    @staticmethod
+    def forward(context: Any, gate: Tensor, up: Tensor) -> Tensor:
+        gate, up = gate.contiguous(), up.contiguous()
+        context.save_for_backward(gate, up)
+        y = torch.empty_like(gate)
+        _call("swiglu", KINDS[gate.dtype], gate, up, y, y.numel())
+        return y
+
+    @staticmethod
+    @once_differentiable
+    def backward(context: Any, *upstream: Tensor) -> tuple[Tensor, Tensor]:
+        gate, up = context.saved_tensors
+        dgate, dup = torch.empty_like(gate), torch.empty_like(up)
+        _call("swiglu_slopes", KINDS[gate.dtype], gate, up, upstream[0].contiguous(), dgate, dup, gate.numel())
+        return dgate, dup
+
+
+def swiglu(gate: Float[Tensor, "*B M"], up: Float[Tensor, "*B M"]) -> Float[Tensor, "*B M"]:
+    """silu(gate) ⊙ up."""
+    y: Tensor = _SwiGLU.apply(gate, up)  # type: ignore[no-untyped-call]
+    return y
+
+
+class _Gelu(torch.autograd.Function):
+    @staticmethod
+    def forward(context: Any, x: Tensor) -> Tensor:
+        x = x.contiguous()
+        context.save_for_backward(x)
+        y = torch.empty_like(x)
+        _call("gelu", KINDS[x.dtype], x, y, y.numel())
+        return y
+
+    @staticmethod
+    @once_differentiable
+    def backward(context: Any, *upstream: Tensor) -> Tensor:
+        (x,) = context.saved_tensors
+        dx = torch.empty_like(x)
+        _call("gelu_slopes", KINDS[x.dtype], x, upstream[0].contiguous(), dx, x.numel())
+        return dx
+
+
+def gelu_tanh(x: Float[Tensor, "*B M"]) -> Float[Tensor, "*B M"]:
+    """GELU approximated by tanh, as in GPT-2. The exact one is fast in PyTorch as it is."""
+    y: Tensor = _Gelu.apply(x)  # type: ignore[no-untyped-call]
+    return y
+
+
+class _Rotate(torch.autograd.Function):
+    @staticmethod
+    def forward(context: Any, x: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
+        context.save_for_backward(cosine, sine)
+        return _turned(x, torch.empty(x.shape, dtype=x.dtype), cosine, sine, 1.0)
+
+    @staticmethod
+    @once_differentiable
+    def backward(context: Any, *upstream: Tensor) -> tuple[Tensor, None, None]:
+        dy = upstream[0]
+        B, N, T, E = dy.shape
+        dx = torch.empty((B, T, N, E), dtype=dy.dtype).transpose(1, 2)  # as what the projection gave lies in memory
+        cosine, sine = context.saved_tensors
+        return _turned(dy, dx, cosine, sine, -1.0), None, None
+
+
+def _turned(x: Tensor, y: Tensor, cosine: Tensor, sine: Tensor, sign: float) -> Tensor:
+    B, N, T, E = x.shape
+    x = x if x.stride(3) == 1 else x.contiguous()
+    angles = (cosine.stride(0) if cosine.shape[0] == B else 0, cosine.stride(2))
+    strides = torch.tensor([*x.stride()[:3], *y.stride()[:3], *angles])
+    _call("turn", KINDS[x.dtype], x, y, cosine, sine, B, N, T, E, strides, sign)
+    return y
+
+
+def rotate(
+    x: Float[Tensor, "B N T E"], cosine: Float[Tensor, "#B 1 T E"], sine: Float[Tensor, "#B 1 T E"]
+) -> Float[Tensor, "B N T E"]:
+    """Each pair of numbers (e, e + E/2) turned by its angle; the second half of the angles repeats the first."""
+    y: Tensor = _Rotate.apply(x, cosine.contiguous(), sine.contiguous())  # type: ignore[no-untyped-call]
+    return y
+
+
+def first_seen(segments: Int[Tensor, "B T"], window: int | None = None) -> Int[Tensor, "B T"]:
+    """The first key that each query sees: of its segment, whose tokens stand together, and of its window."""
+    T = segments.shape[1]
+    places = torch.arange(T).expand(segments.shape)
+    begins = torch.ones_like(segments, dtype=torch.bool)
+    begins[:, 1:] = segments[:, 1:] != segments[:, :-1]
+    first = torch.where(begins, places, 0).cummax(dim=1).values
+    return first if window is None else torch.maximum(first, places - (window - 1))
+
+
+def column_sums(x: Float[Tensor, "N D"]) -> Float[Tensor, " D"]:
+    """Σ x[n] over rows n, in float32."""
+    sums, x = torch.empty(x.shape[1], dtype=torch.float32), x.contiguous()
+    _call("columns", KINDS[x.dtype], x, sums, *x.shape)
+    return sums
+
+
+def cross_entropy_(
+    scores: Float[Tensor, "N V"],
+    targets: Int[Tensor, " N"],
+    *,
+    z_loss: float = 0.0,
+    share: float = 1.0,
+    slopes: bool = True,
+) -> Float[Tensor, " N"]:
+    """
+    z = log Σ exp(scores) of each row, in float32; the cross entropy is z − scores[target].
+
+    With `slopes` the scores are overwritten with the gradient of share · Σ (z − scores[target] + z_loss · z²).
+    """
+    z = torch.empty(len(scores), dtype=torch.float32)
+    _call(
+        "entropy",
+        KINDS[scores.dtype],
+        scores,
+        scores.stride(0),
+        targets.contiguous(),
+        z,
+        *scores.shape,
+        float(z_loss),
+        float(share),
+        int(slopes),
+    )
+    return z
+
+
+MATMUL_LIBRARY = "products"
+FEWEST_ROWS = 64
+"""With fewer, it is the reading of weights that takes the time."""
+PANEL, PAIRS_UNIT = 32, 16
+TILES_INNER, TILES_BLOCK, PAIRS_INNER, PAIRS_BLOCK = 1536, 320 * 1024, 1024, 256 * 1024
+"""Of native/products.hpp, products_tiles.hpp and products_pairs.hpp."""
+ROOM: ContextVar[list[int] | None] = ContextVar("room", default=None)
+"""Set while a step is traced: the most of `room_bytes` so far."""
+NONE, PAIRS, TILES = 0, 1, 2
+UNITS = ("none", "pairs", "tiles")
+"""What a processor multiplies bfloat16 with, the better the later; and their names."""
+ROUNDED, SET, ADD = 0, 1, 2
+"""What becomes of sums: bfloat16, float32, float32 added to what is there."""
+
+
+def matmul_ready(x: Tensor, weight: Tensor) -> bool:
+    """Whether the processor and the library take a product of x in bfloat16 with float32 weights."""
+    return (
+        x.dtype == torch.bfloat16
+        and weight.dtype == torch.float32
+        and x.device.type == weight.device.type == "cpu"
+        and type(x) in PLAIN
+        and type(weight) in PLAIN
+        and x.numel() >= FEWEST_ROWS * x.shape[-1]
+        and weight.stride(-1) == 1
+        and not torch.compiler.is_compiling()
+        and not ELSEWHERE.get()
+        and units() != NONE
+    )
+
+
+def units() -> int:
+    """What the library, where it is there and wanted, multiplies with on this processor: NONE, PAIRS or TILES."""
+    return NONE if native.library(MATMUL_LIBRARY) is None else _units_here()
+
+
+@cache
+def _units_here() -> int:
+    library = native.library(MATMUL_LIBRARY)
+    return NONE if library is None else int(library.bloomery_units())
+
+
+def product(
+    left: Float[Tensor, "M K"],
+    right: Float[Tensor, "K N"],
+    into: Float[Tensor, "M N"],
+    bias: Tensor | None = None,
+    *,
+    add: bool = False,
+) -> Tensor:
+    """left · right, rounded to bfloat16 where that is the format of `into`, whose rows are contiguous."""
+    output = ROUNDED if into.dtype == torch.bfloat16 else ADD if add else SET
+    if (taken := ROOM.get()) is not None:
+        turned = right.dtype == torch.float32 and left.dtype != torch.float32
+        taken[:] = map(max, taken, room_bytes(len(into), into.shape[1], left.shape[1], output, turned=turned))
+    sides = *_side(left), *_side(right.t())
+    shape = *into.shape, left.shape[1]
+    added = 0 if bias is None else bias.float().contiguous()
+    call(MATMUL_LIBRARY, "product", *sides, *shape, output, into, into.stride(0), added, units())
+    return into
+
+
+def aligned_rows(rows: int, width: int) -> Float[Tensor, "rows width"]:
+    """Room for a result in bfloat16 whose rows begin on lines of the cache: columns of it are read 3 times as fast."""
+    return torch.empty(rows, aligned(width), dtype=torch.bfloat16)[:, :width]
+
+
+def aligned(width: int) -> int:
+    """How far apart rows of that width begin."""
+    return -(-width // PANEL) * PANEL
+
+
+def _side(matrix: Tensor) -> tuple[Tensor, int, int, int]:
+    """Numbers, stride, whether they are float32, whether the second dimension is contiguous; a copy where none is."""
+    matrix = matrix if 1 in matrix.stride() else matrix.contiguous()
+    along = matrix.stride(1) == 1
+    return matrix, matrix.stride(0 if along else 1), int(matrix.dtype == torch.float32), int(along)
+
+
+def room_bytes(rows: int, columns: int, inner: int, output: int, *, turned: bool) -> list[int]:
+    """
+    Of the memory that the library keeps to rearrange both sides and to sum up in, of all threads: it grows to what the
+    largest product needs. As in native/products_tiles.hpp and products_pairs.hpp. `turned`: the right side alone is in
+    float32.
+    """
+    by_pairs, threads = units() == PAIRS, torch.get_num_threads()
+    most, block = (PAIRS_INNER, PAIRS_BLOCK) if by_pairs else (TILES_INNER, TILES_BLOCK)
+    pieces = -(-inner // most)
+    piece = -(-inner // (pieces * PANEL)) * PANEL
+    high, wide = _rectangle(-(-rows // PANEL), -(-columns // PANEL), threads)
+    kept, flowing = (high, wide) if by_pairs and turned and rows < columns else (wide, high)
+    fits = max(1, block // (piece * PANEL))
+    blocks = -(-kept // fits)
+    each = -(-kept // blocks)
+    moving = 2 * PAIRS_UNIT if by_pairs else PANEL * (flowing if blocks > 1 else 1)
+    sums = flowing * (each if by_pairs else kept + 1) if pieces > 1 and output == ROUNDED else 0
+    return [size * threads for size in (2 * piece * PANEL * each, 2 * piece * moving, 4 * PANEL**2 * sums)]
+
+
+def _rectangle(high: int, wide: int, threads: int) -> tuple[int, int]:
+    """Of a result, in panels: the largest that one thread takes."""
+    ways = ((-(-high // down), -(-wide * down // threads)) for down in range(1, threads + 1) if threads % down == 0)
+    return min(ways, key=sum)
+
+
+def forward_operation() -> Any:
+    """y = x Wᵀ + b as an operation of torch, so that recomputation can be told to keep what it gives."""
+    _operations()
+    return torch.ops.bloomery.linear.default
+
+
+@cache
+def _operations() -> torch.library.Library:
+    """Which takes its operations along when it goes."""
+    library = torch.library.Library("bloomery", "DEF")  # type: ignore[no-untyped-call]
+    library.define("linear(Tensor x, Tensor weight, Tensor? bias) -> Tensor")  # type: ignore[no-untyped-call]
+    library.impl("linear", _forward, "CPU")  # type: ignore[no-untyped-call]
+    torch.library.register_fake("bloomery::linear", _forward, lib=library)
+    return library
+
+
+def _forward(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    return product(x, weight.t(), x.new_empty(len(x), len(weight)), bias)
+
+
+class _Linear(torch.autograd.Function):
+    @staticmethod
+    def forward(context: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        rows = x.reshape(-1, x.shape[-1])
+        context.save_for_backward(rows, weight)
+        context.biased = bias is not None
+        y: Tensor = forward_operation()(rows, weight, bias)
+        return y.view(*x.shape[:-1], len(weight))
+
+    @staticmethod
+    @once_differentiable
+    def backward(context: Any, *upstream: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+        rows, weight = context.saved_tensors
+        slope = upstream[0].reshape(-1, len(weight))
+        dx = dweight = dbias = None
+        if context.needs_input_grad[0]:
+            dx = product(slope, weight, rows.new_empty(rows.shape)).view(*upstream[0].shape[:-1], -1)
+        if context.needs_input_grad[1]:
+            dweight = product(slope.t(), rows, weight.new_empty(weight.shape))
+        if context.biased and context.needs_input_grad[2]:
+            dbias = column_sums(slope) if ready(slope) else slope.sum(0, dtype=torch.float32)
+        return dx, dweight, dbias
+
+
+def linear(
+    x: Float[Tensor, "*B K"], weight: Float[Tensor, "N K"], bias: Float[Tensor, " N"] | None
+) -> Float[Tensor, "*B N"]:
+    """x Wᵀ + b in bfloat16."""
+    y: Tensor = _Linear.apply(x, weight, bias)  # type: ignore[no-untyped-call]
+    return y

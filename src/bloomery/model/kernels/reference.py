@@ -1,0 +1,77 @@
+"""
+Reference implementations of the fused operations in plain PyTorch.
+
+The formulas run in the format of their inputs, and say what is right. Where callers have no lines of their own,
+there is also the version that training computes without kernels.
+"""
+
+from jaxtyping import Float, Int, UInt8
+
+import bloomery.hw.require_torch  # noqa: F401
+
+import torch
+from torch import Tensor
+
+
+def rms_norm(x: Float[Tensor, "*B D"], weight: Float[Tensor, " D"] | None, eps: float) -> Float[Tensor, "*B D"]:
+    """x / √(mean(x²) + ε) · weight"""
+    y = x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps)
+    return y if weight is None else y * weight
+
+
+def turn(
+    x: Float[Tensor, "B N T E"],
+    cosine: Float[Tensor, "#B 1 T E"],
+    sine: Float[Tensor, "#B 1 T E"],
+    weight: Float[Tensor, " E"] | None = None,
+    eps: float | None = None,
+) -> Float[Tensor, "B N T E"]:
+    """(first · cos − second · sin, second · cos + first · sin) of each head's halves, after its norm."""
+    x = x if eps is None else rms_norm(x, weight, eps)
+    first, second = x.chunk(2, dim=-1)
+    return x * cosine + torch.cat((-second, first), dim=-1) * sine
+
+
+def cross_entropy(
+    scores: Float[Tensor, "C V"], targets: Int[Tensor, " C"], z_loss: float = 0.0
+) -> tuple[Float[Tensor, " C"], Float[Tensor, " C"], Float[Tensor, "C V"]]:
+    """z = log Σ exp(scores), the scores of the targets, and the slopes of Σ (z − reached + z_loss · z²)."""
+    counts, wanted = targets >= 0, targets.clamp_min(0)[:, None]
+    z, reached = torch.logsumexp(scores, 1), scores.gather(1, wanted)[:, 0]
+    slopes = torch.softmax(scores, 1) * (1 + 2 * z_loss * z)[:, None]
+    slopes = slopes.scatter_add(1, wanted, -torch.ones_like(wanted, dtype=scores.dtype)) * counts[:, None]
+    return z * counts, reached * counts, slopes
+
+
+def cross_entropy_(
+    scores: Float[Tensor, "C V"], targets: Int[Tensor, " C"], z_loss: float, slopes: bool, share: float = 1.0
+) -> tuple[Float[Tensor, "C 1"], Float[Tensor, "C V"] | None]:
+    """
+    z, and `share` times the slopes, with few passes over memory, as training computes them where no kernel does it: z
+    in float32, the slopes in the format of the scores, which may be overwritten. Every target counts.
+    """
+    if not slopes:
+        return torch.logsumexp(scores.float(), 1, keepdim=True), None
+    wanted = targets[:, None]
+    largest, place = scores.max(1, keepdim=True)
+    shares = torch.softmax(scores, 1, dtype=torch.float32)
+    z = largest.float() - shares.gather(1, place).log_()  # the largest share is at least 1 / V
+    if z_loss:
+        shares.mul_(1 + 2 * z_loss * z)
+    shares.scatter_add_(1, wanted, shares.new_full(wanted.shape, -1.0))
+    return z, torch.mul(shares, share, out=shares if scores.dtype == torch.float32 else scores)
+
+
+def nf4_dense(
+    codes: UInt8[Tensor, "R bytes"],
+    scales: Tensor,
+    numbers: Float[Tensor, "16"],
+    shape: tuple[int, int],
+    coarse: Tensor | None = None,
+) -> Float[Tensor, "R D"]:
+    """The matrix that codes and scales stand for: the layout of quantize.NF4, written a second time to be compared."""
+    pairs = torch.stack((codes >> 4, codes & 15), 2).flatten(1).long()[:, : shape[1]]
+    if coarse is not None:
+        place = torch.arange(scales.numel(), device=scales.device).view(scales.shape) // 256
+        scales = scales * coarse[place] + coarse[-1]
+    return numbers[pairs] * scales.float().repeat_interleave(64, 1)[:, : shape[1]]

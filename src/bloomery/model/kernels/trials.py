@@ -1,0 +1,269 @@
+"""
+Trial programs for Bloomery's own CPU and GPU kernels, called as the doctor calls torch's.
+
+    python -m bloomery.model.kernels.trials rms-norm           a kernel of the compiled library
+    python -m bloomery.model.kernels.trials rms-norm-triton    a GPU kernel of ours
+
+A word that ends in -torch tries what callers compute without the kernels. A library that crashes, or computes other
+numbers than the formula, is not used: see hw/kernel_selection.py.
+"""
+
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+
+from bloomery.core import native
+from bloomery.hw import device as devices
+from bloomery.hw import kernel_trials, probes
+from bloomery.hw import require_torch as require_torch
+from bloomery.hw.device import Device, find
+from bloomery.hw.probes import compare, say, tell_device, tell_time
+from bloomery.model.kernels import cpu, reference, triton
+from bloomery.model.kernels.cpu_attention import causal_attention
+from bloomery.model.layers import RMSNorm
+from bloomery.model.quantize import NF4, numbers
+from bloomery.model.rope import rotate
+
+import torch
+from torch import Tensor, nn
+
+TOKENS, HEADS, WIDTH, OTHER_WIDTH = 200, 4, 64, 48
+
+
+def attention() -> None:
+    dtype = find("cpu").compute_dtype
+    first = torch.zeros(1, TOKENS, dtype=torch.int64)
+    for width in (OTHER_WIDTH, WIDTH):  # some widths are computed by pairs, others are not
+        q, k, v, slope = (torch.randn(1, HEADS, TOKENS, width).to(dtype) for _ in range(4))
+        probes.forward_and_back(
+            find("cpu"),
+            f"heads of {width}",
+            lambda q, k, v: causal_attention(q, k, v, first),
+            probes.plain_attention,
+            (q, k, v),
+            slope,
+        )
+    queries, keys, values = tensors = [torch.randn(1, 8, 512, WIDTH, dtype=dtype, requires_grad=True) for _ in range(3)]
+    long = torch.zeros(1, 512, dtype=torch.int64)
+    tell_time(find("cpu"), lambda: torch.autograd.grad(causal_attention(queries, keys, values, long).sum(), tensors))
+
+
+def cpu_rms_norm() -> None:
+    device = find("cpu")
+    x, weight, slope = 3 * torch.randn(65, 328), torch.rand(328) + 0.5, torch.randn(65, 328)
+    slope = slope.to(device.compute_dtype).float()
+    probes.forward_and_back(
+        device,
+        "norm",
+        lambda x, g: cpu.rms_norm(x, g, 1e-6, device.compute_dtype),
+        probes.plain_rms_norm,
+        (x, weight),
+        slope,
+        "xg",
+    )
+    rows, scale = probes.norm_inputs(device)
+
+    def work() -> object:
+        return torch.autograd.grad(cpu.rms_norm(rows, scale, 1e-6, device.compute_dtype).sum(), (rows, scale))
+
+    tell_time(device, work)
+
+
+def cpu_cross_entropy() -> None:
+    """It overwrites the scores with their gradients, and so is compared by hand."""
+    dtype = find("cpu").compute_dtype
+    scores, targets = (4 * torch.randn(65, 5003)).to(dtype), torch.randint(0, 5003, (65,))
+    exact = scores.double()
+    say(trying="loss")
+    z = cpu.cross_entropy_(scores, targets)
+    compare("loss", z, torch.logsumexp(exact, 1))
+    slopes = torch.softmax(exact, 1)
+    slopes[torch.arange(65), targets] -= 1
+    compare("loss, gradient of s", scores, slopes)
+    many, wanted = probes.entropy_inputs(find("cpu"))
+    tell_time(find("cpu"), lambda: cpu.cross_entropy_(many.detach().clone(), wanted))
+
+
+CPU_KERNELS: dict[str, Callable[[], None]] = {
+    "attention": attention,
+    "rms-norm": cpu_rms_norm,
+    "cross-entropy": cpu_cross_entropy,
+}
+
+
+def main_cpu(name: str) -> None:
+    tell_device(find("cpu"))
+    torch.manual_seed(0)
+    if native.library(cpu.LIBRARY) is None:
+        say(absent=native.state(cpu.LIBRARY))
+    else:
+        CPU_KERNELS[name]()
+
+
+EPS = 1e-6
+LONG = {"cpu": 4}
+"""Rows of what is timed where Triton interprets its kernels; 4096 on the GPUs that they are for."""
+
+
+def _long(device: Device) -> int:
+    return LONG.get(device.place.type, 4096)
+
+
+def triton_rms_norm(device: Device) -> None:
+    dtype = device.compute_dtype
+    x, weight, slope = 3 * torch.randn(65, 328), torch.rand(328) + 0.5, torch.randn(65, 328).to(dtype).float()
+
+    def normed(x: Tensor, g: Tensor) -> Tensor:
+        return triton.rms_norm(x, g, EPS, dtype)
+
+    probes.forward_and_back(device, "norm", normed, probes.plain_rms_norm, (x, weight), slope, "xg")
+    rows, scale = (one.requires_grad_() for one in _on(device, torch.randn(_long(device), 1024), torch.ones(1024)))
+    tell_time(device, lambda: torch.autograd.grad(normed(rows, scale).sum(), (rows, scale)))
+
+
+Losing = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
+
+
+def _fused_loss(scores: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+    z, reached = triton.cross_entropy_(scores, targets)
+    return z - reached, scores
+
+
+def _plain_loss(scores: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+    reached = scores.gather(1, targets[:, None]).float()
+    z, slopes = reference.cross_entropy_(scores, targets, 0.0, True)
+    assert slopes is not None
+    return (z - reached)[:, 0], slopes
+
+
+def triton_cross_entropy(device: Device, lost: Losing) -> None:
+    """It may overwrite the scores with their gradients, and so is compared by hand."""
+    scores, targets = (4 * torch.randn(65, 5003)).to(device.compute_dtype), torch.randint(0, 5003, (65,))
+    z, reached, slopes = reference.cross_entropy(scores.double(), targets)
+    say(trying="loss")
+    losses, found = lost(*_on(device, scores.clone(), targets))
+    compare("loss", losses, z - reached)
+    compare("loss, gradient of s", found, slopes)
+    many = torch.randn(_long(device) // 4, 8192, device=device.place).to(device.compute_dtype)
+    places = torch.arange(len(many), device=device.place)
+    tell_time(device, lambda: lost(many, places))
+
+
+Turning = Callable[[Tensor, Tensor, Tensor, Tensor | None], Tensor]
+
+
+def _ours(x: Tensor, cosine: Tensor, sine: Tensor, weight: Tensor | None) -> Tensor:
+    return triton.turn(x, cosine, sine, weight, None if weight is None else EPS)
+
+
+def _torchs(x: Tensor, cosine: Tensor, sine: Tensor, weight: Tensor | None) -> Tensor:
+    """What attention computes without kernels of our own."""
+    if weight is not None:
+        norm = RMSNorm(len(weight), EPS)
+        x = torch.func.functional_call(norm, {"weight": weight}, (x,)).to(x.dtype)
+    return rotate(x, (cosine, sine))
+
+
+def rotary(device: Device, turned: Turning, normed: bool) -> None:
+    dtype, width, tokens = device.compute_dtype, 80, 37
+    cosine, sine = _angles(tokens, width)
+    x = torch.randn(2, tokens, 3, width).to(dtype).transpose(1, 2)
+    slope = torch.randn(2, 3, tokens, width).to(dtype).float()
+    inputs = (x, torch.rand(width) + 0.5) if normed else (x,)
+    c, s = _on(device, cosine.to(dtype), sine.to(dtype))
+
+    def work(x: Tensor, weight: Tensor | None = None) -> Tensor:
+        return turned(x, c, s, weight)
+
+    def formula(x: Tensor, weight: Tensor | None = None) -> Tensor:
+        turned_by = cosine.to(dtype).double(), sine.to(dtype).double()
+        return reference.turn(x, *turned_by, weight, None if weight is None else EPS)
+
+    probes.forward_and_back(device, "turned", work, formula, inputs, slope, "xg"[: len(inputs)])
+    tokens = _long(device)
+    c, s = (one.to(dtype) for one in _on(device, *_angles(tokens, 64)))
+    many = [torch.randn(1, tokens, 16, 64, device=device.place).to(dtype).transpose(1, 2).requires_grad_()]
+    if normed:
+        many.append(torch.ones(64, device=device.place, requires_grad=True))
+    tell_time(device, lambda: torch.autograd.grad(work(*many), many, torch.ones_like(many[0])))
+
+
+def _angles(tokens: int, width: int) -> tuple[Tensor, Tensor]:
+    angle = (torch.arange(tokens)[:, None] / 10.0 ** torch.linspace(0, 4, width // 2))[None, None]
+    return torch.cat((angle, angle), 3).cos(), torch.cat((angle, angle), 3).sin()
+
+
+Multiplying = Callable[[NF4, Tensor, bool], Tensor]
+
+
+def _tiled(matrix: NF4, x: Tensor, back: bool) -> Tensor:
+    shape, sixteen = (matrix.num_rows, matrix.width), numbers(x.device)
+    bias = None if back else matrix.bias
+    return triton.nf4_product(
+        x, matrix.weight, matrix.scales, sixteen, shape, coarse=matrix.coarse, bias=bias, back=back
+    )
+
+
+def _dense(matrix: NF4, x: Tensor, back: bool) -> Tensor:
+    return matrix.times_back(x) if back else matrix.times(x, None if matrix.bias is None else matrix.bias.to(x.dtype))
+
+
+def nf4(device: Device, multiplied: Multiplying) -> None:
+    dtype = device.compute_dtype
+    for double in (False, True):
+        say(trying=f"scales {'coded' if double else 'as they are'}")
+        matrix = NF4(nn.Linear(200, 72), double)
+        dense = reference.nf4_dense(
+            matrix.weight, matrix.scales, numbers(torch.device("cpu")), (72, 200), matrix.coarse
+        )
+        x, slope = torch.randn(65, 200).to(dtype), torch.randn(65, 72).to(dtype)
+        right = x.double() @ dense.double().t() + (matrix.bias.double() if matrix.bias is not None else 0.0)
+        matrix = matrix.to(device.place)
+        given, back = _on(device, x, slope)
+        words = "product, scales coded" if double else "product"
+        compare(words, multiplied(matrix, given, False), right)
+        compare(f"{words}, gradient of x", multiplied(matrix, back, True), slope.double() @ dense.double())
+    width = 2048 if _long(device) > 16 else 64
+    matrix = NF4(nn.Linear(width, width)).to(device.place)
+    many = torch.randn(_long(device), width, device=device.place).to(dtype)
+    tell_time(device, lambda: (multiplied(matrix, many, False), multiplied(matrix, many, True)))
+
+
+def _on(device: Device, *tensors: Tensor) -> list[Tensor]:
+    return [one.to(device.place) for one in tensors]
+
+
+TRITON_KERNELS: dict[str, Callable[[Device], None]] = {
+    "rms-norm-triton": triton_rms_norm,
+    "cross-entropy-triton": lambda device: triton_cross_entropy(device, _fused_loss),
+    "rotary-triton": lambda device: rotary(device, _ours, False),
+    "rotary-norm-triton": lambda device: rotary(device, _ours, True),
+    "nf4-triton": lambda device: nf4(device, _tiled),
+    "cross-entropy-torch": lambda device: triton_cross_entropy(device, _plain_loss),
+    "rotary-torch": lambda device: rotary(device, _torchs, False),
+    "rotary-norm-torch": lambda device: rotary(device, _torchs, True),
+    "nf4-torch": lambda device: nf4(device, _dense),
+}
+
+
+def main(name: str, device: Device) -> None:
+    tell_device(device)
+    torch.manual_seed(0)
+    formats = [device.compute_dtype]
+    if name.endswith(kernel_trials.OWN):
+        if not devices.compiles_kernels(device.place):
+            say(absent="Triton is not installed" if device.place.type != "cpu" else "Triton compiles for GPUs alone")
+            return
+        if device.compute_dtype not in triton.DTYPES:
+            say(absent=f"{device.compute_dtype} is left to torch")
+            return
+        formats = sorted({torch.float32, *formats}, key=lambda dtype: dtype == device.compute_dtype)
+    for dtype in formats:  # the time of the last counts
+        TRITON_KERNELS[name](replace(device, compute_dtype=dtype))
+
+
+if __name__ == "__main__":
+    if sys.argv[1] in CPU_KERNELS:
+        main_cpu(sys.argv[1])
+    else:
+        main(sys.argv[1], devices.find())

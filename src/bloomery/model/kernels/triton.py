@@ -1,0 +1,348 @@
+"""
+GPU operations with gradients that launch Bloomery's Triton kernels.
+
+Callers ask `ready(kernel, tensor)` first, and keep their own lines of PyTorch for when it says no. The formulas
+that trials and tests compare with are in model/kernels/reference.py.
+
+Triton may be missing. Then no caller gets here, because no kernel was trusted. A launch can also be written down
+instead, so that it is compiled for GPUs that are not there.
+
+Letters used for shapes are those of layers.py; N heads, C rows of scores, R rows of a quantised matrix.
+"""
+
+import importlib
+import importlib.util
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+from jaxtyping import Float, Int, UInt8
+
+import bloomery.hw.require_torch  # noqa: F401
+from bloomery.hw import device as devices
+from bloomery.hw import kernel_trials
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+
+LANGUAGE = "bloomery.model.kernels.triton_source"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Launch:
+    """One kernel that was asked for: everything that Triton compiles it by."""
+
+    kernel: str
+    grid: tuple[int, ...]
+    arguments: Mapping[str, Tensor | int | float]
+    constants: Mapping[str, int | bool]
+    warps: int
+    stages: int
+
+
+_RECORD: ContextVar[list[Launch] | None] = ContextVar("record", default=None)
+
+
+def is_there() -> bool:
+    """Whether Triton is installed."""
+    return importlib.util.find_spec("triton") is not None
+
+
+@cache
+def language() -> Any:
+    """The kernels as Triton sees them."""
+    return importlib.import_module(LANGUAGE)
+
+
+def launch(one: Launch) -> None:
+    """Run a kernel on the device of its tensors, or write down that it was asked for."""
+    record = _RECORD.get()
+    if record is not None:
+        record.append(one)
+        return
+    kernel = getattr(language(), one.kernel)
+    kernel[one.grid](**one.arguments, **one.constants, num_warps=one.warps, num_stages=one.stages)
+
+
+@contextmanager
+def recorded() -> Iterator[list[Launch]]:
+    """Write down what is asked for meanwhile, and run nothing."""
+    launches: list[Launch] = []
+    token = _RECORD.set(launches)
+    try:
+        yield launches
+    finally:
+        _RECORD.reset(token)
+
+
+DTYPES = (torch.float32, torch.bfloat16)
+LARGEST_ROW = 8192
+"""Numbers of a row that one program holds in registers: 32 for each of 256 threads. 16384 spill on RDNA."""
+PARTS = 256
+"""Programs that share the rows where slopes of weights are added up: a fixed number, for sums in a fixed order."""
+TILE_VALUES = 4096
+"""Numbers of several heads that one program turns at once."""
+SCORES_AT_ONCE = 4096
+
+
+def ready(kernel: str, *tensors: Tensor) -> bool:
+    """Whether our own kernel of that name may be used for these tensors: it was tried on this device, and won."""
+    return (
+        not torch.compiler.is_compiling()
+        and kernel_trials.trusted(kernel)
+        and all(type(one) in (Tensor, nn.Parameter) and one.dtype in DTYPES for one in tensors)
+        and all(devices.compiles_kernels(one.device) for one in tensors)
+    )
+
+
+def _power(size: int) -> int:
+    """The power of two that is not below it."""
+    return 1 << max(0, size - 1).bit_length()
+
+
+def _warps(values: int) -> int:
+    """Warps for so many numbers: 16 a thread where warps have 32, at most 512 threads where they have 64."""
+    return max(1, min(8, values // 512))
+
+
+class _RMSNorm(torch.autograd.Function):
+    @staticmethod
+    def forward(context: Any, x: Tensor, weight: Tensor | None, eps: float, dtype: torch.dtype) -> Tensor:
+        x = x.contiguous()
+        y, inverses = torch.empty_like(x, dtype=dtype), x.new_empty(x.shape[:-1], dtype=torch.float32)
+        context.save_for_backward(x, weight, inverses)
+        width, rows = x.shape[-1], inverses.numel()
+        at = {"x_at": x, "weight_at": x if weight is None else weight, "y_at": y, "inverse_at": inverses}
+        if rows:
+            launch(
+                Launch(
+                    kernel="norm",
+                    grid=(rows,),
+                    arguments=at | {"width": width, "eps": float(eps)},
+                    constants={"weighted": weight is not None, "block": _power(width)},
+                    warps=_warps(_power(width)),
+                    stages=1,
+                )
+            )
+        return y
+
+    @staticmethod
+    @once_differentiable
+    def backward(context: Any, *upstream: Tensor) -> tuple[Tensor, Tensor | None, None, None]:
+        x, weight, inverses = context.saved_tensors
+        dy, dx = upstream[0].contiguous(), torch.empty_like(x)
+        width, rows = x.shape[-1], inverses.numel()
+        share = max(1, -(-rows // PARTS))
+        parts = x.new_zeros(-(-rows // share), width, dtype=torch.float32)
+        at = {"x_at": x, "weight_at": x if weight is None else weight, "inverse_at": inverses}
+        if rows:
+            launch(
+                Launch(
+                    kernel="norm_slopes",
+                    grid=(len(parts),),
+                    arguments=at
+                    | {"dy_at": dy, "dx_at": dx, "dweight_at": parts}
+                    | {"rows": rows, "share_rows": share, "width": width},
+                    constants={"weighted": weight is not None, "block": _power(width)},
+                    warps=_warps(_power(width)),
+                    stages=1,
+                )
+            )
+        return dx, None if weight is None else parts.sum(0).to(weight.dtype), None, None
+
+
+def rms_norm(
+    x: Float[Tensor, "*B D"], weight: Float[Tensor, " D"] | None, eps: float, dtype: torch.dtype
+) -> Float[Tensor, "*B D"]:
+    """x / √(mean(x²) + ε) · weight, to a number format. D is at most LARGEST_ROW."""
+    y: Tensor = _RMSNorm.apply(x, weight, eps, dtype)  # type: ignore[no-untyped-call]
+    return y
+
+
+class _Turn(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        context: Any, x: Tensor, weight: Tensor | None, cosine: Tensor, sine: Tensor, eps: float | None
+    ) -> Tensor:
+        x = x if x.stride(3) == 1 else x.contiguous()
+        context.eps = eps
+        context.save_for_backward(*((cosine, sine) if eps is None else (cosine, sine, x, weight)))
+        y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+        _turned(x, y, weight, cosine, sine, eps, 1.0)
+        return y
+
+    @staticmethod
+    @once_differentiable
+    def backward(context: Any, *upstream: Tensor) -> tuple[Tensor, Tensor | None, None, None, None]:
+        dy = upstream[0] if upstream[0].stride(3) == 1 else upstream[0].contiguous()
+        B, N, T, E = dy.shape
+        dx = torch.empty((B, T, N, E), dtype=dy.dtype, device=dy.device).transpose(1, 2)  # as the projection gave it
+        if context.eps is None:
+            cosine, sine = context.saved_tensors
+            _turned(dy, dx, None, cosine, sine, None, -1.0)
+            return dx, None, None, None, None
+        cosine, sine, x, weight = context.saved_tensors
+        parts = _turn_slopes(x, dy, dx, weight, cosine, sine, context.eps)
+        return dx, None if weight is None else parts.sum(0).to(weight.dtype), None, None, None
+
+
+def _places(**tensors: Tensor) -> dict[str, int]:
+    """How far batches, heads and tokens of (B, N, T, E) lie from each other."""
+    return {
+        f"{name}_{axis}": one.stride(dim)
+        for name, one in tensors.items()
+        for dim, axis in enumerate(("batch", "head", "token"))
+    }
+
+
+def _angles(x: Tensor, cosine: Tensor) -> dict[str, int]:
+    return {"angle_batch": cosine.stride(0) if len(cosine) == len(x) else 0, "angle_token": cosine.stride(2)}
+
+
+def _blocks(heads: int, half: int) -> dict[str, int]:
+    return {
+        "block_heads": min(_power(heads), max(1, TILE_VALUES // (2 * _power(half)))),
+        "block_half": _power(half),
+    }
+
+
+def _turned(
+    x: Tensor, y: Tensor, weight: Tensor | None, cosine: Tensor, sine: Tensor, eps: float | None, sign: float
+) -> None:
+    B, N, T, E = x.shape
+    blocks = _blocks(N, E // 2)
+    sizes: dict[str, int | float] = {"heads": N, "tokens": T, "half": E // 2, "eps": eps or 0.0, "sign": sign}
+    if not x.numel():
+        return
+    launch(
+        Launch(
+            kernel="turn",
+            grid=(B * T, -(-N // blocks["block_heads"])),
+            arguments={"x_at": x, "y_at": y, "weight_at": x if weight is None else weight}
+            | {"cosine_at": cosine, "sine_at": sine}
+            | sizes
+            | _places(x=x, y=y)
+            | _angles(x, cosine),
+            constants={"normed": eps is not None, "weighted": weight is not None} | blocks,
+            warps=_warps(2 * blocks["block_heads"] * blocks["block_half"]),
+            stages=1,
+        )
+    )
+
+
+def _turn_slopes(
+    x: Tensor, dy: Tensor, dx: Tensor, weight: Tensor | None, cosine: Tensor, sine: Tensor, eps: float
+) -> Float[Tensor, "parts E"]:
+    B, N, T, E = x.shape
+    blocks = _blocks(N, E // 2)
+    groups, share = -(-N // blocks["block_heads"]), max(1, -(-B * T // PARTS))
+    programs = -(-B * T // share)
+    parts = x.new_zeros(programs * groups, E, dtype=torch.float32)
+    if not x.numel():
+        return parts
+    launch(
+        Launch(
+            kernel="turn_slopes",
+            grid=(programs, groups),
+            arguments={"x_at": x, "dy_at": dy, "dx_at": dx, "weight_at": x if weight is None else weight}
+            | {"dweight_at": parts, "cosine_at": cosine, "sine_at": sine}
+            | {"rows": B * T, "share_rows": share, "heads": N, "tokens": T, "half": E // 2}
+            | _places(x=x, dy=dy, dx=dx)
+            | _angles(x, cosine)
+            | {"eps": eps},
+            constants={"weighted": weight is not None} | blocks,
+            warps=_warps(2 * blocks["block_heads"] * blocks["block_half"]),
+            stages=1,
+        )
+    )
+    return parts
+
+
+def turn(
+    x: Float[Tensor, "B N T E"],
+    cosine: Float[Tensor, "#B 1 T E"],
+    sine: Float[Tensor, "#B 1 T E"],
+    weight: Float[Tensor, " E"] | None = None,
+    eps: float | None = None,
+) -> Float[Tensor, "B N T E"]:
+    """
+    Each pair of numbers (e, e + E/2) of a head turned by its angle; the second half of the angles repeats the first.
+    With `eps`, the head is first divided by √(mean(x²) + ε), and multiplied with the weights if there are any.
+    """
+    y: Tensor = _Turn.apply(x, weight, cosine.contiguous(), sine.contiguous(), eps)  # type: ignore[no-untyped-call]
+    return y
+
+
+def cross_entropy_(
+    scores: Float[Tensor, "C V"],
+    targets: Int[Tensor, " C"],
+    *,
+    z_loss: float = 0.0,
+    share: float = 1.0,
+    slopes: bool = True,
+) -> tuple[Float[Tensor, " C"], Float[Tensor, " C"]]:
+    """
+    z = log Σ exp(scores) of each row and the score of its target, in float32; the cross entropy is their difference.
+    Rows with a negative target do not count: 0 and 0.
+
+    With `slopes` the scores are overwritten with the gradient of share · Σ (z − scores[target] + z_loss · z²).
+    """
+    z, reached = (torch.empty(len(scores), dtype=torch.float32, device=scores.device) for _ in range(2))
+    block = min(SCORES_AT_ONCE, _power(scores.shape[1]))
+    if len(scores):
+        launch(
+            Launch(
+                kernel="entropy",
+                grid=(len(scores),),
+                arguments={"scores_at": scores, "targets_at": targets.contiguous(), "z_at": z, "reached_at": reached}
+                | {"width": scores.shape[1], "z_loss": float(z_loss), "share": float(share)},
+                constants={"slopes": slopes, "block": block},
+                warps=_warps(block),
+                stages=1,
+            )
+        )
+    return z, reached
+
+
+def nf4_product(
+    x: Float[Tensor, "M inputs"],
+    codes: UInt8[Tensor, "R bytes"],
+    scales: Tensor,
+    numbers: Float[Tensor, "16"],
+    shape: tuple[int, int],
+    *,
+    coarse: Tensor | None = None,
+    bias: Tensor | None = None,
+    back: bool = False,
+) -> Float[Tensor, "M outputs"]:
+    """
+    x Wᵀ + bias for a matrix W of that shape (R, D) in the layout of quantize.NF4, which is made tile by tile and never
+    whole; with `back` x W, the way of gradients. `coarse` is there where scales are codes themselves.
+    """
+    R, D = shape
+    outputs, inputs = (D, R) if back else (R, D)
+    x = x.contiguous()
+    y = x.new_empty(len(x), outputs)
+    full = x.dtype == torch.float32  # which has no matrix units on most of these chips, and takes more registers
+    block_rows, block_out = 16 if len(x) <= 16 else 32 if full else 64, 32 if full else 64
+    if not y.numel():
+        return y
+    launch(
+        Launch(
+            kernel="nf4_product",
+            grid=(-(-len(x) // block_rows), -(-outputs // block_out)),
+            arguments={"x_at": x, "codes_at": codes, "scales_at": scales, "numbers_at": numbers, "y_at": y}
+            | {"coarse_at": numbers if coarse is None else coarse, "bias_at": x if bias is None else bias}
+            | {"rows": len(x), "outputs": outputs, "inputs": inputs, "code_bytes": codes.shape[1]}
+            | {"blocks": scales.shape[1], "coarse_last": 0 if coarse is None else len(coarse) - 1},
+            constants={"back": back, "double": coarse is not None, "biased": bias is not None}
+            | {"block_rows": block_rows, "block_out": block_out, "block_in": 32},
+            warps=8 if block_rows == 64 else 4,
+            stages=2,
+        )
+    )
+    return y

@@ -1,0 +1,286 @@
+"""
+Source code of the GPU kernels in Triton's language, for warps of 32 and of 64 threads.
+
+The kernels compute in float32 and round once, whatever the format of their tensors. Rows are counted in 64 bits.
+Elements outside a tensor are masked. The kernels ask nothing of one maker alone: no assembly, no descriptors, no
+more than two stages. Python never runs these functions: model/kernels/triton.py hands them to Triton. An argument
+in …_at is the address of a tensor.
+"""
+
+from bloomery.hw import require_torch as require_torch
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def norm(x_at, weight_at, y_at, inverse_at, width, eps, weighted: tl.constexpr, block: tl.constexpr):
+    """A row of y = x / √(mean(x²) + ε) · weight, and 1 / √(…), which the way back needs."""
+    row = tl.program_id(0).to(tl.int64)
+    place = tl.arange(0, block)
+    inside = place < width
+    x = tl.load(x_at + row * width + place, mask=inside, other=0.0).to(tl.float32)
+    inverse = tl.rsqrt(tl.sum(x * x, axis=0) / width + eps)
+    y = x * inverse
+    if weighted:
+        y *= tl.load(weight_at + place, mask=inside, other=0.0).to(tl.float32)
+    tl.store(inverse_at + row, inverse)
+    tl.store(y_at + row * width + place, y.to(y_at.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def norm_slopes(
+    x_at,
+    weight_at,
+    inverse_at,
+    dy_at,
+    dx_at,
+    dweight_at,
+    rows,
+    share_rows,
+    width,
+    weighted: tl.constexpr,
+    block: tl.constexpr,
+):
+    """Slopes of some rows of x, and their part of those of the weights, in the order of the rows."""
+    program = tl.program_id(0).to(tl.int64)
+    place = tl.arange(0, block)
+    inside = place < width
+    weight = tl.full([block], 1.0, tl.float32)
+    if weighted:
+        weight = tl.load(weight_at + place, mask=inside, other=0.0).to(tl.float32)
+    total = tl.zeros([block], tl.float32)
+    for row in range(program * share_rows, tl.minimum((program + 1) * share_rows, rows)):
+        x = tl.load(x_at + row * width + place, mask=inside, other=0.0).to(tl.float32)
+        dy = tl.load(dy_at + row * width + place, mask=inside, other=0.0).to(tl.float32)
+        inverse = tl.load(inverse_at + row)
+        normed = x * inverse
+        slope = dy * weight
+        along = tl.sum(slope * normed, axis=0) / width
+        dx = (slope - normed * along) * inverse
+        tl.store(dx_at + row * width + place, dx.to(dx_at.dtype.element_ty), mask=inside)
+        total += dy * normed
+    if weighted:
+        tl.store(dweight_at + program * width + place, total, mask=inside)
+
+
+@triton.jit
+def halves(start, half, inside):
+    """The numbers from an address on, and those as far behind them as half a head is wide."""
+    first = tl.load(start, mask=inside, other=0.0).to(tl.float32)
+    return first, tl.load(start + half, mask=inside, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def keep(start, half, inside, first, second):
+    tl.store(start, first.to(start.dtype.element_ty), mask=inside)
+    tl.store(start + half, second.to(start.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def inverse_root(first, second, half, eps):
+    """1 / √(mean(x²) + ε) of each row."""
+    squares = tl.sum(first * first, axis=1) + tl.sum(second * second, axis=1)
+    return tl.rsqrt(squares / (2 * half) + eps)[:, None]
+
+
+@triton.jit
+def turn(
+    x_at,
+    y_at,
+    weight_at,
+    cosine_at,
+    sine_at,
+    heads,
+    tokens,
+    half,
+    x_batch,
+    x_head,
+    x_token,
+    y_batch,
+    y_head,
+    y_token,
+    angle_batch,
+    angle_token,
+    eps,
+    sign,
+    normed: tl.constexpr,
+    weighted: tl.constexpr,
+    block_heads: tl.constexpr,
+    block_half: tl.constexpr,
+):
+    """Some heads of a token: normed where asked for, and each pair (e, e + half) turned by sign times its angle."""
+    token = tl.program_id(0).to(tl.int64)
+    batch, token = token // tokens, token % tokens
+    head = tl.program_id(1).to(tl.int64) * block_heads + tl.arange(0, block_heads)[:, None]
+    place = tl.arange(0, block_half)
+    inside = (head < heads) & (place < half)[None, :]
+    start = x_at + batch * x_batch + token * x_token + head * x_head + place[None, :]
+    first, second = halves(start, half, inside)
+    if normed:
+        inverse = inverse_root(first, second, half, eps)
+        first, second = first * inverse, second * inverse
+    if weighted:
+        near, far = halves(weight_at + place, half, place < half)
+        first, second = first * near[None, :], second * far[None, :]
+    angle = batch * angle_batch + token * angle_token + place
+    cosine = tl.load(cosine_at + angle, mask=place < half, other=0.0).to(tl.float32)[None, :]
+    sine = tl.load(sine_at + angle, mask=place < half, other=0.0).to(tl.float32)[None, :] * sign
+    end = y_at + batch * y_batch + token * y_token + head * y_head + place[None, :]
+    keep(end, half, inside, first * cosine - second * sine, second * cosine + first * sine)
+
+
+@triton.jit
+def turn_slopes(
+    x_at,
+    dy_at,
+    dx_at,
+    weight_at,
+    dweight_at,
+    cosine_at,
+    sine_at,
+    rows,
+    share_rows,
+    heads,
+    tokens,
+    half,
+    x_batch,
+    x_head,
+    x_token,
+    dy_batch,
+    dy_head,
+    dy_token,
+    dx_batch,
+    dx_head,
+    dx_token,
+    angle_batch,
+    angle_token,
+    eps,
+    weighted: tl.constexpr,
+    block_heads: tl.constexpr,
+    block_half: tl.constexpr,
+):
+    """Slopes of some heads of some tokens that were normed and turned, and their part of those of the weights."""
+    program = tl.program_id(0).to(tl.int64)
+    head = tl.program_id(1).to(tl.int64) * block_heads + tl.arange(0, block_heads)[:, None]
+    place = tl.arange(0, block_half)
+    there = place < half
+    inside = (head < heads) & there[None, :]
+    near, far = tl.full([block_half], 1.0, tl.float32), tl.full([block_half], 1.0, tl.float32)
+    if weighted:
+        near, far = halves(weight_at + place, half, there)
+    near_total, far_total = tl.zeros([block_half], tl.float32), tl.zeros([block_half], tl.float32)
+    for row in range(program * share_rows, tl.minimum((program + 1) * share_rows, rows)):
+        batch, token = row // tokens, row % tokens
+        x = x_at + batch * x_batch + token * x_token + head * x_head + place[None, :]
+        first, second = halves(x, half, inside)
+        inverse = inverse_root(first, second, half, eps)
+        first, second = first * inverse, second * inverse
+        angle = batch * angle_batch + token * angle_token + place
+        cosine = tl.load(cosine_at + angle, mask=there, other=0.0).to(tl.float32)[None, :]
+        sine = tl.load(sine_at + angle, mask=there, other=0.0).to(tl.float32)[None, :]
+        dy = dy_at + batch * dy_batch + token * dy_token + head * dy_head + place[None, :]
+        above, below = halves(dy, half, inside)
+        above, below = above * cosine + below * sine, below * cosine - above * sine
+        near_total += tl.sum(above * first, axis=0)
+        far_total += tl.sum(below * second, axis=0)
+        above, below = above * near[None, :], below * far[None, :]
+        along = ((tl.sum(above * first, axis=1) + tl.sum(below * second, axis=1)) / (2 * half))[:, None]
+        dx = dx_at + batch * dx_batch + token * dx_token + head * dx_head + place[None, :]
+        keep(dx, half, inside, (above - first * along) * inverse, (below - second * along) * inverse)
+    if weighted:
+        part = (program * tl.num_programs(1) + tl.program_id(1)) * 2 * half
+        keep(dweight_at + part + place, half, there, near_total, far_total)
+
+
+@triton.jit
+def entropy(scores_at, targets_at, z_at, reached_at, width, z_loss, share, slopes: tl.constexpr, block: tl.constexpr):
+    """
+    z = log Σ exp(scores) of a row, and the score of its target; both 0 where the target is negative, which means that
+    the row does not count. With `slopes`, the scores become the slope of share · (z − reached + z_loss · z²).
+
+    Each thread writes only what it has read itself, so that no number is read after it was overwritten.
+    """
+    row = tl.program_id(0).to(tl.int64)
+    target = tl.load(targets_at + row)
+    counts = target >= 0
+    place = tl.arange(0, block)
+    largest, total, reached = float("-inf"), 0.0, 0.0
+    for start in range(0, width, block):
+        here = start + place
+        scores = tl.load(scores_at + row * width + here, mask=here < width, other=float("-inf")).to(tl.float32)
+        above = tl.maximum(largest, tl.max(scores, axis=0))
+        level = tl.where(above == float("-inf"), 0.0, above)  # −∞ − −∞ is none of the numbers
+        total = total * tl.exp(largest - level) + tl.sum(tl.exp(scores - level), axis=0)
+        reached += tl.sum(tl.where(here == target, scores, 0.0), axis=0)
+        largest = above
+    z = tl.where(largest == float("-inf"), 0.0, largest) + tl.log(total)
+    tl.store(z_at + row, tl.where(counts, z, 0.0))
+    tl.store(reached_at + row, tl.where(counts, reached, 0.0))
+    if slopes:
+        grown = 1.0 + 2.0 * z_loss * z
+        for start in range(0, width, block):
+            here = start + place
+            scores = tl.load(scores_at + row * width + here, mask=here < width, other=float("-inf")).to(tl.float32)
+            slope = tl.exp(scores - z) * grown - tl.where(here == target, 1.0, 0.0)
+            slope = tl.where(counts, share * slope, 0.0).to(scores_at.dtype.element_ty)
+            tl.store(scores_at + row * width + here, slope, mask=here < width)
+
+
+@triton.jit
+def nf4_product(
+    x_at,
+    codes_at,
+    scales_at,
+    coarse_at,
+    numbers_at,
+    bias_at,
+    y_at,
+    rows,
+    outputs,
+    inputs,
+    code_bytes,
+    blocks,
+    coarse_last,
+    back: tl.constexpr,
+    double: tl.constexpr,
+    biased: tl.constexpr,
+    block_rows: tl.constexpr,
+    block_out: tl.constexpr,
+    block_in: tl.constexpr,
+):
+    """
+    A tile of y = x Wᵀ + bias, or of dx = dy W on the way back; W has two codes a byte, and a scale for 64 of a row.
+
+    outputs and inputs are those of this product; coarse_last is where the mean of all scales lies. A tile is at most 64
+    wide along the rows of W and begins at a multiple of its width, so that each of its rows has one scale.
+    """
+    row, out = tl.arange(0, block_rows)[:, None], tl.arange(0, block_out)[None, :]
+    first_row, first_out = tl.program_id(0).to(tl.int64) * block_rows, tl.program_id(1) * block_out
+    x_at, y_at = x_at + first_row * inputs, y_at + first_row * outputs + first_out
+    here, there = row < rows - first_row, out < outputs - first_out
+    line_bytes, line_blocks = tl.cast(code_bytes, tl.int64), tl.cast(blocks, tl.int64)  # a whole 1 has no .to
+    total = tl.zeros([block_rows, block_out], tl.float32)
+    for start in range(0, inputs, block_in):
+        across, down = tl.arange(0, block_in)[None, :], tl.arange(0, block_in)[:, None]
+        x = tl.load(x_at + row * inputs + start + across, mask=here & (across < inputs - start), other=0.0)
+        if back:
+            first_line, first_column, line, column = start, first_out, down, out
+            lines = down < inputs - start
+        else:
+            first_line, first_column, line, column = first_out, start, out, down
+            lines = there
+        inside = there & (down < inputs - start)
+        bytes_at = codes_at + first_line * line_bytes + first_column // 2
+        byte = tl.load(bytes_at + line * code_bytes + column // 2, mask=inside, other=0).to(tl.int32)
+        number = tl.load(numbers_at + ((byte >> (4 - 4 * (column % 2))) & 15))
+        first_scale = first_line * line_blocks + first_column // 64
+        scale = tl.load(scales_at + first_scale + line * blocks, mask=lines, other=0.0).to(tl.float32)
+        if double:
+            coarse = tl.load(coarse_at + (first_scale + line * blocks) // 256, mask=lines, other=0.0)
+            scale = scale * coarse + tl.load(coarse_at + coarse_last)
+        weight = tl.where(inside, number * scale, 0.0).to(x.dtype)
+        total = tl.dot(x, weight, total, input_precision="ieee")
+    if biased:
+        total += tl.load(bias_at + first_out + out, mask=there, other=0.0).to(tl.float32)
+    tl.store(y_at + row * outputs + out, total.to(y_at.dtype.element_ty), mask=here & there)

@@ -1,0 +1,105 @@
+"""
+Position information: RoPE angles, with or without scaling, and ALiBi slopes.
+
+Letters used for shapes are those of layers.py; N heads, of queries or of keys.
+"""
+
+import math
+
+from jaxtyping import Float, Int
+
+import bloomery.hw.require_torch  # noqa: F401
+from bloomery.model.config import LinearScaling, Llama3Scaling, ModelConfig, RopeScaling, YarnScaling
+from bloomery.model.kernels import cpu, triton
+
+import torch
+from torch import Tensor
+
+Rotation = tuple[Float[Tensor, "b 1 T E"], Float[Tensor, "b 1 T E"]]  # b is 1 where all rows have the same positions
+
+
+def rotation(positions: Int[Tensor, "b T"], config: ModelConfig, dtype: torch.dtype = torch.float32) -> Rotation:
+    """
+    Cosine and sine of every position's angles, for `rotate`, in the number format of what is turned.
+
+        angle(p, j) = p · ω(j)     j = 0 … E/2 − 1, repeated for the second half
+
+    Halves are paired (j with j + E/2), as in transformers' Llama, not neighbours as in the paper
+    (Su et al. 2021, https://arxiv.org/abs/2104.09864). Computed in float32.
+    """
+    speeds, size = frequencies(config.head_size, config.rope_theta, config.rope_scaling, positions.device)
+    angle = positions[:, None, :, None].float() * speeds  # (b, 1, T, E/2)
+    angle = torch.cat((angle, angle), dim=-1)  # (b, 1, T, E)
+    cos, sin = angle.cos(), angle.sin()
+    if size != 1.0:
+        cos, sin = cos * size, sin * size
+    return cos.to(dtype), sin.to(dtype)
+
+
+def frequencies(
+    head_width: int, theta: float, scaling: RopeScaling | None, device: torch.device | str = "cpu"
+) -> tuple[Float[Tensor, " half"], float]:
+    """
+    How fast each pair of numbers turns, in radians a token, and how much what is turned grows.
+
+        ω(j) = 1 / θ^(2j/E)
+
+    In float32 and in this order of operations, so that angles at far positions have the bits of transformers'.
+    """
+    j = torch.arange(0, head_width, 2, device=device, dtype=torch.float32)
+    speeds = 1.0 / (theta ** (j / head_width))
+    match scaling:
+        case LinearScaling():
+            return speeds / scaling.factor, 1.0
+        case Llama3Scaling():
+            return _llama3(speeds, scaling), 1.0
+        case YarnScaling():
+            grown = scaling.attention_factor or (0.1 * math.log(scaling.factor) + 1.0)
+            return _yarn(speeds, head_width, theta, scaling), grown
+        case None:
+            return speeds, 1.0
+
+
+def _llama3(speeds: Tensor, scaling: Llama3Scaling) -> Tensor:
+    turn_tokens = 2 * math.pi / speeds
+    low, high = scaling.low_freq_factor, scaling.high_freq_factor
+    share = ((scaling.original_context / turn_tokens - low) / (high - low)).clamp(0, 1)  # 1: as it is
+    return (1 - share) * speeds / scaling.factor + share * speeds
+
+
+def _yarn(speeds: Tensor, head_width: int, theta: float, scaling: YarnScaling) -> Tensor:
+    def place(turns: float) -> float:
+        """The j that turns so often over the original context."""
+        return head_width * math.log(scaling.original_context / (turns * 2 * math.pi)) / (2 * math.log(theta))
+
+    first, last = max(math.floor(place(scaling.beta_fast)), 0), min(math.ceil(place(scaling.beta_slow)), head_width - 1)
+    width = last - first or 0.001
+    j = torch.arange(head_width // 2, device=speeds.device, dtype=torch.float32)
+    share = ((j - first) / width).clamp(0, 1)  # 1: slowed by the whole factor
+    return speeds / scaling.factor * share + speeds * (1 - share)
+
+
+def rotate(x: Float[Tensor, "B N T E"], turn: Rotation) -> Float[Tensor, "B N T E"]:
+    """Turn each pair of numbers of every head by its position's angle."""
+    cos, sin = turn
+    if triton.ready("rotary", x, cos, sin):
+        return triton.turn(x, cos, sin)
+    if cpu.ready(x) and cpu.ready(cos, sin):
+        return cpu.rotate(x, cos.float(), sin.float())
+    first, second = x.chunk(2, dim=-1)
+    return x * cos.to(x.dtype) + torch.cat((-second, first), dim=-1) * sin.to(x.dtype)
+
+
+def alibi_slopes(num_heads: int) -> list[float]:
+    """
+    How much a score falls with each token of distance, for every head.
+
+        2^(−8/H), 2^(−16/H), … 2^(−8)
+
+    for powers of two; for other numbers of heads those of the power below, and then every second one of the power above
+    (Press et al. 2021, https://arxiv.org/abs/2108.12409).
+    """
+    below = 2 ** (num_heads.bit_length() - 1)
+    slopes = [2.0 ** (-8.0 * i / below) for i in range(1, below + 1)]
+    above = [2.0 ** (-4.0 * i / below) for i in range(1, 2 * below + 1, 2)]
+    return slopes + above[: num_heads - below]

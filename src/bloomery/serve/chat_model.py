@@ -1,0 +1,240 @@
+"""
+Turn a conversation into an answer, streamed as text pieces.
+
+The engine works with token IDs. Here they become text that can be shown to a person at once. A piece never holds
+half a character. It never holds the beginning of a stop string that a later token may complete.
+"""
+
+import codecs
+from collections.abc import Generator, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal, Protocol, get_args, runtime_checkable
+
+from bloomery.core.bounds import TEMPERATURE
+from bloomery.core.errors import DataError
+from bloomery.tokenizer.chat_template import SHORTER, Message, Role
+
+Finish = Literal["stop", "length"]
+"""Why an answer ended: the model ended it (or a stop string did), or there was no room for more."""
+
+ROLES: tuple[str, ...] = get_args(Role)
+ANSWERED_ROLES = ("user", "tool")
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How the next token is chosen, and when to stop. Temperature 0 takes the likeliest; top_k 0 means all."""
+
+    max_tokens: int = 256
+    temperature: float = TEMPERATURE
+    top_p: float = 1.0
+    top_k: int = 0
+    seed: int | None = None
+    stop: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class TextChunk:
+    """What one step added: whole characters (maybe none yet), the tokens it took, and on the last piece the reason."""
+
+    text: str
+    tokens: int
+    finish: Finish | None = None
+
+
+@dataclass(frozen=True)
+class StreamedAnswer:
+    """An answer that is made while `pieces` is read. The last piece has a finish; closing `pieces` ends the work."""
+
+    prompt_tokens: int
+    pieces: Generator[TextChunk, None, None]
+
+
+@runtime_checkable
+class Answerer(Protocol):
+    """A model that takes a conversation."""
+
+    name: str
+
+    def answer(self, messages: Sequence[Message], sampling: Sampling) -> StreamedAnswer:
+        """Begin an answer. Raises DataError, before any work, for a conversation that the model cannot take."""
+        ...
+
+
+@dataclass(frozen=True)
+class ModelInfo:
+    """What a list of models says of one: its name, when it was made (Unix seconds), where it lies, its context."""
+
+    id: str
+    created: int
+    path: Path
+    context: int = 0
+    """In tokens; 0 where it is not known before the model is loaded."""
+
+
+@runtime_checkable
+class Models(Protocol):
+    """The models that can be asked for. Both methods are called from several threads."""
+
+    def names(self) -> Sequence[ModelInfo]: ...
+
+    def get(self, name: str) -> Answerer:
+        """Load a model, or hand out the one that is loaded. Raises RunError for an unknown name."""
+        ...
+
+
+@runtime_checkable
+class EngineProtocol(Protocol):
+    """Ids in, ids out. `context` is the number of positions; a stop id is yielded, and then is the last one."""
+
+    @property
+    def context(self) -> int: ...
+
+    def stream(
+        self,
+        ids: Sequence[int],
+        *,
+        max_tokens: int,
+        temperature: float,
+        top_p: float,
+        top_k: int,
+        seed: int | None,
+        stop_ids: frozenset[int],
+    ) -> Iterator[int]: ...
+
+
+@runtime_checkable
+class RendererProtocol(Protocol):
+    """
+    Writes a conversation as ids, up to where the assistant starts. `lead` is what it says before every answer, and
+    `end_id` what it ends its turn with.
+    """
+
+    @property
+    def end_id(self) -> int: ...
+
+    @property
+    def lead(self) -> str: ...
+
+    def prompt(self, messages: Sequence[Message], max_tokens: int) -> list[int]: ...
+
+
+@runtime_checkable
+class ByteDecoder(Protocol):
+    """The part of a tokenizer that is needed here. Bytes, because one character may span tokens."""
+
+    def decode_bytes(self, ids: Sequence[int]) -> bytes: ...
+
+
+class TextAnswerer:
+    """An engine, a renderer and a tokenizer as one model that takes a conversation."""
+
+    def __init__(self, name: str, engine: EngineProtocol, renderer: RendererProtocol, tokenizer: ByteDecoder) -> None:
+        self.name = name
+        self._engine, self._renderer, self._tokenizer = engine, renderer, tokenizer
+
+    def answer(self, messages: Sequence[Message], sampling: Sampling) -> StreamedAnswer:
+        """Begin an answer. Raises DataError for wrong roles, no question, or a prompt that fills the context."""
+        check_conversation(messages)
+        ids = self._renderer.prompt(messages, self._engine.context)
+        self._check_room(ids, "the conversation", "messages", SHORTER)
+        return StreamedAnswer(
+            len(ids), self._pieces(ids, sampling, frozenset({self._renderer.end_id}), self._renderer.lead)
+        )
+
+    def continuation(self, ids: Sequence[int], sampling: Sampling, stop_ids: frozenset[int]) -> StreamedAnswer:
+        """
+        Begin a continuation of token IDs, without the chat template. It ends before an ID of `stop_ids`. Raises
+        DataError for a prompt that is empty or fills the context.
+        """
+        self._check_room(ids, "the prompt", "prompt", "Shorten it.")
+        return StreamedAnswer(len(ids), self._pieces(ids, sampling, stop_ids, ""))
+
+    def _check_room(self, ids: Sequence[int], subject: str, where: str, hint: str) -> None:
+        if len(ids) >= self._engine.context:
+            what = f"{subject} takes {len(ids)} tokens, and {self.name} has a context of {self._engine.context}"
+            raise DataError(what, where=where, hint=hint)
+
+    def _pieces(
+        self, ids: Sequence[int], sampling: Sampling, stop_ids: frozenset[int], lead: str
+    ) -> Generator[TextChunk, None, None]:
+        stream = self._engine.stream(
+            ids,
+            max_tokens=min(sampling.max_tokens, self._engine.context - len(ids)),
+            temperature=sampling.temperature,
+            top_p=sampling.top_p,
+            top_k=sampling.top_k,
+            seed=sampling.seed,
+            stop_ids=stop_ids,
+        )
+        text = TextStream(sampling.stop, lead)
+        for token in stream:
+            if token in stop_ids:
+                yield TextChunk(text.end(), 1, "stop")
+                return
+            shown = text.add(self._tokenizer.decode_bytes([token]))
+            if text.stopped:
+                yield TextChunk(shown, 1, "stop")
+                return
+            yield TextChunk(shown, 1)
+        # What was held back may hold a whole stop string only now that no byte can follow.
+        yield TextChunk(text.end(), 0, "stop" if text.stopped else "length")
+
+
+class TextStream:
+    """
+    Bytes in, text out that nothing later can take back.
+
+    Held back are the bytes of an unfinished character, and the longest end of the text that begins a stop string.
+    What is given out, joined, is the text of all bytes up to the stop string that is complete first, however the bytes
+    were cut.
+    """
+
+    def __init__(self, stop: Sequence[str] = (), lead: str = "") -> None:
+        """`lead` is left out where the text begins with it."""
+        self.stopped = False
+        self._stop = [mark for mark in stop if mark]
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        self._held, self._lead = "", lead
+
+    def add(self, data: bytes) -> str:
+        """The text that is certain after these bytes."""
+        return self._take(self._decoder.decode(data), last=False)
+
+    def end(self) -> str:
+        """What was held back, now that nothing follows. A character that was never finished becomes U+FFFD."""
+        return self._take(self._decoder.decode(b"", final=True), last=True)
+
+    def _take(self, new: str, *, last: bool) -> str:
+        if self.stopped:
+            return ""
+        text = self._held + new
+        if self._lead:
+            if not last and len(text) < len(self._lead) and self._lead.startswith(text):
+                self._held = text
+                return ""
+            text, self._lead = text.removeprefix(self._lead), ""
+        found = [(place + len(mark), place) for mark in self._stop if (place := text.find(mark)) >= 0]
+        if found:
+            self.stopped, self._held = True, ""
+            return text[: min(found)[1]]
+        keep = 0 if last else max((_overlap(text, mark) for mark in self._stop), default=0)
+        self._held = text[len(text) - keep :]
+        return text[: len(text) - keep]
+
+
+def check_conversation(messages: Sequence[Message]) -> None:
+    """Raise DataError unless every role is known and the last message is one to be answered."""
+    for place, message in enumerate(messages):
+        if message["role"] not in ROLES:
+            what = f"message {place} has the unknown role {message['role']!r}"
+            raise DataError(what, where="messages", hint=f"Roles are {', '.join(ROLES)}.")
+    if not messages or messages[-1]["role"] not in ANSWERED_ROLES:
+        what = f"the last one is from the {messages[-1]['role']}" if messages else "there are none"
+        raise DataError(what, where="messages", hint="A conversation ends with a message of the user or a tool.")
+
+
+def _overlap(text: str, mark: str) -> int:
+    """The length of the longest end of `text` that begins `mark` without being all of it."""
+    return next((size for size in range(min(len(mark) - 1, len(text)), 0, -1) if text.endswith(mark[:size])), 0)

@@ -1,0 +1,477 @@
+"""
+Turn documents into shards: encode to runs of token IDs, shuffle by hash, gather into files.
+
+A run is a file of token IDs with an index, sorted in the order in which it is mostly read. A part of the corpus
+becomes one run, or several if the memory budget is small. In a run, training documents come first, then validation
+documents. Each half is ordered by domain. Within a domain, documents come in the order in which the first epoch
+takes them. So a stream that takes a domain once reads every run from its start to its end.
+
+The shuffle needs no memory: the position of a document is a hash of seed, stream, epoch and its id.
+
+    key(document, epoch) = scramble(first 64 bits of sha256(id) xor 64 bits of sha256("seed stream epoch"))
+
+Documents come in the order of their keys, whatever files they lie in. The boundaries of a stream by tokens are
+found in two passes over the keys with 2^16 sums. Nothing is sorted that is larger than one run or one part of the
+output.
+
+Each shard takes its documents from all runs, in the order of their keys, a piece of memory at a time. One kind of
+task sorts what a stream takes of one run. A second kind writes one shard. A third kind writes one file of
+validation documents. Each is a part of its own for the executor, and none depends on anything that the machine
+decides.
+
+The three steps share one file because each reads the files of the step before it.
+"""
+
+import hashlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from itertools import pairwise
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+from numpy.typing import NDArray
+
+from bloomery.core.bounds import Bytes, DiskPath, Seed, Share
+from bloomery.core.config import Config
+from bloomery.core.errors import DataError
+from bloomery.core.io import whole_file
+from bloomery.data import documents as data_documents
+from bloomery.data.documents import is_held_out
+from bloomery.data.executor import Part
+from bloomery.shards import format
+from bloomery.shards.loader import scramble
+from bloomery.tokenizer.fast_encode import Encoder
+from bloomery.tokenizer.tokenizer import Tokenizer
+
+SortKeys = NDArray[np.uint64]
+END = 2**64
+"""Behind every key."""
+BIN_BITS = 16
+BLOCK_TOKENS, SHORT = 2**16, 300
+
+INDEX = np.dtype([("id", "<u8"), ("tie", "<u8"), ("tokens", "<u4")])
+"""A document of a run: 128 bits of the hash of its id, and its length. In the run they stand in this order."""
+PLACED = np.dtype([("key", "<u8"), ("tie", "<u8"), ("start", "<u8"), ("tokens", "<u4")])
+"""A document of a stream: when it comes, and where in its run it lies."""
+
+
+class Chosen(NamedTuple):
+    """Which documents of a domain a stream takes."""
+
+    epochs: int
+    """How often it takes all of them."""
+    until: int
+    """Of one epoch more those with a smaller key; 0 for none."""
+
+
+def keys(ids: SortKeys, seed: int, stream: str, epoch: int) -> SortKeys:
+    """When documents come in an epoch of a stream: a bijection of their 64-bit ids."""
+    salt = hashlib.sha256(f"{seed} {stream} {epoch}".encode()).digest()
+    return scramble(ids ^ np.uint64(int.from_bytes(salt[:8], "little")))
+
+
+def hashed(ids: Sequence[str]) -> tuple[SortKeys, SortKeys]:
+    """128 bits of the sha256 of each id, as two columns."""
+    digests = b"".join(hashlib.sha256(id.encode()).digest()[:16] for id in ids)
+    both = np.frombuffer(digests, dtype="<u8").reshape(-1, 2)
+    return both[:, 0], both[:, 1]
+
+
+def cuts(passes: Callable[[], Iterator[tuple[SortKeys, NDArray[Any]]]], targets: Sequence[int]) -> list[int]:
+    """
+    For each number of tokens the key of the first document that begins there or later, in the order of keys, or END.
+
+    `passes` gives the keys and lengths (over 0) of all documents, in pieces of any order, and is called twice.
+    `targets` ascend.
+    """
+    sums = np.zeros(2**BIN_BITS, dtype=np.int64)
+    shift = np.uint64(64 - BIN_BITS)
+    for some, lengths in passes():
+        # Sums of float64 are exact below 2^53 tokens.
+        here = np.bincount((some >> shift).astype(np.int64), weights=lengths, minlength=len(sums))
+        sums += here.astype(np.int64)
+    filled = np.append(np.flatnonzero(sums), len(sums))  # bins that hold documents, and the end
+    before = np.append(np.cumsum(sums) - sums, sums.sum())[filled]
+    # The document is in the last bin that begins before the target, or it is the first of the next bin.
+    bins = np.maximum(np.searchsorted(before, targets, side="left") - 1, 0)
+    wanted = filled[np.unique(np.minimum(np.concatenate([bins, bins + 1]), len(filled) - 1))]
+    pieces: list[tuple[SortKeys, NDArray[Any]]] = [(np.zeros(0, np.uint64), np.zeros(0, np.int64))]
+    for some, lengths in passes():
+        chosen = np.isin((some >> shift).astype(np.int64), wanted)
+        pieces.append((some[chosen], lengths[chosen]))
+    found, lengths = (np.concatenate([piece[column] for piece in pieces]) for column in (0, 1))
+    order = np.lexsort((lengths, found))
+    found, lengths = found[order], lengths[order].astype(np.int64)
+    places = (found >> shift).astype(np.int64)
+    result = []
+    for target, bin in zip(targets, bins.tolist(), strict=True):
+        first, last = np.searchsorted(places, [filled[bin], filled[bin] + 1])
+        starts = before[bin] + np.cumsum(lengths[first:last]) - lengths[first:last]
+        at = int(first + np.searchsorted(starts, target, side="left"))
+        result.append(int(found[at]) if at < len(found) else END)
+    return result
+
+
+def save(path: Path, table: NDArray[Any]) -> None:
+    """Write an index as an .npy file."""
+    with whole_file(path) as file:
+        np.save(file, table, allow_pickle=False)
+
+
+def load(path: Path, dtype: np.dtype[Any]) -> NDArray[Any]:
+    """An index that `save` wrote, memory-mapped where it holds something. Raises DataError for one that is torn."""
+    try:
+        table = np.load(path, mmap_mode="r", allow_pickle=False)
+    except (OSError, ValueError) as error:
+        hint = "Remove the folder of its stage and run the recipe again."
+        raise DataError(f"cannot be read: {error}", where=str(path), hint=hint) from None
+    assert table.dtype == dtype, f"{path} holds {table.dtype}"
+    found: NDArray[Any] = table
+    return found
+
+
+def placed(index: NDArray[Any], starts: NDArray[np.int64], seed: int, stream: str, chosen: Chosen) -> NDArray[Any]:
+    """The documents of one domain of a run that a stream takes, once for every epoch in which it does; not sorted."""
+    tables = []
+    for epoch in range(chosen.epochs + bool(chosen.until)):
+        when = keys(index["id"], seed, stream, epoch)
+        table = np.empty(len(index), dtype=PLACED)
+        table["key"], table["tie"], table["start"], table["tokens"] = when, index["tie"], starts, index["tokens"]
+        whole = epoch < chosen.epochs or chosen.until >= END
+        tables.append(table if whole else table[when < np.uint64(chosen.until)])
+    return np.concatenate(tables) if tables else np.zeros(0, dtype=PLACED)
+
+
+def in_order(table: NDArray[Any]) -> NDArray[Any]:
+    """Documents by key; of equal keys, by the rest of the hash of their ids."""
+    found: NDArray[Any] = table[np.lexsort((table["tie"], table["key"]))]
+    return found
+
+
+def between(table: NDArray[Any], low: int, high: int) -> NDArray[Any]:
+    """The documents of a sorted table with keys from `low` to below `high`."""
+    ends = [len(table) if key >= END else int(np.searchsorted(table["key"], np.uint64(key))) for key in (low, high)]
+    found: NDArray[Any] = table[ends[0] : ends[1]]
+    return found
+
+
+def collect(
+    tokens: NDArray[Any], starts: NDArray[Any], lengths: NDArray[Any], made: NDArray[Any] | None = None
+) -> NDArray[Any]:
+    """
+    Documents of `tokens`, given by where they start and how long they are, end to end in this order; into `made`.
+
+    Neighbors are copied as one. Long pieces are copied one by one, of short ones the tokens in blocks that stay in the
+    processor's cache: at 40 tokens a document this is three times as fast.
+    """
+    starts, lengths = starts.astype(np.int64), lengths.astype(np.int64)
+    ends = np.cumsum(lengths)
+    made = np.empty(int(ends[-1]) if len(ends) else 0, dtype=tokens.dtype) if made is None else made
+    opens = np.ones(len(starts), dtype=bool)
+    opens[1:] = starts[1:] != starts[:-1] + lengths[:-1]
+    first = np.flatnonzero(opens)
+    if not len(first):
+        return made
+    starts, places = starts[first], (ends - lengths)[first]
+    lengths = np.diff(np.append(places, ends[-1]))
+    step = max(1, BLOCK_TOKENS * len(lengths) // max(1, len(made)))
+    if step > BLOCK_TOKENS // SHORT:
+        for at in range(0, len(starts), step):
+            some = slice(at, at + step)
+            low, size = int(places[at]), int(lengths[some].sum())
+            here = np.repeat(starts[some] - places[some] + low, lengths[some]) + np.arange(size)
+            np.take(tokens, here, out=made[low : low + size])
+    else:
+        for start, place, length in zip(starts.tolist(), places.tolist(), lengths.tolist(), strict=True):
+            made[place : place + length] = tokens[start : start + length]
+    return made
+
+
+TRAIN, ANNEAL, VAL = "train", "anneal", "val"
+"""Streams of documents, and the names of their shards."""
+
+DOCUMENTS_AT_ONCE, CHARACTERS_AT_ONCE = 512, 4_000_000
+
+
+class Encoding(Config):
+    """What decides about runs."""
+
+    tokenizer: DiskPath
+    hold_out: Share
+    seed: Seed
+    run_bytes: Bytes
+    """Tokens in memory before a run is written. How the corpus is cut into runs changes no shard."""
+
+
+class Segment(NamedTuple):
+    """Neighbors in a run: documents of one domain, all held out or none."""
+
+    held_out: bool
+    domain: str
+    documents: int
+    tokens: int
+
+
+@lru_cache(maxsize=1)
+def _loaded(folder: Path) -> tuple[Tokenizer, Encoder]:
+    """Once for all the parts of a process: the encoder is checked before its first text."""
+    tokenizer = Tokenizer.load(folder)
+    return tokenizer, Encoder(tokenizer)
+
+
+def encode_part(config: Encoding, part: Part, out: Path) -> dict[str, Any]:
+    """
+    Encode the parquet file `part.given` into runs: work/NAME-FIRST-COUNT.bin (tokens) and .npy (INDEX). The held-out
+    documents go to work/NAME.parquet. The record names the runs and their segments.
+    """
+    runs: list[dict[str, Any]] = []
+    names: list[str] = []
+    tokenizer, encoder = _loaded(config.tokenizer)
+    run = _Run(config, tokenizer, encoder)
+
+    def flush() -> None:
+        name = f"work/{part.name}-{sum(map(_documents, runs))}-{len(run)}"  # another budget makes other names
+        runs.append({"name": name, "segments": [list(segment) for segment in run.write(out / name)]})
+        names.extend([f"{name}.bin", f"{name}.npy"])
+
+    with data_documents.PartWriter(out / "work" / f"{part.name}.parquet") as held:
+        for batch in _pieces(Path(part.given)):
+            texts = batch.column("text").to_pylist()
+            marks = [is_held_out(text, config.hold_out) for text in texts]
+            held.write_batch(batch.filter(pa.array(marks)).select(data_documents.SCHEMA.names))
+            run.add(batch.column("id").to_pylist(), batch.column("domain").to_pylist(), texts, marks)
+            if run.bytes >= config.run_bytes:
+                flush()
+                run = _Run(config, tokenizer, encoder)
+        if run.bytes or not runs:
+            flush()
+    return {"files": [*names, f"work/{part.name}.parquet"], "runs": runs, "encoder": encoder.name}
+
+
+def _documents(run: dict[str, Any]) -> int:
+    return sum(Segment(*fields).documents for fields in run["segments"])
+
+
+def _pieces(path: Path) -> Iterator[pa.RecordBatch]:
+    """Batches of a part, cut so that a piece is little text, or one document."""
+    for batch in data_documents.part_batches(path, data_documents.SCHEMA.names):
+        lengths = np.asarray(pc.utf8_length(batch.column("text")))
+        first, size = 0, 0
+        for place, length in enumerate(lengths.tolist()):
+            if place > first and (size + length > CHARACTERS_AT_ONCE or place - first == DOCUMENTS_AT_ONCE):
+                yield batch.slice(first, place - first)
+                first, size = place, 0
+            size += length
+        yield batch.slice(first)
+
+
+class _Run:
+    """Documents that wait to be written."""
+
+    def __init__(self, config: Encoding, tokenizer: Tokenizer, encoder: Encoder) -> None:
+        self.config, self.document_id, self.encoder = config, tokenizer.document_id, encoder
+        self.bytes = 0
+        self._kind = np.uint16 if tokenizer.vocab_size <= 2**16 else np.uint32
+        self._tokens: list[NDArray[Any]] = []
+        self._index: list[NDArray[Any]] = []
+        self._groups: list[tuple[bool, str]] = []
+
+    def __len__(self) -> int:
+        return len(self._groups)
+
+    def add(self, ids: list[str], domains: list[str], texts: list[str], held_out: list[bool]) -> None:
+        coded = self.encoder.encode_batch(texts)
+        index = np.empty(len(ids), dtype=INDEX)
+        index["id"], index["tie"] = hashed(ids)
+        index["tokens"] = [len(one) + 1 for one in coded]
+        tokens = np.empty(int(index["tokens"].sum()), dtype=self._kind)
+        place = 0
+        for one in coded:
+            tokens[place] = self.document_id
+            tokens[place + 1 : place + 1 + len(one)] = one
+            place += 1 + len(one)
+        self._tokens.append(tokens)
+        self._index.append(index)
+        self._groups += zip(held_out, domains, strict=True)
+        self.bytes += tokens.nbytes
+
+    def write(self, path: Path) -> list[Segment]:
+        """Write PATH.bin and PATH.npy."""
+        index = np.concatenate([np.zeros(0, INDEX), *self._index])
+        groups = sorted(set(self._groups))
+        numbers = {group: number for number, group in enumerate(groups)}
+        which = np.array([numbers[group] for group in self._groups], dtype=np.int64)
+        streams = np.where([held for held, _ in self._groups], VAL, TRAIN)
+        when = np.zeros(len(index), dtype=np.uint64)
+        for stream in (TRAIN, VAL):
+            mine = streams == stream
+            when[mine] = keys(index["id"][mine], self.config.seed, stream, 0)
+        order = np.lexsort((index["tie"], when, which))
+        starts = np.cumsum(index["tokens"], dtype=np.int64) - index["tokens"]
+        whole = np.concatenate([np.zeros(0, self._kind), *self._tokens])
+        self._tokens.clear()
+        with whole_file(path.with_name(f"{path.name}.bin")) as file:
+            for some in np.array_split(order, max(1, len(order) // 4096)):
+                file.write(collect(whole, starts[some], index["tokens"][some]).data)
+        save(path.with_name(f"{path.name}.npy"), index[order])
+        documents = np.bincount(which, minlength=len(groups)).tolist()
+        tokens = np.bincount(which, weights=index["tokens"], minlength=len(groups)).astype(np.int64).tolist()
+        return [Segment(*group, documents[number], tokens[number]) for number, group in enumerate(groups)]
+
+
+@dataclass(frozen=True)
+class Placing:
+    """What every stream takes of every domain. Held-out documents are the stream `val`'s, and no other's."""
+
+    seed: int
+    streams: Mapping[str, Mapping[str, Chosen]]
+
+
+def place_part(config: Placing, part: Part, out: Path) -> dict[str, Any]:
+    """
+    Sort what the streams take of the run `part.name`, whose segments are `part.given`: work/NAME.STREAM.npy (PLACED).
+
+    The record says for each stream how many documents and tokens of each domain it takes.
+    """
+    index = load(out / f"{part.name}.npy", INDEX)
+    starts = np.cumsum(index["tokens"], dtype=np.int64) - index["tokens"]
+    tables: dict[str, list[NDArray[Any]]] = {}
+    taken: dict[str, dict[str, list[int]]] = {}
+    for segment, some in segments(part.given):
+        for stream, domains in config.streams.items():
+            if segment.held_out != (stream == VAL) or segment.domain not in domains:
+                continue
+            chosen = domains[segment.domain]
+            table = placed(index[some], starts[some], config.seed, stream, chosen)
+            tables.setdefault(stream, []).append(table)
+            taken.setdefault(stream, {})[segment.domain] = [len(table), int(table["tokens"].sum(dtype=np.int64))]
+    names = []
+    for stream, some_tables in tables.items():
+        names.append(f"{part.name}.{stream}.npy")
+        save(out / names[-1], in_order(np.concatenate(some_tables)))
+    return {"files": names, "taken": taken}
+
+
+def segments(listed: Sequence[Sequence[Any]]) -> Iterator[tuple[Segment, slice]]:
+    """The segments of a run's record, each with its place in the index."""
+    place = 0
+    for fields in listed:
+        segment = Segment(*fields)
+        yield segment, slice(place, place + segment.documents)
+        place += segment.documents
+
+
+@dataclass(frozen=True)
+class Gathering:
+    """What all shards have in common."""
+
+    vocab_size: int
+    tokenizer_hash: str
+    document_id: int
+    seed: int
+    runs: Mapping[str, Sequence[str]]
+    """Stream -> names of the runs that it takes documents from."""
+    held_out: Sequence[str] = ()
+    """Files of held-out documents."""
+
+
+class Slice(NamedTuple):
+    """Of which keys a shard or file is made."""
+
+    stream: str
+    cuts: Sequence[int]
+    """Ascending; from one to the next is what is held in memory at once."""
+    number: int
+    of: int
+    """How many of its kind there are."""
+
+
+def gather_shard(config: Gathering, part: Part, out: Path) -> dict[str, Any]:
+    """Write the shard `part.name` of the documents whose keys lie in the Slice `part.given`."""
+    given = Slice(*part.given)
+    low, high = given.cuts[0], given.cuts[-1]
+    num_tokens = 0
+    for name in config.runs[given.stream]:
+        table = between(load(out / f"{name}.{given.stream}.npy", PLACED), low, high)
+        num_tokens += int(table["tokens"].sum(dtype=np.int64))
+    index = format.write_pieces(
+        out / part.name,
+        _shard_pieces(config, given, out),
+        num_tokens=num_tokens,
+        vocab_size=config.vocab_size,
+        tokenizer_hash=config.tokenizer_hash,
+        facts={"document_id": config.document_id, "shard": given.number, "shards": given.of},
+    )
+    facts = {name: index[name] for name in ("tokens", "documents")}
+    return {"files": [f"{part.name}.bin", f"{part.name}.json"], **facts, "sha256": index["sha256"]}
+
+
+def _shard_pieces(
+    config: Gathering, given: Slice, out: Path
+) -> Iterator[tuple[NDArray[np.integer[Any]], NDArray[np.int64]]]:
+    """Tokens of a shard, and where documents begin in them."""
+    for low, high in pairwise(given.cuts):
+        pool, table = _pool(config, given.stream, low, high, out)
+        order = np.lexsort((table["tie"], table["key"]))
+        for some in np.array_split(order, max(1, pool.nbytes // BLOCK_BYTES)):
+            lengths = table["tokens"][some].astype(np.int64)
+            yield collect(pool, table["start"][some], lengths), np.cumsum(lengths) - lengths
+        del pool, table  # before the next ones are made
+
+
+BLOCK_BYTES = 2**22
+
+
+def _pool(config: Gathering, stream: str, low: int, high: int, out: Path) -> tuple[NDArray[Any], NDArray[Any]]:
+    """All documents of a piece, run by run, each run's in the order in which they lie there; starts are of the pool."""
+    kind = np.dtype("<u2" if config.vocab_size <= 2**16 else "<u4")
+    tables: list[tuple[str, NDArray[Any]]] = [("", np.zeros(0, dtype=PLACED))]
+    for name in config.runs[stream]:
+        table = between(load(out / f"{name}.{stream}.npy", PLACED), low, high)
+        if len(table):
+            tables.append((name, table[np.argsort(table["start"], kind="stable")]))
+    whole = np.concatenate([table for _, table in tables])
+    ends = np.cumsum(whole["tokens"], dtype=np.int64)
+    pool = np.empty(int(ends[-1]) if len(ends) else 0, dtype=kind)
+    place = 0
+    for name, table in tables[1:]:
+        size = int(table["tokens"].sum(dtype=np.int64))
+        tokens = np.memmap(out / f"{name}.bin", dtype=kind, mode="r")
+        collect(tokens, table["start"], table["tokens"], pool[place : place + size])
+        del tokens  # the pages of one run are enough
+        place += size
+    whole["start"] = ends - whole["tokens"]
+    return pool, whole
+
+
+def gather_held_out(config: Gathering, part: Part, out: Path) -> dict[str, Any]:
+    """Write the held-out documents whose keys lie in the Slice `part.given`, in their order, as `part.name`."""
+    given = Slice(*part.given)
+    batches: list[pa.RecordBatch] = []
+    keys: list[NDArray[Any]] = [np.zeros(0, dtype=np.uint64)]
+    for name in config.held_out:
+        for batch in data_documents.part_batches(out / name):
+            when, _ = held_out_keys(batch, config.seed)
+            low, high = (np.uint64(min(cut, END - 1)) for cut in given.cuts)
+            mine = (when >= low) & ((when < high) | (given.cuts[1] >= END))
+            batches.append(batch.filter(pa.array(mine)))
+            keys.append(when[mine])
+    file = f"held-out/{part.name}.parquet"
+    with data_documents.PartWriter(out / file) as writer:
+        if batches:
+            order = np.argsort(np.concatenate(keys), kind="stable")
+            table = pa.Table.from_batches(batches).take(pa.array(order))
+            for batch in table.combine_chunks().to_batches(max_chunksize=data_documents.ROWS_PER_BATCH):
+                writer.write_batch(batch)
+    return {"files": [file], "documents": writer.rows}
+
+
+def held_out_keys(batch: pa.RecordBatch, seed: int) -> tuple[NDArray[np.uint64], NDArray[np.int64]]:
+    """When held-out documents come, as in the shards of `val`, and how many bytes each has with its end."""
+    ids, _ = hashed(batch.column("id").to_pylist())
+    sizes = np.asarray(pc.binary_length(batch.column("text")), dtype=np.int64) + 1
+    return keys(ids, seed, VAL, 0), sizes

@@ -1,0 +1,375 @@
+"""
+Import token files of llm.c, nanoGPT and 1386.ai: add an index and Bloomery's file names.
+
+    llm.c      *train*.bin, *val*.bin        header, tokens; nanoGPT's speed runs have the same
+    nanoGPT    train.bin, val.bin            tokens alone
+    1386       train_0000.bin, train_mask_0000.bin, val_0000.bin, meta.yaml     rows of tokens alone, masks beside
+
+Documents are found by the token that stands between them. A file with a header is linked, and copied if it cannot
+be linked. A file without a header is written anew. It becomes several shards if it has more tokens than the header
+of one shard counts.
+"""
+
+import os
+import re
+import shutil
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from bloomery.core import cache
+from bloomery.core.errors import DataError, UnreachableError
+from bloomery.core.io import canonical, disk_errors, sha256_bytes, sync_folder
+from bloomery.core.log import info
+from bloomery.shards import format
+from bloomery.shards.format import Tokens
+from bloomery.tokenizer.chat_template import EVERY_SPECIAL
+from bloomery.tokenizer.tokenizer import DOCUMENT, Tokenizer
+
+META = "meta.yaml"
+SPLITS = ("train", "val")
+BLOCK_TOKENS = 2**24
+A_FEW, LOOKED_AT = 4, 2**20
+"""Of tokens without a header: how many are too few to tell their size by them, and how many are enough."""
+
+Headerless = Literal["uint16", "uint32"]
+
+
+@dataclass(frozen=True)
+class ForeignTokenFile:
+    """A token file of others."""
+
+    path: Path
+    tokens: Tokens
+    mask: NDArray[np.uint8] | None = None
+    row_tokens: int | None = None
+    """Of one that is made of rows."""
+    has_header: bool = True
+
+
+@dataclass(frozen=True)
+class Meaning:
+    """What the ids of the files mean."""
+
+    tokenizer_hash: str
+    vocab_size: int
+    document_id: int
+    """The token that stands between documents."""
+
+
+def adopt(
+    folder: Path,
+    out: Path,
+    tokenizer: Tokenizer,
+    *,
+    document_id: int | None = None,
+    headerless: Headerless | None = None,
+    tokenizer_file: str = "",
+) -> dict[str, Any]:
+    """
+    Make shards in `out` of the token files in `folder`. Returns what the stage `shard` reports.
+
+    `document_id` is the token between documents, by default the tokenizer's. `headerless` says what the numbers are
+    in files that do not say it, and `tokenizer_file` the name of the file that the tokenizer was imported from. Raises
+    DataError, which names the file, for what is torn, is something else, contradicts what is said of it, or has ids
+    that the tokenizer does not have.
+    """
+    meaning = Meaning(
+        tokenizer.hash, tokenizer.vocab_size, tokenizer.document_id if document_id is None else document_id
+    )
+    found = find(folder, tokenizer, headerless, tokenizer_file)
+    counts: dict[str, tuple[int, int]] = {}
+    for split, files in found.items():
+        sources = [part for file in files for part in _parts(file)]
+        indexes = [
+            _take(source, out / f"{split}-{number:05d}", meaning, {"shard": number, "shards": len(sources)})
+            for number, source in enumerate(sources)
+        ]
+        counts[split] = (sum(one["tokens"] for one in indexes), sum(one["documents"] for one in indexes))
+        if not (filled := [one for one in sources if len(one.tokens)]):
+            raise DataError(f"holds no token for {split}", where=str(folder), hint=_AGAIN)
+        if counts[split][1] == len(filled) and all(one.tokens[0] != meaning.document_id for one in filled):
+            what = f"the token {meaning.document_id}, which shall stand between documents, is nowhere in {split}"
+            hint = "Say which one does (document_id), or use the tokenizer that the files were made with."
+            raise DataError(what, where=str(folder), hint=hint)
+    return {
+        "tokens": counts["train"][0],
+        "documents": counts["train"][1],
+        "held_out_tokens": counts["val"][0],
+        "held_out_documents": counts["val"][1],
+        "tokenizer": tokenizer.hash,
+        "files": {split: [source.path.name for source in sources] for split, sources in found.items()},
+    }
+
+
+def digest(folder: Path) -> str:
+    """A hash of names and contents of the files that `adopt` reads. Raises DataError."""
+    found = [*_binaries(folder), *([folder / META] if (folder / META).is_file() else [])]
+    return sha256_bytes(canonical([[file.name, cache.sha256_of(file)] for file in found]))
+
+
+def find(
+    folder: Path, tokenizer: Tokenizer, headerless: Headerless | None = None, tokenizer_file: str = ""
+) -> dict[str, list[ForeignTokenFile]]:
+    """The files of each split, in the order of their names. Raises DataError where a split has none."""
+    binaries = _binaries(folder)
+    if (folder / META).is_file():
+        found = _rows(folder, tokenizer, tokenizer_file)
+    else:
+        found = {split: [] for split in SPLITS}
+        for file in binaries:
+            named = [split for split in SPLITS if split in file.stem.lower()]
+            if len(named) != 1:
+                what = "is named neither as for training nor as for validation"
+                raise DataError(what, where=str(file), hint="Put train or val into its name, or take it away.")
+            found[named[0]].append(_source(file, headerless))
+    if lacking := [split for split in SPLITS if not found[split]]:
+        hint = "Both training and validation need one, as fineweb_train_000001.bin and fineweb_val_000000.bin."
+        raise DataError(f"holds no file for {lacking[0]}", where=str(folder), hint=hint)
+    return found
+
+
+def _binaries(folder: Path) -> list[Path]:
+    if not folder.is_dir():
+        hint = "Name the folder of the token files: shard.imported.folder."
+        if folder.exists():
+            raise DataError("is a file, and no folder", where=str(folder), hint=hint)
+        raise UnreachableError("there is no such folder", where=str(folder), hint=hint)
+    found = sorted(folder.glob("*.bin"))
+    if not found:
+        raise DataError("holds no .bin files", where=str(folder), hint="Name a folder of token files.")
+    return found
+
+
+def _source(file: Path, headerless: Headerless | None) -> ForeignTokenFile:
+    if headerless is None:
+        return ForeignTokenFile(file, format.read_tokens(file, hint=_AGAIN))
+    return ForeignTokenFile(file, _bare(file, np.dtype(headerless).newbyteorder("<")), has_header=False)
+
+
+def _bare(file: Path, kind: Any) -> Tokens:
+    """The numbers of a file that holds nothing else, memory-mapped."""
+    size = file.stat().st_size
+    if size == 0 or size % kind.itemsize:
+        what = f"has {size} bytes, which is no number of tokens of {kind.itemsize} bytes"
+        raise DataError(what, where=str(file), hint=_AGAIN)
+    with file.open("rb") as opened:
+        head = int.from_bytes(opened.read(4), "little")
+    if head in (*format.OTHERS, *(magic for magic, *_ in format.KINDS.values())):
+        raise DataError(f"begins with {head}: it has a header", where=str(file), hint="Leave headerless out.")
+    tokens = np.memmap(file, dtype=kind, mode="r")
+    first, second = tokens[:LOOKED_AT:2], tokens[1:LOOKED_AT:2]
+    if kind.itemsize == 2 and len(second) > A_FEW and first.any() and not second.any():
+        what = f"every second one of its tokens is 0: it has four bytes a token, and not {kind.itemsize}"
+        raise DataError(what, where=str(file), hint='Say uint32: headerless = "uint32", or dtype in a meta.yaml.')
+    return tokens
+
+
+_AGAIN = "It is damaged. Make it or fetch it again."
+
+
+# --- rows of 1386 --------------------------------------------------------------------------------------------------
+
+
+def _rows(folder: Path, tokenizer: Tokenizer, tokenizer_file: str) -> dict[str, list[ForeignTokenFile]]:
+    file = folder / META
+    meta = read_meta(file)
+    _same_vocabulary(meta, file, tokenizer)
+    _same_name(meta, file, tokenizer_file)
+    _masks_are_told(meta, folder)
+    kind, row = np.dtype(str(meta["dtype"])).newbyteorder("<"), int(meta["pack_len"] or 0)
+    found = {split: _rows_of(folder, split, kind, row, masked=bool(meta.get("has_loss_mask"))) for split in SPLITS}
+    for split, sources in found.items():
+        there = {
+            f"n_{split}_shards": len(sources),
+            f"n_{split}_sequences": sum(len(source.tokens) for source in sources) // row,
+        }
+        for name, number in there.items():
+            if (said := meta.get(name)) not in (None, number):
+                what = f"says {name}: {said!r}, and there are {number}"
+                raise DataError(what, where=str(file), hint="A file is missing, or one is of another corpus.")
+    return found
+
+
+def _rows_of(folder: Path, split: str, kind: Any, row: int, *, masked: bool) -> list[ForeignTokenFile]:
+    sources = []
+    for file in sorted(folder.glob(f"{split}_*.bin")):
+        if file.stem.startswith(f"{split}_mask_"):
+            continue
+        tokens = _bare(file, kind)
+        if len(tokens) % row:
+            what = f"holds {len(tokens)} tokens, which are no rows of {row}"
+            raise DataError(what, where=str(file), hint=_AGAIN)
+        mask = file.with_name(file.name.replace(f"{split}_", f"{split}_mask_"))
+        marks = format.read_mask(mask, len(tokens), hint=_AGAIN) if masked else None
+        sources.append(ForeignTokenFile(file, tokens, marks, row, has_header=False))
+    return sources
+
+
+def _same_vocabulary(meta: Mapping[str, Any], file: Path, tokenizer: Tokenizer) -> None:
+    """Ours may have more ids by the special tokens that it got when it was imported, and by no others."""
+    size = int(meta["vocab_size"] or 0)
+    if size not in _own_sizes(tokenizer):
+        what = f"the files have a vocabulary of {size}, and this tokenizer has {tokenizer.vocab_size} ids"
+        hint = f"They were made with the tokenizer {meta.get('tokenizer')!r}: import that one."
+        raise DataError(what, where=str(file), hint=hint)
+
+
+def _own_sizes(tokenizer: Tokenizer) -> set[int]:
+    """
+    How many ids a tokenizer may have had before special tokens were added: those before the last ones that are known
+    here and not to its model, and these too where it had them, be it the first alone, which ends texts.
+    """
+    ours = {tokenizer.special_id(name) for name in EVERY_SPECIAL if name not in tokenizer.spec["model"]["vocab"]}
+    first = tokenizer.vocab_size
+    while first - 1 in ours:
+        first -= 1
+    return {first, tokenizer.vocab_size} | ({first + 1} if first == tokenizer.special[DOCUMENT] else set())
+
+
+def _same_name(meta: Mapping[str, Any], file: Path, tokenizer_file: str) -> None:
+    """Names of files are compared where both are of one kind: x.model and y.model are two tokenizers."""
+    told = meta.get("tokenizer")
+    theirs, ours = Path(str(told or "")), Path(tokenizer_file)
+    if not theirs.suffix or theirs.suffix != ours.suffix:
+        named = f"names the tokenizer {told!r}" if told else "names no tokenizer"
+        own = f"{ours.name!r}" if tokenizer_file else "no imported file"
+        info(f"shard: {file} {named}, and this run's is of {own}: only the number of ids could be compared", "yellow")
+    elif theirs.name != ours.name:
+        hint = f"Import {theirs.name}; if {ours.name} is the same, give the file that name."
+        what = f"the rows were made with the tokenizer {theirs.name!r}, and this run has {ours.name!r}"
+        raise DataError(what, where=str(file), hint=hint)
+
+
+def _masks_are_told(meta: Mapping[str, Any], folder: Path) -> None:
+    """A mask that is not read would have prompts learned."""
+    said = meta.get("has_loss_mask")
+    there = [mask for split in SPLITS for mask in sorted(folder.glob(f"{split}_mask_*.bin"))]
+    if there and not said:
+        what = f"says {'nothing of' if said is None else 'false for'} has_loss_mask, and {there[0].name} lies beside it"
+        hint = "Write has_loss_mask: true, or take the masks away if all tokens shall be learned."
+        raise DataError(what, where=str(folder / META), hint=hint)
+
+
+def read_meta(file: Path) -> dict[str, int | bool | str | None]:
+    """
+    The plain `key: value` lines of a meta.yaml; what is nested below a key is left out. Raises DataError for a line
+    of any other form, and where something is missing or contradicts itself that says how to read the rows.
+    """
+    facts: dict[str, int | bool | str | None] = {}
+    try:
+        text = file.read_text(encoding="utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise DataError(f"is not UTF-8: {error}", where=str(file), hint=_AGAIN) from None
+    for number, line in enumerate(text.splitlines(), 1):
+        if not line.strip() or line.lstrip().startswith("#") or line[0] in " \t-":
+            continue
+        key, colon, value = line.partition(":")
+        if not colon or not key.isidentifier() or value[:1] not in ("", " ") or key in facts:
+            hint = "Only lines of the form `key: value` are read."
+            raise DataError(f"{line!r} is no key and value", where=f"{file}:{number}", hint=hint)
+        facts[key] = _scalar(value.strip())
+    for name in ("pack_len", "vocab_size"):
+        if type(facts.get(name)) is not int or int(str(facts[name])) < 1:
+            raise DataError(f"{name} is {facts.get(name)!r}, not a number", where=str(file), hint=_META)
+    if facts.get("dtype") not in ("uint16", "uint32"):
+        raise DataError(f"dtype is {facts.get('dtype')!r}, not uint16 or uint32", where=str(file), hint=_META)
+    if not isinstance(masked := facts.get("has_loss_mask"), bool | None):
+        raise DataError(f"has_loss_mask is {masked!r}, not true or false", where=str(file), hint=_META)
+    if (read := facts.get("seq_len")) not in (None, int(str(facts["pack_len"])) - 1):
+        what = f"seq_len is {read!r} and pack_len {facts['pack_len']}, which is not one more"
+        raise DataError(what, where=str(file), hint="Correct the one that is wrong, or make the rows again.")
+    return facts
+
+
+_META = "meta.yaml says how the rows beside it are read: pack_len, vocab_size, dtype and has_loss_mask."
+
+
+def _scalar(text: str) -> int | bool | str | None:
+    """A value without its comment; a number also where it is quoted."""
+    if quoted := re.fullmatch(r"""(['"])(.*?)\1(\s+#.*)?""", text):
+        return int(quoted[2]) if quoted[2].isdecimal() else quoted[2]
+    text = re.sub(r"(^|\s+)#.*", "", text)
+    words: dict[str, bool | None] = {"": None, "~": None, "null": None, "true": True, "false": False}
+    if text.lower() in words:
+        return words[text.lower()]
+    if re.fullmatch(r"-?\d+", text):
+        return int(text)
+    return text
+
+
+# --- taking them in ------------------------------------------------------------------------------------------------
+
+
+def _parts(source: ForeignTokenFile) -> Iterator[ForeignTokenFile]:
+    """A file as shards: one, but for tokens without a header that are more than ours counts. Rows stay whole."""
+    most = format.MOST_TOKENS - format.MOST_TOKENS % (source.row_tokens or 1)
+    if len(source.tokens) <= most:
+        yield source
+        return
+    for first in range(0, len(source.tokens), most):
+        mask = None if source.mask is None else source.mask[first : first + most]
+        yield replace(source, tokens=source.tokens[first : first + most], mask=mask)
+
+
+def _take(source: ForeignTokenFile, path: Path, meaning: Meaning, place: Mapping[str, int]) -> dict[str, Any]:
+    """Write PATH.bin and its index. Returns the index."""
+    facts: dict[str, Any] = {"document_id": meaning.document_id, "source": source.path.name, **place}
+    known: dict[str, Any] = {"vocab_size": meaning.vocab_size, "tokenizer_hash": meaning.tokenizer_hash}
+    if source.has_header:
+        starts = [begins + number * BLOCK_TOKENS for number, (_, begins) in enumerate(_pieces(source, meaning))]
+        _link(source.path, path.with_name(path.name + ".bin"))
+        return format.vouch(path, starts, facts=facts, **known)
+    rows = {} if source.row_tokens is None else {"row_tokens": source.row_tokens}
+    return format.write_pieces(
+        path,
+        _pieces(source, meaning),
+        num_tokens=len(source.tokens),
+        layout="rows" if rows else "stream",
+        mask=source.mask,
+        facts=facts | rows,
+        **known,
+    )
+
+
+def _pieces(source: ForeignTokenFile, meaning: Meaning) -> Iterator[tuple[Tokens, NDArray[np.int64]]]:
+    """
+    The tokens of a file in blocks, and where documents begin in each. A file may begin in the midst of one. Raises
+    DataError where an id is not the tokenizer's.
+    """
+    where = str(source.path)
+    if source.tokens.dtype.itemsize == 2 and meaning.vocab_size > 2**16:
+        what = f"has two bytes a token, too few for the {meaning.vocab_size:,} ids of this tokenizer"
+        raise DataError(what, where=where, hint=_TOKENIZER)
+    for first in range(0, len(source.tokens), BLOCK_TOKENS):
+        block = source.tokens[first : first + BLOCK_TOKENS]
+        if (highest := int(block.max())) >= meaning.vocab_size:
+            what = (
+                f"token {first + int(block.argmax()):,} is {highest}, outside of a vocabulary of {meaning.vocab_size}"
+            )
+            raise DataError(what, where=where, hint=_TOKENIZER)
+        begins = np.flatnonzero(block == meaning.document_id)
+        if first == 0 and (len(begins) == 0 or begins[0] != 0):
+            begins = np.concatenate([[0], begins])
+        yield block, begins.astype(np.int64)
+
+
+_TOKENIZER = "Use the tokenizer that the file was made with."
+
+
+def _link(source: Path, target: Path) -> None:
+    """The file under another name; a copy where the file system cannot do that."""
+    with disk_errors(target):
+        target.parent.mkdir(parents=True, exist_ok=True)
+        target.unlink(missing_ok=True)
+        try:
+            os.link(source.resolve(), target)
+        except OSError:
+            partial = target.with_name(target.name + ".partial")
+            shutil.copyfile(source, partial)
+            partial.replace(target)
+        sync_folder(target.parent)

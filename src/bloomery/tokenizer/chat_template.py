@@ -1,0 +1,336 @@
+"""
+Renders conversations as token IDs and a loss mask, by chat templates that are data.
+
+This is the only renderer: training, evaluation, chat and export all use it.
+
+Conversations become token IDs by structure, never by text. The content of each message stands between special
+tokens that no content can spell. The tokens for training therefore begin with exactly the tokens for serving.
+
+A template states how a conversation looks in special tokens and text. It also gives the same as Jinja for other
+programs.
+
+    opening  { role · lead content end? between }…        and, where the assistant is to speak:  role
+
+Only the tokens that `special` names are ever special tokens. The rest is text. Text between two special tokens is
+encoded in one piece, as in every program that renders first and encodes afterwards. The text is always split before
+the assistant's content, so that a prompt is a prefix of the training tokens.
+"""
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field, fields
+from functools import cached_property
+from typing import Any, Literal, get_args
+
+from bloomery.core.errors import DataError
+from bloomery.core.io import canonical, sha256_bytes
+from bloomery.data.chat.messages import ROLES as MESSAGE_ROLES
+from bloomery.data.chat.messages import Message as Message
+from bloomery.data.chat.messages import Role as Role
+from bloomery.data.chat.messages import as_message as as_message
+from bloomery.data.chat.messages import trouble as trouble
+from bloomery.tokenizer.tokenizer import DOCUMENT, END, ROLES, SPECIAL, Tokenizer
+
+assert MESSAGE_ROLES == ROLES
+
+TemplateName = Literal["bloomery", "chatml", "llama3", "user-assistant", "baichuan2"]
+
+
+@dataclass(frozen=True)
+class Template:
+    """One way to write a conversation. Without more said: a token for each role, and one that ends each message."""
+
+    name: str = "bloomery"
+    opening: str = DOCUMENT
+    role: str = "<|{role}|>"
+    """What stands before a message, with its role as `names` has it."""
+    end: str = END
+    """A special token: what an assistant says last."""
+    names: Mapping[str, str] = field(default_factory=lambda: {role: role for role in ROLES})
+    """How roles are written; a role that is not here cannot be said."""
+    ends: Literal["messages", "answers"] = "messages"
+    """Which messages the end stands after."""
+    between: str = ""
+    """Text after each message."""
+    lead: str = ""
+    """Text that an assistant says before its content."""
+    strips: Literal["nothing", "answers", "contents"] = "nothing"
+    """White space that is left out: before what an assistant says, or around every content."""
+    only_first: tuple[Role, ...] = ()
+    """Roles that can only begin a conversation."""
+    special: tuple[str, ...] = SPECIAL
+    """What of all this is special tokens."""
+
+    @cached_property
+    def hash(self) -> str:
+        """sha256 of all that decides about the ids of a conversation, given a tokenizer."""
+        said, usual = asdict(self), asdict(Template())
+        more = {one.name: said[one.name] for one in fields(self)[4:] if said[one.name] != usual[one.name]}
+        return sha256_bytes(canonical([self.name, self.opening, self.role, self.end, *([more] if more else [])]))
+
+    def before(self, role: str) -> str:
+        """What stands before the content of a message."""
+        return self.role.format(role=self.names[role])
+
+    def ends_with(self, role: str) -> str:
+        """The special token after the content of a message, or ""."""
+        return self.end if self.ends == "messages" or role == "assistant" else ""
+
+    def content(self, message: Message) -> str:
+        """What of a content is written."""
+        text = message["content"]
+        if self.strips == "contents":
+            return text.strip()
+        return text.lstrip() if self.strips == "answers" and message["role"] == "assistant" else text
+
+    def parts(self, text: str) -> list[tuple[str, bool]]:
+        """A piece of structure, cut into special tokens (True) and text between them."""
+        found = re.split("(" + "|".join(map(re.escape, self.special)) + ")", text)
+        return [(part, part in self.special) for part in found if part]
+
+    def trouble(self, messages: Sequence[Mapping[str, Any]]) -> tuple[int, str] | None:
+        """The place of the first message that cannot be written, and why; None where all can."""
+        for place, message in enumerate(messages):
+            if message["role"] not in self.names:
+                shown = ", ".join(self.names)
+                return place, f"has the role {message['role']!r}, and the template {self.name!r} has {shown}"
+            if place and message["role"] in self.only_first:
+                return place, f"is of the {message['role']}, which in the template {self.name!r} can only come first"
+        return None
+
+    def jinja(self) -> str:
+        """The same template for `transformers` and others, which render text and encode it afterwards."""
+        cases = []
+        for place, role in enumerate(self.names):
+            before = self.before(role) + (self.lead if role == "assistant" else "")
+            written = [quoted(before), self._jinja_content(role), quoted(self.ends_with(role) + self.between)]
+            case = f"{{% {'elif' if place else 'if'} message['role'] == '{role}' %}}"
+            if role in self.only_first:
+                why = quoted(f"{role} can only come first")
+                case += f"{{% if not loop.first %}}{{{{ raise_exception({why}) }}}}{{% endif %}}"
+            cases.append(f"{case}{{{{ {' + '.join(one for one in written if one)} }}}}")
+        opening = f"{{{{ {quoted(self.opening)} }}}}" if self.opening else ""
+        return (
+            f"{opening}{{% for message in messages %}}{''.join(cases)}"
+            "{% else %}{{ raise_exception('there is no role ' + message['role']) }}{% endif %}{% endfor %}"
+            f"{{% if add_generation_prompt %}}{{{{ {quoted(self.before('assistant'))} }}}}{{% endif %}}"
+        )
+
+    def _jinja_content(self, role: str) -> str:
+        if self.strips == "contents":
+            return "(message['content'] | trim)"
+        return "message['content']" + (".lstrip()" if self.strips == "answers" and role == "assistant" else "")
+
+
+def quoted(text: str) -> str:
+    """A text as Jinja writes it; "" for none."""
+    escaped = text.replace("\\", "\\\\").replace("'", "\\'").replace("\n", "\\n")
+    return f"'{escaped}'" if text else ""
+
+
+TEMPLATES: dict[str, Template] = {
+    "bloomery": Template(),
+    "chatml": Template(
+        name="chatml",
+        opening="",
+        role="<|im_start|>{role}\n",
+        end="<|im_end|>",
+        between="\n",
+        strips="answers",
+        special=("<|im_start|>", "<|im_end|>"),
+    ),
+    "llama3": Template(
+        name="llama3",
+        opening="<|begin_of_text|>",
+        role="<|start_header_id|>{role}<|end_header_id|>\n\n",
+        end="<|eot_id|>",
+        names={"system": "system", "user": "user", "assistant": "assistant", "tool": "ipython"},
+        strips="contents",
+        special=("<|begin_of_text|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"),
+    ),
+    "user-assistant": Template(
+        name="user-assistant",
+        role="{role}",
+        names={"system": "System: ", "user": "User: ", "assistant": "Assistant:", "tool": "Tool: "},
+        ends="answers",
+        between="\n",
+        lead=" ",
+        special=(DOCUMENT, END),
+    ),
+    "baichuan2": Template(
+        name="baichuan2",
+        opening="",
+        role="{role}",
+        end="</s>",
+        names={"system": "", "user": "<reserved_106>", "assistant": "<reserved_107>"},
+        ends="answers",
+        only_first=("system",),
+        special=("<reserved_106>", "<reserved_107>", "</s>"),
+    ),
+}
+"""
+The templates that `instruct.template` names. bloomery is ours; chatml as Qwen2 has it, llama3 as Llama 3.1 (whose tool
+is `ipython`), user-assistant as 1386.ai's fourth data set, baichuan2 with the ids 195 and 196 of its own tokenizer.
+"""
+assert tuple(TEMPLATES) == get_args(TemplateName)
+
+EVERY_SPECIAL = tuple(dict.fromkeys((*SPECIAL, *(name for one in TEMPLATES.values() for name in one.special))))
+"""All special tokens of all templates."""
+
+
+def wanted(name: str) -> tuple[str, ...]:
+    """The special tokens that a tokenizer for a template has: those that everything here needs, and its own."""
+    return tuple(dict.fromkeys((*SPECIAL, *TEMPLATES[name].special)))
+
+
+BEGINNINGS = ("a", "A", "7", "(", "'", '"', "`", "<", "-", "é", "\u0301", "東", "😀", "…", "")
+"""Of answers: before each of them, text of the structure has to be encoded as it is where nothing follows."""
+SPACES = (" a", "  a", "\n", "\n\n  a", "\t", " ")
+"""More of them, for templates that keep white space before an answer."""
+
+
+SHORTER = "Begin a new conversation, or leave out its oldest messages."
+
+
+@dataclass(frozen=True)
+class Rendered:
+    ids: list[int]
+    mask: list[int]
+    """1 where the id is something that the model shall learn to say: an assistant's content, and the end after it."""
+
+
+class Renderer:
+    """A template bound to a tokenizer. Raises DataError where the two do not go together."""
+
+    def __init__(self, tokenizer: Tokenizer, template: Template | None = None) -> None:
+        self.tokenizer, self.template = tokenizer, template or TEMPLATES["bloomery"]
+        self._special = _special_ids(tokenizer, self.template)
+        self.end_id: int = self._special[self.template.end]
+        self.lead = self.template.lead
+        _check_cut(tokenizer, self.template)
+
+    def render(self, messages: Sequence[Message]) -> Rendered:
+        """A whole conversation, to be learned from. Raises DataError for an unknown role or content that is no text."""
+        return self._written(messages).rendered
+
+    def prompt(self, messages: Sequence[Message], max_tokens: int | None = None) -> list[int]:
+        """
+        Ids up to the place where the assistant begins to speak. Raises DataError for a conversation that is seen to
+        take more than `max_tokens` before all of it is encoded.
+        """
+        line = self._written(messages, max_tokens)
+        line.put(self.template.before("assistant"))
+        return line.rendered.ids
+
+    def said(self, ids: Sequence[int]) -> str:
+        """The content of an answer that a model gave as these ids, with or without its end."""
+        return self.tokenizer.decode(ids).removeprefix(self.lead)
+
+    def trouble(self, messages: Sequence[Message]) -> str:
+        """Why a conversation cannot be written in this template, or ""."""
+        found = self.template.trouble(messages)
+        return f"message {found[0] + 1} {found[1]}" if found else ""
+
+    def _written(self, messages: Sequence[Message], max_tokens: int | None = None) -> "_Line":
+        for number, message in enumerate(messages, 1):
+            if what := trouble(message):
+                raise DataError(what, where=f"message {number}")
+        if found := self.template.trouble(messages):
+            hint = "Choose another one in instruct.template, or leave such messages out."
+            raise DataError(found[1], where=f"message {found[0] + 1}", hint=hint)
+        template, line = self.template, _Line(self.tokenizer, self.template, self._special, max_tokens)
+        line.put(template.opening)
+        for message in messages:
+            role, content = message["role"], template.content(message)
+            line.put(template.before(role))
+            if role == "assistant":
+                line.say(template.lead + content)
+                line.put(template.end, says=1)
+            else:
+                line.hear(content)
+                line.put(template.ends_with(role))
+            line.put(template.between)
+        return line
+
+
+class _Line:
+    """Ids and mask as they are written from left to right."""
+
+    def __init__(
+        self, tokenizer: Tokenizer, template: Template, special: Mapping[str, int], max_tokens: int | None
+    ) -> None:
+        self._tokenizer, self._template, self._special, self._max_tokens = tokenizer, template, special, max_tokens
+        self._ids: list[int] = []
+        self._mask: list[int] = []
+        self._text = ""
+        """Heard and not yet encoded: until the next special token, or until the assistant speaks, it is one text."""
+
+    def put(self, structure: str, says: int = 0) -> None:
+        for part, is_special in self._template.parts(structure):
+            if is_special:
+                self._flush()
+                self._ids.append(self._special[part])
+                self._mask.append(says)
+            else:
+                self._text += part
+
+    def hear(self, content: str) -> None:
+        self._text += content
+
+    def say(self, content: str) -> None:
+        self._flush()
+        self._add(content, 1)
+
+    @property
+    def rendered(self) -> Rendered:
+        self._flush()
+        return Rendered(self._ids, self._mask)
+
+    def _flush(self) -> None:
+        text, self._text = self._text, ""
+        self._add(text, 0)
+
+    def _add(self, text: str, says: int) -> None:
+        ids = self._encoded(text) if text else []
+        self._ids += ids
+        self._mask += [says] * len(ids)
+
+    def _encoded(self, text: str) -> list[int]:
+        if self._max_tokens is None:
+            return self._tokenizer.encode(text)
+        ids = self._tokenizer.encode_within(text, self._max_tokens - len(self._ids))
+        if isinstance(ids, int):
+            least = len(self._ids) + ids
+            what = f"the conversation takes at least {least} tokens, and the model has a context of {self._max_tokens}"
+            raise DataError(what, where="messages", hint=SHORTER)
+        return ids
+
+
+def _special_ids(tokenizer: Tokenizer, template: Template) -> dict[str, int]:
+    found = {name: tokenizer.special_id(name) for name in template.special}
+    if missing := [name for name, id in found.items() if id is None]:
+        raise DataError(
+            f"the tokenizer has no special tokens {', '.join(missing)}, which the template {template.name!r} writes",
+            hint=f'Say tokenizer.template = "{template.name}", make tokenizer and model with it, or take another one.',
+        )
+    return {name: id for name, id in found.items() if id is not None}
+
+
+def _check_cut(tokenizer: Tokenizer, template: Template) -> None:
+    """
+    Where text stands right before an answer, a program that encodes both as one must find the same ids as we, who do
+    not know the answer yet when it is asked for. Raises DataError where it does not.
+    """
+    last, is_special = template.parts(template.before("assistant"))[-1]
+    if is_special:
+        return
+    text = "a" + template.between + last if template.between and template.ends == "answers" else last
+    before = tokenizer.encode(text)
+    for content in (*BEGINNINGS, *(SPACES if template.strips == "nothing" else ())):
+        answer = template.lead + content
+        if answer and tokenizer.encode(text + answer) != before + tokenizer.encode(answer):
+            raise DataError(
+                f"before {answer!r} the tokenizer cuts {text!r}, which the template {template.name!r} writes there, in "
+                "another way than where nothing follows: what is trained would not be what is served",
+                hint='Take a template that has a special token there ("bloomery"), or another tokenizer.pattern.',
+            )

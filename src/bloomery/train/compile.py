@@ -1,0 +1,316 @@
+"""
+Apply torch.compile to the blocks of a model if the results match.
+
+If the recipe leaves the choice open, compiled blocks must also be faster. Blocks are compiled separately. They
+share one piece of code, so that a deep model compiles as fast as a shallow one. A first step decides: loss and
+gradient norm must agree with those of the plain blocks. Without agreement, after an error, and after too long a
+time, the plain blocks are used, and the reason is printed.
+
+The compiler makes another program for each shape. Shapes that the first step has not tried run on the plain blocks.
+"""
+
+import math
+import signal
+import subprocess
+import threading
+import time
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import numpy as np
+from numpy.typing import NDArray
+from pydantic import Field
+from typing_extensions import TypedDict
+
+from bloomery.core import io as core_io
+from bloomery.core.errors import RunError
+from bloomery.core.log import info
+from bloomery.core.records import read_record
+from bloomery.hw import device as devices
+from bloomery.hw import kernel_selection
+from bloomery.hw.device import Device
+from bloomery.hw.distributed import World
+from bloomery.model.mask import AttentionMask
+from bloomery.model.transformer import Transformer
+from bloomery.shards.loader import AnnealedDataset, Batch, PackedDataset, SampleSource
+from bloomery.train.activation_checkpointing import recompute
+from bloomery.train.config import Training
+from bloomery.train.plan.memory import rows_at_once, rows_per_step
+from bloomery.train.precision import Precision
+from bloomery.train.step import accumulate_gradients, retry_on_overflow
+
+import torch
+from torch import Tensor
+
+CompileMode = Literal["off", "auto", "on"]
+Trial = Callable[[], tuple[float, float]]
+"""A forward and backward pass: loss and gradient norm. It leaves no gradients."""
+
+LOOSE, TIGHT = (0.01, 0.05), (1e-4, 1e-3)
+"""Relative differences of loss and of gradient norm that are allowed where products are rounded, and in float32."""
+
+ROWS_SEEN, TOKENS_SEEN, SELDOM = 256, 2**20, 0.01
+"""What is looked at of each part of the samples; and the share of micro-batches below which a kind is not tried."""
+ELSEWHERE = "it is not on another rank"
+
+LIMIT_SECONDS = 600.0
+STATIC = partial(torch.compile, dynamic=False)
+
+GAIN = 0.95
+"""`auto` keeps compiled blocks that take at most this share of the plain ones' time."""
+
+FAILURES = (RuntimeError, TimeoutError, OSError, ImportError, subprocess.SubprocessError)
+"""What compilers raise: torch's own errors are RuntimeErrors, and a C++ compiler may be missing or fail."""
+
+
+@dataclass(frozen=True)
+class Verdict:
+    compiled: bool
+    why: str
+
+
+RowCount = Annotated[str, Field(pattern="^[0-9]{1,18}$")]
+
+
+class SavedVerdict(TypedDict):
+    compiled: bool
+    why: str
+
+
+def prepare(
+    model: Transformer, config: Training, samples: SampleSource, device: Device, out: Path, world: World
+) -> Verdict:
+    """Put a model where it computes, recomputing and compiled as a recipe asks for: see `decide`."""
+    model.to(device.place)
+    recompute(model, config.recompute)
+    return decide(model, config, samples, device, out, world)
+
+
+def decide(
+    model: Transformer, config: Training, samples: SampleSource, device: Device, out: Path, world: World
+) -> Verdict:
+    """
+    Compile the blocks of a model if a recipe asks for it and a trial on some samples speaks for it, on all ranks or on
+    none. What came of it is said and stays, by the number of rows, in `out/compile.json` of the first rank, so that a
+    run that goes on computes as before. What was decided for another number of rows holds no longer.
+    """
+    _take_away(model)
+    if config.compile == "off":
+        return Verdict(False, "not asked for")
+    why = kernel_selection.why_not("block-compiled", device) if config.compile == "auto" else ""
+    if world.any(bool(why)):
+        info(f"  blocks are not compiled: a small one, tried by the doctor, {why or ELSEWHERE}", style="yellow")
+        return Verdict(False, why or ELSEWHERE)
+    note, rows = out / "compile.json", _rows(config, samples.length, world.size)
+    known = _agreed(note, rows, world)
+    if known is not None and not known.compiled:
+        info(f"  blocks are not compiled, as before: {known.why} (remove {note} to try again)")
+        return known
+    wanted: CompileMode = "on" if known is not None else config.compile
+    trials = [partial(_pass, model, batch, device) for batch in usual_batches(samples, config, world.size)]
+    tolerance = TIGHT if device.compute_dtype == torch.float32 else LOOSE
+    verdict = compile_blocks(model, wanted, trials, tolerance=tolerance, compiler=STATIC)
+    if world.any(not verdict.compiled) and verdict.compiled:
+        _take_away(model)
+        verdict = Verdict(False, ELSEWHERE)
+    said = "compiled" if verdict.compiled else "not compiled" if known is None else "no longer compiled"
+    info(f"  blocks are {said}: {verdict.why}", style="" if verdict.compiled else "yellow")
+    core_io.write_json(note, {**_noted(note), str(rows): asdict(verdict)})
+    return verdict
+
+
+def _take_away(model: Transformer) -> None:
+    """Let the plain blocks compute, where compiled ones do."""
+    for block in model.blocks:
+        if isinstance(block.forward, _Compiled):
+            block.__dict__["forward"] = block.forward.plain
+
+
+def _rows(config: Training, length: int, ranks: int) -> int:
+    """Of a micro-batch."""
+    return min(rows_at_once(config, length), -(-rows_per_step(config, length) // ranks))
+
+
+def usual_batches(samples: SampleSource, config: Training, ranks: int = 1) -> list[Batch]:
+    """
+    A micro-batch as training has them, of rows with several documents, and one of rows with one: each where its kind
+    is not seldom, by rows from all over the samples. Training computes the two in different ways.
+    """
+    rows = _rows(config, samples.length, ranks)
+    kinds: dict[bool, Batch] = {}
+    for numbers in _places(samples, rows):
+        found = samples.batch(numbers)
+        single = (found.segments == found.segments[:, :1]).all(1)
+        alone = float(single.mean()) ** rows
+        for kind, which, share in ((False, ~single, 1 - alone), (True, single, alone)):
+            if share >= SELDOM and kind not in kinds:
+                kinds[kind] = _of_rows(found, np.resize(which.nonzero()[0], rows))
+    return [kinds[kind] for kind in sorted(kinds)]
+
+
+def _places(samples: SampleSource, rows: int) -> list[NDArray[np.int64]]:
+    """Numbers of samples from all over, for each part of a course; of what is made when asked for, a micro-batch."""
+    N = samples.num_samples
+    if not isinstance(samples, PackedDataset | AnnealedDataset):
+        return [np.arange(rows) % N]
+    seen = max(rows, min(ROWS_SEEN, TOKENS_SEEN // samples.length))
+    parts = [(0, N), (N, samples.last.num_samples)] if isinstance(samples, AnnealedDataset) else [(0, N)]
+    return [first + np.arange(seen) * max(1, size // seen) % size for first, size in parts]
+
+
+def _of_rows(batch: Batch, rows: NDArray[np.int64]) -> Batch:
+    return Batch(*(part[rows] for part in (batch.ids, batch.targets, batch.positions, batch.segments, batch.samples)))
+
+
+def _pass(model: Transformer, batch: Batch, device: Device) -> tuple[float, float]:
+    work, precision = partial(accumulate_gradients, model, batch, device=device), Precision.decide("auto", device)
+    loss, _, norm = retry_on_overflow(model, precision, work, len(batch.ids))
+    model.zero_grad(set_to_none=True)
+    return loss, float(norm)
+
+
+def _agreed(note: Path, rows: int, world: World) -> Verdict | None:
+    """What came of it before with so many rows, as the first rank knows."""
+    with world.alike():
+        found = _noted(note).get(str(rows)) if world.is_first else None
+    told = world.broadcast(found)
+    return None if told is None else Verdict(**told)
+
+
+def _noted(note: Path) -> dict[str, Any]:
+    """By number of rows. Raises RunError where that cannot be read: it decides how a run goes on."""
+    if not note.exists():
+        return {}
+    fix = "Remove it, and the trial is made again: a run that goes on may then compute in another way than before."
+    found = read_record(note, dict[RowCount, SavedVerdict], fix=fix)
+    if not found:
+        raise RunError("does not say whether blocks were compiled", where=str(note), hint=fix)
+    return {rows: {"compiled": one["compiled"], "why": one["why"]} for rows, one in found.items()}
+
+
+def compile_blocks(
+    model: Transformer,
+    wanted: CompileMode,
+    trials: Sequence[Trial],
+    *,
+    tolerance: tuple[float, float] = LOOSE,
+    compiler: Callable[..., Any] = STATIC,
+    limit_seconds: float = LIMIT_SECONDS,
+) -> Verdict:
+    """
+    Put compiled blocks in place of plain ones, for what the trials compute, if they speak for it. `auto` asks for speed
+    too.
+    """
+    if wanted == "off":
+        return Verdict(False, "not asked for")
+    plain: list[tuple[float, float]] | None = None
+    try:
+        before = _seconds(trials) if wanted == "auto" else 0.0
+        plain = [trial() for trial in trials]
+    except RuntimeError as error:
+        if not devices.is_out_of_memory(error):
+            raise
+    if plain is None:  # outside of the handler, whose error holds on to all tensors of the pass
+        model.zero_grad(set_to_none=True)
+        devices.give_back_memory()
+        return Verdict(False, "memory runs out in a pass of the plain blocks")
+    kinds = _Kinds()
+    originals = [block.__dict__.get("forward") for block in model.blocks]
+    for block in model.blocks:
+        block.__dict__["forward"] = _Compiled(block.forward, compiler, kinds)
+    began = time.monotonic()
+    try:
+        with _time_limit(limit_seconds):
+            found = [trial() for trial in trials]
+        problem = next(filter(None, map(partial(_difference, tolerance=tolerance), plain, found)), "")
+    except FAILURES as error:
+        problem = f"it failed with {type(error).__name__}: {(str(error).strip() or 'no message').splitlines()[0]}"
+    took = time.monotonic() - began
+    kinds.tried = True
+    if not problem and wanted == "auto" and (after := _seconds(trials)) > GAIN * before:
+        problem = f"a pass takes {after:.3f} s, and {before:.3f} s without it"
+    if not problem:
+        gain = f", a pass takes {after:.3f} s instead of {before:.3f} s" if wanted == "auto" else ""
+        return Verdict(True, f"loss and gradient norm agree with the plain blocks; compiled in {took:.0f} s{gain}")
+    model.zero_grad(set_to_none=True)
+    for block, original in zip(model.blocks, originals, strict=True):
+        del block.__dict__["forward"]
+        if original is not None:
+            block.__dict__["forward"] = original
+    return Verdict(False, problem)
+
+
+@dataclass
+class _Kinds:
+    """Of inputs: all, until they are tried; from then on those that were seen."""
+
+    tried: bool = False
+    seen: set[Hashable] = field(default_factory=set)
+    refused: set[Hashable] = field(default_factory=set)
+
+    def takes(self, x: Tensor, sight: AttentionMask, cache: Any) -> bool:
+        kind = (tuple(x.shape), sight.segments is None, sight.allowed is None, cache is None)
+        if not self.tried:
+            self.seen.add(kind)
+        elif kind not in self.seen | self.refused:
+            self.refused.add(kind)
+            several = "" if sight.segments is None else " with several documents"
+            info(f"  {x.shape[0]} rows of {x.shape[1]} tokens{several} were not tried, and run by the plain blocks")
+        return kind in self.seen
+
+
+class _Compiled:
+    """A block's forward pass, compiled where gradients are wanted, for the kinds of inputs that were tried."""
+
+    def __init__(self, plain: Callable[..., Tensor], compiler: Callable[..., Any], kinds: _Kinds) -> None:
+        self.plain, self._fast, self._kinds = plain, compiler(plain), kinds
+
+    def __call__(self, x: Tensor, turn: Any, sight: AttentionMask, cache: Any) -> Tensor:
+        fast = torch.is_grad_enabled() and self._kinds.takes(x, sight, cache)
+        made: Tensor = (self._fast if fast else self.plain)(x, turn, sight, cache)
+        return made
+
+
+def _difference(plain: tuple[float, float], found: tuple[float, float], tolerance: tuple[float, float]) -> str:
+    """What is wrong with the numbers of compiled blocks, or ""."""
+    for name, expected, value, allowed in zip(("loss", "gradient norm"), plain, found, tolerance, strict=True):
+        if not math.isclose(expected, value, rel_tol=allowed):
+            return f"it computes a {name} of {value:.6g} where the plain blocks have {expected:.6g}"
+    return ""
+
+
+def _seconds(trials: Sequence[Trial], times: int = 3) -> float:
+    """Of all trials, the shortest of a few times."""
+    taken = []
+    for _ in range(times):
+        began = time.perf_counter()
+        for trial in trials:
+            trial()
+        taken.append(time.perf_counter() - began)
+    return min(taken)
+
+
+@contextmanager
+def _time_limit(seconds: float) -> Iterator[None]:
+    """
+    Raise TimeoutError in what runs here when it takes longer. Only a main thread can be interrupted, and only where
+    there are timers; elsewhere it takes as long as it takes.
+    """
+    if threading.current_thread() is not threading.main_thread() or not hasattr(signal, "setitimer"):
+        yield
+        return
+
+    def late(number: int, frame: Any) -> None:
+        raise TimeoutError(f"it took longer than {seconds:.0f} s")
+
+    before = signal.signal(signal.SIGALRM, late)
+    signal.setitimer(signal.ITIMER_REAL, seconds)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)

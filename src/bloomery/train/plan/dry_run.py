@@ -1,0 +1,109 @@
+"""
+Try two steps, an evaluation and a save before training, so that late failures happen early.
+
+A failure that would end a run after hours ends it before it begins.
+
+The learning rate is 0, so that no weight changes, and the optimizer's state is cleared again. The first step
+allocates the optimizer's memory. The second step has two micro-batches, if there are more, so that gradients and
+activations exist together.
+"""
+
+import time
+from dataclasses import dataclass
+from functools import partial
+
+import numpy as np
+
+import bloomery.hw.require_torch  # noqa: F401
+from bloomery.core.log import info
+from bloomery.hw.device import Device
+from bloomery.hw.distributed import World
+from bloomery.model.transformer import Transformer
+from bloomery.shards.loader import SampleSource
+from bloomery.train.optim import Optimizers
+from bloomery.train.precision import Precision
+from bloomery.train.step import LossFunction, accumulate_gradients, clipping, gradients, retry_on_oom, retry_on_overflow
+from bloomery.train.validation import EvalCheck
+from bloomery.weights import checkpoint
+
+import torch
+
+MICRO_BATCHES = 2
+
+
+@dataclass(frozen=True, kw_only=True)
+class Tried:
+    rows: int
+    """That went through the model at once: fewer than was asked for, where memory ran out."""
+    peak_bytes: int
+    """As `Device.peak_bytes`."""
+    micro_batch_seconds: float
+    update_seconds: float
+
+    def step_seconds(self, rows_per_step: int, ranks: int = 1) -> float:
+        return -(-rows_per_step // (self.rows * ranks)) * self.micro_batch_seconds + self.update_seconds
+
+
+@dataclass(frozen=True, kw_only=True)
+class DryRun:
+    model: Transformer
+    optimizers: Optimizers
+    samples: SampleSource
+    validation: EvalCheck
+    device: Device
+    world: World
+    precision: Precision
+    max_norm: float
+    objective: LossFunction
+    one_shape: bool = False
+    """Whether blocks are compiled, for each shape anew."""
+
+    def run(self, rows: int, rows_per_step: int) -> Tried:
+        """Raises HardwareError where not even one row fits."""
+        most = -(-rows_per_step // self.world.size)
+        self.optimizers.set_share(0.0)
+        rows = min(rows, most)
+        self._step(rows if self.one_shape else 1, 1)
+        used, seconds, update = self._step(rows, MICRO_BATCHES if rows < most else 1)
+        self.validation.measure(self.model, self.device, most=1)
+        if self.world.size == 1:
+            weights = {name: weight for name, weight in self.model.named_parameters() if weight.requires_grad}
+            kept = checkpoint.copy_state(weights), checkpoint.copy_state(self.optimizers.state())
+            del kept
+        self.optimizers.restore({})
+        return Tried(
+            rows=used,
+            peak_bytes=self.device.peak_bytes(),
+            micro_batch_seconds=seconds,
+            update_seconds=update,
+        )
+
+    def _step(self, rows: int, micro_batches: int) -> tuple[int, float, float]:
+        """Rows at once, seconds of a micro-batch, seconds of the update."""
+        numbers = np.arange(rows * micro_batches * self.world.size) % self.samples.num_samples
+        batch = self.samples.batch(numbers)
+        work = partial(
+            accumulate_gradients, self.model, batch, device=self.device, world=self.world, objective=self.objective
+        )
+        began = time.perf_counter()
+        attempt = partial(retry_on_overflow, self.model, self.precision, work)
+        (_, _, norm), used = retry_on_oom(self.model, self.world, rows, attempt)
+        learned = time.perf_counter()
+        if not bool(norm.isfinite()):  # a rate of 0 keeps no weight from such a gradient
+            torch._foreach_zero_(gradients(self.model))
+            norm = torch.zeros(())
+        self.optimizers.step(clipping(self.max_norm, norm))
+        self.optimizers.zero_grad()
+        self.device.synchronize()
+        parts = -(-rows * micro_batches // used)
+        return used, (learned - began) / parts, time.perf_counter() - learned
+
+
+def tell(tried: Tried, rows_per_step: int, steps: int, device: Device, world: World) -> None:
+    """Say what came of it."""
+    there = f" of {device.memory_bytes / 2**30:,.1f}" if device.memory_bytes else ""
+    each = tried.step_seconds(rows_per_step, world.size)
+    info(
+        f"  tried two steps, an evaluation and a save: {tried.peak_bytes / 2**30:,.2f} GiB at the peak{there}, "
+        f"{tried.rows} rows at once, about {each:,.2f} s a step and {steps * each / 60:,.1f} minutes for {steps:,}"
+    )

@@ -1,0 +1,460 @@
+"""
+Estimate what a run needs before it allocates anything: parameters, memory, work, disk.
+
+Everything is arithmetic on the recipe and needs no torch. Per device, memory consists of:
+
+    weights        4 bytes each; in a base that is frozen, the matrices of blocks by `FROZEN_BYTES`; a reference model
+                   that stays in memory counts here too
+    gradients      4 bytes a weight that is trained
+    optimizer      bytes a parameter that is trained, by `OPTIMIZER_BYTES`
+    copies         2 bytes a weight that takes part in matmuls, unless precision = "float32", while a micro-batch is
+                   computed; with recomputed blocks, only those of one block at a time
+    activations    bytes a token and layer of what the backward pass reads again, by `activation_bytes_per_token`,
+                   for a micro-batch
+    logits         logits of one chunk of tokens, and what the loss computes from them
+    update         what an optimizer needs in addition, while it works
+    gathered       weights of the layers at work, if each device keeps a part of all weights
+
+The peak is the larger of two moments: the last layer's gradient of a micro-batch, and the update.
+
+Disk: a run writes checkpoints, models and shards, counted in bytes.
+
+Target: the hardware that a run is planned for. It is a number of devices, what a program may use of their memory,
+and how fast they are. Measurements of this machine are passed in.
+
+All estimates are in one file because the peak sums the same terms that the target limits.
+"""
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Literal
+
+from bloomery.core.errors import ConfigError, HardwareError
+from bloomery.hw.specs import GIB, Entry
+from bloomery.model.config import ModelConfig
+from bloomery.model.flops import cost
+from bloomery.model.lora_config import Base, Lora
+from bloomery.train.config import AdamW8bit, Level, Optimizer, Training
+
+BYTES = 4
+USUAL_TOKENS = 8192
+"""Of a micro-batch that nothing is known to speak against."""
+
+OPTIMIZER_BYTES = {
+    "adamw": (8, 8, 8),
+    "muon": (4, 8, 8),
+    "ademamix": (12, 12, 12),
+    "adamw8bit": (2, 2, 8),
+    "lion": (4, 4, 4),
+}
+"""What an optimizer keeps of a number in a matrix of a block, in a table outside of them, and in a vector."""
+
+
+def rows_per_step(config: Training, context: int) -> int:
+    """Rows of `context` tokens in a step of the whole global batch; at least one."""
+    return trained_tokens(config.tokens_per_step, context) // context
+
+
+def trained_tokens(tokens_per_step: int, context: int) -> int:
+    """Of so many tokens a step, those that are trained: whole rows, at least one."""
+    return max(1, tokens_per_step // context) * context
+
+
+def rows_at_once(config: Training, context: int) -> int:
+    """Rows of `context` tokens that go through the model together; at least one. `auto` is not decided here."""
+    tokens = USUAL_TOKENS if config.micro_batch_tokens == "auto" else config.micro_batch_tokens
+    return max(1, tokens // context)
+
+
+def remarks(config: Training, context: int) -> list[str]:
+    """What the numbers come to where that is hardly what they were meant to."""
+    tokens = trained_tokens(config.tokens_per_step, context)
+    found = []
+    if tokens != config.tokens_per_step:
+        rows = "1 row" if tokens == context else f"{tokens // context:,} rows"
+        found.append(f"a step is {rows} of {context:,}: {tokens:,} tokens, and not {config.tokens_per_step:,}")
+    return found
+
+
+COMPILED_WHOLE = "compiled blocks were not tried with weights that come and go"
+SCALES_WHOLE = "its scales are of blocks, which parts of weights would cut"
+BASE_WHOLE = "a frozen base lies whole on each device"
+"""Why a model is not to be sharded."""
+
+
+def check_shard(config: Training, ranks: int, *, adapters: bool = False) -> bool:
+    """Whether a model is to be sharded. Raises ConfigError for what cannot be done with the parts of one."""
+    if config.shard == "none" or ranks == 1:
+        return False
+    for given, why, hint in (
+        (
+            f'compile="{config.compile}"' if config.compile != "off" else "",
+            COMPILED_WHOLE,
+            'Say compile="off".',
+        ),
+        (
+            'optimizer.kind="adamw8bit"' if config.optimizer.kind == "adamw8bit" else "",
+            SCALES_WHOLE,
+            'Say optimizer.kind="adamw".',
+        ),
+        (
+            "training of adapters (LoRA)" if adapters else "",
+            BASE_WHOLE,
+            'Say shard="none", or leave out lora.',
+        ),
+    ):
+        if given:
+            raise ConfigError(f'{given} does not go with shard="fsdp": {why}', hint=hint)
+    return True
+
+
+def optimizer_bytes(config: Optimizer, model: ModelConfig, vocab_size: int) -> int:
+    """All that the optimizer keeps. With 8 bits a number, each block of them has two scales of four bytes besides."""
+    facts = cost(model, vocab_size)
+    matrices = facts.matmul_parameters - vocab_size * model.width
+    tables = vocab_size * model.width * (1 if model.tie_embeddings else 2)
+    counts = (matrices, tables, facts.parameters - matrices - tables)
+    scales = 8 * (matrices + tables) // config.block if isinstance(config, AdamW8bit) else 0
+    return sum(count * size for count, size in zip(counts, OPTIMIZER_BYTES[config.kind], strict=True)) + scales
+
+
+def activation_bytes_per_token(
+    model: ModelConfig, recompute: Level = "none", width_bytes: int = 2, *, written_out: bool = True
+) -> int:
+    """
+    Kept for the backward pass, a token, where matrix products are of numbers of `width_bytes`; in each layer
+
+        none         x twice and x / |x| twice in float32, both norms' results, positions' angles, q, k, v, attention
+                     weights and result, the feed-forward's inner numbers
+        selective    x in float32, the results of all products with weights
+        block        x in float32
+
+    and what one layer keeps more at `none`, once, while it is computed again; around the layers three widths. Attention
+    weights count where they may be `written_out`, which a GPU does not do.
+    """
+    D, E, M, b = model.width, model.head_size, model.mlp_width, width_bytes
+    heads = (model.num_heads + 2 * model.num_kv_heads) * E
+    whole, kept = 0, {"none": 0, "selective": 0, "block": 0}
+    for number in range(model.num_layers):
+        gates = 2 if model.layer(number)[2] in ("swiglu", "geglu") else 1
+        inner = gates * 2 * b * M
+        weights = b * model.num_heads * model.context if written_out else 4 * model.num_heads
+        layer = 16 * D + 8 + 2 * b * D + 4 * b * E + b * heads + b * model.num_heads * E + weights + inner
+        kept["none"] += layer
+        kept["selective"] += 4 * D + b * heads + 2 * b * D + gates * b * M
+        kept["block"] += 4 * D
+        whole = max(whole, layer)
+    once = whole - kept[recompute] // model.num_layers + 8 * E + model.context
+    again = 0 if recompute == "none" else once
+    return kept[recompute] + again + 8 * D + b * D + 4
+
+
+Origin = Literal["measured", "catalogue", "unknown"]
+NumberType = Literal["bfloat16", "float16", "float32"]
+
+CONTEXT_BYTES = GIB
+"""Of a GPU, which the driver, libraries and their kernels take before the first tensor."""
+GAPS = 0.04
+"""Share of a GPU that an allocator cannot hand out, as blocks of many sizes leave gaps."""
+SYSTEM_SHARE, SYSTEM_BYTES = 0.1, 8 * GIB
+"""What the rest of a machine is left, where a GPU takes its memory from it: the larger of the two, but at most half."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Machine:
+    name: str
+    devices: int
+    memory_bytes: int
+    """Of one device."""
+    usable_bytes: int
+    """Of it, for weights and all that is computed of them."""
+    flops: float | None
+    """A second, in matrix products of the format that is trained in."""
+    flops_from: Origin
+    bandwidth: float | None
+    """Bytes a second of its memory."""
+    precision: NumberType
+    """What `auto` comes to."""
+    peaks: Mapping[str, float] = field(default_factory=dict)
+    """Those of other formats, where they are known too."""
+    processor: bool = False
+    """Whether it is one, and a run has other code, and no memory but the machine's."""
+    shared: bool = False
+    """Whether its memory is the host's too; a processor's is."""
+    lent_bytes: int | None = None
+    """What Linux lends it of the host's memory unless told to lend more. None: all, or memory of its own."""
+
+    def peak(self, precision: NumberType) -> float | None:
+        """None where it is not known; none is borrowed from another format."""
+        return self.flops if precision == self.precision else self.peaks.get(precision)
+
+    @property
+    def one_memory(self) -> bool:
+        return self.processor or self.shared
+
+    @property
+    def share(self) -> float:
+        """Of the peak, that matrix products of a step reach."""
+        return {"measured": MEASURED_SHARE, "catalogue": CATALOGUE_SHARE, "unknown": 0.0}[self.flops_from]
+
+
+CATALOGUE_SHARE = 0.6
+"""As products in bfloat16 reach on Strix Halo: 30 to 37 of 59.4 · 10¹²."""
+MEASURED_SHARE = 0.9
+"""Large square products were measured; those of a step are neither all large nor square."""
+
+
+def of_entry(entry: Entry, devices: int = 1, memory_bytes: int | None = None) -> Machine:
+    """
+    So many of a device of the catalogue, or of one with another memory. Raises HardwareError where its memory is not
+    known.
+    """
+    size = memory_bytes or entry.memory_bytes
+    if size is None:
+        raise HardwareError(f"how much memory {entry.key} has is not known", hint="Say it too: --memory 32GiB.")
+    precision: NumberType = "bfloat16" if entry.peak("bfloat16") else "float16" if entry.peak("float16") else "float32"
+    peak = entry.peak(precision)
+    return Machine(
+        name=entry.key,
+        devices=devices,
+        memory_bytes=size,
+        usable_bytes=usable(size, shared=entry.shared),
+        flops=peak,
+        flops_from="catalogue" if peak else "unknown",
+        bandwidth=entry.bandwidth,
+        precision=precision,
+        peaks=entry.flops,
+        shared=entry.shared,
+        lent_bytes=size // 2 if entry.gtt else None,
+    )
+
+
+def of_memory(memory_bytes: int, devices: int = 1) -> Machine:
+    """So many GPUs of which nothing is known but their memory."""
+    return Machine(
+        name=f"a device of {memory_bytes / GIB:.3g} GiB",
+        devices=devices,
+        memory_bytes=memory_bytes,
+        usable_bytes=usable(memory_bytes),
+        flops=None,
+        flops_from="unknown",
+        bandwidth=None,
+        precision="bfloat16",
+    )
+
+
+def usable(memory_bytes: int, *, shared: bool = False) -> int:
+    """Of the memory of a GPU; `shared` with the rest of the machine or its own."""
+    if shared:
+        return memory_bytes - min(max(SYSTEM_BYTES, int(SYSTEM_SHARE * memory_bytes)), memory_bytes // 2)
+    return int((1 - GAPS) * memory_bytes) - CONTEXT_BYTES
+
+
+Moment = Literal["loading", "micro-batch", "update"]
+Method = Literal["full", "lora", "lora32", "int8", "nf4"]
+"""All weights are trained, or low-rank additions to frozen ones: in bfloat16, in float32, in 8 bits, or in 4."""
+
+BASES: dict[Base, Method] = {
+    "float32": "lora32",
+    "bfloat16": "lora",
+    "int8": "int8",
+    "nf4": "nf4",
+    "nf4_double": "nf4",
+}
+"""How the weights below adapters are kept."""
+
+FROZEN_BYTES = {"lora": 2.0, "lora32": 4.0, "int8": 1.0, "nf4": 0.5 + 2 / 64}
+"""
+Of a weight of a matrix of a block. NF4 is half a byte, and two bytes of scale for 64 of them (Dettmers et al. 2023,
+https://arxiv.org/abs/2305.14314). Tables and vectors stay in float32.
+"""
+LOGITS_CHUNK_BYTES = 2**27
+"""Of float32 scores, as `train.loss.CHUNK_BYTES`."""
+UPDATE_NUMBERS = 2**21
+"""As `train.optim.BATCH_NUMBERS`; of float32 and bfloat16, a handful of times."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainSetup:
+    """One way to train the same."""
+
+    rows: int
+    """That go through the model at once, on each device."""
+    recompute: Level = "none"
+    precision: NumberType = "bfloat16"
+    method: Method = "full"
+    rank: int = Lora().rank
+    """Of the low-rank additions."""
+    sharded: bool = False
+    """Whether each device keeps a part of weights, gradients and optimizer, and not all of them."""
+    devices: int = 1
+    offload: bool = False
+    """Whether the optimizer's numbers stay in the host's memory, and come for the update, some at a time."""
+
+    @property
+    def bytes_per_number(self) -> int:
+        """In matrix products."""
+        return 4 if self.precision == "float32" else 2
+
+
+@dataclass(frozen=True, kw_only=True)
+class MemoryEstimate:
+    """Bytes on each device."""
+
+    weights: int
+    gradients: int
+    optimizer: int
+    copies: int
+    activations: int
+    logits: int
+    update: int
+    gathered: int
+
+    @property
+    def resting(self) -> int:
+        return self.weights + self.optimizer
+
+    @property
+    def peak(self) -> int:
+        return sum(self.at_peak[1].values())
+
+    @property
+    def at_peak(self) -> tuple[Moment, dict[str, int]]:
+        """When the most is there, and its parts."""
+        parts = asdict(self)
+        updating = {name: parts.pop(name) for name in ("update",)}
+        learning = {name: parts.pop(name) for name in ("copies", "activations", "logits", "gathered")}
+        if sum(learning.values()) >= sum(updating.values()):
+            return "micro-batch", parts | learning
+        return "update", parts | updating
+
+
+@dataclass(frozen=True, kw_only=True)
+class Workload:
+    """What is trained: a shape with its vocabulary and optimizer, on rows of its context."""
+
+    model: ModelConfig
+    vocab_size: int
+    optimizer: Optimizer
+    processor: bool = False
+    """Whether on one, where attention may keep its weights."""
+    lora: Lora | None = None
+    """What a recipe says of adapters, where it has some."""
+    reference: bool = False
+    """Whether a copy of the model as it began stays beside it. Below adapters it is there anyway."""
+
+    @property
+    def parameters(self) -> int:
+        return cost(self.model, self.vocab_size).parameters
+
+    def adapters(self, way: TrainSetup) -> Lora | None:
+        """Those of a way: as the recipe says, on a base as the way says."""
+        if way.method == "full":
+            return None
+        base = next(base for base, method in BASES.items() if method == way.method)
+        if self.lora is None:
+            return Lora(rank=way.rank, base=base)
+        return self.lora if BASES[self.lora.base] == way.method else self.lora.model_copy(update={"base": base})
+
+    def reference_bytes(self, method: Method) -> int:
+        return BYTES * self.parameters if self.reference and method == "full" else 0
+
+
+def remembered_bytes(what: Workload, way: TrainSetup) -> int:
+    """All that the optimizer keeps, wherever that is."""
+    if way.method == "full":
+        return optimizer_bytes(what.optimizer, what.model, what.vocab_size)
+    return 8 * adapter_parameters(what.model, way.rank)
+
+
+def needs(what: Workload, way: TrainSetup) -> MemoryEstimate:
+    """Of a step with more than one micro-batch, after the first step."""
+    facts = cost(what.model, what.vocab_size)
+    part = way.devices if way.sharded else 1
+    trained = facts.parameters if way.method == "full" else adapter_parameters(what.model, way.rank)
+    adapters = 0 if way.method == "full" else trained
+    tokens = way.rows * what.model.context
+    b = way.bytes_per_number
+    head = what.vocab_size * what.model.width
+    block = (facts.matmul_parameters - head) // what.model.num_layers
+    whole = facts.matmul_parameters if way.recompute == "none" else head + block
+    copied = whole if way.method == "full" else trained + head + largest_matrix(what.model)
+    return MemoryEstimate(
+        weights=(base_bytes(what, way.method) + BYTES * adapters) // part + what.reference_bytes(way.method),
+        gradients=BYTES * trained // part,
+        optimizer=0 if way.offload else remembered_bytes(what, way) // part,
+        copies=0 if way.sharded or b == BYTES else b * copied,
+        activations=tokens * activation_bytes_per_token(what.model, way.recompute, b, written_out=what.processor),
+        logits=logits_bytes(what, way),
+        update=5 * BYTES * min(UPDATE_NUMBERS, trained) // part,
+        gathered=gathered_bytes(what, way) if way.sharded else 0,
+    )
+
+
+def largest_matrix(model: ModelConfig) -> int:
+    """Numbers of it: what is frozen is written out for each product, one matrix at a time."""
+    return model.width * max(model.mlp_width, model.num_heads * model.head_size)
+
+
+def adapter_parameters(model: ModelConfig, rank: int) -> int:
+    """Of two matrices of this rank beside each matrix of the blocks."""
+    heads, keys = model.num_heads * model.head_size, model.num_kv_heads * model.head_size
+    total = 0
+    for number in range(model.num_layers):
+        gates = 2 if model.layer(number)[2] in ("swiglu", "geglu") else 1
+        ends = 2 * (model.width + heads) + 2 * (model.width + keys) + (gates + 1) * (model.width + model.mlp_width)
+        total += rank * ends
+    return total
+
+
+def base_bytes(what: Workload, method: Method) -> int:
+    """Of the weights that were there before the additions."""
+    facts = cost(what.model, what.vocab_size)
+    if method == "full":
+        return BYTES * facts.parameters
+    blocks = facts.matmul_parameters - what.vocab_size * what.model.width
+    return int(BYTES * (facts.parameters - blocks) + FROZEN_BYTES[method] * blocks)
+
+
+def logits_bytes(what: Workload, way: TrainSetup) -> int:
+    """Scores in the format of products and in float32, and the gradient of the head in both."""
+    tokens = min(way.rows * what.model.context, max(1, LOGITS_CHUNK_BYTES // (BYTES * what.vocab_size)))
+    b, table = way.bytes_per_number, what.vocab_size * what.model.width
+    scores = tokens * what.vocab_size * (b if what.processor else b + BYTES)
+    if way.method != "full":
+        return scores
+    return scores + table * (BYTES + (b if b < BYTES else BYTES))
+
+
+def gathered_bytes(what: Workload, way: TrainSetup) -> int:
+    """Two blocks, one at work and the next on its way, and the tables; with their gradients where they are trained."""
+    facts, model = cost(what.model, what.vocab_size), what.model
+    tables = what.vocab_size * model.width * (1 if model.tie_embeddings else 2)
+    block = (facts.parameters - tables) // model.num_layers
+    kept = int(2 * FROZEN_BYTES.get(way.method, 2.0) * block + 2 * tables)
+    return kept if way.method != "full" else kept + BYTES * (block + tables // (1 if model.tie_embeddings else 2))
+
+
+def kv_bytes(model: ModelConfig, bytes_per_number: int = 2) -> int:
+    """Of keys and values of one conversation as long as the context."""
+    return 2 * model.num_layers * model.num_kv_heads * model.head_size * model.context * bytes_per_number
+
+
+TOKEN_BYTES = {True: 2, False: 4}
+"""Of an id in a shard, by whether all ids are below 2¹⁶."""
+
+
+def training_bytes(config: Training, what: Workload, way: TrainSetup) -> int:
+    """Of a stage that trains: checkpoints that stay, one to go back to, one that is being written, and the model."""
+    whole = needs(what, TrainSetup(rows=1, method=way.method, rank=way.rank, precision=way.precision))
+    model = BYTES * what.parameters if way.method == "full" else BYTES * adapter_parameters(what.model, way.rank)
+    checkpoint = model + whole.optimizer
+    kept = 0 if config.keep_every_steps is None else config.steps // config.keep_every_steps
+    return (config.keep_checkpoints + 2 + kept) * checkpoint + (
+        model if way.method == "full" else base_bytes(what, "full")
+    )
+
+
+def shard_bytes(tokens: int, vocab_size: int) -> int:
+    """Of so many tokens in token files."""
+    return tokens * TOKEN_BYTES[vocab_size <= 2**16]

@@ -1,0 +1,389 @@
+"""
+Build a plan for a training stage, and print it as data or as text. Needs no torch.
+
+A plan starts from what a recipe says of a training stage. Anything that needs torch is passed in.
+"""
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+from bloomery.hw.specs import GIB
+from bloomery.model.config import ModelConfig
+from bloomery.train.config import Finetune, Training
+from bloomery.train.plan import memory
+from bloomery.train.plan.memory import (
+    BASES,
+    Machine,
+    TrainSetup,
+    Workload,
+    check_shard,
+    kv_bytes,
+    remarks,
+    rows_at_once,
+    rows_per_step,
+)
+from bloomery.train.plan.search import (
+    Candidate,
+    FitCheck,
+    PlanRequest,
+    alternatives,
+    cheapest_change,
+    devices_needed,
+    fitting,
+    pace,
+    products_per_token,
+)
+from bloomery.train.preference.config import Prefer
+
+
+@dataclass(frozen=True, kw_only=True)
+class HourlyPrice:
+    """What an hour costs, of all devices together: in money of any kind, and in watts."""
+
+    per_hour: float | None = None
+    watts: float | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlanReport:
+    """Of one stage that trains."""
+
+    ask: PlanRequest
+    target: Machine
+    choice: Candidate
+    why: str
+    others: list[tuple[Candidate, str]]
+    change: tuple[str, Candidate] | None
+    """The cheapest that would make it fit, where it does not."""
+    devices_needed: int | None
+    disk_bytes: int
+    price: HourlyPrice = HourlyPrice()
+    remarks: Sequence[str] = ()
+
+    @property
+    def tokens_per_second(self) -> float | None:
+        return self.choice.pace.tokens_per_second if self.choice.pace else None
+
+    @property
+    def seconds(self) -> float | None:
+        """None where the choice does not fit, or no speed is known."""
+        rate = self.tokens_per_second if self.choice.fits else None
+        return self.ask.tokens / rate if rate else None
+
+    def facts(self) -> dict[str, Any]:
+        """As JSON data."""
+        ask, target, choice, seconds = self.ask, self.target, self.choice, self.seconds
+        moment, parts = choice.at_peak
+        flops = products_per_token(ask.what, choice.way) * ask.tokens
+        hours = None if seconds is None else seconds / 3600
+        return {
+            "parameters": ask.what.parameters,
+            "tokens": ask.tokens,
+            "flops": flops,
+            **{f"{name}_bytes": size for name, size in self._sizes().items()},
+            "kv_bytes": kv_bytes(ask.what.model),
+            "peak_bytes": choice.peak_bytes,
+            "at_peak": {"moment": moment, **{f"{name}_bytes": size for name, size in parts.items()}},
+            "peak_from": _origin(choice),
+            "disk_bytes": self.disk_bytes,
+            "device": target.name,
+            "devices": target.devices,
+            "memory_bytes": target.memory_bytes,
+            "usable_bytes": target.usable_bytes,
+            "fits": choice.fits,
+            "tokens_per_second": _round(self.tokens_per_second),
+            "tokens_per_second_at_peak": _round(choice.pace.ceiling if choice.pace else None),
+            "speed_from": self._speed_from(choice),
+            "seconds": _round(seconds),
+            "cost": None if hours is None or self.price.per_hour is None else round(hours * self.price.per_hour, 2),
+            "kilowatt_hours": None
+            if hours is None or self.price.watts is None
+            else round(hours * self.price.watts / 1000, 2),
+            "choice": self._way(choice) | {"why": self.why},
+            "alternatives": [
+                self._way(one) | {"available": not missing, "why_not": missing} for one, missing in self.others
+            ],
+            "change": None if self.change is None else {"settings": self.change[0]} | self._way(self.change[1]),
+            "devices_needed": self.devices_needed,
+            "remarks": [*self.remarks],
+            **({"not_planned": ask.besides} if ask.besides else {}),
+        }
+
+    def _way(self, one: Candidate) -> dict[str, Any]:
+        ask, way = self.ask, one.way
+        return {
+            "micro_batch_tokens": way.rows * ask.what.model.context,
+            "rows": way.rows,
+            "micro_batches": self.micro_batches(one),
+            "recompute": way.recompute,
+            "precision": way.precision,
+            "method": way.method,
+            "sharded": way.sharded,
+            "offload": way.offload,
+            "devices": way.devices,
+            "optimizer": one.what.optimizer.kind,
+            "peak_bytes": one.peak_bytes,
+            "peak_from": _origin(one),
+            "fits": one.fits,
+            "tokens_per_second": _round(one.pace.tokens_per_second if one.pace else None),
+            "speed_from": self._speed_from(one),
+        }
+
+    def _speed_from(self, one: Candidate) -> str:
+        """Steps of small models that were timed here, or the peak that was reckoned with."""
+        if one.pace is None:
+            return "unknown"
+        return "timed" if one.pace.timed else self.target.flops_from
+
+    def micro_batches(self, one: Candidate) -> int:
+        return max(1, -(-self.ask.rows_per_step // (one.way.rows * one.way.devices)))
+
+    def lines(self) -> list[str]:
+        """As text."""
+        ask, choice = self.ask, self.choice
+        told = self.facts()
+        found = [
+            f"{ask.stage}: {told['parameters']:,} parameters, {ask.tokens:,} tokens, {told['flops']:.3g} FLOPs, "
+            f"on {self._target()}",
+            f"  memory   {self._components()}",
+            f"  choice   {describe(choice)}: {self.why}",
+        ]
+        if not choice.fits:
+            found += self._does_not_fit()
+        else:
+            found.append(f"  time     {self._time()}")
+        if choice.fits and self.target.lent_bytes is not None and choice.peak_bytes > self.target.lent_bytes:
+            found.append(
+                f"  setting  Linux lends this GPU {_size(self.target.lent_bytes)} until ttm.pages_limit says more: "
+                "docs/amd.md has the line"
+            )
+        found += [f"  besides  {one}" for one in self.remarks]
+        if ask.besides:
+            found.append(f"  besides  {ask.besides}")
+        if choice.way.devices > ask.rows_per_step:
+            idle = choice.way.devices - ask.rows_per_step
+            found.append(f"  besides  a step has {ask.rows_per_step:,} rows: {idle:,} devices would have none")
+        found.append(
+            f"  disk     {_size(self.disk_bytes)} of checkpoints and models; a conversation's keys and values "
+            f"take {_size(told['kv_bytes'])}"
+        )
+        found.append(f"  {'way':<50} {'rows':>5} {'peak':>11} {'tokens/s':>11}")
+        found += [self._row(one) for one in self._shown()]
+        away = [(one, why) for one, why in self.others if one.way.offload]
+        if away:
+            one, why = next((pair for pair in away if pair[0].fits), min(away, key=lambda pair: pair[0].peak_bytes))
+            found += [f"{self._row(one)}  not offered", f"    {why}"]
+        return found
+
+    def _row(self, one: Candidate) -> str:
+        rate = f"{one.pace.tokens_per_second:,.0f}" if one.pace else "unknown"
+        timed = self.choice.pace is not None and self.choice.pace.timed
+        rate = f"~{rate}" if one.pace and timed and not one.pace.timed else rate
+        mark = "" if one.fits else "  does not fit"
+        peak = f"{'~' if self.choice.traced and not one.traced else ''}{_size(one.peak_bytes)}"
+        return f"  {describe(one, rows=False):<50} {one.way.rows:>5} {peak:>11} {rate:>11}{mark}"
+
+    def _shown(self) -> list[Candidate]:
+        """Of the ways that can be had, for each method, format and sharding: those that fit, or the least."""
+        groups: dict[Any, list[Candidate]] = {}
+        for one, missing in self.others:
+            if not missing:
+                groups.setdefault((one.way.method, one.way.precision, one.way.sharded), []).append(one)
+        found = []
+        for group in groups.values():
+            fitting = [one for one in group if one.fits]
+            found += fitting or [min(group, key=lambda one: one.peak_bytes)]
+        return found
+
+    def _target(self) -> str:
+        target = self.target
+        peak = target.peak(self.choice.way.precision)
+        speed = "speed unknown" if peak is None else f"{peak / 1e12:.4g} TFLOP/s {target.flops_from}"
+        several = f"{target.devices} ranks, each with its share of " if target.processor else f"{target.devices} x "
+        count = several if target.devices > 1 else ""
+        return f"{count}{target.name} ({_size(target.memory_bytes)}, {_size(target.usable_bytes)} usable, {speed})"
+
+    def _sizes(self) -> dict[str, int]:
+        """Of each part as it is at the peak, or by arithmetic where it is not there yet or any more."""
+        parts, reckoned = self.choice.at_peak[1], asdict(self.choice.needs)
+        return {name: parts.get(name) or reckoned.get(name, 0) for name in PARTS}
+
+    def _components(self) -> str:
+        moment, parts = self.choice.at_peak
+        told = " + ".join(f"{words} {_size(parts[name])}" for name, words in PARTS.items() if parts.get(name))
+        how = "traced" if self.choice.traced else "by arithmetic"
+        later = "" if parts.get("gradients") else f"; gradients {_size(self.choice.needs.gradients)} come after it"
+        return f"{_size(self.choice.peak_bytes)} at the peak ({how}, {MOMENTS[moment]}) = {told}{later}"
+
+    def _does_not_fit(self) -> list[str]:
+        if self.change is not None:
+            say, one = self.change
+            rows = "1 row" if one.way.rows == 1 else f"{one.way.rows} rows"
+            return [f"  cure     {say} fits: {_size(one.peak_bytes)} with {rows}"]
+        count = self.devices_needed
+        more = "" if count is None else f"; so would {count} such devices, each with its part"
+        return [f"  cure     none of this software's ways fits; a smaller model or context would{more}"]
+
+    def _time(self) -> str:
+        if self.seconds is None or self.choice.pace is None:
+            known = "this device" if self.target.flops is None else f"it in {self.choice.way.precision}"
+            return f"unknown: no peak of {known} is known, and none is borrowed"
+        share = f"products at {self.target.share:.0%} of the {self.target.flops_from} peak"
+        how = "steps of small models, timed here" if self.choice.pace.timed else share
+        found, most = self.choice.pace.tokens_per_second, self.choice.pace.ceiling
+        told = f"{_duration(self.seconds)} at about {found:,.0f} tokens/s ({how}; "
+        told += f"{most:,.0f} if nothing else took time"
+        told += "; what devices send each other is not counted)" if self.target.devices > 1 else ")"
+        hours = self.seconds / 3600
+        if self.price.per_hour is not None:
+            told += f"; {hours * self.price.per_hour:,.2f} at {self.price.per_hour:g} an hour"
+        if self.price.watts is not None:
+            told += f"; {hours * self.price.watts / 1000:,.1f} kWh"
+        return told
+
+
+PARTS = {
+    "weights": "weights",
+    "gradients": "gradients",
+    "optimizer": "optimizer",
+    "copies": "copies of weights",
+    "activations": "activations",
+    "logits": "logits",
+    "update": "update",
+    "gathered": "gathered",
+    "libraries": "libraries",
+}
+"""Of the peak, as `planning.needs` tells them, and what libraries keep for themselves."""
+MOMENTS = {"loading": "while the model is made", "micro-batch": "in a micro-batch", "update": "in the update"}
+METHODS = {
+    "full": "all weights",
+    "lora": "LoRA",
+    "lora32": "LoRA on float32",
+    "int8": "LoRA on int8",
+    "nf4": "LoRA on NF4",
+}
+
+
+def _origin(one: Candidate) -> str:
+    return "trace" if one.traced else "arithmetic"
+
+
+def describe(one: Candidate, *, rows: bool = True) -> str:
+    way = one.way
+    method = METHODS[way.method]
+    parts = [method, way.precision, *([f"recompute {way.recompute}"] if way.recompute != "none" else [])]
+    parts += ["sharded"] if way.sharded else []
+    parts += ["optimizer on the host"] if way.offload else []
+    if rows:
+        parts.append(f"{way.rows} rows ({way.rows * one.what.model.context:,} tokens) at once")
+    return ", ".join(parts)
+
+
+def _round(value: float | None) -> float | None:
+    return None if value is None else float(f"{value:.4g}")
+
+
+def _size(size: int) -> str:
+    return f"{size / GIB:,.2f} GiB" if size >= GIB / 4 else f"{size / 2**20:,.1f} MiB"
+
+
+def _duration(seconds: float) -> str:
+    for unit, length in (("days", 86400.0), ("hours", 3600.0), ("minutes", 60.0)):
+        if seconds >= 2 * length:
+            return f"{seconds / length:,.1f} {unit}"
+    return f"{seconds:,.0f} seconds"
+
+
+def asked(stage: str, config: Training, model: ModelConfig, vocab_size: int, target: Machine) -> PlanRequest:
+    """What a section asks for, on a target. Raises ConfigError for what a run would refuse."""
+    precision = target.precision if config.precision == "auto" else config.precision
+    explicit = 0 if config.micro_batch_tokens == "auto" else rows_at_once(config, model.context)
+    rows = rows_per_step(config, model.context)
+    lora = config.lora if isinstance(config, Finetune | Prefer) else None
+    prefers = config if isinstance(config, Prefer) else None
+    sharded = check_shard(config, target.devices, adapters=lora is not None)
+    shape = Workload(
+        model=model, vocab_size=vocab_size, optimizer=config.optimizer, processor=target.processor, lora=lora
+    )
+    return PlanRequest(
+        stage=stage,
+        what=shape if prefers is None else replace(shape, reference=prefers.keeps_reference),
+        rows_per_step=rows,
+        steps=config.steps,
+        way=TrainSetup(
+            rows=min(explicit, -(-rows // target.devices)),
+            recompute=config.recompute,
+            precision=precision,
+            devices=target.devices,
+            method="full" if lora is None else BASES[lora.base],
+            rank=TrainSetup.rank if lora is None else lora.rank,
+            sharded=sharded,
+        ),
+        available=frozenset(type(config).model_fields),
+        compiled=config.compile != "off",
+        besides="" if prefers is None else prefers.not_planned,
+    )
+
+
+def planned(
+    ask: PlanRequest, config: Training, target: Machine, check: FitCheck | None = None, price: HourlyPrice | None = None
+) -> PlanReport:
+    """The choice, by arithmetic, and by `check` where there is one: then with fewer rows until it fits."""
+    choice = fitting(ask, ask.what, ask.way, target, check)
+    faster = _faster(choice, ask, target)
+    ways = [(_as_fast(one, faster), why) for one, why in alternatives(ask, target)]
+    return PlanReport(
+        ask=ask,
+        target=target,
+        choice=choice,
+        why=_why(ask, target, choice),
+        others=[(_as_chosen(one, choice, target), why) for one, why in ways],
+        change=None if choice.fits else cheapest_change(ask, target, check),
+        devices_needed=None if choice.fits else devices_needed(ask, target),
+        disk_bytes=memory.training_bytes(config, ask.what, choice.way),
+        price=price or HourlyPrice(),
+        remarks=remarks(config, ask.what.model.context),
+    )
+
+
+def _faster(choice: Candidate, ask: PlanRequest, target: Machine) -> float:
+    """How many times as fast as was reckoned the choice was found to be, where it was timed; else 1."""
+    reckoned = pace(ask.what, choice.way, target, ask.rows_per_step)
+    if reckoned is None or choice.pace is None or not choice.pace.timed:
+        return 1.0
+    return choice.pace.tokens_per_second / reckoned.tokens_per_second
+
+
+def _as_fast(one: Candidate, faster: float) -> Candidate:
+    """
+    A way whose reckoned speed is as far from the truth as that of the choice: else one that computes more would seem
+    faster than the choice.
+    """
+    if one.pace is None or faster == 1.0:
+        return one
+    rate = min(faster * one.pace.tokens_per_second, one.pace.ceiling)
+    return replace(one, pace=replace(one.pace, tokens_per_second=rate))
+
+
+def _as_chosen(one: Candidate, choice: Candidate, target: Machine) -> Candidate:
+    """A way with the memory of the choice, where it is that; or that without what it would keep on the host."""
+    if one.way == choice.way:
+        return choice
+    if replace(one.way, offload=False) != choice.way:
+        return one
+    peak = choice.peak_bytes - choice.needs.optimizer + one.needs.optimizer
+    return replace(one, peak_bytes=peak, fits=peak <= target.usable_bytes)
+
+
+def _why(ask: PlanRequest, target: Machine, choice: Candidate) -> str:
+    if not choice.fits:
+        floor = choice.needs.resting + choice.needs.gradients
+        if floor > target.usable_bytes:
+            return "does not fit, whatever the batch: weights, gradients and optimizer alone are more than there is"
+        return "does not fit: activations are too much besides weights and optimizer"
+    if ask.way.rows:
+        return "as the recipe says, and it fits"
+    batches = max(1, -(-ask.rows_per_step // (choice.way.rows * choice.way.devices)))
+    whole = "the whole step at once" if batches == 1 else f"{batches} micro-batches a step"
+    return f"{whole}; as many rows as fit, up to where more are no faster"

@@ -1,0 +1,302 @@
+"""
+Search the training setups that a recipe allows: which fit, how fast, and the choice.
+
+This module needs no torch. A recipe decides what is trained: method, format, recomputation, sharding. This module
+decides how many sequences go through the model at once. It depends only on the model's shape and the memory of the
+device, so a resumed run decides the same. It takes as many sequences as fit, up to the point where more are no
+faster. If none fits, the first change in `CHANGES` that makes it fit is reported. `CHANGES` is in the order of
+cost.
+
+Time of a step, from what it computes and moves:
+
+    seconds   micro-batches · (matmuls / (share · peak) + traffic / bandwidth) + update / bandwidth
+
+`share` is what matmuls of a step reach of large square matmuls: see train/plan/memory.py. Traffic lies outside of
+matmuls: activations written once and read three times, and logits read and written twice. It also counts weights
+rounded for each micro-batch and their gradients added up. Nothing is counted between devices, because a plan cannot
+know how they are connected.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import get_args
+
+from bloomery.model.flops import cost
+from bloomery.train.config import AdamW8bit, Level
+from bloomery.train.plan.memory import (
+    BASE_WHOLE,
+    COMPILED_WHOLE,
+    FROZEN_BYTES,
+    SCALES_WHOLE,
+    USUAL_TOKENS,
+    Machine,
+    MemoryEstimate,
+    Method,
+    Moment,
+    TrainSetup,
+    Workload,
+    activation_bytes_per_token,
+    adapter_parameters,
+    needs,
+    remembered_bytes,
+)
+
+ACTIVATION_PASSES = 4
+SCORE_PASSES = 4
+WEIGHT_BYTES_PER_MICRO_BATCH = 4 + 2 + 2 + 2 + 2 + 8
+"""Read and rounded, read forward and backward, a gradient written and added to that in float32."""
+FROZEN_PASSES = 2
+UPDATE_BYTES = 4 + 4 + 8 + 16 + 4
+"""A gradient read for its norm and for the update, a weight and two moments read and written."""
+
+LINK = 12e9
+"""Bytes a second between a card and its host, as copies over PCIe 3.0 with 16 lanes reach; newer ones are faster."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Throughput:
+    tokens_per_second: float
+    """Of all devices."""
+    ceiling: float
+    """If matrix products ran at the peak and nothing else took time: the roofline, with what is computed twice."""
+    timed: bool = False
+    """Whether steps of two small models on this machine tell it, and not the peak."""
+
+
+def products_per_token(what: Workload, way: TrainSetup) -> float:
+    """Floating-point operations of products a token, with those that are done again."""
+    whole = cost(what.model, what.vocab_size).train_flops_per_token
+    again = {"none": 0.0, "selective": 0.0, "block": whole / 3}[way.recompute]
+    if way.method == "full":
+        return whole + again
+    adapters = 6.0 * adapter_parameters(what.model, way.rank)
+    return whole * 2 / 3 + again + adapters  # no gradient of a frozen weight
+
+
+def pace(what: Workload, way: TrainSetup, target: Machine, rows_per_step: int) -> Throughput | None:
+    """None where the target's peak in this format is not known. `rows_per_step` are those of all devices together."""
+    peak = target.peak(way.precision)
+    if peak is None:
+        return None
+    tokens = way.rows * what.model.context
+    micro_batches = max(1, -(-rows_per_step // (way.rows * way.devices)))
+    compute = products_per_token(what, way) * tokens / peak
+    moved, updated = _traffic(what, way, tokens)
+    waiting = [0.0 if target.bandwidth is None else size / target.bandwidth for size in (moved, updated)]
+    seconds = micro_batches * (compute / target.share + waiting[0]) + waiting[1]
+    if way.offload:
+        seconds += 2 * remembered_bytes(what, way) / LINK
+    done = rows_per_step * what.model.context
+    busy = min(way.devices, -(-rows_per_step // way.rows))
+    return Throughput(tokens_per_second=done / seconds, ceiling=busy * tokens / compute)
+
+
+def _traffic(what: Workload, way: TrainSetup, tokens: int) -> tuple[float, float]:
+    """Bytes of a micro-batch, and of an update."""
+    b, part = way.bytes_per_number, way.devices if way.sharded else 1
+    scores = SCORE_PASSES * tokens * what.vocab_size * (b + (0 if what.processor else 4)) / 2
+    each = activation_bytes_per_token(what.model, "none", b, written_out=what.processor)
+    activations = (ACTIVATION_PASSES + (way.recompute != "none")) * tokens * each
+    if way.method == "full":
+        return (
+            activations + scores + WEIGHT_BYTES_PER_MICRO_BATCH * what.parameters,
+            UPDATE_BYTES * what.parameters / part,
+        )
+    frozen = FROZEN_PASSES * (2 + FROZEN_BYTES[way.method])  # written out, and read again by a product
+    return activations + scores + frozen * what.parameters, UPDATE_BYTES * adapter_parameters(
+        what.model, way.rank
+    ) / part
+
+
+NO_OFFLOAD = "nothing is moved to the host while a model trains; AdamW in 8 bits keeps a quarter of its numbers instead"
+ONE_MEMORY = "host and device have one memory, of which nothing would be freed"
+MOST_TOKENS = {True: USUAL_TOKENS, False: 2**16}
+"""Of a micro-batch, by whether a processor computes it. Larger ones gain less than a hundredth."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlanRequest:
+    """What a recipe asks of a stage that trains."""
+
+    stage: str
+    what: Workload
+    rows_per_step: int
+    """Of the whole global batch."""
+    steps: int
+    way: TrainSetup
+    """Its rows are those that the recipe says, or 0 where it leaves them to the plan."""
+    available: frozenset[str] = frozenset()
+    """Settings that this stage has, as `lora` and `shard`: only they are chosen."""
+    compiled: bool = False
+    besides: str = ""
+    """What the stage does that is in no number of the plan."""
+
+    @property
+    def tokens(self) -> int:
+        return self.steps * self.rows_per_step * self.what.model.context
+
+
+@dataclass(frozen=True, kw_only=True)
+class Candidate:
+    """A way, with what it needs and how fast it is."""
+
+    way: TrainSetup
+    what: Workload
+    needs: MemoryEstimate
+    peak_bytes: int
+    """Of the arithmetic, or of a trace where there was one."""
+    fits: bool
+    pace: Throughput | None
+    traced: tuple[Moment, Mapping[str, int]] | None = None
+    """When the most is there and its parts, where a trace has found it."""
+
+    @property
+    def at_peak(self) -> tuple[Moment, Mapping[str, int]]:
+        """When the most is there, and parts that add up to `peak_bytes`."""
+        return self.traced or self.needs.at_peak
+
+
+FitCheck = Callable[[PlanRequest, Machine, Candidate], Candidate]
+"""The same option with its memory found out in another way."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Change:
+    """Something that a person can change in a recipe."""
+
+    say: str
+    """In the words of the command line."""
+    setting: str
+    """Which settings a stage must have for it, of `PlanRequest.available`; "" for none."""
+    make: Callable[[Workload, TrainSetup], tuple[Workload, TrainSetup]]
+
+
+def _recompute(level: Level) -> Callable[[Workload, TrainSetup], tuple[Workload, TrainSetup]]:
+    return lambda what, way: (what, replace(way, recompute=level))
+
+
+def _eight_bits(what: Workload, way: TrainSetup) -> tuple[Workload, TrainSetup]:
+    return replace(what, optimizer=AdamW8bit()), replace(way, recompute="block", sharded=False)
+
+
+def _shard(what: Workload, way: TrainSetup) -> tuple[Workload, TrainSetup]:
+    return what, replace(way, sharded=way.devices > 1, recompute="block")
+
+
+def _adapters(what: Workload, way: TrainSetup) -> tuple[Workload, TrainSetup]:
+    return what, replace(way, method="lora", recompute="block", sharded=False)
+
+
+def _four_bits(what: Workload, way: TrainSetup) -> tuple[Workload, TrainSetup]:
+    return what, replace(way, method="nf4", recompute="block", sharded=False)
+
+
+CHANGES = (
+    Change(say='{stage}.recompute="selective"', setting="", make=_recompute("selective")),
+    Change(say='{stage}.recompute="block"', setting="", make=_recompute("block")),
+    Change(say='{stage}.recompute="block" {stage}.shard="fsdp"', setting="shard", make=_shard),
+    Change(say='{stage}.recompute="block" {stage}.optimizer={{kind="adamw8bit"}}', setting="", make=_eight_bits),
+    Change(say='{stage}.recompute="block" {stage}.lora.base="bfloat16"', setting="lora", make=_adapters),
+    Change(say='{stage}.recompute="block" {stage}.lora.base="nf4"', setting="lora", make=_four_bits),
+)
+"""From the cheapest on: time, then several devices, then numbers, then what is trained at all."""
+
+
+def option(ask: PlanRequest, what: Workload, way: TrainSetup, target: Machine) -> Candidate:
+    really = replace(way, offload=way.offload and not target.one_memory)
+    needed = needs(what, really)
+    return Candidate(
+        way=way,
+        what=what,
+        needs=needed,
+        peak_bytes=needed.peak,
+        fits=needed.peak <= target.usable_bytes,
+        pace=pace(what, really, target, ask.rows_per_step),
+    )
+
+
+def rows_allowed(ask: PlanRequest, target: Machine) -> list[int]:
+    """Powers of two up to what a device has of a step, and that itself."""
+    most = max(1, -(-ask.rows_per_step // target.devices))
+    most = min(most, max(1, MOST_TOKENS[target.processor] // ask.what.model.context))
+    return sorted({2**power for power in range(most.bit_length()) if 2**power <= most} | {most})
+
+
+def best(ask: PlanRequest, what: Workload, way: TrainSetup, target: Machine) -> Candidate:
+    """With as many rows as fit; with one where none does, or as many as are asked for."""
+    if way.rows:
+        return option(ask, what, way, target)
+    found = [option(ask, what, replace(way, rows=rows), target) for rows in rows_allowed(ask, target)]
+    return next((one for one in reversed(found) if one.fits), found[0])
+
+
+def alternatives(ask: PlanRequest, target: Machine) -> list[tuple[Candidate, str]]:
+    """
+    What is asked for with every level of recomputation, method, sharding, format and offload, each with its best rows;
+    and why one cannot be had, or "".
+    """
+    free = replace(ask.way, rows=0)
+    ways = [replace(free, recompute=level) for level in get_args(Level)]
+    if target.devices > 1:
+        ways += [replace(way, sharded=not ask.way.sharded) for way in ways]
+    ways += [replace(way, method=method) for method in get_args(Method) if method != ask.way.method for way in ways]
+    if ask.way.precision != "float32":
+        ways.append(replace(free, precision="float32"))
+    ways += [replace(free, recompute=level, offload=True) for level in get_args(Level)]
+    return [(best(ask, ask.what, way, target), _missing(ask, ask.what, way, target)) for way in ways]
+
+
+def _missing(ask: PlanRequest, what: Workload, way: TrainSetup, target: Machine) -> str:
+    if way.offload:
+        return ONE_MEMORY if target.one_memory else NO_OFFLOAD
+    if way.method != ask.way.method and "lora" not in ask.available:
+        return f"{ask.stage} trains all weights"
+    if way.sharded and way.method != "full":
+        return BASE_WHOLE
+    if way.sharded and what.optimizer.kind == "adamw8bit":
+        return SCALES_WHOLE
+    return COMPILED_WHOLE if way.sharded and ask.compiled else ""
+
+
+def fitting(ask: PlanRequest, what: Workload, way: TrainSetup, target: Machine, check: FitCheck | None) -> Candidate:
+    """By arithmetic, and by `check` where there is one: then with fewer rows until it fits, where they are open."""
+    found = best(ask, what, way, target)
+    if check is None:
+        return found
+    found = check(ask, target, found)
+    while not found.fits and not way.rows and found.way.rows > 1:
+        found = check(ask, target, best(ask, what, replace(way, rows=found.way.rows // 2), target))
+    return found
+
+
+def cheapest_change(ask: PlanRequest, target: Machine, check: FitCheck | None = None) -> tuple[str, Candidate] | None:
+    """
+    The first change that makes a recipe fit that does not, and how it then is. Rows are left to the plan first, and
+    nothing is told that a run would refuse.
+    """
+    freed = f'{ask.stage}.micro_batch_tokens="auto"' if ask.way.rows else ""
+    if freed and (fewer := fitting(ask, ask.what, replace(ask.way, rows=0), target, check)).fits:
+        return freed, fewer
+    for change in CHANGES:
+        what, way = change.make(ask.what, replace(ask.way, rows=0))
+        unknown = not set(change.setting.split()) <= ask.available
+        if unknown or _missing(ask, what, way, target) or (change.setting == "shard" and target.devices == 1):
+            continue
+        if best(ask, what, way, target).fits and (found := fitting(ask, what, way, target, check)).fits:
+            whole = f'{ask.stage}.shard="none"' if ask.way.sharded and not way.sharded else ""
+            return " ".join(filter(None, [freed, whole, change.say.format(stage=ask.stage)])), found
+    return None
+
+
+def devices_needed(ask: PlanRequest, target: Machine, most: int = 1024) -> int | None:
+    """How many of the target's devices would do, each with its part; None where `most` are too few, or none may."""
+    if _missing(ask, ask.what, replace(ask.way, sharded=True), target):
+        return None
+
+    def holds(count: int) -> bool:
+        way = replace(ask.way, rows=1, sharded=True, devices=count, recompute="block")
+        return needs(ask.what, way).peak <= target.usable_bytes
+
+    if not holds(most):
+        return None
+    return next(count for count in range(2, most + 1) if holds(count))

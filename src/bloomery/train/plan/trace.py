@@ -1,0 +1,538 @@
+"""
+Memory and time of a training step: traced on fake tensors, or timed on a small model.
+
+A traced step runs model, loss and optimizer on fake tensors, and nothing is allocated. Of a deep model, two small
+models are run. What a layer adds between them is added for the other layers.
+
+The meter counts how many bytes of tensors are alive, and what is asked of the device, one operation after another.
+It works on fake tensors, which have shapes and no numbers, and on real tensors. A storage counts from the operation
+that made it until nobody holds it any more. Of a tensor that is spread over ranks, the part of this rank counts.
+Its wrapper tells the size of the whole.
+
+Each storage has a kind: the current kind at the time of its creation, unless the meter knows better. A tensor made
+of weights alone is a copy of weights. A tensor with a side as long as the vocabulary is logits. `count_as` sets the
+rest.
+
+A step can be traced without numbers, or timed with them.
+
+Timing runs the step with all layers if that takes little time. Otherwise it times a model with one period of the
+layer pattern and a model with some more. Each further period is assumed to add what these layers added. The models
+take turns in the functions of the training loop, and each time is the best of a few.
+
+Layers are left out before sequences are. A step takes time for each layer, but not for each sequence: some work is
+done once for all sequences. Weights are rounded or put together from four bits, and gradients written, only once.
+If sequences are left out too, the smaller model is also timed with half of its sequences. This tells what each
+further sequence adds.
+
+On a CPU the time is the CPU time of this thread. So other load on the machine at the moment is not part of the
+plan. On other devices it is clock time.
+
+Tracing and timing share one file because both run the same step.
+"""
+
+import math
+import time
+import weakref
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import cache, partial
+from typing import Any, NamedTuple
+
+import bloomery.hw.require_torch  # noqa: F401
+from bloomery.hw.device import Device, measured_peak
+from bloomery.hw.distributed import World
+from bloomery.model import lora as model_lora
+from bloomery.model import quantize
+from bloomery.model.config import ModelConfig
+from bloomery.model.flops import cost
+from bloomery.model.kernels import cpu
+from bloomery.model.lora_config import Lora
+from bloomery.model.transformer import Transformer
+from bloomery.train import fsdp
+from bloomery.train.activation_checkpointing import recompute
+from bloomery.train.config import Level, Optimizer
+from bloomery.train.fused_adamw import total_norm
+from bloomery.train.optim import Optimizers
+from bloomery.train.plan.memory import Moment
+from bloomery.train.precision import fast_dtype
+from bloomery.train.step import Placed, clipping, gradients, placed_losses, sparse_embedding_grad
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_iter
+
+PRODUCTS = ("mm", "addmm", "bmm", "baddbmm")
+"""Operations of two matrices; the last two arguments that are tensors are multiplied."""
+
+Product = tuple[int, int, int, int, torch.dtype]
+"""Matrices, rows, inner, columns and format."""
+
+
+WEIGHTS, COPIES, WORK, LOGITS, GATHERED = "weights", "copies", "activations", "logits", "gathered"
+"""Kinds of what is counted, by the names of `planning.needs`."""
+GATHERING = ("all_gather_copy_in", "_allgather_base_", "split_with_sizes_copy")
+"""Operations by which parts of weights come together."""
+MIXED = ("add", "add_", "sub", "sub_", "mul", "mul_", "lerp", "lerp_", "addcmul_")
+"""Operations of tensors of several formats, for which a processor writes the shorter ones out in the longest."""
+
+
+class TensorMeter(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    def __init__(self, *, on_processor: bool = False, vocab_size: int = 0) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.live, self._on_processor, self._vocab_size = 0, on_processor, vocab_size
+        self.peak = 0
+        """The most that lived at once since `restart`."""
+        self.at_peak: Counter[str] = Counter()
+        """Of it, by kind."""
+        self.making = WEIGHTS
+        """The kind of what is made now, where nothing else is known of it."""
+        self._by_kind: Counter[str] = Counter()
+        self.products: Counter[Product] = Counter()
+        self.kinds: set[tuple[object, ...]] = set()
+        """Of products in a short format: operation, sizes, and which sides are transposed."""
+        self.moved = 0
+        """Bytes that other operations read and wrote, views not counted."""
+        self._held: dict[int, tuple[int, str]] = {}
+        self._resize: Callable[..., Any] | None = None
+
+    def restart(self) -> None:
+        self.peak, self.at_peak, self.moved = self.live, self._by_kind.copy(), 0
+        self.products.clear()
+
+    def __enter__(self) -> "TensorMeter":
+        original, meter = torch.UntypedStorage.resize_, self
+
+        def resize(storage: torch.UntypedStorage, size: int) -> Any:  # sharded weights are freed and filled by it
+            made = original(storage, size)
+            if (key := storage._cdata) in meter._held:
+                before, kind = meter._held[key]
+                meter._held[key] = size, kind
+                meter._change(size - before, kind)
+            return made
+
+        self._resize = original
+        torch.UntypedStorage.resize_ = resize  # type: ignore[method-assign, assignment]
+        super().__enter__()  # type: ignore[no-untyped-call]
+        return self
+
+    def __exit__(self, *failure: Any) -> None:
+        torch.UntypedStorage.resize_ = self._resize  # type: ignore[method-assign, assignment]
+        super().__exit__(*failure)  # type: ignore[no-untyped-call]
+
+    def __torch_dispatch__(
+        self, function: Any, types: Any, arguments: tuple[Any, ...] = (), keywords: dict[str, Any] | None = None
+    ) -> Any:
+        made = function(*arguments, **(keywords or {}))
+        given = [one for one in tree_iter((arguments, keywords)) if isinstance(one, Tensor)]
+        results = [one for one in tree_iter(made) if isinstance(one, Tensor)]
+        kind = self._kind(given)
+        for one in results:
+            self.hold(one, self._scores(one) or kind)
+        name = function.overloadpacket.__name__
+        if name in GATHERING:
+            for one in (*given, *results):
+                if self._held.get(_storage(one)._cdata, (0, ""))[1] == WORK:  # and no part of a weight, which is read
+                    self.count_as(GATHERED, one)
+        if self._on_processor and name in MIXED:
+            self._reached(written_out(given), self.making)
+        if name in PRODUCTS:
+            left, right = given[-2:]
+            sizes = (1, *left.shape, right.shape[1]) if left.dim() == 2 else (*left.shape, right.shape[2])
+            self.products[(*sizes, left.dtype)] += 1
+            if left.element_size() == 2:
+                self.kinds.add((name, sizes, *(one.stride(-1) == 1 for one in (left, right))))
+        elif not function.is_view:
+            self.moved += sum(one.numel() * one.element_size() for one in (*given, *results))
+        return made
+
+    def hold(self, tensor: Tensor, kind: str | None = None) -> None:
+        """Count a tensor that is there already, until it is gone."""
+        storage = _storage(tensor)
+        key = storage._cdata
+        if key not in self._held:
+            self._held[key] = storage.nbytes(), kind or self.making
+            self._change(*self._held[key])
+            weakref.finalize(storage, self._drop, key)
+
+    def count_as(self, kind: str, tensor: Tensor) -> None:
+        """Let a tensor that is there be of another kind from now on."""
+        key = _storage(tensor)._cdata
+        if key in self._held:
+            size, before = self._held[key]
+            self._by_kind[before] -= size
+            self._by_kind[kind] += size
+            self._held[key] = size, kind
+
+    def _kind(self, given: list[Tensor]) -> str:
+        """Of what an operation makes of these."""
+        kinds = {self._held.get(_storage(one)._cdata, (0, ""))[1] for one in given}
+        return COPIES if self.making == WORK and kinds == {WEIGHTS} else self.making
+
+    def _scores(self, made: Tensor) -> str | None:
+        padded = made.ndim == 2 and made.shape[1] == cpu.aligned(self._vocab_size)
+        return LOGITS if self.making == WORK and (padded or self._vocab_size in made.shape) else None
+
+    def _change(self, size: int, kind: str) -> None:
+        self.live += size
+        self._by_kind[kind] += size
+        self._reached(0, kind)
+
+    def _reached(self, more: int, kind: str) -> None:
+        """Keep the most that there was, with so much more of a kind for the moment."""
+        if self.live + more > self.peak:
+            self.peak, self.at_peak = self.live + more, self._by_kind.copy()
+            self.at_peak[kind] += more
+
+    def _drop(self, key: int) -> None:
+        size, kind = self._held.pop(key, (0, self.making))
+        self.live -= size
+        self._by_kind[kind] -= size
+
+
+def _storage(tensor: Tensor) -> torch.UntypedStorage:
+    found: torch.UntypedStorage = getattr(tensor, "_local_tensor", tensor).untyped_storage()
+    return found
+
+
+def written_out(tensors: list[Tensor]) -> int:
+    """Bytes of copies of those that are not of the longest format, in that."""
+    sizes = [one.element_size() for one in tensors if one.is_floating_point() and one.dim()]
+    longest = max(sizes, default=0)
+    return sum(one.numel() * longest for one in tensors if one.dim() and 1 < one.element_size() < longest)
+
+
+@dataclass(frozen=True, kw_only=True)
+class TracedStep:
+    """Some rows, in one or more micro-batches."""
+
+    model: ModelConfig
+    vocab_size: int
+    optimizer: Optimizer
+    recompute: Level
+    precision: torch.dtype
+    rows: int
+    """Of a micro-batch."""
+    accumulates: bool
+    """Whether there are more micro-batches, whose gradients are there before its own."""
+    on_processor: bool = True
+    ranks: int = 1
+    """That each hold a part of weights, gradients and optimizer; this is the step of one of them."""
+    lora: Lora | None = None
+    """What is trained beside frozen weights; all weights where nothing is said."""
+
+    @property
+    def turn(self) -> int:
+        """Layers until their kinds begin again."""
+        kinds = self.model.attention, self.model.sliding_window, self.model.feed_forward
+        return math.lcm(*(len(one) for one in kinds))
+
+    def with_layers(self, layers: int) -> "TracedStep":
+        return replace(self, model=self.model.model_copy(update={"num_layers": layers}))
+
+    def load(self, *, initialized: bool = False) -> Transformer:
+        """The model as a stage hands it to the loop, with weights of any value unless it is to be initialized."""
+        model = Transformer(self.model, self.vocab_size)
+        if initialized:
+            model.initialize(0)
+        if self.lora is not None:
+            model_lora.attach(model, self.lora, seed=0)
+        return model
+
+    def prepare(self, model: Transformer, device: Device) -> Optimizers:
+        """As a run does when the model is in its place."""
+        recompute(model, self.recompute)
+        return Optimizers(model, self.optimizer, fast_dtype(device))
+
+
+class Traced(NamedTuple):
+    """Bytes of tensors, and what a micro-batch and an update ask of the device."""
+
+    loading: int
+    """The most while the model is made: on a processor, where weights are there whole before they are frozen."""
+    resting: int
+    """Weights, and what the optimizer remembers."""
+    learning: int
+    """The most during the forward and backward pass."""
+    updating: int
+    """The most while the optimizer works."""
+    room: int
+    """What libraries of products keep for themselves."""
+    products: Counter[Product]
+    """Of a micro-batch."""
+    moved: int
+    """Bytes that its other operations read and write."""
+    update_products: Counter[Product]
+    update_moved: int
+    kept_learning: Counter[str]
+    """What `learning` is made of, by kind."""
+    kept_updating: Counter[str]
+
+    @property
+    def peak(self) -> int:
+        return max(self.loading, self.room + max(self.learning, self.updating))
+
+    @property
+    def at_peak(self) -> tuple[Moment, dict[str, int]]:
+        """When the most is there, and its parts, which add up to it."""
+        if self.peak == self.loading:
+            return "loading", {"weights": self.loading}
+        moment: Moment = "micro-batch" if self.learning >= self.updating else "update"
+        kept, most = (
+            (self.kept_learning, self.learning) if moment == "micro-batch" else (self.kept_updating, self.updating)
+        )
+        parts = {kind: size for kind, size in kept.items() if size > 0}
+        rest = "activations" if moment == "micro-batch" else "update"
+        parts[rest] = parts.get(rest, 0) + most - sum(parts.values())  # what rounding of small models has left
+        return moment, parts | {"libraries": self.room}
+
+
+KERNEL_BYTES = 7 * 2**20 // 10
+"""
+Of what oneDNN compiles for a product of two bytes a number, of each size and layout, and keeps: 0.5 to 1.0 MiB for 14
+of 16, by the memory of a process before and after each (torch 2.13, AMX).
+"""
+
+
+@cache
+def trace(step: TracedStep) -> Traced:
+    """A step after the first, so that all that the optimizer remembers is there."""
+    turns = 2 if step.ranks == 1 else 3  # of two layers, both lie together: the next is on its way
+    layers, few, more = step.model.num_layers, turns * step.turn, (turns + 1) * step.turn
+    if layers <= more:
+        return _traced(step)
+    low, high = _traced(step.with_layers(few)), _traced(step.with_layers(more))
+    return _line(low, high, (layers - few) / (more - few))
+
+
+def _line(low: Traced, high: Traced, times: float) -> Traced:
+    """What is found `times` the way from the lower to the higher and beyond."""
+    values = list[Any]()
+    for first, second in zip(low, high, strict=True):
+        if isinstance(first, int):
+            assert isinstance(second, int)
+            values.append(round(first + times * (second - first)))
+        else:
+            assert isinstance(first, Counter)
+            assert isinstance(second, Counter)
+            values.append(
+                Counter({key: round(first[key] + times * (count - first[key])) for key, count in second.items()})
+            )
+    return Traced(*values)
+
+
+def _traced(step: TracedStep) -> Traced:
+    device = Device(
+        place=torch.device("cpu"),
+        vendor="cpu",
+        name="nothing",
+        memory_bytes=0,
+        compute_dtype=step.precision,
+        backend="gloo",
+    )
+    counting = TensorMeter(on_processor=step.on_processor, vocab_size=step.vocab_size)
+    with _company(step.ranks) as mesh, _apart(step.on_processor) as room, FakeTensorMode(), counting as meter:
+        model = step.load()
+        loading = meter.peak if step.on_processor else 0
+        if mesh is not None:
+            fsdp.shard(model, World(0, step.ranks), device, mesh)
+        optimizers = step.prepare(model, device)
+        trained = [weight for weight in model.parameters() if weight.requires_grad]
+        for weight in trained:
+            weight.register_post_accumulate_grad_hook(partial(_learned, meter))  # type: ignore[no-untyped-call]
+            weight.grad = torch.empty_like(weight)
+        meter.making = "optimizer"
+        optimizers.step()
+        optimizers.zero_grad()
+        resting, meter.making = meter.live, WORK
+        ids = torch.zeros((step.rows, step.model.context), dtype=torch.int64)
+        batch = Placed(ids, ids.clone(), None, ids.flatten().clone(), ids.flatten().clone())
+        total = torch.zeros(())
+        if step.accumulates:
+            for weight in trained:
+                weight.grad = torch.empty_like(weight)
+                meter.count_as("gradients", weight.grad)
+        meter.restart()
+        with sparse_embedding_grad(model):
+            loss, entropy = placed_losses(model, batch, device, share=1 / ids.numel())
+            torch.autograd.backward(loss)
+        total += entropy
+        del loss, entropy
+        learning, made, moved, during = meter.peak, meter.products.copy(), meter.moved, meter.at_peak
+        meter.restart()
+        meter.making = "update"
+        norm = nn.utils.get_total_norm(gradients(model))
+        nn.utils.clip_grads_with_norm_(trained, 1.0, norm)
+        optimizers.step()
+        kept = sum(room) + (KERNEL_BYTES * len(meter.kinds) if step.on_processor else 0)
+        most = loading, resting, learning, meter.peak, kept
+        return Traced(*most, made, moved, meter.products.copy(), meter.moved, during, meter.at_peak)
+
+
+@contextmanager
+def _company(ranks: int) -> Iterator[DeviceMesh | None]:
+    """Other ranks that nobody hears: what they would say has the right size and no meaning. None for one alone."""
+    if ranks == 1:
+        yield None
+        return
+    torch.distributed.init_process_group("fake", store=FakeStore(), rank=0, world_size=ranks)
+    try:
+        yield init_device_mesh("cpu", (ranks,))
+    finally:
+        torch.distributed.destroy_process_group()
+
+
+def _learned(meter: TensorMeter, weight: torch.Tensor) -> None:
+    assert weight.grad is not None
+    meter.count_as("gradients", weight.grad)
+
+
+@contextmanager
+def _apart(on_processor: bool) -> Iterator[list[int]]:
+    """Nothing without numbers is kept for later, nothing with numbers taken from before. Gives what `ROOM` comes to."""
+    room = [0, 0, 0]
+    elsewhere, taken = cpu.ELSEWHERE.set(not on_processor), cpu.ROOM.set(room)
+    quantize.forget()
+    try:
+        yield room
+    finally:
+        quantize.forget()
+        cpu.ROOM.reset(taken)
+        cpu.ELSEWHERE.reset(elsewhere)
+
+
+SLICE_SECONDS, SLICE_PARAMETERS = 0.4, 10**8
+"""Of a micro-batch of the larger model, at the peak; and how many weights that model may have at most."""
+MAX_SECONDS = 3.0
+"""Of a plan, for all times of a slice: a round that was begun is ended, and slow steps need no repetition."""
+TIMES = 3
+"""Of slices, whose errors the layers that are left out multiply. A whole model takes longer and needs one less."""
+
+
+class Timed(NamedTuple):
+    """Seconds."""
+
+    first: float
+    """Of the first micro-batch of a step, forward and backward."""
+    further: float
+    """Of each other one, which adds to the gradients that are there."""
+    updating: float
+
+    def step(self, micro_batches: int) -> float:
+        return self.first + (micro_batches - 1) * self.further + self.updating
+
+
+def timed(step: TracedStep, device: Device) -> Timed | None:
+    """None where even the small models are too large to be made for a plan."""
+    layers, few = step.model.num_layers, step.turn
+    more = _layers(step, device)
+    if cost(step.with_layers(more).model, step.vocab_size).parameters > SLICE_PARAMETERS:
+        return None
+    if layers <= more:
+        return measured((step,), device)[0]
+    low, high = measured((step.with_layers(few), step.with_layers(more)), device)
+    times = (layers - few) / (more - few)
+    return Timed(*(max(first, first + times * (second - first)) for first, second in zip(low, high, strict=True)))
+
+
+@cache
+def measured(steps: tuple[TracedStep, ...], device: Device) -> list[Timed]:
+    """Of models that take turns, so that what disturbs one disturbs the others; once a process for the same ones."""
+    rows, all_rows = _rows(steps[-1], device), steps[0].rows
+    fewer = [replace(steps[0], rows=rows // 2)] if 1 < rows < all_rows else []
+    ready = [_Ready(step, device) for step in [*(replace(step, rows=rows) for step in steps), *fewer]]
+    found = list[list[Timed]]()
+    while len(found) < (TIMES + 1 if len(steps) > 1 else TIMES) and _total(found) < MAX_SECONDS:
+        found.append([one.once() for one in ready])
+    warm = found[1:] or found
+    best = [Timed(*(min(values) for values in zip(*times, strict=True))) for times in zip(*warm, strict=True)]
+    low = with_rows(best[0], best[-1] if fewer else None, rows, all_rows)
+    share = all_rows / rows
+    more = [
+        Timed(
+            low.first + share * (one.first - best[0].first),
+            low.further + share * (one.further - best[0].further),
+            one.updating,
+        )
+        for one in best[1 : len(steps)]
+    ]
+    return [low, *more]
+
+
+def with_rows(timed: Timed, half: Timed | None, rows: int, all_rows: int) -> Timed:
+    """How long all rows take, by some of them and by half of those; without a half, each row costs the same."""
+    if half is None:
+        return Timed(timed.first * all_rows / rows, timed.further * all_rows / rows, timed.updating)
+
+    def whole(some: float, fewer: float) -> float:
+        one = min(max(some - fewer, 0.0) / (rows - rows // 2), some / rows)
+        return some + (all_rows - rows) * one
+
+    return Timed(whole(timed.first, half.first), whole(timed.further, half.further), timed.updating)
+
+
+def _layers(step: TracedStep, device: Device) -> int:
+    """Of the larger model: whole turns, as many as are soon done with all rows, two at least; or all there are."""
+    layers, turn = step.model.num_layers, step.turn
+    more = min(layers, 2 * turn)
+    while more < layers and _is_small(step.with_layers(min(layers, more + turn)), device):
+        more = min(layers, more + turn)
+    return more
+
+
+def _is_small(step: TracedStep, device: Device) -> bool:
+    parameters = cost(step.model, step.vocab_size).parameters
+    return parameters <= SLICE_PARAMETERS and step.rows * _row_seconds(step, device) <= SLICE_SECONDS
+
+
+def _rows(step: TracedStep, device: Device) -> int:
+    """Of a micro-batch: all of them, unless that takes too long."""
+    return max(1, min(step.rows, int(SLICE_SECONDS / _row_seconds(step, device))))
+
+
+def _row_seconds(step: TracedStep, device: Device) -> float:
+    """What one row takes at the peak."""
+    work = cost(step.model, step.vocab_size).train_flops_per_token * step.model.context
+    return work / measured_peak(replace(device, compute_dtype=step.precision))
+
+
+def _total(rounds: Sequence[Sequence[Timed]]) -> float:
+    return sum(sum(one) for times in rounds for one in times)
+
+
+class _Ready:
+    """A model that can make steps."""
+
+    def __init__(self, step: TracedStep, device: Device) -> None:
+        self._accumulates, self._device = step.accumulates, replace(device, compute_dtype=step.precision)
+        self._model: Transformer = step.load(initialized=True).to(device.place)
+        self._optimizers: Optimizers = step.prepare(self._model, self._device)
+        ids = torch.randint(step.vocab_size, (step.rows, step.model.context), device=device.place)
+        places = torch.arange(step.model.context, device=device.place).expand(step.rows, -1)
+        self._batch = Placed(ids, places, None, torch.arange(ids.numel(), device=device.place), ids.flatten())
+
+    def once(self) -> Timed:
+        began = self._now()
+        self._learn()
+        learned = again = self._now()
+        if self._accumulates:
+            self._learn()
+            again = self._now()
+        self._optimizers.step(clipping(1.0, total_norm(gradients(self._model))))
+        self._optimizers.zero_grad()
+        first, updating = learned - began, self._now() - again
+        return Timed(first, again - learned if self._accumulates else first, updating)
+
+    def _learn(self) -> None:
+        with sparse_embedding_grad(self._model):
+            loss, _ = placed_losses(self._model, self._batch, self._device, share=1 / self._batch.ids.numel())
+            torch.autograd.backward(loss)
+
+    def _now(self) -> float:
+        self._device.synchronize()
+        return time.thread_time() if self._device.place.type == "cpu" else time.perf_counter()

@@ -1,0 +1,549 @@
+"""
+Train a model: the loop, and the run around it with its device, resume, checkpoints, metrics and progress.
+
+    for each step:
+        learning rate -> gradients of all micro-batches -> norm -> guard: fine? -> clip -> update -> hooks
+
+`Trainer` is the loop, and `Trainer.train_step` is one step. `TrainingRun` is what a stage asks for: it sets up,
+resumes, trains and leaves the model. The stage decides what differs between pretraining and finetuning: data, loss
+mask, loss function, and which weights train. Hooks run in the order given, after a step, and at no other time.
+
+Both share one file, so that the way from setup to the update of the weights is read from top to bottom.
+"""
+
+import math
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import closing, contextmanager
+from dataclasses import KW_ONLY, dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any, TypeVar
+
+from bloomery.core.config import plain
+from bloomery.core.log import METRICS, Metrics, info, kept, progress
+from bloomery.core.signals import StopRequest, Terminated, on_signals
+from bloomery.hw import device as devices
+from bloomery.hw import distributed
+from bloomery.hw.device import Device, listed_peak
+from bloomery.hw.distributed import RankLostError, World
+from bloomery.model.flops import cost
+from bloomery.model.transformer import Transformer
+from bloomery.shards.loader import Batch, PackedDataset, SampleSource, batches, others_begin
+from bloomery.tokenizer.chat_template import Renderer
+from bloomery.train import checkpointing, compile, fsdp, launch
+from bloomery.train.checkpointing import AdapterSaver, Checkpoints, FullModelSaver, Kept
+from bloomery.train.config import Training, WSDSchedule
+from bloomery.train.grad_stats import Norms
+from bloomery.train.metrics import MAIN_LOG, MetricsLogger, main_log, watcher
+from bloomery.train.optim import Optimizers, decay_start, learning_rate_share
+from bloomery.train.plan.dry_run import DryRun, tell
+from bloomery.train.plan.here import decided
+from bloomery.train.plan.memory import check_shard, remarks, rows_at_once, rows_per_step
+from bloomery.train.precision import Precision, fast_dtype, find_device, short
+from bloomery.train.progress import ProgressCheck, last_loss
+from bloomery.train.state import (
+    Failure,
+    Hook,
+    Hooks,
+    PhaseTimer,
+    SkippedStep,
+    SpikeGuard,
+    State,
+    forget,
+)
+from bloomery.train.step import CausalLMLoss, LossFunction, clipping, forward_backward
+from bloomery.train.validation import EvalCheck, Sampler, Validation, evaluating, sampling
+from bloomery.weights.checkpoint import RetentionPolicy, Saver
+from bloomery.weights.hf import Lineage
+
+from torch import Tensor
+
+LOG = "log.txt"
+STEPS_BETWEEN_TRIMS = 25
+
+T = TypeVar("T")
+Evaluation = Callable[[Transformer, Device, StopRequest], Mapping[str, float]]
+"""Of a model, where it computes, and whether to end early (by Terminated): numbers by name."""
+
+
+@dataclass
+class Trainer:
+    """
+    The training loop, from `state.step` to `steps`. Every rank makes one, with the same global batches.
+
+    A step without supervised tokens, or with trouble that the guard sees, counts. It changes neither a weight nor what
+    the optimizers remember. `train` raises Terminated, between two updates, where the process was asked to stop.
+    """
+
+    model: Transformer
+    optimizers: Optimizers
+    batches: Iterator[Batch]
+    _: KW_ONLY
+    state: State
+    """Updated in place."""
+    steps: int
+    micro_batch: int
+    """Rows that go through the model at once, if memory allows."""
+    learning_rate_share: Callable[[int], float]
+    """Of the peak, by step; the first step is 1."""
+    max_norm: float
+    device: Device
+    precision: Precision
+    loss_function: LossFunction = field(default_factory=CausalLMLoss)
+    world: World = field(default_factory=World.alone)
+    guard: SpikeGuard = field(default_factory=SpikeGuard)
+    roll_back: Callable[[State], None] | None = None
+    hooks: Hooks = field(default_factory=Hooks)
+    norms: Norms | None = None
+    timer: PhaseTimer = field(default_factory=PhaseTimer)
+    stop: StopRequest = field(default_factory=StopRequest)
+
+    def train(self) -> None:
+        self.model.train()
+        self.raise_if_stopped()  # what is due at this step was left out on the way here, and comes again
+        while self.state.step < self.steps:
+            self.train_step()
+            self.timer.enter("hooks")
+            self.hooks.after_step(self.state)
+            self.raise_if_stopped()
+        self.timer.enter("rest")
+
+    def train_step(self) -> None:
+        """Learning rate, gradients, guard, clipping, update. `state.metrics` says what came of it."""
+        state = self.state
+        self.timer.enter("data")
+        batch = next(self.batches)
+        lr = self.optimizers.set_share(self.learning_rate_share(state.step + 1))
+        self.timer.enter("forward_backward")
+        loss, num_tokens, norm, rows = forward_backward(
+            self.model,
+            batch,
+            min(self.micro_batch, state.rows or self.micro_batch),
+            device=self.device,
+            precision=self.precision,
+            loss_function=self.loss_function,
+            world=self.world,
+            stop=self.stop,
+        )
+        self.timer.enter("optimizer")
+        state.step, state.samples, state.precision = (
+            state.step + 1,
+            state.samples + len(batch.ids),
+            self.precision.state(),
+        )
+        state.rows, state.metrics = rows if rows < self.micro_batch else 0, {"learning_rate": lr, "tokens": num_tokens}
+        if state.step == 1 and math.isfinite(loss):
+            state.first_loss = loss
+        if reason := self.guard.trouble(state.guard, self.loss_function.watched(loss), float(norm)):
+            self._skip(SkippedStep(state.step, reason, loss, float(norm), batch.samples.tolist()))
+        elif num_tokens:
+            self._update(loss, num_tokens, norm)
+        self.optimizers.zero_grad()
+
+    def raise_if_stopped(self) -> None:
+        """Raises Terminated on all ranks where one of them was asked to stop."""
+        if self.world.any(self.stop.asked):
+            raise Terminated(self.stop.code)
+
+    def _skip(self, skip: SkippedStep) -> None:
+        """Count a step without its update. After too many in a row, go back to the newest good checkpoint."""
+        if self.guard.skip(self.state.guard, skip) and self.roll_back is not None:
+            self.roll_back(self.state)
+
+    def _update(self, loss: float, num_tokens: int, norm: Tensor) -> None:
+        """Clip the gradients, change the weights, and count the tokens."""
+        state = self.state
+        if self.norms:
+            self.norms.before_update(state.step)
+        self.optimizers.step(clipping(self.max_norm, norm))
+        if self.norms:
+            self.norms.after_update()
+        self.guard.accept(state.guard, self.loss_function.watched(loss), float(norm))
+        state.tokens += num_tokens
+        told = {**self.loss_function.told(), **self.precision.told()}
+        state.metrics |= {"loss": loss, "gradient_norm": float(norm), **told}
+
+
+@dataclass
+class TrainingRun:
+    """A training run: what it trains, on what, and where it leaves its results."""
+
+    name: str
+    config: Training
+    model: Transformer
+    renderer: Renderer
+    samples: SampleSource
+    validation: PackedDataset | EvalCheck
+    """Samples whose loss is measured, or what measures something else."""
+    lineage: Lineage
+    out: Path
+    sampler: Sampler | None = None
+    """What writes samples, for those who ask for them."""
+    kept: Kept | None = None
+    """What of the model is saved; the whole of it, if nothing else is said."""
+    evaluations: Mapping[str, Evaluation] = field(default_factory=dict)
+    """What is measured besides the validation loss, at the same steps; of its numbers, one has the name it has here."""
+    measured: dict[int, float] = field(default_factory=dict)
+    """Step -> validation loss, so far."""
+    objective: LossFunction | None = None
+    """What is minimized; the cross entropy of the next token, if nothing else is said."""
+    check_objective: LossFunction | None = None
+    """The same for the validation samples, where it knows them one by one."""
+    begin: Callable[[Device, int, StopRequest], None] | None = None
+    """Called when the model is in its place and as it starts, before it is trained; with the rows that fit at once."""
+    from_scratch: bool = False
+    """Whether the model has random weights. Then it has to become better than an untrained one: see progress.py."""
+    early: bool = True
+    """Whether samples may be made before the steps in front of them are done."""
+    world: World = field(default_factory=World.alone)
+    """The ranks that train it together; each has a run. The first one writes."""
+    _stop: StopRequest = field(default_factory=StopRequest)
+    _failures: list[Failure] = field(default_factory=list)
+    _checkpoints: Checkpoints = field(init=False)
+    _validation: EvalCheck = field(init=False)
+    _start_loss: float | None = field(init=False, default=None)
+    """The validation loss of the weights that training starts from, where this rank measures it."""
+    _sharded: bool = field(init=False, default=False)
+    """Whether ranks hold parts of the model. Then whatever computes with it is done by all of them."""
+    _desk: Path = field(init=False)
+    """Where this rank writes what it tells: `out` for the first, and for the others a folder that is thrown away."""
+
+    def run(self) -> dict[str, Any]:
+        """
+        Train to the end from the newest whole checkpoint, and leave the model in `out/model`. Asked to stop by SIGTERM
+        or Ctrl-C, it saves and raises Terminated; in the last save, or as it leaves the model, it ends that first.
+        """
+        with fsdp.desk(self.out, self.world) as self._desk, kept(self._desk / LOG), on_signals() as self._stop:
+            device = find_device(self.config)
+            distributed.check_devices(self.world, device.place)
+            self.config = decided(self.config, self.model.config, self.model.vocab_size, device, self.world)
+            self._sharded = check_shard(self.config, self.world.size, adapters=isinstance(self.kept, AdapterSaver))
+            if self._sharded:  # weights go where they compute one group at a time, and leave their part there
+                fsdp.shard(self.model, self.world, device)
+            compile.prepare(self.model, self.config, self.samples, device, self._desk, self.world)
+            optimizers = Optimizers(self.model, self.config.optimizer, fast_dtype(device))
+            if self.begin is not None:
+                self.begin(device, rows_at_once(self.config, self.samples.length), self._stop)
+            self._validation = self._check()
+            if self.config.dry_run and not self._sharded:
+                self.config = self._tried(optimizers, device)
+            self._start_loss = self._measured_start(device)
+            with Saver(self.out / "checkpoints", self._keep, self.world) as saver:
+                self._checkpoints = self._safe(saver, optimizers, device)
+                state, self._stop.saves = self._checkpoints.resume(), True
+                began, first_step = time.monotonic(), state.step
+                failures = self._train(state, optimizers, device)
+            steps, seconds = state.step - first_step, time.monotonic() - began
+            with self.world.alike():
+                self._learning.check(state, self.measured if self._acts else None)
+            self._checkpoints.leave_model(self.out / "model", state)
+            if self.world.any(self._stop.asked):
+                raise Terminated(self._stop.code)
+        facts = cost(self.model.config, self.model.vocab_size)
+        return {
+            "parameters": facts.parameters,
+            "steps": state.step,
+            "tokens": state.step * self.tokens_per_step,
+            "supervised_tokens": state.tokens,
+            "epochs": round(self.samples.epochs(state.samples), 3),
+            "loss": None if (loss := last_loss(state)) is None else round(loss, 5),
+            "validation_loss": self.measured.get(state.step),
+            "skipped_steps": state.guard.skipped,
+            "rollbacks": len(state.guard.rollbacks),
+            "failures": failures,
+            "continued": checkpointing.told(self.out),
+            "tokens_per_second": round(steps * self.tokens_per_step / seconds) if steps else None,
+            "device": device.name,
+            "precision": short(device.compute_dtype),
+            "threads": devices.threads(),
+            "peak_bytes": device.peak_bytes(),
+            "peak_flops_measured": fsdp.peak(device, self.world),
+            "peak_flops_catalogue": listed_peak(device) or "unknown",
+        }
+
+    def _tried(self, optimizers: Optimizers, device: Device) -> Training:
+        """The settings, with as many rows at once as two steps have shown to fit."""
+        rows = rows_at_once(self.config, self.samples.length)
+        trial = DryRun(
+            model=self.model,
+            optimizers=optimizers,
+            samples=self.samples,
+            validation=self._validation,
+            device=device,
+            world=self.world,
+            precision=Precision.decide(self.config.precision, device),
+            max_norm=self.config.max_norm,
+            objective=self.minimized,
+            one_shape=self.config.compile != "off",
+        )
+        found = trial.run(rows, self.rows)
+        tell(found, self.rows, self.config.steps, device, self.world)
+        if found.rows >= min(rows, -(-self.rows // self.world.size)):
+            return self.config
+        fewer = self.config.model_copy(update={"micro_batch_tokens": found.rows * self.samples.length})
+        compile.decide(self.model, fewer, self.samples, device, self._desk, self.world)
+        return fewer
+
+    def _measured_start(self, device: Device) -> float | None:
+        """
+        The validation loss before the first step; None where there is none, or where it is another rank's to measure.
+        A run that resumes measures it again, before it takes up a checkpoint, and so needs no record of it.
+        """
+        if not self._acts or not isinstance(self._validation, Validation):
+            return None
+        check, found = self._validation, list[float]()
+
+        def run(state: State) -> None:
+            found.append(check.measure(self.model, device)[check.name])
+
+        hook = Hook(lambda state: True, run, "evaluate", vital=False)
+        try:
+            Hooks([hook], failures=self._failures).after_step(State())
+        except Terminated:
+            if self.world.size == 1:
+                raise  # else all ranks stop together, before the next step
+        return found[0] if found and math.isfinite(found[0]) else None
+
+    @property
+    def _learning(self) -> ProgressCheck:
+        return ProgressCheck(
+            name=self.name,
+            vocab_size=self.model.vocab_size if self.objective is None else None,
+            warmup_steps=self.config.schedule.warmup_steps,
+            from_scratch=self.from_scratch,
+            start_loss=self._start_loss,
+        )
+
+    @property
+    def minimized(self) -> LossFunction:
+        return self.objective or CausalLMLoss(self.config.z_loss)
+
+    def _check(self) -> EvalCheck:
+        if not isinstance(self.validation, PackedDataset):
+            return self.validation
+        rows = rows_at_once(self.config, self.validation.length)
+        return Validation(self.validation, self.renderer.tokenizer, rows, self._leave, self.check_objective)
+
+    @property
+    def _leave(self) -> StopRequest:
+        """What ends an evaluation early: nothing, where all ranks evaluate together and none of them may leave."""
+        return StopRequest() if self._sharded else self._stop
+
+    @property
+    def _keep(self) -> RetentionPolicy:
+        """Which checkpoints stay. Longer runs can go on from the one at the end of a level part (checkpointing.py)."""
+        config, schedule = self.config, self.config.schedule
+        level = frozenset([decay_start(schedule, config.steps)] if isinstance(schedule, WSDSchedule) else [])
+        every, goals_every = config.keep_every_steps, config.evaluate_every
+        return RetentionPolicy(last=config.keep_checkpoints, every=every, steps=level, goals_every=goals_every)
+
+    @property
+    def _acts(self) -> bool:
+        """Whether this rank does what happens after a step."""
+        return self.world.is_first or self._sharded
+
+    def _agreed(self, value: T) -> T:
+        """What the first rank finds, where all have to do the same."""
+        found: T = self.world.broadcast(value) if self._sharded else value
+        return found
+
+    @property
+    def rows(self) -> int:
+        """Samples of a step."""
+        return rows_per_step(self.config, self.samples.length)
+
+    @property
+    def tokens_per_step(self) -> int:
+        """Positions that go through the model in a step, padding included."""
+        return self.rows * self.samples.length
+
+    def _train(self, state: State, optimizers: Optimizers, device: Device) -> list[dict[str, Any]]:
+        """The rest of the steps. Returns what failed on the way without stopping it."""
+        precision = Precision.decide(self.config.precision, device)
+        precision.restore(state.precision)
+
+        def roll_back(state: State) -> None:
+            recorder.rolled_back(state.step, self._checkpoints.roll_back(state))
+
+        facts = plain(self.config) | {"model": plain(self.model.config)}
+        sinks = self.config.sinks if self.world.is_first else ()
+        watchers = [watcher(sink, self.out.name, self.out, facts) for sink in sinks]
+        with (
+            self._recorder(state, device) as recorder,
+            sampling(self.config, self.model, self.sampler, self._desk, state.step, self._agreed) as samples,
+        ):
+            recorder.watchers += [one.take for one in watchers]
+            hooks = Hooks(
+                [*self._hooks(state, device, recorder, samples), *(one.hook() for one in watchers)],
+                save=(lambda state: None) if self._sharded else partial(self._save, recorder),
+                record=recorder.failed,
+                failures=self._failures,
+                world=self.world,
+                stop=self._stop,
+            )
+            source = batches(self.samples, first=state.samples, size=self.rows, seed=self.config.seed, early=self.early)
+            with closing(source):
+                try:
+                    Trainer(
+                        model=self.model,
+                        optimizers=optimizers,
+                        batches=source,
+                        state=state,
+                        steps=self.config.steps,
+                        micro_batch=rows_at_once(self.config, self.samples.length),
+                        learning_rate_share=lambda step: learning_rate_share(
+                            self.config.schedule, step, self.config.steps
+                        ),
+                        max_norm=self.config.max_norm,
+                        device=device,
+                        world=self.world,
+                        precision=precision,
+                        loss_function=self.minimized,
+                        guard=self._guard(recorder),
+                        roll_back=roll_back,
+                        hooks=hooks,
+                        norms=recorder.norms,
+                        timer=recorder.clock,
+                        stop=self._stop,
+                    ).train()
+                except Terminated:
+                    self._save(recorder, state)
+                    self._checkpoints.wait()
+                    hooks.raise_fatal()
+                    info(f"asked to stop after step {state.step}; the same command goes on from here", style="yellow")
+                    raise
+                except Exception as error:
+                    self._rescue(state, error, recorder)
+                    raise
+                finally:
+                    Hooks([one.end() for one in watchers], record=recorder.failed).after_step(state)
+        self._checkpoints.check_finite(state)
+        return hooks.told(self.name)
+
+    def _save(self, recorder: MetricsLogger, state: State) -> None:
+        """What metrics tell of a step is safe before its weights are: a power cut leaves no hole in them."""
+        self._checkpoints.save(state, before=recorder.metrics.sync)
+
+    def _rescue(self, state: State, error: Exception, recorder: MetricsLogger) -> None:
+        """Save the last finished step before an error is raised. In the midst of an update, weights are of no step."""
+        if self.world.is_first and (recorder.clock.before_update or isinstance(error, RankLostError)):
+            with launch.busy():
+                self._checkpoints.rescue(state, before=recorder.metrics.sync)
+
+    @contextmanager
+    def _recorder(self, state: State, device: Device) -> Iterator[MetricsLogger]:
+        with (
+            Metrics(self._desk / METRICS, state.step) as metrics,
+            progress(self.name, "steps", self.config.steps) as meter,
+        ):
+            recorder = MetricsLogger(
+                metrics=metrics,
+                meter=meter,
+                clock=PhaseTimer(),
+                norms=Norms(self.model, every=self.config.norms_every if self._acts else 0),
+                device=device,
+                tokens_per_step=self.tokens_per_step,
+                flops_per_token=cost(self.model.config, self.model.vocab_size).train_flops_per_token,
+                peak_flops=fsdp.peak(device, self.world),
+                listed_flops=listed_peak(device, self.world.size),
+                bytes_per_token=self._validation.bytes_per_token,
+            )
+            of = f" on {self.world.size} ranks together" if self.world.size > 1 else ""
+            found = [
+                f"{self.name} on {device.name}; {recorder.peaks()}{of}",
+                *remarks(self.config, self.samples.length),
+            ]
+            info("\n".join(f"  {one}" for one in found))
+            recorder.start_at(state, tells=self.world.is_first)
+            yield recorder
+
+    def _guard(self, recorder: MetricsLogger) -> SpikeGuard:
+        how = self.config
+        return SpikeGuard(how.skip_sigma, how.skip_window, how.max_skips, recorder.skipped)
+
+    def _safe(self, saver: Saver, optimizers: Optimizers, device: Device) -> Checkpoints:
+        return Checkpoints(
+            name=self.name,
+            root=self.out / "checkpoints",
+            model=self.model,
+            kept=self.kept or FullModelSaver(self.model, self.renderer),
+            optimizers=optimizers,
+            lineage=self.lineage,
+            environment=checkpointing.environment(self.config, device, self.world, optimizers),
+            goals=self._keep.is_goal,
+            others_begin=partial(others_begin, self.samples),
+            saver=saver,
+            world=self.world,
+        )
+
+    # --- hooks --------------------------------------------------------------------------------------------------------
+
+    def _hooks(self, start: State, device: Device, recorder: MetricsLogger, samples: Sequence[Hook]) -> Sequence[Hook]:
+        """Log, save, evaluate: in this order, so that the weights are safe before anything else may fail."""
+        steps, every, keep = self.config.steps, self.config.evaluate_every, self._keep
+        others = partial(others_begin, self.samples)
+
+        def evaluation_is_due(state: State) -> bool:
+            return state.step % every == 0 or state.step == steps
+
+        def save_is_due(state: State) -> bool:
+            late = self._agreed(self._checkpoints.late(self.config.save_every_seconds))
+            doubtful = state.guard.in_a_row > 0 and state.step < steps
+            return (late or keep.is_goal(state.step) or state.step == steps) and not doubtful
+
+        evaluations = self._evaluations(device, recorder)
+        known = {
+            line["step"]: float(line["validation_loss"]) for line in recorder.metrics.kept if "validation_loss" in line
+        }
+        self.measured.update(known)
+        everywhere = [
+            Hook(lambda s: others(s.samples, s.samples + self.rows), lambda s: forget(s.guard), "course"),
+            Hook(lambda s: s.step % STEPS_BETWEEN_TRIMS == 0, lambda s: devices.return_freed_memory(), "memory"),
+        ]
+        if not self._acts:
+            return everywhere
+        main = [main_log(self._desk / MAIN_LOG, start.step, recorder.watchers)] if self.config.main_log else []
+        if start.step:  # the process may have died between saving and evaluating
+            there = self._agreed([name for one in recorder.metrics.kept if one["step"] == start.step for name in one])
+            missed = [
+                Hook(evaluation_is_due, run, hook, vital=False) for hook, name, run in evaluations if name not in there
+            ]
+            Hooks([*missed, *samples], record=recorder.failed, failures=self._failures).after_step(start)
+        return [
+            Hook(lambda s: s.step % self.config.log_every == 0 or s.step == steps, recorder.log, "log"),
+            *main,
+            Hook(lambda s: bool(recorder.norms.latest), recorder.log_norms, "norms"),
+            everywhere[0],
+            Hook(save_is_due, partial(self._save, recorder), "save"),
+            Hook(evaluation_is_due, lambda s: self._checkpoints.wait(), "save"),
+            *(Hook(evaluation_is_due, run, hook, vital=False) for hook, _, run in evaluations),
+            Hook(evaluation_is_due, lambda s: self._learning.check_early(s, self.measured), "learning"),
+            everywhere[1],
+            *samples,
+        ]
+
+    def _evaluations(self, device: Device, recorder: MetricsLogger) -> list[tuple[str, str, Callable[[State], None]]]:
+        """Each as the name of its hook, that of a number which it writes, and what it does."""
+
+        def written(measure: Evaluation) -> Callable[[State], None]:
+            def run(state: State) -> None:
+                try:
+                    with evaluating(self.model):
+                        found = measure(self.model, device, self._leave)
+                except Terminated:
+                    if self.world.size == 1:
+                        raise
+                    return  # all ranks stop after this step; a run that goes on from it evaluates first
+                recorder.write(state.step, **found)
+                if "validation_loss" in found:
+                    self.measured[state.step] = found["validation_loss"]
+
+            return run
+
+        others = [(name, name, written(measure)) for name, measure in self.evaluations.items()]
+
+        def measure(model: Transformer, device: Device, stop: StopRequest) -> dict[str, float]:
+            return self._validation.measure(model, device)
+
+        return [("evaluate", self._validation.name, written(measure)), *others]

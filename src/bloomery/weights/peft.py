@@ -1,0 +1,243 @@
+"""
+Read and write LoRA adapters in the format of PEFT, apart from their base model.
+
+    adapter_config.json           rank, alpha, which matrices, and where the base lies
+    adapter_model.safetensors     A and B of each matrix, under transformers' names
+
+Transformers keeps several of our matrices as one (c_attn of GPT-2), and so does PEFT. Then the A matrices of the
+parts lie below each other, and B has the parts along its diagonal. PEFT has no base in int8 or NF4 of ours. An
+adapter that was trained on such a base says so in bloomery.json. It is merged into the weights that the base
+computed with.
+"""
+
+import math
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any, NotRequired
+
+from pydantic import Field
+from safetensors import SafetensorError
+from typing_extensions import TypedDict
+
+import bloomery.hw.require_torch  # noqa: F401
+from bloomery.core.errors import CheckpointError
+from bloomery.core.io import write_json
+from bloomery.core.records import RecordPath, read_record
+from bloomery.model import lora, quantize
+from bloomery.model.lora_config import Base, Lora
+from bloomery.model.transformer import Transformer
+from bloomery.weights import architectures
+from bloomery.weights.architectures import WeightMapping
+from bloomery.weights.safetensors import check_header, finite, save_tensors
+
+import safetensors.torch
+import torch
+from torch import Tensor, nn
+
+CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+PREFIX = "base_model.model."
+_AGAIN = "It is damaged, or belongs to another model."
+
+
+Alpha = Annotated[float, Field(gt=0)]
+
+
+class AdapterConfig(TypedDict):
+    """What is read of CONFIG. What else would change the model has to be absent: `_more`."""
+
+    peft_type: str
+    base_model_name_or_path: RecordPath
+    lora_alpha: Alpha
+    alpha_pattern: NotRequired[dict[str, Alpha] | None]
+    use_rslora: NotRequired[bool | None]
+
+
+@dataclass(frozen=True)
+class Adapter:
+    """What lies in a folder of adapters."""
+
+    base: str
+    """The folder of the model that it changes, as it is written there."""
+    scales: Mapping[str, float]
+    """s of each matrix, by transformers' name of the matrix."""
+    pairs: Mapping[str, tuple[Tensor, Tensor]]
+    """A and B, by the same name."""
+
+
+def is_adapter(folder: Path) -> bool:
+    return (folder / CONFIG).is_file() and (folder / WEIGHTS).is_file()
+
+
+def save(folder: Path, weights: Mapping[str, Tensor], model: Transformer, settings: Lora, base: str) -> None:
+    """Write the adapters of a model, whose weights by name these are: its own, or copies. `base` says where it lies."""
+    pieces = _pieces(model)
+    tensors: dict[str, Tensor] = {}
+    ranks: dict[str, int] = {}
+    for piece, a, b in _joined(pieces, weights, model):
+        name = piece.theirs.removesuffix(".weight")
+        tensors |= {f"{PREFIX}{name}.lora_A.weight": a, f"{PREFIX}{name}.lora_B.weight": b}
+        ranks[name] = len(a)
+    save_tensors(folder / WEIGHTS, tensors)
+    wider = {name: rank for name, rank in ranks.items() if rank != settings.rank}
+    facts = {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": base,
+        "r": settings.rank,
+        "lora_alpha": settings.alpha,
+        "lora_dropout": settings.dropout,
+        "use_rslora": settings.rank_stabilized,
+        "target_modules": _targets(ranks, [piece.theirs.removesuffix(".weight") for piece in pieces]),
+        "rank_pattern": wider,
+        "alpha_pattern": {name: _alpha(settings, rank) for name, rank in wider.items()},
+        "fan_in_fan_out": any(piece.transposed for piece in pieces),
+        "bias": "none",
+        "modules_to_save": None,
+        "init_lora_weights": True,
+        "inference_mode": True,
+    }
+    write_json(folder / CONFIG, facts)
+
+
+def read(folder: Path) -> Adapter:
+    """Adapters of ours or of PEFT. Raises CheckpointError for what is torn, or more than matrices beside matrices."""
+    try:
+        facts = read_record(folder / CONFIG, AdapterConfig, error=CheckpointError, fix=_AGAIN)
+        check_header(folder / WEIGHTS, _AGAIN)
+        tensors = safetensors.torch.load_file(folder / WEIGHTS)
+        if (more := _more(facts)) != "":
+            hint = "Merge it with PEFT, and take the whole model."
+            raise CheckpointError(f"is more than matrices beside matrices: {more}", where=str(folder), hint=hint)
+        pairs, scales = {}, {}
+        for name in sorted(name for name in tensors if name.endswith(".lora_A.weight")):
+            matrix = name.removeprefix(PREFIX).removesuffix(".lora_A.weight")
+            pairs[matrix] = (tensors.pop(name), tensors.pop(name.replace(".lora_A.", ".lora_B.")))
+            rank = len(pairs[matrix][0])
+            alpha = float(_of_pattern(facts.get("alpha_pattern") or {}, matrix, facts["lora_alpha"]))
+            scales[matrix] = alpha / (math.sqrt(rank) if facts.get("use_rslora") else rank)
+        base = facts["base_model_name_or_path"]
+    except (OSError, SafetensorError, ValueError, KeyError, TypeError) as error:
+        what = f"holds no adapter of PEFT: {type(error).__name__}: {error}"
+        raise CheckpointError(what, where=str(folder), hint=_AGAIN) from None
+    for name, pair in pairs.items():
+        for side, tensor in zip("AB", pair, strict=True):
+            finite(f"{name}.lora_{side}.weight", tensor, str(folder / WEIGHTS), _AGAIN)
+    if tensors:
+        what = f"changes more than matrices: {', '.join(sorted(tensors)[:3])}"
+        raise CheckpointError(what, where=str(folder / WEIGHTS), hint="Merge it with PEFT, and take the whole model.")
+    return Adapter(base, scales, pairs)
+
+
+def merge(model: Transformer, adapter: Adapter, kept_as: Base, folder: Path) -> None:
+    """
+    Add adapters to the matrices of a model, rounded before as the base was kept. Raises CheckpointError where they
+    belong to another model.
+    """
+    own = {name: module for name, module in model.named_modules() if isinstance(module, nn.Linear)}
+    pieces = {piece.theirs.removesuffix(".weight"): piece for piece in _pieces(model)}
+    if strange := sorted(adapter.pairs.keys() - pieces.keys()):
+        what = f"adapts {strange[0]}, which the model does not have"
+        raise CheckpointError(what, where=str(folder), hint=_AGAIN)
+    with torch.no_grad():
+        if kept_as != "float32":
+            for name, linear in own.items():
+                if name.startswith("blocks."):
+                    linear.weight.copy_(quantize.frozen(linear, kept_as).dense(torch.float32))
+        for name, (a, b) in adapter.pairs.items():
+            parts = [own[path.removesuffix(".weight")].weight for path in pieces[name].ours]
+            delta = adapter.scales[name] * (b.float() @ a.float())
+            if delta.shape != (sum(len(part) for part in parts), parts[0].shape[1]):
+                what = f"adapts {name} with a change of shape {tuple(delta.shape)}"
+                raise CheckpointError(what, where=str(folder), hint=_AGAIN)
+            for part, some in zip(parts, torch.split(delta, [len(part) for part in parts]), strict=True):
+                part.add_(some.to(part.device))
+
+
+def fill(model: Transformer, folder: Path) -> None:
+    """Read adapters that `save` left into those of a model, bit for bit. Raises CheckpointError for others."""
+    own, found = lora.weights(model), read(folder)
+    wanted = {piece.theirs.removesuffix(".weight"): piece for piece, _, _ in _joined(_pieces(model), own, model)}
+    if wanted.keys() != found.pairs.keys():
+        odd = sorted(wanted.keys() ^ found.pairs.keys())[0]
+        raise CheckpointError(f"the adapters differ at {odd}", where=str(folder), hint=_AGAIN)
+    with torch.no_grad():
+        for name, piece in wanted.items():
+            a, b = found.pairs[name]
+            row = column = 0
+            for path in (one.removesuffix(".weight") for one in piece.ours):
+                rows = _outputs(model, path)
+                if f"{path}.lora_a" in own:
+                    mine_a, mine_b = own[f"{path}.lora_a"], own[f"{path}.lora_b"]
+                    rank = len(mine_a)
+                    if a[column : column + rank].shape != mine_a.shape:
+                        raise CheckpointError(f"{name} has another shape", where=str(folder), hint=_AGAIN)
+                    mine_a.copy_(a[column : column + rank])
+                    mine_b.copy_(b[row : row + rows, column : column + rank])
+                    column += rank
+                row += rows
+
+
+def _pieces(model: Transformer) -> list[WeightMapping]:
+    """Transformers' matrices of the blocks, and which of ours each of them is."""
+    found = [name for name, one in model.named_modules() if isinstance(one, nn.Linear | quantize.QuantizedLinear)]
+    paths = {name.removesuffix(".base") for name in found}
+    names = [f"{path}.weight" for path in sorted(paths) if path.startswith("blocks.")]
+    return architectures.architecture(model.config).pieces(names)
+
+
+def _joined(
+    pieces: list[WeightMapping], weights: Mapping[str, Tensor], model: Transformer
+) -> Iterator[tuple[WeightMapping, Tensor, Tensor]]:
+    """Each matrix of transformers that is adapted, with its A and B."""
+    for piece in pieces:
+        paths = [name.removesuffix(".weight") for name in piece.ours]
+        if not any(f"{path}.lora_a" in weights for path in paths):
+            continue
+        parts = [weights[f"{path}.lora_a"].detach() for path in paths if f"{path}.lora_a" in weights]
+        column, below = 0, []
+        for path in paths:
+            b = weights.get(f"{path}.lora_b")
+            rank = 0 if b is None else b.shape[1]
+            block = parts[0].new_zeros(_outputs(model, path), sum(len(part) for part in parts))
+            if b is not None:
+                block[:, column : column + rank] = b.detach()
+            below.append(block)
+            column += rank
+        yield piece, torch.cat(parts), torch.cat(below)
+
+
+def _outputs(model: Transformer, path: str) -> int:
+    module = model.get_submodule(path)
+    if isinstance(module, lora.LoRALinear):
+        return module.base.num_rows
+    return module.num_rows if isinstance(module, quantize.QuantizedLinear) else len(module.get_parameter("weight"))
+
+
+def _alpha(settings: Lora, rank: int) -> float:
+    """What PEFT makes the same s of, for a matrix of several."""
+    return settings.scale * (math.sqrt(rank) if settings.rank_stabilized else rank)
+
+
+def _targets(adapted: Mapping[str, int], every: list[str]) -> list[str]:
+    """The last names of matrices where these say it, or else their whole names."""
+    short = {name.rpartition(".")[2] for name in adapted}
+    exact = {name for name in every if name.rpartition(".")[2] in short} == set(adapted)
+    return sorted(short if exact else adapted)
+
+
+def _of_pattern(patterns: Mapping[str, Any], name: str, usual: Any) -> Any:
+    """The first whose key, an expression, is the end of a name as PEFT has it."""
+    try:
+        return next((value for key, value in patterns.items() if re.match(rf"(.*\.)?({key})$", name)), usual)
+    except re.error as error:
+        raise ValueError(f"a key of its patterns is no expression: {error}") from None
+
+
+def _more(facts: Mapping[str, Any]) -> str:
+    """What of PEFT's is more than W + s · B A; "" where nothing is."""
+    if facts.get("peft_type") != "LORA":
+        return f"its kind is {facts.get('peft_type')!r}"
+    keys = ("use_dora", "layer_replication", "modules_to_save", "lora_bias", "alora_invocation_tokens")
+    return ", ".join(f"{key} is {facts[key]!r}" for key in keys if facts.get(key))
