@@ -74,7 +74,7 @@ def test_what_does_not_fit_is_told_with_the_cheapest_change_that_would() -> None
     assert tight.change is not None
     assert tight.change[1].fits
     assert "adamw8bit" in tight.change[0]
-    assert any("hint" in line and "adamw8bit" in line for line in tight.lines())
+    assert any("fix" in line and "adamw8bit" in line for line in tight.lines())
 
 
 def test_without_a_known_peak_there_is_no_time() -> None:

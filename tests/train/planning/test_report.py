@@ -74,7 +74,7 @@ def test_every_plan_tells_the_same_facts_and_parts_that_add_up_to_its_peak(name:
     )
     assert told["fits"] == (not name.startswith("too large"))
     if not told["fits"]:
-        assert any(line.startswith("  cure") for line in made.lines())
+        assert any(line.startswith("  fix") for line in made.lines())
 
 
 @pytest.mark.slow

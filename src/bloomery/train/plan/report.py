@@ -220,10 +220,10 @@ class PlanReport:
         if self.change is not None:
             say, one = self.change
             rows = "1 row" if one.way.rows == 1 else f"{one.way.rows} rows"
-            return [f"  cure     {say} fits: {_size(one.peak_bytes)} with {rows}"]
+            return [f"  fix      {say} fits: {_size(one.peak_bytes)} with {rows}"]
         count = self.devices_needed
         more = "" if count is None else f"; so would {count} such devices, each with its part"
-        return [f"  cure     none of this software's ways fits; a smaller model or context would{more}"]
+        return [f"  fix      none of this software's ways fits; a smaller model or context would{more}"]
 
     def _time(self) -> str:
         if self.seconds is None or self.choice.pace is None:
