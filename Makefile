@@ -6,7 +6,7 @@ PYTHON ?= python3
 VENV = .venv
 BIN = $(VENV)/bin
 RUN = runs/demo
-# What depends on the device. The rest computes the same under every torch, and `make test` has run it.
+# What depends on the device. The rest computes the same under every torch.
 AMD_TESTS = tests/hw tests/model tests/train tests/test_cli.py
 # A worker that dies fails the run: its tests would be waited for.
 SPREAD = -n auto --maxprocesses 4 --dist loadfile --no-loadscope-reorder --max-worker-restart 0

@@ -241,14 +241,11 @@ def test_functions_fit_on_a_screen() -> None:
 def test_a_small_module_serves_more_than_one_other() -> None:
     names = {module.name: module for module in package() if module.path.name != "__init__.py"}
     users: dict[str, set[str]] = {name: set() for name in names}
-    for module, node in nodes(package()):
-        named: set[str] = set()
-        if isinstance(node, ast.ImportFrom):
-            named = {f"{node.module}.{alias.name}" for alias in node.names} | {node.module or ""}
-        elif isinstance(node, ast.Import):
-            named = {alias.name for alias in node.names}
-        elif isinstance(node, ast.Constant) and isinstance(node.value, str):
-            named = {node.value.partition(":")[0]}
+    for module in package():
+        named = {name for found in imports(module) for name in found.names}
+        named |= {name.rpartition(".")[0] for name in named}
+        strings = (node.value for node in ast.walk(module.tree) if isinstance(node, ast.Constant))
+        named |= {value.partition(":")[0] for value in strings if isinstance(value, str)}
         for name in named & names.keys() - {module.name}:
             users[name].add(module.name)
     small = {

@@ -38,7 +38,6 @@ from bloomery.evaluation.charts import (
     text,
     tile,
 )
-from bloomery.evaluation.charts import text as shown
 
 SIDES = ("high", "low")
 
@@ -46,17 +45,17 @@ SIDES = ("high", "low")
 def classifiers(report: Report) -> list[object]:
     """Every classifier of the run in turn, those that were left out first; nothing where there is none."""
     missing = listed(report, "corpus", "classify", "left_out")
-    parts: list[object] = [note(f"{shown(one.get('name'))} was left out: {shown(one.get('why'))}.") for one in missing]
+    parts: list[object] = [note(f"{text(one.get('name'))} was left out: {text(one.get('why'))}.") for one in missing]
     for one in listed(report, "corpus", "classify", "classifiers"):
-        cut = named(report, "corpus", "filter", "scores", shown(one.get("name")))
+        cut = named(report, "corpus", "filter", "scores", text(one.get("name")))
         parts += [tag("h3", title(one)), *quality(one), *telling(one), *passing(cut), *threshold_samples(one, cut)]
     return parts
 
 
 def title(one: Mapping[str, Any]) -> str:
-    learned = {"contrast": "from damaged copies", "labeled": "from labels"}.get(shown(one.get("kind")), "")
-    side = {"high": "high scores are kept", "low": "low scores are kept"}.get(shown(one.get("keep")), "")
-    return f"{shown(one.get('name'))}: " + ", ".join(
+    learned = {"contrast": "from damaged copies", "labeled": "from labels"}.get(text(one.get("kind")), "")
+    side = {"high": "high scores are kept", "low": "low scores are kept"}.get(text(one.get("keep")), "")
+    return f"{text(one.get('name'))}: " + ", ".join(
         part for part in (f"learned {learned}" if learned else "", side) if part
     )
 
@@ -102,7 +101,7 @@ def telling(one: Mapping[str, Any]) -> list[object]:
     titles = ("Speaks for keeping", "Speaks for dropping")
     parts: list[object] = []
     for title, key in zip(titles, keys if one.get("keep") != "low" else keys[::-1], strict=True):
-        grams = [tag("li", shown(gram).replace("\n", "⏎")) for gram in sequence(one, key)]
+        grams = [tag("li", text(gram).replace("\n", "⏎")) for gram in sequence(one, key)]
         parts += [tag("h4", title), tag("ul", *grams, class_="chips") if grams else NOTHING]
     return parts
 
@@ -131,8 +130,8 @@ def threshold_samples(one: Mapping[str, Any], cut: Mapping[str, Any]) -> list[ob
 
 def card(found: Mapping[str, Any]) -> Html:
     seen = f"{decimal(found.get('value'))} against {decimal(found.get('cut'), 2)}"
-    head = tag("p", tag("b", shown(found.get("domain"))), tag("span", seen), class_="tagged")
-    return tag("article", head, tag("p", shown(found.get("text")), class_="quote", dir="auto"), class_="card")
+    head = tag("p", tag("b", text(found.get("domain"))), tag("span", seen), class_="tagged")
+    return tag("article", head, tag("p", text(found.get("text")), class_="quote", dir="auto"), class_="card")
 
 
 MOST_RULES = 8

@@ -33,7 +33,6 @@ from bloomery.data.chat.messages import Message, Messages, RejectedRow
 from bloomery.data.chat.preferences import ArithmeticProblem, JudgedRow
 from bloomery.data.documents import is_held_out
 from bloomery.data.readers.bytes import ReadError
-from bloomery.data.readers.bytes import ReadError as Trouble
 from bloomery.evaluation.harness import last_number, marked_number
 from bloomery.hw import device as devices
 from bloomery.hw.device import Device
@@ -365,12 +364,12 @@ def _right(solution: str) -> Any:
 def _too_long(one: ArithmeticProblem, renderer: Renderer, most: int) -> ArithmeticProblem | RejectedRow:
     row = {"id": one.id, "question": one.question}
     if _right(one.solution) is None:
-        return RejectedRow(one.source, one.place, Trouble("no_number", 0, "its solution holds no number"), row)
+        return RejectedRow(one.source, one.place, ReadError("no_number", 0, "its solution holds no number"), row)
     tokens = len(_prompt(one.question, renderer))
     if tokens <= most:
         return one
     what = f"its {tokens} tokens leave less than loss.answer_tokens of the context"
-    return RejectedRow(one.source, one.place, Trouble("too_long", tokens, what), row)
+    return RejectedRow(one.source, one.place, ReadError("too_long", tokens, what), row)
 
 
 def texts(out: Path) -> Iterator[str]:

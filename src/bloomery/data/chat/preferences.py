@@ -29,7 +29,6 @@ from bloomery.data.chat.formats import ChatRow, Fields
 from bloomery.data.chat.messages import Messages, RejectedRow, as_message, not_text
 from bloomery.data.readers import rows
 from bloomery.data.readers.bytes import ReadError
-from bloomery.data.readers.bytes import ReadError as Trouble
 from bloomery.data.readers.read import FieldIs, Name, first_unmet
 from bloomery.data.sources import toy_worlds
 from bloomery.data.sources.remote import AtHub, Reach
@@ -367,21 +366,21 @@ def _made(rng: random.Random, source: Arithmetic) -> tuple[str, int]:
 
 def read_arithmetic(
     row: Mapping[str, Any], question_field: str, answer_field: str, source: str, place: str, id: str
-) -> ArithmeticProblem | Trouble:
+) -> ArithmeticProblem | ReadError:
     """A row of a question and its solution, or why it is none."""
     found = {}
     for name in (question_field, answer_field):
         value = rows.at(dict(row), name)
         value = str(value) if isinstance(value, int | float) and not isinstance(value, bool) else value
         if value is None:
-            return Trouble("no_field", 0, f"has no field {name!r}; its fields: {', '.join(row)}")
+            return ReadError("no_field", 0, f"has no field {name!r}; its fields: {', '.join(row)}")
         if not isinstance(value, str) or not value.strip():
-            return Trouble("not_text", 0, f"field {name!r} holds {type(value).__name__} where a text is wanted")
+            return ReadError("not_text", 0, f"field {name!r} holds {type(value).__name__} where a text is wanted")
         if problem := not_text(value, f"field {name!r}"):
             return problem
         found[name] = value
     if not any(sign.isdigit() for sign in found[answer_field]):
-        return Trouble("no_number", 0, f"field {answer_field!r} holds no number, so nobody could check an answer")
+        return ReadError("no_number", 0, f"field {answer_field!r} holds no number, so nobody could check an answer")
     return ArithmeticProblem(found[question_field], found[answer_field], source, place, id)
 
 

@@ -119,7 +119,6 @@ def logits_of(classifier: Classifier, batch: Sequence[str]) -> Scores:
     return logits
 
 
-HeuristicScores = NDArray[np.float64]
 Counts = NDArray[np.int64]
 
 WEIGHTS = {
@@ -152,7 +151,7 @@ def heuristic_score(texts: Iterable[str]) -> Iterator[float]:
         yield from sum(weight * parts[name] for name, weight in WEIGHTS.items()).tolist()  # type: ignore[union-attr]
 
 
-def shares(texts: Sequence[str]) -> dict[str, HeuristicScores]:
+def shares(texts: Sequence[str]) -> dict[str, Scores]:
     """Each of the ten shares of every text, by name."""
     lowered = [text.lower() for text in texts]
     laid = hashing.lay(lowered)
@@ -174,14 +173,14 @@ def shares(texts: Sequence[str]) -> dict[str, HeuristicScores]:
     }
 
 
-def _length(words: Counts) -> HeuristicScores:
+def _length(words: Counts) -> Scores:
     """Fewer than 50 words 0.2; 0.5 to 0.8 up to 200; 1 up to 5,000; down to 0.7 at 20,000; 0.5 beyond."""
     risen = 0.5 + 0.3 * (words - 50) / 150
     fallen = 1 - 0.3 * (words - 5000) / 15_000
     return np.select([words < 50, words < 200, words <= 5000, words <= 20_000], [0.2, risen, 1.0, fallen], 0.5)
 
 
-def _diversity(words: TokenArrays, counts: Counts) -> HeuristicScores:
+def _diversity(words: TokenArrays, counts: Counts) -> Scores:
     """By different words over the root of all words: below 2 0.1; 0.3 to 0.7 up to 4; 0.8 to 1 up to 20; else 0.9."""
     different = np.bincount(_once(words.hashes, words.texts)[0], minlength=len(counts))
     root = different / np.sqrt(np.maximum(counts, 1))
@@ -189,7 +188,7 @@ def _diversity(words: TokenArrays, counts: Counts) -> HeuristicScores:
     return np.select([root < 2, root < 4, root <= 20], [0.1, low, high], 0.9)
 
 
-def _sentences(laid: Laid, words: TokenArrays, counts: Counts) -> HeuristicScores:
+def _sentences(laid: Laid, words: TokenArrays, counts: Counts) -> Scores:
     """Fewer than 2 sentences 0.3; else 0.6 of a step by their mean length and 0.4 of how much their lengths differ."""
     points = laid.points
     spots = np.flatnonzero(_among(ENDS)[points])
@@ -202,7 +201,7 @@ def _sentences(laid: Laid, words: TokenArrays, counts: Counts) -> HeuristicScore
     return np.where(number < 2, 0.3, 0.6 * by_length + 0.4 * np.minimum(1.0, deviation / 8))
 
 
-def _paragraphs(laid: Laid, words: TokenArrays, counts: Counts) -> HeuristicScores:
+def _paragraphs(laid: Laid, words: TokenArrays, counts: Counts) -> Scores:
     """Paragraphs, parted by blank lines, of 30 to 200 words in the mean 1; others 0.5, of our own choice."""
     breaks = laid.points == ord("\n")
     breaks[1:] &= breaks[:-1]
@@ -210,9 +209,7 @@ def _paragraphs(laid: Laid, words: TokenArrays, counts: Counts) -> HeuristicScor
     return np.where((mean >= 30) & (mean <= 200), 1.0, 0.5)
 
 
-def _pieces(
-    ends: NDArray[np.bool_], words: TokenArrays, counts: Counts
-) -> tuple[Counts, HeuristicScores, HeuristicScores]:
+def _pieces(ends: NDArray[np.bool_], words: TokenArrays, counts: Counts) -> tuple[Counts, Scores, Scores]:
     """The pieces of each text between ends that hold a word: how many, and mean and deviation of their words."""
     spots = np.cumsum(ends)[words.first]
     first = np.ones(len(spots), np.bool_)
@@ -225,7 +222,7 @@ def _pieces(
     return number, mean, np.sqrt(np.maximum(0.0, squares / np.maximum(number, 1) - mean**2))
 
 
-def _naturalness(words: TokenArrays, counts: Counts) -> HeuristicScores:
+def _naturalness(words: TokenArrays, counts: Counts) -> Scores:
     """By the share of stop words: 0.30 to 0.60 1; up to 0.70 0.7; from 0.20 0.6; else 0.3."""
     known = np.sort(hashing.tokens(hashing.lay(sorted(STOP_WORDS))).hashes)
     places = np.minimum(np.searchsorted(known, words.hashes), len(known) - 1)
@@ -234,7 +231,7 @@ def _naturalness(words: TokenArrays, counts: Counts) -> HeuristicScores:
     return np.select([share < 0.2, share < 0.3, share <= 0.6, share <= 0.7], [0.3, 0.6, 1.0, 0.7], 0.3)
 
 
-def _capitals(texts: Sequence[str]) -> HeuristicScores:
+def _capitals(texts: Sequence[str]) -> Scores:
     """By the share of capitals among ASCII letters: below 0.01 0.8; up to 0.15 1; else 0.3 (bounds of our choice)."""
     laid = hashing.lay(texts)
     numbers = np.repeat(np.arange(len(texts)), laid.lengths + laid.pad)
@@ -245,7 +242,7 @@ def _capitals(texts: Sequence[str]) -> HeuristicScores:
     return np.select([share < 0.01, share <= 0.15], [0.8, 1.0], 0.3)
 
 
-def _repetition(words: TokenArrays, counts: Counts) -> HeuristicScores:
+def _repetition(words: TokenArrays, counts: Counts) -> Scores:
     """From 50 words on: most frequent three words more than 5 % of all 0.2; more than 2 % 0.6; else 1."""
     texts, times = _once(*hashing.joined(words, 3))
     most = np.zeros(len(counts), np.int64)
@@ -256,7 +253,7 @@ def _repetition(words: TokenArrays, counts: Counts) -> HeuristicScores:
     return np.select([counts < 50, share > 0.05, share > 0.02], [1.0, 0.2, 0.6], 1.0)
 
 
-def _clean(lowered: Sequence[str], counts: Counts) -> HeuristicScores:
+def _clean(lowered: Sequence[str], counts: Counts) -> Scores:
     """By addresses of pages and mail for 100 words: below 0.5 1; below 2 0.7; below 5 0.4; else 0.1."""
     found = [
         text.count("://") + text.count(" www.") + (sum(1 for _ in MAIL.finditer(text)) if "@" in text else 0)
@@ -288,5 +285,5 @@ def _hits(lowered: Sequence[str], phrases: Sequence[str]) -> Counts:
     return np.array([sum(text.count(phrase) for phrase in phrases) for text in lowered], np.int64)
 
 
-def _steps(values: Counts, steps: Sequence[tuple[int, float]], beyond: float) -> HeuristicScores:
+def _steps(values: Counts, steps: Sequence[tuple[int, float]], beyond: float) -> Scores:
     return np.select([values <= most for most, _ in steps], [share for _, share in steps], beyond)
