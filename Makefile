@@ -11,14 +11,15 @@ AMD_TESTS = tests/hw tests/model tests/train tests/test_cli.py
 # A worker that dies fails the run: its tests would be waited for.
 SPREAD = -n auto --maxprocesses 4 --dist loadfile --no-loadscope-reorder --max-worker-restart 0
 
-.PHONY: help demo test test-all test-slow test-amd fuzz lint check fix bench clean
+.PHONY: help demo test test-all test-slow test-amd fuzz docs lint check fix bench clean
 
 help:
 	@echo 'make demo    build a small model from text to answers, then ask it three questions'
 	@echo 'make test    the quick tests: a few minutes on two cores'
 	@echo 'make test-all every test that needs no GPU (test-slow: those that make test leaves out)'
 	@echo 'make fuzz    ten minutes of damaged inputs of every kind; what breaks is kept as a test'
-	@echo 'make lint    format, lint and types'
+	@echo 'make docs    links, names of files and generated sections of the documents'
+	@echo 'make lint    format, lint, types, words and lines by package'
 	@echo 'make test-amd what depends on the device, under a torch that reports AMD (AMD_TESTS=tests: all)'
 	@echo 'make check   format, lint, types and the quick tests: what a change has to pass'
 	@echo 'make fix     format and mend what the linter can mend'
@@ -50,13 +51,17 @@ test-amd: $(VENV)/.installed-dev
 fuzz: $(VENV)/.installed-dev
 	$(BIN)/python -m tests.fuzz $(FUZZ)
 
+docs: $(VENV)/.installed-dev
+	$(BIN)/python -m pytest tests/test_repository.py tests/test_house_rules.py
+
 lint: $(VENV)/.installed-dev
 	$(BIN)/python -m ruff format --check .
 	$(BIN)/python -m ruff check .
 	$(BIN)/python -m mypy
+	$(BIN)/python scripts/words.py
+	$(BIN)/python scripts/lines.py
 
 check: lint test
-	$(BIN)/python scripts/lines.py
 
 fix: $(VENV)/.installed-dev
 	$(BIN)/python -m ruff check --fix .
@@ -97,7 +102,7 @@ $(VENV)/.torch: $(VENV)/.made src/bloomery/hw/torch_install.py
 	@touch $@
 
 $(VENV)/.installed: $(VENV)/.torch pyproject.toml setup.py src/bloomery/native/*.*pp
-	$(BIN)/python -m pip install --editable .
+	$(BIN)/python -m pip install --editable '.[data]'
 	@touch $@
 
 $(VENV)/.installed-dev: $(VENV)/.torch pyproject.toml setup.py src/bloomery/native/*.*pp

@@ -22,8 +22,7 @@ from typing import Any
 import stand_in
 
 from bloomery.core.io import read_json
-from bloomery.core.pipeline import machine, read_manifest, versions
-from bloomery.core.run_dir import CURRENT
+from bloomery.core.pipeline import CURRENT, machine, read_manifest, versions
 
 TALKS = {"instruct": "alpaca", "multiturn_en": "sharegpt", "multiturn_zh": "sharegpt"}
 TASKS = (
@@ -39,7 +38,7 @@ sample_bytes = 12_000_000
 
 [shard]
 tokens = 8_000_000
-hold_out = 0.01
+val_fraction = 0.01
 weights = [
     {{ domain = "web", weight = 0.5 }},
     {{ domain = "qa", weight = 0.35 }},
@@ -48,32 +47,37 @@ weights = [
 
 [pretrain]
 steps = 1200
-tokens_per_step = 4096
-model = {{ width = 320, num_layers = 6, num_heads = 5, num_kv_heads = 5, mlp_width = 864, context = 512 }}
-optimizer = {{ kind = "muon", matrix_learning_rate = 0.02, learning_rate = 0.003 }}
-schedule = {{ kind = "wsd", warmup_steps = 20, decay = 0.4 }}
+global_batch_tokens = 4096
+model.hidden_size = 320
+model.num_layers = 6
+model.num_heads = 5
+model.num_kv_heads = 5
+model.intermediate_size = 864
+model.context_length = 512
+optimizer = {{ kind = "muon", muon_lr = 0.02, learning_rate = 0.003 }}
+schedule = {{ kind = "wsd", warmup_steps = 20, decay_fraction = 0.4 }}
 
 [instruct]
-row_tokens = 513
-hold_out = 0.04
+sequence_length = 513
+val_fraction = 0.04
 
 [finetune]
 steps = 2400
-tokens_per_step = 4096
-optimizer = {{ kind = "muon", matrix_learning_rate = 0.02, learning_rate = 0.002 }}
-schedule = {{ kind = "wsd", decay = 0.7 }}
+global_batch_tokens = 4096
+optimizer = {{ kind = "muon", muon_lr = 0.02, learning_rate = 0.002 }}
+schedule = {{ kind = "wsd", decay_fraction = 0.7 }}
 
 [evaluate]
-questions = 0
+toy_questions = 0
 conversations = 300
 max_tokens = 320
-heldout_bytes = 200_000
+val_bytes = 200_000
 limit = 300
 run_code = true
 tasks = {tasks}
 data = ["{data}"]
 """
-GREEDY = ("evaluate.answer_temperature=0", "evaluate.tasks=[]", "evaluate.heldout_bytes=1")
+GREEDY = ("evaluate.chat_temperature=0", "evaluate.tasks=[]", "evaluate.val_bytes=1")
 QUICK = (
     "pretrain.steps=2",
     "pretrain.schedule.warmup_steps=1",

@@ -68,7 +68,7 @@ def labeled(config: Labeled, samples: int) -> list[TextExample]:
         label_field=config.label_field,
         group_field=config.group_field,
         samples=samples,
-        characters=config.characters,
+        characters=config.max_chars,
         seed=config.seed,
     )
 
@@ -77,7 +77,7 @@ def split(config: Labeled, found: Sequence[TextExample], seed: int) -> dict[str,
     """The area under the ROC curve of ours and theirs on one split, and the seconds that they learned."""
     grams = NgramSizes(config.features, config.ngrams, config.character_ngrams)
     begun = time.process_time()
-    learned = classifier.train(found, grams, characters=config.characters, held_out=config.held_out, seed=seed)
+    learned = classifier.train(found, grams, characters=config.max_chars, held_out=config.test_fraction, seed=seed)
     ours = {"auc": learned.quality.auc, "cpu_seconds": time.process_time() - begun, "strength": learned.strength}
     ours["calibration_error"] = learned.quality.calibration_error
     return {"seed": seed, "held_out": learned.quality.held_out, "ours": ours, "fasttext": fasttext(found, config, seed)}
@@ -88,7 +88,7 @@ def fasttext(found: Sequence[TextExample], config: Labeled, seed: int) -> dict[s
     if (library := peer()) is None:
         return None
     truth = np.array([example.positive for example in found])
-    measured, calibrating, teaching = classifier.split([e.group for e in found], truth, config.held_out, seed)
+    measured, calibrating, teaching = classifier.split([e.group for e in found], truth, config.test_fraction, seed)
     lines = [" ".join(example.text.lower().split()) for example in found]
     tried: list[dict[str, Any]] = []
     with tempfile.NamedTemporaryFile("w", suffix=".txt", encoding="utf-8") as file:

@@ -26,7 +26,7 @@ import zstandard
 from bloomery.core.pipeline import machine, versions
 
 ROOT = Path(__file__).parents[1]
-QUICK = ("pretrain.steps=42", "finetune.steps=30", "evaluate.questions=28")
+QUICK = ("pretrain.steps=42", "finetune.steps=30", "evaluate.toy_questions=28")
 
 
 def main() -> None:

@@ -61,7 +61,7 @@ def documents(folder: Path, count: int) -> Iterator[str]:
     """Documents of every file in turn, then generated ones and the standard library's."""
     files = sorted(folder.rglob("*.jsonl.zst")) if folder.name else []
     streams = [islice(_jsonl(file), count // len(files) if count < 50_000 else None) for file in files]
-    library = local.StandardLibrary(name="library", domain="code", part="code")
+    library = local.StandardLibrary(name="library", domain="code", subset="code")
     code = (item["text"] for item in local.read(library) if isinstance(item, dict))
     return chain(*streams, code, toy_worlds.documents(0, count))
 

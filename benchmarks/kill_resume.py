@@ -32,7 +32,7 @@ from stand_in import ROOT
 from bloomery.core.io import PARTIAL, canonical, sha256_bytes, sha256_file
 from bloomery.core.log import METRICS, VARYING, read_metrics
 from bloomery.core.pipeline import machine, versions
-from bloomery.train import launch
+from bloomery.hw.distributed import World
 
 sys.path.insert(0, str(ROOT))
 made = importlib.import_module("tests.train.made")
@@ -102,14 +102,14 @@ def measured(folder: Path, kills: int, *, quiet: bool) -> dict[str, Any]:
 
 def started(folder: Path, name: str, ranks: int) -> int:
     """The training, as a process of its own; its id."""
-    settings = {"steps": STEPS, "evaluate_every": 7, "keep_checkpoints": 3, "save_every_seconds": 0.02}
+    settings = {"steps": STEPS, "eval_every": 7, "keep_last": 3, "save_every_seconds": 0.02}
     task = {"shards": str(folder / "shards"), "out": str(folder / name), "settings": settings}
     if ranks == 1:
         if process := os.fork():
             return process
         silence = os.open(os.devnull, os.O_WRONLY)
         os.dup2(silence, 2)
-        launch.run("tests.train.made:trained", task)
+        made.trained(task, World.alone())
         os._exit(0)
     env = os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path]), "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-c", CODE, json.dumps(task)]

@@ -57,35 +57,40 @@ fetch.sources = [
 classify.samples = 200
 filter.rules = [{ kind = "length", min_characters = 20 }]
 tokenizer.vocab_size = 512
-shard = { tokens = 40_000, hold_out = 0.05 }
-evaluate = { questions = 4, max_tokens = 8, heldout_bytes = 2000 }
+shard = { tokens = 40_000, val_fraction = 0.05 }
+evaluate = { toy_questions = 4, max_tokens = 8, val_bytes = 2000 }
 
 [pretrain]
 steps = 60
-tokens_per_step = 512
-model = { width = 32, num_layers = 2, num_heads = 2, num_kv_heads = 1, mlp_width = 48, context = 96 }
+global_batch_tokens = 512
+model.hidden_size = 32
+model.num_layers = 2
+model.num_heads = 2
+model.num_kv_heads = 1
+model.intermediate_size = 48
+model.context_length = 96
 schedule = { kind = "wsd", warmup_steps = 5 }
 dry_run = false
 save_every_seconds = 0.1
-evaluate_every = 15
+eval_every = 15
 
 [instruct]
 sources = [{ kind = "worlds", count = 300 }]
 
 [finetune]
 steps = 40
-tokens_per_step = 512
+global_batch_tokens = 512
 dry_run = false
 save_every_seconds = 0.1
-evaluate_every = 10
+eval_every = 10
 
 [prefer]
 steps = 12
-tokens_per_step = 512
+global_batch_tokens = 512
 pairs = [{ kind = "worlds", count = 100 }]
 dry_run = false
 save_every_seconds = 0.1
-evaluate_every = 4
+eval_every = 4
 """
 WITHOUT = ("checkpoints/", "log.txt", "samples.jsonl", "report.html", "report.json", "figures/")
 """What depends on speed, or on how often a run was stopped: which checkpoints stay, and pages with times on them."""
@@ -240,7 +245,7 @@ def chain(
 def started(folder: Path, name: str, ranks: int) -> "subprocess.Popen[bytes]":
     """The command, in a process group of its own."""
     words = [str(folder / "small.toml"), "--runs", str(folder / name)]
-    words += [f"{stage}.ranks={ranks}" for stage in ("pretrain", "finetune")]
+    words += [f"{stage}.num_processes={ranks}" for stage in ("pretrain", "finetune")]
     env = os.environ | {MARK: f"{folder.name}/{name}", "OMP_NUM_THREADS": "1"}
     with (folder / f"{name}.log").open("ab") as log:
         command = [sys.executable, "-m", "bloomery.cli", "run", *words]

@@ -27,7 +27,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 VOCAB_SIZE, T, ROWS = 8192, 256, 8
-SHAPE = ModelConfig(width=384, num_layers=9, num_heads=6, num_kv_heads=6, mlp_width=1024, context=T)
+SHAPE = ModelConfig(
+    hidden_size=384, num_layers=9, num_heads=6, num_kv_heads=6, intermediate_size=1024, context_length=T
+)
 HELD_OUT_ROWS, MARKS = 32, 8
 
 Measured = list[tuple[int, float, float, float]]
@@ -61,7 +63,7 @@ def ours(
     device, known = devices.find("cpu"), Tokenizer.load(tokenizer or folder)
     model = Transformer(shape, known.vocab_size)
     model.initialize(seed)
-    source = batches(PackedDataset(folder, "train", shape.context, known.hash), first=0, size=rows, seed=seed)
+    source = batches(PackedDataset(folder, "train", shape.context_length, known.hash), first=0, size=rows, seed=seed)
     optimizers, state = Optimizers(model, optimizer), State()
 
     def learn(until: int) -> None:
@@ -73,8 +75,7 @@ def ours(
             steps=until,
             micro_batch=rows,
             learning_rate_share=lambda step: learning_rate_share(schedule, step, steps),
-            max_norm=1.0,
-            device=device,
+            max_grad_norm=1.0,
             precision=Precision.decide("auto", device),
         ).train()
 
@@ -98,7 +99,7 @@ def nanogpt(folder: Path, steps: int, program: Path, rate: float, warmup: int, b
     assert spec.loader is not None
     module: Any = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
-    shape = {"n_layer": SHAPE.num_layers, "n_head": SHAPE.num_heads, "n_embd": SHAPE.width, "bias": False}
+    shape = {"n_layer": SHAPE.num_layers, "n_head": SHAPE.num_heads, "n_embd": SHAPE.hidden_size, "bias": False}
     model: Any = module.GPT(module.GPTConfig(block_size=T, vocab_size=VOCAB_SIZE, **shape))
     optimizer = model.configure_optimizers(0.1, rate, (0.9, 0.95), "cpu")
     data = np.memmap(folder / "train.bin", dtype=np.uint16, mode="r")

@@ -32,6 +32,7 @@ from bloomery.model.config import ModelConfig
 from bloomery.model.transformer import Transformer
 from bloomery.shards import format
 from bloomery.shards.loader import PackedDataset, batches
+from bloomery.train.precision import Precision
 from bloomery.train.step import accumulate_gradients
 
 DOCUMENT, HASH, SAMPLES, STEPS = 0, "0" * 64, 4096, 7
@@ -70,8 +71,8 @@ def model_of(name: str, length: int) -> Transformer:
     if name == "demo":
         tree = tomllib.loads((ROOT / "recipes" / "demo.toml").read_text(encoding="utf-8"))
         return Transformer(build(ModelConfig, tree["pretrain"]["model"]), tree["tokenizer"]["vocab_size"])
-    shape = {"width": 768, "num_layers": 12, "num_heads": 12, "num_kv_heads": 12, "mlp_width": 2048}
-    return Transformer(build(ModelConfig, {**shape, "context": length}), 50257)
+    shape = {"hidden_size": 768, "num_layers": 12, "num_heads": 12, "num_kv_heads": 12, "intermediate_size": 2048}
+    return Transformer(build(ModelConfig, {**shape, "context_length": length}), 50257)
 
 
 def measured(folder: Path, name: str, size: int, length: int) -> dict[str, Any]:
@@ -84,13 +85,13 @@ def measured(folder: Path, name: str, size: int, length: int) -> dict[str, Any]:
         began = time.perf_counter()
         samples.batch(samples.order(step * size, size, 0))
         alone.append(time.perf_counter() - began)
-    device, waited, whole = devices.find("cpu"), [], []
+    precision, waited, whole = Precision.decide("auto", devices.find("cpu")), [], []
     with closing(batches(samples, first=0, size=size, seed=0)) as source:
         for _ in range(STEPS):
             began = time.perf_counter()
             batch = next(source)
             waited.append(time.perf_counter() - began)
-            accumulate_gradients(model, batch, size, device)
+            accumulate_gradients(model, batch, size, precision)
             model.zero_grad()
             whole.append(time.perf_counter() - began)
     step_seconds = median(whole[2:])

@@ -35,7 +35,7 @@ ROOT = Path(__file__).parents[1]
 RECIPE = ROOT / "recipes" / "demo.toml"
 GRID: dict[str, tuple[dict[str, float], ...]] = {
     "muon": tuple(
-        {"matrix_learning_rate": matrix, "learning_rate": rest}
+        {"muon_lr": matrix, "learning_rate": rest}
         for matrix, rest in ((0.01, 3e-3), (0.02, 3e-3), (0.04, 3e-3), (0.02, 6e-3))
     ),
     "adamw": tuple({"learning_rate": rate} for rate in (3e-4, 6e-4, 1e-3, 2e-3, 4e-3)),
@@ -133,7 +133,7 @@ def result(found: dict[str, Run], options: argparse.Namespace) -> dict[str, Any]
             "quick": options.quick,
             "steps": options.steps,
             "steps_of_the_grid": options.steps // 2,
-            "tokens_per_step": options.rows * learners.T,
+            "global_batch_tokens": options.rows * learners.T,
             "deviation": {
                 kind: round(stdev(one["last_losses"]), 4) for kind, one in found.items() if len(one["last_losses"]) > 1
             },

@@ -19,12 +19,13 @@ from typing import Any, cast
 
 from stand_in import PLACE
 
+from bloomery.core.chat import Message
 from bloomery.core.pipeline import machine, versions
 from bloomery.data.readers import bytes as readers_bytes
 from bloomery.data.readers import rows
 from bloomery.shards.packing import first_fit_decreasing
 from bloomery.tokenizer import chat_template, importers
-from bloomery.tokenizer.chat_template import TEMPLATES, Message, Renderer
+from bloomery.tokenizer.chat_template import TEMPLATES, Renderer
 
 ROLES = {"human": "user", "gpt": "assistant", "system": "system", "function_call": "assistant", "observation": "tool"}
 
@@ -36,7 +37,7 @@ def main() -> None:
     parser.add_argument("--data", type=Path, default=PLACE / "data")
     parser.add_argument("--template", choices=tuple(TEMPLATES), default="bloomery")
     options = parser.parse_args()
-    tokenizer = importers.load(options.data / "tokenizer", special=chat_template.wanted(options.template))
+    tokenizer = importers.load(options.data / "tokenizer", special=chat_template.special_tokens(options.template))
     renderer = Renderer(tokenizer, TEMPLATES[options.template])
     talks = [talk for talk in conversations(options.data / "dev") if not renderer.trouble(talk)]
     lengths = [len(renderer.render(talk).ids) for talk in talks[:: 10 if options.quick else 1]]

@@ -40,38 +40,69 @@ from bloomery.shards.loader import Batch
 from bloomery.train.config import Finetune, Training
 from bloomery.train.fused_adamw import total_norm
 from bloomery.train.plan import report, trace
-from bloomery.train.plan.here import check, room, step
+from bloomery.train.plan.here import room
 from bloomery.train.plan.memory import Machine
 from bloomery.train.plan.search import Candidate, PlanRequest, best
+from bloomery.train.plan.trace import check, traced_step
 from bloomery.train.precision import Precision
 from bloomery.train.step import accumulate_gradients, clipping, gradients
 
 import torch
 
-WIDE = {"width": 512, "num_layers": 6, "num_heads": 8, "num_kv_heads": 4, "mlp_width": 1408, "context": 256}
-TINY = {"width": 64, "num_layers": 2, "num_heads": 2, "num_kv_heads": 2, "mlp_width": 128, "context": 64}
+WIDE = {
+    "hidden_size": 512,
+    "num_layers": 6,
+    "num_heads": 8,
+    "num_kv_heads": 4,
+    "intermediate_size": 1408,
+    "context_length": 256,
+}
+TINY = {
+    "hidden_size": 64,
+    "num_layers": 2,
+    "num_heads": 2,
+    "num_kv_heads": 2,
+    "intermediate_size": 128,
+    "context_length": 64,
+}
 ADAMW, MUON = {"kind": "adamw"}, {"kind": "muon"}
 Settings = dict[str, Any]
 CONFIGURATIONS: dict[str, Settings] = {
     "all weights, muon": {"model": WIDE, "optimizer": MUON},
-    "all weights, recompute block": {"model": WIDE, "optimizer": ADAMW, "recompute": "block"},
+    "all weights, checkpointing full": {"model": WIDE, "optimizer": ADAMW, "activation_checkpointing": "full"},
     "vocabulary of 100,000": {
-        "model": WIDE | {"width": 256, "mlp_width": 704},
+        "model": WIDE | {"hidden_size": 256, "intermediate_size": 704},
         "optimizer": ADAMW,
         "vocab_size": 100_000,
     },
     "all weights, adamw": {"model": WIDE, "optimizer": ADAMW},
-    "all weights, recompute selective": {"model": WIDE, "optimizer": ADAMW, "recompute": "selective"},
+    "all weights, checkpointing selective": {
+        "model": WIDE,
+        "optimizer": ADAMW,
+        "activation_checkpointing": "selective",
+    },
     "float32": {"model": WIDE, "optimizer": ADAMW, "precision": "float32"},
     "one micro-batch": {"model": WIDE, "optimizer": ADAMW, "micro_batches": 1},
-    "LoRA on bfloat16": {"model": WIDE, "lora": {"base": "bfloat16"}},
-    "LoRA on bfloat16, recompute block": {"model": WIDE, "lora": {"base": "bfloat16"}, "recompute": "block"},
-    "LoRA on bfloat16, recompute selective": {"model": WIDE, "lora": {"base": "bfloat16"}, "recompute": "selective"},
-    "LoRA on NF4": {"model": WIDE, "lora": {"base": "nf4"}},
-    "LoRA on NF4, recompute block": {"model": WIDE, "lora": {"base": "nf4"}, "recompute": "block"},
-    "LoRA on int8": {"model": WIDE, "lora": {"base": "int8"}},
+    "LoRA on bfloat16": {"model": WIDE, "lora": {"base_dtype": "bfloat16"}},
+    "LoRA on bfloat16, checkpointing full": {
+        "model": WIDE,
+        "lora": {"base_dtype": "bfloat16"},
+        "activation_checkpointing": "full",
+    },
+    "LoRA on bfloat16, checkpointing selective": {
+        "model": WIDE,
+        "lora": {"base_dtype": "bfloat16"},
+        "activation_checkpointing": "selective",
+    },
+    "LoRA on NF4": {"model": WIDE, "lora": {"base_dtype": "nf4"}},
+    "LoRA on NF4, checkpointing full": {
+        "model": WIDE,
+        "lora": {"base_dtype": "nf4"},
+        "activation_checkpointing": "full",
+    },
+    "LoRA on int8": {"model": WIDE, "lora": {"base_dtype": "int8"}},
     "absolute positions, gelu": {
-        "model": WIDE | {"positions": "absolute", "norm": "layernorm", "biases": "all", "feed_forward": "gelu_tanh"},
+        "model": WIDE | {"position_embedding": "learned", "norm": "layernorm", "biases": "all", "mlp": "gelu_tanh"},
         "optimizer": ADAMW,
     },
 }
@@ -204,9 +235,9 @@ def asked(settings: Settings) -> tuple[PlanRequest, Machine, Candidate, Device]:
     """What a recipe with these settings asks for, as `bloomery plan` understands it."""
     shape, parts = build(ModelConfig, settings["model"]), settings.get("micro_batches", 2)
     wanted: Settings = {
-        key: settings[key] for key in ("optimizer", "recompute", "precision", "lora") if key in settings
+        key: settings[key] for key in ("optimizer", "activation_checkpointing", "precision", "lora") if key in settings
     }
-    wanted |= {"steps": 1, "micro_batch_tokens": TOKENS, "tokens_per_step": parts * TOKENS, "device": "cpu"}
+    wanted |= {"steps": 1, "micro_batch_tokens": TOKENS, "global_batch_tokens": parts * TOKENS, "device": "cpu"}
     config: Training = build(Finetune if "lora" in settings else Training, wanted)
     device = devices.find("cpu")
     if config.precision != "auto":
@@ -221,18 +252,18 @@ class Run:
 
     def __init__(self, settings: Settings) -> None:
         ask, _, option, self.device = asked(settings)
-        what = step(option, accumulates=True)
+        what = traced_step(option, accumulates=True)
         self.model = what.load(initialized=True)
-        self.optimizers, self.rows = what.prepare(self.model, self.device), what.rows
         self.precision = Precision.decide("auto", self.device)
-        ids = np.random.default_rng(0).integers(0, what.vocab_size, (ask.rows_per_step, what.model.context))
-        places = np.tile(np.arange(what.model.context), (len(ids), 1))
+        self.optimizers, self.rows = what.prepare(self.model, self.precision), what.rows
+        ids = np.random.default_rng(0).integers(0, what.vocab_size, (ask.rows_per_step, what.model.context_length))
+        places = np.tile(np.arange(what.model.context_length), (len(ids), 1))
         self.batch = Batch(ids, ids, places, np.zeros_like(ids), np.arange(len(ids)))
 
     def step(self) -> tuple[float, float]:
         """Seconds on the clock, and of this thread on the processor."""
         began, worked = time.perf_counter(), time.thread_time()
-        accumulate_gradients(self.model, self.batch, self.rows, self.device, precision=self.precision)
+        accumulate_gradients(self.model, self.batch, self.rows, self.precision)
         self.optimizers.step(clipping(1.0, total_norm(gradients(self.model))))
         self.optimizers.zero_grad()
         return time.perf_counter() - began, time.thread_time() - worked

@@ -59,7 +59,7 @@ def toxicity(texts: Path) -> list[str]:
         "samples": 20_000,
     }
     quality = {"kind": "contrast", "name": "quality", "samples": 4000}
-    return ["classify.classifiers=" + toml([quality, labels]), 'filter.limits="seed-1386"']
+    return ["classify.classifiers=" + toml([quality, labels]), 'filter.thresholds="seed-1386"']
 
 
 def toml(value: Any) -> str:

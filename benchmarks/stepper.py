@@ -46,7 +46,14 @@ from torch import Tensor
 Step = Callable[[], float]
 """Trains once; gives the loss."""
 
-SMALL = {"width": 256, "num_layers": 6, "num_heads": 8, "num_kv_heads": 2, "mlp_width": 704, "context": 256}
+SMALL = {
+    "hidden_size": 256,
+    "num_layers": 6,
+    "num_heads": 8,
+    "num_kv_heads": 2,
+    "intermediate_size": 704,
+    "context_length": 256,
+}
 SHAPES: dict[str, tuple[dict[str, Any], int]] = {
     "gpt2": (PRESETS["gpt2-124m"].config, PRESETS["gpt2-124m"].vocab_size),
     "small": (SMALL, 4096),
@@ -148,8 +155,7 @@ def ours(worker: Worker) -> Step:
             steps=state.step + 1,
             micro_batch=worker.turn.rows,
             learning_rate_share=lambda _: 1.0,
-            max_norm=1.0,
-            device=device,
+            max_grad_norm=1.0,
             precision=Precision.decide("auto", device),
         ).train()
         return state.metrics["loss"]
@@ -167,12 +173,12 @@ def huggingface(worker: Worker) -> Step:
     else:
         config = transformers.LlamaConfig(
             vocab_size=vocab_size,
-            hidden_size=keys["width"],
-            intermediate_size=keys["mlp_width"],
+            hidden_size=keys["hidden_size"],
+            intermediate_size=keys["intermediate_size"],
             num_hidden_layers=keys["num_layers"],
             num_attention_heads=keys["num_heads"],
             num_key_value_heads=keys["num_kv_heads"],
-            max_position_embeddings=keys["context"],
+            max_position_embeddings=keys["context_length"],
             tie_word_embeddings=True,
         )
         model = transformers.LlamaForCausalLM(config)
@@ -241,7 +247,7 @@ PROGRAMS: dict[str, Callable[[Worker], Step]] = {
 def ceiling(worker: Worker) -> dict[str, Any]:
     """Work of a step by `model.cost`, and GFLOP/s of the best of three large square products in bfloat16."""
     keys, vocab_size = SHAPES[worker.shape]
-    config = build(ModelConfig, keys | {"context": worker.turn.tokens})
+    config = build(ModelConfig, keys | {"context_length": worker.turn.tokens})
     size = 4096 if worker.shape == "gpt2" else 2048
     left, right = (torch.randn(size, size).bfloat16() for _ in "lr")
     into = torch.empty_like(left)

@@ -212,7 +212,7 @@ def result(runs: dict[str, Run], facts: dict[str, Any], options: argparse.Namesp
             "share_of_its_time_by_default": best and round(best / whole / slower, 3),
             "last_loss": {name: found["measured"][-1][3] for name, found in runs.items()},
             "stolen_seconds": {name: found["stolen_seconds"] for name, found in runs.items()},
-            "tokens_per_step": ROWS * T,
+            "global_batch_tokens": ROWS * T,
             "parameters": {name: found["parameters"] for name, found in runs.items()},
             **facts,
             "curves": {name: found["measured"] for name, found in runs.items()},

@@ -19,7 +19,7 @@ RUN python -m pip install --no-cache-dir --index-url "${INDEX}" "torch>=2.11,<2.
 
 WORKDIR /bloomery
 COPY . .
-RUN python -m pip install --no-cache-dir .
+RUN python -m pip install --no-cache-dir '.[data]'
 
 ENTRYPOINT ["bloomery"]
 CMD ["doctor"]

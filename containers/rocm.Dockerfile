@@ -22,7 +22,7 @@ RUN python -m pip install --no-cache-dir --index-url https://repo.amd.com/rocm/w
 
 WORKDIR /bloomery
 COPY . .
-RUN python -m pip install --no-cache-dir .
+RUN python -m pip install --no-cache-dir '.[data]'
 
 ENTRYPOINT ["bloomery"]
 CMD ["doctor"]

@@ -14,9 +14,8 @@ sys.path.insert(0, str(ROOT))
 
 from bloomery.hw.doctor.report import examine  # noqa: E402
 from tests.hw.bad_device import BadDevice, row  # noqa: E402
-from tests.hw.matrix import MATRIX  # noqa: E402
+from tests.hw.machines import MATRIX, TROUBLES  # noqa: E402
 from tests.hw.test_bad_device import FAULTS, outcome  # noqa: E402
-from tests.hw.troubles import TROUBLES, troubled  # noqa: E402
 
 PAGE, LIST = ROOT / "docs" / "hw.md", ROOT / "docs" / "findings.md"
 MACHINES, FAULTY, SINGLE = "machines", "bad devices", "troubles"
@@ -43,8 +42,8 @@ def troubles() -> str:
     blocks = []
     for name, trouble in TROUBLES.items():
         with tempfile.TemporaryDirectory() as folder:
-            host = troubled(MATRIX[trouble.on].build(Path(folder)), trouble)
-            found = {one.id: one for one in examine(host, Path(folder) / "runs")}[trouble.id]
+            host, id = trouble.build(Path(folder)), trouble.finding.partition(":")[0]
+            found = {one.id: one for one in examine(host, Path(folder) / "runs")}[id]
             lines = [f"**{name}** ({MATRIX[trouble.on].title})", ""]
             lines += [f"- `{found.id}` {found.status}: {found.value}", "", "  ```sh", f"  {found.hint}", "  ```", ""]
             blocks.append("\n".join(lines).replace(folder, ""))

@@ -31,12 +31,12 @@ from bloomery.core.log import METRICS, read_metrics  # noqa: E402
 from bloomery.core.pipeline import versions  # noqa: E402
 
 GOLDEN = ROOT / "tests" / "golden"
-TWO_RANKS = ("pretrain.ranks=2", "finetune.ranks=2")
+TWO_RANKS = ("pretrain.num_processes=2", "finetune.num_processes=2")
 RUNS = {
     "default": (),
     "two_ranks": TWO_RANKS,
-    "fsdp": (*TWO_RANKS, "pretrain.shard=fsdp", "finetune.shard=fsdp"),
-    "lora_nf4": ("finetune.lora.base=nf4",),
+    "fsdp": (*TWO_RANKS, "pretrain.parallelism=fsdp", "finetune.parallelism=fsdp"),
+    "lora_nf4": ("finetune.lora.base_dtype=nf4",),
 }
 """Name of a run -> its settings."""
 DATA_STAGES = ("01-fetch", "03-filter", "04-dedup", "05-tokenizer", "06-shard", "08-synthesize", "09-instruct")

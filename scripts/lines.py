@@ -10,19 +10,19 @@ from pathlib import Path
 
 SOURCE = Path(__file__).parents[1] / "src" / "bloomery"
 BUDGET = {
-    "(top)": 1_430,
-    "core": 2_810,
-    "hw": 3_690,
-    "data": 13_620,
+    "(top)": 1_480,
+    "core": 3_200,
+    "hw": 3_730,
+    "data": 13_100,
     "tokenizer": 2_020,
-    "shards": 1_700,
-    "model": 3_210,
-    "weights": 2_620,
-    "train": 7_140,
-    "generate": 240,
+    "shards": 1_690,
+    "model": 3_190,
+    "weights": 2_630,
+    "train": 7_150,
+    "generate": 210,
     "evaluation": 4_690,
-    "serve": 1_410,
-    "stages": 4_780,
+    "serve": 1_380,
+    "stages": 4_750,
 }
 
 

@@ -24,6 +24,7 @@ ORDER = (
     "evaluation",
     "serve",
     "stages",
+    "checks",
     "recipe",
     "arguments",
     "cli",

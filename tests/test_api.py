@@ -11,13 +11,13 @@ import pyarrow as pa
 import pytest
 
 import bloomery
+from bloomery.core import pipeline
 from bloomery.core.config import to_toml
 from bloomery.core.errors import BloomeryError, ConfigError, DataError, RunError
 from bloomery.core.log import console
+from bloomery.core.sampling import SamplingConfig
 from bloomery.core.signals import INTERRUPTED, Terminated
 from bloomery.data import documents as data_documents
-from bloomery.serve.chat_model import Sampling
-from bloomery.stages import execution
 from tests.calling import Call
 from tests.two_stages import STAGES, Recipe
 from tests.weights.made import model, run
@@ -115,7 +115,7 @@ def test_a_continuation_is_what_the_logits_say(loaded: bloomery.Model) -> None:
 
 
 def test_the_options_of_a_model_are_those_of_the_server_with_their_defaults(loaded: bloomery.Model) -> None:
-    assert loaded._checked([{"role": "user", "content": "a"}], {}).sampling == Sampling()
+    assert loaded._checked([{"role": "user", "content": "a"}], {}).sampling == SamplingConfig()
     whole = loaded.generate("a", seed=3, max_tokens=8, temperature=1, top_k=50, top_p=0.9)
     stop = whole[2:4]
     for stops in (stop, [stop], (stop, "…")):
@@ -182,7 +182,7 @@ def test_run_and_status_are_the_verbs(call: Call, small: dict[str, Any], tmp_pat
     }
     assert bloomery.status(made.folder) == json.loads(call("status", "runs/small", "--json")[1])
     (tmp_path / "small.toml").write_text('name = "small"\n')
-    assert "everything is fresh" in call("run", "small.toml", "make.number=3", "double.number=5")[2]
+    assert "everything is up to date" in call("run", "small.toml", "make.number=3", "double.number=5")[2]
     assert bloomery.run("small.toml", {"make.number": 3}, runs="others", until="make").folder == Path("others/small")
     assert [one["state"] for one in bloomery.status("others/small")["stages"]] == ["done", "waiting"]
 
@@ -218,7 +218,7 @@ def test_an_interrupted_run_raises_keyboard_interrupt_and_sigterm_ends_the_proce
         def ended(*given: object, code: int = code, **more: object) -> None:
             raise Terminated(code)
 
-        monkeypatch.setattr(execution, "run", ended)
+        monkeypatch.setattr(pipeline, "run", ended)
         with pytest.raises(raised):
             bloomery.run(small)
 
@@ -227,8 +227,15 @@ def test_plan_is_the_verb(call: Call, tmp_path: Path, monkeypatch: pytest.Monkey
     monkeypatch.chdir(tmp_path)
     (tmp_path / "notes.txt").write_text(WATER)
     source = {"kind": "files", "name": "notes", "domain": "prose", "path": "notes.txt"}
-    shape = {"width": 32, "num_layers": 1, "num_heads": 2, "num_kv_heads": 2, "mlp_width": 64, "context": 32}
-    recipe = {"name": "a", "fetch": {"sources": [source]}, "pretrain": {"tokens_per_step": 1024, "model": shape}}
+    shape = {
+        "hidden_size": 32,
+        "num_layers": 1,
+        "num_heads": 2,
+        "num_kv_heads": 2,
+        "intermediate_size": 64,
+        "context_length": 32,
+    }
+    recipe = {"name": "a", "fetch": {"sources": [source]}, "pretrain": {"global_batch_tokens": 1024, "model": shape}}
     Path("a.toml").write_text(to_toml(recipe))
     made = bloomery.plan(recipe, {"name": "b", "pretrain.steps": 10}, device="mi300x", price=2.5)
     words = ["name=b", "pretrain.steps=10", "--device", "mi300x", "--price", "2.5", "--json"]
@@ -236,7 +243,7 @@ def test_plan_is_the_verb(call: Call, tmp_path: Path, monkeypatch: pytest.Monkey
     assert (made["recipe"], made["fits"]) == ("b", True)
     with pytest.raises(ConfigError, match=r"pretrain\.steps"):
         bloomery.plan(recipe, {"pretrain.steps": 0})
-    for wrong in ({"memory_bytes": -5}, {"devices": 0}, {"price": -1}, {"watts": float("nan")}):
+    for wrong in ({"memory_bytes": -5}, {"devices": 0}, {"price": -1}, {"power_watts": float("nan")}):
         with pytest.raises(ConfigError, match=f"^{next(iter(wrong))}: got .*\nPass a number from "):
             bloomery.plan(recipe, **wrong)
     with pytest.raises(RunError, match="does not exist"):
@@ -255,7 +262,7 @@ def test_plan_is_the_verb(call: Call, tmp_path: Path, monkeypatch: pytest.Monkey
             ['rules=[{kind="length", min_characters=81}]'],
         ),
         ("filter", {}, []),
-        ("dedup", {"settings": {"min_jaccard": 0.6}}, ["min_jaccard=0.6"]),
+        ("dedup", {"settings": {"threshold": 0.6}}, ["threshold=0.6"]),
         ("decontaminate", {"texts": [WATER[:60]]}, ["--against", "texts.jsonl"]),
         ("decontaminate", {"files": ["texts.jsonl"]}, ["--against", "texts.jsonl"]),
     ],
@@ -334,5 +341,5 @@ def test_decontaminate_needs_something_to_look_for_and_says_what_it_does_not_tak
         bloomery.decontaminate([LAMP], tasks="hellaswag")
     with pytest.raises(DataError, match=r"texts: '.*' is a str"):
         bloomery.decontaminate([LAMP], WATER)
-    with pytest.raises(ConfigError, match=r"dedup\.min_jacard: unknown key\nDid you mean 'min_jaccard'"):
-        bloomery.dedup([LAMP], {"min_jacard": 0.5})
+    with pytest.raises(ConfigError, match=r"dedup\.num_per: unknown key\nDid you mean 'num_perm'"):
+        bloomery.dedup([LAMP], {"num_per": 0.5})

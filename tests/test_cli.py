@@ -108,7 +108,7 @@ def test_without_a_verb_there_is_help(call: Call) -> None:
         (["chat"], "the following arguments are required: MODEL\n"),
         (["status", "a", "b=c"], "unrecognized arguments: b=c"),
         (["run", "a.toml", "--fast"], "unrecognized arguments: --fast"),
-        (["eval", "a", "--questions", "many"], "argument --questions: 'many' is no whole number"),
+        (["eval", "a", "--toy-questions", "many"], "argument --toy-questions: 'many' is no whole number"),
         (["run", "a.toml", "--until", "a", "--only", "a"], "argument --only: not allowed with argument --until"),
     ],
 )
@@ -133,7 +133,7 @@ def test_done_is_0_and_what_the_user_can_fix_is_2_without_a_traceback(call: Call
 def test_an_interruption_is_130_and_says_how_to_go_on(call: Call, recipe: Path) -> None:
     code, _, err = call("run", recipe, "make.number=14")
     assert code == 130
-    assert err.splitlines()[-1] == "interrupted; the same command goes on from here"
+    assert err.splitlines()[-1] == "interrupted; run the same command again to resume"
     assert "Traceback" not in err
 
 
@@ -150,12 +150,8 @@ def test_a_fault_of_ours_is_1_with_a_traceback(call: Call, recipe: Path) -> None
     [
         (["run", "none.toml"], r"none\.toml: no such recipe\nRecipes in that folder: small\.toml"),
         (["run", "small.toml", "make.numbr=3"], r"make\.numbr: unknown key\nDid you mean 'number'\?"),
-        (["run", "small.toml", "mkae.number=3"], r"mkae: unknown key\nDid you mean 'make'\?"),
-        (["run", "small.toml", "make.number=three"], r"make\.number: .*got 'three'"),
         (["run", "small.toml", "make"], r"expected key=value, got 'make'"),
         (["run", "small.toml", "--until", "mkae"], r"no stage 'mkae'\nDid you mean 'make'\? Stages: make, double\.$"),
-        (["run", "small.toml", "--only", "x"], r"there is no stage 'x'\nStages: make, double\.$"),
-        (["run", "small.toml", "--only", "double"], r"its input make is not done .*\n.*--until make"),
         (["run", "small.toml", "--runs", "small.toml"], r"small\.toml.*: Not a directory\n.*another folder"),
         (["status", "runs/none"], r"runs/none: does not exist .*\n.*bloomery run RECIPE"),
         (["status", "."], r"is no run folder \(it has no current\.json\)"),
@@ -205,12 +201,6 @@ def test_a_reader_that_leaves_early_is_no_error(tmp_path: Path) -> None:
 # --- run, status, clean --------------------------------------------------------------------------------------------
 
 
-def test_a_run_runs_once_and_then_is_fresh(call: Call, recipe: Path) -> None:
-    assert "runs/small: done" in call("run", recipe)[2]
-    assert "everything is fresh, nothing to do" in call("run", recipe)[2]
-    assert stages(call) == {"make": "done", "double": "done"}
-
-
 def test_until_stops_there_and_only_runs_one(call: Call, recipe: Path) -> None:
     stopped = "runs/small: stopped after make, as asked; 1 stage to go: double"
     for _ in range(2):
@@ -221,7 +211,7 @@ def test_until_stops_there_and_only_runs_one(call: Call, recipe: Path) -> None:
     assert stages(call) == {"make": "done", "double": "done"}
     only = call("run", recipe, "make.number=3", "--only", "make")[2].splitlines()[-1]
     assert only == "runs/small: only make, as asked; 1 stage to go: double"
-    assert "everything is fresh" in call("run", recipe, "--until", "make")[2]
+    assert "everything is up to date" in call("run", recipe, "--until", "make")[2]
 
 
 @pytest.mark.parametrize(
@@ -246,7 +236,7 @@ def test_settings_win_over_the_recipe_and_are_remembered(call: Call, recipe: Pat
     assert (tmp_path / "runs/small/recipe.toml").read_text() == (
         'name = "small"\n\n[make]\nnumber = 7\n\n[double]\nnumber = 4\n'
     )
-    assert "everything is fresh" in call("run", tmp_path / "runs/small/recipe.toml")[2]
+    assert "everything is up to date" in call("run", tmp_path / "runs/small/recipe.toml")[2]
 
 
 def test_status_shows_every_stage_on_a_line(call: Call, recipe: Path, tmp_path: Path) -> None:
@@ -425,7 +415,12 @@ def test_every_verb_that_reports_prints_one_json_object_and_nothing_else(
 ) -> None:
     call("run", recipe)
     monkeypatch.setattr(doctor, "examine", lambda host, runs: [Finding(id="gpu", status="ok", value="none")])
-    words = {"status": ["runs/small"], "clean": ["runs/small"], "doctor": [], "eval": [str(talker), "--questions", "3"]}
+    words = {
+        "status": ["runs/small"],
+        "clean": ["runs/small"],
+        "doctor": [],
+        "eval": [str(talker), "--toy-questions", "3"],
+    }
     words |= {"export": [str(talker), "exported"], "import": [str(talker), "imported"]}
     for verb in sorted(set(REPORTS) - {"plan"}):
         code, out, _ = call(verb, *words[verb], "--json")
@@ -445,9 +440,9 @@ def test_doctor_exits_with_what_it_found(call: Call, monkeypatch: pytest.MonkeyP
 
 
 def test_eval_asks_as_many_questions_as_told_and_shows_every_kind(call: Call, talker: Path) -> None:
-    found = json.loads(call("eval", talker, "--questions", "3", "--json")[1])["answers"]
+    found = json.loads(call("eval", talker, "--toy-questions", "3", "--json")[1])["answers"]
     assert (found["n"], found["exact"]) == (3, 0.0)
-    code, out, _ = call("eval", talker, "--questions", "3")
+    code, out, _ = call("eval", talker, "--toy-questions", "3")
     assert code == 0
     assert all(kind in out for kind in found["by_kind"])
     assert re.search(r"^all .*of 3", out, re.MULTILINE)
@@ -476,9 +471,9 @@ def test_a_conversation_goes_on_until_an_empty_line_or_the_end_of_the_context(
     heard: list[list[str]] = []
     whole = cli._say_answer
 
-    def listening(model: Any, messages: Any, options: Any) -> str:
+    def listening(model: Any, messages: Any, sampling: Any) -> str:
         heard.append([message["content"] for message in messages if message["role"] == "user"])
-        return whole(model, messages, options)
+        return whole(model, messages, sampling)
 
     def read(prompt: str) -> str:
         if not lines:

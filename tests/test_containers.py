@@ -75,7 +75,7 @@ def test_torch_is_installed_once_within_the_bounds_and_before_the_rest(file: Pat
     assert torch_install.BOUNDS in installs[0]
     index = torch_install.AMD_INDEX if file.stem == "rocm" else "${INDEX}"
     assert index in installs[0]
-    assert installs[1].endswith("install --no-cache-dir .")
+    assert installs[1].endswith("install --no-cache-dir '.[data]'")
 
 
 def test_what_is_started_is_given_as_a_list(file: Path) -> None:

@@ -85,13 +85,13 @@ def small(folder: Path) -> dict[str, Any]:
     tree["classify"] |= {"samples": 120, "features": 4096}
     tree["tokenizer"] = {"vocab_size": 600}
     tree["shard"]["tokens"] = 30_000
-    training = {"tokens_per_step": 1024, "micro_batch_tokens": 512, "save_every_seconds": 1e-3, "log_every": 1}
-    tree["pretrain"] |= training | {"steps": 8, "evaluate_every": 3}
+    training = {"global_batch_tokens": 1024, "micro_batch_tokens": 512, "save_every_seconds": 1e-3, "log_every": 1}
+    tree["pretrain"] |= training | {"steps": 8, "eval_every": 3}
     tree["pretrain"]["schedule"]["warmup_steps"] = 4
-    tree["pretrain"]["model"] |= {"width": 32, "num_layers": 2, "mlp_width": 48}
+    tree["pretrain"]["model"] |= {"hidden_size": 32, "num_layers": 2, "intermediate_size": 48}
     tree["instruct"]["sources"] = [{"kind": "worlds", "count": 300}]
-    tree["finetune"] |= training | {"steps": 6, "evaluate_every": 4}
-    tree["evaluate"] = {"questions": 15, "max_tokens": 12, "heldout_bytes": 3000, "tasks": ["copa"]}
+    tree["finetune"] |= training | {"steps": 6, "eval_every": 4}
+    tree["evaluate"] = {"toy_questions": 15, "max_tokens": 12, "val_bytes": 3000, "tasks": ["copa"]}
     tree["evaluate"]["data"] = [str(write_task(folder / "copa.jsonl"))]
     return tree
 
@@ -175,8 +175,8 @@ def test_the_same_command_again_does_nothing(place: Place, capsys: pytest.Captur
     before = files_of(place.runs / "small")
     assert place.run() == 0
     shown = capsys.readouterr().err
-    assert "everything is fresh, nothing to do" in shown
-    assert all(f"✓ {name:<11} fresh" in shown for name in NAMES)
+    assert "everything is up to date, nothing to do" in shown
+    assert all(f"✓ {name:<11} up to date" in shown for name in NAMES)
     assert files_of(place.runs / "small") == before
 
 
@@ -209,7 +209,7 @@ def test_weights_know_what_they_were_made_from(place: Place) -> None:
 def test_the_model_can_be_asked_at_once(place: Place, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["chat", str(place.runs / "small"), "--prompt", "What is 1 plus 1?", "--max-tokens", "3"]) == 0
     assert capsys.readouterr().out.startswith("> What is 1 plus 1?")
-    assert said(capsys, "eval", place.runs / "small", "--questions", 2)["answers"]["n"] == 2
+    assert said(capsys, "eval", place.runs / "small", "--toy-questions", 2)["answers"]["n"] == 2
 
 
 @pytest.mark.parametrize(
@@ -218,14 +218,14 @@ def test_the_model_can_be_asked_at_once(place: Place, capsys: pytest.CaptureFixt
         ("fetch.sources.2.count=201", "fetch"),
         ("classify.seed=1", "classify"),
         ("filter.min_score=0.01", "filter"),
-        ("dedup.min_jaccard=0.9", "dedup"),
+        ("dedup.threshold=0.9", "dedup"),
         ("tokenizer.vocab_size=601", "tokenizer"),
         ("shard.tokens=30001", "shard"),
         ("pretrain.steps=9", "pretrain"),
         ("synthesize.count=3", "synthesize"),
-        ("instruct.hold_out=0.03", "instruct"),
-        ("finetune.schedule.decay=0.9", "finetune"),
-        ("evaluate.questions=16", "evaluate"),
+        ("instruct.val_fraction=0.03", "instruct"),
+        ("finetune.schedule.decay_fraction=0.9", "finetune"),
+        ("evaluate.toy_questions=16", "evaluate"),
     ],
 )
 def test_a_changed_setting_makes_its_stage_stale_and_those_below_it(
@@ -235,7 +235,7 @@ def test_a_changed_setting_makes_its_stage_stale_and_those_below_it(
 
 
 def test_what_cannot_change_the_output_makes_nothing_stale(place: Place, capsys: pytest.CaptureFixture[str]) -> None:
-    volatile = ["pretrain.micro_batch_tokens=1024", "finetune.keep_checkpoints=5", "pretrain.save_every_seconds=9.5"]
+    volatile = ["pretrain.micro_batch_tokens=1024", "finetune.keep_last=5", "pretrain.save_every_seconds=9.5"]
     assert stale(place, capsys, *volatile, "evaluate.device=cpu") == set()
 
 
@@ -255,18 +255,18 @@ def test_a_changed_threshold_runs_its_stage_and_those_below_and_keeps_the_rest(
     place: Place, capsys: pytest.CaptureFixture[str]
 ) -> None:
     before = files_of(place.runs / "small")
-    assert place.run("instruct.hold_out=0.05") == 0
+    assert place.run("instruct.val_fraction=0.05") == 0
     shown = capsys.readouterr().err
     again = below("instruct")
     assert again == {"instruct", "finetune", "evaluate"}
     assert {name for name in NAMES if f"▸ {name:<11} runs" in shown} == again
-    assert {name for name in NAMES if f"✓ {name:<11} fresh" in shown} == set(NAMES) - again
+    assert {name for name in NAMES if f"✓ {name:<11} up to date" in shown} == set(NAMES) - again
     after = files_of(place.runs / "small")
     assert {name: after[name] for name in before} == before
     waste = said(capsys, "clean", place.runs / "small")["waste"]
     assert {Path(one["path"]).name.split("-")[1] for one in waste} == again
     assert place.run() == 0  # back to what was before: nothing runs
-    assert "everything is fresh" in capsys.readouterr().err
+    assert "everything is up to date" in capsys.readouterr().err
 
 
 # --- broken input --------------------------------------------------------------------------------------------------
@@ -312,7 +312,7 @@ def test_broken_input_is_named_with_its_cure_and_what_was_done_stays_done(
     assert "Traceback" not in shown
     assert stale(place, capsys) == set()
     assert place.run() == 0
-    assert "everything is fresh" in capsys.readouterr().err
+    assert "everything is up to date" in capsys.readouterr().err
 
 
 # --- without room --------------------------------------------------------------------------------------------------

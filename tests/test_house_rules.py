@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+from bloomery.core.extras import DATA
 from tests.hw.machines import HIDE_TORCH
 
 ROOT = Path(__file__).parents[1]
@@ -24,7 +25,9 @@ ORDER: tuple[str, ...] = TREE["ORDER"]
 
 MAX_FILE_LINES, MIN_FILE_LINES, MAX_FUNCTION_LINES = 800, 100, 80
 MAX_HELP_SECONDS = 0.5
-WITHOUT_TORCH = ("core", "data", "tokenizer", "shards", "recipe", "cli", "api")
+WITHOUT_TORCH = ("core", "data", "tokenizer", "shards", "checks", "recipe", "cli", "api")
+TYPES_FROM_THE_RIGHT = {"checks.py": "bloomery.recipe.Recipe"}
+"""A recipe calls its checks, which name its type for mypy alone."""
 IMPORTS_WHEN_CALLED = ("cli.py", "api.py")
 """Whose functions import what they need, so that `--help` and `import bloomery` start at once."""
 TORCH_IN_HW = ("hw/kernel_selection.py", "hw/device.py", "hw/distributed.py", "hw/probes.py")
@@ -53,10 +56,12 @@ READS_JSON = {
 VENDOR_ATTRIBUTES = {"cuda", "mps", "xpu", "hip", "is_cuda", "nccl"}
 VENDOR_TEXT = re.compile(r"(cuda|mps|xpu|hip)(:\d+)?|.*\b(nccl|rccl|rocm)\b.*", re.IGNORECASE | re.DOTALL)
 SMALL_AND_ALONE = {
+    "evaluation/config.py": "the section of a recipe, which every package has in its config.py",
     "evaluation/perplexity.py": "one of the stage's measurements, each of which is a file",
     "hw/doctor/report.py": "the door of the doctor, which the command line alone opens",
     "hw/io_speed.py": "a program of its own, which a child process runs",
     "stages/finetune.py": "each stage is a file",
+    "tokenizer/train.py": "what trains a tokenizer, which no program that only loads one needs",
 }
 """Modules under 100 lines that only one other imports, and why they are not a part of that one."""
 VAGUE_NAMES = {"utils", "util", "common", "helpers", "helper", "misc", "tools"}
@@ -157,6 +162,8 @@ def test_a_module_imports_only_from_its_own_package_or_from_the_left() -> None:
             for name in found.names:
                 if name.startswith("."):
                     broken.append(module.at(found.node, "relative import; write it in full"))
+                elif found.for_types and TYPES_FROM_THE_RIGHT.get(module.place) == name:
+                    continue
                 elif name.startswith("bloomery.") and name.split(".")[1] not in allowed:
                     broken.append(module.at(found.node, f"{module.part} must not import {name}"))
     report(broken)
@@ -170,6 +177,18 @@ def test_imports_stand_at_the_top_of_the_file() -> None:
             if module.place not in IMPORTS_WHEN_CALLED
             for found in imports(module)
             if found.inside
+        ]
+    )
+
+
+def test_packages_of_the_extra_data_come_from_one_module() -> None:
+    report(
+        [
+            module.at(found.node, "import it from bloomery.core.extras, which imports it when it is used")
+            for module in package()
+            if module.place != "core/extras.py"
+            for found in imports(module)
+            if not found.for_types and any(name.split(".")[0] in DATA for name in found.names)
         ]
     )
 
@@ -356,6 +375,25 @@ def test_json_of_files_is_read_by_one_reader_with_a_schema() -> None:
         if isinstance(node, ast.ImportFrom) and node.module == "json":
             broken.append(module.at(node, "import json as a whole, so that its uses can be seen"))
     report(broken + [f"{place} no longer parses JSON: take it out of READS_JSON" for place in READS_JSON.keys() - used])
+
+
+WRITES_INTO_BLOCKS = ("train/compile.py", "train/activation_checkpointing.py")
+"""Which replace the forward pass of a torch module."""
+
+
+def test_no_object_is_written_through_its_dict() -> None:
+    """A frozen model stays frozen: a default that depends on another setting is a new object."""
+    broken = []
+    for module, node in nodes(package()):
+        writes = isinstance(node, ast.Subscript) and isinstance(node.ctx, ast.Store | ast.Del)
+        target = node.value if isinstance(node, ast.Subscript | ast.Attribute) else None
+        changes = isinstance(node, ast.Attribute) and node.attr in ("update", "pop", "setdefault", "clear")
+        into_dict = (writes or changes) and isinstance(target, ast.Attribute) and target.attr == "__dict__"
+        if into_dict and module.place not in WRITES_INTO_BLOCKS:
+            broken.append(module.at(node, ast.unparse(node)))
+        if isinstance(node, ast.Attribute) and ast.unparse(node) == "object.__setattr__":
+            broken.append(module.at(node, "object.__setattr__"))
+    report(broken)
 
 
 def test_no_error_is_caught_without_knowing_which() -> None:

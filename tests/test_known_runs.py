@@ -103,9 +103,11 @@ def test_a_plan_can_be_made_of_a_recipe(name: str, tmp_path: Path, capsys: pytes
     needs: dict[str, Any] = json.loads(capsys.readouterr().out)["pretrain"]
     recipe = read(name)
     assert recipe.pretrain is not None
-    assert abs(needs["parameters"] - PARAMETERS[name]) <= 6 * recipe.pretrain.model.width  # marks of conversations
-    rows = recipe.pretrain.tokens_per_step // recipe.pretrain.model.context
-    assert needs["tokens"] == recipe.pretrain.steps * rows * recipe.pretrain.model.context
+    assert (
+        abs(needs["parameters"] - PARAMETERS[name]) <= 6 * recipe.pretrain.model.hidden_size
+    )  # marks of conversations
+    rows = recipe.pretrain.global_batch_tokens // recipe.pretrain.model.context_length
+    assert needs["tokens"] == recipe.pretrain.steps * rows * recipe.pretrain.model.context_length
     assert needs["peak_bytes"] > 16 * needs["parameters"] * 0.7
 
 
@@ -152,36 +154,43 @@ def test_an_imported_tokenizer_has_as_many_ids_as_the_recipe_says(tmp_path: Path
 def test_plasma_is_trained_as_1386_trains_it(name: str, steps: int, rate: float, warmup: int) -> None:
     section = read(name).pretrain
     assert section is not None
-    assert (section.steps, section.tokens_per_step, section.model.context) == (steps, 32_768, 1024)
+    assert (section.steps, section.global_batch_tokens, section.model.context_length) == (steps, 32_768, 1024)
     assert isinstance(section.optimizer, AdamW)
     assert (section.optimizer.learning_rate, section.optimizer.weight_decay) == (rate, 0.1)
     assert not section.optimizer.decay_embeddings
-    assert section.schedule == CosineSchedule(warmup_steps=warmup, final=0.1)
+    assert section.schedule == CosineSchedule(warmup_steps=warmup, min_lr_ratio=0.1)
 
 
 def test_gpt2_is_trained_as_llm_c_trains_it() -> None:
     section = read("gpt2-124m").pretrain
     assert section is not None
-    assert (section.steps, section.tokens_per_step, section.model.context) == (18_865, 524_288, 1024)
+    assert (section.steps, section.global_batch_tokens, section.model.context_length) == (18_865, 524_288, 1024)
     assert isinstance(section.optimizer, AdamW)
     rates = section.optimizer
     assert (rates.learning_rate, rates.weight_decay, rates.beta1, rates.beta2) == (6e-4, 0.1, 0.9, 0.95)
     assert rates.decay_embeddings
-    assert section.schedule == CosineSchedule(warmup_steps=700, final=0.0)
-    assert section.max_norm == 1.0
-    assert section.steps * section.tokens_per_step == pytest.approx(10e9, rel=0.02)
+    assert section.schedule == CosineSchedule(warmup_steps=700, min_lr_ratio=0.0)
+    assert section.max_grad_norm == 1.0
+    assert section.steps * section.global_batch_tokens == pytest.approx(10e9, rel=0.02)
 
 
 def test_gpt2_is_trained_on_as_llm_c_does_by_default() -> None:
     section = read("gpt2-124m-finetune").pretrain
     assert section is not None
-    assert (section.steps, section.tokens_per_step, section.model.context) == (74, 4 * 1024, 1024)
+    assert (section.steps, section.global_batch_tokens, section.model.context_length) == (74, 4 * 1024, 1024)
     assert section.optimizer == AdamW(learning_rate=3e-4, weight_decay=0.0)
-    assert (section.schedule, section.max_norm) == (ConstantSchedule(), 1.0)
+    assert (section.schedule, section.max_grad_norm) == (ConstantSchedule(), 1.0)
     assert section.model == architectures.read_gpt2(OPENAI)
 
 
-SMALL = {"width": 16, "num_layers": 2, "num_heads": 2, "num_kv_heads": 2, "mlp_width": 64, "context": 16}
+SMALL = {
+    "hidden_size": 16,
+    "num_layers": 2,
+    "num_heads": 2,
+    "num_kv_heads": 2,
+    "intermediate_size": 64,
+    "context_length": 16,
+}
 
 
 @pytest.mark.slow
@@ -197,7 +206,7 @@ def test_weights_of_others_are_imported_and_trained_on_by_the_recipe(tmp_path: P
         (tokens / f"{name}.bin").write_bytes(by_hand(ids.tolist()))
 
     words = [f"pretrain.start_from={ours}", f"tokenizer.path={ours}", "tokenizer.measure=false"]
-    words += [f"tokenizer.vocab_size={small().vocab_size}", "pretrain.tokens_per_step=64"]
+    words += [f"tokenizer.vocab_size={small().vocab_size}", "pretrain.global_batch_tokens=64"]
     words += [*(f"pretrain.model.{key}={value}" for key, value in SMALL.items())]
     recipe = config.load(Recipe, FOLDER / "gpt2-124m-finetune.toml", words)
     recipe = recipe.model_copy(update={"fetch": None, "shard": Shard(imported=ImportedShards(folder=tokens))})
@@ -216,6 +225,6 @@ def test_weights_of_others_are_imported_and_trained_on_by_the_recipe(tmp_path: P
 def test_the_harness_is_trained_for_a_day_on_half_a_million_tokens_a_step() -> None:
     section = read("harness-220m").pretrain
     assert section is not None
-    assert (section.steps, section.tokens_per_step) == (10_000, 16 * 30 * 1024)
+    assert (section.steps, section.global_batch_tokens) == (10_000, 16 * 30 * 1024)
     assert isinstance(section.optimizer, Muon)
-    assert section.optimizer.matrix_learning_rate * 0.2 == pytest.approx(0.1 * section.optimizer.learning_rate)
+    assert section.optimizer.muon_lr * 0.2 == pytest.approx(0.1 * section.optimizer.learning_rate)

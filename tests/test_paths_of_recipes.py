@@ -11,7 +11,7 @@ from bloomery.core import config, pipeline
 from bloomery.core.errors import ConfigError, DataError
 from bloomery.data.sources import local
 from bloomery.recipe import STAGES, Recipe
-from bloomery.stages import plan as stages_plan
+from bloomery.stages import config as sections
 
 pytestmark = pytest.mark.skipif(os.name != "posix", reason="special files are POSIX")
 
@@ -24,10 +24,10 @@ domain = "w"
 count = 10
 [pretrain]
 steps = 1
-tokens_per_step = 256
+global_batch_tokens = 256
 [finetune]
 steps = 1
-tokens_per_step = 256
+global_batch_tokens = 256
 """
 PATHS = {
     "classify.labeled": "classify.labeled={}",
@@ -56,7 +56,7 @@ def laid_out(folder: Path, setting: str) -> list[pipeline.StagePlan]:
     recipe = config.load(Recipe, folder / "a.toml", [setting])
     plans = pipeline.plan_stages(STAGES, recipe, folder / "runs", blind=True)
     for plan in plans:
-        stages_plan.check_paths(plan.stage.name, plan.config)
+        sections.check_named_paths(plan.stage.name, plan.config)
     return plans
 
 

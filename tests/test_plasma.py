@@ -25,17 +25,17 @@ def test_the_model_has_the_parameters_of_the_one_that_it_reproduces() -> None:
     assert isinstance(recipe.tokenizer, ByteBpe)
     assert recipe.pretrain is not None
     model, vocabulary = recipe.pretrain.model, recipe.tokenizer.vocab_size
-    head = model.width // model.num_heads
-    attention = 2 * model.width**2 + 2 * model.width * head * model.num_kv_heads
-    block = attention + 3 * model.width * model.mlp_width + 2 * model.width
-    assert vocabulary * model.width + model.num_layers * block + model.width == 521_570_560
+    head = model.hidden_size // model.num_heads
+    attention = 2 * model.hidden_size**2 + 2 * model.hidden_size * head * model.num_kv_heads
+    block = attention + 3 * model.hidden_size * model.intermediate_size + 2 * model.hidden_size
+    assert vocabulary * model.hidden_size + model.num_layers * block + model.hidden_size == 521_570_560
     assert recipe.fetch is not None
     assert {weight.domain for weight in recipe.shard.weights} == {source.domain for source in recipe.fetch.sources}
 
 
 def test_with_its_mixture_it_is_finetuned_on_eleven_sets_of_conversations_with_their_caps_and_copies() -> None:
     instruct = config.load(Recipe, PLASMA, ['instruct.sources=[{kind="mixture", name="plasma-v4"}]']).instruct
-    in_rows = {source.name: (source.max_conversations or 0) * source.copies for source in instruct.read}
+    in_rows = {source.name: (source.max_conversations or 0) * source.repeat for source in instruct.read}
     assert len(in_rows) == 11
     assert sum(in_rows.values()) == 328_000
     kinds = [one.kind for one in instruct.filters]

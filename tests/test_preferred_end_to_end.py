@@ -9,12 +9,12 @@ from bloomery.weights import hf, locate
 from tests.test_end_to_end import make_place
 
 WORDS = (
-    *("prefer.steps=3", "prefer.tokens_per_step=2048", "prefer.micro_batch_tokens=1024", "prefer.lora.rank=2"),
+    *("prefer.steps=3", "prefer.global_batch_tokens=2048", "prefer.micro_batch_tokens=1024", "prefer.lora.rank=2"),
     'prefer.pairs=[{kind="worlds", count=120}]',
 )
 DRAWS = (
-    *("prefer.steps=2", "prefer.tokens_per_step=500"),
-    'prefer.loss={kind="grpo", problems=[{kind="arithmetic", count=60}], answers=2, answer_tokens=4, updates=2}',
+    *("prefer.steps=2", "prefer.global_batch_tokens=500"),
+    'prefer.loss={kind="grpo", problems=[{kind="arithmetic", count=60}], group_size=2, max_new_tokens=4, updates=2}',
 )
 
 

@@ -55,7 +55,7 @@ def test_two_ranks_make_the_models_that_one_makes_up_to_rounding(tmp_path: Path,
     words = ["run", str(place.recipe), "pretrain.precision=float32", "finetune.precision=float32", "--runs"]
     assert cli.main([*words, str(tmp_path / "one")]) == 0
     if way == "ranks":
-        assert cli.main([*words, str(tmp_path / "two"), "pretrain.ranks=2", "finetune.ranks=2"]) == 0
+        assert cli.main([*words, str(tmp_path / "two"), "pretrain.num_processes=2", "finetune.num_processes=2"]) == 0
     else:
         command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
         command += ["-m", "bloomery.cli", *words, str(tmp_path / "two")]

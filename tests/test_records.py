@@ -22,15 +22,15 @@ from bloomery.core import io as core_io
 from bloomery.core.errors import BloomeryError
 from bloomery.core.io import MANIFEST
 from bloomery.core.log import METRICS, read_metrics
-from bloomery.core.pipeline import content_hash, damage, read_manifest
+from bloomery.core.pipeline import CURRENT, content_hash, damage, read_manifest
 from bloomery.data import decontamination, executor
 from bloomery.data.quality import scorer, thresholds
 from bloomery.hw import kernel_trials
 from bloomery.hw.host import Host
 from bloomery.shards import format as shards
-from bloomery.stages import data_tools, execution, prefer
+from bloomery.stages import data_tools, prefer, run_report
 from bloomery.tokenizer import importers
-from bloomery.train import checkpointing, compile
+from bloomery.train import checkpointing, compile, extension
 from bloomery.train.state import State
 from bloomery.weights import checkpoint, hf, peft
 from bloomery.weights.safetensors import INDEX, Tensors
@@ -79,7 +79,7 @@ def whole_run(read: Callable[[Path], Any]) -> Callable[[Path], Any]:
     """A reader of a run whose only stage has this manifest."""
 
     def reader(root: Path) -> Any:
-        core_io.write_json(root / run_dir.CURRENT, {"fetch": STAGE})
+        core_io.write_json(root / CURRENT, {"fetch": STAGE})
         (root / STAGE / "a.txt").touch()
         return read(root)
 
@@ -100,15 +100,15 @@ LEFTOVER = {
     "sha256": core_io.sha256_bytes(core_io.canonical({"record": {"files": []}, "outputs": {}})),
 }
 READERS = {
-    "current": Reader(run_dir.CURRENT, {"fetch": STAGE}, run_dir.states),
-    "waste": Reader(run_dir.CURRENT, {"fetch": STAGE}, run_dir.waste),
+    "current": Reader(CURRENT, {"fetch": STAGE}, run_dir.states),
+    "waste": Reader(CURRENT, {"fetch": STAGE}, run_dir.waste),
     "manifest": Reader(MANIFEST, WHOLE, read_manifest),
     "content": Reader(MANIFEST, WHOLE, content_hash),
     "damage": Reader(MANIFEST, WHOLE, damage, none_is_fine=True),
     "status": Reader(f"{STAGE}/{MANIFEST}", WHOLE, whole_run(run_dir.states), none_is_fine=True),
     "clean": Reader(f"{STAGE}/{MANIFEST}", WHOLE, whole_run(run_dir.waste), none_is_fine=True),
-    "card": Reader(f"{STAGE}/{MANIFEST}", WHOLE, whole_run(execution.write_card), none_is_fine=True),
-    "overview": Reader(f"{STAGE}/{MANIFEST}", WHOLE, whole_run(execution.write_page), none_is_fine=True),
+    "card": Reader(f"{STAGE}/{MANIFEST}", WHOLE, whole_run(run_report.write_card), none_is_fine=True),
+    "overview": Reader(f"{STAGE}/{MANIFEST}", WHOLE, whole_run(run_report.write_page), none_is_fine=True),
     "metrics": Reader(METRICS, {"step": 1, "loss": 2.0}, lambda folder: read_metrics(folder / METRICS)),
     "checkpoint": Reader(
         f"000000001/{MANIFEST}",
@@ -117,8 +117,8 @@ READERS = {
         none_is_fine=True,
     ),
     "state": Reader("state.json", STATE, in_checkpoint),
-    "settings": Reader(checkpointing.SETTINGS, {"steps": 3}, checkpointing._settings),
-    "continued": Reader(checkpointing.CONTINUED, {"from": "a", "step": 1}, checkpointing.told),
+    "settings": Reader(extension.SETTINGS, {"steps": 3}, extension._settings),
+    "continued": Reader(checkpointing.CONTINUED, {"from": "a", "step": 1}, checkpointing.continued_from),
     "verdict": Reader("v.json", {"4": {"compiled": True, "why": ""}}, lambda folder: compile._noted(folder / "v.json")),
     "lineage": Reader(hf.LINEAGE, OWN_LINEAGE, hf.lineage_of),
     "template": Reader(hf.LINEAGE, OWN_LINEAGE, hf.template_of),
@@ -254,7 +254,7 @@ def test_a_folder_a_device_and_an_enormous_file_are_refused_before_they_are_read
 
 
 def test_outcomes_of_trials_that_cannot_be_read_are_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kernel_trials, "place", lambda host, vendor: tmp_path / "probes.json")
+    monkeypatch.setattr(kernel_trials, "outcomes_file", lambda host, vendor: tmp_path / "probes.json")
     reader = Reader("probes.json", {"outcomes": [OUTCOME]}, lambda folder: kernel_trials.load(Host.here(), "cpu"))
     for value in (*VALUES, *changed(reader.whole)):
         core_io.write_json(tmp_path / "probes.json", value)

@@ -19,7 +19,7 @@ class Recipe(Config):
     double: Section = Section()
 
 
-def work(config: Section, inputs: Mapping[str, Path], out: Path) -> dict[str, Any]:
+def run(config: Section, inputs: Mapping[str, Path], out: Path) -> dict[str, Any]:
     if config.number == 13:
         raise DataError("13 is no number", where="make", hint="Take another.")
     if config.number == 14:
@@ -31,4 +31,4 @@ def work(config: Section, inputs: Mapping[str, Path], out: Path) -> dict[str, An
 
 
 HERE = "tests.two_stages"
-STAGES = (Stage(name="make", run=f"{HERE}:work"), Stage(name="double", run=f"{HERE}:work", after=("make",)))
+STAGES = (Stage("make", HERE), Stage("double", HERE, after=("make",)))

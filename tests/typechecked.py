@@ -10,7 +10,7 @@ from beartype.claw import beartype_package
 
 SHAPES = ("bloomery.generate.engine", "bloomery.model", "bloomery.train.loss", "bloomery.train.preference")
 """The modules that write shapes; those of `addopts`."""
-LATE = ("bloomery.cli", "bloomery.api")
+LATE = ("bloomery.cli", "bloomery.api", "bloomery.checks")
 """What names types that it does not load: nothing at run time can look them up."""
 
 CHECKS = BeartypeConf(claw_is_pep526=False, is_pep484_tower=True, claw_skip_package_names=SHAPES + LATE)

@@ -71,7 +71,7 @@ class Model:
 
     @property
     def config(self) -> "ModelConfig":
-        """The shape of the model: `context`, `width`, `num_layers`, …"""
+        """The shape of the model: `context_length`, `hidden_size`, `num_layers`, …"""
         return self._loaded.model.config
 
     def generate(self, prompt: str, **options: Unpack[SamplingOptions]) -> str:
@@ -138,9 +138,9 @@ class Model:
         if wrong := [id for id in ids if not 0 <= id < size]:
             hint = f"Token IDs of this model are 0 to {size - 1:,}: encode the text with its tokenizer."
             raise DataError(f"there is no token ID {wrong[0]}", where="logits", hint=hint)
-        if not 1 <= len(ids) <= self.config.context:
-            what = f"{len(ids):,} token IDs, and the model's context is {self.config.context:,}"
-            raise DataError(what, where="logits", hint=f"Pass 1 to {self.config.context:,} token IDs.")
+        if not 1 <= len(ids) <= self.config.context_length:
+            what = f"{len(ids):,} token IDs, and the model's context is {self.config.context_length:,}"
+            raise DataError(what, where="logits", hint=f"Pass 1 to {self.config.context_length:,} token IDs.")
         with torch.no_grad():
             hidden = model(torch.tensor([ids], device=model.embed.weight.device))
             logits: Tensor = model.logits(hidden)[0, :, :size]
@@ -167,7 +167,7 @@ def load(model: PathText, *, device: "DeviceChoice" = "auto") -> Model:
     from bloomery.weights import hf, locate
 
     folder = locate.locate_model(Path(model).expanduser())
-    return Model(str(model), hf.load(folder, devices.find(device).place))
+    return Model(str(model), hf.load(folder, devices.find(device).torch_device))
 
 
 # --- runs ----------------------------------------------------------------------------------------------------------
@@ -206,16 +206,27 @@ def run(
     Raises ConfigError for a wrong recipe or setting, and other BloomeryErrors for what stops a stage. Ctrl-C saves
     what is to be saved, and raises KeyboardInterrupt; the same call resumes.
     """
+    from bloomery.core import pipeline
     from bloomery.core.signals import INTERRUPTED, Terminated
+    from bloomery.hw import launcher
     from bloomery.recipe import STAGES
-    from bloomery.stages import execution
+    from bloomery.stages.run_report import after_run, before_run
 
     if until is not None and only is not None:
         raise ConfigError(f"until={until!r} and only={only!r} exclude each other", hint="Leave out one of the two.")
     resolved = _recipe(recipe, settings)
     folder = Path(runs).expanduser() / resolved.name
+
+    def run_recipe() -> None:
+        pipeline.run(STAGES, resolved, folder, until=until, only=only, before=before_run, after=after_run)
+
     try:
-        execution.by_first_process(lambda: execution.run(STAGES, resolved, folder, until=until, only=only))
+        if launcher.num_processes() == 1:
+            run_recipe()
+        else:
+            from bloomery.train import launch
+
+            launch.by_first_process(run_recipe)
     except Terminated as ended:
         if ended.code != INTERRUPTED:  # asked to end by SIGTERM, the process does
             raise
@@ -232,13 +243,13 @@ def plan(
     memory_bytes: int | None = None,
     devices: int | None = None,
     price: float | None = None,
-    watts: float | None = None,
+    power_watts: float | None = None,
 ) -> dict[str, Any]:
     """
     What a recipe needs before it runs, as `bloomery plan --json`: stages, parameters, memory, time. Writes nothing.
 
     `device` ("mi300x"), its `memory_bytes` and the number of `devices` say for which machine; default: this one.
-    `price` an hour and `watts` are those of all devices together.
+    `price` an hour and `power_watts` are those of all devices together.
     """
     from bloomery import cli
     from bloomery.recipe import STAGES
@@ -250,13 +261,13 @@ def plan(
         "memory_bytes": (memory_bytes, cli.DEVICE_BYTES_RANGE),
         "devices": (devices, cli.DEVICES_RANGE),
         "price": (price, money),
-        "watts": (watts, money),
+        "power_watts": (power_watts, money),
     }
     for name, (number, (low, high)) in numbers.items():
         if number is not None and not low <= number <= high:
             raise ConfigError(f"got {number:,}", where=name, hint=f"Pass a number from {low:,} to {high:,}.")
     resolved = _recipe(recipe, settings)
-    cost = HourlyPrice(per_hour=price, watts=watts)
+    cost = HourlyPrice(per_hour=price, watts=power_watts)
     wish = stages_plan.Wish(device=device, memory_bytes=memory_bytes, devices=devices, price=cost)
     return stages_plan.report(STAGES, resolved, Path(runs).expanduser() / resolved.name, wish)[0]
 
@@ -353,7 +364,7 @@ def dedup(
     """
     Keep one of all exact and near copies, as `bloomery data dedup`: the longest, and of equally long ones the first.
 
-    `settings` are those of a recipe's [dedup], as `{"min_jaccard": 0.7}`. Raises as `filter` does.
+    `settings` are those of a recipe's [dedup], as `{"threshold": 0.7}`. Raises as `filter` does.
     """
     return _tool("dedup", documents, _overrides(settings), text_field, workers)
 
@@ -483,7 +494,7 @@ def _taken(documents: Any, indices: list[int], texts: list[str | None], text_fie
             if text is not None:
                 kept[number] = text if isinstance(document, str) else {**document, text_field: text}
         return tuple(kept) if isinstance(documents, tuple) else kept
-    import pyarrow as pa
+    from bloomery.core.extras import pa
 
     table = documents.take(pa.array(indices, pa.int64()))
     if all(text is None for text in texts):

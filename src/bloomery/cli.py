@@ -21,14 +21,14 @@ from typing import TYPE_CHECKING, Any
 
 from bloomery import __version__
 from bloomery.core import log, shortage
-from bloomery.core.bounds import TEMPERATURE
 from bloomery.core.errors import BloomeryError, DataError, RunError, shorten
 from bloomery.core.io import path_problem
+from bloomery.core.sampling import MAX_SEED, MAX_TEMPERATURE, MAX_TOKENS, TEMPERATURE, SamplingConfig
 from bloomery.core.signals import INTERRUPTED, Terminated
 
 if TYPE_CHECKING:
+    from bloomery.core.chat import Message
     from bloomery.serve.chat_model import TextAnswerer
-    from bloomery.tokenizer.chat_template import Message
 
 MODEL = "a run folder, a stage folder, a checkpoint folder or a model folder, for example runs/demo"
 SETTINGS = "settings that win over the recipe, in TOML's words: pretrain.steps=100 'filter.rules=[]'"
@@ -85,48 +85,48 @@ def parser() -> argparse.ArgumentParser:
 
 
 def _verb(verbs: Any, name: str, brief: str, example: str, *, reports: bool = False) -> argparse.ArgumentParser:
-    one: argparse.ArgumentParser = verbs.add_parser(
+    verb: argparse.ArgumentParser = verbs.add_parser(
         name, help=brief, description=f"{brief[0].upper()}{brief[1:]}.", epilog=f"Example: {example}"
     )
-    one.set_defaults(verb=name)
+    verb.set_defaults(verb=name)
     if reports:
-        one.add_argument("--json", action="store_true", help="one JSON object on stdout, and nothing else there")
-    return one
+        verb.add_argument("--json", action="store_true", help="one JSON object on stdout, and nothing else there")
+    return verb
 
 
 def _run_verbs(verbs: Any) -> None:
-    one = _verb(verbs, "run", "run a recipe: what is done stays, the rest runs", "bloomery run recipes/demo.toml")
-    _recipe_arguments(one)
-    stages = one.add_mutually_exclusive_group()
+    verb = _verb(verbs, "run", "run a recipe: what is done stays, the rest runs", "bloomery run recipes/demo.toml")
+    _recipe_arguments(verb)
+    stages = verb.add_mutually_exclusive_group()
     stages.add_argument("--until", metavar="STAGE", help="stop after this stage")
     stages.add_argument("--only", metavar="STAGE", help="run this stage alone; its inputs have to be done")
 
-    one = _verb(
+    verb = _verb(
         verbs, "plan", "say what a recipe needs, before it runs", "bloomery plan recipes/demo.toml", reports=True
     )
-    _recipe_arguments(one)
-    one.add_argument("--device", metavar="NAME", help="for this device, as mi300x, and not for this machine's")
-    one.add_argument("--memory", type=DEVICE_BYTES, metavar="SIZE", help="of a device, as 16GiB")
-    one.add_argument(
+    _recipe_arguments(verb)
+    verb.add_argument("--device", metavar="NAME", help="for this device, as mi300x, and not for this machine's")
+    verb.add_argument("--memory", type=DEVICE_BYTES, metavar="SIZE", help="of a device, as 16GiB")
+    verb.add_argument(
         "--devices", type=DEVICES, metavar="N", help="how many train together (default: the recipe's ranks)"
     )
-    one.add_argument("--price", type=MONEY_OR_WATTS, metavar="PER_HOUR", help="of all devices, in any money")
-    one.add_argument("--watts", type=MONEY_OR_WATTS, metavar="W", help="that all devices take together")
+    verb.add_argument("--price", type=MONEY_OR_WATTS, metavar="PER_HOUR", help="of all devices, in any money")
+    verb.add_argument("--power-watts", type=MONEY_OR_WATTS, metavar="W", help="that all devices take together")
 
-    one = _verb(verbs, "status", "say how far a run is", "bloomery status runs/demo", reports=True)
-    one.add_argument("run", type=_path, metavar="RUN", help="a run folder, for example runs/demo")
-    one.add_argument("--verify", action="store_true", help="compare every file with its sha256 too")
+    verb = _verb(verbs, "status", "say how far a run is", "bloomery status runs/demo", reports=True)
+    verb.add_argument("run", type=_path, metavar="RUN", help="a run folder, for example runs/demo")
+    verb.add_argument("--verify", action="store_true", help="compare every file with its sha256 too")
 
-    one = _verb(
+    verb = _verb(
         verbs,
         "clean",
         "say what a run folder does not need, and move it to the trash of the run when told",
         "bloomery clean runs/demo --yes",
         reports=True,
     )
-    one.add_argument("run", type=_path, metavar="RUN", help="a run folder, for example runs/demo")
-    one.add_argument("--yes", action="store_true", help="move it to RUN/.trash, and free what is there for a day")
-    one.add_argument("--now", action="store_true", help="delete it at once, and what clean moved to RUN/.trash")
+    verb.add_argument("run", type=_path, metavar="RUN", help="a run folder, for example runs/demo")
+    verb.add_argument("--yes", action="store_true", help="move it to RUN/.trash, and free what is there for a day")
+    verb.add_argument("--now", action="store_true", help="delete it at once, and what clean moved to RUN/.trash")
 
 
 def _data_verbs(verbs: Any) -> None:
@@ -135,21 +135,21 @@ def _data_verbs(verbs: Any) -> None:
     data = _verb(verbs, "data", brief, "bloomery data filter crawl/ --out clean 'rules=[{kind=\"gopher\"}]'")
     inner = data.add_subparsers(title="what to do", metavar="WHAT", required=True, help="with --help, more of each")
     for name, (brief, example) in DATA.items():
-        one = _verb(inner, name, brief, f"bloomery data {name} {example}", reports=True)
-        one.set_defaults(verb="data", what=name)
-        one.add_argument("inputs", nargs="+", type=str, metavar="IN", help=f"{INPUTS}; and {DATA_SETTINGS}")
-        one.add_argument("--out", type=_path, required=True, metavar="DIR", help="a new folder, or one to go on in")
-        one.set_defaults(settings=[])
-        one.add_argument("--recipe", type=_path, help="take the settings of this recipe's section")
-        one.add_argument("--text-field", default="text", help="field or column that holds the text (default: text)")
-        one.add_argument("--id-field", help="field or column that holds the id (default: id, or file and row)")
-        one.add_argument("--workers", type=_whole(1, 4096), help="processes (default: one for each core)")
+        verb = _verb(inner, name, brief, f"bloomery data {name} {example}", reports=True)
+        verb.set_defaults(verb="data", what=name)
+        verb.add_argument("inputs", nargs="+", type=str, metavar="IN", help=f"{INPUTS}; and {DATA_SETTINGS}")
+        verb.add_argument("--out", type=_path, required=True, metavar="DIR", help="a new folder, or one to resume in")
+        verb.set_defaults(settings=[])
+        verb.add_argument("--recipe", type=_path, help="take the settings of this recipe's section")
+        verb.add_argument("--text-field", default="text", help="field or column that holds the text (default: text)")
+        verb.add_argument("--id-field", help="field or column that holds the id (default: id, or file and row)")
+        verb.add_argument("--workers", type=_whole(1, 4096), help="processes (default: one for each core)")
         if name in ("dedup", "tokenize"):
-            one.add_argument("--memory", type=_bytes(2**26, 2**50), metavar="SIZE", help="budget, as 256MB or 8GiB")
+            verb.add_argument("--memory", type=_bytes(2**26, 2**50), metavar="SIZE", help="budget, as 256MB or 8GiB")
         if name == "decontaminate":
-            one.add_argument("--against", action="append", default=[], metavar="FILE", help="a task's questions")
+            verb.add_argument("--against", action="append", default=[], metavar="FILE", help="a task's questions")
         if name == "tokenize":
-            one.add_argument("--tokenizer", type=_path, help="tokenizer.json, .model, .tiktoken or a folder with one")
+            verb.add_argument("--tokenizer", type=_path, help="tokenizer.json, .model, .tiktoken or a folder with one")
 
 
 def _path(text: str) -> Path:
@@ -187,11 +187,11 @@ def _bytes(low: int, high: int) -> Callable[[str], int]:
     """The type of an option that is a size with two ends."""
 
     def read(text: str) -> int:
-        found = re.fullmatch(r"([0-9]{1,19}(?:\.[0-9]{1,19})?) ?([kMGT]?)(i?)B?", text)
-        if not found:
+        match = re.fullmatch(r"([0-9]{1,19}(?:\.[0-9]{1,19})?) ?([kMGT]?)(i?)B?", text)
+        if not match:
             what = f"{shorten(text, 40)!r} is no size in bytes, as 256MB or 8GiB, of {_range(low, high)}"
             raise argparse.ArgumentTypeError(what)
-        number, letter, binary = found.groups()
+        number, letter, binary = match.groups()
         size = int(float(number) * (1024 if binary else 1000) ** " kMGT".index(letter or " "))
         if not low <= size <= high:
             raise argparse.ArgumentTypeError(f"{text!r} is no size of {_range(low, high)} bytes")
@@ -205,9 +205,9 @@ def _range(low: float, high: float) -> str:
     return f"at least {low_text} and at most {high_text}"
 
 
-SEED = _whole(0, 2**63 - 1)
-TEMPERATURES = _number(1e-3, 100.0, or_zero=True)
-ANSWER_TOKENS = _whole(1, 2**24)
+SEED = _whole(0, MAX_SEED)
+TEMPERATURES = _number(1e-3, MAX_TEMPERATURE, or_zero=True)
+ANSWER_TOKENS = _whole(1, MAX_TOKENS)
 MONEY_OR_WATTS_RANGE, DEVICES_RANGE = (0.0, 1e9), (1, 1024)
 DEVICE_BYTES_RANGE = 3 * 2**29, 2**50
 """Less than 1.5 GiB a device needs for itself."""
@@ -215,73 +215,77 @@ MONEY_OR_WATTS, DEVICES = _number(*MONEY_OR_WATTS_RANGE), _whole(*DEVICES_RANGE)
 DEVICE_BYTES = _bytes(*DEVICE_BYTES_RANGE)
 
 
-def _recipe_arguments(one: argparse.ArgumentParser) -> None:
-    one.add_argument("recipe", type=_path, metavar="RECIPE", help="a TOML file, for example recipes/demo.toml")
-    one.add_argument("settings", nargs="*", default=[], metavar="key=value", help=SETTINGS)
-    one.add_argument("--runs", type=_path, default=Path("runs"), help="folder of run folders (default: runs)")
+def _recipe_arguments(verb: argparse.ArgumentParser) -> None:
+    verb.add_argument("recipe", type=_path, metavar="RECIPE", help="a TOML file, for example recipes/demo.toml")
+    verb.add_argument("settings", nargs="*", default=[], metavar="key=value", help=SETTINGS)
+    verb.add_argument("--runs", type=_path, default=Path("runs"), help="folder of run folders (default: runs)")
 
 
 def _model_verbs(verbs: Any) -> None:
-    one = _verb(
+    verb = _verb(
         verbs, "chat", "talk to a model in the terminal", "bloomery chat runs/demo --prompt 'What is 17 plus 25?'"
     )
-    one.add_argument("model", type=_path, metavar="MODEL", help=MODEL)
-    one.add_argument("--prompt", action="append", default=[], help="ask this and end; may be given several times")
-    one.add_argument(
+    verb.add_argument("model", type=_path, metavar="MODEL", help=MODEL)
+    verb.add_argument("--prompt", action="append", default=[], help="ask this and end; may be given several times")
+    verb.add_argument(
         "--temperature",
         type=TEMPERATURES,
         default=TEMPERATURE,
         help=f"default: {TEMPERATURE}; 0 takes the likeliest token each time",
     )
-    one.add_argument("--max-tokens", type=ANSWER_TOKENS, default=128, help="longest answer (default: 128)")
-    one.add_argument("--seed", type=SEED, default=0, help="of the draw, where the temperature is above 0")
+    verb.add_argument("--max-tokens", type=ANSWER_TOKENS, default=128, help="longest answer (default: 128)")
+    verb.add_argument("--seed", type=SEED, default=0, help="of the draw, where the temperature is above 0")
 
-    one = _verb(verbs, "serve", "serve all models over HTTP, with a page to talk to them", "bloomery serve --port 8000")
-    one.add_argument("--runs", type=_path, default=Path("runs"), help="folder of run folders (default: runs)")
-    one.add_argument("--host", default="127.0.0.1", help="address to listen on (default: this machine only)")
-    one.add_argument("--port", type=_whole(0, 65_535), default=8000, help="default: 8000")
-    one.add_argument("--token", help="what clients send as api_key, needed with --host (default: BLOOMERY_TOKEN)")
+    verb = _verb(
+        verbs, "serve", "serve all models over HTTP, with a page to talk to them", "bloomery serve --port 8000"
+    )
+    verb.add_argument("--runs", type=_path, default=Path("runs"), help="folder of run folders (default: runs)")
+    verb.add_argument("--host", default="127.0.0.1", help="address to listen on (default: this machine only)")
+    verb.add_argument("--port", type=_whole(0, 65_535), default=8000, help="default: 8000")
+    verb.add_argument("--token", help="what clients send as api_key, needed with --host (default: BLOOMERY_TOKEN)")
 
-    one = _verb(
+    verb = _verb(
         verbs,
         "eval",
-        "ask a model the questions of known tasks, or held-out ones of small worlds, and judge the answers",
+        "ask a model the questions of known tasks, or validation questions of small worlds, and judge the answers",
         "bloomery eval runs/demo --task hellaswag --task arc_easy --data tasks/",
         reports=True,
     )
-    one.add_argument("model", type=_path, metavar="MODEL", help=MODEL)
-    one.add_argument("--questions", type=_whole(1, 10**6), help="how many (default: as a recipe's evaluate.questions)")
-    one.add_argument("--seed", type=SEED, help="which ones (default: as a recipe's evaluate.seed)")
-    _task_arguments(one)
+    verb.add_argument("model", type=_path, metavar="MODEL", help=MODEL)
+    verb.add_argument(
+        "--toy-questions", type=_whole(1, 10**6), help="how many (default: as a recipe's evaluate.toy_questions)"
+    )
+    verb.add_argument("--seed", type=SEED, help="which ones (default: as a recipe's evaluate.seed)")
+    _task_arguments(verb)
 
-    one = _verb(
+    verb = _verb(
         verbs,
         "export",
         "write a model for another program",
         "bloomery export runs/demo out --format hf --dtype bfloat16",
         reports=True,
     )
-    one.add_argument("model", type=_path, metavar="MODEL", help=MODEL)
-    one.add_argument("out", type=_path, metavar="OUT", help="a new folder")
-    one.add_argument("--format", choices=("hf", "llmc"), default="hf", help="transformers' (default), or llm.c's")
+    verb.add_argument("model", type=_path, metavar="MODEL", help=MODEL)
+    verb.add_argument("out", type=_path, metavar="OUT", help="a new folder")
+    verb.add_argument("--format", choices=("hf", "llmc"), default="hf", help="transformers' (default), or llm.c's")
     formats = ("float32", "bfloat16", "float16")
-    one.add_argument("--dtype", choices=formats, default="float32", help="of the weights (default: float32)")
+    verb.add_argument("--dtype", choices=formats, default="float32", help="of the weights (default: float32)")
 
-    one = _verb(
+    verb = _verb(
         verbs,
         "import",
-        "make a model folder of a model of others",
+        "import a model from Hugging Face or llm.c",
         "bloomery import gpt2_124M.bin models/gpt2 --tokenizer gpt2_tokenizer.bin",
         reports=True,
     )
-    one.add_argument("source", type=_path, metavar="IN", help="a folder of transformers, or a model .bin of llm.c")
-    one.add_argument("out", type=_path, metavar="OUT", help="a new folder")
-    one.add_argument("--tokenizer", type=_path, help="of a .bin (default: *tokenizer*.bin beside it)")
+    verb.add_argument("source", type=_path, metavar="IN", help="a folder of transformers, or a model .bin of llm.c")
+    verb.add_argument("out", type=_path, metavar="OUT", help="a new folder")
+    verb.add_argument("--tokenizer", type=_path, help="of a .bin (default: *tokenizer*.bin next to it)")
 
 
-def _task_arguments(one: argparse.ArgumentParser) -> None:
+def _task_arguments(verb: argparse.ArgumentParser) -> None:
     """Of `eval`, where it asks tasks of the table."""
-    asked = one.add_argument_group("tasks", "see docs/evaluation.md for the table")
+    asked = verb.add_argument_group("tasks", "see docs/evaluation.md for the table")
     asked.add_argument(
         "--task", action="append", default=[], metavar="NAME", help="a task, as hellaswag; several times"
     )
@@ -294,7 +298,9 @@ def _task_arguments(one: argparse.ArgumentParser) -> None:
         help="its file, or a folder (default: the hub)",
     )
     asked.add_argument("--limit", type=_whole(1, 10**12), help="questions of each task, by --seed (default: all)")
-    asked.add_argument("--shots", type=_whole(0, 1000), help="examples before each question (default: the task's)")
+    asked.add_argument(
+        "--num-fewshot", type=_whole(0, 1000), help="examples before each question (default: the task's)"
+    )
     asked.add_argument(
         "--samples", type=_whole(1, 10_000), default=1, help="answers to each question that is written (default: 1)"
     )
@@ -302,24 +308,24 @@ def _task_arguments(one: argparse.ArgumentParser) -> None:
         "--temperature", type=TEMPERATURES, default=0.0, help="of what is written (default: 0, the likeliest)"
     )
     asked.add_argument("--max-tokens", type=ANSWER_TOKENS, help="longest answer (default: as the task says)")
-    asked.add_argument("--no-opening", action="store_true", help="prompts without the token that opens a document")
+    asked.add_argument("--no-bos", action="store_true", help="prompts without the token that opens a document")
     asked.add_argument("--run-code", action="store_true", help="programs that the model writes may run, in a sandbox")
     asked.add_argument(
-        "--weaker-sandbox", action="store_true", help="... also where the kernel lacks some of its walls"
+        "--allow-partial-sandbox", action="store_true", help="... even where the kernel lacks part of its isolation"
     )
     asked.add_argument("--out", type=_path, metavar="FILE", help="write every question's result as a line of JSON")
     asked.add_argument("--offline", action="store_true", help="take what is in the cache, and ask no hub")
 
 
 def _machine_verbs(verbs: Any) -> None:
-    one = _verb(
+    verb = _verb(
         verbs,
         "doctor",
-        "examine this machine: what fits, what is wrong, what cures it",
+        "examine this machine: what fits, what is wrong, how to fix it",
         "bloomery doctor",
         reports=True,
     )
-    one.add_argument(
+    verb.add_argument(
         "--runs", type=_path, default=Path("runs"), help="folder that runs will be written to (default: runs)"
     )
 
@@ -343,11 +349,11 @@ def _main(words: Sequence[str] | None) -> int:
         log.tell(f"error: {error}")
         return 2
     except KeyboardInterrupt:
-        log.tell("interrupted; the same command goes on from here")
+        log.tell("interrupted; run the same command again to resume")
         return 130
     except Terminated as ended:
         how = "interrupted" if ended.code == INTERRUPTED else "ended as asked"
-        log.tell(f"{how}; the same command goes on from here")
+        log.tell(f"{how}; run the same command again to resume")
         return int(ended.code or 0)
     except BrokenPipeError:  # whoever read has read enough; what is left to write goes nowhere
         log.discard(log.STDOUT)
@@ -375,15 +381,22 @@ def show_help(options: argparse.Namespace) -> int:
 
 
 def run(options: argparse.Namespace) -> int:
-    from bloomery.core import config
+    from bloomery.core import config, pipeline
+    from bloomery.hw import launcher
     from bloomery.recipe import STAGES, Recipe
-    from bloomery.stages import execution
+    from bloomery.stages.run_report import after_run, before_run
 
-    def whole() -> None:
-        recipe = config.load(Recipe, options.recipe, options.settings)
-        execution.run(STAGES, recipe, options.runs / recipe.name, until=options.until, only=options.only)
+    def run_recipe() -> None:
+        recipe, until, only = config.load(Recipe, options.recipe, options.settings), options.until, options.only
+        root = options.runs / recipe.name
+        pipeline.run(STAGES, recipe, root, until=until, only=only, before=before_run, after=after_run)
 
-    execution.by_first_process(whole)
+    if launcher.num_processes() == 1:
+        run_recipe()
+    else:
+        from bloomery.train import launch
+
+        launch.by_first_process(run_recipe)
     return 0
 
 
@@ -394,10 +407,10 @@ def plan(options: argparse.Namespace) -> int:
     from bloomery.train.plan.report import HourlyPrice
 
     recipe = config.load(Recipe, options.recipe, options.settings)
-    price = HourlyPrice(per_hour=options.price, watts=options.watts)
+    price = HourlyPrice(per_hour=options.price, watts=options.power_watts)
     wish = stages_plan.Wish(device=options.device, memory_bytes=options.memory, devices=options.devices, price=price)
-    told, made = stages_plan.report(STAGES, recipe, options.runs / recipe.name, wish)
-    print(json.dumps(told) if options.json else "\n".join(stages_plan.lines(told, made)))
+    facts, plans = stages_plan.report(STAGES, recipe, options.runs / recipe.name, wish)
+    print(json.dumps(facts) if options.json else "\n".join(stages_plan.lines(facts, plans)))
     return 0
 
 
@@ -411,11 +424,11 @@ def status(options: argparse.Namespace) -> int:
     if options.json:
         print(json.dumps(run_dir.summary(options.run, states)))
         return 2 if damaged else 0
-    for one in states:
-        seconds = f"{one.seconds:8.1f} s" if one.seconds is not None else " " * 10
-        print(f"{one.stage:<11} {one.state:<8} {seconds}  {one.damage or brief(one.stats)}".rstrip())
-    for one in damaged:
-        info(f"To make {one.stage} again: rm {one.folder / 'manifest.json'}, then run the recipe.")
+    for stage in states:
+        seconds = f"{stage.seconds:8.1f} s" if stage.seconds is not None else " " * 10
+        print(f"{stage.stage:<11} {stage.state:<8} {seconds}  {stage.damage or brief(stage.stats)}".rstrip())
+    for stage in damaged:
+        info(f"To make {stage.stage} again: rm {stage.folder / 'manifest.json'}, then run the recipe.")
     return 2 if damaged else 0
 
 
@@ -425,13 +438,13 @@ def clean(options: argparse.Namespace) -> int:
     root: Path = options.run
     run_dir.current(root)  # of what is no run folder, none is made
     with pipeline.locked(root):
-        found, old = run_dir.waste(root), run_dir.expired(root, now=options.now)
-        freed = run_dir.delete([*found, *old] if options.now else old) if options.yes or options.now else 0
-        moved = run_dir.remove(root, found) if options.yes and not options.now else run_dir.Moved()
+        waste, old = run_dir.waste(root), run_dir.expired(root, now=options.now)
+        freed = run_dir.delete([*waste, *old] if options.now else old) if options.yes or options.now else 0
+        moved = run_dir.remove(root, waste) if options.yes and not options.now else run_dir.Moved()
         strangers = run_dir.strangers(root)
-    moved_bytes = sum(one.size for one in found) if moved.moves else 0
+    moved_bytes = sum(one.size for one in waste) if moved.moves else 0
     if options.json:
-        rows, trash = ([{"path": str(w.path), "bytes": w.size, "why": w.why} for w in some] for some in (found, old))
+        rows, trash = ([{"path": str(w.path), "bytes": w.size, "why": w.why} for w in some] for some in (waste, old))
         print(
             json.dumps(
                 {
@@ -446,13 +459,13 @@ def clean(options: argparse.Namespace) -> int:
             )
         )
         return 0
-    for one in (*found, *old):
-        print(f"{one.size / 2**20:10.1f} MiB  {one.path}  ({one.why})")
-    if not found and not old:
+    for row in (*waste, *old):
+        print(f"{row.size / 2**20:10.1f} MiB  {row.path}  ({row.why})")
+    if not waste and not old:
         print(f"{0:10.1f} MiB  nothing to free")
     elif not (options.yes or options.now):
         print(
-            f"{sum(one.size for one in (*found, *old)) / 2**20:10.1f} MiB  would go: --yes moves it to {run_dir.TRASH}"
+            f"{sum(row.size for row in (*waste, *old)) / 2**20:10.1f} MiB  would go: --yes moves it to {run_dir.TRASH}"
         )
         print(f"{'':16}and frees what is there for a day; --now frees all at once")
     if freed:
@@ -505,10 +518,11 @@ def chat(options: argparse.Namespace) -> int:
     from bloomery.weights.locate import locate_model
 
     model = answerer(str(options.model), locate_model(options.model))
+    sampling = SamplingConfig(max_tokens=options.max_tokens, temperature=options.temperature, seed=options.seed)
     if options.prompt:
         for prompt in options.prompt:
             print(f"> {prompt}")
-            _say_answer(model, [{"role": "user", "content": prompt}], options)
+            _say_answer(model, [{"role": "user", "content": prompt}], sampling)
         return 0
     info(f"{options.model}. An empty line starts a new conversation; Ctrl-D ends.")
     messages: list[Message] = []
@@ -519,7 +533,7 @@ def chat(options: argparse.Namespace) -> int:
             continue
         messages.append({"role": "user", "content": line})
         try:
-            messages.append({"role": "assistant", "content": _say_answer(model, messages, options)})
+            messages.append({"role": "assistant", "content": _say_answer(model, messages, sampling)})
         except DataError as error:
             messages = []
             info(f"{error}\n(new conversation)")
@@ -533,10 +547,7 @@ def _read_line() -> str | None:
         return None
 
 
-def _say_answer(model: "TextAnswerer", messages: "list[Message]", options: argparse.Namespace) -> str:
-    from bloomery.serve.chat_model import Sampling
-
-    sampling = Sampling(max_tokens=options.max_tokens, temperature=options.temperature, seed=options.seed)
+def _say_answer(model: "TextAnswerer", messages: "list[Message]", sampling: SamplingConfig) -> str:
     said = []
     for piece in model.answer(messages, sampling).pieces:
         print(piece.text, end="", flush=True)
@@ -569,10 +580,10 @@ def evaluate(options: argparse.Namespace) -> int:
     from bloomery.stages.evaluate import answers, ask, describe
     from bloomery.weights import hf, locate
 
-    said = {name: value for name in ("questions", "seed") if (value := getattr(options, name)) is not None}
+    said = {name: value for name in ("toy_questions", "seed") if (value := getattr(options, name)) is not None}
     config = Evaluate(**said)
-    loaded = hf.load(locate.locate_model(options.model), device.find(config.device).place)
-    asked = held_out.held_out(config.seed, config.questions)
+    loaded = hf.load(locate.locate_model(options.model), device.find(config.device).torch_device)
+    asked = held_out.held_out(config.seed, config.toy_questions)
     judged = ask(loaded, asked, config.max_tokens)
     scores = answers(judged, len(asked) - len(judged))
     if options.json:
@@ -608,11 +619,11 @@ def import_(options: argparse.Namespace) -> int:
     from bloomery.core.log import info
     from bloomery.weights import export as exports
 
-    made = exports.take_in(options.source, options.out, options.tokenizer)
+    facts = exports.take_in(options.source, options.out, options.tokenizer)
     if options.json:
-        print(json.dumps({"source": str(options.source), "out": str(options.out), **made}))
+        print(json.dumps({"source": str(options.source), "out": str(options.out), **facts}))
         return 0
-    info(f"{options.out}: {made['architecture']}, {made['parameters']:,} parameters, {made['vocab_size']:,} ids")
+    info(f"{options.out}: {facts['architecture']}, {facts['parameters']:,} parameters, {facts['vocab_size']:,} ids")
     return 0
 
 

@@ -1,7 +1,9 @@
 """Four small stages, of which one needs none, one, or two of the others."""
 
+import sys
 from collections.abc import Mapping
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 from pydantic import Field
@@ -60,16 +62,26 @@ def work(name: str, text: str, out: Path) -> dict[str, Any]:
     return {"characters": len(text), "share": 0.5, "found": found}
 
 
-def digest(config: Section) -> str:
+def external_inputs(config: Section) -> str:
     return core_io.sha256_file(config.outside) if config.outside else ""
 
 
 HERE = "tests.core.made"
+
+
+def stage(name: str, *after: str, **says: Any) -> Stage:
+    """A stage that this file runs, whose module, made here, says `says` of it."""
+    code = ModuleType(f"{HERE}.{name}.{len(sys.modules)}")
+    code.__dict__.update(says)
+    sys.modules[code.__name__] = code
+    return Stage(name, code.__name__, after, run_by=f"{HERE}:{name}")
+
+
 STAGES = (
-    Stage(name="make", run=f"{HERE}:make", digest=f"{HERE}:digest"),
-    Stage(name="double", run=f"{HERE}:double", after=("make",), resumes=True),
-    Stage(name="side", run=f"{HERE}:side"),
-    Stage(name="join", run=f"{HERE}:join", after=("double", "side")),
+    stage("make", external_inputs=external_inputs),
+    stage("double", "make", RESUMES=True),
+    stage("side"),
+    stage("join", "double", "side"),
 )
 
 

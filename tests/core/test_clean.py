@@ -16,7 +16,7 @@ from bloomery.core import io as core_io
 from bloomery.core import run_dir
 from bloomery.core.errors import RunError
 from bloomery.core.io import MANIFEST
-from bloomery.core.pipeline import StagePlan, damage, execute
+from bloomery.core.pipeline import CURRENT, StagePlan, damage, execute
 from bloomery.core.run_dir import current, delete, expired, remove, states, waste
 from tests.core.test_run import lay
 
@@ -57,7 +57,7 @@ NAMES_NOTHING += [
 
 @pytest.mark.parametrize("text", NAMES_NOTHING, ids=lambda text: ascii(text[:20]))
 def test_nothing_is_waste_on_the_word_of_a_file_that_names_no_stage(root: Path, two: Two, text: str) -> None:
-    (root / run_dir.CURRENT).write_bytes(text.encode("utf-8", "surrogatepass"))
+    (root / CURRENT).write_bytes(text.encode("utf-8", "surrogatepass"))
     before = content(root)
     for ask in (waste, states, current):
         with pytest.raises(RunError, match=r"current\.json: (cannot be read|names no stage|make: )") as caught:
@@ -102,7 +102,7 @@ def test_a_stage_that_is_not_done_with_the_current_settings_keeps_all_its_folder
 
 def test_a_stage_that_the_recipe_no_longer_has_keeps_its_folders(root: Path, two: Two) -> None:
     old, new = two
-    core_io.write_json(root / run_dir.CURRENT, {"make": new[0].folder.name})
+    core_io.write_json(root / CURRENT, {"make": new[0].folder.name})
     assert [one.path for one in waste(root)] == [old[0].folder]
 
 

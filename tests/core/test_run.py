@@ -4,13 +4,13 @@ from typing import Any
 
 import pytest
 
-from bloomery.core import config, run_dir
+from bloomery.core import config
 from bloomery.core import io as core_io
 from bloomery.core.config import Config
 from bloomery.core.errors import RunError
 from bloomery.core.io import MANIFEST
-from bloomery.core.pipeline import Stage, StagePlan, execute, plan_stages
-from bloomery.core.run_dir import current, delete, remember, size_of, states, waste
+from bloomery.core.pipeline import CURRENT, RECIPE, Stage, StagePlan, execute, plan_stages, remember
+from bloomery.core.run_dir import current, delete, size_of, states, waste
 
 
 class Section(Config):
@@ -23,7 +23,7 @@ class Recipe(Config):
     double: Section = Section()
 
 
-def work(config: Section, inputs: Mapping[str, Path], out: Path) -> dict[str, Any]:
+def run(config: Section, inputs: Mapping[str, Path], out: Path) -> dict[str, Any]:
     (out / "out.txt").write_text("x" * config.number)
     (out / "deep").mkdir()
     (out / "deep" / "more.bin").write_bytes(bytes(10))
@@ -31,7 +31,7 @@ def work(config: Section, inputs: Mapping[str, Path], out: Path) -> dict[str, An
 
 
 HERE = "tests.core.test_run"
-STAGES = (Stage(name="make", run=f"{HERE}:work"), Stage(name="double", run=f"{HERE}:work", after=("make",)))
+STAGES = (Stage("make", HERE), Stage("double", HERE, after=("make",)))
 
 
 def lay(root: Path, number: int = 1) -> list[StagePlan]:
@@ -49,7 +49,7 @@ def root(tmp_path: Path) -> Path:
 
 def test_a_run_remembers_the_recipe_that_makes_the_same_folders_again(root: Path) -> None:
     plans = lay(root, 7)
-    again = config.load(Recipe, root / run_dir.RECIPE)
+    again = config.load(Recipe, root / RECIPE)
     assert again == Recipe(make=Section(number=7))
     assert [plan.folder for plan in plan_stages(STAGES, again, root)] == [plan.folder for plan in plans]
     assert current(root) == {plan.stage.name: plan.folder for plan in plans}
@@ -72,7 +72,7 @@ def test_the_folders_of_the_last_recipe_are_the_current_ones(root: Path) -> None
 def test_a_folder_that_is_no_run_is_an_error_that_says_what_is_one(root: Path, text: str | None, told: str) -> None:
     root.mkdir()
     if text is not None:
-        (root / run_dir.CURRENT).write_text(text)
+        (root / CURRENT).write_text(text)
     with pytest.raises(RunError) as caught:
         current(root)
     assert told in str(caught.value)

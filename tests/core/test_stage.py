@@ -27,7 +27,7 @@ from bloomery.core.pipeline import (
     plan_stages,
     read_manifest,
 )
-from tests.core.made import HERE, RUNS, STAGES, Recipe, Section, work
+from tests.core.made import HERE, RUNS, STAGES, Recipe, Section, stage, work
 
 
 @pytest.fixture(autouse=True)
@@ -67,13 +67,13 @@ def test_a_fingerprint_does_not_change_with_what_cannot_change_the_output() -> N
     assert changed(Recipe(make=many, double=many, join=many)) == set()
     assert changed(Recipe(make=Section(number=1))) == set()  # a default that is written out
     assert fingerprints(Recipe(), root=Path("/else/where")) == fingerprints(Recipe())
-    moved = tuple(replace(stage, run="another.module:function") for stage in STAGES)
+    moved = tuple(replace(stage, run_by="another.module:function") for stage in STAGES)
     assert changed(Recipe(), moved) == set()
 
 
 def test_a_fingerprint_changes_with_version_name_and_inputs() -> None:
     make, double, side, join = STAGES
-    assert changed(Recipe(), (make, replace(double, version=2), side, join)) == {"double", "join"}
+    assert changed(Recipe(), (make, stage("double", "make", VERSION=2), side, join)) == {"double", "join"}
     assert changed(Recipe(), (make, double, replace(side, after=("make",)), join)) == {"side", "join"}
     assert len(set(fingerprints(Recipe()).values())) == len(STAGES)  # equal configs, other names
 
@@ -90,16 +90,13 @@ def test_a_fingerprint_changes_with_the_content_that_a_stage_reads_from_outside(
     assert fingerprints(recipe) == first
 
 
-def test_everything_runs_once_in_order_and_then_is_fresh(plans: list[StagePlan]) -> None:
+def test_everything_runs_once_in_order_and_then_is_fresh(plans: list[StagePlan], tmp_path: Path) -> None:
+    assert list(tmp_path.iterdir()) == []  # planning writes nothing
     assert not any(plan.fresh for plan in plans)
     assert execute(plans) == dict.fromkeys(("make", "double", "side", "join"), "ran")
     assert (plans[-1].folder / "out.txt").read_text() == "11+side"
     assert execute(plans) == dict.fromkeys(("make", "double", "side", "join"), "fresh")
     assert RUNS == ["make", "double", "side", "join"]
-
-
-def test_laying_out_a_run_writes_nothing(plans: list[StagePlan], tmp_path: Path) -> None:
-    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_changed_setting_runs_what_stands_below_it_and_reuses_the_rest(
@@ -310,7 +307,7 @@ def test_what_was_made_from_an_input_that_was_made_again_with_other_content_runs
 def test_only_what_a_stage_hands_on_decides_about_those_below_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    stages = (replace(STAGES[0], hands_on="out"), *STAGES[1:])
+    stages = (stage("make", OUTPUT_PREFIX="out"), *STAGES[1:])
     plans = plan_stages(stages, Recipe(), tmp_path)
     execute(plans)
 

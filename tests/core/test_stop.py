@@ -102,4 +102,4 @@ def test_a_verb_that_was_asked_to_end_exits_with_the_number_of_the_signal(
 
     monkeypatch.setitem(cli.VERBS, "doctor", ended)
     assert cli.main(["doctor"]) == code
-    assert capsys.readouterr().err == f"{how}; the same command goes on from here\n"
+    assert capsys.readouterr().err == f"{how}; run the same command again to resume\n"

@@ -27,13 +27,13 @@ def double(config: Trouble, part: Part, out: Path) -> dict[str, Any]:
     time.sleep(config.seconds)
     name = f"doubled/{part.name}.txt"
     with core_io.whole_file(out / name, "w") as file:
-        file.write(str(2 * part.given))
+        file.write(str(2 * part.inputs))
     if part.name == config.part:
         trouble(config.what, part)
     second = f"squared/{part.name}.txt"
     with core_io.whole_file(out / second, "w") as file:
-        file.write(str(part.given**2))
-    return {"files": [name, second], "number": part.given}
+        file.write(str(part.inputs**2))
+    return {"files": [name, second], "number": part.inputs}
 
 
 def trouble(what: str, part: Part) -> None:

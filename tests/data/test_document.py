@@ -162,7 +162,7 @@ def test_a_part_that_outgrows_the_disk_is_an_error_that_names_it_and_leaves_noth
 
 def test_a_part_holds_what_was_written_however_it_was_handed_in(tmp_path: Path) -> None:
     rows = [row(number) for number in range(2 * documents.ROWS_PER_BATCH + 7)]
-    batches = pa.Table.from_pylist(rows, schema=documents.SCHEMA).to_batches(max_chunksize=333)
+    batches = pa.Table.from_pylist(rows, schema=documents.SCHEMA()).to_batches(max_chunksize=333)
     with documents.PartWriter(tmp_path / "a.parquet") as one:
         one.write(rows)
     with documents.PartWriter(tmp_path / "b.parquet") as other:

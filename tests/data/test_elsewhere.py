@@ -44,33 +44,6 @@ def test_documents_of_the_hub_are_those_of_its_files_in_the_order_of_names(hub: 
     assert first["url"] == f"hf://datasets/us/books@{sha}/data/a.jsonl"
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "fault",
-    [
-        {"cut_after": 100},
-        {"status": 429, "headers": {"Retry-After": "0"}},
-        {"status": 503, "times": 3},
-        {"wrong": True},
-        {"no_ranges": True, "cut_after": 7},
-        {"etag": '"x"'},
-    ],
-    ids=lambda fault: "-".join(fault),
-)
-def test_whatever_happens_on_the_way_the_documents_are_the_same(
-    hub: hub_server.Hub, fault: dict[str, Any], tmp_path: Path
-) -> None:
-    hub.put("us/books", FILES)
-    undisturbed = texts(list(local.read(books())))
-    with hub_server.serving() as disturbed, pytest.MonkeyPatch.context() as patch:
-        patch.setenv("BLOOMERY_CACHE", str(tmp_path / "another"))
-        disturbed.put("us/books", FILES)
-        for where in ("resolve", "blobs"):
-            disturbed.fail(where, **fault)
-        assert texts(list(local.read(books(endpoint=disturbed.endpoint)))) == undisturbed
-        assert disturbed.sent("blobs") >= sum(map(len, FILES.values()))
-
-
 @pytest.mark.parametrize("limit", [{"max_documents": 30}, {"max_bytes": 30 * 205}])
 def test_a_target_downloads_no_more_files_than_it_needs(hub: hub_server.Hub, limit: dict[str, int]) -> None:
     hub.put("us/books", FILES)

@@ -42,7 +42,7 @@ def judge(folder: Path, *given: Threshold, min_score: float = 0.0, **min_scores:
 
 
 def test_the_combined_score_is_the_weighted_sum_of_classifier_and_heuristic(folder: Path) -> None:
-    limit = Threshold(keep_from=0.55, heuristic_weight=0.4, characters=50)
+    limit = Threshold(min_score=0.55, heuristic_weight=0.4, max_chars=50)
     learned = judge(folder, limit)
     looked = [one[:50] for one in TEXTS]
     plain = np.array(list(scorer.score(learned.classifiers["quality"], looked)))
@@ -52,7 +52,7 @@ def test_the_combined_score_is_the_weighted_sum_of_classifier_and_heuristic(fold
 
 
 def test_a_document_goes_for_the_first_limit_that_it_misses(folder: Path) -> None:
-    given = (Threshold(classifier="toxicity", drop_from=0.8), Threshold(domains=("web",), keep_from=0.99))
+    given = (Threshold(classifier="toxicity", max_score=0.8), Threshold(domains=("web",), min_score=0.99))
     learned = judge(folder, *given, code=0.4)
     views = learned.score(TEXTS)
     reasons, values = ThresholdStats().apply(learned, views, DOMAINS, IDS, TEXTS)
@@ -77,22 +77,22 @@ def test_min_scores_take_the_place_of_min_score(folder: Path) -> None:
 
 
 def test_the_preset_has_the_thresholds_of_its_source() -> None:
-    found = build(Filter, {"limits": "seed-1386"}).spelled_limits
+    found = build(Filter, {"thresholds": "seed-1386"}).spelled_thresholds
     assert found == PRESETS["seed-1386"]
-    least = {domain: limit.keep_from for limit in found for domain in limit.domains or ()}
+    least = {domain: limit.min_score for limit in found for domain in limit.domains or ()}
     assert least == {"web": 0.55, "fineweb": 0.55, "wiki": 0.45, "qa": 0.55, "stackexchange": 0.55} | {
         **{"code": 0.4, "arxiv": 0.45}
     }
-    assert (found[0].classifier, found[0].drop_from, found[0].characters) == ("toxicity", 0.5, 1000)
-    assert {(limit.heuristic_weight, limit.characters) for limit in found[1:]} == {(0.4, 2000)}
-    resolved = build(Filter, {"limits": "seed-1386"}).model_dump(mode="json")
-    assert [limit["keep_from"] for limit in resolved["limits"]][1:] == [0.55, 0.45, 0.55, 0.4, 0.45]
-    assert build(Filter, json.loads(json.dumps(resolved))).limits == found
+    assert (found[0].classifier, found[0].max_score, found[0].max_chars) == ("toxicity", 0.5, 1000)
+    assert {(limit.heuristic_weight, limit.max_chars) for limit in found[1:]} == {(0.4, 2000)}
+    resolved = build(Filter, {"thresholds": "seed-1386"}).model_dump(mode="json")
+    assert [limit["min_score"] for limit in resolved["thresholds"]][1:] == [0.55, 0.45, 0.55, 0.4, 0.45]
+    assert build(Filter, json.loads(json.dumps(resolved))).thresholds == found
 
 
 def test_what_is_recorded_does_not_depend_on_the_parts(folder: Path) -> None:
     learned = judge(
-        folder, Threshold(keep_from=0.6, heuristic_weight=0.2), Threshold(classifier="toxicity", drop_from=0.4)
+        folder, Threshold(min_score=0.6, heuristic_weight=0.2), Threshold(classifier="toxicity", max_score=0.4)
     )
     whole, together = ThresholdStats(), ThresholdStats()
     whole.apply(learned, learned.score(TEXTS), DOMAINS, IDS, TEXTS)
@@ -104,7 +104,7 @@ def test_what_is_recorded_does_not_depend_on_the_parts(folder: Path) -> None:
 
 
 def test_samples_are_the_nearest_the_cut_of_either_side(folder: Path) -> None:
-    limit = Threshold(keep_from=0.6)
+    limit = Threshold(min_score=0.6)
     learned = judge(folder, limit)
     views = learned.score(TEXTS)
     cuts = ThresholdStats()
@@ -124,11 +124,11 @@ def test_samples_are_the_nearest_the_cut_of_either_side(folder: Path) -> None:
     ("given", "what"),
     [
         (
-            Threshold(classifier="taste", keep_from=0.5),
+            Threshold(classifier="taste", min_score=0.5),
             "no classifier is named 'taste'.*There are 'quality', 'toxicity'",
         ),
-        (Threshold(classifier="toxicity", keep_from=0.5), "high scores of 'toxicity' are of text to drop.*drop_from"),
-        (Threshold(classifier="quality", drop_from=0.5), "high scores of 'quality' are of text to keep.*keep_from"),
+        (Threshold(classifier="toxicity", min_score=0.5), "high scores of 'toxicity' are of text to drop.*max_score"),
+        (Threshold(classifier="quality", max_score=0.5), "high scores of 'quality' are of text to keep.*min_score"),
     ],
 )
 def test_a_limit_that_no_classifier_fits_is_an_error(given: Threshold, what: str, folder: Path) -> None:
@@ -144,12 +144,12 @@ def test_a_folder_without_classifiers_is_an_error(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("limit", "what"),
     [
-        ({}, "either keep_from or drop_from"),
-        ({"keep_from": 0.5, "drop_from": 0.5}, "either keep_from or drop_from"),
-        ({"drop_from": 0.5, "heuristic_weight": 0.4}, "heuristic_weight goes with keep_from"),
+        ({}, "either min_score or max_score"),
+        ({"min_score": 0.5, "max_score": 0.5}, "either min_score or max_score"),
+        ({"max_score": 0.5, "heuristic_weight": 0.4}, "heuristic_weight goes with min_score"),
         ("seed", "there are no limits named 'seed'; there are 'seed-1386'"),
     ],
 )
 def test_limits_that_make_no_sense_are_refused(limit: Any, what: str) -> None:
     with pytest.raises(ConfigError, match=what):
-        build(Filter, {"limits": limit if isinstance(limit, str) else [limit]})
+        build(Filter, {"thresholds": limit if isinstance(limit, str) else [limit]})

@@ -19,7 +19,7 @@ def random_set(rng: np.random.Generator, size: int) -> np.ndarray:
 def test_minima_agree_as_often_as_shingles_do() -> None:
     """The share of equal minima is the unbiased MinHash estimate of the Jaccard."""
     rng = np.random.default_rng(0)
-    settings = MinHashSettings(permutations=2048, bands=2048)
+    settings = MinHashSettings(num_perm=2048, num_bands=2048)
     for share in (0.2, 0.5, 0.8):
         common = random_set(rng, round(600 * share))
         sets = [np.concatenate([common, random_set(rng, round(600 * (1 - share) / 2))]) for _ in range(2)]
@@ -40,7 +40,7 @@ def test_minima_do_not_depend_on_steps_or_neighbors(monkeypatch: pytest.MonkeyPa
 
 
 def test_signatures_with_equal_rows_share_that_band_only() -> None:
-    settings = MinHashSettings(permutations=12, bands=4, bandings=2)
+    settings = MinHashSettings(num_perm=12, num_bands=4, num_rotations=2)
     rng = np.random.default_rng(2)
     one, two = (rng.integers(0, 2**32, (12, 1), np.uint32) for _ in range(2))
     two[3:6] = one[3:6]
@@ -49,7 +49,7 @@ def test_signatures_with_equal_rows_share_that_band_only() -> None:
 
 
 def test_two_minima_of_a_band_are_apart_in_the_other_banding() -> None:
-    settings = MinHashSettings(permutations=112, bands=14, bandings=2)
+    settings = MinHashSettings(num_perm=112, num_bands=14, num_rotations=2)
     bands = []
     for row in range(112):
         signature = np.zeros((112, 2), np.uint32)

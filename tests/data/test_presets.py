@@ -7,12 +7,11 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from bloomery.core.config import build, plain
+from bloomery.core.config import build, packaged, plain
 from bloomery.core.errors import ConfigError, DataError
 from bloomery.data.readers.read import RejectedDocument
 from bloomery.data.sources import local
-from bloomery.data.sources.presets import PRESETS, SourcePresetName
-from bloomery.data.sources.remote import PresetSource
+from bloomery.data.sources.remote import PRESETS, PresetSource, SourcePresetName
 from tests.data.hub_server import Hub
 from tests.shared import SHARED, needs
 
@@ -124,7 +123,7 @@ def preset(name: str, **more: Any) -> PresetSource:
 
 def read(hub: Hub, name: str, **more: Any) -> tuple[list[str], list[str]]:
     """Texts that are kept, and reasons of what is not."""
-    hub.put(PRESETS[name]["dataset"], LAYOUTS[name], PRESETS[name].get("revision", "main"))
+    hub.put(packaged(PRESETS)[name]["dataset"], LAYOUTS[name])
     found = list(local.read(preset(name, **more)))
     kept = [item["text"] for item in found if not isinstance(item, RejectedDocument)]
     return kept, [item.problem.reason for item in found if isinstance(item, RejectedDocument)]
@@ -162,8 +161,8 @@ def test_bytes_that_are_not_shakespeares_are_refused(hub: Hub) -> None:
 
 
 def test_every_name_has_a_preset_with_a_license_and_a_domain() -> None:
-    assert set(get_args(SourcePresetName)) == set(PRESETS)
-    for name in PRESETS:
+    assert set(get_args(SourcePresetName)) == set(packaged(PRESETS))
+    for name in packaged(PRESETS):
         assert preset(name).license
         assert preset(name).domain
         assert preset(name).name == name
@@ -178,7 +177,7 @@ def test_what_a_recipe_says_goes_before_the_preset(hub: Hub) -> None:
 
 
 def test_a_resolved_preset_is_its_own_recipe() -> None:
-    for name in PRESETS:
+    for name in packaged(PRESETS):
         assert build(PresetSource, plain(preset(name))) == preset(name)
 
 

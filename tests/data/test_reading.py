@@ -42,7 +42,7 @@ def test_of_good_and_poisoned_lines_each_is_a_document_or_is_rejected_with_its_r
         expected or ["no_rows"]
     )
     assert [row_of(item)["id"] for item in found if lines] == [f"rows/mixed.jsonl:{n + 1}" for n in range(len(lines))]
-    assert pa.Table.from_pylist([row_of(item) for item in found], schema=SCHEMA).num_rows == len(found)
+    assert pa.Table.from_pylist([row_of(item) for item in found], schema=SCHEMA()).num_rows == len(found)
 
 
 @pytest.mark.parametrize("poison", [one for one, reason in POISONED_LINES.items() if reason != "empty"])
@@ -169,7 +169,7 @@ def test_what_is_said_beside_the_text_can_be_poisoned_too(tmp_path: Path) -> Non
     assert [(item["id"], item["url"], item["license"]) for item in items if not isinstance(item, RejectedDocument)] == [
         ("1", "?x", "?é")
     ]
-    assert pa.Table.from_pylist([row_of(item) for item in items], schema=SCHEMA).num_rows == 5
+    assert pa.Table.from_pylist([row_of(item) for item in items], schema=SCHEMA()).num_rows == 5
 
 
 def test_a_file_with_a_separator_holds_a_document_between_every_two(tmp_path: Path) -> None:

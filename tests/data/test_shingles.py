@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from bloomery.data.dedup import hashing
-from bloomery.data.dedup.hashing import ShingleKind, Shingles, blocks, jaccard, shingle_set, shingles
+from bloomery.data.dedup.hashing import ShingleKind, jaccard, shingle_set, shingles
 
 TEXTS = st.text(st.sampled_from([*"aAbB1_ \n\t.,-'é\u0307ΣσςİiΑ東京が\u0085\u2028\x00ﬁ", "😀"]), max_size=60)
 
@@ -25,13 +25,9 @@ def sequence(text: str, kind: str, size: int) -> list[tuple[str, ...]]:
     return [tuple(found[start : start + size]) for start in range(len(found) - size + 1)]
 
 
-def of_all(texts: list[str], kind: ShingleKind = "words", size: int = 2) -> list[Shingles]:
-    return [shingles(texts[a:b], kind, size) for a, b in blocks(texts)]
-
-
 @given(st.lists(TEXTS, min_size=1, max_size=6), st.sampled_from(["words", "characters"]), st.integers(1, 4))
 def test_hashes_are_equal_where_shingles_are(texts: list[str], kind: ShingleKind, size: int) -> None:
-    (found,) = of_all(texts, kind, size)
+    found = shingles(texts, kind, size)
     expected = [sequence(text, kind, size) for text in texts]
     assert np.diff(found.bounds).tolist() == [len(one) for one in expected]
     flat = [shingle for one in expected for shingle in one]
@@ -42,7 +38,7 @@ def test_hashes_are_equal_where_shingles_are(texts: list[str], kind: ShingleKind
 
 @given(st.lists(TEXTS, min_size=1, max_size=6))
 def test_digests_are_equal_where_texts_are_but_for_case_and_white_space(texts: list[str]) -> None:
-    (found,) = of_all(texts)
+    found = shingles(texts, "words", 2)
     normal = [" ".join(text.lower().split()) for text in texts]
     assert len(set(zip(normal, map(tuple, found.digests.tolist()), strict=True))) == len(set(normal))
     assert len(set(map(tuple, found.digests.tolist()))) == len(set(normal))
@@ -52,7 +48,7 @@ def test_a_text_gives_the_same_in_any_company() -> None:
     rng = random.Random(0)
     texts = ["".join(rng.choices("ab 東.ΣİA\n", k=rng.randrange(400))) for _ in range(60)]
     alone = [shingles([text], "words", 3) for text in texts]
-    (together,) = of_all(texts, size=3)
+    together = shingles(texts, "words", 3)
     assert np.array_equal(np.concatenate([one.hashes for one in alone]), together.hashes)
     assert np.array_equal(np.concatenate([one.digests for one in alone]), together.digests)
 
@@ -66,14 +62,6 @@ def test_a_long_text_is_cut_at_white_space_and_nothing_is_lost(monkeypatch: pyte
     assert np.array_equal(whole.hashes, cut.hashes)
     assert np.array_equal(whole.digests, cut.digests)
     assert len(shingles(["x" * 1000], "words", 1).hashes) == 5
-
-
-def test_blocks_cover_all_texts_in_order() -> None:
-    texts = ["x" * size for size in (0, 1, 200_000, 5, 70_000, 70_000, 1)]
-    ranges = list(blocks(texts))
-    assert [place for a, b in ranges for place in range(a, b)] == list(range(len(texts)))
-    assert all(b - a == 1 or sum(map(len, texts[a:b])) <= hashing.CHARACTERS_PER_BLOCK for a, b in ranges)
-    assert list(blocks([])) == []
 
 
 @given(st.lists(st.integers(0, 30), max_size=40), st.lists(st.integers(0, 30), max_size=40))

@@ -60,7 +60,7 @@ def test_a_document_of_a_folder_is_a_whole_file_with_its_blank_lines(tmp_path: P
     rows = kept(folder(tmp_path))
     assert [(row["id"], row["text"]) for row in rows] == [("notes/b.md", "with a mark"), ("notes/deep/a.txt", text)]
     assert [row["id"] for row in kept(folder(tmp_path, recursive=False))] == ["notes/b.md"]
-    assert pa.Table.from_pylist(rows, schema=documents.SCHEMA).num_rows == 2
+    assert pa.Table.from_pylist(rows, schema=documents.SCHEMA()).num_rows == 2
 
 
 def test_a_file_that_is_not_utf8_is_an_error_with_name_offset_and_hint(tmp_path: Path) -> None:
@@ -285,8 +285,8 @@ def test_the_digest_follows_names_and_contents_but_not_times(tmp_path: Path) -> 
 
 
 def test_the_standard_library_gives_code_and_docs_with_unique_ids() -> None:
-    code = StandardLibrary(name="python", domain="code", part="code", max_bytes=1_000_000)
-    docs = StandardLibrary(name="help", domain="docs", part="docs", max_bytes=300_000)
+    code = StandardLibrary(name="python", domain="code", subset="code", max_bytes=1_000_000)
+    docs = StandardLibrary(name="help", domain="docs", subset="docs", max_bytes=300_000)
     code_rows, docs_rows = kept(code), kept(docs)
     assert sum(len(row["text"].encode()) for row in code_rows) > 800_000
     assert not any("/test" in row["id"] or "site-packages" in row["id"] for row in code_rows)
@@ -300,7 +300,7 @@ def test_the_standard_library_gives_code_and_docs_with_unique_ids() -> None:
 def test_a_python_without_sources_is_told_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sysconfig, "get_path", lambda name: str(tmp_path / "python311.zip"))
     with pytest.raises(DataError, match=r"(?s)python311\.zip.*no sources of its standard library.*kind = \"folder\""):
-        digest(StandardLibrary(name="python", domain="code", part="code"))
+        digest(StandardLibrary(name="python", domain="code", subset="code"))
 
 
 def test_worlds_are_what_the_generator_makes() -> None:

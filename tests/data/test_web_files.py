@@ -189,8 +189,8 @@ def versioned(hub: Hub) -> WebFile:
     address = hub.endpoint + "/files/log.txt"
     hub.plain["/files/log.txt"] = DATA
     seen = download.version(address, attempts=1)
-    assert seen.num_bytes == len(DATA)
-    return WebFile("log.txt", (address,), Content("etag", "1" * 64), seen.num_bytes, etag=seen.etag)
+    assert seen["num_bytes"] == len(DATA)
+    return WebFile("log.txt", (address,), Content("etag", "1" * 64), seen["num_bytes"], etag=seen["etag"])
 
 
 def test_without_a_hash_it_goes_on_only_while_the_version_is_the_same(hub: Hub) -> None:
@@ -220,7 +220,7 @@ def test_with_a_hash_another_version_name_makes_no_difference(hub: Hub) -> None:
 def test_a_server_that_knows_no_head_is_asked_for_one_byte(hub: Hub) -> None:
     hub.plain["/x"] = DATA
     hub.fail("/x", method="HEAD", status=405)
-    assert download.version(hub.endpoint + "/x", attempts=1).num_bytes == len(DATA)
+    assert download.version(hub.endpoint + "/x", attempts=1)["num_bytes"] == len(DATA)
     assert hub.asked("/x")[-1].headers["Range"] == "bytes=0-0"
     assert hub.sent() <= 1
 

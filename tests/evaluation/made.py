@@ -15,7 +15,12 @@ def full() -> dict[str, Any]:
         "versions": {"python": "3.11.9", "bloomery": "0.1.0", "torch": "2.9.1", "numpy": "2.3.1"},
         "machine": {"system": "Linux", "processor": "x86_64", "cores": 2, "device": "cpu"},
         "model": {
-            **{"parameters": 2_412_800, "context": 256, "vocab_size": 4096, "folder": "09-finetune-5ab3c1d2/model"},
+            **{
+                "parameters": 2_412_800,
+                "context_length": 256,
+                "vocab_size": 4096,
+                "folder": "09-finetune-5ab3c1d2/model",
+            },
             **{"tokenizer": "4f1c" * 16, "template": "a07e" * 16},
         },
         "answers": {

@@ -9,7 +9,7 @@ from bloomery.evaluation.llmc_choices import ChoiceExample, MultipleChoiceEval, 
 from tests.model.made import SHAPES, VOCAB_SIZE, lively
 from tests.shards.test_choices import by_hand
 from tests.tokenizer.made import small
-from tests.train.made import processor
+from tests.train.made import on_cpu
 
 import torch
 
@@ -34,21 +34,21 @@ def test_the_likelihood_of_an_answer_is_that_of_its_tokens_one_by_one(shape: obj
     rows = [([3, 1, 4], [1, 5, 9]), ([2], [6]), ([5, 3, 5, 8], [9, 7])]
     with torch.no_grad():
         expected = [one_by_one(model, *row) for row in rows]
-    found = log_likelihoods(model, processor(), [(ids(*question), ids(*answer)) for question, answer in rows])
+    found = log_likelihoods(model, on_cpu(), [(ids(*question), ids(*answer)) for question, answer in rows])
     assert found.tolist() == pytest.approx(expected, abs=1e-4)
 
 
 def test_of_a_question_that_is_too_long_the_end_is_read() -> None:
     model = lively(SHAPES[0]).eval()
-    context = model.config.context
+    context = model.config.context_length
     question = np.random.default_rng(0).integers(0, VOCAB_SIZE, 2 * context).astype(np.uint16)
-    whole, cut = log_likelihoods(model, processor(), [(question, ids(1, 2)), (question[-context + 1 :], ids(1, 2))])
+    whole, cut = log_likelihoods(model, on_cpu(), [(question, ids(1, 2)), (question[-context + 1 :], ids(1, 2))])
     assert float(whole) == pytest.approx(float(cut), abs=1e-5)
 
 
 def test_an_answer_that_is_longer_than_the_context_is_scored_by_its_end() -> None:
     model = lively(SHAPES[0]).eval()
-    (found,) = log_likelihoods(model, processor(), [(ids(1), ids(*[2] * (model.config.context + 5)))])
+    (found,) = log_likelihoods(model, on_cpu(), [(ids(1), ids(*[2] * (model.config.context_length + 5)))])
     assert torch.isfinite(found)
 
 
@@ -57,18 +57,18 @@ def test_the_likeliest_answer_by_bytes_and_by_tokens_is_counted(monkeypatch: pyt
     known = iter([-6.0, -8.0] * 2)
     monkeypatch.setattr(
         "bloomery.evaluation.llmc_choices.log_likelihoods",
-        lambda model, device, rows: torch.tensor([next(known) for _ in rows]),
+        lambda model, precision, rows: torch.tensor([next(known) for _ in rows]),
     )
     answers = (ids(1, 1), ids(2, 2, 2, 2))
     examples = [ChoiceExample(question=ids(0), answers=answers, right=right) for right in (0, 1)]
     examples[1] = ChoiceExample(question=ids(0), answers=answers, right=0)
     asked = MultipleChoiceEval(examples, [0, 3, 1], rows_at_once=3)
     stop = StopRequest()
-    found = asked.accuracy("questions", lively(SHAPES[0]), processor(), stop)
+    found = asked.accuracy("questions", lively(SHAPES[0]), on_cpu(), stop)
     assert found == {"questions": 1.0, "questions_per_token": 0.0}
     stop.asked = True
     with pytest.raises(Terminated):
-        asked.accuracy("questions", lively(SHAPES[0]), processor(), stop)
+        asked.accuracy("questions", lively(SHAPES[0]), on_cpu(), stop)
 
 
 def test_of_a_file_as_many_examples_are_asked_as_wanted(tmp_path: Path) -> None:

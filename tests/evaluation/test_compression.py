@@ -20,7 +20,15 @@ from tests.train.made import processor
 import torch
 
 T = 24
-SHAPE = ModelConfig(width=32, num_layers=2, num_heads=4, num_kv_heads=2, mlp_width=48, context=T, tie_embeddings=False)
+SHAPE = ModelConfig(
+    hidden_size=32,
+    num_layers=2,
+    num_heads=4,
+    num_kv_heads=2,
+    intermediate_size=48,
+    context_length=T,
+    tie_embeddings=False,
+)
 TEXTS = ["short", "", "a", "é", *toy_worlds.documents(5, 4), CODE, ELSEWHERE]
 
 

@@ -59,6 +59,6 @@ def test_the_stage_removes_what_the_table_asks(tmp_path: Path) -> None:
     config = build(Decontaminate, {"tasks": ["copa"], "data": [str(task.parent)]})
     told = decontaminate.run(config, documents.parts(tmp_path / "in"), tmp_path / "out", ExecutorConfig(workers=1))
     assert (told["kept"], told["reasons"]) == (1, {"decontaminate.copa": 1})
-    before = decontaminate.digest(config)
+    before = decontaminate.external_inputs(config)
     task.write_text(task.read_text().replace("sang", "flew"))
-    assert decontaminate.digest(config) != before
+    assert decontaminate.external_inputs(config) != before

@@ -35,7 +35,7 @@ def report() -> dict[str, Any]:
         "dropped_by_reason": {"identity": 2},
         "template": "abc",
         "tokenizer": "def",
-        "row_tokens": 1025,
+        "sequence_length": 1025,
         "splits": {"train": split, "val": {**split, "conversations": 4}},
         "sources": [{"source": "a", **counts, "in_rows": 44, "tokens": 100, "supervised": 40, "supervised_share": 0.4}],
         "lengths": [{"from": 1, "to": 16, "conversations": 4}, {"from": 17, "to": 1025, "conversations": 40}],
@@ -56,7 +56,7 @@ def test_what_is_learned_is_marked_and_nothing_else() -> None:
     made = section(page(report()), "samples")
     checked = Checked(made)
     assert checked.count("mark", "learned") == 1 + 2, "the legend, the answer and its end"
-    assert "8 of 700 tokens learned from, the first 600 shown" in checked.seen
+    assert "8 of 700 tokens in the loss, the first 600 shown" in checked.seen
     assert INJECTED in checked.seen
     assert INJECTED not in made
 

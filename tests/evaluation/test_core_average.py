@@ -93,13 +93,13 @@ def test_one_file_is_one_part_and_not_all_of_core(tmp_path: Path) -> None:
     rows = [{"query": f"q{number}", "choices": ["a", "b", "c", "d"], "gold": 1} for number in range(12)]
     write(tmp_path / "arc_easy_test.jsonl", rows)
     for place in (tmp_path, tmp_path / "arc_easy_test.jsonl"):
-        there, missing = tasks.present(tasks.place(["core"], [place]))
+        there, missing = tasks.present(tasks.task_files(["core"], [place]))
         assert there == ["arc_easy"]
         assert len(missing) == 21
     with pytest.raises(
         DataError, match=r"none of CORE's 22 tasks\nTheir files are called hellaswag_zeroshot\.jsonl, jeop"
     ):
-        tasks.present(tasks.place(["core"], [write(tmp_path / "mine.jsonl", rows)]))
+        tasks.present(tasks.task_files(["core"], [write(tmp_path / "mine.jsonl", rows)]))
 
 
 def test_a_part_without_rows_is_an_error_that_names_its_file(tmp_path: Path) -> None:

@@ -24,7 +24,7 @@ def scored(
 
 def slowly(model: Transformer, one: Continuation) -> tuple[float, bool]:
     """By one pass over each beginning, as the definition says."""
-    ids = (one.prompt + one.continuation)[-(model.config.context + 1) :]
+    ids = (one.prompt + one.continuation)[-(model.config.context_length + 1) :]
     total, greedy = 0.0, True
     for place in range(len(ids) - len(one.continuation), len(ids)):
         with torch.no_grad():
@@ -96,7 +96,7 @@ def test_a_model_whose_logits_are_not_finite_has_no_likelihoods() -> None:
 
 def test_what_is_longer_than_the_context_loses_its_beginning() -> None:
     model = lively(SHAPES[0])
-    T = model.config.context
+    T = model.config.context_length
     long = drawn(3, 1, longest=1)[0].continuation
     asked = [Continuation(tuple(i % VOCAB_SIZE for i in range(size)), long) for size in (T - 1, T, T + 1, 3 * T)]
     for one, found in zip(asked, scored(model, asked), strict=True):

@@ -173,7 +173,7 @@ def test_every_item_is_judged_as_by_lm_eval(name: str, folder: Path) -> None:
     loaded = hf.load(folder / "model")
     opening = json.loads((folder / "opening.json").read_text())
     place = TaskFiles((folder / "rows",))
-    ours = harness.evaluate(loaded, EvalRequest(tasks=(name,), place=place, opening=opening))[name]
+    ours = harness.evaluate(loaded, EvalRequest(tasks=(name,), files=place, opening=opening))[name]
     items = tasks.rows(name, place)
     assert len(ours) == len(theirs) == COUNT
     for item, mine, yours in zip(items, ours, theirs, strict=True):

@@ -38,7 +38,7 @@ def test_a_report_shows_margins_on_the_way_and_before_and_after() -> None:
         "0.8125",
         "same_answer",
         "95 chosen",
-        "held out",
+        "validation",
     ):
         assert told in page, told
     assert "Reward: answers that are right" not in page

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from bloomery.core.errors import DataError
+from bloomery.core.sampling import SamplingConfig
 from bloomery.data.sources import toy_worlds
 from bloomery.evaluation import held_out as evaluation_held_out
 from bloomery.evaluation.held_out import JudgedAnswer, ToyQuestion, ask, question_scores, table
@@ -85,25 +86,20 @@ def test_questions_are_asked_through_the_renderer_and_judged_by_equality(
     stopped = [True, True, False, True, True]
     seen: dict[str, Any] = {}
 
-    def complete(prompts: Sequence[Sequence[int]], *, max_tokens: int, stop_ids: frozenset[int]) -> list[Completion]:
-        seen.update(prompts=prompts, max_tokens=max_tokens, stop_ids=stop_ids)
+    def complete(
+        prompts: Sequence[Sequence[int]], sampling: SamplingConfig, *, stop_ids: frozenset[int]
+    ) -> list[Completion]:
+        seen.update(prompts=prompts, sampling=sampling, stop_ids=stop_ids)
         return [Completion(small().encode(text), end) for text, end in zip(said, stopped, strict=True)]
 
-    monkeypatch.setattr(engine, "complete", complete)
+    monkeypatch.setattr(engine, "generate_batch", complete)
     renderer = Renderer(small())
     judged = ask(engine, renderer, asked, 48)
     assert seen["prompts"] == [renderer.prompt(question.messages) for question in asked]
-    assert (seen["max_tokens"], seen["stop_ids"]) == (48, frozenset({small().end_id}))
+    assert (seen["sampling"], seen["stop_ids"]) == (SamplingConfig.greedy(48), frozenset({small().end_id}))
     assert [one.said for one in judged] == said
     assert [one.exact for one in judged] == [True, False, False, False, False]
     assert [one.ended for one in judged] == stopped
-
-
-def test_an_untrained_model_is_asked_to_the_end(engine: Engine) -> None:
-    engine.context = 256
-    judged = ask(engine, Renderer(small()), held_out(0, 30)[:6], 5)
-    assert [one.question for one in judged] == held_out(0, 30)[:6]
-    assert not any(one.exact for one in judged)
 
 
 def test_a_question_that_leaves_no_room_in_the_context_is_not_asked_and_counted(engine: Engine) -> None:
@@ -115,7 +111,7 @@ def test_a_question_that_leaves_no_room_in_the_context_is_not_asked_and_counted(
     assert 0 < len(kept) < 30
     assert len(ask(engine, renderer, kept, 1)) == len(kept)
     engine.context = lengths[0]
-    told = rf"evaluate\.questions: none of 30 held-out questions fits the model's context of {lengths[0]} tokens"
+    told = rf"evaluate\.toy_questions: none of 30 validation questions fits the model's context of {lengths[0]} tokens"
     with pytest.raises(DataError, match=told):
         evaluation_held_out.fitting(engine, renderer, asked)
     assert evaluation_held_out.fitting(engine, renderer, []) == []

@@ -95,6 +95,7 @@ SERIES = st.one_of(
 @example([60.0], [6.2448])
 @example([1.0, 2.0], [1e-12, 1e-12])
 @example([0.0], [1.0000000000000002])
+@example([1.7976931348623157e308, -9.9792015476736e291], [0.0, 0.0])
 def test_every_series_of_finite_numbers_has_a_chart(xs: list[float], ys: list[float]) -> None:
     points = list(zip(xs, ys, strict=False))
     sizes = [abs(y) for y in ys]
@@ -249,7 +250,7 @@ def test_a_run_that_asked_no_questions_tells_of_its_conversations_instead() -> N
     page = section(render({**full(), "answers": nothing, "conversations": talks}), "headline")
     assert "Answers exactly right" not in page
     assert "Leaks" not in page
-    for shown in ("75%", "of 40 in held-out conversations; 95% interval 60% to 86%", "1.250 bits"):
+    for shown in ("75%", "of 40 in validation conversations; 95% interval 60% to 86%", "1.250 bits"):
         assert shown in page
     assert "No question" in section(render({**full(), "answers": nothing}), "answers")
 
@@ -272,7 +273,7 @@ def test_a_classifier_is_shown_with_all_that_is_known_of_it() -> None:
     seen = Checked("<section " + page + "</section>").seen
     for shown in ("0.9871", "95.1%", "94.2%", "0.0213", "Calibration", "Precision and recall", "low scores are kept"):
         assert shown in seen
-    assert seen.count("Just kept: the 20 nearest the cut") == 2
+    assert seen.count("Just kept: the 20 nearest the threshold") == 2
     quality, toxicity = page.split("toxicity:")
     assert quality.index("return") < quality.index("click")
     assert toxicity.index("click") < toxicity.index("return")

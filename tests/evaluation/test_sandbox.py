@@ -260,7 +260,7 @@ def test_where_a_wall_cannot_be_had_nothing_runs_unless_weaker_ones_are_allowed(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     changed(tmp_path, "user = namespaces()", "raise MissingError('namespaces: not here')", monkeypatch)
-    with pytest.raises(HardwareError, match=r"was not run: refused: namespaces: not here\n.*--weaker-sandbox"):
+    with pytest.raises(HardwareError, match=r"was not run: refused: namespaces: not here\n.*--allow-partial-sandbox"):
         run("print('ran')", "", QUICK)
     outcome = run("print('ran')", "", QUICK, weaker=True)
     assert (outcome.status, outcome.output) == ("passed", "ran\n")

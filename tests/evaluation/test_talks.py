@@ -5,11 +5,13 @@ from pathlib import Path
 
 import pytest
 
+from bloomery.core.chat import Message
+from bloomery.core.sampling import SamplingConfig
 from bloomery.evaluation import held_out
 from bloomery.evaluation.held_out import HeldOutAnswer
 from bloomery.generate.engine import Completion
 from bloomery.stages import instruct
-from bloomery.tokenizer.chat_template import Message, Renderer
+from bloomery.tokenizer.chat_template import Renderer
 from bloomery.weights.hf import Lineage, Loaded
 from tests.model.made import lively, random_config
 from tests.tokenizer.made import small
@@ -37,7 +39,7 @@ def folder(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def loaded(tmp_path: Path) -> Loaded:
-    config = random_config(0).model_copy(update={"context": ROW_TOKENS})
+    config = random_config(0).model_copy(update={"context_length": ROW_TOKENS})
     model = lively(config, 0, small().vocab_size)
     return Loaded(model, small(), RENDERER, Lineage(tokenizer=small().hash, template=None, shards="imported"), tmp_path)
 
@@ -90,7 +92,7 @@ def test_each_answer_is_drawn_by_itself_and_cut_where_its_tokens_ran_out(
     turns = found(folder)
 
     def said(some: list[HeldOutAnswer], seed: int = 0) -> list[Completion]:
-        return list(held_out.answers(loaded, some, max_tokens=9, temperature=1.5, seed=seed))
+        return list(held_out.answers(loaded, some, SamplingConfig(max_tokens=9, temperature=1.5, seed=seed)))
 
     whole = said(turns)
     assert said(turns[2:4]) == whole[2:4]
@@ -107,6 +109,6 @@ def test_a_model_that_only_ever_ends_has_ended(folder: Path, loaded: Loaded, mon
     always = torch.full((1, 1, small().vocab_size), -1.0)
     always[..., RENDERER.end_id] = 9.0
     monkeypatch.setattr(loaded.model, "logits", lambda hidden: always.expand(*hidden.shape[:-1], -1))
-    said = list(held_out.answers(loaded, found(folder), max_tokens=9, temperature=0.0, seed=0))
+    said = list(held_out.answers(loaded, found(folder), SamplingConfig.greedy(9)))
     assert said == [Completion([], stopped=True)] * 5
     assert held_out.shown(loaded, found(folder)[0], said[0])["said"] == ""

@@ -139,11 +139,11 @@ def test_of_several_splits_the_one_that_is_asked_is_found_and_examples_come_from
 
 def test_a_file_that_is_named_itself_may_be_called_as_it_likes(tmp_path: Path) -> None:
     path = write(tmp_path / "mine.jsonl", [{"query": "a", "choices": ["b", "c"], "gold": 1}])
-    assert tasks.rows("copa", tasks.place(["copa"], [path]))[0].solved == "a c"
+    assert tasks.rows("copa", tasks.task_files(["copa"], [path]))[0].solved == "a c"
     with pytest.raises(
         DataError, match=r"mine\.jsonl: there is no file of copa\n.*any name where .* one task is asked"
     ):
-        tasks.rows("copa", tasks.place(["copa", "piqa"], [path]))
+        tasks.rows("copa", tasks.task_files(["copa", "piqa"], [path]))
 
 
 @pytest.mark.parametrize(
@@ -154,14 +154,14 @@ def test_a_file_that_is_called_as_another_task_is_never_asked_as_this_one(called
     with pytest.raises(
         DataError, match=r"there is no file of arc_challenge; it is called as one of (arc_easy|squad|lam)"
     ):
-        tasks.rows("arc_challenge", tasks.place(["arc_challenge"], [path]))
+        tasks.rows("arc_challenge", tasks.task_files(["arc_challenge"], [path]))
 
 
 def test_a_folder_with_one_file_of_another_task_is_told_and_not_read_as_a_file(tmp_path: Path) -> None:
     write(tmp_path / "arc_easy_test.jsonl", [{"query": "a", "choices": ["b", "c"], "gold": 1}])
     told = r"there is no file of copa\nA file of it is called copa\.jsonl .* Here is arc_easy_test\.jsonl\."
     with pytest.raises(DataError, match=told):
-        tasks.rows("copa", tasks.place(["copa"], [tmp_path]))
+        tasks.rows("copa", tasks.task_files(["copa"], [tmp_path]))
 
 
 def broken(tmp_path: Path, files: dict[str, list[dict[str, Any]]], name: str = "copa") -> None:

@@ -9,6 +9,7 @@ import pytest
 
 from bloomery import cli
 from bloomery.core.errors import ConfigError, HardwareError
+from bloomery.core.sampling import SamplingConfig
 from bloomery.evaluation import harness, sandbox
 from bloomery.evaluation.harness import EvalRequest, Generation, Writing
 from bloomery.evaluation.tasks import EvalItem, TaskFiles
@@ -61,7 +62,7 @@ def test_a_number_is_right_behind_the_mark_or_at_the_end(
     rows = [{"question": f"{number}?", "answer": f"So\n#### {number}"} for number in (1, 2, 3)]
     write(tmp_path / "gsm8k_test.jsonl", rows)
     says(monkeypatch, [["It is #### 1", "#### 7"], ["that makes 2.", "#### 2"], ["no", "none"]])
-    asked = EvalRequest(tasks=("gsm8k",), place=TaskFiles((tmp_path,)), shots=0, samples=2, temperature=1.0)
+    asked = EvalRequest(tasks=("gsm8k",), files=TaskFiles((tmp_path,)), num_fewshot=0, samples=2, temperature=1.0)
     results = harness.evaluate(loaded, asked)["gsm8k"]
     assert [one.scores for one in results] == [
         {"exact": 0.5, "flexible": 0.5},
@@ -76,7 +77,7 @@ def test_who_writes_the_known_solutions_passes_all_and_pass_at_one_is_the_share(
 ) -> None:
     place = program_set(tmp_path)
     says(monkeypatch, [["    return 2 * x\n", "    return x\n"], ["    return x * 5\n"] * 2])
-    asked = EvalRequest(tasks=("humaneval",), place=place, samples=2, chat=False, run_code=True)
+    asked = EvalRequest(tasks=("humaneval",), files=place, samples=2, chat=False, run_code=True)
     found = harness.evaluate(loaded, asked)["humaneval"]
     assert [one.scores for one in found] == [{"pass@1": 0.5}, {"pass@1": 1.0}]
     assert found[0].facts["ended"] == ["passed", "failed"]
@@ -84,7 +85,7 @@ def test_who_writes_the_known_solutions_passes_all_and_pass_at_one_is_the_share(
 
 def test_programs_do_not_run_unless_that_was_allowed(loaded: Loaded, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"humaneval runs code that the model writes, and nobody has allowed that"):
-        harness.evaluate(loaded, EvalRequest(tasks=("humaneval",), place=program_set(tmp_path)))
+        harness.evaluate(loaded, EvalRequest(tasks=("humaneval",), files=program_set(tmp_path)))
 
 
 def test_prompts_are_judged_by_their_checks_and_their_programs_left_out_where_code_may_not_run(
@@ -93,23 +94,23 @@ def test_prompts_are_judged_by_their_checks_and_their_programs_left_out_where_co
     (tmp_path / "eval_prompts.py").write_text(FILE)
     fenced = "```python\ndef one():\n    return 1\n```"
     says(monkeypatch, [["Iron."], ["100"], [fenced], ["crow, owl"], ["no"], ["Hello, my friend."]])
-    asked = EvalRequest(tasks=("prompts",), place=TaskFiles((tmp_path,)))
+    asked = EvalRequest(tasks=("prompts",), files=TaskFiles((tmp_path,)))
     results = harness.evaluate(loaded, asked)["prompts"]
     assert [(one.row, one.scores["right"]) for one in results] == [(1, 1.0), (2, 0.0), (4, 1.0), (5, 0.0), (6, 1.0)]
     if can_hold():
-        allowed = EvalRequest(tasks=("prompts",), place=TaskFiles((tmp_path,)), run_code=True)
+        allowed = EvalRequest(tasks=("prompts",), files=TaskFiles((tmp_path,)), run_code=True)
         assert harness.evaluate(loaded, allowed)["prompts"][2].scores == {"right": 1.0}
 
 
 def test_what_is_drawn_is_the_same_for_a_seed_and_a_prompt_that_is_too_long_keeps_its_end(loaded: Loaded) -> None:
     items = [EvalItem(prompts=(text,), row=row) for row, text in enumerate(("the lamp", "the lamp " * 60), 1)]
-    how = Writing(max_tokens=12, samples=3, temperature=1.0, chat=False)
+    how = Writing(SamplingConfig(max_tokens=12, temperature=1.0, seed=0), samples=3, chat=False)
     found = harness.write(loaded, items, how, lambda done: None)
     assert [one.cut for one in found] == [False, True]
     assert found == harness.write(loaded, items, how, lambda done: None)
     assert found[1:] == harness.write(loaded, items[1:], how, lambda done: None)
     assert len(set(found[0].texts)) > 1
-    greedy = harness.write(loaded, items, Writing(max_tokens=12), lambda done: None)
+    greedy = harness.write(loaded, items, Writing(SamplingConfig.greedy(12)), lambda done: None)
     assert all(len(one.texts) == 1 for one in greedy)
 
 

@@ -162,8 +162,8 @@ class _Instruct:
 
     def run(self, path: Path, work: Path) -> None:
         (out := work / "out").mkdir()
-        settings = Instruct(sources=(ChatFiles(name="s", path=path),), row_tokens=65, hold_out=0.5)
-        instruct.digest(settings)
+        settings = Instruct(sources=(ChatFiles(name="s", path=path),), sequence_length=65, val_fraction=0.5)
+        instruct.external_inputs(settings)
         told = instruct.run(settings, self.inputs, out)
         _same_rows(told["read"], told["conversations"] + told["rejected"] + told["dropped"], "instruct")
         _same_rows(told["rejected"], (out / "rejected.jsonl").read_text().count("\n"), "rejected.jsonl")

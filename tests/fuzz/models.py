@@ -22,7 +22,7 @@ from tests.model.made import SHAPES
 from tests.tokenizer.made import small, training_texts
 from tests.train import made
 from tests.weights.made import model as model_folder
-from tests.weights.test_adapters import adapted
+from tests.weights.test_peft import adapted
 
 WEIGHTS_BYTES = 64
 """Of a file of weights, what is damaged besides its header. The rest follows later, so that cases are small."""
@@ -50,7 +50,7 @@ def tokenizers(folder: Path) -> Target:
         (path := work / name).write_bytes(body)
         (out := work / "out").mkdir()
         settings = Imported(path=path, measure=False)
-        stage.digest(settings)
+        stage.external_inputs(settings)
         stage.run(settings, {}, out)
         made = Tokenizer.load(out)
         for text in TEXTS:

@@ -29,8 +29,13 @@ path = "docs.jsonl"
 
 [pretrain]
 steps = 10
-tokens_per_step = 128
-model = { width = 32, num_layers = 2, num_heads = 2, num_kv_heads = 1, mlp_width = 48, context = 64 }
+global_batch_tokens = 128
+model.hidden_size = 32
+model.num_layers = 2
+model.num_heads = 2
+model.num_kv_heads = 1
+model.intermediate_size = 48
+model.context_length = 64
 optimizer = { kind = "adamw", learning_rate = 0.003 }
 
 [[instruct.sources]]
@@ -39,11 +44,11 @@ count = 100
 
 [finetune]
 steps = 10
-tokens_per_step = 128
+global_batch_tokens = 128
 optimizer = { kind = "adamw", learning_rate = 0.003 }
 
 [evaluate]
-questions = 10
+toy_questions = 10
 max_tokens = 16
 """
 ONE_IN = 12
@@ -52,9 +57,9 @@ REQUIRED: dict[str, Any] = {
     "path": "docs.jsonl",
     "count": 10,
     "steps": 10,
-    "tokens_per_step": 128,
+    "global_batch_tokens": 128,
     "dataset": "a/b",
-    "part": "code",
+    "subset": "code",
     "learning_rate": 0.003,
     "url": "https://localhost/a",
     "model": "m",

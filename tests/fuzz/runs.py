@@ -28,7 +28,7 @@ path = "docs.jsonl"
 [tokenizer]
 vocab_size = 300
 [shard]
-hold_out = 0.1
+val_fraction = 0.1
 """
 ONE_IN = 20
 """Of damaged run folders, so many are run again to their end."""

@@ -9,8 +9,8 @@ from bloomery.train.plan.report import PlanReport
 from tests.train.planning.made import card, plan
 
 PLASMA = ModelConfig(preset="plasma-500m")
-BAICHUAN = ModelConfig(preset="baichuan2-7b", context=512)
-LLAMA = ModelConfig(preset="llama-3.1-405b", context=512)
+BAICHUAN = ModelConfig(preset="baichuan2-7b", context_length=512)
+LLAMA = ModelConfig(preset="llama-3.1-405b", context_length=512)
 GPT2 = ModelConfig(preset="gpt2-124m")
 
 
@@ -26,7 +26,9 @@ def test_500m_on_strix_halo_could_be_up_to_twice_as_fast_as_its_author_measured(
     are computed again.
     """
     target = of_entry(named("strix-halo-128"))
-    kept, again = (plan(PLASMA, 48_000, target, tokens=32_768, recompute=level) for level in ("none", "block"))
+    kept, again = (
+        plan(PLASMA, 48_000, target, tokens=32_768, activation_checkpointing=level) for level in ("none", "full")
+    )
     assert kept.choice.fits
     assert kept.ask.what.parameters == 521_570_560
     assert kept.choice.pace is not None
@@ -54,7 +56,7 @@ def test_baichuan2_7b_is_not_trained_whole_on_cards_of_16_gb_and_the_least_chang
     assert not facts["fits"]
     assert "whatever the batch" in made.why
     assert made.change is not None
-    assert made.change[0] == 'finetune.recompute="block" finetune.lora.base="nf4"'
+    assert made.change[0] == 'finetune.activation_checkpointing="full" finetune.lora.base_dtype="nf4"'
     assert facts["change"]["peak_bytes"] < made.target.usable_bytes
     assert not any(one.fits for one, _ in made.others if one.way.method == "lora" and not one.way.sharded)
     assert made.devices_needed == 20
@@ -110,7 +112,7 @@ def test_a_laptop_of_8_gb_trains_gpt2_and_finetunes_nothing_of_seven_billion_wei
     assert "adamw8bit" in halved.change[0]
     roomier = plan(PLASMA, 48_000, of_memory(11 * GIB), tokens=32_768)
     assert roomier.change is not None
-    assert roomier.change[0] == 'pretrain.recompute="selective"', "which costs less, where it is enough"
+    assert roomier.change[0] == 'pretrain.activation_checkpointing="selective"', "which costs less, where it is enough"
 
 
 def test_machines_of_128_gb_that_share_it_hold_seven_billion_weights_in_eight_bits_of_optimizer() -> None:

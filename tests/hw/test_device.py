@@ -51,7 +51,7 @@ def test_an_amd_gpu_computes_in_bf16_only_with_matrix_instructions_for_it_and_el
 ) -> None:
     pretend(monkeypatch, hip="7.2.0", gcnArchName=target)
     found = device.find(host=machine(tmp_path, "7900-xtx"))
-    assert (found.vendor, found.backend, found.place.type, found.compute_dtype) == ("amd", "nccl", "cuda", dtype)
+    assert (found.vendor, found.backend, found.torch_device.type, found.compute_dtype) == ("amd", "nccl", "cuda", dtype)
 
 
 def test_an_amd_wheel_that_says_so_only_in_its_version_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -80,7 +80,9 @@ def test_a_gpu_inside_a_processor_has_no_more_memory_than_the_process(
 
 def test_each_process_of_a_machine_takes_its_own_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pretend(monkeypatch, hip="7.2.0", count=8, gcnArchName="gfx942")
-    assert device.find(host=machine(tmp_path, "mi300x", env={"LOCAL_RANK": "3"})).place == torch.device("cuda", 3)
+    assert device.find(host=machine(tmp_path, "mi300x", env={"LOCAL_RANK": "3"})).torch_device == torch.device(
+        "cuda", 3
+    )
 
 
 @pytest.mark.usefixtures("no_gpu")

@@ -5,6 +5,8 @@ from typing import Any
 import numpy as np
 
 from bloomery.model.config import LinearScaling, Llama3Scaling, ModelConfig, YarnScaling
+from bloomery.model.lora import LoRALinear
+from bloomery.model.quantize import QuantizedLinear
 from bloomery.model.transformer import Transformer
 
 import torch
@@ -12,9 +14,25 @@ import torch
 VOCAB_SIZE = 61
 
 SHAPES = (
-    ModelConfig(width=32, num_layers=2, num_heads=4, num_kv_heads=2, mlp_width=48, context=40),
-    ModelConfig(width=24, num_layers=1, num_heads=3, num_kv_heads=1, mlp_width=16, context=40, tie_embeddings=False),
-    ModelConfig(width=16, num_layers=3, num_heads=2, num_kv_heads=2, mlp_width=40, context=40, rope_theta=500.0),
+    ModelConfig(hidden_size=32, num_layers=2, num_heads=4, num_kv_heads=2, intermediate_size=48, context_length=40),
+    ModelConfig(
+        hidden_size=24,
+        num_layers=1,
+        num_heads=3,
+        num_kv_heads=1,
+        intermediate_size=16,
+        context_length=40,
+        tie_embeddings=False,
+    ),
+    ModelConfig(
+        hidden_size=16,
+        num_layers=3,
+        num_heads=2,
+        num_kv_heads=2,
+        intermediate_size=40,
+        context_length=40,
+        rope_theta=500.0,
+    ),
 )
 """Grouped heads and a tied head; one key head and a head of its own; as many key heads as query heads."""
 
@@ -22,14 +40,14 @@ SHAPES = (
 def random_config(seed: int) -> ModelConfig:
     """Some shape; nothing that can be set is as by default."""
     rng = np.random.default_rng(seed)
-    num_kv_heads, group, head_width = (int(rng.integers(1, 4)), int(rng.integers(1, 4)), 2 * int(rng.integers(1, 9)))
+    num_kv_heads, group, head_dim = (int(rng.integers(1, 4)), int(rng.integers(1, 4)), 2 * int(rng.integers(1, 9)))
     return ModelConfig(
-        width=num_kv_heads * group * head_width,
+        hidden_size=num_kv_heads * group * head_dim,
         num_layers=int(rng.integers(1, 4)),
         num_heads=num_kv_heads * group,
         num_kv_heads=num_kv_heads,
-        mlp_width=int(rng.integers(1, 70)),
-        context=int(rng.integers(12, 60)),
+        intermediate_size=int(rng.integers(1, 70)),
+        context_length=int(rng.integers(12, 60)),
         rope_theta=float(rng.choice([123.0, 50_000.0, 1e6])),
         norm_eps=float(rng.choice([1e-6, 3e-4])),
         tie_embeddings=bool(rng.integers(2)),
@@ -37,28 +55,35 @@ def random_config(seed: int) -> ModelConfig:
 
 
 def _small(**changed: Any) -> ModelConfig:
-    shape = {"width": 32, "num_layers": 2, "num_heads": 4, "num_kv_heads": 2, "mlp_width": 48, "context": 40}
+    shape = {
+        "hidden_size": 32,
+        "num_layers": 2,
+        "num_heads": 4,
+        "num_kv_heads": 2,
+        "intermediate_size": 48,
+        "context_length": 40,
+    }
     return ModelConfig(**(shape | changed))
 
 
 CHOICES = {
     "differential": _small(attention=("differential",)),
     "differential in turn, many groups": _small(
-        attention=("standard", "differential"), num_layers=3, num_heads=8, width=48, qk_norm=True
+        attention=("standard", "differential"), num_layers=3, num_heads=8, hidden_size=48, qk_norm=True
     ),
-    "one wide key head": _small(num_kv_heads=1, head_width=20),
+    "one wide key head": _small(num_kv_heads=1, head_dim=20),
     "windows in turn": _small(sliding_window=(5, "full"), num_layers=3),
-    "differential in a window": _small(attention=("differential",), sliding_window=(3,), positions="alibi"),
-    "ALiBi with six heads": _small(positions="alibi", num_heads=6, num_kv_heads=3, width=36),
-    "ALiBi in a window": _small(positions="alibi", sliding_window=(7,)),
-    "absolute positions": _small(positions="absolute", norm="layernorm", biases="all", feed_forward=("gelu_tanh",)),
-    "no positions": _small(positions="none", feed_forward=("relu2", "gelu")),
-    "GeGLU and bare norms": _small(feed_forward=("geglu",), norm_weights=False, qk_norm=True),
-    "bare LayerNorm": _small(norm="layernorm", norm_weights=False, biases="all"),
+    "differential in a window": _small(attention=("differential",), sliding_window=(3,), position_embedding="alibi"),
+    "ALiBi with six heads": _small(position_embedding="alibi", num_heads=6, num_kv_heads=3, hidden_size=36),
+    "ALiBi in a window": _small(position_embedding="alibi", sliding_window=(7,)),
+    "absolute positions": _small(position_embedding="learned", norm="layernorm", biases="all", mlp=("gelu_tanh",)),
+    "no positions": _small(position_embedding="none", mlp=("relu2", "gelu")),
+    "GeGLU and bare norms": _small(mlp=("geglu",), norm_affine=False, qk_norm=True),
+    "bare LayerNorm": _small(norm="layernorm", norm_affine=False, biases="all"),
     "Qwen2": _small(biases="qkv"),
-    "Qwen3": _small(qk_norm=True, head_width=12),
-    "Llama 3": _small(rope_scaling=Llama3Scaling(original_context=16)),
-    "YaRN": _small(rope_scaling=YarnScaling(factor=4.0, original_context=10), rope_theta=100.0),
+    "Qwen3": _small(qk_norm=True, head_dim=12),
+    "Llama 3": _small(rope_scaling=Llama3Scaling(original_context_length=16)),
+    "YaRN": _small(rope_scaling=YarnScaling(factor=4.0, original_context_length=10), rope_theta=100.0),
     "stretched": _small(rope_scaling=LinearScaling(factor=2.5)),
 }
 """One shape for every choice that is not the default."""
@@ -75,23 +100,23 @@ def any_config(seed: int) -> ModelConfig:
         return tuple(one(*values) for _ in range(int(rng.integers(1, 4))))
 
     shape = random_config(seed)
-    positions = one("rotary", "absolute", "alibi", "none")
+    positions = one("rope", "learned", "alibi", "none")
     scaling = one(
         None,
         LinearScaling(factor=3.0),
-        Llama3Scaling(original_context=20),
-        YarnScaling(factor=2.0, original_context=20),
+        Llama3Scaling(original_context_length=20),
+        YarnScaling(factor=2.0, original_context_length=20),
     )
     attention = cycle("standard", "differential") if shape.num_kv_heads % 2 == 0 else ("standard",)
     choices = {
-        "head_width": one(None, 6, 10),
+        "head_dim": one(None, 6, 10),
         "attention": attention,
         "sliding_window": cycle("full", 3, 9),
-        "feed_forward": cycle("swiglu", "geglu", "gelu", "gelu_tanh", "relu2"),
-        "positions": positions,
-        "rope_scaling": scaling if positions == "rotary" else None,
+        "mlp": cycle("swiglu", "geglu", "gelu", "gelu_tanh", "relu2"),
+        "position_embedding": positions,
+        "rope_scaling": scaling if positions == "rope" else None,
         "norm": one("rmsnorm", "layernorm"),
-        "norm_weights": one(True, False),
+        "norm_affine": one(True, False),
         "qk_norm": one(True, False),
         "biases": one("none", "qkv", "all"),
     }
@@ -112,3 +137,24 @@ def lively(config: ModelConfig, seed: int = 0, vocab_size: int = VOCAB_SIZE) -> 
 
 def random_ids(rows: int, tokens: int, seed: int = 0, vocab_size: int = VOCAB_SIZE) -> torch.Tensor:
     return torch.randint(0, vocab_size, (rows, tokens), generator=torch.Generator().manual_seed(seed))
+
+
+def scores(model: Transformer, ids: torch.Tensor) -> torch.Tensor:
+    with torch.no_grad():
+        return model.logits(model(ids))
+
+
+def assert_merged(plain: Transformer, trained: Transformer) -> None:
+    """The weights of a plain model are, bit for bit, W + s · B A of one with adapters, as it keeps W."""
+    for name, weight in plain.state_dict().items():
+        path, _, kind = name.rpartition(".")
+        module = trained.get_submodule(path)
+        base = module.base if isinstance(module, LoRALinear) else module
+        expected = trained.state_dict().get(name)
+        if isinstance(base, QuantizedLinear):
+            expected = base.dense(torch.float32) if kind == "weight" else base.bias
+        if isinstance(module, LoRALinear) and kind == "weight":
+            assert expected is not None
+            expected = expected + module.scale * (module.lora_b.detach() @ module.lora_a.detach())
+        assert expected is not None, name
+        assert torch.equal(weight, expected), name

@@ -11,13 +11,11 @@ from bloomery.hw import device as devices
 from bloomery.hw import kernel_trials
 from bloomery.hw.host import Host
 from bloomery.hw.kernel_trials import FUSED, KernelTrial, attempt, trials
-from bloomery.train.loss import token_losses
 from tests.hw.bad_device import ROOT
-from tests.model.interpreted import KERNELS, far
+from tests.model.interpreted import trained
 from tests.model.made import CHOICES, lively, random_ids
 
 import torch
-from torch import Tensor
 
 pytestmark = [
     pytest.mark.gpu,
@@ -50,15 +48,5 @@ def test_a_model_learns_the_same_with_our_kernels(name: str) -> None:
 
 def error(name: str) -> float:
     """The largest difference of loss and gradients in float32 between our kernels and what PyTorch computes."""
-    place = devices.find().place
-    model, ids = lively(CHOICES[name]).to(place), random_ids(2, 33).to(place)
-    results: list[list[Tensor]] = []
-    for kernels in ((), KERNELS):
-        kernel_trials.trust(kernels)
-        model.zero_grad()
-        hidden = model(ids[:, :-1]).flatten(0, 1)
-        loss, _ = token_losses(hidden, model.head.weight, ids[:, 1:].flatten(), 1e-3)
-        torch.autograd.backward(loss)
-        slopes = [one.grad.clone() for one in model.parameters() if one.grad is not None]
-        results.append([loss.detach(), *slopes])
-    return max(far(found, right) for right, found in zip(*results, strict=True))
+    place = devices.find().torch_device
+    return trained(lively(CHOICES[name]).to(place), set(), random_ids(2, 33).to(place))

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from bloomery.model.layers import MLP, GatedMLP, LayerNorm, RMSNorm, feed_forward, norm
+from bloomery.model.layers import MLP, GatedMLP, LayerNorm, RMSNorm, build_mlp, norm
 from tests.model.made import CHOICES
 
 import torch
@@ -84,4 +84,4 @@ def test_a_gated_feed_forward_is_its_formula(kind: Any, act: Callable[[Tensor], 
 
 def test_layers_take_their_feed_forward_in_turn() -> None:
     shape = CHOICES["no positions"]
-    assert [feed_forward(shape, layer).act.__name__ for layer in range(3)] == ["relu_squared", "gelu", "relu_squared"]
+    assert [build_mlp(shape, layer).act.__name__ for layer in range(3)] == ["relu_squared", "gelu", "relu_squared"]

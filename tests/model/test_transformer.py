@@ -69,10 +69,10 @@ def test_rows_may_share_their_conversations(config: ModelConfig, bf16: bool) -> 
 @shapes
 def test_no_gradient_flows_into_the_future_or_into_another_conversation(config: ModelConfig) -> None:
     model = lively(config)
-    model.embed = torch.nn.Embedding(T, config.width)
+    model.embed = torch.nn.Embedding(T, config.hidden_size)
     segments = (torch.arange(T) >= 9).long()[None]
     out = model(torch.arange(T)[None], segments=segments)  # each place has an embedding of its own
-    torch.autograd.backward(out[0, 15] @ torch.arange(1.0, config.width + 1))
+    torch.autograd.backward(out[0, 15] @ torch.arange(1.0, config.hidden_size + 1))
     seen = model.embed.weight.grad
     assert seen is not None
     windows = [config.layer(number)[1] for number in range(config.num_layers)]
@@ -166,7 +166,7 @@ def decoded(model: Transformer, ids: Tensor, pieces: list[int]) -> Tensor:
 @given(st.integers(0, 1000), st.lists(st.integers(1, 7), min_size=1, max_size=6))
 def test_decoding_in_pieces_of_any_size_is_one_forward_pass(seed: int, pieces: list[int]) -> None:
     config = any_config(seed)
-    model = lively(config.model_copy(update={"context": sum(pieces)}), seed)
+    model = lively(config.model_copy(update={"context_length": sum(pieces)}), seed)
     ids = random_ids(2, sum(pieces), seed)
     full = hidden(model, ids)
     assert torch.allclose(decoded(model, ids, pieces), full, atol=5e-5)
@@ -223,7 +223,9 @@ def test_the_first_weights_depend_on_the_seed_and_on_nothing_else() -> None:
 
 
 def test_what_writes_to_the_residual_stream_starts_smaller_the_deeper_the_model_is() -> None:
-    config = ModelConfig(width=128, num_layers=8, num_heads=4, num_kv_heads=2, mlp_width=256, tie_embeddings=False)
+    config = ModelConfig(
+        hidden_size=128, num_layers=8, num_heads=4, num_kv_heads=2, intermediate_size=256, tie_embeddings=False
+    )
     model = Transformer(config, 300)
     model.initialize(0)
     for name, weight in model.state_dict().items():

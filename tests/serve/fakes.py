@@ -5,9 +5,10 @@ import time
 from collections.abc import Generator, Sequence
 from pathlib import Path
 
+from bloomery.core.chat import Message
 from bloomery.core.errors import RunError
-from bloomery.serve.chat_model import Finish, ModelInfo, Sampling, StreamedAnswer, TextChunk, check_conversation
-from bloomery.tokenizer.chat_template import Message
+from bloomery.core.sampling import SamplingConfig
+from bloomery.serve.chat_model import Finish, ModelInfo, StreamedAnswer, TextChunk, check_conversation
 
 HOSTILE = '<img src=x onerror="document.title=`broken`"> & <script>document.title=`broken`</script>'
 
@@ -23,12 +24,12 @@ class FakeAnswerer:
     def __init__(self, name: str, seconds_per_word: float = 0.0, gate: threading.Event | None = None) -> None:
         self.name, self._seconds, self._gate = name, seconds_per_word, gate
         self.heard: list[list[Message]] = []
-        self.samplings: list[Sampling] = []
+        self.samplings: list[SamplingConfig] = []
         self.spans: list[tuple[float, float]] = []
         self.words_said = 0
         self.closed = threading.Event()
 
-    def answer(self, messages: Sequence[Message], sampling: Sampling) -> StreamedAnswer:
+    def answer(self, messages: Sequence[Message], sampling: SamplingConfig) -> StreamedAnswer:
         check_conversation(messages)
         self.heard.append([*messages])
         self.samplings.append(sampling)
@@ -36,7 +37,7 @@ class FakeAnswerer:
             raise RunError("the weights are torn", hint="Run the recipe again.")
         return StreamedAnswer(sum(len(m["content"].split()) for m in messages), self._pieces(messages, sampling))
 
-    def _pieces(self, messages: Sequence[Message], sampling: Sampling) -> Generator[TextChunk, None, None]:
+    def _pieces(self, messages: Sequence[Message], sampling: SamplingConfig) -> Generator[TextChunk, None, None]:
         began = time.monotonic()
         try:
             words = self._words(messages)

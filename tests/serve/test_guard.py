@@ -14,9 +14,10 @@ import openai
 import pytest
 
 from bloomery.core.errors import ConfigError
+from bloomery.core.sampling import SamplingConfig
 from bloomery.serve import guard
 from bloomery.serve import queue as serve_queue
-from bloomery.serve.chat_model import ModelInfo, Sampling
+from bloomery.serve.chat_model import ModelInfo
 from bloomery.serve.server import STATIC, Server, app, serving
 
 from .fakes import FakeAnswerer, FakeModels
@@ -191,7 +192,7 @@ def test_pieces_that_nobody_reads_end_the_answer(monkeypatch: pytest.MonkeyPatch
 
     async def ask() -> None:
         job = await serve_queue.RequestQueue(FakeModels(bloom)).ask(
-            "bloom", [{"role": "user", "content": "long"}], Sampling(max_tokens=100_000)
+            "bloom", [{"role": "user", "content": "long"}], SamplingConfig(max_tokens=100_000)
         )
         assert job is not None
         await asyncio.to_thread(bloom.closed.wait, 60)

@@ -8,13 +8,15 @@ from typing import Any
 import pytest
 
 from bloomery.core import io as core_io
+from bloomery.core.chat import Message
 from bloomery.core.errors import CheckpointError, DataError, RunError
 from bloomery.core.io import MANIFEST
+from bloomery.core.sampling import SamplingConfig
 from bloomery.generate.engine import Engine
 from bloomery.serve import registry
-from bloomery.serve.chat_model import Answerer, Models, Sampling
+from bloomery.serve.chat_model import Answerer, Models
 from bloomery.serve.registry import ModelRegistry
-from bloomery.tokenizer.chat_template import Message, Renderer
+from bloomery.tokenizer.chat_template import Renderer
 from bloomery.weights import hf
 from tests.core.made import manifest
 from tests.tokenizer.made import small
@@ -38,7 +40,7 @@ def test_a_shelf_lists_the_finished_models_and_new_ones_as_they_come(shelf: Mode
     assert [one.id for one in shelf.names()] == ["a/pretrain", "b", "b/pretrain"]
     for one in shelf.names():
         assert one.created == int((one.path / hf.WEIGHTS).stat().st_mtime)
-        assert one.context == hf.load(one.path).model.config.context == 40
+        assert one.context == hf.load(one.path).model.config.context_length == 40
     run(shelf.runs / "c", "pretrain", "finetune")
     assert [one.id for one in shelf.names()] == ["a/pretrain", "b", "b/pretrain", "c", "c/pretrain"]
     assert ModelRegistry(shelf.runs / "none").names() == []
@@ -79,16 +81,16 @@ def test_what_a_model_says_is_what_its_engine_and_its_renderer_say(shelf: ModelR
     folder = shelf.runs / "b" / FOLDERS["finetune"] / "model"
     answerer = shelf.get("b")
     assert isinstance(answerer, Answerer)
-    answer = answerer.answer(ASK, Sampling(max_tokens=9, temperature=0.0))
+    answer = answerer.answer(ASK, SamplingConfig.greedy(9))
     prompt = Renderer(small()).prompt(ASK)
     engine = Engine(hf.load(folder).model, small().vocab_size)
-    ids = list(engine.stream(prompt, max_tokens=9, stop_ids=frozenset({small().end_id})))
+    ids = list(engine.stream(prompt, SamplingConfig.greedy(9), stop_ids=frozenset({small().end_id})))
     assert answer.prompt_tokens == len(prompt)
     assert "".join(piece.text for piece in answer.pieces) == small().decode(ids)
 
 
 def test_a_model_is_loaded_to_the_device_of_this_machine(shelf: ModelRegistry, monkeypatch: pytest.MonkeyPatch) -> None:
-    other = replace(processor(), place=torch.device("meta"))
+    other = replace(processor(), torch_device=torch.device("meta"))
     monkeypatch.setattr("bloomery.hw.device.find", lambda: other)
     places: list[torch.device] = []
     whole = hf.load
@@ -99,7 +101,7 @@ def test_a_model_is_loaded_to_the_device_of_this_machine(shelf: ModelRegistry, m
 
     monkeypatch.setattr(hf, "load", watched)
     shelf.get("b")
-    assert places == [other.place]
+    assert places == [other.torch_device]
 
 
 def test_a_model_is_loaded_once_also_when_two_ask_for_it_at_once(
@@ -125,7 +127,7 @@ def test_a_model_is_loaded_once_also_when_two_ask_for_it_at_once(
 
 
 def test_a_model_that_was_trained_again_is_loaded_again(shelf: ModelRegistry) -> None:
-    folder, greedy = shelf.runs / "b" / FOLDERS["finetune"] / "model", Sampling(max_tokens=9, temperature=0.0)
+    folder, greedy = shelf.runs / "b" / FOLDERS["finetune"] / "model", SamplingConfig.greedy(9)
     before = shelf.get("b")
     said = "".join(piece.text for piece in before.answer(ASK, greedy).pieces)
     made = (folder / hf.WEIGHTS).stat().st_mtime
@@ -162,4 +164,4 @@ def test_a_prompt_that_cannot_fit_is_refused_with_its_least_number_of_tokens(she
     answerer = shelf.get("b")
     least = -(-1_000_000 // max(small().byte_lengths))
     with pytest.raises(DataError, match=rf"takes at least {least + 2} tokens, and the model has a context of 40"):
-        answerer.answer([{"role": "user", "content": "x" * 1_000_000}], Sampling())
+        answerer.answer([{"role": "user", "content": "x" * 1_000_000}], SamplingConfig())

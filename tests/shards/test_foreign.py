@@ -16,7 +16,7 @@ from bloomery.shards import importers as shards_importers
 from bloomery.shards.loader import IGNORE, PackedDataset
 from bloomery.tokenizer import importers
 from tests.tokenizer.made import small
-from tests.tokenizer.test_llmc import small_file
+from tests.tokenizer.test_importers import small_file
 
 VOCAB = small().vocab_size
 DOCUMENT = small().document_id
@@ -74,7 +74,9 @@ def test_a_folder_of_llm_c_can_be_trained_on(tmp_path: Path) -> None:
     assert format.read(out / "train-00001", verify=True).starts.tolist() == [0, 2]
     samples = PackedDataset(out, "train", 5, small().hash, verify=True)
     for split in ("train", "val"):
-        with pytest.raises(DataError, match=r"\nImport longer token files, or lower pretrain\.model\.context\.$"):
+        with pytest.raises(
+            DataError, match=r"\nImport longer token files, or lower pretrain\.model\.context_length\.$"
+        ):
             PackedDataset(out, split, 500, small().hash)
     batch = samples.batch(np.arange(samples.num_samples))
     assert batch.ids.tolist() == [LONG[:5], LONG[5:10], [14, 15, DOCUMENT, 16, 17]]
@@ -202,18 +204,18 @@ def test_a_meta_yaml_may_have_comments_quotes_and_a_mark_of_its_encoding(
 @pytest.mark.parametrize(
     ("changes", "told"),
     [
-        ({"vocab_size": 48000}, r"vocabulary of 48000, and this tokenizer has \d+ ids(.|\n)*'some_1.1.model'"),
+        ({"vocab_size": 48000}, r"vocabulary of 48000, and this tokenizer has \d+ token IDs(.|\n)*'some_1.1.model'"),
         ({"pack_len": 5, "seq_len": 4}, r"train_0000.bin: holds 12 tokens, which are no rows of 5"),
         ({"pack_len": "wide"}, r"meta.yaml: pack_len is 'wide', not a number"),
         ({"pack_len": "--5"}, r"meta.yaml: pack_len is '--5', not a number"),
         ({"dtype": "int16"}, r"meta.yaml: dtype is 'int16', not uint16 or uint32"),
-        ({"vocab_size": VOCAB - 1}, rf"vocabulary of {VOCAB - 1}, and this tokenizer has {VOCAB} ids"),
+        ({"vocab_size": VOCAB - 1}, rf"vocabulary of {VOCAB - 1}, and this tokenizer has {VOCAB} token IDs"),
         ({"n_train_sequences": 7}, r"meta.yaml: says n_train_sequences: 7, and there are 4"),
         ({"n_val_sequences": "many"}, r"meta.yaml: says n_val_sequences: 'many', and there are 1"),
         ({"n_train_shards": 3}, r"meta.yaml: says n_train_shards: 3, and there are 2"),
         ({"seq_len": 77}, r"meta.yaml: seq_len is 77 and pack_len 6, which is not one more"),
-        ({"has_loss_mask": None}, r"meta.yaml: says nothing of has_loss_mask, and train_mask_0000.bin lies beside it"),
-        ({"has_loss_mask": "false"}, r"meta.yaml: says false for has_loss_mask, and train_mask_0000.bin lies beside"),
+        ({"has_loss_mask": None}, r"meta.yaml: says nothing of has_loss_mask, and train_mask_0000.bin exists"),
+        ({"has_loss_mask": "false"}, r"meta.yaml: says false for has_loss_mask, and train_mask_0000.bin exists"),
         ({"has_loss_mask": "no"}, r"meta.yaml: has_loss_mask is 'no', not true or false"),
         ({"tokenizer": None, "what is this": 1}, r"meta.yaml:\d+: 'what is this: 1' is no key and value"),
     ],
@@ -255,11 +257,11 @@ def test_the_name_of_the_tokenizer_is_compared_or_it_is_said_that_it_cannot_be(
     with pytest.raises(DataError, match=r"made with the tokenizer 'some_1.1.model', and this run has 'other.model'"):
         shards_importers.adopt(theirs, tmp_path / "out", small(), tokenizer_file="other.model")
     shards_importers.adopt(theirs, tmp_path / "out", small(), tokenizer_file="some_1.1.model")
-    assert "could be compared" not in capsys.readouterr().err
+    assert "IDs was compared" not in capsys.readouterr().err
     for name, told in (("gpt2-tokenizer", "is of 'gpt2-tokenizer'"), ("", "is of no imported file")):
         shards_importers.adopt(theirs, tmp_path / "out", small(), tokenizer_file=name)
         said = " ".join(capsys.readouterr().err.split())
-        assert f"names the tokenizer 'some_1.1.model', and this run's {told}: only the number of ids could be" in said
+        assert f"names the tokenizer 'some_1.1.model', and this run's {told}: only the number of token IDs was" in said
 
 
 # --- what is refused -----------------------------------------------------------------------------------------------

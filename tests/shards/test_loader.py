@@ -3,7 +3,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Iterator
-from itertools import islice
+from itertools import islice, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,16 @@ from numpy.typing import NDArray
 
 from bloomery.core.errors import DataError
 from bloomery.shards import format
-from bloomery.shards.loader import AHEAD, IGNORE, AnnealedDataset, Batch, PackedDataset, batches, sample_positions
+from bloomery.shards.loader import (
+    AHEAD,
+    IGNORE,
+    AnnealedDataset,
+    Batch,
+    PackedDataset,
+    batches,
+    permute,
+    sample_positions,
+)
 
 TOKENIZER = "a" * 64
 DOCUMENT, PAD, VOCAB_SIZE = 0, 2, 500
@@ -26,7 +35,7 @@ def write(
     number: int,
     tokens: list[int],
     *,
-    row_tokens: int | None = None,
+    sequence_length: int | None = None,
     mask: list[int] | None = None,
     split: str = "train",
 ) -> None:
@@ -36,9 +45,9 @@ def write(
         vocab_size=VOCAB_SIZE,
         starts=[place for place, token in enumerate(tokens) if token == DOCUMENT],
         tokenizer_hash=TOKENIZER,
-        layout="rows" if row_tokens else "stream",
+        layout="rows" if sequence_length else "stream",
         mask=None if mask is None else np.array(mask, dtype=np.uint8),
-        facts={"document_id": DOCUMENT, **({"row_tokens": row_tokens} if row_tokens else {})},
+        facts={"document_id": DOCUMENT, **({"row_tokens": sequence_length} if sequence_length else {})},
     )
 
 
@@ -109,7 +118,7 @@ def test_a_batch_is_what_a_slow_reference_says(
     folder, row = tmp_path_factory.mktemp("shard"), length + 1
     pairs = pairs[: len(pairs) // row * row] if rows else pairs
     tokens, mask = [token for token, _ in pairs], [marked for _, marked in pairs]
-    write(folder, 0, tokens, row_tokens=row if rows else None, mask=mask if rows else None)
+    write(folder, 0, tokens, sequence_length=row if rows else None, mask=mask if rows else None)
     batch = every(PackedDataset(folder, "train", length, TOKENIZER))
     stride = row if rows else length
     starts = range(0, len(tokens) - length, stride)
@@ -121,7 +130,7 @@ def test_a_batch_is_what_a_slow_reference_says(
 
 
 def test_segments_and_positions_count_from_the_token_that_opens_a_document(tmp_path: Path) -> None:
-    write(tmp_path, 0, [5, 6, 0, 7, 8, 0, 0, 9, 3], row_tokens=9, mask=[0, 1, 0, 0, 1, 0, 0, 1, 1])
+    write(tmp_path, 0, [5, 6, 0, 7, 8, 0, 0, 9, 3], sequence_length=9, mask=[0, 1, 0, 0, 1, 0, 0, 1, 1])
     batch = every(PackedDataset(tmp_path, "train", 8, TOKENIZER))
     assert batch.segments[0].tolist() == [1, 1, 2, 2, 2, 3, 4, 4]
     assert batch.positions[0].tolist() == [0, 1, 0, 1, 2, 0, 0, 1]
@@ -331,16 +340,20 @@ def test_shards_that_are_absent_too_small_or_of_other_rows_are_refused(tmp_path:
     write(tmp_path, 0, [0, 7, 8])
     with pytest.raises(DataError, match=r"to train on .* 3 tokens are fewer than one sample of 9\nFetch more"):
         PackedDataset(tmp_path, "train", 8, TOKENIZER)
-    with pytest.raises(DataError, match=r"there are no shards val-\*\.bin\nNothing was held out: say shard\.hold_out"):
+    with pytest.raises(
+        DataError, match=r"there are no shards val-\*\.bin\nNo validation split: set shard\.val_fraction"
+    ):
         PackedDataset(tmp_path, "val", 8, TOKENIZER)
     for number in range(2):
         write(tmp_path, number, [0, 7, 8, 9][: 4 - number], split="val")
-    told = r"held-out text \(val-\*\.bin\) .* 4 tokens in the longest of 2 shards are .* of 9\nRaise shard\.hold_out"
+    told = (
+        r"validation text \(val-\*\.bin\) .* 4 tokens in the longest of 2 shards are .* of 9\nRaise shard\.val_fraction"
+    )
     with pytest.raises(DataError, match=told):
         PackedDataset(tmp_path, "val", 8, TOKENIZER)
     with pytest.raises(DataError, match="was made with tokenizer aaaaaaaa, not bbbbbbbb"):
         PackedDataset(tmp_path, "train", 2, "b" * 64)
-    write(tmp_path, 0, [0, 7, 8, 9], row_tokens=4)
+    write(tmp_path, 0, [0, 7, 8, 9], sequence_length=4)
     with pytest.raises(DataError, match="rows have 4 tokens, 9 are wanted"):
         PackedDataset(tmp_path, "train", 8, TOKENIZER)
     assert PackedDataset(tmp_path, "train", 3, TOKENIZER).num_samples == 1
@@ -368,7 +381,7 @@ def test_a_split_of_which_a_shard_is_missing_is_refused(tmp_path: Path) -> None:
 
 def test_shards_of_two_kinds_are_not_mixed(tmp_path: Path) -> None:
     write(tmp_path, 0, [0] * 18)
-    write(tmp_path, 1, [0] * 18, row_tokens=9)
+    write(tmp_path, 1, [0] * 18, sequence_length=9)
     with pytest.raises(DataError, match=r"train-00001: is made of \['rows', 0, 9\], and train-00000 of \['stream'"):
         PackedDataset(tmp_path, "train", 8, TOKENIZER)
 
@@ -387,3 +400,76 @@ def test_batches_that_must_not_be_early_are_made_when_they_are_asked_for(samples
     found = [next(source).samples.tolist() for _ in range(3)]
     assert len(made) == 3
     assert found == [batch.samples.tolist() for batch in islice(batches(samples, first=2, size=2, seed=3), 3)]
+
+
+# --- order ------------------------------------------------------------------------------------------------------------
+
+
+SIZES = [1, 2, 3, 4, 5, 7, 16, 17, 100, 1000, 4096, 4097]
+
+
+@pytest.mark.parametrize("num_samples", SIZES)
+@pytest.mark.parametrize("seed", [0, 1, -5, 2**63])
+def test_every_sample_comes_exactly_once_an_epoch(num_samples: int, seed: int) -> None:
+    for epoch in (0, 1, 7, 10**6):
+        found = sample_positions(epoch * num_samples, num_samples, num_samples, seed)
+        assert np.array_equal(np.sort(found), np.arange(num_samples))
+
+
+@given(st.integers(1, 5000), st.integers(-(2**70), 2**70), st.integers(0, 2**40))
+def test_an_epoch_is_a_bijection_for_any_size_and_seed(num_samples: int, seed: int, epoch: int) -> None:
+    found = sample_positions(epoch * num_samples, num_samples, num_samples, seed)
+    assert len(np.unique(found)) == num_samples
+    assert found.min() == 0
+    assert found.max() == num_samples - 1
+
+
+@given(st.integers(1, 3000), st.integers(0, 99), st.integers(0, 10**12), st.lists(st.integers(0, 50), max_size=6))
+def test_steps_of_any_length_and_one_long_stretch_are_the_same(
+    num_samples: int, seed: int, first: int, lengths: list[int]
+) -> None:
+    whole = sample_positions(first, sum(lengths), num_samples, seed)
+    ends = [sum(lengths[:place]) for place in range(len(lengths) + 1)]
+    pieces = [sample_positions(first + a, b - a, num_samples, seed) for a, b in pairwise(ends)]
+    assert [number for piece in pieces for number in piece] == whole.tolist()
+
+
+def test_a_far_place_is_found_at_once_and_is_the_one_that_stepping_reaches() -> None:
+    num_samples, far = 999_983, 10**9
+    began = time.process_time()
+    found = sample_positions(far, 64, num_samples, seed=3)
+    assert time.process_time() - began < 0.1
+    epoch, place = divmod(far, num_samples)
+    stepped = sample_positions(epoch * num_samples, num_samples, num_samples, seed=3)
+    assert np.array_equal(found, stepped[place : place + 64])
+
+
+def test_epochs_and_seeds_differ() -> None:
+    orders = [sample_positions(epoch * 100, 100, 100, seed) for epoch in range(6) for seed in range(6)]
+    assert len({tuple(order.tolist()) for order in orders}) == 36
+    same_place = [int((one == other).sum()) for one, other in pairwise(orders)]
+    assert max(same_place) < 12  # chance leaves one of a hundred in its place
+
+
+def test_the_order_is_written_down_and_stays_what_it_is() -> None:
+    """Runs that are resumed with a newer version must see the samples they have not seen."""
+    assert sample_positions(0, 12, 10, seed=0).tolist() == [7, 5, 4, 8, 0, 3, 9, 2, 6, 1, 9, 3]
+    assert sample_positions(10**9, 6, 4097, seed=1234).tolist() == [1767, 395, 2620, 1365, 1546, 495]
+
+
+@pytest.mark.parametrize("num_samples", [100, 1000, 4097])
+def test_every_sample_is_as_likely_at_every_place(num_samples: int) -> None:
+    """Within a tenth, where chance leaves a fourteenth. (With ten samples it is a quarter: halves of two bits.)"""
+    epochs, bins = np.arange(20_000, dtype=np.uint64), 10
+    for place in (0, num_samples // 2, num_samples - 1):
+        found = permute(np.full_like(epochs, place), epochs, num_samples, seed=1) * bins // num_samples
+        counts = np.bincount(found.astype(np.int64), minlength=bins)
+        assert np.abs(counts * bins / len(epochs) - 1).max() < 0.1
+
+
+def test_neighbors_in_an_epoch_are_not_neighbors_in_the_data() -> None:
+    order = sample_positions(0, 10_000, 10_000, seed=5)
+    steps = np.abs(np.diff(order))
+    assert (steps == 1).mean() < 0.002
+    assert steps.mean() == pytest.approx(10_000 / 3, rel=0.05)
+    assert abs(np.corrcoef(np.arange(10_000), order)[0, 1]) < 0.04

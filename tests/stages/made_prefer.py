@@ -21,7 +21,9 @@ from tests.tokenizer.made import small
 import torch
 
 CONTEXT = 48
-SHAPE = ModelConfig(width=32, num_layers=2, num_heads=2, num_kv_heads=1, mlp_width=48, context=CONTEXT)
+SHAPE = ModelConfig(
+    hidden_size=32, num_layers=2, num_heads=2, num_kv_heads=1, intermediate_size=48, context_length=CONTEXT
+)
 
 
 def tuned(folder: Path) -> Path:
@@ -67,15 +69,15 @@ def settings(**given: Any) -> Prefer:
     """A run of 6 steps that saves after each."""
     tree: dict[str, Any] = {
         "steps": 6,
-        "tokens_per_step": 4 * 2 * CONTEXT,
+        "global_batch_tokens": 4 * 2 * CONTEXT,
         "micro_batch_tokens": 3 * 2 * CONTEXT,
         "dry_run": False,
         "save_every_seconds": 1e-9,
         "log_every": 1,
-        "evaluate_every": 3,
+        "eval_every": 3,
         "precision": "float32",
-        "hold_out": 0.2,
-        "keep_checkpoints": 3,
+        "val_fraction": 0.2,
+        "keep_last": 3,
         "optimizer": {"kind": "adamw", "learning_rate": 0.003, "weight_decay": 0.0},
         **given,
     }

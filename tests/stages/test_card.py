@@ -4,7 +4,7 @@ from pathlib import Path
 from typing import Any
 
 from bloomery.core import io as core_io
-from bloomery.stages import execution
+from bloomery.stages import run_report
 
 VERSIONS = {"python": "3.11"}
 
@@ -48,7 +48,7 @@ SHARD = manifest(
 
 
 def test_a_card_names_sources_licenses_counts_the_mix_and_hashes() -> None:
-    found = execution.facts("demo", {"fetch": FETCH, "shard": SHARD}, {"fetch": "f" * 64, "shard": "5" * 64})
+    found = run_report.facts("demo", {"fetch": FETCH, "shard": SHARD}, {"fetch": "f" * 64, "shard": "5" * 64})
     assert found["sources"][0]["counts"] == {"documents": 9, "bytes": 1234, "rejected": 1}
     assert found["sources"][0]["config"] == {
         "name": "a|b",
@@ -59,7 +59,7 @@ def test_a_card_names_sources_licenses_counts_the_mix_and_hashes() -> None:
     }
     assert found["stages"]["fetch"]["sha256"] == "f" * 64
     assert found["stages"]["fetch"]["documents"] == 12
-    text = execution.markdown(found)
+    text = run_report.markdown(found)
     assert "| a\\|b | web | MIT | 9 | 1,234 | 1 |" in text
     assert "| c | code | BSD-3-Clause, Apache-2.0 | 3 | 99 | 0 |" in text
     assert "- c is us/c@1234\n" in text
@@ -72,7 +72,7 @@ def test_a_card_names_sources_licenses_counts_the_mix_and_hashes() -> None:
 
 def test_a_run_without_documents_has_no_card_and_a_begun_one_has(tmp_path: Path) -> None:
     core_io.write_json(tmp_path / "current.json", {"fetch": "01-fetch-00000000", "shard": "06-shard-00000000"})
-    assert execution.write_card(tmp_path) is None
+    assert run_report.write_card(tmp_path) is None
     core_io.write_json(tmp_path / "01-fetch-00000000" / "manifest.json", FETCH)
-    assert execution.write_card(tmp_path) == tmp_path / "data_card.md"
+    assert run_report.write_card(tmp_path) == tmp_path / "data_card.md"
     assert set(core_io.read_json(tmp_path / "data_card.json")["stages"]) == {"fetch"}

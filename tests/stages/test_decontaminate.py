@@ -153,13 +153,13 @@ def killed(*args: object, **more: object) -> None:
 
 def test_the_digest_follows_the_content_of_the_tasks(tmp_path: Path) -> None:
     config = Dedup(decontaminate=Decontaminate(files=(quiz(tmp_path),)))
-    before = dedup.digest(config)
-    assert before == dedup.digest(config)
+    before = dedup.external_inputs(config)
+    assert before == dedup.external_inputs(config)
     (tmp_path / "quiz.jsonl").write_text('{"question": "Another one than before?"}\n')
-    assert dedup.digest(config) != before
-    assert dedup.digest(Dedup()) == ""
+    assert dedup.external_inputs(config) != before
+    assert dedup.external_inputs(Dedup()) == ""
     with pytest.raises(DataError, match="holds no evaluation tasks"):
-        dedup.digest(Dedup(decontaminate=Decontaminate(files=(tmp_path / "gone.jsonl",))))
+        dedup.external_inputs(Dedup(decontaminate=Decontaminate(files=(tmp_path / "gone.jsonl",))))
 
 
 def test_limits_that_leave_nothing_to_find_are_errors() -> None:

@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 
 from bloomery.core import io as core_io
+from bloomery.core.chat import Message
 from bloomery.core.config import build
 from bloomery.data import documents
 from bloomery.evaluation import held_out
@@ -12,7 +13,7 @@ from bloomery.evaluation.held_out import JudgedAnswer, ToyQuestion
 from bloomery.evaluation.report import render
 from bloomery.stages import evaluate, instruct
 from bloomery.stages.config import Evaluate
-from bloomery.tokenizer.chat_template import Message, Renderer
+from bloomery.tokenizer.chat_template import Renderer
 from bloomery.weights import hf
 from tests.core.made import manifest
 from tests.evaluation.sets import write
@@ -35,7 +36,7 @@ def judged(question: str, answer: str, *before: Message, kind: str = "sum") -> J
 def inputs(tmp_path: Path) -> dict[str, Path]:
     """Documents, and conversations that were packed."""
     folders = {name: tmp_path / name for name in ("dedup", "shard", "instruct")}
-    core_io.write_json(folders["shard"] / core_io.MANIFEST, manifest(config={"hold_out": 0.0}))
+    core_io.write_json(folders["shard"] / core_io.MANIFEST, manifest(config={"val_fraction": 0.0}))
     with documents.Writer(folders["dedup"] / "kept") as writer:
         for number, text in enumerate(("The key is in the box.", "It makes 139.")):
             writer.write(row(str(number), text))
@@ -47,7 +48,7 @@ def inputs(tmp_path: Path) -> dict[str, Path]:
 
 
 def row(id: str, text: str) -> dict[str, Any]:
-    return {name: {"id": id, "text": text}.get(name, "") for name in documents.SCHEMA.names}
+    return {name: {"id": id, "text": text}.get(name, "") for name in documents.SCHEMA().names}
 
 
 @pytest.mark.parametrize(

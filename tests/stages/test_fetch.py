@@ -17,14 +17,11 @@ from bloomery.data.sources import local
 from bloomery.stages import fetch
 from bloomery.stages.config import Fetch
 from tests.data.made_poison import MOST_BYTES, POISONED_LINES, line
+from tests.stages.made_documents import hashes
 
 
 def jsonl(root: Path, name: str = "a", **more: Any) -> dict[str, Any]:
     return {"kind": "jsonl", "name": name, "domain": "web", "path": str(root / "*.jsonl"), **more}
-
-
-def tree(folder: Path) -> dict[str, bytes]:
-    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
 def ids(folder: Path) -> list[str]:
@@ -103,25 +100,12 @@ def test_what_is_taken_is_what_one_reader_would_take(many: Path, tmp_path: Path,
 def test_the_bytes_are_the_same_after_any_part_is_lost(many: Path, tmp_path: Path) -> None:
     given = {"sources": [jsonl(many, max_bytes=4_850), jsonl(many, "b", max_documents=3)]}
     stats = fetch.run(build(Fetch, given), {}, tmp_path / "out")
-    whole = tree(tmp_path / "out")
+    whole = hashes(tmp_path / "out")
     for name in sorted(whole)[3::14]:
         (tmp_path / "out" / name).unlink()
         (tmp_path / "out" / "documents" / "part-000-000011-000.parquet").write_bytes(b"of an attempt that died")
         assert fetch.run(build(Fetch, given), {}, tmp_path / "out") == stats
-        assert tree(tmp_path / "out") == whole
-
-
-@pytest.mark.usefixtures("small_pieces")
-def test_a_file_that_was_damaged_and_kept_its_size_is_fetched_again(many: Path, tmp_path: Path) -> None:
-    given = {"sources": [jsonl(many, max_bytes=4_850), jsonl(many, "b", max_documents=3)]}
-    stats = fetch.run(build(Fetch, given), {}, tmp_path / "out")
-    whole = tree(tmp_path / "out")
-    for path in sorted((tmp_path / "out" / "documents").iterdir())[::3]:
-        data = bytearray(path.read_bytes())
-        data[len(data) // 3] ^= 1
-        path.write_bytes(data)
-    assert fetch.run(build(Fetch, given), {}, tmp_path / "out") == stats
-    assert tree(tmp_path / "out") == whole
+        assert hashes(tmp_path / "out") == whole
 
 
 @pytest.mark.usefixtures("small_pieces")
@@ -145,7 +129,7 @@ def test_the_bytes_are_the_same_with_any_number_of_workers(many: Path, tmp_path:
     for workers in (1, 2):
         given = {"sources": [jsonl(many), jsonl(many, "b", max_documents=16)], "engine": {"workers": workers}}
         fetch.run(build(Fetch, given), {}, tmp_path / str(workers))
-    assert tree(tmp_path / "1") == tree(tmp_path / "2")
+    assert hashes(tmp_path / "1") == hashes(tmp_path / "2")
 
 
 def test_long_files_roll_over_and_keep_their_order(many: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -173,9 +157,9 @@ def test_of_documents_with_one_id_the_first_stays_and_the_others_are_rejected(tm
         **{"reasons": {"duplicate_id": 4}, "licenses": {"MIT": 5}},
     }
     assert stats["by_domain"] == {"web": {"documents": 5, "bytes": 10}}
-    whole = tree(tmp_path / "out")
+    whole = hashes(tmp_path / "out")
     assert fetch.run(skip, {}, tmp_path / "out") == stats
-    assert tree(tmp_path / "out") == whole
+    assert hashes(tmp_path / "out") == whole
     strict = build(Fetch, {"sources": [jsonl(tmp_path / "raw", id_field="key")]})
     with pytest.raises(DataError, match=r"two documents have the id '2': a/a\.jsonl:2 and a/a\.jsonl:3"):
         fetch.run(strict, {}, tmp_path / "strict")
@@ -229,11 +213,11 @@ def test_a_long_file_of_lines_is_several_parts_with_the_documents_of_one(
         assert fetch.run(build(Fetch, {**given, "engine": {"workers": workers}}), {}, out) == whole
         for folder in ("documents", "rejected"):
             assert list(documents.read(out / folder)) == list(documents.read(tmp_path / "whole" / folder))
-    before = tree(tmp_path / "1")
+    before = hashes(tmp_path / "1")
     for name in sorted(before)[2::13]:
         (tmp_path / "1" / name).unlink()
         assert fetch.run(config, {}, tmp_path / "1") == whole
-        assert tree(tmp_path / "1") == before
+        assert hashes(tmp_path / "1") == before
 
 
 def test_the_lines_of_a_long_file_are_named_as_in_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,6 +10,7 @@ from bloomery.data import documents
 from bloomery.data.filters.apply import PRESETS
 from bloomery.stages import filter as filtering
 from bloomery.stages.config import Filter
+from tests.stages.made_documents import hashes
 
 PROSE = "The furnace was lit before dawn, and it had to burn until the iron ran. Nobody knew who had built it. "
 TEXTS = {
@@ -53,10 +54,6 @@ def run(fetched: Path, out: Path, rules: list[dict[str, Any]] = RULES, **engine:
     return filtering.run(build(Filter, {"rules": rules, "engine": engine}), {"fetch": fetched}, out)
 
 
-def contents(folder: Path) -> dict[str, bytes]:
-    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*.*")}
-
-
 def test_every_document_is_kept_or_dropped_with_its_rule_and_value(fetched: Path, tmp_path: Path) -> None:
     stats = run(fetched, tmp_path / "out")
     kept = {row["id"] for row in documents.read(tmp_path / "out" / "kept")}
@@ -64,6 +61,7 @@ def test_every_document_is_kept_or_dropped_with_its_rule_and_value(fetched: Path
     assert kept | set(dropped) == {row["id"] for row in documents.read(fetched / "documents")}
     assert not kept & set(dropped)
     assert stats["documents"] == stats["kept"] + stats["dropped"] == 24
+    assert json.loads(json.dumps(stats)) == stats
     assert dropped["web/0/1"] == ("length.too_short", 10)
     assert dropped["web/1/3"][0] == "repetition.duplicate_lines"
     assert dropped["code/2/2"] == ("code.long_line", 3000)
@@ -93,12 +91,12 @@ def test_a_kept_document_has_the_masked_text_and_it_is_counted(fetched: Path, tm
 def test_workers_and_an_attempt_that_died_leave_the_same_bytes(fetched: Path, tmp_path: Path) -> None:
     stats = run(fetched, tmp_path / "one", workers=1)
     assert run(fetched, tmp_path / "two", workers=2) == stats
-    assert contents(tmp_path / "one") == contents(tmp_path / "two")
-    before = contents(tmp_path / "two")
+    assert hashes(tmp_path / "one") == hashes(tmp_path / "two")
+    before = hashes(tmp_path / "two")
     (tmp_path / "two" / "kept" / "part-00001.parquet").write_bytes(b"torn")
     (tmp_path / "two" / "parts" / "filter" / "part-00002.json").unlink()
     assert run(fetched, tmp_path / "two") == stats
-    assert contents(tmp_path / "two") == before
+    assert hashes(tmp_path / "two") == before
 
 
 def test_every_preset_can_judge(fetched: Path, tmp_path: Path) -> None:
@@ -115,15 +113,10 @@ def test_the_digest_follows_the_lists_that_rules_name(tmp_path: Path) -> None:
     path = tmp_path / "hosts.txt"
     path.write_text("example.com\n")
     config = build(Filter, {"rules": [{"kind": "urls", "hosts_path": str(path)}]})
-    before = filtering.digest(config)
+    before = filtering.external_inputs(config)
     path.write_text("example.org\n")
-    assert filtering.digest(config) not in ("", before)
-    assert filtering.digest(Filter()) == ""
+    assert filtering.external_inputs(config) not in ("", before)
+    assert filtering.external_inputs(Filter()) == ""
     path.unlink()
     with pytest.raises(DataError, match=r"hosts\.txt: cannot be read"):
-        filtering.digest(config)
-
-
-def test_statistics_are_json(fetched: Path, tmp_path: Path) -> None:
-    stats = run(fetched, tmp_path / "out")
-    assert json.loads(json.dumps(stats)) == stats
+        filtering.external_inputs(config)

@@ -5,10 +5,11 @@ from pathlib import Path
 import pytest
 
 from bloomery.core import config, pipeline
+from bloomery.core.chat import Message
 from bloomery.core.errors import ConfigError
 from bloomery.model.config import ModelConfig
 from bloomery.recipe import STAGES, Recipe
-from bloomery.tokenizer.chat_template import TEMPLATES, Message, Renderer
+from bloomery.tokenizer.chat_template import TEMPLATES, Renderer
 from bloomery.tokenizer.tokenizer import Tokenizer
 from bloomery.weights import export, hf, locate
 from bloomery.weights.hf import Lineage
@@ -18,18 +19,18 @@ from tests.tokenizer.made import small
 
 import torch
 
-SHAPE = ModelConfig(width=16, num_layers=2, num_heads=2, num_kv_heads=1, mlp_width=16, context=96)
+SHAPE = ModelConfig(hidden_size=16, num_layers=2, num_heads=2, num_kv_heads=1, intermediate_size=16, context_length=96)
 MORE = """
 [instruct]
-template = "chatml"
-row_tokens = 97
-hold_out = 0.2
+chat_template = "chatml"
+sequence_length = 97
+val_fraction = 0.2
 sources = [{ kind = "worlds", count = 60 }]
 [finetune]
 steps = 3
-tokens_per_step = 192
-evaluate_every = 2
-lora = { rank = 2, targets = ["attention.*"], base = "nf4" }
+global_batch_tokens = 192
+eval_every = 2
+lora = { rank = 2, target_modules = ["attention.*"], base_dtype = "nf4" }
 """
 
 
@@ -38,7 +39,11 @@ def recipe_of(root: Path) -> Path:
     model = lively(SHAPE, 0, small().vocab_size)
     hf.save(root / "base", model, Renderer(small()), Lineage(tokenizer="", template=None, shards=""))
     (root / "base" / "bloomery.json").unlink()
-    text = path.read_text().replace("context = 16", "context = 96").replace("num_layers = 1", "num_layers = 2")
+    text = (
+        path.read_text()
+        .replace("context_length = 16", "context_length = 96")
+        .replace("num_layers = 1", "num_layers = 2")
+    )
     text = text.replace("[pretrain]", f'[pretrain]\nstart_from = "{root}/base"').replace("= 64", "= 192")
     path.write_text(text + MORE)
     return path
@@ -46,7 +51,7 @@ def recipe_of(root: Path) -> Path:
 
 def test_adapters_in_chatml_on_the_weights_of_others_from_recipe_to_export(tmp_path: Path) -> None:
     recipe = config.load(Recipe, recipe_of(tmp_path / "theirs"))
-    assert recipe.tokenizer.template == "chatml"
+    assert recipe.tokenizer.chat_template == "chatml"
     plans = pipeline.plan_stages(STAGES, recipe, tmp_path / "run")
     done = pipeline.execute(plans, until="finetune")
     assert done["finetune"] == "ran"
@@ -72,10 +77,10 @@ def test_adapters_in_chatml_on_the_weights_of_others_from_recipe_to_export(tmp_p
 def test_a_recipe_gives_its_tokenizer_the_tokens_of_its_template_unless_it_names_others(tmp_path: Path) -> None:
     path = recipe_of(tmp_path / "theirs")
     text = path.read_text()
-    path.write_text(text.replace("[tokenizer]", '[tokenizer]\ntemplate = "llama3"'))
-    assert config.load(Recipe, path).tokenizer.template == "llama3"
-    path.write_text(text.replace('template = "chatml"', ""))
-    assert config.load(Recipe, path).tokenizer.template == "bloomery"
-    path.write_text(text.replace('template = "chatml"', 'template = "chatlm"'))
-    with pytest.raises(ConfigError, match="template"):
+    path.write_text(text.replace("[tokenizer]", '[tokenizer]\nchat_template = "llama3"'))
+    assert config.load(Recipe, path).tokenizer.chat_template == "llama3"
+    path.write_text(text.replace('chat_template = "chatml"', ""))
+    assert config.load(Recipe, path).tokenizer.chat_template == "bloomery"
+    path.write_text(text.replace('chat_template = "chatml"', 'chat_template = "chatlm"'))
+    with pytest.raises(ConfigError, match="chat_template"):
         config.load(Recipe, path)

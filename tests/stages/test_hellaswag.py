@@ -15,7 +15,7 @@ from tests.train.made import SHAPE, session, write_samples
 
 
 def recipe(**settings: Any) -> Pretrain:
-    return Pretrain(steps=1, tokens_per_step=16, model=SHAPE, **settings)
+    return Pretrain(steps=1, global_batch_tokens=16, model=SHAPE, **settings)
 
 
 def test_a_run_asks_at_every_evaluation_also_at_one_that_it_died_in(tmp_path: Path) -> None:
@@ -31,11 +31,11 @@ def test_a_run_asks_at_every_evaluation_also_at_one_that_it_died_in(tmp_path: Pa
             raise KeyboardInterrupt
         return ask(*args)
 
-    run = session(tmp_path / "shards", tmp_path / "out", evaluate_every=4, main_log=True)
+    run = session(tmp_path / "shards", tmp_path / "out", eval_every=4, main_log=True)
     run.evaluations = {"hellaswag": dying}
     with pytest.raises(KeyboardInterrupt):
         run.run()
-    run = session(tmp_path / "shards", tmp_path / "out", evaluate_every=4, main_log=True)
+    run = session(tmp_path / "shards", tmp_path / "out", eval_every=4, main_log=True)
     run.evaluations = {"hellaswag": dying}
     run.run()
     found = [line for line in read_metrics(tmp_path / "out" / "metrics.jsonl") if "hellaswag" in line]

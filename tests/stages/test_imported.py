@@ -35,9 +35,14 @@ measure = false
 folder = "{root}"
 [pretrain]
 steps = 2
-tokens_per_step = 64
+global_batch_tokens = 64
 {optimizer}
-model = {{ width = 16, num_layers = 1, num_heads = 2, num_kv_heads = 1, mlp_width = 16, context = 16 }}
+model.hidden_size = 16
+model.num_layers = 1
+model.num_heads = 2
+model.num_kv_heads = 1
+model.intermediate_size = 16
+model.context_length = 16
 """
 
 
@@ -110,7 +115,9 @@ def test_a_recipe_needs_documents_or_token_files(tmp_path: Path) -> None:
 def starting_from(root: Path, padding: int = 0, **changes: object) -> tuple[Path, Transformer]:
     """As `written`, and a model folder of others that training starts from."""
     recipe = written(root)
-    shape = ModelConfig(width=16, num_layers=1, num_heads=2, num_kv_heads=1, mlp_width=16, context=16)
+    shape = ModelConfig(
+        hidden_size=16, num_layers=1, num_heads=2, num_kv_heads=1, intermediate_size=16, context_length=16
+    )
     model = lively(shape.model_copy(update=changes), 0, small().vocab_size + padding)
     hf.save(root / "base", model, Renderer(small()), Lineage(tokenizer="", template=None, shards=""))
     (root / "base" / "bloomery.json").unlink()
@@ -141,7 +148,7 @@ def test_weights_of_another_shape_or_tokenizer_are_not_started_from(tmp_path: Pa
         pretrain.start(section, train(["some other text"] * 3, 400))
     (tmp_path / "theirs" / "base" / "config.json").unlink()
     with pytest.raises(CheckpointError, match="holds no model"):
-        pretrain.digest(section)
+        pretrain.external_inputs(section)
 
 
 def test_a_cycle_of_layers_may_be_said_in_full(tmp_path: Path) -> None:
@@ -174,8 +181,8 @@ def test_a_plan_is_made_before_token_files_and_weights_are_there(tmp_path: Path,
 
 
 def test_a_choice_that_no_other_program_has_is_said_before_anything_is_done(tmp_path: Path, call: Call) -> None:
-    words = str(written(tmp_path / "theirs")), "pretrain.model.positions=none", "--runs", str(tmp_path)
-    why = "can be used here and nowhere else: positions='none' is nothing that LlamaForCausalLM has"
+    words = str(written(tmp_path / "theirs")), "pretrain.model.position_embedding=none", "--runs", str(tmp_path)
+    why = "can be used here and nowhere else: position_embedding='none' is nothing that LlamaForCausalLM has"
     code, out, _ = call("plan", *words)
     assert (code, why in " ".join(out.split())) == (0, True)
     code, _, said = call("run", *words, "--until", "tokenizer")

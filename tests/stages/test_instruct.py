@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from bloomery.core import io as core_io
+from bloomery.core.chat import Message, as_message
 from bloomery.core.config import build
 from bloomery.core.errors import ConfigError, DataError
 from bloomery.core.pipeline import Stage, StagePlan, content_hash, seal
@@ -19,7 +20,7 @@ from bloomery.shards import format
 from bloomery.shards.loader import IGNORE, PackedDataset
 from bloomery.stages import instruct
 from bloomery.stages.config import Instruct
-from bloomery.tokenizer.chat_template import TEMPLATES, Message, Renderer, as_message
+from bloomery.tokenizer.chat_template import TEMPLATES, Renderer
 from tests.tokenizer.made import small
 
 ROW = 81
@@ -92,7 +93,7 @@ class Done:
     def config(self) -> Instruct:
         jsonl = {"kind": "jsonl", "name": "file", "path": str(self.path)}
         generated = {"kind": "worlds", "count": WORLD_TALKS, "seed": 3}
-        return build(Instruct, {"sources": [jsonl, generated], "row_tokens": ROW, "hold_out": 0.2})
+        return build(Instruct, {"sources": [jsonl, generated], "sequence_length": ROW, "val_fraction": 0.2})
 
 
 @pytest.fixture(scope="module")
@@ -227,7 +228,7 @@ def test_the_loader_learns_every_supervised_token_once_and_lets_no_conversation_
 def test_two_runs_give_the_same_content(done: Done, tmp_path: Path) -> None:
     stats = instruct.run(done.config, done.inputs, tmp_path)
     assert stats == done.stats
-    stage = Stage(name="instruct", run="bloomery.stages.instruct:run")
+    stage = Stage("instruct", "bloomery.stages.instruct")
     for folder in (tmp_path, done.out):
         plan = StagePlan(stage=stage, config=done.config, folder=folder, fingerprint="0", inputs={})
         seal(plan, stats, seconds=1.0, resumed=False)
@@ -241,30 +242,30 @@ def test_nothing_to_learn_or_to_validate_with_is_an_error(done: Done, tmp_path: 
     tree: dict[str, Any] = {"sources": [{"kind": "jsonl", "name": "a", "path": str(tmp_path / "a.jsonl")}]}
     listed = tmp_path / "out" / "rejected.jsonl"
     told = re.escape(f"3 rejected (not_json 2, no_messages 1): {listed} says of each where it stands and why.")
-    with pytest.raises(DataError, match=rf"no conversation is left to learn from\n{told}"):
+    with pytest.raises(DataError, match=rf"no conversation is left to train on\n{told}"):
         instruct.run(build(Instruct, tree), inputs, tmp_path / "out")
     assert len(listed.read_text().splitlines()) == 3
     with (tmp_path / "a.jsonl").open("a") as file:
         file.write(json.dumps({"messages": talk("A", "B")}) + "\n")
-    with pytest.raises(DataError, match=rf"no conversation was held out.*\nRaise instruct\.hold_out.*{told}"):
-        instruct.run(build(Instruct, {**tree, "hold_out": 1e-9}), inputs, tmp_path / "out")
-    with pytest.raises(DataError, match=r"no conversation is left to learn from\nAdd conversations, or lower"):
-        instruct.run(build(Instruct, {"sources": [], "hold_out": 1e-9}), inputs, tmp_path / "out")
+    with pytest.raises(DataError, match=rf"conversation is left for validation\nRaise instruct\.val_fraction.*{told}"):
+        instruct.run(build(Instruct, {**tree, "val_fraction": 1e-9}), inputs, tmp_path / "out")
+    with pytest.raises(DataError, match=r"no conversation is left to train on\nAdd conversations, or lower"):
+        instruct.run(build(Instruct, {"sources": [], "val_fraction": 1e-9}), inputs, tmp_path / "out")
     none = {"sources": [{"kind": "jsonl", "name": "a", "path": str(tmp_path / "none.jsonl")}]}
     with pytest.raises(DataError, match=r"none\.jsonl: no such file"):
         instruct.run(build(Instruct, none), inputs, tmp_path / "out")
     with pytest.raises(DataError, match=r"(?s)none\.jsonl: no such file.*holds: a\.jsonl"):
-        instruct.digest(build(Instruct, none))
+        instruct.external_inputs(build(Instruct, none))
 
 
 def test_the_digest_changes_with_the_content_of_a_file_and_not_with_its_place(done: Done, tmp_path: Path) -> None:
     def digest(content: str, name: str) -> str:
         (tmp_path / name).write_text(content)
         source = {"kind": "jsonl", "name": "a", "path": str(tmp_path / name)}
-        return instruct.digest(build(Instruct, {"sources": [source, {"kind": "worlds"}]}))
+        return instruct.external_inputs(build(Instruct, {"sources": [source, {"kind": "worlds"}]}))
 
     assert digest("a\n", "a.jsonl") == digest("a\n", "b.jsonl") != digest("b\n", "a.jsonl")
-    plain, other = (instruct.digest(Instruct(template=name)) for name in ("bloomery", "chatml"))
+    plain, other = (instruct.external_inputs(Instruct(chat_template=name)) for name in ("bloomery", "chatml"))
     assert (plain, other) == (TEMPLATES["bloomery"].hash, TEMPLATES["chatml"].hash)
 
 
@@ -272,8 +273,8 @@ def test_a_file_may_lie_in_the_home_folder(done: Done, tmp_path: Path, monkeypat
     monkeypatch.setenv("HOME", str(tmp_path))
     (tmp_path / "a.jsonl").write_text((json.dumps({"messages": talk("A", "B")}) + "\n") * 2)
     sources = [{"kind": "jsonl", "name": "a", "path": "~/a.jsonl"}, {"kind": "worlds", "count": 50}]
-    config = build(Instruct, {"sources": sources, "hold_out": 0.2})
-    assert instruct.digest(config).split()[0] == core_io.sha256_file(tmp_path / "a.jsonl")
+    config = build(Instruct, {"sources": sources, "val_fraction": 0.2})
+    assert instruct.external_inputs(config).split()[0] == core_io.sha256_file(tmp_path / "a.jsonl")
     assert instruct.run(config, done.inputs, tmp_path / "out")["by_source"]["a"]["conversations"] == 2
 
 
@@ -295,8 +296,8 @@ def test_what_is_read_is_kept_rejected_or_dropped_and_the_page_tells_the_same(do
     rows += [rows[0], {"messages": talk("Who?", "I am ChatGPT.")}, {"messages": talk("Q")}]
     path = tmp_path / "a.jsonl"
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    source = {"kind": "files", "name": "a", "path": str(path), "copies": 3, "max_answers": 1, "license": "CC0-1.0"}
-    tree = {"sources": [source], "filters": [{"kind": "identity"}, {"kind": "duplicates"}], "hold_out": 0.2}
+    source = {"kind": "files", "name": "a", "path": str(path), "repeat": 3, "max_turns": 1, "license": "CC0-1.0"}
+    tree = {"sources": [source], "filters": [{"kind": "identity"}, {"kind": "duplicates"}], "val_fraction": 0.2}
     stats = instruct.run(build(Instruct, tree), {**done.inputs, "synthesize": _empty(tmp_path)}, tmp_path / "out")
     counts = {"read": 63, "conversations": 60, "rejected": 1, "dropped": 2, "cut_at_a_turn": 60}
     assert {name: stats[name] for name in counts} == counts
@@ -344,7 +345,7 @@ def test_ways_through_one_tree_are_held_out_together(done: Done, tmp_path: Path)
                 {"message_id": f"{tree}-{way}", "parent_id": f"{tree}", "role": "assistant", "text": f"A {way}"}
             )
     (tmp_path / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    tree_of = {"sources": [{"kind": "files", "name": "a", "path": str(tmp_path / "a.jsonl")}], "hold_out": 0.3}
+    tree_of = {"sources": [{"kind": "files", "name": "a", "path": str(tmp_path / "a.jsonl")}], "val_fraction": 0.3}
     stats = instruct.run(build(Instruct, tree_of), {**done.inputs, "synthesize": _empty(tmp_path)}, tmp_path / "out")
     assert stats["conversations"] == 240
     assert 0 < stats["val"]["conversations"] < 120
@@ -361,13 +362,13 @@ def test_conversations_that_hold_questions_of_the_table_are_left_out(done: Done,
     (tmp_path / "talks.jsonl").write_text("".join(json.dumps({"messages": one}) + "\n" for one in talks))
     looked_for = {"kind": "decontaminate", "tasks": ["copa"], "data": [str(task.parent)]}
     sources = [{"kind": "files", "name": "talks", "path": str(tmp_path / "talks.jsonl")}]
-    config = build(Instruct, {"sources": sources, "row_tokens": ROW, "hold_out": 0.2, "filters": [looked_for]})
+    config = build(Instruct, {"sources": sources, "sequence_length": ROW, "val_fraction": 0.2, "filters": [looked_for]})
     inputs = done.inputs | {"synthesize": _empty(tmp_path)}
     told = instruct.run(config, inputs, tmp_path / "out")
     assert (told["dropped_by_reason"], told["conversations"]) == ({"decontaminate.copa": 1}, 60)
-    before = instruct.digest(config)
+    before = instruct.external_inputs(config)
     task.write_text(task.read_text().replace("sang", "flew"))
-    assert instruct.digest(config) != before
+    assert instruct.external_inputs(config) != before
     with pytest.raises(ConfigError, match="there is no task 'copper'"):
         build(Instruct, {"sources": sources, "filters": [looked_for | {"tasks": ["copper"]}]})
     with pytest.raises(ConfigError, match="neither files nor tasks"):

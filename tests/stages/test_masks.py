@@ -189,7 +189,9 @@ def run(template: str, folder: Path, paths: list[Path]) -> dict[str, Any]:
     (folder / "synthesize").mkdir()
     (folder / "synthesize" / "conversations.jsonl").touch()
     sources = [{"kind": "files", "name": path.name.partition(".")[0], "path": str(path)} for path in paths]
-    config = build(Instruct, {"sources": sources, "row_tokens": ROW, "hold_out": 0.1, "template": template})
+    config = build(
+        Instruct, {"sources": sources, "sequence_length": ROW, "val_fraction": 0.1, "chat_template": template}
+    )
     inputs = {name: folder / name for name in ("tokenizer", "synthesize")}
     return instruct.run(config, inputs, folder / "out")
 

@@ -6,7 +6,7 @@ from typing import Any
 from bloomery.core import io as core_io
 from bloomery.core.log import METRICS, Metrics
 from bloomery.data import documents
-from bloomery.stages import execution
+from bloomery.stages import run_report
 from tests.core.made import manifest
 from tests.evaluation.made import full
 from tests.stages.test_card import FETCH
@@ -23,20 +23,20 @@ def test_each_reason_has_its_first_document_whatever_the_parts(tmp_path: Path) -
         path = tmp_path / "dropped" / f"part-{part:05d}.parquet"
         with documents.PartWriter(path, documents.dropped_schema()) as writer:
             writer.write(some)
-    found = list(execution.dropped_samples(tmp_path))
+    found = list(run_report.dropped_samples(tmp_path))
     assert [(one["reason"], one["text"][:7].strip()) for one in found] == [
         *((f"rule.{number}", f"text {number}") for number in range(7)),
         ("last", "text 99"),
     ]
-    assert all(len(one["text"]) == execution.SHOWN_CHARACTERS for one in found)
+    assert all(len(one["text"]) == run_report.SHOWN_CHARACTERS for one in found)
 
 
 def test_a_run_that_has_only_fetched_has_a_page_and_one_that_has_not_has_none(tmp_path: Path) -> None:
     core_io.write_json(tmp_path / "current.json", {"fetch": "01-fetch-00000000", "shard": "06-shard-00000000"})
-    assert execution.write_page(tmp_path) is None
+    assert run_report.write_page(tmp_path) is None
     facts = {"stage": "fetch", "seconds": 1.5, "resumed": False}
     core_io.write_json(tmp_path / "01-fetch-00000000" / "manifest.json", FETCH | facts)
-    page = execution.write_page(tmp_path)
+    page = run_report.write_page(tmp_path)
     assert page is not None
     assert "code" in page.read_text()
 
@@ -55,7 +55,7 @@ def test_a_run_that_trains_has_its_curves_on_the_page_before_it_is_evaluated(tmp
 
     def page(*stages: str) -> str:
         core_io.write_json(tmp_path / "current.json", {stage: names[stage] for stage in stages})
-        made = execution.write_page(tmp_path)
+        made = run_report.write_page(tmp_path)
         assert made is not None
         return made.read_text()
 

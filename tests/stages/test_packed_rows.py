@@ -5,11 +5,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from bloomery.core.chat import Message
 from bloomery.core.errors import DataError
 from bloomery.shards import format
 from bloomery.shards.loader import IGNORE, PackedDataset
 from bloomery.stages import finetune, instruct
-from bloomery.tokenizer.chat_template import TEMPLATES, Message, Rendered, Renderer, Template
+from bloomery.tokenizer.chat_template import TEMPLATES, Rendered, Renderer, Template
 from tests.model.made import SHAPES, lively
 from tests.tokenizer.made import made_for
 
@@ -52,7 +53,7 @@ def test_changing_one_conversation_leaves_the_logits_of_the_other_in_its_row_bit
     first, renderer, some = written(tmp_path / "a", name, ("Who is there?", "It is me."), ("Why?", "So."))
     second, _, others = written(tmp_path / "b", name, ("Why not?", "It is me."), ("Why?", "So."))
     cut, other_cut = len(some[0].ids), len(others[0].ids)
-    model = lively(SHAPES[0].model_copy(update={"context": ROW}), 0, renderer.tokenizer.vocab_size)
+    model = lively(SHAPES[0].model_copy(update={"context_length": ROW}), 0, renderer.tokenizer.vocab_size)
     logits = []
     for samples in (first, second):
         batch = samples.batch(np.array([0]))

@@ -42,7 +42,7 @@ def test_a_plan_says_what_will_run_and_what_it_needs(call: Call, tmp_path: Path)
         tmp_path,
         "pretrain.steps=7",
         "pretrain.schedule.warmup_steps=4",
-        "pretrain.tokens_per_step=1000",
+        "pretrain.global_batch_tokens=1000",
     )[1]
     assert "pretrain: 4,000,000 parameters, 5,376 tokens" in text
 
@@ -51,7 +51,7 @@ def test_a_plan_says_what_will_run_and_what_it_needs(call: Call, tmp_path: Path)
 def test_a_plan_is_for_as_many_devices_as_the_recipe_has_ranks_unless_another_number_is_said(
     call: Call, tmp_path: Path
 ) -> None:
-    words = ["plan", DEMO, "--runs", tmp_path, "--json", "--device", "rtx-4090", "pretrain.ranks=2"]
+    words = ["plan", DEMO, "--runs", tmp_path, "--json", "--device", "rtx-4090", "pretrain.num_processes=2"]
     found = [json.loads(call(*words, *more)[1]) for more in ([], ["--devices", "4"])]
     assert [one["pretrain"]["devices"] for one in found] == [2, 4]
     assert [one["finetune"]["devices"] for one in found] == [1, 4]
@@ -67,7 +67,7 @@ def test_a_device_has_memory(call: Call, capsys: pytest.CaptureFixture[str]) -> 
 
 
 def test_a_plan_is_made_for_a_machine_that_is_not_here(call: Call, tmp_path: Path) -> None:
-    words = ["--device", "rtx-4090", "--devices", "2", "--price", "0.8", "--watts", "900"]
+    words = ["--device", "rtx-4090", "--devices", "2", "--price", "0.8", "--power-watts", "900"]
     code, out, _ = call("plan", DEMO, "--runs", tmp_path, "--json", *words)
     facts = json.loads(out)["pretrain"]
     assert code == 0
@@ -83,7 +83,7 @@ def test_a_plan_is_made_for_a_machine_that_is_not_here(call: Call, tmp_path: Pat
 
 def test_a_plan_of_a_recipe_that_trains_nothing_has_the_same_keys(call: Call, tmp_path: Path) -> None:
     recipe = tmp_path / "data.toml"
-    source = '{kind = "standard_library", name = "code", domain = "code", part = "code"}'
+    source = '{kind = "standard_library", name = "code", domain = "code", subset = "code"}'
     recipe.write_text(f'name = "data"\n[fetch]\nsources = [{source}]\n')
     code, out, err = call("plan", recipe, "--runs", tmp_path / "runs", "--json")
     assert code == 0, err
@@ -130,7 +130,7 @@ def test_a_plan_of_text_on_a_host_that_cannot_be_asked_says_all_but_what_is_fres
         assert json.loads(out)["pretrain"]["parameters"] == 4_000_000
         code, out, _ = call("plan", DEMO, *words)
         assert code == 0
-        assert out.startswith("Whether these are fresh is unknown: made/texts: the connection failed")
+        assert out.startswith("Whether these are up to date is unknown: made/texts: the connection failed")
         code, out, _ = call("plan", DEMO, *words[:1], "--runs", tmp_path, "fetch.sources=[]", "--json")
         assert (code, json.loads(out)["stages"][0]["fresh"]) == (0, False)
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
@@ -141,8 +141,8 @@ def test_a_plan_of_text_on_a_host_that_cannot_be_asked_says_all_but_what_is_fres
 def test_a_plan_counts_the_reference_that_stays_beside_the_model_and_says_what_it_leaves_out(
     call: Call, tmp_path: Path
 ) -> None:
-    words = ["--runs", tmp_path, "--device", "rtx-4090", "--json", "prefer.steps=10", "prefer.tokens_per_step=8192"]
-    problems = 'prefer.loss={kind="grpo", problems=[{kind="arithmetic"}], kl_weight=%s}'
+    words = ["--runs", tmp_path, "--device", "rtx-4090", "--json", "prefer.steps=10", "prefer.global_batch_tokens=8192"]
+    problems = 'prefer.loss={kind="grpo", problems=[{kind="arithmetic"}], kl_coef=%s}'
     found = []
     for weight in ("0.0", "0.1"):
         code, out, err = call("plan", DEMO, *words, problems % weight)
@@ -154,4 +154,4 @@ def test_a_plan_counts_the_reference_that_stays_beside_the_model_and_says_what_i
     code, out, _ = call(
         "plan", DEMO, *words[:-3], "--device", "rtx-4090", *words[-2:], 'prefer.pairs=[{kind="worlds"}]'
     )
-    assert "besides  the time of one forward pass over all rows" in out
+    assert "note     the time of one forward pass over all rows" in out

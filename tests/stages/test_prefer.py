@@ -9,17 +9,18 @@ from typing import Any
 import numpy as np
 import pytest
 
+from bloomery.core.chat import Message
 from bloomery.core.errors import CheckpointError, ConfigError, DataError
 from bloomery.core.log import read_metrics
 from bloomery.shards import format
 from bloomery.shards.loader import IGNORE, PackedDataset
 from bloomery.stages import prefer
-from bloomery.tokenizer.chat_template import TEMPLATES, Message, Renderer
-from bloomery.train.preference.losses import CHOSEN, ELSEWHERE, REJECTED
+from bloomery.tokenizer.chat_template import TEMPLATES, Renderer
+from bloomery.train.preference.losses import CHOSEN, REJECTED
 from bloomery.weights import hf
 from tests.stages.made_prefer import CONTEXT, left, polite_pairs, settings, tuned
 from tests.tokenizer.made import made_for, small
-from tests.train.test_session import die_after
+from tests.train.test_trainer import die_after
 
 
 @pytest.fixture(scope="module")
@@ -53,10 +54,9 @@ def test_pairs_are_learned_and_the_margin_of_held_out_ones_rises(finetuned: Path
     [
         pytest.param({"loss": {"kind": "ipo"}}, marks=pytest.mark.slow),
         pytest.param({"loss": {"kind": "simpo"}}, marks=pytest.mark.slow),
-        {"loss": {"kind": "kto"}},
-        {"lora": {"rank": 4, "base": "nf4"}, "optimizer": {"kind": "adamw", "learning_rate": 0.03}},
+        {"lora": {"rank": 4, "base_dtype": "nf4"}, "optimizer": {"kind": "adamw", "learning_rate": 0.03}},
     ],
-    ids=["ipo", "simpo", "kto", "adapters"],
+    ids=["ipo", "simpo", "adapters"],
 )
 def test_every_loss_and_adapters_too_move_the_margin(finetuned: Path, tmp_path: Path, given: dict[str, Any]) -> None:
     stats = prefer.run(settings(pairs=pairs(tmp_path), steps=8, **given), {"finetune": finetuned}, tmp_path)
@@ -69,7 +69,6 @@ def test_every_loss_and_adapters_too_move_the_margin(finetuned: Path, tmp_path: 
     "given",
     [
         pytest.param({}, id="dpo"),
-        pytest.param({"loss": {"kind": "kto"}}, id="kto", marks=pytest.mark.slow),
         pytest.param({"lora": {"rank": 4}}, id="adapters", marks=pytest.mark.slow),
     ],
 )
@@ -140,7 +139,7 @@ def test_two_ranks_learn_what_one_learns(finetuned: Path, tmp_path: Path) -> Non
     found = []
     for ranks in (1, 2):
         out = tmp_path / str(ranks)
-        prefer.run(config.model_copy(update={"ranks": ranks}), {"finetune": finetuned}, out)
+        prefer.run(config.model_copy(update={"num_processes": ranks}), {"finetune": finetuned}, out)
         found.append(read_metrics(out / "metrics.jsonl"))
     for one, two in zip(*([line for line in lines if "margin" in line] for lines in found), strict=True):
         for name in ("loss", "margin", "accuracy", "gradient_norm"):
@@ -149,7 +148,7 @@ def test_two_ranks_learn_what_one_learns(finetuned: Path, tmp_path: Path) -> Non
 
 def test_a_split_without_a_pair_is_an_error_that_names_it(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="none is left for the split val"):
-        prefer.prepare(settings(pairs=pairs(tmp_path), hold_out=1e-9), Renderer(small()), CONTEXT, tmp_path)
+        prefer.prepare(settings(pairs=pairs(tmp_path), val_fraction=1e-9), Renderer(small()), CONTEXT, tmp_path)
 
 
 def test_sequences_are_rendered_conversations_cut_at_turns_where_they_are_too_long(tmp_path: Path) -> None:
@@ -169,7 +168,7 @@ def test_sequences_are_rendered_conversations_cut_at_turns_where_they_are_too_lo
     source = {"kind": "files", "name": "a", "path": str(tmp_path / "a.jsonl")}
     worlds = {"kind": "worlds", "count": 60}
     stats = prefer.prepare(settings(pairs=[source, worlds]), renderer, CONTEXT, tmp_path)
-    assert stats["rejected_by_reason"]["no_pair"] == 1
+    assert stats["rejected_by_reason"]["unknown_shape"] == 1
     assert stats["rejected_by_reason"]["same_answer"] == 1
     assert stats["rejected_by_reason"]["too_long"] >= 1
     assert stats["cut_at_a_turn"] >= 1
@@ -196,19 +195,6 @@ def test_sequences_are_rendered_conversations_cut_at_turns_where_they_are_too_lo
     assert found[small().decode(wanted.ids)] == [f"{CHOSEN} 4"]
     kinds = np.concatenate([prefer.kinds_of(tmp_path, split).ravel() for split in prefer.SPLITS])
     assert (kinds == CHOSEN).sum() == (kinds == REJECTED).sum() == stats["kept"]
-
-
-def test_single_answers_have_one_of_another_question_beside_them(tmp_path: Path) -> None:
-    rows = [{"prompt": f"{n} plus 1?", "completion": f"{n + 1}", "label": n % 2 == 0} for n in range(40)]
-    (tmp_path / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    source = {"kind": "files", "name": "a", "path": str(tmp_path / "a.jsonl")}
-    config = settings(pairs=[source], loss={"kind": "kto"})
-    stats = prefer.prepare(config, Renderer(small()), CONTEXT, tmp_path)
-    assert sum(stats[split]["chosen"] + stats[split]["rejected"] for split in prefer.SPLITS) == 40
-    for split in prefer.SPLITS:
-        for row in prefer.kinds_of(tmp_path, split):
-            for number, kind in enumerate(row):
-                assert (kind == ELSEWHERE) == (number % 2 == 1 and row[number - 1] in (CHOSEN, REJECTED))
 
 
 def test_other_templates_and_their_rows_are_written_by_the_same_renderer(tmp_path: Path) -> None:

@@ -27,8 +27,8 @@ from bloomery.train.preference.losses import by_token
 from bloomery.weights import hf
 from tests.stages.made_prefer import CONTEXT, guessing, left, settings, tuned
 from tests.tokenizer.made import small
-from tests.train.made import processor
-from tests.train.test_session import die_after
+from tests.train.made import on_cpu
+from tests.train.test_trainer import die_after
 
 RENDERER = Renderer(small())
 
@@ -43,12 +43,12 @@ def drawing(given: dict[str, Any] | None = None, **more: Any) -> Prefer:
     loss = {
         "kind": "grpo",
         "problems": [{"kind": "arithmetic", "largest": 3, "count": 16}],
-        "answers": 8,
-        "answer_tokens": 2,
+        "group_size": 8,
+        "max_new_tokens": 2,
         "check_questions": 8,
         **(given or {}),
     }
-    return settings(loss=loss, tokens_per_step=32 * 20, **more)
+    return settings(loss=loss, global_batch_tokens=32 * 20, **more)
 
 
 def question(text: str = "What is 2 plus 2?", right: str = "4") -> PolicyQuestion:
@@ -79,10 +79,12 @@ def test_an_answer_is_right_that_ends_and_says_the_number(said: str, ended: bool
 @pytest.fixture
 def source(finetuned: Path, tmp_path: Path) -> Callable[..., Rollouts]:
     def make(**given: Any) -> Rollouts:
-        loss = Grpo.model_validate({"problems": [{"kind": "arithmetic"}], "answers": 4, "answer_tokens": 5, **given})
+        loss = Grpo.model_validate(
+            {"problems": [{"kind": "arithmetic"}], "group_size": 4, "max_new_tokens": 5, **given}
+        )
         model = hf.load(finetuned / "model").model
         known = [question(f"What is {n} plus {n}?", str(2 * n)) for n in (1, 12, 3)]
-        return Rollouts(loss, known, RENDERER, model, 7, tmp_path, model, device=processor(), rows_at_once=3)
+        return Rollouts(loss, known, RENDERER, model, 7, tmp_path, model, precision=on_cpu(), rows_at_once=3)
 
     return make
 
@@ -116,10 +118,10 @@ def test_log_probabilities_of_then_are_those_of_the_model_that_drew(source: Call
     batch = made.batch(np.arange(8))
     assert made.drawn.now is not None
     assert made.drawn.before is not None
-    expected = by_token(made.model, batch, processor(), 1.5).detach().numpy()
+    expected = by_token(made.model, batch, on_cpu(), 1.5).detach().numpy()
     assert np.allclose(made.drawn.now, expected, atol=1e-5)
     assert np.allclose(made.drawn.before, expected, atol=1e-5)
-    assert source(kl_weight=0.0).batch(np.arange(4)) is not None
+    assert source(kl_coef=0.0).batch(np.arange(4)) is not None
 
 
 def test_answers_of_several_updates_are_kept_until_no_checkpoint_needs_them(source: Callable[..., Rollouts]) -> None:
@@ -171,7 +173,7 @@ def test_right_answers_are_learned_and_the_reward_rises(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     problems = [{"kind": "files", "name": "a", "path": str(tmp_path / "a.jsonl")}]
     learning = {"optimizer": {"kind": "adamw", "learning_rate": 0.008}, "schedule": {"kind": "constant"}}
-    config = drawing({"problems": problems, "kl_weight": 0.01}, steps=16, evaluate_every=16, **learning)
+    config = drawing({"problems": problems, "kl_coef": 0.01}, steps=16, eval_every=16, **learning)
     stats = prefer.run(config, {"finetune": start}, tmp_path)
     lines = [line for line in read_metrics(tmp_path / "metrics.jsonl") if "reward" in line]
     early, late = (sum(line["reward"] for line in some) / 4 for some in (lines[:4], lines[-4:]))
@@ -250,7 +252,7 @@ def test_a_process_that_was_killed_goes_on_to_the_same_bits(finetuned: Path, tmp
 def test_two_ranks_draw_the_answers_that_one_draws(finetuned: Path, tmp_path: Path) -> None:
     found = []
     for ranks in (1, 2):
-        config = drawing({"updates": 2}, steps=4).model_copy(update={"ranks": ranks})
+        config = drawing({"updates": 2}, steps=4).model_copy(update={"num_processes": ranks})
         prefer.run(config, {"finetune": finetuned}, tmp_path / str(ranks))
         found.append([line for line in read_metrics(tmp_path / str(ranks) / "metrics.jsonl") if "reward" in line])
     for one, two in zip(*found, strict=True):
@@ -262,7 +264,7 @@ def test_questions_that_leave_no_room_are_rejected_with_their_line(tmp_path: Pat
     rows = [{"question": f"{'x ' * 60 * (n % 2)}{n}\u2028\x85?", "answer": f"#### {n}"} for n in range(40)]
     (tmp_path / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     loss = Grpo.model_validate(
-        {"problems": [{"kind": "files", "name": "a", "path": tmp_path / "a.jsonl"}], "answer_tokens": 8}
+        {"problems": [{"kind": "files", "name": "a", "path": tmp_path / "a.jsonl"}], "max_new_tokens": 8}
     )
     stats = prefer.prepare_prompts(loss, 0.2, RENDERER, CONTEXT, tmp_path)
     assert (stats["kept"], stats["rejected_by_reason"]) == (20, {"too_long": 20})

@@ -1,11 +1,10 @@
-"""The stage `shard`, on documents of test_token_stages: what must be the same, what may never be, and what it costs."""
+"""The stage `shard`, on documents of made_documents: what must be the same, what may never be, and what it costs."""
 
 import os
 import signal
 import subprocess
 import sys
 from collections import Counter
-from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +18,7 @@ from bloomery.shards import format
 from bloomery.shards.loader import AnnealedDataset
 from bloomery.stages import pretrain, shard
 from bloomery.stages.config import Pretrain, Shard
-from tests.stages.test_token_stages import ROWS, documents_of, hashes
+from tests.stages.made_documents import ROWS, documents_of, hashes, laid_out
 from tests.tokenizer.made import small
 
 WEIGHTS = [
@@ -27,18 +26,11 @@ WEIGHTS = [
     {"domain": "code", "weight": 0.3, "max_epochs": 2.5},
     {"domain": "other", "weight": 0.2, "max_epochs": 1},
 ]
-ANNEAL = {"weights": [{"domain": "other", "weight": 1}, {"domain": "code", "weight": 1, "max_epochs": 2}], "share": 0.1}
-MIX = {"weights": WEIGHTS, "tokens": 70_000, "anneal": ANNEAL, "hold_out": 0.1, "shard_tokens": 9000}
-
-
-def laid_out(folder: Path, rows: Sequence[Mapping[str, str]], parts: int) -> dict[str, Path]:
-    """Inputs of the stage, their documents dealt to this many files."""
-    (folder / "dedup" / "kept").mkdir(parents=True)
-    for number in range(parts):
-        with documents.PartWriter(folder / "dedup" / "kept" / f"part-{number:05d}.parquet") as writer:
-            writer.write([dict(row) for row in rows[number::parts]])
-    small().save(folder / "tokenizer")
-    return {"dedup": folder / "dedup", "tokenizer": folder / "tokenizer"}
+ANNEAL = {
+    "weights": [{"domain": "other", "weight": 1}, {"domain": "code", "weight": 1, "max_epochs": 2}],
+    "fraction": 0.1,
+}
+MIX = {"weights": WEIGHTS, "tokens": 70_000, "anneal": ANNEAL, "val_fraction": 0.1, "shard_tokens": 9000}
 
 
 @pytest.fixture(scope="module")
@@ -184,7 +176,7 @@ def test_nothing_but_shards_and_held_out_documents_is_left(made: tuple[Path, dic
 def test_a_document_longer_than_a_shard_is_whole_in_one(tmp_path: Path) -> None:
     rows = [row for row in ROWS if row["domain"] == "other"]
     inputs = laid_out(tmp_path, [*rows, next(row for row in ROWS if is_held_out(row["text"], 0.1))], 2)
-    shard.run(build(Shard, {"hold_out": 0.1}).model_copy(update={"shard_tokens": 150}), inputs, tmp_path / "out")
+    shard.run(build(Shard, {"val_fraction": 0.1}).model_copy(update={"shard_tokens": 150}), inputs, tmp_path / "out")
     names = format.names(tmp_path / "out", "train")
     assert 5 < len(names) < len(rows)
     assert [path.name for path in names] == [f"train-{number:05d}" for number in range(len(names))]
@@ -197,8 +189,15 @@ def test_a_document_longer_than_a_shard_is_whole_in_one(tmp_path: Path) -> None:
 
 
 def test_pretraining_reads_the_anneal_mix_last(made: tuple[Path, dict[str, Any]]) -> None:
-    shape = {"width": 16, "num_layers": 1, "num_heads": 1, "num_kv_heads": 1, "mlp_width": 16, "context": 32}
-    config = build(Pretrain, {"steps": 100, "tokens_per_step": 128, "model": shape})
+    shape = {
+        "hidden_size": 16,
+        "num_layers": 1,
+        "num_heads": 1,
+        "num_kv_heads": 1,
+        "intermediate_size": 16,
+        "context_length": 32,
+    }
+    config = build(Pretrain, {"steps": 100, "global_batch_tokens": 128, "model": shape})
     course = pretrain.course(config, made[0], small().hash)
     assert isinstance(course, AnnealedDataset)
     order = course.order(0, 400, seed=0)
@@ -210,9 +209,9 @@ def test_pretraining_reads_the_anneal_mix_last(made: tuple[Path, dict[str, Any]]
 @pytest.mark.parametrize(
     ("tree", "told"),
     [
-        ({}, "give either tokens or share"),
-        ({"tokens": 5, "share": 0.1}, "give either tokens or share"),
-        ({"share": 1.0}, "at most 0.99"),
+        ({}, "give either tokens or fraction"),
+        ({"tokens": 5, "fraction": 0.1}, "give either tokens or fraction"),
+        ({"fraction": 1.0}, "at most 0.99"),
         ({"weights": [], "tokens": 5}, "at least 1 item"),
         ({"weights": [{"domain": "a", "weight": 1}] * 2, "tokens": 5}, "names the domain 'a' twice"),
     ],

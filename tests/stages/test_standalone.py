@@ -4,7 +4,6 @@ import json
 import random
 import re
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -265,8 +264,8 @@ def test_what_is_not_there_or_no_setting_is_an_error_with_a_hint(
         found = tool(capsys, "filter", str(tmp_path / "in"), "--out", str(inside), code=2)["error"]
         assert f"lies in {tmp_path / 'in'}, so that the tool would read what it writes" in found
     assert [path.name for path in (tmp_path / "in").iterdir()] == ["a.jsonl"]
-    found = tool(capsys, "dedup", str(rows(tmp_path / "in.jsonl")), "--out", out, "min_jacard=0.5", code=2)["error"]
-    assert "Did you mean 'min_jaccard'?" in found
+    found = tool(capsys, "dedup", str(rows(tmp_path / "in.jsonl")), "--out", out, "num_per=0.5", code=2)["error"]
+    assert "Did you mean 'num_perm'?" in found
 
 
 def test_the_tools_stages_are_those_of_a_recipe_in_all_that_decides_about_leftovers() -> None:
@@ -274,11 +273,13 @@ def test_the_tools_stages_are_those_of_a_recipe_in_all_that_decides_about_leftov
     known = {one.name: one for one in recipe.STAGES}
     for tool in data_tools.TOOLS.values():
         for one in tool.stages:
-            other = known["dedup" if one.name == "decontaminate" else one.name]
-            same = ("version", "digest", "resumes", "guards", "hands_on", "lacking", "needed", "optional")
-            for field in same if one.name != "decontaminate" else set(same) - {"digest"}:
-                assert getattr(one, field) == getattr(other, field), (one.name, field)
-            assert one.digest is not None
+            if one.name != "decontaminate":
+                assert one.code is known[one.name].code
+    one, other = data_tools.DECONTAMINATE, known["dedup"]  # in a recipe the same work is a step of dedup
+    for field in ("version", "resumes", "owns_leftovers", "output_prefix"):
+        assert getattr(one, field) == getattr(other, field), field
+    assert one.code.preflight is other.code.preflight
+    assert hasattr(one.code, "external_inputs")
 
 
 def test_a_tool_does_not_resume_from_what_an_earlier_version_left(tmp_path: Path, monkeypatch: Any) -> None:
@@ -288,9 +289,10 @@ def test_a_tool_does_not_resume_from_what_an_earlier_version_left(tmp_path: Path
     asked = data_tools.DataCommand(tool="dedup", inputs=[str(texts)], out=tmp_path / "out", sections={})
     tool = data_tools.TOOLS["dedup"]
     folders = []
-    for version in (1, recipe_stage("dedup").version):
-        stages = tuple(replace(one, version=version) if one.name == "dedup" else one for one in tool.stages)
-        plans = plan_stages(stages, data_tools._sections(asked, tool), tmp_path)
+    dedup = recipe_stage("dedup")
+    for version in (1, dedup.version):
+        monkeypatch.setattr(dedup.code, "VERSION", version)
+        plans = plan_stages(tool.stages, data_tools._sections(asked, tool), tmp_path)
         folders.append(plans[-1].folder)
     assert folders[0] != folders[1]
     assert folders[1] == plan_stages(tool.stages, data_tools._sections(asked, tool), tmp_path)[-1].folder

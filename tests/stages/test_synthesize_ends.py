@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from bloomery.core import io as core_io
-from bloomery.core import run_dir
+from bloomery.core import pipeline, run_dir
 from bloomery.core.config import plain
 from bloomery.core.errors import DataError
 from bloomery.core.io import MANIFEST
@@ -145,7 +145,7 @@ def test_dollars_are_those_of_the_price_that_each_request_had(server: ModelServe
 def test_what_was_paid_for_outlives_the_folder_that_clean_removes(server: ModelServer, tmp_path: Path) -> None:
     old, new = (tmp_path / f"08-synthesize-{name * 8}" for name in "ab")
     run(config(server), old)
-    (tmp_path / run_dir.CURRENT).write_text(json.dumps({"synthesize": new.name}))
+    (tmp_path / pipeline.CURRENT).write_text(json.dumps({"synthesize": new.name}))
     new.mkdir()
     assert run_dir.waste(tmp_path) == []  # the current folder is not done
     core_io.write_json(new / MANIFEST, manifest())

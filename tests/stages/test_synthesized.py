@@ -173,8 +173,8 @@ def test_keys_prices_and_concurrency_make_no_other_conversations() -> None:
 
 
 def test_the_preset_has_questions_for_the_seed_s_fifteen_thousand() -> None:
-    from bloomery.data.synthesis.config import PRESETS, possible
+    from bloomery.data.synthesis.config import categories, possible
 
-    categories = PRESETS["seed-1386"]
-    assert sum(category.weight for category in categories) == pytest.approx(1.0)
-    assert sum(possible(category) for category in categories) > 15_000
+    found = categories("seed-1386")
+    assert sum(category.weight for category in found) == pytest.approx(1.0)
+    assert sum(possible(category) for category in found) > 15_000

@@ -5,7 +5,7 @@ from functools import cache
 from hypothesis import strategies as st
 
 from bloomery.data.sources import toy_worlds
-from bloomery.tokenizer.chat_template import wanted
+from bloomery.tokenizer.chat_template import special_tokens
 from bloomery.tokenizer.tokenizer import SPECIAL, Tokenizer
 from bloomery.tokenizer.train import train
 
@@ -27,7 +27,7 @@ def small() -> Tokenizer:
 @cache
 def made_for(template: str) -> Tokenizer:
     """The same text, with the special tokens of a template."""
-    return train(training_texts(), VOCAB_SIZE, special=wanted(template))
+    return train(training_texts(), VOCAB_SIZE, special=special_tokens(template))
 
 
 SPELLED = [*SPECIAL, "<|", "|>", "end", "<|user", " ", "\n", "the lamp", "12", "é", "😀"]

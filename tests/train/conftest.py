@@ -24,7 +24,7 @@ def finished(shards: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable
     def made(ranks: int, optimizer: str, **settings: Any) -> Path:
         out = tmp_path_factory.mktemp("finished")
         kinds = {"adamw": ADAMW, "muon": MUON}
-        run(shards, out, ranks, optimizer=kinds[optimizer], keep_checkpoints=20, **settings)
+        run(shards, out, ranks, optimizer=kinds[optimizer], keep_last=20, **settings)
         return out
 
     return made

@@ -1,13 +1,16 @@
 """Batches, devices and training runs for tests."""
 
 import shutil
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from bloomery.core.config import build
+from bloomery.core.io import MANIFEST
+from bloomery.core.log import VARYING, read_metrics
 from bloomery.hw.device import Device
 from bloomery.hw.distributed import World
 from bloomery.model.config import ModelConfig
@@ -15,9 +18,13 @@ from bloomery.model.transformer import Transformer
 from bloomery.shards import format
 from bloomery.shards.loader import IGNORE, Batch, PackedDataset
 from bloomery.tokenizer.chat_template import Renderer
-from bloomery.train import launch
-from bloomery.train.config import Training
-from bloomery.train.trainer import TrainingRun
+from bloomery.train import fsdp, launch
+from bloomery.train.config import AdamW, Training
+from bloomery.train.optim import Optimizers
+from bloomery.train.precision import Precision
+from bloomery.train.savers import FullModelSaver
+from bloomery.train.state import State
+from bloomery.train.trainer import Trainer, TrainingRun
 from bloomery.weights import checkpoint
 from bloomery.weights.hf import Lineage
 from tests.model.made import VOCAB_SIZE
@@ -26,15 +33,20 @@ from tests.tokenizer.made import small
 import torch
 
 T = 16
-SHAPE = ModelConfig(width=16, num_layers=2, num_heads=2, num_kv_heads=1, mlp_width=24, context=T)
+SHAPE = ModelConfig(hidden_size=16, num_layers=2, num_heads=2, num_kv_heads=1, intermediate_size=24, context_length=T)
 ADAMW = {"kind": "adamw", "learning_rate": 0.003}
-MUON = {"kind": "muon", "matrix_learning_rate": 0.005}
+LINEAGE = Lineage(tokenizer=small().hash, template=None, shards="5" * 64)
+MUON = {"kind": "muon", "muon_lr": 0.005}
 
 
 def processor(dtype: torch.dtype = torch.float32) -> Device:
     return Device(
-        place=torch.device("cpu"), vendor="cpu", name="test", memory_bytes=0, compute_dtype=dtype, backend="gloo"
+        torch_device=torch.device("cpu"), vendor="cpu", name="test", memory_bytes=0, compute_dtype=dtype, backend="gloo"
     )
+
+
+def on_cpu(dtype: torch.dtype = torch.float32) -> Precision:
+    return Precision.decide("auto", processor(dtype))
 
 
 def random_batch(rows: int, seed: int = 0, supervised: Sequence[float] | float = 0.5) -> Batch:
@@ -71,16 +83,27 @@ def trained(task: Mapping[str, Any], world: World) -> dict[str, Any]:
     return session(Path(task["shards"]), Path(task["out"]), world, **task["settings"]).run()
 
 
+def held(task: Mapping[str, Any], world: World) -> dict[str, Any]:
+    """The same; it tells besides how many bytes of weights and of optimizers each rank holds, and of how many."""
+    made = session(Path(task["shards"]), Path(task["out"]), world, **task["settings"])
+    made.run()
+    kept = made._checkpoints.optimizers.state()
+    groups = list(made.model.parameters()), [kept[name] for name in kept if not name.endswith("/step")]
+    own = [sum(fsdp.local(tensor).nbytes for tensor in tensors) for tensors in groups]
+    whole = sum(tensor.nbytes for tensors in groups for tensor in tensors)
+    return {"held": world.gather(own), "all": whole, "vocab_size": made.model.vocab_size}
+
+
 def session(shards: Path, out: Path, world: World | None = None, **settings: Any) -> TrainingRun:
     """A run of 9 steps of 4 samples that saves after every step."""
     tree: dict[str, Any] = {
         "steps": 9,
-        "tokens_per_step": 4 * T,
+        "global_batch_tokens": 4 * T,
         "micro_batch_tokens": 3 * T,
         "dry_run": False,
         "save_every_seconds": 1e-9,
         "log_every": 1,
-        "evaluate_every": 2,
+        "eval_every": 2,
         "precision": "float32",
         "schedule": {"kind": "wsd", "warmup_steps": min(2, settings.get("steps", 9) - 1)},
         **settings,
@@ -91,20 +114,80 @@ def session(shards: Path, out: Path, world: World | None = None, **settings: Any
         name="pretrain",
         config=build(Training, tree),
         model=model,
-        renderer=Renderer(small()),
+        model_saver=FullModelSaver(model, Renderer(small()), LINEAGE),
+        tokenizer=small(),
         samples=PackedDataset(shards, "train", T, small().hash),
         validation=PackedDataset(shards, "val", T, small().hash),
-        lineage=Lineage(tokenizer=small().hash, template=None, shards="5" * 64),
         out=out,
         world=world or World.alone(),
         from_scratch=True,
     )
 
 
+def trainer(model: Transformer, batches: Iterator[Batch], state: State, **how: Any) -> Trainer:
+    """Of AdamW for one step in micro-batches of 2, unless told otherwise."""
+    settings: dict[str, Any] = {
+        "optimizer": AdamW(learning_rate=0.01),
+        "steps": 1,
+        "micro_batch": 2,
+        "learning_rate_share": lambda step: 1.0,
+        "max_grad_norm": 1.0,
+        "precision": on_cpu(),
+        **how,
+    }
+    optimizer = settings.pop("optimizer")
+    optimizers = optimizer if isinstance(optimizer, Optimizers) else Optimizers(model, optimizer)
+    return Trainer(model, optimizers, batches, state=state, **settings)
+
+
 def run(shards: Path, out: Path, ranks: int, **settings: Any) -> dict[str, Any]:
     """A session on this many ranks."""
     task = {"shards": str(shards), "out": str(out), "settings": settings}
-    return launch.run("tests.train.made:trained", task, ranks)
+    return trained(task, World.alone()) if ranks == 1 else launch.run("tests.train.made:trained", task, ranks)
+
+
+def result(out: Path) -> dict[str, Any]:
+    """All that a run leaves behind at its end but for how long it took."""
+    newest = checkpoint.folders(out / "checkpoints")[-1]
+    return {
+        "metrics": [{k: v for k, v in line.items() if k not in VARYING} for line in lines(out)],
+        "model": {file.name: file.read_bytes() for file in sorted((out / "model").iterdir())},
+        "checkpoint": content(newest),
+    }
+
+
+def content(folder: Path) -> dict[str, bytes]:
+    """
+    The files of a checkpoint, and each number of its training state. Not the bytes of its files: two notes in the
+    header of a safetensors file come in any order.
+    """
+    files = {file.name: file.read_bytes() for file in folder.iterdir() if file.is_file() and file.name != MANIFEST}
+    state = checkpoint.read(folder / "training")
+    return files | {name: tensor.numpy().tobytes() for name, tensor in state.items()}
+
+
+def lines(out: Path, key: str = "step") -> list[dict[str, Any]]:
+    """Of metrics.jsonl, those that have a key."""
+    return [line for line in read_metrics(out / "metrics.jsonl") if key in line]
+
+
+def model_bytes(out: Path) -> bytes:
+    return (out / "model" / "model.safetensors").read_bytes()
+
+
+def newest_state(out: Path) -> Mapping[str, Any]:
+    """Of a run's newest whole checkpoint, as a resume would take it up."""
+    newest = checkpoint.newest(out / "checkpoints")
+    assert newest is not None
+    return newest.state
+
+
+def wait_for_steps(out: Path, seconds: float = 180) -> None:
+    """Until another process has logged some steps."""
+    deadline = time.monotonic() + seconds
+    while len(read_metrics(out / "metrics.jsonl")) < 5:
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
 
 
 def stopped(whole: Path, out: Path, after: int) -> Path:

@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 
 from bloomery.core.errors import DataError, RunError
-from bloomery.core.log import read_metrics
 from bloomery.core.signals import Terminated
+from bloomery.hw import launcher
 from bloomery.hw.distributed import World
 from bloomery.train import launch
-from bloomery.weights.checkpoint import newest
+from tests.train.made import lines, newest_state, wait_for_steps
 
 ROOT = Path(__file__).parents[2]
 
@@ -47,9 +47,14 @@ def ranks_left(folder: Path) -> list[int]:
     return [pid for pid in pids if Path(f"/proc/{pid}").exists()]
 
 
-def test_one_rank_is_this_process(tmp_path: Path) -> None:
-    assert launch.run("tests.train.test_launch:act", {"do": "", "folder": str(tmp_path)}) == {"size": 1}
-    assert (tmp_path / "0.pid").read_text() == str(os.getpid())
+@pytest.mark.parametrize(("size", "wanted", "expected"), [(None, 1, 1), (None, 3, 3), ("1", 3, 3), ("4", 1, 4)])
+def test_as_many_processes_train_as_a_launcher_has_started_or_else_as_wanted(
+    size: str | None, wanted: int, expected: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if size is not None:
+        monkeypatch.setenv("WORLD_SIZE", size)
+        monkeypatch.setenv("RANK", "0")
+    assert launcher.num_processes(wanted) == expected
 
 
 @pytest.mark.parametrize(
@@ -101,7 +106,6 @@ def test_ranks_do_not_outlive_the_process_that_started_them(tmp_path: Path) -> N
 TRAIN = """
 import json, sys
 from bloomery.train import launch
-from bloomery.weights.checkpoint import newest
 launch.run("tests.train.made:trained", json.loads(sys.argv[1]), 2)
 """
 
@@ -112,23 +116,26 @@ def children(parent: int) -> list[int]:
 
 @pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc")
-@pytest.mark.parametrize(("to", "number", "code"), [("all", signal.SIGTERM, 143), ("parent", signal.SIGINT, 130)])
+@pytest.mark.parametrize(
+    ("to", "number", "code", "more"),
+    [
+        ("all", signal.SIGTERM, 143, {"optimizer": {"kind": "adamw"}}),
+        ("parent", signal.SIGINT, 130, {"optimizer": {"kind": "adamw"}}),
+        ("parent", signal.SIGTERM, 143, {"parallelism": "fsdp"}),
+    ],
+)
 def test_ranks_that_are_asked_to_stop_stop_after_the_same_step_which_is_saved(
-    shards: Path, tmp_path: Path, to: str, number: int, code: int
+    shards: Path, tmp_path: Path, to: str, number: int, code: int, more: dict[str, Any]
 ) -> None:
     """However many are asked, and however often: managers signal a whole group, and the parent hands it on."""
-    settings = {"steps": 100_000, "save_every_seconds": 1e6, "evaluate_every": 10**6, "optimizer": {"kind": "adamw"}}
+    settings = {"steps": 100_000, "save_every_seconds": 1e6, "eval_every": 10**6, **more}
     task = {"shards": str(shards), "out": str(tmp_path / "out"), "settings": settings}
     with subprocess.Popen([sys.executable, "-c", TRAIN, json.dumps(task)], cwd=ROOT) as parent:
-        metrics, deadline = tmp_path / "out" / "metrics.jsonl", time.monotonic() + 180
-        while len(read_metrics(metrics)) < 5 and time.monotonic() < deadline:
-            time.sleep(0.05)
+        wait_for_steps(tmp_path / "out")
         for pid in [*(children(parent.pid) if to == "all" else []), parent.pid]:
             os.kill(pid, number)
         assert parent.wait(timeout=60) == code
-    found = newest(tmp_path / "out" / "checkpoints")
-    assert found is not None
-    assert found.state["step"] == read_metrics(metrics)[-1]["step"] >= 5
+    assert newest_state(tmp_path / "out")["step"] == lines(tmp_path / "out")[-1]["step"] >= 5
 
 
 @pytest.mark.slow

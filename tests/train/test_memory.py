@@ -10,7 +10,7 @@ from bloomery.hw.distributed import World
 from bloomery.model.transformer import Transformer
 from bloomery.train import step
 from bloomery.train.step import retry_on_oom
-from tests.train.made import session, stopped
+from tests.train.made import T, model_bytes, session, stopped
 
 import torch
 from torch import nn
@@ -35,9 +35,7 @@ class Small:
 def test_a_run_whose_memory_ends_goes_on_with_fewer_rows_of_the_same_batch(
     shards: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    T = 16
-    settings: dict[str, Any] = {"tokens_per_step": 8 * T, "steps": 4}
-    settings |= {"evaluate_every": 3}
+    settings: dict[str, Any] = {"global_batch_tokens": 8 * T, "steps": 4, "eval_every": 3}
     told = session(shards, tmp_path / "small-from-the-start", micro_batch_tokens=2 * T, **settings).run()
     device = Small(monkeypatch, rows=2)
     found = session(shards, tmp_path / "small-in-the-end", micro_batch_tokens=8 * T, **settings).run()
@@ -53,7 +51,7 @@ def test_a_run_whose_memory_ends_goes_on_with_fewer_rows_of_the_same_batch(
 def test_a_run_that_goes_on_begins_with_the_rows_that_fitted(
     shards: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    settings: dict[str, Any] = {"tokens_per_step": 8 * 16, "micro_batch_tokens": 8 * 16, "steps": 4}
+    settings: dict[str, Any] = {"global_batch_tokens": 8 * 16, "micro_batch_tokens": 8 * 16, "steps": 4}
     with monkeypatch.context() as patch:
         Small(patch, rows=2)
         session(shards, tmp_path / "undisturbed", **settings).run()
@@ -61,8 +59,7 @@ def test_a_run_that_goes_on_begins_with_the_rows_that_fitted(
     device = Small(monkeypatch, rows=8)
     session(shards, tmp_path / "again", **settings).run()
     assert max(device.asked[1:9]) == 2
-    files = [(tmp_path / run / "model" / "model.safetensors").read_bytes() for run in ("undisturbed", "again")]
-    assert files[0] == files[1]
+    assert model_bytes(tmp_path / "undisturbed") == model_bytes(tmp_path / "again")
 
 
 def test_other_errors_are_no_want_of_memory() -> None:

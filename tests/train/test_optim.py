@@ -1,19 +1,40 @@
+import math
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
+from bloomery.core import native
 from bloomery.core.errors import CheckpointError
 from bloomery.model.config import ModelConfig
 from bloomery.model.transformer import Transformer
 from bloomery.train.config import AdamW, AdamW8bit, AdEMAMix, Lion, Muon, Optimizer
-from bloomery.train.optim import REMEMBERED, Optimizers
+from bloomery.train.fused_adamw import LIBRARY, ScaledAdamW, total_norm
+from bloomery.train.optim import (
+    BATCH_NUMBERS,
+    REMEMBERED,
+    AdamW8bitOptimizer,
+    AdEMAMixOptimizer,
+    BatchedMuon,
+    LionOptimizer,
+    Optimizers,
+    code_table,
+    decode,
+    encode,
+    orthogonalize,
+    slow_mean,
+)
 from bloomery.train.step import accumulate_gradients
 from bloomery.weights.safetensors import save_tensors
 from tests.model.made import SHAPES, VOCAB_SIZE, lively
-from tests.train.made import processor, random_batch
+from tests.train.made import on_cpu, random_batch
 
 import safetensors.torch
 import torch
+from torch import Tensor, nn
 
 EVERY: list[Optimizer] = [
     Muon(weight_decay=0.3),
@@ -49,7 +70,7 @@ def groups(config: Optimizer) -> dict[str, tuple[str, float, float]]:
 
 
 def test_muon_takes_the_matrices_of_the_blocks_and_adamw_the_rest_without_decay() -> None:
-    for name, found in groups(Muon(matrix_learning_rate=0.5, learning_rate=0.25, weight_decay=0.125)).items():
+    for name, found in groups(Muon(muon_lr=0.5, learning_rate=0.25, weight_decay=0.125)).items():
         matrix = name.startswith("blocks.") and "norm" not in name
         assert found == (("BatchedMuon", 0.5, 0.125) if matrix else ("ScaledAdamW", 0.25, 0.0)), name
 
@@ -91,8 +112,16 @@ def test_a_share_scales_every_learning_rate_from_its_peak(config: Optimizer) -> 
 # --- state ---------------------------------------------------------------------------------------------------------
 
 
+def stepped(config: Optimizer, shape: int = 1) -> tuple[Transformer, Optimizers, dict[str, Tensor]]:
+    """A model and its optimizers after one step, and a copy of their state."""
+    model = lively(SHAPES[shape])
+    optimizers = Optimizers(model, config)
+    step(model, optimizers, 0)
+    return model, optimizers, {path: value.clone() for path, value in optimizers.state().items()}
+
+
 def step(model: Transformer, optimizers: Optimizers, seed: int) -> None:
-    accumulate_gradients(model, random_batch(4, seed), 2, processor())
+    accumulate_gradients(model, random_batch(4, seed), 2, on_cpu())
     optimizers.step()
     optimizers.zero_grad()
 
@@ -136,10 +165,7 @@ def test_a_state_names_every_weight_and_is_independent_of_later_steps_once_writt
 
 @every
 def test_a_state_that_misses_a_weight_is_refused_by_name_and_changes_nothing(config: Optimizer) -> None:
-    model = lively(SHAPES[1])
-    optimizers = Optimizers(model, config)
-    step(model, optimizers, 0)
-    whole = {path: value.clone() for path, value in optimizers.state().items()}
+    _, optimizers, whole = stepped(config)
     lost = {path: value + 1 for path, value in whole.items() if not path.startswith("blocks.0.mlp.up.weight/")}
     with pytest.raises(
         CheckpointError, match=r"misses '\w+' of 'blocks\.0\.mlp\.up\.weight'.*\n.*the recipe that made it"
@@ -154,10 +180,7 @@ def test_a_state_that_misses_a_weight_is_refused_by_name_and_changes_nothing(con
 
 @every
 def test_a_state_of_another_shape_or_number_format_is_refused_and_changes_nothing(config: Optimizer) -> None:
-    model = lively(SHAPES[1])
-    optimizers = Optimizers(model, config)
-    step(model, optimizers, 0)
-    whole = {path: value.clone() for path, value in optimizers.state().items()}
+    _, optimizers, whole = stepped(config)
     for path, value in whole.items():
         floats = value.is_floating_point()
         for forged in (value.to(torch.uint8 if floats else torch.float32), torch.zeros((*value.shape, 2)).to(value)):
@@ -168,9 +191,7 @@ def test_a_state_of_another_shape_or_number_format_is_refused_and_changes_nothin
 
 
 def test_the_state_of_another_optimizer_is_refused() -> None:
-    model = lively(SHAPES[0])
-    optimizers = Optimizers(model, AdamW())
-    step(model, optimizers, 0)
+    model, optimizers, _ = stepped(AdamW(), 0)
     for config in EVERY[2:] + EVERY[:1]:
         with pytest.raises(CheckpointError, match=r"the state of the optimizer (misses|holds)"):
             Optimizers(model, config).restore(optimizers.state())
@@ -178,20 +199,15 @@ def test_the_state_of_another_optimizer_is_refused() -> None:
 
 @every
 def test_the_state_of_before_the_first_step_starts_anew(config: Optimizer) -> None:
-    model = lively(SHAPES[0])
-    optimizers = Optimizers(model, config)
-    step(model, optimizers, 0)
+    _, optimizers, _ = stepped(config)
     optimizers.restore({})
     assert optimizers.state() == {}
 
 
 @every
 def test_a_restored_state_shares_no_memory_with_the_one_it_was_made_from(config: Optimizer) -> None:
-    model = lively(SHAPES[0])
-    optimizers = Optimizers(model, config)
-    step(model, optimizers, 0)
+    model, optimizers, before = stepped(config)
     saved = optimizers.state()
-    before = {path: value.clone() for path, value in saved.items()}
     optimizers.restore(saved)
     step(model, optimizers, 1)
     assert all(torch.equal(value, before[path]) for path, value in saved.items())
@@ -205,7 +221,7 @@ def losses(config: Optimizer, steps: int = 40) -> list[float]:
     model.initialize(0)
     optimizers, found = Optimizers(model, config), []
     for number in range(steps):
-        found.append(accumulate_gradients(model, random_batch(4, number % 3), 4, processor())[0])
+        found.append(accumulate_gradients(model, random_batch(4, number % 3), 4, on_cpu())[0])
         optimizers.step()
         optimizers.zero_grad()
     return found
@@ -223,3 +239,301 @@ def test_moments_of_8_bits_learn_as_those_of_32() -> None:
     coded, whole = losses(AdamW8bit(learning_rate=0.01)), losses(AdamW(learning_rate=0.01))
     assert whole[-1] < 0.8 * whole[0]
     assert coded == pytest.approx(whole, abs=0.05)
+
+
+# --- AdamW of the compiled library equals torch's, and takes a scale of gradients that are not written ----------------
+
+
+SIZES = [(1,), (15,), (300, 70), (17, 1000)]
+NATIVE = pytest.mark.parametrize("wanted", ["0", "1"], ids=["torch", "compiled"])
+
+
+def sized(seed: int = 0) -> list[nn.Parameter]:
+    return weights(*SIZES, seed=seed)
+
+
+def give(to: list[nn.Parameter], step: int, scale: float = 1.0) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(100 + step)
+    for weight in to:
+        weight.grad = torch.randn(weight.shape, generator=generator) * scale
+    return [weight.grad for weight in to if weight.grad is not None]
+
+
+@NATIVE
+def test_weights_and_moments_are_those_of_torch(wanted: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(native.SWITCH, wanted)
+    ours, theirs = sized(), sized()
+    how: dict[str, Any] = {"lr": 0.01, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.3}
+    mine, reference = ScaledAdamW(ours, **how, fused=True), torch.optim.AdamW(theirs, **how, fused=True)
+    for step in range(4):
+        give(ours, step, scale=4.0)
+        give(theirs, step)
+        mine.scale = 0.25
+        mine.step()
+        reference.step()
+        assert mine.scale == 1.0
+    for a, b in zip(ours, theirs, strict=True):
+        assert torch.allclose(a, b, rtol=1e-5, atol=1e-6)
+        assert mine.state[a].keys() == reference.state[b].keys()
+        for name, value in reference.state[b].items():
+            assert torch.allclose(mine.state[a][name], value, rtol=1e-5, atol=1e-7), name
+
+
+@pytest.mark.skipif(native.library(LIBRARY) is None, reason="the library of the optimizer is not there")
+def test_scaled_gradients_stay_as_they_are_and_autograd_knows_of_the_new_weights() -> None:
+    ours = sized()
+    optimizer = ScaledAdamW(ours, lr=0.01)
+    given = [gradient.clone() for gradient in give(ours, 0)]
+    before = [weight._version for weight in ours]
+    optimizer.scale = 0.5
+    optimizer.step()
+    assert all(
+        weight.grad is not None and torch.equal(weight.grad, one) for weight, one in zip(ours, given, strict=True)
+    )
+    assert all(weight._version > version for weight, version in zip(ours, before, strict=True))
+
+
+@NATIVE
+def test_the_total_norm_is_that_of_all_numbers(wanted: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(native.SWITCH, wanted)
+    given = give(sized(), 0)
+    whole = torch.cat([gradient.double().flatten() for gradient in given])
+    assert float(total_norm(given)) == pytest.approx(float(whole.norm()), rel=1e-6)
+    assert float(total_norm([])) == 0.0
+    given[2][5, 5] = float("nan")
+    assert bool(total_norm(given).isnan())
+
+
+@pytest.mark.skipif(native.library(LIBRARY) is None, reason="the library of the optimizer is not there")
+def test_neither_update_nor_norm_depends_on_threads() -> None:
+    found = []
+    before = torch.get_num_threads()
+    for threads in (1, 3):
+        torch.set_num_threads(threads)
+        ours = sized()
+        norm = total_norm(give(ours, 0))
+        ScaledAdamW(ours, lr=0.01).step()
+        found.append([norm, *(weight.detach() for weight in ours)])
+    torch.set_num_threads(before)
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+
+
+# --- optim rules ------------------------------------------------------------------------------------------------------
+
+
+STEPS = 12
+
+
+def weights(*shapes: tuple[int, ...], seed: int = 0) -> list[nn.Parameter]:
+    generator = torch.Generator().manual_seed(seed)
+    return [nn.Parameter(torch.randn(shape, generator=generator)) for shape in shapes]
+
+
+def gradients(shape: tuple[int, ...], steps: int = STEPS, seed: int = 1) -> list[Tensor]:
+    """Of sizes that differ between numbers and from step to step, as those of a model do."""
+    generator = torch.Generator().manual_seed(seed)
+    sizes = torch.randn(shape, generator=generator).mul(2).exp()
+    return [torch.randn(shape, generator=generator) * sizes * (0.3 + step % 3) for step in range(steps)]
+
+
+def trained(
+    made: Callable[[list[nn.Parameter]], torch.optim.Optimizer], shape: tuple[int, ...] = (5, 7)
+) -> list[Tensor]:
+    """The weight after each step."""
+    (weight,) = weights(shape)
+    optimizer, seen = made([weight]), []
+    for gradient in gradients(shape):
+        weight.grad = gradient.clone()
+        optimizer.step()
+        seen.append(weight.detach().clone())
+    return seen
+
+
+# --- formulas, number by number ---------------------------------------------------------------------------------------
+
+
+def by_hand(
+    rule: Callable[[int, float, float, dict[str, float]], float], shape: tuple[int, ...] = (5, 7)
+) -> list[Tensor]:
+    """The weight after each step of `rule(t, p, g, memory) -> p`, in double precision."""
+    (weight,) = weights(shape)
+    numbers = weight.detach().flatten().tolist()
+    memories: list[dict[str, float]] = [{} for _ in numbers]
+    seen = []
+    for t, gradient in enumerate(gradients(shape), start=1):
+        flat = gradient.flatten().tolist()
+        numbers = [rule(t, p, g, memory) for p, g, memory in zip(numbers, flat, memories, strict=True)]
+        seen.append(torch.tensor(numbers).view(shape))
+    return seen
+
+
+def ademamix(t: int, p: float, g: float, memory: dict[str, float]) -> float:
+    """Algorithm 1 of arXiv 2409.03137 with β = (0.9, 0.99, 0.999), α = 5, ε = 1e-8, λ = 0.1, lr = 0.01 and T = 8."""
+    b1, b2, b3, alpha, ramp = 0.9, 0.99, 0.999, 5.0, 8
+    at = min(t * alpha / ramp, alpha)
+    exponent = math.log(b1) * math.log(b3) / ((1 - t / ramp) * math.log(b3) + t / ramp * math.log(b1))
+    b3t = min(math.exp(exponent), b3) if t <= ramp else b3
+    memory["m1"] = b1 * memory.get("m1", 0.0) + (1 - b1) * g
+    memory["m2"] = b3t * memory.get("m2", 0.0) + (1 - b3t) * g
+    memory["v"] = b2 * memory.get("v", 0.0) + (1 - b2) * g * g
+    m, v = memory["m1"] / (1 - b1**t), memory["v"] / (1 - b2**t)
+    return p - 0.01 * ((m + at * memory["m2"]) / (math.sqrt(v) + 1e-8) + 0.1 * p)
+
+
+def lion(t: int, p: float, g: float, memory: dict[str, float]) -> float:
+    """Algorithm 2 of arXiv 2302.06675 with β = (0.9, 0.99), λ = 0.1 and lr = 0.01."""
+    m = memory.get("m", 0.0)
+    memory["m"] = 0.99 * m + (1 - 0.99) * g
+    return p - 0.01 * (math.copysign(1.0, 0.9 * m + (1 - 0.9) * g) + 0.1 * p)
+
+
+@pytest.mark.parametrize(
+    ("made", "rule"),
+    [
+        (
+            lambda w: AdEMAMixOptimizer(
+                [{"params": w, "weight_decay": 0.1}], lr=0.01, betas=(0.9, 0.99, 0.999), alpha=5.0, eps=1e-8, ramp=8
+            ),
+            ademamix,
+        ),
+        (lambda w: LionOptimizer([{"params": w, "weight_decay": 0.1}], lr=0.01, betas=(0.9, 0.99)), lion),
+    ],
+    ids=["ademamix", "lion"],
+)
+def test_each_step_is_that_of_the_paper(made: Any, rule: Any) -> None:
+    for ours, expected in zip(trained(made), by_hand(rule), strict=True):
+        assert torch.allclose(ours, expected, rtol=1e-5, atol=1e-6)
+
+
+def test_without_a_slow_mean_ademamix_is_adamw() -> None:
+    group: Callable[[Any], Any] = lambda w: [{"params": w, "weight_decay": 0.1}]  # noqa: E731
+    ours = trained(
+        lambda w: AdEMAMixOptimizer(group(w), lr=0.01, betas=(0.9, 0.95, 0.999), alpha=0.0, eps=1e-8, ramp=0)
+    )
+    theirs = trained(lambda w: torch.optim.AdamW(group(w), lr=0.01, betas=(0.9, 0.95), eps=1e-8))
+    for mine, expected in zip(ours, theirs, strict=True):
+        assert torch.allclose(mine, expected, rtol=1e-6, atol=1e-7)
+
+
+def test_the_slow_mean_rises_from_the_fast_one_and_is_there_when_the_ramp_ends() -> None:
+    betas = (0.9, 0.999, 0.9999)
+    found = [slow_mean(t, 8.0, betas, 1000) for t in range(1, 1002)]
+    assert slow_mean(0, 8.0, betas, 1000)[1] == pytest.approx(0.9)
+    assert found[499][0] == 4.0
+    halves = [math.log(0.5) / math.log(found[t - 1][1]) for t in (250, 500, 750)]
+    assert halves[1] - halves[0] == pytest.approx(halves[2] - halves[1]), "its half-life rises in a line"
+    assert found[999] == found[1000] == (8.0, 0.9999)
+
+
+# --- 8 bits ----------------------------------------------------------------------------------------------------------
+
+
+def test_codes_stand_for_256_numbers_of_which_most_are_small() -> None:
+    signed, unsigned = code_table(True), code_table(False)
+    for table in (signed, unsigned):
+        assert len(table) == 256
+        assert bool((table[1:] > table[:-1]).all())
+        assert float(table[-1]) == 1.0
+        assert 0.0 in table
+    assert float(signed[0]) == pytest.approx(-(0.1 + 0.9 * 63.5 / 64))
+    assert float(unsigned[0]) == 0.0
+    assert float((unsigned < 0.1).float().mean()) == pytest.approx(127 / 256)
+    assert float(unsigned[1]) == pytest.approx(3.25e-7)
+
+
+@settings(max_examples=40)
+@given(st.integers(1, 700), st.integers(1, 300), st.booleans(), st.integers(0, 99), st.floats(-30, 30))
+def test_what_codes_stand_for_is_near_what_they_were_made_from(
+    count: int, block: int, signed: bool, seed: int, exponent: float
+) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    numbers = torch.randn(count, generator=generator) * torch.randn(count, generator=generator).exp() * 10.0**exponent
+    numbers = numbers if signed else numbers.abs()
+    table = code_table(signed)
+    codes, scales = torch.zeros(count, dtype=torch.uint8), torch.zeros(-(-count // block))
+    encode(numbers, table, signed, block, codes, scales)
+    found = decode(codes, scales, table, block)
+    largest = scales.repeat_interleave(block)[:count]
+    assert bool(((found - numbers).abs() <= 0.008 * largest).all())
+    near = numbers.abs() > 0.1 * largest
+    assert bool(((found - numbers).abs() <= 0.08 * numbers.abs())[near].all())
+    assert bool((found[numbers == largest] == numbers[numbers == largest]).all()), "the largest is kept as it is"
+    if not signed:
+        assert bool((found[numbers > 0] > 0).all()), "a second moment of 0 would divide by ε"
+
+
+def test_zeros_have_codes_that_stand_for_zeros() -> None:
+    codes, scales = torch.full((10,), 7, dtype=torch.uint8), torch.ones(3)
+    encode(torch.zeros(10), code_table(True), True, 4, codes, scales)
+    assert not bool(decode(codes, scales, code_table(True), 4).any())
+
+
+@pytest.mark.parametrize("shape", [(64, 48), (3, 5), (1, 1000)])
+def test_adamw_in_8_bits_goes_where_adamw_goes(shape: tuple[int, ...]) -> None:
+    group: Callable[[Any], Any] = lambda w: [{"params": w, "weight_decay": 0.1}]  # noqa: E731
+    ours = trained(lambda w: AdamW8bitOptimizer(group(w), lr=0.01, betas=(0.9, 0.95), eps=1e-8, block=256), shape)
+    theirs = trained(lambda w: torch.optim.AdamW(group(w), lr=0.01, betas=(0.9, 0.95), eps=1e-8), shape)
+    start = weights(shape)[0].detach()
+    assert torch.allclose(ours[0], theirs[0], atol=1e-6), "the first step is made before anything is rounded"
+    way, expected = (ours[-1] - start).flatten(), (theirs[-1] - start).flatten()
+    assert float(torch.cosine_similarity(way, expected, dim=0)) > 0.96
+    assert float(way.norm() / expected.norm()) == pytest.approx(1, abs=0.1)
+
+
+def test_a_weight_of_many_chunks_is_changed_as_one_of_one(monkeypatch: pytest.MonkeyPatch) -> None:
+
+    def made(w: Any) -> Any:
+        return AdamW8bitOptimizer([{"params": w, "weight_decay": 0.1}], lr=0.01, betas=(0.9, 0.95), eps=1e-8, block=16)
+
+    whole = trained(made, (13, 17))
+    monkeypatch.setattr("bloomery.train.optim.CHUNK_NUMBERS", 48)
+    assert all(torch.equal(one, other) for one, other in zip(trained(made, (13, 17)), whole, strict=True))
+
+
+# --- Muon ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("scaling", ["original", "match_rms_adamw"])
+def test_batched_muon_makes_the_steps_of_torchs_bit_for_bit(scaling: str) -> None:
+    shapes = [(24, 24), (40, 16), (16, 40), (24, 24), (40, 16), (24, 24), (8, 64)]
+    ours, theirs = weights(*shapes), weights(*shapes)
+    settings: dict[str, Any] = {"lr": 0.02, "weight_decay": 0.1, "momentum": 0.95, "adjust_lr_fn": scaling}
+    optimizers = BatchedMuon(ours, **settings), torch.optim.Muon(theirs, **settings)
+    for step in range(6):
+        for place, (one, other) in enumerate(zip(ours, theirs, strict=True)):
+            one.grad = gradients(one.shape, 1, 100 * step + place)[0]
+            other.grad = one.grad.clone()
+        for optimizer in optimizers:
+            optimizer.step()  # type: ignore[no-untyped-call]
+        assert all(torch.equal(one, other) for one, other in zip(ours, theirs, strict=True)), step
+
+
+def test_matrices_that_are_orthogonalized_together_are_no_more_than_a_cache_holds(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    sizes: list[int] = []
+
+    def watched(matrices: Tensor, *settings: Any) -> Tensor:
+        sizes.append(matrices.numel())
+        return orthogonalize(matrices, *settings)
+
+    monkeypatch.setattr("bloomery.train.optim.orthogonalize", watched)
+    monkeypatch.setattr("bloomery.train.optim.BATCH_NUMBERS", 1000)
+    made = weights(*[(16, 20)] * 7, (50, 50))
+    for weight in made:
+        weight.grad = torch.ones_like(weight)
+    BatchedMuon(made).step()
+    assert sizes == [960, 960, 320, 2500]
+    assert BATCH_NUMBERS * 2 <= 8 * 2**20
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_what_is_orthogonalized_has_singular_values_near_one_and_the_same_sides(dtype: torch.dtype) -> None:
+    matrices = torch.stack(gradients((12, 30), 3)).to(dtype)
+    found = orthogonalize(matrices, (3.4445, -4.775, 2.0315), 5, 1e-7).float()
+    left, values, right = torch.linalg.svd(matrices.float(), full_matrices=False)
+    kept = left.mT @ found @ right.mT
+    diagonal = kept.diagonal(dim1=1, dim2=2)
+    assert bool((diagonal[values > 0.05 * values[:, :1]] > 0.5).all())
+    assert bool((diagonal < 1.3).all())
+    assert float((kept - torch.diag_embed(diagonal)).abs().max()) < (0.1 if dtype == torch.bfloat16 else 1e-4)

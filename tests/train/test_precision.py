@@ -6,21 +6,19 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bloomery.train.config import AdamW
-from bloomery.train.optim import Optimizers
+from bloomery.shards.loader import Batch
 from bloomery.train.precision import Precision, Scaler
 from bloomery.train.state import State
-from bloomery.train.step import CausalLMLoss, accumulate_gradients, retry_on_overflow
-from bloomery.train.trainer import Trainer
+from bloomery.train.step import BatchLoss, BatchTotals, CausalLMLoss, accumulate_gradients, retry_on_overflow
 from tests.model.made import SHAPES, lively
-from tests.train.made import processor, random_batch
+from tests.train.made import on_cpu, processor, random_batch, trainer
 
 import torch
 from torch import Tensor
 
 
 def half(scale: float = 2.0**16) -> Precision:
-    return Precision("cpu", torch.float16, "", Scaler(scale))
+    return Precision(processor(torch.float16), torch.float16, "", Scaler(scale))
 
 
 @pytest.mark.parametrize(
@@ -63,8 +61,8 @@ def test_the_scale_goes_the_way_of_torchs_scaler(finite: list[bool]) -> None:
 def test_a_scaled_loss_gives_the_gradients_of_the_loss() -> None:
     batch = random_batch(4)
     model, twin = lively(SHAPES[0]), lively(SHAPES[0])
-    plain = accumulate_gradients(model, batch, 2, processor())
-    scaled = accumulate_gradients(twin, batch, 2, processor(), precision=half(2.0**10))
+    plain = accumulate_gradients(model, batch, 2, on_cpu())
+    scaled = accumulate_gradients(twin, batch, 2, replace(on_cpu(), scaler=Scaler(2.0**10)))
     assert plain == scaled
     for one, other in zip(model.parameters(), twin.parameters(), strict=True):
         assert one.grad is not None
@@ -75,34 +73,23 @@ def test_a_scaled_loss_gives_the_gradients_of_the_loss() -> None:
 class Vast(CausalLMLoss):
     """One that is divided by the tokens of a large global batch."""
 
-    def begin(self, *_: object) -> int:
-        return 2**19
+    def totals(self, batch: Batch) -> BatchTotals:
+        return BatchTotals(2**19)
 
 
 def test_gradients_in_float16_are_those_in_float32_however_many_tokens_a_step_has() -> None:
     found = []
-    for precision, dtype in ((half(), torch.float16), (Precision("cpu", torch.float32, ""), torch.float32)):
+    for precision in (half(), on_cpu()):
         model = lively(SHAPES[0])
-        accumulate_gradients(model, random_batch(4), 2, processor(dtype), precision=precision, objective=Vast())
+        accumulate_gradients(model, random_batch(4), 2, precision, Vast())
         found.append(torch.cat([weight.grad.flatten() for weight in model.parameters() if weight.grad is not None]))
     assert float(torch.cosine_similarity(found[0], found[1], dim=0)) > 0.9999
     assert float(found[0].norm() / found[1].norm()) == pytest.approx(1.0, abs=1e-3)
 
 
-def trained(precision: Precision, steps: int = 5, dtype: torch.dtype = torch.float16) -> tuple[State, list[Tensor]]:
+def trained(precision: Precision, steps: int = 5) -> tuple[State, list[Tensor]]:
     model, state = lively(SHAPES[0]), State()
-    Trainer(
-        model,
-        Optimizers(model, AdamW(learning_rate=0.01)),
-        repeat(random_batch(2)),
-        state=state,
-        steps=steps,
-        micro_batch=2,
-        learning_rate_share=lambda step: 1.0,
-        max_norm=1.0,
-        device=processor(dtype),
-        precision=precision,
-    ).train()
+    trainer(model, repeat(random_batch(2)), state, steps=steps, precision=precision).train()
     return state, [weight.detach() for weight in model.parameters()]
 
 
@@ -141,18 +128,18 @@ def test_the_scale_falls_to_where_gradients_are_finite_and_stays_where_none_help
     precision.scaler.good_steps = good_steps
     model = torch.nn.Linear(1, 1)
 
-    def compute(micro_batch: int, precision: Precision) -> tuple[float, int]:
+    def compute() -> BatchLoss:
         scales.append(precision.factor)
         model.weight.grad = torch.full((1, 1), 1.0 if precision.factor <= 2.0**largest else math.nan)
-        return 2.0, 1
+        return BatchLoss(2.0, 1, {})
 
-    norm = retry_on_overflow(model, precision, compute, 1)[2]
+    norm = retry_on_overflow(model, precision, compute)[1]
     helped = largest >= 0
     assert math.isfinite(norm) == helped
     assert precision.scaler.scale == (2.0 ** min(begins, largest) if helped else 2.0**begins) * (
         2 if helped and begins <= largest and good_steps == 1999 else 1
     )
-    assert precision.told() == {"scale": precision.scaler.scale}
+    assert precision.metrics() == {"scale": precision.scaler.scale}
     if helped:
         assert len(scales) <= max(0, begins - largest) + 3
     else:
@@ -167,7 +154,7 @@ def test_the_scale_is_part_of_what_a_resume_takes_up() -> None:
     assert again.scaler == precision.scaler
     again.restore({})
     assert again.scaler == precision.scaler
-    none = Precision("cpu", torch.bfloat16, "")
+    none = on_cpu(torch.bfloat16)
     none.restore(state.precision)
     assert none.state() == {}
 
@@ -177,7 +164,7 @@ def test_a_penalty_of_scores_is_minimized_and_not_reported_as_loss() -> None:
     found = []
     for z_loss in (0.0, 0.1):
         model = lively(SHAPES[0])
-        loss, _ = accumulate_gradients(model, batch, 2, processor(), z_loss=z_loss)
+        loss = accumulate_gradients(model, batch, 2, on_cpu(), CausalLMLoss(z_loss)).loss
         assert model.head.weight.grad is not None
         found.append((loss, model.head.weight.grad.clone()))
     assert found[0][0] == found[1][0]

@@ -30,7 +30,7 @@ def state(**given: Any) -> State:
 @pytest.mark.parametrize(
     ("given", "measured", "told"),
     [
-        ({"tokens": 0}, 3.0, "no token was learned from"),
+        ({"tokens": 0}, 3.0, "no token was trained on"),
         ({"metrics": {}}, 3.0, "there is no loss"),
         (
             {},
@@ -166,7 +166,7 @@ def test_a_preference_that_changes_nothing_has_learned_nothing() -> None:
 # --- real runs --------------------------------------------------------------------------------------------------------
 
 ABSURD = {"kind": "adamw", "learning_rate": 1e30, "weight_decay": 0.0}
-LARGE = {"kind": "muon", "learning_rate": 10.0, "matrix_learning_rate": 10.0, "weight_decay": 0.0}
+LARGE = {"kind": "muon", "learning_rate": 10.0, "muon_lr": 10.0, "weight_decay": 0.0}
 
 
 def unlimited(shards: Path, out: Path, **settings: Any) -> Any:
@@ -181,7 +181,7 @@ def unlimited(shards: Path, out: Path, **settings: Any) -> Any:
 def test_a_rate_that_throws_every_step_away_ends_early_and_again_when_it_is_run_again(
     shards: Path, tmp_path: Path
 ) -> None:
-    settings: dict[str, Any] = {"steps": 60, "evaluate_every": 50, "schedule": {"kind": "constant"}}
+    settings: dict[str, Any] = {"steps": 60, "eval_every": 50, "schedule": {"kind": "constant"}}
     for _ in range(2):
         with pytest.raises(RunError, match="nothing was learned: the run went back 3 times"):
             unlimited(shards, tmp_path, **settings, optimizer=dict(ABSURD)).run()
@@ -193,7 +193,7 @@ def test_a_rate_that_throws_every_step_away_ends_early_and_again_when_it_is_run_
 @pytest.mark.slow
 @pytest.mark.parametrize("every", [50, 5])
 def test_rates_of_ten_are_an_error_and_leave_no_model(shards: Path, tmp_path: Path, every: int) -> None:
-    settings: dict[str, Any] = {"steps": 40, "evaluate_every": every, "schedule": {"kind": "constant"}}
+    settings: dict[str, Any] = {"steps": 40, "eval_every": every, "schedule": {"kind": "constant"}}
     with pytest.raises(RunError, match="nothing was learned: the validation loss is") as caught:
         session(shards, tmp_path, **settings, optimizer=LARGE).run()
     assert not (tmp_path / "model").exists()
@@ -209,7 +209,7 @@ def test_rates_of_ten_are_an_error_and_leave_no_model(shards: Path, tmp_path: Pa
 def test_rates_that_change_nothing_are_an_error_and_leave_no_model(
     shards: Path, tmp_path: Path, rate: float, scratch: bool
 ) -> None:
-    optimizer = {"kind": "muon", "learning_rate": rate, "matrix_learning_rate": rate}
+    optimizer = {"kind": "muon", "learning_rate": rate, "muon_lr": rate}
     made = session(shards, tmp_path, optimizer=optimizer)
     made.from_scratch = scratch
     with pytest.raises(RunError, match="nothing was learned: the validation loss is") as caught:
@@ -237,7 +237,7 @@ def test_a_run_that_resumes_is_compared_with_the_weights_that_it_started_from(
 
 @pytest.mark.slow
 def test_ranks_together_all_end_with_the_same_error(shards: Path, tmp_path: Path) -> None:
-    settings: dict[str, Any] = {"steps": 20, "evaluate_every": 50, "schedule": {"kind": "constant"}}
+    settings: dict[str, Any] = {"steps": 20, "eval_every": 50, "schedule": {"kind": "constant"}}
     with pytest.raises(RunError, match="nothing was learned"):
         run(shards, tmp_path, 2, **settings, optimizer=LARGE)
 
@@ -257,19 +257,19 @@ def test_ranks_together_all_end_with_the_same_error(shards: Path, tmp_path: Path
         ),
         (
             {"optimizer": {"kind": "muon", "weight_decay": 50.0}},
-            "matrix_learning_rate=0.02 times weight_decay=50 is 1,",
+            "muon_lr=0.02 times weight_decay=50 is 1,",
         ),
         ({"optimizer": {"kind": "lion", "weight_decay": 90.0, "learning_rate": 1.0}}, "is 90"),
     ],
 )
 def test_a_schedule_or_decay_that_cannot_work_is_refused_with_the_recipe(settings: dict[str, Any], told: str) -> None:
     with pytest.raises(ConfigError) as caught:
-        build(Training, {"steps": 60, "tokens_per_step": 64} | settings)
+        build(Training, {"steps": 60, "global_batch_tokens": 64} | settings)
     assert told in str(caught.value)
 
 
 def test_a_warmup_that_nobody_asked_for_gives_way_to_a_short_run() -> None:
-    pairs = {"pairs": [{"kind": "worlds"}], "tokens_per_step": 64}
+    pairs = {"pairs": [{"kind": "worlds"}], "global_batch_tokens": 64}
     for steps, warmup in ((1, 1), (3, 3), (5, 5), (6, 5), (60, 5)):
         assert build(Prefer, {"steps": steps} | pairs).schedule.warmup_steps == warmup
     with pytest.raises(ConfigError, match="more than steps=3"):

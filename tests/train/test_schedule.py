@@ -20,15 +20,15 @@ def made(**settings: Any) -> Schedule:
 warm = st.integers(0, 30)
 schedules = st.one_of(
     st.builds(ConstantSchedule, warmup_steps=warm),
-    st.builds(LinearSchedule, warmup_steps=warm, final=st.floats(0, 1)),
-    st.builds(CosineSchedule, warmup_steps=warm, final=st.floats(0, 1)),
+    st.builds(LinearSchedule, warmup_steps=warm, min_lr_ratio=st.floats(0, 1)),
+    st.builds(CosineSchedule, warmup_steps=warm, min_lr_ratio=st.floats(0, 1)),
     st.builds(
         WSDSchedule,
         warmup_steps=warm,
-        decay=st.floats(0, 1),
+        decay_fraction=st.floats(0, 1),
         decay_steps=st.none() | st.integers(0, 250),
         shape=st.sampled_from(["linear", "cosine", "1-sqrt"]),
-        final=st.floats(0, 1),
+        min_lr_ratio=st.floats(0, 1),
     ),
 )
 
@@ -37,7 +37,7 @@ schedules = st.one_of(
 def test_a_share_of_decay_is_that_of_the_number_as_it_is_written(thousandths: int, steps: int) -> None:
     """By whole numbers: 0.29 of 100 steps are 29, and anything is at least one."""
     for share_in_thousandths, all_steps in ((thousandths, steps), (290, 100), (570, 100), (580, 100), (1, 5)):
-        decay = WSDSchedule(decay=share_in_thousandths / 1000)
+        decay = WSDSchedule(decay_fraction=share_in_thousandths / 1000)
         length = share_in_thousandths * all_steps // 1000
         assert all_steps - decay_start(decay, all_steps) == (max(1, length) if share_in_thousandths else 0)
 
@@ -46,7 +46,7 @@ def test_a_share_of_decay_is_that_of_the_number_as_it_is_written(thousandths: in
 
 # Of llm.c's llmc/schedulers.h, compiled, at 18,865 steps with a warm-up of 700 and a final share of 0.1, and of 1386's
 # src/train/scheduler.py, run on its own configurations. Both count steps from 0.
-LLMC = {"warmup_steps": 700, "final": 0.1}
+LLMC = {"warmup_steps": 700, "min_lr_ratio": 0.1}
 GOLDEN: list[tuple[dict[str, Any], int, dict[int, float]]] = [
     (
         {"kind": "cosine", **LLMC},
@@ -59,18 +59,18 @@ GOLDEN: list[tuple[dict[str, Any], int, dict[int, float]]] = [
         {3: 3.42857152e-06, 5000: 0.000472171756, 9432: 0.000340419501, 18864: 6.00297353e-05},
     ),
     (
-        {"kind": "wsd", "decay": 0.2, "shape": "1-sqrt", **LLMC},
+        {"kind": "wsd", "decay_fraction": 0.2, "shape": "1-sqrt", **LLMC},
         18865,
         {3: 3.42857152e-06, 15091: 6e-4, 15092: 6e-4, 17000: 0.000215992666, 18864: 6.00715866e-05},
     ),
     ({"kind": "constant"}, 18865, {0: 6e-4, 18864: 6e-4}),
     (
-        {"kind": "cosine", "warmup_steps": 2000, "final": 0.1},
+        {"kind": "cosine", "warmup_steps": 2000, "min_lr_ratio": 0.1},
         318_000,
         {0: 3e-07, 999: 3e-4, 1999: 6e-4, 2000: 6e-4, 100_000: 0.0004816736956466081, 317_999: 6.000000001334317e-05},
     ),
     (
-        {"kind": "wsd", "warmup_steps": 2000, "decay": 0.1, "shape": "1-sqrt"},
+        {"kind": "wsd", "warmup_steps": 2000, "decay_fraction": 0.1, "shape": "1-sqrt"},
         460_000,
         {
             0: 3e-07,
@@ -81,12 +81,12 @@ GOLDEN: list[tuple[dict[str, Any], int, dict[int, float]]] = [
         },
     ),
     (
-        {"kind": "wsd", "warmup_steps": 2000, "decay": 0.1, "shape": "linear"},
+        {"kind": "wsd", "warmup_steps": 2000, "decay_fraction": 0.1, "shape": "linear"},
         460_000,
         {413_999: 6e-4, 414_001: 0.000599986956521739, 437_000: 3e-4, 459_999: 1.3043478260876817e-08},
     ),
     (
-        {"kind": "wsd", "warmup_steps": 2000, "decay": 0.1, "shape": "cosine"},
+        {"kind": "wsd", "warmup_steps": 2000, "decay_fraction": 0.1, "shape": "cosine"},
         460_000,
         {1999: 6e-4, 414_001: 0.0005999999993003588, 437_000: 3e-4, 459_999: 6.996411450188588e-13},
     ),
@@ -96,7 +96,7 @@ GOLDEN: list[tuple[dict[str, Any], int, dict[int, float]]] = [
         {279_999: 6e-4, 280_000: 6e-4, 303_000: 0.00017573593128807145, 325_999: 6.5217745750523185e-09},
     ),
     (
-        {"kind": "wsd", "warmup_steps": 40, "decay": 0.29, "shape": "1-sqrt", "final": 0.1},
+        {"kind": "wsd", "warmup_steps": 40, "decay_fraction": 0.29, "shape": "1-sqrt", "min_lr_ratio": 0.1},
         57,
         {39: 6e-4, 41: 6e-4, 42: 0.0004649999999999999, 56: 7.71472482619987e-05},
     ),
@@ -127,16 +127,16 @@ def test_the_warm_up_is_a_line_whose_first_step_already_moves(kind: str) -> None
 )
 def test_the_decay_has_its_shape_and_ends_where_it_shall(shape: str, quarter: float, half: float) -> None:
     for final in (0.0, 0.1):
-        for size in ({"decay": 0.8}, {"decay_steps": 80}):
-            schedule = made(kind="wsd", shape=shape, final=final, **size)
+        for size in ({"decay_fraction": 0.8}, {"decay_steps": 80}):
+            schedule = made(kind="wsd", shape=shape, min_lr_ratio=final, **size)
             for step, expected in ((20, 1.0), (21, 1.0), (41, quarter), (61, half), (101, 0.0)):
                 assert learning_rate_share(schedule, step, 100) == pytest.approx(final + (1 - final) * expected)
 
 
 def test_linear_and_cosine_are_decays_that_begin_where_the_warm_up_ends() -> None:
     for kind in ("linear", "cosine"):
-        whole = made(kind=kind, warmup_steps=7, final=0.1)
-        decay = made(kind="wsd", shape=kind, warmup_steps=7, final=0.1, decay=1.0)
+        whole = made(kind=kind, warmup_steps=7, min_lr_ratio=0.1)
+        decay = made(kind="wsd", shape=kind, warmup_steps=7, min_lr_ratio=0.1, decay_fraction=1.0)
         assert [learning_rate_share(whole, step, 50) for step in range(1, 51)] == [
             learning_rate_share(decay, step, 50) for step in range(1, 51)
         ]
@@ -151,8 +151,8 @@ def test_a_share_rises_to_the_peak_and_falls_to_no_less_than_the_final_one(sched
     assert all(a + 1e-12 >= b for a, b in pairwise(found[peak:]))
     if steps > schedule.warmup_steps:
         assert max(found) == 1.0
-        assert found[-1] >= getattr(schedule, "final", 1.0) - 1e-12
-        assert min(found, default=1.0) > 0 or getattr(schedule, "final", 1.0) == 0
+        assert found[-1] >= getattr(schedule, "min_lr_ratio", 1.0) - 1e-12
+        assert min(found, default=1.0) > 0 or getattr(schedule, "min_lr_ratio", 1.0) == 0
     assert learning_rate_share(schedule, steps + 100, steps) <= found[-1] + 1e-12 or steps < schedule.warmup_steps + 100
 
 

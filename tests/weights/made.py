@@ -17,7 +17,7 @@ FOLDERS = {"fetch": "01-fetch-aaaaaaaa", "pretrain": "07-pretrain-bbbbbbbb", "fi
 def model(folder: Path, seed: int = 0, context: int = 40) -> Path:
     renderer = Renderer(small())
     lineage = Lineage(tokenizer=small().hash, template=renderer.template.hash, shards="5" * 64)
-    shape = SHAPES[0].model_copy(update={"context": context})
+    shape = SHAPES[0].model_copy(update={"context_length": context})
     hf.save(folder, lively(shape, seed, small().vocab_size), renderer, lineage)
     return folder
 

@@ -5,6 +5,8 @@ import re
 import shutil
 import subprocess
 import sys
+import threading
+import time
 from collections.abc import Callable
 from dataclasses import fields
 from pathlib import Path
@@ -19,7 +21,16 @@ from bloomery.core.errors import CheckpointError, RunError
 from bloomery.core.io import MANIFEST
 from bloomery.train.state import SpikeStats, State
 from bloomery.weights import checkpoint
-from bloomery.weights.checkpoint import RetentionPolicy, RollbackInfo, SavedGuard, SavedState, damage, newest, save
+from bloomery.weights.checkpoint import (
+    RetentionPolicy,
+    RollbackInfo,
+    SavedGuard,
+    SavedState,
+    Saver,
+    damage,
+    newest,
+    save,
+)
 from bloomery.weights.safetensors import save_tensors
 
 import safetensors.torch
@@ -37,6 +48,11 @@ def write(root: Path, step: int, keep: int = 3) -> Path:
 
     training = {"weight/step": torch.tensor(float(step)), "weight/momentum": torch.full((5, 3), step / 3)}
     return save(root, step, model, training, {"step": step, "samples": 7 * step, "metrics": {"loss": 1 / 3}}, keep=keep)
+
+
+def bare(root: Path, step: int, **how: Any) -> Path:
+    """A checkpoint that holds nothing but its state."""
+    return save(root, step, lambda folder: None, {}, {"step": step, "samples": 0}, **how)
 
 
 def names(root: Path) -> list[str]:
@@ -230,12 +246,8 @@ def test_a_forged_state_is_passed_over_with_the_reason(
     assert re.search(rf"{folder} is passed over: (its state\.json cannot be read: |it is of step )", told)
 
 
-HEADERS = [
-    (2**60).to_bytes(8, "little"),
-    b"",
-    (2).to_bytes(8, "little") + b"[]",
-]
-HEADERS += [(4).to_bytes(8, "little") + b"null" + bytes(8), b"\xff" * 40]
+HEADERS = [(2**60).to_bytes(8, "little"), b"", (2).to_bytes(8, "little") + b"[]", b"\xff" * 40]
+HEADERS += [(4).to_bytes(8, "little") + b"null" + bytes(8)]
 
 
 @pytest.mark.parametrize("data", HEADERS, ids=lambda data: ascii(data[:12]))
@@ -253,7 +265,7 @@ def test_training_state_of_a_weight_that_is_not_there_is_an_error(tmp_path: Path
         return {"other": torch.zeros(shape)}[name]
 
     with pytest.raises(CheckpointError, match="training: cannot be read: KeyError"):
-        newest(tmp_path, place=place)
+        newest(tmp_path, alloc=place)
 
 
 def test_where_no_checkpoint_is_whole_nothing_is_begun_anew(tmp_path: Path) -> None:
@@ -319,19 +331,10 @@ def test_a_damaged_later_one_never_takes_the_place_of_a_whole_one(tmp_path: Path
 def test_a_damaged_one_that_was_passed_over_takes_the_place_of_no_whole_one(tmp_path: Path) -> None:
     """A run that goes on from 4, because 6 is damaged, may save at 9: then 4 stays, and 6 goes."""
     for step in (2, 4, 6):
-        save(
-            tmp_path,
-            step,
-            lambda folder: None,
-            {},
-            {"step": step, "samples": 0},
-            keep=3,
-            standing=RollbackInfo(goal=True),
-        )
+        bare(tmp_path, step, keep=3, standing=RollbackInfo(goal=True))
     (tmp_path / "000000006" / "state.json").unlink()
     assert newest_step(tmp_path) == 4
-    passed_over = RollbackInfo(passed_over=frozenset({6}))
-    save(tmp_path, 9, lambda folder: None, {}, {"step": 9, "samples": 0}, keep=2, standing=passed_over)
+    bare(tmp_path, 9, keep=2, standing=RollbackInfo(passed_over=frozenset({6})))
     assert names(tmp_path) == ["000000004", "000000009"]
 
 
@@ -417,9 +420,7 @@ def test_a_process_killed_anywhere_while_it_saves_leaves_a_whole_newest_checkpoi
 
 def test_checkpoints_of_chosen_steps_stay_for_ever(tmp_path: Path) -> None:
     for step in range(1, 9):
-        save(
-            tmp_path, step, lambda folder: None, {}, {"step": step, "samples": 0}, keep=RetentionPolicy(last=2, every=3)
-        )
+        bare(tmp_path, step, keep=RetentionPolicy(last=2, every=3))
     assert names(tmp_path) == ["000000003", "000000006", "000000007", "000000008"]
 
 
@@ -476,3 +477,53 @@ def test_a_state_that_is_read_has_the_fields_of_the_state_that_is_saved() -> Non
     saved = {SavedState: State, SavedGuard: SpikeStats}
     for kind, data in saved.items():
         assert set(kind.__annotations__) == {field.name for field in fields(data)}
+
+
+# --- Saves that go on in a thread -------------------------------------------------------------------------------------
+
+
+def test_what_is_saved_is_what_was_when_the_save_began(tmp_path: Path) -> None:
+    momentum = torch.full((3,), 1.0)
+    gate = threading.Event()
+
+    def slow_model(folder: Path) -> None:
+        assert gate.wait(60)
+        save_tensors(folder / "model.safetensors", {"weight": torch.ones(2)})
+
+    with Saver(tmp_path, RetentionPolicy(last=2)) as saver:
+        saver.start(1, slow_model, {"w/momentum": momentum}, {"step": 1, "samples": 0})
+        momentum.fill_(2.0)
+        assert newest(tmp_path) is None  # it is not done, and training goes on
+        gate.set()
+        saver.start(2, slow_model, {"w/momentum": momentum}, {"step": 2, "samples": 0})
+        assert newest_step(tmp_path) is not None  # the second waits for the first
+    found = [newest(tmp_path, before) for before in (2, 3)]
+    assert [float(one.training["w/momentum"][0]) for one in found if one is not None] == [1.0, 2.0]
+
+
+def test_a_save_that_failed_is_told_at_the_next_one_and_at_the_end(tmp_path: Path) -> None:
+    def full(folder: Path) -> None:
+        raise OSError(28, "no space")
+
+    saver = Saver(tmp_path, RetentionPolicy(last=1))
+    ways: list[Callable[[], None]] = [
+        lambda: saver.start(2, full, {}, {"step": 2, "samples": 0}),
+        lambda: saver.__exit__(None, None, None),
+    ]
+    for again in ways:
+        saver.start(1, full, {}, {"step": 1, "samples": 0})
+        with pytest.raises(RunError, match="000000001: cannot be written: No space left"):
+            again()
+    assert newest(tmp_path) is None
+
+
+def test_an_end_by_error_waits_for_the_save_that_runs(tmp_path: Path) -> None:
+
+    def interrupted() -> None:
+        with Saver(tmp_path, RetentionPolicy(last=1)) as saver:
+            saver.start(1, lambda folder: time.sleep(0.2), {}, {"step": 1, "samples": 0})
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        interrupted()
+    assert newest_step(tmp_path) == 1

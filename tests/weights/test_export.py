@@ -14,9 +14,9 @@ from bloomery.tokenizer import importers
 from bloomery.tokenizer.chat_template import Renderer
 from bloomery.weights import hf, llmc
 from bloomery.weights.hf import Lineage
-from tests.model.made import SHAPES, lively, random_ids
+from tests.model.made import SHAPES, lively, random_ids, scores
 from tests.tokenizer.made import small
-from tests.tokenizer.test_llmc import small_file
+from tests.tokenizer.test_importers import small_file
 
 import torch
 
@@ -39,11 +39,6 @@ def refused(capsys: pytest.CaptureFixture[str], *words: object) -> str:
     return capsys.readouterr().err
 
 
-def scores(model: Transformer, ids: torch.Tensor) -> torch.Tensor:
-    with torch.no_grad():
-        return model.logits(model(ids))
-
-
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 def test_a_model_is_exported_in_the_number_format_that_is_asked_for(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], dtype: str
@@ -63,7 +58,7 @@ def test_a_model_is_exported_in_the_number_format_that_is_asked_for(
 def test_norms_without_weights_are_exported_with_weights_of_one_and_biases_of_zero(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], shape: ModelConfig
 ) -> None:
-    model = saved(tmp_path / "model", shape, norm_weights=False)
+    model = saved(tmp_path / "model", shape, norm_affine=False)
     assert json.loads((tmp_path / "model" / "config.json").read_text())["architectures"] == ["BloomeryForCausalLM"]
     told(capsys, "export", tmp_path / "model", tmp_path / "out")
     other = AutoModelForCausalLM.from_pretrained(tmp_path / "out", attn_implementation="eager")
@@ -73,9 +68,9 @@ def test_norms_without_weights_are_exported_with_weights_of_one_and_biases_of_ze
 
 
 def test_what_no_other_program_has_is_not_exported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    saved(tmp_path / "model", SHAPES[0], positions="none")
+    saved(tmp_path / "model", SHAPES[0], position_embedding="none")
     said = refused(capsys, "export", tmp_path / "model", tmp_path / "out")
-    assert "transformers has no such model: positions='none' is nothing that LlamaForCausalLM has" in said
+    assert "transformers has no such model: position_embedding='none' is nothing that LlamaForCausalLM has" in said
     assert "llm.c has GPT-2 alone" in refused(
         capsys, "export", tmp_path / "model", tmp_path / "out", "--format", "llmc"
     )
@@ -157,7 +152,7 @@ def test_a_weight_that_a_number_format_cannot_hold_is_named(
 def test_a_model_file_without_its_tokenizer_asks_for_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     llmc.write(tmp_path / "model.bin", lively(llmc.shape(12, 1, 2, 20), 0, 61))
     said = refused(capsys, "import", tmp_path / "model.bin", tmp_path / "out")
-    assert "of *tokenizer*.bin beside it there is not one, but none" in said
+    assert "needs one *tokenizer*.bin in its folder, which has none" in said
     assert "--tokenizer FILE" in said
 
 

@@ -40,8 +40,13 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return made.model(tmp_path_factory.mktemp("whole") / "model")
 
 
-def test_one_flipped_bit_of_the_weights_is_refused_by_the_name_of_the_file(whole: Path, tmp_path: Path) -> None:
-    folder = shutil.copytree(whole, tmp_path / "copied")
+@pytest.fixture
+def folder(whole: Path, tmp_path: Path) -> Path:
+    """A copy, to be damaged."""
+    return shutil.copytree(whole, tmp_path / "copied")
+
+
+def test_one_flipped_bit_of_the_weights_is_refused_by_the_name_of_the_file(folder: Path) -> None:
     hf.load(folder)
     flip(folder / WEIGHTS)
     with pytest.raises(CheckpointError, match=f"{WEIGHTS} has another sha256, unlike in .*{SUMS}") as caught:
@@ -51,10 +56,7 @@ def test_one_flipped_bit_of_the_weights_is_refused_by_the_name_of_the_file(whole
 
 
 @pytest.mark.parametrize("make", [os.mkfifo, Path.mkdir, lambda path: path.symlink_to("nowhere")])
-def test_a_list_of_hashes_that_is_no_regular_file_is_an_error(
-    whole: Path, tmp_path: Path, make: Callable[[Path], None]
-) -> None:
-    folder = shutil.copytree(whole, tmp_path / "copied")
+def test_a_list_of_hashes_that_is_no_regular_file_is_an_error(folder: Path, make: Callable[[Path], None]) -> None:
     (folder / SUMS).unlink()
     make(folder / SUMS)
     with pytest.raises(CheckpointError, match=f"{SUMS}: cannot be read: ") as caught:
@@ -63,8 +65,7 @@ def test_a_list_of_hashes_that_is_no_regular_file_is_an_error(
 
 
 @pytest.mark.parametrize("name", ["config.json", "tokenizer.json", "tokenizer_config.json", "bloomery.json"])
-def test_every_file_beside_the_weights_is_compared_too(whole: Path, tmp_path: Path, name: str) -> None:
-    folder = shutil.copytree(whole, tmp_path / "copied")
+def test_every_file_beside_the_weights_is_compared_too(folder: Path, name: str) -> None:
     (folder / name).write_text((folder / name).read_text() + "\n")
     with pytest.raises(CheckpointError, match=f"{name} has another sha256"):
         hf.load(folder)
@@ -110,7 +111,7 @@ def test_a_checkpoint_from_before_lists_of_hashes_is_compared_with_its_manifest(
 def verbs(folder: Path, out: Path) -> dict[str, list[str]]:
     return {
         "chat": ["chat", str(folder), "--prompt", "Hello"],
-        "eval": ["eval", str(folder), "--questions", "2"],
+        "eval": ["eval", str(folder), "--toy-questions", "2"],
         "export": ["export", str(folder), str(out)],
         "import": ["import", str(folder), str(out)],
     }
@@ -118,17 +119,15 @@ def verbs(folder: Path, out: Path) -> dict[str, list[str]]:
 
 @pytest.mark.parametrize("verb", ["chat", "eval", "export", "import"])
 def test_no_verb_uses_a_damaged_model(
-    whole: Path, tmp_path: Path, verb: str, capsys: pytest.CaptureFixture[str]
+    folder: Path, tmp_path: Path, verb: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    folder = shutil.copytree(whole, tmp_path / "copied")
     flip(folder / WEIGHTS)
     assert main(verbs(folder, tmp_path / "out")[verb]) == 2
     assert f"{WEIGHTS} has another sha256" in capsys.readouterr().err
     assert not (tmp_path / "out").exists()
 
 
-def test_a_damaged_model_is_neither_gone_on_with_nor_started_from(whole: Path, tmp_path: Path) -> None:
-    folder = shutil.copytree(whole, tmp_path / "copied")
+def test_a_damaged_model_is_neither_gone_on_with_nor_started_from(folder: Path) -> None:
     model = hf.load(folder).model
     flip(folder / WEIGHTS)
     with pytest.raises(CheckpointError, match="another sha256"):
@@ -169,8 +168,7 @@ LISTS: dict[str, bytes] = {
 
 
 @pytest.mark.parametrize("text", LISTS.values(), ids=LISTS)
-def test_what_is_no_list_of_hashes_is_refused(whole: Path, tmp_path: Path, text: bytes) -> None:
-    folder = shutil.copytree(whole, tmp_path / "copied")
+def test_what_is_no_list_of_hashes_is_refused(folder: Path, text: bytes) -> None:
     (folder / SUMS).write_bytes(text)
     with pytest.raises(CheckpointError, match=r"is no list of sha256 and names|at most 1,048,576 are read"):
         verify(folder)
@@ -192,9 +190,8 @@ KIND = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.f
 @pytest.mark.parametrize("number", [float("nan"), float("inf"), float("-inf")])
 @pytest.mark.parametrize("kind", KIND)
 def test_weights_that_are_not_finite_are_refused_by_the_name_of_their_tensor(
-    whole: Path, tmp_path: Path, kind: str, number: float
+    folder: Path, kind: str, number: float
 ) -> None:
-    folder = shutil.copytree(whole, tmp_path / "copied")
     weights = {name: one.to(KIND[kind]) for name, one in safetensors.torch.load_file(folder / WEIGHTS).items()}
     name = sorted(weights)[3]
     weights[name].view(-1)[-1] = number
@@ -204,8 +201,7 @@ def test_weights_that_are_not_finite_are_refused_by_the_name_of_their_tensor(
         hf.load(folder)
 
 
-def test_the_largest_finite_numbers_are_weights(whole: Path, tmp_path: Path) -> None:
-    folder = shutil.copytree(whole, tmp_path / "copied")
+def test_the_largest_finite_numbers_are_weights(folder: Path) -> None:
     (folder / SUMS).unlink()
     weights = safetensors.torch.load_file(folder / WEIGHTS)
     weights["model.norm.weight"].fill_(torch.finfo(torch.float32).max)
@@ -242,10 +238,7 @@ HEADERS: dict[str, Callable[[bytes], bytes]] = {
 
 
 @pytest.mark.parametrize("change", HEADERS.values(), ids=HEADERS)
-def test_a_header_that_cannot_be_is_refused_before_it_is_read(
-    whole: Path, tmp_path: Path, change: Callable[[bytes], bytes]
-) -> None:
-    folder = shutil.copytree(whole, tmp_path / "copied")
+def test_a_header_that_cannot_be_is_refused_before_it_is_read(folder: Path, change: Callable[[bytes], bytes]) -> None:
     (folder / WEIGHTS).write_bytes(change((folder / WEIGHTS).read_bytes()))
     with pytest.raises(CheckpointError, match="is torn"):
         hf.load(folder)

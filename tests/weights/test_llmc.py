@@ -162,7 +162,7 @@ BROKEN: dict[str, tuple[Callable[[bytes], bytes], str]] = {
     ),
     "of a width of billions": (
         lambda data: header(20240326, 3, CONTEXT, VOCAB, LAYERS, 1, 2**31 - 1, PADDED) + data[1024:],
-        r"its header names no model: width: must be at most 1,048,576",
+        r"its header names no model: hidden_size: must be at most 1,048,576",
     ),
 }
 
@@ -180,9 +180,7 @@ def test_a_file_that_is_no_model_is_refused_by_name_before_anything_is_built(
 
 
 def test_a_model_that_llm_c_does_not_have_is_not_written(tmp_path: Path) -> None:
-    config = ModelConfig(width=16, num_layers=1, num_heads=2, num_kv_heads=2, mlp_width=64)
-    with pytest.raises(
-        CheckpointError, match=r"feed_forward is .* and not .*; positions is 'rotary' and not 'absolute'"
-    ):
+    config = ModelConfig(hidden_size=16, num_layers=1, num_heads=2, num_kv_heads=2, intermediate_size=64)
+    with pytest.raises(CheckpointError, match=r"mlp is .* and not .*; position_embedding is 'rope' and not 'learned'"):
         llmc.write(tmp_path / "model.bin", lively(config), "float32")
     assert list(tmp_path.iterdir()) == []

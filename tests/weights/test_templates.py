@@ -12,10 +12,11 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from bloomery.core.chat import ROLES, Message, Role
 from bloomery.core.errors import CheckpointError, DataError
 from bloomery.tokenizer import chat_template, importers
-from bloomery.tokenizer.chat_template import EVERY_SPECIAL, TEMPLATES, Message, Rendered, Renderer, Role, Template
-from bloomery.tokenizer.tokenizer import DOCUMENT, END, ROLES, Tokenizer
+from bloomery.tokenizer.chat_template import EVERY_SPECIAL, TEMPLATES, Rendered, Renderer, Template
+from bloomery.tokenizer.tokenizer import DOCUMENT, END, Tokenizer
 from bloomery.tokenizer.train import train
 from bloomery.weights import export, hf
 from bloomery.weights.hf import Lineage, Loaded
@@ -100,7 +101,6 @@ def agree(case: Case, messages: list[Message]) -> None:
 SAME = settings(deadline=None, suppress_health_check=list(HealthCheck), max_examples=250)
 
 
-@pytest.mark.slow
 @SAME
 @given(st.data())
 def test_transformers_makes_the_same_ids_of_random_conversations(case: Case, data: st.DataObject) -> None:
@@ -202,7 +202,7 @@ def test_baichuan2_has_the_ids_of_its_own_tokenizer() -> None:
     import tokenizers
 
     made = importers.with_special(
-        tokenizers.Tokenizer.from_str(json.dumps(inner)), "here", chat_template.wanted("baichuan2")
+        tokenizers.Tokenizer.from_str(json.dumps(inner)), "here", chat_template.special_tokens("baichuan2")
     )
     ours = Renderer(made, TEMPLATES["baichuan2"])
     ids = ours.render([Message(role="user", content="a"), Message(role="assistant", content="b")]).ids
@@ -219,7 +219,7 @@ def test_a_tokenizer_without_the_tokens_of_a_template_is_refused_by_name() -> No
 
 def test_a_tokenizer_that_joins_the_structure_with_what_is_said_is_refused() -> None:
     """GPT-2's pattern makes one word of two line feeds where nothing follows, and two where something does."""
-    made = train([*training_texts(), "a\n\n" * 200], 900, "gpt2", chat_template.wanted("llama3"))
+    made = train([*training_texts(), "a\n\n" * 200], 900, "gpt2", chat_template.special_tokens("llama3"))
     with pytest.raises(DataError, match="what is trained would not be what is served"):
         Renderer(made, TEMPLATES["llama3"])
 

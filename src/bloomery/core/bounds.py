@@ -5,9 +5,6 @@ Types of settings: numbers with a lowest and a highest value, and paths that a f
 
 A number outside its range would start something absurd, or mean nothing. The error names the bound and the reason.
 Bounds never depend on the machine: a recipe that loads here loads everywhere.
-
-The default temperature for generating answers stands here too. It applies wherever nobody sets a temperature: in
-chat, over HTTP, in evaluation, and in exported models.
 """
 
 from dataclasses import dataclass
@@ -19,6 +16,7 @@ from pydantic_core import PydanticCustomError, core_schema
 
 from bloomery.core.errors import shorten
 from bloomery.core.io import path_problem
+from bloomery.core.sampling import MAX_SEED, MAX_TEMPERATURE, MAX_TOKENS
 
 OUT_OF_RANGE = "out_of_range"
 """The type of its problem, as pydantic calls it; the message already holds the value."""
@@ -68,12 +66,11 @@ DiskPath = Annotated[Path, AfterValidator(_path)]
 """A path as a file system could hold it; whether something is there is seen when it is opened."""
 
 _TEXT = "no document is longer"
-_DRAW = "random generators take 63 bits"
 _ROWS = "no data set has more"
 
 Share = Annotated[float, Between(0, 1, "it is a share")]
 InnerShare = Annotated[float, Between(1e-9, 0.99, "it is a share, and something has to be left on both sides")]
-Seed = Annotated[int, Between(0, 2**63 - 1, _DRAW)]
+Seed = Annotated[int, Between(0, MAX_SEED, "random generators take 63 bits")]
 TextLength = Annotated[int, Between(0, 10**12, _TEXT)]
 """Characters, words or lines of a text, or how often something is in it."""
 PositiveLength = Annotated[int, Between(1, 10**12, _TEXT)]
@@ -86,13 +83,9 @@ MemoryBytes = Annotated[int, Between(2**26, 2**50, "less holds no batch, and no 
 Weight = Annotated[float, Between(1e-9, 1e9, "weights are relative to one another")]
 Attempts = Annotated[int, Between(1, 1000, "waits grow with each attempt")]
 TokenCount = Annotated[int, Between(1, 10**15, "that is 25 times what the largest models were trained on")]
-Context = Annotated[int, Between(1, 2**24, "attention over more tokens fits no machine")]
+Context = Annotated[int, Between(1, MAX_TOKENS, "attention over more tokens fits no machine")]
 Steps = Annotated[int, Between(1, 10**12, "no run takes more steps")]
 StepsOrNone = Annotated[int, Between(0, 10**12, "no run takes more steps")]
 Temperature = Annotated[
-    float, Between(1e-3, 100, "logits are divided by it; 0 takes the likeliest token", or_zero=True)
+    float, Between(1e-3, MAX_TEMPERATURE, "logits are divided by it; 0 takes the likeliest token", or_zero=True)
 ]
-
-
-TEMPERATURE = 0.7
-"""A small model of natural text that takes the likeliest token each time often repeats itself, and does not end."""

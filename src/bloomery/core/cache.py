@@ -25,7 +25,7 @@ if sys.platform != "win32":
 QUICKLY_HASHED = 2**20
 """Bytes of a file whose hash is not worth a note."""
 SLOWLY_HASHED = 2**30
-"""Bytes of a file that takes long enough to be told of."""
+"""Bytes of a file whose hashing takes long enough for a log line."""
 SETTLED_NANOSECONDS = 2 * 10**9
 """After a change: until then another one may leave the same times, as file systems count them in steps."""
 
@@ -67,16 +67,16 @@ def sha256_of(path: Path) -> str:
     began, before = time.time_ns(), _state(path)
     if before[0] < QUICKLY_HASHED:
         return core_io.sha256_file(path)
-    place = root() / "hashes" / f"{core_io.sha256_bytes(os.fsencode(path.resolve()))}.json"
-    found = load_note(place, NotedHash)
-    if found is not None and found["state"] == before:
-        return found["sha256"]
+    note_path = root() / "hashes" / f"{core_io.sha256_bytes(os.fsencode(path.resolve()))}.json"
+    note = load_note(note_path, NotedHash)
+    if note is not None and note["state"] == before:
+        return note["sha256"]
     if before[0] >= SLOWLY_HASHED:
         info(f"{path} is hashed: {before[0] / 2**30:,.1f} GiB, of which the cache has no note", style="dim")
     hashed = core_io.sha256_file(path)
     if _state(path) == before and max(before[2:]) + SETTLED_NANOSECONDS < began:
         try:
-            save_note(place, {"state": before, "sha256": hashed})
+            save_note(note_path, {"state": before, "sha256": hashed})
         except (RunError, OSError) as error:
             info(f"{path} is hashed at every start, as its hash cannot be noted: {error}", style="yellow")
     return hashed
@@ -104,9 +104,9 @@ def changed(folder: Path, hashes: Mapping[str, str]) -> str:
 @contextmanager
 def locked(path: Path) -> Iterator[None]:
     """
-    Hold a place in the cache for this process; another one waits. The lock goes with its process.
+    Lock a path of the cache for this process; other processes wait. The lock ends with its process.
 
-    On Windows nothing is held.
+    On Windows nothing is locked.
     """
     lock = path.with_name(path.name + ".lock")
     with core_io.disk_errors(lock):

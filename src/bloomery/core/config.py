@@ -12,8 +12,9 @@ import tomllib
 import types
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import cache
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin
+from typing import Annotated, Any, Literal, Self, TypeVar, Union, get_args, get_origin
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
@@ -43,9 +44,20 @@ class Config(BaseModel):
         """TOML data of the whole model with what follows from it, before it is checked. As it is, by default."""
         return tree
 
+    def resolved(self) -> Self:
+        """
+        A new object with the defaults that depend on other sections, checked as a whole. Itself, by default. Raises
+        ValueError.
+        """
+        return self
+
     def needs(self, after: tuple[str, ...]) -> tuple[str, ...]:
         """As the section of a stage: of the stages that it can build on, those that it does. All, by default."""
         return after
+
+    def packages(self) -> tuple[str, ...]:
+        """The packages of extras that it needs, without those that the configs in it name. None, by default."""
+        return ()
 
 
 C = TypeVar("C", bound=Config)
@@ -84,14 +96,17 @@ def _read(path: Path) -> dict[str, Any]:
     if (size := path.stat().st_size) > MAX_RECIPE_BYTES:
         what = f"has {size:,} bytes; a recipe has at most {MAX_RECIPE_BYTES:,}"
         raise ConfigError(what, where=str(path), hint="Name files of data in it instead of writing them out.")
+    text = path.read_text(encoding="utf-8")
     try:
-        return tomllib.loads(path.read_text(encoding="utf-8"))
-    except UnicodeDecodeError:
-        raise
+        return tomllib.loads(text)
     except ValueError as error:  # TOMLDecodeError, or that of Python for an integer of 4,300 digits
         raise ConfigError(str(error), where=str(path), hint="The file has to be TOML (https://toml.io).") from None
     except RecursionError:
         raise ConfigError(f"arrays or tables are {TOO_DEEP}", where=str(path), hint=LESS_DEEP) from None
+
+
+packaged = cache(_read)
+"""The TOML data of a file of this package, such as presets: read once, and never changed."""
 
 
 def _may_be(cls: type[Config], path: Path) -> bool:
@@ -136,25 +151,33 @@ def build(cls: type[C], tree: dict[str, Any], where: str = "") -> C:
     check_tree(tree, where)
     try:
         # JSON mode is the strict mode that still takes an array for a tuple and a string for a path.
-        return cls.model_validate_json(json.dumps(cls.completed(tree), default=str), strict=True)
-    except ValidationError as failure:
-        what, hint = explained(cls, failure)
+        return cls.model_validate_json(json.dumps(cls.completed(tree), default=str), strict=True).resolved()
+    except ValueError as failure:
+        what, hint = explained(cls, failure) if isinstance(failure, ValidationError) else (_sentence(str(failure)), "")
         long = {text: shorten(text) for text in _texts(tree) if len(text) > MAX_VALUE_CHARS}
         for text, short in long.items():  # messages of validators show values too
             what, hint = (said.replace(repr(text), repr(short)).replace(text, short) for said in (what, hint))
         raise ConfigError(what, where=where, hint=hint) from None
 
 
+def with_defaults(config: C, **values: Any) -> C:
+    """A copy of a config with other values of some fields, which do not count as set."""
+    construct: Any = type(config).model_construct
+    copy: C = construct(set(config.model_fields_set), **{**dict(config), **values})
+    return copy
+
+
+def _sentence(message: str) -> str:
+    """The message of a validator, as it is shown behind a key."""
+    return message[:1].lower() + message[1:]
+
+
 def _texts(node: Any) -> Iterator[str]:
     """Every text and key of TOML data."""
     if isinstance(node, str):
         yield node
-    elif isinstance(node, list | tuple):
-        for item in node:
-            yield from _texts(item)
-    elif isinstance(node, Mapping):
-        for name, item in node.items():
-            yield name
+    elif isinstance(node, list | tuple | Mapping):
+        for item in (*node, *(node.values() if isinstance(node, Mapping) else ())):
             yield from _texts(item)
 
 
@@ -181,7 +204,7 @@ def split_override(override: Override) -> tuple[str, Any]:
         return override
     path, equals, raw = override.partition("=")
     if not equals or not path.strip():
-        raise ConfigError(f"expected key=value, got {shorten(override)!r}", hint="For example: train.steps=100")
+        raise ConfigError(f"expected key=value, got {shorten(override)!r}", hint="For example: pretrain.steps=100")
     return path.strip(), _value(raw)
 
 
@@ -230,8 +253,8 @@ def _defaults(hint: Any, node: Mapping[str, Any]) -> dict[str, Any]:
 
 def _index(node: list[Any], name: str, where: str) -> int:
     if not name.isdecimal() or len(name) > 9 or int(name) >= len(node):
-        what = f"{shorten(name)!r} is no place in an array of {len(node)}"
-        raise ConfigError(what, where=shorten(where), hint="Places count from 0.")
+        what = f"{shorten(name)!r} is not an index of an array of {len(node)}"
+        raise ConfigError(what, where=shorten(where), hint="Indexes start at 0.")
     return int(name)
 
 
@@ -264,37 +287,36 @@ def _explain(cls: type[BaseModel], problem: Any) -> tuple[str, str, str]:
         tag, expected = problem["ctx"]["tag"], problem["ctx"]["expected_tags"]
         near = difflib.get_close_matches(tag, [name.strip("'") for name in expected.split(", ")], n=1)
         return f"{key}.kind", f"{tag!r} is not one of {expected}", f"Did you mean {near[0]!r}?" if near else ""
-    message = problem["msg"].removeprefix("Value error, ")
-    message = message[0].lower() + message[1:]
-    given = problem["input"]
-    shown = f", got {shorten(repr(given))}" if isinstance(given, str | int | float | bool | None) else ""
-    is_shown = problem["type"] == OUT_OF_RANGE or (isinstance(given, str) and repr(given) in message)
+    message = _sentence(problem["msg"].removeprefix("Value error, "))
+    value = problem["input"]
+    shown = f", got {shorten(repr(value))}" if isinstance(value, str | int | float | bool | None) else ""
+    is_shown = problem["type"] == OUT_OF_RANGE or (isinstance(value, str) and repr(value) in message)
     return key, message + ("" if is_shown else shown), ""
 
 
 def _follow(cls: type[BaseModel], spot: Sequence[int | str]) -> tuple[list[int | str], Any]:
-    """A place as a person writes it, and its type. Pydantic puts the tag of a union into it, which no recipe holds."""
+    """A key path as a person writes it, and its type. Pydantic adds the tag of a union, which no recipe contains."""
     kept: list[int | str] = []
     hint: Any = cls
-    for part in spot:
+    for step in spot:
         members = {tag: member for member in _models(hint) for tag in _tags(member)}
-        if len(_models(hint)) > 1 and part in members:
-            hint = members[str(part)]
-        elif isinstance(part, str) and hint is not Any and not _models(hint):
+        if len(_models(hint)) > 1 and step in members:
+            hint = members[str(step)]
+        elif isinstance(step, str) and hint is not Any and not _models(hint):
             continue  # what pydantic calls a member of a union of other types
         else:
-            kept.append(part)
-            hint = _step(hint, part)
+            kept.append(step)
+            hint = _step(hint, step)
     return kept, hint
 
 
-def _step(hint: Any, part: int | str) -> Any:
-    if isinstance(part, int):
+def _step(hint: Any, step: int | str) -> Any:
+    if isinstance(step, int):
         inner = [inside for option in _options(hint) for inside in get_args(option) if inside is not Ellipsis]
-        return inner[min(part, len(inner) - 1)] if inner else Any
+        return inner[min(step, len(inner) - 1)] if inner else Any
     for model in _models(hint):
-        if part in model.model_fields:
-            return model.model_fields[part].annotation
+        if step in model.model_fields:
+            return model.model_fields[step].annotation
     return Any
 
 
@@ -328,7 +350,7 @@ def plain(config: BaseModel, *, stable_only: bool = False) -> dict[str, Any]:
 
 
 def _walk(value: Any, twin: Any) -> Iterator[tuple[BaseModel, dict[str, Any]]]:
-    """Every model inside a config beside its JSON twin."""
+    """Pairs of each model inside a config and the JSON value of that model."""
     if isinstance(value, BaseModel):
         yield value, twin
         for name in type(value).model_fields:
@@ -347,8 +369,19 @@ def paths(value: Any, key: str = "") -> Iterator[tuple[str, Path]]:
         for name, inner in value:
             yield from paths(inner, f"{key}.{name}" if key else name)
     elif isinstance(value, tuple):
-        for place, inner in enumerate(value):
-            yield from paths(inner, f"{key}.{place}")
+        for index, inner in enumerate(value):
+            yield from paths(inner, f"{key}.{index}")
+
+
+def packages(value: Any, key: str = "") -> Iterator[tuple[str, str]]:
+    """The key of every config that needs a package of an extra, with that package."""
+    if isinstance(value, Config):
+        yield from ((key, package) for package in value.packages())
+        for name, inner in value:
+            yield from packages(inner, f"{key}.{name}" if key else name)
+    elif isinstance(value, tuple):
+        for index, inner in enumerate(value):
+            yield from packages(inner, f"{key}.{index}")
 
 
 def to_toml(data: dict[str, Any]) -> str:

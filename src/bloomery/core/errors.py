@@ -1,10 +1,11 @@
 """
-Errors that a user can cause and fix, also for a missing package. Any other exception is a bug.
+Errors that a user can cause and fix. Any other exception is a bug.
 
     BloomeryError
       ConfigError        a recipe, an override or a flag is wrong
       DataError          an input file, document, shard or conversation is wrong
         UnreachableError what it refers to elsewhere cannot be seen now
+        MissingPackageError a package that it needs is not installed
       CheckpointError    a checkpoint is missing, torn, of another shape or of another tokenizer
       HardwareError      the machine lacks what was asked of it
       RunError           a run folder is missing, busy, or not as its manifest says
@@ -12,14 +13,9 @@ Errors that a user can cause and fix, also for a missing package. Any other exce
 Each message says what is wrong with the value in it, where, and what to do. `cli.py` prints these without a traceback
 and exits 2. A message shows at most 200 characters of a value: the code that shows it calls `shorten`, and
 `BloomeryError` bounds every message.
-
-A package that only some recipes need is loaded when a recipe asks for it. If it is missing, the error says how to
-install it.
 """
 
-import importlib
 import re
-from types import ModuleType
 
 MAX_VALUE_CHARS = 200
 MAX_NAME_CHARS = 255
@@ -84,6 +80,9 @@ class DataError(BloomeryError): ...
 class UnreachableError(DataError): ...
 
 
+class MissingPackageError(DataError): ...
+
+
 class CheckpointError(BloomeryError): ...
 
 
@@ -91,16 +90,3 @@ class HardwareError(BloomeryError): ...
 
 
 class RunError(BloomeryError): ...
-
-
-def load(module: str, *, extra: str, where: str = "") -> ModuleType:
-    """
-    The module of a package that `pip install 'bloomery[EXTRA]'` brings. `where` is the key that asks for it.
-
-    Raises DataError where it, or something that it needs, is not installed.
-    """
-    try:
-        return importlib.import_module(module)
-    except ImportError as error:
-        hint = f"Install it: pip install 'bloomery[{extra}]'"
-        raise DataError(f"this needs the package {module.partition('.')[0]}: {error}", where=where, hint=hint) from None

@@ -298,17 +298,17 @@ def below(folder: Path, *, follow: bool = False) -> Iterator[Path]:
     if (real := Path(os.path.realpath(folder))).parent == real:
         raise DataError("is the root of the file system", where=str(folder), hint=hint)
     entries, seen = 0, set[tuple[int, int]]()
-    for place, folders, names in os.walk(folder, followlinks=follow):
-        facts = os.stat(place)
+    for subfolder, folders, names in os.walk(folder, followlinks=follow):
+        facts = os.stat(subfolder)
         entries += len(folders) + len(names)
         if entries > MAX_ENTRIES:
             what = f"more than {MAX_ENTRIES:,} files and folders are below it"
             raise DataError(what, where=str(folder), hint=hint)
-        if (facts.st_dev, facts.st_ino) in seen or kernel(place):
+        if (facts.st_dev, facts.st_ino) in seen or kernel(subfolder):
             folders.clear()
             continue
         seen.add((facts.st_dev, facts.st_ino))
-        yield from (path for name in names if (path := Path(place, name)).is_file())
+        yield from (path for name in names if (path := Path(subfolder, name)).is_file())
 
 
 def sha256_file(path: Path) -> str:

@@ -40,7 +40,7 @@ GAP = 2
 
 @dataclass(frozen=True)
 class ProgressText:
-    """What is said of a piece of work beside its name and times."""
+    """Progress of a task, shown in addition to its name and times."""
 
     done: str
     speed: str = ""
@@ -65,17 +65,17 @@ def fitting(parts: Sequence[ProgressField], width: int) -> tuple[list[ProgressFi
     no room takes with it all that are less wanted.
     """
     kept, free = set[int](), width + GAP
-    for place in sorted(range(len(parts)), key=lambda place: parts[place].rank):
-        size = parts[place].text.cell_len + GAP
+    for index in sorted(range(len(parts)), key=lambda index: parts[index].rank):
+        size = parts[index].text.cell_len + GAP
         if size > free:
             break
-        kept.add(place)
+        kept.add(index)
         free -= size
     return [part for place, part in enumerate(parts) if place in kept], free if kept else width
 
 
 class Live(Progress):
-    """A line for each task. What is said of one is its field `told`, a `ProgressText`."""
+    """A line for each task. The field `told` of a task is its `ProgressText`."""
 
     def __init__(self, console: Console) -> None:
         self._spinner, self._elapsed, self._left = SpinnerColumn(), TimeElapsedColumn(), TimeRemainingColumn()
@@ -93,13 +93,13 @@ class Live(Progress):
             yield line
 
     def _parts(self, task: Task) -> list[ProgressField]:
-        told: ProgressText = task.fields["told"]
-        numbers = [ProgressField(2 if place == 0 else 7, Text(number)) for place, number in enumerate(told.numbers)]
+        text: ProgressText = task.fields["told"]
+        numbers = [ProgressField(2 if place == 0 else 7, Text(number)) for place, number in enumerate(text.numbers)]
         return [
             ProgressField(0, Text(f"{task.description:<{NAME}}", style="bold")),
             ProgressField(5, Text(" " * NARROW), is_bar=True),
-            *([ProgressField(1, Text(told.done))] if told.done else []),
-            *([ProgressField(4, Text(told.speed))] if told.speed else []),
+            *([ProgressField(1, Text(text.done))] if text.done else []),
+            *([ProgressField(4, Text(text.speed))] if text.speed else []),
             *numbers,
             ProgressField(6, self._elapsed.render(task)),
             *([ProgressField(3, Text.assemble("left ", self._left.render(task)))] if task.total is not None else []),
@@ -214,14 +214,14 @@ def quiet() -> Iterator[None]:
 
 
 VARYING = frozenset({"tokens_per_second", "mfu", "memory_bytes", "seconds"})
-"""What a line of metrics tells of the machine, and not of the model: it is never the same twice."""
+"""Metrics that describe the machine and not the model: they differ between equal runs."""
 
 _listeners: list[TextIO] = []
-"""Files that keep what is said, each while its `kept` block runs."""
+"""Log files that receive each `info` line, each while its `kept` block runs."""
 
 
 def info(text: str, style: str = "") -> None:
-    """One line for a person, shown as `readable` has it."""
+    """Print one line for a person, as `readable` formats it."""
     text = readable(text)
     try:
         console.print(text, style=style, markup=False)
@@ -235,7 +235,7 @@ def info(text: str, style: str = "") -> None:
 
 @contextmanager
 def kept(path: Path) -> Iterator[None]:
-    """Add what is said while the block runs to a file, each line with its time."""
+    """Append the `info` lines printed while the block runs to a file, each with its time."""
     with disk_errors(path):
         path.parent.mkdir(parents=True, exist_ok=True)
         file = path.open("a", encoding="utf-8")
@@ -249,7 +249,7 @@ def kept(path: Path) -> Iterator[None]:
 
 
 class ProgressMeter:
-    """How far one stage is. Made by `progress`; a stage calls `at` with what is done so far."""
+    """The progress of one stage. Made by `progress`; a stage calls `at` with the amount done so far."""
 
     def __init__(self, name: str, unit: str, total: MetricNumber | None) -> None:
         self.name, self.unit, self.total = name, unit, total
@@ -263,11 +263,11 @@ class ProgressMeter:
             self._live.start()
 
     def start_at(self, done: MetricNumber) -> None:
-        """Work that an earlier attempt did, which says nothing about today's speed."""
+        """Set the work that an earlier attempt did, which does not count towards today's speed."""
         self.done = self._first = done
 
     def at(self, done: MetricNumber, *, total: MetricNumber | None = None, **numbers: MetricNumber) -> None:
-        """Report `done` units so far, and any numbers worth showing beside them."""
+        """Report `done` units so far, and any numbers worth showing with them."""
         self.done, self.total = done, total if total is not None else self.total
         now = time.monotonic()
         if self._live is not None:
@@ -309,10 +309,10 @@ def progress(name: str, unit: str, total: MetricNumber | None = None) -> Iterato
 
 class Metrics:
     """
-    An append-only file of numbers, one JSON object a line, every one with its `step`.
+    An append-only file of numbers: one JSON object a line, each with its `step`.
 
-    A run that goes on from step N drops the lines after N first: they tell of work that was lost. Raises DataError
-    for a file that is damaged, and RunError where the disk is full.
+    A run that resumes from step N first drops the lines after N, because their work was lost. Raises DataError
+    for a damaged file, and RunError where the disk is full.
     """
 
     def __init__(self, path: Path, resume_at: int) -> None:
@@ -362,12 +362,12 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
 
 def _metrics_line(line: bytes, where: str) -> dict[str, Any]:
     try:
-        found = parse_json(line)
+        row = parse_json(line)
     except ValueError as error:
         raise DataError(f"is no JSON: {shorten(str(error))}", where=where, hint=_DAMAGED) from None
-    if not isinstance(found, dict) or type(found.get("step")) is not int:
+    if not isinstance(row, dict) or type(row.get("step")) is not int:
         raise DataError("is no JSON object with a whole number as step", where=where, hint=_DAMAGED)
-    return found
+    return row
 
 
 def _short(value: MetricNumber) -> str:

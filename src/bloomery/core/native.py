@@ -1,8 +1,8 @@
 """
-Compiled libraries of the folder native/, where they were built; beside each stands Python that computes the same.
+Compiled libraries of the folder native/, where they were built. For each, Python code computes the same.
 
-A library that was built from other sources than those that lie there is not used, and `state` says so. This module
-needs nothing but the standard library, because setup.py runs it to learn the hash of the sources.
+A library built from sources other than those in the folder is not used, and `state` reports this. This module
+needs only the standard library, because setup.py runs it to get the hash of the sources.
 """
 
 import ctypes
@@ -20,17 +20,17 @@ SWITCH = "BLOOMERY_NATIVE"
 """BLOOMERY_NATIVE=0 in the environment: nothing compiled runs."""
 
 _REFUSED: dict[str, str] = {}
-"""Name of a library -> what is wrong with it."""
+"""Name of a library -> its fault."""
 
 
 class NativeLibrary(NamedTuple):
     library: ctypes.CDLL | None
     state: str
-    """The processor's level that it computes with (one of LEVELS), or why there is none."""
+    """The CPU level that it computes with (one of LEVELS), or why there is none."""
 
 
 def digest(folder: Path) -> str:
-    """Of the sources of all libraries."""
+    """Hash of the sources of all libraries: 16 hexadecimal digits of SHA-256."""
     whole = hashlib.sha256()
     for path in sorted(path for path in folder.iterdir() if path.suffix in (".cpp", ".hpp")):
         whole.update(f"{path.name} {path.stat().st_size}\n".encode() + path.read_bytes())
@@ -44,12 +44,12 @@ def library(name: str) -> ctypes.CDLL | None:
 
 
 def refuse(name: str, why: str) -> None:
-    """Use a library no more in this process, because it was found to compute wrong numbers."""
+    """Stop using a library in this process, because it computed wrong numbers."""
     _REFUSED[name] = why
 
 
 def state(name: str) -> str:
-    """What runs: the processor's level that a library computes with, or why it is not used."""
+    """The CPU level that a library computes with, or why it is not used."""
     if name in _REFUSED:
         return f"off ({_REFUSED[name]})"
     return f"off ({SWITCH}=0)" if os.environ.get(SWITCH) == "0" else _found(FOLDER, name).state
@@ -57,8 +57,8 @@ def state(name: str) -> str:
 
 def identity(name: str) -> str:
     """What a library computes with, and of which sources it was built; or why it is not used."""
-    found = state(name)
-    return f"{found} of {digest(FOLDER)}" if library(name) is not None else found
+    library_state = state(name)
+    return f"{library_state} of {digest(FOLDER)}" if library(name) is not None else library_state
 
 
 def summary() -> str:

@@ -30,15 +30,16 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
+from types import ModuleType
 from typing import Annotated, Any, NotRequired
 
 from pydantic import Field, GetPydanticSchema
 from typing_extensions import TypedDict
 
-from bloomery.core import cache, native
+from bloomery.core import cache, extras, native
 from bloomery.core import io as core_io
-from bloomery.core.config import Config, paths, plain
-from bloomery.core.errors import DataError, RunError, UnreachableError
+from bloomery.core.config import Config, packages, paths, plain, to_toml
+from bloomery.core.errors import DataError, MissingPackageError, RunError, UnreachableError
 from bloomery.core.io import MANIFEST
 from bloomery.core.log import info
 from bloomery.core.records import MAX_MANIFEST_BYTES, Count, ListedFile, NameInside, read_record
@@ -47,7 +48,9 @@ if sys.platform != "win32":
     import fcntl
 
 BEGUN = "begun.json"
-"""Which content of its inputs a stage that resumes began with: leftovers of another content are not gone on from."""
+"""Which content of its inputs a stage that resumes began with. It does not resume from leftovers of other content."""
+RECIPE, CURRENT = "recipe.toml", "current.json"
+"""In a run folder: the resolved recipe of the last run; stage -> folder, for that recipe."""
 LOCK = ".lock"
 """In a run folder: the number of the process that holds it."""
 
@@ -72,7 +75,7 @@ class SavedConfig(TypedDict, total=False):
     """The settings of a stage, as far as others read them."""
 
     sources: list[SavedSource]
-    hold_out: float
+    val_fraction: float
     path: str | None
 
 
@@ -110,39 +113,70 @@ Runner = Callable[[Any, Mapping[str, Path], Path], Stats]
 """`run(config, inputs, out) -> stats`: inputs maps the name of an earlier stage to its folder."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Stage:
+    """
+    A stage of a recipe. Its module says the rest, and is imported when the stage is planned or run, so that reading a
+    recipe imports no torch. The module has `run`; each of the other names has a default.
+
+        run(config, inputs, out) -> stats       does the work; see Runner
+        VERSION = 1                             raised when the meaning of the output changes; code is not hashed
+        external_inputs(config) -> str          a digest of what the stage reads from outside the run, or ""; it joins
+                                                the fingerprint
+        preflight(section, config)              raises where this machine lacks what the stage needs
+        is_incomplete(config, folder) -> bool   whether the stage is done there, and yet less than the config asks for
+        RESUMES = False                         whether the stage resumes from what an attempt that died has left;
+                                                otherwise every attempt begins in an empty folder
+        OWNS_LEFTOVERS = False                  whether the stage finds out by itself that leftovers belong to other
+                                                inputs; otherwise such leftovers are removed
+        OUTPUT_PREFIX = ""                      the beginning of the names of the files that later stages read, as in
+                                                "model/". Metrics and checkpoints hold speeds, and never repeat
+    """
+
     name: str
-    run: str
-    """Where its function lives, as `package.module:function`. Text, so that reading a recipe imports no torch."""
+    module: str
     after: tuple[str, ...] = ()
-    version: int = 1
-    """Raised when the meaning of the output changes. Code is not hashed."""
-    digest: str | None = None
-    """`module:function` of config -> str, for what the stage reads from outside the run. It joins the fingerprint."""
-    needed: str | None = None
-    """`module:function` of its section's name and its config, which raises where this machine lacks what it needs."""
-    lacking: str | None = None
-    """`module:function` of its config and its folder: whether that is done, and yet less than the config asks for."""
-    resumes: bool = False
-    """Whether it goes on from what an attempt that died has left. Otherwise every attempt begins in an empty folder."""
-    guards: bool = False
-    """Whether it tells by itself that what was left belongs to other inputs. Otherwise such leftovers are removed."""
     optional: bool = False
     """Whether a recipe may do without its section: then it is not there, and those after it do without it too."""
-    hands_on: str = ""
-    """
-    The beginning of the names of what later stages are made from, as in "model/"; "" for all it leaves. Metrics and
-    checkpoints hold speeds, and are never the same twice.
-    """
+    run_by: str = ""
+    """`module:function` that calls `run` of the module, for a stage that has other inputs than in a recipe."""
+
+    @property
+    def code(self) -> ModuleType:
+        return importlib.import_module(self.module)
+
+    @property
+    def version(self) -> int:
+        return int(getattr(self.code, "VERSION", 1))
+
+    @property
+    def resumes(self) -> bool:
+        return bool(getattr(self.code, "RESUMES", False))
+
+    @property
+    def owns_leftovers(self) -> bool:
+        return bool(getattr(self.code, "OWNS_LEFTOVERS", False))
+
+    @property
+    def output_prefix(self) -> str:
+        return str(getattr(self.code, "OUTPUT_PREFIX", ""))
 
     def runner(self) -> Runner:
-        runner: Runner = resolve(self.run)
+        runner: Runner = resolve(self.run_by or f"{self.module}:run")
         return runner
 
-    def outside(self, config: Config) -> str:
+    def external_inputs(self, config: Config) -> str:
         """The digest of what it reads from outside the run, as it is now; "" where it reads nothing."""
-        return str(resolve(self.digest)(config)) if self.digest else ""
+        return str(self.code.external_inputs(config)) if hasattr(self.code, "external_inputs") else ""
+
+    def preflight(self, config: Config) -> None:
+        """Raises where this machine lacks what the stage needs."""
+        if hasattr(self.code, "preflight"):
+            self.code.preflight(self.name, config)
+
+    def is_incomplete(self, config: Config, folder: Path) -> bool:
+        """Whether a folder that is done holds less than the config asks for."""
+        return hasattr(self.code, "is_incomplete") and bool(self.code.is_incomplete(config, folder))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -164,12 +198,12 @@ class StagePlan:
         """Whether there is nothing to do."""
         if self.unseen or damage(self.folder):
             return False
-        return not (self.stage.lacking and resolve(self.stage.lacking)(self.config, self.folder))
+        return not self.stage.is_incomplete(self.config, self.folder)
 
 
-def resolve(place: str) -> Any:
+def resolve(reference: str) -> Any:
     """The object that `package.module:name` stands for."""
-    module, _, name = place.partition(":")
+    module, _, name = reference.partition(":")
     return getattr(importlib.import_module(module), name)
 
 
@@ -206,8 +240,8 @@ def plan_stages(stages: Sequence[Stage], recipe: Config, root: Path, *, blind: b
 
 def _check_paths(section: str, config: Config | None) -> None:
     """Raises DataError for a path of a section that exists and is neither a folder nor a regular file."""
-    for key, given in paths(config, section):
-        path = given.expanduser()
+    for key, raw_path in paths(config, section):
+        path = raw_path.expanduser()
         if os.path.exists(path) and not os.path.isdir(path) and (what := core_io.special(path)):
             raise DataError(what, where=f"{key} = {path}", hint="Name a regular file: others may have no end.")
         if os.path.isdir(path) and (folder := core_io.kernel(path)):
@@ -217,7 +251,7 @@ def _check_paths(section: str, config: Config | None) -> None:
 def _seen(stage: Stage, config: Config, blind: bool) -> tuple[str, str]:
     """The digest of what a stage reads from outside, or why it is not known."""
     try:
-        return stage.outside(config), ""
+        return stage.external_inputs(config), ""
     except UnreachableError as error:
         if not blind:
             raise
@@ -273,32 +307,99 @@ def check_names(stages: Sequence[Stage], *names: str | None) -> None:
             raise RunError(f"there is no stage {name!r}", hint=f"{meant}Stages: {', '.join(known)}.")
 
 
+def run(
+    stages: Sequence[Stage],
+    recipe: Config,
+    root: Path,
+    *,
+    until: str | None = None,
+    only: str | None = None,
+    before: Callable[[Any, Sequence[StagePlan]], None] = lambda recipe, plans: None,
+    after: Callable[[Path], None] = lambda root: None,
+) -> None:
+    """
+    Run what is not done of a recipe in its run folder `root`, up to the stage `until`, or the stage `only` alone.
+
+    Nobody else can run in the folder meanwhile. `before` is called when it is known where each stage's output will be,
+    `after` when the stages have run. Raises what `check_names`, `check_sections`, `plan_stages` and `execute` do.
+    """
+    check_names(stages, until, only)
+    check_sections(stages, recipe, until=until, only=only)
+    with locked(root):
+        try:
+            plans = plan_stages(stages, recipe, root)
+        except MissingPackageError:  # what a store needs before it can be asked; the other stages may lack more
+            check_packages(stages, recipe, until=until, only=only)
+            raise
+        remember(root, recipe, plans)
+        before(recipe, plans)
+        done = execute(plans, until=until, only=only)
+        asked = f"stopped after {until}" if until else f"only {only}" if only else ""
+        if asked and (left := [plan.stage.name for plan in plans if not plan.fresh]):
+            to_go = "1 stage" if len(left) == 1 else f"{len(left)} stages"
+            info(f"{root}: {asked}, as asked; {to_go} to go: {', '.join(left)}")
+        else:
+            info(f"{root}: {'done' if 'ran' in done.values() else 'everything is up to date, nothing to do'}")
+        after(root)
+
+
+def remember(root: Path, recipe: Config, plans: Sequence[StagePlan]) -> None:
+    """Save the resolved recipe and the folders that belong to it."""
+    with core_io.whole_file(root / RECIPE, "w") as file:
+        file.write(to_toml(plain(recipe)))
+    core_io.write_json(root / CURRENT, {plan.stage.name: plan.folder.name for plan in plans})
+
+
 def execute(plans: Sequence[StagePlan], *, until: str | None = None, only: str | None = None) -> dict[str, str]:
     """
     Run what is not done, in order. Returns what became of each stage: "fresh" (nothing to do) or "ran".
 
     `until` is the last stage wanted, `only` the single one; at most one of them is given. Raises RunError for a stage
-    that is not there, where an input of the single one is not done, and, before any runs, what `Stage.needed` does.
+    that is not there, where an input of the single one is not done, and, before any runs, what `missing_packages` and
+    `Stage.preflight` say.
     """
     assert until is None or only is None
     check_names([plan.stage for plan in plans], until, only)
     by_name = {plan.stage.name: plan for plan in plans}
-    wanted = _ancestors(by_name, until) if until else {only} if only else set(by_name)
-    check_needed([plan for plan in plans if plan.stage.name in wanted])
+    requested = _ancestors(by_name, until) if until else {only} if only else set(by_name)
+    asked = [plan for plan in plans if plan.stage.name in requested]
+    if error := missing_packages(asked):
+        raise error
+    check_machine(asked)
     done: dict[str, str] = {}
     for plan in plans:
-        if plan.stage.name in wanted:
+        if plan.stage.name in requested:
             done[plan.stage.name] = "fresh" if plan.fresh else _run(plan)
             if done[plan.stage.name] == "fresh":
-                info(f"✓ {plan.stage.name:<11} fresh   {plan.folder.name}", style="dim")
+                info(f"✓ {plan.stage.name:<11} up to date {plan.folder.name}", style="dim")
     return done
 
 
-def check_needed(plans: Sequence[StagePlan]) -> None:
-    """Raises what `Stage.needed` does, of the stages that would run."""
+def check_machine(plans: Sequence[StagePlan]) -> None:
+    """Raises what `Stage.preflight` does, of the stages that would run."""
     for plan in plans:
-        if plan.stage.needed and not plan.fresh:
-            resolve(plan.stage.needed)(plan.stage.name, plan.config)
+        if not plan.fresh:
+            plan.stage.preflight(plan.config)
+
+
+def missing_packages(plans: Sequence[StagePlan]) -> MissingPackageError | None:
+    """The error for all packages that the stages that would run need and that are not installed."""
+    due = [plan for plan in plans if not plan.fresh]
+    return extras.missing(need for plan in due for need in packages(plan.config, plan.stage.name))
+
+
+def check_packages(
+    stages: Sequence[Stage], recipe: Config, *, until: str | None = None, only: str | None = None
+) -> None:
+    """Raises MissingPackageError for all packages that the stages need which `execute` would come to, or may."""
+    requested = {until or only} if until or only else {stage.name for stage in stages}
+    for stage in reversed(stages):
+        section: Config | None = getattr(recipe, stage.name)
+        if stage.name in requested and section is not None and only is None:
+            requested.update(section.needs(stage.after))
+    sections = {stage.name: getattr(recipe, stage.name) for stage in stages if stage.name in requested}
+    if error := extras.missing(need for name, section in sections.items() for need in packages(section, name)):
+        raise error
 
 
 def _run(plan: StagePlan) -> str:
@@ -321,32 +422,29 @@ def _run(plan: StagePlan) -> str:
         core_io.remove_path(plan.folder / MANIFEST)  # of outputs that are damaged: it must not vouch for new ones
         _keep_what_is_of_use(plan)
     resumed = any(path.name != BEGUN for path in plan.folder.iterdir())
-    info(
-        f"▸ {plan.stage.name:<11} {'goes on' if resumed else 'runs'}{'' if resumed else '   '} {plan.folder.name}",
-        "bold",
-    )
+    info(f"▸ {plan.stage.name:<11} {'resuming' if resumed else 'runs':<10} {plan.folder.name}", "bold")
     began = time.time()
     stats = plan.stage.runner()(plan.config, plan.inputs, plan.folder)
     _check_outside(plan)
     seal(plan, stats, seconds=time.time() - began, resumed=resumed)
-    info(f"✓ {plan.stage.name:<11} done    {time.time() - began:.1f} s   {brief(stats)}")
+    info(f"✓ {plan.stage.name:<11} done       {time.time() - began:.1f} s   {brief(stats)}")
     return "ran"
 
 
 def _check_outside(plan: StagePlan) -> None:
     """A file that is edited in the hours before a stage reads it must not pass for the one of the fingerprint."""
-    if plan.stage.outside(plan.config) != plan.outside:
+    if plan.stage.external_inputs(plan.config) != plan.outside:
         what = "what it reads from outside the run has changed since this run began"
         raise RunError(what, where=plan.stage.name, hint="Run the same command again, when nobody writes there.")
 
 
 def _keep_what_is_of_use(plan: StagePlan) -> None:
-    """Empty the folder, but for what an attempt with the same content of the same inputs has left to go on from."""
-    if plan.stage.resumes and plan.stage.guards:
+    """Empty the folder. Leftovers of an attempt with the same content of the same inputs stay, to resume from."""
+    if plan.stage.resumes and plan.stage.owns_leftovers:
         return
     begun = plan.folder / BEGUN
     origin = {name: content_hash(folder) for name, folder in plan.inputs.items()}
-    fix = f"Remove {plan.folder}, and run the same command again: the stage begins anew."
+    fix = f"Remove {plan.folder}, and run the same command again: the stage starts over."
     if not plan.stage.resumes or not begun.exists() or read_record(begun, dict[str, str], fix=fix) != origin:
         for path in plan.folder.iterdir():
             core_io.remove_path(path)
@@ -364,7 +462,7 @@ def seal(plan: StagePlan, stats: Stats, *, seconds: float, resumed: bool) -> Non
         "input_hashes": {name: content_hash(folder) for name, folder in plan.inputs.items()},
         "config": plain(plan.config),
         "stats": stats,
-        "hands_on": plan.stage.hands_on,
+        "hands_on": plan.stage.output_prefix,
         "outputs": core_io.listing(plan.folder),
         "seconds": round(seconds, 3),
         "resumed": resumed,
@@ -467,13 +565,13 @@ def _check_lock(path: Path) -> None:
 
 def versions() -> dict[str, str]:
     """Versions of what decides about results: Python, Bloomery, libraries; and what compiled code runs, if any."""
-    found = {"python": platform.python_version()}
+    installed = {"python": platform.python_version()}
     for name in ("bloomery", "torch", "numpy", "tokenizers", "scikit-learn", "pyarrow", "safetensors"):
         try:
-            found[name] = metadata.version(name)
+            installed[name] = metadata.version(name)
         except metadata.PackageNotFoundError:
             continue
-    return found | {"native": native.summary()}
+    return installed | {"native": native.summary()}
 
 
 def machine() -> dict[str, Any]:

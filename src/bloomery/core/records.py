@@ -148,12 +148,12 @@ def load(path: Path, folder: Path, name: str) -> dict[str, Any] | None:
 
 def read(path: Path, folder: Path) -> tuple[dict[str, Any], str]:
     """The record at `path`, and what is not as it was saved, or ""."""
-    found = read_record(path, Leftover)
-    content = {key: value for key, value in found.items() if key in ("record", "outputs")}
-    if len(content) < 2 or found.get("sha256") != _sha256(content):
+    saved = read_record(path, Leftover)
+    content = {key: value for key, value in saved.items() if key in ("record", "outputs")}
+    if len(content) < 2 or saved.get("sha256") != _sha256(content):
         return {}, f"its record was changed: {path}"
-    damaged = core_io.find_corruption(folder, found["outputs"], thorough=True)
-    return found["record"], damaged and str(folder / damaged)
+    damaged = core_io.find_corruption(folder, saved["outputs"], thorough=True)
+    return saved["record"], damaged and str(folder / damaged)
 
 
 def _sha256(content: Mapping[str, Any]) -> str:

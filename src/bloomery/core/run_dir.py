@@ -26,13 +26,12 @@ from typing import Any, Literal
 
 from bloomery.core import io as core_io
 from bloomery.core.cache import changed
-from bloomery.core.config import Config, plain, to_toml
 from bloomery.core.errors import RunError
 from bloomery.core.io import MANIFEST
-from bloomery.core.pipeline import NOT_DONE, STAGE_FOLDER, FolderName, StagePlan, damage, find_manifest, read_manifest
+from bloomery.core.pipeline import CURRENT, NOT_DONE, STAGE_FOLDER, FolderName, damage, find_manifest, read_manifest
 from bloomery.core.records import read_record
 
-RECIPE, CURRENT, TRASH = "recipe.toml", "current.json", ".trash"
+TRASH = ".trash"
 SECONDS_IN_TRASH = 24 * 3600
 TIMES = "%Y%m%dT%H%M%SZ"
 """How a folder of the trash is called."""
@@ -64,13 +63,6 @@ class Waste:
     why: str
 
 
-def remember(root: Path, recipe: Config, plans: Sequence[StagePlan]) -> None:
-    """Save the resolved recipe and the folders that belong to it."""
-    with core_io.whole_file(root / RECIPE, "w") as file:
-        file.write(to_toml(plain(recipe)))
-    core_io.write_json(root / CURRENT, {plan.stage.name: plan.folder.name for plan in plans})
-
-
 def current(root: Path) -> dict[str, Path]:
     """Stage -> folder of the recipe that ran last. Raises RunError where a folder is no run."""
     if not os.path.lexists(root / CURRENT):
@@ -90,24 +82,24 @@ def current(root: Path) -> dict[str, Path]:
 
 def states(root: Path, *, thorough: bool = False) -> list[StageState]:
     """What has become of each stage of a run; `thorough` compares every file with its sha256."""
-    found = []
+    stages = []
     for stage, folder in current(root).items():
         trouble = damage(folder, thorough=thorough)
         if trouble == NOT_DONE:
             begun = folder.is_dir() and any(folder.iterdir())
-            found.append(StageState(stage, folder, "begun" if begun else "waiting"))
+            stages.append(StageState(stage, folder, "begun" if begun else "waiting"))
         elif (manifest := find_manifest(folder)) is None:
-            found.append(StageState(stage, folder, "damaged", damage=trouble))
+            stages.append(StageState(stage, folder, "damaged", damage=trouble))
         else:
             state: Literal["damaged", "done"] = "damaged" if trouble else "done"
-            found.append(StageState(stage, folder, state, manifest["seconds"], manifest["stats"], trouble))
-    return found
+            stages.append(StageState(stage, folder, state, manifest["seconds"], manifest["stats"], trouble))
+    return stages
 
 
-def summary(root: Path, found: Sequence[StageState]) -> dict[str, Any]:
+def summary(root: Path, stages: Sequence[StageState]) -> dict[str, Any]:
     """What `states` found, as JSON data."""
-    rows = [{**one.__dict__, "folder": str(one.folder)} for one in found]
-    return {"run": str(root), "done": all(one.state == "done" for one in found), "stages": rows}
+    rows = [{**one.__dict__, "folder": str(one.folder)} for one in stages]
+    return {"run": str(root), "done": all(one.state == "done" for one in stages), "stages": rows}
 
 
 # --- clean ---------------------------------------------------------------------------------------------------------
@@ -124,21 +116,21 @@ def waste(root: Path) -> list[Waste]:
     folders = current(root)
     whole = cache(lambda stage: _is_intact(folders[stage]))
     needed = set[Path]().union(*map(_passed, folders.values()))
-    found = []
+    items = []
     for folder in sorted(path for path in root.iterdir() if path.is_dir() or path.is_symlink()):
         name = STAGE_FOLDER.fullmatch(folder.name.removesuffix(core_io.PARTIAL))
         if name is None:
             continue
         if folder.name.endswith(core_io.PARTIAL):
-            found.append(Waste(folder, size_of(folder), "torn: a removal that did not end"))
+            items.append(Waste(folder, size_of(folder), "torn: a removal that did not end"))
         elif folder in folders.values():
             torn = [] if folder.is_symlink() else _torn(folder)
-            found += [Waste(path, size_of(path), "torn: a write that did not end") for path in torn]
+            items += [Waste(path, size_of(path), "torn: a write that did not end") for path in torn]
         elif folder.parent.resolve() / folder.name in needed:
             continue
         elif name[1] in folders and any(_leaving(folder)) and whole(name[1]):
-            found.append(Waste(folder, size_of(folder), "made with other settings"))
-    return found
+            items.append(Waste(folder, size_of(folder), "made with other settings"))
+    return items
 
 
 def _is_intact(folder: Path) -> bool:
@@ -203,27 +195,27 @@ class Moved:
     def restore(self) -> list[str]:
         """Commands of a shell that put it back; a manifest, which was moved first, comes back last."""
         sources: dict[Path, list[Path]] = {}
-        for origin, place in reversed(self.moves):
-            sources.setdefault(origin.parent, []).append(place)
+        for origin, trash_path in reversed(self.moves):
+            sources.setdefault(origin.parent, []).append(trash_path)
         return [shlex.join(["mv", "-n", "--", *map(str, some), f"{parent}/"]) for parent, some in sources.items()]
 
 
-def remove(root: Path, found: Sequence[Waste]) -> Moved:
+def remove(root: Path, items: Sequence[Waste]) -> Moved:
     """
     Move waste into the trash of its run, where nothing looks for stages. Only names change, so nothing is copied.
 
     A folder that holds what OUTLIVES it keeps that, and loses its manifest first. Raises RunError where the trash is
     no folder, or on another file system.
     """
-    trash = _new_trash(root) if found else root
+    trash = _new_trash(root) if items else root
     moves: list[tuple[Path, Path]] = []
-    for one in found:
-        for path in _leaving(one.path):
-            place = trash / path.relative_to(root)
+    for item in items:
+        for path in _leaving(item.path):
+            trash_path = trash / path.relative_to(root)
             with _same_file_system(path):
-                place.parent.mkdir(parents=True, exist_ok=True)
-                path.rename(place)
-            moves.append((path, place))
+                trash_path.parent.mkdir(parents=True, exist_ok=True)
+                path.rename(trash_path)
+            moves.append((path, trash_path))
     return Moved(tuple(moves))
 
 
@@ -233,9 +225,9 @@ def _new_trash(root: Path) -> Path:
     began = time.strftime(TIMES, time.gmtime())
     with core_io.disk_errors(root / TRASH):
         (root / TRASH).mkdir(exist_ok=True)
-        taken = {path.name for path in (root / TRASH).iterdir()}
-        names = (began if number == 0 else f"{began}-{number}" for number in range(len(taken) + 1))
-        folder = root / TRASH / next(name for name in names if name not in taken)
+        existing = {path.name for path in (root / TRASH).iterdir()}
+        names = (began if number == 0 else f"{began}-{number}" for number in range(len(existing) + 1))
+        folder = root / TRASH / next(name for name in names if name not in existing)
         folder.mkdir()
     return folder
 
@@ -291,14 +283,14 @@ def _moved_at(path: Path) -> float:
         return float("inf")
 
 
-def delete(found: Sequence[Waste]) -> int:
+def delete(items: Sequence[Waste]) -> int:
     """
     Delete waste, and folders of the trash, at once; returns the bytes freed. What is deleted first loses its name, so
     that a deletion that is interrupted leaves something torn, and needs no room on a full disk.
     """
-    for one in found:
-        for path in _leaving(one.path):
+    for item in items:
+        for path in _leaving(item.path):
             with core_io.disk_errors(path):
                 torn = path.name.endswith(core_io.PARTIAL)
                 core_io.remove_path(path if torn else path.rename(path.with_name(path.name + core_io.PARTIAL)))
-    return sum(one.size for one in found)
+    return sum(one.size for one in items)

@@ -31,25 +31,26 @@ from bisect import bisect_left, bisect_right
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from itertools import groupby, pairwise, takewhile
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple
 
 import numpy as np
-import pyarrow as pa
-import pyarrow.parquet as pq
 from numpy.typing import NDArray
 from pydantic import Field, field_validator, model_validator
 from typing_extensions import TypedDict
 
 from bloomery.core import io as core_io
+from bloomery.core.batches import batched_by_size, spans_by_size
 from bloomery.core.bounds import Between, DiskPath, PositiveLength
 from bloomery.core.config import Config
 from bloomery.core.errors import DataError, RunError
+from bloomery.core.extras import for_files, pa, pq
 from bloomery.core.records import AGAIN, Count, read_record
 from bloomery.data import documents
 from bloomery.data.dedup import hashing
-from bloomery.data.dedup.hashing import LARGEST_PIECE, Hashes, Places, blocks, cuts, of_words, scan
+from bloomery.data.dedup.hashing import CHARACTERS_PER_BLOCK, LARGEST_PIECE, Hashes, Places, cuts, of_words, scan
 from bloomery.data.executor import Part, PartRecord
 from bloomery.data.readers import rows as readers_rows
 from bloomery.data.readers.rows import ReadError
@@ -84,16 +85,16 @@ class TaskText(NamedTuple):
 
 
 def task_files(places: Sequence[Path]) -> list[Path]:
-    """The files of tasks, and those in folders of tasks, in order. Raises DataError where a place holds none."""
-    found = []
-    for place in places:
-        inside = sorted(place.iterdir()) if place.is_dir() else [place]
+    """The task files among the paths and in folders among them, in order. Raises DataError for a path without any."""
+    files = []
+    for task_path in places:
+        inside = sorted(task_path.iterdir()) if task_path.is_dir() else [task_path]
         mine = [path for path in inside if path.is_file() and path.name.endswith(SUFFIXES)]
         if not mine:
             hint = f"Name files, or folders of files, that end in {', '.join(SUFFIXES)}."
-            raise DataError("holds no evaluation tasks", where=str(place), hint=hint)
-        found += mine
-    return found
+            raise DataError("holds no evaluation tasks", where=str(task_path), hint=hint)
+        files += mine
+    return files
 
 
 def task_name(path: Path) -> str:
@@ -107,13 +108,13 @@ def task_texts(path: Path, fields: Sequence[str] = ()) -> Iterator[TaskText]:
 
     Raises DataError for a broken row, and where no row has one of the fields.
     """
-    task, found, known = task_name(path), False, set[str]()
+    task, has_text, known = task_name(path), False, set[str]()
     for number, row in rows_of(path):
         known.update(row)
         for text in _texts(row, fields or TEXT_FIELDS):
-            found = True
+            has_text = True
             yield TaskText(task, number, text)
-    if not found:
+    if not has_text:
         hint = f"Name one of its fields in decontaminate.fields. There are {', '.join(sorted(known)) or 'none'}."
         raise DataError("has no text to look for", where=str(path), hint=hint)
 
@@ -131,17 +132,17 @@ def rows_of(path: Path) -> Iterator[tuple[int, Mapping[str, Any]]]:
         except (pa.ArrowException, OSError) as error:
             raise readers_rows.unreadable(path, error) from None
         return
-    for number, found in readers_rows.jsonl(path):
-        if isinstance(found, ReadError):
-            raise DataError(found.what, where=str(path), hint="Mend the file, or leave it out.")
-        yield number, found
+    for number, fields in readers_rows.jsonl(path):
+        if isinstance(fields, ReadError):
+            raise DataError(fields.what, where=str(path), hint="Mend the file, or leave it out.")
+        yield number, fields
 
 
 def _texts(row: Mapping[str, Any], fields: Sequence[str]) -> Iterator[str]:
     """All texts of a row."""
     row = {name.lower(): value for name, value in row.items()} | dict(row)
     ending = next((row[name] for name in ENDINGS if isinstance(row.get(name), str)), "")
-    lettered = takewhile(lambda one: isinstance(one, str | int | float), map(row.get, LETTERS))
+    lettered = takewhile(lambda option: isinstance(option, str | int | float), map(row.get, LETTERS))
     choices: list[Any] = next((row[name] for name in CHOICES if isinstance(row.get(name), list)), list(lettered))
     named = [str(choice) for choice in choices]
     right = _right(row, named)
@@ -157,10 +158,10 @@ def _texts(row: Mapping[str, Any], fields: Sequence[str]) -> Iterator[str]:
         yield "\n".join(texts)
     for text in texts:
         yield text
-        for part in (text, *_parts(text)):
-            if _words(part) < LONG_WORDS:  # the n-grams of a longer one are those of the text
-                yield part
-                yield from (f"{part}\n{more}" for more in (ending, right, "\n".join(named)) if more)
+        for piece in (text, *_parts(text)):
+            if _words(piece) < LONG_WORDS:  # the n-grams of a longer one are those of the text
+                yield piece
+                yield from (f"{piece}\n{more}" for more in (ending, right, "\n".join(named)) if more)
 
 
 def _words(text: str) -> int:
@@ -168,7 +169,7 @@ def _words(text: str) -> int:
 
 
 def _right(row: Mapping[str, Any], choices: Sequence[str]) -> str:
-    """The choice that is said to be right, or ""."""
+    """The choice that the row marks as right, or ""."""
     for name in ANSWERS:
         value = row.get(name)
         if isinstance(value, str) and len(value) == 1 and value.isalpha():
@@ -202,16 +203,18 @@ INVISIBLE = re.compile(f"[{hashing.INVISIBLE}]")
 INSIDE = re.compile(r"(?<=[^\W_])[^\w\s](?=[^\W_])")
 WORD = re.compile(r"[^\W_]+")
 
-HIT = pa.schema(
-    [
-        pa.field("task", pa.string(), nullable=False),
-        pa.field("row", pa.int64(), nullable=False),  # from 1, in the task's file
-        pa.field("matched", pa.string(), nullable=False),  # as it stands in the document
-        pa.field("id", pa.string(), nullable=False),  # of the document
-        pa.field("place", pa.int64(), nullable=False),  # in characters from its beginning
-        pa.field("words", pa.int64(), nullable=False),  # in the first match
-        pa.field("matches", pa.int64(), nullable=False),  # of different n-grams of this row in the document
-    ]
+HIT = cache(
+    lambda: pa.schema(
+        [
+            pa.field("task", pa.string(), nullable=False),
+            pa.field("row", pa.int64(), nullable=False),  # from 1, in the task's file
+            pa.field("matched", pa.string(), nullable=False),  # as it stands in the document
+            pa.field("id", pa.string(), nullable=False),  # of the document
+            pa.field("place", pa.int64(), nullable=False),  # in characters from its beginning
+            pa.field("words", pa.int64(), nullable=False),  # in the first match
+            pa.field("matches", pa.int64(), nullable=False),  # of different n-grams of this row in the document
+        ]
+    )
 )
 
 
@@ -292,15 +295,15 @@ def of_block(texts: Sequence[str]) -> tuple[Hashes, list[int]]:
     if len(flat) == 1 and len(flat[0]) > LARGEST_PIECE:
         words = np.concatenate([scan([flat[0][begin:end]])[0].hashes for begin, end in cuts(flat[0])])
         return words, [len(words)]
-    found, _ = scan(flat)
-    ends: list[int] = np.searchsorted(found.starts, np.cumsum([len(text) + 1 for text in flat])).tolist()
-    return found.hashes, ends
+    pieces, _ = scan(flat)
+    ends: list[int] = np.searchsorted(pieces.starts, np.cumsum([len(text) + 1 for text in flat])).tolist()
+    return pieces.hashes, ends
 
 
 def hashed(texts: Sequence[str]) -> Iterator[Hashes]:
     """Hashes of the words of each text."""
-    for begin, end in blocks(texts):
-        words, ends = of_block(texts[begin:end])
+    for block in batched_by_size(texts, CHARACTERS_PER_BLOCK):
+        words, ends = of_block(block)
         for first, last in pairwise([0, *ends]):
             yield words[first:last]
 
@@ -399,20 +402,20 @@ class OverlapIndex:
 
     def find(self, texts: Sequence[str]) -> Iterator[Match]:
         """The matches in some texts, in their order; more than one for the same row where several n-grams are there."""
-        for begin, end in blocks(texts):
+        for begin, end in spans_by_size(map(len, texts), CHARACTERS_PER_BLOCK):
             words, ends = of_block(texts[begin:end])
-            for place, length, row in sorted(self._matches(words)):
-                text = bisect_right(ends, place)
-                if place + length <= ends[text]:
-                    yield Match(begin + text, place - (ends[text - 1] if text else 0), length, row)
+            for position, length, row in sorted(self._matches(words)):
+                text = bisect_right(ends, position)
+                if position + length <= ends[text]:
+                    yield Match(begin + text, position - (ends[text - 1] if text else 0), length, row)
 
     def _matches(self, words: Hashes) -> Iterator[tuple[int, int, int]]:
         """Word number, words and row of every match in a run of words."""
         size, least = self.ngram_words, self.min_question_words
         grams = of_words(words, size)
-        for place in self.long.places(grams).tolist():
-            for row in self.long.owners_of(grams[place]):
-                yield place, size, row
+        for position in self.long.places(grams).tolist():
+            for row in self.long.owners_of(grams[position]):
+                yield position, size, row
         starts = self.starts.places(of_words(words, least))
         for length, table in self.whole.items():
             fitting = starts[starts + length <= len(words)]
@@ -423,17 +426,17 @@ class OverlapIndex:
                     yield int(fitting[hit]), length, row
 
 
-def _table(found: Sequence[tuple[int, Hashes]], *, common: bool = False) -> HashTable:
+def _table(row_hashes: Sequence[tuple[int, Hashes]], *, common: bool = False) -> HashTable:
     """Of rows and hashes, each pair once; without what too many rows share, unless that is what is wanted."""
-    hashes = np.concatenate([one for _, one in found]) if found else np.zeros(0, np.uint64)
-    owners = np.repeat([row for row, _ in found], [len(one) for _, one in found]).astype(np.int64)
+    hashes = np.concatenate([one for _, one in row_hashes]) if row_hashes else np.zeros(0, np.uint64)
+    owners = np.repeat([row for row, _ in row_hashes], [len(one) for _, one in row_hashes]).astype(np.int64)
     order = np.lexsort((owners, hashes))
     hashes, owners = hashes[order], owners[order]
     single = np.ones(len(hashes), np.bool_)
     single[1:] = (hashes[1:] != hashes[:-1]) | (owners[1:] != owners[:-1])
     hashes, owners = hashes[single], owners[single]
-    _, place, counts = np.unique(hashes, return_inverse=True, return_counts=True)
-    rare = (counts[place] <= MAX_ROWS) | common
+    _, inverse, counts = np.unique(hashes, return_inverse=True, return_counts=True)
+    rare = (counts[inverse] <= MAX_ROWS) | common
     return HashTable.of(hashes[rare], owners[rare])
 
 
@@ -443,57 +446,59 @@ def located(text: str, runs: Sequence[tuple[int, int]]) -> list[tuple[int, str]]
     for token in hashing.PIECE.finditer(text):
         tokens.append(token.span())
         after.append(after[-1] + len(WORD.findall(plain(token[0]))))
-    found = []
+    spots = []
     for word, words in runs:
         begin = tokens[min(bisect_right(after, word), len(tokens)) - 1][0]
         end = tokens[min(bisect_left(after, word + words), len(tokens)) - 1][1]
-        found.append((begin, text[begin:end]))
-    return found
+        spots.append((begin, text[begin:end]))
+    return spots
 
 
-def hits(index: OverlapIndex, batch: pa.RecordBatch) -> tuple[dict[int, tuple[str, int]], list[documents.DocumentRow]]:
+def hits(
+    index: OverlapIndex, batch: "pa.RecordBatch"
+) -> tuple[dict[int, tuple[str, int]], list[documents.DocumentRow]]:
     """
-    Of a batch of documents: row -> the task that it holds most of and how many n-grams, and HIT rows.
+    For a batch of documents: row -> the task with the most n-grams in the document and their number, and HIT rows.
 
-    One hit for each document and row of a task; of equally frequent tasks the first by name is told.
+    There is one hit for each document and row of a task. Among equally frequent tasks, the first by name is given.
     """
     texts = batch.column("text").to_pylist()
     ids = batch.column("id").to_pylist()
-    found: dict[tuple[int, int], list[Match]] = {}
+    matches: dict[tuple[int, int], list[Match]] = {}
     for match in index.find(texts):
-        found.setdefault((match.text, match.row), []).append(match)
+        matches.setdefault((match.text, match.row), []).append(match)
     tasks: dict[int, Counter[str]] = {}
     listed = []
-    for text, group in groupby(sorted(found), lambda key: key[0]):
+    for text, group in groupby(sorted(matches), lambda key: key[0]):
         keys = list(group)
-        first = [min(found[key]) for key in keys]
+        first = [min(matches[key]) for key in keys]
         spots = located(texts[text], [(match.word, match.words) for match in first])
-        for key, match, (place, matched) in zip(keys, first, spots, strict=True):
+        for key, match, (begin, matched) in zip(keys, first, spots, strict=True):
             task, number = index.rows[key[1]]
-            tasks.setdefault(text, Counter())[task] += len(found[key])
-            facts = (task, number, matched, ids[text], place, match.words, len(found[key]))
-            listed.append(dict(zip(HIT.names, facts, strict=True)))
-    worst = {text: min(counts.items(), key=lambda one: (-one[1], one[0])) for text, counts in tasks.items()}
+            tasks.setdefault(text, Counter())[task] += len(matches[key])
+            facts = (task, number, matched, ids[text], begin, match.words, len(matches[key]))
+            listed.append(dict(zip(HIT().names, facts, strict=True)))
+    worst = {text: min(counts.items(), key=lambda item: (-item[1], item[0])) for text, counts in tasks.items()}
     return worst, listed
 
 
-BARRED = pa.schema([("row", pa.int64()), ("reason", pa.string()), ("value", pa.float64())])
+BARRED = cache(lambda: pa.schema([("row", pa.int64()), ("reason", pa.string()), ("value", pa.float64())]))
 
 
-def check(index: str, part: Part, out: Path) -> PartRecord:
+def check(index: str, chunk: Part, out: Path) -> PartRecord:
     """Write barred/NAME.parquet, the documents that hold a task's text, and hits/NAME.parquet; `index`: its folder."""
     loaded = OverlapIndex.load(Path(index))
-    names = [f"{folder}/{part.name}.parquet" for folder in ("barred", "hits")]
+    names = [f"{folder}/{chunk.name}.parquet" for folder in ("barred", "hits")]
     barred: list[documents.DocumentRow] = []
     begin = 0
-    with documents.PartWriter(out / names[1], HIT) as writer:
-        for batch in documents.part_batches(Path(part.given["path"]), ["id", "text"]):
+    with documents.PartWriter(out / names[1], HIT()) as writer:
+        for batch in documents.part_batches(Path(chunk.inputs["path"]), ["id", "text"]):
             worst, listed = hits(loaded, batch)
             writer.write(listed)
             for row, (task, matches) in sorted(worst.items()):
                 barred.append({"row": begin + row, "reason": f"decontaminate.{task}", "value": float(matches)})
             begin += batch.num_rows
-    with documents.PartWriter(out / names[0], BARRED) as writer:
+    with documents.PartWriter(out / names[0], BARRED()) as writer:
         writer.write(barred)
     return {"files": names, "documents": begin, "barred": len(barred)}
 
@@ -514,6 +519,9 @@ class Sought(Config):
     Texts of fewer words are not looked for alone, only together with their choices. Of what is written without spaces,
     two characters count as a word here.
     """
+
+    def packages(self) -> tuple[str, ...]:
+        return for_files((*self.files, *self.data))
 
     @field_validator("files", "data")
     @classmethod

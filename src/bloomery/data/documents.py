@@ -15,37 +15,38 @@ the same in every run and for every copy.
 Documents that share an ID are found out of core: DuckDB groups the IDs within a memory limit and spills to disk.
 """
 
-import hashlib
 import shutil
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from functools import cache
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-import duckdb
 import numpy as np
-import pyarrow as pa
-import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
 from bloomery.core import io as core_io
 from bloomery.core.errors import DataError
+from bloomery.core.extras import duckdb, pa, pq
+from bloomery.core.hashing import stable_hash
 from bloomery.core.io import PARTIAL
 from bloomery.data.dedup.candidates import interruptible
 
-SCHEMA = pa.schema(
-    [
-        pa.field("id", pa.string(), nullable=False),  # unique in a run, stable between runs
-        pa.field("text", pa.string(), nullable=False),
-        pa.field("source", pa.string(), nullable=False),  # the recipe's name for where it came from
-        pa.field("domain", pa.string(), nullable=False),  # what it is mixed and reported as
-        pa.field("url", pa.string()),
-        pa.field("license", pa.string()),
-    ]
+SCHEMA = cache(
+    lambda: pa.schema(
+        [
+            pa.field("id", pa.string(), nullable=False),  # unique in a run, stable between runs
+            pa.field("text", pa.string(), nullable=False),
+            pa.field("source", pa.string(), nullable=False),  # the recipe's name for where it came from
+            pa.field("domain", pa.string(), nullable=False),  # what it is mixed and reported as
+            pa.field("url", pa.string()),
+            pa.field("license", pa.string()),
+        ]
+    )
 )
-REASON = pa.schema([pa.field("reason", pa.string(), nullable=False), pa.field("value", pa.float64())])
-"""What a dropped document carries besides: the rule that dropped it, and the value that the rule saw."""
+REASON = cache(lambda: pa.schema([pa.field("reason", pa.string(), nullable=False), pa.field("value", pa.float64())]))
+"""Additional columns of a dropped document: the rule that dropped it, and the value that the rule saw."""
 
 ROWS_PER_PART = 20_000
 BYTES_PER_PART = 64 * 2**20
@@ -55,11 +56,11 @@ DocumentRow = dict[str, Any]
 """One document as plain Python: the columns of SCHEMA, and what a stage adds."""
 
 
-def dropped_schema() -> pa.Schema:
-    return pa.unify_schemas([SCHEMA, REASON])
+def dropped_schema() -> "pa.Schema":
+    return pa.unify_schemas([SCHEMA(), REASON()])
 
 
-def _stored(schema: pa.Schema) -> dict[str, Any]:
+def _stored(schema: "pa.Schema") -> dict[str, Any]:
     """How documents are written: texts and ids are too different for a dictionary, which costs a third of the time."""
     return {"compression": "zstd", "use_dictionary": [name for name in schema.names if name not in ("id", "text")]}
 
@@ -71,8 +72,8 @@ class Writer:
     Used as a context manager; on an error the open part is left out. Parts roll over by rows and bytes of text.
     """
 
-    def __init__(self, folder: Path, schema: pa.Schema = SCHEMA) -> None:
-        self.folder, self.schema = folder, schema
+    def __init__(self, folder: Path, schema: "pa.Schema | None" = None) -> None:
+        self.folder, self.schema = folder, SCHEMA() if schema is None else schema
         self.rows = 0
         self._part, self._open, self._bytes = 0, [], 0
         folder.mkdir(parents=True, exist_ok=True)
@@ -115,8 +116,8 @@ class PartWriter:
     Used as a context manager, in which `write` and `write_batch` may be mixed. Without documents the file has none.
     """
 
-    def __init__(self, path: Path, schema: pa.Schema = SCHEMA) -> None:
-        self.path, self.schema = path, schema
+    def __init__(self, path: Path, schema: "pa.Schema | None" = None) -> None:
+        self.path, self.schema = path, SCHEMA() if schema is None else schema
         self.rows = 0
         self._open: list[pa.RecordBatch] = []
         self._open_rows = 0
@@ -127,7 +128,7 @@ class PartWriter:
         if rows:
             self.write_batch(pa.RecordBatch.from_pylist(list(rows), schema=self.schema))
 
-    def write_batch(self, batch: pa.RecordBatch) -> None:
+    def write_batch(self, batch: "pa.RecordBatch") -> None:
         """Documents with the columns of the schema, in any order."""
         if not batch.num_rows:
             return
@@ -155,7 +156,7 @@ class PartWriter:
         if kind is not None:
             self._stack.__exit__(kind, error, trace)
             return
-        with self._stack:  # so that a disk that is full by now is told as such
+        with self._stack:  # reports a full disk as such
             if self._open_rows:
                 table = pa.Table.from_batches(self._open, schema=self.schema)
                 self._file.write_table(table, row_group_size=ROWS_PER_BATCH)
@@ -168,27 +169,27 @@ def handed_on(folder: Path) -> Path:
 
 def parts(folder: Path) -> list[Path]:
     """The parquet files of a folder of documents, in order. Raises DataError where there are none."""
-    found = sorted(folder.glob("part-*.parquet"))
-    if not found:
+    files = sorted(folder.glob("part-*.parquet"))
+    if not files:
         raise DataError("holds no documents (part-*.parquet)", where=str(folder), hint="Run the stage before again.")
-    return found
+    return files
 
 
-def batches(folder: Path, columns: Sequence[str] | None = None) -> Iterator[pa.RecordBatch]:
+def batches(folder: Path, columns: Sequence[str] | None = None) -> "Iterator[pa.RecordBatch]":
     """Documents as Arrow batches of about a thousand rows, in the order they were written."""
-    for part in parts(folder):
-        yield from part_batches(part, columns)
+    for path in parts(folder):
+        yield from part_batches(path, columns)
 
 
-def part_batches(part: Path, columns: Sequence[str] | None = None) -> Iterator[pa.RecordBatch]:
+def part_batches(path: Path, columns: Sequence[str] | None = None) -> "Iterator[pa.RecordBatch]":
     """The documents of one file, as `batches` gives them."""
-    with _whole(part), pq.ParquetFile(part) as file:
+    with _whole(path), pq.ParquetFile(path) as file:
         yield from file.iter_batches(batch_size=ROWS_PER_BATCH, columns=list(columns) if columns else None)
 
 
-def part_rows(part: Path, columns: Sequence[str] | None = None) -> Iterator[DocumentRow]:
+def part_rows(path: Path, columns: Sequence[str] | None = None) -> Iterator[DocumentRow]:
     """The documents of one file, as `read` gives them."""
-    for batch in part_batches(part, columns):
+    for batch in part_batches(path, columns):
         yield from batch.to_pylist()
 
 
@@ -203,21 +204,21 @@ def count(folder: Path) -> int:
     return sum(count_part(part) for part in parts(folder))
 
 
-def count_part(part: Path) -> int:
+def count_part(path: Path) -> int:
     """How many documents one file holds."""
-    with _whole(part):
-        rows: int = pq.read_metadata(part).num_rows
+    with _whole(path):
+        rows: int = pq.read_metadata(path).num_rows
         return rows
 
 
 @contextmanager
-def _whole(part: Path) -> Iterator[None]:
+def _whole(path: Path) -> Iterator[None]:
     """Raises DataError where the block finds a part torn."""
     try:
         yield
     except (pa.ArrowException, OSError) as error:
         hint = "It is torn. Remove its stage's manifest.json and run the recipe again."
-        raise DataError(f"cannot be read: {error}", where=str(part), hint=hint) from None
+        raise DataError(f"cannot be read: {error}", where=str(path), hint=hint) from None
 
 
 BYTES_AT_ONCE = 2**22
@@ -232,7 +233,7 @@ class Rolling:
     `BYTES_PER_PART` of text or `ROWS_PER_PART` documents.
     """
 
-    def __init__(self, folder: Path, name: str, schema: pa.Schema) -> None:
+    def __init__(self, folder: Path, name: str, schema: "pa.Schema") -> None:
         self.folder, self.name, self.schema = folder, name, schema
         self.files: list[str] = []
         """Names of the files, within the folder."""
@@ -250,7 +251,7 @@ class Rolling:
         if full:
             self._close(None, None, None)
 
-    def write_batch(self, batch: pa.RecordBatch, num_bytes: int) -> None:
+    def write_batch(self, batch: "pa.RecordBatch", num_bytes: int) -> None:
         """Documents with the columns of the schema, and how many bytes their texts have; they go into one file."""
         self._hand_on()
         self._opened().write_batch(batch)
@@ -293,30 +294,29 @@ class Rolling:
 
 
 LARGEST_SHARE = 0.1
-"""No recipe holds out more. What learns from text before the split is made (the tokenizer) leaves out this much."""
-CUT = 'one text becomes many where its source is told what ends a document, as in separator="\\n\\n".'
-"""For those whose few documents all fall on one side."""
+"""Largest validation share of a recipe. The tokenizer, trained before the split, leaves out this share of text."""
+CUT = 'one text becomes many with a separator in its source, such as separator="\\n\\n".'
+"""A hint for data of few documents that all fall into one split."""
 
 
 def is_held_out(text: str, share: float) -> bool:
-    """Whether a document belongs to the held-out share. Case and white space do not matter."""
-    digest = hashlib.sha256(" ".join(text.casefold().split()).encode()).digest()
-    return int.from_bytes(digest[:8], "big") < share * 2.0**64
+    """Whether a document belongs to the validation share. Case and white space do not matter."""
+    return stable_hash(" ".join(text.casefold().split())) < share * 2.0**64
 
 
 MEMORY_BYTES = 2**29
 ROW_BITS = 32
-"""A place is the number of a file, and below it the row, of which a file has fewer than 2**32."""
+"""A position is the number of a file, and in the low bits the row. A file has fewer than 2**32 rows."""
 
 RowNumbers = NDArray[np.uint64]
 
 
 def places(paths: Sequence[Path], spill: Path) -> tuple[RowNumbers, RowNumbers]:
     """
-    Of every document whose id an earlier one has: its place, and that of the first with that id; sorted, uint64 [n].
+    Documents with the id of an earlier document: their positions, and those of the first; sorted, both uint64 [n].
 
-    A place is `file << ROW_BITS | row`, with the files in the order of `paths`. `spill` is a folder for what does not
-    fit into memory; it is gone afterwards.
+    A position is `file << ROW_BITS | row`, with the files in the order of `paths`. `spill` is a temporary folder for
+    data that does not fit into memory.
     """
     folder = spill.with_name(spill.name + PARTIAL)
     try:
@@ -325,19 +325,19 @@ def places(paths: Sequence[Path], spill: Path) -> tuple[RowNumbers, RowNumbers]:
             database.register("ids", _ids(paths))
             database.execute("CREATE TEMP TABLE twice AS SELECT id FROM ids GROUP BY id HAVING count(*) > 1")
             database.register("ids", _ids(paths))
-            found = database.execute(
+            columns = database.execute(
                 "SELECT place, min(place) OVER (PARTITION BY id) AS first FROM ids SEMI JOIN twice USING (id) "
                 "QUALIFY place > first ORDER BY place"
             ).fetchnumpy()
     finally:
         shutil.rmtree(folder, ignore_errors=True)
-    return found["place"], found["first"]
+    return columns["place"], columns["first"]
 
 
-def _ids(paths: Sequence[Path]) -> pa.RecordBatchReader:
+def _ids(paths: Sequence[Path]) -> "pa.RecordBatchReader":
     schema = pa.schema([("id", pa.string()), ("place", pa.uint64())])
 
-    def batches() -> Iterator[pa.RecordBatch]:
+    def batches() -> "Iterator[pa.RecordBatch]":
         for number, path in enumerate(paths):
             row = number << ROW_BITS
             for batch in part_batches(path, ["id"]):

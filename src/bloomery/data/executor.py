@@ -27,16 +27,16 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple
 
-import pyarrow as pa
 from pydantic import Field, model_validator
 from threadpoolctl import threadpool_limits  # type: ignore[import-untyped]
 
-from bloomery.core import child, errors, shortage
+from bloomery.core import child, errors, extras, shortage
 from bloomery.core import io as core_io
 from bloomery.core import records as core_records
 from bloomery.core.bounds import Between
 from bloomery.core.config import VOLATILE, Config
 from bloomery.core.errors import BloomeryError, RunError
+from bloomery.core.extras import DATA, pa
 from bloomery.core.log import progress
 from bloomery.hw.launcher import check_processes, cores
 
@@ -50,12 +50,12 @@ def run(
     out: Path,
 ) -> Iterator[tuple[Any, Any]]:
     """
-    Parts with their records, as they come back.
+    Parts with their records, in order of completion.
 
-    Ray is started for the time of this call where no address is given and none runs in this process. Raises what
-    `work` raises, and DataError where Ray is not installed.
+    Starts Ray for this call if no address is given and Ray does not run in this process yet. Raises the errors
+    of `work`, and DataError where Ray is not installed.
     """
-    ray, data = errors.load("ray", extra="ray"), errors.load("ray.data", extra="ray")
+    ray, data = extras.load("ray"), extras.load("ray.data")
     ours = not ray.is_initialized()
     if ours:
         _start(ray, address, workers)
@@ -63,7 +63,7 @@ def run(
     context.enable_progress_bars = False
     context.execution_options.preserve_order = False
     try:
-        order = sorted(range(len(parts)), key=lambda place: -parts[place].num_bytes)
+        order = sorted(range(len(parts)), key=lambda index: -parts[index].num_bytes)
         rows = data.from_items([{"place": place} for place in order], override_num_blocks=len(parts))
         kept = list(parts)
         done = rows.map(_task, fn_args=(work, config, kept, out), num_cpus=1, concurrency=workers)
@@ -89,12 +89,12 @@ def _start(ray: Any, address: str | None, workers: int | None) -> None:
 
 def _task(row: dict[str, Any], work: Callable[..., Any], config: Any, parts: Sequence[Any], out: Path) -> Any:
     """One part, on whatever node it came to. The user's errors come back as data: Ray would wrap them in its own."""
-    place = int(row["place"])
+    index = int(row["place"])
     try:
-        answer = {"record": work(config, parts[place], out)}
+        answer = {"record": work(config, parts[index], out)}
     except BloomeryError as error:
         answer = {"error": type(error).__name__, "what": error.what, "where": error.where, "hint": error.hint}
-    return {"place": place, "answer": answer}
+    return {"place": index, "answer": answer}
 
 
 RECORDS = "parts"
@@ -129,14 +129,17 @@ class Parallel(Config):
     engine: ExecutorConfig = Field(ExecutorConfig(), json_schema_extra=VOLATILE)
     """Where its parts are worked on. A recipe's own section [engine] is what all stages take that do not say."""
 
+    def packages(self) -> tuple[str, ...]:
+        return (*DATA, "ray") if self.engine.kind == "ray" else DATA
+
 
 class Part(NamedTuple):
     """One piece of a stage's work."""
 
     name: str
     """Of its record, and of the files that it leaves: no other part of the same work has it."""
-    given: Any
-    """What the function needs to know besides the config: plain data."""
+    inputs: Any
+    """The input of the function in addition to the config: plain data."""
     num_bytes: int = 0
     """How much there is to do, for the progress and for the decision whether workers are worth their start."""
 
@@ -170,20 +173,20 @@ def run_parts(
     total, done = sum(max(1, part.num_bytes) for part in parts), 0
     with progress(what, unit, total=len(parts)) as meter:
 
-        def take(part: Part, record: PartRecord) -> None:
+        def take(chunk: Part, record: PartRecord) -> None:
             nonlocal done
-            records[part.name], done = record, done + max(1, part.num_bytes)
+            records[chunk.name], done = record, done + max(1, chunk.num_bytes)
             shown = {"percent": round(100 * done / total, 1)} if total > len(parts) else {}
             meter.at(len(records), **shown)
 
-        for part in parts:
-            if (known := _done(out, what, part.name)) is not None:
-                take(part, known)
+        for chunk in parts:
+            if (known := _done(out, what, chunk.name)) is not None:
+                take(chunk, known)
         meter.start_at(len(records))
         todo = [part for part in parts if part.name not in records]
-        for part, finished in _run(engine, partial(_hashed, work), config, todo, out):
-            core_records.save(_place(out, what, part.name), finished["record"], finished["outputs"])
-            take(part, finished["record"])
+        for chunk, finished in _run(engine, partial(_hashed, work), config, todo, out):
+            core_records.save(_place(out, what, chunk.name), finished["record"], finished["outputs"])
+            take(chunk, finished["record"])
     return [records[name] for name in names]
 
 
@@ -196,9 +199,9 @@ def _done(out: Path, what: str, name: str) -> PartRecord | None:
     return core_records.load(_place(out, what, name), out, f"{what}: part {name}")
 
 
-def _hashed(work: Work, config: Any, part: Part, out: Path) -> PartRecord:
+def _hashed(work: Work, config: Any, chunk: Part, out: Path) -> PartRecord:
     """A part's record, and its files with their sha256: taken by the worker, while the files are in memory."""
-    record = work(config, part, out)
+    record = work(config, chunk, out)
     return {"record": record, "outputs": core_io.listed(out, record["files"])}
 
 
@@ -213,8 +216,8 @@ def _run(
         return
     workers = min(engine.workers or _default_workers(parts), len(parts))
     if workers == 1:
-        for part in parts:
-            yield part, work(config, part, out)
+        for chunk in parts:
+            yield chunk, work(config, chunk, out)
     else:
         yield from _run_in_workers(workers, work, config, parts, out)
 
@@ -223,7 +226,7 @@ def _default_workers(parts: Sequence[Part]) -> int:
     return cores() if sum(part.num_bytes for part in parts) >= SMALL_BYTES else 1
 
 
-def needed(section: str, config: Parallel) -> None:
+def check_workers(section: str, config: Parallel) -> None:
     """Raises HardwareError, before the first stage of a run, for more workers than this machine should start."""
     engine = config.engine
     if engine.workers is not None and engine.address is None:
@@ -239,7 +242,7 @@ def _run_in_workers(
     count: int, work: Work, config: Any, parts: Sequence[Part], out: Path
 ) -> Iterator[tuple[Part, PartRecord]]:
     """Largest parts first, so that no large one is left for the end."""
-    waiting = deque(sorted(parts, key=lambda part: -part.num_bytes))
+    waiting = deque(sorted(parts, key=lambda chunk: -chunk.num_bytes))
     with ExitStack() as stack:
         busy: dict[Connection, tuple[_Worker, Part]] = {}
         for _ in range(count):
@@ -248,11 +251,11 @@ def _run_in_workers(
         while busy:
             for pipe in wait(list(busy)):
                 assert isinstance(pipe, Connection)
-                worker, part = busy.pop(pipe)
-                record = _answer(worker, part)
+                worker, chunk = busy.pop(pipe)
+                record = _answer(worker, chunk)
                 if waiting:
                     busy[pipe] = (worker, _give(worker, waiting.popleft()))
-                yield part, record
+                yield chunk, record
 
 
 @contextmanager
@@ -270,47 +273,47 @@ def _started(work: Work, config: Any, out: Path) -> Iterator[_Worker]:
         process.join()
 
 
-def _give(worker: _Worker, part: Part) -> Part:
+def _give(worker: _Worker, chunk: Part) -> Part:
     try:
-        worker.pipe.send(part)
+        worker.pipe.send(chunk)
     except BrokenPipeError:
-        raise _death(worker, part) from None
-    return part
+        raise _death(worker, chunk) from None
+    return chunk
 
 
-def _answer(worker: _Worker, part: Part) -> PartRecord:
+def _answer(worker: _Worker, chunk: Part) -> PartRecord:
     try:
         answer: dict[str, Any] = worker.pipe.recv()
     except (EOFError, ConnectionResetError):
-        raise _death(worker, part) from None
+        raise _death(worker, chunk) from None
     if "error" in answer:
         raise getattr(errors, answer["error"])(answer["what"], where=answer["where"], hint=answer["hint"])
     record: PartRecord = answer["record"]
     return record
 
 
-def _death(worker: _Worker, part: Part) -> Exception:
+def _death(worker: _Worker, chunk: Part) -> Exception:
     worker.process.join()
     code = worker.process.exitcode or 0
     if code == UNCAUGHT:  # which its process has written to stderr, with all lines
-        return RuntimeError(f"part {part.name}: the lines above say where its worker failed")
+        return RuntimeError(f"part {chunk.name}: the lines above say where its worker failed")
     how = f"was killed by signal {-code}" if code < 0 else f"ended with code {code}"
-    what = f"the worker on part {part.name} {how}"
+    what = f"the worker on part {chunk.name} {how}"
     hint = "Run the same command again: finished parts are kept. If it dies again"
     if code in (-signal.SIGABRT, -signal.SIGSEGV, -signal.SIGFPE, -signal.SIGILL):
         hint += ", a library cannot read its input: the lines above say why. Write those files again, or remove them."
     else:
         hint += ", there may be too little memory: engine.workers=1 needs the least."
-    return RunError(what, where=", ".join(_paths(part.given)), hint=hint)
+    return RunError(what, where=", ".join(_paths(chunk.inputs)), hint=hint)
 
 
-def _paths(given: Any) -> list[str]:
+def _paths(inputs: Any) -> list[str]:
     """The first files that a part names, for a person."""
-    if isinstance(given, str | Path):
-        return [str(given)[:200]]
-    values = given.values() if isinstance(given, Mapping) else given if isinstance(given, list | tuple) else ()
-    found = [path for value in values for path in _paths(value) if os.sep in path]
-    return found[:MOST_PATHS]
+    if isinstance(inputs, str | Path):
+        return [str(inputs)[:200]]
+    values = inputs.values() if isinstance(inputs, Mapping) else inputs if isinstance(inputs, list | tuple) else ()
+    paths = [path for value in values for path in _paths(value) if os.sep in path]
+    return paths[:MOST_PATHS]
 
 
 def _serve(pipe: Connection, parent: int, work: Work, config: Any, out: Path) -> None:
@@ -322,22 +325,22 @@ def _serve(pipe: Connection, parent: int, work: Work, config: Any, out: Path) ->
     with threadpool_limits(1):
         while True:
             try:
-                part = pipe.recv()
+                chunk = pipe.recv()
             except EOFError:
                 return
-            pipe.send(_answered(work, config, part, out))
+            pipe.send(_answered(work, config, chunk, out))
 
 
-def _answered(work: Work, config: Any, part: Part, out: Path) -> dict[str, Any]:
+def _answered(work: Work, config: Any, chunk: Part, out: Path) -> dict[str, Any]:
     try:
-        return {"record": work(config, part, out)}
+        return {"record": work(config, chunk, out)}
     except BloomeryError as error:
-        return told(error)
+        return error_facts(error)
     except Exception as error:
         if (short := shortage.as_error(error)) is not None:
-            return told(short)
+            return error_facts(short)
         raise
 
 
-def told(error: BloomeryError) -> dict[str, Any]:
+def error_facts(error: BloomeryError) -> dict[str, Any]:
     return {"error": type(error).__name__, "what": error.what, "where": error.where, "hint": error.hint}

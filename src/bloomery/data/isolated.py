@@ -1,9 +1,9 @@
 """
-Parquet files of others, opened first in a child process: some damaged ones make Arrow abort, which no Python catches.
+Opens third-party Parquet files in a child process first: Arrow aborts on some damaged files, uncatchable in Python.
 
-One child serves this process for all files, with bounded memory and time for each. A file that ends it is named, and
-the next file gets a new child. What survived is noted in the cache until the file changes, so that workers and later
-runs need no child for it.
+One child serves all files of this process, with bounded memory and time for each file. An error names the file that
+ends the child, and the next file gets a new child. The cache records files that passed until they change. Workers and
+later runs need no child for them.
 """
 
 import atexit
@@ -20,12 +20,10 @@ from functools import lru_cache
 from pathlib import Path
 from typing import IO
 
-import pyarrow as pa
-import pyarrow.parquet as pq
-
-from bloomery.core import child
+from bloomery.core import child, extras
 from bloomery.core import io as core_io
 from bloomery.core.cache import SETTLED_NANOSECONDS, root
+from bloomery.core.extras import pa, pq
 
 if sys.platform != "win32":
     import resource
@@ -44,7 +42,7 @@ def problem(path: Path) -> str:
 
 def problems(paths: Iterable[Path]) -> dict[Path, str]:
     """The same of many files; those without a problem are left out."""
-    found: dict[Path, str] = {}
+    reasons: dict[Path, str] = {}
     with _lock:
         survived = []
         for path in paths:
@@ -52,11 +50,11 @@ def problems(paths: Iterable[Path]) -> dict[Path, str]:
             if not state or state in _noted():
                 continue
             if reason := _opener.reason(path):
-                found[path] = reason
+                reasons[path] = reason
             elif state == _state(path):
                 survived.append(state)
         _note(survived)
-    return found
+    return reasons
 
 
 _lock = threading.Lock()
@@ -198,6 +196,7 @@ atexit.register(_opener.end)
 def serve() -> None:
     """What the child does: open each file that it is asked about, and answer why it cannot be."""
     child.die_with(int(sys.argv[1]))
+    extras.load("pyarrow.parquet")  # before the limit: only what a file asks for counts
     if sys.platform == "linux":
         resource.setrlimit(resource.RLIMIT_AS, (MAX_MEMORY_BYTES, MAX_MEMORY_BYTES))
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))

@@ -26,7 +26,7 @@ from html import escape
 from itertools import accumulate
 from typing import Any
 
-from bloomery.evaluation import harness
+from bloomery.evaluation import stats
 
 SMALLEST, LARGEST = 1e-290, 1e300
 """Of numbers on an axis: below, they are drawn as zero; beyond, at its end. Shares of an axis stay finite."""
@@ -73,51 +73,51 @@ def number(value: Any) -> float | None:
 
 def count(value: Any) -> str:
     """1234567 -> 1,234,567."""
-    return DASH if (found := number(value)) is None else f"{found:,.0f}"
+    return DASH if (amount := number(value)) is None else f"{amount:,.0f}"
 
 
 def decimal(value: Any, digits: int = 3) -> str:
     """1.25 -> 1.250."""
-    return DASH if (found := number(value)) is None else f"{found:,.{digits}f}"
+    return DASH if (amount := number(value)) is None else f"{amount:,.{digits}f}"
 
 
 def percent(value: Any) -> str:
     """0.635 -> 63.5%. Only nothing is 0%, and only all is 100%."""
-    if (found := number(value)) is None:
+    if (share := number(value)) is None:
         return DASH
-    if 0 < found < 0.0005 or 0.9995 <= found < 1:
-        return "<0.1%" if found < 0.5 else ">99.9%"
-    return f"{found * 100:.1f}".removesuffix(".0") + "%"
+    if 0 < share < 0.0005 or 0.9995 <= share < 1:
+        return "<0.1%" if share < 0.5 else ">99.9%"
+    return f"{share * 100:.1f}".removesuffix(".0") + "%"
 
 
 def size(value: Any) -> str:
     """Bytes: 1234567 -> 1.2 MB."""
-    if (found := number(value)) is None:
+    if (num_bytes := number(value)) is None:
         return DASH
     for limit, unit in ((1e9, "GB"), (1e6, "MB"), (1e3, "kB")):
-        if found >= limit:
-            return f"{found / limit:,.1f} {unit}"
-    return f"{found:.0f} bytes"
+        if num_bytes >= limit:
+            return f"{num_bytes / limit:,.1f} {unit}"
+    return f"{num_bytes:.0f} bytes"
 
 
 def duration(value: Any) -> str:
     """Seconds: 754 -> 12 min 34 s."""
-    if (found := number(value)) is None:
+    if (total_seconds := number(value)) is None:
         return DASH
-    if found < 60:
-        return f"{found:.1f} s"
-    minutes, seconds = divmod(round(found), 60)
+    if total_seconds < 60:
+        return f"{total_seconds:.1f} s"
+    minutes, seconds = divmod(round(total_seconds), 60)
     return f"{minutes} min {seconds:02d} s" if minutes < 60 else f"{minutes // 60:,} h {minutes % 60:02d} min"
 
 
 def short(value: Any) -> str:
     """A number in as few letters as it takes: 1500000 -> 1.5M, 0.00002 -> 2e-5."""
-    if (found := number(value)) is None:
+    if (amount := number(value)) is None:
         return DASH
     for limit, letter in ((1e9, "B"), (1e6, "M"), (1e4, "k")):
-        if abs(found) >= limit:
-            return f"{found / (1e3 if letter == 'k' else limit):.4g}{letter}"
-    return f"{found:,.0f}" if abs(found) >= 1000 else re.sub(r"e-0", "e-", f"{found:.4g}")
+        if abs(amount) >= limit:
+            return f"{amount / (1e3 if letter == 'k' else limit):.4g}{letter}"
+    return f"{amount:,.0f}" if abs(amount) >= 1000 else re.sub(r"e-0", "e-", f"{amount:.4g}")
 
 
 # --- tables and bars -----------------------------------------------------------------------------------------------
@@ -135,23 +135,23 @@ class Bar:
     label: str
     value: float | None
     shown: str
-    """The value as it is written beside the bar."""
+    """The value as text, next to the bar."""
     mark: float | None = None
     """Where a line across the bar stands, for what was asked or what others reach."""
     quiet: bool = False
     """Whether it is only there to compare with."""
 
 
-def bar(one: Bar, top: float, grid: Sequence[float] = ()) -> Html:
+def bar(row: Bar, top: float, grid: Sequence[float] = ()) -> Html:
     """One bar alone, from 0 to `top`."""
     lines = [tag("line", class_="grid", x1=_share(at, top), x2=_share(at, top), y1="0", y2="100%") for at in grid]
     fill = mark = None
-    if one.value is not None:
-        kind = "bar-fill quiet" if one.quiet else "bar-fill"
-        fill = tag("rect", class_=kind, width=_share(one.value, top), y="15%", height="70%", rx="2")
-    if one.mark is not None:
-        mark = tag("line", class_="mark", x1=_share(one.mark, top), x2=_share(one.mark, top), y1="0", y2="100%")
-    label = f"{one.label}: {one.shown}"
+    if row.value is not None:
+        kind = "bar-fill quiet" if row.quiet else "bar-fill"
+        fill = tag("rect", class_=kind, width=_share(row.value, top), y="15%", height="70%", rx="2")
+    if row.mark is not None:
+        mark = tag("line", class_="mark", x1=_share(row.mark, top), x2=_share(row.mark, top), y1="0", y2="100%")
+    label = f"{row.label}: {row.shown}"
     return tag("svg", *lines, fill, mark, class_="bar", role="img", aria_label=label)
 
 
@@ -214,7 +214,7 @@ def curves(title: str, drawn: Sequence[Curve], *, x_axis: str, y_axis: str, from
         return tag("p", f"{title}: {DASH}", class_="missing")
     xs = [x for curve in drawn for x, _ in curve.points]
     ys = [y for curve in drawn for _, y in curve.points] + ([0.0] if from_zero else [])
-    left, right = min(0.0, *xs), max(xs)
+    left, right = (min(max(end, -LARGEST), LARGEST) for end in (min(0.0, *xs), max(xs)))
     rows, columns = ticks(min(ys), max(ys), 4), ticks(left, right, 4)
     if right - left > SMALLEST:
         columns = [at for at in columns if left <= at <= right]
@@ -275,9 +275,9 @@ class _Frame:
         return parts
 
 
-def ticks(low: float, high: float, wanted: int) -> list[float]:
+def ticks(low: float, high: float, num_steps: int) -> list[float]:
     """
-    About `wanted` steps of 1, 2, 2.5 or 5 times a power of ten, from `low` or below to `high` or above, of finite
+    About `num_steps` steps of 1, 2, 2.5 or 5 times a power of ten, from `low` or below to `high` or above, of finite
     numbers. The first and the last always differ. Numbers so close that a float cannot hold the steps between them are
     one number, and around one number lies half of it on both sides.
     """
@@ -286,7 +286,7 @@ def ticks(low: float, high: float, wanted: int) -> list[float]:
     if high - low <= max(size * 1e-9, SMALLEST):
         around = size / 2 if size > SMALLEST else 1.0
         low, high = low - around, high + around
-    rough = (high - low) / wanted
+    rough = (high - low) / num_steps
     power = math.floor(math.log10(rough))
     step = next(found for factor in (1, 2, 2.5, 5, 10) if (found := float(f"{factor}e{power}")) >= rough * 0.999)
     first, last = math.floor(low / step + 1e-9), math.ceil(high / step - 1e-9)
@@ -321,13 +321,13 @@ def at(data: Any, *path: str) -> Any:
 
 
 def named(data: Any, *path: str) -> Mapping[str, Any]:
-    found = at(data, *path)
-    return found if isinstance(found, Mapping) else {}
+    value = at(data, *path)
+    return value if isinstance(value, Mapping) else {}
 
 
 def sequence(data: Any, *path: str) -> list[Any]:
-    found = at(data, *path)
-    return list(found) if isinstance(found, list | tuple) else []
+    value = at(data, *path)
+    return list(value) if isinstance(value, list | tuple) else []
 
 
 def listed(data: Any, *path: str) -> list[Mapping[str, Any]]:
@@ -341,7 +341,7 @@ def text(value: Any) -> str:
 def scored(metric: str, score: Any) -> str:
     """A score with its interval, as it is shown in a terminal, and a dash where it is none."""
     fits = isinstance(score, Mapping) and all(number(score.get(name)) is not None for name in ("value", "low", "high"))
-    return harness.shown(metric, score) if fits else DASH
+    return stats.shown(metric, score) if fits else DASH
 
 
 NOTHING = tag("p", f"{DASH} Nothing was recorded.", class_="missing")
@@ -436,8 +436,8 @@ def heat(title: str, rows: Sequence[TableRow], columns: Sequence[float], *, x_ax
 def _strength(value: float, low: float, high: float) -> float:
     if value <= 0:
         return 0.0
-    place = (math.log(value) - low) / (high - low) if high > low else 1.0
-    return PALEST + (1 - PALEST) * place
+    fraction = (math.log(value) - low) / (high - low) if high > low else 1.0
+    return PALEST + (1 - PALEST) * fraction
 
 
 STYLE = """

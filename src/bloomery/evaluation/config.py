@@ -4,10 +4,10 @@ from typing import Annotated
 
 from pydantic import Field, field_validator, model_validator
 
-from bloomery.core import io as core_io
-from bloomery.core.bounds import TEMPERATURE, Between, Bytes, Context, DiskPath, DocumentCount, Seed, Temperature
+from bloomery.core.bounds import Between, Bytes, Context, DiskPath, DocumentCount, Seed, Temperature
 from bloomery.core.config import VOLATILE, Config
 from bloomery.core.errors import ConfigError
+from bloomery.core.sampling import TEMPERATURE
 from bloomery.evaluation import tasks as evaluation_tasks
 from bloomery.hw.host import DeviceChoice
 
@@ -15,26 +15,26 @@ Questions = Annotated[int, Between(0, 10**6, "all are in memory, and each is an 
 
 
 class Evaluate(Config):
-    questions: Questions = 200
-    """Held-out questions of the generator, the same number of each kind."""
+    toy_questions: Questions = 200
+    """Validation questions of the generator, the same number of each kind."""
     conversations: Questions = 0
-    """Held-out conversations in which an answer is scored, and asked for, before and after finetuning."""
+    """Validation conversations in which an answer is scored, and asked for, before and after finetuning."""
     seed: Seed = 0
     max_tokens: Context = 48
-    """Of an answer to one of them."""
-    answer_temperature: Temperature = TEMPERATURE
-    """Of answers in held-out conversations; as chat draws them, unless it is said. 0 takes the likeliest token."""
+    """Maximum length of an answer to a question or conversation."""
+    chat_temperature: Temperature = TEMPERATURE
+    """Of answers in validation conversations. The default is that of chat. 0 takes the likeliest token."""
     domains: tuple[str, ...] = ()
-    """Domains whose held-out text is scored; all of them if none is named."""
-    heldout_bytes: Bytes = 400_000
-    """Held-out text of each domain that is scored, and given to the compressors."""
+    """Domains whose validation text is scored; all domains if none is named."""
+    val_bytes: Bytes = 400_000
+    """Validation text of each domain that is scored, and given to the compressors."""
     tasks: tuple[str, ...] = ()
     """Known tasks: hellaswag, arc_easy, …, as in the table of docs/evaluation.md, or core."""
     data: tuple[DiskPath, ...] = ()
     """Their files, or folders of them. None: from the hub."""
     limit: DocumentCount | None = None
-    """Questions of each task, drawn by `seed`. None: all."""
-    shots: Annotated[int, Between(0, 1000, "no context holds more examples")] | None = None
+    """Questions of each task, sampled by `seed`. None: all."""
+    num_fewshot: Annotated[int, Between(0, 1000, "no context holds more examples")] | None = None
     """Examples before each question. None: as the task says."""
     samples: Annotated[int, Between(1, 10_000, "each is an answer to write")] = 1
     """Answers to each question that is written out."""
@@ -42,9 +42,12 @@ class Evaluate(Config):
     """Of what is written out in a task."""
     run_code: bool = False
     """Whether programs that the model writes may run, in the sandbox; without it, tasks that need it are refused."""
-    weaker_sandbox: bool = False
-    """Whether they may also run where the kernel does not give all its walls."""
+    allow_partial_sandbox: bool = False
+    """Whether programs may also run where the kernel lacks some of the isolation."""
     device: DeviceChoice = Field("auto", json_schema_extra=VOLATILE)
+
+    def packages(self) -> tuple[str, ...]:
+        return ("pyarrow",)
 
     @field_validator("tasks")
     @classmethod
@@ -68,17 +71,3 @@ class Evaluate(Config):
                 "evaluate.run_code=true, or leave the task out"
             )
         return self
-
-
-def digest(config: Evaluate) -> str:
-    """Of the content of the tasks' files, for the stage's fingerprint; "" without tasks."""
-    place = evaluation_tasks.place(config.tasks, config.data)
-    found = [
-        core_io.sha256_file(path)
-        for name in config.tasks
-        if name != evaluation_tasks.NAME
-        for path in evaluation_tasks.paths(name, place)
-    ]
-    if evaluation_tasks.NAME in config.tasks:
-        found += [core_io.sha256_file(path) for path in evaluation_tasks.files_of(place)]
-    return core_io.sha256_bytes(core_io.canonical(found)) if found else ""

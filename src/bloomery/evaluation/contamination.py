@@ -8,11 +8,12 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 from bloomery.core import io as core_io
+from bloomery.core.batches import batched_by_size
 from bloomery.data import decontamination
 from bloomery.evaluation import tasks
 from bloomery.evaluation.tasks import EvalItem, TaskFiles
 
-TEXTS_AT_ONCE = 500
+CHARACTERS_AT_ONCE = 2**20
 FIELDS = ("query", "context_options")
 """Of the rows that `write` writes."""
 
@@ -22,9 +23,9 @@ def write(folder: Path, asked: Mapping[str, Sequence[EvalItem]]) -> tuple[Path, 
     return tuple(_write(folder / f"{name}.jsonl", _lines(items)) for name, items in asked.items())
 
 
-def written(folder: Path, names: Sequence[str], place: TaskFiles) -> tuple[Path, ...]:
+def written(folder: Path, names: Sequence[str], files: TaskFiles) -> tuple[Path, ...]:
     """The same of whole tasks."""
-    return write(folder, {name: tasks.rows(name, place) for name in tasks.named(names)})
+    return write(folder, {name: tasks.rows(name, files) for name in tasks.named(names)})
 
 
 def dirty(asked: Mapping[str, Sequence[EvalItem]], texts: Iterable[str], scratch: Path) -> dict[str, set[int]]:
@@ -33,7 +34,7 @@ def dirty(asked: Mapping[str, Sequence[EvalItem]], texts: Iterable[str], scratch
 
     A question that several tasks ask, as CORE's do, is looked for once, and found in each of them.
     """
-    found: dict[str, set[int]] = {name: set() for name in asked}
+    rows_by_task: dict[str, set[int]] = {name: set() for name in asked}
     owners: dict[str, list[tuple[str, int]]] = {}
     for name, items in asked.items():
         for item, line in zip(items, _lines(items), strict=True):
@@ -43,11 +44,11 @@ def dirty(asked: Mapping[str, Sequence[EvalItem]], texts: Iterable[str], scratch
         decontamination.OverlapIndex.of(decontamination.OverlapSettings(files=(path,))),
         list(owners.values()),
     )
-    for batch in _batches(texts):
+    for batch in batched_by_size(texts, CHARACTERS_AT_ONCE):
         for match in index.find(batch):
             for name, number in by_line[index.rows[match.row][1] - 1]:
-                found[name].add(number)
-    return found
+                rows_by_task[name].add(number)
+    return rows_by_task
 
 
 def _lines(items: Sequence[EvalItem]) -> Iterator[str]:
@@ -59,14 +60,3 @@ def _write(path: Path, lines: Iterable[str]) -> Path:
     with core_io.whole_file(path, "w") as file:
         file.writelines(f"{line}\n" for line in lines)
     return path
-
-
-def _batches(texts: Iterable[str]) -> Iterator[list[str]]:
-    batch: list[str] = []
-    for text in texts:
-        batch.append(text)
-        if len(batch) == TEXTS_AT_ONCE:
-            yield batch
-            batch = []
-    if batch:
-        yield batch

@@ -46,37 +46,43 @@ def classifiers(report: Report) -> list[object]:
     """Every classifier of the run in turn, those that were left out first; nothing where there is none."""
     missing = listed(report, "corpus", "classify", "left_out")
     parts: list[object] = [note(f"{text(one.get('name'))} was left out: {text(one.get('why'))}.") for one in missing]
-    for one in listed(report, "corpus", "classify", "classifiers"):
-        cut = named(report, "corpus", "filter", "scores", text(one.get("name")))
-        parts += [tag("h3", title(one)), *quality(one), *telling(one), *passing(cut), *threshold_samples(one, cut)]
+    for classifier in listed(report, "corpus", "classify", "classifiers"):
+        cut = named(report, "corpus", "filter", "scores", text(classifier.get("name")))
+        parts += [
+            tag("h3", title(classifier)),
+            *quality(classifier),
+            *telling(classifier),
+            *passing(cut),
+            *threshold_samples(classifier, cut),
+        ]
     return parts
 
 
-def title(one: Mapping[str, Any]) -> str:
-    learned = {"contrast": "from damaged copies", "labeled": "from labels"}.get(text(one.get("kind")), "")
-    side = {"high": "high scores are kept", "low": "low scores are kept"}.get(text(one.get("keep")), "")
-    return f"{text(one.get('name'))}: " + ", ".join(
-        part for part in (f"learned {learned}" if learned else "", side) if part
+def title(classifier: Mapping[str, Any]) -> str:
+    learned = {"contrast": "from damaged copies", "labeled": "from labels"}.get(text(classifier.get("kind")), "")
+    side = {"high": "high scores are kept", "low": "low scores are kept"}.get(text(classifier.get("keep")), "")
+    return f"{text(classifier.get('name'))}: " + ", ".join(
+        phrase for phrase in (f"learned {learned}" if learned else "", side) if phrase
     )
 
 
-def quality(one: Mapping[str, Any]) -> list[object]:
-    cut = decimal(one.get("threshold"), 2)
-    known: list[Tile] = [("Area under the ROC curve", decimal(one.get("auc"), 4))]
-    known += [(f"{name} at {cut}", percent(one.get(name.lower()))) for name in ("Precision", "Recall")]
-    known.append(("Calibration error", decimal(one.get("calibration_error"), 4)))
-    known.append(("Brier score", decimal(one.get("brier"), 4)))
-    known += counted(one, examples="Examples", positives="of them positive", held_out="Held out to measure")
-    caught = [Bar(kind, number(share), percent(share)) for kind, share in named(one, "caught").items()]
-    found = charts.bars(
-        "Held-out bad text that it finds, by kind", caught, axis=f"share that scores below {cut}", form=percent, top=1.0
+def quality(classifier: Mapping[str, Any]) -> list[object]:
+    cut = decimal(classifier.get("threshold"), 2)
+    known: list[Tile] = [("Area under the ROC curve", decimal(classifier.get("auc"), 4))]
+    known += [(f"{name} at {cut}", percent(classifier.get(name.lower()))) for name in ("Precision", "Recall")]
+    known.append(("Calibration error", decimal(classifier.get("calibration_error"), 4)))
+    known.append(("Brier score", decimal(classifier.get("brier"), 4)))
+    known += counted(classifier, examples="Examples", positives="of them positive", held_out="Test examples")
+    caught = [Bar(kind, number(share), percent(share)) for kind, share in named(classifier, "caught").items()]
+    chart = charts.bars(
+        "Bad test text that it finds, by kind", caught, axis=f"share that scores below {cut}", form=percent, top=1.0
     )
-    return [facts(known), tag("div", reliability(one), trade_off(one), class_="small"), found]
+    return [facts(known), tag("div", reliability(classifier), trade_off(classifier), class_="small"), chart]
 
 
-def reliability(one: Mapping[str, Any]) -> Html:
+def reliability(classifier: Mapping[str, Any]) -> Html:
     """What share is positive among texts of about one score; on the diagonal, a score means what it says."""
-    points = [(number(found.get("score")), number(found.get("positive"))) for found in listed(one, "bins")]
+    points = [(number(found.get("score")), number(found.get("positive"))) for found in listed(classifier, "bins")]
     drawn = [
         Curve("perfect", [(0.0, 0.0), (1.0, 1.0)] if points else [], "faint"),
         Curve("measured", [(x, y) for x, y in points if x is not None and y is not None]),
@@ -84,8 +90,8 @@ def reliability(one: Mapping[str, Any]) -> Html:
     return charts.curves("Calibration", drawn, x_axis="mean score", y_axis="share that is positive", from_zero=True)
 
 
-def trade_off(one: Mapping[str, Any]) -> Html:
-    cuts = listed(one, "cuts")
+def trade_off(classifier: Mapping[str, Any]) -> Html:
+    cuts = listed(classifier, "cuts")
 
     def line(key: str) -> list[tuple[float, float]]:
         points = [(number(cut.get("threshold")), number(cut.get(key))) for cut in cuts]
@@ -95,13 +101,13 @@ def trade_off(one: Mapping[str, Any]) -> Html:
     return charts.curves("Precision and recall", drawn, x_axis="cut", y_axis="share", from_zero=True)
 
 
-def telling(one: Mapping[str, Any]) -> list[object]:
+def telling(classifier: Mapping[str, Any]) -> list[object]:
     """The n-grams of either side, those of text worth keeping first."""
     keys = ("telling_positive", "telling_negative")
     titles = ("Speaks for keeping", "Speaks for dropping")
     parts: list[object] = []
-    for title, key in zip(titles, keys if one.get("keep") != "low" else keys[::-1], strict=True):
-        grams = [tag("li", text(gram).replace("\n", "⏎")) for gram in sequence(one, key)]
+    for title, key in zip(titles, keys if classifier.get("keep") != "low" else keys[::-1], strict=True):
+        grams = [tag("li", text(gram).replace("\n", "⏎")) for gram in sequence(classifier, key)]
         parts += [tag("h4", title), tag("ul", *grams, class_="chips") if grams else NOTHING]
     return parts
 
@@ -119,19 +125,19 @@ def passing(cut: Mapping[str, Any]) -> list[object]:
     return [chart] if rows else []
 
 
-def threshold_samples(one: Mapping[str, Any], cut: Mapping[str, Any]) -> list[object]:
+def threshold_samples(classifier: Mapping[str, Any], cut: Mapping[str, Any]) -> list[object]:
     parts: list[object] = []
     for title, side in (("Just kept", "kept"), ("Just dropped", "dropped")):
         cards = [card(found) for found in listed(cut, "samples", side)]
         if cards:
-            parts += [tag("h4", f"{title}: the {len(cards)} nearest the cut"), folded(cards, "cards")]
+            parts += [tag("h4", f"{title}: the {len(cards)} nearest the threshold"), folded(cards, "cards")]
     return parts
 
 
-def card(found: Mapping[str, Any]) -> Html:
-    seen = f"{decimal(found.get('value'))} against {decimal(found.get('cut'), 2)}"
-    head = tag("p", tag("b", text(found.get("domain"))), tag("span", seen), class_="tagged")
-    return tag("article", head, tag("p", text(found.get("text")), class_="quote", dir="auto"), class_="card")
+def card(sample: Mapping[str, Any]) -> Html:
+    seen = f"{decimal(sample.get('value'))} against {decimal(sample.get('cut'), 2)}"
+    head = tag("p", tag("b", text(sample.get("domain"))), tag("span", seen), class_="tagged")
+    return tag("article", head, tag("p", text(sample.get("text")), class_="quote", dir="auto"), class_="card")
 
 
 MOST_RULES = 8
@@ -184,7 +190,9 @@ def fetched(report: Report) -> list[object]:
 
 def _most(counts: Mapping[str, Any]) -> str:
     """The three most frequent of some counts, in words."""
-    ranked = sorted(((number(value) or 0.0, name) for name, value in counts.items()), key=lambda one: (-one[0], one[1]))
+    ranked = sorted(
+        ((number(value) or 0.0, name) for name, value in counts.items()), key=lambda pair: (-pair[0], pair[1])
+    )
     shown = [f"{name} ({count(value)})" for value, name in ranked[:3]]
     return ", ".join(shown) + (f" and {len(ranked) - 3} more" if len(ranked) > 3 else "") or DASH
 
@@ -204,11 +212,13 @@ def dropped(report: Report) -> list[object]:
         tallied("Conversations dropped", named(talks, "dropped_by_reason"), None, "conversations"),
     ]
     cards = []
-    for one in listed(report, "dropped_samples"):
-        value = number(one.get("value"))
-        seen = f"{text(one.get('domain'))}, value {DASH if value is None else f'{value:.4g}'}"
-        head = tag("p", tag("b", text(one.get("reason"))), tag("span", seen), class_="tagged")
-        cards.append(tag("article", head, tag("p", text(one.get("text")), class_="quote", dir="auto"), class_="card"))
+    for sample in listed(report, "dropped_samples"):
+        value = number(sample.get("value"))
+        seen = f"{text(sample.get('domain'))}, value {DASH if value is None else f'{value:.4g}'}"
+        head = tag("p", tag("b", text(sample.get("reason"))), tag("span", seen), class_="tagged")
+        cards.append(
+            tag("article", head, tag("p", text(sample.get("text")), class_="quote", dir="auto"), class_="card")
+        )
     samples = [tag("h3", "Samples"), folded(cards, "cards")] if cards else []
     return [part for part in (*parts, *samples) if part is not None]
 
@@ -231,8 +241,8 @@ def _rules_by_domain(ruled: Mapping[str, Any]) -> Html | None:
     for name in names:
         row: list[object] = [name]
         for domain in domains:
-            whole, found = (number(at(ruled, *path)) for path in _places(domain, name))
-            row.append(percent(found / whole) if found is not None and whole else DASH)
+            whole, num_dropped = (number(at(ruled, *path)) for path in _places(domain, name))
+            row.append(percent(num_dropped / whole) if num_dropped is not None and whole else DASH)
         rows.append(row)
     return charts.table(["Dropped, of each domain", *domains], rows) if rows and domains else None
 
@@ -247,13 +257,13 @@ def duplicates(report: Report) -> list[object]:
         return []
     known = counted(dedup, documents="Documents", kept="Kept", removed="Removed")
     known += counted(dedup, exact="Exact copies", near="Near copies", compared="Pairs compared")
-    told = {
+    titles = {
         "clusters": "Clusters of copies",
         "largest_cluster": "Documents in the largest",
         "dropped": "Met an evaluation task",
         "hits": "Hits of those",
     }
-    known += counted(dedup, **{key: name for key, name in told.items() if key in dedup})
+    known += counted(dedup, **{key: name for key, name in titles.items() if key in dedup})
     bars = []
     for domain, tally in named(dedup, "by_domain").items():
         removed, whole = number(at(tally, "removed")), number(at(tally, "documents"))
@@ -268,32 +278,32 @@ def duplicates(report: Report) -> list[object]:
 
 
 def tokenizer(report: Report) -> list[object]:
-    made = named(report, "corpus", "tokenizer")
-    if not made:
+    stats = named(report, "corpus", "tokenizer")
+    if not stats:
         return []
-    known: list[Tile] = [("Kind", text(made.get("kind"))), *counted(made, vocab_size="Vocabulary")]
-    known += counted(made, unused_tokens="Ids that the sample never uses")
-    known.append(("Encoder", text(made.get("encoder"))))
+    known: list[Tile] = [("Kind", text(stats.get("kind"))), *counted(stats, vocab_size="Vocabulary")]
+    known += counted(stats, unused_tokens="Ids that the sample never uses")
+    known.append(("Encoder", text(stats.get("encoder"))))
     bars = []
-    for domain, value in sorted(named(made, "bytes_per_token").items(), key=lambda pair: -(number(pair[1]) or 0.0)):
+    for domain, value in sorted(named(stats, "bytes_per_token").items(), key=lambda pair: -(number(pair[1]) or 0.0)):
         bars.append(Bar(domain, number(value), decimal(value, 2)))
     chart = charts.bars("Bytes per token, by domain", bars, axis="bytes per token (more is better)")
-    why = named(made, "gpt2").get("because")
-    told = note(f"Not compared with GPT-2's: {why}.") if isinstance(why, str) else None
-    parts = [facts(known), chart, _sampled(made), told, _fertility(named(made, "fertility"))]
+    why = named(stats, "gpt2").get("because")
+    gpt2_note = note(f"Not compared with GPT-2's: {why}.") if isinstance(why, str) else None
+    parts = [facts(known), chart, _sampled(stats), gpt2_note, _fertility(named(stats, "fertility"))]
     return [part for part in parts if part is not None]
 
 
-def _sampled(made: Mapping[str, Any]) -> Html | None:
-    """What the tokenizer learned from, and what it is worth on text that it did not."""
+def _sampled(stats: Mapping[str, Any]) -> Html | None:
+    """The tokenizer's training sample, and how well it compresses unseen text."""
     known, unseen, gpt2 = (
-        named(made, *key) for key in (("sample",), ("bytes_per_token_unseen",), ("gpt2", "bytes_per_token"))
+        named(stats, *key) for key in (("sample",), ("bytes_per_token_unseen",), ("gpt2", "bytes_per_token"))
     )
-    heads = ["Domain", "Learned from", "Documents", "Of its text", "Bytes per token, unseen", "GPT-2 there"]
+    heads = ["Domain", "Trained on", "Documents", "Of its text", "Bytes per token, unseen", "GPT-2 there"]
     rows: list[list[object]] = []
     for domain in known:
-        one = named(known, domain)
-        sizes = [charts.size(one.get("bytes")), count(one.get("documents")), percent(one.get("share"))]
+        sample = named(known, domain)
+        sizes = [charts.size(sample.get("bytes")), count(sample.get("documents")), percent(sample.get("share"))]
         rows.append([domain, *sizes, decimal(unseen.get(domain), 2), decimal(gpt2.get(domain), 2)])
     return charts.table(heads, rows) if rows else None
 
@@ -302,9 +312,9 @@ def _fertility(languages: Mapping[str, Any]) -> Html | None:
     ranked = sorted(languages, key=lambda name: (-(number(at(languages, name, "documents")) or 0.0), name))
     rows: list[list[object]] = []
     for name in ranked[:MOST_LANGUAGES]:
-        found = named(languages, name)
-        fertility = [decimal(found.get(key), 2) for key in ("tokens_per_word", "tokens_per_character")]
-        rows.append([name, count(found.get("documents")), *fertility])
+        stats = named(languages, name)
+        fertility = [decimal(stats.get(key), 2) for key in ("tokens_per_word", "tokens_per_character")]
+        rows.append([name, count(stats.get("documents")), *fertility])
     heads = ["Language or script", "Documents measured", "Tokens per word", "Tokens per character"]
     return charts.table(heads, rows) if rows else None
 
@@ -317,29 +327,31 @@ def the_mix(report: Report) -> list[object]:
     size = counted(shard, tokens="Tokens to train on", documents="Documents to train on")
     last = {"anneal_tokens": "Tokens of the last part", "anneal_documents": "Documents of the last part"}
     size += counted(shard, **{key: name for key, name in last.items() if key in shard})
-    size += counted(shard, held_out_tokens="Tokens held out", held_out_documents="Documents held out")
-    told = counted(talks, conversations="Conversations", rejected="Rejected", cut_at_a_turn="Cut at a turn")
-    told += counted(named(talks, "train"), rows="Rows to train on", supervised="Tokens learned from")
-    told.append(("Rows filled", percent(at(talks, "train", "packing"))))
+    size += counted(shard, held_out_tokens="Validation tokens", held_out_documents="Validation documents")
+    conversation_tiles = counted(
+        talks, conversations="Conversations", rejected="Rejected", cut_at_a_turn="Cut at a turn"
+    )
+    conversation_tiles += counted(named(talks, "train"), rows="Rows to train on", supervised="Tokens in the loss")
+    conversation_tiles.append(("Rows filled", percent(at(talks, "train", "packing"))))
     anneal = [tag("h3", "The last part of training"), *_shares(shard, "anneal")] if named(shard, "anneal") else []
     return [
         facts(size),
         *_shares(shard, "mix"),
         _through(corpus),
         *anneal,
-        *([tag("h3", "Conversations"), facts(told)] if talks or not shard else []),
+        *([tag("h3", "Conversations"), facts(conversation_tiles)] if talks or not shard else []),
     ]
 
 
 def _shares(shard: Mapping[str, Any], key: str) -> list[object]:
     """Asked against reached, and how often each domain comes."""
     bars, rows = [], []
-    for domain, found in named(shard, key).items():
-        asked, share = number(at(found, "asked")), number(at(found, "share"))
+    for domain, stats in named(shard, key).items():
+        asked, share = number(at(stats, "asked")), number(at(stats, "share"))
         bars.append(Bar(domain, share, f"{percent(share)} of {percent(asked)}", mark=asked))
-        epochs = cell(f"{domain}, epochs", at(found, "epochs"), _epochs, _top(shard, key), False)
-        limit = at(found, "limited_by")
-        tokens = [count(at(found, name)) for name in ("asked_tokens", "tokens")]
+        epochs = cell(f"{domain}, epochs", at(stats, "epochs"), _epochs, _top(shard, key), False)
+        limit = at(stats, "limited_by")
+        tokens = [count(at(stats, name)) for name in ("asked_tokens", "tokens")]
         rows.append([domain, percent(asked), percent(share), *tokens, epochs, text(limit) if limit else "nothing"])
     legend = tag("p", tag("span", tag("i", class_="mark"), "what the recipe asked for", class_="key"), class_="legend")
     chart = charts.bars("Share of the mix, reached and asked", bars, axis="share of all tokens", form=percent)
@@ -353,8 +365,8 @@ def _epochs(value: Any) -> str:
 
 
 def _top(shard: Mapping[str, Any], key: str) -> float:
-    found = [number(at(one, "epochs")) or 0.0 for one in named(shard, key).values()]
-    return max(found, default=0.0) or 1.0
+    epochs = [number(at(one, "epochs")) or 0.0 for one in named(shard, key).values()]
+    return max(epochs, default=0.0) or 1.0
 
 
 def _through(corpus: Mapping[str, Any]) -> Html | None:

@@ -38,9 +38,10 @@ import bloomery.hw.require_torch  # noqa: F401
 from bloomery.core.errors import ConfigError, DataError
 from bloomery.core.io import whole_file
 from bloomery.core.log import info, progress
+from bloomery.core.sampling import SamplingConfig
 from bloomery.evaluation import sandbox
 from bloomery.evaluation import tasks as evaluation_tasks
-from bloomery.evaluation.stats import Score, pass_at
+from bloomery.evaluation.stats import Score, pass_at, shown
 from bloomery.evaluation.tasks import TASKS, EvalItem, EvalTask, TaskFiles
 from bloomery.generate.engine import Engine, check_finite
 from bloomery.hw import device
@@ -55,7 +56,7 @@ from torch import Tensor
 
 TOKENS_AT_ONCE = 8192
 SCORES_AT_ONCE = 2**26
-"""Numbers in one table of scores, places times vocabulary."""
+"""Numbers in one table of logits: positions times vocabulary."""
 
 
 class Continuation(NamedTuple):
@@ -111,31 +112,31 @@ def score(
     seen: Callable[[int], None],
 ) -> list[Likelihood]:
     """
-    The likelihood of each, in their order. `seen` is told how many are done; `num_ids` are those of the tokenizer.
+    The likelihood of each continuation, in order. `seen` gets the number done. `num_ids` is the tokenizer's.
 
-    How they are put together into batches changes nothing but the last bits.
+    The split into batches changes nothing but the last bits.
     """
     rows = sorted(_rows(model, asked), key=lambda row: (row.length, row.owners))
-    found: dict[int, Likelihood] = {}
+    by_number: dict[int, Likelihood] = {}
     model.eval()
     for batch in _batches(rows, tokens_at_once):
-        found |= _of_batch(model, batch, num_ids)
-        seen(len(found))
-    return [found[number] for number in range(len(asked))]
+        by_number |= _of_batch(model, batch, num_ids)
+        seen(len(by_number))
+    return [by_number[number] for number in range(len(asked))]
 
 
 def _rows(model: Transformer, asked: Sequence[Continuation]) -> Iterator[_Row]:
     """Those of one prompt together where the model's attention allows it and they fit; others by themselves."""
-    context = model.config.context
-    together = model.config.positions != "alibi" and all(window == "full" for window in _windows(model))
+    context = model.config.context_length
+    together = model.config.position_embedding != "alibi" and all(window == "full" for window in _windows(model))
     groups: dict[tuple[int, ...], list[int]] = defaultdict(list)
-    for number, one in enumerate(asked):
-        whole = (one.prompt + one.continuation)[-(context + 1) :]
-        fits = len(whole) == len(one.prompt) + len(one.continuation)
-        if together and fits and len(one.continuation) > 0:
-            groups[one.prompt].append(number)
+    for number, request in enumerate(asked):
+        whole = (request.prompt + request.continuation)[-(context + 1) :]
+        fits = len(whole) == len(request.prompt) + len(request.continuation)
+        if together and fits and len(request.continuation) > 0:
+            groups[request.prompt].append(number)
         else:
-            tail = whole[len(whole) - min(len(one.continuation), len(whole) - 1) :]
+            tail = whole[len(whole) - min(len(request.continuation), len(whole) - 1) :]
             yield _Row(whole[: len(whole) - len(tail)], (tail,), (number,))
     for prompt, numbers in groups.items():
         yield _Row(prompt, tuple(asked[number].continuation for number in numbers), tuple(numbers))
@@ -173,16 +174,16 @@ def _of_batch(model: Transformer, rows: Sequence[_Row], num_ids: int) -> dict[in
             targets.append(target)
     hidden = _hidden(model, ids.to(device), positions.to(device), parts.to(device))
     chosen = torch.tensor(places, device=device)
-    wanted = torch.tensor(targets, device=device)
-    log_p, best = _log_p(model, hidden[chosen[:, 0], chosen[:, 1]], wanted, num_ids)
+    target_ids = torch.tensor(targets, device=device)
+    log_p, best = _log_p(model, hidden[chosen[:, 0], chosen[:, 1]], target_ids, num_ids)
     begin = 0
-    found: dict[int, Likelihood] = {}
+    by_number: dict[int, Likelihood] = {}
     for row in rows:
         for owner, tail in zip(row.owners, row.tails, strict=True):
             end = begin + len(tail)
-            found[owner] = Likelihood(float(log_p[begin:end].sum()), bool(best[begin:end].all()), len(tail))
+            by_number[owner] = Likelihood(float(log_p[begin:end].sum()), bool(best[begin:end].all()), len(tail))
             begin = end
-    return found
+    return by_number
 
 
 def _lay(row: _Row, ids: Tensor, positions: Tensor, parts: Tensor) -> None:
@@ -217,18 +218,18 @@ def _hidden(model: Transformer, ids: Tensor, positions: Tensor, parts: Tensor) -
     return model.extend(ids, cache, positions=positions, mask=mask)
 
 
-def _log_p(model: Transformer, hidden: Tensor, wanted: Tensor, num_ids: int) -> tuple[Tensor, Tensor]:
+def _log_p(model: Transformer, hidden: Tensor, target_ids: Tensor, num_ids: int) -> tuple[Tensor, Tensor]:
     """Of every wanted token: log p, and whether it is the most likely one of the first `num_ids`."""
     size = max(1, SCORES_AT_ONCE // model.vocab_size)
-    found = []
-    for begin in range(0, len(wanted), size):
+    chunks = []
+    for begin in range(0, len(target_ids), size):
         scores = model.logits(hidden[None, begin : begin + size])[0]
-        some = wanted[begin : begin + size]
+        some = target_ids[begin : begin + size]
         log_p = torch.log_softmax(scores, dim=-1).gather(1, some[:, None])[:, 0]
         check_finite(log_p)
         best = scores[:, :num_ids].argmax(dim=-1) == some
-        found.append((log_p.cpu().double(), best.cpu()))  # Apple's GPUs have no float64
-    return torch.cat([one for one, _ in found]), torch.cat([one for _, one in found])
+        chunks.append((log_p.cpu().double(), best.cpu()))  # Apple's GPUs have no float64
+    return torch.cat([one for one, _ in chunks]), torch.cat([one for _, one in chunks])
 
 
 AT_ONCE = 64
@@ -239,14 +240,10 @@ FENCED = re.compile(r"```(?:[Pp]ython3?|py)?[ \t]*\n(.*?)(?:```|\Z)", re.DOTALL)
 
 @dataclass(frozen=True)
 class Writing:
-    """How text is drawn."""
+    """How answers are written: how each is sampled, and how many there are."""
 
-    max_tokens: int
-    until: tuple[str, ...] = ()
+    sampling: SamplingConfig
     samples: int = 1
-    temperature: float = 0.0
-    top_p: float = 1.0
-    seed: int = 0
     chat: bool | None = None
     """Whether the prompt is asked in a conversation. None: where the model has learned conversations."""
 
@@ -260,17 +257,17 @@ class Generation:
 
 
 def write(loaded: Loaded, items: Sequence[EvalItem], how: Writing, seen: Callable[[int], None]) -> list[Generation]:
-    """What follows each prompt, `how.samples` times. `seen` is told how many are done."""
+    """What follows each prompt, `how.samples` times. `seen` gets the number done."""
     engine = Engine(loaded.model, loaded.tokenizer.vocab_size)
     chat = in_conversation(loaded, how)
-    room = min(how.max_tokens, engine.context // 2)
+    room = min(how.sampling.max_tokens, engine.context // 2)
     prompts = [_ids(loaded, item.prompts[0], chat, engine.context - room) for item in items]
     done: list[Generation] = []
     for begin in range(0, len(items), AT_ONCE):
         some = prompts[begin : begin + AT_ONCE]
         drawn = _drawn(loaded, engine, [ids for ids, _ in some], items[begin : begin + AT_ONCE], how, room)
         for texts, (_, cut) in zip(drawn, some, strict=True):
-            done.append(Generation([cut_at(text, () if chat else how.until) for text in texts], cut))
+            done.append(Generation([cut_at(text, () if chat else how.sampling.stop) for text in texts], cut))
         seen(len(done))
     return done
 
@@ -292,15 +289,14 @@ def _ids(loaded: Loaded, prompt: str, chat: bool, most: int) -> tuple[list[int],
 def _drawn(
     loaded: Loaded, engine: Engine, prompts: Sequence[list[int]], items: Sequence[EvalItem], how: Writing, room: int
 ) -> Iterator[list[str]]:
-    """The samples of each prompt; where nothing is left to chance, one is drawn for all."""
-    each = 1 if how.temperature == 0.0 else how.samples
-    drawn = engine.draw(
+    """The samples of each prompt. At temperature 0, a single sample stands for all."""
+    each = 1 if how.sampling.temperature == 0.0 else how.samples
+    seed = how.sampling.seed or 0
+    drawn = engine.generate_batch(
         [ids for ids in prompts for _ in range(each)],
-        [stable_seed(how.seed, item.row, number) for item in items for number in range(each)],
-        max_tokens=room,
+        replace(how.sampling, max_tokens=room),
         stop_ids=frozenset({loaded.tokenizer.document_id, loaded.renderer.end_id}),
-        temperature=how.temperature,
-        top_p=how.top_p,
+        seeds=[stable_seed(seed, item.row, number) for item in items for number in range(each)],
     )
     for begin in range(0, len(drawn), each):
         texts = [loaded.tokenizer.decode(one.ids) for one in drawn[begin : begin + each]]
@@ -319,13 +315,13 @@ def cut_at(text: str, until: Sequence[str]) -> str:
 
 def marked_number(text: str) -> Decimal | None:
     """The first number after ####."""
-    found = MARKED.search(text)
-    return as_number(found[1]) if found else None
+    match = MARKED.search(text)
+    return as_number(match[1]) if match else None
 
 
 def last_number(text: str) -> Decimal | None:
-    found = NUMBER.findall(text)
-    return as_number(found[-1]) if found else None
+    matches = NUMBER.findall(text)
+    return as_number(matches[-1]) if matches else None
 
 
 def as_number(text: str) -> Decimal | None:
@@ -338,8 +334,8 @@ def as_number(text: str) -> Decimal | None:
 
 def code(text: str) -> str:
     """The first fenced block, where there is one."""
-    found = FENCED.search(text)
-    return found[1] if found else text
+    match = FENCED.search(text)
+    return match[1] if match else text
 
 
 def program(item: EvalItem, text: str, *, chat: bool, begun: bool) -> str:
@@ -362,10 +358,10 @@ class EvalRequest:
     """Which tasks, and how."""
 
     tasks: tuple[str, ...]
-    place: TaskFiles = field(default_factory=TaskFiles)
+    files: TaskFiles = field(default_factory=TaskFiles)
     limit: int | None = None
-    """Questions of each task, drawn by `seed`; None: all."""
-    shots: int | None = None
+    """Questions of each task, sampled by `seed`; None: all."""
+    num_fewshot: int | None = None
     """Examples before each question; None: as the task says."""
     samples: int = 1
     temperature: float = 0.0
@@ -376,8 +372,8 @@ class EvalRequest:
     chat: bool | None = None
     run_code: bool = False
     """Whether programs that the model writes may run, in the sandbox."""
-    weaker_sandbox: bool = False
-    """Whether they may also run behind fewer walls than the sandbox wants."""
+    allow_partial_sandbox: bool = False
+    """Whether programs may also run with less isolation than the sandbox wants."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -392,13 +388,15 @@ class QuestionResult:
     """What the model chose or wrote."""
 
     def line(self, dirty: bool | None) -> str:
-        told = {} if dirty is None else {"dirty": dirty}
-        return json.dumps({"task": self.task, "row": self.row, **self.scores, **told, **self.facts}, ensure_ascii=False)
+        extra = {} if dirty is None else {"dirty": dirty}
+        return json.dumps(
+            {"task": self.task, "row": self.row, **self.scores, **extra, **self.facts}, ensure_ascii=False
+        )
 
 
 def questions(name: str, asked: EvalRequest) -> list[EvalItem]:
     """The questions of a task that are asked, in the order of its file, without examples."""
-    items = evaluation_tasks.rows(name, asked.place)
+    items = evaluation_tasks.rows(name, asked.files)
     if asked.limit is None or asked.limit >= len(items):
         return items
     drawn = random.Random(f"{asked.seed}:{name}").sample(range(len(items)), asked.limit)
@@ -407,43 +405,45 @@ def questions(name: str, asked: EvalRequest) -> list[EvalItem]:
 
 def evaluate(loaded: Loaded, asked: EvalRequest) -> dict[str, list[QuestionResult]]:
     """The results of every task, question by question. Raises ConfigError for a task that is not there."""
-    found: dict[str, list[QuestionResult]] = {}
+    by_task: dict[str, list[QuestionResult]] = {}
     names = evaluation_tasks.named(asked.tasks)
     if not asked.run_code and (runs := [name for name in names if TASKS[name].kind == "program"]):
         hint = "Say --run-code (evaluate.run_code = true), or leave the task out."
         raise ConfigError(f"{runs[0]} runs code that the model writes, and nobody has allowed that", hint=hint)
     if asked.run_code:
-        sandbox.check(asked.weaker_sandbox)
+        sandbox.check(asked.allow_partial_sandbox)
     for name in names:
         items = with_examples(name, questions(name, asked), asked)
         with progress(name, "questions", len(items)) as meter:
-            found[name] = ask(loaded, name, TASKS[name], items, asked, meter.at)
-    return found
+            by_task[name] = ask(loaded, name, TASKS[name], items, asked, meter.at)
+    return by_task
 
 
 def evaluate_core(loaded: Loaded, asked: EvalRequest) -> dict[str, list[QuestionResult]]:
     """The results of the parts of CORE that are there, by `core.NAME`. `acc` takes the highest mean of log p."""
-    found: dict[str, list[QuestionResult]] = {}
-    for part in evaluation_tasks.present(asked.place)[0]:
-        name, items = CORE + part, evaluation_tasks.core_items(part, asked.place, asked.limit, asked.seed)
+    by_task: dict[str, list[QuestionResult]] = {}
+    for task_name in evaluation_tasks.present(asked.files)[0]:
+        name, items = CORE + task_name, evaluation_tasks.core_items(task_name, asked.files, asked.limit, asked.seed)
         with progress(name, "questions", len(items)) as meter:
             scored = likelihoods(loaded, items, asked.opening, meter.at)
-        found[name] = [replace(_of_core(item, one), task=name) for item, one in zip(items, scored, strict=True)]
-    return found
+        by_task[name] = [replace(_of_core(item, one), task=name) for item, one in zip(items, scored, strict=True)]
+    return by_task
 
 
 def core_questions(asked: EvalRequest) -> dict[str, list[EvalItem]]:
     """The questions of those parts that are asked, without examples."""
-    there = evaluation_tasks.present(asked.place)[0]
-    return {CORE + part: evaluation_tasks.drawn(part, asked.place, asked.limit, asked.seed)[0] for part in there}
+    there = evaluation_tasks.present(asked.files)[0]
+    return {CORE + part: evaluation_tasks.drawn(part, asked.files, asked.limit, asked.seed)[0] for part in there}
 
 
 def with_examples(name: str, items: Sequence[EvalItem], asked: EvalRequest) -> list[EvalItem]:
-    shots = TASKS[name].shots if asked.shots is None else asked.shots
-    if shots and not TASKS[name].examples:
-        raise ConfigError(f"{name} has no examples to show, and shots={shots}", hint="Ask it with shots=0.")
-    pool = evaluation_tasks.rows(name, asked.place, examples=True) if shots else []
-    return [evaluation_tasks.prompted(item, pool, shots) for item in items]
+    num_fewshot = TASKS[name].num_fewshot if asked.num_fewshot is None else asked.num_fewshot
+    if num_fewshot and not TASKS[name].examples:
+        raise ConfigError(
+            f"{name} has no examples to show, and num_fewshot={num_fewshot}", hint="Ask it with num_fewshot=0."
+        )
+    pool = evaluation_tasks.rows(name, asked.files, examples=True) if num_fewshot else []
+    return [evaluation_tasks.prompted(item, pool, num_fewshot) for item in items]
 
 
 def ask(
@@ -453,32 +453,31 @@ def ask(
     if task.kind in ("choice", "word"):
         judge = _chosen if task.kind == "choice" else _continued
         return [replace(one, task=name) for one in judge(items, likelihoods(loaded, items, asked.opening, seen))]
-    how = Writing(
+    sampling = SamplingConfig(
         max_tokens=asked.max_tokens or task.max_tokens,
-        until=task.until,
-        samples=asked.samples,
         temperature=asked.temperature,
         seed=asked.seed,
-        chat=asked.chat,
+        stop=task.until,
     )
+    how = Writing(sampling, samples=asked.samples, chat=asked.chat)
     said = write(loaded, items, how, seen)
     chat = in_conversation(loaded, how)
     if task.kind == "prompts" and not asked.run_code:
         pairs = [(item, one) for item, one in zip(items, said, strict=True) if not item.test]
     else:
         pairs = list(zip(items, said, strict=True))
-    found: list[QuestionResult] = []
-    for item, one in pairs:
-        facts: dict[str, Any] = {"said": one.texts, "prompt_cut": one.cut}
+    results: list[QuestionResult] = []
+    for item, answer in pairs:
+        facts: dict[str, Any] = {"said": answer.texts, "prompt_cut": answer.cut}
         if task.kind == "number":
-            scores = _numbers(item, one.texts)
+            scores = _numbers(item, answer.texts)
         elif item.test:
-            scores, ended = _programs(item, one.texts, task, chat, asked)
+            scores, ended = _programs(item, answer.texts, task, chat, asked)
             facts["ended"] = ended
         else:
-            scores = {"right": sum(evaluation_tasks.is_right(item, text) for text in one.texts) / len(one.texts)}
-        found.append(QuestionResult(task=name, row=item.row, scores=scores, facts=facts))
-    return found
+            scores = {"right": sum(evaluation_tasks.is_right(item, text) for text in answer.texts) / len(answer.texts)}
+        results.append(QuestionResult(task=name, row=item.row, scores=scores, facts=facts))
+    return results
 
 
 def likelihoods(loaded: Loaded, items: Sequence[EvalItem], opening: bool, seen: Any) -> list[list[Likelihood]]:
@@ -500,10 +499,10 @@ def _prompts(item: EvalItem) -> Sequence[str]:
 
 def _chosen(items: Sequence[EvalItem], scored: Sequence[Sequence[Likelihood]]) -> Iterator[QuestionResult]:
     """The most likely choice, as it stands and for each byte; of equally likely ones the first."""
-    for item, found in zip(items, scored, strict=True):
-        log_p = [one.log_p for one in found]
+    for item, per_choice in zip(items, scored, strict=True):
+        log_p = [one.log_p for one in per_choice]
         by_byte = [one / max(len(choice.encode()), 1) for one, choice in zip(log_p, item.choices, strict=True)]
-        by_token = [one.log_p / one.tokens for one in found]
+        by_token = [one.log_p / one.tokens for one in per_choice]
         picked, normed, meant = (values.index(max(values)) for values in (log_p, by_byte, by_token))
         yield QuestionResult(
             task="",
@@ -520,18 +519,18 @@ def _chosen(items: Sequence[EvalItem], scored: Sequence[Sequence[Likelihood]]) -
 
 
 def _continued(items: Sequence[EvalItem], scored: Sequence[Sequence[Likelihood]]) -> Iterator[QuestionResult]:
-    for item, (found,) in zip(items, scored, strict=True):
-        facts = {"expected": item.choices[0], "log_p": round(found.log_p, 5)}
-        scores = {"acc": float(found.greedy), "nats": -found.log_p}
+    for item, (likelihood,) in zip(items, scored, strict=True):
+        facts = {"expected": item.choices[0], "log_p": round(likelihood.log_p, 5)}
+        scores = {"acc": float(likelihood.greedy), "nats": -likelihood.log_p}
         yield QuestionResult(task="", row=item.row, scores=scores, facts=facts)
 
 
 def _of_core(item: EvalItem, scored: Sequence[Likelihood]) -> QuestionResult:
     if len(item.choices) == 1:
-        (one,) = _continued([item], [scored])
-        return replace(one, scores={"acc": one.scores["acc"]})
-    (one,) = _chosen([item], [scored])
-    return replace(one, scores={"acc": float(one.facts["chosen_by_token"] == item.gold)})
+        (result,) = _continued([item], [scored])
+        return replace(result, scores={"acc": result.scores["acc"]})
+    (result,) = _chosen([item], [scored])
+    return replace(result, scores={"acc": float(result.facts["chosen_by_token"] == item.gold)})
 
 
 def _numbers(item: EvalItem, texts: Sequence[str]) -> dict[str, float]:
@@ -551,7 +550,7 @@ def _programs(
     """
     begun = task.kind == "program"
     ran = {
-        code: sandbox.run(code, item.test, weaker=asked.weaker_sandbox)
+        code: sandbox.run(code, item.test, weaker=asked.allow_partial_sandbox)
         for code in dict.fromkeys(program(item, text, chat=chat, begun=begun) for text in texts)
     }
     outcomes = [ran[program(item, text, chat=chat, begun=begun)] for text in texts]
@@ -570,36 +569,36 @@ def scores(name: str, results: Sequence[QuestionResult], dirty: set[int] | None 
     Scores with intervals over all questions; where it was looked for them in the training text (`dirty` has their
     rows), also over those that do not stand there, and over those that do.
     """
-    told: dict[str, Any] = {"n": len(results), "chance": _chance(name, results), "scores": _scored(results)}
+    stats: dict[str, Any] = {"n": len(results), "chance": _chance(name, results), "scores": _scored(results)}
     if any(one.facts.get("prompt_cut") for one in results):
-        told["prompts_cut"] = sum(bool(one.facts["prompt_cut"]) for one in results)
+        stats["prompts_cut"] = sum(bool(one.facts["prompt_cut"]) for one in results)
     if dirty is not None:
-        told["clean"] = _scored([one for one in results if one.row not in dirty])
-        told["dirty"] = _scored([one for one in results if one.row in dirty])
-        told["dirty_n"] = sum(one.row in dirty for one in results)
-    return told
+        stats["clean"] = _scored([one for one in results if one.row not in dirty])
+        stats["dirty"] = _scored([one for one in results if one.row in dirty])
+        stats["dirty_n"] = sum(one.row in dirty for one in results)
+    return stats
 
 
 def core_scores(
-    found: Mapping[str, Sequence[QuestionResult]], dirty: Mapping[str, set[int]] | None = None
+    by_task: Mapping[str, Sequence[QuestionResult]], dirty: Mapping[str, set[int]] | None = None
 ) -> dict[str, Any]:
     """
     The CORE average, or the mean of what is there of it; where it was looked for its questions in the training text,
     also that of those that do not stand there (`clean`; None where all do).
     """
-    told = evaluation_tasks.average(_right(found))
+    stats = evaluation_tasks.average(_right(by_task))
     if dirty is not None:
-        clean = {name: [one for one in results if one.row not in dirty[name]] for name, results in found.items()}
-        for name, results in found.items():
-            told["parts"][name.removeprefix(CORE)]["dirty_n"] = len(results) - len(clean[name])
-        told["dirty_n"] = told["n"] - sum(map(len, clean.values()))
-        told["clean"] = evaluation_tasks.average(_right(clean)) if any(clean.values()) else None
-    return told
+        clean = {name: [one for one in results if one.row not in dirty[name]] for name, results in by_task.items()}
+        for name, results in by_task.items():
+            stats["parts"][name.removeprefix(CORE)]["dirty_n"] = len(results) - len(clean[name])
+        stats["dirty_n"] = stats["n"] - sum(map(len, clean.values()))
+        stats["clean"] = evaluation_tasks.average(_right(clean)) if any(clean.values()) else None
+    return stats
 
 
-def _right(found: Mapping[str, Sequence[QuestionResult]]) -> dict[str, list[bool]]:
+def _right(by_task: Mapping[str, Sequence[QuestionResult]]) -> dict[str, list[bool]]:
     """By part of CORE; one without questions is missing."""
-    return {name.removeprefix(CORE): [one.scores["acc"] == 1 for one in some] for name, some in found.items() if some}
+    return {name.removeprefix(CORE): [one.scores["acc"] == 1 for one in some] for name, some in by_task.items() if some}
 
 
 def _chance(name: str, results: Sequence[QuestionResult]) -> float:
@@ -609,96 +608,78 @@ def _chance(name: str, results: Sequence[QuestionResult]) -> float:
 
 
 def _scored(results: Sequence[QuestionResult]) -> dict[str, Any]:
-    found = {}
+    by_metric = {}
     for metric in dict.fromkeys(name for one in results for name in one.scores):
         score = asdict(Score.of([one.scores[metric] for one in results]))
         if metric == "nats":
             metric, numbers = "perplexity", (score["value"], score["low"], score["high"])
             score |= dict(zip(("value", "low", "high"), (round(math.exp(one), 4) for one in numbers), strict=True))
-        found[metric] = score
-    return found
+        by_metric[metric] = score
+    return by_metric
 
 
 def save(
-    path: Path, found: Mapping[str, Sequence[QuestionResult]], dirty: Mapping[str, set[int]] | None = None
+    path: Path, by_task: Mapping[str, Sequence[QuestionResult]], dirty: Mapping[str, set[int]] | None = None
 ) -> None:
     """One line of JSON for every question: its row in the task's file, scores, and what the model chose or wrote."""
     with whole_file(path, "w") as file:
-        for name, results in found.items():
-            for one in results:
-                file.write(one.line(None if dirty is None else one.row in dirty[name]) + "\n")
+        for name, results in by_task.items():
+            for result in results:
+                file.write(result.line(None if dirty is None else result.row in dirty[name]) + "\n")
 
 
-PERCENT = ("acc", "acc_norm", "exact", "flexible", "right", "ended")
-
-
-def lines(found: Mapping[str, Mapping[str, Any]]) -> Iterator[str]:
-    """One for every score of every task, with its interval; clean and dirty beside it, where both are known."""
-    for name, told in found.items():
-        for metric, score in told["scores"].items():
-            chance = f"  chance {told['chance']:.1%}" if metric in ("acc", "acc_norm") and told.get("chance") else ""
-            parts = [f"{part} {shown(metric, told[part][metric])}" for part in ("clean", "dirty") if _has(told, part)]
+def lines(stats_by_task: Mapping[str, Mapping[str, Any]]) -> Iterator[str]:
+    """A line for every score of every task, with its interval, and the clean and dirty scores where both are known."""
+    for name, stats in stats_by_task.items():
+        for metric, score in stats["scores"].items():
+            chance = f"  chance {stats['chance']:.1%}" if metric in ("acc", "acc_norm") and stats.get("chance") else ""
+            parts = [f"{part} {shown(metric, stats[part][metric])}" for part in ("clean", "dirty") if _has(stats, part)]
             apart = f"  ({', '.join(parts)})" if parts else ""
             yield f"{name:<16} {metric:<11} {shown(metric, score)}  of {score['n']:,}{chance}{apart}"
 
 
-def shown(metric: str, score: Mapping[str, Any]) -> str:
-    """Value and 95 % interval."""
-    if score["value"] is None:
-        return "–"
-    if metric in PERCENT or metric.startswith("pass@"):
-        return f"{score['value']:.1%} ({score['low']:.1%} to {score['high']:.1%})"
-    value, low, high = (_written(score[name]) for name in ("value", "low", "high"))
-    return f"{value} ({low} to {high})"
-
-
-def _written(number: float) -> str:
-    """With four digits, and no exponent below a billion."""
-    return f"{number:,.0f}" if 1000 <= number < 1e9 else f"{number:.4g}"
-
-
-def core_lines(told: Mapping[str, Any]) -> Iterator[str]:
+def core_lines(stats: Mapping[str, Any]) -> Iterator[str]:
     """The mean of centered accuracies, which is CORE where no task is missing."""
-    for name, part in told["parts"].items():
-        yield f"{name:<34} {part['acc']:7.1%}  centered {part['centered']:7.4f}  of {part['n']:,}"
-    name = f"mean of {len(told['parts'])} of CORE's {told['of']}" if told["missing"] else "CORE"
-    yield f"{name:<34} {told['mean_of_parts']:.4f} ({told['low']:.4f} to {told['high']:.4f})"
-    if clean := told.get("dirty_n") and told.get("clean"):
-        share = f"of {clean['n']:,}, without {told['dirty_n']:,} that stand in the training text"
+    for name, task in stats["parts"].items():
+        yield f"{name:<34} {task['acc']:7.1%}  centered {task['centered']:7.4f}  of {task['n']:,}"
+    name = f"mean of {len(stats['parts'])} of CORE's {stats['of']}" if stats["missing"] else "CORE"
+    yield f"{name:<34} {stats['mean_of_parts']:.4f} ({stats['low']:.4f} to {stats['high']:.4f})"
+    if clean := stats.get("dirty_n") and stats.get("clean"):
+        share = f"of {clean['n']:,}, without {stats['dirty_n']:,} that stand in the training text"
         yield f"{'clean':<34} {clean['mean_of_parts']:.4f} ({clean['low']:.4f} to {clean['high']:.4f})  {share}"
-    if told["missing"]:
-        yield f"missing: {', '.join(told['missing'])}"
+    if stats["missing"]:
+        yield f"missing: {', '.join(stats['missing'])}"
 
 
-def _has(told: Mapping[str, Any], part: str) -> bool:
-    return bool(told.get(part)) and bool(told.get("dirty_n"))
+def _has(stats: Mapping[str, Any], subset: str) -> bool:
+    return bool(stats.get(subset)) and bool(stats.get("dirty_n"))
 
 
 def run_command(options: argparse.Namespace) -> None:
     """Ask, write the results of every question where that was asked for, and print the scores."""
     asked = EvalRequest(
         tasks=tuple(name for name in options.task if name != evaluation_tasks.NAME),
-        place=evaluation_tasks.place(options.task, options.data, offline=options.offline),
+        files=evaluation_tasks.task_files(options.task, options.data, offline=options.offline),
         limit=options.limit,
-        shots=options.shots,
+        num_fewshot=options.num_fewshot,
         samples=options.samples,
         temperature=options.temperature,
         max_tokens=options.max_tokens,
         seed=options.seed or 0,
-        opening=not options.no_opening,
+        opening=not options.no_bos,
         run_code=options.run_code,
-        weaker_sandbox=options.weaker_sandbox,
+        allow_partial_sandbox=options.allow_partial_sandbox,
     )
-    loaded = hf.load(locate.locate_model(options.model), device.find().place)
-    found = evaluate(loaded, asked)
-    told: dict[str, Any] = {name: scores(name, results) for name, results in found.items()}
+    loaded = hf.load(locate.locate_model(options.model), device.find().torch_device)
+    by_task = evaluate(loaded, asked)
+    stats_by_task: dict[str, Any] = {name: scores(name, results) for name, results in by_task.items()}
     parts = evaluate_core(loaded, asked) if evaluation_tasks.NAME in options.task else {}
     whole = core_scores(parts) if parts else None
     if options.out is not None:
-        save(options.out, found | parts)
-        info(f"{options.out}: {sum(map(len, (found | parts).values())):,} questions")
+        save(options.out, by_task | parts)
+        info(f"{options.out}: {sum(map(len, (by_task | parts).values())):,} questions")
     if options.json:
         core = {} if whole is None else {"core": whole}
-        print(json.dumps({"model": str(options.model), "seed": asked.seed, "tasks": told, **core}))
+        print(json.dumps({"model": str(options.model), "seed": asked.seed, "tasks": stats_by_task, **core}))
     else:
-        print("\n".join([*lines(told), *([] if whole is None else core_lines(whole))]))
+        print("\n".join([*lines(stats_by_task), *([] if whole is None else core_lines(whole))]))

@@ -19,23 +19,25 @@ from typing import Any
 import numpy as np
 
 import bloomery.hw.require_torch  # noqa: F401
+from bloomery.core.chat import Message, as_message
 from bloomery.core.errors import DataError
+from bloomery.core.sampling import SamplingConfig
 from bloomery.data.sources import toy_worlds
 from bloomery.evaluation import harness
 from bloomery.evaluation.harness import Continuation, stable_seed
 from bloomery.evaluation.stats import Score
 from bloomery.generate.engine import Completion, Engine
 from bloomery.shards import format
-from bloomery.tokenizer.chat_template import Message, Renderer, as_message
+from bloomery.tokenizer.chat_template import Renderer
 from bloomery.weights.hf import Loaded
 
 AT_ONCE = 50
-"""Answers that are drawn before it is told how many there are."""
+"""Answers that are sampled between two reports of progress."""
 
 
 @dataclass(frozen=True)
 class HeldOutAnswer:
-    """An answer of a held-out conversation, in ids, with all that comes before it."""
+    """An answer of a validation conversation, in token IDs, with everything before it."""
 
     number: int
     """Of its conversation, in the order of the shard."""
@@ -45,14 +47,14 @@ class HeldOutAnswer:
 
 
 def turns(instruct: Path, tokenizer_hash: str) -> Iterator[HeldOutAnswer]:
-    """Every answer of every conversation that was held out, in the order of the shards."""
+    """Every answer of every validation conversation, in the order of the shards."""
     number = 0
     for path in format.names(instruct, "val"):
         shard = format.read(path, tokenizer_hash=tokenizer_hash)
         assert shard.mask is not None, f"{path} has no mask"
-        row_tokens = int(shard.index["row_tokens"])
+        sequence_length = int(shard.index["row_tokens"])
         for start, following in zip(shard.starts, [*shard.starts[1:], len(shard.tokens)], strict=True):
-            stop = min(following, (start // row_tokens + 1) * row_tokens)
+            stop = min(following, (start // sequence_length + 1) * sequence_length)
             ids, mask = shard.tokens[start:stop].tolist(), shard.mask[start:stop]
             edges = np.flatnonzero(np.diff(mask.astype(np.int8), prepend=0, append=0)).reshape(-1, 2)
             for begin, end in edges.tolist():
@@ -60,31 +62,29 @@ def turns(instruct: Path, tokenizer_hash: str) -> Iterator[HeldOutAnswer]:
             number += 1
 
 
-def drawn(found: Iterable[HeldOutAnswer], count: int, seed: int, longest_prompt: int) -> list[HeldOutAnswer]:
+def drawn(candidates: Iterable[HeldOutAnswer], count: int, seed: int, longest_prompt: int) -> list[HeldOutAnswer]:
     """
-    One answer of each of `count` conversations; of all of them where there are fewer. An answer is not drawn where too
-    much comes before it: `longest_prompt` in tokens.
+    One answer of each of `count` conversations, or of all conversations where there are fewer. Answers with more than
+    `longest_prompt` tokens before them are not sampled.
     """
     rng = np.random.default_rng(seed)
     talks: dict[int, list[HeldOutAnswer]] = {}
-    for turn in found:
+    for turn in candidates:
         if len(turn.prompt) <= longest_prompt:
             talks.setdefault(turn.number, []).append(turn)
     chosen = sorted(rng.permutation(sorted(talks))[:count].tolist())
     return [talks[number][int(rng.integers(len(talks[number])))] for number in chosen]
 
 
-def answers(
-    loaded: Loaded, asked: Sequence[HeldOutAnswer], *, max_tokens: int, temperature: float, seed: int
-) -> Iterator[Completion]:
-    """What the model says in place of each answer. Each is drawn by a seed of its own."""
+def answers(loaded: Loaded, asked: Sequence[HeldOutAnswer], sampling: SamplingConfig) -> Iterator[Completion]:
+    """What the model says in place of each answer. Each has a seed of its own, which that of `sampling` decides."""
     engine = Engine(loaded.model, loaded.tokenizer.vocab_size)
     stop = frozenset({loaded.renderer.end_id})
     for begin in range(0, len(asked), AT_ONCE):
         some = asked[begin : begin + AT_ONCE]
-        seeds = [stable_seed(seed, turn.number, len(turn.prompt)) for turn in some]
+        seeds = [stable_seed(sampling.seed or 0, turn.number, len(turn.prompt)) for turn in some]
         prompts = [turn.prompt for turn in some]
-        yield from engine.draw(prompts, seeds, max_tokens=max_tokens, stop_ids=stop, temperature=temperature)
+        yield from engine.generate_batch(prompts, sampling, stop_ids=stop, seeds=seeds)
 
 
 def answer_scores(loaded: Loaded, asked: Sequence[HeldOutAnswer], said: Sequence[Completion]) -> dict[str, Any]:
@@ -94,10 +94,10 @@ def answer_scores(loaded: Loaded, asked: Sequence[HeldOutAnswer], said: Sequence
     the token that ends one among them.
     """
     pairs = [Continuation(one.prompt, one.answer) for one in asked]
-    found = harness.score(loaded.model, pairs, num_ids=loaded.tokenizer.vocab_size, seen=lambda _: None)
+    likelihoods = harness.score(loaded.model, pairs, num_ids=loaded.tokenizer.vocab_size, seen=lambda _: None)
     sizes = [len(loaded.renderer.said(one.answer).encode()) for one in asked]
-    nats = -sum(one.log_p for one in found)
-    tokens, size = sum(one.tokens for one in found), sum(sizes)
+    nats = -sum(one.log_p for one in likelihoods)
+    tokens, size = sum(one.tokens for one in likelihoods), sum(sizes)
     return {
         "ended": vars(Score.of([float(one.stopped) for one in said])),
         "nats_per_token": round(nats / max(tokens, 1), 6),
@@ -148,13 +148,14 @@ class JudgedAnswer:
 
 def held_out(seed: int, count: int) -> list[ToyQuestion]:
     """
-    `count` held-out questions, as evenly over the kinds as it goes, no question twice.
+    `count` validation questions, as evenly over the kinds as possible, no question twice.
 
-    Some kinds have few questions. When they are used up, the others get more; when all are, there are fewer.
+    Some kinds have few questions. When a kind is used up, the others get more; when all are, there are fewer than
+    `count`.
     """
     kinds = sorted({talk.kind for talk in toy_worlds.conversations(seed, DRAWS_TO_FIND_KINDS, "held out")})
-    wanted = {kind: count // len(kinds) + (place < count % len(kinds)) for place, kind in enumerate(kinds)}
-    found: dict[str, list[ToyQuestion]] = {kind: [] for kind in kinds}
+    quotas = {kind: count // len(kinds) + (place < count % len(kinds)) for place, kind in enumerate(kinds)}
+    by_kind: dict[str, list[ToyQuestion]] = {kind: [] for kind in kinds}
     seen: set[str] = set()
     misses = 0
     for question in _stream(seed):
@@ -163,12 +164,12 @@ def held_out(seed: int, count: int) -> list[ToyQuestion]:
         key = "\n".join(message["content"] for message in question.messages)
         misses += 1
         if misses > DRAWS_BEFORE_USED_UP:
-            wanted = dict.fromkeys(kinds, count)
-        if key not in seen and len(found.get(question.kind, ())) < wanted.get(question.kind, 0):
+            quotas = dict.fromkeys(kinds, count)
+        if key not in seen and len(by_kind.get(question.kind, ())) < quotas.get(question.kind, 0):
             seen.add(key)
-            found[question.kind].append(question)
+            by_kind[question.kind].append(question)
             misses = 0
-    return [question for kind in kinds for question in found[kind]]
+    return [question for kind in kinds for question in by_kind[kind]]
 
 
 def _stream(seed: int) -> Iterator[ToyQuestion]:
@@ -186,9 +187,9 @@ def fitting(engine: Engine, renderer: Renderer, questions: Sequence[ToyQuestion]
     lengths = [len(renderer.prompt(question.messages)) for question in questions]
     kept = [question for question, length in zip(questions, lengths, strict=True) if length < engine.context]
     if questions and not kept:
-        what = f"none of {len(questions)} held-out questions fits the model's context of {engine.context} tokens"
-        hint = f"The shortest has {min(lengths)}. Raise pretrain.model.context, or ask none: evaluate.questions=0."
-        raise DataError(what, where="evaluate.questions", hint=hint)
+        what = f"none of {len(questions)} validation questions fits the model's context of {engine.context} tokens"
+        hint = f"The shortest has {min(lengths)}. Raise pretrain.model.context_length, or set evaluate.toy_questions=0."
+        raise DataError(what, where="evaluate.toy_questions", hint=hint)
     return kept
 
 
@@ -196,7 +197,7 @@ def ask(engine: Engine, renderer: Renderer, questions: Sequence[ToyQuestion], ma
     """Every question, answered greedily by the model, through the renderer it was trained with."""
     prompts = [renderer.prompt(question.messages) for question in questions]
     stop = frozenset({renderer.end_id})
-    answers = engine.complete(prompts, max_tokens=max_tokens, stop_ids=stop)
+    answers = engine.generate_batch(prompts, SamplingConfig.greedy(max_tokens), stop_ids=stop)
     return [
         JudgedAnswer(question, renderer.said(answer.ids), answer.stopped)
         for question, answer in zip(questions, answers, strict=True)
@@ -206,8 +207,8 @@ def ask(engine: Engine, renderer: Renderer, questions: Sequence[ToyQuestion], ma
 def table(judged: Sequence[JudgedAnswer]) -> dict[str, dict[str, float | int]]:
     """By kind: how many, and the shares that were exactly right and that ended by themselves."""
     kinds: dict[str, list[JudgedAnswer]] = defaultdict(list)
-    for one in judged:
-        kinds[one.question.kind].append(one)
+    for answer in judged:
+        kinds[answer.question.kind].append(answer)
     return {kind: question_scores(some) for kind, some in sorted(kinds.items())}
 
 

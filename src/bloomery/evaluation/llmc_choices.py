@@ -27,7 +27,6 @@ import bloomery.hw.require_torch  # noqa: F401
 from bloomery.core.errors import DataError
 from bloomery.core.io import check_regular
 from bloomery.core.signals import StopRequest
-from bloomery.hw.device import Device
 from bloomery.model.transformer import Transformer
 from bloomery.shards.format import HEADER_BYTES, HEADER_INTS
 from bloomery.tokenizer.tokenizer import Tokenizer
@@ -67,15 +66,15 @@ def read(file: Path, *, vocab_size: int) -> list[ChoiceExample]:
     if size % 2:
         raise DataError(f"has {size} bytes, which is no whole number of uint16", where=str(file), hint=_CURE)
     stream = np.fromfile(file, dtype="<u2", offset=HEADER_BYTES)
-    examples, place = [], 0
+    examples, offset = [], 0
     for number in range(int(header[2])):
-        example, place = _example(stream, place, number, file)
+        example, offset = _example(stream, offset, number, file)
         if (highest := max(int(ids.max()) for ids in (example.question, *example.answers))) >= vocab_size:
             what = f"holds the token {highest}, outside of a vocabulary of {vocab_size}"
             raise DataError(what, where=f"{file}, example {number}", hint="It was made with another tokenizer.")
         examples.append(example)
-    if place != len(stream):
-        what = f"goes on for {2 * (len(stream) - place)} bytes after its {len(examples)} examples"
+    if offset != len(stream):
+        what = f"has {2 * (len(stream) - offset)} more bytes after its {len(examples)} examples"
         raise DataError(what, where=str(file), hint=_CURE)
     return examples
 
@@ -83,24 +82,24 @@ def read(file: Path, *, vocab_size: int) -> list[ChoiceExample]:
 _CURE = "It is damaged. Make it or fetch it again."
 
 
-def _example(stream: NDArray[np.uint16], place: int, number: int, file: Path) -> tuple[ChoiceExample, int]:
-    """The example that begins at a place, and where the next one does."""
+def _example(stream: NDArray[np.uint16], offset: int, number: int, file: Path) -> tuple[ChoiceExample, int]:
+    """The example that begins at `offset`, and the offset of the next example."""
     where = f"{file}, example {number}"
-    if len(stream) - place < FIRST:
+    if len(stream) - offset < FIRST:
         raise DataError(f"the file ends after {number} examples", where=where, hint=_CURE)
-    begin, num_bytes, index, right, num_answers = map(int, stream[place : place + FIRST - 1])
+    begin, num_bytes, index, right, num_answers = map(int, stream[offset : offset + FIRST - 1])
     if begin != BEGIN or index != number:
         raise DataError(f"begins with {begin} and the number {index}", where=where, hint=_CURE)
-    end = place + num_bytes // 2
+    end = offset + num_bytes // 2
     lists: list[NDArray[np.uint16]] = []
-    at = place + FIRST - 1
+    at = offset + FIRST - 1
     for _ in range(1 + num_answers):
         count = int(stream[at]) if at < min(end, len(stream)) else 0
         lists.append(stream[at + 1 : at + 1 + count])
         at += 1 + count
     if at != end or at > len(stream) or any(len(ids) == 0 for ids in lists):
         raise DataError(
-            f"says it has {num_bytes} bytes, and its lists need {2 * (at - place)}", where=where, hint=_CURE
+            f"says it has {num_bytes} bytes, and its lists need {2 * (at - offset)}", where=where, hint=_CURE
         )
     if right >= num_answers:
         raise DataError(f"says that answer {right} of {num_answers} is right", where=where, hint=_CURE)
@@ -120,19 +119,19 @@ class MultipleChoiceEval:
         cls, file: Path, tokenizer: Tokenizer, *, limit: int | None = None, rows_at_once: int = 16
     ) -> "MultipleChoiceEval":
         """All examples of a file, or so many of them at even distances. Raises DataError where it is none of ours."""
-        found = read(file, vocab_size=tokenizer.vocab_size)
-        if not found:
+        examples = read(file, vocab_size=tokenizer.vocab_size)
+        if not examples:
             raise DataError("holds no example", where=str(file), hint="Make it or fetch it again.")
-        count = min(limit or len(found), len(found))
-        chosen = [found[place * len(found) // count] for place in range(count)]
+        count = min(limit or len(examples), len(examples))
+        chosen = [examples[place * len(examples) // count] for place in range(count)]
         return cls(chosen, tokenizer.byte_lengths, rows_at_once)
 
-    def accuracy(self, name: str, model: Transformer, device: Device, stop: StopRequest) -> dict[str, float]:
+    def accuracy(self, name: str, model: Transformer, precision: Precision, stop: StopRequest) -> dict[str, float]:
         """
         The share of examples whose right answer is the likeliest, as `name` by bytes and `name`_per_token. Raises
         Terminated where `stop` was asked for.
         """
-        sums = iter(self._log_likelihoods(model, device, stop))
+        sums = iter(self._log_likelihoods(model, precision, stop))
         by_bytes = by_tokens = 0
         for example in self.examples:
             likelihoods = np.array([next(sums) for _ in example.answers])
@@ -143,21 +142,21 @@ class MultipleChoiceEval:
         total = len(self.examples)
         return {name: round(by_bytes / total, 5), f"{name}_per_token": round(by_tokens / total, 5)}
 
-    def _log_likelihoods(self, model: Transformer, device: Device, stop: StopRequest) -> Iterator[float]:
+    def _log_likelihoods(self, model: Transformer, precision: Precision, stop: StopRequest) -> Iterator[float]:
         """Of each answer after its question, in nats, in order."""
         rows = [(example.question, ids) for example in self.examples for ids in example.answers]
         for first in range(0, len(rows), self.rows_at_once):
             stop.check()
-            yield from log_likelihoods(model, device, rows[first : first + self.rows_at_once]).tolist()
+            yield from log_likelihoods(model, precision, rows[first : first + self.rows_at_once]).tolist()
 
 
 @torch.no_grad()
-def log_likelihoods(model: Transformer, device: Device, rows: Sequence[tuple[np.ndarray, np.ndarray]]) -> Tensor:
+def log_likelihoods(model: Transformer, precision: Precision, rows: Sequence[tuple[np.ndarray, np.ndarray]]) -> Tensor:
     """
     Σ log p(answer | question) of each row, in nats. Of what is longer than the model's context the end is read; of an
     answer that is, only its last tokens count.
     """
-    whole = [np.concatenate(row).astype(np.int64)[-model.config.context - 1 :] for row in rows]
+    whole = [np.concatenate(row).astype(np.int64)[-model.config.context_length - 1 :] for row in rows]
     scored = [min(len(answer), len(ids) - 1) for (_, answer), ids in zip(rows, whole, strict=True)]
     longest = max(len(ids) for ids in whole) - 1
     ids = torch.zeros((len(rows), longest), dtype=torch.long)
@@ -166,10 +165,10 @@ def log_likelihoods(model: Transformer, device: Device, rows: Sequence[tuple[np.
         end = len(tokens) - 1
         ids[row, :end], targets[row, :end] = torch.from_numpy(tokens[:-1]), torch.from_numpy(tokens[1:])
         counts[row, end - count : end] = True
-    place = device.place
-    with Precision.decide("auto", device).autocast():
-        hidden = model(ids.to(place))
-        scores = model.logits(hidden[counts.to(place)][None])[0]
-    found = torch.log_softmax(scores.float(), -1).gather(1, targets[counts].to(place)[:, None])[:, 0]
-    owner = torch.arange(len(rows)).repeat_interleave(counts.sum(1)).to(place)
-    return torch.zeros(len(rows), device=place, dtype=torch.float32).index_add(0, owner, found).cpu()
+    torch_device = precision.device.torch_device
+    with precision.autocast():
+        hidden = model(ids.to(torch_device))
+        scores = model.logits(hidden[counts.to(torch_device)][None])[0]
+    log_probs = torch.log_softmax(scores.float(), -1).gather(1, targets[counts].to(torch_device)[:, None])[:, 0]
+    owner = torch.arange(len(rows)).repeat_interleave(counts.sum(1)).to(torch_device)
+    return torch.zeros(len(rows), device=torch_device, dtype=torch.float32).index_add(0, owner, log_probs).cpu()

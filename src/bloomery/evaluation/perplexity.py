@@ -22,6 +22,7 @@ from bloomery.hw.device import Device
 from bloomery.model.transformer import Transformer
 from bloomery.shards.loader import IGNORE, Batch
 from bloomery.tokenizer.tokenizer import Tokenizer
+from bloomery.train.precision import Precision
 from bloomery.train.step import micro_batch_loss
 
 import torch
@@ -56,7 +57,7 @@ def measure(model: Transformer, tokenizer: Tokenizer, texts: Sequence[str], devi
 
 def document_nats(model: Transformer, tokenizer: Tokenizer, texts: Sequence[str], device: Device) -> float:
     """−log p of all documents, each after its opening token, in nats."""
-    T = model.config.context
+    T, precision = model.config.context_length, Precision.decide("auto", device)
     rows, targets = [], []
     for text in texts:
         ids = np.array([tokenizer.document_id, *tokenizer.encode(text)], dtype=np.int64)
@@ -71,28 +72,28 @@ def document_nats(model: Transformer, tokenizer: Tokenizer, texts: Sequence[str]
     total = 0.0
     model.eval()
     with torch.no_grad():
-        for place in range(0, len(rows), WINDOWS_AT_ONCE):
-            some = np.stack(rows[place : place + WINDOWS_AT_ONCE])
+        for offset in range(0, len(rows), WINDOWS_AT_ONCE):
+            some = np.stack(rows[offset : offset + WINDOWS_AT_ONCE])
             positions = np.broadcast_to(np.arange(T), some.shape).copy()
             batch = Batch(
                 some,
-                np.stack(targets[place : place + WINDOWS_AT_ONCE]),
+                np.stack(targets[offset : offset + WINDOWS_AT_ONCE]),
                 positions,
                 np.zeros_like(some),
                 positions[:, 0],
             )
-            loss = micro_batch_loss(model, batch, device)
+            loss = micro_batch_loss(model, batch, precision)
             check_finite(loss)
             total += float(loss)
     return total
 
 
 def windows(num_targets: int, length: int) -> list[tuple[int, int]]:
-    """(start, first scored place) of windows that score every target once; each but the first keeps half as context."""
-    found = [(0, 0)]
+    """(start, first scored position) of windows that score each target once. All but the first keep half as context."""
+    spans = [(0, 0)]
     scored = min(num_targets, length)
     while scored < num_targets:
         start = scored - length // 2
-        found.append((start, length // 2))
+        spans.append((start, length // 2))
         scored = min(num_targets, start + length)
-    return found
+    return spans

@@ -57,15 +57,15 @@ from bloomery.evaluation.data_report import classifiers, dropped, duplicates, fe
 def known_tasks(report: Report) -> list[object]:
     rows: list[list[object]] = []
     looked = False
-    for name, told in named(report, "tasks").items():
-        for metric, score in named(told, "scores").items():
-            parts = [_part(told, part, metric) for part in ("clean", "dirty")]
-            looked = looked or at(told, "dirty_n") is not None
-            chance = percent(at(told, "chance")) if metric in ("acc", "acc_norm") else DASH
+    for name, task in named(report, "tasks").items():
+        for metric, score in named(task, "scores").items():
+            parts = [_part(task, part, metric) for part in ("clean", "dirty")]
+            looked = looked or at(task, "dirty_n") is not None
+            chance = percent(at(task, "chance")) if metric in ("acc", "acc_norm") else DASH
             rows.append([text(name), text(metric), scored(metric, score), count(at(score, "n")), chance, *parts])
     heads = ["Task", "Score", "Value (95% interval)", "Questions", "Chance", "Clean", "Dirty"]
-    found = [charts.table(heads, rows), note(TOLD, LOOKED if looked else "")] if rows else []
-    return [*found, *_core(report)]
+    content = [charts.table(heads, rows), note(TOLD, LOOKED if looked else "")] if rows else []
+    return [*content, *_core(report)]
 
 
 TOLD = (
@@ -81,25 +81,25 @@ def _core(report: Report) -> list[object]:
     if not core:
         return []
     missing = [text(one) for one in sequence(core, "missing")]
-    found, lost = number(core.get("dirty_n")), sequence(core, "clean", "missing")
+    num_dirty, lost = number(core.get("dirty_n")), sequence(core, "clean", "missing")
     clean = ""
-    if found:
+    if num_dirty:
         without = f", without {len(lost) - len(missing)} parts of which all stand there" * (len(lost) > len(missing))
         others = f"of the others it is {_mean(core, 'clean')}{without}"
-        clean = f" {count(found)} questions stand in the training text; {others}."
+        clean = f" {count(num_dirty)} questions stand in the training text; {others}."
     if not missing:
         return [note(f"CORE, the mean of 22 centered accuracies: {_mean(core)}.{clean}")]
-    told = f"Mean of {22 - len(missing)} centered accuracies of CORE's 22: {_mean(core)}.{clean} "
-    return [note(told, f"It is not CORE: {', '.join(missing)} are missing.")]
+    sentence = f"Mean of {22 - len(missing)} centered accuracies of CORE's 22: {_mean(core)}.{clean} "
+    return [note(sentence, f"It is not CORE: {', '.join(missing)} are missing.")]
 
 
-def _mean(core: Any, *part: str) -> str:
-    low, high, mean = (number(at(core, *part, name)) for name in ("low", "high", "mean_of_parts"))
+def _mean(core: Any, *path: str) -> str:
+    low, high, mean = (number(at(core, *path, name)) for name in ("low", "high", "mean_of_parts"))
     return DASH if mean is None or low is None or high is None else f"{mean:.4f} ({low:.4f} to {high:.4f})"
 
 
-def _part(told: Any, part: str, metric: str) -> Html | str:
-    score = named(told, part, metric)
+def _part(task: Any, subset: str, metric: str) -> Html | str:
+    score = named(task, subset, metric)
     under = tag("span", f"of {count(score.get('n'))}", class_="under")
     return join(scored(metric, score), under) if number(score.get("n")) else DASH
 
@@ -109,33 +109,33 @@ MODELS = {"pretrain": "before finetuning", "finetune": "after finetuning", "pref
 
 def talk_tiles(report: Report) -> list[Html]:
     """Of the last model that was asked."""
-    told = named(report, "conversations")
-    last = next((model for model in reversed(MODELS) if model in told), None)
+    stats = named(report, "conversations")
+    last = next((model for model in reversed(MODELS) if model in stats), None)
     if last is None:
         return []
-    ended, bits = at(told, last, "ended", "value"), at(told, last, "bits_per_byte")
-    low, high = (percent(at(told, last, "ended", key)) for key in ("low", "high"))
-    asked = f"by themselves, of {count(told.get('n'))} in held-out conversations; 95% interval {low} to {high}"
-    given = "a byte of what the assistant says there, as this model expects it"
-    return [tile("Answers that ended", percent(ended), asked), tile("Given answers", f"{decimal(bits)} bits", given)]
+    ended, bits = at(stats, last, "ended", "value"), at(stats, last, "bits_per_byte")
+    low, high = (percent(at(stats, last, "ended", key)) for key in ("low", "high"))
+    asked = f"by themselves, of {count(stats.get('n'))} in validation conversations; 95% interval {low} to {high}"
+    caption = "a byte of what the assistant says there, as this model expects it"
+    return [tile("Answers that ended", percent(ended), asked), tile("Given answers", f"{decimal(bits)} bits", caption)]
 
 
 def held_out_talks(report: Report) -> list[object]:
-    told = named(report, "conversations")
-    rows = [_row(name, named(told, model)) for model, name in MODELS.items() if model in told]
+    stats = named(report, "conversations")
+    rows = [_row(name, named(stats, model)) for model, name in MODELS.items() if model in stats]
     heads = ["Model", "Answers that end (95% interval)", "Bits per byte", "Perplexity", "Tokens said", "Tokens given"]
-    warmth = number(told.get("temperature"))
-    drawn = "greedily" if warmth == 0 else f"at temperature {text(told.get('temperature'))}"
-    asked = f"One answer in each of {count(told.get('n'))} held-out conversations, at most "
-    how = f"{count(told.get('max_tokens'))} tokens, {drawn}."
+    warmth = number(stats.get("temperature"))
+    drawn = "greedily" if warmth == 0 else f"at temperature {text(stats.get('temperature'))}"
+    asked = f"One answer in each of {count(stats.get('n'))} validation conversations, at most "
+    how = f"{count(stats.get('max_tokens'))} tokens, {drawn}."
     measured = " Bits per byte and perplexity are of the given answers. Every answer is in conversations.jsonl."
     return [charts.table(heads, rows), note(asked, how, measured)] if rows else []
 
 
-def _row(name: str, one: Mapping[str, Any]) -> list[object]:
-    ended = scored("ended", one.get("ended"))
-    sizes = [decimal(at(one, "length", key), 1) for key in ("said", "given")]
-    return [name, ended, decimal(one.get("bits_per_byte")), decimal(one.get("perplexity")), *sizes]
+def _row(name: str, stats: Mapping[str, Any]) -> list[object]:
+    ended = scored("ended", stats.get("ended"))
+    sizes = [decimal(at(stats, "length", key), 1) for key in ("said", "given")]
+    return [name, ended, decimal(stats.get("bits_per_byte")), decimal(stats.get("perplexity")), *sizes]
 
 
 SMOOTHING = 20
@@ -218,13 +218,15 @@ def gradient_flow(rows: ReportRows) -> list[object]:
     looks = {0: "faint", len(seen) // 2: "dots", len(seen) - 1: "strong"}
     drawn = [Curve(f"step {charts.short(steps[n])}", by_depth(seen[n][1], layers), look) for n, look in looks.items()]
     profile = charts.curves("The same by depth", drawn, x_axis="layer", y_axis="gradient norm", from_zero=True)
-    told = note(f"Layers are counted from {layers[0]} (0) to {layers[-1]} ({len(layers) - 1}). Norms before clipping.")
-    return [picture, profile, told]
+    caption = note(
+        f"Layers are counted from {layers[0]} (0) to {layers[-1]} ({len(layers) - 1}). Norms before clipping."
+    )
+    return [picture, profile, caption]
 
 
 def by_depth(flow: Mapping[str, Any], layers: Sequence[str]) -> list[tuple[float, float]]:
-    found = [(depth, number(flow.get(layer))) for depth, layer in enumerate(layers)]
-    return [(float(depth), value) for depth, value in found if value is not None]
+    norms = [(depth, number(flow.get(layer))) for depth, layer in enumerate(layers)]
+    return [(float(depth), value) for depth, value in norms if value is not None]
 
 
 def relative_updates(rows: ReportRows) -> list[tuple[float, float]]:
@@ -248,51 +250,50 @@ def time_by_phase(rows: ReportRows) -> list[object]:
 
 def troubles(rows: ReportRows) -> list[object]:
     """What was skipped, where the run went back, and which hooks failed."""
-    told: list[list[object]] = []
+    incidents: list[list[object]] = []
     for row in rows:
         step = count(row.get("step"))
         if "skipped" in row:
             samples = ", ".join(map(str, sequence(row, "samples")[:8]))
-            told.append([step, "skipped", f"{text(row['skipped'])}; samples {samples} …"])
+            incidents.append([step, "skipped", f"{text(row['skipped'])}; samples {samples} …"])
         if "rolled_back_to" in row:
-            told.append([step, "rolled back", f"to step {count(row['rolled_back_to'])}"])
+            incidents.append([step, "rolled back", f"to step {count(row['rolled_back_to'])}"])
         if "failed" in row:
-            told.append([step, f"{text(row['failed'])} failed", text(row.get("error"))])
-    table = tag("div", charts.table(["Step", "What", "Why"], told), class_="commands")
-    return [tag("h4", "What went wrong on the way"), table] if told else []
+            incidents.append([step, f"{text(row['failed'])} failed", text(row.get("error"))])
+    table = tag("div", charts.table(["Step", "What", "Why"], incidents), class_="commands")
+    return [tag("h4", "What went wrong on the way"), table] if incidents else []
 
 
 def written(report: Report, phase: str) -> list[object]:
     cards = [
         tag(
             "article",
-            tag("p", tag("b", f"step {count(one.get('step'))}"), class_="tagged"),
-            tag("p", tag("b", text(one.get("prompt"))), text(one.get("text")), class_="quote", dir="auto"),
+            tag("p", tag("b", f"step {count(sample.get('step'))}"), class_="tagged"),
+            tag("p", tag("b", text(sample.get("prompt"))), text(sample.get("text")), class_="quote", dir="auto"),
             class_="card",
         )
-        for one in reversed(listed(report, "written", phase))
+        for sample in reversed(listed(report, "written", phase))
     ]
     return [tag("h4", "What it wrote on the way, the latest first"), folded(cards, "cards")] if cards else []
 
 
 def series(rows: ReportRows, key: str) -> list[tuple[float, float]]:
-    found = [(number(row.get("step")), number(row.get(key))) for row in rows]
-    return [(step, value) for step, value in found if step is not None and value is not None]
+    points = [(number(row.get("step")), number(row.get(key))) for row in rows]
+    return [(step, value) for step, value in points if step is not None and value is not None]
 
 
 NAMES = {
     "loss": ("Loss", "loss"),
     "margin": ("Margin: how much more the better answer is liked", "nats"),
-    "accuracy": ("Pairs that are told apart rightly", "share"),
+    "accuracy": ("Pairs ranked correctly", "share"),
     "reward": ("Reward: answers that are right", "share"),
     "kl": ("Distance to the reference", "KL in nats per token"),
-    "divergence": ("Distance to the reference, on other answers", "nats per answer"),
     "clip_fraction": ("Tokens whose ratio was held", "share"),
     "ended": ("Answers that ended", "share"),
     "answer_tokens": ("Length of answers", "tokens"),
 }
 """What metrics.jsonl may hold, with a title and the name of an axis."""
-METHODS = {"dpo": "DPO", "ipo": "IPO", "simpo": "SimPO", "kto": "KTO", "grpo": "GRPO"}
+METHODS = {"dpo": "DPO", "ipo": "IPO", "simpo": "SimPO", "grpo": "GRPO"}
 
 
 def preferred(report: Report) -> list[object]:
@@ -306,7 +307,7 @@ def preferred(report: Report) -> list[object]:
     if before and after:
         listed_names = [name for name in before if name in after[-1]]
         cells = [[spoken(name), decimal(before[name]), decimal(after[-1][name])] for name in listed_names]
-        parts.append(charts.table(["Of held-out ones", "Before", "After"], cells))
+        parts.append(charts.table(["On the validation split", "Before", "After"], cells))
     drawn = [
         charts.curves(title, curves(rows, name), x_axis="step", y_axis=axis)
         for name, (title, axis) in NAMES.items()
@@ -323,14 +324,14 @@ def preferred(report: Report) -> list[object]:
 
 def known(stats: Mapping[str, Any]) -> list[Tile]:
     data = named(stats, "data")
-    found: list[Tile] = [("Method", METHODS.get(text(stats.get("method")), text(stats.get("method"))))]
-    found += [("Steps", count(stats.get("steps"))), ("Rows read", count(data.get("read")))]
-    for split, name in (("train", "Learned from"), ("val", "Held out")):
+    tiles: list[Tile] = [("Method", METHODS.get(text(stats.get("method")), text(stats.get("method"))))]
+    tiles += [("Steps", count(stats.get("steps"))), ("Rows read", count(data.get("read")))]
+    for split, name in (("train", "Trained on"), ("val", "Validation")):
         sizes = named(data, split)
-        told = [f"{count(sizes[key])} {key}" for key in ("questions", "chosen", "rejected") if key in sizes]
-        found.append((name, ", ".join(told) or "–"))
-    found.append(("Cut at a turn", count(data.get("cut_at_a_turn"))))
-    return found if stats else found[:0]
+        counts = [f"{count(sizes[key])} {key}" for key in ("questions", "chosen", "rejected") if key in sizes]
+        tiles.append((name, ", ".join(counts) or "–"))
+    tiles.append(("Cut at a turn", count(data.get("cut_at_a_turn"))))
+    return tiles if stats else tiles[:0]
 
 
 def curves(rows: list[Mapping[str, Any]], name: str) -> list[Curve]:
@@ -338,7 +339,7 @@ def curves(rows: list[Mapping[str, Any]], name: str) -> list[Curve]:
     drawn = [Curve("train", seen, "faint")]
     drawn.append(Curve("smoothed", charts.smoothed(seen, max(1, len(seen) // SMOOTHING))))
     held_out = series(rows, f"validation_{name}")
-    return [*drawn, Curve("held out", held_out, "dots")] if held_out else drawn
+    return [*drawn, Curve("validation", held_out, "dots")] if held_out else drawn
 
 
 def spoken(name: str) -> str:
@@ -361,7 +362,9 @@ def render(report: Report, sections: ReportSections | None = None) -> str:
     title = f"{at(report, 'recipe') or 'A run'}: report"
     shown = SECTIONS if sections is None else sections
     contents = [tag("li", tag("a", name, href=f"#{anchor}")) for anchor, name, _ in shown]
-    made = [tag("section", tag("h2", name), *(make(report) or [NOTHING]), id=anchor) for anchor, name, make in shown]
+    rendered = [
+        tag("section", tag("h2", name), *(make(report) or [NOTHING]), id=anchor) for anchor, name, make in shown
+    ]
     head = Html('<meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1">')
     when = text(at(report, "made")).replace("T", " ").replace("Z", " UTC")
     body = [
@@ -372,7 +375,7 @@ def render(report: Report, sections: ReportSections | None = None) -> str:
             tag("p", when) if at(report, "made") else None,
         ),
         tag("nav", tag("ol", *contents), aria_label="Contents"),
-        tag("main", *made),
+        tag("main", *rendered),
         tag("footer", *foot(report)),
     ]
     styled = tag("head", head, tag("title", title), tag("style", Html(STYLE)))
@@ -386,16 +389,16 @@ def headline(report: Report) -> list[object]:
     answers, model, leaks = named(report, "answers"), named(report, "model"), named(report, "leaks")
     exact, (low, high) = number(answers.get("exact")), [*map(number, sequence(answers, "interval")), None, None][:2]
     reach = charts.interval(low, exact, high) if low is not None and exact is not None and high is not None else None
-    asked = f"of {count(answers.get('n'))} held-out questions; 95% interval {percent(low)} to {percent(high)}"
+    asked = f"of {count(answers.get('n'))} validation questions; 95% interval {percent(low)} to {percent(high)}"
     if answers.get("not_asked"):
         asked += f"; {count(answers.get('not_asked'))} more did not fit the model's context and were not asked"
-    found = number(leaks.get("found"))
-    seen = f"of {count(leaks.get('checked'))} held-out questions or answers stand in the training text"
-    shape = f"context of {count(model.get('context'))} tokens, vocabulary of {count(model.get('vocab_size'))}"
+    num_leaks = number(leaks.get("found"))
+    seen = f"of {count(leaks.get('checked'))} validation questions or answers occur in the training text"
+    shape = f"context of {count(model.get('context_length'))} tokens, vocabulary of {count(model.get('vocab_size'))}"
     tiles = [
         tile("Answers exactly right", percent(exact), asked, reach),
         tile("Answers that ended", percent(answers.get("ended")), "by themselves; the others ran into the limit"),
-        tile("Leaks", count(found), seen, look="tile wrong" if found else "tile"),
+        tile("Leaks", count(num_leaks), seen, look="tile wrong" if num_leaks else "tile"),
     ]
     if answers.get("n") == 0:  # of the small worlds, which the run may not have
         tiles = talk_tiles(report)
@@ -403,8 +406,8 @@ def headline(report: Report) -> list[object]:
     bits = named(report, "bits_per_byte")
     known = [(name, number(bits.get(key)), key != "model") for key, name in RIVALS.items()]
     rows = [Bar(name, value, decimal(value), quiet=quiet) for name, value, quiet in known]
-    chart = charts.bars("Bits per byte of held-out text", rows, axis="bits per byte (less is better)")
-    over = f"Over {charts.size(bits.get('bytes'))} in {count(bits.get('documents'))} held-out documents."
+    chart = charts.bars("Bits per byte of validation text", rows, axis="bits per byte (less is better)")
+    over = f"Over {charts.size(bits.get('bytes'))} in {count(bits.get('documents'))} validation documents."
     return [tag("div", *tiles, class_="tiles"), chart, note(over, " The model is measured as it was pretrained.")]
 
 
@@ -419,10 +422,10 @@ def by_kind(report: Report) -> list[object]:
     for kind, scores in named(report, "answers", "by_kind").items():
         cells = [cell(f"{kind}, {key}", at(scores, key), percent, 1.0, key == "ended") for key in ("exact", "ended")]
         rows.append([kind, count(at(scores, "n")), *cells])
-    told = "Right means equal to the expected answer, letter by letter, and ended by the model itself."
+    caption = "Right means equal to the expected answer, letter by letter, and ended by the model itself."
     copied = COPYING if any(str(row[0]).startswith("library") for row in rows) else ""
     table = charts.table(["Kind of question", "Asked", "Exactly right", "Ended"], rows)
-    return [table, note(told, copied)] if rows else []
+    return [table, note(caption, copied)] if rows else []
 
 
 def by_domain(report: Report) -> list[object]:
@@ -432,44 +435,44 @@ def by_domain(report: Report) -> list[object]:
     for domain, scores in domains.items():
         bits = [cell(f"{domain}, {RIVALS[k]}", at(scores, k), decimal, top, k != "model") for k in RIVALS]
         rows.append([domain, *bits, charts.size(at(scores, "bytes")), count(at(scores, "documents"))])
-    told = "Bits per byte; less is better. xz and zstd compress the same text."
+    caption = "Bits per byte; less is better. xz and zstd compress the same text."
     heads = ["Domain", *RIVALS.values(), "Text", "Documents"]
-    return [charts.table(heads, rows), note(told)] if rows else []
+    return [charts.table(heads, rows), note(caption)] if rows else []
 
 
 def answers(report: Report) -> list[object]:
-    found = listed(report, "samples", "answers")
+    samples = listed(report, "samples", "answers")
     parts: list[object] = []
     for title, right in (("Right", True), ("Wrong", False), ("Not judged", None)):
-        cards = [conversation(one) for one in found if one.get("exact") is right]
+        cards = [conversation(one) for one in samples if one.get("exact") is right]
         parts += [tag("h3", f"{title} ({len(cards)} shown)"), folded(cards, "cards")] if cards else []
-    return parts if found else []
+    return parts if samples else []
 
 
-def conversation(one: Mapping[str, Any]) -> Html:
-    turns = [(text(message.get("role")), text(message.get("content"))) for message in listed(one, "messages")]
-    said = [*turns, ("assistant", text(one.get("said")))]
+def conversation(sample: Mapping[str, Any]) -> Html:
+    turns = [(text(message.get("role")), text(message.get("content"))) for message in listed(sample, "messages")]
+    said = [*turns, ("assistant", text(sample.get("said")))]
     bubbles = [
         tag("p", tag("span", f"{role}: ", class_="who"), content, class_=f"bubble {role}", dir="auto")
         for role, content in said
     ]
-    right = one.get("exact")
-    late = " It did not end by itself." if one.get("ended") is False else ""
+    right = sample.get("exact")
+    late = " It did not end by itself." if sample.get("ended") is False else ""
     lead, look = ("✗ expected: ", "verdict wrong") if right is False else ("expected: ", "verdict")
-    verdict = tag("p", lead, tag("q", text(one.get("expected"))), late, class_=look)
+    verdict = tag("p", lead, tag("q", text(sample.get("expected"))), late, class_=look)
     if right:
         verdict = tag("p", "✓ exactly right", class_="verdict right")
-    head = tag("p", tag("b", text(one.get("kind"))), class_="tagged")
+    head = tag("p", tag("b", text(sample.get("kind"))), class_="tagged")
     return tag("article", head, tag("div", *bubbles, class_="talk"), verdict, class_="card")
 
 
 def continuations(report: Report) -> list[object]:
     cards = [
-        tag("p", tag("b", text(one.get("prompt"))), text(one.get("text")), class_="card quote", dir="auto")
-        for one in listed(report, "samples", "continuations")
+        tag("p", tag("b", text(sample.get("prompt"))), text(sample.get("text")), class_="card quote", dir="auto")
+        for sample in listed(report, "samples", "continuations")
     ]
-    told = note("The beginning in bold was given; the model wrote the rest.")
-    return [told, folded(cards, "cards wide")] if cards else []
+    caption = note("The beginning in bold was given; the model wrote the rest.")
+    return [caption, folded(cards, "cards wide")] if cards else []
 
 
 def time_spent(report: Report) -> list[object]:
@@ -477,12 +480,12 @@ def time_spent(report: Report) -> list[object]:
     whole = sum(number(one.get("seconds")) or 0.0 for one in stages)
     unit, name = (60.0, "minutes") if whole >= 300 else (1.0, "seconds")
     rows = []
-    for one in stages:
-        seconds = number(one.get("seconds"))
-        label = text(one.get("stage")) + (", since it was resumed" if one.get("resumed") else "")
+    for stage in stages:
+        seconds = number(stage.get("seconds"))
+        label = text(stage.get("stage")) + (", since it was resumed" if stage.get("resumed") else "")
         rows.append(Bar(label, None if seconds is None else seconds / unit, charts.duration(seconds)))
-    told = note(f"Together: {charts.duration(whole)}.")
-    return [charts.bars("Time by stage", rows, axis=name), told] if rows else []
+    caption = note(f"Together: {charts.duration(whole)}.")
+    return [charts.bars("Time by stage", rows, axis=name), caption] if rows else []
 
 
 SOURCES = (
@@ -506,8 +509,13 @@ def again(report: Report) -> list[object]:
         for name, stage, files in SOURCES
         if not folders or stage in folders
     ]
-    told = "RECIPE is the recipe file of this run. A stage that is done is not run again: put its folder aside first."
-    return [tag("div", charts.table(["Number", "Command", "Where it is written"], rows), class_="commands"), note(told)]
+    caption = (
+        "RECIPE is the recipe file of this run. A stage that is done is not run again: put its folder aside first."
+    )
+    return [
+        tag("div", charts.table(["Number", "Command", "Where it is written"], rows), class_="commands"),
+        note(caption),
+    ]
 
 
 def foot(report: Report) -> list[object]:
@@ -533,9 +541,9 @@ WORK: ReportSections = (("time", "Where the time went", time_spent), ("again", "
 
 SECTIONS: ReportSections = (
     ("headline", "In short", headline),
-    ("answers", "Held-out answers by kind", by_kind),
-    ("talks", "Held-out conversations", held_out_talks),
-    ("text", "Held-out text by domain", by_domain),
+    ("answers", "Validation answers by kind", by_kind),
+    ("talks", "Validation conversations", held_out_talks),
+    ("text", "Validation text by domain", by_domain),
     ("tasks", "Known tasks", known_tasks),
     *TRAINING,
     *MIX,
@@ -572,37 +580,37 @@ def conversation_headline(report: Report) -> list[object]:
             "Conversations", count(report.get("conversations")), f"of {count(report.get('read'))} rows that were read"
         ),
         tile("Tokens to train on", charts.short(tokens), f"in {count(train.get('rows'))} rows"),
-        tile("Learned from", percent(share), "of those tokens: what the assistant says, and where it ends"),
-        tile("Rows filled", percent(train.get("packing")), f"of {count(report.get('row_tokens'))} tokens each"),
+        tile("In the loss", percent(share), "of those tokens: what the assistant says, and where it ends"),
+        tile("Rows filled", percent(train.get("packing")), f"of {count(report.get('sequence_length'))} tokens each"),
     ]
     known = counted(report, cut_at_a_turn="Cut at a turn")
-    known += [("Rejected", gone[0]), ("Dropped", gone[1]), ("Held out", count(val.get("conversations")))]
+    known += [("Rejected", gone[0]), ("Dropped", gone[1]), ("Validation", count(val.get("conversations")))]
     known += [(f"{name} hash", tag("code", text(report.get(name)))) for name in ("template", "tokenizer")]
     return [tag("div", *tiles, class_="tiles"), facts(known)]
 
 
 def by_source(report: Report) -> list[object]:
     bars, rows = [], []
-    for one in listed(report, "sources"):
-        share = number(one.get("supervised_share"))
-        bars.append(Bar(text(one.get("source")), share, f"{percent(share)} of {count(one.get('tokens'))} tokens"))
-        sizes = [count(one.get(name)) for name in ("read", "rejected", "dropped", "conversations", "in_rows", "cap")]
-        rows.append([text(one.get("source")), *sizes, count(one.get("tokens")), text(one.get("license"))])
+    for source in listed(report, "sources"):
+        share = number(source.get("supervised_share"))
+        bars.append(Bar(text(source.get("source")), share, f"{percent(share)} of {count(source.get('tokens'))} tokens"))
+        sizes = [count(source.get(name)) for name in ("read", "rejected", "dropped", "conversations", "in_rows", "cap")]
+        rows.append([text(source.get("source")), *sizes, count(source.get("tokens")), text(source.get("license"))])
     heads = ["Source", "Read", "Rejected", "Dropped", "Kept", "In rows, with copies", "Cap", "Tokens", "License"]
-    told = "Read is kept, rejected and dropped together. Where a source says no license, its rows may."
-    axis = "share of the tokens of a source that are learned from"
-    chart = charts.bars("Learned from, by source", bars, axis=axis, form=percent, top=1.0)
-    return [chart, charts.table(heads, rows), note(told)] if rows else []
+    caption = "Read is kept, rejected and dropped together. Where a source says no license, its rows may."
+    axis = "share of the tokens of a source that are in the loss"
+    chart = charts.bars("In the loss, by source", bars, axis=axis, form=percent, top=1.0)
+    return [chart, charts.table(heads, rows), note(caption)] if rows else []
 
 
 def lengths(report: Report) -> list[object]:
     bins = listed(report, "lengths")
     whole = sum(number(one.get("conversations")) or 0.0 for one in bins)
     rows = []
-    for one in bins:
-        n = number(one.get("conversations"))
+    for bucket in bins:
+        n = number(bucket.get("conversations"))
         shown = f"{count(n)} ({percent(n / whole)})" if n is not None and whole else count(n)
-        rows.append(Bar(f"{count(one.get('from'))} to {count(one.get('to'))}", n, shown))
+        rows.append(Bar(f"{count(bucket.get('from'))} to {count(bucket.get('to'))}", n, shown))
     return (
         [charts.bars("Conversations by their length in tokens", rows, axis="conversations, with copies")]
         if rows
@@ -612,7 +620,7 @@ def lengths(report: Report) -> list[object]:
 
 def conversation_samples(report: Report) -> list[object]:
     keys = [
-        tag("span", tag("mark", "learned from", class_="learned"), class_="key"),
+        tag("span", tag("mark", "in the loss", class_="learned"), class_="key"),
         tag("span", tag("span", "only read", class_="unlearned"), class_="key"),
         tag("span", tag("b", "<|end|>", class_="special"), " one token that no text can spell", class_="key"),
     ]
@@ -620,17 +628,17 @@ def conversation_samples(report: Report) -> list[object]:
     return [tag("p", *keys, class_="legend"), tag("div", *cards, class_="cards wide")] if cards else []
 
 
-def _card(one: Mapping[str, Any]) -> Html:
+def _card(sample: Mapping[str, Any]) -> Html:
     runs = []
-    for run in listed(one, "runs"):
+    for run in listed(sample, "runs"):
         look = "special" if run.get("special") else None
         content = tag("b", text(run.get("text")), class_=look) if look else text(run.get("text"))
         runs.append(tag("mark" if run.get("learned") else "span", content, class_=_LOOKS[bool(run.get("learned"))]))
-    seen = f"{count(one.get('supervised'))} of {count(one.get('tokens'))} tokens learned from"
-    cut = number(one.get("shown")), number(one.get("tokens"))
+    seen = f"{count(sample.get('supervised'))} of {count(sample.get('tokens'))} tokens in the loss"
+    cut = number(sample.get("shown")), number(sample.get("tokens"))
     rest = "" if None in cut or cut[0] == cut[1] else f", the first {count(cut[0])} shown"
-    head = tag("p", tag("b", text(one.get("source"))), tag("span", f"{seen}{rest}"), class_="tagged")
-    where = tag("p", tag("code", text(one.get("place"))), class_="note")
+    head = tag("p", tag("b", text(sample.get("source"))), tag("span", f"{seen}{rest}"), class_="tagged")
+    where = tag("p", tag("code", text(sample.get("place"))), class_="note")
     return tag("article", head, tag("p", *runs, class_="quote", dir="auto"), where, class_="card")
 
 
@@ -648,9 +656,9 @@ def gone(report: Report) -> list[object]:
         ),
         tallied("Dropped by filters", named(report, "dropped_by_reason"), whole, "conversations"),
     ]
-    told = note("rejected.jsonl and dropped.jsonl beside this page hold each of them, with its place and reason.")
+    caption = note("rejected.jsonl and dropped.jsonl next to this page list each of them, with location and reason.")
     shown = [part for part in parts if part is not None]
-    return [*shown, told] if shown else [note("Nothing was rejected, and nothing was dropped.")]
+    return [*shown, caption] if shown else [note("Nothing was rejected, and nothing was dropped.")]
 
 
 CONVERSATION_SECTIONS: ReportSections = (

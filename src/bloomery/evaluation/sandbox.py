@@ -1,9 +1,9 @@
 """
 Run code that a model has written where it can do no harm, and its tests in another process (`sandbox_child.py`).
 
-Without network, with a file system of Python alone, an empty folder in memory to write to, an empty environment, no
-rights, and limits on time, processor, memory, files, processes and output. When it ends or its time is up, everything
-that it started ends with it. Where the kernel does not give these walls, nothing is run, unless weaker are allowed.
+The code has no network, no rights and an empty environment. Its file system holds Python alone, and an empty folder in
+memory to write to. Time, CPU, memory, files, processes and output are limited. When the code ends or its time is up,
+everything that it started ends as well. Where the kernel lacks this isolation, nothing is run, unless less is allowed.
 """
 
 import json
@@ -20,8 +20,8 @@ from pathlib import Path
 from typing import Literal
 
 from bloomery.core import child as children
+from bloomery.core.chat import lone_surrogate
 from bloomery.core.errors import HardwareError
-from bloomery.data.chat.messages import half_pair
 from bloomery.evaluation import sandbox_child
 
 SandboxStatus = Literal["passed", "failed", "timeout", "output", "killed"]
@@ -80,7 +80,7 @@ def run(solution: str, tests: str, limits: SandboxLimits | None = None, *, weake
     if sys.platform != "linux":
         raise HardwareError(f"there is no sandbox for {sys.platform}", hint="Run the programs on Linux.")
     for name, text in (("program", solution), ("tests", tests)):
-        if (spot := half_pair(text)) is not None:
+        if (spot := lone_surrogate(text)) is not None:
             return SandboxResult(
                 "failed", f"character {spot} of the {name} is half a surrogate pair: no file can hold it", 0.0
             )
@@ -112,7 +112,7 @@ def run(solution: str, tests: str, limits: SandboxLimits | None = None, *, weake
         seconds = round(time.monotonic() - began, 3)
     output = printed.decode("utf-8", "replace")
     if child.returncode == sandbox_child.REFUSED:
-        hint = "Allow unprivileged user namespaces, or say --weaker-sandbox to run code behind fewer walls."
+        hint = "Allow unprivileged user namespaces, or say --allow-partial-sandbox to run code with less isolation."
         raise HardwareError(f"code that a model wrote was not run: {output.strip()}", where="the sandbox", hint=hint)
     return SandboxResult(why or _status(child.returncode), output, seconds)
 
@@ -129,18 +129,18 @@ def _status(code: int) -> SandboxStatus:
 
 def _python() -> list[str]:
     """Folders of the interpreter that lie elsewhere than the system's programs."""
-    found = {os.path.realpath(path) for path in (sys.base_prefix, sys.base_exec_prefix)}
-    return sorted(path for path in found if not path.startswith(sandbox_child.SYSTEM))
+    folders = {os.path.realpath(path) for path in (sys.base_prefix, sys.base_exec_prefix)}
+    return sorted(path for path in folders if not path.startswith(sandbox_child.SYSTEM))
 
 
 def _followed(
-    child: "subprocess.Popen[bytes]", given: bytes, limits: SandboxLimits, began: float
+    child: "subprocess.Popen[bytes]", stdin_bytes: bytes, limits: SandboxLimits, began: float
 ) -> tuple[bytes, SandboxStatus | None]:
     """Hand over the code and take what is printed; the reason, where one of the limits that are kept here was hit."""
     assert child.stdin is not None
     assert child.stdout is not None
     os.set_blocking(child.stdin.fileno(), False)
-    printed, left = b"", memoryview(given)
+    printed, left = b"", memoryview(stdin_bytes)
     with selectors.DefaultSelector() as ready:
         ready.register(child.stdout, selectors.EVENT_READ)
         ready.register(child.stdin, selectors.EVENT_WRITE)
@@ -187,6 +187,6 @@ def _end(child: "subprocess.Popen[bytes]") -> None:
 @cache
 def check(weaker: bool = False) -> None:
     """Raises HardwareError where code cannot be held here."""
-    found = run("print('here')", "", weaker=weaker)
-    if not found.passed:
-        raise HardwareError(f"the sandbox does not run: {found.output.strip()}", hint="Leave --run-code out.")
+    result = run("print('here')", "", weaker=weaker)
+    if not result.passed:
+        raise HardwareError(f"the sandbox does not run: {result.output.strip()}", hint="Leave --run-code out.")

@@ -85,7 +85,7 @@ libc.prctl.argtypes = (ctypes.c_int, *[ctypes.c_ulong] * 4)
 
 
 class MissingError(Exception):
-    """A wall that this kernel or this user cannot have."""
+    """Isolation that this kernel or this user cannot have."""
 
 
 def call(what: str, code: int) -> None:
@@ -105,8 +105,8 @@ def namespaces() -> int:
 
     Returns the user to become: one whom nothing belongs to. 0 stands for one that is nobody outside already.
     """
-    wanted = NEWNS | NEWUTS | NEWIPC | NEWPID | NEWNET
-    if os.geteuid() == 0 and libc.unshare(wanted) == 0:
+    flags = NEWNS | NEWUTS | NEWIPC | NEWPID | NEWNET
+    if os.geteuid() == 0 and libc.unshare(flags) == 0:
         return FIRST_USER + os.getpid()
     if os.geteuid() == 0:  # limits on processes are not for the user 0, whatever its namespace calls it
         os.setgroups([])
@@ -114,7 +114,7 @@ def namespaces() -> int:
         os.setresuid(*[FIRST_USER + os.getpid()] * 3)
         libc.prctl(SET_DUMPABLE, 1, 0, 0, 0)  # or its own /proc would be root's
     user, group = os.geteuid(), os.getegid()
-    call("namespaces", libc.unshare(wanted | NEWUSER))
+    call("namespaces", libc.unshare(flags | NEWUSER))
     for name, text in (("setgroups", "deny"), ("uid_map", f"0 {user} 1"), ("gid_map", f"0 {group} 1")):
         with open(f"/proc/self/{name}", "w") as file:
             file.write(text)
@@ -122,7 +122,7 @@ def namespaces() -> int:
 
 
 def own_root(home: str, python: list[str], num_bytes: int) -> None:
-    """A file system of Python alone, with `home` as the only place to write, in memory."""
+    """A file system of Python alone, where only `home` can be written to, in memory."""
     mount("none", "/", None, MS_REC | MS_PRIVATE)
     mount("tmpfs", home, "tmpfs", MS_NOSUID | MS_NODEV, "size=1m,mode=0755")
     for folder in dict.fromkeys([*SYSTEM, *python]):
@@ -203,13 +203,13 @@ def filter_calls() -> None:
     program += [(jump_if, 0, 3, clone), (load, 0, 0, 16), (jump_set, 0, 1, NEWUSER), (give, 0, 0, fail | errno.EPERM)]
     program += [(give, 0, 0, allow)]
     held = ctypes.create_string_buffer(b"".join(struct.pack("HBBI", *one) for one in program))
-    given = ctypes.create_string_buffer(struct.pack("HP", len(program), ctypes.addressof(held)))
+    filter_program = ctypes.create_string_buffer(struct.pack("HP", len(program), ctypes.addressof(held)))
     call("no new rights", libc.prctl(SET_NO_NEW_PRIVS, 1, 0, 0, 0))
-    call("a filter of system calls", libc.prctl(SET_SECCOMP, 2, ctypes.addressof(given), 0, 0))
+    call("a filter of system calls", libc.prctl(SET_SECCOMP, 2, ctypes.addressof(filter_program), 0, 0))
 
 
 def guarded(missing: list[str], asked: dict[str, Any], wall: Callable[[], None]) -> None:
-    """Raise a wall; where it cannot be had, refuse, or note it where weaker ones were allowed."""
+    """Set up one kind of isolation. If that fails, refuse, or note it where less isolation is allowed."""
     try:
         wall()
     except (MissingError, OSError, ValueError) as error:
@@ -337,8 +337,8 @@ class Peer:
         kind, answered, changed, result, facts = message
         if kind not in ("return", "raise") or answered != number:
             raise ValueError(f"message {kind!r} {answered!r} instead of an answer to call {number}")
-        for place, contents in changed:
-            self.fill(values.containers[place], contents, values)
+        for index, contents in changed:
+            self.fill(values.containers[index], contents, values)
         result, facts = self.decode(result, values), self.decode(facts, values)
         return result, exception(result, facts) if kind == "raise" else None
 
@@ -358,9 +358,9 @@ class Peer:
             kind, result = "raise", [cls.__name__ for cls in type(error).__mro__]
             facts = error.args if hasattr(builtins, type(error).__name__) else (str(error),)
         changed = []
-        for place, contents in enumerate(before):
-            if (now := self.contents(values.containers[place], values)) != contents:
-                changed.append([place, now])
+        for index, contents in enumerate(before):
+            if (now := self.contents(values.containers[index], values)) != contents:
+                changed.append([index, now])
         self.send([kind, number, changed, self.encode(result, values), self.encode(facts, values)])
 
     def encode(self, value: Any, values: SharedValues) -> Any:
@@ -428,24 +428,24 @@ class Peer:
             return VALUES[tag]([self.decode(part, values) for part in parts])
         if tag in ("complex", "range"):
             return (complex if tag == "complex" else range)(*(self.decode(part, values) for part in parts))
-        (part,) = parts
+        (payload,) = parts
         if tag == "int":
-            return int(part, 16)
+            return int(payload, 16)
         if tag == "class":
-            return CLASSES[part]
+            return CLASSES[payload]
         if tag == "module":
-            if part not in MODULES:
-                raise UnsupportedError(f"unsupported value: the module {part}")
-            return importlib.import_module(part)
-        if not isinstance(part, int) or part < 0:
-            raise ValueError(f"{part!r} is no number of an object")
+            if payload not in MODULES:
+                raise UnsupportedError(f"unsupported value: the module {payload}")
+            return importlib.import_module(payload)
+        if not isinstance(payload, int) or payload < 0:
+            raise ValueError(f"{payload!r} is no number of an object")
         if tag == "same":
-            return values.containers[part]
+            return values.containers[payload]
         if tag == "yours":
-            return self.exported[part]
+            return self.exported[payload]
         if tag != "mine":
             raise ValueError(f"unknown tag {tag!r}")
-        return self.proxy_of(part)
+        return self.proxy_of(payload)
 
     def proxy_of(self, number: int) -> Any:
         if number not in self.proxies:
@@ -481,10 +481,10 @@ def receive(source: int, max_bytes: int, read: Callable[[int, int], bytes] = os.
     def exactly(num_bytes: int) -> bytes:
         data = bytearray()
         while len(data) < num_bytes:
-            part = read(source, min(num_bytes - len(data), 2**16))
-            if not part:
+            chunk = read(source, min(num_bytes - len(data), 2**16))
+            if not chunk:
                 raise EOFError("the other end has closed")
-            data += part
+            data += chunk
         return bytes(data)
 
     length = int.from_bytes(exactly(4), "big")

@@ -1,8 +1,9 @@
-"""Means of evaluation results and their confidence intervals."""
+"""Means of evaluation results, their confidence intervals, and how both are written."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -46,9 +47,9 @@ class Score:
 
 
 def bootstrap(values: Sequence[float], *, draws: int = 1000, seed: int = 0) -> tuple[float, float]:
-    """The 95 % interval of a mean: of means of as many numbers, drawn from them (Efron 1979); a seed fixes it."""
-    given, rng = np.asarray(values, np.float64), np.random.default_rng(seed)
-    means = [float(given[rng.integers(0, len(given), len(given))].mean()) for _ in range(draws)]
+    """The 95 % interval of a mean, from means of resamples of the same size (Efron 1979); a seed fixes it."""
+    array, rng = np.asarray(values, np.float64), np.random.default_rng(seed)
+    means = [float(array[rng.integers(0, len(array), len(array))].mean()) for _ in range(draws)]
     low, high = np.quantile(means, [0.025, 0.975]).tolist()
     return low, high
 
@@ -62,3 +63,21 @@ def pass_at(k: int, tried: int, passed: int) -> float:
     """
     assert 0 <= passed <= tried >= k >= 1, f"pass@{k} of {passed} of {tried}"
     return 1.0 - math.comb(tried - passed, k) / math.comb(tried, k)
+
+
+PERCENT = ("acc", "acc_norm", "exact", "flexible", "right", "ended")
+
+
+def shown(metric: str, score: Mapping[str, Any]) -> str:
+    """Value and 95 % interval."""
+    if score["value"] is None:
+        return "–"
+    if metric in PERCENT or metric.startswith("pass@"):
+        return f"{score['value']:.1%} ({score['low']:.1%} to {score['high']:.1%})"
+    value, low, high = (_written(score[name]) for name in ("value", "low", "high"))
+    return f"{value} ({low} to {high})"
+
+
+def _written(number: float) -> str:
+    """With four digits, and no exponent below a billion."""
+    return f"{number:,.0f}" if 1000 <= number < 1e9 else f"{number:.4g}"

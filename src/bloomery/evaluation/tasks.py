@@ -22,7 +22,7 @@ runs it.
     CODE          right where the function that is written passes the tests; needs leave to run code
     INSTRUCTION   right where exactly as many different things are listed as were asked for
     ESSAY         right from 25 words on, with two keywords and no sentence twice
-    CONVO         right where something is said, three words at least, and nothing is refused
+    CONVO         right where the answer has at least three words, and refuses nothing
 
 The table of CORE's 22 tasks holds few-shot examples, chance, and how rows become prompts, as in DCLM's evaluation.
 
@@ -50,9 +50,9 @@ from pathlib import Path
 from typing import Any, Literal
 
 from bloomery.core import io as core_io
+from bloomery.core.chat import lone_surrogate
 from bloomery.core.errors import ConfigError, DataError
 from bloomery.data import decontamination
-from bloomery.data.chat.messages import half_pair
 from bloomery.data.sources import download
 from bloomery.data.sources.download import Repository
 from bloomery.evaluation.stats import wilson
@@ -233,9 +233,9 @@ def rows_of(path: Path) -> Iterator[tuple[int, Mapping[str, Any]]]:
         target = node.targets[0] if isinstance(node, ast.Assign) else None
         if not (isinstance(node, ast.Assign) and isinstance(target, ast.Name) and target.id in CHECKS):
             continue
-        for one in _literal(node.value, path):
+        for entry in _literal(node.value, path):
             number += 1
-            yield number, {"kind": target.id, **(one if isinstance(one, dict) else {"q": one})}
+            yield number, {"kind": target.id, **(entry if isinstance(entry, dict) else {"q": entry})}
 
 
 def _literal(value: ast.expr, path: Path) -> list[Any]:
@@ -314,10 +314,10 @@ ANSWER = "\nAnswer:"
 class CoreTask:
     """One of the 22."""
 
-    shots: int = 10
+    num_fewshot: int = 10
     chance: float = 0.0
     ending: str = ""
-    """What stands between a question and its choice, beside the space."""
+    """Text between a question and its choice, in addition to the space."""
     aliases: tuple[str, ...] = ()
 
     def shape(self, name: str) -> RowShape:
@@ -375,7 +375,7 @@ class EvalTask:
     """A glob of the rows that examples are taken from."""
     aliases: tuple[str, ...] = ()
     """Other names of the task's file."""
-    shots: int = 0
+    num_fewshot: int = 0
     """Examples before a question, unless told."""
     until: tuple[str, ...] = ()
     """Where what the model writes is cut."""
@@ -479,7 +479,7 @@ TASKS: Mapping[str, EvalTask] = {
         dataset="openai/gsm8k",
         files="main/test*.parquet",
         examples="main/train*.parquet",
-        shots=5,
+        num_fewshot=5,
         until=QUESTIONS,
     ),
     "svamp": EvalTask(
@@ -520,21 +520,21 @@ class TaskFiles:
     """Whether a file that is given itself may be called as it likes: where no other task is asked."""
 
 
-def place(names: Sequence[str], paths: Sequence[Path], *, offline: bool = False) -> TaskFiles:
+def task_files(names: Sequence[str], paths: Sequence[Path], *, offline: bool = False) -> TaskFiles:
     """Where the rows of these tasks are."""
     return TaskFiles(tuple(path.expanduser() for path in paths), offline, any_name=len(set(names)) == 1)
 
 
-def rows(name: str, place: TaskFiles, *, examples: bool = False) -> list[EvalItem]:
+def rows(name: str, files: TaskFiles, *, examples: bool = False) -> list[EvalItem]:
     """The questions of a task in the order of its file, or those that may be examples. Raises DataError."""
     task = TASKS[name]
-    found: list[EvalItem] = []
-    for path in paths(name, place, examples=examples):
+    items: list[EvalItem] = []
+    for path in paths(name, files, examples=examples):
         for number, row in rows_of(path) if path.suffix == ".py" else decontamination.rows_of(path):
-            found.append(replace(shaped(task.shape, row, f"{path}:{number}"), row=len(found) + 1))
-    if not found:
-        raise DataError(f"has no rows of {name}", where=", ".join(map(str, place.paths)))
-    return found
+            items.append(replace(shaped(task.shape, row, f"{path}:{number}"), row=len(items) + 1))
+    if not items:
+        raise DataError(f"has no rows of {name}", where=", ".join(map(str, files.paths)))
+    return items
 
 
 def shaped(shape: RowShape, row: TaskRow, where: str) -> EvalItem:
@@ -543,7 +543,7 @@ def shaped(shape: RowShape, row: TaskRow, where: str) -> EvalItem:
         if item.choices and not 0 <= item.gold < len(item.choices):  # -1 where a split keeps its answers secret
             raise ValueError(f"the right one of {len(item.choices)} choices is {item.gold}")
         for text in (item.head, *item.prompts, *item.choices, item.answer, item.test):
-            if (spot := half_pair(text)) is not None:
+            if (spot := lone_surrogate(text)) is not None:
                 raise ValueError(f"a text of it holds half a surrogate pair at character {spot}")
         return item
     except (KeyError, ValueError, TypeError, AttributeError, IndexError) as error:
@@ -551,14 +551,14 @@ def shaped(shape: RowShape, row: TaskRow, where: str) -> EvalItem:
         raise DataError(what, where=where, hint="Name the file as it is on the hub, or as DCLM has it.") from None
 
 
-def paths(name: str, place: TaskFiles, *, examples: bool = False) -> list[Path]:
+def paths(name: str, files: TaskFiles, *, examples: bool = False) -> list[Path]:
     """The files that hold a task's rows; what is on the hub is downloaded first."""
     task = TASKS[name]
-    if not place.paths:
-        return _from_hub(name, task.examples if examples else task.files, place.offline)
+    if not files.paths:
+        return _from_hub(name, task.examples if examples else task.files, files.offline)
     splits = EXAMPLE_SPLITS if examples else SPLITS
-    what, any_name = "examples of " * examples + name, place.any_name and not examples
-    return [find((name, *task.aliases), place.paths, splits, what=what, any_name=any_name)]
+    what, any_name = "examples of " * examples + name, files.any_name and not examples
+    return [find((name, *task.aliases), files.paths, splits, what=what, any_name=any_name)]
 
 
 def find(
@@ -569,37 +569,37 @@ def find(
 
     A file that is called as another task's is that one's. Raises DataError where there is none, or more than one.
     """
-    if found := look(names, places, splits, what=what):
-        return found
+    if match := look(names, places, splits, what=what):
+        return match
     alone = places[0] if len(places) == 1 and places[0].is_file() else None
     owner = _owner(alone) if alone else None
     if alone and any_name and not owner:
         return alone
     near = sorted({path.name for place in places if place.is_dir() for path in core_io.below(place)})
-    told = f"there is no file of {what}" + (f"; it is called as one of {owner}" if owner else "")
+    message = f"there is no file of {what}" + (f"; it is called as one of {owner}" if owner else "")
     hint = f"A file of it is called {names[0]}.jsonl (.zst, .gz) or .parquet, maybe with _{splits[-1]}."
     if alone and not owner and splits is SPLITS:
         hint += " It may have any name where it is given itself, and one task is asked."
     hint += f" Here is {', '.join(near[:5])}{', …' * (len(near) > 5)}." if near else ""
-    raise DataError(told, where=", ".join(map(str, places)), hint=hint)
+    raise DataError(message, where=", ".join(map(str, places)), hint=hint)
 
 
 def look(names: Sequence[str], places: Sequence[Path], splits: Sequence[str], *, what: str) -> Path | None:
     """
-    The file that is called NAME or NAME_SPLIT, among `places` and in those that are folders.
+    The file called NAME or NAME_SPLIT, among the files and folders of `places`.
 
     Of several splits the first of `splits` wins. Raises DataError where there is more than one.
     """
-    wanted = {_squeezed(name + split): place for name in names for place, split in enumerate(splits)}
+    split_ranks = {_squeezed(name + split): place for name in names for place, split in enumerate(splits)}
     inside = [path for place in places for path in (sorted(core_io.below(place)) if place.is_dir() else [place])]
-    for place in places:
-        if not place.exists():
-            raise DataError("does not exist", where=str(place), hint="Name a file of the task, or a folder with it.")
+    for location in places:
+        if not location.exists():
+            raise DataError("does not exist", where=str(location), hint="Name a file of the task, or a folder with it.")
     ranked: dict[int, list[Path]] = {}
     for path in inside:
         stem = path.name.partition(".")[0]
-        if path.is_file() and path.name.endswith((*decontamination.SUFFIXES, ".py")) and _squeezed(stem) in wanted:
-            ranked.setdefault(wanted[_squeezed(stem)], []).append(path)
+        if path.is_file() and path.name.endswith((*decontamination.SUFFIXES, ".py")) and _squeezed(stem) in split_ranks:
+            ranked.setdefault(split_ranks[_squeezed(stem)], []).append(path)
     best = ranked[min(ranked)] if ranked else [None]
     if len(best) > 1:
         raise DataError(f"is {what}, and so is {best[1]}", where=str(best[0]), hint="Name one of them.")
@@ -630,14 +630,16 @@ def _from_hub(name: str, pattern: str, offline: bool) -> list[Path]:
     ]
 
 
-def prompted(item: EvalItem, examples: Sequence[EvalItem], shots: int) -> EvalItem:
-    """The question behind `shots` examples, which its row draws: the same ones whatever else is asked."""
-    if not shots:
+def prompted(item: EvalItem, examples: Sequence[EvalItem], num_fewshot: int) -> EvalItem:
+    """The question behind `num_fewshot` examples, sampled by its row: the same examples whatever else is asked."""
+    if not num_fewshot:
         return replace(item, prompts=tuple(item.head + prompt for prompt in item.prompts))
     pool = [one for one in examples if one.solved != item.solved and one.head == item.head]
-    if len(pool) < shots:
-        raise DataError(f"there are {len(pool)} examples, and {shots} were asked for", hint="Ask for fewer: --shots 0.")
-    drawn = random.Random(EXAMPLES_SEED + item.row - 1).sample(pool, shots)
+    if len(pool) < num_fewshot:
+        raise DataError(
+            f"there are {len(pool)} examples, and {num_fewshot} were asked for", hint="Ask for fewer: --num-fewshot 0."
+        )
+    drawn = random.Random(EXAMPLES_SEED + item.row - 1).sample(pool, num_fewshot)
     before = item.head + "".join(f"{one.solved}\n\n" for one in drawn)
     return replace(item, prompts=tuple(before + prompt for prompt in item.prompts))
 
@@ -654,18 +656,18 @@ def as_rows(items: Sequence[EvalItem]) -> Iterator[dict[str, Any]]:
 NAME = "core"
 
 
-def core_items(name: str, place: TaskFiles, limit: int | None, seed: int) -> list[EvalItem]:
+def core_items(name: str, files: TaskFiles, limit: int | None, seed: int) -> list[EvalItem]:
     """The questions of a part behind their examples. Raises DataError where its file is not there."""
-    chosen, every = drawn(name, place, limit, seed)
-    return [prompted(item, every, PARTS[name].shots) for item in chosen]
+    chosen, every = drawn(name, files, limit, seed)
+    return [prompted(item, every, PARTS[name].num_fewshot) for item in chosen]
 
 
-def drawn(name: str, place: TaskFiles, limit: int | None, seed: int) -> tuple[list[EvalItem], list[EvalItem]]:
+def drawn(name: str, files: TaskFiles, limit: int | None, seed: int) -> tuple[list[EvalItem], list[EvalItem]]:
     """The questions of a part that are asked, without examples, and all that it has."""
-    part = PARTS[name]
-    path = find(_called(name), place.paths, SPLITS, what=name)
+    core_task = PARTS[name]
+    path = find(_called(name), files.paths, SPLITS, what=name)
     every = [
-        replace(shaped(part.shape(name), row, f"{path}:{number}"), row=number)
+        replace(shaped(core_task.shape(name), row, f"{path}:{number}"), row=number)
         for number, row in decontamination.rows_of(path)
     ]
     if not every:
@@ -676,19 +678,19 @@ def drawn(name: str, place: TaskFiles, limit: int | None, seed: int) -> tuple[li
     return [every[place] for place in chosen], every
 
 
-def files_of(place: TaskFiles) -> list[Path]:
+def files_of(files: TaskFiles) -> list[Path]:
     """The files of the parts that are there."""
-    return [find(_called(name), place.paths, SPLITS, what=name) for name in present(place)[0]]
+    return [find(_called(name), files.paths, SPLITS, what=name) for name in present(files)[0]]
 
 
-def present(place: TaskFiles) -> tuple[list[str], list[str]]:
+def present(files: TaskFiles) -> tuple[list[str], list[str]]:
     """Names of the parts whose files are there, and of the others. Raises DataError where none is."""
-    if not place.paths:
+    if not files.paths:
         raise DataError("CORE has no home on the hub", hint="Name the folder with DCLM's files: --data PATH.")
-    there = [name for name in PARTS if look(_called(name), place.paths, SPLITS, what=name)]
+    there = [name for name in PARTS if look(_called(name), files.paths, SPLITS, what=name)]
     if not there:
         hint = f"Their files are called {', '.join(f'{name}.jsonl' for name in PARTS)} (.zst, .gz), or .parquet."
-        raise DataError("holds none of CORE's 22 tasks", where=", ".join(map(str, place.paths)), hint=hint)
+        raise DataError("holds none of CORE's 22 tasks", where=", ".join(map(str, files.paths)), hint=hint)
     return there, [name for name in PARTS if name not in there]
 
 
@@ -706,13 +708,13 @@ def average(right: Mapping[str, Sequence[bool]]) -> dict[str, Any]:
     centered: list[float] = []
     parts: dict[str, dict[str, float]] = {}
     spread = least = 0.0
-    for name, found in right.items():
-        chance, share = PARTS[name].chance, sum(found) / len(found)
-        low, high = wilson(sum(found), len(found))
+    for name, outcomes in right.items():
+        chance, share = PARTS[name].chance, sum(outcomes) / len(outcomes)
+        low, high = wilson(sum(outcomes), len(outcomes))
         centered.append((share - chance) / (1 - chance))
         spread += (max(share - low, high - share) / (1 - chance)) ** 2
         least -= chance / (1 - chance) / len(right)
-        parts[name] = {"n": len(found), "acc": round(share, 6), "centered": round(centered[-1], 6)}
+        parts[name] = {"n": len(outcomes), "acc": round(share, 6), "centered": round(centered[-1], 6)}
     mean, error = sum(centered) / len(centered), math.sqrt(spread) / len(centered)
     missing = [name for name in PARTS if name not in right]
     return {

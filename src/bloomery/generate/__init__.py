@@ -1,1 +1,1 @@
-"""Ids in, ids out."""
+"""Generation: token IDs in, token IDs out."""

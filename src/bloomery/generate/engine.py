@@ -6,13 +6,14 @@ temperature, top-k and top-p.
 """
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from jaxtyping import Float
 
 import bloomery.hw.require_torch  # noqa: F401
 from bloomery.core.errors import CheckpointError, DataError
+from bloomery.core.sampling import SamplingConfig
 from bloomery.model.attention import Cache
 from bloomery.model.transformer import Transformer
 
@@ -23,53 +24,39 @@ MIN_TEMPERATURE = 1e-5
 """Below it, sampling is greedy. Float32 logits divided by this stay finite in float64; by 1e-308 they do not."""
 
 
-def choose(
-    logits: Float[Tensor, " V"],
-    *,
-    temperature: float = 0.0,
-    top_k: int = 0,
-    top_p: float = 1.0,
-    generator: torch.Generator | None = None,
-) -> int:
+def choose(logits: Float[Tensor, " V"], sampling: SamplingConfig, generator: torch.Generator | None = None) -> int:
     """
-    One id. Temperatures below MIN_TEMPERATURE take the highest score; ties go to the smallest id.
+    One token ID. Temperatures below MIN_TEMPERATURE take the largest logit; ties go to the smallest ID.
 
-    Top-k keeps the k highest scores (0: all); top-p then keeps the fewest of them whose probabilities reach p, at least
+    Top-k keeps the k largest logits (0: all); top-p then keeps the fewest of them whose probabilities reach p, at least
     one (Holtzman et al. 2019, https://arxiv.org/abs/1904.09751).
     """
-    return choose_each(logits[None], [generator], temperature=temperature, top_k=top_k, top_p=top_p)[0]
+    return choose_each(logits[None], sampling, [generator])[0]
 
 
 def choose_each(
-    logits: Float[Tensor, "B V"],
-    generators: Sequence[torch.Generator | None],
-    *,
-    temperature: float = 0.0,
-    top_k: int = 0,
-    top_p: float = 1.0,
+    logits: Float[Tensor, "B V"], sampling: SamplingConfig, generators: Sequence[torch.Generator | None]
 ) -> list[int]:
     """
-    As `choose`, for rows that each have a generator of their own: a row gets what it would get alone. Raises
-    CheckpointError where the largest logit of a row is not finite: NaN is larger than any number.
+    As `choose`, for sequences that each have a generator of their own: a sequence gets what it would get alone. The
+    engine has checked that the logits are finite.
     """
-    likeliest = logits.argmax(dim=-1)
-    check_finite(logits.gather(-1, likeliest[:, None]))
-    if temperature < MIN_TEMPERATURE:
-        greedy: list[int] = likeliest.tolist()
+    if sampling.temperature < MIN_TEMPERATURE:
+        greedy: list[int] = logits.argmax(dim=-1).tolist()
         return greedy
-    scores = logits.cpu().double() / temperature  # in this order: Apple's GPUs have no float64
-    if not top_k and top_p >= 1.0:  # nothing is left out, and sorting is most of the work
-        return _drawn(torch.softmax(scores, dim=-1), generators)
-    ordered, ids = torch.sort(scores, dim=-1, descending=True, stable=True)
-    if top_k:
-        ordered, ids = ordered[:, :top_k], ids[:, :top_k]
+    scaled = logits.cpu().double() / sampling.temperature  # in this order: Apple's GPUs have no float64
+    if not sampling.top_k and sampling.top_p >= 1.0:  # nothing is left out, and sorting is most of the work
+        return _sampled(torch.softmax(scaled, dim=-1), generators)
+    ordered, ids = torch.sort(scaled, dim=-1, descending=True, stable=True)
+    if sampling.top_k:
+        ordered, ids = ordered[:, : sampling.top_k], ids[:, : sampling.top_k]
     chances = torch.softmax(ordered, dim=-1)
-    if top_p < 1.0:
-        before = chances.cumsum(-1) - chances  # what those ahead of each id already reach
-        kept = before < top_p
+    if sampling.top_p < 1.0:
+        before = chances.cumsum(-1) - chances  # what those ahead of each ID already reach
+        kept = before < sampling.top_p
         kept[:, 0] = True
         chances = torch.where(kept, chances, torch.zeros_like(chances))
-    return [int(row[place]) for row, place in zip(ids, _drawn(chances, generators), strict=True)]
+    return [int(row[index]) for row, index in zip(ids, _sampled(chances, generators), strict=True)]
 
 
 def check_finite(numbers: Tensor) -> None:
@@ -79,9 +66,15 @@ def check_finite(numbers: Tensor) -> None:
         raise CheckpointError(what, hint="Train it again with lower learning rates, or name an earlier checkpoint.")
 
 
-def _drawn(chances: Float[Tensor, "B V"], generators: Sequence[torch.Generator | None]) -> list[int]:
-    """The place of one in each row, by its own generator."""
+def _sampled(chances: Float[Tensor, "B V"], generators: Sequence[torch.Generator | None]) -> list[int]:
+    """An index into each row, by the row's own generator."""
     return [int(torch.multinomial(row, 1, generator=own)) for row, own in zip(chances, generators, strict=True)]
+
+
+def _generator(seed: int | None) -> torch.Generator:
+    generator = torch.Generator()
+    generator.manual_seed(seed) if seed is not None else generator.seed()
+    return generator
 
 
 @dataclass(frozen=True)
@@ -98,127 +91,104 @@ class Engine:
     def __init__(self, model: Transformer, num_ids: int) -> None:
         """`num_ids` of the tokenizer: rows that a model has beyond them, which others pad it with, are never said."""
         self.model, self.num_ids = model.eval(), num_ids
-        self.context = model.config.context
+        self.context = model.config.context_length
 
     def stream(
-        self,
-        ids: Sequence[int],
-        *,
-        max_tokens: int,
-        temperature: float = 0.0,
-        top_p: float = 1.0,
-        top_k: int = 0,
-        seed: int | None = None,
-        stop_ids: frozenset[int] = frozenset(),
+        self, ids: Sequence[int], sampling: SamplingConfig, *, stop_ids: frozenset[int] = frozenset()
     ) -> Iterator[int]:
         """
-        Ids one by one as they are decided. The last is a stop id, unless `max_tokens` or the context ran out first.
+        Token IDs as they are decided. The last is a stop ID, unless `max_tokens` or the context ran out first.
 
         Raises DataError for a prompt that is empty or leaves no room in the context.
         """
         self._check(ids)
-        generator = torch.Generator()
-        generator.manual_seed(seed) if seed is not None else generator.seed()
-        room = min(max_tokens, self.context - len(ids))
+        generator = _generator(sampling.seed)
+        room = min(sampling.max_tokens, self.context - len(ids))
         cache = Cache.empty(self.model.config, 1, len(ids) + room, self.model.embed.weight)
-        scores = self._extend([list(ids)], cache)
+        logits = self._extend([list(ids)], cache)
         for number in range(room):
-            chosen = choose(scores[0], temperature=temperature, top_k=top_k, top_p=top_p, generator=generator)
+            chosen = choose(logits[0], sampling, generator)
             yield chosen
             if chosen in stop_ids or number == room - 1:
                 return
-            scores = self._extend([[chosen]], cache)
+            logits = self._extend([[chosen]], cache)
 
-    def complete(
-        self, prompts: Sequence[Sequence[int]], *, max_tokens: int, stop_ids: frozenset[int], batch: int = 32
-    ) -> list[Completion]:
-        """The greedy completion of every prompt, many at a time."""
-        return self.draw(prompts, [0] * len(prompts), max_tokens=max_tokens, stop_ids=stop_ids, batch=batch)
-
-    def draw(
+    def generate_batch(
         self,
         prompts: Sequence[Sequence[int]],
-        seeds: Sequence[int],
+        sampling: SamplingConfig,
         *,
-        max_tokens: int,
         stop_ids: frozenset[int],
-        temperature: float = 0.0,
-        top_p: float = 1.0,
-        top_k: int = 0,
+        seeds: Sequence[int] | None = None,
         batch: int = 32,
     ) -> list[Completion]:
         """
-        A completion of every prompt, each by a seed of its own, many at a time: those nearest in length. They are what
-        `stream` gives for the same prompt and seed.
+        A completion of every prompt, many at a time: those nearest in length. They are what `stream` gives for the same
+        prompt and seed. `seeds` has a seed for each prompt; without it, each has that of `sampling`.
         """
-        how = {"temperature": temperature, "top_p": top_p, "top_k": top_k}
         done: dict[int, Completion] = {}
         for prompt in prompts:
             self._check(prompt)
         order = sorted(range(len(prompts)), key=lambda i: len(prompts[i]))
         for begin in range(0, len(order), batch):
             group = order[begin : begin + batch]
-            generators = [torch.Generator().manual_seed(seeds[i]) for i in group]
-
-            def chosen(scores: Tensor, generators: list[torch.Generator] = generators) -> list[int]:
-                return choose_each(scores, generators, **how)  # type: ignore[arg-type]
-
-            found = self._complete([prompts[i] for i in group], max_tokens, stop_ids, chosen)
-            done |= dict(zip(group, found, strict=True))
+            generators = [_generator(sampling.seed if seeds is None else seeds[i]) for i in group]
+            completions = self._generate([prompts[i] for i in group], sampling, generators, stop_ids)
+            done |= dict(zip(group, completions, strict=True))
         return [done[i] for i in range(len(prompts))]
 
-    def _complete(
+    def _generate(
         self,
         prompts: list[Sequence[int]],
-        max_tokens: int,
+        sampling: SamplingConfig,
+        generators: list[torch.Generator],
         stop_ids: frozenset[int],
-        choose_ids: Callable[[Tensor], list[int]],
     ) -> list[Completion]:
         lengths = torch.tensor([len(prompt) for prompt in prompts])
-        rooms = (self.context - lengths).clamp(max=max_tokens).tolist()
+        rooms = (self.context - lengths).clamp(max=sampling.max_tokens).tolist()
         said: list[list[int]] = [[] for _ in prompts]
         stopped = [False] * len(prompts)
         if not max(rooms):
             return [Completion(ids, end) for ids, end in zip(said, stopped, strict=True)]
-        scores, cache = self._begun(prompts, max(rooms))
+        logits, cache = self._begun(prompts, max(rooms))
         seen = torch.arange(cache.capacity) >= (cache.length - lengths)[:, None, None]  # (B, 1, C): no one's padding
         same = bool((lengths == lengths[0]).all())
         for number in range(max(rooms)):
-            chosen = choose_ids(scores)
+            chosen = choose_each(logits, sampling, generators)
             for row, id in enumerate(chosen):
                 if len(said[row]) < rooms[row] and not stopped[row]:
                     stopped[row] = id in stop_ids
                     said[row] += [] if stopped[row] else [id]
             if all(end or len(ids) == room for ids, end, room in zip(said, stopped, rooms, strict=True)):
                 break
-            places = (lengths + number).clamp(max=self.context - 1)[:, None]  # of a row that is done, any will do
+            positions = (lengths + number).clamp(max=self.context - 1)[:, None]  # any will do for a row that is done
             mask = None if same else seen[:, :, : cache.length + 1]
-            scores = self._extend([[id] for id in chosen], cache, places, mask)
+            logits = self._extend([[id] for id in chosen], cache, positions, mask)
         return [Completion(ids, end) for ids, end in zip(said, stopped, strict=True)]
 
     def _begun(self, prompts: list[Sequence[int]], room: int) -> tuple[Tensor, Cache]:
-        """Scores (B, V) of what follows each prompt; a cache in which all end at one place, with room behind it."""
+        """Logits (B, V) of what follows each prompt; a cache in which all end at one position, with room behind it."""
         config, like, longest = self.model.config, self.model.embed.weight, max(map(len, prompts))
         whole = Cache.empty(config, len(prompts), longest + room, like)
-        scores = like.new_empty(len(prompts), self.num_ids, dtype=torch.float32)
+        logits = like.new_empty(len(prompts), self.num_ids, dtype=torch.float32)
         for length in {len(prompt) for prompt in prompts}:
             rows = [row for row, prompt in enumerate(prompts) if len(prompt) == length]
-            part = Cache.empty(config, len(rows), length, like)
-            scores[rows] = self._extend([prompts[row] for row in rows], part)
-            for all_rows, some in ((whole.keys, part.keys), (whole.values, part.values)):
+            cache = Cache.empty(config, len(rows), length, like)
+            logits[rows] = self._extend([prompts[row] for row in rows], cache)
+            for all_rows, some in ((whole.keys, cache.keys), (whole.values, cache.values)):
                 all_rows[:, rows, :, longest - length : longest] = some
         whole.length = longest
-        return scores, whole
+        return logits, whole
 
     @torch.inference_mode()
     def _extend(
-        self, rows: Sequence[Sequence[int]], cache: Cache, places: Tensor | None = None, mask: Tensor | None = None
+        self, rows: Sequence[Sequence[int]], cache: Cache, positions: Tensor | None = None, mask: Tensor | None = None
     ) -> Tensor:
-        """Scores (B, V) of what follows, after each row's new ids went into the cache."""
+        """Logits (B, V) of what follows, after each row's new IDs went into the cache. They are all finite."""
         device = cache.keys.device
-        ids, places = torch.tensor(rows, device=device), None if places is None else places.to(device)
+        ids, positions = torch.tensor(rows, device=device), None if positions is None else positions.to(device)
         mask = None if mask is None else mask.to(device)
-        hidden = self.model.extend(ids, cache, positions=places, mask=mask)
+        hidden = self.model.extend(ids, cache, positions=positions, mask=mask)
         logits = self.model.logits(hidden[:, -1:])[:, 0, : self.num_ids]
         check_finite(logits.sum(dim=-1))  # which is not finite where any logit is not
         return logits

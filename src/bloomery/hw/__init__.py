@@ -1,1 +1,1 @@
-"""The machine: which torch it needs, what it can do. The one place that names a vendor."""
+"""The machine: which torch it needs, what it can do. Only this package names vendors."""

@@ -42,45 +42,45 @@ TOP_PAD_BYTES = 64 * 2**20
 
 @dataclass(frozen=True, kw_only=True)
 class Device:
-    place: torch.device
+    torch_device: torch.device
     vendor: Vendor
     name: str
     memory_bytes: int
-    """What this process may use of it. For a processor: what the machine has, or its control group allows."""
+    """Memory that this process may use. For a CPU: the machine's, or as much as its control group allows."""
     compute_dtype: torch.dtype
-    """bfloat16 where the hardware multiplies it; else float16 on a GPU, and float32 on a processor."""
+    """bfloat16 where the hardware multiplies it; else float16 on a GPU, and float32 on a CPU."""
     backend: Backend
     """Of torch.distributed."""
 
     def synchronize(self) -> None:
         """Wait until everything that was asked of the device is done."""
-        if self.place.type == "cuda":
-            torch.cuda.synchronize(self.place)
-        elif self.place.type == "mps":
+        if self.torch_device.type == "cuda":
+            torch.cuda.synchronize(self.torch_device)
+        elif self.torch_device.type == "mps":
             torch.mps.synchronize()
 
     def free_bytes(self) -> int:
         """
-        Memory that this process could still take. On a GPU inside a processor the driver has been seen to name more
-        than there is, so what the system says counts too.
+        Memory that this process could still take. On an integrated GPU the driver may report more than there is.
+        The system's free memory is therefore a limit too.
         """
-        if self.place.type != "cuda":
+        if self.torch_device.type != "cuda":
             return min(free_bytes(Host.here()), self.memory_bytes)
-        free, whole = torch.cuda.mem_get_info(self.place)
-        inside = getattr(torch.cuda.get_device_properties(self.place), "is_integrated", False)
+        free, whole = torch.cuda.mem_get_info(self.torch_device)
+        inside = getattr(torch.cuda.get_device_properties(self.torch_device), "is_integrated", False)
         limits = [free, self.memory_bytes]
         return min([*limits, free_bytes(Host.here())] if inside or self.memory_bytes < whole else limits)
 
     def release(self) -> None:
-        """Give back to the driver what was freed."""
-        if self.place.type == "cuda":
+        """Return freed memory to the driver."""
+        if self.torch_device.type == "cuda":
             torch.cuda.empty_cache()
 
     def peak_bytes(self) -> int:
-        """The most memory that this process has held: on the device, or for a processor in all (0 where unknown)."""
-        if self.place.type == "cuda":
-            return torch.cuda.max_memory_allocated(self.place)
-        if self.place.type == "mps":
+        """The most memory that this process has held: on the device, or on a CPU in total (0 where unknown)."""
+        if self.torch_device.type == "cuda":
+            return torch.cuda.max_memory_allocated(self.torch_device)
+        if self.torch_device.type == "mps":
             return torch.mps.driver_allocated_memory()  # the largest so far, as the driver keeps what it took
         if sys.platform == "win32":
             return 0
@@ -88,34 +88,34 @@ class Device:
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
 
 
-def find(wanted: DeviceChoice = "auto", host: Host | None = None) -> Device:
+def find(choice: DeviceChoice = "auto", host: Host | None = None) -> Device:
     """
     The device that this process should use. On a machine with several GPUs, the one that LOCAL_RANK says.
 
-    Raises HardwareError where what is wanted is not there.
+    Raises HardwareError where the wanted device is not there.
     """
     host = host or Host.here()
-    if wanted in ("auto", "cuda") and torch.cuda.is_available():
+    if choice in ("auto", "cuda") and torch.cuda.is_available():
         return _gpu(host)
-    if wanted in ("auto", "mps") and torch.backends.mps.is_available():
+    if choice in ("auto", "mps") and torch.backends.mps.is_available():
         return Device(
-            place=torch.device("mps"),
+            torch_device=torch.device("mps"),
             vendor="apple",
             name=f"Apple {host.processor}",
             memory_bytes=torch.mps.recommended_max_memory(),
             compute_dtype=torch.float32,
             backend="gloo",
         )
-    if wanted in ("auto", "cpu"):
+    if choice in ("auto", "cpu"):
         return Device(
-            place=torch.device("cpu"),
+            torch_device=torch.device("cpu"),
             vendor="cpu",
             name=_processor_name(host),
             memory_bytes=memory_bytes(host) or 0,
             compute_dtype=torch.bfloat16 if fast_bf16(host) else torch.float32,
             backend="gloo",
         )
-    what = f"asked for {wanted!r}, but torch {torch.__version__} finds none on this machine"
+    what = f"asked for {choice!r}, but torch {torch.__version__} finds none on this machine"
     raise HardwareError(what, hint='Ask `bloomery doctor` why, or take device="auto" or device="cpu".')
 
 
@@ -127,10 +127,10 @@ def _gpu(host: Host) -> Device:
     target = str(getattr(facts, "gcnArchName", "")).partition(":")[0] if amd else ""
     bf16 = not target.startswith(WITHOUT_BF16) if amd else facts.major >= 8
     size = facts.total_memory
-    if target in INTEGRATED or getattr(facts, "is_integrated", False):  # it takes its memory from the processor's
+    if target in INTEGRATED or getattr(facts, "is_integrated", False):  # it shares the CPU's memory
         size = min(size, memory_bytes(host) or size)
     return Device(
-        place=torch.device("cuda", index),
+        torch_device=torch.device("cuda", index),
         vendor="amd" if amd else "nvidia",
         name=facts.name,
         memory_bytes=size,
@@ -139,9 +139,9 @@ def _gpu(host: Host) -> Device:
     )
 
 
-def compiles_kernels(place: torch.device) -> bool:
-    """Whether torch can write kernels for a GPU: it needs Triton beside it."""
-    return place.type == "cuda" and importlib.util.find_spec("triton") is not None
+def compiles_kernels(device: torch.device) -> bool:
+    """Whether torch can write kernels for a GPU, which needs Triton."""
+    return device.type == "cuda" and importlib.util.find_spec("triton") is not None
 
 
 def is_rocm() -> bool:
@@ -156,23 +156,23 @@ def _processor_name(host: Host) -> str:
 
 
 def is_out_of_memory(error: RuntimeError) -> bool:
-    """Whether an operation of torch failed for want of memory, on a GPU or on a processor."""
+    """Whether an operation of torch failed for want of memory, on a GPU or on a CPU."""
     return isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in str(error)
 
 
 def give_back_memory() -> None:
-    """Let go of what torch keeps of a GPU's memory for itself, so that blocks of other sizes fit."""
+    """Release the GPU memory that torch caches, so that blocks of other sizes fit."""
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
 
 
 def threads() -> int:
-    """How many threads one operation of torch uses on the processor."""
+    """How many threads one operation of torch uses on the CPU."""
     return torch.get_num_threads()
 
 
 def return_freed_memory() -> None:
-    """Give back to the system what `keep_freed_memory` kept, for once: blocks of many sizes leave gaps that add up."""
+    """Return to the system, once, the memory that `keep_freed_memory` kept: gaps between blocks add up."""
     if sys.platform == "linux" and hasattr(library := ctypes.CDLL(None), "malloc_trim"):
         library.malloc_trim(0)
 
@@ -181,9 +181,9 @@ def keep_freed_memory() -> bool:
     """
     Tell glibc to keep what torch frees, instead of returning pages that the next step must fault in again.
 
-    Training on a processor frees and takes the same large blocks every step; keeping them made a step of a 124M model
-    1.4 times faster. The price: memory of the process never shrinks. To be called before the first large tensor.
-    Returns whether it was applied; other C libraries are left alone.
+    Training on a CPU frees and takes the same large blocks every step. Keeping them made a step of a 124M model
+    1.4 times faster. The price: memory of the process never shrinks. Call it before the first large tensor.
+    Returns whether it was applied; it does nothing with other C libraries.
     """
     if sys.platform != "linux":
         return False
@@ -200,8 +200,8 @@ SECONDS = 0.3
 
 
 def listed_peak(device: Device, devices: int = 1) -> float | None:
-    """FLOP/s that the catalogue has for so many of a device in its compute format; None where it has none."""
-    if device.place.type == "cpu":  # whose name may be that of the GPU beside it: "… w/ Radeon 8060S"
+    """FLOP/s of that many devices in their compute format, by the spec sheet; None where it lists none."""
+    if device.torch_device.type == "cpu":  # its name may contain a GPU's: "… w/ Radeon 8060S"
         return None
     entry = specs.of_device(device.name, device.memory_bytes)
     peak = None if entry is None else entry.peak(str(device.compute_dtype).removeprefix("torch."))
@@ -209,14 +209,14 @@ def listed_peak(device: Device, devices: int = 1) -> float | None:
 
 
 def measured_peak(device: Device) -> float:
-    """FLOP/s of the best of some square products in the device's compute format. Measured once in a process."""
-    return _measured(device, device.place.type, device.compute_dtype)
+    """FLOP/s of the best of some square matmuls in the device's compute format. Measured once in a process."""
+    return _measured(device, device.torch_device.type, device.compute_dtype)
 
 
 @cache
 def _measured(device: Device, kind: str, dtype: torch.dtype) -> float:
     size = SIZES[kind]
-    left, right = (torch.ones(size, size, device=device.place, dtype=dtype) for _ in range(2))
+    left, right = (torch.ones(size, size, device=device.torch_device, dtype=dtype) for _ in range(2))
     best, end = float("inf"), time.perf_counter() + SECONDS
     torch.mm(left, right)  # the first one also sets up the library
     device.synchronize()

@@ -37,7 +37,7 @@ PATIENCE = timedelta(days=30)
 
 
 class RankLostError(RunError):
-    """Another rank is gone, so this one cannot go on. What ended the other is the error to read."""
+    """Another rank is gone, so this rank cannot continue. Read the error of the other rank."""
 
 
 @dataclass(frozen=True)
@@ -115,9 +115,9 @@ class World:
     @contextmanager
     def alike(self) -> Iterator[None]:
         """
-        What the block raises on one rank, all ranks raise at its end: no rank goes on into words that one which failed
-        does not say. Within the block ranks say nothing to each other, or only what fails on all of them. An interrupt
-        passes through.
+        An error that the block raises on one rank is raised on all ranks at its end. Otherwise the other ranks would
+        wait in a collective that the failed rank never joins. Within the block, ranks do not communicate, or only in
+        calls that fail on all of them. An interrupt passes through.
         """
         if self.size == 1:
             yield
@@ -127,14 +127,14 @@ class World:
         except (KeyboardInterrupt, Terminated):
             raise
         except BaseException as error:  # one that is no Exception would leave the others waiting as well
-            self.gather(told(error))
+            self.gather(error_facts(error))
             raise
         for facts in self.gather(None):
             if facts is not None:
                 raise heard(facts)
 
 
-def given(env: Mapping[str, str] | None = None) -> World | None:
+def launched_world(env: Mapping[str, str] | None = None) -> World | None:
     """
     The rank that a launcher has given to this process, or None where none has. Raises ConfigError for words that make
     no sense together. No contact is made.
@@ -162,7 +162,7 @@ def joined(number: int = 0) -> Iterator[World]:
     The world of this process while the block runs. `number` tells apart the worlds that a process joins one after
     another. Raises HardwareError where this torch cannot do it.
     """
-    world = given()
+    world = launched_world()
     if world is None or world.size == 1:
         yield World.alone()
         return
@@ -184,10 +184,10 @@ def joined(number: int = 0) -> Iterator[World]:
         dist.destroy_process_group()
 
 
-def told(error: BaseException) -> dict[str, str]:
-    """An error in words that another process can raise it from. One that is a bug stays with the rank that has it."""
+def error_facts(error: BaseException) -> dict[str, str]:
+    """An error as text, from which another process can raise it. A bug is raised only on its own rank."""
     if not isinstance(error, BloomeryError):
-        hint = "Look at what it said. The same command goes on from the newest checkpoint."
+        hint = "Read its error. The same command resumes from the newest checkpoint."
         error = RankLostError(f"another rank had to stop: {type(error).__name__}: {error}", hint=hint)
     return {"kind": type(error).__name__, "what": error.what, "where": error.where, "hint": error.hint}
 
@@ -195,8 +195,8 @@ def told(error: BaseException) -> dict[str, str]:
 def heard(facts: Mapping[str, str]) -> BloomeryError:
     """The error that another process has `told`."""
     kind = RankLostError if facts["kind"] == "RankLostError" else getattr(errors, facts["kind"], RunError)
-    made: BloomeryError = kind(facts["what"], where=facts["where"], hint=facts["hint"])
-    return made
+    error: BloomeryError = kind(facts["what"], where=facts["where"], hint=facts["hint"])
+    return error
 
 
 def ranks_here(world: World) -> int:
@@ -205,30 +205,30 @@ def ranks_here(world: World) -> int:
     return world.size if process is None else process.local_size
 
 
-def check_devices(world: World, place: torch.device) -> None:
+def check_devices(world: World, device: torch.device) -> None:
     """Raises HardwareError where the ranks of this machine would have to share a GPU."""
-    check_ranks(ranks_here(world), place.type, "ranks")
+    check_ranks(ranks_here(world), device.type, "ranks")
 
 
-def check_ranks(ranks: int, wanted: str, where: str) -> None:
+def check_ranks(ranks: int, choice: str, where: str) -> None:
     """
     Raises HardwareError for more ranks on this machine than it has GPUs, or without a GPU, than its CPU can do anything
     with. Nothing is started, and no GPU is touched. `where` is the setting that says how many.
     """
     if ranks == 1:
         return
-    if wanted in ("auto", "cuda") and torch.cuda.is_available():
+    if choice in ("auto", "cuda") and torch.cuda.is_available():
         if ranks > torch.cuda.device_count():
             what = f"{ranks} ranks on this machine, but it has {torch.cuda.device_count()} GPUs"
             raise HardwareError(what, where=where, hint='Take as many ranks as there are GPUs, or device="cpu".')
-    elif wanted in ("auto", "mps") and torch.backends.mps.is_available():
+    elif choice in ("auto", "mps") and torch.backends.mps.is_available():
         raise HardwareError(f"{ranks} ranks cannot share one Apple GPU", where=where, hint="Train with one rank.")
     else:
         launcher.check_processes(ranks, where)
 
 
 def open_store() -> tuple[Any, int]:
-    """A place for ranks of this machine to meet, on the loopback interface, and its port, which nobody else holds."""
+    """A store where ranks of this machine meet, on the loopback interface, and its port, held by this process."""
     listening = socket.create_server(("127.0.0.1", 0))
     port = int(listening.getsockname()[1])
     handle = listening.detach()
@@ -265,7 +265,7 @@ def _bytes(value: Any) -> Tensor:
 
 @contextmanager
 def _together(what: str) -> Iterator[None]:
-    """Say a broken connection (torch raises RuntimeError and its kin) as what it is: another rank is gone."""
+    """Report a broken connection (RuntimeError and its kin in torch) as its cause: another rank is gone."""
     try:
         yield
     except (RuntimeError, KeyError) as error:
@@ -274,7 +274,7 @@ def _together(what: str) -> Iterator[None]:
 
 def _lost(what: str, error: BaseException) -> NoReturn:
     first = str(error).strip().partition("\n")[0]
-    hint = "Look at what the other ranks said. The same command goes on from the newest checkpoint."
+    hint = "Read the errors of the other ranks. The same command resumes from the newest checkpoint."
     raise RankLostError(
         f"another rank is gone ({what}: {first})", where=f"rank {os.environ.get('RANK')}", hint=hint
     ) from error

@@ -23,9 +23,9 @@ INTEGRATED = frozenset(
     {"gfx801", "gfx902", "gfx909", "gfx90c", "gfx1013", "gfx1033", "gfx1035", "gfx1036", "gfx1103"}
     | {"gfx1150", "gfx1151", "gfx1152", "gfx1153"}
 )
-"""Targets that only exist inside a processor and share its memory."""
+"""Targets that are only integrated into CPUs and share their memory."""
 SMALL = INTEGRATED - {"gfx1151"}
-"""Those of them that nobody buys a machine for to train on."""
+"""Integrated targets that nobody buys to train on."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,7 +50,7 @@ class Gpu:
 
 
 def gfx_name(version: int) -> str:
-    """AMD's name of a target from the kernel's number: 110501 -> gfx1151, 90010 -> gfx90a; "" for 0, a processor."""
+    """AMD's name of a target from the kernel's number: 110501 -> gfx1151, 90010 -> gfx90a; "" for 0, a CPU."""
     return f"gfx{version // 10000}{version // 100 % 100:x}{version % 100:x}" if version else ""
 
 
@@ -62,7 +62,7 @@ def find_gpus(host: Host) -> list[Gpu]:
     cards are found on the display or PCI bus: enough to know that a driver is missing. A node that a container masks
     is another's, and left out.
     """
-    found = list(_kfd_gpus(host))
+    gpus = list(_kfd_gpus(host))
     if host.system == "Darwin":
         return [Gpu(maker="apple")] if host.processor == "arm64" else []
     if host.system == "Windows":
@@ -70,19 +70,19 @@ def find_gpus(host: Host) -> list[Gpu]:
         return [Gpu(maker="nvidia", name=name) for name in re.findall(r"^GPU \d+: (.+?) \(UUID", listed, re.MULTILINE)]
     makers = list(_bus_makers(host))
     if in_wsl(host):
-        found += wsl_gpus(host)
+        gpus += wsl_gpus(host)
     nvidia = list(_nvidia_gpus(host))
     if nvidia:
         makers = [maker for maker in makers if maker != "nvidia"]
-        found += nvidia
+        gpus += nvidia
     dcus = _kfd_dcus(host)
     if dcus or "hygon" in makers or host.exists("opt/dtk"):  # its driver's targets are in the same topology
-        found = []
+        gpus = []
         makers = ["hygon" if maker == "amd" else maker for maker in makers] or ["hygon"] * max(1, dcus)
         if dcus and "hygon" not in makers:
             makers += ["hygon"] * dcus
-    known = {gpu.maker for gpu in found}
-    return found + [Gpu(maker=maker) for maker in makers if maker not in known]
+    known = {gpu.maker for gpu in gpus}
+    return gpus + [Gpu(maker=maker) for maker in makers if maker not in known]
 
 
 def _kfd_nodes(host: Host) -> Iterator[Mapping[str, int]]:
@@ -92,7 +92,7 @@ def _kfd_nodes(host: Host) -> Iterator[Mapping[str, int]]:
 
 
 def _kfd_dcus(host: Host) -> int:
-    """How many of the nodes are Hygon's; a processor's has no units that compute."""
+    """How many nodes are Hygon DCUs. The node of a CPU has no SIMD units."""
     nodes = _kfd_nodes(host)
     return sum(facts.get("vendor_id") == KFD_VENDOR_HYGON and facts.get("simd_count", 0) > 0 for facts in nodes)
 
@@ -120,22 +120,22 @@ def nvidia_files(host: Host) -> list[str]:
 def _nvidia_gpus(host: Host) -> Iterator[Gpu]:
     """Those that the driver lists, with their names; one without a name where it lists none."""
     if host.exists("proc/driver/nvidia/version"):
-        told = nvidia_files(host) or [""]
-        names = [re.search(r"^Model:\s*(.+?)\s*$", text, re.MULTILINE) for text in told]
+        texts = nvidia_files(host) or [""]
+        names = [re.search(r"^Model:\s*(.+?)\s*$", text, re.MULTILINE) for text in texts]
         yield from (Gpu(maker="nvidia", name=name[1] if name else "") for name in names)
 
 
 def wsl_gpus(host: Host) -> list[Gpu]:
     """The GPUs that Windows lends: NVIDIA's driver puts its libraries into a folder, AMD's are known to rocminfo."""
-    found = [Gpu(maker="amd", target=target) for target in rocminfo_targets(host)]
-    return found + ([Gpu(maker="nvidia")] if host.exists("usr/lib/wsl/lib/libcuda.so.1") else [])
+    amd_gpus = [Gpu(maker="amd", target=target) for target in rocminfo_targets(host)]
+    return amd_gpus + ([Gpu(maker="nvidia")] if host.exists("usr/lib/wsl/lib/libcuda.so.1") else [])
 
 
 def rocminfo_targets(host: Host) -> list[str]:
     """
     The targets of the GPUs that AMD's runtime sees; none where its tool is missing or sees none.
 
-    Fields of an agent stand two columns in, those of its instruction sets deeper; processors and NPUs are agents too.
+    Fields of an agent are indented by two columns, those of its instruction sets by more. Agents include CPUs and NPUs.
     """
     reply = host.run(["rocminfo"], 30.0)
     agents = re.split(r"^\*+\s*\nAgent \d+\s*\n\*+\s*$", reply.out, flags=re.MULTILINE)[1:]

@@ -175,10 +175,10 @@ class Host:
     def names(self, folder: str) -> list[str]:
         """The names in a folder, numbers in their order; none where it is absent or hidden."""
         try:
-            found = os.listdir(self.root / folder)
+            entries = os.listdir(self.root / folder)
         except OSError:
             return []
-        return sorted(found, key=lambda name: [(int(n or -1), word) for word, n in re.findall(r"(\D*)(\d*)", name)])
+        return sorted(entries, key=lambda name: [(int(n or -1), word) for word, n in re.findall(r"(\D*)(\d*)", name)])
 
     def exists(self, name: str) -> bool:
         return (self.root / name).exists()
@@ -203,8 +203,8 @@ class Host:
         """The file system of a folder below the root, or of any that is given in full."""
         if str(folder) in self.spaces:
             return self.spaces[str(folder)]
-        found = shutil.disk_usage(self.root / folder)
-        return Space(total=found.total, free=found.free)
+        usage = shutil.disk_usage(self.root / folder)
+        return Space(total=usage.total, free=usage.free)
 
     @property
     def kernel(self) -> str:
@@ -231,20 +231,20 @@ def group_name(host: Host, number: int) -> str:
 
 
 def cpu_features(host: Host) -> frozenset[str]:
-    """The processor's features by the kernel's names, such as avx512_bf16 and amx_bf16; none where it does not tell."""
+    """CPU features by the kernel's names, such as avx512_bf16 and amx_bf16; none where the kernel lists none."""
     line = re.search(r"^(?:flags|Features)\s*:\s*(.*)$", host.read("proc/cpuinfo") or "", re.MULTILINE)
     return frozenset(line[1].split()) if line else frozenset()
 
 
 def fast_bf16(host: Host) -> bool:
-    """Whether the processor multiplies bfloat16 in hardware. Emulated, it is slower than float32."""
+    """Whether the CPU multiplies bfloat16 in hardware. Emulated, it is slower than float32."""
     return bool(cpu_features(host) & {"avx512_bf16", "amx_bf16"})
 
 
 def physical_bytes(host: Host) -> int | None:
     """Memory that the machine has."""
-    if found := re.search(r"^MemTotal:\s*(\d+) kB", host.read("proc/meminfo") or "", re.MULTILINE):
-        return int(found[1]) * 1024
+    if match := re.search(r"^MemTotal:\s*(\d+) kB", host.read("proc/meminfo") or "", re.MULTILINE):
+        return int(match[1]) * 1024
     if host.system == "Darwin":
         text = host.run(["sysctl", "-n", "hw.memsize"], 10.0).out.strip()
         return int(text) if text.isdigit() else None
@@ -260,8 +260,8 @@ def memory_bytes(host: Host) -> int | None:
 def free_bytes(host: Host) -> int:
     """Memory that is free now, or could be made so; half of all of it where the system does not say."""
     whole = memory_bytes(host) or 2**30
-    found = re.search(r"^MemAvailable:\s*(\d+) kB", host.read("proc/meminfo") or "", re.MULTILINE)
-    return min(int(found[1]) * 1024 if found else whole // 2, whole)
+    match = re.search(r"^MemAvailable:\s*(\d+) kB", host.read("proc/meminfo") or "", re.MULTILINE)
+    return min(int(match[1]) * 1024 if match else whole // 2, whole)
 
 
 def _cgroup_limits(host: Host) -> Iterator[int | None]:

@@ -35,22 +35,22 @@ def select_kernels(device: Device, host: Host | None = None) -> Mapping[str, Tri
     if outcomes is None:
         return {}
     kernel_trials.check(outcomes)
-    taken = kernel_trials.choose(outcomes)
-    if device.place.type == "cuda":
+    selected = kernel_trials.choose(outcomes)
+    if device.torch_device.type == "cuda":
         _take_attention({one.implementation: one for one in outcomes if one.kernel == "attention"})
-        if "matmul" in taken and taken["matmul"].implementation:
-            library = "cublaslt" if taken["matmul"].implementation.endswith("lt") else "cublas"
+        if "matmul" in selected and selected["matmul"].implementation:
+            library = "cublaslt" if selected["matmul"].implementation.endswith("lt") else "cublas"
             torch.backends.cuda.preferred_blas_library(library)
-    kernel_trials.trust(kernel for kernel, one in taken.items() if one.implementation == kernel_trials.OWN)
+    kernel_trials.trust(kernel for kernel, one in selected.items() if one.implementation == kernel_trials.OWN)
     wrong = {one.name: one.why for one in _failed(outcomes)}
     if fault := kernel_trials.library_fault(outcomes):
         native.refuse(LIBRARY, fault)
         if any(one.kernel == "attention" and one.implementation == kernel_trials.NATIVE for one in _failed(outcomes)):
             native.refuse(PRODUCTS, fault)
-    info(f"  kernels: {kernel_trials.told(outcomes)}")
+    info(f"  kernels: {kernel_trials.summary(outcomes)}")
     for name, why in wrong.items():
         info(f"  {name} is not used here: {why}", style="yellow")
-    return taken
+    return selected
 
 
 def _failed(outcomes: Sequence[TrialResult]) -> list[TrialResult]:
@@ -59,16 +59,16 @@ def _failed(outcomes: Sequence[TrialResult]) -> list[TrialResult]:
 
 def known(device: Device, host: Host) -> Sequence[TrialResult] | None:
     """What trials of this machine found. A GPU that was not tried as it is now is tried first."""
-    found = kernel_trials.load(host, device.vendor)
-    if found is not None or device.place.type == "cpu":
-        return found
+    outcomes = kernel_trials.load(host, device.vendor)
+    if outcomes is not None or device.torch_device.type == "cpu":
+        return outcomes
     with kernel_trials.alone(host):
-        found = kernel_trials.load(host, device.vendor)  # another rank has been here
-        if found is None:
+        outcomes = kernel_trials.load(host, device.vendor)  # another rank has been here
+        if outcomes is None:
             info("  this device is new, or its driver or software is: its kernels are tried first, once")
-            found = kernel_trials.tried(host, device.vendor)
-            kernel_trials.save(host, device.vendor, found)
-    return found
+            outcomes = kernel_trials.tried(host, device.vendor)
+            kernel_trials.save(host, device.vendor, outcomes)
+    return outcomes
 
 
 def why_not(name: str, device: Device, host: Host | None = None) -> str:
@@ -80,7 +80,7 @@ def why_not(name: str, device: Device, host: Host | None = None) -> str:
 def state(device: Device) -> str:
     """What this process computes with, as far as it could be otherwise: resumed runs compare it."""
     words = [f"compiled library: {native.state(LIBRARY)}"]
-    if device.place.type == "cuda":
+    if device.torch_device.type == "cuda":
         switches: Any = torch.backends.cuda
         attention = {
             "flash": switches.flash_sdp_enabled(),
@@ -89,7 +89,7 @@ def state(device: Device) -> str:
             "math": switches.math_sdp_enabled(),
         }
         words.append(f"attention: {', '.join(name for name, on in attention.items() if on)}")
-        words.append(f"products: {torch.backends.cuda.preferred_blas_library()}")
+        words.append(f"matmuls: {torch.backends.cuda.preferred_blas_library()}")
         if kernel_trials.state():
             words.append(f"by Triton: {kernel_trials.state()}")
     return "; ".join(words)

@@ -71,17 +71,10 @@ FLIPPED_COSINE = -0.5
 
 
 @dataclass(frozen=True, kw_only=True)
-class KernelTrial:
-    """One way to compute something, and the program that tries it."""
-
+class KernelName:
     kernel: str
     implementation: str = ""
     """"" where there is only one."""
-    module: str = "bloomery.hw.probes"
-    probe: str = ""
-    """The program's word for it, where that is not `name`."""
-    env: Mapping[str, str] = field(default_factory=dict)
-    limit_seconds: float = LIMIT_SECONDS
 
     @property
     def name(self) -> str:
@@ -89,16 +82,21 @@ class KernelTrial:
 
 
 @dataclass(frozen=True, kw_only=True)
-class TrialResult:
-    kernel: str
-    implementation: str
+class KernelTrial(KernelName):
+    """One way to compute something, and the program that tries it."""
+
+    module: str = "bloomery.hw.probes"
+    probe: str = ""
+    """The program's word for it, where that is not `name`."""
+    env: Mapping[str, str] = field(default_factory=dict)
+    limit_seconds: float = LIMIT_SECONDS
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrialResult(KernelName):
     status: TrialStatus
     why: str
     milliseconds: float | None = None
-
-    @property
-    def name(self) -> str:
-        return f"{self.kernel}-{self.implementation}" if self.implementation else self.kernel
 
     def as_json(self) -> dict[str, Any]:
         return asdict(self)
@@ -178,41 +176,41 @@ def ending(reply: CommandResult) -> str:
 
 def judge(trial: KernelTrial, reply: CommandResult) -> TrialResult:
     """What a child's answers and its end say of an implementation."""
-    told = merged(reply)
+    metrics = merged(reply)
 
     def outcome(status: TrialStatus, why: str) -> TrialResult:
-        took = told.get("milliseconds")
+        took = metrics.get("milliseconds")
         milliseconds = round(took, 4) if took is not None else None
         return TrialResult(
             kernel=trial.kernel, implementation=trial.implementation, status=status, why=why, milliseconds=milliseconds
         )
 
-    wrong = list(_wrong(answers(reply), told.get("dtype", "float32")))
+    wrong = list(_wrong(answers(reply), metrics.get("dtype", "float32")))
     if wrong:
         return outcome("failed", wrong[0])
     if reply.code != 0:
-        place = f" at {told['trying']}" if "trying" in told else ""
-        return outcome("failed", f"{ending(reply)}{place}")
-    if "absent" in told:
-        return outcome("absent", told["absent"])
+        where = f" at {metrics['trying']}" if "trying" in metrics else ""
+        return outcome("failed", f"{ending(reply)}{where}")
+    if "absent" in metrics:
+        return outcome("absent", metrics["absent"])
     if trial.kernel == "training":
-        return outcome(*_learned(told))
+        return outcome(*_learned(metrics))
     cases = [answer for answer in answers(reply) if "case" in answer]
     if not cases:
         return outcome("failed", "ended without an answer")
     return outcome("passed", f"relative error at most {max(case['error'] for case in cases):.2g}")
 
 
-def _learned(told: Mapping[str, Any]) -> tuple[TrialStatus, str]:
-    first, last = told.get("first_loss", math.nan), told.get("last_loss", math.nan)
+def _learned(metrics: Mapping[str, Any]) -> tuple[TrialStatus, str]:
+    first, last = metrics.get("first_loss", math.nan), metrics.get("last_loss", math.nan)
     if last < first / 2:
         return "passed", f"loss {first:.3f} → {last:.3f} in sixty steps"
     return "failed", f"loss {first:.3f} → {last:.3f} in sixty steps, where it should halve"
 
 
-def _wrong(told: Sequence[Mapping[str, Any]], dtype: str) -> Iterator[str]:
+def _wrong(messages: Sequence[Mapping[str, Any]], dtype: str) -> Iterator[str]:
     """What is wrong with the numbers of each case, in the words of its most telling symptom."""
-    for answer in told:
+    for answer in messages:
         if "case" not in answer:
             continue
         case, error = answer["case"], answer["error"]
@@ -268,7 +266,7 @@ def identity(host: Host, vendor: str) -> Mapping[str, object]:
     }
 
 
-def place(host: Host, vendor: str) -> Path | None:
+def outcomes_file(host: Host, vendor: str) -> Path | None:
     """The file in which the outcomes of this machine, as it is now, are or would be; None where nothing is kept."""
     if host.cache is None:
         return None
@@ -290,7 +288,7 @@ class Saved(TypedDict):
 
 
 def save(host: Host, vendor: str, outcomes: Sequence[TrialResult]) -> None:
-    file = place(host, vendor)
+    file = outcomes_file(host, vendor)
     if file is not None:
         file.parent.mkdir(parents=True, exist_ok=True)
         write_json(file, {"identity": identity(host, vendor), "outcomes": [one.as_json() for one in outcomes]})
@@ -298,7 +296,7 @@ def save(host: Host, vendor: str, outcomes: Sequence[TrialResult]) -> None:
 
 def load(host: Host, vendor: str) -> list[TrialResult] | None:
     """The outcomes of this machine as it is now; None where it was not tried."""
-    file = place(host, vendor)
+    file = outcomes_file(host, vendor)
     if file is None or not file.is_file():
         return None
     saved = read_record(file, Saved, fix="Remove that file, and the machine is tried again.")
@@ -319,8 +317,8 @@ def alone(host: Host) -> Iterator[None]:
 
 def tried(host: Host, vendor: str) -> list[TrialResult]:
     """
-    What came of the trials. Nothing more is tried where not even a sum is computed: each would hang too. On a
-    processor, those that are not timed are tried two at a time.
+    Results of the trials. Where the first trial, a sum, fails, no other is tried, because each would hang too. On a
+    CPU, the trials that are not timed run two at a time.
     """
     first, *rest = trials(vendor)
     outcomes = [attempt(host, first)]
@@ -339,9 +337,11 @@ def choose(outcomes: Sequence[TrialResult]) -> Mapping[str, TrialResult]:
     """
     library = not library_fault(outcomes)
     best: dict[str, TrialResult] = {}
-    for one in sorted(outcomes, key=lambda one: (one.implementation != NATIVE, one.milliseconds or float("inf"))):
-        if one.status == "passed" and (library or one.implementation != NATIVE):
-            best.setdefault(one.kernel, one)
+    for outcome in sorted(
+        outcomes, key=lambda outcome: (outcome.implementation != NATIVE, outcome.milliseconds or float("inf"))
+    ):
+        if outcome.status == "passed" and (library or outcome.implementation != NATIVE):
+            best.setdefault(outcome.kernel, outcome)
     return best
 
 
@@ -351,31 +351,34 @@ def library_fault(outcomes: Sequence[TrialResult]) -> str:
     failed = [f"{one.name} {one.why}" for one in ours if one.status == "failed"]
     if failed:
         return failed[0]
-    taken, left = 0.0, 0.0
-    for one in ours:
+    elapsed, left = 0.0, 0.0
+    for outcome in ours:
         others = [
             other.milliseconds
             for other in outcomes
-            if other.kernel == one.kernel and other is not one and other.status == "passed" and other.milliseconds
+            if other.kernel == outcome.kernel
+            and other is not outcome
+            and other.status == "passed"
+            and other.milliseconds
         ]
-        if one.milliseconds and others:
-            taken, left = taken + one.milliseconds, left + min(others)
-    return f"it takes {taken:.1f} ms where torch takes {left:.1f}" if taken > left else ""
+        if outcome.milliseconds and others:
+            elapsed, left = elapsed + outcome.milliseconds, left + min(others)
+    return f"it takes {elapsed:.1f} ms where torch takes {left:.1f}" if elapsed > left else ""
 
 
-def told(outcomes: Sequence[TrialResult]) -> str:
+def summary(outcomes: Sequence[TrialResult]) -> str:
     """What runs take, in words; compiled blocks are for those who ask for them."""
-    taken = choose(outcomes).items()
-    words = [f"{kernel} by {one.implementation}" for kernel, one in taken if one.implementation]
+    selected = choose(outcomes).items()
+    words = [f"{kernel} by {one.implementation}" for kernel, one in selected if one.implementation]
     return ", ".join(word for word in words if not word.startswith(REPLACEABLE)) or "those of torch"
 
 
 def check(outcomes: Sequence[TrialResult]) -> None:
     """Raises HardwareError where a kernel that training needs has no implementation that passed."""
-    taken = choose(outcomes)
-    for one in outcomes:
-        if one.status == "failed" and one.kernel not in taken and one.kernel not in REPLACEABLE:
-            what = f"{one.name} does not compute right numbers on this machine: {one.why}"
+    selected = choose(outcomes)
+    for outcome in outcomes:
+        if outcome.status == "failed" and outcome.kernel not in selected and outcome.kernel not in REPLACEABLE:
+            what = f"{outcome.name} does not compute right numbers on this machine: {outcome.why}"
             raise HardwareError(
                 what, hint='Ask `bloomery doctor`, which tries it again; device="cpu" trains meanwhile.'
             )

@@ -5,8 +5,10 @@ RANK and WORLD_SIZE count the processes of all machines, LOCAL_RANK and LOCAL_WO
 """
 
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 
 from bloomery.core.errors import ConfigError, HardwareError
 
@@ -41,12 +43,35 @@ def launched(env: Mapping[str, str] | None = None) -> Launched | None:
     return Launched(rank=rank, size=size, local_rank=local_rank, local_size=local_size)
 
 
+def num_processes(requested: int = 1) -> int:
+    """How many processes train together: as many as a launcher has started, else `requested`. Raises as `launched`."""
+    return requested if (process := launched()) is None or process.size == 1 else process.size
+
+
 def address(env: Mapping[str, str] | None = None) -> tuple[str, int]:
     """Where the processes meet: host and port. Raises ConfigError where the launcher does not say so."""
     env = os.environ if env is None else env
     if not env.get("MASTER_ADDR"):
         raise ConfigError("MASTER_ADDR is not set, and WORLD_SIZE is", where="environment", hint=CURE)
     return env["MASTER_ADDR"], number("MASTER_PORT", env, at_least=1, below=2**16)
+
+
+BUSY, TASK_FOLDER = "busy", "BLOOMERY_RANKS"
+"""A file in the folder of a task, whose path ranks find in this variable: one of them saves what others would lose."""
+
+
+@contextmanager
+def busy() -> Iterator[None]:
+    """While the block runs, the process that started this rank does not end it because others have failed."""
+    if TASK_FOLDER not in os.environ:
+        yield
+        return
+    note = Path(os.environ[TASK_FOLDER]) / BUSY
+    note.touch()
+    try:
+        yield
+    finally:
+        note.unlink(missing_ok=True)
 
 
 CURE = "Start it with torchrun, or unset WORLD_SIZE."

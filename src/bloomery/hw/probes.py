@@ -63,25 +63,25 @@ def canaries(like: Tensor, *shape: int) -> Tensor:
 
 def poison(*examples: Tensor) -> None:
     """
-    Fill with canaries the memory that is handed out next for tensors of these sizes. The allocators of GPUs give back
-    what was freed last; a processor's may not, so there this is a chance and no promise.
+    Fill with canaries the memory that the next tensors of these sizes will get. Allocators of GPUs hand out the block
+    that was freed last. The CPU's allocator may not, so there this works only by chance.
     """
     for example in examples:
         for _ in range(2):
             torch.full_like(example, CANARY, requires_grad=False)
 
 
-def compare(case: str, given: Tensor, expected: Tensor) -> None:
-    """Tell how far numbers of the device are from those of the processor."""
-    given, expected = (one.detach().cpu().double().flatten() for one in (given, expected))
-    sizes = given.norm() * expected.norm()
+def compare(case: str, actual: Tensor, expected: Tensor) -> None:
+    """Report how far the device's numbers are from the CPU's."""
+    actual, expected = (one.detach().cpu().double().flatten() for one in (actual, expected))
+    sizes = actual.norm() * expected.norm()
     say(
         case=case,
-        error=float((given - expected).norm() / expected.norm()),
-        cosine=float(given @ expected / sizes) if sizes else 0.0,
-        unwritten=float((given == CANARY).double().mean()),
-        finite=bool(given.isfinite().all()),
-        zeros=not bool(given.any()),
+        error=float((actual - expected).norm() / expected.norm()),
+        cosine=float(actual @ expected / sizes) if sizes else 0.0,
+        unwritten=float((actual == CANARY).double().mean()),
+        finite=bool(actual.isfinite().all()),
+        zeros=not bool(actual.any()),
     )
 
 
@@ -120,18 +120,19 @@ def refill(share: float = SHARE, piece_bytes: int = PIECE_BYTES) -> None:
     """Each piece is given a number of its own, which it must still hold when all of them are there."""
     device = find()
     tell_device(device)
-    wanted = int(share * device.free_bytes())
+    num_bytes = int(share * device.free_bytes())
     for round_ in (1, 2):
-        say(trying=f"round {round_}: {wanted / 2**30:.1f} GiB")
-        say(**{f"wrong_{round_}": _fill(device, wanted // piece_bytes, piece_bytes)})
+        say(trying=f"round {round_}: {num_bytes / 2**30:.1f} GiB")
+        say(**{f"wrong_{round_}": _fill(device, num_bytes // piece_bytes, piece_bytes)})
         device.release()
-    say(filled_bytes=wanted)
+    say(filled_bytes=num_bytes)
 
 
 def _fill(device: Device, count: int, piece_bytes: int) -> int:
     """How many pieces do not hold what was written to them."""
     pieces = [
-        torch.full((piece_bytes // 4,), number, dtype=torch.int32, device=device.place) for number in range(count)
+        torch.full((piece_bytes // 4,), number, dtype=torch.int32, device=device.torch_device)
+        for number in range(count)
     ]
     return sum(int(piece.min()) != number or int(piece.max()) != number for number, piece in enumerate(pieces))
 
@@ -143,7 +144,7 @@ COPY_BYTES = {"cpu": 2**27}
 def speed() -> None:
     device = find()
     tell_device(device)
-    say(trying="matrix products")
+    say(trying="matmuls")
     say(flops=measured_peak(device))
     say(trying="copies")
     say(bytes_per_second=copy_rate(device))
@@ -151,8 +152,8 @@ def speed() -> None:
 
 def copy_rate(device: Device) -> float:
     """Bytes that pass between device and its memory in a second of copying: each is read once and written once."""
-    count = min(COPY_BYTES.get(device.place.type, 2**30), device.memory_bytes // 8)
-    source = torch.zeros(count, dtype=torch.uint8, device=device.place)
+    count = min(COPY_BYTES.get(device.torch_device.type, 2**30), device.memory_bytes // 8)
+    source = torch.zeros(count, dtype=torch.uint8, device=device.torch_device)
     target = torch.ones_like(source)
     best = float("inf")
     for _ in range(5):
@@ -172,7 +173,7 @@ def all_reduce() -> None:
     """Start a process for each GPU (two without one), which end by themselves when one of them waits too long."""
     device = find()
     tell_device(device)
-    world = max(2, torch.cuda.device_count() if device.place.type == "cuda" else 0)
+    world = max(2, torch.cuda.device_count() if device.torch_device.type == "cuda" else 0)
     say(trying=f"{world} processes")
     with tempfile.TemporaryDirectory() as folder:
         words = {"WORLD_SIZE": str(world), "BLOOMERY_MEET": str(Path(folder) / "meet")}
@@ -198,10 +199,10 @@ def rank() -> None:
         world_size=world,
         timeout=timedelta(seconds=WATCHDOG_SECONDS),
     )
-    given = torch.full((COUNT,), float(number + 1), device=device.place)
+    values = torch.full((COUNT,), float(number + 1), device=device.torch_device)
     best, wrong = float("inf"), 0
     for _ in range(3):
-        total = given.clone()
+        total = values.clone()
         device.synchronize()
         began = time.perf_counter()
         dist.all_reduce(total)
@@ -226,19 +227,19 @@ def training() -> None:
 
 def losses(device: Device) -> list[float]:
     """
-    Cross entropy of one attention layer that learns to copy the token two places back, step by step.
+    Cross entropy, by step, of one attention layer that learns to copy the token two positions back.
 
-    It exercises what training needs: embedding, fused attention, matrix products, softmax, their gradients, AdamW.
+    It exercises the operations of training: embedding, fused attention, matmuls, softmax, their gradients, AdamW.
     """
     torch.manual_seed(0)
     period = torch.randint(0, 32, (16, 2))
-    ids = period.repeat(1, 17).to(device.place)
+    ids = period.repeat(1, 17).to(device.torch_device)
     table, into, out = nn.Embedding(32, 64), nn.Linear(64, 192), nn.Linear(64, 32)
-    model = nn.ModuleList([table, into, out]).to(device.place)
+    model = nn.ModuleList([table, into, out]).to(device.torch_device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    found = []
+    history = []
     for step in range(STEPS):
-        with torch.autocast(device.place.type, torch.bfloat16, enabled=device.compute_dtype == torch.bfloat16):
+        with torch.autocast(device.torch_device.type, torch.bfloat16, enabled=device.compute_dtype == torch.bfloat16):
             hidden = table(ids[:, :-1])
             q, k, v = into(hidden).unflatten(-1, (3, 4, 16)).permute(2, 0, 3, 1, 4)
             mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True)
@@ -247,10 +248,10 @@ def losses(device: Device) -> list[float]:
         optimizer.zero_grad()
         torch.autograd.backward(loss)
         optimizer.step()
-        found.append(float(loss.detach()))
+        history.append(float(loss.detach()))
         if step % 20 == 0:
             say(trying=f"step {step + 1}")
-    return found
+    return history
 
 
 WIDTH, HEADS, BLOCK_TOKENS = 128, 2, 64
@@ -259,29 +260,35 @@ WIDTH, HEADS, BLOCK_TOKENS = 128, 2, 64
 def compiled() -> None:
     device = find()
     tell_device(device)
-    if device.place.type == "cuda" and not compiles_kernels(device.place):
+    if device.torch_device.type == "cuda" and not compiles_kernels(device.torch_device):
         say(absent="Triton is not installed")
         return
-    if device.place.type == "cpu" and not (shutil.which("c++") or shutil.which("g++") or shutil.which("clang++")):
+    if device.torch_device.type == "cpu" and not (
+        shutil.which("c++") or shutil.which("g++") or shutil.which("clang++")
+    ):
         say(absent="there is no C++ compiler")
         return
-    if device.place.type == "mps" or importlib.util.find_spec("torch._inductor") is None or sys.platform == "win32":
+    if (
+        device.torch_device.type == "mps"
+        or importlib.util.find_spec("torch._inductor") is None
+        or sys.platform == "win32"
+    ):
         say(absent="torch compiles nothing for this device")
         return
     torch.manual_seed(0)
     shapes = ((4, BLOCK_TOKENS, WIDTH), (WIDTH, 3 * WIDTH), (WIDTH, WIDTH), (WIDTH, 4 * WIDTH), (4 * WIDTH, WIDTH))
     tensors = [torch.randn(shape) * shape[-2] ** -0.5 for shape in shapes]
-    x, *weights = [one.to(device.place, device.compute_dtype).requires_grad_() for one in tensors]
+    x, *weights = [one.to(device.torch_device, device.compute_dtype).requires_grad_() for one in tensors]
     fast = torch.compile(_block, dynamic=False)
     say(trying="forward")
-    plain, found = _block(x, *weights), fast(x, *weights)
-    compare("forward", found, plain)
+    plain, output = _block(x, *weights), fast(x, *weights)
+    compare("forward", output, plain)
     say(trying="gradients")
     slope = torch.randn_like(plain)
     right = torch.autograd.grad(plain, [x, *weights], slope)
-    given = torch.autograd.grad(found, [x, *weights], slope)
-    for name, one, other in zip(("x", "qkv", "out", "up", "down"), given, right, strict=True):
-        compare(f"gradient of {name}", one, other)
+    grads = torch.autograd.grad(output, [x, *weights], slope)
+    for name, grad, other in zip(("x", "qkv", "out", "up", "down"), grads, right, strict=True):
+        compare(f"gradient of {name}", grad, other)
     tell_time(device, lambda: torch.autograd.grad(fast(x, *weights), [x, *weights], slope))
 
 
@@ -306,7 +313,7 @@ def launch() -> None:
     tell_device(device)
     say(trying="sum")
     a, b = torch.arange(4096.0), torch.arange(4096.0).flip(0) / 3
-    out = torch.add(a.to(device.place), b.to(device.place), out=canaries(a.to(device.place), 4096))
+    out = torch.add(a.to(device.torch_device), b.to(device.torch_device), out=canaries(a.to(device.torch_device), 4096))
     compare("sum", out, a + b)
 
 
@@ -326,14 +333,14 @@ def matmul(library: str | None = None) -> None:
     for name, (left, right) in sides.items():
         say(trying=name)
         a, b = (torch.randn(*shape).to(device.compute_dtype) for shape in (left, right))
-        x, y = a.to(device.place), b.to(device.place)
+        x, y = a.to(device.torch_device), b.to(device.torch_device)
         if name == "NT":
             b, y = b.t(), y.t()
         if name == "TN":
             a, x = a.t(), x.t()
         compare(name, torch.mm(x, y, out=canaries(x, M, N)), a.double() @ b.double())
-    size = 256 if device.place.type == "cpu" else 2048
-    square = torch.randn(size, size, device=device.place, dtype=device.compute_dtype)
+    size = 256 if device.torch_device.type == "cpu" else 2048
+    square = torch.randn(size, size, device=device.torch_device, dtype=device.compute_dtype)
     tell_time(device, lambda: square @ square)
 
 
@@ -356,10 +363,10 @@ def attention(name: str) -> None:
                     raise
                 say(absent=first_line(error))
                 return
-        shape = (1, 8, LONG.get(device.place.type, 2048), HEAD_WIDTHS[0])
-        tensors = [torch.randn(shape, device=device.place, dtype=device.compute_dtype) for _ in range(3)]
-        for one in tensors:
-            one.requires_grad_()
+        shape = (1, 8, LONG.get(device.torch_device.type, 2048), HEAD_WIDTHS[0])
+        tensors = [torch.randn(shape, device=device.torch_device, dtype=device.compute_dtype) for _ in range(3)]
+        for tensor in tensors:
+            tensor.requires_grad_()
         tell_time(device, lambda: torch.autograd.grad(_sdpa(*tensors).sum(), tensors))
 
 
@@ -385,18 +392,18 @@ def forward_and_back(
 ) -> None:
     """Compare an operation and its gradients on the device with the formula in float64."""
     say(trying=case)
-    theirs = [one.detach().to(device.place).requires_grad_() for one in inputs]
+    theirs = [one.detach().to(device.torch_device).requires_grad_() for one in inputs]
     ours = [one.detach().double().requires_grad_() for one in inputs]
-    upstream = slope.to(device.place)
+    upstream = slope.to(device.torch_device)
     poison(upstream)
-    given, expected = work(*theirs), formula(*ours)
-    compare(case, given, expected)
+    actual, expected = work(*theirs), formula(*ours)
+    compare(case, actual, expected)
     say(trying=f"{case}, gradients")
     poison(*(one.detach() for one in theirs))
-    found = torch.autograd.grad(given, theirs, upstream.to(given.dtype))
+    grads = torch.autograd.grad(actual, theirs, upstream.to(actual.dtype))
     right = torch.autograd.grad(expected, ours, slope.double())
-    for name, one, other in zip(names, found, right, strict=True):
-        compare(f"{case}, gradient of {name}", one, other)
+    for name, grad, other in zip(names, grads, right, strict=True):
+        compare(f"{case}, gradient of {name}", grad, other)
 
 
 def rms_norm() -> None:
@@ -418,7 +425,7 @@ def rms_norm() -> None:
 
 def norm_inputs(device: Device) -> tuple[Tensor, Tensor]:
     """What a norm is timed on."""
-    rows, scale = torch.randn(4096, 1024, device=device.place), torch.ones(1024, device=device.place)
+    rows, scale = torch.randn(4096, 1024, device=device.torch_device), torch.ones(1024, device=device.torch_device)
     return rows.requires_grad_(), scale.requires_grad_()
 
 
@@ -432,7 +439,7 @@ def cross_entropy() -> None:
     tell_device(device)
     torch.manual_seed(0)
     scores, targets = (4 * torch.randn(65, 5003)).to(device.compute_dtype), torch.randint(0, 5003, (65,))
-    places = targets.to(device.place)
+    places = targets.to(device.torch_device)
     forward_and_back(
         device,
         "loss",
@@ -442,14 +449,14 @@ def cross_entropy() -> None:
         torch.rand(65),
         "s",
     )
-    many, wanted = entropy_inputs(device)
-    tell_time(device, lambda: torch.autograd.grad(F.cross_entropy(many.float(), wanted, reduction="sum"), many))
+    many, labels = entropy_inputs(device)
+    tell_time(device, lambda: torch.autograd.grad(F.cross_entropy(many.float(), labels, reduction="sum"), many))
 
 
 def entropy_inputs(device: Device) -> tuple[Tensor, Tensor]:
     """What a loss is timed on."""
-    scores = torch.randn(1024, 8192, device=device.place).to(device.compute_dtype)
-    return scores.requires_grad_(), torch.arange(1024, device=device.place)
+    scores = torch.randn(1024, 8192, device=device.torch_device).to(device.compute_dtype)
+    return scores.requires_grad_(), torch.arange(1024, device=device.torch_device)
 
 
 PROBES = {

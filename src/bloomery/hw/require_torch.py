@@ -24,7 +24,7 @@ from bloomery.hw.host import Host
 from bloomery.hw.torch_install import missing
 
 SPINS = 2000
-"""GOMP_SPINCOUNT: turns before a waiting thread sleeps. See docs/log.md for what others cost."""
+"""GOMP_SPINCOUNT: spins before a waiting thread sleeps. docs/log.md has the cost of other values."""
 
 if not {"GOMP_SPINCOUNT", "OMP_WAIT_POLICY"} & os.environ.keys():
     os.environ["GOMP_SPINCOUNT"] = str(SPINS)

@@ -17,14 +17,14 @@ from bloomery.core.errors import HardwareError
 GIB = 2**30
 SpecNumber = int | float
 Sure = Literal["read", "computed", "doubtful"]
-"""Found in a table of others; units times clock, which were not found there; or an estimate."""
+"""Read in a published table; computed as units times clock, for lack of a table; or an estimate."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Entry:
     key: str
     names: tuple[str, ...]
-    """In lower case, of which one stands in the name that the driver gives the device."""
+    """In lower case. The driver's name of the device contains one of these."""
     memory_bytes: int | None
     bandwidth: float | None
     """Bytes a second."""
@@ -37,7 +37,7 @@ class Entry:
     gtt: bool = False
     """Whether Linux lends it half of that, unless `ttm.pages_limit` says more."""
     gemm: float | None = None
-    """What others have measured of matrix products in bfloat16."""
+    """FLOP/s that others have measured for matmuls in bfloat16."""
 
     def peak(self, precision: str) -> float | None:
         return self.flops.get(precision)
@@ -57,7 +57,7 @@ def _entry(
     gemm: SpecNumber | None = None,
     **others: SpecNumber,
 ) -> Entry:
-    """Names are told apart by |; rates are in 10¹² a second. bf16 units do float16 as fast unless `others` say not."""
+    """`name`: names separated by |. Rates: in 10¹² a second; float16 has the rate of bf16 unless `others` has one."""
     rates = {"bfloat16": bf16, "float16": others.get("fp16", bf16), "float32": others.get("fp32")}
     return Entry(
         key=key,
@@ -73,7 +73,7 @@ def _entry(
     )
 
 
-HALO = "40 units x 512 a cycle x 2.9 GHz, as rocminfo shows them; products reach 30 to 37 where somebody measured"
+HALO = "40 units x 512 a cycle x 2.9 GHz, as rocminfo shows them; measured matmuls reach 30 to 37"
 APPLE = "GPU cores x 256 a cycle x clock in float32, from memory; Apple publishes no number"
 UNITS = "units x operations a cycle x clock, from memory"
 NANOCHAT, TORCH = "nanochat, common.py", "torch, _inductor/analysis/device_info.py"
@@ -150,19 +150,19 @@ CATALOG = (
 
 def named(name: str, memory_bytes: int | None = None) -> Entry:
     """
-    The entry that a person means: its key or what its driver calls it, however that is written. Raises HardwareError,
-    with what is near, and where one name is that of several sizes and none is said.
+    The entry that a person means, by its key or its driver's name, in any spelling. Raises HardwareError for an unknown
+    name, with the nearest names, and for a name of several memory sizes without a size.
     """
-    wanted = _letters(name)
-    found = [entry for entry in CATALOG if wanted == _letters(entry.key)]
-    found = found or [entry for entry in CATALOG if wanted in map(_letters, entry.names)] or _called(name)
-    if found and (len(found) == 1 or memory_bytes):
-        return _nearest(found, memory_bytes or 0)
-    if found:
-        hint = f"Say {' or '.join(entry.key for entry in found)}."
+    query = _letters(name)
+    entries = [entry for entry in CATALOG if query == _letters(entry.key)]
+    entries = entries or [entry for entry in CATALOG if query in map(_letters, entry.names)] or _called(name)
+    if entries and (len(entries) == 1 or memory_bytes):
+        return _nearest(entries, memory_bytes or 0)
+    if entries:
+        hint = f"Say {' or '.join(entry.key for entry in entries)}."
         raise HardwareError(f"{name!r} is the name of several devices, with different memory", hint=hint)
     keys = [entry.key for entry in CATALOG]
-    near = [key for key in keys if wanted and wanted in _letters(key)] or difflib.get_close_matches(name.lower(), keys)
+    near = [key for key in keys if query and query in _letters(key)] or difflib.get_close_matches(name.lower(), keys)
     hint = f"Did you mean {' or '.join(near)}?" if near else f"Known are {', '.join(keys)}. Or say --memory SIZE."
     raise HardwareError(f"no device {name!r} is known", hint=hint)
 
@@ -172,8 +172,8 @@ def of_device(name: str, memory_bytes: int = 0) -> Entry | None:
     The entry of a device by the name that its driver gives it; None where there is none. The longest name that fits
     decides, and where two sizes have the same one, the size.
     """
-    found = _called(name)
-    return _nearest(found, memory_bytes) if found else None
+    entries = _called(name)
+    return _nearest(entries, memory_bytes) if entries else None
 
 
 def _nearest(entries: list[Entry], memory_bytes: int) -> Entry:
@@ -182,9 +182,9 @@ def _nearest(entries: list[Entry], memory_bytes: int) -> Entry:
 
 def _called(name: str) -> list[Entry]:
     """Those whose name stands in that of a driver, and is the longest that does."""
-    found = [(len(one), entry) for entry in CATALOG for one in entry.names if _stands_in(one, name.lower())]
-    longest = max((length for length, _ in found), default=0)
-    return [entry for length, entry in found if length == longest]
+    matches = [(len(one), entry) for entry in CATALOG for one in entry.names if _stands_in(one, name.lower())]
+    longest = max((length for length, _ in matches), default=0)
+    return [entry for length, entry in matches if length == longest]
 
 
 def _stands_in(name: str, text: str) -> bool:

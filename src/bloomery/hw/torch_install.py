@@ -113,10 +113,10 @@ def installed(host: Host) -> Torch | None:
 
 def maker_to_serve(gpus: Sequence[Gpu]) -> Maker | None:
     """
-    Whose GPUs torch is chosen for. One torch serves one maker.
+    The maker whose GPUs torch is chosen for. One torch serves one maker.
 
-    An NVIDIA card beats an AMD GPU without fused attention, which is how the small one inside many processors is
-    passed over; otherwise AMD beats NVIDIA.
+    An NVIDIA card beats an AMD GPU without fused attention, such as the small integrated GPU of many CPUs. Otherwise
+    AMD beats NVIDIA.
     """
     makers = {gpu.maker for gpu in gpus}
     strong = any(gpu.target in FUSED_ATTENTION for gpu in gpus)
@@ -135,18 +135,18 @@ def fresh_command(host: Host) -> tuple[Command, str]:
         return _for_nvidia(host, usual, [gpu.name for gpu in gpus if gpu.maker == "nvidia"])
     if maker != "amd":
         return usual, "this is an Apple GPU" if maker == "apple" else "no GPU was found"
-    found = {gpu.target for gpu in gpus if gpu.target}
-    if not found:
+    detected = {gpu.target for gpu in gpus if gpu.target}
+    if not detected:
         why = (
             "an AMD GPU is there, but the kernel does not name its target (is the amdgpu driver loaded, and "
-            "/sys/class/kfd visible?), so this is the usual wheel, which will compute on the processor"
+            "/sys/class/kfd visible?), so this is the usual wheel, which will compute on the CPU"
         )
         return usual, why
-    old = legacy(found)
+    old = legacy(detected)
     without = f"no torch{BOUNDS} is known to work on AMD {', '.join(old)}"
-    if len(old) == len(found):
-        return usual, f"{without}, so this is the usual wheel, which will compute on the processor"
-    targets = sorted(found.difference(old), key=lambda target: (target not in FUSED_ATTENTION, target))
+    if len(old) == len(detected):
+        return usual, f"{without}, so this is the usual wheel, which will compute on the CPU"
+    targets = sorted(detected.difference(old), key=lambda target: (target not in FUSED_ATTENTION, target))
     wheel = f"torch[{','.join(f'device-{target}' for target in targets)}]{BOUNDS}"
     return (*usual[:-1], "--index-url", AMD_INDEX, wheel), (
         f"AMD {', '.join(targets)} found" + (f"; {without}" if old else "")
@@ -202,7 +202,7 @@ def install_command(host: Host) -> Choice:
 
 
 def forced(command: Command) -> Command:
-    """The same install over a torch of the same version: `2.13.0` is satisfied by `2.13.0+cpu`, so pip must be told."""
+    """The same install over a torch of the same version, forced because `2.13.0+cpu` satisfies `2.13.0`."""
     return (*command[:4], "--force-reinstall", *command[4:])
 
 
@@ -270,13 +270,13 @@ class Distribution:
 
 def distributions(host: Host) -> Mapping[str, Distribution]:
     """The packages of the host's interpreter by name; of two with one name, that which is found first."""
-    found: dict[str, Distribution] = {}
-    for place in host.packages:
-        for folder in sorted(place.glob("*.dist-info")) if place.is_dir() else ():
+    packages: dict[str, Distribution] = {}
+    for directory in host.packages:
+        for folder in sorted(directory.glob("*.dist-info")) if directory.is_dir() else ():
             name, _, version = folder.name.removesuffix(".dist-info").partition("-")
             name = re.sub(r"[-_.]+", "-", name).lower()
-            found.setdefault(name, Distribution(name=name, version=version, folder=folder))
-    return found
+            packages.setdefault(name, Distribution(name=name, version=version, folder=folder))
+    return packages
 
 
 def numbers(version: str) -> tuple[int, ...]:

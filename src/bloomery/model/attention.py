@@ -30,7 +30,7 @@ from torch import Tensor, nn
 from torch.nn.attention.flex_attention import BlockMask, and_masks, create_block_mask, flex_attention
 
 CHUNK_QUERIES = 128
-"""On processors. A chunk is multiplied with keys that it may see: half of a long causal square is never made."""
+"""On CPUs. A chunk is multiplied only with keys that it may attend to, so half of a long causal square is skipped."""
 FLEX_TOKENS = 1024
 """From this length on, a kernel made for the mask is worth its compilation."""
 
@@ -42,9 +42,9 @@ Attended = Float[Tensor, "B H T F"]
 
 def softmax_attention(q: Queries, k: Keys, v: Values, sight: AttentionMask) -> Attended:
     """
-        y = softmax(q kᵀ / √E − slope · distance, where it may look) v
+        y = softmax(q kᵀ / √E − m · distance, masked) v
 
-    (Vaswani et al. 2017, https://arxiv.org/abs/1706.03762)
+    (Vaswani et al. 2017, https://arxiv.org/abs/1706.03762), where m is the ALiBi slope of the head, or 0.
     """
     group = q.shape[1] // k.shape[1]
     k, v = (one.to(q.dtype).repeat_interleave(group, dim=1) for one in (k, v))
@@ -70,8 +70,8 @@ def sdpa_attention(q: Queries, k: Keys, v: Values, sight: AttentionMask) -> Atte
 
 def fused_attention(q: Queries, k: Keys, v: Values, sight: AttentionMask) -> Attended:
     """
-    The one that is used: on processors compiled operations or plain matrix products; on GPUs the causal kernel, or for
-    long rows of several documents, windows and ALiBi a kernel made for them, so that no T × S mask lies in memory.
+    The fastest attention for this device: on CPUs, compiled operations or plain matmuls; on GPUs, the causal kernel.
+    Long packed sequences, windows and ALiBi have their own GPU kernel, which keeps no T × S mask in memory.
     """
     if q.device.type == "cpu" and not cpu.ELSEWHERE.get():
         if cpu.ready(q, k, v) and (first := sight.first(len(q))) is not None:  # it looks at numbers of segments
@@ -86,9 +86,9 @@ def fused_attention(q: Queries, k: Keys, v: Values, sight: AttentionMask) -> Att
 
 def processor_attention(q: Queries, k: Keys, v: Values, sight: AttentionMask) -> Attended:
     """
-    The formula as two batched matrix products; queries that share a key head lie below each other.
+    The formula as two batched matmuls; queries that share a key head are stacked.
 
-    On CPUs in bfloat16 it trains several times faster than PyTorch's, whose backward is slow there.
+    On CPUs in bfloat16 it trains several times faster than PyTorch's attention, whose backward is slow there.
     """
     B, H, T, E = q.shape
     K, S, wide = k.shape[1], k.shape[2], v.shape[3]
@@ -105,14 +105,14 @@ def processor_attention(q: Queries, k: Keys, v: Values, sight: AttentionMask) ->
 def _limited(
     scores: Float[Tensor, "B H t s"], sight: AttentionMask, rows: slice, seen: slice
 ) -> Float[Tensor, "B H t s"]:
-    """Scores of some queries and keys, in place, with what ALiBi takes away and −∞ where they may not look."""
+    """Change attention scores of some queries and keys in-place: subtract the ALiBi bias, and set −∞ where masked."""
     if sight.slopes is not None:
         scores.addcmul_(-sight.slopes.to(scores.dtype)[:, None, None], sight.distance(scores.dtype, rows, seen))
     if sight.num_queries > 1 or sight.segments is not None or sight.allowed is not None:  # else it sees all of them
         if (rows, seen) == (ALL, ALL):
             scores.add_(sight.bias(scores.dtype))
         else:
-            scores.masked_fill_(~sight.part(rows, seen)[:, None], -torch.inf)
+            scores.masked_fill_(~sight.chunk(rows, seen)[:, None], -torch.inf)
     return scores
 
 
@@ -155,18 +155,18 @@ class _Chunks(torch.autograd.Function):
 
 def _chunks(sight: AttentionMask) -> list[tuple[slice, slice]]:
     """Places of queries, and of the keys between the first and the last that one of them may see."""
-    found = []
+    chunks = []
     for begin in range(0, sight.num_queries, CHUNK_QUERIES):
         end = min(begin + CHUNK_QUERIES, sight.num_queries)
         first = 0 if sight.window is None else max(0, sight.offset + begin - sight.window + 1)
-        found.append((slice(begin, end), slice(first, sight.offset + end)))
-    return found
+        chunks.append((slice(begin, end), slice(first, sight.offset + end)))
+    return chunks
 
 
 def flexible_attention(q: Queries, k: Keys, v: Values, sight: AttentionMask, flex: Any = flex_attention) -> Attended:
     """
-    A kernel that asks functions of the places instead of a mask, and leaves out blocks where nobody sees anything
-    (Dong et al. 2024, https://arxiv.org/abs/2412.05496). Processors have no backward pass of it.
+    A kernel that computes the mask from positions and skips fully masked blocks
+    (Dong et al. 2024, https://arxiv.org/abs/2412.05496). It has no backward pass on CPUs.
     """
     slopes, offset = sight.slopes, sight.offset
     falling = None if slopes is None else (lambda score, b, h, t, s: score - slopes[h] * (t + offset - s))
@@ -191,7 +191,7 @@ def _blocks(sight: AttentionMask) -> BlockMask:
         limits.append(lambda b, h, t, s: segments[b, t + offset] == segments[b, s])
     sees = and_masks(*limits)
     B, T, S = None if segments is None else len(segments), sight.num_queries, sight.num_keys
-    return sight.made("blocks", lambda: create_block_mask(sees, B, None, T, S, device=sight.device))
+    return sight.cached("blocks", lambda: create_block_mask(sees, B, None, T, S, device=sight.device))
 
 
 def _has_flex_kernel(q: Tensor, k: Tensor, v: Tensor) -> bool:
@@ -240,8 +240,8 @@ class Attention(nn.Module):
     """
     Multi-head attention whose key/value heads are shared by groups of query heads (GQA).
 
-        q, k, v = x Wq, x Wk, x Wv          per head; q and k normed where asked for, and turned by position
-        y = softmax(q kᵀ / √E, where it may look) v Wo
+        q, k, v = x Wq, x Wk, x Wv          per head; q and k with optional norm, and RoPE
+        y = softmax(q kᵀ / √E, masked) v Wo
 
     K = H is multi-head attention (Vaswani et al. 2017, https://arxiv.org/abs/1706.03762), K = 1 is multi-query
     (Shazeer 2019, https://arxiv.org/abs/1911.02150), between them GQA (Ainslie et al. 2023, https://arxiv.org/abs/2305.13245).
@@ -251,23 +251,23 @@ class Attention(nn.Module):
     def __init__(self, config: ModelConfig, layer: int) -> None:
         super().__init__()
         self.layer = layer
-        self.num_heads, self.num_kv_heads, self.head_width = config.num_heads, config.num_kv_heads, config.head_size
-        query_width, key_width = self.num_heads * self.head_width, self.num_kv_heads * self.head_width
-        self.q = Linear(config.width, query_width, bias=config.biases != "none")
-        self.k = Linear(config.width, key_width, bias=config.biases != "none")
-        self.v = Linear(config.width, key_width, bias=config.biases != "none")
-        self.out = Linear(query_width, config.width, bias=config.biases == "all")
+        self.num_heads, self.num_kv_heads, self.head_dim = config.num_heads, config.num_kv_heads, config.head_size
+        query_width, key_width = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
+        self.q = Linear(config.hidden_size, query_width, bias=config.biases != "none")
+        self.k = Linear(config.hidden_size, key_width, bias=config.biases != "none")
+        self.v = Linear(config.hidden_size, key_width, bias=config.biases != "none")
+        self.out = Linear(query_width, config.hidden_size, bias=config.biases == "all")
         self.q_norm, self.k_norm = (
-            RMSNorm(self.head_width, config.norm_eps, config.norm_weights) if config.qk_norm else None for _ in "qk"
+            RMSNorm(self.head_dim, config.norm_eps, config.norm_affine) if config.qk_norm else None for _ in "qk"
         )
 
     def forward(
         self, x: Float[Tensor, "B T D"], turn: Rotation | None, sight: AttentionMask, cache: Cache | None = None
     ) -> Float[Tensor, "B T D"]:
         B, T, _ = x.shape
-        q = self.q(x).view(B, T, self.num_heads, self.head_width)
-        k = self.k(x).view(B, T, self.num_kv_heads, self.head_width)
-        v = self.v(x).view(B, T, self.num_kv_heads, self.head_width).transpose(1, 2)  # (B, K, T, E)
+        q = self.q(x).view(B, T, self.num_heads, self.head_dim)
+        k = self.k(x).view(B, T, self.num_kv_heads, self.head_dim)
+        v = self.v(x).view(B, T, self.num_kv_heads, self.head_dim).transpose(1, 2)  # (B, K, T, E)
         q, k = _placed(q, self.q_norm, turn), _placed(k, self.k_norm, turn)  # (B, H, T, E), (B, K, T, E)
         if cache is not None:
             k, v = cache.extend(self.layer, k, v)
@@ -287,7 +287,7 @@ class Attention(nn.Module):
 
 
 def _placed(x: Float[Tensor, "B T N E"], norm: RMSNorm | None, turn: Rotation | None) -> Float[Tensor, "B N T E"]:
-    """Queries or keys, normed where asked for and turned by position."""
+    """Queries or keys, with optional norm and RoPE."""
     if norm is not None and turn is not None:
         weights = () if norm.weight is None else (norm.weight,)
         if triton.ready("rotary-norm", x, *turn, *weights):
@@ -313,9 +313,9 @@ class DifferentialAttention(Attention):
         super().__init__(config, layer)
         self.lambda_start = 0.8 - 0.6 * math.exp(-0.3 * layer)
         self.lambda_q1, self.lambda_k1, self.lambda_q2, self.lambda_k2 = (
-            nn.Parameter(torch.zeros(self.head_width)) for _ in range(4)
+            nn.Parameter(torch.zeros(self.head_dim)) for _ in range(4)
         )
-        self.pair_norm = RMSNorm(2 * self.head_width, config.norm_eps, config.norm_weights)
+        self.pair_norm = RMSNorm(2 * self.head_dim, config.norm_eps, config.norm_affine)
 
     def attend(
         self,

@@ -28,40 +28,41 @@ class ModelPreset:
     config: dict[str, Any]
     """Of a ModelConfig."""
     vocab_size: int
-    """That its number of parameters is told for; a recipe's own tokenizer decides another."""
+    """For the parameter count in listings; a recipe's tokenizer sets its own vocabulary size."""
 
 
-def _shape(width: int, num_layers: int, num_heads: int, num_kv_heads: int, mlp_width: int) -> dict[str, Any]:
+def _shape(width: int, num_layers: int, num_heads: int, num_kv_heads: int, intermediate_size: int) -> dict[str, Any]:
     return {
-        "width": width,
+        "hidden_size": width,
         "num_layers": num_layers,
         "num_heads": num_heads,
         "num_kv_heads": num_kv_heads,
-        "mlp_width": mlp_width,
+        "intermediate_size": intermediate_size,
     }
 
 
 def _gpt2(width: int, num_layers: int, num_heads: int) -> ModelPreset:
     shape = _shape(width, num_layers, num_heads, num_heads, 4 * width)
-    kinds = {"feed_forward": "gelu_tanh", "positions": "absolute", "norm": "layernorm", "biases": "all"}
-    return ModelPreset(shape | kinds | {"context": 1024}, 50257)
+    kinds = {"mlp": "gelu_tanh", "position_embedding": "learned", "norm": "layernorm", "biases": "all"}
+    return ModelPreset(shape | kinds | {"context_length": 1024}, 50257)
 
 
 PLASMA = {"norm_eps": 1e-6}
-HARNESS = {"context": 8192, "rope_theta": 100_000.0, "norm_weights": False, "norm_eps": 1.1920928955078125e-07}
+HARNESS = {"context_length": 8192, "rope_theta": 100_000.0, "norm_affine": False, "norm_eps": 1.1920928955078125e-07}
 LLAMA_31 = {
-    "context": 131_072,
+    "context_length": 131_072,
     "rope_theta": 500_000.0,
-    "rope_scaling": {"kind": "llama3", "factor": 8.0, "original_context": 8192},
+    "rope_scaling": {"kind": "llama3", "factor": 8.0, "original_context_length": 8192},
     "tie_embeddings": False,
 }
-BAICHUAN2 = {"context": 4096, "norm_eps": 1e-6, "tie_embeddings": False}
+BAICHUAN2 = {"context_length": 4096, "norm_eps": 1e-6, "tie_embeddings": False}
 
 PRESETS = {
-    "plasma-235m": ModelPreset(_shape(1024, 18, 16, 4, 2816) | PLASMA | {"context": 1024}, 32_000),
-    "plasma-500m": ModelPreset(_shape(1280, 26, 20, 4, 3584) | PLASMA | {"context": 1024}, 48_000),
+    "plasma-235m": ModelPreset(_shape(1024, 18, 16, 4, 2816) | PLASMA | {"context_length": 1024}, 32_000),
+    "plasma-500m": ModelPreset(_shape(1280, 26, 20, 4, 3584) | PLASMA | {"context_length": 1024}, 48_000),
     "plasma-756m": ModelPreset(
-        _shape(1536, 28, 24, 4, 4096) | PLASMA | {"context": 2048, "rope_theta": 100_000.0, "qk_norm": True}, 48_000
+        _shape(1536, 28, 24, 4, 4096) | PLASMA | {"context_length": 2048, "rope_theta": 100_000.0, "qk_norm": True},
+        48_000,
     ),
     "gpt2-124m": _gpt2(768, 12, 12),
     "gpt2-350m": _gpt2(1024, 24, 16),
@@ -78,12 +79,14 @@ PRESETS = {
     "llama-3.1-70b": ModelPreset(_shape(8192, 80, 64, 8, 28_672) | LLAMA_31, 128_256),
     "llama-3.1-405b": ModelPreset(_shape(16_384, 126, 128, 8, 53_248) | LLAMA_31, 128_256),
     "baichuan2-7b": ModelPreset(_shape(4096, 32, 32, 32, 11_008) | BAICHUAN2, 125_696),
-    "baichuan2-13b": ModelPreset(_shape(5120, 40, 40, 40, 13_696) | BAICHUAN2 | {"positions": "alibi"}, 125_696),
+    "baichuan2-13b": ModelPreset(
+        _shape(5120, 40, 40, 40, 13_696) | BAICHUAN2 | {"position_embedding": "alibi"}, 125_696
+    ),
 }
 
 
 Factor = Annotated[float, Between(1, 1e6, "no context is stretched further")]
-Frequency = Annotated[float, Between(1e-6, 1e6, "it counts turns over a context")]
+Frequency = Annotated[float, Between(1e-6, 1e6, "it counts rotations over a context")]
 
 
 class LinearScaling(Config):
@@ -99,9 +102,9 @@ class LinearScaling(Config):
 
 class Llama3Scaling(Config):
     """
-        ω' = ω / factor                     where a turn takes more than original_context / low_freq_factor tokens
-             ω                              where it takes fewer than original_context / high_freq_factor
-             between the two, in proportion to original_context · ω / 2π
+        ω' = ω / factor                     where a rotation takes over original_context_length / low_freq_factor
+             ω                              where it takes under original_context_length / high_freq_factor
+             between the two, in proportion to original_context_length · ω / 2π
 
     (Llama 3.1: Dubey et al. 2024, https://arxiv.org/abs/2407.21783)
     """
@@ -110,7 +113,7 @@ class Llama3Scaling(Config):
     factor: Factor = 8.0
     low_freq_factor: Frequency = 1.0
     high_freq_factor: Frequency = 4.0
-    original_context: Context = 8192
+    original_context_length: Context = 8192
 
     @model_validator(mode="after")
     def _bounds_are_in_order(self) -> "Llama3Scaling":
@@ -125,15 +128,16 @@ class YarnScaling(Config):
     """
         ω' = ω · ((1 − r) + r / factor)
 
-    where r rises from 0 to 1 between the numbers that turn beta_fast and beta_slow times over original_context tokens.
-    Queries and keys are scaled by attention_factor, √(1/t) of the paper; None: 0.1 · ln(factor) + 1.
+    where r rises from 0 to 1 between the pairs that rotate beta_fast and beta_slow times over
+    original_context_length tokens. Queries and keys are scaled by attention_factor, √(1/t) of the paper; None:
+    0.1 · ln(factor) + 1.
 
     (Peng et al. 2023, https://arxiv.org/abs/2309.00071)
     """
 
     kind: Literal["yarn"] = "yarn"
     factor: Factor
-    original_context: Context
+    original_context_length: Context
     beta_fast: Frequency = 32.0
     beta_slow: Frequency = 1.0
     attention_factor: Annotated[float, Between(1e-3, 1e3, "it scales queries and keys")] | None = None
@@ -174,35 +178,35 @@ class ModelConfig(Config):
     """
 
     preset: str = ""
-    """A known shape, by its name in `model/config.py`. What else is said here is changed in it."""
-    width: Annotated[int, Between(1, 2**20, "no model is wider")] = 256
+    """A known shape, by its name in `model/config.py`. The other keys of this section override it."""
+    hidden_size: Annotated[int, Between(1, 2**20, "no model is wider")] = 256
     """Of the residual stream."""
     num_layers: Annotated[int, Between(1, 1000, "no model is deeper")] = 6
     num_heads: Heads = 8
     """Query heads."""
     num_kv_heads: Heads = 4
     """Key/value heads; each serves num_heads / num_kv_heads query heads."""
-    head_width: Annotated[int, Between(1, 2**16, "no head is wider")] | None = None
+    head_dim: Annotated[int, Between(1, 2**16, "no head is wider")] | None = None
     """Of one head. None: the width is split among the query heads."""
-    mlp_width: Annotated[int, Between(1, 2**22, "no model is wider")] = 704
-    context: Context = 256
+    intermediate_size: Annotated[int, Between(1, 2**22, "no model is wider")] = 704
+    context_length: Context = 256
     """Most tokens that the model sees at once."""
     attention: Cycle[AttentionKind] = ("standard",)
     """Differential: a pair of heads is one, whose weights are those of the first less λ times those of the second."""
     sliding_window: Cycle[Window] = ("full",)
     """How many tokens a token sees, itself and those before it."""
-    feed_forward: Cycle[FeedForwardKind] = ("swiglu",)
+    mlp: Cycle[FeedForwardKind] = ("swiglu",)
     """Gated (swiglu, geglu) or plain (gelu, its approximation by tanh, the square of relu)."""
-    positions: Literal["rotary", "absolute", "alibi", "none"] = "rotary"
-    """Absolute: a learned table, which ends with the context. None: the causal mask alone tells the order."""
+    position_embedding: Literal["rope", "learned", "alibi", "none"] = "rope"
+    """learned: a table, which ends with the context. None: the causal mask alone tells the order."""
     rope_theta: Annotated[float, Between(0.1, 1e15, "angles fall as its powers, and end in float32")] = 10_000.0
     rope_scaling: RopeScaling | None = None
     norm: Literal["rmsnorm", "layernorm"] = "rmsnorm"
     norm_eps: Annotated[float, Between(1e-12, 0.1, "it is added to a mean square near 1")] = 1e-5
-    norm_weights: bool = True
+    norm_affine: bool = True
     """Whether norms learn a factor for each number."""
     qk_norm: bool = False
-    """RMSNorm on the queries and keys of each head, before they are turned."""
+    """RMSNorm on the queries and keys of each head, before RoPE."""
     biases: Literal["none", "qkv", "all"] = "none"
     """All: also in LayerNorm. The head has none in any case."""
     tie_embeddings: bool = True
@@ -211,13 +215,13 @@ class ModelConfig(Config):
     @property
     def head_size(self) -> int:
         """Width of one head: E."""
-        return self.head_width or self.width // self.num_heads
+        return self.head_dim or self.hidden_size // self.num_heads
 
     def layer(self, number: int) -> tuple[AttentionKind, Window, FeedForwardKind]:
         """What layer `number`, counted from 0, is made of."""
-        cycles = (self.attention, self.sliding_window, self.feed_forward)
-        attention, window, feed_forward = (cycle[number % len(cycle)] for cycle in cycles)
-        return attention, window, feed_forward  # type: ignore[return-value]
+        cycles = (self.attention, self.sliding_window, self.mlp)
+        attention, window, mlp = (cycle[number % len(cycle)] for cycle in cycles)
+        return attention, window, mlp  # type: ignore[return-value]
 
     def of_every_layer(self, name: str) -> Any:
         """A setting; of one that cycles, an entry for each layer. Two cycles that say the same are equal so."""
@@ -226,11 +230,11 @@ class ModelConfig(Config):
 
     @model_validator(mode="before")
     @classmethod
-    def _preset(cls, given: Any) -> Any:
-        """The preset's numbers, under what is given. Its name is not kept: a shape is the same however it was said."""
-        if not isinstance(given, dict) or not isinstance(given.get("preset", 0), str):
-            return given
-        name, own = given["preset"], {key: value for key, value in given.items() if key != "preset"}
+    def _preset(cls, raw: Any) -> Any:
+        """The preset's values, overridden by the given keys. Its name is dropped, so equal shapes compare equal."""
+        if not isinstance(raw, dict) or not isinstance(raw.get("preset", 0), str):
+            return raw
+        name, own = raw["preset"], {key: value for key, value in raw.items() if key != "preset"}
         if name and name not in PRESETS:
             near = difflib.get_close_matches(name, PRESETS, n=1)
             hint = f"did you mean {near[0]!r}" if near else f"known are {', '.join(PRESETS)}"
@@ -240,23 +244,25 @@ class ModelConfig(Config):
     @model_validator(mode="after")
     def _is_no_larger_than_any(self) -> "ModelConfig":
         heads = 2 * (self.num_heads + self.num_kv_heads) * self.head_size
-        if (weights := self.num_layers * self.width * (heads + 2 * self.mlp_width)) > MAX_WEIGHTS:
+        if (weights := self.num_layers * self.hidden_size * (heads + 2 * self.intermediate_size)) > MAX_WEIGHTS:
             raise ValueError(
-                f"num_layers {self.num_layers:,}, width {self.width:,} and mlp_width {self.mlp_width:,} are about "
-                f"{weights:.1e} weights; no model has more than {MAX_WEIGHTS:.0e}"
+                f"num_layers {self.num_layers:,}, hidden_size {self.hidden_size:,} and intermediate_size "
+                f"{self.intermediate_size:,} are about {weights:.1e} weights; no model has more than {MAX_WEIGHTS:.0e}"
             )
         return self
 
     @model_validator(mode="after")
     def _fits_together(self) -> "ModelConfig":
-        if self.head_width is None and (self.width % self.num_heads or self.width < self.num_heads):
+        if self.head_dim is None and (self.hidden_size % self.num_heads or self.hidden_size < self.num_heads):
             raise ValueError(
-                f"width {self.width} must be a multiple of num_heads {self.num_heads}, or head_width given"
+                f"hidden_size {self.hidden_size} must be a multiple of num_heads {self.num_heads}, or head_dim given"
             )
-        if self.positions == "rotary" and self.head_size % 2:
-            raise ValueError(f"rotary positions turn pairs of numbers, and a head has {self.head_size}")
-        if self.positions != "rotary" and self.rope_scaling is not None:
-            raise ValueError(f"rope_scaling is for rotary positions, and positions is {self.positions!r}")
+        if self.position_embedding == "rope" and self.head_size % 2:
+            raise ValueError(f"rotary positions need an even head_dim, not {self.head_size}")
+        if self.position_embedding != "rope" and self.rope_scaling is not None:
+            raise ValueError(
+                f"rope_scaling is for rotary positions, and position_embedding is {self.position_embedding!r}"
+            )
         if self.rope_scaling is not None and self.rope_scaling.kind == "yarn" and self.rope_theta <= 1:
             raise ValueError(f"yarn divides by the logarithm of rope_theta {self.rope_theta}, which must be above 1")
         if self.num_heads % self.num_kv_heads:

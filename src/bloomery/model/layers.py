@@ -33,7 +33,7 @@ class RMSNorm(nn.Module):
         y = x / √(mean(x²) + ε) · g
 
     computed in float32 (Zhang and Sennrich 2019, https://arxiv.org/abs/1910.07467). Under autocast the result has the
-    number format of the matrix products that read it, so that it is converted once and not by each of them.
+    dtype of the matmuls that read it, so it is converted once and not by each matmul.
     """
 
     def __init__(self, width: int, eps: float, weights: bool = True) -> None:
@@ -72,7 +72,7 @@ class LayerNorm(nn.Module):
 
 
 def _computed(x: Tensor) -> torch.dtype:
-    """The number format of matrix products: that of autocast, where it is on, and else float32."""
+    """The dtype of matmuls: autocast's where it is on, else float32."""
     kind = x.device.type
     return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else torch.float32
 
@@ -84,9 +84,9 @@ def _as_computed(y: Tensor) -> Tensor:
 def norm(config: ModelConfig) -> RMSNorm | LayerNorm:
     """The norm of the residual stream that a config asks for."""
     if config.norm == "rmsnorm":
-        return RMSNorm(config.width, config.norm_eps, config.norm_weights)
-    biased = config.norm_weights and config.biases == "all"
-    return LayerNorm(config.width, config.norm_eps, config.norm_weights, biased)
+        return RMSNorm(config.hidden_size, config.norm_eps, config.norm_affine)
+    biased = config.norm_affine and config.biases == "all"
+    return LayerNorm(config.hidden_size, config.norm_eps, config.norm_affine, biased)
 
 
 def gelu_tanh(x: Tensor) -> Tensor:
@@ -114,12 +114,14 @@ class GatedMLP(nn.Module):
     SwiGLU and GeGLU (Shazeer 2020, https://arxiv.org/abs/2002.05202).
     """
 
-    def __init__(self, width: int, mlp_width: int, kind: FeedForwardKind = "swiglu", bias: bool = False) -> None:
+    def __init__(
+        self, width: int, intermediate_size: int, kind: FeedForwardKind = "swiglu", bias: bool = False
+    ) -> None:
         super().__init__()
         self.act = ACTIVATIONS[kind]
-        self.gate = Linear(width, mlp_width, bias=bias)
-        self.up = Linear(width, mlp_width, bias=bias)
-        self.down = Linear(mlp_width, width, bias=bias)
+        self.gate = Linear(width, intermediate_size, bias=bias)
+        self.up = Linear(width, intermediate_size, bias=bias)
+        self.down = Linear(intermediate_size, width, bias=bias)
 
     def forward(self, x: Float[Tensor, "B T D"]) -> Float[Tensor, "B T D"]:
         gate, up = self.gate(x), self.up(x)
@@ -136,19 +138,19 @@ class MLP(nn.Module):
     square of ReLU (So et al. 2021, https://arxiv.org/abs/2109.08668).
     """
 
-    def __init__(self, width: int, mlp_width: int, kind: FeedForwardKind, bias: bool = False) -> None:
+    def __init__(self, width: int, intermediate_size: int, kind: FeedForwardKind, bias: bool = False) -> None:
         super().__init__()
         self.act = ACTIVATIONS[kind]
-        self.up = Linear(width, mlp_width, bias=bias)
-        self.down = Linear(mlp_width, width, bias=bias)
+        self.up = Linear(width, intermediate_size, bias=bias)
+        self.down = Linear(intermediate_size, width, bias=bias)
 
     def forward(self, x: Float[Tensor, "B T D"]) -> Float[Tensor, "B T D"]:
         y: Tensor = self.down(self.act(self.up(x)))
         return y
 
 
-def feed_forward(config: ModelConfig, layer: int) -> GatedMLP | MLP:
+def build_mlp(config: ModelConfig, layer: int) -> GatedMLP | MLP:
     """The feed-forward that a config asks for in a layer."""
     kind = config.layer(layer)[2]
-    made = GatedMLP if kind in ("swiglu", "geglu") else MLP
-    return made(config.width, config.mlp_width, kind, config.biases == "all")
+    mlp_class = GatedMLP if kind in ("swiglu", "geglu") else MLP
+    return mlp_class(config.hidden_size, config.intermediate_size, kind, config.biases == "all")

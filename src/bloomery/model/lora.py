@@ -1,5 +1,5 @@
 """
-Low-rank adapters beside frozen matrices: put on, taken off, merged.
+Low-rank adapters for frozen matrices: attach them, and train only them.
 
 Letters used for shapes: R outputs, D inputs, r rank.
 """
@@ -12,7 +12,7 @@ from jaxtyping import Float
 
 import bloomery.hw.require_torch  # noqa: F401
 from bloomery.model import quantize
-from bloomery.model.lora_config import Base, Lora, targets
+from bloomery.model.lora_config import Lora, targets
 from bloomery.model.quantize import QuantizedLinear
 from bloomery.model.transformer import Transformer
 
@@ -27,9 +27,9 @@ class LoRALinear(nn.Module):
     def __init__(self, base: QuantizedLinear, settings: Lora) -> None:
         super().__init__()
         self.base, self.scale, self.share = base, settings.scale, settings.dropout
-        place = base.weight.device
-        self.lora_a = nn.Parameter(torch.zeros(settings.rank, base.width, device=place))
-        self.lora_b = nn.Parameter(torch.zeros(base.num_rows, settings.rank, device=place))
+        device = base.weight.device
+        self.lora_a = nn.Parameter(torch.zeros(settings.rank, base.width, device=device))
+        self.lora_b = nn.Parameter(torch.zeros(base.num_rows, settings.rank, device=device))
         self.is_on = True
         """Whether the adapter counts, or the frozen matrix alone."""
 
@@ -41,10 +41,6 @@ class LoRALinear(nn.Module):
         y: Tensor = self.base(x) + F.linear(F.linear(heard, self.lora_a), self.lora_b) * self.scale
         return y
 
-    def delta(self) -> Float[Tensor, "R D"]:
-        """What the adapter adds to the matrix, in float32."""
-        return self.scale * (self.lora_b.detach().float() @ self.lora_a.detach().float())
-
     def _dropped(self, x: Tensor) -> Tensor:
         keep = _coins(x.detach(), self.lora_b.detach()) >= int(self.share * 2**32)
         return x * keep / (1 - self.share)
@@ -52,42 +48,33 @@ class LoRALinear(nn.Module):
 
 def _coins(x: Tensor, salt: Tensor) -> Tensor:
     """
-    A number from 0 to 2³² − 1 for each of x: a hash of its place and bits and of the adapter's weights.
+    A number from 0 to 2³² − 1 for each element of x: a hash of its position, its bits and the adapter's weights.
 
-    No state is drawn from, so a run that goes on after a kill, one that recomputes, and ranks toss the same coins.
+    There is no generator state, so resumed runs, recomputation and all ranks get the same numbers.
     """
     mask, turn = 2**32 - 1, 0x9E3779B1
     salted = salt.float().view(torch.int32).sum(dtype=torch.int64) * turn
-    place = torch.arange(x.numel(), device=x.device).view(x.shape) * turn
-    mixed = (x.float().view(torch.int32).to(torch.int64) + place + salted) & mask
+    positions = torch.arange(x.numel(), device=x.device).view(x.shape) * turn
+    mixed = (x.float().view(torch.int32).to(torch.int64) + positions + salted) & mask
     for _ in range(2):
         mixed = ((mixed ^ (mixed >> 16)) * 0x45D9F3B) & mask
     return mixed ^ (mixed >> 16)
 
 
-def freeze(model: Transformer, base: Base) -> None:
-    """Keep the matrices of the blocks in a format, and train nothing any more."""
-    model.requires_grad_(False)
-    if base == "float32":
-        return
-    for name, linear in _linears(model):
-        _put(model, name, quantize.frozen(linear, base))
-
-
 def attach(model: Transformer, settings: Lora, seed: int) -> None:
     """
-    Freeze a model, and put adapters beside the matrices that `settings.targets` names. Raises DataError where one of
-    these names none.
+    Freeze a model, and add adapters to the matrices that `settings.target_modules` names. Raises DataError where a
+    name matches no matrix.
 
-    A starts as PEFT's, uniform within ±1/√D, from a draw on the processor.
+    A starts as in PEFT, uniform within ±1/√D, sampled on the CPU.
     """
-    chosen = targets([name for name, _ in _linears(model)], settings.targets)
+    chosen = targets([name for name, _ in _linears(model)], settings.target_modules)
     model.requires_grad_(False)
     generator = torch.Generator().manual_seed(seed)
     for name, linear in list(_linears(model)):
-        if name not in chosen and settings.base == "float32":
+        if name not in chosen and settings.base_dtype == "float32":
             continue
-        frozen = quantize.frozen(linear, settings.base)
+        frozen = quantize.frozen(linear, settings.base_dtype)
         if name not in chosen:
             _put(model, name, frozen)
             continue
@@ -119,30 +106,6 @@ Weights = Mapping[str, Tensor]
 def weights(model: Transformer) -> dict[str, Tensor]:
     """All that is trained."""
     return {name: weight for name, weight in model.named_parameters() if name.endswith((".lora_a", ".lora_b"))}
-
-
-def merged(model: Transformer) -> Transformer:
-    """A plain model that computes the same up to rounding: W + s · B A, of the weights as they were kept."""
-    plain: dict[str, Tensor] = {}
-    for path, module in model.named_modules():
-        if isinstance(module, LoRALinear):
-            plain |= _dense(path, module.base, module.delta())
-        elif isinstance(module, QuantizedLinear) and not path.endswith(".base"):
-            plain |= _dense(path, module, None)
-    with torch.device("meta"):
-        twin = Transformer(model.config, model.vocab_size)
-    own: Mapping[str, Tensor] = model.state_dict()
-    whole = {name: plain[name] if name in plain else own[name].detach() for name in twin.state_dict()}
-    twin.load_state_dict(whole, assign=True)
-    if model.config.tie_embeddings:
-        twin.head.weight = twin.embed.weight
-    return twin.to(model.embed.weight.device).eval()
-
-
-def _dense(path: str, frozen: QuantizedLinear, delta: Tensor | None) -> dict[str, Tensor]:
-    weight = frozen.dense(torch.float32)
-    found = {f"{path}.weight": weight if delta is None else weight + delta}
-    return found if frozen.bias is None else found | {f"{path}.bias": frozen.bias}
 
 
 def _linears(model: Transformer) -> Iterator[tuple[str, nn.Linear]]:

@@ -1,4 +1,4 @@
-"""What can be said about low-rank adapters and the frozen weights below them. Needs no torch."""
+"""Settings of low-rank adapters and of the frozen weights below them. Needs no torch."""
 
 from collections.abc import Iterator, Sequence
 from fnmatch import fnmatchcase
@@ -20,7 +20,7 @@ nf4.
 
 class Lora(Config):
     """
-    Only small matrices beside the frozen ones are trained (Hu et al. 2021, https://arxiv.org/abs/2106.09685).
+    Train only small matrices added to the frozen weights (Hu et al. 2021, https://arxiv.org/abs/2106.09685).
 
         y = W x + s · B A x      A: rank × inputs, B: outputs × rank, s = alpha / rank
     """
@@ -30,14 +30,14 @@ class Lora(Config):
     alpha: Annotated[float, Between(1e-3, 1e6, "updates of the adapter are times alpha / rank")] = 32.0
     dropout: Annotated[float, Between(0, 0.99, "something has to be left")] = 0.0
     """Share of the inputs of A that is left out in training."""
-    targets: tuple[str, ...] = Field(("attention.*", "mlp.*"), min_length=1, max_length=64)
+    target_modules: tuple[str, ...] = Field(("attention.*", "mlp.*"), min_length=1, max_length=64)
     """
     Which matrices of the blocks: paths as `attention.q` in every block or `blocks.3.mlp.down` in one; * stands for
     anything.
     """
     rank_stabilized: bool = False
     """s = alpha / √rank instead (rsLoRA: Kalajdzievski 2023, https://arxiv.org/abs/2312.03732)."""
-    base: Base = "float32"
+    base_dtype: Base = "float32"
     """How the frozen matrices of the blocks are kept. Embedding, head and vectors stay as they are."""
 
     @property
@@ -60,7 +60,7 @@ def targets(names: Sequence[str], patterns: Sequence[str]) -> list[str]:
         if not any(_named(name, pattern) for name in names):
             near = ", ".join(dict.fromkeys(_within(name) for name in names))
             what = f"the target {pattern!r} names no matrix of this model"
-            raise DataError(what, where="lora.targets", hint=f"Each of its blocks has {near}.")
+            raise DataError(what, where="lora.target_modules", hint=f"Each of its blocks has {near}.")
     return [name for name in names if any(_named(name, pattern) for pattern in patterns)]
 
 

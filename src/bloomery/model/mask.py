@@ -60,17 +60,17 @@ class AttentionMask:
 
     def mask(self) -> Bool[Tensor, "b T S"]:
         """True where a token may look; b is 1 where all rows are alike."""
-        return self.made("mask", self._mask)
+        return self.cached("mask", self._mask)
 
     def bias(self, dtype: torch.dtype) -> Float[Tensor, "b 1 T S"]:
-        """What is added to scores instead of a mask, without ALiBi."""
-        return self.made(("bias", dtype), lambda: self._bias(dtype))
+        """The mask as a bias to add to attention scores, without ALiBi."""
+        return self.cached(("bias", dtype), lambda: self._bias(dtype))
 
     def distance(self, dtype: torch.dtype, rows: slice = ALL, keys: slice = ALL) -> Float[Tensor, "t s"]:
         """How many tokens a key lies before a query."""
         if (rows, keys) != (ALL, ALL):
             return (self._places()[rows] - self._keys()[:, keys]).to(dtype)
-        return self.made(("distance", dtype), lambda: (self._places() - self._keys()).to(dtype))
+        return self.cached(("distance", dtype), lambda: (self._places() - self._keys()).to(dtype))
 
     def first(self, batch: int) -> Int[Tensor, "B T"] | None:
         """
@@ -79,7 +79,7 @@ class AttentionMask:
         """
         if self.allowed is not None or self.slopes is not None or self.is_windowed or self.offset:
             return None
-        return self.made(("first", batch), lambda: self._first(batch))
+        return self.cached(("first", batch), lambda: self._first(batch))
 
     def _first(self, batch: int) -> Tensor | None:
         if self.segments is None:
@@ -87,12 +87,12 @@ class AttentionMask:
         together = bool((self.segments[:, 1:] >= self.segments[:, :-1]).all())
         return cpu.first_seen(self.segments.expand(batch, -1)) if together else None
 
-    def made(self, name: Any, make: Callable[[], M]) -> M:
+    def cached(self, name: Any, make: Callable[[], M]) -> M:
         """What `make` gives, made once: layers share it."""
         if name not in self._made:
             self._made[name] = make()
-        found: M = self._made[name]
-        return found
+        value: M = self._made[name]
+        return value
 
     def _places(self) -> Int[Tensor, "T 1"]:
         return torch.arange(self.offset, self.num_keys, device=self.device)[:, None]
@@ -100,15 +100,15 @@ class AttentionMask:
     def _keys(self) -> Int[Tensor, "1 S"]:
         return torch.arange(self.num_keys, device=self.device)[None, :]
 
-    def part(self, rows: slice, keys: slice) -> Bool[Tensor, "b t s"]:
-        """The mask of some queries and keys, made anew: of a long row it is never whole in memory."""
+    def chunk(self, rows: slice, keys: slice) -> Bool[Tensor, "b t s"]:
+        """The mask of some queries and keys, not cached: the whole mask of a long sequence is never in memory."""
         return self._mask(rows, keys)
 
     def _mask(self, rows: slice = ALL, keys: slice = ALL) -> Tensor:
-        place, key = self._places()[rows], self._keys()[:, keys]
-        seen = key <= place
+        query, key = self._places()[rows], self._keys()[:, keys]
+        seen = key <= query
         if self.window is not None:
-            seen &= key > place - self.window
+            seen &= key > query - self.window
         seen = seen[None]
         if self.segments is not None:
             seen = seen & (self.segments[:, self.offset :][:, rows, None] == self.segments[:, None, keys])

@@ -1,9 +1,9 @@
 """
 Frozen matrices in fewer bytes, in plain tensor operations: bfloat16, int8 by rows, and 4-bit NormalFloat by blocks.
 
-A product computes the dense matrix for itself, forward and backward, so that it is never kept. Gradients are those of
-a dense layer with the same numbers, bit for bit; on a GPU that was found to do better with a kernel of our own, which
-makes the matrix tile by tile, they are so but for the order of sums.
+Each matmul dequantises the matrix again, forward and backward, so the dense matrix is never kept. Gradients equal those
+of a dense layer with the same numbers, bit for bit. Some GPUs are faster with Bloomery's own kernel, which dequantises
+tile by tile. There the gradients differ only by the order of sums.
 
 Letters used for shapes: R rows (outputs), D width (inputs), K blocks of 64 in a row.
 """
@@ -55,7 +55,7 @@ def _pairs(device: torch.device) -> Float[Tensor, "256 2"]:
 
 
 def forget() -> None:
-    """Make the tensors above anew when they are needed next: by who works with tensors without numbers, or did."""
+    """Clear the cached tensors above. Call it before and after work with fake tensors."""
     numbers.cache_clear()
     _pairs.cache_clear()
 
@@ -80,7 +80,7 @@ class QuantizedLinear(nn.Module):
         return F.linear(x, self.dense(x.dtype), bias)
 
     def times_back(self, slope: Float[Tensor, "*lead R"]) -> Float[Tensor, "*lead D"]:
-        """slope W, in the number format of the slope."""
+        """The gradient of x: dy W, in the dtype of dy, the gradient of the output."""
         return slope @ self.dense(slope.dtype)
 
     def forward(self, x: Float[Tensor, "*lead D"]) -> Float[Tensor, "*lead R"]:

@@ -20,7 +20,7 @@ Rotation = tuple[Float[Tensor, "b 1 T E"], Float[Tensor, "b 1 T E"]]  # b is 1 w
 
 def rotation(positions: Int[Tensor, "b T"], config: ModelConfig, dtype: torch.dtype = torch.float32) -> Rotation:
     """
-    Cosine and sine of every position's angles, for `rotate`, in the number format of what is turned.
+    Cosine and sine of every position's angles, for `rotate`, in the dtype of the queries and keys.
 
         angle(p, j) = p · ω(j)     j = 0 … E/2 − 1, repeated for the second half
 
@@ -37,17 +37,17 @@ def rotation(positions: Int[Tensor, "b T"], config: ModelConfig, dtype: torch.dt
 
 
 def frequencies(
-    head_width: int, theta: float, scaling: RopeScaling | None, device: torch.device | str = "cpu"
+    head_dim: int, theta: float, scaling: RopeScaling | None, device: torch.device | str = "cpu"
 ) -> tuple[Float[Tensor, " half"], float]:
     """
-    How fast each pair of numbers turns, in radians a token, and how much what is turned grows.
+    How fast each pair of numbers rotates, in radians per token, and the factor on rotated queries and keys.
 
         ω(j) = 1 / θ^(2j/E)
 
     In float32 and in this order of operations, so that angles at far positions have the bits of transformers'.
     """
-    j = torch.arange(0, head_width, 2, device=device, dtype=torch.float32)
-    speeds = 1.0 / (theta ** (j / head_width))
+    j = torch.arange(0, head_dim, 2, device=device, dtype=torch.float32)
+    speeds = 1.0 / (theta ** (j / head_dim))
     match scaling:
         case LinearScaling():
             return speeds / scaling.factor, 1.0
@@ -55,7 +55,7 @@ def frequencies(
             return _llama3(speeds, scaling), 1.0
         case YarnScaling():
             grown = scaling.attention_factor or (0.1 * math.log(scaling.factor) + 1.0)
-            return _yarn(speeds, head_width, theta, scaling), grown
+            return _yarn(speeds, head_dim, theta, scaling), grown
         case None:
             return speeds, 1.0
 
@@ -63,18 +63,18 @@ def frequencies(
 def _llama3(speeds: Tensor, scaling: Llama3Scaling) -> Tensor:
     turn_tokens = 2 * math.pi / speeds
     low, high = scaling.low_freq_factor, scaling.high_freq_factor
-    share = ((scaling.original_context / turn_tokens - low) / (high - low)).clamp(0, 1)  # 1: as it is
+    share = ((scaling.original_context_length / turn_tokens - low) / (high - low)).clamp(0, 1)  # 1: as it is
     return (1 - share) * speeds / scaling.factor + share * speeds
 
 
-def _yarn(speeds: Tensor, head_width: int, theta: float, scaling: YarnScaling) -> Tensor:
-    def place(turns: float) -> float:
-        """The j that turns so often over the original context."""
-        return head_width * math.log(scaling.original_context / (turns * 2 * math.pi)) / (2 * math.log(theta))
+def _yarn(speeds: Tensor, head_dim: int, theta: float, scaling: YarnScaling) -> Tensor:
+    def dim(turns: float) -> float:
+        """The index j of the pair with so many rotations over the original context."""
+        return head_dim * math.log(scaling.original_context_length / (turns * 2 * math.pi)) / (2 * math.log(theta))
 
-    first, last = max(math.floor(place(scaling.beta_fast)), 0), min(math.ceil(place(scaling.beta_slow)), head_width - 1)
+    first, last = max(math.floor(dim(scaling.beta_fast)), 0), min(math.ceil(dim(scaling.beta_slow)), head_dim - 1)
     width = last - first or 0.001
-    j = torch.arange(head_width // 2, device=speeds.device, dtype=torch.float32)
+    j = torch.arange(head_dim // 2, device=speeds.device, dtype=torch.float32)
     share = ((j - first) / width).clamp(0, 1)  # 1: slowed by the whole factor
     return speeds / scaling.factor * share + speeds * (1 - share)
 

@@ -10,7 +10,7 @@ from jaxtyping import Float, Int
 
 from bloomery.model.attention import Cache, attention
 from bloomery.model.config import AttentionKind, ModelConfig, Window
-from bloomery.model.layers import feed_forward, norm
+from bloomery.model.layers import build_mlp, norm
 from bloomery.model.mask import AttentionMask, Mask
 from bloomery.model.rope import Rotation, alibi_slopes, rotation
 
@@ -29,7 +29,7 @@ class Block(nn.Module):
         self.attention_norm = norm(config)
         self.attention = attention(config, layer)
         self.mlp_norm = norm(config)
-        self.mlp = feed_forward(config, layer)
+        self.mlp = build_mlp(config, layer)
 
     def forward(
         self, x: Float[Tensor, "B T D"], turn: Rotation | None, sight: AttentionMask, cache: Cache | None
@@ -45,11 +45,13 @@ class Transformer(nn.Module):
     def __init__(self, config: ModelConfig, vocab_size: int) -> None:
         super().__init__()
         self.config, self.vocab_size = config, vocab_size
-        self.embed = nn.Embedding(vocab_size, config.width)
-        self.positions = nn.Embedding(config.context, config.width) if config.positions == "absolute" else None
+        self.embed = nn.Embedding(vocab_size, config.hidden_size)
+        self.positions = (
+            nn.Embedding(config.context_length, config.hidden_size) if config.position_embedding == "learned" else None
+        )
         self.blocks = nn.ModuleList(Block(config, layer) for layer in range(config.num_layers))
         self.norm = norm(config)
-        self.head = nn.Linear(config.width, vocab_size, bias=False)
+        self.head = nn.Linear(config.hidden_size, vocab_size, bias=False)
         if config.tie_embeddings:
             self.head.weight = self.embed.weight
 
@@ -86,10 +88,10 @@ class Transformer(nn.Module):
         segments: Int[Tensor, "#B T"] | None = None,
     ) -> Float[Tensor, "B T D"]:
         """
-        The normed residual stream after the last block; `logits` makes scores of it.
+        The normed residual stream after the last block; `logits` computes the logits from it.
 
-        Tokens see only earlier tokens of the same segment. Positions count from 0 in each row unless given; a row is
-        one segment unless told, and that is the quicker way.
+        Tokens attend only to themselves and earlier tokens of the same segment. By default positions count from 0 in
+        each row, and a row is one segment, which is faster.
         """
         return self._run(ids, positions, segments, None, None)
 
@@ -104,7 +106,7 @@ class Transformer(nn.Module):
         """
         As forward, for T more tokens after those in the cache, which grows by them.
 
-        `mask` says which of all S tokens may be seen, where that is less than those before; positions go on with the
+        `mask` says which of all S tokens are visible; by default all earlier tokens are. Positions start at the
         cache's length unless given.
         """
         hidden = self._run(ids, positions, None, mask, cache)
@@ -123,7 +125,7 @@ class Transformer(nn.Module):
             positions = torch.arange(before, before + ids.shape[1], device=ids.device)[None]
         if self.positions is not None:
             x = x + self.positions(positions)
-        turn = rotation(positions, config, _computed_in(x)) if config.positions == "rotary" else None
+        turn = rotation(positions, config, _computed_in(x)) if config.position_embedding == "rope" else None
         sights: dict[tuple[Window, AttentionKind], AttentionMask] = {}
         for number, block in enumerate(self.blocks):
             kind, window, _ = config.layer(number)
@@ -149,7 +151,7 @@ class Transformer(nn.Module):
             window=None if window == "full" else window,
             segments=segments,
             allowed=mask,
-            slopes=self._slopes(kind, ids.device) if self.config.positions == "alibi" else None,
+            slopes=self._slopes(kind, ids.device) if self.config.position_embedding == "alibi" else None,
         )
 
     def _slopes(self, kind: AttentionKind, device: torch.device) -> Tensor:
@@ -162,6 +164,6 @@ class Transformer(nn.Module):
 
 
 def _computed_in(x: Tensor) -> torch.dtype:
-    """The number format of a matrix product of x."""
+    """The dtype of a matmul of x."""
     kind = x.device.type
     return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype

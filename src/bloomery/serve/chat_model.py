@@ -9,29 +9,17 @@ import codecs
 from collections.abc import Generator, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, Protocol, get_args, runtime_checkable
+from typing import Literal, Protocol, runtime_checkable
 
-from bloomery.core.bounds import TEMPERATURE
+from bloomery.core.chat import Message
 from bloomery.core.errors import DataError
-from bloomery.tokenizer.chat_template import SHORTER, Message, Role
+from bloomery.core.sampling import SamplingConfig
+from bloomery.tokenizer.chat_template import SHORTER
 
 Finish = Literal["stop", "length"]
 """Why an answer ended: the model ended it (or a stop string did), or there was no room for more."""
 
-ROLES: tuple[str, ...] = get_args(Role)
 ANSWERED_ROLES = ("user", "tool")
-
-
-@dataclass(frozen=True)
-class Sampling:
-    """How the next token is chosen, and when to stop. Temperature 0 takes the likeliest; top_k 0 means all."""
-
-    max_tokens: int = 256
-    temperature: float = TEMPERATURE
-    top_p: float = 1.0
-    top_k: int = 0
-    seed: int | None = None
-    stop: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -57,7 +45,7 @@ class Answerer(Protocol):
 
     name: str
 
-    def answer(self, messages: Sequence[Message], sampling: Sampling) -> StreamedAnswer:
+    def answer(self, messages: Sequence[Message], sampling: SamplingConfig) -> StreamedAnswer:
         """Begin an answer. Raises DataError, before any work, for a conversation that the model cannot take."""
         ...
 
@@ -86,29 +74,19 @@ class Models(Protocol):
 
 @runtime_checkable
 class EngineProtocol(Protocol):
-    """Ids in, ids out. `context` is the number of positions; a stop id is yielded, and then is the last one."""
+    """Token IDs in, token IDs out. `context` is the number of positions. A stop ID is yielded and ends the stream."""
 
     @property
     def context(self) -> int: ...
 
-    def stream(
-        self,
-        ids: Sequence[int],
-        *,
-        max_tokens: int,
-        temperature: float,
-        top_p: float,
-        top_k: int,
-        seed: int | None,
-        stop_ids: frozenset[int],
-    ) -> Iterator[int]: ...
+    def stream(self, ids: Sequence[int], sampling: SamplingConfig, *, stop_ids: frozenset[int]) -> Iterator[int]: ...
 
 
 @runtime_checkable
 class RendererProtocol(Protocol):
     """
-    Writes a conversation as ids, up to where the assistant starts. `lead` is what it says before every answer, and
-    `end_id` what it ends its turn with.
+    Writes a conversation as token IDs, up to where the assistant starts. `lead` is the text before every answer, and
+    `end_id` the token that ends the assistant's turn.
     """
 
     @property
@@ -134,7 +112,7 @@ class TextAnswerer:
         self.name = name
         self._engine, self._renderer, self._tokenizer = engine, renderer, tokenizer
 
-    def answer(self, messages: Sequence[Message], sampling: Sampling) -> StreamedAnswer:
+    def answer(self, messages: Sequence[Message], sampling: SamplingConfig) -> StreamedAnswer:
         """Begin an answer. Raises DataError for wrong roles, no question, or a prompt that fills the context."""
         check_conversation(messages)
         ids = self._renderer.prompt(messages, self._engine.context)
@@ -143,7 +121,7 @@ class TextAnswerer:
             len(ids), self._pieces(ids, sampling, frozenset({self._renderer.end_id}), self._renderer.lead)
         )
 
-    def continuation(self, ids: Sequence[int], sampling: Sampling, stop_ids: frozenset[int]) -> StreamedAnswer:
+    def continuation(self, ids: Sequence[int], sampling: SamplingConfig, stop_ids: frozenset[int]) -> StreamedAnswer:
         """
         Begin a continuation of token IDs, without the chat template. It ends before an ID of `stop_ids`. Raises
         DataError for a prompt that is empty or fills the context.
@@ -157,19 +135,10 @@ class TextAnswerer:
             raise DataError(what, where=where, hint=hint)
 
     def _pieces(
-        self, ids: Sequence[int], sampling: Sampling, stop_ids: frozenset[int], lead: str
+        self, ids: Sequence[int], sampling: SamplingConfig, stop_ids: frozenset[int], lead: str
     ) -> Generator[TextChunk, None, None]:
-        stream = self._engine.stream(
-            ids,
-            max_tokens=min(sampling.max_tokens, self._engine.context - len(ids)),
-            temperature=sampling.temperature,
-            top_p=sampling.top_p,
-            top_k=sampling.top_k,
-            seed=sampling.seed,
-            stop_ids=stop_ids,
-        )
         text = TextStream(sampling.stop, lead)
-        for token in stream:
+        for token in self._engine.stream(ids, sampling, stop_ids=stop_ids):
             if token in stop_ids:
                 yield TextChunk(text.end(), 1, "stop")
                 return
@@ -215,21 +184,17 @@ class TextStream:
                 self._held = text
                 return ""
             text, self._lead = text.removeprefix(self._lead), ""
-        found = [(place + len(mark), place) for mark in self._stop if (place := text.find(mark)) >= 0]
-        if found:
+        matches = [(position + len(mark), position) for mark in self._stop if (position := text.find(mark)) >= 0]
+        if matches:
             self.stopped, self._held = True, ""
-            return text[: min(found)[1]]
+            return text[: min(matches)[1]]
         keep = 0 if last else max((_overlap(text, mark) for mark in self._stop), default=0)
         self._held = text[len(text) - keep :]
         return text[: len(text) - keep]
 
 
 def check_conversation(messages: Sequence[Message]) -> None:
-    """Raise DataError unless every role is known and the last message is one to be answered."""
-    for place, message in enumerate(messages):
-        if message["role"] not in ROLES:
-            what = f"message {place} has the unknown role {message['role']!r}"
-            raise DataError(what, where="messages", hint=f"Roles are {', '.join(ROLES)}.")
+    """Raise DataError unless the last message is one to be answered. The renderer checks each message."""
     if not messages or messages[-1]["role"] not in ANSWERED_ROLES:
         what = f"the last one is from the {messages[-1]['role']}" if messages else "there are none"
         raise DataError(what, where="messages", hint="A conversation ends with a message of the user or a tool.")

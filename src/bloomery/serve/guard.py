@@ -83,7 +83,7 @@ class Connection(H11Protocol):
         self._expect_request()
         if len(self.connections) > MAX_CONNECTIONS:
             idle = [one for one in self.connections if isinstance(one, Connection) and one.idle_since is not None]
-            min(idle, key=lambda one: one.idle_since or 0.0).transport.abort()
+            min(idle, key=lambda connection: connection.idle_since or 0.0).transport.abort()
 
     def connection_lost(self, exc: Exception | None) -> None:
         for timer in (self._late, self._unread):

@@ -16,10 +16,10 @@ from typing import Annotated, Any, Literal, NamedTuple
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Discriminator, Field, Tag, ValidationError
 from pydantic_core import PydanticCustomError
 
+from bloomery.core.chat import Message, bad_character
 from bloomery.core.errors import DataError, readable
-from bloomery.data.chat.messages import not_text
-from bloomery.serve.chat_model import Finish, ModelInfo, Sampling, TextChunk
-from bloomery.tokenizer.chat_template import Message
+from bloomery.core.sampling import MAX_SEED, MAX_TOKENS, SamplingConfig
+from bloomery.serve.chat_model import Finish, ModelInfo, TextChunk
 
 IGNORED = frozenset(
     {
@@ -59,8 +59,6 @@ MAX_MESSAGES, MAX_PARTS, MAX_STOPS, MAX_STOP_LENGTH, MAX_NAME = 10_000, 1000, 16
 """Of a request; parts of one message. Every token of an answer is compared with every stop string."""
 MAX_FIELDS = 16
 """Of `stream_options`, and of a part of a message."""
-MAX_TOKENS = 2**24
-"""Above every context and vocabulary."""
 
 SHOWN = 80
 """Characters of a value that an error repeats."""
@@ -116,7 +114,7 @@ class WireMessage(BaseModel):
                 what = "this server does not know that field of a message"
                 raise DataError(what, where=name[:SHOWN], hint="Leave it out.")
         text = self.content if isinstance(self.content, str) else "".join(part.text for part in self.content)
-        if problem := not_text(text, "a message"):
+        if problem := bad_character(text, "a message"):
             raise DataError(f"{problem.reason}: {problem.what}", where="messages", hint="Leave that character out.")
         return Message(role="system" if self.role == "developer" else self.role, content=text)
 
@@ -132,7 +130,7 @@ class StreamOptions(BaseModel):
 
 
 class ChatRequest(BaseModel):
-    """The body of POST /v1/chat/completions. What is left out is as in Sampling; `top_k` is an extension."""
+    """The body of POST /v1/chat/completions. What is left out is as in SamplingConfig; `top_k` is an extension."""
 
     model_config = ConfigDict(strict=True, extra="allow")
     model: Annotated[str, Field(max_length=MAX_NAME)]
@@ -144,7 +142,7 @@ class ChatRequest(BaseModel):
     temperature: Annotated[float, Field(ge=0, le=2, allow_inf_nan=False)] | None = None
     top_p: Annotated[float, Field(gt=0, le=1, allow_inf_nan=False)] | None = None
     top_k: Annotated[int, Field(ge=0, le=MAX_TOKENS)] | None = None
-    seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None = None
+    seed: Annotated[int, Field(ge=-MAX_SEED - 1, le=MAX_SEED)] | None = None
     stop: Annotated[Annotated[StopStrings, Tag(TEXT)] | Stops, TextOrList] | None = None
 
     @property
@@ -154,7 +152,7 @@ class ChatRequest(BaseModel):
     def conversation(self) -> list[Message]:
         return [message.plain() for message in self.messages]
 
-    def sampling(self) -> Sampling:
+    def sampling(self) -> SamplingConfig:
         """How to answer. Raises DataError for a field that asks for what this server cannot do."""
         for name, value in (self.model_extra or {}).items():
             if value is None or name in IGNORED or value in ASKS_NOTHING.get(name, ()):
@@ -168,7 +166,7 @@ class ChatRequest(BaseModel):
         stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
         if "" in stop:
             raise DataError("a stop string is empty", where="stop", hint="Every text begins with it. Leave it out.")
-        given: dict[str, Any] = {
+        values: dict[str, Any] = {
             "max_tokens": self.max_completion_tokens or self.max_tokens,
             "temperature": self.temperature,
             "top_p": self.top_p,
@@ -176,7 +174,7 @@ class ChatRequest(BaseModel):
             "seed": self.seed,
             "stop": stop,
         }
-        return Sampling(**{name: value for name, value in given.items() if value is not None})
+        return SamplingConfig(**{name: value for name, value in values.items() if value is not None})
 
 
 def _sampling_fields() -> list[str]:
@@ -239,7 +237,7 @@ class CheckedRequest(NamedTuple):
 
     body: ChatRequest
     messages: list[Message]
-    sampling: Sampling
+    sampling: SamplingConfig
 
 
 def question(body: bytes, content_type: str) -> CheckedRequest:
@@ -285,8 +283,8 @@ def _explained(problem: Mapping[str, Any]) -> tuple[str, str]:
 def _shown(value: object) -> str:
     """The beginning of a value as JSON, without the work for all of it; what UTF-8 cannot hold is written out."""
     text = ""
-    for part in json.JSONEncoder(ensure_ascii=False, default=repr).iterencode(value):
-        text += part
+    for piece in json.JSONEncoder(ensure_ascii=False, default=repr).iterencode(value):
+        text += piece
         if len(text) > SHOWN:
             return f"{readable(text[:SHOWN])}…"
     return readable(text)

@@ -14,9 +14,10 @@ from collections.abc import AsyncGenerator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing
 
+from bloomery.core.chat import Message
 from bloomery.core.errors import BloomeryError, RunError
-from bloomery.serve.chat_model import Models, Sampling, TextChunk
-from bloomery.tokenizer.chat_template import Message
+from bloomery.core.sampling import SamplingConfig
+from bloomery.serve.chat_model import Models, TextChunk
 
 MAX_REQUESTS = 64
 """That are answered or wait, of all models."""
@@ -51,7 +52,12 @@ class GenerationRequest:
         """That the model worked on it; waiting is not counted."""
 
     def start(
-        self, thread: ThreadPoolExecutor, models: Models, name: str, messages: Sequence[Message], sampling: Sampling
+        self,
+        thread: ThreadPoolExecutor,
+        models: Models,
+        name: str,
+        messages: Sequence[Message],
+        sampling: SamplingConfig,
     ) -> None:
         """Get in line for the model's thread."""
         self._work_done = thread.submit(self._timed, models, name, messages, sampling)
@@ -64,7 +70,7 @@ class GenerationRequest:
         self._work_done.cancel()
 
     async def pieces(self) -> AsyncGenerator[TextChunk, None]:
-        """The pieces as they come. Raises what the model raised, and StoppedError when the answer was cut short."""
+        """Yield each piece once it is generated. Raises the model's error, and StoppedError for an answer cut short."""
         while (piece := await self._queue.get()) is not None:
             yield piece
             if piece.finish:
@@ -74,14 +80,14 @@ class GenerationRequest:
         assert self._ended(), "an answer ended without a finish"
         raise StoppedError("the answer was stopped", hint="The server is closing. Start it again and ask again.")
 
-    def _timed(self, models: Models, name: str, messages: Sequence[Message], sampling: Sampling) -> None:
+    def _timed(self, models: Models, name: str, messages: Sequence[Message], sampling: SamplingConfig) -> None:
         began = time.monotonic()
         try:
             self._work(models, name, messages, sampling)
         finally:
             self.seconds = time.monotonic() - began
 
-    def _work(self, models: Models, name: str, messages: Sequence[Message], sampling: Sampling) -> None:
+    def _work(self, models: Models, name: str, messages: Sequence[Message], sampling: SamplingConfig) -> None:
         if self._ended():
             return
         try:
@@ -124,7 +130,7 @@ class RequestQueue:
         if len(self._jobs) >= MAX_REQUESTS:
             raise BusyError(self._retry_after())
 
-    async def ask(self, name: str, messages: Sequence[Message], sampling: Sampling) -> GenerationRequest | None:
+    async def ask(self, name: str, messages: Sequence[Message], sampling: SamplingConfig) -> GenerationRequest | None:
         """A job that waits in line, or None if there is no such model. Raises BusyError where the line is full."""
         infos = await asyncio.to_thread(self._models.names)
         if name not in {info.id for info in infos}:

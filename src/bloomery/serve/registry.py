@@ -16,7 +16,7 @@ from bloomery.weights.hf import Loaded
 
 def answerer(name: str, folder: Path) -> TextAnswerer:
     """Load the model in a folder to this machine's device, with the tokenizer and template it was trained with."""
-    return answerer_of(name, hf.load(folder, device.find().place))
+    return answerer_of(name, hf.load(folder, device.find().torch_device))
 
 
 def answerer_of(name: str, loaded: Loaded) -> TextAnswerer:
@@ -42,32 +42,32 @@ class ModelRegistry:
 
     def names(self) -> Sequence[ModelInfo]:
         return [
-            ModelInfo(one.name, int(made := _made(one.folder)), one.folder, self._context(one.folder, made))
-            for one in locate.models(self.runs)
-            if not one.damage
+            ModelInfo(model.name, int(mtime := _made(model.folder)), model.folder, self._context(model.folder, mtime))
+            for model in locate.models(self.runs)
+            if not model.damage
         ]
 
     def get(self, name: str) -> Answerer:
-        found = {one.name: one for one in locate.models(self.runs)}
-        if name not in found:
-            known = ", ".join(one.name for one in found.values() if not one.damage) or "none yet"
+        models = {one.name: one for one in locate.models(self.runs)}
+        if name not in models:
+            known = ", ".join(one.name for one in models.values() if not one.damage) or "none yet"
             raise RunError(f"there is no model {name!r}", where=str(self.runs), hint=f"Models: {known}.")
-        folder = found[name].folder
-        locate.check(folder.parents[1], folder.parent, found[name].damage)
-        made = _made(folder)
+        folder = models[name].folder
+        locate.check(folder.parents[1], folder.parent, models[name].damage)
+        mtime = _made(folder)
         with self._lock:
-            if name not in self._loaded or self._loaded[name][0] != made:
-                self._loaded[name] = made, answerer(name, folder)
+            if name not in self._loaded or self._loaded[name][0] != mtime:
+                self._loaded[name] = mtime, answerer(name, folder)
             return self._loaded[name][1]
 
-    def _context(self, folder: Path, made: float) -> int:
-        """0 for a model that cannot be read: whoever asks for it is told why."""
-        if (folder, made) not in self._contexts:
+    def _context(self, folder: Path, mtime: float) -> int:
+        """The context length; 0 for a model that cannot be read. A request for that model gets the error."""
+        if (folder, mtime) not in self._contexts:
             try:
-                self._contexts[folder, made] = hf.context(folder)
+                self._contexts[folder, mtime] = hf.context(folder)
             except CheckpointError:
-                self._contexts[folder, made] = 0
-        return self._contexts[folder, made]
+                self._contexts[folder, mtime] = 0
+        return self._contexts[folder, mtime]
 
 
 def _made(folder: Path) -> float:

@@ -124,8 +124,8 @@ def app(models: Models, hosts: Sequence[str], token: str | None = None) -> FastA
     @api.get("/v1/models/{name:path}")
     async def one_model(name: str) -> JSONResponse:
         infos = await asyncio.to_thread(models.names)
-        found = next((known for known in infos if known.id == name), None)
-        return JSONResponse(openai_api.model_entry(found)) if found else _no_such_model(name, infos)
+        model_info = next((known for known in infos if known.id == name), None)
+        return JSONResponse(openai_api.model_entry(model_info)) if model_info else _no_such_model(name, infos)
 
     @api.post("/v1/chat/completions", response_model=None)
     async def complete(request: Request) -> Response:

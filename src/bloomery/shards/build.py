@@ -8,7 +8,7 @@ takes them. So a stream that takes a domain once reads every run from its start 
 
 The shuffle needs no memory: the position of a document is a hash of seed, stream, epoch and its id.
 
-    key(document, epoch) = scramble(first 64 bits of sha256(id) xor 64 bits of sha256("seed stream epoch"))
+    key(document, epoch) = splitmix64(first 64 bits of sha256(id) xor 64 bits of sha256("seed stream epoch"))
 
 Documents come in the order of their keys, whatever files they lie in. The boundaries of a stream by tokens are
 found in two passes over the keys with 2^16 sums. Nothing is sorted that is larger than one run or one part of the
@@ -31,19 +31,19 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
-import pyarrow as pa
-import pyarrow.compute as pc
 from numpy.typing import NDArray
 
+from bloomery.core.batches import spans_by_size
 from bloomery.core.bounds import Bytes, DiskPath, Seed, Share
 from bloomery.core.config import Config
 from bloomery.core.errors import DataError
+from bloomery.core.extras import pa, pc
+from bloomery.core.hashing import splitmix64
 from bloomery.core.io import whole_file
 from bloomery.data import documents as data_documents
 from bloomery.data.documents import is_held_out
 from bloomery.data.executor import Part
 from bloomery.shards import format
-from bloomery.shards.loader import scramble
 from bloomery.tokenizer.fast_encode import Encoder
 from bloomery.tokenizer.tokenizer import Tokenizer
 
@@ -69,9 +69,9 @@ class Chosen(NamedTuple):
 
 
 def keys(ids: SortKeys, seed: int, stream: str, epoch: int) -> SortKeys:
-    """When documents come in an epoch of a stream: a bijection of their 64-bit ids."""
+    """Sort keys of documents in an epoch of a stream: a bijection of the 64-bit hashes of document ids."""
     salt = hashlib.sha256(f"{seed} {stream} {epoch}".encode()).digest()
-    return scramble(ids ^ np.uint64(int.from_bytes(salt[:8], "little")))
+    return splitmix64(ids ^ np.uint64(int.from_bytes(salt[:8], "little")))
 
 
 def hashed(ids: Sequence[str]) -> tuple[SortKeys, SortKeys]:
@@ -98,21 +98,21 @@ def cuts(passes: Callable[[], Iterator[tuple[SortKeys, NDArray[Any]]]], targets:
     before = np.append(np.cumsum(sums) - sums, sums.sum())[filled]
     # The document is in the last bin that begins before the target, or it is the first of the next bin.
     bins = np.maximum(np.searchsorted(before, targets, side="left") - 1, 0)
-    wanted = filled[np.unique(np.minimum(np.concatenate([bins, bins + 1]), len(filled) - 1))]
+    kept_bins = filled[np.unique(np.minimum(np.concatenate([bins, bins + 1]), len(filled) - 1))]
     pieces: list[tuple[SortKeys, NDArray[Any]]] = [(np.zeros(0, np.uint64), np.zeros(0, np.int64))]
     for some, lengths in passes():
-        chosen = np.isin((some >> shift).astype(np.int64), wanted)
+        chosen = np.isin((some >> shift).astype(np.int64), kept_bins)
         pieces.append((some[chosen], lengths[chosen]))
-    found, lengths = (np.concatenate([piece[column] for piece in pieces]) for column in (0, 1))
-    order = np.lexsort((lengths, found))
-    found, lengths = found[order], lengths[order].astype(np.int64)
-    places = (found >> shift).astype(np.int64)
+    sort_keys, lengths = (np.concatenate([piece[column] for piece in pieces]) for column in (0, 1))
+    order = np.lexsort((lengths, sort_keys))
+    sort_keys, lengths = sort_keys[order], lengths[order].astype(np.int64)
+    places = (sort_keys >> shift).astype(np.int64)
     result = []
     for target, bin in zip(targets, bins.tolist(), strict=True):
         first, last = np.searchsorted(places, [filled[bin], filled[bin] + 1])
         starts = before[bin] + np.cumsum(lengths[first:last]) - lengths[first:last]
         at = int(first + np.searchsorted(starts, target, side="left"))
-        result.append(int(found[at]) if at < len(found) else END)
+        result.append(int(sort_keys[at]) if at < len(sort_keys) else END)
     return result
 
 
@@ -130,8 +130,8 @@ def load(path: Path, dtype: np.dtype[Any]) -> NDArray[Any]:
         hint = "Remove the folder of its stage and run the recipe again."
         raise DataError(f"cannot be read: {error}", where=str(path), hint=hint) from None
     assert table.dtype == dtype, f"{path} holds {table.dtype}"
-    found: NDArray[Any] = table
-    return found
+    array: NDArray[Any] = table
+    return array
 
 
 def placed(index: NDArray[Any], starts: NDArray[np.int64], seed: int, stream: str, chosen: Chosen) -> NDArray[Any]:
@@ -147,48 +147,48 @@ def placed(index: NDArray[Any], starts: NDArray[np.int64], seed: int, stream: st
 
 
 def in_order(table: NDArray[Any]) -> NDArray[Any]:
-    """Documents by key; of equal keys, by the rest of the hash of their ids."""
-    found: NDArray[Any] = table[np.lexsort((table["tie"], table["key"]))]
-    return found
+    """Documents sorted by key; equal keys by `tie`, the rest of the hash of the document id."""
+    ordered: NDArray[Any] = table[np.lexsort((table["tie"], table["key"]))]
+    return ordered
 
 
 def between(table: NDArray[Any], low: int, high: int) -> NDArray[Any]:
     """The documents of a sorted table with keys from `low` to below `high`."""
     ends = [len(table) if key >= END else int(np.searchsorted(table["key"], np.uint64(key))) for key in (low, high)]
-    found: NDArray[Any] = table[ends[0] : ends[1]]
-    return found
+    documents: NDArray[Any] = table[ends[0] : ends[1]]
+    return documents
 
 
 def collect(
-    tokens: NDArray[Any], starts: NDArray[Any], lengths: NDArray[Any], made: NDArray[Any] | None = None
+    tokens: NDArray[Any], starts: NDArray[Any], lengths: NDArray[Any], out: NDArray[Any] | None = None
 ) -> NDArray[Any]:
     """
-    Documents of `tokens`, given by where they start and how long they are, end to end in this order; into `made`.
+    Concatenate documents of `tokens`, given by their starts and lengths, in this order, into `out`.
 
-    Neighbors are copied as one. Long pieces are copied one by one, of short ones the tokens in blocks that stay in the
-    processor's cache: at 40 tokens a document this is three times as fast.
+    Neighbors are copied together. Long pieces are copied one by one. Short pieces are copied in blocks of tokens that
+    fit in the CPU cache: at 40 tokens a document this is three times as fast.
     """
     starts, lengths = starts.astype(np.int64), lengths.astype(np.int64)
     ends = np.cumsum(lengths)
-    made = np.empty(int(ends[-1]) if len(ends) else 0, dtype=tokens.dtype) if made is None else made
+    out = np.empty(int(ends[-1]) if len(ends) else 0, dtype=tokens.dtype) if out is None else out
     opens = np.ones(len(starts), dtype=bool)
     opens[1:] = starts[1:] != starts[:-1] + lengths[:-1]
     first = np.flatnonzero(opens)
     if not len(first):
-        return made
+        return out
     starts, places = starts[first], (ends - lengths)[first]
     lengths = np.diff(np.append(places, ends[-1]))
-    step = max(1, BLOCK_TOKENS * len(lengths) // max(1, len(made)))
+    step = max(1, BLOCK_TOKENS * len(lengths) // max(1, len(out)))
     if step > BLOCK_TOKENS // SHORT:
         for at in range(0, len(starts), step):
             some = slice(at, at + step)
             low, size = int(places[at]), int(lengths[some].sum())
             here = np.repeat(starts[some] - places[some] + low, lengths[some]) + np.arange(size)
-            np.take(tokens, here, out=made[low : low + size])
+            np.take(tokens, here, out=out[low : low + size])
     else:
-        for start, place, length in zip(starts.tolist(), places.tolist(), lengths.tolist(), strict=True):
-            made[place : place + length] = tokens[start : start + length]
-    return made
+        for start, position, length in zip(starts.tolist(), places.tolist(), lengths.tolist(), strict=True):
+            out[position : position + length] = tokens[start : start + length]
+    return out
 
 
 TRAIN, ANNEAL, VAL = "train", "anneal", "val"
@@ -201,14 +201,14 @@ class Encoding(Config):
     """What decides about runs."""
 
     tokenizer: DiskPath
-    hold_out: Share
+    val_fraction: Share
     seed: Seed
     run_bytes: Bytes
     """Tokens in memory before a run is written. How the corpus is cut into runs changes no shard."""
 
 
 class Segment(NamedTuple):
-    """Neighbors in a run: documents of one domain, all held out or none."""
+    """Neighbors in a run: documents of one domain, all for training or all for validation."""
 
     held_out: bool
     domain: str
@@ -223,10 +223,10 @@ def _loaded(folder: Path) -> tuple[Tokenizer, Encoder]:
     return tokenizer, Encoder(tokenizer)
 
 
-def encode_part(config: Encoding, part: Part, out: Path) -> dict[str, Any]:
+def encode_part(config: Encoding, chunk: Part, out: Path) -> dict[str, Any]:
     """
-    Encode the parquet file `part.given` into runs: work/NAME-FIRST-COUNT.bin (tokens) and .npy (INDEX). The held-out
-    documents go to work/NAME.parquet. The record names the runs and their segments.
+    Encode the parquet file `chunk.given` into runs: work/NAME-FIRST-COUNT.bin (tokens) and .npy (INDEX). The
+    validation documents go to work/NAME.parquet. The record names the runs and their segments.
     """
     runs: list[dict[str, Any]] = []
     names: list[str] = []
@@ -234,39 +234,34 @@ def encode_part(config: Encoding, part: Part, out: Path) -> dict[str, Any]:
     run = _Run(config, tokenizer, encoder)
 
     def flush() -> None:
-        name = f"work/{part.name}-{sum(map(_documents, runs))}-{len(run)}"  # another budget makes other names
+        name = f"work/{chunk.name}-{sum(map(_documents, runs))}-{len(run)}"  # another budget makes other names
         runs.append({"name": name, "segments": [list(segment) for segment in run.write(out / name)]})
         names.extend([f"{name}.bin", f"{name}.npy"])
 
-    with data_documents.PartWriter(out / "work" / f"{part.name}.parquet") as held:
-        for batch in _pieces(Path(part.given)):
+    with data_documents.PartWriter(out / "work" / f"{chunk.name}.parquet") as held:
+        for batch in _pieces(Path(chunk.inputs)):
             texts = batch.column("text").to_pylist()
-            marks = [is_held_out(text, config.hold_out) for text in texts]
-            held.write_batch(batch.filter(pa.array(marks)).select(data_documents.SCHEMA.names))
+            marks = [is_held_out(text, config.val_fraction) for text in texts]
+            held.write_batch(batch.filter(pa.array(marks)).select(data_documents.SCHEMA().names))
             run.add(batch.column("id").to_pylist(), batch.column("domain").to_pylist(), texts, marks)
             if run.bytes >= config.run_bytes:
                 flush()
                 run = _Run(config, tokenizer, encoder)
         if run.bytes or not runs:
             flush()
-    return {"files": [*names, f"work/{part.name}.parquet"], "runs": runs, "encoder": encoder.name}
+    return {"files": [*names, f"work/{chunk.name}.parquet"], "runs": runs, "encoder": encoder.name}
 
 
 def _documents(run: dict[str, Any]) -> int:
     return sum(Segment(*fields).documents for fields in run["segments"])
 
 
-def _pieces(path: Path) -> Iterator[pa.RecordBatch]:
+def _pieces(path: Path) -> "Iterator[pa.RecordBatch]":
     """Batches of a part, cut so that a piece is little text, or one document."""
-    for batch in data_documents.part_batches(path, data_documents.SCHEMA.names):
-        lengths = np.asarray(pc.utf8_length(batch.column("text")))
-        first, size = 0, 0
-        for place, length in enumerate(lengths.tolist()):
-            if place > first and (size + length > CHARACTERS_AT_ONCE or place - first == DOCUMENTS_AT_ONCE):
-                yield batch.slice(first, place - first)
-                first, size = place, 0
-            size += length
-        yield batch.slice(first)
+    for batch in data_documents.part_batches(path, data_documents.SCHEMA().names):
+        lengths = pc.utf8_length(batch.column("text")).to_pylist()
+        for begin, end in spans_by_size(lengths, CHARACTERS_AT_ONCE, most_items=DOCUMENTS_AT_ONCE):
+            yield batch.slice(begin, end - begin)
 
 
 class _Run:
@@ -289,11 +284,11 @@ class _Run:
         index["id"], index["tie"] = hashed(ids)
         index["tokens"] = [len(one) + 1 for one in coded]
         tokens = np.empty(int(index["tokens"].sum()), dtype=self._kind)
-        place = 0
-        for one in coded:
-            tokens[place] = self.document_id
-            tokens[place + 1 : place + 1 + len(one)] = one
-            place += 1 + len(one)
+        position = 0
+        for token_ids in coded:
+            tokens[position] = self.document_id
+            tokens[position + 1 : position + 1 + len(token_ids)] = token_ids
+            position += 1 + len(token_ids)
         self._tokens.append(tokens)
         self._index.append(index)
         self._groups += zip(held_out, domains, strict=True)
@@ -325,44 +320,44 @@ class _Run:
 
 @dataclass(frozen=True)
 class Placing:
-    """What every stream takes of every domain. Held-out documents are the stream `val`'s, and no other's."""
+    """What every stream takes of every domain. Only the stream `val` takes validation documents."""
 
     seed: int
     streams: Mapping[str, Mapping[str, Chosen]]
 
 
-def place_part(config: Placing, part: Part, out: Path) -> dict[str, Any]:
+def place_part(config: Placing, chunk: Part, out: Path) -> dict[str, Any]:
     """
-    Sort what the streams take of the run `part.name`, whose segments are `part.given`: work/NAME.STREAM.npy (PLACED).
+    Sort what the streams take of the run `chunk.name`, whose segments are `chunk.given`: work/NAME.STREAM.npy (PLACED).
 
     The record says for each stream how many documents and tokens of each domain it takes.
     """
-    index = load(out / f"{part.name}.npy", INDEX)
+    index = load(out / f"{chunk.name}.npy", INDEX)
     starts = np.cumsum(index["tokens"], dtype=np.int64) - index["tokens"]
     tables: dict[str, list[NDArray[Any]]] = {}
-    taken: dict[str, dict[str, list[int]]] = {}
-    for segment, some in segments(part.given):
+    counts: dict[str, dict[str, list[int]]] = {}
+    for segment, some in segments(chunk.inputs):
         for stream, domains in config.streams.items():
             if segment.held_out != (stream == VAL) or segment.domain not in domains:
                 continue
             chosen = domains[segment.domain]
             table = placed(index[some], starts[some], config.seed, stream, chosen)
             tables.setdefault(stream, []).append(table)
-            taken.setdefault(stream, {})[segment.domain] = [len(table), int(table["tokens"].sum(dtype=np.int64))]
+            counts.setdefault(stream, {})[segment.domain] = [len(table), int(table["tokens"].sum(dtype=np.int64))]
     names = []
     for stream, some_tables in tables.items():
-        names.append(f"{part.name}.{stream}.npy")
+        names.append(f"{chunk.name}.{stream}.npy")
         save(out / names[-1], in_order(np.concatenate(some_tables)))
-    return {"files": names, "taken": taken}
+    return {"files": names, "taken": counts}
 
 
 def segments(listed: Sequence[Sequence[Any]]) -> Iterator[tuple[Segment, slice]]:
-    """The segments of a run's record, each with its place in the index."""
-    place = 0
+    """The segments of a run's record, each with its slice of the index."""
+    start = 0
     for fields in listed:
         segment = Segment(*fields)
-        yield segment, slice(place, place + segment.documents)
-        place += segment.documents
+        yield segment, slice(start, start + segment.documents)
+        start += segment.documents
 
 
 @dataclass(frozen=True)
@@ -376,7 +371,7 @@ class Gathering:
     runs: Mapping[str, Sequence[str]]
     """Stream -> names of the runs that it takes documents from."""
     held_out: Sequence[str] = ()
-    """Files of held-out documents."""
+    """Files of validation documents."""
 
 
 class Slice(NamedTuple):
@@ -390,32 +385,32 @@ class Slice(NamedTuple):
     """How many of its kind there are."""
 
 
-def gather_shard(config: Gathering, part: Part, out: Path) -> dict[str, Any]:
-    """Write the shard `part.name` of the documents whose keys lie in the Slice `part.given`."""
-    given = Slice(*part.given)
-    low, high = given.cuts[0], given.cuts[-1]
+def gather_shard(config: Gathering, chunk: Part, out: Path) -> dict[str, Any]:
+    """Write the shard `chunk.name` of the documents whose keys lie in the Slice `chunk.given`."""
+    key_slice = Slice(*chunk.inputs)
+    low, high = key_slice.cuts[0], key_slice.cuts[-1]
     num_tokens = 0
-    for name in config.runs[given.stream]:
-        table = between(load(out / f"{name}.{given.stream}.npy", PLACED), low, high)
+    for name in config.runs[key_slice.stream]:
+        table = between(load(out / f"{name}.{key_slice.stream}.npy", PLACED), low, high)
         num_tokens += int(table["tokens"].sum(dtype=np.int64))
     index = format.write_pieces(
-        out / part.name,
-        _shard_pieces(config, given, out),
+        out / chunk.name,
+        _shard_pieces(config, key_slice, out),
         num_tokens=num_tokens,
         vocab_size=config.vocab_size,
         tokenizer_hash=config.tokenizer_hash,
-        facts={"document_id": config.document_id, "shard": given.number, "shards": given.of},
+        facts={"document_id": config.document_id, "shard": key_slice.number, "shards": key_slice.of},
     )
     facts = {name: index[name] for name in ("tokens", "documents")}
-    return {"files": [f"{part.name}.bin", f"{part.name}.json"], **facts, "sha256": index["sha256"]}
+    return {"files": [f"{chunk.name}.bin", f"{chunk.name}.json"], **facts, "sha256": index["sha256"]}
 
 
 def _shard_pieces(
-    config: Gathering, given: Slice, out: Path
+    config: Gathering, key_slice: Slice, out: Path
 ) -> Iterator[tuple[NDArray[np.integer[Any]], NDArray[np.int64]]]:
     """Tokens of a shard, and where documents begin in them."""
-    for low, high in pairwise(given.cuts):
-        pool, table = _pool(config, given.stream, low, high, out)
+    for low, high in pairwise(key_slice.cuts):
+        pool, table = _pool(config, key_slice.stream, low, high, out)
         order = np.lexsort((table["tie"], table["key"]))
         for some in np.array_split(order, max(1, pool.nbytes // BLOCK_BYTES)):
             lengths = table["tokens"][some].astype(np.int64)
@@ -437,30 +432,30 @@ def _pool(config: Gathering, stream: str, low: int, high: int, out: Path) -> tup
     whole = np.concatenate([table for _, table in tables])
     ends = np.cumsum(whole["tokens"], dtype=np.int64)
     pool = np.empty(int(ends[-1]) if len(ends) else 0, dtype=kind)
-    place = 0
+    position = 0
     for name, table in tables[1:]:
         size = int(table["tokens"].sum(dtype=np.int64))
         tokens = np.memmap(out / f"{name}.bin", dtype=kind, mode="r")
-        collect(tokens, table["start"], table["tokens"], pool[place : place + size])
+        collect(tokens, table["start"], table["tokens"], pool[position : position + size])
         del tokens  # the pages of one run are enough
-        place += size
+        position += size
     whole["start"] = ends - whole["tokens"]
     return pool, whole
 
 
-def gather_held_out(config: Gathering, part: Part, out: Path) -> dict[str, Any]:
-    """Write the held-out documents whose keys lie in the Slice `part.given`, in their order, as `part.name`."""
-    given = Slice(*part.given)
+def gather_held_out(config: Gathering, chunk: Part, out: Path) -> dict[str, Any]:
+    """Write the validation documents whose keys lie in the Slice `chunk.given`, sorted by key, as `chunk.name`."""
+    key_slice = Slice(*chunk.inputs)
     batches: list[pa.RecordBatch] = []
     keys: list[NDArray[Any]] = [np.zeros(0, dtype=np.uint64)]
     for name in config.held_out:
         for batch in data_documents.part_batches(out / name):
             when, _ = held_out_keys(batch, config.seed)
-            low, high = (np.uint64(min(cut, END - 1)) for cut in given.cuts)
-            mine = (when >= low) & ((when < high) | (given.cuts[1] >= END))
+            low, high = (np.uint64(min(cut, END - 1)) for cut in key_slice.cuts)
+            mine = (when >= low) & ((when < high) | (key_slice.cuts[1] >= END))
             batches.append(batch.filter(pa.array(mine)))
             keys.append(when[mine])
-    file = f"held-out/{part.name}.parquet"
+    file = f"held-out/{chunk.name}.parquet"
     with data_documents.PartWriter(out / file) as writer:
         if batches:
             order = np.argsort(np.concatenate(keys), kind="stable")
@@ -470,8 +465,8 @@ def gather_held_out(config: Gathering, part: Part, out: Path) -> dict[str, Any]:
     return {"files": [file], "documents": writer.rows}
 
 
-def held_out_keys(batch: pa.RecordBatch, seed: int) -> tuple[NDArray[np.uint64], NDArray[np.int64]]:
-    """When held-out documents come, as in the shards of `val`, and how many bytes each has with its end."""
+def held_out_keys(batch: "pa.RecordBatch", seed: int) -> tuple[NDArray[np.uint64], NDArray[np.int64]]:
+    """Sort keys of validation documents, as in the shards of `val`, and the bytes of each with its end."""
     ids, _ = hashed(batch.column("id").to_pylist())
     sizes = np.asarray(pc.binary_length(batch.column("text")), dtype=np.int64) + 1
     return keys(ids, seed, VAL, 0), sizes

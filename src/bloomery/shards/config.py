@@ -44,16 +44,16 @@ class Anneal(Config):
     """A mix of its own for the last part of training, when the learning rate falls."""
 
     weights: tuple[DomainWeight, ...] = Field(min_length=1)
-    """As those of the mix. Epochs are counted anew."""
+    """Weights of domains, as in the mix. Epochs are counted again from the start."""
     tokens: TokenCount | None = None
     """Size of this mix."""
-    share: InnerShare | None = None
+    fraction: InnerShare | None = None
     """Its size as a share of both mixes together."""
 
     @model_validator(mode="after")
     def _one_size_and_one_weight_a_domain(self) -> "Anneal":
-        if (self.tokens is None) == (self.share is None):
-            raise ValueError("give either tokens or share, so that it is known how large the anneal mix is")
+        if (self.tokens is None) == (self.fraction is None):
+            raise ValueError("give either tokens or fraction, so that it is known how large the anneal mix is")
         no_domain_twice("anneal.weights", [weight.domain for weight in self.weights])
         return self
 
@@ -83,7 +83,7 @@ class MixShare:
     """Asked of the mix."""
     asked: Fraction
     """Tokens that this share is."""
-    wanted: Fraction
+    target_tokens: Fraction
     """Tokens to give: no more than the epochs allow."""
     epochs: int
     """How often every document comes."""
@@ -93,7 +93,7 @@ class MixShare:
     @property
     def limited_by(self) -> str | None:
         """What keeps it from giving all that is asked."""
-        return MAX_EPOCHS if self.wanted < self.asked else None
+        return MAX_EPOCHS if self.target_tokens < self.asked else None
 
 
 def quotas(sizes: Mapping[str, int], asks: Sequence[MixTarget], tokens: int | None) -> dict[str, MixShare]:
@@ -109,13 +109,15 @@ def quotas(sizes: Mapping[str, int], asks: Sequence[MixTarget], tokens: int | No
     shares = {ask.domain: Fraction(ask.weight) / total for ask in asks}
     most = {ask.domain: sizes[ask.domain] * Fraction(ask.max_epochs) for ask in asks}
     size = min(most[domain] / share for domain, share in shares.items()) if tokens is None else Fraction(tokens)
-    found = {}
+    by_domain = {}
     for domain, share in shares.items():
-        wanted = min(size * share, most[domain])
-        epochs = int(wanted // sizes[domain])
-        rest = ceil(wanted - epochs * sizes[domain])
-        found[domain] = MixShare(share=share, asked=size * share, wanted=wanted, epochs=epochs, rest=rest)
-    return found
+        target_tokens = min(size * share, most[domain])
+        epochs = int(target_tokens // sizes[domain])
+        rest = ceil(target_tokens - epochs * sizes[domain])
+        by_domain[domain] = MixShare(
+            share=share, asked=size * share, target_tokens=target_tokens, epochs=epochs, rest=rest
+        )
+    return by_domain
 
 
 def reached(

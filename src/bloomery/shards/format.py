@@ -1,5 +1,5 @@
 """
-Token files in the layout of llm.c, each beside a JSON index; for conversations also a file of loss masks.
+Token files in the layout of llm.c, each with a JSON index; for conversations also a file of loss masks.
 
     NAME.bin       256 int32 (magic, version, number of tokens), then the tokens, little-endian
                    20240520 / 1 for uint16, 20240801 / 7 for uint32
@@ -76,7 +76,7 @@ def write(
     facts: dict[str, Any] | None = None,
 ) -> dict[str, Any]:
     """
-    Write PATH.bin, PATH.mask and PATH.json. `starts` are the places where documents begin. Returns the index.
+    Write PATH.bin, PATH.mask and PATH.json. `starts` are the positions where documents begin. Returns the index.
 
     Two bytes a token are used where the vocabulary allows it, four otherwise.
     """
@@ -212,8 +212,8 @@ def _edges(file: Path) -> str:
 
 def read(path: Path, *, tokenizer_hash: str | None = None, verify: bool = False) -> TokenFile:
     """
-    Map PATH.bin and its mask into memory. Raises DataError, which names the file, for one that is torn, foreign, made
-    with another tokenizer, or in another's place; with `verify` for any whose content is not what its index says.
+    Map PATH.bin and its mask into memory. Raises DataError, which names the file, if a file is torn or foreign, comes
+    from another tokenizer, or has another shard's index. With `verify`, also if its sha256 differs from the index.
     """
     file, index_file, mask_file = (_named(path, ending) for ending in (".bin", ".json", ".mask"))
     index, starts = _read_index(index_file)
@@ -288,12 +288,12 @@ def read_tokens(file: Path, *, hint: str = _AGAIN) -> Tokens:
         shown = "is missing" if size < 0 else f"has {size} bytes, less than a header of {HEADER_BYTES}"
         raise DataError(shown, where=str(file), hint=hint)
     header = np.fromfile(file, dtype="<i4", count=HEADER_INTS)
-    found = [kind for magic, version, kind in KINDS.values() if (magic, version) == (header[0], header[1])]
-    if not found:
+    kinds = [kind for magic, version, kind in KINDS.values() if (magic, version) == (header[0], header[1])]
+    if not kinds:
         other = OTHERS.get(int(header[0]))
         what = f"begins with {header[0]} and {header[1]}, which is {other or 'no token file'}"
         raise DataError(what, where=str(file), hint="Known are 20240520/1 (uint16) and 20240801/7 (uint32).")
-    kind, count = found[0], int(header[2])
+    kind, count = kinds[0], int(header[2])
     if (held := (size - HEADER_BYTES) // kind.itemsize) > MOST_TOKENS:
         what = f"holds {held:,} tokens, more than its header can count ({MOST_TOKENS:,}): it says {count:,}"
         raise DataError(what, where=str(file), hint="Write it again as several files of fewer tokens each.")

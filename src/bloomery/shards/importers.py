@@ -3,10 +3,10 @@ Import token files of llm.c, nanoGPT and 1386.ai: add an index and Bloomery's fi
 
     llm.c      *train*.bin, *val*.bin        header, tokens; nanoGPT's speed runs have the same
     nanoGPT    train.bin, val.bin            tokens alone
-    1386       train_0000.bin, train_mask_0000.bin, val_0000.bin, meta.yaml     rows of tokens alone, masks beside
+    1386       train_0000.bin, train_mask_0000.bin, val_0000.bin, meta.yaml     rows of tokens alone, masks apart
 
 Documents are found by the token that stands between them. A file with a header is linked, and copied if it cannot
-be linked. A file without a header is written anew. It becomes several shards if it has more tokens than the header
+be linked. A file without a header is rewritten. It becomes several shards if it has more tokens than the header
 of one shard counts.
 """
 
@@ -41,19 +41,19 @@ Headerless = Literal["uint16", "uint32"]
 
 @dataclass(frozen=True)
 class ForeignTokenFile:
-    """A token file of others."""
+    """A token file that another program wrote."""
 
     path: Path
     tokens: Tokens
     mask: NDArray[np.uint8] | None = None
-    row_tokens: int | None = None
+    sequence_length: int | None = None
     """Of one that is made of rows."""
     has_header: bool = True
 
 
 @dataclass(frozen=True)
 class Meaning:
-    """What the ids of the files mean."""
+    """What the token IDs in the files mean."""
 
     tokenizer_hash: str
     vocab_size: int
@@ -71,19 +71,19 @@ def adopt(
     tokenizer_file: str = "",
 ) -> dict[str, Any]:
     """
-    Make shards in `out` of the token files in `folder`. Returns what the stage `shard` reports.
+    Make shards in `out` from the token files in `folder`. Returns the report of the stage `shard`.
 
-    `document_id` is the token between documents, by default the tokenizer's. `headerless` says what the numbers are
-    in files that do not say it, and `tokenizer_file` the name of the file that the tokenizer was imported from. Raises
-    DataError, which names the file, for what is torn, is something else, contradicts what is said of it, or has ids
-    that the tokenizer does not have.
+    `document_id` is the token between documents, by default the tokenizer's. `headerless` gives the number format of
+    files without a header. `tokenizer_file` names the file that the tokenizer was imported from. Raises DataError,
+    which names the file, if a file is torn or of another kind, contradicts its metadata, or has token IDs that the
+    tokenizer lacks.
     """
     meaning = Meaning(
         tokenizer.hash, tokenizer.vocab_size, tokenizer.document_id if document_id is None else document_id
     )
-    found = find(folder, tokenizer, headerless, tokenizer_file)
+    by_split = find(folder, tokenizer, headerless, tokenizer_file)
     counts: dict[str, tuple[int, int]] = {}
-    for split, files in found.items():
+    for split, files in by_split.items():
         sources = [part for file in files for part in _parts(file)]
         indexes = [
             _take(source, out / f"{split}-{number:05d}", meaning, {"shard": number, "shards": len(sources)})
@@ -102,14 +102,14 @@ def adopt(
         "held_out_tokens": counts["val"][0],
         "held_out_documents": counts["val"][1],
         "tokenizer": tokenizer.hash,
-        "files": {split: [source.path.name for source in sources] for split, sources in found.items()},
+        "files": {split: [source.path.name for source in sources] for split, sources in by_split.items()},
     }
 
 
 def digest(folder: Path) -> str:
     """A hash of names and contents of the files that `adopt` reads. Raises DataError."""
-    found = [*_binaries(folder), *([folder / META] if (folder / META).is_file() else [])]
-    return sha256_bytes(canonical([[file.name, cache.sha256_of(file)] for file in found]))
+    files = [*_binaries(folder), *([folder / META] if (folder / META).is_file() else [])]
+    return sha256_bytes(canonical([[file.name, cache.sha256_of(file)] for file in files]))
 
 
 def find(
@@ -118,19 +118,19 @@ def find(
     """The files of each split, in the order of their names. Raises DataError where a split has none."""
     binaries = _binaries(folder)
     if (folder / META).is_file():
-        found = _rows(folder, tokenizer, tokenizer_file)
+        by_split = _rows(folder, tokenizer, tokenizer_file)
     else:
-        found = {split: [] for split in SPLITS}
+        by_split = {split: [] for split in SPLITS}
         for file in binaries:
             named = [split for split in SPLITS if split in file.stem.lower()]
             if len(named) != 1:
                 what = "is named neither as for training nor as for validation"
                 raise DataError(what, where=str(file), hint="Put train or val into its name, or take it away.")
-            found[named[0]].append(_source(file, headerless))
-    if lacking := [split for split in SPLITS if not found[split]]:
+            by_split[named[0]].append(_source(file, headerless))
+    if lacking := [split for split in SPLITS if not by_split[split]]:
         hint = "Both training and validation need one, as fineweb_train_000001.bin and fineweb_val_000000.bin."
         raise DataError(f"holds no file for {lacking[0]}", where=str(folder), hint=hint)
-    return found
+    return by_split
 
 
 def _binaries(folder: Path) -> list[Path]:
@@ -139,10 +139,10 @@ def _binaries(folder: Path) -> list[Path]:
         if folder.exists():
             raise DataError("is a file, and no folder", where=str(folder), hint=hint)
         raise UnreachableError("there is no such folder", where=str(folder), hint=hint)
-    found = sorted(folder.glob("*.bin"))
-    if not found:
+    files = sorted(folder.glob("*.bin"))
+    if not files:
         raise DataError("holds no .bin files", where=str(folder), hint="Name a folder of token files.")
-    return found
+    return files
 
 
 def _source(file: Path, headerless: Headerless | None) -> ForeignTokenFile:
@@ -182,8 +182,8 @@ def _rows(folder: Path, tokenizer: Tokenizer, tokenizer_file: str) -> dict[str, 
     _same_name(meta, file, tokenizer_file)
     _masks_are_told(meta, folder)
     kind, row = np.dtype(str(meta["dtype"])).newbyteorder("<"), int(meta["pack_len"] or 0)
-    found = {split: _rows_of(folder, split, kind, row, masked=bool(meta.get("has_loss_mask"))) for split in SPLITS}
-    for split, sources in found.items():
+    by_split = {split: _rows_of(folder, split, kind, row, masked=bool(meta.get("has_loss_mask"))) for split in SPLITS}
+    for split, sources in by_split.items():
         there = {
             f"n_{split}_shards": len(sources),
             f"n_{split}_sequences": sum(len(source.tokens) for source in sources) // row,
@@ -192,7 +192,7 @@ def _rows(folder: Path, tokenizer: Tokenizer, tokenizer_file: str) -> dict[str, 
             if (said := meta.get(name)) not in (None, number):
                 what = f"says {name}: {said!r}, and there are {number}"
                 raise DataError(what, where=str(file), hint="A file is missing, or one is of another corpus.")
-    return found
+    return by_split
 
 
 def _rows_of(folder: Path, split: str, kind: Any, row: int, *, masked: bool) -> list[ForeignTokenFile]:
@@ -211,18 +211,18 @@ def _rows_of(folder: Path, split: str, kind: Any, row: int, *, masked: bool) -> 
 
 
 def _same_vocabulary(meta: Mapping[str, Any], file: Path, tokenizer: Tokenizer) -> None:
-    """Ours may have more ids by the special tokens that it got when it was imported, and by no others."""
+    """Our tokenizer may have more token IDs only by the special tokens that the import added."""
     size = int(meta["vocab_size"] or 0)
     if size not in _own_sizes(tokenizer):
-        what = f"the files have a vocabulary of {size}, and this tokenizer has {tokenizer.vocab_size} ids"
+        what = f"the files have a vocabulary of {size}, and this tokenizer has {tokenizer.vocab_size} token IDs"
         hint = f"They were made with the tokenizer {meta.get('tokenizer')!r}: import that one."
         raise DataError(what, where=str(file), hint=hint)
 
 
 def _own_sizes(tokenizer: Tokenizer) -> set[int]:
     """
-    How many ids a tokenizer may have had before special tokens were added: those before the last ones that are known
-    here and not to its model, and these too where it had them, be it the first alone, which ends texts.
+    The vocabulary sizes that a tokenizer may have had before special tokens were added: without the special tokens at
+    its end that its model lacks, with all of them, or with only the first, if that token ends texts.
     """
     ours = {tokenizer.special_id(name) for name in EVERY_SPECIAL if name not in tokenizer.spec["model"]["vocab"]}
     first = tokenizer.vocab_size
@@ -233,12 +233,12 @@ def _own_sizes(tokenizer: Tokenizer) -> set[int]:
 
 def _same_name(meta: Mapping[str, Any], file: Path, tokenizer_file: str) -> None:
     """Names of files are compared where both are of one kind: x.model and y.model are two tokenizers."""
-    told = meta.get("tokenizer")
-    theirs, ours = Path(str(told or "")), Path(tokenizer_file)
+    stated = meta.get("tokenizer")
+    theirs, ours = Path(str(stated or "")), Path(tokenizer_file)
     if not theirs.suffix or theirs.suffix != ours.suffix:
-        named = f"names the tokenizer {told!r}" if told else "names no tokenizer"
+        named = f"names the tokenizer {stated!r}" if stated else "names no tokenizer"
         own = f"{ours.name!r}" if tokenizer_file else "no imported file"
-        info(f"shard: {file} {named}, and this run's is of {own}: only the number of ids could be compared", "yellow")
+        info(f"shard: {file} {named}, and this run's is of {own}: only the number of token IDs was compared", "yellow")
     elif theirs.name != ours.name:
         hint = f"Import {theirs.name}; if {ours.name} is the same, give the file that name."
         what = f"the rows were made with the tokenizer {theirs.name!r}, and this run has {ours.name!r}"
@@ -250,7 +250,7 @@ def _masks_are_told(meta: Mapping[str, Any], folder: Path) -> None:
     said = meta.get("has_loss_mask")
     there = [mask for split in SPLITS for mask in sorted(folder.glob(f"{split}_mask_*.bin"))]
     if there and not said:
-        what = f"says {'nothing of' if said is None else 'false for'} has_loss_mask, and {there[0].name} lies beside it"
+        what = f"says {'nothing of' if said is None else 'false for'} has_loss_mask, and {there[0].name} exists"
         hint = "Write has_loss_mask: true, or take the masks away if all tokens shall be learned."
         raise DataError(what, where=str(folder / META), hint=hint)
 
@@ -286,7 +286,7 @@ def read_meta(file: Path) -> dict[str, int | bool | str | None]:
     return facts
 
 
-_META = "meta.yaml says how the rows beside it are read: pack_len, vocab_size, dtype and has_loss_mask."
+_META = "meta.yaml says how the rows in its folder are read: pack_len, vocab_size, dtype and has_loss_mask."
 
 
 def _scalar(text: str) -> int | bool | str | None:
@@ -307,7 +307,7 @@ def _scalar(text: str) -> int | bool | str | None:
 
 def _parts(source: ForeignTokenFile) -> Iterator[ForeignTokenFile]:
     """A file as shards: one, but for tokens without a header that are more than ours counts. Rows stay whole."""
-    most = format.MOST_TOKENS - format.MOST_TOKENS % (source.row_tokens or 1)
+    most = format.MOST_TOKENS - format.MOST_TOKENS % (source.sequence_length or 1)
     if len(source.tokens) <= most:
         yield source
         return
@@ -316,15 +316,15 @@ def _parts(source: ForeignTokenFile) -> Iterator[ForeignTokenFile]:
         yield replace(source, tokens=source.tokens[first : first + most], mask=mask)
 
 
-def _take(source: ForeignTokenFile, path: Path, meaning: Meaning, place: Mapping[str, int]) -> dict[str, Any]:
+def _take(source: ForeignTokenFile, path: Path, meaning: Meaning, numbering: Mapping[str, int]) -> dict[str, Any]:
     """Write PATH.bin and its index. Returns the index."""
-    facts: dict[str, Any] = {"document_id": meaning.document_id, "source": source.path.name, **place}
+    facts: dict[str, Any] = {"document_id": meaning.document_id, "source": source.path.name, **numbering}
     known: dict[str, Any] = {"vocab_size": meaning.vocab_size, "tokenizer_hash": meaning.tokenizer_hash}
     if source.has_header:
         starts = [begins + number * BLOCK_TOKENS for number, (_, begins) in enumerate(_pieces(source, meaning))]
         _link(source.path, path.with_name(path.name + ".bin"))
         return format.vouch(path, starts, facts=facts, **known)
-    rows = {} if source.row_tokens is None else {"row_tokens": source.row_tokens}
+    rows = {} if source.sequence_length is None else {"row_tokens": source.sequence_length}
     return format.write_pieces(
         path,
         _pieces(source, meaning),
@@ -343,7 +343,7 @@ def _pieces(source: ForeignTokenFile, meaning: Meaning) -> Iterator[tuple[Tokens
     """
     where = str(source.path)
     if source.tokens.dtype.itemsize == 2 and meaning.vocab_size > 2**16:
-        what = f"has two bytes a token, too few for the {meaning.vocab_size:,} ids of this tokenizer"
+        what = f"has two bytes a token, too few for the {meaning.vocab_size:,} token IDs of this tokenizer"
         raise DataError(what, where=where, hint=_TOKENIZER)
     for first in range(0, len(source.tokens), BLOCK_TOKENS):
         block = source.tokens[first : first + BLOCK_TOKENS]

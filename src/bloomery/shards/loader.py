@@ -10,7 +10,7 @@ The order of samples is a pure function, so that there is nothing to store and n
 
 The permutation is a four-round Feistel network on the smallest even number of bits that holds N, walked until the
 result is below N (Black and Rogaway 2002, "Ciphers with Arbitrary Finite Domains"). It is a bijection for every
-key, takes no memory, and seeks to any place at once.
+key, takes no memory, and seeks to any sample at once.
 """
 
 from collections import deque
@@ -24,6 +24,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from bloomery.core.errors import DataError
+from bloomery.core.hashing import GOLDEN, splitmix64
 from bloomery.shards import format
 
 ROUNDS = 4
@@ -37,7 +38,7 @@ def sample_positions(first: int, count: int, num_samples: int, seed: int) -> NDA
 
 
 def permute(places: NDArray[np.uint64], epochs: NDArray[np.uint64], num_samples: int, seed: int) -> NDArray[np.uint64]:
-    """A bijection of 0 … num_samples − 1 for each epoch and seed, applied to each place."""
+    """A bijection of 0 … num_samples − 1 for each epoch and seed, applied to each of `places`."""
     half = np.uint64(max(1, ((num_samples - 1).bit_length() + 1) // 2))
     result = places.copy()
     walking = np.ones(len(places), dtype=bool)
@@ -51,22 +52,15 @@ def _feistel(values: NDArray[np.uint64], epochs: NDArray[np.uint64], half: np.ui
     low_bits = (np.uint64(1) << half) - np.uint64(1)
     left, right = values >> half, values & low_bits
     for round_number in range(ROUNDS):
-        key = np.uint64((seed * 0x9E3779B97F4A7C15 + round_number * 0xD1B54A32D192ED03) & 0xFFFFFFFFFFFFFFFF)
-        left, right = right, left ^ (scramble(right + key + epochs * np.uint64(0xA0761D6478BD642F)) & low_bits)
+        key = np.uint64((seed * GOLDEN + round_number * 0xD1B54A32D192ED03) & 0xFFFFFFFFFFFFFFFF)
+        left, right = right, left ^ (splitmix64(right + key + epochs * np.uint64(0xA0761D6478BD642F)) & low_bits)
     return (left << half) | right
-
-
-def scramble(x: NDArray[np.uint64]) -> NDArray[np.uint64]:
-    """The finalizer of splitmix64: every bit of the input moves every bit of the output."""
-    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return x ^ (x >> np.uint64(31))
 
 
 IGNORE = -100
 """A target that carries no loss: padding, or what the user said."""
 AHEAD = 4
-SPLITS = {"train": "the text to train on", "anneal": "the text to train on last", "val": "the held-out text"}
+SPLITS = {"train": "the text to train on", "anneal": "the text to train on last", "val": "the validation text"}
 
 
 @dataclass(frozen=True)
@@ -107,7 +101,7 @@ class PackedDataset:
         paths = format.names(folder, split)
         if not paths:
             never = split == "val" and format.names(folder, "train")
-            hint = "Nothing was held out: say shard.hold_out above 0." if never else "Run the stage before again."
+            hint = "No validation split: set shard.val_fraction above 0." if never else "Run the stage before again."
             raise DataError(f"there are no shards {split}-*.bin", where=str(folder), hint=hint)
         self.length = length
         self._shards = [format.read(path, tokenizer_hash=tokenizer_hash, verify=verify) for path in paths]
@@ -139,9 +133,9 @@ class PackedDataset:
         have += f" in the longest of {len(self._shards)} shards" if len(self._shards) > 1 else ""
         name = f"{SPLITS.get(split, split)} ({split}-*.bin)"
         what = f"{name} is too small: {have} are fewer than one sample of {self.length + 1}"
-        more = "Raise shard.hold_out, fetch" if split == "val" else "Fetch"
+        more = "Raise shard.val_fraction, fetch" if split == "val" else "Fetch"
         hint = "Import longer token files" if "source" in self._shards[0].index else f"{more} more text"
-        return DataError(what, where=str(folder), hint=f"{hint}, or lower pretrain.model.context.")
+        return DataError(what, where=str(folder), hint=f"{hint}, or lower pretrain.model.context_length.")
 
     def epochs(self, seen: int) -> float:
         """How often the first `seen` samples of a run go through the split."""
@@ -169,10 +163,10 @@ class PackedDataset:
         if not self._packed:
             opens = ids == self._document
         opens[:, 0] = True
-        place = np.arange(self.length)
-        begin = np.maximum.accumulate(np.where(opens, place, 0), axis=1)
+        positions = np.arange(self.length)
+        begin = np.maximum.accumulate(np.where(opens, positions, 0), axis=1)
         targets = np.where(learned[:, 1:], rows[:, 1:], IGNORE)
-        return Batch(ids.copy(), targets, place - begin, np.cumsum(opens, axis=1), numbers)
+        return Batch(ids.copy(), targets, positions - begin, np.cumsum(opens, axis=1), numbers)
 
 
 def _within(starts: NDArray[np.int64], begin: int, length: int) -> NDArray[np.int64]:
@@ -217,11 +211,11 @@ class AnnealedDataset:
         if not others.any():
             return self.main.batch(numbers)
         parts = [(self.main, numbers[~others]), (self.last, numbers[others] - self.num_samples)]
-        found = [samples.batch(some) for samples, some in parts]
+        sub_batches = [samples.batch(some) for samples, some in parts]
         places = np.argsort(np.concatenate([np.flatnonzero(~others), np.flatnonzero(others)]))
 
         def joined(name: str) -> NDArray[np.int64]:
-            together: NDArray[np.int64] = np.concatenate([getattr(batch, name) for batch in found])[places]
+            together: NDArray[np.int64] = np.concatenate([getattr(batch, name) for batch in sub_batches])[places]
             return together
 
         return Batch(joined("ids"), joined("targets"), joined("positions"), joined("segments"), numbers)
@@ -234,7 +228,7 @@ def others_begin(samples: "SampleSource", first: int, last: int) -> bool:
 
 @runtime_checkable
 class SampleSource(Protocol):
-    """Where samples come from: `PackedDataset`, `AnnealedDataset`, or what is made while training goes on."""
+    """A source of samples: `PackedDataset`, `AnnealedDataset`, or samples that are made during training."""
 
     length: int
     """Tokens of a sample."""

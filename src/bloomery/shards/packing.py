@@ -1,7 +1,7 @@
 """
 Pack tokenized conversations into sequences of one length, written as a shard with its mask.
 
-Packing places the longest conversation first, so that little is padding.
+Packing takes the longest conversation first, so that little is padding.
 """
 
 from collections.abc import Mapping, Sequence
@@ -46,7 +46,7 @@ def first_fit_decreasing(lengths: Sequence[int], capacity: int) -> list[list[int
 
 @runtime_checkable
 class Line(Protocol):
-    """A conversation as ids, and which of them are learned."""
+    """A conversation as token IDs, with a mask of those in the loss."""
 
     @property
     def ids(self) -> Any: ...
@@ -63,9 +63,9 @@ class PackedRows:
     """Without padding."""
     supervised: int
 
-    def full(self, row_tokens: int) -> float:
+    def full(self, sequence_length: int) -> float:
         """Share of the rows that is not padding."""
-        return round(self.tokens / max(len(self.rows) * row_tokens, 1), 4)
+        return round(self.tokens / max(len(self.rows) * sequence_length, 1), 4)
 
 
 def write(
@@ -73,7 +73,7 @@ def write(
     groups: Sequence[Sequence[Line]],
     *,
     tokenizer: Tokenizer,
-    row_tokens: int,
+    sequence_length: int,
     facts: Mapping[str, Any],
     longest_padding: int | None = None,
 ) -> PackedRows:
@@ -81,22 +81,22 @@ def write(
     Pack groups, whose lines stay together in their order, into rows; pad these, and write them. Padding belongs to the
     last line of its row, and with `longest_padding` to pieces of its own, of no more tokens than that.
     """
-    packed = first_fit_decreasing([sum(len(line.ids) for line in group) for group in groups], row_tokens)
+    packed = first_fit_decreasing([sum(len(line.ids) for line in group) for group in groups], sequence_length)
     kind = np.uint16 if tokenizer.vocab_size <= 2**16 else np.uint32
-    tokens = np.full((len(packed), row_tokens), tokenizer.pad_id, dtype=kind)
-    mask = np.zeros((len(packed), row_tokens), dtype=np.uint8)
+    tokens = np.full((len(packed), sequence_length), tokenizer.pad_id, dtype=kind)
+    mask = np.zeros((len(packed), sequence_length), dtype=np.uint8)
     starts: list[int] = []
     filled = 0
     for row, indices in enumerate(packed):
-        place = 0
+        position = 0
         for line in (line for index in indices for line in groups[index]):
-            starts.append(row * row_tokens + place)
-            tokens[row, place : place + len(line.ids)] = line.ids
-            mask[row, place : place + len(line.ids)] = line.mask
-            place += len(line.ids)
-        filled += place
+            starts.append(row * sequence_length + position)
+            tokens[row, position : position + len(line.ids)] = line.ids
+            mask[row, position : position + len(line.ids)] = line.mask
+            position += len(line.ids)
+        filled += position
         if longest_padding is not None:
-            starts += [row * row_tokens + at for at in range(place, row_tokens, longest_padding)]
+            starts += [row * sequence_length + at for at in range(position, sequence_length, longest_padding)]
     format.write(
         path,
         tokens.reshape(-1),
@@ -105,6 +105,6 @@ def write(
         starts=starts,
         tokenizer_hash=tokenizer.hash,
         layout="rows",
-        facts={"document_id": tokenizer.document_id, "row_tokens": row_tokens, **facts},
+        facts={"document_id": tokenizer.document_id, "row_tokens": sequence_length, **facts},
     )
     return PackedRows(packed, filled, int(mask.sum()))

@@ -1,4 +1,4 @@
-"""Stage classify: classifiers of documents, learned from labels or from damaged copies, measured on held-out texts."""
+"""Stage classify: train classifiers of documents on labels or on damaged copies, and measure them on test texts."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
@@ -16,8 +16,10 @@ from bloomery.data.quality.thresholds import LEFT_OUT
 from bloomery.data.readers import rows
 from bloomery.stages.config import Classify, Contrast, Labeled
 
+VERSION = 2
 
-def digest(config: Classify) -> str:
+
+def external_inputs(config: Classify) -> str:
     """A hash of the labeled files, for the stage's fingerprint; "" without one."""
     hashes = [_hash(one.path) for one in config.named if isinstance(one, Labeled)]
     return hashes[0] if len(hashes) == 1 else core_io.sha256_bytes(core_io.canonical(hashes)) if hashes else ""
@@ -27,42 +29,43 @@ def run(config: Classify, inputs: Mapping[str, Path], out: Path) -> dict[str, An
     """
     Write NAME/classifier.safetensors and NAME/classifier.json for each. `inputs["fetch"]` is a folder with documents/.
 
-    One that has too few examples to learn, calibrate and measure is told in LEFT_OUT where the recipe can do without.
+    LEFT_OUT lists each optional classifier with too few examples to train, calibrate and measure.
 
-    Raises DataError for broken labels, and for too few examples where the recipe cannot.
+    Raises DataError for broken labels, and for too few examples of a classifier that the recipe requires.
     """
-    told: list[dict[str, Any]] = []
+    stats: list[dict[str, Any]] = []
     left_out: list[dict[str, str]] = []
     with progress("classify", "classifiers", float(len(config.named))) as meter:
-        for number, one in enumerate(config.named, 1):
-            facts = {"name": one.name, "kind": one.kind, "keep": one.keep}
+        for number, settings in enumerate(config.named, 1):
+            facts = {"name": settings.name, "kind": settings.kind, "keep": settings.keep}
             try:
-                learned = _learned(one, _examples(one, inputs["fetch"] / "documents"))
+                learned = _learned(settings, _examples(settings, inputs["fetch"] / "documents"))
             except TooFewExamplesError as error:
-                left_out.append({"name": one.name, "why": _done_without(config, one, error)})
+                left_out.append({"name": settings.name, "why": _done_without(config, settings, error)})
             else:
-                classifier.save(learned, facts | {"place": number}, out / one.name)
-                told.append(facts | _told(learned))
+                classifier.save(learned, facts | {"place": number}, out / settings.name)
+                stats.append(facts | _told(learned))
             meter.at(float(number))
     if not left_out:
-        return {"classifiers": told}
+        return {"classifiers": stats}
     core_io.write_json(out / LEFT_OUT, left_out)
-    return {"classifiers": told, "left_out": left_out}
+    return {"classifiers": stats, "left_out": left_out}
 
 
-def lacking(config: Classify, folder: Path) -> bool:
+def is_incomplete(config: Classify, folder: Path) -> bool:
     """Whether a classifier was left out for a recipe that could do without, and this one cannot."""
     return config.required is not False and (folder / LEFT_OUT).is_file()
 
 
-def _done_without(config: Classify, one: Contrast | Labeled, error: TooFewExamplesError) -> str:
-    """Say that a recipe goes on without a classifier, and why. Raises DataError, with the place, where it must not."""
-    texts = "documents" if isinstance(one, Contrast) else "different texts of either label"
-    needs = f"about {classifier.enough(one.held_out)} {texts} are enough, with held_out={one.held_out:g}"
+def _done_without(config: Classify, settings: Contrast | Labeled, error: TooFewExamplesError) -> str:
+    """Log that a classifier is skipped, and return why. Raises DataError where the recipe requires the classifier."""
+    texts = "documents" if isinstance(settings, Contrast) else "different texts of either label"
+    fraction = settings.test_fraction
+    needs = f"about {classifier.enough(fraction)} {texts} are enough, with test_fraction={fraction:g}"
     if config.required is not False:
-        hint = f"Give more: {needs}. Where no limit asks for scores, classify.required=false goes on without."
-        raise DataError(error.what, where=f"classify, classifier {one.name!r}", hint=hint) from None
-    info(f"classify: goes on without {one.name!r}, which nothing asks for: {error.what}; {needs}", "yellow")
+        hint = f"Give more: {needs}. If no limit uses its scores, classify.required=false skips it."
+        raise DataError(error.what, where=f"classify, classifier {settings.name!r}", hint=hint) from None
+    info(f"classify: skips {settings.name!r}, which no limit uses: {error.what}; {needs}", "yellow")
     return f"{error.what}; {needs}"
 
 
@@ -73,31 +76,33 @@ def _hash(path: Path) -> str:
         raise rows.unreadable(path, error) from None
 
 
-def _examples(one: Contrast | Labeled, folder: Path) -> Sequence[TextExample]:
-    if isinstance(one, Contrast):
-        found = examples.contrast(folder, samples=one.samples, characters=one.characters, seed=one.seed)
-        return list(found)
+def _examples(settings: Contrast | Labeled, folder: Path) -> Sequence[TextExample]:
+    if isinstance(settings, Contrast):
+        text_examples = examples.contrast(
+            folder, samples=settings.samples, characters=settings.max_chars, seed=settings.seed
+        )
+        return list(text_examples)
     return examples.labeled(
-        one.path,
-        Labels(one.positive, one.negative, one.positive_from, one.negative_below),
-        text_field=one.text_field,
-        label_field=one.label_field,
-        group_field=one.group_field,
-        samples=one.samples,
-        characters=one.characters,
-        seed=one.seed,
+        settings.path,
+        Labels(settings.positive, settings.negative, settings.positive_from, settings.negative_below),
+        text_field=settings.text_field,
+        label_field=settings.label_field,
+        group_field=settings.group_field,
+        samples=settings.samples,
+        characters=settings.max_chars,
+        seed=settings.seed,
     )
 
 
-def _learned(one: Contrast | Labeled, found: Sequence[TextExample]) -> Learned:
+def _learned(settings: Contrast | Labeled, text_examples: Sequence[TextExample]) -> Learned:
     return classifier.train(
-        found,
-        NgramSizes(one.features, one.ngrams, one.character_ngrams),
-        characters=one.characters,
-        held_out=one.held_out,
-        seed=one.seed,
-        strength=one.strength,
-        threshold=one.threshold,
+        text_examples,
+        NgramSizes(settings.features, settings.ngrams, settings.character_ngrams),
+        characters=settings.max_chars,
+        held_out=settings.test_fraction,
+        seed=settings.seed,
+        strength=settings.c,
+        threshold=settings.threshold,
     )
 
 

@@ -1,9 +1,12 @@
 """Every section of a recipe: what can be set, what it means, and its default. `recipe.py` puts them in order."""
 
-from collections.abc import Sequence
+import os
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import AfterValidator, Field, field_validator, model_validator
 
 from bloomery.core.bounds import (
     Between,
@@ -18,6 +21,9 @@ from bloomery.core.bounds import (
     TokenCount,
 )
 from bloomery.core.config import VOLATILE, Config, repeated
+from bloomery.core.errors import DataError
+from bloomery.core.extras import DATA
+from bloomery.core.io import path_problem
 from bloomery.data.chat.config import Conversations
 from bloomery.data.chat.filters import DecontaminateChats as Unexamined
 from bloomery.data.decontamination import Sought
@@ -38,6 +44,18 @@ from bloomery.train.config import Training
 from bloomery.train.preference.config import Prefer as Prefer
 from bloomery.train.scaling_rules import TOKENS_PER_PARAMETER, Depth, TokenRatio
 
+WINDOWS_DEVICE = re.compile(r"(con|prn|aux|nul|com\d|lpt\d)(\..*)?", re.IGNORECASE)
+
+
+def _is_a_folder(name: str) -> str:
+    if problem := path_problem(name):
+        raise ValueError(problem)
+    if name.endswith(".") or WINDOWS_DEVICE.fullmatch(name):
+        raise ValueError(f"Windows has no folder {name!r}, and a run folder may move there: take another name")
+    return name
+
+
+RunName = Annotated[str, Field(pattern=r"^\w[\w.-]*$"), AfterValidator(_is_a_folder)]
 SampledDocuments = Annotated[int, Between(1, 10**7, "all are in memory")]
 Features = Annotated[int, Between(2, 2**26, "a float of 64 bits is kept for each", "one is the same for all texts")]
 NgramSize = Annotated[int, Between(1, 32, "longer n-grams come again in no other text")]
@@ -60,28 +78,28 @@ class ClassifierTraining(Config):
     """What every classifier of [classify] has."""
 
     samples: SampledDocuments = 2000
-    """Most documents to learn from, chosen by hash and evenly over domains."""
+    """Maximum number of documents, chosen by hash and evenly over domains."""
     features: Features = 2**16
     """Buckets for hashed n-grams."""
     ngrams: tuple[NgramSize, NgramSize] = (1, 2)
     """Shortest and longest n-grams, in words and punctuation marks."""
     character_ngrams: tuple[NgramSize, NgramSize] | None = None
     """Shortest and longest n-grams of characters; None: none are looked at."""
-    characters: Annotated[int, Between(100, 10**7, "less says nothing, and more says no more")] = 3000
+    max_chars: Annotated[int, Between(100, 10**7, "less says nothing, and more says no more")] = 3000
     """How much of a long document is looked at: half of it at the start, half mid-way."""
-    strength: Strength | None = None
+    c: Strength | None = None
     """Inverse of the l2 penalty. None: of 1, 3 and 10 the one that orders the calibrating texts best."""
-    held_out: Annotated[float, Between(1e-4, 0.49, "as many calibrate, and the rest is learned from")] = 0.1
-    """Share of the documents that measures; as many calibrate."""
+    test_fraction: Annotated[float, Between(1e-4, 0.49, "as many calibrate, and the rest is trained on")] = 0.1
+    """Share of the documents to measure on. An equal share is for calibration."""
     threshold: Share = 0.5
-    """The cut whose precision and recall are told; what is dropped is said by [filter]."""
+    """Threshold at which precision and recall are reported. [filter] decides what is dropped."""
     seed: Seed = 0
 
     @model_validator(mode="after")
     def _ngrams_ascend(self) -> "ClassifierTraining":
-        for found in (self.ngrams, self.character_ngrams):
-            if found is not None and found[0] > found[1]:
-                raise ValueError(f"ngrams are shortest, longest; got {found}")
+        for gram_range in (self.ngrams, self.character_ngrams):
+            if gram_range is not None and gram_range[0] > gram_range[1]:
+                raise ValueError(f"ngrams are shortest, longest; got {gram_range}")
         return self
 
 
@@ -90,14 +108,14 @@ ClassifierName = Annotated[str, Field(pattern=r"^[a-z][a-z0-9_]*$")]
 
 class Contrast(ClassifierTraining):
     """
-    The documents that were fetched against damaged copies of them: shuffled words, cut lines, repeated phrases, broken
-    characters, and spam in their place. Copies are as long as what they were made from, so that length tells nothing.
-    A score is the probability of being worth keeping.
+    The fetched documents against damaged copies: shuffled words, cut lines, repeated phrases, broken characters, and
+    spam instead of the text. A copy is as long as its document, so length tells nothing. A score is the probability
+    that a text is worth keeping.
     """
 
     kind: Literal["contrast"] = "contrast"
     name: ClassifierName = "quality"
-    strength: Strength | None = 30.0
+    c: Strength | None = 30.0
     keep: Literal["high"] = "high"
 
 
@@ -121,7 +139,7 @@ class Labeled(ClassifierTraining):
     negative_below: FieldNumber | None = None
     """Negative below; texts between the two are left out. None: the same as positive_from."""
     samples: SampledDocuments = 100_000
-    """Most texts to learn from, chosen by hash."""
+    """Maximum number of texts, chosen by hash."""
     features: Features = 2**20
     character_ngrams: tuple[NgramSize, NgramSize] | None = (4, 4)
 
@@ -140,8 +158,8 @@ class Classify(ClassifierTraining):
     """
     Train the classifiers that [filter] may set limits for.
 
-    `classifiers` names them. Without any there is one, `quality`, that these keys themselves describe: with `labeled`
-    it learns from jsonl lines {"text", "label": 0 or 1 = keep}, without from contrast.
+    `classifiers` names them. Without it, these keys describe a single classifier, `quality`. With `labeled`, it is
+    trained on jsonl lines {"text", "label": 0 or 1 = keep}; without, on contrast.
     """
 
     classifiers: tuple[Annotated[Contrast | Labeled, Field(discriminator="kind")], ...] = ()
@@ -149,10 +167,13 @@ class Classify(ClassifierTraining):
     """A jsonl file (.zst and .gz too) with `text` and `label` (1 = keep)."""
     required: bool | None = Field(None, json_schema_extra=VOLATILE)
     """
-    Whether too few texts to learn from are an error; else the run goes on without that classifier, and says so. None:
-    where the recipe has this section, or [filter] a limit on scores.
+    Whether too few training texts are an error. If false, the run reports it and continues without the classifier.
+    None: an error where the recipe has this section, or [filter] a limit on scores.
     """
-    strength: Strength | None = 30.0
+    c: Strength | None = 30.0
+
+    def packages(self) -> tuple[str, ...]:
+        return DATA
 
     @model_validator(mode="after")
     def _each_key_has_its_place(self) -> "Classify":
@@ -190,7 +211,7 @@ class Filter(Parallel):
     """Documents whose score by the first classifier is lower are dropped (reason `classifier`)."""
     min_scores: tuple[MinScore, ...] = ()
     """Other limits for some domains."""
-    limits: ThresholdTable = ()
+    thresholds: ThresholdTable = ()
     """Limits of any classifier, applied in this order after those; or the name of a preset, "seed-1386"."""
 
     @field_validator("rules")
@@ -206,11 +227,11 @@ class Filter(Parallel):
     @property
     def needs_scores(self) -> bool:
         """Whether a limit asks for the score of a classifier."""
-        return bool(self.min_score or self.min_scores or self.limits)
+        return bool(self.min_score or self.min_scores or self.thresholds)
 
     @property
-    def spelled_limits(self) -> tuple[Threshold, ...]:
-        return spelled_out(self.limits)
+    def spelled_thresholds(self) -> tuple[Threshold, ...]:
+        return spelled_out(self.thresholds)
 
 
 def known_tasks(names: Sequence[str]) -> None:
@@ -257,53 +278,58 @@ class Dedup(Parallel):
     "seed-1386": 128 permutations in 16 bands of 8, banded once, shingles of 5 characters. It stands in for these
     settings; one of them that says something else is an error.
     """
-    permutations: Annotated[int, Between(1, 2**14, MINIMA)] = 112
+    num_perm: Annotated[int, Between(1, 2**14, MINIMA)] = 112
     """Minima in a signature."""
-    bands: Annotated[int, Between(1, 2**14, MINIMA)] = 14
+    num_bands: Annotated[int, Between(1, 2**14, MINIMA)] = 14
     """Groups of minima; sharing one makes two documents candidates. 14 of 8 find a Jaccard of 0.8 with p = 0.92."""
-    bandings: Annotated[int, Between(1, 16, "each sorts all documents once more")] = 2
+    num_rotations: Annotated[int, Between(1, 16, "each sorts all documents once more")] = 2
     """How often the minima are put into bands, every time in another way. Once, where nothing is verified."""
     shingles: Literal["words", "characters"] = "words"
     shingle_size: Annotated[int, Between(1, 1000, "longer shingles are in no second document")] = 5
     """Words, or characters, in a shingle."""
     verify: bool = True
     """Whether a document goes only for a kept one that is similar enough. Else for any linked by bands."""
-    min_jaccard: Annotated[float, Between(1e-3, 1, "it is a share of the shingles")] = 0.8
+    threshold: Annotated[float, Between(1e-3, 1, "it is a share of the shingles")] = 0.8
     """With `verify`: a document goes only when its exact Jaccard with the kept one reaches this."""
     seed: Seed = 0
     decontaminate: Decontaminate | None = None
     repeated_lines: RepeatedLines | None = None
     memory_bytes: MemoryBytes | None = Field(None, json_schema_extra=VOLATILE)
-    """What sorting, joining and workers may hold, beside 300 MB for this process. None: half of what is free."""
+    """Memory for sorting, joining and workers, in addition to 300 MB for this process. None: half of what is free."""
 
     @model_validator(mode="after")
-    def _preset_stands_in(self) -> "Dedup":
-        wanted = DEDUP_PRESETS.get(self.preset, {})
-        for name, value in wanted.items():
-            if getattr(self, name) not in (value, type(self).model_fields[name].default):
+    def _preset_stands_in_for_what_is_not_set(self) -> "Dedup":
+        preset = DEDUP_PRESETS[self.preset].items()
+        unset = {name: value for name, value in preset if name not in self.model_fields_set}
+        return self.model_copy(update=unset) if unset else self
+
+    @model_validator(mode="after")
+    def _preset_is_not_contradicted(self) -> "Dedup":
+        for name, value in DEDUP_PRESETS[self.preset].items():
+            if getattr(self, name) != value:
                 raise ValueError(f"the preset {self.preset} says {name}={value!r}; leave out one of the two")
-        self.__dict__.update(wanted)  # spelt out, so that the saved recipe tells all
         return self
 
     @model_validator(mode="after")
     def _bands_divide(self) -> "Dedup":
-        if self.permutations % self.bands:
-            most = min(self.bands, self.permutations)
-            near = next(number for number in range(most, 0, -1) if self.permutations % number == 0)
-            raise ValueError(f"{self.permutations} permutations are not {self.bands} equal bands; {near} would do")
+        if self.num_perm % self.num_bands:
+            most = min(self.num_bands, self.num_perm)
+            near = next(number for number in range(most, 0, -1) if self.num_perm % number == 0)
+            raise ValueError(f"{self.num_perm} permutations are not {self.num_bands} equal bands; {near} would do")
         return self
 
 
-DEDUP_PRESETS: dict[Any, dict[str, Any]] = {
+DEDUP_PRESETS: Mapping[str | None, Mapping[str, Any]] = {
+    None: {},
     "seed-1386": {
-        "permutations": 128,
-        "bands": 16,
-        "bandings": 1,
+        "num_perm": 128,
+        "num_bands": 16,
+        "num_rotations": 1,
         "shingles": "characters",
         "shingle_size": 5,
         "verify": True,
-        "min_jaccard": 0.8,
-    }
+        "threshold": 0.8,
+    },
 }
 
 
@@ -313,18 +339,21 @@ class Shard(Parallel):
     """Domains that are not named are left out; without any, all domains in their own proportion."""
     tokens: TokenCount | None = None
     """Size of the mix. None: as large as the weights and epochs allow."""
-    hold_out: Annotated[float, Between(0, LARGEST_SHARE, "no tokenizer learns from that share")] = 0.02
+    val_fraction: Annotated[float, Between(0, LARGEST_SHARE, "no tokenizer is trained on that share")] = 0.02
     """Share of documents, by hash of their text, that no model and no tokenizer is trained on."""
     anneal: Anneal | None = None
     """What `pretrain` reads last, from shards of its own."""
     shard_tokens: Annotated[int, Between(1000, 2**30, "each shard is a file, and counts to 2^31")] = 100_000_000
     """A shard's length: its documents begin within as many tokens. A header counts to 2^31."""
     memory_bytes: MemoryBytes = Field(2 * 2**30, json_schema_extra=VOLATILE)
-    """For all workers together, besides what Python and its libraries need. It changes the speed, and no byte."""
+    """For all workers together, in addition to Python and its libraries. It changes the speed, and no byte."""
     seed: Seed = 0
 
     def needs(self, after: tuple[str, ...]) -> tuple[str, ...]:
         return after if self.imported is None else ("tokenizer",)
+
+    def packages(self) -> tuple[str, ...]:
+        return super().packages() if self.imported is None else ()
 
     @model_validator(mode="after")
     def _one_weight_a_domain(self) -> "Shard":
@@ -343,7 +372,7 @@ class Pretrain(Training):
     tokens_per_parameter: TokenRatio = TOKENS_PER_PARAMETER
     """How long a run of a given depth is."""
     continue_from: DiskPath | None = Field(None, json_schema_extra=VOLATILE)
-    """The folder of this stage in a shorter run, whose constant phase is not repeated: `train/checkpointing.py`."""
+    """The folder of this stage in a shorter run, whose constant phase is not repeated: `train/extension.py`."""
     hellaswag: DiskPath | None = Field(None, json_schema_extra=VOLATILE)
     """An evaluation file of llm.c, such as hellaswag_val.bin: its questions are asked at every evaluation."""
     hellaswag_questions: DocumentCount | None = Field(None, json_schema_extra=VOLATILE)
@@ -354,17 +383,35 @@ RowTokens = Annotated[int, Between(2, 2**24 + 1, "it is the context and its last
 
 
 class Instruct(Conversations):
-    row_tokens: RowTokens = 257
+    sequence_length: RowTokens = 257
     """Length of a packed row: the model's context and one more, the last target. A recipe with a model fills it in."""
-    hold_out: InnerShare = 0.02
-    """Share of conversations, by hash of what is said in them, that is validated on."""
+    val_fraction: InnerShare = 0.02
+    """Share of conversations for validation, chosen by hash of their messages."""
     samples: Annotated[int, Between(0, 1000, "they are on one page")] = 3
     """How many conversations the page shows, with what is learned of them in color."""
-    template: TemplateName = "bloomery"
+    chat_template: TemplateName = "bloomery"
     """How conversations are written, by its name in `tokenizer/chat_template.py`."""
+
+    def packages(self) -> tuple[str, ...]:
+        from_hub = any(isinstance(rule, Unexamined) and rule.tasks and not rule.data for rule in self.filters)
+        return ("pyarrow",) if from_hub else ()
 
     @model_validator(mode="after")
     def _tasks_are_known(self) -> "Instruct":
-        for one in self.filters:
-            known_tasks(one.tasks if isinstance(one, Unexamined) else ())
+        for chat_filter in self.filters:
+            known_tasks(chat_filter.tasks if isinstance(chat_filter, Unexamined) else ())
         return self
+
+
+NAMED_PATHS = {"hellaswag": "file", "continue_from": "folder", "gpt2": "folder"}
+"""Paths that no fingerprint holds, and what they are: otherwise seen when their stage begins."""
+
+
+def check_named_paths(section: str, config: Config) -> None:
+    """Raises DataError for a path of NAMED_PATHS that is not there, or is of another kind."""
+    for name, kind in NAMED_PATHS.items():
+        path: Path | None = getattr(config, name, None)
+        is_kind = os.path.isfile if kind == "file" else os.path.isdir
+        if path is not None and not is_kind(path.expanduser()):
+            hint = f"Name a {kind} that is there, or leave {section}.{name} out."
+            raise DataError(f"there is no such {kind}", where=f"{section}.{name} = {path}", hint=hint)

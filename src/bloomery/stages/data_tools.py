@@ -20,8 +20,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import pyarrow as pa
-import pyarrow.parquet as pq
 from pydantic import Field
 from typing_extensions import TypedDict
 
@@ -29,10 +27,10 @@ from bloomery.core import config, pipeline
 from bloomery.core import io as core_io
 from bloomery.core.config import Config, Override
 from bloomery.core.errors import ConfigError, DataError, RunError
+from bloomery.core.extras import pa, pq
 from bloomery.core.pipeline import Stage, StagePlan
 from bloomery.core.records import Count, ListedFile, NameInside, read_record
 from bloomery.data import documents as data_documents
-from bloomery.data import executor
 from bloomery.data.dedup.dedup import CLUSTERS
 from bloomery.data.executor import Parallel
 from bloomery.stages import decontaminate as decontamination
@@ -50,7 +48,7 @@ MARKER = "bloomery-data.json"
 """In WORK: this module has made it, and with it all that OUT holds under the names above. Of another's OUT, nothing is
 removed."""
 BESIDE = (decontamination.HITS, CLUSTERS, "repeated")
-"""What a stage may leave beside documents, and OUT gets as it is."""
+"""Files and folders that a stage may leave in addition to documents. OUT gets them unchanged."""
 
 
 class Decontamination(Parallel, Decontaminate):
@@ -65,7 +63,7 @@ class ToolSections(Config):
     filter: Filter = Filter()
     dedup: Dedup = Dedup()
     tokenizer: AnyKind = Field(ByteBpe(), discriminator="kind")
-    shard: Shard = Shard(hold_out=0)
+    shard: Shard = Shard(val_fraction=0)
 
 
 class SavedToolResult(TypedDict):
@@ -93,26 +91,25 @@ RULES = ({"kind": "preset", "name": "gopher"},)
 BY_NAME = {one.name: one for one in STAGES}
 
 
-def _alone(name: str, runner: str, *after: str) -> Stage:
-    """A stage of a recipe on other inputs: what its output means, and its version, are those of the recipe's."""
-    return replace(BY_NAME[name], run=f"bloomery.stages.data_tools:{runner}", after=after)
+def _on_inputs(name: str, *after: str) -> Stage:
+    """A stage of a recipe on other inputs, which a function of this module gives the names that it has in a recipe."""
+    return replace(BY_NAME[name], run_by=f"bloomery.stages.data_tools:{name}", after=after)
 
 
 READ = BY_NAME["fetch"]
-DEDUP = _alone("dedup", "dedup", "fetch")
-DECONTAMINATE = replace(
-    _alone("dedup", "decontaminate", "fetch"),
-    name="decontaminate",
-    digest="bloomery.stages.decontaminate:digest",
+DECONTAMINATE = Stage(
+    "decontaminate",
+    "bloomery.stages.decontaminate",
+    after=("fetch",),
+    run_by="bloomery.stages.data_tools:decontaminate",
 )
-"""In a recipe it is a part of dedup, whose version tells of it."""
 TOOLS = {
-    "filter": Tool("filter", (READ, _alone("filter", "filter_", "fetch"))),
-    "dedup": Tool("dedup", (READ, DEDUP)),
+    "filter": Tool("filter", (READ, _on_inputs("filter", "fetch"))),
+    "dedup": Tool("dedup", (READ, _on_inputs("dedup", "fetch"))),
     "decontaminate": Tool("decontaminate", (READ, DECONTAMINATE)),
     "tokenize": Tool(
         "shard",
-        (READ, _alone("tokenizer", "tokenizer", "fetch"), _alone("shard", "shard", "fetch", "tokenizer")),
+        (READ, _on_inputs("tokenizer", "fetch"), _on_inputs("shard", "fetch", "tokenizer")),
     ),
 }
 
@@ -150,15 +147,12 @@ def run(asked: DataCommand) -> dict[str, Any]:
     with pipeline.locked(out):
         plans = pipeline.plan_stages(tool.stages, sections, out / WORK)
         result = out / RESULT
-        if result.exists() and (found := _read_result(result))["made_from"] == plans[-1].fingerprint:
-            if trouble := core_io.find_corruption(out, found["outputs"], thorough=True):
+        if result.exists() and (saved := _read_result(result))["made_from"] == plans[-1].fingerprint:
+            if trouble := core_io.find_corruption(out, saved["outputs"], thorough=True):
                 raise RunError(f"was changed: {trouble}", where=str(out), hint=_ANOTHER)
-            return _without_outputs(found)
+            return _without_outputs(saved)
         _check_that_nothing_is_lost(out)
         core_io.write_json(out / WORK / MARKER, {"tool": asked.tool})
-        for plan in plans:
-            if isinstance(plan.config, Parallel):
-                executor.needed(plan.stage.name, plan.config)
         began = time.monotonic()
         _check_whole(plans, pipeline.execute(plans))
         return _delivered(asked, plans, out, time.monotonic() - began)
@@ -184,8 +178,8 @@ def _sections(asked: DataCommand, tool: Tool) -> ToolSections:
         tree["decontaminate"] = dict(asked.sections.get("dedup", {}).get("decontaminate") or {})
     section = tree.setdefault(tool.section, {})
     if asked.workers is not None:
-        for one in (tree["fetch"], section):
-            one["engine"] = {**one.get("engine", {}), "workers": asked.workers}
+        for stage_section in (tree["fetch"], section):
+            stage_section["engine"] = {**stage_section.get("engine", {}), "workers": asked.workers}
     if asked.memory_bytes is not None:
         section["memory_bytes"] = asked.memory_bytes
     if asked.against:
@@ -193,7 +187,7 @@ def _sections(asked: DataCommand, tool: Tool) -> ToolSections:
     if asked.tool == "filter" and not asked.sections:
         section["rules"] = list(RULES)
     if asked.tool == "tokenize":
-        section.setdefault("hold_out", 0.0)
+        section.setdefault("val_fraction", 0.0)
     if asked.tokenizer is not None:
         tree["tokenizer"] = {"kind": "import", "path": str(asked.tokenizer)}
     for path, value in map(config.split_override, asked.settings):
@@ -234,10 +228,10 @@ def _real(path: Path) -> Path:
 
 def _source(asked: DataCommand, number: int, path: str) -> dict[str, Any]:
     """A path as a source. What cannot be read is rejected with its reason and goes to dropped/; nothing stops."""
-    found: dict[str, Any] = {"kind": "files", "name": f"in{number}", "domain": "text", "path": path, "invalid": "skip"}
+    source: dict[str, Any] = {"kind": "files", "name": f"in{number}", "domain": "text", "path": path, "invalid": "skip"}
     if asked.id_field is not None:
-        found |= {"id_field": asked.id_field, "needs_id": True}
-    return found | {"text_field": asked.text_field}
+        source |= {"id_field": asked.id_field, "needs_id": True}
+    return source | {"text_field": asked.text_field}
 
 
 def _check_that_nothing_is_lost(out: Path) -> None:
@@ -258,7 +252,7 @@ def _check_whole(plans: Sequence[StagePlan], became: Mapping[str, str]) -> None:
 
 
 def _delivered(asked: DataCommand, plans: Sequence[StagePlan], out: Path, seconds: float) -> dict[str, Any]:
-    """Bring what the stages left to its place in OUT, count it, and write result.json."""
+    """Put the results of the stages into OUT, count them, and write result.json."""
     first, last = plans[0].folder, plans[-1].folder
     stats = pipeline.read_manifest(last)["stats"]
     read = pipeline.read_manifest(first)["stats"]
@@ -298,14 +292,14 @@ def _delivered(asked: DataCommand, plans: Sequence[StagePlan], out: Path, second
 def _outputs(out: Path) -> list[str]:
     """The names of all files that a tool hands over."""
     handed_over = [out / name for name in (KEPT, DROPPED, SHARDS, TOKENIZER, *BESIDE) if (out / name).exists()]
-    found = (path for top in handed_over for path in ([top] if top.is_file() else sorted(top.rglob("*"))))
-    return [path.relative_to(out).as_posix() for path in found if path.is_file()]
+    paths = (path for top in handed_over for path in ([top] if top.is_file() else sorted(top.rglob("*"))))
+    return [path.relative_to(out).as_posix() for path in paths if path.is_file()]
 
 
 def _dropped_parts(folder: Path) -> list[Path]:
     """Every file of documents below a stage's folder whose documents have a reason."""
-    found = sorted(folder.glob("*/part-*.parquet"))
-    return [path for path in found if "reason" in pq.read_schema(path).names]
+    files = sorted(folder.glob("*/part-*.parquet"))
+    return [path for path in files if "reason" in pq.read_schema(path).names]
 
 
 def _gathered(parts: Sequence[Path], folder: Path) -> Counter[str]:
@@ -317,21 +311,21 @@ def _gathered(parts: Sequence[Path], folder: Path) -> Counter[str]:
     for number, path in enumerate(filled):
         for batch in data_documents.part_batches(path, ["reason"]):
             reasons.update(batch.column("reason").to_pylist())
-        place = folder / f"part-{number:05d}.parquet"
+        target = folder / f"part-{number:05d}.parquet"
         if pq.read_schema(path).names == schema.names:
-            path.rename(place)
+            path.rename(target)
             continue
-        with data_documents.PartWriter(place, schema) as writer:
+        with data_documents.PartWriter(target, schema) as writer:
             for batch in data_documents.part_batches(path):
                 writer.write(batch.to_pylist())
     return reasons
 
 
-def _nullable(schema: pa.Schema) -> pa.Schema:
+def _nullable(schema: "pa.Schema") -> "pa.Schema":
     return pa.schema([field.with_nullable(True) for field in schema])
 
 
-def filter_(settings: Filter, inputs: Mapping[str, Path], out: Path) -> dict[str, Any]:
+def filter(settings: Filter, inputs: Mapping[str, Path], out: Path) -> dict[str, Any]:
     return rules.sift(settings, inputs, out)
 
 

@@ -7,31 +7,34 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-import pyarrow as pa
-import pyarrow.parquet as pq
-
 from bloomery.core import io as core_io
 from bloomery.core import records as core_records
+from bloomery.core.extras import pa, pq
 from bloomery.data import decontamination, documents
 from bloomery.data.decontamination import Sought
 from bloomery.data.dedup.minhash import Corpus
-from bloomery.data.executor import ExecutorConfig, Part, PartRecord, run_parts
+from bloomery.data.executor import ExecutorConfig, Part, PartRecord, check_workers, run_parts
 from bloomery.evaluation import contamination, tasks
 from bloomery.stages.config import Decontaminate
 
 HITS = "hits.parquet"
 SCRATCH = "scratch"
 
+# As a stage of `bloomery data`. In a recipe, decontamination is a step of dedup.
+VERSION = 3
+RESUMES = True
+preflight = check_workers
 
-def digest(config: Sought) -> str:
+
+def external_inputs(config: Sought) -> str:
     """Of the content of the tasks' files, and their names."""
-    found = hashlib.sha256()
+    hasher = hashlib.sha256()
     asked = [
-        (name, path) for name in config.tasks for path in tasks.paths(name, tasks.place(config.tasks, config.data))
+        (name, path) for name in config.tasks for path in tasks.paths(name, tasks.task_files(config.tasks, config.data))
     ]
     for name, path in [*((path.name, path) for path in decontamination.task_files(config.files)), *asked]:
-        found.update(f"{name} {core_io.sha256_file(path)}\n".encode())
-    return found.hexdigest()
+        hasher.update(f"{name} {core_io.sha256_file(path)}\n".encode())
+    return hasher.hexdigest()
 
 
 def check(config: Decontaminate, corpus: Corpus, scratch: Path, engine: ExecutorConfig) -> Path:
@@ -48,7 +51,11 @@ def check(config: Decontaminate, corpus: Corpus, scratch: Path, engine: Executor
 
 def sought(config: Sought, scratch: Path) -> decontamination.OverlapSettings:
     """What is looked for: the files as they are, and the tasks' questions as a model is asked them."""
-    asked = contamination.written(scratch, config.tasks, tasks.place(config.tasks, config.data)) if config.tasks else ()
+    asked = (
+        contamination.written(scratch, config.tasks, tasks.task_files(config.tasks, config.data))
+        if config.tasks
+        else ()
+    )
     return decontamination.OverlapSettings(
         files=(*config.files, *asked),
         fields=(*config.fields, *contamination.FIELDS) if config.fields and asked else config.fields,
@@ -59,18 +66,18 @@ def sought(config: Sought, scratch: Path) -> decontamination.OverlapSettings:
 
 def list_hits(corpus: Corpus, scratch: Path, out: Path) -> dict[str, int]:
     """Write hits.parquet (overlap.HIT), in the order of documents; returns how many each task has."""
-    found: Counter[str] = Counter()
+    hits_by_task: Counter[str] = Counter()
 
-    def batches() -> Iterator[pa.RecordBatch]:
+    def batches() -> "Iterator[pa.RecordBatch]":
         for path in corpus.paths:
             for batch in documents.part_batches(scratch / "hits" / f"{path.stem}.parquet"):
-                found.update(batch.column("task").to_pylist())
+                hits_by_task.update(batch.column("task").to_pylist())
                 yield batch
 
-    with documents.PartWriter(out / HITS, decontamination.HIT) as writer:
+    with documents.PartWriter(out / HITS, decontamination.HIT()) as writer:
         for batch in batches():
             writer.write_batch(batch)
-    return dict(sorted(found.items()))
+    return dict(sorted(hits_by_task.items()))
 
 
 def run(
@@ -79,7 +86,7 @@ def run(
     """
     The tool: files of documents in, kept/NAME, dropped/NAME (with reason and value) and hits.parquet out.
 
-    Returns counts. It goes on from what an attempt that was killed has left in `out`.
+    Returns counts. A call resumes from what a killed attempt left in `out`.
     """
     engine = engine or ExecutorConfig()
     corpus = Corpus.of(paths)
@@ -102,16 +109,16 @@ def run(
     }
 
 
-def split(config: None, part: Part, out: Path) -> PartRecord:
+def split(config: None, chunk: Part, out: Path) -> PartRecord:
     """Write kept/NAME.parquet and dropped/NAME.parquet of one part."""
-    source = Path(part.given["path"])
-    barred = {row.pop("row"): row for row in barred_rows(part)}
+    source = Path(chunk.inputs["path"])
+    barred = {row.pop("row"): row for row in barred_rows(chunk)}
     schema = pq.read_schema(source).remove_metadata()
-    names = [f"{folder}/{part.name}.parquet" for folder in ("kept", "dropped")]
+    names = [f"{folder}/{chunk.name}.parquet" for folder in ("kept", "dropped")]
     begin = 0
     with (
         documents.PartWriter(out / names[0], schema) as kept,
-        documents.PartWriter(out / names[1], pa.schema([*schema, *documents.REASON])) as dropped,
+        documents.PartWriter(out / names[1], pa.schema([*schema, *documents.REASON()])) as dropped,
     ):
         for batch in documents.part_batches(source):
             numbers = range(begin, begin + batch.num_rows)
@@ -123,9 +130,11 @@ def split(config: None, part: Part, out: Path) -> PartRecord:
     return {"files": names, "reasons": dict(sorted(Counter(row["reason"] for row in barred.values()).items()))}
 
 
-def barred_rows(part: Part) -> list[documents.DocumentRow]:
+def barred_rows(chunk: Part) -> list[documents.DocumentRow]:
     """What `check` has said of a part."""
-    if "barred" not in part.given:
+    if "barred" not in chunk.inputs:
         return []
-    rows: list[documents.DocumentRow] = pq.read_table(Path(part.given["barred"]) / f"{part.name}.parquet").to_pylist()
+    rows: list[documents.DocumentRow] = pq.read_table(
+        Path(chunk.inputs["barred"]) / f"{chunk.name}.parquet"
+    ).to_pylist()
     return rows

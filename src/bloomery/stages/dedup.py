@@ -4,56 +4,64 @@ import shutil
 from collections import Counter
 from collections.abc import Mapping
 from contextlib import ExitStack
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pyarrow as pa
-import pyarrow.compute as pc
-import pyarrow.parquet as pq
 
 from bloomery.core import io as core_io
 from bloomery.core.errors import DataError
+from bloomery.core.extras import pa, pc, pq
 from bloomery.data import documents
+from bloomery.data.counts import Counts
 from bloomery.data.dedup import dedup
 from bloomery.data.dedup.dedup import CLUSTERS, Deduplicator, fitting
 from bloomery.data.dedup.minhash import Corpus, DedupSettings
-from bloomery.data.executor import Part, PartRecord, run_parts
+from bloomery.data.executor import Part, PartRecord, check_workers, run_parts
 from bloomery.hw.host import Host, free_bytes
 from bloomery.stages import decontaminate
 from bloomery.stages.config import Dedup
 
-REASONS = pa.schema(
-    [
-        *documents.REASON,
-        pa.field("kept_id", pa.string(), nullable=False),
-        pa.field("cluster", pa.string(), nullable=False),
-    ]
+VERSION = 3
+RESUMES = True
+preflight = check_workers
+
+REASONS = cache(
+    lambda: pa.schema(
+        [
+            *documents.REASON(),
+            pa.field("kept_id", pa.string(), nullable=False),
+            pa.field("cluster", pa.string(), nullable=False),
+        ]
+    )
 )
 """
-Of a duplicate, beside its own columns: `reason` is "exact" or "near", `value` the exact Jaccard with the document
-`kept_id` (null where nothing was verified), `cluster` the id of the best document that it is linked to.
+Columns of a duplicate, in addition to its own: `reason` is "exact" or "near"; `value` is the exact Jaccard with the
+document `kept_id` (null where nothing was verified); `cluster` is the id of the best document linked to it.
 """
 
 SCRATCH = "scratch"
+COUNTED = ("documents", "kept", "removed", "dropped", "bytes_kept")
+"""What is counted of a domain."""
 
 
 def settings(config: Dedup) -> DedupSettings:
     return DedupSettings(
-        permutations=config.permutations,
-        bands=config.bands,
-        bandings=config.bandings if config.verify else 1,
+        num_perm=config.num_perm,
+        num_bands=config.num_bands,
+        num_rotations=config.num_rotations if config.verify else 1,
         shingles=config.shingles,
         shingle_size=config.shingle_size,
         verify=config.verify,
-        min_jaccard=config.min_jaccard,
+        threshold=config.threshold,
         seed=config.seed,
     )
 
 
-def digest(config: Dedup) -> str:
+def external_inputs(config: Dedup) -> str:
     """Of the content of the tasks that documents are compared with."""
-    return decontaminate.digest(config.decontaminate) if config.decontaminate else ""
+    return decontaminate.external_inputs(config.decontaminate) if config.decontaminate else ""
 
 
 def run(config: Dedup, inputs: Mapping[str, Path], out: Path) -> dict[str, Any]:
@@ -80,7 +88,7 @@ def deduplicate(config: Dedup, paths: list[Path], out: Path) -> dict[str, Any]:
         barred=barred,
         lines=dedup.RepeatedLineSettings(**dict(config.repeated_lines)) if config.repeated_lines else None,
     )
-    found: dict[str, Any] = dict(search.find())
+    stats: dict[str, Any] = dict(search.find())
     more = {"barred": str(barred)} if barred else {}
     if config.repeated_lines:
         more |= {"cuts": str(scratch / "cuts"), "unit": config.repeated_lines.unit}
@@ -88,11 +96,11 @@ def deduplicate(config: Dedup, paths: list[Path], out: Path) -> dict[str, Any]:
     records = run_parts(engine, write, None, parts, out, what="dedup")
     if barred:
         tasks = decontaminate.list_hits(corpus, scratch, out)
-        found |= {"hits": sum(tasks.values()), "hits_by_task": tasks}
+        stats |= {"hits": sum(tasks.values()), "hits_by_task": tasks}
     with core_io.whole_file(out / CLUSTERS) as file:
         file.write((scratch / "clusters" / CLUSTERS).read_bytes())
     shutil.rmtree(scratch)
-    return {**_told(records), **found, **clusters_of(out / CLUSTERS)}
+    return {**_told(records), **stats, **clusters_of(out / CLUSTERS)}
 
 
 def clusters_of(path: Path) -> dict[str, int]:
@@ -113,23 +121,25 @@ def clusters_of(path: Path) -> dict[str, int]:
 class _Fates:
     """What is to become of the documents of one part."""
 
-    def __init__(self, part: Part) -> None:
-        given = {
-            name: Path(part.given[name]) / f"{part.name}.parquet" for name in ("verdicts", "cuts") if name in part.given
+    def __init__(self, chunk: Part) -> None:
+        paths = {
+            name: Path(chunk.inputs[name]) / f"{chunk.name}.parquet"
+            for name in ("verdicts", "cuts")
+            if name in chunk.inputs
         }
-        self.verdicts = pq.read_table(given["verdicts"])
-        self.barred = decontaminate.barred_rows(part)
+        self.verdicts = pq.read_table(paths["verdicts"])
+        self.barred = decontaminate.barred_rows(chunk)
         self.cuts: list[documents.DocumentRow] | None = (
-            pq.read_table(given["cuts"]).to_pylist() if "cuts" in given else None
+            pq.read_table(paths["cuts"]).to_pylist() if "cuts" in paths else None
         )
-        self.unit = part.given.get("unit")
-        self.may_drop = "barred" in part.given or self.cuts is not None
+        self.unit = chunk.inputs.get("unit")
+        self.may_drop = "barred" in chunk.inputs or self.cuts is not None
 
-    def of(self, batch: pa.RecordBatch, begin: int) -> dict[str, pa.RecordBatch | list[documents.DocumentRow]]:
+    def of(self, batch: "pa.RecordBatch", begin: int) -> "dict[str, pa.RecordBatch | list[documents.DocumentRow]]":
         """The documents of a batch by folder. `begin`: number of the first of them in its part."""
         rows = self.verdicts.column("row").to_numpy()
         first, last = np.searchsorted(rows, (begin, begin + batch.num_rows)).tolist()
-        told = {row["row"] - begin: row for row in self.barred if 0 <= row["row"] - begin < batch.num_rows}
+        dropped = {row["row"] - begin: row for row in self.barred if 0 <= row["row"] - begin < batch.num_rows}
         single = np.ones(batch.num_rows, np.bool_)
         single[rows[first:last] - begin] = False
         copies = batch.filter(pa.array(~single))
@@ -137,86 +147,74 @@ class _Fates:
         if self.cuts is not None:
             mine = [row | {"row": row["row"] - begin} for row in self.cuts if 0 <= row["row"] - begin < batch.num_rows]
             thin, repeated, empty = dedup.thinned(batch, mine, self.unit)
-            told |= {row: {"reason": "repeated_lines", "value": 1.0} for row in empty}
-        single[list(told)] = False
-        why = self.verdicts.slice(first, last - first).select(REASONS.names).combine_chunks()
+            dropped |= {row: {"reason": "repeated_lines", "value": 1.0} for row in empty}
+        single[list(dropped)] = False
+        why = self.verdicts.slice(first, last - first).select(REASONS().names).combine_chunks()
         columns = [*copies.columns, *(column.combine_chunks() for column in why.columns)]
-        reasons = [{name: told[row][name] for name in documents.REASON.names} for row in sorted(told)]
-        gone = batch.take(pa.array(sorted(told), pa.int64())).to_pylist()
+        reasons = [{name: dropped[row][name] for name in documents.REASON().names} for row in sorted(dropped)]
+        gone = batch.take(pa.array(sorted(dropped), pa.int64())).to_pylist()
         return {
             "kept": thin.filter(pa.array(single)),
-            "duplicates": pa.record_batch(columns, [*batch.schema.names, *REASONS.names]),
+            "duplicates": pa.record_batch(columns, [*batch.schema.names, *REASONS().names]),
             "dropped": [row | reason for row, reason in zip(gone, reasons, strict=True)],
             "repeated": repeated,
         }
 
 
-def write(config: None, part: Part, out: Path) -> PartRecord:
+def write(config: None, chunk: Part, out: Path) -> PartRecord:
     """Write kept/NAME, duplicates/NAME and, where asked for, dropped/NAME and repeated/NAME; count what went where."""
-    source = Path(part.given["path"])
-    fates = _Fates(part)
+    source = Path(chunk.inputs["path"])
+    fates = _Fates(chunk)
     whole = pq.read_schema(source).remove_metadata()
-    schemas = {"kept": whole, "duplicates": pa.schema([*whole, *REASONS])}
-    schemas |= {"dropped": pa.schema([*whole, *documents.REASON])} if fates.may_drop else {}
-    schemas |= {"repeated": dedup.REMOVED} if fates.cuts is not None else {}
-    by_domain: dict[str, Counter[str]] = {}
+    schemas = {"kept": whole, "duplicates": pa.schema([*whole, *REASONS()])}
+    schemas |= {"dropped": pa.schema([*whole, *documents.REASON()])} if fates.may_drop else {}
+    schemas |= {"repeated": dedup.REMOVED()} if fates.cuts is not None else {}
+    by_domain = Counts(*COUNTED)
     reasons = Counter(fates.verdicts.column("reason").to_pylist())
     begin, lines = 0, 0
     with ExitStack() as stack:
         writers = {
-            name: stack.enter_context(documents.PartWriter(out / name / f"{part.name}.parquet", schema))
+            name: stack.enter_context(documents.PartWriter(out / name / f"{chunk.name}.parquet", schema))
             for name, schema in schemas.items()
         }
         for batch in documents.part_batches(source):
-            found = fates.of(batch, begin)
+            by_folder = fates.of(batch, begin)
             begin += batch.num_rows
             for name, writer in writers.items():
-                rows = found[name]
+                rows = by_folder[name]
                 writer.write(rows) if isinstance(rows, list) else writer.write_batch(rows)
-            reasons.update(row["reason"] for row in found["dropped"])
-            lines += len(found["repeated"])
-            _tally(by_domain, batch, found)
-    names = [f"{name}/{part.name}.parquet" for name in schemas]
-    return {"files": names, "reasons": dict(sorted(reasons.items())), "by_domain": by_domain, "repeated": lines}
+            reasons.update(row["reason"] for row in by_folder["dropped"])
+            lines += len(by_folder["repeated"])
+            _tally(by_domain, batch, by_folder)
+    names = [f"{name}/{chunk.name}.parquet" for name in schemas]
+    counted = by_domain.to_json(sort_groups=False)
+    return {"files": names, "reasons": dict(sorted(reasons.items())), "by_domain": counted, "repeated": lines}
 
 
-def _tally(by_domain: dict[str, Counter[str]], batch: pa.RecordBatch, found: Mapping[str, Any]) -> None:
-    kept = found["kept"]
+def _tally(by_domain: Counts, batch: "pa.RecordBatch", by_folder: Mapping[str, Any]) -> None:
+    kept = by_folder["kept"]
+    domains = {"documents": batch, "kept": kept, "removed": by_folder["duplicates"]}
+    counted = {name: Counter(rows.column("domain").to_pylist()) for name, rows in domains.items()}
+    counted["dropped"] = Counter(row["domain"] for row in by_folder["dropped"])
+    for name, numbers in counted.items():
+        by_domain.merge({domain: {name: number} for domain, number in numbers.items()})
     sizes = pa.table({"domain": kept.column("domain"), "bytes": pc.binary_length(kept.column("text"))})
-    copies = Counter(found["duplicates"].column("domain").to_pylist())
-    dropped = Counter(row["domain"] for row in found["dropped"])
-    for entry in pc.value_counts(batch.column("domain")).to_pylist():
-        domain = entry["values"]
-        start = Counter(documents=0, kept=0, removed=0, dropped=0, bytes_kept=0)
-        mine = sizes.filter(pc.equal(sizes.column("domain"), domain))
-        by_domain.setdefault(domain, start).update(
-            documents=entry["counts"],
-            kept=mine.num_rows,
-            removed=copies[domain],
-            dropped=dropped[domain],
-            bytes_kept=pc.sum(mine.column("bytes")).as_py() or 0,
-        )
+    for row in sizes.group_by("domain").aggregate([("bytes", "sum")]).to_pylist():
+        by_domain.add(row["domain"], {"bytes_kept": row["bytes_sum"]})
 
 
 def _told(records: list[PartRecord]) -> dict[str, Any]:
     """The counts of all parts together."""
-    by_domain: dict[str, Counter[str]] = {}
-    reasons = Counter(exact=0, near=0)
+    by_domain, reasons = Counts(*COUNTED), Counter(exact=0, near=0)
     for record in records:
         reasons.update(record["reasons"])
-        for domain, tally in record["by_domain"].items():
-            by_domain.setdefault(domain, Counter()).update(tally)
-    whole: Counter[str] = Counter()
-    for tally in by_domain.values():
-        whole.update(tally)
+        by_domain.merge(record["by_domain"])
+    total = by_domain.total()
     return {
-        "documents": whole["documents"],
-        "kept": whole["kept"],
-        "removed": whole["removed"],
-        "dropped": whole["dropped"],
+        **{name: total[name] for name in ("documents", "kept", "removed", "dropped")},
         "exact": reasons["exact"],
         "near": reasons["near"],
         "reasons": dict(sorted(reasons.items())),
         **({"repeated_lines": lines} if (lines := sum(record["repeated"] for record in records)) else {}),
-        "by_domain": {domain: dict(tally) for domain, tally in sorted(by_domain.items())},
+        "by_domain": by_domain.to_json(),
     }

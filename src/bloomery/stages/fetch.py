@@ -7,7 +7,7 @@ to the very document. So what is taken depends on the sources and on their limit
 """
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import islice
@@ -15,15 +15,15 @@ from pathlib import Path
 from typing import Any, TypeGuard
 
 import numpy as np
-import pyarrow as pa
-import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
 from bloomery.core import io as core_io
 from bloomery.core.errors import DataError
+from bloomery.core.extras import pa, pq
 from bloomery.core.log import info
 from bloomery.data import documents as data_documents
 from bloomery.data import executor
+from bloomery.data.counts import Counts
 from bloomery.data.documents import DocumentRow, Rolling
 from bloomery.data.executor import Part, PartRecord
 from bloomery.data.readers import read
@@ -33,15 +33,21 @@ from bloomery.data.sources import local
 from bloomery.data.sources.local import DocumentSource
 from bloomery.stages.config import Fetch
 
+VERSION = 3
+RESUMES = True
+preflight = executor.check_workers
+
 WORK = "fetch"
 DOCUMENTS, REJECTED = "documents", "rejected"
 MOST_NAMED, LONGEST_LICENSE = 100, 100
 """How many licenses are counted by name, and how much of a name is shown: a field may hold anything."""
 CUT, TWIN = "-cut", "duplicate_id"
 UNKNOWN, OTHERS = "not stated", "others"
+SIZES = ("documents", "bytes")
+"""What is counted of a domain. The record of a part holds them as a list, in this order."""
 
 
-def digest(config: Fetch) -> str:
+def external_inputs(config: Fetch) -> str:
     """A hash of the contents of all sources, for the stage's fingerprint. Raises DataError where one is missing."""
     return core_io.sha256_bytes(core_io.canonical([[source.name, local.digest(source)] for source in config.sources]))
 
@@ -54,30 +60,30 @@ def run(config: Fetch, inputs: Mapping[str, Path], out: Path) -> dict[str, Any]:
     """
     if not config.sources:
         raise DataError("there are no sources, so there are no documents", hint="Add [[fetch.sources]] to the recipe.")
-    taken = [_Taken(number, source) for number, source in enumerate(config.sources)]
-    while sum(one.wants_more() for one in taken):  # all are asked
-        parts = [part for one in taken for part in one.todo]
+    states = [_Taken(number, source) for number, source in enumerate(config.sources)]
+    while sum(one.wants_more() for one in states):  # all are asked
+        parts = [part for one in states for part in one.todo]
         records = iter(executor.run_parts(config.engine, take, config, parts, out, what=WORK))
-        for one in taken:
-            one.records += [next(records) for _ in one.todo]
+        for state in states:
+            state.records += [next(records) for _ in state.todo]
     # files that a tool is given need not all be good, as long as one is
-    lenient = all(source.kind == "files" for source in config.sources) and any(one.count("documents") for one in taken)
-    for one in taken:
-        if not one.count("documents") and not (lenient and one.count("rejected")):
+    lenient = all(source.kind == "files" for source in config.sources) and any(one.count("documents") for one in states)
+    for state in states:
+        if not state.count("documents") and not (lenient and state.count("rejected")):
             hint = "Check its path, patterns and fields, and whether max_bytes leaves room for one document."
-            rejected = one.tally("reasons")
-            why = f"gave no documents ({one.count('rejected')} rejected{_listed(rejected)})"
-            if rejected and (first := next(filter(_is_rejected, local.read(one.source)), None)):
+            rejected = state.tally("reasons")
+            why = f"gave no documents ({state.count('rejected')} rejected{_listed(rejected)})"
+            if rejected and (first := next(filter(_is_rejected, local.read(state.source)), None)):
                 why += f"; the first: {first.where}: {first.problem.what}"
                 hint = first.problem.hint or hint
-            raise DataError(why, where=one.source.name, hint=hint)
-        faults = {name: count for name, count in one.tally("reasons").items() if read.is_fault(name)}
+            raise DataError(why, where=state.source.name, hint=hint)
+        faults = {name: count for name, count in state.tally("reasons").items() if read.is_fault(name)}
         if faults:
-            info(f"fetch: {one.source.name}: rejected{_listed(faults)}; rejected/ says which, and why", "yellow")
+            info(f"fetch: {state.source.name}: rejected{_listed(faults)}; rejected/ says which, and why", "yellow")
     if any(getattr(source, "id_field", None) for source in config.sources):
-        _reject_twins(taken, out)
-    _sweep(out, taken)
-    return _stats(taken)
+        _reject_twins(states, out)
+    _sweep(out, states)
+    return _stats(states)
 
 
 def _is_rejected(item: read.DocumentItem) -> TypeGuard[read.RejectedDocument]:
@@ -89,49 +95,49 @@ def _listed(reasons: Mapping[str, int]) -> str:
     return "".join(f"{',' if place else ':'} {reasons[name]:,} {name}" for place, name in enumerate(most))
 
 
-def take(config: Fetch, part: Part, out: Path) -> PartRecord:
+def take(config: Fetch, chunk: Part, out: Path) -> PartRecord:
     """Read one piece of a source into files of its own, and count what it holds."""
-    source, given = config.sources[part.given["source"]], part.given
-    items = local.Limited(local.items(source, _piece(part)), given["max_documents"], given["max_bytes"])
-    counts = {"documents": 0, "bytes": 0, "rejected": 0}
+    source, inputs = config.sources[chunk.inputs["source"]], chunk.inputs
+    items = local.Limited(local.items(source, _piece(chunk)), inputs["max_documents"], inputs["max_bytes"])
     reasons: Counter[str] = Counter()
     licenses: Counter[str] = Counter()
-    domains: dict[str, list[int]] = {}
+    domains = Counts(*SIZES)
     with (
-        Rolling(out / DOCUMENTS, part.name, data_documents.SCHEMA) as kept,
-        Rolling(out / REJECTED, part.name, data_documents.dropped_schema()) as rejected,
+        Rolling(out / DOCUMENTS, chunk.name, data_documents.SCHEMA()) as kept,
+        Rolling(out / REJECTED, chunk.name, data_documents.dropped_schema()) as rejected,
     ):
         for item, num_bytes in items:
             if isinstance(item, read.RejectedDocument):
                 rejected.write(item.row | {"reason": item.problem.reason, "value": float(item.problem.value)}, 0)
-                counts["rejected"] += 1
                 reasons[item.problem.reason] += 1
             else:
                 kept.write(item, num_bytes)
-                counts["documents"] += 1
-                counts["bytes"] += num_bytes
                 licenses[_license(item)] += 1
-                _add(domains, item["domain"], 1, num_bytes)
+                domains.add(item["domain"], {"documents": 1, "bytes": num_bytes})
+    total = domains.total()
     return {
         "files": [f"{DOCUMENTS}/{name}" for name in kept.files] + [f"{REJECTED}/{name}" for name in rejected.files],
-        **counts,
+        **{name: total[name] for name in SIZES},
+        "rejected": reasons.total(),
         "reasons": _most(reasons),
         "licenses": _most(licenses),
-        "domains": dict(sorted(domains.items())),
+        "domains": {domain: list(numbers.values()) for domain, numbers in domains.to_json().items()},
         "stopped": items.stopped,
     }
 
 
-def _add(domains: dict[str, list[int]], domain: str, documents: int, num_bytes: int) -> None:
-    """Count documents and bytes by domain."""
-    counts = domains.setdefault(domain, [0, 0])
-    counts[0], counts[1] = counts[0] + documents, counts[1] + num_bytes
+def _domains(records: Iterable[PartRecord]) -> Counts:
+    """The documents and bytes of each domain in some parts."""
+    counts = Counts(*SIZES)
+    for record in records:
+        counts.merge({domain: dict(zip(SIZES, sizes, strict=True)) for domain, sizes in record["domains"].items()})
+    return counts
 
 
-def _piece(part: Part) -> SourceChunk:
-    given, span = part.given, part.given.get("span")
-    members = tuple((name, place) for name, place in given["members"])
-    return SourceChunk(given["piece"], members, part.num_bytes, ByteSpan(*span) if span else None)
+def _piece(chunk: Part) -> SourceChunk:
+    inputs, span = chunk.inputs, chunk.inputs.get("span")
+    members = tuple((name, place) for name, place in inputs["members"])
+    return SourceChunk(inputs["piece"], members, chunk.num_bytes, ByteSpan(*span) if span else None)
 
 
 def _most(counts: Mapping[str, int]) -> dict[str, int]:
@@ -180,24 +186,24 @@ class _Taken:
         done, left = len(self.parts), len(self.pieces) - len(self.parts)
         if self.full or not left:
             return False
-        wanted = left if not limits else 1
+        num_parts = left if not limits else 1
         for key, limit in limits.items() if done else ():
             each = max(1, self.count(key) // done)
-            wanted = max(wanted, min(left, (limit - self.count(key)) // each))
-        self.parts += [self._part(number, limits) for number in range(done, done + wanted)]
+            num_parts = max(num_parts, min(left, (limit - self.count(key)) // each))
+        self.parts += [self._part(number, limits) for number in range(done, done + num_parts)]
         return True
 
     def _cut(self, limits: Mapping[str, int]) -> bool:
         """Leave out what lies behind a limit. True where the last part that stays has to be read again, up to there."""
         before = dict.fromkeys(limits, 0)
-        for number, (part, record) in enumerate(zip(self.parts, self.records, strict=True)):
+        for number, (chunk, record) in enumerate(zip(self.parts, self.records, strict=True)):
             after = {key: before[key] + record[key] for key in limits}
             over = record["stopped"] or any(after[key] > limits[key] for key in limits)
             if over or any(after[key] == limits[key] for key in limits):
                 self.full = True
-                again = over and any(before.values()) and not part.name.endswith(CUT)
+                again = over and any(before.values()) and not chunk.name.endswith(CUT)
                 left = {key: limit - before[key] for key, limit in limits.items()}
-                self.parts = [*self.parts[:number], self._part(number, left, CUT) if again else part]
+                self.parts = [*self.parts[:number], self._part(number, left, CUT) if again else chunk]
                 self.records = self.records[: number + (not again)]
                 return again
             before = after
@@ -205,7 +211,7 @@ class _Taken:
 
     def _part(self, number: int, limits: Mapping[str, int], ending: str = "") -> Part:
         piece = self.pieces[number]
-        given = {
+        inputs = {
             "source": self.number,
             "piece": piece.name,
             "members": piece.members,
@@ -213,32 +219,34 @@ class _Taken:
             "max_bytes": limits.get("bytes"),
             **({"span": piece.span} if piece.span else {}),
         }
-        return Part(f"part-{self.number:03d}-{number:06d}{ending}", given, piece.num_bytes)
+        return Part(f"part-{self.number:03d}-{number:06d}{ending}", inputs, piece.num_bytes)
 
 
-def _reject_twins(taken: Sequence[_Taken], out: Path) -> None:
+def _reject_twins(states: Sequence[_Taken], out: Path) -> None:
     """
     Of documents that have one id, reject all but the first, in the order of sources, files and rows.
 
     Raises DataError, which names both, where the later one is of a source without invalid = "skip".
     """
-    owners = [(one, number) for one in taken for number in range(len(one.parts))]
+    owners = [(one, number) for one in states for number in range(len(one.parts))]
     owned = [(one, number, name) for one, number in owners for name in _documents(one.records[number])]
     places, firsts = data_documents.places([out / name for *_, name in owned], out / "twins")
-    for place, first in zip(places.tolist(), firsts.tolist(), strict=True):
-        one, number, name = owned[place >> data_documents.ROW_BITS]
-        if getattr(one.source, "invalid", "error") != "skip":
+    for position, first in zip(places.tolist(), firsts.tolist(), strict=True):
+        state, number, name = owned[position >> data_documents.ROW_BITS]
+        if getattr(state.source, "invalid", "error") != "skip":
             other, its_number, _ = owned[first >> data_documents.ROW_BITS]
-            own = _id_at(out / name, place % 2**data_documents.ROW_BITS)
-            same = other is one and its_number == number
-            there, here = _place_of(other, its_number, own, 0), _place_of(one, number, own, int(same))
-            hint = f"Give source {one.source.name!r} another id_field, or none: then file and line make the id."
-            raise DataError(f"two documents have the id {own!r}: {there} and {here}", where=one.source.name, hint=hint)
+            own = _id_at(out / name, position % 2**data_documents.ROW_BITS)
+            same = other is state and its_number == number
+            there, here = _place_of(other, its_number, own, 0), _place_of(state, number, own, int(same))
+            hint = f"Give source {state.source.name!r} another id_field, or none: then file and line make the id."
+            raise DataError(
+                f"two documents have the id {own!r}: {there} and {here}", where=state.source.name, hint=hint
+            )
     files_of = places >> np.uint64(data_documents.ROW_BITS)
     for file in np.unique(files_of).tolist():
-        one, number, name = owned[file]
+        state, number, name = owned[file]
         rows = places[files_of == file] % np.uint64(2**data_documents.ROW_BITS)
-        one.records[number] = _without(one.records[number], name, rows, out)
+        state.records[number] = _without(state.records[number], name, rows, out)
 
 
 def _documents(record: PartRecord) -> list[str]:
@@ -252,9 +260,9 @@ def _id_at(path: Path, row: int) -> str:
     return own
 
 
-def _place_of(taken: _Taken, number: int, own: str, nth: int) -> str:
+def _place_of(state: _Taken, number: int, own: str, nth: int) -> str:
     """Where the nth document (from 0) of a part stands that has an id of its own: source, file and line."""
-    source, piece = taken.source, _piece(taken.parts[number])
+    source, piece = state.source, _piece(state.parts[number])
     if not getattr(source, "id_field", None):
         return own
     nameless = source.model_copy(update={"id_field": None, "invalid": "skip"})
@@ -273,7 +281,7 @@ def _without(record: PartRecord, name: str, rows: NDArray[np.uint64], out: Path)
     twin_name = kept_name.replace(DOCUMENTS, REJECTED, 1)
     begin = num_bytes = 0
     licenses: Counter[str] = Counter(record["licenses"])
-    domains = {domain: list(counts) for domain, counts in record["domains"].items()}
+    domains = _domains([record])
     with (
         data_documents.PartWriter(out / kept_name) as kept,
         data_documents.PartWriter(out / twin_name, data_documents.dropped_schema()) as rejected,
@@ -288,7 +296,7 @@ def _without(record: PartRecord, name: str, rows: NDArray[np.uint64], out: Path)
                 size, license = len(row["text"].encode()), _license(row)
                 num_bytes += size
                 licenses[license if license in licenses else OTHERS] -= 1
-                _add(domains, row["domain"], -1, -size)
+                domains.add(row["domain"], {"documents": -1, "bytes": -size})
             begin += batch.num_rows
     (out / name).unlink()
     return {
@@ -299,39 +307,35 @@ def _without(record: PartRecord, name: str, rows: NDArray[np.uint64], out: Path)
         "rejected": record["rejected"] + len(rows),
         "reasons": record["reasons"] | {TWIN: record["reasons"].get(TWIN, 0) + len(rows)},
         "licenses": {license: count for license, count in licenses.items() if count},
-        "domains": {domain: counts for domain, counts in domains.items() if counts[0]},
+        "domains": {name: list(sizes.values()) for name, sizes in domains.to_json().items() if sizes["documents"]},
     }
 
 
-def _sweep(out: Path, taken: Sequence[_Taken]) -> None:
+def _sweep(out: Path, states: Sequence[_Taken]) -> None:
     """Remove what earlier rounds and attempts have left and no part owns."""
-    owned = {out / name for one in taken for record in one.records for name in record["files"]}
-    owned |= {out / executor.RECORDS / WORK / f"{part.name}.json" for one in taken for part in one.parts}
+    owned = {out / name for one in states for record in one.records for name in record["files"]}
+    owned |= {out / executor.RECORDS / WORK / f"{part.name}.json" for one in states for part in one.parts}
     for folder in (out / DOCUMENTS, out / REJECTED, out / executor.RECORDS / WORK):
         for path in folder.iterdir():
             if path not in owned:
                 path.unlink()
 
 
-def _stats(taken: Sequence[_Taken]) -> dict[str, Any]:
-    counts = ("documents", "bytes", "rejected")
-    domains: dict[str, list[int]] = {}
-    for one in taken:
-        for record in one.records:
-            for domain, found in record["domains"].items():
-                _add(domains, domain, *found)
+def _stats(states: Sequence[_Taken]) -> dict[str, Any]:
+    counts = (*SIZES, "rejected")
+    domains = _domains(record for one in states for record in one.records)
     return {
-        **{key: sum(one.count(key) for one in taken) for key in counts},
-        "reasons": dict(sorted(sum((Counter(one.tally("reasons")) for one in taken), Counter()).items())),
-        "by_domain": {domain: dict(zip(counts, found, strict=False)) for domain, found in domains.items()},
+        **{key: sum(one.count(key) for one in states) for key in counts},
+        "reasons": dict(sorted(sum((Counter(one.tally("reasons")) for one in states), Counter()).items())),
+        "by_domain": domains.to_json(sort_groups=False),
         "by_source": {
-            one.source.name: {
-                **{key: one.count(key) for key in counts},
-                "reasons": one.tally("reasons"),
-                "licenses": one.tally("licenses"),
-                **({"version": version} if (version := local.pinned(one.source)) else {}),
+            state.source.name: {
+                **{key: state.count(key) for key in counts},
+                "reasons": state.tally("reasons"),
+                "licenses": state.tally("licenses"),
+                **({"version": version} if (version := local.pinned(state.source)) else {}),
             }
-            for one in taken
+            for state in states
         },
     }
 

@@ -1,37 +1,39 @@
 """Stage filter: rules, then limits on scores. Every document goes to kept/ or, with its reason, to dropped/."""
 
-from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import pyarrow as pa
-import pyarrow.compute as pc
-
 from bloomery.core import io as core_io
 from bloomery.core.errors import DataError
+from bloomery.core.extras import pa, pc
 from bloomery.core.log import info
 from bloomery.data import documents as data_documents
-from bloomery.data.executor import Part, run_parts
+from bloomery.data.counts import Counts, ranked
+from bloomery.data.executor import Part, check_workers, run_parts
 from bloomery.data.filters.apply import DocumentColumns, Verdicts, judge
 from bloomery.data.quality import thresholds
 from bloomery.data.quality.thresholds import Thresholds, ThresholdStats
 from bloomery.stages.config import Filter
 
+VERSION = 2
+RESUMES = True
+preflight = check_workers
 
-def schemas(columns: Iterable[str] = ("score",)) -> tuple[pa.Schema, pa.Schema]:
+
+def schemas(columns: Iterable[str] = ("score",)) -> "tuple[pa.Schema, pa.Schema]":
     """
     Of kept/ and dropped/. Each column of scores is float64, and none for what a rule has dropped before: `score` the
     first classifier's, `score_NAME` that of another, `heuristic`.
     """
     scores = [pa.field(name, pa.float64()) for name in columns]
     kept, dropped = (
-        pa.schema([*schema, *scores]) for schema in (data_documents.SCHEMA, data_documents.dropped_schema())
+        pa.schema([*schema, *scores]) for schema in (data_documents.SCHEMA(), data_documents.dropped_schema())
     )
     return kept, dropped
 
 
-def digest(config: Filter) -> str:
+def external_inputs(config: Filter) -> str:
     """A hash of the lists that rules name by path, for the stage's fingerprint; "" without any. Raises DataError."""
     lists = [value for rule in config.rules for _, value in rule if isinstance(value, Path)]
     return core_io.sha256_bytes(core_io.canonical([_content(path) for path in lists])) if lists else ""
@@ -53,10 +55,10 @@ def sift(config: Filter, inputs: Mapping[str, Path], out: Path) -> dict[str, Any
     """
     judged_by = str(inputs["classify"]) if "classify" in inputs else None
     if judged_by is None and config.needs_scores:
-        hint = "Leave min_score, min_scores and limits out, or run the stage classify before."
+        hint = "Leave min_score, min_scores and thresholds out, or run the stage classify before."
         raise DataError("there is a limit on scores, and no classifier that gives any", where="filter", hint=hint)
     if judged_by is not None:
-        _loaded(config, judged_by)  # a limit that no classifier can meet is told before the work begins
+        _loaded(config, judged_by)  # reports a limit that no classifier can meet, before the work begins
     parts = [
         Part(path.stem, {"path": str(path), "classifier": judged_by}, path.stat().st_size)
         for path in data_documents.parts(inputs["fetch"] / "documents")
@@ -77,11 +79,11 @@ def run(config: Filter, inputs: Mapping[str, Path], out: Path) -> dict[str, Any]
     return stats
 
 
-def filter_part(config: Filter, part: Part, out: Path) -> dict[str, Any]:
+def filter_part(config: Filter, chunk: Part, out: Path) -> dict[str, Any]:
     """Judge the documents of one part. Returns what the stage adds up."""
-    names = [f"{folder}/{part.name}.parquet" for folder in ("kept", "dropped")]
-    learned = _loaded(config, part.given["classifier"])
-    tally, cuts = _Tally(), ThresholdStats()
+    names = [f"{folder}/{chunk.name}.parquet" for folder in ("kept", "dropped")]
+    learned = _loaded(config, chunk.inputs["classifier"])
+    tallies, cuts = _tallies(), ThresholdStats()
     schema = schemas(learned.columns) if learned.classifiers else schemas()
     for name in names:
         (out / name).parent.mkdir(exist_ok=True)
@@ -89,12 +91,13 @@ def filter_part(config: Filter, part: Part, out: Path) -> dict[str, Any]:
         data_documents.PartWriter(out / names[0], schema[0]) as kept,
         data_documents.PartWriter(out / names[1], schema[1]) as dropped,
     ):
-        for batch in data_documents.part_batches(Path(part.given["path"]), data_documents.SCHEMA.names):
-            judged = _judged(config, learned, batch, tally, cuts)
+        for batch in data_documents.part_batches(Path(chunk.inputs["path"]), data_documents.SCHEMA().names):
+            judged = _judged(config, learned, batch, tallies, cuts)
             stays = pc.is_null(judged["reason"])
             kept.write_batch(judged.filter(stays))
             dropped.write_batch(judged.filter(pc.invert(stays)))
-    return {"files": names, **tally.record(), "scores": cuts.record()}
+    counted = {name: counts.to_json() for name, counts in tallies.items()}
+    return {"files": names, **counted, "scores": cuts.record()}
 
 
 def _loaded(config: Filter, folder: str | None) -> Thresholds:
@@ -102,39 +105,21 @@ def _loaded(config: Filter, folder: str | None) -> Thresholds:
     if folder is None:
         return Thresholds({}, {}, ())
     least = {limit.domain: limit.min_score for limit in config.min_scores}
-    return thresholds.load(Path(folder), config.spelled_limits, min_score=config.min_score, min_scores=least)
+    return thresholds.load(Path(folder), config.spelled_thresholds, min_score=config.min_score, min_scores=least)
 
 
-class _Tally:
-    """What became of documents, by domain."""
-
-    def __init__(self) -> None:
-        self.by_domain: dict[str, Counter[str]] = {}
-        self.reasons: dict[str, Counter[str]] = {}
-        self.masked: dict[str, Counter[str]] = {}
-
-    def add(self, domain: str, text: str, reason: str | None, masked: Counter[str]) -> None:
-        counts = self.by_domain.setdefault(domain, Counter(documents=0, kept=0, dropped=0, bytes_kept=0))
-        counts["documents"] += 1
-        if reason is None:
-            counts.update(kept=1, bytes_kept=len(text.encode()))
-        else:
-            counts["dropped"] += 1
-            self.reasons.setdefault(domain, Counter())[reason] += 1
-        if masked and reason is None:
-            self.masked.setdefault(domain, Counter(documents=0)).update(masked + Counter(documents=1))
-
-    def record(self) -> dict[str, dict[str, dict[str, int]]]:
-        tallies = {"by_domain": self.by_domain, "reasons_by_domain": self.reasons, "masked_by_domain": self.masked}
-        return {
-            name: {domain: dict(sorted(counts.items())) for domain, counts in sorted(tally.items())}
-            for name, tally in tallies.items()
-        }
+def _tallies() -> dict[str, Counts]:
+    """Of each domain: what became of its documents, why some were dropped, and what was masked in those kept."""
+    return {
+        "by_domain": Counts("bytes_kept", "documents", "dropped", "kept"),
+        "reasons_by_domain": Counts(),
+        "masked_by_domain": Counts(),
+    }
 
 
 def _judged(
-    config: Filter, learned: Thresholds, batch: pa.RecordBatch, tally: _Tally, cuts: ThresholdStats
-) -> pa.RecordBatch:
+    config: Filter, learned: Thresholds, batch: "pa.RecordBatch", tallies: Mapping[str, Counts], cuts: ThresholdStats
+) -> "pa.RecordBatch":
     """The batch with the texts that stay, and the columns reason (none: it is kept), value and those of scores."""
     columns = {name: batch[name].to_pylist() for name in ("text", "domain", "url", "id")}
     documents = DocumentColumns(columns["text"], columns["domain"], columns["url"], columns["id"])
@@ -143,8 +128,16 @@ def _judged(
         None if reason is None else value for reason, value in zip(verdicts.reasons, verdicts.values, strict=True)
     ]
     scores = _limit(learned, documents, verdicts, values, cuts)
-    for row in zip(documents.domains, verdicts.texts, verdicts.reasons, verdicts.masked, strict=True):
-        tally.add(*row)
+    for domain, text, reason, masked in zip(
+        documents.domains, verdicts.texts, verdicts.reasons, verdicts.masked, strict=True
+    ):
+        if reason is not None:
+            tallies["by_domain"].add(domain, {"documents": 1, "dropped": 1})
+            tallies["reasons_by_domain"].add(domain, {reason: 1})
+            continue
+        tallies["by_domain"].add(domain, {"documents": 1, "kept": 1, "bytes_kept": len(text.encode())})
+        if masked:
+            tallies["masked_by_domain"].add(domain, {**masked, "documents": 1})
     if any(verdicts.masked):
         batch = batch.set_column(batch.schema.names.index("text"), "text", pa.array(verdicts.texts, pa.string()))
     added = {
@@ -168,47 +161,34 @@ def _limit(
     texts = [verdicts.texts[place] for place in left]
     views = learned.score(texts)
     for name, view in learned.columns.items():
-        for place, score in zip(left, views[view].tolist(), strict=True):
-            columns[name][place] = score
+        for index, score in zip(left, views[view].tolist(), strict=True):
+            columns[name][index] = score
     domains, names = ([column[place] for place in left] for column in (documents.domains, documents.names))
-    for place, reason, value in zip(left, *cuts.apply(learned, views, domains, names, texts), strict=True):
+    for index, reason, value in zip(left, *cuts.apply(learned, views, domains, names, texts), strict=True):
         if reason is not None:
-            verdicts.reasons[place], values[place] = reason, value
+            verdicts.reasons[index], values[index] = reason, value
     return columns
 
 
 def _added(records: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """The statistics of all parts together."""
-    sums: dict[str, dict[str, Counter[str]]] = {}
-    cuts = ThresholdStats()
+    tallies, cuts = _tallies(), ThresholdStats()
     for record in records:
         cuts.add(record["scores"])
-        for name in ("by_domain", "reasons_by_domain", "masked_by_domain"):
-            for domain, counts in record[name].items():
-                sums.setdefault(name, {}).setdefault(domain, Counter()).update(counts)
-    by_domain = {domain: dict(counts) for domain, counts in sorted(sums.get("by_domain", {}).items())}
-    totals = {key: sum(counts[key] for counts in by_domain.values()) for key in ("documents", "kept", "dropped")}
-    reasons, masked = (_total(sums.get(name, {})) for name in ("reasons_by_domain", "masked_by_domain"))
+        for name, counts in tallies.items():
+            counts.merge(record[name])
+    documents, reasons, masked = tallies.values()
+    total = documents.total()
     return {
-        **totals,
-        "reasons": reasons,
-        "masked": masked,
-        "by_domain": {domain: counts | {"pass_rate": _pass_rate(counts)} for domain, counts in by_domain.items()},
-        "reasons_by_domain": _ranked(sums.get("reasons_by_domain", {})),
-        "masked_by_domain": _ranked(sums.get("masked_by_domain", {})),
+        **{key: total[key] for key in ("documents", "kept", "dropped")},
+        "reasons": ranked(reasons.total()),
+        "masked": ranked(masked.total()),
+        "by_domain": {
+            domain: numbers | {"pass_rate": _pass_rate(numbers)} for domain, numbers in documents.to_json().items()
+        },
+        "reasons_by_domain": reasons.to_json(by_number=True),
+        "masked_by_domain": masked.to_json(by_number=True),
         "scores": cuts.record(),
-    }
-
-
-def _total(by_domain: Mapping[str, Counter[str]]) -> dict[str, int]:
-    return _ranked({"all": sum(by_domain.values(), Counter())})["all"]
-
-
-def _ranked(by_domain: Mapping[str, Counter[str]]) -> dict[str, dict[str, int]]:
-    """Counts of each domain, the largest first, equal ones by name."""
-    return {
-        domain: dict(sorted(counts.items(), key=lambda pair: (-pair[1], pair[0])))
-        for domain, counts in sorted(by_domain.items())
     }
 
 
@@ -222,9 +202,9 @@ def _warn_of_strangers(config: Filter, known: Mapping[str, Any]) -> None:
     named |= {limit.domain for limit in config.min_scores}
     named |= {
         domain
-        for one in config.spelled_limits
-        if not set(known) & set(one.domains or known)
-        for domain in one.domains or ()
+        for threshold in config.spelled_thresholds
+        if not set(known) & set(threshold.domains or known)
+        for domain in threshold.domains or ()
     }
     for domain in sorted(named - set(known)):
         info(f"filter: no document has the domain {domain!r}; there are {', '.join(sorted(known))}", "yellow")

@@ -7,6 +7,7 @@ from typing import Any
 from bloomery.core.errors import DataError
 from bloomery.core.pipeline import content_hash
 from bloomery.hw import device as devices
+from bloomery.hw import launcher
 from bloomery.hw.distributed import World
 from bloomery.model import lora, quantize
 from bloomery.shards import format
@@ -14,48 +15,56 @@ from bloomery.shards.loader import PackedDataset
 from bloomery.stages.config import Finetune
 from bloomery.stages.sampling import answering
 from bloomery.tokenizer.chat_template import TEMPLATES, Renderer, Template
-from bloomery.train import launch
-from bloomery.train.checkpointing import AdapterSaver
+from bloomery.train import launch, metrics
+from bloomery.train.checkpointing import ModelSaver
+from bloomery.train.savers import AdapterSaver, FullModelSaver
 from bloomery.train.trainer import TrainingRun
 from bloomery.weights import hf
 from bloomery.weights.hf import BaseModel, Lineage
 
+VERSION = 2
+RESUMES = True
+OWNS_LEFTOVERS = True
+OUTPUT_PREFIX = "model/"
+preflight = metrics.check_training
+
 
 def run(config: Finetune, inputs: Mapping[str, Path], out: Path) -> dict[str, Any]:
+    if launcher.num_processes(config.num_processes) == 1:
+        return train(config, inputs, out, World.alone())
     return launch.stage("bloomery.stages.finetune:train", config, inputs, out)
 
 
-def train(task: Mapping[str, Any], world: World) -> dict[str, Any]:
-    """What each rank does for `run`."""
-    config, inputs, out = launch.unpacked(Finetune, task)
+def train(config: Finetune, inputs: Mapping[str, Path], out: Path, world: World) -> dict[str, Any]:
+    """What each rank does."""
     devices.keep_freed_memory()
     base = hf.load(inputs["pretrain"] / "model")
-    folder, length = inputs["instruct"], base.model.config.context
+    folder, length = inputs["instruct"], base.model.config.context_length
     renderer = Renderer(base.tokenizer, template_of(folder))
-    kept = None
+    lineage = Lineage(
+        tokenizer=base.tokenizer.hash,
+        template=renderer.template.hash,
+        shards=content_hash(folder),
+        base=content_hash(inputs["pretrain"]),
+    )
+    model_saver: ModelSaver = FullModelSaver(base.model, renderer, lineage)
     if config.lora is not None:
         below = BaseModel(inputs["pretrain"] / "model", hf.digest(inputs["pretrain"] / "model"))
         lora.attach(base.model, config.lora, config.seed)
-        kept = AdapterSaver(base.model, renderer, config.lora, below)
+        model_saver = AdapterSaver(base.model, renderer, config.lora, below, lineage)
     stats = TrainingRun(
         name="finetune",
         config=config,
         model=base.model,
-        renderer=renderer,
+        model_saver=model_saver,
+        tokenizer=base.tokenizer,
         samples=PackedDataset(folder, "train", length, base.tokenizer.hash, verify=True),
         validation=PackedDataset(folder, "val", length, base.tokenizer.hash, verify=True),
-        lineage=Lineage(
-            tokenizer=base.tokenizer.hash,
-            template=renderer.template.hash,
-            shards=content_hash(folder),
-            base=content_hash(inputs["pretrain"]),
-        ),
         out=out,
         world=world,
         sampler=answering(renderer),
-        kept=kept,
     ).run()
-    if kept is not None:
+    if config.lora is not None:
         trained = sum(weight.numel() for weight in lora.weights(base.model).values())
         stats |= {"trained_parameters": trained, "model_bytes": quantize.kept_bytes(base.model)}
     return stats

@@ -19,13 +19,15 @@ from typing import IO, Any
 import numpy as np
 from numpy.typing import NDArray
 
+from bloomery.core.chat import Message
 from bloomery.core.errors import DataError
 from bloomery.core.io import whole_file, write_json
 from bloomery.core.log import info, progress
 from bloomery.data.chat import filters, readers
 from bloomery.data.chat.config import SYNTHESIZE, ChatFiles
 from bloomery.data.chat.filters import ChatFilter, DecontaminateChats, DroppedConversation
-from bloomery.data.chat.messages import Conversation, Message, RejectedRow
+from bloomery.data.chat.messages import Conversation, RejectedRow
+from bloomery.data.counts import Counts
 from bloomery.data.documents import is_held_out
 from bloomery.data.readers.bytes import ReadError
 from bloomery.evaluation import charts
@@ -36,24 +38,28 @@ from bloomery.stages.config import Instruct
 from bloomery.tokenizer.chat_template import TEMPLATES, Rendered, Renderer
 from bloomery.tokenizer.tokenizer import Tokenizer
 
+VERSION = 4
+
 PAGE, NUMBERS = "report.html", "report.json"
 SHOWN_TOKENS = 600
+COUNTED = ("read", "conversations", "rejected", "dropped", "cut_at_a_turn")
+"""What is counted of a source."""
 
 
 @dataclass(frozen=True, eq=False)
 class TrainingConversation:
-    """A conversation as it is learned from."""
+    """A conversation as token IDs, and the mask of those in the loss."""
 
     source: str
     id: str
-    place: str
+    location: str
     ids: NDArray[np.uint32]
     mask: NDArray[np.uint8]
 
     @classmethod
     def of(cls, conversation: Conversation, rendered: Rendered) -> "TrainingConversation":
         ids, mask = np.array(rendered.ids, np.uint32), np.array(rendered.mask, np.uint8)
-        return cls(conversation.source, conversation.id, conversation.place, ids, mask)
+        return cls(conversation.source, conversation.id, conversation.location, ids, mask)
 
 
 def write(
@@ -66,12 +72,12 @@ def write(
     """Write report.json and report.html; returns the page. It is the same for the same conversations."""
     talks = [talk for some in kept.values() for talk in some]
     report = {
-        **{name: stats[name] for name in ("read", "conversations", "rejected", "dropped", "cut_at_a_turn")},
+        **{name: stats[name] for name in COUNTED},
         **{name: stats[name] for name in ("rejected_by_reason", "dropped_by_reason", "template", "tokenizer")},
-        "row_tokens": config.row_tokens,
+        "sequence_length": config.sequence_length,
         "splits": {split: stats[split] for split in kept},
         "sources": _by_source(stats, config, talks),
-        "lengths": _lengths(talks, config.row_tokens),
+        "lengths": _lengths(talks, config.sequence_length),
         "samples": [_sample(talk, renderer) for talk in _chosen(kept["train"], config.samples)],
     }
     write_json(out / NUMBERS, report)
@@ -86,9 +92,9 @@ def summary(stats: Mapping[str, Any], page: Path) -> str:
     return (
         f"instruct: {stats['conversations']:,} conversations of {stats['read']:,} read "
         f"({stats['rejected']:,} rejected, {stats['dropped']:,} dropped); "
-        f"{train['tokens']:,} tokens in {train['rows']:,} rows, of them "
-        f"{charts.percent(train['supervised'] / train['tokens'])} learned from, rows "
-        f"{charts.percent(train['packing'])} full; {val['conversations']:,} held out. {page} shows them."
+        f"packed {train['tokens']:,} tokens into {train['rows']:,} sequences (loss on "
+        f"{charts.percent(train['supervised'] / train['tokens'])} of tokens, "
+        f"{charts.percent(train['packing'])} full); {val['conversations']:,} for validation. {page} shows them."
     )
 
 
@@ -104,20 +110,20 @@ def _by_source(
     listed = []
     for name, counts in stats["by_source"].items():
         said = settings.get(name)
-        asked = {"license": said.license, "copies": said.copies, "cap": said.max_conversations} if said else {}
+        asked = {"license": said.license, "copies": said.repeat, "cap": said.max_conversations} if said else {}
         sizes = {"in_rows": rows[name], "tokens": tokens[name], "supervised": learned[name]}
         share = learned[name] / tokens[name] if tokens[name] else None
         listed.append({"source": name, **counts, **sizes, "supervised_share": share, **asked})
     return listed
 
 
-def _lengths(talks: Sequence[TrainingConversation], row_tokens: int) -> list[dict[str, int]]:
+def _lengths(talks: Sequence[TrainingConversation], sequence_length: int) -> list[dict[str, int]]:
     """How many conversations have how many tokens, in steps of the root of two from 16 on; the last one is the row."""
     bounds, half_powers = [0], 8
-    while (bound := round(2 ** (half_powers / 2))) < row_tokens - 1:
+    while (bound := round(2 ** (half_powers / 2))) < sequence_length - 1:
         bounds.append(bound)
         half_powers += 1
-    bounds.append(row_tokens)
+    bounds.append(sequence_length)
     counts, _ = np.histogram([len(talk.ids) for talk in talks], [bound + 0.5 for bound in bounds])
     return [
         {"from": low + 1, "to": high, "conversations": int(count)}
@@ -128,41 +134,41 @@ def _lengths(talks: Sequence[TrainingConversation], row_tokens: int) -> list[dic
 def _chosen(talks: Sequence[TrainingConversation], count: int) -> list[TrainingConversation]:
     """Some conversations by the hash of their ids, of as many sources as there are."""
     ranked: dict[str, list[TrainingConversation]] = {}
-    unique = {(talk.source, talk.place): talk for talk in talks}.values()
+    unique = {(talk.source, talk.location): talk for talk in talks}.values()
     for talk in sorted(unique, key=lambda talk: hashlib.sha256(f"{talk.source} {talk.id}".encode()).digest()):
         ranked.setdefault(talk.source, []).append(talk)
     order = [(rank, number, talk) for number, some in enumerate(ranked.values()) for rank, talk in enumerate(some)]
-    return [talk for _, _, talk in sorted(order, key=lambda one: one[:2])[:count]]
+    return [talk for _, _, talk in sorted(order, key=lambda entry: entry[:2])[:count]]
 
 
 def _sample(talk: TrainingConversation, renderer: Renderer) -> dict[str, Any]:
-    """A conversation in runs of ids that are learned from or not, special tokens alone."""
+    """A conversation in runs of token IDs, in the loss or not, with each special token alone."""
     names = {token["id"]: token["content"] for token in renderer.tokenizer.spec["added_tokens"] if token["special"]}
     runs: list[dict[str, Any]] = []
     ids, mask = talk.ids[:SHOWN_TOKENS].tolist(), talk.mask[:SHOWN_TOKENS].tolist()
     begin = 0
-    for place in range(1, len(ids) + 1):
-        same = place < len(ids) and mask[place] == mask[begin] and ids[place] not in names and ids[begin] not in names
+    for index in range(1, len(ids) + 1):
+        same = index < len(ids) and mask[index] == mask[begin] and ids[index] not in names and ids[begin] not in names
         if not same:
             special = names.get(ids[begin])
-            text = special if special is not None else renderer.tokenizer.decode(ids[begin:place])
+            text = special if special is not None else renderer.tokenizer.decode(ids[begin:index])
             runs.append({"text": text, "learned": bool(mask[begin]), "special": special is not None})
-            begin = place
+            begin = index
     sizes = {"tokens": len(talk.ids), "supervised": int(talk.mask.sum()), "shown": len(ids)}
-    return {"source": talk.source, "id": talk.id, "place": talk.place, **sizes, "runs": runs}
+    return {"source": talk.source, "id": talk.id, "place": talk.location, **sizes, "runs": runs}
 
 
 REJECTED, DROPPED = "rejected.jsonl", "dropped.jsonl"
 
 
-def digest(config: Instruct) -> str:
+def external_inputs(config: Instruct) -> str:
     """
     A hash of the contents of all files that are read, and of how conversations are written, for the stage's
     fingerprint. Raises DataError.
     """
-    looked_in = [decontaminate.digest(one) for one in config.filters if isinstance(one, DecontaminateChats)]
-    found = (readers.digest(config.read), *looked_in, TEMPLATES[config.template].hash)
-    return " ".join(part for part in found if part)
+    looked_in = [decontaminate.external_inputs(one) for one in config.filters if isinstance(one, DecontaminateChats)]
+    hashes = (readers.digest(config.read), *looked_in, TEMPLATES[config.chat_template].hash)
+    return " ".join(part for part in hashes if part)
 
 
 def run(config: Instruct, inputs: Mapping[str, Path], out: Path) -> dict[str, Any]:
@@ -172,26 +178,30 @@ def run(config: Instruct, inputs: Mapping[str, Path], out: Path) -> dict[str, An
     Raises DataError for sources that cannot be read, and where nothing is left to train or to validate on.
     """
     tokenizer = Tokenizer.load(inputs["tokenizer"])
-    renderer = Renderer(tokenizer, TEMPLATES[config.template])
+    renderer = Renderer(tokenizer, TEMPLATES[config.chat_template])
     with ExitStack() as stack:
         scratch = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         rejected, dropped = (stack.enter_context(whole_file(out / name, "w")) for name in (REJECTED, DROPPED))
         sorter = _ConversationSorter(config, renderer, rejected, dropped)
         with progress("instruct", "conversations") as meter:
-            found = chain(readers.conversations(config.read), written(inputs[SYNTHESIZE]))
-            for number, one in enumerate(filters.sifted(looking(config.filters, scratch), sorter.understood(found))):
+            items = chain(readers.conversations(config.read), written(inputs[SYNTHESIZE]))
+            for number, conversation in enumerate(
+                filters.sifted(looking(config.filters, scratch), sorter.understood(items))
+            ):
                 meter.at(number)
-                sorter.take(one)
+                sorter.take(conversation)
     why = sorter.why(out)
     if not sorter.kept["train"]:
-        hint = why or "Add conversations, or lower instruct.hold_out."
-        raise DataError("no conversation is left to learn from", where="instruct", hint=hint)
+        hint = why or "Add conversations, or lower instruct.val_fraction."
+        raise DataError("no conversation is left to train on", where="instruct", hint=hint)
     if not sorter.kept["val"]:
-        hint = f"Raise instruct.hold_out, or add conversations. {why}".rstrip()
-        raise DataError("no conversation was held out, so nothing could be validated", where="instruct", hint=hint)
+        hint = f"Raise instruct.val_fraction, or add conversations. {why}".rstrip()
+        raise DataError("no conversation is left for validation", where="instruct", hint=hint)
     if why:
         info(f"instruct: {why}", "yellow")
-    rows = {split: write_rows(out, split, some, renderer, config.row_tokens) for split, some in sorter.kept.items()}
+    rows = {
+        split: write_rows(out, split, some, renderer, config.sequence_length) for split, some in sorter.kept.items()
+    }
     stats = {
         **sorter.counts(),
         "template": renderer.template.hash,
@@ -203,15 +213,15 @@ def run(config: Instruct, inputs: Mapping[str, Path], out: Path) -> dict[str, An
     return stats
 
 
-def looking(given: Sequence[ChatFilter], scratch: Path) -> list[ChatFilter]:
+def looking(chat_filters: Sequence[ChatFilter], scratch: Path) -> list[ChatFilter]:
     """Filters, with the questions of tasks that some look for written into files below `scratch`."""
-    found: list[ChatFilter] = []
-    for number, one in enumerate(given):
-        if isinstance(one, DecontaminateChats):
-            settings = decontaminate.sought(one, scratch / str(number))
-            one = one.looking_in(settings.files, settings.fields)
-        found.append(one)
-    return found
+    resolved: list[ChatFilter] = []
+    for number, chat_filter in enumerate(chat_filters):
+        if isinstance(chat_filter, DecontaminateChats):
+            settings = decontaminate.sought(chat_filter, scratch / str(number))
+            chat_filter = chat_filter.looking_in(settings.files, settings.fields)
+        resolved.append(chat_filter)
+    return resolved
 
 
 def written(synthesize: Path) -> Iterator[Conversation | RejectedRow]:
@@ -229,67 +239,77 @@ class _ConversationSorter:
     rejected: IO[str]
     dropped: IO[str]
     kept: dict[str, list[TrainingConversation]] = field(default_factory=lambda: {"train": [], "val": []})
-    reasons: dict[str, Counter[str]] = field(default_factory=lambda: {"rejected": Counter(), "dropped": Counter()})
-    by_source: dict[str, Counter[str]] = field(default_factory=dict)
+    by_source: Counts = field(default_factory=lambda: Counts(*COUNTED))
+    reasons: Counts = field(default_factory=Counts)
+    """Of what was rejected, and of what was dropped."""
 
-    def understood(self, found: Iterator[Conversation | RejectedRow]) -> Iterator[Conversation]:
+    def understood(self, items: Iterator[Conversation | RejectedRow]) -> Iterator[Conversation]:
         """The conversations among items; what is none is written down."""
-        for one in found:
-            self._count(one.source, "read")
-            if isinstance(one, RejectedRow):
-                self._reject(one)
+        for item in items:
+            self.by_source.add(item.source, {"read": 1})
+            if isinstance(item, RejectedRow):
+                self._reject(item)
             else:
-                yield one
+                yield item
 
-    def take(self, one: Conversation | DroppedConversation) -> None:
-        if isinstance(one, DroppedConversation):
-            self._drop(one)
+    def take(self, conversation: Conversation | DroppedConversation) -> None:
+        if isinstance(conversation, DroppedConversation):
+            self._drop(conversation)
             return
-        source = next((source for source in self.config.read if source.name == one.source), None)
-        limit = source.max_answers if source else None
-        fitted = fit(self.renderer, one.messages, self.config.row_tokens, limit)
+        source = next((source for source in self.config.read if source.name == conversation.source), None)
+        limit = source.max_turns if source else None
+        fitted = fit(self.renderer, conversation.messages, self.config.sequence_length, limit)
         if isinstance(fitted, ReadError):
-            self._reject(RejectedRow(one.source, one.place, fitted, {"id": one.id, "messages": list(one.messages)}))
+            self._reject(
+                RejectedRow(
+                    conversation.source,
+                    conversation.location,
+                    fitted,
+                    {"id": conversation.id, "messages": list(conversation.messages)},
+                )
+            )
             return
         rendered, until = fitted
-        self._count(one.source, "cut_at_a_turn", until < len(one.messages))
-        # By what is left of it: two that were cut to the same turns must not be told apart.
-        left = "\n".join(message["content"] for message in one.messages[:until])
-        split = "val" if is_held_out(one.group or left, self.config.hold_out) else "train"
-        kept = TrainingConversation.of(one, rendered)
-        self._count(one.source, "conversations")
-        self.kept[split] += [kept] * (source.copies if source and split == "train" else 1)
+        # By the messages that are left: conversations cut to the same turns must be in the same split.
+        left = "\n".join(message["content"] for message in conversation.messages[:until])
+        split = "val" if is_held_out(conversation.group or left, self.config.val_fraction) else "train"
+        kept = TrainingConversation.of(conversation, rendered)
+        self.by_source.add(
+            conversation.source, {"conversations": 1, "cut_at_a_turn": until < len(conversation.messages)}
+        )
+        self.kept[split] += [kept] * (source.repeat if source and split == "train" else 1)
 
     def counts(self) -> dict[str, Any]:
         """Numbers of the whole, and by source; what was read is what was kept, rejected and dropped."""
-        names = ("read", "conversations", "rejected", "dropped", "cut_at_a_turn")
-        whole = sum(self.by_source.values(), Counter[str]())
+        total = self.by_source.total()
         return {
-            **{name: whole[name] for name in names},
-            "by_source": {source: {name: found[name] for name in names} for source, found in self.by_source.items()},
-            **{f"{name}_by_reason": dict(sorted(found.items())) for name, found in self.reasons.items()},
+            **{name: total[name] for name in COUNTED},
+            "by_source": self.by_source.to_json(sort_groups=False),
+            **{f"{name}_by_reason": dict(sorted(self.reasons[name].items())) for name in ("rejected", "dropped")},
         }
 
     def why(self, out: Path) -> str:
         """Of what was rejected and dropped; "" where nothing was."""
-        files = (out / REJECTED, out / DROPPED)
-        told = (gone(name, found, file) for (name, found), file in zip(self.reasons.items(), files, strict=True))
-        return " ".join(filter(None, told))
+        files = {"rejected": out / REJECTED, "dropped": out / DROPPED}
+        return " ".join(filter(None, (gone(name, self.reasons[name], file) for name, file in files.items())))
 
-    def _reject(self, one: RejectedRow) -> None:
-        self._count(one.source, "rejected")
-        self.reasons["rejected"][one.problem.reason] += 1
-        write_line(self.rejected, one.told)
+    def _reject(self, row: RejectedRow) -> None:
+        self.by_source.add(row.source, {"rejected": 1})
+        self.reasons.add("rejected", {row.problem.reason: 1})
+        write_line(self.rejected, row.record)
 
-    def _drop(self, one: DroppedConversation) -> None:
-        found, talk = one.finding, one.conversation
-        self._count(talk.source, "dropped")
-        self.reasons["dropped"][found.reason] += 1
-        told = {"source": talk.source, "place": talk.place, "id": talk.id, "reason": found.reason, "value": found.value}
-        write_line(self.dropped, {**told, "what": found.what, "messages": list(talk.messages)})
-
-    def _count(self, source: str, name: str, number: int = 1) -> None:
-        self.by_source.setdefault(source, Counter())[name] += number
+    def _drop(self, dropped: DroppedConversation) -> None:
+        finding, talk = dropped.finding, dropped.conversation
+        self.by_source.add(talk.source, {"dropped": 1})
+        self.reasons.add("dropped", {finding.reason: 1})
+        record = {
+            "source": talk.source,
+            "place": talk.location,
+            "id": talk.id,
+            "reason": finding.reason,
+            "value": finding.value,
+        }
+        write_line(self.dropped, {**record, "what": finding.what, "messages": list(talk.messages)})
 
 
 def gone(name: str, reasons: Counter[str], file: Path) -> str:
@@ -306,12 +326,12 @@ def write_line(file: IO[str], line: Mapping[str, Any]) -> None:
 
 
 def fit(
-    renderer: Renderer, messages: Sequence[Message], row_tokens: int, max_answers: int | None = None
+    renderer: Renderer, messages: Sequence[Message], sequence_length: int, max_turns: int | None = None
 ) -> tuple[Rendered, int] | ReadError:
     """The conversation, or as many messages of its beginning as fit into a row and end in an answer, and how many."""
     if what := renderer.trouble(messages):
         return ReadError("not_in_the_template", 0, what)
-    answers = [place for place, message in enumerate(messages, 1) if message["role"] == "assistant"][:max_answers]
+    answers = [place for place, message in enumerate(messages, 1) if message["role"] == "assistant"][:max_turns]
     if not answers:
         return ReadError("nothing_to_learn", 0, "no message is the assistant's")
     fitting, too_long = 0, len(answers) + 1
@@ -319,25 +339,25 @@ def fit(
     tried = len(answers)
     while fitting + 1 < too_long:  # more messages never make fewer tokens
         rendered = renderer.render(list(messages[: answers[tried - 1]]))
-        if len(rendered.ids) <= row_tokens:
+        if len(rendered.ids) <= sequence_length:
             fitting, best = tried, rendered
         else:
             too_long = tried
         tried = (fitting + too_long) // 2
     if best is None:
-        return ReadError("too_long", 0, f"its first answer does not end within {row_tokens} tokens")
+        return ReadError("too_long", 0, f"its first answer does not end within {sequence_length} tokens")
     return best, answers[fitting - 1]
 
 
 def write_rows(
-    out: Path, split: str, talks: Sequence[TrainingConversation | Rendered], renderer: Renderer, row_tokens: int
+    out: Path, split: str, talks: Sequence[TrainingConversation | Rendered], renderer: Renderer, sequence_length: int
 ) -> dict[str, Any]:
     """Pack conversations into rows, pad these, and write them as one shard. Returns what is in it."""
     packed = packing.write(
         out / f"{split}-00000",
         [[talk] for talk in talks],
         tokenizer=renderer.tokenizer,
-        row_tokens=row_tokens,
+        sequence_length=sequence_length,
         facts={"template": renderer.template.hash, "template_name": renderer.template.name},
     )
     return {
@@ -345,7 +365,7 @@ def write_rows(
         "rows": len(packed.rows),
         "tokens": packed.tokens,
         "supervised": packed.supervised,
-        "packing": packed.full(row_tokens),
+        "packing": packed.full(sequence_length),
     }
 
 

@@ -9,35 +9,51 @@ from bloomery.core.errors import CheckpointError, UnreachableError
 from bloomery.core.pipeline import content_hash
 from bloomery.evaluation.llmc_choices import MultipleChoiceEval
 from bloomery.hw import device as devices
+from bloomery.hw import launcher
 from bloomery.hw.distributed import World
 from bloomery.model.transformer import Transformer
 from bloomery.shards import format
 from bloomery.shards.build import ANNEAL, TRAIN
 from bloomery.shards.loader import AnnealedDataset, PackedDataset
-from bloomery.stages.config import Pretrain
+from bloomery.stages.config import Pretrain, check_named_paths
 from bloomery.stages.sampling import continuing
 from bloomery.tokenizer.chat_template import EVERY_SPECIAL, Renderer
 from bloomery.tokenizer.tokenizer import Tokenizer
-from bloomery.train import checkpointing, launch
+from bloomery.train import extension, launch, metrics
 from bloomery.train.plan.memory import rows_at_once, rows_per_step
+from bloomery.train.savers import FullModelSaver
 from bloomery.train.trainer import Evaluation, TrainingRun
 from bloomery.weights import hf
 from bloomery.weights.hf import Lineage
 
+VERSION = 2
+RESUMES = True
+OWNS_LEFTOVERS = True
+OUTPUT_PREFIX = "model/"
+
+
+def preflight(section: str, config: Pretrain) -> None:
+    """Raises DataError for a sink whose package is missing or a path that is not there, HardwareError for ranks."""
+    metrics.check_training(section, config)
+    check_named_paths(section, config)
+
 
 def run(config: Pretrain, inputs: Mapping[str, Path], out: Path) -> dict[str, Any]:
+    if launcher.num_processes(config.num_processes) == 1:
+        return train(config, inputs, out, World.alone())
     return launch.stage("bloomery.stages.pretrain:train", config, inputs, out)
 
 
-def train(task: Mapping[str, Any], world: World) -> dict[str, Any]:
-    """What each rank does for `run`."""
-    config, inputs, out = launch.unpacked(Pretrain, task)
+def train(config: Pretrain, inputs: Mapping[str, Path], out: Path, world: World) -> dict[str, Any]:
+    """What each rank does."""
     devices.keep_freed_memory()
     tokenizer = Tokenizer.load(inputs["tokenizer"])
     model = start(config, tokenizer)
-    renderer, folder, length = Renderer(tokenizer), inputs["shard"], config.model.context
+    renderer, folder, length = Renderer(tokenizer), inputs["shard"], config.model.context_length
     samples = course(config, folder, tokenizer.hash)
-    lineage = Lineage(tokenizer=tokenizer.hash, template=None, shards=content_hash(folder), base=digest(config) or None)
+    lineage = Lineage(
+        tokenizer=tokenizer.hash, template=None, shards=content_hash(folder), base=external_inputs(config) or None
+    )
     if world.is_first:
         go_on(config, samples, out, lineage)
     world.barrier()
@@ -45,10 +61,10 @@ def train(task: Mapping[str, Any], world: World) -> dict[str, Any]:
         name="pretrain",
         config=config,
         model=model,
-        renderer=renderer,
+        model_saver=FullModelSaver(model, renderer, lineage),
+        tokenizer=tokenizer,
         samples=samples,
         validation=PackedDataset(folder, "val", length, tokenizer.hash, verify=True),
-        lineage=lineage,
         out=out,
         world=world,
         sampler=continuing(renderer),
@@ -69,22 +85,22 @@ def go_on(config: Pretrain, samples: PackedDataset | AnnealedDataset, out: Path,
             return math.inf
         return float(AnnealedDataset(samples.main, samples.last, steps * rows_per_step(config, samples.length)).switch)
 
-    checkpointing.remember(config, out)
+    extension.remember(config, out)
     if config.continue_from is not None:
-        checkpointing.bring(config.continue_from.expanduser(), config, out, lineage, samples_alike=alike)
+        extension.bring(config.continue_from.expanduser(), config, out, lineage, samples_alike=alike)
 
 
 def evaluations(config: Pretrain, tokenizer: Tokenizer) -> dict[str, Evaluation]:
-    """What is measured besides the validation loss. Raises DataError where its file is not what it should be."""
+    """Evaluations in addition to the validation loss. Raises DataError for an invalid file of questions."""
     if config.hellaswag is None:
         return {}
-    rows = rows_at_once(config, config.model.context)
+    rows = rows_at_once(config, config.model.context_length)
     file, limit = config.hellaswag.expanduser(), config.hellaswag_questions
     questions = MultipleChoiceEval.read(file, tokenizer, limit=limit, rows_at_once=rows)
     return {"hellaswag": lambda *how: questions.accuracy("hellaswag", *how)}
 
 
-def digest(config: Pretrain) -> str:
+def external_inputs(config: Pretrain) -> str:
     """
     A hash of the weights that training starts from, for the stage's fingerprint; "" where it starts from none. Raises
     UnreachableError where they are not there yet.
@@ -113,30 +129,30 @@ def num_rows(config: Pretrain, num_ids: int) -> int:
 
 def start(config: Pretrain, tokenizer: Tokenizer) -> Transformer:
     """
-    The model at the first step: drawn from the seed, or read. Raises CheckpointError where what is read has another
-    shape than the recipe says, or another tokenizer than the shards.
+    The model at the first step: initialized from the seed, or read. Raises CheckpointError where the model that is read
+    has another shape than in the recipe, or another tokenizer than the shards.
     """
     if config.start_from is None:
         model = Transformer(config.model, tokenizer.vocab_size)
         model.initialize(config.seed)
         return model
     special = [name for name in EVERY_SPECIAL if tokenizer.special_id(name) is not None]
-    given = hf.load(config.start_from.expanduser(), special=special)
-    where, shape = str(config.start_from), given.model.config
-    if given.tokenizer.hash != tokenizer.hash:
-        what = f"has the tokenizer {given.tokenizer.hash[:8]}, and the shards were made with {tokenizer.hash[:8]}"
+    loaded = hf.load(config.start_from.expanduser(), special=special)
+    where, shape = str(config.start_from), loaded.model.config
+    if loaded.tokenizer.hash != tokenizer.hash:
+        what = f"has the tokenizer {loaded.tokenizer.hash[:8]}, and the shards were made with {tokenizer.hash[:8]}"
         hint = f'Take its tokenizer: [tokenizer] kind = "import", path = "{where}".'
         raise CheckpointError(what, where=where, hint=hint)
     names = [one for one in type(shape).model_fields if shape.of_every_layer(one) != config.model.of_every_layer(one)]
     if other := [f"{name} = {getattr(shape, name)!r}, not {getattr(config.model, name)!r}" for name in names]:
         hint = "Say in [pretrain.model] what it has; known shapes have a name: preset."
         raise CheckpointError(f"has {'; '.join(other)}", where=where, hint=hint)
-    return given.model.train()
+    return loaded.model.train()
 
 
 def course(config: Pretrain, folder: Path, tokenizer_hash: str) -> PackedDataset | AnnealedDataset:
     """What is trained on: the mix, and at the end the anneal mix where there is one."""
-    length = config.model.context
+    length = config.model.context_length
     main = PackedDataset(folder, TRAIN, length, tokenizer_hash, verify=True)
     if not format.names(folder, ANNEAL):
         return main

@@ -1,9 +1,9 @@
-"""Answers that a model in training draws to questions, as samples of the loop; and what they are worth."""
+"""Answers that a model in training samples to questions, as samples of the loop, and their rewards."""
 
 import json
 from collections.abc import Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from decimal import Decimal
 from pathlib import Path
 
@@ -14,14 +14,15 @@ from bloomery.core import io as core_io
 from bloomery.core import records
 from bloomery.core.errors import RunError
 from bloomery.core.io import whole_file
+from bloomery.core.sampling import SamplingConfig
 from bloomery.evaluation.harness import last_number, marked_number, stable_seed
 from bloomery.generate.engine import Completion, Engine
-from bloomery.hw.device import Device
 from bloomery.hw.distributed import World
 from bloomery.model import lora
 from bloomery.model.transformer import Transformer
 from bloomery.shards.loader import IGNORE, Batch, sample_positions
 from bloomery.tokenizer.chat_template import Renderer
+from bloomery.train.precision import Precision
 from bloomery.train.preference.config import Grpo
 from bloomery.train.preference.losses import Drawn, advantages, by_token
 from bloomery.train.validation import evaluating
@@ -55,14 +56,13 @@ def answered(
     asked: Sequence[PolicyQuestion],
     seeds: Sequence[int],
     renderer: Renderer,
-    max_tokens: int,
-    temperature: float,
+    sampling: SamplingConfig,
 ) -> list[Completion]:
     """What the model, as it is, says to each question by a seed of its own."""
     prompts, stop = [one.prompt for one in asked], frozenset({renderer.end_id})
     with evaluating(model):
-        return Engine(model, renderer.tokenizer.vocab_size).draw(
-            prompts, seeds, max_tokens=max_tokens, stop_ids=stop, temperature=temperature, batch=AT_ONCE
+        return Engine(model, renderer.tokenizer.vocab_size).generate_batch(
+            prompts, sampling, stop_ids=stop, seeds=seeds, batch=AT_ONCE
         )
 
 
@@ -78,10 +78,10 @@ def judge(renderer: Renderer, question: PolicyQuestion, answer: Completion, *, m
 @dataclass(eq=False)
 class Rollouts:
     """
-    A source of samples that are made when they are asked for, by the model as it then is.
+    A source of samples that the model in training writes on demand.
 
-    Sample n is answer n mod G to question n div G of the run, drawn with a seed of n: the same for the same weights,
-    whoever asks and whenever. The order of questions is that of `shards/loader.py`.
+    Sample n is answer n mod G to question n div G of the run, sampled with a seed of n. The same weights give the same
+    answer, whoever asks and whenever. The order of questions is that of `shards/loader.py`.
     """
 
     loss: Grpo
@@ -93,21 +93,21 @@ class Rollouts:
     reference: Transformer | None = None
     """None: what the model is without its adapters."""
     world: World = field(default_factory=World.alone)
-    device: Device | None = None
-    """Where log-probabilities are computed; None: not yet."""
+    precision: Precision | None = None
+    """Where and how log-probabilities are computed; None: not yet."""
     rows_at_once: int = 1
     used_before: bool = False
-    """Whether the next batch is one that has been learned from."""
+    """Whether the next batch was trained on before."""
     learned_from: bool = False
-    """Whether batches are for a run, in its order, and not for a trial before it, of which nothing is kept."""
+    """Whether batches are for a run, in its order. If not, they are for a trial before the run, which keeps nothing."""
     length: int = field(init=False)
     """Tokens of a sample: the longest question, and the longest answer."""
     num_samples: int = field(init=False)
     _kept: "tuple[Batch, Drawn] | None" = None
 
     def __post_init__(self) -> None:
-        self.length = max(len(one.prompt) for one in self.questions) + self.loss.answer_tokens
-        self.num_samples = len(self.questions) * self.loss.answers
+        self.length = max(len(one.prompt) for one in self.questions) + self.loss.max_new_tokens
+        self.num_samples = len(self.questions) * self.loss.group_size
 
     @property
     def drawn(self) -> Drawn:
@@ -129,20 +129,21 @@ class Rollouts:
                 self._kept = self._read(numbers)
         else:
             self._kept = self._draw(numbers)
-            if self.loss.updates > 1 and self.learned_from and self.device is not None and self.world.is_first:
+            if self.loss.updates > 1 and self.learned_from and self.precision is not None and self.world.is_first:
                 self._write(*self._kept)
         return self._kept[0]
 
     def _question(self, number: int) -> PolicyQuestion:
-        place = sample_positions(number // self.loss.answers, 1, len(self.questions), self.seed)[0]
-        return self.questions[int(place)]
+        position = sample_positions(number // self.loss.group_size, 1, len(self.questions), self.seed)[0]
+        return self.questions[int(position)]
 
     def _draw(self, numbers: NDArray[np.int64]) -> tuple[Batch, Drawn]:
         """Ranks share the answers, and each gets all."""
         mine = np.arange(self.world.rank, len(numbers), self.world.size)
         asked = [self._question(int(numbers[row])) for row in mine]
         seeds = [stable_seed(self.seed, int(numbers[row])) for row in mine]
-        answers = answered(self.model, asked, seeds, self.renderer, self.loss.answer_tokens, self.loss.temperature)
+        sampling = SamplingConfig(max_tokens=self.loss.max_new_tokens, temperature=self.loss.temperature)
+        answers = answered(self.model, asked, seeds, self.renderer, sampling)
         tokens = torch.zeros((len(numbers), self.length + 1), dtype=torch.int64)
         learned = torch.zeros_like(tokens)
         worth = torch.zeros((len(numbers), 3), dtype=torch.float64)  # right, ended, tokens
@@ -152,10 +153,10 @@ class Rollouts:
             tokens[row] = self.renderer.tokenizer.pad_id
             tokens[row, :end] = torch.tensor([*question.prompt, *said])
             learned[row, begin:end] = 1
-            found = judge(self.renderer, question, answer, marked=self.loss.marked)
-            worth[row] = torch.tensor([found.right, found.ended, len(said)])
-        for part in (tokens, learned, worth):
-            self.world.sum(part)
+            reward = judge(self.renderer, question, answer, marked=self.loss.marked)
+            worth[row] = torch.tensor([reward.right, reward.ended, len(said)])
+        for tensor in (tokens, learned, worth):
+            self.world.sum(tensor)
         rows, count = tokens.numpy(), len(numbers)
         batch = Batch(
             ids=rows[:, :-1].copy(),
@@ -167,15 +168,15 @@ class Rollouts:
         return batch, self._told(batch, worth.numpy())
 
     def _told(self, batch: Batch, worth: NDArray[np.float64]) -> Drawn:
-        groups = batch.samples // self.loss.answers
+        groups = batch.samples // self.loss.group_size
         right, ended, tokens = worth.T
         deviations = [right[groups == group].std(ddof=1) for group in np.unique(groups) if (groups == group).sum() > 1]
         now = before = None
-        if self.device is not None and self.loss.updates > 1:
-            now = self._log_probs(batch, self.model, self.device)
-        if self.device is not None and self.loss.kl_weight > 0:
+        if self.precision is not None and self.loss.updates > 1:
+            now = self._log_probs(batch, self.model, self.precision)
+        if self.precision is not None and self.loss.kl_coef > 0:
             with lora.switched_off(self.model) if self.reference is None else nullcontext():
-                before = self._log_probs(batch, self.reference or self.model, self.device)
+                before = self._log_probs(batch, self.reference or self.model, self.precision)
         return Drawn(
             numbers=batch.samples,
             advantage=advantages(right, groups, deviation=self.loss.deviation),
@@ -190,20 +191,20 @@ class Rollouts:
             },
         )
 
-    def _log_probs(self, batch: Batch, model: Transformer, device: Device) -> NDArray[np.float32]:
+    def _log_probs(self, batch: Batch, model: Transformer, precision: Precision) -> NDArray[np.float32]:
         """N × T, under a model as it is; ranks share the rows."""
-        found = torch.zeros(batch.ids.shape)
+        log_p = torch.zeros(batch.ids.shape)
         mine = np.arange(self.world.rank, len(batch.ids), self.world.size)
         was_training = model.training
         with torch.no_grad():
             model.eval()
             begin = 0
-            for part in batch.of_rank(self.world.rank, self.world.size).split(self.rows_at_once):
-                rows = torch.from_numpy(mine[begin : begin + len(part.ids)])
-                found[rows] = by_token(model, part, device, self.loss.temperature).cpu()
-                begin += len(part.ids)
+            for micro_batch in batch.of_rank(self.world.rank, self.world.size).split(self.rows_at_once):
+                rows = torch.from_numpy(mine[begin : begin + len(micro_batch.ids)])
+                log_p[rows] = by_token(model, micro_batch, precision, self.loss.temperature).cpu()
+                begin += len(micro_batch.ids)
             model.train(was_training)
-        return np.asarray(self.world.sum(found).numpy(), np.float32)
+        return np.asarray(self.world.sum(log_p).numpy(), np.float32)
 
     # --- answers that are used again ----------------------------------------------------------------------------------
 
@@ -211,12 +212,12 @@ class Rollouts:
         return self.out / FOLDER / f"{int(numbers[0]):012d}.npz"
 
     def _write(self, batch: Batch, drawn: Drawn) -> None:
-        """Leave what a run needs that goes on in the midst of these updates, and remove what none needs any more."""
+        """Write the files that a run needs to resume amid these updates, and remove those that no run needs."""
         optional = {"now": drawn.now, "before": drawn.before}
         arrays = {name: value for name, value in optional.items() if value is not None}
         names = sorted(drawn.facts)
-        place = self._file(drawn.numbers)
-        with whole_file(place) as file:
+        answers_path = self._file(drawn.numbers)
+        with whole_file(answers_path) as file:
             np.savez(
                 file,
                 **{name: getattr(batch, name) for name in FIELDS},
@@ -225,7 +226,7 @@ class Rollouts:
                 values=np.array([drawn.facts[name] for name in names]),
                 **arrays,  # type: ignore[arg-type]
             )
-        records.save(place.with_suffix(".json"), {}, core_io.listed(place.parent, [place.name]))
+        records.save(answers_path.with_suffix(".json"), {}, core_io.listed(answers_path.parent, [answers_path.name]))
         checkpoints = [int(one.name) for one in (self.out / "checkpoints").glob("[0-9]*") if one.name.isdigit()]
         oldest = min(checkpoints, default=0) // self.loss.updates * len(batch.ids)
         for path in (self.out / FOLDER).iterdir():
@@ -235,18 +236,18 @@ class Rollouts:
     def _read(self, numbers: NDArray[np.int64]) -> tuple[Batch, Drawn]:
         path, hint = self._file(numbers), f"Remove {self.out / 'checkpoints'} to train from the start."
         if not path.is_file():
-            raise RunError("the answers that this step learns from are not there", where=str(path), hint=hint)
+            raise RunError("the answers that this step trains on are not there", where=str(path), hint=hint)
         if trouble := records.read(path.with_suffix(".json"), path.parent)[1]:
-            what = f"the answers that this step learns from are damaged: {trouble}"
+            what = f"the answers that this step trains on are damaged: {trouble}"
             raise RunError(what, where=str(path), hint=hint)
         with np.load(path, allow_pickle=False) as file:
-            found = {name: file[name] for name in file.files}
-        facts = dict(zip(found["names"].tolist(), found["values"].tolist(), strict=True))
-        batch = Batch(*(found[name] for name in FIELDS))
+            arrays = {name: file[name] for name in file.files}
+        facts = dict(zip(arrays["names"].tolist(), arrays["values"].tolist(), strict=True))
+        batch = Batch(*(arrays[name] for name in FIELDS))
         if not np.array_equal(batch.samples, numbers):
-            what = f"holds answers {batch.samples.tolist()}, and this step learns from {numbers.tolist()}"
+            what = f"holds answers {batch.samples.tolist()}, and this step trains on {numbers.tolist()}"
             raise RunError(what, where=str(path), hint=hint)
-        return batch, Drawn(batch.samples, found["advantage"], found.get("now"), found.get("before"), facts)
+        return batch, Drawn(batch.samples, arrays["advantage"], arrays.get("now"), arrays.get("before"), facts)
 
 
 FIELDS = ("ids", "targets", "positions", "segments", "samples")
@@ -255,8 +256,8 @@ FIELDS = ("ids", "targets", "positions", "segments", "samples")
 @dataclass(eq=False)
 class HeldOut:
     """
-    What a model answers to questions that it never learns from, greedily and as it draws: an `EvalCheck` of a run. What
-    is drawn is what is maximized; with the same seeds every time.
+    Greedy and sampled answers of a model to questions that it is never trained on: an `EvalCheck` of a run. Training
+    maximizes the reward of sampled answers. Each check samples with the same seeds.
     """
 
     loss: Grpo
@@ -267,13 +268,14 @@ class HeldOut:
     name: str = "validation_reward"
     bytes_per_token: float | None = None
 
-    def measure(self, model: Transformer, device: Device, most: int | None = None) -> dict[str, float]:
+    def measure(self, model: Transformer, precision: Precision, most: int | None = None) -> dict[str, float]:
         asked = self.questions[: 1 if most else self.loss.check_questions]
+        sampling = SamplingConfig(max_tokens=self.loss.max_new_tokens, temperature=self.loss.temperature)
         answers, drawn = (
-            answered(model, asked, range(len(asked)), self.renderer, self.loss.answer_tokens, heat)
-            for heat in (0.0, self.loss.temperature)
+            answered(model, asked, range(len(asked)), self.renderer, how)
+            for how in (replace(sampling, temperature=0.0), sampling)
         )
-        found, others = (
+        rewards, others = (
             [
                 judge(self.renderer, question, answer, marked=self.loss.marked)
                 for question, answer in zip(asked, some, strict=True)
@@ -282,16 +284,16 @@ class HeldOut:
         )
         if most is None:
             with whole_file(self.file, "w") as opened:
-                for question, worth in zip(asked, found, strict=True):
-                    opened.write(json.dumps(told(question, worth), ensure_ascii=False) + "\n")
+                for question, worth in zip(asked, rewards, strict=True):
+                    opened.write(json.dumps(answer_record(question, worth), ensure_ascii=False) + "\n")
         return {
-            self.name: round(sum(one.right for one in found) / len(found), 5),
+            self.name: round(sum(one.right for one in rewards) / len(rewards), 5),
             "validation_reward_drawn": round(sum(one.right for one in others) / len(others), 5),
-            "validation_ended": round(sum(one.ended for one in found) / len(found), 5),
-            "validation_answer_tokens": round(sum(len(one.ids) for one in answers) / len(found), 3),
+            "validation_ended": round(sum(one.ended for one in rewards) / len(rewards), 5),
+            "validation_answer_tokens": round(sum(len(one.ids) for one in answers) / len(rewards), 3),
         }
 
 
-def told(question: PolicyQuestion, worth: Reward) -> dict[str, object]:
+def answer_record(question: PolicyQuestion, worth: Reward) -> dict[str, object]:
     return {"id": question.id, "question": question.text, "right": str(question.right), "said": worth.said,
             "is_right": worth.right, "ended": worth.ended}  # fmt: skip

@@ -1,14 +1,16 @@
-"""What a model in training writes after a prompt: a text that goes on, or an assistant's answer."""
+"""What a model in training writes after a prompt: a continuation, or an assistant's answer."""
 
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 
-from bloomery.core.bounds import TEMPERATURE
+from bloomery.core.sampling import SamplingConfig
 from bloomery.generate.engine import Engine
 from bloomery.model.transformer import Transformer
-from bloomery.tokenizer.chat_template import Message, Renderer
+from bloomery.tokenizer.chat_template import Renderer
 from bloomery.train.validation import Sampler
 
-TOP_P = 0.95
+SAMPLES = SamplingConfig(top_p=0.95, seed=0)
+"""With a fixed seed, so that only training makes a difference between two steps."""
 
 
 def continuing(renderer: Renderer) -> Sampler:
@@ -19,20 +21,18 @@ def continuing(renderer: Renderer) -> Sampler:
 
 def answering(renderer: Renderer) -> Sampler:
     """Prompts are what a user says."""
-    return _sampler(renderer, lambda prompt: renderer.prompt([Message(role="user", content=prompt)]))
+    return _sampler(renderer, lambda prompt: renderer.prompt([{"role": "user", "content": prompt}]))
 
 
 def _sampler(renderer: Renderer, ids: Callable[[str], list[int]]) -> Sampler:
-    """Drawn with a fixed seed, so that only training makes a difference between two steps."""
     tokenizer = renderer.tokenizer
     stop = frozenset({tokenizer.document_id, tokenizer.end_id, renderer.end_id})
 
     def sample(model: Transformer, prompts: Sequence[str], max_tokens: int) -> Iterator[str]:
         engine = Engine(model, tokenizer.vocab_size)
+        sampling = replace(SAMPLES, max_tokens=max_tokens)
         for prompt in prompts:
-            said = engine.stream(
-                ids(prompt), max_tokens=max_tokens, temperature=TEMPERATURE, top_p=TOP_P, seed=0, stop_ids=stop
-            )
+            said = engine.stream(ids(prompt), sampling, stop_ids=stop)
             yield renderer.said([id for id in said if id not in stop])
 
     return sample

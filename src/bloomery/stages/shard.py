@@ -1,7 +1,7 @@
 """
 The stage `shard`: documents and a tokenizer -> token files for training and for validation.
 
-    encode   each part of the corpus -> runs of tokens, and the documents that are held out
+    encode   each part of the corpus -> runs of tokens, and the validation documents
     mix      the domains' tokens -> how often each stream takes which documents
     place    each run -> its documents in the order in which the streams take them
     gather   all runs -> shards, each from its own stretch of the shuffled order
@@ -26,7 +26,7 @@ from bloomery.core.log import info
 from bloomery.core.pipeline import read_manifest
 from bloomery.data import documents as data_documents
 from bloomery.data.documents import CUT, LARGEST_SHARE
-from bloomery.data.executor import RECORDS, Part, run_parts
+from bloomery.data.executor import RECORDS, Part, check_workers, run_parts
 from bloomery.hw.launcher import cores
 from bloomery.shards import build, importers
 from bloomery.shards.build import (
@@ -47,8 +47,12 @@ from bloomery.shards.config import MixShare, MixTarget, quotas, reached
 from bloomery.stages.config import Shard
 from bloomery.tokenizer.tokenizer import Tokenizer
 
+VERSION = 2
+RESUMES = True
+preflight = check_workers
+
 HELD_OUT_BYTES = 16 * 2**20
-"""Text of a file of held-out documents."""
+"""Text in a file of validation documents, in bytes."""
 BYTES_PER_DOCUMENT = 100
 """Of memory, for the index entries of a document that is gathered."""
 
@@ -76,19 +80,19 @@ class Stream:
 def run(config: Shard, inputs: Mapping[str, Path], out: Path) -> dict[str, Any]:
     """Write train, anneal and val shards and held-out/. `inputs["dedup"]` is a folder with kept/."""
     tokenizer = Tokenizer.load(inputs["tokenizer"])
-    if (given := config.imported) is not None:
+    if (imported := config.imported) is not None:
         return importers.adopt(
-            given.folder.expanduser(),
+            imported.folder.expanduser(),
             out,
             tokenizer,
-            document_id=given.document_id,
-            headerless=given.headerless,
+            document_id=imported.document_id,
+            headerless=imported.headerless,
             tokenizer_file=Path(read_manifest(inputs["tokenizer"])["config"].get("path") or "").name,
         )
     budget = worker_bytes(config)
     encoding = Encoding(
         tokenizer=inputs["tokenizer"],
-        hold_out=config.hold_out,
+        val_fraction=config.val_fraction,
         seed=config.seed,
         run_bytes=budget // 4,
     )
@@ -97,30 +101,32 @@ def run(config: Shard, inputs: Mapping[str, Path], out: Path) -> dict[str, Any]:
     records = run_parts(config.engine, encode_part, encoding, parts, out, what="encode")
     runs = [TokenRun(one["name"], one["segments"]) for record in records for one in record["runs"]]
     train, held = (sizes(runs, held_out=which) for which in (False, True))
-    if not held and config.hold_out:
-        what = f"with shard.hold_out={config.hold_out:g} no document was held out, so nothing could be validated"
-        more = f"Raise shard.hold_out (up to {LARGEST_SHARE:g}), or f" if config.hold_out < LARGEST_SHARE else "F"
+    if not held and config.val_fraction:
+        what = f"with shard.val_fraction={config.val_fraction:g} no document is left for validation"
+        more = (
+            f"Raise shard.val_fraction (up to {LARGEST_SHARE:g}), or f" if config.val_fraction < LARGEST_SHARE else "F"
+        )
         hint = f"{more}etch more documents; {CUT}"
         raise DataError(what, where="shard", hint=hint)
     if not train:
-        what = f"with shard.hold_out={config.hold_out:g} every document was held out, so nothing is left to train on"
+        what = f"with shard.val_fraction={config.val_fraction:g} every document is for validation, and none to train on"
         raise DataError(what, where="shard", hint=f"Lower it, or fetch more documents; {CUT}")
     streams = plan(config, runs, train, held, out)
     placing = Placing(config.seed, {name: stream.chosen for name, stream in streams.items()})
     parts = [Part(one.name, one.segments, one.tokens) for one in runs]
-    taken = run_parts(config.engine, place_part, placing, parts, out, what="place")
+    placed = run_parts(config.engine, place_part, placing, parts, out, what="place")
     gathering = Gathering(
         vocab_size=tokenizer.vocab_size,
         tokenizer_hash=tokenizer.hash,
         document_id=tokenizer.document_id,
         seed=config.seed,
         runs={
-            name: [one.name for one, record in zip(runs, taken, strict=True) if name in record["taken"]]
+            name: [one.name for one, record in zip(runs, placed, strict=True) if name in record["taken"]]
             for name in streams
         },
         held_out=[f"work/{file.stem}.parquet" for file in files],
     )
-    totals = {name: tally([record["taken"].get(name, {}) for record in taken]) for name in streams}
+    totals = {name: tally([record["taken"].get(name, {}) for record in placed]) for name in streams}
     parts = [part for name in streams for part in slices(config, gathering, name, totals[name], budget, out)]
     run_parts(config.engine, gather_shard, gathering, parts, out, what="gather", unit="shards")
     parts = list(held_out_files(gathering, out))
@@ -131,7 +137,7 @@ def run(config: Shard, inputs: Mapping[str, Path], out: Path) -> dict[str, Any]:
     return stats(streams, totals, train, tokenizer) | {"encoder": " and ".join(encoders)}
 
 
-def digest(config: Shard) -> str:
+def external_inputs(config: Shard) -> str:
     """A hash of the token files that are taken in, for the stage's fingerprint; "" where none are."""
     return importers.digest(config.imported.folder.expanduser()) if config.imported is not None else ""
 
@@ -143,12 +149,12 @@ def worker_bytes(config: Shard) -> int:
 
 def sizes(runs: Sequence[TokenRun], *, held_out: bool) -> dict[str, int]:
     """Tokens of each domain."""
-    found: Counter[str] = Counter()
-    for one in runs:
-        for segment, _ in build.segments(one.segments):
+    by_domain: Counter[str] = Counter()
+    for token_run in runs:
+        for segment, _ in build.segments(token_run.segments):
             if segment.held_out == held_out:
-                found[segment.domain] += segment.tokens
-    return dict(sorted(found.items()))
+                by_domain[segment.domain] += segment.tokens
+    return dict(sorted(by_domain.items()))
 
 
 def plan(
@@ -161,9 +167,9 @@ def plan(
     if config.anneal is not None:
         asks = [MixTarget(weight.domain, weight.weight, weight.max_epochs) for weight in config.anneal.weights]
         tokens = config.anneal.tokens
-        if config.anneal.share is not None:
-            share = Fraction(config.anneal.share)
-            tokens = round(sum(quota.wanted for quota in mixes[TRAIN].values()) * share / (1 - share))
+        if config.anneal.fraction is not None:
+            share = Fraction(config.anneal.fraction)
+            tokens = round(sum(quota.target_tokens for quota in mixes[TRAIN].values()) * share / (1 - share))
         mixes[ANNEAL] = quotas(train, asks, max(1, tokens) if tokens is not None else None)
     streams = {}
     for name, mix in mixes.items():
@@ -171,7 +177,7 @@ def plan(
         streams[name] = Stream(chosen, mix)
         for domain, quota in mix.items():
             if quota.limited_by:
-                missing = f"{float(quota.wanted):,.0f} of {float(quota.asked):,.0f} tokens"
+                missing = f"{float(quota.target_tokens):,.0f} of {float(quota.asked):,.0f} tokens"
                 info(f"shard: {quota.limited_by} lets {domain!r} give {missing} to the {name} mix", "yellow")
     return streams | ({VAL: Stream(dict.fromkeys(held, Chosen(1, 0)), {})} if held else {})
 
@@ -180,9 +186,9 @@ def choose(config: Shard, runs: Sequence[TokenRun], stream: str, domain: str, qu
     """Which documents of a domain make up its quota: of the last epoch those that come first in its order."""
 
     def passes() -> Iterator[tuple[NDArray[np.uint64], NDArray[Any]]]:
-        for one in runs:
-            index = build.load(out / f"{one.name}.npy", build.INDEX)
-            for segment, some in build.segments(one.segments):
+        for token_run in runs:
+            index = build.load(out / f"{token_run.name}.npy", build.INDEX)
+            for segment, some in build.segments(token_run.segments):
                 if not segment.held_out and segment.domain == domain:
                     mine = index[some]
                     yield build.keys(mine["id"], config.seed, stream, quota.epochs), mine["tokens"]
@@ -190,12 +196,12 @@ def choose(config: Shard, runs: Sequence[TokenRun], stream: str, domain: str, qu
     return Chosen(quota.epochs, build.cuts(passes, [quota.rest])[0] if quota.rest else 0)
 
 
-def tally(taken: Sequence[Mapping[str, Sequence[int]]]) -> dict[str, tuple[int, int]]:
+def tally(counts: Sequence[Mapping[str, Sequence[int]]]) -> dict[str, tuple[int, int]]:
     """Documents and tokens of each domain, over all runs."""
     documents: Counter[str] = Counter()
     tokens: Counter[str] = Counter()
-    for one in taken:
-        for domain, (some, size) in one.items():
+    for by_domain in counts:
+        for domain, (some, size) in by_domain.items():
             documents[domain] += some
             tokens[domain] += size
     return {domain: (documents[domain], tokens[domain]) for domain in sorted(tokens)}
@@ -220,8 +226,8 @@ def slices(
             table = build.load(out / f"{name}.{stream}.npy", build.PLACED)
             yield table["key"], table["tokens"]
 
-    found = [*build.cuts(passes, targets), build.END]
-    stretches = [found[place : place + pieces + 1] for place in range(0, len(found) - 1, pieces)]
+    bounds = [*build.cuts(passes, targets), build.END]
+    stretches = [bounds[place : place + pieces + 1] for place in range(0, len(bounds) - 1, pieces)]
     whole = [stretch for stretch in stretches if stretch[0] < stretch[-1]]  # one document may fill more than a shard
     size = tokens * 2 // len(whole)
     return [
@@ -231,7 +237,7 @@ def slices(
 
 
 def held_out_files(gathering: Gathering, out: Path) -> Iterator[Part]:
-    """Files of held-out documents, each of about as much text, in the order of the shards of `val`."""
+    """Files of validation documents, each with about as much text, in the order of the shards of `val`."""
 
     def passes() -> Iterator[tuple[NDArray[np.uint64], NDArray[Any]]]:
         for name in gathering.held_out:
@@ -240,9 +246,9 @@ def held_out_files(gathering: Gathering, out: Path) -> Iterator[Part]:
 
     size = sum(int(lengths.sum()) for _, lengths in passes())
     cuts = build.cuts(passes, range(0, max(size, 1), HELD_OUT_BYTES))
-    found = sorted({*cuts, build.END})
-    for number, (low, high) in enumerate(pairwise(found)):
-        yield Part(f"part-{number:05d}", Slice(VAL, [low, high], number, len(found) - 1), HELD_OUT_BYTES)
+    bounds = sorted({*cuts, build.END})
+    for number, (low, high) in enumerate(pairwise(bounds)):
+        yield Part(f"part-{number:05d}", Slice(VAL, [low, high], number, len(bounds) - 1), HELD_OUT_BYTES)
 
 
 def stats(
@@ -252,15 +258,15 @@ def stats(
     tokenizer: Tokenizer,
 ) -> dict[str, Any]:
     documents, tokens = (
-        {name: {domain: pair[place] for domain, pair in total.items()} for name, total in totals.items()}
-        for place in (0, 1)
+        {name: {domain: pair[index] for domain, pair in total.items()} for name, total in totals.items()}
+        for index in (0, 1)
     )
     mixes = {
         name: reached(stream.quotas, train, tokens[name], documents[name])
         for name, stream in streams.items()
         if name != VAL
     }
-    told: dict[str, Any] = {
+    facts: dict[str, Any] = {
         "tokens": sum(tokens[TRAIN].values()),
         "documents": sum(documents[TRAIN].values()),
         "held_out_tokens": sum(tokens.get(VAL, {}).values()),
@@ -269,6 +275,6 @@ def stats(
         "mix": mixes[TRAIN],
     }
     if ANNEAL in mixes:
-        told |= {"anneal_tokens": sum(tokens[ANNEAL].values()), "anneal_documents": sum(documents[ANNEAL].values())}
-        told["anneal"] = mixes[ANNEAL]
-    return told
+        facts |= {"anneal_tokens": sum(tokens[ANNEAL].values()), "anneal_documents": sum(documents[ANNEAL].values())}
+        facts["anneal"] = mixes[ANNEAL]
+    return facts

@@ -1,9 +1,9 @@
 """
 The stage `synthesize`: conversations written by another model, within a budget.
 
-Off unless a recipe says `enabled = true` and who is asked: a key in the environment alone never spends money. Requests
-and answers are written to requests.jsonl as they come, so that nothing is paid for twice; in the end they are sorted
-out into conversations.jsonl and rejected.jsonl.
+Off unless a recipe says `enabled = true` and names who is asked: a key in the environment alone never spends money.
+Requests and answers are written to requests.jsonl at once, so that nothing is paid for twice. At the end they are
+sorted into conversations.jsonl and rejected.jsonl.
 """
 
 import threading
@@ -29,9 +29,13 @@ from bloomery.data.synthesis.config import ConversationTask, Synthesize
 from bloomery.data.synthesis.generate import NewConversations, TaskOutcome
 from bloomery.stages.instruct import write_line
 
+VERSION = 2
+RESUMES = True
+OWNS_LEFTOVERS = True
+
 FILE, REJECTED = "conversations.jsonl", "rejected.jsonl"
 OF_ONE_QUESTION = (400, 413, 422)
-"""What is said to one question: where others were answered, it is rejected, and the others go on."""
+"""HTTP statuses of one question: if others were answered, only this question is rejected, and the run continues."""
 
 
 class _EndError(Exception):
@@ -100,18 +104,18 @@ class _Collection:
     outcomes: list[TaskOutcome] = field(default_factory=list)
     ended_by: str = "count"
     unfinished: int = 0
-    """Conversations of several turns that the budget cut off; a larger one goes on with them."""
+    """Conversations of several turns that the budget cut off. A run with a larger budget continues them."""
     _kept: NewConversations = field(default_factory=NewConversations)
     _asked: set[str] = field(default_factory=set)
     _stop: threading.Event = field(default_factory=threading.Event)
 
     def fill(self, tasks: Iterator[ConversationTask], meter: ProgressMeter) -> None:
         """
-        Ask until there are as many conversations as wanted, the questions or the budget end.
+        Ask until there are as many conversations as wanted, or the questions or the budget end.
 
-        Raises DataError where a request fails for good. That is told at once, and no wait before another attempt goes
-        on; what is under way is waited for, since it is paid for. An interrupt waits for nothing: what was under way
-        then counts as paid in full.
+        Raises DataError where a request fails for good. The error is printed at once, and waits before another attempt
+        end. Requests under way are waited for, since they are paid for. An interrupt waits for nothing: requests under
+        way then count as paid in full.
         """
         failure: RefusedError | None = None
         under_way: dict[Future[TaskOutcome | None], ConversationTask] = {}
@@ -126,10 +130,10 @@ class _Collection:
                 if not under_way:
                     break
                 finished, _ = wait(under_way, return_when=FIRST_COMPLETED)
-                for one in finished:
-                    task = under_way.pop(one)
+                for future in finished:
+                    task = under_way.pop(future)
                     try:
-                        self._take(task, one.result())
+                        self._take(task, future.result())
                     except RefusedError as error:
                         self._stop.set()
                         if failure is None and under_way:
@@ -178,22 +182,22 @@ class _Collection:
             self._take(task, known)
         return known is not None
 
-    def _take(self, task: ConversationTask, found: TaskOutcome | None) -> None:
-        if found is None:
+    def _take(self, task: ConversationTask, task_outcome: TaskOutcome | None) -> None:
+        if task_outcome is None:
             if not self._stop.is_set():
                 self.ended_by = "budget"
             self.unfinished += generate.request_name(self.config, task, 0) in self.ledger.answers
             return
-        self.outcomes.append(found)
-        for _ in self._kept.sorted_out(found):
+        self.outcomes.append(task_outcome)
+        for _ in self._kept.sorted_out(task_outcome):
             pass
 
     def _work(self, task: ConversationTask) -> TaskOutcome | None:
         """Ask the turns that are missing. None where nothing more is asked."""
         messages: list[dict[str, str]] = []
         for turn, question in enumerate(task.asks):
-            if (found := generate.outcome(self.config, task, self.ledger.answers)) is not None:
-                return found
+            if (task_outcome := generate.outcome(self.config, task, self.ledger.answers)) is not None:
+                return task_outcome
             messages.append({"role": "user", "content": question})
             name = generate.request_name(self.config, task, turn)
             if name not in self.ledger.answers:

@@ -10,6 +10,7 @@ from bloomery.core.io import canonical, sha256_bytes, sha256_file
 from bloomery.core.log import info
 from bloomery.data import documents
 from bloomery.data.documents import CUT, LARGEST_SHARE, is_held_out
+from bloomery.stages.config import check_named_paths
 from bloomery.tokenizer import chat_template, importers, stats
 from bloomery.tokenizer import train as tokenizer_train
 from bloomery.tokenizer.chat_template import Renderer
@@ -19,13 +20,16 @@ from bloomery.tokenizer.stats import Sample
 from bloomery.tokenizer.tokenizer import Tokenizer
 from bloomery.tokenizer.train import train
 
+VERSION = 2
+preflight = check_named_paths
+
 Texts = Mapping[str, Sequence[str]]
 """Documents by domain."""
 UNSEEN = 10
-"""One in so many bytes is measured on documents that nothing was learned from."""
+"""The unseen sample, which only measures, has one byte for so many of the training sample."""
 
 
-def digest(config: AnyKind) -> str:
+def external_inputs(config: AnyKind) -> str:
     """A hash of the files that are imported, for the stage's fingerprint; "" where nothing is."""
     if not isinstance(config, Imported):
         return ""
@@ -33,7 +37,7 @@ def digest(config: AnyKind) -> str:
 
 
 def vocab_size(config: AnyKind) -> int:
-    """How many ids the section asks for, or an imported tokenizer has or is said to have. Raises DataError."""
+    """The vocabulary size that the section asks for, or states or finds for an imported tokenizer. Raises DataError."""
     if not isinstance(config, Imported):
         return config.vocab_size
     try:
@@ -78,7 +82,7 @@ def run(config: AnyKind, inputs: Mapping[str, Path], out: Path) -> dict[str, Any
 
 def sample(folder: Path, config: AnyKind) -> tuple[Sample, Sample]:
     """
-    The documents to learn from, and others to measure on: some of those that a recipe may hold out.
+    The documents to train on, and others to measure on, which a recipe may use for validation.
 
     Raises DataError where nothing is left, or nothing of a domain that was asked for.
     """
@@ -92,7 +96,7 @@ def sample(folder: Path, config: AnyKind) -> tuple[Sample, Sample]:
         hint = f"Of the domains asked for, these have documents: {known}. Fetch more, or filter less."
         raise DataError(f"no documents of the domain {missing[0]!r} are left", where=str(folder), hint=hint)
     if not seen.seen_bytes and (few := sum(unseen.seen_documents.values())):
-        what = f"all of its {few} documents are among the share of {LARGEST_SHARE:g} that no tokenizer learns from"
+        what = f"all of its {few} documents are among the share of {LARGEST_SHARE:g} that no tokenizer is trained on"
         raise DataError(what, where=str(folder), hint=f"Fetch more documents; {CUT}")
     if not seen.seen_bytes:
         raise DataError("no documents are left", where=str(folder), hint="Fetch more, or filter less.")
@@ -103,33 +107,35 @@ def _made(config: AnyKind, texts: Texts) -> Tokenizer:
     every = (text for some in texts.values() for text in some)
     match config:
         case ByteBpe():
-            tokenizer = train(every, config.vocab_size, config.pattern, chat_template.wanted(config.template))
+            tokenizer = train(
+                every, config.vocab_size, config.pattern, chat_template.special_tokens(config.chat_template)
+            )
         case SentencePiece():
             tokenizer = tokenizer_train.train_sentencepiece(every, config)
         case Imported():
             tokenizer = _imported(config)
-    Renderer(tokenizer, chat_template.TEMPLATES[config.template])  # or else it would be told after pretraining
+    Renderer(tokenizer, chat_template.TEMPLATES[config.chat_template])  # else the error would come after pretraining
     if not isinstance(config, Imported) and tokenizer.vocab_size < config.vocab_size:
         info(f"the text holds only {tokenizer.vocab_size} of {config.vocab_size} ids", style="yellow")
     return tokenizer
 
 
 def _special(tokenizer: Tokenizer, config: AnyKind) -> dict[str, int | None]:
-    return {name: tokenizer.special_id(name) for name in chat_template.wanted(config.template)}
+    return {name: tokenizer.special_id(name) for name in chat_template.special_tokens(config.chat_template)}
 
 
 def _imported(config: Imported) -> Tokenizer:
-    found = importers.load(config.path, config.pattern, chat_template.wanted(config.template))
-    if config.vocab_size not in (None, found.vocab_size):
-        what = f"it has {found.vocab_size:,} ids, and vocab_size says {config.vocab_size:,}"
-        raise DataError(what, where=str(config.path), hint=f"Say vocab_size = {found.vocab_size}, or leave it out.")
-    return found
+    tokenizer = importers.load(config.path, config.pattern, chat_template.special_tokens(config.chat_template))
+    if config.vocab_size not in (None, tokenizer.vocab_size):
+        what = f"it has {tokenizer.vocab_size:,} ids, and vocab_size says {config.vocab_size:,}"
+        raise DataError(what, where=str(config.path), hint=f"Say vocab_size = {tokenizer.vocab_size}, or leave it out.")
+    return tokenizer
 
 
 def _taken(seen: Sample, domain: str, some: Sequence[str]) -> dict[str, Any]:
-    taken = sum(len(text.encode()) for text in some)
-    share = round(taken / seen.seen_bytes[domain], 4)
-    return {"bytes": taken, "documents": len(some), "of_documents": seen.seen_documents[domain], "share": share}
+    num_bytes = sum(len(text.encode()) for text in some)
+    share = round(num_bytes / seen.seen_bytes[domain], 4)
+    return {"bytes": num_bytes, "documents": len(some), "of_documents": seen.seen_documents[domain], "share": share}
 
 
 def _compared(folder: Path | None, texts: Texts) -> dict[str, Any]:

@@ -1,1 +1,1 @@
-"""Text to ids and back; conversations to ids and a loss mask."""
+"""Text to token IDs and back; conversations to token IDs and a loss mask."""

@@ -22,16 +22,10 @@ from dataclasses import asdict, dataclass, field, fields
 from functools import cached_property
 from typing import Any, Literal, get_args
 
+from bloomery.core.chat import ROLES, Message, Role, message_problem
 from bloomery.core.errors import DataError
 from bloomery.core.io import canonical, sha256_bytes
-from bloomery.data.chat.messages import ROLES as MESSAGE_ROLES
-from bloomery.data.chat.messages import Message as Message
-from bloomery.data.chat.messages import Role as Role
-from bloomery.data.chat.messages import as_message as as_message
-from bloomery.data.chat.messages import trouble as trouble
-from bloomery.tokenizer.tokenizer import DOCUMENT, END, ROLES, SPECIAL, Tokenizer
-
-assert MESSAGE_ROLES == ROLES
+from bloomery.tokenizer.tokenizer import DOCUMENT, END, SPECIAL, Tokenizer
 
 TemplateName = Literal["bloomery", "chatml", "llama3", "user-assistant", "baichuan2"]
 
@@ -47,7 +41,7 @@ class Template:
     end: str = END
     """A special token: what an assistant says last."""
     names: Mapping[str, str] = field(default_factory=lambda: {role: role for role in ROLES})
-    """How roles are written; a role that is not here cannot be said."""
+    """How roles are written. A role that is not here is an error."""
     ends: Literal["messages", "answers"] = "messages"
     """Which messages the end stands after."""
     between: str = ""
@@ -63,7 +57,7 @@ class Template:
 
     @cached_property
     def hash(self) -> str:
-        """sha256 of all that decides about the ids of a conversation, given a tokenizer."""
+        """sha256 of everything that determines the token IDs of a conversation, given a tokenizer."""
         said, usual = asdict(self), asdict(Template())
         more = {one.name: said[one.name] for one in fields(self)[4:] if said[one.name] != usual[one.name]}
         return sha256_bytes(canonical([self.name, self.opening, self.role, self.end, *([more] if more else [])]))
@@ -85,26 +79,26 @@ class Template:
 
     def parts(self, text: str) -> list[tuple[str, bool]]:
         """A piece of structure, cut into special tokens (True) and text between them."""
-        found = re.split("(" + "|".join(map(re.escape, self.special)) + ")", text)
-        return [(part, part in self.special) for part in found if part]
+        pieces = re.split("(" + "|".join(map(re.escape, self.special)) + ")", text)
+        return [(part, part in self.special) for part in pieces if part]
 
     def trouble(self, messages: Sequence[Mapping[str, Any]]) -> tuple[int, str] | None:
         """The place of the first message that cannot be written, and why; None where all can."""
-        for place, message in enumerate(messages):
+        for index, message in enumerate(messages):
             if message["role"] not in self.names:
                 shown = ", ".join(self.names)
-                return place, f"has the role {message['role']!r}, and the template {self.name!r} has {shown}"
-            if place and message["role"] in self.only_first:
-                return place, f"is of the {message['role']}, which in the template {self.name!r} can only come first"
+                return index, f"has the role {message['role']!r}, and the template {self.name!r} has {shown}"
+            if index and message["role"] in self.only_first:
+                return index, f"is of the {message['role']}, which in the template {self.name!r} can only come first"
         return None
 
     def jinja(self) -> str:
         """The same template for `transformers` and others, which render text and encode it afterwards."""
         cases = []
-        for place, role in enumerate(self.names):
+        for index, role in enumerate(self.names):
             before = self.before(role) + (self.lead if role == "assistant" else "")
             written = [quoted(before), self._jinja_content(role), quoted(self.ends_with(role) + self.between)]
-            case = f"{{% {'elif' if place else 'if'} message['role'] == '{role}' %}}"
+            case = f"{{% {'elif' if index else 'if'} message['role'] == '{role}' %}}"
             if role in self.only_first:
                 why = quoted(f"{role} can only come first")
                 case += f"{{% if not loop.first %}}{{{{ raise_exception({why}) }}}}{{% endif %}}"
@@ -169,8 +163,9 @@ TEMPLATES: dict[str, Template] = {
     ),
 }
 """
-The templates that `instruct.template` names. bloomery is ours; chatml as Qwen2 has it, llama3 as Llama 3.1 (whose tool
-is `ipython`), user-assistant as 1386.ai's fourth data set, baichuan2 with the ids 195 and 196 of its own tokenizer.
+The templates that `instruct.chat_template` names. bloomery is ours; chatml is Qwen2's, llama3 is Llama 3.1's (whose
+tool is `ipython`), user-assistant is from 1386.ai's fourth data set, and baichuan2 has the token IDs 195 and 196 of its
+own tokenizer.
 """
 assert tuple(TEMPLATES) == get_args(TemplateName)
 
@@ -178,7 +173,7 @@ EVERY_SPECIAL = tuple(dict.fromkeys((*SPECIAL, *(name for one in TEMPLATES.value
 """All special tokens of all templates."""
 
 
-def wanted(name: str) -> tuple[str, ...]:
+def special_tokens(name: str) -> tuple[str, ...]:
     """The special tokens that a tokenizer for a template has: those that everything here needs, and its own."""
     return tuple(dict.fromkeys((*SPECIAL, *TEMPLATES[name].special)))
 
@@ -210,34 +205,34 @@ class Renderer:
         _check_cut(tokenizer, self.template)
 
     def render(self, messages: Sequence[Message]) -> Rendered:
-        """A whole conversation, to be learned from. Raises DataError for an unknown role or content that is no text."""
+        """A whole conversation, for training. Raises DataError for an unknown role or content that is no text."""
         return self._written(messages).rendered
 
     def prompt(self, messages: Sequence[Message], max_tokens: int | None = None) -> list[int]:
         """
-        Ids up to the place where the assistant begins to speak. Raises DataError for a conversation that is seen to
-        take more than `max_tokens` before all of it is encoded.
+        Token IDs up to where the assistant's answer begins. Raises DataError once a conversation is seen to exceed
+        `max_tokens`, before all of it is encoded.
         """
         line = self._written(messages, max_tokens)
         line.put(self.template.before("assistant"))
         return line.rendered.ids
 
     def said(self, ids: Sequence[int]) -> str:
-        """The content of an answer that a model gave as these ids, with or without its end."""
+        """The content of an answer from its token IDs, with or without the end token."""
         return self.tokenizer.decode(ids).removeprefix(self.lead)
 
     def trouble(self, messages: Sequence[Message]) -> str:
         """Why a conversation cannot be written in this template, or ""."""
-        found = self.template.trouble(messages)
-        return f"message {found[0] + 1} {found[1]}" if found else ""
+        problem = self.template.trouble(messages)
+        return f"message {problem[0] + 1} {problem[1]}" if problem else ""
 
     def _written(self, messages: Sequence[Message], max_tokens: int | None = None) -> "_Line":
         for number, message in enumerate(messages, 1):
-            if what := trouble(message):
+            if what := message_problem(message):
                 raise DataError(what, where=f"message {number}")
-        if found := self.template.trouble(messages):
-            hint = "Choose another one in instruct.template, or leave such messages out."
-            raise DataError(found[1], where=f"message {found[0] + 1}", hint=hint)
+        if problem := self.template.trouble(messages):
+            hint = "Choose another one in instruct.chat_template, or leave such messages out."
+            raise DataError(problem[1], where=f"message {problem[0] + 1}", hint=hint)
         template, line = self.template, _Line(self.tokenizer, self.template, self._special, max_tokens)
         line.put(template.opening)
         for message in messages:
@@ -266,13 +261,13 @@ class _Line:
         """Heard and not yet encoded: until the next special token, or until the assistant speaks, it is one text."""
 
     def put(self, structure: str, says: int = 0) -> None:
-        for part, is_special in self._template.parts(structure):
+        for piece, is_special in self._template.parts(structure):
             if is_special:
                 self._flush()
-                self._ids.append(self._special[part])
+                self._ids.append(self._special[piece])
                 self._mask.append(says)
             else:
-                self._text += part
+                self._text += piece
 
     def hear(self, content: str) -> None:
         self._text += content
@@ -307,19 +302,19 @@ class _Line:
 
 
 def _special_ids(tokenizer: Tokenizer, template: Template) -> dict[str, int]:
-    found = {name: tokenizer.special_id(name) for name in template.special}
-    if missing := [name for name, id in found.items() if id is None]:
+    ids = {name: tokenizer.special_id(name) for name in template.special}
+    if missing := [name for name, id in ids.items() if id is None]:
         raise DataError(
             f"the tokenizer has no special tokens {', '.join(missing)}, which the template {template.name!r} writes",
-            hint=f'Say tokenizer.template = "{template.name}", make tokenizer and model with it, or take another one.',
+            hint=f'Set tokenizer.chat_template = "{template.name}" and train again, or choose another template.',
         )
-    return {name: id for name, id in found.items() if id is not None}
+    return {name: id for name, id in ids.items() if id is not None}
 
 
 def _check_cut(tokenizer: Tokenizer, template: Template) -> None:
     """
-    Where text stands right before an answer, a program that encodes both as one must find the same ids as we, who do
-    not know the answer yet when it is asked for. Raises DataError where it does not.
+    Where text stands right before an answer, other programs encode the two together. We encode a prompt before its
+    answer is known. Raises DataError where the token IDs would differ.
     """
     last, is_special = template.parts(template.before("assistant"))[-1]
     if is_special:

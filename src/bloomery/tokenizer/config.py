@@ -9,10 +9,10 @@ from pydantic import model_validator
 
 from bloomery.core.bounds import Between, Bytes, DiskPath, Weight
 from bloomery.core.config import Config, repeated
-from bloomery.tokenizer.chat_template import TemplateName, wanted
-from bloomery.tokenizer.tokenizer import PatternName
+from bloomery.core.extras import DATA
+from bloomery.tokenizer.chat_template import TemplateName, special_tokens
+from bloomery.tokenizer.tokenizer import MAX_IDS, PatternName
 
-MAX_IDS = 2**22
 MANY_IDS = "each token ID is a row of the embedding"
 
 
@@ -23,18 +23,21 @@ class DomainShare(Config):
 
 
 class SampledText(Config):
-    """What every kind has: the text that it learns from, or is measured on."""
+    """What every kind has: the text that it is trained or measured on."""
 
     sample_bytes: Bytes = 20_000_000
-    """Size of the sample: whole documents, chosen by hash over the whole corpus, none that a recipe may hold out."""
+    """Size of the sample: whole documents, chosen by hash over the whole corpus, none that may become validation."""
     weights: tuple[DomainShare, ...] = ()
     """What the sample is made of; a named domain without documents is an error. Without any: all domains evenly."""
     languages: Literal["script", "langid"] = "script"
-    """What fertility is told apart by: the writing of a document, or its language as py3langid guesses it."""
-    template: TemplateName = "bloomery"
-    """The chat template whose special tokens it holds. A recipe takes it from `instruct.template`."""
+    """How fertility is grouped: by the script of a document, or by its language as py3langid guesses it."""
+    chat_template: TemplateName = "bloomery"
+    """The chat template whose special tokens it holds. A recipe takes it from `instruct.chat_template`."""
     gpt2: DiskPath | None = None
     """Folder with GPT-2's vocab.bpe and encoder.json, to compare with. None: $BLOOMERY_SHARED/data/tokenizer."""
+
+    def packages(self) -> tuple[str, ...]:
+        return (*DATA, "py3langid") if self.languages == "langid" else DATA
 
     @model_validator(mode="after")
     def _one_weight_a_domain(self) -> "SampledText":
@@ -45,7 +48,7 @@ class SampledText(Config):
 
 
 class ByteBpe(SampledText):
-    """Byte-level BPE: every text has ids, and comes back byte for byte."""
+    """Byte-level BPE: every text can be encoded, and decodes to the same bytes."""
 
     kind: Literal["byte_bpe"] = "byte_bpe"
     vocab_size: Annotated[int, Between(1, 2**20, MANY_IDS)] = 4096
@@ -55,7 +58,7 @@ class ByteBpe(SampledText):
 
     @model_validator(mode="after")
     def _has_room(self) -> "ByteBpe":
-        _check_room(self.vocab_size, self.template)
+        _check_room(self.vocab_size, self.chat_template)
         return self
 
 
@@ -76,15 +79,18 @@ class SentencePiece(SampledText):
     symbols: tuple[str, ...] = ("\n", "\t")
     """Texts that are always one token. Not for marks of a conversation: whoever writes one in a text would get it."""
 
+    def packages(self) -> tuple[str, ...]:
+        return (*super().packages(), "sentencepiece")
+
     @model_validator(mode="after")
     def _has_room(self) -> "SentencePiece":
-        _check_room(self.vocab_size, self.template, self.symbols)
+        _check_room(self.vocab_size, self.chat_template, self.symbols)
         return self
 
 
 def _check_room(vocab_size: int, template: TemplateName, symbols: Sequence[str] = ()) -> None:
     """Raises ValueError where a vocabulary has no room for what it holds before anything is learned."""
-    special = wanted(template)
+    special = special_tokens(template)
     if vocab_size < (needed := 256 + len({*special, *symbols})):
         also = f" and {len(set(symbols))} symbols" if symbols else ""
         what = f"256 bytes, {len(special)} special tokens of the template {template!r}{also}"
@@ -92,7 +98,7 @@ def _check_room(vocab_size: int, template: TemplateName, symbols: Sequence[str] 
 
 
 class Imported(SampledText):
-    """A tokenizer that exists. It keeps its ids; the special tokens that it lacks come after."""
+    """An existing tokenizer. It keeps its token IDs; the special tokens that it lacks come after."""
 
     kind: Literal["import"] = "import"
     path: DiskPath
@@ -103,9 +109,12 @@ class Imported(SampledText):
     pattern: PatternName | None = None
     """How text is cut into words, where a file does not say it: `.tiktoken`, and a tokenizer of llm.c."""
     vocab_size: Annotated[int, Between(1, MAX_IDS, MANY_IDS)] | None = None
-    """How many ids it has, special tokens that come after included: what a plan reckons with while it is not there."""
+    """Number of token IDs, added special tokens included. A plan uses it while the tokenizer does not exist yet."""
     measure: bool = True
     """Whether it is measured on the documents of the run. Without, it needs none."""
+
+    def packages(self) -> tuple[str, ...]:
+        return super().packages() if self.measure else ()
 
     def needs(self, after: tuple[str, ...]) -> tuple[str, ...]:
         return after if self.measure else ()

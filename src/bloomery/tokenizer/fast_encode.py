@@ -48,7 +48,7 @@ class UnfitError(Exception):
 
 
 class Ids(NamedTuple):
-    """The ids of ranks: where in `flat` those of a rank begin, and how many they are."""
+    """The token IDs of ranks: where in `flat` the IDs of a rank begin, and how many there are."""
 
     starts: NDArray[np.int64]
     sizes: NDArray[np.int64]
@@ -67,8 +67,8 @@ class Ids(NamedTuple):
         if len(ranks) and sizes.max() > 1:
             ends = np.cumsum(sizes)
             places = np.repeat(places - (ends - sizes), sizes) + np.arange(ends[-1])
-        made: NDArray[np.uint32] = self.flat[places]
-        return made
+        ids: NDArray[np.uint32] = self.flat[places]
+        return ids
 
 
 class Quick(NamedTuple):
@@ -102,9 +102,9 @@ def prepared(spec: Mapping[str, Any]) -> Quick:
     letters = [name for name in vocab if len(name) == 1]
     if odd := special.intersection(letters):
         raise UnfitError(f"the special token {min(odd)!r} is one character")
-    made = _in_order(model, vocab)
+    pieces = _in_order(model, vocab)
     within = re.compile(f"[^{SPACE}]{SPACE}|[{re.escape(''.join(symbols))}]" if symbols else f"[^{SPACE}]{SPACE}")
-    if reaching := next((piece for piece in made if within.search(piece)), None):
+    if reaching := next((piece for piece in pieces if within.search(piece)), None):
         raise UnfitError(f"the piece {reaching!r} reaches over a space or a symbol")
     table = {bytes([byte]): [vocab[name]] for byte, name in enumerate(as_bytes)}
     table |= {letter.replace(SPACE, " ").encode(): [vocab[letter]] for letter in letters if letter.isascii()}
@@ -114,7 +114,7 @@ def prepared(spec: Mapping[str, Any]) -> Quick:
             code[:size]: [table[code[at : at + 1]][0] for at in range(size)] for code, _ in wide if len(code) > size
         }
     table |= {code: [id] for code, id in wide}
-    table |= {piece.replace(SPACE, " ").encode(): [vocab[piece]] for piece in made}
+    table |= {piece.replace(SPACE, " ").encode(): [vocab[piece]] for piece in pieces}
     signs = "".join(rf"\x{{{ord(symbol):x}}}" for symbol in symbols)
     pattern = rf" *[^ {signs}]+| +" + (rf"|[{signs}]" if signs else "")
     ranks = {code: rank for rank, code in enumerate(table)}
@@ -128,8 +128,8 @@ def _in_order(model: Mapping[str, Any], vocab: Mapping[str, int]) -> list[str]:
         if ranks.setdefault(left + right, len(ranks)) != len(ranks) - 1:
             raise UnfitError(f"the merge of {left!r} and {right!r} is out of order")
 
-    def rank(part: str) -> int:
-        return -1 if len(part) == 1 else ranks.get(part, len(ranks))
+    def rank(piece: str) -> int:
+        return -1 if len(piece) == 1 else ranks.get(piece, len(ranks))
 
     merges = [(left, right) for left, right in model["merges"]]
     early = [(left, right) for left, right in merges if max(rank(left), rank(right)) < ranks[left + right]]
@@ -148,9 +148,9 @@ CHECKED_BYTES = 200_000
 
 class Encoder:
     """
-    A tokenizer for many texts. `name` is "tiktoken", or "tokenizers" where that has to do the work, `why` says why.
+    A tokenizer for many texts. `name` is "tiktoken", or "tokenizers" as the fallback; then `why` gives the reason.
 
-    Text never becomes a special token. A fall-back is said aloud, once for each encoder, unless `aloud` is False.
+    Text never becomes a special token. A fallback is logged once for each encoder, unless `aloud` is False.
     """
 
     def __init__(self, tokenizer: Tokenizer, *, aloud: bool = True) -> None:
@@ -178,7 +178,7 @@ class Encoder:
         return {"encoder": self.name} | why | left
 
     def encode_batch(self, texts: Sequence[str]) -> list[NDArray[np.uint32]]:
-        """The ids of each text, on one core (`tokenizers`: on all). Raises DataError for text that is no UTF-8."""
+        """Token IDs of each text, on one core (`tokenizers`: on all). Raises DataError for text that is no UTF-8."""
         if self._left_to_check > 0 and self._fast is not None:
             some = list(_up_to(texts, self._left_to_check))
             self._left_to_check -= sum(map(len, some))
@@ -217,7 +217,7 @@ class Encoder:
 
 
 def _how(tokenizer: Tokenizer) -> Quick:
-    """How `tiktoken` gives the same ids. Raises UnfitError."""
+    """How `tiktoken` gives the same token IDs. Raises UnfitError."""
     spec = tokenizer.spec
     if spec["normalizer"] is not None and spec["model"].get("byte_fallback"):
         return prepared(spec)
@@ -252,7 +252,7 @@ def _pattern(splitter: Mapping[str, Any] | None) -> str:
 
 
 def _ranks(model: Mapping[str, Any], special: Set[str]) -> tuple[dict[bytes, int], Ids | None]:
-    """Tokens as bytes in the order of their merges, and their ids where those have another order. Raises UnfitError."""
+    """Tokens as bytes in merge order, and their token IDs where these have another order. Raises UnfitError."""
     vocab: dict[str, int] = model.get("vocab", {})
     letters = byte_letters()
     plain = not (model.get("dropout") or model.get("continuing_subword_prefix") or model.get("end_of_word_suffix"))
@@ -263,10 +263,10 @@ def _ranks(model: Mapping[str, Any], special: Set[str]) -> tuple[dict[bytes, int
     merges = [(left, right) for left, right in model["merges"]]
     ranks = {letter: rank for rank, letter in enumerate(letters.values())}
     for left, right in merges:
-        made, newest = left + right, len(ranks) - 1
-        if left not in ranks or right not in ranks or ranks.get(made, newest) != newest:
+        joined, newest = left + right, len(ranks) - 1
+        if left not in ranks or right not in ranks or ranks.get(joined, newest) != newest:
             raise UnfitError(f"the merge of {left!r} and {right!r} is out of order")
-        ranks.setdefault(made, len(ranks))
+        ranks.setdefault(joined, len(ranks))
     if model.get("ignore_merges") and (others := vocab.keys() - ranks.keys() - special):
         raise UnfitError(f"the vocabulary holds {min(others)!r} as a word, which no merge makes")
     bare = tokenizers.models.BPE(vocab=vocab, merges=merges)
@@ -278,8 +278,8 @@ def _ranks(model: Mapping[str, Any], special: Set[str]) -> tuple[dict[bytes, int
     as_bytes = {bytes(back[letter] for letter in token): rank for token, rank in ranks.items()}
     ids = [vocab[token] for token in ranks]
     if all(
-        one < other for one, other in pairwise(ids[len(letters) :])
-    ):  # ids order merges as ranks do, so they can be the ranks
+        previous < other for previous, other in pairwise(ids[len(letters) :])
+    ):  # token IDs order merges as ranks do, so they can be the ranks
         return dict(zip(as_bytes, ids, strict=True)), None
     return as_bytes, Ids.of([id] for id in ids)
 

@@ -1,11 +1,17 @@
 """
-Imports tokenizers of others with their token IDs: tokenizer.json, tiktoken, llm.c and more.
+Imports existing tokenizers with their token IDs: tokenizer.json, tiktoken, llm.c and more.
 
 The formats are tokenizer.json, tiktoken, GPT-2, SentencePiece and llm.c.
 
 Special tokens that chats need and the tokenizer lacks (`SPECIAL` in tokenizer/tokenizer.py) get the token IDs after
 the imported ones. Imported special tokens keep their token IDs, but no text becomes a special token any more. A
 tokenizer that cannot be read with the same token IDs is refused, with the reason.
+
+SentencePiece joins the two neighbors whose joined text is the piece of the highest score, the leftmost of equals.
+Here that becomes a list of merges. For every piece, best score first, it holds each pair of pieces that the piece
+splits into. A text is one word, its spaces are written as U+2581, and a character without a piece becomes its
+bytes. A `.model` is a protocol buffer (sentencepiece_model.proto). The few fields that matter are read without the
+package.
 
 A tokenizer in the file of llm.c can decode and nothing else:
 
@@ -19,38 +25,63 @@ import binascii
 import json
 import os
 import struct
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
-from typing import Annotated, Any, get_args
+from typing import Annotated, Any, NamedTuple, get_args
 
 import tokenizers
 from pydantic import Field
-from tokenizers import AddedToken, models
+from tokenizers import AddedToken, decoders, models, normalizers
 from tokenizers.models import BPE
 
 from bloomery.core.errors import DataError, UnreachableError
 from bloomery.core.io import check_regular, whole_file
 from bloomery.core.log import info
 from bloomery.core.records import read_record
-from bloomery.tokenizer import train
 from bloomery.tokenizer.chat_template import EVERY_SPECIAL
 from bloomery.tokenizer.tokenizer import (
     DOCUMENT,
     FILE,
     PATTERNS,
+    SPACE,
     SPECIAL,
     PatternName,
     Tokenizer,
     byte_letters,
+    byte_level,
     parsed,
     problem_of_ids,
 )
-from bloomery.tokenizer.train import byte_level
 
 MAGIC, VERSION = 20240328, 2
 GPT2_END = 50256
 HEADER = struct.Struct("<4i16s992x")
+
+NORMAL, UNKNOWN, CONTROL, USER, UNUSED, BYTE = range(1, 7)
+BPE_KIND = 2
+PARTS, PIECE = {1: bytes, 2: bytes, 3: bytes}, {1: bytes, 2: bytes, 3: int}
+TRAINER, NORMALIZER = {3: int, 35: int}, {2: bytes, 3: int, 4: int}
+"""Types of the fields that are read of a model, of a piece, and of its settings, by number."""
+MOST_VARINT_BYTES = 10
+"""Of 64 bits, 7 in a byte."""
+
+
+class SentencePieceToken(NamedTuple):
+    text: str
+    score: float
+    type: int
+
+
+class SentencePieceModel(NamedTuple):
+    pieces: list[SentencePieceToken]
+    kind: int
+    """1 unigram, 2 BPE, 3 words, 4 characters."""
+    charsmap: bytes
+    """The table of a normalization; empty for none."""
+    puts_space_first: bool
+    squeezes_space: bool
+    byte_fallback: bool
 
 
 def write(file: Path, tokenizer: Tokenizer) -> None:
@@ -94,12 +125,12 @@ def read(file: Path) -> tuple[list[bytes], int]:
             f"begins with {magic} and {version}, which is no tokenizer of llm.c", where=str(file), hint=hint
         )
     tokens: list[bytes] = []
-    place = HEADER.size
-    while len(tokens) < count and place < len(data):
-        length = data[place]
-        tokens.append(data[place + 1 : place + 1 + length])
-        place += 1 + length
-    if len(tokens) != count or place != len(data):
+    offset = HEADER.size
+    while len(tokens) < count and offset < len(data):
+        length = data[offset]
+        tokens.append(data[offset + 1 : offset + 1 + length])
+        offset += 1 + length
+    if len(tokens) != count or offset != len(data):
         raise DataError(f"its {count} tokens do not fill its {len(data)} bytes", where=str(file), hint=_AGAIN)
     end = GPT2_END if version == 1 else end
     if not 0 <= end < count:
@@ -139,40 +170,40 @@ def load(path: Path, pattern: PatternName | None = None, special: Sequence[str] 
 def load_with_added(
     path: Path, pattern: PatternName | None = None, special: Sequence[str] = SPECIAL
 ) -> tuple[Tokenizer, dict[str, int]]:
-    """As `load`, and the special tokens that it lacked of those wanted, with the ids that they have got."""
-    found = files(path)
-    kind = found[0].suffix
+    """As `load`, with the special tokens that were missing and the token IDs that they got."""
+    paths = files(path)
+    kind = paths[0].suffix
     if pattern is not None and kind not in (".tiktoken", ".bin"):
         hint = "Leave tokenizer.pattern out: only .tiktoken and .bin files do not say how words are cut."
-        raise DataError("has its own way to cut words", where=str(found[0]), hint=hint)
+        raise DataError("has its own way to cut words", where=str(paths[0]), hint=hint)
     try:
         if kind == ".tiktoken":
-            inner = _tiktoken(found[0], pattern)
+            inner = _tiktoken(paths[0], pattern)
         elif kind == ".bin":
-            inner = _read_llmc(found[0], pattern)
+            inner = _read_llmc(paths[0], pattern)
         elif kind == ".model":
-            inner = train.read(found[0].read_bytes(), str(found[0]))
-        elif len(found) == 2:
-            inner = _gpt2(*found)
+            inner = read_sentencepiece(paths[0].read_bytes(), str(paths[0]))
+        elif len(paths) == 2:
+            inner = _gpt2(*paths)
         else:
-            inner = _json(found[0])
+            inner = _json(paths[0])
     except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
         hint = "It is damaged, or of another kind."
-        raise DataError(f"cannot be read as a tokenizer: {error}", where=str(found[0]), hint=hint) from None
+        raise DataError(f"cannot be read as a tokenizer: {error}", where=str(paths[0]), hint=hint) from None
     before = inner.get_vocab(with_added_tokens=True)
-    made = with_special(inner, str(path), special)
-    ids = {name: made.special_id(name) for name in special if name not in before}
-    return made, {name: id for name, id in ids.items() if id is not None}
+    tokenizer = with_special(inner, str(path), special)
+    ids = {name: tokenizer.special_id(name) for name in special if name not in before}
+    return tokenizer, {name: id for name, id in ids.items() if id is not None}
 
 
 def with_special(inner: tokenizers.Tokenizer, where: str, special: Sequence[str] = SPECIAL) -> Tokenizer:
-    """The same tokenizer, and after it the special tokens that it lacks. Raises DataError for ids given twice."""
+    """The same tokenizer, with missing special tokens at its end. Raises DataError for duplicate token IDs."""
     inner.add_special_tokens([AddedToken(name, normalized=False, special=True) for name in special])
-    made = Tokenizer(inner)
+    tokenizer = Tokenizer(inner)
     ids = inner.get_vocab(with_added_tokens=True).values()
-    if len(set(ids)) < len(ids) or not set(made.special.values()) <= made.special_ids:
+    if len(set(ids)) < len(ids) or not set(tokenizer.special.values()) <= tokenizer.special_ids:
         raise DataError("gives one id to two tokens once special tokens are added", where=where)
-    return made
+    return tokenizer
 
 
 def _json(path: Path) -> tokenizers.Tokenizer:
@@ -183,10 +214,10 @@ def _json(path: Path) -> tokenizers.Tokenizer:
     by_pieces = bool(model.get("byte_fallback")) and "ByteFallback" in decoder
     if model["type"] != "BPE" or not (by_bytes or by_pieces):
         hint = "Byte-level BPE and BPE with byte fallback can be imported."
-        raise DataError(f"is a {model['type']} whose ids have no bytes of their own", where=str(path), hint=hint)
+        raise DataError(f"is a {model['type']} whose token IDs have no bytes of their own", where=str(path), hint=hint)
     if by_bytes and (missing := [letter for letter in byte_letters().values() if letter not in model["vocab"]]):
         raise DataError(f"lacks {len(missing)} of the 256 bytes, so it loses text", where=str(path))
-    # what others put around a text would make other ids of the exported file than of ours, and dropout random ones
+    # tokens around a text would make the exported file's token IDs differ from ours, and dropout random token IDs
     unset = {name: spec[name] for name in ("truncation", "padding")} | {"BPE dropout": model.get("dropout")}
     if names := [name for name, value in unset.items() if value]:
         are = "is" if len(names) == 1 else "are"
@@ -245,7 +276,7 @@ def _read_llmc(path: Path, pattern: PatternName | None) -> tokenizers.Tokenizer:
 def _from_ranks(
     ranks: dict[bytes, int], pattern: PatternName | None, path: Path, before: Sequence[str] = ()
 ) -> tokenizers.Tokenizer:
-    """Byte-level BPE of tokens in the order of their merges, after special tokens, which have the first ids."""
+    """Byte-level BPE of tokens in merge order, after special tokens, which have the first token IDs."""
     if pattern is None:
         hint = f"Say which one: tokenizer.pattern = one of {', '.join(PATTERNS)}."
         raise DataError("does not say how text is cut into words", where=str(path), hint=hint)
@@ -275,6 +306,138 @@ def halves(token: bytes, ranks: dict[bytes, int]) -> Sequence[bytes]:
         best = min(joined)
         if best >= last:
             break
-        place = joined.index(best)
-        parts[place : place + 2] = [parts[place] + parts[place + 1]]
+        index = joined.index(best)
+        parts[index : index + 2] = [parts[index] + parts[index + 1]]
     return parts
+
+
+def read_sentencepiece(data: bytes, where: str) -> tokenizers.Tokenizer:
+    """The tokenizer of a `.model` file. Raises DataError with the reason if the token IDs cannot be the same."""
+    try:
+        model = parse_sentencepiece(data)
+    except (IndexError, KeyError, ValueError, struct.error):
+        raise DataError("is no SentencePiece model", where=where) from None
+    if problem := _sentencepiece_problem(model):
+        raise DataError(f"cannot be read with the same token IDs: {problem}", where=where)
+    vocab = {piece.text: id for id, piece in enumerate(model.pieces)}
+    unknown = next((piece.text for piece in model.pieces if piece.type == UNKNOWN), None)
+    bpe = models.BPE(
+        vocab=vocab,
+        merges=pair_merges(model.pieces),
+        unk_token=unknown,
+        fuse_unk=True,
+        byte_fallback=model.byte_fallback,
+    )
+    inner = tokenizers.Tokenizer(bpe)
+    first = [normalizers.Prepend(SPACE)] if model.puts_space_first else []
+    inner.normalizer = normalizers.Sequence([*first, normalizers.Replace(" ", SPACE)])
+    strip = [decoders.Strip(" ", 1, 0)] if model.puts_space_first else []
+    steps = [decoders.Replace(SPACE, " "), decoders.ByteFallback(), decoders.Fuse(), *strip]
+    inner.decoder = decoders.Sequence(steps)
+    special = [piece.text for piece in model.pieces if piece.type == CONTROL]
+    inner.add_special_tokens([AddedToken(name, normalized=False, special=True) for name in special])
+    # one with a space in it is never found: spaces are U+2581 by the time it is looked for
+    users = [piece.text for piece in model.pieces if piece.type == USER and " " not in piece.text]
+    inner.add_tokens([AddedToken(name, normalized=SPACE in name, special=False) for name in users])
+    return inner
+
+
+def _sentencepiece_problem(model: SentencePieceModel) -> str:
+    users = [piece.text for piece in model.pieces if piece.type == USER]
+    kinds = {1: "unigram", 3: "words", 4: "characters"}
+    if model.kind != BPE_KIND:
+        return f"it is a model of {kinds.get(model.kind, 'an unknown kind')}, not BPE"
+    if model.charsmap or model.squeezes_space:
+        return "it changes text before it encodes it (normalization, or runs of space made one)"
+    if any(piece.type == UNUSED for piece in model.pieces):
+        return "it has pieces marked as unused"
+    if not model.byte_fallback:
+        return "it has no bytes to fall back to, so it loses text"
+    if users and model.puts_space_first:
+        return "it puts a space before each text and has user-defined symbols"
+    if any(len(piece.text) == 1 and piece.type in (CONTROL, UNKNOWN) for piece in model.pieces):
+        return "it has a special token of one character"
+    if len({piece.text for piece in model.pieces}) < len(model.pieces):
+        return "it has one piece twice"
+    return ""
+
+
+def pair_merges(pieces: Iterable[SentencePieceToken]) -> list[tuple[str, str]]:
+    """Every pair of pieces that makes a piece, in the order of its score; of one piece's, shorter left parts first."""
+    learned = [piece for piece in pieces if piece.type == NORMAL]
+    known = {piece.text for piece in learned}
+    pairs = []
+    for piece in sorted(learned, key=lambda piece: -piece.score):
+        cuts = ((piece.text[:place], piece.text[place:]) for place in range(1, len(piece.text)))
+        pairs += [(left, right) for left, right in cuts if left in known and right in known]
+    return pairs
+
+
+def parse_sentencepiece(data: bytes) -> SentencePieceModel:
+    """What a `.model` file says. Raises ValueError, KeyError, IndexError or struct.error for what is none."""
+    pieces, trainer, normalizer = [], dict[int, Any](), dict[int, Any]()
+    for number, value in _fields(data, PARTS):
+        if number == 1:
+            fields = dict(_fields(value, PIECE))
+            pieces.append(
+                SentencePieceToken(
+                    fields[1].decode(), struct.unpack("<f", fields.get(2, bytes(4)))[0], fields.get(3, NORMAL)
+                )
+            )
+        elif number == 2:
+            trainer = dict(_fields(value, TRAINER))
+        elif number == 3:
+            normalizer = dict(_fields(value, NORMALIZER))
+    if not pieces:
+        raise ValueError("no pieces")
+    return SentencePieceModel(
+        pieces,
+        kind=trainer.get(3, 1),
+        charsmap=normalizer.get(2, b""),
+        puts_space_first=bool(normalizer.get(3, 1)),
+        squeezes_space=bool(normalizer.get(4, 1)),
+        byte_fallback=bool(trainer.get(35, 0)),
+    )
+
+
+def _fields(data: bytes, types: Mapping[int, type]) -> Iterator[tuple[int, Any]]:
+    """
+    Number and value of each field of a protocol buffer: int, or bytes for all that is longer. Raises ValueError where a
+    field of `types` is of another type; others may be of any.
+    """
+    for number, value in _any_fields(data):
+        if not isinstance(value, types.get(number, int | bytes)):
+            raise ValueError(f"field {number} is {type(value).__name__}")
+        yield number, value
+
+
+def _any_fields(data: bytes) -> Iterator[tuple[int, int | bytes]]:
+    offset = 0
+    while offset < len(data):
+        tag, offset = _varint(data, offset)
+        match tag & 7:
+            case 0:
+                value, offset = _varint(data, offset)
+                yield tag >> 3, value
+                continue
+            case 1:
+                size = 8
+            case 2:
+                size, offset = _varint(data, offset)
+            case 5:
+                size = 4
+            case wire:
+                raise ValueError(f"wire type {wire}")
+        if offset + size > len(data):
+            raise ValueError("cut off")
+        yield tag >> 3, data[offset : offset + size]
+        offset += size
+
+
+def _varint(data: bytes, offset: int) -> tuple[int, int]:
+    value = shift = 0
+    for byte in data[offset : offset + MOST_VARINT_BYTES]:
+        value, shift, offset = value | (byte & 0x7F) << shift, shift + 7, offset + 1
+        if byte < 0x80:
+            return value, offset
+    raise ValueError("a number without end")

@@ -22,14 +22,14 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from bloomery.core import errors
+from bloomery.core import extras
 from bloomery.tokenizer.fast_encode import Encoder
 from bloomery.tokenizer.tokenizer import Tokenizer
 
 LOOKED_AT = 300
 """Documents of a domain whose language is asked for; and of each, this many characters: enough to tell."""
 AT_ONCE = 1000
-"""Texts whose ids are held at one time."""
+"""Texts whose token IDs are in memory at a time."""
 WORD = re.compile(r"\w+")
 
 
@@ -50,7 +50,7 @@ def bytes_per_token(texts: Mapping[str, Sequence[str]], counts: Mapping[str, NDA
 
 
 def unused(tokenizer: Tokenizer, counts: Mapping[str, NDArray[np.int64]]) -> int:
-    """How many ids, special tokens aside, no text uses."""
+    """How many token IDs, without special tokens, no text uses."""
     total = np.sum([np.zeros(tokenizer.vocab_size, dtype=np.int64), *counts.values()], axis=0)
     total[sorted(tokenizer.special_ids)] = 1
     return int((total == 0).sum())
@@ -68,8 +68,8 @@ def fertility(encoder: Encoder, texts: Mapping[str, Sequence[str]], languages: s
     for some in texts.values():
         for text, ids in zip(some[:LOOKED_AT], encoder.encode_batch(some[:LOOKED_AT]), strict=True):
             words = len(WORD.findall(text))
-            one = Counter(documents=1, tokens=len(ids), words=words, characters=len(text))
-            tally.setdefault(name(text[:LOOKED_AT]), Counter()).update(one)
+            counts = Counter(documents=1, tokens=len(ids), words=words, characters=len(text))
+            tally.setdefault(name(text[:LOOKED_AT]), Counter()).update(counts)
     return {
         language: {
             "documents": count["documents"],
@@ -82,20 +82,20 @@ def fertility(encoder: Encoder, texts: Mapping[str, Sequence[str]], languages: s
 
 def script(text: str) -> str:
     """What most letters of a text are, as Unicode names them: latin, cyrillic, cjk …; japanese where kana are there."""
-    found = Counter(unicodedata.name(letter, "none").split(" ", 1)[0] for letter in text if letter.isalpha())
-    if not found:
+    tally = Counter(unicodedata.name(letter, "none").split(" ", 1)[0] for letter in text if letter.isalpha())
+    if not tally:
         return "none"
-    kana = found["HIRAGANA"] + found["KATAKANA"]
-    return "japanese" if kana > 0.1 * found.total() else found.most_common(1)[0][0].lower()
+    kana = tally["HIRAGANA"] + tally["KATAKANA"]
+    return "japanese" if kana > 0.1 * tally.total() else tally.most_common(1)[0][0].lower()
 
 
 def _langid() -> Callable[[str], str]:
-    classify = errors.load("py3langid", extra="web").classify
+    classify = extras.load("py3langid").classify
     return lambda text: str(classify(text)[0])
 
 
 LONGEST = 1_000_000
-"""Characters. Of a longer document a window is taken, its place by hash, so that no file outweighs its domain."""
+"""Characters. A longer document gives only a window, at a hashed offset, so that no file dominates its domain."""
 SLACK = 1.25
 """How far memory may run over the budget before what is beyond the level is dropped."""
 
@@ -160,11 +160,11 @@ class Sample:
         self._held = 0
         for domain, kept in self._kept.items():
             kept.sort()
-            size, wanted = 0, level * self._weights[domain]
-            for place, (_, _, one) in enumerate(kept):
-                if size >= wanted:
-                    del kept[place:]
+            size, budget = 0, level * self._weights[domain]
+            for index, (_, _, text_size) in enumerate(kept):
+                if size >= budget:
+                    del kept[index:]
                     self._last[domain] = kept[-1][0]
                     break
-                size += one
+                size += text_size
             self._held += size

@@ -30,7 +30,9 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple, get_args
 
 import tokenizers
+from tokenizers import Regex, decoders, models, pre_tokenizers
 
+from bloomery.core.chat import ROLES
 from bloomery.core.errors import DataError, shorten
 from bloomery.core.io import canonical, sha256_bytes, whole_file
 
@@ -111,13 +113,13 @@ _LISTS = {"normalizer": "normalizers", "pre_tokenizer": "pretokenizers", "decode
 BEFORE_MODEL = ("normalizer", "pre_tokenizer")
 
 
-def steps(part: Any, name: str) -> list[dict[str, Any]]:
+def steps(component: Any, name: str) -> list[dict[str, Any]]:
     """What a normalizer, pre-tokenizer or decoder does, one step after the other."""
-    if not part:
+    if not component:
         return []
-    if part["type"] != "Sequence":
-        return [part]
-    return [step for inner in part[_LISTS[name]] for step in steps(inner, name)]
+    if component["type"] != "Sequence":
+        return [component]
+    return [step for inner in component[_LISTS[name]] for step in steps(inner, name)]
 
 
 def growth(spec: dict[str, Any]) -> float:
@@ -139,9 +141,9 @@ def growth_problem(spec: dict[str, Any]) -> str:
             if _factor(step) > MAX_GROWTH:
                 return f"has a {title} {step['type']} that can make a text {_factor(step):,.0f} times as long{_LIMIT}"
     for names in (BEFORE_MODEL, ("decoder",)):
-        taken = _taken(spec, names)
-        if (product := _product(taken)) > MAX_GROWTH:
-            shown = shorten(", ".join(step["type"] for step in taken if _factor(step) > 1))
+        selected = _taken(spec, names)
+        if (product := _product(selected)) > MAX_GROWTH:
+            shown = shorten(", ".join(step["type"] for step in selected if _factor(step) > 1))
             return f"has steps that can make a text {product:,.0f} times as long ({shown}){_LIMIT}"
     return ""
 
@@ -153,9 +155,9 @@ def _taken(spec: dict[str, Any], names: Iterable[str]) -> list[dict[str, Any]]:
     return [step for name in names for step in steps(spec[name], name)]
 
 
-def _product(taken: Iterable[dict[str, Any]]) -> float:
+def _product(selected: Iterable[dict[str, Any]]) -> float:
     product = 1.0
-    for step in taken:
+    for step in selected:
         product = min(product * _factor(step), 1e30)
     return product
 
@@ -205,7 +207,8 @@ DOCUMENT = "<|endoftext|>"
 END = "<|end|>"
 """Ends every message."""
 PAD = "<|pad|>"
-ROLES = ("system", "user", "assistant", "tool")
+MAX_IDS = 2**22
+"""Each token ID is a row of the embedding."""
 SPARE_IDS = 1_000_000
 """How far IDs may go beyond twice the number of tokens."""
 DAMAGED = "The file is damaged or was made to harm. Fetch it again, or take another tokenizer."
@@ -233,7 +236,7 @@ def text_of(file: Path, hint: str = "") -> str:
 def parsed(text: str, where: str, hint: str = "") -> tokenizers.Tokenizer:
     """
     What `tokenizers` makes of the text of a tokenizer.json. Raises DataError where that is nothing or encodes nothing,
-    and for IDs that the library would allocate memory for in vain: it reserves a place for every ID up to the largest.
+    and for huge IDs: the library allocates memory for every ID up to the largest.
     """
     try:
         spec = json.loads(text)
@@ -300,6 +303,16 @@ def problem_of_ids(vocabulary: Mapping[str, Any], added: Sequence[Any] = ()) -> 
     return ""
 
 
+def byte_level(model: models.BPE, pattern: PatternName) -> tokenizers.Tokenizer:
+    """A byte-level BPE that cuts words by one of PATTERNS."""
+    inner = tokenizers.Tokenizer(model)
+    words = pre_tokenizers.Split(Regex(PATTERNS[pattern].regex), behavior="isolated")
+    letters = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    inner.pre_tokenizer = pre_tokenizers.Sequence([words, letters])
+    inner.decoder = decoders.ByteLevel()
+    return inner
+
+
 class Tokenizer:
     """A trained tokenizer. `hash` names it: weights and shards that were made with it carry that hash."""
 
@@ -347,7 +360,7 @@ class Tokenizer:
 
     @cached_property
     def hash(self) -> str:
-        """sha256 of what decides about ids."""
+        """sha256 of everything that determines token IDs."""
         return sha256_bytes(canonical(self.spec))
 
     @property
@@ -430,12 +443,12 @@ class Tokenizer:
         return max(self.byte_lengths) * (4 if {"type": "NFC"} in normalizers else 1)  # it leaves a third at least
 
     def decode(self, ids: Sequence[int]) -> str:
-        """Text of ids, special tokens left out; bytes that are no UTF-8 become U+FFFD."""
+        """The text of token IDs, without special tokens; bytes that are no UTF-8 become U+FFFD."""
         text = self.decode_bytes(ids).decode("utf-8", "replace")
         return text[1:] if self._puts_space_first and text.startswith(" ") else text
 
     def decode_bytes(self, ids: Sequence[int]) -> bytes:
-        """The exact bytes of ids; special tokens have none."""
+        """The exact bytes of token IDs; special tokens have none."""
         table = self._bytes
         return b"".join(table[id] for id in ids)
 

@@ -36,10 +36,10 @@ KEPT = [
         "_scaled_dot_product_fused_attention_overrideable",
     )
 ]
-"""Batched products are not among them: on a processor they make the attention weights, T × T for each head."""
+"""Batched matmuls are not among these: on a CPU their results are the attention weights, T × T for each head."""
 
 
-def recompute(model: Transformer, level: Level) -> None:
+def checkpoint_activations(model: Transformer, level: Level) -> None:
     """Have the blocks of a model compute again in the backward pass what `level` says. Names of weights stay."""
     for block in model.blocks:
         plain: Callable[..., Tensor] = block.__dict__.pop("forward", block.forward)
@@ -60,5 +60,5 @@ class _Again:
     def __call__(self, *inputs: Any) -> Tensor:
         if not torch.is_grad_enabled():
             return self.plain(*inputs)
-        made: Tensor = checkpoint(self.plain, *inputs, **self._how)
-        return made
+        output: Tensor = checkpoint(self.plain, *inputs, **self._how)
+        return output

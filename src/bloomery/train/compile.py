@@ -32,12 +32,11 @@ from bloomery.core.log import info
 from bloomery.core.records import read_record
 from bloomery.hw import device as devices
 from bloomery.hw import kernel_selection
-from bloomery.hw.device import Device
 from bloomery.hw.distributed import World
 from bloomery.model.mask import AttentionMask
 from bloomery.model.transformer import Transformer
 from bloomery.shards.loader import AnnealedDataset, Batch, PackedDataset, SampleSource
-from bloomery.train.activation_checkpointing import recompute
+from bloomery.train.activation_checkpointing import checkpoint_activations
 from bloomery.train.config import Training
 from bloomery.train.plan.memory import rows_at_once, rows_per_step
 from bloomery.train.precision import Precision
@@ -51,7 +50,7 @@ Trial = Callable[[], tuple[float, float]]
 """A forward and backward pass: loss and gradient norm. It leaves no gradients."""
 
 LOOSE, TIGHT = (0.01, 0.05), (1e-4, 1e-3)
-"""Relative differences of loss and of gradient norm that are allowed where products are rounded, and in float32."""
+"""Allowed relative differences of loss and of gradient norm: where matmuls are rounded, and in float32."""
 
 ROWS_SEEN, TOKENS_SEEN, SELDOM = 256, 2**20, 0.01
 """What is looked at of each part of the samples; and the share of micro-batches below which a kind is not tried."""
@@ -82,26 +81,26 @@ class SavedVerdict(TypedDict):
 
 
 def prepare(
-    model: Transformer, config: Training, samples: SampleSource, device: Device, out: Path, world: World
+    model: Transformer, config: Training, samples: SampleSource, precision: Precision, out: Path, world: World
 ) -> Verdict:
     """Put a model where it computes, recomputing and compiled as a recipe asks for: see `decide`."""
-    model.to(device.place)
-    recompute(model, config.recompute)
-    return decide(model, config, samples, device, out, world)
+    model.to(precision.device.torch_device)
+    checkpoint_activations(model, config.activation_checkpointing)
+    return decide(model, config, samples, precision, out, world)
 
 
 def decide(
-    model: Transformer, config: Training, samples: SampleSource, device: Device, out: Path, world: World
+    model: Transformer, config: Training, samples: SampleSource, precision: Precision, out: Path, world: World
 ) -> Verdict:
     """
-    Compile the blocks of a model if a recipe asks for it and a trial on some samples speaks for it, on all ranks or on
-    none. What came of it is said and stays, by the number of rows, in `out/compile.json` of the first rank, so that a
-    run that goes on computes as before. What was decided for another number of rows holds no longer.
+    Compile the blocks of a model, on all ranks or on none, if the recipe asks for it and a trial on some samples
+    succeeds. The first rank logs the verdict and keeps it in `out/compile.json`, by the number of rows, so that a
+    resumed run computes as before. A verdict for another number of rows does not count.
     """
     _take_away(model)
     if config.compile == "off":
         return Verdict(False, "not asked for")
-    why = kernel_selection.why_not("block-compiled", device) if config.compile == "auto" else ""
+    why = kernel_selection.why_not("block-compiled", precision.device) if config.compile == "auto" else ""
     if world.any(bool(why)):
         info(f"  blocks are not compiled: a small one, tried by the doctor, {why or ELSEWHERE}", style="yellow")
         return Verdict(False, why or ELSEWHERE)
@@ -110,10 +109,10 @@ def decide(
     if known is not None and not known.compiled:
         info(f"  blocks are not compiled, as before: {known.why} (remove {note} to try again)")
         return known
-    wanted: CompileMode = "on" if known is not None else config.compile
-    trials = [partial(_pass, model, batch, device) for batch in usual_batches(samples, config, world.size)]
-    tolerance = TIGHT if device.compute_dtype == torch.float32 else LOOSE
-    verdict = compile_blocks(model, wanted, trials, tolerance=tolerance, compiler=STATIC)
+    mode: CompileMode = "on" if known is not None else config.compile
+    trials = [partial(_pass, model, batch, precision) for batch in usual_batches(samples, config, world.size)]
+    tolerance = TIGHT if precision.dtype == torch.float32 else LOOSE
+    verdict = compile_blocks(model, mode, trials, tolerance=tolerance, compiler=STATIC)
     if world.any(not verdict.compiled) and verdict.compiled:
         _take_away(model)
         verdict = Verdict(False, ELSEWHERE)
@@ -143,12 +142,12 @@ def usual_batches(samples: SampleSource, config: Training, ranks: int = 1) -> li
     rows = _rows(config, samples.length, ranks)
     kinds: dict[bool, Batch] = {}
     for numbers in _places(samples, rows):
-        found = samples.batch(numbers)
-        single = (found.segments == found.segments[:, :1]).all(1)
+        batch = samples.batch(numbers)
+        single = (batch.segments == batch.segments[:, :1]).all(1)
         alone = float(single.mean()) ** rows
         for kind, which, share in ((False, ~single, 1 - alone), (True, single, alone)):
             if share >= SELDOM and kind not in kinds:
-                kinds[kind] = _of_rows(found, np.resize(which.nonzero()[0], rows))
+                kinds[kind] = _of_rows(batch, np.resize(which.nonzero()[0], rows))
     return [kinds[kind] for kind in sorted(kinds)]
 
 
@@ -166,35 +165,36 @@ def _of_rows(batch: Batch, rows: NDArray[np.int64]) -> Batch:
     return Batch(*(part[rows] for part in (batch.ids, batch.targets, batch.positions, batch.segments, batch.samples)))
 
 
-def _pass(model: Transformer, batch: Batch, device: Device) -> tuple[float, float]:
-    work, precision = partial(accumulate_gradients, model, batch, device=device), Precision.decide("auto", device)
-    loss, _, norm = retry_on_overflow(model, precision, work, len(batch.ids))
+def _pass(model: Transformer, batch: Batch, precision: Precision) -> tuple[float, float]:
+    trial = precision.for_trial()
+    work = partial(accumulate_gradients, model, batch, len(batch.ids), trial)
+    sums, norm = retry_on_overflow(model, trial, work)
     model.zero_grad(set_to_none=True)
-    return loss, float(norm)
+    return sums.loss, float(norm)
 
 
 def _agreed(note: Path, rows: int, world: World) -> Verdict | None:
     """What came of it before with so many rows, as the first rank knows."""
     with world.alike():
-        found = _noted(note).get(str(rows)) if world.is_first else None
-    told = world.broadcast(found)
-    return None if told is None else Verdict(**told)
+        saved = _noted(note).get(str(rows)) if world.is_first else None
+    fields = world.broadcast(saved)
+    return None if fields is None else Verdict(**fields)
 
 
 def _noted(note: Path) -> dict[str, Any]:
-    """By number of rows. Raises RunError where that cannot be read: it decides how a run goes on."""
+    """Verdicts by number of rows. Raises RunError if the file cannot be read: a resumed run depends on it."""
     if not note.exists():
         return {}
-    fix = "Remove it, and the trial is made again: a run that goes on may then compute in another way than before."
-    found = read_record(note, dict[RowCount, SavedVerdict], fix=fix)
-    if not found:
+    fix = "Remove it to repeat the trial. The resumed run may then compute its steps differently."
+    verdicts = read_record(note, dict[RowCount, SavedVerdict], fix=fix)
+    if not verdicts:
         raise RunError("does not say whether blocks were compiled", where=str(note), hint=fix)
-    return {rows: {"compiled": one["compiled"], "why": one["why"]} for rows, one in found.items()}
+    return {rows: {"compiled": one["compiled"], "why": one["why"]} for rows, one in verdicts.items()}
 
 
 def compile_blocks(
     model: Transformer,
-    wanted: CompileMode,
+    mode: CompileMode,
     trials: Sequence[Trial],
     *,
     tolerance: tuple[float, float] = LOOSE,
@@ -205,11 +205,11 @@ def compile_blocks(
     Put compiled blocks in place of plain ones, for what the trials compute, if they speak for it. `auto` asks for speed
     too.
     """
-    if wanted == "off":
+    if mode == "off":
         return Verdict(False, "not asked for")
     plain: list[tuple[float, float]] | None = None
     try:
-        before = _seconds(trials) if wanted == "auto" else 0.0
+        before = _seconds(trials) if mode == "auto" else 0.0
         plain = [trial() for trial in trials]
     except RuntimeError as error:
         if not devices.is_out_of_memory(error):
@@ -225,16 +225,16 @@ def compile_blocks(
     began = time.monotonic()
     try:
         with _time_limit(limit_seconds):
-            found = [trial() for trial in trials]
-        problem = next(filter(None, map(partial(_difference, tolerance=tolerance), plain, found)), "")
+            compiled = [trial() for trial in trials]
+        problem = next(filter(None, map(partial(_difference, tolerance=tolerance), plain, compiled)), "")
     except FAILURES as error:
         problem = f"it failed with {type(error).__name__}: {(str(error).strip() or 'no message').splitlines()[0]}"
     took = time.monotonic() - began
     kinds.tried = True
-    if not problem and wanted == "auto" and (after := _seconds(trials)) > GAIN * before:
+    if not problem and mode == "auto" and (after := _seconds(trials)) > GAIN * before:
         problem = f"a pass takes {after:.3f} s, and {before:.3f} s without it"
     if not problem:
-        gain = f", a pass takes {after:.3f} s instead of {before:.3f} s" if wanted == "auto" else ""
+        gain = f", a pass takes {after:.3f} s instead of {before:.3f} s" if mode == "auto" else ""
         return Verdict(True, f"loss and gradient norm agree with the plain blocks; compiled in {took:.0f} s{gain}")
     model.zero_grad(set_to_none=True)
     for block, original in zip(model.blocks, originals, strict=True):
@@ -271,13 +271,13 @@ class _Compiled:
 
     def __call__(self, x: Tensor, turn: Any, sight: AttentionMask, cache: Any) -> Tensor:
         fast = torch.is_grad_enabled() and self._kinds.takes(x, sight, cache)
-        made: Tensor = (self._fast if fast else self.plain)(x, turn, sight, cache)
-        return made
+        output: Tensor = (self._fast if fast else self.plain)(x, turn, sight, cache)
+        return output
 
 
-def _difference(plain: tuple[float, float], found: tuple[float, float], tolerance: tuple[float, float]) -> str:
+def _difference(plain: tuple[float, float], compiled: tuple[float, float], tolerance: tuple[float, float]) -> str:
     """What is wrong with the numbers of compiled blocks, or ""."""
-    for name, expected, value, allowed in zip(("loss", "gradient norm"), plain, found, tolerance, strict=True):
+    for name, expected, value, allowed in zip(("loss", "gradient norm"), plain, compiled, tolerance, strict=True):
         if not math.isclose(expected, value, rel_tol=allowed):
             return f"it computes a {name} of {value:.6g} where the plain blocks have {expected:.6g}"
     return ""
@@ -285,13 +285,13 @@ def _difference(plain: tuple[float, float], found: tuple[float, float], toleranc
 
 def _seconds(trials: Sequence[Trial], times: int = 3) -> float:
     """Of all trials, the shortest of a few times."""
-    taken = []
+    elapsed = []
     for _ in range(times):
         began = time.perf_counter()
         for trial in trials:
             trial()
-        taken.append(time.perf_counter() - began)
-    return min(taken)
+        elapsed.append(time.perf_counter() - began)
+    return min(elapsed)
 
 
 @contextmanager

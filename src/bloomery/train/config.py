@@ -1,8 +1,8 @@
 """How a model is trained, as numbers. Needs no torch."""
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from bloomery.core.bounds import Between, Context, Seed, Share, Steps, StepsOrNone
 from bloomery.core.config import VOLATILE, Config
@@ -19,7 +19,7 @@ LearningRate = Annotated[
 Decay = Annotated[float, Between(0, 100, "each step takes learning rate × decay of a weight, and it has only one")]
 Epsilon = Annotated[float, Between(1e-20, 1, "a larger one outweighs every gradient, a smaller one is lost")]
 
-Level = Literal["none", "block", "selective"]
+Level = Literal["none", "full", "selective"]
 
 
 class Adam(Config):
@@ -53,7 +53,7 @@ class AdamW8bit(Adam):
 
 class AdEMAMix(Adam):
     """
-    AdamW with a second, slow mean of the gradients beside the first (Pagliardini et al. 2024,
+    AdamW with a second, slow mean of the gradients (Pagliardini et al. 2024,
     https://arxiv.org/abs/2409.03137).
     """
 
@@ -62,7 +62,7 @@ class AdEMAMix(Adam):
     beta3: Momentum = 0.9999
     """Of the slow mean."""
     alpha: Annotated[float, Between(0, 1000, "it weighs the slow mean against the fast one")] = 8.0
-    """Weight of the slow mean beside the fast one."""
+    """Weight of the slow mean; the fast mean has weight 1."""
     ramp_steps: StepsOrNone = 2000
     """Steps over which α rises from 0 and β₃ from β₁. The paper takes all steps of the run."""
 
@@ -90,7 +90,7 @@ class Muon(Config):
     """
 
     kind: Literal["muon"] = "muon"
-    matrix_learning_rate: LearningRate = 0.02
+    muon_lr: LearningRate = 0.02
     learning_rate: LearningRate = 3e-3
     """Of AdamW: embedding, head and norms."""
     weight_decay: Decay = 0.01
@@ -121,46 +121,47 @@ class ConstantSchedule(Config):
 
 class LinearSchedule(Config):
     """
-    A linear warm-up, then a line down to `final`.
+    A linear warm-up, then a line down to `min_lr_ratio`, r.
 
-        share(t) = final + (1 − final) · (1 − x)      x = (t − W) / (N − W)
+        share(t) = r + (1 − r) · (1 − x)      x = (t − W) / (N − W)
     """
 
     kind: Literal["linear"] = "linear"
     warmup_steps: StepsOrNone = 0
-    final: Share = 0.0
+    min_lr_ratio: Share = 0.0
 
 
 class CosineSchedule(Config):
     """
-    A linear warm-up, then half a wave down to `final` (Loshchilov and Hutter 2016, https://arxiv.org/abs/1608.03983).
+    A linear warm-up, then half a wave down to `min_lr_ratio`, r (Loshchilov and Hutter 2016, https://arxiv.org/abs/1608.03983).
 
-        share(t) = final + (1 − final) · (1 + cos πx) / 2      x = (t − W) / (N − W)
+        share(t) = r + (1 − r) · (1 + cos πx) / 2      x = (t − W) / (N − W)
     """
 
     kind: Literal["cosine"] = "cosine"
     warmup_steps: StepsOrNone = 0
-    final: Share = 0.0
+    min_lr_ratio: Share = 0.0
 
 
 class WSDSchedule(Config):
     """
-    Warm-up, stable, decay (Hägele et al. 2024, https://arxiv.org/abs/2405.18392): level until the decay begins.
+    Warm-up, stable, decay (Hägele et al. 2024, https://arxiv.org/abs/2405.18392): level until the decay begins;
+    r is `min_lr_ratio`.
 
         share(t) = 1                                       for t < S = max(W, N − decay steps)
-                   final + (1 − final) · (1 − shape(x))    x = (t − S) / (N − S); shape(x) = x, √x or (1 − cos πx) / 2
+                   r + (1 − r) · (1 − shape(x))    x = (t − S) / (N − S); shape(x) = x, √x or (1 − cos πx) / 2
 
-    Until S it does not depend on N: a run that ended its level part may go on with more steps, or decay from there.
+    Until S it does not depend on N: from the end of its level part, a run may resume with more steps, or decay.
     """
 
     kind: Literal["wsd"] = "wsd"
     warmup_steps: StepsOrNone = 0
-    decay: Share = 0.5
+    decay_fraction: Share = 0.5
     """Share of all steps that the decay takes, rounded down to whole steps; at least one, if it is not 0."""
     decay_steps: StepsOrNone | None = None
-    """Steps that the decay takes; stands in for `decay`."""
+    """Steps that the decay takes; stands in for `decay_fraction`."""
     shape: Literal["linear", "cosine", "1-sqrt"] = "linear"
-    final: Share = 0.0
+    min_lr_ratio: Share = 0.0
 
 
 Schedule = Annotated[ConstantSchedule | LinearSchedule | CosineSchedule | WSDSchedule, Field(discriminator="kind")]
@@ -173,6 +174,9 @@ class WeightsAndBiases(Config):
     project: str = "bloomery"
     offline: bool = False
     """Keep the numbers in the stage's folder, for `wandb sync`."""
+
+    def packages(self) -> tuple[str, ...]:
+        return ("wandb",)
 
 
 class TensorBoard(Config):
@@ -187,6 +191,9 @@ class Trackio(Config):
     kind: Literal["trackio"] = "trackio"
     project: str = "bloomery"
 
+    def packages(self) -> tuple[str, ...]:
+        return ("trackio",)
+
 
 Sink = Annotated[WeightsAndBiases | TensorBoard | Trackio, Field(discriminator="kind")]
 
@@ -197,24 +204,31 @@ StepWindow = Annotated[int, Between(2, 10**6, "a deviation takes two steps, and 
 StepTokens = Annotated[int, Between(1, 2**32, "no run takes more in one step")]
 
 
+def trained_tokens(global_batch_tokens: int, context: int) -> int:
+    """Of so many tokens a step, those that are trained: whole rows, at least one."""
+    return max(1, global_batch_tokens // context) * context
+
+
 class Training(Config):
     """What pretraining and finetuning have in common."""
 
     steps: Steps
-    tokens_per_step: StepTokens
+    global_batch_tokens: StepTokens
     """Of the whole global batch."""
     optimizer: Optimizer = Muon()
-    schedule: Schedule = WSDSchedule()
-    max_norm: Annotated[float, Between(1e-6, 1e12, "a larger one clips none", "a smaller one leaves nothing")] = 1.0
+    schedule: Schedule = Field(WSDSchedule(), validate_default=True)
+    max_grad_norm: Annotated[float, Between(1e-6, 1e12, "a larger one clips none", "a smaller one leaves nothing")] = (
+        1.0
+    )
     """Gradients are scaled down to this global norm."""
     z_loss: Annotated[float, Between(0, 10, "a larger one outweighs the cross entropy")] = 0.0
-    """Weight of (log Σ exp scores)² of each supervised token beside its cross entropy; it keeps scores near zero."""
+    """Weight of the penalty (log Σ exp logits)² of each supervised token, which keeps the logits near zero."""
     seed: Seed = 0
     device: DeviceChoice = "auto"
     precision: Literal["auto", "bfloat16", "float16", "float32"] = "auto"
-    """Of matrix products; weights and optimizer are float32. `auto` takes what the device has units for."""
-    recompute: Level = Field("none", json_schema_extra=VOLATILE)
-    """What the backward pass computes again instead of keeping it: nothing, blocks, or all but matrix products."""
+    """Format of matmuls; weights and optimizer are float32. `auto` takes a format that the device has units for."""
+    activation_checkpointing: Level = Field("none", json_schema_extra=VOLATILE)
+    """What the backward pass computes again instead of keeping it: nothing, blocks, or all but matmuls."""
     compile: Literal["off", "auto", "on"] = Field("off", json_schema_extra=VOLATILE)
     """Whether blocks go through torch.compile. A first step must agree with the plain one, or that one is taken."""
     micro_batch_tokens: StepTokens | Literal["auto"] = Field("auto", json_schema_extra=VOLATILE)
@@ -224,50 +238,66 @@ class Training(Config):
     save_every_seconds: Annotated[float, Between(1e-9, 1e9, "1e9 is 31 years", "no clock is finer")] = Field(
         20.0, json_schema_extra=VOLATILE
     )
-    """Between checkpoints to go on from. One to go back to is saved at the start and at each evaluation anyway."""
-    keep_checkpoints: CheckpointCount = Field(2, json_schema_extra=VOLATILE)
-    """How many of the newest stay, besides the one that the run would go back to."""
-    keep_every_steps: Steps | None = Field(None, json_schema_extra=VOLATILE)
+    """Seconds between checkpoints to resume from. The start and each evaluation also save one, for rollbacks."""
+    keep_last: CheckpointCount = Field(2, json_schema_extra=VOLATILE)
+    """How many of the newest checkpoints stay, in addition to the one for a rollback."""
+    keep_every: Steps | None = Field(None, json_schema_extra=VOLATILE)
     """Steps between checkpoints that stay for ever; None for none."""
-    ranks: Ranks = Field(1, json_schema_extra=VOLATILE)
+    num_processes: Ranks = Field(1, json_schema_extra=VOLATILE)
     """Processes of this machine that train together. Under torchrun it is torchrun that says how many."""
-    shard: Literal["none", "fsdp"] = Field("none", json_schema_extra=VOLATILE)
+    parallelism: Literal["none", "fsdp"] = Field("none", json_schema_extra=VOLATILE)
     """Whether each rank holds all of the model and of what the optimizer keeps, or its part of it."""
-    evaluate_every: Steps = Field(100, json_schema_extra=VOLATILE)
+    eval_every: Steps = Field(100, json_schema_extra=VOLATILE)
     """Steps between measurements of the validation loss."""
     log_every: Steps = Field(10, json_schema_extra=VOLATILE)
 
-    # When an update is not made, and when the run goes back: see state.py. Volatile, so that a run which these have
-    # stopped can go on with others.
-    skip_sigma: Annotated[
+    # When a step is skipped, and when the run goes back: see state.py. Volatile, so that a run which these limits
+    # have stopped can resume with other limits.
+    spike_sigma: Annotated[
         float, Between(0.1, 1e9, "a larger one skips none", "a smaller one skips nearly every step")
     ] = Field(6.0, json_schema_extra=VOLATILE)
     """A step is skipped whose loss or gradient norm lies so many deviations (of logarithms) above the window."""
-    skip_window: StepWindow = Field(128, json_schema_extra=VOLATILE)
+    spike_window: StepWindow = Field(128, json_schema_extra=VOLATILE)
     """Accepted steps that mean and deviation are taken of; before there are so many, only what is not finite counts."""
-    max_skips: Steps = Field(3, json_schema_extra=VOLATILE)
+    max_skipped_steps: Steps = Field(3, json_schema_extra=VOLATILE)
     """After so many skipped steps in a row the run goes back, to the start or an evaluated step, and on behind them."""
-    norms_every: StepsOrNone = Field(25, json_schema_extra=VOLATILE)
+    grad_stats_every: StepsOrNone = Field(25, json_schema_extra=VOLATILE)
     """Steps between measurements of the norms of weights, updates and each layer's gradient; 0 for none."""
 
-    # What is told besides metrics.jsonl.
+    # Outputs in addition to metrics.jsonl.
     main_log: bool = Field(False, json_schema_extra=VOLATILE)
     """Whether to write main.log too, in the words of llm.c."""
     sinks: tuple[Sink, ...] = Field((), json_schema_extra=VOLATILE)
     """Where else the numbers go."""
     sample_every: StepsOrNone = Field(0, json_schema_extra=VOLATILE)
-    """Steps between samples of what the model writes; 0 for none. They are said, and kept in samples.jsonl."""
+    """Steps between samples of what the model writes; 0 for none. Samples are printed, and kept in samples.jsonl."""
     prompts: tuple[str, ...] = Field(("The ",), json_schema_extra=VOLATILE)
-    """What samples go on from: beginnings of texts when pretraining, what a user says when finetuning."""
+    """Prompts of the samples: beginnings of texts when pretraining, messages of a user when finetuning."""
     sample_tokens: Context = Field(48, json_schema_extra=VOLATILE)
+
+    @property
+    def keeps_reference(self) -> bool:
+        """Whether training needs the initial model at every step, and not only before the first."""
+        return False
+
+    @property
+    def not_planned(self) -> str:
+        """What a plan of the updates does not count; "" for nothing."""
+        return ""
+
+    @field_validator("schedule")
+    @classmethod
+    def _default_gives_way_to_a_short_run(cls, schedule: Schedule, info: Any) -> Schedule:
+        steps = info.data.get("steps", schedule.warmup_steps)
+        is_default = schedule is cls.model_fields["schedule"].default
+        return (
+            schedule.model_copy(update={"warmup_steps": min(schedule.warmup_steps, steps)}) if is_default else schedule
+        )
 
     @model_validator(mode="after")
     def _warmup_ends_before_the_run(self) -> "Training":
-        """A default gives way to a short run; what a recipe says itself does not."""
         warmup = self.schedule.warmup_steps
-        if warmup > self.steps and "schedule" not in self.model_fields_set:
-            self.__dict__["schedule"] = self.schedule.model_copy(update={"warmup_steps": self.steps})
-        elif warmup > self.steps:
+        if warmup > self.steps:
             raise ValueError(
                 f"schedule.warmup_steps={warmup} is more than steps={self.steps}: the learning rate never reaches "
                 f"its peak; set at most {self.steps}"
@@ -284,7 +314,7 @@ class Training(Config):
     def _decay_leaves_something_of_a_weight(self) -> "Training":
         """Each step multiplies weights by 1 − learning rate · weight decay."""
         decay = self.optimizer.weight_decay
-        for name in ("learning_rate", "matrix_learning_rate"):
+        for name in ("learning_rate", "muon_lr"):
             rate = getattr(self.optimizer, name, 0.0)
             if not rate * decay < 1:
                 raise ValueError(
@@ -294,17 +324,22 @@ class Training(Config):
         return self
 
 
-class Finetune(Training):
+class Adapters(Config):
+    """What finetuning has before the settings of Training: a default optimizer depends on it."""
+
+    lora: Lora | None = None
+    """Train small matrices added to frozen ones, by AdamW if no optimizer is named. None: train every weight."""
+
+
+class Finetune(Training, Adapters):
     """The same loop, on conversations, from the pretrained weights."""
 
-    optimizer: Optimizer = Muon(matrix_learning_rate=0.01, learning_rate=1e-3)
-    schedule: Schedule = LinearSchedule()
-    lora: Lora | None = None
-    """Train small matrices beside frozen ones, by AdamW if no optimizer is named. None: train every weight."""
+    optimizer: Optimizer = Field(Muon(muon_lr=0.01, learning_rate=1e-3), validate_default=True)
+    schedule: Schedule = Field(LinearSchedule(), validate_default=True)
 
-    @model_validator(mode="after")
-    def _adapters_learn_by_adam(self) -> "Finetune":
+    @field_validator("optimizer")
+    @classmethod
+    def _adapters_learn_by_adam(cls, optimizer: Optimizer, info: Any) -> Optimizer:
         """Muon makes steps of one size in all directions, which makes no sense of factors that start at 0."""
-        if self.lora is not None and "optimizer" not in self.model_fields_set:
-            self.__dict__["optimizer"] = AdamW(learning_rate=1e-3, weight_decay=0.0)
-        return self
+        is_default = optimizer is cls.model_fields["optimizer"].default
+        return AdamW(learning_rate=1e-3, weight_decay=0.0) if is_default and info.data.get("lora") else optimizer

@@ -48,7 +48,7 @@ BUCKET_NUMBERS = 2**23
 
 
 def peak(device: Device, world: World) -> float:
-    """FLOP/s of the matrix products of all ranks together. They measure at the same time: some may share a machine."""
+    """FLOP/s of the matmuls of all ranks together. All ranks measure at the same time: some may share a machine."""
     world.barrier()
     return float(world.sum(torch.tensor(measured_peak(device), dtype=torch.float64)))
 
@@ -62,14 +62,14 @@ def sum_gradients(model: nn.Module, world: World) -> None:
     if world.size == 1 or is_sharded(model):
         return
     weights = [weight for weight in model.parameters() if weight.requires_grad]
-    given = world.sum(torch.tensor([float(weight.grad is not None) for weight in weights]))
-    wanted = [weight for weight, count in zip(weights, given.tolist(), strict=True) if count]
-    for bucket in _buckets(wanted):
+    grad_counts = world.sum(torch.tensor([float(weight.grad is not None) for weight in weights]))
+    with_grad = [weight for weight, count in zip(weights, grad_counts.tolist(), strict=True) if count]
+    for bucket in _buckets(with_grad):
         parts = [torch.zeros_like(w) if w.grad is None else w.grad for w in bucket]
         flat = world.sum(torch.cat([part.flatten().float() for part in parts]))
         sizes = [part.numel() for part in parts]
-        for weight, part in zip(bucket, torch.split(flat, sizes), strict=True):
-            weight.grad = part.view_as(weight).to(weight.dtype)
+        for weight, grad in zip(bucket, torch.split(flat, sizes), strict=True):
+            weight.grad = grad.view_as(weight).to(weight.dtype)
 
 
 def _buckets(weights: list[nn.Parameter]) -> Iterator[list[nn.Parameter]]:
@@ -87,17 +87,17 @@ def _buckets(weights: list[nn.Parameter]) -> Iterator[list[nn.Parameter]]:
 
 def copy_of(model: Transformer, world: World | None = None) -> Transformer:
     """
-    A model with the same weights in memory of the processor, to be written while training goes on. Of a sharded one
-    only the first rank gets them, and all take part; where its memory does not hold them, all raise that.
+    A copy of the model in the CPU's memory, to be written while training continues. All ranks of a sharded model take
+    part, and only the first rank gets the weights. If its memory does not hold them, all ranks raise the error.
     """
     weights: dict[str, Tensor] = model.state_dict()
     company = world if world is not None and is_sharded(model) else World.alone()
     copied: dict[str, Tensor] = {}
     lacking: Exception | None = None
     for name, weight in weights.items():
-        given = whole(weight)
+        full_weight = whole(weight)
         try:
-            copied[name] = _copied(given) if company.is_first and lacking is None else given.to("meta")
+            copied[name] = _copied(full_weight) if company.is_first and lacking is None else full_weight.to("meta")
         except (MemoryError, RuntimeError) as error:
             lacking = error
     with company.alike():
@@ -133,13 +133,13 @@ def weight_bytes(model: nn.Module) -> int:
 
 def groups(model: nn.Module) -> dict[str, list[str]]:
     """Module -> the weights that it puts together, by name. Raises ValueError for one that RULES leave open."""
-    found: dict[str, list[str]] = {}
+    by_module: dict[str, list[str]] = {}
     for name, _ in model.named_parameters():
         fitting = [match[1] for pattern, _ in RULES if (match := re.fullmatch(pattern, name))]
         if len(fitting) != 1:
             raise ValueError(f"{name} is of {len(fitting)} rules of train/fsdp.py, not of one")
-        found.setdefault(fitting[0], []).append(name)
-    return found
+        by_module.setdefault(fitting[0], []).append(name)
+    return by_module
 
 
 def shard(model: Transformer, world: World, device: Device, mesh: DeviceMesh | None = None) -> None:
@@ -147,7 +147,7 @@ def shard(model: Transformer, world: World, device: Device, mesh: DeviceMesh | N
     Leave on each rank its part of every weight, where it computes. All ranks begin with the same whole weights. `mesh`
     is one of so many ranks, where there is one already.
     """
-    mesh = mesh or init_device_mesh(device.place.type, (world.size,))
+    mesh = mesh or init_device_mesh(device.torch_device.type, (world.size,))
     names = {weight: name for name, weight in model.named_parameters()}
 
     def placed(weight: nn.Parameter) -> Shard:
@@ -174,26 +174,26 @@ def settle(model: nn.Module) -> None:
 
 def whole(tensor: Tensor) -> Tensor:
     """All of a tensor. Of one that is spread over ranks, all of them have to ask."""
-    found: Tensor = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-    return found.detach()
+    full_tensor: Tensor = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+    return full_tensor.detach()
 
 
-def like(tensor: Tensor, given: Tensor) -> Tensor:
+def like(tensor: Tensor, full_tensor: Tensor) -> Tensor:
     """Of a whole tensor that every rank has, the part that each has of another."""
     if not isinstance(tensor, DTensor):
-        return given
-    return distribute_tensor(given, tensor.device_mesh, tensor.placements, src_data_rank=None)
+        return full_tensor
+    return distribute_tensor(full_tensor, tensor.device_mesh, tensor.placements, src_data_rank=None)
 
 
 @torch.no_grad()
-def take(model: Transformer, given: Transformer) -> None:
+def take(model: Transformer, full_model: Transformer) -> None:
     """Give a sharded model the weights of a whole one that every rank has."""
-    weights: dict[str, Tensor] = given.state_dict()
+    weights: dict[str, Tensor] = full_model.state_dict()
     for name, weight in model.named_parameters():
         assert isinstance(weight, DTensor)
-        part = like(weight, weights[name].to(weight.device))
-        assert isinstance(part, DTensor)
-        weight.to_local().copy_(part.to_local())
+        local_shard = like(weight, weights[name].to(weight.device))
+        assert isinstance(local_shard, DTensor)
+        weight.to_local().copy_(local_shard.to_local())
 
 
 def micro_batches(batch: Batch, size: int, world: World, model: nn.Module) -> list[Batch]:
@@ -222,5 +222,5 @@ def is_finite(model: nn.Module, world: World) -> bool:
 
 def local(tensor: Tensor) -> Tensor:
     """The part of a tensor that this rank holds; all of one that is not spread."""
-    found: Tensor = tensor.to_local() if isinstance(tensor, DTensor) else tensor
-    return found.detach()
+    local_tensor: Tensor = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    return local_tensor.detach()

@@ -68,9 +68,9 @@ def total_norm(gradients: Sequence[Tensor]) -> Tensor:
 
 def _ready(tensors: Sequence[Tensor]) -> bool:
     return native.library(LIBRARY) is not None and all(
-        type(one) in (Tensor, nn.Parameter)
-        and one.device.type == "cpu"
-        and one.dtype == torch.float32
-        and one.is_contiguous()
-        for one in tensors
+        type(tensor) in (Tensor, nn.Parameter)
+        and tensor.device.type == "cpu"
+        and tensor.dtype == torch.float32
+        and tensor.is_contiguous()
+        for tensor in tensors
     )

@@ -1,11 +1,11 @@
 """
-Starting of ranks: one function, on each process that trains a model together with others.
+Starting of ranks: one function, on each of several processes that train a model together.
 
     function(task, world) -> what there is to say about it
 
-`task` is JSON and the answer is that of the first rank. Where torchrun has started this process, its others wait in
-`follow` and are told the task; else `ranks` processes of this machine are started for the time of the task, and end
-with it, however it ends. One rank is this process itself.
+`task` is JSON and the answer is that of the first rank. If torchrun started this process, its others wait in `follow`
+for the task. Otherwise `ranks` processes of this machine start for the time of the task, and end with it, however it
+ends. A process that trains alone does not come here.
 """
 
 import os
@@ -14,31 +14,27 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NoReturn, TypeVar
+from typing import Any, NoReturn
 
 from typing_extensions import TypedDict
 
 from bloomery.core import io as core_io
 from bloomery.core import shortage
-from bloomery.core.config import Config, build, plain
+from bloomery.core.config import build, plain
 from bloomery.core.errors import BloomeryError, RunError
 from bloomery.core.log import console
 from bloomery.core.pipeline import resolve
 from bloomery.core.records import read_record
 from bloomery.core.signals import TERMINATED, StopRequest, Terminated, on_signals
-from bloomery.hw import distributed
+from bloomery.hw import distributed, launcher
 from bloomery.hw.distributed import RankLostError, World
-from bloomery.hw.launcher import cores
 from bloomery.train.config import Training
 
 SECONDS_BETWEEN_LOOKS = 0.05
 GRACE_SECONDS = 60.0
 """How long others may take to come to where ranks meet, after one has ended in error; longer where one is busy."""
-BUSY, DESK = "busy", "BLOOMERY_RANKS"
-"""A file in the folder of a task, whose path ranks find in this variable: one of them saves what others would lose."""
 
 RANK = """
 import sys
@@ -64,43 +60,60 @@ class RankTask(TypedDict):
     task: dict[str, Any]
 
 
-C = TypeVar("C", bound=Config)
 _handed_out: list[str] = []
 """The tasks that this process has had under torchrun. The number of the next tells its world from theirs."""
 
 
-def run(function: str, task: Mapping[str, Any], ranks: int = 1) -> Answer:
+def run(function: str, task: Mapping[str, Any], ranks: int) -> Answer:
     """
     Run `function` ("package.module:name") on every rank and return the answer of the first. Raises RunError, which
     names it, for a rank that dies, and whatever BloomeryError a rank raises.
     """
-    if (world := distributed.given()) is not None and world.size > 1:
+    if (world := distributed.launched_world()) is not None and world.size > 1:
         assert world.is_first, "the others wait in `follow`"
         number = len(_handed_out)
         distributed.hand_out(number, {"function": function, "task": dict(task)})
         return _take_part(number, function, task)
-    if ranks == 1:  # also where a launcher has started no more than one
-        return dict(resolve(function)(task, World.alone()))
     return _on_processes(function, task, ranks)
 
 
 def stage(function: str, config: Training, inputs: Mapping[str, Path], out: Path) -> Answer:
-    """Run a stage's `function` on every rank; each finds its config, inputs and folder again by `unpacked`."""
-    where = {"inputs": {name: str(folder) for name, folder in inputs.items()}, "out": str(out)}
-    return run(function, {"config": plain(config), **where}, config.ranks)
+    """Run a stage's `function(config, inputs, out, world)` on every rank: see `run`."""
+    task = {
+        "function": function,
+        "config_class": f"{type(config).__module__}:{type(config).__qualname__}",
+        "config": plain(config),
+        "inputs": {name: str(folder) for name, folder in inputs.items()},
+        "out": str(out),
+    }
+    return run("bloomery.train.launch:stage_on_rank", task, config.num_processes)
 
 
-def unpacked(cls: type[C], task: Mapping[str, Any]) -> tuple[C, dict[str, Path], Path]:
-    """The config, the inputs and the folder of a stage, as `stage` has packed them."""
+def stage_on_rank(task: Mapping[str, Any], world: World) -> Answer:
+    """What each rank does for `stage`."""
+    config = build(resolve(task["config_class"]), dict(task["config"]))
     inputs = {name: Path(folder) for name, folder in task["inputs"].items()}
-    return build(cls, dict(task["config"])), inputs, Path(task["out"])
+    return dict(resolve(task["function"])(config, inputs, Path(task["out"]), world))
+
+
+def by_first_process(work: Callable[[], None]) -> None:
+    """Of the processes that torchrun has started: the first calls `work`, and the others only train with it."""
+    launcher.address()  # before hours of data stages, at whose end the processes meet
+    process = launcher.launched()
+    if process is not None and process.rank > 0:
+        follow()
+        return
+    try:
+        work()
+    finally:
+        dismiss()
 
 
 def follow() -> None:
     """What ranks but the first do under torchrun: take part in what the first hands out, until it is done."""
     console.quiet = True
-    while (told := distributed.handed_out(number := len(_handed_out)))["function"]:
-        _take_part(number, told["function"], told["task"])
+    while (rank_task := distributed.handed_out(number := len(_handed_out)))["function"]:
+        _take_part(number, rank_task["function"], rank_task["task"])
 
 
 def dismiss() -> None:
@@ -146,7 +159,7 @@ def _interrupt() -> NoReturn:
 
 def _start(folder: Path, port: int, rank: int, ranks: int) -> "subprocess.Popen[bytes]":
     env = {
-        "OMP_NUM_THREADS": str(max(1, cores() // ranks)),
+        "OMP_NUM_THREADS": str(max(1, launcher.cores() // ranks)),
         "GLOO_SOCKET_IFNAME": "lo" if sys.platform == "linux" else "lo0",
         **os.environ,
         "RANK": str(rank),
@@ -156,7 +169,7 @@ def _start(folder: Path, port: int, rank: int, ranks: int) -> "subprocess.Popen[
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(port),
         "TORCHELASTIC_USE_AGENT_STORE": "True",
-        DESK: str(folder),
+        launcher.TASK_FOLDER: str(folder),
         "PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path),
     }
     command = [sys.executable, "-c", RANK, str(os.getpid()), str(folder)]
@@ -166,20 +179,22 @@ def _start(folder: Path, port: int, rank: int, ranks: int) -> "subprocess.Popen[
 def be_rank(name: str) -> None:
     """What a process that `run` has started does. `name` is the folder of its task. Exits 0 with an answer."""
     folder, rank = Path(name), int(os.environ["RANK"])
-    told = read_record(folder / "task.json", RankTask)
+    rank_task = read_record(folder / "task.json", RankTask)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is left to the parent
     console.quiet = rank > 0
     try:
         with on_signals():  # until it is gone: who asks all processes of a group asks each rank more than once
-            core_io.write_json(folder / f"{rank}.json", {"answer": _take_part(0, told["function"], told["task"])})
+            core_io.write_json(
+                folder / f"{rank}.json", {"answer": _take_part(0, rank_task["function"], rank_task["task"])}
+            )
     except Terminated as ended:
         _leave(int(ended.code or 0))
     except BloomeryError as error:
-        core_io.write_json(folder / f"{rank}.json", {"error": distributed.told(error)})
+        core_io.write_json(folder / f"{rank}.json", {"error": distributed.error_facts(error)})
         _leave(2)
     except Exception as error:
         if (short := shortage.as_error(error)) is not None:
-            core_io.write_json(folder / f"{rank}.json", {"error": distributed.told(short)})
+            core_io.write_json(folder / f"{rank}.json", {"error": distributed.error_facts(short)})
             _leave(2)
         sys.excepthook(type(error), error, error.__traceback__)
         _leave(1)
@@ -192,20 +207,6 @@ def _leave(code: int) -> NoReturn:
     os._exit(code)
 
 
-@contextmanager
-def busy() -> Iterator[None]:
-    """While the block runs, whoever has started this rank does not end it because others have failed."""
-    if DESK not in os.environ:
-        yield
-        return
-    note = Path(os.environ[DESK]) / BUSY
-    note.touch()
-    try:
-        yield
-    finally:
-        note.unlink(missing_ok=True)
-
-
 def _watch(processes: "Sequence[subprocess.Popen[bytes]]", folder: Path, stop: StopRequest) -> None:
     """
     Wait for all, and ask them to stop when this process is. Raises Terminated when they have; of ranks that fail, the
@@ -215,31 +216,31 @@ def _watch(processes: "Sequence[subprocess.Popen[bytes]]", folder: Path, stop: S
     deadline = time.monotonic() + GRACE_SECONDS
 
     def may_go_on() -> bool:
-        return time.monotonic() < deadline or (processes[0].poll() is None and (folder / BUSY).exists())
+        return time.monotonic() < deadline or (processes[0].poll() is None and (folder / launcher.BUSY).exists())
 
     _wait(processes, stop, may_go_on)
     codes = [process.poll() for process in processes]
     if codes[0] == TERMINATED:  # the first has saved; the others stopped with it, or lost it while they waited for it
         raise Terminated(stop.code)
-    found = [(_error(rank, processes[rank], folder), code == 1) for rank, code in enumerate(codes) if code]
+    failures = [(_error(rank, processes[rank], folder), code == 1) for rank, code in enumerate(codes) if code]
     if stop.asked:  # one that was still starting has no other way to stop, and those that miss it are no failure
-        found = [
-            one
-            for one, code in zip(found, filter(None, codes), strict=True)
-            if code not in ENDED and not isinstance(one[0], RankLostError)
+        failures = [
+            failure
+            for failure, code in zip(failures, filter(None, codes), strict=True)
+            if code not in ENDED and not isinstance(failure[0], RankLostError)
         ]
-    if found:
+    if failures:
         # one that lost another is not the cause, and a fault of ours may have been caused by a rank that is gone
-        raise min(found, key=lambda one: (isinstance(one[0], RankLostError), one[1]))[0]
+        raise min(failures, key=lambda failure: (isinstance(failure[0], RankLostError), failure[1]))[0]
     stop.check()
 
 
 def _wait(processes: "Sequence[subprocess.Popen[bytes]]", stop: StopRequest, patience: Callable[[], bool]) -> None:
-    """Wait for all, as long as there is patience. Each is told once when this process is asked to stop."""
-    told = False
+    """Wait for all processes, as long as there is patience. A request to stop is passed on to each process once."""
+    notified = False
     while any(process.poll() is None for process in processes) and patience():
-        if stop.asked and not told:
-            told = True
+        if stop.asked and not notified:
+            notified = True
             for process in processes:
                 process.terminate()
         time.sleep(SECONDS_BETWEEN_LOOKS)
@@ -251,5 +252,5 @@ def _error(rank: int, process: "subprocess.Popen[bytes]", folder: Path) -> Bloom
         return distributed.heard(read_record(file, dict[str, Any])["error"])
     code = process.returncode
     how = f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
-    hint = "What it said stands above. The same command goes on from the newest checkpoint."
+    hint = "Its output is above. The same command resumes from the newest checkpoint."
     return RunError(f"rank {rank} (process {process.pid}) {how}; the other ranks were stopped", hint=hint)

@@ -15,14 +15,14 @@ import torch
 from torch import Tensor
 
 CHUNK_BYTES = 2**27
-"""Of the float32 scores that exist at once. Smaller chunks read the head's weights more often."""
+"""Bytes of float32 logits that exist at once. Smaller chunks read the head's weights more often."""
 
 PIECE, FEWEST_ROWS = 512, 16
 """Of a vocabulary, that is summed up by itself; and of a matrix that is multiplied as a matrix, with room to spare."""
 
 
 def chunk_tokens(vocab_size: int) -> int:
-    """How many tokens' scores exist at once."""
+    """How many tokens have their logits in memory at once."""
     return max(1, CHUNK_BYTES // (4 * vocab_size))
 
 
@@ -30,8 +30,8 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
     """
         loss = Σ (z − s[target] + c·z²)      s = h Wᵀ,  z = log Σ exp(s), in nats
 
-    in chunks of tokens. The gradients are computed with each chunk's scores still at hand, so that nothing is computed
-    twice: ∂loss/∂s = softmax(s) · (1 + 2·c·z) − onehot(target).
+    in chunks of tokens. The gradients of a chunk are computed while its logits s are in memory, so that nothing is
+    computed twice: ∂loss/∂s = softmax(s) · (1 + 2·c·z) − onehot(target).
     """
 
     @staticmethod
@@ -61,8 +61,8 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
             grad_hidden[piece] = over_the_vocabulary(slope, table)
             if not learns:
                 continue  # the head is frozen
-            part = slope.t() @ hidden[piece]
-            grad_weight = part.to(weight.dtype) if grad_weight is None else grad_weight.add_(part)
+            chunk_grad = slope.t() @ hidden[piece]
+            grad_weight = chunk_grad.to(weight.dtype) if grad_weight is None else grad_weight.add_(chunk_grad)
         if slopes:
             if grad_weight is None and learns:
                 grad_weight = torch.zeros_like(weight)
@@ -94,8 +94,8 @@ def _scores(hidden: Tensor, table: Tensor, tiles: bool) -> Tensor:
 
 def over_the_vocabulary(slope: Float[Tensor, "C V"], table: Float[Tensor, "V D"]) -> Float[Tensor, "C D"]:
     """
-    slope · table. Libraries take few rows by vectors and sum all of V in a row, which in float32 is ten times as far
-    off as what they do with many rows; by pieces of V it is not, in the same time.
+    Gradient of the logits · table. For few rows, libraries sum over all of V in sequence: in float32 the error is ten
+    times that of their code for many rows. A sum over pieces of V takes the same time without that error.
     """
     whole = len(table) // PIECE * PIECE
     if len(slope) >= FEWEST_ROWS or slope.dtype != torch.float32 or not whole:
@@ -110,7 +110,7 @@ def chunk(
 ) -> tuple[Float[Tensor, "2"], Float[Tensor, "C V"] | None]:
     """
     Sum of the cross entropies and of the penalties of a chunk, and `share` times the gradient of both together with
-    respect to the scores, in their format. It may overwrite the scores.
+    respect to the logits, in their format. It may overwrite the logits.
     """
     if triton.ready("cross-entropy", scores):
         z, reached = triton.cross_entropy_(scores, targets, z_loss=z_loss, share=share, slopes=slopes)
@@ -134,17 +134,10 @@ def token_losses(
     """
     What is minimized, times `share`, and the cross entropy alone, without gradient: sums over all N tokens, in nats.
 
-    They differ by z_loss · (log Σ exp scores)², which keeps the scores of a long run near zero (Chowdhery et al. 2022,
+    They differ by z_loss · (log Σ exp logits)², which keeps the logits of a long run near zero (Chowdhery et al. 2022,
     https://arxiv.org/abs/2204.02311, §5). Zeros for N = 0.
     """
     losses: tuple[Tensor, Tensor] = _ChunkedCrossEntropy.apply(  # type: ignore[no-untyped-call]
         hidden, weight, targets, z_loss, share, torch.is_grad_enabled()
     )
     return losses
-
-
-def token_loss(
-    hidden: Float[Tensor, "N D"], weight: Float[Tensor, "V D"], targets: Int[Tensor, " N"], z_loss: float = 0.0
-) -> Float[Tensor, ""]:
-    """What is minimized, as the first of `token_losses`."""
-    return token_losses(hidden, weight, targets, z_loss)[0]

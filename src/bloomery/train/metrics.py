@@ -33,7 +33,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
-from bloomery.core import errors
+from bloomery.core import extras
 from bloomery.core.io import disk_errors, whole_file
 from bloomery.core.log import Metrics, ProgressMeter, info
 from bloomery.core.pipeline import resolve
@@ -51,19 +51,19 @@ NEARLY_FULL = 0.92
 class MetricsLogger:
     metrics: Metrics
     meter: ProgressMeter
-    clock: PhaseTimer
+    timer: PhaseTimer
     norms: Norms
     device: Device
-    tokens_per_step: int
+    global_batch_tokens: int
     """Positions that go through the model, padding included."""
     flops_per_token: float
     """Of the model, as `model.cost` counts them."""
     peak_flops: float
     """A second, of all devices that train, as measured."""
     listed_flops: float | None
-    """A second, as the catalogue has it. A peak is never borrowed from another device."""
+    """A second, from the vendor's spec sheet. A peak is never borrowed from another device."""
     bytes_per_token: float | None
-    """Of the supervised tokens of the validation split; what a loss in bits per byte is reckoned with."""
+    """Of the supervised tokens of the validation split; it converts the loss to bits per byte."""
     watchers: list[Callable[[int, Mapping[str, Any]], None]] = field(default_factory=list)
     _last: int = 0
     """Step of the last line."""
@@ -74,8 +74,8 @@ class MetricsLogger:
         form = str(self.device.compute_dtype).removeprefix("torch.")
         listed = "unknown" if self.listed_flops is None else f"{self.listed_flops / 1e12:.2f}"
         return (
-            f"MFU is a share of its matrix products' {self.peak_flops / 1e12:.2f} TFLOP/s, measured, in {form} "
-            f"(of the catalogue's: {listed})"
+            f"MFU is a share of {self.peak_flops / 1e12:.2f} TFLOP/s, measured in matmuls of {form} "
+            f"(spec sheet: {listed})"
         )
 
     def start_at(self, state: State, *, tells: bool = True) -> None:
@@ -101,7 +101,7 @@ class MetricsLogger:
     def log(self, state: State) -> None:
         """What the last step did, and how fast the steps since the last such line were, hooks left out."""
         step = state.step
-        speed = (step - self._last) * self.tokens_per_step / max(self.clock.at_work, 1e-9)
+        speed = (step - self._last) * self.global_batch_tokens / max(self.timer.at_work, 1e-9)
         self._last = state.logged = step
         values: dict[str, Any] = dict(state.metrics)
         if "loss" in values and (bits := self.bits_per_byte(values["loss"])) is not None:
@@ -115,7 +115,7 @@ class MetricsLogger:
             tokens_per_second=round(speed, 1),
             mfu=round(speed * self.flops_per_token / self.peak_flops, 4),
             memory_bytes=self.device.peak_bytes(),
-            seconds=self.clock.take(),
+            seconds=self.timer.take(),
         )
         shown = {"loss": state.metrics["loss"]} if "loss" in state.metrics else {}
         self.meter.at(step, tokens_per_second=speed, **shown)
@@ -127,7 +127,7 @@ class MetricsLogger:
             self._warned = True
             info(
                 f"memory: {used / there:.0%} of {there / 2**30:.1f} GiB were in use. If it runs out, fewer rows go "
-                'through the model at once; recompute="block" would make room',
+                'through the model at once; activation_checkpointing="full" would make room',
                 style="yellow",
             )
 
@@ -151,7 +151,7 @@ class MetricsLogger:
 
     def rolled_back(self, step: int, to: int) -> None:
         info(
-            f"after step {step} the weights are those of step {to} again; training goes on behind these samples",
+            f"after step {step} the weights are those of step {to} again; training resumes after these samples",
             "yellow",
         )
         self.write(step, rolled_back_to=to)
@@ -283,13 +283,13 @@ class BufferedSink:
 
 def flat(values: Mapping[str, Any]) -> dict[str, float]:
     """The numbers of a line of metrics: those inside others as outer/inner, texts and lists left out."""
-    found: dict[str, float] = {}
+    numbers: dict[str, float] = {}
     for name, value in values.items():
         if isinstance(value, Mapping):
-            found |= {f"{name}/{inner}": number for inner, number in flat(value).items()}
+            numbers |= {f"{name}/{inner}": number for inner, number in flat(value).items()}
         elif isinstance(value, int | float) and not isinstance(value, bool):
-            found[name] = float(value)
-    return found
+            numbers[name] = float(value)
+    return numbers
 
 
 def watcher(sink: Sink, run: str, out: Path, facts: Mapping[str, Any]) -> BufferedSink:
@@ -299,17 +299,17 @@ def watcher(sink: Sink, run: str, out: Path, facts: Mapping[str, Any]) -> Buffer
     """
     match sink:
         case WeightsAndBiases():
-            module = errors.load("wandb", extra="wandb")
+            module = extras.load("wandb")
             return BufferedSink("wandb", lambda: _WandB(module, sink, run, out, facts))
         case Trackio():
-            module = errors.load("trackio", extra="trackio")
+            module = extras.load("trackio")
             return BufferedSink("trackio", lambda: _Trackio(module, sink, run, facts))
         case TensorBoard():
             return BufferedSink("tensorboard", lambda: EventFile(out / "tensorboard"))
 
 
 class _WandB:
-    """A run that is killed and goes on is one run there too: its id is the name of the stage's folder."""
+    """A killed and resumed run stays a single run at W&B: its run ID is the name of the stage's folder."""
 
     def __init__(self, module: Any, sink: WeightsAndBiases, run: str, out: Path, facts: Mapping[str, Any]) -> None:
         mode = "offline" if sink.offline else "online"
@@ -377,25 +377,25 @@ def main_log(path: Path, resume_at: int, watchers: list[Watch]) -> Hook:
 
 def _updates(line: str) -> float:
     """After how many updates a line could be written; a line that is none of ours does not stay."""
-    found = re.fullmatch(r"s:(\d+) (trl|tel|eval):.*", line)
-    if found is None:
+    match = re.fullmatch(r"s:(\d+) (trl|tel|eval):.*", line)
+    if match is None:
         return float("inf")
-    return float(found[1]) + (found[2] == "trl")
+    return float(match[1]) + (match[2] == "trl")
 
 
 SINKS = ("wandb", "trackio")
 """Kinds that are a package, and an extra, of the same name."""
 
 
-def needed(section: str, config: Training) -> None:
+def check_training(section: str, config: Training) -> None:
     """
     Raises DataError for a sink whose package is missing, and HardwareError for more ranks than the machine has devices.
     Each names its key. Where a launcher has started this process, it says how many ranks there are.
     """
     process = launcher.launched()
-    ranks = config.ranks if process is None else process.local_size
+    ranks = config.num_processes if process is None else process.local_size
     if ranks > 1 and find_spec("torch") is not None:  # which takes seconds to load
-        resolve("bloomery.hw.distributed:check_ranks")(ranks, config.device, f"{section}.ranks")
-    for place, sink in enumerate(config.sinks):
+        resolve("bloomery.hw.distributed:check_ranks")(ranks, config.device, f"{section}.num_processes")
+    for index, sink in enumerate(config.sinks):
         if sink.kind in SINKS:
-            errors.load(sink.kind, extra=sink.kind, where=f"{section}.sinks.{place}")
+            extras.load(sink.kind, where=f"{section}.sinks.{index}")

@@ -32,7 +32,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
 BATCH_NUMBERS = 2**21
-"""Of matrices that are orthogonalized together: so many stay in a processor's cache."""
+"""Numbers of the matrices that are orthogonalized together: so many stay in a CPU's cache."""
 
 
 class BatchedMuon(torch.optim.Muon):
@@ -61,14 +61,14 @@ class BatchedMuon(torch.optim.Muon):
         rows, columns = weights[0].shape
         shape = (len(weights), min(rows, columns), max(rows, columns))
         wide = torch.empty(shape, dtype=self._dtype, device=weights[0].device)
-        for weight, place in zip(weights, wide, strict=True):
+        for weight, slot in zip(weights, wide, strict=True):
             state, gradient = self.state[weight], weight.grad
             if "momentum_buffer" not in state:
                 state["momentum_buffer"] = torch.zeros_like(weight)
             assert gradient is not None
             mean = state["momentum_buffer"].lerp_(gradient, 1 - group["momentum"])
             ahead = whole(gradient.lerp(mean, group["momentum"]) if group["nesterov"] else mean)
-            place.copy_(ahead if rows <= columns else ahead.T)
+            slot.copy_(ahead if rows <= columns else ahead.T)
         directions = orthogonalize(wide, group["ns_coefficients"], group["ns_steps"], group["eps"])
         rate = group["lr"] * _scale(rows, columns, group["adjust_lr_fn"])
         for weight, direction in zip(weights, directions, strict=True):
@@ -294,54 +294,54 @@ class Kinds:
 
     @classmethod
     def of(cls, model: nn.Module) -> "Kinds":
-        found = cls([], [], [])
+        kinds = cls([], [], [])
         for name, weight in model.named_parameters():
             if weight.requires_grad:
                 hidden = name.startswith("blocks.")
-                (found.vectors if weight.dim() < 2 else found.matrices if hidden else found.tables).append(weight)
-        return found
+                (kinds.vectors if weight.dim() < 2 else kinds.matrices if hidden else kinds.tables).append(weight)
+        return kinds
 
 
-_OF_ANOTHER = "It is of another model or kind of optimizer: go on with the recipe that made it, or start anew."
+_OF_ANOTHER = "It is of another model or kind of optimizer: resume with the recipe that made it, or start again."
 
 
 class Optimizers:
     """One or two torch optimizers that together own every weight of a model that is trained, each weight once."""
 
     def __init__(self, model: nn.Module, config: Optimizer, dtype: torch.dtype = torch.bfloat16) -> None:
-        """`dtype` is that of Muon's matrix products."""
+        """`dtype` is the format of Muon's matmuls."""
         self._names = {weight: name for name, weight in model.named_parameters() if weight.requires_grad}
         self.parts = _parts(Kinds.of(model), config, dtype)
         self._peaks = [[float(group["lr"]) for group in part.param_groups] for part in self.parts]
 
     def set_share(self, value: float) -> float:
         """Set every learning rate to this share of its peak. Returns that of the first group."""
-        for part, peaks in zip(self.parts, self._peaks, strict=True):
-            for group, peak in zip(part.param_groups, peaks, strict=True):
+        for optimizer, peaks in zip(self.parts, self._peaks, strict=True):
+            for group, peak in zip(optimizer.param_groups, peaks, strict=True):
                 group["lr"] = peak * value
         return self._peaks[0][0] * value
 
     def step(self, scale: float = 1.0) -> None:
         """Update the weights with their gradients times `scale`, which may or may not be written back to them."""
-        for part in self.parts:
-            if isinstance(part, ScaledAdamW):
-                part.scale = scale
+        for optimizer in self.parts:
+            if isinstance(optimizer, ScaledAdamW):
+                optimizer.scale = scale
             elif scale != 1.0:
                 torch._foreach_mul_(
-                    [w.grad for group in part.param_groups for w in group["params"] if w.grad is not None], scale
+                    [w.grad for group in optimizer.param_groups for w in group["params"] if w.grad is not None], scale
                 )
-            part.step()
+            optimizer.step()
 
     def zero_grad(self) -> None:
-        for part in self.parts:
-            part.zero_grad(set_to_none=True)
+        for optimizer in self.parts:
+            optimizer.zero_grad(set_to_none=True)
 
     def state(self) -> dict[str, Tensor]:
         """All that the optimizers remember, by name of the weight and of the quantity. Empty before the first step."""
         return {
             f"{self._names[weight]}/{key}": value
-            for part, weight in self._owned()
-            for key, value in part.state[weight].items()
+            for optimizer, weight in self._owned()
+            for key, value in optimizer.state[weight].items()
         }
 
     def restore(self, saved: Mapping[str, Tensor]) -> None:
@@ -351,29 +351,29 @@ class Optimizers:
         Raises CheckpointError, and changes nothing, for one that misses a weight or is of another model or optimizer.
         """
         expected = {
-            f"{self._names[weight]}/{key}": (part, weight, key)
-            for part, weight in self._owned()
-            for key in REMEMBERED[type(part)]
+            f"{self._names[weight]}/{key}": (optimizer, weight, key)
+            for optimizer, weight in self._owned()
+            for key in REMEMBERED[type(optimizer)]
         }
         if saved:
             self._refuse(sorted(expected.keys() - saved.keys()), "misses")
             self._refuse(sorted(saved.keys() - expected.keys()), "holds an unknown")
         for path, value in saved.items():
-            part, weight, key = expected[path]
+            optimizer, weight, key = expected[path]
             shape: tuple[int, ...] = () if key == "step" else tuple(weight.shape)
             if key.endswith("_scales"):
-                shape = (-(-weight.numel() // part.defaults["block"]),)
+                shape = (-(-weight.numel() // optimizer.defaults["block"]),)
             fits = value.dtype == torch.uint8 if key.endswith("_codes") else value.is_floating_point()
             if tuple(value.shape) != shape or not fits:
                 what = f"holds {key!r} of {path.rpartition('/')[0]!r} as {value.dtype} of shape {tuple(value.shape)}"
                 raise CheckpointError(f"the state of the optimizer {what}, not {shape}", hint=_OF_ANOTHER)
-        for part in self.parts:
-            part.state.clear()
+        for optimizer in self.parts:
+            optimizer.state.clear()
         for path, value in saved.items():
-            part, weight, key = expected[path]
+            optimizer, weight, key = expected[path]
             # Counts of steps stay where the optimizer made them: AdamW's fused one with the weight, others on the host.
-            here = weight.device if key != "step" or isinstance(part, torch.optim.AdamW) else torch.device("cpu")
-            kept: dict[str, Any] = part.state[weight]
+            here = weight.device if key != "step" or isinstance(optimizer, torch.optim.AdamW) else torch.device("cpu")
+            kept: dict[str, Any] = optimizer.state[weight]
             kept[key] = value.to(device=here, copy=True)
 
     def _refuse(self, paths: list[str], what: str) -> None:
@@ -386,10 +386,10 @@ class Optimizers:
             )
 
     def _owned(self) -> Iterator[tuple[torch.optim.Optimizer, nn.Parameter]]:
-        for part in self.parts:
-            for group in part.param_groups:
+        for optimizer in self.parts:
+            for group in optimizer.param_groups:
                 for weight in group["params"]:
-                    yield part, weight
+                    yield optimizer, weight
 
 
 def _parts(kinds: Kinds, config: Optimizer, dtype: torch.dtype) -> list[torch.optim.Optimizer]:
@@ -432,7 +432,7 @@ def _muon(groups: list[dict[str, Any]], config: Muon, dtype: torch.dtype) -> lis
     return [
         BatchedMuon(
             groups,
-            lr=config.matrix_learning_rate,
+            lr=config.muon_lr,
             momentum=config.momentum,
             ns_steps=config.newton_schulz_steps,
             adjust_lr_fn=config.scaling,
@@ -454,7 +454,7 @@ def learning_rate_share(schedule: Schedule, step: int, steps: int) -> float:
     x = (t - start) / (steps - start) if t < steps else 1.0
     shape = schedule.shape if isinstance(schedule, WSDSchedule) else schedule.kind
     fall = {"linear": x, "cosine": (1 - math.cos(math.pi * x)) / 2, "1-sqrt": math.sqrt(x)}[shape]
-    return schedule.final + (1.0 - schedule.final) * (1.0 - fall)
+    return schedule.min_lr_ratio + (1.0 - schedule.min_lr_ratio) * (1.0 - fall)
 
 
 def decay_start(schedule: Schedule, steps: int) -> int:
@@ -466,6 +466,6 @@ def decay_start(schedule: Schedule, steps: int) -> int:
     if schedule.decay_steps is not None:
         length = schedule.decay_steps
     else:
-        written = Fraction(str(schedule.decay))  # 0.29 · 100 is below 29 in binary
-        length = max(1, int(written * steps)) if schedule.decay else 0
+        written = Fraction(str(schedule.decay_fraction))  # 0.29 · 100 is below 29 in binary
+        length = max(1, int(written * steps)) if schedule.decay_fraction else 0
     return max(schedule.warmup_steps, steps - length)

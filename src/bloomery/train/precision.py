@@ -89,42 +89,64 @@ class Scaler:
 
 @dataclass
 class Precision:
-    """How a step computes: the format of products, why it was chosen, and the scaler where one is needed."""
+    """
+    Where and how a step computes: the device, the number format of matmuls, why it was chosen, and the scaler where
+    one is needed. A run makes one, and hands it to all that computes with the model.
+    """
 
-    kind: str
-    """Of device, as torch names it."""
+    device: Device
+    """Its `compute_dtype` is `dtype`."""
     dtype: torch.dtype
     why: str
     scaler: Scaler | None = None
 
     @classmethod
-    def decide(cls, wanted: PrecisionChoice, device: Device) -> "Precision":
+    def decide(cls, requested: PrecisionChoice, device: Device) -> "Precision":
         """The format that a recipe asks for; for `auto`, what the device has units for."""
-        dtype = device.compute_dtype if wanted == "auto" else getattr(torch, wanted)
+        dtype = device.compute_dtype if requested == "auto" else getattr(torch, requested)
         name = str(dtype).removeprefix("torch.")
         fastest = str(device.compute_dtype).removeprefix("torch.")
-        if wanted == "auto":
+        if requested == "auto":
             why = f"{name}: {REASONS[name].format(device.name)}"
         elif dtype == device.compute_dtype:
             why = f"{name}: asked for"
         else:
             why = f"{name}: asked for, where auto would have taken {fastest}"
-        return cls(device.place.type, dtype, why, Scaler() if dtype == torch.float16 else None)
+        return cls(replace(device, compute_dtype=dtype), dtype, why, Scaler() if dtype == torch.float16 else None)
+
+    @classmethod
+    def of_run(cls, config: Training) -> "Precision":
+        """The device and the format that a section of a recipe asks for; they are printed."""
+        devices.return_freed_memory()  # what earlier stages of this process left
+        device = devices.find(config.device)
+        kernel_selection.select_kernels(device)
+        precision = cls.decide(config.precision, device)
+        info(f"  computes in {precision.why}")
+        return precision
+
+    def for_trial(self) -> "Precision":
+        """The same with a scaler of its own, for passes that are no step of the run."""
+        return replace(self, scaler=None if self.scaler is None else Scaler())
 
     def autocast(self) -> torch.autocast:
         """The context of a forward pass."""
-        return torch.autocast(self.kind, dtype=self.dtype, enabled=self.dtype != torch.float32)
+        return torch.autocast(self.device.torch_device.type, dtype=self.dtype, enabled=self.dtype != torch.float32)
+
+    @property
+    def muon_dtype(self) -> torch.dtype:
+        """The format that Muon's matmuls are computed in: bfloat16 has float32's range, which float16 has not."""
+        return torch.bfloat16 if self.dtype == torch.bfloat16 else torch.float32
 
     @property
     def factor(self) -> float:
         """
-        What the loss is multiplied with before it is differentiated: together with its share of the global batch, for
-        slopes that were divided by its tokens alone would be below float16 before they are scaled up.
+        The factor of the loss before the backward pass. It is applied together with the share of the global batch:
+        gradients that were only divided by the batch's tokens would underflow float16 before they are scaled up.
         """
         return 1.0 if self.scaler is None else self.scaler.scale
 
     def unscale(self, gradients: Iterable[Tensor]) -> None:
-        """Make gradients of what was differentiated those of the loss, in place."""
+        """Divide the gradients by the loss scale, in-place."""
         if self.scaler is not None:
             for gradient in gradients:
                 gradient.div_(self.scaler.scale)
@@ -142,7 +164,7 @@ class Precision:
             return False
         return self.scaler.again(math.isfinite(norm))
 
-    def told(self) -> dict[str, float]:
+    def metrics(self) -> dict[str, float]:
         """What metrics tell of it."""
         return {} if self.scaler is None else {"scale": self.scaler.scale}
 
@@ -161,22 +183,6 @@ REASONS = {
     "float16": "{} has no units for bfloat16; the loss is scaled so that gradients keep to its range",
     "float32": "{} multiplies no shorter format faster",
 }
-
-
-def find_device(config: Training) -> Device:
-    """The device that a recipe asks for, with the number format that it asks for."""
-    devices.return_freed_memory()  # what earlier stages of this process left
-    found = devices.find(config.device)
-    kernel_selection.select_kernels(found)
-    info(f"  computes in {Precision.decide(config.precision, found).why}")
-    if config.precision == "auto":
-        return found
-    return replace(found, compute_dtype=getattr(torch, config.precision))
-
-
-def fast_dtype(device: Device) -> torch.dtype:
-    """The format that Muon's products are made in: bfloat16 has float32's range, which float16 has not."""
-    return torch.bfloat16 if device.compute_dtype == torch.bfloat16 else torch.float32
 
 
 def short(dtype: torch.dtype) -> str:

@@ -18,8 +18,8 @@ start above it, where a base has never seen the tokens of the chat template.
 
 The loss before the first step is measured again when a run resumes, of the weights that the stage starts from. Where
 the last evaluation of a loss of tokens failed, the mean of the last training losses stands in for it. The limit of a
-preference is twice its loss of the first step, since it may rise a little while more pairs are told apart. A loss of
-drawn answers has no validation and starts at 0: nothing is known of it. `MOST` evaluations in a row
+preference loss is twice its value at the first step: it may rise a little while the model ranks more pairs right. A
+loss of sampled answers has no validation and starts at 0, so it is not checked. `MOST` evaluations in a row
 above 1.1 · max(log V, loss before the first step), after the warm-up, end a run early.
 """
 
@@ -72,7 +72,7 @@ class ProgressCheck:
         """
         check_rollbacks(self.name, state.step, state.guard)
         if not state.tokens:
-            what = f"no token was learned from: {state.guard.skipped} of {state.step} steps were skipped"
+            what = f"no token was trained on: {state.guard.skipped} of {state.step} steps were skipped"
             raise self._error(state.step, what)
         if last_loss(state) is None:
             raise self._error(state.step, f"there is no loss: {state.guard.skipped} of {state.step} steps were skipped")

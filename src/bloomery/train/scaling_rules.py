@@ -28,8 +28,7 @@ from bloomery.core.config import Config, build
 from bloomery.core.errors import ConfigError
 from bloomery.model.config import ModelConfig
 from bloomery.model.flops import cost
-from bloomery.train.config import Muon, Optimizer, StepTokens
-from bloomery.train.plan.memory import trained_tokens
+from bloomery.train.config import Muon, Optimizer, StepTokens, trained_tokens
 
 Depth = Annotated[int, Between(1, 1000, "no model is deeper")]
 TokenRatio = Annotated[float, Between(1e-9, 1e9, "it counts the tokens for each weight")]
@@ -42,7 +41,7 @@ STEP_TOKENS, HORIZON = 2**19, 2_202_009_600
 STEP_EXPONENT = 0.383
 TOKENS_PER_PARAMETER = 20.0
 RATES = {
-    "muon": {"matrix_learning_rate": 0.02, "learning_rate": 3e-3},
+    "muon": {"muon_lr": 0.02, "learning_rate": 3e-3},
     "adamw": {"learning_rate": 6e-4},
     "adamw8bit": {"learning_rate": 6e-4},
     "ademamix": {"learning_rate": 6e-4},
@@ -52,13 +51,13 @@ RATES = {
 
 
 class Given(Config):
-    """What of [pretrain] is reckoned with."""
+    """The keys of [pretrain] that the scaling rules use."""
 
     model_config = ConfigDict(extra="ignore")
     depth: Depth
     model: ModelConfig
     tokens_per_parameter: TokenRatio = TOKENS_PER_PARAMETER
-    tokens_per_step: StepTokens | None = None
+    global_batch_tokens: StepTokens | None = None
     steps: Steps | None = None
     optimizer: Optimizer
 
@@ -73,7 +72,7 @@ def filled(section: Mapping[str, Any], vocab_size: int) -> dict[str, Any]:
     """
     [pretrain] with what follows from its `depth`, a number of layers, but for what it says itself.
 
-    Raises ConfigError where it says another number of layers, a shape by name, or what cannot be reckoned with.
+    Raises ConfigError if the section has another number of layers, the name of a shape, or an unusable value.
     """
     model, optimizer = section.get("model", {}), section.get("optimizer", {})
     if isinstance(model, Mapping):
@@ -84,44 +83,50 @@ def filled(section: Mapping[str, Any], vocab_size: int) -> dict[str, Any]:
     section = {**section, "model": model, "optimizer": optimizer}
     read = build(_Place, {"pretrain": section}).pretrain
     tokens = read.tokens_per_parameter * cost(read.model, vocab_size).matmul_parameters
-    given = read.tokens_per_step or step_tokens(tokens)
-    step = trained_tokens(given, read.model.context)
+    target_tokens = read.global_batch_tokens or step_tokens(tokens)
+    step = trained_tokens(target_tokens, read.model.context_length)
     return {
         **section,
-        "tokens_per_step": read.tokens_per_step or step,
+        "global_batch_tokens": read.global_batch_tokens or step,
         "steps": read.steps or max(1, round(tokens / step)),
-        "optimizer": rates(read.optimizer.kind, read.model.width, step) | optimizer,
+        "optimizer": rates(read.optimizer.kind, read.model.hidden_size, step) | optimizer,
     }
 
 
-def _no_second_shape(depth: int, given: Mapping[str, Any]) -> None:
-    if given.get("preset"):
-        what = f"depth={depth} and model.preset={given['preset']!r} both say the shape"
+def _no_second_shape(depth: int, settings: Mapping[str, Any]) -> None:
+    if settings.get("preset"):
+        what = f"depth={depth} and model.preset={settings['preset']!r} both say the shape"
         raise ConfigError(what, where="pretrain", hint="Leave one of the two.")
-    if given.get("num_layers", depth) != depth:
-        what = f"depth={depth}, and model.num_layers={given['num_layers']}"
+    if settings.get("num_layers", depth) != depth:
+        what = f"depth={depth}, and model.num_layers={settings['num_layers']}"
         raise ConfigError(what, where="pretrain", hint="Leave one of the two, or make them agree.")
 
 
-def shape(depth: int, given: Mapping[str, Any]) -> dict[str, Any]:
-    """Keys of a ModelConfig; those given stay, and others follow those that can be reckoned with."""
-    numbers = {key: value for key, value in given.items() if type(value) is int and value > 0}
-    width = numbers.get("width", WIDTH_PER_LAYER * depth)
+def shape(depth: int, settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Keys of a ModelConfig. Keys in `settings` stay; the other keys follow from the depth and usable settings."""
+    numbers = {key: value for key, value in settings.items() if type(value) is int and value > 0}
+    width = numbers.get("hidden_size", WIDTH_PER_LAYER * depth)
     heads = numbers.get("num_heads", max(1, width // HEAD_WIDTH))
-    mlp_width = 64 * math.ceil(8 * width / 3 / 64)
-    made = {"width": width, "num_layers": depth, "num_heads": heads, "num_kv_heads": heads, "mlp_width": mlp_width}
-    return made | dict(given)
+    intermediate_size = 64 * math.ceil(8 * width / 3 / 64)
+    derived = {
+        "hidden_size": width,
+        "num_layers": depth,
+        "num_heads": heads,
+        "num_kv_heads": heads,
+        "intermediate_size": intermediate_size,
+    }
+    return derived | dict(settings)
 
 
 def step_tokens(tokens: float) -> int:
     """A power of two."""
-    wanted = STEP_TOKENS * (tokens / HORIZON) ** STEP_EXPONENT
-    return int(2 ** round(math.log2(wanted)))
+    target = STEP_TOKENS * (tokens / HORIZON) ** STEP_EXPONENT
+    return int(2 ** round(math.log2(target)))
 
 
-def rates(kind: str, width: int, tokens_per_step: int) -> dict[str, float]:
+def rates(kind: str, width: int, global_batch_tokens: int) -> dict[str, float]:
     """Learning rates by their keys."""
-    batch = math.sqrt(tokens_per_step / STEP_TOKENS)
+    batch = math.sqrt(global_batch_tokens / STEP_TOKENS)
     wide = REFERENCE_WIDTH / width
-    factors = {"matrix_learning_rate": batch, "learning_rate": batch * (math.sqrt(wide) if kind == "muon" else wide)}
+    factors = {"muon_lr": batch, "learning_rate": batch * (math.sqrt(wide) if kind == "muon" else wide)}
     return {name: float(f"{rate * factors[name]:.3g}") for name, rate in RATES[kind].items()}

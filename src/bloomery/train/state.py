@@ -1,7 +1,7 @@
 """
 The state of a run, the guard against loss spikes, the phase timer, and hooks.
 
-The state is all that changes while training, besides weights and optimizer. It is plain data and needs no torch.
+The state is all that changes while training, except weights and optimizer. It is plain data and needs no torch.
 The timer splits the seconds of a run into data, forward and backward, optimizer, and hooks.
 
 The guard does not make an update that would hurt the weights.
@@ -19,7 +19,7 @@ because losses and norms vary by factors. Finetuning at a loss of 0.05 has sound
 norm, 15 plain deviations above it. A loss that a model knows by heart hardly varies, so a deviation counts as at
 least a thousandth.
 
-A hook is what happens after a step, besides training. No hook can cost more than itself. Hooks are in an explicit
+A hook is any work after a step that is not training. No hook can cost more than itself. Hooks are in an explicit
 list, and run in that order. A hook that raises is reported by name. If the step was not saved already, the newest
 state is saved first. Then the run stops if it cannot do without the hook (saving, the metrics file). It continues
 if it can (evaluating, sampling, other displays of the run). An interrupt is no error and passes through.
@@ -43,7 +43,7 @@ from bloomery.hw.distributed import World
 
 @dataclass
 class PhaseTimer:
-    """Adds up time by phase. A device that works behind the processor's back is waited for where a number is read."""
+    """Adds up time by phase. The CPU waits for an asynchronous device only where it reads a number."""
 
     seconds: dict[str, float] = field(default_factory=dict)
     """By phase, since `take`."""
@@ -71,8 +71,8 @@ class PhaseTimer:
     def take(self) -> dict[str, float]:
         """The seconds of each phase since the last time that they were taken."""
         self.enter(self.phase)
-        taken, self.seconds = self.seconds, {}
-        return {phase: round(seconds, 4) for phase, seconds in taken.items()}
+        phase_seconds, self.seconds = self.seconds, {}
+        return {phase: round(seconds, 4) for phase, seconds in phase_seconds.items()}
 
 
 SMALLEST_DEVIATION = 1e-3
@@ -132,7 +132,7 @@ class SpikeGuard:
 
     sigma: float = 6.0
     window: int = 128
-    max_skips: int = 3
+    max_skipped_steps: int = 3
     tell: Callable[[SkippedStep], None] = _tell_nobody
 
     def trouble(self, past: SpikeStats, loss: float, norm: float) -> str:
@@ -162,7 +162,7 @@ class SpikeGuard:
         past.in_a_row += 1
         past.skipped += 1
         self.tell(skip)
-        return past.in_a_row >= self.max_skips
+        return past.in_a_row >= self.max_skipped_steps
 
 
 def forget(past: SpikeStats) -> None:
@@ -172,19 +172,19 @@ def forget(past: SpikeStats) -> None:
 
 
 def restored(saved: Mapping[str, Any]) -> SpikeStats:
-    """What `dataclasses.asdict` made of a Past; of a checkpoint without one, an empty one."""
+    """What `dataclasses.asdict` made of a SpikeStats; of a checkpoint without one, an empty one."""
     return SpikeStats(**saved)
 
 
 @dataclass
 class State:
-    """All that a resume needs besides weights and optimizer."""
+    """All that a resume needs, except weights and optimizer."""
 
     step: int = 0
     samples: int = 0
     """Seen so far; the number of the next sample, and the loader's whole state."""
     tokens: int = 0
-    """Supervised so far, and learned from."""
+    """Supervised tokens of all updates kept so far."""
     metrics: dict[str, float | int] = field(default_factory=dict)
     """
     Of the last step: learning rate and supervised tokens; if there was an update, the loss in nats a token and the
@@ -201,6 +201,12 @@ class State:
 
     logged: int = 0
     """The newest step whose line is in metrics.jsonl."""
+
+    def advance(self, samples: int, loss: float, precision: dict[str, float]) -> None:
+        """Count a step, whether its update is made or not."""
+        self.step, self.samples, self.precision = self.step + 1, self.samples + samples, precision
+        if self.step == 1 and math.isfinite(loss):
+            self.first_loss = loss
 
     @classmethod
     def restored(cls, saved: Mapping[str, Any]) -> "State":
@@ -242,7 +248,7 @@ class Hooks:
 
     hooks: Sequence[Hook] = ()
     save: Callable[[State], None] = _save_nothing
-    """Makes the newest state safe, if it is not yet. Called before an error of a hook is said."""
+    """Saves the newest state, unless it is saved already. Called before the error of a hook is reported."""
     record: Callable[[Failure], None] = _record_nothing
     """Hears of each hook that failed without stopping the run."""
     failures: list[Failure] = field(default_factory=list)
@@ -274,7 +280,7 @@ class Hooks:
                 self.fatal, self.stop.asked = self.fatal or fatal, True
 
     def _bear(self, hook: Hook, state: State, error: BaseException) -> None:
-        """Say and note that a hook has failed, or raise why the run cannot go on."""
+        """Log and record that a hook has failed, or raise the error if the run cannot continue."""
         where = f"hook {hook.name!r} after step {state.step}"
         if not (hook.vital and self.world.size > 1):
             self._make_safe(state, error, where)
@@ -283,7 +289,7 @@ class Hooks:
             raise error
         failure = Failure(state.step, hook.name, f"{type(error).__name__}: {error}")
         self.failures.append(failure)
-        info(f"the {where} failed, and training goes on: {failure.error}", style="yellow")
+        info(f"the {where} failed, and training continues: {failure.error}", style="yellow")
         self.record(failure)
 
     def raise_fatal(self) -> None:
@@ -292,7 +298,7 @@ class Hooks:
             if self.fatal is not None:
                 raise self.fatal
 
-    def told(self, stage: str) -> list[dict[str, Any]]:
+    def report_failures(self, stage: str) -> list[dict[str, Any]]:
         """Say at the end what failed without stopping the run, and return it as plain data."""
         for failure in self.failures:
             info(f"{stage}: the hook {failure.hook!r} failed after step {failure.step}: {failure.error}", "yellow")

@@ -4,25 +4,24 @@ The gradients of one step: micro-batches, the loss function, retries, and the gr
     for each micro-batch:  forward pass -> sum of losses / count of the global batch -> backward pass
     then                   sum over ranks -> gradient norm
 
-`forward_backward` is the only place with a loop over micro-batches. If memory runs out, it computes the same global
+Only `forward_backward` has a loop over micro-batches. If memory runs out, it computes the same global
 batch again with half as many rows at once. If float16 overflows, it computes the batch again with another loss scale.
 
 The stage decides the loss function, if that is not the cross entropy of the next token. A loss function is a sum of
 losses over a global batch, and a divisor.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import NamedTuple, Protocol, TypeVar, runtime_checkable
+from typing import ClassVar, NamedTuple, Protocol, TypeVar, runtime_checkable
 
 import bloomery.hw.require_torch  # noqa: F401
 from bloomery.core.errors import HardwareError
 from bloomery.core.log import info
 from bloomery.core.signals import StopRequest
 from bloomery.hw import device as devices
-from bloomery.hw.device import Device
 from bloomery.hw.distributed import World
 from bloomery.model.kernels import cpu
 from bloomery.model.transformer import Transformer
@@ -37,41 +36,61 @@ from torch import Tensor, nn
 T = TypeVar("T")
 
 
+class BatchTotals(NamedTuple):
+    """What a loss function knows of a global batch before any of it goes through the model."""
+
+    divisor: int
+    """What the losses are divided by, the same on all ranks."""
+    metrics_divisor: int = 0
+    """What sums of metrics are divided by."""
+    metrics: Mapping[str, float] = {}
+    """Numbers by name that are known already."""
+
+
+class LossSums(NamedTuple):
+    """Of some rows of a global batch."""
+
+    loss: Tensor
+    """What is minimized, times the scale that was asked for."""
+    reported: Tensor
+    """What is reported, without gradient and scale."""
+    metrics: Tensor | None = None
+    """Sums in the order of `LossFunction.metrics`, on the CPU; None where there are none."""
+
+
 @runtime_checkable
 class LossFunction(Protocol):
-    """`CausalLMLoss` is the plain one. For each global batch: `begin`, `losses` of its parts, `end`, `told`."""
+    """
+    Losses that are summed over a global batch, and divided by a number that the batch tells. `CausalLMLoss` is the
+    plain one. It has no state: a batch may be computed again, where memory or the range of float16 was not enough.
+    """
 
-    def begin(self, model: Transformer, batch: Batch, micro_batch: int, device: Device, world: World) -> int:
-        """
-        What the losses of a global batch are divided by, the same on all ranks; what is needed of the whole of it is
-        computed here. A batch may be begun again: where memory or the range of float16 was not enough.
-        """
-        ...
+    metrics: ClassVar[tuple[str, ...]]
+    """Names of further numbers, each a mean over the global batch."""
+    positive: ClassVar[bool]
+    """Whether its size tells of trouble. A loss around zero does only where it is not finite."""
 
-    def losses(self, model: Transformer, part: Batch, device: Device, share: float = 1.0) -> tuple[Tensor, Tensor]:
-        """Of some rows of it: the sum that is minimized, times `share`; the sum that is reported, without gradient."""
-        ...
+    def totals(self, batch: Batch) -> BatchTotals: ...
 
-    def end(self, world: World) -> None:
-        """All parts are done. Ranks add up here what they tell."""
-        ...
+    def losses(self, model: Transformer, micro_batch: Batch, precision: Precision, scale: float = 1.0) -> LossSums: ...
 
-    def told(self) -> dict[str, float]:
-        """Numbers of that global batch, by name."""
-        ...
 
-    def watched(self, loss: float) -> float:
-        """What the guard looks at, which takes logarithms: a number above zero whose size tells of trouble."""
-        ...
+class BatchLoss(NamedTuple):
+    """What came of a global batch, whose gradient is in the weights."""
+
+    loss: float
+    """The mean over what the loss function counts; for the plain one, the cross entropy in nats a token."""
+    num_tokens: int
+    """Supervised tokens."""
+    metrics: dict[str, float]
 
 
 class Gradients(NamedTuple):
     """What the backward passes of a global batch left in the weights, in numbers."""
 
     loss: float
-    """The mean over what the loss function counts; for the plain one, the cross entropy in nats a token."""
     num_tokens: int
-    """Supervised tokens."""
+    metrics: dict[str, float]
     norm: Tensor
     """Of all gradients together, before clipping."""
     rows: int
@@ -83,7 +102,6 @@ def forward_backward(
     batch: Batch,
     rows: int,
     *,
-    device: Device,
     precision: Precision,
     loss_function: LossFunction,
     world: World,
@@ -93,16 +111,18 @@ def forward_backward(
     Leave the gradient of a global batch in the weights, `rows` at once, or as many as fit. Raises HardwareError where
     one row is too much, and Terminated between two micro-batches.
     """
-    work = partial(accumulate_gradients, model, batch, device=device, world=world, stop=stop, objective=loss_function)
-    (loss, num_tokens, norm), rows = retry_on_oom(
-        model, world, rows, partial(retry_on_overflow, model, precision, work)
-    )
-    return Gradients(loss, num_tokens, norm, rows)
+
+    def compute(rows: int) -> tuple[BatchLoss, Tensor]:
+        work = partial(accumulate_gradients, model, batch, rows, precision, loss_function, world, stop)
+        return retry_on_overflow(model, precision, work)
+
+    (batch_loss, norm), rows = retry_on_oom(model, world, rows, compute)
+    return Gradients(*batch_loss, norm, rows)
 
 
-def clipping(max_norm: float, norm: Tensor) -> float:
-    """What to multiply gradients of this norm with, so that it is at most `max_norm`: never more than one."""
-    return min(1.0, max_norm / (float(norm) + 1e-6))
+def clipping(max_grad_norm: float, norm: Tensor) -> float:
+    """What to multiply gradients of this norm with, so that it is at most `max_grad_norm`: never more than one."""
+    return min(1.0, max_grad_norm / (float(norm) + 1e-6))
 
 
 def retry_on_oom(model: nn.Module, world: World, rows: int, compute: Callable[[int], T]) -> tuple[T, int]:
@@ -126,18 +146,20 @@ def retry_on_oom(model: nn.Module, world: World, rows: int, compute: Callable[[i
         info(f"memory ran out: from this step on {rows} rows go through the model at once, of the same batch", "yellow")
 
 
-LESS_MEMORY = 'Say a smaller micro_batch_tokens or recompute="block"; `bloomery plan RECIPE` says what fits.'
+LESS_MEMORY = (
+    'Say a smaller micro_batch_tokens or activation_checkpointing="full"; `bloomery plan RECIPE` says what fits.'
+)
 
 
 def retry_on_overflow(
-    model: nn.Module, precision: Precision, compute: Callable[..., tuple[float, int]], rows: int
-) -> tuple[float, int, Tensor]:
+    model: nn.Module, precision: Precision, compute: Callable[[], BatchLoss]
+) -> tuple[BatchLoss, Tensor]:
     """What `compute` gives and the norm of its gradients: again, with another scale, if they left float16."""
     while True:
-        loss, tokens = compute(micro_batch=rows, precision=precision)
+        batch_loss = compute()
         norm = fsdp.gradient_norm(gradients(model))
-        if not precision.overflowed(loss, float(norm)):
-            return loss, tokens, norm
+        if not precision.overflowed(batch_loss.loss, float(norm)):
+            return batch_loss, norm
         model.zero_grad(set_to_none=True)
 
 
@@ -145,38 +167,42 @@ def accumulate_gradients(
     model: Transformer,
     batch: Batch,
     micro_batch: int,
-    device: Device,
+    precision: Precision,
+    loss_function: LossFunction | None = None,
     world: World | None = None,
     stop: StopRequest | None = None,
-    precision: Precision | None = None,
-    z_loss: float = 0.0,
-    objective: LossFunction | None = None,
-) -> tuple[float, int]:
+) -> BatchLoss:
     """
-    Leave in the weights the gradient of the mean loss over every supervised token of the global batch; return the mean
-    cross entropy, in nats a token, and the number of those tokens. With another objective it is a mean over whatever
-    that one counts.
+    Leave in the weights the gradient of the mean loss over the global batch. Without a loss function it is the cross
+    entropy of every supervised token.
 
     Rank r computes rows r, r + size, r + 2 · size … Each micro-batch adds its sum divided by the count of the global
     batch, so that neither the split nor the ranks matter, and one with few supervised tokens does not weigh too much.
     Raises Terminated between two micro-batches; ranks in company first finish the step together.
     """
-    world, precision = world or World.alone(), precision or Precision.decide("auto", device)
-    objective = objective or CausalLMLoss(z_loss)
-    tokens = int((batch.targets != IGNORE).sum())
-    count = max(objective.begin(model, batch, micro_batch, device, world), 1)
-    total = torch.zeros((), device=device.place)
-    for part in fsdp.micro_batches(batch, micro_batch, world, model):
+    world, loss_function = world or World.alone(), loss_function or CausalLMLoss()
+    totals = loss_function.totals(batch)
+    count = max(totals.divisor, 1)
+    total, metrics = torch.zeros((), device=precision.device.torch_device), torch.zeros(len(loss_function.metrics))
+    for rows in fsdp.micro_batches(batch, micro_batch, world, model):
         if stop is not None and world.size == 1:
             stop.check()
         with sparse_embedding_grad(model):
-            loss, reported = objective.losses(model, part, device, precision.factor / count)
-            torch.autograd.backward(loss)
-        total += reported
+            sums = loss_function.losses(model, rows, precision, precision.factor / count)
+            torch.autograd.backward(sums.loss)
+        total += sums.reported
+        if sums.metrics is not None:
+            metrics += sums.metrics
     fsdp.sum_gradients(model, world)
     precision.unscale(gradients(model))
-    objective.end(world)
-    return float(world.sum(total)) / count, tokens
+    means = dict(totals.metrics)
+    if loss_function.metrics:
+        means |= mean_metrics(loss_function, world.sum(metrics), totals.metrics_divisor)
+    return BatchLoss(float(world.sum(total)) / count, int((batch.targets != IGNORE).sum()), means)
+
+
+def mean_metrics(loss_function: LossFunction, sums: Tensor, count: int) -> dict[str, float]:
+    return {name: value / max(count, 1) for name, value in zip(loss_function.metrics, sums.tolist(), strict=True)}
 
 
 @dataclass(frozen=True)
@@ -184,45 +210,40 @@ class CausalLMLoss:
     """The cross entropy of the supervised tokens."""
 
     z_loss: float = 0.0
+    metrics: ClassVar[tuple[str, ...]] = ()
+    positive: ClassVar[bool] = True
 
-    def begin(self, model: Transformer, batch: Batch, micro_batch: int, device: Device, world: World) -> int:
-        return int((batch.targets != IGNORE).sum())
+    def totals(self, batch: Batch) -> BatchTotals:
+        return BatchTotals(int((batch.targets != IGNORE).sum()))
 
-    def losses(self, model: Transformer, part: Batch, device: Device, share: float = 1.0) -> tuple[Tensor, Tensor]:
-        return micro_batch_losses(model, part, device, self.z_loss, share)
-
-    def end(self, world: World) -> None: ...
-
-    def told(self) -> dict[str, float]:
-        return {}
-
-    def watched(self, loss: float) -> float:
-        return loss
+    def losses(self, model: Transformer, micro_batch: Batch, precision: Precision, scale: float = 1.0) -> LossSums:
+        return LossSums(*micro_batch_losses(model, micro_batch, precision, self.z_loss, scale))
 
 
 def gradients(model: nn.Module) -> list[Tensor]:
     return [weight.grad for weight in model.parameters() if weight.grad is not None]
 
 
-def micro_batch_loss(model: Transformer, batch: Batch, device: Device) -> Tensor:
+def micro_batch_loss(model: Transformer, batch: Batch, precision: Precision) -> Tensor:
     """Sum of the loss over the supervised tokens of a micro-batch, in nats. Zero, with zero gradients, for none."""
-    return micro_batch_losses(model, batch, device)[0]
+    return micro_batch_losses(model, batch, precision)[0]
 
 
 def micro_batch_losses(
-    model: Transformer, batch: Batch, device: Device, z_loss: float = 0.0, share: float = 1.0
+    model: Transformer, batch: Batch, precision: Precision, z_loss: float = 0.0, scale: float = 1.0
 ) -> tuple[Tensor, Tensor]:
-    """What is minimized, times `share`, and the cross entropy alone: see `token_losses`."""
+    """What is minimized, times `scale`, and the cross entropy alone: see `token_losses`."""
+    device = precision.device.torch_device
     whole = bool((batch.segments == batch.segments[:, :1]).all())  # known here without asking the device
     ids, positions, segments = (
-        None if part is None else torch.from_numpy(part).to(device.place)
-        for part in (batch.ids, batch.positions, None if whole else batch.segments)
+        None if array is None else torch.from_numpy(array).to(device)
+        for array in (batch.ids, batch.positions, None if whole else batch.segments)
     )
     assert ids is not None
     flat = torch.from_numpy(batch.targets).flatten()
     supervised = (flat != IGNORE).nonzero().flatten()
-    placed = Placed(ids, positions, segments, supervised.to(device.place), flat[supervised].to(device.place))
-    return placed_losses(model, placed, device, z_loss, share)
+    placed = Placed(ids, positions, segments, supervised.to(device), flat[supervised].to(device))
+    return placed_losses(model, placed, precision, z_loss, scale)
 
 
 class Placed(NamedTuple):
@@ -238,13 +259,13 @@ class Placed(NamedTuple):
 
 
 def placed_losses(
-    model: Transformer, batch: Placed, device: Device, z_loss: float = 0.0, share: float = 1.0
+    model: Transformer, batch: Placed, precision: Precision, z_loss: float = 0.0, scale: float = 1.0
 ) -> tuple[Tensor, Tensor]:
     """As `micro_batch_losses`, of what is on the device."""
-    with Precision.decide("auto", device).autocast():
+    with precision.autocast():
         hidden = model(batch.ids, positions=batch.positions, segments=batch.segments).flatten(0, 1)
     chosen = hidden if len(batch.supervised) == len(hidden) else hidden[batch.supervised]
-    return token_losses(chosen, model.head.weight, batch.targets, z_loss, share)
+    return token_losses(chosen, model.head.weight, batch.targets, z_loss, scale)
 
 
 @contextmanager
@@ -253,21 +274,21 @@ def sparse_embedding_grad(model: Transformer) -> Iterator[None]:
     Within, the rows of a tied embedding that tokens took get their gradient after the backward pass, which gives the
     table that of the head. Zeros for all other rows, and the sum of two such tables, take as long as some layers.
     """
-    table, taken = model.embed.weight, list[tuple[Tensor, Tensor]]()
+    table, lookups = model.embed.weight, list[tuple[Tensor, Tensor]]()
     elsewhere = table.device.type != "cpu" or cpu.ELSEWHERE.get()
     if model.head.weight is not table or type(table) not in cpu.PLAIN or elsewhere:
         yield
         return
 
     def take(_: nn.Module, ids: tuple[Tensor, ...], rows: Tensor) -> Tensor:
-        taken.append((ids[0].flatten(), rows.detach().requires_grad_(rows.requires_grad)))
-        return taken[-1][1]
+        lookups.append((ids[0].flatten(), rows.detach().requires_grad_(rows.requires_grad)))
+        return lookups[-1][1]
 
     hook = model.embed.register_forward_hook(take)
     try:
         yield
     finally:
         hook.remove()
-    for ids, rows in taken:
+    for ids, rows in lookups:
         if table.grad is not None and rows.grad is not None:
             table.grad.index_add_(0, ids, rows.grad.flatten(0, -2))

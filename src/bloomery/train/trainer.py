@@ -8,7 +8,7 @@ Train a model: the loop, and the run around it with its device, resume, checkpoi
 resumes, trains and leaves the model. The stage decides what differs between pretraining and finetuning: data, loss
 mask, loss function, and which weights train. Hooks run in the order given, after a step, and at no other time.
 
-Both share one file, so that the way from setup to the update of the weights is read from top to bottom.
+Both share one file, so that a reader can follow it from setup to the update of the weights.
 """
 
 import math
@@ -24,15 +24,15 @@ from bloomery.core.config import plain
 from bloomery.core.log import METRICS, Metrics, info, kept, progress
 from bloomery.core.signals import StopRequest, Terminated, on_signals
 from bloomery.hw import device as devices
-from bloomery.hw import distributed
+from bloomery.hw import distributed, launcher
 from bloomery.hw.device import Device, listed_peak
 from bloomery.hw.distributed import RankLostError, World
 from bloomery.model.flops import cost
 from bloomery.model.transformer import Transformer
 from bloomery.shards.loader import Batch, PackedDataset, SampleSource, batches, others_begin
-from bloomery.tokenizer.chat_template import Renderer
-from bloomery.train import checkpointing, compile, fsdp, launch
-from bloomery.train.checkpointing import AdapterSaver, Checkpoints, FullModelSaver, Kept
+from bloomery.tokenizer.tokenizer import Tokenizer
+from bloomery.train import checkpointing, compile, fsdp
+from bloomery.train.checkpointing import Checkpoints, ModelSaver
 from bloomery.train.config import Training, WSDSchedule
 from bloomery.train.grad_stats import Norms
 from bloomery.train.metrics import MAIN_LOG, MetricsLogger, main_log, watcher
@@ -40,7 +40,7 @@ from bloomery.train.optim import Optimizers, decay_start, learning_rate_share
 from bloomery.train.plan.dry_run import DryRun, tell
 from bloomery.train.plan.here import decided
 from bloomery.train.plan.memory import check_shard, remarks, rows_at_once, rows_per_step
-from bloomery.train.precision import Precision, fast_dtype, find_device, short
+from bloomery.train.precision import Precision, short
 from bloomery.train.progress import ProgressCheck, last_loss
 from bloomery.train.state import (
     Failure,
@@ -52,19 +52,16 @@ from bloomery.train.state import (
     State,
     forget,
 )
-from bloomery.train.step import CausalLMLoss, LossFunction, clipping, forward_backward
+from bloomery.train.step import CausalLMLoss, Gradients, LossFunction, clipping, forward_backward
 from bloomery.train.validation import EvalCheck, Sampler, Validation, evaluating, sampling
 from bloomery.weights.checkpoint import RetentionPolicy, Saver
-from bloomery.weights.hf import Lineage
-
-from torch import Tensor
 
 LOG = "log.txt"
 STEPS_BETWEEN_TRIMS = 25
 
 T = TypeVar("T")
-Evaluation = Callable[[Transformer, Device, StopRequest], Mapping[str, float]]
-"""Of a model, where it computes, and whether to end early (by Terminated): numbers by name."""
+Evaluation = Callable[[Transformer, Precision, StopRequest], Mapping[str, float]]
+"""Of a model, where and how it computes, and whether to end early (by Terminated): numbers by name."""
 
 
 @dataclass
@@ -81,14 +78,13 @@ class Trainer:
     batches: Iterator[Batch]
     _: KW_ONLY
     state: State
-    """Updated in place."""
+    """Updated in-place."""
     steps: int
     micro_batch: int
     """Rows that go through the model at once, if memory allows."""
     learning_rate_share: Callable[[int], float]
     """Of the peak, by step; the first step is 1."""
-    max_norm: float
-    device: Device
+    max_grad_norm: float
     precision: Precision
     loss_function: LossFunction = field(default_factory=CausalLMLoss)
     world: World = field(default_factory=World.alone)
@@ -101,7 +97,7 @@ class Trainer:
 
     def train(self) -> None:
         self.model.train()
-        self.raise_if_stopped()  # what is due at this step was left out on the way here, and comes again
+        self.raise_if_stopped()  # setup left out the hooks that are due at this step; they run on resume
         while self.state.step < self.steps:
             self.train_step()
             self.timer.enter("hooks")
@@ -116,30 +112,38 @@ class Trainer:
         batch = next(self.batches)
         lr = self.optimizers.set_share(self.learning_rate_share(state.step + 1))
         self.timer.enter("forward_backward")
-        loss, num_tokens, norm, rows = forward_backward(
+        grads = self._forward_backward(batch)
+        self.timer.enter("optimizer")
+        state.advance(len(batch.ids), grads.loss, self.precision.state())
+        state.metrics = {"learning_rate": lr, "tokens": grads.num_tokens}
+        norm = float(grads.norm)
+        watched = grads.loss if self.loss_function.positive or not math.isfinite(grads.loss) else 1.0
+        if reason := self.guard.trouble(state.guard, watched, norm):
+            self._skip(SkippedStep(state.step, reason, grads.loss, norm, batch.samples.tolist()))
+        elif grads.num_tokens:
+            if self.norms:
+                self.norms.before_update(state.step)
+            self.optimizers.step(clipping(self.max_grad_norm, grads.norm))
+            if self.norms:
+                self.norms.after_update()
+            self.guard.accept(state.guard, watched, norm)
+            state.tokens += grads.num_tokens
+            state.metrics |= {"loss": grads.loss, "gradient_norm": norm, **grads.metrics, **self.precision.metrics()}
+        self.optimizers.zero_grad()
+
+    def _forward_backward(self, batch: Batch) -> Gradients:
+        """The gradients of a global batch, with as many rows at once as memory allows, now and later."""
+        grads = forward_backward(
             self.model,
             batch,
-            min(self.micro_batch, state.rows or self.micro_batch),
-            device=self.device,
+            min(self.micro_batch, self.state.rows or self.micro_batch),
             precision=self.precision,
             loss_function=self.loss_function,
             world=self.world,
             stop=self.stop,
         )
-        self.timer.enter("optimizer")
-        state.step, state.samples, state.precision = (
-            state.step + 1,
-            state.samples + len(batch.ids),
-            self.precision.state(),
-        )
-        state.rows, state.metrics = rows if rows < self.micro_batch else 0, {"learning_rate": lr, "tokens": num_tokens}
-        if state.step == 1 and math.isfinite(loss):
-            state.first_loss = loss
-        if reason := self.guard.trouble(state.guard, self.loss_function.watched(loss), float(norm)):
-            self._skip(SkippedStep(state.step, reason, loss, float(norm), batch.samples.tolist()))
-        elif num_tokens:
-            self._update(loss, num_tokens, norm)
-        self.optimizers.zero_grad()
+        self.state.rows = grads.rows if grads.rows < self.micro_batch else 0
+        return grads
 
     def raise_if_stopped(self) -> None:
         """Raises Terminated on all ranks where one of them was asked to stop."""
@@ -151,19 +155,6 @@ class Trainer:
         if self.guard.skip(self.state.guard, skip) and self.roll_back is not None:
             self.roll_back(self.state)
 
-    def _update(self, loss: float, num_tokens: int, norm: Tensor) -> None:
-        """Clip the gradients, change the weights, and count the tokens."""
-        state = self.state
-        if self.norms:
-            self.norms.before_update(state.step)
-        self.optimizers.step(clipping(self.max_norm, norm))
-        if self.norms:
-            self.norms.after_update()
-        self.guard.accept(state.guard, self.loss_function.watched(loss), float(norm))
-        state.tokens += num_tokens
-        told = {**self.loss_function.told(), **self.precision.told()}
-        state.metrics |= {"loss": loss, "gradient_norm": float(norm), **told}
-
 
 @dataclass
 class TrainingRun:
@@ -172,26 +163,24 @@ class TrainingRun:
     name: str
     config: Training
     model: Transformer
-    renderer: Renderer
+    model_saver: ModelSaver
+    tokenizer: Tokenizer
     samples: SampleSource
     validation: PackedDataset | EvalCheck
     """Samples whose loss is measured, or what measures something else."""
-    lineage: Lineage
     out: Path
     sampler: Sampler | None = None
     """What writes samples, for those who ask for them."""
-    kept: Kept | None = None
-    """What of the model is saved; the whole of it, if nothing else is said."""
     evaluations: Mapping[str, Evaluation] = field(default_factory=dict)
-    """What is measured besides the validation loss, at the same steps; of its numbers, one has the name it has here."""
+    """Measurements at the same steps as the validation loss, by name; each returns a number of its own name."""
     measured: dict[int, float] = field(default_factory=dict)
     """Step -> validation loss, so far."""
-    objective: LossFunction | None = None
-    """What is minimized; the cross entropy of the next token, if nothing else is said."""
-    check_objective: LossFunction | None = None
+    loss_function: LossFunction | None = None
+    """What is minimized. None: the cross entropy of the next token."""
+    validation_loss_function: LossFunction | None = None
     """The same for the validation samples, where it knows them one by one."""
-    begin: Callable[[Device, int, StopRequest], None] | None = None
-    """Called when the model is in its place and as it starts, before it is trained; with the rows that fit at once."""
+    begin: Callable[[Precision, int, StopRequest], None] | None = None
+    """Called with the rows that fit at once, when the initial model is on its device, before training."""
     from_scratch: bool = False
     """Whether the model has random weights. Then it has to become better than an untrained one: see progress.py."""
     early: bool = True
@@ -215,25 +204,26 @@ class TrainingRun:
         or Ctrl-C, it saves and raises Terminated; in the last save, or as it leaves the model, it ends that first.
         """
         with fsdp.desk(self.out, self.world) as self._desk, kept(self._desk / LOG), on_signals() as self._stop:
-            device = find_device(self.config)
-            distributed.check_devices(self.world, device.place)
+            precision = Precision.of_run(self.config)
+            device = precision.device
+            distributed.check_devices(self.world, device.torch_device)
             self.config = decided(self.config, self.model.config, self.model.vocab_size, device, self.world)
-            self._sharded = check_shard(self.config, self.world.size, adapters=isinstance(self.kept, AdapterSaver))
+            self._sharded = check_shard(self.config, self.world.size, adapters=self.model_saver.of_adapters)
             if self._sharded:  # weights go where they compute one group at a time, and leave their part there
                 fsdp.shard(self.model, self.world, device)
-            compile.prepare(self.model, self.config, self.samples, device, self._desk, self.world)
-            optimizers = Optimizers(self.model, self.config.optimizer, fast_dtype(device))
+            compile.prepare(self.model, self.config, self.samples, precision, self._desk, self.world)
+            optimizers = Optimizers(self.model, self.config.optimizer, precision.muon_dtype)
             if self.begin is not None:
-                self.begin(device, rows_at_once(self.config, self.samples.length), self._stop)
+                self.begin(precision, rows_at_once(self.config, self.samples.length), self._stop)
             self._validation = self._check()
             if self.config.dry_run and not self._sharded:
-                self.config = self._tried(optimizers, device)
-            self._start_loss = self._measured_start(device)
+                self.config = self._tried(optimizers, precision)
+            self._start_loss = self._measured_start(precision)
             with Saver(self.out / "checkpoints", self._keep, self.world) as saver:
                 self._checkpoints = self._safe(saver, optimizers, device)
                 state, self._stop.saves = self._checkpoints.resume(), True
                 began, first_step = time.monotonic(), state.step
-                failures = self._train(state, optimizers, device)
+                failures = self._train(state, optimizers, precision)
             steps, seconds = state.step - first_step, time.monotonic() - began
             with self.world.alike():
                 self._learning.check(state, self.measured if self._acts else None)
@@ -244,7 +234,7 @@ class TrainingRun:
         return {
             "parameters": facts.parameters,
             "steps": state.step,
-            "tokens": state.step * self.tokens_per_step,
+            "tokens": state.step * self.global_batch_tokens,
             "supervised_tokens": state.tokens,
             "epochs": round(self.samples.epochs(state.samples), 3),
             "loss": None if (loss := last_loss(state)) is None else round(loss, 5),
@@ -252,17 +242,17 @@ class TrainingRun:
             "skipped_steps": state.guard.skipped,
             "rollbacks": len(state.guard.rollbacks),
             "failures": failures,
-            "continued": checkpointing.told(self.out),
-            "tokens_per_second": round(steps * self.tokens_per_step / seconds) if steps else None,
+            "continued": checkpointing.continued_from(self.out),
+            "tokens_per_second": round(steps * self.global_batch_tokens / seconds) if steps else None,
             "device": device.name,
-            "precision": short(device.compute_dtype),
+            "precision": short(precision.dtype),
             "threads": devices.threads(),
             "peak_bytes": device.peak_bytes(),
             "peak_flops_measured": fsdp.peak(device, self.world),
             "peak_flops_catalogue": listed_peak(device) or "unknown",
         }
 
-    def _tried(self, optimizers: Optimizers, device: Device) -> Training:
+    def _tried(self, optimizers: Optimizers, precision: Precision) -> Training:
         """The settings, with as many rows at once as two steps have shown to fit."""
         rows = rows_at_once(self.config, self.samples.length)
         trial = DryRun(
@@ -270,32 +260,31 @@ class TrainingRun:
             optimizers=optimizers,
             samples=self.samples,
             validation=self._validation,
-            device=device,
             world=self.world,
-            precision=Precision.decide(self.config.precision, device),
-            max_norm=self.config.max_norm,
-            objective=self.minimized,
+            precision=precision.for_trial(),
+            max_grad_norm=self.config.max_grad_norm,
+            loss_function=self.minimized,
             one_shape=self.config.compile != "off",
         )
-        found = trial.run(rows, self.rows)
-        tell(found, self.rows, self.config.steps, device, self.world)
-        if found.rows >= min(rows, -(-self.rows // self.world.size)):
+        outcome = trial.run(rows, self.rows)
+        tell(outcome, self.rows, self.config.steps, precision.device, self.world)
+        if outcome.rows >= min(rows, -(-self.rows // self.world.size)):
             return self.config
-        fewer = self.config.model_copy(update={"micro_batch_tokens": found.rows * self.samples.length})
-        compile.decide(self.model, fewer, self.samples, device, self._desk, self.world)
+        fewer = self.config.model_copy(update={"micro_batch_tokens": outcome.rows * self.samples.length})
+        compile.decide(self.model, fewer, self.samples, precision, self._desk, self.world)
         return fewer
 
-    def _measured_start(self, device: Device) -> float | None:
+    def _measured_start(self, precision: Precision) -> float | None:
         """
         The validation loss before the first step; None where there is none, or where it is another rank's to measure.
         A run that resumes measures it again, before it takes up a checkpoint, and so needs no record of it.
         """
         if not self._acts or not isinstance(self._validation, Validation):
             return None
-        check, found = self._validation, list[float]()
+        check, losses = self._validation, list[float]()
 
         def run(state: State) -> None:
-            found.append(check.measure(self.model, device)[check.name])
+            losses.append(check.measure(self.model, precision)[check.name])
 
         hook = Hook(lambda state: True, run, "evaluate", vital=False)
         try:
@@ -303,13 +292,13 @@ class TrainingRun:
         except Terminated:
             if self.world.size == 1:
                 raise  # else all ranks stop together, before the next step
-        return found[0] if found and math.isfinite(found[0]) else None
+        return losses[0] if losses and math.isfinite(losses[0]) else None
 
     @property
     def _learning(self) -> ProgressCheck:
         return ProgressCheck(
             name=self.name,
-            vocab_size=self.model.vocab_size if self.objective is None else None,
+            vocab_size=self.model.vocab_size if self.loss_function is None else None,
             warmup_steps=self.config.schedule.warmup_steps,
             from_scratch=self.from_scratch,
             start_loss=self._start_loss,
@@ -317,13 +306,13 @@ class TrainingRun:
 
     @property
     def minimized(self) -> LossFunction:
-        return self.objective or CausalLMLoss(self.config.z_loss)
+        return self.loss_function or CausalLMLoss(self.config.z_loss)
 
     def _check(self) -> EvalCheck:
         if not isinstance(self.validation, PackedDataset):
             return self.validation
         rows = rows_at_once(self.config, self.validation.length)
-        return Validation(self.validation, self.renderer.tokenizer, rows, self._leave, self.check_objective)
+        return Validation(self.validation, self.tokenizer, rows, self._leave, self.validation_loss_function)
 
     @property
     def _leave(self) -> StopRequest:
@@ -332,11 +321,11 @@ class TrainingRun:
 
     @property
     def _keep(self) -> RetentionPolicy:
-        """Which checkpoints stay. Longer runs can go on from the one at the end of a level part (checkpointing.py)."""
+        """Which checkpoints stay. Longer runs can resume from the checkpoint that ends a level part (extension.py)."""
         config, schedule = self.config, self.config.schedule
         level = frozenset([decay_start(schedule, config.steps)] if isinstance(schedule, WSDSchedule) else [])
-        every, goals_every = config.keep_every_steps, config.evaluate_every
-        return RetentionPolicy(last=config.keep_checkpoints, every=every, steps=level, goals_every=goals_every)
+        every, goals_every = config.keep_every, config.eval_every
+        return RetentionPolicy(last=config.keep_last, every=every, steps=level, goals_every=goals_every)
 
     @property
     def _acts(self) -> bool:
@@ -345,8 +334,8 @@ class TrainingRun:
 
     def _agreed(self, value: T) -> T:
         """What the first rank finds, where all have to do the same."""
-        found: T = self.world.broadcast(value) if self._sharded else value
-        return found
+        agreed: T = self.world.broadcast(value) if self._sharded else value
+        return agreed
 
     @property
     def rows(self) -> int:
@@ -354,13 +343,12 @@ class TrainingRun:
         return rows_per_step(self.config, self.samples.length)
 
     @property
-    def tokens_per_step(self) -> int:
+    def global_batch_tokens(self) -> int:
         """Positions that go through the model in a step, padding included."""
         return self.rows * self.samples.length
 
-    def _train(self, state: State, optimizers: Optimizers, device: Device) -> list[dict[str, Any]]:
-        """The rest of the steps. Returns what failed on the way without stopping it."""
-        precision = Precision.decide(self.config.precision, device)
+    def _train(self, state: State, optimizers: Optimizers, precision: Precision) -> list[dict[str, Any]]:
+        """Run the remaining steps. Returns the failures of hooks that did not stop the run."""
         precision.restore(state.precision)
 
         def roll_back(state: State) -> None:
@@ -370,12 +358,12 @@ class TrainingRun:
         sinks = self.config.sinks if self.world.is_first else ()
         watchers = [watcher(sink, self.out.name, self.out, facts) for sink in sinks]
         with (
-            self._recorder(state, device) as recorder,
+            self._recorder(state, precision.device) as recorder,
             sampling(self.config, self.model, self.sampler, self._desk, state.step, self._agreed) as samples,
         ):
             recorder.watchers += [one.take for one in watchers]
             hooks = Hooks(
-                [*self._hooks(state, device, recorder, samples), *(one.hook() for one in watchers)],
+                [*self._hooks(state, precision, recorder, samples), *(one.hook() for one in watchers)],
                 save=(lambda state: None) if self._sharded else partial(self._save, recorder),
                 record=recorder.failed,
                 failures=self._failures,
@@ -395,8 +383,7 @@ class TrainingRun:
                         learning_rate_share=lambda step: learning_rate_share(
                             self.config.schedule, step, self.config.steps
                         ),
-                        max_norm=self.config.max_norm,
-                        device=device,
+                        max_grad_norm=self.config.max_grad_norm,
                         world=self.world,
                         precision=precision,
                         loss_function=self.minimized,
@@ -404,14 +391,14 @@ class TrainingRun:
                         roll_back=roll_back,
                         hooks=hooks,
                         norms=recorder.norms,
-                        timer=recorder.clock,
+                        timer=recorder.timer,
                         stop=self._stop,
                     ).train()
                 except Terminated:
                     self._save(recorder, state)
                     self._checkpoints.wait()
                     hooks.raise_fatal()
-                    info(f"asked to stop after step {state.step}; the same command goes on from here", style="yellow")
+                    info(f"asked to stop after step {state.step}; the same command resumes from here", style="yellow")
                     raise
                 except Exception as error:
                     self._rescue(state, error, recorder)
@@ -419,7 +406,7 @@ class TrainingRun:
                 finally:
                     Hooks([one.end() for one in watchers], record=recorder.failed).after_step(state)
         self._checkpoints.check_finite(state)
-        return hooks.told(self.name)
+        return hooks.report_failures(self.name)
 
     def _save(self, recorder: MetricsLogger, state: State) -> None:
         """What metrics tell of a step is safe before its weights are: a power cut leaves no hole in them."""
@@ -427,8 +414,8 @@ class TrainingRun:
 
     def _rescue(self, state: State, error: Exception, recorder: MetricsLogger) -> None:
         """Save the last finished step before an error is raised. In the midst of an update, weights are of no step."""
-        if self.world.is_first and (recorder.clock.before_update or isinstance(error, RankLostError)):
-            with launch.busy():
+        if self.world.is_first and (recorder.timer.before_update or isinstance(error, RankLostError)):
+            with launcher.busy():
                 self._checkpoints.rescue(state, before=recorder.metrics.sync)
 
     @contextmanager
@@ -440,36 +427,35 @@ class TrainingRun:
             recorder = MetricsLogger(
                 metrics=metrics,
                 meter=meter,
-                clock=PhaseTimer(),
-                norms=Norms(self.model, every=self.config.norms_every if self._acts else 0),
+                timer=PhaseTimer(),
+                norms=Norms(self.model, every=self.config.grad_stats_every if self._acts else 0),
                 device=device,
-                tokens_per_step=self.tokens_per_step,
+                global_batch_tokens=self.global_batch_tokens,
                 flops_per_token=cost(self.model.config, self.model.vocab_size).train_flops_per_token,
                 peak_flops=fsdp.peak(device, self.world),
                 listed_flops=listed_peak(device, self.world.size),
                 bytes_per_token=self._validation.bytes_per_token,
             )
             of = f" on {self.world.size} ranks together" if self.world.size > 1 else ""
-            found = [
+            messages = [
                 f"{self.name} on {device.name}; {recorder.peaks()}{of}",
                 *remarks(self.config, self.samples.length),
             ]
-            info("\n".join(f"  {one}" for one in found))
+            info("\n".join(f"  {one}" for one in messages))
             recorder.start_at(state, tells=self.world.is_first)
             yield recorder
 
     def _guard(self, recorder: MetricsLogger) -> SpikeGuard:
         how = self.config
-        return SpikeGuard(how.skip_sigma, how.skip_window, how.max_skips, recorder.skipped)
+        return SpikeGuard(how.spike_sigma, how.spike_window, how.max_skipped_steps, recorder.skipped)
 
     def _safe(self, saver: Saver, optimizers: Optimizers, device: Device) -> Checkpoints:
         return Checkpoints(
             name=self.name,
             root=self.out / "checkpoints",
             model=self.model,
-            kept=self.kept or FullModelSaver(self.model, self.renderer),
+            model_saver=self.model_saver,
             optimizers=optimizers,
-            lineage=self.lineage,
             environment=checkpointing.environment(self.config, device, self.world, optimizers),
             goals=self._keep.is_goal,
             others_begin=partial(others_begin, self.samples),
@@ -479,9 +465,11 @@ class TrainingRun:
 
     # --- hooks --------------------------------------------------------------------------------------------------------
 
-    def _hooks(self, start: State, device: Device, recorder: MetricsLogger, samples: Sequence[Hook]) -> Sequence[Hook]:
+    def _hooks(
+        self, start: State, precision: Precision, recorder: MetricsLogger, samples: Sequence[Hook]
+    ) -> Sequence[Hook]:
         """Log, save, evaluate: in this order, so that the weights are safe before anything else may fail."""
-        steps, every, keep = self.config.steps, self.config.evaluate_every, self._keep
+        steps, every, keep = self.config.steps, self.config.eval_every, self._keep
         others = partial(others_begin, self.samples)
 
         def evaluation_is_due(state: State) -> bool:
@@ -492,7 +480,7 @@ class TrainingRun:
             doubtful = state.guard.in_a_row > 0 and state.step < steps
             return (late or keep.is_goal(state.step) or state.step == steps) and not doubtful
 
-        evaluations = self._evaluations(device, recorder)
+        evaluations = self._evaluations(precision, recorder)
         known = {
             line["step"]: float(line["validation_loss"]) for line in recorder.metrics.kept if "validation_loss" in line
         }
@@ -523,27 +511,29 @@ class TrainingRun:
             *samples,
         ]
 
-    def _evaluations(self, device: Device, recorder: MetricsLogger) -> list[tuple[str, str, Callable[[State], None]]]:
+    def _evaluations(
+        self, precision: Precision, recorder: MetricsLogger
+    ) -> list[tuple[str, str, Callable[[State], None]]]:
         """Each as the name of its hook, that of a number which it writes, and what it does."""
 
         def written(measure: Evaluation) -> Callable[[State], None]:
             def run(state: State) -> None:
                 try:
                     with evaluating(self.model):
-                        found = measure(self.model, device, self._leave)
+                        metrics = measure(self.model, precision, self._leave)
                 except Terminated:
                     if self.world.size == 1:
                         raise
-                    return  # all ranks stop after this step; a run that goes on from it evaluates first
-                recorder.write(state.step, **found)
-                if "validation_loss" in found:
-                    self.measured[state.step] = found["validation_loss"]
+                    return  # all ranks stop after this step; a resumed run evaluates first
+                recorder.write(state.step, **metrics)
+                if "validation_loss" in metrics:
+                    self.measured[state.step] = metrics["validation_loss"]
 
             return run
 
         others = [(name, name, written(measure)) for name, measure in self.evaluations.items()]
 
-        def measure(model: Transformer, device: Device, stop: StopRequest) -> dict[str, float]:
-            return self._validation.measure(model, device)
+        def measure(model: Transformer, precision: Precision, stop: StopRequest) -> dict[str, float]:
+            return self._validation.measure(model, precision)
 
         return [("evaluate", self._validation.name, written(measure)), *others]

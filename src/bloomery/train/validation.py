@@ -20,15 +20,15 @@ import bloomery.hw.require_torch  # noqa: F401
 from bloomery.core.log import SAMPLES as SAMPLES
 from bloomery.core.log import Metrics, info, read_metrics
 from bloomery.core.signals import StopRequest
-from bloomery.hw.device import Device
 from bloomery.hw.distributed import World
 from bloomery.model.transformer import Transformer
 from bloomery.shards.loader import IGNORE, Batch, PackedDataset
 from bloomery.tokenizer.tokenizer import Tokenizer
 from bloomery.train import fsdp
 from bloomery.train.config import Training
+from bloomery.train.precision import Precision
 from bloomery.train.state import Hook, State
-from bloomery.train.step import CausalLMLoss, LossFunction, retry_on_oom
+from bloomery.train.step import CausalLMLoss, LossFunction, mean_metrics, retry_on_oom
 
 import torch
 
@@ -49,7 +49,7 @@ class EvalCheck(Protocol):
         """By which a loss in nats a token is one in bits a byte; None where it is none of a token."""
         ...
 
-    def measure(self, model: Transformer, device: Device, most: int | None = None) -> dict[str, float]:
+    def measure(self, model: Transformer, precision: Precision, most: int | None = None) -> dict[str, float]:
         """Numbers by name; with `most`, quicker ones that nobody reads."""
         ...
 
@@ -63,8 +63,8 @@ class Validation:
     rows: int
     """That go through the model at once."""
     stop: StopRequest = field(default_factory=StopRequest)
-    objective: LossFunction | None = None
-    """Whose loss and numbers these are; those of the next token, if nothing else is said."""
+    loss_function: LossFunction | None = None
+    """Gives the loss and the other numbers. None: the cross entropy of the next token."""
     name: str = "validation_loss"
 
     def batches(self, rows: int | None = None) -> Iterator[Batch]:
@@ -75,37 +75,41 @@ class Validation:
             self.stop.check()
             yield self.samples.batch(chosen[start : start + size])
 
-    def measure(self, model: Transformer, device: Device, most: int | None = None) -> dict[str, float]:
+    def measure(self, model: Transformer, precision: Precision, most: int | None = None) -> dict[str, float]:
         """
         Mean loss of the samples, in nats a token and, where their bytes are known, in bits a byte; of `most` batches
-        only. Where memory runs out, half as many rows go through the model at once, now and later. What another
-        objective tells is a mean over batches, weighted by what it counts.
+        only. Where memory runs out, half as many rows go through the model at once, now and later. Metrics of another
+        loss function are means over all samples.
         """
-        objective, alone = self.objective or CausalLMLoss(), World.alone()
+        loss_function = self.loss_function or CausalLMLoss()
 
-        def sums(rows: int) -> tuple[float, int, dict[str, float]]:
-            total, counted, told = 0.0, 0, dict[str, float]()
+        def compute(rows: int) -> tuple[float, int, dict[str, float]]:
+            total, count, metrics_count = 0.0, 0, 0
+            metrics = torch.zeros(len(loss_function.metrics), dtype=torch.float64)
             for batch in islice(self.batches(rows), most):
-                count = objective.begin(model, batch, rows, device, alone)
-                total += float(objective.losses(model, batch, device)[0])
-                objective.end(alone)
-                told = {name: told.get(name, 0.0) + value * count for name, value in objective.told().items()}
-                counted += count
-            return total, counted, told
+                totals, sums = loss_function.totals(batch), loss_function.losses(model, batch, precision)
+                total, count, metrics_count = (
+                    total + float(sums.loss),
+                    count + totals.divisor,
+                    metrics_count + totals.metrics_divisor,
+                )
+                if sums.metrics is not None:
+                    metrics += sums.metrics
+            return total, count, mean_metrics(loss_function, metrics, metrics_count)
 
         with evaluating(model):
-            (total, count, told), self.rows = retry_on_oom(model, alone, self.rows, sums)
+            (total, count, metrics), self.rows = retry_on_oom(model, World.alone(), self.rows, compute)
         loss = total / max(count, 1)
-        found = {"validation_loss": round(loss, 5)}
-        found |= {f"validation_{name}": round(value / max(count, 1), 5) for name, value in told.items()}
+        results = {"validation_loss": round(loss, 5)}
+        results |= {f"validation_{name}": round(value, 5) for name, value in metrics.items()}
         if self.bytes_per_token:
-            found["validation_bits_per_byte"] = round(loss / math.log(2) / self.bytes_per_token, 5)
-        return found
+            results["validation_bits_per_byte"] = round(loss / math.log(2) / self.bytes_per_token, 5)
+        return results
 
     @cached_property
     def bytes_per_token(self) -> float | None:
         """Bytes of the supervised tokens of the samples, by token; None where they have none, or are not the count."""
-        if self.objective is not None:
+        if self.loss_function is not None:
             return None
         lengths = np.array(self.tokenizer.byte_lengths)
         targets = np.concatenate([batch.targets[batch.targets != IGNORE] for batch in self.batches()])
@@ -140,15 +144,15 @@ def sampling(
     agreed: Callable[[bool], bool] = bool,
 ) -> Iterator[list[Hook]]:
     """
-    The hook that samples every so many steps, if that was asked for; its lines of lost steps are dropped, and those of
-    `step`, which a run goes on from, if they are not all there: then it is due after that step too. `agreed` says what
-    all ranks take for true.
+    The hook that samples every `sample_every` steps, if the recipe asks for it. It drops the lines of lost steps. If
+    lines of `step`, where the run resumes, are missing, it drops the others of that step too, and samples again after
+    it. `agreed` gives the answer that all ranks share.
     """
     if sampler is None or not config.sample_every:
         yield []
         return
-    told = [line.get("prompt") for line in read_metrics(out / SAMPLES) if line["step"] == step]
-    whole = agreed(told == list(config.prompts))
+    sampled_prompts = [line.get("prompt") for line in read_metrics(out / SAMPLES) if line["step"] == step]
+    whole = agreed(sampled_prompts == list(config.prompts))
     with Metrics(out / SAMPLES, step if whole else step - 1) as file:
 
         def is_due(state: State) -> bool:

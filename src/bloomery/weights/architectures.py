@@ -32,13 +32,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-CYCLES = ("attention", "sliding_window", "feed_forward")
+CYCLES = ("attention", "sliding_window", "mlp")
 """Fields of a ModelConfig that layers take in turns; of a cycle that is longer than the model, its end says nothing."""
 TABLES = ("embed.weight", "head.weight")
-"""Weights with a row for each id."""
+"""Weights with a row for each token ID."""
 
 BUFFERS = re.compile(r"(.*\.)?rotary_emb\.inv_freq|(transformer\.)?h\.\d+\.attn\.(masked_)?bias")
-"""Tensors that some files hold beside weights, and that follow from the configuration: frequencies, causal masks."""
+"""Tensors in some files that are no weights but follow from the configuration: frequencies, causal masks."""
 
 
 @dataclass(frozen=True)
@@ -61,7 +61,7 @@ class Architecture:
     allowed: Mapping[str, Callable[[ModelConfig], bool]]
     """Field of a ModelConfig -> whether it is such as the architecture has it."""
     describe: Callable[[ModelConfig], dict[str, Any]]
-    """What config.json says of a model, besides architecture, vocabulary and special tokens."""
+    """The entries of config.json for a model, except architecture, vocabulary and special tokens."""
     understand: Callable[[Mapping[str, Any]], ModelConfig]
     """The model of a config.json. Raises ValueError for what ours cannot be, KeyError for what it lacks."""
     pieces: Callable[[Sequence[str]], list[WeightMapping]]
@@ -92,20 +92,20 @@ def gathered(piece: WeightMapping, weights: Mapping[str, Tensor]) -> Tensor:
     return whole.t() if piece.transposed else whole
 
 
-def spread(piece: WeightMapping, given: Tensor, weights: Mapping[str, Tensor]) -> None:
+def spread(piece: WeightMapping, tensor: Tensor, weights: Mapping[str, Tensor]) -> None:
     """Copy their tensor into ours. Raises ValueError for another shape."""
     parts = [weights[name] for name in piece.ours]
-    if piece.transposed and given.dim() == 2:
-        given = given.t()
-    wanted = (sum(len(part) for part in parts), *parts[0].shape[1:])
-    if given.shape != wanted:
-        turned = tuple(reversed(wanted)) if piece.transposed else wanted
-        raise ValueError(f"{piece.theirs} has shape {tuple(given.shape)}, not {turned}")
+    if piece.transposed and tensor.dim() == 2:
+        tensor = tensor.t()
+    expected = (sum(len(part) for part in parts), *parts[0].shape[1:])
+    if tensor.shape != expected:
+        turned = tuple(reversed(expected)) if piece.transposed else expected
+        raise ValueError(f"{piece.theirs} has shape {tuple(tensor.shape)}, not {turned}")
     if piece.normalized:
-        given = F.normalize(given.float())
+        tensor = F.normalize(tensor.float())
     with torch.no_grad():
-        for part, some in zip(parts, torch.split(given, [len(part) for part in parts]), strict=True):
-            part.copy_(some)
+        for target, some in zip(parts, torch.split(tensor, [len(part) for part in parts]), strict=True):
+            target.copy_(some)
 
 
 def is_uniform(cycle: Sequence[Any], *values: Any) -> bool:
@@ -144,24 +144,24 @@ def llama_name(name: str) -> str:
 
 def describe_llama(config: ModelConfig) -> dict[str, Any]:
     facts: dict[str, Any] = {
-        "hidden_size": config.width,
+        "hidden_size": config.hidden_size,
         "num_hidden_layers": config.num_layers,
         "num_attention_heads": config.num_heads,
         "num_key_value_heads": config.num_kv_heads,
         "head_dim": config.head_size,
-        "intermediate_size": config.mlp_width,
-        "max_position_embeddings": config.context,
+        "intermediate_size": config.intermediate_size,
+        "max_position_embeddings": config.context_length,
         "rope_theta": config.rope_theta,
         "rms_norm_eps": config.norm_eps,
         "tie_word_embeddings": config.tie_embeddings,
-        "hidden_act": GATES[config.feed_forward[0]],
+        "hidden_act": GATES[config.mlp[0]],
         "attention_bias": config.biases == "all",
         "mlp_bias": config.biases == "all",
     }
     if (scaling := config.rope_scaling) is not None:
         said = {"rope_type": scaling.kind} | scaling.model_dump(exclude={"kind"}, exclude_none=True)
-        if "original_context" in said:
-            said["original_max_position_embeddings"] = said.pop("original_context")
+        if "original_context_length" in said:
+            said["original_max_position_embeddings"] = said.pop("original_context_length")
         facts["rope_scaling"] = said
     return facts
 
@@ -178,22 +178,22 @@ def read_llama(facts: Mapping[str, Any]) -> ModelConfig:
         raise ValueError("attention_bias and mlp_bias differ; both have biases, or none")
     theta, scaling = _rope(facts)
     tree = {
-        "width": facts["hidden_size"],
+        "hidden_size": facts["hidden_size"],
         "num_layers": facts["num_hidden_layers"],
         "num_heads": heads,
         "num_kv_heads": facts.get("num_key_value_heads") or heads,
-        "mlp_width": facts["intermediate_size"],
-        "context": facts["max_position_embeddings"],
+        "intermediate_size": facts["intermediate_size"],
+        "context_length": facts["max_position_embeddings"],
         "rope_theta": theta,
         "rope_scaling": scaling,
         "norm_eps": facts.get("rms_norm_eps", 1e-6),
         "tie_embeddings": facts.get("tie_word_embeddings", False),
-        "feed_forward": acts[act],
+        "mlp": acts[act],
         "biases": "all" if facts.get("attention_bias") else "none",
     }
-    given = facts.get("head_dim")
-    if given and given * heads != tree["width"]:
-        tree["head_width"] = given
+    head_dim = facts.get("head_dim")
+    if head_dim and head_dim * heads != tree["hidden_size"]:
+        tree["head_dim"] = head_dim
     return ModelConfig(**tree)
 
 
@@ -212,7 +212,7 @@ def _rope(facts: Mapping[str, Any]) -> tuple[float, dict[str, Any] | None]:
     if said.pop("truncate", True) is not True:
         raise ValueError("yarn without truncation is not there")
     if kind != "linear":
-        said["original_context"] = original or facts["max_position_embeddings"]
+        said["original_context_length"] = original or facts["max_position_embeddings"]
     return theta, {"kind": kind, **said}
 
 
@@ -278,10 +278,10 @@ def _one_size(config: ModelConfig) -> int | None:
 
 SHARED: Allowed = {
     "attention": lambda config: is_uniform(config.attention, "standard"),
-    "feed_forward": lambda config: is_uniform(config.feed_forward, *GATES),
-    "positions": lambda config: config.positions == "rotary",
+    "mlp": lambda config: is_uniform(config.mlp, *GATES),
+    "position_embedding": lambda config: config.position_embedding == "rope",
     "norm": lambda config: config.norm == "rmsnorm",
-    "norm_weights": lambda config: config.norm_weights,
+    "norm_affine": lambda config: config.norm_affine,
 }
 """What all of them have."""
 
@@ -290,7 +290,7 @@ LLAMA = Architecture(
     "llama",
     SHARED
     | {
-        "width": lambda config: config.width % config.num_heads == 0,
+        "hidden_size": lambda config: config.hidden_size % config.num_heads == 0,
         "sliding_window": lambda config: is_uniform(config.sliding_window, "full"),
         "qk_norm": lambda config: not config.qk_norm,
         "biases": lambda config: config.biases in ("none", "all"),
@@ -361,14 +361,14 @@ CONV = re.compile(r"blocks\.\d+\.(attention|mlp)\.\w+\.weight")
 
 def gpt2_mappings(names: Sequence[str]) -> list[WeightMapping]:
     """Their tensors. Raises ValueError for a weight that GPT-2 does not have."""
-    found = []
+    mappings = []
     for name in names:
         if re.fullmatch(r"blocks\.\d+\.attention\.[kv]\.(weight|bias)", name):
             continue
         query = re.fullmatch(r"(blocks\.\d+\.attention\.)q(\.\w+)", name)
         ours = tuple(f"{query[1]}{which}{query[2]}" for which in "qkv") if query else (name,)
-        found.append(WeightMapping(gpt2_name(name), ours, transposed=bool(CONV.fullmatch(name))))
-    return found
+        mappings.append(WeightMapping(gpt2_name(name), ours, transposed=bool(CONV.fullmatch(name))))
+    return mappings
 
 
 def gpt2_name(name: str) -> str:
@@ -378,13 +378,13 @@ def gpt2_name(name: str) -> str:
 
 def describe_gpt2(config: ModelConfig) -> dict[str, Any]:
     return {
-        "n_embd": config.width,
+        "n_embd": config.hidden_size,
         "n_layer": config.num_layers,
         "n_head": config.num_heads,
-        "n_inner": config.mlp_width,
-        "n_positions": config.context,
-        "n_ctx": config.context,
-        "activation_function": GPT2_ACTIVATIONS[config.feed_forward[0]],
+        "n_inner": config.intermediate_size,
+        "n_positions": config.context_length,
+        "n_ctx": config.context_length,
+        "activation_function": GPT2_ACTIVATIONS[config.mlp[0]],
         "layer_norm_epsilon": config.norm_eps,
         "tie_word_embeddings": config.tie_embeddings,
         "attn_pdrop": 0.0,
@@ -401,16 +401,16 @@ def read_gpt2(facts: Mapping[str, Any]) -> ModelConfig:
         if facts.get(name, usual) != usual:
             raise ValueError(f"{name} = {facts[name]!r} is not there")
     return ModelConfig(
-        width=facts["n_embd"],
+        hidden_size=facts["n_embd"],
         num_layers=facts["n_layer"],
         num_heads=facts["n_head"],
         num_kv_heads=facts["n_head"],
-        mlp_width=facts.get("n_inner") or 4 * facts["n_embd"],
-        context=facts.get("n_positions") or facts["n_ctx"],
+        intermediate_size=facts.get("n_inner") or 4 * facts["n_embd"],
+        context_length=facts.get("n_positions") or facts["n_ctx"],
         norm_eps=facts.get("layer_norm_epsilon", 1e-5),
         tie_embeddings=facts.get("tie_word_embeddings", True),
-        feed_forward=(activations[act],),
-        positions="absolute",
+        mlp=(activations[act],),
+        position_embedding="learned",
         norm="layernorm",
         biases="all",
     )
@@ -421,15 +421,15 @@ GPT2 = Architecture(
     "gpt2",
     {
         "attention": lambda config: is_uniform(config.attention, "standard"),
-        "feed_forward": lambda config: is_uniform(config.feed_forward, *GPT2_ACTIVATIONS),
+        "mlp": lambda config: is_uniform(config.mlp, *GPT2_ACTIVATIONS),
         "sliding_window": lambda config: is_uniform(config.sliding_window, "full"),
-        "positions": lambda config: config.positions == "absolute",
+        "position_embedding": lambda config: config.position_embedding == "learned",
         "norm": lambda config: config.norm == "layernorm",
-        "norm_weights": lambda config: config.norm_weights,
+        "norm_affine": lambda config: config.norm_affine,
         "qk_norm": lambda config: not config.qk_norm,
         "biases": lambda config: config.biases == "all",
         "num_kv_heads": lambda config: config.num_kv_heads == config.num_heads,
-        "head_width": lambda config: config.head_size * config.num_heads == config.width,
+        "head_dim": lambda config: config.head_size * config.num_heads == config.hidden_size,
     },
     describe_gpt2,
     read_gpt2,
@@ -441,24 +441,24 @@ FIRST_VOCABULARY = 64_000
 
 
 def baichuan2_mappings(names: Sequence[str], *, normalized: bool = True) -> list[WeightMapping]:
-    found = []
+    mappings = []
     for piece in llama_mappings(names):
         if piece.theirs.endswith("self_attn.q_proj.weight"):
             ours = tuple(piece.ours[0].replace(".q.", f".{which}.") for which in "qkv")
-            found.append(WeightMapping(piece.theirs.replace("q_proj", "W_pack"), ours))
+            mappings.append(WeightMapping(piece.theirs.replace("q_proj", "W_pack"), ours))
         elif piece.theirs == "lm_head.weight":
-            found.append(replace(piece, normalized=normalized))
+            mappings.append(replace(piece, normalized=normalized))
         elif not piece.theirs.endswith(("self_attn.k_proj.weight", "self_attn.v_proj.weight")):
-            found.append(piece)
-    return found
+            mappings.append(piece)
+    return mappings
 
 
 def read_baichuan2(facts: Mapping[str, Any]) -> ModelConfig:
-    """13B says how long it was trained, and no number of positions: that is how the two are told apart."""
-    positions = "rotary" if "max_position_embeddings" in facts else "alibi"
-    context = facts["max_position_embeddings"] if positions == "rotary" else facts["model_max_length"]
+    """Tells 13B from 7B: 13B gives the length that it was trained at, but no number of positions."""
+    positions = "rope" if "max_position_embeddings" in facts else "alibi"
+    context = facts["max_position_embeddings"] if positions == "rope" else facts["model_max_length"]
     known = read_llama(dict(facts) | {"max_position_embeddings": context})
-    return ModelConfig(**(known.model_dump() | {"positions": positions}))
+    return ModelConfig(**(known.model_dump() | {"position_embedding": positions}))
 
 
 BAICHUAN2 = Architecture("BaichuanForCausalLM", "baichuan", {}, describe_llama, read_baichuan2, baichuan2_mappings)
@@ -520,15 +520,15 @@ def shown(value: Any) -> str:
 
 def exported(config: ModelConfig) -> ModelConfig:
     """The same computation where another architecture can say it: norms without weights have weights of 1."""
-    return config if config.norm_weights else ModelConfig(**(config.model_dump() | {"norm_weights": True}))
+    return config if config.norm_affine else ModelConfig(**(config.model_dump() | {"norm_affine": True}))
 
 
 def reasons(config: ModelConfig) -> list[str]:
     """Which choices keep a model from being what it is closest to of transformers' models; none if it is one."""
-    nearest = min(WRITTEN, key=lambda one: len(one.obstacles(exported(config))))
+    nearest = min(WRITTEN, key=lambda candidate: len(candidate.obstacles(exported(config))))
     return [
-        f"width={config.width} is no multiple of num_heads={config.num_heads}, as {nearest.name} needs it"
-        if field == "width"
+        f"hidden_size={config.hidden_size} is no multiple of num_heads={config.num_heads}, as {nearest.name} needs it"
+        if field == "hidden_size"
         else f"{field}={_shown(config, field)} is nothing that {nearest.name} has"
         for field in nearest.obstacles(exported(config))
     ]

@@ -43,7 +43,7 @@ from bloomery.core.io import MANIFEST
 from bloomery.core.log import info
 from bloomery.core.records import Count, ListedFile, NameInside, read_record
 from bloomery.hw.distributed import World
-from bloomery.weights.safetensors import check_header
+from bloomery.weights.safetensors import STEP_FOLDER, check_header
 
 import safetensors.torch
 import torch
@@ -66,7 +66,7 @@ TensorPlacement = Callable[[str, torch.Size, torch.dtype], Tensor]
 
 
 def copy_state(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The same tensors in memory of the processor, so that training may go on; of a sharded one, this rank's part."""
+    """A copy of the tensors in CPU memory, so that training can continue; of a sharded tensor, this rank's part."""
     return {name: _copied(tensor.detach()) for name, tensor in tensors.items()}
 
 
@@ -74,8 +74,8 @@ def _copied(tensor: Tensor) -> Tensor:
     if not isinstance(tensor, DTensor):
         return tensor.to("cpu", copy=True).contiguous()
     mesh = init_device_mesh("cpu", tuple(tensor.device_mesh.shape))
-    part = tensor.to_local().to("cpu", copy=True).contiguous()
-    return DTensor.from_local(part, mesh, tensor.placements, shape=tensor.shape, stride=tensor.stride())
+    local = tensor.to_local().to("cpu", copy=True).contiguous()
+    return DTensor.from_local(local, mesh, tensor.placements, shape=tensor.shape, stride=tensor.stride())
 
 
 def size_bytes(tensors: Mapping[str, Tensor]) -> int:
@@ -90,8 +90,8 @@ def is_sharded(tensors: Mapping[str, Tensor]) -> bool:
 
 def write(folder: Path, tensors: Mapping[str, Tensor], world: World) -> None:
     """
-    Write tensors of the processor's memory as files below a folder, flushed. Every rank of `world` takes part, each
-    with its parts. Raises OSError where a disk is full, on all ranks where it is for one of them.
+    Write tensors from CPU memory as files below a folder, and flush them. Every rank of `world` writes its parts.
+    Raises OSError on all ranks if a disk is full for any rank.
     """
     _quiet()
     with world.alike(), core_io.disk_errors(folder):
@@ -114,10 +114,10 @@ def write(folder: Path, tensors: Mapping[str, Tensor], world: World) -> None:
     core_io.sync_folder(folder)
 
 
-def read(folder: Path, place: TensorPlacement | None = None) -> dict[str, Tensor]:
+def read(folder: Path, alloc: TensorPlacement | None = None) -> dict[str, Tensor]:
     """
-    The tensors that `write` left, whole, or in the parts that `place` makes room for. Raises CheckpointError for files
-    that it has not written, or whose tensors `place` has no room for.
+    The tensors that `write` left, whole, or in the parts that `alloc` makes room for. Raises CheckpointError for files
+    that it has not written, or whose tensors `alloc` has no room for.
     """
     _quiet()
     room: dict[str, Tensor] = {}
@@ -126,12 +126,12 @@ def read(folder: Path, place: TensorPlacement | None = None) -> dict[str, Tensor
             if not isinstance(facts, TensorStorageMetadata):
                 raise TypeError(f"{name} is no tensor")
             kind = facts.properties.dtype
-            room[name] = torch.empty(facts.size, dtype=kind) if place is None else place(name, facts.size, kind)
+            room[name] = torch.empty(facts.size, dtype=kind) if alloc is None else alloc(name, facts.size, kind)
         if room:
             load(room, storage_reader=HuggingFaceStorageReader(str(folder)), no_dist=True)
     except UNREADABLE as error:
         what = f"cannot be read: {type(error).__name__}: {shorten(str(error))}"
-        hint = f"Remove {folder.parent}, and the same command goes on from the checkpoint before it."
+        hint = f"Remove {folder.parent}, and the same command resumes from the checkpoint before it."
         raise CheckpointError(what, where=str(folder), hint=hint) from None
     return room
 
@@ -143,12 +143,10 @@ def _quiet() -> None:
     logging.getLogger("c10d-NullHandler-dcp_logger").setLevel(logging.WARNING)
 
 
-_quiet()  # before another thread opens a `catch_warnings`, whose end takes back what was said meanwhile
+_quiet()  # before another thread opens a `catch_warnings`, whose end undoes log settings made meanwhile
 
 
 TRAINING, STATE, ENVIRONMENT = "training", "state.json", "environment.json"
-NAME = "[0-9]" * 9
-"""What folders of checkpoints are called: their step, so that they sort as numbers do."""
 OLD_TRAINING = "training.safetensors"
 """Of checkpoints before training state could be sharded. They are still read."""
 
@@ -156,7 +154,7 @@ OLD_TRAINING = "training.safetensors"
 StepNumber = Annotated[int, Field(ge=0, lt=10 ** len("000001000"))]
 """As many as a folder's name can say."""
 NOTHING_ELSE = ConfigDict(extra="forbid")
-"""For what a run goes on from: what this version does not know, it cannot take up."""
+"""For files that a run resumes from: this version refuses keys that it does not know."""
 StateNumber = Annotated[float, Field(allow_inf_nan=False)]
 
 
@@ -206,8 +204,8 @@ class Checkpoint:
 @dataclass(frozen=True, kw_only=True)
 class RetentionPolicy:
     """
-    Which checkpoints stay: the newest `last`, those of steps that `every` divides, and those of some `steps`; besides,
-    behind the newest one, the newest that a run may go back to.
+    Which checkpoints stay: the newest `last`, those of steps that `every` divides, and those of some `steps`. Also the
+    newest checkpoint before the last that a run may go back to.
     """
 
     last: int
@@ -301,7 +299,7 @@ def _part(folder: Path, world: World) -> Iterator[None]:
 
 def _check_way(root: Path) -> None:
     """Raises RunError for what is no folder and stands where checkpoints are to be."""
-    for path in (root, *root.glob(NAME)):
+    for path in (root, *root.glob(STEP_FOLDER)):
         if (path.exists() or path.is_symlink()) and not path.is_dir():
             hint = "Move it away, and run the same command again."
             raise RunError("is no folder, and stands where checkpoints are to be", where=str(path), hint=hint)
@@ -314,8 +312,8 @@ def _prune(root: Path, newest: Path, keep: RetentionPolicy, standing: RollbackIn
     behind = [one for one in there if one < newest and one not in passed_over]
     goal = next((one for one in reversed(behind) if is_goal(one, standing.left)), None)
     old = [] if standing.doubtful else [*behind, newest][: -keep.last]
-    for one in [*passed_over, *(one for one in old if one != goal and not keep(int(one.name)))]:
-        _remove(one)
+    for folder in [*passed_over, *(one for one in old if one != goal and not keep(int(one.name)))]:
+        _remove(folder)
     for torn in root.glob(f"*{core_io.PARTIAL}"):
         core_io.remove_path(torn)
 
@@ -341,9 +339,9 @@ def check_space(folder: Path, needed: int) -> None:
 
 class Saver:
     """
-    Saves while training goes on: what is to be saved is copied at once, and a thread writes it. One save at a time.
+    Saves during training: the state is copied at once, and a thread writes it. One save at a time.
 
-    Every rank makes one, in the same order as anything else that ranks do together. Used as a context, it ends when
+    Every rank makes a Saver, in the same order as their other collective operations. Used as a context, it ends when
     the last save is whole.
     """
 
@@ -414,18 +412,18 @@ def newest(
     goals: bool = False,
     left: Sequence[range] = (),
     world: World | None = None,
-    place: TensorPlacement | None = None,
+    alloc: TensorPlacement | None = None,
 ) -> Checkpoint | None:
     """
     The newest checkpoint that is whole, of those of a step before `before` where that is given, and with `goals` of
     those that a run which has `left` some steps may go back to; or None. Raises CheckpointError where there are some,
     and none of all is whole.
 
-    The first rank of `world` decides which, and all of them read it; `place` says where to, if not as whole tensors.
+    The first rank of `world` decides which, and all of them read it; `alloc` says where to, if not as whole tensors.
     """
     world = world or World.alone()
-    found = newest_folder(root, before, goals=goals, left=left) if world.is_first else None
-    name = world.broadcast(found.name if found else None)
+    selected = newest_folder(root, before, goals=goals, left=left) if world.is_first else None
+    name = world.broadcast(selected.name if selected else None)
     if name is None:
         return None
     folder = root / name
@@ -434,7 +432,7 @@ def newest(
     if (folder / OLD_TRAINING).is_file():
         training = safetensors.torch.load_file(folder / OLD_TRAINING)
     else:
-        training = read(folder / TRAINING, place)
+        training = read(folder / TRAINING, alloc)
     environment: dict[str, Any] = {}
     if (folder / ENVIRONMENT).exists():
         environment = read_record(folder / ENVIRONMENT, dict[str, Any], error=CheckpointError)
@@ -455,7 +453,7 @@ def newest_folder(
         troubles.append(f"{folder.name}: {trouble}")
     if troubles and before is None and not goals:
         what = f"no checkpoint is whole, of {len(troubles)} that are there; {troubles[0]}"
-        hint = f"Put the files back as they were. Or remove {root}, and the same command begins anew."
+        hint = f"Put the files back as they were. Or remove {root}, and the same command starts over."
         raise CheckpointError(what, where=str(root), hint=hint)
     return None
 
@@ -467,8 +465,8 @@ def damage(folder: Path) -> str:
             return "it has no manifest"
         manifest = _manifest(folder)
         listed = manifest["outputs"]
-        if found := core_io.find_corruption(folder, listed, thorough=True):
-            return found
+        if corruption := core_io.find_corruption(folder, listed, thorough=True):
+            return corruption
         steps = (manifest["step"], read_state(folder)["step"])
     except OSError as error:
         return f"{error.filename or 'a file'} cannot be read: {error.strerror or error}"
@@ -490,8 +488,8 @@ def _manifest(folder: Path) -> CheckpointManifest:
 
 def _training_files(folder: Path) -> set[str]:
     """What is read as training state, listed or not. What else a person or a program puts there harms nothing."""
-    found = [folder / OLD_TRAINING, *(folder / TRAINING).glob("*.safetensors")]
-    return {path.relative_to(folder).as_posix() for path in found if path.exists() or path.is_symlink()}
+    candidates = [folder / OLD_TRAINING, *(folder / TRAINING).glob("*.safetensors")]
+    return {path.relative_to(folder).as_posix() for path in candidates if path.exists() or path.is_symlink()}
 
 
 def _remove(folder: Path) -> None:
@@ -503,4 +501,4 @@ def _remove(folder: Path) -> None:
 
 def folders(root: Path) -> list[Path]:
     """Finished checkpoint folders by step."""
-    return sorted(folder for folder in root.glob(NAME) if folder.is_dir())
+    return sorted(folder for folder in root.glob(STEP_FOLDER) if folder.is_dir())

@@ -62,8 +62,8 @@ def _said_otherwise(model: Transformer) -> Transformer:
 
 def read(source: Path, tokenizer: Path | None = None) -> Loaded:
     """
-    A model of others: a folder as transformers saves it, or a model file of llm.c, whose tokenizer lies beside it or
-    is named. Raises CheckpointError and DataError, which say what cannot be read and why.
+    A model to import: a folder as transformers saves it, or a model file of llm.c, whose tokenizer is in the same
+    folder or is named. Raises CheckpointError and DataError, which say what cannot be read and why.
     """
     if source.is_dir():
         if tokenizer is not None:
@@ -71,24 +71,24 @@ def read(source: Path, tokenizer: Path | None = None) -> Loaded:
             raise CheckpointError("has a tokenizer of its own", where=str(source), hint=hint)
         return hf.load(source)
     integrity.verify(source.parent, source.name)
-    given = llmc.read(source)
+    source_model = llmc.read(source)
     file = tokenizer or _beside(source)
     integrity.verify(file.parent, file.name)
-    made, added = hf.tokenizer_of(file, given.vocab_size)
-    _of_one_size(source, given.vocab_size, file, made.vocab_size - len(added))
-    model = Transformer(given.config, max(given.vocab_size, made.vocab_size))
+    new_tokenizer, added = hf.tokenizer_of(file, source_model.vocab_size)
+    _of_one_size(source, source_model.vocab_size, file, new_tokenizer.vocab_size - len(added))
+    model = Transformer(source_model.config, max(source_model.vocab_size, new_tokenizer.vocab_size))
     weights = model.state_dict()
     with torch.no_grad():
-        for name, weight in given.weights.items():
+        for name, weight in source_model.weights.items():
             weights[name][: len(weight)].copy_(weight)
-    end = made.document_id
-    hf.add_rows(model, given.vocab_size, added, {} if end in added.values() else {"eos_token_id": end})
-    lineage = Lineage(tokenizer=made.hash, template=None, shards=hf.IMPORTED)
-    return Loaded(model.eval(), made, Renderer(made), lineage, source)
+    end = new_tokenizer.document_id
+    hf.add_rows(model, source_model.vocab_size, added, {} if end in added.values() else {"eos_token_id": end})
+    lineage = Lineage(tokenizer=new_tokenizer.hash, template=None, shards=hf.IMPORTED)
+    return Loaded(model.eval(), new_tokenizer, Renderer(new_tokenizer), lineage, source)
 
 
 def _of_one_size(source: Path, rows: int, file: Path, ids: int) -> None:
-    """A tokenizer has as many ids as the model, before special tokens are added. Tables of others are padded to 64."""
+    """A tokenizer has as many token IDs as the model, before special tokens are added. Some tables are padded to 64."""
     if rows == ids or (rows % 64 == 0 and 0 < rows - ids < llmc.PADDED_TO):
         return
     hint = "Name the one that the model was trained with: bloomery import MODEL.bin OUT --tokenizer FILE"
@@ -106,11 +106,11 @@ def take_in(source: Path, out: Path, tokenizer: Path | None = None) -> dict[str,
 
 
 def _beside(source: Path) -> Path:
-    found = sorted(source.parent.glob("*tokenizer*.bin"))
-    if len(found) != 1:
-        shown = ", ".join(file.name for file in found) or "none"
+    candidates = sorted(source.parent.glob("*tokenizer*.bin"))
+    if len(candidates) != 1:
+        shown = ", ".join(file.name for file in candidates) or "none"
         hint = "Name it: bloomery import MODEL.bin OUT --tokenizer FILE"
         raise CheckpointError(
-            f"of *tokenizer*.bin beside it there is not one, but {shown}", where=str(source), hint=hint
+            f"needs one *tokenizer*.bin in its folder, which has {shown}", where=str(source), hint=hint
         )
-    return found[0]
+    return candidates[0]

@@ -27,19 +27,18 @@ from pydantic import Field, ValidationError
 from typing_extensions import TypedDict
 
 from bloomery.core import cache
-from bloomery.core.bounds import TEMPERATURE
 from bloomery.core.config import explained
 from bloomery.core.errors import CheckpointError, shorten
 from bloomery.core.io import MANIFEST, canonical, make_folder, sha256_bytes, write_json
 from bloomery.core.records import Count, RecordPath, read_record
+from bloomery.core.sampling import TEMPERATURE
 from bloomery.model.config import ModelConfig
 from bloomery.model.flops import cost
 from bloomery.model.lora_config import Base, Lora
 from bloomery.model.transformer import Transformer
 from bloomery.tokenizer import importers
 from bloomery.tokenizer.chat_template import TEMPLATES, Renderer, Template
-from bloomery.tokenizer.config import MAX_IDS
-from bloomery.tokenizer.tokenizer import DOCUMENT, END, PAD, SPECIAL, Tokenizer
+from bloomery.tokenizer.tokenizer import DOCUMENT, END, MAX_IDS, PAD, SPECIAL, Tokenizer
 from bloomery.weights import architectures as weights_architectures
 from bloomery.weights import integrity, peft
 from bloomery.weights.architectures import BUFFERS, TABLES, Architecture, gathered, spread
@@ -102,17 +101,17 @@ CONFIG, LINEAGE = "config.json", "bloomery.json"
 DRAWN = {"do_sample": True, "temperature": TEMPERATURE, "top_k": 0, "top_p": 1.0}
 """What transformers and vLLM do unless told otherwise: as ours. Their own top_k is 50."""
 TEMPLATE_NAME = "template_name"
-"""Beside the lineage: which of TEMPLATES it is whose hash stands there."""
+"""Key next to the lineage: the name in TEMPLATES of the template whose hash the lineage holds."""
 BASE = "adapts"
-"""Beside it, for adapters: where their base lies, its digest, and how it was kept."""
+"""Key next to the lineage, for adapters: the path of their base, its digest, and how it was kept."""
 THEIRS = {
-    "width": ("hidden_size", "n_embd"),
+    "hidden_size": ("hidden_size", "n_embd"),
     "num_layers": ("num_hidden_layers", "n_layer"),
     "num_heads": ("num_attention_heads", "n_head"),
     "num_kv_heads": ("num_key_value_heads",),
-    "head_width": ("head_dim",),
-    "mlp_width": ("intermediate_size", "n_inner"),
-    "context": ("max_position_embeddings", "n_positions", "n_ctx", "model_max_length"),
+    "head_dim": ("head_dim",),
+    "intermediate_size": ("intermediate_size", "n_inner"),
+    "context_length": ("max_position_embeddings", "n_positions", "n_ctx", "model_max_length"),
     "norm_eps": ("rms_norm_eps", "layer_norm_epsilon"),
     "tie_embeddings": ("tie_word_embeddings",),
 }
@@ -145,7 +144,7 @@ class SavedBase(TypedDict):
 
 
 class SavedLineage(TypedDict):
-    """What LINEAGE holds: a `Lineage`, and beside it NAME and BASE."""
+    """The content of LINEAGE: a `Lineage`, and next to it TEMPLATE_NAME and BASE."""
 
     tokenizer: str
     template: str | None
@@ -182,7 +181,7 @@ class ConfigFile(TypedDict, total=False):
 
 @dataclass(frozen=True)
 class BaseModel:
-    """What adapters are beside."""
+    """The model that adapters adapt."""
 
     folder: Path
     digest: str
@@ -222,10 +221,10 @@ def save(
         "pad_token_id": tokenizer.pad_id,
     }
     kind, own = weights_architectures.architecture(model.config), _own(model)
-    given = own if weights is None else {name: weights[name] for name in own}
+    tensors = own if weights is None else {name: weights[name] for name in own}
     form: torch.dtype = getattr(torch, number_format)
     where, pieces = str(folder), kind.pieces(list(own))
-    ready = {one.theirs: rounded(one.theirs, gathered(one, given), form, where) for one in pieces}
+    ready = {one.theirs: rounded(one.theirs, gathered(one, tensors), form, where) for one in pieces}
     make_folder(folder)
     save_tensors(folder / WEIGHTS, ready)
     facts = {
@@ -239,17 +238,17 @@ def save(
     write_json(folder / "generation_config.json", DRAWN | ids)
     tokenizer.save(folder)
     chat = {"chat_template": template.jinja()} if chats else {}
-    write_json(folder / "tokenizer_config.json", _tokenizer_config(opening, end, model.config.context) | chat)
+    write_json(folder / "tokenizer_config.json", _tokenizer_config(opening, end, model.config.context_length) | chat)
     write_json(folder / LINEAGE, asdict(lineage) | ({TEMPLATE_NAME: template.name} if chats else {}))
     integrity.write_sums(folder)
 
 
 def load(folder: Path, device: torch.device | str = "cpu", special: Sequence[str] = SPECIAL) -> Loaded:
     """
-    Read a model folder written by `save`, or by transformers. Raises CheckpointError where a file is missing, torn or
-    not as its hash says, the weights are not finite, have another shape, are quantized, are more than the model has or
-    are a pickle, the architecture is unknown, or tokenizer or template are not those the model was trained with; it
-    says which two differ. A model of others gets the tokens of `special` that it lacks.
+    Read a model folder written by `save`, or by transformers. Raises CheckpointError if a file is missing, torn or
+    differs from its hash. The same if weights are not finite, have another shape, are quantized, are more than the
+    model has or are a pickle, or if the architecture is unknown. The same if the tokenizer or the template is not the
+    model's; the error says which differ. An imported model gets the tokens of `special` that it lacks.
     """
     loaded = _loaded(folder, device, special)
     integrity.verify(folder)  # last: what cannot be read says more of itself than its hash
@@ -309,10 +308,10 @@ def fill(model: Transformer, folder: Path, lineage: Lineage) -> None:
 
 
 def _same_lineage(folder: Path, lineage: Lineage) -> None:
-    made, wanted = (asdict(replace(one, step=0)) for one in (lineage_of(folder), lineage))
-    for name in made:
-        if made[name] != wanted[name]:
-            was, is_now = (one[name][:8] if one[name] else "none" for one in (made, wanted))
+    saved, expected = (asdict(replace(one, step=0)) for one in (lineage_of(folder), lineage))
+    for name in saved:
+        if saved[name] != expected[name]:
+            was, is_now = (one[name][:8] if one[name] else "none" for one in (saved, expected))
             hint = f"To train from the start, remove {folder.parent}."
             raise CheckpointError(f"was made with {name} {was}, and this one is {is_now}", where=str(folder), hint=hint)
 
@@ -328,13 +327,13 @@ def save_adapters(
 ) -> None:
     """Write the adapters of a model without it, in PEFT's files, with the tokenizer, the template and the lineage."""
     make_folder(folder)
-    place = os.path.relpath(base.folder.resolve(), folder.resolve())
-    peft.save(folder, weights, model, settings, place)
+    base_path = os.path.relpath(base.folder.resolve(), folder.resolve())
+    peft.save(folder, weights, model, settings, base_path)
     renderer.tokenizer.save(folder)
     opening, end = renderer.template.opening or DOCUMENT, renderer.template.end
     chat = {"chat_template": renderer.template.jinja()}
-    write_json(folder / "tokenizer_config.json", _tokenizer_config(opening, end, model.config.context) | chat)
-    own = {"folder": place, "digest": base.digest, "kept_as": settings.base}
+    write_json(folder / "tokenizer_config.json", _tokenizer_config(opening, end, model.config.context_length) | chat)
+    own = {"folder": base_path, "digest": base.digest, "kept_as": settings.base_dtype}
     write_json(folder / LINEAGE, asdict(lineage) | {TEMPLATE_NAME: renderer.template.name, BASE: own})
     integrity.write_sums(folder)
 
@@ -349,10 +348,10 @@ def fill_adapters(model: Transformer, folder: Path, lineage: Lineage) -> None:
 def _with_adapters(folder: Path, device: torch.device | str, special: Sequence[str]) -> Loaded:
     """A base with the adapters of a folder merged into it. Those of PEFT have the tokenizer and lineage of the base."""
     adapter = peft.read(folder)
-    facts, own, place = _base(folder, adapter)
+    facts, own, base_folder = _base(folder, adapter)
     if facts:
-        _same("base", own["digest"], digest(place), folder)
-    loaded = load(place, special=special)
+        _same("base", own["digest"], digest(base_folder), folder)
+    loaded = load(base_folder, special=special)
     peft.merge(loaded.model, adapter, own["kept_as"], folder)
     loaded.model.to(device)
     if not facts:
@@ -373,7 +372,7 @@ def context(folder: Path) -> int:
     """How many tokens the model of a folder takes. Raises CheckpointError where its configuration is none."""
     if peft.is_adapter(folder):
         return context(_base(folder, peft.read(folder))[2])
-    return _understood(folder / CONFIG)[2].context
+    return _understood(folder / CONFIG)[2].context_length
 
 
 def _base(folder: Path, adapter: peft.Adapter) -> tuple[dict[str, Any], dict[str, Any], Path]:
@@ -389,11 +388,11 @@ def _base(folder: Path, adapter: peft.Adapter) -> tuple[dict[str, Any], dict[str
                 hint=hint,
             )
     own = facts.get(BASE, {"folder": adapter.base, "kept_as": "float32"})
-    place = (folder / Path(own["folder"]).expanduser()).resolve()
-    if not is_model(place):
+    base_folder = (folder / Path(own["folder"]).expanduser()).resolve()
+    if not is_model(base_folder):
         hint = f"Put it there, or name its folder in {peft.CONFIG if not facts else LINEAGE}."
-        raise CheckpointError(f"adapts a model that is not at {place}", where=str(folder), hint=hint)
-    return facts, own, place
+        raise CheckpointError(f"adapts a model that is not at {base_folder}", where=str(folder), hint=hint)
+    return facts, own, base_folder
 
 
 def digest(folder: Path) -> str:
@@ -455,12 +454,12 @@ def _explained(facts: Mapping[str, Any], error: ValidationError) -> str:
     )
 
 
-def _same(what: str, trained: str, given: str, folder: Path, name: str = "") -> None:
-    if trained != given:
+def _same(what: str, trained: str, current: str, folder: Path, name: str = "") -> None:
+    if trained != current:
         raise CheckpointError(
-            f"the model was trained with the {what} {f'{name} {trained[:8]}'.strip()}, and this one is {given[:8]}",
+            f"the model was trained with the {what} {f'{name} {trained[:8]}'.strip()}, and this one is {current[:8]}",
             where=str(folder),
-            hint=f"Use the {what} that lies beside the weights, or train again.",
+            hint=f"Use the {what} that lies next to the weights, or train again.",
         )
 
 
@@ -505,14 +504,16 @@ def _fill(model: Transformer, tensors: Tensors, kind: Architecture, rows: int | 
     own = _own(model)
     places = {name: weight[:rows] if name in TABLES else weight for name, weight in own.items()}
     pieces = kind.pieces(list(own))
-    _nothing_else(tensors, {tensors.place(piece.theirs) for piece in pieces}, kind, tied=model.config.tie_embeddings)
+    _nothing_else(
+        tensors, {tensors.stored_name(piece.theirs) for piece in pieces}, kind, tied=model.config.tie_embeddings
+    )
     for piece in pieces:
-        given = tensors.get(piece.theirs)
-        if given is None:
+        tensor = tensors.get(piece.theirs)
+        if tensor is None:
             what = f"{piece.theirs} is missing"
             raise CheckpointError(what, where=str(tensors.file), hint="It belongs to another model.")
         try:
-            spread(piece, given, places)
+            spread(piece, tensor, places)
         except ValueError as error:
             raise CheckpointError(str(error), where=str(tensors.file), hint="It belongs to another model.") from None
 
@@ -520,13 +521,13 @@ def _fill(model: Transformer, tensors: Tensors, kind: Architecture, rows: int | 
 def _nothing_else(tensors: Tensors, used: set[str | None], kind: Architecture, *, tied: bool) -> None:
     """Raises CheckpointError where files hold more than these tensors and what follows from the configuration."""
     embedding, head = (kind.pieces([name])[0].theirs for name in TABLES)
-    if tied and (given := tensors.get(head)) is not None:
+    if tied and (head_tensor := tensors.get(head)) is not None:
         other = tensors.get(embedding)
-        if other is None or given.shape != other.shape or not torch.equal(given.float(), other.float()):
+        if other is None or head_tensor.shape != other.shape or not torch.equal(head_tensor.float(), other.float()):
             what = f"{head} is not {embedding}, and {CONFIG} says that it is (tie_word_embeddings)"
             hint = f"Where the head is its own, write tie_word_embeddings: false into {CONFIG}."
             raise CheckpointError(what, where=str(tensors.file), hint=hint)
-        used = used | {tensors.place(head)}
+        used = used | {tensors.stored_name(head)}
     if left := sorted(name for name in tensors.names - used if not BUFFERS.fullmatch(name)):
         shown = ", ".join(left[:3]) + (f" and {len(left) - 3} more" if len(left) > 3 else "")
         what = f"holds what a {kind.name} of this {CONFIG} does not have: {shown}"

@@ -3,7 +3,7 @@ Whether a model folder still holds what was written into it.
 
     SHA256SUMS      sha256 and name of each file of the folder, as `sha256sum -c SHA256SUMS` reads it
 
-A folder that lies in a stage, or is a checkpoint, is compared with that manifest too. A folder of others has neither.
+A folder in a stage, or a checkpoint, is compared with that manifest too. A third-party folder has neither.
 """
 
 import os
@@ -17,10 +17,9 @@ from typing_extensions import TypedDict
 from bloomery.core import cache
 from bloomery.core.errors import CheckpointError
 from bloomery.core.io import MANIFEST, read_regular, sha256_file, whole_file
-from bloomery.core.pipeline import STAGE_FOLDER
+from bloomery.core.pipeline import RECIPE, STAGE_FOLDER
 from bloomery.core.records import MAX_MANIFEST_BYTES, ListedFile, NameInside, read_record
-from bloomery.core.run_dir import RECIPE
-from bloomery.weights import checkpoint
+from bloomery.weights.safetensors import STEP_FOLDER
 
 SUMS = "SHA256SUMS"
 MAX_SUMS_BYTES = 2**20
@@ -49,8 +48,8 @@ def verify(folder: Path, only: str | None = None) -> None:
     """
     folder = folder.resolve()
     for record, hashes, hint in _records(folder):
-        wanted = hashes if only is None else {name: hashes[name] for name in (only,) if name in hashes}
-        if trouble := cache.changed(folder, wanted):
+        selected = hashes if only is None else {name: hashes[name] for name in (only,) if name in hashes}
+        if trouble := cache.changed(folder, selected):
             raise CheckpointError(f"{trouble}, unlike in {record}", where=str(folder), hint=hint)
 
 
@@ -60,7 +59,7 @@ def _records(folder: Path) -> Iterator[tuple[Path, Mapping[str, str], str]]:
     if folder.name == "model" and STAGE_FOLDER.fullmatch(stage.name) and os.path.lexists(stage / MANIFEST):
         hint = f"Remove {stage / MANIFEST}, and run: bloomery run {stage.parent / RECIPE}"
         yield stage / MANIFEST, _listed(stage / MANIFEST, "model/"), hint
-    if fnmatch(folder.name, checkpoint.NAME) and os.path.lexists(folder / MANIFEST):
+    if fnmatch(folder.name, STEP_FOLDER) and os.path.lexists(folder / MANIFEST):
         yield folder / MANIFEST, _listed(folder / MANIFEST, ""), "Name another checkpoint, or train this step again."
     if os.path.lexists(folder / SUMS):
         hint = "Run, export or import it again, or fetch it again. After a change of your own, remove its "
@@ -83,7 +82,7 @@ def _sums(file: Path) -> dict[str, str]:
     except (OSError, ValueError) as error:
         raise CheckpointError(f"cannot be read: {error}", where=str(file), hint=hint) from None
     lines = [_LINE.fullmatch(line) for line in text.splitlines()]
-    found = {line[2]: line[1] for line in lines if line is not None}
-    if None in lines or not found:
+    sums = {line[2]: line[1] for line in lines if line is not None}
+    if None in lines or not sums:
         raise CheckpointError("is no list of sha256 and names", where=str(file), hint=hint)
-    return {name: sha256 for name, sha256 in found.items() if (file.parent / name).exists()}
+    return {name: sha256 for name, sha256 in sums.items() if (file.parent / name).exists()}

@@ -3,7 +3,7 @@ GPT-2 in the files of llm.c.
 
     model .bin     256 int32: 20240326, 3 (float32) or 5 (bfloat16), context, V, L, H, D, V padded; then, each for all
                    layers: wte wpe ln1w ln1b qkvw qkvb attprojw attprojb ln2w ln2b fcw fcb fcprojw fcprojb lnfw lnfb
-    debug state    256 int32: 20240327, 2, B, T; then ids and targets (int32), scores, loss, and gradients in that order
+    debug state    256 int32: 20240327, 2, B, T; then token IDs, targets (int32), logits, loss, gradients in that order
 
 Matrices are outputs × inputs, as ours. (https://github.com/karpathy/llm.c, train_gpt2.py)
 """
@@ -70,7 +70,7 @@ class LlmcModel:
 
 @dataclass(frozen=True)
 class DebugState:
-    """What a reference computed from one batch: B × T ids and targets, B × T × V scores, the loss, and gradients."""
+    """Reference results for one batch: B × T token IDs and targets, B × T × V logits, the loss, and gradients."""
 
     ids: NDArray[np.int32]
     targets: NDArray[np.int32]
@@ -89,9 +89,11 @@ def read(file: Path) -> LlmcModel:
             f"context {context}, {vocab_size} of {padded} ids, {num_layers} layers, {num_heads} heads, width {width}"
         )
         raise CheckpointError(f"its header names no model: {shown}", where=str(file), hint=_AGAIN)
-    # reckoned before anything is built: a damaged header can name billions of layers
-    one, two = (cost(_shape(file, width, layers, num_heads, context), padded).parameters for layers in (1, 2))
-    total = one + (num_layers - 1) * (two - one)
+    # computed before anything is built: a damaged header can name billions of layers
+    one_layer, two_layers = (
+        cost(_shape(file, width, layers, num_heads, context), padded).parameters for layers in (1, 2)
+    )
+    total = one_layer + (num_layers - 1) * (two_layers - one_layer)
     size, expected = file.stat().st_size, HEADER_BYTES + total * kind.itemsize
     if size != expected:
         raise CheckpointError(f"has {size} bytes, its header needs {expected}", where=str(file), hint=_AGAIN)
@@ -119,7 +121,16 @@ def write(
     padded = -(-rows // PADDED_TO) * PADDED_TO
     header = np.zeros(HEADER_INTS, dtype="<i4")
     version = 3 if number_format == "float32" else 5
-    shown = (MODEL, version, config.context, rows, config.num_layers, config.num_heads, config.width, padded)
+    shown = (
+        MODEL,
+        version,
+        config.context_length,
+        rows,
+        config.num_layers,
+        config.num_heads,
+        config.hidden_size,
+        padded,
+    )
     header[: len(shown)] = shown
     weights: Mapping[str, Tensor] = model.state_dict()
     form: torch.dtype = getattr(torch, number_format)
@@ -130,22 +141,22 @@ def write(
                 weight = weights[name][:rows] if name == "embed.weight" else weights[name]
                 opened.write(_bytes(rounded(name, weight, form, str(file))))
             if names == ("embed.weight",):
-                opened.write(bytes((padded - rows) * config.width * VERSIONS[version].itemsize))
+                opened.write(bytes((padded - rows) * config.hidden_size * VERSIONS[version].itemsize))
 
 
 def shape(width: int, num_layers: int, num_heads: int, context: int) -> ModelConfig:
     """The GPT-2 that llm.c has in these sizes."""
     return ModelConfig(
-        width=width,
+        hidden_size=width,
         num_layers=num_layers,
         num_heads=num_heads,
         num_kv_heads=num_heads,
-        mlp_width=4 * width,
-        context=context,
+        intermediate_size=4 * width,
+        context_length=context,
         norm_eps=1e-5,
-        positions="absolute",
+        position_embedding="learned",
         norm="layernorm",
-        feed_forward=("gelu_tanh",),
+        mlp=("gelu_tanh",),
         biases="all",
         tie_embeddings=True,
     )
@@ -162,11 +173,11 @@ def _shape(file: Path, width: int, num_layers: int, num_heads: int, context: int
 
 def unlike(config: ModelConfig) -> list[str]:
     """What a model has otherwise than a GPT-2 of llm.c."""
-    if config.width % config.num_heads:
-        return [f"width {config.width} is no multiple of {config.num_heads} heads"]
-    wanted = shape(config.width, config.num_layers, config.num_heads, config.context)
+    if config.hidden_size % config.num_heads:
+        return [f"hidden_size {config.hidden_size} is no multiple of {config.num_heads} heads"]
+    reference = shape(config.hidden_size, config.num_layers, config.num_heads, config.context_length)
     both = (
-        (name, getattr(config, name), getattr(wanted, name)) for name in ModelConfig.model_fields if name != "preset"
+        (name, getattr(config, name), getattr(reference, name)) for name in ModelConfig.model_fields if name != "preset"
     )
     return [f"{name} is {is_now!r} and not {there!r}" for name, is_now, there in both if is_now != there]
 
@@ -226,18 +237,18 @@ def _in_order(num_layers: int) -> Iterator[tuple[str, WeightNames]]:
 
 
 def _tensors(numbers: NDArray[Any], shapes: Mapping[str, Tensor], num_layers: int) -> Iterator[tuple[str, Tensor]]:
-    place = 0
+    offset = 0
     for _, names in _in_order(num_layers):
         for name in names:
             count = shapes[name].numel()
-            some = np.array(numbers[place : place + count])
-            given = (
+            some = np.array(numbers[offset : offset + count])
+            tensor = (
                 torch.from_numpy(some.view(np.int16)).view(torch.bfloat16)
                 if some.itemsize == 2
                 else torch.from_numpy(some)
             )
-            yield name, given.view(shapes[name].shape)
-            place += count
+            yield name, tensor.view(shapes[name].shape)
+            offset += count
 
 
 def _named(tensors: Iterator[tuple[str, Tensor]], vocab_size: int) -> dict[str, Tensor]:

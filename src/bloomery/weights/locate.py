@@ -12,7 +12,7 @@ from bloomery.core import run_dir
 from bloomery.core.errors import CheckpointError, RunError
 from bloomery.core.io import MANIFEST
 from bloomery.core.log import info
-from bloomery.core.pipeline import read_manifest
+from bloomery.core.pipeline import CURRENT, RECIPE, read_manifest
 from bloomery.weights.hf import is_model
 
 TRAINED = ("prefer", "finetune", "pretrain")
@@ -35,13 +35,13 @@ def locate_model(path: Path) -> Path:
     """
     The folder with config.json and model.safetensors that `path` stands for. Raises CheckpointError.
 
-    A run folder stands for what its current settings have finished: the model of `prefer`, or the finetuned one, or
-    else the pretrained one, which is said. One that is finished and damaged is an error: no other stands in for it. A
-    stage folder stands for the model it left.
+    A run folder stands for a model that its current settings have finished: that of `prefer`, else the finetuned
+    model, else the pretrained model, which is logged. A finished model that is damaged is an error: no other model
+    replaces it. A stage folder stands for the model it left.
     """
     if not path.exists():
         raise CheckpointError("does not exist", where=str(path), hint="Name a run folder, for example runs/demo.")
-    if (path / run_dir.CURRENT).is_file():
+    if (path / CURRENT).is_file():
         return _of_run(path)
     for folder in (path, path / "model"):
         if is_model(folder):
@@ -111,7 +111,7 @@ def _of_run(run: Path) -> Path:
 
 def _command(run: Path, last: str) -> str:
     """The command that finishes a run: up to the last stage that trains, where its recipe has no section for others."""
-    words = ["bloomery", "run", str(run / run_dir.RECIPE), "--runs", str(run.parent)]
+    words = ["bloomery", "run", str(run / RECIPE), "--runs", str(run.parent)]
     return shlex.join(words if last in ANSWERING else [*words, "--until", last])
 
 

@@ -102,14 +102,14 @@ def save(folder: Path, weights: Mapping[str, Tensor], model: Transformer, settin
 
 
 def read(folder: Path) -> Adapter:
-    """Adapters of ours or of PEFT. Raises CheckpointError for what is torn, or more than matrices beside matrices."""
+    """Adapters of ours or of PEFT. Raises CheckpointError if they are torn or hold more than low-rank matrices."""
     try:
         facts = read_record(folder / CONFIG, AdapterConfig, error=CheckpointError, fix=_AGAIN)
         check_header(folder / WEIGHTS, _AGAIN)
         tensors = safetensors.torch.load_file(folder / WEIGHTS)
         if (more := _more(facts)) != "":
             hint = "Merge it with PEFT, and take the whole model."
-            raise CheckpointError(f"is more than matrices beside matrices: {more}", where=str(folder), hint=hint)
+            raise CheckpointError(f"holds more than low-rank matrices: {more}", where=str(folder), hint=hint)
         pairs, scales = {}, {}
         for name in sorted(name for name in tensors if name.endswith(".lora_A.weight")):
             matrix = name.removeprefix(PREFIX).removesuffix(".lora_A.weight")
@@ -151,20 +151,20 @@ def merge(model: Transformer, adapter: Adapter, kept_as: Base, folder: Path) -> 
             if delta.shape != (sum(len(part) for part in parts), parts[0].shape[1]):
                 what = f"adapts {name} with a change of shape {tuple(delta.shape)}"
                 raise CheckpointError(what, where=str(folder), hint=_AGAIN)
-            for part, some in zip(parts, torch.split(delta, [len(part) for part in parts]), strict=True):
-                part.add_(some.to(part.device))
+            for weight, some in zip(parts, torch.split(delta, [len(part) for part in parts]), strict=True):
+                weight.add_(some.to(weight.device))
 
 
 def fill(model: Transformer, folder: Path) -> None:
     """Read adapters that `save` left into those of a model, bit for bit. Raises CheckpointError for others."""
-    own, found = lora.weights(model), read(folder)
-    wanted = {piece.theirs.removesuffix(".weight"): piece for piece, _, _ in _joined(_pieces(model), own, model)}
-    if wanted.keys() != found.pairs.keys():
-        odd = sorted(wanted.keys() ^ found.pairs.keys())[0]
+    own, saved = lora.weights(model), read(folder)
+    expected = {piece.theirs.removesuffix(".weight"): piece for piece, _, _ in _joined(_pieces(model), own, model)}
+    if expected.keys() != saved.pairs.keys():
+        odd = sorted(expected.keys() ^ saved.pairs.keys())[0]
         raise CheckpointError(f"the adapters differ at {odd}", where=str(folder), hint=_AGAIN)
     with torch.no_grad():
-        for name, piece in wanted.items():
-            a, b = found.pairs[name]
+        for name, piece in expected.items():
+            a, b = saved.pairs[name]
             row = column = 0
             for path in (one.removesuffix(".weight") for one in piece.ours):
                 rows = _outputs(model, path)
@@ -181,8 +181,8 @@ def fill(model: Transformer, folder: Path) -> None:
 
 def _pieces(model: Transformer) -> list[WeightMapping]:
     """Transformers' matrices of the blocks, and which of ours each of them is."""
-    found = [name for name, one in model.named_modules() if isinstance(one, nn.Linear | quantize.QuantizedLinear)]
-    paths = {name.removesuffix(".base") for name in found}
+    linears = [name for name, one in model.named_modules() if isinstance(one, nn.Linear | quantize.QuantizedLinear)]
+    paths = {name.removesuffix(".base") for name in linears}
     names = [f"{path}.weight" for path in sorted(paths) if path.startswith("blocks.")]
     return architectures.architecture(model.config).pieces(names)
 

@@ -22,8 +22,10 @@ import torch
 from torch import Tensor
 
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
+STEP_FOLDER = "[0-9]" * 9
+"""The name of the folder of a checkpoint: its step, so that names sort as numbers do."""
 NUMBERS = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
-"""The formats that are read, as safetensors and torch call them. Others need scales that lie beside them."""
+"""The dtypes that are read, by their names in safetensors and torch. Other dtypes need separate scales."""
 MAX_HEADER_BYTES = 100 * 10**6
 """Of a safetensors file; the limit of its own library."""
 PICKLES = ("pytorch_model*.bin", "*.pth", "*.pt")
@@ -104,30 +106,30 @@ class Tensors:
     def names(self) -> frozenset[str]:
         return frozenset(self._files)
 
-    def place(self, name: str) -> str | None:
+    def stored_name(self, name: str) -> str | None:
         """
         The name that a tensor has in the files; None where there is none. Files of the bare network, without a head,
         lack the first part of each name.
         """
-        found = next((one for one in (name, name.partition(".")[2]) if one in self._files), None)
-        return None if found != name and name.startswith("lm_head") else found
+        stored = next((one for one in (name, name.partition(".")[2]) if one in self._files), None)
+        return None if stored != name and name.startswith("lm_head") else stored
 
     def get(self, name: str) -> Tensor | None:
         """
         A tensor, on the CPU, in the number format that it has there; None where there is none of this name. Raises
         CheckpointError for numbers in another format than NUMBERS, and for NaN and infinite ones.
         """
-        if (found := self.place(name)) is None:
+        if (stored := self.stored_name(name)) is None:
             return None
-        where = str(self._folder / self._files[found])
-        if (form := self._slice(found).get_dtype()) not in NUMBERS:
-            what = f"{found} is kept as {form}, and {', '.join(NUMBERS.values())} are read"
+        where = str(self._folder / self._files[stored])
+        if (form := self._slice(stored).get_dtype()) not in NUMBERS:
+            what = f"{stored} is kept as {form}, and {', '.join(NUMBERS.values())} are read"
             raise CheckpointError(what, where=where, hint=UNROUNDED)
         try:
-            tensor: Tensor = self._handle(self._files[found]).get_tensor(found)
+            tensor: Tensor = self._handle(self._files[stored]).get_tensor(stored)
         except SafetensorError as error:
-            raise CheckpointError(f"{found}: {error}", where=where, hint=self._hint) from None
-        return finite(found, tensor, where, self._hint)
+            raise CheckpointError(f"{stored}: {error}", where=where, hint=self._hint) from None
+        return finite(stored, tensor, where, self._hint)
 
     def num_numbers(self) -> int:
         """How many numbers all of them hold. Raises CheckpointError where a file lacks one that the index names."""
@@ -158,13 +160,13 @@ class Tensors:
     def _index(self) -> dict[str, str]:
         names = read_record(self.file, WeightIndex, error=CheckpointError, fix=self._hint)["weight_map"]
         if wrong := [name for name in names.values() if Path(name).name != name]:
-            what = f"names the file {wrong[0]!r}, which is not beside it"
+            what = f"names the file {wrong[0]!r}, which is not in the same folder"
             raise CheckpointError(what, where=str(self.file), hint=self._hint)
         return names
 
     def _missing(self) -> CheckpointError:
-        if found := is_pickled(self._folder):
-            what = f"its weights are a pickle ({found}), which could run any code while it is read"
+        if pickled := is_pickled(self._folder):
+            what = f"its weights are a pickle ({pickled}), which could run any code while it is read"
             hint = (
                 "Take the same model as safetensors; where you trust the file, transformers makes one of it:\n"
                 "AutoModelForCausalLM.from_pretrained(FOLDER).save_pretrained(OUT)"

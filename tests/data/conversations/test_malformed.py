@@ -14,11 +14,12 @@ import pyarrow.parquet as pq
 import pytest
 import zstandard
 
+from bloomery.core.chat import message_problem
 from bloomery.core.config import build
 from bloomery.data.chat import readers
 from bloomery.data.chat.config import Conversations
 from bloomery.data.chat.formats import SHAPES
-from bloomery.data.chat.messages import Conversation, RejectedRow, trouble
+from bloomery.data.chat.messages import Conversation, RejectedRow
 from bloomery.data.chat.readers import ChatItem
 
 TALK: dict[str, Any] = {
@@ -32,17 +33,19 @@ def read(path: Path, **more: Any) -> list[ChatItem]:
     found = list(readers.conversations(build(Conversations, {"sources": [source]}).read))
     for one in found:
         if isinstance(one, Conversation):
-            assert not any(trouble(message) for message in one.messages)
+            assert not any(message_problem(message) for message in one.messages)
         else:
             assert one.problem.what
             assert one.problem.reason
-            assert str(path) in one.place
+            assert str(path) in one.location
     return found
 
 
 def told(found: list[ChatItem]) -> list[tuple[str, str]]:
     """The end of the place, and the reason, or "" of what is a conversation."""
-    return [(one.place.rpartition(":")[2], one.problem.reason if isinstance(one, RejectedRow) else "") for one in found]
+    return [
+        (one.location.rpartition(":")[2], one.problem.reason if isinstance(one, RejectedRow) else "") for one in found
+    ]
 
 
 def test_a_row_that_shows_no_shape_decides_none_for_the_rows_behind_it(tmp_path: Path) -> None:
@@ -90,13 +93,6 @@ def test_a_broken_list_of_messages_as_json_text_is_told_also_where_it_comes_firs
     for one in (found[0], found[2]):
         assert isinstance(one, RejectedRow)
         assert one.problem.what.startswith("field 'messages' holds no messages: its text is no list in JSON (Expecting")
-
-
-def test_speakers_without_a_shape_are_looked_for_in_rows(tmp_path: Path) -> None:
-    (tmp_path / "a.jsonl").write_text(json.dumps({"text": "Al: hi\nBo: yo"}))
-    (found,) = read(tmp_path / "a.jsonl", speakers=["Al:", "Bo:"])
-    assert isinstance(found, Conversation)
-    assert [message["content"] for message in found.messages] == ["hi", "yo"]
 
 
 # --- rows ----------------------------------------------------------------------------------------------------------
@@ -208,6 +204,8 @@ CALL = {"role": "assistant", "content": "a"}
             "message 1 holds a NUL at character 1: this is not text",
         ),
         ({**ROWS[-2], "text": "\0"}, "binary", "holds a NUL at character 0"),
+        ({**ROWS[-1], "message_id": "\0"}, "binary", "field 'message_id' holds a NUL at character 0"),
+        ({**ROWS[-1], "parent_id": "\0"}, "binary", "field 'parent_id' holds a NUL at character 0"),
         ({**ROWS[-2], "role": ["prompter"]}, "unknown_role", r"has the role \['prompter'\]"),
     ],
 )
@@ -237,6 +235,8 @@ def test_what_stands_where_an_object_should_is_told(tmp_path: Path, row: Any, re
         ("a.jsonl", b'{"messages": ' + b"1" * 5000 + b"}\n" + GOOD, [("1", "not_json"), ("2", "")]),
         ("a.json", b"[" + GOOD + b"]\n[" + GOOD + b"]", [("1", ""), ("2", "not_json")]),
         ("a.json", b"[" + GOOD + b",\n" + GOOD[:-9], [("1", ""), ("2", "torn")]),
+        ("a.json", b'[{"question": "\xff"}]', [("1", "not_utf8")]),
+        ("a.json", b"[]", []),
         ("a.json.gz", gzip.compress(b"[" + GOOD + b"]", mtime=0)[:-9], [("1", ""), ("1#2", "torn")]),
         ("a.jsonl.gz", gzip.compress(GOOD, mtime=0)[:-9], [("1", "torn")]),
         ("a.jsonl.zst", zstandard.compress(GOOD)[:-9], [("1", "torn")]),
@@ -303,6 +303,7 @@ def parts() -> Any:
         (lambda: timed("calls"), ["not_text"]),
         (lambda: timed("tools"), ["not_text"]),
         (parts, ["", "not_text"]),
+        (lambda: pa.table({"body": ["a"]}), ["no_column"]),
         (lambda: pa.table({"prompt": [b"\xff"], "completion": ["a"]}), ["not_text"]),
         (lambda: pa.table({"prompt": ["a"], "completion": pa.array([3]).dictionary_encode()}), ["not_text"]),
         (lambda: pa.Table.from_arrays([pa.array(["a"])] * 3, ["prompt", "completion", "prompt"]), ["no_column"]),

@@ -193,7 +193,7 @@ BROKEN: list[tuple[ChatFormat, dict[str, Any], str, str]] = [
     ("sharegpt", {"conversations": ' ["a", '}, "bad_message", "its text is no list in JSON (Expecting value"),
     ("pairs", {"prompt": "a", "answer": json.dumps(ASKED)}, "bad_message", "its question is a text, and its answer"),
     ("messages", {"messages": [{"role": U, "content": [{"type": "image_url"}]}]}, "not_text", "of the types image_url"),
-    ("messages", {"messages": [{"role": A, "content": "a", "weight": 0}]}, "weight_zero", "not to learn from it"),
+    ("messages", {"messages": [{"role": A, "content": "a", "weight": 0}]}, "weight_zero", "excludes it from training"),
     ("messages", {"messages": [{"role": A}]}, "bad_message", "message 1 has no role and content"),
     ("sharegpt", {"conversations": [{"from": "narrator", "value": "a"}]}, "unknown_role", "has the role 'narrator'"),
     ("sharegpt", {"conversations": [{"from": "human", "value": 3}]}, "not_text", "message 1 has int as its content"),

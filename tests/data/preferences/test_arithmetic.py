@@ -47,5 +47,5 @@ def test_rows_of_gsm8k_are_problems_and_others_are_rejected_with_their_line(tmp_
     found = list(problems([ProblemFiles(name="a", path=tmp_path / "a.jsonl")]))
     kept = [one.question for one in found if isinstance(one, ArithmeticProblem)]
     assert kept == [rows[0]["question"], "How many?", "5.5"]
-    rejected = [(one.problem.reason, one.place[-2:]) for one in found if isinstance(one, RejectedRow)]
+    rejected = [(one.problem.reason, one.location[-2:]) for one in found if isinstance(one, RejectedRow)]
     assert rejected == [("no_number", ":2"), ("no_field", ":4"), ("not_text", ":6")]

@@ -80,7 +80,6 @@ def test_the_prompt_has_the_input_that_belongs_to_an_instruction_and_the_turns_b
     asks: dict[str, Any], prompt: list[Any]
 ) -> None:
     assert understood({**asks, "chosen": "4", "rejected": "5"}, HOW) == (prompt, GOOD, BAD)
-    assert understood({**asks, "output": "4", "label": True}, HOW) == (prompt, GOOD, None)
 
 
 @pytest.mark.parametrize(
@@ -98,18 +97,6 @@ def test_a_prompt_that_the_answers_begin_with_too_is_not_said_twice(
 
 
 @pytest.mark.parametrize(
-    ("row", "expected"),
-    [
-        ({"prompt": "2 + 2?", "completion": "4", "label": True}, (ASKED, GOOD, None)),
-        ({"prompt": ASKED, "completion": BAD, "label": False}, (ASKED, None, BAD)),
-        ({"completion": ASKED + BAD, "label": 0}, (ASKED, None, BAD)),
-    ],
-)
-def test_a_single_answer_is_wanted_or_not(row: dict[str, Any], expected: tuple[Any, ...]) -> None:
-    assert understood(row, HOW) == expected
-
-
-@pytest.mark.parametrize(
     ("row", "reason"),
     [
         ({"prompt": "2 + 2?", "chosen": "4", "rejected": "4"}, "same_answer"),
@@ -121,10 +108,9 @@ def test_a_single_answer_is_wanted_or_not(row: dict[str, Any], expected: tuple[A
         ({"prompt": "2 + 2?", "chosen": [], "rejected": "5"}, "not_text"),
         ({"prompt": "2 + 2?", "chosen": "\ud83d", "rejected": "5"}, "not_unicode"),
         ({"prompt": [{"role": "boss", "content": "2 + 2?"}], "chosen": "4", "rejected": "5"}, "unknown_role"),
-        ({"prompt": "2 + 2?", "completion": "4", "label": "good"}, "bad_label"),
         ({"instruction": "Add.", "input": 4, "chosen": "4", "rejected": "5"}, "not_text"),
         ({"prompt": "2 + 2?", "history": ["Hi"], "chosen": "4", "rejected": "5"}, "bad_message"),
-        ({"prompt": "2 + 2?", "completion": "4"}, "unknown_shape"),
+        ({"prompt": "2 + 2?", "completion": "4", "label": True}, "unknown_shape"),
         ({"text": "2 + 2 = 4"}, "unknown_shape"),
     ],
 )
@@ -147,7 +133,7 @@ def test_rows_come_from_files_with_their_lines_and_rejected_ones_with_their_reas
     source = PairFiles(name="a", path=tmp_path, accept=({"kind": "field", "field": "score", "at_least": 2},))
     found = list(judged([source]))
     kept = [one for one in found if isinstance(one, JudgedRow)]
-    reasons = [(one.problem.reason, one.place.rpartition("/")[2]) for one in found if isinstance(one, RejectedRow)]
+    reasons = [(one.problem.reason, one.location.rpartition("/")[2]) for one in found if isinstance(one, RejectedRow)]
     assert [one.asked for one in kept] == ["2 + 1?", "3 + 1?", "4 + 1?"] * 2
     assert [one.id for one in kept][:3] == [f"a/pairs.jsonl:{line}" for line in (3, 4, 5)]
     assert [reason for reason, _ in reasons] == ["accept.score"] * 2 + ["not_json", "accept.score.missing"] + [
@@ -166,7 +152,5 @@ def test_small_worlds_give_pairs_of_a_right_and_a_wrong_answer_of_the_same_kind(
     assert len(found) == 200
     assert found == list(judged([WorldPairs(count=200, seed=1)]))
     for one in found:
-        assert one.chosen is not None
-        assert one.rejected is not None
         assert one.chosen != one.rejected
         assert one.prompt[-1]["role"] == "user"

@@ -120,7 +120,7 @@ def test_the_first_rule_that_a_document_breaks_is_its_reason_and_one_that_breaks
 def test_verdicts_do_not_depend_on_how_documents_are_batched(monkeypatch: pytest.MonkeyPatch) -> None:
     batch = [f"{'the word of ' * (n % 7)} number {n} {'and with ' * (n % 5)}.\n" * (n % 4) for n in range(60)]
     whole = judged(STRICT[:4], batch)
-    monkeypatch.setattr(apply, "CHUNK_BYTES", 100)
+    monkeypatch.setattr(apply, "CHUNK_CHARACTERS", 100)
     assert judged(STRICT[:4], batch) == whole
 
 

@@ -1,6 +1,7 @@
+import sys
+
 import pytest
 
-from bloomery.core import errors
 from bloomery.core.config import build
 from bloomery.core.errors import ConfigError, DataError
 from bloomery.data.filters import heuristics
@@ -29,7 +30,7 @@ def test_what_is_hard_to_tell_is_dropped_as_unsure() -> None:
 
 
 def test_only_the_beginning_counts() -> None:
-    assert reasons(Language(characters=len(GERMAN)), GERMAN + ENGLISH * 20) == ["language.de"]
+    assert reasons(Language(max_chars=len(GERMAN)), GERMAN + ENGLISH * 20) == ["language.de"]
     assert reasons(Language(), GERMAN + ENGLISH * 20) == [None]
 
 
@@ -40,12 +41,9 @@ def test_a_recipe_that_names_no_language_or_none_that_there_is_is_an_error() -> 
 
 
 def test_a_missing_package_is_an_error_with_its_hint(monkeypatch: pytest.MonkeyPatch) -> None:
-    def missing(module: str, *, extra: str) -> None:
-        raise DataError(f"this needs the package {module}", hint=f"pip install 'bloomery[{extra}]'")
-
     heuristics._identifier.cache_clear()
     with monkeypatch.context() as patch:
-        patch.setattr(errors, "load", missing)
+        patch.setitem(sys.modules, "py3langid.langid", None)
         with pytest.raises(DataError, match=r"(?s)py3langid.*bloomery\[web\]"):
             reasons(Language(), ENGLISH)
     heuristics._identifier.cache_clear()

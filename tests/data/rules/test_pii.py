@@ -100,7 +100,7 @@ def test_a_masked_document_stays_with_its_counts_and_later_rules_see_what_is_lef
 
 def test_a_document_can_be_dropped_instead_with_how_much_was_found() -> None:
     texts = ("no address", "ada@example.org and bob@example.org", "ada@example.org")
-    found = judge([Pii(action="drop", max_found=1)], documents(*texts))
+    found = judge([Pii(action="drop", max_hits=1)], documents(*texts))
     assert found.reasons == [None, "pii.mail", None]
     assert found.values == [0, 2, 0]
     assert found.texts == list(texts)

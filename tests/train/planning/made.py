@@ -12,11 +12,11 @@ from bloomery.train.plan import report
 from bloomery.train.plan.memory import Machine, of_entry
 from bloomery.train.plan.report import PlanReport
 
-SMALL = ModelConfig(width=64, num_layers=6, num_heads=4, num_kv_heads=2, mlp_width=176, context=64)
+SMALL = ModelConfig(hidden_size=64, num_layers=6, num_heads=4, num_kv_heads=2, intermediate_size=176, context_length=64)
 
 
 def training(**settings: Any) -> Training:
-    return build(Training, {"steps": 10, "tokens_per_step": 64 * 64, **settings})
+    return build(Training, {"steps": 10, "global_batch_tokens": 64 * 64, **settings})
 
 
 def card(name: str = "7900xtx", devices: int = 1) -> Machine:
@@ -35,6 +35,6 @@ def plan(
 ) -> PlanReport:
     """Of a stage that pretrains, or finetunes, for a thousand steps; `also` are settings that it is given besides."""
     sections = Finetune if finetune else Pretrain
-    config = build(sections, {"steps": 1000, "tokens_per_step": tokens, "optimizer": {"kind": "adamw"}, **settings})
+    config = build(sections, {"steps": 1000, "global_batch_tokens": tokens, "optimizer": {"kind": "adamw"}, **settings})
     ask = report.asked("finetune" if finetune else "pretrain", config, model, vocab_size, target)
     return report.planned(replace(ask, available=ask.available | set(also)), config, target)

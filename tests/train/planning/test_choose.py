@@ -11,25 +11,24 @@ from bloomery.model.config import ModelConfig
 from bloomery.stages.config import Pretrain
 from bloomery.train.config import AdamW
 from bloomery.train.plan import report
-from bloomery.train.plan.here import step
 from bloomery.train.plan.memory import Machine, TrainSetup, Workload, needs, of_memory, usable
 from bloomery.train.plan.search import Candidate, PlanRequest
-from bloomery.train.plan.trace import trace
+from bloomery.train.plan.trace import trace, traced_step
 from tests.train.planning.made import card, plan
 
 GPT2 = ModelConfig(preset="gpt2-124m")
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("level", ["none", "selective", "block"])
+@pytest.mark.parametrize("level", ["none", "selective", "full"])
 @pytest.mark.parametrize("name", ["gpt2-124m", "plasma-500m", "llama-3.1-8b"])
 def test_the_arithmetic_is_near_to_what_a_trace_finds(name: str, level: str) -> None:
-    shape = ModelConfig(preset=name, context=1024)
+    shape = ModelConfig(preset=name, context_length=1024)
     what = Workload(model=shape, vocab_size=50_000, optimizer=AdamW())
-    way = TrainSetup(rows=8, recompute=level)  # type: ignore[arg-type]
+    way = TrainSetup(rows=8, activation_checkpointing=level)  # type: ignore[arg-type]
     needed = needs(what, way)
     option = Candidate(way=way, what=what, needs=needed, peak_bytes=0, fits=True, pace=None)
-    found = trace(step(option, accumulates=True))
+    found = trace(traced_step(option, accumulates=True))
     assert needed.peak == pytest.approx(found.peak, rel=0.12)
     assert needed.resting == pytest.approx(found.resting, rel=0.01)
 
@@ -56,18 +55,20 @@ def test_a_number_in_the_recipe_is_kept_whether_it_fits_or_not() -> None:
     assert large.change[0] == 'pretrain.micro_batch_tokens="auto"', "which costs nothing"
     tighter = plan(GPT2, 50_257, of_memory(4 * GIB), micro_batch_tokens=65_536)
     assert tighter.change is not None
-    assert tighter.change[0].startswith('pretrain.micro_batch_tokens="auto" pretrain.recompute=')
+    assert tighter.change[0].startswith('pretrain.micro_batch_tokens="auto" pretrain.activation_checkpointing=')
 
 
 def test_what_a_run_refuses_is_not_planned() -> None:
     with pytest.raises(ConfigError, match="adapters"):
-        plan(GPT2, 50_257, replace(card(), devices=4), finetune=True, lora={}, shard="fsdp")
+        plan(GPT2, 50_257, replace(card(), devices=4), finetune=True, lora={}, parallelism="fsdp")
     made = plan(GPT2, 50_257, of_memory(GIB), finetune=True, lora={})
     assert made.devices_needed is None, "of which each would have a part"
 
 
 def test_what_does_not_fit_is_told_with_the_cheapest_change_that_would() -> None:
-    made = plan(ModelConfig(preset="plasma-500m"), 48_000, of_memory(12 * GIB), recompute="none", tokens=2**15)
+    made = plan(
+        ModelConfig(preset="plasma-500m"), 48_000, of_memory(12 * GIB), activation_checkpointing="none", tokens=2**15
+    )
     assert made.choice.fits == (made.change is None)
     tight = plan(ModelConfig(preset="plasma-756m"), 48_000, of_memory(12 * GIB), tokens=2**15)
     assert not tight.choice.fits
@@ -93,7 +94,7 @@ def test_nothing_is_faster_than_its_roofline() -> None:
 
 def test_computing_again_is_slower_and_needs_less() -> None:
     made = plan(GPT2, 50_257, card(), micro_batch_tokens=16_384)
-    again = plan(GPT2, 50_257, card(), micro_batch_tokens=16_384, recompute="block")
+    again = plan(GPT2, 50_257, card(), micro_batch_tokens=16_384, activation_checkpointing="full")
     assert again.choice.peak_bytes < made.choice.peak_bytes
     assert again.tokens_per_second is not None
     assert made.tokens_per_second is not None
@@ -114,13 +115,13 @@ def test_parts_are_told_where_all_on_each_device_is_too_much() -> None:
     made = plan(shape, 48_000, two, tokens=2**15)
     assert not made.choice.fits
     assert made.change is not None
-    assert made.change[0] == 'pretrain.recompute="block" pretrain.shard="fsdp"'
+    assert made.change[0] == 'pretrain.activation_checkpointing="full" pretrain.parallelism="fsdp"'
     assert any("sharded" in line and "does not fit" not in line for line in made.lines())
-    parts = plan(shape, 48_000, two, tokens=2**15, shard="fsdp", recompute="block")
+    parts = plan(shape, 48_000, two, tokens=2**15, parallelism="fsdp", activation_checkpointing="full")
     assert parts.choice.fits
     assert parts.choice.way.sharded
     assert parts.facts()["choice"]["sharded"]
-    assert not plan(shape, 48_000, of_memory(12 * GIB), tokens=2**15, shard="fsdp").choice.way.sharded
+    assert not plan(shape, 48_000, of_memory(12 * GIB), tokens=2**15, parallelism="fsdp").choice.way.sharded
 
 
 def test_what_does_not_go_with_parts_is_listed_with_the_reason() -> None:
@@ -145,19 +146,19 @@ def test_a_plan_says_where_its_numbers_come_from() -> None:
     assert facts["devices"] == 2
     assert any("catalogue" in line and "2 x mi300x" in line for line in made.lines())
     assert not any(one["available"] for one in facts["alternatives"] if one["method"] != "full")
-    adapted = plan(GPT2, 50_257, card(), finetune=True, lora={"base": "nf4", "rank": 4})
+    adapted = plan(GPT2, 50_257, card(), finetune=True, lora={"base_dtype": "nf4", "rank": 4})
     assert (adapted.choice.way.method, adapted.choice.way.rank) == ("nf4", 4)
     assert adapted.choice.needs.optimizer < made.choice.needs.optimizer / 100
     assert replace(made, price=made.price).facts() == facts
 
 
-SEVEN = ModelConfig(preset="baichuan2-7b", context=512)
+SEVEN = ModelConfig(preset="baichuan2-7b", context_length=512)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "settings",
-    [{"optimizer": {"kind": "adamw8bit"}}, {"compile": "on"}, {"lora": {"base": "bfloat16", "rank": 8}}],
+    [{"optimizer": {"kind": "adamw8bit"}}, {"compile": "on"}, {"lora": {"base_dtype": "bfloat16", "rank": 8}}],
     ids=lambda settings: next(iter(settings)),
 )
 def test_no_change_is_told_that_a_run_refuses(settings: dict[str, Any]) -> None:
@@ -175,9 +176,9 @@ def test_no_change_is_told_that_a_run_refuses(settings: dict[str, Any]) -> None:
 
 
 def test_a_change_keeps_what_a_recipe_says_of_its_adapters() -> None:
-    made = plan(SEVEN, 125_696, of_memory(14 * GIB), finetune=True, lora={"base": "bfloat16", "rank": 64})
+    made = plan(SEVEN, 125_696, of_memory(14 * GIB), finetune=True, lora={"base_dtype": "bfloat16", "rank": 64})
     assert made.change is not None
-    assert made.change[0] == 'finetune.recompute="block" finetune.lora.base="nf4"'
+    assert made.change[0] == 'finetune.activation_checkpointing="full" finetune.lora.base_dtype="nf4"'
     assert made.change[1].way.rank == 64
 
 
@@ -185,7 +186,7 @@ def test_a_change_keeps_what_a_recipe_says_of_its_adapters() -> None:
 def test_a_change_counts_only_if_it_fits_when_it_is_traced_too(memory_gib: int) -> None:
     """As `check` finds more than the arithmetic, less is promised: fewer rows, or a change that needs less."""
     target = of_memory(memory_gib * GIB)
-    config = build(Pretrain, {"steps": 10, "tokens_per_step": 2**16, "optimizer": {"kind": "adamw"}})
+    config = build(Pretrain, {"steps": 10, "global_batch_tokens": 2**16, "optimizer": {"kind": "adamw"}})
     ask = report.asked("pretrain", config, ModelConfig(preset="gpt2-350m"), 50_257, target)
 
     def a_fifth_more(ask: PlanRequest, target: Machine, option: Candidate) -> Candidate:

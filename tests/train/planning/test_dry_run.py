@@ -9,9 +9,8 @@ from bloomery.hw.device import Device
 from bloomery.train import step
 from bloomery.train.plan import dry_run
 from bloomery.train.plan.dry_run import Tried
-from tests.train.made import T, session
-
-import torch
+from tests.train.made import T, model_bytes, session
+from tests.train.test_memory import Small
 
 
 @pytest.mark.slow
@@ -19,8 +18,7 @@ import torch
 def test_a_run_that_was_tried_ends_in_the_same_weights(kind: str, shards: Path, tmp_path: Path) -> None:
     for tried in (True, False):
         session(shards, tmp_path / str(tried), dry_run=tried, optimizer={"kind": kind}, steps=5).run()
-    first, second = ((tmp_path / str(tried) / "model" / "model.safetensors").read_bytes() for tried in (True, False))
-    assert first == second
+    assert model_bytes(tmp_path / "True") == model_bytes(tmp_path / "False")
 
 
 def test_a_sample_without_finite_gradients_leaves_no_trace_in_the_weights(
@@ -35,23 +33,14 @@ def test_a_sample_without_finite_gradients_leaves_no_trace_in_the_weights(
     monkeypatch.setattr(step, "micro_batch_losses", poisoned)
     for tried in (True, False):
         session(shards, tmp_path / str(tried), dry_run=tried, steps=4).run()
-    first, second = ((tmp_path / str(tried) / "model" / "model.safetensors").read_bytes() for tried in (True, False))
-    assert first == second
+    assert model_bytes(tmp_path / "True") == model_bytes(tmp_path / "False")
 
 
 def test_what_ends_memory_is_found_before_the_first_step(
     shards: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    plain, asked = step.micro_batch_losses, list[int]()
-
-    def limited(model: Any, batch: Any, *rest: Any) -> Any:
-        asked.append(len(batch.ids))
-        if len(batch.ids) > 2:
-            raise torch.OutOfMemoryError("no")
-        return plain(model, batch, *rest)
-
-    monkeypatch.setattr(step, "micro_batch_losses", limited)
-    run = session(shards, tmp_path / "run", tokens_per_step=8 * T, micro_batch_tokens=8 * T, steps=2, dry_run=True)
+    asked = Small(monkeypatch, rows=2).asked
+    run = session(shards, tmp_path / "run", global_batch_tokens=8 * T, micro_batch_tokens=8 * T, steps=2, dry_run=True)
     run.run()
     assert asked[:3] == [1, 8, 4], "one row to make room, then all that was asked for"
     assert asked[7:9] == [5, 4], "then an evaluation, which finds out for itself"

@@ -17,7 +17,13 @@ import torch
 from torch import Tensor
 
 STEP = TracedStep(
-    model=SMALL, vocab_size=61, optimizer=AdamW(), recompute="none", precision=torch.float32, rows=4, accumulates=True
+    model=SMALL,
+    vocab_size=61,
+    optimizer=AdamW(),
+    activation_checkpointing="none",
+    precision=torch.float32,
+    rows=4,
+    accumulates=True,
 )
 
 
@@ -79,7 +85,7 @@ def test_a_step_is_its_micro_batches_and_its_update() -> None:
     assert Timed(3.0, 2.0, 0.5).step(4) == 3.0 + 3 * 2.0 + 0.5
 
 
-@pytest.mark.parametrize("lora", [None, Lora(rank=2, base="nf4")])
+@pytest.mark.parametrize("lora", [None, Lora(rank=2, base_dtype="nf4")])
 def test_steps_of_small_models_are_really_made(lora: Lora | None) -> None:
     found = timed(replace(STEP, lora=lora), processor())
     assert found is not None

@@ -13,7 +13,7 @@ from bloomery.train.config import AdamW, AdamW8bit, AdEMAMix, Level, Lion, Muon,
 from bloomery.train.plan.trace import TensorMeter, Traced, TracedStep, trace
 from bloomery.train.step import Placed, gradients, placed_losses, sparse_embedding_grad
 from tests.model.made import CHOICES, SHAPES, VOCAB_SIZE
-from tests.train.made import processor
+from tests.train.made import on_cpu
 from tests.train.planning.made import SMALL
 
 import torch
@@ -26,16 +26,17 @@ def step(
     model: ModelConfig, level: Level = "none", optimizer: Optimizer | None = None, **changed: object
 ) -> TracedStep:
     settings = {"precision": torch.bfloat16, "rows": ROWS, "accumulates": False} | changed
-    return TracedStep(model=model, vocab_size=VOCAB_SIZE, optimizer=optimizer or AdamW(), recompute=level, **settings)  # type: ignore[arg-type]
+    settings |= {"optimizer": optimizer or AdamW(), "activation_checkpointing": level}
+    return TracedStep(model=model, vocab_size=VOCAB_SIZE, **settings)  # type: ignore[arg-type]
 
 
 def really(what: TracedStep) -> tuple[int, int]:
     """Bytes at rest and at the peak of the second step, of real tensors."""
-    device = processor(what.precision)
+    precision = on_cpu(what.precision)
     with TensorMeter(on_processor=True) as meter:
         model = what.load(initialized=True)
-        optimizers = what.prepare(model, device)
-        ids = torch.zeros((what.rows, what.model.context), dtype=torch.int64)
+        optimizers = what.prepare(model, precision)
+        ids = torch.zeros((what.rows, what.model.context_length), dtype=torch.int64)
         batch = Placed(ids, ids.clone(), None, ids.flatten().clone(), ids.flatten().clone())
         for again in range(2):
             gc.collect()
@@ -43,7 +44,7 @@ def really(what: TracedStep) -> tuple[int, int]:
             meter.restart()
             for _ in range(1 + what.accumulates):
                 with sparse_embedding_grad(model):
-                    torch.autograd.backward(placed_losses(model, batch, device)[0])
+                    torch.autograd.backward(placed_losses(model, batch, precision)[0])
             nn.utils.clip_grads_with_norm_(model.parameters(), 1.0, nn.utils.get_total_norm(gradients(model)))
             optimizers.step()
             if again:
@@ -57,7 +58,7 @@ def held(found: Traced) -> int:
     return max(found.learning, found.updating)
 
 
-@pytest.mark.parametrize("level", ["none", "selective", "block"])
+@pytest.mark.parametrize("level", ["none", "selective", "full"])
 @pytest.mark.parametrize("compiled", [True, pytest.param(False, marks=pytest.mark.slow)], ids=["compiled", "plain"])
 def test_a_trace_finds_what_a_real_step_holds(level: Level, compiled: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     if not compiled:
@@ -68,7 +69,7 @@ def test_a_trace_finds_what_a_real_step_holds(level: Level, compiled: bool, monk
         found, (resting, peak) = trace(what), really(what)
         trace.cache_clear()
         assert held(found) == pytest.approx(peak, rel=0.03)
-        assert found.resting == pytest.approx(resting, rel=0.02, abs=3 * ROWS * 8 * SMALL.context)
+        assert found.resting == pytest.approx(resting, rel=0.02, abs=3 * ROWS * 8 * SMALL.context_length)
 
 
 @pytest.mark.slow
@@ -77,17 +78,17 @@ def test_a_trace_finds_what_every_other_optimizer_holds(optimizer: Optimizer) ->
     what = step(SMALL.model_copy(update={"num_layers": 2}), "none", optimizer)
     found, (resting, peak) = trace(what), really(what)
     assert held(found) == pytest.approx(peak, rel=0.03)
-    assert found.resting == pytest.approx(resting, rel=0.02, abs=3 * ROWS * 8 * SMALL.context)
+    assert found.resting == pytest.approx(resting, rel=0.02, abs=3 * ROWS * 8 * SMALL.context_length)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("base", get_args(Base))
 def test_a_trace_of_adapters_finds_what_a_real_step_of_them_holds(base: Base) -> None:
     kept = quantize.numbers(torch.device("cpu"))
-    what = step(SMALL, "block" if base == "nf4" else "none", accumulates=True, lora=Lora(rank=4, base=base))
+    what = step(SMALL, "full" if base == "nf4" else "none", accumulates=True, lora=Lora(rank=4, base_dtype=base))
     found, (resting, peak) = trace(what), really(what)
     assert held(found) == pytest.approx(peak, rel=0.03)
-    assert found.resting == pytest.approx(resting, rel=0.02, abs=3 * ROWS * 8 * SMALL.context)
+    assert found.resting == pytest.approx(resting, rel=0.02, abs=3 * ROWS * 8 * SMALL.context_length)
     assert found.loading > trace(replace(what, on_processor=False)).loading == 0
     now = quantize.numbers(torch.device("cpu"))
     assert type(now) is type(kept) is torch.Tensor
@@ -96,7 +97,10 @@ def test_a_trace_of_adapters_finds_what_a_real_step_of_them_holds(base: Base) ->
 
 @pytest.mark.slow
 def test_a_frozen_base_rests_in_fewer_bytes_than_all_weights() -> None:
-    every = [trace(step(SMALL)), *(trace(step(SMALL, lora=Lora(base=base))) for base in ("bfloat16", "int8", "nf4"))]
+    every = [
+        trace(step(SMALL)),
+        *(trace(step(SMALL, lora=Lora(base_dtype=base))) for base in ("bfloat16", "int8", "nf4")),
+    ]
     rests = [one.resting for one in every]
     assert rests == sorted(rests, reverse=True)
     assert rests[-1] < 0.5 * rests[0]
@@ -141,8 +145,8 @@ def test_layers_in_turn_are_extrapolated_by_whole_turns() -> None:
 
 
 def test_a_model_too_large_for_any_machine_is_traced() -> None:
-    large = ModelConfig(preset="llama-3.1-405b", context=4096)
-    found = trace(step(large, "block", precision=torch.bfloat16, rows=1, on_processor=False))
+    large = ModelConfig(preset="llama-3.1-405b", context_length=4096)
+    found = trace(step(large, "full", precision=torch.bfloat16, rows=1, on_processor=False))
     assert found.peak > 12 * 400e9
 
 
@@ -163,7 +167,7 @@ def test_a_processor_writes_out_what_is_added_in_a_shorter_format() -> None:
 @pytest.mark.parametrize("vocab_size", [992, 993, 1001])
 def test_scores_are_told_apart_whatever_the_vocabulary_is_a_multiple_of(vocab_size: int) -> None:
     """Rows of some are padded."""
-    what = replace(step(SMALL.model_copy(update={"context": 64}), rows=16), vocab_size=vocab_size)
-    tokens = what.rows * what.model.context
+    what = replace(step(SMALL.model_copy(update={"context_length": 64}), rows=16), vocab_size=vocab_size)
+    tokens = what.rows * what.model.context_length
     kept = trace(what).kept_learning["logits"]
-    assert 2 * tokens * vocab_size <= kept <= 2 * tokens * (vocab_size + 32) + 8 * vocab_size * what.model.width
+    assert 2 * tokens * vocab_size <= kept <= 2 * tokens * (vocab_size + 32) + 8 * vocab_size * what.model.hidden_size

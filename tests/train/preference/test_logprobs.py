@@ -5,11 +5,11 @@ from bloomery.train import loss as losses
 from bloomery.train.preference.losses import by_sequence, by_token, log_probs
 from bloomery.train.step import micro_batch_loss
 from tests.model.made import SHAPES, lively
-from tests.train.made import processor, random_batch
+from tests.train.made import on_cpu, random_batch
 
 import torch
 
-CPU = processor()
+CPU = on_cpu()
 
 
 @pytest.mark.parametrize("chunk_bytes", [1, 2**10, 2**27])

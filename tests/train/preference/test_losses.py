@@ -7,7 +7,7 @@ from itertools import product
 import pytest
 
 from bloomery.train.preference import losses
-from bloomery.train.preference.config import Dpo, Ipo, Kto, SimPo
+from bloomery.train.preference.config import Dpo, Ipo, SimPo
 from bloomery.train.preference.losses import Answers, PreferenceOutcome
 
 import torch
@@ -67,25 +67,6 @@ def test_a_loss_on_pairs_and_its_gradient_are_those_of_its_formula(
         slopes = [(up - down) / (2 * step) for up, down in zip(values[:half], values[half:], strict=True)]
         assert answer.now.grad is not None
         assert answer.now.grad.tolist() == pytest.approx(slopes, rel=1e-5, abs=1e-8)
-
-
-def test_a_loss_of_single_answers_is_that_of_its_formula_and_takes_the_divergence_as_given() -> None:
-    how = Kto(beta=0.3, wanted=1.5, unwanted=0.5)
-    chosen, _ = answers(requires_grad=True)
-    wanted = torch.tensor([number % 3 == 0 for number in range(len(NUMBERS))])
-    z = torch.tensor(0.7, requires_grad=True)
-    found, rewards = losses.kto(chosen, wanted, z.detach(), how)
-    expected = []
-    for good, (c, _, c0, *_) in zip(wanted.tolist(), NUMBERS, strict=True):
-        reward = 0.3 * (c - c0)
-        gain = reward - 0.3 * 0.7
-        expected.append(1.5 * (1 - sigmoid(gain)) if good else 0.5 * (1 - sigmoid(-gain)))
-    assert found.tolist() == pytest.approx(expected, rel=1e-6)
-    assert rewards.tolist() == pytest.approx([0.3 * (row[0] - row[2]) for row in NUMBERS])
-    torch.autograd.backward(found.sum())
-    assert chosen.now.grad is not None
-    assert ((chosen.now.grad < 0) == wanted).all()
-    assert z.grad is None
 
 
 def test_before_the_first_step_a_pair_costs_log_2_and_is_half_right() -> None:

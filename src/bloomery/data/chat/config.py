@@ -4,24 +4,24 @@ Settings for chat data in the section [instruct]: sources, filters, presets and 
 These settings are most of the section [instruct] of a recipe. They say where conversations come from and which of
 them are dropped.
 
-Presets name chat data sets that many models were trained on, and mixtures combine several presets. A preset is
-nothing but settings of a source. It says which files to read, how rows form conversations, and how many to take at
-most. It also holds the license that the data set's card states. A recipe overrides any of these settings, and the
-resolved recipe holds them all.
+presets.toml names chat data sets that many models were trained on, and mixtures of them. A preset is settings of a
+source. A recipe overrides any of them, and the resolved recipe holds all of them.
 """
 
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from pydantic import Field, field_validator, model_validator
 
 from bloomery.core.bounds import Between, DiskPath, DocumentCount, RowBytes, Seed
-from bloomery.core.config import Config, repeated
+from bloomery.core.config import Config, packaged, repeated
+from bloomery.core.extras import for_files
 from bloomery.data.chat.filters import ChatFilter
 from bloomery.data.chat.formats import ChatFormat, Fields
 from bloomery.data.readers.read import FieldIs, Name
 from bloomery.data.sources import remote
-from bloomery.data.sources.remote import AtHub, Reach
+from bloomery.data.sources.remote import AtHub
 
 ChatPresetName = Literal[
     "dolly",
@@ -38,156 +38,7 @@ ChatPresetName = Literal[
     "evolcode",
 ]
 MixtureName = Literal["plasma-v3", "plasma-v4"]
-
-ENGLISH = [{"kind": "field", "field": "lang", "one_of": ["en"]}]
-
-PRESETS: dict[str, dict[str, Any]] = {
-    "dolly": {
-        "dataset": "databricks/databricks-dolly-15k",
-        "files": ["databricks-dolly-15k.jsonl"],
-        "shape": "alpaca",
-        "question_field": "instruction",
-        "context_field": "context",
-        "answer_field": "response",
-        "max_conversations": 15_000,
-        "license": "CC-BY-SA-3.0",
-    },
-    "no_robots": {
-        "dataset": "HuggingFaceH4/no_robots",
-        "files": ["data/train-*.parquet"],
-        "shape": "messages",
-        "max_conversations": 10_000,
-        "license": "CC-BY-NC-4.0",
-    },
-    "oasst1": {
-        "dataset": "OpenAssistant/oasst1",
-        "files": ["data/train-*.parquet"],
-        "shape": "tree",
-        "accept": ENGLISH,
-        "max_conversations": 60_000,
-        "license": "Apache-2.0",
-    },
-    "slimorca": {
-        "dataset": "Open-Orca/SlimOrca",
-        "files": ["oo-labeled_correct.gpt4.sharegpt.jsonl"],
-        "shape": "sharegpt",
-        "max_conversations": 200_000,
-        "license": "MIT",
-    },
-    "ultrachat": {
-        "dataset": "HuggingFaceH4/ultrachat_200k",
-        "files": ["data/train_sft-*.parquet"],
-        "shape": "messages",
-        "max_conversations": 150_000,
-        "license": "MIT",
-    },
-    "alpaca": {
-        "dataset": "tatsu-lab/alpaca",
-        "files": ["data/train-*.parquet"],
-        "shape": "alpaca",
-        "max_conversations": 50_000,
-        "license": "CC-BY-NC-4.0",
-    },
-    "wizardlm": {
-        "dataset": "WizardLMTeam/WizardLM_evol_instruct_70k",
-        "files": ["alpaca_evol_instruct_70k.json"],
-        "shape": "alpaca",
-        "max_conversations": 70_000,
-        "license": "MIT",
-    },
-    "hh_helpful": {
-        "dataset": "Anthropic/hh-rlhf",
-        "files": ["helpful-base/train.jsonl.gz"],
-        "shape": "dialogue",
-        "messages_field": "chosen",
-        "speakers": ["Human:", "Assistant:"],
-        "max_conversations": 50_000,
-        "license": "MIT",
-    },
-    "metamath": {
-        "dataset": "meta-math/MetaMathQA",
-        "files": ["MetaMathQA-395K.json"],
-        "shape": "pairs",
-        "question_field": "query",
-        "answer_field": "response",
-        "max_conversations": 50_000,
-        "license": "MIT",
-    },
-    "capybara": {
-        "dataset": "LDJnr/Capybara",
-        "files": ["CapybaraPure_Decontaminated.jsonl"],
-        "shape": "exchanges",
-        "messages_field": "conversation",
-        "max_conversations": 16_000,
-        "license": "Apache-2.0",
-    },
-    "codealpaca": {
-        "dataset": "sahil2801/CodeAlpaca-20k",
-        "files": ["code_alpaca_20k.json"],
-        "shape": "alpaca",
-        "max_conversations": 20_000,
-        "license": "CC-BY-4.0",
-    },
-    "evolcode": {
-        "dataset": "theblackcat102/evol-codealpaca-v1",
-        "files": ["train.jsonl"],
-        "shape": "alpaca",
-        "max_conversations": 110_000,
-        "license": "Apache-2.0",
-    },
-}
-
-MIXTURES: dict[str, dict[str, dict[str, int]]] = {
-    "plasma-v3": {
-        "slimorca": {"max_conversations": 120_000},
-        "ultrachat": {"max_conversations": 80_000},
-        "wizardlm": {"max_conversations": 50_000},
-        "metamath": {"max_conversations": 45_000},
-        "alpaca": {"max_conversations": 40_000},
-        "hh_helpful": {"max_conversations": 30_000},
-        "oasst1": {"max_conversations": 25_000},
-        "capybara": {"max_conversations": 15_000},
-        "dolly": {"max_conversations": 15_000},
-        "no_robots": {"max_conversations": 10_000},
-    },
-    "plasma-v4": {
-        "no_robots": {"max_conversations": 10_000, "copies": 3},
-        "dolly": {"max_conversations": 15_000, "copies": 2},
-        "codealpaca": {"max_conversations": 20_000},
-        "evolcode": {"max_conversations": 30_000},
-        "oasst1": {"max_conversations": 8_000},
-        "capybara": {"max_conversations": 8_000},
-        "slimorca": {"max_conversations": 80_000},
-        "wizardlm": {"max_conversations": 35_000},
-        "alpaca": {"max_conversations": 35_000},
-        "metamath": {"max_conversations": 20_000},
-        "ultrachat": {"max_conversations": 32_000, "max_answers": 3},
-    },
-}
-"""
-What a pipeline took to finetune models of 235 and 500 M parameters, in its third and fourth version. The fourth also
-had four copies of conversations about the model itself, which each model needs of its own: add them as a source.
-"""
-
-
-def filled(cls: type[Config], given: Any) -> Any:
-    """The settings of a preset under those that are given. Raises ValueError for a name that is none."""
-    if not isinstance(given, dict):
-        return given
-    preset = given.get("preset", given.get("name"))
-    if not isinstance(preset, str) or preset not in PRESETS:
-        raise ValueError(f"there is no preset {preset!r}; presets: {', '.join(PRESETS)}")
-    defaults = {"name": preset, "preset": preset, **PRESETS[preset]}
-    if given.get("config") is not None:
-        defaults.pop("files", None)
-    return {key: remote.parsed(cls, key, value) for key, value in {**defaults, **given}.items()}
-
-
-def mixed(name: str) -> Iterator[dict[str, Any]]:
-    """The settings of the presets of a mixture."""
-    for preset, settings in MIXTURES[name].items():
-        yield {"kind": "preset", "name": preset, "preset": preset, **settings}
-
+PRESETS = Path(__file__).with_name("presets.toml")
 
 SYNTHESIZE = "synthesize"
 """What reports call the conversations that the stage of that name has left."""
@@ -202,10 +53,10 @@ class ChatSource(Config):
     """License of its conversations, where they do not say themselves (`license`)."""
     max_conversations: DocumentCount | None = None
     """Reading stops behind so many, whatever filters make of them."""
-    max_answers: DocumentCount | None = None
-    """A conversation of more answers is cut behind so many."""
-    copies: Annotated[int, Between(1, 1000, "each is in the rows once more")] = 1
-    """How often each of those that are not held out is in the rows to train on."""
+    max_turns: DocumentCount | None = None
+    """A conversation is truncated after this many answers."""
+    repeat: Annotated[int, Between(1, 1000, "each is in the rows once more")] = 1
+    """How often each conversation of the training split occurs in the packed sequences."""
 
 
 class ToyChats(ChatSource):
@@ -271,16 +122,19 @@ class ChatFiles(Shaped):
     path: DiskPath
     """A file, a folder with all that is below it, or wildcards."""
 
+    def packages(self) -> tuple[str, ...]:
+        return () if self.kind == "jsonl" else for_files([self.path])
 
-class ChatHub(Shaped, AtHub, Reach):
+
+class ChatHub(Shaped, AtHub):
     """A data set of the Hugging Face hub."""
 
     kind: Literal["hub"] = "hub"
     dataset: str = Field(pattern=r"^([\w.\-]+/)?[\w.\-]+$")
 
 
-class ChatPreset(Shaped, AtHub, Reach):
-    """A well-known data set with its files, shape, cap and license, from `presets.PRESETS`; what is set here wins."""
+class ChatPreset(Shaped, AtHub):
+    """A well-known data set with its files, shape, cap and license, from presets.toml; what is set here wins."""
 
     kind: Literal["preset"] = "preset"
     preset: ChatPresetName
@@ -289,8 +143,8 @@ class ChatPreset(Shaped, AtHub, Reach):
 
     @model_validator(mode="before")
     @classmethod
-    def _filled(cls, given: Any) -> Any:
-        return filled(cls, given)
+    def _filled(cls, raw: Any) -> Any:
+        return remote.filled(cls, raw, packaged(PRESETS)["presets"])
 
 
 class Mixture(Config):
@@ -310,14 +164,14 @@ class Conversations(Config):
 
     @field_validator("sources")
     @classmethod
-    def _spell_out(cls, given: tuple[ChatSourceConfig | Mixture, ...]) -> tuple[ChatSourceConfig | Mixture, ...]:
-        return tuple(_spelled_out(given))
+    def _spell_out(cls, sources: tuple[ChatSourceConfig | Mixture, ...]) -> tuple[ChatSourceConfig | Mixture, ...]:
+        return tuple(_spelled_out(sources))
 
     @model_validator(mode="after")
     def _names_differ(self) -> "Conversations":
         names = [source.name for source in self.sources]
         if SYNTHESIZE in names:
-            raise ValueError(f"the name {SYNTHESIZE!r} is that of the stage whose conversations are read beside these")
+            raise ValueError(f"the name {SYNTHESIZE!r} is reserved for the conversations of that stage")
         if twice := repeated(names):
             raise ValueError(f"two sources have the name {twice[0]!r}, and nobody could tell them apart")
         return self
@@ -328,10 +182,10 @@ class Conversations(Config):
         return tuple(source for source in self.sources if not isinstance(source, Mixture))
 
 
-def _spelled_out(given: Sequence[ChatSourceConfig | Mixture]) -> Iterator[ChatSourceConfig]:
-    for source in given:
+def _spelled_out(sources: Sequence[ChatSourceConfig | Mixture]) -> Iterator[ChatSourceConfig]:
+    for source in sources:
         if isinstance(source, Mixture):
-            for tree in mixed(source.name):
-                yield ChatPreset.model_validate(tree)
+            for preset, settings in packaged(PRESETS)["mixtures"][source.name].items():
+                yield ChatPreset.model_validate({"kind": "preset", "name": preset, **settings})
         else:
             yield source

@@ -65,12 +65,12 @@ def identity(names: Sequence[str]) -> re.Pattern[str]:
         return _compiled(*MACHINE)
     listed = f"(?:{'|'.join(re.escape(name) for name in sorted(names, key=len, reverse=True))})"
     called = _any(r"\bi am", r"\bi'm", r"\bmy name is", r"\bcall me", r"\brefer to me as", r"\bthis is")
-    made = _any("created", "developed", "trained", "made", "built", "designed", "fine-tuned")
+    created = _any("created", "developed", "trained", "made", "built", "designed", "fine-tuned")
     few = r"[^.!?\n]{0,60}?"
     return _compiled(
         *MACHINE,
         rf"{called} (?:an? |the )?{listed}\b",
-        rf"{_any('i', 'model', 'assistant', 'ai')}\b{few}\b{made}\b{few}\bby\b{few}\b{listed}",
+        rf"{_any('i', 'model', 'assistant', 'ai')}\b{few}\b{created}\b{few}\bby\b{few}\b{listed}",
         rf"我(?:是|叫){listed}",
         rf"由\s?{listed}[^。！？\n]{{0,10}}(?:训练|开发|研发|创建)",
     )
@@ -206,11 +206,11 @@ class Identity(Filtering):
     def test(self) -> Test:
         pattern = identity(self.names)
 
-        def one(conversation: Conversation) -> ChatFilterHit | None:
-            found = [match for said in said_by(conversation, "assistant") if (match := pattern.search(said))]
-            return ChatFilterHit("identity", len(found), found[0][0]) if found else None
+        def find_hit(conversation: Conversation) -> ChatFilterHit | None:
+            matches = [match for said in said_by(conversation, "assistant") if (match := pattern.search(said))]
+            return ChatFilterHit("identity", len(matches), matches[0][0]) if matches else None
 
-        return lambda some: [one(conversation) for conversation in some]
+        return lambda some: [find_hit(conversation) for conversation in some]
 
 
 class Refusal(Filtering):
@@ -237,9 +237,9 @@ class Refusal(Filtering):
 
 class Truncated(Filtering):
     """
-    An answer stops in mid-sentence, or in code that is not closed: a model that learns from it learns no end. Looked
-    at are answers of so many words and more that end in no mark, address or number, and fences. Value: words of the
-    answer.
+    An answer stops in mid-sentence or in an unclosed code fence. Such answers do not teach a model where to stop. An
+    answer of `min_words` and more stops in mid-sentence if it does not end in a punctuation mark, address or number.
+    Value: words of the answer.
 
     Source: the filter "truncated answers" of the pipeline above.
     """
@@ -269,7 +269,7 @@ def _ended(text: str) -> bool:
 
 class LengthMismatch(Filtering):
     """
-    A short question with a long answer: what was asked for cannot be told from it. Value: words of the answer.
+    A short question with a long answer: the question cannot determine such an answer. Value: words of the answer.
 
     Source: the pipeline above (fewer than 15 words, more than 200).
     """
@@ -315,9 +315,9 @@ class Spam(Filtering):
     """Links and repetitions are looked for in answers of so many words and more."""
 
     def finding(self, conversation: Conversation) -> ChatFilterHit | None:
-        found = SPAM.findall(conversation.text)
-        if len(found) > self.max_phrases:
-            return ChatFilterHit("spam.phrase", len(found), found[0])
+        phrases = SPAM.findall(conversation.text)
+        if len(phrases) > self.max_phrases:
+            return ChatFilterHit("spam.phrase", len(phrases), phrases[0])
         for said in said_by(conversation, "assistant"):
             words = said.split() if said.isascii() else hashing.spaced(said).split()
             if len(words) < self.min_words:
@@ -351,8 +351,8 @@ class Leftovers(Filtering):
     kind: Literal["leftovers"] = "leftovers"
 
     def finding(self, conversation: Conversation) -> ChatFilterHit | None:
-        found = LEFTOVER.findall(conversation.text)
-        return ChatFilterHit("leftovers", len(found), found[0]) if found else None
+        matches = LEFTOVER.findall(conversation.text)
+        return ChatFilterHit("leftovers", len(matches), matches[0]) if matches else None
 
 
 class Blank(Filtering):
@@ -384,12 +384,12 @@ class Duplicates(Filtering):
 
     kind: Literal["duplicates"] = "duplicates"
     same: Literal["conversation", "question"] = "conversation"
-    """What is compared: all that is said, or only what the user says first."""
+    """What is compared: all messages, or only the first message of the user."""
 
     def test(self) -> Test:
         seen: dict[bytes, int] = {}
 
-        def one(conversation: Conversation) -> ChatFilterHit | None:
+        def find_hit(conversation: Conversation) -> ChatFilterHit | None:
             asked = said_by(conversation, "user")
             parts = (
                 asked[:1] if self.same == "question" else [f"{m['role']} {m['content']}" for m in conversation.messages]
@@ -401,7 +401,7 @@ class Duplicates(Filtering):
             before = seen[key] = seen.get(key, -1) + 1
             return ChatFilterHit("duplicates", before) if before else None
 
-        return lambda some: [one(conversation) for conversation in some]
+        return lambda some: [find_hit(conversation) for conversation in some]
 
 
 class DecontaminateChats(Filtering, Sought):
@@ -437,12 +437,12 @@ class DecontaminateChats(Filtering, Sought):
         return look
 
     def _found(
-        self, index: decontamination.OverlapIndex, one: Conversation, matches: Sequence[decontamination.Match]
+        self, index: decontamination.OverlapIndex, conversation: Conversation, matches: Sequence[decontamination.Match]
     ) -> ChatFilterHit | None:
         if not matches:
             return None
         first = min(matches)
-        (_, words), *_ = decontamination.located(one.text, [(first.word, first.words)])
+        (_, words), *_ = decontamination.located(conversation.text, [(first.word, first.words)])
         return ChatFilterHit(f"decontaminate.{index.rows[first.row][0]}", len(matches), words)
 
 
@@ -452,16 +452,16 @@ ChatFilter = (
 
 
 def sifted(
-    filters: Sequence[ChatFilter], found: Iterable[Conversation]
+    filters: Sequence[ChatFilter], conversations: Iterable[Conversation]
 ) -> Iterator[Conversation | DroppedConversation]:
     """Conversations in their order; where a filter finds something, a `DroppedConversation`. Raises DataError."""
     tests = [(one.sources, one.test()) for one in filters]
-    waiting = iter(found)
+    waiting = iter(conversations)
     while some := list(islice(waiting, BATCH)):
         dropped: dict[int, ChatFilterHit] = {}
         for named, test in tests:
             left = [n for n, one in enumerate(some) if n not in dropped and (not named or one.source in named)]
             findings = zip(left, test([some[n] for n in left]), strict=True)
             dropped |= {n: finding for n, finding in findings if finding is not None}
-        for number, one in enumerate(some):
-            yield DroppedConversation(one, dropped[number]) if number in dropped else one
+        for number, conversation in enumerate(some):
+            yield DroppedConversation(conversation, dropped[number]) if number in dropped else conversation

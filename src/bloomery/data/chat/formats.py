@@ -23,7 +23,8 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple, get_args
 
-from bloomery.data.chat.messages import Message, Messages, Role, not_text
+from bloomery.core.chat import Message, Role
+from bloomery.data.chat.messages import Messages, not_text
 from bloomery.data.readers import rows
 from bloomery.data.readers.bytes import ReadError
 
@@ -34,11 +35,11 @@ LISTED = re.compile(r"\s*\[\s*[{\"]")
 
 def parsed_list(value: Any, *, texts: bool = False) -> Any:
     """A text that is a list of objects in JSON, or of texts where `texts` may be, as that; any other value as it is."""
-    found, _ = _loaded(value)
-    if not isinstance(found, list):
+    parsed, _ = _loaded(value)
+    if not isinstance(parsed, list):
         return value
-    is_one = isinstance(found[0], Mapping) or (texts and all(isinstance(one, str) for one in found))
-    return found if is_one else value
+    is_one = isinstance(parsed[0], Mapping) or (texts and all(isinstance(one, str) for one in parsed))
+    return parsed if is_one else value
 
 
 def broken(value: Any) -> str:
@@ -51,9 +52,9 @@ def spoken(value: Any) -> list[Any] | None:
     A list whose first element has a role, also as JSON text; None where a value is none. An answer may be any other
     list in JSON: calls of tools are one.
     """
-    found = parsed_list(value)
-    is_one = isinstance(found, list) and found and isinstance(found[0], Mapping) and "role" in found[0]
-    return found if is_one else None
+    parsed = parsed_list(value)
+    is_one = isinstance(parsed, list) and parsed and isinstance(parsed[0], Mapping) and "role" in parsed[0]
+    return parsed if is_one else None
 
 
 def _loaded(value: Any) -> tuple[Any, str]:
@@ -66,21 +67,23 @@ def _loaded(value: Any) -> tuple[Any, str]:
         return None, f"its text is no list in JSON ({error})"
 
 
-def message_of(one: Any, number: int, role_key: str, text_key: str, roles: Mapping[str, Role]) -> Message | ReadError:
+def message_of(
+    element: Any, number: int, role_key: str, text_key: str, roles: Mapping[str, Role]
+) -> Message | ReadError:
     """An element of a list as a message, or what is wrong with it."""
-    calls = _calls(one, f"message {number}") if isinstance(one, Mapping) else ""
+    calls = _calls(element, f"message {number}") if isinstance(element, Mapping) else ""
     if isinstance(calls, ReadError):
         return calls
-    if not isinstance(one, Mapping) or role_key not in one or (text_key not in one and not calls):
+    if not isinstance(element, Mapping) or role_key not in element or (text_key not in element and not calls):
         return ReadError("bad_message", number, f"message {number} has no {role_key} and {text_key}")
-    said = one[role_key]
+    said = element[role_key]
     role = roles.get(said.lower()) if isinstance(said, str) else None
     if role is None:
         return ReadError("unknown_role", number, f"message {number} has the role {said!r}; known: {', '.join(roles)}")
-    if role == "assistant" and one.get("weight") == 0:
-        what = f"message {number} is an assistant's with weight 0: its data set says not to learn from it"
+    if role == "assistant" and element.get("weight") == 0:
+        what = f"message {number} is an assistant message with weight 0: its data set excludes it from training"
         return ReadError("weight_zero", number, what)
-    content = text_of(joined(one.get(text_key)), f"message {number}", one.get(text_key) is None and calls != "")
+    content = text_of(joined(element.get(text_key)), f"message {number}", element.get(text_key) is None and calls != "")
     if isinstance(content, ReadError):
         return content
     return Message(role=role, content="\n".join(part for part in (content, calls) if part))
@@ -102,20 +105,18 @@ def text_of(content: Any, whose: str, empty: bool = False) -> str | ReadError:
     if content is None and empty:
         return ""
     if isinstance(content, list):
-        what = (
-            f"{whose} holds parts of the types {', '.join(map(str, content)) or 'none'}; only text can be learned from"
-        )
+        what = f"{whose} holds parts of the types {', '.join(map(str, content)) or 'none'}; training uses only text"
         return ReadError("not_text", 0, what)
     if not isinstance(content, str):
         return ReadError("not_text", 0, f"{whose} has {type(content).__name__} as its content, not text")
     return not_text(content, whose) or content
 
 
-def _calls(one: ChatRow, whose: str) -> str | ReadError:
+def _calls(message: ChatRow, whose: str) -> str | ReadError:
     """The calls of tools in a message, each as a line of JSON; "" where there are none."""
-    given = one.get("tool_calls") or ([one["function_call"]] if one.get("function_call") else [])
+    calls = message.get("tool_calls") or ([message["function_call"]] if message.get("function_call") else [])
     lines = []
-    for call in given if isinstance(given, list | tuple) else [given]:
+    for call in calls if isinstance(calls, list | tuple) else [calls]:
         named = (call.get("function") or call) if isinstance(call, Mapping) else call
         if not isinstance(named, Mapping):
             return ReadError("bad_message", 0, f"{whose} has {type(named).__name__} as a call of a tool, not an object")
@@ -128,13 +129,13 @@ def _calls(one: ChatRow, whose: str) -> str | ReadError:
     return "\n".join(lines)
 
 
-def _arguments(given: Any) -> Any:
-    if isinstance(given, str):
+def _arguments(arguments: Any) -> Any:
+    if isinstance(arguments, str):
         try:
-            return json.loads(given)
+            return json.loads(arguments)
         except (ValueError, RecursionError):  # what a model wrote there need not be JSON; it stays the text that it is
-            return given
-    return given
+            return arguments
+    return arguments
 
 
 def as_json(value: Any, whose: str) -> str | ReadError:
@@ -177,8 +178,8 @@ def parse_dialogue(text: str, names: tuple[str, str] | None = None) -> Messages 
     """
     spots = _spots(text, names)
     if not spots:
-        told = f"as {names[0]!r} and {names[1]!r}" if names else 'such as "User:" and "Assistant:"'
-        return ReadError("no_speaker", 0, f"no line begins with a speaker, {told}")
+        expected = f"as {names[0]!r} and {names[1]!r}" if names else 'such as "User:" and "Assistant:"'
+        return ReadError("no_speaker", 0, f"no line begins with a speaker, {expected}")
     if text[: spots[0][0]].strip():
         return ReadError("no_speaker", 0, "begins with text of nobody: a dialogue begins with who speaks")
     ends = [begin for begin, _, _ in spots[1:]] + [len(text)]
@@ -189,8 +190,8 @@ def parse_dialogue(text: str, names: tuple[str, str] | None = None) -> Messages 
 
 def is_dialogue(text: str, names: tuple[str, str] | None = None) -> bool:
     """Whether a text looks like a dialogue: it begins with a speaker, and one that answers comes after."""
-    found = parse_dialogue(text, names)
-    return not isinstance(found, ReadError) and any(message["role"] == "assistant" for message in found)
+    parsed = parse_dialogue(text, names)
+    return not isinstance(parsed, ReadError) and any(message["role"] == "assistant" for message in parsed)
 
 
 def _spots(text: str, names: tuple[str, str] | None) -> Sequence[tuple[int, int, Role]]:
@@ -207,8 +208,8 @@ def _spots(text: str, names: tuple[str, str] | None) -> Sequence[tuple[int, int,
     roles: dict[str, Role] = {**DIALOGUE_ROLES, asker: "user"}
     if answerer is not None:
         roles[answerer] = "assistant"
-    found = [(begin, end, roles[name]) for begin, end, name in labels if name in roles]
-    return [spot for number, spot in enumerate(found) if spot[2] != "system" or number == 0]
+    spots = [(begin, end, roles[name]) for begin, end, name in labels if name in roles]
+    return [spot for number, spot in enumerate(spots) if spot[2] != "system" or number == 0]
 
 
 ChatFormat = Literal["messages", "sharegpt", "exchanges", "alpaca", "pairs", "dialogue", "tree"]
@@ -272,18 +273,18 @@ def messages(row: ChatRow, fields: Fields) -> Messages | ReadError:
 
 
 def sharegpt(row: ChatRow, fields: Fields) -> Messages | ReadError:
-    """A list of {"from", "value"}; `system` and `tools` beside it open the conversation."""
+    """A list of {"from", "value"}; the fields `system` and `tools` of the same row open the conversation."""
     return _said(row, fields, "from", "value", SHAREGPT)
 
 
 def _said(row: ChatRow, fields: Fields, role: str, content: str, roles: Mapping[str, Role]) -> Messages | ReadError:
     """The messages of a list, each with its role and content under these names."""
-    found = _list(row, fields)
-    if isinstance(found, ReadError):
-        return found
+    elements = _list(row, fields)
+    if isinstance(elements, ReadError):
+        return elements
     spoken = []
-    for number, one in enumerate(found, 1):
-        message = message_of(one, number, role, content, roles)
+    for number, element in enumerate(elements, 1):
+        message = message_of(element, number, role, content, roles)
         if isinstance(message, ReadError):
             return message
         spoken.append(message)
@@ -292,15 +293,15 @@ def _said(row: ChatRow, fields: Fields, role: str, content: str, roles: Mapping[
 
 def exchanges(row: ChatRow, fields: Fields) -> Messages | ReadError:
     """A list of {"input", "output"}, or of texts of which the user says the first, the assistant the second, …"""
-    found = _list(row, fields)
-    if isinstance(found, ReadError):
-        return found
+    elements = _list(row, fields)
+    if isinstance(elements, ReadError):
+        return elements
     spoken: Messages = []
-    for number, one in enumerate(found, 1):
-        if isinstance(one, str):
-            said = [one]
-        elif isinstance(one, Mapping) and {"input", "output"} <= one.keys():
-            said = [one["input"], one["output"]]
+    for number, exchange in enumerate(elements, 1):
+        if isinstance(exchange, str):
+            said = [exchange]
+        elif isinstance(exchange, Mapping) and {"input", "output"} <= exchange.keys():
+            said = [exchange["input"], exchange["output"]]
         else:
             return ReadError("bad_message", number, f"exchange {number} has no input and output")
         for content in said:
@@ -314,8 +315,8 @@ def exchanges(row: ChatRow, fields: Fields) -> Messages | ReadError:
 def alpaca(row: ChatRow, fields: Fields) -> Messages | ReadError:
     """An instruction, an input that belongs to it or is empty, and the output; `history` holds earlier pairs."""
     names = ((fields.question,), (fields.context,), (fields.answer,))
-    wanted = [given if given[0] else known for given, known in zip(names, ALPACA, strict=True)]
-    question, context, answer = (_field(row, [name for name in one if name]) for one in wanted)
+    field_names = [given if given[0] else known for given, known in zip(names, ALPACA, strict=True)]
+    question, context, answer = (_field(row, [name for name in one if name]) for one in field_names)
     if isinstance(answer, ReadError):
         return answer
     if isinstance(context, ReadError):
@@ -332,8 +333,8 @@ def alpaca(row: ChatRow, fields: Fields) -> Messages | ReadError:
 
 def instructed(row: ChatRow) -> str | ReadError:
     """What Alpaca's row asks: its instruction, and behind a blank line the input, where there is one."""
-    found = alpaca({"instruction": row.get("instruction"), **_valued(row, ALPACA[1]), "output": ""}, Fields())
-    return found if isinstance(found, ReadError) else found[0]["content"]
+    parsed = alpaca({"instruction": row.get("instruction"), **_valued(row, ALPACA[1]), "output": ""}, Fields())
+    return parsed if isinstance(parsed, ReadError) else parsed[0]["content"]
 
 
 def _valued(row: ChatRow, names: tuple[str, ...]) -> dict[str, Any]:
@@ -377,8 +378,8 @@ def talk(row: ChatRow, fields: Fields) -> Messages | ReadError:
     text = _field(row, [fields.messages] if fields.messages else TEXTS)
     if isinstance(text, ReadError):
         return text
-    found = parse_dialogue(text, fields.speakers)
-    return found if isinstance(found, ReadError) else _opened(row, fields, found)
+    parsed = parse_dialogue(text, fields.speakers)
+    return parsed if isinstance(parsed, ReadError) else _opened(row, fields, parsed)
 
 
 READ: dict[ChatFormat, Callable[[ChatRow, Fields], Messages | ReadError]] = {
@@ -420,15 +421,15 @@ def hollow(row: ChatRow, fields: Fields) -> ChatFormat | None:
     with no message, or is broken JSON; None where there is no such list.
     """
     names = [name for name, value in _lists(row, fields) if _of_list(name, value) is None]
-    names += [one[0]] if (one := _broken(row, fields)) else []
+    names += [unreadable[0]] if (unreadable := _broken(row, fields)) else []
     return None if not names else "sharegpt" if names[0] == "conversations" else "messages"
 
 
 def _lists(row: ChatRow, fields: Fields) -> list[tuple[str, list[Any]]]:
     """Name and value of the fields that hold lists which may be of messages, also lists that are held as JSON text."""
     names = [fields.messages] if fields.messages else LISTS
-    found = [(name, parsed_list(rows.at(dict(row), name), texts=name != "chosen")) for name in names]
-    return [(name, value) for name, value in found if isinstance(value, list)]
+    parsed = [(name, parsed_list(rows.at(dict(row), name), texts=name != "chosen")) for name in names]
+    return [(name, value) for name, value in parsed if isinstance(value, list)]
 
 
 def _broken(row: ChatRow, fields: Fields) -> tuple[str, str] | None:
@@ -455,15 +456,15 @@ def _of_list(name: str, value: list[Any]) -> ChatFormat | None:
 
 
 def _list(row: ChatRow, fields: Fields) -> list[Any] | ReadError:
-    found = _lists(row, fields)
-    if not found and (broken := _broken(row, fields)):
+    lists = _lists(row, fields)
+    if not lists and (broken := _broken(row, fields)):
         return ReadError("bad_message", 0, f"field {broken[0]!r} holds no messages: {broken[1]}")
-    if not found:
+    if not lists:
         names = [fields.messages] if fields.messages else LISTS[:2]
         text = next((name for name in names if isinstance(rows.at(dict(row), name), str)), None)
-        told = f" ({text} is a text, and no list of messages in JSON)" if text else ""
-        return ReadError("no_messages", 0, f"has no list {' or '.join(names)}{told}; its fields: {', '.join(row)}")
-    name, value = next((one for one in found if _of_list(*one) is not None), found[0])
+        note = f" ({text} is a text, and no list of messages in JSON)" if text else ""
+        return ReadError("no_messages", 0, f"has no list {' or '.join(names)}{note}; its fields: {', '.join(row)}")
+    name, value = next((one for one in lists if _of_list(*one) is not None), lists[0])
     return value or ReadError("no_messages", 0, f"its list {name} is empty")
 
 
@@ -507,15 +508,15 @@ def earlier(row: ChatRow) -> Messages | ReadError:
 
 
 def _opened(row: ChatRow, fields: Fields, spoken: Messages) -> Messages | ReadError:
-    """With what stands beside the messages, instructions and tools, in front of them as the system's."""
+    """The messages, with the instructions and tools from other fields of the row in the system message."""
     parts = []
     for name in [fields.system] if fields.system else BESIDE[:3]:
         value = row.get(name)
         if name == "tools" and isinstance(value, list | dict):
-            found = [as_json(tool, "a tool") for tool in ([value] if isinstance(value, dict) else value)]
-            if (bad := next((one for one in found if isinstance(one, ReadError)), None)) is not None:
+            tools = [as_json(tool, "a tool") for tool in ([value] if isinstance(value, dict) else value)]
+            if (bad := next((one for one in tools if isinstance(one, ReadError)), None)) is not None:
                 return bad
-            value = "\n".join(map(str, found))
+            value = "\n".join(map(str, tools))
         text = text_of("" if value is None else value, f"field {name!r}")
         if isinstance(text, ReadError):
             return text
@@ -563,7 +564,7 @@ def trouble(row: ChatRow) -> ReadError | None:
     return not_text(text) or deleted
 
 
-def paths(found: Iterable[tuple[int, ChatRow]]) -> Iterator[Path | tuple[int, ReadError]]:
+def paths(numbered_rows: Iterable[tuple[int, ChatRow]]) -> Iterator[Path | tuple[int, ReadError]]:
     """
     The conversations in rows without `trouble`, which have numbers, and the numbers of messages that are in none.
 
@@ -571,7 +572,7 @@ def paths(found: Iterable[tuple[int, ChatRow]]) -> Iterator[Path | tuple[int, Re
     its number; and so is a message whose tree has lost a part above it.
     """
     nodes: dict[str, _Node] = {}
-    for number, row in found:
+    for number, row in numbered_rows:
         if row["message_id"] in nodes:
             yield number, ReadError("duplicate_id", 0, f"an earlier message has the id {row['message_id']!r}")
             continue

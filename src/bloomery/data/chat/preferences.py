@@ -1,9 +1,7 @@
 """
-Preference pairs, labeled answers and math problems for the section [prefer].
+Preference pairs and math problems for the section [prefer].
 
 The sources have their settings in the section [prefer] of a recipe.
-
-A row states a judgment in one of two forms. It has two answers to one prompt, or one answer and a label.
 
 Readers go row by row. A row that does not fit also comes out, as a rejected row. The order depends on nothing but
 names and the config.
@@ -22,16 +20,17 @@ from typing import Annotated, Any, Literal, TypeVar
 from pydantic import Field
 
 from bloomery.core.bounds import Between, DiskPath, DocumentCount, RowBytes, Seed
+from bloomery.core.chat import as_message
 from bloomery.core.config import Config
 from bloomery.data.chat import formats, readers
 from bloomery.data.chat.config import ChatFiles, ChatHub
 from bloomery.data.chat.formats import ChatRow, Fields
-from bloomery.data.chat.messages import Messages, RejectedRow, as_message, not_text
+from bloomery.data.chat.messages import Messages, RejectedRow, not_text
 from bloomery.data.readers import rows
 from bloomery.data.readers.bytes import ReadError
 from bloomery.data.readers.read import FieldIs, Name, first_unmet
 from bloomery.data.sources import toy_worlds
-from bloomery.data.sources.remote import AtHub, Reach
+from bloomery.data.sources.remote import AtHub
 
 Generated = Annotated[int, Between(1, 10**8, "all are in memory")]
 
@@ -66,9 +65,6 @@ class PairRows(Read):
     prompt_field: str | None = None
     chosen_field: str | None = None
     rejected_field: str | None = None
-    completion_field: str | None = None
-    label_field: str | None = None
-    """Of single answers: true where it is wanted."""
     system_field: str | None = None
 
 
@@ -79,12 +75,15 @@ class PairFiles(PairRows):
     path: DiskPath
     """A file, a folder with all that is below it, or wildcards."""
 
+    def packages(self) -> tuple[str, ...]:
+        return self.files_read.packages()
+
     @property
     def files_read(self) -> ChatFiles:
         return ChatFiles(name=self.name, path=self.path, max_row_bytes=self.max_row_bytes)
 
 
-class PairHub(PairRows, AtHub, Reach):
+class PairHub(PairRows, AtHub):
     """A data set of the Hugging Face hub."""
 
     kind: Literal["hub"] = "hub"
@@ -100,9 +99,9 @@ Pairs = WorldPairs | PairFiles | PairHub
 
 class Arithmetic(Config):
     """
-    Questions of a generator of ours, such as "What is 12 plus 30?", with their one right number.
+    Generated questions, such as "What is 12 plus 30?", each with one correct number.
 
-    The words are those of the small worlds, whose held-out sums never come; `steps` numbers above two make "3 plus 4
+    Questions are worded as in the toy worlds and leave out their validation sums. `terms` above two gives "3 plus 4
     minus 2".
     """
 
@@ -130,12 +129,15 @@ class ProblemFiles(ProblemRows):
     kind: Literal["files"] = "files"
     path: DiskPath
 
+    def packages(self) -> tuple[str, ...]:
+        return self.files_read.packages()
+
     @property
     def files_read(self) -> ChatFiles:
         return ChatFiles(name=self.name, path=self.path, max_row_bytes=self.max_row_bytes)
 
 
-class ProblemHub(ProblemRows, AtHub, Reach):
+class ProblemHub(ProblemRows, AtHub):
     """A data set of the hub in that format, such as "openai/gsm8k" with config = "main"."""
 
     kind: Literal["hub"] = "hub"
@@ -150,7 +152,7 @@ Problems = Arithmetic | ProblemFiles | ProblemHub
 
 
 def _at_hub(source: PairHub | ProblemHub) -> ChatHub:
-    shared = {name: getattr(source, name) for name in (*AtHub.model_fields, *Reach.model_fields)}
+    shared = {name: getattr(source, name) for name in AtHub.model_fields}
     return ChatHub(name=source.name, max_row_bytes=source.max_row_bytes, max_conversations=source.max_rows, **shared)
 
 
@@ -159,95 +161,70 @@ PreferenceRow = Mapping[str, Any]
 PROMPTS = ("prompt", "question", "instruction", "query", "input", "conversations", "messages")
 CHOSEN = ("chosen", "chosen_response", "preferred")
 REJECTED = ("rejected", "rejected_response", "dispreferred")
-COMPLETIONS = ("completion", "response", "answer", "output")
-LABELS = ("label", "kto_tag", "desirable")
 SYSTEM = ("system", "system_prompt")
 BESIDE = ("context", "history")
-KNOWN = (*PROMPTS, *BESIDE, *CHOSEN, *REJECTED, *COMPLETIONS, *LABELS, *SYSTEM, "id", "prompt_id")
+KNOWN = (*PROMPTS, *BESIDE, *CHOSEN, *REJECTED, *SYSTEM, "id", "prompt_id")
 """Fields that are looked at where the recipe names none: of wide tables no other column is read."""
 
 
 @dataclass(frozen=True)
 class JudgedRow:
-    """An answer, or several messages that end in one, after the prompt; in a pair, the better one and the worse one."""
+    """Two answers after a prompt, the better one and the worse one. Each is a message, or messages that end in one."""
 
     prompt: Messages
     """What both see. The last message is not the assistant's."""
-    chosen: Messages | None
-    rejected: Messages | None
+    chosen: Messages
+    rejected: Messages
     source: str
-    place: str
+    location: str
     """File and line, or the number of what was generated."""
     id: str = ""
 
     @property
     def asked(self) -> str:
-        """All that stands in the prompt, by which pairs of one question are held out together."""
+        """The text of the prompt; pairs with the same prompt go to the same split."""
         return "\n".join(message["content"] for message in self.prompt)
 
 
-Understood = tuple[Messages, Messages | None, Messages | None]
+Understood = tuple[Messages, Messages, Messages]
 """Prompt, chosen, rejected."""
 
 
 def understood(row: PreferenceRow, how: PairRows) -> Understood | ReadError:
-    """A row as judged answers; one of the two is None where it is a single answer with a label."""
+    """A row as two judged answers, or why it is none."""
     chosen, rejected = _found(row, how.chosen_field, CHOSEN), _found(row, how.rejected_field, REJECTED)
-    if chosen is not None and rejected is not None:
-        return _pair(row, how, chosen, rejected)
-    completion, label = _found(row, how.completion_field, COMPLETIONS), _found(row, how.label_field, LABELS)
-    if completion is None or label is None:
-        what = f"has neither two answers nor one with a label; its fields: {', '.join(row)}"
-        return ReadError("unknown_shape", 0, what)
-    if not isinstance(label, bool) and label not in (0, 1):
-        return ReadError("bad_label", 0, f"has the label {label!r}; it has to be true or false")
+    if chosen is None or rejected is None:
+        return ReadError("unknown_shape", 0, f"has no two answers; its fields: {', '.join(row)}")
     prompt = _prompt(row, how)
     if isinstance(prompt, ReadError):
         return prompt
-    answer = _said(completion, "assistant")
-    if isinstance(answer, ReadError):
-        return answer
-    split = _split(prompt, answer, answer)
-    if isinstance(split, ReadError):
-        return split
-    before, one, _ = split
-    return (before, one, None) if label else (before, None, one)
-
-
-def _pair(row: PreferenceRow, how: PairRows, chosen: Any, rejected: Any) -> Understood | ReadError:
-    prompt = _prompt(row, how)
-    if isinstance(prompt, ReadError):
-        return prompt
-    one = _said(chosen, "assistant", alone=not prompt)
-    if isinstance(one, ReadError):
-        return one
+    reply = _said(chosen, "assistant", alone=not prompt)
+    if isinstance(reply, ReadError):
+        return reply
     other = _said(rejected, "assistant", alone=not prompt)
     if isinstance(other, ReadError):
         return other
-    return _split(prompt, one, other)
+    return _split(prompt, reply, other)
 
 
-def _split(prompt: Messages, one: Messages, other: Messages) -> Understood | ReadError:
+def _split(prompt: Messages, first: Messages, second: Messages) -> Understood | ReadError:
     """
-    What both answers begin with belongs to the prompt, and of a single one what stands before its last message. Where
-    each answer is the whole conversation, the prompt is not said twice.
+    What both answers begin with belongs to the prompt. Where each answer is the whole conversation, the prompt is not
+    said twice.
     """
-    if one is other:
-        answered = max((place for place, said in enumerate(one) if said["role"] != "assistant"), default=-1) + 1
-    else:
-        both = range(min(len(one), len(other)))
-        answered = next((place for place in both if one[place] != other[place]), min(len(one), len(other)))
-    shared, one, other = one[:answered], one[answered:], other[answered:]
+    both = range(min(len(first), len(second)))
+    answered = next((place for place in both if first[place] != second[place]), min(len(first), len(second)))
+    shared, first, second = first[:answered], first[answered:], second[answered:]
     before = _once(prompt, shared)
-    if not one or not other:
+    if not first or not second:
         return ReadError("same_answer", 0, "the two answers are the same, or one is the beginning of the other")
     if not before or before[-1]["role"] == "assistant":
         what = "nothing stands before the answers" if not before else "an assistant's message stands before the answers"
         return ReadError("no_prompt", 0, what)
-    for name, answer in (("chosen", one), ("rejected", other)):
+    for name, answer in (("chosen", first), ("rejected", second)):
         if answer[0]["role"] != "assistant" or answer[-1]["role"] != "assistant":
             return ReadError("no_answer", 0, f"the {name} answer does not begin and end with the assistant")
-    return before, one, other
+    return before, first, second
 
 
 def _once(prompt: Messages, shared: Messages) -> Messages:
@@ -264,19 +241,21 @@ def _without_system(said: Messages) -> Messages:
 
 
 def _bare(said: Messages) -> list[tuple[str, str]]:
-    """What is said without white space around it, which data sets keep in one column and not in the other."""
+    """Role and content of each message, stripped: some data sets keep outer white space in only one column."""
     return [(message["role"], message["content"].strip()) for message in said]
 
 
 def _prompt(row: PreferenceRow, how: PairRows) -> Messages | ReadError:
     """What is asked; empty where the answers begin with it."""
     names = PROMPTS if how.prompt_field is None else (how.prompt_field,)
-    name, found = next(((name, value) for name in names if (value := rows.at(dict(row), name)) is not None), ("", None))
-    if name == "instruction" and isinstance(found, str):
-        found = formats.instructed(row)
-        if isinstance(found, ReadError):
-            return found
-    asked: Messages | ReadError = [] if found is None or found == [] else _said(found, "user")
+    name, prompt = next(
+        ((name, value) for name in names if (value := rows.at(dict(row), name)) is not None), ("", None)
+    )
+    if name == "instruction" and isinstance(prompt, str):
+        prompt = formats.instructed(row)
+        if isinstance(prompt, ReadError):
+            return prompt
+    asked: Messages | ReadError = [] if prompt is None or prompt == [] else _said(prompt, "user")
     before: Messages | ReadError = [] if name == "history" else _history(row)
     if isinstance(before, ReadError):
         return before
@@ -319,7 +298,7 @@ def _found(row: PreferenceRow, named: str | None, known: tuple[str, ...]) -> Any
 
 
 TRIES = 200
-"""For each question, before it is said that there are no more of them."""
+"""Attempts to find a new question before generation stops."""
 
 
 @dataclass(frozen=True)
@@ -328,7 +307,7 @@ class ArithmeticProblem:
     solution: str
     """Ends with the number, behind #### in GSM8K's own format."""
     source: str
-    place: str
+    location: str
     id: str
 
 
@@ -348,12 +327,12 @@ def arithmetic_problems(source: Arithmetic) -> Iterator[ArithmeticProblem]:
 
 
 def _made(rng: random.Random, source: Arithmetic) -> tuple[str, int]:
-    """A question and its number; "" for a sum that the small worlds hold out. Products go before sums, as in school."""
+    """A question and its number; "" for a validation sum of the toy worlds. "times" binds before "plus" and "minus"."""
     terms = [rng.randint(0, source.largest) for _ in range(rng.randint(2, source.terms))]
     signs = [rng.choice(source.operations) for _ in terms[1:]]
     if signs == ["plus"] and toy_worlds.is_held_out(toy_worlds.sum_of(terms[0], terms[1]).fact):
         return "", 0
-    told = str(terms[0]) + "".join(f" {sign} {term}" for sign, term in zip(signs, terms[1:], strict=True))
+    expression = str(terms[0]) + "".join(f" {sign} {term}" for sign, term in zip(signs, terms[1:], strict=True))
     total, product, sign = 0, terms[0], 1
     for operation, term in zip(signs, terms[1:], strict=True):
         if operation == "times":
@@ -361,14 +340,14 @@ def _made(rng: random.Random, source: Arithmetic) -> tuple[str, int]:
             continue
         total += sign * product
         product, sign = term, 1 if operation == "plus" else -1
-    return f"What is {told}?", total + sign * product
+    return f"What is {expression}?", total + sign * product
 
 
 def read_arithmetic(
-    row: Mapping[str, Any], question_field: str, answer_field: str, source: str, place: str, id: str
+    row: Mapping[str, Any], question_field: str, answer_field: str, source: str, location: str, id: str
 ) -> ArithmeticProblem | ReadError:
     """A row of a question and its solution, or why it is none."""
-    found = {}
+    fields = {}
     for name in (question_field, answer_field):
         value = rows.at(dict(row), name)
         value = str(value) if isinstance(value, int | float) and not isinstance(value, bool) else value
@@ -378,10 +357,10 @@ def read_arithmetic(
             return ReadError("not_text", 0, f"field {name!r} holds {type(value).__name__} where a text is wanted")
         if problem := not_text(value, f"field {name!r}"):
             return problem
-        found[name] = value
-    if not any(sign.isdigit() for sign in found[answer_field]):
+        fields[name] = value
+    if not any(sign.isdigit() for sign in fields[answer_field]):
         return ReadError("no_number", 0, f"field {answer_field!r} holds no number, so nobody could check an answer")
-    return ArithmeticProblem(found[question_field], found[answer_field], source, place, id)
+    return ArithmeticProblem(fields[question_field], fields[answer_field], source, location, id)
 
 
 T = TypeVar("T")
@@ -396,7 +375,7 @@ def digest(read: Iterable[Pairs | Problems]) -> str:
 
 
 def judged(read: Iterable[Pairs]) -> Iterator[JudgedRow | RejectedRow]:
-    """Every pair and every single answer of every source, up to its cap, or why it is none. Raises DataError."""
+    """Every pair of every source, up to its cap, or why it is none. Raises DataError."""
     for source in read:
         yield from _of_worlds(source) if isinstance(source, WorldPairs) else _of_answers(source)
 
@@ -408,17 +387,21 @@ def problems(read: Iterable[Problems]) -> Iterator[ArithmeticProblem | RejectedR
 
 
 def _of_answers(source: PairFiles | PairHub) -> Iterator[JudgedRow | RejectedRow]:
-    def read(row: ChatRow, place: str, id: str) -> JudgedRow | ReadError:
-        found = understood(row, source)
-        return found if isinstance(found, ReadError) else JudgedRow(*found, source=source.name, place=place, id=id)
+    def read(row: ChatRow, location: str, id: str) -> JudgedRow | ReadError:
+        answers = understood(row, source)
+        return (
+            answers
+            if isinstance(answers, ReadError)
+            else JudgedRow(*answers, source=source.name, location=location, id=id)
+        )
 
     named = [str(value) for name, value in source if name.endswith("_field") and value]
     return readers.capped(source.max_rows, _of_rows(source, {*KNOWN, *named}, read))
 
 
 def _of_solutions(source: ProblemFiles | ProblemHub) -> Iterator[ArithmeticProblem | RejectedRow]:
-    def read(row: ChatRow, place: str, id: str) -> ArithmeticProblem | ReadError:
-        return read_arithmetic(row, source.question_field, source.answer_field, source.name, place, id)
+    def read(row: ChatRow, location: str, id: str) -> ArithmeticProblem | ReadError:
+        return read_arithmetic(row, source.question_field, source.answer_field, source.name, location, id)
 
     return readers.capped(source.max_rows, _of_rows(source, {source.question_field, source.answer_field}, read))
 
@@ -428,20 +411,20 @@ def _of_rows(
     fields: Set[str],
     read: Callable[[ChatRow, str, str], T | ReadError],
 ) -> Iterator[T | RejectedRow]:
-    """What `read` makes of each row, its place and its id."""
+    """The result of `read` for each row, given the row, its location and its id."""
     columns = {name.partition(".")[0] for name in (*fields, *(one.field for one in source.accept))}
-    for place, id, row in readers.raw_rows(source.files_read, columns):
+    for location, id, row in readers.raw_rows(source.files_read, columns):
         if isinstance(row, ReadError):
-            yield RejectedRow(source.name, place, row)
+            yield RejectedRow(source.name, location, row)
             continue
-        found = first_unmet(source.accept, "", row) or read(row, place, id)
-        yield RejectedRow(source.name, place, found, row) if isinstance(found, ReadError) else found
+        item = first_unmet(source.accept, "", row) or read(row, location, id)
+        yield RejectedRow(source.name, location, item, row) if isinstance(item, ReadError) else item
 
 
 def _of_worlds(source: WorldPairs) -> Iterator[JudgedRow]:
     """The last answer of each conversation, against the last answer of that kind that was another one."""
     before: dict[str, list[str]] = {}
-    made = 0
+    count = 0
     for number, talk in enumerate(toy_worlds.conversations(source.seed, 2 * source.count + 100)):
         turn = talk.turns[-1]
         seen = before.setdefault(turn.kind, [])
@@ -452,6 +435,6 @@ def _of_worlds(source: WorldPairs) -> Iterator[JudgedRow]:
         prompt = [as_message(one) for one in talk.messages()[:-1]]
         chosen, rejected = ([as_message({"role": "assistant", "content": said})] for said in (turn.answer, wrong))
         yield JudgedRow(prompt, chosen, rejected, source.name, str(number), f"{source.name}/{number}")
-        made += 1
-        if made == source.count:
+        count += 1
+        if count == source.count:
             return

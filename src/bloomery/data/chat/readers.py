@@ -12,15 +12,14 @@ from collections.abc import Collection, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import NamedTuple, TypeVar
 
-import pyarrow as pa
-import pyarrow.parquet as pq
-
 from bloomery.core import io as core_io
+from bloomery.core.chat import as_message
 from bloomery.core.errors import DataError
+from bloomery.core.extras import pa, pq
 from bloomery.data.chat import formats
 from bloomery.data.chat.config import ChatFiles, ChatHub, ChatPreset, ChatSourceConfig, Shaped, ToyChats
 from bloomery.data.chat.formats import LISTS, ChatFormat, ChatRow
-from bloomery.data.chat.messages import Conversation, Messages, RejectedRow, as_message, not_text
+from bloomery.data.chat.messages import Conversation, Messages, RejectedRow, not_text
 from bloomery.data.readers import bytes as readers_bytes
 from bloomery.data.readers import rows
 from bloomery.data.readers.bytes import ReadError
@@ -42,7 +41,7 @@ class _File(NamedTuple):
     name: str
     """In its source; ids begin with it."""
     where: str
-    """What a person is told: the path, or data set, commit and file."""
+    """The location in messages: the path, or data set, commit and file."""
 
 
 def conversations(read: Iterable[ChatSourceConfig]) -> Iterator[ChatItem]:
@@ -62,7 +61,7 @@ def digest(read: Iterable[ChatSourceConfig]) -> str:
         if isinstance(source, ChatFiles):
             hashes += [_sha256(path) for _, path in _local(source)]
         elif not isinstance(source, ToyChats):
-            hashes.append(download.digest(remote.repository(source, source)))
+            hashes.append(download.digest(source.repository))
     return " ".join(hashes)
 
 
@@ -73,20 +72,20 @@ def _sha256(path: Path) -> str:
         raise readers_bytes.unreadable(path, error) from None
 
 
-def capped(limit: int | None, found: Iterator[T | RejectedRow]) -> Iterator[T | RejectedRow]:
+def capped(limit: int | None, items: Iterator[T | RejectedRow]) -> Iterator[T | RejectedRow]:
     """So many of what is understood, and what is rejected before the last of them."""
-    taken = 0
-    for item in found:
+    accepted = 0
+    for item in items:
         yield item
-        taken += not isinstance(item, RejectedRow)
-        if taken == limit:
+        accepted += not isinstance(item, RejectedRow)
+        if accepted == limit:
             return
 
 
 def _items(source: ChatSourceConfig) -> Iterator[ChatItem]:
     if isinstance(source, ToyChats):
-        for number, made in enumerate(toy_worlds.conversations(source.seed, source.count)):
-            messages = [as_message(message) for message in made.messages()]
+        for number, talk in enumerate(toy_worlds.conversations(source.seed, source.count)):
+            messages = [as_message(message) for message in talk.messages()]
             yield Conversation(messages, source.name, f"{source.name}/{number}", str(number), source.license)
         return
     for file in _files(source):
@@ -100,7 +99,7 @@ def _files(source: Shaped) -> Iterator[_File]:
             yield _File(source, path, name, str(path))
         return
     assert isinstance(source, ChatHub | ChatPreset)
-    repository = remote.repository(source, source)
+    repository = source.repository
     listed = download.listing(repository, source.files, config=source.config, split=source.split)
     others = [file.name for file in listed if _ending(file.name) is None]
     if others and (source.files or source.config is not None or len(others) == len(listed)):
@@ -116,10 +115,10 @@ def _files(source: Shaped) -> Iterator[_File]:
 
 def _local(source: ChatFiles) -> list[tuple[str, Path]]:
     """Name and path of the files of a source. In a folder, of those that can hold conversations."""
-    found = local.files_of(AnyFiles(name=source.name, domain=source.name, path=source.path))
+    files = local.files_of(AnyFiles(name=source.name, domain=source.name, path=source.path))
     if source.kind == "jsonl":
-        return found
-    kept = [(name, path) for name, path in found if _ending(name) is not None]
+        return files
+    kept = [(name, path) for name, path in files if _ending(name) is not None]
     if not kept:
         hint = f"Name a file, or a folder of files, that end in {', '.join(ENDINGS)}, or .gz and .zst of them."
         raise DataError("holds no conversations", where=str(source.path), hint=hint)
@@ -150,34 +149,34 @@ def _of_file(file: _File) -> Iterator[ChatItem]:
 def _of_text(file: _File) -> Iterator[ChatItem]:
     data = readers_bytes.whole(file.path, file.source.max_row_bytes, setting=readers_bytes.ROW)
     text = data if isinstance(data, ReadError) else rows.decode(data)
-    for ending, part in rows.parts(text, file.source.separator):
-        found = formats.parse_dialogue(part, file.source.speakers) if isinstance(part, str) else part
-        yield _item(file, ending, {"text": part} if isinstance(part, str) else None, found)
+    for ending, piece in rows.parts(text, file.source.separator):
+        messages = formats.parse_dialogue(piece, file.source.speakers) if isinstance(piece, str) else piece
+        yield _item(file, ending, {"text": piece} if isinstance(piece, str) else None, messages)
 
 
 def raw_rows(source: ChatFiles | ChatHub, looked_at: Collection[str]) -> Iterator[tuple[str, str, RowOrError]]:
     """
-    The rows of a source as they stand in its files, for those who read something else in them than conversations: the
-    place for a person, the id by file and line, and the row, of parquet with these columns only. Raises DataError.
+    The raw rows of a source, for readers of other things than conversations: the location for messages, the id by file
+    and line, and the row. Rows of parquet files have only the columns in `looked_at`. Raises DataError.
     """
     for file in _files(source):
         ending = _ending(file.name)
         if ending == ".json":
-            found: Iterator[tuple[int, RowOrError]] = rows.objects(file.path, source.max_row_bytes)
+            numbered_rows: Iterator[tuple[int, RowOrError]] = rows.objects(file.path, source.max_row_bytes)
         elif ending == ".parquet":
-            found = _columns(file, looked_at)
+            numbered_rows = _columns(file, looked_at)
         elif ending in (".txt", ".text"):
-            found = iter([(0, ReadError("no_rows", 0, "is text, and rows are wanted"))])
+            numbered_rows = iter([(0, ReadError("no_rows", 0, "is text, and rows are wanted"))])
         else:
-            found = rows.jsonl(file.path, source.max_row_bytes, setting=readers_bytes.ROW)
-        for ending, row in _placed(found):
+            numbered_rows = rows.jsonl(file.path, source.max_row_bytes, setting=readers_bytes.ROW)
+        for ending, row in _placed(numbered_rows):
             yield f"{file.where}{ending}", f"{source.name}/{file.name}{ending}", row
 
 
-def _placed(found: Iterator[tuple[int, RowOrError]]) -> Iterator[tuple[str, RowOrError]]:
-    """Rows with the end of place and id: the line, and from the second on one line on, "#" and their count there."""
+def _placed(numbered_rows: Iterator[tuple[int, RowOrError]]) -> Iterator[tuple[str, RowOrError]]:
+    """Rows with the suffix of location and id: ":LINE", and ":LINE#COUNT" from the second row of a line on."""
     last, count = -1, 0
-    for line, row in found:
+    for line, row in numbered_rows:
         last, count = line, count + 1 if line == last else 1
         yield f":{line}" if count == 1 else f":{line}#{count}", row
 
@@ -219,12 +218,12 @@ def _text_bytes(value: object) -> int:
     return sum(map(_text_bytes, value)) if isinstance(value, list | tuple) else 0
 
 
-def _of_rows(file: _File, found: Iterator[tuple[int, RowOrError]]) -> Iterator[ChatItem]:
+def _of_rows(file: _File, numbered_rows: Iterator[tuple[int, RowOrError]]) -> Iterator[ChatItem]:
     """Rows as conversations, by the shape of the source, or of the first that has one."""
     source, shape = file.source, file.source.shape
     nodes: list[tuple[int, ChatRow]] = []
     places: list[str] = []
-    for ending, row in _placed(found):
+    for ending, row in _placed(numbered_rows):
         if isinstance(row, ReadError):
             yield _item(file, ending, None, row)
             continue
@@ -257,30 +256,30 @@ def _read(shape: ChatFormat | None, row: ChatRow, source: Shaped) -> Messages | 
     if shape is None:
         what = f"has the shape of no conversation; its fields: {', '.join(row)}"
         return ReadError("unknown_shape", 0, what)
-    found = formats.READ[shape](row, source.fields)
+    messages = formats.READ[shape](row, source.fields)
     merged = source.shape is None and any(one is None or (one == [] and name in LISTS) for name, one in row.items())
-    if merged and isinstance(found, ReadError) and found.reason in ("no_field", "no_messages", "bad_message"):
+    if merged and isinstance(messages, ReadError) and messages.reason in ("no_field", "no_messages", "bad_message"):
         own = formats.detected(row, source.fields)
         if own is not None and own not in (shape, "tree"):
             return formats.READ[own](row, source.fields)
-    return found
+    return messages
 
 
-def _item(file: _File, ending: str, row: ChatRow | None, found: Messages | ReadError, group: str = "") -> ChatItem:
-    place, source = f"{file.where}{ending}", file.source
-    if isinstance(found, list) and not any(message["role"] == "assistant" for message in found):
-        found = ReadError("nothing_to_learn", 0, "no message is the assistant's")
+def _item(file: _File, ending: str, row: ChatRow | None, messages: Messages | ReadError, group: str = "") -> ChatItem:
+    location, source = f"{file.where}{ending}", file.source
+    if isinstance(messages, list) and not any(message["role"] == "assistant" for message in messages):
+        messages = ReadError("nothing_to_learn", 0, "no message is the assistant's")
     own, license = (row or {}).get("id"), (row or {}).get("license")
     for name, value in (("id", own), ("license", license)):
-        if isinstance(found, list) and isinstance(value, str):
-            found = not_text(value, f"field {name!r}") or found
-    if isinstance(found, ReadError):
-        return RejectedRow(source.name, place, found, row)
+        if isinstance(messages, list) and isinstance(value, str):
+            messages = not_text(value, f"field {name!r}") or messages
+    if isinstance(messages, ReadError):
+        return RejectedRow(source.name, location, messages, row)
     return Conversation(
-        messages=found,
+        messages=messages,
         source=source.name,
         id=str(own) if isinstance(own, str | int) and own != "" else f"{source.name}/{file.name}{ending}",
-        place=place,
+        location=location,
         license=license if isinstance(license, str) else source.license,
         group=group,
     )

@@ -8,15 +8,14 @@ connection is closed, because it would hold its memory while the parts are proce
 
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 
-import duckdb
 import numpy as np
-import pyarrow as pa
-import pyarrow.parquet as pq
 
 from bloomery.core import io as core_io
+from bloomery.core.extras import duckdb, pa, pq
 from bloomery.hw.launcher import cores
 
 ROWS_PER_BATCH = 1 << 17
@@ -25,13 +24,13 @@ KEYS_PER_SORT = 1 << 21
 SMALLEST_LIMIT = 96 * 2**20  # with less, DuckDB cannot sort at all
 BYTES_PER_THREAD = 96 * 2**20
 
-PAIR = pa.schema([("early", pa.uint32()), ("late", pa.uint32())])
-GONE = pa.schema([("rank", pa.uint32()), ("twin", pa.uint32()), ("jaccard", pa.float64())])
-CLUSTER = pa.schema([("rank", pa.uint32()), ("root", pa.uint32())])
+PAIR = cache(lambda: pa.schema([("early", pa.uint32()), ("late", pa.uint32())]))
+GONE = cache(lambda: pa.schema([("rank", pa.uint32()), ("twin", pa.uint32()), ("jaccard", pa.float64())]))
+CLUSTER = cache(lambda: pa.schema([("rank", pa.uint32()), ("root", pa.uint32())]))
 
 
 @contextmanager
-def connected(scratch: Path, memory_bytes: int) -> Iterator[duckdb.DuckDBPyConnection]:
+def connected(scratch: Path, memory_bytes: int) -> "Iterator[duckdb.DuckDBPyConnection]":
     """The scratch folder's tables. `memory_bytes` is for all that DuckDB holds."""
     limit = max(SMALLEST_LIMIT, memory_bytes * 6 // 10)
     with core_io.disk_errors(scratch):
@@ -41,7 +40,7 @@ def connected(scratch: Path, memory_bytes: int) -> Iterator[duckdb.DuckDBPyConne
         "temp_directory": str(scratch / "spill"),
         "threads": str(max(1, min(cores(), limit // BYTES_PER_THREAD))),
     }
-    pa.default_memory_pool().release_unused()  # of the pass before, which would stand beside what DuckDB takes
+    pa.default_memory_pool().release_unused()  # of the pass before: it would add to the memory of DuckDB
     connection = duckdb.connect(str(scratch / "groups.duckdb"), config=options)
     try:
         with interruptible():
@@ -52,7 +51,7 @@ def connected(scratch: Path, memory_bytes: int) -> Iterator[duckdb.DuckDBPyConne
 
 @contextmanager
 def interruptible() -> Iterator[None]:
-    """Raises KeyboardInterrupt where one ended a query of DuckDB, which raises a RuntimeError in its place."""
+    """Raises KeyboardInterrupt where an interrupt ended a query. DuckDB itself would raise a RuntimeError."""
     try:
         yield
     except (RuntimeError, duckdb.InterruptException) as error:
@@ -61,12 +60,12 @@ def interruptible() -> Iterator[None]:
         raise KeyboardInterrupt from error
 
 
-def streamed(connection: duckdb.DuckDBPyConnection, query: str) -> Iterator[pa.RecordBatch]:
+def streamed(connection: "duckdb.DuckDBPyConnection", query: str) -> "Iterator[pa.RecordBatch]":
     """The rows of a query, a batch at a time."""
     yield from connection.sql(query).to_arrow_reader(ROWS_PER_BATCH)
 
 
-def write_parquet(path: Path, batches: Iterable[pa.RecordBatch], schema: pa.Schema) -> int:
+def write_parquet(path: Path, batches: "Iterable[pa.RecordBatch]", schema: "pa.Schema") -> int:
     """Write numbers to a scratch file; returns the count of rows."""
     rows = 0
     with core_io.whole_file(path) as file, pq.ParquetWriter(file, schema, compression="none") as writer:
@@ -76,7 +75,7 @@ def write_parquet(path: Path, batches: Iterable[pa.RecordBatch], schema: pa.Sche
     return rows
 
 
-def rank(connection: duckdb.DuckDBPyConnection, signatures: str) -> int:
+def rank(connection: "duckdb.DuckDBPyConnection", signatures: str) -> int:
     """
     Make the tables `ranked` (rank, doc, id, d0, d1, shingles) and `exact` (rank, keeper) from all signatures.
 
@@ -99,7 +98,7 @@ def rank(connection: duckdb.DuckDBPyConnection, signatures: str) -> int:
     return documents
 
 
-def _one(connection: duckdb.DuckDBPyConnection, query: str) -> tuple[int, ...]:
+def _one(connection: "duckdb.DuckDBPyConnection", query: str) -> tuple[int, ...]:
     (row,) = connection.execute(query).fetchall()
     numbers: tuple[int, ...] = row
     return numbers
@@ -111,10 +110,10 @@ class Candidates(NamedTuple):
     signatures: str
     keys: int
     lags: int
-    """Besides with the first of its bucket, a document is paired with as many others that come right before it."""
+    """A document is paired with the first of its bucket and with this many documents right before it."""
 
 
-def propose(connection: duckdb.DuckDBPyConnection, how: Candidates, scratch: Path, number: int) -> None:
+def propose(connection: "duckdb.DuckDBPyConnection", how: Candidates, scratch: Path, number: int) -> None:
     """
     Make the table `pairs` (early, late) of the documents in `alive` that share a band, without those in `compared`.
 
@@ -130,8 +129,8 @@ def propose(connection: duckdb.DuckDBPyConnection, how: Candidates, scratch: Pat
             f"SELECT unnest([{names}]) AS key, rank FROM read_parquet('{how.signatures}') JOIN alive USING (doc) "
             "ORDER BY key, rank"
         )
-        found = _neighbors(streamed(connection, query), how.lags)
-        write_parquet(folder / f"{first:02d}.parquet", found, PAIR)
+        neighbors = _neighbors(streamed(connection, query), how.lags)
+        write_parquet(folder / f"{first:02d}.parquet", neighbors, PAIR())
     files = [str(folder / f"{first:02d}.parquet") for first in range(0, how.keys, together)]
     connection.execute(
         "CREATE OR REPLACE TABLE pairs AS SELECT DISTINCT early, late "
@@ -140,8 +139,8 @@ def propose(connection: duckdb.DuckDBPyConnection, how: Candidates, scratch: Pat
     )
 
 
-def propose_twins(connection: duckdb.DuckDBPyConnection) -> None:
-    """Add to `pairs` the kept twin of every removed document with the kept neighbors of that removed one."""
+def propose_twins(connection: "duckdb.DuckDBPyConnection") -> None:
+    """Add to `pairs`: for every removed document, its kept duplicate with each of its kept neighbors."""
     connection.execute(
         "INSERT INTO pairs SELECT DISTINCT least(twin, other), greatest(twin, other) FROM ("
         "SELECT twin, late AS other FROM gone JOIN edges ON gone.rank = edges.early "
@@ -152,7 +151,7 @@ def propose_twins(connection: duckdb.DuckDBPyConnection) -> None:
     )
 
 
-def _neighbors(rows: Iterable[pa.RecordBatch], lags: int) -> Iterator[pa.RecordBatch]:
+def _neighbors(rows: "Iterable[pa.RecordBatch]", lags: int) -> "Iterator[pa.RecordBatch]":
     """Pairs of ranks with equal keys. `rows` have key and rank, sorted by both."""
     keys_before = np.zeros(0, np.uint64)
     ranks_before = np.zeros(0, np.uint32)
@@ -173,13 +172,13 @@ def _neighbors(rows: Iterable[pa.RecordBatch], lags: int) -> Iterator[pa.RecordB
             later = later[keys[later] == keys[later - lag]]
             pairs.append((ranks[later - lag], ranks[later]))
         early, late = (np.concatenate(side).astype(np.uint32) for side in zip(*pairs, strict=True))
-        yield pa.record_batch([early, late], schema=PAIR)
+        yield pa.record_batch([early, late], schema=PAIR())
         leader = leaders[-1]
         keep = max(1, lags)
         keys_before, ranks_before = keys[-keep:], ranks[-keep:]
 
 
-def leave_out_single(connection: duckdb.DuckDBPyConnection) -> None:
+def leave_out_single(connection: "duckdb.DuckDBPyConnection") -> None:
     """Keep in `alive` what stands in a pair: nothing else can be proposed later."""
     connection.execute(
         "CREATE OR REPLACE TABLE alive AS SELECT doc, rank FROM alive "
@@ -188,7 +187,7 @@ def leave_out_single(connection: duckdb.DuckDBPyConnection) -> None:
 
 
 def by_part(
-    batches: Iterator[pa.RecordBatch], schema: pa.Schema, ends: Mapping[str, tuple[int, int]], folder: Path
+    batches: "Iterator[pa.RecordBatch]", schema: "pa.Schema", ends: Mapping[str, tuple[int, int]], folder: Path
 ) -> None:
     """
     Cut a stream that ascends in `doc` where parts begin: folder/NAME.parquet, with the `row` in the part for `doc`.

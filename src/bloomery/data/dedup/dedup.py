@@ -33,15 +33,13 @@ import re
 from array import array
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
-import duckdb
-import pyarrow as pa
-import pyarrow.parquet as pq
-
 from bloomery.core import io as core_io
 from bloomery.core.errors import DataError
+from bloomery.core.extras import duckdb, pa, pq
 from bloomery.data import documents as data_documents
 from bloomery.data.dedup import candidates
 from bloomery.data.dedup.candidates import by_part, streamed
@@ -54,14 +52,14 @@ BYTES_PER_DOCUMENT = 9
 
 
 class Duplicate(NamedTuple):
-    """A document that goes, and the one that stays in its place."""
+    """A removed document, and the kept document that it duplicates."""
 
     rank: int
     twin: int
     jaccard: float
 
 
-def decide(edges: Iterable[pa.RecordBatch], documents: int) -> Iterator[Duplicate]:
+def decide(edges: "Iterable[pa.RecordBatch]", documents: int) -> Iterator[Duplicate]:
     """
     The documents that go, by ascending rank, each with the kept neighbor that is most similar to it.
 
@@ -84,7 +82,7 @@ def decide(edges: Iterable[pa.RecordBatch], documents: int) -> Iterator[Duplicat
         yield Duplicate(current, twin, best)
 
 
-def clusters(edges: Iterable[pa.RecordBatch], documents: int) -> Iterator[tuple[int, int]]:
+def clusters(edges: "Iterable[pa.RecordBatch]", documents: int) -> Iterator[tuple[int, int]]:
     """
     Of every document that has an edge: its rank, and the smallest rank that edges lead to.
 
@@ -105,26 +103,28 @@ def clusters(edges: Iterable[pa.RecordBatch], documents: int) -> Iterator[tuple[
             a, b = root(late), root(early)
             if a != b:
                 parents[max(a, b)] = min(a, b)
-    place = linked.find(1)
-    while place >= 0:
-        yield place, root(place)
-        place = linked.find(1, place + 1)
+    rank = linked.find(1)
+    while rank >= 0:
+        yield rank, root(rank)
+        rank = linked.find(1, rank + 1)
 
 
 Unit = Literal["line", "paragraph"]
 ENDS = {"line": re.compile(r"(\r?\n)"), "paragraph": re.compile(r"(\r?\n[^\S\n]*\n\s*)")}
 
-FOUND = pa.schema([("doc", pa.int64()), ("number", pa.int64()), ("hash", pa.uint64())])
-CUT = pa.schema([("doc", pa.int64()), ("number", pa.int64()), ("first_id", pa.string())])
+FOUND = cache(lambda: pa.schema([("doc", pa.int64()), ("number", pa.int64()), ("hash", pa.uint64())]))
+CUT = cache(lambda: pa.schema([("doc", pa.int64()), ("number", pa.int64()), ("first_id", pa.string())]))
 """What goes: its document, its number in it (from 0), and the document in which it stays."""
 
-REMOVED = pa.schema(
-    [
-        pa.field("id", pa.string(), nullable=False),
-        pa.field("number", pa.int64(), nullable=False),  # of the line or paragraph in the document, from 0
-        pa.field("text", pa.string(), nullable=False),  # with what ended it
-        pa.field("first_id", pa.string(), nullable=False),  # where it stays
-    ]
+REMOVED = cache(
+    lambda: pa.schema(
+        [
+            pa.field("id", pa.string(), nullable=False),
+            pa.field("number", pa.int64(), nullable=False),  # of the line or paragraph in the document, from 0
+            pa.field("text", pa.string(), nullable=False),  # with what ended it
+            pa.field("first_id", pa.string(), nullable=False),  # where it stays
+        ]
+    )
 )
 
 
@@ -137,16 +137,16 @@ class RepeatedLineSettings:
 
 def pieces(text: str, unit: Unit) -> list[tuple[str, str]]:
     """The lines or paragraphs of a text, each with what ends it. Joined, they are the text."""
-    found = ENDS[unit].split(text)
-    return list(zip(found[::2], [*found[1::2], ""], strict=True))
+    segments = ENDS[unit].split(text)
+    return list(zip(segments[::2], [*segments[1::2], ""], strict=True))
 
 
-def index(settings: RepeatedLineSettings, part: Part, out: Path) -> PartRecord:
-    """Write lines/NAME.parquet (FOUND): every line that is long enough, once for each place."""
-    name = f"lines/{part.name}.parquet"
-    begin = part.given["begin"]
-    with core_io.whole_file(out / name) as file, pq.ParquetWriter(file, FOUND, compression="lz4") as writer:
-        for batch in data_documents.part_batches(Path(part.given["path"]), ["text"]):
+def index(settings: RepeatedLineSettings, chunk: Part, out: Path) -> PartRecord:
+    """Write lines/NAME.parquet (FOUND): every line that is long enough, once for each occurrence."""
+    name = f"lines/{chunk.name}.parquet"
+    begin = chunk.inputs["begin"]
+    with core_io.whole_file(out / name) as file, pq.ParquetWriter(file, FOUND(), compression="lz4") as writer:
+        for batch in data_documents.part_batches(Path(chunk.inputs["path"]), ["text"]):
             rows: list[tuple[int, int, int]] = []
             for doc, text in enumerate(batch.column("text").to_pylist(), begin):
                 for number, (line, _) in enumerate(pieces(text, settings.unit)):
@@ -156,12 +156,14 @@ def index(settings: RepeatedLineSettings, part: Part, out: Path) -> PartRecord:
                         rows.append((doc, number, int.from_bytes(digest)))
             begin += batch.num_rows
             columns = list(zip(*rows, strict=True)) if rows else [(), (), ()]
-            arrays = [pa.array(column, field.type) for column, field in zip(columns, FOUND, strict=True)]
-            writer.write_batch(pa.record_batch(arrays, schema=FOUND))
+            arrays = [pa.array(column, field.type) for column, field in zip(columns, FOUND(), strict=True)]
+            writer.write_batch(pa.record_batch(arrays, schema=FOUND()))
     return {"files": [name]}
 
 
-def find(connection: duckdb.DuckDBPyConnection, settings: RepeatedLineSettings, corpus: Corpus, scratch: Path) -> None:
+def find(
+    connection: "duckdb.DuckDBPyConnection", settings: RepeatedLineSettings, corpus: Corpus, scratch: Path
+) -> None:
     """Write cuts/NAME.parquet for each part: `row`, `number` and `first_id` of what is to go, in order."""
     lines = str(scratch / "lines" / "*.parquet").replace("'", "''")
     connection.execute(
@@ -178,7 +180,7 @@ def find(connection: duckdb.DuckDBPyConnection, settings: RepeatedLineSettings, 
         "JOIN repeated USING (hash) JOIN ranked best ON best.rank = first WHERE stay.rank <> first "
         "ORDER BY stay.doc, number"
     )
-    by_part(streamed(connection, query), CUT, corpus.ends, scratch / "cuts")
+    by_part(streamed(connection, query), CUT(), corpus.ends, scratch / "cuts")
 
 
 def without(text: str, numbers: Mapping[int, str], unit: Unit) -> tuple[str, list[tuple[int, str]]]:
@@ -193,8 +195,8 @@ def without(text: str, numbers: Mapping[int, str], unit: Unit) -> tuple[str, lis
 
 
 def thinned(
-    batch: pa.RecordBatch, cuts: Sequence[data_documents.DocumentRow], unit: Unit
-) -> tuple[pa.RecordBatch, list[data_documents.DocumentRow], list[int]]:
+    batch: "pa.RecordBatch", cuts: Sequence[data_documents.DocumentRow], unit: Unit
+) -> "tuple[pa.RecordBatch, list[data_documents.DocumentRow], list[int]]":
     """
     A batch of documents without what `cuts` names (row in the batch, number, first_id), and REMOVED rows.
 
@@ -212,10 +214,10 @@ def thinned(
             continue
         texts[row] = text
         facts = ((ids[row], number, piece, numbers[number]) for number, piece in gone)
-        removed += [dict(zip(REMOVED.names, fact, strict=True)) for fact in facts]
-    place = batch.schema.get_field_index("text")
-    field = batch.schema.field(place)
-    return batch.set_column(place, field, pa.array(texts, field.type)), removed, empty
+        removed += [dict(zip(REMOVED().names, fact, strict=True)) for fact in facts]
+    column = batch.schema.get_field_index("text")
+    field = batch.schema.field(column)
+    return batch.set_column(column, field, pa.array(texts, field.type)), removed, empty
 
 
 ROUNDS = 4
@@ -223,28 +225,30 @@ LAGS = 3
 BYTES_PER_WORKER = 300 * 2**20
 """What a worker process needs: Python with its libraries, a batch of documents, and what is made of it."""
 
-VERDICT = pa.schema(
-    [
-        ("doc", pa.int64()),
-        ("reason", pa.string()),
-        ("value", pa.float64()),
-        ("kept_id", pa.string()),
-        ("cluster", pa.string()),
-    ]
+VERDICT = cache(
+    lambda: pa.schema(
+        [
+            ("doc", pa.int64()),
+            ("reason", pa.string()),
+            ("value", pa.float64()),
+            ("kept_id", pa.string()),
+            ("cluster", pa.string()),
+        ]
+    )
 )
 """Why a document goes: "exact" or "near", its exact Jaccard with the one that stays, and the best of its cluster."""
 
 
 CLUSTERS = "clusters.parquet"
-MEMBER = pa.schema([("cluster", pa.string()), ("id", pa.string())])
+MEMBER = cache(lambda: pa.schema([("cluster", pa.string()), ("id", pa.string())]))
 """Every document that is linked to another, also a kept one: the id of the best of its cluster, and its own."""
 
 
 def fitting(engine: ExecutorConfig, memory_bytes: int) -> ExecutorConfig:
     """The engine with no more workers than a memory budget has room for; one is this process itself."""
     room = max(1, memory_bytes // BYTES_PER_WORKER)
-    wanted = engine.workers or cores()
-    if engine.kind == "ray" or wanted <= room:
+    workers = engine.workers or cores()
+    if engine.kind == "ray" or workers <= room:
         return engine
     return engine.model_copy(update={"workers": room})
 
@@ -308,7 +312,7 @@ class Deduplicator:
     def _candidates(self) -> candidates.Candidates:
         return candidates.Candidates(self._signatures, self.settings.keys, LAGS)
 
-    def _group(self, connection: duckdb.DuckDBPyConnection) -> int:
+    def _group(self, connection: "duckdb.DuckDBPyConnection") -> int:
         """Ranks, exact copies and the first pairs. Returns the number of documents."""
         documents = candidates.rank(connection, self._signatures)
         if documents * BYTES_PER_DOCUMENT > self.memory_bytes:
@@ -321,8 +325,8 @@ class Deduplicator:
         candidates.leave_out_single(connection)
         return documents
 
-    def _place(self, connection: duckdb.DuckDBPyConnection) -> list[Part]:
-        """Make the table `places`, of where sets are, and the chunks of the first round."""
+    def _place(self, connection: "duckdb.DuckDBPyConnection") -> list[Part]:
+        """Make the table of the positions of all sets, and the chunks of the first round."""
         places = str(self.scratch / "sets" / "*.parquet").replace("'", "''")
         connection.execute(
             "CREATE TABLE places AS SELECT rank, file, first, size "
@@ -330,33 +334,33 @@ class Deduplicator:
         )
         return self._chunks(connection, 0)
 
-    def _chunks(self, connection: duckdb.DuckDBPyConnection, number: int) -> list[Part]:
-        """Write the pairs of a round in chunks, with the places of their sets. Too different sizes cannot be."""
+    def _chunks(self, connection: "duckdb.DuckDBPyConnection", number: int) -> list[Part]:
+        """Write the pairs of a round in chunks, with the positions of their sets. Skip pairs of too different sizes."""
         query = (
             "SELECT early, late, a.file AS file_a, a.first AS first_a, a.size AS size_a, b.file AS file_b, "
             "b.first AS first_b, b.size AS size_b FROM pairs JOIN places a ON early = a.rank "
             "JOIN places b ON late = b.rank "
-            f"WHERE least(a.size, b.size) >= {self.settings.min_jaccard - 1e-9} * greatest(a.size, b.size) "
+            f"WHERE least(a.size, b.size) >= {self.settings.threshold - 1e-9} * greatest(a.size, b.size) "
             "ORDER BY early, late"
         )
         chunks: list[Part] = []
         for table in _cut(candidates.streamed(connection, query), candidates.PAIRS_PER_CHUNK):
             name = f"round-{number}-{len(chunks):05d}"
-            place = self.scratch / "pairs" / f"{name}.parquet"
-            candidates.write_parquet(place, table.to_batches(), table.schema)
-            chunks.append(Part(name, {"pairs": str(place)}, table.num_rows * 8000))
+            path = self.scratch / "pairs" / f"{name}.parquet"
+            candidates.write_parquet(path, table.to_batches(), table.schema)
+            chunks.append(Part(name, {"pairs": str(path)}, table.num_rows * 8000))
         connection.execute("INSERT INTO compared SELECT * FROM pairs")
         return chunks
 
-    def _decide(self, connection: duckdb.DuckDBPyConnection, edges: Sequence[str], documents: int) -> None:
+    def _decide(self, connection: "duckdb.DuckDBPyConnection", edges: Sequence[str], documents: int) -> None:
         """Make the tables `edges`, of all rounds so far, and `gone`."""
         connection.execute("CREATE OR REPLACE TABLE edges AS SELECT * FROM read_parquet(?)", [list(edges)])
         decided = decide(
             candidates.streamed(connection, "SELECT late, early, jaccard FROM edges ORDER BY late, early"), documents
         )
-        self._store(connection, "gone", _batched(decided, candidates.GONE), candidates.GONE)
+        self._store(connection, "gone", _batched(decided, candidates.GONE()), candidates.GONE())
 
-    def _propose_more(self, connection: duckdb.DuckDBPyConnection, number: int) -> list[Part]:
+    def _propose_more(self, connection: "duckdb.DuckDBPyConnection", number: int) -> list[Part]:
         """The pairs of another round, of documents that still stay."""
         connection.execute("CREATE OR REPLACE TABLE alive AS SELECT * FROM alive ANTI JOIN gone USING (rank)")
         candidates.propose(connection, self._candidates, self.scratch, number)
@@ -364,20 +368,20 @@ class Deduplicator:
         return self._chunks(connection, number)
 
     def _store(
-        self, connection: duckdb.DuckDBPyConnection, table: str, rows: Iterator[pa.RecordBatch], schema: pa.Schema
+        self, connection: "duckdb.DuckDBPyConnection", table: str, rows: "Iterator[pa.RecordBatch]", schema: "pa.Schema"
     ) -> None:
         """Make a table of numbers that were computed while a query was read."""
-        place = self.scratch / f"{table}.parquet"
-        candidates.write_parquet(place, rows, schema)
-        source = str(place).replace("'", "''")
+        path = self.scratch / f"{table}.parquet"
+        candidates.write_parquet(path, rows, schema)
+        source = str(path).replace("'", "''")
         connection.execute(f"CREATE OR REPLACE TABLE {table} AS SELECT * FROM read_parquet('{source}')")
 
-    def _conclude(self, connection: duckdb.DuckDBPyConnection, documents: int) -> None:
+    def _conclude(self, connection: "duckdb.DuckDBPyConnection", documents: int) -> None:
         """Write the verdicts: of near copies, and of exact copies of what is kept or of a near copy."""
         if not self.settings.verify:
             connection.execute("CREATE OR REPLACE TABLE edges AS SELECT late, early, NULL AS jaccard FROM pairs")
         linked = clusters(candidates.streamed(connection, "SELECT late, early FROM edges"), documents)
-        self._store(connection, "clusters", _batched(linked, candidates.CLUSTER), candidates.CLUSTER)
+        self._store(connection, "clusters", _batched(linked, candidates.CLUSTER()), candidates.CLUSTER())
         if not self.settings.verify:
             connection.execute(
                 "CREATE OR REPLACE TABLE gone AS SELECT rank, root AS twin, CAST(NULL AS DOUBLE) AS jaccard "
@@ -398,7 +402,7 @@ class Deduplicator:
             ORDER BY doc
         """
         verdicts = candidates.streamed(connection, query)
-        candidates.by_part(verdicts, VERDICT, self.corpus.ends, self.scratch / "verdicts")
+        candidates.by_part(verdicts, VERDICT(), self.corpus.ends, self.scratch / "verdicts")
         connection.execute(
             "CREATE OR REPLACE TABLE members AS SELECT rank, root FROM clusters UNION ALL "
             "SELECT exact.rank, coalesce(root, keeper) FROM exact LEFT JOIN clusters ON keeper = clusters.rank"
@@ -411,10 +415,10 @@ class Deduplicator:
             "SELECT best.id AS cluster, me.id AS id FROM members JOIN ranked me USING (rank) "
             "JOIN ranked best ON best.rank = root ORDER BY root, members.rank"
         )
-        candidates.write_parquet(self.scratch / "clusters" / CLUSTERS, candidates.streamed(connection, query), MEMBER)
+        candidates.write_parquet(self.scratch / "clusters" / CLUSTERS, candidates.streamed(connection, query), MEMBER())
 
 
-def _batched(rows: Iterator[tuple[Any, ...]], schema: pa.Schema) -> Iterator[pa.RecordBatch]:
+def _batched(rows: Iterator[tuple[Any, ...]], schema: "pa.Schema") -> "Iterator[pa.RecordBatch]":
     """Rows as Arrow batches."""
     waiting: list[tuple[Any, ...]] = []
     for row in rows:
@@ -426,12 +430,12 @@ def _batched(rows: Iterator[tuple[Any, ...]], schema: pa.Schema) -> Iterator[pa.
         yield _batch(waiting, schema)
 
 
-def _batch(rows: list[tuple[Any, ...]], schema: pa.Schema) -> pa.RecordBatch:
+def _batch(rows: list[tuple[Any, ...]], schema: "pa.Schema") -> "pa.RecordBatch":
     columns = [pa.array(column, field.type) for column, field in zip(zip(*rows, strict=True), schema, strict=True)]
     return pa.record_batch(columns, schema=schema)
 
 
-def _cut(batches: Iterator[pa.RecordBatch], rows: int) -> Iterator[pa.Table]:
+def _cut(batches: "Iterator[pa.RecordBatch]", rows: int) -> "Iterator[pa.Table]":
     """Tables of exactly so many rows, but for the last."""
     waiting: list[pa.RecordBatch] = []
     count = 0

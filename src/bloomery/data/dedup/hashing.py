@@ -5,7 +5,7 @@ Shingles, for comparing two texts: hashes of their n-word or n-character shingle
 
     P[i] = Σ_{j<i} v(c_j) r**j              v: value of a code point in lower case; r: odd, so it has an inverse
     h(c_a … c_b) = (P[b + 1] − P[a]) r**−a   the hash of a run of characters, wherever it stands
-    s_k = mix(Σ_{j<n} h(word_{k+j}) q**j)    the hash of a shingle
+    s_k = splitmix64(Σ_{j<n} h(word_{k+j}) q**j)    the hash of a shingle
 
 All arithmetic is modulo 2**64, on purpose. One prefix sum gives every word of a batch (Karp & Rabin 1987, Efficient
 randomized pattern-matching algorithms). Words are the runs of word characters (as Python's `re` defines them) in
@@ -34,14 +34,16 @@ Shingles, n-grams and word splitting share one file because all define words, an
 
 import hashlib
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache, lru_cache
 from itertools import pairwise
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
+
+from bloomery.core.hashing import GOLDEN, splitmix64
 
 Hashes = NDArray[np.uint64]
 ShingleKind = Literal["words", "characters"]
@@ -50,7 +52,7 @@ CHARACTERS_PER_BLOCK = 1 << 16  # its arrays fit into a second-level cache
 LARGEST_PIECE = 1 << 20  # a longer run of characters without white space is cut there
 
 SPACE, WORD = np.uint32(1 << 24), np.uint32(1 << 25)
-RADIX = 0x9E3779B97F4A7C15
+RADIX = GOLDEN
 STEP = 0xD1342543DE82EF95  # q
 
 
@@ -72,16 +74,6 @@ class Pieces(NamedTuple):
     ends: NDArray[np.int64]
 
 
-def mix(values: Hashes) -> Hashes:
-    """A bijection of 64-bit numbers that looks random (the finalizer of splitmix64, Steele et al. 2014)."""
-    values = values ^ (values >> np.uint64(30))
-    values *= np.uint64(0xBF58476D1CE4E5B9)
-    values ^= values >> np.uint64(27)
-    values *= np.uint64(0x94D049BB133111EB)
-    values ^= values >> np.uint64(31)
-    return values
-
-
 @cache
 def code_point_values() -> NDArray[np.uint32]:
     """Of every code point: its lower case, plus one, and flags for what `\\w` and `\\s` match."""
@@ -95,18 +87,55 @@ def code_point_values() -> NDArray[np.uint32]:
 
 
 @cache
-def _shingle_powers(count: int, radix: int) -> tuple[Hashes, Hashes]:
-    """radix**i and radix**−i for i < count."""
-    tables = []
-    for base in (radix, pow(radix, -1, 2**64)):
-        factors = np.full(count, base, np.uint64)
-        factors[0] = 1
-        tables.append(np.cumprod(factors, dtype=np.uint64))
-    return tables[0], tables[1]
+def _powers(size: int, radix: int) -> tuple[Hashes, Hashes]:
+    """radix**i and radix**−i for i < size."""
+    tables = np.full(size, radix, np.uint64), np.full(size, pow(radix, -1, 2**64), np.uint64)
+    for powers in tables:
+        powers[0] = 1
+        np.cumprod(powers, out=powers)
+    return tables
+
+
+def _rounded(count: int) -> int:
+    """A size of table that few others are asked for."""
+    return max(CHARACTERS_PER_BLOCK * 2, 1 << (count - 1).bit_length())
+
+
+class RollingHash(NamedTuple):
+    """Hashes Σ_{a≤i<b} v_i r**(i−a) of runs [a, b) of a sequence v, wherever the runs stand."""
+
+    sums: Hashes
+    """P of the module docstring."""
+    inverses: Hashes
+
+    @classmethod
+    def of(
+        cls, values: NDArray[np.unsignedinteger[Any]], radix: int = RADIX, into: tuple[Hashes, Hashes] | None = None
+    ) -> "RollingHash":
+        """`into`: arrays for terms and sums, longer than `values`. The result is valid until their next use."""
+        size = len(values)
+        powers, inverses = _powers(_rounded(size + 1), radix)
+        terms, sums = into or (np.empty(size, np.uint64), np.zeros(size + 1, np.uint64))
+        terms, sums = terms[:size], sums[: size + 1]
+        terms[:] = values
+        terms *= powers[:size]
+        np.cumsum(terms, out=sums[1:])
+        return cls(sums, inverses)
+
+    def runs(self, begins: NDArray[np.integer[Any]], ends: NDArray[np.integer[Any]]) -> Hashes:
+        """Of the runs [begins[n], ends[n])."""
+        hashes = self.sums.take(ends)
+        hashes -= self.sums.take(begins)
+        hashes *= self.inverses.take(begins)
+        return hashes
+
+    def windows(self, size: int) -> Hashes:
+        """Of all runs of `size` values."""
+        return (self.sums[size:] - self.sums[:-size]) * self.inverses[: len(self.sums) - size]
 
 
 class _Room(NamedTuple):
-    """Arrays that every call of `scan` in a process fills anew: fresh ones would cost more than what is computed."""
+    """Arrays that all calls of `scan` in a process reuse: allocating them would cost more than the computation."""
 
     values: NDArray[np.uint32]
     terms: Hashes
@@ -137,15 +166,11 @@ def scan(texts: Sequence[str]) -> tuple[Pieces, Pieces]:
 
     Places are those in the texts joined by line breaks. Not for several threads at a time.
     """
-    points = np.frombuffer("\n".join(texts).encode("utf-32-le", "surrogatepass"), np.uint32)
+    points = code_points("\n".join(texts))
     size = len(points)
     room = _room(_rounded(size + 1))
-    powers, inverses = _shingle_powers(_rounded(size + 1), RADIX)
     values = code_point_values().take(points, mode="clip", out=room.values[:size])
-    terms, sums = room.terms[:size], room.sums[: size + 1]
-    terms[:] = values
-    terms *= powers[:size]
-    np.cumsum(terms, out=sums[1:])
+    rolling = RollingHash.of(values, into=(room.terms, room.sums))
     values >>= np.uint32(24)
     inside, changes = room.inside[: size + 2], room.changes[: size + 1]
 
@@ -153,10 +178,8 @@ def scan(texts: Sequence[str]) -> tuple[Pieces, Pieces]:
         """Of the runs of characters that are `inside`."""
         inside[[0, -1]] = False
         edges = np.flatnonzero(np.not_equal(inside[1:], inside[:-1], out=changes))
-        starts, found = edges[::2], sums.take(edges)
-        hashes = found[1::2] - found[::2]
-        hashes *= inverses.take(starts)
-        return Pieces(mix(hashes), starts, edges[1::2])
+        starts, ends = edges[::2], edges[1::2]
+        return Pieces(splitmix64(rolling.runs(starts, ends)), starts, ends)
 
     np.equal(values, WORD >> np.uint32(24), out=inside[1:-1])
     words = pieces()
@@ -164,23 +187,15 @@ def scan(texts: Sequence[str]) -> tuple[Pieces, Pieces]:
     return words, pieces()
 
 
-def _rounded(count: int) -> int:
-    """A size of table that few others are asked for."""
-    return max(CHARACTERS_PER_BLOCK * 2, 1 << (count - 1).bit_length())
-
-
 def of_words(hashes: Hashes, size: int) -> Hashes:
     """Hashes of `size` neighbors each: [max(0, len - size + 1)]."""
     count = max(0, len(hashes) - size + 1)
     if size > 6 and count:  # the same sums as differences of one running sum
-        powers, inverses = _shingle_powers(_rounded(len(hashes)), STEP)
-        sums = np.zeros(len(hashes) + 1, np.uint64)
-        np.cumsum(hashes * powers[: len(hashes)], out=sums[1:])
-        return mix((sums[size:] - sums[:count]) * inverses[:count])
+        return splitmix64(RollingHash.of(hashes, STEP).windows(size))
     total = hashes[:count].copy()
     for shift in range(1, size):
         total += hashes[shift : shift + count] * np.uint64(pow(STEP, shift, 2**64))
-    return mix(total)
+    return splitmix64(total)
 
 
 def _grouped(hashes: Hashes, counts: NDArray[np.int64], size: int) -> tuple[Hashes, NDArray[np.int64]]:
@@ -198,19 +213,7 @@ def _grouped(hashes: Hashes, counts: NDArray[np.int64], size: int) -> tuple[Hash
 def _characters(text: str) -> Hashes:
     """Values of the characters of the normalized text."""
     flat = code_points(" ".join(text.lower().split()))
-    return mix(flat.astype(np.uint64) + np.uint64(1))
-
-
-def blocks(texts: Sequence[str]) -> Iterator[tuple[int, int]]:
-    """Ranges of texts that are looked at together; one that is longer than a block stands alone."""
-    begin, size = 0, 0
-    for place, text in enumerate(texts):
-        if begin < place and size + len(text) > CHARACTERS_PER_BLOCK:
-            yield begin, place
-            begin, size = place, 0
-        size += len(text) + 1
-    if begin < len(texts):
-        yield begin, len(texts)
+    return splitmix64(flat.astype(np.uint64) + np.uint64(1))
 
 
 def shingles(texts: Sequence[str], kind: ShingleKind, size: int) -> Shingles:
@@ -240,14 +243,14 @@ def _digest(tokens: bytes) -> bytes:
 def _of_long(text: str, kind: ShingleKind, size: int) -> Shingles:
     """The same for a text of many blocks, piece by piece."""
     lower = lowered(text)
-    found: list[Hashes] = []
+    word_hashes: list[Hashes] = []
     digest = hashlib.sha256()
     for begin, end in cuts(lower):
         words, tokens = scan([lower[begin:end]])
         digest.update(tokens.hashes.tobytes())
         if kind == "words":
-            found.append(words.hashes)
-    hashes = of_words(np.concatenate(found) if kind == "words" else _characters(text), size)
+            word_hashes.append(words.hashes)
+    hashes = of_words(np.concatenate(word_hashes) if kind == "words" else _characters(text), size)
     bounds = np.array([0, len(hashes)], np.int64)
     return Shingles(hashes, bounds, np.frombuffer(digest.digest()[:16], np.uint64).reshape(1, 2))
 
@@ -288,9 +291,8 @@ TOKENS = rf"[{IDEOGRAPHS}]|[^\W{IDEOGRAPHS}]+|[^\w\s\0]|\n"
 """What a token is, as a regular expression: the array code below gives the same, by test."""
 
 CHARACTERS_AT_ONCE = 2**17
-"""Of text in one batch, so that its arrays stay in the processor's cache."""
-BASE = np.uint64(0x9E3779B97F4A7C15)
-INVERSE = np.uint64(pow(0x9E3779B97F4A7C15, -1, 2**64))
+"""Of text in one batch. At this size, its arrays stay in the CPU cache."""
+BASE = np.uint64(RADIX)
 MIX = np.uint64(0xD6E8FEB86659FD93)
 NGRAM_SPACE, RUN, SINGLE = 0, 1, 2
 
@@ -336,24 +338,10 @@ class Laid:
     pad: int
 
 
-def batches(texts: Iterable[str]) -> Iterator[list[str]]:
-    """Texts in lists of about CHARACTERS_AT_ONCE characters; a longer one stands alone."""
-    batch: list[str] = []
-    size = 0
-    for text in texts:
-        if batch and size + len(text) > CHARACTERS_AT_ONCE:
-            yield batch
-            batch, size = [], 0
-        batch.append(text)
-        size += len(text)
-    if batch:
-        yield batch
-
-
 def lay(texts: Sequence[str], pad: int = 1) -> Laid:
     """Texts as one array of code points; halves of surrogate pairs pass."""
     joined = ("\0" * pad).join([*texts, ""])
-    points = np.frombuffer(joined.encode("utf-32-le", "surrogatepass"), np.uint32)
+    points = code_points(joined)
     lengths = np.fromiter(map(len, texts), np.int64, len(texts))
     return Laid(points, np.cumsum(lengths + pad) - lengths - pad, lengths, pad)
 
@@ -365,18 +353,18 @@ def hashed(texts: Sequence[str], grams: NgramSizes) -> list[NgramMatches]:
     In a family they go by length, then by where they begin. What a text has depends on no other text.
     """
     laid = lay([text.lower() for text in texts], pad=max(1, (grams.characters or (0, 1))[1] - 1))
-    found = []
+    families = []
     if grams.words is not None:
-        found.append(_of_words(tokens(laid), len(texts), grams.words, grams.buckets))
+        families.append(_of_words(tokens(laid), len(texts), grams.words, grams.buckets))
     if grams.characters is not None:
-        found.append(_of_characters(laid, grams.characters, grams.buckets))
-    return found
+        families.append(_of_characters(laid, grams.characters, grams.buckets))
+    return families
 
 
-def present(found: NgramMatches, buckets: int) -> tuple[Places, Places]:
+def present(matches: NgramMatches, buckets: int) -> tuple[Places, Places]:
     """Each bucket that a text's n-grams fall into once: buckets, and the numbers of their texts."""
-    keys = found.texts * buckets + found.buckets
-    if len(found.counts) * buckets < 2**32:
+    keys = matches.texts * buckets + matches.buckets
+    if len(matches.counts) * buckets < 2**32:
         keys = keys.astype(np.uint32)  # sorts twice as fast
     keys.sort()
     new = np.ones(len(keys), np.bool_)
@@ -387,9 +375,9 @@ def present(found: NgramMatches, buckets: int) -> tuple[Places, Places]:
 
 def spelled(text: str, words: tuple[int, int]) -> list[str]:
     """The word n-grams of a text in the order of `hashed`, as text: tokens with a space between them."""
-    found = re.findall(TOKENS, text.lower())
+    token_texts = re.findall(TOKENS, text.lower())
     least, most = words
-    return [" ".join(found[i : i + n]) for n in range(least, most + 1) for i in range(len(found) - n + 1)]
+    return [" ".join(token_texts[i : i + n]) for n in range(least, most + 1) for i in range(len(token_texts) - n + 1)]
 
 
 def tokens(laid: Laid) -> TokenArrays:
@@ -401,25 +389,22 @@ def tokens(laid: Laid) -> TokenArrays:
     starts[1:] &= ~run[:-1]
     stops[:-1] &= ~run[1:]
     first, last = np.flatnonzero(starts | single), np.flatnonzero(stops | single)
-    powers, inverses = _ngram_powers(1 << len(points).bit_length())
-    sums = np.zeros(len(points) + 1, np.uint64)
-    np.cumsum((points + np.uint32(1)) * powers[: len(points)], out=sums[1:])
-    hashes = _mixed((sums[last + 1] - sums[first]) * inverses[first])
+    hashes = _mixed(RollingHash.of(points + np.uint32(1)).runs(first, last + 1))
     counts = np.diff(np.append(np.searchsorted(first, laid.starts), len(first)))
     return TokenArrays(hashes, np.repeat(np.arange(len(counts)), counts), run[first], first)
 
 
-def joined(found: TokenArrays, size: int) -> tuple[Hashes, Places]:
+def joined(token_arrays: TokenArrays, size: int) -> tuple[Hashes, Places]:
     """Hashes of all n-grams of `size` tokens, and the number of the text that each stands in."""
-    hashes, texts = found.hashes, found.texts
-    for place in range(1, size):
-        hashes = hashes[:-1] * BASE + found.hashes[place:]
+    hashes, texts = token_arrays.hashes, token_arrays.texts
+    for offset in range(1, size):
+        hashes = hashes[:-1] * BASE + token_arrays.hashes[offset:]
     whole = texts[: len(hashes)] == texts[size - 1 :]
     return hashes[whole] + np.uint64(size), texts[: len(hashes)][whole]
 
 
-def _of_words(found: TokenArrays, texts: int, sizes: tuple[int, int], buckets: int) -> NgramMatches:
-    pairs = [joined(found, size) for size in range(sizes[0], sizes[1] + 1)]
+def _of_words(token_arrays: TokenArrays, texts: int, sizes: tuple[int, int], buckets: int) -> NgramMatches:
+    pairs = [joined(token_arrays, size) for size in range(sizes[0], sizes[1] + 1)]
     return _found([_buckets(hashes, buckets) for hashes, _ in pairs], [where for _, where in pairs], texts)
 
 
@@ -455,23 +440,14 @@ def _buckets(hashes: Hashes, buckets: int) -> Places:
 
 @cache
 def _kinds() -> NDArray[np.uint8]:
-    """For every code point: SPACE (no part of a token), RUN (word character) or SINGLE (a token by itself)."""
-    kinds = np.full(0x110000, NGRAM_SPACE, np.uint8)
-    everything = "".join(map(chr, range(0x110000)))
-    for pattern, kind in ((r"[^\s\0]+", SINGLE), (rf"[^\W{IDEOGRAPHS}]+", RUN), (r"\n", SINGLE)):
-        for match in re.finditer(pattern, everything):
-            kinds[match.start() : match.end()] = kind
+    """For every code point: NGRAM_SPACE (in no token), RUN (word character) or SINGLE (a token by itself)."""
+    flags = code_point_values() & np.uint32(SPACE | WORD)
+    kinds = np.select([flags == WORD, flags == SPACE], [np.uint8(RUN), np.uint8(NGRAM_SPACE)], np.uint8(SINGLE))
+    for match in re.finditer(f"[{IDEOGRAPHS}]+", "".join(map(chr, range(len(kinds))))):
+        ideograph_kinds = kinds[match.start() : match.end()]
+        ideograph_kinds[ideograph_kinds == RUN] = SINGLE
+    kinds[[ord("\0"), ord("\n")]] = NGRAM_SPACE, SINGLE
     return kinds
-
-
-@cache
-def _ngram_powers(size: int) -> tuple[Hashes, Hashes]:
-    """BASE**i and BASE**-i for i below `size`."""
-    bases = np.full(size, BASE), np.full(size, INVERSE)
-    for powers in bases:
-        powers[0] = 1
-        np.cumprod(powers, out=powers)
-    return bases
 
 
 ALONE = (

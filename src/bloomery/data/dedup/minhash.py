@@ -23,24 +23,24 @@ import hashlib
 import zlib
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import lru_cache, partial
+from functools import cache, lru_cache, partial
 from itertools import pairwise
 from pathlib import Path
 from typing import IO, Any, BinaryIO, NamedTuple
 
 import numpy as np
-import pyarrow as pa
-import pyarrow.compute as pc
-import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
 from bloomery.core import io as core_io
 from bloomery.core import native
+from bloomery.core.batches import spans_by_size
 from bloomery.core.config import repeated
 from bloomery.core.errors import DataError
+from bloomery.core.extras import pa, pc, pq
+from bloomery.core.hashing import GOLDEN, splitmix64
 from bloomery.data import documents as data_documents
 from bloomery.data.dedup import hashing
-from bloomery.data.dedup.hashing import Hashes, ShingleKind, Shingles, blocks, jaccard, mix, shingle_set, shingles
+from bloomery.data.dedup.hashing import Hashes, ShingleKind, Shingles, jaccard, shingle_set, shingles
 from bloomery.data.executor import Part, PartRecord
 
 Minima = NDArray[np.uint32]
@@ -50,10 +50,10 @@ SHINGLES_PER_STEP = 1 << 15  # one permutation of them fits into a first- or sec
 
 @dataclass(frozen=True, kw_only=True)
 class MinHashSettings:
-    permutations: int = 112
-    bands: int = 14
-    """Divides `permutations`."""
-    bandings: int = 2
+    num_perm: int = 112
+    num_bands: int = 14
+    """Divides `num_perm`."""
+    num_rotations: int = 2
     shingles: ShingleKind = "words"
     shingle_size: int = 5
     seed: int = 0
@@ -61,35 +61,37 @@ class MinHashSettings:
     @property
     def keys(self) -> int:
         """Band keys of a document."""
-        return self.bands * self.bandings
+        return self.num_bands * self.num_rotations
 
 
 def multipliers(settings: MinHashSettings) -> Minima:
     """The a_i: [permutations]."""
-    counter = np.arange(1, settings.permutations + 1, dtype=np.uint64)
-    numbers = mix(counter * np.uint64(0x9E3779B97F4A7C15) + mix(np.array([settings.seed], np.uint64)))
+    counter = np.arange(1, settings.num_perm + 1, dtype=np.uint64)
+    numbers = splitmix64(counter * np.uint64(GOLDEN) + splitmix64(np.array([settings.seed], np.uint64)))
     return (numbers >> np.uint64(32)).astype(np.uint32) | np.uint32(1)
 
 
-def minhash_signatures(found: Shingles, settings: MinHashSettings) -> Minima:
+def minhash_signatures(shingled: Shingles, settings: MinHashSettings) -> Minima:
     """The signatures of D texts: [permutations, D]. A text without shingles has the largest number everywhere."""
-    texts = len(found.bounds) - 1
-    result = np.full((settings.permutations, texts), np.iinfo(np.uint32).max, np.uint32)
-    numbers = (found.hashes >> np.uint64(32)).astype(np.uint32)
+    texts = len(shingled.bounds) - 1
+    result = np.full((settings.num_perm, texts), np.iinfo(np.uint32).max, np.uint32)
+    numbers = (shingled.hashes >> np.uint64(32)).astype(np.uint32)
     factors = multipliers(settings)
     begin = 0
     while begin < texts:
-        limit = int(found.bounds[begin]) + SHINGLES_PER_STEP
-        end = max(begin + 1, int(np.searchsorted(found.bounds, limit, side="right")) - 1)
-        for first in range(int(found.bounds[begin]), int(found.bounds[end]), SHINGLES_PER_STEP):
+        limit = int(shingled.bounds[begin]) + SHINGLES_PER_STEP
+        end = max(begin + 1, int(np.searchsorted(shingled.bounds, limit, side="right")) - 1)
+        for first in range(int(shingled.bounds[begin]), int(shingled.bounds[end]), SHINGLES_PER_STEP):
             last = (
-                min(first + SHINGLES_PER_STEP, int(found.bounds[end])) if end == begin + 1 else int(found.bounds[end])
+                min(first + SHINGLES_PER_STEP, int(shingled.bounds[end]))
+                if end == begin + 1
+                else int(shingled.bounds[end])
             )
             step = numbers[first:last]
-            starts = np.maximum(found.bounds[begin:end], first) - first
-            filled = found.bounds[begin + 1 : end + 1] - first > starts
+            starts = np.maximum(shingled.bounds[begin:end], first) - first
+            filled = shingled.bounds[begin + 1 : end + 1] - first > starts
             _lower(result[:, begin:end], step, starts, filled, factors)
-            if last == found.bounds[end]:
+            if last == shingled.bounds[end]:
                 break
         begin = end
     return result
@@ -110,14 +112,16 @@ def _lower(into: Minima, step: Minima, starts: NDArray[np.int64], filled: NDArra
 
 def band_keys(signatures: Minima, settings: MinHashSettings) -> Hashes:
     """Keys of D signatures: [bands × bandings, D]. Equal keys (almost surely) mean the same band and equal minima."""
-    rows = settings.permutations // settings.bands
-    table = signatures.reshape(settings.bands, rows, -1)
-    number = mix(np.arange(settings.keys, dtype=np.uint64)).reshape(settings.bandings, settings.bands, 1)
+    rows = settings.num_perm // settings.num_bands
+    table = signatures.reshape(settings.num_bands, rows, -1)
+    number = splitmix64(np.arange(settings.keys, dtype=np.uint64)).reshape(
+        settings.num_rotations, settings.num_bands, 1
+    )
     keys = np.repeat(number, table.shape[2], axis=2)
-    for banding in range(settings.bandings):
+    for banding in range(settings.num_rotations):
         for row in range(rows):
             column = np.roll(table[:, row], banding * row, axis=0)
-            keys[banding] = mix(keys[banding] + column + np.uint64(1))
+            keys[banding] = splitmix64(keys[banding] + column + np.uint64(1))
     return keys.reshape(settings.keys, -1)
 
 
@@ -145,7 +149,7 @@ class PackedTexts(NamedTuple):
         return cls(np.frombuffer(b"".join(encoded), np.uint8), bounds)
 
     @classmethod
-    def of_arrow(cls, column: pa.Array) -> "PackedTexts":
+    def of_arrow(cls, column: "pa.Array") -> "PackedTexts":
         """Without a copy, of a column without nulls."""
         wide = column if pa.types.is_large_string(column.type) else column.cast(pa.large_string())
         _, offsets, data = wide.buffers()
@@ -155,7 +159,7 @@ class PackedTexts(NamedTuple):
     def __len__(self) -> int:
         return len(self.bounds) - 1
 
-    def part(self, begin: int, end: int) -> "PackedTexts":
+    def subset(self, begin: int, end: int) -> "PackedTexts":
         return PackedTexts(self.data, self.bounds[begin : end + 1])
 
     def strings(self) -> list[str]:
@@ -173,19 +177,9 @@ class PackedTexts(NamedTuple):
         return PackedTexts.of([hashing.lowered(text) for text in self.strings()])
 
 
-def native_blocks(texts: PackedTexts) -> Iterator[tuple[int, int]]:
-    """Ranges of texts that are looked at together; a longer one stands alone."""
-    begin, bounds = 0, texts.bounds
-    while begin < len(texts):
-        limit = bounds[begin] + BYTES_PER_BLOCK
-        end = max(begin + 1, int(np.searchsorted(bounds, limit, side="right")) - 1)
-        yield begin, end
-        begin = end
-
-
 @lru_cache(maxsize=8)
 def _room(name: str, size: int) -> Hashes:
-    """An array that is filled anew by every call: fresh memory would cost more than what is written to it."""
+    """An array that every call reuses: allocating memory would cost more than writing to it."""
     return np.empty(size, np.uint64)
 
 
@@ -203,35 +197,35 @@ def native_shingles(library: Library, texts: PackedTexts, kind: ShingleKind, siz
     count, room = len(lower), int(lower.bounds[-1] - lower.bounds[0])
     words, tokens = (_taken(name, room // 2 + count + 1) for name in ("words", "tokens"))
     word_bounds, token_bounds, bounds = np.empty((3, count + 1), np.int64)
-    given = _address(lower.data), _address(lower.bounds), count, _address(hashing.code_point_values())
+    arguments = _address(lower.data), _address(lower.bounds), count, _address(hashing.code_point_values())
     piece = hashing.LARGEST_PIECE if long else 0
-    _call(library.bloomery_scan, *given, piece, *map(_address, (words, word_bounds, tokens, token_bounds)))
+    _call(library.bloomery_scan, *arguments, piece, *map(_address, (words, word_bounds, tokens, token_bounds)))
     raw = tokens.data.cast("B")
     places = (8 * token_bounds).tolist()
     digests = b"".join([hashlib.sha256(raw[a:b]).digest()[:16] for a, b in pairwise(places)])
     if kind == "characters":
         words = _taken("characters", room)
-        _call(library.bloomery_characters, *given, _address(words), _address(word_bounds))
-    found = _taken("shingles", int(word_bounds[-1]))
-    given = _address(words), _address(word_bounds), count, size
-    _call(library.bloomery_shingles, *given, _address(found), _address(bounds))
-    return Shingles(found[: bounds[-1]], bounds, np.frombuffer(digests, np.uint64).reshape(-1, 2))
+        _call(library.bloomery_characters, *arguments, _address(words), _address(word_bounds))
+    hashes = _taken("shingles", int(word_bounds[-1]))
+    arguments = _address(words), _address(word_bounds), count, size
+    _call(library.bloomery_shingles, *arguments, _address(hashes), _address(bounds))
+    return Shingles(hashes[: bounds[-1]], bounds, np.frombuffer(digests, np.uint64).reshape(-1, 2))
 
 
-def native_signatures(library: Library, found: Shingles, settings: MinHashSettings) -> Minima:
+def native_signatures(library: Library, shingled: Shingles, settings: MinHashSettings) -> Minima:
     """As `minhash.minima`."""
-    texts = len(found.bounds) - 1
-    result, factors = np.empty((settings.permutations, texts), np.uint32), multipliers(settings)
-    given = _address(found.hashes), _address(found.bounds), texts
-    _call(library.bloomery_minima, *given, _address(factors), len(factors), _address(result))
+    texts = len(shingled.bounds) - 1
+    result, factors = np.empty((settings.num_perm, texts), np.uint32), multipliers(settings)
+    arguments = _address(shingled.hashes), _address(shingled.bounds), texts
+    _call(library.bloomery_minima, *arguments, _address(factors), len(factors), _address(result))
     return result
 
 
-def native_sets(library: Library, found: Shingles) -> tuple[Hashes, Bounds]:
+def native_sets(library: Library, shingled: Shingles) -> tuple[Hashes, Bounds]:
     """`hashing.shingle_set` of each text, one after the other, and their sizes. Valid until the next call."""
-    into, sizes = _taken("sets", len(found.hashes)), np.empty(len(found.bounds) - 1, np.int64)
-    given = _address(found.hashes), _address(found.bounds), len(sizes)
-    _call(library.bloomery_sets, *given, _address(into), _address(sizes))
+    into, sizes = _taken("sets", len(shingled.hashes)), np.empty(len(shingled.bounds) - 1, np.int64)
+    arguments = _address(shingled.hashes), _address(shingled.bounds), len(sizes)
+    _call(library.bloomery_sets, *arguments, _address(into), _address(sizes))
     return into[: sizes.sum()], sizes
 
 
@@ -248,8 +242,8 @@ def _call(function: Any, *arguments: int) -> Any:
 
 
 def _address(array: NDArray[Any]) -> int:
-    found: int = array.__array_interface__["data"][0]
-    return found
+    address: int = array.__array_interface__["data"][0]
+    return address
 
 
 def _longer(texts: PackedTexts, characters: int) -> bool:
@@ -258,17 +252,19 @@ def _longer(texts: PackedTexts, characters: int) -> bool:
     return len(data) > characters and int(np.count_nonzero((data & 0xC0) != 0x80)) > characters
 
 
-EDGE = pa.schema([("late", pa.uint32()), ("early", pa.uint32()), ("jaccard", pa.float64())])
+EDGE = cache(lambda: pa.schema([("late", pa.uint32()), ("early", pa.uint32()), ("jaccard", pa.float64())]))
 
 BYTES_PER_PIECE = 8 * 2**20
 
-PLACE = pa.schema([("doc", pa.int64()), ("file", pa.string()), ("first", pa.int64()), ("size", pa.int64())])
+PLACE = cache(
+    lambda: pa.schema([("doc", pa.int64()), ("file", pa.string()), ("first", pa.int64()), ("size", pa.int64())])
+)
 
 
 @dataclass(frozen=True, kw_only=True)
 class DedupSettings(MinHashSettings):
     verify: bool = True
-    min_jaccard: float = 0.8
+    threshold: float = 0.8
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -303,7 +299,7 @@ class Corpus:
         ]
 
 
-def _schema(keys: int) -> pa.Schema:
+def _schema(keys: int) -> "pa.Schema":
     numbers = ("checksum", "d0", "d1", *(f"k{key:02d}" for key in range(keys)))
     return pa.schema(
         [
@@ -317,62 +313,57 @@ def _schema(keys: int) -> pa.Schema:
     )
 
 
-def sign(settings: DedupSettings, part: Part, out: Path) -> PartRecord:
+def sign(settings: DedupSettings, chunk: Part, out: Path) -> PartRecord:
     """
     Write signatures/NAME.parquet, what grouping needs to know of each document, and what comparing needs: the sets of
     shingles, sets/NAME.u64, and where each of them is, sets/NAME.parquet.
     """
-    names = [f"signatures/{part.name}.parquet", f"sets/{part.name}.u64", f"sets/{part.name}.parquet"]
+    names = [f"signatures/{chunk.name}.parquet", f"sets/{chunk.name}.u64", f"sets/{chunk.name}.parquet"]
     schema = _schema(settings.keys)
-    barred = _barred(part)
+    barred = _barred(chunk)
     sizes: list[int] = []
     with (
         core_io.whole_file(out / names[0]) as file,
         pq.ParquetWriter(file, schema, compression="lz4") as writer,
         core_io.whole_file(out / names[1]) as sets,
     ):
-        for batch in _pieces(data_documents.part_batches(Path(part.given["path"]), ["id", "text"])):
+        for batch in _pieces(data_documents.part_batches(Path(chunk.inputs["path"]), ["id", "text"])):
             texts = PackedTexts.of_arrow(batch.column("text"))
             numbers = np.arange(len(sizes), len(sizes) + len(texts))
             signed = _signed(settings, texts, sets, sizes)
             columns = [
-                pa.array(numbers + part.given["begin"]),
+                pa.array(numbers + chunk.inputs["begin"]),
                 batch.column("id"),
                 pa.array(np.isin(numbers, barred)),
                 pc.utf8_length(batch.column("text")).cast(pa.int64()),
                 *signed,
             ]
             writer.write_batch(pa.record_batch(columns, schema=schema))
-    docs = np.arange(len(sizes)) + part.given["begin"]
-    columns = [docs, [part.name] * len(sizes), np.cumsum([0, *sizes])[:-1], sizes]
+    docs = np.arange(len(sizes)) + chunk.inputs["begin"]
+    columns = [docs, [chunk.name] * len(sizes), np.cumsum([0, *sizes])[:-1], sizes]
     with core_io.whole_file(out / names[2]) as file:
-        pq.write_table(pa.table(columns, schema=PLACE), file)
+        pq.write_table(pa.table(columns, schema=PLACE()), file)
     return {"files": names, "documents": len(sizes)}
 
 
-def _pieces(batches: Iterable[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
+def _pieces(batches: "Iterable[pa.RecordBatch]") -> "Iterator[pa.RecordBatch]":
     """Slices of about BYTES_PER_PIECE of text: a thousand books at a time would fill the memory."""
     for batch in batches:
-        ends = np.cumsum(pc.binary_length(batch.column("text")).to_numpy(zero_copy_only=False), dtype=np.int64)
-        begin = 0
-        while begin < batch.num_rows:
-            limit = (ends[begin - 1] if begin else 0) + BYTES_PER_PIECE
-            end = max(begin + 1, int(np.searchsorted(ends, limit, side="right")))
+        for begin, end in spans_by_size(pc.binary_length(batch.column("text")).to_pylist(), BYTES_PER_PIECE):
             yield batch.slice(begin, end - begin)
-            begin = end
 
 
-def _signed(settings: DedupSettings, texts: PackedTexts, sets: IO[bytes], sizes: list[int]) -> list[pa.Array]:
+def _signed(settings: DedupSettings, texts: PackedTexts, sets: IO[bytes], sizes: list[int]) -> "list[pa.Array]":
     """Counts of shingles, checksums, digests and band keys of texts. Their sets go to a file, their sizes to a list."""
     library = native.library("text")
     find = minhash_signatures if library is None else partial(native_signatures, library)
     minima, digests, counts = [], [], []
-    for found in _shingled(settings, texts):
-        minima.append(find(found, settings))
-        digests.append(found.digests)
-        counts.append(np.diff(found.bounds))
-        for one, lengths in _sets(found) if settings.verify else ():
-            sets.write(one.data)
+    for shingled in _shingled(settings, texts):
+        minima.append(find(shingled, settings))
+        digests.append(shingled.digests)
+        counts.append(np.diff(shingled.bounds))
+        for hashes, lengths in _sets(shingled) if settings.verify else ():
+            sets.write(hashes.data)
             sizes += lengths
         if not settings.verify:
             sizes += [0] * len(counts[-1])
@@ -386,30 +377,30 @@ def _shingled(settings: DedupSettings, texts: PackedTexts) -> Iterator[Shingles]
     """The shingles of texts, in blocks; each is valid until the next."""
     kind, size = settings.shingles, settings.shingle_size
     if (library := native.library("text")) is not None:
-        for a, b in native_blocks(texts):
-            yield native_shingles(library, texts.part(a, b), kind, size)
+        for a, b in spans_by_size(np.diff(texts.bounds).tolist(), BYTES_PER_BLOCK):
+            yield native_shingles(library, texts.subset(a, b), kind, size)
         return
     strings = texts.strings()
-    for a, b in blocks(strings):
+    for a, b in spans_by_size(map(len, strings), hashing.CHARACTERS_PER_BLOCK):
         yield shingles(strings[a:b], kind, size)
 
 
-def _sets(found: Shingles) -> Iterator[tuple[Hashes, list[int]]]:
+def _sets(shingled: Shingles) -> Iterator[tuple[Hashes, list[int]]]:
     """The sets of shingles of texts, one after the other, with their sizes."""
     if (library := native.library("text")) is not None:
-        sets, sizes = native_sets(library, found)
+        sets, sizes = native_sets(library, shingled)
         yield sets, sizes.tolist()
         return
-    for first, last in pairwise(found.bounds.tolist()):
-        one = shingle_set(found.hashes[first:last])
-        yield one, [len(one)]
+    for first, last in pairwise(shingled.bounds.tolist()):
+        hashes = shingle_set(shingled.hashes[first:last])
+        yield hashes, [len(hashes)]
 
 
-def _barred(part: Part) -> NDArray[np.int64]:
+def _barred(chunk: Part) -> NDArray[np.int64]:
     """Rows that something else has dropped already."""
-    if "barred" not in part.given:
+    if "barred" not in chunk.inputs:
         return np.zeros(0, np.int64)
-    rows: NDArray[np.int64] = pq.read_table(Path(part.given["barred"]) / f"{part.name}.parquet")["row"].to_numpy()
+    rows: NDArray[np.int64] = pq.read_table(Path(chunk.inputs["barred"]) / f"{chunk.name}.parquet")["row"].to_numpy()
     return rows
 
 
@@ -434,25 +425,25 @@ class _StoredSets:
         self._open.clear()
 
 
-def compare(settings: DedupSettings, part: Part, out: Path) -> PartRecord:
+def compare(settings: DedupSettings, chunk: Part, out: Path) -> PartRecord:
     """Write edges/NAME.parquet: the pairs of one chunk whose Jaccard reaches the limit."""
-    name = f"edges/{part.name}.parquet"
-    pairs = pq.read_table(part.given["pairs"])
+    name = f"edges/{chunk.name}.parquet"
+    pairs = pq.read_table(chunk.inputs["pairs"])
     columns = [pairs.column(key).to_pylist() for key in pairs.column_names]
     sets = _StoredSets(out / "sets")
     late, early, values = [], [], []
     library = native.library("text")
     measure = jaccard if library is None else partial(native_jaccard, library)
-    current, one = -1, np.zeros(0, np.uint64)
+    current, current_set = -1, np.zeros(0, np.uint64)
     for a, b, file_a, first_a, size_a, file_b, first_b, size_b in zip(*columns, strict=True):
         if a != current:
-            current, one = a, sets.read(file_a, first_a, size_a)
-        value = measure(one, sets.read(file_b, first_b, size_b))
-        if value >= settings.min_jaccard:
+            current, current_set = a, sets.read(file_a, first_a, size_a)
+        value = measure(current_set, sets.read(file_b, first_b, size_b))
+        if value >= settings.threshold:
             late.append(b)
             early.append(a)
             values.append(value)
     sets.close()
     with core_io.whole_file(out / name) as file:
-        pq.write_table(pa.table([late, early, values], schema=EDGE), file)
+        pq.write_table(pa.table([late, early, values], schema=EDGE()), file)
     return {"files": [name], "compared": pairs.num_rows}

@@ -8,19 +8,20 @@ role (data/quality/thresholds.py).
 """
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 
+from bloomery.core.batches import spans_by_size
 from bloomery.data.filters.base import Drops, FilterBase, Masks, RulePreset
 from bloomery.data.filters.features import BatchFeatures, Flags
 from bloomery.data.filters.heuristics import Boilerplate, Characters, Code, Language, Length, Lines, Urls
 from bloomery.data.filters.pii import Pii
 from bloomery.data.filters.published import C4, FineWeb, Gopher, Repetition
 
-CHUNK_BYTES = 2**20
-"""Text that is looked at together: what is found of it fits into a processor's cache."""
+CHUNK_CHARACTERS = 2**20
+"""Characters per batch. The features of this much text fit into the CPU cache."""
 
 
 @dataclass
@@ -50,20 +51,9 @@ class Verdicts:
 def judge(rules: Sequence[FilterBase], documents: DocumentColumns) -> Verdicts:
     """Apply rules in their order. A rule that masks changes the text for those after it."""
     verdicts = Verdicts()
-    for span in _chunks(documents.texts):
-        _judge_chunk(rules, documents, span, verdicts)
+    for begin, end in spans_by_size(map(len, documents.texts), CHUNK_CHARACTERS):
+        _judge_chunk(rules, documents, slice(begin, end), verdicts)
     return verdicts
-
-
-def _chunks(texts: Sequence[str]) -> Iterator[slice]:
-    begin = size = 0
-    for place, text in enumerate(texts):
-        if size and size + len(text) > CHUNK_BYTES:
-            yield slice(begin, place)
-            begin, size = place, 0
-        size += len(text)
-    if begin < len(texts):
-        yield slice(begin, len(texts))
 
 
 def _judge_chunk(rules: Sequence[FilterBase], documents: DocumentColumns, span: slice, verdicts: Verdicts) -> None:
@@ -77,17 +67,17 @@ def _judge_chunk(rules: Sequence[FilterBase], documents: DocumentColumns, span: 
         meant = np.array([rule.domains is None or domain in rule.domains for domain in domains], np.bool_)
         asked = live & meant
         if isinstance(rule, Masks):
-            found = rule.masked(facts, asked)
-            for place, (text, kinds) in found.items():
-                texts[place] = text
-                masked[place].update(kinds)
-            if found:
+            masked_texts = rule.masked(facts, asked)
+            for index, (text, kinds) in masked_texts.items():
+                texts[index] = text
+                masked[index].update(kinds)
+            if masked_texts:
                 facts = BatchFeatures(texts, facts.addresses, facts.names)
         if not asked.any() or not isinstance(rule, Drops):
             continue
         for finding in rule.findings(facts, asked):
-            for place in np.flatnonzero(asked & finding.broken).tolist():
-                reasons[place], values[place] = finding.reason, float(finding.values[place])
+            for index in np.flatnonzero(asked & finding.broken).tolist():
+                reasons[index], values[index] = finding.reason, float(finding.values[index])
             live &= ~(asked & finding.broken)
             asked &= ~finding.broken
             if not asked.any():
@@ -138,11 +128,11 @@ PRESETS: dict[str, tuple[Rule, ...]] = {
 
 
 def spelled_out(rules: Iterable[Rule]) -> tuple[Rule, ...]:
-    """The rules with those of a preset in its place. A preset's domains are those of all its rules."""
-    found: list[Rule] = []
+    """The rules, with each preset replaced by its rules. The domains of a preset apply to all its rules."""
+    expanded: list[Rule] = []
     for rule in rules:
         if isinstance(rule, RulePreset):
-            found += [meant.model_copy(update={"domains": rule.domains}) for meant in PRESETS[rule.name]]
+            expanded += [meant.model_copy(update={"domains": rule.domains}) for meant in PRESETS[rule.name]]
         else:
-            found.append(rule)
-    return tuple(found)
+            expanded.append(rule)
+    return tuple(expanded)

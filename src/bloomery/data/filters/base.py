@@ -98,7 +98,7 @@ class Wordlist:
             entry: re.compile(rf"(?<!\w){re.escape(entry)}(?!\w)") for entry in sorted(lowered - self.words)
         }
 
-    def found(self, text: str) -> set[str]:
+    def find(self, text: str) -> set[str]:
         """Those entries that a text has."""
         lowered = text.lower()
         return set(self.words.intersection(WORD.findall(lowered))) | set(self._phrases(lowered))

@@ -14,8 +14,9 @@ from functools import cache, cached_property
 from typing import NamedTuple
 
 import numpy as np
-import pyarrow as pa
 from numpy.typing import NDArray
+
+from bloomery.core.extras import pa
 
 SPACE = 1
 """White space, as `str.split` takes it; on every byte of the character."""
@@ -103,15 +104,15 @@ def of_text(data: bytes) -> tuple[Bits, Positions, NDArray[np.uint32]]:
     first = raw[leads].astype(np.uint32)
     second = raw[leads + 1].astype(np.uint32) & 0x3F
     code_points = np.asarray((first & 0x1F) << np.uint32(6) | second, np.uint32)
-    for more, place in ((first >= 0xE0, 2), (first >= 0xF0, 3)):
+    for more, offset in ((first >= 0xE0, 2), (first >= 0xF0, 3)):
         longer = np.flatnonzero(more)
-        following = raw[leads[longer] + place].astype(np.uint32) & 0x3F
+        following = raw[leads[longer] + offset].astype(np.uint32) & 0x3F
         code_points[longer] = code_points[longer] << np.uint32(6) | following
     code_points &= np.uint32(0x1FFFFF)  # a first byte of four has one bit of its mark among those taken
-    bits[leads] = found = of_every_code_point()[code_points]
-    for place in (1, 2):
-        blanks = leads[(found & SPACE > 0) & (first >= (0xC0, 0xE0)[place - 1])]
-        bits[blanks + place] |= SPACE
+    bits[leads] = lead_bits = of_every_code_point()[code_points]
+    for offset in (1, 2):
+        blanks = leads[(lead_bits & SPACE > 0) & (first >= (0xC0, 0xE0)[offset - 1])]
+        bits[blanks + offset] |= SPACE
     return bits, leads, code_points
 
 
@@ -192,7 +193,7 @@ class BatchFeatures:
         return self.characters(self.starts, self.ends)
 
     def each(self, places: Positions) -> Positions:
-        """How many of the places, which ascend, lie in each document."""
+        """How many of these ascending positions lie in each document."""
         return np.asarray(np.searchsorted(places, self.ends) - np.searchsorted(places, self.starts))
 
     def count(self, bit: int) -> Positions:
@@ -224,8 +225,8 @@ class BatchFeatures:
         having = [(phrase.encode(), phrase.encode().find(sign.encode())) for phrase in phrases if sign in phrase]
         places = _finds(self.lowered, sign.encode()).tolist()
         within = (
-            any(self.lowered.startswith(phrase, place - offset) for phrase, offset in having if place >= offset)
-            for place in places
+            any(self.lowered.startswith(phrase, position - offset) for phrase, offset in having if position >= offset)
+            for position in places
         )
         return np.array([place for place, found in zip(places, within, strict=True) if found], np.int64)
 
@@ -327,20 +328,20 @@ class BatchFeatures:
         return self.words.starts[first], self.words.ends[after - 1]
 
     def lines_with(self, lines: Spans, places: Positions) -> Flags:
-        """Which lines hold one of these places."""
-        found: Flags = np.zeros(len(lines.starts), np.bool_)
+        """Which lines hold one of these positions."""
+        flags: Flags = np.zeros(len(lines.starts), np.bool_)
         line = np.searchsorted(lines.starts, places, side="right") - 1
         inside = line >= 0
         inside[inside] = places[inside] < lines.ends[line[inside]]
-        found[line[inside]] = True
-        return found
+        flags[line[inside]] = True
+        return flags
 
     def begins(self, places: Positions, mark: str) -> Flags:
-        """Whether a mark of at most three bytes stands at each place, none of which is beyond the texts."""
-        found: Flags = np.ones(len(places), np.bool_)
+        """Whether a mark of at most three bytes stands at each position. No position may lie beyond the texts."""
+        flags: Flags = np.ones(len(places), np.bool_)
         for step, byte in enumerate(mark.encode()):
-            found &= self.raw[places + step] == byte
-        return found
+            flags &= self.raw[places + step] == byte
+        return flags
 
     def spans_without(self, bit: int, starts: Positions, ends: Positions) -> Flags:
         """Which spans, none of them empty, have no character with this bit."""
@@ -354,7 +355,7 @@ class BatchFeatures:
         return np.asarray(np.bitwise_or.reduceat(self.bits, edges)[::2])
 
     def words_at(self, places: Positions) -> Positions:
-        """The numbers of the words that begin at one of these places, which ascend."""
+        """The numbers of the words that begin at one of these ascending positions."""
         starts = self.words.starts
         near = np.searchsorted(starts, places)
         near, places = near[near < len(starts)], places[near < len(starts)]
@@ -377,17 +378,17 @@ class BatchFeatures:
 
 
 def _finds(data: bytes, phrase: bytes) -> Positions:
-    found, spot = [], data.find(phrase)
+    positions, spot = [], data.find(phrase)
     while spot >= 0:
-        found.append(spot)
+        positions.append(spot)
         spot = data.find(phrase, spot + 1)
-    return np.array(found, np.int64)
+    return np.array(positions, np.int64)
 
 
-def only(spans: Spans, wanted: Flags) -> Spans:
+def only(spans: Spans, selected: Flags) -> Spans:
     """Those pieces alone."""
-    before = np.append(0, np.cumsum(wanted))
-    return Spans(spans.starts[wanted], spans.ends[wanted], before[spans.first], before[spans.last])
+    before = np.append(0, np.cumsum(selected))
+    return Spans(spans.starts[selected], spans.ends[selected], before[spans.first], before[spans.last])
 
 
 def one_of(marks: bytes) -> Flags:
@@ -403,6 +404,6 @@ def sums(values: NDArray[np.int64] | Flags, spans: Spans) -> Positions:
     return np.asarray(before[spans.last] - before[spans.first])
 
 
-def shares(part: NDArray[np.int64], whole: NDArray[np.int64]) -> FeatureValues:
+def shares(counts: NDArray[np.int64], whole: NDArray[np.int64]) -> FeatureValues:
     """part / whole, and 0 where there is nothing to share."""
-    return np.asarray(part / np.maximum(whole, 1))
+    return np.asarray(counts / np.maximum(whole, 1))

@@ -22,7 +22,7 @@ from urllib.parse import unquote, urlsplit
 import numpy as np
 from pydantic import Field, model_validator
 
-from bloomery.core import errors
+from bloomery.core import extras
 from bloomery.core.bounds import DiskPath, PositiveLength, Ratio, Share, TextLength
 from bloomery.data.filters import features
 from bloomery.data.filters.base import FilterBase, FilterHit, above, below, lines_of
@@ -118,10 +118,10 @@ class Lines(FilterBase):
 
 
 def _any(questions: Iterator[Flags]) -> Flags:
-    found = next(questions).copy()
+    combined = next(questions).copy()
     for further in questions:
-        found |= further
-    return found
+        combined |= further
+    return combined
 
 
 PHRASES = (
@@ -151,18 +151,18 @@ class Boilerplate(FilterBase):
     phrases: tuple[str, ...] = PHRASES
     """In any case of ASCII letters."""
     max_templates: TextLength = 2
-    """Most places that a template has left to be filled in."""
+    """Most template fields that may be left unfilled."""
 
     def findings(self, facts: BatchFeatures, live: Flags) -> Iterator[FilterHit]:
         lines = facts.written
-        found: Flags = np.zeros(len(lines.starts), np.bool_)
+        has_phrase: Flags = np.zeros(len(lines.starts), np.bool_)
         for phrase in self.phrases:
-            found |= facts.lines_with(lines, facts.find(phrase.lower().encode()))
-        yield above("boilerplate.lines", shares(sums(found, lines), lines.counts), self.max_lines)
+            has_phrase |= facts.lines_with(lines, facts.find(phrase.lower().encode()))
+        yield above("boilerplate.lines", shares(sums(has_phrase, lines), lines.counts), self.max_lines)
         left = np.zeros(len(facts), np.int64)
         some = sum(facts.each(facts.find(mark.encode())) for mark in TEMPLATE_MARKS)
-        for place in np.flatnonzero(live & (some > 0)).tolist():
-            left[place] = sum(1 for _ in TEMPLATE.finditer(facts.texts[place]))
+        for index in np.flatnonzero(live & (some > 0)).tolist():
+            left[index] = sum(1 for _ in TEMPLATE.finditer(facts.texts[index]))
         yield above("boilerplate.templates", left, self.max_templates)
 
 
@@ -197,13 +197,13 @@ class Urls(FilterBase):
     def findings(self, facts: BatchFeatures, live: Flags) -> Iterator[FilterHit]:
         hosts, words = _hosts(self.hosts, self.hosts_path), _words(self.words, self.words_path)
         listed: Flags = np.zeros(len(facts), np.bool_)
-        found = np.zeros(len(facts), np.int64)
-        for place in np.flatnonzero(live).tolist():
-            if (address := facts.addresses[place]) is not None:
-                listed[place] = is_listed(host_of(address), hosts)
-                found[place] = len(words.intersection(WORD.findall(unquote(address).lower())))
+        word_counts = np.zeros(len(facts), np.int64)
+        for index in np.flatnonzero(live).tolist():
+            if (address := facts.addresses[index]) is not None:
+                listed[index] = is_listed(host_of(address), hosts)
+                word_counts[index] = len(words.intersection(WORD.findall(unquote(address).lower())))
         yield FilterHit("urls.host", listed, np.ones(len(facts)))
-        yield above("urls.words", found, self.min_words - 1)
+        yield above("urls.words", word_counts, self.min_words - 1)
 
 
 @cache
@@ -247,9 +247,9 @@ LanguageCode = Annotated[str, Field(pattern=r"^[a-z]{2,3}$")]
 
 class Language(FilterBase):
     """
-    Documents in a language that the recipe does not name, or in none that can be told.
+    Documents in a language that the recipe does not name, or in no language that can be identified.
 
-    The language is that which py3langid finds (Lui and Baldwin 2012, langid.py, ACL demo; an extra: `bloomery[web]`).
+    py3langid identifies the language (Lui and Baldwin 2012, langid.py, ACL demo; an extra: `bloomery[web]`).
     Penedo et al. 2024, 3.3 (arXiv 2406.17557) keep documents from a confidence of 0.65 on, with another classifier.
     """
 
@@ -257,15 +257,18 @@ class Language(FilterBase):
     keep: Annotated[tuple[LanguageCode, ...], Field(min_length=1)] = ("en",)
     """Languages that stay, as ISO 639-1 names them."""
     min_confidence: Share = 0.65
-    characters: PositiveLength = 1000
+    max_chars: PositiveLength = 1000
     """How much of a document is looked at, from its start."""
+
+    def packages(self) -> tuple[str, ...]:
+        return ("py3langid",)
 
     def findings(self, facts: BatchFeatures, live: Flags) -> Iterator[FilterHit]:
         identifier, names = _identifier(), np.full(len(facts), "", object)
         sure = np.ones(len(facts))
-        for place in np.flatnonzero(live).tolist():
-            name, confidence = identifier.classify(facts.texts[place][: self.characters])
-            names[place], sure[place] = name, float(confidence)
+        for index in np.flatnonzero(live).tolist():
+            name, confidence = identifier.classify(facts.texts[index][: self.max_chars])
+            names[index], sure[index] = name, float(confidence)
         yield below("language.unsure", sure, self.min_confidence)
         for name in sorted(set(names[live]) - set(self.keep)):
             yield FilterHit(f"language.{name}", np.asarray(live & (names == name)), sure)
@@ -273,7 +276,7 @@ class Language(FilterBase):
 
 @cache
 def _identifier() -> Any:
-    langid = errors.load("py3langid.langid", extra="web")
+    langid = extras.load("py3langid.langid")
     return langid.LanguageIdentifier.from_model_file(langid.MODEL_FILE, norm_probs=True)
 
 
@@ -360,18 +363,18 @@ class Code(FilterBase):
             return
         share = np.zeros(len(facts))
         spoken = np.array([suffix in HASHES or suffix in SLASHES for suffix in suffixes])
-        for place in np.flatnonzero(live & spoken).tolist():
-            share[place] = comment_share(facts.texts[place], hashes=suffixes[place] in HASHES)
+        for index in np.flatnonzero(live & spoken).tolist():
+            share[index] = comment_share(facts.texts[index], hashes=suffixes[index] in HASHES)
         yield FilterHit("code.few_comments", np.asarray(spoken & (share < self.min_comments)), share)
         yield FilterHit("code.many_comments", np.asarray(spoken & (share > self.max_comments)), share)
 
 
 def _asked(facts: BatchFeatures, asked: Flags, question: Callable[[str], int]) -> FeatureValues:
     """What a question about one text answers for each document that it is asked of; -1 for the others."""
-    found = np.full(len(facts), -1.0)
-    for place in np.flatnonzero(asked).tolist():
-        found[place] = question(facts.texts[place])
-    return found
+    answers = np.full(len(facts), -1.0)
+    for index in np.flatnonzero(asked).tolist():
+        answers[index] = question(facts.texts[index])
+    return answers
 
 
 def _xml(text: str) -> int:
@@ -380,15 +383,15 @@ def _xml(text: str) -> int:
 
 def _generated(text: str) -> int:
     """The number of the line that says it, from 1; -1 where none does."""
-    found = GENERATED.search("\n".join(text.split("\n", GENERATED_LINES)[:GENERATED_LINES]))
-    return -1 if found is None else found.string.count("\n", 0, found.start()) + 1
+    match = GENERATED.search("\n".join(text.split("\n", GENERATED_LINES)[:GENERATED_LINES]))
+    return -1 if match is None else match.string.count("\n", 0, match.start()) + 1
 
 
 def _suffix(name: str, address: str | None) -> str:
-    found = PurePosixPath(name).suffix
-    if not found and address is not None:
-        found = PurePosixPath(address.partition("?")[0].partition("#")[0]).suffix
-    return found.lower()
+    suffix = PurePosixPath(name).suffix
+    if not suffix and address is not None:
+        suffix = PurePosixPath(address.partition("?")[0].partition("#")[0]).suffix
+    return suffix.lower()
 
 
 def _begins_html(text: str) -> bool:
@@ -407,9 +410,9 @@ def _without(text: str, opens: str, closes: str, *, leave: str = "") -> str:
     lowered, kept, spot = text.lower(), [], 0
     if len(lowered) != len(text):  # a letter that becomes two, such as İ
         lowered = text
-    while (found := lowered.find(opens, spot)) >= 0:
-        kept.append(text[spot:found])
-        end = lowered.find(closes, found + len(opens))
+    while (start := lowered.find(opens, spot)) >= 0:
+        kept.append(text[spot:start])
+        end = lowered.find(closes, start + len(opens))
         if end < 0:
             return "".join(kept)
         kept.append(leave)

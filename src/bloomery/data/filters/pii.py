@@ -31,17 +31,17 @@ class PrivateSpan(NamedTuple):
 
 def find(text: str, kinds: Sequence[PrivateKind], *, private_ips: bool = False) -> list[PrivateSpan]:
     """What a text holds of these kinds, in order; where two overlap, the one that begins first, the longer of two."""
-    found: list[PrivateSpan] = []
+    spans: list[PrivateSpan] = []
     if "key" in kinds:
-        found += (PrivateSpan(start, end, "key") for start, end in keys(text))
+        spans += (PrivateSpan(start, end, "key") for start, end in keys(text))
     if "mail" in kinds:
-        found += (PrivateSpan(start, end, "mail") for start, end in mails(text))
+        spans += (PrivateSpan(start, end, "mail") for start, end in mails(text))
     if "ip" in kinds:
-        found += (PrivateSpan(start, end, "ip") for start, end in ips(text, private=private_ips))
+        spans += (PrivateSpan(start, end, "ip") for start, end in ips(text, private=private_ips))
     if "phone" in kinds:
-        found += (PrivateSpan(start, end, "phone") for start, end in phones(text))
+        spans += (PrivateSpan(start, end, "phone") for start, end in phones(text))
     apart: list[PrivateSpan] = []
-    for span in sorted(found, key=lambda span: (span.start, -span.end)):
+    for span in sorted(spans, key=lambda span: (span.start, -span.end)):
         if not apart or span.start >= apart[-1].end:
             apart.append(span)
     return apart
@@ -109,29 +109,29 @@ SMALL_OCTET = 20
 def ips(text: str, *, private: bool = False) -> Iterator[tuple[int, int]]:
     """IPv4 and IPv6 addresses; those that mean nobody outside (loopback, documentation, …) only with `private`."""
     if text.count(".") >= 3:
-        for found in IPV4.finditer(text):
-            octets = [int(octet) for octet in found[0].split(".")]
-            before = text[max(0, found.start() - VERSION_CHARACTERS) : found.start()]
+        for match in IPV4.finditer(text):
+            octets = [int(octet) for octet in match[0].split(".")]
+            before = text[max(0, match.start() - VERSION_CHARACTERS) : match.start()]
             if max(octets) < SMALL_OCTET or VERSION.search(before):
                 continue
-            if _means_somebody(found[0], private):
-                yield found.span()
+            if _means_somebody(match[0], private):
+                yield match.span()
     if text.count(":") >= 2:
-        for found in IPV6.finditer(text):
-            if _means_somebody(found[0], private):
-                yield found.span()
+        for match in IPV6.finditer(text):
+            if _means_somebody(match[0], private):
+                yield match.span()
         if private:
-            for found in LOCAL_IPV6.finditer(text):
-                if _means_somebody(found[0], private):
-                    yield found.span()
+            for match in LOCAL_IPV6.finditer(text):
+                if _means_somebody(match[0], private):
+                    yield match.span()
 
 
 def _means_somebody(address: str, private: bool) -> bool:
     try:
-        found = ipaddress.ip_address(address)
+        parsed = ipaddress.ip_address(address)
     except ValueError:  # 999.1.1.1, 01.2.3.4, two ::
         return False
-    return private or (found.is_global and not found.is_multicast)
+    return private or (parsed.is_global and not parsed.is_multicast)
 
 
 PHONE = re.compile(
@@ -142,9 +142,9 @@ PHONE = re.compile(
 
 def phones(text: str) -> Iterator[tuple[int, int]]:
     """Numbers in international form (+ and 8 to 15 digits, E.164), and in the North American one."""
-    for found in PHONE.finditer(text):
-        if 8 <= sum(map(str.isdigit, found[0])) <= 15:
-            yield found.span()
+    for match in PHONE.finditer(text):
+        if 8 <= sum(map(str.isdigit, match[0])) <= 15:
+            yield match.span()
 
 
 # what a key begins with, and what may follow
@@ -183,22 +183,22 @@ def keys(text: str) -> Iterator[tuple[int, int]]:
     lowered = text.lower()
     if not any(name in lowered for name in SECRET_NAMES):
         return
-    for found in ASSIGNED.finditer(text):
-        before = text[max(0, found.start() - SECRET_CHARACTERS) : found.start()]
-        if _looks_random(found[2]) and SECRET.search(before):
-            yield found.span(2)
+    for match in ASSIGNED.finditer(text):
+        before = text[max(0, match.start() - SECRET_CHARACTERS) : match.start()]
+        if _looks_random(match[2]) and SECRET.search(before):
+            yield match.span(2)
 
 
 def _beginning(text: str, sign: str, pattern: re.Pattern[str]) -> Iterator[tuple[int, int]]:
-    """Where a word begins with a sign and goes on with a pattern."""
+    """Spans where a word begins with `sign` and `pattern` follows."""
     spot = text.find(sign)
     while spot >= 0:
         after = spot + len(sign)
         if (spot == 0 or not (text[spot - 1].isalnum() or text[spot - 1] == "_")) and (
-            found := pattern.match(text, after)
+            match := pattern.match(text, after)
         ):
-            yield spot, found.end()
-            after = found.end()
+            yield spot, match.end()
+            after = match.end()
         spot = text.find(sign, after)
 
 
@@ -237,7 +237,7 @@ class Pii(FilterBase):
     find: Annotated[tuple[PrivateKind, ...], Field(min_length=1)] = ("mail", "ip", "key")
     action: Literal["mask", "drop"] = "mask"
     """mask: <EMAIL>, <IP>, <PHONE> or <KEY> stands in the place of each, and the rest of the document stays."""
-    max_found: TextLength = 0
+    max_hits: TextLength = 0
     """With action "drop": how many of one kind a document may hold."""
     private_ips: bool = False
     """Whether addresses count that mean nobody outside: 127.0.0.1, 10.0.0.1, 192.0.2.1, fe80::1."""
@@ -245,33 +245,33 @@ class Pii(FilterBase):
     def masked(self, facts: BatchFeatures, asked: Flags) -> dict[int, tuple[str, Counter[str]]]:
         if self.action == "drop":
             return {}
-        found: dict[int, tuple[str, Counter[str]]] = {}
-        for place, spans in self._found(facts, asked):
-            found[place] = (masked(facts.texts[place], spans), Counter(str(span.kind) for span in spans))
-        return found
+        masked_texts: dict[int, tuple[str, Counter[str]]] = {}
+        for index, spans in self._found(facts, asked):
+            masked_texts[index] = (masked(facts.texts[index], spans), Counter(str(span.kind) for span in spans))
+        return masked_texts
 
     def findings(self, facts: BatchFeatures, live: Flags) -> Iterator[FilterHit]:
         if self.action == "mask":
             return
         counts = {kind: np.zeros(len(facts), np.int64) for kind in self.find}
-        for place, spans in self._found(facts, live):
+        for index, spans in self._found(facts, live):
             for span in spans:
-                counts[span.kind][place] += 1
+                counts[span.kind][index] += 1
         for kind, number in counts.items():
-            yield above(f"pii.{kind}", number, self.max_found)
+            yield above(f"pii.{kind}", number, self.max_hits)
 
     def _found(self, facts: BatchFeatures, asked: Flags) -> Iterator[tuple[int, list[PrivateSpan]]]:
         """What each of the documents asked for holds, those without anything left out."""
         without_ip = tuple(kind for kind in self.find if kind != "ip")
         may_have_ip = _may_have_ip(facts) if "ip" in self.find else asked
-        for place in np.flatnonzero(asked).tolist():
-            kinds = self.find if may_have_ip[place] else without_ip
-            if spans := find(facts.texts[place], kinds, private_ips=self.private_ips):
-                yield place, spans
+        for index in np.flatnonzero(asked).tolist():
+            kinds = self.find if may_have_ip[index] else without_ip
+            if spans := find(facts.texts[index], kinds, private_ips=self.private_ips):
+                yield index, spans
 
 
 def _may_have_ip(facts: BatchFeatures) -> Flags:
-    """Which documents have three dots between digits, or two colons beside a hexadecimal digit or each other."""
+    """Which documents have three dots between digits, or two colons next to a hexadecimal digit or each other."""
     dots, colons = facts.places("."), facts.places(":")
     dots = dots[DIGIT[facts.raw[dots - 1]] & DIGIT[facts.raw[dots + 1]]]
     colons = colons[HEX_OR_COLON[facts.raw[colons - 1]] | HEX_OR_COLON[facts.raw[colons + 1]]]

@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 from pydantic import Field
 
 from bloomery.core.bounds import DiskPath, PositiveLength, Ratio, Share, TextLength
+from bloomery.core.hashing import GOLDEN, splitmix64
 from bloomery.data.filters import features
 from bloomery.data.filters.base import FilterBase, FilterHit, above, below, wordlist
 from bloomery.data.filters.features import (
@@ -73,8 +74,8 @@ class Gopher(FilterBase):
         mean = shares(_word_characters(facts, symbols), counted)
         yield below("gopher.short_words", mean, self.min_mean_word_characters)
         yield above("gopher.long_words", mean, self.max_mean_word_characters)
-        for found in (facts.each(facts.places("#")), ellipses(facts)):
-            yield above("gopher.symbols", shares(found, words.counts), self.max_symbols_per_word)
+        for symbol_counts in (facts.each(facts.places("#")), ellipses(facts)):
+            yield above("gopher.symbols", shares(symbol_counts, words.counts), self.max_symbols_per_word)
         yield above("gopher.bullet_lines", bullet_lines(facts), self.max_bullet_lines)
         yield above("gopher.ellipsis_lines", ellipsis_lines(facts), self.max_ellipsis_lines)
         alphabetic = words.counts - facts.each_word(facts.words_without(features.LETTER))
@@ -82,14 +83,14 @@ class Gopher(FilterBase):
         yield below("gopher.few_stop_words", self._stop_words(facts, live), self.min_stop_words)
 
     def _stop_words(self, facts: BatchFeatures, live: Flags) -> Positions:
-        wanted, found = frozenset(self.stop_words), np.zeros(len(facts), np.int64)
-        for place in np.flatnonzero(live).tolist():
-            text = facts.texts[place]
+        stop_words, counts = frozenset(self.stop_words), np.zeros(len(facts), np.int64)
+        for index in np.flatnonzero(live).tolist():
+            text = facts.texts[index]
             opening = text[:OPENING_CHARACTERS].split()[:-1]  # the last of them may be cut
-            found[place] = len(wanted.intersection(opening))
-            if found[place] < self.min_stop_words:
-                found[place] = len(wanted.intersection(text.split()))
-        return found
+            counts[index] = len(stop_words.intersection(opening))
+            if counts[index] < self.min_stop_words:
+                counts[index] = len(stop_words.intersection(text.split()))
+        return counts
 
 
 def _word_characters(facts: BatchFeatures, symbols: Positions) -> Positions:
@@ -198,10 +199,10 @@ class C4(FilterBase):
             yield above("c4.bad_words", self._bad_words(facts, live), 0)
 
     def _bad_words(self, facts: BatchFeatures, live: Flags) -> Positions:
-        entries, found = wordlist(self.bad_words, self.bad_words_path), np.zeros(len(facts), np.int64)
-        for place in np.flatnonzero(live).tolist():
-            found[place] = len(entries.found(facts.texts[place]))
-        return found
+        entries, counts = wordlist(self.bad_words, self.bad_words_path), np.zeros(len(facts), np.int64)
+        for index in np.flatnonzero(live).tolist():
+            counts[index] = len(entries.find(facts.texts[index]))
+        return counts
 
 
 class _LineVerdicts:
@@ -255,9 +256,9 @@ class _LineVerdicts:
         """How many sentences end in each line; its own end counts, whatever it is."""
         ended = _sentence_ends(self.facts)
         before = np.append(0, np.cumsum(ended))
-        found = np.asarray(before[self.after] - before[self.first])
-        found[self.written] += ~ended[self.after[self.written] - 1]
-        return found
+        counts = np.asarray(before[self.after] - before[self.first])
+        counts[self.written] += ~ended[self.after[self.written] - 1]
+        return counts
 
     def _citations(self) -> Positions:
         """Opening brackets that may begin a citation mark."""
@@ -339,7 +340,7 @@ class FineWeb(FilterBase):
 
 LineHashes = NDArray[np.uint64]
 
-ODD = np.uint64(0x9E3779B97F4A7C15)
+ODD = np.uint64(GOLDEN)
 LONG_WORD = 256
 """Bytes of a word that are hashed for all words at a time."""
 MASKS = np.array([2 ** (8 * size) - 1 for size in range(9)], np.uint64)
@@ -382,8 +383,8 @@ class Repetition(FilterBase):
                 yield above(f"repetition.top_{repeats.n}gram", top, self.max_top_ngrams[repeats.n - 2])
             if 0 <= repeats.n - 5 < len(self.max_duplicate_ngrams):
                 most = self.max_duplicate_ngrams[repeats.n - 5]
-                found = _duplicates(facts, repeats, live, most)
-                yield above(f"repetition.duplicate_{repeats.n}grams", found, most)
+                duplicates = _duplicates(facts, repeats, live, most)
+                yield above(f"repetition.duplicate_{repeats.n}grams", duplicates, most)
 
 
 def _lines(facts: BatchFeatures) -> tuple[FeatureValues, FeatureValues]:
@@ -452,11 +453,11 @@ def _repeats(facts: BatchFeatures, live: Flags, longest: int) -> Iterator[Repeat
     # one place of its own for each word of the batch; the rest of a document's last words is never asked for
     everywhere: LineHashes = np.zeros(len(facts.words.starts) + longest, np.uint64)
     everywhere[words] = hashes
-    starts, keys = words, hashes + _mixed(documents.astype(np.uint64))
+    starts, keys = words, hashes + splitmix64(documents.astype(np.uint64))
     for n in range(2, longest + 1):
         within = starts + n <= facts.words.last[documents]
         starts, documents, keys = starts[within], documents[within], keys[within]
-        keys = _mixed(keys * ODD + everywhere[starts + n - 1])
+        keys = splitmix64(keys * ODD + everywhere[starts + n - 1])
         twice, first, counts = _twice(keys)
         starts, documents, keys = starts[twice], documents[twice], keys[twice]
         yield Repeats(n, starts, documents, keys, first, counts)
@@ -469,31 +470,24 @@ def _words_of(facts: BatchFeatures, live: Flags) -> tuple[Positions, Positions]:
     return chosen, owner[chosen]
 
 
-def _mixed(keys: LineHashes) -> LineHashes:
-    """Each bit in, half of the bits out (Stafford's variant 13 of MurmurHash3's finalizer)."""
-    keys = (keys ^ (keys >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    keys = (keys ^ (keys >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return np.asarray(keys ^ (keys >> np.uint64(31)))
-
-
 def _hashes(facts: BatchFeatures, words: Positions) -> LineHashes:
     """A 64-bit hash of each word; two different ones agree with p = 2**-64."""
     starts, ends = facts.words.starts[words], facts.words.ends[words]
     sizes = ends - starts
     padded = facts.data + bytes(8)
     eights: NDArray[Any] = np.ndarray((len(facts.data),), "<u8", padded, 0, (1,))
-    keys = _mixed(eights[starts] & MASKS[np.minimum(sizes, 8)]) + sizes.astype(np.uint64)
+    keys = splitmix64(eights[starts] & MASKS[np.minimum(sizes, 8)]) + sizes.astype(np.uint64)
     longer = np.flatnonzero(sizes > 8)
     done = 8
     while len(longer) and done < LONG_WORD:
         piece = eights[starts[longer] + done] & MASKS[np.minimum(sizes[longer] - done, 8)]
-        keys[longer] = _mixed(keys[longer] * ODD + piece)
+        keys[longer] = splitmix64(keys[longer] * ODD + piece)
         done += 8
         longer = longer[sizes[longer] > done]
     for word in longer:  # so long that few fit into a batch
         rest = facts.data[starts[word] + done : ends[word]]
         digest = hashlib.blake2b(rest, digest_size=8).digest()
-        keys[word] = _mixed(keys[word : word + 1] + np.frombuffer(digest, np.uint64))[0]
+        keys[word] = splitmix64(keys[word : word + 1] + np.frombuffer(digest, np.uint64))[0]
     return keys
 
 
@@ -527,12 +521,12 @@ def _top(facts: BatchFeatures, repeats: Repeats, least: int) -> FeatureValues:
     order = order[np.diff(documents[order], prepend=-1) > 0]
     order = order[counts[order] >= least]
     characters = np.full(len(order), n - 1)
-    for place in range(n):
-        word = starts[order] + place
+    for offset in range(n):
+        word = starts[order] + offset
         characters += facts.characters(words.starts[word], words.ends[word])
-    found = np.zeros(len(facts))
-    found[documents[order]] = characters * counts[order] / np.maximum(facts.sizes[documents[order]], 1)
-    return found
+    top_shares = np.zeros(len(facts))
+    top_shares[documents[order]] = characters * counts[order] / np.maximum(facts.sizes[documents[order]], 1)
+    return top_shares
 
 
 def _duplicates(facts: BatchFeatures, repeats: Repeats, live: Flags, most: float) -> FeatureValues:
@@ -541,16 +535,16 @@ def _duplicates(facts: BatchFeatures, repeats: Repeats, live: Flags, most: float
 
     It is exact where it is above `most`; elsewhere it may be 0.
     """
-    found = np.zeros(len(facts))
+    duplicate_shares = np.zeros(len(facts))
     covered = _covered_bytes(facts, repeats)
-    for place in np.flatnonzero(live & (covered > most * facts.sizes)).tolist():
-        low, high = np.searchsorted(repeats.documents, (place, place + 1))
-        span = slice(facts.words.first[place], facts.words.last[place])
+    for index in np.flatnonzero(live & (covered > most * facts.sizes)).tolist():
+        low, high = np.searchsorted(repeats.documents, (index, index + 1))
+        span = slice(facts.words.first[index], facts.words.last[index])
         sizes = facts.characters(facts.words.starts[span], facts.words.ends[span])
         before = np.append(0, np.cumsum(sizes)).tolist()
         seen: set[int] = set()
         characters = free = 0
-        numbers = (repeats.starts[low:high] - facts.words.first[place]).tolist()
+        numbers = (repeats.starts[low:high] - facts.words.first[index]).tolist()
         for start, key in zip(numbers, repeats.keys[low:high].tolist(), strict=True):
             if start < free:
                 continue
@@ -559,8 +553,8 @@ def _duplicates(facts: BatchFeatures, repeats: Repeats, live: Flags, most: float
                 characters += before[free] - before[start]
             else:
                 seen.add(key)
-        found[place] = characters / facts.sizes[place]
-    return found
+        duplicate_shares[index] = characters / facts.sizes[index]
+    return duplicate_shares
 
 
 def _covered_bytes(facts: BatchFeatures, repeats: Repeats) -> Positions:

@@ -22,7 +22,6 @@ Sources: Joulin et al. 2017, Bag of Tricks (arXiv 1607.01759) for hashed n-grams
 `data/quality/scorer.py` stores a trained classifier and applies it.
 """
 
-import hashlib
 import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -33,22 +32,22 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 from safetensors import numpy as safetensors
-from scipy.sparse import csr_matrix, vstack
-from sklearn.linear_model import LogisticRegression
-from sklearn.metrics import roc_auc_score
 from threadpoolctl import threadpool_limits  # type: ignore[import-untyped]
 
 from bloomery.core import io as core_io
+from bloomery.core.batches import batched_by_size
 from bloomery.core.errors import DataError
+from bloomery.core.extras import linear_model, metrics, sparse
+from bloomery.core.hashing import stable_hash
 from bloomery.data.dedup import hashing
-from bloomery.data.dedup.hashing import NgramSizes
+from bloomery.data.dedup.hashing import CHARACTERS_AT_ONCE, NgramSizes
 from bloomery.data.quality import scorer
 from bloomery.data.quality.examples import TextExample, excerpt
 from bloomery.data.quality.scorer import ARRAYS, FACTS, FORMAT, Classifier, Scores, logits_of
 
 NUM_BINS = 10
 GRID = tuple(round(0.05 * step, 2) for step in range(1, 20))
-"""Cuts at which precision and recall are told."""
+"""Thresholds at which precision and recall are reported."""
 
 Truth = NDArray[np.bool_]
 
@@ -92,7 +91,7 @@ class Quality:
     bins: list[Bin]
     cuts: list[Cut]
     caught: dict[str, float]
-    """Share of held-out negatives of each kind that score below `threshold`."""
+    """Share of validation negatives of each kind that score below `threshold`."""
 
 
 def platt(logits: Scores, truth: Truth) -> tuple[float, float]:
@@ -102,7 +101,9 @@ def platt(logits: Scores, truth: Truth) -> tuple[float, float]:
     target = np.where(truth, positive, negative)
     both = np.concatenate([logits, logits])[:, None]
     labels = np.repeat([True, False], len(logits))
-    fitted = LogisticRegression(C=1e6, max_iter=1000).fit(both, labels, np.concatenate([target, 1 - target]))
+    fitted = linear_model.LogisticRegression(C=1e6, max_iter=1000).fit(
+        both, labels, np.concatenate([target, 1 - target])
+    )
     return float(fitted.coef_[0, 0]), float(fitted.intercept_[0])
 
 
@@ -130,18 +131,18 @@ def measure(scores: Scores, truth: Truth, kinds: Sequence[str], *, examples: Tru
 
 def area(scores: Scores, truth: Truth) -> float:
     """The area under the ROC curve."""
-    return float(roc_auc_score(truth, scores))
+    return float(metrics.roc_auc_score(truth, scores))
 
 
 def _bins(scores: Scores, truth: Truth) -> list[Bin]:
     places = np.minimum((scores * NUM_BINS).astype(np.int64), NUM_BINS - 1)
-    found = []
-    for place in range(NUM_BINS):
-        here = places == place
+    bins = []
+    for index in range(NUM_BINS):
+        here = places == index
         some = bool(here.any())
         score, positive = (float(scores[here].mean()), float(truth[here].mean())) if some else (None, None)
-        found.append(Bin(place / NUM_BINS, (place + 1) / NUM_BINS, int(here.sum()), score, positive))
-    return found
+        bins.append(Bin(index / NUM_BINS, (index + 1) / NUM_BINS, int(here.sum()), score, positive))
+    return bins
 
 
 def _cut(scores: Scores, truth: Truth, threshold: float) -> Cut:
@@ -151,12 +152,12 @@ def _cut(scores: Scores, truth: Truth, threshold: float) -> Cut:
 
 
 def _caught(low: Truth, truth: Truth, kinds: Sequence[str]) -> dict[str, float]:
-    found = {}
+    rates = {}
     for kind in sorted(set(kinds) - {""}):
         rows = ~truth & np.array([other == kind for other in kinds])
         if rows.any():
-            found[kind] = float(low[rows].mean())
-    return found
+            rates[kind] = float(low[rows].mean())
+    return rates
 
 
 STRENGTHS = (1.0, 3.0, 10.0)
@@ -166,7 +167,7 @@ TOLERANCE = 0.01
 NUM_TELLING = 20
 TELLING_DOCUMENTS = 3000
 RAREST_TELLING = 0.002
-"""Share of those documents that an n-gram stands in at least, to be told."""
+"""An n-gram is reported if at least this share of those documents contains it."""
 
 
 class TooFewExamplesError(DataError):
@@ -203,7 +204,7 @@ def train(
     truth = np.array([example.positive for example in examples], np.bool_)
     measured, calibrating, teaching = split([example.group for example in examples], truth, held_out, seed)
     x = _vectors([excerpt(example.text, characters) for example in examples], grams)
-    # One thread: the last digits of BLAS follow the number of threads, and beside other work two took 7 times as long.
+    # One thread: the last digits of BLAS depend on the number of threads, and two took 7 times as long under load.
     with threadpool_limits(limits=1, user_api="blas"):
         fits = [_fitted(x[teaching], truth[teaching], one, seed) for one in ([strength] if strength else STRENGTHS)]
         areas = [area(x[calibrating] @ weights + bias, truth[calibrating]) for weights, bias in fits]
@@ -225,9 +226,9 @@ def split(groups: Sequence[str], truth: Truth, held_out: float, seed: int) -> tu
     """Which examples measure, which calibrate, which teach. Raises TooFewExamplesError where a part lacks a class."""
     spots = np.array([_spot(group, seed) for group in groups])
     parts = (spots < held_out, (spots >= held_out) & (spots < 2 * held_out), spots >= 2 * held_out)
-    for name, part in zip(("measures", "calibrates", "teaches"), parts, strict=True):
-        if len(set(truth[part].tolist())) < 2:
-            positive, negative = int(truth[part].sum()), int((~truth[part]).sum())
+    for name, mask in zip(("measures", "calibrates", "teaches"), parts, strict=True):
+        if len(set(truth[mask].tolist())) < 2:
+            positive, negative = int(truth[mask].sum()), int((~truth[mask]).sum())
             lacks = f"the part of the examples that {name} has {positive} positive and {negative} negative texts"
             what = f"{lacks}, of {len(groups)} examples in {len(set(groups))} groups"
             hint = f"Give more of both: with held_out={held_out:g}, {enough(held_out)} groups with both are enough."
@@ -260,25 +261,25 @@ def save(learned: Learned, facts: dict[str, Any], folder: Path) -> None:
 
 def _spot(group: str, seed: int) -> float:
     """Where a group lies in [0, 1), by hash."""
-    return int.from_bytes(hashlib.sha256(f"{seed}:{group}".encode("utf-8", "replace")).digest()[:6]) / 2**48
+    return (stable_hash(f"{seed}:{group}".encode("utf-8", "replace")) >> 16) / 2**48
 
 
 def _vectors(texts: Sequence[str], grams: NgramSizes) -> Any:
     """x(d) of all texts: a sparse matrix, [texts, buckets] float32."""
     rows = []
-    for batch in hashing.batches(texts):
+    for batch in batched_by_size(texts, CHARACTERS_AT_ONCE):
         shape, x = (len(batch), grams.buckets), None
-        for found in hashing.hashed(batch, grams):
-            buckets, numbers = hashing.present(found, grams.buckets)
-            values = (1 / np.sqrt(found.counts[numbers])).astype(np.float32)
-            part = csr_matrix((values, (numbers, buckets)), shape=shape)
-            x = part if x is None else x + part
+        for matches in hashing.hashed(batch, grams):
+            buckets, numbers = hashing.present(matches, grams.buckets)
+            values = (1 / np.sqrt(matches.counts[numbers])).astype(np.float32)
+            matrix = sparse.csr_matrix((values, (numbers, buckets)), shape=shape)
+            x = matrix if x is None else x + matrix
         rows.append(x)
-    return vstack(rows, format="csr")
+    return sparse.vstack(rows, format="csr")
 
 
 def _fitted(x: Any, truth: Truth, strength: float, seed: int) -> tuple[Scores, float]:
-    regression = LogisticRegression(
+    regression = linear_model.LogisticRegression(
         C=strength, solver="liblinear", dual=True, tol=TOLERANCE, max_iter=1000, random_state=seed
     ).fit(x, truth)
     return regression.coef_[0].astype(np.float64), float(regression.intercept_[0])
@@ -298,7 +299,8 @@ def _telling(classifier: Classifier, texts: Sequence[str]) -> tuple[list[str], l
     grams = sorted(gram for gram, count in frequency.items() if count >= least)
     if not grams:
         return [], []
-    logits = np.concatenate([logits_of(classifier, batch) for batch in hashing.batches(grams)]) - classifier.bias
+    batches = batched_by_size(grams, CHARACTERS_AT_ONCE)
+    logits = np.concatenate([logits_of(classifier, batch) for batch in batches]) - classifier.bias
     known = dict(zip(grams, logits.tolist(), strict=True))
     order = [grams[place] for place in np.argsort(-logits, kind="stable")]
     high = [gram for gram in order if known[gram] > 0 and _says_more(gram, known)]
@@ -307,6 +309,6 @@ def _telling(classifier: Classifier, texts: Sequence[str]) -> tuple[list[str], l
 
 
 def _says_more(gram: str, known: Mapping[str, float]) -> bool:
-    """Whether none of the tokens of an n-gram says half as much by itself: else the token is told instead."""
+    """Whether no token of an n-gram alone says half as much; otherwise the token is reported instead."""
     tokens = gram.split(" ")
     return len(tokens) == 1 or all(2 * known.get(token, 0.0) / known[gram] < 1 for token in tokens)

@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from bloomery.core.errors import DataError
+from bloomery.core.hashing import stable_hash
 from bloomery.data import documents
 from bloomery.data.readers import bytes as readers_bytes
 from bloomery.data.readers import rows
@@ -61,18 +62,17 @@ def damage(text: str, kind: str, seed: int = 0) -> str:
 
     A text of few words may come out as it is.
     """
-    digest = hashlib.sha256(f"{seed}:{kind}:".encode() + text.encode("utf-8", "replace")).digest()
-    return KINDS[kind](text, random.Random(int.from_bytes(digest[:8])))[: len(text)]
+    number = stable_hash(f"{seed}:{kind}:{text}".encode("utf-8", "replace"))
+    return KINDS[kind](text, random.Random(number))[: len(text)]
 
 
 def choose(name: str, seed: int = 0) -> str:
     """The kind of damage for a document, by hash of its id."""
-    digest = hashlib.sha256(f"{seed}:{name}".encode()).digest()
-    return sorted(KINDS)[int.from_bytes(digest[:8]) % len(KINDS)]
+    return sorted(KINDS)[stable_hash(f"{seed}:{name}") % len(KINDS)]
 
 
 def _shuffled(text: str, rng: random.Random) -> str:
-    """Words change places; white space stays where it is."""
+    """The words in random order; white space stays as it is."""
     pieces = re.split(r"(\s+)", text)
     words = pieces[::2]
     rng.shuffle(words)
@@ -81,7 +81,7 @@ def _shuffled(text: str, rng: random.Random) -> str:
 
 
 def _repeated(text: str, rng: random.Random) -> str:
-    """From some place on, a phrase of the text comes again and again, with its lines."""
+    """The start of the text, up to half of it, then a phrase of the text again and again."""
     pieces = re.split(r"(?<=\s)(?=\S)", text)
     size = rng.randint(3, 12)
     start = rng.randrange(max(1, len(pieces) - size))
@@ -91,7 +91,7 @@ def _repeated(text: str, rng: random.Random) -> str:
 
 
 def _cut(text: str, rng: random.Random) -> str:
-    """Two halves of the lines interleave, and many lines go on with the end of another, as when columns are misread."""
+    """Lines of the two halves interleave, and many end in the tail of another line, as in misread columns."""
     lines, end = text.split("\n"), "\n"
     if len(lines) < 4:
         end = " "
@@ -156,7 +156,7 @@ TextLabel = str | int | float
 
 @dataclass(frozen=True)
 class TextExample:
-    """One text to learn from. Texts with the same `group` are never split up."""
+    """One training text. Texts with the same `group` stay in one split."""
 
     text: str
     positive: bool
@@ -221,7 +221,7 @@ def labeled(
     Raises DataError, with the row, for a text that is empty or none, a label that is none of the known ones, and a row
     that lacks a field; and where one of the two classes has no text.
     """
-    found: list[tuple[str, int, TextExample]] = []
+    ranked: list[tuple[str, int, TextExample]] = []
     for number, row in _rows(path, [text_field, label_field], group_field):
         where = f"{path}:{number}"
         if isinstance(row, readers_bytes.ReadError):
@@ -231,11 +231,11 @@ def labeled(
         if positive is not None:
             group = _group(row, group_field, text, where)
             example = TextExample(excerpt(text, characters), positive, group)
-            found.append((_hash(f"{group}\n{text}", seed), number, example))
-    found.sort(key=lambda one: one[:2])
-    taken = [example for *_, example in found[:samples]]
-    _both_sides(taken, path, label_field)
-    return taken
+            ranked.append((_hash(f"{group}\n{text}", seed), number, example))
+    ranked.sort(key=lambda entry: entry[:2])
+    selected = [example for *_, example in ranked[:samples]]
+    _both_sides(selected, path, label_field)
+    return selected
 
 
 def _rows(path: Path, fields: Sequence[str], group: str | None) -> Iterator[tuple[int, rows.RowOrError]]:
@@ -292,16 +292,16 @@ def _group(row: Mapping[str, Any], field: str | None, text: str, where: str) -> 
     return str(row[field])
 
 
-def _both_sides(taken: Sequence[TextExample], path: Path, field: str) -> None:
-    positives = sum(example.positive for example in taken)
-    if positives in (0, len(taken)):
-        have = f"{len(taken)} texts, {positives} of them positive"
+def _both_sides(examples: Sequence[TextExample], path: Path, field: str) -> None:
+    positives = sum(example.positive for example in examples)
+    if positives in (0, len(examples)):
+        have = f"{len(examples)} texts, {positives} of them positive"
         hint = "A classifier needs texts of both classes: check `positive` and `negative`, or the file."
         raise DataError(f"has {have}, by {field}", where=str(path), hint=hint)
 
 
 def _chosen(folder: Path, samples: int, seed: int) -> set[str]:
-    """Ids of the documents to learn from: of each domain those with the smallest hashes, evenly over domains."""
+    """Ids of the training documents: in each domain those with the smallest hashes, evenly over domains."""
     smallest: dict[str, list[tuple[int, str]]] = {}
     for row in documents.read(folder, ["domain", "id"]):
         heap = smallest.setdefault(row["domain"], [])
@@ -311,10 +311,10 @@ def _chosen(folder: Path, samples: int, seed: int) -> set[str]:
         elif entry > heap[0]:
             heapq.heapreplace(heap, entry)
     ranked: list[tuple[int, int, str]] = []
-    taken = Counter[str]()
+    counts = Counter[str]()
     for spot, domain, name in sorted((-spot, domain, name) for domain, heap in smallest.items() for spot, name in heap):
-        ranked.append((taken[domain], spot, name))
-        taken[domain] += 1
+        ranked.append((counts[domain], spot, name))
+        counts[domain] += 1
     return {name for *_, name in sorted(ranked)[:samples]}
 
 

@@ -32,10 +32,11 @@ from safetensors import SafetensorError
 from safetensors import numpy as safetensors
 from typing_extensions import TypedDict
 
+from bloomery.core.batches import batched_by_size
 from bloomery.core.errors import DataError
 from bloomery.core.records import read_record
 from bloomery.data.dedup import hashing
-from bloomery.data.dedup.hashing import Laid, NgramSizes, TokenArrays
+from bloomery.data.dedup.hashing import CHARACTERS_AT_ONCE, Laid, NgramSizes, TokenArrays
 from bloomery.data.quality.examples import excerpt
 
 ARRAYS, FACTS = "classifier.safetensors", "classifier.json"
@@ -76,13 +77,14 @@ class Classifier:
 
 def probabilities(logits: Scores) -> Scores:
     """The logistic function, without overflow."""
-    found: Scores = 0.5 * (1 + np.tanh(0.5 * logits))
-    return found
+    values: Scores = 0.5 * (1 + np.tanh(0.5 * logits))
+    return values
 
 
 def score(classifier: Classifier, texts: Iterable[str]) -> Iterator[float]:
     """The probability that each text is positive, in order. A text's score depends on nothing else."""
-    for batch in hashing.batches(excerpt(text, classifier.characters) for text in texts):
+    excerpts = (excerpt(text, classifier.characters) for text in texts)
+    for batch in batched_by_size(excerpts, CHARACTERS_AT_ONCE):
         yield from probabilities(logits_of(classifier, batch)).tolist()
 
 
@@ -95,9 +97,11 @@ def load(folder: Path) -> Classifier:
         raise DataError(f"holds no classifier that can be read: {error}", where=str(folder), hint=hint) from None
     if facts["format"] != FORMAT or facts["tokens"] != hashing.TOKENS:
         raise DataError(f"its format is {facts['format']}, not {FORMAT}", where=str(folder / FACTS), hint=hint)
-    given = facts["grams"]
-    words, characters = (None if pair is None else (pair[0], pair[1]) for pair in (given["words"], given["characters"]))
-    grams = NgramSizes(given["buckets"], words, characters)
+    gram_sizes = facts["grams"]
+    words, characters = (
+        None if pair is None else (pair[0], pair[1]) for pair in (gram_sizes["words"], gram_sizes["characters"])
+    )
+    grams = NgramSizes(gram_sizes["buckets"], words, characters)
     if arrays.keys() < {"weights", "bias"} or arrays["weights"].shape != (grams.buckets,) or not arrays["bias"].size:
         what = f"its arrays are no weights of {grams.buckets} buckets"
         raise DataError(what, where=str(folder / ARRAYS), hint=AGAIN)
@@ -111,15 +115,15 @@ def read_facts(folder: Path) -> SavedClassifier:
 
 def logits_of(classifier: Classifier, batch: Sequence[str]) -> Scores:
     logits = np.full(len(batch), classifier.bias)
-    for found in hashing.hashed(batch, classifier.grams):
-        buckets, numbers = hashing.present(found, classifier.grams.buckets)
+    for matches in hashing.hashed(batch, classifier.grams):
+        buckets, numbers = hashing.present(matches, classifier.grams.buckets)
         # bincount adds one after the other: a text's sum is the same in every batch
         sums = np.bincount(numbers, classifier.weights[buckets], minlength=len(batch))
-        logits += sums / np.sqrt(np.maximum(found.counts, 1))
+        logits += sums / np.sqrt(np.maximum(matches.counts, 1))
     return logits
 
 
-Counts = NDArray[np.int64]
+WordCounts = NDArray[np.int64]
 
 WEIGHTS = {
     **{"length": 0.05, "diversity": 0.15, "sentences": 0.15, "paragraphs": 0.05, "naturalness": 0.15},
@@ -146,7 +150,7 @@ ENDS, AFTER_ENDS = ".!?。！？", " \t\n\r\0\"')"
 
 def heuristic_score(texts: Iterable[str]) -> Iterator[float]:
     """The weighted sum of the ten shares of each text, in [0, 1]. A text's score depends on nothing else."""
-    for batch in hashing.batches(texts):
+    for batch in batched_by_size(texts, CHARACTERS_AT_ONCE):
         parts = shares(batch)
         yield from sum(weight * parts[name] for name, weight in WEIGHTS.items()).tolist()  # type: ignore[union-attr]
 
@@ -173,14 +177,14 @@ def shares(texts: Sequence[str]) -> dict[str, Scores]:
     }
 
 
-def _length(words: Counts) -> Scores:
+def _length(words: WordCounts) -> Scores:
     """Fewer than 50 words 0.2; 0.5 to 0.8 up to 200; 1 up to 5,000; down to 0.7 at 20,000; 0.5 beyond."""
     risen = 0.5 + 0.3 * (words - 50) / 150
     fallen = 1 - 0.3 * (words - 5000) / 15_000
     return np.select([words < 50, words < 200, words <= 5000, words <= 20_000], [0.2, risen, 1.0, fallen], 0.5)
 
 
-def _diversity(words: TokenArrays, counts: Counts) -> Scores:
+def _diversity(words: TokenArrays, counts: WordCounts) -> Scores:
     """By different words over the root of all words: below 2 0.1; 0.3 to 0.7 up to 4; 0.8 to 1 up to 20; else 0.9."""
     different = np.bincount(_once(words.hashes, words.texts)[0], minlength=len(counts))
     root = different / np.sqrt(np.maximum(counts, 1))
@@ -188,7 +192,7 @@ def _diversity(words: TokenArrays, counts: Counts) -> Scores:
     return np.select([root < 2, root < 4, root <= 20], [0.1, low, high], 0.9)
 
 
-def _sentences(laid: Laid, words: TokenArrays, counts: Counts) -> Scores:
+def _sentences(laid: Laid, words: TokenArrays, counts: WordCounts) -> Scores:
     """Fewer than 2 sentences 0.3; else 0.6 of a step by their mean length and 0.4 of how much their lengths differ."""
     points = laid.points
     spots = np.flatnonzero(_among(ENDS)[points])
@@ -201,7 +205,7 @@ def _sentences(laid: Laid, words: TokenArrays, counts: Counts) -> Scores:
     return np.where(number < 2, 0.3, 0.6 * by_length + 0.4 * np.minimum(1.0, deviation / 8))
 
 
-def _paragraphs(laid: Laid, words: TokenArrays, counts: Counts) -> Scores:
+def _paragraphs(laid: Laid, words: TokenArrays, counts: WordCounts) -> Scores:
     """Paragraphs, parted by blank lines, of 30 to 200 words in the mean 1; others 0.5, of our own choice."""
     breaks = laid.points == ord("\n")
     breaks[1:] &= breaks[:-1]
@@ -209,7 +213,7 @@ def _paragraphs(laid: Laid, words: TokenArrays, counts: Counts) -> Scores:
     return np.where((mean >= 30) & (mean <= 200), 1.0, 0.5)
 
 
-def _pieces(ends: NDArray[np.bool_], words: TokenArrays, counts: Counts) -> tuple[Counts, Scores, Scores]:
+def _pieces(ends: NDArray[np.bool_], words: TokenArrays, counts: WordCounts) -> tuple[WordCounts, Scores, Scores]:
     """The pieces of each text between ends that hold a word: how many, and mean and deviation of their words."""
     spots = np.cumsum(ends)[words.first]
     first = np.ones(len(spots), np.bool_)
@@ -222,7 +226,7 @@ def _pieces(ends: NDArray[np.bool_], words: TokenArrays, counts: Counts) -> tupl
     return number, mean, np.sqrt(np.maximum(0.0, squares / np.maximum(number, 1) - mean**2))
 
 
-def _naturalness(words: TokenArrays, counts: Counts) -> Scores:
+def _naturalness(words: TokenArrays, counts: WordCounts) -> Scores:
     """By the share of stop words: 0.30 to 0.60 1; up to 0.70 0.7; from 0.20 0.6; else 0.3."""
     known = np.sort(hashing.tokens(hashing.lay(sorted(STOP_WORDS))).hashes)
     places = np.minimum(np.searchsorted(known, words.hashes), len(known) - 1)
@@ -242,7 +246,7 @@ def _capitals(texts: Sequence[str]) -> Scores:
     return np.select([share < 0.01, share <= 0.15], [0.8, 1.0], 0.3)
 
 
-def _repetition(words: TokenArrays, counts: Counts) -> Scores:
+def _repetition(words: TokenArrays, counts: WordCounts) -> Scores:
     """From 50 words on: most frequent three words more than 5 % of all 0.2; more than 2 % 0.6; else 1."""
     texts, times = _once(*hashing.joined(words, 3))
     most = np.zeros(len(counts), np.int64)
@@ -253,22 +257,22 @@ def _repetition(words: TokenArrays, counts: Counts) -> Scores:
     return np.select([counts < 50, share > 0.05, share > 0.02], [1.0, 0.2, 0.6], 1.0)
 
 
-def _clean(lowered: Sequence[str], counts: Counts) -> Scores:
+def _clean(lowered: Sequence[str], counts: WordCounts) -> Scores:
     """By addresses of pages and mail for 100 words: below 0.5 1; below 2 0.7; below 5 0.4; else 0.1."""
-    found = [
+    address_counts = [
         text.count("://") + text.count(" www.") + (sum(1 for _ in MAIL.finditer(text)) if "@" in text else 0)
         for text in lowered
     ]
-    share = 100 * np.array(found) / np.maximum(counts, 1)
+    share = 100 * np.array(address_counts) / np.maximum(counts, 1)
     return np.select([share < 0.5, share < 2, share < 5], [1.0, 0.7, 0.4], 0.1)
 
 
 @cache
 def _among(marks: str) -> NDArray[np.bool_]:
     """For every code point whether it is one of some marks."""
-    found = np.zeros(0x110000, np.bool_)
-    found[[ord(mark) for mark in marks]] = True
-    return found
+    flags = np.zeros(0x110000, np.bool_)
+    flags[[ord(mark) for mark in marks]] = True
+    return flags
 
 
 def _once(hashes: hashing.Hashes, texts: hashing.Places) -> tuple[hashing.Places, hashing.Places]:
@@ -281,9 +285,9 @@ def _once(hashes: hashing.Hashes, texts: hashing.Places) -> tuple[hashing.Places
     return (keys[begins] >> np.uint64(44)).astype(np.int64), np.diff(np.append(begins, len(keys)))
 
 
-def _hits(lowered: Sequence[str], phrases: Sequence[str]) -> Counts:
+def _hits(lowered: Sequence[str], phrases: Sequence[str]) -> WordCounts:
     return np.array([sum(text.count(phrase) for phrase in phrases) for text in lowered], np.int64)
 
 
-def _steps(values: Counts, steps: Sequence[tuple[int, float]], beyond: float) -> Scores:
+def _steps(values: WordCounts, steps: Sequence[tuple[int, float]], beyond: float) -> Scores:
     return np.select([values <= most for most, _ in steps], [share for _, share in steps], beyond)

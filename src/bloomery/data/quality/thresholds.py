@@ -30,7 +30,7 @@ from bloomery.data.quality import scorer
 from bloomery.data.quality.scorer import Classifier, Scores
 
 LEFT_OUT = "left-out.json"
-"""Beside the folders of classifiers: those that were not learned, each with its name and why."""
+"""Next to the folders of classifiers: each classifier that was not trained, with its name and the reason."""
 NUM_SAMPLES = 20
 SAMPLE_CHARACTERS = 300
 NUM_BINS = 20
@@ -62,46 +62,46 @@ class Threshold(Config):
     classifier: str = "quality"
     domains: tuple[str, ...] | None = None
     """None: every domain."""
-    keep_from: Share | None = None
+    min_score: Share | None = None
     """Scores from here on are kept: for a classifier whose high scores are of good text."""
-    drop_from: Share | None = None
+    max_score: Share | None = None
     """Scores from here on are dropped: for one whose high scores are of bad text."""
     heuristic_weight: Share = 0.0
     """How much of the score is the heuristic's (`data/quality/scorer.py`) instead of the classifier's."""
-    characters: PositiveLength | None = None
+    max_chars: PositiveLength | None = None
     """How many of a document's first characters are scored. None: what the classifier looks at by itself."""
 
     @model_validator(mode="after")
     def _one_threshold(self) -> "Threshold":
-        if (self.keep_from is None) == (self.drop_from is None):
-            raise ValueError("a limit has either keep_from or drop_from")
-        if self.drop_from is not None and self.heuristic_weight:
-            raise ValueError("the heuristic is high for good text: heuristic_weight goes with keep_from")
+        if (self.min_score is None) == (self.max_score is None):
+            raise ValueError("a limit has either min_score or max_score")
+        if self.max_score is not None and self.heuristic_weight:
+            raise ValueError("the heuristic is high for good text: heuristic_weight goes with min_score")
         return self
 
     @property
     def threshold(self) -> float:
-        return self.keep_from if self.keep_from is not None else self.drop_from or 0.0
+        return self.min_score if self.min_score is not None else self.max_score or 0.0
 
 
 def _seed() -> tuple[Threshold, ...]:
-    toxic = Threshold(classifier="toxicity", drop_from=0.5, characters=1000)
+    toxic = Threshold(classifier="toxicity", max_score=0.5, max_chars=1000)
     thresholds = {("web", "fineweb"): 0.55, ("wiki",): 0.45, ("qa", "stackexchange"): 0.55, ("code",): 0.4}
     thresholds[("arxiv",)] = 0.45
-    mixed = {"heuristic_weight": 0.4, "characters": 2000}
-    return (toxic, *(Threshold(domains=names, keep_from=least, **mixed) for names, least in thresholds.items()))
+    mixed = {"heuristic_weight": 0.4, "max_chars": 2000}
+    return (toxic, *(Threshold(domains=names, min_score=least, **mixed) for names, least in thresholds.items()))
 
 
 PRESETS: Mapping[str, tuple[Threshold, ...]] = {"seed-1386": _seed()}
 
 
-def spelled_out(given: tuple[Threshold, ...] | str) -> tuple[Threshold, ...]:
+def spelled_out(limits: tuple[Threshold, ...] | str) -> tuple[Threshold, ...]:
     """The limits of a preset for its name; others as they are. Raises ValueError for a name that is none."""
-    if not isinstance(given, str):
-        return given
-    if given not in PRESETS:
-        raise ValueError(f"there are no limits named {given!r}; there are {', '.join(map(repr, PRESETS))}")
-    return PRESETS[given]
+    if not isinstance(limits, str):
+        return limits
+    if limits not in PRESETS:
+        raise ValueError(f"there are no limits named {limits!r}; there are {', '.join(map(repr, PRESETS))}")
+    return PRESETS[limits]
 
 
 ThresholdTable = Annotated[tuple[Threshold, ...] | str, AfterValidator(spelled_out)]
@@ -110,7 +110,7 @@ ThresholdTable = Annotated[tuple[Threshold, ...] | str, AfterValidator(spelled_o
 
 @dataclass(frozen=True)
 class Bound:
-    """One threshold for some domains, with what it is called. `least` limits keep from, others drop from."""
+    """One threshold for some domains, with the reason that it gives."""
 
     reason: str
     limit: Threshold
@@ -131,22 +131,22 @@ class Thresholds:
 
     @property
     def columns(self) -> dict[str, View]:
-        """Columns that scored documents get: `score` of the first classifier, `score_NAME` of others, `heuristic`."""
-        found: dict[str, View] = {}
-        for place, name in enumerate(self.classifiers):
-            own = [bound.limit.characters for bound in self.bounds if bound.limit.classifier == name]
-            found["score" if place == 0 else f"score_{name}"] = (name, own[0] if own else None)
-        if mixed := [bound.limit.characters for bound in self.bounds if bound.limit.heuristic_weight]:
-            found[HEURISTIC] = (HEURISTIC, mixed[0])
-        return found
+        """Columns of scored documents: `score` (first classifier), `score_NAME` (other classifiers) and `heuristic`."""
+        views: dict[str, View] = {}
+        for index, name in enumerate(self.classifiers):
+            own = [bound.limit.max_chars for bound in self.bounds if bound.limit.classifier == name]
+            views["score" if index == 0 else f"score_{name}"] = (name, own[0] if own else None)
+        if mixed := [bound.limit.max_chars for bound in self.bounds if bound.limit.heuristic_weight]:
+            views[HEURISTIC] = (HEURISTIC, mixed[0])
+        return views
 
     def score(self, texts: Sequence[str]) -> dict[View, Scores]:
         """Every view of the texts that a column or a bound asks for."""
         views = list(self.columns.values())
         for bound in self.bounds:
-            views.append((bound.limit.classifier, bound.limit.characters))
+            views.append((bound.limit.classifier, bound.limit.max_chars))
             if bound.limit.heuristic_weight:
-                views.append((HEURISTIC, bound.limit.characters))
+                views.append((HEURISTIC, bound.limit.max_chars))
         return {view: self._viewed(texts, *view) for view in dict.fromkeys(views)}
 
     def _viewed(self, texts: Sequence[str], name: str, characters: int | None) -> Scores:
@@ -156,10 +156,10 @@ class Thresholds:
 
     def mixed(self, limit: Threshold, views: Mapping[View, Scores]) -> Scores:
         """The score that a limit looks at."""
-        scores = views[limit.classifier, limit.characters]
+        scores = views[limit.classifier, limit.max_chars]
         if limit.heuristic_weight:
             share = limit.heuristic_weight
-            scores = (1 - share) * scores + share * views[HEURISTIC, limit.characters]
+            scores = (1 - share) * scores + share * views[HEURISTIC, limit.max_chars]
         return scores
 
 
@@ -172,8 +172,8 @@ def load(folder: Path, limits: Sequence[Threshold], *, min_score: float, min_sco
     not there, or whose threshold is for the other side.
     """
     files = folder.glob(f"*/{scorer.FACTS}")
-    found = [read_record(file, NamedFacts, error=DataError, fix=scorer.AGAIN) for file in files]
-    facts = sorted(found, key=lambda one: one["place"])
+    records = [read_record(file, NamedFacts, error=DataError, fix=scorer.AGAIN) for file in files]
+    facts = sorted(records, key=lambda record: record["place"])
     left_out: list[NotLearned] = []
     if (folder / LEFT_OUT).exists():
         left_out = read_record(folder / LEFT_OUT, list[NotLearned], error=DataError, fix=scorer.AGAIN)
@@ -185,8 +185,8 @@ def load(folder: Path, limits: Sequence[Threshold], *, min_score: float, min_sco
     keep = {one["name"]: one["keep"] for one in facts}
     first = facts[0]["name"] if facts else ""
     bounds = [Bound(f"limit.{limit.classifier}", limit) for limit in limits]
-    plain = [Threshold(classifier=first, domains=(name,), keep_from=least) for name, least in min_scores.items()]
-    elsewhere = [Threshold(classifier=first, keep_from=min_score)] if min_score else []
+    plain = [Threshold(classifier=first, domains=(name,), min_score=least) for name, least in min_scores.items()]
+    elsewhere = [Threshold(classifier=first, min_score=min_score)] if min_score else []
     rest = [Bound("classifier", limit, frozenset(min_scores)) for limit in elsewhere]
     bounds = [*(Bound("classifier", limit) for limit in plain), *rest, *bounds]
     for bound in bounds:
@@ -198,19 +198,19 @@ def _check(bound: Bound, keep: Mapping[str, str]) -> None:
     name = bound.limit.classifier
     if name not in keep:
         hint = f"There are {', '.join(map(repr, keep))}; name it in [[classify.classifiers]]."
-        raise DataError(f"no classifier is named {name!r}", where="filter.limits", hint=hint)
-    if keep[name] == "low" and bound.limit.keep_from is not None:
-        where = "filter.min_score" if bound.reason == "classifier" else "filter.limits"
-        hint = "Give a limit with drop_from in [[filter.limits]]."
+        raise DataError(f"no classifier is named {name!r}", where="filter.thresholds", hint=hint)
+    if keep[name] == "low" and bound.limit.min_score is not None:
+        where = "filter.min_score" if bound.reason == "classifier" else "filter.thresholds"
+        hint = "Give a limit with max_score in [[filter.thresholds]]."
         raise DataError(f"high scores of {name!r} are of text to drop", where=where, hint=hint)
-    if keep[name] == "high" and bound.limit.drop_from is not None:
-        hint = "Give a limit with keep_from in [[filter.limits]]."
-        raise DataError(f"high scores of {name!r} are of text to keep", where="filter.limits", hint=hint)
+    if keep[name] == "high" and bound.limit.max_score is not None:
+        hint = "Give a limit with min_score in [[filter.thresholds]]."
+        raise DataError(f"high scores of {name!r} are of text to keep", where="filter.thresholds", hint=hint)
 
 
 @dataclass
 class ThresholdStats:
-    """What limits did to documents: for each classifier what passed in each domain, and samples near the cut."""
+    """Effect of the limits: for each classifier, what passed in each domain, and samples near the threshold."""
 
     by_domain: dict[str, dict[str, dict[str, Any]]] = field(default_factory=dict)
     samples: dict[str, dict[str, list[dict[str, Any]]]] = field(default_factory=dict)
@@ -232,11 +232,11 @@ class ThresholdStats:
             here = np.flatnonzero([bound.holds_for(domain) for domain in domains])
             scores = thresholds.mixed(bound.limit, views)
             low = scores < threshold
-            broken = low if bound.limit.keep_from is not None else ~low
+            broken = low if bound.limit.min_score is not None else ~low
             passes[name][here] &= ~broken[here]
-            for place in here[broken[here]].tolist():
-                if reasons[place] is None:
-                    reasons[place], values[place] = bound.reason, float(scores[place])
+            for index in here[broken[here]].tolist():
+                if reasons[index] is None:
+                    reasons[index], values[index] = bound.reason, float(scores[index])
             if threshold > 0:
                 self._near(name, threshold, scores, here, broken, (domains, ids, texts))
         for column, (name, characters) in thresholds.columns.items():
@@ -262,19 +262,19 @@ class ThresholdStats:
         broken: NDArray[np.bool_],
         columns: tuple[Sequence[str], Sequence[str], Sequence[str]],
     ) -> None:
-        """Keep of both sides the documents nearest the cut, with the start of their text."""
+        """Keep the documents nearest the threshold on both sides, with the start of their text."""
         domains, ids, texts = columns
         for side, chosen in (("kept", here[~broken[here]]), ("dropped", here[broken[here]])):
             nearest = chosen[np.argsort(np.abs(scores[chosen] - threshold), kind="stable")[: 2 * NUM_SAMPLES]]
-            found = [
+            samples = [
                 {
-                    **{"id": ids[place], "domain": domains[place], "value": float(scores[place]), "cut": threshold},
-                    "text": texts[place][:SAMPLE_CHARACTERS],
+                    **{"id": ids[index], "domain": domains[index], "value": float(scores[index]), "cut": threshold},
+                    "text": texts[index][:SAMPLE_CHARACTERS],
                 }
-                for place in nearest.tolist()
+                for index in nearest.tolist()
             ]
             sides = self.samples.setdefault(name, {"kept": [], "dropped": []})
-            sides[side] = _nearest([*sides[side], *found])
+            sides[side] = _nearest([*sides[side], *samples])
 
     def add(self, record: Mapping[str, Any]) -> None:
         """Add what `record` gave for another part."""
@@ -286,8 +286,8 @@ class ThresholdStats:
                 tally["passed"] += counts["passed"]
                 tally["bins"] = [one + other for one, other in zip(tally["bins"], counts["bins"], strict=True)]
             sides = self.samples.setdefault(name, {"kept": [], "dropped": []})
-            for side, found in facts["samples"].items():
-                sides[side] = _nearest([*sides[side], *found])
+            for side, samples in facts["samples"].items():
+                sides[side] = _nearest([*sides[side], *samples])
 
     def record(self) -> dict[str, Any]:
         """JSON data by classifier: `by_domain` (documents, passed, bins of scores) and `samples` (kept, dropped)."""
@@ -300,10 +300,10 @@ class ThresholdStats:
         }
 
 
-def _nearest(found: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The NUM_SAMPLES nearest their cut; equally near ones by id. A document that meets two cuts is there once."""
-    ranked = sorted(found, key=lambda one: (abs(one["value"] - one["cut"]), one["id"]))
+def _nearest(samples: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The NUM_SAMPLES samples nearest their threshold, ties by id. A document near two thresholds occurs once."""
+    ranked = sorted(samples, key=lambda sample: (abs(sample["value"] - sample["cut"]), sample["id"]))
     once: dict[str, dict[str, Any]] = {}
-    for one in ranked:
-        once.setdefault(one["id"], one)
+    for sample in ranked:
+        once.setdefault(sample["id"], sample)
     return list(once.values())[:NUM_SAMPLES]

@@ -59,23 +59,23 @@ def spans(path: Path, span_bytes: int) -> list[ByteSpan]:
     try:
         size = path.stat().st_size
         count = max(1, size // span_bytes)
-        found, begin, first, offset, line = list[ByteSpan](), 0, 1, 0, 1
+        byte_spans, begin, first, offset, line = list[ByteSpan](), 0, 1, 0, 1
         core_io.check_regular(path)
         with path.open("rb") as file:
             while chunk := file.read(CHUNK_BYTES):
                 start = 0
-                while (target := size * (len(found) + 1) // count) < size:
+                while (target := size * (len(byte_spans) + 1) // count) < size:
                     end = chunk.find(b"\n", max(start, target - offset)) + 1
                     if not end or offset + end == size:
                         break
                     line += chunk.count(b"\n", start, end)
-                    found.append(ByteSpan(begin, offset + end, first))
+                    byte_spans.append(ByteSpan(begin, offset + end, first))
                     begin, first, start = offset + end, line, end
                 line += chunk.count(b"\n", start)
                 offset += len(chunk)
     except OSError as error:
         raise unreadable(path, error) from None
-    return [*found, ByteSpan(begin, size, first)]
+    return [*byte_spans, ByteSpan(begin, size, first)]
 
 
 def _bytes_of(file: BinaryIO, span: ByteSpan) -> Iterator[bytes]:
@@ -87,9 +87,9 @@ def _bytes_of(file: BinaryIO, span: ByteSpan) -> Iterator[bytes]:
 
 def chunks(path: Path, span: ByteSpan | None = None) -> Iterator[bytes | ReadError]:
     """
-    The bytes of a file in pieces, or of a span of one that is not compressed.
+    The bytes of a file in pieces, or of a span of an uncompressed file.
 
-    The last piece is a problem, `torn` or `bomb`, where there is no going on.
+    If reading cannot continue, the last piece is a problem: `torn` or `bomb`.
     """
     try:
         core_io.check_regular(path)
@@ -216,18 +216,20 @@ FRAMES: dict[str, type[Frame]] = {".zst": _ZstdFrame, ".gz": _GzipMember}
 def _unpacked(raw: Iterable[bytes], new_frame: type[Frame]) -> Iterator[bytes | ReadError]:
     """Chunks of about CHUNK_BYTES from frame after frame, and a problem where they end early or are a bomb."""
     held: list[bytes] = []
-    given = size = 0
+    unpacked_bytes = size = 0
     problem = None
     try:
-        for taken, data in _frames(raw, new_frame):
-            given, size = given + len(data), size + len(data)
+        for read_bytes, data in _frames(raw, new_frame):
+            unpacked_bytes, size = unpacked_bytes + len(data), size + len(data)
             held.append(data)
             if size >= CHUNK_BYTES:
                 yield b"".join(held)
                 held, size = [], 0
-            if given > BOMB_BYTES and given > BOMB_RATIO * taken:
-                what = f"its first {taken:,} bytes unpack to more than {given:,}: this is a bomb, not text"
-                problem = ReadError("bomb", given, what)
+            if unpacked_bytes > BOMB_BYTES and unpacked_bytes > BOMB_RATIO * read_bytes:
+                what = (
+                    f"its first {read_bytes:,} bytes unpack to more than {unpacked_bytes:,}: this is a bomb, not text"
+                )
+                problem = ReadError("bomb", unpacked_bytes, what)
                 break
     except (EOFError, zlib.error, zstandard.ZstdError) as error:
         problem = ReadError("torn", 0, f"its compressed data ends early or is broken: {error}")
@@ -238,14 +240,14 @@ def _unpacked(raw: Iterable[bytes], new_frame: type[Frame]) -> Iterator[bytes | 
 
 def _frames(raw: Iterable[bytes], new_frame: type[Frame]) -> Iterator[tuple[int, bytes]]:
     """How many bytes were read so far, and a piece of what they unpack to. Raises EOFError where the end is missing."""
-    taken, frame = 0, None
+    read_bytes, frame = 0, None
     for chunk in raw:
-        taken += len(chunk)
+        read_bytes += len(chunk)
         rest = chunk if frame is not None else chunk.lstrip(b"\0")
         while rest:
             frame = frame or new_frame()
             for data in frame.feed(rest):
-                yield taken, data
+                yield read_bytes, data
             after = frame.rest()
             frame, rest = (frame, b"") if after is None else (None, after)
     if frame is not None:

@@ -36,7 +36,7 @@ COMMENT = re.compile(r"\s*(#|//|/\*|\*|--|;|%|\"\"\"|'''|<!--)")
 
 
 class FieldIs(Config):
-    """A field beside the text has a value in some range, or one of some."""
+    """A field other than the text has a value in a range, or one of a list of values."""
 
     kind: Literal["field"] = "field"
     field: str
@@ -59,10 +59,10 @@ class FieldIs(Config):
         if self.one_of:
             same = any(type(value) is type(one) and value == one for one in self.one_of)
             return None if same else ReadError(name, 0, f"{self.field} is {value!r}")
-        found = rows.number(value)
-        if found is None:
+        number = rows.number(value)
+        if number is None:
             return ReadError(f"{name}.missing", 0, f"field {self.field!r} holds no number, but {value!r}")
-        return _outside(name, found, self.at_least, self.at_most)
+        return _outside(name, number, self.at_least, self.at_most)
 
 
 class CharacterCount(Config):
@@ -86,10 +86,10 @@ class LineCount(Config):
     """Characters of the longest line."""
 
     def unmet(self, text: str, row: dict[str, Any]) -> ReadError | None:
-        found = text.removesuffix("\n").split("\n")
-        if problem := _outside("accept.lines", len(found), self.at_least, self.at_most):
+        lines = text.removesuffix("\n").split("\n")
+        if problem := _outside("accept.lines", len(lines), self.at_least, self.at_most):
             return problem
-        return _outside("accept.longest_line", max(map(len, found)), None, self.longest)
+        return _outside("accept.longest_line", max(map(len, lines)), None, self.longest)
 
 
 class CodeLines(Config):
@@ -99,8 +99,8 @@ class CodeLines(Config):
     at_least: Share = 0.3
 
     def unmet(self, text: str, row: dict[str, Any]) -> ReadError | None:
-        found = [line for line in text.split("\n") if line and not line.isspace()]
-        share = sum(COMMENT.match(line) is None for line in found) / max(1, len(found))
+        lines = [line for line in text.split("\n") if line and not line.isspace()]
+        share = sum(COMMENT.match(line) is None for line in lines) / max(1, len(lines))
         return _outside("accept.code_lines", share, self.at_least, None)
 
 
@@ -179,6 +179,14 @@ class FileSource(SourceBase):
     accept: tuple[Condition, ...] = ()
     """Conditions that documents have to meet; the others are rejected with the condition and the value it saw."""
 
+    def packages(self) -> tuple[str, ...]:
+        formats = {format_of(name) for name in self.names()}
+        return ("resiliparse",) if self.encoding == "detect" or formats & {"html", "warc"} else ()
+
+    def names(self) -> tuple[str, ...]:
+        """The names of its files, as far as the config alone tells them: the format of each is known by its end."""
+        return ()
+
 
 class Best(Config):
     """Of a field that holds a list of objects, only the one with the highest number in its field `by` is kept."""
@@ -216,12 +224,12 @@ class TableSource(FileSource):
 def _template(template: str) -> list[tuple[str, str | None]]:
     """Literal text, and the name of the field that follows it. Raises ValueError for braces that do not match."""
     try:
-        found = [(text, name) for text, name, *_ in string.Formatter().parse(template)]
+        pieces = [(text, name) for text, name, *_ in string.Formatter().parse(template)]
     except ValueError as error:
         raise ValueError(f"template {template!r}: {error}") from None
-    if any(name == "" for _, name in found):
+    if any(name == "" for _, name in pieces):
         raise ValueError(f"template {template!r} has braces without a field's name")
-    return found
+    return pieces
 
 
 @dataclass(frozen=True)
@@ -272,18 +280,18 @@ def items(
     span: ByteSpan | None = None,
 ) -> Iterator[DocumentItem]:
     """
-    The documents of one local file, or of a `span` of a jsonl file, and what it holds that cannot be one; every row,
-    page or file is one of the two.
+    The documents and rejected documents of one local file, or of a `span` of a jsonl file; every row, page or file is
+    one of the two.
 
-    `name` is the file's relative name in its source, which ids begin with: "SOURCE/NAME:LINE" or "SOURCE/NAME".
-    `form` is told where `name` does not; `url` is the address that the file came from. A jsonl, parquet or csv file
-    needs a `TableSource`. Raises DataError, with file, place and hint, for what cannot be read, as far as
-    `source.invalid` says; never for what is empty or not accepted.
+    `name` is the file's relative name in its source. Ids begin with it: "SOURCE/NAME:LINE" or "SOURCE/NAME".
+    `form` is the format if `name` does not show it. `url` is the address that the file came from. A jsonl, parquet or
+    csv file needs a `TableSource`. Raises DataError, with file, position and hint, for unreadable input unless
+    `source.invalid` allows it; never for empty or unaccepted documents.
     """
     form = form or format_of(name)
     for item in READERS[form](source, path, name, form, ReadContext(url, span)):
         if isinstance(item, RejectedDocument) and _stops(source, form, item.problem):
-            hint = f'Repair or remove it, or set invalid = "skip" in source {source.name!r} to go on without it.'
+            hint = f'Repair or remove it, or set invalid = "skip" in source {source.name!r} to continue without it.'
             if item.problem.reason == "no_column":
                 hint = f"Say which column holds it: text_field or id_field of source {source.name!r}. {hint}"
             if item.problem.reason == "too_long":
@@ -314,7 +322,7 @@ EXPECTED = ("empty", "http_status", "not_html")
 
 def make_item(
     source: SourceBase,
-    place: str,
+    name: str,
     text: str | ReadError,
     *,
     where: str = "",
@@ -327,7 +335,7 @@ def make_item(
     if isinstance(text, str):
         text = rows.checked(text)
     row: DocumentRow = {
-        "id": own if own is not None else f"{source.name}/{place}",
+        "id": own if own is not None else f"{source.name}/{name}",
         "text": "" if isinstance(text, ReadError) else text,
         "source": source.name,
         "domain": domain if domain is not None else source.domain,
@@ -358,27 +366,27 @@ def _finished(
 
 
 class ReadContext(NamedTuple):
-    """What a reader is told besides the file."""
+    """What a reader gets in addition to the file."""
 
     url: str | None
     """The address that it came from."""
     span: ByteSpan | None
-    """What of it is read, where that is not all."""
+    """The part of the file to read; None: all of it."""
 
 
 def _text_file(
-    source: FileSource, path: Path, name: str, form: FileFormat, told: ReadContext
+    source: FileSource, path: Path, name: str, form: FileFormat, context: ReadContext
 ) -> Iterator[DocumentItem]:
     data = readers_bytes.whole(path, source.max_document_bytes)
     page, text = form == "html", data if isinstance(data, ReadError) else ""
     if not isinstance(data, ReadError):
         text = readers_web.decoded(data, page=page) if page or source.encoding == "detect" else rows.decode(data)
-    for place, piece in rows.parts(text, "" if page else source.separator):
+    for ending, piece in rows.parts(text, "" if page else source.separator):
         finished = _finished(source, piece, {}, page=page, web=page)
-        yield make_item(source, name + place, finished, where=f"{path}{place}", url=told.url)
+        yield make_item(source, name + ending, finished, where=f"{path}{ending}", url=context.url)
 
 
-def _crawl(source: FileSource, path: Path, name: str, form: FileFormat, told: ReadContext) -> Iterator[DocumentItem]:
+def _crawl(source: FileSource, path: Path, name: str, form: FileFormat, context: ReadContext) -> Iterator[DocumentItem]:
     number = 0
     for number, record in readers_web.records(path, source.max_document_bytes):
         data = record.data
@@ -389,13 +397,13 @@ def _crawl(source: FileSource, path: Path, name: str, form: FileFormat, told: Re
         yield _no_rows(source, path, name)
 
 
-def _table(source: FileSource, path: Path, name: str, form: FileFormat, told: ReadContext) -> Iterator[DocumentItem]:
+def _table(source: FileSource, path: Path, name: str, form: FileFormat, context: ReadContext) -> Iterator[DocumentItem]:
     assert isinstance(source, TableSource), f"{type(source).__name__} does not say which fields of {name} are read"
     empty = True
-    for number, row in _rows(source, path, form, told.span):
+    for number, row in _rows(source, path, form, context.span):
         empty = False
-        yield _row_item(source, f"{name}:{number}", row, f"{path}:{number}", told.url)
-    if empty and told.span is None:
+        yield _row_item(source, f"{name}:{number}", row, f"{path}:{number}", context.url)
+    if empty and context.span is None:
         yield _no_rows(source, path, name)
 
 
@@ -418,9 +426,9 @@ def _rows(
     return rows.parquet(path, asked, (source.url_field, source.license_field, *looked_at))
 
 
-def _row_item(source: TableSource, place: str, row: rows.RowOrError, where: str, url: str | None) -> DocumentItem:
+def _row_item(source: TableSource, name: str, row: rows.RowOrError, where: str, url: str | None) -> DocumentItem:
     if isinstance(row, ReadError):
-        return make_item(source, place, row, where=where)
+        return make_item(source, name, row, where=where)
     own = None
     text: str | ReadError | None = None
     if source.best is not None:
@@ -439,7 +447,7 @@ def _row_item(source: TableSource, place: str, row: rows.RowOrError, where: str,
     domain = rows.at(row, source.domain_field) if source.domain_field else None
     return make_item(
         source,
-        place,
+        name,
         text,
         where=where,
         own=None if own is None else str(own),
@@ -455,14 +463,14 @@ def _is_id(value: Any) -> bool:
 
 
 def _unicode(value: str) -> str:
-    """What is said beside the text, with "?" for halves of surrogate pairs."""
+    """A value of any field but the text, with "?" for unpaired surrogates."""
     return value if value.isascii() else value.encode("utf-8", "replace").decode()
 
 
 def _best(best: Best, row: dict[str, Any]) -> dict[str, Any] | None:
     """The object of a list with the highest number, the first of equals; None where there is none."""
-    found = rows.at(row, best.field)
-    objects = [one for one in found if isinstance(one, dict)] if isinstance(found, list) else []
+    candidates = rows.at(row, best.field)
+    objects = [one for one in candidates if isinstance(one, dict)] if isinstance(candidates, list) else []
     listed = [(value, one) for one in objects if (value := rows.number(rows.at(one, best.by))) is not None]
     return max(listed, key=lambda pair: pair[0])[1] if listed else None
 

@@ -18,10 +18,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import pyarrow as pa
-import pyarrow.parquet as pq
-
 from bloomery.core import io as core_io
+from bloomery.core.extras import pa, pq
 from bloomery.data import isolated
 from bloomery.data.readers import bytes as readers_bytes
 from bloomery.data.readers.bytes import BOMB_BYTES, BOMB_RATIO, ByteSpan
@@ -36,7 +34,7 @@ MARKS = (
     (codecs.BOM_UTF16_LE, "utf-16-le"),
     (codecs.BOM_UTF16_BE, "utf-16-be"),
 )
-"""Byte order marks, the longer first. They win over all that is said of a file or page."""
+"""Byte order marks, the longer first. They override every other statement of the encoding."""
 CONVERT = 'Convert it to UTF-8, as iconv -f {} -t UTF-8 does{}; of text files, encoding = "detect" finds out by itself.'
 UNMARKED = CONVERT.format("WINDOWS-1252", ", if it is that")
 """The hint of bytes that say nothing of their encoding."""
@@ -59,10 +57,10 @@ def decode(data: bytes, *, mark: bool = True) -> str | ReadError:
 
 def marked(data: bytes) -> ReadError | None:
     """What is wrong with bytes whose byte order mark says that they are not UTF-8."""
-    found = next((name for mark, name in MARKS if data.startswith(mark)), "utf-8")
-    name = found[: len("utf-16")].upper()
+    encoding = next((name for mark, name in MARKS if data.startswith(mark)), "utf-8")
+    name = encoding[: len("utf-16")].upper()
     what = f"it begins with the byte order mark of {name}, which is not UTF-8"
-    return None if found == "utf-8" else ReadError("not_utf8", 0, what, CONVERT.format(name, ""))
+    return None if encoding == "utf-8" else ReadError("not_utf8", 0, what, CONVERT.format(name, ""))
 
 
 def checked(text: str) -> str | ReadError:
@@ -87,8 +85,8 @@ def parts(text: str | ReadError, separator: str) -> list[tuple[str, str | ReadEr
     """
     if isinstance(text, ReadError) or not separator or not text or text.isspace():
         return [("", text)]
-    found = [part for part in text.split(separator) if part and not part.isspace()]
-    return [(f":{number}", part) for number, part in enumerate(found, 1)]
+    pieces = [part for part in text.split(separator) if part and not part.isspace()]
+    return [(f":{number}", part) for number, part in enumerate(pieces, 1)]
 
 
 def utf8_bytes(text: str) -> int:
@@ -112,12 +110,10 @@ def jsonl(
             continue
         if line.isspace():
             continue
-        found = _object(line, number)
-        if isinstance(found, ReadError) and found.reason == "not_json" and not line.endswith(b"\n"):
-            found = ReadError(
-                "torn", found.value, f"{found.what}; it is the last line and has no end: the file was cut"
-            )
-        yield number, found
+        row = _object(line, number)
+        if isinstance(row, ReadError) and row.reason == "not_json" and not line.endswith(b"\n"):
+            row = ReadError("torn", row.value, f"{row.what}; it is the last line and has no end: the file was cut")
+        yield number, row
 
 
 def _object(line: bytes, number: int) -> RowOrError:
@@ -175,16 +171,16 @@ def parquet(path: Path, columns: Sequence[str], optional: Sequence[str] = ()) ->
             yield 0, problem
             return
         with pq.ParquetFile(path) as file:
-            wanted = _wanted(file.schema_arrow.names, columns, optional)
-            if isinstance(wanted, ReadError):
-                yield 0, wanted
+            selected = _wanted(file.schema_arrow.names, columns, optional)
+            if isinstance(selected, ReadError):
+                yield 0, selected
                 return
             for group in range(file.metadata.num_row_groups):
-                if problem := _bomb(file.metadata.row_group(group), wanted):
+                if problem := _bomb(file.metadata.row_group(group), selected):
                     yield number, problem
                     number += file.metadata.row_group(group).num_rows
                     continue
-                for row in _group_rows(file, group, wanted):
+                for row in _group_rows(file, group, selected):
                     yield number, row
                     number += 1
     except (pa.ArrowException, OSError, UnicodeDecodeError) as error:  # the last: names of columns, which it decodes
@@ -199,25 +195,25 @@ def crashes(path: Path) -> ReadError | None:
     return ReadError("torn", 0, f"this file {reason}", "Remove it or write it again.") if reason else None
 
 
-def _group_rows(file: Any, group: int, wanted: Sequence[str]) -> Iterator[RowOrError]:
-    for batch in file.iter_batches(batch_size=_batch_rows(file, group), row_groups=[group], columns=wanted):
-        cells = [_cells(batch.column(name)) for name in wanted]
+def _group_rows(file: Any, group: int, selected: Sequence[str]) -> Iterator[RowOrError]:
+    for batch in file.iter_batches(batch_size=_batch_rows(file, group), row_groups=[group], columns=selected):
+        cells = [_cells(batch.column(name)) for name in selected]
         for row in zip(*cells, strict=True):
-            yield next((cell for cell in row if isinstance(cell, ReadError)), dict(zip(wanted, row, strict=True)))
+            yield next((cell for cell in row if isinstance(cell, ReadError)), dict(zip(selected, row, strict=True)))
 
 
-def _bomb(group: Any, wanted: Sequence[str]) -> ReadError | None:
+def _bomb(group: Any, selected: Sequence[str]) -> ReadError | None:
     """What is wrong with a group of rows whose columns would unpack to far more than text does."""
     for column in map(group.column, range(group.num_columns)):
         size, packed = column.total_uncompressed_size, column.total_compressed_size
-        if column.path_in_schema.partition(".")[0] in wanted and size > BOMB_BYTES and size > BOMB_RATIO * packed:
+        if column.path_in_schema.partition(".")[0] in selected and size > BOMB_BYTES and size > BOMB_RATIO * packed:
             what = f"the {packed:,} bytes of {group.num_rows:,} rows unpack to {size:,}: this is a bomb, not text"
             return ReadError("bomb", size, what)
     return None
 
 
 def _wanted(names: Sequence[str], columns: Sequence[str], optional: Sequence[str]) -> list[str] | ReadError:
-    found = []
+    selected = []
     for name in (*columns, *optional):
         known = next((one for one in (name, name.partition(".")[0]) if one in names), None)
         if names.count(known) > 1:
@@ -227,8 +223,8 @@ def _wanted(names: Sequence[str], columns: Sequence[str], optional: Sequence[str
         if known is None and name in columns:
             return ReadError("no_column", 0, f"has no column {name!r}; its columns: {', '.join(names)}")
         if known is not None:
-            found.append(known)
-    return list(dict.fromkeys(found))
+            selected.append(known)
+    return list(dict.fromkeys(selected))
 
 
 def _batch_rows(file: Any, group: int) -> int:
@@ -238,7 +234,7 @@ def _batch_rows(file: Any, group: int) -> int:
     return int(min(ROWS_PER_BATCH, max(1, BATCH_BYTES // max(1, bytes_per_row))))
 
 
-def _cells(column: pa.Array) -> list[Any]:
+def _cells(column: "pa.Array") -> list[Any]:
     """Values as Python. Strings pass through bytes, because a writer may have put anything into them."""
     if pa.types.is_dictionary(column.type):
         column = column.dictionary_decode()
@@ -258,7 +254,7 @@ def _text(cell: bytes) -> str | ReadError:
     return replace(text, hint="") if isinstance(text, ReadError) else text
 
 
-def _cell(scalar: pa.Scalar) -> Any:
+def _cell(scalar: "pa.Scalar") -> Any:
     try:
         return scalar.as_py()
     except UnicodeDecodeError as error:
@@ -313,7 +309,7 @@ class _BadLineError(Exception):
 
 
 class _Feed:
-    """Lines for csv.reader, which goes on at the next row after an error; a generator would be over."""
+    """Lines for csv.reader. It continues at the next row after an error, where a generator would have ended."""
 
     def __init__(self, path: Path, max_bytes: int) -> None:
         self._lines = readers_bytes.lines(path, max_bytes)
@@ -330,11 +326,11 @@ class _Feed:
         return self
 
     def __next__(self) -> str:
-        found = next(self._lines, None)
-        if found is None:
+        item = next(self._lines, None)
+        if item is None:
             self.ended = True
             raise StopIteration
-        number, line = found
+        number, line = item
         self.began = self.began or number
         if isinstance(line, ReadError):
             raise _BadLineError(line)
@@ -386,8 +382,8 @@ def objects(path: Path, max_bytes: int) -> Iterator[tuple[int, RowOrError]]:
                 break
             except (ValueError, RecursionError) as error:
                 if len(text.held) - text.at > max_bytes:
-                    found = _too_long(text.held[text.at :], max_bytes, line, "at least ")
-                    yield line, ReadError(found.reason, found.value, f"{found.what}; what follows it is not read")
+                    problem = _too_long(text.held[text.at :], max_bytes, line, "at least ")
+                    yield line, ReadError(problem.reason, problem.value, f"{problem.what}; what follows it is not read")
                     return
                 if not text.more():
                     what = f"the list is broken in the element on line {line}; what follows it is not read ({error})"
@@ -416,7 +412,7 @@ class _Text:
         self._chunks = readers_bytes.chunks(path)
         self._decoder = codecs.getincrementaldecoder("utf-8-sig")()
         self.held, self.at = "", 0
-        """What is held, and the place in it that is read next."""
+        """The text in memory, and the position in it that is read next."""
         self._passed, self._counted = 1, 0
         self.problem: ReadError | None = None
 
@@ -429,22 +425,22 @@ class _Text:
 
     def more(self) -> bool:
         """Hold at least twice of what is left to read; False where there is no more."""
-        line, wanted, found = self.line, max(1, len(self.held) - self.at), [self.held[self.at :]]
+        line, target_size, pieces = self.line, max(1, len(self.held) - self.at), [self.held[self.at :]]
         self.held, self.at, self._passed, self._counted = "", 0, line, 0
         size = 0
-        while size < wanted and self.problem is None and (chunk := next(self._chunks, None)) is not None:
+        while size < target_size and self.problem is None and (chunk := next(self._chunks, None)) is not None:
             if isinstance(chunk, ReadError):
                 self.problem = chunk
                 break
             try:
-                found.append(self._decoder.decode(chunk))
+                pieces.append(self._decoder.decode(chunk))
             except UnicodeDecodeError as error:
                 what = f"holds 0x{error.object[error.start]:02x} behind line {line}, which is not UTF-8"
                 self.problem = marked(error.object) if line == 1 else None
                 self.problem = self.problem or ReadError("not_utf8", line, what, UNMARKED)
                 break
-            size += len(found[-1])
-        self.held = "".join(found)
+            size += len(pieces[-1])
+        self.held = "".join(pieces)
         return size > 0
 
     def skip(self, what: re.Pattern[str]) -> None:

@@ -18,7 +18,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from bloomery.core import errors
+from bloomery.core import extras
 from bloomery.data.readers import bytes as readers_bytes
 from bloomery.data.readers.bytes import ReadError
 from bloomery.data.readers.rows import MARKS
@@ -67,10 +67,10 @@ def records(path: Path, max_bytes: int) -> Iterator[tuple[int, WarcRecord]]:
                 line = stream.line()
             continue
         kind = fields.get("warc-type", "").lower()
-        wanted = kind in ("response", "conversion")
-        block, left = stream.read(int(length), max_bytes + HEADER_BYTES if wanted else 0)
+        is_content = kind in ("response", "conversion")
+        block, left = stream.read(int(length), max_bytes + HEADER_BYTES if is_content else 0)
         whole = left == 0
-        if wanted and whole:
+        if is_content and whole:
             url = fields.get("warc-target-uri", "").strip("<>") or None
             yield number, _record(kind, url, block, int(length), max_bytes)
         line = stream.line()
@@ -93,9 +93,9 @@ def _record(kind: str, url: str | None, block: bytes, length: int, max_bytes: in
     first, *lines = head.decode("latin-1").split("\r\n")
     fields = _named(lines)
     status = re.match(r"HTTP/\S+\s+(\d{3})", first)
-    told = fields.get("content-type", "")
-    kind = told.partition(";")[0].strip().lower()
-    charset = CHARSET.search(told)
+    content_type = fields.get("content-type", "")
+    kind = content_type.partition(";")[0].strip().lower()
+    charset = CHARSET.search(content_type)
     data: bytes | ReadError
     if status is None or int(status[1]) != OK:
         code = int(status[1]) if status else 0
@@ -214,7 +214,7 @@ BEYOND = re.compile(r"[^\x00-\x7f]+")
 
 @cache
 def _resiliparse(module: str) -> Any:
-    return errors.load(f"resiliparse.{module}", extra="web")
+    return extras.load(f"resiliparse.{module}")
 
 
 def plain_text(page: str, *, main_content: bool) -> str | ReadError:
@@ -244,11 +244,11 @@ def _depth(page: str) -> int:
 
 def decoded(data: bytes, charset: str | None = None, *, page: bool) -> str | ReadError:
     """
-    Bytes as text: by their byte order mark; as UTF-8 where they are that, beyond ASCII, whatever is said of them; else
-    by `charset` where it is told (as in an HTTP header) and known, as a `page` says itself, or as they look (uchardet).
-    Bytes that are no text in it give Windows-1252, as browsers do.
+    Decodes bytes as text. A byte order mark decides first, then valid UTF-8 beyond ASCII, whatever a header says. Next
+    come a known `charset` (from an HTTP header, say), the declaration of a `page`, and the guess of uchardet.
+    Bytes that are invalid in that encoding are read as Windows-1252, as browsers do.
 
-    NUL bytes in what is no UTF-16 or UTF-32 are a problem: this is not text. Raises DataError without the extra `web`.
+    NUL bytes outside UTF-16 and UTF-32 are a problem: this is not text. Raises DataError without the extra `web`.
     """
     marked = next(((mark, name) for mark, name in MARKS if data.startswith(mark)), None)
     if marked and marked[1] != "utf-8":

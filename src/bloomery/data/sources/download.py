@@ -44,16 +44,14 @@ from urllib.parse import quote
 from typing_extensions import TypedDict
 
 from bloomery.core import io as core_io
-from bloomery.core.cache import load_note as load_note
-from bloomery.core.cache import locked as locked
-from bloomery.core.cache import root as root
-from bloomery.core.cache import save_note as save_note
+from bloomery.core.cache import load_note, locked, root, save_note
 from bloomery.core.errors import DataError, UnreachableError
 from bloomery.core.log import info
 from bloomery.data.sources import http_client
 from bloomery.data.sources.http_client import PassingError, RefusedError
 
 LONGEST_SUFFIXES = 24
+T = TypeVar("T")
 
 
 class Content(NamedTuple):
@@ -125,49 +123,70 @@ def download(file: WebFile, *, attempts: int, token: str | None = None, offline:
     fetched once more from the start. `token` goes to the host of the first address only, also after a redirect.
     Raises DataError where no address gives the file, and RunError where the disk is full.
     """
-    place = cache_path(file.content, file.name)
-    if _is_whole(place, file):
-        return place
+
+    def fetch(path: Path) -> None:
+        def at(address: str) -> None:
+            own = token if http_client.host(address) == http_client.host(file.addresses[0]) else None
+            _Download(file, path, address, own).run(attempts)
+
+        hint = "What has arrived is kept: run it again later."
+        _first(file.addresses, at, where=file.name, what="cannot be downloaded", hint=hint)
+
+    return cached(file.content, file.name, file.num_bytes, fetch, where=file.name, offline=offline)
+
+
+def cached(
+    content: Content, name: str, num_bytes: int | None, fetch: Callable[[Path], None], *, where: str, offline: bool
+) -> Path:
+    """
+    The path of a file in the cache. `fetch` writes it if it is missing, or has another size than it should have. Two
+    processes at once fetch it once. Raises UnreachableError where it would have to be fetched offline.
+    """
+    path = cache_path(content, name)
+
+    def is_whole() -> bool:
+        return path.is_file() and num_bytes in (None, path.stat().st_size)
+
+    if is_whole():
+        return path
     if offline:
-        hint = "Run once without offline and HF_HUB_OFFLINE, or point BLOOMERY_CACHE at the cache that has it."
-        raise UnreachableError(f"is not in the cache {root()}, and this is offline mode", where=file.name, hint=hint)
-    with locked(place):
-        if _is_whole(place, file):
-            return place
-        return _from_any(file, place, attempts, token)
+        raise not_cached(where)
+    with locked(path):
+        if not is_whole():
+            fetch(path)
+    return path
 
 
-def _is_whole(place: Path, file: WebFile) -> bool:
-    """Whether the cache has a file, of its size; what somebody has cut since does not count."""
-    return place.is_file() and file.num_bytes in (None, place.stat().st_size)
+def not_cached(where: str, subject: str = "") -> UnreachableError:
+    """The error of offline mode, to be raised; `subject` is what is missing, where it is not `where` itself."""
+    hint = "Run once without offline and HF_HUB_OFFLINE, or point BLOOMERY_CACHE at the cache that has it."
+    what = f"{subject} is not in the cache {root()}, and this is offline mode".lstrip()
+    return UnreachableError(what, where=where, hint=hint)
 
 
-def _from_any(file: WebFile, place: Path, attempts: int, token: str | None) -> Path:
+def _first(addresses: Sequence[str], ask: Callable[[str], T], *, where: str, what: str, hint: str) -> T:
+    """What the first address gives that does not refuse. Raises DataError with the reason of every address."""
     failures: list[RefusedError] = []
-    for number, address in enumerate(file.addresses):
-        own = token if http_client.host(address) == http_client.host(file.addresses[0]) else None
+    for number, address in enumerate(addresses, 1):
         try:
-            _Download(file, place, address, own).run(attempts)
-            return place
+            return ask(address)
         except RefusedError as error:
             failures.append(RefusedError(f"{http_client.shown(address)}: {error}", error.hint))
-            if number + 1 < len(file.addresses):
-                info(
-                    f"{file.name}: {failures[-1]}; trying the mirror {http_client.shown(file.addresses[number + 1])}",
-                    "yellow",
-                )
-    what = "cannot be downloaded: " + "; ".join(str(failure) for failure in failures)
-    hint = next((failure.hint for failure in failures if failure.hint), "What has arrived is kept: run it again later.")
-    raise DataError(what, where=file.name, hint=hint)
+            if number < len(addresses):
+                mirror = http_client.shown(addresses[number])
+                info(f"{where}: {failures[-1]}; trying the mirror {mirror}", style="yellow")
+    reasons = "; ".join(map(str, failures))
+    hint = next((failure.hint for failure in failures if failure.hint), hint)
+    raise DataError(f"{what}: {reasons}", where=where, hint=hint)
 
 
 class _Download:
     """One file from one address."""
 
-    def __init__(self, file: WebFile, place: Path, address: str, token: str | None) -> None:
-        self.file, self.place, self.address, self.token = file, place, address, token
-        self.partial = place.with_name(place.name + core_io.PARTIAL)
-        self.origin = place.with_name(place.name + ".from.json")
+    def __init__(self, file: WebFile, path: Path, address: str, token: str | None) -> None:
+        self.file, self.path, self.address, self.token = file, path, address, token
+        self.partial = path.with_name(path.name + core_io.PARTIAL)
+        self.origin = path.with_name(path.name + ".from.json")
         self._said = time.monotonic()
 
     def run(self, attempts: int) -> None:
@@ -227,7 +246,7 @@ class _Download:
             self._receive(response, begun)
 
     def _rest(self, begun: int) -> dict[str, str] | None:
-        """Headers that ask for the rest of what is begun, or None where it cannot be told whether it still fits."""
+        """Headers that ask for the rest of a partial file; None if nothing shows that the rest still fits."""
         origin = load_note(self.origin, dict[str, Any]) or {}
         etag = origin.get("etag") if origin.get("address") == self.address else None
         strong = isinstance(etag, str) and not etag.startswith("W/")
@@ -279,16 +298,16 @@ class _Download:
         if self.file.num_bytes not in (None, size):
             raise WrongBytesError(f"has {size:,} bytes instead of {self.file.num_bytes:,}")
         with self.partial.open("rb") as file:
-            found = _hash(file, self.file.content.kind, size)
-            if found is not None and found != self.file.content.value:
+            actual = _hash(file, self.file.content.kind, size)
+            if actual is not None and actual != self.file.content.value:
                 kind = "sha256" if self.file.content.kind == "sha256" else "git hash"
-                raise WrongBytesError(f"has the {kind} {found}, expected {self.file.content.value}")
+                raise WrongBytesError(f"has the {kind} {actual}, expected {self.file.content.value}")
             with core_io.disk_errors(self.partial):
                 os.fsync(file.fileno())
-        with core_io.disk_errors(self.place):
-            self.partial.replace(self.place)
+        with core_io.disk_errors(self.path):
+            self.partial.replace(self.path)
             self.origin.unlink(missing_ok=True)
-        core_io.sync_folder(self.place.parent)
+        core_io.sync_folder(self.path.parent)
 
 
 def _named(headers: Mapping[str, str]) -> str | None:
@@ -305,48 +324,46 @@ def _hash(file: Any, kind: str, size: int) -> str | None:
     return None
 
 
-@dataclass(frozen=True)
-class Version:
+class Version(TypedDict):
     """What a server says about a file without sending it."""
 
     etag: str | None
     num_bytes: int | None
-    sha256: str | None = None
+    sha256: str | None
 
 
-def version(address: str, *, attempts: int, token: str | None = None, page: str = "") -> Version:
+def version(address: str, *, attempts: int) -> Version:
     """
     Ask a server which version of a file it has. Raises RefusedError.
 
     A sha256 is known where the address is the hub's (X-Linked-Etag). Servers that know no HEAD are asked for one byte.
     """
 
-    def head() -> Version:
-        with http_client.asked("HEAD", address, token=token, page=page) as response:
-            return _version(response.headers, response.headers.get("Content-Length"))
-
-    def first_byte() -> Version:
-        with http_client.asked("GET", address, token=token, headers={"Range": "bytes=0-0"}, page=page) as response:
+    def ask(method: str, headers: Mapping[str, str]) -> Version:
+        with http_client.asked(method, address, headers=headers) as response:
             length = response.headers.get("Content-Length") if response.status == 200 else None
-            total = response.headers.get("Content-Range", "").rpartition("/")[2] or length
-            return _version(response.headers, total)
+            return _version(response.headers, response.headers.get("Content-Range", "").rpartition("/")[2] or length)
+
+    def patiently(method: str, headers: Mapping[str, str]) -> Version:
+        call = partial(ask, method, headers)
+        return http_client.patiently(call, attempts=attempts, what=http_client.shown(address))
 
     try:
-        return http_client.patiently(head, attempts=attempts, what=http_client.shown(address))
+        return patiently("HEAD", {})
     except RefusedError as error:
         if not re.match(r"HTTP (403|405|501)", str(error)):
             raise
-        return http_client.patiently(first_byte, attempts=attempts, what=http_client.shown(address))
+        return patiently("GET", {"Range": "bytes=0-0"})
 
 
 def _version(headers: Mapping[str, str], length: str | None) -> Version:
     linked = headers.get("X-Linked-Etag", "").strip('"')
     size = headers.get("X-Linked-Size") or (None if headers.get("Content-Encoding") else length)
-    return Version(
-        etag=_named(headers),
-        num_bytes=int(size) if size and size.isdecimal() else None,
-        sha256=linked if re.fullmatch(r"[0-9a-f]{64}", linked) else None,
-    )
+    return {
+        "etag": _named(headers),
+        "num_bytes": int(size) if size and size.isdecimal() else None,
+        "sha256": linked if re.fullmatch(r"[0-9a-f]{64}", linked) else None,
+    }
 
 
 ENDPOINT = "https://huggingface.co"
@@ -354,8 +371,6 @@ COMMIT = re.compile(r"[0-9a-f]{40}")
 TRUE = ("1", "ON", "YES", "TRUE")
 READABLE = re.compile(r"^(?!(?:.*/)?README\.md$).*\.(txt|md|html?|jsonl?|csv|tsv|parquet|warc|wet)(\.(gz|zst))?$")
 """Names of files that can hold documents: what is taken where a recipe names neither files nor a config."""
-
-T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -388,8 +403,8 @@ class Repository:
 
 def token() -> str | None:
     """The user's token: HF_TOKEN, or what `hf auth login` has left. It is never written, shown or handed on."""
-    found: str | None = _client().get_token()
-    return http_client.secret(found, "HF_TOKEN") if found else found
+    raw: str | None = _client().get_token()
+    return http_client.secret(raw, "HF_TOKEN") if raw else raw
 
 
 class NotedCommit(TypedDict):
@@ -422,22 +437,18 @@ def commit(repository: Repository) -> str:
     before = load_note(note, NotedCommit)
     if repository.cut_off:
         if before is None:
-            what = f"revision {repository.revision!r} is not in the cache {root()}, and this is offline mode"
-            raise UnreachableError(what, where=repository.dataset, hint=_ONLINE)
+            raise not_cached(repository.dataset, f"revision {repository.revision!r}")
         return str(before["commit"])
-    found = str(_ask(repository, lambda api: api.dataset_info(repository.dataset, revision=repository.revision).sha))
-    if before is not None and before["commit"] != found:
+    sha = str(_ask(repository, lambda api: api.dataset_info(repository.dataset, revision=repository.revision).sha))
+    if before is not None and before["commit"] != sha:
         info(
-            f"{repository.dataset}: revision {repository.revision!r} is now {found}; on {before['seen']} it was "
+            f"{repository.dataset}: revision {repository.revision!r} is now {sha}; on {before['seen']} it was "
             f'{before["commit"]}. What was fetched then is not used. To keep it: revision = "{before["commit"]}"',
             style="yellow",
         )
-    if before is None or before["commit"] != found:
-        save_note(note, {"commit": found, "seen": time.strftime("%Y-%m-%d", time.gmtime())})
-    return found
-
-
-_ONLINE = "Run once without offline and HF_HUB_OFFLINE, or point BLOOMERY_CACHE at the cache that has it."
+    if before is None or before["commit"] != sha:
+        save_note(note, {"commit": sha, "seen": time.strftime("%Y-%m-%d", time.gmtime())})
+    return sha
 
 
 def digest(repository: Repository) -> str:
@@ -458,13 +469,13 @@ def listing(
     if config is not None:
         patterns = _of_config(repository, config, split)
     rows = _tree(repository, _folder(patterns))
-    wanted = [_matcher(pattern) for pattern in patterns] or [READABLE.search]
-    found = [row for row in rows if any(fits(row["path"]) for fits in wanted)]
-    if not found:
+    matchers = [_matcher(pattern) for pattern in patterns] or [READABLE.search]
+    matches = [row for row in rows if any(fits(row["path"]) for fits in matchers)]
+    if not matches:
         near = ", ".join(row["path"] for row in rows[:5]) or "no file there"
         what = f"has no file that matches {', '.join(patterns) or 'a known format'} at {commit(repository)[:12]}"
         raise DataError(what, where=repository.dataset, hint=f"It has: {near} … See {repository.page}/tree/main")
-    return [_web_file(repository, row) for row in found]
+    return [_web_file(repository, row) for row in matches]
 
 
 def _web_file(repository: Repository, row: Mapping[str, Any]) -> WebFile:
@@ -481,63 +492,64 @@ def _web_file(repository: Repository, row: Mapping[str, Any]) -> WebFile:
 def _tree(repository: Repository, folder: str | None) -> list[NotedFile]:
     """The files below a folder of the pinned commit."""
     sha = commit(repository)
-    note = dataset_folder(repository.dataset) / sha / f"tree-{quote(folder or '', safe='')}.json"
-    whole = note.with_name("tree-.json")
-    for known in (note, whole):
-        if (rows := load_note(known, list[NotedFile])) is not None:
-            return [row for row in rows if row["path"].startswith(f"{folder}/" if folder else "")]
-    if repository.cut_off:
-        what = f"the list of its files at {sha[:12]} is not in the cache {root()}, and this is offline mode"
-        raise UnreachableError(what, where=repository.dataset, hint=_ONLINE)
+    notes = dataset_folder(repository.dataset) / sha
+    if (rows := load_note(notes / "tree-.json", list[NotedFile])) is not None:
+        return [row for row in rows if row["path"].startswith(f"{folder}/" if folder else "")]
 
     def ask(api: Any) -> list[NotedFile]:
-        found = api.list_repo_tree(
+        entries = api.list_repo_tree(
             repository.dataset, path_in_repo=folder, recursive=True, revision=sha, repo_type="dataset"
         )
-        return [
+        files: list[NotedFile] = [
             {"path": f.path, "size": f.size, "git": f.blob_id, "sha256": f.lfs.sha256 if f.lfs else None}
-            for f in found
+            for f in entries
             if hasattr(f, "blob_id")
         ]
+        return sorted(files, key=lambda row: row["path"])
 
-    rows = sorted(_ask(repository, ask), key=lambda row: str(row["path"]))
-    save_note(note, rows)
-    return rows
+    note = notes / f"tree-{quote(folder or '', safe='')}.json"
+    return _noted(repository, note, list[NotedFile], f"the list of its files at {sha[:12]}", ask)
+
+
+def _noted(repository: Repository, note: Path, kind: Callable[..., T], subject: str, ask: Callable[[Any], T]) -> T:
+    """What the cache has noted, or else what the hub answers, which is noted. Raises DataError."""
+    if (known := load_note(note, kind)) is not None:
+        return known
+    if repository.cut_off:
+        raise not_cached(repository.dataset, subject)
+    answer = _ask(repository, ask)
+    save_note(note, answer)
+    return answer
 
 
 def _of_config(repository: Repository, config: str, split: str) -> list[str]:
     """The globs that the data set's card declares for a config and split."""
     note = dataset_folder(repository.dataset) / commit(repository) / "configs.json"
-    declared = load_note(note, dict[str, dict[str, list[str]]])
-    if declared is None:
-        if repository.cut_off:
-            what = f"its configs are not in the cache {root()}, and this is offline mode"
-            raise UnreachableError(what, where=repository.dataset, hint=_ONLINE)
-        declared = _ask(repository, lambda api: _configs(api, repository))
-        save_note(note, declared)
+    ask = partial(_configs, repository)
+    declared = _noted(repository, note, dict[str, dict[str, list[str]]], "the list of its configs", ask)
     if config not in declared:
         hint = f'Its configs: {", ".join(declared) or "none"}. Or name files = ["folder/*.parquet"].'
         raise DataError(f"its card declares no config {config!r}", where=repository.dataset, hint=hint)
-    patterns: list[str] = declared[config].get(split, [])
+    patterns = declared[config].get(split, [])
     if not patterns:
         hint = f"Its splits: {', '.join(declared[config]) or 'none'}."
         raise DataError(f"config {config!r} has no split {split!r}", where=repository.dataset, hint=hint)
     return patterns
 
 
-def _configs(api: Any, repository: Repository) -> dict[str, dict[str, list[str]]]:
+def _configs(repository: Repository, api: Any) -> dict[str, dict[str, list[str]]]:
     """Config -> split -> globs, as in the head of the data set's card. What has no split is `train`."""
     card = api.dataset_info(repository.dataset, revision=commit(repository)).card_data
-    found: dict[str, dict[str, list[str]]] = {}
+    configs: dict[str, dict[str, list[str]]] = {}
     for entry in (card.get("configs") if card else None) or []:
-        given = entry.get("data_files") or []
-        splits = found.setdefault(str(entry.get("config_name", "default")), {})
-        for item in given if isinstance(given, list) else [given]:
+        data_files = entry.get("data_files") or []
+        splits = configs.setdefault(str(entry.get("config_name", "default")), {})
+        for item in data_files if isinstance(data_files, list) else [data_files]:
             item = item if isinstance(item, dict) else {"path": item}
             paths = item.get("path") or []
             globs = paths if isinstance(paths, list) else [paths]
             splits.setdefault(str(item.get("split", "train")), []).extend(str(glob) for glob in globs)
-    return found
+    return configs
 
 
 def _folder(patterns: Sequence[str]) -> str | None:
@@ -547,8 +559,8 @@ def _folder(patterns: Sequence[str]) -> str | None:
     return "/".join(shared) or None
 
 
-def _is_plain(part: str) -> bool:
-    return not re.search(r"[*?]", part)
+def _is_plain(name: str) -> bool:
+    return not re.search(r"[*?]", name)
 
 
 def _matcher(pattern: str) -> Callable[[str], Any]:
@@ -560,23 +572,15 @@ def _matcher(pattern: str) -> Callable[[str], Any]:
 
 def _ask(repository: Repository, question: Callable[[Any], T]) -> T:
     """What the first endpoint that can answer says. Raises DataError, which names the hint."""
-    failures = []
-    for number, endpoint in enumerate(repository.endpoints):
-        own = token() if number == 0 else None
+
+    def at(endpoint: str) -> T:
+        own = token() if endpoint == repository.endpoints[0] else None
         api = _client().HfApi(endpoint=endpoint, token=own or False, library_name="bloomery")
         call = _translated(partial(question, api), repository)
-        try:
-            return http_client.patiently(call, attempts=repository.attempts, what=repository.dataset)
-        except RefusedError as error:
-            failures.append(error)
-            if number + 1 < len(repository.endpoints):
-                info(f"{repository.dataset}: {http_client.shown(endpoint)}: {error}; asking a mirror", style="yellow")
-    told = zip(repository.endpoints, failures, strict=True)
-    what = "the hub does not list it: " + "; ".join(
-        f"{http_client.shown(endpoint)}: {error}" for endpoint, error in told
-    )
-    hint = next((failure.hint for failure in failures if failure.hint), "Look at the network, or set offline = true.")
-    raise DataError(what, where=repository.dataset, hint=hint)
+        return http_client.patiently(call, attempts=repository.attempts, what=repository.dataset)
+
+    hint = "Look at the network, or set offline = true."
+    return _first(repository.endpoints, at, where=repository.dataset, what="the hub does not list it", hint=hint)
 
 
 def _translated(call: Callable[[], T], repository: Repository) -> Callable[[], T]:
@@ -591,23 +595,16 @@ def _translated(call: Callable[[], T], repository: Repository) -> Callable[[], T
         except errors.EntryNotFoundError:
             raise RefusedError("has no such folder or file", f"See {repository.page}/tree/main") from None
         except errors.GatedRepoError as error:
-            raise http_client.trouble(
-                403, {"X-Error-Code": "GatedRepo"} | _error_headers(error), repository.page
-            ) from None
+            raise http_client.trouble(403, error.response.headers, repository.page) from None
         except errors.RepositoryNotFoundError:
             hint = f"See whether {repository.page} exists; for a private one set HF_TOKEN to a token that may read it."
             raise RefusedError("is not on the hub, or is private", hint) from None
         except errors.HfHubHTTPError as error:
-            response = error.response
-            raise http_client.trouble(response.status_code, response.headers, repository.page) from None
+            raise http_client.trouble(error.response.status_code, error.response.headers, repository.page) from None
         except transport as error:
             raise PassingError(f"the connection failed: {error}") from None
 
     return translated
-
-
-def _error_headers(error: Any) -> dict[str, str]:
-    return {"X-Error-Message": error.server_message} if getattr(error, "server_message", None) else {}
 
 
 @remembered

@@ -67,9 +67,9 @@ def host(address: str) -> tuple[str, str]:
     return parts.scheme, parts.netloc.rpartition("@")[2].lower()
 
 
-def secret(found: str, where: str) -> str:
+def secret(raw: str, where: str) -> str:
     """A key as a header can hold it, without white space around it. Raises DataError, which does not show it."""
-    key = found.strip()
+    key = raw.strip()
     if not key.isascii() or not key.isprintable() or " " in key:
         raise DataError(
             f"its {len(key)} characters are no key: there is a space among them, or one that no key has",
@@ -164,16 +164,16 @@ def _followed(
 def _refusal_message(response: urllib3.BaseHTTPResponse) -> str:
     """What a server that speaks OpenAI's protocol says of its refusal, or "", also where that comes cut or too late."""
     try:
-        found = json.loads(whole(response, 10_000, SECONDS_FOR_A_REASON))["error"]
-        return str(found["message"] if isinstance(found, dict) else found)[:500]
+        error = json.loads(whole(response, 10_000, SECONDS_FOR_A_REASON))["error"]
+        return str(error["message"] if isinstance(error, dict) else error)[:500]
     except (urllib3.exceptions.HTTPError, BrokenError, ValueError, LookupError, TypeError, RecursionError):
         return ""
 
 
 def whole(response: urllib3.BaseHTTPResponse, max_bytes: int, seconds: float) -> bytes:
     """
-    The body of an answer, read as it comes. Raises BrokenError where it takes longer than these seconds from now, which
-    a limit for each read does not tell of a server that sends a byte at a time, or has more than `max_bytes`.
+    The body of a response, read in chunks. Raises BrokenError if it has more than `max_bytes` or takes longer than
+    `seconds` in all. A limit for each read would not stop a server that sends a byte at a time.
     """
     body, until = bytearray(), time.monotonic() + seconds
     while chunk := response.read1(65536):
@@ -252,8 +252,8 @@ def impatiently() -> Iterator[None]:
 
 def patiently(call: Callable[[], T], *, attempts: int, what: str, stop: threading.Event | None = None) -> T:
     """
-    The result of a call that may raise PassingError, after at most this many attempts. Raises RefusedError. No wait
-    goes on where `stop` is set: the call is made again at once, and ends as it sees fit.
+    The result of a call that may raise PassingError, after at most this many attempts. Raises RefusedError. Once
+    `stop` is set, a wait ends at once and the call is made again. The call decides how to end.
     """
     for failures in range(1, attempts + 1):
         try:

@@ -44,6 +44,9 @@ class Folder(FileSource):
     patterns: tuple[str, ...] = ("*.txt", "*.md")
     recursive: bool = True
 
+    def names(self) -> tuple[str, ...]:
+        return self.patterns
+
 
 class Jsonl(TableSource):
     """Files of JSON objects, one a line: .jsonl, .jsonl.zst, .jsonl.gz. `path` may hold wildcards."""
@@ -79,6 +82,9 @@ class Warc(FileSource):
     kind: Literal["warc"] = "warc"
     path: DiskPath
 
+    def packages(self) -> tuple[str, ...]:
+        return ("resiliparse",)
+
 
 class AnyFiles(TableSource):
     """
@@ -92,12 +98,15 @@ class AnyFiles(TableSource):
     needs_id: bool = False
     domain_field: str | None = "domain"
 
+    def names(self) -> tuple[str, ...]:
+        return (str(self.path),)
+
 
 class StandardLibrary(SourceBase):
     """What every Python ships: the sources of its modules, or their docstrings and the language reference."""
 
     kind: Literal["standard_library"] = "standard_library"
-    part: Literal["code", "docs"]
+    subset: Literal["code", "docs"]
     exclude: tuple[str, ...] = stdlib.EXCLUDED
     """Patterns of file and folder names that are left out."""
     license: str | None = "PSF-2.0"
@@ -133,19 +142,19 @@ def pieces(source: DocumentSource) -> list[SourceChunk]:
         return list(_grouped(_sampled(source, _library(source))))
     if isinstance(source, Folder):
         return list(_grouped(_sampled(source, files_of(source))))
-    found = files_of(source)
+    files = files_of(source)
     # all in one child: workers then find them noted
     isolated.problems(
-        path for name, path in found if (_form(source, name) or readers_read.format_of(name)) == "parquet"
+        path for name, path in files if (_form(source, name) or readers_read.format_of(name)) == "parquet"
     )
-    return list(_grouped(found, {name for name, path in found if _splits(source, name, path)}))
+    return list(_grouped(files, {name for name, path in files if _splits(source, name, path)}))
 
 
 def items(source: DocumentSource, piece: SourceChunk) -> Iterator[DocumentItem]:
     """
-    The documents of one piece as rows of `documents.SCHEMA`, and what it rejects. Limits are `limited`'s affair.
+    The documents of one piece as rows of `documents.SCHEMA`, and rejected documents. `limited` applies the limits.
 
-    Raises DataError for broken input, with file, place and hint, unless the source says `invalid = "skip"`.
+    Raises DataError for broken input, with file, position and hint, unless the source says `invalid = "skip"`.
     """
     if isinstance(source, Elsewhere):
         return remote.items(source, piece)
@@ -167,8 +176,10 @@ class Limited:
     Iterated over once. It ends with the document that makes a number full, or before the one that goes beyond it.
     """
 
-    def __init__(self, found: Iterable[DocumentItem], max_documents: int | None, max_bytes: int | None) -> None:
-        self._found, self._max_documents, self._max_bytes = found, max_documents, max_bytes
+    def __init__(
+        self, document_items: Iterable[DocumentItem], max_documents: int | None, max_bytes: int | None
+    ) -> None:
+        self._found, self._max_documents, self._max_bytes = document_items, max_documents, max_bytes
         self.stopped = False
         """Whether a limit has ended it."""
 
@@ -191,8 +202,8 @@ class Limited:
 
 def read(source: DocumentSource) -> Iterator[DocumentItem]:
     """All items of a source, up to its limits. Raises DataError as `pieces` and `items` do."""
-    found = (item for piece in pieces(source) for item in items(source, piece))
-    return (item for item, _ in Limited(found, source.max_documents, source.max_bytes))
+    document_items = (item for piece in pieces(source) for item in items(source, piece))
+    return (item for item, _ in Limited(document_items, source.max_documents, source.max_bytes))
 
 
 def pinned(source: DocumentSource) -> str | None:
@@ -207,12 +218,12 @@ def digest(source: DocumentSource) -> str:
     if isinstance(source, Worlds):
         return ""
     if isinstance(source, StandardLibrary):
-        reference = [(stdlib.TOPICS, stdlib.root() / stdlib.TOPICS)] if source.part == "docs" else []
-        found = stdlib.files(source.exclude) + reference
+        reference = [(stdlib.TOPICS, stdlib.root() / stdlib.TOPICS)] if source.subset == "docs" else []
+        files = stdlib.files(source.exclude) + reference
     else:
-        found = files_of(source)
+        files = files_of(source)
     return core_io.sha256_bytes(
-        core_io.canonical([(n, path.stat().st_size, core_io.sha256_file(path)) for n, path in found])
+        core_io.canonical([(n, path.stat().st_size, core_io.sha256_file(path)) for n, path in files])
     )
 
 
@@ -243,11 +254,11 @@ def files_of(source: Files) -> list[tuple[str, Path]]:
         core_io.check_regular(path)
         return [(_name(path.relative_to(path.parent)), path)]
     fixed = Path(*_before_wildcards(path))
-    found = sorted(file for file in _matching(path, fixed) if not core_io.kernel(file))
-    if not found:
+    matches = sorted(file for file in _matching(path, fixed) if not core_io.kernel(file))
+    if not matches:
         near = ", ".join(sorted(p.name for p in fixed.glob("*"))[:5]) or "nothing, or it does not exist"
         raise DataError("no such file", where=str(path), hint=f"{fixed} holds: {near}.")
-    return [(_name(file.relative_to(fixed)), file) for file in found]
+    return [(_name(file.relative_to(fixed)), file) for file in matches]
 
 
 def _matching(path: Path, fixed: Path) -> Iterator[Path]:
@@ -263,11 +274,11 @@ def _matching(path: Path, fixed: Path) -> Iterator[Path]:
 
 
 def _in_folder(path: Path, patterns: Sequence[str], *, recursive: bool = True) -> list[tuple[str, Path]]:
-    wanted = [((("**",) if recursive else ()) + PurePath(pattern).parts) for pattern in patterns]
+    split_patterns = [((("**",) if recursive else ()) + PurePath(pattern).parts) for pattern in patterns]
     kept = []
     for file in core_io.below(path):
         parts = file.relative_to(path).parts
-        if any(_fits(parts, pattern) for pattern in wanted):
+        if any(_fits(parts, pattern) for pattern in split_patterns):
             kept.append((_name(file.relative_to(path)), file))
     if not kept:
         shown = ", ".join(patterns)
@@ -280,19 +291,19 @@ def _fits(parts: Sequence[str], pattern: Sequence[str]) -> bool:
     if len(pattern) == 2 and pattern[0] == "**":
         return pattern[1] == "**" or fnmatchcase(parts[-1], pattern[1])
     fits = [True, *(all(one == "**" for one in pattern[: end + 1]) for end in range(len(pattern)))]
-    for part in parts:
+    for name in parts:
         after = [False]
-        for end, one in enumerate(pattern):
-            after.append(after[end] or fits[end + 1] if one == "**" else fits[end] and fnmatchcase(part, one))
+        for end, element in enumerate(pattern):
+            after.append(after[end] or fits[end + 1] if element == "**" else fits[end] and fnmatchcase(name, element))
         fits = after
     return fits[-1]
 
 
 def _before_wildcards(path: Path) -> Iterator[str]:
-    for part in path.parent.parts:
-        if glob.has_magic(part):
+    for folder in path.parent.parts:
+        if glob.has_magic(folder):
             return
-        yield part
+        yield folder
 
 
 def _name(relative: Path) -> str:
@@ -345,8 +356,8 @@ def _worlds(source: Worlds, first: int) -> Iterator[DocumentItem]:
 
 
 def _library(source: StandardLibrary) -> list[Member]:
-    found: list[Member] = list(stdlib.files(source.exclude))
-    return found if source.part == "code" else [*found, *((f"{TOPICS}{name}", None) for name in stdlib.topics())]
+    members: list[Member] = list(stdlib.files(source.exclude))
+    return members if source.subset == "code" else [*members, *((f"{TOPICS}{name}", None) for name in stdlib.topics())]
 
 
 TOPICS = "topics/"
@@ -355,16 +366,16 @@ TOPICS = "topics/"
 def _documented(source: StandardLibrary, piece: SourceChunk) -> Iterator[DocumentItem]:
     """Code, or docstrings and topics of the language reference."""
     topics: dict[str, str] = {}
-    for name, place in piece.members:
-        if not place:
+    for name, path in piece.members:
+        if not path:
             topics = topics or stdlib.topics()
             url, where = stdlib.url(stdlib.TOPICS), stdlib.TOPICS
             yield readers_read.make_item(source, name, topics[name.removeprefix(TOPICS)], url=url, where=where)
             continue
-        text = rows.decode(_bytes(Path(place)))
-        if source.part == "docs":
+        text = rows.decode(_bytes(Path(path)))
+        if source.subset == "docs":
             name, text = stdlib.module_name(name), _docstrings(stdlib.module_name(name), text)
-        yield readers_read.make_item(source, name, text, url=stdlib.url(name), where=place)
+        yield readers_read.make_item(source, name, text, url=stdlib.url(name), where=path)
 
 
 def _bytes(path: Path) -> bytes:

@@ -10,6 +10,8 @@ knows. Patterns are listed. The store's facts about a file (size, ETag, generati
 is copied into the cache in ranges, so that an interrupted copy resumes. At the end the store is asked again, and a
 file that changed meanwhile is an error. Access rights come from each store's own settings in the environment.
 
+Presets are settings of well-known corpora (presets.toml).
+
 Settings and stores share one file because every remote source lists, pins and downloads by the same steps.
 """
 
@@ -19,7 +21,7 @@ import json
 import os
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from functools import partial
@@ -29,31 +31,35 @@ from urllib.parse import unquote, urlsplit
 
 import fsspec
 from pydantic import Field, TypeAdapter, model_validator
-from typing_extensions import TypedDict
 
-from bloomery.core import errors
+from bloomery.core import cache, extras
 from bloomery.core import io as core_io
 from bloomery.core.bounds import Attempts
-from bloomery.core.config import VOLATILE, Config
-from bloomery.core.errors import DataError, UnreachableError
+from bloomery.core.config import VOLATILE, Config, packaged
+from bloomery.core.errors import DataError
 from bloomery.core.log import info
 from bloomery.data.readers import read
 from bloomery.data.readers.read import DocumentItem, SourceChunk, TableSource
 from bloomery.data.sources import download, http_client
-from bloomery.data.sources.download import Content, Repository, WebFile
+from bloomery.data.sources.download import Content, Repository, Version, WebFile
 from bloomery.data.sources.http_client import PassingError, RefusedError
-from bloomery.data.sources.presets import PRESETS, SourcePresetName
 
+PRESETS = Path(__file__).with_name("presets.toml")
+SourcePresetName = Literal[
+    "fineweb-edu",
+    "fineweb",
+    "wikipedia",
+    "stackexchange",
+    "starcoder",
+    "arxiv",
+    "finemath",
+    "cosmopedia",
+    "tinystories",
+    "tinyshakespeare",
+]
 RANGE_BYTES = 8 << 20
-NEEDS = {
-    "s3": ("s3fs", "s3"),
-    "s3a": ("s3fs", "s3"),
-    "gs": ("gcsfs", "gcs"),
-    "gcs": ("gcsfs", "gcs"),
-    "http": ("aiohttp", "http"),
-    "https": ("aiohttp", "http"),
-}
-"""Scheme -> package and extra."""
+NEEDS = {"s3": "s3fs", "s3a": "s3fs", "gs": "gcsfs", "gcs": "gcsfs", "http": "aiohttp", "https": "aiohttp"}
+"""Scheme to package."""
 FACTS = ("ETag", "etag", "md5Hash", "generation", "crc32c", "mtime", "LastModified", "created", "ino")
 """What stores say of a file that changes with its content."""
 ERRORS = (
@@ -86,15 +92,15 @@ def listing(patterns: Sequence[str], *, attempts: int) -> list[RemoteFile]:
     A file's name is its path below the folder that all of them share. Raises DataError where a pattern finds nothing,
     or its store cannot be asked.
     """
-    found: dict[str, dict[str, Any]] = {}
+    entries: dict[str, dict[str, Any]] = {}
     for pattern in patterns:
         matching = _asked(pattern, partial(_glob, pattern), attempts)
         if not matching:
             raise DataError(
                 "no file matches", where=http_client.shown(pattern), hint="See whether the folder is spelled so."
             )
-        found |= matching
-    places = {address: _place(address) for address in found}
+        entries |= matching
+    places = {address: _place(address) for address in entries}
     folder = os.path.commonpath([os.path.dirname(place) for place in places.values()])
     return [
         RemoteFile(
@@ -104,7 +110,7 @@ def listing(patterns: Sequence[str], *, attempts: int) -> list[RemoteFile]:
             num_bytes=int(entry.get("size") or 0),
             facts=_facts(entry),
         )
-        for address, entry in sorted(found.items())
+        for address, entry in sorted(entries.items())
     ]
 
 
@@ -116,10 +122,10 @@ def _place(address: str) -> str:
 def _glob(pattern: str) -> dict[str, dict[str, Any]]:
     """Address -> what the store says of it."""
     system, path = _system(pattern)
-    found = system.glob(path, detail=True) if any(mark in path for mark in "*?[") else {path: system.info(path)}
+    entries = system.glob(path, detail=True) if any(mark in path for mark in "*?[") else {path: system.info(path)}
     return {
         system.unstrip_protocol(name): system.info(name) if urlsplit(pattern).scheme in ("http", "https") else entry
-        for name, entry in found.items()
+        for name, entry in entries.items()
         if entry["type"] == "file"
     }
 
@@ -128,18 +134,17 @@ def _system(address: str) -> tuple[Any, str]:
     """A file system that remembers no listings, and the path in it."""
     scheme = urlsplit(address).scheme
     if scheme in NEEDS:
-        package, extra = NEEDS[scheme]
-        errors.load(package, extra=extra)
+        extras.load(NEEDS[scheme])
     try:
-        found: tuple[Any, str] = fsspec.url_to_fs(address, use_listings_cache=False)
+        system_and_path: tuple[Any, str] = fsspec.url_to_fs(address, use_listings_cache=False)
     except (ImportError, ValueError) as error:
         hint = f"Install what fsspec needs for {scheme}://, or see whether the address is spelled so."
         raise DataError(f"is no store that can be read here: {error}", where=address, hint=hint) from None
-    return found
+    return system_and_path
 
 
 def _facts(info: dict[str, Any]) -> dict[str, str]:
-    """What names a version, as text. The same store tells times as dates in one place and as seconds in another."""
+    """The fields that identify a version, as text: one call to a store may give dates where another gives seconds."""
     return {name: _plain(info[name]) for name in ("size", *FACTS) if info.get(name) is not None}
 
 
@@ -157,22 +162,12 @@ def copied(file: RemoteFile, *, attempts: int, offline: bool) -> Path:
     if urlsplit(file.address).scheme in ("http", "https"):
         web = WebFile(file.name, (file.address,), file.content, file.num_bytes or None, file.facts.get("ETag"))
         return download.download(web, attempts=attempts, offline=offline)
-    place = download.cache_path(file.content, file.name)
-    if place.is_file():
-        return place
-    if offline:
-        hint = "Run once without offline, or point BLOOMERY_CACHE at the cache that has it."
-        raise UnreachableError(
-            f"is not in the cache {download.root()}, and this is offline mode", where=file.address, hint=hint
-        )
-    with download.locked(place):
-        if not place.is_file():
-            _copy(file, place, attempts)
-    return place
+    copy = partial(_copy, file, attempts)
+    return download.cached(file.content, file.name, file.num_bytes, copy, where=file.address, offline=offline)
 
 
-def _copy(file: RemoteFile, place: Path, attempts: int) -> None:
-    begun_file = place.with_name(place.name + core_io.PARTIAL)
+def _copy(file: RemoteFile, attempts: int, path: Path) -> None:
+    begun_file = path.with_name(path.name + core_io.PARTIAL)
     with core_io.disk_errors(begun_file):
         target = begun_file.open("ab", buffering=0)
     with target:
@@ -191,8 +186,8 @@ def _copy(file: RemoteFile, place: Path, attempts: int) -> None:
         begun_file.unlink()
         hint = "Run the same command again: it then begins with the new version."
         raise DataError("has changed since it was listed", where=file.address, hint=hint)
-    begun_file.replace(place)
-    core_io.sync_folder(place.parent)
+    begun_file.replace(path)
+    core_io.sync_folder(path.parent)
 
 
 def _range(address: str, begin: int, end: int) -> bytes:
@@ -246,7 +241,7 @@ class Reach(Config):
     """Failures in a row, without a mebibyte of progress between them, after which an address is given up."""
 
 
-class AtHub(Config):
+class AtHub(Reach):
     """Files of a data set of the hub."""
 
     dataset: str = Field("", pattern=r"^([\w.\-]+/)?[\w.\-]*$")
@@ -264,11 +259,19 @@ class AtHub(Config):
     mirrors: tuple[str, ...] = Field((), json_schema_extra=VOLATILE)
     """Hubs, or addresses of the same file, to ask where the first does not answer, in this order. They get no token."""
 
+    def packages(self) -> tuple[str, ...]:
+        return (*super().packages(), *extras.for_files(self.files))
+
     @model_validator(mode="after")
     def _files_or_config(self) -> "AtHub":
         if self.files and self.config is not None:
             raise ValueError("files and config both say which files to take; leave one of the two")
         return self
+
+    @property
+    def repository(self) -> Repository:
+        """The data set that the settings name."""
+        return Repository(self.dataset, self.revision, self.endpoint, self.mirrors, self.offline, self.attempts)
 
 
 class Fetched(Reach, TableSource):
@@ -277,9 +280,17 @@ class Fetched(Reach, TableSource):
     format: read.FileFormat | None = None
     """Of its files. None: as their names end."""
 
+    def packages(self) -> tuple[str, ...]:
+        if self.format is None:
+            return super().packages()
+        return ("resiliparse",) if self.format in ("html", "warc") or self.encoding == "detect" else ()
+
 
 class FromHub(AtHub, Fetched):
     """A source whose files the hub may have."""
+
+    def names(self) -> tuple[str, ...]:
+        return self.files
 
 
 class Hub(FromHub):
@@ -299,6 +310,9 @@ class Address(Fetched):
     mirrors: tuple[WebAddress, ...] = Field((), json_schema_extra=VOLATILE)
     """Other addresses of the same bytes, tried in this order. They need `sha256`."""
 
+    def names(self) -> tuple[str, ...]:
+        return (urlsplit(self.address).path,)
+
     @model_validator(mode="after")
     def _mirrors_can_be_checked(self) -> "Address":
         if self.mirrors and self.sha256 is None:
@@ -313,9 +327,16 @@ class Remote(Fetched):
     patterns: tuple[Annotated[str, Field(pattern=r"^\w+://[^@]+$")], ...] = Field(min_length=1)
     """Addresses whose paths may hold `*`, `**` and `?`."""
 
+    def packages(self) -> tuple[str, ...]:
+        schemes = (urlsplit(pattern).scheme for pattern in self.patterns)
+        return (*super().packages(), *(NEEDS[scheme] for scheme in schemes if scheme in NEEDS))
+
+    def names(self) -> tuple[str, ...]:
+        return self.patterns
+
 
 class PresetSource(FromHub):
-    """A well-known corpus with its fields, limits and license, from `presets.PRESETS`; what is set here goes first."""
+    """A well-known corpus with its fields, limits and license, from presets.toml; what is set here goes first."""
 
     kind: Literal["preset"] = "preset"
     preset: SourcePresetName
@@ -325,19 +346,24 @@ class PresetSource(FromHub):
 
     @model_validator(mode="before")
     @classmethod
-    def _filled(cls, given: Any) -> Any:
-        if not isinstance(given, dict):
-            return given
-        preset = given.get("preset", given.get("name"))
-        if not isinstance(preset, str) or preset not in PRESETS:
-            raise ValueError(f"there is no preset {preset!r}; presets: {', '.join(PRESETS)}")
-        defaults = {"name": preset, "preset": preset, "invalid": "skip", **PRESETS[preset]}
-        if given.get("config") is not None:
-            defaults.pop("files", None)
-        return {key: parsed(cls, key, value) for key, value in {**defaults, **given}.items()}
+    def _filled(cls, raw: Any) -> Any:
+        return filled(cls, raw, packaged(PRESETS), invalid="skip")
 
 
-def parsed(cls: type[Config], key: str, value: Any) -> Any:
+def filled(cls: type[Config], raw: Any, presets: Mapping[str, Any], **defaults: Any) -> Any:
+    """Given settings, then those of the preset that they name, then defaults. Raises ValueError for an unknown name."""
+    if not isinstance(raw, dict):
+        return raw
+    preset = raw.get("preset", raw.get("name"))
+    if not isinstance(preset, str) or preset not in presets:
+        raise ValueError(f"there is no preset {preset!r}; presets: {', '.join(presets)}")
+    defaults = {"name": preset, "preset": preset, **defaults, **presets[preset]}
+    if raw.get("config") is not None:
+        defaults.pop("files", None)
+    return {key: _parsed(cls, key, value) for key, value in {**defaults, **raw}.items()}
+
+
+def _parsed(cls: type[Config], key: str, value: Any) -> Any:
     """An array or table as what its field makes of it: behind a validator, strict fields take no JSON any more."""
     if key not in cls.model_fields or not isinstance(value, list | dict):
         return value
@@ -350,8 +376,8 @@ Elsewhere = Hub | Address | Remote | PresetSource
 
 def pieces(source: Elsewhere) -> list[SourceChunk]:
     """Every file of a source, not downloaded yet. Raises DataError where it has none, or its host does not answer."""
-    found: list[WebFile] | list[RemoteFile] = _listing(source)
-    listed = [SourceChunk(f.name, ((f.name, json.dumps(dataclasses.asdict(f))),), f.num_bytes or 0) for f in found]
+    files: list[WebFile] | list[RemoteFile] = _listing(source)
+    listed = [SourceChunk(f.name, ((f.name, json.dumps(dataclasses.asdict(f))),), f.num_bytes or 0) for f in files]
     if source.max_bytes is None and source.max_documents is None:
         return listed
     return sorted(listed, key=lambda piece: hashlib.sha256(f"{source.name}/{piece.name}".encode()).digest())
@@ -359,12 +385,12 @@ def pieces(source: Elsewhere) -> list[SourceChunk]:
 
 def items(source: Elsewhere, piece: SourceChunk) -> Iterator[DocumentItem]:
     """The documents of one file, which is downloaded first, and what it rejects. Raises DataError and RunError."""
-    for name, place in piece.members:
+    for name, file_json in piece.members:
         if isinstance(source, Remote):
-            stored = TypeAdapter(RemoteFile).validate_json(place)
+            stored = TypeAdapter(RemoteFile).validate_json(file_json)
             path, url = copied(stored, attempts=source.attempts, offline=source.offline), stored.address
         else:
-            path, url = _downloaded(source, TypeAdapter(WebFile).validate_json(place))
+            path, url = _downloaded(source, TypeAdapter(WebFile).validate_json(file_json))
         try:
             yield from read.items(source, path, name, form=source.format, url=url)
         except DataError as error:
@@ -391,16 +417,11 @@ def pinned(source: Elsewhere) -> str | None:
     return source.sha256 if isinstance(source, Address | PresetSource) else None
 
 
-def repository(source: AtHub, reach: Reach) -> Repository:
-    """The data set that settings name."""
-    return Repository(source.dataset, source.revision, source.endpoint, source.mirrors, reach.offline, reach.attempts)
-
-
 def _repository(source: Elsewhere) -> Repository | None:
     """The data set of the hub that a source reads, if it reads one."""
     if not isinstance(source, FromHub) or (isinstance(source, PresetSource) and source.address is not None):
         return None
-    return repository(source, source)
+    return source.repository
 
 
 def _listing(source: Elsewhere) -> list[WebFile] | list[RemoteFile]:
@@ -413,25 +434,16 @@ def _listing(source: Elsewhere) -> list[WebFile] | list[RemoteFile]:
     return [_at_address(source)]
 
 
-class NotedVersion(TypedDict):
-    """What a plain address last said of its file."""
-
-    sha256: str | None
-    etag: str | None
-    num_bytes: int | None
-
-
 def _in_store(source: Remote) -> list[RemoteFile]:
     """What a store lists, and offline what it listed the last time."""
-    note = download.root() / "listings" / f"{core_io.sha256_bytes(core_io.canonical(source.patterns))}.json"
+    note = cache.root() / "listings" / f"{core_io.sha256_bytes(core_io.canonical(source.patterns))}.json"
     if source.offline:
-        if (known := download.load_note(note, list[dict[str, Any]])) is None:
-            what = f"what is there is not in the cache {download.root()}, and this is offline mode"
-            raise UnreachableError(what, where=", ".join(source.patterns), hint="Run once without offline.")
+        if (known := cache.load_note(note, list[dict[str, Any]])) is None:
+            raise download.not_cached(", ".join(source.patterns), "what is there")
         return [TypeAdapter(RemoteFile).validate_json(json.dumps(one)) for one in known]
-    found = listing(source.patterns, attempts=source.attempts)
-    download.save_note(note, [dataclasses.asdict(file) for file in found])
-    return found
+    files = listing(source.patterns, attempts=source.attempts)
+    cache.save_note(note, [dataclasses.asdict(file) for file in files])
+    return files
 
 
 def _at_address(source: Address | PresetSource) -> WebFile:
@@ -440,31 +452,30 @@ def _at_address(source: Address | PresetSource) -> WebFile:
     addresses, name = (address, *source.mirrors), unquote(urlsplit(address).path).rpartition("/")[2] or "file"
     if source.sha256 is not None:
         return WebFile(name, addresses, Content("sha256", source.sha256))
-    note = download.root() / "addresses" / f"{core_io.sha256_bytes(address.encode())}.json"
-    known: Any = download.load_note(note, NotedVersion)
+    note = cache.root() / "addresses" / f"{core_io.sha256_bytes(address.encode())}.json"
+    known = cache.load_note(note, Version)
     if source.offline:
         if known is None:
-            what = f"is not in the cache {download.root()}, and this is offline mode"
-            raise UnreachableError(what, where=http_client.shown(address), hint="Run once without offline.")
+            raise download.not_cached(http_client.shown(address))
+        seen = known
     else:
         try:
             seen = download.version(address, attempts=source.attempts)
         except RefusedError as error:
             hint = error.hint or "See whether the address is right and the network works."
             raise DataError(str(error), where=http_client.shown(address), hint=hint) from None
-        told, known = known, dataclasses.asdict(seen)
-        if told != known:
-            download.save_note(note, known)
-    if known["sha256"] is not None:
-        return WebFile(name, addresses, Content("sha256", known["sha256"]), known["num_bytes"])
-    version = core_io.sha256_bytes(core_io.canonical([address, known["etag"], known["num_bytes"]]))
-    return WebFile(name, addresses, Content("etag", version), known["num_bytes"], known["etag"])
+        if seen != known:
+            cache.save_note(note, seen)
+    if seen["sha256"] is not None:
+        return WebFile(name, addresses, Content("sha256", seen["sha256"]), seen["num_bytes"])
+    version = core_io.sha256_bytes(core_io.canonical([address, seen["etag"], seen["num_bytes"]]))
+    return WebFile(name, addresses, Content("etag", version), seen["num_bytes"], seen["etag"])
 
 
 def _downloaded(source: Elsewhere, file: WebFile) -> tuple[Path, str]:
-    """Where a file is now, and the address that its documents are said to come from: the same from any mirror."""
-    if (found := _repository(source)) is not None:
-        return from_hub(found, file)
+    """The path of a file, and the address that its documents state as their origin, the same for all mirrors."""
+    if (repo := _repository(source)) is not None:
+        return from_hub(repo, file)
     path = download.download(file, attempts=source.attempts, offline=source.offline)
     return path, http_client.shown(file.addresses[0])
 

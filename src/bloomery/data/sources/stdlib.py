@@ -59,12 +59,12 @@ def root() -> Path:
 def files(exclude: Iterable[str] = EXCLUDED) -> list[tuple[str, Path]]:
     """Relative name and path of every source file, sorted. `exclude`: patterns of file or folder names."""
     patterns, base = tuple(exclude), root()
-    found = []
+    members = []
     for folder, folders, names in os.walk(base):
         folders[:] = [name for name in folders if not _matches(name, patterns)]
         paths = [Path(folder, name) for name in names if name.endswith(".py") and not _matches(name, patterns)]
-        found += [(path.relative_to(base).as_posix(), path) for path in paths]
-    return sorted(found)
+        members += [(path.relative_to(base).as_posix(), path) for path in paths]
+    return sorted(members)
 
 
 def _matches(name: str, patterns: Iterable[str]) -> bool:
@@ -83,15 +83,15 @@ def module_name(relative: str) -> str:
 def topics() -> dict[str, str]:
     """The language reference by topic, as `help("topic")` prints it. Raises DataError where it is missing."""
     path = root() / TOPICS
-    hint = 'Install the whole library (its package pydoc_data), or leave out the source with part = "docs".'
+    hint = 'Install the whole library (its package pydoc_data), or leave out the source with subset = "docs".'
     try:
         tree = ast.parse(path.read_text(encoding="utf-8"))
     except (OSError, SyntaxError, UnicodeDecodeError) as error:
         raise DataError(f"the language reference cannot be read: {error}", where=str(path), hint=hint) from None
     for node in tree.body:
         if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "topics":
-            found: dict[str, str] = ast.literal_eval(node.value)
-            return {name: found[name].strip("\n") + "\n" for name in sorted(found)}
+            texts: dict[str, str] = ast.literal_eval(node.value)
+            return {name: texts[name].strip("\n") + "\n" for name in sorted(texts)}
     raise DataError("holds no dict `topics`", where=str(path), hint=hint)
 
 

@@ -4,14 +4,14 @@ Generates toy texts and chats with checkable answers: stories, sums and library 
 A world is a few facts. It becomes a document that states them, or a conversation of several turns that asks about
 them. The answer to each question follows from the facts alone.
 
-Some facts are held out, chosen by the hash of the fact itself and not by the seed. They are of three kinds. The
+Some facts are kept for validation. The hash of the fact selects them, not the seed. They are of three kinds. The
 first is which object is at which location or with whom. The second is which two numbers are added or compared. The
 third is which library names are asked about together. No document and no training conversation of any seed states a
-held-out fact. Each held-out question asks for a held-out fact. So no held-out question ever occurs as text. Nor
-does its answer, except for the library's.
+validation fact. Each validation question asks for a validation fact. So no validation question ever occurs as text.
+Nor does its answer, except for the library's.
 
 The questions about the library test copying and nothing else. A name is in its module whatever stands next to it,
-so the answers do occur in training. A longer list there may hold all names of a held-out list. A conversation has
+so the answers do occur in training. A longer list there may hold all names of a validation list. A conversation has
 three names, a document four to seven.
 
 The library facts are true in every supported Python version.
@@ -96,7 +96,7 @@ FUNCTIONS: dict[str, tuple[str, ...]] = {
 LARGEST = 49
 """Operands of a sum lie between 0 and this."""
 HELD_OUT_OF = 10
-"""One fact in this many is held out."""
+"""One fact in this many is kept for validation."""
 
 WorldSplit = Literal["train", "held out"]
 WorldFact = tuple[str, ...]
@@ -108,7 +108,7 @@ class WorldTurn:
     answer: str
     kind: str
     fact: WorldFact
-    """What the answer states; it decides whether the turn is held out."""
+    """What the answer states; it decides whether the turn is kept for validation."""
 
 
 @dataclass(frozen=True)
@@ -153,17 +153,17 @@ def documents(seed: int, count: int, first: int = 0) -> Iterator[str]:
 
 def conversations(seed: int, count: int, split: WorldSplit = "train") -> Iterator[WorldConversation]:
     """
-    Conversations of one to four turns. In the split "held out" the last turn asks for a held-out fact; in "train" no
+    Conversations of one to four turns. In the split "held out" the last turn asks for a validation fact; in "train" no
     turn does.
     """
-    made, index = 0, 0
-    while made < count:
+    done, index = 0, 0
+    while done < count:
         rng = random.Random(f"{split} {seed} {index}")
         index += 1
         make = rng.choices((_story, _sums, _numbers, _library), weights=(6, 4, 2, 2))[0]
         talk = make(rng, rng.choices((1, 2, 3, 4), weights=(3, 3, 3, 2))[0], split == "held out")
         if talk is not None:
-            made += 1
+            done += 1
             yield talk
 
 
@@ -172,97 +172,100 @@ def conversations(seed: int, count: int, split: WorldSplit = "train") -> Iterato
 
 @dataclass(frozen=True)
 class _Move:
-    """Someone has brought the story's thing to a place."""
+    """A person has brought the object of the story to a location."""
 
     person: str
-    place: str
+    location: str
 
 
-def _moves(rng: random.Random, thing: str, count: int) -> list[_Move]:
-    """Moves of one thing by different people to different places, none of them a held-out fact."""
-    people = [person for person in PEOPLE if not is_held_out(("who", thing, person))]
-    places = [place for place in PLACES if not is_held_out(("where", thing, place))]
+def _moves(rng: random.Random, item: str, count: int) -> list[_Move]:
+    """Moves of one object by different people to different locations. No move is a validation fact."""
+    people = [person for person in PEOPLE if not is_held_out(("who", item, person))]
+    places = [place for place in PLACES if not is_held_out(("where", item, place))]
     pairs = zip(rng.sample(people, count), rng.sample(places, count), strict=True)
     return [_Move(person, place) for person, place in pairs]
 
 
-def _tell(thing: str, moves: Sequence[_Move]) -> str:
-    first = f"Today {moves[0].person} put the {thing} {moves[0].place}."
-    return " ".join([first, *(f"Then {move.person} took it {move.place}." for move in moves[1:])])
+def _tell(item: str, moves: Sequence[_Move]) -> str:
+    first = f"Today {moves[0].person} put the {item} {moves[0].location}."
+    return " ".join([first, *(f"Then {move.person} took it {move.location}." for move in moves[1:])])
 
 
-def _asked(thing: str, moves: Sequence[_Move], which: str) -> WorldTurn:
+def _asked(item: str, moves: Sequence[_Move], which: str) -> WorldTurn:
     """One of four questions about a story as it stands: where the thing is or was first, who had it last or first."""
     first, last = moves[0], moves[-1]
     match which:
         case "where now":
             return WorldTurn(
-                f"Where is the {thing} now?", f"The {thing} is {last.place} now.", which, ("where", thing, last.place)
+                f"Where is the {item} now?",
+                f"The {item} is {last.location} now.",
+                which,
+                ("where", item, last.location),
             )
         case "where first":
-            answer = f"The {thing} was {first.place} first."
-            return WorldTurn(f"Where was the {thing} first?", answer, which, ("where", thing, first.place))
+            answer = f"The {item} was {first.location} first."
+            return WorldTurn(f"Where was the {item} first?", answer, which, ("where", item, first.location))
         case "who last":
             return WorldTurn(
-                f"Who had the {thing} last?", f"{last.person} had the {thing} last.", which, ("who", thing, last.person)
+                f"Who had the {item} last?", f"{last.person} had the {item} last.", which, ("who", item, last.person)
             )
         case _:
-            answer = f"{first.person} had the {thing} first."
-            return WorldTurn(f"Who had the {thing} first?", answer, "who first", ("who", thing, first.person))
+            answer = f"{first.person} had the {item} first."
+            return WorldTurn(f"Who had the {item} first?", answer, "who first", ("who", item, first.person))
 
 
 QUESTIONS = ("where now", "where first", "who last", "who first")
 
 
 def _story(rng: random.Random, num_turns: int, held_out: bool) -> WorldConversation | None:
-    """A thing goes from hand to hand; the questions ask where it is and was. It may go on while they are asked."""
-    thing = rng.choice(THINGS)
-    moves = _moves(rng, thing, rng.randint(1, 4))
+    """An object changes hands; the questions ask where it is and was. It may move between the questions."""
+    item = rng.choice(THINGS)
+    moves = _moves(rng, item, rng.randint(1, 4))
     which = rng.choice(QUESTIONS)
     more = num_turns > 1 and rng.random() < 0.4
-    place = -1 if more or which.endswith(("now", "last")) else 0
+    index = -1 if more or which.endswith(("now", "last")) else 0
     asks = "where now" if more else which
     if held_out:
-        changed = _with_held_out(rng, thing, moves, place, asks)
+        changed = _with_held_out(rng, item, moves, index, asks)
         if changed is None:
             return None
         moves = changed
-    told = moves[:-1] if more and len(moves) > 1 else moves
-    more = len(told) < len(moves)
-    turns = [_asked(thing, told, _safe(rng, thing, told)) for _ in range(num_turns - 1)]
-    turns.append(_asked(thing, moves, asks))
+    earlier = moves[:-1] if more and len(moves) > 1 else moves
+    more = len(earlier) < len(moves)
+    turns = [_asked(item, earlier, _safe(rng, item, earlier)) for _ in range(num_turns - 1)]
+    turns.append(_asked(item, moves, asks))
     if more:
         move, asked = moves[-1], turns[-1]
-        question = f"Then {move.person} took it {move.place}. {asked.question}"
+        question = f"Then {move.person} took it {move.location}. {asked.question}"
         turns[-1] = WorldTurn(question, asked.answer, asked.kind, asked.fact)
-    return WorldConversation(_tell(thing, told), tuple(turns))
+    return WorldConversation(_tell(item, earlier), tuple(turns))
 
 
-def _safe(rng: random.Random, thing: str, moves: Sequence[_Move]) -> str:
-    """A question whose answer is not held out. There is one: at most one fact of a story is, and it has two ends."""
-    return rng.choice([which for which in QUESTIONS if not is_held_out(_asked(thing, moves, which).fact)])
+def _safe(rng: random.Random, item: str, moves: Sequence[_Move]) -> str:
+    """A question about a training fact. There always is one: at most one fact of a story can be a validation fact."""
+    return rng.choice([which for which in QUESTIONS if not is_held_out(_asked(item, moves, which).fact)])
 
 
-def _with_held_out(rng: random.Random, thing: str, moves: Sequence[_Move], place: int, asks: str) -> list[_Move] | None:
-    """The same moves, but for the one asked about: its person or place makes a held-out fact. None if there is none."""
+def _with_held_out(rng: random.Random, item: str, moves: Sequence[_Move], index: int, asks: str) -> list[_Move] | None:
+    """The moves, with a new person or location in the move asked about: a validation fact. None if there is none."""
     kind = asks.split()[0]
-    used = {move.person for move in moves} | {move.place for move in moves}
-    some = [x for x in (PLACES if kind == "where" else PEOPLE) if x not in used and is_held_out((kind, thing, x))]
+    used = {move.person for move in moves} | {move.location for move in moves}
+    some = [x for x in (PLACES if kind == "where" else PEOPLE) if x not in used and is_held_out((kind, item, x))]
     if not some:
         return None
-    changed, old = list(moves), moves[place]
+    changed, old = list(moves), moves[index]
     new = rng.choice(some)
-    changed[place] = _Move(old.person, new) if kind == "where" else _Move(new, old.place)
+    changed[index] = _Move(old.person, new) if kind == "where" else _Move(new, old.location)
     return changed
 
 
 def _story_text(rng: random.Random) -> str:
     """A story, and what is true at its end."""
-    thing = rng.choice(THINGS)
-    moves = _moves(rng, thing, rng.randint(1, 5))
-    turns = [_asked(thing, moves, which) for which in rng.sample(QUESTIONS, len(QUESTIONS))]
+    item = rng.choice(THINGS)
+    moves = _moves(rng, item, rng.randint(1, 5))
+    turns = [_asked(item, moves, which) for which in rng.sample(QUESTIONS, len(QUESTIONS))]
     asked = rng.random() < 0.5
-    return " ".join([_tell(thing, moves), *(f"{t.question} {t.answer}" if asked else t.answer for t in turns)])
+    return " ".join([_tell(item, moves), *(f"{t.question} {t.answer}" if asked else t.answer for t in turns)])
 
 
 # --- sums ----------------------------------------------------------------------------------------------------------
@@ -270,9 +273,9 @@ def _story_text(rng: random.Random) -> str:
 
 def sum_of(a: int, b: int) -> WorldTurn:
     """
-    What a plus b is. Two-digit numbers are added with the last digits first, as at school.
+    The sum of a and b. Two-digit numbers are added with the last digits first, as at school.
 
-    The fact is the same for b plus a. Sums of two digits are never held out: they are what the others are made of.
+    The fact is the same for b plus a. Sums of one-digit numbers are never validation facts: other sums build on them.
     """
     fact: WorldFact = ("plus", str(min(a, b)), str(max(a, b)))
     if a < 10 and b < 10:
@@ -282,7 +285,7 @@ def sum_of(a: int, b: int) -> WorldTurn:
 
 
 def _sums(rng: random.Random, num_turns: int, held_out: bool) -> WorldConversation | None:
-    """A sum, then sums that go on from its result."""
+    """A sum, then sums that each start from the last result."""
     turns: list[WorldTurn] = []
     result = -1
     for number in range(num_turns):

@@ -15,7 +15,7 @@ from typing import Any
 
 import urllib3
 
-from bloomery.core import errors
+from bloomery.core import extras
 from bloomery.core.errors import DataError
 from bloomery.data.sources import http_client
 from bloomery.data.sources.http_client import PassingError, RefusedError
@@ -78,11 +78,11 @@ def most_tokens(system: str, messages: Sequence[Mapping[str, str]], max_answer_t
 
 
 def _key(variable: str, *, required: bool) -> str:
-    found = http_client.secret(os.environ.get(variable, ""), variable) if variable else ""
-    if required and not found:
+    key = http_client.secret(os.environ.get(variable, ""), variable) if variable else ""
+    if required and not key:
         hint = f"export {variable}=…   # or name another variable in synthesize.provider.key_variable"
         raise DataError("there is no key", where=variable, hint=hint)
-    return found
+    return key
 
 
 class _OpenAI:
@@ -122,16 +122,16 @@ class _OpenAI:
 def _completion(data: bytes, most: tuple[int, int]) -> ProviderAnswer:
     """A server that does not count is taken to have needed the most."""
     try:
-        found = json.loads(data)
-        choice, usage = found["choices"][0], found.get("usage")
+        reply = json.loads(data)
+        choice, usage = reply["choices"][0], reply.get("usage")
         message = choice["message"]
         text, refusal = _text(message.get("content")), message.get("refusal")
         counted = most if usage is None else (usage["prompt_tokens"], usage["completion_tokens"])
         return ProviderAnswer(
             text=text or str(refusal or ""),
             stopped=REFUSED[0] if refusal and not text else str(choice.get("finish_reason") or ""),
-            model=str(found.get("model") or ""),
-            id=str(found.get("id") or ""),
+            model=str(reply.get("model") or ""),
+            id=str(reply.get("id") or ""),
             input_tokens=_tokens(counted[0]),
             output_tokens=_tokens(counted[1]),
         )
@@ -156,7 +156,7 @@ def _tokens(counted: Any) -> int:
 class _Anthropic:
     def __init__(self, provider: Anthropic, config: Synthesize) -> None:
         self._provider, self._config = provider, config
-        self._api: Any = errors.load("anthropic", extra="anthropic")
+        self._api: Any = extras.load("anthropic")
         key = _key(provider.key_variable, required=True)
         # It would try again by itself, without telling what that may cost, and take its questions to other hosts.
         self._client = self._api.Anthropic(
@@ -172,7 +172,7 @@ class _Anthropic:
         if self._config.temperature is not None:
             more["temperature"] = self._config.temperature
         try:
-            found = self._client.messages.create(
+            message = self._client.messages.create(
                 model=self._provider.model,
                 max_tokens=self._config.max_answer_tokens,
                 messages=list(messages),
@@ -189,12 +189,12 @@ class _Anthropic:
             raise UnknownError(what) from None
         try:
             return ProviderAnswer(
-                text="".join(block.text for block in found.content if block.type == "text"),
-                stopped=str(found.stop_reason or ""),
-                model=str(found.model or ""),
-                id=str(found.id or ""),
-                input_tokens=_tokens(found.usage.input_tokens),
-                output_tokens=_tokens(found.usage.output_tokens),
+                text="".join(block.text for block in message.content if block.type == "text"),
+                stopped=str(message.stop_reason or ""),
+                model=str(message.model or ""),
+                id=str(message.id or ""),
+                input_tokens=_tokens(message.usage.input_tokens),
+                output_tokens=_tokens(message.usage.output_tokens),
             )
         except (AttributeError, TypeError, ValueError) as error:
             raise UnknownError(f"gave no message: {type(error).__name__}: {error}") from None

@@ -50,10 +50,10 @@ def tasks(config: Augment, documents: Iterable[Mapping[str, Any]]) -> Iterator[C
         if mode is None:
             continue
         turn += 1
-        wanted = min(config.max_questions, max(1, words // config.words_per_question))
-        count = "1 question" if wanted == 1 else f"{wanted} questions"
+        num_questions = min(config.max_questions, max(1, words // config.words_per_question))
+        count = "1 question" if num_questions == 1 else f"{num_questions} questions"
         ask = ASKS[mode].format(text=text, count=count)
-        many = wanted if mode == "questions" else 0
+        many = num_questions if mode == "questions" else 0
         yield ConversationTask(number, mode, (ask,), SYSTEM, document=row["id"], text=text, max_questions=many)
         number += 1
 
@@ -70,10 +70,10 @@ def beginning(text: str, limit: int) -> str:
     if len(text) <= limit:
         return text.strip()
     cut = text[:limit]
-    place = cut.rfind("\n\n")
-    if place < limit // 2:
-        place = max(cut.rfind(" "), cut.rfind("\n"))
-    return cut[: place if place > 0 else limit].strip()
+    end = cut.rfind("\n\n")
+    if end < limit // 2:
+        end = max(cut.rfind(" "), cut.rfind("\n"))
+    return cut[: end if end > 0 else limit].strip()
 
 
 def reading_ease(text: str) -> float:
@@ -100,10 +100,10 @@ def questions(answer: str, limit: int) -> list[tuple[str, str]]:
     Question and answer pairs of a model's reply, which may have a fence or a few words around its JSON. Raises
     ValueError where there are none.
     """
-    found = _first_list(answer)
+    items = _first_list(answer)
     pairs = []
-    for one in found:
-        match one:
+    for item in items:
+        match item:
             case {"question": str(question), "answer": str(said)} if question.strip() and said.strip():
                 if not_text(question + said):
                     raise ValueError("holds a NUL or half a surrogate pair")
@@ -120,11 +120,11 @@ def _first_list(answer: str) -> list[object]:
     decoder = json.JSONDecoder()
     for begin in islice(LIST.finditer(answer), MOST_BEGINNINGS):
         try:
-            found, _ = decoder.raw_decode(answer, begin.start())
+            value, _ = decoder.raw_decode(answer, begin.start())
         except (ValueError, RecursionError):  # a bracket of the words around it
             continue
-        if isinstance(found, list):
-            return found
+        if isinstance(value, list):
+            return value
     raise ValueError("holds no JSON list")
 
 
@@ -154,27 +154,27 @@ def request_name(config: Synthesize, task: ConversationTask, turn: int) -> str:
 def outcome(config: Synthesize, task: ConversationTask, answers: Mapping[str, ProviderAnswer]) -> TaskOutcome | None:
     """What the answers so far make of a task; None as long as a turn is missing that has to be asked."""
     messages: PlainMessages = []
-    given: list[ProviderAnswer] = []
+    received: list[ProviderAnswer] = []
     for turn, ask in enumerate(task.asks):
         answer = answers.get(request_name(config, task, turn))
         if answer is None:
             return None
-        given.append(answer)
+        received.append(answer)
         if reason := _trouble(answer):
-            return TaskOutcome(task, [], reason, given)
+            return TaskOutcome(task, [], reason, received)
         messages += [{"role": "user", "content": ask}, {"role": "assistant", "content": answer.text.strip()}]
     if not task.max_questions:
-        return TaskOutcome(task, [messages], "", given)
+        return TaskOutcome(task, [messages], "", received)
     try:
-        pairs = questions(given[0].text, task.max_questions)
+        pairs = questions(received[0].text, task.max_questions)
     except ValueError:
-        return TaskOutcome(task, [], "no_questions", given)
+        return TaskOutcome(task, [], "no_questions", received)
     asked = [(f"{task.text}\n\n{question}", answer) for question, answer in pairs]
     return TaskOutcome(
         task,
         [[{"role": "user", "content": ask}, {"role": "assistant", "content": said}] for ask, said in asked],
         "",
-        given,
+        received,
     )
 
 
@@ -199,10 +199,10 @@ class NewConversations:
     count: int = 0
     _seen: set[bytes] = field(default_factory=set)
 
-    def sorted_out(self, found: TaskOutcome) -> Iterator[tuple[PlainMessages, str]]:
+    def sorted_out(self, task_outcome: TaskOutcome) -> Iterator[tuple[PlainMessages, str]]:
         """Each conversation of a task with "" or the reason why it is rejected. One without any has one empty."""
-        for talk in found.talks or [[]]:
-            reason = found.reason or ("duplicate" if self._is_known(talk) else "")
+        for talk in task_outcome.talks or [[]]:
+            reason = task_outcome.reason or ("duplicate" if self._is_known(talk) else "")
             self.count += not reason
             yield talk, reason
 
@@ -226,16 +226,16 @@ def _mark(kind: str, text: str) -> bytes:
 def rows(outcomes: Iterable[TaskOutcome]) -> Iterator[tuple[dict[str, Any], str]]:
     """What is written of each conversation, in the order of the tasks, with "" or the reason why it is rejected."""
     kept = NewConversations()
-    for found in sorted(outcomes, key=lambda one: one.task.number):
-        for place, (talk, reason) in enumerate(kept.sorted_out(found)):
-            yield row(found, talk, place, reason), reason
+    for task_outcome in sorted(outcomes, key=lambda item: item.task.number):
+        for index, (talk, reason) in enumerate(kept.sorted_out(task_outcome)):
+            yield row(task_outcome, talk, index, reason), reason
 
 
-def row(found: TaskOutcome, talk: PlainMessages, place: int, reason: str) -> dict[str, Any]:
-    task, answers = found.task, found.answers
+def row(task_outcome: TaskOutcome, talk: PlainMessages, index: int, reason: str) -> dict[str, Any]:
+    task, answers = task_outcome.task, task_outcome.answers
     facts: dict[str, Any] = {
         "messages": talk,
-        "id": f"synthesize/{task.number}" + (f"/{place}" if len(found.talks) > 1 else ""),
+        "id": f"synthesize/{task.number}" + (f"/{index}" if len(task_outcome.talks) > 1 else ""),
         "category": task.category,
         "model": answers[-1].model,
         "request_ids": [answer.id for answer in answers],

@@ -1,1 +1,1 @@
-"""What is wrong with a machine, and the line that cures it, in layers: files, torch, what torch computes."""
+"""What is wrong with a machine, and a command that fixes it, in layers: files, torch, results of torch."""

@@ -18,9 +18,9 @@ EXPERIMENTAL = "TORCH_ROCM_AOTRITON_ENABLE_EXPERIMENTAL"
 PREFER_LT = "TORCH_BLAS_PREFER_HIPBLASLT"
 FUSED = ("flash", "efficient", "cudnn")
 WORTH_A_WORD = 1.25
-"""A switch that makes products so many times as fast is told."""
+"""A switch is reported where it makes matmuls at least this many times as fast."""
 FAR_BELOW = 0.5
-"""Large products and copies of a sound device reach more of what the catalogue promises."""
+"""Large matmuls and copies on a healthy device reach a larger share of the spec sheet."""
 LIMITS = {
     "amd": "cd /sys/class/drm && head card*/device/{gpu_busy_percent,power_dpm_force_performance_level,pp_dpm_sclk}"
     "   # another program, or a low clock? See the finding hipblaslt too",
@@ -43,25 +43,25 @@ def kernels(facts: MachineFacts) -> Iterator[Finding]:
         return
     outcomes = kernel_trials.tried(facts.host, vendor(facts))
     kernel_trials.save(facts.host, vendor(facts), outcomes)
-    for one in outcomes:
-        yield _finding(facts, one, outcomes)
+    for outcome in outcomes:
+        yield _finding(facts, outcome, outcomes)
     switched = _switched(facts)
     yield from _quadratic(facts, outcomes, switched)
     yield from _attention_switch(outcomes, switched)
-    yield Finding(id="choice", status="ok", value=f"runs take {kernel_trials.told(outcomes)}")
+    yield Finding(id="choice", status="ok", value=f"runs take {kernel_trials.summary(outcomes)}")
 
 
-def _finding(facts: MachineFacts, one: TrialResult, outcomes: Sequence[TrialResult]) -> Finding:
-    if one.status != "failed":
-        took = f" ({one.milliseconds:.2f} ms)" if one.milliseconds is not None else ""
-        absent = "not here: " if one.status == "absent" else ""
-        return Finding(id=one.name, status="ok", value=f"{absent}{one.why}{took}")
-    if one.kernel in kernel_trials.REPLACEABLE or one.kernel in kernel_trials.choose(outcomes):
-        trial = next(trial for trial in trials(vendor(facts)) if trial.name == one.name)
+def _finding(facts: MachineFacts, outcome: TrialResult, outcomes: Sequence[TrialResult]) -> Finding:
+    if outcome.status != "failed":
+        took = f" ({outcome.milliseconds:.2f} ms)" if outcome.milliseconds is not None else ""
+        absent = "not here: " if outcome.status == "absent" else ""
+        return Finding(id=outcome.name, status="ok", value=f"{absent}{outcome.why}{took}")
+    if outcome.kernel in kernel_trials.REPLACEABLE or outcome.kernel in kernel_trials.choose(outcomes):
+        trial = next(trial for trial in trials(vendor(facts)) if trial.name == outcome.name)
         hint = f"{shlex.join(command(facts.host, trial))}   # tells more; runs take another"
-        return Finding(id=one.name, status="warn", value=one.why, hint=hint)
-    hint = f'{reinstall(facts.host)}   # or compute on the processor: device="cpu"'
-    return Finding(id=one.name, status="fail", value=one.why, hint=hint)
+        return Finding(id=outcome.name, status="warn", value=outcome.why, hint=hint)
+    hint = f'{reinstall(facts.host)}   # or compute on the CPU: device="cpu"'
+    return Finding(id=outcome.name, status="fail", value=outcome.why, hint=hint)
 
 
 def _switched(facts: MachineFacts) -> TrialResult | None:
@@ -98,27 +98,27 @@ def _quadratic(facts: MachineFacts, outcomes: Sequence[TrialResult], switched: T
     if vendor(facts) not in ("amd", "nvidia") or not fused or any(one.status == "passed" for one in fused):
         return
     value = "no fused attention: memory grows with the square of the context (6 bytes for each head and pair of tokens)"
-    hint = "bloomery run RECIPE pretrain.model.context=1024   # or another short one"
+    hint = "bloomery run RECIPE pretrain.model.context_length=1024   # or another short one"
     if switched is not None and switched.status == "passed":
         value, hint = f"{value}, unless {EXPERIMENTAL} is set", f"export {EXPERIMENTAL}=1"
     yield Finding(id="attention", status="warn", value=value, hint=hint)
 
 
 def speed(facts: MachineFacts) -> Iterator[Finding]:
-    """Matrix products and copies, and on AMD what the library for products makes of them."""
+    """Speed of matmuls and copies, and on AMD of matmuls by each library."""
     if facts.seen is None:
         return
     trial = KernelTrial(kernel="speed")
     reply = facts.host.run(command(facts.host, trial), trial.limit_seconds)
-    told = merged(reply)
-    if "bytes_per_second" not in told:
+    metrics = merged(reply)
+    if "bytes_per_second" not in metrics:
         value = f"measuring it {ending(reply)}"
         hint = f"{shlex.join(command(facts.host, trial))}   # tells more"
         yield Finding(id="speed", status="warn", value=value, hint=hint)
         return
-    rate, copied = told["flops"] / 1e12, told["bytes_per_second"] / 1e9
-    value = f"{rate:.2f} TFLOP/s in {told['dtype']} products, {copied:.0f} GB/s to and from memory"
-    shares = promised(told) if vendor(facts) in LIMITS else []
+    rate, copied = metrics["flops"] / 1e12, metrics["bytes_per_second"] / 1e9
+    value = f"{rate:.2f} TFLOP/s in {metrics['dtype']} matmuls, {copied:.0f} GB/s to and from memory"
+    shares = promised(metrics) if vendor(facts) in LIMITS else []
     slow = any(share < FAR_BELOW for share, _ in shares)
     value = ": ".join(
         [value, *([" and ".join(f"{share:.0%} of {whose}" for share, whose in shares)] if shares else [])]
@@ -138,41 +138,41 @@ def speed(facts: MachineFacts) -> Iterator[Finding]:
     yield Finding(id="hipblaslt", status="warn" if slow else "ok", value=value, hint=hint)
 
 
-def promised(told: Mapping[str, Any]) -> list[tuple[float, str]]:
+def promised(metrics: Mapping[str, Any]) -> list[tuple[float, str]]:
     """
-    What was measured as shares of what the catalogue knows of this device: products of what others have measured
-    where somebody has, else of the maker's peak; copies of the bandwidth. Nothing, where it knows nothing for sure.
+    The measured speeds as shares of this device's specs. For matmuls: of the FLOP/s that others have measured, else of
+    the maker's peak. For copies: of the bandwidth. Empty where the specs are doubtful or unknown.
     """
-    entry = specs.of_device(str(told.get("device", "")))
+    entry = specs.of_device(str(metrics.get("device", "")))
     if entry is None or entry.sure == "doubtful":
         return []
-    found, peak = [], entry.peak(told["dtype"])
-    if entry.gemm is not None and told["dtype"] == "bfloat16":
-        found.append((told["flops"] / entry.gemm, f"the {entry.gemm / 1e12:.4g} TFLOP/s that others reach on it"))
+    shares, peak = [], entry.peak(metrics["dtype"])
+    if entry.gemm is not None and metrics["dtype"] == "bfloat16":
+        shares.append((metrics["flops"] / entry.gemm, f"the {entry.gemm / 1e12:.4g} TFLOP/s that others reach on it"))
     elif peak is not None:
-        found.append((told["flops"] / peak, f"the catalogue's {peak / 1e12:.4g} TFLOP/s"))
+        shares.append((metrics["flops"] / peak, f"the spec sheet's {peak / 1e12:.4g} TFLOP/s"))
     if entry.bandwidth is not None:
-        found.append((told["bytes_per_second"] / entry.bandwidth, f"{entry.bandwidth / 1e9:.4g} GB/s"))
-    return found
+        shares.append((metrics["bytes_per_second"] / entry.bandwidth, f"{entry.bandwidth / 1e9:.4g} GB/s"))
+    return shares
 
 
 def refill(facts: MachineFacts) -> Iterator[Finding]:
-    """Most of a GPU's memory, filled, freed and filled again."""
+    """Fill most of a GPU's memory, free it, and fill it again."""
     if facts.seen is None or vendor(facts) not in ("amd", "nvidia"):
         return
     trial = KernelTrial(kernel="refill")
     reply = facts.host.run(command(facts.host, trial), trial.limit_seconds)
-    told = merged(reply)
-    if "filled_bytes" in told and not told["wrong_1"] and not told["wrong_2"]:
-        value = f"{told['filled_bytes'] / GIB:.1f} GiB filled, freed and filled again"
+    metrics = merged(reply)
+    if "filled_bytes" in metrics and not metrics["wrong_1"] and not metrics["wrong_2"]:
+        value = f"{metrics['filled_bytes'] / GIB:.1f} GiB filled, freed and filled again"
         yield Finding(id="refill", status="ok", value=value)
         return
-    wrong = told.get("wrong_1", 0) + told.get("wrong_2", 0)
-    place = f" at {told['trying']}" if "trying" in told else ""
+    wrong = metrics.get("wrong_1", 0) + metrics.get("wrong_2", 0)
+    where = f" at {metrics['trying']}" if "trying" in metrics else ""
     value = (
-        f"{wrong} pieces of memory lost what was written to them" if wrong else f"filling memory {ending(reply)}{place}"
+        f"{wrong} pieces of memory lost what was written to them" if wrong else f"filling memory {ending(reply)}{where}"
     )
-    hint = "ps aux --sort=-rss | head   # what else uses it? Inside a processor: see the finding gtt"
+    hint = "ps aux --sort=-rss | head   # what else uses it? Integrated GPU: see the finding gtt"
     yield Finding(id="refill", status="fail", value=value, hint=hint)
 
 
@@ -182,17 +182,17 @@ def all_reduce(facts: MachineFacts) -> Iterator[Finding]:
         return
     trial = KernelTrial(kernel="all-reduce")
     reply = facts.host.run(command(facts.host, trial), trial.limit_seconds)
-    told = merged(reply)
-    if reply.code == 0 and told.get("wrong") == 0 and not any(told.get("codes", [1])):
-        value = f"{told['ranks']} GPUs add up {told['bytes_per_second'] / 1e9:.1f} GB/s each"
+    metrics = merged(reply)
+    if reply.code == 0 and metrics.get("wrong") == 0 and not any(metrics.get("codes", [1])):
+        value = f"{metrics['ranks']} GPUs add up {metrics['bytes_per_second'] / 1e9:.1f} GB/s each"
         yield Finding(id="all-reduce", status="ok", value=value)
         return
     bad = (
         "wrong sums"
-        if told.get("wrong")
+        if metrics.get("wrong")
         else ending(reply)
         if reply.code != 0
-        else f"ranks ended with {told.get('codes')}"
+        else f"ranks ended with {metrics.get('codes')}"
     )
     hint = "export NCCL_P2P_DISABLE=1   # and see the findings iommu and seccomp"
     yield Finding(id="all-reduce", status="fail", value=f"adding up between GPUs: {bad}", hint=hint)

@@ -55,11 +55,11 @@ def amd_driver(facts: MachineFacts) -> Iterator[Finding]:
         served = maker_to_serve(facts.gpus) == "amd"
         yield Finding(id="amd-driver", status="fail" if served else "warn", value=value, hint=hint)
         return
-    wanted = max((OLDEST_KERNEL.get(gpu.target, (0,)) for gpu in facts.amd), default=(0,))
+    oldest = max((OLDEST_KERNEL.get(gpu.target, (0,)) for gpu in facts.amd), default=(0,))
     version = (host.read("sys/module/amdgpu/version") or "").strip()
     value = f"amdgpu{f' {version}' if version else ''} in kernel {kernel or 'unknown'}"
-    if kernel and numbers(kernel)[:2] < wanted:
-        value = f"{value}; {', '.join(sorted({gpu.target for gpu in facts.amd}))} needs {'.'.join(map(str, wanted))}"
+    if kernel and numbers(kernel)[:2] < oldest:
+        value = f"{value}; {', '.join(sorted({gpu.target for gpu in facts.amd}))} needs {'.'.join(map(str, oldest))}"
         hint = "sudo apt install linux-generic-hwe-24.04   # or another newer kernel, then start again"
         yield Finding(id="amd-driver", status="fail", value=value, hint=hint)
         return
@@ -74,7 +74,7 @@ def _blacklisted(facts: MachineFacts) -> str:
 
 
 def hsa_override(facts: MachineFacts) -> Iterator[Finding]:
-    """Whether the runtime is told, or believes, another chip than the kernel has found."""
+    """Whether the runtime is set to, or detects, another chip than the kernel."""
     real = sorted({gpu.target for gpu in facts.amd if gpu.target})
     spoofed = facts.host.env.get("HSA_OVERRIDE_GFX_VERSION")
     if spoofed and facts.amd:
@@ -87,9 +87,9 @@ def hsa_override(facts: MachineFacts) -> Iterator[Finding]:
             value, status = f"{spoofed} stands for {named}, which is the chip that is there: it is not needed", "warn"
         yield Finding(id="hsa-override", status=status, value=value, hint="unset HSA_OVERRIDE_GFX_VERSION")
     elif real and not in_wsl(facts.host):
-        told = sorted(set(rocminfo_targets(facts.host)))
-        if told and not set(told) <= set(real):
-            value = f"rocminfo says {', '.join(told)}; the kernel says {', '.join(real)}"
+        reported = sorted(set(rocminfo_targets(facts.host)))
+        if reported and not set(reported) <= set(real):
+            value = f"rocminfo says {', '.join(reported)}; the kernel says {', '.join(real)}"
             hint = "sudo apt purge rocminfo hsa-rocr   # the wheel brings a runtime of its own"
             yield Finding(id="rocminfo", status="warn", value=value, hint=hint)
 
@@ -98,12 +98,12 @@ def visible(facts: MachineFacts) -> Iterator[Finding]:
     """Which GPUs the environment lets through. HIP's list wins over CUDA's, and ROCR's comes before both."""
     env = facts.host.env
     names = ("ROCR_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "CUDA_VISIBLE_DEVICES")
-    given = {name: env[name] for name in names if name in env}
-    if not given or not facts.gpus:
+    variables = {name: env[name] for name in names if name in env}
+    if not variables or not facts.gpus:
         return
-    shown = ", ".join(f"{name}={value!r}" for name, value in given.items())
-    empty = [name for name, value in given.items() if value.strip() in ("", "-1")]
-    hip, cuda = given.get("HIP_VISIBLE_DEVICES"), given.get("CUDA_VISIBLE_DEVICES")
+    shown = ", ".join(f"{name}={value!r}" for name, value in variables.items())
+    empty = [name for name, value in variables.items() if value.strip() in ("", "-1")]
+    hip, cuda = variables.get("HIP_VISIBLE_DEVICES"), variables.get("CUDA_VISIBLE_DEVICES")
     if empty:
         hint, value = f"unset {' '.join(empty)}", f"{shown} hides every GPU"
         yield Finding(id="visible-devices", status="warn", value=value, hint=hint)
@@ -127,27 +127,27 @@ def _let_through(facts: MachineFacts) -> tuple[list[int | str], dict[str, str]]:
     inner = "HIP_VISIBLE_DEVICES" if facts.amd and "HIP_VISIBLE_DEVICES" in facts.host.env else "CUDA_VISIBLE_DEVICES"
     for name in ("ROCR_VISIBLE_DEVICES", inner) if facts.amd else (inner,):
         if name in facts.host.env:
-            taken, problem = _listed(facts.host.env[name], len(left))
-            left = [left[one] if isinstance(one, int) else one for one in taken]
+            selected, problem = _listed(facts.host.env[name], len(left))
+            left = [left[one] if isinstance(one, int) else one for one in selected]
             wrong |= {name: problem} if problem else {}
     return left, wrong
 
 
 def _listed(value: str, count: int) -> tuple[list[int | str], str]:
     """What a list of so many GPUs takes, in its order, and what is wrong with it. Names are not looked into."""
-    found: list[int | str] = []
+    selected: list[int | str] = []
     for word in (one.strip() for one in value.split(",")):
         if word == "-1":  # ends the list
             break
         gpu = int(word) if re.fullmatch("[0-9]+", word) else word
         if isinstance(gpu, str) and not gpu.startswith(("GPU-", "MIG-")):
-            return found, f"has {word!r}, which is neither a number nor a name of a GPU"
+            return selected, f"has {word!r}, which is neither a number nor a name of a GPU"
         if isinstance(gpu, int) and gpu >= count:
-            return found, f"names a GPU that is not there: {count} are"
-        if gpu in found:
-            return found, f"names {word} twice, which hides every GPU or those that follow"
-        found.append(gpu)
-    return found, ""
+            return selected, f"names a GPU that is not there: {count} are"
+        if gpu in selected:
+            return selected, f"names {word} twice, which hides every GPU or those that follow"
+        selected.append(gpu)
+    return selected, ""
 
 
 def _driven(facts: MachineFacts) -> list[Gpu]:
@@ -155,17 +155,17 @@ def _driven(facts: MachineFacts) -> list[Gpu]:
 
 
 def mixed(facts: MachineFacts) -> Iterator[Finding]:
-    """A processor's own small GPU beside a card is taken for a second one, and is often the first."""
+    """Programs take a CPU's small integrated GPU for a second card, and often list it first."""
     if not facts.amd:
         return
     driven = _driven(facts)
     small = [gpu for gpu in driven if gpu.integrated]
     cards = [number for number, gpu in enumerate(driven) if gpu.target and not gpu.integrated]
-    taken = [driven[one] for one in _let_through(facts)[0] if isinstance(one, int)]
-    if small and cards and any(gpu.integrated for gpu in taken):
-        value = f"{small[0].target} inside the processor stands beside {driven[cards[0]].target}"
-        if len(taken) == 1:
-            value = f"{value}, and is the only one that is let through"
+    selected = [driven[one] for one in _let_through(facts)[0] if isinstance(one, int)]
+    if small and cards and any(gpu.integrated for gpu in selected):
+        value = f"{small[0].target} is an integrated GPU, next to the card {driven[cards[0]].target}"
+        if len(selected) == 1:
+            value = f"{value}, and the only visible GPU"
         hint = f"export HIP_VISIBLE_DEVICES={','.join(map(str, cards))}"
         if "ROCR_VISIBLE_DEVICES" in facts.host.env:
             hint = f"unset ROCR_VISIBLE_DEVICES; {hint}"
@@ -173,13 +173,13 @@ def mixed(facts: MachineFacts) -> Iterator[Finding]:
 
 
 def allocator(facts: MachineFacts) -> Iterator[Finding]:
-    """What torch's allocator is really told: a line for another shell leaves it without, or with what it refuses."""
+    """The settings that reach torch's allocator: a line for another shell sets none, or an invalid value."""
     names = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
-    given = {name: facts.host.env[name] for name in names if name in facts.host.env}
+    variables = {name: facts.host.env[name] for name in names if name in facts.host.env}
     pair = r"\s*[a-z][a-z0-9_]*\s*:[^,:]+"
-    wrong = [name for name, value in given.items() if not re.fullmatch(rf"{pair}(?:,{pair})*", value)]
-    if given:
-        value = ", ".join(f"{name}={value!r}" for name, value in given.items())
+    wrong = [name for name, value in variables.items() if not re.fullmatch(rf"{pair}(?:,{pair})*", value)]
+    if variables:
+        value = ", ".join(f"{name}={value!r}" for name, value in variables.items())
         if wrong:
             value = f"{value}: not of the form name:value,name:value, which torch refuses"
         hint = f"unset {' '.join(wrong)}" if wrong else ""
@@ -187,7 +187,7 @@ def allocator(facts: MachineFacts) -> Iterator[Finding]:
 
 
 def gtt(facts: MachineFacts) -> Iterator[Finding]:
-    """A GPU inside a processor gets half of the memory unless the kernel is told otherwise."""
+    """An integrated GPU gets half of the memory unless a kernel option says otherwise."""
     ram = physical_bytes(facts.host)
     if not ram or not facts.amd or not all(gpu.integrated for gpu in facts.amd):
         return
@@ -200,7 +200,7 @@ def gtt(facts: MachineFacts) -> Iterator[Finding]:
         own = facts.host.number(f"{folder}/mem_info_vram_total")
         if shared is None or own is None:
             continue
-        value = f"{gpu.target} may use {(shared + own) / GIB:.0f} GiB beside {ram / GIB:.0f} GiB for the processor"
+        value = f"{gpu.target} may use {(shared + own) / GIB:.0f} GiB; the CPU has {ram / GIB:.0f} GiB"
         enough = own > ram / 4 or shared > 0.55 * ram
         yield Finding(id="gtt", status="ok" if enough else "warn", value=value, hint="" if enough else hint)
     if size := facts.host.boot_options.get("amdgpu.gttsize"):
@@ -245,7 +245,7 @@ def several(facts: MachineFacts) -> Iterator[Finding]:
 
 
 def kernel_log(facts: MachineFacts) -> Iterator[Finding]:
-    """Whether the kernel tells of a GPU that hung. Where its log may not be read, nothing is said."""
+    """Whether the kernel log reports a GPU that hung. No finding where the log cannot be read."""
     if not facts.gpus:
         return
     reply = facts.host.run(["journalctl", "--dmesg", "--lines=5000", "--no-pager", "--quiet"], 10.0)
@@ -287,8 +287,8 @@ def amd_nodes(facts: MachineFacts) -> Iterator[Finding]:
     owners = {node.group for name in closed if (node := host.node(name))}
     names = [group_name(host, number) or str(number) for number in sorted(owners)]
     problems += f" (of group {', '.join(names)})" if names else ""
-    wanted = dict.fromkeys([*(name for name in names if not name.isdigit()), "render", "video"])
-    hint = f'sudo usermod -aG {",".join(wanted)} "$USER"   # then log in again'
+    group_names = dict.fromkeys([*(name for name in names if not name.isdigit()), "render", "video"])
+    hint = f'sudo usermod -aG {",".join(group_names)} "$USER"   # then log in again'
     partly = "dev/kfd" in usable and len(usable) > 1
     if absent:
         hint = "sudo dmesg | grep -i amdgpu   # why these have no node" if partly else "sudo modprobe amdgpu"
@@ -296,8 +296,10 @@ def amd_nodes(facts: MachineFacts) -> Iterator[Finding]:
         hint = _of_a_pod("amd") if in_pod(host) else CONTAINER_FLAGS
     if partly:
         value = f"open to this user: {_paths(usable[1:])}; {problems}"
-        given = in_container(host) and not closed  # somebody chose what it gets
-        yield Finding(id="amd-device-nodes", status="ok" if given else "warn", value=value, hint="" if given else hint)
+        is_chosen = in_container(host) and not closed  # somebody chose what it gets
+        yield Finding(
+            id="amd-device-nodes", status="ok" if is_chosen else "warn", value=value, hint="" if is_chosen else hint
+        )
         return
     yield Finding(id="amd-device-nodes", status="fail", value=problems, hint=hint)
 
@@ -342,8 +344,8 @@ def _nvidia_numbers(host: Host) -> list[int]:
 
 def _nvidia_listed(facts: MachineFacts) -> list[int]:
     """The numbers that the driver gives its GPUs; where it does not tell, they are counted."""
-    told = [re.search(r"^Device Minor:\s*(\d+)", text, re.MULTILINE) for text in nvidia_files(facts.host)]
-    return sorted(int(one[1]) if one else number for number, one in enumerate(told))
+    matches = [re.search(r"^Device Minor:\s*(\d+)", text, re.MULTILINE) for text in nvidia_files(facts.host)]
+    return sorted(int(one[1]) if one else number for number, one in enumerate(matches))
 
 
 def _paths(nodes: Sequence[str]) -> str:

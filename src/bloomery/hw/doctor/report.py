@@ -1,9 +1,9 @@
 """
-The whole examination of a machine, and how it is told.
+The whole examination of a machine, and its report.
 
-Files come first, then torch in a child process, then what torch computes, in others: a broken stack can crash or hang
-at its first kernel, long after it said that all is well. Each check is a function from facts to findings; one that
-does not concern the machine says nothing. The order of CHECKS is the order of the report.
+Files come first, then torch in a child process, then the results of torch, in other child processes. A broken stack
+can crash or hang at its first kernel, long after it reported success. Each check is a function from facts to findings.
+A check that does not concern the machine yields none. The order of CHECKS is the order of the report.
 """
 
 import sys
@@ -42,8 +42,8 @@ def gather(host: Host, runs: Path) -> MachineFacts:
     have = torch_install.installed(host)
     trial = KernelTrial(kernel="torch")
     reply = host.run(command(host, trial), trial.limit_seconds) if have else CommandResult(code=1)
-    told = merged(reply)
-    seen = told if reply.code == 0 and "version" in told else None
+    answer = merged(reply)
+    seen = answer if reply.code == 0 and "version" in answer else None
     return MachineFacts(host=host, runs=runs, gpus=find_gpus(host), have=have, seen=seen, reply=reply)
 
 

@@ -43,7 +43,7 @@ LEAST_SHM_BYTES = GIB
 SCARCE_DISK_BYTES, LEAST_DISK_BYTES = 10 * GIB, GIB
 SCARCE_MEMORY_BYTES = 4 * GIB
 SLOW_DISK, SLOW_MEMORY = 50e6, 2e9
-"""Bytes a second. A checkpoint of 1.5 GB takes 30 s to such a disk; a processor with such memory trains nothing."""
+"""Bytes a second. Such a disk takes 30 s for a checkpoint of 1.5 GB. With such memory, a CPU is too slow to train."""
 MEASURE_LIMIT_SECONDS = 30.0
 
 
@@ -61,11 +61,11 @@ def processor(facts: MachineFacts) -> Iterator[Finding]:
 
 
 def quota(facts: MachineFacts) -> Iterator[Finding]:
-    """A container that may use two processors sees all of them, and torch starts a thread for each."""
-    told = re.match(r"(\d+) (\d+)", facts.host.read("sys/fs/cgroup/cpu.max") or "")
-    if not told or "OMP_NUM_THREADS" in facts.host.env:
+    """A container that may use two CPUs sees all CPUs, and torch starts a thread for each."""
+    match = re.match(r"(\d+) (\d+)", facts.host.read("sys/fs/cgroup/cpu.max") or "")
+    if not match or "OMP_NUM_THREADS" in facts.host.env:
         return
-    share = max(1, math.ceil(int(told[1]) / int(told[2])))
+    share = max(1, math.ceil(int(match[1]) / int(match[2])))
     if share < _threads(facts):
         value = f"its control group may use {share} of {_threads(facts)} threads"
         yield Finding(id="cpu-quota", status="warn", value=value, hint=f"export OMP_NUM_THREADS={share}")
@@ -103,8 +103,8 @@ def _measure(facts: MachineFacts, what: str, *arguments: str) -> CommandResult:
 
 def _rate(reply: CommandResult) -> float | None:
     """Bytes a second; None where it was not measured."""
-    told = merged(reply).get("bytes_per_second")
-    return float(told) if told else None
+    rate = merged(reply).get("bytes_per_second")
+    return float(rate) if rate else None
 
 
 def shared_memory(facts: MachineFacts) -> Iterator[Finding]:
@@ -156,14 +156,14 @@ def disk(facts: MachineFacts) -> Iterator[Finding]:
 def compiled(facts: MachineFacts) -> Iterator[Finding]:
     """Whether the libraries of native/ run; without them the same is computed in Python, only slower."""
     for name in native.NAMES:
-        told = native.state(name)
-        ready = told in native.LEVELS
-        hint = "" if ready or told.startswith("off") else "python -m pip install --editable .   # with a C++ compiler"
-        yield Finding(id=f"native-{name}", status="warn" if "stale" in told else "ok", value=told, hint=hint)
+        state = native.state(name)
+        ready = state in native.LEVELS
+        hint = "" if ready or state.startswith("off") else "python -m pip install --editable .   # with a C++ compiler"
+        yield Finding(id=f"native-{name}", status="warn" if "stale" in state else "ok", value=state, hint=hint)
 
 
 TRITONS = ("triton-rocm", "pytorch-triton-rocm")
-"""AMD's builds of Triton. PyPI's `triton` writes into the same folder and takes its place."""
+"""AMD's builds of Triton. PyPI's `triton` writes into the same folder and overwrites them."""
 BITSANDBYTES_ON_AMD = (0, 50)
 """The first with all of its 4-bit kernels for AMD; earlier ones gave NaN."""
 
@@ -216,8 +216,8 @@ def _triton(facts: MachineFacts) -> Iterator[Finding]:
         hint = f"{_uninstall(facts, 'triton')} && {shlex.join([*install, again])}"
         yield Finding(id="triton", status="fail", value=value, hint=hint)
     elif own or usual:
-        found = own or usual
-        yield Finding(id="triton", status="ok", value=f"{found.name} {found.version}" if found else "")
+        package = own or usual
+        yield Finding(id="triton", status="ok", value=f"{package.name} {package.version}" if package else "")
 
 
 def _library_path(facts: MachineFacts) -> Iterator[Finding]:
@@ -288,7 +288,7 @@ def torch_build(facts: MachineFacts) -> Iterator[Finding]:
 
 
 def _gravity(facts: MachineFacts) -> FindingStatus:
-    """A card that torch cannot use is a failure. Of the small GPU inside many processors it is worth a word."""
+    """A card that torch cannot use is a failure. For the small integrated GPU of many CPUs it is a warning."""
     strong = any(gpu.maker != "amd" or (gpu.target and not gpu.small) for gpu in facts.gpus)
     return "fail" if strong else "warn"
 
@@ -305,12 +305,12 @@ def _sees(facts: MachineFacts, seen: Mapping[str, Any]) -> Finding:
     maker = torch_install.maker_to_serve(facts.gpus)
     version = str(seen["version"])
     targets = {gpu.target for gpu in facts.amd if gpu.target}
-    wanted = _wanted(facts)
-    if maker == "amd" and wanted and not wanted & set(seen["targets"]):
-        if torch_install.legacy(wanted) == sorted(wanted):
+    required = _wanted(facts)
+    if maker == "amd" and required and not required & set(seen["targets"]):
+        if torch_install.legacy(required) == sorted(required):
             return _legacy(facts, seen)
         if seen["targets"]:
-            value = f"{version} has no kernels for {', '.join(sorted(wanted))}, only for {', '.join(seen['targets'])}"
+            value = f"{version} has no kernels for {', '.join(sorted(required))}, only for {', '.join(seen['targets'])}"
             return Finding(id="torch", status=_gravity(facts), value=value, hint=reinstall(facts.host))
     hip = numbers(str(seen.get("hip") or ""))[:2]
     slow = {target: OLDEST_ROCM[target] for target in targets & OLDEST_ROCM.keys() if hip and hip < OLDEST_ROCM[target]}
@@ -336,16 +336,16 @@ def _sees(facts: MachineFacts, seen: Mapping[str, Any]) -> Finding:
 
 
 def _wanted(facts: MachineFacts) -> set[str]:
-    """AMD's targets that torch is to have kernels for: the small GPU inside a processor counts where it is alone."""
+    """AMD targets that torch needs kernels for. A small integrated GPU counts only where it is the only GPU."""
     gpus = [gpu for gpu in reachable(facts, "amd") if gpu.target]
     return {gpu.target for gpu in gpus if not gpu.small} or {gpu.target for gpu in gpus}
 
 
 def _legacy(facts: MachineFacts, seen: Mapping[str, Any]) -> Finding:
     value = f"{seen['version']}; no torch{torch_install.BOUNDS} is known to work on {', '.join(sorted(_wanted(facts)))}"
-    hint = "Nothing helps but another GPU; until then runs compute on the processor."
+    hint = "Only another GPU helps. Until then, runs compute on the CPU."
     if seen["gpus"]:
-        hint = "export HIP_VISIBLE_DEVICES=-1   # runs then compute on the processor"
+        hint = "export HIP_VISIBLE_DEVICES=-1   # runs then compute on the CPU"
     return Finding(id="torch", status="warn", value=value, hint=hint)
 
 
@@ -355,19 +355,19 @@ def _chosen(facts: MachineFacts) -> bool:
 
 
 def _some_without_kernels(facts: MachineFacts, seen: Mapping[str, Any]) -> Finding | None:
-    """Whether there is a card that this torch of AMD's cannot compute on, beside one that it can."""
+    """Whether this torch of AMD's can compute on some of the cards but not on all."""
     if torch_install.maker_to_serve(facts.gpus) != "amd" or not seen["targets"]:
         return None
     believed = {str(target).partition(":")[0] for target in seen.get("chips", ())}
-    wanted = _wanted(facts) & believed if _chosen(facts) and believed else _wanted(facts)
-    missing = sorted(wanted - set(seen["targets"]))
+    required = _wanted(facts) & believed if _chosen(facts) and believed else _wanted(facts)
+    missing = sorted(required - set(seen["targets"]))
     if not missing:
         return None
     hint = reinstall(facts.host)
     if torch_install.legacy(missing) == missing:
         good = [str(number) for number, gpu in enumerate(reachable(facts, "amd")) if gpu.target not in missing]
         hint = f"export HIP_VISIBLE_DEVICES={','.join(good)}"
-    value = f"{seen['version']} has no kernels for {', '.join(missing)}, which stands beside what it has some for"
+    value = f"{seen['version']} has no kernels for {', '.join(missing)}, only for the other GPUs here"
     return Finding(id="torch", status="warn", value=value, hint=hint)
 
 

@@ -36,7 +36,7 @@ from torch.autograd.function import once_differentiable
 LIBRARY, NORMS = "training", "norms"
 KINDS = {torch.float32: 0, torch.bfloat16: 1}
 ELSEWHERE: ContextVar[bool] = ContextVar("elsewhere", default=False)
-"""Set while a step on another kind of device is drawn up with fake tensors: nothing meant for processors runs then."""
+"""Set while a step for another kind of device is traced with fake tensors: CPU kernels do not run then."""
 
 
 PLAIN = (Tensor, nn.Parameter, FakeTensor)
@@ -44,7 +44,7 @@ PLAIN = (Tensor, nn.Parameter, FakeTensor)
 
 
 def ready(*tensors: Tensor) -> bool:
-    """Whether the library is there, and takes these tensors: on the processor, all float32 or all bfloat16."""
+    """Whether the library is available and accepts these tensors: on the CPU, all float32 or all bfloat16."""
     first = tensors[0]
     return (
         all(one.device.type == "cpu" and one.dtype == first.dtype for one in tensors)
@@ -104,8 +104,8 @@ class _Norm(torch.autograd.Function):
         x, weight, means, inverses = context.saved_tensors
         dy, dx = upstream[0].contiguous(), torch.empty_like(x)
         sums = x.new_zeros(torch.get_num_threads(), 2, x.shape[-1])
-        given = (0 if one is None else one for one in (weight, means))
-        call(NORMS, "norm_slopes", KINDS[dy.dtype], x, *given, inverses, dy, dx, sums, inverses.numel(), x.shape[-1])
+        optional = (0 if one is None else one for one in (weight, means))
+        call(NORMS, "norm_slopes", KINDS[dy.dtype], x, *optional, inverses, dy, dx, sums, inverses.numel(), x.shape[-1])
         dweight, dbias = sums.sum(0)
         return dx, None if weight is None else dweight, dbias if context.biased else None, None, None, None
 
@@ -204,7 +204,7 @@ def _turned(x: Tensor, y: Tensor, cosine: Tensor, sine: Tensor, sign: float) -> 
 def rotate(
     x: Float[Tensor, "B N T E"], cosine: Float[Tensor, "#B 1 T E"], sine: Float[Tensor, "#B 1 T E"]
 ) -> Float[Tensor, "B N T E"]:
-    """Each pair of numbers (e, e + E/2) turned by its angle; the second half of the angles repeats the first."""
+    """Each pair of numbers (e, e + E/2) rotated by its angle; the second half of the angles repeats the first."""
     y: Tensor = _Rotate.apply(x, cosine.contiguous(), sine.contiguous())  # type: ignore[no-untyped-call]
     return y
 
@@ -235,9 +235,9 @@ def cross_entropy_(
     slopes: bool = True,
 ) -> Float[Tensor, " N"]:
     """
-    z = log Σ exp(scores) of each row, in float32; the cross entropy is z − scores[target].
+    z = log Σ exp(s) of each row s of logits, in float32; the cross entropy is z − s[target].
 
-    With `slopes` the scores are overwritten with the gradient of share · Σ (z − scores[target] + z_loss · z²).
+    With `slopes` the logits are overwritten with the gradient of share · Σ (z − s[target] + z_loss · z²).
     """
     z = torch.empty(len(scores), dtype=torch.float32)
     _call(
@@ -265,13 +265,13 @@ ROOM: ContextVar[list[int] | None] = ContextVar("room", default=None)
 """Set while a step is traced: the most of `room_bytes` so far."""
 NONE, PAIRS, TILES = 0, 1, 2
 UNITS = ("none", "pairs", "tiles")
-"""What a processor multiplies bfloat16 with, the better the later; and their names."""
+"""The units of a CPU that multiply bfloat16, the fastest last, and their names."""
 ROUNDED, SET, ADD = 0, 1, 2
 """What becomes of sums: bfloat16, float32, float32 added to what is there."""
 
 
 def matmul_ready(x: Tensor, weight: Tensor) -> bool:
-    """Whether the processor and the library take a product of x in bfloat16 with float32 weights."""
+    """Whether the CPU and the library support a matmul of x in bfloat16 with float32 weights."""
     return (
         x.dtype == torch.bfloat16
         and weight.dtype == torch.float32
@@ -287,7 +287,7 @@ def matmul_ready(x: Tensor, weight: Tensor) -> bool:
 
 
 def units() -> int:
-    """What the library, where it is there and wanted, multiplies with on this processor: NONE, PAIRS or TILES."""
+    """The unit of this CPU that the library uses: NONE, PAIRS or TILES. NONE if it is missing or switched off."""
     return NONE if native.library(MATMUL_LIBRARY) is None else _units_here()
 
 
@@ -307,9 +307,9 @@ def product(
 ) -> Tensor:
     """left · right, rounded to bfloat16 where that is the format of `into`, whose rows are contiguous."""
     output = ROUNDED if into.dtype == torch.bfloat16 else ADD if add else SET
-    if (taken := ROOM.get()) is not None:
+    if (room := ROOM.get()) is not None:
         turned = right.dtype == torch.float32 and left.dtype != torch.float32
-        taken[:] = map(max, taken, room_bytes(len(into), into.shape[1], left.shape[1], output, turned=turned))
+        room[:] = map(max, room, room_bytes(len(into), into.shape[1], left.shape[1], output, turned=turned))
     sides = *_side(left), *_side(right.t())
     shape = *into.shape, left.shape[1]
     added = 0 if bias is None else bias.float().contiguous()
@@ -336,9 +336,9 @@ def _side(matrix: Tensor) -> tuple[Tensor, int, int, int]:
 
 def room_bytes(rows: int, columns: int, inner: int, output: int, *, turned: bool) -> list[int]:
     """
-    Of the memory that the library keeps to rearrange both sides and to sum up in, of all threads: it grows to what the
-    largest product needs. As in native/products_tiles.hpp and products_pairs.hpp. `turned`: the right side alone is in
-    float32.
+    Sizes of the library's buffers for rearranging the left and right side and for sums, over all threads. They grow to
+    the needs of the largest matmul. As in native/products_tiles.hpp and products_pairs.hpp. `turned`: only the right
+    side is in float32.
     """
     by_pairs, threads = units() == PAIRS, torch.get_num_threads()
     most, block = (PAIRS_INNER, PAIRS_BLOCK) if by_pairs else (TILES_INNER, TILES_BLOCK)
@@ -361,7 +361,7 @@ def _rectangle(high: int, wide: int, threads: int) -> tuple[int, int]:
 
 
 def forward_operation() -> Any:
-    """y = x Wᵀ + b as an operation of torch, so that recomputation can be told to keep what it gives."""
+    """y = x Wᵀ + b as an operation of torch, so that activation checkpointing can keep its output."""
     _operations()
     return torch.ops.bloomery.linear.default
 

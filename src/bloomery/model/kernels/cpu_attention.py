@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 QUERIES_PER_BLOCK = {torch.float32: 128, torch.bfloat16: 256}
-"""Of batched products: scores of so many queries are computed at a time, and only for the keys up to the last."""
+"""Queries per batched matmul, which computes attention scores only for keys up to the last of these queries."""
 
 
 def causal_attention(
@@ -49,8 +49,8 @@ class _ByPairs(torch.autograd.Function):
         q, k, v = map(_along, (q, k, v))
         y, totals = _in_order_of_tokens(q, v.shape[3]), torch.empty((*q.shape[:3], 2), dtype=torch.float32)
         rest = _in_order_of_tokens(q, v.shape[3]) if any(context.needs_input_grad) else None
-        given = q, k, v, y, 0 if rest is None else rest, _strides(q, k, v, y), first, totals
-        call(cpu.MATMUL_LIBRARY, "attention", *given, *_sizes(q, k, v, False))
+        arguments = q, k, v, y, 0 if rest is None else rest, _strides(q, k, v, y), first, totals
+        call(cpu.MATMUL_LIBRARY, "attention", *arguments, *_sizes(q, k, v, False))
         context.save_for_backward(q, k, v, y, rest, totals, first)
         return y
 
@@ -92,7 +92,7 @@ def _sizes(q: Tensor, k: Tensor, v: Tensor, slopes: bool) -> tuple[Any, ...]:
 
 
 class _ByProducts(torch.autograd.Function):
-    """Scores, weights and products a block of queries at a time, so that nothing is computed of most of the future."""
+    """Batched matmuls, a block of queries at a time, which skips most of the masked future keys."""
 
     @staticmethod
     def forward(context: Any, q: Tensor, k: Tensor, v: Tensor, first: Tensor) -> Tensor:
@@ -105,8 +105,8 @@ class _ByProducts(torch.autograd.Function):
                 scores = torch.bmm(q[:, :, start:stop].reshape(B * K, -1, E), k[:, :stop].transpose(1, 2))
                 shape = B * K, K, T, start, stop - start, scores.shape[1], stop
                 call(LIBRARY, "softmax", KINDS[q.dtype], scores, first, *shape, E**-0.5)
-                part = torch.bmm(scores, v[:, :stop]).view(B, K, H // K, stop - start, W)
-                y[:, start:stop] = part.permute(0, 3, 1, 2, 4)
+                block = torch.bmm(scores, v[:, :stop]).view(B, K, H // K, stop - start, W)
+                y[:, start:stop] = block.permute(0, 3, 1, 2, 4)
                 weights.append(scores)
         context.save_for_backward(q, k, v, first, *weights)
         return y.view(B, T, H, W).transpose(1, 2)

@@ -35,11 +35,11 @@ def turn(
 def cross_entropy(
     scores: Float[Tensor, "C V"], targets: Int[Tensor, " C"], z_loss: float = 0.0
 ) -> tuple[Float[Tensor, " C"], Float[Tensor, " C"], Float[Tensor, "C V"]]:
-    """z = log Σ exp(scores), the scores of the targets, and the slopes of Σ (z − reached + z_loss · z²)."""
-    counts, wanted = targets >= 0, targets.clamp_min(0)[:, None]
-    z, reached = torch.logsumexp(scores, 1), scores.gather(1, wanted)[:, 0]
+    """z = log Σ exp(logits), the targets' logits `reached`, and the gradients of Σ (z − reached + z_loss · z²)."""
+    counts, labels = targets >= 0, targets.clamp_min(0)[:, None]
+    z, reached = torch.logsumexp(scores, 1), scores.gather(1, labels)[:, 0]
     slopes = torch.softmax(scores, 1) * (1 + 2 * z_loss * z)[:, None]
-    slopes = slopes.scatter_add(1, wanted, -torch.ones_like(wanted, dtype=scores.dtype)) * counts[:, None]
+    slopes = slopes.scatter_add(1, labels, -torch.ones_like(labels, dtype=scores.dtype)) * counts[:, None]
     return z * counts, reached * counts, slopes
 
 
@@ -47,18 +47,19 @@ def cross_entropy_(
     scores: Float[Tensor, "C V"], targets: Int[Tensor, " C"], z_loss: float, slopes: bool, share: float = 1.0
 ) -> tuple[Float[Tensor, "C 1"], Float[Tensor, "C V"] | None]:
     """
-    z, and `share` times the slopes, with few passes over memory, as training computes them where no kernel does it: z
-    in float32, the slopes in the format of the scores, which may be overwritten. Every target counts.
+    z, and `share` times the gradients, in few passes over memory. Training uses it where there is no kernel.
+
+    z is in float32, the gradients in the dtype of the logits, which may be overwritten. Every target counts.
     """
     if not slopes:
         return torch.logsumexp(scores.float(), 1, keepdim=True), None
-    wanted = targets[:, None]
-    largest, place = scores.max(1, keepdim=True)
+    labels = targets[:, None]
+    largest, index = scores.max(1, keepdim=True)
     shares = torch.softmax(scores, 1, dtype=torch.float32)
-    z = largest.float() - shares.gather(1, place).log_()  # the largest share is at least 1 / V
+    z = largest.float() - shares.gather(1, index).log_()  # the largest share is at least 1 / V
     if z_loss:
         shares.mul_(1 + 2 * z_loss * z)
-    shares.scatter_add_(1, wanted, shares.new_full(wanted.shape, -1.0))
+    shares.scatter_add_(1, labels, shares.new_full(labels.shape, -1.0))
     return z, torch.mul(shares, share, out=shares if scores.dtype == torch.float32 else scores)
 
 
@@ -72,6 +73,6 @@ def nf4_dense(
     """The matrix that codes and scales stand for: the layout of quantize.NF4, written a second time to be compared."""
     pairs = torch.stack((codes >> 4, codes & 15), 2).flatten(1).long()[:, : shape[1]]
     if coarse is not None:
-        place = torch.arange(scales.numel(), device=scales.device).view(scales.shape) // 256
-        scales = scales * coarse[place] + coarse[-1]
+        group = torch.arange(scales.numel(), device=scales.device).view(scales.shape) // 256
+        scales = scales * coarse[group] + coarse[-1]
     return numbers[pairs] * scales.float().repeat_interleave(64, 1)[:, : shape[1]]

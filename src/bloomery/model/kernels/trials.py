@@ -70,7 +70,7 @@ def cpu_rms_norm() -> None:
 
 
 def cpu_cross_entropy() -> None:
-    """It overwrites the scores with their gradients, and so is compared by hand."""
+    """Compared by hand, because the kernel overwrites the logits with their gradients."""
     dtype = find("cpu").compute_dtype
     scores, targets = (4 * torch.randn(65, 5003)).to(dtype), torch.randint(0, 5003, (65,))
     exact = scores.double()
@@ -80,8 +80,8 @@ def cpu_cross_entropy() -> None:
     slopes = torch.softmax(exact, 1)
     slopes[torch.arange(65), targets] -= 1
     compare("loss, gradient of s", scores, slopes)
-    many, wanted = probes.entropy_inputs(find("cpu"))
-    tell_time(find("cpu"), lambda: cpu.cross_entropy_(many.detach().clone(), wanted))
+    many, labels = probes.entropy_inputs(find("cpu"))
+    tell_time(find("cpu"), lambda: cpu.cross_entropy_(many.detach().clone(), labels))
 
 
 CPU_KERNELS: dict[str, Callable[[], None]] = {
@@ -106,7 +106,7 @@ LONG = {"cpu": 4}
 
 
 def _long(device: Device) -> int:
-    return LONG.get(device.place.type, 4096)
+    return LONG.get(device.torch_device.type, 4096)
 
 
 def triton_rms_norm(device: Device) -> None:
@@ -137,15 +137,15 @@ def _plain_loss(scores: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def triton_cross_entropy(device: Device, lost: Losing) -> None:
-    """It may overwrite the scores with their gradients, and so is compared by hand."""
+    """Compared by hand, because the kernel may overwrite the logits with their gradients."""
     scores, targets = (4 * torch.randn(65, 5003)).to(device.compute_dtype), torch.randint(0, 5003, (65,))
     z, reached, slopes = reference.cross_entropy(scores.double(), targets)
     say(trying="loss")
-    losses, found = lost(*_on(device, scores.clone(), targets))
+    losses, grads = lost(*_on(device, scores.clone(), targets))
     compare("loss", losses, z - reached)
-    compare("loss, gradient of s", found, slopes)
-    many = torch.randn(_long(device) // 4, 8192, device=device.place).to(device.compute_dtype)
-    places = torch.arange(len(many), device=device.place)
+    compare("loss, gradient of s", grads, slopes)
+    many = torch.randn(_long(device) // 4, 8192, device=device.torch_device).to(device.compute_dtype)
+    places = torch.arange(len(many), device=device.torch_device)
     tell_time(device, lambda: lost(many, places))
 
 
@@ -182,9 +182,9 @@ def rotary(device: Device, turned: Turning, normed: bool) -> None:
     probes.forward_and_back(device, "turned", work, formula, inputs, slope, "xg"[: len(inputs)])
     tokens = _long(device)
     c, s = (one.to(dtype) for one in _on(device, *_angles(tokens, 64)))
-    many = [torch.randn(1, tokens, 16, 64, device=device.place).to(dtype).transpose(1, 2).requires_grad_()]
+    many = [torch.randn(1, tokens, 16, 64, device=device.torch_device).to(dtype).transpose(1, 2).requires_grad_()]
     if normed:
-        many.append(torch.ones(64, device=device.place, requires_grad=True))
+        many.append(torch.ones(64, device=device.torch_device, requires_grad=True))
     tell_time(device, lambda: torch.autograd.grad(work(*many), many, torch.ones_like(many[0])))
 
 
@@ -218,19 +218,19 @@ def nf4(device: Device, multiplied: Multiplying) -> None:
         )
         x, slope = torch.randn(65, 200).to(dtype), torch.randn(65, 72).to(dtype)
         right = x.double() @ dense.double().t() + (matrix.bias.double() if matrix.bias is not None else 0.0)
-        matrix = matrix.to(device.place)
-        given, back = _on(device, x, slope)
+        matrix = matrix.to(device.torch_device)
+        inputs, back = _on(device, x, slope)
         words = "product, scales coded" if double else "product"
-        compare(words, multiplied(matrix, given, False), right)
+        compare(words, multiplied(matrix, inputs, False), right)
         compare(f"{words}, gradient of x", multiplied(matrix, back, True), slope.double() @ dense.double())
     width = 2048 if _long(device) > 16 else 64
-    matrix = NF4(nn.Linear(width, width)).to(device.place)
-    many = torch.randn(_long(device), width, device=device.place).to(dtype)
+    matrix = NF4(nn.Linear(width, width)).to(device.torch_device)
+    many = torch.randn(_long(device), width, device=device.torch_device).to(dtype)
     tell_time(device, lambda: (multiplied(matrix, many, False), multiplied(matrix, many, True)))
 
 
 def _on(device: Device, *tensors: Tensor) -> list[Tensor]:
-    return [one.to(device.place) for one in tensors]
+    return [one.to(device.torch_device) for one in tensors]
 
 
 TRITON_KERNELS: dict[str, Callable[[Device], None]] = {
@@ -251,8 +251,12 @@ def main(name: str, device: Device) -> None:
     torch.manual_seed(0)
     formats = [device.compute_dtype]
     if name.endswith(kernel_trials.OWN):
-        if not devices.compiles_kernels(device.place):
-            say(absent="Triton is not installed" if device.place.type != "cpu" else "Triton compiles for GPUs alone")
+        if not devices.compiles_kernels(device.torch_device):
+            say(
+                absent="Triton is not installed"
+                if device.torch_device.type != "cpu"
+                else "Triton compiles for GPUs alone"
+            )
             return
         if device.compute_dtype not in triton.DTYPES:
             say(absent=f"{device.compute_dtype} is left to torch")

@@ -7,7 +7,7 @@ that trials and tests compare with are in model/kernels/reference.py.
 Triton may be missing. Then no caller gets here, because no kernel was trusted. A launch can also be written down
 instead, so that it is compiled for GPUs that are not there.
 
-Letters used for shapes are those of layers.py; N heads, C rows of scores, R rows of a quantised matrix.
+Letters used for shapes are those of layers.py; N heads, C rows of logits, R rows of a quantised matrix.
 """
 
 import importlib
@@ -58,14 +58,14 @@ def language() -> Any:
     return importlib.import_module(LANGUAGE)
 
 
-def launch(one: Launch) -> None:
+def launch(request: Launch) -> None:
     """Run a kernel on the device of its tensors, or write down that it was asked for."""
     record = _RECORD.get()
     if record is not None:
-        record.append(one)
+        record.append(request)
         return
-    kernel = getattr(language(), one.kernel)
-    kernel[one.grid](**one.arguments, **one.constants, num_warps=one.warps, num_stages=one.stages)
+    kernel = getattr(language(), request.kernel)
+    kernel[request.grid](**request.arguments, **request.constants, num_warps=request.warps, num_stages=request.stages)
 
 
 @contextmanager
@@ -83,9 +83,9 @@ DTYPES = (torch.float32, torch.bfloat16)
 LARGEST_ROW = 8192
 """Numbers of a row that one program holds in registers: 32 for each of 256 threads. 16384 spill on RDNA."""
 PARTS = 256
-"""Programs that share the rows where slopes of weights are added up: a fixed number, for sums in a fixed order."""
+"""Programs that share the rows when gradients of weights are summed: a fixed number, for sums in a fixed order."""
 TILE_VALUES = 4096
-"""Numbers of several heads that one program turns at once."""
+"""Numbers of several heads that one program rotates at once."""
 SCORES_AT_ONCE = 4096
 
 
@@ -193,8 +193,8 @@ class _Turn(torch.autograd.Function):
 def _places(**tensors: Tensor) -> dict[str, int]:
     """How far batches, heads and tokens of (B, N, T, E) lie from each other."""
     return {
-        f"{name}_{axis}": one.stride(dim)
-        for name, one in tensors.items()
+        f"{name}_{axis}": tensor.stride(dim)
+        for name, tensor in tensors.items()
         for dim, axis in enumerate(("batch", "head", "token"))
     }
 
@@ -270,8 +270,8 @@ def turn(
     eps: float | None = None,
 ) -> Float[Tensor, "B N T E"]:
     """
-    Each pair of numbers (e, e + E/2) of a head turned by its angle; the second half of the angles repeats the first.
-    With `eps`, the head is first divided by √(mean(x²) + ε), and multiplied with the weights if there are any.
+    Each pair of numbers (e, e + E/2) of a head rotated by its angle; the second half of the angles repeats the first.
+    With `eps`, the head is first divided by √(mean(x²) + ε) and multiplied by the weights, if any.
     """
     y: Tensor = _Turn.apply(x, weight, cosine.contiguous(), sine.contiguous(), eps)  # type: ignore[no-untyped-call]
     return y
@@ -286,10 +286,10 @@ def cross_entropy_(
     slopes: bool = True,
 ) -> tuple[Float[Tensor, " C"], Float[Tensor, " C"]]:
     """
-    z = log Σ exp(scores) of each row and the score of its target, in float32; the cross entropy is their difference.
-    Rows with a negative target do not count: 0 and 0.
+    z = log Σ exp(s) of each row s of logits, and s[target], in float32; the cross entropy is their difference.
+    Both are 0 for rows with a negative target, which do not count.
 
-    With `slopes` the scores are overwritten with the gradient of share · Σ (z − scores[target] + z_loss · z²).
+    With `slopes` the logits are overwritten with the gradient of share · Σ (z − s[target] + z_loss · z²).
     """
     z, reached = (torch.empty(len(scores), dtype=torch.float32, device=scores.device) for _ in range(2))
     block = min(SCORES_AT_ONCE, _power(scores.shape[1]))

@@ -17,15 +17,15 @@ import triton.language as tl
 def norm(x_at, weight_at, y_at, inverse_at, width, eps, weighted: tl.constexpr, block: tl.constexpr):
     """A row of y = x / √(mean(x²) + ε) · weight, and 1 / √(…), which the way back needs."""
     row = tl.program_id(0).to(tl.int64)
-    place = tl.arange(0, block)
-    inside = place < width
-    x = tl.load(x_at + row * width + place, mask=inside, other=0.0).to(tl.float32)
+    offsets = tl.arange(0, block)
+    inside = offsets < width
+    x = tl.load(x_at + row * width + offsets, mask=inside, other=0.0).to(tl.float32)
     inverse = tl.rsqrt(tl.sum(x * x, axis=0) / width + eps)
     y = x * inverse
     if weighted:
-        y *= tl.load(weight_at + place, mask=inside, other=0.0).to(tl.float32)
+        y *= tl.load(weight_at + offsets, mask=inside, other=0.0).to(tl.float32)
     tl.store(inverse_at + row, inverse)
-    tl.store(y_at + row * width + place, y.to(y_at.dtype.element_ty), mask=inside)
+    tl.store(y_at + row * width + offsets, y.to(y_at.dtype.element_ty), mask=inside)
 
 
 @triton.jit
@@ -42,26 +42,26 @@ def norm_slopes(
     weighted: tl.constexpr,
     block: tl.constexpr,
 ):
-    """Slopes of some rows of x, and their part of those of the weights, in the order of the rows."""
+    """Gradients of some rows of x, and the part of these rows in the gradients of the weights, summed in row order."""
     program = tl.program_id(0).to(tl.int64)
-    place = tl.arange(0, block)
-    inside = place < width
+    offsets = tl.arange(0, block)
+    inside = offsets < width
     weight = tl.full([block], 1.0, tl.float32)
     if weighted:
-        weight = tl.load(weight_at + place, mask=inside, other=0.0).to(tl.float32)
+        weight = tl.load(weight_at + offsets, mask=inside, other=0.0).to(tl.float32)
     total = tl.zeros([block], tl.float32)
     for row in range(program * share_rows, tl.minimum((program + 1) * share_rows, rows)):
-        x = tl.load(x_at + row * width + place, mask=inside, other=0.0).to(tl.float32)
-        dy = tl.load(dy_at + row * width + place, mask=inside, other=0.0).to(tl.float32)
+        x = tl.load(x_at + row * width + offsets, mask=inside, other=0.0).to(tl.float32)
+        dy = tl.load(dy_at + row * width + offsets, mask=inside, other=0.0).to(tl.float32)
         inverse = tl.load(inverse_at + row)
         normed = x * inverse
         slope = dy * weight
         along = tl.sum(slope * normed, axis=0) / width
         dx = (slope - normed * along) * inverse
-        tl.store(dx_at + row * width + place, dx.to(dx_at.dtype.element_ty), mask=inside)
+        tl.store(dx_at + row * width + offsets, dx.to(dx_at.dtype.element_ty), mask=inside)
         total += dy * normed
     if weighted:
-        tl.store(dweight_at + program * width + place, total, mask=inside)
+        tl.store(dweight_at + program * width + offsets, total, mask=inside)
 
 
 @triton.jit
@@ -109,24 +109,24 @@ def turn(
     block_heads: tl.constexpr,
     block_half: tl.constexpr,
 ):
-    """Some heads of a token: normed where asked for, and each pair (e, e + half) turned by sign times its angle."""
+    """Some heads of a token, with optional norm, and each pair (e, e + half) rotated by sign times its angle."""
     token = tl.program_id(0).to(tl.int64)
     batch, token = token // tokens, token % tokens
     head = tl.program_id(1).to(tl.int64) * block_heads + tl.arange(0, block_heads)[:, None]
-    place = tl.arange(0, block_half)
-    inside = (head < heads) & (place < half)[None, :]
-    start = x_at + batch * x_batch + token * x_token + head * x_head + place[None, :]
+    offsets = tl.arange(0, block_half)
+    inside = (head < heads) & (offsets < half)[None, :]
+    start = x_at + batch * x_batch + token * x_token + head * x_head + offsets[None, :]
     first, second = halves(start, half, inside)
     if normed:
         inverse = inverse_root(first, second, half, eps)
         first, second = first * inverse, second * inverse
     if weighted:
-        near, far = halves(weight_at + place, half, place < half)
+        near, far = halves(weight_at + offsets, half, offsets < half)
         first, second = first * near[None, :], second * far[None, :]
-    angle = batch * angle_batch + token * angle_token + place
-    cosine = tl.load(cosine_at + angle, mask=place < half, other=0.0).to(tl.float32)[None, :]
-    sine = tl.load(sine_at + angle, mask=place < half, other=0.0).to(tl.float32)[None, :] * sign
-    end = y_at + batch * y_batch + token * y_token + head * y_head + place[None, :]
+    angle = batch * angle_batch + token * angle_token + offsets
+    cosine = tl.load(cosine_at + angle, mask=offsets < half, other=0.0).to(tl.float32)[None, :]
+    sine = tl.load(sine_at + angle, mask=offsets < half, other=0.0).to(tl.float32)[None, :] * sign
+    end = y_at + batch * y_batch + token * y_token + head * y_head + offsets[None, :]
     keep(end, half, inside, first * cosine - second * sine, second * cosine + first * sine)
 
 
@@ -160,54 +160,54 @@ def turn_slopes(
     block_heads: tl.constexpr,
     block_half: tl.constexpr,
 ):
-    """Slopes of some heads of some tokens that were normed and turned, and their part of those of the weights."""
+    """Gradients of some heads of some tokens before norm and RoPE, and their part in the gradients of the weights."""
     program = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1).to(tl.int64) * block_heads + tl.arange(0, block_heads)[:, None]
-    place = tl.arange(0, block_half)
-    there = place < half
+    offsets = tl.arange(0, block_half)
+    there = offsets < half
     inside = (head < heads) & there[None, :]
     near, far = tl.full([block_half], 1.0, tl.float32), tl.full([block_half], 1.0, tl.float32)
     if weighted:
-        near, far = halves(weight_at + place, half, there)
+        near, far = halves(weight_at + offsets, half, there)
     near_total, far_total = tl.zeros([block_half], tl.float32), tl.zeros([block_half], tl.float32)
     for row in range(program * share_rows, tl.minimum((program + 1) * share_rows, rows)):
         batch, token = row // tokens, row % tokens
-        x = x_at + batch * x_batch + token * x_token + head * x_head + place[None, :]
+        x = x_at + batch * x_batch + token * x_token + head * x_head + offsets[None, :]
         first, second = halves(x, half, inside)
         inverse = inverse_root(first, second, half, eps)
         first, second = first * inverse, second * inverse
-        angle = batch * angle_batch + token * angle_token + place
+        angle = batch * angle_batch + token * angle_token + offsets
         cosine = tl.load(cosine_at + angle, mask=there, other=0.0).to(tl.float32)[None, :]
         sine = tl.load(sine_at + angle, mask=there, other=0.0).to(tl.float32)[None, :]
-        dy = dy_at + batch * dy_batch + token * dy_token + head * dy_head + place[None, :]
+        dy = dy_at + batch * dy_batch + token * dy_token + head * dy_head + offsets[None, :]
         above, below = halves(dy, half, inside)
         above, below = above * cosine + below * sine, below * cosine - above * sine
         near_total += tl.sum(above * first, axis=0)
         far_total += tl.sum(below * second, axis=0)
         above, below = above * near[None, :], below * far[None, :]
         along = ((tl.sum(above * first, axis=1) + tl.sum(below * second, axis=1)) / (2 * half))[:, None]
-        dx = dx_at + batch * dx_batch + token * dx_token + head * dx_head + place[None, :]
+        dx = dx_at + batch * dx_batch + token * dx_token + head * dx_head + offsets[None, :]
         keep(dx, half, inside, (above - first * along) * inverse, (below - second * along) * inverse)
     if weighted:
-        part = (program * tl.num_programs(1) + tl.program_id(1)) * 2 * half
-        keep(dweight_at + part + place, half, there, near_total, far_total)
+        base = (program * tl.num_programs(1) + tl.program_id(1)) * 2 * half
+        keep(dweight_at + base + offsets, half, there, near_total, far_total)
 
 
 @triton.jit
 def entropy(scores_at, targets_at, z_at, reached_at, width, z_loss, share, slopes: tl.constexpr, block: tl.constexpr):
     """
-    z = log Σ exp(scores) of a row, and the score of its target; both 0 where the target is negative, which means that
-    the row does not count. With `slopes`, the scores become the slope of share · (z − reached + z_loss · z²).
+    z = log Σ exp(s) of a row s of logits, and `reached`, the logit of its target. Both are 0 where the target is
+    negative: the row does not count. With `slopes`, the gradient of share · (z − reached + z_loss · z²) overwrites s.
 
-    Each thread writes only what it has read itself, so that no number is read after it was overwritten.
+    Each thread writes only numbers that it has read itself, so no number is read after it was overwritten.
     """
     row = tl.program_id(0).to(tl.int64)
     target = tl.load(targets_at + row)
     counts = target >= 0
-    place = tl.arange(0, block)
+    offsets = tl.arange(0, block)
     largest, total, reached = float("-inf"), 0.0, 0.0
     for start in range(0, width, block):
-        here = start + place
+        here = start + offsets
         scores = tl.load(scores_at + row * width + here, mask=here < width, other=float("-inf")).to(tl.float32)
         above = tl.maximum(largest, tl.max(scores, axis=0))
         level = tl.where(above == float("-inf"), 0.0, above)  # −∞ − −∞ is none of the numbers
@@ -220,7 +220,7 @@ def entropy(scores_at, targets_at, z_at, reached_at, width, z_loss, share, slope
     if slopes:
         grown = 1.0 + 2.0 * z_loss * z
         for start in range(0, width, block):
-            here = start + place
+            here = start + offsets
             scores = tl.load(scores_at + row * width + here, mask=here < width, other=float("-inf")).to(tl.float32)
             slope = tl.exp(scores - z) * grown - tl.where(here == target, 1.0, 0.0)
             slope = tl.where(counts, share * slope, 0.0).to(scores_at.dtype.element_ty)
@@ -252,7 +252,7 @@ def nf4_product(
     """
     A tile of y = x Wᵀ + bias, or of dx = dy W on the way back; W has two codes a byte, and a scale for 64 of a row.
 
-    outputs and inputs are those of this product; coarse_last is where the mean of all scales lies. A tile is at most 64
+    outputs and inputs are those of this matmul; coarse_last is where the mean of all scales lies. A tile is at most 64
     wide along the rows of W and begins at a multiple of its width, so that each of its rows has one scale.
     """
     row, out = tl.arange(0, block_rows)[:, None], tl.arange(0, block_out)[None, :]

@@ -22,7 +22,15 @@ from bloomery.model.transformer import Transformer
 from bloomery.shards.loader import SampleSource
 from bloomery.train.optim import Optimizers
 from bloomery.train.precision import Precision
-from bloomery.train.step import LossFunction, accumulate_gradients, clipping, gradients, retry_on_oom, retry_on_overflow
+from bloomery.train.step import (
+    BatchLoss,
+    LossFunction,
+    accumulate_gradients,
+    clipping,
+    gradients,
+    retry_on_oom,
+    retry_on_overflow,
+)
 from bloomery.train.validation import EvalCheck
 from bloomery.weights import checkpoint
 
@@ -50,13 +58,12 @@ class DryRun:
     optimizers: Optimizers
     samples: SampleSource
     validation: EvalCheck
-    device: Device
     world: World
     precision: Precision
-    max_norm: float
-    objective: LossFunction
+    max_grad_norm: float
+    loss_function: LossFunction
     one_shape: bool = False
-    """Whether blocks are compiled, for each shape anew."""
+    """Whether blocks are compiled, which happens again for each shape."""
 
     def run(self, rows: int, rows_per_step: int) -> Tried:
         """Raises HardwareError where not even one row fits."""
@@ -65,7 +72,7 @@ class DryRun:
         rows = min(rows, most)
         self._step(rows if self.one_shape else 1, 1)
         used, seconds, update = self._step(rows, MICRO_BATCHES if rows < most else 1)
-        self.validation.measure(self.model, self.device, most=1)
+        self.validation.measure(self.model, self.precision, most=1)
         if self.world.size == 1:
             weights = {name: weight for name, weight in self.model.named_parameters() if weight.requires_grad}
             kept = checkpoint.copy_state(weights), checkpoint.copy_state(self.optimizers.state())
@@ -73,7 +80,7 @@ class DryRun:
         self.optimizers.restore({})
         return Tried(
             rows=used,
-            peak_bytes=self.device.peak_bytes(),
+            peak_bytes=self.precision.device.peak_bytes(),
             micro_batch_seconds=seconds,
             update_seconds=update,
         )
@@ -82,19 +89,21 @@ class DryRun:
         """Rows at once, seconds of a micro-batch, seconds of the update."""
         numbers = np.arange(rows * micro_batches * self.world.size) % self.samples.num_samples
         batch = self.samples.batch(numbers)
-        work = partial(
-            accumulate_gradients, self.model, batch, device=self.device, world=self.world, objective=self.objective
-        )
+
+        def compute(rows: int) -> tuple[BatchLoss, torch.Tensor]:
+            model, world = self.model, self.world
+            work = partial(accumulate_gradients, model, batch, rows, self.precision, self.loss_function, world)
+            return retry_on_overflow(model, self.precision, work)
+
         began = time.perf_counter()
-        attempt = partial(retry_on_overflow, self.model, self.precision, work)
-        (_, _, norm), used = retry_on_oom(self.model, self.world, rows, attempt)
+        (_, norm), used = retry_on_oom(self.model, self.world, rows, compute)
         learned = time.perf_counter()
         if not bool(norm.isfinite()):  # a rate of 0 keeps no weight from such a gradient
             torch._foreach_zero_(gradients(self.model))
             norm = torch.zeros(())
-        self.optimizers.step(clipping(self.max_norm, norm))
+        self.optimizers.step(clipping(self.max_grad_norm, norm))
         self.optimizers.zero_grad()
-        self.device.synchronize()
+        self.precision.device.synchronize()
         parts = -(-rows * micro_batches // used)
         return used, (learned - began) / parts, time.perf_counter() - learned
 

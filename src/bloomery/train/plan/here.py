@@ -1,4 +1,4 @@
-"""Plans for this machine, with measured speed and memory from tracing."""
+"""This machine as a plan sees it: its memory, its measured speed, and the rows that go through a model at once."""
 
 import os
 import time
@@ -15,9 +15,8 @@ from bloomery.hw.launcher import cores
 from bloomery.model.config import ModelConfig
 from bloomery.train.config import Training
 from bloomery.train.plan import report
-from bloomery.train.plan.memory import USUAL_TOKENS, Machine, NumberType, TrainSetup, usable
-from bloomery.train.plan.search import Candidate, PlanRequest, best
-from bloomery.train.plan.trace import TracedStep, timed, trace
+from bloomery.train.plan.memory import USUAL_TOKENS, Machine, NumberType, usable
+from bloomery.train.plan.search import best
 from bloomery.train.precision import short
 
 import torch
@@ -28,21 +27,21 @@ PROCESSOR_GAPS = 1.5
 
 
 def here(config: Training, devices_wanted: int = 1) -> Machine:
-    """This machine as a target for what a section asks of it, with the measured peaks of its products."""
+    """This machine as the target of a section, with the measured peaks of its matmuls."""
     device = devices.find(config.device)
     if config.precision != "auto":
         device = replace(device, compute_dtype=getattr(torch, config.precision))
-    found = room(device, devices_wanted, devices_wanted)
+    machine = room(device, devices_wanted, devices_wanted)
     flops, bandwidth = measured_peak(device), copied_per_second(device)
-    exact = flops if found.precision == "float32" else measured_peak(replace(device, compute_dtype=torch.float32))
-    if found.processor:
+    exact = flops if machine.precision == "float32" else measured_peak(replace(device, compute_dtype=torch.float32))
+    if machine.processor:
         longer = slower(devices_wanted)
         flops, exact, bandwidth = flops / longer, exact / longer, bandwidth / devices_wanted
-    return replace(found, flops=flops, flops_from="measured", bandwidth=bandwidth, peaks={"float32": exact})
+    return replace(machine, flops=flops, flops_from="measured", bandwidth=bandwidth, peaks={"float32": exact})
 
 
 def slower(ranks: int) -> float:
-    """How much longer a product takes a rank on the processor, of so many, than it takes this process alone."""
+    """How many times as long a matmul takes each of `ranks` on the CPU as it takes this process alone."""
     alone = devices.threads()
     each = max(1, cores() // ranks)
     if said := os.environ.get("OMP_NUM_THREADS"):  # "4,2" is 4 threads, and 2 within each
@@ -53,10 +52,10 @@ def slower(ranks: int) -> float:
 
 def room(device: Device, devices_wanted: int = 1, together: int = 1) -> Machine:
     """
-    A device as a target of which only the memory is known. Ranks that compute `together` on one processor share its
-    memory; of other devices each has its own.
+    A device as a target of which only the memory is known. Ranks that compute `together` on one CPU share its
+    memory. Every other device has its own memory.
     """
-    processor = device.place.type == "cpu"
+    processor = device.torch_device.type == "cpu"
     size = device.memory_bytes // together if processor else device.memory_bytes
     free = int(usable(device.memory_bytes, shared=True) / PROCESSOR_GAPS) // together if processor else usable(size)
     return Machine(
@@ -74,15 +73,15 @@ def room(device: Device, devices_wanted: int = 1, together: int = 1) -> Machine:
 
 def decided(config: Training, model: ModelConfig, vocab_size: int, device: Device, world: World) -> Training:
     """
-    A section with the rows that go through the model at once, where it leaves them open: from its shape and the whole
-    memory of the device, so that a run which goes on decides the same; on all ranks what fits on each of them.
+    A section with its micro-batch, if the recipe leaves that open. It follows from the model's shape and the whole
+    memory of the device, so that a resumed run decides the same. All ranks take the most that fits on each rank.
     """
     if config.micro_batch_tokens != "auto":
         return config
     target = room(device, world.size, distributed.ranks_here(world))
     ask = report.asked("", config, model, vocab_size, target)
-    found = best(ask, ask.what, ask.way, target) if target.memory_bytes else None
-    tokens = USUAL_TOKENS if found is None else found.way.rows * model.context
+    candidate = best(ask, ask.what, ask.way, target) if target.memory_bytes else None
+    tokens = USUAL_TOKENS if candidate is None else candidate.way.rows * model.context_length
     return config.model_copy(update={"micro_batch_tokens": min(world.gather(tokens))})
 
 
@@ -93,7 +92,7 @@ def _format(dtype: torch.dtype) -> NumberType:
 @cache
 def copied_per_second(device: Device) -> float:
     """Bytes a second that a copy of a large tensor reads and writes."""
-    source = torch.ones(COPY_NUMBERS, device=device.place)
+    source = torch.ones(COPY_NUMBERS, device=device.torch_device)
     target = torch.empty_like(source)
     best, end = float("inf"), time.perf_counter() + COPY_SECONDS
     target.copy_(source)
@@ -104,50 +103,3 @@ def copied_per_second(device: Device) -> float:
         device.synchronize()
         best = min(best, time.perf_counter() - began)
     return 2.0 * source.nbytes / best
-
-
-def traceable(way: TrainSetup) -> bool:
-    """Whether the step is one that this software makes."""
-    return not way.sharded or way.method == "full"
-
-
-def check(ask: PlanRequest, target: Machine, option: Candidate) -> Candidate:
-    """The memory of a way as tracing finds it, where it can be traced, and its speed by timing, where that is here."""
-    if not traceable(option.way):
-        return option
-    what = step(option, option.way.rows * option.way.devices < ask.rows_per_step)
-    found = trace(what)
-    moment, kept = found.at_peak
-    kept["weights"] += option.what.reference_bytes(option.way.method)  # which takes part in no step that is traced
-    peak = sum(kept.values())
-    option = replace(option, peak_bytes=peak, fits=peak <= target.usable_bytes, traced=(moment, kept))
-    if target.flops_from != "measured" or option.pace is None or option.way.sharded:  # others are waited for there
-        return option
-    seconds = timed(what, _device(target))
-    if seconds is None:
-        return option
-    parts = -(-ask.rows_per_step // (option.way.rows * option.way.devices))
-    tokens = ask.rows_per_step * ask.what.model.context
-    rate = tokens / (seconds.step(parts) * (slower(target.devices) if target.processor else 1.0))
-    return replace(option, pace=replace(option.pace, tokens_per_second=rate, timed=True))
-
-
-def _device(target: Machine) -> Device:
-    """The device that a target here stands for."""
-    return devices.find("cpu" if target.processor else "auto")
-
-
-def step(option: Candidate, accumulates: bool) -> TracedStep:
-    """What is traced and timed of a way."""
-    return TracedStep(
-        model=option.what.model,
-        vocab_size=option.what.vocab_size,
-        optimizer=option.what.optimizer,
-        recompute=option.way.recompute,
-        precision=getattr(torch, option.way.precision),
-        rows=option.way.rows,
-        accumulates=accumulates,
-        on_processor=option.what.processor,
-        ranks=option.way.devices if option.way.sharded else 1,
-        lora=option.what.adapters(option.way),
-    )

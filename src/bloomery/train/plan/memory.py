@@ -34,7 +34,7 @@ from bloomery.hw.specs import GIB, Entry
 from bloomery.model.config import ModelConfig
 from bloomery.model.flops import cost
 from bloomery.model.lora_config import Base, Lora
-from bloomery.train.config import AdamW8bit, Level, Optimizer, Training
+from bloomery.train.config import AdamW8bit, Level, Optimizer, Training, trained_tokens
 
 BYTES = 4
 USUAL_TOKENS = 8192
@@ -52,12 +52,7 @@ OPTIMIZER_BYTES = {
 
 def rows_per_step(config: Training, context: int) -> int:
     """Rows of `context` tokens in a step of the whole global batch; at least one."""
-    return trained_tokens(config.tokens_per_step, context) // context
-
-
-def trained_tokens(tokens_per_step: int, context: int) -> int:
-    """Of so many tokens a step, those that are trained: whole rows, at least one."""
-    return max(1, tokens_per_step // context) * context
+    return trained_tokens(config.global_batch_tokens, context) // context
 
 
 def rows_at_once(config: Training, context: int) -> int:
@@ -68,12 +63,12 @@ def rows_at_once(config: Training, context: int) -> int:
 
 def remarks(config: Training, context: int) -> list[str]:
     """What the numbers come to where that is hardly what they were meant to."""
-    tokens = trained_tokens(config.tokens_per_step, context)
-    found = []
-    if tokens != config.tokens_per_step:
+    tokens = trained_tokens(config.global_batch_tokens, context)
+    messages = []
+    if tokens != config.global_batch_tokens:
         rows = "1 row" if tokens == context else f"{tokens // context:,} rows"
-        found.append(f"a step is {rows} of {context:,}: {tokens:,} tokens, and not {config.tokens_per_step:,}")
-    return found
+        messages.append(f"a step is {rows} of {context:,}: {tokens:,} tokens, and not {config.global_batch_tokens:,}")
+    return messages
 
 
 COMPILED_WHOLE = "compiled blocks were not tried with weights that come and go"
@@ -84,9 +79,9 @@ BASE_WHOLE = "a frozen base lies whole on each device"
 
 def check_shard(config: Training, ranks: int, *, adapters: bool = False) -> bool:
     """Whether a model is to be sharded. Raises ConfigError for what cannot be done with the parts of one."""
-    if config.shard == "none" or ranks == 1:
+    if config.parallelism == "none" or ranks == 1:
         return False
-    for given, why, hint in (
+    for setting, why, hint in (
         (
             f'compile="{config.compile}"' if config.compile != "off" else "",
             COMPILED_WHOLE,
@@ -100,53 +95,53 @@ def check_shard(config: Training, ranks: int, *, adapters: bool = False) -> bool
         (
             "training of adapters (LoRA)" if adapters else "",
             BASE_WHOLE,
-            'Say shard="none", or leave out lora.',
+            'Say parallelism="none", or leave out lora.',
         ),
     ):
-        if given:
-            raise ConfigError(f'{given} does not go with shard="fsdp": {why}', hint=hint)
+        if setting:
+            raise ConfigError(f'{setting} does not go with parallelism="fsdp": {why}', hint=hint)
     return True
 
 
 def optimizer_bytes(config: Optimizer, model: ModelConfig, vocab_size: int) -> int:
-    """All that the optimizer keeps. With 8 bits a number, each block of them has two scales of four bytes besides."""
+    """All that the optimizer keeps. With 8 bits a number, each block of numbers also has two scales of four bytes."""
     facts = cost(model, vocab_size)
-    matrices = facts.matmul_parameters - vocab_size * model.width
-    tables = vocab_size * model.width * (1 if model.tie_embeddings else 2)
+    matrices = facts.matmul_parameters - vocab_size * model.hidden_size
+    tables = vocab_size * model.hidden_size * (1 if model.tie_embeddings else 2)
     counts = (matrices, tables, facts.parameters - matrices - tables)
     scales = 8 * (matrices + tables) // config.block if isinstance(config, AdamW8bit) else 0
     return sum(count * size for count, size in zip(counts, OPTIMIZER_BYTES[config.kind], strict=True)) + scales
 
 
 def activation_bytes_per_token(
-    model: ModelConfig, recompute: Level = "none", width_bytes: int = 2, *, written_out: bool = True
+    model: ModelConfig, activation_checkpointing: Level = "none", width_bytes: int = 2, *, written_out: bool = True
 ) -> int:
     """
-    Kept for the backward pass, a token, where matrix products are of numbers of `width_bytes`; in each layer
+    Bytes a token kept for the backward pass, where numbers in matmuls have `width_bytes`; in each layer
 
         none         x twice and x / |x| twice in float32, both norms' results, positions' angles, q, k, v, attention
                      weights and result, the feed-forward's inner numbers
-        selective    x in float32, the results of all products with weights
-        block        x in float32
+        selective    x in float32, the results of all matmuls with weights
+        full         x in float32
 
-    and what one layer keeps more at `none`, once, while it is computed again; around the layers three widths. Attention
+    and once, while a layer is computed again, what it keeps more at `none`. Around the layers: three widths. Attention
     weights count where they may be `written_out`, which a GPU does not do.
     """
-    D, E, M, b = model.width, model.head_size, model.mlp_width, width_bytes
+    D, E, M, b = model.hidden_size, model.head_size, model.intermediate_size, width_bytes
     heads = (model.num_heads + 2 * model.num_kv_heads) * E
-    whole, kept = 0, {"none": 0, "selective": 0, "block": 0}
+    whole, kept = 0, {"none": 0, "selective": 0, "full": 0}
     for number in range(model.num_layers):
         gates = 2 if model.layer(number)[2] in ("swiglu", "geglu") else 1
         inner = gates * 2 * b * M
-        weights = b * model.num_heads * model.context if written_out else 4 * model.num_heads
+        weights = b * model.num_heads * model.context_length if written_out else 4 * model.num_heads
         layer = 16 * D + 8 + 2 * b * D + 4 * b * E + b * heads + b * model.num_heads * E + weights + inner
         kept["none"] += layer
         kept["selective"] += 4 * D + b * heads + 2 * b * D + gates * b * M
-        kept["block"] += 4 * D
+        kept["full"] += 4 * D
         whole = max(whole, layer)
-    once = whole - kept[recompute] // model.num_layers + 8 * E + model.context
-    again = 0 if recompute == "none" else once
-    return kept[recompute] + again + 8 * D + b * D + 4
+    once = whole - kept[activation_checkpointing] // model.num_layers + 8 * E + model.context_length
+    again = 0 if activation_checkpointing == "none" else once
+    return kept[activation_checkpointing] + again + 8 * D + b * D + 4
 
 
 Origin = Literal["measured", "catalogue", "unknown"]
@@ -169,7 +164,7 @@ class Machine:
     usable_bytes: int
     """Of it, for weights and all that is computed of them."""
     flops: float | None
-    """A second, in matrix products of the format that is trained in."""
+    """A second, in matmuls of the training format."""
     flops_from: Origin
     bandwidth: float | None
     """Bytes a second of its memory."""
@@ -180,7 +175,7 @@ class Machine:
     processor: bool = False
     """Whether it is one, and a run has other code, and no memory but the machine's."""
     shared: bool = False
-    """Whether its memory is the host's too; a processor's is."""
+    """Whether its memory is the host's too, as a CPU's is."""
     lent_bytes: int | None = None
     """What Linux lends it of the host's memory unless told to lend more. None: all, or memory of its own."""
 
@@ -189,25 +184,21 @@ class Machine:
         return self.flops if precision == self.precision else self.peaks.get(precision)
 
     @property
-    def one_memory(self) -> bool:
-        return self.processor or self.shared
-
-    @property
     def share(self) -> float:
-        """Of the peak, that matrix products of a step reach."""
+        """Of the peak, that the matmuls of a step reach."""
         return {"measured": MEASURED_SHARE, "catalogue": CATALOGUE_SHARE, "unknown": 0.0}[self.flops_from]
 
 
 CATALOGUE_SHARE = 0.6
-"""As products in bfloat16 reach on Strix Halo: 30 to 37 of 59.4 · 10¹²."""
+"""As bfloat16 matmuls reach on Strix Halo: 30 to 37 of 59.4 · 10¹² FLOP/s."""
 MEASURED_SHARE = 0.9
-"""Large square products were measured; those of a step are neither all large nor square."""
+"""The measured matmuls are large and square. Not all matmuls of a step are."""
 
 
 def of_entry(entry: Entry, devices: int = 1, memory_bytes: int | None = None) -> Machine:
     """
-    So many of a device of the catalogue, or of one with another memory. Raises HardwareError where its memory is not
-    known.
+    A machine with `devices` of the entry's device, and with `memory_bytes` on each instead of the entry's memory.
+    Raises HardwareError if the memory size is not known.
     """
     size = memory_bytes or entry.memory_bytes
     if size is None:
@@ -269,7 +260,7 @@ Of a weight of a matrix of a block. NF4 is half a byte, and two bytes of scale f
 https://arxiv.org/abs/2305.14314). Tables and vectors stay in float32.
 """
 LOGITS_CHUNK_BYTES = 2**27
-"""Of float32 scores, as `train.loss.CHUNK_BYTES`."""
+"""Of float32 logits, as `train.loss.CHUNK_BYTES`."""
 UPDATE_NUMBERS = 2**21
 """As `train.optim.BATCH_NUMBERS`; of float32 and bfloat16, a handful of times."""
 
@@ -280,7 +271,7 @@ class TrainSetup:
 
     rows: int
     """That go through the model at once, on each device."""
-    recompute: Level = "none"
+    activation_checkpointing: Level = "none"
     precision: NumberType = "bfloat16"
     method: Method = "full"
     rank: int = Lora().rank
@@ -288,12 +279,10 @@ class TrainSetup:
     sharded: bool = False
     """Whether each device keeps a part of weights, gradients and optimizer, and not all of them."""
     devices: int = 1
-    offload: bool = False
-    """Whether the optimizer's numbers stay in the host's memory, and come for the update, some at a time."""
 
     @property
     def bytes_per_number(self) -> int:
-        """In matrix products."""
+        """In matmuls."""
         return 4 if self.precision == "float32" else 2
 
 
@@ -341,27 +330,31 @@ class Workload:
     lora: Lora | None = None
     """What a recipe says of adapters, where it has some."""
     reference: bool = False
-    """Whether a copy of the model as it began stays beside it. Below adapters it is there anyway."""
+    """Whether memory holds a copy of the initial model too. Adapters need no copy: the base below them is frozen."""
 
     @property
     def parameters(self) -> int:
         return cost(self.model, self.vocab_size).parameters
 
     def adapters(self, way: TrainSetup) -> Lora | None:
-        """Those of a way: as the recipe says, on a base as the way says."""
+        """The adapters of a configuration: as in the recipe, on a base in the configuration's format."""
         if way.method == "full":
             return None
         base = next(base for base, method in BASES.items() if method == way.method)
         if self.lora is None:
-            return Lora(rank=way.rank, base=base)
-        return self.lora if BASES[self.lora.base] == way.method else self.lora.model_copy(update={"base": base})
+            return Lora(rank=way.rank, base_dtype=base)
+        return (
+            self.lora
+            if BASES[self.lora.base_dtype] == way.method
+            else self.lora.model_copy(update={"base_dtype": base})
+        )
 
     def reference_bytes(self, method: Method) -> int:
         return BYTES * self.parameters if self.reference and method == "full" else 0
 
 
 def remembered_bytes(what: Workload, way: TrainSetup) -> int:
-    """All that the optimizer keeps, wherever that is."""
+    """All that the optimizer keeps."""
     if way.method == "full":
         return optimizer_bytes(what.optimizer, what.model, what.vocab_size)
     return 8 * adapter_parameters(what.model, way.rank)
@@ -370,39 +363,44 @@ def remembered_bytes(what: Workload, way: TrainSetup) -> int:
 def needs(what: Workload, way: TrainSetup) -> MemoryEstimate:
     """Of a step with more than one micro-batch, after the first step."""
     facts = cost(what.model, what.vocab_size)
-    part = way.devices if way.sharded else 1
+    num_shards = way.devices if way.sharded else 1
     trained = facts.parameters if way.method == "full" else adapter_parameters(what.model, way.rank)
     adapters = 0 if way.method == "full" else trained
-    tokens = way.rows * what.model.context
+    tokens = way.rows * what.model.context_length
     b = way.bytes_per_number
-    head = what.vocab_size * what.model.width
+    head = what.vocab_size * what.model.hidden_size
     block = (facts.matmul_parameters - head) // what.model.num_layers
-    whole = facts.matmul_parameters if way.recompute == "none" else head + block
+    whole = facts.matmul_parameters if way.activation_checkpointing == "none" else head + block
     copied = whole if way.method == "full" else trained + head + largest_matrix(what.model)
     return MemoryEstimate(
-        weights=(base_bytes(what, way.method) + BYTES * adapters) // part + what.reference_bytes(way.method),
-        gradients=BYTES * trained // part,
-        optimizer=0 if way.offload else remembered_bytes(what, way) // part,
+        weights=(base_bytes(what, way.method) + BYTES * adapters) // num_shards + what.reference_bytes(way.method),
+        gradients=BYTES * trained // num_shards,
+        optimizer=remembered_bytes(what, way) // num_shards,
         copies=0 if way.sharded or b == BYTES else b * copied,
-        activations=tokens * activation_bytes_per_token(what.model, way.recompute, b, written_out=what.processor),
+        activations=tokens
+        * activation_bytes_per_token(what.model, way.activation_checkpointing, b, written_out=what.processor),
         logits=logits_bytes(what, way),
-        update=5 * BYTES * min(UPDATE_NUMBERS, trained) // part,
+        update=5 * BYTES * min(UPDATE_NUMBERS, trained) // num_shards,
         gathered=gathered_bytes(what, way) if way.sharded else 0,
     )
 
 
 def largest_matrix(model: ModelConfig) -> int:
-    """Numbers of it: what is frozen is written out for each product, one matrix at a time."""
-    return model.width * max(model.mlp_width, model.num_heads * model.head_size)
+    """Its number of weights: frozen weights are written out for each matmul, one matrix at a time."""
+    return model.hidden_size * max(model.intermediate_size, model.num_heads * model.head_size)
 
 
 def adapter_parameters(model: ModelConfig, rank: int) -> int:
-    """Of two matrices of this rank beside each matrix of the blocks."""
+    """Parameters of the two matrices of this rank that each matrix of the blocks gets."""
     heads, keys = model.num_heads * model.head_size, model.num_kv_heads * model.head_size
     total = 0
     for number in range(model.num_layers):
         gates = 2 if model.layer(number)[2] in ("swiglu", "geglu") else 1
-        ends = 2 * (model.width + heads) + 2 * (model.width + keys) + (gates + 1) * (model.width + model.mlp_width)
+        ends = (
+            2 * (model.hidden_size + heads)
+            + 2 * (model.hidden_size + keys)
+            + (gates + 1) * (model.hidden_size + model.intermediate_size)
+        )
         total += rank * ends
     return total
 
@@ -412,14 +410,14 @@ def base_bytes(what: Workload, method: Method) -> int:
     facts = cost(what.model, what.vocab_size)
     if method == "full":
         return BYTES * facts.parameters
-    blocks = facts.matmul_parameters - what.vocab_size * what.model.width
+    blocks = facts.matmul_parameters - what.vocab_size * what.model.hidden_size
     return int(BYTES * (facts.parameters - blocks) + FROZEN_BYTES[method] * blocks)
 
 
 def logits_bytes(what: Workload, way: TrainSetup) -> int:
-    """Scores in the format of products and in float32, and the gradient of the head in both."""
-    tokens = min(way.rows * what.model.context, max(1, LOGITS_CHUNK_BYTES // (BYTES * what.vocab_size)))
-    b, table = way.bytes_per_number, what.vocab_size * what.model.width
+    """Logits in the format of matmuls and in float32, and the gradient of the head in both."""
+    tokens = min(way.rows * what.model.context_length, max(1, LOGITS_CHUNK_BYTES // (BYTES * what.vocab_size)))
+    b, table = way.bytes_per_number, what.vocab_size * what.model.hidden_size
     scores = tokens * what.vocab_size * (b if what.processor else b + BYTES)
     if way.method != "full":
         return scores
@@ -427,9 +425,9 @@ def logits_bytes(what: Workload, way: TrainSetup) -> int:
 
 
 def gathered_bytes(what: Workload, way: TrainSetup) -> int:
-    """Two blocks, one at work and the next on its way, and the tables; with their gradients where they are trained."""
+    """The block at work, the next block in transfer, and the tables; with their gradients where they are trained."""
     facts, model = cost(what.model, what.vocab_size), what.model
-    tables = what.vocab_size * model.width * (1 if model.tie_embeddings else 2)
+    tables = what.vocab_size * model.hidden_size * (1 if model.tie_embeddings else 2)
     block = (facts.parameters - tables) // model.num_layers
     kept = int(2 * FROZEN_BYTES.get(way.method, 2.0) * block + 2 * tables)
     return kept if way.method != "full" else kept + BYTES * (block + tables // (1 if model.tie_embeddings else 2))
@@ -437,11 +435,11 @@ def gathered_bytes(what: Workload, way: TrainSetup) -> int:
 
 def kv_bytes(model: ModelConfig, bytes_per_number: int = 2) -> int:
     """Of keys and values of one conversation as long as the context."""
-    return 2 * model.num_layers * model.num_kv_heads * model.head_size * model.context * bytes_per_number
+    return 2 * model.num_layers * model.num_kv_heads * model.head_size * model.context_length * bytes_per_number
 
 
 TOKEN_BYTES = {True: 2, False: 4}
-"""Of an id in a shard, by whether all ids are below 2¹⁶."""
+"""Of a token ID in a shard, by whether all token IDs are below 2¹⁶."""
 
 
 def training_bytes(config: Training, what: Workload, way: TrainSetup) -> int:
@@ -449,10 +447,8 @@ def training_bytes(config: Training, what: Workload, way: TrainSetup) -> int:
     whole = needs(what, TrainSetup(rows=1, method=way.method, rank=way.rank, precision=way.precision))
     model = BYTES * what.parameters if way.method == "full" else BYTES * adapter_parameters(what.model, way.rank)
     checkpoint = model + whole.optimizer
-    kept = 0 if config.keep_every_steps is None else config.steps // config.keep_every_steps
-    return (config.keep_checkpoints + 2 + kept) * checkpoint + (
-        model if way.method == "full" else base_bytes(what, "full")
-    )
+    kept = 0 if config.keep_every is None else config.steps // config.keep_every
+    return (config.keep_last + 2 + kept) * checkpoint + (model if way.method == "full" else base_bytes(what, "full"))
 
 
 def shard_bytes(tokens: int, vocab_size: int) -> int:

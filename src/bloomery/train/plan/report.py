@@ -10,7 +10,8 @@ from typing import Any
 
 from bloomery.hw.specs import GIB
 from bloomery.model.config import ModelConfig
-from bloomery.train.config import Finetune, Training
+from bloomery.model.lora_config import Lora
+from bloomery.train.config import Training
 from bloomery.train.plan import memory
 from bloomery.train.plan.memory import (
     BASES,
@@ -34,7 +35,6 @@ from bloomery.train.plan.search import (
     pace,
     products_per_token,
 )
-from bloomery.train.preference.config import Prefer
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -102,7 +102,8 @@ class PlanReport:
             else round(hours * self.price.watts / 1000, 2),
             "choice": self._way(choice) | {"why": self.why},
             "alternatives": [
-                self._way(one) | {"available": not missing, "why_not": missing} for one, missing in self.others
+                self._way(candidate) | {"available": not missing, "why_not": missing}
+                for candidate, missing in self.others
             ],
             "change": None if self.change is None else {"settings": self.change[0]} | self._way(self.change[1]),
             "devices_needed": self.devices_needed,
@@ -110,91 +111,88 @@ class PlanReport:
             **({"not_planned": ask.besides} if ask.besides else {}),
         }
 
-    def _way(self, one: Candidate) -> dict[str, Any]:
-        ask, way = self.ask, one.way
+    def _way(self, candidate: Candidate) -> dict[str, Any]:
+        ask, way = self.ask, candidate.way
         return {
-            "micro_batch_tokens": way.rows * ask.what.model.context,
+            "micro_batch_tokens": way.rows * ask.what.model.context_length,
             "rows": way.rows,
-            "micro_batches": self.micro_batches(one),
-            "recompute": way.recompute,
+            "micro_batches": self.micro_batches(candidate),
+            "activation_checkpointing": way.activation_checkpointing,
             "precision": way.precision,
             "method": way.method,
             "sharded": way.sharded,
-            "offload": way.offload,
             "devices": way.devices,
-            "optimizer": one.what.optimizer.kind,
-            "peak_bytes": one.peak_bytes,
-            "peak_from": _origin(one),
-            "fits": one.fits,
-            "tokens_per_second": _round(one.pace.tokens_per_second if one.pace else None),
-            "speed_from": self._speed_from(one),
+            "optimizer": candidate.what.optimizer.kind,
+            "peak_bytes": candidate.peak_bytes,
+            "peak_from": _origin(candidate),
+            "fits": candidate.fits,
+            "tokens_per_second": _round(candidate.pace.tokens_per_second if candidate.pace else None),
+            "speed_from": self._speed_from(candidate),
         }
 
-    def _speed_from(self, one: Candidate) -> str:
-        """Steps of small models that were timed here, or the peak that was reckoned with."""
-        if one.pace is None:
+    def _speed_from(self, candidate: Candidate) -> str:
+        """Steps of small models that were timed here, or the source of the peak."""
+        if candidate.pace is None:
             return "unknown"
-        return "timed" if one.pace.timed else self.target.flops_from
+        return "timed" if candidate.pace.timed else self.target.flops_from
 
-    def micro_batches(self, one: Candidate) -> int:
-        return max(1, -(-self.ask.rows_per_step // (one.way.rows * one.way.devices)))
+    def micro_batches(self, candidate: Candidate) -> int:
+        return max(1, -(-self.ask.rows_per_step // (candidate.way.rows * candidate.way.devices)))
 
     def lines(self) -> list[str]:
         """As text."""
         ask, choice = self.ask, self.choice
-        told = self.facts()
-        found = [
-            f"{ask.stage}: {told['parameters']:,} parameters, {ask.tokens:,} tokens, {told['flops']:.3g} FLOPs, "
+        facts = self.facts()
+        lines = [
+            f"{ask.stage}: {facts['parameters']:,} parameters, {ask.tokens:,} tokens, {facts['flops']:.3g} FLOPs, "
             f"on {self._target()}",
             f"  memory   {self._components()}",
             f"  choice   {describe(choice)}: {self.why}",
         ]
         if not choice.fits:
-            found += self._does_not_fit()
+            lines += self._does_not_fit()
         else:
-            found.append(f"  time     {self._time()}")
+            lines.append(f"  time     {self._time()}")
         if choice.fits and self.target.lent_bytes is not None and choice.peak_bytes > self.target.lent_bytes:
-            found.append(
+            lines.append(
                 f"  setting  Linux lends this GPU {_size(self.target.lent_bytes)} until ttm.pages_limit says more: "
                 "docs/amd.md has the line"
             )
-        found += [f"  besides  {one}" for one in self.remarks]
+        lines += [f"  note     {one}" for one in self.remarks]
         if ask.besides:
-            found.append(f"  besides  {ask.besides}")
+            lines.append(f"  note     {ask.besides}")
         if choice.way.devices > ask.rows_per_step:
             idle = choice.way.devices - ask.rows_per_step
-            found.append(f"  besides  a step has {ask.rows_per_step:,} rows: {idle:,} devices would have none")
-        found.append(
+            lines.append(f"  note     a step has {ask.rows_per_step:,} rows: {idle:,} devices would have none")
+        lines.append(
             f"  disk     {_size(self.disk_bytes)} of checkpoints and models; a conversation's keys and values "
-            f"take {_size(told['kv_bytes'])}"
+            f"take {_size(facts['kv_bytes'])}"
         )
-        found.append(f"  {'way':<50} {'rows':>5} {'peak':>11} {'tokens/s':>11}")
-        found += [self._row(one) for one in self._shown()]
-        away = [(one, why) for one, why in self.others if one.way.offload]
-        if away:
-            one, why = next((pair for pair in away if pair[0].fits), min(away, key=lambda pair: pair[0].peak_bytes))
-            found += [f"{self._row(one)}  not offered", f"    {why}"]
-        return found
+        lines.append(f"  {'way':<50} {'rows':>5} {'peak':>11} {'tokens/s':>11}")
+        lines += [self._row(one) for one in self._shown()]
+        return lines
 
-    def _row(self, one: Candidate) -> str:
-        rate = f"{one.pace.tokens_per_second:,.0f}" if one.pace else "unknown"
+    def _row(self, candidate: Candidate) -> str:
+        rate = f"{candidate.pace.tokens_per_second:,.0f}" if candidate.pace else "unknown"
         timed = self.choice.pace is not None and self.choice.pace.timed
-        rate = f"~{rate}" if one.pace and timed and not one.pace.timed else rate
-        mark = "" if one.fits else "  does not fit"
-        peak = f"{'~' if self.choice.traced and not one.traced else ''}{_size(one.peak_bytes)}"
-        return f"  {describe(one, rows=False):<50} {one.way.rows:>5} {peak:>11} {rate:>11}{mark}"
+        rate = f"~{rate}" if candidate.pace and timed and not candidate.pace.timed else rate
+        mark = "" if candidate.fits else "  does not fit"
+        peak = f"{'~' if self.choice.traced and not candidate.traced else ''}{_size(candidate.peak_bytes)}"
+        return f"  {describe(candidate, rows=False):<50} {candidate.way.rows:>5} {peak:>11} {rate:>11}{mark}"
 
     def _shown(self) -> list[Candidate]:
         """Of the ways that can be had, for each method, format and sharding: those that fit, or the least."""
         groups: dict[Any, list[Candidate]] = {}
-        for one, missing in self.others:
+        for candidate, missing in self.others:
             if not missing:
-                groups.setdefault((one.way.method, one.way.precision, one.way.sharded), []).append(one)
-        found = []
+                groups.setdefault((candidate.way.method, candidate.way.precision, candidate.way.sharded), []).append(
+                    candidate
+                )
+        shown = []
         for group in groups.values():
             fitting = [one for one in group if one.fits]
-            found += fitting or [min(group, key=lambda one: one.peak_bytes)]
-        return found
+            shown += fitting or [min(group, key=lambda candidate: candidate.peak_bytes)]
+        return shown
 
     def _target(self) -> str:
         target = self.target
@@ -211,16 +209,16 @@ class PlanReport:
 
     def _components(self) -> str:
         moment, parts = self.choice.at_peak
-        told = " + ".join(f"{words} {_size(parts[name])}" for name, words in PARTS.items() if parts.get(name))
+        breakdown = " + ".join(f"{words} {_size(parts[name])}" for name, words in PARTS.items() if parts.get(name))
         how = "traced" if self.choice.traced else "by arithmetic"
         later = "" if parts.get("gradients") else f"; gradients {_size(self.choice.needs.gradients)} come after it"
-        return f"{_size(self.choice.peak_bytes)} at the peak ({how}, {MOMENTS[moment]}) = {told}{later}"
+        return f"{_size(self.choice.peak_bytes)} at the peak ({how}, {MOMENTS[moment]}) = {breakdown}{later}"
 
     def _does_not_fit(self) -> list[str]:
         if self.change is not None:
-            say, one = self.change
-            rows = "1 row" if one.way.rows == 1 else f"{one.way.rows} rows"
-            return [f"  fix      {say} fits: {_size(one.peak_bytes)} with {rows}"]
+            say, candidate = self.change
+            rows = "1 row" if candidate.way.rows == 1 else f"{candidate.way.rows} rows"
+            return [f"  fix      {say} fits: {_size(candidate.peak_bytes)} with {rows}"]
         count = self.devices_needed
         more = "" if count is None else f"; so would {count} such devices, each with its part"
         return [f"  fix      none of this software's ways fits; a smaller model or context would{more}"]
@@ -229,18 +227,18 @@ class PlanReport:
         if self.seconds is None or self.choice.pace is None:
             known = "this device" if self.target.flops is None else f"it in {self.choice.way.precision}"
             return f"unknown: no peak of {known} is known, and none is borrowed"
-        share = f"products at {self.target.share:.0%} of the {self.target.flops_from} peak"
+        share = f"matmuls at {self.target.share:.0%} of the {self.target.flops_from} peak"
         how = "steps of small models, timed here" if self.choice.pace.timed else share
-        found, most = self.choice.pace.tokens_per_second, self.choice.pace.ceiling
-        told = f"{_duration(self.seconds)} at about {found:,.0f} tokens/s ({how}; "
-        told += f"{most:,.0f} if nothing else took time"
-        told += "; what devices send each other is not counted)" if self.target.devices > 1 else ")"
+        rate, most = self.choice.pace.tokens_per_second, self.choice.pace.ceiling
+        text = f"{_duration(self.seconds)} at about {rate:,.0f} tokens/s ({how}; "
+        text += f"{most:,.0f} if nothing else took time"
+        text += "; what devices send each other is not counted)" if self.target.devices > 1 else ")"
         hours = self.seconds / 3600
         if self.price.per_hour is not None:
-            told += f"; {hours * self.price.per_hour:,.2f} at {self.price.per_hour:g} an hour"
+            text += f"; {hours * self.price.per_hour:,.2f} at {self.price.per_hour:g} an hour"
         if self.price.watts is not None:
-            told += f"; {hours * self.price.watts / 1000:,.1f} kWh"
-        return told
+            text += f"; {hours * self.price.watts / 1000:,.1f} kWh"
+        return text
 
 
 PARTS = {
@@ -265,18 +263,21 @@ METHODS = {
 }
 
 
-def _origin(one: Candidate) -> str:
-    return "trace" if one.traced else "arithmetic"
+def _origin(candidate: Candidate) -> str:
+    return "trace" if candidate.traced else "arithmetic"
 
 
-def describe(one: Candidate, *, rows: bool = True) -> str:
-    way = one.way
+def describe(candidate: Candidate, *, rows: bool = True) -> str:
+    way = candidate.way
     method = METHODS[way.method]
-    parts = [method, way.precision, *([f"recompute {way.recompute}"] if way.recompute != "none" else [])]
+    parts = [
+        method,
+        way.precision,
+        *([f"checkpointing {way.activation_checkpointing}"] if way.activation_checkpointing != "none" else []),
+    ]
     parts += ["sharded"] if way.sharded else []
-    parts += ["optimizer on the host"] if way.offload else []
     if rows:
-        parts.append(f"{way.rows} rows ({way.rows * one.what.model.context:,} tokens) at once")
+        parts.append(f"{way.rows} rows ({way.rows * candidate.what.model.context_length:,} tokens) at once")
     return ", ".join(parts)
 
 
@@ -298,31 +299,34 @@ def _duration(seconds: float) -> str:
 def asked(stage: str, config: Training, model: ModelConfig, vocab_size: int, target: Machine) -> PlanRequest:
     """What a section asks for, on a target. Raises ConfigError for what a run would refuse."""
     precision = target.precision if config.precision == "auto" else config.precision
-    explicit = 0 if config.micro_batch_tokens == "auto" else rows_at_once(config, model.context)
-    rows = rows_per_step(config, model.context)
-    lora = config.lora if isinstance(config, Finetune | Prefer) else None
-    prefers = config if isinstance(config, Prefer) else None
+    explicit = 0 if config.micro_batch_tokens == "auto" else rows_at_once(config, model.context_length)
+    rows = rows_per_step(config, model.context_length)
+    lora: Lora | None = getattr(config, "lora", None)
     sharded = check_shard(config, target.devices, adapters=lora is not None)
-    shape = Workload(
-        model=model, vocab_size=vocab_size, optimizer=config.optimizer, processor=target.processor, lora=lora
-    )
     return PlanRequest(
         stage=stage,
-        what=shape if prefers is None else replace(shape, reference=prefers.keeps_reference),
+        what=Workload(
+            model=model,
+            vocab_size=vocab_size,
+            optimizer=config.optimizer,
+            processor=target.processor,
+            lora=lora,
+            reference=config.keeps_reference,
+        ),
         rows_per_step=rows,
         steps=config.steps,
         way=TrainSetup(
             rows=min(explicit, -(-rows // target.devices)),
-            recompute=config.recompute,
+            activation_checkpointing=config.activation_checkpointing,
             precision=precision,
             devices=target.devices,
-            method="full" if lora is None else BASES[lora.base],
+            method="full" if lora is None else BASES[lora.base_dtype],
             rank=TrainSetup.rank if lora is None else lora.rank,
             sharded=sharded,
         ),
         available=frozenset(type(config).model_fields),
         compiled=config.compile != "off",
-        besides="" if prefers is None else prefers.not_planned,
+        besides=config.not_planned,
     )
 
 
@@ -338,42 +342,32 @@ def planned(
         target=target,
         choice=choice,
         why=_why(ask, target, choice),
-        others=[(_as_chosen(one, choice, target), why) for one, why in ways],
+        others=[(choice if one.way == choice.way else one, why) for one, why in ways],
         change=None if choice.fits else cheapest_change(ask, target, check),
         devices_needed=None if choice.fits else devices_needed(ask, target),
         disk_bytes=memory.training_bytes(config, ask.what, choice.way),
         price=price or HourlyPrice(),
-        remarks=remarks(config, ask.what.model.context),
+        remarks=remarks(config, ask.what.model.context_length),
     )
 
 
 def _faster(choice: Candidate, ask: PlanRequest, target: Machine) -> float:
-    """How many times as fast as was reckoned the choice was found to be, where it was timed; else 1."""
+    """Measured speed of the choice as a multiple of the estimated speed, if it was timed; else 1."""
     reckoned = pace(ask.what, choice.way, target, ask.rows_per_step)
     if reckoned is None or choice.pace is None or not choice.pace.timed:
         return 1.0
     return choice.pace.tokens_per_second / reckoned.tokens_per_second
 
 
-def _as_fast(one: Candidate, faster: float) -> Candidate:
+def _as_fast(candidate: Candidate, faster: float) -> Candidate:
     """
-    A way whose reckoned speed is as far from the truth as that of the choice: else one that computes more would seem
-    faster than the choice.
+    A configuration with its estimated speed scaled by the same correction as the choice. Without it, a configuration
+    that computes more would seem faster than the choice.
     """
-    if one.pace is None or faster == 1.0:
-        return one
-    rate = min(faster * one.pace.tokens_per_second, one.pace.ceiling)
-    return replace(one, pace=replace(one.pace, tokens_per_second=rate))
-
-
-def _as_chosen(one: Candidate, choice: Candidate, target: Machine) -> Candidate:
-    """A way with the memory of the choice, where it is that; or that without what it would keep on the host."""
-    if one.way == choice.way:
-        return choice
-    if replace(one.way, offload=False) != choice.way:
-        return one
-    peak = choice.peak_bytes - choice.needs.optimizer + one.needs.optimizer
-    return replace(one, peak_bytes=peak, fits=peak <= target.usable_bytes)
+    if candidate.pace is None or faster == 1.0:
+        return candidate
+    rate = min(faster * candidate.pace.tokens_per_second, candidate.pace.ceiling)
+    return replace(candidate, pace=replace(candidate.pace, tokens_per_second=rate))
 
 
 def _why(ask: PlanRequest, target: Machine, choice: Candidate) -> str:
@@ -381,7 +375,7 @@ def _why(ask: PlanRequest, target: Machine, choice: Candidate) -> str:
         floor = choice.needs.resting + choice.needs.gradients
         if floor > target.usable_bytes:
             return "does not fit, whatever the batch: weights, gradients and optimizer alone are more than there is"
-        return "does not fit: activations are too much besides weights and optimizer"
+        return "does not fit: no room for activations next to weights and optimizer"
     if ask.way.rows:
         return "as the recipe says, and it fits"
     batches = max(1, -(-ask.rows_per_step // (choice.way.rows * choice.way.devices)))

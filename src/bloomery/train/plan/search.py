@@ -38,7 +38,6 @@ from bloomery.train.plan.memory import (
     activation_bytes_per_token,
     adapter_parameters,
     needs,
-    remembered_bytes,
 )
 
 ACTIVATION_PASSES = 4
@@ -49,24 +48,21 @@ FROZEN_PASSES = 2
 UPDATE_BYTES = 4 + 4 + 8 + 16 + 4
 """A gradient read for its norm and for the update, a weight and two moments read and written."""
 
-LINK = 12e9
-"""Bytes a second between a card and its host, as copies over PCIe 3.0 with 16 lanes reach; newer ones are faster."""
-
 
 @dataclass(frozen=True, kw_only=True)
 class Throughput:
     tokens_per_second: float
     """Of all devices."""
     ceiling: float
-    """If matrix products ran at the peak and nothing else took time: the roofline, with what is computed twice."""
+    """If matmuls ran at the peak and nothing else took time: the roofline, repeated computation included."""
     timed: bool = False
     """Whether steps of two small models on this machine tell it, and not the peak."""
 
 
 def products_per_token(what: Workload, way: TrainSetup) -> float:
-    """Floating-point operations of products a token, with those that are done again."""
+    """FLOPs of matmuls per token, including those of activation checkpointing."""
     whole = cost(what.model, what.vocab_size).train_flops_per_token
-    again = {"none": 0.0, "selective": 0.0, "block": whole / 3}[way.recompute]
+    again = {"none": 0.0, "selective": 0.0, "full": whole / 3}[way.activation_checkpointing]
     if way.method == "full":
         return whole + again
     adapters = 6.0 * adapter_parameters(what.model, way.rank)
@@ -78,40 +74,36 @@ def pace(what: Workload, way: TrainSetup, target: Machine, rows_per_step: int) -
     peak = target.peak(way.precision)
     if peak is None:
         return None
-    tokens = way.rows * what.model.context
+    tokens = way.rows * what.model.context_length
     micro_batches = max(1, -(-rows_per_step // (way.rows * way.devices)))
     compute = products_per_token(what, way) * tokens / peak
     moved, updated = _traffic(what, way, tokens)
     waiting = [0.0 if target.bandwidth is None else size / target.bandwidth for size in (moved, updated)]
     seconds = micro_batches * (compute / target.share + waiting[0]) + waiting[1]
-    if way.offload:
-        seconds += 2 * remembered_bytes(what, way) / LINK
-    done = rows_per_step * what.model.context
+    done = rows_per_step * what.model.context_length
     busy = min(way.devices, -(-rows_per_step // way.rows))
     return Throughput(tokens_per_second=done / seconds, ceiling=busy * tokens / compute)
 
 
 def _traffic(what: Workload, way: TrainSetup, tokens: int) -> tuple[float, float]:
     """Bytes of a micro-batch, and of an update."""
-    b, part = way.bytes_per_number, way.devices if way.sharded else 1
+    b, num_shards = way.bytes_per_number, way.devices if way.sharded else 1
     scores = SCORE_PASSES * tokens * what.vocab_size * (b + (0 if what.processor else 4)) / 2
     each = activation_bytes_per_token(what.model, "none", b, written_out=what.processor)
-    activations = (ACTIVATION_PASSES + (way.recompute != "none")) * tokens * each
+    activations = (ACTIVATION_PASSES + (way.activation_checkpointing != "none")) * tokens * each
     if way.method == "full":
         return (
             activations + scores + WEIGHT_BYTES_PER_MICRO_BATCH * what.parameters,
-            UPDATE_BYTES * what.parameters / part,
+            UPDATE_BYTES * what.parameters / num_shards,
         )
-    frozen = FROZEN_PASSES * (2 + FROZEN_BYTES[way.method])  # written out, and read again by a product
+    frozen = FROZEN_PASSES * (2 + FROZEN_BYTES[way.method])  # written out, and read again by a matmul
     return activations + scores + frozen * what.parameters, UPDATE_BYTES * adapter_parameters(
         what.model, way.rank
-    ) / part
+    ) / num_shards
 
 
-NO_OFFLOAD = "nothing is moved to the host while a model trains; AdamW in 8 bits keeps a quarter of its numbers instead"
-ONE_MEMORY = "host and device have one memory, of which nothing would be freed"
 MOST_TOKENS = {True: USUAL_TOKENS, False: 2**16}
-"""Of a micro-batch, by whether a processor computes it. Larger ones gain less than a hundredth."""
+"""Of a micro-batch, by whether a CPU computes it. Larger micro-batches gain less than 1 %."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -133,7 +125,7 @@ class PlanRequest:
 
     @property
     def tokens(self) -> int:
-        return self.steps * self.rows_per_step * self.what.model.context
+        return self.steps * self.rows_per_step * self.what.model.context_length
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -157,7 +149,7 @@ class Candidate:
 
 
 FitCheck = Callable[[PlanRequest, Machine, Candidate], Candidate]
-"""The same option with its memory found out in another way."""
+"""Returns the same option with its memory computed by another method."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -172,53 +164,62 @@ class Change:
 
 
 def _recompute(level: Level) -> Callable[[Workload, TrainSetup], tuple[Workload, TrainSetup]]:
-    return lambda what, way: (what, replace(way, recompute=level))
+    return lambda what, way: (what, replace(way, activation_checkpointing=level))
 
 
 def _eight_bits(what: Workload, way: TrainSetup) -> tuple[Workload, TrainSetup]:
-    return replace(what, optimizer=AdamW8bit()), replace(way, recompute="block", sharded=False)
+    return replace(what, optimizer=AdamW8bit()), replace(way, activation_checkpointing="full", sharded=False)
 
 
 def _shard(what: Workload, way: TrainSetup) -> tuple[Workload, TrainSetup]:
-    return what, replace(way, sharded=way.devices > 1, recompute="block")
+    return what, replace(way, sharded=way.devices > 1, activation_checkpointing="full")
 
 
 def _adapters(what: Workload, way: TrainSetup) -> tuple[Workload, TrainSetup]:
-    return what, replace(way, method="lora", recompute="block", sharded=False)
+    return what, replace(way, method="lora", activation_checkpointing="full", sharded=False)
 
 
 def _four_bits(what: Workload, way: TrainSetup) -> tuple[Workload, TrainSetup]:
-    return what, replace(way, method="nf4", recompute="block", sharded=False)
+    return what, replace(way, method="nf4", activation_checkpointing="full", sharded=False)
 
 
 CHANGES = (
-    Change(say='{stage}.recompute="selective"', setting="", make=_recompute("selective")),
-    Change(say='{stage}.recompute="block"', setting="", make=_recompute("block")),
-    Change(say='{stage}.recompute="block" {stage}.shard="fsdp"', setting="shard", make=_shard),
-    Change(say='{stage}.recompute="block" {stage}.optimizer={{kind="adamw8bit"}}', setting="", make=_eight_bits),
-    Change(say='{stage}.recompute="block" {stage}.lora.base="bfloat16"', setting="lora", make=_adapters),
-    Change(say='{stage}.recompute="block" {stage}.lora.base="nf4"', setting="lora", make=_four_bits),
+    Change(say='{stage}.activation_checkpointing="selective"', setting="", make=_recompute("selective")),
+    Change(say='{stage}.activation_checkpointing="full"', setting="", make=_recompute("full")),
+    Change(
+        say='{stage}.activation_checkpointing="full" {stage}.parallelism="fsdp"', setting="parallelism", make=_shard
+    ),
+    Change(
+        say='{stage}.activation_checkpointing="full" {stage}.optimizer={{kind="adamw8bit"}}',
+        setting="",
+        make=_eight_bits,
+    ),
+    Change(
+        say='{stage}.activation_checkpointing="full" {stage}.lora.base_dtype="bfloat16"', setting="lora", make=_adapters
+    ),
+    Change(
+        say='{stage}.activation_checkpointing="full" {stage}.lora.base_dtype="nf4"', setting="lora", make=_four_bits
+    ),
 )
 """From the cheapest on: time, then several devices, then numbers, then what is trained at all."""
 
 
 def option(ask: PlanRequest, what: Workload, way: TrainSetup, target: Machine) -> Candidate:
-    really = replace(way, offload=way.offload and not target.one_memory)
-    needed = needs(what, really)
+    needed = needs(what, way)
     return Candidate(
         way=way,
         what=what,
         needs=needed,
         peak_bytes=needed.peak,
         fits=needed.peak <= target.usable_bytes,
-        pace=pace(what, really, target, ask.rows_per_step),
+        pace=pace(what, way, target, ask.rows_per_step),
     )
 
 
 def rows_allowed(ask: PlanRequest, target: Machine) -> list[int]:
     """Powers of two up to what a device has of a step, and that itself."""
     most = max(1, -(-ask.rows_per_step // target.devices))
-    most = min(most, max(1, MOST_TOKENS[target.processor] // ask.what.model.context))
+    most = min(most, max(1, MOST_TOKENS[target.processor] // ask.what.model.context_length))
     return sorted({2**power for power in range(most.bit_length()) if 2**power <= most} | {most})
 
 
@@ -226,29 +227,26 @@ def best(ask: PlanRequest, what: Workload, way: TrainSetup, target: Machine) -> 
     """With as many rows as fit; with one where none does, or as many as are asked for."""
     if way.rows:
         return option(ask, what, way, target)
-    found = [option(ask, what, replace(way, rows=rows), target) for rows in rows_allowed(ask, target)]
-    return next((one for one in reversed(found) if one.fits), found[0])
+    candidates = [option(ask, what, replace(way, rows=rows), target) for rows in rows_allowed(ask, target)]
+    return next((one for one in reversed(candidates) if one.fits), candidates[0])
 
 
 def alternatives(ask: PlanRequest, target: Machine) -> list[tuple[Candidate, str]]:
     """
-    What is asked for with every level of recomputation, method, sharding, format and offload, each with its best rows;
-    and why one cannot be had, or "".
+    What is asked for with every level of recomputation, method, sharding and format, each with its best rows; and why
+    one cannot be had, or "".
     """
     free = replace(ask.way, rows=0)
-    ways = [replace(free, recompute=level) for level in get_args(Level)]
+    ways = [replace(free, activation_checkpointing=level) for level in get_args(Level)]
     if target.devices > 1:
         ways += [replace(way, sharded=not ask.way.sharded) for way in ways]
     ways += [replace(way, method=method) for method in get_args(Method) if method != ask.way.method for way in ways]
     if ask.way.precision != "float32":
         ways.append(replace(free, precision="float32"))
-    ways += [replace(free, recompute=level, offload=True) for level in get_args(Level)]
-    return [(best(ask, ask.what, way, target), _missing(ask, ask.what, way, target)) for way in ways]
+    return [(best(ask, ask.what, way, target), _missing(ask, ask.what, way)) for way in ways]
 
 
-def _missing(ask: PlanRequest, what: Workload, way: TrainSetup, target: Machine) -> str:
-    if way.offload:
-        return ONE_MEMORY if target.one_memory else NO_OFFLOAD
+def _missing(ask: PlanRequest, what: Workload, way: TrainSetup) -> str:
     if way.method != ask.way.method and "lora" not in ask.available:
         return f"{ask.stage} trains all weights"
     if way.sharded and way.method != "full":
@@ -260,19 +258,19 @@ def _missing(ask: PlanRequest, what: Workload, way: TrainSetup, target: Machine)
 
 def fitting(ask: PlanRequest, what: Workload, way: TrainSetup, target: Machine, check: FitCheck | None) -> Candidate:
     """By arithmetic, and by `check` where there is one: then with fewer rows until it fits, where they are open."""
-    found = best(ask, what, way, target)
+    candidate = best(ask, what, way, target)
     if check is None:
-        return found
-    found = check(ask, target, found)
-    while not found.fits and not way.rows and found.way.rows > 1:
-        found = check(ask, target, best(ask, what, replace(way, rows=found.way.rows // 2), target))
-    return found
+        return candidate
+    candidate = check(ask, target, candidate)
+    while not candidate.fits and not way.rows and candidate.way.rows > 1:
+        candidate = check(ask, target, best(ask, what, replace(way, rows=candidate.way.rows // 2), target))
+    return candidate
 
 
 def cheapest_change(ask: PlanRequest, target: Machine, check: FitCheck | None = None) -> tuple[str, Candidate] | None:
     """
-    The first change that makes a recipe fit that does not, and how it then is. Rows are left to the plan first, and
-    nothing is told that a run would refuse.
+    The first change that makes a recipe fit, and the plan with that change. The first change to try leaves the
+    micro-batch to the plan. A change that a run would refuse is not returned.
     """
     freed = f'{ask.stage}.micro_batch_tokens="auto"' if ask.way.rows else ""
     if freed and (fewer := fitting(ask, ask.what, replace(ask.way, rows=0), target, check)).fits:
@@ -280,21 +278,21 @@ def cheapest_change(ask: PlanRequest, target: Machine, check: FitCheck | None = 
     for change in CHANGES:
         what, way = change.make(ask.what, replace(ask.way, rows=0))
         unknown = not set(change.setting.split()) <= ask.available
-        if unknown or _missing(ask, what, way, target) or (change.setting == "shard" and target.devices == 1):
+        if unknown or _missing(ask, what, way) or (change.setting == "shard" and target.devices == 1):
             continue
-        if best(ask, what, way, target).fits and (found := fitting(ask, what, way, target, check)).fits:
-            whole = f'{ask.stage}.shard="none"' if ask.way.sharded and not way.sharded else ""
-            return " ".join(filter(None, [freed, whole, change.say.format(stage=ask.stage)])), found
+        if best(ask, what, way, target).fits and (candidate := fitting(ask, what, way, target, check)).fits:
+            whole = f'{ask.stage}.parallelism="none"' if ask.way.sharded and not way.sharded else ""
+            return " ".join(filter(None, [freed, whole, change.say.format(stage=ask.stage)])), candidate
     return None
 
 
 def devices_needed(ask: PlanRequest, target: Machine, most: int = 1024) -> int | None:
     """How many of the target's devices would do, each with its part; None where `most` are too few, or none may."""
-    if _missing(ask, ask.what, replace(ask.way, sharded=True), target):
+    if _missing(ask, ask.what, replace(ask.way, sharded=True)):
         return None
 
     def holds(count: int) -> bool:
-        way = replace(ask.way, rows=1, sharded=True, devices=count, recompute="block")
+        way = replace(ask.way, rows=1, sharded=True, devices=count, activation_checkpointing="full")
         return needs(ask.what, way).peak <= target.usable_bytes
 
     if not holds(most):

@@ -41,6 +41,7 @@ from functools import cache, partial
 from typing import Any, NamedTuple
 
 import bloomery.hw.require_torch  # noqa: F401
+from bloomery.hw import device as devices
 from bloomery.hw.device import Device, measured_peak
 from bloomery.hw.distributed import World
 from bloomery.model import lora as model_lora
@@ -51,12 +52,14 @@ from bloomery.model.kernels import cpu
 from bloomery.model.lora_config import Lora
 from bloomery.model.transformer import Transformer
 from bloomery.train import fsdp
-from bloomery.train.activation_checkpointing import recompute
+from bloomery.train.activation_checkpointing import checkpoint_activations
 from bloomery.train.config import Level, Optimizer
 from bloomery.train.fused_adamw import total_norm
 from bloomery.train.optim import Optimizers
-from bloomery.train.plan.memory import Moment
-from bloomery.train.precision import fast_dtype
+from bloomery.train.plan.here import slower
+from bloomery.train.plan.memory import Machine, Moment, TrainSetup
+from bloomery.train.plan.search import Candidate, PlanRequest
+from bloomery.train.precision import Precision
 from bloomery.train.step import Placed, clipping, gradients, placed_losses, sparse_embedding_grad
 
 import torch
@@ -79,7 +82,7 @@ WEIGHTS, COPIES, WORK, LOGITS, GATHERED = "weights", "copies", "activations", "l
 GATHERING = ("all_gather_copy_in", "_allgather_base_", "split_with_sizes_copy")
 """Operations by which parts of weights come together."""
 MIXED = ("add", "add_", "sub", "sub_", "mul", "mul_", "lerp", "lerp_", "addcmul_")
-"""Operations of tensors of several formats, for which a processor writes the shorter ones out in the longest."""
+"""Operations on tensors of several formats: a CPU first writes the shorter formats out in the longest."""
 
 
 class TensorMeter(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -95,7 +98,7 @@ class TensorMeter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._by_kind: Counter[str] = Counter()
         self.products: Counter[Product] = Counter()
         self.kinds: set[tuple[object, ...]] = set()
-        """Of products in a short format: operation, sizes, and which sides are transposed."""
+        """Of matmuls in a short format: operation, sizes, and which sides are transposed."""
         self.moved = 0
         """Bytes that other operations read and wrote, views not counted."""
         self._held: dict[int, tuple[int, str]] = {}
@@ -109,12 +112,12 @@ class TensorMeter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         original, meter = torch.UntypedStorage.resize_, self
 
         def resize(storage: torch.UntypedStorage, size: int) -> Any:  # sharded weights are freed and filled by it
-            made = original(storage, size)
+            result = original(storage, size)
             if (key := storage._cdata) in meter._held:
                 before, kind = meter._held[key]
                 meter._held[key] = size, kind
                 meter._change(size - before, kind)
-            return made
+            return result
 
         self._resize = original
         torch.UntypedStorage.resize_ = resize  # type: ignore[method-assign, assignment]
@@ -128,28 +131,30 @@ class TensorMeter(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(
         self, function: Any, types: Any, arguments: tuple[Any, ...] = (), keywords: dict[str, Any] | None = None
     ) -> Any:
-        made = function(*arguments, **(keywords or {}))
-        given = [one for one in tree_iter((arguments, keywords)) if isinstance(one, Tensor)]
-        results = [one for one in tree_iter(made) if isinstance(one, Tensor)]
-        kind = self._kind(given)
-        for one in results:
-            self.hold(one, self._scores(one) or kind)
+        output = function(*arguments, **(keywords or {}))
+        inputs = [one for one in tree_iter((arguments, keywords)) if isinstance(one, Tensor)]
+        results = [one for one in tree_iter(output) if isinstance(one, Tensor)]
+        kind = self._kind(inputs)
+        for tensor in results:
+            self.hold(tensor, self._scores(tensor) or kind)
         name = function.overloadpacket.__name__
         if name in GATHERING:
-            for one in (*given, *results):
-                if self._held.get(_storage(one)._cdata, (0, ""))[1] == WORK:  # and no part of a weight, which is read
-                    self.count_as(GATHERED, one)
+            for tensor in (*inputs, *results):
+                if (
+                    self._held.get(_storage(tensor)._cdata, (0, ""))[1] == WORK
+                ):  # and no part of a weight, which is read
+                    self.count_as(GATHERED, tensor)
         if self._on_processor and name in MIXED:
-            self._reached(written_out(given), self.making)
+            self._reached(written_out(inputs), self.making)
         if name in PRODUCTS:
-            left, right = given[-2:]
+            left, right = inputs[-2:]
             sizes = (1, *left.shape, right.shape[1]) if left.dim() == 2 else (*left.shape, right.shape[2])
             self.products[(*sizes, left.dtype)] += 1
             if left.element_size() == 2:
                 self.kinds.add((name, sizes, *(one.stride(-1) == 1 for one in (left, right))))
         elif not function.is_view:
-            self.moved += sum(one.numel() * one.element_size() for one in (*given, *results))
-        return made
+            self.moved += sum(one.numel() * one.element_size() for one in (*inputs, *results))
+        return output
 
     def hold(self, tensor: Tensor, kind: str | None = None) -> None:
         """Count a tensor that is there already, until it is gone."""
@@ -169,14 +174,14 @@ class TensorMeter(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._by_kind[kind] += size
             self._held[key] = size, kind
 
-    def _kind(self, given: list[Tensor]) -> str:
+    def _kind(self, inputs: list[Tensor]) -> str:
         """Of what an operation makes of these."""
-        kinds = {self._held.get(_storage(one)._cdata, (0, ""))[1] for one in given}
+        kinds = {self._held.get(_storage(one)._cdata, (0, ""))[1] for one in inputs}
         return COPIES if self.making == WORK and kinds == {WEIGHTS} else self.making
 
-    def _scores(self, made: Tensor) -> str | None:
-        padded = made.ndim == 2 and made.shape[1] == cpu.aligned(self._vocab_size)
-        return LOGITS if self.making == WORK and (padded or self._vocab_size in made.shape) else None
+    def _scores(self, tensor: Tensor) -> str | None:
+        padded = tensor.ndim == 2 and tensor.shape[1] == cpu.aligned(self._vocab_size)
+        return LOGITS if self.making == WORK and (padded or self._vocab_size in tensor.shape) else None
 
     def _change(self, size: int, kind: str) -> None:
         self.live += size
@@ -196,8 +201,8 @@ class TensorMeter(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def _storage(tensor: Tensor) -> torch.UntypedStorage:
-    found: torch.UntypedStorage = getattr(tensor, "_local_tensor", tensor).untyped_storage()
-    return found
+    storage: torch.UntypedStorage = getattr(tensor, "_local_tensor", tensor).untyped_storage()
+    return storage
 
 
 def written_out(tensors: list[Tensor]) -> int:
@@ -214,7 +219,7 @@ class TracedStep:
     model: ModelConfig
     vocab_size: int
     optimizer: Optimizer
-    recompute: Level
+    activation_checkpointing: Level
     precision: torch.dtype
     rows: int
     """Of a micro-batch."""
@@ -224,12 +229,12 @@ class TracedStep:
     ranks: int = 1
     """That each hold a part of weights, gradients and optimizer; this is the step of one of them."""
     lora: Lora | None = None
-    """What is trained beside frozen weights; all weights where nothing is said."""
+    """The adapters that are trained on frozen weights. None: all weights are trained."""
 
     @property
     def turn(self) -> int:
         """Layers until their kinds begin again."""
-        kinds = self.model.attention, self.model.sliding_window, self.model.feed_forward
+        kinds = self.model.attention, self.model.sliding_window, self.model.mlp
         return math.lcm(*(len(one) for one in kinds))
 
     def with_layers(self, layers: int) -> "TracedStep":
@@ -244,17 +249,17 @@ class TracedStep:
             model_lora.attach(model, self.lora, seed=0)
         return model
 
-    def prepare(self, model: Transformer, device: Device) -> Optimizers:
-        """As a run does when the model is in its place."""
-        recompute(model, self.recompute)
-        return Optimizers(model, self.optimizer, fast_dtype(device))
+    def prepare(self, model: Transformer, precision: Precision) -> Optimizers:
+        """Set up a model as a run does when the model is on its device."""
+        checkpoint_activations(model, self.activation_checkpointing)
+        return Optimizers(model, self.optimizer, precision.muon_dtype)
 
 
 class Traced(NamedTuple):
     """Bytes of tensors, and what a micro-batch and an update ask of the device."""
 
     loading: int
-    """The most while the model is made: on a processor, where weights are there whole before they are frozen."""
+    """The most while the model is built: on a CPU, all weights exist in full before they are frozen."""
     resting: int
     """Weights, and what the optimizer remembers."""
     learning: int
@@ -262,7 +267,7 @@ class Traced(NamedTuple):
     updating: int
     """The most while the optimizer works."""
     room: int
-    """What libraries of products keep for themselves."""
+    """Workspace that matmul libraries keep."""
     products: Counter[Product]
     """Of a micro-batch."""
     moved: int
@@ -294,15 +299,15 @@ class Traced(NamedTuple):
 
 KERNEL_BYTES = 7 * 2**20 // 10
 """
-Of what oneDNN compiles for a product of two bytes a number, of each size and layout, and keeps: 0.5 to 1.0 MiB for 14
-of 16, by the memory of a process before and after each (torch 2.13, AMX).
+Of the code that oneDNN compiles and keeps for each size and layout of a matmul with two bytes a number. Measured as
+the growth of a process: 0.5 to 1.0 MiB for 14 of 16 sizes and layouts (torch 2.13, AMX).
 """
 
 
 @cache
 def trace(step: TracedStep) -> Traced:
     """A step after the first, so that all that the optimizer remembers is there."""
-    turns = 2 if step.ranks == 1 else 3  # of two layers, both lie together: the next is on its way
+    turns = 2 if step.ranks == 1 else 3  # ranks gather the next of their layers early: both of two would lie together
     layers, few, more = step.model.num_layers, turns * step.turn, (turns + 1) * step.turn
     if layers <= more:
         return _traced(step)
@@ -311,7 +316,7 @@ def trace(step: TracedStep) -> Traced:
 
 
 def _line(low: Traced, high: Traced, times: float) -> Traced:
-    """What is found `times` the way from the lower to the higher and beyond."""
+    """Linear extrapolation: low + times · (high − low), for each number."""
     values = list[Any]()
     for first, second in zip(low, high, strict=True):
         if isinstance(first, int):
@@ -328,20 +333,21 @@ def _line(low: Traced, high: Traced, times: float) -> Traced:
 
 def _traced(step: TracedStep) -> Traced:
     device = Device(
-        place=torch.device("cpu"),
+        torch_device=torch.device("cpu"),
         vendor="cpu",
         name="nothing",
         memory_bytes=0,
         compute_dtype=step.precision,
         backend="gloo",
     )
+    precision = Precision.decide("auto", device)
     counting = TensorMeter(on_processor=step.on_processor, vocab_size=step.vocab_size)
     with _company(step.ranks) as mesh, _apart(step.on_processor) as room, FakeTensorMode(), counting as meter:
         model = step.load()
         loading = meter.peak if step.on_processor else 0
         if mesh is not None:
             fsdp.shard(model, World(0, step.ranks), device, mesh)
-        optimizers = step.prepare(model, device)
+        optimizers = step.prepare(model, precision)
         trained = [weight for weight in model.parameters() if weight.requires_grad]
         for weight in trained:
             weight.register_post_accumulate_grad_hook(partial(_learned, meter))  # type: ignore[no-untyped-call]
@@ -350,7 +356,7 @@ def _traced(step: TracedStep) -> Traced:
         optimizers.step()
         optimizers.zero_grad()
         resting, meter.making = meter.live, WORK
-        ids = torch.zeros((step.rows, step.model.context), dtype=torch.int64)
+        ids = torch.zeros((step.rows, step.model.context_length), dtype=torch.int64)
         batch = Placed(ids, ids.clone(), None, ids.flatten().clone(), ids.flatten().clone())
         total = torch.zeros(())
         if step.accumulates:
@@ -359,11 +365,11 @@ def _traced(step: TracedStep) -> Traced:
                 meter.count_as("gradients", weight.grad)
         meter.restart()
         with sparse_embedding_grad(model):
-            loss, entropy = placed_losses(model, batch, device, share=1 / ids.numel())
+            loss, entropy = placed_losses(model, batch, precision, scale=1 / ids.numel())
             torch.autograd.backward(loss)
         total += entropy
         del loss, entropy
-        learning, made, moved, during = meter.peak, meter.products.copy(), meter.moved, meter.at_peak
+        learning, matmuls, moved, during = meter.peak, meter.products.copy(), meter.moved, meter.at_peak
         meter.restart()
         meter.making = "update"
         norm = nn.utils.get_total_norm(gradients(model))
@@ -371,7 +377,7 @@ def _traced(step: TracedStep) -> Traced:
         optimizers.step()
         kept = sum(room) + (KERNEL_BYTES * len(meter.kinds) if step.on_processor else 0)
         most = loading, resting, learning, meter.peak, kept
-        return Traced(*most, made, moved, meter.products.copy(), meter.moved, during, meter.at_peak)
+        return Traced(*most, matmuls, moved, meter.products.copy(), meter.moved, during, meter.at_peak)
 
 
 @contextmanager
@@ -396,13 +402,13 @@ def _learned(meter: TensorMeter, weight: torch.Tensor) -> None:
 def _apart(on_processor: bool) -> Iterator[list[int]]:
     """Nothing without numbers is kept for later, nothing with numbers taken from before. Gives what `ROOM` comes to."""
     room = [0, 0, 0]
-    elsewhere, taken = cpu.ELSEWHERE.set(not on_processor), cpu.ROOM.set(room)
+    elsewhere, room_token = cpu.ELSEWHERE.set(not on_processor), cpu.ROOM.set(room)
     quantize.forget()
     try:
         yield room
     finally:
         quantize.forget()
-        cpu.ROOM.reset(taken)
+        cpu.ROOM.reset(room_token)
         cpu.ELSEWHERE.reset(elsewhere)
 
 
@@ -446,20 +452,20 @@ def measured(steps: tuple[TracedStep, ...], device: Device) -> list[Timed]:
     rows, all_rows = _rows(steps[-1], device), steps[0].rows
     fewer = [replace(steps[0], rows=rows // 2)] if 1 < rows < all_rows else []
     ready = [_Ready(step, device) for step in [*(replace(step, rows=rows) for step in steps), *fewer]]
-    found = list[list[Timed]]()
-    while len(found) < (TIMES + 1 if len(steps) > 1 else TIMES) and _total(found) < MAX_SECONDS:
-        found.append([one.once() for one in ready])
-    warm = found[1:] or found
+    rounds = list[list[Timed]]()
+    while len(rounds) < (TIMES + 1 if len(steps) > 1 else TIMES) and _total(rounds) < MAX_SECONDS:
+        rounds.append([one.once() for one in ready])
+    warm = rounds[1:] or rounds
     best = [Timed(*(min(values) for values in zip(*times, strict=True))) for times in zip(*warm, strict=True)]
     low = with_rows(best[0], best[-1] if fewer else None, rows, all_rows)
     share = all_rows / rows
     more = [
         Timed(
-            low.first + share * (one.first - best[0].first),
-            low.further + share * (one.further - best[0].further),
-            one.updating,
+            low.first + share * (timing.first - best[0].first),
+            low.further + share * (timing.further - best[0].further),
+            timing.updating,
         )
-        for one in best[1 : len(steps)]
+        for timing in best[1 : len(steps)]
     ]
     return [low, *more]
 
@@ -470,8 +476,8 @@ def with_rows(timed: Timed, half: Timed | None, rows: int, all_rows: int) -> Tim
         return Timed(timed.first * all_rows / rows, timed.further * all_rows / rows, timed.updating)
 
     def whole(some: float, fewer: float) -> float:
-        one = min(max(some - fewer, 0.0) / (rows - rows // 2), some / rows)
-        return some + (all_rows - rows) * one
+        per_row = min(max(some - fewer, 0.0) / (rows - rows // 2), some / rows)
+        return some + (all_rows - rows) * per_row
 
     return Timed(whole(timed.first, half.first), whole(timed.further, half.further), timed.updating)
 
@@ -497,7 +503,7 @@ def _rows(step: TracedStep, device: Device) -> int:
 
 def _row_seconds(step: TracedStep, device: Device) -> float:
     """What one row takes at the peak."""
-    work = cost(step.model, step.vocab_size).train_flops_per_token * step.model.context
+    work = cost(step.model, step.vocab_size).train_flops_per_token * step.model.context_length
     return work / measured_peak(replace(device, compute_dtype=step.precision))
 
 
@@ -509,12 +515,13 @@ class _Ready:
     """A model that can make steps."""
 
     def __init__(self, step: TracedStep, device: Device) -> None:
-        self._accumulates, self._device = step.accumulates, replace(device, compute_dtype=step.precision)
-        self._model: Transformer = step.load(initialized=True).to(device.place)
-        self._optimizers: Optimizers = step.prepare(self._model, self._device)
-        ids = torch.randint(step.vocab_size, (step.rows, step.model.context), device=device.place)
-        places = torch.arange(step.model.context, device=device.place).expand(step.rows, -1)
-        self._batch = Placed(ids, places, None, torch.arange(ids.numel(), device=device.place), ids.flatten())
+        self._accumulates, self._device = step.accumulates, device
+        self._precision = Precision.decide("auto", replace(device, compute_dtype=step.precision))
+        self._model: Transformer = step.load(initialized=True).to(device.torch_device)
+        self._optimizers: Optimizers = step.prepare(self._model, self._precision)
+        ids = torch.randint(step.vocab_size, (step.rows, step.model.context_length), device=device.torch_device)
+        places = torch.arange(step.model.context_length, device=device.torch_device).expand(step.rows, -1)
+        self._batch = Placed(ids, places, None, torch.arange(ids.numel(), device=device.torch_device), ids.flatten())
 
     def once(self) -> Timed:
         began = self._now()
@@ -530,9 +537,56 @@ class _Ready:
 
     def _learn(self) -> None:
         with sparse_embedding_grad(self._model):
-            loss, _ = placed_losses(self._model, self._batch, self._device, share=1 / self._batch.ids.numel())
+            loss, _ = placed_losses(self._model, self._batch, self._precision, scale=1 / self._batch.ids.numel())
             torch.autograd.backward(loss)
 
     def _now(self) -> float:
         self._device.synchronize()
-        return time.thread_time() if self._device.place.type == "cpu" else time.perf_counter()
+        return time.thread_time() if self._device.torch_device.type == "cpu" else time.perf_counter()
+
+
+def traceable(way: TrainSetup) -> bool:
+    """Whether the step is one that this software makes."""
+    return not way.sharded or way.method == "full"
+
+
+def check(ask: PlanRequest, target: Machine, option: Candidate) -> Candidate:
+    """An option with its traced memory, if it can be traced, and its timed speed, if the target is this machine."""
+    if not traceable(option.way):
+        return option
+    what = traced_step(option, option.way.rows * option.way.devices < ask.rows_per_step)
+    traced = trace(what)
+    moment, kept = traced.at_peak
+    kept["weights"] += option.what.reference_bytes(option.way.method)  # which takes part in no step that is traced
+    peak = sum(kept.values())
+    option = replace(option, peak_bytes=peak, fits=peak <= target.usable_bytes, traced=(moment, kept))
+    if target.flops_from != "measured" or option.pace is None or option.way.sharded:  # others are waited for there
+        return option
+    seconds = timed(what, _device(target))
+    if seconds is None:
+        return option
+    parts = -(-ask.rows_per_step // (option.way.rows * option.way.devices))
+    tokens = ask.rows_per_step * ask.what.model.context_length
+    rate = tokens / (seconds.step(parts) * (slower(target.devices) if target.processor else 1.0))
+    return replace(option, pace=replace(option.pace, tokens_per_second=rate, timed=True))
+
+
+def _device(target: Machine) -> Device:
+    """The device that a target here stands for."""
+    return devices.find("cpu" if target.processor else "auto")
+
+
+def traced_step(option: Candidate, accumulates: bool) -> TracedStep:
+    """The step of a configuration, for tracing and timing."""
+    return TracedStep(
+        model=option.what.model,
+        vocab_size=option.what.vocab_size,
+        optimizer=option.what.optimizer,
+        activation_checkpointing=option.way.activation_checkpointing,
+        precision=getattr(torch, option.way.precision),
+        rows=option.way.rows,
+        accumulates=accumulates,
+        on_processor=option.what.processor,
+        ranks=option.way.devices if option.way.sharded else 1,
+        lora=option.what.adapters(option.way),
+    )

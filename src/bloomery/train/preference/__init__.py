@@ -1,1 +1,1 @@
-"""What a model learns from: which of two answers is the better one, or whether an answer is right."""
+"""Training on preferences: which of two answers is the better one, or whether an answer is right."""

@@ -7,8 +7,7 @@ from pydantic import Field, model_validator
 from bloomery.core.bounds import Between, Context, InnerShare, Steps
 from bloomery.core.config import VOLATILE, Config, repeated
 from bloomery.data.chat.preferences import Pairs, Problems
-from bloomery.model.lora_config import Lora
-from bloomery.train.config import AdamW, LinearSchedule, Optimizer, Schedule, Training
+from bloomery.train.config import AdamW, Adapters, LinearSchedule, Optimizer, Schedule, Training
 
 Beta = Annotated[float, Between(1e-6, 1e3, "it weighs log-probabilities")]
 LossFactor = Annotated[float, Between(0, 1e3, "it weighs one part of the loss")]
@@ -52,44 +51,28 @@ class SimPo(Config):
     """By how much a chosen answer shall be better."""
 
 
-class Kto(Config):
-    """
-    Kahneman-Tversky optimization: single answers, wanted or not (Ethayarajh et al. 2024,
-    https://arxiv.org/abs/2402.01306).
-
-        λ · (1 − σ(±(βr − βz)))      r = log π / π₀, + for a wanted answer; z = max(0, mean of r over answers to other
-                                     questions of the batch), without a gradient
-    """
-
-    kind: Literal["kto"] = "kto"
-    beta: Beta = 0.1
-    wanted: LossFactor = 1.0
-    """λ of wanted answers."""
-    unwanted: LossFactor = 1.0
-
-
 class Grpo(Config):
     """
-    Group-relative policy optimization: answers are drawn, and those that are right learned from (Shao et al. 2024,
+    Group-relative policy optimization: the model samples answers and is rewarded for right ones (Shao et al. 2024,
     https://arxiv.org/abs/2402.03300).
 
-        − min(ρA, clip(ρ, 1 − ε, 1 + ε) A) + β (q − log q − 1)      for each token; ρ = π / π of when it was drawn,
+        − min(ρA, clip(ρ, 1 − ε, 1 + ε) A) + β (q − log q − 1)      for each token; ρ = π / π at sampling,
                                                                      q = π₀ / π, A = (r − mean) / deviation of the group
     """
 
     kind: Literal["grpo"] = "grpo"
     problems: tuple[Annotated[Problems, Field(discriminator="kind")], ...] = Field(min_length=1)
     """Questions whose answers are numbers."""
-    answers: Annotated[int, Between(2, 4096, "a group has two, and all are in memory")] = 8
+    group_size: Annotated[int, Between(2, 4096, "a group has two, and all are in memory")] = 8
     """To each question: a group."""
-    answer_tokens: Context = 48
+    max_new_tokens: Context = 48
     """Most of an answer. One that does not end within them counts as wrong."""
     temperature: Annotated[float, Between(1e-3, 100, "logits are divided by it")] = 1.0
     marked: bool = False
     """Whether a right answer has to say its number after ####; else the last number counts."""
     clip: InnerShare = 0.2
     """ε"""
-    kl_weight: LossFactor = 0.04
+    kl_coef: LossFactor = 0.04
     """β. Where it is 0, there is no reference."""
     updates: Annotated[int, Between(1, 1000, "answers are soon those of another model")] = 1
     """How many are made with the same answers. Behind the first, ρ is no longer 1."""
@@ -98,39 +81,33 @@ class Grpo(Config):
     deviation: bool = True
     """Whether A is divided by the deviation of the group (without: Liu et al. 2025, https://arxiv.org/abs/2503.20783)."""
     check_questions: Annotated[int, Between(1, 10**6, "all are in memory")] = Field(64, json_schema_extra=VOLATILE)
-    """Held-out questions that are answered, greedily, at each evaluation."""
+    """Validation questions that the model answers greedily at each evaluation."""
 
 
-Loss = Annotated[Dpo | Ipo | SimPo | Kto | Grpo, Field(discriminator="kind")]
+Loss = Annotated[Dpo | Ipo | SimPo | Grpo, Field(discriminator="kind")]
 
 
-class Prefer(Training):
+class Prefer(Training, Adapters):
     """The same loop, from the finetuned weights, on what people or programs judge better."""
 
     loss: Loss = Dpo()
     pairs: tuple[Annotated[Pairs, Field(discriminator="kind")], ...] = ()
     """Where preferences come from; of all losses but grpo, whose questions it names itself."""
-    hold_out: InnerShare = 0.05
+    val_fraction: InnerShare = 0.05
     """Share of the questions, by the hash of what is asked, that is validated on."""
-    lora: Lora | None = None
-    """Train small matrices beside frozen ones, as in [finetune]. None: train every weight."""
     optimizer: Optimizer = AdamW(learning_rate=5e-5, weight_decay=0.0)
-    schedule: Schedule = LinearSchedule(warmup_steps=5)
-    evaluate_every: Steps = Field(20, json_schema_extra=VOLATILE)
+    schedule: Schedule = Field(LinearSchedule(warmup_steps=5), validate_default=True)
+    eval_every: Steps = Field(20, json_schema_extra=VOLATILE)
 
     @property
     def keeps_reference(self) -> bool:
-        """Whether the model as it began is asked while training goes on, and not only before."""
-        return isinstance(self.loss, Grpo) and self.loss.kl_weight > 0
+        return isinstance(self.loss, Grpo) and self.loss.kl_coef > 0
 
     @property
     def not_planned(self) -> str:
-        """What a plan of the updates does not count."""
         match self.loss:
             case Grpo():
                 return "the time of drawing answers, and of asking for their log-probabilities, is not planned"
-            case Kto():
-                return "the time of a forward pass over all rows, and of another one in each step, is not planned"
             case SimPo():
                 return "a row holds two contexts: its attention is counted as that of one"
             case _:

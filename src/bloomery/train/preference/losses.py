@@ -1,26 +1,25 @@
 """
-Preference losses (DPO, IPO, SimPO, KTO), the GRPO loss, and token log-probabilities.
+Preference losses (DPO, IPO, SimPO), the GRPO loss, and token log-probabilities.
 
 Loss functions: one function for each loss on preferences, from log-probabilities of whole answers to a loss for
-each. All losses and rewards are in nats. Letters used for shapes: P pairs, or single answers.
+each. All losses and rewards are in nats. Letters used for shapes: P pairs.
 
-Objective over packed sequences of judged answers. A sequence holds whole pairs (chosen, rejected). For KTO it holds
-whole examples: an answer, and another question's answer in its place. Packed sequences do not see each other. A
-table next to the sequences says what each sequence is, and what the reference model says of it. Letters used for
-shapes: R rows of a split, B rows of a batch, S sequences of a row, P pairs.
+Loss function over packed sequences of judged answers. A row holds whole pairs (chosen, rejected). Packed sequences
+do not see each other. A table next to the rows says what each sequence is, and what the reference model says of it.
+Letters used for shapes: R rows of a split, B rows of a batch, S sequences of a row, P pairs.
 
-Objective over answers that the model has sampled itself. Each has its advantage over the others of its group.
+Loss function over answers that the model has sampled itself. Each has its advantage over the others of its group.
 Letters used for shapes: N answers, G of them to a question, B rows of a batch, T tokens of a row.
 
 Log-probabilities of given tokens, token by token, without the logits of all tokens at once. Letters used for
 shapes: N tokens that count, D width, V vocabulary, B rows, T tokens of a row, S sequences of a row.
 
-All of this is in one file because each objective is a loss function applied to these log-probabilities.
+All of this is in one file because each loss function is applied to these log-probabilities.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 from jaxtyping import Bool, Float, Int
@@ -29,13 +28,13 @@ from numpy.typing import NDArray
 import bloomery.hw.require_torch  # noqa: F401
 from bloomery.core.log import progress
 from bloomery.core.signals import StopRequest
-from bloomery.hw.device import Device
 from bloomery.hw.distributed import World
 from bloomery.model.transformer import Transformer
 from bloomery.shards.loader import IGNORE, Batch, PackedDataset
 from bloomery.train.loss import chunk_tokens
 from bloomery.train.precision import Precision
-from bloomery.train.preference.config import Dpo, Grpo, Ipo, Kto, SimPo
+from bloomery.train.preference.config import Dpo, Grpo, Ipo, SimPo
+from bloomery.train.step import BatchTotals, LossSums
 
 import torch
 import torch.nn.functional as F
@@ -80,21 +79,11 @@ def simpo(chosen: Answers, rejected: Answers, how: SimPo) -> PreferenceOutcome:
     return PreferenceOutcome(-F.logsigmoid(good - bad - how.gamma), good, bad)
 
 
-def kto(
-    answers: Answers, wanted: Bool[Tensor, " P"], divergence: Float[Tensor, ""], how: Kto
-) -> tuple[Float[Tensor, " P"], Float[Tensor, " P"]]:
-    """Losses and rewards (Ethayarajh et al. 2024, eq. 8). `divergence` is z, which has no gradient."""
-    reward = how.beta * (answers.now - answers.before)
-    gain = torch.where(wanted, reward - how.beta * divergence, how.beta * divergence - reward)
-    weight = torch.where(wanted, how.wanted, how.unwanted)
-    return weight * (1 - torch.sigmoid(gain)), reward
-
-
 def clipped(
     now: Tensor, drawn: Tensor, advantage: Tensor, clip: float
 ) -> tuple[Float[Tensor, "..."], Bool[Tensor, "..."]]:
     """
-    −min(ρA, clip(ρ) A) with ρ = exp(now − drawn), and where the clipped one counts (Schulman et al. 2017, eq. 7,
+    −min(ρA, clip(ρ) A), and where the clipped ratio counts; ρ = π now / π at sampling (Schulman et al. 2017, eq. 7,
     https://arxiv.org/abs/1707.06347).
     """
     ratio = torch.exp(now - drawn)
@@ -104,7 +93,7 @@ def clipped(
 
 def divergence(now: Tensor, before: Tensor) -> Float[Tensor, "..."]:
     """
-    An estimate of KL(now ‖ before) from tokens drawn by `now`, unbiased and never negative: q − log q − 1, where q is
+    An estimate of KL(now ‖ before) from tokens sampled by `now`, unbiased and never negative: q − log q − 1, where q is
     before / now ("k3": Schulman 2020, http://joschu.net/blog/kl-approx.html).
     """
     log_q = before - now
@@ -115,19 +104,19 @@ class _ChunkedLogProbs(torch.autograd.Function):
     """
         y = s[target] − log Σ exp(s)      s = h Wᵀ, in nats
 
-    in chunks of tokens. Their scores are computed a second time backward, when it is known what each y weighs:
+    in chunks of tokens. The backward pass computes their logits again, when the gradient of each y is known:
     ∂y/∂s = onehot(target) − softmax(s).
     """
 
     @staticmethod
     def forward(context: Any, hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
-        found = torch.empty(len(hidden), dtype=torch.float32, device=hidden.device)
+        log_p = torch.empty(len(hidden), dtype=torch.float32, device=hidden.device)
         table = weight.to(hidden.dtype)
         for piece in _pieces(len(hidden), len(weight)):
             scores = (hidden[piece] @ table.t()).float()
-            found[piece] = scores.gather(1, targets[piece, None])[:, 0] - torch.logsumexp(scores, 1)
+            log_p[piece] = scores.gather(1, targets[piece, None])[:, 0] - torch.logsumexp(scores, 1)
         context.save_for_backward(hidden, weight, targets)
-        return found
+        return log_p
 
     @staticmethod
     def backward(context: Any, *upstream: Tensor) -> tuple[Tensor, Tensor | None, None]:
@@ -155,20 +144,21 @@ def log_probs(
     hidden: Float[Tensor, "N D"], weight: Float[Tensor, "V D"], targets: Int[Tensor, " N"]
 ) -> Float[Tensor, " N"]:
     """Of each target, in nats and in float32."""
-    found: Tensor = _ChunkedLogProbs.apply(hidden, weight, targets)  # type: ignore[no-untyped-call]
-    return found
+    log_p: Tensor = _ChunkedLogProbs.apply(hidden, weight, targets)  # type: ignore[no-untyped-call]
+    return log_p
 
 
-def _of_targets(model: Transformer, batch: Batch, device: Device, temperature: float) -> Float[Tensor, " N"]:
+def _of_targets(model: Transformer, batch: Batch, precision: Precision, temperature: float) -> Float[Tensor, " N"]:
     """Of the targets that count, row after row."""
+    device = precision.device.torch_device
     whole = bool((batch.segments == batch.segments[:, :1]).all())
     ids, positions, targets = (
-        torch.from_numpy(part).to(device.place) for part in (batch.ids, batch.positions, batch.targets)
+        torch.from_numpy(array).to(device) for array in (batch.ids, batch.positions, batch.targets)
     )
-    segments = None if whole else torch.from_numpy(batch.segments).to(device.place)
-    with Precision.decide("auto", device).autocast():
+    segments = None if whole else torch.from_numpy(batch.segments).to(device)
+    with precision.autocast():
         hidden = model(ids, positions=positions, segments=segments)
-    places = _places(batch).to(device.place)
+    places = _places(batch).to(device)
     chosen = hidden.flatten(0, 1)[places]
     chosen = chosen if temperature == 1.0 else chosen / temperature
     return log_probs(chosen, model.head.weight, targets.flatten()[places])
@@ -178,10 +168,10 @@ def _places(batch: Batch) -> Int[Tensor, " N"]:
     return torch.from_numpy(np.flatnonzero(batch.targets != IGNORE))
 
 
-def by_token(model: Transformer, batch: Batch, device: Device, temperature: float = 1.0) -> Float[Tensor, "B T"]:
+def by_token(model: Transformer, batch: Batch, precision: Precision, temperature: float = 1.0) -> Float[Tensor, "B T"]:
     """Log-probabilities, at a temperature, of the targets of a batch; 0 where a target does not count."""
-    found = _of_targets(model, batch, device, temperature)
-    spread = torch.zeros(batch.targets.size, device=found.device).index_put((_places(batch).to(found.device),), found)
+    log_p = _of_targets(model, batch, precision, temperature)
+    spread = torch.zeros(batch.targets.size, device=log_p.device).index_put((_places(batch).to(log_p.device),), log_p)
     return spread.view(batch.targets.shape)
 
 
@@ -198,28 +188,24 @@ class Sequences(NamedTuple):
         return self.sums / self.tokens.clamp(min=1)
 
 
-def by_sequence(model: Transformer, batch: Batch, most: int, device: Device) -> Sequences:
+def by_sequence(model: Transformer, batch: Batch, most: int, precision: Precision) -> Sequences:
     """
-    The sums over each of the first `most` sequences (S) of each row, in memory of the processor: they are few, and are
-    added up there in one order, whatever the device.
+    The sums over each of the first `most` sequences (S) of each row, in the CPU's memory. They are few, and the CPU
+    adds them up in the same order for every device.
     """
-    found = _of_targets(model, batch, device, 1.0).cpu()
+    log_p = _of_targets(model, batch, precision, 1.0).cpu()
     rows, places = np.nonzero(batch.targets != IGNORE)
     numbers = (batch.segments - batch.segments[:, :1])[rows, places]
     assert not len(numbers) or int(numbers.max()) < most, "padding has no target"
     lengths = torch.from_numpy(np.bincount(rows * most + numbers, minlength=len(batch.ids) * most))
-    sums = torch.segment_reduce(found, "sum", lengths=lengths, initial=0.0, unsafe=True)
+    sums = torch.segment_reduce(log_p, "sum", lengths=lengths, initial=0.0, unsafe=True)
     return Sequences(sums.view(-1, most), lengths.view(-1, most).float())
 
 
-NOTHING, CHOSEN, REJECTED, ELSEWHERE = 0, 1, 2, 3
-"""What a sequence is: padding; better, or wanted; worse, or unwanted; an answer to another question."""
+NOTHING, CHOSEN, REJECTED = 0, 1, 2
+"""What a sequence is: padding, the better answer, the worse answer."""
 
-OF_PAIRS = ("margin", "accuracy", "reward_chosen", "reward_rejected", "log_p_chosen", "log_p_rejected")
-OF_SINGLES = ("reward_wanted", "num_wanted", "reward_unwanted", "num_unwanted")
-"""What is told."""
-
-PairLoss = Dpo | Ipo | SimPo | Kto
+PairLoss = Dpo | Ipo | SimPo
 
 
 @dataclass(frozen=True, eq=False)
@@ -241,12 +227,12 @@ def reference_of(
     samples: PackedDataset,
     table: PairTable,
     rows: int,
-    device: Device,
+    precision: Precision,
     world: World,
     stop: StopRequest,
 ) -> NDArray[np.float32]:
     """What a model, as it is, says of every sequence (R × S). Ranks share the rows, and each gets all."""
-    found = torch.zeros(samples.num_samples, table.most)
+    sums = torch.zeros(samples.num_samples, table.most)
     mine = np.arange(world.rank, samples.num_samples, world.size)
     model.eval()
     with torch.no_grad(), progress("reference", "rows", len(mine)) as meter:
@@ -254,113 +240,55 @@ def reference_of(
             if world.size == 1:  # ranks in company finish this together
                 stop.check()
             numbers = mine[start : start + rows]
-            found[numbers] = by_sequence(model, samples.batch(numbers), table.most, device).sums
+            sums[numbers] = by_sequence(model, samples.batch(numbers), table.most, precision).sums
             meter.at(start + len(numbers))
     model.train()
-    return np.asarray(world.sum(found).numpy(), np.float32)
+    return np.asarray(world.sum(sums).numpy(), np.float32)
 
 
 @dataclass(eq=False)
 class PreferenceLoss:
-    """The loss function: see `LossFunction` for what is called when."""
+    """The loss function of pairs in rows."""
 
     loss: PairLoss
     table: PairTable
-    _divergence: Tensor = field(default_factory=lambda: torch.zeros(()))
-    _sums: dict[str, Tensor] = field(default_factory=dict)
-    _count: int = 0
+    metrics: ClassVar[tuple[str, ...]] = (
+        *("margin", "accuracy", "reward_chosen", "reward_rejected"),
+        *("log_p_chosen", "log_p_rejected"),
+    )
+    """Means over the pairs."""
+    positive: ClassVar[bool] = True
 
-    def begin(self, model: Transformer, batch: Batch, micro_batch: int, device: Device, world: World) -> int:
-        """The number of pairs, or of single answers. For KTO, z of the whole batch is computed first."""
-        self._sums = {name: torch.zeros(()) for name in (OF_SINGLES if isinstance(self.loss, Kto) else OF_PAIRS)}
-        kinds = self.table.kinds[batch.samples]
-        single = isinstance(self.loss, Kto)
-        self._count = int(np.isin(kinds, (CHOSEN, REJECTED) if single else (CHOSEN,)).sum())
-        if isinstance(self.loss, Kto):
-            self._divergence = self._elsewhere(model, batch, micro_batch, device, world)
-        return self._count
+    def totals(self, batch: Batch) -> BatchTotals:
+        pairs = int((self.table.kinds[batch.samples] == CHOSEN).sum())
+        return BatchTotals(pairs, pairs)
 
-    def losses(self, model: Transformer, part: Batch, device: Device, share: float = 1.0) -> tuple[Tensor, Tensor]:
-        found = by_sequence(model, part, self.table.most, device)
-        if isinstance(self.loss, Kto):
-            total = self._of_singles(self.loss, found, part)
-        else:
-            total = self._of_pairs(self.loss, found, part)
-        return share * total, total.detach()
-
-    def end(self, world: World) -> None:
-        flat = torch.stack(list(self._sums.values()))
-        self._sums = dict(zip(self._sums, world.sum(flat), strict=True))
-
-    def told(self) -> dict[str, float]:
-        """Means over the pairs; for KTO, over the wanted and the unwanted answers each."""
-        sums = {name: float(value) for name, value in self._sums.items()}
-        if not isinstance(self.loss, Kto):
-            return {name: value / max(self._count, 1) for name, value in sums.items()}
-        counts = {name: sums.pop(f"num_{name}", 0.0) for name in ("wanted", "unwanted")}
-        found = {f"reward_{name}": sums[f"reward_{name}"] / max(count, 1) for name, count in counts.items()}
-        if all(counts.values()):
-            found["margin"] = found["reward_wanted"] - found["reward_unwanted"]
-        return found | {"divergence": float(self._divergence)}
-
-    def watched(self, loss: float) -> float:
-        return loss
-
-    def _of_pairs(self, how: Dpo | Ipo | SimPo, found: Sequences, part: Batch) -> Tensor:
-        chosen, rejected = (self._answers(found, part, kind) for kind in (CHOSEN, REJECTED))
-        match how:
+    def losses(self, model: Transformer, micro_batch: Batch, precision: Precision, scale: float = 1.0) -> LossSums:
+        sequences = by_sequence(model, micro_batch, self.table.most, precision)
+        chosen, rejected = (self._answers(sequences, micro_batch, kind) for kind in (CHOSEN, REJECTED))
+        match self.loss:
             case Dpo():
-                judged = dpo(chosen, rejected, how)
+                judged = dpo(chosen, rejected, self.loss)
             case Ipo():
-                judged = ipo(chosen, rejected, how)
+                judged = ipo(chosen, rejected, self.loss)
             case SimPo():
-                judged = simpo(chosen, rejected, how)
+                judged = simpo(chosen, rejected, self.loss)
         margin = judged.chosen - judged.rejected
-        # A pair that is told apart by nothing is right half of the time.
+        # A pair with equal rewards counts as half right.
         right = (margin > 0).float() + 0.5 * (margin == 0).float()
-        self._add(
-            margin=margin,
-            accuracy=right,
-            reward_chosen=judged.chosen,
-            reward_rejected=judged.rejected,
-            log_p_chosen=chosen.now,
-            log_p_rejected=rejected.now,
-        )
-        return judged.losses.sum()
+        metrics = (margin, right, judged.chosen, judged.rejected, chosen.now, rejected.now)
+        total = judged.losses.sum()
+        return LossSums(scale * total, total.detach(), torch.stack([values.detach().sum() for values in metrics]))
 
-    def _of_singles(self, how: Kto, found: Sequences, part: Batch) -> Tensor:
-        total = found.sums.new_zeros(())
-        for name, kind in (("wanted", CHOSEN), ("unwanted", REJECTED)):
-            answers = self._answers(found, part, kind)
-            wanted = torch.full_like(answers.now, kind == CHOSEN, dtype=torch.bool)
-            each, reward = kto(answers, wanted, self._divergence, how)
-            total = total + each.sum()
-            self._add(**{f"reward_{name}": reward, f"num_{name}": torch.ones_like(reward)})
-        return total
-
-    def _elsewhere(self, model: Transformer, batch: Batch, rows: int, device: Device, world: World) -> Tensor:
-        """z: the mean of log π / π₀ over answers to other questions, not below 0."""
-        sums = torch.zeros(2)
-        with torch.no_grad():
-            for part in batch.of_rank(world.rank, world.size).split(rows):
-                answers = self._answers(by_sequence(model, part, self.table.most, device), part, ELSEWHERE)
-                sums += torch.stack([(answers.now - answers.before).sum(), torch.tensor(float(len(answers.now)))])
-        total, count = world.sum(sums).tolist()
-        return torch.tensor(max(0.0, total / max(count, 1.0)))
-
-    def _answers(self, found: Sequences, part: Batch, kind: int) -> Answers:
+    def _answers(self, sequences: Sequences, micro_batch: Batch, kind: int) -> Answers:
         """Those of one kind, in the order of rows and of sequences: so that a chosen one meets its rejected one."""
-        rows, numbers = np.nonzero(self.table.kinds[part.samples] == kind)
+        rows, numbers = np.nonzero(self.table.kinds[micro_batch.samples] == kind)
         at = (torch.from_numpy(rows), torch.from_numpy(numbers))
         if self.table.reference is None:
-            before = torch.zeros_like(found.sums[at])
+            before = torch.zeros_like(sequences.sums[at])
         else:
-            before = torch.from_numpy(self.table.reference[part.samples])[at]
-        return Answers(found.sums[at], before, found.tokens[at])
-
-    def _add(self, **values: Tensor) -> None:
-        for name, value in values.items():
-            self._sums[name] = self._sums[name] + value.detach().sum()
+            before = torch.from_numpy(self.table.reference[micro_batch.samples])[at]
+        return Answers(sequences.sums[at], before, sequences.tokens[at])
 
 
 SMALLEST_DEVIATION = 1e-4
@@ -374,14 +302,14 @@ def advantages(
     (r − mean) / deviation of the group that each of N answers belongs to: 0 in a group whose answers are all alike.
     The deviation is that of a sample, with G − 1.
     """
-    found = np.zeros(len(rewards))
+    values = np.zeros(len(rewards))
     for group in np.unique(groups):
         own = rewards[groups == group]
         apart = own - own.mean()
         if deviation and len(own) > 1:
             apart = apart / (own.std(ddof=1) + SMALLEST_DEVIATION)
-        found[groups == group] = apart
-    return found.astype(np.float32)
+        values[groups == group] = apart
+    return values.astype(np.float32)
 
 
 @dataclass(frozen=True, eq=False)
@@ -391,11 +319,11 @@ class Drawn:
     numbers: NDArray[np.int64]
     advantage: NDArray[np.float32]
     now: NDArray[np.float32] | None
-    """N × T: log-probabilities when they were drawn; None where they are used once, and are what they are."""
+    """N × T: log-probabilities at sampling; None for a single update, which computes the same values."""
     before: NDArray[np.float32] | None
     """N × T: under the reference; None where there is none."""
     facts: dict[str, float]
-    """What is told of them: reward, length, …"""
+    """Logged facts of the answers: reward, length, …"""
 
     def rows(self, numbers: NDArray[np.int64]) -> NDArray[np.int64]:
         """The places of samples here."""
@@ -403,48 +331,37 @@ class Drawn:
         return np.array([places[number] for number in numbers.tolist()], np.int64)
 
 
-@dataclass(eq=False)
+@dataclass(frozen=True, eq=False)
 class GRPOLoss:
-    """The loss function: see `LossFunction` for what is called when."""
+    """The loss function of answers that the model has sampled."""
 
     loss: Grpo
     drawn: Callable[[], Drawn]
     """Those of the batch at hand."""
-    _sums: Tensor = field(default_factory=lambda: torch.zeros(2))
-    _tokens: int = 0
+    metrics: ClassVar[tuple[str, ...]] = ("kl", "clip_fraction")
+    """Means over the tokens of the answers."""
+    positive: ClassVar[bool] = False
 
-    def begin(self, model: Transformer, batch: Batch, micro_batch: int, device: Device, world: World) -> int:
-        self._sums = torch.zeros(2)
-        self._tokens = int((batch.targets != IGNORE).sum())
-        return len(batch.ids) if self.loss.normalize == "answers" else self._tokens
+    def totals(self, batch: Batch) -> BatchTotals:
+        tokens = int((batch.targets != IGNORE).sum())
+        count = len(batch.ids) if self.loss.normalize == "answers" else tokens
+        return BatchTotals(count, tokens, self.drawn().facts)
 
-    def losses(self, model: Transformer, part: Batch, device: Device, share: float = 1.0) -> tuple[Tensor, Tensor]:
-        now = by_token(model, part, device, self.loss.temperature)
-        drawn, place = self.drawn(), now.device
-        rows = drawn.rows(part.samples)
-        counts = torch.from_numpy(part.targets != IGNORE).to(place)
-        advantage = torch.from_numpy(drawn.advantage[rows]).to(place)[:, None]
-        earlier = now.detach() if drawn.now is None else torch.from_numpy(drawn.now[rows]).to(place)
+    def losses(self, model: Transformer, micro_batch: Batch, precision: Precision, scale: float = 1.0) -> LossSums:
+        now = by_token(model, micro_batch, precision, self.loss.temperature)
+        drawn, device = self.drawn(), now.device
+        rows = drawn.rows(micro_batch.samples)
+        counts = torch.from_numpy(micro_batch.targets != IGNORE).to(device)
+        advantage = torch.from_numpy(drawn.advantage[rows]).to(device)[:, None]
+        earlier = now.detach() if drawn.now is None else torch.from_numpy(drawn.now[rows]).to(device)
         each, held = clipped(now, earlier, advantage, self.loss.clip)
         apart = torch.zeros_like(now)
         if drawn.before is not None:
-            apart = divergence(now, torch.from_numpy(drawn.before[rows]).to(place))
-            each = each + self.loss.kl_weight * apart
-        self._sums += torch.stack([(apart.detach() * counts).sum(), (held & counts).sum().float()]).cpu()
+            apart = divergence(now, torch.from_numpy(drawn.before[rows]).to(device))
+            each = each + self.loss.kl_coef * apart
+        metrics = torch.stack([(apart.detach() * counts).sum(), (held & counts).sum().float()]).cpu()
         total = self._weighed(each, counts).sum()
-        return share * total, total.detach()
-
-    def end(self, world: World) -> None:
-        world.sum(self._sums)
-
-    def told(self) -> dict[str, float]:
-        """Means over the tokens of the answers, and what there is to say of these."""
-        kl, held = (self._sums / max(self._tokens, 1)).tolist()
-        return {**self.drawn().facts, "kl": kl, "clip_fraction": held}
-
-    def watched(self, loss: float) -> float:
-        """A loss around zero tells of trouble only when it is not finite; the gradient norm is watched as always."""
-        return 1.0 if np.isfinite(loss) else loss
+        return LossSums(scale * total, total.detach(), metrics)
 
     def _weighed(self, each: Float[Tensor, "B T"], counts: Tensor) -> Float[Tensor, " B"]:
         sums = (each * counts).sum(1)

@@ -1,0 +1,189 @@
+"""
+What the sections of a recipe must agree on, and the defaults that follow from other sections.
+
+`fill` completes the TOML data before it is checked. `resolve` fills in the defaults of a recipe that was read. Then
+each of CHECKS looks at it. A check raises ValueError, and `core.config.build` makes a ConfigError of it.
+"""
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from pydantic import Field
+
+from bloomery.core.config import Config, build, with_defaults
+from bloomery.core.errors import DataError
+from bloomery.core.pipeline import resolve as resolve_name
+from bloomery.data.executor import Parallel
+from bloomery.model.lora_config import matrices, targets
+from bloomery.tokenizer import chat_template
+from bloomery.tokenizer.config import AnyKind, ByteBpe, Imported
+from bloomery.train import scaling_rules
+from bloomery.train.preference.config import Grpo
+
+if TYPE_CHECKING:
+    from bloomery.recipe import Recipe
+
+
+def fill(tree: dict[str, Any]) -> dict[str, Any]:
+    """
+    TOML data of a recipe with what has to be known before it is checked: a [tokenizer] without kind is a byte-level
+    BPE and has the special tokens of `instruct.chat_template`; `pretrain.depth` decides shape and training settings.
+    """
+    if isinstance(tokenizer := tree.get("tokenizer"), dict):
+        tree = tree | {"tokenizer": {"kind": "byte_bpe"} | tokenizer}
+    return _with_depth(_with_template(tree))
+
+
+def _with_template(tree: dict[str, Any]) -> dict[str, Any]:
+    """A tokenizer is trained before the first conversation is written, and a model has no row for what it lacks."""
+    instruct, tokenizer = tree.get("instruct"), tree.get("tokenizer", {})
+    if not isinstance(instruct, dict) or "chat_template" not in instruct or not isinstance(tokenizer, dict):
+        return tree
+    return tree | {"tokenizer": {"kind": "byte_bpe", "chat_template": instruct["chat_template"]} | tokenizer}
+
+
+class _Vocabulary(Config):
+    """[tokenizer], which the depth of a model needs to know before the recipe is read."""
+
+    tokenizer: AnyKind = Field(ByteBpe(), discriminator="kind")
+
+
+def _with_depth(tree: dict[str, Any]) -> dict[str, Any]:
+    pretrain = tree.get("pretrain")
+    if not isinstance(pretrain, dict) or type(pretrain.get("depth")) is not int or pretrain["depth"] < 1:
+        return tree  # the check of the section reports what is wrong with it
+    words = build(_Vocabulary, {"tokenizer": tree["tokenizer"]} if "tokenizer" in tree else {})
+    vocab_size: Callable[[AnyKind], int] = resolve_name("bloomery.stages.tokenizer:vocab_size")
+    return tree | {"pretrain": scaling_rules.filled(pretrain, vocab_size(words.tokenizer))}
+
+
+def resolve(recipe: "Recipe") -> "Recipe":
+    """
+    A new recipe with the defaults that depend on other sections. They do not count as set: what is written of it and
+    read again asks for what this recipe asks for.
+
+    [engine] goes to the sections that have none of their own. A packed sequence is as long as the model's context and
+    its last target. Classifiers are required where the recipe has [classify], or [filter] a limit on scores.
+    """
+    sections: dict[str, Config] = {
+        name: with_defaults(section, engine=recipe.engine)
+        for name, section in recipe
+        if isinstance(section, Parallel) and "engine" not in section.model_fields_set
+    }
+    if recipe.pretrain is not None and "sequence_length" not in recipe.instruct.model_fields_set:
+        sections["instruct"] = with_defaults(recipe.instruct, sequence_length=recipe.pretrain.model.context_length + 1)
+    if recipe.classify.required is None:
+        required = "classify" in recipe.model_fields_set or recipe.filter.needs_scores
+        sections["classify"] = with_defaults(recipe.classify, required=required)
+    return with_defaults(recipe, **sections)
+
+
+def text_has_a_source(recipe: "Recipe") -> None:
+    if recipe.fetch is None and recipe.shard.imported is None:
+        raise ValueError("[fetch] is required: it says where documents come from; or [shard.imported], token files")
+
+
+def packed_sequences_fit_the_model(recipe: "Recipe") -> None:
+    if recipe.pretrain is None or recipe.finetune is None:
+        return
+    context, sequence_length = recipe.pretrain.model.context_length, recipe.instruct.sequence_length
+    if sequence_length != context + 1:
+        raise ValueError(
+            f"a row holds the model's context and one token more: with pretrain.model.context_length={context} "
+            f"say instruct.sequence_length={context + 1}, not {sequence_length}"
+        )
+
+
+def answers_fit_the_model(recipe: "Recipe") -> None:
+    if recipe.pretrain is None:
+        return
+    context, longest = recipe.pretrain.model.context_length, dict[str, int]()
+    if recipe.evaluate.conversations:
+        longest["evaluate.max_tokens"] = recipe.evaluate.max_tokens
+    if recipe.prefer is not None and isinstance(recipe.prefer.loss, Grpo):
+        longest["prefer.loss.max_new_tokens"] = recipe.prefer.loss.max_new_tokens
+    for name, tokens in longest.items():
+        if tokens >= context:
+            raise ValueError(
+                f"{name}={tokens} leaves no room for a question: with pretrain.model.context_length={context} say "
+                f"less, such as {context // 2}"
+            )
+
+
+def domains_belong_to_a_source(recipe: "Recipe") -> None:
+    sources = recipe.fetch.sources if recipe.fetch else ()
+    if recipe.shard.imported is not None or any(getattr(source, "domain_field", None) for source in sources):
+        return  # only the documents tell
+    known = sorted({source.domain for source in sources})
+    anneal = recipe.shard.anneal.weights if recipe.shard.anneal else ()
+    named = {
+        "evaluate.domains": recipe.evaluate.domains,
+        "shard.weights": [weight.domain for weight in recipe.shard.weights],
+        "shard.anneal.weights": [weight.domain for weight in anneal],
+        "tokenizer.weights": [weight.domain for weight in recipe.tokenizer.weights],
+    }
+    for key, domains in named.items():
+        if missing := [domain for domain in domains if known and domain not in known]:
+            raise ValueError(
+                f"{key} names {', '.join(map(repr, missing))}, and no source has documents of it; "
+                f"domains of fetch.sources: {', '.join(known)}"
+            )
+
+
+def conversations_exist_and_can_be_written(recipe: "Recipe") -> None:
+    """A stage of conversations needs some, and a tokenizer with the special tokens of their template."""
+    if recipe.finetune is None:
+        return
+    if not recipe.instruct.sources and not recipe.synthesize.enabled:
+        raise ValueError(
+            "nothing to finetune on: instruct.sources is empty, and [synthesize] is not enabled. Name sources, or "
+            "leave out [finetune]"
+        )
+    kept, needed = (
+        chat_template.special_tokens(name) for name in (recipe.tokenizer.chat_template, recipe.instruct.chat_template)
+    )
+    missing = [name for name in needed if name not in kept]
+    if missing and not isinstance(recipe.tokenizer, Imported):  # which may have had them before
+        raise ValueError(
+            f"instruct.chat_template={recipe.instruct.chat_template!r} marks turns by {', '.join(missing)}, which a "
+            f"tokenizer with tokenizer.chat_template={recipe.tokenizer.chat_template!r} does not have: leave out "
+            "tokenizer.chat_template"
+        )
+
+
+def adapters_have_their_matrices(recipe: "Recipe") -> None:
+    for name, section in (("finetune", recipe.finetune), ("prefer", recipe.prefer)):
+        if section is None or section.lora is None or recipe.pretrain is None:
+            continue
+        try:
+            targets([*matrices(recipe.pretrain.model)], section.lora.target_modules)
+        except DataError as error:
+            raise ValueError(f"{name}.{error.where}: {error.what}. {error.hint}") from None
+
+
+def limits_on_scores_have_classifiers(recipe: "Recipe") -> None:
+    if not recipe.classify.required and recipe.filter.needs_scores:
+        raise ValueError("[filter] sets limits on scores, which needs classify.required=true, or no word of it")
+
+
+def limits_name_known_classifiers(recipe: "Recipe") -> None:
+    names = [classifier.name for classifier in recipe.classify.named]
+    for limit in recipe.filter.spelled_thresholds:
+        if limit.classifier not in names:
+            raise ValueError(
+                f"filter.thresholds asks for the classifier {limit.classifier!r}; [[classify.classifiers]] has "
+                f"{', '.join(map(repr, names))}"
+            )
+
+
+CHECKS: tuple[Callable[["Recipe"], None], ...] = (
+    text_has_a_source,
+    packed_sequences_fit_the_model,
+    answers_fit_the_model,
+    domains_belong_to_a_source,
+    conversations_exist_and_can_be_written,
+    adapters_have_their_matrices,
+    limits_on_scores_have_classifiers,
+    limits_name_known_classifiers,
+)
+"""In this order; the first that fails is reported."""

@@ -1,0 +1,67 @@
+"""Save all weights of a model, or its adapters alone, as a model folder, and take them up again."""
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import ClassVar
+
+from bloomery.hw.distributed import World
+from bloomery.model import lora
+from bloomery.model.lora_config import Lora
+from bloomery.model.transformer import Transformer
+from bloomery.tokenizer.chat_template import Renderer
+from bloomery.train import fsdp
+from bloomery.train.checkpointing import Write
+from bloomery.weights import hf
+from bloomery.weights.hf import BaseModel, Lineage
+
+
+@dataclass
+class FullModelSaver:
+    """Every weight."""
+
+    model: Transformer
+    renderer: Renderer
+    lineage: Lineage
+    of_adapters: ClassVar[bool] = False
+
+    def write(self, folder: Path, step: int) -> None:
+        hf.save(folder, self.model, self.renderer, replace(self.lineage, step=step))
+
+    def copied(self, world: World) -> tuple[Write, int]:
+        twin = fsdp.copy_of(self.model, world)
+        return FullModelSaver(twin, self.renderer, self.lineage).write, fsdp.weight_bytes(twin)
+
+    def fill(self, folder: Path) -> None:
+        if not fsdp.is_sharded(self.model):
+            hf.fill(self.model, folder, self.lineage)
+            return
+        twin = Transformer(self.model.config, self.model.vocab_size)
+        hf.fill(twin, folder, self.lineage)
+        fsdp.take(self.model, twin)
+
+
+@dataclass
+class AdapterSaver:
+    """Saves the adapters alone. Their frozen base stays where it is."""
+
+    model: Transformer
+    renderer: Renderer
+    settings: Lora
+    base: BaseModel
+    lineage: Lineage
+    of_adapters: ClassVar[bool] = True
+
+    def write(self, folder: Path, step: int) -> None:
+        self._write(folder, step, dict(lora.weights(self.model)))
+
+    def copied(self, world: World) -> tuple[Write, int]:
+        weights = {name: one.detach().to("cpu", copy=True) for name, one in lora.weights(self.model).items()}
+        size = sum(one.numel() * one.element_size() for one in weights.values())
+        return lambda folder, step: self._write(folder, step, weights), size
+
+    def fill(self, folder: Path) -> None:
+        hf.fill_adapters(self.model, folder, self.lineage)
+
+    def _write(self, folder: Path, step: int, weights: lora.Weights) -> None:
+        lineage = replace(self.lineage, step=step)
+        hf.save_adapters(folder, weights, self.model, self.renderer, lineage, self.settings, self.base)

@@ -1,0 +1,84 @@
+from typing import Any
+
+import pytest
+
+from bloomery.core.errors import ConfigError
+from bloomery.hw import distributed, launcher
+from bloomery.hw.distributed import World
+from bloomery.train import launch
+
+import torch
+
+
+def test_one_process_alone_sends_nothing_and_waits_for_nobody() -> None:
+    world = World.alone()
+    tensor = torch.tensor([1.5, 2.0])
+    assert world.sum(tensor) is tensor
+    assert tensor.tolist() == [1.5, 2.0]
+    world.barrier()
+    assert (world.rank, world.size, world.is_first) == (0, 1, True)
+    assert (world.any(True), world.any(False)) == (True, False)
+    assert world.broadcast({"a": 1}) == {"a": 1}
+    assert world.gather({"a": 1}) == [{"a": 1}]
+    with distributed.joined() as joined:
+        assert joined == world
+
+
+def test_a_rank_is_what_the_launcher_says() -> None:
+    assert distributed.launched_world({}) is None
+    assert distributed.launched_world({"RANK": "2", "WORLD_SIZE": "3"}) == World(2, 3)
+
+
+@pytest.mark.parametrize(
+    ("env", "name"),
+    [
+        ({"WORLD_SIZE": "x"}, "WORLD_SIZE='x'"),
+        ({"WORLD_SIZE": ""}, "WORLD_SIZE=''"),
+        ({"WORLD_SIZE": "0"}, "WORLD_SIZE='0'"),
+        ({"WORLD_SIZE": "9" * 5000}, "WORLD_SIZE='9{40}'"),
+        ({"WORLD_SIZE": "3"}, "RANK is not set"),
+        ({"WORLD_SIZE": "3", "RANK": "3"}, "RANK='3', where a whole number from 0 to 2"),
+        ({"WORLD_SIZE": "3", "RANK": "one"}, "RANK='one'"),
+        ({"WORLD_SIZE": "3", "RANK": "-1"}, "RANK='-1'"),
+        ({"WORLD_SIZE": "3", "RANK": "1", "LOCAL_RANK": "2"}, "LOCAL_RANK='2'"),
+        ({"WORLD_SIZE": "3", "RANK": "1", "LOCAL_WORLD_SIZE": "4"}, "LOCAL_WORLD_SIZE='4'"),
+    ],
+)
+def test_a_variable_that_names_no_rank_is_refused_by_its_name(env: dict[str, str], name: str) -> None:
+    with pytest.raises(ConfigError, match=f"environment: {name}.*\n.*torchrun"):
+        distributed.launched_world(env)
+
+
+@pytest.mark.parametrize(
+    "env", [{}, {"MASTER_ADDR": "localhost"}, {"MASTER_ADDR": "localhost", "MASTER_PORT": "70000"}]
+)
+def test_ranks_without_a_place_to_meet_are_refused(env: dict[str, str]) -> None:
+    with pytest.raises(ConfigError, match=r"MASTER_(ADDR|PORT).*\n.*torchrun"):
+        launcher.address(env)
+
+
+def words(task: dict[str, Any], world: World) -> dict[str, Any]:
+    """Each thing that ranks can say to each other, once."""
+    mine = torch.arange(5.0) * (world.rank + 1)
+    world.barrier()
+    long = {"text": "é" * (1000 * world.rank), "rank": world.rank}
+    return {
+        "sum": world.sum(mine).tolist(),
+        "counts": world.sum(torch.tensor([world.rank + 1])).tolist(),
+        "any": [world.any(world.rank == 1), world.any(False)],
+        "broadcast": world.broadcast({"task": task, "from": world.rank}),
+        "gather": [one["rank"] * len(one["text"]) for one in world.gather(long)],
+        "size": world.size,
+    }
+
+
+@pytest.mark.slow
+def test_what_one_rank_says_the_others_hear() -> None:
+    assert launch.run("tests.hw.test_distributed:words", {"what": "ü"}, ranks=3) == {
+        "sum": [0.0, 6.0, 12.0, 18.0, 24.0],
+        "counts": [6],
+        "any": [True, False],
+        "broadcast": {"task": {"what": "ü"}, "from": 0},
+        "gather": [0, 1000, 4000],
+        "size": 3,
+    }

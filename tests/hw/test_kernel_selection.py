@@ -1,0 +1,184 @@
+"""A run takes the fastest kernels that passed their trial, says which, and does not start where none did."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from bloomery.core import native
+from bloomery.core.errors import HardwareError
+from bloomery.hw import kernel_selection, kernel_trials
+from bloomery.hw.device import Device, find
+from bloomery.hw.host import CommandResult, Host
+from bloomery.hw.kernel_trials import TrialResult, TrialStatus
+from tests.hw.machines import MATRIX, machine
+
+import torch
+
+GPU = Device(
+    torch_device=torch.device("cuda", 0),
+    vendor="amd",
+    name="AMD Radeon",
+    memory_bytes=2**34,
+    compute_dtype=torch.bfloat16,
+    backend="nccl",
+)
+CPU = replace(GPU, torch_device=torch.device("cpu"), vendor="cpu")
+
+
+@pytest.fixture(autouse=True)
+def switches(monkeypatch: pytest.MonkeyPatch) -> dict[str, object]:
+    """What torch was told, instead of telling it."""
+    told: dict[str, object] = {}
+    for name in ("flash", "mem_efficient", "cudnn", "math"):
+        monkeypatch.setattr(torch.backends.cuda, f"enable_{name}_sdp", lambda on, name=name: told.__setitem__(name, on))
+    monkeypatch.setattr(
+        torch.backends.cuda, "preferred_blas_library", lambda library="": told.__setitem__("blas", library)
+    )
+    monkeypatch.setattr(native, "_REFUSED", {})
+    monkeypatch.setattr(kernel_trials, "_TRUSTED", set())
+    return told
+
+
+def attention(**times: float | None) -> list[TrialResult]:
+    """Outcomes by implementation: milliseconds, or None for one that failed."""
+    return [
+        TrialResult(
+            kernel="attention",
+            implementation=name,
+            status="failed" if time is None else "passed",
+            why="returns NaN" if time is None else "right",
+            milliseconds=time,
+        )
+        for name, time in times.items()
+    ]
+
+
+def known(root: Path, outcomes: Sequence[TrialResult], vendor: str = "amd") -> Host:
+    host = replace(machine(root, "7900-xtx"), cache=root / "cache")
+    kernel_trials.save(host, vendor, outcomes)
+    return host
+
+
+@pytest.mark.parametrize(
+    ("times", "on"),
+    [
+        ({"flash": 1.0, "efficient": 2.0, "math": 9.0}, {"flash", "mem_efficient", "math"}),
+        ({"flash": 3.0, "efficient": 2.0, "math": 9.0}, {"mem_efficient", "math"}),
+        ({"flash": None, "efficient": 2.0, "math": 9.0}, {"mem_efficient", "math"}),
+        ({"flash": 1.0, "efficient": None, "math": 9.0}, {"flash", "math"}),
+        ({"flash": 1.0, "efficient": 2.0, "cudnn": 0.5, "math": 9.0}, {"cudnn", "math"}),
+        ({"flash": None, "efficient": None, "math": 9.0}, {"math"}),
+    ],
+)
+def test_attention_is_computed_by_the_fastest_that_passed(
+    tmp_path: Path, switches: dict[str, object], times: dict[str, float | None], on: set[str]
+) -> None:
+    kernel_selection.select_kernels(GPU, known(tmp_path, attention(**times)))
+    assert {name for name, value in switches.items() if value is True} == on
+
+
+def test_products_go_to_the_faster_library(tmp_path: Path, switches: dict[str, object]) -> None:
+    slow, fast = (
+        TrialResult(kernel="matmul", implementation=name, status="passed", why="right", milliseconds=time)
+        for name, time in (("hipblas", 5.0), ("hipblaslt", 0.7))
+    )
+    kernel_selection.select_kernels(GPU, known(tmp_path, [slow, fast]))
+    assert switches["blas"] == "cublaslt"  # torch's word for both makers'
+
+
+def norms(of_torch: float, ours: float | None) -> list[TrialResult]:
+    right = TrialResult(kernel="rms-norm", implementation="torch", status="passed", why="right", milliseconds=of_torch)
+    status: TrialStatus = "failed" if ours is None else "passed"
+    return [right, replace(right, implementation="triton", status=status, why="returns zeros", milliseconds=ours)]
+
+
+@pytest.mark.parametrize(
+    ("of_torch", "ours", "taken"), [(2.0, 1.0, True), (1.0, 2.0, False), (1.0, 1.0, False), (2.0, None, False)]
+)
+def test_a_kernel_of_our_own_is_used_only_where_it_is_right_and_faster(
+    tmp_path: Path, of_torch: float, ours: float | None, taken: bool
+) -> None:
+    kernel_trials.trust(("rms-norm",))  # as a device before this one was told
+    kernel_selection.select_kernels(GPU, known(tmp_path, [*attention(flash=1.0), *norms(of_torch, ours)]))
+    assert kernel_trials.trusted("rms-norm") == taken
+    assert ("by Triton: rms-norm" in kernel_selection.state(GPU)) == taken
+
+
+def test_a_kernel_of_our_own_that_failed_is_named_and_keeps_nobody_from_training(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    kernel_selection.select_kernels(GPU, known(tmp_path, norms(1.0, None)))
+    said = capsys.readouterr()
+    assert "rms-norm by torch" in said.out + said.err
+    assert "rms-norm-triton is not used here: returns zeros" in said.out + said.err
+
+
+def test_a_device_that_was_not_tried_trusts_nothing(tmp_path: Path) -> None:
+    kernel_trials.trust(("rms-norm",))
+    host = replace(MATRIX["no-gpu"].build(tmp_path), cache=tmp_path / "cache")
+    kernel_selection.select_kernels(find("cpu", host), host)
+    assert not kernel_trials.state()
+
+
+def test_a_run_says_what_it_takes_and_what_it_does_not(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    kernel_selection.select_kernels(GPU, known(tmp_path, attention(flash=1.0, efficient=None)))
+    said = capsys.readouterr()
+    assert "kernels: attention by flash" in said.out + said.err
+    assert "attention-efficient is not used here: returns NaN" in said.out + said.err
+
+
+def test_a_run_does_not_start_where_a_kernel_fails(tmp_path: Path) -> None:
+    with pytest.raises(HardwareError, match="attention-flash does not compute right numbers"):
+        kernel_selection.select_kernels(GPU, known(tmp_path, attention(flash=None, math=None)))
+
+
+def test_a_new_gpu_is_tried_once(tmp_path: Path) -> None:
+    host, asked = MATRIX["7900-xtx-x2"].build(tmp_path), []
+
+    def run(command: Sequence[str], limit: float) -> CommandResult:
+        asked.append(command[-1])
+        return host.run(command, limit)
+
+    watched = replace(host, run=run, cache=tmp_path / "cache")
+    taken = kernel_selection.select_kernels(GPU, watched)
+    assert {"launch", "matmul-blaslt", "attention-flash", "training"} <= set(asked)
+    assert taken["attention"].implementation == "flash"
+    asked.clear()
+    assert kernel_selection.select_kernels(GPU, watched) == taken
+    assert asked == []
+
+
+def test_a_processor_is_not_tried_by_a_run(tmp_path: Path) -> None:
+    host = replace(
+        MATRIX["no-gpu"].build(tmp_path), cache=tmp_path / "cache", run=lambda *_: pytest.fail("it was tried")
+    )
+    assert kernel_selection.select_kernels(find("cpu", host), host) == {}
+
+
+def test_a_compiled_library_that_failed_is_not_used(tmp_path: Path) -> None:
+    kernel_selection.select_kernels(CPU, known(tmp_path, attention(flash=2.0, native=None), "cpu"))
+    assert native.library("training") is None
+    assert native.state("training") == "off (attention-native returns NaN)"
+    assert native.library("products") is None  # it has part in attention
+
+
+def test_a_resumed_run_can_see_which_kernels_were_taken(tmp_path: Path) -> None:
+    before = kernel_selection.state(CPU)
+    kernel_selection.select_kernels(CPU, known(tmp_path, attention(flash=2.0, native=None), "cpu"))
+    assert kernel_selection.state(CPU) != before
+    assert "attention: " in kernel_selection.state(GPU)
+
+
+def test_a_compiled_library_that_is_slower_than_torch_is_not_used(tmp_path: Path) -> None:
+    taken = kernel_selection.select_kernels(CPU, known(tmp_path, attention(flash=2.0, native=3.0), "cpu"))
+    assert taken["attention"].implementation == "flash"
+    assert native.state("training") == "off (it takes 3.0 ms where torch takes 2.0)"
+
+
+def test_a_compiled_block_that_failed_is_known_with_its_reason(tmp_path: Path) -> None:
+    bad = TrialResult(kernel="block", implementation="compiled", status="failed", why="did not end in time")
+    host = known(tmp_path, [bad])
+    assert kernel_selection.why_not("block-compiled", GPU, host) == "did not end in time"
+    assert kernel_selection.why_not("training", GPU, host) == ""

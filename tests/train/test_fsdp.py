@@ -1,0 +1,568 @@
+"""Models whose weights lie in parts on several ranks: what they learn is what one rank learns."""
+
+import errno
+import itertools
+import json
+import math
+import os
+import random
+import resource
+import signal
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+from threading import Barrier
+from typing import Any
+
+import pytest
+
+from bloomery.core import io as core_io
+from bloomery.core.config import build
+from bloomery.core.errors import ConfigError, RunError
+from bloomery.core.io import disk_errors
+from bloomery.core.log import VARYING, Metrics
+from bloomery.core.signals import StopRequest, Terminated
+from bloomery.hw.distributed import World
+from bloomery.model.transformer import Transformer
+from bloomery.shards.loader import Batch
+from bloomery.stages.sampling import continuing
+from bloomery.tokenizer.chat_template import Renderer
+from bloomery.train import fsdp, launch, step
+from bloomery.train.config import AdamW, Training
+from bloomery.train.plan.memory import check_shard
+from bloomery.train.state import Hook, State
+from bloomery.train.step import accumulate_gradients
+from bloomery.weights import checkpoint
+from tests.model.made import SHAPES, VOCAB_SIZE, lively
+from tests.tokenizer.made import small
+from tests.train.made import (
+    ADAMW,
+    MUON,
+    lines,
+    newest_state,
+    on_cpu,
+    processor,
+    random_batch,
+    run,
+    session,
+    stopped,
+    trainer,
+)
+
+import safetensors.torch
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageWriter
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
+
+LION = {"kind": "lion", "learning_rate": 1e-4}
+ADEMAMIX = {"kind": "ademamix", "learning_rate": 1e-3, "ramp_steps": 5}
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_every_weight_is_of_exactly_one_rule(shape: Any) -> None:
+    model = lively(shape)
+    found = fsdp.groups(model)
+    assert sorted(itertools.chain(*found.values())) == sorted(name for name, _ in model.named_parameters())
+    assert set(found) == {"", *(f"blocks.{number}" for number in range(len(model.blocks)))}
+
+
+def test_a_weight_that_no_rule_knows_is_named() -> None:
+    model = lively(SHAPES[0])
+    model.adapter = torch.nn.Linear(2, 2)
+    with pytest.raises(ValueError, match=r"adapter\.weight is of 0 rules"):
+        fsdp.groups(model)
+
+
+@pytest.mark.parametrize(
+    ("settings", "told"),
+    [
+        ({"compile": "auto"}, 'compile="auto" does not go with parallelism="fsdp".*\nSay compile="off"'),
+        ({"optimizer": {"kind": "adamw8bit"}}, 'optimizer.kind="adamw8bit" does not go.*\nSay optimizer.kind="adamw"'),
+    ],
+)
+def test_what_does_not_go_with_parts_is_refused_by_name(settings: dict[str, Any], told: str) -> None:
+    config = build(Training, {"steps": 1, "global_batch_tokens": 1, "parallelism": "fsdp", **settings})
+    with pytest.raises(ConfigError, match=told):
+        check_shard(config, 2)
+    assert not check_shard(config, 1)
+
+
+def compare(one: Path, other: Path) -> None:
+    """The same losses, validation losses, norms and weights, but for rounding in float32."""
+    assert losses(other) == pytest.approx(losses(one), abs=1e-6)
+    assert furthest(one, other) < 1e-6
+    first, second = (
+        [{k: v for k, v in line.items() if k not in VARYING} for line in lines(out)] for out in (one, other)
+    )
+    for mine, theirs in zip(first, second, strict=True):
+        assert mine.keys() == theirs.keys()
+        for name in ("validation_loss", "gradient_norm", "weight_norm", "update_norm", "gradient_flow"):
+            if name in mine:
+                assert theirs[name] == pytest.approx(mine[name], rel=1e-4, abs=2e-5), name
+
+
+@pytest.mark.slow
+def test_ranks_that_hold_parts_are_one_and_one_goes_on_from_their_checkpoint(shards: Path, tmp_path: Path) -> None:
+    """Also where rows do not divide evenly, and where each rank has several micro-batches."""
+    settings: dict[str, Any] = {
+        "optimizer": MUON,
+        "eval_every": 5,
+        "micro_batch_tokens": 16,
+        "grad_stats_every": 4,
+        "save_every_seconds": 1e9,
+        "keep_every": 4,
+    }
+    run(shards, tmp_path / "one", 1, **settings)
+    task = {"shards": str(shards), "out": str(tmp_path / "parts"), "settings": settings | {"parallelism": "fsdp"}}
+    told = launch.run("tests.train.made:held", task, 2)
+    shares = [sum(own) / told["all"] for own in told["held"]]
+    assert sum(shares) == pytest.approx(1.0)
+    assert max(shares) < 0.55
+    compare(tmp_path / "one", tmp_path / "parts")
+    environment = json.loads((tmp_path / "parts" / "checkpoints" / f"{STEPS:09d}" / "environment.json").read_text())
+    assert (environment["ranks"], environment["parallelism"]) == (2, "fsdp")
+    alone = stopped(tmp_path / "parts", tmp_path / "alone", 4)
+    run(shards, alone, 1, **settings)
+    compare(tmp_path / "one", alone)
+
+
+def test_two_ranks_are_one(shards: Path, tmp_path: Path) -> None:
+    are_one(shards, tmp_path, MUON, 2, "none")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("optimizer", "ranks", "parallelism", "level"),
+    [
+        (ADAMW, 2, "none", "none"),
+        (MUON, 3, "none", "none"),
+        (ADAMW, 2, "fsdp", "selective"),
+        (ADAMW, 3, "fsdp", "none"),
+        (MUON, 3, "fsdp", "full"),
+        (LION, 2, "fsdp", "none"),
+        (ADEMAMIX, 3, "fsdp", "none"),
+    ],
+)
+def test_any_number_of_ranks_is_one_whether_they_hold_parts_or_all(
+    shards: Path, tmp_path: Path, optimizer: dict[str, Any], ranks: int, parallelism: str, level: str
+) -> None:
+    are_one(shards, tmp_path, optimizer, ranks, parallelism, activation_checkpointing=level)
+
+
+def are_one(shards: Path, folder: Path, optimizer: dict[str, Any], ranks: int, parallelism: str, **more: Any) -> None:
+    """Also where rows do not divide evenly, and where each rank has several micro-batches."""
+    settings: dict[str, Any] = {
+        "optimizer": optimizer,
+        "eval_every": 5,
+        "micro_batch_tokens": 16,
+        "grad_stats_every": 4,
+    }
+    run(shards, folder / "one", 1, **settings)
+    assert run(shards, folder / "more", ranks, parallelism=parallelism, **settings, **more)["steps"] == STEPS
+    compare(folder / "one", folder / "more")
+    environment = json.loads((folder / "more" / "checkpoints" / f"{STEPS:09d}" / "environment.json").read_text())
+    assert environment["ranks"] == ranks
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("optimizer", "before", "after"),
+    [
+        *(("muon", (before, "none"), (after, "none")) for before in (1, 2) for after in (1, 2, 3)),
+        ("adamw", (1, "none"), (3, "fsdp")),
+        ("adamw", (2, "fsdp"), (3, "fsdp")),
+        ("adamw", (2, "fsdp"), (2, "none")),
+        ("adamw", (2, "fsdp"), (2, "fsdp")),
+    ],
+)
+def test_a_run_goes_on_with_other_ranks_and_other_parts(
+    shards: Path,
+    tmp_path: Path,
+    finished: Callable[..., Path],
+    optimizer: str,
+    before: tuple[int, str],
+    after: tuple[int, str],
+) -> None:
+    """Within rounding; and bit for bit where nothing has changed."""
+    first = finished(before[0], optimizer, parallelism=before[1])
+    other = stopped(first, tmp_path / "stopped", random.Random(after[0]).randint(2, 6))
+    kind = {"muon": MUON, "adamw": ADAMW}[optimizer]
+    run(shards, other, after[0], optimizer=kind, keep_last=20, parallelism=after[1])
+    compare(first, other)
+    if before == after:
+        assert furthest(first, other) == 0.0
+
+
+def poisoned(task: dict[str, Any], world: World) -> dict[str, Any]:
+    """A session with bad losses in steps 8, 9 and 10, that also samples and asks questions."""
+    inner, calls = step.micro_batch_losses, [0]
+
+    def losses(*args: Any) -> tuple[Tensor, Tensor]:
+        calls[0] += torch.is_grad_enabled()  # an evaluation is no step
+        loss, entropy = inner(*args)
+        bad = math.inf if 8 <= 1 + (calls[0] - 1) // task["passes"] <= 10 else 1.0
+        return loss * bad, entropy * bad
+
+    step.micro_batch_losses = losses  # type: ignore[assignment]
+    made = session(Path(task["shards"]), Path(task["out"]), world, **task["settings"])
+    made.sampler = continuing(Renderer(small()))
+    made.evaluations = {"asked": lambda model, *how: {"asked": float(model.logits(model(IDS)).sum())}}
+    return made.run()
+
+
+IDS = torch.arange(12).view(1, 12)
+
+
+@pytest.mark.slow
+def test_ranks_that_hold_parts_skip_go_back_sample_and_ask_as_one_does(shards: Path, tmp_path: Path) -> None:
+    settings = {
+        "steps": 14,
+        "optimizer": ADAMW,
+        "micro_batch_tokens": 16,
+        "eval_every": 100,
+        "keep_last": 20,
+        "spike_window": 4,
+        "spike_sigma": 30.0,
+        "sample_every": 6,
+        "main_log": True,
+    }
+    found = []
+    for name, ranks, passes in (("one", 1, 4), ("parts", 2, 2)):
+        task = {"shards": str(shards), "out": str(tmp_path / name), "passes": passes}
+        task |= {"settings": settings | ({"parallelism": "fsdp"} if ranks > 1 else {})}
+        found.append(launch.run("tests.train.test_fsdp:poisoned", task, ranks))
+        assert (tmp_path / name / "main.log").read_text().count("trl") == 11
+    assert [(one["skipped_steps"], one["rollbacks"], one["failures"]) for one in found] == [(3, 1, [])] * 2
+    compare(tmp_path / "one", tmp_path / "parts")
+    texts = [(tmp_path / name / "samples.jsonl").read_text() for name in ("one", "parts")]
+    assert texts[0] == texts[1]
+    asked = [[line["asked"] for line in lines(tmp_path / name, "asked")] for name in ("one", "parts")]
+    assert asked[0] == pytest.approx(asked[1], rel=1e-4)
+
+
+# --- saves that fail on one rank -------------------------------------------------------------------------------------
+
+
+def full(*args: Any, **how: Any) -> Any:
+    raise OSError(errno.ENOSPC, "No space left on device")
+
+
+def odd(*args: Any, **how: Any) -> Any:
+    raise ZeroDivisionError("odd")
+
+
+PARTS: list[tuple[int, Any, str, Callable[..., Any]]] = [
+    (0, checkpoint, "copy_state", odd),
+    (1, checkpoint, "copy_state", odd),
+    (0, checkpoint, "_check_way", full),
+    (0, checkpoint, "_check_way", odd),
+    (0, checkpoint, "check_space", full),
+    (1, Path, "mkdir", full),
+    (0, HuggingFaceStorageWriter, "write_data", full),
+    (1, HuggingFaceStorageWriter, "write_data", full),
+    (1, core_io, "sync_folder", full),
+    (0, core_io, "write_json", full),
+    (0, core_io, "listing", full),
+    (0, Path, "rename", full),
+    (0, checkpoint, "_prune", full),
+]
+"""Rank, and what fails on it alone: each part of a save of weights in parts."""
+
+
+def write_model(folder: Path) -> None:
+    (folder / "model").write_text("whole")
+
+
+def breaking(task: dict[str, Any], world: World) -> dict[str, Any]:
+    """Saves, in each of which one part fails on one rank, and at last one in which none does."""
+    signal.alarm(SECONDS)
+    mesh = init_device_mesh("cpu", (world.size,))
+    training: dict[str, Tensor] = {"w/momentum": distribute_tensor(torch.arange(8.0), mesh, [Shard(0)])}
+    told = []
+    with checkpoint.Saver(Path(task["root"]), checkpoint.RetentionPolicy(last=1), world) as saver:
+        for step, (rank, owner, name, fail) in enumerate([*PARTS, (-1, checkpoint, "_prune", full)], 1):
+            with pytest.MonkeyPatch.context() as patch:
+                if rank == world.rank:
+                    patch.setattr(owner, name, fail)
+                try:
+                    saver.start(step, write_model, training, {"step": step, "samples": 0})
+                    saver.wait()
+                except (RunError, ZeroDivisionError) as error:
+                    told.append(f"{type(error).__name__} {error}")
+                else:
+                    told.append("")
+            world.barrier()
+    return {"told": world.gather(told)}
+
+
+SECONDS = 150
+"""Of patience with ranks that wait for each other."""
+
+
+@pytest.mark.slow
+def test_whatever_part_of_a_save_fails_on_one_rank_all_ranks_are_told_why(tmp_path: Path) -> None:
+    mine, theirs = launch.run("tests.train.test_fsdp:breaking", {"root": str(tmp_path)}, 2)["told"]
+    assert len(mine) == len(theirs) == len(PARTS) + 1
+    for number, (rank, owner, name, fail) in enumerate(PARTS, 1):
+        if fail is odd:
+            own, other = (mine, theirs) if rank == 0 else (theirs, mine)
+            assert own[number - 1] == "ZeroDivisionError odd"
+            assert other[number - 1].startswith(
+                "RankLostError another rank had to stop: ZeroDivisionError: odd\nRead its"
+            )
+        else:
+            assert mine[number - 1] == theirs[number - 1], (owner, name)
+            assert f"{number:09d}" in mine[number - 1], (owner, name)
+            assert "cannot be written: No space left on device" in mine[number - 1], (owner, name)
+            assert "\nFree some space and run the same command again" in mine[number - 1], (owner, name)
+    assert mine[-1] == theirs[-1] == ""
+    assert [folder.name for folder in sorted(tmp_path.iterdir())] == [f"{len(PARTS) + 1:09d}"]
+    assert checkpoint.damage(checkpoint.folders(tmp_path)[0]) == ""
+
+
+def limited(task: dict[str, Any], world: World) -> dict[str, Any]:
+    """A session in which one rank cannot write what it could any more, from step 4 on."""
+    signal.alarm(SECONDS)
+    made = session(Path(task["shards"]), Path(task["out"]), world, **task["settings"])
+    whole = made._hooks
+
+    def limit(state: State) -> None:
+        if task["bytes"]:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (task["bytes"], task["bytes"]))
+        else:
+            Metrics.sync = full_metrics  # type: ignore[method-assign]
+
+    def hooks(*args: Any) -> list[Hook]:
+        return [Hook(lambda state: state.step == 4 and world.rank == task["rank"], limit, "limit"), *whole(*args)]
+
+    made._hooks = hooks  # type: ignore[assignment, method-assign]
+    return made.run()
+
+
+def full_metrics(self: Metrics) -> None:
+    with disk_errors(self._path):
+        full()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("rank", "size", "told"),
+    [
+        (0, 60_000, r"00000000\d.partial/model.safetensors: cannot be written: File too large.*\n.*`ulimit -f`"),
+        (1, 30_000, r"checkpoints/00000000\d: cannot be written: File too large.*\n.*`ulimit -f`"),
+        (0, 0, r"metrics.jsonl: cannot be written: No space left on device.*\nFree some space"),
+    ],
+    ids=["model", "training part", "metrics"],
+)
+def test_a_save_that_fails_on_one_rank_stops_all_with_the_cure_and_the_same_command_goes_on(
+    shards: Path, tmp_path: Path, rank: int, size: int, told: str
+) -> None:
+    settings = {"parallelism": "fsdp", "keep_last": 20, "eval_every": 5}
+    task = {"shards": str(shards), "out": str(tmp_path), "settings": settings, "rank": rank, "bytes": size}
+    with pytest.raises(RunError, match=told):
+        launch.run("tests.train.test_fsdp:limited", task, 2)
+    assert newest_state(tmp_path)["step"] == 3
+    assert run(shards, tmp_path, 2, **settings)["steps"] == STEPS
+    assert [int(one.name) for one in checkpoint.folders(tmp_path / "checkpoints")] == list(range(STEPS + 1))
+
+
+# --- parallel ---------------------------------------------------------------------------------------------------------
+
+
+STEPS = 9
+
+
+def losses(out: Path) -> list[float]:
+    return [line["loss"] for line in lines(out, "loss")]
+
+
+def weights(out: Path) -> dict[str, torch.Tensor]:
+    return safetensors.torch.load_file(out / "model" / "model.safetensors")
+
+
+def furthest(one: Path, other: Path) -> float:
+    """The largest difference between any two weights."""
+    a, b = weights(one), weights(other)
+    assert a.keys() == b.keys()
+    return max(float((a[name] - b[name]).abs().max()) for name in a)
+
+
+def summed(task: dict[str, Any], world: World) -> dict[str, Any]:
+    """The sum of gradients of which some ranks have none, in buckets that hold one or two of them."""
+    fsdp.BUCKET_NUMBERS = 10
+    model = torch.nn.ModuleList([torch.nn.Linear(3, 2), torch.nn.Linear(2, 2), torch.nn.Linear(1, 1)])
+    for place, weight in enumerate(model.parameters()):
+        if place < 4 and place % 2 == world.rank:
+            weight.grad = torch.full_like(weight, place + 1.0)
+    if world.rank == 0:
+        first = next(model.parameters())
+        first.grad = torch.ones_like(first)
+    fsdp.sum_gradients(model, world)
+    return {"found": [None if w.grad is None else w.grad.flatten().tolist() for w in model.parameters()]}
+
+
+@pytest.mark.slow
+def test_gradients_that_only_some_ranks_have_are_added_and_what_none_has_stays_without() -> None:
+    found = launch.run("tests.train.test_fsdp:summed", {}, ranks=2)["found"]
+    assert found == [[1.0] * 6, [2.0] * 2, [3.0] * 4, [4.0] * 2, None, None]
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_a_copy_has_the_weights_of_its_moment(shape: Any) -> None:
+    model = lively(shape)
+    twin = fsdp.copy_of(model)
+    before = {name: weight.clone() for name, weight in model.state_dict().items()}
+    with torch.no_grad():
+        for weight in model.parameters():
+            weight.add_(1.0)
+    after = twin.state_dict()
+    assert before.keys() == after.keys()
+    assert all(torch.equal(before[name], after[name]) for name in before)
+    assert isinstance(twin, Transformer)
+    assert twin.vocab_size == VOCAB_SIZE
+
+
+def troubled(task: dict[str, Any], world: World) -> dict[str, Any]:
+    """A session in which something happens to rank 1 after step 5; where ranks hold parts, before all other hooks."""
+    run = session(Path(task["shards"]), Path(task["out"]), world, **task["settings"])
+    whole = run._hooks
+
+    def happen(state: State) -> None:
+        if task["what"] == "die":
+            os.kill(os.getpid(), signal.SIGKILL)
+        raise ZeroDivisionError("odd")
+
+    def hooks(*args: Any) -> list[Hook]:
+        hook = Hook(lambda state: state.step == 5 and world.rank == 1, happen, "happen")
+        return [hook, *whole(*args)] if task["settings"]["parallelism"] == "fsdp" else [*whole(*args), hook]
+
+    run._hooks = hooks  # type: ignore[assignment, method-assign]
+    return run.run()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("what", "parallelism", "told"),
+    [
+        ("die", "none", "was ended by SIGKILL"),
+        ("fail", "none", "ended with exit code 1"),
+        ("fail", "fsdp", "ended with exit code 1"),
+    ],
+)
+def test_the_newest_step_is_saved_when_a_rank_is_lost_or_fails(
+    shards: Path, tmp_path: Path, what: str, parallelism: str, told: str
+) -> None:
+    settings = {"save_every_seconds": 1e9, "eval_every": 100, "parallelism": parallelism}
+    task = {"shards": str(shards), "out": str(tmp_path), "settings": settings, "what": what}
+    with pytest.raises(RunError, match=rf"rank 1 \(process \d+\) {told}"):
+        launch.run("tests.train.test_fsdp:troubled", task, 2)
+    assert newest_state(tmp_path)["step"] == 5
+
+
+# --- Ranks, each a thread: what they compute together is what one computes alone --------------------------------------
+
+
+CPU = processor()
+
+
+@dataclass
+class Room:
+    """Where threads meet to add up their tensors."""
+
+    barrier: Barrier
+    parts: dict[int, Tensor] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class ThreadWorld(World):
+    room: Room = field(default_factory=lambda: Room(Barrier(1)))
+
+    def sum(self, tensor: Tensor) -> Tensor:
+        self.room.parts[self.rank] = tensor.detach().clone()
+        self.room.barrier.wait()
+        total = torch.stack([self.room.parts[rank] for rank in range(self.size)]).sum(0)
+        self.room.barrier.wait()
+        tensor.copy_(total)
+        return tensor
+
+
+def worlds(size: int) -> list[ThreadWorld]:
+    room = Room(Barrier(size, timeout=60))
+    return [ThreadWorld(rank, size, room=room) for rank in range(size)]
+
+
+def together(batch: Batch, size: int, micro_batch: int) -> list[tuple[float, int, dict[str, Tensor]]]:
+    """Loss, tokens and gradients of each of `size` ranks."""
+
+    def one(world: World) -> tuple[float, int, dict[str, Tensor]]:
+        model = lively(SHAPES[1])
+        loss, tokens, _ = accumulate_gradients(model, batch, micro_batch, on_cpu(), world=world)
+        return loss, tokens, {name: weight.grad for name, weight in model.named_parameters() if weight.grad is not None}
+
+    with ThreadPoolExecutor(size) as pool:
+        return list(pool.map(one, worlds(size)))
+
+
+@pytest.mark.parametrize("micro_batch", [1, 2, 7])
+@pytest.mark.parametrize("size", [2, 3, 5, 8])
+def test_gradients_do_not_depend_on_ranks_nor_on_micro_batches(size: int, micro_batch: int) -> None:
+    """Rows 1, 3 and 5 are masked, so that of two ranks one has nothing to learn; of eight, one has no row."""
+    batch = random_batch(7, 3, [0.5, 0, 1, 0, 0.05, 0, 0.7])
+    loss, tokens, alone = together(batch, 1, 7)[0]
+    largest = max(float(gradient.abs().max()) for gradient in alone.values())
+    for rank_loss, rank_tokens, gradients in together(batch, size, micro_batch):
+        assert rank_tokens == tokens
+        assert rank_loss == pytest.approx(loss, rel=1e-6)
+        assert gradients.keys() == alone.keys()
+        assert max(float((gradients[name] - alone[name]).abs().max()) for name in alone) < 1e-6 * largest
+
+
+def test_a_rank_that_is_all_masked_adds_exactly_zero() -> None:
+    batch = random_batch(4, 3, [0.5, 0, 0.7, 0])
+    kept = batch.of_rank(0, 2)
+    (loss, tokens, alone), *_ = together(kept, 1, 2)
+    for found in together(batch, 2, 2):
+        assert found[:2] == (loss, tokens)
+        for name, gradient in found[2].items():
+            assert torch.equal(gradient, alone[name]), name
+
+
+def test_the_peak_of_several_ranks_is_that_of_all_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fsdp, "measured_peak", lambda device: 2.5e9)
+    with ThreadPoolExecutor(3) as pool:
+        assert list(pool.map(lambda world: fsdp.peak(CPU, world), worlds(3))) == [7.5e9] * 3
+
+
+def test_every_rank_ends_with_the_same_bits_and_with_those_of_one_but_for_rounding() -> None:
+    def one(world: World) -> tuple[State, dict[str, Tensor]]:
+        model, state = lively(SHAPES[0]), State()
+        batches = iter([random_batch(5, seed, 0.5 if seed != 2 else 0.0) for seed in range(6)])
+        trainer(model, batches, state, optimizer=AdamW(learning_rate=1e-3), steps=6, world=world).train()
+        return state, dict(model.state_dict())
+
+    (alone, weights), *_ = map(one, worlds(1))
+    with ThreadPoolExecutor(3) as pool:
+        (first, mine), *others = pool.map(one, worlds(3))
+    assert (first.step, first.samples, first.tokens) == (alone.step, alone.samples, alone.tokens)
+    assert max(float((mine[name] - weights[name]).abs().max()) for name in weights) < 1e-6
+    for state, theirs in others:
+        assert state == first
+        assert all(torch.equal(mine[name], theirs[name]) for name in mine)
+
+
+def test_ranks_of_which_one_was_asked_to_stop_before_the_first_step_make_none() -> None:
+    """What is due before it, an evaluation that was missed, was left out, and would be skipped for ever."""
+
+    def one(world: World) -> int:
+        model, state, stop = lively(SHAPES[0]), State(), StopRequest()
+        if world.is_first:
+            stop.ask(signal.SIGTERM)
+        with pytest.raises(Terminated):
+            trainer(model, iter([random_batch(5)]), state, steps=2, world=world, stop=stop).train()
+        return state.step
+
+    with ThreadPoolExecutor(2) as pool:
+        assert list(pool.map(one, worlds(2))) == [0, 0]

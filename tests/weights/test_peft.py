@@ -1,0 +1,179 @@
+import json
+import shutil
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from bloomery.core.errors import CheckpointError
+from bloomery.model import lora
+from bloomery.model.config import ModelConfig
+from bloomery.model.lora_config import Base, Lora
+from bloomery.model.transformer import Transformer
+from bloomery.tokenizer.chat_template import TEMPLATES, Renderer
+from bloomery.weights import export, hf, locate
+from bloomery.weights import peft as weights_peft
+from bloomery.weights.hf import BaseModel, Lineage
+from tests.model.made import CHOICES, SHAPES, assert_merged, lively, random_ids, scores
+from tests.tokenizer.made import small
+
+import torch
+
+theirs_warn = pytest.mark.filterwarnings("ignore")
+"""Of peft: it says which of its own settings it mends, and what of its dependencies is old."""
+VOCAB = small().vocab_size
+GPT2 = CHOICES["absolute positions"].model_copy(update={"num_kv_heads": 4})
+FAMILIES = {"Llama": SHAPES[0], "Qwen2": CHOICES["Qwen2"], "GPT-2": GPT2}
+LINEAGE = Lineage(tokenizer=small().hash, template=TEMPLATES["bloomery"].hash, shards="5" * 64, base="6" * 64)
+
+
+def adapted(root: Path, shape: ModelConfig, settings: Lora) -> tuple[Transformer, Path]:
+    """A base in root/base, and in root/adapters what was trained beside it: a model in training, and that folder."""
+    renderer = Renderer(small())
+    hf.save(root / "base", lively(shape, 0, VOCAB), renderer, LINEAGE)
+    model = lively(shape, 0, VOCAB)
+    lora.attach(model, settings, seed=1)
+    generator = torch.Generator().manual_seed(2)
+    with torch.no_grad():
+        for weight in lora.weights(model).values():
+            weight.copy_(torch.randn(weight.shape, generator=generator) * 0.1)
+    below = BaseModel(root / "base", hf.digest(root / "base"))
+    weights, folder = lora.weights(model), root / "adapters"
+    hf.save_adapters(folder, weights, model, renderer, LINEAGE, settings, below)
+    return model.eval(), folder
+
+
+def logits_of(model: Transformer) -> torch.Tensor:
+    return scores(model, random_ids(2, 30, vocab_size=VOCAB))
+
+
+def close(found: torch.Tensor, wanted: torch.Tensor) -> bool:
+    return float((found - wanted).abs().max()) < 2e-5 * float(wanted.abs().max())
+
+
+@pytest.mark.parametrize("base", ["float32", "bfloat16", "int8", "nf4", "nf4_double"])
+@pytest.mark.parametrize("name", ["", "Qwen2", "absolute positions", "differential"])
+def test_a_folder_of_adapters_is_read_as_the_model_that_was_trained(tmp_path: Path, name: str, base: Base) -> None:
+    """Of a quantised base too: what is merged into is what the base computed with."""
+    model, folder = adapted(tmp_path, CHOICES[name] if name else SHAPES[0], Lora(rank=3, base_dtype=base))
+    loaded = hf.load(folder)
+    assert close(logits_of(loaded.model), logits_of(model))
+    assert_merged(loaded.model, model)
+    assert loaded.lineage == LINEAGE
+    assert loaded.folder == folder
+    names = {"adapter_config.json", "adapter_model.safetensors", "bloomery.json", "tokenizer.json"}
+    assert {file.name for file in folder.iterdir()} == names | {"tokenizer_config.json", "SHA256SUMS"}
+
+
+def test_adapters_whose_lineage_names_no_base_are_refused(tmp_path: Path) -> None:
+    _, folder = adapted(tmp_path, SHAPES[0], Lora(rank=3))
+    facts = json.loads((folder / hf.LINEAGE).read_text())
+    del facts[hf.BASE]
+    (folder / hf.LINEAGE).write_text(json.dumps(facts))
+    (folder / "SHA256SUMS").unlink()
+    with pytest.raises(CheckpointError, match="has no key 'adapts', which names the model that the adapters adapt"):
+        hf.load(folder)
+
+
+@theirs_warn
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("stabilized", [False, True])
+def test_peft_computes_the_same_logits_from_our_adapters(tmp_path: Path, family: str, stabilized: bool) -> None:
+    peft, transformers = theirs()
+    targets = ("attention.q", "attention.v", "mlp.*", "blocks.1.attention.out")
+    settings = Lora(rank=3, alpha=5, target_modules=targets, rank_stabilized=stabilized)
+    model, folder = adapted(tmp_path, FAMILIES[family], settings)
+    base = transformers.AutoModelForCausalLM.from_pretrained(str(tmp_path / "base"))
+    found = peft.PeftModel.from_pretrained(base, str(folder)).eval()
+    with torch.no_grad():
+        logits = found(random_ids(2, 30, vocab_size=VOCAB)).logits
+    assert close(logits, logits_of(model))
+    assert close(logits_of(hf.load(folder).model), logits)
+
+
+@theirs_warn
+@pytest.mark.parametrize("family", FAMILIES)
+def test_adapters_that_peft_trained_are_merged_into_the_same_logits(tmp_path: Path, family: str) -> None:
+    peft, transformers = theirs()
+    shape = FAMILIES[family]
+    hf.save(tmp_path / "base", lively(shape, 0, VOCAB), Renderer(small()), LINEAGE)
+    base = transformers.AutoModelForCausalLM.from_pretrained(str(tmp_path / "base"))
+    names = ["c_attn", "c_fc"] if family == "GPT-2" else ["q_proj", "down_proj"]
+    ranks = {rf".*\.[0]\..*{names[0]}": 2, names[1]: 3}
+    alphas = {rf".*\.[01]\.(self_attn|attn)\.{names[0]}": 11, rf"^.*\.0\.mlp\.{names[1]}": 3}
+    config = peft.LoraConfig(
+        r=4,
+        lora_alpha=6,
+        target_modules=names,
+        task_type="CAUSAL_LM",
+        init_lora_weights=False,
+        use_rslora=True,
+        rank_pattern=ranks,
+        alpha_pattern=alphas,
+    )
+    model = peft.get_peft_model(base, config).eval()
+    model.save_pretrained(str(tmp_path / "adapters"))
+    with torch.no_grad():
+        logits = model(random_ids(2, 30, vocab_size=VOCAB)).logits
+    loaded = hf.load(tmp_path / "adapters")
+    assert close(logits_of(loaded.model), logits)
+    assert loaded.renderer.template.name == "bloomery"
+
+
+def theirs() -> tuple[Any, Any]:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        peft = pytest.importorskip("peft")
+        import transformers
+    return peft, transformers
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_adapters_are_taken_up_bit_for_bit_where_training_goes_on(tmp_path: Path, family: str) -> None:
+    settings = Lora(rank=3, target_modules=("attention.q", "attention.v", "mlp.*"))
+    model, folder = adapted(tmp_path, FAMILIES[family], settings)
+    other = lively(FAMILIES[family], 0, VOCAB)
+    lora.attach(other, settings, seed=9)
+    hf.fill_adapters(other, folder, LINEAGE)
+    for name, weight in lora.weights(model).items():
+        assert torch.equal(weight, lora.weights(other)[name]), name
+    wrong = Lineage(tokenizer=small().hash, template=None, shards="7" * 64)
+    with pytest.raises(CheckpointError, match="was made with"):
+        hf.fill_adapters(other, folder, wrong)
+    fewer = lively(FAMILIES[family], 0, VOCAB)
+    lora.attach(fewer, Lora(rank=3, target_modules=("attention.q",)), seed=9)
+    with pytest.raises(CheckpointError, match="the adapters differ at"):
+        hf.fill_adapters(fewer, folder, LINEAGE)
+
+
+def test_exporting_adapters_merges_them_and_a_run_can_move_as_a_whole(tmp_path: Path) -> None:
+    model, _ = adapted(tmp_path / "run", SHAPES[0], Lora(rank=2, base_dtype="int8"))
+    (tmp_path / "run").rename(tmp_path / "moved")
+    folder = locate.locate_model(tmp_path / "moved" / "adapters")
+    written = export.write(hf.load(folder), tmp_path / "out", "hf", "float32")
+    assert "model.safetensors" in written["files"]
+    assert close(logits_of(hf.load(tmp_path / "out").model), logits_of(model))
+
+
+def test_adapters_without_their_base_or_on_another_one_are_refused(tmp_path: Path) -> None:
+    _, folder = adapted(tmp_path, SHAPES[0], Lora(rank=2))
+    hf.save(tmp_path / "base", lively(SHAPES[0], 8, VOCAB), Renderer(small()), LINEAGE)
+    with pytest.raises(CheckpointError, match=r"the model was trained with the base .*, and this one is"):
+        hf.load(folder)
+    shutil.rmtree(tmp_path / "base")
+    with pytest.raises(CheckpointError, match="adapts a model that is not at"):
+        hf.load(folder)
+
+
+def test_adapters_that_are_torn_or_more_than_that_are_refused(tmp_path: Path) -> None:
+    _, folder = adapted(tmp_path, SHAPES[0], Lora(rank=2))
+    facts = json.loads((folder / weights_peft.CONFIG).read_text())
+    for change, what in (({"use_dora": True}, "use_dora is True"), ({"peft_type": "LOHA"}, "its kind is 'LOHA'")):
+        (folder / weights_peft.CONFIG).write_text(json.dumps(facts | change))
+        with pytest.raises(CheckpointError, match=what):
+            hf.load(folder)
+    (folder / weights_peft.CONFIG).write_text(json.dumps(facts))
+    (folder / weights_peft.WEIGHTS).write_bytes((folder / weights_peft.WEIGHTS).read_bytes()[:-9])
+    with pytest.raises(CheckpointError, match="holds no adapter of PEFT"):
+        hf.load(folder)
