@@ -1,6 +1,6 @@
 # Bloomery for one AMD chip. The wheel brings AMD's user space with it: the host needs the amdgpu driver and nothing else.
 #
-# Which chip: PYTHONPATH=src python3 -m bloomery.hw.wheel   (or: cat /sys/class/kfd/kfd/topology/nodes/*/properties)
+# Which chip: PYTHONPATH=src python3 -m bloomery.hw.torch_install   (or: cat /sys/class/kfd/kfd/topology/nodes/*/properties)
 #
 # docker build -f containers/rocm.Dockerfile --build-arg TARGET=gfx1151 -t bloomery-rocm .
 # docker run -it --rm --device=/dev/kfd --device=/dev/dri --group-add "$(stat -c %g /dev/kfd)" --group-add video --ipc=host --security-opt seccomp=unconfined -v "$PWD/runs:/bloomery/runs" bloomery-rocm doctor

@@ -108,7 +108,7 @@ def _run_verbs(verbs: Any) -> None:
     verb.add_argument("--device", metavar="NAME", help="for this device, as mi300x, and not for this machine's")
     verb.add_argument("--memory", type=DEVICE_BYTES, metavar="SIZE", help="of a device, as 16GiB")
     verb.add_argument(
-        "--devices", type=DEVICES, metavar="N", help="how many train together (default: the recipe's ranks)"
+        "--devices", type=DEVICES, metavar="N", help="how many train together (default: the recipe's num_processes)"
     )
     verb.add_argument("--price", type=MONEY_OR_WATTS, metavar="PER_HOUR", help="of all devices, in any money")
     verb.add_argument("--power-watts", type=MONEY_OR_WATTS, metavar="W", help="that all devices take together")

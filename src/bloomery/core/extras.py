@@ -56,13 +56,19 @@ def missing(needs: Iterable[tuple[str, str]]) -> MissingPackageError | None:
     absent = sorted(package for package in keys if not _is_installed(package))
     if not absent:
         return None
-    listed = "\n".join(f"  {package} (for {', '.join(dict.fromkeys(keys[package]))})" for package in absent)
+    listed = "\n".join(f"  {package} (for {', '.join(_outermost(keys[package]))})" for package in absent)
     return MissingPackageError(f"packages that the recipe needs are not installed:\n{listed}", hint=_hint(absent))
 
 
 def for_files(names: Iterable[object]) -> tuple[str, ...]:
     """The packages that files need to be read, by their names."""
     return ("pyarrow",) if any(str(name).endswith(".parquet") for name in names) else ()
+
+
+def _outermost(keys: Iterable[str]) -> list[str]:
+    """Keys without those that lie within another one of them: fetch stands for fetch.sources.0 too."""
+    known = dict.fromkeys(keys)
+    return [key for key in known if not any(key.startswith(f"{other}.") for other in known)]
 
 
 def _is_installed(package: str) -> bool:

@@ -277,7 +277,9 @@ def describe(candidate: Candidate, *, rows: bool = True) -> str:
     ]
     parts += ["sharded"] if way.sharded else []
     if rows:
-        parts.append(f"{way.rows} rows ({way.rows * candidate.what.model.context_length:,} tokens) at once")
+        parts.append(
+            f"{way.rows} row{'s' if way.rows > 1 else ''} ({way.rows * candidate.what.model.context_length:,} tokens) at once"
+        )
     return ", ".join(parts)
 
 
