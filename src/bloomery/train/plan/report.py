@@ -277,9 +277,8 @@ def describe(candidate: Candidate, *, rows: bool = True) -> str:
     ]
     parts += ["sharded"] if way.sharded else []
     if rows:
-        parts.append(
-            f"{way.rows} row{'s' if way.rows > 1 else ''} ({way.rows * candidate.what.model.context_length:,} tokens) at once"
-        )
+        tokens = way.rows * candidate.what.model.context_length
+        parts.append(f"{way.rows} row{'s' if way.rows > 1 else ''} ({tokens:,} tokens) at once")
     return ", ".join(parts)
 
 
