@@ -208,9 +208,8 @@ def run(
     """
     from bloomery.core import pipeline
     from bloomery.core.signals import INTERRUPTED, Terminated
-    from bloomery.hw import launcher
     from bloomery.recipe import STAGES
-    from bloomery.stages.run_report import after_run, before_run
+    from bloomery.stages.run_report import after_run, before_run, by_first_process
 
     if until is not None and only is not None:
         raise ConfigError(f"until={until!r} and only={only!r} exclude each other", hint="Leave out one of the two.")
@@ -221,12 +220,7 @@ def run(
         pipeline.run(STAGES, resolved, folder, until=until, only=only, before=before_run, after=after_run)
 
     try:
-        if launcher.num_processes() == 1:
-            run_recipe()
-        else:
-            from bloomery.train import launch
-
-            launch.by_first_process(run_recipe)
+        by_first_process(run_recipe)
     except Terminated as ended:
         if ended.code != INTERRUPTED:  # asked to end by SIGTERM, the process does
             raise

@@ -382,21 +382,15 @@ def show_help(options: argparse.Namespace) -> int:
 
 def run(options: argparse.Namespace) -> int:
     from bloomery.core import config, pipeline
-    from bloomery.hw import launcher
     from bloomery.recipe import STAGES, Recipe
-    from bloomery.stages.run_report import after_run, before_run
+    from bloomery.stages.run_report import after_run, before_run, by_first_process
 
     def run_recipe() -> None:
         recipe, until, only = config.load(Recipe, options.recipe, options.settings), options.until, options.only
         root = options.runs / recipe.name
         pipeline.run(STAGES, recipe, root, until=until, only=only, before=before_run, after=after_run)
 
-    if launcher.num_processes() == 1:
-        run_recipe()
-    else:
-        from bloomery.train import launch
-
-        launch.by_first_process(run_recipe)
+    by_first_process(run_recipe)
     return 0
 
 

@@ -361,27 +361,26 @@ def _walk(value: Any, twin: Any) -> Iterator[tuple[BaseModel, dict[str, Any]]]:
             yield from _walk(item, other)
 
 
-def paths(value: Any, key: str = "") -> Iterator[tuple[str, Path]]:
+def _values(value: Any, key: str) -> Iterator[tuple[str, Any]]:
+    """A config and every value inside it, with its key."""
+    yield key, value
+    if isinstance(value, BaseModel):
+        for name, inner in value:
+            yield from _values(inner, f"{key}.{name}" if key else name)
+    elif isinstance(value, tuple):
+        for index, inner in enumerate(value):
+            yield from _values(inner, f"{key}.{index}")
+
+
+def paths(config: Any, key: str = "") -> Iterator[tuple[str, Path]]:
     """Every path inside a config, with its key."""
-    if isinstance(value, Path):
-        yield key, value
-    elif isinstance(value, BaseModel):
-        for name, inner in value:
-            yield from paths(inner, f"{key}.{name}" if key else name)
-    elif isinstance(value, tuple):
-        for index, inner in enumerate(value):
-            yield from paths(inner, f"{key}.{index}")
+    return ((name, value) for name, value in _values(config, key) if isinstance(value, Path))
 
 
-def packages(value: Any, key: str = "") -> Iterator[tuple[str, str]]:
+def packages(config: Any, key: str = "") -> Iterator[tuple[str, str]]:
     """The key of every config that needs a package of an extra, with that package."""
-    if isinstance(value, Config):
-        yield from ((key, package) for package in value.packages())
-        for name, inner in value:
-            yield from packages(inner, f"{key}.{name}" if key else name)
-    elif isinstance(value, tuple):
-        for index, inner in enumerate(value):
-            yield from packages(inner, f"{key}.{index}")
+    configs = ((name, value) for name, value in _values(config, key) if isinstance(value, Config))
+    return ((name, package) for name, value in configs for package in value.packages())
 
 
 def to_toml(data: dict[str, Any]) -> str:

@@ -362,10 +362,10 @@ def execute(plans: Sequence[StagePlan], *, until: str | None = None, only: str |
     check_names([plan.stage for plan in plans], until, only)
     by_name = {plan.stage.name: plan for plan in plans}
     requested = _ancestors(by_name, until) if until else {only} if only else set(by_name)
-    asked = [plan for plan in plans if plan.stage.name in requested]
-    if error := missing_packages(asked):
+    due = [plan for plan in plans if plan.stage.name in requested and not plan.fresh]
+    if error := missing_packages(due):
         raise error
-    check_machine(asked)
+    check_machine(due)
     done: dict[str, str] = {}
     for plan in plans:
         if plan.stage.name in requested:
@@ -375,16 +375,14 @@ def execute(plans: Sequence[StagePlan], *, until: str | None = None, only: str |
     return done
 
 
-def check_machine(plans: Sequence[StagePlan]) -> None:
-    """Raises what `Stage.preflight` does, of the stages that would run."""
-    for plan in plans:
-        if not plan.fresh:
-            plan.stage.preflight(plan.config)
+def check_machine(due: Sequence[StagePlan]) -> None:
+    """Raises what `Stage.preflight` does, of stages that would run."""
+    for plan in due:
+        plan.stage.preflight(plan.config)
 
 
-def missing_packages(plans: Sequence[StagePlan]) -> MissingPackageError | None:
-    """The error for all packages that the stages that would run need and that are not installed."""
-    due = [plan for plan in plans if not plan.fresh]
+def missing_packages(due: Sequence[StagePlan]) -> MissingPackageError | None:
+    """The error for all packages that stages that would run need and that are not installed."""
     return extras.missing(need for plan in due for need in packages(plan.config, plan.stage.name))
 
 

@@ -61,14 +61,14 @@ def report(
     """
     with http_client.impatiently():
         laid = pipeline.plan_stages(stage_table, recipe, root, blind=True)
+    due = [stage_plan for stage_plan in laid if not stage_plan.fresh]
     missing_packages: dict[str, Any] = {}
     if wish.device is None and wish.memory_bytes is None:
-        pipeline.check_machine(laid)
-        if error := pipeline.missing_packages(laid):
+        pipeline.check_machine(due)
+        if error := pipeline.missing_packages(due):
             missing_packages = {"missing_packages": str(error)}
-    for stage_plan in laid:
-        if not stage_plan.fresh:
-            check_named_paths(stage_plan.stage.name, stage_plan.config)
+    for stage_plan in due:
+        check_named_paths(stage_plan.stage.name, stage_plan.config)
     reports: dict[str, PlanReport] = {}
     if (pretrain := recipe.pretrain) is not None:
         tools: dict[str, Any] = {}

@@ -11,7 +11,7 @@ nothing is guessed.
 """
 
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,15 +19,24 @@ from bloomery.core import io as core_io
 from bloomery.core import run_dir
 from bloomery.core.extras import pq
 from bloomery.core.log import METRICS, SAMPLES, info, read_metrics
-from bloomery.core.pipeline import StagePlan, content_hash, find_manifest, machine, read_manifest, versions
+from bloomery.core.pipeline import StagePlan, content_hash, find_manifest, machine, read_manifest, resolve, versions
 from bloomery.core.records import read_record
 from bloomery.data import documents
 from bloomery.evaluation.report import before_evaluation, render
+from bloomery.hw import launcher
 from bloomery.stages import plan as stages_plan
 
 PAGE, NUMBERS = "report.html", "report.json"
 SHOWN_CHARACTERS = 300
 TRAINED = ("pretrain", "finetune", "prefer")
+
+
+def by_first_process(work: Callable[[], None]) -> None:
+    """Call `work`. Of several processes that a launcher started, the first one calls it; the others train with it."""
+    if launcher.num_processes() == 1:
+        work()
+    else:
+        resolve("bloomery.train.launch:by_first_process")(work)
 
 
 def before_run(recipe: Any, plans: Sequence[StagePlan]) -> None:

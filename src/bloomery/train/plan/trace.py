@@ -140,9 +140,7 @@ class TensorMeter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         name = function.overloadpacket.__name__
         if name in GATHERING:
             for tensor in (*inputs, *results):
-                if (
-                    self._held.get(_storage(tensor)._cdata, (0, ""))[1] == WORK
-                ):  # and no part of a weight, which is read
+                if self._held.get(_storage(tensor)._cdata, (0, ""))[1] == WORK:  # no part of a weight, which is read
                     self.count_as(GATHERED, tensor)
         if self._on_processor and name in MIXED:
             self._reached(written_out(inputs), self.making)
