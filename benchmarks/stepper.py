@@ -30,8 +30,7 @@ import numpy as np
 
 from bloomery.core.config import build
 from bloomery.hw import device as devices
-from bloomery.model.config import PRESETS, ModelConfig
-from bloomery.model.flops import cost
+from bloomery.model.config import PRESETS, ModelConfig, cost
 from bloomery.model.transformer import Transformer
 from bloomery.shards.loader import Batch
 from bloomery.train.config import AdamW

@@ -11,11 +11,12 @@ import pyarrow as pa
 import pytest
 
 import bloomery
+import bloomery.api
 from bloomery.core import pipeline
+from bloomery.core.chat import SamplingConfig
 from bloomery.core.config import to_toml
 from bloomery.core.errors import BloomeryError, ConfigError, DataError, RunError
 from bloomery.core.log import console
-from bloomery.core.sampling import SamplingConfig
 from bloomery.core.signals import INTERRUPTED, Terminated
 from bloomery.data import documents as data_documents
 from tests.calling import Call

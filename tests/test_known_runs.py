@@ -10,8 +10,7 @@ import pytest
 from bloomery import cli
 from bloomery.core import config, pipeline
 from bloomery.core.errors import DataError
-from bloomery.model.config import ModelConfig
-from bloomery.model.flops import cost
+from bloomery.model.config import ModelConfig, cost
 from bloomery.recipe import STAGES, Recipe
 from bloomery.shards.config import ImportedShards
 from bloomery.stages.config import Shard

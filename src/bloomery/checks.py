@@ -14,7 +14,7 @@ from bloomery.core.config import Config, build, with_defaults
 from bloomery.core.errors import DataError
 from bloomery.core.pipeline import resolve as resolve_name
 from bloomery.data.executor import Parallel
-from bloomery.model.lora_config import matrices, targets
+from bloomery.model.config import matrices, targets
 from bloomery.tokenizer import chat_template
 from bloomery.tokenizer.config import AnyKind, ByteBpe, Imported
 from bloomery.train import scaling_rules

@@ -20,10 +20,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from bloomery import __version__
-from bloomery.core import log, shortage
+from bloomery.core import errors, log
+from bloomery.core.chat import MAX_SEED, MAX_TEMPERATURE, MAX_TOKENS, TEMPERATURE, SamplingConfig
 from bloomery.core.errors import BloomeryError, DataError, RunError, shorten
 from bloomery.core.io import path_problem
-from bloomery.core.sampling import MAX_SEED, MAX_TEMPERATURE, MAX_TOKENS, TEMPERATURE, SamplingConfig
 from bloomery.core.signals import INTERRUPTED, Terminated
 
 if TYPE_CHECKING:
@@ -359,9 +359,9 @@ def _main(words: Sequence[str] | None) -> int:
         log.discard(log.STDOUT)
         return 0
     except Exception as error:
-        if (short := shortage.as_error(error)) is not None:
+        if (short := errors.as_error(error)) is not None:
             log.tell(str(short))
-            shortage.skip_teardown_after_import(error, 2)
+            errors.skip_teardown_after_import(error, 2)
             return 2
         log.tell(f"{traceback.format_exc()}This is a fault of Bloomery's, not yours. The lines above say where.")
         return 1
@@ -508,7 +508,7 @@ def data(options: argparse.Namespace) -> int:
 
 def chat(options: argparse.Namespace) -> int:
     from bloomery.core.log import info
-    from bloomery.serve.registry import answerer
+    from bloomery.serve.chat_model import answerer
     from bloomery.weights.locate import locate_model
 
     model = answerer(str(options.model), locate_model(options.model))
@@ -551,7 +551,7 @@ def _say_answer(model: "TextAnswerer", messages: "list[Message]", sampling: Samp
 
 
 def serve(options: argparse.Namespace) -> int:
-    from bloomery.serve.registry import ModelRegistry
+    from bloomery.serve.chat_model import ModelRegistry
     from bloomery.serve.server import serve as serve_models
 
     if not options.runs.is_dir():

@@ -24,7 +24,7 @@ from bloomery import checks
 from bloomery.core.config import VOLATILE, Config
 from bloomery.data.executor import ExecutorConfig
 from bloomery.stages import config as sections
-from bloomery.stages.table import STAGES as STAGES
+from bloomery.stages.config import STAGES as STAGES
 from bloomery.tokenizer.config import AnyKind, ByteBpe
 
 

@@ -1,7 +1,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bloomery.core.batches import batched_by_size, spans_by_size
+from bloomery.data.documents import batched_by_size, spans_by_size
 
 
 @given(st.lists(st.integers(0, 30)), st.integers(1, 40), st.none() | st.integers(1, 4))

@@ -12,7 +12,7 @@ import pyarrow as pa
 import pytest
 
 from bloomery import cli
-from bloomery.core import shortage
+from bloomery.core import errors
 from bloomery.core.errors import DataError
 
 
@@ -41,7 +41,7 @@ def caused(cause: BaseException) -> RuntimeError:
     ],
 )
 def test_an_error_that_means_too_little_memory_says_so(error: BaseException) -> None:
-    found = shortage.as_error(error)
+    found = errors.as_error(error)
     assert found is not None
     assert "more memory" in found.what
     assert "engine.workers=1" in found.hint
@@ -51,7 +51,7 @@ def test_an_error_that_means_too_little_memory_says_so(error: BaseException) -> 
     "error", [RuntimeError("can't start new thread"), BlockingIOError(errno.EAGAIN, "Resource temporarily unavailable")]
 )
 def test_an_error_that_means_too_few_threads_says_so(error: BaseException) -> None:
-    found = shortage.as_error(error)
+    found = errors.as_error(error)
     assert found is not None
     assert "threads" in found.what
     assert "ulimit -u" in found.hint
@@ -59,7 +59,7 @@ def test_an_error_that_means_too_few_threads_says_so(error: BaseException) -> No
 
 @pytest.mark.parametrize("error", [ZeroDivisionError("division by zero"), ValueError("x"), caused(DataError("is bad"))])
 def test_any_other_error_stays_what_it_is(error: BaseException) -> None:
-    assert shortage.as_error(error) is None
+    assert errors.as_error(error) is None
 
 
 def test_a_verb_that_runs_out_of_memory_exits_2_without_a_traceback(
@@ -79,17 +79,17 @@ def test_a_verb_that_runs_out_of_memory_exits_2_without_a_traceback(
 def test_a_c_function_that_fails_without_a_word_is_short_of_memory_only_near_the_limit(
     said: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert shortage.as_error(SystemError(said)) is None
-    monkeypatch.setattr(shortage, "near_limit", lambda: True)
-    found = shortage.as_error(SystemError(said))
+    assert errors.as_error(SystemError(said)) is None
+    monkeypatch.setattr(errors, "near_limit", lambda: True)
+    found = errors.as_error(SystemError(said))
     assert found is not None
     assert "more memory" in found.what
-    assert shortage.as_error(SystemError("bad argument to internal function")) is None
+    assert errors.as_error(SystemError("bad argument to internal function")) is None
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="limits the addresses of a process")
 def test_a_process_is_near_its_limit_only_where_it_has_one() -> None:
-    assert not shortage.near_limit()
+    assert not errors.near_limit()
     code = """
 import resource
 from bloomery.core import shortage

@@ -13,10 +13,10 @@ from hypothesis import strategies as st
 
 from bloomery.core import io as core_io
 from bloomery.core import native
-from bloomery.core.batches import batched_by_size
 from bloomery.data.dedup import hashing, minhash
 from bloomery.data.dedup.hashing import ShingleKind, Shingles, jaccard, shingle_set
 from bloomery.data.dedup.minhash import MinHashSettings, PackedTexts, minhash_signatures
+from bloomery.data.documents import batched_by_size
 from bloomery.data.executor import Part
 
 LETTERS = st.sampled_from([*"aAbB1_ \n\t.,-'é\u0307ΣσςİiΑ東京が\u0085\u2028\x00ﬁ\ud800\udfff\U0010ffff", "😀"])

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
+from bloomery.core.chat import SamplingConfig
 from bloomery.core.errors import DataError
-from bloomery.core.sampling import SamplingConfig
 from bloomery.data.sources import toy_worlds
 from bloomery.evaluation import held_out as evaluation_held_out
 from bloomery.evaluation.held_out import JudgedAnswer, ToyQuestion, ask, question_scores, table

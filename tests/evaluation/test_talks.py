@@ -5,8 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from bloomery.core.chat import Message
-from bloomery.core.sampling import SamplingConfig
+from bloomery.core.chat import Message, SamplingConfig
 from bloomery.evaluation import held_out
 from bloomery.evaluation.held_out import HeldOutAnswer
 from bloomery.generate.engine import Completion

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from bloomery import cli
+from bloomery.core.chat import SamplingConfig
 from bloomery.core.errors import ConfigError, HardwareError
-from bloomery.core.sampling import SamplingConfig
 from bloomery.evaluation import harness, sandbox
 from bloomery.evaluation.harness import EvalRequest, Generation, Writing
 from bloomery.evaluation.tasks import EvalItem, TaskFiles

@@ -9,7 +9,7 @@ from safetensors.numpy import load_file
 
 from bloomery.core import io as core_io
 from bloomery.core.io import MANIFEST, read_json
-from bloomery.model.lora_config import Lora
+from bloomery.model.config import Lora
 from bloomery.stages import tokenizer as stage
 from bloomery.tokenizer import importers
 from bloomery.tokenizer.config import Imported, SentencePiece

@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from bloomery.core.chat import SamplingConfig
 from bloomery.core.errors import CheckpointError, DataError
-from bloomery.core.sampling import SamplingConfig
 from bloomery.generate.engine import Completion, Engine
 from bloomery.model.transformer import Transformer
 from tests.model.made import SHAPES, VOCAB_SIZE, lively, random_config, random_ids

@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from bloomery.core.chat import LIMITS, SamplingConfig
 from bloomery.core.errors import DataError
-from bloomery.core.sampling import LIMITS, SamplingConfig
 from bloomery.generate.engine import MIN_TEMPERATURE, choose
 
 import torch

@@ -18,8 +18,8 @@ from typing import Any
 from bloomery.hw import device as devices
 from bloomery.hw import kernel_trials
 from bloomery.model import lora, quantize
+from bloomery.model.config import Lora
 from bloomery.model.kernels import reference, trials, triton
-from bloomery.model.lora_config import Lora
 from bloomery.model.quantize import NF4, numbers
 from bloomery.model.transformer import Transformer
 from bloomery.train.loss import token_losses

@@ -7,8 +7,7 @@ from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausa
 
 from bloomery.core.config import Config, build, load, plain
 from bloomery.core.errors import ConfigError
-from bloomery.model.config import PRESETS, ModelConfig
-from bloomery.model.flops import cost
+from bloomery.model.config import PRESETS, ModelConfig, cost
 from bloomery.model.transformer import Transformer
 
 import torch

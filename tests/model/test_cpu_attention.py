@@ -6,8 +6,8 @@ import pytest
 
 from bloomery.core import native
 from bloomery.model.attention import softmax_attention
-from bloomery.model.kernels import cpu, cpu_attention
-from bloomery.model.kernels.cpu_attention import causal_attention
+from bloomery.model.kernels import cpu
+from bloomery.model.kernels.cpu import causal_attention
 from bloomery.model.mask import AttentionMask
 from tests.model.test_cpu_kernels import DTYPES, compare, near
 from tests.model.test_cpu_kernels import library as library
@@ -52,7 +52,7 @@ def heads(tokens: int, numbers: tuple[int, int], widths: tuple[int, int], split:
 def test_attention_sees_the_past_of_its_own_segment_only(
     dtype: torch.dtype, heads: tuple[int, int], tokens: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setitem(cpu_attention.QUERIES_PER_BLOCK, dtype, 128)
+    monkeypatch.setitem(cpu.QUERIES_PER_BLOCK, dtype, 128)
     segments = torch.randint(0, 4, (2, tokens)).sort(1).values
     given = [torch.randn(2, tokens, n, 16).to(dtype).transpose(1, 2) for n in (heads[0], heads[1], heads[1])]
     assert_formula(segments, given)
@@ -89,7 +89,7 @@ def test_scores_that_are_far_apart_do_not_overflow() -> None:
 def test_by_pairs_it_sees_the_past_of_its_own_segment_only(tokens: int, numbers: tuple[int, int], split: bool) -> None:
     segments = torch.randint(0, 4, (2, tokens)).sort(1).values
     given = heads(tokens, numbers, (32, 32), split)
-    assert cpu_attention.by_pairs(given[0], given[2])
+    assert cpu.by_pairs(given[0], given[2])
     assert_formula(segments, given)
 
 
@@ -104,9 +104,9 @@ def test_by_pairs_heads_have_widths_and_windows(widths: tuple[int, int], window:
 @pytest.mark.usefixtures("pairs")
 def test_other_heads_are_not_computed_by_pairs() -> None:
     q, _, v = heads(8, (2, 2), (32, 32))
-    assert not cpu_attention.by_pairs(q.float(), v.float())
-    assert not cpu_attention.by_pairs(q[..., :16], v)
-    assert not cpu_attention.by_pairs(q, v[..., :31])
+    assert not cpu.by_pairs(q.float(), v.float())
+    assert not cpu.by_pairs(q[..., :16], v)
+    assert not cpu.by_pairs(q, v[..., :31])
 
 
 @pytest.mark.usefixtures("pairs")
@@ -172,7 +172,7 @@ def test_by_pairs_the_memory_of_threads_is_enough(
     tokens: int, widths: tuple[int, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A pattern behind it has to be there afterwards."""
-    sizes, behind = cpu_attention._sizes, []
+    sizes, behind = cpu._sizes, []
 
     def guarded(*given: Any) -> tuple[Any, ...]:
         *rest, room, each = sizes(*given)
@@ -180,7 +180,7 @@ def test_by_pairs_the_memory_of_threads_is_enough(
         behind.append(longer[len(room) :])
         return *rest, longer, each
 
-    monkeypatch.setattr(cpu_attention, "_sizes", guarded)
+    monkeypatch.setattr(cpu, "_sizes", guarded)
     q, k, v = (one.requires_grad_() for one in heads(tokens, (2, 1), widths))
     y = causal_attention(q, k, v, torch.zeros(2, tokens, dtype=torch.long))
     torch.autograd.grad(y.sum(), (q, k, v))

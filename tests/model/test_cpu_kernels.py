@@ -6,7 +6,7 @@ import pytest
 
 from bloomery.core import native
 from bloomery.model.kernels import cpu
-from bloomery.model.kernels.cpu_attention import causal_attention
+from bloomery.model.kernels.cpu import causal_attention
 
 import torch
 import torch.nn.functional as F

@@ -5,8 +5,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from bloomery.core import config as configs
-from bloomery.model.config import ModelConfig
-from bloomery.model.flops import cost
+from bloomery.model.config import ModelConfig, cost
 from bloomery.model.transformer import Transformer
 from bloomery.recipe import Recipe
 from bloomery.stages.tokenizer import vocab_size

@@ -4,8 +4,7 @@ import pytest
 
 from bloomery.core.errors import DataError
 from bloomery.model import lora, quantize
-from bloomery.model.config import ModelConfig
-from bloomery.model.lora_config import Base, Lora, matrices
+from bloomery.model.config import Base, Lora, ModelConfig, matrices
 from bloomery.model.transformer import Transformer
 from bloomery.train.activation_checkpointing import checkpoint_activations
 from tests.model.made import SHAPES, VOCAB_SIZE, lively

@@ -1,7 +1,7 @@
 import pytest
 
 from bloomery.model import quantize
-from bloomery.model.lora_config import Base
+from bloomery.model.config import Base
 from bloomery.model.quantize import BLOCK, QuantizedLinear, frozen, kept_bytes, normal_float
 
 import torch

@@ -5,9 +5,8 @@ import time
 from collections.abc import Generator, Sequence
 from pathlib import Path
 
-from bloomery.core.chat import Message
+from bloomery.core.chat import Message, SamplingConfig
 from bloomery.core.errors import RunError
-from bloomery.core.sampling import SamplingConfig
 from bloomery.serve.chat_model import Finish, ModelInfo, StreamedAnswer, TextChunk, check_conversation
 
 HOSTILE = '<img src=x onerror="document.title=`broken`"> & <script>document.title=`broken`</script>'

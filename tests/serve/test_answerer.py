@@ -5,9 +5,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bloomery.core.chat import Message
+from bloomery.core.chat import Message, SamplingConfig
 from bloomery.core.errors import DataError
-from bloomery.core.sampling import SamplingConfig
 from bloomery.serve.chat_model import TextAnswerer, TextStream
 
 END = 256

@@ -13,8 +13,8 @@ import httpx
 import openai
 import pytest
 
+from bloomery.core.chat import SamplingConfig
 from bloomery.core.errors import ConfigError
-from bloomery.core.sampling import SamplingConfig
 from bloomery.serve import guard
 from bloomery.serve import queue as serve_queue
 from bloomery.serve.chat_model import ModelInfo

@@ -8,14 +8,12 @@ from typing import Any
 import pytest
 
 from bloomery.core import io as core_io
-from bloomery.core.chat import Message
+from bloomery.core.chat import Message, SamplingConfig
 from bloomery.core.errors import CheckpointError, DataError, RunError
 from bloomery.core.io import MANIFEST
-from bloomery.core.sampling import SamplingConfig
 from bloomery.generate.engine import Engine
-from bloomery.serve import registry
-from bloomery.serve.chat_model import Answerer, Models
-from bloomery.serve.registry import ModelRegistry
+from bloomery.serve import chat_model
+from bloomery.serve.chat_model import Answerer, ModelRegistry, Models
 from bloomery.tokenizer.chat_template import Renderer
 from bloomery.weights import hf
 from tests.core.made import manifest
@@ -108,13 +106,13 @@ def test_a_model_is_loaded_once_also_when_two_ask_for_it_at_once(
     shelf: ModelRegistry, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     loads: list[str] = []
-    whole = registry.answerer
+    whole = chat_model.answerer
 
     def counted(name: str, folder: Path) -> Any:
         loads.append(name)
         return whole(name, folder)
 
-    monkeypatch.setattr(registry, "answerer", counted)
+    monkeypatch.setattr(chat_model, "answerer", counted)
     got: list[Answerer] = []
     threads = [threading.Thread(target=lambda: got.append(shelf.get("b"))) for _ in range(4)]
     for thread in threads:

@@ -17,8 +17,8 @@ import httpx
 import openai
 import pytest
 
+from bloomery.core.chat import SamplingConfig
 from bloomery.core.errors import ConfigError, DataError
-from bloomery.core.sampling import SamplingConfig
 from bloomery.serve.queue import GenerationRequest
 from bloomery.serve.server import STATIC, Server, serving
 

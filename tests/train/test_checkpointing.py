@@ -13,7 +13,7 @@ from bloomery.core.config import build
 from bloomery.core.errors import CheckpointError
 from bloomery.core.io import read_json
 from bloomery.model import lora
-from bloomery.model.lora_config import Lora
+from bloomery.model.config import Lora
 from bloomery.model.transformer import Transformer
 from bloomery.shards.loader import AnnealedDataset, PackedDataset
 from bloomery.stages import pretrain

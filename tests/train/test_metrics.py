@@ -14,13 +14,12 @@ from bloomery.core.errors import DataError, RunError
 from bloomery.core.log import read_metrics
 from bloomery.core.signals import StopRequest
 from bloomery.hw.device import measured_peak
-from bloomery.model.flops import cost
+from bloomery.model.config import cost
 from bloomery.model.transformer import Transformer
 from bloomery.shards.loader import IGNORE, PackedDataset
 from bloomery.stages.sampling import answering, continuing
 from bloomery.tokenizer.chat_template import Renderer
-from bloomery.train.grad_stats import Norms, by_layer
-from bloomery.train.metrics import EventFile, MainLog, crc32c, flat
+from bloomery.train.metrics import EventFile, MainLog, Norms, by_layer, crc32c, flat
 from bloomery.train.precision import Precision
 from bloomery.train.state import PhaseTimer, State
 from tests.model.made import SHAPES, lively

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from bloomery import cli
 from bloomery.core import config
 from bloomery.core.errors import ConfigError
-from bloomery.model.flops import cost
+from bloomery.model.config import cost
 from bloomery.recipe import Recipe
 from bloomery.stages.config import Pretrain
 from bloomery.train import scaling_rules

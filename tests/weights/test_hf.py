@@ -13,10 +13,9 @@ from hypothesis import given, settings
 from transformers import AutoTokenizer, LlamaForCausalLM
 
 from bloomery import cli
-from bloomery.core.chat import Message
+from bloomery.core.chat import TEMPERATURE, Message, SamplingConfig
 from bloomery.core.errors import BloomeryError, CheckpointError, DataError
 from bloomery.core.io import MANIFEST
-from bloomery.core.sampling import TEMPERATURE, SamplingConfig
 from bloomery.evaluation.config import Evaluate
 from bloomery.generate.engine import Engine
 from bloomery.model.config import ModelConfig

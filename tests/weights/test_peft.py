@@ -8,8 +8,7 @@ import pytest
 
 from bloomery.core.errors import CheckpointError
 from bloomery.model import lora
-from bloomery.model.config import ModelConfig
-from bloomery.model.lora_config import Base, Lora
+from bloomery.model.config import Base, Lora, ModelConfig
 from bloomery.model.transformer import Transformer
 from bloomery.tokenizer.chat_template import TEMPLATES, Renderer
 from bloomery.weights import export, hf, locate

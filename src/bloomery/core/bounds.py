@@ -14,9 +14,9 @@ from typing import Annotated, Any
 from pydantic import AfterValidator, GetCoreSchemaHandler
 from pydantic_core import PydanticCustomError, core_schema
 
+from bloomery.core.chat import MAX_SEED, MAX_TEMPERATURE, MAX_TOKENS
 from bloomery.core.errors import shorten
 from bloomery.core.io import path_problem
-from bloomery.core.sampling import MAX_SEED, MAX_TEMPERATURE, MAX_TOKENS
 
 OUT_OF_RANGE = "out_of_range"
 """The type of its problem, as pydantic calls it; the message already holds the value."""

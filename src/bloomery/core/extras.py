@@ -15,7 +15,7 @@ from importlib.util import find_spec
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
-from bloomery.core import shortage
+from bloomery.core import errors
 from bloomery.core.errors import MissingPackageError
 
 DATA = ("duckdb", "pyarrow", "scipy", "sklearn")
@@ -38,7 +38,7 @@ def load(module: str, *, where: str = "") -> ModuleType:
     try:
         return importlib.import_module(module)
     except ImportError as error:
-        if shortage.as_error(error) is not None:
+        if errors.as_error(error) is not None:
             raise
         what = f"this needs the package {package}: {error}"
         raise MissingPackageError(what, where=where, hint=_hint([package])) from None

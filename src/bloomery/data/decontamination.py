@@ -42,7 +42,6 @@ from pydantic import Field, field_validator, model_validator
 from typing_extensions import TypedDict
 
 from bloomery.core import io as core_io
-from bloomery.core.batches import batched_by_size, spans_by_size
 from bloomery.core.bounds import Between, DiskPath, PositiveLength
 from bloomery.core.config import Config
 from bloomery.core.errors import DataError, RunError
@@ -51,6 +50,7 @@ from bloomery.core.records import AGAIN, Count, read_record
 from bloomery.data import documents
 from bloomery.data.dedup import hashing
 from bloomery.data.dedup.hashing import CHARACTERS_PER_BLOCK, LARGEST_PIECE, Hashes, Places, cuts, of_words, scan
+from bloomery.data.documents import batched_by_size, spans_by_size
 from bloomery.data.executor import Part, PartRecord
 from bloomery.data.readers import rows as readers_rows
 from bloomery.data.readers.rows import ReadError

@@ -16,12 +16,12 @@ Documents that share an ID are found out of core: DuckDB groups the IDs within a
 """
 
 import shutil
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import cache
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -346,3 +346,31 @@ def _ids(paths: Sequence[Path]) -> "pa.RecordBatchReader":
                 row += batch.num_rows
 
     return pa.RecordBatchReader.from_batches(schema, batches())
+
+
+T = TypeVar("T")
+
+
+def batched_by_size(
+    items: Iterable[T], most: int, *, size: Callable[[Any], int] = len, most_items: int | None = None
+) -> Iterator[list[T]]:
+    """Lists of neighbors whose sizes sum to at most `most`; a larger item is alone in its list."""
+    batch: list[T] = []
+    total = 0
+    for item in items:
+        own = size(item)
+        if batch and (total + own > most or len(batch) == most_items):
+            yield batch
+            batch, total = [], 0
+        batch.append(item)
+        total += own
+    if batch:
+        yield batch
+
+
+def spans_by_size(sizes: Iterable[int], most: int, *, most_items: int | None = None) -> Iterator[tuple[int, int]]:
+    """The same as ranges [begin, end) of numbers, of items with these sizes."""
+    begin = 0
+    for batch in batched_by_size(sizes, most, size=int, most_items=most_items):
+        yield begin, begin + len(batch)
+        begin += len(batch)

@@ -30,7 +30,7 @@ from typing import Annotated, Any, Literal, NamedTuple
 from pydantic import Field, model_validator
 from threadpoolctl import threadpool_limits  # type: ignore[import-untyped]
 
-from bloomery.core import child, errors, extras, shortage
+from bloomery.core import child, errors, extras
 from bloomery.core import io as core_io
 from bloomery.core import records as core_records
 from bloomery.core.bounds import Between
@@ -337,7 +337,7 @@ def _answered(work: Work, config: Any, chunk: Part, out: Path) -> dict[str, Any]
     except BloomeryError as error:
         return error_facts(error)
     except Exception as error:
-        if (short := shortage.as_error(error)) is not None:
+        if (short := errors.as_error(error)) is not None:
             return error_facts(short)
         raise
 

@@ -5,9 +5,9 @@ from typing import Annotated
 from pydantic import Field, field_validator, model_validator
 
 from bloomery.core.bounds import Between, Bytes, Context, DiskPath, DocumentCount, Seed, Temperature
+from bloomery.core.chat import TEMPERATURE
 from bloomery.core.config import VOLATILE, Config
 from bloomery.core.errors import ConfigError
-from bloomery.core.sampling import TEMPERATURE
 from bloomery.evaluation import tasks as evaluation_tasks
 from bloomery.hw.host import DeviceChoice
 

@@ -8,8 +8,8 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 from bloomery.core import io as core_io
-from bloomery.core.batches import batched_by_size
 from bloomery.data import decontamination
+from bloomery.data.documents import batched_by_size
 from bloomery.evaluation import tasks
 from bloomery.evaluation.tasks import EvalItem, TaskFiles
 

@@ -35,10 +35,10 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import bloomery.hw.require_torch  # noqa: F401
+from bloomery.core.chat import SamplingConfig
 from bloomery.core.errors import ConfigError, DataError
 from bloomery.core.io import whole_file
 from bloomery.core.log import info, progress
-from bloomery.core.sampling import SamplingConfig
 from bloomery.evaluation import sandbox
 from bloomery.evaluation import tasks as evaluation_tasks
 from bloomery.evaluation.stats import Score, pass_at, shown

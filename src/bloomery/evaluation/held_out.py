@@ -19,9 +19,8 @@ from typing import Any
 import numpy as np
 
 import bloomery.hw.require_torch  # noqa: F401
-from bloomery.core.chat import Message, as_message
+from bloomery.core.chat import Message, SamplingConfig, as_message
 from bloomery.core.errors import DataError
-from bloomery.core.sampling import SamplingConfig
 from bloomery.data.sources import toy_worlds
 from bloomery.evaluation import harness
 from bloomery.evaluation.harness import Continuation, stable_seed

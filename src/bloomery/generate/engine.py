@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from jaxtyping import Float
 
 import bloomery.hw.require_torch  # noqa: F401
+from bloomery.core.chat import SamplingConfig
 from bloomery.core.errors import CheckpointError, DataError
-from bloomery.core.sampling import SamplingConfig
 from bloomery.model.attention import Cache
 from bloomery.model.transformer import Transformer
 

@@ -19,7 +19,7 @@ import importlib.util
 import os
 import sys
 
-from bloomery.core import shortage
+from bloomery.core import errors
 from bloomery.hw.host import Host
 from bloomery.hw.torch_install import missing
 
@@ -35,4 +35,4 @@ TORCH_ADDRESSES = 2**30
 if importlib.util.find_spec("torch") is None:
     raise missing(Host.here())
 if "torch" not in sys.modules:
-    shortage.check_addresses(TORCH_ADDRESSES, "torch")
+    errors.check_addresses(TORCH_ADDRESSES, "torch")

@@ -19,7 +19,7 @@ from jaxtyping import Float
 from bloomery.hw import device as devices
 from bloomery.model.config import ModelConfig
 from bloomery.model.kernels import cpu, triton
-from bloomery.model.kernels.cpu_attention import causal_attention
+from bloomery.model.kernels.cpu import causal_attention
 from bloomery.model.layers import Linear, RMSNorm
 from bloomery.model.mask import ALL, AttentionMask
 from bloomery.model.rope import Rotation, rotate

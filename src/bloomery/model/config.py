@@ -14,13 +14,16 @@ torch. The presets:
 """
 
 import difflib
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import BeforeValidator, Field, model_validator
 
 from bloomery.core.bounds import Between, Context
 from bloomery.core.config import Config
+from bloomery.core.errors import DataError
 
 
 @dataclass(frozen=True)
@@ -270,3 +273,128 @@ class ModelConfig(Config):
         if "differential" in self.attention and self.num_kv_heads % 2:
             raise ValueError(f"differential attention pairs heads: num_kv_heads {self.num_kv_heads} must be even")
         return self
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cost:
+    parameters: int
+    """Distinct weights; a tied head counts once."""
+    matmul_parameters: int
+    """Weights used in a matmul for each token: all except biases, norms and embedding look-ups."""
+    train_flops_per_token: float
+
+
+def cost(config: ModelConfig, vocab_size: int) -> Cost:
+    """Of a row of `context_length` tokens."""
+    D, V, L = config.hidden_size, vocab_size, config.num_layers
+    layers = [config.layer(number) for number in range(L)]
+    matmul = V * D + sum(_attention(config) + _feed_forward(config, kind) for _, _, kind in layers)
+    tables = 0 if config.tie_embeddings else V * D
+    tables += config.context_length * D if config.position_embedding == "learned" else 0
+    vectors = _norm(config) + sum(2 * _norm(config) + _vectors(config, kind, mlp) for kind, _, mlp in layers)
+    seen = sum(_attended(config, kind, window) for kind, window, _ in layers)
+    return Cost(
+        parameters=matmul + tables + vectors,
+        matmul_parameters=matmul,
+        train_flops_per_token=6.0 * matmul + seen,
+    )
+
+
+def _attention(config: ModelConfig) -> int:
+    return 2 * config.hidden_size * config.head_size * (config.num_heads + config.num_kv_heads)
+
+
+def _feed_forward(config: ModelConfig, kind: FeedForwardKind) -> int:
+    return (3 if _is_gated(kind) else 2) * config.hidden_size * config.intermediate_size
+
+
+def _is_gated(kind: FeedForwardKind) -> bool:
+    return kind in ("swiglu", "geglu")
+
+
+def _norm(config: ModelConfig) -> int:
+    """Of the residual stream."""
+    if not config.norm_affine:
+        return 0
+    return config.hidden_size * (2 if config.norm == "layernorm" and config.biases == "all" else 1)
+
+
+def _vectors(config: ModelConfig, attention: AttentionKind, mlp: FeedForwardKind) -> int:
+    """Vector parameters of a layer, without its two norms."""
+    E, M = config.head_size, config.intermediate_size
+    heads = 2 * E if config.qk_norm and config.norm_affine else 0
+    pairs = 4 * E + (2 * E if config.norm_affine else 0) if attention == "differential" else 0
+    qkv = (config.num_heads + 2 * config.num_kv_heads) * E if config.biases != "none" else 0
+    others = 2 * config.hidden_size + M + (M if _is_gated(mlp) else 0) if config.biases == "all" else 0
+    return heads + pairs + qkv + others
+
+
+def _attended(config: ModelConfig, attention: AttentionKind, window: Window) -> float:
+    """FLOPs of attention scores and weighted sums of values, per training token."""
+    T, E = config.context_length, config.head_size
+    W = T if window == "full" else min(window, T)
+    seen = W - W * W / (2 * T)
+    values = 2 * E if attention == "differential" else E
+    return 6.0 * config.num_heads * (E + values) * seen
+
+
+Base = Literal["float32", "bfloat16", "int8", "nf4", "nf4_double"]
+"""
+How frozen matrices are kept: 4, 2, 1 + 4 / width, 0.53 and 0.52 bytes a weight. nf4_double also quantises the scales of
+nf4.
+"""
+
+
+class Lora(Config):
+    """
+    Train only small matrices added to the frozen weights (Hu et al. 2021, https://arxiv.org/abs/2106.09685).
+
+        y = W x + s · B A x      A: rank × inputs, B: outputs × rank, s = alpha / rank
+    """
+
+    kind: Literal["lora"] = "lora"
+    rank: Annotated[int, Between(1, 2**16, "no adapter has more")] = 16
+    alpha: Annotated[float, Between(1e-3, 1e6, "updates of the adapter are times alpha / rank")] = 32.0
+    dropout: Annotated[float, Between(0, 0.99, "something has to be left")] = 0.0
+    """Share of the inputs of A that is left out in training."""
+    target_modules: tuple[str, ...] = Field(("attention.*", "mlp.*"), min_length=1, max_length=64)
+    """
+    Which matrices of the blocks: paths as `attention.q` in every block or `blocks.3.mlp.down` in one; * stands for
+    anything.
+    """
+    rank_stabilized: bool = False
+    """s = alpha / √rank instead (rsLoRA: Kalajdzievski 2023, https://arxiv.org/abs/2312.03732)."""
+    base_dtype: Base = "float32"
+    """How the frozen matrices of the blocks are kept. Embedding, head and vectors stay as they are."""
+
+    @property
+    def scale(self) -> float:
+        """s"""
+        return self.alpha / (self.rank**0.5 if self.rank_stabilized else self.rank)
+
+
+def matrices(model: ModelConfig) -> Iterator[str]:
+    """The paths of the matrices of the blocks, in their order."""
+    for number in range(model.num_layers):
+        is_gated = model.layer(number)[2] in ("swiglu", "geglu")
+        yield from (f"blocks.{number}.attention.{name}" for name in ("q", "k", "v", "out"))
+        yield from (f"blocks.{number}.mlp.{name}" for name in ("gate", "up", "down") if is_gated or name != "gate")
+
+
+def targets(names: Sequence[str], patterns: Sequence[str]) -> list[str]:
+    """The paths that patterns name, in their own order. Raises DataError for a pattern that names none."""
+    for pattern in patterns:
+        if not any(_named(name, pattern) for name in names):
+            near = ", ".join(dict.fromkeys(_within(name) for name in names))
+            what = f"the target {pattern!r} names no matrix of this model"
+            raise DataError(what, where="lora.target_modules", hint=f"Each of its blocks has {near}.")
+    return [name for name in names if any(_named(name, pattern) for pattern in patterns)]
+
+
+def _named(name: str, pattern: str) -> bool:
+    return fnmatchcase(name, pattern) or fnmatchcase(_within(name), pattern)
+
+
+def _within(name: str) -> str:
+    """A path within its block: of blocks.3.mlp.up mlp.up."""
+    return name.split(".", 2)[2]

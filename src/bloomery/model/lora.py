@@ -12,7 +12,7 @@ from jaxtyping import Float
 
 import bloomery.hw.require_torch  # noqa: F401
 from bloomery.model import quantize
-from bloomery.model.lora_config import Lora, targets
+from bloomery.model.config import Lora, targets
 from bloomery.model.quantize import QuantizedLinear
 from bloomery.model.transformer import Transformer
 

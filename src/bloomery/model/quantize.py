@@ -15,8 +15,8 @@ from typing import Any
 from jaxtyping import Float
 
 import bloomery.hw.require_torch  # noqa: F401
+from bloomery.model.config import Base
 from bloomery.model.kernels import triton
-from bloomery.model.lora_config import Base
 
 import torch
 import torch.nn.functional as F

@@ -16,9 +16,8 @@ from typing import Annotated, Any, Literal, NamedTuple
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Discriminator, Field, Tag, ValidationError
 from pydantic_core import PydanticCustomError
 
-from bloomery.core.chat import Message, bad_character
+from bloomery.core.chat import MAX_SEED, MAX_TOKENS, Message, SamplingConfig, bad_character
 from bloomery.core.errors import DataError, readable
-from bloomery.core.sampling import MAX_SEED, MAX_TOKENS, SamplingConfig
 from bloomery.serve.chat_model import Finish, ModelInfo, TextChunk
 
 IGNORED = frozenset(

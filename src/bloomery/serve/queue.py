@@ -14,9 +14,8 @@ from collections.abc import AsyncGenerator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing
 
-from bloomery.core.chat import Message
+from bloomery.core.chat import Message, SamplingConfig
 from bloomery.core.errors import BloomeryError, RunError
-from bloomery.core.sampling import SamplingConfig
 from bloomery.serve.chat_model import Models, TextChunk
 
 MAX_REQUESTS = 64

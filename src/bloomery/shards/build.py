@@ -33,7 +33,6 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from bloomery.core.batches import spans_by_size
 from bloomery.core.bounds import Bytes, DiskPath, Seed, Share
 from bloomery.core.config import Config
 from bloomery.core.errors import DataError
@@ -41,7 +40,7 @@ from bloomery.core.extras import pa, pc
 from bloomery.core.hashing import splitmix64
 from bloomery.core.io import whole_file
 from bloomery.data import documents as data_documents
-from bloomery.data.documents import is_held_out
+from bloomery.data.documents import is_held_out, spans_by_size
 from bloomery.data.executor import Part
 from bloomery.shards import format
 from bloomery.tokenizer.fast_encode import Encoder

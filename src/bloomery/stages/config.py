@@ -24,6 +24,7 @@ from bloomery.core.config import VOLATILE, Config, repeated
 from bloomery.core.errors import DataError
 from bloomery.core.extras import DATA
 from bloomery.core.io import path_problem
+from bloomery.core.pipeline import Stage
 from bloomery.data.chat.config import Conversations
 from bloomery.data.chat.filters import DecontaminateChats as Unexamined
 from bloomery.data.decontamination import Sought
@@ -415,3 +416,30 @@ def check_named_paths(section: str, config: Config) -> None:
         if path is not None and not is_kind(path.expanduser()):
             hint = f"Name a {kind} that is there, or leave {section}.{name} out."
             raise DataError(f"there is no such {kind}", where=f"{section}.{name} = {path}", hint=hint)
+
+
+STAGES = (
+    Stage("fetch", "bloomery.stages.fetch"),
+    Stage("classify", "bloomery.stages.classify", after=("fetch",)),
+    Stage("filter", "bloomery.stages.filter", after=("fetch", "classify")),
+    Stage("dedup", "bloomery.stages.dedup", after=("filter",)),
+    Stage("tokenizer", "bloomery.stages.tokenizer", after=("dedup",)),
+    Stage("shard", "bloomery.stages.shard", after=("dedup", "tokenizer")),
+    Stage("pretrain", "bloomery.stages.pretrain", after=("tokenizer", "shard")),
+    Stage("synthesize", "bloomery.stages.synthesize", after=("dedup",)),
+    Stage("instruct", "bloomery.stages.instruct", after=("tokenizer", "synthesize")),
+    Stage("finetune", "bloomery.stages.finetune", after=("pretrain", "instruct")),
+    Stage("prefer", "bloomery.stages.prefer", after=("finetune",), optional=True),
+    Stage(
+        "evaluate",
+        "bloomery.stages.evaluate",
+        after=(
+            *("fetch", "classify", "filter", "dedup", "tokenizer", "shard"),
+            *("pretrain", "instruct", "finetune", "prefer"),
+        ),
+    ),
+)
+"""
+A stage's version, what it reads from outside the run, and what it needs before it starts stand in its own file, and
+are read by name when it is planned or run (`core/pipeline.py`: Stage).
+"""

@@ -38,8 +38,7 @@ from bloomery.stages import dedup as deduplicate
 from bloomery.stages import filter as rules
 from bloomery.stages import shard as shards
 from bloomery.stages import tokenizer as vocabulary
-from bloomery.stages.config import Decontaminate, Dedup, Fetch, Filter, Shard
-from bloomery.stages.table import STAGES
+from bloomery.stages.config import STAGES, Decontaminate, Dedup, Fetch, Filter, Shard
 from bloomery.tokenizer.config import AnyKind, ByteBpe
 
 RESULT, WORK = "result.json", "work"

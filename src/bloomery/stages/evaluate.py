@@ -9,11 +9,11 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
+from bloomery.core.chat import SamplingConfig
 from bloomery.core.errors import DataError
 from bloomery.core.io import canonical, sha256_bytes, sha256_file, whole_file, write_json
 from bloomery.core.log import progress
 from bloomery.core.pipeline import machine, read_manifest, versions
-from bloomery.core.sampling import SamplingConfig
 from bloomery.data import documents as data_documents
 from bloomery.data.documents import is_held_out
 from bloomery.evaluation import contamination, harness, held_out, tasks

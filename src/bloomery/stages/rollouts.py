@@ -12,9 +12,9 @@ from numpy.typing import NDArray
 
 from bloomery.core import io as core_io
 from bloomery.core import records
+from bloomery.core.chat import SamplingConfig
 from bloomery.core.errors import RunError
 from bloomery.core.io import whole_file
-from bloomery.core.sampling import SamplingConfig
 from bloomery.evaluation.harness import last_number, marked_number, stable_seed
 from bloomery.generate.engine import Completion, Engine
 from bloomery.hw.distributed import World

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 
-from bloomery.core.sampling import SamplingConfig
+from bloomery.core.chat import SamplingConfig
 from bloomery.generate.engine import Engine
 from bloomery.model.transformer import Transformer
 from bloomery.tokenizer.chat_template import Renderer

@@ -2,7 +2,7 @@
 Recompute activations in the backward pass instead of keeping them from the forward pass.
 
     none         nothing
-    block        each block: only its input is kept
+    full         each block: only its input is kept
     selective    the cheap operations of each block. Its input stays, and so do the results of matmuls with weights
                  and of fused attention. Recomputed are norms, positions, activations, and attention weights
                  that were written out

@@ -7,7 +7,7 @@ from pydantic import Field, field_validator, model_validator
 from bloomery.core.bounds import Between, Context, Seed, Share, Steps, StepsOrNone
 from bloomery.core.config import VOLATILE, Config
 from bloomery.hw.host import DeviceChoice
-from bloomery.model.lora_config import Lora
+from bloomery.model.config import Lora
 
 Momentum = Annotated[float, Between(0, 0.9999999, "a mean that keeps all never moves")]
 """Share of a running mean that is kept from step to step."""

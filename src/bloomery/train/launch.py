@@ -20,8 +20,8 @@ from typing import Any, NoReturn
 
 from typing_extensions import TypedDict
 
+from bloomery.core import errors
 from bloomery.core import io as core_io
-from bloomery.core import shortage
 from bloomery.core.config import build, plain
 from bloomery.core.errors import BloomeryError, RunError
 from bloomery.core.log import console
@@ -193,7 +193,7 @@ def be_rank(name: str) -> None:
         core_io.write_json(folder / f"{rank}.json", {"error": distributed.error_facts(error)})
         _leave(2)
     except Exception as error:
-        if (short := shortage.as_error(error)) is not None:
+        if (short := errors.as_error(error)) is not None:
             core_io.write_json(folder / f"{rank}.json", {"error": distributed.error_facts(short)})
             _leave(2)
         sys.excepthook(type(error), error, error.__traceback__)

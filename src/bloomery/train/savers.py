@@ -6,7 +6,7 @@ from typing import ClassVar
 
 from bloomery.hw.distributed import World
 from bloomery.model import lora
-from bloomery.model.lora_config import Lora
+from bloomery.model.config import Lora
 from bloomery.model.transformer import Transformer
 from bloomery.tokenizer.chat_template import Renderer
 from bloomery.train import fsdp

@@ -26,8 +26,7 @@ from pydantic import ConfigDict
 from bloomery.core.bounds import Between, Steps
 from bloomery.core.config import Config, build
 from bloomery.core.errors import ConfigError
-from bloomery.model.config import ModelConfig
-from bloomery.model.flops import cost
+from bloomery.model.config import ModelConfig, cost
 from bloomery.train.config import Muon, Optimizer, StepTokens, trained_tokens
 
 Depth = Annotated[int, Between(1, 1000, "no model is deeper")]

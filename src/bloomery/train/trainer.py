@@ -27,15 +27,14 @@ from bloomery.hw import device as devices
 from bloomery.hw import distributed, launcher
 from bloomery.hw.device import Device, listed_peak
 from bloomery.hw.distributed import RankLostError, World
-from bloomery.model.flops import cost
+from bloomery.model.config import cost
 from bloomery.model.transformer import Transformer
 from bloomery.shards.loader import Batch, PackedDataset, SampleSource, batches, others_begin
 from bloomery.tokenizer.tokenizer import Tokenizer
 from bloomery.train import checkpointing, compile, fsdp
 from bloomery.train.checkpointing import Checkpoints, ModelSaver
 from bloomery.train.config import Training, WSDSchedule
-from bloomery.train.grad_stats import Norms
-from bloomery.train.metrics import MAIN_LOG, MetricsLogger, main_log, watcher
+from bloomery.train.metrics import MAIN_LOG, MetricsLogger, Norms, main_log, watcher
 from bloomery.train.optim import Optimizers, decay_start, learning_rate_share
 from bloomery.train.plan.dry_run import DryRun, tell
 from bloomery.train.plan.here import decided

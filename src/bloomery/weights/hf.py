@@ -27,14 +27,12 @@ from pydantic import Field, ValidationError
 from typing_extensions import TypedDict
 
 from bloomery.core import cache
+from bloomery.core.chat import TEMPERATURE
 from bloomery.core.config import explained
 from bloomery.core.errors import CheckpointError, shorten
 from bloomery.core.io import MANIFEST, canonical, make_folder, sha256_bytes, write_json
 from bloomery.core.records import Count, RecordPath, read_record
-from bloomery.core.sampling import TEMPERATURE
-from bloomery.model.config import ModelConfig
-from bloomery.model.flops import cost
-from bloomery.model.lora_config import Base, Lora
+from bloomery.model.config import Base, Lora, ModelConfig, cost
 from bloomery.model.transformer import Transformer
 from bloomery.tokenizer import importers
 from bloomery.tokenizer.chat_template import TEMPLATES, Renderer, Template

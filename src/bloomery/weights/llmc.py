@@ -22,8 +22,7 @@ import bloomery.hw.require_torch  # noqa: F401
 from bloomery.core.config import explained
 from bloomery.core.errors import CheckpointError
 from bloomery.core.io import check_regular, whole_file
-from bloomery.model.config import ModelConfig
-from bloomery.model.flops import cost
+from bloomery.model.config import ModelConfig, cost
 from bloomery.model.transformer import Transformer
 from bloomery.weights.safetensors import finite, rounded
 

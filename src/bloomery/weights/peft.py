@@ -26,7 +26,7 @@ from bloomery.core.errors import CheckpointError
 from bloomery.core.io import write_json
 from bloomery.core.records import RecordPath, read_record
 from bloomery.model import lora, quantize
-from bloomery.model.lora_config import Base, Lora
+from bloomery.model.config import Base, Lora
 from bloomery.model.transformer import Transformer
 from bloomery.weights import architectures
 from bloomery.weights.architectures import WeightMapping

@@ -1,7 +1,7 @@
 import pytest
 
 from bloomery.core.config import build
-from bloomery.model.flops import cost
+from bloomery.model.config import cost
 from bloomery.model.transformer import Transformer
 from bloomery.train import loss, optim
 from bloomery.train.config import Training

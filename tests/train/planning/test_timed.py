@@ -4,8 +4,7 @@ from dataclasses import replace
 import pytest
 
 from bloomery.hw.device import Device
-from bloomery.model.config import ModelConfig
-from bloomery.model.lora_config import Lora
+from bloomery.model.config import Lora, ModelConfig
 from bloomery.train.config import AdamW
 from bloomery.train.fused_adamw import total_norm
 from bloomery.train.plan import trace

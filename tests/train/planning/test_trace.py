@@ -6,9 +6,8 @@ import pytest
 
 from bloomery.core import native
 from bloomery.model import quantize
-from bloomery.model.config import ModelConfig
+from bloomery.model.config import Base, Lora, ModelConfig
 from bloomery.model.kernels import cpu
-from bloomery.model.lora_config import Base, Lora
 from bloomery.train.config import AdamW, AdamW8bit, AdEMAMix, Level, Lion, Muon, Optimizer
 from bloomery.train.plan.trace import TensorMeter, Traced, TracedStep, trace
 from bloomery.train.step import Placed, gradients, placed_losses, sparse_embedding_grad

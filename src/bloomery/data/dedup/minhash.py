@@ -33,7 +33,6 @@ from numpy.typing import NDArray
 
 from bloomery.core import io as core_io
 from bloomery.core import native
-from bloomery.core.batches import spans_by_size
 from bloomery.core.config import repeated
 from bloomery.core.errors import DataError
 from bloomery.core.extras import pa, pc, pq
@@ -41,6 +40,7 @@ from bloomery.core.hashing import GOLDEN, splitmix64
 from bloomery.data import documents as data_documents
 from bloomery.data.dedup import hashing
 from bloomery.data.dedup.hashing import Hashes, ShingleKind, Shingles, jaccard, shingle_set, shingles
+from bloomery.data.documents import spans_by_size
 from bloomery.data.executor import Part, PartRecord
 
 Minima = NDArray[np.uint32]

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from bloomery.core.batches import spans_by_size
+from bloomery.data.documents import spans_by_size
 from bloomery.data.filters.base import Drops, FilterBase, Masks, RulePreset
 from bloomery.data.filters.features import BatchFeatures, Flags
 from bloomery.data.filters.heuristics import Boilerplate, Characters, Code, Language, Length, Lines, Urls

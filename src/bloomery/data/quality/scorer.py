@@ -32,11 +32,11 @@ from safetensors import SafetensorError
 from safetensors import numpy as safetensors
 from typing_extensions import TypedDict
 
-from bloomery.core.batches import batched_by_size
 from bloomery.core.errors import DataError
 from bloomery.core.records import read_record
 from bloomery.data.dedup import hashing
 from bloomery.data.dedup.hashing import CHARACTERS_AT_ONCE, Laid, NgramSizes, TokenArrays
+from bloomery.data.documents import batched_by_size
 from bloomery.data.quality.examples import excerpt
 
 ARRAYS, FACTS = "classifier.safetensors", "classifier.json"

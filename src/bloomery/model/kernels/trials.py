@@ -19,7 +19,7 @@ from bloomery.hw import require_torch as require_torch
 from bloomery.hw.device import Device, find
 from bloomery.hw.probes import compare, say, tell_device, tell_time
 from bloomery.model.kernels import cpu, reference, triton
-from bloomery.model.kernels.cpu_attention import causal_attention
+from bloomery.model.kernels.cpu import causal_attention
 from bloomery.model.layers import RMSNorm
 from bloomery.model.quantize import NF4, numbers
 from bloomery.model.rope import rotate

@@ -31,9 +31,7 @@ from typing import Literal
 
 from bloomery.core.errors import ConfigError, HardwareError
 from bloomery.hw.specs import GIB, Entry
-from bloomery.model.config import ModelConfig
-from bloomery.model.flops import cost
-from bloomery.model.lora_config import Base, Lora
+from bloomery.model.config import Base, Lora, ModelConfig, cost
 from bloomery.train.config import AdamW8bit, Level, Optimizer, Training, trained_tokens
 
 BYTES = 4

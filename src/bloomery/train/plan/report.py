@@ -9,8 +9,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from bloomery.hw.specs import GIB
-from bloomery.model.config import ModelConfig
-from bloomery.model.lora_config import Lora
+from bloomery.model.config import Lora, ModelConfig
 from bloomery.train.config import Training
 from bloomery.train.plan import memory
 from bloomery.train.plan.memory import (

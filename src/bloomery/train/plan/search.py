@@ -21,7 +21,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import get_args
 
-from bloomery.model.flops import cost
+from bloomery.model.config import cost
 from bloomery.train.config import AdamW8bit, Level
 from bloomery.train.plan.memory import (
     BASE_WHOLE,
@@ -118,7 +118,7 @@ class PlanRequest:
     way: TrainSetup
     """Its rows are those that the recipe says, or 0 where it leaves them to the plan."""
     available: frozenset[str] = frozenset()
-    """Settings that this stage has, as `lora` and `shard`: only they are chosen."""
+    """Settings that this stage has, as `lora` and `parallelism`: only they are chosen."""
     compiled: bool = False
     besides: str = ""
     """What the stage does that is in no number of the plan."""
@@ -278,7 +278,7 @@ def cheapest_change(ask: PlanRequest, target: Machine, check: FitCheck | None = 
     for change in CHANGES:
         what, way = change.make(ask.what, replace(ask.way, rows=0))
         unknown = not set(change.setting.split()) <= ask.available
-        if unknown or _missing(ask, what, way) or (change.setting == "shard" and target.devices == 1):
+        if unknown or _missing(ask, what, way) or (change.setting == "parallelism" and target.devices == 1):
             continue
         if best(ask, what, way, target).fits and (candidate := fitting(ask, what, way, target, check)).fits:
             whole = f'{ask.stage}.parallelism="none"' if ask.way.sharded and not way.sharded else ""

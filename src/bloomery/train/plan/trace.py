@@ -46,10 +46,8 @@ from bloomery.hw.device import Device, measured_peak
 from bloomery.hw.distributed import World
 from bloomery.model import lora as model_lora
 from bloomery.model import quantize
-from bloomery.model.config import ModelConfig
-from bloomery.model.flops import cost
+from bloomery.model.config import Lora, ModelConfig, cost
 from bloomery.model.kernels import cpu
-from bloomery.model.lora_config import Lora
 from bloomery.model.transformer import Transformer
 from bloomery.train import fsdp
 from bloomery.train.activation_checkpointing import checkpoint_activations
