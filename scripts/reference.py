@@ -93,7 +93,7 @@ def effect(model: type[BaseModel], name: str) -> str:
     """The description of a field, or that of the field which it overrides."""
     owners = (owner for owner in model.__mro__ if issubclass(owner, BaseModel))
     texts = (field.description for owner in owners if (field := owner.model_fields.get(name)) is not None)
-    return " ".join(next(filter(None, texts), "").split())
+    return " ".join(next(filter(None, texts), "").split()).replace("None: ", "Not set: ")
 
 
 def volatile(field: FieldInfo) -> bool:
@@ -160,6 +160,8 @@ def in_words(hint: Any, metadata: Iterable[Any] = ()) -> str:
 
 def number(bound: int | float) -> str:
     """A lowest or highest value: large round ones as powers."""
+    if abs(bound) >= 2**63 - 1 and isinstance(bound, int):
+        return "-2^63" if bound < 0 else "2^63 - 1"
     if bound >= 10**6 and bound == 10 ** round(math.log10(bound)):
         return f"10^{round(math.log10(bound))}"
     if isinstance(bound, int) and bound >= 2**20 and bound.bit_count() == 1:
@@ -215,12 +217,12 @@ def first_paragraph(model: type[BaseModel]) -> str:
     return " ".join(text.partition("\n\n")[0].split())
 
 
-def every_key(model: type[BaseModel] = Recipe, path: str = "") -> Iterator[Key]:
+def every_key(model: type[BaseModel] = Recipe, path: str = "", again: bool = True) -> Iterator[Key]:
     """Every key of a recipe, those of each kind included; a path comes once for each kind that has it."""
-    for key, inner in leaves(model, path, again=True):
+    for key, inner in leaves(model, path, again):
         yield key
         for below in inner:
-            yield from every_key(below, f"{key.path}.")
+            yield from every_key(below, f"{key.path}.", key.again)
 
 
 class RecipePage:
@@ -451,7 +453,7 @@ def members(item: type) -> list[str]:
     """Fields, properties and methods of a class."""
     notes = field_notes(item)
     lines = []
-    if fields := [name for name in getattr(item, "__dataclass_fields__", {})]:
+    if fields := list(getattr(item, "__dataclass_fields__", {})):
         lines += table(("Field", "Meaning"), ([f"`{name}`", notes.get(name, "")] for name in fields))
     for name, member in vars(item).items():
         if name.startswith("_"):
@@ -531,7 +533,7 @@ def metrics() -> str:
 
 
 def doctor(faulty: str) -> str:
-    """Every finding of doctor; what it reports of the machines and troubles of the tests; of faulty kernels, as given."""
+    """Every finding of doctor, and what it reports on the machines of the tests. `faulty`: the rows of kernels."""
     lines = [TABLES["doctor"]["introduction"], ""]
     for part in TABLES["doctor"]["parts"]:
         lines += [f"## {part['title']}", "", part["introduction"], ""]
@@ -549,9 +551,8 @@ def doctor(faulty: str) -> str:
 
 def machines() -> list[str]:
     """A part for each machine of the tests: warnings and failures with their fixes."""
-    from tests.hw.machines import MATRIX
-
     from bloomery.hw.doctor.report import examine
+    from tests.hw.machines import MATRIX
 
     lines = []
     for case in MATRIX.values():
@@ -564,9 +565,8 @@ def machines() -> list[str]:
 
 def troubles() -> list[str]:
     """A part for each single thing that is changed on a machine that is sound otherwise."""
-    from tests.hw.machines import MATRIX, TROUBLES
-
     from bloomery.hw.doctor.report import examine
+    from tests.hw.machines import MATRIX, TROUBLES
 
     lines = []
     for name, trouble in TROUBLES.items():

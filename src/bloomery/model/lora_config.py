@@ -27,7 +27,9 @@ class Lora(Config):
 
     kind: Literal["lora"] = "lora"
     rank: Annotated[int, Between(1, 2**16, "no adapter has more")] = 16
+    """Rank of the adapters."""
     alpha: Annotated[float, Between(1e-3, 1e6, "updates of the adapter are times alpha / rank")] = 32.0
+    """Updates of an adapter are multiplied by alpha / rank."""
     dropout: Annotated[float, Between(0, 0.99, "something has to be left")] = 0.0
     """Share of the inputs of A that is left out in training."""
     target_modules: tuple[str, ...] = Field(("attention.*", "mlp.*"), min_length=1, max_length=64)
