@@ -123,7 +123,7 @@ class ChatFiles(Shaped):
     """
 
     kind: Literal["files", "jsonl"] = "files"
-    """Both read every format. `jsonl` is the older name."""
+    """`files`: the name of each file says its format. `jsonl`: each file holds JSON lines, whatever its name."""
     path: DiskPath
     """A file, a folder with all that is below it, or wildcards."""
 
