@@ -609,7 +609,8 @@ def try_faulty() -> str:
 DOORS = {"Learn": "learn", "Do": "do", "Look up": "reference", "Understand": "understand"}
 FIRST = {
     "reference": ["recipe.md", "commands.md", "python.md", "files.md", "metrics.md", "doctor.md", "glossary.md"],
-    "learn": ["first-run.md"],
+    "learn": ["first-run.md", "your-documents.md"],
+    "understand": ["overview.md", "stages.md", "runs-and-resuming.md", "source-map.md"],
 }
 """Pages that come first in their folder; the rest follows by title."""
 
