@@ -18,7 +18,7 @@ help:
 	@echo 'make test    the quick tests: a few minutes on two cores'
 	@echo 'make test-all every test that needs no GPU (test-slow: those that make test leaves out)'
 	@echo 'make fuzz    ten minutes of damaged inputs of every kind; what breaks is kept as a test'
-	@echo 'make docs    links, names of files and generated sections of the documents'
+	@echo 'make docs    build the site of the documents into site/, and check its links and generated pages'
 	@echo 'make lint    format, lint, types, words and lines by package'
 	@echo 'make test-amd what depends on the device, under a torch that reports AMD (AMD_TESTS=tests: all)'
 	@echo 'make check   format, lint, types and the quick tests: what a change has to pass'
@@ -51,8 +51,10 @@ test-amd: $(VENV)/.installed-dev
 fuzz: $(VENV)/.installed-dev
 	$(BIN)/python -m tests.fuzz $(FUZZ)
 
-docs: $(VENV)/.installed-dev
-	$(BIN)/python -m pytest tests/test_repository.py tests/test_house_rules.py
+docs: $(VENV)/.installed-docs
+	$(BIN)/python scripts/reference.py
+	$(BIN)/python scripts/drawings.py
+	$(BIN)/python scripts/site.py
 
 lint: $(VENV)/.installed-dev
 	$(BIN)/python -m ruff format --check .
@@ -67,6 +69,7 @@ fix: $(VENV)/.installed-dev
 	$(BIN)/python -m ruff check --fix .
 	$(BIN)/python -m ruff format .
 	$(BIN)/python scripts/tree.py --write
+	$(BIN)/python scripts/reference.py --write
 
 bench: $(VENV)/.installed-bench
 	@failed=; for file in $$(grep -l -- '"--quick"' benchmarks/*.py); do \
@@ -76,7 +79,7 @@ bench: $(VENV)/.installed-bench
 	[ -z "$$failed" ] || { echo "these did not end well, and say why above:$$failed" >&2; exit 1; }
 
 clean:
-	rm -rf .mypy_cache .pytest_cache .ruff_cache .hypothesis build dist
+	rm -rf .mypy_cache .pytest_cache .ruff_cache .hypothesis .cache build dist site
 	find src tests scripts benchmarks -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # An environment that is already there and new enough is kept. A new one sees the torch of the Python it is made with,
@@ -109,6 +112,11 @@ $(VENV)/.installed-dev: $(VENV)/.torch pyproject.toml setup.py src/bloomery/nati
 	$(BIN)/python -m pip install --editable '.[dev]'
 	@if $(BIN)/python -c 'import triton' 2>/dev/null; then :; else $(BIN)/python -m pip install --editable '.[offline]'; fi
 	@touch $@ $(VENV)/.installed
+
+# Without torch: the reference pages need the config classes and the parser only.
+$(VENV)/.installed-docs: $(VENV)/.made pyproject.toml setup.py
+	$(BIN)/python -m pip install --editable '.[data,docs]'
+	@touch $@
 
 $(VENV)/.installed-bench: $(VENV)/.installed-dev
 	$(BIN)/python -m pip install --editable '.[dev,bench]'

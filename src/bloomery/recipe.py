@@ -30,24 +30,33 @@ from bloomery.tokenizer.config import AnyKind, ByteBpe
 
 class Recipe(Config):
     name: sections.RunName
-    """Of the run folder."""
+    """Name of the run folder, below `runs/`."""
     engine: ExecutorConfig = Field(ExecutorConfig(), json_schema_extra=VOLATILE)
     """Where the stages that work on parts do so, unless their sections say otherwise."""
     fetch: sections.Fetch | None = None
     """Leave it out to train on third-party token files: `[shard.imported]`."""
     classify: sections.Classify = sections.Classify()
+    """Classifiers of text quality."""
     filter: sections.Filter = sections.Filter()
+    """Rules and score limits for documents."""
     dedup: sections.Dedup = sections.Dedup()
+    """Removal of duplicates."""
     tokenizer: AnyKind = Field(ByteBpe(), discriminator="kind")
+    """The tokenizer to train or import."""
     shard: sections.Shard = sections.Shard()
+    """The mix of domains and the token files."""
     pretrain: sections.Pretrain | None = None
     """Without it, and without [finetune], a recipe ends with the stages that need neither: `--until shard`, say."""
     synthesize: sections.Synthesize = sections.Synthesize()
+    """Conversations that another model writes."""
     instruct: sections.Instruct = sections.Instruct()
+    """Conversations and their packing."""
     finetune: sections.Finetune | None = None
+    """Training on conversations. Leave it out to end with a base model."""
     prefer: sections.Prefer | None = None
     """Leave it out to train without judged or checked answers."""
     evaluate: sections.Evaluate = sections.Evaluate()
+    """Questions, tasks and the report."""
 
     @classmethod
     def completed(cls, tree: dict[str, Any]) -> dict[str, Any]:

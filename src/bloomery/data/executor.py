@@ -111,10 +111,14 @@ class ExecutorConfig(Config):
     """Where the parts of a stage are worked on. The output is the same everywhere."""
 
     kind: Literal["local", "ray"] = "local"
+    """Worker processes of this machine, or a Ray cluster."""
     workers: Annotated[int, Between(1, 4096, "each worker is a process")] | None = None
-    """Processes. None: one for each core that this process may use; on Ray, as many as the cluster takes."""
+    """
+    Number of worker processes. Not set: one for each core that this process may use; on Ray, as many as the cluster
+    takes.
+    """
     address: str | None = None
-    """Of a Ray cluster, as `ray.init` takes it. None: one of this machine, for the time of the stage."""
+    """Address of a Ray cluster, as `ray.init` takes it. Not set: a local Ray for the time of the stage."""
 
     @model_validator(mode="after")
     def _an_address_is_of_a_cluster(self) -> "ExecutorConfig":

@@ -20,6 +20,7 @@ class Evaluate(Config):
     conversations: Questions = 0
     """Validation conversations in which an answer is scored, and asked for, before and after finetuning."""
     seed: Seed = 0
+    """Seed of the questions."""
     max_tokens: Context = 48
     """Maximum length of an answer to a question or conversation."""
     chat_temperature: Temperature = TEMPERATURE
@@ -45,6 +46,7 @@ class Evaluate(Config):
     allow_partial_sandbox: bool = False
     """Whether programs may also run where the kernel lacks some of the isolation."""
     device: DeviceChoice = Field("auto", json_schema_extra=VOLATILE)
+    """Where evaluation runs. `auto`: a GPU if there is one, or else the CPU."""
 
     def packages(self) -> tuple[str, ...]:
         return ("pyarrow",)

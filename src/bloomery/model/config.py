@@ -101,6 +101,7 @@ class LinearScaling(Config):
 
     kind: Literal["linear"] = "linear"
     factor: Factor
+    """How many times the context is longer."""
 
 
 class Llama3Scaling(Config):
@@ -114,9 +115,13 @@ class Llama3Scaling(Config):
 
     kind: Literal["llama3"] = "llama3"
     factor: Factor = 8.0
+    """How many times slow rotations are slowed down."""
     low_freq_factor: Frequency = 1.0
+    """Sets the wavelength above which rotations are slowed down in full."""
     high_freq_factor: Frequency = 4.0
+    """Sets the wavelength below which rotations stay as they are."""
     original_context_length: Context = 8192
+    """Context that the weights were trained with."""
 
     @model_validator(mode="after")
     def _bounds_are_in_order(self) -> "Llama3Scaling":
@@ -140,10 +145,15 @@ class YarnScaling(Config):
 
     kind: Literal["yarn"] = "yarn"
     factor: Factor
+    """How many times the context is longer."""
     original_context_length: Context
+    """Context that the weights were trained with."""
     beta_fast: Frequency = 32.0
+    """Pairs that rotate more often stay as they are."""
     beta_slow: Frequency = 1.0
+    """Pairs that rotate less often are slowed down in full."""
     attention_factor: Annotated[float, Between(1e-3, 1e3, "it scales queries and keys")] | None = None
+    """Factor on queries and keys. Not set: 0.1 · ln(factor) + 1."""
 
     @model_validator(mode="after")
     def _bounds_are_in_order(self) -> "YarnScaling":
@@ -185,6 +195,7 @@ class ModelConfig(Config):
     hidden_size: Annotated[int, Between(1, 2**20, "no model is wider")] = 256
     """Of the residual stream."""
     num_layers: Annotated[int, Between(1, 1000, "no model is deeper")] = 6
+    """Number of blocks."""
     num_heads: Heads = 8
     """Query heads."""
     num_kv_heads: Heads = 4
@@ -192,6 +203,7 @@ class ModelConfig(Config):
     head_dim: Annotated[int, Between(1, 2**16, "no head is wider")] | None = None
     """Of one head. None: the width is split among the query heads."""
     intermediate_size: Annotated[int, Between(1, 2**22, "no model is wider")] = 704
+    """Width of the MLP of a block."""
     context_length: Context = 256
     """Most tokens that the model sees at once."""
     attention: Cycle[AttentionKind] = ("standard",)
@@ -203,9 +215,13 @@ class ModelConfig(Config):
     position_embedding: Literal["rope", "learned", "alibi", "none"] = "rope"
     """learned: a table, which ends with the context. None: the causal mask alone tells the order."""
     rope_theta: Annotated[float, Between(0.1, 1e15, "angles fall as its powers, and end in float32")] = 10_000.0
+    """Base of the rotation frequencies of RoPE."""
     rope_scaling: RopeScaling | None = None
+    """Stretch RoPE to a longer context. Not set: none."""
     norm: Literal["rmsnorm", "layernorm"] = "rmsnorm"
+    """Type of the norms."""
     norm_eps: Annotated[float, Between(1e-12, 0.1, "it is added to a mean square near 1")] = 1e-5
+    """Added to the variance in a norm."""
     norm_affine: bool = True
     """Whether norms learn a factor for each number."""
     qk_norm: bool = False
@@ -354,7 +370,9 @@ class Lora(Config):
 
     kind: Literal["lora"] = "lora"
     rank: Annotated[int, Between(1, 2**16, "no adapter has more")] = 16
+    """Rank of the adapters."""
     alpha: Annotated[float, Between(1e-3, 1e6, "updates of the adapter are times alpha / rank")] = 32.0
+    """Updates of an adapter are multiplied by alpha / rank."""
     dropout: Annotated[float, Between(0, 0.99, "something has to be left")] = 0.0
     """Share of the inputs of A that is left out in training."""
     target_modules: tuple[str, ...] = Field(("attention.*", "mlp.*"), min_length=1, max_length=64)

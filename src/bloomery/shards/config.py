@@ -34,6 +34,7 @@ class ImportedShards(Config):
 
 class DomainWeight(Config):
     domain: str
+    """The domain."""
     weight: Weight
     """Share of the mix, relative to the other weights."""
     max_epochs: Annotated[float, Between(1e-6, 1e4, "it counts repetitions")] = 4.0

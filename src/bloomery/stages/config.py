@@ -66,6 +66,7 @@ LabelValue = str | Annotated[int, Between(-(2**63), 2**63 - 1, "data has integer
 
 class Fetch(Parallel):
     sources: tuple[Annotated[DocumentSource, Field(discriminator="kind")], ...] = ()
+    """Where documents come from, in order."""
 
     @model_validator(mode="after")
     def _names_differ(self) -> "Fetch":
@@ -95,6 +96,7 @@ class ClassifierTraining(Config):
     threshold: Share = 0.5
     """Threshold at which precision and recall are reported. [filter] decides what is dropped."""
     seed: Seed = 0
+    """Seed of its random choices."""
 
     @model_validator(mode="after")
     def _ngrams_ascend(self) -> "ClassifierTraining":
@@ -116,8 +118,10 @@ class Contrast(ClassifierTraining):
 
     kind: Literal["contrast"] = "contrast"
     name: ClassifierName = "quality"
+    """Name of the classifier, for `[filter]`."""
     c: Strength | None = 30.0
     keep: Literal["high"] = "high"
+    """High scores are of text worth keeping."""
 
 
 class Labeled(ClassifierTraining):
@@ -125,16 +129,21 @@ class Labeled(ClassifierTraining):
 
     kind: Literal["labeled"] = "labeled"
     name: ClassifierName
+    """Name of the classifier, for `[filter]`."""
     path: DiskPath
     """A jsonl file (.zst and .gz too), or parquet."""
     keep: Literal["high", "low"]
     """Which scores are of text worth keeping: "low" where a positive label is bad, such as 1 = toxic."""
     text_field: str = "text"
+    """The field that holds the text."""
     label_field: str = "label"
+    """The field that holds the label."""
     group_field: str | None = None
     """Rows with the same value are never split up; without it, texts that differ in case and marks only."""
     positive: tuple[LabelValue, ...] = (1,)
+    """Labels that count as positive."""
     negative: tuple[LabelValue, ...] = (0,)
+    """Labels that count as negative. Rows with other labels are left out."""
     positive_from: FieldNumber | None = None
     """For labels that are numbers: positive from here on. `positive` and `negative` are then not looked at."""
     negative_below: FieldNumber | None = None
@@ -164,6 +173,7 @@ class Classify(ClassifierTraining):
     """
 
     classifiers: tuple[Annotated[Contrast | Labeled, Field(discriminator="kind")], ...] = ()
+    """Several named classifiers, in place of a single one."""
     labeled: DiskPath | None = None
     """A jsonl file (.zst and .gz too) with `text` and `label` (1 = keep)."""
     required: bool | None = Field(None, json_schema_extra=VOLATILE)
@@ -202,7 +212,9 @@ class Classify(ClassifierTraining):
 
 class MinScore(Config):
     domain: str
+    """The domain."""
     min_score: Share
+    """Documents of the domain with a lower score are dropped."""
 
 
 class Filter(Parallel):
@@ -286,6 +298,7 @@ class Dedup(Parallel):
     num_rotations: Annotated[int, Between(1, 16, "each sorts all documents once more")] = 2
     """How often the minima are put into bands, every time in another way. Once, where nothing is verified."""
     shingles: Literal["words", "characters"] = "words"
+    """Whether shingles are runs of words or of characters."""
     shingle_size: Annotated[int, Between(1, 1000, "longer shingles are in no second document")] = 5
     """Words, or characters, in a shingle."""
     verify: bool = True
@@ -293,8 +306,11 @@ class Dedup(Parallel):
     threshold: Annotated[float, Between(1e-3, 1, "it is a share of the shingles")] = 0.8
     """With `verify`: a document goes only when its exact Jaccard with the kept one reaches this."""
     seed: Seed = 0
+    """Seed of the hash functions."""
     decontaminate: Decontaminate | None = None
+    """Drop documents that contain evaluation questions."""
     repeated_lines: RepeatedLines | None = None
+    """Remove lines that many documents share."""
     memory_bytes: MemoryBytes | None = Field(None, json_schema_extra=VOLATILE)
     """Memory for sorting, joining and workers, in addition to 300 MB for this process. None: half of what is free."""
 
@@ -336,6 +352,7 @@ DEDUP_PRESETS: Mapping[str | None, Mapping[str, Any]] = {
 
 class Shard(Parallel):
     imported: ImportedShards | None = None
+    """Train on existing token files in place of documents."""
     weights: tuple[DomainWeight, ...] = ()
     """Domains that are not named are left out; without any, all domains in their own proportion."""
     tokens: TokenCount | None = None
@@ -349,6 +366,7 @@ class Shard(Parallel):
     memory_bytes: MemoryBytes = Field(2 * 2**30, json_schema_extra=VOLATILE)
     """For all workers together, in addition to Python and its libraries. It changes the speed, and no byte."""
     seed: Seed = 0
+    """Seed of the order of documents."""
 
     def needs(self, after: tuple[str, ...]) -> tuple[str, ...]:
         return after if self.imported is None else ("tokenizer",)
@@ -366,6 +384,7 @@ class Shard(Parallel):
 
 class Pretrain(Training):
     model: ModelConfig = ModelConfig()
+    """Shape of the model."""
     start_from: DiskPath | None = None
     """A model folder whose weights are where training starts, such as GPT-2's; [model] says the same shape."""
     depth: Depth | None = None

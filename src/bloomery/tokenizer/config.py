@@ -18,6 +18,7 @@ MANY_IDS = "each token ID is a row of the embedding"
 
 class DomainShare(Config):
     domain: str
+    """The domain."""
     weight: Weight
     """Share of the sample, relative to the other weights."""
 
@@ -75,7 +76,9 @@ class SentencePiece(SampledText):
     character_coverage: Annotated[float, Between(0.9, 1, "it is a share", "with less most text is bytes")] = 0.9999
     """Share of the sample's characters that get a piece of their own; the others become bytes."""
     max_piece_characters: Annotated[int, Between(1, 512, "SentencePiece takes no more")] = 16
+    """Maximum length of a token."""
     split_digits: bool = True
+    """Whether each digit is a token of its own."""
     symbols: tuple[str, ...] = ("\n", "\t")
     """Texts that are always one token. Not for marks of a conversation: whoever writes one in a text would get it."""
 

@@ -26,12 +26,17 @@ class Adam(Config):
     """What the relatives of Adam have in common."""
 
     learning_rate: LearningRate = 6e-4
+    """Peak of the learning rate."""
     weight_decay: Decay = 0.1
+    """Weight decay of matrices."""
     decay_embeddings: bool = True
     """Whether the tables of embedding and head decay too, as the matrices of the blocks do. Vectors never do."""
     beta1: Momentum = 0.9
+    """Share of the running mean of gradients that is kept."""
     beta2: Momentum = 0.95
+    """Share of the running mean of squared gradients that is kept."""
     epsilon: Epsilon = 1e-8
+    """Added to the denominator of an update."""
 
 
 class AdamW(Adam):
@@ -75,10 +80,15 @@ class Lion(Config):
 
     kind: Literal["lion"] = "lion"
     learning_rate: LearningRate = 1e-4
+    """Peak of the learning rate."""
     weight_decay: Decay = 0.5
+    """Weight decay of matrices."""
     decay_embeddings: bool = True
+    """Whether embedding and head decay too."""
     beta1: Momentum = 0.9
+    """Share of momentum in the direction of an update."""
     beta2: Momentum = 0.99
+    """Share of the running mean of gradients that is kept."""
 
 
 class Muon(Config):
@@ -91,17 +101,25 @@ class Muon(Config):
 
     kind: Literal["muon"] = "muon"
     muon_lr: LearningRate = 0.02
+    """Learning rate of Muon, for the matrices of the blocks."""
     learning_rate: LearningRate = 3e-3
-    """Of AdamW: embedding, head and norms."""
+    """Learning rate of AdamW, for embedding, head and norms."""
     weight_decay: Decay = 0.01
+    """Weight decay of matrices."""
     decay_embeddings: bool = False
+    """Whether embedding and head decay too."""
     momentum: Momentum = 0.95
+    """Momentum of Muon."""
     newton_schulz_steps: Annotated[int, Between(1, 100, "five are enough, and each costs three matmuls")] = 5
+    """Iterations that make an update orthogonal."""
     scaling: Literal["original", "match_rms_adamw"] = "original"
     """A matrix's rate is times √max(1, rows / columns), or 0.2 √max(rows, columns): then one tuned for AdamW fits."""
     beta1: Momentum = 0.9
+    """AdamW: share of the running mean of gradients that is kept."""
     beta2: Momentum = 0.95
+    """AdamW: share of the running mean of squared gradients that is kept."""
     epsilon: Epsilon = 1e-8
+    """AdamW: added to the denominator of an update."""
 
 
 Optimizer = Annotated[Muon | AdamW | AdEMAMix | AdamW8bit | Lion, Field(discriminator="kind")]
@@ -117,6 +135,7 @@ class ConstantSchedule(Config):
 
     kind: Literal["constant"] = "constant"
     warmup_steps: StepsOrNone = 0
+    """Steps in which the learning rate rises to its peak."""
 
 
 class LinearSchedule(Config):
@@ -128,7 +147,9 @@ class LinearSchedule(Config):
 
     kind: Literal["linear"] = "linear"
     warmup_steps: StepsOrNone = 0
+    """Steps in which the learning rate rises to its peak."""
     min_lr_ratio: Share = 0.0
+    """Learning rate at the end, as a share of the peak."""
 
 
 class CosineSchedule(Config):
@@ -140,7 +161,9 @@ class CosineSchedule(Config):
 
     kind: Literal["cosine"] = "cosine"
     warmup_steps: StepsOrNone = 0
+    """Steps in which the learning rate rises to its peak."""
     min_lr_ratio: Share = 0.0
+    """Learning rate at the end, as a share of the peak."""
 
 
 class WSDSchedule(Config):
@@ -156,12 +179,15 @@ class WSDSchedule(Config):
 
     kind: Literal["wsd"] = "wsd"
     warmup_steps: StepsOrNone = 0
+    """Steps in which the learning rate rises to its peak."""
     decay_fraction: Share = 0.5
     """Share of all steps that the decay takes, rounded down to whole steps; at least one, if it is not 0."""
     decay_steps: StepsOrNone | None = None
     """Steps that the decay takes; stands in for `decay_fraction`."""
     shape: Literal["linear", "cosine", "1-sqrt"] = "linear"
+    """Shape of the decay."""
     min_lr_ratio: Share = 0.0
+    """Learning rate at the end, as a share of the peak."""
 
 
 Schedule = Annotated[ConstantSchedule | LinearSchedule | CosineSchedule | WSDSchedule, Field(discriminator="kind")]
@@ -172,6 +198,7 @@ class WeightsAndBiases(Config):
 
     kind: Literal["wandb"] = "wandb"
     project: str = "bloomery"
+    """Name of the project there."""
     offline: bool = False
     """Keep the numbers in the stage's folder, for `wandb sync`."""
 
@@ -190,6 +217,7 @@ class Trackio(Config):
 
     kind: Literal["trackio"] = "trackio"
     project: str = "bloomery"
+    """Name of the project there."""
 
     def packages(self) -> tuple[str, ...]:
         return ("trackio",)
@@ -213,10 +241,13 @@ class Training(Config):
     """What pretraining and finetuning have in common."""
 
     steps: Steps
+    """Number of updates."""
     global_batch_tokens: StepTokens
-    """Of the whole global batch."""
+    """Tokens of one update, over all micro-batches and devices."""
     optimizer: Optimizer = Muon()
+    """How gradients become updates."""
     schedule: Schedule = Field(WSDSchedule(), validate_default=True)
+    """How the learning rate changes over the steps, as a share of its peak."""
     max_grad_norm: Annotated[float, Between(1e-6, 1e12, "a larger one clips none", "a smaller one leaves nothing")] = (
         1.0
     )
@@ -224,15 +255,17 @@ class Training(Config):
     z_loss: Annotated[float, Between(0, 10, "a larger one outweighs the cross entropy")] = 0.0
     """Weight of the penalty (log Σ exp logits)² of each supervised token, which keeps the logits near zero."""
     seed: Seed = 0
+    """Seed of the initial weights and of the order of the data."""
     device: DeviceChoice = "auto"
+    """Where training runs. `auto`: a GPU if there is one, or else the CPU."""
     precision: Literal["auto", "bfloat16", "float16", "float32"] = "auto"
     """Format of matmuls; weights and optimizer are float32. `auto` takes a format that the device has units for."""
     activation_checkpointing: Level = Field("none", json_schema_extra=VOLATILE)
-    """What the backward pass computes again instead of keeping it: nothing, blocks, or all but matmuls."""
+    """What the backward pass computes again to save memory: nothing, whole blocks, or all but matmuls."""
     compile: Literal["off", "auto", "on"] = Field("off", json_schema_extra=VOLATILE)
-    """Whether blocks go through torch.compile. A first step must agree with the plain one, or that one is taken."""
+    """Whether blocks go through torch.compile. The plain blocks are used if a first step does not agree with theirs."""
     micro_batch_tokens: StepTokens | Literal["auto"] = Field("auto", json_schema_extra=VOLATILE)
-    """Tokens that go through the model at once. auto: as many as the memory of the device allows and make it faster."""
+    """Tokens that go through the model at once. `auto`: as many as fit into memory and make it faster."""
     dry_run: bool = Field(True, json_schema_extra=VOLATILE)
     """Whether to try two steps, an evaluation and a save before the first step, which leave nothing behind."""
     save_every_seconds: Annotated[float, Between(1e-9, 1e9, "1e9 is 31 years", "no clock is finer")] = Field(
@@ -242,38 +275,45 @@ class Training(Config):
     keep_last: CheckpointCount = Field(2, json_schema_extra=VOLATILE)
     """How many of the newest checkpoints stay, in addition to the one for a rollback."""
     keep_every: Steps | None = Field(None, json_schema_extra=VOLATILE)
-    """Steps between checkpoints that stay for ever; None for none."""
+    """Steps between checkpoints that are kept forever. Not set: none."""
     num_processes: Ranks = Field(1, json_schema_extra=VOLATILE)
-    """Processes of this machine that train together. Under torchrun it is torchrun that says how many."""
+    """Processes of this machine that train together. Under torchrun, torchrun decides."""
     parallelism: Literal["none", "fsdp"] = Field("none", json_schema_extra=VOLATILE)
-    """Whether each rank holds all of the model and of what the optimizer keeps, or its part of it."""
+    """Whether each rank holds the whole model and optimizer state (`none`), or a part of them (`fsdp`)."""
     eval_every: Steps = Field(100, json_schema_extra=VOLATILE)
     """Steps between measurements of the validation loss."""
     log_every: Steps = Field(10, json_schema_extra=VOLATILE)
+    """Steps between lines of metrics."""
 
     # When a step is skipped, and when the run goes back: see state.py. Volatile, so that a run which these limits
     # have stopped can resume with other limits.
     spike_sigma: Annotated[
         float, Between(0.1, 1e9, "a larger one skips none", "a smaller one skips nearly every step")
     ] = Field(6.0, json_schema_extra=VOLATILE)
-    """A step is skipped whose loss or gradient norm lies so many deviations (of logarithms) above the window."""
+    """
+    A step is skipped if the logarithm of its loss or gradient norm is so many standard deviations above the mean of
+    the window.
+    """
     spike_window: StepWindow = Field(128, json_schema_extra=VOLATILE)
-    """Accepted steps that mean and deviation are taken of; before there are so many, only what is not finite counts."""
+    """Accepted steps in the window. Until it is full, only steps that are not finite are skipped."""
     max_skipped_steps: Steps = Field(3, json_schema_extra=VOLATILE)
-    """After so many skipped steps in a row the run goes back, to the start or an evaluated step, and on behind them."""
+    """
+    After so many skipped steps in a row, the run restores the weights of an earlier step and continues behind them.
+    """
     grad_stats_every: StepsOrNone = Field(25, json_schema_extra=VOLATILE)
     """Steps between measurements of the norms of weights, updates and each layer's gradient; 0 for none."""
 
     # Outputs in addition to metrics.jsonl.
     main_log: bool = Field(False, json_schema_extra=VOLATILE)
-    """Whether to write main.log too, in the words of llm.c."""
+    """Whether to write `main.log` too, in the format of llm.c."""
     sinks: tuple[Sink, ...] = Field((), json_schema_extra=VOLATILE)
-    """Where else the numbers go."""
+    """Where else the metrics go."""
     sample_every: StepsOrNone = Field(0, json_schema_extra=VOLATILE)
     """Steps between samples of what the model writes; 0 for none. Samples are printed, and kept in samples.jsonl."""
     prompts: tuple[str, ...] = Field(("The ",), json_schema_extra=VOLATILE)
     """Prompts of the samples: beginnings of texts when pretraining, messages of a user when finetuning."""
     sample_tokens: Context = Field(48, json_schema_extra=VOLATILE)
+    """Maximum length of a sample."""
 
     @property
     def keeps_reference(self) -> bool:

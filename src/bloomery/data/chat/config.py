@@ -65,7 +65,9 @@ class ToyChats(ChatSource):
     kind: Literal["worlds"] = "worlds"
     name: Name = "worlds"
     count: Annotated[int, Between(1, 10**8, "all are in memory")] = 10_000
+    """Number of conversations."""
     seed: Seed = 0
+    """Seed of its random choices."""
 
 
 class Shaped(ChatSource):
@@ -82,7 +84,9 @@ class Shaped(ChatSource):
     messages_field: str | None = None
     """The field with the list of messages, or with the text of a dialogue. None: one of the usual names."""
     question_field: str | None = None
+    """The field with the question or instruction. Not set: one of the usual names."""
     context_field: str | None = None
+    """The field with the input of an instruction. Not set: one of the usual names."""
     answer_field: str | None = None
     """Of "alpaca" and "pairs"."""
     system_field: str | None = None
@@ -119,6 +123,7 @@ class ChatFiles(Shaped):
     """
 
     kind: Literal["files", "jsonl"] = "files"
+    """`files`: the name of each file says its format. `jsonl`: each file holds JSON lines, whatever its name."""
     path: DiskPath
     """A file, a folder with all that is below it, or wildcards."""
 
@@ -152,6 +157,7 @@ class Mixture(Config):
 
     kind: Literal["mixture"] = "mixture"
     name: MixtureName
+    """Name of the mixture."""
 
 
 ChatSourceConfig = ToyChats | ChatFiles | ChatHub | ChatPreset
@@ -159,6 +165,7 @@ ChatSourceConfig = ToyChats | ChatFiles | ChatHub | ChatPreset
 
 class Conversations(Config):
     sources: tuple[Annotated[ChatSourceConfig | Mixture, Field(discriminator="kind")], ...] = (ToyChats(),)
+    """Where conversations come from."""
     filters: tuple[Annotated[ChatFilter, Field(discriminator="kind")], ...] = ()
     """Applied in this order; the first that finds something is why a conversation is dropped."""
 

@@ -223,6 +223,7 @@ class Refusal(Filtering):
 
     kind: Literal["refusal"] = "refusal"
     openings: Literal["both", "refusals", "hedges"] = "both"
+    """Which openings drop a conversation."""
     opening_characters: PositiveLength = 160
     """How much of an answer counts as its opening."""
 
@@ -311,6 +312,7 @@ class Spam(Filtering):
     max_links: Annotated[float, Between(0, 100, "it counts links in 100 words")] = 5.0
     """In 100 words of what the assistant says."""
     max_repeated: Share = 0.5
+    """Maximum share of an answer that is repetition."""
     min_words: PositiveLength = 30
     """Links and repetitions are looked for in answers of so many words and more."""
 

@@ -42,8 +42,11 @@ class WorldPairs(Config):
 
     kind: Literal["worlds"] = "worlds"
     name: Name = "worlds"
+    """Name of the source."""
     count: Generated = 2000
+    """Number of pairs."""
     seed: Seed = 0
+    """Seed of its random choices."""
 
 
 class Read(Config):
@@ -63,9 +66,13 @@ class PairRows(Read):
     """How rows are judged answers. None: by the usual names; see docs/prefer.md."""
 
     prompt_field: str | None = None
+    """The field with the prompt. Not set: one of the usual names."""
     chosen_field: str | None = None
+    """The field with the chosen answer. Not set: one of the usual names."""
     rejected_field: str | None = None
+    """The field with the rejected answer. Not set: one of the usual names."""
     system_field: str | None = None
+    """The field with the system message. Not set: one of the usual names."""
 
 
 class PairFiles(PairRows):
@@ -107,20 +114,26 @@ class Arithmetic(Config):
 
     kind: Literal["arithmetic"] = "arithmetic"
     name: Name = "arithmetic"
+    """Name of the source."""
     count: Generated = 2000
+    """Number of questions."""
     largest: Annotated[int, Between(1, 10**9, "answers are numbers that a model could learn")] = 49
     """Operands lie between 0 and this."""
     operations: tuple[Literal["plus", "minus", "times"], ...] = Field(("plus",), min_length=1)
+    """Operations that questions use."""
     terms: Annotated[int, Between(2, 6, "few people ask for more", "a question has two operands")] = 2
     """Most operands of a question."""
     seed: Seed = 0
+    """Seed of its random choices."""
 
 
 class ProblemRows(Read):
     """Rows of a question and its solution, whose number stands behind #### or is the last one."""
 
     question_field: str = "question"
+    """The field with the question."""
     answer_field: str = "answer"
+    """The field with the solution."""
 
 
 class ProblemFiles(ProblemRows):
@@ -128,6 +141,7 @@ class ProblemFiles(ProblemRows):
 
     kind: Literal["files"] = "files"
     path: DiskPath
+    """A file, a folder with all that is below it, or wildcards."""
 
     def packages(self) -> tuple[str, ...]:
         return self.files_read.packages()

@@ -124,3 +124,4 @@ class RulePreset(FilterBase):
 
     kind: Literal["preset"] = "preset"
     name: Literal["gopher", "c4", "fineweb", "fineweb-edu-like", "starcoder", "seed-1386", "seed-1386-ascii"]
+    """Name of the preset."""

@@ -34,7 +34,9 @@ class Length(FilterBase):
 
     kind: Literal["length"] = "length"
     min_characters: TextLength = 100
+    """Minimum number of characters."""
     max_characters: PositiveLength | None = None
+    """Maximum number of characters. Not set: no limit."""
     min_words: TextLength = 0
     """What white space separates."""
 
@@ -91,9 +93,13 @@ class Lines(FilterBase):
 
     kind: Literal["lines"] = "lines"
     max_bullet_lines: Share = 0.9
+    """Maximum share of lines that begin with a bullet."""
     max_ellipsis_lines: Share = 0.3
+    """Maximum share of lines that end with an ellipsis."""
     max_short_lines: Share = 1.0
+    """Maximum share of lines that are short."""
     short_line_characters: PositiveLength = 30
+    """Lines of at most as many characters are short."""
     max_lines_without_end: Share = 1.0
     """Lines whose last character is none that ends a sentence or a part of it, and no closing quote or bracket."""
     max_number_lines: Share = 1.0
@@ -185,6 +191,7 @@ class Urls(FilterBase):
     words: tuple[str, ...] = ()
     """Words of addresses, between marks: `casino` is in /casino-royale but not in /occasionally."""
     words_path: DiskPath | None = None
+    """A text file of such words, one a line."""
     min_words: PositiveLength = 1
     """How many different words an address needs to be dropped."""
 
@@ -257,6 +264,7 @@ class Language(FilterBase):
     keep: Annotated[tuple[LanguageCode, ...], Field(min_length=1)] = ("en",)
     """Languages that stay, as ISO 639-1 names them."""
     min_confidence: Share = 0.65
+    """Minimum probability of the language."""
     max_chars: PositiveLength = 1000
     """How much of a document is looked at, from its start."""
 
@@ -305,7 +313,9 @@ class Code(FilterBase):
 
     kind: Literal["code"] = "code"
     max_line_characters: PositiveLength = 1000
+    """Maximum length of a line."""
     max_mean_line_characters: Ratio = 100.0
+    """Maximum mean length of a line."""
     min_alphanumeric: Share = 0.25
     """Least share of characters that are letters or digits."""
     xml: bool = False
@@ -315,9 +325,11 @@ class Code(FilterBase):
     min_visible_html: Share = 0.2
     """Least share of an HTML file that a reader sees."""
     min_visible_html_characters: TextLength = 100
+    """Minimum number of characters of an HTML file that a reader sees."""
     min_data_characters: TextLength = 50
     """Of JSON and YAML files."""
     max_data_characters: PositiveLength = 5000
+    """Maximum number of characters of a JSON or YAML file."""
     min_data_letters: Share = 0.5
     """Least share of letters in JSON and YAML files."""
     min_comments: Share = 0.0

@@ -235,6 +235,7 @@ class Pii(FilterBase):
 
     kind: Literal["pii"] = "pii"
     find: Annotated[tuple[PrivateKind, ...], Field(min_length=1)] = ("mail", "ip", "key")
+    """What is looked for: mail addresses, IP addresses, phone numbers, keys."""
     action: Literal["mask", "drop"] = "mask"
     """mask: <EMAIL>, <IP>, <PHONE> or <KEY> stands in the place of each, and the rest of the document stays."""
     max_hits: TextLength = 0

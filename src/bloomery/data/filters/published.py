@@ -50,18 +50,25 @@ class Gopher(FilterBase):
 
     kind: Literal["gopher"] = "gopher"
     min_words: TextLength = 50
+    """Minimum number of words."""
     max_words: PositiveLength = 100_000
+    """Maximum number of words."""
     min_mean_word_characters: Ratio = 3.0
+    """Minimum mean length of a word."""
     max_mean_word_characters: Ratio = 10.0
+    """Maximum mean length of a word."""
     max_symbols_per_word: Ratio = 0.1
     """Hash signs and ellipses, each on its own, for each word."""
     max_bullet_lines: Share = 0.9
+    """Maximum share of lines that begin with a bullet."""
     max_ellipsis_lines: Share = 0.3
+    """Maximum share of lines that end with an ellipsis."""
     min_alphabetic_words: Share = 0.8
     """Least share of words with a letter in them."""
     min_stop_words: TextLength = 2
     """Least number of different ones of `stop_words`."""
     stop_words: tuple[str, ...] = STOP_WORDS
+    """The words that `min_stop_words` counts."""
 
     def findings(self, facts: BatchFeatures, live: Flags) -> Iterator[FilterHit]:
         words = facts.words
@@ -176,9 +183,11 @@ class C4(FilterBase):
     min_kept_lines: Share = 0.0
     """Least share of the lines with text that the paper would keep."""
     min_line_words: TextLength = 3
+    """Minimum number of words in a line that counts."""
     need_line_ends: bool = True
     """Whether the lines that count have to end in a mark. FineWeb found it best that they need not."""
     max_word_characters: PositiveLength = 1000
+    """A line with a longer word does not count."""
     curly_brackets: bool = False
     """Whether documents may hold a curly bracket, which the paper takes for code."""
     bad_words: tuple[str, ...] = ()
@@ -316,9 +325,13 @@ class FineWeb(FilterBase):
     min_lines_with_end: Share = 0.12
     """Least share of lines whose last character ends a sentence (in any script; a closing quote does not)."""
     max_short_lines: Share = 0.67
+    """Maximum share of lines that are short."""
     short_line_characters: PositiveLength = 30
+    """Lines of at most as many characters are short."""
     max_duplicate_line_characters: Share = 0.01
+    """Maximum share of characters in duplicate lines."""
     max_lines_per_word: Ratio = 0.3
+    """Maximum ratio of lines to words."""
 
     def findings(self, facts: BatchFeatures, live: Flags) -> Iterator[FilterHit]:
         lines = facts.written
@@ -359,9 +372,13 @@ class Repetition(FilterBase):
 
     kind: Literal["repetition"] = "repetition"
     max_duplicate_lines: Share = 0.3
+    """Maximum share of lines that are duplicates."""
     max_duplicate_line_characters: Share = 0.2
+    """Maximum share of characters in duplicate lines."""
     max_duplicate_paragraphs: Share = 0.3
+    """Maximum share of paragraphs that are duplicates."""
     max_duplicate_paragraph_characters: Share = 0.2
+    """Maximum share of characters in duplicate paragraphs."""
     max_top_ngrams: NgramShares = (0.20, 0.18, 0.16)
     """Largest share of characters in the most frequent 2-gram, 3-gram, … of words."""
     min_top_count: PositiveLength = 2

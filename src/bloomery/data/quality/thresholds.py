@@ -60,6 +60,7 @@ class Threshold(Config):
     """A document of these domains is dropped (reason `limit.CLASSIFIER`) where it misses the threshold."""
 
     classifier: str = "quality"
+    """Name of the classifier, from `[classify]`."""
     domains: tuple[str, ...] | None = None
     """None: every domain."""
     min_score: Share | None = None

@@ -42,8 +42,11 @@ class FieldIs(Config):
     field: str
     """"a.b" is the field b of the object a."""
     at_least: FieldNumber | None = None
+    """Lowest value that meets the condition."""
     at_most: FieldNumber | None = None
+    """Highest value that meets the condition."""
     one_of: tuple[str | Annotated[int, Between(-(2**63), 2**63 - 1, "data has integers of 64 bits")] | bool, ...] = ()
+    """Values that meet the condition."""
 
     @model_validator(mode="after")
     def _asks_for_something(self) -> "FieldIs":
@@ -70,7 +73,9 @@ class CharacterCount(Config):
 
     kind: Literal["characters"] = "characters"
     at_least: TextLength | None = None
+    """Minimum number of characters."""
     at_most: TextLength | None = None
+    """Maximum number of characters."""
 
     def unmet(self, text: str, row: dict[str, Any]) -> ReadError | None:
         return _outside("accept.characters", len(text), self.at_least, self.at_most)
@@ -81,7 +86,9 @@ class LineCount(Config):
 
     kind: Literal["lines"] = "lines"
     at_least: TextLength | None = None
+    """Minimum number of lines."""
     at_most: TextLength | None = None
+    """Maximum number of lines."""
     longest: TextLength | None = None
     """Characters of the longest line."""
 
@@ -97,6 +104,7 @@ class CodeLines(Config):
 
     kind: Literal["code_lines"] = "code_lines"
     at_least: Share = 0.3
+    """Minimum share of lines that are code."""
 
     def unmet(self, text: str, row: dict[str, Any]) -> ReadError | None:
         lines = [line for line in text.split("\n") if line and not line.isspace()]
@@ -155,6 +163,7 @@ class SourceBase(Config):
     license: str | None = None
     """License of its documents, where they do not say themselves."""
     max_documents: DocumentCount | None = None
+    """Maximum number of documents. Not set: all."""
     max_bytes: Bytes | None = None
     """Reading stops before the document that would bring the text, as UTF-8, above this. Where documents are files,
     they are then read in the order of the hash of their ids, so that what is taken is a sample; else from the start."""
@@ -192,13 +201,16 @@ class Best(Config):
     """Of a field that holds a list of objects, only the one with the highest number in its field `by` is kept."""
 
     field: str
+    """The field that holds the list."""
     by: str
+    """The field of its objects whose number decides."""
 
 
 class TableSource(FileSource):
     """What every source has whose files hold rows of fields. "a.b" is the field b of the object a."""
 
     text_field: str = "text"
+    """The field that holds the text."""
     template: str | None = None
     """Text made of several fields instead, as in "Question: {question}\\n\\nAnswer: {answer}"."""
     id_field: str | None = None
@@ -208,7 +220,9 @@ class TableSource(FileSource):
     domain_field: str | None = None
     """The field that holds a document's own domain, for rows that have one."""
     url_field: str = "url"
+    """The field that holds the address of a document."""
     license_field: str = "license"
+    """The field that holds the license of a document."""
     best: Best | None = None
     """Applied to the row before all else: `{ field = "answers", by = "score" }` makes `answers` the best of them."""
     markup: Literal["none", "html"] = "none"

@@ -41,8 +41,11 @@ class Folder(FileSource):
 
     kind: Literal["folder"] = "folder"
     path: DiskPath
+    """The folder to read."""
     patterns: tuple[str, ...] = ("*.txt", "*.md")
+    """Patterns of file names to read."""
     recursive: bool = True
+    """Whether folders below it are read too."""
 
     def names(self) -> tuple[str, ...]:
         return self.patterns
@@ -53,6 +56,7 @@ class Jsonl(TableSource):
 
     kind: Literal["jsonl"] = "jsonl"
     path: DiskPath
+    """The file or files to read."""
 
 
 class Parquet(TableSource):
@@ -60,6 +64,7 @@ class Parquet(TableSource):
 
     kind: Literal["parquet"] = "parquet"
     path: DiskPath
+    """The file or files to read."""
 
 
 class Csv(TableSource):
@@ -71,6 +76,7 @@ class Csv(TableSource):
 
     kind: Literal["csv"] = "csv"
     path: DiskPath
+    """The file or files to read."""
 
 
 class Warc(FileSource):
@@ -81,6 +87,7 @@ class Warc(FileSource):
 
     kind: Literal["warc"] = "warc"
     path: DiskPath
+    """The file or files to read."""
 
     def packages(self) -> tuple[str, ...]:
         return ("resiliparse",)
@@ -94,6 +101,7 @@ class AnyFiles(TableSource):
 
     kind: Literal["files"] = "files"
     path: DiskPath
+    """The file or folder to read."""
     id_field: str | None = "id"
     needs_id: bool = False
     domain_field: str | None = "domain"
@@ -107,6 +115,7 @@ class StandardLibrary(SourceBase):
 
     kind: Literal["standard_library"] = "standard_library"
     subset: Literal["code", "docs"]
+    """The source code, or the documentation."""
     exclude: tuple[str, ...] = stdlib.EXCLUDED
     """Patterns of file and folder names that are left out."""
     license: str | None = "PSF-2.0"
@@ -119,6 +128,7 @@ class Worlds(SourceBase):
     count: Annotated[int, Between(1, 10**9, "these are 400 GB of text")]
     """Documents to generate."""
     seed: Seed = 0
+    """Seed of its random choices."""
     license: str | None = "CC0-1.0"
 
 

@@ -305,6 +305,7 @@ class Address(Fetched):
 
     kind: Literal["address"] = "address"
     address: WebAddress
+    """The web address of the file."""
     sha256: Sha256 | None = None
     """Of its content. Without, what its server calls its version stands for it."""
     mirrors: tuple[WebAddress, ...] = Field((), json_schema_extra=VOLATILE)
@@ -342,7 +343,9 @@ class PresetSource(FromHub):
     preset: SourcePresetName
     """Which one. Where it is left out, `name` says it."""
     address: WebAddress | None = None
+    """A web address in place of that of the preset."""
     sha256: Sha256 | None = None
+    """SHA-256 of the content at `address`."""
 
     @model_validator(mode="before")
     @classmethod

@@ -31,19 +31,24 @@ SLOT = re.compile(r"\{(\w+)\}")
 
 class Slot(Config):
     name: Annotated[str, Field(pattern=r"^\w+$")]
+    """The name in braces."""
     values: tuple[str, ...] = Field(min_length=1)
+    """The values that can stand there."""
 
 
 class Category(Config):
     """A kind of question."""
 
     name: Annotated[str, Field(pattern=r"^[a-z][a-z0-9_]*$")]
+    """Name of the category."""
     weight: Weight = 1.0
+    """Share of the questions, relative to the other categories."""
     system: str = ""
     """System prompt for the model; it is not part of the stored conversation."""
     prompts: tuple[str, ...] = Field(min_length=1)
     """Templates of what a user asks; {name} is filled from the slot of that name."""
     slots: tuple[Slot, ...] = ()
+    """Values for the names in braces of the question."""
     follow_ups: tuple[tuple[str, ...], ...] = ()
     """Follow-up messages of the user, turn by turn; one of each turn's options is sampled."""
     verbatim: bool = False
@@ -159,7 +164,9 @@ class TokenPrice(Config):
     """Of a million tokens, as the page of the provider says. Prices change, so none is known here."""
 
     input_dollars: Dollars
+    """Dollars for a million input tokens."""
     output_dollars: Dollars
+    """Dollars for a million output tokens."""
 
 
 P = TypeVar("P", "Anthropic", "OpenAI")
@@ -176,11 +183,13 @@ class Anthropic(Config):
 
     kind: Literal["anthropic"] = "anthropic"
     model: str = Field("claude-haiku-4-5", min_length=1)
+    """Name of the model."""
     address: str | None = Field(None, json_schema_extra=VOLATILE)
     """Another address than the client's own, such as that of a gateway."""
     key_variable: str = Field("ANTHROPIC_API_KEY", min_length=1, json_schema_extra=VOLATILE)
     """The environment variable that holds the key."""
     price: TokenPrice | None = Field(None, json_schema_extra=VOLATILE)
+    """Price of its tokens. It counts against the budget."""
     _address = model_validator(mode="after")(_checked_address)
 
 
@@ -189,11 +198,13 @@ class OpenAI(Config):
 
     kind: Literal["openai"] = "openai"
     model: str = Field(min_length=1)
+    """Name of the model."""
     address: str = "http://127.0.0.1:11434/v1"
     """The part before /chat/completions. By default Ollama on this machine."""
     key_variable: str = Field("", json_schema_extra=VOLATILE)
     """The environment variable that holds the key; empty for a server that needs none."""
     price: TokenPrice | None = Field(None, json_schema_extra=VOLATILE)
+    """Price of its tokens. It counts against the budget."""
     limit_field: Literal["max_tokens", "max_completion_tokens"] = Field("max_tokens", json_schema_extra=VOLATILE)
     """What the server calls the longest answer: newer models of OpenAI take only the second."""
     _address = model_validator(mode="after")(_checked_address)
@@ -221,9 +232,13 @@ class Augment(Config):
     min_words: PositiveLength = 50
     """Shorter documents are left out."""
     words_per_question: PositiveLength = 200
+    """Mode `questions`: words of a document for each question."""
     max_questions: Annotated[int, Between(1, 1000, "no answer holds more")] = 5
+    """Mode `questions`: maximum number of questions about a document."""
     easy_from: ReadingEase = 80.0
+    """Reading ease above which a document is rewritten to be harder."""
     hard_below: ReadingEase = 60.0
+    """Reading ease below which a document is rewritten to be simpler."""
 
 
 ProviderTemperature = Annotated[
@@ -236,6 +251,7 @@ class Synthesize(Config):
     """Conversations written by another model. Off: a key in the environment alone never spends money."""
 
     enabled: bool = False
+    """Whether requests are sent. They may cost money."""
     provider: Provider | None = None
     """Who is asked."""
     topics: tuple[str, ...] = ()
@@ -245,6 +261,7 @@ class Synthesize(Config):
     preset: SynthesisPresetName | None = None
     """Categories with the names and weights of 1386.ai, and questions of our own."""
     augment: Augment | None = None
+    """Conversations about the documents of this run."""
     count: Annotated[int, Between(1, 10**8, "each is a request")] = 100
     """Conversations to have. A document that brings several questions may exceed it by a few."""
     max_answer_tokens: Context = 512
@@ -256,6 +273,7 @@ class Synthesize(Config):
     max_dollars: Annotated[float, Between(1e-6, 1e9, "no request costs less, and nobody has more")] | None = None
     """The same in dollars; it needs the provider's `price`."""
     seed: Seed = 0
+    """Seed of its random choices."""
     concurrency: Connections = Field(4, json_schema_extra=VOLATILE)
     """Requests under way at once."""
     attempts: Attempts = Field(6, json_schema_extra=VOLATILE)

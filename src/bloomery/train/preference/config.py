@@ -36,6 +36,7 @@ class Ipo(Config):
 
     kind: Literal["ipo"] = "ipo"
     beta: Beta = 0.1
+    """How strongly the model is held to the reference."""
 
 
 class SimPo(Config):
@@ -47,6 +48,7 @@ class SimPo(Config):
 
     kind: Literal["simpo"] = "simpo"
     beta: Beta = 2.0
+    """Factor on the difference of mean log-probabilities."""
     gamma: LossFactor = 1.0
     """By how much a chosen answer shall be better."""
 
@@ -68,6 +70,7 @@ class Grpo(Config):
     max_new_tokens: Context = 48
     """Most of an answer. One that does not end within them counts as wrong."""
     temperature: Annotated[float, Between(1e-3, 100, "logits are divided by it")] = 1.0
+    """Temperature at which answers are sampled."""
     marked: bool = False
     """Whether a right answer has to say its number after ####; else the last number counts."""
     clip: InnerShare = 0.2
@@ -91,6 +94,7 @@ class Prefer(Training, Adapters):
     """The same loop, from the finetuned weights, on what people or programs judge better."""
 
     loss: Loss = Dpo()
+    """How preferences become a loss."""
     pairs: tuple[Annotated[Pairs, Field(discriminator="kind")], ...] = ()
     """Where preferences come from; of all losses but grpo, whose questions it names itself."""
     val_fraction: InnerShare = 0.05
