@@ -52,6 +52,7 @@ NO_RUN = re.compile(r"<!-- *no run: *(.*?) *-->")
 FILE_NAME = re.compile(r"# *([\w./-]*\w\.\w+)$")
 OPERATORS = {"|", "||", "&", "&&", ";", "(", ")", "<", ">", ">>", "|&", ">&", "&>", "<<", ";;"}
 WRAPPERS = {"time", "nohup", "nice", "env", "exec", "srun", "mpirun", "ssh", "sudo", "timeout", "torchrun"}
+RUNS = re.compile(r"\bruns\b|bloomery status")
 OUTPUT_LINES = 20
 
 
@@ -336,11 +337,12 @@ class Workshop:
     shell: Shell
 
     def place(self, name: str, text: str) -> Path:
-        """A new folder for a page, with a finished run in runs/demo where its text names that."""
+        """A new folder for a page, with a finished run in runs/demo where a block that runs names that folder."""
         place = self.folder / name
         shutil.copytree(self.materials, place)
-        if "runs/demo" in text or "runs/*" in text or "serve" in text:
-            shutil.copytree(self.runs, place / "runs", symlinks=True)
+        with contextlib.suppress(SnippetError):
+            if any(not block.reason and RUNS.search(block.text) for block in list(blocks(text))):
+                shutil.copytree(self.runs, place / "runs", symlinks=True)
         return place
 
     @property
