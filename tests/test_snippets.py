@@ -388,10 +388,13 @@ needs_bash = pytest.mark.skipif(
 @pytest.mark.parametrize(("page", "name"), _cases())
 def test_every_snippet_of_a_page_is_right(page: Path, name: str, workshop: Workshop) -> None:
     folder = workshop.place(name.replace("/", "-"), page.read_text(encoding="utf-8"))
+    what = ""
     try:
         check_page(page, name, folder, workshop.shell)
     except SnippetError as error:
-        pytest.fail(str(error), pytrace=False)
+        what = str(error)
+    if what:
+        pytest.fail(what, pytrace=False)
     shutil.rmtree(folder)
 
 
