@@ -3,7 +3,7 @@ Compiles Bloomery's GPU kernels for GPUs that are not there, and says what each 
 (LDS), and numbers that found no register (spills). It needs Triton and no GPU.
 
 `python scripts/offline_kernels.py [TARGET …]` prints one JSON object and exits with 1 where a limit is passed.
-`--write` puts it into benchmarks/results/offline_kernels.json, and the table into docs/kernels.md. `--known` compiles
+`--write` puts it into benchmarks/results/offline_kernels.json, and the table into docs/understand/kernels.md. `--known` compiles
 nothing, and prints the table of what was written, and of which kernels one would be made now.
 
 What is compiled is what the launching code asks Triton for when it is called with the shapes of CASES, so that a kernel
@@ -33,7 +33,7 @@ from triton.backends.compiler import GPUTarget
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results" / "offline_kernels.json"
-PAGE = ROOT / "docs" / "kernels.md"
+PAGE = ROOT / "docs" / "understand" / "kernels.md"
 LDS_BYTES = 65536
 """The smallest of all targets, of one workgroup: RDNA3, RDNA4, CDNA2 and CDNA3."""
 SPILLS_TOLERATED = 16

@@ -1,7 +1,7 @@
 """
-The tree of the package for the README, made from the first sentence of each module's docstring.
+The tree of the package for docs/understand/source-map.md, made from the first sentence of each module's docstring.
 
-`python scripts/tree.py` prints it; `--write` puts it between the two marks in README.md.
+`python scripts/tree.py` prints it; `--write` puts it between the two marks of that page.
 """
 
 import ast
@@ -11,6 +11,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 SOURCE = ROOT / "src" / "bloomery"
+PAGE = ROOT / "docs" / "understand" / "source-map.md"
 ORDER = (
     "core",
     "hw",
@@ -43,7 +44,7 @@ def summary(module: Path) -> str:
 
 
 def tree() -> str:
-    """The block for the README, packages in the order of the data, modules by name."""
+    """The block for the page, packages in the order of the data, modules by name."""
     rows: list[tuple[str, str]] = [("src/bloomery/", "")]
     for part in ORDER:
         folder = SOURCE / part
@@ -54,12 +55,12 @@ def tree() -> str:
         elif (module := SOURCE / f"{part}.py").is_file():
             rows.append((f"  {module.name}", summary(module)))
     width = max(len(name) for name, _ in rows) + 2
-    return "\n".join(["```", *(f"{name:<{width}}{text}".rstrip() for name, text in rows), "```"])
+    return "\n".join(["```text", *(f"{name:<{width}}{text}".rstrip() for name, text in rows), "```"])
 
 
-def block(readme: str) -> str:
-    """What stands between the marks of a README."""
-    return readme.partition(START)[2].partition(END)[0].strip("\n")
+def block(page: str) -> str:
+    """What stands between the marks of a page."""
+    return page.partition(START)[2].partition(END)[0].strip("\n")
 
 
 def between(text: str, name: str, content: str) -> str:
@@ -67,14 +68,13 @@ def between(text: str, name: str, content: str) -> str:
     marked = rf"(<!-- {name} -->\n).*?(<!-- /{name} -->)"
     found = re.subn(marked, lambda match: match[1] + content + match[2], text, flags=re.DOTALL)
     if found[1] != 1:
-        raise SystemExit(f"README.md has no block {name}")
+        raise SystemExit(f"the page has no block {name}")
     return found[0]
 
 
 def main() -> None:
     if sys.argv[1:] == ["--write"]:
-        readme = ROOT / "README.md"
-        readme.write_text(between(readme.read_text(encoding="utf-8"), "tree", f"{tree()}\n"), encoding="utf-8")
+        PAGE.write_text(between(PAGE.read_text(encoding="utf-8"), "tree", f"{tree()}\n"), encoding="utf-8")
     else:
         print(tree())
 

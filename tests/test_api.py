@@ -52,14 +52,17 @@ def test_import_bloomery_takes_a_tenth_of_a_second_and_imports_the_standard_libr
 
 
 def test_everything_that_the_api_exports_has_a_line_in_its_page() -> None:
-    page = (ROOT / "docs" / "api.md").read_text(encoding="utf-8")
+    page = (ROOT / "docs" / "reference" / "python.md").read_text(encoding="utf-8")
     assert [name for name in bloomery.__all__ if name not in page and name != "UnreachableError"] == []
     assert issubclass(bloomery.UnreachableError, bloomery.DataError)
 
 
 # --- examples ------------------------------------------------------------------------------------------------------
 
-EXAMPLES = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "api.md").read_text(encoding="utf-8"), re.DOTALL)
+PAGE = ROOT / "docs" / "do" / "use-the-api-from-python.md"
+EXAMPLES = re.findall(
+    r"```python\n(.*?)```", PAGE.read_text(encoding="utf-8").partition("<!-- examples -->")[2], re.DOTALL
+)
 
 
 def test_the_examples_of_the_page_run_and_are_about_ten_lines(
@@ -70,7 +73,7 @@ def test_the_examples_of_the_page_run_and_are_about_ten_lines(
     names: list[dict[str, Any]] = [{}, {}]
     for example, scope in zip(EXAMPLES, names, strict=True):
         assert 8 <= len(example.splitlines()) <= 12
-        exec(compile(example, "docs/api.md", "exec"), scope)
+        exec(compile(example, str(PAGE), "exec"), scope)
     out = capsys.readouterr().out
     assert names[0]["answer"] == bloomery.load("runs/demo").chat("What is 17 plus 25?", **GREEDY)
     assert names[0]["answer"] == bloomery.Run(Path("runs/demo")).model().chat(names[0]["question"]["content"], **GREEDY)

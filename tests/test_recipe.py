@@ -338,7 +338,11 @@ def test_code_that_may_run_and_domains_that_documents_tell_are_left_to_the_run(t
 def test_what_is_preferred_is_a_stage_only_where_a_recipe_has_its_section(tmp_path: Path) -> None:
     plain = plan_stages(STAGES, config.load(Recipe, DEMO), tmp_path)
     words = ["prefer.steps=60", "prefer.global_batch_tokens=8192", 'prefer.pairs=[{kind="worlds"}]']
-    told = re.search(r"^bloomery run recipes/demo.toml (.*)$", (ROOT / "docs" / "prefer.md").read_text(), re.MULTILINE)
+    told = re.search(
+        r"^bloomery run recipes/demo.toml (.*)$",
+        (ROOT / "docs" / "understand" / "preferences.md").read_text(),
+        re.MULTILINE,
+    )
     assert told
     assert shlex.split(told[1]) == words
     asked = plan_stages(STAGES, config.load(Recipe, DEMO, words), tmp_path)

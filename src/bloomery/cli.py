@@ -285,7 +285,7 @@ def _model_verbs(verbs: Any) -> None:
 
 def _task_arguments(verb: argparse.ArgumentParser) -> None:
     """Of `eval`, where it asks tasks of the table."""
-    asked = verb.add_argument_group("tasks", "see docs/evaluation.md for the table")
+    asked = verb.add_argument_group("tasks", "see docs/understand/evaluation.md for the table")
     asked.add_argument(
         "--task", action="append", default=[], metavar="NAME", help="a task, as hellaswag; several times"
     )

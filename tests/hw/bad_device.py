@@ -107,7 +107,7 @@ def serve() -> None:
 
 
 def row(name: str, fault: str, operation: str, why: str) -> str:
-    """A row of the table of docs/hw.md. Numbers that differ between processors are left out."""
+    """A row of the table of docs/reference/doctor.md. Numbers that differ between processors are left out."""
     told = re.sub(r"loss \S+ → \S+", "loss … → …", why)
     told = re.sub(r"cosine (-?\d\.\d)\d", r"cosine \1", told)
     return f"| `{name}` | `{operation.strip('.')}` | {fault} | {told} |"

@@ -14,7 +14,7 @@ from tests.hw.bad_device import ROOT, BadDevice, row
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="it forks, and waits for processes by their handles")
 
-PAGE = ROOT / "docs" / "hw.md"
+PAGE = ROOT / "docs" / "reference" / "doctor.md"
 FLASH = "_scaled_dot_product_flash_attention_for_cpu"
 FAULTS = [
     ("launch", "unwritten", "aten.add.out", "leaves 100% of its output unwritten"),

@@ -2,7 +2,6 @@
 
 import ast
 import re
-import runpy
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -79,16 +78,6 @@ def test_every_machine_without_torch_is_told_how_to_get_it_and_whatever_is_not_w
 # --- the pages --------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("page", "mark", "write"), [("hw.md", "MACHINES", "machines"), ("findings.md", "SINGLE", "troubles")]
-)
-def test_the_pages_show_what_machines_and_single_troubles_are_told(page: str, mark: str, write: str) -> None:
-    """`python scripts/findings.py --write` brings them up to date."""
-    script = runpy.run_path(str(ROOT / "scripts" / "findings.py"))
-    text = (ROOT / "docs" / page).read_text(encoding="utf-8")
-    assert script["block"](text, script[mark]) == script[write]()
-
-
 def test_the_readme_shows_findings_that_there_are(tmp_path: Path) -> None:
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
     shown = re.findall(
@@ -115,12 +104,6 @@ def ids_in_code() -> set[str]:
             else:
                 assert ast.unparse(id) == "outcome.name", ast.unparse(id)  # of a trial
     return ids
-
-
-def test_the_page_lists_every_finding_of_the_code_and_no_other() -> None:
-    page = (ROOT / "docs" / "findings.md").read_text(encoding="utf-8")
-    first = [line.split("|")[1] for line in page.splitlines() if line.startswith("| `")]
-    assert sorted(re.findall(r"`([a-z0-9-]+)`", " ".join(first))) == sorted(ids_in_code())
 
 
 # --- single troubles --------------------------------------------------------------------------------------------------

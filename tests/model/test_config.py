@@ -115,7 +115,7 @@ def test_a_preset_has_exactly_the_parameters_of_what_it_is_named_after(name: str
 
 
 def test_the_page_about_models_tells_the_numbers_of_every_preset() -> None:
-    page = (Path(__file__).parents[2] / "docs" / "model.md").read_text(encoding="utf-8")
+    page = (Path(__file__).parents[2] / "docs" / "understand" / "model.md").read_text(encoding="utf-8")
     rows = re.findall(r"^\| `(\S+)` \| ([\d,]+) \| ([\d,]+) \| ([\d,]+) \|", page, re.MULTILINE)
     told = {name: tuple(int(number.replace(",", "")) for number in numbers) for name, *numbers in rows}
     assert told == {name: (EXACT[name], one.vocab_size, shape(name).context_length) for name, one in PRESETS.items()}

@@ -14,7 +14,7 @@ from tests.hw.bad_device import ROOT
 pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("triton") is None, reason="Triton is not installed; it is made for Linux on x86-64"
 )
-PAGE = ROOT / "docs" / "kernels.md"
+PAGE = ROOT / "docs" / "understand" / "kernels.md"
 KNOWN: dict[str, Any] = json.loads((ROOT / "benchmarks" / "results" / "offline_kernels.json").read_text("utf-8"))
 TARGETS = ("gfx1151", "gfx1100", "gfx1201", "gfx90a", "gfx942", "gfx950", "sm_80", "sm_90", "sm_120")
 MORE_REGISTERS = 8

@@ -30,7 +30,7 @@ class Evaluate(Config):
     val_bytes: Bytes = 400_000
     """Validation text of each domain that is scored, and given to the compressors."""
     tasks: tuple[str, ...] = ()
-    """Known tasks: hellaswag, arc_easy, …, as in the table of docs/evaluation.md, or core."""
+    """Known tasks: hellaswag, arc_easy, …, as in the table of docs/understand/evaluation.md, or core."""
     data: tuple[DiskPath, ...] = ()
     """Their files, or folders of them. None: from the hub."""
     limit: DocumentCount | None = None

@@ -24,7 +24,7 @@ from bloomery.hw.host import Host
 from bloomery.hw.torch_install import missing
 
 SPINS = 2000
-"""GOMP_SPINCOUNT: spins before a waiting thread sleeps. docs/log.md has the cost of other values."""
+"""GOMP_SPINCOUNT: spins before a waiting thread sleeps. docs/understand/what-failed.md has the cost of other values."""
 
 if not {"GOMP_SPINCOUNT", "OMP_WAIT_POLICY"} & os.environ.keys():
     os.environ["GOMP_SPINCOUNT"] = str(SPINS)

@@ -439,7 +439,7 @@ def _understood(file: Path) -> tuple[dict[str, Any], Architecture, ModelConfig, 
     except (ValueError, TypeError) as error:
         why = _explained(facts, error) if isinstance(error, ValidationError) else str(error)
         what = f"is of a model that is not known here: {why}"
-        hint = "Take a model of another kind: docs/weights.md says which can be read."
+        hint = "Take a model of another kind: docs/understand/model-folders.md says which can be read."
     raise CheckpointError(what, where=str(file), hint=hint)
 
 

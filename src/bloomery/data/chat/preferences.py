@@ -63,7 +63,7 @@ class Read(Config):
 
 
 class PairRows(Read):
-    """How rows are judged answers. None: by the usual names; see docs/prefer.md."""
+    """How rows are judged answers. None: by the usual names; see docs/understand/preferences.md."""
 
     prompt_field: str | None = None
     """The field with the prompt. Not set: one of the usual names."""

@@ -155,7 +155,7 @@ class PlanReport:
         if choice.fits and self.target.lent_bytes is not None and choice.peak_bytes > self.target.lent_bytes:
             lines.append(
                 f"  setting  Linux lends this GPU {_size(self.target.lent_bytes)} until ttm.pages_limit says more: "
-                "docs/amd.md has the line"
+                "docs/do/train-on-strix-halo.md has the line"
             )
         lines += [f"  note     {one}" for one in self.remarks]
         if ask.besides:
