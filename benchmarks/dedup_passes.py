@@ -1,5 +1,5 @@
 """
-What does each pass of deduplication cost a byte, and what does it leave? The constants of docs/understand/scaling-data.md.
+What does each pass of deduplication cost a byte, and what does it leave? For docs/understand/scaling-data.md.
 
     python benchmarks/dedup_passes.py [--json] [--quick] [--gigabytes 0.06]
 

@@ -3,8 +3,8 @@ Compiles Bloomery's GPU kernels for GPUs that are not there, and says what each 
 (LDS), and numbers that found no register (spills). It needs Triton and no GPU.
 
 `python scripts/offline_kernels.py [TARGET …]` prints one JSON object and exits with 1 where a limit is passed.
-`--write` puts it into benchmarks/results/offline_kernels.json, and the table into docs/understand/kernels.md. `--known` compiles
-nothing, and prints the table of what was written, and of which kernels one would be made now.
+`--write` puts it into benchmarks/results/offline_kernels.json, and the table into docs/understand/kernels.md.
+`--known` compiles nothing, and prints the table of what was written, and of which kernels one would be made now.
 
 What is compiled is what the launching code asks Triton for when it is called with the shapes of CASES, so that a kernel
 is never compiled with other constants than it is used with.
