@@ -6,7 +6,8 @@ Every snippet of the pages that people read runs, and every option, key and reci
 A page has a folder of its own with materials, in which its blocks run in order: `sh` as a script of bash, `python` as
 a program. A block whose first line is a comment that names a file (`# my.toml`) is written to that file instead. A
 block that cannot run in a test has `<!-- no run: REASON -->` on the line before; its commands are still parsed, and
-its recipes still checked. Pages with `<!-- slow -->` in their first five lines belong to the slow tests.
+its recipes still checked. Pages of docs/learn and
+docs/do, and pages with `<!-- slow -->` in their first five lines, belong to the slow tests.
 """
 
 import builtins
@@ -371,7 +372,9 @@ def workshop(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Workshop]:
 
 
 def _is_slow(page: Path) -> bool:
-    return "<!-- slow -->" in page.read_text(encoding="utf-8").splitlines()[:5]
+    """Tutorials and task pages train models and make plans; so may a page that says so near its top."""
+    trains = page.parent in (ROOT / "docs" / "learn", ROOT / "docs" / "do")
+    return trains or "<!-- slow -->" in page.read_text(encoding="utf-8").splitlines()[:5]
 
 
 def _cases() -> list[Any]:

@@ -92,12 +92,12 @@ def test_a_process_is_near_its_limit_only_where_it_has_one() -> None:
     assert not errors.near_limit()
     code = """
 import resource
-from bloomery.core import shortage
+from bloomery.core import errors
 limit = 2**30
 resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
-print(shortage.near_limit())
+print(errors.near_limit())
 held = bytearray(int(0.9 * limit) - 2**26)
-print(shortage.near_limit())
+print(errors.near_limit())
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.split() == ["False", "True"]
