@@ -514,22 +514,29 @@ def matches(pattern: str, path: str) -> bool:
     return re.fullmatch(body, path) is not None
 
 
+def parts(name: str, header: Iterable[str], cells: Callable[[dict[str, str]], list[str]]) -> list[str]:
+    """The introduction of a page of TABLES, and a table for each of its parts."""
+    lines = [TABLES[name]["introduction"], ""]
+    for part in TABLES[name]["parts"]:
+        lines += [f"## {part['title']}", "", part["introduction"], "", *table(header, map(cells, part["rows"]))]
+    return lines
+
+
 def files() -> str:
     """Every file of a run folder."""
-    lines = [TABLES["files"]["introduction"], ""]
-    for part in TABLES["files"]["parts"]:
-        rows = ([f"`{row['path']}`", row["format"], row["meaning"]] for row in part["rows"])
-        lines += [f"## {part['title']}", "", part["introduction"], "", *table(("File", "Format", "Content"), rows)]
+    lines = parts(
+        "files", ("File", "Format", "Content"), lambda row: [f"`{row['path']}`", row["format"], row["meaning"]]
+    )
     return page("Files of a run", lines, *TABLES["files"]["see_also"])
 
 
 def metrics() -> str:
     """Every key of metrics.jsonl."""
-    lines = [TABLES["metrics"]["introduction"], ""]
-    for part in TABLES["metrics"]["parts"]:
-        rows = ([f'<a id="{row["key"]}"></a>`{row["key"]}`', row["unit"], row["meaning"]] for row in part["rows"])
-        lines += [f"## {part['title']}", "", part["introduction"], "", *table(("Key", "Unit", "Meaning"), rows)]
-    return page("Metrics", lines, *TABLES["metrics"]["see_also"])
+
+    def cells(row: dict[str, str]) -> list[str]:
+        return [f'<a id="{row["key"]}"></a>`{row["key"]}`', row["unit"], row["meaning"]]
+
+    return page("Metrics", parts("metrics", ("Key", "Unit", "Meaning"), cells), *TABLES["metrics"]["see_also"])
 
 
 def doctor(faulty: str) -> str:

@@ -11,7 +11,6 @@ import pyarrow as pa
 import pytest
 
 import bloomery
-import bloomery.api
 from bloomery.core import pipeline
 from bloomery.core.chat import SamplingConfig
 from bloomery.core.config import to_toml

@@ -58,10 +58,10 @@ names = [name for name, module in sys.modules.items() if name.startswith("bloome
 print(json.dumps(sorted(name for name in names if not hasattr(sys.modules[name], "__path__"))))
 """
 MOST = {
-    "gradients of a batch and an update": (GRADIENTS, 40),
-    "the trainer, and a step": (TRAINER, 58),
-    "a recipe": (RECIPE, 61),
-    "a chat": (CHAT, 44),
+    "gradients of a batch and an update": (GRADIENTS, 41),
+    "the trainer, and a step": (TRAINER, 59),
+    "a recipe": (RECIPE, 62),
+    "a chat": (CHAT, 45),
 }
 """What is done -> a program that does it, and how many modules it may load."""
 

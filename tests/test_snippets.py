@@ -6,8 +6,8 @@ Every snippet of the pages that people read runs, and every option, key and reci
 A page has a folder of its own with materials, in which its blocks run in order: `sh` as a script of bash, `python` as
 a program. A block whose first line is a comment that names a file (`# my.toml`) is written to that file instead. A
 block that cannot run in a test has `<!-- no run: REASON -->` on the line before; its commands are still parsed, and
-its recipes still checked. Pages of docs/learn and
-docs/do, and pages with `<!-- slow -->` in their first five lines, belong to the slow tests.
+its recipes still checked. Pages of docs/learn and docs/do belong to the slow tests. So do pages with `<!-- slow -->` in
+their first five lines.
 """
 
 import builtins

@@ -305,7 +305,7 @@ LITTLE_SHM = {"dev/shm": Space(total=64 * 2**20, free=64 * 2**20)}
 EIGHT: dict[str, Any] = {"kind": "mi300x", "target": "gfx942", "gpus": 8}
 MATRIX: dict[str, Case] = {
     "strix-halo": Case(
-        title="Strix Halo, 128 GB, as it comes", kind="strix-halo", target="gfx1151", wrong={"gtt": "warn"}
+        title="Strix Halo, 128 GB, with default settings", kind="strix-halo", target="gfx1151", wrong={"gtt": "warn"}
     ),
     "strix-halo-tuned": Case(
         title="Strix Halo, 128 GB, tuned",
@@ -331,7 +331,7 @@ MATRIX: dict[str, Case] = {
         wrong={"iommu": "warn"},
     ),
     "rdna4-and-igpu": Case(
-        title="R9700 beside the GPU of a processor",
+        title="R9700 next to an integrated GPU",
         kind="r9700-and-igpu",
         target="gfx1036 gfx1201",
         wrong={"mixed-gpus": "warn"},
@@ -362,7 +362,7 @@ MATRIX: dict[str, Case] = {
         wrong={"torch": "fail", "package-xformers": "warn"},
     ),
     "conflicting-packages": Case(
-        title="7900 XTX with packages of others",
+        title="7900 XTX with packages from other builds",
         kind="7900-xtx",
         target="gfx1100",
         packages={"triton": "3.7.1", "xformers": "0.0.33", "torchvision": "0.28.0+cu130"},

@@ -1,4 +1,9 @@
-"""The message of a chat, its roles, and the check that a value is one, for data, tokenizer, training and server."""
+"""
+Messages of a chat with their roles, and how an answer is sampled.
+
+Sampling settings and their limits are the same from the command line and HTTP to the engine. The default temperature
+applies wherever nobody sets another: in chat, over HTTP, in evaluation, and in exported models.
+"""
 
 from collections.abc import Mapping
 from dataclasses import dataclass

@@ -13,6 +13,8 @@ Errors that a user can cause and fix. Any other exception is a bug.
 Each message says what is wrong with the value in it, where, and what to do. `cli.py` prints these without a traceback
 and exits 2. A message shows at most 200 characters of a value: the code that shows it calls `shorten`, and
 `BloomeryError` bounds every message.
+
+`as_error` recognizes errors that mean too little memory, processes or threads by their words, and imports nothing.
 """
 
 import atexit
@@ -22,6 +24,9 @@ import re
 import sys
 import traceback
 from collections.abc import Iterator
+
+if sys.platform != "win32":
+    import resource
 
 MAX_VALUE_CHARS = 200
 MAX_NAME_CHARS = 255
@@ -97,9 +102,6 @@ class HardwareError(BloomeryError): ...
 
 class RunError(BloomeryError): ...
 
-
-if sys.platform != "win32":
-    import resource
 
 MEMORY = (
     "out of memory",  # DuckDB, CUDA, MPS

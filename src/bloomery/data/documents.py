@@ -12,6 +12,8 @@ The documents of a part go into Parquet files of a bounded size: NAME-000.parque
 No model is trained on validation documents. The text of a document alone decides its split. The choice is therefore
 the same in every run and for every copy.
 
+Neighbors are grouped into batches of a bounded size: texts of so many characters, documents of so many bytes.
+
 Documents that share an ID are found out of core: DuckDB groups the IDs within a memory limit and spills to disk.
 """
 

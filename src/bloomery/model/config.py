@@ -1,5 +1,5 @@
 """
-The shape of a model, known presets by name, and the scaling of rotary positions. No torch.
+The shape of a model, its parameters and FLOPs, presets by name, and settings of adapters. No torch.
 
 The shape is numbers and choices. Scaling stretches rotary positions beyond the context that a model was first
 trained with. A preset includes the vocabulary that its published number of parameters counts. Nothing here needs
@@ -11,6 +11,16 @@ torch. The presets:
                 heads half as wide as here, and half as many key heads
     llama-3.1   Dubey et al. 2024, https://arxiv.org/abs/2407.21783
     baichuan2   Yang et al. 2023, https://arxiv.org/abs/2309.10305; without its NormHead
+
+Counts from the shape alone:
+
+    parameters  tables V·D (twice if untied) and context·D; in each layer four matrices of attention and two or three
+                of the feed-forward; norms, biases, and what differential attention and norms of queries and
+                keys learn
+    FLOPs       6·(weights in matmuls) + Σ layers 6·H·(E + F)·seen per training token
+
+E is the width of a head, F of its values (2E in differential attention), and `seen` the mean number of tokens that
+a token sees: T/2 for the causal triangle as in llm.c (forward 2, backward 4), W − W²/2T in a window of W.
 """
 
 import difflib

@@ -3,6 +3,8 @@ Turn a conversation into an answer, streamed as text pieces.
 
 The engine works with token IDs. Here they become text that can be shown to a person at once. A piece never holds
 half a character. It never holds the beginning of a stop string that a later token may complete.
+
+`ModelRegistry` has the models of all run folders, and loads each when it is first requested.
 """
 
 import codecs

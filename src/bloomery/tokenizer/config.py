@@ -80,7 +80,7 @@ class SentencePiece(SampledText):
     split_digits: bool = True
     """Whether each digit is a token of its own."""
     symbols: tuple[str, ...] = ("\n", "\t")
-    """Texts that are always one token. Not for marks of a conversation: whoever writes one in a text would get it."""
+    """Texts that are always one token. Not for marks of a conversation: any text that spells one would produce it."""
 
     def packages(self) -> tuple[str, ...]:
         return (*super().packages(), "sentencepiece")

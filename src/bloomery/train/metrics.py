@@ -18,6 +18,16 @@ The checksum is CRC-32C (Castagnoli), turned right by 15 bits, plus 0xa282ead8. 
 https://github.com/tensorflow/tensorboard, record_writer.py and event.proto.
 
 All destinations share one file because each gets the same records.
+
+`Norms` measures by layer, at a fixed interval of steps:
+
+    gradient flow    norm of the gradient of each layer, before clipping
+    weight norm      norm of all weights that are trained
+    update norm      norm of what one step of the optimizers changed them by
+
+Of a weight with many numbers, the update is looked at in about SAMPLED of them at even distances, and scaled up. A
+copy of all weights would need their memory once more. So the update norm is exact for small weights, and an
+estimate for large weights.
 """
 
 import math

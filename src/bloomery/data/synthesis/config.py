@@ -259,7 +259,7 @@ class Synthesize(Config):
     categories: tuple[Category, ...] = ()
     """Questions made of templates, in the proportion of their weights."""
     preset: SynthesisPresetName | None = None
-    """Categories with the names and weights of 1386.ai, and questions of our own."""
+    """Categories with the names and weights of 1386.ai; the questions were written for Bloomery."""
     augment: Augment | None = None
     """Conversations about the documents of this run."""
     count: Annotated[int, Between(1, 10**8, "each is a request")] = 100

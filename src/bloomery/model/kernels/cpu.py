@@ -16,6 +16,10 @@ about twice as fast as PyTorch's matmuls, the pair version 1.2 times. Results eq
 sums. Callers ask `ready` here too.
 
 Both groups share one file because they serve the layers of a model through the same compiled library.
+
+Causal attention has two ways. By pairs: the CPU multiplies bfloat16 by pairs, and heads are as wide as whole panels.
+Then logits exist for a few queries at a time, and the backward pass computes them again. Otherwise: batched matmuls
+of PyTorch with softmax between them, whose weights are kept. Query head h reads key head h div (H / K).
 """
 
 import ctypes
