@@ -26,8 +26,8 @@ if TYPE_CHECKING:
 
 def fill(tree: dict[str, Any]) -> dict[str, Any]:
     """
-    TOML data of a recipe with what has to be known before it is checked: a [tokenizer] without kind is a byte-level
-    BPE and has the special tokens of `instruct.chat_template`; `pretrain.depth` decides shape and training settings.
+    TOML data of a recipe with what its checks need. A [tokenizer] without kind is a byte-level BPE and has the special
+    tokens of `instruct.chat_template`. `pretrain.depth` decides shape and training settings.
     """
     if isinstance(tokenizer := tree.get("tokenizer"), dict):
         tree = tree | {"tokenizer": {"kind": "byte_bpe"} | tokenizer}

@@ -57,7 +57,7 @@ def test_a_cache_that_cannot_be_used_costs_time_and_ends_nothing(
     hashed = core_io.sha256_file(file)
     for name in ("QUICKLY_HASHED", "SLOWLY_HASHED", "SETTLED_NANOSECONDS"):
         monkeypatch.setattr(cache, name, 0)
-    slow, unnoted = f"{file} is hashed: ", f"{file} is hashed at every start, as its hash cannot be noted: "
+    slow, unnoted = f"{file} is hashed: ", f"every start hashes {file} again, because its hash cannot be saved: "
 
     def told() -> tuple[bool, bool]:
         assert cache.sha256_of(file) == hashed

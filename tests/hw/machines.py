@@ -370,7 +370,7 @@ MATRIX: dict[str, Case] = {
         wrong={"triton": "fail", "package-xformers": "warn", "package-torchvision": "warn", "library-path": "warn"},
     ),
     "cpu-torch-on-nvidia": Case(
-        title="RTX 4090 with torch for processors",
+        title="RTX 4090 with torch for CPUs",
         kind="nvidia",
         torch=CPU,
         gpus=0,

@@ -78,7 +78,7 @@ def sha256_of(path: Path) -> str:
         try:
             save_note(note_path, {"state": before, "sha256": hashed})
         except (RunError, OSError) as error:
-            info(f"{path} is hashed at every start, as its hash cannot be noted: {error}", style="yellow")
+            info(f"every start hashes {path} again, because its hash cannot be saved: {error}", style="yellow")
     return hashed
 
 

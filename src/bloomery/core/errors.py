@@ -51,8 +51,8 @@ def shorten(value: object, max_chars: int = MAX_VALUE_CHARS) -> str:
 
 def readable(text: str) -> str:
     """
-    Text that a terminal shows and does not obey: control characters other than newline and tab, and what UTF-8 cannot
-    hold (half a surrogate pair, as in the name of a file), are written out as their numbers.
+    Text that a terminal shows and does not obey. Control characters other than newline and tab become their numbers.
+    So does what UTF-8 cannot hold, such as half a surrogate pair in the name of a file.
     """
     text = _CONTROL.sub(lambda letter: f"\\x{ord(letter[0]):02x}", text)
     return text.encode("utf-8", "backslashreplace").decode()
@@ -174,7 +174,7 @@ def check_addresses(needed: int, what: str) -> None:
 
 def skip_teardown_after_import(error: BaseException, code: int) -> None:
     """
-    Where an import ran out of memory, let the process end with `code` before the interpreter takes itself down: half of
+    Where an import ran out of memory, let the process end with `code` before the interpreter takes itself down. Half of
     a native library is loaded, and its destructors may end the process by a signal.
     """
     if any(isinstance(cause, ImportError) or "<module>" in _frames(cause) for cause in _causes(error)):

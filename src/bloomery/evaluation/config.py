@@ -26,7 +26,7 @@ class Evaluate(Config):
     chat_temperature: Temperature = TEMPERATURE
     """Of answers in validation conversations. The default is that of chat. 0 takes the likeliest token."""
     domains: tuple[str, ...] = ()
-    """Domains whose validation text is scored; all domains if none is named."""
+    """The stage scores the validation text of these domains. Empty: of all domains."""
     val_bytes: Bytes = 400_000
     """Validation text of each domain that is scored, and given to the compressors."""
     tasks: tuple[str, ...] = ()

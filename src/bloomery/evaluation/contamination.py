@@ -1,6 +1,8 @@
 """
-Which questions of a task stand in text that a model was trained on: by the same n-grams and whole questions as
-decontamination (`data/decontamination.py`), and by the same definitions of tasks.
+Which questions of a task stand in text that a model was trained on.
+
+It looks for the same n-grams and whole questions as decontamination (`data/decontamination.py`), by the same
+definitions of tasks.
 """
 
 import json

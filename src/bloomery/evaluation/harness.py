@@ -566,8 +566,8 @@ def _programs(
 
 def scores(name: str, results: Sequence[QuestionResult], dirty: set[int] | None = None) -> dict[str, Any]:
     """
-    Scores with intervals over all questions; where it was looked for them in the training text (`dirty` has their
-    rows), also over those that do not stand there, and over those that do.
+    Scores with intervals over all questions. `dirty` has the rows of the questions that stand in the training text; with
+    it there are also scores over the questions that do not stand there, and over those that do.
     """
     stats: dict[str, Any] = {"n": len(results), "chance": _chance(name, results), "scores": _scored(results)}
     if any(one.facts.get("prompt_cut") for one in results):
@@ -583,8 +583,8 @@ def core_scores(
     by_task: Mapping[str, Sequence[QuestionResult]], dirty: Mapping[str, set[int]] | None = None
 ) -> dict[str, Any]:
     """
-    The CORE average, or the mean of what is there of it; where it was looked for its questions in the training text,
-    also that of those that do not stand there (`clean`; None where all do).
+    The CORE average, or the mean of its tasks that are there. With `dirty` also the average over questions that do not
+    stand in the training text (`clean`; None where all do).
     """
     stats = evaluation_tasks.average(_right(by_task))
     if dirty is not None:

@@ -658,7 +658,7 @@ def gone(report: Report) -> list[object]:
     ]
     caption = note("rejected.jsonl and dropped.jsonl next to this page list each of them, with location and reason.")
     shown = [part for part in parts if part is not None]
-    return [*shown, caption] if shown else [note("Nothing was rejected, and nothing was dropped.")]
+    return [*shown, caption] if shown else [note("The run rejected nothing and dropped nothing.")]
 
 
 CONVERSATION_SECTIONS: ReportSections = (

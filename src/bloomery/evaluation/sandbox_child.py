@@ -185,8 +185,9 @@ def limit(limits: dict[str, int]) -> None:
 
 def filter_calls() -> None:
     """
-    seccomp: what is forbidden fails with EPERM, clone3 with ENOSYS (libraries then take clone), clone into a new user
-    namespace and prlimit64 of another process with EPERM, and calls of another machine's numbering end the process.
+    Forbid system calls by seccomp. Forbidden calls fail with EPERM, and clone3 with ENOSYS (libraries then take clone).
+    clone into a new user namespace and prlimit64 of another process fail with EPERM. Calls of another machine's
+    numbering end the process.
     """
     if platform.machine() not in FORBIDDEN:
         raise MissingError(f"a filter of system calls for {platform.machine()}")

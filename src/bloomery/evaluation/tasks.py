@@ -702,8 +702,8 @@ def average(right: Mapping[str, Sequence[bool]]) -> dict[str, Any]:
     """
     The mean of the centered accuracies, its 95 % interval, and what was left out; `core` is None without all 22.
 
-    Of each part's interval (Wilson's) the longer arm counts, and arms add up as errors do that do not depend on each
-    other: a part with nothing right, or all, is not known for sure. Nothing right and all right are the bounds.
+    Of each part's interval (Wilson's) the longer arm counts, because a part with nothing right, or all, is not known
+    for sure. Arms add up as independent errors do. Nothing right and all right are the bounds.
     """
     centered: list[float] = []
     parts: dict[str, dict[str, float]] = {}

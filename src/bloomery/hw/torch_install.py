@@ -48,8 +48,8 @@ FUSED_ATTENTION = ("gfx90a", "gfx942", "gfx950", "gfx1100", "gfx1151", "gfx1201"
 
 LEGACY = re.compile(r"gfx(?:[678]\d\d|90[02-69c])")
 """
-Targets of which no torch that Bloomery can use is known to work: most have no wheel, and those of gfx900 and gfx906 are
-made but tried on no card (TheRock, SUPPORTED_GPUS.md). The last that worked on gfx906 was torch 2.9.
+Targets for which no torch that Bloomery can use is known to work. Most have no wheel. Wheels for gfx900 and gfx906
+exist, but nobody has tried them on a card (TheRock, SUPPORTED_GPUS.md). The last that worked on gfx906 was torch 2.9.
 """
 
 DTK_ADVICE = (

@@ -19,8 +19,8 @@ Counts from the shape alone:
                 keys learn
     FLOPs       6·(weights in matmuls) + Σ layers 6·H·(E + F)·seen per training token
 
-E is the width of a head, F of its values (2E in differential attention), and `seen` the mean number of tokens that
-a token sees: T/2 for the causal triangle as in llm.c (forward 2, backward 4), W − W²/2T in a window of W.
+E is the width of a head, and F the width of its values (2E in differential attention). `seen` is the mean number of
+tokens that a token sees: T/2 for the causal triangle as in llm.c (forward 2, backward 4), W − W²/2T in a window of W.
 """
 
 import difflib

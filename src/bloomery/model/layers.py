@@ -1,9 +1,9 @@
 """
 The small parts: normalization and feed-forward.
 
-Letters used for shapes: B batch, T tokens, D width, H query heads, K key/value heads, E width of one head,
-F width of one head's values (E, or 2E in differential attention), S tokens that are attended to (T, or those in the
-cache), M width of the feed-forward.
+Letters used for shapes: B batch, T tokens, D width, H query heads, K key/value heads, E width of one head.
+F is the width of one head's values: E, or 2E in differential attention. S are the tokens that are attended to: T, or
+those in the cache. M is the width of the feed-forward.
 """
 
 from collections.abc import Callable

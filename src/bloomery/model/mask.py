@@ -74,8 +74,8 @@ class AttentionMask:
 
     def first(self, batch: int) -> Int[Tensor, "B T"] | None:
         """
-        The first key that each query sees in training; None where it does not see all from there to itself, or where
-        a window is so much shorter that whole blocks of keys are better left out.
+        The first key that each query sees in training. None where a query does not see all keys from there to itself,
+        or where a window is so short that leaving out whole blocks of keys is better.
         """
         if self.allowed is not None or self.slopes is not None or self.is_windowed or self.offset:
             return None

@@ -57,8 +57,8 @@ class Transformer(nn.Module):
 
     def initialize(self, seed: int) -> None:
         """
-        Fill the weights from a seed: N(0, 0.02²), and what writes to the residual stream N(0, 0.02² / 2L); biases 0,
-        norms 1, and the vectors of differential attention N(0, 0.1²).
+        Fill the weights from a seed: N(0, 0.02²), and N(0, 0.02² / 2L) where they write to the residual stream. Biases
+        are 0, norms 1, and the vectors of differential attention N(0, 0.1²).
 
         The scale by depth is GPT-2's (Radford et al. 2019, §2.3). The draw is made on the CPU, so that every device
         starts from the same numbers.

@@ -8,7 +8,7 @@ The order of samples is a pure function, so that there is nothing to store and n
 
     sample(n) = position of the n-th sample of a run = permutation of (seed, epoch = n div N) at n mod N
 
-The permutation is a four-round Feistel network on the smallest even number of bits that holds N, walked until the
+The permutation is a four-round Feistel network on the smallest even number of bits that holds N. It repeats until the
 result is below N (Black and Rogaway 2002, "Ciphers with Arbitrary Finite Domains"). It is a bijection for every
 key, takes no memory, and seeks to any sample at once.
 """

@@ -354,7 +354,7 @@ class Shard(Parallel):
     imported: ImportedShards | None = None
     """Train on existing token files in place of documents."""
     weights: tuple[DomainWeight, ...] = ()
-    """Domains that are not named are left out; without any, all domains in their own proportion."""
+    """The mix leaves out domains without a weight. Empty: all domains in their own proportion."""
     tokens: TokenCount | None = None
     """Size of the mix. None: as large as the weights and epochs allow."""
     val_fraction: Annotated[float, Between(0, LARGEST_SHARE, "no tokenizer is trained on that share")] = 0.02
@@ -459,6 +459,6 @@ STAGES = (
     ),
 )
 """
-A stage's version, what it reads from outside the run, and what it needs before it starts stand in its own file, and
-are read by name when it is planned or run (`core/pipeline.py`: Stage).
+A stage's own file has its version, what it reads from outside the run, and what it needs before it starts. The
+pipeline reads them by name when it plans or runs the stage (`core/pipeline.py`: Stage).
 """

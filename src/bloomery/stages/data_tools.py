@@ -194,7 +194,7 @@ def _sections(asked: DataCommand, tool: Tool) -> ToolSections:
         config.apply_override(tree, (path if known else f"{tool.section}.{path}", value))
     if asked.tool == "decontaminate" and not (section.get("files") or section.get("tasks")):
         hint = "Name files of tasks, or folders of them: --against tasks/ (jsonl, .zst and .gz too, or parquet)."
-        raise ConfigError("no evaluation task is named, so nothing could be looked for", hint=hint)
+        raise ConfigError("no evaluation task is named, so there is nothing to search for", hint=hint)
     if "tokenizer" in tree:
         tree["tokenizer"] = {"kind": "byte_bpe"} | tree["tokenizer"]
     return config.build(ToolSections, tree, where=f"bloomery data {asked.tool}")

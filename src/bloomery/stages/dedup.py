@@ -37,8 +37,8 @@ REASONS = cache(
     )
 )
 """
-Columns of a duplicate, in addition to its own: `reason` is "exact" or "near"; `value` is the exact Jaccard with the
-document `kept_id` (null where nothing was verified); `cluster` is the id of the best document linked to it.
+Columns of a duplicate, in addition to its own. `reason` is "exact" or "near". `value` is the exact Jaccard with the
+document `kept_id` (null where nothing was verified). `cluster` is the ID of the best document linked to it.
 """
 
 SCRATCH = "scratch"

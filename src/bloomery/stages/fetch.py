@@ -1,9 +1,9 @@
 """
 Stage fetch: documents from every source into one folder, whole; what cannot be one goes to rejected/.
 
-Each piece of a source (a file, or a group of small ones) is a part that one worker reads. A source that has a limit
-is read in rounds, until its first pieces are known to reach it; the piece in which that happens is read once more, up
-to the very document. So what is taken depends on the sources and on their limits alone.
+Each piece of a source (a file, or a group of small ones) is a part that one worker reads. A source with a limit takes
+rounds, until its first pieces are known to reach the limit. A worker then reads the piece in which that happens once
+more, up to the very document. So the result depends on the sources and on their limits alone.
 """
 
 from collections import Counter

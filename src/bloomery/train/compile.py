@@ -136,8 +136,8 @@ def _rows(config: Training, length: int, ranks: int) -> int:
 
 def usual_batches(samples: SampleSource, config: Training, ranks: int = 1) -> list[Batch]:
     """
-    A micro-batch as training has them, of rows with several documents, and one of rows with one: each where its kind
-    is not seldom, by rows from all over the samples. Training computes the two in different ways.
+    A micro-batch of sequences with several documents, and a micro-batch of sequences with one document. Each is there
+    where its kind is not seldom in the samples. Training computes the two in different ways.
     """
     rows = _rows(config, samples.length, ranks)
     kinds: dict[bool, Batch] = {}

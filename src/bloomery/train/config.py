@@ -95,7 +95,7 @@ class Muon(Config):
     """
     Muon for the matrices of the blocks, AdamW for the rest.
 
-    The momentum of a matrix is orthogonalized before it is applied (Jordan et al. 2024,
+    Orthogonalizes the momentum of a matrix before it applies it (Jordan et al. 2024,
     https://kellerjordan.github.io/posts/muon/).
     """
 

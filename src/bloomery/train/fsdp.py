@@ -199,7 +199,7 @@ def take(model: Transformer, full_model: Transformer) -> None:
 def micro_batches(batch: Batch, size: int, world: World, model: nn.Module) -> list[Batch]:
     """
     The micro-batches of this rank. Of a sharded model all ranks have the same number of them, because each waits for
-    the parts of the others: those that are missing have no supervised token, and add exactly zero.
+    the parts of the others. Micro-batches that fill up the number have no supervised token, and add exactly zero.
     """
     own = batch.of_rank(world.rank, world.size).split(size)
     if not is_sharded(model):

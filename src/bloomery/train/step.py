@@ -176,9 +176,9 @@ def accumulate_gradients(
     Leave in the weights the gradient of the mean loss over the global batch. Without a loss function it is the cross
     entropy of every supervised token.
 
-    Rank r computes rows r, r + size, r + 2 · size … Each micro-batch adds its sum divided by the count of the global
-    batch, so that neither the split nor the ranks matter, and one with few supervised tokens does not weigh too much.
-    Raises Terminated between two micro-batches; ranks in company first finish the step together.
+    Rank r computes the sequences r, r + size, r + 2 · size, and so on. Each micro-batch adds its sum divided by the
+    count of the global batch. So neither the split nor the ranks matter, and a micro-batch with few supervised tokens
+    does not weigh too much. Raises Terminated between two micro-batches; ranks in company first finish the step together.
     """
     world, loss_function = world or World.alone(), loss_function or CausalLMLoss()
     totals = loss_function.totals(batch)

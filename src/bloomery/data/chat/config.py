@@ -75,11 +75,11 @@ class Shaped(ChatSource):
 
     shape: ChatFormat | None = None
     """
-    How its rows are conversations. None: as the first row of each file that fits a shape says.
+    The shape of its rows. None: the first row of each file that fits a shape decides.
 
-    "messages" is OpenAI's list of {"role", "content"}; "sharegpt" a list of {"from", "value"}; "exchanges" a list of
-    {"input", "output"}; "alpaca" an instruction, input and output; "pairs" a question and its answer; "dialogue" text
-    of lines such as "User: …"; "tree" rows that are messages with a parent.
+    "messages" is OpenAI's list of {"role", "content"}. "sharegpt" is a list of {"from", "value"}. "exchanges" is a list
+    of {"input", "output"}. "alpaca" has an instruction, input and output. "pairs" has a question and its answer.
+    "dialogue" is text of lines such as "User: …". "tree" has rows that are messages with a parent.
     """
     messages_field: str | None = None
     """The field with the list of messages, or with the text of a dialogue. None: one of the usual names."""

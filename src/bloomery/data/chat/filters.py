@@ -180,7 +180,7 @@ class Filtering(Config):
     """What every filter has."""
 
     sources: tuple[str, ...] = ()
-    """Only conversations of these sources are looked at; of all, where none is named."""
+    """The filter examines only conversations of these sources. Empty: all sources."""
 
     def finding(self, conversation: Conversation) -> ChatFilterHit | None:
         """What is wrong with one conversation by itself."""

@@ -173,8 +173,8 @@ def parse_dialogue(text: str, names: tuple[str, str] | None = None) -> Messages 
     """
     The messages of a dialogue, without white space around them. `names`: how the two speakers are written.
 
-    Only the pair of speakers that a text begins with opens messages, a tool, and the system in front of them; another
-    label, such as "Answer:" or "System:" in what an assistant says, is text.
+    Messages begin only with the two speakers that the text begins with, a tool, and the system in front of them.
+    Another label, such as "Answer:" or "System:" in what an assistant says, is text.
     """
     spots = _spots(text, names)
     if not spots:
@@ -417,8 +417,8 @@ def detected(row: ChatRow, fields: Fields) -> ChatFormat | None:
 
 def hollow(row: ChatRow, fields: Fields) -> ChatFormat | None:
     """
-    The shape whose reader tells what is wrong with a list of messages that shows none, since it is empty or begins
-    with no message, or is broken JSON; None where there is no such list.
+    The shape whose reader reports what is wrong with a list of messages that shows no shape. Such a list is empty,
+    begins with no message, or is broken JSON. None where there is no such list.
     """
     names = [name for name, value in _lists(row, fields) if _of_list(name, value) is None]
     names += [unreadable[0]] if (unreadable := _broken(row, fields)) else []

@@ -142,8 +142,8 @@ class BatchFeatures:
     """
     A batch of texts and where they come from.
 
-    The texts lie one after the other as UTF-8, with a line feed before, between and after them, so that no word and no
-    line reaches from one into the next. Places are bytes; lengths that rules compare are characters.
+    The texts lie one after the other as UTF-8, with a line feed before, between and after them. So no word and no line
+    reaches from one into the next. Offsets are bytes; lengths that rules compare are characters.
     """
 
     def __init__(self, texts: Sequence[str], addresses: Sequence[str | None], names: Sequence[str]) -> None:

@@ -86,9 +86,11 @@ class Lines(FilterBase):
     """
     Lists, menus, teasers and cut lines, by the share of lines that look so.
 
-    Only lines with text count, without the white space around them. Sources: the line limits of Rae et al. 2021, A1.1
-    (arXiv 2112.11446), Raffel et al. 2020, 2.2 (arXiv 1910.10683) and Penedo et al. 2023, RefinedWeb, G.2
-    (arXiv 2306.01116), with wider lists of marks; all limits are loose until a recipe sets them.
+    Only lines with text count, without the white space around them. The lists of marks are wider than those of the
+    sources. All limits are loose until a recipe sets them.
+
+    Sources of the line limits: Rae et al. 2021, A1.1 (arXiv 2112.11446); Raffel et al. 2020, 2.2 (arXiv 1910.10683);
+    Penedo et al. 2023, RefinedWeb, G.2 (arXiv 2306.01116).
     """
 
     kind: Literal["lines"] = "lines"
@@ -147,8 +149,9 @@ class Boilerplate(FilterBase):
     """
     What web sites say about themselves, and templates that nobody filled in.
 
-    Sources: the lines that Raffel et al. 2020, 2.2 (arXiv 1910.10683) delete, with further phrases of sites, as a share
-    of a document's lines with text; the marks of templates are our own. For prose: code has such marks for good reason.
+    The phrases are those of Raffel et al. 2020, 2.2 (arXiv 1910.10683), with further phrases of sites. Their limit is a
+    share of the lines with text. The marks of templates are our own. Code has such marks for good reason, so use this
+    rule for prose.
     """
 
     kind: Literal["boilerplate"] = "boilerplate"

@@ -228,9 +228,9 @@ class Pii(FilterBase):
     """
     Mail addresses, IP addresses, phone numbers and keys.
 
-    Sources: mail addresses and public IP addresses as Penedo et al. 2024, 3.7 (arXiv 2406.17557) mask them; keys by the
-    forms that their issuers publish, and what is assigned to a name like `secret` if it looks random, akin to Ben Allal
-    et al. 2023 (SantaCoder, arXiv 2301.03988).
+    Mail addresses and public IP addresses: as Penedo et al. 2024, 3.7 (arXiv 2406.17557) mask them. Keys: by the forms
+    that their issuers publish. A value of a name like `secret` is a key if it looks random, akin to Ben Allal et al.
+    2023 (SantaCoder, arXiv 2301.03988).
     """
 
     kind: Literal["pii"] = "pii"

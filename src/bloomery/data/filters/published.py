@@ -44,8 +44,8 @@ class Gopher(FilterBase):
     """
     Quality rules for prose. Source: Rae et al. 2021, Scaling Language Models, A1.1 (arXiv 2112.11446).
 
-    What the paper leaves open is done as the field's reference code does it: a word of nothing but marks counts neither
-    for the number of words nor for their mean length; blank lines are lines; a bullet is • or -; case counts.
+    What the paper leaves open follows the field's reference code. A word of nothing but marks counts neither for the
+    number of words nor for their mean length. Blank lines are lines. A bullet is • or -. Case counts.
     """
 
     kind: Literal["gopher"] = "gopher"
@@ -171,10 +171,10 @@ class C4(FilterBase):
     """
     Pages without sentences, with code or with dummy text. Source: Raffel et al. 2020, 2.2 (arXiv 1910.10683).
 
-    The paper deletes lines: those without an end mark or with one of "...", those of too few words or with a word too
-    long, those that name JavaScript and those that speak of cookies, terms and policies. Documents stay whole here.
-    Only the lines that the paper would keep count as sentences, and are looked at for what drops a page, as in the
-    reference code. Citation marks like [1] are passed over.
+    The paper deletes lines without an end mark or with one of "...", and lines of too few words or with a word too
+    long. It also deletes lines that name JavaScript, cookies, terms or policies. Documents stay whole here. As in the
+    reference code, only the lines that the paper would keep count as sentences and can drop a page. Citation marks
+    like [1] do not count.
     """
 
     kind: Literal["c4"] = "c4"

@@ -16,8 +16,9 @@ Quality is reported by the area under the ROC curve, precision and recall, and r
 calibration error is the mean over bins of |mean score - share of positives|. Each bin is weighted by how many texts
 it has.
 
-Sources: Joulin et al. 2017, Bag of Tricks (arXiv 1607.01759) for hashed n-grams; Fan et al. 2008, LIBLINEAR; Platt
-1999, Probabilistic Outputs for Support Vector Machines; Naeini et al. 2015 for the expected calibration error.
+Sources: Joulin et al. 2017, Bag of Tricks (arXiv 1607.01759) for hashed n-grams; Fan et al. 2008, LIBLINEAR. For
+probabilities: Platt 1999, Probabilistic Outputs for Support Vector Machines. For the calibration error: Naeini et al.
+2015.
 
 `data/quality/scorer.py` stores a trained classifier and applies it.
 """

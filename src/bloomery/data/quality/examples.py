@@ -189,10 +189,10 @@ def excerpt(text: str, characters: int) -> str:
 
 def contrast(folder: Path, *, samples: int, characters: int, seed: int) -> Iterator[TextExample]:
     """
-    Documents and a damaged copy of each, both as an excerpt of one length, which hash chooses for each document.
+    Documents and a damaged copy of each, both as an excerpt of one length. A hash chooses the length.
 
-    With excerpts as long as they can be, 300 characters of good text scored below 0.5 in 55 of 100 cases: text that
-    repeats itself and text that is short have the same lack of different words.
+    With the longest excerpts possible, 300 characters of good text scored below 0.5 in 55 of 100 cases. Short text has
+    few different words, as has text that repeats itself.
     """
     chosen = _chosen(folder, samples, seed)
     for row in documents.read(folder, ["id", "text"]):
@@ -218,8 +218,8 @@ def labeled(
     """
     The texts of a jsonl or parquet file with their labels, at most `samples` of them, chosen by hash of their text.
 
-    Raises DataError, with the row, for a text that is empty or none, a label that is none of the known ones, and a row
-    that lacks a field; and where one of the two classes has no text.
+    Raises DataError, with the row, for a text that is empty or missing, an unknown label, and a row that lacks a field.
+    Also raises it where one of the two classes has no text.
     """
     ranked: list[tuple[str, int, TextExample]] = []
     for number, row in _rows(path, [text_field, label_field], group_field):

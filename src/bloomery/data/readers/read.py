@@ -165,16 +165,16 @@ class SourceBase(Config):
     max_documents: DocumentCount | None = None
     """Maximum number of documents. Not set: all."""
     max_bytes: Bytes | None = None
-    """Reading stops before the document that would bring the text, as UTF-8, above this. Where documents are files,
-    they are then read in the order of the hash of their ids, so that what is taken is a sample; else from the start."""
+    """Reading stops before the document that would bring the text, as UTF-8, above this. A source of files then reads
+    them in the order of the hash of their IDs, so that the result is a sample. Other sources read from the start."""
 
 
 class FileSource(SourceBase):
     """What every source has that reads files."""
 
     invalid: Literal["error", "skip_rows", "skip"] = "skip_rows"
-    """What becomes of what cannot be read. "skip_rows": rows, pages and long documents are rejected, with a reason;
-    a file that is torn or holds no text stops the run. "skip": that is rejected too. "error": all stop the run."""
+    """What happens to unreadable input. "skip_rows" rejects rows, pages and long documents, each with a reason. A file
+    that is torn or holds no text stops the run. "skip" rejects such files too. "error" stops the run at every fault."""
     max_document_bytes: RowBytes = 16 * 2**20
     """A document that is longer, in its file or as text, is rejected (`too_long`). It bounds the memory of reading."""
     encoding: Literal["utf-8", "detect"] = "utf-8"

@@ -269,9 +269,9 @@ def delimited(path: Path, delimiter: str, max_bytes: int) -> Iterator[tuple[int,
     """
     Line number (from 1) and fields by name of every row of a .csv or .tsv file (.gz, .zst); its first row names them.
 
-    RFC 4180, strictly: a quote that is not closed or stands where none may is a problem `not_csv` of its row, and so
-    is a row of too few or too many fields. A row of more than `max_bytes` is `too_long`. A last row that is not whole
-    is `torn`. Raises DataError where the file cannot be opened.
+    RFC 4180, strictly. A quote that is not closed or stands where none may is a problem `not_csv` of its row. So is a
+    row of too few or too many fields. A row of more than `max_bytes` is `too_long`. A last row that is not whole is
+    `torn`. Raises DataError where the file cannot be opened.
     """
     feed = _Feed(path, max_bytes)
     names: list[str] | None = None
@@ -355,8 +355,8 @@ def objects(path: Path, max_bytes: int) -> Iterator[tuple[int, RowOrError]]:
     holds no list is read as lines of objects: many are called so.
 
     An element that is no object, or is one of more than `max_bytes`, is a problem, and the next one comes after it.
-    Behind text that is no JSON, and where so much was read and the element had no end yet, nothing is found again: the
-    problem `torn` or `too_long` is the last item, and says so.
+    Reading ends at text that is no JSON, and at an element that has no end within `max_bytes`. The last item is then
+    the problem `torn` or `too_long`.
     """
     text = _Text(path)
     text.more()

@@ -58,7 +58,7 @@ class Content(NamedTuple):
     """
     What a file's content is called before it is downloaded.
 
-    `sha256` and `git` (the name of a blob in git: sha1 over a header and the bytes) can be checked afterwards; `etag`
+    `sha256` and `git` can be checked afterwards. `git` is the name of a blob: sha1 over a header and the bytes. `etag`
     is a hash of an address and of the version that its server names, and is only as good as that server.
     """
 
@@ -443,7 +443,7 @@ def commit(repository: Repository) -> str:
     if before is not None and before["commit"] != sha:
         info(
             f"{repository.dataset}: revision {repository.revision!r} is now {sha}; on {before['seen']} it was "
-            f'{before["commit"]}. What was fetched then is not used. To keep it: revision = "{before["commit"]}"',
+            f'{before["commit"]}. Bloomery does not use the earlier download. To keep it: revision = "{before["commit"]}"',
             style="yellow",
         )
     if before is None or before["commit"] != sha:

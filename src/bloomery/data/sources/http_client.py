@@ -99,7 +99,7 @@ def asked(
     """
     The answer to one request, its body not read yet; redirects are followed, unless the request has a body.
 
-    Raises PassingError for an answer that may be another next time and where nobody answers, BrokenError for a
+    Raises PassingError for an answer that may be another next time and where nobody answers. Raises BrokenError for a
     connection that breaks, also while the block reads, and RefusedError for the rest. `page` is where a person gets
     access to what is gated.
     """

@@ -71,7 +71,7 @@ class Csv(TableSource):
     """
     Tables with a first row of names, as in RFC 4180: .csv with commas, .tsv with tabs, .gz and .zst of them.
 
-    `path` may hold wildcards. Fields may hold line breaks in quotes; ids count lines, not rows.
+    `path` may hold wildcards. Fields may hold line breaks in quotes; IDs count lines, not rows.
     """
 
     kind: Literal["csv"] = "csv"

@@ -68,7 +68,7 @@ def asker(config: Synthesize) -> Ask:
         case OpenAI() as provider:
             return _OpenAI(provider, config).ask
         case None:
-            raise ValueError("nobody is named who could be asked")
+            raise ValueError("no model is named that could answer")
 
 
 def most_tokens(system: str, messages: Sequence[Mapping[str, str]], max_answer_tokens: int) -> tuple[int, int]:

@@ -320,8 +320,8 @@ def nf4_product(
     back: bool = False,
 ) -> Float[Tensor, "M outputs"]:
     """
-    x Wᵀ + bias for a matrix W of that shape (R, D) in the layout of quantize.NF4, which is made tile by tile and never
-    whole; with `back` x W, the way of gradients. `coarse` is there where scales are codes themselves.
+    x Wᵀ + bias for a matrix W of that shape (R, D) in the layout of quantize.NF4. W is made tile by tile and never
+    whole. With `back` it is x W, for gradients. `coarse` is there where scales are codes themselves.
     """
     R, D = shape
     outputs, inputs = (D, R) if back else (R, D)

@@ -98,7 +98,7 @@ class Prefer(Training, Adapters):
     pairs: tuple[Annotated[Pairs, Field(discriminator="kind")], ...] = ()
     """Where preferences come from; of all losses but grpo, whose questions it names itself."""
     val_fraction: InnerShare = 0.05
-    """Share of the questions, by the hash of what is asked, that is validated on."""
+    """Share of the questions for validation. The hash of a question decides."""
     optimizer: Optimizer = AdamW(learning_rate=5e-5, weight_decay=0.0)
     schedule: Schedule = Field(LinearSchedule(warmup_steps=5), validate_default=True)
     eval_every: Steps = Field(20, json_schema_extra=VOLATILE)
