@@ -566,8 +566,8 @@ def _programs(
 
 def scores(name: str, results: Sequence[QuestionResult], dirty: set[int] | None = None) -> dict[str, Any]:
     """
-    Scores with intervals over all questions. `dirty` has the rows of the questions that stand in the training text; with
-    it there are also scores over the questions that do not stand there, and over those that do.
+    Scores with intervals over all questions. `dirty` has the rows of the questions that stand in the training text.
+    With it there are also scores over the questions that do not stand there, and over those that do.
     """
     stats: dict[str, Any] = {"n": len(results), "chance": _chance(name, results), "scores": _scored(results)}
     if any(one.facts.get("prompt_cut") for one in results):

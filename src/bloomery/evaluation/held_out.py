@@ -88,9 +88,9 @@ def answers(loaded: Loaded, asked: Sequence[HeldOutAnswer], sampling: SamplingCo
 
 def answer_scores(loaded: Loaded, asked: Sequence[HeldOutAnswer], said: Sequence[Completion]) -> dict[str, Any]:
     """
-    ended: the share of answers that end by themselves. nats_per_token and bits_per_byte: of the given answers, with the
-    token that ends each. perplexity: e to the nats. length: the mean number of tokens of the model's answers, and of
-    the given answers. Both count the token that ends an answer.
+    `ended` is the share of answers that end by themselves. `nats_per_token` and `bits_per_byte` are of the given
+    answers, with the token that ends each. `perplexity` is e to the nats. `length` has the mean number of tokens of the
+    model's answers, and of the given answers. Both count the token that ends an answer.
     """
     pairs = [Continuation(one.prompt, one.answer) for one in asked]
     likelihoods = harness.score(loaded.model, pairs, num_ids=loaded.tokenizer.vocab_size, seen=lambda _: None)

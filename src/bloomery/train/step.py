@@ -178,7 +178,7 @@ def accumulate_gradients(
 
     Rank r computes the sequences r, r + size, r + 2 · size, and so on. Each micro-batch adds its sum divided by the
     count of the global batch. So neither the split nor the ranks matter, and a micro-batch with few supervised tokens
-    does not weigh too much. Raises Terminated between two micro-batches; ranks in company first finish the step together.
+    does not weigh too much. Raises Terminated between two micro-batches; several ranks first finish the step together.
     """
     world, loss_function = world or World.alone(), loss_function or CausalLMLoss()
     totals = loss_function.totals(batch)

@@ -443,7 +443,7 @@ def commit(repository: Repository) -> str:
     if before is not None and before["commit"] != sha:
         info(
             f"{repository.dataset}: revision {repository.revision!r} is now {sha}; on {before['seen']} it was "
-            f'{before["commit"]}. Bloomery does not use the earlier download. To keep it: revision = "{before["commit"]}"',
+            f'{before["commit"]}. The earlier download stays unused. To keep it: revision = "{before["commit"]}"',
             style="yellow",
         )
     if before is None or before["commit"] != sha:
