@@ -23,7 +23,6 @@ import gc
 import io
 import re
 import sys
-import textwrap
 import tokenize
 from collections import Counter
 from collections.abc import Iterator
@@ -412,9 +411,8 @@ def docstrings(node: ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunc
     for child in node.body:
         match child:
             case ast.Expr(value=ast.Constant(value=str(text))) if public:
-                title, _, rest = text.partition("\n")
-                block = ""
-                for number, row in enumerate([title, *textwrap.dedent(rest).splitlines(), ""]):
+                block, margin = "", " " * child.col_offset
+                for number, row in enumerate([row.removeprefix(margin) for row in text.splitlines()] + [""]):
                     if row.strip() and not row.startswith("    "):
                         block += f"{row}\n"
                     elif block:
