@@ -358,7 +358,7 @@ class Shard(Parallel):
     tokens: TokenCount | None = None
     """Size of the mix. None: as large as the weights and epochs allow."""
     val_fraction: Annotated[float, Between(0, LARGEST_SHARE, "no tokenizer is trained on that share")] = 0.02
-    """Share of documents, by hash of their text, that no model and no tokenizer is trained on."""
+    """Share of documents for validation, chosen by a hash of their text. No model and no tokenizer trains on them."""
     anneal: Anneal | None = None
     """What `pretrain` reads last, from shards of its own."""
     shard_tokens: Annotated[int, Between(1000, 2**30, "each shard is a file, and counts to 2^31")] = 100_000_000
