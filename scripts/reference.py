@@ -14,6 +14,7 @@ import argparse
 import ast
 import html
 import inspect
+import json
 import math
 import re
 import sys
@@ -177,7 +178,7 @@ def value(item: Any) -> str:
         return f"{item:g}"
     if isinstance(item, tuple | list):
         return "[" + ", ".join(value(inner) for inner in item) + "]"
-    return str(item) if isinstance(item, int) else '"' + str(item) + '"'
+    return str(item) if isinstance(item, int) else json.dumps(str(item), ensure_ascii=False)
 
 
 def default(field: FieldInfo) -> str:

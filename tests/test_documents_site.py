@@ -48,6 +48,15 @@ def test_every_generated_page_is_as_the_code_is() -> None:
     assert stale == []
 
 
+def test_every_row_of_a_generated_table_stands_on_one_line_with_all_its_cells() -> None:
+    for path in reference.generated():
+        cells = 0
+        for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
+            there = len(re.findall(r"(?<!\\)\|", line)) if line.startswith("|") else 0
+            assert not there or (line.endswith("|") and there == (cells or there)), f"{path.name}:{number}"
+            cells = there
+
+
 def test_every_key_of_a_recipe_is_on_its_page_and_has_an_effect() -> None:
     page = text("recipe.md")
     keys = list(reference.every_key())

@@ -505,15 +505,15 @@ def check(index: str, chunk: Part, out: Path) -> PartRecord:
 
 class Sought(Config):
     files: tuple[DiskPath, ...] = ()
-    """Of tasks, or folders of them: jsonl (.zst and .gz too) and parquet. A task is called as its file."""
+    """Files of tasks, or folders of them: jsonl (.zst and .gz too) and parquet. The file name is the task's name."""
     tasks: tuple[str, ...] = ()
     """Tasks that [evaluate] knows, by their names, as it asks them."""
     data: tuple[DiskPath, ...] = ()
     """The files of those tasks, or folders of them. None: from the hub."""
     fields: tuple[str, ...] = ()
-    """Fields of a row that hold what must not be found. None named: those that evaluation sets use (query, …)."""
+    """Fields of a row with the text to look for. Empty: those that evaluation sets use (query, …)."""
     ngram_words: Annotated[int, Between(5, 1000, "fewer words are in every text, and more in none")] = 13
-    """A text of so many words and more is found by any so many words of it in a row, a shorter one only whole."""
+    """Find a text by this many of its words in a row. A shorter text has to occur whole."""
     min_question_words: PositiveLength = 4
     """
     Texts of fewer words are not looked for alone, only together with their choices. Of what is written without spaces,

@@ -131,7 +131,7 @@ class Parallel(Config):
     """Base of the sections whose stages work on parts."""
 
     engine: ExecutorConfig = Field(ExecutorConfig(), json_schema_extra=VOLATILE)
-    """Where its parts are worked on. A recipe's own section [engine] is what all stages take that do not say."""
+    """Where workers process its parts. Without it, the stage uses the recipe's section [engine]."""
 
     def packages(self) -> tuple[str, ...]:
         return (*DATA, "ray") if self.engine.kind == "ray" else DATA

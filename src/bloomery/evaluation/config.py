@@ -18,31 +18,31 @@ class Evaluate(Config):
     toy_questions: Questions = 200
     """Validation questions of the generator, the same number of each kind."""
     conversations: Questions = 0
-    """Validation conversations in which an answer is scored, and asked for, before and after finetuning."""
+    """Number of validation conversations to score and to answer, before and after finetuning."""
     seed: Seed = 0
     """Seed of the questions."""
     max_tokens: Context = 48
     """Maximum length of an answer to a question or conversation."""
     chat_temperature: Temperature = TEMPERATURE
-    """Of answers in validation conversations. The default is that of chat. 0 takes the likeliest token."""
+    """Sampling temperature in validation conversations, by default as in chat. 0 takes the most probable token."""
     domains: tuple[str, ...] = ()
     """The stage scores the validation text of these domains. Empty: of all domains."""
     val_bytes: Bytes = 400_000
-    """Validation text of each domain that is scored, and given to the compressors."""
+    """Bytes of validation text of each domain, for the scores and for the compressors."""
     tasks: tuple[str, ...] = ()
     """Known tasks: hellaswag, arc_easy, …, as in the table of docs/understand/evaluation.md, or core."""
     data: tuple[DiskPath, ...] = ()
-    """Their files, or folders of them. None: from the hub."""
+    """Files of the tasks, or folders of them. None: from the hub."""
     limit: DocumentCount | None = None
     """Questions of each task, sampled by `seed`. None: all."""
     num_fewshot: Annotated[int, Between(0, 1000, "no context holds more examples")] | None = None
-    """Examples before each question. None: as the task says."""
+    """Number of examples before each question. None: the task's own number."""
     samples: Annotated[int, Between(1, 10_000, "each is an answer to write")] = 1
-    """Answers to each question that is written out."""
+    """Answers to each question of a task with generated answers."""
     temperature: Temperature = 0.0
-    """Of what is written out in a task."""
+    """Sampling temperature of these answers."""
     run_code: bool = False
-    """Whether programs that the model writes may run, in the sandbox; without it, tasks that need it are refused."""
+    """Whether programs that the model writes may run, in the sandbox. Tasks that need it refuse to run without it."""
     allow_partial_sandbox: bool = False
     """Whether programs may also run where the kernel lacks some of the isolation."""
     device: DeviceChoice = Field("auto", json_schema_extra=VOLATILE)

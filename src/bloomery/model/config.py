@@ -203,7 +203,7 @@ class ModelConfig(Config):
     preset: str = ""
     """A known shape, by its name in `model/config.py`. The other keys of this section override it."""
     hidden_size: Annotated[int, Between(1, 2**20, "no model is wider")] = 256
-    """Of the residual stream."""
+    """Width of the residual stream."""
     num_layers: Annotated[int, Between(1, 1000, "no model is deeper")] = 6
     """Number of blocks."""
     num_heads: Heads = 8
@@ -211,19 +211,19 @@ class ModelConfig(Config):
     num_kv_heads: Heads = 4
     """Key/value heads; each serves num_heads / num_kv_heads query heads."""
     head_dim: Annotated[int, Between(1, 2**16, "no head is wider")] | None = None
-    """Of one head. None: the width is split among the query heads."""
+    """Width of one head. None: `hidden_size` divided by `num_heads`."""
     intermediate_size: Annotated[int, Between(1, 2**22, "no model is wider")] = 704
     """Width of the MLP of a block."""
     context_length: Context = 256
-    """Most tokens that the model sees at once."""
+    """Maximum number of tokens that the model sees at once."""
     attention: Cycle[AttentionKind] = ("standard",)
-    """Differential: a pair of heads is one, whose weights are those of the first less λ times those of the second."""
+    """Type of attention. Differential: weights of one head minus λ times those of a second head."""
     sliding_window: Cycle[Window] = ("full",)
-    """How many tokens a token sees, itself and those before it."""
+    """How many tokens a token sees, with itself: a number or "full" for each block, repeated."""
     mlp: Cycle[FeedForwardKind] = ("swiglu",)
-    """Gated (swiglu, geglu) or plain (gelu, its approximation by tanh, the square of relu)."""
+    """Type of the MLP: gated (swiglu, geglu), or plain (gelu, its tanh approximation, squared relu)."""
     position_embedding: Literal["rope", "learned", "alibi", "none"] = "rope"
-    """learned: a table, which ends with the context. None: the causal mask alone tells the order."""
+    """Type of positions. learned: a table as long as the context. None: only the causal mask gives the order."""
     rope_theta: Annotated[float, Between(0.1, 1e15, "angles fall as its powers, and end in float32")] = 10_000.0
     """Base of the rotation frequencies of RoPE."""
     rope_scaling: RopeScaling | None = None
@@ -233,13 +233,13 @@ class ModelConfig(Config):
     norm_eps: Annotated[float, Between(1e-12, 0.1, "it is added to a mean square near 1")] = 1e-5
     """Added to the variance in a norm."""
     norm_affine: bool = True
-    """Whether norms learn a factor for each number."""
+    """Whether norms have a trained factor for each number."""
     qk_norm: bool = False
     """RMSNorm on the queries and keys of each head, before RoPE."""
     biases: Literal["none", "qkv", "all"] = "none"
-    """All: also in LayerNorm. The head has none in any case."""
+    """Biases of linear layers: none, only queries, keys and values, or all with LayerNorm. The head never has one."""
     tie_embeddings: bool = True
-    """The head is the embedding, transposed."""
+    """Whether the head is the embedding, transposed."""
 
     @property
     def head_size(self) -> int:
@@ -339,7 +339,7 @@ def _is_gated(kind: FeedForwardKind) -> bool:
 
 
 def _norm(config: ModelConfig) -> int:
-    """Of the residual stream."""
+    """Width of the residual stream."""
     if not config.norm_affine:
         return 0
     return config.hidden_size * (2 if config.norm == "layernorm" and config.biases == "all" else 1)
@@ -382,7 +382,7 @@ class Lora(Config):
     rank: Annotated[int, Between(1, 2**16, "no adapter has more")] = 16
     """Rank of the adapters."""
     alpha: Annotated[float, Between(1e-3, 1e6, "updates of the adapter are times alpha / rank")] = 32.0
-    """Updates of an adapter are multiplied by alpha / rank."""
+    """Scale of an adapter: its output is multiplied by alpha / rank."""
     dropout: Annotated[float, Between(0, 0.99, "something has to be left")] = 0.0
     """Share of the inputs of A that is left out in training."""
     target_modules: tuple[str, ...] = Field(("attention.*", "mlp.*"), min_length=1, max_length=64)
@@ -393,7 +393,7 @@ class Lora(Config):
     rank_stabilized: bool = False
     """s = alpha / √rank instead (rsLoRA: Kalajdzievski 2023, https://arxiv.org/abs/2312.03732)."""
     base_dtype: Base = "float32"
-    """How the frozen matrices of the blocks are kept. Embedding, head and vectors stay as they are."""
+    """Number format of the frozen matrices of the blocks. Embedding, head and vectors do not change."""
 
     @property
     def scale(self) -> float:

@@ -25,11 +25,11 @@ class ImportedShards(Config):
     """Token files that others made: of llm.c and its kin, of nanoGPT, of 1386. None of the corpus is used then."""
 
     folder: DiskPath
-    """With files for training and for validation, told apart by `train` and `val` in their names."""
+    """The folder of token files. `train` and `val` in their names tell training from validation."""
     document_id: Annotated[int, Between(0, 2**32 - 1, "token files hold at most 32 bits a token")] | None = None
     """The token between documents. None: the tokenizer's."""
     headerless: Literal["uint16", "uint32"] | None = None
-    """What the numbers are in files that hold nothing else, as nanoGPT's. 1386's say it in their meta.yaml."""
+    """Number type of files without a header, such as nanoGPT's. 1386's have it in their meta.yaml."""
 
 
 class DomainWeight(Config):
@@ -38,7 +38,7 @@ class DomainWeight(Config):
     weight: Weight
     """Share of the mix, relative to the other weights."""
     max_epochs: Annotated[float, Between(1e-6, 1e4, "it counts repetitions")] = 4.0
-    """How often a document of this domain is repeated at most."""
+    """Maximum number of times that a document of this domain occurs."""
 
 
 class Anneal(Config):
@@ -49,7 +49,7 @@ class Anneal(Config):
     tokens: TokenCount | None = None
     """Size of this mix."""
     fraction: InnerShare | None = None
-    """Its size as a share of both mixes together."""
+    """Size of this mix, as a share of both mixes together."""
 
     @model_validator(mode="after")
     def _one_size_and_one_weight_a_domain(self) -> "Anneal":

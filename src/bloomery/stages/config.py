@@ -86,15 +86,15 @@ class ClassifierTraining(Config):
     ngrams: tuple[NgramSize, NgramSize] = (1, 2)
     """Shortest and longest n-grams, in words and punctuation marks."""
     character_ngrams: tuple[NgramSize, NgramSize] | None = None
-    """Shortest and longest n-grams of characters; None: none are looked at."""
+    """Shortest and longest n-grams of characters. None: no such n-grams."""
     max_chars: Annotated[int, Between(100, 10**7, "less says nothing, and more says no more")] = 3000
-    """How much of a long document is looked at: half of it at the start, half mid-way."""
+    """Characters of a long document that count: half at its start, half in its middle."""
     c: Strength | None = None
-    """Inverse of the l2 penalty. None: of 1, 3 and 10 the one that orders the calibrating texts best."""
+    """Inverse of the L2 penalty. None: the value of 1, 3 and 10 that orders the calibration texts best."""
     test_fraction: Annotated[float, Between(1e-4, 0.49, "as many calibrate, and the rest is trained on")] = 0.1
     """Share of the documents to measure on. An equal share is for calibration."""
     threshold: Share = 0.5
-    """Threshold at which precision and recall are reported. [filter] decides what is dropped."""
+    """Threshold for reported precision and recall. [filter] decides which documents to drop."""
     seed: Seed = 0
     """Seed of its random choices."""
 
@@ -121,7 +121,7 @@ class Contrast(ClassifierTraining):
     """Name of the classifier, for `[filter]`."""
     c: Strength | None = 30.0
     keep: Literal["high"] = "high"
-    """High scores are of text worth keeping."""
+    """High scores mark text worth keeping."""
 
 
 class Labeled(ClassifierTraining):
@@ -139,15 +139,15 @@ class Labeled(ClassifierTraining):
     label_field: str = "label"
     """The field that holds the label."""
     group_field: str | None = None
-    """Rows with the same value are never split up; without it, texts that differ in case and marks only."""
+    """Rows with the same value stay in one split. None: texts that differ only in case and marks stay together."""
     positive: tuple[LabelValue, ...] = (1,)
     """Labels that count as positive."""
     negative: tuple[LabelValue, ...] = (0,)
     """Labels that count as negative. Rows with other labels are left out."""
     positive_from: FieldNumber | None = None
-    """For labels that are numbers: positive from here on. `positive` and `negative` are then not looked at."""
+    """For numeric labels: positive from here on. `positive` and `negative` then have no effect."""
     negative_below: FieldNumber | None = None
-    """Negative below; texts between the two are left out. None: the same as positive_from."""
+    """For numeric labels: negative below. Texts between the two are unused. None: the same as positive_from."""
     samples: SampledDocuments = 100_000
     """Maximum number of texts, chosen by hash."""
     features: Features = 2**20
@@ -219,13 +219,13 @@ class MinScore(Config):
 
 class Filter(Parallel):
     rules: tuple[Annotated[Rule, Field(discriminator="kind")], ...] = ()
-    """Applied in this order; the first that a document breaks is its reason. A preset is replaced by its rules."""
+    """Rules, in this order. The first that a document breaks is its reason. A preset stands for its rules."""
     min_score: Share = 0.0
     """Documents whose score by the first classifier is lower are dropped (reason `classifier`)."""
     min_scores: tuple[MinScore, ...] = ()
     """Other limits for some domains."""
     thresholds: ThresholdTable = ()
-    """Limits of any classifier, applied in this order after those; or the name of a preset, "seed-1386"."""
+    """Limits for any classifier, in this order after those above. Or the name of a preset, "seed-1386"."""
 
     @field_validator("rules")
     @classmethod
@@ -271,11 +271,11 @@ class RepeatedLines(Config):
     """
 
     unit: Literal["line", "paragraph"] = "line"
-    """Paragraphs end with an empty line."""
+    """What to remove: lines, or paragraphs, which end with an empty line."""
     min_documents: Annotated[
         int, Between(2, 10**12, "no data set has more", "a line of one document is no repetition")
     ] = 10
-    """In how many documents that stay a line has to stand."""
+    """Minimum number of kept documents that contain a line."""
     min_characters: PositiveLength = 30
     """Shorter lines stay, counted without superfluous white space: a brace on its own is no repetition."""
 
@@ -292,19 +292,19 @@ class Dedup(Parallel):
     settings; one of them that says something else is an error.
     """
     num_perm: Annotated[int, Between(1, 2**14, MINIMA)] = 112
-    """Minima in a signature."""
+    """Number of minima in a signature."""
     num_bands: Annotated[int, Between(1, 2**14, MINIMA)] = 14
-    """Groups of minima; sharing one makes two documents candidates. 14 of 8 find a Jaccard of 0.8 with p = 0.92."""
+    """Groups of minima. Two documents that share one are candidates. 14 of 8 find a Jaccard of 0.8 with p = 0.92."""
     num_rotations: Annotated[int, Between(1, 16, "each sorts all documents once more")] = 2
-    """How often the minima are put into bands, every time in another way. Once, where nothing is verified."""
+    """How many times to group the minima into bands, each time differently. Without `verify`: once."""
     shingles: Literal["words", "characters"] = "words"
     """Whether shingles are runs of words or of characters."""
     shingle_size: Annotated[int, Between(1, 1000, "longer shingles are in no second document")] = 5
     """Words, or characters, in a shingle."""
     verify: bool = True
-    """Whether a document goes only for a kept one that is similar enough. Else for any linked by bands."""
+    """Whether to drop a document only if a kept document is similar enough. Otherwise a shared band suffices."""
     threshold: Annotated[float, Between(1e-3, 1, "it is a share of the shingles")] = 0.8
-    """With `verify`: a document goes only when its exact Jaccard with the kept one reaches this."""
+    """With `verify`: the exact Jaccard with the kept document from which on a document is a duplicate."""
     seed: Seed = 0
     """Seed of the hash functions."""
     decontaminate: Decontaminate | None = None
@@ -360,11 +360,11 @@ class Shard(Parallel):
     val_fraction: Annotated[float, Between(0, LARGEST_SHARE, "no tokenizer is trained on that share")] = 0.02
     """Share of documents for validation, chosen by a hash of their text. No model and no tokenizer trains on them."""
     anneal: Anneal | None = None
-    """What `pretrain` reads last, from shards of its own."""
+    """A second mix, which `pretrain` reads last."""
     shard_tokens: Annotated[int, Between(1000, 2**30, "each shard is a file, and counts to 2^31")] = 100_000_000
-    """A shard's length: its documents begin within as many tokens. A header counts to 2^31."""
+    """Length of a shard: its documents begin within this many tokens. A header counts to 2^31."""
     memory_bytes: MemoryBytes = Field(2 * 2**30, json_schema_extra=VOLATILE)
-    """For all workers together, in addition to Python and its libraries. It changes the speed, and no byte."""
+    """Memory for all workers together, in addition to Python and its libraries. It changes only the speed."""
     seed: Seed = 0
     """Seed of the order of documents."""
 
@@ -386,17 +386,17 @@ class Pretrain(Training):
     model: ModelConfig = ModelConfig()
     """Shape of the model."""
     start_from: DiskPath | None = None
-    """A model folder whose weights are where training starts, such as GPT-2's; [model] says the same shape."""
+    """A model folder whose weights training starts from, such as GPT-2's. [model] has to name the same shape."""
     depth: Depth | None = None
-    """Fills in width, heads, tokens, steps and learning rates that are not given: see `train/scaling_rules.py`."""
+    """Number of layers. Also sets width, heads, tokens, steps and learning rates that you leave out."""
     tokens_per_parameter: TokenRatio = TOKENS_PER_PARAMETER
-    """How long a run of a given depth is."""
+    """With `depth`: training tokens for each parameter."""
     continue_from: DiskPath | None = Field(None, json_schema_extra=VOLATILE)
-    """The folder of this stage in a shorter run, whose constant phase is not repeated: `train/extension.py`."""
+    """A shorter run to start from: training does not repeat its constant phase."""
     hellaswag: DiskPath | None = Field(None, json_schema_extra=VOLATILE)
     """An evaluation file of llm.c, such as hellaswag_val.bin: its questions are asked at every evaluation."""
     hellaswag_questions: DocumentCount | None = Field(None, json_schema_extra=VOLATILE)
-    """How many of them, at even distances. None: all."""
+    """Number of these questions, at even distances. None: all."""
 
 
 RowTokens = Annotated[int, Between(2, 2**24 + 1, "it is the context and its last target")]
@@ -404,13 +404,13 @@ RowTokens = Annotated[int, Between(2, 2**24 + 1, "it is the context and its last
 
 class Instruct(Conversations):
     sequence_length: RowTokens = 257
-    """Length of a packed row: the model's context and one more, the last target. A recipe with a model fills it in."""
+    """Length of a packed sequence: the model's context plus one, the last target. A recipe with a model fills it in."""
     val_fraction: InnerShare = 0.02
     """Share of conversations for validation, chosen by hash of their messages."""
     samples: Annotated[int, Between(0, 1000, "they are on one page")] = 3
-    """How many conversations the page shows, with what is learned of them in color."""
+    """Number of conversations that the report shows, with the text in the loss in color."""
     chat_template: TemplateName = "bloomery"
-    """How conversations are written, by its name in `tokenizer/chat_template.py`."""
+    """Name of the chat template, from `tokenizer/chat_template.py`."""
 
     def packages(self) -> tuple[str, ...]:
         from_hub = any(isinstance(rule, Unexamined) and rule.tasks and not rule.data for rule in self.filters)

@@ -53,7 +53,7 @@ class AdamW8bit(Adam):
 
     kind: Literal["adamw8bit"] = "adamw8bit"
     block: Annotated[int, Between(1, 2**20, "a scale for more numbers is one for all")] = 256
-    """Numbers that share a scale."""
+    """How many numbers share a scale."""
 
 
 class AdEMAMix(Adam):
@@ -65,7 +65,7 @@ class AdEMAMix(Adam):
     kind: Literal["ademamix"] = "ademamix"
     beta2: Momentum = 0.999
     beta3: Momentum = 0.9999
-    """Of the slow mean."""
+    """Share of the slow mean that is kept."""
     alpha: Annotated[float, Between(0, 1000, "it weighs the slow mean against the fast one")] = 8.0
     """Weight of the slow mean; the fast mean has weight 1."""
     ramp_steps: StepsOrNone = 2000

@@ -48,11 +48,11 @@ class ChatSource(Config):
     """What every source of conversations has."""
 
     name: Name
-    """What reports call it."""
+    """Name of the source in reports."""
     license: str | None = None
-    """License of its conversations, where they do not say themselves (`license`)."""
+    """License of its conversations, for those that name none themselves (`license`)."""
     max_conversations: DocumentCount | None = None
-    """Reading stops behind so many, whatever filters make of them."""
+    """Maximum number of conversations to read, before filters."""
     max_turns: DocumentCount | None = None
     """A conversation is truncated after this many answers."""
     repeat: Annotated[int, Between(1, 1000, "each is in the rows once more")] = 1
@@ -88,7 +88,7 @@ class Shaped(ChatSource):
     context_field: str | None = None
     """The field with the input of an instruction. Not set: one of the usual names."""
     answer_field: str | None = None
-    """Of "alpaca" and "pairs"."""
+    """The field with the answer, for "alpaca" and "pairs". None: one of the usual names."""
     system_field: str | None = None
     """The field with what opens the conversation. None: `system`, `system_prompt` and `tools`, where there are any."""
     speakers: tuple[str, str] | None = None
@@ -96,7 +96,7 @@ class Shaped(ChatSource):
     separator: str = ""
     """Of text files: what stands between two dialogues. Empty: a file is one dialogue."""
     accept: tuple[FieldIs, ...] = ()
-    """Conditions that a row has to meet; the others are rejected with the condition and the value it saw."""
+    """Conditions that a row has to meet. Other rows are rejected, with the condition and the value."""
     max_row_bytes: RowBytes = 16 * 2**20
     """
     A longer row is rejected (`too_long`), of parquet by the text in it. It bounds the memory of reading. In a .json
@@ -143,7 +143,7 @@ class ChatPreset(Shaped, AtHub):
 
     kind: Literal["preset"] = "preset"
     preset: ChatPresetName
-    """Which one. Where it is left out, `name` says it."""
+    """Name of the preset. None: the same as `name`."""
     dataset: str = Field(pattern=r"^([\w.\-]+/)?[\w.\-]+$")
 
     @model_validator(mode="before")
@@ -167,7 +167,7 @@ class Conversations(Config):
     sources: tuple[Annotated[ChatSourceConfig | Mixture, Field(discriminator="kind")], ...] = (ToyChats(),)
     """Where conversations come from."""
     filters: tuple[Annotated[ChatFilter, Field(discriminator="kind")], ...] = ()
-    """Applied in this order; the first that finds something is why a conversation is dropped."""
+    """Filters, in this order. The first that matches is the reason why a conversation is dropped."""
 
     @field_validator("sources")
     @classmethod

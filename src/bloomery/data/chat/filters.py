@@ -247,7 +247,7 @@ class Truncated(Filtering):
 
     kind: Literal["truncated"] = "truncated"
     min_words: PositiveLength = 40
-    """Shorter answers may end as they like: names, numbers, titles."""
+    """Shorter answers may end without a mark: names, numbers, titles."""
 
     def finding(self, conversation: Conversation) -> ChatFilterHit | None:
         for said in said_by(conversation, "assistant"):
@@ -277,11 +277,11 @@ class LengthMismatch(Filtering):
 
     kind: Literal["length_mismatch"] = "length_mismatch"
     min_question_words: TextLength = 15
-    """A question of fewer words …"""
+    """A question of fewer words is short."""
     max_answer_words: PositiveLength = 200
-    """… must not have an answer of more."""
+    """Maximum number of words of an answer to a short question."""
     every: bool = False
-    """Whether all exchanges are looked at, and not the first alone: a later question may lean on what stands before."""
+    """Whether to check all exchanges and not only the first. A later question may depend on earlier ones."""
 
     def finding(self, conversation: Conversation) -> ChatFilterHit | None:
         asked = 0
@@ -308,9 +308,9 @@ class Spam(Filtering):
 
     kind: Literal["spam"] = "spam"
     max_phrases: TextLength = 1
-    """More of them, in all messages, drop it."""
+    """Maximum number of phrases in all messages."""
     max_links: Annotated[float, Between(0, 100, "it counts links in 100 words")] = 5.0
-    """In 100 words of what the assistant says."""
+    """Maximum number of links in 100 words of the assistant."""
     max_repeated: Share = 0.5
     """Maximum share of an answer that is repetition."""
     min_words: PositiveLength = 30
@@ -386,7 +386,7 @@ class Duplicates(Filtering):
 
     kind: Literal["duplicates"] = "duplicates"
     same: Literal["conversation", "question"] = "conversation"
-    """What is compared: all messages, or only the first message of the user."""
+    """What to compare: all messages, or only the first message of the user."""
 
     def test(self) -> Test:
         seen: dict[bytes, int] = {}

@@ -53,11 +53,11 @@ class Read(Config):
     """What every source of rows has."""
 
     name: Name
-    """What reports call it."""
+    """Name of the source in reports."""
     max_rows: DocumentCount | None = None
-    """Reading stops behind so many that are understood."""
+    """Maximum number of rows to read, without rejected ones."""
     accept: tuple[FieldIs, ...] = ()
-    """Conditions that a row has to meet; the others are rejected with the condition and the value it saw."""
+    """Conditions that a row has to meet. Other rows are rejected, with the condition and the value."""
     max_row_bytes: RowBytes = 16 * 2**20
     """A longer row is rejected (`too_long`)."""
 
@@ -122,7 +122,7 @@ class Arithmetic(Config):
     operations: tuple[Literal["plus", "minus", "times"], ...] = Field(("plus",), min_length=1)
     """Operations that questions use."""
     terms: Annotated[int, Between(2, 6, "few people ask for more", "a question has two operands")] = 2
-    """Most operands of a question."""
+    """Maximum number of operands of a question."""
     seed: Seed = 0
     """Seed of its random choices."""
 

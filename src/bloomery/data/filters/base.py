@@ -27,7 +27,7 @@ from bloomery.data.filters.features import BatchFeatures, FeatureValues, Flags
 
 class FilterBase(Config):
     domains: tuple[str, ...] | None = None
-    """Domains it applies to. None: all."""
+    """Domains that the rule applies to. None: all."""
 
 
 class FilterHit(NamedTuple):

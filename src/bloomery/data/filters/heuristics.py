@@ -38,7 +38,7 @@ class Length(FilterBase):
     max_characters: PositiveLength | None = None
     """Maximum number of characters. Not set: no limit."""
     min_words: TextLength = 0
-    """What white space separates."""
+    """Minimum number of words, which white space separates."""
 
     def findings(self, facts: BatchFeatures, live: Flags) -> Iterator[FilterHit]:
         yield below("length.too_short", facts.sizes, self.min_characters)
@@ -58,13 +58,13 @@ class Characters(FilterBase):
 
     kind: Literal["characters"] = "characters"
     nul: bool = False
-    """Whether documents may hold NUL, which no text does."""
+    """Whether documents may contain NUL, which is in no text."""
     max_controls: Share = 0.001
     """Largest share of control characters (without tabs and line breaks) and of U+FFFD, the mark of lost bytes."""
     max_non_letters: Share = 0.4
     """Largest share of digits, marks and symbols among what is not white space."""
     min_ascii: Share = 0.0
-    """Least share of ASCII. Anything above 0 takes whole languages away; it is here for old recipes."""
+    """Minimum share of ASCII. Values above 0 remove whole languages. The key is here for old recipes."""
 
     def findings(self, facts: BatchFeatures, live: Flags) -> Iterator[FilterHit]:
         if not self.nul:
@@ -101,11 +101,11 @@ class Lines(FilterBase):
     max_short_lines: Share = 1.0
     """Maximum share of lines that are short."""
     short_line_characters: PositiveLength = 30
-    """Lines of at most as many characters are short."""
+    """Lines of at most this many characters are short."""
     max_lines_without_end: Share = 1.0
-    """Lines whose last character is none that ends a sentence or a part of it, and no closing quote or bracket."""
+    """Maximum share of lines that do not end in punctuation, a closing quote or a bracket."""
     max_number_lines: Share = 1.0
-    """Lines without a letter."""
+    """Maximum share of lines without a letter."""
 
     def findings(self, facts: BatchFeatures, live: Flags) -> Iterator[FilterHit]:
         lines = facts.written
@@ -158,9 +158,9 @@ class Boilerplate(FilterBase):
     max_lines: Share = 0.2
     """Largest share of lines with one of the phrases."""
     phrases: tuple[str, ...] = PHRASES
-    """In any case of ASCII letters."""
+    """Phrases to look for, in upper or lower case."""
     max_templates: TextLength = 2
-    """Most template fields that may be left unfilled."""
+    """Maximum number of unfilled template fields."""
 
     def findings(self, facts: BatchFeatures, live: Flags) -> Iterator[FilterHit]:
         lines = facts.written
@@ -269,7 +269,7 @@ class Language(FilterBase):
     min_confidence: Share = 0.65
     """Minimum probability of the language."""
     max_chars: PositiveLength = 1000
-    """How much of a document is looked at, from its start."""
+    """Characters from the start of a document that count."""
 
     def packages(self) -> tuple[str, ...]:
         return ("py3langid",)
@@ -320,25 +320,25 @@ class Code(FilterBase):
     max_mean_line_characters: Ratio = 100.0
     """Maximum mean length of a line."""
     min_alphanumeric: Share = 0.25
-    """Least share of characters that are letters or digits."""
+    """Minimum share of characters that are letters or digits."""
     xml: bool = False
     """Whether files may begin as XML does."""
     generated: bool = False
     """Whether one of the first five lines may say that a program wrote the file."""
     min_visible_html: Share = 0.2
-    """Least share of an HTML file that a reader sees."""
+    """Minimum share of an HTML file that a reader sees."""
     min_visible_html_characters: TextLength = 100
     """Minimum number of characters of an HTML file that a reader sees."""
     min_data_characters: TextLength = 50
-    """Of JSON and YAML files."""
+    """Minimum number of characters of a JSON or YAML file."""
     max_data_characters: PositiveLength = 5000
     """Maximum number of characters of a JSON or YAML file."""
     min_data_letters: Share = 0.5
-    """Least share of letters in JSON and YAML files."""
+    """Minimum share of letters in JSON and YAML files."""
     min_comments: Share = 0.0
-    """Least share of comments and docstrings, in the languages whose comments begin with # or //. StarCoder: 0.01."""
+    """Minimum share of comments and docstrings, in languages with comments after # or //. StarCoder: 0.01."""
     max_comments: Share = 1.0
-    """StarCoder: 0.8."""
+    """Maximum share of comments and docstrings. StarCoder: 0.8."""
 
     def findings(self, facts: BatchFeatures, live: Flags) -> Iterator[FilterHit]:
         lines = facts.lines

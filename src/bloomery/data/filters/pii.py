@@ -235,13 +235,13 @@ class Pii(FilterBase):
 
     kind: Literal["pii"] = "pii"
     find: Annotated[tuple[PrivateKind, ...], Field(min_length=1)] = ("mail", "ip", "key")
-    """What is looked for: mail addresses, IP addresses, phone numbers, keys."""
+    """What to look for: mail addresses, IP addresses, phone numbers, keys."""
     action: Literal["mask", "drop"] = "mask"
     """mask: <EMAIL>, <IP>, <PHONE> or <KEY> stands in the place of each, and the rest of the document stays."""
     max_hits: TextLength = 0
-    """With action "drop": how many of one kind a document may hold."""
+    """With action "drop": how many of one kind a document may contain."""
     private_ips: bool = False
-    """Whether addresses count that mean nobody outside: 127.0.0.1, 10.0.0.1, 192.0.2.1, fe80::1."""
+    """Whether private addresses count too: 127.0.0.1, 10.0.0.1, 192.0.2.1, fe80::1."""
 
     def masked(self, facts: BatchFeatures, asked: Flags) -> dict[int, tuple[str, Counter[str]]]:
         if self.action == "drop":

@@ -64,9 +64,9 @@ class Gopher(FilterBase):
     max_ellipsis_lines: Share = 0.3
     """Maximum share of lines that end with an ellipsis."""
     min_alphabetic_words: Share = 0.8
-    """Least share of words with a letter in them."""
+    """Minimum share of words with a letter in them."""
     min_stop_words: TextLength = 2
-    """Least number of different ones of `stop_words`."""
+    """Minimum number of different words of `stop_words`."""
     stop_words: tuple[str, ...] = STOP_WORDS
     """The words that `min_stop_words` counts."""
 
@@ -179,17 +179,17 @@ class C4(FilterBase):
 
     kind: Literal["c4"] = "c4"
     min_sentences: TextLength = 5
-    """In the lines that the paper would keep."""
+    """Minimum number of sentences in the lines that the paper would keep."""
     min_kept_lines: Share = 0.0
-    """Least share of the lines with text that the paper would keep."""
+    """Minimum share of lines that the paper would keep, of all lines with text."""
     min_line_words: TextLength = 3
     """Minimum number of words in a line that counts."""
     need_line_ends: bool = True
-    """Whether the lines that count have to end in a mark. FineWeb found it best that they need not."""
+    """Whether the lines that count have to end in a mark. FineWeb found it better without."""
     max_word_characters: PositiveLength = 1000
     """A line with a longer word does not count."""
     curly_brackets: bool = False
-    """Whether documents may hold a curly bracket, which the paper takes for code."""
+    """Whether documents may contain a curly bracket, which the paper takes for code."""
     bad_words: tuple[str, ...] = ()
     """Words and phrases that drop a document, in any case."""
     bad_words_path: DiskPath | None = None
@@ -323,11 +323,11 @@ class FineWeb(FilterBase):
 
     kind: Literal["fineweb"] = "fineweb"
     min_lines_with_end: Share = 0.12
-    """Least share of lines whose last character ends a sentence (in any script; a closing quote does not)."""
+    """Minimum share of lines whose last character ends a sentence, in any script. A closing quote does not."""
     max_short_lines: Share = 0.67
     """Maximum share of lines that are short."""
     short_line_characters: PositiveLength = 30
-    """Lines of at most as many characters are short."""
+    """Lines of at most this many characters are short."""
     max_duplicate_line_characters: Share = 0.01
     """Maximum share of characters in duplicate lines."""
     max_lines_per_word: Ratio = 0.3
@@ -382,7 +382,7 @@ class Repetition(FilterBase):
     max_top_ngrams: NgramShares = (0.20, 0.18, 0.16)
     """Largest share of characters in the most frequent 2-gram, 3-gram, … of words."""
     min_top_count: PositiveLength = 2
-    """How often a phrase has to come before it counts as frequent; once is no repetition."""
+    """How often a phrase has to occur to count as frequent. Once is no repetition."""
     max_duplicate_ngrams: NgramShares = (0.15, 0.14, 0.13, 0.12, 0.11, 0.10)
     """Largest share of characters in repeats of an earlier 5-gram, 6-gram, … of words."""
 

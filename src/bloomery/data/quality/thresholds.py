@@ -62,15 +62,15 @@ class Threshold(Config):
     classifier: str = "quality"
     """Name of the classifier, from `[classify]`."""
     domains: tuple[str, ...] | None = None
-    """None: every domain."""
+    """Domains that the limit applies to. None: all."""
     min_score: Share | None = None
-    """Scores from here on are kept: for a classifier whose high scores are of good text."""
+    """Keep scores from here on. For a classifier with high scores for good text."""
     max_score: Share | None = None
-    """Scores from here on are dropped: for one whose high scores are of bad text."""
+    """Drop scores from here on. For a classifier with high scores for bad text."""
     heuristic_weight: Share = 0.0
-    """How much of the score is the heuristic's (`data/quality/scorer.py`) instead of the classifier's."""
+    """Weight of the heuristic score (`data/quality/scorer.py`). The classifier has the rest."""
     max_chars: PositiveLength | None = None
-    """How many of a document's first characters are scored. None: what the classifier looks at by itself."""
+    """How many of a document's first characters the classifier scores. None: as in the classifier."""
 
     @model_validator(mode="after")
     def _one_threshold(self) -> "Threshold":

@@ -157,11 +157,11 @@ class SourceBase(Config):
     """What every source has."""
 
     name: Name
-    """What reports call it. Ids of documents begin with it."""
+    """Name of the source in reports. IDs of documents begin with it."""
     domain: Name
-    """What its documents are mixed and reported as."""
+    """Domain of its documents, for the mix and for reports."""
     license: str | None = None
-    """License of its documents, where they do not say themselves."""
+    """License of its documents, for those that name none themselves."""
     max_documents: DocumentCount | None = None
     """Maximum number of documents. Not set: all."""
     max_bytes: Bytes | None = None
@@ -178,15 +178,15 @@ class FileSource(SourceBase):
     max_document_bytes: RowBytes = 16 * 2**20
     """A document that is longer, in its file or as text, is rejected (`too_long`). It bounds the memory of reading."""
     encoding: Literal["utf-8", "detect"] = "utf-8"
-    """Of text files. "detect" finds out (needs the extra `web`); HTML and WARC always do."""
+    """Encoding of text files. "detect" guesses it (needs the extra `web`), as HTML and WARC always do."""
     separator: str = ""
     """Of text files: what stands between two documents, <|endoftext|> say. Empty: a file is one document."""
     repair: bool | None = None
     """Whether ftfy mends text that was decoded wrongly before it came here ("Ã©" for "é"). None: of HTML and WARC."""
     main_content: bool = True
-    """Of HTML only what stands in the main part of the page, without navigation and the like."""
+    """For HTML: read only the main part of the page, without navigation and the like."""
     accept: tuple[Condition, ...] = ()
-    """Conditions that documents have to meet; the others are rejected with the condition and the value it saw."""
+    """Conditions that documents have to meet. Other documents are rejected, with the condition and the value."""
 
     def packages(self) -> tuple[str, ...]:
         formats = {format_of(name) for name in self.names()}
@@ -212,11 +212,11 @@ class TableSource(FileSource):
     text_field: str = "text"
     """The field that holds the text."""
     template: str | None = None
-    """Text made of several fields instead, as in "Question: {question}\\n\\nAnswer: {answer}"."""
+    """Instead of one field, text made of several, as in "Question: {question}\\n\\nAnswer: {answer}"."""
     id_field: str | None = None
-    """The field that holds a document's own id, unique in the whole run. Without: source, file and row make it."""
+    """The field with a document's own ID, unique in the whole run. None: source, file and row make the ID."""
     needs_id: bool = True
-    """Whether a row without that field is rejected. Otherwise file and row make its id."""
+    """Whether to reject a row without that field. Otherwise file and row make its ID."""
     domain_field: str | None = None
     """The field that holds a document's own domain, for rows that have one."""
     url_field: str = "url"
@@ -224,9 +224,9 @@ class TableSource(FileSource):
     license_field: str = "license"
     """The field that holds the license of a document."""
     best: Best | None = None
-    """Applied to the row before all else: `{ field = "answers", by = "score" }` makes `answers` the best of them."""
+    """First of all, keep the best of a list: `{ field = "answers", by = "score" }` makes `answers` its best object."""
     markup: Literal["none", "html"] = "none"
-    """Whether the text is HTML, of which the plain text is taken (needs the extra `web`)."""
+    """Whether the text is HTML. Bloomery then takes its plain text (needs the extra `web`)."""
 
     @model_validator(mode="after")
     def _template_names_fields(self) -> "TableSource":

@@ -236,9 +236,9 @@ class Reach(Config):
     """How files are fetched into the cache ($BLOOMERY_CACHE or ~/.cache/bloomery)."""
 
     offline: bool = Field(False, json_schema_extra=VOLATILE)
-    """Only the cache is asked. So it is for the hub, too, where HF_HUB_OFFLINE is 1."""
+    """Use only the cache. For the hub, HF_HUB_OFFLINE=1 does the same."""
     attempts: Attempts = Field(8, json_schema_extra=VOLATILE)
-    """Failures in a row, without a mebibyte of progress between them, after which an address is given up."""
+    """Give up an address after so many failures in a row without a mebibyte of progress between them."""
 
 
 class AtHub(Reach):
@@ -247,17 +247,17 @@ class AtHub(Reach):
     dataset: str = Field("", pattern=r"^([\w.\-]+/)?[\w.\-]*$")
     """Owner and name of the data set, as in "roneneldan/TinyStories"."""
     revision: str = Field("main", min_length=1)
-    """A branch, a tag or a commit. What it is when the run begins joins the fingerprint; a commit asks nobody."""
+    """A branch, a tag or a commit. Its commit at the start of the run is part of the fingerprint."""
     files: tuple[str, ...] = ()
     """Globs of files in the repository: `*` stays in a folder, `**` does not."""
     config: str | None = None
     """Instead of `files`: one of the configs that the data set's card declares."""
     split: str = "train"
-    """Of the config."""
+    """The split of that config."""
     endpoint: str | None = Field(None, pattern=r"^https?://[^@]+$", json_schema_extra=VOLATILE)
     """The hub. None: HF_ENDPOINT, or https://huggingface.co. The token (HF_TOKEN) goes there and nowhere else."""
     mirrors: tuple[str, ...] = Field((), json_schema_extra=VOLATILE)
-    """Hubs, or addresses of the same file, to ask where the first does not answer, in this order. They get no token."""
+    """Other hubs, or addresses of the same file, to try in this order if the first fails. They get no token."""
 
     def packages(self) -> tuple[str, ...]:
         return (*super().packages(), *extras.for_files(self.files))
@@ -278,7 +278,7 @@ class Fetched(Reach, TableSource):
     """What every source has whose files come from elsewhere."""
 
     format: read.FileFormat | None = None
-    """Of its files. None: as their names end."""
+    """Format of its files. None: by the ends of their names."""
 
     def packages(self) -> tuple[str, ...]:
         if self.format is None:
@@ -307,7 +307,7 @@ class Address(Fetched):
     address: WebAddress
     """The web address of the file."""
     sha256: Sha256 | None = None
-    """Of its content. Without, what its server calls its version stands for it."""
+    """SHA-256 of its content. None: the version that its server names replaces it."""
     mirrors: tuple[WebAddress, ...] = Field((), json_schema_extra=VOLATILE)
     """Other addresses of the same bytes, tried in this order. They need `sha256`."""
 
@@ -337,11 +337,11 @@ class Remote(Fetched):
 
 
 class PresetSource(FromHub):
-    """A well-known corpus with its fields, limits and license, from presets.toml; what is set here goes first."""
+    """A well-known corpus with its fields, limits and license, from presets.toml. Keys that you set here win."""
 
     kind: Literal["preset"] = "preset"
     preset: SourcePresetName
-    """Which one. Where it is left out, `name` says it."""
+    """Name of the preset. None: the same as `name`."""
     address: WebAddress | None = None
     """A web address in place of that of the preset."""
     sha256: Sha256 | None = None

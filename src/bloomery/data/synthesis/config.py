@@ -206,7 +206,7 @@ class OpenAI(Config):
     price: TokenPrice | None = Field(None, json_schema_extra=VOLATILE)
     """Price of its tokens. It counts against the budget."""
     limit_field: Literal["max_tokens", "max_completion_tokens"] = Field("max_tokens", json_schema_extra=VOLATILE)
-    """What the server calls the longest answer: newer models of OpenAI take only the second."""
+    """Name of the field for the maximum answer length. Newer models of OpenAI take only the second."""
     _address = model_validator(mode="after")(_checked_address)
 
 
@@ -224,9 +224,9 @@ class Augment(Config):
     """
 
     modes: tuple[Mode, ...] = Field(("summary", "key_points", "questions", "harder", "simpler"), min_length=1)
-    """In turn, one for each document; a document that a mode cannot take gets the next one that can."""
+    """Modes in turn, one for each document. A document that a mode cannot use gets the next mode."""
     domains: tuple[str, ...] = ()
-    """None named: all."""
+    """Domains of the documents. Empty: all."""
     max_characters: Annotated[int, Between(200, 10**9, "less says nothing, and no model reads more")] = 4000
     """Longer documents are cut at the end of a paragraph, or else of a word."""
     min_words: PositiveLength = 50
@@ -253,35 +253,35 @@ class Synthesize(Config):
     enabled: bool = False
     """Whether requests are sent. They may cost money."""
     provider: Provider | None = None
-    """Who is asked."""
+    """The service that answers."""
     topics: tuple[str, ...] = ()
-    """Questions to ask as they are, each once."""
+    """Questions to send unchanged, each once."""
     categories: tuple[Category, ...] = ()
-    """Questions made of templates, in the proportion of their weights."""
+    """Questions from templates, in the proportion of their weights."""
     preset: SynthesisPresetName | None = None
     """Categories with the names and weights of 1386.ai; the questions were written for Bloomery."""
     augment: Augment | None = None
     """Conversations about the documents of this run."""
     count: Annotated[int, Between(1, 10**8, "each is a request")] = 100
-    """Conversations to have. A document that brings several questions may exceed it by a few."""
+    """Number of conversations. A document with several questions may exceed it by a few."""
     max_answer_tokens: Context = 512
-    """Of one turn. A longer answer comes cut, and is not kept."""
+    """Maximum length of one answer. Bloomery discards an answer that the limit truncates."""
     temperature: ProviderTemperature | None = None
-    """None: as the provider has it."""
+    """Sampling temperature. None: the provider's default."""
     max_tokens: TokenCount = 100_000
-    """Budget for all that is read and written. A request that could exceed it is not made."""
+    """Budget of tokens, input and output. Bloomery sends no request that could exceed it."""
     max_dollars: Annotated[float, Between(1e-6, 1e9, "no request costs less, and nobody has more")] | None = None
     """The same in dollars; it needs the provider's `price`."""
     seed: Seed = 0
     """Seed of its random choices."""
     concurrency: Connections = Field(4, json_schema_extra=VOLATILE)
-    """Requests under way at once."""
+    """Number of requests at the same time."""
     attempts: Attempts = Field(6, json_schema_extra=VOLATILE)
-    """Of a request that fails for now (429, 5xx, broken connections), with growing waits or as long as asked."""
+    """Attempts for a request that fails for now (429, 5xx, broken connections), with growing waits."""
     timeout_seconds: Annotated[float, Between(1e-3, 86_400, "a day is 86,400 seconds", "no server answers sooner")] = (
         Field(120.0, json_schema_extra=VOLATILE)
     )
-    """Of a request. With kind = "anthropic", where its client measures, from one piece of the answer to the next."""
+    """Time limit of a request. With kind = "anthropic", between two pieces of the answer."""
 
     def needs(self, after: tuple[str, ...]) -> tuple[str, ...]:
         return after if self.enabled and self.augment is not None else ()

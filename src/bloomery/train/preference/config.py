@@ -22,7 +22,7 @@ class Dpo(Config):
 
     kind: Literal["dpo"] = "dpo"
     beta: Beta = 0.1
-    """How dear it is to leave the reference π₀."""
+    """Strength of the penalty for leaving the reference π₀."""
     smoothing: Annotated[float, Between(0, 0.49, "it is a share of less than half")] = 0.0
     """Share ε of pairs that are taken to be the wrong way round: − (1 − ε) log σ(βh) − ε log σ(−βh)."""
 
@@ -50,7 +50,7 @@ class SimPo(Config):
     beta: Beta = 2.0
     """Factor on the difference of mean log-probabilities."""
     gamma: LossFactor = 1.0
-    """By how much a chosen answer shall be better."""
+    """Margin γ by which a chosen answer should be better."""
 
 
 class Grpo(Config):
@@ -66,9 +66,9 @@ class Grpo(Config):
     problems: tuple[Annotated[Problems, Field(discriminator="kind")], ...] = Field(min_length=1)
     """Questions whose answers are numbers."""
     group_size: Annotated[int, Between(2, 4096, "a group has two, and all are in memory")] = 8
-    """To each question: a group."""
+    """Number of answers to each question."""
     max_new_tokens: Context = 48
-    """Most of an answer. One that does not end within them counts as wrong."""
+    """Maximum length of an answer. A longer answer counts as wrong."""
     temperature: Annotated[float, Between(1e-3, 100, "logits are divided by it")] = 1.0
     """Temperature at which answers are sampled."""
     marked: bool = False
@@ -76,9 +76,9 @@ class Grpo(Config):
     clip: InnerShare = 0.2
     """ε"""
     kl_coef: LossFactor = 0.04
-    """β. Where it is 0, there is no reference."""
+    """β, the weight of the distance from the reference. 0: no reference."""
     updates: Annotated[int, Between(1, 1000, "answers are soon those of another model")] = 1
-    """How many are made with the same answers. Behind the first, ρ is no longer 1."""
+    """Number of updates with the same answers. After the first, ρ is no longer 1."""
     normalize: Literal["answers", "tokens"] = "answers"
     """Whether each answer weighs the same, or each token (Yu et al. 2025, https://arxiv.org/abs/2503.14476)."""
     deviation: bool = True
@@ -96,7 +96,7 @@ class Prefer(Training, Adapters):
     loss: Loss = Dpo()
     """How preferences become a loss."""
     pairs: tuple[Annotated[Pairs, Field(discriminator="kind")], ...] = ()
-    """Where preferences come from; of all losses but grpo, whose questions it names itself."""
+    """Where preferences come from, for all losses except grpo, which names its questions itself."""
     val_fraction: InnerShare = 0.05
     """Share of the questions for validation. The hash of a question decides."""
     optimizer: Optimizer = AdamW(learning_rate=5e-5, weight_decay=0.0)
