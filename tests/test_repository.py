@@ -92,3 +92,16 @@ def test_other_files_for_people_and_hosts_can_be_read() -> None:
 def test_every_link_of_a_document_leads_to_a_file(page: Path) -> None:
     links = [link for link in LINK.findall(page.read_text(encoding="utf-8")) if "://" not in link]
     assert [link for link in links if not (page.parent / link).exists()] == []
+
+
+def test_the_index_links_every_page_and_the_readme_leads_to_each_in_two_links() -> None:
+    pages = {page.resolve() for page in (ROOT / "docs").rglob("*.md")}
+    decisions = {page for page in pages if page.parent.name == "decisions"}
+
+    def linked(page: Path) -> set[Path]:
+        return {(page.parent / link).resolve() for link in LINK.findall(page.read_text(encoding="utf-8"))} & pages
+
+    index, readme = ROOT / "docs" / "index.md", ROOT / "README.md"
+    assert pages - linked(index) - decisions == {index}
+    assert decisions <= linked(ROOT / "docs" / "decisions" / "README.md") | linked(index)
+    assert index in linked(readme)
