@@ -531,7 +531,7 @@ class Sought(Config):
     @model_validator(mode="after")
     def _something_is_looked_for(self) -> "Sought":
         if not self.files and not self.tasks:
-            raise ValueError("no file and no task has a name, so there is nothing to search for")
+            raise ValueError("neither files nor tasks are named, so there is nothing to search for")
         return self
 
     @model_validator(mode="after")
