@@ -14,8 +14,10 @@ import math
 import os
 import re
 import sys
+import textwrap
 import traceback
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -328,6 +330,8 @@ def _machine_verbs(verbs: Any) -> None:
     verb.add_argument(
         "--runs", type=_path, default=Path("runs"), help="folder that runs will be written to (default: runs)"
     )
+    verb.add_argument("--retry", action="store_true", help="try every kernel again, also those with saved results")
+    verb.add_argument("-v", "--verbose", action="store_true", help="show the errors of each kernel")
 
 
 def main(words: Sequence[str] | None = None) -> int:
@@ -622,18 +626,33 @@ def import_(options: argparse.Namespace) -> int:
 
 
 def doctor(options: argparse.Namespace) -> int:
-    from dataclasses import asdict
-
-    from bloomery.hw.doctor import report as checks
+    from bloomery.hw.doctor import report
     from bloomery.hw.host import Host
 
-    host = checks.shown(Host.here()) if sys.stderr.isatty() else Host.here()
-    findings = checks.examine(host, options.runs)
+    host = report.shown(Host.here()) if sys.stderr.isatty() else Host.here()
+    known, title = [], ""
+    color = sys.stdout.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
+    terminal = sys.__stdout__ if color else sys.stdout  # whose own marks are no text of others
+    for group, finding in report.findings(host, options.runs, retry=options.retry):
+        known.append(finding)
+        if not options.json:
+            head = [] if group == title else [*([""] if title else []), group]
+            shown = replace(finding, **{name: errors.readable(getattr(finding, name)) for name in ("value", "hint")})
+            print(
+                *head,
+                *report.as_lines(shown, details=options.verbose, color=color),
+                sep="\n",
+                file=terminal,
+                flush=True,
+            )
+            title = group
+    code = report.exit_code(known)
     if options.json:
-        print(json.dumps({"findings": [asdict(one) for one in findings], "exit": checks.exit_code(findings)}))
+        print(json.dumps({"findings": [one.as_json() for one in known], "exit": code}))
     else:
-        print("\n".join(checks.as_lines(findings)))
-    return checks.exit_code(findings)
+        sentence, command = report.verdict(known, options.runs)
+        print("", *textwrap.wrap(sentence, report.WIDTH), f"Next: {command}", sep="\n")
+    return code
 
 
 VERBS: dict[str, Callable[[argparse.Namespace], int]] = {

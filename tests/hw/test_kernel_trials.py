@@ -66,7 +66,7 @@ def test_every_vendor_has_its_trials_with_names_of_their_own(vendor: str) -> Non
     names = [one.name for one in trials(vendor)]
     assert len(set(names)) == len(names)
     assert names[0] == "launch"
-    assert names[-1] == "training"
+    assert "training" in names
 
 
 # --- what is kept ---------------------------------------------------------------------------------------------------
@@ -155,6 +155,6 @@ def test_nothing_more_is_tried_where_not_even_a_sum_is_computed(tmp_path: Path) 
         asked.append(words)
         return CommandResult(code=None)
 
-    found = kernel_trials.tried(Host(root=tmp_path, run=run), "amd")
+    found = list(kernel_trials.tried(Host(root=tmp_path, run=run), "amd"))
     assert [one.name for one in found] == ["launch"]
     assert len(asked) == 1

@@ -66,7 +66,7 @@ def known(device: Device, host: Host) -> Sequence[TrialResult] | None:
         outcomes = kernel_trials.load(host, device.vendor)  # another rank has been here
         if outcomes is None:
             info("  this device is new, or its driver or software is: its kernels are tried first, once")
-            outcomes = kernel_trials.tried(host, device.vendor)
+            outcomes = list(kernel_trials.tried(host, device.vendor))
             kernel_trials.save(host, device.vendor, outcomes)
     return outcomes
 

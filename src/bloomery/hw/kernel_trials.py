@@ -20,10 +20,9 @@ import re
 import signal
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
-from functools import partial
+from dataclasses import asdict, dataclass, field, replace
+from itertools import groupby
 from pathlib import Path
 from typing import Any, Literal, NotRequired
 
@@ -62,7 +61,10 @@ def state() -> str:
 TrialStatus = Literal["passed", "failed", "absent"]
 
 FUSED = "bloomery.model.kernels.trials"
-LIMIT_SECONDS = 120.0
+NEXT_TRIAL = "next trial\n"
+"""The line before the answers of each trial of a child process that has several."""
+LIMIT_SECONDS, FURTHER_LIMIT_SECONDS = 120.0, 10.0
+"""Of a trial, and of each trial in a child process that has several."""
 COMPILE_LIMIT_SECONDS = 300.0
 LARGEST_ERROR = {"bfloat16": 0.02, "float16": 0.01, "float32": 1e-3}
 """Relative, of forward passes. Rounding gives a fifth of it or less; gradients pass by several roundings."""
@@ -117,7 +119,9 @@ def trials(vendor: str) -> list[KernelTrial]:
             for kernel in ("attention", "rms-norm", "cross-entropy")
         ]
         attention = [KernelTrial(kernel="attention", implementation=name) for name in ("flash", "math")]
-        return [launch, KernelTrial(kernel="matmul"), *attention, *native, *ends]
+        # torch.compile has no trial: it takes longest of all, and a run compares compiled blocks with plain ones itself
+        of_torch = [one for one in ends if one.kernel not in REPLACEABLE]
+        return [launch, KernelTrial(kernel="matmul"), *attention, *of_torch, *native]
     blas = ("hipblas", "hipblaslt") if vendor == "amd" else ("cublas", "cublaslt")
     products = [
         KernelTrial(kernel="matmul", implementation=name, probe=f"matmul-blas{'lt' if name.endswith('lt') else ''}")
@@ -315,19 +319,37 @@ def alone(host: Host) -> Iterator[None]:
         yield
 
 
-def tried(host: Host, vendor: str) -> list[TrialResult]:
+def tried(host: Host, vendor: str) -> Iterator[TrialResult]:
     """
-    Results of the trials. Where the first trial, a sum, fails, no other is tried, because each would hang too. On a
-    CPU, the trials that are not timed run two at a time.
+    Results of the trials, each as soon as it is known. Where the first trial, a sum, fails, no other is tried, because
+    each would hang too. On a CPU, the trials of one module share a child process, because to import torch takes longer
+    than a trial. A GPU may stay broken after a fault, so there each trial has a child process of its own.
     """
-    first, *rest = trials(vendor)
-    outcomes = [attempt(host, first)]
-    if outcomes[0].status == "failed":
-        return outcomes
-    timed = [trial for trial in rest if trial.kernel in ("matmul", "attention")]
-    outcomes += [attempt(host, trial) for trial in timed]
-    with ThreadPoolExecutor(max_workers=2 if vendor == "cpu" else 1) as pool:
-        return outcomes + list(pool.map(partial(attempt, host), [trial for trial in rest if trial not in timed]))
+    listed = trials(vendor)
+    groups = [list(group) for _, group in groupby(listed, key=lambda trial: trial.module if vendor == "cpu" else trial)]
+    for group in groups:
+        for outcome in together(host, group):
+            yield outcome
+            if outcome.kernel == listed[0].kernel and outcome.status == "failed":
+                return
+
+
+def together(host: Host, waiting: Sequence[KernelTrial]) -> Iterator[TrialResult]:
+    """
+    Results of trials of one module in one child process. A trial that ends the child has failed, and the next child
+    does the rest.
+    """
+    while len(waiting) > 1:
+        words = [trial.probe or trial.name for trial in waiting[1:]]
+        seconds = max(trial.limit_seconds for trial in waiting) + len(waiting) * FURTHER_LIMIT_SECONDS
+        reply = host.run([*command(host, waiting[0]), *words], seconds)
+        parts = reply.out.split(NEXT_TRIAL)[1:] or [""]
+        endings = [CommandResult(code=0, out=part) for part in parts[:-1]]
+        endings.append(replace(reply, out=parts[-1]))
+        yield from (judge(trial, ending) for trial, ending in zip(waiting, endings, strict=False))
+        waiting = waiting[len(endings) :]
+    for trial in waiting:
+        yield attempt(host, trial)
 
 
 def choose(outcomes: Sequence[TrialResult]) -> Mapping[str, TrialResult]:

@@ -1,7 +1,7 @@
 """
 Probe a device in a child process: memory, speed, correct kernels, training, all-reduce.
 
-`python -m bloomery.hw.probes NAME` runs one probe of torch and prints its answers as lines of JSON. It writes each
+`python -m bloomery.hw.probes NAME…` runs probes of torch and prints their answers as lines of JSON. It writes each
 line as soon as it is known. So after a crash the missing lines show how far the probe got.
 
 The probes, by the names in `PROBES`:
@@ -31,13 +31,14 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from pathlib import Path
 
 from bloomery.core import child
 from bloomery.hw import require_torch as require_torch
 from bloomery.hw.device import Device, compiles_kernels, find, is_rocm, measured_peak
+from bloomery.hw.kernel_trials import NEXT_TRIAL
 
 import torch
 import torch.distributed as dist
@@ -50,6 +51,12 @@ CANARY = 31744.0  # 31 · 2¹⁰ is exact in every format that training uses, an
 
 def say(**facts: object) -> None:
     print(json.dumps(facts), flush=True)
+
+
+def begin_trial(words: Sequence[str]) -> None:
+    """Mark where the answers of the next trial begin, if the command line of this process names several."""
+    if len(words) > 2:
+        print(NEXT_TRIAL, end="", flush=True)
 
 
 def tell_device(device: Device) -> None:
@@ -480,4 +487,6 @@ PROBES = {
 }
 
 if __name__ == "__main__":
-    PROBES[sys.argv[1]]()
+    for name in sys.argv[1:]:
+        begin_trial(sys.argv)
+        PROBES[name]()

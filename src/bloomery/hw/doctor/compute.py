@@ -38,24 +38,38 @@ def vendor(facts: MachineFacts) -> str:
 
 
 def kernels(facts: MachineFacts) -> Iterator[Finding]:
-    """Every implementation of every kernel. What came of it is kept for runs, which take the fastest that passed."""
+    """
+    Every implementation of every kernel. Results are saved for runs, which take the fastest that passed. Saved results
+    count until something changes that they depend on, unless a trial failed or `retry` asks for new ones.
+    """
     if facts.seen is None:
         return
-    outcomes = kernel_trials.tried(facts.host, vendor(facts))
-    kernel_trials.save(facts.host, vendor(facts), outcomes)
-    for outcome in outcomes:
-        yield _finding(facts, outcome, outcomes)
+    outcomes = [] if facts.retry else kernel_trials.load(facts.host, vendor(facts)) or []
+    saved = bool(outcomes) and all(one.status != "failed" for one in outcomes)
+    if saved:
+        yield from (_finding(facts, outcome, outcomes) for outcome in outcomes)
+    else:
+        outcomes = []
+        for outcome in kernel_trials.tried(facts.host, vendor(facts)):
+            outcomes.append(outcome)
+            if outcome.status != "failed":
+                yield _finding(facts, outcome, outcomes)
+        kernel_trials.save(facts.host, vendor(facts), outcomes)
+        yield from (_finding(facts, outcome, outcomes) for outcome in outcomes if outcome.status == "failed")
     switched = _switched(facts)
     yield from _quadratic(facts, outcomes, switched)
     yield from _attention_switch(outcomes, switched)
-    yield Finding(id="choice", status="ok", value=f"runs take {kernel_trials.summary(outcomes)}")
+    again = " (tried before; `bloomery doctor --retry` tries again)" if saved else ""
+    yield Finding(id="choice", status="ok", value=f"runs take {kernel_trials.summary(outcomes)}{again}")
 
 
 def _finding(facts: MachineFacts, outcome: TrialResult, outcomes: Sequence[TrialResult]) -> Finding:
     if outcome.status != "failed":
-        took = f" ({outcome.milliseconds:.2f} ms)" if outcome.milliseconds is not None else ""
+        took = f"{outcome.milliseconds:.2f} ms" if outcome.milliseconds is not None else ""
         absent = "not here: " if outcome.status == "absent" else ""
-        return Finding(id=outcome.name, status="ok", value=f"{absent}{outcome.why}{took}")
+        value = f"{absent}{outcome.why}{f' ({took})' if took else ''}"
+        brief = "" if absent else ", ".join(filter(None, ["correct", took]))
+        return Finding(id=outcome.name, status="ok", value=value, brief=brief)
     if outcome.kernel in kernel_trials.REPLACEABLE or outcome.kernel in kernel_trials.choose(outcomes):
         trial = next(trial for trial in trials(vendor(facts)) if trial.name == outcome.name)
         hint = f"{shlex.join(command(facts.host, trial))}   # tells more; runs take another"

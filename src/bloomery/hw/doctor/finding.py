@@ -24,6 +24,11 @@ class Finding:
     value: str
     hint: str = ""
     """What to do, as a line to paste where there is one."""
+    brief: str = ""
+    """What the terminal shows instead of `value` unless details are asked for; "" for `value` itself."""
+
+    def as_json(self) -> dict[str, str]:
+        return {"id": self.id, "status": self.status, "value": self.value, "hint": self.hint}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,10 +39,12 @@ class MachineFacts:
     runs: Path
     gpus: Sequence[Gpu]
     have: torch_install.Torch | None
-    seen: Mapping[str, Any] | None
-    """What torch says of itself when it is imported; None where it is absent or the import failed."""
+    seen: Mapping[str, Any] | None = None
+    """What torch says of itself when it is imported; None where it is absent, the import failed or is still to come."""
     reply: CommandResult = field(default_factory=lambda: CommandResult(code=1))
     """Of that import."""
+    retry: bool = False
+    """Whether to try kernels again whose results are saved."""
 
     @property
     def amd(self) -> list[Gpu]:

@@ -3,11 +3,14 @@ The whole examination of a machine, and its report.
 
 Files come first, then torch in a child process, then the results of torch, in other child processes. A broken stack
 can crash or hang at its first kernel, long after it reported success. Each check is a function from facts to findings.
-A check that does not concern the machine yields none. The order of CHECKS is the order of the report.
+A check that does not concern the machine yields none. The order of GROUPS is the order of the report.
 """
 
+import re
+import shlex
 import sys
-from collections.abc import Sequence
+import textwrap
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -18,18 +21,68 @@ from bloomery.hw.gpus import find_gpus
 from bloomery.hw.host import CommandResult, Host
 from bloomery.hw.kernel_trials import KernelTrial, command, merged
 
+GROUPS: dict[str, tuple[CheckFunction, ...]] = {
+    "Machine": (
+        software.python_version,
+        gpu.graphics,
+        gpu.amd_driver,
+        gpu.amd_nodes,
+        gpu.nvidia_nodes,
+        software.windows,
+        gpu.hsa_override,
+        gpu.visible,
+        gpu.mixed,
+        gpu.allocator,
+        gpu.gtt,
+        gpu.several,
+        gpu.kernel_log,
+        software.processor,
+        software.quota,
+        software.memory,
+        software.shared_memory,
+        software.memory_speed,
+        software.disk,
+    ),
+    "Torch": (software.torch_build, software.conflicts, software.compiled),
+    "Kernels": (compute.kernels,),
+    "Speed": (compute.speed, compute.refill, compute.all_reduce),
+}
+"""The checks by their title in the report. Those of the first group need no torch."""
+
 
 def examine(host: Host, runs: Path) -> list[Finding]:
     """Every finding about a machine. `runs` is the folder that runs would be written to."""
-    facts = gather(host, runs)
-    return [finding for check in CHECKS for finding in check(facts)]
+    return [finding for _, finding in findings(host, runs)]
+
+
+def findings(host: Host, runs: Path, *, retry: bool = False) -> Iterator[tuple[str, Finding]]:
+    """
+    Every finding with the title of its group, each as soon as it is known. torch is imported after the first group.
+    With `retry`, kernels whose results are saved are tried again.
+    """
+    have = torch_install.installed(host)
+    facts = MachineFacts(host=host, runs=runs, gpus=find_gpus(host), have=have, retry=retry)
+    for number, (title, checks) in enumerate(GROUPS.items()):
+        if number == 1:
+            facts = with_torch(facts)
+        for check in checks:
+            yield from ((title, finding) for finding in check(facts))
+
+
+def with_torch(facts: MachineFacts) -> MachineFacts:
+    """The facts with what torch says of itself. It is imported in a child process, if there is one."""
+    trial = KernelTrial(kernel="torch")
+    has = facts.have is not None
+    reply = facts.host.run(command(facts.host, trial), trial.limit_seconds) if has else CommandResult(code=1)
+    answer = merged(reply)
+    return replace(facts, seen=answer if reply.code == 0 and "version" in answer else None, reply=reply)
 
 
 def shown(host: Host) -> Host:
     """The same machine, whose commands are named on the terminal while they run: some take a minute."""
 
     def run(command: Sequence[str], limit_seconds: float) -> CommandResult:
-        print(f"\r\x1b[K  {command[-1]} …", end="", file=sys.stderr, flush=True)
+        print(f"\r\x1b[K  trying {_task(command)} …", end="", file=sys.stderr, flush=True)
         reply = host.run(command, limit_seconds)
         print("\r\x1b[K", end="", file=sys.stderr, flush=True)
         return reply
@@ -37,14 +90,10 @@ def shown(host: Host) -> Host:
     return replace(host, run=run)
 
 
-def gather(host: Host, runs: Path) -> MachineFacts:
-    """What the checks look at. torch is imported in a child process, if there is one."""
-    have = torch_install.installed(host)
-    trial = KernelTrial(kernel="torch")
-    reply = host.run(command(host, trial), trial.limit_seconds) if have else CommandResult(code=1)
-    answer = merged(reply)
-    seen = answer if reply.code == 0 and "version" in answer else None
-    return MachineFacts(host=host, runs=runs, gpus=find_gpus(host), have=have, seen=seen, reply=reply)
+def _task(command: Sequence[str]) -> str:
+    """What a command examines, in words of the report."""
+    names = command[command.index("-m") + 2 :] if "-m" in command else command[-1:]
+    return f"{len(names)} kernels" if len(names) > 2 else names[-1]
 
 
 def exit_code(findings: Sequence[Finding]) -> int:
@@ -52,42 +101,59 @@ def exit_code(findings: Sequence[Finding]) -> int:
     return max(({"ok": 0, "warn": 1, "fail": 2}[finding.status] for finding in findings), default=0)
 
 
-def as_lines(findings: Sequence[Finding]) -> list[str]:
-    """The report for a person."""
-    marks = {"ok": "✓", "warn": "!", "fail": "✗"}
-    width = max((len(finding.id) for finding in findings), default=0)
-    lines = []
-    for finding in findings:
-        lines.append(f"{marks[finding.status]} {finding.id:<{width}}  {finding.value}")
-        lines += [f"{'':<{width + 4}}{line}" for line in finding.hint.splitlines()]
-    return lines
+WIDTH, NAME_WIDTH = 80, 20
+MARKS = {"ok": ("✓", "\x1b[32m"), "warn": ("!", "\x1b[33m"), "fail": ("✗", "\x1b[31m")}
+"""Of a finding: a character, and the color of a terminal."""
 
 
-CHECKS: tuple[CheckFunction, ...] = (
-    software.python_version,
-    gpu.graphics,
-    gpu.amd_driver,
-    gpu.amd_nodes,
-    gpu.nvidia_nodes,
-    software.windows,
-    gpu.hsa_override,
-    gpu.visible,
-    gpu.mixed,
-    gpu.allocator,
-    gpu.gtt,
-    gpu.several,
-    gpu.kernel_log,
-    software.torch_build,
-    software.conflicts,
-    software.processor,
-    software.quota,
-    software.memory,
-    software.memory_speed,
-    software.shared_memory,
-    software.disk,
-    software.compiled,
-    compute.kernels,
-    compute.speed,
-    compute.refill,
-    compute.all_reduce,
-)
+def as_lines(finding: Finding, *, details: bool = False, color: bool = False) -> list[str]:
+    """A finding for a person, in 80 columns: a mark, the id, the value, and the fix below it."""
+    mark, paint = MARKS[finding.status]
+    mark = f"{paint}{mark}\x1b[0m" if color else mark
+    indent = " " * (NAME_WIDTH + 4)
+    value = finding.value if details else finding.brief or finding.value
+    first, *rest = textwrap.wrap(value, WIDTH - len(indent), break_on_hyphens=False) or [""]
+    lines = [f"{mark} {finding.id:<{NAME_WIDTH}}  {first}".rstrip(), *(f"{indent}{line}" for line in rest)]
+    return [*lines, *(f"    {line}" for hint in finding.hint.splitlines() for line in pasteable(hint, WIDTH - 4))]
+
+
+def pasteable(hint: str, width: int) -> list[str]:
+    """A fix in lines of at most `width`. A command that is longer goes on after a backslash, its comment comes first."""
+    if re.match(r"[A-Z].*[.)]$", hint):  # a sentence
+        return textwrap.wrap(hint, width)
+    line, _, comment = hint.partition("   # ")
+    lines = textwrap.wrap(f"# {comment}", width, subsequent_indent="# ") if comment else []
+    if len(hint) <= width:
+        return [hint]
+    words, row = _shell_words(line), ""
+    for word in words:
+        if row and len(row) + len(word) + 3 > width:
+            lines.append(f"{row} \\")
+            row = f"  {word}"
+        else:
+            row = f"{row} {word}" if row else word
+    return [*lines, row]
+
+
+def _shell_words(line: str) -> list[str]:
+    """The words of a command as they are written, split only where a shell splits too."""
+    words, start = list[str](), 0
+    for match in re.finditer(r" +", line):
+        try:
+            shlex.split(line[start : match.start()])
+        except ValueError:  # inside of a quotation
+            continue
+        words.append(line[start : match.start()])
+        start = match.end()
+    return [*words, line[start:]]
+
+
+def verdict(findings: Sequence[Finding], runs: Path) -> tuple[str, str]:
+    """One sentence about the machine, and the next command."""
+    by_status = {status: [one.id for one in findings if one.status == status] for status in ("fail", "warn")}
+    if failed := by_status["fail"]:
+        return f"This machine is not ready to train. To fix: {', '.join(failed)} (✗ above).", "bloomery doctor"
+    first_run = "bloomery run recipes/demo.toml" + ("" if runs == Path("runs") else f" --runs {shlex.quote(str(runs))}")
+    if warned := by_status["warn"]:
+        return f"This machine can train. It could do better: {', '.join(warned)} (! above).", first_run
+    return "This machine is ready to train.", first_run

@@ -267,7 +267,9 @@ def main(name: str, device: Device) -> None:
 
 
 if __name__ == "__main__":
-    if sys.argv[1] in CPU_KERNELS:
-        main_cpu(sys.argv[1])
-    else:
-        main(sys.argv[1], devices.find())
+    for name in sys.argv[1:]:
+        probes.begin_trial(sys.argv)
+        if name in CPU_KERNELS:
+            main_cpu(name)
+        else:
+            main(name, devices.find())
