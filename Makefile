@@ -6,10 +6,13 @@ PYTHON ?= python3
 VENV = .venv
 BIN = $(VENV)/bin
 RUN = runs/demo
-# What depends on the device. The rest computes the same under every torch.
-AMD_TESTS = tests/hw tests/model tests/train tests/test_cli.py
+# What asks for the maker of the torch, and the programs over it. The rest computes on the processor, the same under all.
+AMD_TESTS = tests/hw tests/test_cli.py tests/model/test_fused.py tests/train/test_compile.py \
+	tests/train/test_precision.py tests/train/test_step.py tests/train/planning/test_report.py
 # A worker that dies fails the run: its tests would be waited for.
 SPREAD = -n auto --maxprocesses 4 --dist loadfile --no-loadscope-reorder --max-worker-restart 0
+# Tests start hundreds of processes: none of them compiles the package again, whatever the environment says.
+PYTEST = PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest
 
 .PHONY: help demo test test-all test-slow test-amd fuzz docs lint check fix bench clean
 
@@ -37,16 +40,16 @@ demo: $(VENV)/.installed
 	@echo 'Talk to it in a browser:  $(BIN)/bloomery serve'
 
 test: $(VENV)/.installed-dev
-	$(BIN)/python -m pytest $(SPREAD) -m 'not gpu and not slow' --durations=25
+	$(PYTEST) $(SPREAD) -m 'not gpu and not slow' --durations=25
 
 test-all: $(VENV)/.installed-dev
-	$(BIN)/python -m pytest $(SPREAD) -m 'not gpu' --durations=25
+	$(PYTEST) $(SPREAD) -m 'not gpu' --durations=25
 
 test-slow: $(VENV)/.installed-dev
-	$(BIN)/python -m pytest $(SPREAD) -m 'slow and not gpu' --durations=25
+	$(PYTEST) $(SPREAD) -m 'slow and not gpu' --durations=25
 
 test-amd: $(VENV)/.installed-dev
-	$(BIN)/python -m pytest $(SPREAD) -p tests.hw.hip_torch -m 'not gpu and not slow' --durations=25 $(AMD_TESTS)
+	$(PYTEST) $(SPREAD) -p tests.hw.hip_torch -m 'not gpu and not slow' --durations=25 $(AMD_TESTS)
 
 fuzz: $(VENV)/.installed-dev
 	$(BIN)/python -m tests.fuzz $(FUZZ)

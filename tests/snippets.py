@@ -62,17 +62,22 @@ class Shell:
         self._server: subprocess.Popen[bytes] | None = None
 
     def __enter__(self) -> Self:
+        return self
+
+    def _start(self) -> None:
+        """Start the server, which takes seconds: not before a script runs."""
         words = [sys.executable, "-P", __file__, "server", str(self._listener.fileno())]
         fds = [self._listener.fileno()]
         self._server = subprocess.Popen(words, stdin=subprocess.PIPE, env=self.environment, pass_fds=fds)
         self._listener.close()
-        return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
-        assert self._server is not None
-        assert self._server.stdin is not None
-        self._server.stdin.close()  # and the server ends
-        self._server.wait(timeout=60)
+        if self._server is None:
+            self._listener.close()
+        else:
+            assert self._server.stdin is not None
+            self._server.stdin.close()  # and the server ends
+            self._server.wait(timeout=60)
         self._socket.unlink(missing_ok=True)
 
     def run(self, text: str, cwd: Path, *, line: int = 2, python: bool = False) -> tuple[int, int, str]:
@@ -81,6 +86,8 @@ class Shell:
 
         The script is padded with empty lines, so that bash and Python name lines of the page in their messages.
         """
+        if self._server is None:
+            self._start()
         script = self._logs / f"{line}{'.py' if python else '.sh'}"
         failed, output = self._logs / "failed", self._logs / "output"
         failed.unlink(missing_ok=True)

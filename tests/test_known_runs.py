@@ -110,6 +110,7 @@ def test_a_plan_can_be_made_of_a_recipe(name: str, tmp_path: Path, capsys: pytes
     assert needs["peak_bytes"] > 16 * needs["parameters"] * 0.7
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["gpt2-124m", "gpt2-124m-finetune", "plasma-500m"])
 def test_a_plan_can_be_made_before_anything_is_there(
     name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch

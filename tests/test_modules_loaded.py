@@ -66,6 +66,7 @@ MOST = {
 """What is done -> a program that does it, and how many modules it may load."""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", MOST)
 def test_no_more_modules_are_loaded_than_one_thing_needs(name: str, tmp_path: Path) -> None:
     program, most = MOST[name]

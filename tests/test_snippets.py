@@ -6,8 +6,7 @@ Every snippet of the pages that people read runs, and every option, key and reci
 A page has a folder of its own with materials, in which its blocks run in order: `sh` as a script of bash, `python` as
 a program. A block whose first line is a comment that names a file (`# my.toml`) is written to that file instead. A
 block that cannot run in a test has `<!-- no run: REASON -->` on the line before; its commands are still parsed, and
-its recipes still checked. Pages of docs/learn and docs/do belong to the slow tests. So do pages with `<!-- slow -->` in
-their first five lines.
+its recipes still checked. Pages of which a block runs belong to the slow tests.
 """
 
 import builtins
@@ -372,9 +371,11 @@ def workshop(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Workshop]:
 
 
 def _is_slow(page: Path) -> bool:
-    """Tutorials and task pages train models and make plans; so may a page that says so near its top."""
-    trains = page.parent in (ROOT / "docs" / "learn", ROOT / "docs" / "do")
-    return trains or "<!-- slow -->" in page.read_text(encoding="utf-8").splitlines()[:5]
+    """A page of which a block runs: that takes a server of everything, and often a model. Others are only checked."""
+    text = page.read_text(encoding="utf-8")
+    with contextlib.suppress(SnippetError):
+        return any(not block.file and not block.reason and block.language in ("sh", "python") for block in blocks(text))
+    return False
 
 
 def _cases() -> list[Any]:
@@ -408,6 +409,7 @@ def fenced(language: str, text: str, above: str = "") -> str:
     return f"# A page\n\n{above}\n```{language}\n{text}\n```\n"
 
 
+@pytest.mark.slow
 @needs_bash
 @pytest.mark.parametrize(
     ("text", "said"),

@@ -6,6 +6,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from bloomery.core.extras import DATA
 from bloomery.weights import locate
 from tests.stages.test_imported import written
@@ -64,10 +66,12 @@ def child(folder: Path, code: str, *arguments: str) -> None:
     assert done.returncode == 0, done.stdout + done.stderr
 
 
+@pytest.mark.slow
 def test_every_module_is_imported_without_the_data_packages(tmp_path: Path) -> None:
     child(tmp_path, IMPORTS, json.dumps([module.name for module in package() if placed(module)]))
 
 
+@pytest.mark.slow
 def test_a_model_is_finetuned_on_a_jsonl_file_asked_evaluated_and_exported(tmp_path: Path) -> None:
     recipe = written(tmp_path / "theirs")
     talks = tmp_path / "mine.jsonl"

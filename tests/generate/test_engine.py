@@ -49,6 +49,7 @@ def test_a_stream_is_what_whole_forward_passes_say(
     assert said == slowly(model, prompt, max_tokens, stop_ids)
 
 
+@pytest.mark.slow
 @settings(max_examples=15)
 @given(
     st.integers(0, 40),

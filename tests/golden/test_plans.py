@@ -98,6 +98,7 @@ def test_gpt2_124m_on_a_7900_xtx_is_planned_between_what_pytorch_and_llm_c_reach
     assert made.choice.pace.ceiling == pytest.approx(154_000, rel=0.01)
 
 
+@pytest.mark.slow
 def test_a_laptop_of_8_gb_trains_gpt2_and_finetunes_nothing_of_seven_billion_weights() -> None:
     small = plan(GPT2, 50_257, card("rtx-4060-ti-8"), tokens=524_288)
     assert small.choice.fits
@@ -115,6 +116,7 @@ def test_a_laptop_of_8_gb_trains_gpt2_and_finetunes_nothing_of_seven_billion_wei
     assert roomier.change[0] == 'pretrain.activation_checkpointing="selective"', "which costs less, where it is enough"
 
 
+@pytest.mark.slow
 def test_machines_of_128_gb_that_share_it_hold_seven_billion_weights_in_eight_bits_of_optimizer() -> None:
     target = of_entry(named("strix-halo-128"))
     made = plan(BAICHUAN, 125_696, target, finetune=True, also=("lora",))

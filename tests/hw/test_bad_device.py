@@ -67,6 +67,7 @@ def test_a_sound_device_passes(device: BadDevice, name: str) -> None:
     assert found.status == "absent" if name.endswith("native") and found.status != "passed" else "passed", found
 
 
+@pytest.mark.slow
 def test_one_that_is_not_here_is_no_failure(device: BadDevice) -> None:
     host = Host(root=Path("/"), run=device.has("", "").run)
     found = attempt(host, KernelTrial(kernel="attention", implementation="efficient"))

@@ -31,6 +31,7 @@ def asked(*words: str) -> dict[str, Any]:
     return told
 
 
+@pytest.mark.slow
 def test_what_is_known_is_of_these_kernels_and_stands_in_the_docs() -> None:
     told = asked("--known")
     again = "run: python scripts/offline_kernels.py --write"

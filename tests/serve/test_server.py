@@ -365,6 +365,7 @@ def test_a_closing_server_cuts_answers_short_and_says_so() -> None:
     assert not thread.is_alive()
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(os.name != "posix", reason="needs POSIX signals")
 def test_ctrl_c_ends_the_server_without_an_error() -> None:
     code = (

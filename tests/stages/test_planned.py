@@ -66,6 +66,7 @@ def test_a_device_has_memory(call: Call, capsys: pytest.CaptureFixture[str]) -> 
         assert "at least 1,610,612,736 and at most" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_a_plan_is_made_for_a_machine_that_is_not_here(call: Call, tmp_path: Path) -> None:
     words = ["--device", "rtx-4090", "--devices", "2", "--price", "0.8", "--power-watts", "900"]
     code, out, _ = call("plan", DEMO, "--runs", tmp_path, "--json", *words)
@@ -102,6 +103,7 @@ def test_without_torch_a_plan_says_that_it_knows_nothing_of_this_machine(
     assert "nothing is known of this machine without torch (say --device or --memory)" in out
 
 
+@pytest.mark.slow
 def test_a_plan_of_text_on_a_host_that_cannot_be_asked_says_all_but_what_is_fresh(
     call: Call, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

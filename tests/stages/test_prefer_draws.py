@@ -193,11 +193,12 @@ def test_right_answers_are_learned_and_the_reward_rises(tmp_path: Path) -> None:
     assert stats["data"]["kept"] == 14
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "given",
     [
         pytest.param({"loss": {"updates": 2}}, id="twice"),
-        pytest.param({"loss": {"updates": 2}, "lora": {"rank": 4}}, id="adapters", marks=pytest.mark.slow),
+        pytest.param({"loss": {"updates": 2}, "lora": {"rank": 4}}, id="adapters"),
     ],
 )
 def test_a_run_that_was_killed_in_the_midst_of_its_updates_ends_in_the_same_bits(

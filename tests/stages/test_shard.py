@@ -91,6 +91,7 @@ shard.run(build(Shard, eval(sys.argv[4])), inputs, Path(sys.argv[3]))
 """
 
 
+@pytest.mark.slow
 def test_a_stage_that_is_killed_again_and_again_ends_with_the_same_bytes(
     inputs: dict[str, Path], made: tuple[Path, dict[str, Any]], tmp_path: Path
 ) -> None:

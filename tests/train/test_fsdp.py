@@ -129,6 +129,7 @@ def test_ranks_that_hold_parts_are_one_and_one_goes_on_from_their_checkpoint(sha
     compare(tmp_path / "one", alone)
 
 
+@pytest.mark.slow
 def test_two_ranks_are_one(shards: Path, tmp_path: Path) -> None:
     are_one(shards, tmp_path, MUON, 2, "none")
 

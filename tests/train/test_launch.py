@@ -57,15 +57,13 @@ def test_as_many_processes_train_as_a_launcher_has_started_or_else_as_wanted(
     assert launcher.num_processes(wanted) == expected
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("do", "kind", "told"),
     [
         ("die", RunError, r"rank 1 \(process \d+\) was ended by SIGKILL; the other ranks were stopped\n.*checkpoint"),
         ("refuse", DataError, r"^shard 7: is bad\nGet another\.$"),
-        pytest.param(
-            *("crash", RunError, r"rank 1 \(process \d+\) ended with exit code 1; the other ranks were stopped"),
-            marks=pytest.mark.slow,
-        ),
+        ("crash", RunError, r"rank 1 \(process \d+\) ended with exit code 1; the other ranks were stopped"),
     ],
 )
 def test_a_rank_that_ends_is_named_and_takes_the_others_with_it(

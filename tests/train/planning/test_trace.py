@@ -57,8 +57,9 @@ def held(found: Traced) -> int:
     return max(found.learning, found.updating)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("level", ["none", "selective", "full"])
-@pytest.mark.parametrize("compiled", [True, pytest.param(False, marks=pytest.mark.slow)], ids=["compiled", "plain"])
+@pytest.mark.parametrize("compiled", [True, False], ids=["compiled", "plain"])
 def test_a_trace_finds_what_a_real_step_holds(level: Level, compiled: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     if not compiled:
         monkeypatch.setattr(native, "library", lambda name: None)
