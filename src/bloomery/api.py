@@ -208,6 +208,7 @@ def run(
     """
     from bloomery.core import log
     from bloomery.core.signals import INTERRUPTED, Terminated
+    from bloomery.recipe import STAGES
     from bloomery.stages.run_report import by_first_process, run_recipe
 
     if until is not None and only is not None:
@@ -216,7 +217,7 @@ def run(
     folder = Path(runs).expanduser() / resolved.name
 
     def work() -> None:
-        run_recipe(resolved, folder, until=until, only=only)
+        run_recipe(STAGES, resolved, folder, until=until, only=only)
 
     try:
         with log.story():

@@ -387,12 +387,13 @@ def show_help(options: argparse.Namespace) -> int:
 
 
 def run(options: argparse.Namespace) -> int:
+    if os.environ.get("RANK", "0") == "0":  # of processes that a launcher has started, the first one talks
+        log.say(f"Bloomery {__version__} · {options.recipe}", style="bold")  # before anything large is imported
+
     from bloomery.core import pipeline, run_dir
     from bloomery.hw import launcher
     from bloomery.stages import terminal
 
-    if os.environ.get("RANK", "0") == "0":  # of processes that a launcher has started, the first one talks
-        terminal.opening(__version__, options.recipe)
     alone, asked = launcher.num_processes() == 1, options.until or options.only
     command = pipeline.Command(options.recipe, tuple(options.settings), options.runs)
     with log.story(verbose=options.verbose):
@@ -404,14 +405,14 @@ def run(options: argparse.Namespace) -> int:
         except (KeyboardInterrupt, Terminated) as ended:
             code = INTERRUPTED if isinstance(ended, KeyboardInterrupt) else int(ended.code or 0)
             how = "Interrupted" if code == INTERRUPTED else "Ended as asked"
-            log.say(f"{how}. Resume: {_again(options, stages=True)}", style="yellow")
+            log.say(f"{how}. Resume: {_again(options, stages=True)}", style="bold")
             return code
     return 0
 
 
 def _run_recipe(options: argparse.Namespace, command: "Command", *, remember: bool) -> None:
     from bloomery.core import config
-    from bloomery.recipe import Recipe
+    from bloomery.recipe import STAGES, Recipe
     from bloomery.stages.plan import watched
     from bloomery.stages.run_report import by_first_process, run_recipe
 
@@ -420,7 +421,7 @@ def _run_recipe(options: argparse.Namespace, command: "Command", *, remember: bo
 
     def work() -> None:
         before = command.before(watched(recipe)) if remember else None
-        left = run_recipe(recipe, root, until=options.until, only=options.only, again=_again(options))
+        left = run_recipe(STAGES, recipe, root, until=options.until, only=options.only, again=_again(options))
         if not left:
             command.remember(root, before)
 

@@ -59,7 +59,7 @@ def short(value: MetricNumber) -> str:
             return f"{value / unit:.{1 if abs(value) < 99.95 * unit else 0}f}{letter}"
     if value == int(value):
         return f"{value:.0f}"
-    return f"{value:.3g}"
+    return f"{value:#.3g}" if 0.001 <= abs(value) < 99.95 else f"{value:.3g}"
 
 
 def size(num_bytes: MetricNumber) -> str:
@@ -151,24 +151,23 @@ class Live(Progress):
     def get_renderables(self) -> Iterable[RenderableType]:
         """The lines, as they are now and as wide as the terminal is now."""
         for task in self.tasks:
-            parts, free = fitting(self._parts(task), min(self.console.width, COLUMNS) - 1 - GAP)
+            parts, free = fitting(self._parts(task), min(self.console.width, COLUMNS) - 1)
             bar = BarColumn(bar_width=min(WIDE, NARROW + free))
             line = Table.grid(padding=(0, GAP))
-            line.add_row(
-                self._spinner.render(task), *(bar.render(task) if part.is_bar else part.text for part in parts)
-            )
+            line.add_row(*(bar.render(task) if part.is_bar else part.text for part in parts))
             yield line
 
     def _parts(self, task: Task) -> list[ProgressField]:
         text: ProgressText = task.fields["told"]
+        spinner = cast(Text, self._spinner.render(task))
         numbers = [ProgressField(2 if place == 0 else 7, Text(number)) for place, number in enumerate(text.numbers)]
         left = text.left or (duration(task.elapsed) if task.elapsed is not None and task.elapsed >= 1 else "")
         return [
-            ProgressField(0, Text(f"{task.description:<{NAME}}", style="bold")),
-            *([ProgressField(5, Text(" " * NARROW), is_bar=True)] if task.total is not None else []),
+            ProgressField(0, Text.assemble(spinner, " ", (f"{task.description:<{NAME - 1}}", "bold"))),
+            *([ProgressField(4, Text(" " * NARROW), is_bar=True)] if task.total is not None else []),
             *([ProgressField(1, Text(text.done))] if text.done else []),
             *numbers,
-            *([ProgressField(4, Text(text.speed))] if text.speed else []),
+            *([ProgressField(5, Text(text.speed))] if text.speed else []),
             *([ProgressField(3, Text(left, style="dim"))] if left else []),
         ]
 
@@ -216,16 +215,22 @@ def checked_output() -> Iterator[None]:
         sys.stdout = before
 
 
+def screen() -> Console:
+    """Where a verb draws on stdout, if that is a terminal: what is drawn there has passed `readable`."""
+    stream = sys.stdout.stream if isinstance(sys.stdout, _Output) else sys.stdout
+    return Console(file=stream, highlight=False)
+
+
 class _Output:
     def __init__(self, stream: Any) -> None:
-        self._stream = stream
+        self.stream = stream
 
     def write(self, text: str) -> int:
         """As a file's. Names and models' answers may hold sequences that a terminal would obey."""
-        return int(self._call(self._stream.write, readable(text) if self._stream.isatty() else text))
+        return int(self._call(self.stream.write, readable(text) if self.stream.isatty() else text))
 
     def flush(self) -> None:
-        self._call(self._stream.flush)
+        self._call(self.stream.flush)
 
     def _call(self, function: Callable[..., Any], *words: str) -> Any:
         try:
@@ -237,7 +242,7 @@ class _Output:
             raise OutputError(what, where="standard output", hint="Send it to a disk with free space.") from None
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self._stream, name)
+        return getattr(self.stream, name)
 
 
 def tell(text: str) -> None:
@@ -394,7 +399,7 @@ def stage_line(name: str) -> Iterator[None]:
         yield
         return
     live = Live(console)
-    _stage_line.append((live, live.add_task(name, total=None, told=ProgressText("")), name))
+    _stage_line.append((live, live.add_task(name, total=None, told=ProgressText("starting")), name))
     live.start()
     try:
         yield
@@ -432,7 +437,7 @@ class ProgressMeter:
             self._live = Live(console)
             self._task = self._live.add_task(name, total=total, told=ProgressText(""))
             self._live.start()
-        self._show(ProgressText(self._work.strip()))
+        self._show(self._told(self._began, {}))
 
     def start_at(self, done: MetricNumber) -> None:
         """Set the work that an earlier attempt did, which does not count towards today's speed."""
@@ -470,12 +475,12 @@ class ProgressMeter:
         numbers = dict(numbers)
         speed = ""
         if (tokens := numbers.pop("tokens_per_second", None)) is not None:
-            speed = f"{short(tokens)} tokens/s"
+            speed = f"{short(tokens)} tok/s"
         elif now > self._began + 1:
             speed = f"{short((self.done - self._first) / (now - self._began))}/s"
         share = [f"{numbers.pop('percent'):.0f} %"] if "percent" in numbers else []
         others = [f"{name} {short(value)}" for name, value in numbers.items()]
-        of = f" of {_exact(self.total)}" if self.total else ""
+        of = f"/{_exact(self.total)}" if self.total else ""
         left = "" if (seconds := self._seconds_left(now)) is None else f"{duration(_coarse(seconds))} left"
         done = f"{self._work}{_exact(self.done)}{of} {self.unit}"
         return ProgressText(done, speed, (*share, *others), left if self.done != self.total else "")

@@ -532,7 +532,9 @@ def _run(plan: StagePlan, sentence: Sentence) -> str:
         whole = True
     finally:
         if not whole:
-            say(_stopped(plan, time.time() - began), mark="✗", name=name, style="red")
+            failed = isinstance(sys.exc_info()[1], Exception)
+            how = f"{'failed' if failed else 'stopped'} after {duration(time.time() - began)}; {_kept(plan)}"
+            say(how, mark="✗" if failed else "◐", name=name, style="red" if failed else "yellow")
     _check_outside(plan)
     seal(plan, stats, seconds=time.time() - began, resumed=resumed)
     if not plan.config.is_idle():
@@ -542,15 +544,12 @@ def _run(plan: StagePlan, sentence: Sentence) -> str:
     return "ran"
 
 
-def _stopped(plan: StagePlan, seconds: float) -> str:
-    """What a stage that did not end leaves, and how it resumes."""
-    error = sys.exc_info()[1]
-    how = "failed" if isinstance(error, Exception) else "stopped"
+def _kept(plan: StagePlan) -> str:
+    """What is left of a stage that did not end, and of those before it."""
     names = [path.name for path in (plan.folder / CHECKPOINTS).glob("[0-9]*")]
     saved = max((int(name) for name in names if name.isdigit()), default=0)
-    kept = f"step {saved:,} is saved. " if saved else ""
-    again = "resumes it" if plan.stage.resumes else "runs it again; the stages before it are kept"
-    return f"{how} after {duration(seconds)}; {kept or 'finished work is kept. '}The same command {again}."
+    own = f"step {saved:,}" if saved else "what it has finished" if plan.stage.resumes else "nothing of it"
+    return f"{own} and all stages before it are kept." if plan.inputs else f"{own} is kept."
 
 
 def _check_outside(plan: StagePlan) -> None:

@@ -19,14 +19,22 @@ from bloomery.core import io as core_io
 from bloomery.core import pipeline, run_dir
 from bloomery.core.extras import pq
 from bloomery.core.log import METRICS, SAMPLES, info, read_metrics
-from bloomery.core.pipeline import StagePlan, content_hash, find_manifest, machine, read_manifest, resolve, versions
+from bloomery.core.pipeline import (
+    Stage,
+    StagePlan,
+    content_hash,
+    find_manifest,
+    machine,
+    read_manifest,
+    resolve,
+    versions,
+)
 from bloomery.core.records import read_record
 from bloomery.data import documents
 from bloomery.evaluation.report import before_evaluation, render
 from bloomery.hw import launcher
 from bloomery.stages import plan as stages_plan
 from bloomery.stages import terminal
-from bloomery.stages.config import STAGES
 
 PAGE, NUMBERS = "report.html", "report.json"
 SHOWN_CHARACTERS = 300
@@ -42,7 +50,13 @@ def by_first_process(work: Callable[[], None]) -> None:
 
 
 def run_recipe(
-    recipe: Any, root: Path, *, until: str | None = None, only: str | None = None, again: str = "the same command"
+    stages: Sequence[Stage],
+    recipe: Any,
+    root: Path,
+    *,
+    until: str | None = None,
+    only: str | None = None,
+    again: str = "the same command",
 ) -> list[str]:
     """
     Run what is not done of a recipe in its run folder, as `pipeline.run`; tell how it goes on the terminal, and write
@@ -62,7 +76,7 @@ def run_recipe(
         write_page(root)
 
     left = pipeline.run(
-        STAGES, recipe, root, until=until, only=only, before=before, sentence=terminal.sentence, after=after
+        stages, recipe, root, until=until, only=only, before=before, sentence=terminal.sentence, after=after
     )
     asked = f"up to {until}" if until else f"only {only}" if only else ""
     idle = {name for name in left if (section := getattr(recipe, name)) is None or section.is_idle()}

@@ -15,12 +15,12 @@ from contextlib import nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
 from rich.live import Live
 from rich.text import Text
 from typing_extensions import TypedDict
 
 from bloomery.core import log
+from bloomery.core.errors import readable
 from bloomery.core.log import SAMPLES, counted, duration, percent, read_metrics, say, short, size
 from bloomery.core.pipeline import RECIPE, StagePlan, Stats, find_manifest, plain_sentence
 from bloomery.core.records import MAX_MANIFEST_BYTES, read_record
@@ -39,11 +39,6 @@ TRAINED = ("prefer", "finetune", "pretrain")
 # --- the head ------------------------------------------------------------------------------------------------------
 
 
-def opening(version: str, recipe: Path) -> None:
-    """The first line of a run: before a recipe is read, or anything large is imported."""
-    say(f"Bloomery {version} · {recipe}", style="bold")
-
-
 def head(root: Path, plans: Sequence[StagePlan], due: Sequence[StagePlan]) -> None:
     """What a run will do, where, and for about how long. Nothing where there is nothing to do."""
     if not due:
@@ -57,7 +52,7 @@ def head(root: Path, plans: Sequence[StagePlan], due: Sequence[StagePlan]) -> No
             ("machine", machine(Host.here())),
             ("will run", ", ".join(names)),
             *([("up to date", ", ".join(reused))] if reused else []),
-            *([("time", f"about {duration(round(seconds, -1) or 10)}, as the last time")] if seconds else []),
+            *([("time", f"about {duration(round(seconds, -1) or 10)}, going by the last run")] if seconds else []),
             ("Ctrl-C", "is safe: the same command resumes"),
         ]
     )
@@ -315,9 +310,9 @@ def status_text(states: Sequence[RunState], *, each: bool) -> Text:
     if not states:
         return Text("No run yet. Start one: bloomery run RECIPE")
     lines = [line for state in states for line in (status_lines(state) if each else [run_line(state)])]
-    text = Text(no_wrap=True, overflow="ellipsis")
+    text = Text()
     for number, (mark, style, line) in enumerate(lines):
-        text.append("\n" if number else "").append(f"{mark} " if mark else "", style).append(line)
+        text.append("\n" if number else "").append(f"{mark} " if mark else "", style).append(readable(line))
     return text
 
 
@@ -328,16 +323,16 @@ def run_line(state: RunState) -> tuple[str, str, str]:
 
 
 def show(text: Text) -> None:
-    """Print to stdout: on a terminal in color, and no line wraps; elsewhere each line as it is."""
+    """Print to stdout: on a terminal in color."""
     if sys.stdout.isatty():
-        Console(file=sys.stdout, highlight=False).print(text)
+        log.screen().print(text)
     else:
         print(text.plain)
 
 
 def watch(look: Callable[[], Text]) -> None:
     """Show what `look` returns every SECONDS_BETWEEN_LOOKS, in the same place of a terminal, until Ctrl-C."""
-    screen = Live(console=Console(file=sys.stdout, highlight=False), auto_refresh=False)
+    screen = Live(console=log.screen(), auto_refresh=False)
     with suppress(KeyboardInterrupt), screen if sys.stdout.isatty() else nullcontext():
         while True:
             text = look()
@@ -394,8 +389,8 @@ def summary(state: RunState) -> str:
         return f"damaged ({', '.join(stage.stage for stage in state.damaged)}), {count}"
     if state.pid is not None:
         running = next((stage for stage in stages if stage.stage == state.running), None)
-        what = f"{running.stage}: {stage_text(running, 'runs')}, " if running and running.step is not None else ""
-        return f"runs (process {state.pid}), {what}{count}"
+        step = f", {stage_text(running, 'runs')}" if running and running.step is not None else ""
+        return f"process {state.pid} runs {state.running}{step}; {count}"
     if state.done:
         evaluated = next((stage for stage in stages if stage.stage == "evaluate"), None)
         exact = evaluated.stats.get("exact") if evaluated else None
