@@ -313,7 +313,7 @@ def test_status_says_whether_a_run_lives_and_how_far_it_is(call: Call, recipe: P
     (root / "recipe.toml").write_text("[double]\nsteps = 120\nglobal_batch_tokens = 100\n")
     far = "step 30 of 120 (25 %), loss 2.50"
     assert call("status", "runs/small")[1].splitlines()[2] == f"◐ double     stopped, {far}"
-    alive = f"runs/small: process {os.getpid()} runs double, {far}, 50.0 tokens/s, 3 min left; 1 of 2 stages done"
+    alive = f"runs/small: process {os.getpid()} runs double, {far}, 50 tokens/s, 3 min left; 1 of 2 stages done"
     with pipeline.locked(root):
         assert call("status")[1] == f"● {alive}\n"
         found = json.loads(call("status", "runs/small", "--json")[1])

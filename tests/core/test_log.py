@@ -120,6 +120,7 @@ def test_a_stage_has_one_live_line_for_all_its_work_and_nothing_wraps(monkeypatc
         for work in ("sign", "compare"):
             with progress(work, "parts", 4) as meter:
                 meter.at(2, percent=49.6)
+                log._stage_line[-1][0].refresh()
     log.say("word " * 30, mark="✓", name="dedup")
     lines = [line.rstrip() for line in re.split(r"[\r\n]+", re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", screen.getvalue()))]
     assert max(map(len, lines)) <= 60

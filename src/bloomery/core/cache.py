@@ -89,16 +89,16 @@ def watchable(paths: Sequence[Path], exact: Sequence[Path] = ()) -> list[str] | 
     Every file and folder at and below these paths, which may hold wildcards, and the `exact` ones. None where they are
     too many, or a link leads to a folder: then their state is not known soon.
     """
-    found = dict.fromkeys(map(str, exact))
+    names = dict.fromkeys(map(str, exact))
     for path in map(_without_wildcards, paths):
-        found[str(path)] = None
+        names[str(path)] = None
         for folder, folders, files in os.walk(path):
             if any(os.path.islink(os.path.join(folder, name)) for name in folders):
                 return None
-            found |= dict.fromkeys(os.path.join(folder, name) for name in (*folders, *files))
-            if len(found) > MOST_WATCHED:
+            names |= dict.fromkeys(os.path.join(folder, name) for name in (*folders, *files))
+            if len(names) > MOST_WATCHED:
                 return None
-    return list(found)
+    return list(names)
 
 
 def _without_wildcards(path: Path) -> Path:

@@ -86,9 +86,9 @@ def duration(seconds: float) -> str:
     return f"{rest} s"
 
 
-def percent(part: float, whole: float) -> str:
+def percent(amount: float, whole: float) -> str:
     """A share: 78 %, 99.7 %, 0.3 %. It is 0 % or 100 % only where that is exact."""
-    share = 100 * part / whole if whole else 0.0
+    share = 100 * amount / whole if whole else 0.0
     if share in (0, 100) or 1 <= share <= 99:
         return f"{share:.0f} %"
     if not 0.1 <= share <= 99.9:
@@ -114,7 +114,7 @@ class ProgressText:
     left: str = ""
 
     def __str__(self) -> str:
-        return ", ".join(part for part in (self.done, *self.numbers, self.speed, self.left) if part)
+        return ", ".join(filter(None, (self.done, *self.numbers, self.speed, self.left)))
 
 
 @dataclass(frozen=True)
@@ -216,7 +216,7 @@ def checked_output() -> Iterator[None]:
 
 
 def screen() -> Console:
-    """Where a verb draws on stdout, if that is a terminal: what is drawn there has passed `readable`."""
+    """The terminal behind stdout, for text that has passed `readable`."""
     stream = sys.stdout.stream if isinstance(sys.stdout, _Output) else sys.stdout
     return Console(file=stream, highlight=False)
 
@@ -293,7 +293,7 @@ _listeners: list[TextIO] = []
 
 
 DETAILS = "BLOOMERY_DETAILS"
-"""A variable of the environment, which the processes that train inherit: "hidden" while a story is told."""
+"""A variable of the environment, which the processes that train inherit: "hidden" inside of `story`."""
 
 
 @contextmanager

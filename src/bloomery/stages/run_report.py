@@ -59,7 +59,7 @@ def run_recipe(
     again: str = "the same command",
 ) -> list[str]:
     """
-    Run what is not done of a recipe in its run folder, as `pipeline.run`; tell how it goes on the terminal, and write
+    Run what is not done of a recipe in its run folder, as `pipeline.run`; report each stage on the terminal, and write
     the data card and the page. `again` is the command that runs what `until` and `only` leave. Returns these stages.
     """
     began = time.monotonic()

@@ -60,7 +60,7 @@ def head(root: Path, plans: Sequence[StagePlan], due: Sequence[StagePlan]) -> No
 
 
 def machine(host: Host) -> str:
-    """The processor, its cores, the memory and the GPUs, as far as they are known without torch."""
+    """The GPUs, the CPU, its cores, and the memory, as far as they are known without torch."""
     names = [gpu.name or gpu.target or gpu.maker for gpu in find_gpus(host)]
     gpus = [f"{names.count(name)} × {name}" if names.count(name) > 1 else name for name in dict.fromkeys(names)]
     model = re.search(r"^model name\s*:\s*(.*)$", host.read("proc/cpuinfo") or "", re.MULTILINE)
