@@ -29,7 +29,7 @@ from bloomery.core.signals import INTERRUPTED, Terminated
 
 if TYPE_CHECKING:
     from bloomery.core.chat import Message
-    from bloomery.core.pipeline import Command
+    from bloomery.core.pipeline import RunCommand
     from bloomery.serve.chat_model import TextAnswerer
 
 MODEL = "a run folder, a stage folder, a checkpoint folder or a model folder, for example runs/demo"
@@ -395,7 +395,7 @@ def run(options: argparse.Namespace) -> int:
     from bloomery.stages import terminal
 
     alone, asked = launcher.num_processes() == 1, options.until or options.only
-    command = pipeline.Command(options.recipe, tuple(options.settings), options.runs)
+    command = pipeline.RunCommand(options.recipe, tuple(options.settings), options.runs)
     with log.story(verbose=options.verbose):
         if alone and (root := command.up_to_date()) is not None and asked in (None, *run_dir.current(root)):
             terminal.ending(run_dir.run_state(root), seconds=None, left=[], asked="", again="")
@@ -410,7 +410,7 @@ def run(options: argparse.Namespace) -> int:
     return 0
 
 
-def _run_recipe(options: argparse.Namespace, command: "Command", *, remember: bool) -> None:
+def _run_recipe(options: argparse.Namespace, command: "RunCommand", *, remember: bool) -> None:
     from bloomery.core import config
     from bloomery.recipe import STAGES, Recipe
     from bloomery.stages.plan import watched

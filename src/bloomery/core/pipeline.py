@@ -371,7 +371,7 @@ class UpToDate(TypedDict):
 
 
 @dataclass(frozen=True)
-class Command:
+class RunCommand:
     """
     What was typed: a recipe, settings and the folder of runs. When a run of it ends with every stage done, the cache
     notes that, and the state of every file that it depends on. As long as no state changes, the same command has
