@@ -11,7 +11,8 @@ from typing import Any
 
 import pytest
 
-from bloomery import cli
+from bloomery import __version__, cli
+from bloomery.core import config, pipeline
 from bloomery.core.pipeline import locked
 from bloomery.hw.doctor import report as doctor
 from bloomery.hw.doctor.finding import Finding
@@ -104,7 +105,6 @@ def test_without_a_verb_there_is_help(call: Call) -> None:
         (["fly"], "there is no verb 'fly'\nVerbs: run, plan, status, "),
         (["statsu", "runs/a"], "there is no verb 'statsu'\nDid you mean 'status'?"),
         (["run"], "the following arguments are required: RECIPE\n"),
-        (["status"], "the following arguments are required: RUN\n"),
         (["chat"], "the following arguments are required: MODEL\n"),
         (["status", "a", "b=c"], "unrecognized arguments: b=c"),
         (["run", "a.toml", "--fast"], "unrecognized arguments: --fast"),
@@ -133,7 +133,8 @@ def test_done_is_0_and_what_the_user_can_fix_is_2_without_a_traceback(call: Call
 def test_an_interruption_is_130_and_says_how_to_go_on(call: Call, recipe: Path) -> None:
     code, _, err = call("run", recipe, "make.number=14")
     assert code == 130
-    assert err.splitlines()[-1] == "interrupted; run the same command again to resume"
+    assert re.fullmatch(r"◐ make       stopped after .* s; nothing of it is kept\.", err.splitlines()[-2])
+    assert err.splitlines()[-1] == f"Interrupted. Resume: bloomery run {recipe} make.number=14"
     assert "Traceback" not in err
 
 
@@ -202,16 +203,61 @@ def test_a_reader_that_leaves_early_is_no_error(tmp_path: Path) -> None:
 
 
 def test_until_stops_there_and_only_runs_one(call: Call, recipe: Path) -> None:
-    stopped = "runs/small: stopped after make, as asked; 1 stage to go: double"
-    for _ in range(2):
-        assert call("run", recipe, "--until", "make")[2].splitlines()[-1] == stopped
+    stopped = "up to make as you asked. Still to run: double."
+    for began in (r"Done in [\d.]+ s", "Up to date"):
+        err = call("run", recipe, "--until", "make")[2]
+        assert re.search(rf"^{began}, {stopped}$", err, re.MULTILINE), err
+        assert re.search(rf"^  Continue +bloomery run {recipe}$", err, re.MULTILINE)
     assert stages(call) == {"make": "done", "double": "waiting"}
     code, _, err = call("run", recipe, "--only", "double")
-    assert (code, err.splitlines()[-1]) == (0, "runs/small: done")
+    assert (code, "runs/small: done in " in err) == (0, True)
     assert stages(call) == {"make": "done", "double": "done"}
-    only = call("run", recipe, "make.number=3", "--only", "make")[2].splitlines()[-1]
-    assert only == "runs/small: only make, as asked; 1 stage to go: double"
+    only = call("run", recipe, "make.number=3", "--only", "make")[2]
+    assert re.search(r"^Done in [\d.]+ s, only make as you asked. Still to run: double.$", only, re.MULTILINE)
     assert "everything is up to date" in call("run", recipe, "--until", "make")[2]
+
+
+def test_a_run_says_what_it_will_do_and_a_sentence_for_each_stage(call: Call, recipe: Path) -> None:
+    lines = call("run", recipe)[2].splitlines()
+    assert lines[0] == f"Bloomery {__version__} · {recipe}"
+    assert [line.split()[0] for line in lines[1:5]] == ["run", "machine", "will", "Ctrl-C"]
+    assert lines[3] == "  will run  make, double"
+    told = [line for line in lines if line.startswith(("▸", "✓"))]
+    assert told[0] == "▸ make       runs"
+    assert re.fullmatch(r"✓ make       done in 0\.\d s: characters 1\.", told[1])
+    assert not any("=" in line for line in lines)
+    verbose = call("run", recipe, "make.number=5", "-v")[2]
+    assert "\ncharacters=5\n" in verbose
+    assert "\nruns/small/01-make-" in verbose
+
+
+def test_an_up_to_date_run_imports_no_recipe_until_something_that_it_depends_on_changes(
+    call: Call, recipe: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def ran(*words: str) -> set[str]:
+        return set(re.findall(r"^▸ (\w+)", call("run", recipe, *words)[2], re.MULTILINE))
+
+    assert ran() == {"make", "double"}
+    loads: list[Path] = []
+    load = config.load
+
+    def counted(cls: Any, path: Path, *rest: Any) -> Any:
+        loads.append(path)
+        return load(cls, path, *rest)
+
+    monkeypatch.setattr(config, "load", counted)
+    assert (ran(), ran(), loads) == (set(), set(), [])
+    assert (ran("make.number=2"), len(loads)) == ({"make", "double"}, 1)
+    assert (ran(), len(loads)) == (set(), 2)  # the folders of the run are those of other settings meanwhile
+    folder = json.loads((tmp_path / "runs/small/current.json").read_text())["make"]
+    output = tmp_path / "runs/small" / folder / "out.txt"
+    output.write_text("another size")
+    assert ran() == {"make"}
+    assert (ran(), len(loads)) == (set(), 3)
+    recipe.write_text(recipe.read_text() + "# a comment\n")
+    assert (ran(), len(loads)) == (set(), 4)
+    output.unlink()
+    assert ran("--until", "make") == {"make"}
 
 
 @pytest.mark.parametrize(
@@ -242,12 +288,55 @@ def test_settings_win_over_the_recipe_and_are_remembered(call: Call, recipe: Pat
 def test_status_shows_every_stage_on_a_line(call: Call, recipe: Path, tmp_path: Path) -> None:
     call("run", recipe, "--until", "make")
     code, out, _ = call("status", "runs/small")
-    assert code == 0
-    assert [line.split()[:2] for line in out.splitlines()] == [["make", "done"], ["double", "waiting"]]
-    assert "characters=1" in out.splitlines()[0]
+    first, make, double, last = out.splitlines()
+    assert (code, first) == (0, "runs/small: stopped, 1 of 2 stages done")
+    assert re.fullmatch(r"✓ make       done in 0\.\d s: characters 1", make)
+    assert (double, last) == ("○ double     waiting", "Resume it: bloomery run runs/small/recipe.toml")
+    call("run", recipe)
     (next((tmp_path / "runs/small").glob("01-make-*")) / "out.txt").write_text("y")
-    assert "sha256" not in call("status", "runs/small")[1]
-    assert re.match(r"make +damaged .*out\.txt has another sha256\n", call("status", "runs/small", "--verify")[1])
+    assert call("status", "runs/small")[0] == 0  # the size is the same
+    code, out, _ = call("status", "runs/small", "--verify")
+    assert (code, out.splitlines()[:2]) == (
+        2,
+        ["runs/small: damaged (make), 1 of 2 stages done", "✗ make       damaged: out.txt has another sha256"],
+    )
+    assert "Make make again: rm runs/small/01-make-" in out
+
+
+def test_status_says_whether_a_run_lives_and_how_far_it_is(call: Call, recipe: Path, tmp_path: Path) -> None:
+    call("run", recipe, "--until", "make")
+    root = tmp_path / "runs/small"
+    folder = root / json.loads((root / "current.json").read_text())["double"]
+    folder.mkdir()
+    line = {"step": 30, "loss": 2.5, "tokens_per_second": 50.0}
+    (folder / "metrics.jsonl").write_text(json.dumps(line) + "\n")
+    (root / "recipe.toml").write_text("[double]\nsteps = 120\nglobal_batch_tokens = 100\n")
+    far = "step 30 of 120 (25 %), loss 2.50"
+    assert call("status", "runs/small")[1].splitlines()[2] == f"◐ double     stopped, {far}"
+    alive = f"runs/small: process {os.getpid()} runs double, {far}, 50 tokens/s, 3 min left; 1 of 2 stages done"
+    with pipeline.locked(root):
+        assert call("status")[1] == f"● {alive}\n"
+        found = json.loads(call("status", "runs/small", "--json")[1])
+        assert (found["pid"], found["running"], found["stages"][1]["seconds_left"]) == (os.getpid(), "double", 180.0)
+    assert call("status")[1] == "◐ runs/small: stopped in double at step 30, 1 of 2 stages done\n"
+    assert json.loads(call("status", "--json")[1])["runs"][0]["pid"] is None
+
+
+def test_watching_ends_with_ctrl_c_and_without_an_error(
+    call: Call, recipe: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    call("run", recipe)
+    looks: list[float] = []
+
+    def wait(seconds: float) -> None:
+        looks.append(seconds)
+        if len(looks) == 3:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr("bloomery.stages.terminal.time.sleep", wait)
+    code, out, _ = call("status", "--watch")
+    assert (code, looks) == (0, [2.0] * 3)
+    assert out.count("✓ runs/small: done in ") == 3
 
 
 def test_clean_says_what_it_would_move_and_moves_it_when_told(call: Call, recipe: Path, tmp_path: Path) -> None:
@@ -310,7 +399,7 @@ def test_status_of_a_damaged_manifest_shows_it_and_a_run_makes_it_again(
     path.write_text('{"outputs": 5}')
     code, out, err = call("status", "runs/small")
     assert code == 2
-    assert re.search(r"make +damaged +manifest\.json cannot be read", out)
+    assert re.search(r"make +damaged: manifest\.json cannot be read", out)
     assert re.search(r"double +done", out)
     assert "Traceback" not in err
     code, _, err = call("run", recipe)

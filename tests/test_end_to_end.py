@@ -21,6 +21,7 @@ from bloomery import cli
 from bloomery.core.config import to_toml
 from bloomery.core.pipeline import content_hash
 from bloomery.recipe import STAGES
+from bloomery.stages.terminal import SHOWN_ANSWERS
 from bloomery.weights import hf
 
 DEMO = Path(__file__).parents[1] / "recipes" / "demo.toml"
@@ -175,8 +176,11 @@ def test_the_same_command_again_does_nothing(place: Place, capsys: pytest.Captur
     before = files_of(place.runs / "small")
     assert place.run() == 0
     shown = capsys.readouterr().err
-    assert "everything is up to date, nothing to do" in shown
-    assert all(f"✓ {name:<11} up to date" in shown for name in NAMES)
+    assert "small: everything is up to date, nothing to do. It took " in shown
+    assert re.search(r"^The model answered [\d.]+ % of 15 questions right \(95 % interval: ", shown, re.MULTILINE)
+    assert shown.count("\n  > ") == SHOWN_ANSWERS
+    assert f"  Talk to it    bloomery chat {place.runs / 'small'}\n" in shown
+    assert not re.search(r"[▸✓]|\w=\d", shown)
     assert files_of(place.runs / "small") == before
 
 
@@ -259,8 +263,10 @@ def test_a_changed_threshold_runs_its_stage_and_those_below_and_keeps_the_rest(
     shown = capsys.readouterr().err
     again = below("instruct")
     assert again == {"instruct", "finetune", "evaluate"}
-    assert {name for name in NAMES if f"▸ {name:<11} runs" in shown} == again
-    assert {name for name in NAMES if f"✓ {name:<11} up to date" in shown} == set(NAMES) - again
+    assert set(re.findall(r"^▸ (\w+) +runs$", shown, re.MULTILINE)) == again
+    assert set(re.findall(r"^✓ (\w+) +\w.* in .*\.$", shown, re.MULTILINE)) == again
+    kept = next(line for line in shown.splitlines() if line.startswith("  up to date"))
+    assert set(kept.split("  ")[-1].split(", ")) == set(NAMES) - again - {"synthesize"}
     after = files_of(place.runs / "small")
     assert {name: after[name] for name in before} == before
     waste = said(capsys, "clean", place.runs / "small")["waste"]

@@ -203,7 +203,7 @@ def test_a_missing_package_of_a_sink_is_told_before_the_first_stage_and_only_whe
     command += ["pretrain.global_batch_tokens=512"]
     assert cli.main([*command, "--until", "pretrain"]) == 2
     told = capsys.readouterr().err
-    assert told.startswith("error: packages that the recipe needs are not installed:\n  wandb (for pretrain.sinks.1)")
+    assert "\nerror: packages that the recipe needs are not installed:\n  wandb (for pretrain.sinks.1)" in told
     assert "pip install 'bloomery[wandb]'" in told
     assert cli.main([*command, "--until", "fetch"]) == 0
 

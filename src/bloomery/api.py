@@ -206,21 +206,22 @@ def run(
     Raises ConfigError for a wrong recipe or setting, and other BloomeryErrors for what stops a stage. Ctrl-C saves
     what is to be saved, and raises KeyboardInterrupt; the same call resumes.
     """
-    from bloomery.core import pipeline
+    from bloomery.core import log
     from bloomery.core.signals import INTERRUPTED, Terminated
     from bloomery.recipe import STAGES
-    from bloomery.stages.run_report import after_run, before_run, by_first_process
+    from bloomery.stages.run_report import by_first_process, run_recipe
 
     if until is not None and only is not None:
         raise ConfigError(f"until={until!r} and only={only!r} exclude each other", hint="Leave out one of the two.")
     resolved = _recipe(recipe, settings)
     folder = Path(runs).expanduser() / resolved.name
 
-    def run_recipe() -> None:
-        pipeline.run(STAGES, resolved, folder, until=until, only=only, before=before_run, after=after_run)
+    def work() -> None:
+        run_recipe(STAGES, resolved, folder, until=until, only=only)
 
     try:
-        by_first_process(run_recipe)
+        with log.story():
+            by_first_process(work)
     except Terminated as ended:
         if ended.code != INTERRUPTED:  # asked to end by SIGTERM, the process does
             raise
@@ -268,13 +269,13 @@ def plan(
 
 def status(run_folder: PathText, *, verify: bool = False) -> dict[str, Any]:
     """
-    How far a run is, as `bloomery status --json`: {"run", "done", "stages"}. With `verify`, every file is compared
-    with its sha256. Raises RunError where the folder is no run folder.
+    How far a run is, as `bloomery status --json`: {"run", "done", "pid", "running", "stages"}. With `verify`, every
+    file is compared with its sha256. Raises RunError where the folder is no run folder.
     """
     from bloomery.core import run_dir
 
     folder = Path(run_folder).expanduser()
-    return run_dir.summary(folder, run_dir.states(folder, thorough=verify))
+    return run_dir.as_json(run_dir.run_state(folder, thorough=verify))
 
 
 def _recipe(recipe: PathText | Mapping[str, Any], settings: Settings | None) -> "Recipe":

@@ -13,6 +13,7 @@ import json
 import math
 import os
 import re
+import shlex
 import sys
 import textwrap
 import traceback
@@ -30,6 +31,7 @@ from bloomery.core.signals import INTERRUPTED, Terminated
 
 if TYPE_CHECKING:
     from bloomery.core.chat import Message
+    from bloomery.core.pipeline import RunCommand
     from bloomery.serve.chat_model import TextAnswerer
 
 MODEL = "a run folder, a stage folder, a checkpoint folder or a model folder, for example runs/demo"
@@ -102,6 +104,7 @@ def _run_verbs(verbs: Any) -> None:
     stages = verb.add_mutually_exclusive_group()
     stages.add_argument("--until", metavar="STAGE", help="stop after this stage")
     stages.add_argument("--only", metavar="STAGE", help="run this stage alone; its inputs have to be done")
+    verb.add_argument("-v", "--verbose", action="store_true", help="show every number and setting of each stage")
 
     verb = _verb(
         verbs, "plan", "say what a recipe needs, before it runs", "bloomery plan recipes/demo.toml", reports=True
@@ -115,9 +118,12 @@ def _run_verbs(verbs: Any) -> None:
     verb.add_argument("--price", type=MONEY_OR_WATTS, metavar="PER_HOUR", help="of all devices, in any money")
     verb.add_argument("--power-watts", type=MONEY_OR_WATTS, metavar="W", help="that all devices take together")
 
-    verb = _verb(verbs, "status", "say how far a run is", "bloomery status runs/demo", reports=True)
-    verb.add_argument("run", type=_path, metavar="RUN", help="a run folder, for example runs/demo")
+    brief = "say how far a run is, whether its process lives, and when it is done"
+    verb = _verb(verbs, "status", brief, "bloomery status runs/demo --watch", reports=True)
+    verb.add_argument("run", type=_path, nargs="?", metavar="RUN", help="a run folder (default: all runs)")
+    verb.add_argument("--runs", type=_path, default=Path("runs"), help="folder of run folders (default: runs)")
     verb.add_argument("--verify", action="store_true", help="compare every file with its sha256 too")
+    verb.add_argument("--watch", action="store_true", help="show it again every 2 seconds, until Ctrl-C")
 
     verb = _verb(
         verbs,
@@ -385,17 +391,53 @@ def show_help(options: argparse.Namespace) -> int:
 
 
 def run(options: argparse.Namespace) -> int:
-    from bloomery.core import config, pipeline
-    from bloomery.recipe import STAGES, Recipe
-    from bloomery.stages.run_report import after_run, before_run, by_first_process
+    if os.environ.get("RANK", "0") == "0":  # of processes that a launcher has started, the first one talks
+        log.say(f"Bloomery {__version__} · {options.recipe}", style="bold")  # before anything large is imported
 
-    def run_recipe() -> None:
-        recipe, until, only = config.load(Recipe, options.recipe, options.settings), options.until, options.only
-        root = options.runs / recipe.name
-        pipeline.run(STAGES, recipe, root, until=until, only=only, before=before_run, after=after_run)
+    from bloomery.core import pipeline, run_dir
+    from bloomery.hw import launcher
+    from bloomery.stages import terminal
 
-    by_first_process(run_recipe)
+    alone, asked = launcher.num_processes() == 1, options.until or options.only
+    command = pipeline.RunCommand(options.recipe, tuple(options.settings), options.runs)
+    with log.story(verbose=options.verbose):
+        if alone and (root := command.up_to_date()) is not None and asked in (None, *run_dir.current(root)):
+            terminal.ending(run_dir.run_state(root), seconds=None, left=[], asked="", again="")
+            return 0
+        try:
+            _run_recipe(options, command, remember=alone)
+        except (KeyboardInterrupt, Terminated) as ended:
+            code = INTERRUPTED if isinstance(ended, KeyboardInterrupt) else int(ended.code or 0)
+            how = "Interrupted" if code == INTERRUPTED else "Ended as asked"
+            log.say(f"{how}. Resume: {_again(options, stages=True)}", style="bold")
+            return code
     return 0
+
+
+def _run_recipe(options: argparse.Namespace, command: "RunCommand", *, remember: bool) -> None:
+    from bloomery.core import config
+    from bloomery.recipe import STAGES, Recipe
+    from bloomery.stages.plan import watched
+    from bloomery.stages.run_report import by_first_process, run_recipe
+
+    recipe = config.load(Recipe, options.recipe, options.settings)
+    root = options.runs / recipe.name
+
+    def work() -> None:
+        before = command.before(watched(recipe)) if remember else None
+        left = run_recipe(STAGES, recipe, root, until=options.until, only=options.only, again=_again(options))
+        if not left:
+            command.remember(root, before)
+
+    by_first_process(work)
+
+
+def _again(options: argparse.Namespace, *, stages: bool = False) -> str:
+    """The command of a run, without `--until` and `--only` unless `stages`."""
+    words = ["bloomery", "run", str(options.recipe), *options.settings]
+    words += ["--runs", str(options.runs)] if options.runs != Path("runs") else []
+    chosen = [word for name in ("until", "only") if (stage := getattr(options, name)) for word in (f"--{name}", stage)]
+    return shlex.join([*words, *chosen] if stages else words)
 
 
 def plan(options: argparse.Namespace) -> int:
@@ -414,20 +456,22 @@ def plan(options: argparse.Namespace) -> int:
 
 def status(options: argparse.Namespace) -> int:
     from bloomery.core import run_dir
-    from bloomery.core.log import info
-    from bloomery.core.pipeline import brief
+    from bloomery.stages import terminal
 
-    states = run_dir.states(options.run, thorough=options.verify)
-    damaged = [one for one in states if one.state == "damaged"]
+    def look() -> list[run_dir.RunState]:
+        folders = [options.run] if options.run is not None else run_dir.run_folders(options.runs)
+        return [run_dir.run_state(folder, thorough=options.verify) for folder in folders]
+
+    if options.watch:
+        terminal.watch(lambda: terminal.status_text(look(), each=options.run is not None))
+        return 0
+    states = look()
     if options.json:
-        print(json.dumps(run_dir.summary(options.run, states)))
-        return 2 if damaged else 0
-    for stage in states:
-        seconds = f"{stage.seconds:8.1f} s" if stage.seconds is not None else " " * 10
-        print(f"{stage.stage:<11} {stage.state:<8} {seconds}  {stage.damage or brief(stage.stats)}".rstrip())
-    for stage in damaged:
-        info(f"To make {stage.stage} again: rm {stage.folder / 'manifest.json'}, then run the recipe.")
-    return 2 if damaged else 0
+        facts = [run_dir.as_json(state) for state in states]
+        print(json.dumps(facts[0] if options.run is not None else {"runs": facts}))
+    else:
+        terminal.show(terminal.status_text(states, each=options.run is not None))
+    return 2 if any(state.damaged for state in states) else 0
 
 
 def clean(options: argparse.Namespace) -> int:

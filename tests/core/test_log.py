@@ -33,7 +33,7 @@ def test_a_program_gets_a_plain_line_every_few_seconds_and_none_at_the_end(
         meter.at(1001)
     captured = capsys.readouterr()
     assert captured.out == ""
-    assert captured.err == "shard: 1000/4000 documents  100/s  loss 2.5, 30s left\n"
+    assert captured.err == "shard: 1,000/4,000 documents, loss 2.50, 100/s, 30 s left\n"
 
 
 def test_the_work_of_an_earlier_attempt_says_nothing_about_the_speed(
@@ -43,7 +43,7 @@ def test_the_work_of_an_earlier_attempt_says_nothing_about_the_speed(
         meter.start_at(100)
         clock[0] += 10
         meter.at(200, tokens_per_second=123_456)
-    assert capsys.readouterr().err == "pretrain: 200/300 steps  tok/s 123.5k, 10s left\n"
+    assert capsys.readouterr().err == "pretrain: 200/300 steps, 123k tok/s, 10 s left\n"
 
 
 def test_a_terminal_gets_a_live_line_that_is_gone_at_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -59,30 +59,74 @@ def test_a_live_line_is_made_of_whole_parts_and_a_wider_one_has_those_of_a_narro
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     shown: list[str] = []
-    for width in range(16, 140):
+    for width in range(16, 100):
         screen = io.StringIO()
         monkeypatch.setattr(log, "console", Console(file=screen, force_terminal=True, width=width, color_system=None))
         with progress("pretrain", "steps", 300) as meter:
             meter.at(275, tokens_per_second=135_800, loss=0.4938, margin=1.25)
         line = re.split(r"[\r\n]+", re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", screen.getvalue()).rstrip())[-1].rstrip()
-        assert len(line) <= width
-        shown.append(re.sub(r"\S:\S\S:\S\S", "time", line))
-    parts = [set(re.split(r" {2,}", re.sub(r"[━╸╺]+", "bar", line))[1:]) for line in shown]
+        assert len(line) <= min(width, log.COLUMNS)
+        shown.append(re.sub(r"[\d.]+ s left", "time", line)[2:])
+    parts = [set(re.split(r" {2,}", re.sub(r"[━╸╺]+", "bar", line))) for line in shown]
     assert all(narrow <= wide for narrow, wide in pairwise(parts))
-    times = {"time", "left time"}
-    everything = {"pretrain", "bar", "275/300 steps", "tok/s 135.8k", "loss 0.494", "margin 1.25"} | times
     assert parts[0] == {"pretrain"}
     assert parts[50 - 16] == {"pretrain", "275/300 steps", "loss 0.494"}
-    assert parts[80 - 16] == everything - {"time", "margin 1.25"}
-    assert parts[-1] == everything
+    assert parts[80 - 16] == parts[-1] == {"pretrain", "bar", "275/300 steps", "136k tok/s", "loss 0.494", "time"}
 
 
 @given(st.floats(-1e12, 1e12) | st.integers(-(10**12), 10**12) | st.sampled_from([math.nan, math.inf, -math.inf]))
 def test_every_number_can_be_shown_briefly(value: float) -> None:
-    shown = log._short(value)
+    shown = log.short(value)
     assert len(shown) <= 10
-    if abs(value) < 10_000:
+    if abs(value) < 999:
         assert float(shown) == pytest.approx(value, rel=0.01)
+    if 1e-3 <= abs(value) < 1e12:
+        assert "e" not in shown
+
+
+def test_numbers_are_written_as_people_read_them() -> None:
+    numbers = (0, 0.4938, 3.2, 42, 999, 6190, 19_400, 131_009, 4.1e6, 1.24e9)
+    shown = ["0", "0.494", "3.20", "42", "999", "6.2k", "19.4k", "131k", "4.1M", "1.2G"]
+    assert [log.short(number) for number in numbers] == shown
+    assert [log.size(number) for number in (1, 812, 15_657_244, 1.2e9)] == ["1 byte", "812 bytes", "15.7 MB", "1.2 GB"]
+    times = ["0.1 s", "0.3 s", "1 s", "59 s", "1 min", "3 min 20 s", "2 h 5 min", "1 day 3 h", "2 days"]
+    seconds = (0, 0.3, 0.96, 59.4, 59.6, 200, 7500, 100_000, 2 * 86_400)
+    assert [log.duration(each) for each in seconds] == times
+    shares = [(0, 5), (5, 5), (78, 100), (24_753, 24_829), (9_999, 10_000), (1, 10_000), (0, 0)]
+    assert [log.percent(*share) for share in shares] == ["0 %", "100 %", "78 %", "99.7 %", "> 99.9 %", "< 0.1 %", "0 %"]
+    assert (log.counted(1, "copy", "copies"), log.counted(24_829, "document")) == ("1 copy", "24,829 documents")
+
+
+def test_a_story_hides_details_from_the_terminal_and_not_from_the_file(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for verbose in (False, True):
+        with log.story(verbose=verbose), kept(tmp_path / "log.txt"):
+            info("a detail")
+            info("a warning", "yellow")
+            log.say("a sentence", mark="✓", name="filter")
+        detail = "a detail\n" if verbose else ""
+        assert capsys.readouterr().err == f"{detail}a warning\n✓ filter     a sentence\n"
+    assert [line[21:] for line in (tmp_path / "log.txt").read_text().splitlines()] == ["a detail", "a warning"] * 2
+    info("outside of a story")
+    assert capsys.readouterr().err == "outside of a story\n"
+
+
+def test_a_stage_has_one_live_line_for_all_its_work_and_nothing_wraps(monkeypatch: pytest.MonkeyPatch) -> None:
+    screen = io.StringIO()
+    console = Console(file=screen, force_terminal=True, width=60, color_system=None, soft_wrap=True)
+    monkeypatch.setattr(log, "console", console)
+    with log.stage_line("dedup"):
+        for work in ("sign", "compare"):
+            with progress(work, "parts", 4) as meter:
+                meter.at(2, percent=49.6)
+                log._stage_line[-1][0].refresh()
+    log.say("word " * 30, mark="✓", name="dedup")
+    lines = [line.rstrip() for line in re.split(r"[\r\n]+", re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", screen.getvalue()))]
+    assert max(map(len, lines)) <= 60
+    assert all(any(f" dedup      {rest}" in line for line in lines) for rest in ("starting", "━━━━"))
+    assert all(any(f"{work} 2/4 parts  50 %" in line for line in lines) for work in ("sign", "compare"))
+    assert [line[:13] for line in lines if "word" in line] == ["✓ dedup      ", *[" " * 13] * 3]
 
 
 def test_metrics_of_lost_work_are_dropped_on_resume(tmp_path: Path) -> None:

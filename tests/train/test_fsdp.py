@@ -26,7 +26,7 @@ from bloomery.core.signals import StopRequest, Terminated
 from bloomery.hw.distributed import World
 from bloomery.model.transformer import Transformer
 from bloomery.shards.loader import Batch
-from bloomery.stages.sampling import continuing
+from bloomery.stages.rollouts import continuing
 from bloomery.tokenizer.chat_template import Renderer
 from bloomery.train import fsdp, launch, step
 from bloomery.train.config import AdamW, Training

@@ -17,7 +17,7 @@ from bloomery.hw.device import measured_peak
 from bloomery.model.config import cost
 from bloomery.model.transformer import Transformer
 from bloomery.shards.loader import IGNORE, PackedDataset
-from bloomery.stages.sampling import answering, continuing
+from bloomery.stages.rollouts import answering, continuing
 from bloomery.tokenizer.chat_template import Renderer
 from bloomery.train.metrics import EventFile, MainLog, Norms, by_layer, crc32c, flat
 from bloomery.train.precision import Precision

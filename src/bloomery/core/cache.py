@@ -7,7 +7,7 @@ Nothing in the cache is needed: a note that is missing, or cannot be read, is ma
 import os
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
@@ -26,6 +26,8 @@ QUICKLY_HASHED = 2**20
 """Bytes of a file whose hash is not worth a note."""
 SLOWLY_HASHED = 2**30
 """Bytes of a file whose hashing takes long enough for a log line."""
+MOST_WATCHED = 20_000
+"""Files and folders whose state is compared in place of their content: so many take a tenth of a second."""
 SETTLED_NANOSECONDS = 2 * 10**9
 """After a change: until then another one may leave the same times, as file systems count them in steps."""
 
@@ -80,6 +82,40 @@ def sha256_of(path: Path) -> str:
         except (RunError, OSError) as error:
             info(f"every start hashes {path} again, because its hash cannot be saved: {error}", style="yellow")
     return hashed
+
+
+def watchable(paths: Sequence[Path], exact: Sequence[Path] = ()) -> list[str] | None:
+    """
+    Every file and folder at and below these paths, which may hold wildcards, and the `exact` ones. None where they are
+    too many, or a link leads to a folder: then their state is not known soon.
+    """
+    names = dict.fromkeys(map(str, exact))
+    for path in map(_without_wildcards, paths):
+        names[str(path)] = None
+        for folder, folders, files in os.walk(path):
+            if any(os.path.islink(os.path.join(folder, name)) for name in folders):
+                return None
+            names |= dict.fromkeys(os.path.join(folder, name) for name in (*folders, *files))
+            if len(names) > MOST_WATCHED:
+                return None
+    return list(names)
+
+
+def _without_wildcards(path: Path) -> Path:
+    """The innermost folder on the way to a path that is not chosen by a pattern."""
+    path = path.expanduser().absolute()
+    patterns = [part for part in (path, *path.parents) if any(letter in part.name for letter in "*?[")]
+    return patterns[-1].parent if patterns else path
+
+
+def state_of(names: Sequence[str]) -> tuple[str, int]:
+    """
+    A hash over size, inode and times of files and folders, which changes with anything in them; and the time of the
+    newest change, in nanoseconds.
+    """
+    states = [_state(Path(name)) if os.path.exists(name) else [] for name in names]
+    newest = max((time_ns for state in states for time_ns in state[2:]), default=0)
+    return core_io.sha256_bytes(core_io.canonical([*zip(names, states, strict=True)])), newest
 
 
 def _state(path: Path) -> list[int]:

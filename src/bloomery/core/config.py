@@ -55,6 +55,10 @@ class Config(BaseModel):
         """As the section of a stage: of the stages that it can build on, those that it does. All, by default."""
         return after
 
+    def is_idle(self) -> bool:
+        """As the section of a stage: whether it asks for no work. False, by default."""
+        return False
+
     def packages(self) -> tuple[str, ...]:
         """The packages of extras that it needs, without those that the configs in it name. None, by default."""
         return ()
@@ -70,7 +74,7 @@ Override = str | tuple[str, Any]
 def load(cls: type[C], path: Path, overrides: Sequence[Override] = ()) -> C:
     """Read a recipe. Raises ConfigError, which names the file, the key and the hint."""
     try:
-        tree = _read(path)
+        tree = read_tree(path)
     except FileNotFoundError:
         near = ", ".join(p.name for p in sorted(path.parent.glob("*.toml")) if _may_be(cls, p)) or "none"
         raise ConfigError("no such recipe", where=str(path), hint=f"Recipes in that folder: {near}.") from None
@@ -87,7 +91,7 @@ def from_tree(cls: type[C], tree: dict[str, Any], overrides: Sequence[Override] 
     return build(cls, _filled(tree, cls), where)
 
 
-def _read(path: Path) -> dict[str, Any]:
+def read_tree(path: Path) -> dict[str, Any]:
     """The TOML data of a regular file. Raises ConfigError, and what `Path.read_text` does."""
     if what := path_problem(path):
         raise ConfigError(what, where=shorten(repr(str(path))), hint="A recipe is a UTF-8 TOML file.")
@@ -105,14 +109,14 @@ def _read(path: Path) -> dict[str, Any]:
         raise ConfigError(f"arrays or tables are {TOO_DEEP}", where=str(path), hint=LESS_DEEP) from None
 
 
-packaged = cache(_read)
+packaged = cache(read_tree)
 """The TOML data of a file of this package, such as presets: read once, and never changed."""
 
 
 def _may_be(cls: type[Config], path: Path) -> bool:
     """Whether a TOML file has the keys that a recipe cannot do without: pyproject.toml, say, has not."""
     try:
-        tree = _read(path)
+        tree = read_tree(path)
     except (OSError, ValueError, ConfigError):
         return False
     return all(name in tree for name, field in cls.model_fields.items() if field.is_required())
@@ -375,6 +379,11 @@ def _values(value: Any, key: str) -> Iterator[tuple[str, Any]]:
 def paths(config: Any, key: str = "") -> Iterator[tuple[str, Path]]:
     """Every path inside a config, with its key."""
     return ((name, value) for name, value in _values(config, key) if isinstance(value, Path))
+
+
+def nested(config: Any) -> Iterator["Config"]:
+    """A config and every config inside it."""
+    return (value for _, value in _values(config, "") if isinstance(value, Config))
 
 
 def packages(config: Any, key: str = "") -> Iterator[tuple[str, str]]:

@@ -24,14 +24,14 @@ import platform
 import re
 import stat
 import sys
+import textwrap
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
-from types import ModuleType
-from typing import Annotated, Any, NotRequired
+from typing import IO, Annotated, Any, NotRequired
 
 from pydantic import Field, GetPydanticSchema
 from typing_extensions import TypedDict
@@ -41,7 +41,7 @@ from bloomery.core import io as core_io
 from bloomery.core.config import Config, packages, paths, plain, to_toml
 from bloomery.core.errors import DataError, MissingPackageError, RunError, UnreachableError
 from bloomery.core.io import MANIFEST
-from bloomery.core.log import info
+from bloomery.core.log import COLUMNS, console, duration, info, say, stage_line
 from bloomery.core.records import MAX_MANIFEST_BYTES, Count, ListedFile, NameInside, read_record
 
 if sys.platform != "win32":
@@ -51,8 +51,12 @@ BEGUN = "begun.json"
 """Which content of its inputs a stage that resumes began with. It does not resume from leftovers of other content."""
 RECIPE, CURRENT = "recipe.toml", "current.json"
 """In a run folder: the resolved recipe of the last run; stage -> folder, for that recipe."""
+CHECKPOINTS = "checkpoints"
+"""In the folder of a stage that trains: a folder for each step that it can resume from."""
 LOCK = ".lock"
 """In a run folder: the number of the process that holds it."""
+ATTEMPTS, SECONDS_BETWEEN_ATTEMPTS = 5, 0.02
+"""To take the lock: `status` may hold it for a moment."""
 
 NOT_DONE = "not done"
 """What `damage` says of a folder that no manifest vouches for."""
@@ -140,10 +144,12 @@ class Stage:
     """Whether a recipe may do without its section: then it is not there, and those after it do without it too."""
     run_by: str = ""
     """`module:function` that calls `run` of the module, for a stage that has other inputs than in a recipe."""
+    planned_by: str = ""
+    """`module:object` with the names above but `run`, for a module that needs torch: a plan is made without it."""
 
     @property
-    def code(self) -> ModuleType:
-        return importlib.import_module(self.module)
+    def code(self) -> Any:
+        return resolve(self.planned_by) if self.planned_by else importlib.import_module(self.module)
 
     @property
     def version(self) -> int:
@@ -307,6 +313,16 @@ def check_names(stages: Sequence[Stage], *names: str | None) -> None:
             raise RunError(f"there is no stage {name!r}", hint=f"{meant}Stages: {', '.join(known)}.")
 
 
+Sentence = Callable[[str, Stats], tuple[str, str]]
+"""`sentence(stage, stats)`: what a stage has done, and what stands after the time that it took."""
+
+
+def plain_sentence(stage: str, stats: Stats) -> tuple[str, str]:
+    """Of a stage that nobody has words for: its plain numbers."""
+    numbers = brief(stats).replace("=", " ").replace("  ", ", ")
+    return "done", f": {numbers}" if numbers else ""
+
+
 def run(
     stages: Sequence[Stage],
     recipe: Config,
@@ -314,14 +330,17 @@ def run(
     *,
     until: str | None = None,
     only: str | None = None,
-    before: Callable[[Any, Sequence[StagePlan]], None] = lambda recipe, plans: None,
+    before: Callable[[Any, Sequence[StagePlan], Sequence[StagePlan]], None] = lambda recipe, plans, due: None,
+    sentence: Sentence = plain_sentence,
     after: Callable[[Path], None] = lambda root: None,
-) -> None:
+) -> list[str]:
     """
     Run what is not done of a recipe in its run folder `root`, up to the stage `until`, or the stage `only` alone.
+    Returns the stages that are still to run.
 
-    Nobody else can run in the folder meanwhile. `before` is called when it is known where each stage's output will be,
-    `after` when the stages have run. Raises what `check_names`, `check_sections`, `plan_stages` and `execute` do.
+    Nobody else can run in the folder meanwhile. `before` is called with the plans of all stages and of those that will
+    run now, when all of these can; `after` when the stages have run. Raises what `check_names`, `check_sections`,
+    `plan_stages` and `execute` do.
     """
     check_names(stages, until, only)
     check_sections(stages, recipe, until=until, only=only)
@@ -332,15 +351,84 @@ def run(
             check_packages(stages, recipe, until=until, only=only)
             raise
         remember(root, recipe, plans)
-        before(recipe, plans)
-        done = execute(plans, until=until, only=only)
-        asked = f"stopped after {until}" if until else f"only {only}" if only else ""
-        if asked and (left := [plan.stage.name for plan in plans if not plan.fresh]):
-            to_go = "1 stage" if len(left) == 1 else f"{len(left)} stages"
-            info(f"{root}: {asked}, as asked; {to_go} to go: {', '.join(left)}")
-        else:
-            info(f"{root}: {'done' if 'ran' in done.values() else 'everything is up to date, nothing to do'}")
+        due = ready(plans, until=until, only=only)
+        before(recipe, plans, due)
+        execute(plans, until=until, only=only, sentence=sentence)
         after(root)
+        return [plan.stage.name for plan in plans if not plan.fresh]
+
+
+class UpToDate(TypedDict):
+    """That a command had nothing to do, and the state of all that it depended on."""
+
+    root: str
+    recipe: str
+    program: str
+    watched: list[str]
+    state: str
+    current: str
+    pages: list[str]
+
+
+@dataclass(frozen=True)
+class RunCommand:
+    """
+    What was typed: a recipe, settings and the folder of runs. When a run of it ends with every stage done, the cache
+    notes that, and the state of every file that it depends on. As long as no state changes, the same command has
+    nothing to do, and says so without reading a recipe or importing a stage.
+    """
+
+    recipe: Path
+    settings: tuple[str, ...]
+    runs: Path
+
+    @property
+    def note(self) -> Path:
+        words = [str(self.recipe.absolute()), [*self.settings], str(self.runs.absolute()), os.getcwd()]
+        return cache.root() / "up-to-date" / f"{core_io.sha256_bytes(core_io.canonical(words))}.json"
+
+    def before(self, watched: list[str] | None) -> UpToDate | None:
+        """The state before stages are planned; `watched` are the files outside of the run that they read."""
+        if watched is None or not self.recipe.is_file():
+            return None
+        began = time.time_ns()
+        state, newest = cache.state_of(watched)
+        if newest + cache.SETTLED_NANOSECONDS > began:
+            return None
+        recipe = core_io.sha256_file(self.recipe)
+        return UpToDate(root="", recipe=recipe, program=_program(), watched=watched, state=state, current="", pages=[])
+
+    def remember(self, root: Path, before: UpToDate | None) -> None:
+        """Note that every stage is done in the run folder `root`, as it was planned in the state `before`."""
+        if before is not None:
+            pages = sorted(path.name for path in root.iterdir() if path.is_file() and path.name != LOCK)
+            facts = {"root": str(root.absolute()), "current": core_io.sha256_file(root / CURRENT), "pages": pages}
+            cache.save_note(self.note, {**before, **facts})
+
+    def up_to_date(self) -> Path | None:
+        """The run folder of this command where it is noted that there is nothing to do, and that is still true."""
+        note = cache.load_note(self.note, UpToDate)
+        if note is None or not self.recipe.is_file():
+            return None
+        root = Path(note["root"])
+        same = (
+            note["recipe"] == core_io.sha256_file(self.recipe)
+            and note["program"] == _program()
+            and note["state"] == cache.state_of(note["watched"])[0]
+            and all((root / name).is_file() for name in note["pages"])
+            and note["current"] == core_io.sha256_file(root / CURRENT)
+        )
+        if not same:
+            return None
+        folders = read_record(root / CURRENT, dict[str, FolderName])
+        return None if any(damage(root / name) for name in folders.values()) else root
+
+
+def _program() -> str:
+    """A hash over Python's version and the state of every file of this package."""
+    package = Path(__file__).parents[1]
+    files = sorted(path for path in package.rglob("*") if path.suffix != ".pyc" and path.is_file())
+    return f"{sys.version} {cache.state_of([*map(str, files)])[0]}"
 
 
 def remember(root: Path, recipe: Config, plans: Sequence[StagePlan]) -> None:
@@ -350,28 +438,41 @@ def remember(root: Path, recipe: Config, plans: Sequence[StagePlan]) -> None:
     core_io.write_json(root / CURRENT, {plan.stage.name: plan.folder.name for plan in plans})
 
 
-def execute(plans: Sequence[StagePlan], *, until: str | None = None, only: str | None = None) -> dict[str, str]:
-    """
-    Run what is not done, in order. Returns what became of each stage: "fresh" (nothing to do) or "ran".
-
-    `until` is the last stage wanted, `only` the single one; at most one of them is given. Raises RunError for a stage
-    that is not there, where an input of the single one is not done, and, before any runs, what `missing_packages` and
-    `Stage.preflight` say.
-    """
+def requested(plans: Sequence[StagePlan], *, until: str | None = None, only: str | None = None) -> list[StagePlan]:
+    """The stages that are asked for, in order. Raises RunError for a stage that is not there."""
     assert until is None or only is None
     check_names([plan.stage for plan in plans], until, only)
     by_name = {plan.stage.name: plan for plan in plans}
-    requested = _ancestors(by_name, until) if until else {only} if only else set(by_name)
-    due = [plan for plan in plans if plan.stage.name in requested and not plan.fresh]
+    names = _ancestors(by_name, until) if until else {only} if only else set(by_name)
+    return [plan for plan in plans if plan.stage.name in names]
+
+
+def ready(plans: Sequence[StagePlan], *, until: str | None = None, only: str | None = None) -> list[StagePlan]:
+    """The stages that will run. Raises what `requested`, `missing_packages` and `Stage.preflight` do."""
+    due = [plan for plan in requested(plans, until=until, only=only) if not plan.fresh]
     if error := missing_packages(due):
         raise error
     check_machine(due)
+    return due
+
+
+def execute(
+    plans: Sequence[StagePlan],
+    *,
+    until: str | None = None,
+    only: str | None = None,
+    sentence: Sentence = plain_sentence,
+) -> dict[str, str]:
+    """
+    Run what is not done, in order. Returns what became of each stage: "fresh" (nothing to do) or "ran".
+
+    `until` is the last stage wanted, `only` the single one; at most one of them is given. Raises RunError where an
+    input of the single one is not done, and, before any runs, what `ready` does.
+    """
+    ready(plans, until=until, only=only)
     done: dict[str, str] = {}
-    for plan in plans:
-        if plan.stage.name in requested:
-            done[plan.stage.name] = "fresh" if plan.fresh else _run(plan)
-            if done[plan.stage.name] == "fresh":
-                info(f"✓ {plan.stage.name:<11} up to date {plan.folder.name}", style="dim")
+    for plan in requested(plans, until=until, only=only):
+        done[plan.stage.name] = "fresh" if plan.fresh else _run(plan, sentence)
     return done
 
 
@@ -400,7 +501,7 @@ def check_packages(
         raise error
 
 
-def _run(plan: StagePlan) -> str:
+def _run(plan: StagePlan, sentence: Sentence) -> str:
     for name, folder in plan.inputs.items():
         if trouble := damage(folder):
             hint = f"Run it first: bloomery run RECIPE --until {name}"
@@ -420,13 +521,35 @@ def _run(plan: StagePlan) -> str:
         core_io.remove_path(plan.folder / MANIFEST)  # of outputs that are damaged: it must not vouch for new ones
         _keep_what_is_of_use(plan)
     resumed = any(path.name != BEGUN for path in plan.folder.iterdir())
-    info(f"▸ {plan.stage.name:<11} {'resuming' if resumed else 'runs':<10} {plan.folder.name}", "bold")
-    began = time.time()
-    stats = plan.stage.runner()(plan.config, plan.inputs, plan.folder)
+    name, began = plan.stage.name, time.time()
+    if not plan.config.is_idle() and not console.is_terminal:  # there a live line shows what runs
+        say("resumes" if resumed else "runs", mark="▸", name=name)
+    info(str(plan.folder))
+    whole = False
+    try:
+        with stage_line(name):
+            stats = plan.stage.runner()(plan.config, plan.inputs, plan.folder)
+        whole = True
+    finally:
+        if not whole:
+            failed = isinstance(sys.exc_info()[1], Exception)
+            how = f"{'failed' if failed else 'stopped'} after {duration(time.time() - began)}; {_kept(plan)}"
+            say(how, mark="✗" if failed else "◐", name=name, style="red" if failed else "yellow")
     _check_outside(plan)
     seal(plan, stats, seconds=time.time() - began, resumed=resumed)
-    info(f"✓ {plan.stage.name:<11} done       {time.time() - began:.1f} s   {brief(stats)}")
+    if not plan.config.is_idle():
+        text, more = sentence(name, stats)
+        say(f"{text} in {duration(time.time() - began)}{more}.", mark="✓", name=name, style="green")
+    info("\n".join(textwrap.wrap(brief(stats), COLUMNS)))
     return "ran"
+
+
+def _kept(plan: StagePlan) -> str:
+    """What is left of a stage that did not end, and of those before it."""
+    names = [path.name for path in (plan.folder / CHECKPOINTS).glob("[0-9]*")]
+    saved = max((int(name) for name in names if name.isdigit()), default=0)
+    own = f"step {saved:,}" if saved else "what it has finished" if plan.stage.resumes else "nothing of it"
+    return f"{own} and all stages before it are kept." if plan.inputs else f"{own} is kept."
 
 
 def _check_outside(plan: StagePlan) -> None:
@@ -524,6 +647,35 @@ def damage(folder: Path, *, thorough: bool = False) -> str:
     return ""
 
 
+def holder(root: Path) -> int | None:
+    """
+    The process that runs in a run folder now; None where none does, and on Windows. The lock is held for the moment of
+    the question, which `locked` waits for.
+    """
+    if sys.platform == "win32" or not (root / LOCK).is_file():
+        return None
+    with open(root / LOCK, "rb") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except BlockingIOError:
+            number = file.read(20)
+            return int(number) if number.isdigit() else None
+    return None
+
+
+def _lock(file: IO[str]) -> None:
+    """Raises BlockingIOError where another process holds the lock for longer than `holder` does."""
+    for attempt in range(ATTEMPTS):
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            if attempt == ATTEMPTS - 1:
+                raise
+            time.sleep(SECONDS_BETWEEN_ATTEMPTS)
+        else:
+            return
+
+
 @contextmanager
 def locked(root: Path) -> Iterator[None]:
     """
@@ -537,7 +689,7 @@ def locked(root: Path) -> Iterator[None]:
     with open(root / LOCK, "a+", opener=core_io.open_own) as file:
         if sys.platform != "win32":
             try:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                _lock(file)
             except BlockingIOError:
                 file.seek(0)
                 holder = file.read().strip() or "unknown"

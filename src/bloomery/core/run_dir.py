@@ -17,18 +17,30 @@ import re
 import shlex
 import time
 from calendar import timegm
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from functools import cache
 from pathlib import Path
 from typing import Any, Literal
 
 from bloomery.core import io as core_io
 from bloomery.core.cache import changed
+from bloomery.core.config import read_tree
 from bloomery.core.errors import RunError
 from bloomery.core.io import MANIFEST
-from bloomery.core.pipeline import CURRENT, NOT_DONE, STAGE_FOLDER, FolderName, damage, find_manifest, read_manifest
+from bloomery.core.log import METRICS, last_metrics
+from bloomery.core.pipeline import (
+    CURRENT,
+    NOT_DONE,
+    RECIPE,
+    STAGE_FOLDER,
+    FolderName,
+    damage,
+    find_manifest,
+    holder,
+    read_manifest,
+)
 from bloomery.core.records import read_record
 
 TRASH = ".trash"
@@ -52,6 +64,39 @@ class StageState:
     stats: dict[str, Any] = field(default_factory=dict)
     damage: str = ""
     """What is damaged, as `pipeline.damage` says it."""
+    idle: bool = False
+    """Whether the recipe asks for no work of it."""
+    step: int | None = None
+    """Of a stage that trains and is not done: the last step that it has logged."""
+    steps: int | None = None
+    """How many the recipe asks for."""
+    loss: float | None = None
+    tokens_per_second: float | None = None
+    seconds_left: float | None = None
+    """Until the last step, at this speed."""
+
+
+@dataclass(frozen=True)
+class RunState:
+    """What has become of a run, and whether it lives."""
+
+    root: Path
+    stages: list[StageState]
+    pid: int | None = None
+    """The process that runs in it now."""
+
+    @property
+    def done(self) -> bool:
+        return all(stage.state == "done" for stage in self.stages)
+
+    @property
+    def damaged(self) -> list[StageState]:
+        return [stage for stage in self.stages if stage.state == "damaged"]
+
+    @property
+    def running(self) -> str:
+        """The stage that runs now, or ""."""
+        return "" if self.pid is None else next((one.stage for one in self.stages if one.state != "done"), "")
 
 
 @dataclass(frozen=True)
@@ -83,23 +128,57 @@ def current(root: Path) -> dict[str, Path]:
 def states(root: Path, *, thorough: bool = False) -> list[StageState]:
     """What has become of each stage of a run; `thorough` compares every file with its sha256."""
     stages = []
+    recipe = read_tree(root / RECIPE) if (root / RECIPE).is_file() else {}
     for stage, folder in current(root).items():
+        section = recipe.get(stage, {})
+        idle = section.get("enabled") is False
         trouble = damage(folder, thorough=thorough)
         if trouble == NOT_DONE:
             begun = folder.is_dir() and any(folder.iterdir())
-            stages.append(StageState(stage, folder, "begun" if begun else "waiting"))
+            progress = _progress(folder, section) if begun else {}
+            stages.append(StageState(stage, folder, "begun" if begun else "waiting", idle=idle, **progress))
         elif (manifest := find_manifest(folder)) is None:
             stages.append(StageState(stage, folder, "damaged", damage=trouble))
         else:
             state: Literal["damaged", "done"] = "damaged" if trouble else "done"
-            stages.append(StageState(stage, folder, state, manifest["seconds"], manifest["stats"], trouble))
+            stages.append(StageState(stage, folder, state, manifest["seconds"], manifest["stats"], trouble, idle))
     return stages
 
 
-def summary(root: Path, stages: Sequence[StageState]) -> dict[str, Any]:
-    """What `states` found, as JSON data."""
-    rows = [{**one.__dict__, "folder": str(one.folder)} for one in stages]
-    return {"run": str(root), "done": all(one.state == "done" for one in stages), "stages": rows}
+def _progress(folder: Path, section: Mapping[str, Any]) -> dict[str, Any]:
+    """How far a stage that trains is, from its metrics and its section; nothing for another stage."""
+    lines = [line for line in last_metrics(folder / METRICS) if "tokens_per_second" in line]
+    if not lines:
+        return {}
+    last, steps, tokens = lines[-1], section.get("steps"), section.get("global_batch_tokens")
+    speed = last["tokens_per_second"]
+    known = steps is not None and tokens is not None and speed > 0
+    return {
+        "step": last["step"],
+        "steps": steps,
+        "loss": loss if isinstance(loss := last.get("loss"), float) else None,
+        "tokens_per_second": speed,
+        "seconds_left": round((steps - last["step"]) * tokens / speed, 1) if known else None,
+    }
+
+
+def run_state(root: Path, *, thorough: bool = False) -> RunState:
+    """What has become of a run. Raises RunError where a folder is no run."""
+    return RunState(root, states(root, thorough=thorough), holder(root))
+
+
+def run_folders(runs: Path) -> list[Path]:
+    """The run folders in a folder, the newest first. Raises RunError where it does not exist."""
+    if not runs.is_dir():
+        raise RunError("does not exist", where=str(runs), hint="Make a run: bloomery run RECIPE")
+    folders = [path for path in runs.iterdir() if (path / CURRENT).is_file()]
+    return sorted(folders, key=lambda path: (path / CURRENT).stat().st_mtime, reverse=True)
+
+
+def as_json(state: RunState) -> dict[str, Any]:
+    """The same as JSON data."""
+    rows = [{**asdict(stage), "folder": str(stage.folder)} for stage in state.stages]
+    return {"run": str(state.root), "done": state.done, "pid": state.pid, "running": state.running, "stages": rows}
 
 
 # --- clean ---------------------------------------------------------------------------------------------------------

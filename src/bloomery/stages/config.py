@@ -4,6 +4,7 @@ import os
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, Field, field_validator, model_validator
@@ -23,8 +24,9 @@ from bloomery.core.bounds import (
 from bloomery.core.config import VOLATILE, Config, repeated
 from bloomery.core.errors import DataError
 from bloomery.core.extras import DATA
-from bloomery.core.io import path_problem
-from bloomery.core.pipeline import Stage
+from bloomery.core.io import canonical, path_problem, sha256_bytes, sha256_file
+from bloomery.core.pipeline import Stage, resolve
+from bloomery.data.chat import preferences
 from bloomery.data.chat.config import Conversations
 from bloomery.data.chat.filters import DecontaminateChats as Unexamined
 from bloomery.data.decontamination import Sought
@@ -35,13 +37,15 @@ from bloomery.data.filters.apply import Rule
 from bloomery.data.quality.thresholds import Threshold, ThresholdTable, spelled_out
 from bloomery.data.sources.local import DocumentSource
 from bloomery.data.synthesis.config import Synthesize as Synthesize
+from bloomery.evaluation import tasks
 from bloomery.evaluation.config import Evaluate as Evaluate
 from bloomery.evaluation.tasks import TASKS
 from bloomery.model.config import ModelConfig
 from bloomery.shards.config import Anneal, DomainWeight, ImportedShards, no_domain_twice
 from bloomery.tokenizer.chat_template import TemplateName
 from bloomery.train.config import Finetune as Finetune
-from bloomery.train.config import Training
+from bloomery.train.config import Training, check_training
+from bloomery.train.preference.config import Grpo
 from bloomery.train.preference.config import Prefer as Prefer
 from bloomery.train.scaling_rules import TOKENS_PER_PARAMETER, Depth, TokenRatio
 
@@ -437,6 +441,40 @@ def check_named_paths(section: str, config: Config) -> None:
             raise DataError(f"there is no such {kind}", where=f"{section}.{name} = {path}", hint=hint)
 
 
+def starting_weights(config: Pretrain) -> str:
+    """A hash of the weights that training starts from; "" where it starts from none, which needs no torch."""
+    return "" if config.start_from is None else str(resolve("bloomery.stages.pretrain:external_inputs")(config))
+
+
+def check_pretraining(section: str, config: Pretrain) -> None:
+    """Raises DataError for a sink whose package is missing or a path that is not there, HardwareError for ranks."""
+    check_training(section, config)
+    check_named_paths(section, config)
+
+
+def preference_files(config: Prefer) -> str:
+    """A hash of the contents of all files that are read. Raises DataError."""
+    return preferences.digest(config.loss.problems if isinstance(config.loss, Grpo) else config.pairs)
+
+
+def task_files(config: Evaluate) -> str:
+    """A hash of the content of the tasks' files; "" without tasks."""
+    files = tasks.task_files(config.tasks, config.data)
+    digests = [sha256_file(path) for name in config.tasks if name != tasks.NAME for path in tasks.paths(name, files)]
+    if tasks.NAME in config.tasks:
+        digests += [sha256_file(path) for path in tasks.files_of(files)]
+    return sha256_bytes(canonical(digests)) if digests else ""
+
+
+_TRAINS = {"VERSION": 2, "RESUMES": True, "OUTPUT_PREFIX": "model/", "preflight": check_training}
+PRETRAIN = SimpleNamespace(
+    **{**_TRAINS, "OWNS_LEFTOVERS": True, "external_inputs": starting_weights, "preflight": check_pretraining}
+)
+FINETUNE = SimpleNamespace(**_TRAINS, OWNS_LEFTOVERS=True)
+PREFER = SimpleNamespace(**_TRAINS, external_inputs=preference_files)
+EVALUATE = SimpleNamespace(VERSION=4, external_inputs=task_files)
+"""What a plan asks of the four stages whose modules need torch, which takes seconds to import."""
+
 STAGES = (
     Stage("fetch", "bloomery.stages.fetch"),
     Stage("classify", "bloomery.stages.classify", after=("fetch",)),
@@ -444,11 +482,11 @@ STAGES = (
     Stage("dedup", "bloomery.stages.dedup", after=("filter",)),
     Stage("tokenizer", "bloomery.stages.tokenizer", after=("dedup",)),
     Stage("shard", "bloomery.stages.shard", after=("dedup", "tokenizer")),
-    Stage("pretrain", "bloomery.stages.pretrain", after=("tokenizer", "shard")),
+    Stage("pretrain", "bloomery.stages.pretrain", after=("tokenizer", "shard"), planned_by=f"{__name__}:PRETRAIN"),
     Stage("synthesize", "bloomery.stages.synthesize", after=("dedup",)),
     Stage("instruct", "bloomery.stages.instruct", after=("tokenizer", "synthesize")),
-    Stage("finetune", "bloomery.stages.finetune", after=("pretrain", "instruct")),
-    Stage("prefer", "bloomery.stages.prefer", after=("finetune",), optional=True),
+    Stage("finetune", "bloomery.stages.finetune", after=("pretrain", "instruct"), planned_by=f"{__name__}:FINETUNE"),
+    Stage("prefer", "bloomery.stages.prefer", after=("finetune",), optional=True, planned_by=f"{__name__}:PREFER"),
     Stage(
         "evaluate",
         "bloomery.stages.evaluate",
@@ -456,9 +494,11 @@ STAGES = (
             *("fetch", "classify", "filter", "dedup", "tokenizer", "shard"),
             *("pretrain", "instruct", "finetune", "prefer"),
         ),
+        planned_by=f"{__name__}:EVALUATE",
     ),
 )
 """
-A stage's own file has its version, what it reads from outside the run, and what it needs before it starts. The
-pipeline reads them by name when it plans or runs the stage (`core/pipeline.py`: Stage).
+A stage's own file has its version, what it reads from outside the run, and what it needs before it starts. What of
+this needs no torch stands above. The pipeline reads them by name when it plans or runs the stage
+(`core/pipeline.py`: Stage).
 """

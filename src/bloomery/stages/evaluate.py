@@ -11,7 +11,7 @@ from typing import Any
 
 from bloomery.core.chat import SamplingConfig
 from bloomery.core.errors import DataError
-from bloomery.core.io import canonical, sha256_bytes, sha256_file, whole_file, write_json
+from bloomery.core.io import whole_file, write_json
 from bloomery.core.log import progress
 from bloomery.core.pipeline import machine, read_manifest, versions
 from bloomery.data import documents as data_documents
@@ -26,12 +26,10 @@ from bloomery.generate.engine import Engine
 from bloomery.hw import device as devices
 from bloomery.stages import instruct, prefer, run_report
 from bloomery.stages.config import Evaluate
-from bloomery.stages.sampling import SAMPLES
+from bloomery.stages.rollouts import SAMPLES
 from bloomery.tokenizer.tokenizer import Tokenizer
 from bloomery.weights import hf
 from bloomery.weights.hf import Loaded
-
-VERSION = 4
 
 SAMPLES_SHOWN = 16
 CONVERSATIONS = "conversations.jsonl"
@@ -73,15 +71,6 @@ def run(config: Evaluate, inputs: Mapping[str, Path], out: Path) -> dict[str, An
         "leaks": report["leaks"],
         **{name: report[name] for name in ("conversations", "tasks", "core") if name in report},
     }
-
-
-def external_inputs(config: Evaluate) -> str:
-    """Of the content of the tasks' files, for the stage's fingerprint; "" without tasks."""
-    files = tasks.task_files(config.tasks, config.data)
-    digests = [sha256_file(path) for name in config.tasks if name != tasks.NAME for path in tasks.paths(name, files)]
-    if tasks.NAME in config.tasks:
-        digests += [sha256_file(path) for path in tasks.files_of(files)]
-    return sha256_bytes(canonical(digests)) if digests else ""
 
 
 def known_tasks(tuned: Loaded, config: Evaluate, inputs: Mapping[str, Path], out: Path) -> dict[str, Any]:

@@ -13,20 +13,14 @@ from bloomery.model import lora, quantize
 from bloomery.shards import format
 from bloomery.shards.loader import PackedDataset
 from bloomery.stages.config import Finetune
-from bloomery.stages.sampling import answering
+from bloomery.stages.rollouts import answering
 from bloomery.tokenizer.chat_template import TEMPLATES, Renderer, Template
-from bloomery.train import launch, metrics
+from bloomery.train import launch
 from bloomery.train.checkpointing import ModelSaver
 from bloomery.train.savers import AdapterSaver, FullModelSaver
 from bloomery.train.trainer import TrainingRun
 from bloomery.weights import hf
 from bloomery.weights.hf import BaseModel, Lineage
-
-VERSION = 2
-RESUMES = True
-OWNS_LEFTOVERS = True
-OUTPUT_PREFIX = "model/"
-preflight = metrics.check_training
 
 
 def run(config: Finetune, inputs: Mapping[str, Path], out: Path) -> dict[str, Any]:

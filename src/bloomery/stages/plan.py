@@ -10,12 +10,14 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from bloomery.core import pipeline
-from bloomery.core.config import plain
+from bloomery.core import cache, pipeline
+from bloomery.core.config import nested, paths, plain
 from bloomery.core.io import MANIFEST
 from bloomery.core.pipeline import Stage
 from bloomery.core.pipeline import StagePlan as Laid
-from bloomery.data.sources import http_client
+from bloomery.data.sources import http_client, stdlib
+from bloomery.data.sources.local import StandardLibrary
+from bloomery.data.sources.remote import Reach
 from bloomery.hw.specs import GIB, named
 from bloomery.model.config import ModelConfig
 from bloomery.stages.config import Pretrain, check_named_paths
@@ -94,6 +96,23 @@ def only_here(recipe: Any) -> list[str]:
         return []
     reasons: list[str] = pipeline.resolve("bloomery.weights.architectures:reasons")(recipe.pretrain.model)
     return reasons
+
+
+def watched(recipe: Any) -> list[str] | None:
+    """
+    The files and folders that a recipe reads, apart from its run. None where they are too many, or it reads from
+    another host, whose state no file tells.
+    """
+    configs = [*nested(recipe)]
+    if any(isinstance(config, Reach) or (getattr(config, "tasks", ()) and not _own(config)) for config in configs):
+        return None
+    library = [path for one in configs if isinstance(one, StandardLibrary) for _, path in stdlib.files(one.exclude)]
+    return cache.watchable([path for _, path in paths(recipe)], [*library, *{path.parent for path in library}])
+
+
+def _own(config: Any) -> bool:
+    """Whether a config that names tasks also names the files that hold them, so that none is downloaded."""
+    return bool(getattr(config, "data", ()) or getattr(config, "files", ()))
 
 
 def _depth_facts(pretrain: Pretrain) -> dict[str, Any]:

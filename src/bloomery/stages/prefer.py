@@ -44,11 +44,10 @@ from bloomery.shards import packing
 from bloomery.shards.loader import PackedDataset
 from bloomery.stages import instruct
 from bloomery.stages.instruct import gone, write_line
-from bloomery.stages.rollouts import HeldOut, PolicyQuestion, Rollouts
-from bloomery.stages.sampling import answering
+from bloomery.stages.rollouts import HeldOut, PolicyQuestion, Rollouts, answering
 from bloomery.tokenizer.chat_template import Renderer
 from bloomery.tokenizer.tokenizer import Tokenizer
-from bloomery.train import launch, metrics
+from bloomery.train import launch
 from bloomery.train.checkpointing import ModelSaver
 from bloomery.train.precision import Precision
 from bloomery.train.preference.config import Grpo, Prefer, SimPo
@@ -65,11 +64,6 @@ from bloomery.train.trainer import TrainingRun
 from bloomery.train.validation import EvalCheck, Validation
 from bloomery.weights import hf
 from bloomery.weights.hf import BaseModel, Lineage, Loaded
-
-VERSION = 2
-RESUMES = True
-OUTPUT_PREFIX = "model/"
-preflight = metrics.check_training
 
 ROWS, PREPARED, REJECTED_ROWS = "rows", "prepared.json", "rejected.jsonl"
 
@@ -367,11 +361,6 @@ BEFORE = "before.json"
 class Before(TypedDict):
     record: dict[str, float | str]
     """Numbers by name; "nan", "inf" and "-inf" stand for what JSON cannot hold."""
-
-
-def external_inputs(config: Prefer) -> str:
-    """A hash of the contents of all files that are read, for the stage's fingerprint. Raises DataError."""
-    return preferences.digest(config.loss.problems if isinstance(config.loss, Grpo) else config.pairs)
 
 
 def run(config: Prefer, inputs: Mapping[str, Path], out: Path) -> dict[str, Any]:

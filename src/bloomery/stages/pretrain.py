@@ -15,27 +15,16 @@ from bloomery.model.transformer import Transformer
 from bloomery.shards import format
 from bloomery.shards.build import ANNEAL, TRAIN
 from bloomery.shards.loader import AnnealedDataset, PackedDataset
-from bloomery.stages.config import Pretrain, check_named_paths
-from bloomery.stages.sampling import continuing
+from bloomery.stages.config import Pretrain
+from bloomery.stages.rollouts import continuing
 from bloomery.tokenizer.chat_template import EVERY_SPECIAL, Renderer
 from bloomery.tokenizer.tokenizer import Tokenizer
-from bloomery.train import extension, launch, metrics
+from bloomery.train import extension, launch
 from bloomery.train.plan.memory import rows_at_once, rows_per_step
 from bloomery.train.savers import FullModelSaver
 from bloomery.train.trainer import Evaluation, TrainingRun
 from bloomery.weights import hf
 from bloomery.weights.hf import Lineage
-
-VERSION = 2
-RESUMES = True
-OWNS_LEFTOVERS = True
-OUTPUT_PREFIX = "model/"
-
-
-def preflight(section: str, config: Pretrain) -> None:
-    """Raises DataError for a sink whose package is missing or a path that is not there, HardwareError for ranks."""
-    metrics.check_training(section, config)
-    check_named_paths(section, config)
 
 
 def run(config: Pretrain, inputs: Mapping[str, Path], out: Path) -> dict[str, Any]:

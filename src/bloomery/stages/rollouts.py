@@ -1,7 +1,11 @@
-"""Answers that a model in training samples to questions, as samples of the loop, and their rewards."""
+"""
+What a model in training writes: continuations and answers to look at, and answers that get rewards.
+
+Both come from the same engine, between two steps of the loop.
+"""
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from decimal import Decimal
@@ -25,13 +29,42 @@ from bloomery.tokenizer.chat_template import Renderer
 from bloomery.train.precision import Precision
 from bloomery.train.preference.config import Grpo
 from bloomery.train.preference.losses import Drawn, advantages, by_token
-from bloomery.train.validation import evaluating
+from bloomery.train.validation import Sampler, evaluating
 
 import torch
 
 AT_ONCE = 64
 FOLDER = "drawn"
 """Of the stage: answers that more than one update is made with, until no checkpoint needs them."""
+
+
+SAMPLES = SamplingConfig(top_p=0.95, seed=0)
+"""With a fixed seed, so that only training makes a difference between two steps."""
+
+
+def continuing(renderer: Renderer) -> Sampler:
+    """Prompts are beginnings of documents."""
+    tokenizer = renderer.tokenizer
+    return _sampler(renderer, lambda prompt: [tokenizer.document_id, *tokenizer.encode(prompt)])
+
+
+def answering(renderer: Renderer) -> Sampler:
+    """Prompts are what a user says."""
+    return _sampler(renderer, lambda prompt: renderer.prompt([{"role": "user", "content": prompt}]))
+
+
+def _sampler(renderer: Renderer, ids: Callable[[str], list[int]]) -> Sampler:
+    tokenizer = renderer.tokenizer
+    stop = frozenset({tokenizer.document_id, tokenizer.end_id, renderer.end_id})
+
+    def sample(model: Transformer, prompts: Sequence[str], max_tokens: int) -> Iterator[str]:
+        engine = Engine(model, tokenizer.vocab_size)
+        sampling = replace(SAMPLES, max_tokens=max_tokens)
+        for prompt in prompts:
+            said = engine.stream(ids(prompt), sampling, stop_ids=stop)
+            yield renderer.said([id for id in said if id not in stop])
+
+    return sample
 
 
 @dataclass(frozen=True)

@@ -16,15 +16,25 @@ from pathlib import Path
 from typing import Any
 
 from bloomery.core import io as core_io
-from bloomery.core import run_dir
+from bloomery.core import pipeline, run_dir
 from bloomery.core.extras import pq
 from bloomery.core.log import METRICS, SAMPLES, info, read_metrics
-from bloomery.core.pipeline import StagePlan, content_hash, find_manifest, machine, read_manifest, resolve, versions
+from bloomery.core.pipeline import (
+    Stage,
+    StagePlan,
+    content_hash,
+    find_manifest,
+    machine,
+    read_manifest,
+    resolve,
+    versions,
+)
 from bloomery.core.records import read_record
 from bloomery.data import documents
 from bloomery.evaluation.report import before_evaluation, render
 from bloomery.hw import launcher
 from bloomery.stages import plan as stages_plan
+from bloomery.stages import terminal
 
 PAGE, NUMBERS = "report.html", "report.json"
 SHOWN_CHARACTERS = 300
@@ -39,19 +49,41 @@ def by_first_process(work: Callable[[], None]) -> None:
         resolve("bloomery.train.launch:by_first_process")(work)
 
 
-def before_run(recipe: Any, plans: Sequence[StagePlan]) -> None:
-    """Say what a user should know before hours of work: that no other program can use the model, where that is so."""
-    if any(plan.stage.name == "pretrain" and not plan.fresh for plan in plans) and (
-        reasons := stages_plan.only_here(recipe)
-    ):
-        info(f"this model can be used here and nowhere else: {'; '.join(reasons)}", "yellow")
+def run_recipe(
+    stages: Sequence[Stage],
+    recipe: Any,
+    root: Path,
+    *,
+    until: str | None = None,
+    only: str | None = None,
+    again: str = "the same command",
+) -> list[str]:
+    """
+    Run what is not done of a recipe in its run folder, as `pipeline.run`; report each stage on the terminal, and write
+    the data card and the page. `again` is the command that runs what `until` and `only` leave. Returns these stages.
+    """
+    began = time.monotonic()
+    ran: list[str] = []
 
+    def before(recipe: Any, plans: Sequence[StagePlan], due: Sequence[StagePlan]) -> None:
+        ran.extend(plan.stage.name for plan in due)
+        terminal.head(root, plans, due)
+        if "pretrain" in ran and (reasons := stages_plan.only_here(recipe)):
+            info(f"this model can be used here and nowhere else: {'; '.join(reasons)}", "yellow")
 
-def after_run(root: Path) -> None:
-    """Write the data card and the page, and say where the page is."""
-    write_card(root)
-    if (page := write_page(root)) is not None:
-        info(f"report: {page}")
+    def after(root: Path) -> None:
+        write_card(root)
+        write_page(root)
+
+    left = pipeline.run(
+        stages, recipe, root, until=until, only=only, before=before, sentence=terminal.sentence, after=after
+    )
+    asked = f"up to {until}" if until else f"only {only}" if only else ""
+    idle = {name for name in left if (section := getattr(recipe, name)) is None or section.is_idle()}
+    left = [name for name in left if name not in idle]
+    seconds = time.monotonic() - began if ran else None
+    terminal.ending(run_dir.run_state(root), seconds=seconds, left=left, asked=asked, again=again)
+    return left
 
 
 def write_page(root: Path) -> Path | None:
@@ -116,7 +148,7 @@ def stage_facts(folder: Path) -> dict[str, Any]:
     return {name: manifest[name] for name in ("stage", "seconds", "resumed")} | {"folder": folder.name}
 
 
-STAGES = ("fetch", "filter", "dedup", "tokenizer", "shard")
+ON_CARD = ("fetch", "filter", "dedup", "tokenizer", "shard")
 CARD = "data_card"
 SHOWN_LICENSES = 6
 """In the table for people; the JSON has all of them."""
@@ -126,7 +158,7 @@ COUNTS = ("documents", "kept", "dropped", "removed", "rejected")
 
 def write_card(root: Path) -> Path | None:
     """Write both files into a run folder; returns the Markdown, or None where nothing was fetched yet."""
-    folders = {name: folder for name, folder in run_dir.current(root).items() if name in STAGES}
+    folders = {name: folder for name, folder in run_dir.current(root).items() if name in ON_CARD}
     done = {name: found for name, folder in folders.items() if (found := find_manifest(folder)) is not None}
     if "fetch" not in done:
         return None

@@ -1,11 +1,15 @@
 """How a model is trained, as numbers. Needs no torch."""
 
+from importlib.util import find_spec
 from typing import Annotated, Any, Literal
 
 from pydantic import Field, field_validator, model_validator
 
+from bloomery.core import extras
 from bloomery.core.bounds import Between, Context, Seed, Share, Steps, StepsOrNone
 from bloomery.core.config import VOLATILE, Config
+from bloomery.core.pipeline import resolve
+from bloomery.hw import launcher
 from bloomery.hw.host import DeviceChoice
 from bloomery.model.config import Lora
 
@@ -383,3 +387,21 @@ class Finetune(Training, Adapters):
         """Muon makes steps of one size in all directions, which makes no sense of factors that start at 0."""
         is_default = optimizer is cls.model_fields["optimizer"].default
         return AdamW(learning_rate=1e-3, weight_decay=0.0) if is_default and info.data.get("lora") else optimizer
+
+
+SINKS = ("wandb", "trackio")
+"""Kinds that are a package, and an extra, of the same name."""
+
+
+def check_training(section: str, config: Training) -> None:
+    """
+    Raises DataError for a sink whose package is missing, and HardwareError for more ranks than the machine has devices.
+    Each names its key. Where a launcher has started this process, it says how many ranks there are.
+    """
+    process = launcher.launched()
+    ranks = config.num_processes if process is None else process.local_size
+    if ranks > 1 and find_spec("torch") is not None:  # which takes seconds to load
+        resolve("bloomery.hw.distributed:check_ranks")(ranks, config.device, f"{section}.num_processes")
+    for index, sink in enumerate(config.sinks):
+        if sink.kind in SINKS:
+            extras.load(sink.kind, where=f"{section}.sinks.{index}")

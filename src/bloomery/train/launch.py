@@ -24,7 +24,7 @@ from bloomery.core import errors
 from bloomery.core import io as core_io
 from bloomery.core.config import build, plain
 from bloomery.core.errors import BloomeryError, RunError
-from bloomery.core.log import console
+from bloomery.core.log import console, lent_terminal
 from bloomery.core.pipeline import resolve
 from bloomery.core.records import read_record
 from bloomery.core.signals import TERMINATED, StopRequest, Terminated, on_signals
@@ -139,10 +139,11 @@ def _on_processes(function: str, task: Mapping[str, Any], ranks: int) -> Answer:
             core_io.write_json(folder / "task.json", {"function": function, "task": dict(task)})
             processes: list[subprocess.Popen[bytes]] = []
             try:
-                for rank in range(ranks):
-                    stop.check()
-                    processes.append(_start(folder, port, rank, ranks))
-                _watch(processes, folder, stop)
+                with lent_terminal():
+                    for rank in range(ranks):
+                        stop.check()
+                        processes.append(_start(folder, port, rank, ranks))
+                    _watch(processes, folder, stop)
             finally:
                 for process in processes:
                     process.kill()

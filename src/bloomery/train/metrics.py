@@ -39,7 +39,6 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cache
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
@@ -47,10 +46,8 @@ import bloomery.hw.require_torch  # noqa: F401
 from bloomery.core import extras
 from bloomery.core.io import disk_errors, whole_file
 from bloomery.core.log import Metrics, ProgressMeter, info
-from bloomery.core.pipeline import resolve
-from bloomery.hw import launcher
 from bloomery.hw.device import Device
-from bloomery.train.config import Sink, TensorBoard, Trackio, Training, WeightsAndBiases
+from bloomery.train.config import Sink, TensorBoard, Trackio, WeightsAndBiases
 from bloomery.train.fsdp import whole
 from bloomery.train.state import Failure, Hook, PhaseTimer, SkippedStep, State
 
@@ -211,7 +208,8 @@ class MetricsLogger:
         """Name the samples of an update that was not made."""
         first = ", ".join(map(str, skip.samples[:SHOWN_SAMPLES]))
         more = f" and {len(skip.samples) - SHOWN_SAMPLES} more" if len(skip.samples) > SHOWN_SAMPLES else ""
-        info(f"skipped step {skip.step} and changed no weight: {skip.why}; samples {first}{more}", style="yellow")
+        info(f"step {skip.step} is skipped, no weight was changed: {skip.why}", style="yellow")
+        info(f"  samples {first}{more}")
         self.write(
             skip.step,
             skipped=skip.why,
@@ -452,21 +450,3 @@ def _updates(line: str) -> float:
     if match is None:
         return float("inf")
     return float(match[1]) + (match[2] == "trl")
-
-
-SINKS = ("wandb", "trackio")
-"""Kinds that are a package, and an extra, of the same name."""
-
-
-def check_training(section: str, config: Training) -> None:
-    """
-    Raises DataError for a sink whose package is missing, and HardwareError for more ranks than the machine has devices.
-    Each names its key. Where a launcher has started this process, it says how many ranks there are.
-    """
-    process = launcher.launched()
-    ranks = config.num_processes if process is None else process.local_size
-    if ranks > 1 and find_spec("torch") is not None:  # which takes seconds to load
-        resolve("bloomery.hw.distributed:check_ranks")(ranks, config.device, f"{section}.num_processes")
-    for index, sink in enumerate(config.sinks):
-        if sink.kind in SINKS:
-            extras.load(sink.kind, where=f"{section}.sinks.{index}")

@@ -397,7 +397,7 @@ class TrainingRun:
                     self._save(recorder, state)
                     self._checkpoints.wait()
                     hooks.raise_fatal()
-                    info(f"asked to stop after step {state.step}; the same command resumes from here", style="yellow")
+                    info(f"asked to stop after step {state.step}; the same command resumes from here")
                     raise
                 except Exception as error:
                     self._rescue(state, error, recorder)

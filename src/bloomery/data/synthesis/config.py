@@ -286,6 +286,9 @@ class Synthesize(Config):
     def needs(self, after: tuple[str, ...]) -> tuple[str, ...]:
         return after if self.enabled and self.augment is not None else ()
 
+    def is_idle(self) -> bool:
+        return not self.enabled
+
     def packages(self) -> tuple[str, ...]:
         if not self.enabled:
             return ()
