@@ -16,7 +16,7 @@ BUDGET = {
     "data": 13_240,
     "tokenizer": 2_030,
     "shards": 1_690,
-    "model": 3_170,
+    "model": 3_180,
     "weights": 2_630,
     "train": 7_410,
     "generate": 270,

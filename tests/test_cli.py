@@ -119,6 +119,12 @@ def test_words_that_are_no_command_exit_with_2_and_say_which(words: list[str], t
     assert f"error: {told}" in capsys.readouterr().err
 
 
+def test_an_unknown_option_shows_the_usage_of_its_verb(capsys: Any) -> None:
+    with pytest.raises(SystemExit):
+        cli.main(["plan", "a.toml", "--fast"])
+    assert capsys.readouterr().err.startswith("usage: bloomery plan ")
+
+
 # --- exit codes ----------------------------------------------------------------------------------------------------
 
 
@@ -520,7 +526,7 @@ def test_every_verb_that_reports_prints_one_json_object_and_nothing_else(
 
 def test_doctor_exits_with_what_it_found(call: Call, monkeypatch: pytest.MonkeyPatch) -> None:
     bad = [Finding(id="torch", status="fail", value="none", hint="Install it.")]
-    monkeypatch.setattr(doctor, "examine", lambda host, runs: bad)
+    monkeypatch.setattr(doctor, "findings", lambda host, runs, retry: [("Torch", one) for one in bad])
     code, out, _ = call("doctor", "--json")
     assert code == json.loads(out)["exit"] == doctor.exit_code(bad) == 2
     code, out, _ = call("doctor")

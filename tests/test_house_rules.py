@@ -58,7 +58,6 @@ VENDOR_TEXT = re.compile(r"(cuda|mps|xpu|hip)(:\d+)?|.*\b(nccl|rccl|rocm)\b.*", 
 SMALL_AND_ALONE = {
     "evaluation/config.py": "the section of a recipe, which every package has in its config.py",
     "evaluation/perplexity.py": "one of the stage's measurements, each of which is a file",
-    "hw/doctor/report.py": "the door of the doctor, which the command line alone opens",
     "hw/io_speed.py": "a program of its own, which a child process runs",
     "stages/finetune.py": "each stage is a file",
     "tokenizer/train.py": "what trains a tokenizer, which no program that only loads one needs",

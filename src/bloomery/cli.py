@@ -59,13 +59,14 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     top = parser()
     words = sys.argv[1:] if arguments is None else arguments
     verb = next((word for word in words if not word.startswith("-")), None)
-    if verb is not None and verb not in (known := top.get_default("verbs")):
+    known: dict[str, argparse.ArgumentParser] = top.get_default("verbs")
+    if verb is not None and verb not in known:
         near = difflib.get_close_matches(verb, known, n=1)
         hint = f"Did you mean {near[0]!r}?" if near else f"Verbs: {', '.join(known)}."
         top.error(f"there is no verb {verb!r}\n{hint}")
     options, rest = top.parse_known_args(arguments)
     if rest and (not hasattr(options, "settings") or any(word.startswith("-") for word in rest)):
-        top.error(f"unrecognized arguments: {' '.join(rest)}")
+        (known[verb] if verb else top).error(f"unrecognized arguments: {' '.join(rest)}")
     if rest:
         options.settings = [*options.settings, *rest]
     return options
@@ -84,7 +85,7 @@ def parser() -> argparse.ArgumentParser:
     _data_verbs(verbs)
     _model_verbs(verbs)
     _machine_verbs(verbs)
-    top.set_defaults(verbs=tuple(verbs.choices))
+    top.set_defaults(verbs=verbs.choices)
     return top
 
 
@@ -450,8 +451,14 @@ def plan(options: argparse.Namespace) -> int:
     price = HourlyPrice(per_hour=options.price, watts=options.power_watts)
     wish = stages_plan.Wish(device=options.device, memory_bytes=options.memory, devices=options.devices, price=price)
     facts, plans = stages_plan.report(STAGES, recipe, options.runs / recipe.name, wish)
-    print(json.dumps(facts) if options.json else "\n".join(stages_plan.lines(facts, plans)))
-    return 0
+    text = [*stages_plan.verdict(plans), "", *stages_plan.lines(facts, plans)]
+    fits = facts["fits"] is not False
+    if fits and wish.device is None and wish.memory_bytes is None:
+        words = [str(options.recipe), *options.settings]
+        words += [] if options.runs == Path("runs") else ["--runs", str(options.runs)]
+        text += ["", f"Next: bloomery run {shlex.join(words)}"]
+    print(json.dumps(facts) if options.json else "\n".join(text))
+    return 0 if fits else 2
 
 
 def status(options: argparse.Namespace) -> int:
@@ -676,12 +683,13 @@ def doctor(options: argparse.Namespace) -> int:
     host = report.shown(Host.here()) if sys.stderr.isatty() else Host.here()
     known, title = [], ""
     color = sys.stdout.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
-    terminal = sys.__stdout__ if color else sys.stdout  # whose own marks are no text of others
+    terminal = sys.__stdout__ if color else sys.stdout  # which shows the colors of marks
     for group, finding in report.findings(host, options.runs, retry=options.retry):
         known.append(finding)
         if not options.json:
             head = [] if group == title else [*([""] if title else []), group]
-            shown = replace(finding, **{name: errors.readable(getattr(finding, name)) for name in ("value", "hint")})
+            value, hint = (errors.readable(text) for text in (finding.value, finding.hint))
+            shown = replace(finding, value=value, hint=hint)
             print(
                 *head,
                 *report.as_lines(shown, details=options.verbose, color=color),

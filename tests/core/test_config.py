@@ -347,3 +347,14 @@ def test_what_cannot_change_the_output_is_left_out_at_any_depth_and_nothing_else
     stable = plain(recipe, stable_only=True)
     assert stable == without(plain(recipe))
     assert json.loads(json.dumps(stable)) == stable
+
+
+def test_a_key_of_an_earlier_recipe_is_told_its_new_name() -> None:
+    class Section(Config):
+        eval_every: int = 1
+        steps: int = 1
+
+    with pytest.raises(ConfigError, match="evaluate_every: this key is now 'eval_every'"):
+        build(Section, {"evaluate_every": 3})
+    with pytest.raises(ConfigError, match="questions: unknown key"):  # a name that is new only elsewhere
+        build(Section, {"questions": 3})

@@ -1,7 +1,8 @@
 """Each machine is told exactly what is wrong with it, and how to mend it; docs list what can be told."""
 
 import ast
-from collections.abc import Mapping
+import shlex
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -346,3 +347,36 @@ def test_the_order_of_checks_is_the_order_of_the_report(tmp_path: Path) -> None:
     assert names[-3:] == ["speed", "hipblaslt", "refill"]
     assert {"amd-device-nodes", "gtt", "torch", "matmul-hipblas", "training"} <= set(names)
     assert sum(map(len, report.GROUPS.values())) >= 20
+
+
+def test_no_line_is_longer_than_80_columns_and_a_long_command_can_still_be_pasted() -> None:
+    command = "python3 -m pip install --index-url https://example.org/a/long/address 'torch>=2.9,<3' --force-reinstall"
+    finding = Finding(id="torch", status="fail", value="many words " * 20, hint=f"{command}   # or another build")
+    lines = as_lines(finding)
+    assert max(map(len, lines)) <= 80
+    pasted = "\n".join(line for line in lines[-3:] if "#" not in line).replace("\\\n", "")
+    assert shlex.split(pasted) == shlex.split(command)
+
+
+def test_the_verdict_names_what_is_to_be_fixed_and_the_next_command() -> None:
+    ok, warn, fail = (Finding(id=status, status=status, value="") for status in ("ok", "warn", "fail"))
+    assert report.verdict([ok], Path("runs")) == ("This machine is ready to train.", "bloomery run recipes/demo.toml")
+    assert "warn (!" in report.verdict([ok, warn], Path("runs"))[0]
+    sentence, command = report.verdict([ok, warn, fail], Path("runs"))
+    assert "not ready to train. To fix: fail" in sentence
+    assert command == "bloomery doctor"
+
+
+def test_saved_results_are_shown_and_tried_again_when_asked_or_when_one_failed(tmp_path: Path) -> None:
+    asked: list[str] = []
+    host = replace(MATRIX["no-gpu"].build(tmp_path), cache=tmp_path / "cache")
+
+    def run(command: Sequence[str], limit_seconds: float) -> CommandResult:
+        asked.extend(command)
+        return host.run(command, limit_seconds)
+
+    for retry, tries in ((False, True), (False, False), (True, True)):
+        asked.clear()
+        found = {one.id for _, one in report.findings(replace(host, run=run), tmp_path, retry=retry)}
+        assert ("launch" in asked) is tries
+        assert {"launch", "training", "choice"} <= found

@@ -1,6 +1,6 @@
 """What a child says and how it ends become a verdict, which is kept until something changes that it depends on."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -158,3 +158,25 @@ def test_nothing_more_is_tried_where_not_even_a_sum_is_computed(tmp_path: Path) 
     found = list(kernel_trials.tried(Host(root=tmp_path, run=run), "amd"))
     assert [one.name for one in found] == ["launch"]
     assert len(asked) == 1
+
+
+def test_a_trial_that_ends_the_process_of_several_has_failed_and_the_rest_is_tried_in_the_next(tmp_path: Path) -> None:
+    asked = []
+
+    def run(words: Sequence[str], limit: float) -> CommandResult:
+        asked.append(list(words[words.index("-m") + 2 :]))
+        replies = [told(DEVICE, RIGHT).out] * len(asked[-1])
+        if "b" in asked[-1]:
+            return CommandResult(code=-11, out="".join(kernel_trials.NEXT_TRIAL + one for one in replies[:2]))
+        several = len(replies) > 1
+        return CommandResult(code=0, out="".join(kernel_trials.NEXT_TRIAL * several + one for one in replies))
+
+    waiting = [KernelTrial(kernel=name) for name in "abcd"]
+    found = list(kernel_trials.together(Host(root=tmp_path, run=run), waiting))
+    assert [(one.kernel, one.status) for one in found] == [
+        ("a", "passed"),
+        ("b", "failed"),
+        ("c", "passed"),
+        ("d", "passed"),
+    ]
+    assert asked == [["a", "b", "c", "d"], ["c", "d"]]

@@ -34,6 +34,62 @@ TOO_DEEP = f"nested more than {MAX_DEPTH} deep"
 LESS_DEEP = "No section of a recipe has so many levels."
 
 
+RENAMED = {
+    "width": "hidden_size",
+    "mlp_width": "intermediate_size",
+    "head_width": "head_dim",
+    "context": "context_length",
+    "feed_forward": "mlp",
+    "positions": "position_embedding",
+    "norm_weights": "norm_affine",
+    "original_context": "original_context_length",
+    "tokens_per_step": "global_batch_tokens",
+    "max_norm": "max_grad_norm",
+    "recompute": "activation_checkpointing",
+    "ranks": "num_processes",
+    "shard": "parallelism",
+    "skip_sigma": "spike_sigma",
+    "skip_window": "spike_window",
+    "max_skips": "max_skipped_steps",
+    "keep_checkpoints": "keep_last",
+    "keep_every_steps": "keep_every",
+    "evaluate_every": "eval_every",
+    "norms_every": "grad_stats_every",
+    "matrix_learning_rate": "muon_lr",
+    "final": "min_lr_ratio",
+    "decay": "decay_fraction",
+    "base": "base_dtype",
+    "targets": "target_modules",
+    "hold_out": "val_fraction",
+    "share": "fraction",
+    "row_tokens": "sequence_length",
+    "template": "chat_template",
+    "copies": "repeat",
+    "max_answers": "max_turns",
+    "part": "subset",
+    "strength": "c",
+    "held_out": "test_fraction",
+    "characters": "max_chars",
+    "limits": "thresholds",
+    "keep_from": "min_score",
+    "drop_from": "max_score",
+    "max_found": "max_hits",
+    "permutations": "num_perm",
+    "bands": "num_bands",
+    "bandings": "num_rotations",
+    "min_jaccard": "threshold",
+    "answers": "group_size",
+    "answer_tokens": "max_new_tokens",
+    "kl_weight": "kl_coef",
+    "questions": "toy_questions",
+    "answer_temperature": "chat_temperature",
+    "shots": "num_fewshot",
+    "heldout_bytes": "val_bytes",
+    "weaker_sandbox": "allow_partial_sandbox",
+}
+"""Keys of earlier recipes: old name -> new name."""
+
+
 class Config(BaseModel):
     """Base of every section of a recipe: frozen, and strict about what it is given."""
 
@@ -280,6 +336,8 @@ def _explain(cls: type[BaseModel], problem: Any) -> tuple[str, str, str]:
     if problem["type"] == "extra_forbidden":
         _, owner = _follow(cls, spot[:-1])
         names = sorted({name for model in _models(owner) for name in model.model_fields})
+        if (new := RENAMED.get(str(spot[-1]))) in names:
+            return key, f"this key is now {new!r}", "CHANGELOG.md lists every renamed key."
         near = difflib.get_close_matches(str(spot[-1]), names, n=1)
         return key, "unknown key", f"Did you mean {near[0]!r}?" if near else f"Known keys here: {', '.join(names)}."
     if problem["type"] == "missing":

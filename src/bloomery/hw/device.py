@@ -208,6 +208,14 @@ def listed_peak(device: Device, devices: int = 1) -> float | None:
     return None if peak is None else devices * peak
 
 
+def now(device: Device) -> float:
+    """
+    Seconds. On a CPU those of this thread, so that other load on the machine does not count. A peak and the steps that
+    are compared with it need the same clock.
+    """
+    return time.thread_time() if device.torch_device.type == "cpu" else time.perf_counter()
+
+
 def measured_peak(device: Device) -> float:
     """FLOP/s of the best of some square matmuls in the device's compute format. Measured once in a process."""
     return _measured(device, device.torch_device.type, device.compute_dtype)
@@ -221,8 +229,8 @@ def _measured(device: Device, kind: str, dtype: torch.dtype) -> float:
     torch.mm(left, right)  # the first one also sets up the library
     device.synchronize()
     while time.perf_counter() < end or best == float("inf"):
-        began = time.perf_counter()
+        began = now(device)
         torch.mm(left, right)
         device.synchronize()
-        best = min(best, time.perf_counter() - began)
+        best = min(best, now(device) - began)
     return 2.0 * size**3 / best

@@ -230,6 +230,30 @@ def _line(stage: Mapping[str, Any]) -> str:
     return f"{stage['stage']:<11} {state:<10} {stage['folder']}" + ("" if stage["fresh"] else f"  ({stage['why']})")
 
 
+def verdict(reports: Mapping[str, PlanReport]) -> list[str]:
+    """Whether the stages that train fit and how long they take; where one does not, what decides it."""
+    if not reports:
+        return ["Nothing to train: the recipe has no section [pretrain]."]
+    tight = max(reports.values(), key=lambda plan: (not plan.choice.fits, plan.choice.peak_bytes))
+    target, peak = tight.target, tight.choice.peak_bytes / GIB
+    usable = target.usable_bytes / GIB
+    if tight.choice.fits:
+        seconds = [plan.seconds for plan in reports.values()]
+        known = sum(one for one in seconds if one is not None)
+        about = "time unknown" if None in seconds else f"about {plan_report.duration(known)}"
+        return [f"It fits: {peak:.1f} of {usable:.1f} GiB, {about} on {target.name}."]
+    parts = tight.choice.at_peak[1]
+    largest = max(parts, key=lambda name: parts[name])
+    says = [f"It does not fit: {tight.ask.stage} needs {peak:,.1f} GiB, and {usable:.1f} GiB are usable."]
+    says.append(f"The largest part is {plan_report.PARTS[largest]}: {parts[largest] / GIB:,.1f} GiB.")
+    if largest in ("activations", "logits"):
+        way, context = tight.choice.way, tight.ask.what.model.context_length
+        says.append(
+            f"What decides: a context of {context:,} tokens, batch size {way.rows} (pretrain.model.context_length)."
+        )
+    return says
+
+
 def lines(summary: Mapping[str, Any], reports: Mapping[str, PlanReport]) -> list[str]:
     """As text."""
     text_lines = [_line(one) for one in summary["stages"] if one["fresh"] is not None]

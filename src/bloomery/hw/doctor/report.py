@@ -118,7 +118,7 @@ def as_lines(finding: Finding, *, details: bool = False, color: bool = False) ->
 
 
 def pasteable(hint: str, width: int) -> list[str]:
-    """A fix in lines of at most `width`. A command that is longer goes on after a backslash, its comment comes first."""
+    """A fix in lines of at most `width`. A command that is longer continues after a backslash."""
     if re.match(r"[A-Z].*[.)]$", hint):  # a sentence
         return textwrap.wrap(hint, width)
     line, _, comment = hint.partition("   # ")

@@ -202,6 +202,8 @@ def of_entry(entry: Entry, devices: int = 1, memory_bytes: int | None = None) ->
     if size is None:
         raise HardwareError(f"how much memory {entry.key} has is not known", hint="Say it too: --memory 32GiB.")
     precision: NumberType = "bfloat16" if entry.peak("bfloat16") else "float16" if entry.peak("float16") else "float32"
+    if entry.key.startswith("apple-"):
+        precision = "float32"  # as hw/device.py has it for mps
     peak = entry.peak(precision)
     return Machine(
         name=entry.key,

@@ -229,7 +229,7 @@ class PlanReport:
         share = f"matmuls at {self.target.share:.0%} of the {self.target.flops_from} peak"
         how = "steps of small models, timed here" if self.choice.pace.timed else share
         rate, most = self.choice.pace.tokens_per_second, self.choice.pace.ceiling
-        text = f"{_duration(self.seconds)} at about {rate:,.0f} tokens/s ({how}; "
+        text = f"{duration(self.seconds)} at about {rate:,.0f} tokens/s ({how}; "
         text += f"{most:,.0f} if nothing else took time"
         text += "; what devices send each other is not counted)" if self.target.devices > 1 else ")"
         hours = self.seconds / 3600
@@ -289,7 +289,7 @@ def _size(size: int) -> str:
     return f"{size / GIB:,.2f} GiB" if size >= GIB / 4 else f"{size / 2**20:,.1f} MiB"
 
 
-def _duration(seconds: float) -> str:
+def duration(seconds: float) -> str:
     for unit, length in (("days", 86400.0), ("hours", 3600.0), ("minutes", 60.0)):
         if seconds >= 2 * length:
             return f"{seconds / length:,.1f} {unit}"

@@ -31,7 +31,6 @@ Tracing and timing share one file because both run the same step.
 """
 
 import math
-import time
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -538,7 +537,7 @@ class _Ready:
 
     def _now(self) -> float:
         self._device.synchronize()
-        return time.thread_time() if self._device.torch_device.type == "cpu" else time.perf_counter()
+        return devices.now(self._device)
 
 
 def traceable(way: TrainSetup) -> bool:
@@ -564,7 +563,9 @@ def check(ask: PlanRequest, target: Machine, option: Candidate) -> Candidate:
     parts = -(-ask.rows_per_step // (option.way.rows * option.way.devices))
     tokens = ask.rows_per_step * ask.what.model.context_length
     rate = tokens / (seconds.step(parts) * (slower(target.devices) if target.processor else 1.0))
-    return replace(option, pace=replace(option.pace, tokens_per_second=rate, timed=True))
+    return replace(
+        option, pace=replace(option.pace, tokens_per_second=rate, ceiling=max(rate, option.pace.ceiling), timed=True)
+    )
 
 
 def _device(target: Machine) -> Device:
