@@ -208,7 +208,7 @@ class MetricsLogger:
         """Name the samples of an update that was not made."""
         first = ", ".join(map(str, skip.samples[:SHOWN_SAMPLES]))
         more = f" and {len(skip.samples) - SHOWN_SAMPLES} more" if len(skip.samples) > SHOWN_SAMPLES else ""
-        info(f"step {skip.step} is skipped, no weight was changed: {skip.why}", style="yellow")
+        info(f"skipped step {skip.step} and changed no weight: {skip.why}", style="yellow")
         info(f"  samples {first}{more}")
         self.write(
             skip.step,
