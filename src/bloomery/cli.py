@@ -585,8 +585,8 @@ def _print_pieces(answer: "StreamedAnswer") -> str:
 
 def serve(options: argparse.Namespace) -> int:
     from bloomery.serve.chat_model import ModelRegistry
-    from bloomery.weights.locate import locate_model
     from bloomery.serve.server import serve as serve_models
+    from bloomery.weights.locate import locate_model
 
     if not options.runs.is_dir() and not options.models:
         hint = "Name a model, or the folder that holds run folders: --runs DIR"

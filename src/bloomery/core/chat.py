@@ -122,7 +122,9 @@ class SamplingConfig:
 
     def recommended(self, settings: Mapping[str, Any]) -> "SamplingConfig":
         """The same, with the settings that the makers of a model recommend where nothing else is set."""
-        return replace(self, **{name: value for name, value in settings.items() if name in self.unset}, unset=frozenset())
+        return replace(
+            self, **{name: value for name, value in settings.items() if name in self.unset}, unset=frozenset()
+        )
 
     @classmethod
     def greedy(cls, max_tokens: int) -> "SamplingConfig":

@@ -278,11 +278,7 @@ def in_conversation(loaded: Loaded, how: Writing) -> bool:
 
 def _ids(loaded: Loaded, prompt: str, chat: bool, most: int) -> tuple[list[int], bool]:
     """The prompt's ids, at most so many; where it is longer, its end counts."""
-    ids = (
-        loaded.renderer.prompt([{"role": "user", "content": prompt}])
-        if chat
-        else loaded.language.text_ids(prompt)
-    )
+    ids = loaded.renderer.prompt([{"role": "user", "content": prompt}]) if chat else loaded.language.text_ids(prompt)
     return (ids, False) if len(ids) <= most else ([ids[0], *ids[1 - most :]], True)
 
 

@@ -139,9 +139,7 @@ class TextAnswerer:
         renderer = self._renderer()
         ids = renderer.prompt(messages, self._engine.context)
         self._check_room(ids, "the conversation", "messages", SHORTER)
-        return StreamedAnswer(
-            len(ids), self._pieces(ids, sampling, renderer.end_ids, renderer.lead)
-        )
+        return StreamedAnswer(len(ids), self._pieces(ids, sampling, renderer.end_ids, renderer.lead))
 
     def continuation(self, ids: Sequence[int], sampling: SamplingConfig, stop_ids: frozenset[int]) -> StreamedAnswer:
         """
@@ -247,7 +245,9 @@ class ModelRegistry:
     A model that has been trained again since it was loaded is loaded again.
     """
 
-    def __init__(self, runs: Path, named: Mapping[str, Path] = MappingProxyType({}), dtype: LoadFormat = "float32") -> None:
+    def __init__(
+        self, runs: Path, named: Mapping[str, Path] = MappingProxyType({}), dtype: LoadFormat = "float32"
+    ) -> None:
         """`named` are models outside of `runs`, by the names that clients use. `dtype` is how weights are kept."""
         self.runs, self.named, self.dtype = runs, named, dtype
         self._loaded: dict[str, tuple[float, Answerer]] = {}

@@ -56,7 +56,12 @@ def run(config: Evaluate, inputs: Mapping[str, Path], out: Path) -> dict[str, An
         "answers": scores,
         "bits_per_byte": bits_per_byte(base, inputs["shard"], config, device),
         "leaks": leaks(judged, inputs, tuned.tokenizer),
-        **held_out_talks({"pretrain": replace(base, language=replace(base.language, chat=tuned.renderer)), last: tuned}, config, inputs, out),
+        **held_out_talks(
+            {"pretrain": replace(base, language=replace(base.language, chat=tuned.renderer)), last: tuned},
+            config,
+            inputs,
+            out,
+        ),
         **known_tasks(tuned, config, inputs, out),
         **run_report.training(inputs),
         **run_report.corpus(inputs),

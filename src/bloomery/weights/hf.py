@@ -225,7 +225,7 @@ class Language:
 
     @property
     def opening_ids(self) -> list[int]:
-        """What stands before a plain text: the token that opens a document, or what the model's tokenizer puts there."""
+        """What stands before a plain text: the token that opens a document, or what the model's tokenizer adds."""
         return [self.tokenizer.document_id] if self.is_ours else list(self.tokenizer.opening_ids)
 
     def text_ids(self, text: str) -> list[int]:
@@ -307,7 +307,11 @@ def _write_words(
     tokenizer = words.tokenizer
     tokenizer.save(folder)
     if isinstance(words, Language) and not words.is_ours:
-        ids = {f"{role}_id": tokenizer.special_id(text) for role, text in words.roles.items() if text and role != "unk_token"}
+        ids = {
+            f"{role}_id": tokenizer.special_id(text)
+            for role, text in words.roles.items()
+            if text and role != "unk_token"
+        }
         ids |= {key: words.generation[key] for key in ("eos_token_id",) if key in words.generation}
         config = {
             "tokenizer_class": "PreTrainedTokenizerFast",
@@ -427,7 +431,7 @@ def _loaded(path: Path, device: torch.device | str, dtype: LoadFormat, special: 
 
 
 def _language(opened: _Opened) -> Language:
-    path, facts = opened.path, opened.facts
+    path = opened.path
     if opened.gguf is not None:
         model = opened.gguf
         tokenizer = importers.from_json(model.tokenizer_json, str(path), model.roles)
@@ -740,7 +744,12 @@ def _place(model: Transformer, name: str, weight: Tensor, kept_as: str, device: 
     is_matrix = isinstance(module, nn.Linear | nn.Embedding | quantize.QuantizedLinear)
     plain = {"float32": torch.float32, "float16": torch.float16}.get(kept_as, torch.bfloat16)
     form = plain if is_matrix else torch.float32
-    if kept_as in ("int8", "nf4", "nf4_double") and isinstance(module, nn.Linear) and leaf == "weight" and path != "head":
+    if (
+        kept_as in ("int8", "nf4", "nf4_double")
+        and isinstance(module, nn.Linear)
+        and leaf == "weight"
+        and path != "head"
+    ):
         whole = nn.Linear(1, 1, bias=False, device="meta")
         whole.weight = nn.Parameter(weight.to(device), requires_grad=False)
         frozen = quantize.frozen(whole, kept_as)  # type: ignore[arg-type]

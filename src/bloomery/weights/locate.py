@@ -36,9 +36,10 @@ def locate_model(path: Path) -> Path:
     """
     The folder with config.json and weights, or the GGUF file, that `path` stands for. Raises CheckpointError.
 
-    hub:OWNER/NAME[@REVISION] stands for a model of a hub, which is fetched to the cache. A run folder stands for a model that its current settings have finished: that of `prefer`, else the finetuned
-    model, else the pretrained model, which is logged. A finished model that is damaged is an error: no other model
-    replaces it. A stage folder stands for the model it left.
+    hub:OWNER/NAME[@REVISION] stands for a model of a hub, which is fetched to the cache. A run folder stands for a
+    model that its current settings have finished: that of `prefer`, else the finetuned model, else the pretrained
+    model, which is logged. A finished model that is damaged is an error: no other model replaces it. A stage folder
+    stands for the model it left.
     """
     if str(path).startswith(hub.PREFIX):
         return hub.fetched(str(path))
