@@ -282,8 +282,8 @@ def _json(text: str, where: str, *, foreign: bool = False) -> tokenizers.Tokeniz
         info(f"{where}: {' and '.join(names)} {are} set to none, so that a text always has the same IDs", "yellow")
     # a foreign one says there what opens a text, and its own files keep it
     after = spec["post_processor"] if foreign else None
-    spec |= {"post_processor": after, "truncation": None, "padding": None, "model": model | {"dropout": None}}
-    return parsed(json.dumps(spec), where)
+    kept = spec | {"post_processor": after, "truncation": None, "padding": None, "model": model | {"dropout": None}}
+    return inner if kept == spec else parsed(json.dumps(kept), where)
 
 
 TokenId = Annotated[int, Field(ge=0, lt=2**31)]
