@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from datetime import datetime
-from functools import cached_property, wraps
+from functools import cached_property
 from typing import Any, Protocol, SupportsIndex
 
 import tokenizers
@@ -438,13 +438,13 @@ _ESCAPES: dict[str, Callable[..., Any]] = {
 
 
 def _bounded_filter(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
-    @wraps(function)
     def bounded(*args: Any, **kwargs: Any) -> Any:
         _take(1)
         if name in _PRODUCT_FILTERS:
             _check_product(one for one in (*args, *kwargs.values()) if isinstance(one, int | str | list | tuple | dict))
         return _checked(function(*args, **kwargs))
 
+    vars(bounded).update(getattr(function, "__dict__", {}))  # how Jinja calls it
     return bounded
 
 
