@@ -11,13 +11,13 @@ from pathlib import Path
 SOURCE = Path(__file__).parents[1] / "src" / "bloomery"
 BUDGET = {
     "(top)": 1_490,
-    "core": 3_160,
+    "core": 3_180,
     "hw": 3_730,
     "data": 13_240,
     "tokenizer": 2_030,
     "shards": 1_690,
     "model": 3_170,
-    "weights": 2_630,
+    "weights": 4_300,
     "train": 7_180,
     "generate": 210,
     "evaluation": 4_700,

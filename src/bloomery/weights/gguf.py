@@ -20,7 +20,6 @@ are computed from the factors. A file whose factors follow from no such paramete
 import json
 import math
 import mmap
-import re
 import struct
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
@@ -34,7 +33,7 @@ import bloomery.hw.require_torch  # noqa: F401
 from bloomery.core import io as core_io
 from bloomery.core.errors import CheckpointError, DataError, shorten
 from bloomery.tokenizer import importers
-from bloomery.tokenizer.tokenizer import PATTERNS, SPACE
+from bloomery.tokenizer.tokenizer import PATTERNS, parsed
 from bloomery.weights.safetensors import finite
 
 import torch
@@ -156,6 +155,8 @@ NEOX_BLOCK = {
     )
     for part in ("weight", "bias")
 }
+TRANSPOSED = ("attn_qkv", "attn_output", "ffn_up", "ffn_down")
+"""Matrices that GPT-2 of transformers keeps as inputs × outputs."""
 OPTIONAL = {"output.weight"}
 FACTORS = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")
 """Tensors that follow from the RoPE scaling."""
@@ -319,7 +320,10 @@ def read(file: Path) -> GGUFModel:
         raise CheckpointError(what, where=str(file), hint=DAMAGED)
     roles = {role: tokens[id] if id >= 0 else None for role, id in ids.items()}
     model = meta.text("tokenizer.ggml.model")
-    if model == "gpt2":
+    if whole := meta.text("tokenizer.huggingface.json", ""):
+        _check_same(whole, tokens, file)
+        tokenizer_json, whole_words = whole, False
+    elif model == "gpt2":
         tokenizer_json, whole_words = _byte_level(meta, tokens, roles["unk_token"])
     elif model == "llama":
         tokenizer_json, whole_words = _sentencepiece(meta, tokens), True
@@ -327,8 +331,8 @@ def read(file: Path) -> GGUFModel:
         hint = "Byte-level BPE (gpt2) and SentencePiece's BPE (llama) can be read."
         raise CheckpointError(f"its tokenizer is of the kind {shorten(model)!r}", where=str(file), hint=hint)
     known = {f"{role}_id": ids[role] if ids[role] >= 0 else None for role in ROLES if role != "unk_token"}
-    ends = [known["eos_token_id"], meta.integer("tokenizer.ggml.eot_token_id", -1)]
-    ends = sorted({id for id in ends if id is not None and id >= 0})
+    candidates = (ids["eos_token"], meta.integer("tokenizer.ggml.eot_token_id", -1))
+    ends = sorted({id for id in candidates if id >= 0})
     generation = {theirs: meta.entries[key] for key, theirs in SAMPLING.items() if key in meta.entries}
     return GGUFModel(
         file=file,
@@ -490,10 +494,16 @@ class Metadata:
     file: Path
 
     def text(self, key: str, default: str | None = None) -> str:
-        return self._typed(key, str, "a text", default)
+        value = self.entries.get(key, default)
+        if not isinstance(value, str):
+            raise self._wrong(key, "a text")
+        return value
 
     def flag(self, key: str, default: bool) -> bool:
-        return self._typed(key, bool, "true or false", default)
+        value = self.entries.get(key, default)
+        if not isinstance(value, bool):
+            raise self._wrong(key, "true or false")
+        return value
 
     def integer(self, key: str, default: int | None = None) -> int:
         """A number from 0 on; of a list with one for each layer, the one that all have."""
@@ -528,12 +538,6 @@ class Metadata:
             raise self._wrong(key, f"a list of {count:,} numbers")
         numbers: list[float] = value.tolist()
         return numbers
-
-    def _typed(self, key: str, kind: type, title: str, default: Any) -> Any:
-        value = self.entries.get(key, default)
-        if type(value) is not kind:
-            raise self._wrong(key, title)
-        return value
 
     def _wrong(self, key: str, title: str) -> CheckpointError:
         what = f"{key} is {shorten(self.entries[key])}, and not {title}" if key in self.entries else f"lacks {key}"
@@ -609,7 +613,7 @@ def _facts(meta: Metadata, name: str, layout: GGUFLayout, sizes: Sizes, tensors:
         "model_type": layout.model_type,
         "vocab_size": sizes.vocab,
         "tie_word_embeddings": "output.weight" not in tensors.stored,
-        "torch_dtype": tensors.number_format,
+        "torch_dtype": tensors.number_format(layout.outer["token_embd.weight"][0]),
     }
     if name == "gpt2":
         return facts | {
@@ -647,7 +651,8 @@ def _facts(meta: Metadata, name: str, layout: GGUFLayout, sizes: Sizes, tensors:
     if scaling := _rope_scaling(meta, name, facts, tensors):
         facts["rope_scaling"] = scaling
     window = meta.integer(f"{name}.attention.sliding_window", 0)
-    return facts | _OF_ONE.get(name, lambda *_: {})(facts, window, tensors)
+    more = _OF_ONE.get(name)
+    return facts | more(facts, window, tensors) if more else facts
 
 
 def _of_llama(facts: Mapping[str, Any], window: int, tensors: "GGUFTensors") -> dict[str, Any]:
@@ -758,6 +763,17 @@ def _llama3_scaling(factors: list[float], theta: float, file: Path) -> dict[str,
 # --- the tokenizer -------------------------------------------------------------------------------------------------
 
 
+def _check_same(tokenizer_json: str, tokens: list[str], file: Path) -> None:
+    """Raises CheckpointError where a tokenizer.json in a file gives a token another ID than the file's own list."""
+    try:
+        vocabulary = parsed(tokenizer_json, str(file)).get_vocab(with_added_tokens=True)
+    except DataError as error:
+        raise CheckpointError(error.what, where=str(file), hint=DAMAGED) from None
+    if any(id >= len(tokens) or tokens[id] != token for token, id in vocabulary.items()):
+        what = "its tokenizer.huggingface.json and its tokenizer.ggml.tokens differ"
+        raise CheckpointError(what, where=str(file), hint=DAMAGED)
+
+
 def _types(meta: Metadata, tokens: list[str]) -> list[int]:
     return [int(kind) for kind in meta.numbers("tokenizer.ggml.token_type", len(tokens), NORMAL)]
 
@@ -768,7 +784,9 @@ def _byte_level(meta: Metadata, tokens: list[str], unknown: str | None) -> tuple
     pre = meta.text("tokenizer.ggml.pre", "default")
     if pre not in PRE_TOKENIZERS:
         hint = f"Known are {', '.join(PRE_TOKENIZERS)}. Take the same model from its Hugging Face folder."
-        raise CheckpointError(f"cuts text by the unknown rule {shorten(pre)!r} (tokenizer.ggml.pre)", where, hint)
+        raise CheckpointError(
+            f"cuts text by the unknown rule {shorten(pre)!r} (tokenizer.ggml.pre)", where=where, hint=hint
+        )
     if len(set(tokens)) < len(tokens):
         raise CheckpointError("has one token twice in its tokenizer", where=where, hint=DAMAGED)
     kinds = _types(meta, tokens)
@@ -863,10 +881,11 @@ class GGUFTensors:
     def names(self) -> frozenset[str]:
         return frozenset(self._names)
 
-    @property
-    def number_format(self) -> str:
-        """Of the embedding or, where blocks are quantized, the one that they are read in."""
-        kind = self.stored["token_embd.weight"].kind.name
+    def number_format(self, name: str) -> str | None:
+        """The number format that `get` gives a tensor in by default; None where there is none of this name."""
+        if name not in self._names:
+            return None
+        kind = self.stored[self._names[name]].kind.name
         return str(PLAIN.get(kind, torch.bfloat16)).removeprefix("torch.")
 
     def stored_name(self, name: str) -> str | None:
@@ -895,17 +914,7 @@ class GGUFTensors:
         tensor = finite(ours, self._read(stored, dtype or own), str(self.file), DAMAGED)
         if self._layout.shifted and ours.endswith("norm.weight"):
             tensor = (tensor.float() - 1.0).to(tensor.dtype)
-        heads = {"attn_q": self._sizes.heads, "attn_k": self._sizes.kv_heads}
-        part = ours.split(".")[-2]
-        if self._layout.interleaved and part in heads:
-            return split_halves(tensor, heads[part])
-        if self._layout.model_type == "gpt_neox" and part == "attn_qkv":
-            return tensor.view(3, self._sizes.heads, self._sizes.head, -1).transpose(0, 1).reshape(tensor.shape)
-        if self._layout.model_type == "gpt2" and re.fullmatch(
-            r"blk\.\d+\.(attn|ffn)_(qkv|output|up|down)\.weight", ours
-        ):
-            return tensor.t()
-        return tensor
+        return reordered(tensor, ours, self._layout, self._sizes, inward=True)
 
     def _read(self, stored: StoredTensor, dtype: torch.dtype) -> Tensor:
         raw = np.frombuffer(self._data, dtype=np.uint8, count=stored.size_bytes, offset=stored.start)
@@ -920,6 +929,21 @@ class GGUFTensors:
                 numbers = gguf.quants.dequantize(some, stored.kind)
                 out[first * block : first * block + numbers.size] = torch.from_numpy(numbers[0])
         return out.view(stored.shape)
+
+
+def reordered(tensor: Tensor, name: str, layout: GGUFLayout, sizes: Sizes, *, inward: bool) -> Tensor:
+    """
+    A tensor of this name in GGUF, in the order of `transformers` where `inward`, else from there in that of llama.cpp.
+    """
+    part, kind = name.split(".")[-2], name.split(".")[-1]
+    heads = {"attn_q": sizes.heads, "attn_k": sizes.kv_heads}
+    if layout.interleaved and part in heads:
+        return split_halves(tensor, heads[part]) if inward else interleaved(tensor, heads[part])
+    if layout.model_type == "gpt_neox" and part == "attn_qkv":
+        first, second = (3, sizes.heads) if inward else (sizes.heads, 3)
+        return tensor.reshape(first, second, sizes.head, -1).transpose(0, 1).reshape(tensor.shape)
+    turned = layout.model_type == "gpt2" and kind == "weight" and part in TRANSPOSED
+    return tensor.t() if turned else tensor
 
 
 def split_halves(rows: Tensor, heads: int) -> Tensor:
