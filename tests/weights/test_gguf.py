@@ -24,11 +24,12 @@ WORDS = GGUFWords(
     generation={"temperature": 0.5, "top_k": 7},
 )
 YARN = {"kind": "yarn", "factor": 4.0, "original_context_length": 10}
-LLAMA3 = {"kind": "llama3", "factor": 8.0, "high_freq_factor": 4.0, "original_context_length": 10}
+LLAMA3 = {"kind": "llama3", "factor": 8.0, "high_freq_factor": 4.0, "original_context_length": 64}
+WIDE = {"head_dim": 24, "rope_scaling": LLAMA3, "rope_theta": 500.0, "context_length": 128}
 CASES: dict[str, dict[str, Any]] = {
     "llama": {},
     "llama with a head, biases and YaRN": {"tie_embeddings": False, "biases": "all", "rope_scaling": YARN},
-    "llama with wide heads and Llama 3's scaling": {"head_dim": 24, "rope_scaling": LLAMA3, "rope_theta": 500.0},
+    "llama with wide heads and Llama 3's scaling": WIDE,
     "qwen2": {"biases": "qkv", "rope_scaling": {"kind": "linear", "factor": 2.0}},
     "qwen3": {"qk_norm": True},
 }
