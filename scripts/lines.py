@@ -14,7 +14,7 @@ BUDGET = {
     "core": 3_180,
     "hw": 3_730,
     "data": 13_240,
-    "tokenizer": 2_030,
+    "tokenizer": 2_050,
     "shards": 1_690,
     "model": 3_170,
     "weights": 4_300,
