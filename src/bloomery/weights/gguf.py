@@ -144,7 +144,7 @@ NEOX_OUTER = {
     "output.weight": ("embed_out.weight", "VD"),
 }
 NEOX_BLOCK = {
-    f"{name}.{part}": (f"{theirs}.{part}", shape if part == "weight" else shape[0])
+    f"{name}.{suffix}": (f"{theirs}.{suffix}", shape if suffix == "weight" else shape[0])
     for name, theirs, shape in (
         ("attn_norm", "input_layernorm", "D"),
         ("attn_qkv", "attention.query_key_value", "PD"),
@@ -153,7 +153,7 @@ NEOX_BLOCK = {
         ("ffn_up", "mlp.dense_h_to_4h", "FD"),
         ("ffn_down", "mlp.dense_4h_to_h", "DF"),
     )
-    for part in ("weight", "bias")
+    for suffix in ("weight", "bias")
 }
 TRANSPOSED = ("attn_qkv", "attn_output", "ffn_up", "ffn_down")
 """Matrices that GPT-2 of transformers keeps as inputs × outputs."""
@@ -935,14 +935,14 @@ def reordered(tensor: Tensor, name: str, layout: GGUFLayout, sizes: Sizes, *, in
     """
     A tensor of this name in GGUF, in the order of `transformers` where `inward`, else from there in that of llama.cpp.
     """
-    part, kind = name.split(".")[-2], name.split(".")[-1]
+    matrix, kind = name.split(".")[-2], name.split(".")[-1]
     heads = {"attn_q": sizes.heads, "attn_k": sizes.kv_heads}
-    if layout.interleaved and part in heads:
-        return split_halves(tensor, heads[part]) if inward else interleaved(tensor, heads[part])
-    if layout.model_type == "gpt_neox" and part == "attn_qkv":
+    if layout.interleaved and matrix in heads:
+        return split_halves(tensor, heads[matrix]) if inward else interleaved(tensor, heads[matrix])
+    if layout.model_type == "gpt_neox" and matrix == "attn_qkv":
         first, second = (3, sizes.heads) if inward else (sizes.heads, 3)
         return tensor.reshape(first, second, sizes.head, -1).transpose(0, 1).reshape(tensor.shape)
-    turned = layout.model_type == "gpt2" and kind == "weight" and part in TRANSPOSED
+    turned = layout.model_type == "gpt2" and kind == "weight" and matrix in TRANSPOSED
     return tensor.t() if turned else tensor
 
 

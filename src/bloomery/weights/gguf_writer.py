@@ -59,7 +59,7 @@ MAX_HALF = 65504.0
 
 @dataclass(frozen=True)
 class GGUFWords:
-    """What a file says about text, besides the tokenizer itself."""
+    """What a file says about text, in addition to the tokenizer itself."""
 
     roles: Mapping[str, str | None]
     """Contents of the special tokens, by bos_token, eos_token, pad_token and unk_token."""
@@ -132,16 +132,20 @@ def _layout(model: Transformer, where: str) -> tuple[str, GGUFLayout]:
     config = model.config
     kind = architectures.family(config)
     name = "LlamaForCausalLM" if kind is not None and kind.name == "MistralForCausalLM" else kind.name if kind else ""
-    found = next(((arch, layout) for arch, layout in LAYOUTS.items() if layout.name == name), None)
-    why = [] if found else ["its architecture is " + (name or "none of transformers'")]
-    if found and found[0] not in ("gemma3", "phi3") and any(size != "full" for size in config.sliding_window):
+    arch_layout = next(((arch, layout) for arch, layout in LAYOUTS.items() if layout.name == name), None)
+    why = [] if arch_layout else ["its architecture is " + (name or "none of transformers'")]
+    if (
+        arch_layout
+        and arch_layout[0] not in ("gemma3", "phi3")
+        and any(size != "full" for size in config.sliding_window)
+    ):
         why.append(f"sliding_window={list(config.sliding_window)} would see everything there")
-    if found and found[0] in ("llama", "qwen2", "qwen3") and config.mlp[0] != "swiglu":
+    if arch_layout and arch_layout[0] in ("llama", "qwen2", "qwen3") and config.mlp[0] != "swiglu":
         why.append(f"mlp={config.mlp[0]!r} would be swiglu there")
-    if why or found is None:
+    if why or arch_layout is None:
         hint = f"GGUF files are written for {', '.join(layout.name for layout in LAYOUTS.values())}."
         raise CheckpointError("llama.cpp has no such model: " + "; ".join(why), where=where, hint=hint)
-    return found
+    return arch_layout
 
 
 def _sizes(model: Transformer) -> Sizes:
@@ -330,8 +334,8 @@ def _merged_to_whole(model: Mapping[str, Any]) -> bool:
     pairs = [merge.split(" ") if isinstance(merge, str) else merge for merge in model["merges"]]
     merges = [(left, right) for left, right in pairs]
     bpe = models.BPE(vocab=dict(model["vocab"]), merges=merges)
-    made = {"".join(merge) for merge in merges}
-    return all(len(bpe.tokenize(token)) == 1 for token in made)
+    joined = {"".join(merge) for merge in merges}
+    return all(len(bpe.tokenize(token)) == 1 for token in joined)
 
 
 def _add_words(writer: package.GGUFWriter, tokenizer: Tokenizer, words: GGUFWords) -> None:
