@@ -29,19 +29,17 @@ from bloomery.weights.architectures import gathered
 from bloomery.weights.gguf import (
     BYTE,
     CONTROL,
-    FACTORS,
-    LAYOUTS,
     NORMAL,
     PRE_TOKENIZERS,
     SAMPLING,
     UNKNOWN,
     UNUSED,
     USER,
-    GGUFLayout,
     Sizes,
     llama3_factors,
     reordered,
 )
+from bloomery.weights.gguf_layouts import FACTORS, LAYOUTS, GGUFLayout
 from bloomery.weights.safetensors import rounded
 
 import torch
