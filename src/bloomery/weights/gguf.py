@@ -34,7 +34,7 @@ from bloomery.core import io as core_io
 from bloomery.core.errors import CheckpointError, DataError, shorten
 from bloomery.tokenizer import importers
 from bloomery.tokenizer.tokenizer import PATTERNS, parsed
-from bloomery.weights.gguf_layouts import FACTORS, LAYOUTS, OPTIONAL, TRANSPOSED, GGUFLayout
+from bloomery.weights.gguf_layouts import FACTORS, LAYOUTS, OPTIONAL, ROLES, SAMPLING, TRANSPOSED, GGUFLayout
 from bloomery.weights.safetensors import finite
 
 import torch
@@ -90,17 +90,6 @@ PRE_TOKENIZERS = {
     "gpt-4o": PreTokenizer(PATTERNS["gpt4o"].regex),
     "tekken": PreTokenizer(_TEKKEN, whole_words=True),
 }
-
-SAMPLING = {
-    "general.sampling.temp": "temperature",
-    "general.sampling.top_k": "top_k",
-    "general.sampling.top_p": "top_p",
-    "general.sampling.min_p": "min_p",
-    "general.sampling.penalty_repeat": "repetition_penalty",
-}
-"""Key of the metadata, and the same in a generation_config.json."""
-ROLES = {"bos_token": "bos", "eos_token": "eos", "pad_token": "padding", "unk_token": "unknown"}
-"""As in a tokenizer_config.json, and in `tokenizer.ggml.…_token_id`."""
 
 
 @dataclass(frozen=True)

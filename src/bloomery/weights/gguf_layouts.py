@@ -1,5 +1,5 @@
 """
-Names and shapes of the tensors in GGUF files, by architecture, next to the names that transformers has for them.
+Names in GGUF files, next to those of transformers: tensors by architecture, special tokens, sampling settings.
 
 Reading and writing use the same tables. An architecture that is not in LAYOUTS is neither read nor written.
 """
@@ -155,3 +155,14 @@ LAYOUTS = {
     "gptneox": GGUFLayout("GPTNeoXForCausalLM", "gpt_neox", NEOX_OUTER, NEOX_BLOCK, layers="gpt_neox.layers"),
 }
 """By `general.architecture`."""
+
+SAMPLING = {
+    "general.sampling.temp": "temperature",
+    "general.sampling.top_k": "top_k",
+    "general.sampling.top_p": "top_p",
+    "general.sampling.min_p": "min_p",
+    "general.sampling.penalty_repeat": "repetition_penalty",
+}
+"""Key of the metadata, and the same in a generation_config.json."""
+ROLES = {"bos_token": "bos", "eos_token": "eos", "pad_token": "padding", "unk_token": "unknown"}
+"""As in a tokenizer_config.json, and in `tokenizer.ggml.…_token_id`."""

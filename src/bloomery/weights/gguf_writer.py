@@ -31,7 +31,6 @@ from bloomery.weights.gguf import (
     CONTROL,
     NORMAL,
     PRE_TOKENIZERS,
-    SAMPLING,
     UNKNOWN,
     UNUSED,
     USER,
@@ -39,7 +38,7 @@ from bloomery.weights.gguf import (
     llama3_factors,
     reordered,
 )
-from bloomery.weights.gguf_layouts import FACTORS, LAYOUTS, GGUFLayout
+from bloomery.weights.gguf_layouts import FACTORS, LAYOUTS, SAMPLING, GGUFLayout
 from bloomery.weights.safetensors import rounded
 
 import torch
