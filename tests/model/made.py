@@ -130,7 +130,7 @@ def lively(config: ModelConfig, seed: int = 0, vocab_size: int = VOCAB_SIZE) -> 
     with torch.no_grad():
         for name, weight in model.named_parameters():
             scale = 0.3 if weight.dim() == 1 else weight.shape[1] ** -0.5
-            start = float(name.endswith("norm.weight"))
+            start = float(name.endswith("norm.weight") and not config.norm_plus_one)
             weight.copy_(torch.randn(weight.shape, generator=generator) * scale + start)
     return model.eval()
 
