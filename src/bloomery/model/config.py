@@ -261,7 +261,7 @@ class ModelConfig(Config):
     partial_rotary_factor: Annotated[float, Between(1e-3, 1, "it is the share of a head that rotates")] = 1.0
     """Share of the numbers of a head that RoPE rotates: the first ones."""
     query_pre_attn_scalar: Annotated[float, Between(1e-3, 1e6, "attention is divided by its root")] | None = None
-    """Attention scores are divided by the root of this number. Not set: by √head_dim."""
+    """Attention logits are divided by the root of this number. Not set: by √head_dim."""
     scale_embeddings: bool = False
     """Multiply embeddings by √hidden_size."""
     norm: Literal["rmsnorm", "layernorm"] = "rmsnorm"
@@ -273,7 +273,7 @@ class ModelConfig(Config):
     norm_plus_one: bool = False
     """RMSNorm multiplies by 1 + weight, and weights start at 0 (Gemma)."""
     norm_order: Literal["before", "after", "both"] = "before"
-    """Whether norms stand before attention and MLP, after them (OLMo 2), or at both places (Gemma 3)."""
+    """Whether norms stand before attention and MLP, after them (OLMo 2), or both (Gemma 3)."""
     parallel_residual: bool = False
     """Attention and MLP of a block both read the block's input (GPT-NeoX)."""
     qk_norm: bool = False

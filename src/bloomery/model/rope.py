@@ -98,7 +98,7 @@ def _yarn(speeds: Tensor, head_dim: int, theta: float, scaling: YarnScaling) -> 
 
 
 def rotate(x: Float[Tensor, "B N T E"], turn: Rotation) -> Float[Tensor, "B N T E"]:
-    """Turn each pair of numbers of every head by its position's angle. Numbers beyond those of `turn` stay."""
+    """Turn each pair of numbers of every head by its position's angle. Numbers beyond the angles stay."""
     cos, sin = turn
     if (width := cos.shape[-1]) < x.shape[-1]:
         return torch.cat((rotate(x[..., :width].contiguous(), turn), x[..., width:]), dim=-1)
