@@ -386,7 +386,10 @@ class Pretrain(Training):
     model: ModelConfig = ModelConfig()
     """Shape of the model."""
     start_from: DiskPath | None = None
-    """A model folder whose weights are where training starts, such as GPT-2's; [model] says the same shape."""
+    """
+    Model to start from: a run, a stage, a model folder. Without `model` and [tokenizer], its shape and tokenizer are
+    taken.
+    """
     depth: Depth | None = None
     """Fills in width, heads, tokens, steps and learning rates that are not given: see `train/scaling_rules.py`."""
     tokens_per_parameter: TokenRatio = TOKENS_PER_PARAMETER
@@ -404,13 +407,21 @@ RowTokens = Annotated[int, Between(2, 2**24 + 1, "it is the context and its last
 
 class Instruct(Conversations):
     sequence_length: RowTokens = 257
-    """Length of a packed row: the model's context and one more, the last target. A recipe with a model fills it in."""
+    """
+    Length of a packed row: the tokens of a sequence and one more, the last target. Not set: the context of
+    [pretrain.model] and one more. With `finetune.start_from`: at most 1,024 tokens of the model's context.
+    """
+    start_from: DiskPath | None = None
+    """Model whose tokenizer and chat template write the rows. Not set: that of [finetune], or [tokenizer]."""
     val_fraction: InnerShare = 0.02
     """Share of conversations for validation, chosen by hash of their messages."""
     samples: Annotated[int, Between(0, 1000, "they are on one page")] = 3
     """How many conversations the page shows, with what is learned of them in color."""
-    chat_template: TemplateName = "bloomery"
-    """How conversations are written, by its name in `tokenizer/chat_template.py`."""
+    chat_template: TemplateName | None = None
+    """The chat template that writes conversations, by name. Not set: the model's own, or "bloomery"."""
+
+    def needs(self, after: tuple[str, ...]) -> tuple[str, ...]:
+        return after if self.start_from is None else tuple(name for name in after if name != "tokenizer")
 
     def packages(self) -> tuple[str, ...]:
         from_hub = any(isinstance(rule, Unexamined) and rule.tasks and not rule.data for rule in self.filters)

@@ -186,6 +186,15 @@ class BaseModel:
 
 
 @dataclass(frozen=True)
+class Language:
+    """The words of a model: its tokenizer, and how it writes conversations."""
+
+    tokenizer: Tokenizer
+    chat: Renderer | None
+    """None for a model without a chat template: it continues text."""
+
+
+@dataclass(frozen=True)
 class Loaded:
     model: Transformer
     tokenizer: Tokenizer
@@ -251,6 +260,27 @@ def load(folder: Path, device: torch.device | str = "cpu", special: Sequence[str
     loaded = _loaded(folder, device, special)
     integrity.verify(folder)  # last: what cannot be read says more of itself than its hash
     return loaded
+
+
+def language(path: Path) -> Language:
+    """The words of a model, without its weights. Raises as `load` does."""
+    if peft.is_adapter(path):
+        words = language(_base(path, peft.read(path))[2])
+        return (
+            replace(words, chat=Renderer(words.tokenizer, template_of(path))) if (path / LINEAGE).is_file() else words
+        )
+    if not (path / LINEAGE).is_file():
+        tokenizer = tokenizer_of(path, config_of(path)[1])[0]
+        return Language(tokenizer, Renderer(tokenizer))
+    tokenizer = Tokenizer.load(path)
+    return Language(tokenizer, Renderer(tokenizer, template_of(path)))
+
+
+def config_of(path: Path) -> tuple[ModelConfig, int]:
+    """The shape of a model and how many rows its tables have, without its weights. Raises CheckpointError."""
+    if peft.is_adapter(path):
+        return config_of(_base(path, peft.read(path))[2])
+    return _understood(path / CONFIG)[2:]
 
 
 def _loaded(folder: Path, device: torch.device | str, special: Sequence[str]) -> Loaded:
@@ -361,16 +391,12 @@ def _with_adapters(folder: Path, device: torch.device | str, special: Sequence[s
 
 def num_rows(folder: Path) -> int:
     """How many rows the tables of a model folder have. Raises CheckpointError where its configuration is none."""
-    if peft.is_adapter(folder):
-        return num_rows(_base(folder, peft.read(folder))[2])
-    return _understood(folder / CONFIG)[3]
+    return config_of(folder)[1]
 
 
 def context(folder: Path) -> int:
     """How many tokens the model of a folder takes. Raises CheckpointError where its configuration is none."""
-    if peft.is_adapter(folder):
-        return context(_base(folder, peft.read(folder))[2])
-    return _understood(folder / CONFIG)[2].context_length
+    return config_of(folder)[0].context_length
 
 
 def _base(folder: Path, adapter: peft.Adapter) -> tuple[dict[str, Any], dict[str, Any], Path]:
