@@ -178,11 +178,12 @@ def test_dora_changes_nothing_at_first_and_then_has_rows_of_the_lengths_that_it_
     model = adapted(settings)
     layer = model.get_submodule("blocks.0.mlp.up")
     assert isinstance(layer, lora.LoRALinear)
+    assert layer.magnitude is not None
     with torch.no_grad():
-        layer.magnitude.mul_(2.0)  # type: ignore[union-attr]
+        layer.magnitude.mul_(2.0)
         x = torch.randn(5, layer.base.width, generator=torch.Generator().manual_seed(1))
         whole = layer.base.dense(torch.float32) + layer.scale * layer.lora_b @ layer.lora_a
-        rows = whole / whole.norm(dim=1, keepdim=True) * layer.magnitude[:, None]  # type: ignore[index]
+        rows = whole / whole.norm(dim=1, keepdim=True) * layer.magnitude[:, None]
         assert torch.allclose(layer(x), x @ rows.t(), atol=1e-5)
     model(ids()).square().sum().backward()
     assert all(bool(weight.grad.any()) for weight in lora.weights(model).values() if weight.grad is not None)

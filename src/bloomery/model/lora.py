@@ -30,6 +30,8 @@ class LoRALinear(nn.Module):
         y = (m / ‖V‖) · V x + b      ‖V‖ by row, and constant in the gradient (Liu et al. 2024, §4.3)
     """
 
+    magnitude: nn.Parameter | None
+
     def __init__(self, base: QuantizedLinear, settings: Lora) -> None:
         super().__init__()
         self.base, self.scale, self.share = base, settings.scale, settings.dropout
