@@ -149,11 +149,13 @@ def one_model_to_start_from(recipe: "Recipe") -> None:
         if section is None or section.start_from is None:
             continue
         without = skipped(recipe)
-        if given := [
-            one for one in others if one in without and one in recipe.model_fields_set and getattr(recipe, one)
+        if sections := [
+            other
+            for other in others
+            if other in without and other in recipe.model_fields_set and getattr(recipe, other)
         ]:
             raise ValueError(
-                f"{name}.start_from={str(section.start_from)!r} takes the place of [{given[0]}]: leave out one"
+                f"{name}.start_from={str(section.start_from)!r} takes the place of [{sections[0]}]: leave out one"
             )
 
 

@@ -194,7 +194,10 @@ def test_adapters_without_their_base_or_on_another_one_are_refused(tmp_path: Pat
 def test_adapters_that_are_torn_or_more_than_that_are_refused(tmp_path: Path) -> None:
     _, folder = adapted(tmp_path, SHAPES[0], Lora(rank=2))
     facts = json.loads((folder / weights_peft.CONFIG).read_text())
-    for change, what in (({"use_dora": True}, "use_dora is True"), ({"peft_type": "LOHA"}, "its kind is 'LOHA'")):
+    for change, what in (
+        ({"use_dora": True}, "holds no adapter of PEFT"),
+        ({"peft_type": "LOHA"}, "its kind is 'LOHA'"),
+    ):
         (folder / weights_peft.CONFIG).write_text(json.dumps(facts | change))
         with pytest.raises(CheckpointError, match=what):
             hf.load(folder)

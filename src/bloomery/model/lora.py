@@ -62,7 +62,8 @@ class LoRALinear(nn.Module):
                 self.base.dense(torch.float32) + self.scale * (self.lora_b.float() @ self.lora_a.float())
             )
         assert self.magnitude is not None
-        return self.magnitude / lengths
+        share: Tensor = self.magnitude / lengths
+        return share
 
     def _dropped(self, x: Tensor) -> Tensor:
         keep = _coins(x.detach(), self.lora_b.detach()) >= int(self.share * 2**32)
@@ -70,7 +71,8 @@ class LoRALinear(nn.Module):
 
 
 def _lengths(rows: Float[Tensor, "R D"]) -> Float[Tensor, " R"]:
-    return torch.linalg.vector_norm(rows, dim=1)
+    lengths: Tensor = torch.linalg.vector_norm(rows, dim=1)
+    return lengths
 
 
 def _coins(x: Tensor, salt: Tensor) -> Tensor:
