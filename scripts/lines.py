@@ -16,7 +16,7 @@ BUDGET = {
     "data": 13_240,
     "tokenizer": 2_040,
     "shards": 1_690,
-    "model": 3_260,
+    "model": 3_270,
     "weights": 2_690,
     "train": 7_420,
     "generate": 210,

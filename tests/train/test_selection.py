@@ -11,7 +11,7 @@ from bloomery.core.config import build
 from bloomery.core.errors import CheckpointError, ConfigError
 from bloomery.core.signals import Terminated
 from bloomery.train.config import EarlyStopping, Finetune
-from bloomery.train.progress import Selection, best_step, without_gain
+from bloomery.train.progress import KeptWeights, best_step, without_gain
 from bloomery.train.trainer import TrainingRun
 from bloomery.train.validation import Validation, mean_and_error
 from bloomery.weights import checkpoint
@@ -20,7 +20,7 @@ from tests.train.test_trainer import asking
 
 import torch
 
-BEST = Selection(keeps_best=True)
+BEST = KeptWeights(keeps_best=True)
 PLANTED: dict[str, Any] = {
     "steps": 60,
     "eval_every": 3,
@@ -36,7 +36,7 @@ def shards(tmp_path: Path) -> Path:
     return tmp_path / "shards"
 
 
-def selecting(shards: Path, out: Path, selection: Selection = BEST, **settings: Any) -> TrainingRun:
+def selecting(shards: Path, out: Path, selection: KeptWeights = BEST, **settings: Any) -> TrainingRun:
     run = session(shards, out, **{**PLANTED, **settings})
     run.selection, run.from_scratch = selection, False
     return run
@@ -63,7 +63,7 @@ def test_the_model_is_that_of_the_lowest_validation_loss_whose_checkpoint_stays(
 
 
 def test_a_planted_overfit_ends_within_three_evaluations_of_its_minimum(shards: Path, tmp_path: Path) -> None:
-    stopping = Selection(keeps_best=True, early_stopping=EarlyStopping())
+    stopping = KeptWeights(keeps_best=True, early_stopping=EarlyStopping())
     stats = selecting(shards, tmp_path / "out", stopping).run()
     assert stats["ended_early"] is True
     assert stats["best_step"] < stats["steps"] <= stats["best_step"] + 3 * PLANTED["eval_every"]
@@ -73,7 +73,7 @@ def test_a_planted_overfit_ends_within_three_evaluations_of_its_minimum(shards: 
 def test_a_run_that_was_stopped_and_resumed_keeps_the_same_weights_and_ends_as_early(
     step: int, shards: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from_start = Selection(keeps_best=True, early_stopping=EarlyStopping(patience=2))
+    from_start = KeptWeights(keeps_best=True, early_stopping=EarlyStopping(patience=2))
     whole = selecting(shards, tmp_path / "whole", from_start).run()
     out, hooks = tmp_path / "out", TrainingRun._hooks
     with monkeypatch.context() as patch:

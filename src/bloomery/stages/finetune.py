@@ -20,7 +20,7 @@ from bloomery.tokenizer.chat_template import TEMPLATES, Renderer, Template, spec
 from bloomery.train import launch, metrics
 from bloomery.train.checkpointing import ModelSaver
 from bloomery.train.plan.memory import rows_per_step
-from bloomery.train.progress import Selection
+from bloomery.train.progress import KeptWeights
 from bloomery.train.savers import AdapterSaver, FullModelSaver
 from bloomery.train.trainer import TrainingRun
 from bloomery.weights import hf, locate
@@ -76,7 +76,7 @@ def train(config: Finetune, inputs: Mapping[str, Path], out: Path, world: World)
         out=out,
         world=world,
         sampler=answering(renderer),
-        selection=Selection(config.keeps_best, config.early_stopping),
+        selection=KeptWeights(config.keeps_best, config.early_stopping),
     ).run()
     if config.lora is not None:
         trained = sum(weight.numel() for weight in lora.weights(base.model).values())

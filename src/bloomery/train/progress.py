@@ -118,7 +118,7 @@ class ProgressCheck:
 
 
 @dataclass(frozen=True)
-class Selection:
+class KeptWeights:
     """Which weights of a run are handed on, and when it ends early."""
 
     keeps_best: bool

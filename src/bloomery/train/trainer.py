@@ -40,7 +40,7 @@ from bloomery.train.plan.dry_run import DryRun, tell
 from bloomery.train.plan.here import decided
 from bloomery.train.plan.memory import check_shard, remarks, rows_at_once, rows_per_step
 from bloomery.train.precision import Precision, short
-from bloomery.train.progress import ProgressCheck, Selection, best_step, last_loss
+from bloomery.train.progress import KeptWeights, ProgressCheck, best_step, last_loss
 from bloomery.train.state import (
     Failure,
     Hook,
@@ -180,7 +180,7 @@ class TrainingRun:
     """Step -> validation loss, so far."""
     errors: dict[int, float] = field(default_factory=dict)
     """Step -> standard error of the validation loss, where that is measured."""
-    selection: Selection | None = None
+    selection: KeptWeights | None = None
     """Which weights are left, and when training ends early. None: the last weights, after all steps."""
     loss_function: LossFunction | None = None
     """What is minimized. None: the cross entropy of the next token."""
