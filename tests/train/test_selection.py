@@ -69,7 +69,7 @@ def test_a_planted_overfit_ends_within_three_evaluations_of_its_minimum(shards: 
     assert stats["best_step"] < stats["steps"] <= stats["best_step"] + 3 * PLANTED["eval_every"]
 
 
-@pytest.mark.parametrize("step", [3, 8, 9, 15])
+@pytest.mark.parametrize("step", [8, 9])
 def test_a_run_that_was_stopped_and_resumed_keeps_the_same_weights_and_ends_as_early(
     step: int, shards: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
