@@ -131,7 +131,7 @@ def test_only_runs_one_stage_and_refuses_where_an_input_is_not_done(plans: list[
 @pytest.mark.parametrize("name", ["dubble", ""])
 def test_an_unknown_stage_is_an_error_that_names_the_known_ones(plans: list[StagePlan], option: str, name: str) -> None:
     with pytest.raises(RunError, match=rf"(?s)no stage '{name}'.*Stages: make, double, side, join\."):
-        execute(plans, **{option: name})
+        execute(plans, until=name if option == "until" else None, only=name if option == "only" else None)
     assert RUNS == []
 
 
