@@ -14,7 +14,7 @@ from transformers import PreTrainedTokenizerFast
 from bloomery.core.chat import Message
 from bloomery.core.errors import DataError
 from bloomery.tokenizer.importers import from_json, load_foreign
-from bloomery.tokenizer.jinja_template import _BUDGET, JinjaRenderer, Traced, _Budget, renderer_named
+from bloomery.tokenizer.jinja_template import _BUDGET, JinjaRenderer, OriginText, _Budget, renderer_named
 from tests.tokenizer.made import training_texts
 
 FOLDER = Path(__file__).parent / "templates"
@@ -456,7 +456,7 @@ def test_a_traced_text_does_what_a_text_does_and_keeps_origins(name: str) -> Non
     for _ in range(200):
         text = "".join(rng.choices("aab \n\r\tÄßé", k=rng.randint(0, 12)))
         origins = "".join(map(chr, range(2000, 2000 + len(text))))
-        plain, traced = CALLS[name](text), CALLS[name](Traced(text, origins))
+        plain, traced = CALLS[name](text), CALLS[name](OriginText(text, origins))
         pieces = traced if isinstance(traced, list) else [traced]
         assert [str.__str__(one) for one in pieces] == (plain if isinstance(plain, list) else [plain])
         for piece in pieces:

@@ -244,9 +244,9 @@ def _foreign(inner: tokenizers.Tokenizer, where: str, roles: Mapping[str, str | 
         raise DataError("gives one ID to two tokens", where=where, hint=_OTHER)
     tokenizer = Tokenizer(inner, roles)
     unknown = tokenizer.spec["model"].get("unk_token")
-    for one in tokenizer.spec["added_tokens"]:
-        if one["special"] and one["content"] != unknown and one["id"] in tokenizer.encode(one["content"]):
-            raise DataError(f"makes the special token {one['content']!r} of a text", where=where, hint=_OTHER)
+    for token in tokenizer.spec["added_tokens"]:
+        if token["special"] and token["content"] != unknown and token["id"] in tokenizer.encode(token["content"]):
+            raise DataError(f"makes the special token {token['content']!r} of a text", where=where, hint=_OTHER)
     return tokenizer
 
 

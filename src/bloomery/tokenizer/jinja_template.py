@@ -4,7 +4,7 @@ Renders conversations by the Jinja chat template of a model, as transformers doe
 A template is the text of a stranger, and so is every content. The template runs in Jinja's immutable sandbox with
 bounds on time, size and names. It may read the contents: compare, split, trim them.
 
-Every text in a rendering knows where each of its characters comes from (`Traced`): from the template, or from the
+Every text in a rendering knows where each of its characters comes from (`OriginText`): from the template, or from the
 content of a message. A special token counts only where all of its characters come from the template. Texts of unknown
 origin count as contents, so a lost origin can never make a special token. The same origins give the loss mask.
 
@@ -86,7 +86,7 @@ def renderer_named(tokenizer: Tokenizer, name: str) -> Renderer:
 
 
 class _RefusedError(Exception):
-    """Why a template may not go on."""
+    """Why a template has to stop."""
 
 
 @dataclass
@@ -123,15 +123,15 @@ class _Said(dict[int, int]):
         return key | 1
 
 
-class Traced(str):
+class OriginText(str):
     """A text whose every character has an origin: `_from` has the code of each at the same index."""
 
     _from: str
 
-    def __new__(cls, text: str = "", origins: str | None = None) -> "Traced":
-        made = super().__new__(cls, text)
-        made._from = _code(DATA) * len(text) if origins is None else origins
-        return made
+    def __new__(cls, text: str = "", origins: str | None = None) -> "OriginText":
+        new = super().__new__(cls, text)
+        new._from = _code(DATA) * len(text) if origins is None else origins
+        return new
 
     def __str__(self) -> str:
         return self
@@ -144,21 +144,18 @@ class Traced(str):
 
     def __mul__(self, times: SupportsIndex) -> str:
         _take(len(self) * max(0, int(times)))
-        return Traced(super().__mul__(times), self._from * int(times))
+        return OriginText(super().__mul__(times), self._from * int(times))
 
     __rmul__ = __mul__
 
     def __getitem__(self, key: SupportsIndex | slice) -> str:
-        return Traced(super().__getitem__(key), self._from[key])
+        return OriginText(super().__getitem__(key), self._from[key])
 
     def __iter__(self) -> Iterator[str]:
         return (self[index] for index in range(len(self)))
 
-    def __format__(self, spec: str) -> str:
-        return Traced(super().__format__(spec))
-
-    def _part(self, begin: int, length: int) -> "Traced":
-        return Traced(str.__getitem__(self, slice(begin, begin + length)), self._from[begin : begin + length])
+    def _part(self, begin: int, length: int) -> "OriginText":
+        return OriginText(str.__getitem__(self, slice(begin, begin + length)), self._from[begin : begin + length])
 
     def strip(self, chars: str | None = None, /) -> str:
         left = len(self) - len(super().lstrip(chars))
@@ -213,18 +210,18 @@ class Traced(str):
         if old:
             return _joined(self.split(old, count), new)
         _take((len(self) + 1) * (len(new) + 1))
-        return Traced(super().replace(old, new, count))
+        return OriginText(super().replace(old, new, count))
 
     def join(self, parts: Iterable[str], /) -> str:
         return _joined(parts, self)
 
-    def _mapped(self, how: Callable[[str], str]) -> "Traced":
+    def _mapped(self, how: Callable[[str], str]) -> "OriginText":
         """A change of case. Most letters stay one; else the origin stays where there is only one."""
         _take(len(self))
         text = how(str.__str__(self))
         if len(text) == len(self):
-            return Traced(text, self._from)
-        return Traced(text, self._from[0] * len(text) if len(set(self._from)) == 1 else None)
+            return OriginText(text, self._from)
+        return OriginText(text, self._from[0] * len(text) if len(set(self._from)) == 1 else None)
 
     def upper(self) -> str:
         return self._mapped(str.upper)
@@ -239,56 +236,56 @@ class Traced(str):
         return self._mapped(str.capitalize)
 
 
-_TRACED = frozenset(name for name in vars(Traced) if not name.startswith("_"))
+_TRACED = frozenset(name for name in vars(OriginText) if not name.startswith("_"))
 _GROWS = frozenset({"center", "expandtabs", "ljust", "rjust", "translate", "zfill"})
 
 
-def _joined(parts: Iterable[str], between: str = "") -> Traced:
+def _joined(parts: Iterable[str], between: str = "") -> OriginText:
     """Texts as one, with their origins. The size is checked before the text is made."""
     pieces: list[str] = []
-    for index, part in enumerate(parts):
-        if not isinstance(part, str):
-            raise TypeError(f"a list of texts holds {type(part).__name__}")
-        _take(len(part) + len(between) + 1)
-        pieces += [between, part] if index and between else [part]
+    for index, piece in enumerate(parts):
+        if not isinstance(piece, str):
+            raise TypeError(f"a list of texts holds {type(piece).__name__}")
+        _take(len(piece) + len(between) + 1)
+        pieces += [between, piece] if index and between else [piece]
     _take(sum(map(len, pieces)))
-    return Traced("".join(pieces), "".join(_origins(piece) for piece in pieces))
+    return OriginText("".join(pieces), "".join(_origins(piece) for piece in pieces))
 
 
 def _origins(text: str) -> str:
-    return text._from if isinstance(text, Traced) else _code(DATA) * len(text)
+    return text._from if isinstance(text, OriginText) else _code(DATA) * len(text)
 
 
-def _structure(text: str) -> Traced:
-    return Traced(text, _code(STRUCTURE) * len(text))
+def _structure(text: str) -> OriginText:
+    return OriginText(text, _code(STRUCTURE) * len(text))
 
 
 def _data(value: Any, origin: int = DATA) -> Any:
     """A copy of what a template may see, of plain types; its texts are traced."""
     match value:
         case str():
-            return Traced(str.__str__(value), _code(origin) * len(value))
+            return OriginText(str.__str__(value), _code(origin) * len(value))
         case None | bool() | int() | float():
             return value
         case Mapping():
             return {_data(key, origin): _data(one, origin) for key, one in value.items()}
         case list() | tuple():
             return [_data(one, origin) for one in value]
-    return Traced(f"<{type(value).__name__}>")
+    return OriginText(f"<{type(value).__name__}>")
 
 
 def _size(value: Any) -> int:
     """Of a value with all that it holds; what it holds several times counts as often."""
     total, count, todo = 0, 0, [value]
     while todo:
-        one, count = todo.pop(), count + 1
-        total += len(one) + 1 if isinstance(one, str | bytes | list | tuple | dict | set) else 1
+        element, count = todo.pop(), count + 1
+        total += len(element) + 1 if isinstance(element, str | bytes | list | tuple | dict | set) else 1
         if total > MAX_TEXT or count > MAX_ELEMENTS:
             raise _RefusedError(f"it makes a text of over {MAX_TEXT:,} characters, or a list of {MAX_ELEMENTS:,}")
-        if isinstance(one, dict):
-            todo += [*one, *one.values()]
-        elif isinstance(one, list | tuple | set):
-            todo += one
+        if isinstance(element, dict):
+            todo += [*element, *element.values()]
+        elif isinstance(element, list | tuple | set):
+            todo += element
     return total
 
 
@@ -305,9 +302,9 @@ def _checked(value: Any) -> Any:
     """A result of a function, method or filter: traced, and not too large."""
     if isinstance(value, bytes | bytearray):
         raise _RefusedError("it makes bytes of a text")
-    if isinstance(value, str) and type(value) is not Traced:
+    if isinstance(value, str) and type(value) is not OriginText:
         _take(len(value))
-        return Traced(str.__str__(value))
+        return OriginText(str.__str__(value))
     if isinstance(value, list | tuple | dict | set):
         _take(_size(value))
     elif isinstance(value, int):
@@ -332,7 +329,7 @@ class _Generation(Extension):
 
     def _said(self, caller: Macro) -> str:
         text = caller()
-        return Traced(text, _origins(text).translate(_Said()))
+        return OriginText(text, _origins(text).translate(_Said()))
 
 
 class _Tracing(CodeGenerator):
@@ -413,14 +410,10 @@ def _tojson(
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 
-def _strftime_now(format: str) -> str:
-    return datetime.now().strftime(format)
-
-
 def _join(value: Iterable[Any], d: str = "", attribute: Any = None) -> str:
     if attribute is not None:
         raise _RefusedError("it joins texts by an attribute; use map(attribute=…) before join")
-    return _joined((one if isinstance(one, str) else Traced(str(_checked(one))) for one in value), d)
+    return _joined((one if isinstance(one, str) else OriginText(str(_checked(one))) for one in value), d)
 
 
 _PRODUCT_FILTERS = ("batch", "center", "indent", "round", "slice", "wordwrap")
@@ -428,9 +421,9 @@ _LEFT_OUT = ("format", "pprint", "sum", "urlize", "xmlattr")
 """Filters that no published template uses, and whose time and size no argument bounds."""
 _ESCAPES: dict[str, Callable[..., Any]] = {
     "safe": lambda text: text,
-    **dict.fromkeys(("e", "escape", "forceescape"), lambda text: Traced(html.escape(str(text)))),
+    **dict.fromkeys(("e", "escape", "forceescape"), lambda text: OriginText(html.escape(str(text)))),
     "join": _join,
-    "replace": lambda text, old, new, count=-1: Traced(str(text), _origins(str(text))).replace(
+    "replace": lambda text, old, new, count=-1: OriginText(str(text), _origins(str(text))).replace(
         old, new, -1 if count is None else count
     ),
     "tojson": _tojson,
@@ -461,7 +454,11 @@ class _Sandbox(ImmutableSandboxedEnvironment):
         self.filters = {name: one for name, one in (self.filters | _ESCAPES).items() if name not in _LEFT_OUT}
         self.filters = {name: _bounded_filter(name, one) for name, one in self.filters.items()}
         del self.globals["lipsum"]
-        self.globals |= {"raise_exception": _raise_exception, "strftime_now": _strftime_now, "namespace": _Names}
+        self.globals |= {
+            "raise_exception": _raise_exception,
+            "strftime_now": lambda how: datetime.now().strftime(how),
+            "namespace": _Names,
+        }
         self.globals |= {"dict": lambda *args, **kwargs: dict(*args, **kwargs)}
 
     def tick(self) -> None:
@@ -471,7 +468,7 @@ class _Sandbox(ImmutableSandboxedEnvironment):
         if not isinstance(value, str):
             _take(_size(value))
             value = str(value)
-        return value if type(value) is Traced else Traced(value)
+        return value if type(value) is OriginText else OriginText(value)
 
     def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
         _take(1)
@@ -501,9 +498,9 @@ class _Sandbox(ImmutableSandboxedEnvironment):
         return _checked(super().call(__context, __obj, *args, **kwargs))
 
     def wrap_str_format(self, value: Any) -> Callable[..., str] | None:
-        if (made := super().wrap_str_format(value)) is None:
+        if (format := super().wrap_str_format(value)) is None:
             return None
-        text, format = value.__self__, made
+        text = value.__self__
 
         def bounded(*args: Any, **kwargs: Any) -> str:
             if re.search(r"\d{4}|:[^{}]*\{", text):
@@ -597,10 +594,10 @@ class JinjaRenderer:
             return error.what
         return ""
 
-    def _text(self, messages: Sequence[Message], variables: Mapping[str, Any], **flags: bool) -> Traced:
+    def _text(self, messages: Sequence[Message], variables: Mapping[str, Any], **flags: bool) -> OriginText:
         rows = [
-            {"role": _structure(one["role"]), "content": _data(one["content"], FIRST + number)}
-            for number, one in enumerate(messages)
+            {"role": _structure(message["role"]), "content": _data(message["content"], FIRST + number)}
+            for number, message in enumerate(messages)
         ]
         values: dict[str, Any] = {role: _structure(name) for role, name in self._roles.items()}
         values |= {"tools": None, "documents": None, "add_generation_prompt": False, **flags}
@@ -628,7 +625,7 @@ class JinjaRenderer:
         )
         return str.__str__(str(lead)), frozenset() if after is None else frozenset({after})
 
-    def _answers(self, text: Traced, messages: Sequence[Message], *, warns: bool = False) -> list[tuple[int, int]]:
+    def _answers(self, text: OriginText, messages: Sequence[Message], *, warns: bool = False) -> list[tuple[int, int]]:
         """Where each answer stands in the text: its lead, its content, and what ends it."""
         spans = []
         ends = sorted((self._special[id] for id in self.end_ids if id in self._special), key=len, reverse=True)
@@ -663,7 +660,7 @@ class JinjaRenderer:
     def _special(self) -> dict[int, str]:
         return {one["id"]: one["content"] for one in self.tokenizer.spec["added_tokens"] if one["special"]}
 
-    def _encoded(self, text: Traced) -> tuple[list[int], list[tuple[int, int]]]:
+    def _encoded(self, text: OriginText) -> tuple[list[int], list[tuple[int, int]]]:
         """IDs of a rendered text, and the characters (begin, end) of each."""
         self.tokenizer.encode("")
         coded = self._recognizing.encode(str.__str__(text), add_special_tokens=False)
@@ -671,7 +668,7 @@ class JinjaRenderer:
             return coded.ids, coded.offsets
         return self._renamed_encoded(text)
 
-    def _is_written(self, text: Traced, id: int, begin: int, end: int) -> bool:
+    def _is_written(self, text: OriginText, id: int, begin: int, end: int) -> bool:
         """Whether an ID may stand here: a special token only where the template spells it."""
         if id not in self._special:
             return True
@@ -698,18 +695,18 @@ class JinjaRenderer:
             json.dumps(self.tokenizer.spec | {"post_processor": None, "added_tokens": []})
         )
         options = ("lstrip", "rstrip", "single_word")
-        names = {one["id"]: f"\U0010fffd{one['id']}\U0010fffc" for one in added if one["special"]}
-        for one in added:
-            kept = {name: one[name] for name in options}
-            if one["special"]:
-                inner.add_special_tokens([AddedToken(names[one["id"]], normalized=False, special=True, **kept)])
+        names = {token["id"]: f"\U0010fffd{token['id']}\U0010fffc" for token in added if token["special"]}
+        for token in added:
+            kept = {name: token[name] for name in options}
+            if token["special"]:
+                inner.add_special_tokens([AddedToken(names[token["id"]], normalized=False, special=True, **kept)])
             else:
-                inner.add_tokens([AddedToken(one["content"], normalized=one["normalized"], special=False, **kept)])
-        found = {one["id"]: inner.token_to_id(names.get(one["id"], one["content"])) for one in added}
-        ids = {new: old for old, new in found.items() if new is not None}
+                inner.add_tokens([AddedToken(token["content"], normalized=token["normalized"], special=False, **kept)])
+        new_ids = {token["id"]: inner.token_to_id(names.get(token["id"], token["content"])) for token in added}
+        ids = {new: old for old, new in new_ids.items() if new is not None}
         return inner, names, ids
 
-    def _renamed_encoded(self, text: Traced) -> tuple[list[int], list[tuple[int, int]]]:
+    def _renamed_encoded(self, text: OriginText) -> tuple[list[int], list[tuple[int, int]]]:
         inner, names, ids = self._renamed
         if "\U0010fffd" in text:
             what = "spells a special token and holds the character U+10FFFD, which is no text"
@@ -719,13 +716,13 @@ class JinjaRenderer:
         pieces: list[str] = []
         back: list[int] = []
         begin = at = 0
-        while found := pattern.search(text, at):
-            at = found.start() + 1
-            if set(text._from[found.start() : found.end()]) <= {_code(STRUCTURE), _code(STRUCTURE, 1)}:
-                name = names[by_name[found[0]]]
-                pieces += [str.__getitem__(text, slice(begin, found.start())), name]
-                back += [*range(begin, found.start()), *[found.start()] * len(name)]
-                begin = at = found.end()
+        while match := pattern.search(text, at):
+            at = match.start() + 1
+            if set(text._from[match.start() : match.end()]) <= {_code(STRUCTURE), _code(STRUCTURE, 1)}:
+                name = names[by_name[match[0]]]
+                pieces += [str.__getitem__(text, slice(begin, match.start())), name]
+                back += [*range(begin, match.start()), *[match.start()] * len(name)]
+                begin = at = match.end()
         pieces.append(str.__getitem__(text, slice(begin, None)))
         back += [*range(begin, len(text) + 1)]
         coded = inner.encode("".join(pieces), add_special_tokens=False)
@@ -744,14 +741,14 @@ def _check_messages(messages: Sequence[Message]) -> None:
             raise DataError(what, where=f"message {number}")
 
 
-def _span(text: Traced, origin: int) -> tuple[int, int] | None:
+def _span(text: OriginText, origin: int) -> tuple[int, int] | None:
     """From the first to behind the last character of an origin."""
     codes = (_code(origin), _code(origin, 1))
     begins = [at for code in codes if (at := text._from.find(code)) >= 0]
     return (min(begins), max(text._from.rfind(code) for code in codes) + 1) if begins else None
 
 
-def _generated(text: Traced) -> list[tuple[int, int]]:
+def _generated(text: OriginText) -> list[tuple[int, int]]:
     said = "".join("1" if ord(code) & 1 else "0" for code in text._from)
     return [found.span() for found in re.finditer("1+", said)]
 
@@ -791,7 +788,7 @@ def _problem(tree: nodes.Template) -> str:
     return ""
 
 
-def _rendered(template: CompiledTemplate, values: Mapping[str, Any]) -> Traced:
+def _rendered(template: CompiledTemplate, values: Mapping[str, Any]) -> OriginText:
     token = _BUDGET.set(_Budget())
     try:
         return _joined(template.generate(**values))

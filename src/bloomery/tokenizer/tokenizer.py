@@ -414,7 +414,7 @@ class Tokenizer:
 
     @cached_property
     def _missing(self) -> bytes:
-        """Bytes of UTF-8 that a byte-level tokenizer has no token for, where no unknown token takes their place."""
+        """Bytes of UTF-8 that a byte-level tokenizer has no token for, where the model has no unknown token."""
         model, known = self.spec["model"], self._inner.get_vocab(with_added_tokens=False)
         if "ByteLevel" not in json.dumps(self.spec["decoder"]) or model.get("unk_token") is not None:
             return b""
@@ -542,7 +542,7 @@ def _letters(name: str) -> bytes:
 
 
 def _opening(inner: tokenizers.Tokenizer) -> list[int]:
-    """The IDs that a tokenizer's post-processor puts before a text."""
+    """The IDs that transformers puts before a text."""
     with _panics_are_errors():
         whole, plain = (inner.encode("a", add_special_tokens=added).ids for added in (True, False))
     begin = next((at for at in range(len(whole)) if whole[at : at + len(plain)] == plain), 0)
