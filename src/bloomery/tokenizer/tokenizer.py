@@ -350,6 +350,10 @@ class Tokenizer:
             raise DataError("the tokenizer names no token that begins or ends a text", hint=hint)
         self.document_id: int = document_id
         """Opens every document."""
+        self.fill_id: int = next(id for id in (self.pad_id, self.end_id, document_id) if id is not None)
+        """Fills what is left of a sequence."""
+        self.end_ids = frozenset(id for id in (document_id, self.end_id) if id is not None)
+        """IDs after which a text is over."""
 
     @classmethod
     def load(cls, folder: Path) -> "Tokenizer":
