@@ -5,8 +5,9 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from transformers import RepetitionPenaltyLogitsProcessor
 
-from bloomery.core.chat import LIMITS, SamplingConfig
+from bloomery.core.chat import LIMITS, SamplingConfig, sampling_of
 from bloomery.core.errors import DataError
 from bloomery.generate.engine import MIN_TEMPERATURE, choose
 
@@ -114,3 +115,36 @@ def test_every_accepted_setting_draws_an_id_that_has_a_probability(
         assert drawn == found.index(max(found))
     elif top_k:
         assert sum(score > found[drawn] for score in found) < top_k
+
+
+@given(scores, st.lists(st.integers(0, 8), max_size=12), st.sampled_from([0.5, 1.1, 2.0]))
+def test_the_repetition_penalty_is_that_of_transformers(found: list[float], seen: list[int], penalty: float) -> None:
+    seen = [id for id in seen if id < len(found)]
+    theirs = torch.tensor([found])
+    if seen:
+        theirs = RepetitionPenaltyLogitsProcessor(penalty)(torch.tensor([seen]), theirs)
+    how = SamplingConfig(temperature=0, repetition_penalty=penalty)
+    assert choose(torch.tensor(found), how, seen=seen) == int(theirs.argmax())
+
+
+def test_min_p_leaves_out_what_is_far_below_the_most_likely() -> None:
+    logits = torch.tensor([0.5, 0.3, 0.15, 0.05]).log()
+    assert set(draws(logits, 300, min_p=0.5)) == {0, 1}
+    assert set(draws(logits, 300, min_p=0.0)) == {0, 1, 2, 3}
+
+
+def test_the_settings_of_a_model_are_its_generation_config() -> None:
+    said = {
+        "do_sample": True,
+        "temperature": 0.6,
+        "top_k": 20,
+        "top_p": 0.95,
+        "repetition_penalty": 1.05,
+        "eos_token_id": 2,
+    }
+    assert sampling_of(said) == {key: said[key] for key in ("temperature", "top_k", "top_p", "repetition_penalty")}
+    assert sampling_of({"do_sample": False, "temperature": 0.6}) == {"temperature": 0.0}
+    assert sampling_of({"temperature": None}) == {}
+    for wrong in ({"top_p": 1.5}, {"temperature": "hot"}, {"top_k": 2.5}, {"temperature": True}):
+        with pytest.raises(DataError):
+            sampling_of(wrong)

@@ -83,6 +83,8 @@ LIMITS: dict[str, tuple[float, float]] = {
     "temperature": (0, MAX_TEMPERATURE),
     "top_k": (0, MAX_TOKENS),
     "top_p": (0, 1),
+    "min_p": (0, 1),
+    "repetition_penalty": (0.01, 100),
     "seed": (-MAX_SEED - 1, MAX_SEED),
 }
 """The least and the largest value of each number. A server and a recipe may take less."""
@@ -100,6 +102,10 @@ class SamplingConfig:
     """Sample from the k most likely tokens; 0: from all."""
     top_p: float = 1.0
     """Sample from the fewest tokens whose probabilities reach p; above 0."""
+    min_p: float = 0.0
+    """Sample from the tokens whose probability is at least this share of the highest; 0: from all."""
+    repetition_penalty: float = 1.0
+    """Logits of tokens that occurred are divided by it, or multiplied where below 0. 1: unchanged."""
     seed: int | None = None
     """None: a new one each time."""
     stop: tuple[str, ...] = ()
@@ -116,3 +122,23 @@ class SamplingConfig:
     def greedy(cls, max_tokens: int) -> "SamplingConfig":
         """The most likely token each time."""
         return cls(max_tokens=max_tokens, temperature=0.0)
+
+
+def sampling_of(generation: Mapping[str, Any]) -> dict[str, float]:
+    """
+    The settings of SamplingConfig that a generation_config.json names. `do_sample` false means temperature 0.
+
+    Raises DataError for a value that is no number, or out of its limits.
+    """
+    names = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
+    named = {name: generation[name] for name in names if generation.get(name) is not None}
+    for name, value in named.items():
+        if isinstance(value, bool) or not isinstance(value, int | float) or (name == "top_k" and value != int(value)):
+            hint = "Correct it, or leave it out."
+            raise DataError(f"{name} must be a number, got {value!r}", where="generation_config.json", hint=hint)
+    if "top_k" in named:
+        named["top_k"] = int(named["top_k"])
+    if generation.get("do_sample") is False:
+        named["temperature"] = 0.0
+    SamplingConfig(**named)
+    return named

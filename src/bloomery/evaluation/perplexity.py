@@ -62,7 +62,7 @@ def document_nats(model: Transformer, tokenizer: Tokenizer, texts: Sequence[str]
     for text in texts:
         ids = np.array([tokenizer.document_id, *tokenizer.encode(text)], dtype=np.int64)
         for start, first in windows(len(ids) - 1, T):
-            row = np.full(T, tokenizer.pad_id, dtype=np.int64)
+            row = np.full(T, tokenizer.fill_id, dtype=np.int64)
             target = np.full(T, IGNORE, dtype=np.int64)
             piece = ids[start : start + T + 1]
             row[: len(piece) - 1] = piece[:-1]

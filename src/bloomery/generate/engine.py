@@ -24,28 +24,42 @@ MIN_TEMPERATURE = 1e-5
 """Below it, sampling is greedy. Float32 logits divided by this stay finite in float64; by 1e-308 they do not."""
 
 
-def choose(logits: Float[Tensor, " V"], sampling: SamplingConfig, generator: torch.Generator | None = None) -> int:
+def choose(
+    logits: Float[Tensor, " V"],
+    sampling: SamplingConfig,
+    generator: torch.Generator | None = None,
+    seen: Sequence[int] = (),
+) -> int:
     """
     One token ID. Temperatures below MIN_TEMPERATURE take the largest logit; ties go to the smallest ID.
 
     Top-k keeps the k largest logits (0: all); top-p then keeps the fewest of them whose probabilities reach p, at least
-    one (Holtzman et al. 2019, https://arxiv.org/abs/1904.09751).
+    one (Holtzman et al. 2019, https://arxiv.org/abs/1904.09751). Min-p keeps those of at least that share of the
+    highest probability (https://arxiv.org/abs/2407.01082). `seen` are the IDs of prompt and answer so far, for the
+    repetition penalty (Keskar et al. 2019, https://arxiv.org/abs/1909.05858).
     """
-    return choose_each(logits[None], sampling, [generator])[0]
+    return choose_each(logits[None], sampling, [generator], [seen])[0]
 
 
 def choose_each(
-    logits: Float[Tensor, "B V"], sampling: SamplingConfig, generators: Sequence[torch.Generator | None]
+    logits: Float[Tensor, "B V"],
+    sampling: SamplingConfig,
+    generators: Sequence[torch.Generator | None],
+    seen: Sequence[Sequence[int]] = (),
 ) -> list[int]:
     """
     As `choose`, for sequences that each have a generator of their own: a sequence gets what it would get alone. The
     engine has checked that the logits are finite.
     """
+    if sampling.repetition_penalty != 1.0:
+        logits = _penalized(logits, seen, sampling.repetition_penalty)
     if sampling.temperature < MIN_TEMPERATURE:
         greedy: list[int] = logits.argmax(dim=-1).tolist()
         return greedy
     scaled = logits.cpu().double() / sampling.temperature  # in this order: Apple's GPUs have no float64
-    if not sampling.top_k and sampling.top_p >= 1.0:  # nothing is left out, and sorting is most of the work
+    if (
+        not sampling.top_k and sampling.top_p >= 1.0 and not sampling.min_p
+    ):  # nothing is left out, and sorting is most of the work
         return _sampled(torch.softmax(scaled, dim=-1), generators)
     ordered, ids = torch.sort(scaled, dim=-1, descending=True, stable=True)
     if sampling.top_k:
@@ -56,7 +70,18 @@ def choose_each(
         kept = before < sampling.top_p
         kept[:, 0] = True
         chances = torch.where(kept, chances, torch.zeros_like(chances))
+    if sampling.min_p:
+        chances = torch.where(chances >= sampling.min_p * chances[:, :1], chances, torch.zeros_like(chances))
     return [int(row[index]) for row, index in zip(ids, _sampled(chances, generators), strict=True)]
+
+
+def _penalized(logits: Float[Tensor, "B V"], seen: Sequence[Sequence[int]], penalty: float) -> Float[Tensor, "B V"]:
+    """Each row with the logits of its seen IDs nearer to unlikely. An ID that occurred several times counts once."""
+    logits = logits.clone()
+    for row, ids in zip(logits, seen, strict=True):
+        index = torch.tensor(sorted({id for id in ids if id < len(row)}), dtype=torch.long, device=row.device)
+        row[index] = torch.where(row[index] < 0, row[index] * penalty, row[index] / penalty)
+    return logits
 
 
 def check_finite(numbers: Tensor) -> None:
@@ -106,8 +131,10 @@ class Engine:
         room = min(sampling.max_tokens, self.context - len(ids))
         cache = Cache.empty(self.model.config, 1, len(ids) + room, self.model.embed.weight)
         logits = self._extend([list(ids)], cache)
+        seen = list(ids)
         for number in range(room):
-            chosen = choose(logits[0], sampling, generator)
+            chosen = choose(logits[0], sampling, generator, seen)
+            seen.append(chosen)
             yield chosen
             if chosen in stop_ids or number == room - 1:
                 return
@@ -154,7 +181,8 @@ class Engine:
         seen = torch.arange(cache.capacity) >= (cache.length - lengths)[:, None, None]  # (B, 1, C): no one's padding
         same = bool((lengths == lengths[0]).all())
         for number in range(max(rooms)):
-            chosen = choose_each(logits, sampling, generators)
+            before = [[*prompt, *ids] for prompt, ids in zip(prompts, said, strict=True)]
+            chosen = choose_each(logits, sampling, generators, before)
             for row, id in enumerate(chosen):
                 if len(said[row]) < rooms[row] and not stopped[row]:
                     stopped[row] = id in stop_ids

@@ -83,7 +83,7 @@ def write(
     """
     packed = first_fit_decreasing([sum(len(line.ids) for line in group) for group in groups], sequence_length)
     kind = np.uint16 if tokenizer.vocab_size <= 2**16 else np.uint32
-    tokens = np.full((len(packed), sequence_length), tokenizer.pad_id, dtype=kind)
+    tokens = np.full((len(packed), sequence_length), tokenizer.fill_id, dtype=kind)
     mask = np.zeros((len(packed), sequence_length), dtype=np.uint8)
     starts: list[int] = []
     filled = 0

@@ -260,7 +260,7 @@ def shown(answer: JudgedAnswer) -> dict[str, Any]:
 def continuations(base: Loaded) -> Iterator[dict[str, str]]:
     """What the pretrained model writes after a few beginnings, sampled with a fixed seed."""
     tokenizer, engine = base.tokenizer, Engine(base.model, base.tokenizer.vocab_size)
-    sampling, stop = replace(SAMPLES, max_tokens=80), frozenset({tokenizer.document_id, tokenizer.end_id})
+    sampling, stop = replace(SAMPLES, max_tokens=80), tokenizer.end_ids
     for prompt in CONTINUED:
         ids = [tokenizer.document_id, *tokenizer.encode(prompt)]
         yield {"prompt": prompt, "text": tokenizer.decode(list(engine.stream(ids, sampling, stop_ids=stop)))}

@@ -183,7 +183,7 @@ class Rollouts:
         for row, question, answer in zip(mine.tolist(), asked, answers, strict=True):
             said = [*answer.ids, *([self.renderer.end_id] if answer.stopped else [])]
             begin, end = len(question.prompt), len(question.prompt) + len(said)
-            tokens[row] = self.renderer.tokenizer.pad_id
+            tokens[row] = self.renderer.tokenizer.fill_id
             tokens[row, :end] = torch.tensor([*question.prompt, *said])
             learned[row, begin:end] = 1
             reward = judge(self.renderer, question, answer, marked=self.loss.marked)

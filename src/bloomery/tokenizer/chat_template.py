@@ -201,6 +201,7 @@ class Renderer:
         self.tokenizer, self.template = tokenizer, template or TEMPLATES["bloomery"]
         self._special = _special_ids(tokenizer, self.template)
         self.end_id: int = self._special[self.template.end]
+        self.end_ids = frozenset({self.end_id})
         self.lead = self.template.lead
         _check_cut(tokenizer, self.template)
 

@@ -172,28 +172,85 @@ def load_with_added(
 ) -> tuple[Tokenizer, dict[str, int]]:
     """As `load`, with the special tokens that were missing and the token IDs that they got."""
     paths = files(path)
-    kind = paths[0].suffix
-    if pattern is not None and kind not in (".tiktoken", ".bin"):
+    if pattern is not None and paths[0].suffix not in (".tiktoken", ".bin"):
         hint = "Leave tokenizer.pattern out: only .tiktoken and .bin files do not say how words are cut."
         raise DataError("has its own way to cut words", where=str(paths[0]), hint=hint)
-    try:
-        if kind == ".tiktoken":
-            inner = _tiktoken(paths[0], pattern)
-        elif kind == ".bin":
-            inner = _read_llmc(paths[0], pattern)
-        elif kind == ".model":
-            inner = read_sentencepiece(paths[0].read_bytes(), str(paths[0]))
-        elif len(paths) == 2:
-            inner = _gpt2(*paths)
-        else:
-            inner = _json(paths[0])
-    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
-        hint = "It is damaged, or of another kind."
-        raise DataError(f"cannot be read as a tokenizer: {error}", where=str(paths[0]), hint=hint) from None
+    inner = _read(paths, pattern)
     before = inner.get_vocab(with_added_tokens=True)
     tokenizer = with_special(inner, str(path), special)
     ids = {name: tokenizer.special_id(name) for name in special if name not in before}
     return tokenizer, {name: id for name, id in ids.items() if id is not None}
+
+
+def _read(paths: Sequence[Path], pattern: PatternName | None = None, *, foreign: bool = False) -> tokenizers.Tokenizer:
+    """What a file, or GPT-2's two, hold. `foreign`: as they are, also with bytes missing."""
+    kind = paths[0].suffix
+    try:
+        if kind == ".tiktoken":
+            return _tiktoken(paths[0], pattern)
+        if kind == ".bin":
+            return _read_llmc(paths[0], pattern)
+        if kind == ".model":
+            return read_sentencepiece(paths[0].read_bytes(), str(paths[0]))
+        if len(paths) == 2:
+            return _gpt2(*paths)
+        return _json(paths[0].read_text(encoding="utf-8"), str(paths[0]), foreign=foreign)
+    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
+        hint = "It is damaged, or of another kind."
+        raise DataError(f"cannot be read as a tokenizer: {error}", where=str(paths[0]), hint=hint) from None
+
+
+TOKENIZER_CONFIG, SPECIAL_MAP = "tokenizer_config.json", "special_tokens_map.json"
+ROLE_NAMES = ("bos_token", "eos_token", "pad_token", "unk_token")
+
+
+def load_foreign(path: Path, roles: Mapping[str, str | None] | None = None) -> Tokenizer:
+    """
+    The tokenizer of another model, from its folder or file: no token is added, and special tokens keep their IDs.
+
+    `roles` go before what the folder says. Raises DataError, which says why it cannot be read.
+    """
+    paths = files(path)
+    inner = _read(paths, foreign=True)
+    return _foreign(inner, str(paths[0]), {**roles_of(path), **(roles or {})})
+
+
+def from_json(text: str, where: str, roles: Mapping[str, str | None]) -> Tokenizer:
+    """As `load_foreign`, from the text of a tokenizer.json. `where` names its file in errors."""
+    return _foreign(_json(text, where, foreign=True), where, roles)
+
+
+def roles_of(folder: Path) -> dict[str, str | None]:
+    """The special tokens of a model by their roles, as its folder names them; {} for a file."""
+    roles: dict[str, str | None] = {}
+    for name in (SPECIAL_MAP, TOKENIZER_CONFIG):
+        if os.path.isfile(file := folder / name):
+            said = read_record(file, dict[str, Any], error=DataError, fix="It is damaged, or of another kind.")
+            for role in ROLE_NAMES:
+                value = said.get(role)
+                value = value.get("content") if isinstance(value, dict) else value
+                if isinstance(value, str):
+                    roles[role] = value
+    return roles
+
+
+def _foreign(inner: tokenizers.Tokenizer, where: str, roles: Mapping[str, str | None]) -> Tokenizer:
+    known = inner.get_vocab(with_added_tokens=True)
+    special = {token.content for token in inner.get_added_tokens_decoder().values() if token.special}
+    # as transformers does; a role whose token is not in the vocabulary would be a new row
+    named = [name for name in dict.fromkeys(roles.values()) if name in known and name not in special]
+    inner.add_special_tokens([AddedToken(name, normalized=False, special=True) for name in named if name])
+    if len(set(inner.get_vocab(with_added_tokens=True).values())) < len(known):
+        raise DataError("gives one ID to two tokens", where=where, hint=_OTHER)
+    tokenizer = Tokenizer(inner, roles)
+    unknown = tokenizer.spec["model"].get("unk_token")
+    for token in tokenizer.spec["added_tokens"]:
+        if token["special"] and token["content"] != unknown and token["id"] in tokenizer.encode(token["content"]):
+            raise DataError(f"makes the special token {token['content']!r} of a text", where=where, hint=_OTHER)
+    return tokenizer
+
+
+_OTHER = "Take another tokenizer."
 
 
 def with_special(inner: tokenizers.Tokenizer, where: str, special: Sequence[str] = SPECIAL) -> Tokenizer:
@@ -206,24 +263,27 @@ def with_special(inner: tokenizers.Tokenizer, where: str, special: Sequence[str]
     return tokenizer
 
 
-def _json(path: Path) -> tokenizers.Tokenizer:
-    inner = parsed(path.read_text(encoding="utf-8"), str(path))
+def _json(text: str, where: str, *, foreign: bool = False) -> tokenizers.Tokenizer:
+    inner = parsed(text, where)
     spec: dict[str, Any] = json.loads(inner.to_str())
     model, decoder = spec["model"], json.dumps(spec["decoder"])
     by_bytes = "ByteLevel" in decoder and "ByteLevel" in json.dumps(spec["pre_tokenizer"])
     by_pieces = bool(model.get("byte_fallback")) and "ByteFallback" in decoder
     if model["type"] != "BPE" or not (by_bytes or by_pieces):
         hint = "Byte-level BPE and BPE with byte fallback can be imported."
-        raise DataError(f"is a {model['type']} whose token IDs have no bytes of their own", where=str(path), hint=hint)
-    if by_bytes and (missing := [letter for letter in byte_letters().values() if letter not in model["vocab"]]):
-        raise DataError(f"lacks {len(missing)} of the 256 bytes, so it loses text", where=str(path))
+        raise DataError(f"is a {model['type']} whose token IDs have no bytes of their own", where=where, hint=hint)
+    missing = [letter for letter in byte_letters().values() if letter not in model["vocab"]] if by_bytes else []
+    if missing and not foreign:
+        raise DataError(f"lacks {len(missing)} of the 256 bytes, so it loses text", where=where)
     # tokens around a text would make the exported file's token IDs differ from ours, and dropout random token IDs
     unset = {name: spec[name] for name in ("truncation", "padding")} | {"BPE dropout": model.get("dropout")}
     if names := [name for name, value in unset.items() if value]:
         are = "is" if len(names) == 1 else "are"
-        info(f"{path}: {' and '.join(names)} {are} set to none, so that a text always has the same IDs", "yellow")
-    spec |= {"post_processor": None, "truncation": None, "padding": None, "model": model | {"dropout": None}}
-    return parsed(json.dumps(spec), str(path))
+        info(f"{where}: {' and '.join(names)} {are} set to none, so that a text always has the same IDs", "yellow")
+    # a foreign one says there what opens a text, and its own files keep it
+    after = spec["post_processor"] if foreign else None
+    kept = spec | {"post_processor": after, "truncation": None, "padding": None, "model": model | {"dropout": None}}
+    return inner if kept == spec else parsed(json.dumps(kept), where)
 
 
 TokenId = Annotated[int, Field(ge=0, lt=2**31)]

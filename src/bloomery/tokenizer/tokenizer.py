@@ -35,6 +35,7 @@ from tokenizers import Regex, decoders, models, pre_tokenizers
 from bloomery.core.chat import ROLES
 from bloomery.core.errors import DataError, shorten
 from bloomery.core.io import canonical, sha256_bytes, whole_file
+from bloomery.core.log import info
 
 PatternName = Literal["gpt2", "llama3", "qwen2", "gpt4o"]
 
@@ -314,21 +315,45 @@ def byte_level(model: models.BPE, pattern: PatternName) -> tokenizers.Tokenizer:
 
 
 class Tokenizer:
-    """A trained tokenizer. `hash` names it: weights and shards that were made with it carry that hash."""
+    """
+    A trained tokenizer. `hash` names it: weights and shards that were made with it carry that hash.
 
-    def __init__(self, inner: tokenizers.Tokenizer) -> None:
+    One of ours has all of SPECIAL. One of another model keeps the special tokens that it has. `roles` names them by
+    transformers' keys (bos_token, eos_token, pad_token, unk_token).
+    """
+
+    def __init__(self, inner: tokenizers.Tokenizer, roles: Mapping[str, str | None] | None = None) -> None:
+        """Raises DataError where a tokenizer of ours lacks a special token, or no token can open a document."""
         # Text that spells a special token is text: a document or a user cannot end a turn.
         inner.encode_special_tokens = True
         # A file may say that every text gets 2^40 tokens of padding.
         inner.no_padding()
         inner.no_truncation()
-        self._inner = inner
+        self._inner, self._reported = inner, False
         vocabulary: dict[str, int] = inner.get_vocab(with_added_tokens=True)
-        if missing := [name for name in SPECIAL if name not in vocabulary]:
+        ours = all(name in vocabulary for name in SPECIAL)
+        if roles is None and not ours:
+            missing = [name for name in SPECIAL if name not in vocabulary]
             hint = "Train it with `bloomery run RECIPE`, whose tokenizers hold all of them."
             raise DataError(f"the tokenizer lacks the special tokens {', '.join(missing)}", hint=hint)
-        self.special = {name: vocabulary[name] for name in SPECIAL}
-        self.document_id, self.end_id, self.pad_id = (self.special[name] for name in (DOCUMENT, END, PAD))
+        self.special = {name: vocabulary[name] for name in SPECIAL if name in vocabulary}
+        names = {"eos_token": END, "pad_token": PAD} if ours else roles or {}
+        ids = {role: vocabulary.get(name) for role, name in names.items() if name is not None}
+        self.end_id, self.pad_id = ids.get("eos_token"), ids.get("pad_token")
+        self.opening_ids: list[int] = [] if ours else _opening(inner)
+        """What transformers puts before a plain text."""
+        opens = [self.special.get(DOCUMENT)] if ours else [*self.opening_ids[:1], ids.get("bos_token"), self.end_id]
+        opens += [self.special_id(DOCUMENT)]
+        document_id = next((id for id in opens if id is not None), None)
+        if document_id is None:
+            hint = "Name its bos_token or eos_token in tokenizer_config.json."
+            raise DataError("the tokenizer names no token that begins or ends a text", hint=hint)
+        self.document_id: int = document_id
+        """Opens every document."""
+        self.fill_id: int = next(id for id in (self.pad_id, self.end_id, document_id) if id is not None)
+        """Fills what is left of a sequence."""
+        self.end_ids = frozenset(id for id in (document_id, self.end_id) if id is not None)
+        """IDs after which a text is over."""
 
     @classmethod
     def load(cls, folder: Path) -> "Tokenizer":
@@ -372,13 +397,32 @@ class Tokenizer:
         return max(self._inner.get_vocab(with_added_tokens=True).values()) + 1
 
     def encode(self, text: str) -> list[int]:
+        self._report_missing((text,))
         with _panics_are_errors():
             return self._inner.encode(text, add_special_tokens=False).ids
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
         """Many texts at once, on all cores."""
+        self._report_missing(texts)
         with _panics_are_errors():
             return [coded.ids for coded in self._inner.encode_batch_fast(list(texts), add_special_tokens=False)]
+
+    def _report_missing(self, texts: Iterable[str]) -> None:
+        """Log once that a text has bytes that no token stands for: the library leaves them out."""
+        if self._missing and not self._reported:
+            lost = next((text for text in texts if _holds(text, self._missing)), None)
+            if lost is not None:
+                self._reported = True
+                shown = next(letter for letter in lost if _holds(letter, self._missing))
+                info(f"the tokenizer has no token for some bytes, e.g. of {shown!r}; it leaves them out", "yellow")
+
+    @cached_property
+    def _missing(self) -> bytes:
+        """Bytes of UTF-8 that a byte-level tokenizer has no token for, where the model has no unknown token."""
+        model, known = self.spec["model"], self._inner.get_vocab(with_added_tokens=False)
+        if "ByteLevel" not in json.dumps(self.spec["decoder"]) or model.get("unk_token") is not None:
+            return b""
+        return bytes(byte for byte, letter in byte_letters().items() if letter not in known and byte not in _NEVER)
 
     def encode_within(self, text: str, max_tokens: int) -> list[int] | int:
         """
@@ -460,7 +504,9 @@ class Tokenizer:
     @cached_property
     def _puts_space_first(self) -> bool:
         """Whether every text gets a space in front, which is no part of it: so did the first Llama's."""
-        return '"Prepend"' in json.dumps(self.spec["normalizer"])
+        joined = _steps(self.spec["pre_tokenizer"], "pretokenizers")
+        first = any(step["type"] == "Metaspace" and step["prepend_scheme"] != "never" for step in joined)
+        return first or '"Prepend"' in json.dumps(self.spec["normalizer"])
 
     @cached_property
     def special_ids(self) -> frozenset[int]:
@@ -494,7 +540,22 @@ def _keeps_bytes(step: dict[str, Any]) -> bool:
 
 
 def _letters(name: str) -> bytes:
-    return bytes(_BYTES[letter] for letter in name)
+    """A name with other letters stands for itself: vocabularies hold a few that no merge makes."""
+    known = all(letter in _BYTES for letter in name)
+    return bytes(_BYTES[letter] for letter in name) if known else name.encode()
+
+
+def _opening(inner: tokenizers.Tokenizer) -> list[int]:
+    """The IDs that transformers puts before a text."""
+    with _panics_are_errors():
+        whole, plain = (inner.encode("a", add_special_tokens=added).ids for added in (True, False))
+    begin = next((at for at in range(len(whole)) if whole[at : at + len(plain)] == plain), 0)
+    return whole[:begin]
+
+
+def _holds(text: str, missing: bytes) -> bool:
+    data = text.encode("utf-8", "surrogatepass")
+    return len(data.translate(None, missing)) < len(data)
 
 
 def _piece(name: str) -> bytes:
@@ -518,3 +579,5 @@ def byte_letters() -> dict[int, str]:
 
 
 _BYTES = {letter: byte for byte, letter in byte_letters().items()}
+_NEVER = frozenset((0xC0, 0xC1, *range(0xF5, 0x100)))
+"""Bytes that UTF-8 never holds."""
