@@ -275,10 +275,18 @@ def _model_verbs(verbs: Any) -> None:
         reports=True,
     )
     verb.add_argument("model", type=_path, metavar="MODEL", help=MODEL)
-    verb.add_argument("out", type=_path, metavar="OUT", help="a new folder")
-    verb.add_argument("--format", choices=("hf", "llmc"), default="hf", help="transformers' (default), or llm.c's")
-    formats = ("float32", "bfloat16", "float16")
+    verb.add_argument("out", type=_path, metavar="OUT", help="a new folder, or a new .gguf file")
+    verb.add_argument(
+        "--format",
+        choices=("hf", "gguf", "llmc"),
+        default="hf",
+        help="for transformers (default), for llama.cpp, or for llm.c",
+    )
+    formats = ("float32", "bfloat16", "float16", "q8_0", "q4_0")
     verb.add_argument("--dtype", choices=formats, default="float32", help="of the weights (default: float32)")
+    verb.add_argument("--shard-size", type=_number(1e-5, 1e6), default=5.0, help="GB of a file of hf (default: 5)")
+    verb.add_argument("--push", type=_repository, metavar="hub:OWNER/NAME", help="upload the folder of hf, private")
+    verb.add_argument("--public", action="store_true", help="let everyone read what --push uploads")
 
     verb = _verb(
         verbs,
@@ -290,6 +298,14 @@ def _model_verbs(verbs: Any) -> None:
     verb.add_argument("source", type=_path, metavar="IN", help="a folder of transformers, or a model .bin of llm.c")
     verb.add_argument("out", type=_path, metavar="OUT", help="a new folder")
     verb.add_argument("--tokenizer", type=_path, help="of a .bin (default: *tokenizer*.bin next to it)")
+
+
+def _repository(text: str) -> str:
+    """OWNER/NAME of hub:OWNER/NAME."""
+    prefix, _, name = text.partition(":")
+    if prefix != "hub" or len(parts := name.split("/")) != 2 or not all(parts):
+        raise argparse.ArgumentTypeError(f"{text!r} is not hub:OWNER/NAME")
+    return name
 
 
 def _task_arguments(verb: argparse.ArgumentParser) -> None:
@@ -656,7 +672,12 @@ def export(options: argparse.Namespace) -> int:
     from bloomery.weights import hf, locate
 
     loaded = hf.load(locate.locate_model(options.model))
-    written = exports.write(loaded, options.out, options.format, options.dtype)
+    if options.push is not None and options.format != "hf":
+        raise DataError("uploads folders of --format hf", where="--push", hint="Leave --format out.")
+    shard_bytes = int(options.shard_size * 10**9)
+    written = exports.write(loaded, options.out, options.format, options.dtype, shard_bytes)
+    if options.push is not None:
+        written["address"] = exports.push(options.out, options.push, public=options.public)
     if options.json:
         print(json.dumps({"model": str(options.model), "out": str(options.out), **written}))
         return 0

@@ -1,8 +1,10 @@
 """`bloomery export` and `bloomery import`, as they are typed."""
 
 import json
+import threading
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 from transformers import AutoModelForCausalLM
@@ -12,12 +14,14 @@ from bloomery.model.config import ModelConfig
 from bloomery.model.transformer import Transformer
 from bloomery.tokenizer import importers
 from bloomery.tokenizer.chat_template import Renderer
-from bloomery.weights import hf, llmc
+from bloomery.weights import gguf, hf, llmc
 from bloomery.weights.hf import Lineage
+from bloomery.weights.safetensors import save_sharded
 from tests.model.made import SHAPES, lively, random_ids, scores
 from tests.tokenizer.made import small
 from tests.tokenizer.test_importers import small_file
 
+import safetensors.torch
 import torch
 
 SAID = Lineage(tokenizer=small().hash, template=None, shards="5" * 64)
@@ -185,3 +189,101 @@ def test_a_place_that_the_system_has_no_folders_in_is_an_error(
 ) -> None:
     saved(tmp_path / "model", SHAPES[0])
     assert "cannot be made" in refused(capsys, "export", tmp_path / "model", "/proc/none/out")
+
+
+def test_weights_are_written_in_several_files_with_an_index(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    model = saved(tmp_path / "model", SHAPES[0])
+    facts = told(capsys, "export", tmp_path / "model", tmp_path / "out", "--shard-size", "2e-5")
+    assert sum(name.endswith(".safetensors") for name in facts["files"]) > 1
+    assert "README.md" in facts["files"]
+    assert "LlamaForCausalLM" in (tmp_path / "out" / "README.md").read_text()
+    other = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    again = hf.load(tmp_path / "out").model
+    for name, weight in model.state_dict().items():
+        assert torch.equal(again.state_dict()[name], weight), name
+    assert torch.equal(other.model.embed_tokens.weight, model.embed.weight)
+
+
+def test_a_file_that_is_streamed_has_the_bytes_that_the_library_writes(tmp_path: Path) -> None:
+    tensors = {"b": torch.randn(3, 5), "a": torch.randn(7)}
+    save_sharded(tmp_path, {name: tensor.clone for name, tensor in tensors.items()}, torch.float32)
+    expected = safetensors.torch.save(tensors, metadata={"format": "pt"})
+    assert (tmp_path / "model.safetensors").read_bytes() == expected
+
+
+@pytest.mark.parametrize("dtype", ["float32", "q8_0"])
+def test_a_gguf_file_is_written_once(tmp_path: Path, capsys: pytest.CaptureFixture[str], dtype: str) -> None:
+    saved(tmp_path / "model", SHAPES[0])
+    words = ("export", tmp_path / "model", tmp_path / "a.gguf", "--format", "gguf", "--dtype", dtype)
+    assert told(capsys, *words)["architecture"] == "llama"
+    assert gguf.read(tmp_path / "a.gguf").roles["eos_token"] == "<|endoftext|>"
+    assert "exists" in refused(capsys, *words)
+    assert "ends with .gguf" in refused(capsys, *words[:2], tmp_path / "a", *words[3:])
+    assert "of GGUF alone" in refused(capsys, "export", tmp_path / "model", tmp_path / "b", "--dtype", "q8_0")
+    assert "is not hub:OWNER/NAME" in _usage(capsys, *words, "--push", "somewhere")
+
+
+class Hub(BaseHTTPRequestHandler):
+    """The few addresses of a hub that an upload asks for."""
+
+    asked: ClassVar[list[tuple[str, str, bytes]]] = []
+
+    def do_POST(self) -> None:
+        body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
+        self.asked.append((self.path, self.headers.get("Authorization", ""), body))
+        assert isinstance(self.server, ThreadingHTTPServer)
+        here = f"http://127.0.0.1:{self.server.server_port}"
+        said: dict[str, Any] = {"url": f"{here}/me/mine", "id": "me/mine"}
+        if "/preupload/" in self.path:
+            names = [one["path"] for one in json.loads(body)["files"]]
+            said = {"files": [{"path": name, "uploadMode": "regular", "shouldIgnore": False} for name in names]}
+        elif "/commit/" in self.path:
+            said = {"commitUrl": f"{here}/me/mine/commit/{'a' * 40}", "commitOid": "a" * 40}
+        elif "validate-yaml" in self.path:
+            said = {"errors": [], "warnings": []}
+        data = json.dumps(said).encode()
+        self.send_response(401 if "wrong" in self.headers.get("Authorization", "") else 200)
+        self.send_header("Content-Type", "application/json")
+        self.send_header("Content-Length", str(len(data)))
+        self.end_headers()
+        self.wfile.write(data)
+
+    def log_message(self, format: str, *args: Any) -> None:
+        pass
+
+
+@pytest.mark.parametrize("public", [False, True])
+def test_a_folder_is_uploaded_private_unless_it_is_said_and_the_token_is_not_printed(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, public: bool
+) -> None:
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Hub)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", f"http://127.0.0.1:{server.server_address[1]}")
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
+    monkeypatch.setenv("HF_TOKEN", "hf_secret")
+    Hub.asked.clear()
+    saved(tmp_path / "model", SHAPES[0])
+    words = ["export", tmp_path / "model", tmp_path / "out", "--push", "hub:me/mine", *["--public"] * public]
+    try:
+        assert main([*map(str, words)]) == 0
+        made = next(json.loads(body) for path, _, body in Hub.asked if path == "/api/repos/create")
+        assert (made["name"], made["organization"]) == ("mine", "me")
+        assert made.get("visibility", made.get("private")) in (["public", False] if public else ["private", True])
+        sent = next(body for path, _, body in Hub.asked if "/commit/" in path).decode()
+        for name in ("model.safetensors", "README.md", "tokenizer.json"):
+            assert f'"path": "{name}"' in sent or f'"path":"{name}"' in sent
+        assert {token for _, token, _ in Hub.asked} == {"Bearer hf_secret"}
+        monkeypatch.setenv("HF_TOKEN", "hf_wrong")
+        words[2] = tmp_path / "again"
+        said = refused(capsys, *words)
+    finally:
+        server.shutdown()
+        server.server_close()
+    assert "hub:me/mine: was not uploaded" in said
+    assert "hf_" not in said.replace("HF_TOKEN", "")
+
+
+def _usage(capsys: pytest.CaptureFixture[str], *words: object) -> str:
+    with pytest.raises(SystemExit):
+        main([*map(str, words)])
+    return capsys.readouterr().err

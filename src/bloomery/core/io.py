@@ -95,17 +95,24 @@ def whole_file(path: Path, mode: str = "wb") -> Iterator[IO[Any]]:
 
     Raises RunError where it cannot be written.
     """
+    with whole_path(path) as partial:
+        encoding, newline = (None, None) if "b" in mode else ("utf-8", "\n")
+        with open(partial, mode, encoding=encoding, newline=newline, opener=open_own) as file:
+            yield file
+            file.flush()
+            os.fsync(file.fileno())
+
+
+@contextmanager
+def whole_path(path: Path) -> Iterator[Path]:
+    """As `whole_file`, for a library that opens the file itself: yields the path to write to until the block ends."""
     with disk_errors(path):
         make_folder(path.parent)
         partial = path.with_name(path.name + PARTIAL)
         try:
-            encoding, newline = (None, None) if "b" in mode else ("utf-8", "\n")
             if not _is_own(partial):
                 remove_path(partial)
-            with open(partial, mode, encoding=encoding, newline=newline, opener=open_own) as file:
-                yield file
-                file.flush()
-                os.fsync(file.fileno())
+            yield partial
         except BaseException:
             partial.unlink(missing_ok=True)
             raise

@@ -55,7 +55,7 @@ def answering(renderer: Renderer) -> Sampler:
 
 def _sampler(renderer: Renderer, ids: Callable[[str], list[int]]) -> Sampler:
     tokenizer = renderer.tokenizer
-    stop = frozenset({tokenizer.document_id, tokenizer.end_id, renderer.end_id})
+    stop = tokenizer.end_ids | renderer.end_ids
 
     def sample(model: Transformer, prompts: Sequence[str], max_tokens: int) -> Iterator[str]:
         engine = Engine(model, tokenizer.vocab_size)

@@ -377,6 +377,11 @@ def read_sentencepiece(data: bytes, where: str) -> tokenizers.Tokenizer:
         model = parse_sentencepiece(data)
     except (IndexError, KeyError, ValueError, struct.error):
         raise DataError("is no SentencePiece model", where=where) from None
+    return of_pieces(model, where)
+
+
+def of_pieces(model: SentencePieceModel, where: str) -> tokenizers.Tokenizer:
+    """The tokenizer of SentencePiece's pieces. Raises DataError with the reason if the token IDs cannot be the same."""
     if problem := _sentencepiece_problem(model):
         raise DataError(f"cannot be read with the same token IDs: {problem}", where=where)
     vocab = {piece.text: id for id, piece in enumerate(model.pieces)}

@@ -369,6 +369,10 @@ class Tokenizer:
         with whole_file(folder / FILE, "w") as file:
             file.write(self._inner.to_str(pretty=True))
 
+    def to_json(self) -> str:
+        """The text of a tokenizer.json."""
+        return self._inner.to_str()
+
     def special_id(self, name: str) -> int | None:
         """The id of a special token, also of one that only some templates need; None where there is none."""
         return self._special_by_name.get(name)

@@ -4,28 +4,45 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
 
+from huggingface_hub import HfApi
+from huggingface_hub.errors import HfHubHTTPError, HFValidationError
+
 import bloomery.hw.require_torch  # noqa: F401
-from bloomery.core.errors import CheckpointError
-from bloomery.core.io import check_new_folder
+from bloomery.core.chat import TEMPERATURE
+from bloomery.core.errors import CheckpointError, RunError, UnreachableError
+from bloomery.core.io import check_new_folder, whole_file
+from bloomery.core.log import info
 from bloomery.model.transformer import Transformer
 from bloomery.tokenizer import importers
 from bloomery.tokenizer.chat_template import Renderer
-from bloomery.weights import architectures, hf, integrity, llmc
-from bloomery.weights.hf import Lineage, Loaded, NumberFormat
+from bloomery.tokenizer.tokenizer import DOCUMENT, PAD
+from bloomery.weights import architectures, gguf, gguf_writer, hf, integrity, llmc
+from bloomery.weights.gguf_writer import GGUFWords
+from bloomery.weights.hf import Lineage, Loaded
+from bloomery.weights.safetensors import SHARD_BYTES
 
 import torch
 
-ExportFormat = Literal["hf", "llmc"]
-MODEL_FILE, TOKENIZER_FILE = "model.bin", "tokenizer.bin"
+ExportFormat = Literal["hf", "gguf", "llmc"]
+ExportNumbers = Literal["float32", "bfloat16", "float16", "q8_0", "q4_0"]
+MODEL_FILE, TOKENIZER_FILE, CARD = "model.bin", "tokenizer.bin", "README.md"
 
 
-def write(loaded: Loaded, out: Path, form: ExportFormat, number_format: NumberFormat) -> dict[str, Any]:
+def write(
+    loaded: Loaded, out: Path, form: ExportFormat, number_format: ExportNumbers, shard_bytes: int = SHARD_BYTES
+) -> dict[str, Any]:
     """
-    Write a model for another program. Returns what was written: files, architecture and number format.
+    Write a model for another program. Returns what was written: files, architecture and number format. A GGUF file is
+    `out` itself, the other formats are folders.
 
     Raises CheckpointError where it is nothing that the program has, with the choices that it is because of; RunError
     where `out` has files in it.
     """
+    if form == "gguf":
+        return _write_gguf(loaded, out, number_format)
+    if number_format == "q8_0" or number_format == "q4_0":
+        hint = "Add --format gguf, or take float32, bfloat16 or float16."
+        raise CheckpointError("is a number format of GGUF alone", where=f"--dtype {number_format}", hint=hint)
     check_new_folder(out)
     config = loaded.model.config
     if form == "llmc":
@@ -42,9 +59,75 @@ def write(loaded: Loaded, out: Path, form: ExportFormat, number_format: NumberFo
                 "transformers has no such model: " + "; ".join(why), where=str(loaded.folder), hint=hint
             )
         model = _said_otherwise(loaded.model)
-        hf.save(out, model, loaded.renderer, loaded.lineage, number_format=number_format)
+        size = sum(weight.numel() for weight in model.parameters()) * getattr(torch, number_format).itemsize
+        info(f"{out}: {size / 2**30:.2f} GiB of weights in {number_format}")
+        hf.save(out, model, loaded.renderer, loaded.lineage, number_format=number_format, shard_bytes=shard_bytes)
         name = architectures.architecture(model.config).name
+        with whole_file(out / CARD, "w") as file:
+            file.write(card(loaded, name, number_format))
+        integrity.write_sums(out)
     return {"architecture": name, "number_format": number_format, "files": sorted(one.name for one in out.iterdir())}
+
+
+def _write_gguf(loaded: Loaded, out: Path, number_format: ExportNumbers) -> dict[str, Any]:
+    """As `write`, for one GGUF file."""
+    if out.suffix != gguf.SUFFIX or out.exists():
+        why = "exists" if out.exists() else f"is no name that ends with {gguf.SUFFIX}"
+        raise RunError(why, where=str(out), hint=f"Name a new file, for example {out.stem}-new{gguf.SUFFIX}")
+    model = _said_otherwise(loaded.model)
+    info(f"{out}: {gguf_writer.size_bytes(model, number_format) / 2**30:.2f} GiB of weights in {number_format}")
+    name = gguf_writer.write(out, model, loaded.tokenizer, _words(loaded), number_format, out.stem)
+    return {"architecture": name, "number_format": number_format, "files": [out.name]}
+
+
+def _words(loaded: Loaded) -> GGUFWords:
+    """What a GGUF file says about text, as `hf.save` says it in a model folder."""
+    template = loaded.renderer.template
+    chats = loaded.lineage.template is not None
+    opening, end = (template.opening or DOCUMENT, template.end) if chats else (DOCUMENT, DOCUMENT)
+    roles = {"bos_token": opening, "eos_token": end, "pad_token": PAD, "unk_token": None}
+    generation = {"temperature": TEMPERATURE, "top_p": 1.0}
+    return GGUFWords(roles, template.jinja() if chats else None, generation)
+
+
+def card(loaded: Loaded, architecture: str, number_format: str) -> str:
+    """The model card of a folder, in Markdown: what is known of the model, and the data card of its run."""
+    config, lineage = loaded.model.config, loaded.lineage
+    parameters = sum(weight.numel() for weight in loaded.model.parameters())
+    rows = {
+        "architecture": architecture,
+        "parameters": f"{parameters:,}",
+        "number format": number_format,
+        "context": f"{config.context_length:,} tokens",
+        "vocabulary": f"{loaded.model.vocab_size:,} token IDs",
+        "chat template": loaded.renderer.template.name if lineage.template is not None else "none",
+        "base": lineage.base or "none",
+        "training data": lineage.shards,
+        "license": "not known: write it here before you publish the model",
+    }
+    table = "\n".join(f"| {name} | {value} |" for name, value in rows.items())
+    front = "---\nlibrary_name: transformers\npipeline_tag: text-generation\n---\n"
+    text = (
+        f"{front}\n# {loaded.folder.resolve().parent.parent.name}\n\nMade with Bloomery.\n\n| | |\n|---|---|\n{table}\n"
+    )
+    cards = sorted(loaded.folder.resolve().parent.parent.glob("[0-9][0-9]-*/data_card.md"))
+    return f"{text}\n{cards[-1].read_text(encoding='utf-8')}" if cards else text
+
+
+def push(folder: Path, repository: str, *, public: bool) -> str:
+    """
+    Upload a folder to the Hugging Face Hub as OWNER/NAME, private unless `public`. Returns its address. The token is
+    that of HF_TOKEN or of `hf auth login`. Raises UnreachableError where the hub refuses it or does not answer.
+    """
+    api = HfApi()
+    try:
+        address = api.create_repo(repository, private=not public, exist_ok=True)
+        api.upload_folder(repo_id=repository, folder_path=folder, commit_message="Export from Bloomery")
+    except (HfHubHTTPError, HFValidationError, OSError) as error:
+        hint = "Set HF_TOKEN to a token that may write, or log in: hf auth login"
+        first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        raise UnreachableError(f"was not uploaded: {first}", where=f"hub:{repository}", hint=hint) from None
+    return str(address)
 
 
 def _said_otherwise(model: Transformer) -> Transformer:

@@ -20,6 +20,7 @@ Importing is in this file because it needs the same folder reader.
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, Literal, NotRequired, TypeVar
 
@@ -39,8 +40,8 @@ from bloomery.tokenizer.chat_template import TEMPLATES, Renderer, Template
 from bloomery.tokenizer.tokenizer import DOCUMENT, END, MAX_IDS, PAD, SPECIAL, Tokenizer
 from bloomery.weights import architectures as weights_architectures
 from bloomery.weights import integrity, peft
-from bloomery.weights.architectures import BUFFERS, TABLES, Architecture, gathered, spread
-from bloomery.weights.safetensors import INDEX, UNROUNDED, Tensors, is_pickled, rounded, save_tensors
+from bloomery.weights.architectures import BUFFERS, TABLES, Architecture, WeightMapping, gathered, spread
+from bloomery.weights.safetensors import INDEX, SHARD_BYTES, UNROUNDED, Tensors, is_pickled, rounded, save_sharded
 from bloomery.weights.safetensors import WEIGHTS as WEIGHTS
 
 import torch
@@ -202,6 +203,7 @@ def save(
     *,
     number_format: NumberFormat = "float32",
     weights: Mapping[str, Tensor] | None = None,
+    shard_bytes: int = SHARD_BYTES,
 ) -> None:
     """
     Write a model folder. The tied head is not written twice. A model that never saw a conversation ends with the token
@@ -222,9 +224,11 @@ def save(
     tensors = own if weights is None else {name: weights[name] for name in own}
     form: torch.dtype = getattr(torch, number_format)
     where, pieces = str(folder), kind.pieces(list(own))
-    ready = {one.theirs: rounded(one.theirs, gathered(one, tensors), form, where) for one in pieces}
+    makers = {one.theirs: partial(_made, one, tensors, form, where) for one in pieces}
+    for make in makers.values():
+        make()  # raises before anything is written
     make_folder(folder)
-    save_tensors(folder / WEIGHTS, ready)
+    save_sharded(folder, makers, form, shard_bytes)
     facts = {
         "architectures": [kind.name],
         "model_type": kind.model_type,
@@ -239,6 +243,11 @@ def save(
     write_json(folder / "tokenizer_config.json", _tokenizer_config(opening, end, model.config.context_length) | chat)
     write_json(folder / LINEAGE, asdict(lineage) | ({TEMPLATE_NAME: template.name} if chats else {}))
     integrity.write_sums(folder)
+
+
+def _made(piece: WeightMapping, tensors: Mapping[str, Tensor], form: torch.dtype, where: str) -> Tensor:
+    """A tensor of transformers, in a number format. Raises CheckpointError where that does not hold its numbers."""
+    return rounded(piece.theirs, gathered(piece, tensors), form, where)
 
 
 def load(folder: Path, device: torch.device | str = "cpu", special: Sequence[str] = SPECIAL) -> Loaded:

@@ -4,8 +4,9 @@ Tensors in safetensors files: written whole, and read tensor by tensor.
 Reading works from one file, or from several files with an index.
 """
 
+import json
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -78,6 +79,61 @@ def save_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
     ready = {name: tensor.detach().to("cpu").contiguous() for name, tensor in tensors.items()}
     with core_io.whole_file(path) as file:
         file.write(safetensors.torch.save(ready, metadata={"format": "pt"}))
+
+
+SHARD_BYTES = 5 * 10**9
+"""Of one file of a model that is written, unless another size is asked for."""
+
+
+def save_sharded(
+    folder: Path, tensors: Mapping[str, Callable[[], Tensor]], form: torch.dtype, shard_bytes: int = SHARD_BYTES
+) -> None:
+    """
+    Write tensors of one number format as safetensors files of up to `shard_bytes`, with an index where that makes
+    several. A tensor is made when it is written, and forgotten before the next one is made.
+    """
+    shapes = {name: list(tensors[name]().shape) for name in sorted(tensors)}
+    files: list[list[str]] = [[]]
+    size, total = 0, 0
+    for name, shape in shapes.items():
+        tensor_bytes = math.prod(shape) * form.itemsize
+        if files[-1] and size + tensor_bytes > shard_bytes:
+            files.append([])
+            size = 0
+        files[-1].append(name)
+        size, total = size + tensor_bytes, total + tensor_bytes
+    width = len(files)
+    stem = WEIGHTS.removesuffix(".safetensors")
+    weight_map: dict[str, str] = {}
+    for number, names in enumerate(files, 1):
+        file_name = WEIGHTS if width == 1 else f"{stem}-{number:05}-of-{width:05}.safetensors"
+        _write_file(folder / file_name, names, shapes, tensors, form)
+        weight_map |= dict.fromkeys(names, file_name)
+    if width > 1:
+        core_io.write_json(folder / INDEX, {"metadata": {"total_size": total}, "weight_map": weight_map})
+
+
+def _write_file(
+    path: Path,
+    names: Sequence[str],
+    shapes: Mapping[str, list[int]],
+    tensors: Mapping[str, Callable[[], Tensor]],
+    form: torch.dtype,
+) -> None:
+    """A safetensors file: the length of its header, the header in JSON, the bytes of each tensor."""
+    kind = next(short for short, name in NUMBERS.items() if getattr(torch, name) == form)
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    end = 0
+    for name in names:
+        begin, end = end, end + math.prod(shapes[name]) * form.itemsize
+        header[name] = {"dtype": kind, "shape": shapes[name], "data_offsets": [begin, end]}
+    text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
+    text += b" " * (-len(text) % 8)
+    with core_io.whole_file(path) as file:
+        file.write(len(text).to_bytes(8, "little") + text)
+        for name in names:
+            ready = tensors[name]().detach().to("cpu", form).contiguous()
+            file.write(ready.view(-1).view(torch.uint8).numpy().data if ready.numel() else b"")
 
 
 class WeightIndex(TypedDict):

