@@ -4,7 +4,7 @@ from typing import Any
 
 import numpy as np
 
-from bloomery.model.config import LinearScaling, Llama3Scaling, ModelConfig, YarnScaling
+from bloomery.model.config import LinearScaling, Llama3Scaling, LongRopeScaling, ModelConfig, YarnScaling
 from bloomery.model.lora import LoRALinear
 from bloomery.model.quantize import QuantizedLinear
 from bloomery.model.transformer import Transformer
@@ -84,6 +84,29 @@ CHOICES = {
     "Qwen3": _small(qk_norm=True, head_dim=12),
     "Llama 3": _small(rope_scaling=Llama3Scaling(original_context_length=16)),
     "YaRN": _small(rope_scaling=YarnScaling(factor=4.0, original_context_length=10), rope_theta=100.0),
+    "SmolLM3": _small(rope_layers=(True, False)),
+    "OLMo 2": _small(norm_order="after", qk_norm=True, qk_norm_over="width"),
+    "Gemma 3": _small(
+        norm_order="both",
+        norm_plus_one=True,
+        scale_embeddings=True,
+        qk_norm=True,
+        mlp=("geglu_tanh",),
+        sliding_window=(5, "full"),
+        rope_local_theta=100.0,
+        query_pre_attn_scalar=3.0,
+        head_dim=12,
+    ),
+    "Phi-3": _small(
+        partial_rotary_factor=0.5,
+        rope_scaling=LongRopeScaling(
+            factor=4.0, original_context_length=40, short_factor=(1.0, 1.5), long_factor=(2.0, 3.0)
+        ),
+    ),
+    "GPT-NeoX": _small(
+        parallel_residual=True, partial_rotary_factor=0.25, norm="layernorm", biases="all", mlp=("gelu",)
+    ),
+    "NormHead": _small(normalize_head=True, tie_embeddings=False),
     "stretched": _small(rope_scaling=LinearScaling(factor=2.5)),
 }
 """One shape for every choice that is not the default."""
@@ -130,7 +153,7 @@ def lively(config: ModelConfig, seed: int = 0, vocab_size: int = VOCAB_SIZE) -> 
     with torch.no_grad():
         for name, weight in model.named_parameters():
             scale = 0.3 if weight.dim() == 1 else weight.shape[1] ** -0.5
-            start = float(name.endswith("norm.weight"))
+            start = float(name.endswith("norm.weight") and not config.norm_plus_one)
             weight.copy_(torch.randn(weight.shape, generator=generator) * scale + start)
     return model.eval()
 

@@ -546,5 +546,6 @@ def test_the_first_generation_has_a_plain_head() -> None:
     facts = {"architectures": ["BaichuanForCausalLM"]}
     assert architectures.of_file(facts | {"vocab_size": 64_000}) is BAICHUAN1
     assert architectures.of_file(facts | {"vocab_size": 125_696}) is BAICHUAN2
-    (head,) = BAICHUAN1.pieces(["head.weight"])
-    assert not head.normalized
+    shape = {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 8}
+    heads = [kind.understand(shape | {"max_position_embeddings": 16}) for kind in (BAICHUAN1, BAICHUAN2)]
+    assert [config.normalize_head for config in heads] == [False, True]

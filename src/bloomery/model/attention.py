@@ -20,7 +20,7 @@ from bloomery.hw import device as devices
 from bloomery.model.config import ModelConfig
 from bloomery.model.kernels import cpu, triton
 from bloomery.model.kernels.cpu import causal_attention
-from bloomery.model.layers import Linear, RMSNorm
+from bloomery.model.layers import Linear, RMSNorm, rms_norm
 from bloomery.model.mask import ALL, AttentionMask
 from bloomery.model.rope import Rotation, rotate
 
@@ -257,18 +257,26 @@ class Attention(nn.Module):
         self.k = Linear(config.hidden_size, key_width, bias=config.biases != "none")
         self.v = Linear(config.hidden_size, key_width, bias=config.biases != "none")
         self.out = Linear(query_width, config.hidden_size, bias=config.biases == "all")
-        self.q_norm, self.k_norm = (
-            RMSNorm(self.head_dim, config.norm_eps, config.norm_affine) if config.qk_norm else None for _ in "qk"
-        )
+        self.norm_width = config.qk_norm_over == "width"
+        widths = (query_width, key_width) if self.norm_width else (self.head_dim, self.head_dim)
+        self.q_norm, self.k_norm = (rms_norm(config, width) if config.qk_norm else None for width in widths)
+        scalar = config.query_pre_attn_scalar
+        self.query_scale = 1.0 if scalar is None else (self.head_dim / scalar) ** 0.5
 
     def forward(
         self, x: Float[Tensor, "B T D"], turn: Rotation | None, sight: AttentionMask, cache: Cache | None = None
     ) -> Float[Tensor, "B T D"]:
         B, T, _ = x.shape
-        q = self.q(x).view(B, T, self.num_heads, self.head_dim)
-        k = self.k(x).view(B, T, self.num_kv_heads, self.head_dim)
+        q, k = self.q(x), self.k(x)
+        q_norm, k_norm = self.q_norm, self.k_norm
+        if self.norm_width and q_norm is not None and k_norm is not None:
+            q, k, q_norm, k_norm = q_norm(q), k_norm(k), None, None
+        q = q.view(B, T, self.num_heads, self.head_dim)
+        k = k.view(B, T, self.num_kv_heads, self.head_dim)
         v = self.v(x).view(B, T, self.num_kv_heads, self.head_dim).transpose(1, 2)  # (B, K, T, E)
-        q, k = _placed(q, self.q_norm, turn), _placed(k, self.k_norm, turn)  # (B, H, T, E), (B, K, T, E)
+        q, k = _placed(q, q_norm, turn), _placed(k, k_norm, turn)  # (B, H, T, E), (B, K, T, E)
+        if self.query_scale != 1.0:  # what attends divides by √E
+            q = q * self.query_scale
         if cache is not None:
             k, v = cache.extend(self.layer, k, v)
         y = self.attend(q, k, v, sight)
@@ -288,10 +296,11 @@ class Attention(nn.Module):
 
 def _placed(x: Float[Tensor, "B T N E"], norm: RMSNorm | None, turn: Rotation | None) -> Float[Tensor, "B N T E"]:
     """Queries or keys, with optional norm and RoPE."""
-    if norm is not None and turn is not None:
-        weights = () if norm.weight is None else (norm.weight,)
+    if norm is not None and turn is not None and turn[0].shape[-1] == x.shape[-1]:
+        gain = norm.gain()
+        weights = () if gain is None else (gain,)
         if triton.ready("rotary-norm", x, *turn, *weights):
-            return triton.turn(x.transpose(1, 2), *turn, norm.weight, norm.eps)
+            return triton.turn(x.transpose(1, 2), *turn, gain, norm.eps)
     if norm is not None:
         x = norm(x)
     return x.transpose(1, 2) if turn is None else rotate(x.transpose(1, 2), turn)
@@ -315,7 +324,7 @@ class DifferentialAttention(Attention):
         self.lambda_q1, self.lambda_k1, self.lambda_q2, self.lambda_k2 = (
             nn.Parameter(torch.zeros(self.head_dim)) for _ in range(4)
         )
-        self.pair_norm = RMSNorm(2 * self.head_dim, config.norm_eps, config.norm_affine)
+        self.pair_norm = rms_norm(config, 2 * self.head_dim)
 
     def attend(
         self,

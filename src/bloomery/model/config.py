@@ -172,14 +172,40 @@ class YarnScaling(Config):
         return self
 
 
-RopeScaling = Annotated[LinearScaling | Llama3Scaling | YarnScaling, Field(discriminator="kind")]
+class LongRopeScaling(Config):
+    """
+        ω'(j) = ω(j) / short_factor(j)
+
+    Queries and keys are scaled by attention_factor; None: √(1 + ln(factor) / ln(original_context_length)). Contexts
+    are at most original_context_length: beyond it, long_factor replaces short_factor, also for tokens that were
+    computed before. That is not done here; long_factor is only kept for export.
+
+    (Ding et al. 2024, https://arxiv.org/abs/2402.13753)
+    """
+
+    kind: Literal["longrope"] = "longrope"
+    factor: Factor
+    """How many times the longest context of the model is longer."""
+    original_context_length: Context
+    """Context that the weights were first trained with."""
+    short_factor: tuple[Annotated[float, Between(1e-3, 1e9, "it divides a frequency")], ...]
+    """Divisor of each frequency."""
+    long_factor: tuple[Annotated[float, Between(1e-3, 1e9, "it divides a frequency")], ...]
+    """Divisor of each frequency in longer contexts."""
+    attention_factor: Annotated[float, Between(1e-3, 1e3, "it scales queries and keys")] | None = None
+    """Factor on queries and keys. Not set: √(1 + ln(factor) / ln(original_context_length))."""
+
+
+RopeScaling = Annotated[LinearScaling | Llama3Scaling | YarnScaling | LongRopeScaling, Field(discriminator="kind")]
 
 
 Heads = Annotated[int, Between(1, 2**14, "no model has more heads")]
 MAX_WEIGHTS = 10**13
 T = TypeVar("T")
 AttentionKind = Literal["standard", "differential"]
-FeedForwardKind = Literal["swiglu", "geglu", "gelu", "gelu_tanh", "relu2"]
+FeedForwardKind = Literal["swiglu", "geglu", "geglu_tanh", "gelu", "gelu_tanh", "relu2"]
+GATED: tuple[FeedForwardKind, ...] = ("swiglu", "geglu", "geglu_tanh")
+"""Feed-forwards with three matrices."""
 Window = Context | Literal["full"]
 
 
@@ -221,30 +247,59 @@ class ModelConfig(Config):
     sliding_window: Cycle[Window] = ("full",)
     """How many tokens a token sees, with itself: a number or "full" for each block, repeated."""
     mlp: Cycle[FeedForwardKind] = ("swiglu",)
-    """Type of the MLP: gated (swiglu, geglu), or plain (gelu, its tanh approximation, squared relu)."""
+    """Type of the MLP: gated (swiglu, geglu, geglu_tanh), or plain (gelu, gelu_tanh: its approximation, squared relu)."""
     position_embedding: Literal["rope", "learned", "alibi", "none"] = "rope"
     """Type of positions. learned: a table as long as the context. None: only the causal mask gives the order."""
     rope_theta: Annotated[float, Between(0.1, 1e15, "angles fall as its powers, and end in float32")] = 10_000.0
     """Base of the rotation frequencies of RoPE."""
     rope_scaling: RopeScaling | None = None
     """Stretch RoPE to a longer context. Not set: none."""
+    rope_layers: Cycle[bool] = (True,)
+    """Whether a layer rotates queries and keys. Without RoPE in it, only the causal mask tells the order (NoPE)."""
+    rope_local_theta: Annotated[float, Between(0.1, 1e15, "angles fall as its powers")] | None = None
+    """Base of RoPE in layers with a sliding window, which are then not scaled. Not set: as in the other layers."""
+    partial_rotary_factor: Annotated[float, Between(1e-3, 1, "it is the share of a head that rotates")] = 1.0
+    """Share of the numbers of a head that RoPE rotates: the first ones."""
+    query_pre_attn_scalar: Annotated[float, Between(1e-3, 1e6, "attention is divided by its root")] | None = None
+    """Attention logits are divided by the root of this number. Not set: by √head_dim."""
+    scale_embeddings: bool = False
+    """Multiply embeddings by √hidden_size."""
     norm: Literal["rmsnorm", "layernorm"] = "rmsnorm"
     """Type of the norms."""
     norm_eps: Annotated[float, Between(1e-12, 0.1, "it is added to a mean square near 1")] = 1e-5
     """Added to the variance in a norm."""
     norm_affine: bool = True
     """Whether norms have a trained factor for each number."""
+    norm_plus_one: bool = False
+    """RMSNorm multiplies by 1 + weight, and weights start at 0 (Gemma)."""
+    norm_order: Literal["before", "after", "both"] = "before"
+    """Whether norms stand before attention and MLP, after them (OLMo 2), or both (Gemma 3)."""
+    parallel_residual: bool = False
+    """Attention and MLP of a block both read the block's input (GPT-NeoX)."""
     qk_norm: bool = False
     """RMSNorm on the queries and keys of each head, before RoPE."""
+    qk_norm_over: Literal["head", "width"] = "head"
+    """Whether that norm is taken over each head, or over all heads together (OLMo 2)."""
     biases: Literal["none", "qkv", "all"] = "none"
     """Biases of linear layers: none, only queries, keys and values, or all with LayerNorm. The head never has one."""
     tie_embeddings: bool = True
     """Whether the head is the embedding, transposed."""
+    normalize_head: bool = False
+    """Rows of the head are used with length 1 (NormHead of Baichuan2)."""
 
     @property
     def head_size(self) -> int:
         """Width of one head: E."""
         return self.head_dim or self.hidden_size // self.num_heads
+
+    @property
+    def rotary_size(self) -> int:
+        """How many numbers of a head RoPE rotates."""
+        return int(self.head_size * self.partial_rotary_factor)
+
+    def rotates(self, number: int) -> bool:
+        """Whether layer `number` has RoPE."""
+        return self.position_embedding == "rope" and self.rope_layers[number % len(self.rope_layers)]
 
     def layer(self, number: int) -> tuple[AttentionKind, Window, FeedForwardKind]:
         """What layer `number`, counted from 0, is made of."""
@@ -288,10 +343,24 @@ class ModelConfig(Config):
             )
         if self.position_embedding == "rope" and self.head_size % 2:
             raise ValueError(f"rotary positions need an even head_dim, not {self.head_size}")
-        if self.position_embedding != "rope" and self.rope_scaling is not None:
+        if self.position_embedding != "rope":
+            for name in ("rope_scaling", "rope_layers", "rope_local_theta", "partial_rotary_factor"):
+                if getattr(self, name) != type(self).model_fields[name].default:
+                    raise ValueError(
+                        f"{name} is for rotary positions, and position_embedding is {self.position_embedding!r}"
+                    )
+        elif self.rotary_size % 2 or not self.rotary_size:
             raise ValueError(
-                f"rope_scaling is for rotary positions, and position_embedding is {self.position_embedding!r}"
+                f"partial_rotary_factor {self.partial_rotary_factor} rotates {self.rotary_size} of "
+                f"{self.head_size} numbers of a head; it must be an even number above 0"
             )
+        self._longrope_fits()
+        if self.norm_plus_one and (self.norm != "rmsnorm" or not self.norm_affine):
+            raise ValueError("norm_plus_one is for norm='rmsnorm' with norm_affine=true")
+        if self.parallel_residual and self.norm_order != "before":
+            raise ValueError(f"parallel_residual needs norm_order='before', not {self.norm_order!r}")
+        if self.normalize_head and self.tie_embeddings:
+            raise ValueError("normalize_head needs a head of its own: tie_embeddings=false")
         if self.rope_scaling is not None and self.rope_scaling.kind == "yarn" and self.rope_theta <= 1:
             raise ValueError(f"yarn divides by the logarithm of rope_theta {self.rope_theta}, which must be above 1")
         if self.num_heads % self.num_kv_heads:
@@ -299,6 +368,20 @@ class ModelConfig(Config):
         if "differential" in self.attention and self.num_kv_heads % 2:
             raise ValueError(f"differential attention pairs heads: num_kv_heads {self.num_kv_heads} must be even")
         return self
+
+    def _longrope_fits(self) -> None:
+        if not isinstance(scaling := self.rope_scaling, LongRopeScaling):
+            return
+        if self.context_length > scaling.original_context_length:
+            raise ValueError(
+                f"context_length {self.context_length:,} is beyond original_context_length "
+                f"{scaling.original_context_length:,} of longrope; longer contexts are not computed"
+            )
+        if scaling.original_context_length < 2:
+            raise ValueError("original_context_length of longrope must be above 1, because its logarithm divides")
+        for name in ("short_factor", "long_factor"):
+            if (count := len(getattr(scaling, name))) != self.rotary_size // 2:
+                raise ValueError(f"{name} has {count} numbers for {self.rotary_size // 2} frequencies")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -317,7 +400,8 @@ def cost(config: ModelConfig, vocab_size: int) -> Cost:
     matmul = V * D + sum(_attention(config) + _feed_forward(config, kind) for _, _, kind in layers)
     tables = 0 if config.tie_embeddings else V * D
     tables += config.context_length * D if config.position_embedding == "learned" else 0
-    vectors = _norm(config) + sum(2 * _norm(config) + _vectors(config, kind, mlp) for kind, _, mlp in layers)
+    norms = (4 if config.norm_order == "both" else 2) * _norm(config)
+    vectors = _norm(config) + sum(norms + _vectors(config, kind, mlp) for kind, _, mlp in layers)
     seen = sum(_attended(config, kind, window) for kind, window, _ in layers)
     return Cost(
         parameters=matmul + tables + vectors,
@@ -335,7 +419,7 @@ def _feed_forward(config: ModelConfig, kind: FeedForwardKind) -> int:
 
 
 def _is_gated(kind: FeedForwardKind) -> bool:
-    return kind in ("swiglu", "geglu")
+    return kind in GATED
 
 
 def _norm(config: ModelConfig) -> int:
@@ -348,7 +432,8 @@ def _norm(config: ModelConfig) -> int:
 def _vectors(config: ModelConfig, attention: AttentionKind, mlp: FeedForwardKind) -> int:
     """Vector parameters of a layer, without its two norms."""
     E, M = config.head_size, config.intermediate_size
-    heads = 2 * E if config.qk_norm and config.norm_affine else 0
+    normed = config.num_heads + config.num_kv_heads if config.qk_norm_over == "width" else 2
+    heads = normed * E if config.qk_norm and config.norm_affine else 0
     pairs = 4 * E + (2 * E if config.norm_affine else 0) if attention == "differential" else 0
     qkv = (config.num_heads + 2 * config.num_kv_heads) * E if config.biases != "none" else 0
     others = 2 * config.hidden_size + M + (M if _is_gated(mlp) else 0) if config.biases == "all" else 0
@@ -404,7 +489,7 @@ class Lora(Config):
 def matrices(model: ModelConfig) -> Iterator[str]:
     """The paths of the matrices of the blocks, in their order."""
     for number in range(model.num_layers):
-        is_gated = model.layer(number)[2] in ("swiglu", "geglu")
+        is_gated = model.layer(number)[2] in GATED
         yield from (f"blocks.{number}.attention.{name}" for name in ("q", "k", "v", "out"))
         yield from (f"blocks.{number}.mlp.{name}" for name in ("gate", "up", "down") if is_gated or name != "gate")
 

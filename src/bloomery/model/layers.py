@@ -11,7 +11,7 @@ from collections.abc import Callable
 from jaxtyping import Float
 
 import bloomery.hw.require_torch  # noqa: F401
-from bloomery.model.config import FeedForwardKind, ModelConfig
+from bloomery.model.config import GATED, FeedForwardKind, ModelConfig
 from bloomery.model.kernels import cpu, triton
 
 import torch
@@ -33,22 +33,27 @@ class RMSNorm(nn.Module):
         y = x / √(mean(x²) + ε) · g
 
     computed in float32 (Zhang and Sennrich 2019, https://arxiv.org/abs/1910.07467). Under autocast the result has the
-    dtype of the matmuls that read it, so it is converted once and not by each matmul.
+    dtype of the matmuls that read it, so it is converted once and not by each matmul. g is the weight, or 1 + weight.
     """
 
-    def __init__(self, width: int, eps: float, weights: bool = True) -> None:
+    def __init__(self, width: int, eps: float, weights: bool = True, plus_one: bool = False) -> None:
         super().__init__()
-        self.width, self.eps = width, eps
-        self.weight = nn.Parameter(torch.ones(width)) if weights else None
+        self.width, self.eps, self.plus_one = width, eps, plus_one
+        self.weight = nn.Parameter(torch.full((width,), 0.0 if plus_one else 1.0)) if weights else None
+
+    def gain(self) -> Float[Tensor, " D"] | None:
+        """g; None for 1."""
+        return self.weight if self.weight is None or not self.plus_one else 1.0 + self.weight.float()
 
     def forward(self, x: Float[Tensor, "*lead D"]) -> Float[Tensor, "*lead D"]:
-        dtype, weights = _computed(x), () if self.weight is None else (self.weight,)
+        gain = self.gain()
+        dtype, weights = _computed(x), () if gain is None else (gain,)
         if triton.ready("rms-norm", x, *weights) and self.width <= triton.LARGEST_ROW:
-            return triton.rms_norm(x, self.weight, self.eps, dtype)
+            return triton.rms_norm(x, gain, self.eps, dtype)
         full = x.float()
         if dtype in cpu.KINDS and cpu.ready(full, *weights):
-            return cpu.rms_norm(full, self.weight, self.eps, dtype)
-        return _as_computed(F.rms_norm(full, (self.width,), self.weight, self.eps))
+            return cpu.rms_norm(full, gain, self.eps, dtype)
+        return _as_computed(F.rms_norm(full, (self.width,), gain, self.eps))
 
 
 class LayerNorm(nn.Module):
@@ -81,10 +86,15 @@ def _as_computed(y: Tensor) -> Tensor:
     return y.to(_computed(y))
 
 
+def rms_norm(config: ModelConfig, width: int) -> RMSNorm:
+    """An RMSNorm of a model, of any width."""
+    return RMSNorm(width, config.norm_eps, config.norm_affine, config.norm_plus_one)
+
+
 def norm(config: ModelConfig) -> RMSNorm | LayerNorm:
     """The norm of the residual stream that a config asks for."""
     if config.norm == "rmsnorm":
-        return RMSNorm(config.hidden_size, config.norm_eps, config.norm_affine)
+        return rms_norm(config, config.hidden_size)
     biased = config.norm_affine and config.biases == "all"
     return LayerNorm(config.hidden_size, config.norm_eps, config.norm_affine, biased)
 
@@ -94,6 +104,20 @@ def gelu_tanh(x: Tensor) -> Tensor:
     return cpu.gelu_tanh(x) if cpu.ready(x) else F.gelu(x, approximate="tanh")
 
 
+class NormalizedHead(nn.Linear):
+    """
+        logits = h (W / |W|)ᵀ        each row of W with length 1
+
+    The head of Baichuan2 (Yang et al. 2023, https://arxiv.org/abs/2309.10305).
+    """
+
+    def rows(self) -> Float[Tensor, "V D"]:
+        return F.normalize(self.weight)
+
+    def forward(self, x: Float[Tensor, "*lead D"]) -> Float[Tensor, "*lead V"]:
+        return F.linear(x, self.rows())
+
+
 def relu_squared(x: Tensor) -> Tensor:
     return F.relu(x).square()
 
@@ -101,6 +125,7 @@ def relu_squared(x: Tensor) -> Tensor:
 ACTIVATIONS: dict[FeedForwardKind, Callable[[Tensor], Tensor]] = {
     "swiglu": F.silu,
     "geglu": F.gelu,
+    "geglu_tanh": gelu_tanh,
     "gelu": F.gelu,
     "gelu_tanh": gelu_tanh,
     "relu2": relu_squared,
@@ -152,5 +177,5 @@ class MLP(nn.Module):
 def build_mlp(config: ModelConfig, layer: int) -> GatedMLP | MLP:
     """The feed-forward that a config asks for in a layer."""
     kind = config.layer(layer)[2]
-    mlp_class = GatedMLP if kind in ("swiglu", "geglu") else MLP
+    mlp_class = GatedMLP if kind in GATED else MLP
     return mlp_class(config.hidden_size, config.intermediate_size, kind, config.biases == "all")

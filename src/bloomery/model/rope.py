@@ -9,27 +9,41 @@ import math
 from jaxtyping import Float, Int
 
 import bloomery.hw.require_torch  # noqa: F401
-from bloomery.model.config import LinearScaling, Llama3Scaling, ModelConfig, RopeScaling, YarnScaling
+from bloomery.model.config import (
+    LinearScaling,
+    Llama3Scaling,
+    LongRopeScaling,
+    ModelConfig,
+    RopeScaling,
+    YarnScaling,
+)
 from bloomery.model.kernels import cpu, triton
 
 import torch
 from torch import Tensor
 
-Rotation = tuple[Float[Tensor, "b 1 T E"], Float[Tensor, "b 1 T E"]]  # b is 1 where all rows have the same positions
+Rotation = tuple[Float[Tensor, "b 1 T R"], Float[Tensor, "b 1 T R"]]  # b is 1 where all rows have the same positions
 
 
-def rotation(positions: Int[Tensor, "b T"], config: ModelConfig, dtype: torch.dtype = torch.float32) -> Rotation:
+def rotation(
+    positions: Int[Tensor, "b T"], config: ModelConfig, dtype: torch.dtype = torch.float32, *, local: bool = False
+) -> Rotation:
     """
     Cosine and sine of every position's angles, for `rotate`, in the dtype of the queries and keys.
 
-        angle(p, j) = p · ω(j)     j = 0 … E/2 − 1, repeated for the second half
+        angle(p, j) = p · ω(j)     j = 0 … R/2 − 1, repeated for the second half
+
+    R is the number of a head's numbers that rotate, usually all E. `local` takes rope_local_theta, without scaling.
 
     Halves are paired (j with j + E/2), as in transformers' Llama, not neighbours as in the paper
     (Su et al. 2021, https://arxiv.org/abs/2104.09864). Computed in float32.
     """
-    speeds, size = frequencies(config.head_size, config.rope_theta, config.rope_scaling, positions.device)
-    angle = positions[:, None, :, None].float() * speeds  # (b, 1, T, E/2)
-    angle = torch.cat((angle, angle), dim=-1)  # (b, 1, T, E)
+    theta, scaling = config.rope_theta, config.rope_scaling
+    if local and config.rope_local_theta is not None:
+        theta, scaling = config.rope_local_theta, None
+    speeds, size = frequencies(config.rotary_size, theta, scaling, positions.device)
+    angle = positions[:, None, :, None].float() * speeds  # (b, 1, T, R/2)
+    angle = torch.cat((angle, angle), dim=-1)  # (b, 1, T, R)
     cos, sin = angle.cos(), angle.sin()
     if size != 1.0:
         cos, sin = cos * size, sin * size
@@ -56,6 +70,10 @@ def frequencies(
         case YarnScaling():
             grown = scaling.attention_factor or (0.1 * math.log(scaling.factor) + 1.0)
             return _yarn(speeds, head_dim, theta, scaling), grown
+        case LongRopeScaling():
+            short = torch.tensor(scaling.short_factor, device=device, dtype=torch.float32)
+            root = math.sqrt(1 + math.log(scaling.factor) / math.log(scaling.original_context_length))
+            return 1.0 / (short * theta ** (j / head_dim)), scaling.attention_factor or root
         case None:
             return speeds, 1.0
 
@@ -80,8 +98,10 @@ def _yarn(speeds: Tensor, head_dim: int, theta: float, scaling: YarnScaling) -> 
 
 
 def rotate(x: Float[Tensor, "B N T E"], turn: Rotation) -> Float[Tensor, "B N T E"]:
-    """Turn each pair of numbers of every head by its position's angle."""
+    """Turn each pair of numbers of every head by its position's angle. Numbers beyond the angles stay."""
     cos, sin = turn
+    if (width := cos.shape[-1]) < x.shape[-1]:
+        return torch.cat((rotate(x[..., :width].contiguous(), turn), x[..., width:]), dim=-1)
     if triton.ready("rotary", x, cos, sin):
         return triton.turn(x, cos, sin)
     if cpu.ready(x) and cpu.ready(cos, sin):

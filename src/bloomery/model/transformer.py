@@ -10,7 +10,7 @@ from jaxtyping import Float, Int
 
 from bloomery.model.attention import Cache, attention
 from bloomery.model.config import AttentionKind, ModelConfig, Window
-from bloomery.model.layers import build_mlp, norm
+from bloomery.model.layers import NormalizedHead, build_mlp, norm
 from bloomery.model.mask import AttentionMask, Mask
 from bloomery.model.rope import Rotation, alibi_slopes, rotation
 
@@ -22,20 +22,31 @@ class Block(nn.Module):
     """
     x = x + attention(norm(x))
     x = x + mlp(norm(x))
+
+    Norms stand before, after or at both ends of attention and mlp. With parallel_residual, both read the first x.
     """
 
     def __init__(self, config: ModelConfig, layer: int) -> None:
         super().__init__()
-        self.attention_norm = norm(config)
+        self.parallel = config.parallel_residual
+        before, after = config.norm_order != "after", config.norm_order != "before"
+        self.attention_norm = norm(config) if before else None
         self.attention = attention(config, layer)
-        self.mlp_norm = norm(config)
+        self.attention_post_norm = norm(config) if after else None
+        self.mlp_norm = norm(config) if before else None
         self.mlp = build_mlp(config, layer)
+        self.mlp_post_norm = norm(config) if after else None
 
     def forward(
         self, x: Float[Tensor, "B T D"], turn: Rotation | None, sight: AttentionMask, cache: Cache | None
     ) -> Float[Tensor, "B T D"]:
-        x = x + self.attention(self.attention_norm(x), turn, sight, cache)
-        y: Tensor = x + self.mlp(self.mlp_norm(x))
+        attended = self.attention(x if self.attention_norm is None else self.attention_norm(x), turn, sight, cache)
+        if self.attention_post_norm is not None:
+            attended = self.attention_post_norm(attended)
+        entry, x = x, x + attended
+        read = entry if self.parallel else x
+        added = self.mlp(read if self.mlp_norm is None else self.mlp_norm(read))
+        y: Tensor = x + (added if self.mlp_post_norm is None else self.mlp_post_norm(added))
         return y
 
 
@@ -51,7 +62,8 @@ class Transformer(nn.Module):
         )
         self.blocks = nn.ModuleList(Block(config, layer) for layer in range(config.num_layers))
         self.norm = norm(config)
-        self.head = nn.Linear(config.hidden_size, vocab_size, bias=False)
+        head_class = NormalizedHead if config.normalize_head else nn.Linear
+        self.head = head_class(config.hidden_size, vocab_size, bias=False)
         if config.tie_embeddings:
             self.head.weight = self.embed.weight
 
@@ -69,7 +81,7 @@ class Transformer(nn.Module):
                 if name.endswith("bias"):
                     weight.zero_()
                 elif "norm.weight" in name:
-                    weight.fill_(1.0)
+                    weight.fill_(0.0 if self.config.norm_plus_one else 1.0)
                 else:
                     weight.copy_(torch.empty(weight.shape).normal_(0.0, self._start(name), generator=generator))
 
@@ -117,6 +129,10 @@ class Transformer(nn.Module):
         scores: Tensor = self.head(hidden)
         return scores.float()
 
+    def head_rows(self) -> Float[Tensor, "V D"]:
+        """The matrix that logits are computed with: the head's weight, or its rows with length 1."""
+        return self.head.rows() if isinstance(self.head, NormalizedHead) else self.head.weight
+
     def _run(
         self, ids: Tensor, positions: Tensor | None, segments: Tensor | None, mask: Tensor | None, cache: Cache | None
     ) -> Tensor:
@@ -125,13 +141,18 @@ class Transformer(nn.Module):
             positions = torch.arange(before, before + ids.shape[1], device=ids.device)[None]
         if self.positions is not None:
             x = x + self.positions(positions)
-        turn = rotation(positions, config, _computed_in(x)) if config.position_embedding == "rope" else None
+        if config.scale_embeddings:
+            x = x * torch.tensor(config.hidden_size**0.5, dtype=self.embed.weight.dtype, device=x.device)
+        turns: dict[bool, Rotation] = {}
         sights: dict[tuple[Window, AttentionKind], AttentionMask] = {}
         for number, block in enumerate(self.blocks):
             kind, window, _ = config.layer(number)
             if (window, kind) not in sights:
                 sights[window, kind] = self._sight(kind, window, ids, before, segments, mask)
-            x = block(x, turn, sights[window, kind], cache)
+            local = config.rope_local_theta is not None and window != "full"
+            if config.rotates(number) and local not in turns:
+                turns[local] = rotation(positions, config, _computed_in(x), local=local)
+            x = block(x, turns[local] if config.rotates(number) else None, sights[window, kind], cache)
         normed: Tensor = self.norm(x)
         return normed
 

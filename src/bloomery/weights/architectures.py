@@ -1,17 +1,24 @@
 """
-Map weights and configs to transformers' architectures: Llama, Mistral, Qwen, GPT-2, Baichuan2.
+Map weights and configs to transformers' architectures: Llama, Qwen, OLMo 2, Gemma 3, Phi-3, GPT-2 and others.
 
 An architecture has a name, a configuration, and a position for each of our weights in its files. A mapping covers
 one tensor of theirs. It corresponds to one tensor of ours, or to several of ours stacked one below the other.
 
-    Llama and its kin    LlamaForCausalLM, MistralForCausalLM, Qwen2ForCausalLM, Qwen3ForCausalLM
+    Llama and its kin    LlamaForCausalLM, MistralForCausalLM, Qwen2ForCausalLM, Qwen3ForCausalLM, SmolLM3ForCausalLM
+    OLMo 2               Olmo2ForCausalLM: norms after attention and MLP, norms of queries and keys over the width
+    Gemma 3              Gemma3ForCausalLM (text): norms on both sides, times 1 + weight, and two RoPE bases
+    Phi-3, Phi-4-mini    Phi3ForCausalLM: queries, keys and values in one matrix, gate and up in another
+    GPT-NeoX             GPTNeoXForCausalLM (Pythia): queries, keys and values in one matrix, head by head
     GPT-2                GPT2LMHeadModel: queries, keys and values in one matrix, and matrices that are written
                          inputs × outputs
     Baichuan2            read and not written: 7B is a Llama with rotary positions, 13B has ALiBi
 
 In Baichuan2, queries, keys and values are one matrix (W_pack). The head of the second generation is used with rows
-of length 1 (NormHead). Its rows are normalized once, as they are read, so that no other code has to know. The first
-generation, with a vocabulary of 64,000, has no NormHead.
+of length 1 (NormHead). The head stays as it is while it trains; export normalizes its rows. The first generation,
+with a vocabulary of 64,000, has no NormHead.
+
+A config.json may have fields that no reader here knows. A field that is not null, and not known to leave the
+computation as it is (IGNORED), is refused by name.
 
 This module also finds which transformers architecture a model is. If a model is none, it says why not. Such a model
 is saved in the same kind of folder under a name of our own, which transformers refuses plainly.
@@ -21,322 +28,400 @@ All architectures are in one file because finding the architecture of a model co
 
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
-import bloomery.hw.require_torch  # noqa: F401
 from bloomery.core.config import plain
-from bloomery.model.config import ModelConfig
-
-import torch
-import torch.nn.functional as F
-from torch import Tensor
-
-CYCLES = ("attention", "sliding_window", "mlp")
-"""Fields of a ModelConfig that layers take in turns; of a cycle that is longer than the model, its end says nothing."""
-TABLES = ("embed.weight", "head.weight")
-"""Weights with a row for each token ID."""
-
-BUFFERS = re.compile(r"(.*\.)?rotary_emb\.inv_freq|(transformer\.)?h\.\d+\.attn\.(masked_)?bias")
-"""Tensors in some files that are no weights but follow from the configuration: frequencies, causal masks."""
-
-
-@dataclass(frozen=True)
-class WeightMapping:
-    """A tensor of theirs."""
-
-    theirs: str
-    ours: tuple[str, ...]
-    transposed: bool = False
-    """Theirs has inputs × outputs, ours outputs × inputs."""
-    normalized: bool = False
-    """Theirs is used with rows of length 1, and ours has them so."""
-
-
-@dataclass(frozen=True)
-class Architecture:
-    name: str
-    """As transformers calls it in config.json."""
-    model_type: str
-    allowed: Mapping[str, Callable[[ModelConfig], bool]]
-    """Field of a ModelConfig -> whether it is such as the architecture has it."""
-    describe: Callable[[ModelConfig], dict[str, Any]]
-    """The entries of config.json for a model, except architecture, vocabulary and special tokens."""
-    understand: Callable[[Mapping[str, Any]], ModelConfig]
-    """The model of a config.json. Raises ValueError for what ours cannot be, KeyError for what it lacks."""
-    pieces: Callable[[Sequence[str]], list[WeightMapping]]
-    """The tensors of a model whose weights, without a tied head, have these names of ours."""
-
-    def obstacles(self, config: ModelConfig) -> list[str]:
-        """The fields of a model that this architecture does not have so."""
-        used = {name: getattr(config, name)[: config.num_layers] for name in CYCLES}
-        config = config.model_copy(update=used)
-        return [field for field, holds in self.allowed.items() if not holds(config)]
-
-
-def renamed(name: str, patterns: Sequence[tuple[str, str]], architecture: str) -> str:
-    """
-    Their name of one of our weights, by the first pattern that is all of it. Raises ValueError for a weight that none
-    fits.
-    """
-    for pattern, replacement in patterns:
-        if re.fullmatch(pattern, name):
-            return re.sub(pattern, replacement, name)
-    raise ValueError(f"{name!r} has no counterpart in a {architecture}")
-
-
-def gathered(piece: WeightMapping, weights: Mapping[str, Tensor]) -> Tensor:
-    """Their tensor, made of ours."""
-    parts = [weights[name] for name in piece.ours]
-    whole = parts[0] if len(parts) == 1 else torch.cat(parts)
-    return whole.t() if piece.transposed else whole
-
-
-def spread(piece: WeightMapping, tensor: Tensor, weights: Mapping[str, Tensor]) -> None:
-    """Copy their tensor into ours. Raises ValueError for another shape."""
-    parts = [weights[name] for name in piece.ours]
-    if piece.transposed and tensor.dim() == 2:
-        tensor = tensor.t()
-    expected = (sum(len(part) for part in parts), *parts[0].shape[1:])
-    if tensor.shape != expected:
-        turned = tuple(reversed(expected)) if piece.transposed else expected
-        raise ValueError(f"{piece.theirs} has shape {tuple(tensor.shape)}, not {turned}")
-    if piece.normalized:
-        tensor = F.normalize(tensor.float())
-    with torch.no_grad():
-        for target, some in zip(parts, torch.split(tensor, [len(part) for part in parts]), strict=True):
-            target.copy_(some)
-
-
-def is_uniform(cycle: Sequence[Any], *values: Any) -> bool:
-    """Whether every layer has the same, and that one of these values."""
-    return len(set(cycle)) == 1 and cycle[0] in values
-
-
-LLAMA_PATTERNS = (
-    (r"embed\.weight", "model.embed_tokens.weight"),
-    (r"blocks\.(\d+)\.attention\.(q|k|v)\.(weight|bias)", r"model.layers.\1.self_attn.\2_proj.\3"),
-    (r"blocks\.(\d+)\.attention\.out\.(weight|bias)", r"model.layers.\1.self_attn.o_proj.\2"),
-    (r"blocks\.(\d+)\.attention\.(q|k)_norm\.weight", r"model.layers.\1.self_attn.\2_norm.weight"),
-    (r"blocks\.(\d+)\.mlp\.(gate|up|down)\.(weight|bias)", r"model.layers.\1.mlp.\2_proj.\3"),
-    (r"blocks\.(\d+)\.attention_norm\.weight", r"model.layers.\1.input_layernorm.weight"),
-    (r"blocks\.(\d+)\.mlp_norm\.weight", r"model.layers.\1.post_attention_layernorm.weight"),
-    (r"norm\.weight", "model.norm.weight"),
-    (r"head\.weight", "lm_head.weight"),
+from bloomery.model.config import LongRopeScaling, ModelConfig
+from bloomery.weights.llama import BUFFERS as BUFFERS
+from bloomery.weights.llama import (
+    LLAMA,
+    LLAMA_FIELDS,
+    LLAMA_PATTERNS,
+    MISTRAL,
+    PLAIN,
+    QWEN2,
+    QWEN3,
+    SHARED,
+    WINDOW_FIELDS,
+    changed,
+    describe_llama,
+    describe_windows,
+    has_one_window,
+    is_uniform,
+    llama_mappings,
+    llama_tree,
+    one_size,
+    read_llama,
+    renamed,
+    rotary_share,
+    size_or_full,
+    windows,
 )
-"""Our name of a weight, and transformers' name of it."""
-
-GATES = {"swiglu": "silu", "geglu": "gelu"}
-"""Our feed-forward, and what transformers calls the function of its gate."""
-
-Allowed = dict[str, Callable[[ModelConfig], bool]]
-
-
-def llama_mappings(names: Sequence[str]) -> list[WeightMapping]:
-    """One tensor of theirs for each of ours. Raises ValueError for a weight that Llama does not have."""
-    return [WeightMapping(llama_name(name), (name,)) for name in names]
+from bloomery.weights.llama import TABLES as TABLES
+from bloomery.weights.llama import Architecture as Architecture
+from bloomery.weights.llama import WeightMapping as WeightMapping
+from bloomery.weights.llama import gathered as gathered
+from bloomery.weights.llama import joined as joined
+from bloomery.weights.llama import llama_name as llama_name
+from bloomery.weights.llama import parted as parted
+from bloomery.weights.llama import shown as shown
+from bloomery.weights.llama import spread as spread
 
 
-def llama_name(name: str) -> str:
-    """Transformers' name of one of our weights. Raises ValueError for one that it does not have."""
-    return renamed(name, LLAMA_PATTERNS, "LlamaForCausalLM")
+def _is_unbiased(facts: Mapping[str, Any], name: str) -> None:
+    if facts.get("attention_bias"):
+        raise ValueError(f"attention_bias: a {name} with biases is not there")
 
 
-def describe_llama(config: ModelConfig) -> dict[str, Any]:
-    facts: dict[str, Any] = {
-        "hidden_size": config.hidden_size,
-        "num_hidden_layers": config.num_layers,
-        "num_attention_heads": config.num_heads,
-        "num_key_value_heads": config.num_kv_heads,
-        "head_dim": config.head_size,
-        "intermediate_size": config.intermediate_size,
-        "max_position_embeddings": config.context_length,
-        "rope_theta": config.rope_theta,
-        "rms_norm_eps": config.norm_eps,
-        "tie_word_embeddings": config.tie_embeddings,
-        "hidden_act": GATES[config.mlp[0]],
-        "attention_bias": config.biases == "all",
-        "mlp_bias": config.biases == "all",
+def _smollm3(facts: Mapping[str, Any]) -> ModelConfig:
+    config = read_llama({"rope_theta": 2e6, "tie_word_embeddings": True, **facts})
+    if facts.get("use_sliding_window") and facts.get("sliding_window") is not None:
+        raise ValueError("use_sliding_window: a SmolLM3 with windows is not there")
+    layers, every = config.num_layers, facts.get("no_rope_layer_interval", 4)
+    rotates = facts.get("no_rope_layers") or [int((layer + 1) % every != 0) for layer in range(layers)]
+    if len(rotates) < layers or any(flag not in (0, 1) for flag in rotates):
+        raise ValueError(f"no_rope_layers is {shown(rotates)}, and it must have a 0 or 1 for each of {layers} layers")
+    return changed(config, rope_layers=tuple(bool(flag) for flag in rotates[:layers]))
+
+
+SMOLLM3 = Architecture(
+    "SmolLM3ForCausalLM",
+    "smollm3",
+    {name: holds for name, holds in LLAMA.allowed.items() if name != "rope_layers"},
+    lambda config: (
+        describe_llama(config)
+        | {
+            "no_rope_layers": [int(config.rotates(layer)) for layer in range(config.num_layers)],
+            "use_sliding_window": False,
+            "pad_token_id": None,
+        }
+    ),
+    _smollm3,
+    llama_mappings,
+    LLAMA_FIELDS | WINDOW_FIELDS | {"mlp_bias", "no_rope_layers", "no_rope_layer_interval"},
+)
+
+# --- norms after, and on both sides --------------------------------------------------------------------------------
+
+OLMO2_PATTERNS = (
+    (r"blocks\.(\d+)\.attention_post_norm\.weight", r"model.layers.\1.post_attention_layernorm.weight"),
+    (r"blocks\.(\d+)\.mlp_post_norm\.weight", r"model.layers.\1.post_feedforward_layernorm.weight"),
+    (r"blocks\.(\d+)\.mlp_norm\.weight", r"model.layers.\1.pre_feedforward_layernorm.weight"),
+    *LLAMA_PATTERNS,
+)
+"""Names of norms after attention and MLP, for OLMo 2 and Gemma 3. OLMo 2 has no norm before them."""
+
+
+def olmo2_mappings(names: Sequence[str]) -> list[WeightMapping]:
+    """One tensor of theirs for each of ours. Raises ValueError for a weight that OLMo 2 and Gemma 3 do not have."""
+    return [
+        WeightMapping(renamed(name, OLMO2_PATTERNS, "Olmo2ForCausalLM or Gemma3ForCausalLM"), (name,)) for name in names
+    ]
+
+
+def _olmo2(facts: Mapping[str, Any]) -> ModelConfig:
+    _is_unbiased(facts, "Olmo2ForCausalLM")
+    config = read_llama({"rms_norm_eps": 1e-5, **facts})
+    return changed(config, norm_order="after", qk_norm=True, qk_norm_over="width")
+
+
+OLMO2 = Architecture(
+    "Olmo2ForCausalLM",
+    "olmo2",
+    SHARED
+    | {
+        "hidden_size": lambda config: config.head_size * config.num_heads == config.hidden_size,
+        "sliding_window": lambda config: is_uniform(config.sliding_window, "full"),
+        "qk_norm": lambda config: config.qk_norm,
+        "qk_norm_over": lambda config: config.qk_norm_over == "width",
+        "norm_order": lambda config: config.norm_order == "after",
+        "biases": lambda config: config.biases == "none",
+    },
+    describe_llama,
+    _olmo2,
+    olmo2_mappings,
+    LLAMA_FIELDS,
+)
+
+
+def _describe_gemma3(config: ModelConfig) -> dict[str, Any]:
+    facts = describe_llama(config)
+    layers = describe_windows(config)
+    scaling = facts.pop("rope_scaling", None) or {"rope_type": "default"}
+    local = config.rope_local_theta or config.rope_theta
+    return facts | {
+        "hidden_activation": facts.pop("hidden_act"),
+        "query_pre_attn_scalar": int(config.query_pre_attn_scalar or config.head_size),
+        "sliding_window": layers["sliding_window"] or config.context_length,
+        "layer_types": layers["layer_types"],
+        "rope_local_base_freq": local,
+        "rope_parameters": {
+            "full_attention": scaling | {"rope_theta": facts.pop("rope_theta")},
+            "sliding_attention": {"rope_type": "default", "rope_theta": local},
+        },
     }
-    if (scaling := config.rope_scaling) is not None:
-        said = {"rope_type": scaling.kind} | scaling.model_dump(exclude={"kind"}, exclude_none=True)
-        if "original_context_length" in said:
-            said["original_max_position_embeddings"] = said.pop("original_context_length")
-        facts["rope_scaling"] = said
-    return facts
 
 
-def read_llama(facts: Mapping[str, Any]) -> ModelConfig:
-    """The part of a config.json that all of them have."""
-    acts = {act: kind for kind, act in GATES.items()}
-    if (act := facts.get("hidden_act", "silu")) not in acts:
-        raise ValueError(f"hidden_act {act!r} is not one of {', '.join(acts)}")
-    if facts.get("partial_rotary_factor", 1.0) not in (None, 1.0):
-        raise ValueError(f"partial_rotary_factor {facts['partial_rotary_factor']}: only whole heads are turned")
-    heads = facts["num_attention_heads"]
-    if bool(facts.get("attention_bias")) != bool(facts.get("mlp_bias")):
-        raise ValueError("attention_bias and mlp_bias differ; both have biases, or none")
-    theta, scaling = _rope(facts)
-    tree = {
-        "hidden_size": facts["hidden_size"],
-        "num_layers": facts["num_hidden_layers"],
-        "num_heads": heads,
-        "num_kv_heads": facts.get("num_key_value_heads") or heads,
-        "intermediate_size": facts["intermediate_size"],
-        "context_length": facts["max_position_embeddings"],
-        "rope_theta": theta,
-        "rope_scaling": scaling,
-        "norm_eps": facts.get("rms_norm_eps", 1e-6),
-        "tie_embeddings": facts.get("tie_word_embeddings", False),
-        "mlp": acts[act],
-        "biases": "all" if facts.get("attention_bias") else "none",
-    }
-    head_dim = facts.get("head_dim")
-    if head_dim and head_dim * heads != tree["hidden_size"]:
-        tree["head_dim"] = head_dim
-    return ModelConfig(**tree)
+GEMMA3_DEFAULTS = {"head_dim": 256, "tie_word_embeddings": True, "sliding_window": 4096, "rope_theta": 1e6}
 
 
-def _rope(facts: Mapping[str, Any]) -> tuple[float, dict[str, Any] | None]:
-    """θ and the scaling, as transformers 5 says them (rope_parameters) or those before it."""
-    said = dict(facts.get("rope_parameters") or facts.get("rope_scaling") or {})
-    named = (said.pop("rope_theta", None), facts.get("rope_theta"), 10_000.0)
-    theta = float(next(value for value in named if value is not None))
-    kind = said.pop("rope_type", None) or said.pop("type", None) or "default"
-    said.pop("type", None)
-    if kind == "default":
-        return theta, None
-    original = said.pop("original_max_position_embeddings", None)
-    if kind not in ("linear", "llama3", "yarn") or said.keys() & {"mscale", "mscale_all_dim"}:
-        raise ValueError(f"rope_scaling of the type {kind!r} ({', '.join(said)}) is not one of linear, llama3, yarn")
-    if said.pop("truncate", True) is not True:
-        raise ValueError("yarn without truncation is not there")
-    if kind != "linear":
-        said["original_context_length"] = original or facts["max_position_embeddings"]
-    return theta, {"kind": kind, **said}
-
-
-# --- the kin -------------------------------------------------------------------------------------------------------
-
-
-def _windowed(config: ModelConfig) -> dict[str, Any]:
-    """What Qwen's config.json says of sliding windows, layer by layer."""
-    windows = [config.layer(number)[1] for number in range(config.num_layers)]
-    sizes = sorted({size for size in windows if size != "full"})
-    kinds = ["full_attention" if size == "full" else "sliding_attention" for size in windows]
-    return {
-        "use_sliding_window": bool(sizes),
-        "sliding_window": sizes[0] if sizes else None,
-        "max_window_layers": next((place for place, size in enumerate(windows) if size != "full"), len(windows)),
+def _gemma3(facts: Mapping[str, Any]) -> ModelConfig:
+    _is_unbiased(facts, "Gemma3ForCausalLM")
+    facts = GEMMA3_DEFAULTS | {name: value for name, value in facts.items() if value is not None}
+    rope = facts.get("rope_parameters") or {}
+    local = dict(rope.get("sliding_attention") or {})
+    if (kind := local.get("rope_type", "default")) != "default":
+        raise ValueError(f"rope_parameters of sliding_attention have the rope_type {kind!r}, not 'default'")
+    every = facts.get("sliding_window_pattern", 6)
+    layers = facts["num_hidden_layers"]
+    kinds = facts.get("layer_types") or [
+        "sliding_attention" if (layer + 1) % every else "full_attention" for layer in range(layers)
+    ]
+    flat = facts | {
+        "hidden_act": facts.get("hidden_activation", "gelu_pytorch_tanh"),
+        "rope_parameters": rope.get("full_attention"),
+        "use_sliding_window": True,
         "layer_types": kinds,
     }
+    return changed(
+        read_llama(flat),
+        sliding_window=tuple(windows(flat)),
+        rope_local_theta=local.get("rope_theta") or facts.get("rope_local_base_freq") or 1e4,
+        query_pre_attn_scalar=facts.get("query_pre_attn_scalar", 256),
+        norm_order="both",
+        norm_plus_one=True,
+        scale_embeddings=True,
+        qk_norm=True,
+    )
 
 
-def _windows(facts: Mapping[str, Any]) -> list[Any]:
-    """The sliding window of each layer of a Qwen."""
-    layers, size = facts["num_hidden_layers"], facts.get("sliding_window")
-    if not facts.get("use_sliding_window", False) or size is None:
-        return ["full"]
-    if kinds := facts.get("layer_types"):
-        seen = {"full_attention": "full", "sliding_attention": size}
-        if len(kinds) != layers:
-            raise ValueError(f"layer_types has {len(kinds)} entries for {layers} layers")
-        if strange := [kind for kind in kinds if kind not in seen]:
-            raise ValueError(f"layer_types names {strange[0]!r}, which is not one of {', '.join(seen)}")
-        return [seen[kind] for kind in kinds]
-    first = facts.get("max_window_layers", 28)
-    return [size if number >= first else "full" for number in range(layers)]
-
-
-def _qwen(facts: Mapping[str, Any], **changes: Any) -> ModelConfig:
-    if facts.get("attention_bias"):
-        raise ValueError("attention_bias: a Qwen with a bias on what attention puts out is not there")
-    return _changed(read_llama(facts), sliding_window=tuple(_windows(facts)), **changes)
-
-
-def _changed(config: ModelConfig, **changes: Any) -> ModelConfig:
-    """A ModelConfig with other values, checked."""
-    return ModelConfig(**(config.model_dump() | changes))
-
-
-def _one_window(config: ModelConfig) -> bool:
-    """Whether all layers that do not see everything see equally much."""
-    return len({size for size in config.sliding_window if size != "full"}) <= 1
-
-
-def _size_or_full(facts: Mapping[str, Any]) -> Any:
-    """How much every layer sees, as config.json says it: null stands for everything, and 0 is checked as a size."""
-    size = facts.get("sliding_window")
-    return "full" if size is None else size
-
-
-def _one_size(config: ModelConfig) -> int | None:
-    """How much every layer sees; None for everything, which a Llama without a window is too."""
-    size = config.sliding_window[0]
-    return None if size == "full" else size
-
-
-SHARED: Allowed = {
-    "attention": lambda config: is_uniform(config.attention, "standard"),
-    "mlp": lambda config: is_uniform(config.mlp, *GATES),
-    "position_embedding": lambda config: config.position_embedding == "rope",
-    "norm": lambda config: config.norm == "rmsnorm",
-    "norm_affine": lambda config: config.norm_affine,
-}
-"""What all of them have."""
-
-LLAMA = Architecture(
-    "LlamaForCausalLM",
-    "llama",
+GEMMA3 = Architecture(
+    "Gemma3ForCausalLM",
+    "gemma3_text",
     SHARED
     | {
         "hidden_size": lambda config: config.hidden_size % config.num_heads == 0,
-        "sliding_window": lambda config: is_uniform(config.sliding_window, "full"),
-        "qk_norm": lambda config: not config.qk_norm,
-        "biases": lambda config: config.biases in ("none", "all"),
+        "sliding_window": has_one_window,
+        "rope_local_theta": lambda config: True,
+        "query_pre_attn_scalar": lambda config: float(config.query_pre_attn_scalar or 1).is_integer(),
+        "scale_embeddings": lambda config: config.scale_embeddings,
+        "norm_plus_one": lambda config: config.norm_plus_one,
+        "norm_order": lambda config: config.norm_order == "both",
+        "qk_norm": lambda config: config.qk_norm,
+        "biases": lambda config: config.biases == "none",
+        "rope_scaling": lambda config: (
+            SHARED["rope_scaling"](config)
+            and (config.rope_scaling is None or config.rope_local_theta is not None or _has_no_window(config))
+        ),
     },
-    describe_llama,
-    read_llama,
-    llama_mappings,
+    _describe_gemma3,
+    _gemma3,
+    olmo2_mappings,
+    (LLAMA_FIELDS | WINDOW_FIELDS | {"hidden_activation", "query_pre_attn_scalar", "rope_local_base_freq"})
+    | {"sliding_window_pattern", "_sliding_window_pattern"},
 )
-MISTRAL = Architecture(
-    "MistralForCausalLM",
-    "mistral",
+
+
+def _has_no_window(config: ModelConfig) -> bool:
+    return set(config.sliding_window) == {"full"}
+
+
+# --- fused matrices ------------------------------------------------------------------------------------------------
+
+
+def phi3_mappings(names: Sequence[str]) -> list[WeightMapping]:
+    """Their tensors. Raises ValueError for a weight that Phi-3 does not have."""
+    return _fused(
+        names,
+        {"self_attn.q_proj": ("self_attn.qkv_proj", "qkv"), "mlp.gate_proj": ("mlp.gate_up_proj", ("gate", "up"))},
+    )
+
+
+def _fused(names: Sequence[str], groups: Mapping[str, tuple[str, Sequence[str]]]) -> list[WeightMapping]:
+    """Llama's tensors with some made one: Llama's name of the first -> their name, and the last parts of ours."""
+    mappings, fused_names = [], set[str]()
+    for piece in llama_mappings(names):
+        (name,) = piece.ours
+        if name in fused_names:
+            continue
+        theirs = piece.theirs
+        ours: tuple[str, ...] = (name,)
+        for first, (fused, parts) in groups.items():
+            if theirs.endswith(f"{first}.weight"):
+                path = name.split(".")
+                ours = tuple(".".join((*path[:-2], part, path[-1])) for part in parts)
+                theirs = theirs.replace(first, fused)
+        fused_names.update(ours)
+        mappings.append(WeightMapping(theirs, ours))
+    return mappings
+
+
+def _describe_phi3(config: ModelConfig) -> dict[str, Any]:
+    facts = describe_llama(config)
+    for name in ("attention_bias", "mlp_bias", "head_dim"):
+        del facts[name]
+    facts |= {"sliding_window": one_size(config), "partial_rotary_factor": config.partial_rotary_factor}
+    if isinstance(scaling := config.rope_scaling, LongRopeScaling):
+        original = scaling.original_context_length
+        said: dict[str, Any] = {
+            "type": "longrope",
+            "short_factor": list(scaling.short_factor),
+            "long_factor": list(scaling.long_factor),
+        }
+        if scaling.attention_factor is not None:
+            said["attention_factor"] = scaling.attention_factor
+        facts["rope_scaling"] = said
+        facts["max_position_embeddings"] = round(scaling.factor * original)
+        facts["original_max_position_embeddings"] = original
+    return facts
+
+
+def _phi3(facts: Mapping[str, Any]) -> ModelConfig:
+    """Of a longrope, only the contexts up to the first one: longer ones have other frequencies."""
+    said = dict(facts.get("rope_parameters") or facts.get("rope_scaling") or {})
+    kind = said.get("rope_type") or said.get("type") or "default"
+    if kind not in ("default", "longrope", "su", "yarn"):  # transformers takes the last two for longrope
+        raise ValueError(f"rope_scaling of the type {kind!r} is not one of longrope")
+    plain = dict(facts) | {"rope_parameters": {"rope_theta": said.get("rope_theta")}, "rope_scaling": None}
+    tree = llama_tree({"rms_norm_eps": 1e-5} | plain)
+    tree |= {"sliding_window": (size_or_full(facts),), "partial_rotary_factor": rotary_share(facts)}
+    if kind != "default":
+        longest = facts["max_position_embeddings"]
+        original = facts.get("original_max_position_embeddings") or said["original_max_position_embeddings"]
+        tree["context_length"] = min(longest, original)
+        tree["rope_scaling"] = {
+            "kind": "longrope",
+            "factor": said.get("factor") or max(1.0, longest / original),
+            "original_context_length": original,
+            "short_factor": said["short_factor"],
+            "long_factor": said["long_factor"],
+            "attention_factor": said.get("attention_factor"),
+        }
+    return ModelConfig(**tree)
+
+
+PHI3 = Architecture(
+    "Phi3ForCausalLM",
+    "phi3",
     SHARED
     | {
+        "hidden_size": lambda config: config.head_size * config.num_heads == config.hidden_size,
         "sliding_window": lambda config: len(set(config.sliding_window)) == 1,
         "qk_norm": lambda config: not config.qk_norm,
         "biases": lambda config: config.biases == "none",
+        "partial_rotary_factor": lambda config: True,
+        "rope_scaling": lambda config: (
+            config.rope_scaling is None
+            or (
+                isinstance(config.rope_scaling, LongRopeScaling)
+                and config.context_length == config.rope_scaling.original_context_length
+                and float(config.rope_scaling.factor * config.context_length).is_integer()
+            )
+        ),
     },
-    lambda config: describe_llama(config) | {"sliding_window": _one_size(config)},
-    lambda facts: _changed(read_llama(facts), sliding_window=(_size_or_full(facts),)),
-    llama_mappings,
+    _describe_phi3,
+    _phi3,
+    phi3_mappings,
+    LLAMA_FIELDS | {"mlp_bias", "sliding_window", "partial_rotary_factor", "original_max_position_embeddings"},
 )
-QWEN2 = Architecture(
-    "Qwen2ForCausalLM",
-    "qwen2",
+
+
+NEOX_PATTERNS = (
+    (r"embed\.weight", "gpt_neox.embed_in.weight"),
+    (r"blocks\.(\d+)\.attention\.q\.(weight|bias)", r"gpt_neox.layers.\1.attention.query_key_value.\2"),
+    (r"blocks\.(\d+)\.attention\.out\.(weight|bias)", r"gpt_neox.layers.\1.attention.dense.\2"),
+    (r"blocks\.(\d+)\.mlp\.up\.(weight|bias)", r"gpt_neox.layers.\1.mlp.dense_h_to_4h.\2"),
+    (r"blocks\.(\d+)\.mlp\.down\.(weight|bias)", r"gpt_neox.layers.\1.mlp.dense_4h_to_h.\2"),
+    (r"blocks\.(\d+)\.attention_norm\.(weight|bias)", r"gpt_neox.layers.\1.input_layernorm.\2"),
+    (r"blocks\.(\d+)\.mlp_norm\.(weight|bias)", r"gpt_neox.layers.\1.post_attention_layernorm.\2"),
+    (r"norm\.(weight|bias)", r"gpt_neox.final_layer_norm.\1"),
+    (r"head\.weight", "embed_out.weight"),
+)
+"""Our name of a weight, and transformers' name of it; queries, keys and values alternate by head."""
+NEOX_ACTIVATIONS = {"gelu": "gelu", "gelu_tanh": "gelu_new", "relu2": "relu2"}
+
+
+def neox_mappings(num_heads: int) -> Callable[[Sequence[str]], list[WeightMapping]]:
+    """Their tensors, for a number of heads. Raises ValueError for a weight that GPT-NeoX does not have."""
+
+    def mappings(names: Sequence[str]) -> list[WeightMapping]:
+        pieces = []
+        for name in names:
+            query = re.fullmatch(r"(blocks\.\d+\.attention\.)([qkv])(\.\w+)", name)
+            if query and query[2] != "q":
+                continue
+            ours = tuple(f"{query[1]}{which}{query[3]}" for which in "qkv") if query else (name,)
+            theirs = renamed(name, NEOX_PATTERNS, "GPTNeoXForCausalLM")
+            pieces.append(WeightMapping(theirs, ours, interleaved=num_heads if query else 0))
+        return pieces
+
+    return mappings
+
+
+def _describe_neox(config: ModelConfig) -> dict[str, Any]:
+    facts = describe_llama(changed(config, mlp=("swiglu",)))
+    share = config.partial_rotary_factor
+    kept = ("hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size", "max_position_embeddings")
+    return {name: facts[name] for name in (*kept, "tie_word_embeddings")} | {
+        "hidden_act": NEOX_ACTIVATIONS[config.mlp[0]],
+        "layer_norm_eps": config.norm_eps,
+        "use_parallel_residual": config.parallel_residual,
+        "attention_bias": True,
+        "rotary_pct": share,
+        "rotary_emb_base": config.rope_theta,
+        "rope_parameters": (facts.get("rope_scaling") or {"rope_type": "default"})
+        | {"rope_theta": config.rope_theta, "partial_rotary_factor": share},
+        "attention_dropout": 0.0,
+        "hidden_dropout": 0.0,
+    }
+
+
+def _neox(facts: Mapping[str, Any]) -> ModelConfig:
+    kinds = {act: kind for kind, act in NEOX_ACTIVATIONS.items()}
+    kinds |= {"gelu_fast": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh"}
+    if (act := facts.get("hidden_act", "gelu")) not in kinds:
+        raise ValueError(f"hidden_act {act!r} is not one of {', '.join(kinds)}")
+    if facts.get("attention_bias", True) is not True:
+        raise ValueError("attention_bias: a GPTNeoXForCausalLM without biases is not there")
+    theta = facts.get("rotary_emb_base") or facts.get("rope_theta")
+    left = ("hidden_act", "attention_bias", "rope_theta")
+    flat = {name: value for name, value in facts.items() if name not in left}
+    tree = llama_tree(flat | ({} if theta is None else {"rope_theta": theta}))
+    return ModelConfig(
+        **tree
+        | {
+            "mlp": kinds[act],
+            "norm": "layernorm",
+            "norm_eps": facts.get("layer_norm_eps", 1e-5),
+            "biases": "all",
+            "parallel_residual": facts.get("use_parallel_residual", True),
+            "partial_rotary_factor": rotary_share(facts, "rotary_pct", 0.25),
+        }
+    )
+
+
+NEOX = Architecture(
+    "GPTNeoXForCausalLM",
+    "gpt_neox",
     SHARED
     | {
-        "sliding_window": _one_window,
+        "mlp": lambda config: is_uniform(config.mlp, *NEOX_ACTIVATIONS),
+        "sliding_window": lambda config: is_uniform(config.sliding_window, "full"),
+        "norm": lambda config: config.norm == "layernorm",
         "qk_norm": lambda config: not config.qk_norm,
-        "biases": lambda config: config.biases == "qkv",
+        "biases": lambda config: config.biases == "all",
+        "num_kv_heads": lambda config: config.num_kv_heads == config.num_heads,
+        "head_dim": lambda config: config.head_size * config.num_heads == config.hidden_size,
+        "partial_rotary_factor": lambda config: True,
+        "parallel_residual": lambda config: True,
     },
-    lambda config: describe_llama(config) | _windowed(config),
-    lambda facts: _qwen(facts, biases="qkv"),
-    llama_mappings,
-)
-QWEN3 = Architecture(
-    "Qwen3ForCausalLM",
-    "qwen3",
-    SHARED
-    | {
-        "sliding_window": _one_window,
-        "qk_norm": lambda config: config.qk_norm,
-        "biases": lambda config: config.biases == "none",
-    },
-    lambda config: describe_llama(config) | _windowed(config),
-    lambda facts: _qwen(facts, qk_norm=True),
-    llama_mappings,
+    _describe_neox,
+    _neox,
+    neox_mappings(1),
+    (LLAMA_FIELDS | {"layer_norm_eps", "use_parallel_residual", "rotary_pct", "rotary_emb_base"}),
+    neox_mappings,
 )
 
 
@@ -419,7 +504,8 @@ def read_gpt2(facts: Mapping[str, Any]) -> ModelConfig:
 GPT2 = Architecture(
     "GPT2LMHeadModel",
     "gpt2",
-    {
+    PLAIN
+    | {
         "attention": lambda config: is_uniform(config.attention, "standard"),
         "mlp": lambda config: is_uniform(config.mlp, *GPT2_ACTIVATIONS),
         "sliding_window": lambda config: is_uniform(config.sliding_window, "full"),
@@ -434,39 +520,42 @@ GPT2 = Architecture(
     describe_gpt2,
     read_gpt2,
     gpt2_mappings,
+    frozenset(
+        {"n_embd", "n_layer", "n_head", "n_inner", "n_positions", "n_ctx", "activation_function", "layer_norm_epsilon"}
+        | {"tie_word_embeddings", "scale_attn_weights", "scale_attn_by_inverse_layer_idx"}
+    ),
 )
 
 
 FIRST_VOCABULARY = 64_000
 
 
-def baichuan2_mappings(names: Sequence[str], *, normalized: bool = True) -> list[WeightMapping]:
-    mappings = []
-    for piece in llama_mappings(names):
-        if piece.theirs.endswith("self_attn.q_proj.weight"):
-            ours = tuple(piece.ours[0].replace(".q.", f".{which}.") for which in "qkv")
-            mappings.append(WeightMapping(piece.theirs.replace("q_proj", "W_pack"), ours))
-        elif piece.theirs == "lm_head.weight":
-            mappings.append(replace(piece, normalized=normalized))
-        elif not piece.theirs.endswith(("self_attn.k_proj.weight", "self_attn.v_proj.weight")):
-            mappings.append(piece)
-    return mappings
+def baichuan2_mappings(names: Sequence[str]) -> list[WeightMapping]:
+    """Their tensors. Raises ValueError for a weight that Baichuan does not have."""
+    return _fused(names, {"self_attn.q_proj": ("self_attn.W_pack", "qkv")})
 
 
-def read_baichuan2(facts: Mapping[str, Any]) -> ModelConfig:
+def read_baichuan2(facts: Mapping[str, Any], *, normalized: bool = True) -> ModelConfig:
     """Tells 13B from 7B: 13B gives the length that it was trained at, but no number of positions."""
     positions = "rope" if "max_position_embeddings" in facts else "alibi"
     context = facts["max_position_embeddings"] if positions == "rope" else facts["model_max_length"]
     known = read_llama(dict(facts) | {"max_position_embeddings": context})
-    return ModelConfig(**(known.model_dump() | {"position_embedding": positions}))
+    return changed(known, position_embedding=positions, normalize_head=normalized and not known.tie_embeddings)
 
 
-BAICHUAN2 = Architecture("BaichuanForCausalLM", "baichuan", {}, describe_llama, read_baichuan2, baichuan2_mappings)
-BAICHUAN1 = replace(BAICHUAN2, pieces=lambda names: baichuan2_mappings(names, normalized=False))
+BAICHUAN2 = Architecture(
+    "BaichuanForCausalLM",
+    "baichuan",
+    {},
+    describe_llama,
+    read_baichuan2,
+    baichuan2_mappings,
+    LLAMA_FIELDS | {"mlp_bias", "model_max_length"},
+)
+BAICHUAN1 = replace(BAICHUAN2, reader=partial(read_baichuan2, normalized=False))
 
 
-MAX_SHOWN = 100
-WRITTEN = (LLAMA, MISTRAL, QWEN2, QWEN3, GPT2)
+WRITTEN = (LLAMA, MISTRAL, QWEN2, QWEN3, GPT2, SMOLLM3, OLMO2, GEMMA3, PHI3, NEOX)
 """What transformers loads as it is, those first that most programs know."""
 
 
@@ -487,7 +576,7 @@ READ = {one.name: one for one in (*WRITTEN, BAICHUAN2, OWN)} | {"GPT2Model": GPT
 
 def family(config: ModelConfig) -> Architecture | None:
     """The architecture of transformers that a model is exactly, or None."""
-    return next((one for one in WRITTEN if not one.obstacles(config)), None)
+    return next((one.bound(config.num_heads) for one in WRITTEN if not one.obstacles(config)), None)
 
 
 def architecture(config: ModelConfig) -> Architecture:
@@ -509,18 +598,17 @@ def of_file(facts: Mapping[str, Any]) -> Architecture:
         raise ValueError(f"its architecture is {shown(', '.join(names))}; known are {', '.join(READ)}")
     if kind not in (None, known.model_type):
         raise ValueError(f"architectures names {known.name}, and model_type is {shown(kind)}, not {known.model_type!r}")
-    return BAICHUAN1 if known is BAICHUAN2 and facts.get("vocab_size") == FIRST_VOCABULARY else known
-
-
-def shown(value: Any) -> str:
-    """A value of a config.json, for a message."""
-    text = str(value) if isinstance(value, str) else repr(value)
-    return text if len(text) <= MAX_SHOWN else f"{text[:MAX_SHOWN]}…"
+    if known is BAICHUAN2 and facts.get("vocab_size") == FIRST_VOCABULARY:
+        return BAICHUAN1
+    return known if known.bind is None else known.bound(facts["num_attention_heads"])
 
 
 def exported(config: ModelConfig) -> ModelConfig:
-    """The same computation where another architecture can say it: norms without weights have weights of 1."""
-    return config if config.norm_affine else ModelConfig(**(config.model_dump() | {"norm_affine": True}))
+    """
+    The same computation where another architecture can say it: norms without weights have weights of 1, and a head
+    that is normalized has rows of length 1.
+    """
+    return changed(config, norm_affine=True, normalize_head=False)
 
 
 def reasons(config: ModelConfig) -> list[str]:

@@ -131,7 +131,10 @@ def push(folder: Path, repository: str, *, public: bool) -> str:
 
 
 def _said_otherwise(model: Transformer) -> Transformer:
-    """The same computation in a shape that others have: norms without weights get weights of 1, and biases of 0."""
+    """
+    The same computation in a shape that others have: norms without weights get weights of 1, and biases of 0. Rows of
+    a head that is normalized get length 1.
+    """
     config = architectures.exported(model.config)
     if config == model.config:
         return model
@@ -140,6 +143,7 @@ def _said_otherwise(model: Transformer) -> Transformer:
     with torch.no_grad():
         for name, weight in other.state_dict().items():
             weight.copy_(weights[name]) if name in weights else weight.fill_(0.0 if name.endswith("bias") else 1.0)
+        other.head.weight.copy_(model.head_rows())
     return other.eval()
 
 

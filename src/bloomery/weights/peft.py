@@ -29,7 +29,7 @@ from bloomery.model import lora, quantize
 from bloomery.model.config import Base, Lora
 from bloomery.model.transformer import Transformer
 from bloomery.weights import architectures
-from bloomery.weights.architectures import WeightMapping
+from bloomery.weights.architectures import WeightMapping, joined, parted
 from bloomery.weights.safetensors import check_header, finite, save_tensors
 
 import safetensors.torch
@@ -151,7 +151,8 @@ def merge(model: Transformer, adapter: Adapter, kept_as: Base, folder: Path) -> 
             if delta.shape != (sum(len(part) for part in parts), parts[0].shape[1]):
                 what = f"adapts {name} with a change of shape {tuple(delta.shape)}"
                 raise CheckpointError(what, where=str(folder), hint=_AGAIN)
-            for weight, some in zip(parts, torch.split(delta, [len(part) for part in parts]), strict=True):
+            sizes = [len(part) for part in parts]
+            for weight, some in zip(parts, parted(pieces[name], delta, sizes), strict=True):
                 weight.add_(some.to(weight.device))
 
 
@@ -165,9 +166,13 @@ def fill(model: Transformer, folder: Path) -> None:
     with torch.no_grad():
         for name, piece in expected.items():
             a, b = saved.pairs[name]
+            paths = [one.removesuffix(".weight") for one in piece.ours]
+            sizes = [_outputs(model, path) for path in paths]
+            if len(b) != sum(sizes):
+                raise CheckpointError(f"{name} has another shape", where=str(folder), hint=_AGAIN)
+            b = torch.cat(parted(piece, b, sizes))
             row = column = 0
-            for path in (one.removesuffix(".weight") for one in piece.ours):
-                rows = _outputs(model, path)
+            for path, rows in zip(paths, sizes, strict=True):
                 if f"{path}.lora_a" in own:
                     mine_a, mine_b = own[f"{path}.lora_a"], own[f"{path}.lora_b"]
                     rank = len(mine_a)
@@ -205,7 +210,7 @@ def _joined(
                 block[:, column : column + rank] = b.detach()
             below.append(block)
             column += rank
-        yield piece, torch.cat(parts), torch.cat(below)
+        yield piece, torch.cat(parts), joined(piece, below)
 
 
 def _outputs(model: Transformer, path: str) -> int:

@@ -31,7 +31,7 @@ from typing import Literal
 
 from bloomery.core.errors import ConfigError, HardwareError
 from bloomery.hw.specs import GIB, Entry
-from bloomery.model.config import Base, Lora, ModelConfig, cost
+from bloomery.model.config import GATED, Base, Lora, ModelConfig, cost
 from bloomery.train.config import AdamW8bit, Level, Optimizer, Training, trained_tokens
 
 BYTES = 4
@@ -129,7 +129,7 @@ def activation_bytes_per_token(
     heads = (model.num_heads + 2 * model.num_kv_heads) * E
     whole, kept = 0, {"none": 0, "selective": 0, "full": 0}
     for number in range(model.num_layers):
-        gates = 2 if model.layer(number)[2] in ("swiglu", "geglu") else 1
+        gates = 2 if model.layer(number)[2] in GATED else 1
         inner = gates * 2 * b * M
         weights = b * model.num_heads * model.context_length if written_out else 4 * model.num_heads
         layer = 16 * D + 8 + 2 * b * D + 4 * b * E + b * heads + b * model.num_heads * E + weights + inner
@@ -395,7 +395,7 @@ def adapter_parameters(model: ModelConfig, rank: int) -> int:
     heads, keys = model.num_heads * model.head_size, model.num_kv_heads * model.head_size
     total = 0
     for number in range(model.num_layers):
-        gates = 2 if model.layer(number)[2] in ("swiglu", "geglu") else 1
+        gates = 2 if model.layer(number)[2] in GATED else 1
         ends = (
             2 * (model.hidden_size + heads)
             + 2 * (model.hidden_size + keys)

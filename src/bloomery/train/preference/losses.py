@@ -161,7 +161,7 @@ def _of_targets(model: Transformer, batch: Batch, precision: Precision, temperat
     places = _places(batch).to(device)
     chosen = hidden.flatten(0, 1)[places]
     chosen = chosen if temperature == 1.0 else chosen / temperature
-    return log_probs(chosen, model.head.weight, targets.flatten()[places])
+    return log_probs(chosen, model.head_rows(), targets.flatten()[places])
 
 
 def _places(batch: Batch) -> Int[Tensor, " N"]:
