@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from bloomery.recipe import Recipe
     from bloomery.serve.openai_api import CheckedRequest
     from bloomery.tokenizer.tokenizer import Tokenizer
-    from bloomery.weights.hf import Loaded
+    from bloomery.weights.hf import Loaded, LoadFormat
 
     from torch import Tensor
 
@@ -87,8 +87,8 @@ class Model:
         """
         asked = self._checked([{"role": "user", "content": prompt}], options)
         loaded = self._loaded
-        stop_ids = frozenset({loaded.tokenizer.document_id, loaded.renderer.end_id})
-        ids = self._document(asked.messages[0]["content"])
+        stop_ids = loaded.language.stop_ids
+        ids = loaded.language.text_ids(asked.messages[0]["content"])
         answer = self._answerer.continuation(ids, asked.sampling, stop_ids)
         return (piece.text for piece in answer.pieces if piece.text)
 
@@ -127,14 +127,14 @@ class Model:
         """
         Logits (T, V), float32, on the model's device: row t is about the token after the first t + 1 token IDs. V is
         the size of the vocabulary. A text becomes `[tokenizer.document_id, *tokenizer.encode(text)]`, as in
-        `generate`, so that T is one more than its tokens; T of token IDs is their number.
+        `generate`; a model of others has its own opening, or none. T of token IDs is their number.
 
         Raises DataError for no token ID, one outside the vocabulary, and more than the context takes.
         """
         import torch
 
         model, size = self._loaded.model, self.tokenizer.vocab_size
-        ids = self._document(text) if isinstance(text, str) else [int(id) for id in text]
+        ids = self._loaded.language.text_ids(text) if isinstance(text, str) else [int(id) for id in text]
         if wrong := [id for id in ids if not 0 <= id < size]:
             hint = f"Token IDs of this model are 0 to {size - 1:,}: encode the text with its tokenizer."
             raise DataError(f"there is no token ID {wrong[0]}", where="logits", hint=hint)
@@ -146,9 +146,6 @@ class Model:
             logits: Tensor = model.logits(hidden)[0, :, :size]
         return logits
 
-    def _document(self, text: str) -> list[int]:
-        return [self.tokenizer.document_id, *self.tokenizer.encode(text)]
-
     def _checked(self, messages: list[Any], options: Mapping[str, Any]) -> "CheckedRequest":
         from bloomery.serve import openai_api
 
@@ -157,9 +154,11 @@ class Model:
         return openai_api.checked({**options, **more, "model": self.name, "messages": messages})
 
 
-def load(model: PathText, *, device: "DeviceChoice" = "auto") -> Model:
+def load(model: PathText, *, device: "DeviceChoice" = "auto", dtype: "LoadFormat" = "auto") -> Model:
     """
-    Load a run folder, a stage folder, a checkpoint folder or a model folder, as `bloomery chat` takes it.
+    Load a model, as `bloomery chat` takes it: a run folder, a stage folder, a checkpoint folder, a model folder of
+    Hugging Face, a GGUF file, or "hub:OWNER/NAME". `dtype` is the number format of its weights in memory; "auto" is
+    that of the file.
 
     Raises CheckpointError where no model is there or it is damaged, and HardwareError without the device.
     """
@@ -167,7 +166,7 @@ def load(model: PathText, *, device: "DeviceChoice" = "auto") -> Model:
     from bloomery.weights import hf, locate
 
     folder = locate.locate_model(Path(model).expanduser())
-    return Model(str(model), hf.load(folder, devices.find(device).torch_device))
+    return Model(str(model), hf.load(folder, devices.find(device).torch_device, dtype=dtype))
 
 
 # --- runs ----------------------------------------------------------------------------------------------------------

@@ -32,9 +32,10 @@ from bloomery.core.signals import INTERRUPTED, Terminated
 if TYPE_CHECKING:
     from bloomery.core.chat import Message
     from bloomery.core.pipeline import RunCommand
-    from bloomery.serve.chat_model import TextAnswerer
+    from bloomery.serve.chat_model import StreamedAnswer
 
-MODEL = "a run folder, a stage folder, a checkpoint folder or a model folder, for example runs/demo"
+TEMPLATE_NAMES = ("bloomery", "chatml", "llama3", "user-assistant", "baichuan2")
+MODEL = "a run, stage, checkpoint or model folder, a GGUF file, or hub:OWNER/NAME; for example runs/demo"
 SETTINGS = "settings that win over the recipe, in TOML's words: pretrain.steps=100 'filter.rules=[]'"
 INPUTS = "a file or a folder: text, Markdown, HTML, source code, jsonl, parquet, csv, WARC (.gz and .zst too)"
 DATA_SETTINGS = "settings of the recipe's section, in TOML's words: 'rules=[{kind=\"gopher\"}]'"
@@ -236,19 +237,25 @@ def _model_verbs(verbs: Any) -> None:
     )
     verb.add_argument("model", type=_path, metavar="MODEL", help=MODEL)
     verb.add_argument("--prompt", action="append", default=[], help="ask this and end; may be given several times")
+    verb.add_argument("--complete", action="store_true", help="continue the text of --prompt, without a chat template")
+    verb.add_argument("--template", choices=TEMPLATE_NAMES, help="a chat template in place of the model's own")
     verb.add_argument(
         "--temperature",
         type=TEMPERATURES,
-        default=TEMPERATURE,
-        help=f"default: {TEMPERATURE}; 0 takes the likeliest token each time",
+        help=f"0 takes the likeliest token each time (default: the model's recommendation, or {TEMPERATURE})",
     )
+    verb.add_argument("--top-k", type=_whole(0, MAX_TOKENS), help="sample from the k likeliest tokens (0: all)")
+    verb.add_argument("--top-p", type=_number(1e-6, 1), help="sample from the fewest tokens that reach p together")
     verb.add_argument("--max-tokens", type=ANSWER_TOKENS, default=128, help="longest answer (default: 128)")
     verb.add_argument("--seed", type=SEED, default=0, help="of the draw, where the temperature is above 0")
+    _dtype_argument(verb)
 
     verb = _verb(
         verbs, "serve", "serve all models over HTTP, with a page to talk to them", "bloomery serve --port 8000"
     )
+    verb.add_argument("models", nargs="*", type=_path, metavar="MODEL", help="a model besides those of --runs")
     verb.add_argument("--runs", type=_path, default=Path("runs"), help="folder of run folders (default: runs)")
+    _dtype_argument(verb)
     verb.add_argument("--host", default="127.0.0.1", help="address to listen on (default: this machine only)")
     verb.add_argument("--port", type=_whole(0, 65_535), default=8000, help="default: 8000")
     verb.add_argument("--token", help="what clients send as api_key, needed with --host (default: BLOOMERY_TOKEN)")
@@ -265,6 +272,7 @@ def _model_verbs(verbs: Any) -> None:
         "--toy-questions", type=_whole(1, 10**6), help="how many (default: as a recipe's evaluate.toy_questions)"
     )
     verb.add_argument("--seed", type=SEED, help="which ones (default: as a recipe's evaluate.seed)")
+    _dtype_argument(verb)
     _task_arguments(verb)
 
     verb = _verb(
@@ -306,6 +314,15 @@ def _repository(text: str) -> str:
     if prefix != "hub" or len(parts := name.split("/")) != 2 or not all(parts):
         raise argparse.ArgumentTypeError(f"{text!r} is not hub:OWNER/NAME")
     return name
+
+
+def _dtype_argument(verb: argparse.ArgumentParser) -> None:
+    verb.add_argument(
+        "--dtype",
+        choices=("auto", "float32", "bfloat16", "float16", "int8", "nf4"),
+        default="auto",
+        help="number format of the weights in memory (default: that of the file)",
+    )
 
 
 def _task_arguments(verb: argparse.ArgumentParser) -> None:
@@ -579,15 +596,29 @@ def data(options: argparse.Namespace) -> int:
 
 def chat(options: argparse.Namespace) -> int:
     from bloomery.core.log import info
-    from bloomery.serve.chat_model import answerer
+    from bloomery.hw import device
+    from bloomery.serve.chat_model import answerer_of
+    from bloomery.weights import hf
     from bloomery.weights.locate import locate_model
 
-    model = answerer(str(options.model), locate_model(options.model))
-    sampling = SamplingConfig(max_tokens=options.max_tokens, temperature=options.temperature, seed=options.seed)
+    path = locate_model(options.model)
+    loaded = hf.load(path, device.find().torch_device, dtype=options.dtype, template=options.template)
+    model = answerer_of(str(options.model), loaded)
+    said = {name: getattr(options, name) for name in ("max_tokens", "temperature", "top_k", "top_p", "seed")}
+    sampling = SamplingConfig.of(said)
+    if options.complete:
+        if not options.prompt:
+            raise DataError("--complete continues the text of --prompt", where="--prompt", hint="Add --prompt TEXT.")
+        for prompt in options.prompt:
+            print(prompt, end="", flush=True)
+            ids = loaded.language.text_ids(prompt)
+            _print_pieces(model.continuation(ids, sampling, loaded.language.stop_ids))
+        return 0
+    loaded.renderer  # noqa: B018  raises for a model without a chat template, before anything is asked
     if options.prompt:
         for prompt in options.prompt:
             print(f"> {prompt}")
-            _say_answer(model, [{"role": "user", "content": prompt}], sampling)
+            _print_pieces(model.answer([{"role": "user", "content": prompt}], sampling))
         return 0
     info(f"{options.model}. An empty line starts a new conversation; Ctrl-D ends.")
     messages: list[Message] = []
@@ -598,7 +629,8 @@ def chat(options: argparse.Namespace) -> int:
             continue
         messages.append({"role": "user", "content": line})
         try:
-            messages.append({"role": "assistant", "content": _say_answer(model, messages, sampling)})
+            answer = _print_pieces(model.answer(messages, sampling))
+            messages.append({"role": "assistant", "content": answer})
         except DataError as error:
             messages = []
             info(f"{error}\n(new conversation)")
@@ -612,9 +644,10 @@ def _read_line() -> str | None:
         return None
 
 
-def _say_answer(model: "TextAnswerer", messages: "list[Message]", sampling: SamplingConfig) -> str:
+def _print_pieces(answer: "StreamedAnswer") -> str:
+    """Print an answer as it is made. Returns its text."""
     said = []
-    for piece in model.answer(messages, sampling).pieces:
+    for piece in answer.pieces:
         print(piece.text, end="", flush=True)
         said.append(piece.text)
     print()
@@ -624,12 +657,14 @@ def _say_answer(model: "TextAnswerer", messages: "list[Message]", sampling: Samp
 def serve(options: argparse.Namespace) -> int:
     from bloomery.serve.chat_model import ModelRegistry
     from bloomery.serve.server import serve as serve_models
+    from bloomery.weights.locate import locate_model
 
-    if not options.runs.is_dir():
-        hint = "Name the folder that holds run folders: --runs DIR"
+    if not options.runs.is_dir() and not options.models:
+        hint = "Name a model, or the folder that holds run folders: --runs DIR"
         raise RunError("does not exist", where=str(options.runs), hint=hint)
+    named = {str(model): locate_model(model) for model in options.models}
     token = os.environ.get("BLOOMERY_TOKEN") if options.token is None else options.token
-    serve_models(ModelRegistry(options.runs), options.host, options.port, token)
+    serve_models(ModelRegistry(options.runs, named, options.dtype), options.host, options.port, token)
     return 0
 
 
@@ -647,7 +682,8 @@ def evaluate(options: argparse.Namespace) -> int:
 
     said = {name: value for name in ("toy_questions", "seed") if (value := getattr(options, name)) is not None}
     config = Evaluate(**said)
-    loaded = hf.load(locate.locate_model(options.model), device.find(config.device).torch_device)
+    chosen = device.find(config.device).torch_device
+    loaded = hf.load(locate.locate_model(options.model), chosen, dtype=options.dtype)
     asked = held_out.held_out(config.seed, config.toy_questions)
     judged = ask(loaded, asked, config.max_tokens)
     scores = answers(judged, len(asked) - len(judged))

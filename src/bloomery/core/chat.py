@@ -6,7 +6,7 @@ applies wherever nobody sets another: in chat, over HTTP, in evaluation, and in 
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field, fields, replace
 from typing import Any, Literal, NamedTuple, TypedDict, get_args
 
 from bloomery.core.errors import DataError
@@ -110,6 +110,8 @@ class SamplingConfig:
     """None: a new one each time."""
     stop: tuple[str, ...] = ()
     """Texts that end an answer and are not in it. They are looked for where token IDs become text."""
+    unset: frozenset[str] = field(default=frozenset(), compare=False)
+    """Fields that nobody has set: what the makers of a model recommend replaces them."""
 
     def __post_init__(self) -> None:
         for name, (low, high) in LIMITS.items():
@@ -117,6 +119,18 @@ class SamplingConfig:
             if value is not None and not (low <= value <= high and (name != "top_p" or value > 0)):
                 least = "above 0" if name == "top_p" else f"at least {low:,}"
                 raise DataError(f"must be {least} and at most {high:,}, got {value}", where=name)
+
+    @classmethod
+    def of(cls, settings: Mapping[str, Any]) -> "SamplingConfig":
+        """What is set, where None stands for nothing; the other fields are `unset`."""
+        known = {name: value for name, value in settings.items() if value is not None}
+        return cls(**known, unset=frozenset(one.name for one in fields(cls) if one.name not in known))
+
+    def recommended(self, settings: Mapping[str, Any]) -> "SamplingConfig":
+        """The same, with the settings that the makers of a model recommend where nothing else is set."""
+        return replace(
+            self, **{name: value for name, value in settings.items() if name in self.unset}, unset=frozenset()
+        )
 
     @classmethod
     def greedy(cls, max_tokens: int) -> "SamplingConfig":

@@ -88,10 +88,10 @@ class _Row:
         return len(self.prompt) + sum(len(tail) - 1 for tail in self.tails)
 
 
-def encoded(tokenizer: Tokenizer, prompt: str, continuation: str, *, opening: bool = True) -> Continuation:
+def encoded(tokenizer: Tokenizer, prompt: str, continuation: str, *, opening: Sequence[int]) -> Continuation:
     """
-    Ids of a pair. With `opening`, the token that opens every document stands first, as in training; an empty prompt has
-    it in any case, for something has to stand before the first token.
+    Ids of a pair, after those of `opening`. An empty prompt without them has the token that opens a document, for
+    something has to stand before the first token.
     """
     kept = prompt.rstrip()
     before = tokenizer.encode(kept)
@@ -99,7 +99,7 @@ def encoded(tokenizer: Tokenizer, prompt: str, continuation: str, *, opening: bo
     if len(whole) <= len(before):
         hint = "Leave this question out: its tokenizer makes one token of the prompt's end and what follows."
         raise DataError(f"{continuation!r} adds no token to its prompt", where=repr(prompt[-40:]), hint=hint)
-    first = [tokenizer.document_id] if opening or not before else []
+    first = opening or ([] if before else [tokenizer.document_id])
     return Continuation((*first, *before), tuple(whole[len(before) :]))
 
 
@@ -278,11 +278,7 @@ def in_conversation(loaded: Loaded, how: Writing) -> bool:
 
 def _ids(loaded: Loaded, prompt: str, chat: bool, most: int) -> tuple[list[int], bool]:
     """The prompt's ids, at most so many; where it is longer, its end counts."""
-    ids = (
-        loaded.renderer.prompt([{"role": "user", "content": prompt}])
-        if chat
-        else [loaded.tokenizer.document_id, *loaded.tokenizer.encode(prompt)]
-    )
+    ids = loaded.renderer.prompt([{"role": "user", "content": prompt}]) if chat else loaded.language.text_ids(prompt)
     return (ids, False) if len(ids) <= most else ([ids[0], *ids[1 - most :]], True)
 
 
@@ -295,7 +291,7 @@ def _drawn(
     drawn = engine.generate_batch(
         [ids for ids in prompts for _ in range(each)],
         replace(how.sampling, max_tokens=room),
-        stop_ids=frozenset({loaded.tokenizer.document_id, loaded.renderer.end_id}),
+        stop_ids=loaded.language.stop_ids,
         seeds=[stable_seed(seed, item.row, number) for item in items for number in range(each)],
     )
     for begin in range(0, len(drawn), each):
@@ -483,7 +479,7 @@ def ask(
 def likelihoods(loaded: Loaded, items: Sequence[EvalItem], opening: bool, seen: Any) -> list[list[Likelihood]]:
     """Of every choice of every question."""
     pairs = [
-        encoded(loaded.tokenizer, prompt, f" {choice}", opening=opening)
+        encoded(loaded.tokenizer, prompt, f" {choice}", opening=loaded.language.opening_ids if opening else ())
         for item in items
         for prompt, choice in zip(_prompts(item), item.choices, strict=True)
     ]
@@ -670,7 +666,7 @@ def run_command(options: argparse.Namespace) -> None:
         run_code=options.run_code,
         allow_partial_sandbox=options.allow_partial_sandbox,
     )
-    loaded = hf.load(locate.locate_model(options.model), device.find().torch_device)
+    loaded = hf.load(locate.locate_model(options.model), device.find().torch_device, dtype=options.dtype)
     by_task = evaluate(loaded, asked)
     stats_by_task: dict[str, Any] = {name: scores(name, results) for name, results in by_task.items()}
     parts = evaluate_core(loaded, asked) if evaluation_tasks.NAME in options.task else {}

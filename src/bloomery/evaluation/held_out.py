@@ -78,7 +78,7 @@ def drawn(candidates: Iterable[HeldOutAnswer], count: int, seed: int, longest_pr
 def answers(loaded: Loaded, asked: Sequence[HeldOutAnswer], sampling: SamplingConfig) -> Iterator[Completion]:
     """What the model says in place of each answer. Each has a seed of its own, which that of `sampling` decides."""
     engine = Engine(loaded.model, loaded.tokenizer.vocab_size)
-    stop = frozenset({loaded.renderer.end_id})
+    stop = loaded.renderer.end_ids
     for begin in range(0, len(asked), AT_ONCE):
         some = asked[begin : begin + AT_ONCE]
         seeds = [stable_seed(sampling.seed or 0, turn.number, len(turn.prompt)) for turn in some]
@@ -195,7 +195,7 @@ def fitting(engine: Engine, renderer: Renderer, questions: Sequence[ToyQuestion]
 def ask(engine: Engine, renderer: Renderer, questions: Sequence[ToyQuestion], max_tokens: int) -> list[JudgedAnswer]:
     """Every question, answered greedily by the model, through the renderer it was trained with."""
     prompts = [renderer.prompt(question.messages) for question in questions]
-    stop = frozenset({renderer.end_id})
+    stop = renderer.end_ids
     answers = engine.generate_batch(prompts, SamplingConfig.greedy(max_tokens), stop_ids=stop)
     return [
         JudgedAnswer(question, renderer.said(answer.ids), answer.stopped)

@@ -5,6 +5,7 @@ Letters used for shapes are those of layers.py; V is the vocabulary.
 """
 
 import math
+from contextlib import AbstractContextManager, nullcontext
 
 from jaxtyping import Float, Int
 
@@ -126,19 +127,35 @@ class Transformer(nn.Module):
         return hidden
 
     def logits(self, hidden: Float[Tensor, "B T D"]) -> Float[Tensor, "B T V"]:
-        scores: Tensor = self.head(hidden)
+        with self._computing(hidden.device):
+            scores: Tensor = self.head(hidden)
         return scores.float()
 
     def head_rows(self) -> Float[Tensor, "V D"]:
         """The matrix that logits are computed with: the head's weight, or its rows with length 1."""
         return self.head.rows() if isinstance(self.head, NormalizedHead) else self.head.weight
 
+    def _computing(self, device: torch.device) -> AbstractContextManager[object]:
+        """Computes in the number format of the matrices, where they are not in float32 and nobody set another."""
+        dtype = self.embed.weight.dtype
+        if dtype == torch.float32 or torch.is_autocast_enabled(device.type):
+            return nullcontext()
+        return torch.autocast(device.type, dtype=dtype)
+
     def _run(
+        self, ids: Tensor, positions: Tensor | None, segments: Tensor | None, mask: Tensor | None, cache: Cache | None
+    ) -> Tensor:
+        with self._computing(ids.device):
+            return self._computed(ids, positions, segments, mask, cache)
+
+    def _computed(
         self, ids: Tensor, positions: Tensor | None, segments: Tensor | None, mask: Tensor | None, cache: Cache | None
     ) -> Tensor:
         config, x, before = self.config, self.embed(ids), cache.length if cache else 0
         if positions is None:
             positions = torch.arange(before, before + ids.shape[1], device=ids.device)[None]
+        if self.embed.weight.dtype != torch.float32:
+            x = x.float()  # the residual stream is in float32, as in training
         if self.positions is not None:
             x = x + self.positions(positions)
         if config.scale_embeddings:

@@ -9,10 +9,11 @@ half a character. It never holds the beginning of a stop string that a later tok
 
 import codecs
 import threading
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, Protocol, runtime_checkable
+from types import MappingProxyType
+from typing import Any, Literal, Protocol, runtime_checkable
 
 import bloomery.hw.require_torch  # noqa: F401
 from bloomery.core.chat import Message, SamplingConfig
@@ -22,7 +23,7 @@ from bloomery.generate.engine import Engine
 from bloomery.hw import device
 from bloomery.tokenizer.chat_template import SHORTER
 from bloomery.weights import hf, locate
-from bloomery.weights.hf import Loaded
+from bloomery.weights.hf import Loaded, LoadFormat
 
 Finish = Literal["stop", "length"]
 """Why an answer ended: the model ended it (or a stop string did), or there was no room for more."""
@@ -94,11 +95,11 @@ class EngineProtocol(Protocol):
 class RendererProtocol(Protocol):
     """
     Writes a conversation as token IDs, up to where the assistant starts. `lead` is the text before every answer, and
-    `end_id` the token that ends the assistant's turn.
+    `end_ids` are the tokens that end the assistant's turn.
     """
 
     @property
-    def end_id(self) -> int: ...
+    def end_ids(self) -> frozenset[int]: ...
 
     @property
     def lead(self) -> str: ...
@@ -116,18 +117,29 @@ class ByteDecoder(Protocol):
 class TextAnswerer:
     """An engine, a renderer and a tokenizer as one model that takes a conversation."""
 
-    def __init__(self, name: str, engine: EngineProtocol, renderer: RendererProtocol, tokenizer: ByteDecoder) -> None:
+    def __init__(
+        self,
+        name: str,
+        engine: EngineProtocol,
+        renderer: Callable[[], RendererProtocol],
+        tokenizer: ByteDecoder,
+        recommended: Mapping[str, Any] = MappingProxyType({}),
+    ) -> None:
+        """
+        `renderer` gives the chat template, or raises CheckpointError for a model without one. `recommended` are the
+        sampling settings of the model's makers.
+        """
         self.name = name
         self._engine, self._renderer, self._tokenizer = engine, renderer, tokenizer
+        self._recommended = recommended
 
     def answer(self, messages: Sequence[Message], sampling: SamplingConfig) -> StreamedAnswer:
         """Begin an answer. Raises DataError for wrong roles, no question, or a prompt that fills the context."""
         check_conversation(messages)
-        ids = self._renderer.prompt(messages, self._engine.context)
+        renderer = self._renderer()
+        ids = renderer.prompt(messages, self._engine.context)
         self._check_room(ids, "the conversation", "messages", SHORTER)
-        return StreamedAnswer(
-            len(ids), self._pieces(ids, sampling, frozenset({self._renderer.end_id}), self._renderer.lead)
-        )
+        return StreamedAnswer(len(ids), self._pieces(ids, sampling, renderer.end_ids, renderer.lead))
 
     def continuation(self, ids: Sequence[int], sampling: SamplingConfig, stop_ids: frozenset[int]) -> StreamedAnswer:
         """
@@ -145,6 +157,7 @@ class TextAnswerer:
     def _pieces(
         self, ids: Sequence[int], sampling: SamplingConfig, stop_ids: frozenset[int], lead: str
     ) -> Generator[TextChunk, None, None]:
+        sampling = sampling.recommended(self._recommended)
         text = TextStream(sampling.stop, lead)
         for token in self._engine.stream(ids, sampling, stop_ids=stop_ids):
             if token in stop_ids:
@@ -213,26 +226,30 @@ def _overlap(text: str, mark: str) -> int:
     return next((size for size in range(min(len(mark) - 1, len(text)), 0, -1) if text.endswith(mark[:size])), 0)
 
 
-def answerer(name: str, folder: Path) -> TextAnswerer:
-    """Load the model in a folder to this machine's device, with the tokenizer and template it was trained with."""
-    return answerer_of(name, hf.load(folder, device.find().torch_device))
+def answerer(name: str, path: Path, dtype: LoadFormat = "float32") -> TextAnswerer:
+    """Load a model to this machine's device, with the tokenizer and template it was trained with."""
+    return answerer_of(name, hf.load(path, device.find().torch_device, dtype=dtype))
 
 
 def answerer_of(name: str, loaded: Loaded) -> TextAnswerer:
     """The answerer of a model that is loaded."""
     engine = Engine(loaded.model, loaded.tokenizer.vocab_size)
-    return TextAnswerer(name, engine, loaded.renderer, loaded.tokenizer)
+    return TextAnswerer(name, engine, lambda: loaded.renderer, loaded.tokenizer, loaded.language.sampling)
 
 
 class ModelRegistry:
     """
-    Finds the models below a folder of runs; new ones appear as runs finish. Loaded ones stay in memory.
+    Finds the models below a folder of runs, and those that were named. New ones appear as runs finish. Loaded ones stay
+    in memory.
 
     A model that has been trained again since it was loaded is loaded again.
     """
 
-    def __init__(self, runs: Path) -> None:
-        self.runs = runs
+    def __init__(
+        self, runs: Path, named: Mapping[str, Path] = MappingProxyType({}), dtype: LoadFormat = "float32"
+    ) -> None:
+        """`named` are models outside of `runs`, by the names that clients use. `dtype` is how weights are kept."""
+        self.runs, self.named, self.dtype = runs, named, dtype
         self._loaded: dict[str, tuple[float, Answerer]] = {}
         self._contexts: dict[tuple[Path, float], int] = {}
         self._lock = threading.Lock()
@@ -240,23 +257,27 @@ class ModelRegistry:
             info(f"{folder}: left out, because its name is not UTF-8. Rename it.", "yellow")
 
     def names(self) -> Sequence[ModelInfo]:
+        there = {model.name: model.folder for model in locate.models(self.runs) if not model.damage}
         return [
-            ModelInfo(model.name, int(mtime := _made(model.folder)), model.folder, self._context(model.folder, mtime))
-            for model in locate.models(self.runs)
-            if not model.damage
+            ModelInfo(name, int(mtime := _made(path)), path, self._context(path, mtime))
+            for name, path in {**self.named, **there}.items()
         ]
 
     def get(self, name: str) -> Answerer:
         models = {one.name: one for one in locate.models(self.runs)}
-        if name not in models:
-            known = ", ".join(one.name for one in models.values() if not one.damage) or "none yet"
-            raise RunError(f"there is no model {name!r}", where=str(self.runs), hint=f"Models: {known}.")
-        folder = models[name].folder
-        locate.check(folder.parents[1], folder.parent, models[name].damage)
-        mtime = _made(folder)
+        if name in models:
+            path = models[name].folder
+            locate.check(path.parents[1], path.parent, models[name].damage)
+        elif name in self.named:
+            path = self.named[name]
+        else:
+            known = [*self.named, *(one.name for one in models.values() if not one.damage)]
+            hint = f"Models: {', '.join(known) or 'none yet'}."
+            raise RunError(f"there is no model {name!r}", where=str(self.runs), hint=hint)
+        mtime = _made(path)
         with self._lock:
             if name not in self._loaded or self._loaded[name][0] != mtime:
-                self._loaded[name] = mtime, answerer(name, folder)
+                self._loaded[name] = mtime, answerer(name, path, self.dtype)
             return self._loaded[name][1]
 
     def _context(self, folder: Path, mtime: float) -> int:
@@ -269,5 +290,7 @@ class ModelRegistry:
         return self._contexts[folder, mtime]
 
 
-def _made(folder: Path) -> float:
-    return (folder / hf.WEIGHTS).stat().st_mtime
+def _made(path: Path) -> float:
+    """When the weights of a model were written last: of one file, several, or adapters."""
+    files = [path] if path.is_file() else list(path.glob(f"*{hf.WEIGHTS_SUFFIX}"))
+    return max(file.stat().st_mtime for file in files)

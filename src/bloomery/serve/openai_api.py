@@ -173,7 +173,7 @@ class ChatRequest(BaseModel):
             "seed": self.seed,
             "stop": stop,
         }
-        return SamplingConfig(**{name: value for name, value in values.items() if value is not None})
+        return SamplingConfig.of(values)
 
 
 def _sampling_fields() -> list[str]:

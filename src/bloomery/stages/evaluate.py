@@ -54,7 +54,12 @@ def run(config: Evaluate, inputs: Mapping[str, Path], out: Path) -> dict[str, An
         "answers": scores,
         "bits_per_byte": bits_per_byte(base, inputs["shard"], config, device),
         "leaks": leaks(judged, inputs, tuned.tokenizer),
-        **held_out_talks({"pretrain": replace(base, renderer=tuned.renderer), last: tuned}, config, inputs, out),
+        **held_out_talks(
+            {"pretrain": replace(base, language=replace(base.language, chat=tuned.renderer)), last: tuned},
+            config,
+            inputs,
+            out,
+        ),
         **known_tasks(tuned, config, inputs, out),
         **run_report.training(inputs),
         **run_report.corpus(inputs),
@@ -272,6 +277,6 @@ def describe(loaded: Loaded) -> dict[str, Any]:
         "context_length": loaded.model.config.context_length,
         "vocab_size": loaded.model.vocab_size,
         "tokenizer": loaded.tokenizer.hash,
-        "template": loaded.renderer.template.hash,
+        "template": loaded.renderer.hash,
         "folder": f"{loaded.folder.parent.name}/{loaded.folder.name}",
     }

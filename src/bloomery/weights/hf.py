@@ -7,19 +7,21 @@ Read and write models as folders that `transformers` loads, with the lineage of 
     bloomery.json           lineage: hashes of tokenizer, chat template and shards
     SHA256SUMS              sha256 of each of these files, compared whenever the folder is read (integrity.py)
 
-Folders that others saved have no bloomery.json. They are read too. Their tokenizer becomes ours: it gets the
-special tokens that conversations need, and the model gets rows for those tokens.
+Folders that others saved have no bloomery.json. They are read too, as are GGUF files. Such a model keeps its own
+words: its tokenizer, its chat template in Jinja, its special tokens, and how its answers are sampled (`ModelLanguage`).
+Saved again, it keeps them in the same files, and bloomery.json says so: its template has the name "own".
 
-A new row is what the model has for the closest thing it knows. In the embedding, the token that opens a document
-copies the row of the token that begins a text. In the head, the token that ends a document or a message copies the
-row of the token that ends a text. The rest is the mean of all rows.
+A recipe may ask for special tokens that the tokenizer of another model lacks. They get the token IDs after its own,
+and the model gets rows for them. A new row is what the model has for the closest thing it knows. In the embedding, the
+token that opens a document copies the row of the token that begins a text. In the head, the token that ends a document
+or a message copies the row of the token that ends a text. The rest is the mean of all rows.
 
-Importing is in this file because it needs the same folder reader.
+Weights go tensor by tensor from their file to where they compute, in the format that was asked for.
 """
 
 import os
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, fields, replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, fields, replace
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, Literal, NotRequired, TypeVar
@@ -28,24 +30,37 @@ from pydantic import Field, ValidationError
 from typing_extensions import TypedDict
 
 from bloomery.core import cache
-from bloomery.core.chat import TEMPERATURE
+from bloomery.core.chat import TEMPERATURE, sampling_of
 from bloomery.core.config import explained
 from bloomery.core.errors import CheckpointError, shorten
 from bloomery.core.io import MANIFEST, canonical, make_folder, sha256_bytes, write_json
 from bloomery.core.records import Count, RecordPath, read_record
+from bloomery.model import quantize
 from bloomery.model.config import Base, Lora, ModelConfig, cost
 from bloomery.model.transformer import Transformer
 from bloomery.tokenizer import importers
 from bloomery.tokenizer.chat_template import TEMPLATES, Renderer, Template
+from bloomery.tokenizer.jinja_template import ChatRenderer, JinjaRenderer, renderer_named
 from bloomery.tokenizer.tokenizer import DOCUMENT, END, MAX_IDS, PAD, SPECIAL, Tokenizer
 from bloomery.weights import architectures as weights_architectures
-from bloomery.weights import integrity, peft
+from bloomery.weights import gguf, integrity, peft
 from bloomery.weights.architectures import BUFFERS, TABLES, Architecture, WeightMapping, gathered, spread
-from bloomery.weights.safetensors import INDEX, SHARD_BYTES, UNROUNDED, Tensors, is_pickled, rounded, save_sharded
+from bloomery.weights.gguf import GGUFModel
+from bloomery.weights.safetensors import (
+    INDEX,
+    SHARD_BYTES,
+    UNROUNDED,
+    TensorReader,
+    Tensors,
+    is_pickled,
+    rounded,
+    save_sharded,
+)
 from bloomery.weights.safetensors import WEIGHTS as WEIGHTS
+from bloomery.weights.safetensors import WEIGHTS_SUFFIX as WEIGHTS_SUFFIX
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 IMPORTED = "imported"
 """Stands for the hash of the shards in the lineage of a model that others trained."""
@@ -59,10 +74,15 @@ def tokenizer_of(folder: Path, rows: int, special: Sequence[str] = SPECIAL) -> t
     tokenizer, added = importers.load_with_added(folder, special=special)
     ids = {name: tokenizer.special_id(name) for name in special}
     added |= {name: id for name, id in ids.items() if id is not None and id >= rows}
+    _check_rows(tokenizer, rows, added, folder)
+    return tokenizer, added
+
+
+def _check_rows(tokenizer: Tokenizer, rows: int, added: Mapping[str, int], where: Path) -> None:
+    """Raises CheckpointError where a tokenizer has more ids than these rows, besides those of added special tokens."""
     if more := set(range(rows, tokenizer.vocab_size)) - set(added.values()):
         what = f"the tokenizer has {rows + len(more)} ids, and the model {rows}"
-        raise CheckpointError(what, where=str(folder), hint="It is the tokenizer of another model.")
-    return tokenizer, added
+        raise CheckpointError(what, where=str(where), hint="It is the tokenizer of another model.")
 
 
 def add_rows(model: Transformer, rows: int, added: Mapping[str, int], facts: Mapping[str, Any]) -> None:
@@ -97,10 +117,14 @@ def _first(value: Any) -> int | None:
 
 T = TypeVar("T")
 CONFIG, LINEAGE = "config.json", "bloomery.json"
+TOKENIZER_CONFIG, GENERATION = "tokenizer_config.json", "generation_config.json"
+CHAT_TEMPLATE, SPECIAL_TOKENS = "chat_template.jinja", "special_tokens_map.json"
 DRAWN = {"do_sample": True, "temperature": TEMPERATURE, "top_k": 0, "top_p": 1.0}
 """What transformers and vLLM do unless told otherwise: as ours. Their own top_k is 50."""
 TEMPLATE_NAME = "template_name"
 """Key next to the lineage: the name in TEMPLATES of the template whose hash the lineage holds."""
+OWN_WORDS = "own"
+"""Stands for a template's name where a model that others trained keeps its own words."""
 BASE = "adapts"
 """Key next to the lineage, for adapters: the path of their base, its digest, and how it was kept."""
 THEIRS = {
@@ -118,6 +142,8 @@ THEIRS = {
 Size = Annotated[int, Field(ge=0, lt=2**63)]
 """Whether it can be is for ModelConfig to say."""
 NumberFormat = Literal["float32", "bfloat16", "float16"]
+LoadFormat = Literal["auto", "float32", "bfloat16", "float16", "int8", "nf4"]
+"""How weights are kept in memory. auto: as in their file; blocks of a quantized GGUF file become bfloat16."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -187,18 +213,68 @@ class BaseModel:
 
 
 @dataclass(frozen=True)
+class ModelLanguage:
+    """The words of a model: its tokenizer, how it writes conversations, and how its answers are sampled."""
+
+    tokenizer: Tokenizer
+    chat: ChatRenderer | None
+    """None for a model of others without a chat template: it continues text."""
+    generation: Mapping[str, Any]
+    """What generation_config.json says."""
+    roles: Mapping[str, str | None] = field(default_factory=dict)
+    """bos_token, eos_token, pad_token, unk_token -> its text. Empty for models that Bloomery has trained."""
+    end_ids: frozenset[int] = frozenset()
+    """Token IDs that end a text, besides the one that opens a document and those that end an answer."""
+    is_ours: bool = True
+    """Whether its template is one of TEMPLATES, and documents open with its token."""
+
+    @property
+    def sampling(self) -> dict[str, Any]:
+        """Fields of a SamplingConfig that the model's makers recommend."""
+        return sampling_of(self.generation)
+
+    @property
+    def opening_ids(self) -> list[int]:
+        """What stands before a plain text: the token that opens a document, or what the model's tokenizer adds."""
+        return [self.tokenizer.document_id] if self.is_ours else list(self.tokenizer.opening_ids)
+
+    def text_ids(self, text: str) -> list[int]:
+        """Token IDs of a text that the model is to continue. A text without tokens is the token before any text."""
+        return [*self.opening_ids, *self.tokenizer.encode(text)] or [self.tokenizer.document_id]
+
+    @property
+    def stop_ids(self) -> frozenset[int]:
+        """Token IDs that end a continuation."""
+        return frozenset({self.tokenizer.document_id, *self.end_ids, *(self.chat.end_ids if self.chat else ())})
+
+
+@dataclass(frozen=True)
 class Loaded:
     model: Transformer
-    tokenizer: Tokenizer
-    renderer: Renderer
+    language: ModelLanguage
     lineage: Lineage
     folder: Path
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        return self.language.tokenizer
+
+    @property
+    def renderer(self) -> ChatRenderer:
+        """How it writes conversations. Raises CheckpointError for a model that only continues text."""
+        if self.language.chat is None:
+            hint = (
+                "Continue a text: bloomery chat MODEL --complete --prompt TEXT\n"
+                f"Or give it a template: --template NAME, one of {', '.join(TEMPLATES)}."
+            )
+            raise CheckpointError("has no chat template: it continues text", where=str(self.folder), hint=hint)
+        return self.language.chat
 
 
 def save(
     folder: Path,
     model: Transformer,
-    renderer: Renderer,
+    words: Renderer | ModelLanguage,
     lineage: Lineage,
     *,
     number_format: NumberFormat = "float32",
@@ -212,14 +288,6 @@ def save(
     `weights`, by our names, stand in for those of the model: copies, or such as were gathered from ranks. Raises
     CheckpointError where one of them holds what the number format does not.
     """
-    tokenizer, template = renderer.tokenizer, renderer.template
-    chats = lineage.template is not None
-    opening, end = (template.opening or DOCUMENT, template.end) if chats else (DOCUMENT, DOCUMENT)
-    ids = {
-        "bos_token_id": tokenizer.special_id(opening),
-        "eos_token_id": tokenizer.special_id(end),
-        "pad_token_id": tokenizer.pad_id,
-    }
     kind, own = weights_architectures.architecture(model.config), _own(model)
     tensors = own if weights is None else {name: weights[name] for name in own}
     form: torch.dtype = getattr(torch, number_format)
@@ -236,12 +304,9 @@ def save(
         **kind.describe(model.config),
         "torch_dtype": number_format,
     }
+    ids, name = _write_words(folder, words, model.config.context_length, chats=lineage.template is not None)
     write_json(folder / CONFIG, facts | ids)
-    write_json(folder / "generation_config.json", DRAWN | ids)
-    tokenizer.save(folder)
-    chat = {"chat_template": template.jinja()} if chats else {}
-    write_json(folder / "tokenizer_config.json", _tokenizer_config(opening, end, model.config.context_length) | chat)
-    write_json(folder / LINEAGE, asdict(lineage) | ({TEMPLATE_NAME: template.name} if chats else {}))
+    write_json(folder / LINEAGE, asdict(lineage) | name)
     integrity.write_sums(folder)
 
 
@@ -250,38 +315,197 @@ def _made(piece: WeightMapping, tensors: Mapping[str, Tensor], form: torch.dtype
     return rounded(piece.theirs, gathered(piece, tensors), form, where)
 
 
-def load(folder: Path, device: torch.device | str = "cpu", special: Sequence[str] = SPECIAL) -> Loaded:
+def _write_words(
+    folder: Path, words: Renderer | ModelLanguage, context: int, *, chats: bool
+) -> tuple[dict[str, Any], dict[str, str]]:
     """
-    Read a model folder written by `save`, or by transformers. Raises CheckpointError if a file is missing, torn or
-    differs from its hash. The same if weights are not finite, have another shape, are quantized, are more than the
-    model has or are a pickle, or if the architecture is unknown. The same if the tokenizer or the template is not the
-    model's; the error says which differ. An imported model gets the tokens of `special` that it lacks.
+    Write the tokenizer, its configuration with the chat template, and the generation settings of a model. Returns the
+    special token IDs of config.json, and what the lineage says of the template.
     """
-    loaded = _loaded(folder, device, special)
-    integrity.verify(folder)  # last: what cannot be read says more of itself than its hash
-    return loaded
+    tokenizer = words.tokenizer
+    tokenizer.save(folder)
+    if isinstance(words, ModelLanguage) and not words.is_ours:
+        ids = {
+            f"{role}_id": tokenizer.special_id(text)
+            for role, text in words.roles.items()
+            if text and role != "unk_token"
+        }
+        ids |= {key: words.generation[key] for key in ("eos_token_id",) if key in words.generation}
+        config = {
+            "tokenizer_class": "PreTrainedTokenizerFast",
+            "model_max_length": context,
+            **{role: text for role, text in words.roles.items() if text},
+            "clean_up_tokenization_spaces": False,
+        }
+        if isinstance(words.chat, JinjaRenderer):
+            config["chat_template"] = words.chat.source
+        write_json(folder / GENERATION, {**words.generation} | ids)
+        write_json(folder / TOKENIZER_CONFIG, config)
+        return ids, {TEMPLATE_NAME: OWN_WORDS}
+    renderer = words.chat if isinstance(words, ModelLanguage) else words
+    assert isinstance(renderer, Renderer), "a language of ours has a renderer of ours"
+    template = renderer.template
+    opening, end = (template.opening or DOCUMENT, template.end) if chats else (DOCUMENT, DOCUMENT)
+    ids = {
+        "bos_token_id": tokenizer.special_id(opening),
+        "eos_token_id": tokenizer.special_id(end),
+        "pad_token_id": tokenizer.pad_id,
+    }
+    write_json(folder / GENERATION, DRAWN | ids)
+    chat = {"chat_template": template.jinja()} if chats else {}
+    write_json(folder / TOKENIZER_CONFIG, _tokenizer_config(opening, end, context) | chat)
+    return ids, {TEMPLATE_NAME: template.name} if chats else {}
 
 
-def _loaded(folder: Path, device: torch.device | str, special: Sequence[str]) -> Loaded:
+def load(
+    path: Path,
+    device: torch.device | str = "cpu",
+    *,
+    dtype: LoadFormat = "float32",
+    special: Sequence[str] = (),
+    template: str | None = None,
+) -> Loaded:
+    """
+    Read a model folder written by `save`, or by transformers, or a GGUF file. Raises CheckpointError if a file is
+    missing, torn or differs from its hash. The same if weights are not finite, have another shape, are quantized in a
+    way that is not known, are more than the model has or are a pickle, or if the architecture is unknown. The same if
+    the tokenizer or the template is not the model's; the error says which differ.
+
+    `dtype` is the number format that the weights are kept in. A model of others gets the tokens of `special` that it
+    lacks, with rows for them. `template`, a name of TEMPLATES, replaces the model's own.
+    """
+    loaded = _loaded(path, device, dtype, special)
+    if path.is_dir():
+        integrity.verify(path)  # last: what cannot be read says more of itself than its hash
+    if template is None:
+        return loaded
+    language = loaded.language
+    return replace(loaded, language=replace(language, chat=renderer_named(language.tokenizer, template)))
+
+
+def language(path: Path) -> ModelLanguage:
+    """The words of a model, without its weights: of a model folder, a GGUF file, or adapters. Raises as `load` does."""
+    if peft.is_adapter(path):
+        return _adapted_language(path, _base(path, peft.read(path))[2])
+    return _language(_opened(path))
+
+
+def config_of(path: Path) -> tuple[ModelConfig, int]:
+    """The shape of a model and how many rows its tables have, without its weights. Raises CheckpointError."""
+    if peft.is_adapter(path):
+        return config_of(_base(path, peft.read(path))[2])
+    opened = _opened(path)
+    return opened.config, opened.rows
+
+
+@dataclass(frozen=True)
+class _Opened:
+    """A model folder or a GGUF file, of which nothing but its configuration has been read."""
+
+    path: Path
+    facts: Mapping[str, Any]
+    """As in config.json."""
+    kind: Architecture
+    config: ModelConfig
+    rows: int
+    gguf: GGUFModel | None
+
+    def tensors(self) -> TensorReader:
+        return Tensors(self.path, _again(self.path)) if self.gguf is None else self.gguf.tensors
+
+
+def _opened(path: Path) -> _Opened:
+    if path.is_file():
+        model = gguf.read(path)
+        kind, config, rows = _interpreted(model.facts, path)
+        return _Opened(path, model.facts, kind, config, rows, model)
+    if not (path / CONFIG).is_file():
+        hint = "Name a run folder, a stage folder, a checkpoint folder, a model folder, or a GGUF file."
+        raise CheckpointError(f"there is no {CONFIG}", where=str(path), hint=hint)
+    facts, kind, config, rows = _understood(path / CONFIG)
+    return _Opened(path, facts, kind, config, rows, None)
+
+
+def _loaded(path: Path, device: torch.device | str, dtype: LoadFormat, special: Sequence[str]) -> Loaded:
     """As `load`, whatever the hashes of the files are."""
-    if peft.is_adapter(folder):
-        return _with_adapters(folder, device, special)
-    if not (folder / CONFIG).is_file():
-        hint = "Name a run folder, a stage folder, or a checkpoint folder."
-        raise CheckpointError(f"there is no {CONFIG}", where=str(folder), hint=hint)
-    facts, kind, config, rows = _understood(folder / CONFIG)
-    if not (folder / LINEAGE).is_file():
-        tokenizer, added = tokenizer_of(folder, rows, special)
-        model = _filled(folder, kind, config, rows, max(rows, tokenizer.vocab_size))
-        add_rows(model, rows, added, facts)
+    if peft.is_adapter(path):
+        return _with_adapters(path, device, dtype, special)
+    opened = _opened(path)
+    if opened.gguf is None and (path / LINEAGE).is_file():
+        words, lineage = _language(opened), lineage_of(path)
+        model = _filled(opened, opened.rows, dtype, device)
+    elif special:
+        tokenizer, added = tokenizer_of(path, opened.rows, special)
+        words = ModelLanguage(tokenizer, Renderer(tokenizer), DRAWN)
+        model = _filled(opened, max(opened.rows, tokenizer.vocab_size), dtype, device)
+        add_rows(model, opened.rows, added, opened.facts)
         lineage = Lineage(tokenizer=tokenizer.hash, template=None, shards=IMPORTED)
-        return Loaded(model.to(device).eval(), tokenizer, Renderer(tokenizer), lineage, folder)
-    lineage = lineage_of(folder)
-    tokenizer = Tokenizer.load(folder)
-    _same("tokenizer", lineage.tokenizer, tokenizer.hash, folder)
-    renderer = Renderer(tokenizer, template_of(folder))
-    model = _filled(folder, kind, config, rows, rows)
-    return Loaded(model.to(device).eval(), tokenizer, renderer, lineage, folder)
+    else:
+        words = _language(opened)
+        model = _filled(opened, opened.rows, dtype, device)
+        template = None if words.chat is None else words.chat.hash
+        lineage = Lineage(tokenizer=words.tokenizer.hash, template=template, shards=IMPORTED)
+    return Loaded(model.eval(), words, lineage, path)
+
+
+def _language(opened: _Opened) -> ModelLanguage:
+    path = opened.path
+    if opened.gguf is not None:
+        model = opened.gguf
+        tokenizer = importers.from_json(model.tokenizer_json, str(path), model.roles)
+        return _foreign(tokenizer, model.chat_template, model.roles, dict(model.generation), opened)
+    if not (path / LINEAGE).is_file():
+        return _language_of_folder(opened)
+    saved, lineage = _read(path / LINEAGE, SavedLineage), lineage_of(path)
+    if saved.get(TEMPLATE_NAME) == OWN_WORDS:
+        words = _language_of_folder(opened)
+        _same("tokenizer", lineage.tokenizer, words.tokenizer.hash, path)
+        _same("chat template", lineage.template or "", words.chat.hash if words.chat else "", path)
+        return words
+    tokenizer = Tokenizer.load(path)
+    _same("tokenizer", lineage.tokenizer, tokenizer.hash, path)
+    return ModelLanguage(tokenizer, Renderer(tokenizer, template_of(path)), DRAWN)
+
+
+def _language_of_folder(opened: _Opened) -> ModelLanguage:
+    """The words of a model that others trained, from the files of transformers."""
+    folder = opened.path
+    settings: dict[str, Any] = _settings(folder / TOKENIZER_CONFIG)
+    roles = importers.roles_of(folder)
+    text: Any = settings.get("chat_template")
+    if (folder / CHAT_TEMPLATE).is_file():
+        text = (folder / CHAT_TEMPLATE).read_text(encoding="utf-8")
+    if isinstance(text, list):
+        named = {str(entry.get("name")): entry.get("template") for entry in text if isinstance(entry, dict)}
+        text = named.get("default")
+    if text is not None and not isinstance(text, str):
+        what = f"its chat_template is {shorten(repr(text))}, not a text"
+        raise CheckpointError(what, where=str(folder / TOKENIZER_CONFIG), hint=_again(folder))
+    tokenizer = importers.load_foreign(folder, roles)
+    return _foreign(tokenizer, text, roles, _settings(folder / GENERATION), opened)
+
+
+def _settings(file: Path) -> dict[str, Any]:
+    """A file of settings that a model folder may lack."""
+    return dict(_read(file, dict[str, Any])) if file.is_file() else {}
+
+
+def _foreign(
+    tokenizer: Tokenizer,
+    template: str | None,
+    roles: Mapping[str, str | None],
+    generation: dict[str, Any],
+    opened: _Opened,
+) -> ModelLanguage:
+    """The words of a model that others trained. Raises CheckpointError where it has fewer rows than its tokenizer."""
+    _check_rows(tokenizer, opened.rows, {}, opened.path)
+    said = [facts.get("eos_token_id") for facts in (generation, opened.facts)]
+    ends = {id for ids in said for id in (ids if isinstance(ids, list) else [ids]) if type(id) is int}
+    if (end := roles.get("eos_token")) and (id := tokenizer.special_id(end)) is not None:
+        ends.add(id)
+    ends = {id for id in ends if 0 <= id < opened.rows}
+    chat = None if template is None else JinjaRenderer(tokenizer, template, roles, ends)
+    return ModelLanguage(tokenizer, chat, generation, roles, frozenset(ends), is_ours=False)
 
 
 def template_of(folder: Path) -> Template | None:
@@ -298,7 +522,12 @@ def template_of(folder: Path) -> Template | None:
 
 
 def is_model(folder: Path) -> bool:
-    """Whether a folder holds a model, or adapters for one, be it one that is refused when it is read."""
+    """
+    Whether a folder holds a model, or adapters for one, be it one that is refused when it is read; or whether a file
+    is a GGUF file.
+    """
+    if folder.is_file():
+        return folder.suffix == gguf.SUFFIX
     weights = (folder / WEIGHTS).is_file() or (folder / INDEX).is_file() or is_pickled(folder) != ""
     return ((folder / CONFIG).is_file() and weights) or peft.is_adapter(folder)
 
@@ -310,7 +539,10 @@ def fill(model: Transformer, folder: Path, lineage: Lineage) -> None:
     """
     _same_lineage(folder, lineage)
     kind = _understood(folder / CONFIG)[1]  # as it was saved, by whichever version
-    _fill(model, Tensors(folder, _again(folder)), kind)
+    tensors = Tensors(folder, _again(folder))
+    for name, weight in _converted(model, tensors, kind):
+        with torch.no_grad():
+            model.get_parameter(name).copy_(weight)
     integrity.verify(folder)
 
 
@@ -327,7 +559,7 @@ def save_adapters(
     folder: Path,
     weights: Mapping[str, Tensor],
     model: Transformer,
-    renderer: Renderer,
+    words: Renderer | ModelLanguage,
     lineage: Lineage,
     settings: Lora,
     base: BaseModel,
@@ -336,12 +568,9 @@ def save_adapters(
     make_folder(folder)
     base_path = os.path.relpath(base.folder.resolve(), folder.resolve())
     peft.save(folder, weights, model, settings, base_path)
-    renderer.tokenizer.save(folder)
-    opening, end = renderer.template.opening or DOCUMENT, renderer.template.end
-    chat = {"chat_template": renderer.template.jinja()}
-    write_json(folder / "tokenizer_config.json", _tokenizer_config(opening, end, model.config.context_length) | chat)
+    _, name = _write_words(folder, words, model.config.context_length, chats=True)
     own = {"folder": base_path, "digest": base.digest, "kept_as": settings.base_dtype}
-    write_json(folder / LINEAGE, asdict(lineage) | {TEMPLATE_NAME: renderer.template.name, BASE: own})
+    write_json(folder / LINEAGE, asdict(lineage) | name | {BASE: own})
     integrity.write_sums(folder)
 
 
@@ -352,34 +581,44 @@ def fill_adapters(model: Transformer, folder: Path, lineage: Lineage) -> None:
     integrity.verify(folder)
 
 
-def _with_adapters(folder: Path, device: torch.device | str, special: Sequence[str]) -> Loaded:
-    """A base with the adapters of a folder merged into it. Those of PEFT have the tokenizer and lineage of the base."""
+def _with_adapters(folder: Path, device: torch.device | str, dtype: LoadFormat, special: Sequence[str]) -> Loaded:
+    """
+    A base with the adapters of a folder merged into it, in float32 before it takes the format that was asked for. Those
+    of PEFT have the tokenizer and lineage of the base.
+    """
     adapter = peft.read(folder)
     facts, own, base_folder = _base(folder, adapter)
     if facts:
         _same("base", own["digest"], digest(base_folder), folder)
     loaded = load(base_folder, special=special)
     peft.merge(loaded.model, adapter, own["kept_as"], folder)
-    loaded.model.to(device)
+    _keep(loaded.model, _kept_as(dtype, _opened(base_folder)), device)
     if not facts:
         return replace(loaded, folder=folder)
+    return replace(loaded, language=_adapted_language(folder, base_folder), lineage=lineage_of(folder), folder=folder)
+
+
+def _adapted_language(folder: Path, base_folder: Path) -> ModelLanguage:
+    """The words of adapters: those of their base, in the template that they were trained with."""
+    words = language(base_folder)
+    if not (folder / LINEAGE).is_file():
+        return words
     lineage = lineage_of(folder)
-    _same("tokenizer", lineage.tokenizer, loaded.tokenizer.hash, folder)
-    return replace(loaded, renderer=Renderer(loaded.tokenizer, template_of(folder)), lineage=lineage, folder=folder)
+    _same("tokenizer", lineage.tokenizer, words.tokenizer.hash, folder)
+    if _read(folder / LINEAGE, SavedLineage).get(TEMPLATE_NAME) == OWN_WORDS:
+        _same("chat template", lineage.template or "", words.chat.hash if words.chat else "", folder)
+        return words
+    return replace(words, chat=Renderer(words.tokenizer, template_of(folder)), is_ours=True)
 
 
 def num_rows(folder: Path) -> int:
-    """How many rows the tables of a model folder have. Raises CheckpointError where its configuration is none."""
-    if peft.is_adapter(folder):
-        return num_rows(_base(folder, peft.read(folder))[2])
-    return _understood(folder / CONFIG)[3]
+    """How many rows the tables of a model have. Raises CheckpointError where its configuration is none."""
+    return config_of(folder)[1]
 
 
 def context(folder: Path) -> int:
-    """How many tokens the model of a folder takes. Raises CheckpointError where its configuration is none."""
-    if peft.is_adapter(folder):
-        return context(_base(folder, peft.read(folder))[2])
-    return _understood(folder / CONFIG)[2].context_length
+    """How many tokens a model takes. Raises CheckpointError where its configuration is none."""
+    return config_of(folder)[0].context_length
 
 
 def _base(folder: Path, adapter: peft.Adapter) -> tuple[dict[str, Any], dict[str, Any], Path]:
@@ -410,6 +649,8 @@ def digest(folder: Path) -> str:
     if not is_model(folder):
         hint = "Name a model folder: config.json, safetensors and a tokenizer."
         raise CheckpointError("holds no model", where=str(folder), hint=hint)
+    if folder.is_file():
+        return cache.sha256_of(folder)
     integrity.verify(folder)
     names = sorted(file for pattern in ("*.json", "*.safetensors", "*.model", "*.txt") for file in folder.glob(pattern))
     return sha256_bytes(canonical([[file.name, cache.sha256_of(file)] for file in names]))
@@ -433,6 +674,11 @@ def _understood(file: Path) -> tuple[dict[str, Any], Architecture, ModelConfig, 
         method = said.get("quant_method", "a method without a name") if isinstance(said, dict) else said
         what = f"its weights are quantized (quantization_config: {method}); float32, bfloat16 and float16 are read"
         raise CheckpointError(what, where=str(file), hint=UNROUNDED)
+    return facts, *_interpreted(facts, file)
+
+
+def _interpreted(facts: Mapping[str, Any], file: Path) -> tuple[Architecture, ModelConfig, int]:
+    """The architecture and the model that a configuration is of, and how many ids that has. Raises CheckpointError."""
     try:
         kind = weights_architectures.of_file(facts)
         config, rows = kind.understand(facts), facts["vocab_size"]
@@ -442,7 +688,7 @@ def _understood(file: Path) -> tuple[dict[str, Any], Architecture, ModelConfig, 
             ids = facts[name] if isinstance(facts.get(name), list) else [facts.get(name)]
             if beyond := [id for id in ids if isinstance(id, int) and id >= rows]:
                 raise ValueError(f"{name} is {shorten(repr(beyond[0]))}, and the last of its ids is {rows - 1:,}")
-        return facts, kind, config, rows
+        return kind, config, rows
     except KeyError as error:
         what, hint = f"lacks {error}", "Fetch the folder again, or write into it what it lacks."
     except (ValueError, TypeError) as error:
@@ -483,16 +729,68 @@ def _own(model: Transformer) -> dict[str, Tensor]:
     return {name: weights[name] for name in weights if not (model.config.tie_embeddings and name == "head.weight")}
 
 
-def _filled(folder: Path, kind: Architecture, config: ModelConfig, rows: int, num_ids: int) -> Transformer:
-    """A model with rows for `num_ids` ids, and in the first `rows` of them and elsewhere the weights of a folder."""
-    tensors = Tensors(folder, _again(folder))
-    _of_one_size(config, rows, tensors)
-    model = Transformer(config, num_ids)
-    _fill(model, tensors, kind, rows)
+def _filled(opened: _Opened, num_ids: int, dtype: LoadFormat, device: torch.device | str) -> Transformer:
+    """
+    A model with rows for `num_ids` ids. The first rows of the tables and everything else are the weights of the files,
+    each converted, and moved to the device, before the next is read.
+    """
+    tensors = opened.tensors()
+    _of_one_size(opened.config, opened.rows, tensors)
+    with torch.device("meta"):
+        model = Transformer(opened.config, num_ids)
+    kept_as = _kept_as(dtype, opened)
+    for name, weight in _converted(model, tensors, opened.kind, opened.rows):
+        _place(model, name, weight, kept_as, device)
+    if opened.config.tie_embeddings:
+        model.head.weight = model.embed.weight
     return model
 
 
-def _of_one_size(config: ModelConfig, rows: int, tensors: Tensors) -> None:
+def _kept_as(dtype: LoadFormat, opened: _Opened) -> Base | Literal["float16"]:
+    """The format that weights are kept in: that of the embedding in the files where it is to be theirs."""
+    if dtype != "auto":
+        return dtype
+    table = opened.kind.pieces([TABLES[0]])[0].theirs
+    stored = opened.tensors().number_format(table)
+    return {"float16": "float16", "float32": "float32"}.get(stored or "", "bfloat16")  # type: ignore[return-value]
+
+
+def _place(model: Transformer, name: str, weight: Tensor, kept_as: str, device: torch.device | str) -> None:
+    """Put a weight into a model that has none of that name yet: vectors of norms stay in float32."""
+    path, _, leaf = name.rpartition(".")
+    module = model.get_submodule(path)
+    is_matrix = isinstance(module, nn.Linear | nn.Embedding | quantize.QuantizedLinear)
+    plain = {"float32": torch.float32, "float16": torch.float16}.get(kept_as, torch.bfloat16)
+    form = plain if is_matrix else torch.float32
+    if (
+        kept_as in ("int8", "nf4", "nf4_double")
+        and isinstance(module, nn.Linear)
+        and leaf == "weight"
+        and path != "head"
+    ):
+        whole = nn.Linear(1, 1, bias=False, device="meta")
+        whole.weight = nn.Parameter(weight.to(device), requires_grad=False)
+        frozen = quantize.frozen(whole, kept_as)  # type: ignore[arg-type]
+        frozen.bias = None if module.bias is None else module.bias.detach()
+        parent, _, last = path.rpartition(".")
+        setattr(model.get_submodule(parent), last, frozen)
+        return
+    ready = rounded(name, weight, form, name).to(device)
+    if isinstance(module, quantize.QuantizedLinear):
+        module.bias = ready
+    else:
+        setattr(module, leaf, nn.Parameter(ready, requires_grad=kept_as == "float32"))
+
+
+def _keep(model: Transformer, kept_as: str, device: torch.device | str) -> None:
+    """Bring a whole model in float32 to a device in another format, weight by weight."""
+    for name, weight in _own(model).items():
+        _place(model, name, weight.detach(), kept_as, device)
+    if model.config.tie_embeddings:
+        model.head.weight = model.embed.weight
+
+
+def _of_one_size(config: ModelConfig, rows: int, tensors: TensorReader) -> None:
     """
     Raises CheckpointError where a configuration is of a model that its files cannot be, before it is built: a damaged
     one can ask for any memory. What is nearly of one size is built, and told by the name of its tensor.
@@ -506,10 +804,14 @@ def _of_one_size(config: ModelConfig, rows: int, tensors: Tensors) -> None:
     raise CheckpointError(what, where=str(tensors.file), hint="One of the two is damaged, or of another model.")
 
 
-def _fill(model: Transformer, tensors: Tensors, kind: Architecture, rows: int | None = None) -> None:
-    """Read the weights of files into a model. Of tables, only the first `rows` are filled, where that is given."""
+def _converted(
+    model: Transformer, tensors: TensorReader, kind: Architecture, rows: int | None = None
+) -> Iterator[tuple[str, Tensor]]:
+    """
+    The weights of a model from files, by our names, in the number format of the files. Of tables, only the first `rows`
+    are filled, where that is given.
+    """
     own = _own(model)
-    places = {name: weight[:rows] if name in TABLES else weight for name, weight in own.items()}
     pieces = kind.pieces(list(own))
     _nothing_else(
         tensors, {tensors.stored_name(piece.theirs) for piece in pieces}, kind, tied=model.config.tie_embeddings
@@ -519,13 +821,16 @@ def _fill(model: Transformer, tensors: Tensors, kind: Architecture, rows: int | 
         if tensor is None:
             what = f"{piece.theirs} is missing"
             raise CheckpointError(what, where=str(tensors.file), hint="It belongs to another model.")
+        weights = {name: torch.empty(own[name].shape, dtype=tensor.dtype) for name in piece.ours}
+        places = {name: weight[:rows] if name in TABLES else weight for name, weight in weights.items()}
         try:
             spread(piece, tensor, places)
         except ValueError as error:
             raise CheckpointError(str(error), where=str(tensors.file), hint="It belongs to another model.") from None
+        yield from weights.items()
 
 
-def _nothing_else(tensors: Tensors, used: set[str | None], kind: Architecture, *, tied: bool) -> None:
+def _nothing_else(tensors: TensorReader, used: set[str | None], kind: Architecture, *, tied: bool) -> None:
     """Raises CheckpointError where files hold more than these tensors and what follows from the configuration."""
     embedding, head = (kind.pieces([name])[0].theirs for name in TABLES)
     if tied and (head_tensor := tensors.get(head)) is not None:

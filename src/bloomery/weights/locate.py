@@ -13,6 +13,7 @@ from bloomery.core.errors import CheckpointError, RunError
 from bloomery.core.io import MANIFEST
 from bloomery.core.log import info
 from bloomery.core.pipeline import CURRENT, RECIPE, read_manifest
+from bloomery.weights import hub
 from bloomery.weights.hf import is_model
 
 TRAINED = ("prefer", "finetune", "pretrain")
@@ -33,12 +34,15 @@ class LocatedModel:
 
 def locate_model(path: Path) -> Path:
     """
-    The folder with config.json and model.safetensors that `path` stands for. Raises CheckpointError.
+    The folder with config.json and weights, or the GGUF file, that `path` stands for. Raises CheckpointError.
 
-    A run folder stands for a model that its current settings have finished: that of `prefer`, else the finetuned
-    model, else the pretrained model, which is logged. A finished model that is damaged is an error: no other model
-    replaces it. A stage folder stands for the model it left.
+    hub:OWNER/NAME[@REVISION] stands for a model of a hub, which is fetched to the cache. A run folder stands for a
+    model that its current settings have finished: that of `prefer`, else the finetuned model, else the pretrained
+    model, which is logged. A finished model that is damaged is an error: no other model replaces it. A stage folder
+    stands for the model it left.
     """
+    if str(path).startswith(hub.PREFIX):
+        return hub.fetched(str(path))
     if not path.exists():
         raise CheckpointError("does not exist", where=str(path), hint="Name a run folder, for example runs/demo.")
     if (path / CURRENT).is_file():
@@ -46,7 +50,7 @@ def locate_model(path: Path) -> Path:
     for folder in (path, path / "model"):
         if is_model(folder):
             return folder
-    hint = "Name a run folder, a stage folder that trained something, a checkpoint folder, or a model folder."
+    hint = "Name a run, stage, checkpoint or model folder, a GGUF file, or hub:OWNER/NAME."
     raise CheckpointError("holds no model", where=str(path), hint=hint)
 
 

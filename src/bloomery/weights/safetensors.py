@@ -8,7 +8,7 @@ import json
 import math
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from safetensors import SafetensorError, safe_open
 from typing_extensions import TypedDict
@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
+WEIGHTS_SUFFIX = ".safetensors"
 STEP_FOLDER = "[0-9]" * 9
 """The name of the folder of a checkpoint: its step, so that names sort as numbers do."""
 NUMBERS = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
@@ -142,6 +143,25 @@ class WeightIndex(TypedDict):
     weight_map: dict[str, NameInside]
 
 
+class TensorReader(Protocol):
+    """The tensors of a model's files, by transformers' names."""
+
+    file: Path
+
+    @property
+    def names(self) -> frozenset[str]: ...
+
+    def stored_name(self, name: str) -> str | None: ...
+
+    def number_format(self, name: str) -> str | None:
+        """The number format that `get` gives a tensor in; None where there is none of this name."""
+        ...
+
+    def get(self, name: str) -> Tensor | None: ...
+
+    def num_numbers(self) -> int: ...
+
+
 class Tensors:
     """The tensors of a model folder, by name. Raises CheckpointError where there are none, or a file is torn."""
 
@@ -186,6 +206,11 @@ class Tensors:
         except SafetensorError as error:
             raise CheckpointError(f"{stored}: {error}", where=where, hint=self._hint) from None
         return finite(stored, tensor, where, self._hint)
+
+    def number_format(self, name: str) -> str | None:
+        """The number format of a tensor, by torch's name; None where there is none of this name."""
+        stored = self.stored_name(name)
+        return None if stored is None else NUMBERS.get(self._slice(stored).get_dtype())
 
     def num_numbers(self) -> int:
         """How many numbers all of them hold. Raises CheckpointError where a file lacks one that the index names."""
