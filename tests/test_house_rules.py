@@ -59,7 +59,6 @@ SMALL_AND_ALONE = {
     "evaluation/config.py": "the section of a recipe, which every package has in its config.py",
     "evaluation/perplexity.py": "one of the stage's measurements, each of which is a file",
     "hw/io_speed.py": "a program of its own, which a child process runs",
-    "stages/finetune.py": "each stage is a file",
     "tokenizer/train.py": "what trains a tokenizer, which no program that only loads one needs",
 }
 """Modules under 100 lines that only one other imports, and why they are not a part of that one."""

@@ -5,7 +5,9 @@ What the sections of a recipe must agree on, and the defaults that follow from o
 each of CHECKS looks at it. A check raises ValueError, and `core.config.build` makes a ConfigError of it.
 """
 
+import importlib.util
 from collections.abc import Callable
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pydantic import Field
@@ -14,7 +16,7 @@ from bloomery.core.config import Config, build, with_defaults
 from bloomery.core.errors import DataError
 from bloomery.core.pipeline import resolve as resolve_name
 from bloomery.data.executor import Parallel
-from bloomery.model.config import matrices, targets
+from bloomery.model.config import ModelConfig, matrices, targets
 from bloomery.tokenizer import chat_template
 from bloomery.tokenizer.config import AnyKind, ByteBpe, Imported
 from bloomery.train import scaling_rules
@@ -31,7 +33,15 @@ def fill(tree: dict[str, Any]) -> dict[str, Any]:
     """
     if isinstance(tokenizer := tree.get("tokenizer"), dict):
         tree = tree | {"tokenizer": {"kind": "byte_bpe"} | tokenizer}
-    return _with_depth(_with_template(tree))
+    return _with_depth(_with_template(_with_own_tokenizer(tree)))
+
+
+def _with_own_tokenizer(tree: dict[str, Any]) -> dict[str, Any]:
+    """A model that pretraining starts from has its tokenizer, unless [tokenizer] says another."""
+    pretrain = tree.get("pretrain")
+    if not isinstance(pretrain, dict) or not isinstance(pretrain.get("start_from"), str) or "tokenizer" in tree:
+        return tree
+    return tree | {"tokenizer": {"kind": "import", "path": pretrain["start_from"], "measure": False}}
 
 
 def _with_template(tree: dict[str, Any]) -> dict[str, Any]:
@@ -70,34 +80,130 @@ def resolve(recipe: "Recipe") -> "Recipe":
         for name, section in recipe
         if isinstance(section, Parallel) and "engine" not in section.model_fields_set
     }
-    if recipe.pretrain is not None and "sequence_length" not in recipe.instruct.model_fields_set:
-        sections["instruct"] = with_defaults(recipe.instruct, sequence_length=recipe.pretrain.model.context_length + 1)
+    shape = start_shape(recipe)
+    continued = recipe.pretrain is not None and recipe.pretrain.start_from is not None
+    if (
+        recipe.pretrain is not None
+        and continued
+        and shape is not None
+        and "model" not in recipe.pretrain.model_fields_set
+    ):
+        sections["pretrain"] = with_defaults(recipe.pretrain, model=shape)
+    words: dict[str, Any] = {}
+    if recipe.finetune is not None and recipe.finetune.start_from is not None:
+        words["start_from"] = recipe.finetune.start_from
+        context = None if shape is None else min(shape.context_length, USUAL_CONTEXT)
+    else:
+        pretrain = sections.get("pretrain", recipe.pretrain)
+        context = None if pretrain is None else pretrain.model.context_length  # type: ignore[attr-defined]
+        words["chat_template"] = recipe.instruct.chat_template or "bloomery"
+    if context is not None and "sequence_length" not in recipe.instruct.model_fields_set:
+        words["sequence_length"] = context + 1
+    sections["instruct"] = with_defaults(recipe.instruct, **words)
     if recipe.classify.required is None:
         required = "classify" in recipe.model_fields_set or recipe.filter.needs_scores
         sections["classify"] = with_defaults(recipe.classify, required=required)
     return with_defaults(recipe, **sections)
 
 
+USUAL_CONTEXT = 1024
+"""Of rows for a model whose context may be a hundred times that."""
+DOCUMENTS = ("fetch", "classify", "filter", "dedup")
+BASE = ("tokenizer", "shard", "pretrain")
+
+
+def skipped(recipe: "Recipe") -> frozenset[str]:
+    """The stages before the model that finetuning or preference tuning starts from."""
+    augments = recipe.synthesize.enabled and recipe.synthesize.augment is not None
+    if recipe.prefer is not None and recipe.prefer.start_from is not None:
+        return frozenset({*DOCUMENTS, *BASE, "synthesize", "instruct", "finetune"})
+    if recipe.finetune is not None and recipe.finetune.start_from is not None:
+        return frozenset({*BASE, *(() if augments else DOCUMENTS)})
+    return frozenset()
+
+
+def start_shape(recipe: "Recipe") -> ModelConfig | None:
+    """
+    The shape of the model that training starts from; None where a recipe names none, or where it is not there yet.
+    Raises CheckpointError for a path that holds no model.
+    """
+    sections = (recipe.prefer, recipe.finetune, recipe.pretrain)
+    path = next((one.start_from for one in sections if one is not None and one.start_from is not None), None)
+    if path is None or importlib.util.find_spec("torch") is None or not _is_there(path):
+        return None
+    folder = resolve_name("bloomery.weights.locate:locate_model")(path.expanduser())
+    shape: ModelConfig = resolve_name("bloomery.weights.hf:config_of")(folder)[0]
+    return shape
+
+
+def _is_there(path: Path) -> bool:
+    """Whether a model is on this machine, or on a hub, which is asked."""
+    return str(path).startswith("hub:") or path.expanduser().exists()
+
+
+def one_model_to_start_from(recipe: "Recipe") -> None:
+    for name, section, others in (
+        ("finetune", recipe.finetune, ("fetch", "tokenizer", "pretrain")),
+        ("prefer", recipe.prefer, ("fetch", "tokenizer", "pretrain", "finetune")),
+    ):
+        if section is None or section.start_from is None:
+            continue
+        without = skipped(recipe)
+        if sections := [
+            other
+            for other in others
+            if other in without and other in recipe.model_fields_set and getattr(recipe, other)
+        ]:
+            raise ValueError(
+                f"{name}.start_from={str(section.start_from)!r} takes the place of [{sections[0]}]: leave out one"
+            )
+
+
 def text_has_a_source(recipe: "Recipe") -> None:
+    if "fetch" in skipped(recipe):
+        return
     if recipe.fetch is None and recipe.shard.imported is None:
         raise ValueError("[fetch] is required: it says where documents come from; or [shard.imported], token files")
 
 
 def packed_sequences_fit_the_model(recipe: "Recipe") -> None:
+    if recipe.finetune is not None and recipe.finetune.start_from is not None:
+        _rows_fit_the_start(recipe)
+        return
     if recipe.pretrain is None or recipe.finetune is None:
         return
     context, sequence_length = recipe.pretrain.model.context_length, recipe.instruct.sequence_length
-    if sequence_length != context + 1:
+    if sequence_length > context + 1 and recipe.finetune.rope_scaling is None:
         raise ValueError(
-            f"a row holds the model's context and one token more: with pretrain.model.context_length={context} "
+            f"a row holds at most the model's context and one token more: with pretrain.model.context_length={context} "
             f"say instruct.sequence_length={context + 1}, not {sequence_length}"
         )
 
 
-def answers_fit_the_model(recipe: "Recipe") -> None:
-    if recipe.pretrain is None:
+def _rows_fit_the_start(recipe: "Recipe") -> None:
+    shape, sequence_length = start_shape(recipe), recipe.instruct.sequence_length
+    if shape is None or recipe.finetune is None or sequence_length <= shape.context_length + 1:
         return
-    context, longest = recipe.pretrain.model.context_length, dict[str, int]()
+    context = shape.context_length
+    if shape.position_embedding == "learned":
+        raise ValueError(
+            f"instruct.sequence_length={sequence_length} is more than the model's context of {context}. Its positions "
+            f"end there: say at most {context + 1}"
+        )
+    if shape.position_embedding == "rope" and recipe.finetune.rope_scaling is None:
+        factor = -(-(sequence_length - 1) // context)
+        raise ValueError(
+            f"instruct.sequence_length={sequence_length} is more than the model's context of {context}: say at most "
+            f'{context + 1}, or stretch it: finetune.rope_scaling={{kind="yarn", factor={factor}, '
+            f"original_context_length={context}}}"
+        )
+
+
+def answers_fit_the_model(recipe: "Recipe") -> None:
+    shape = start_shape(recipe) or (None if recipe.pretrain is None else recipe.pretrain.model)
+    if shape is None:
+        return
+    context, longest = shape.context_length, dict[str, int]()
     if recipe.evaluate.conversations:
         longest["evaluate.max_tokens"] = recipe.evaluate.max_tokens
     if recipe.prefer is not None and isinstance(recipe.prefer.loss, Grpo):
@@ -105,7 +211,7 @@ def answers_fit_the_model(recipe: "Recipe") -> None:
     for name, tokens in longest.items():
         if tokens >= context:
             raise ValueError(
-                f"{name}={tokens} leaves no room for a question: with pretrain.model.context_length={context} say "
+                f"{name}={tokens} leaves no room for a question: in the model's context of {context} tokens, say "
                 f"less, such as {context // 2}"
             )
 
@@ -139,8 +245,11 @@ def conversations_exist_and_can_be_written(recipe: "Recipe") -> None:
             "nothing to finetune on: instruct.sources is empty, and [synthesize] is not enabled. Name sources, or "
             "leave out [finetune]"
         )
+    if recipe.finetune.start_from is not None:
+        return  # its tokenizer is not known here
     kept, needed = (
-        chat_template.special_tokens(name) for name in (recipe.tokenizer.chat_template, recipe.instruct.chat_template)
+        chat_template.special_tokens(name)
+        for name in (recipe.tokenizer.chat_template, recipe.instruct.chat_template or "bloomery")
     )
     missing = [name for name in needed if name not in kept]
     if missing and not isinstance(recipe.tokenizer, Imported):  # which may have had them before
@@ -153,10 +262,11 @@ def conversations_exist_and_can_be_written(recipe: "Recipe") -> None:
 
 def adapters_have_their_matrices(recipe: "Recipe") -> None:
     for name, section in (("finetune", recipe.finetune), ("prefer", recipe.prefer)):
-        if section is None or section.lora is None or recipe.pretrain is None:
+        shape = start_shape(recipe) or (None if recipe.pretrain is None else recipe.pretrain.model)
+        if section is None or section.lora is None or shape is None:
             continue
         try:
-            targets([*matrices(recipe.pretrain.model)], section.lora.target_modules)
+            targets([*matrices(shape)], section.lora.target_modules)
         except DataError as error:
             raise ValueError(f"{name}.{error.where}: {error.what}. {error.hint}") from None
 
@@ -177,6 +287,7 @@ def limits_name_known_classifiers(recipe: "Recipe") -> None:
 
 
 CHECKS: tuple[Callable[["Recipe"], None], ...] = (
+    one_model_to_start_from,
     text_has_a_source,
     packed_sequences_fit_the_model,
     answers_fit_the_model,

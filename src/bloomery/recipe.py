@@ -62,6 +62,9 @@ class Recipe(Config):
     def completed(cls, tree: dict[str, Any]) -> dict[str, Any]:
         return checks.fill(tree)
 
+    def skipped(self) -> frozenset[str]:
+        return checks.skipped(self)
+
     def resolved(self) -> "Recipe":
         recipe = checks.resolve(self)
         for check in checks.CHECKS:

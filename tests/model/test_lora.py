@@ -60,6 +60,10 @@ def test_only_adapters_are_trained_and_each_of_them_is_reached() -> None:
         (("blocks.1.mlp.*",), ["blocks.1.mlp.*"]),
         (("*.out", "mlp.down"), ["blocks.*.attention.out", "blocks.*.mlp.down"]),
         (("*",), ["*"]),
+        (("all-linear",), ["*"]),
+        (("W_pack", "fc2"), ["*.attention.[qkv]", "*.mlp.down"]),
+        (("q_proj", "gate_up_proj"), ["*.attention.q", "*.mlp.gate", "*.mlp.up"]),
+        (("re:.*\\.1\\.attention\\.[qk]",), ["blocks.1.attention.[qk]"]),
     ],
 )
 def test_targets_are_paths_in_every_block_or_in_one(patterns: tuple[str, ...], chosen: list[str]) -> None:
@@ -71,8 +75,8 @@ def test_targets_are_paths_in_every_block_or_in_one(patterns: tuple[str, ...], c
 
 def test_a_target_that_names_nothing_is_an_error_that_says_what_there_is() -> None:
     with pytest.raises(DataError) as caught:
-        adapted(Lora(target_modules=("attention.q", "W_pack")))
-    assert caught.value.what == "the target 'W_pack' names no matrix of this model"
+        adapted(Lora(target_modules=("attention.q", "W_packed")))
+    assert caught.value.what == "the target 'W_packed' names no matrix of this model"
     assert "attention.q, attention.k, attention.v, attention.out, mlp.gate" in caught.value.hint
 
 
@@ -164,3 +168,23 @@ def _grad(weight: Tensor) -> Tensor:
 
 def _in_block(name: str, module: nn.Module) -> bool:
     return name.startswith("blocks.") and isinstance(module, nn.Linear)
+
+
+@pytest.mark.parametrize("base", BASES)
+def test_dora_changes_nothing_at_first_and_then_has_rows_of_the_lengths_that_it_learned(base: Base) -> None:
+    settings = Lora(rank=2, dora=True, base_dtype=base)
+    frozen = adapted(Lora(rank=2, base_dtype=base), woken=False)(ids())
+    assert torch.allclose(adapted(settings, woken=False)(ids()), frozen, atol=1e-5)
+    model = adapted(settings)
+    layer = model.get_submodule("blocks.0.mlp.up")
+    assert isinstance(layer, lora.LoRALinear)
+    assert layer.magnitude is not None
+    with torch.no_grad():
+        layer.magnitude.mul_(2.0)
+        x = torch.randn(5, layer.base.width, generator=torch.Generator().manual_seed(1))
+        whole = layer.base.dense(torch.float32) + layer.scale * layer.lora_b @ layer.lora_a
+        rows = whole / whole.norm(dim=1, keepdim=True) * layer.magnitude[:, None]
+        assert torch.allclose(layer(x), x @ rows.t(), atol=1e-5)
+    model(ids()).square().sum().backward()
+    assert all(bool(weight.grad.any()) for weight in lora.weights(model).values() if weight.grad is not None)
+    assert len(lora.weights(model)) == 2 * 7 * 3

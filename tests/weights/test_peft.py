@@ -75,6 +75,32 @@ def test_adapters_whose_lineage_names_no_base_are_refused(tmp_path: Path) -> Non
         hf.load(folder)
 
 
+@pytest.mark.parametrize("base", ["float32", "nf4"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_adapters_of_dora_are_read_as_the_model_that_was_trained(tmp_path: Path, family: str, base: Base) -> None:
+    settings = Lora(rank=3, dora=True, base_dtype=base, target_modules=("attention.q", "attention.v", "mlp.*"))
+    model, folder = adapted(tmp_path, FAMILIES[family], settings)
+    assert close(logits_of(hf.load(folder).model), logits_of(model))
+    again = lively(FAMILIES[family], 0, VOCAB)
+    lora.attach(again, settings, seed=9)
+    weights_peft.fill(again, folder)
+    for name, weight in lora.weights(again).items():
+        assert torch.equal(weight, lora.weights(model)[name]), name
+
+
+@theirs_warn
+@pytest.mark.parametrize("family", FAMILIES)
+def test_peft_computes_the_same_logits_from_our_adapters_of_dora(tmp_path: Path, family: str) -> None:
+    peft, transformers = theirs()
+    settings = Lora(rank=3, alpha=5, dora=True, target_modules=("attention.q", "attention.v", "mlp.*"))
+    model, folder = adapted(tmp_path, FAMILIES[family], settings)
+    base = transformers.AutoModelForCausalLM.from_pretrained(str(tmp_path / "base"))
+    found = peft.PeftModel.from_pretrained(base, str(folder)).eval()
+    with torch.no_grad():
+        logits = found(random_ids(2, 30, vocab_size=VOCAB)).logits
+    assert close(logits, logits_of(model))
+
+
 @theirs_warn
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("stabilized", [False, True])
@@ -168,7 +194,10 @@ def test_adapters_without_their_base_or_on_another_one_are_refused(tmp_path: Pat
 def test_adapters_that_are_torn_or_more_than_that_are_refused(tmp_path: Path) -> None:
     _, folder = adapted(tmp_path, SHAPES[0], Lora(rank=2))
     facts = json.loads((folder / weights_peft.CONFIG).read_text())
-    for change, what in (({"use_dora": True}, "use_dora is True"), ({"peft_type": "LOHA"}, "its kind is 'LOHA'")):
+    for change, what in (
+        ({"use_dora": True}, "holds no adapter of PEFT"),
+        ({"peft_type": "LOHA"}, "its kind is 'LOHA'"),
+    ):
         (folder / weights_peft.CONFIG).write_text(json.dumps(facts | change))
         with pytest.raises(CheckpointError, match=what):
             hf.load(folder)

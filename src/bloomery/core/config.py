@@ -115,6 +115,10 @@ class Config(BaseModel):
         """As the section of a stage: whether it asks for no work. False, by default."""
         return False
 
+    def skipped(self) -> frozenset[str]:
+        """As a recipe: the stages that it does without, although it may have sections for them. None, by default."""
+        return frozenset()
+
     def packages(self) -> tuple[str, ...]:
         """The packages of extras that it needs, without those that the configs in it name. None, by default."""
         return ()

@@ -280,8 +280,12 @@ def missing_sections(stages: Sequence[Stage], recipe: Config) -> dict[str, list[
 
 
 def unwanted(stages: Sequence[Stage], recipe: Config) -> set[str]:
-    """The optional stages that a recipe has no section for."""
-    return {stage.name for stage in stages if stage.optional and getattr(recipe, stage.name) is None}
+    """The optional stages that a recipe has no section for, and those that it does without."""
+    return {
+        stage.name
+        for stage in stages
+        if (stage.optional and getattr(recipe, stage.name) is None) or stage.name in recipe.skipped()
+    }
 
 
 def check_sections(

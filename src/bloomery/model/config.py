@@ -24,7 +24,8 @@ tokens that a token sees: T/2 for the causal triangle as in llm.c (forward 2, ba
 """
 
 import difflib
-from collections.abc import Iterator, Sequence
+import re
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Annotated, Any, Literal, TypeVar
@@ -472,13 +473,26 @@ class Lora(Config):
     """Share of the inputs of A that is left out in training."""
     target_modules: tuple[str, ...] = Field(("attention.*", "mlp.*"), min_length=1, max_length=64)
     """
-    Which matrices of the blocks: paths as `attention.q` in every block or `blocks.3.mlp.down` in one; * stands for
-    anything.
+    Which matrices of the blocks: `attention.q` in every block, `blocks.3.mlp.down` in one, * for anything. Names of
+    other programs (q_proj, W_pack, c_attn, gate_up_proj), "all-linear", and expressions behind "re:" too.
     """
     rank_stabilized: bool = False
     """s = alpha / √rank instead (rsLoRA: Kalajdzievski 2023, https://arxiv.org/abs/2312.03732)."""
+    dora: bool = False
+    """
+    Train the length of each row of W + s · B A apart from its direction (DoRA: Liu et al. 2024,
+    https://arxiv.org/abs/2402.09353). Not with dropout.
+    """
     base_dtype: Base = "float32"
     """Number format of the frozen matrices of the blocks. Embedding, head and vectors do not change."""
+
+    @model_validator(mode="after")
+    def _drops_nothing_of_a_direction(self) -> "Lora":
+        if self.dora and self.dropout:
+            raise ValueError(
+                f"dora computes with whole rows, and dropout={self.dropout:g} leaves out some: set it to 0"
+            )
+        return self
 
     @property
     def scale(self) -> float:
@@ -494,18 +508,64 @@ def matrices(model: ModelConfig) -> Iterator[str]:
         yield from (f"blocks.{number}.mlp.{name}" for name in ("gate", "up", "down") if is_gated or name != "gate")
 
 
+NAMES: Mapping[str, tuple[str, ...]] = {
+    "q_proj": ("attention.q",),
+    "k_proj": ("attention.k",),
+    "v_proj": ("attention.v",),
+    "o_proj": ("attention.out",),
+    "out_proj": ("attention.out",),
+    "dense": ("attention.out",),
+    "qkv_proj": ("attention.q", "attention.k", "attention.v"),
+    "query_key_value": ("attention.q", "attention.k", "attention.v"),
+    "W_pack": ("attention.q", "attention.k", "attention.v"),
+    "c_attn": ("attention.q", "attention.k", "attention.v"),
+    "attn.c_proj": ("attention.out",),
+    "c_proj": ("attention.out", "mlp.down"),
+    "c_fc": ("mlp.up",),
+    "fc1": ("mlp.up",),
+    "fc2": ("mlp.down",),
+    "dense_h_to_4h": ("mlp.up",),
+    "dense_4h_to_h": ("mlp.down",),
+    "mlp.c_proj": ("mlp.down",),
+    "gate_proj": ("mlp.gate",),
+    "up_proj": ("mlp.up",),
+    "gate_up_proj": ("mlp.gate", "mlp.up"),
+    "down_proj": ("mlp.down",),
+    "w1": ("mlp.gate",),
+    "w2": ("mlp.down",),
+    "w3": ("mlp.up",),
+    "all-linear": ("attention.*", "mlp.*"),
+}
+"""Names that other programs have for matrices of a block, or for several of them in one."""
+EXPRESSION = "re:"
+
+
 def targets(names: Sequence[str], patterns: Sequence[str]) -> list[str]:
     """The paths that patterns name, in their own order. Raises DataError for a pattern that names none."""
     for pattern in patterns:
         if not any(_named(name, pattern) for name in names):
             near = ", ".join(dict.fromkeys(_within(name) for name in names))
             what = f"the target {pattern!r} names no matrix of this model"
-            raise DataError(what, where="lora.target_modules", hint=f"Each of its blocks has {near}.")
+            within = {_within(name) for name in names}
+            others = ", ".join(name for name, ours in NAMES.items() if any(_fits(one, ours) for one in within))
+            hint = f"Each of its blocks has {near}. Other names for them: {others}."
+            raise DataError(what, where="lora.target_modules", hint=hint)
     return [name for name in names if any(_named(name, pattern) for pattern in patterns)]
 
 
 def _named(name: str, pattern: str) -> bool:
-    return fnmatchcase(name, pattern) or fnmatchcase(_within(name), pattern)
+    if pattern.startswith(EXPRESSION):
+        try:
+            expression = re.compile(pattern.removeprefix(EXPRESSION))
+        except re.error as error:
+            what = f"the target {pattern!r} is no regular expression: {error}"
+            raise DataError(what, where="lora.target_modules", hint="Write it as in Python.") from None
+        return bool(expression.fullmatch(name) or expression.fullmatch(_within(name)))
+    return fnmatchcase(name, pattern) or _fits(_within(name), NAMES.get(pattern, (pattern,)))
+
+
+def _fits(within: str, patterns: Sequence[str]) -> bool:
+    return any(fnmatchcase(within, pattern) for pattern in patterns)
 
 
 def _within(name: str) -> str:

@@ -22,7 +22,15 @@ from torch import Tensor, nn
 
 
 class LoRALinear(nn.Module):
-    """y = W x + b + s · B A x, where only A and B are trained. B is 0 at first: nothing has changed yet."""
+    """
+    y = W x + b + s · B A x, where only A and B are trained. B is 0 at first: nothing has changed yet.
+
+    With DoRA each row of V = W + s · B A has a trained length m, that of W at first:
+
+        y = (m / ‖V‖) · V x + b      ‖V‖ by row, and constant in the gradient (Liu et al. 2024, §4.3)
+    """
+
+    magnitude: nn.Parameter | None
 
     def __init__(self, base: QuantizedLinear, settings: Lora) -> None:
         super().__init__()
@@ -30,6 +38,8 @@ class LoRALinear(nn.Module):
         device = base.weight.device
         self.lora_a = nn.Parameter(torch.zeros(settings.rank, base.width, device=device))
         self.lora_b = nn.Parameter(torch.zeros(base.num_rows, settings.rank, device=device))
+        lengths = nn.Parameter(_lengths(base.dense(torch.float32))) if settings.dora else None
+        self.register_parameter("magnitude", lengths)
         self.is_on = True
         """Whether the adapter counts, or the frozen matrix alone."""
 
@@ -38,12 +48,31 @@ class LoRALinear(nn.Module):
             plain: Tensor = self.base(x)
             return plain
         heard = self._dropped(x) if self.training and self.share else x
-        y: Tensor = self.base(x) + F.linear(F.linear(heard, self.lora_a), self.lora_b) * self.scale
-        return y
+        change = F.linear(F.linear(heard, self.lora_a), self.lora_b) * self.scale
+        y: Tensor = self.base(x)
+        if self.magnitude is None:
+            return y + change
+        bias = 0.0 if self.base.bias is None else self.base.bias
+        return (y - bias + change) * self.stretch().to(change.dtype) + bias
+
+    def stretch(self) -> Float[Tensor, " R"]:
+        """m / ‖V‖ of DoRA."""
+        with torch.no_grad():
+            lengths = _lengths(
+                self.base.dense(torch.float32) + self.scale * (self.lora_b.float() @ self.lora_a.float())
+            )
+        assert self.magnitude is not None
+        share: Tensor = self.magnitude / lengths
+        return share
 
     def _dropped(self, x: Tensor) -> Tensor:
         keep = _coins(x.detach(), self.lora_b.detach()) >= int(self.share * 2**32)
         return x * keep / (1 - self.share)
+
+
+def _lengths(rows: Float[Tensor, "R D"]) -> Float[Tensor, " R"]:
+    lengths: Tensor = torch.linalg.vector_norm(rows, dim=1)
+    return lengths
 
 
 def _coins(x: Tensor, salt: Tensor) -> Tensor:
@@ -100,12 +129,14 @@ def switched_off(model: Transformer) -> Iterator[None]:
 
 
 Weights = Mapping[str, Tensor]
-"""A and B by name: PATH.lora_a and PATH.lora_b."""
+"""A and B by name: PATH.lora_a and PATH.lora_b. Of DoRA also PATH.magnitude."""
 
 
 def weights(model: Transformer) -> dict[str, Tensor]:
     """All that is trained."""
-    return {name: weight for name, weight in model.named_parameters() if name.endswith((".lora_a", ".lora_b"))}
+    return {
+        name: weight for name, weight in model.named_parameters() if name.endswith((".lora_a", ".lora_b", ".magnitude"))
+    }
 
 
 def _linears(model: Transformer) -> Iterator[tuple[str, nn.Linear]]:

@@ -390,7 +390,10 @@ class Pretrain(Training):
     model: ModelConfig = ModelConfig()
     """Shape of the model."""
     start_from: DiskPath | None = None
-    """A model folder whose weights training starts from, such as GPT-2's. [model] has to name the same shape."""
+    """
+    Model to start from: a run, a stage, a model folder. Without `model` and [tokenizer], its shape and tokenizer are
+    taken.
+    """
     depth: Depth | None = None
     """Number of layers. Also sets width, heads, tokens, steps and learning rates that you leave out."""
     tokens_per_parameter: TokenRatio = TOKENS_PER_PARAMETER
@@ -408,13 +411,21 @@ RowTokens = Annotated[int, Between(2, 2**24 + 1, "it is the context and its last
 
 class Instruct(Conversations):
     sequence_length: RowTokens = 257
-    """Length of a packed sequence: the model's context plus one, the last target. A recipe with a model fills it in."""
+    """
+    Length of a packed row: the tokens of a sequence and one more, the last target. Not set: the context of
+    [pretrain.model] and one more. With `finetune.start_from`: at most 1,024 tokens of the model's context.
+    """
+    start_from: DiskPath | None = None
+    """Model whose tokenizer and chat template write the rows. Not set: that of [finetune], or [tokenizer]."""
     val_fraction: InnerShare = 0.02
     """Share of conversations for validation, chosen by hash of their messages."""
     samples: Annotated[int, Between(0, 1000, "they are on one page")] = 3
-    """Number of conversations that the report shows, with the text in the loss in color."""
-    chat_template: TemplateName = "bloomery"
-    """Name of the chat template, from `tokenizer/chat_template.py`."""
+    """How many conversations the page shows, with what is learned of them in color."""
+    chat_template: TemplateName | None = None
+    """The chat template that writes conversations, by name. Not set: the model's own, or "bloomery"."""
+
+    def needs(self, after: tuple[str, ...]) -> tuple[str, ...]:
+        return after if self.start_from is None else tuple(name for name in after if name != "tokenizer")
 
     def packages(self) -> tuple[str, ...]:
         from_hub = any(isinstance(rule, Unexamined) and rule.tasks and not rule.data for rule in self.filters)
@@ -441,9 +452,9 @@ def check_named_paths(section: str, config: Config) -> None:
             raise DataError(f"there is no such {kind}", where=f"{section}.{name} = {path}", hint=hint)
 
 
-def starting_weights(config: Pretrain) -> str:
-    """A hash of the weights that training starts from; "" where it starts from none, which needs no torch."""
-    return "" if config.start_from is None else str(resolve("bloomery.stages.pretrain:external_inputs")(config))
+def start_digest(config: Pretrain | Finetune | Prefer | Instruct) -> str:
+    """A hash of the model that a stage starts from; "" where it is the run's own, which needs no torch."""
+    return "" if config.start_from is None else str(resolve("bloomery.stages.pretrain:digest")(config.start_from))
 
 
 def check_pretraining(section: str, config: Pretrain) -> None:
@@ -453,8 +464,9 @@ def check_pretraining(section: str, config: Pretrain) -> None:
 
 
 def preference_files(config: Prefer) -> str:
-    """A hash of the contents of all files that are read. Raises DataError."""
-    return preferences.digest(config.loss.problems if isinstance(config.loss, Grpo) else config.pairs)
+    """A hash of the contents of all files and of the model that are read. Raises DataError."""
+    data = preferences.digest(config.loss.problems if isinstance(config.loss, Grpo) else config.pairs)
+    return f"{data} {start_digest(config)}".rstrip()
 
 
 def task_files(config: Evaluate) -> str:
@@ -468,9 +480,9 @@ def task_files(config: Evaluate) -> str:
 
 _TRAINS = {"VERSION": 2, "RESUMES": True, "OUTPUT_PREFIX": "model/", "preflight": check_training}
 PRETRAIN = SimpleNamespace(
-    **{**_TRAINS, "OWNS_LEFTOVERS": True, "external_inputs": starting_weights, "preflight": check_pretraining}
+    **{**_TRAINS, "OWNS_LEFTOVERS": True, "external_inputs": start_digest, "preflight": check_pretraining}
 )
-FINETUNE = SimpleNamespace(**_TRAINS, OWNS_LEFTOVERS=True)
+FINETUNE = SimpleNamespace(**{**_TRAINS, "VERSION": 3}, OWNS_LEFTOVERS=True, external_inputs=start_digest)
 PREFER = SimpleNamespace(**_TRAINS, external_inputs=preference_files)
 EVALUATE = SimpleNamespace(VERSION=4, external_inputs=task_files)
 """What a plan asks of the four stages whose modules need torch, which takes seconds to import."""

@@ -28,7 +28,7 @@ from bloomery.stages import instruct, prefer, run_report
 from bloomery.stages.config import Evaluate
 from bloomery.stages.rollouts import SAMPLES
 from bloomery.tokenizer.tokenizer import Tokenizer
-from bloomery.weights import hf
+from bloomery.weights import hf, locate
 from bloomery.weights.hf import Loaded
 
 SAMPLES_SHOWN = 16
@@ -41,7 +41,7 @@ def run(config: Evaluate, inputs: Mapping[str, Path], out: Path) -> dict[str, An
     device = devices.find(config.device)
     last = "prefer" if "prefer" in inputs else "finetune"
     tuned = hf.load(inputs[last] / "model", device.torch_device)
-    base = hf.load(inputs["pretrain"] / "model", device.torch_device)
+    base = hf.load(base_of(inputs), device.torch_device)
     asked = held_out.held_out(config.seed, config.toy_questions)
     judged = ask(tuned, asked, config.max_tokens)
     scores = answers(judged, len(asked) - len(judged))
@@ -52,7 +52,7 @@ def run(config: Evaluate, inputs: Mapping[str, Path], out: Path) -> dict[str, An
         "machine": machine() | {"device": device.name},
         "model": describe(tuned),
         "answers": scores,
-        "bits_per_byte": bits_per_byte(base, inputs["shard"], config, device),
+        "bits_per_byte": bits_per_byte(base, inputs.get("shard"), config, device),
         "leaks": leaks(judged, inputs, tuned.tokenizer),
         **held_out_talks(
             {"pretrain": replace(base, language=replace(base.language, chat=tuned.renderer)), last: tuned},
@@ -76,6 +76,14 @@ def run(config: Evaluate, inputs: Mapping[str, Path], out: Path) -> dict[str, An
         "leaks": report["leaks"],
         **{name: report[name] for name in ("conversations", "tasks", "core") if name in report},
     }
+
+
+def base_of(inputs: Mapping[str, Path]) -> Path:
+    """The model before finetuning: of this run, or the one that it started from."""
+    if "pretrain" in inputs:
+        return inputs["pretrain"] / "model"
+    first = inputs["finetune"] if "finetune" in inputs else inputs["prefer"]
+    return locate.locate_model(Path(read_manifest(first)["config"]["start_from"]).expanduser())
 
 
 def known_tasks(tuned: Loaded, config: Evaluate, inputs: Mapping[str, Path], out: Path) -> dict[str, Any]:
@@ -169,10 +177,10 @@ def answers(judged: Sequence[JudgedAnswer], not_asked: int) -> dict[str, Any]:
     }
 
 
-def bits_per_byte(base: Loaded, shards: Path, config: Evaluate, device: devices.Device) -> dict[str, Any]:
+def bits_per_byte(base: Loaded, shards: Path | None, config: Evaluate, device: devices.Device) -> dict[str, Any]:
     """Of the pretrained model and of the compressors, over the validation documents, by domain and together."""
     texts: dict[str, list[str]] = {}
-    for row in data_documents.read(shards / "held-out"):
+    for row in data_documents.read(shards / "held-out") if shards is not None else ():
         texts.setdefault(row["domain"], []).append(row["text"])
     domains = config.domains or tuple(sorted(texts))
     if missing := [domain for domain in domains if domain not in texts]:
@@ -222,11 +230,14 @@ def leaks(judged: Sequence[JudgedAnswer], inputs: Mapping[str, Path], tokenizer:
 
 def trained_on(inputs: Mapping[str, Path], tokenizer: Tokenizer) -> Iterator[str]:
     """All text that a model was trained on: documents outside the validation split, and conversations."""
-    held_out_share = read_manifest(inputs["shard"])["config"]["val_fraction"]
-    documents = (row["text"] for row in data_documents.read(inputs["dedup"] / "kept", ["text"]))
-    trained = (text for text in documents if not is_held_out(text, held_out_share))
+    trained: Iterator[str] = iter(())
+    if "shard" in inputs:
+        held_out_share = read_manifest(inputs["shard"])["config"]["val_fraction"]
+        documents = (row["text"] for row in data_documents.read(inputs["dedup"] / "kept", ["text"]))
+        trained = (text for text in documents if not is_held_out(text, held_out_share))
+    answered = instruct.trained_on(inputs["instruct"], tokenizer) if "instruct" in inputs else ()
     preferred = prefer.trained_on(inputs["prefer"], tokenizer) if "prefer" in inputs else ()
-    return chain(trained, instruct.trained_on(inputs["instruct"], tokenizer), preferred)
+    return chain(trained, answered, preferred)
 
 
 def needles(question: held_out.ToyQuestion) -> list[str]:

@@ -10,17 +10,21 @@ from bloomery.hw import device as devices
 from bloomery.hw import launcher
 from bloomery.hw.distributed import World
 from bloomery.model import lora, quantize
+from bloomery.model.transformer import Transformer
 from bloomery.shards import format
 from bloomery.shards.loader import PackedDataset
+from bloomery.stages import instruct, pretrain
 from bloomery.stages.config import Finetune
 from bloomery.stages.rollouts import answering
-from bloomery.tokenizer.chat_template import TEMPLATES, Renderer, Template
+from bloomery.tokenizer.chat_template import TEMPLATES, Renderer, Template, special_tokens
 from bloomery.train import launch
 from bloomery.train.checkpointing import ModelSaver
+from bloomery.train.plan.memory import rows_per_step
+from bloomery.train.progress import KeptWeights
 from bloomery.train.savers import AdapterSaver, FullModelSaver
 from bloomery.train.trainer import TrainingRun
-from bloomery.weights import hf
-from bloomery.weights.hf import BaseModel, Lineage
+from bloomery.weights import hf, locate
+from bloomery.weights.hf import BaseModel, Lineage, Loaded
 
 
 def run(config: Finetune, inputs: Mapping[str, Path], out: Path) -> dict[str, Any]:
@@ -32,36 +36,84 @@ def run(config: Finetune, inputs: Mapping[str, Path], out: Path) -> dict[str, An
 def train(config: Finetune, inputs: Mapping[str, Path], out: Path, world: World) -> dict[str, Any]:
     """What each rank does."""
     devices.keep_freed_memory()
-    base = hf.load(inputs["pretrain"] / "model")
-    folder, length = inputs["instruct"], base.model.config.context_length
-    renderer = Renderer(base.tokenizer, template_of(folder))
+    folder, start = inputs["instruct"], model_of(config, inputs)
+    rows = format.read(format.names(folder, "train")[0]).index
+    if config.start_from is None:
+        base = hf.load(start)
+        renderer = Renderer(base.tokenizer, template_of(folder))
+    else:
+        renderer = own_renderer(start, rows)
+        base = load(start, rows)
+    stretch(base.model, config, int(rows["row_tokens"]) - 1)
     lineage = Lineage(
         tokenizer=base.tokenizer.hash,
-        template=renderer.template.hash,
+        template=renderer.hash,
         shards=content_hash(folder),
-        base=content_hash(inputs["pretrain"]),
+        base=content_hash(inputs["pretrain"]) if config.start_from is None else hf.digest(start),
     )
-    model_saver: ModelSaver = FullModelSaver(base.model, renderer, lineage)
+    words = renderer if isinstance(renderer, Renderer) else base.language
+    model_saver: ModelSaver = FullModelSaver(base.model, words, lineage)
     if config.lora is not None:
-        below = BaseModel(inputs["pretrain"] / "model", hf.digest(inputs["pretrain"] / "model"))
+        below = BaseModel(start, hf.digest(start))
         lora.attach(base.model, config.lora, config.seed)
-        model_saver = AdapterSaver(base.model, renderer, config.lora, below, lineage)
+        model_saver = AdapterSaver(base.model, words, config.lora, below, lineage)
+    length = int(rows["row_tokens"]) - 1
+    samples = PackedDataset(folder, "train", length, base.tokenizer.hash, verify=True)
     stats = TrainingRun(
         name="finetune",
-        config=config,
+        config=config.of_length(samples.num_samples, rows_per_step(config, length)),
         model=base.model,
         model_saver=model_saver,
         tokenizer=base.tokenizer,
-        samples=PackedDataset(folder, "train", length, base.tokenizer.hash, verify=True),
+        samples=samples,
         validation=PackedDataset(folder, "val", length, base.tokenizer.hash, verify=True),
         out=out,
         world=world,
         sampler=answering(renderer),
+        selection=KeptWeights(config.keeps_best, config.early_stopping),
     ).run()
     if config.lora is not None:
         trained = sum(weight.numel() for weight in lora.weights(base.model).values())
         stats |= {"trained_parameters": trained, "model_bytes": quantize.kept_bytes(base.model)}
     return stats
+
+
+def model_of(config: Finetune, inputs: Mapping[str, Path]) -> Path:
+    """The folder or file of the model that training starts from."""
+    if config.start_from is None:
+        return inputs["pretrain"] / "model"
+    return locate.locate_model(config.start_from.expanduser())
+
+
+def own_renderer(start: Path, rows: Mapping[str, Any]) -> Renderer:
+    """How the rows were written, with the model's words. Raises DataError where they were written otherwise."""
+    name = rows["template_name"]
+    renderer = instruct.renderer_of(start, None if name == instruct.OWN else name)
+    if renderer.hash != rows["template"]:
+        what = f"the rows are written in the template {rows['template'][:8]}, and the model has {renderer.hash[:8]}"
+        raise DataError(what, where=str(start), hint="Run the stage instruct again.")
+    return renderer
+
+
+def load(start: Path, rows: Mapping[str, Any]) -> Loaded:
+    """The model to start from, with rows for the special tokens that the rows' template needs and it lacks."""
+    name = rows["template_name"]
+    if name == instruct.OWN or not instruct.lacking(hf.language(start).tokenizer, name):
+        return hf.load(start)
+    return hf.load(start, special=special_tokens(name))
+
+
+def stretch(model: Transformer, config: Finetune, length: int) -> None:
+    """Give a model the context of longer rows. Raises DataError where nothing says how its positions reach so far."""
+    shape = model.config
+    if length > shape.context_length and shape.position_embedding in ("rope", "learned") and not config.rope_scaling:
+        what = f"rows of {length} tokens are longer than the model's context of {shape.context_length}"
+        raise DataError(
+            what, where="finetune", hint="Set finetune.rope_scaling, or a shorter instruct.sequence_length."
+        )
+    scaling = config.rope_scaling or shape.rope_scaling
+    longer = {"context_length": max(length, shape.context_length), "rope_scaling": scaling}
+    model.config = shape.model_copy(update=longer)
 
 
 def template_of(folder: Path) -> Template:

@@ -23,6 +23,7 @@ from bloomery.core.chat import Message
 from bloomery.core.errors import DataError
 from bloomery.core.io import whole_file, write_json
 from bloomery.core.log import info, progress
+from bloomery.core.pipeline import resolve
 from bloomery.data.chat import filters, readers
 from bloomery.data.chat.config import SYNTHESIZE, ChatFiles
 from bloomery.data.chat.filters import ChatFilter, DecontaminateChats, DroppedConversation
@@ -34,8 +35,8 @@ from bloomery.evaluation import charts
 from bloomery.evaluation.report import page
 from bloomery.shards import format, packing
 from bloomery.stages import decontaminate
-from bloomery.stages.config import Instruct
-from bloomery.tokenizer.chat_template import TEMPLATES, Rendered, Renderer
+from bloomery.stages.config import Instruct, start_digest
+from bloomery.tokenizer.chat_template import TEMPLATES, Rendered, Renderer, special_tokens
 from bloomery.tokenizer.tokenizer import Tokenizer
 
 VERSION = 4
@@ -167,7 +168,10 @@ def external_inputs(config: Instruct) -> str:
     fingerprint. Raises DataError.
     """
     looked_in = [decontaminate.external_inputs(one) for one in config.filters if isinstance(one, DecontaminateChats)]
-    hashes = (readers.digest(config.read), *looked_in, TEMPLATES[config.chat_template].hash)
+    written = [start_digest(config)]
+    if config.start_from is None or config.chat_template is not None:
+        written.append(TEMPLATES[config.chat_template or "bloomery"].hash)
+    hashes = (readers.digest(config.read), *looked_in, *written)
     return " ".join(part for part in hashes if part)
 
 
@@ -177,8 +181,11 @@ def run(config: Instruct, inputs: Mapping[str, Path], out: Path) -> dict[str, An
 
     Raises DataError for sources that cannot be read, and where nothing is left to train or to validate on.
     """
-    tokenizer = Tokenizer.load(inputs["tokenizer"])
-    renderer = Renderer(tokenizer, TEMPLATES[config.chat_template])
+    if config.start_from is None:
+        renderer = Renderer(Tokenizer.load(inputs["tokenizer"]), TEMPLATES[config.chat_template or "bloomery"])
+    else:
+        model = resolve("bloomery.weights.locate:locate_model")(config.start_from.expanduser())
+        renderer = renderer_of(model, config.chat_template)
     with ExitStack() as stack:
         scratch = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         rejected, dropped = (stack.enter_context(whole_file(out / name, "w")) for name in (REJECTED, DROPPED))
@@ -204,13 +211,48 @@ def run(config: Instruct, inputs: Mapping[str, Path], out: Path) -> dict[str, An
     }
     stats = {
         **sorter.counts(),
-        "template": renderer.template.hash,
-        "tokenizer": tokenizer.hash,
+        "template": renderer.hash,
+        "tokenizer": renderer.tokenizer.hash,
         **rows,
     }
     page = write(out, stats, sorter.kept, renderer, config)
     info(summary(stats, page))
     return stats
+
+
+OWN = "own"
+"""Stands for a template's name in the facts of rows where it is the model's own, and none of TEMPLATES."""
+
+
+def renderer_of(model: Path, template: str | None) -> Renderer:
+    """
+    How the conversations of a model are written: in its own template, or in one of TEMPLATES, whose special tokens are
+    added where its tokenizer lacks them. Raises DataError where it has none and none is named.
+    """
+    words = resolve("bloomery.weights.hf:language")(model)
+    if template is None:
+        if words.chat is None:
+            hint = f"Name one: instruct.chat_template, one of {', '.join(TEMPLATES)}."
+            raise DataError("the model has no chat template", where=str(model), hint=hint)
+        renderer: Renderer = words.chat
+        return renderer
+    tokenizer = words.tokenizer
+    if missing := lacking(tokenizer, template):
+        info(f"instruct: the tokenizer lacks {', '.join(missing)}; the model gets a row for each", "yellow")
+        rows = resolve("bloomery.weights.hf:num_rows")(model)
+        tokenizer = resolve("bloomery.weights.hf:tokenizer_of")(model, rows, special_tokens(template))[0]
+    return Renderer(tokenizer, TEMPLATES[template])
+
+
+def lacking(tokenizer: Tokenizer, template: str) -> list[str]:
+    """The special tokens of a template that a tokenizer does not have."""
+    return [name for name in TEMPLATES[template].special if tokenizer.special_id(name) is None]
+
+
+def template_facts(renderer: Renderer) -> dict[str, str]:
+    """What rows say of the template that they are written in."""
+    name = renderer.template.name if isinstance(renderer, Renderer) else OWN
+    return {"template": renderer.hash, "template_name": name, "template_text": renderer.source}
 
 
 def looking(chat_filters: Sequence[ChatFilter], scratch: Path) -> list[ChatFilter]:
@@ -358,7 +400,7 @@ def write_rows(
         [[talk] for talk in talks],
         tokenizer=renderer.tokenizer,
         sequence_length=sequence_length,
-        facts={"template": renderer.template.hash, "template_name": renderer.template.name},
+        facts=template_facts(renderer),
     )
     return {
         "conversations": len(talks),

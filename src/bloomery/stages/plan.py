@@ -72,22 +72,40 @@ def report(
     for stage_plan in due:
         check_named_paths(stage_plan.stage.name, stage_plan.config)
     reports: dict[str, PlanReport] = {}
-    if (pretrain := recipe.pretrain) is not None:
+    pretrain, start = recipe.pretrain, start_of(recipe)
+    if pretrain is not None or start is not None:
         tools: dict[str, Any] = {}
         if importlib.util.find_spec("torch") is not None:
             tools = {"here": pipeline.resolve("bloomery.train.plan.here:here")}
-            if is_traced(pretrain.model):
+            if is_traced(start[0] if start else pretrain.model):
                 tools["check"] = pipeline.resolve("bloomery.train.plan.trace:check")
         sections = {"pretrain": pretrain, "finetune": recipe.finetune, "prefer": recipe.prefer}
-        rows = pipeline.resolve("bloomery.stages.tokenizer:vocab_size")(recipe.tokenizer)
-        if pretrain.start_from is not None:
-            rows = pipeline.resolve("bloomery.stages.pretrain:num_rows")(pretrain, rows)
-        reports = plans(sections, pretrain.model, rows, wish, **tools)
+        if start is not None:
+            reports = plans(sections, *start, wish, **tools)
+        else:
+            rows = pipeline.resolve("bloomery.stages.tokenizer:vocab_size")(recipe.tokenizer)
+            if pretrain.start_from is not None:
+                rows = pipeline.resolve("bloomery.stages.pretrain:num_rows")(pretrain, rows)
+            reports = plans(sections, pretrain.model, rows, wish, **tools)
     more: dict[str, Any] = {"only_here": only_here(recipe), **missing_packages}
     if pretrain is not None and pretrain.depth:
         more = {"depth": _depth_facts(pretrain), **more}
     missing = pipeline.missing_sections(stage_table, recipe)
     return facts(recipe.name, laid, missing, reports, more, recipe.shard.tokens), reports
+
+
+def start_of(recipe: Any) -> tuple[ModelConfig, int] | None:
+    """Shape, with the context of the rows, and number of token IDs of the model that finetuning starts from, if any."""
+    section = (
+        recipe.finetune if recipe.finetune is not None and recipe.finetune.start_from is not None else recipe.prefer
+    )
+    if section is None or section.start_from is None or importlib.util.find_spec("torch") is None:
+        return None
+    path = pipeline.resolve("bloomery.weights.locate:locate_model")(section.start_from.expanduser())
+    shape, rows = pipeline.resolve("bloomery.weights.hf:config_of")(path)
+    if section is recipe.finetune:
+        shape = shape.model_copy(update={"context_length": recipe.instruct.sequence_length - 1})
+    return shape, rows
 
 
 def only_here(recipe: Any) -> list[str]:

@@ -42,7 +42,7 @@ from bloomery.hw.distributed import World
 from bloomery.model import lora
 from bloomery.shards import packing
 from bloomery.shards.loader import PackedDataset
-from bloomery.stages import instruct
+from bloomery.stages import instruct, pretrain
 from bloomery.stages.instruct import gone, write_line
 from bloomery.stages.rollouts import HeldOut, PolicyQuestion, Rollouts, answering
 from bloomery.tokenizer.chat_template import Renderer
@@ -62,7 +62,7 @@ from bloomery.train.preference.losses import (
 from bloomery.train.savers import AdapterSaver, FullModelSaver
 from bloomery.train.trainer import TrainingRun
 from bloomery.train.validation import EvalCheck, Validation
-from bloomery.weights import hf
+from bloomery.weights import hf, locate
 from bloomery.weights.hf import BaseModel, Lineage, Loaded
 
 ROWS, PREPARED, REJECTED_ROWS = "rows", "prepared.json", "rejected.jsonl"
@@ -240,7 +240,7 @@ def _write(
         tokenizer=renderer.tokenizer,
         sequence_length=sequence_length,
         longest_padding=context,
-        facts={"template": renderer.template.hash, "template_name": renderer.template.name},
+        facts=instruct.template_facts(renderer),
     )
     listed = [[answer.kind for index in row for answer in pairs[index]] for row in packed.rows]
     kinds = np.zeros((len(listed), max(map(len, listed))), np.int8)
@@ -303,7 +303,7 @@ def prepare_prompts(loss: Grpo, val_fraction: float, renderer: Renderer, context
             "kept": read - reasons.total(),
             "rejected": reasons.total(),
             "rejected_by_reason": dict(sorted(reasons.items())),
-            "template": renderer.template.hash,
+            "template": renderer.hash,
             "train": {"questions": len(kept["train"])},
             "val": {"questions": len(kept["val"])},
         },
@@ -363,9 +363,16 @@ class Before(TypedDict):
     """Numbers by name; "nan", "inf" and "-inf" stand for what JSON cannot hold."""
 
 
+def model_of(config: Prefer, inputs: Mapping[str, Path]) -> Path:
+    """The folder of the model that training starts from."""
+    if config.start_from is None:
+        return inputs["finetune"] / "model"
+    return locate.locate_model(config.start_from.expanduser())
+
+
 def run(config: Prefer, inputs: Mapping[str, Path], out: Path) -> dict[str, Any]:
     """Raises DataError for sources that cannot be read, and where nothing is left to train on."""
-    start = hf.load(inputs["finetune"] / "model")
+    start = hf.load(model_of(config, inputs))
     context = start.model.config.context_length
     if isinstance(config.loss, Grpo):
         data = prepare_prompts(config.loss, config.val_fraction, start.renderer, context, out)
@@ -388,15 +395,16 @@ def trained_on(folder: Path, tokenizer: Tokenizer) -> Iterator[str]:
 def train(config: Prefer, inputs: Mapping[str, Path], out: Path, world: World) -> dict[str, Any]:
     """What each rank does."""
     devices.keep_freed_memory()
-    start = hf.load(inputs["finetune"] / "model")
+    folder = model_of(config, inputs)
+    start, base = hf.load(folder), content_hash(inputs["finetune"]) if "finetune" in inputs else hf.digest(folder)
     build_run = _of_draws if isinstance(config.loss, Grpo) else _of_pairs
-    training_run = build_run(config, start, inputs["finetune"], out, world)
+    training_run = build_run(config, start, base, out, world)
     return {**training_run.run(), "before": read_record(out / BEFORE, Before)["record"] if world.is_first else {}}
 
 
-def _of_pairs(config: Prefer, start: Loaded, finetune: Path, out: Path, world: World) -> TrainingRun:
+def _of_pairs(config: Prefer, start: Loaded, base: str, out: Path, world: World) -> TrainingRun:
     """A run over packed rows of judged answers."""
-    common = _common(config, start, finetune, out, world)
+    common = _common(config, start, base, out, world)
     rows = {split: _Rows.open(config, start, out, split) for split in SPLITS}
     training_run = TrainingRun(
         **common,
@@ -418,14 +426,14 @@ def _of_pairs(config: Prefer, start: Loaded, finetune: Path, out: Path, world: W
     return training_run
 
 
-def _of_draws(config: Prefer, start: Loaded, finetune: Path, out: Path, world: World) -> TrainingRun:
+def _of_draws(config: Prefer, start: Loaded, base: str, out: Path, world: World) -> TrainingRun:
     """A run over answers that the model samples itself, with its copy as the reference."""
     loss = config.loss
     assert isinstance(loss, Grpo)
     reference = None
     if loss.kl_coef and config.lora is None:
         reference = copy.deepcopy(start.model).requires_grad_(False).eval()
-    common = _common(config, start, finetune, out, world)
+    common = _common(config, start, base, out, world)
     known = {split: questions(out, split, start.renderer) for split in SPLITS}
     rollouts = Rollouts(loss, known["train"], start.renderer, start.model, config.seed, out, reference, world)
     rows = max(1, config.global_batch_tokens // (loss.group_size * rollouts.length)) * loss.group_size
@@ -449,18 +457,18 @@ def _of_draws(config: Prefer, start: Loaded, finetune: Path, out: Path, world: W
     return training_run
 
 
-def _common(config: Prefer, start: Loaded, finetune: Path, out: Path, world: World) -> dict[str, Any]:
-    """What sessions of both kinds have."""
+def _common(config: Prefer, start: Loaded, base: str, out: Path, world: World) -> dict[str, Any]:
+    """What runs of both kinds have. `base` is the content hash of what the model was made by."""
     lineage = Lineage(
         tokenizer=start.tokenizer.hash,
-        template=start.renderer.template.hash,
+        template=start.renderer.hash,
         shards=str(prepared(out)["hash"]),
-        base=content_hash(finetune),
+        base=base,
     )
     model_saver: ModelSaver = FullModelSaver(start.model, start.renderer, lineage)
     if config.lora is not None:
         lora.attach(start.model, config.lora, config.seed)
-        below = BaseModel(finetune / "model", hf.digest(finetune / "model"))
+        below = BaseModel(start.folder, hf.digest(start.folder))
         model_saver = AdapterSaver(start.model, start.renderer, config.lora, below, lineage)
     return {
         "name": "prefer",

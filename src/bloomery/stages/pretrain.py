@@ -23,7 +23,7 @@ from bloomery.train import extension, launch
 from bloomery.train.plan.memory import rows_at_once, rows_per_step
 from bloomery.train.savers import FullModelSaver
 from bloomery.train.trainer import Evaluation, TrainingRun
-from bloomery.weights import hf
+from bloomery.weights import hf, locate
 from bloomery.weights.hf import Lineage
 
 
@@ -94,17 +94,20 @@ def external_inputs(config: Pretrain) -> str:
     A hash of the weights that training starts from, for the stage's fingerprint; "" where it starts from none. Raises
     UnreachableError where they are not there yet.
     """
-    if config.start_from is None:
-        return ""
-    folder = config.start_from.expanduser()
-    if not folder.exists():
+    return "" if config.start_from is None else digest(config.start_from)
+
+
+def digest(start_from: Path) -> str:
+    """A hash of the model that training starts from. Raises UnreachableError where it is not there yet."""
+    path = start_from.expanduser()
+    if not str(start_from).startswith("hub:") and not path.exists():
         hint = (
             "Bring a model there, say one of the hub's that bloomery can read:\n"
             "hf download OWNER/NAME config.json model.safetensors tokenizer.json --local-dir THEIRS\n"
-            f"bloomery import THEIRS {config.start_from}"
+            f"bloomery import THEIRS {start_from}"
         )
-        raise UnreachableError("there is no such folder", where=str(config.start_from), hint=hint)
-    return hf.digest(folder)
+        raise UnreachableError("there is no such folder", where=str(start_from), hint=hint)
+    return hf.digest(locate.locate_model(path))
 
 
 def num_rows(config: Pretrain, num_ids: int) -> int:
@@ -113,7 +116,8 @@ def num_rows(config: Pretrain, num_ids: int) -> int:
     has more.
     """
     folder = None if config.start_from is None else config.start_from.expanduser()
-    return num_ids if folder is None or not folder.exists() else max(num_ids, hf.num_rows(folder))
+    known = folder is not None and folder.exists()
+    return max(num_ids, hf.num_rows(locate.locate_model(folder))) if folder is not None and known else num_ids
 
 
 def start(config: Pretrain, tokenizer: Tokenizer) -> Transformer:
@@ -126,7 +130,7 @@ def start(config: Pretrain, tokenizer: Tokenizer) -> Transformer:
         model.initialize(config.seed)
         return model
     special = [name for name in EVERY_SPECIAL if tokenizer.special_id(name) is not None]
-    loaded = hf.load(config.start_from.expanduser(), special=special)
+    loaded = hf.load(locate.locate_model(config.start_from.expanduser()), special=special)
     where, shape = str(config.start_from), loaded.model.config
     if loaded.tokenizer.hash != tokenizer.hash:
         what = f"has the tokenizer {loaded.tokenizer.hash[:8]}, and the shards were made with {tokenizer.hash[:8]}"

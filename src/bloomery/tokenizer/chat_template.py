@@ -205,6 +205,21 @@ class Renderer:
         self.lead = self.template.lead
         _check_cut(tokenizer, self.template)
 
+    @property
+    def hash(self) -> str:
+        """Of the template."""
+        return self.template.hash
+
+    @property
+    def source(self) -> str:
+        """The template as Jinja."""
+        return self.template.jinja()
+
+    @property
+    def end_ids(self) -> frozenset[int]:
+        """What ends an answer."""
+        return frozenset({self.end_id})
+
     def render(self, messages: Sequence[Message]) -> Rendered:
         """A whole conversation, for training. Raises DataError for an unknown role or content that is no text."""
         return self._written(messages).rendered

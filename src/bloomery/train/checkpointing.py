@@ -26,7 +26,7 @@ from typing import Any, ClassVar, Protocol, runtime_checkable
 
 import bloomery.hw.require_torch  # noqa: F401
 from bloomery.core import native
-from bloomery.core.errors import RunError
+from bloomery.core.errors import CheckpointError, RunError
 from bloomery.core.log import info
 from bloomery.core.records import read_record
 from bloomery.hw import device as devices
@@ -275,11 +275,19 @@ class Checkpoints:
             self.save(state, before)
             self.wait()
 
-    def leave_model(self, folder: Path, state: State) -> None:
-        """Leave the model as it is, for others to read."""
+    def take_weights(self, step: int) -> None:
+        """Take up the weights of an earlier step, to be left. Raises CheckpointError where they are gone or damaged."""
+        folder = self.root / f"{step:09d}"
+        if trouble := checkpoint.damage(folder):
+            what = f"the weights of step {step} had the lowest validation loss, and cannot be read: {trouble}"
+            raise CheckpointError(what, where=str(folder), hint='Leave the last weights: finetune.keep="last".')
+        self.model_saver.fill(folder)
+
+    def leave_model(self, folder: Path, step: int) -> None:
+        """Leave the model as it is, as that of a step, for others to read."""
         write = self.model_saver.copied(self.world)[0] if fsdp.is_sharded(self.model) else self.model_saver.write
         if self.world.is_first:
-            write(folder, state.step)
+            write(folder, step)
 
     def check_finite(self, state: State) -> None:
         """Raises RunError where the last updates have hurt the weights."""

@@ -1,17 +1,18 @@
 """How a model is trained, as numbers. Needs no torch."""
 
+import math
 from importlib.util import find_spec
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
 
 from bloomery.core import extras
-from bloomery.core.bounds import Between, Context, Seed, Share, Steps, StepsOrNone
-from bloomery.core.config import VOLATILE, Config
+from bloomery.core.bounds import Between, Context, DiskPath, Seed, Share, Steps, StepsOrNone
+from bloomery.core.config import VOLATILE, Config, build, plain
 from bloomery.core.pipeline import resolve
 from bloomery.hw import launcher
 from bloomery.hw.host import DeviceChoice
-from bloomery.model.config import Lora
+from bloomery.model.config import Lora, RopeScaling
 
 Momentum = Annotated[float, Between(0, 0.9999999, "a mean that keeps all never moves")]
 """Share of a running mean that is kept from step to step."""
@@ -325,6 +326,11 @@ class Training(Config):
         return False
 
     @property
+    def keeps_best(self) -> bool:
+        """Whether the checkpoint of the lowest validation loss stays, and is what the run leaves."""
+        return False
+
+    @property
     def not_planned(self) -> str:
         """What a plan of the updates does not count; "" for nothing."""
         return ""
@@ -341,6 +347,8 @@ class Training(Config):
     @model_validator(mode="after")
     def _warmup_ends_before_the_run(self) -> "Training":
         warmup = self.schedule.warmup_steps
+        if not self.steps:
+            return self  # they follow from a number of epochs, and are checked when they are known
         if warmup > self.steps:
             raise ValueError(
                 f"schedule.warmup_steps={warmup} is more than steps={self.steps}: the learning rate never reaches "
@@ -371,13 +379,45 @@ class Training(Config):
 class Adapters(Config):
     """What finetuning has before the settings of Training: a default optimizer depends on it."""
 
+    start_from: DiskPath | None = None
+    """Model to start from: a run, a stage, a model folder. Not set: the model of the stage before."""
     lora: Lora | None = None
     """Train small matrices added to frozen ones, by AdamW if no optimizer is named. None: train every weight."""
 
 
-class Finetune(Training, Adapters):
-    """The same loop, on conversations, from the pretrained weights."""
+class EarlyStopping(Config):
+    """
+    End training after `patience` evaluations whose validation loss was not the lowest so far.
 
+    The count begins again only with an improvement: a loss below that of the improvement before it by more than
+    `min_delta` and by more than the noise. The noise is the standard error of the mean loss, from the losses of the
+    single validation sequences.
+    """
+
+    patience: Annotated[int, Between(1, 1000, "no run has more evaluations")] = 3
+    """Evaluations without a lower loss, since the last improvement, that end training."""
+    min_delta: Annotated[float, Between(0, 100, "no loss falls further")] = 0.0
+    """Smallest improvement of the validation loss, in nats a token."""
+
+
+Epochs = Annotated[float, Between(1e-3, 10_000, "a model knows its data by heart long before")]
+
+
+class Finetune(Training, Adapters):
+    """The same loop, on conversations, from the pretrained weights or those of another model."""
+
+    steps: StepsOrNone = 0
+    """Number of updates. Not set: as many as `epochs` takes."""
+    epochs: Epochs | None = None
+    """How often training goes through the sequences, in place of `steps`."""
+    rope_scaling: RopeScaling | None = None
+    """Stretch the positions of the model to sequences that are longer than its context. Not set: none."""
+    keep: Literal["best", "last"] = "best"
+    """Which weights the run leaves: those of the lowest validation loss, or those of the last step."""
+    early_stopping: EarlyStopping | None = None
+    """End training when the validation loss no longer falls. Not set: all steps are trained."""
+    eval_every: Steps = 100
+    """Steps between measurements of the validation loss. The end of an epoch is measured too."""
     optimizer: Optimizer = Field(Muon(muon_lr=0.01, learning_rate=1e-3), validate_default=True)
     schedule: Schedule = Field(LinearSchedule(), validate_default=True)
 
@@ -387,6 +427,41 @@ class Finetune(Training, Adapters):
         """Muon makes steps of one size in all directions, which makes no sense of factors that start at 0."""
         is_default = optimizer is cls.model_fields["optimizer"].default
         return AdamW(learning_rate=1e-3, weight_decay=0.0) if is_default and info.data.get("lora") else optimizer
+
+    @model_validator(mode="after")
+    def _has_one_length(self) -> "Finetune":
+        if self.steps and self.epochs is not None:
+            raise ValueError(f"steps={self.steps} and epochs={self.epochs:g} are both set; leave out one of the two")
+        if not self.steps and self.epochs is None:
+            raise ValueError("says not how long it trains; set epochs, such as epochs=3, or steps")
+        return self
+
+    @model_validator(mode="after")
+    def _adapters_keep_the_positions_of_their_base(self) -> "Finetune":
+        if self.rope_scaling is not None and self.lora is not None:
+            raise ValueError(
+                "rope_scaling changes the model below the adapters, and a folder of adapters does not hold that: leave "
+                "out lora, or take sequences no longer than the model's context"
+            )
+        return self
+
+    @property
+    def keeps_best(self) -> bool:
+        return self.keep == "best"
+
+    @property
+    def not_planned(self) -> str:
+        return "" if self.steps else "epochs become steps when [instruct] has packed its sequences: planned is one step"
+
+    def of_length(self, num_samples: int, rows: int) -> Self:
+        """
+        The same with `steps` in place of `epochs`, of so many samples and rows a step. Raises ConfigError where the
+        steps of the schedule do not fit.
+        """
+        if self.epochs is None:
+            return self
+        known = {name: value for name, value in plain(self).items() if name != "epochs" and value is not None}
+        return build(type(self), known | {"steps": math.ceil(self.epochs * num_samples / rows)}, "finetune")
 
 
 SINKS = ("wandb", "trackio")

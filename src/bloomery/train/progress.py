@@ -28,6 +28,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from bloomery.core.errors import RunError
+from bloomery.train.config import EarlyStopping
 from bloomery.train.state import SpikeStats, State
 
 MOST = 3
@@ -51,6 +52,8 @@ class ProgressCheck:
     """Whether training starts from random weights."""
     start_loss: float | None = None
     """The validation loss of the weights that training starts from; None where it is not measured."""
+    keeps_best: bool = False
+    """Whether the weights of the best evaluation are handed on, however the last ones are."""
 
     def limit(self, state: State) -> float:
         """The largest validation loss during a training that may still learn; infinity where nothing is known."""
@@ -65,11 +68,13 @@ class ProgressCheck:
             return self.limit(state)
         return MARGIN * self.start_loss if self.from_scratch else max(math.log(self.vocab_size), self.start_loss)
 
-    def check(self, state: State, measured: Mapping[int, float] | None) -> None:
+    def check(self, state: State, measured: Mapping[int, float] | None, kept: int | None = None) -> None:
         """
         Raises RunError at the end of a training from which no model should be handed on. `measured` holds the
-        validation losses by step; it is None on a rank that measures none.
+        validation losses by step; it is None on a rank that measures none. The weights of the step `kept` are handed
+        on; None: those of the last.
         """
+        kept = state.step if kept is None else kept
         check_rollbacks(self.name, state.step, state.guard)
         if not state.tokens:
             what = f"no token was trained on: {state.guard.skipped} of {state.step} steps were skipped"
@@ -78,8 +83,8 @@ class ProgressCheck:
             raise self._error(state.step, f"there is no loss: {state.guard.skipped} of {state.step} steps were skipped")
         if measured is None:
             return
-        if state.step in measured:
-            self._check_losses(state, [measured[state.step]], self.last_limit(state))
+        if kept in measured:
+            self._check_losses(state, [measured[kept]], self.last_limit(state))
         elif self.vocab_size is not None and (losses := _last_half(state.guard.losses)[-LAST_LOSSES:]):
             mean, kind = sum(losses) / len(losses), f"mean training loss of the last {len(losses)} steps"
             self._check_losses(state, [mean], self.last_limit(state), kind)
@@ -87,9 +92,9 @@ class ProgressCheck:
 
     def check_early(self, state: State, measured: Mapping[int, float]) -> None:
         """Raises RunError as soon as so many evaluations in a row are no better than at the start."""
-        latest = [measured[step] for step in sorted(measured) if self.warmup_steps < step <= state.step][-MOST:]
-        if len(latest) == MOST:
-            self._check_losses(state, latest, self.limit(state))
+        losses = [measured[step] for step in sorted(measured) if self.warmup_steps < step <= state.step]
+        if len(losses) >= MOST:
+            self._check_losses(state, losses if self.keeps_best else losses[-MOST:], self.limit(state))
 
     def _check_losses(self, state: State, losses: Sequence[float], limit: float, kind: str = "validation loss") -> None:
         """Raises RunError where all these losses are too high, or no number."""
@@ -110,6 +115,42 @@ class ProgressCheck:
 
     def _error(self, step: int, what: str, *, slow: bool = False) -> RunError:
         return _error(self.name, step, what, slow=slow)
+
+
+@dataclass(frozen=True)
+class KeptWeights:
+    """Which weights of a run are handed on, and when it ends early."""
+
+    keeps_best: bool
+    """Whether they are those of the lowest validation loss. Else they are the last."""
+    early_stopping: EarlyStopping | None = None
+
+    def ends(self, measured: Mapping[int, float], errors: Mapping[int, float]) -> bool:
+        """Whether as many evaluations as patience lasts have brought nothing."""
+        if self.early_stopping is None:
+            return False
+        return without_gain(measured, errors, self.early_stopping.min_delta) >= self.early_stopping.patience
+
+
+def best_step(measured: Mapping[int, float]) -> int | None:
+    """The first step of the lowest validation loss; None where none is a number."""
+    losses = [(loss, step) for step, loss in measured.items() if step and math.isfinite(loss)]
+    return min(losses)[1] if losses else None
+
+
+def without_gain(measured: Mapping[int, float], errors: Mapping[int, float], min_delta: float) -> int:
+    """
+    How many evaluations since the last improvement were not the lowest so far. An improvement is below the improvement
+    before it by more than `min_delta` and by more than the standard error of that: luck begins no new count.
+    """
+    reference, margin, lowest, count = math.inf, 0.0, math.inf, 0
+    for loss, error in ((measured[step], errors.get(step, 0.0)) for step in sorted(measured)):
+        if loss < reference - margin:
+            reference, margin, count = loss, max(min_delta, error), 0
+        elif not loss < lowest - min_delta:
+            count += 1
+        lowest = min(lowest, loss) if math.isfinite(loss) else lowest
+    return count
 
 
 def _last_half(losses: Sequence[float]) -> Sequence[float]:

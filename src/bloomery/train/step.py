@@ -258,6 +258,19 @@ class Placed(NamedTuple):
     """Of those."""
 
 
+def row_losses(model: Transformer, batch: Batch, precision: Precision) -> list[float]:
+    """The sum of the loss over the supervised tokens of each row, in nats."""
+    device = precision.device.torch_device
+    placed = [torch.from_numpy(array).to(device) for array in (batch.ids, batch.positions, batch.segments)]
+    with precision.autocast():
+        hidden = model(placed[0], positions=placed[1], segments=placed[2])
+    losses = []
+    for row, targets in zip(hidden, torch.from_numpy(batch.targets).to(device), strict=True):
+        learned = targets != IGNORE
+        losses.append(float(token_losses(row[learned], model.head.weight, targets[learned])[1]))
+    return losses
+
+
 def placed_losses(
     model: Transformer, batch: Placed, precision: Precision, z_loss: float = 0.0, scale: float = 1.0
 ) -> tuple[Tensor, Tensor]:

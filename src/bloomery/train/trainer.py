@@ -27,7 +27,7 @@ from bloomery.hw import device as devices
 from bloomery.hw import distributed, launcher
 from bloomery.hw.device import Device, listed_peak
 from bloomery.hw.distributed import RankLostError, World
-from bloomery.model.config import cost
+from bloomery.model.config import ModelConfig, cost
 from bloomery.model.transformer import Transformer
 from bloomery.shards.loader import Batch, PackedDataset, SampleSource, batches, others_begin
 from bloomery.tokenizer.tokenizer import Tokenizer
@@ -40,7 +40,7 @@ from bloomery.train.plan.dry_run import DryRun, tell
 from bloomery.train.plan.here import decided
 from bloomery.train.plan.memory import check_shard, remarks, rows_at_once, rows_per_step
 from bloomery.train.precision import Precision, short
-from bloomery.train.progress import ProgressCheck, last_loss
+from bloomery.train.progress import KeptWeights, ProgressCheck, best_step, last_loss
 from bloomery.train.state import (
     Failure,
     Hook,
@@ -57,6 +57,8 @@ from bloomery.weights.checkpoint import RetentionPolicy, Saver
 
 LOG = "log.txt"
 STEPS_BETWEEN_TRIMS = 25
+FEWEST_STEPS_BETWEEN = 10
+"""Of the ends of epochs that are evaluated: each evaluation saves a checkpoint too."""
 
 T = TypeVar("T")
 Evaluation = Callable[[Transformer, Precision, StopRequest], Mapping[str, float]]
@@ -93,11 +95,13 @@ class Trainer:
     norms: Norms | None = None
     timer: PhaseTimer = field(default_factory=PhaseTimer)
     stop: StopRequest = field(default_factory=StopRequest)
+    ends_early: Callable[[], bool] = bool
+    """Whether training ends before all steps are done; asked before each step, of all ranks."""
 
     def train(self) -> None:
         self.model.train()
         self.raise_if_stopped()  # setup left out the hooks that are due at this step; they run on resume
-        while self.state.step < self.steps:
+        while self.state.step < self.steps and not self.ends_early():
             self.train_step()
             self.timer.enter("hooks")
             self.hooks.after_step(self.state)
@@ -174,6 +178,10 @@ class TrainingRun:
     """Measurements at the same steps as the validation loss, by name; each returns a number of its own name."""
     measured: dict[int, float] = field(default_factory=dict)
     """Step -> validation loss, so far."""
+    errors: dict[int, float] = field(default_factory=dict)
+    """Step -> standard error of the validation loss, where that is measured."""
+    selection: KeptWeights | None = None
+    """Which weights are left, and when training ends early. None: the last weights, after all steps."""
     loss_function: LossFunction | None = None
     """What is minimized. None: the cross entropy of the next token."""
     validation_loss_function: LossFunction | None = None
@@ -206,7 +214,7 @@ class TrainingRun:
             precision = Precision.of_run(self.config)
             device = precision.device
             distributed.check_devices(self.world, device.torch_device)
-            self.config = decided(self.config, self.model.config, self.model.vocab_size, device, self.world)
+            self.config = decided(self.config, self._shape, self.model.vocab_size, device, self.world)
             self._sharded = check_shard(self.config, self.world.size, adapters=self.model_saver.of_adapters)
             if self._sharded:  # weights go where they compute one group at a time, and leave their part there
                 fsdp.shard(self.model, self.world, device)
@@ -224,9 +232,12 @@ class TrainingRun:
                 began, first_step = time.monotonic(), state.step
                 failures = self._train(state, optimizers, precision)
             steps, seconds = state.step - first_step, time.monotonic() - began
+            best = self._kept_step(state)
             with self.world.alike():
-                self._learning.check(state, self.measured if self._acts else None)
-            self._checkpoints.leave_model(self.out / "model", state)
+                self._learning.check(state, self.measured if self._acts else None, best)
+            if best != state.step:
+                self._checkpoints.take_weights(best)
+            self._checkpoints.leave_model(self.out / "model", best)
             if self.world.any(self._stop.asked):
                 raise Terminated(self._stop.code)
         facts = cost(self.model.config, self.model.vocab_size)
@@ -237,7 +248,8 @@ class TrainingRun:
             "supervised_tokens": state.tokens,
             "epochs": round(self.samples.epochs(state.samples), 3),
             "loss": None if (loss := last_loss(state)) is None else round(loss, 5),
-            "validation_loss": self.measured.get(state.step),
+            "validation_loss": self.measured.get(best),
+            **({} if self.selection is None else {"best_step": best, "ended_early": state.step < self.config.steps}),
             "skipped_steps": state.guard.skipped,
             "rollbacks": len(state.guard.rollbacks),
             "failures": failures,
@@ -301,7 +313,48 @@ class TrainingRun:
             warmup_steps=self.config.schedule.warmup_steps,
             from_scratch=self.from_scratch,
             start_loss=self._start_loss,
+            keeps_best=self.selection is not None and self.selection.keeps_best,
         )
+
+    @property
+    def _shape(self) -> ModelConfig:
+        """The model's, with the context that its samples use."""
+        shape = self.model.config
+        return shape.model_copy(update={"context_length": min(shape.context_length, self.samples.length)})
+
+    @property
+    def _epoch_ends(self) -> frozenset[int]:
+        """The steps behind which an epoch has ended, and that are evaluated for it: none soon after another."""
+        if self.selection is None:
+            return frozenset()
+        ends, epochs = list[int](), self.config.steps * self.rows // self.samples.num_samples
+        for epoch in range(1, epochs + 1):
+            step = -(-epoch * self.samples.num_samples // self.rows)
+            if step - (ends[-1] if ends else 0) >= FEWEST_STEPS_BETWEEN:
+                ends.append(step)
+        return frozenset(ends)
+
+    def _best_step(self) -> int | None:
+        """That of the lowest validation loss among those whose checkpoint is there."""
+        root = self.out / "checkpoints"
+        return best_step({step: loss for step, loss in self.measured.items() if (root / f"{step:09d}").is_dir()})
+
+    def _kept_step(self, state: State) -> int:
+        """The step whose weights are left, the same on all ranks."""
+        if self.selection is None or not self.selection.keeps_best:
+            return state.step
+        best = self.world.broadcast(self._best_step())
+        if best is None:
+            info("no evaluation came to an end, so the last weights are kept", "yellow")
+            return state.step
+        step: int = best
+        return step
+
+    def _ends_early(self) -> bool:
+        """Whether evaluations no longer improve, on any rank."""
+        if self.selection is None or self.selection.early_stopping is None:
+            return False
+        return self.world.any(self.selection.ends(self.measured, self.errors))
 
     @property
     def minimized(self) -> LossFunction:
@@ -311,7 +364,8 @@ class TrainingRun:
         if not isinstance(self.validation, PackedDataset):
             return self.validation
         rows = rows_at_once(self.config, self.validation.length)
-        return Validation(self.validation, self.tokenizer, rows, self._leave, self.validation_loss_function)
+        by_row = self.selection is not None and self.validation_loss_function is None
+        return Validation(self.validation, self.tokenizer, rows, self._leave, self.validation_loss_function, by_row)
 
     @property
     def _leave(self) -> StopRequest:
@@ -323,8 +377,14 @@ class TrainingRun:
         """Which checkpoints stay. Longer runs can resume from the checkpoint that ends a level part (extension.py)."""
         config, schedule = self.config, self.config.schedule
         level = frozenset([decay_start(schedule, config.steps)] if isinstance(schedule, WSDSchedule) else [])
-        every, goals_every = config.keep_every, config.eval_every
-        return RetentionPolicy(last=config.keep_last, every=every, steps=level, goals_every=goals_every)
+        return RetentionPolicy(
+            last=config.keep_last,
+            every=config.keep_every,
+            steps=level,
+            goals_every=config.eval_every,
+            goals=self._epoch_ends,
+            best=self._best_step if self.selection is not None and self.selection.keeps_best else None,
+        )
 
     @property
     def _acts(self) -> bool:
@@ -392,6 +452,7 @@ class TrainingRun:
                         norms=recorder.norms,
                         timer=recorder.timer,
                         stop=self._stop,
+                        ends_early=self._ends_early,
                     ).train()
                 except Terminated:
                     self._save(recorder, state)
@@ -430,7 +491,7 @@ class TrainingRun:
                 norms=Norms(self.model, every=self.config.grad_stats_every if self._acts else 0),
                 device=device,
                 global_batch_tokens=self.global_batch_tokens,
-                flops_per_token=cost(self.model.config, self.model.vocab_size).train_flops_per_token,
+                flops_per_token=cost(self._shape, self.model.vocab_size).train_flops_per_token,
                 peak_flops=fsdp.peak(device, self.world),
                 listed_flops=listed_peak(device, self.world.size),
                 bytes_per_token=self._validation.bytes_per_token,
@@ -468,11 +529,11 @@ class TrainingRun:
         self, start: State, precision: Precision, recorder: MetricsLogger, samples: Sequence[Hook]
     ) -> Sequence[Hook]:
         """Log, save, evaluate: in this order, so that the weights are safe before anything else may fail."""
-        steps, every, keep = self.config.steps, self.config.eval_every, self._keep
+        steps, every, keep, epoch_ends = self.config.steps, self.config.eval_every, self._keep, self._epoch_ends
         others = partial(others_begin, self.samples)
 
         def evaluation_is_due(state: State) -> bool:
-            return state.step % every == 0 or state.step == steps
+            return state.step % every == 0 or state.step == steps or state.step in epoch_ends
 
         def save_is_due(state: State) -> bool:
             late = self._agreed(self._checkpoints.late(self.config.save_every_seconds))
@@ -484,6 +545,8 @@ class TrainingRun:
             line["step"]: float(line["validation_loss"]) for line in recorder.metrics.kept if "validation_loss" in line
         }
         self.measured.update(known)
+        noise = "validation_standard_error"
+        self.errors.update({line["step"]: float(line[noise]) for line in recorder.metrics.kept if noise in line})
         everywhere = [
             Hook(lambda s: others(s.samples, s.samples + self.rows), lambda s: forget(s.guard), "course"),
             Hook(lambda s: s.step % STEPS_BETWEEN_TRIMS == 0, lambda s: devices.return_freed_memory(), "memory"),
@@ -527,6 +590,7 @@ class TrainingRun:
                 recorder.write(state.step, **metrics)
                 if "validation_loss" in metrics:
                     self.measured[state.step] = metrics["validation_loss"]
+                    self.errors[state.step] = metrics.get("validation_standard_error", 0.0)
 
             return run
 

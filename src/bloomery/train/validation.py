@@ -6,7 +6,7 @@ model trains, for people to read.
 """
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Protocol, runtime_checkable
 
 import numpy as np
+from numpy.typing import NDArray
 
 import bloomery.hw.require_torch  # noqa: F401
 from bloomery.core.log import SAMPLES as SAMPLES
@@ -28,7 +29,7 @@ from bloomery.train import fsdp
 from bloomery.train.config import Training
 from bloomery.train.precision import Precision
 from bloomery.train.state import Hook, State
-from bloomery.train.step import CausalLMLoss, LossFunction, mean_metrics, retry_on_oom
+from bloomery.train.step import CausalLMLoss, LossFunction, mean_metrics, retry_on_oom, row_losses
 
 import torch
 
@@ -65,6 +66,8 @@ class Validation:
     stop: StopRequest = field(default_factory=StopRequest)
     loss_function: LossFunction | None = None
     """Gives the loss and the other numbers. None: the cross entropy of the next token."""
+    by_row: bool = False
+    """Whether the standard error of the cross entropy is measured too, from the loss of each sample."""
     name: str = "validation_loss"
 
     def batches(self, rows: int | None = None) -> Iterator[Batch]:
@@ -82,6 +85,8 @@ class Validation:
         loss function are means over all samples.
         """
         loss_function = self.loss_function or CausalLMLoss()
+        if self.by_row:
+            return self._by_row(model, precision, most)
 
         def compute(rows: int) -> tuple[float, int, dict[str, float]]:
             total, count, metrics_count = 0.0, 0, 0
@@ -99,7 +104,22 @@ class Validation:
 
         with evaluating(model):
             (total, count, metrics), self.rows = retry_on_oom(model, World.alone(), self.rows, compute)
-        loss = total / max(count, 1)
+        return self._numbers(total / max(count, 1), metrics)
+
+    def _by_row(self, model: Transformer, precision: Precision, most: int | None) -> dict[str, float]:
+        def compute(rows: int) -> tuple[NDArray[np.float64], NDArray[np.int64]]:
+            losses, counts = list[float](), list[int]()
+            for batch in islice(self.batches(rows), most):
+                losses += row_losses(model, batch, precision)
+                counts += (batch.targets != IGNORE).sum(1).tolist()
+            return np.array(losses), np.array(counts)
+
+        with evaluating(model):
+            (losses, counts), self.rows = retry_on_oom(model, World.alone(), self.rows, compute)
+        loss, error = mean_and_error(losses, counts)
+        return self._numbers(loss, {"standard_error": error})
+
+    def _numbers(self, loss: float, metrics: Mapping[str, float]) -> dict[str, float]:
         results = {"validation_loss": round(loss, 5)}
         results |= {f"validation_{name}": round(value, 5) for name, value in metrics.items()}
         if self.bytes_per_token:
@@ -114,6 +134,20 @@ class Validation:
         lengths = np.array(self.tokenizer.byte_lengths)
         targets = np.concatenate([batch.targets[batch.targets != IGNORE] for batch in self.batches()])
         return float(lengths[targets].mean()) or None if len(targets) else None
+
+
+def mean_and_error(losses: NDArray[np.float64], counts: NDArray[np.int64]) -> tuple[float, float]:
+    """
+    Mean loss a token of R samples with a sum of losses lᵣ over nᵣ tokens, and its standard error.
+
+        L = Σ lᵣ / Σ nᵣ      error = √(R / (R − 1) · Σ (lᵣ − L nᵣ)²) / Σ nᵣ
+
+    That of a ratio estimate (Cochran 1977, Sampling Techniques, §2.11). 0 for a single sample.
+    """
+    tokens, samples = max(int(counts.sum()), 1), len(losses)
+    mean = float(losses.sum()) / tokens
+    spread = float(np.square(losses - mean * counts).sum()) * samples / max(samples - 1, 1)
+    return mean, math.sqrt(spread) / tokens if samples > 1 else 0.0
 
 
 @contextmanager

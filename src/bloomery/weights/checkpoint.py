@@ -212,14 +212,25 @@ class RetentionPolicy:
     every: int | None = None
     steps: frozenset[int] = frozenset()
     goals_every: int | None = None
+    goals: frozenset[int] = frozenset()
+    best: Callable[[], int | None] | None = None
+    """The step of the best weights so far, which stay too."""
 
     def __call__(self, step: int) -> bool:
         """Whether that of a step stays, however old."""
         return step > 0 and (step in self.steps or (self.every is not None and step % self.every == 0))
 
+    def stays(self, step: int) -> bool:
+        """The same for now: also where its weights are the best so far."""
+        return self(step) or (self.best is not None and step == self.best())
+
     def is_goal(self, step: int) -> bool:
-        """Whether that of a step is one to go back to: the start, one that stays, or a step `goals_every` divides."""
-        return step == 0 or self(step) or (self.goals_every is not None and step % self.goals_every == 0)
+        """
+        Whether that of a step is one to go back to: the start, one that stays, one of `goals`, or a step that
+        `goals_every` divides.
+        """
+        divided = self.goals_every is not None and step % self.goals_every == 0
+        return step == 0 or self(step) or step in self.goals or divided
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -312,7 +323,7 @@ def _prune(root: Path, newest: Path, keep: RetentionPolicy, standing: RollbackIn
     behind = [one for one in there if one < newest and one not in passed_over]
     goal = next((one for one in reversed(behind) if is_goal(one, standing.left)), None)
     old = [] if standing.doubtful else [*behind, newest][: -keep.last]
-    for folder in [*passed_over, *(one for one in old if one != goal and not keep(int(one.name)))]:
+    for folder in [*passed_over, *(one for one in old if one != goal and not keep.stays(int(one.name)))]:
         _remove(folder)
     for torn in root.glob(f"*{core_io.PARTIAL}"):
         core_io.remove_path(torn)

@@ -13,7 +13,7 @@ computed with.
 import math
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, NotRequired
 
@@ -38,6 +38,7 @@ from torch import Tensor, nn
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 PREFIX = "base_model.model."
+MAGNITUDE = "lora_magnitude_vector"
 _AGAIN = "It is damaged, or belongs to another model."
 
 
@@ -52,6 +53,7 @@ class AdapterConfig(TypedDict):
     lora_alpha: Alpha
     alpha_pattern: NotRequired[dict[str, Alpha] | None]
     use_rslora: NotRequired[bool | None]
+    use_dora: NotRequired[bool | None]
 
 
 @dataclass(frozen=True)
@@ -64,6 +66,8 @@ class Adapter:
     """s of each matrix, by transformers' name of the matrix."""
     pairs: Mapping[str, tuple[Tensor, Tensor]]
     """A and B, by the same name."""
+    magnitudes: Mapping[str, Tensor] = field(default_factory=dict)
+    """Lengths of the rows, by the same name; of DoRA, for every matrix."""
 
 
 def is_adapter(folder: Path) -> bool:
@@ -79,6 +83,8 @@ def save(folder: Path, weights: Mapping[str, Tensor], model: Transformer, settin
         name = piece.theirs.removesuffix(".weight")
         tensors |= {f"{PREFIX}{name}.lora_A.weight": a, f"{PREFIX}{name}.lora_B.weight": b}
         ranks[name] = len(a)
+        if settings.dora:
+            tensors[f"{PREFIX}{name}.{MAGNITUDE}"] = _magnitudes(piece, weights, model)
     save_tensors(folder / WEIGHTS, tensors)
     wider = {name: rank for name, rank in ranks.items() if rank != settings.rank}
     facts = {
@@ -89,6 +95,7 @@ def save(folder: Path, weights: Mapping[str, Tensor], model: Transformer, settin
         "lora_alpha": settings.alpha,
         "lora_dropout": settings.dropout,
         "use_rslora": settings.rank_stabilized,
+        "use_dora": settings.dora,
         "target_modules": _targets(ranks, [piece.theirs.removesuffix(".weight") for piece in pieces]),
         "rank_pattern": wider,
         "alpha_pattern": {name: _alpha(settings, rank) for name, rank in wider.items()},
@@ -110,10 +117,12 @@ def read(folder: Path) -> Adapter:
         if (more := _more(facts)) != "":
             hint = "Merge it with PEFT, and take the whole model."
             raise CheckpointError(f"holds more than low-rank matrices: {more}", where=str(folder), hint=hint)
-        pairs, scales = {}, {}
+        pairs, scales, magnitudes = {}, {}, {}
         for name in sorted(name for name in tensors if name.endswith(".lora_A.weight")):
             matrix = name.removeprefix(PREFIX).removesuffix(".lora_A.weight")
             pairs[matrix] = (tensors.pop(name), tensors.pop(name.replace(".lora_A.", ".lora_B.")))
+            if facts.get("use_dora"):
+                magnitudes[matrix] = tensors.pop(name.replace("lora_A.weight", MAGNITUDE))
             rank = len(pairs[matrix][0])
             alpha = float(_of_pattern(facts.get("alpha_pattern") or {}, matrix, facts["lora_alpha"]))
             scales[matrix] = alpha / (math.sqrt(rank) if facts.get("use_rslora") else rank)
@@ -127,7 +136,9 @@ def read(folder: Path) -> Adapter:
     if tensors:
         what = f"changes more than matrices: {', '.join(sorted(tensors)[:3])}"
         raise CheckpointError(what, where=str(folder / WEIGHTS), hint="Merge it with PEFT, and take the whole model.")
-    return Adapter(base, scales, pairs)
+    for name, lengths in magnitudes.items():
+        finite(f"{name}.{MAGNITUDE}", lengths, str(folder / WEIGHTS), _AGAIN)
+    return Adapter(base, scales, pairs, magnitudes)
 
 
 def merge(model: Transformer, adapter: Adapter, kept_as: Base, folder: Path) -> None:
@@ -154,6 +165,9 @@ def merge(model: Transformer, adapter: Adapter, kept_as: Base, folder: Path) -> 
             sizes = [len(part) for part in parts]
             for weight, some in zip(parts, parted(pieces[name], delta, sizes), strict=True):
                 weight.add_(some.to(weight.device))
+            if (lengths := adapter.magnitudes.get(name)) is not None:
+                for weight, some in zip(parts, torch.split(lengths, [len(part) for part in parts]), strict=True):
+                    weight.mul_((some.to(weight.device) / torch.linalg.vector_norm(weight, dim=1))[:, None])
 
 
 def fill(model: Transformer, folder: Path) -> None:
@@ -180,6 +194,8 @@ def fill(model: Transformer, folder: Path) -> None:
                         raise CheckpointError(f"{name} has another shape", where=str(folder), hint=_AGAIN)
                     mine_a.copy_(a[column : column + rank])
                     mine_b.copy_(b[row : row + rows, column : column + rank])
+                    if f"{path}.magnitude" in own:
+                        own[f"{path}.magnitude"].copy_(saved.magnitudes[name][row : row + rows])
                     column += rank
                 row += rows
 
@@ -213,6 +229,19 @@ def _joined(
         yield piece, torch.cat(parts), joined(piece, below)
 
 
+def _magnitudes(piece: WeightMapping, weights: Mapping[str, Tensor], model: Transformer) -> Tensor:
+    """Lengths of the rows of a matrix of transformers; of parts without an adapter, as they are."""
+    parts = []
+    for path in (name.removesuffix(".weight") for name in piece.ours):
+        own = weights.get(f"{path}.magnitude")
+        if own is None:
+            module = model.get_submodule(path)
+            whole = module.dense(torch.float32) if isinstance(module, quantize.QuantizedLinear) else module.weight
+            own = torch.linalg.vector_norm(whole.float(), dim=1)
+        parts.append(own.detach().to(weights[next(iter(weights))].device))
+    return torch.cat(parts)
+
+
 def _outputs(model: Transformer, path: str) -> int:
     module = model.get_submodule(path)
     if isinstance(module, lora.LoRALinear):
@@ -244,5 +273,5 @@ def _more(facts: Mapping[str, Any]) -> str:
     """What of PEFT's is more than W + s · B A; "" where nothing is."""
     if facts.get("peft_type") != "LORA":
         return f"its kind is {facts.get('peft_type')!r}"
-    keys = ("use_dora", "layer_replication", "modules_to_save", "lora_bias", "alora_invocation_tokens")
+    keys = ("layer_replication", "modules_to_save", "lora_bias", "alora_invocation_tokens")
     return ", ".join(f"{key} is {facts[key]!r}" for key in keys if facts.get(key))

@@ -448,7 +448,9 @@ def training_bytes(config: Training, what: Workload, way: TrainSetup) -> int:
     model = BYTES * what.parameters if way.method == "full" else BYTES * adapter_parameters(what.model, way.rank)
     checkpoint = model + whole.optimizer
     kept = 0 if config.keep_every is None else config.steps // config.keep_every
-    return (config.keep_last + 2 + kept) * checkpoint + (model if way.method == "full" else base_bytes(what, "full"))
+    return (config.keep_last + 2 + kept + config.keeps_best) * checkpoint + (
+        model if way.method == "full" else base_bytes(what, "full")
+    )
 
 
 def shard_bytes(tokens: int, vocab_size: int) -> int:

@@ -314,7 +314,7 @@ def asked(stage: str, config: Training, model: ModelConfig, vocab_size: int, tar
             reference=config.keeps_reference,
         ),
         rows_per_step=rows,
-        steps=config.steps,
+        steps=config.steps or 1,
         way=TrainSetup(
             rows=min(explicit, -(-rows // target.devices)),
             activation_checkpointing=config.activation_checkpointing,

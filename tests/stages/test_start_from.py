@@ -1,0 +1,111 @@
+"""Finetuning of any model: its shape, tokenizer and template are its own, and no stage before it runs."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from bloomery.core import config, pipeline
+from bloomery.core.config import Override
+from bloomery.core.errors import ConfigError
+from bloomery.model.config import ModelConfig
+from bloomery.recipe import STAGES, Recipe
+from bloomery.shards import format
+from bloomery.stages import plan
+from bloomery.stages.plan import Wish
+from bloomery.tokenizer.chat_template import TEMPLATES, Renderer
+from bloomery.weights import hf, locate
+from bloomery.weights.hf import Lineage
+from tests.model.made import lively
+from tests.tokenizer.made import small
+
+SHAPE = ModelConfig(hidden_size=16, num_layers=2, num_heads=2, num_kv_heads=1, intermediate_size=16, context_length=96)
+TINY: tuple[Override, ...] = (
+    "instruct.val_fraction=0.3",
+    "finetune.global_batch_tokens=128",
+    "finetune.dry_run=false",
+    "finetune.device=cpu",
+    "finetune.optimizer.learning_rate=0.01",
+    "evaluate.conversations=0",
+)
+
+
+@pytest.fixture
+def base(tmp_path: Path) -> Path:
+    lineage = Lineage(tokenizer=small().hash, template=TEMPLATES["bloomery"].hash, shards="5" * 64)
+    hf.save(tmp_path / "base", lively(SHAPE, 0, small().vocab_size), Renderer(small()), lineage)
+    return tmp_path / "base"
+
+
+@pytest.fixture
+def talks(tmp_path: Path) -> Path:
+    rows = [{"instruction": f"Say {n}", "input": "please", "output": f"It is {n}."} for n in range(40)]
+    (tmp_path / "my.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    return tmp_path / "my.jsonl"
+
+
+def recipe(base: Path, talks: Path, *more: Override) -> Recipe:
+    asked = (f"finetune.start_from={base}", f"instruct.sources.0.path={talks}", *TINY, *more)
+    return config.load(Recipe, Path(__file__).parents[2] / "recipes" / "finetune.toml", asked)
+
+
+def ran(made: Recipe, root: Path, until: str = "finetune") -> dict[str, Path]:
+    plans = pipeline.plan_stages(STAGES, made, root)
+    pipeline.remember(root, made, plans)
+    pipeline.execute(plans, until=until)
+    return {one.stage.name: one.folder for one in plans}
+
+
+def stats(folder: Path) -> dict[str, Any]:
+    return pipeline.read_manifest(folder)["stats"]
+
+
+def test_one_command_finetunes_a_model_and_the_result_again(base: Path, talks: Path, tmp_path: Path) -> None:
+    first = ran(recipe(base, talks), tmp_path / "first", "evaluate")
+    assert list(first) == ["synthesize", "instruct", "finetune", "evaluate"]
+    facts = format.read(format.names(first["instruct"], "train")[0]).index
+    assert (facts["row_tokens"], facts["template"]) == (97, TEMPLATES["bloomery"].hash)
+    assert facts["template_text"] == TEMPLATES["bloomery"].jinja()
+    rows = stats(first["instruct"])["train"]["rows"]
+    assert stats(first["finetune"])["steps"] == 3 * rows
+    assert stats(first["finetune"])["best_step"] > 0
+    again = ran(recipe(tmp_path / "first", talks), tmp_path / "second")
+    assert stats(again["finetune"])["validation_loss"] < stats(first["finetune"])["validation_loss"]
+    loaded = hf.load(locate.locate_model(again["finetune"]))
+    assert loaded.model.config == SHAPE
+    assert loaded.lineage.base == hf.digest(first["finetune"] / "model")
+
+
+def test_rows_are_as_long_as_the_recipe_says_and_longer_ones_need_a_stretching(
+    base: Path, talks: Path, tmp_path: Path
+) -> None:
+    done = ran(recipe(base, talks, "instruct.sequence_length=49"), tmp_path / "short")
+    assert hf.load(locate.locate_model(done["finetune"])).model.config.context_length == 96
+    with pytest.raises(ConfigError, match="sequence_length=193 is more than the model's context of 96") as caught:
+        recipe(base, talks, "instruct.sequence_length=193")
+    assert 'finetune.rope_scaling={kind="yarn", factor=2, original_context_length=96}' in str(caught.value)
+    stretched = ("finetune.lora", None), ("finetune.rope_scaling", {"kind": "linear", "factor": 2.0})
+    done = ran(recipe(base, talks, "instruct.sequence_length=193", *stretched), tmp_path / "long")
+    shape = hf.load(locate.locate_model(done["finetune"])).model.config
+    assert shape.context_length == 192
+    assert shape.rope_scaling is not None
+
+
+def test_what_a_run_refuses_is_refused_before(base: Path, talks: Path, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="takes the place of \\[pretrain\\]"):
+        recipe(base, talks, ("pretrain", {"steps": 1, "global_batch_tokens": 96}))
+    with pytest.raises(ConfigError, match="names no matrix of this model"):
+        recipe(base, talks, ("finetune.lora.target_modules", ["W_unknown"]))
+    facts, reports = plan.report(STAGES, recipe(base, talks), tmp_path / "run", Wish(memory_bytes=2**30))
+    assert [one["stage"] for one in facts["stages"]] == ["synthesize", "instruct", "finetune", "evaluate"]
+    assert reports["finetune"].ask.what.model.context_length == 96
+    assert facts["missing_sections"] == {}
+
+
+def test_another_model_is_another_fingerprint(base: Path, talks: Path, tmp_path: Path) -> None:
+    before = pipeline.plan_stages(STAGES, recipe(base, talks), tmp_path / "run")
+    hf.save(base, lively(SHAPE, 1, small().vocab_size), Renderer(small()), hf.lineage_of(base))
+    after = pipeline.plan_stages(STAGES, recipe(base, talks), tmp_path / "run")
+    changed = [one.stage.name for one, other in zip(before, after, strict=True) if one.fingerprint != other.fingerprint]
+    assert changed == ["instruct", "finetune", "evaluate"]
