@@ -16,6 +16,7 @@ from bloomery.core import config, pipeline
 from bloomery.core.pipeline import locked
 from bloomery.hw.doctor import report as doctor
 from bloomery.hw.doctor.finding import Finding
+from bloomery.serve.chat_model import StreamedAnswer, TextAnswerer
 from tests.calling import Call
 from tests.two_stages import STAGES, Recipe
 from tests.weights.made import model
@@ -564,11 +565,11 @@ def test_a_conversation_goes_on_until_an_empty_line_or_the_end_of_the_context(
 ) -> None:
     lines = ["Hi", "Ho", "", "Hi", "word " * 400, "Hi"]
     heard: list[list[str]] = []
-    whole = cli._say_answer
+    whole = TextAnswerer.answer
 
-    def listening(model: Any, messages: Any, sampling: Any) -> str:
+    def listening(self: TextAnswerer, messages: Any, sampling: Any) -> StreamedAnswer:
         heard.append([message["content"] for message in messages if message["role"] == "user"])
-        return whole(model, messages, sampling)
+        return whole(self, messages, sampling)
 
     def read(prompt: str) -> str:
         if not lines:
@@ -576,7 +577,7 @@ def test_a_conversation_goes_on_until_an_empty_line_or_the_end_of_the_context(
         return lines.pop(0)
 
     monkeypatch.setattr("builtins.input", read)
-    monkeypatch.setattr(cli, "_say_answer", listening)
+    monkeypatch.setattr(TextAnswerer, "answer", listening)
     code, _, err = call("chat", talker, "--max-tokens", "3")
     assert code == 0
     assert heard == [["Hi"], ["Hi", "Ho"], ["Hi"], ["Hi", "word " * 400], ["Hi"]]

@@ -120,10 +120,10 @@ def test_a_pair_is_encoded_as_one_text_and_split_where_the_prompt_ends(prompt: s
     before, whole = tokenizer.encode(prompt.rstrip()), tokenizer.encode(prompt + continuation)
     if len(whole) <= len(before):
         with pytest.raises(DataError, match="adds no token"):
-            encoded(tokenizer, prompt, continuation)
+            encoded(tokenizer, prompt, continuation, opening=[])
         return
-    asked = encoded(tokenizer, prompt, continuation)
+    asked = encoded(tokenizer, prompt, continuation, opening=[tokenizer.document_id])
     assert asked.prompt == (tokenizer.document_id, *before)
     assert asked.continuation == tuple(whole[len(before) :])
-    plain = encoded(tokenizer, prompt, continuation, opening=False)
+    plain = encoded(tokenizer, prompt, continuation, opening=[])
     assert plain.prompt == (tuple(before) or (tokenizer.document_id,))

@@ -11,7 +11,7 @@ from bloomery.evaluation.held_out import HeldOutAnswer
 from bloomery.generate.engine import Completion
 from bloomery.stages import instruct
 from bloomery.tokenizer.chat_template import Renderer
-from bloomery.weights.hf import Lineage, Loaded
+from bloomery.weights.hf import Lineage, Loaded, ModelLanguage
 from tests.model.made import lively, random_config
 from tests.tokenizer.made import small
 
@@ -40,7 +40,7 @@ def folder(tmp_path: Path) -> Path:
 def loaded(tmp_path: Path) -> Loaded:
     config = random_config(0).model_copy(update={"context_length": ROW_TOKENS})
     model = lively(config, 0, small().vocab_size)
-    return Loaded(model, small(), RENDERER, Lineage(tokenizer=small().hash, template=None, shards="imported"), tmp_path)
+    return Loaded(model, ModelLanguage.ours(RENDERER), Lineage(small().hash, None, "imported"), tmp_path)
 
 
 def found(folder: Path) -> list[HeldOutAnswer]:

@@ -82,7 +82,7 @@ def test_what_a_model_says_is_what_its_engine_and_its_renderer_say(shelf: ModelR
     answer = answerer.answer(ASK, SamplingConfig.greedy(9))
     prompt = Renderer(small()).prompt(ASK)
     engine = Engine(hf.load(folder).model, small().vocab_size)
-    ids = list(engine.stream(prompt, SamplingConfig.greedy(9), stop_ids=frozenset({small().end_id})))
+    ids = list(engine.stream(prompt, SamplingConfig.greedy(9), stop_ids=Renderer(small()).end_ids))
     assert answer.prompt_tokens == len(prompt)
     assert "".join(piece.text for piece in answer.pieces) == small().decode(ids)
 

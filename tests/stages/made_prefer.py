@@ -53,7 +53,7 @@ def guessing(folder: Path, steps: int = 40) -> Path:
         torch.autograd.backward(torch.nn.functional.cross_entropy(scores[learned], ids[:, 1:][learned]))
         optimizer.step()
         optimizer.zero_grad()
-    hf.save(folder / "model", model, renderer, loaded.lineage)
+    hf.save(folder / "model", model, loaded.language, loaded.lineage)
     core_io.write_json(folder / MANIFEST, manifest(core_io.listing(folder), hands_on="model/"))
     return folder
 

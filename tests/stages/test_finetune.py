@@ -9,7 +9,7 @@ from bloomery.core.chat import Message
 from bloomery.core.errors import ConfigError
 from bloomery.model.config import ModelConfig
 from bloomery.recipe import STAGES, Recipe
-from bloomery.tokenizer.chat_template import TEMPLATES, Renderer
+from bloomery.tokenizer.chat_template import Renderer
 from bloomery.tokenizer.tokenizer import Tokenizer
 from bloomery.weights import export, hf, locate
 from bloomery.weights.hf import Lineage
@@ -64,7 +64,7 @@ def test_adapters_in_chatml_on_the_weights_of_others_from_recipe_to_export(tmp_p
     folder = locate.locate_model(folders["finetune"])
     assert not (folder / "model.safetensors").exists()
     loaded = hf.load(folder)
-    assert loaded.renderer.template is TEMPLATES["chatml"]
+    assert loaded.renderer.name == "chatml"
     assert loaded.lineage.base == pipeline.content_hash(folders["pretrain"])
     export.write(loaded, tmp_path / "out", "hf", "float32")
     again = hf.load(tmp_path / "out")

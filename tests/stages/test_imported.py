@@ -13,6 +13,7 @@ from bloomery.model.transformer import Transformer
 from bloomery.recipe import STAGES, Recipe
 from bloomery.shards import format
 from bloomery.stages import pretrain
+from bloomery.stages.config import start_digest
 from bloomery.tokenizer.chat_template import Renderer
 from bloomery.tokenizer.tokenizer import Tokenizer
 from bloomery.tokenizer.train import train
@@ -148,7 +149,7 @@ def test_weights_of_another_shape_or_tokenizer_are_not_started_from(tmp_path: Pa
         pretrain.start(section, train(["some other text"] * 3, 400))
     (tmp_path / "theirs" / "base" / "config.json").unlink()
     with pytest.raises(CheckpointError, match="holds no model"):
-        pretrain.external_inputs(section)
+        start_digest(section)
 
 
 def test_a_cycle_of_layers_may_be_said_in_full(tmp_path: Path) -> None:

@@ -110,7 +110,7 @@ def there(folder: Path, **options: Any) -> Any:
 def differences(ours: Transformer, other: Any, seed: int, tokens: int = 40) -> float:
     """Of logits, relative to the largest; where gradients are wanted, they agree too."""
     ids = random_ids(2, min(tokens, ours.config.context_length), seed, VOCAB)
-    ids[ids == small().pad_id] = small().end_id  # transformers gives the padding token no gradient
+    ids[ids == small().pad_id] = small().document_id  # transformers gives the padding token no gradient
     mine, yours = ours.logits(ours(ids))[..., :VOCAB], other(ids).logits.float()[..., :VOCAB]
     assert float(yours.detach().std()) > 0.3
     if torch.is_grad_enabled():

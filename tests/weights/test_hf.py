@@ -59,7 +59,9 @@ def theirs(folder: Path) -> Any:
 def test_transformers_says_the_same_greedily(seed: int, tmp_path: Path) -> None:
     ours, other = saved(tmp_path, seed), theirs(tmp_path)
     prompt = random_ids(1, 5, seed, VOCAB)[0].tolist()
-    said = list(Engine(ours, VOCAB).stream(prompt, SamplingConfig.greedy(7), stop_ids=frozenset({small().end_id})))
+    said = list(
+        Engine(ours, VOCAB).stream(prompt, SamplingConfig.greedy(7), stop_ids=frozenset({small().special[END]}))
+    )
     ids = torch.tensor([prompt])
     out = other.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=7, do_sample=False)
     assert out[0, 5:].tolist() == said
@@ -182,7 +184,7 @@ def test_a_model_that_was_saved_is_loaded_bit_for_bit(config: Any, tmp_path: Pat
         assert torch.equal(found.model.state_dict()[name], weight), name
     assert not found.model.training
     again = tmp_path / "again"
-    hf.save(again, found.model, found.renderer, found.lineage)
+    hf.save(again, found.model, found.language, found.lineage)
     for file in again.iterdir():
         assert file.read_bytes() == (tmp_path / file.name).read_bytes(), file.name
 
@@ -461,9 +463,9 @@ def test_a_model_of_others_answers_here_and_is_saved_as_ours(tmp_path: Path) -> 
     found = hf.load(tmp_path / "theirs")
     prompt = found.renderer.prompt([{"role": "user", "content": "the lamp"}])
     engine = Engine(found.model, found.tokenizer.vocab_size)
-    said = list(engine.stream(prompt, SamplingConfig.greedy(5), stop_ids=frozenset({found.renderer.end_id})))
+    said = list(engine.stream(prompt, SamplingConfig.greedy(5), stop_ids=found.renderer.end_ids))
     assert 1 <= len(said) <= 5
-    hf.save(tmp_path / "ours", found.model, found.renderer, found.lineage)
+    hf.save(tmp_path / "ours", found.model, found.language, found.lineage)
     again = hf.load(tmp_path / "ours")
     assert again.lineage.shards == "imported"
     ids = random_ids(2, 30, 0, found.model.vocab_size)

@@ -143,7 +143,7 @@ def test_adapters_that_peft_trained_are_merged_into_the_same_logits(tmp_path: Pa
         logits = model(random_ids(2, 30, vocab_size=VOCAB)).logits
     loaded = hf.load(tmp_path / "adapters")
     assert close(logits_of(loaded.model), logits)
-    assert loaded.renderer.template.name == "bloomery"
+    assert loaded.renderer.name == "bloomery"
 
 
 def theirs() -> tuple[Any, Any]:

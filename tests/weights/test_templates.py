@@ -61,7 +61,7 @@ def renderer(name: str) -> Renderer:
 def saved(folder: Path, ours: Renderer) -> None:
     model = lively(SHAPES[0], 0, ours.tokenizer.vocab_size)
     lineage = Lineage(tokenizer=ours.tokenizer.hash, template=ours.template.hash, shards="5" * 64)
-    export.write(Loaded(model, ours.tokenizer, ours, lineage, folder), folder, "hf", "float32")
+    export.write(Loaded(model, hf.ModelLanguage.ours(ours), lineage, folder), folder, "hf", "float32")
 
 
 @pytest.fixture(scope="module", params=NAMES)
@@ -240,13 +240,13 @@ def test_a_model_says_its_template_and_another_one_of_that_name_is_refused(
     folder = tmp_path / "model"
     saved(folder, renderer("chatml"))
     found = hf.load(folder)
-    assert found.renderer.template is TEMPLATES["chatml"]
-    assert found.renderer.end_id == found.tokenizer.special_id("<|im_end|>")
+    assert found.renderer.name == "chatml"
+    assert found.renderer.end_ids == {found.tokenizer.special_id("<|im_end|>")}
     config = json.loads((folder / "config.json").read_text())
     assert config["bos_token_id"] == found.tokenizer.document_id
-    assert config["eos_token_id"] == found.renderer.end_id
+    assert {config["eos_token_id"]} == found.renderer.end_ids
     monkeypatch.setitem(TEMPLATES, "chatml", Template(name="chatml", between="\n"))
-    trained, here = found.renderer.template.hash[:8], TEMPLATES["chatml"].hash[:8]
+    trained, here = found.renderer.hash[:8], TEMPLATES["chatml"].hash[:8]
     with pytest.raises(CheckpointError, match=f"chat template chatml {trained}, and this one is {here}"):
         hf.load(folder)
     monkeypatch.delitem(TEMPLATES, "chatml")

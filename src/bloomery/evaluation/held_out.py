@@ -27,7 +27,7 @@ from bloomery.evaluation.harness import Continuation, stable_seed
 from bloomery.evaluation.stats import Score
 from bloomery.generate.engine import Completion, Engine
 from bloomery.shards import format
-from bloomery.tokenizer.chat_template import Renderer
+from bloomery.tokenizer.jinja_template import ChatRenderer
 from bloomery.weights.hf import Loaded
 
 AT_ONCE = 50
@@ -177,7 +177,7 @@ def _stream(seed: int) -> Iterator[ToyQuestion]:
         yield ToyQuestion(talk.kind, messages[:-1], messages[-1]["content"])
 
 
-def fitting(engine: Engine, renderer: Renderer, questions: Sequence[ToyQuestion]) -> list[ToyQuestion]:
+def fitting(engine: Engine, renderer: ChatRenderer, questions: Sequence[ToyQuestion]) -> list[ToyQuestion]:
     """
     The questions that leave room for an answer in the model's context: the others cannot be asked.
 
@@ -192,7 +192,9 @@ def fitting(engine: Engine, renderer: Renderer, questions: Sequence[ToyQuestion]
     return kept
 
 
-def ask(engine: Engine, renderer: Renderer, questions: Sequence[ToyQuestion], max_tokens: int) -> list[JudgedAnswer]:
+def ask(
+    engine: Engine, renderer: ChatRenderer, questions: Sequence[ToyQuestion], max_tokens: int
+) -> list[JudgedAnswer]:
     """Every question, answered greedily by the model, through the renderer it was trained with."""
     prompts = [renderer.prompt(question.messages) for question in questions]
     stop = renderer.end_ids

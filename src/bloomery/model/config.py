@@ -248,7 +248,7 @@ class ModelConfig(Config):
     sliding_window: Cycle[Window] = ("full",)
     """How many tokens a token sees, with itself: a number or "full" for each block, repeated."""
     mlp: Cycle[FeedForwardKind] = ("swiglu",)
-    """Type of the MLP: gated (swiglu, geglu, geglu_tanh), or plain (gelu, gelu_tanh: its approximation, squared relu)."""
+    """Type of the MLP: gated (swiglu, geglu, geglu_tanh), or plain (gelu, gelu_tanh, relu2: squared relu)."""
     position_embedding: Literal["rope", "learned", "alibi", "none"] = "rope"
     """Type of positions. learned: a table as long as the context. None: only the causal mask gives the order."""
     rope_theta: Annotated[float, Between(0.1, 1e15, "angles fall as its powers, and end in float32")] = 10_000.0

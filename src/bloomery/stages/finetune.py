@@ -1,6 +1,7 @@
 """The stage `finetune`: a language model and packed conversations -> a model that answers."""
 
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +14,11 @@ from bloomery.model import lora, quantize
 from bloomery.model.transformer import Transformer
 from bloomery.shards import format
 from bloomery.shards.loader import PackedDataset
-from bloomery.stages import instruct, pretrain
+from bloomery.stages import instruct
 from bloomery.stages.config import Finetune
 from bloomery.stages.rollouts import answering
 from bloomery.tokenizer.chat_template import TEMPLATES, Renderer, Template, special_tokens
+from bloomery.tokenizer.jinja_template import OWN, ChatRenderer
 from bloomery.train import launch
 from bloomery.train.checkpointing import ModelSaver
 from bloomery.train.plan.memory import rows_per_step
@@ -40,7 +42,7 @@ def train(config: Finetune, inputs: Mapping[str, Path], out: Path, world: World)
     rows = format.read(format.names(folder, "train")[0]).index
     if config.start_from is None:
         base = hf.load(start)
-        renderer = Renderer(base.tokenizer, template_of(folder))
+        renderer: ChatRenderer = Renderer(base.tokenizer, template_of(folder))
     else:
         renderer = own_renderer(start, rows)
         base = load(start, rows)
@@ -51,7 +53,7 @@ def train(config: Finetune, inputs: Mapping[str, Path], out: Path, world: World)
         shards=content_hash(folder),
         base=content_hash(inputs["pretrain"]) if config.start_from is None else hf.digest(start),
     )
-    words = renderer if isinstance(renderer, Renderer) else base.language
+    words = replace(base.language, chat=renderer, is_ours=renderer.name != OWN)
     model_saver: ModelSaver = FullModelSaver(base.model, words, lineage)
     if config.lora is not None:
         below = BaseModel(start, hf.digest(start))
@@ -85,10 +87,10 @@ def model_of(config: Finetune, inputs: Mapping[str, Path]) -> Path:
     return locate.locate_model(config.start_from.expanduser())
 
 
-def own_renderer(start: Path, rows: Mapping[str, Any]) -> Renderer:
+def own_renderer(start: Path, rows: Mapping[str, Any]) -> ChatRenderer:
     """How the rows were written, with the model's words. Raises DataError where they were written otherwise."""
     name = rows["template_name"]
-    renderer = instruct.renderer_of(start, None if name == instruct.OWN else name)
+    renderer = instruct.renderer_of(start, None if name == OWN else name)
     if renderer.hash != rows["template"]:
         what = f"the rows are written in the template {rows['template'][:8]}, and the model has {renderer.hash[:8]}"
         raise DataError(what, where=str(start), hint="Run the stage instruct again.")
@@ -98,7 +100,7 @@ def own_renderer(start: Path, rows: Mapping[str, Any]) -> Renderer:
 def load(start: Path, rows: Mapping[str, Any]) -> Loaded:
     """The model to start from, with rows for the special tokens that the rows' template needs and it lacks."""
     name = rows["template_name"]
-    if name == instruct.OWN or not instruct.lacking(hf.language(start).tokenizer, name):
+    if name == OWN or not instruct.lacking(hf.language(start).tokenizer, name):
         return hf.load(start)
     return hf.load(start, special=special_tokens(name))
 

@@ -37,6 +37,7 @@ from bloomery.shards import format, packing
 from bloomery.stages import decontaminate
 from bloomery.stages.config import Instruct, start_digest
 from bloomery.tokenizer.chat_template import TEMPLATES, Rendered, Renderer, special_tokens
+from bloomery.tokenizer.jinja_template import ChatRenderer
 from bloomery.tokenizer.tokenizer import Tokenizer
 
 VERSION = 4
@@ -67,7 +68,7 @@ def write(
     out: Path,
     stats: Mapping[str, Any],
     kept: Mapping[str, Sequence[TrainingConversation]],
-    renderer: Renderer,
+    renderer: ChatRenderer,
     config: Instruct,
 ) -> Path:
     """Write report.json and report.html; returns the page. It is the same for the same conversations."""
@@ -142,7 +143,7 @@ def _chosen(talks: Sequence[TrainingConversation], count: int) -> list[TrainingC
     return [talk for _, _, talk in sorted(order, key=lambda entry: entry[:2])[:count]]
 
 
-def _sample(talk: TrainingConversation, renderer: Renderer) -> dict[str, Any]:
+def _sample(talk: TrainingConversation, renderer: ChatRenderer) -> dict[str, Any]:
     """A conversation in runs of token IDs, in the loss or not, with each special token alone."""
     names = {token["id"]: token["content"] for token in renderer.tokenizer.spec["added_tokens"] if token["special"]}
     runs: list[dict[str, Any]] = []
@@ -220,11 +221,7 @@ def run(config: Instruct, inputs: Mapping[str, Path], out: Path) -> dict[str, An
     return stats
 
 
-OWN = "own"
-"""Stands for a template's name in the facts of rows where it is the model's own, and none of TEMPLATES."""
-
-
-def renderer_of(model: Path, template: str | None) -> Renderer:
+def renderer_of(model: Path, template: str | None) -> ChatRenderer:
     """
     How the conversations of a model are written: in its own template, or in one of TEMPLATES, whose special tokens are
     added where its tokenizer lacks them. Raises DataError where it has none and none is named.
@@ -234,8 +231,8 @@ def renderer_of(model: Path, template: str | None) -> Renderer:
         if words.chat is None:
             hint = f"Name one: instruct.chat_template, one of {', '.join(TEMPLATES)}."
             raise DataError("the model has no chat template", where=str(model), hint=hint)
-        renderer: Renderer = words.chat
-        return renderer
+        chat: ChatRenderer = words.chat
+        return chat
     tokenizer = words.tokenizer
     if missing := lacking(tokenizer, template):
         info(f"instruct: the tokenizer lacks {', '.join(missing)}; the model gets a row for each", "yellow")
@@ -249,10 +246,9 @@ def lacking(tokenizer: Tokenizer, template: str) -> list[str]:
     return [name for name in TEMPLATES[template].special if tokenizer.special_id(name) is None]
 
 
-def template_facts(renderer: Renderer) -> dict[str, str]:
+def template_facts(renderer: ChatRenderer) -> dict[str, str]:
     """What rows say of the template that they are written in."""
-    name = renderer.template.name if isinstance(renderer, Renderer) else OWN
-    return {"template": renderer.hash, "template_name": name, "template_text": renderer.source}
+    return {"template": renderer.hash, "template_name": renderer.name, "template_text": renderer.source}
 
 
 def looking(chat_filters: Sequence[ChatFilter], scratch: Path) -> list[ChatFilter]:
@@ -277,7 +273,7 @@ class _ConversationSorter:
     """Takes every conversation to where it belongs, and counts."""
 
     config: Instruct
-    renderer: Renderer
+    renderer: ChatRenderer
     rejected: IO[str]
     dropped: IO[str]
     kept: dict[str, list[TrainingConversation]] = field(default_factory=lambda: {"train": [], "val": []})
@@ -368,7 +364,7 @@ def write_line(file: IO[str], line: Mapping[str, Any]) -> None:
 
 
 def fit(
-    renderer: Renderer, messages: Sequence[Message], sequence_length: int, max_turns: int | None = None
+    renderer: ChatRenderer, messages: Sequence[Message], sequence_length: int, max_turns: int | None = None
 ) -> tuple[Rendered, int] | ReadError:
     """The conversation, or as many messages of its beginning as fit into a row and end in an answer, and how many."""
     if what := renderer.trouble(messages):
@@ -392,7 +388,11 @@ def fit(
 
 
 def write_rows(
-    out: Path, split: str, talks: Sequence[TrainingConversation | Rendered], renderer: Renderer, sequence_length: int
+    out: Path,
+    split: str,
+    talks: Sequence[TrainingConversation | Rendered],
+    renderer: ChatRenderer,
+    sequence_length: int,
 ) -> dict[str, Any]:
     """Pack conversations into rows, pad these, and write them as one shard. Returns what is in it."""
     packed = packing.write(

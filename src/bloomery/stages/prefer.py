@@ -42,10 +42,10 @@ from bloomery.hw.distributed import World
 from bloomery.model import lora
 from bloomery.shards import packing
 from bloomery.shards.loader import PackedDataset
-from bloomery.stages import instruct, pretrain
+from bloomery.stages import instruct
 from bloomery.stages.instruct import gone, write_line
 from bloomery.stages.rollouts import HeldOut, PolicyQuestion, Rollouts, answering
-from bloomery.tokenizer.chat_template import Renderer
+from bloomery.tokenizer.jinja_template import ChatRenderer
 from bloomery.tokenizer.tokenizer import Tokenizer
 from bloomery.train import launch
 from bloomery.train.checkpointing import ModelSaver
@@ -122,7 +122,7 @@ def kinds_of(out: Path, split: PreferenceSplit) -> NDArray[np.int8]:
     return np.asarray(np.load(out / ROWS / f"{split}.kinds.npy", allow_pickle=False), np.int8)
 
 
-def prepare(config: Prefer, renderer: Renderer, context: int, out: Path) -> dict[str, Any]:
+def prepare(config: Prefer, renderer: ChatRenderer, context: int, out: Path) -> dict[str, Any]:
     """
     Write rows of two contexts for training and validation, and the rejected rows, once. Returns their statistics.
 
@@ -145,7 +145,7 @@ def prepare(config: Prefer, renderer: Renderer, context: int, out: Path) -> dict
         info(f"prefer: {why}", "yellow")
     stats: dict[str, Any] = {name: total[name] for name in ("read", "kept", "rejected", "cut_at_a_turn")}
     stats["rejected_by_reason"] = dict(sorted(sorter.reasons["rejected"].items()))
-    stats["template"] = renderer.template.hash
+    stats["template"] = renderer.hash
     for split in SPLITS:
         stats[split] = _write(renderer, context, out / ROWS, split, sorter.kept[split])
     stats = save_prepared(out, stats)
@@ -168,7 +168,7 @@ def summary(stats: Mapping[str, Any]) -> str:
 @dataclass
 class _PreferenceSorter:
     config: Prefer
-    renderer: Renderer
+    renderer: ChatRenderer
     context: int
     rejected: IO[str]
     kept: dict[str, list[AnswerPair]] = field(default_factory=lambda: {"train": [], "val": []})
@@ -194,7 +194,7 @@ class _PreferenceSorter:
         write_line(self.rejected, row.record)
 
 
-def fit(renderer: Renderer, row: JudgedRow, context: int) -> tuple[AnswerPair, bool] | ReadError:
+def fit(renderer: ChatRenderer, row: JudgedRow, context: int) -> tuple[AnswerPair, bool] | ReadError:
     """
     The two answers, each sequence in at most `context` tokens, and whether turns were left out for it: the oldest ones
     of the prompt, what the system says aside.
@@ -222,7 +222,7 @@ def _beginnings(prompt: Messages) -> Iterator[Messages]:
             yield system + prompt[index:]
 
 
-def _answer(renderer: Renderer, prompt: Messages, answer: Messages, kind: int) -> EncodedAnswer:
+def _answer(renderer: ChatRenderer, prompt: Messages, answer: Messages, kind: int) -> EncodedAnswer:
     """What is learned of a conversation, but nothing before its answer."""
     rendered = renderer.render([*prompt, *answer])
     mask = np.array(rendered.mask, np.uint8)
@@ -231,7 +231,7 @@ def _answer(renderer: Renderer, prompt: Messages, answer: Messages, kind: int) -
 
 
 def _write(
-    renderer: Renderer, context: int, folder: Path, split: PreferenceSplit, pairs: Sequence[AnswerPair]
+    renderer: ChatRenderer, context: int, folder: Path, split: PreferenceSplit, pairs: Sequence[AnswerPair]
 ) -> dict[str, Any]:
     sequence_length = 2 * context + 1
     packed = packing.write(
@@ -266,7 +266,7 @@ class AskedQuestion(TypedDict):
     solution: str
 
 
-def prepare_prompts(loss: Grpo, val_fraction: float, renderer: Renderer, context: int, out: Path) -> dict[str, Any]:
+def prepare_prompts(loss: Grpo, val_fraction: float, renderer: ChatRenderer, context: int, out: Path) -> dict[str, Any]:
     """
     Write the questions for training and validation, and the rejected ones, once. Returns their statistics.
 
@@ -310,7 +310,7 @@ def prepare_prompts(loss: Grpo, val_fraction: float, renderer: Renderer, context
     )
 
 
-def questions(out: Path, split: PreferenceSplit, renderer: Renderer) -> list[PolicyQuestion]:
+def questions(out: Path, split: PreferenceSplit, renderer: ChatRenderer) -> list[PolicyQuestion]:
     """What `prepare` left of a split."""
     policy_questions = []
     for row in read_lines(_file(out, split), AskedQuestion):
@@ -326,7 +326,7 @@ def _file(out: Path, split: PreferenceSplit) -> Path:
     return out / ROWS / f"{split}.questions.jsonl"
 
 
-def _prompt(question: str, renderer: Renderer) -> list[int]:
+def _prompt(question: str, renderer: ChatRenderer) -> list[int]:
     return renderer.prompt([Message(role="user", content=question)])
 
 
@@ -335,7 +335,7 @@ def _right(solution: str) -> Any:
     return last_number(solution) if number is None else number
 
 
-def _too_long(problem: ArithmeticProblem, renderer: Renderer, most: int) -> ArithmeticProblem | RejectedRow:
+def _too_long(problem: ArithmeticProblem, renderer: ChatRenderer, most: int) -> ArithmeticProblem | RejectedRow:
     row = {"id": problem.id, "question": problem.question}
     if _right(problem.solution) is None:
         return RejectedRow(
@@ -465,11 +465,11 @@ def _common(config: Prefer, start: Loaded, base: str, out: Path, world: World) -
         shards=str(prepared(out)["hash"]),
         base=base,
     )
-    model_saver: ModelSaver = FullModelSaver(start.model, start.renderer, lineage)
+    model_saver: ModelSaver = FullModelSaver(start.model, start.language, lineage)
     if config.lora is not None:
         lora.attach(start.model, config.lora, config.seed)
         below = BaseModel(start.folder, hf.digest(start.folder))
-        model_saver = AdapterSaver(start.model, start.renderer, config.lora, below, lineage)
+        model_saver = AdapterSaver(start.model, start.language, config.lora, below, lineage)
     return {
         "name": "prefer",
         "model": start.model.train(),

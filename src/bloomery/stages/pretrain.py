@@ -15,7 +15,7 @@ from bloomery.model.transformer import Transformer
 from bloomery.shards import format
 from bloomery.shards.build import ANNEAL, TRAIN
 from bloomery.shards.loader import AnnealedDataset, PackedDataset
-from bloomery.stages.config import Pretrain
+from bloomery.stages.config import Pretrain, start_digest
 from bloomery.stages.rollouts import continuing
 from bloomery.tokenizer.chat_template import EVERY_SPECIAL, Renderer
 from bloomery.tokenizer.tokenizer import Tokenizer
@@ -41,7 +41,7 @@ def train(config: Pretrain, inputs: Mapping[str, Path], out: Path, world: World)
     renderer, folder, length = Renderer(tokenizer), inputs["shard"], config.model.context_length
     samples = course(config, folder, tokenizer.hash)
     lineage = Lineage(
-        tokenizer=tokenizer.hash, template=None, shards=content_hash(folder), base=external_inputs(config) or None
+        tokenizer=tokenizer.hash, template=None, shards=content_hash(folder), base=start_digest(config) or None
     )
     if world.is_first:
         go_on(config, samples, out, lineage)
@@ -87,14 +87,6 @@ def evaluations(config: Pretrain, tokenizer: Tokenizer) -> dict[str, Evaluation]
     file, limit = config.hellaswag.expanduser(), config.hellaswag_questions
     questions = MultipleChoiceEval.read(file, tokenizer, limit=limit, rows_at_once=rows)
     return {"hellaswag": lambda *how: questions.accuracy("hellaswag", *how)}
-
-
-def external_inputs(config: Pretrain) -> str:
-    """
-    A hash of the weights that training starts from, for the stage's fingerprint; "" where it starts from none. Raises
-    UnreachableError where they are not there yet.
-    """
-    return "" if config.start_from is None else digest(config.start_from)
 
 
 def digest(start_from: Path) -> str:

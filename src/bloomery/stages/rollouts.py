@@ -25,7 +25,7 @@ from bloomery.hw.distributed import World
 from bloomery.model import lora
 from bloomery.model.transformer import Transformer
 from bloomery.shards.loader import IGNORE, Batch, sample_positions
-from bloomery.tokenizer.chat_template import Renderer
+from bloomery.tokenizer.jinja_template import ChatRenderer
 from bloomery.train.precision import Precision
 from bloomery.train.preference.config import Grpo
 from bloomery.train.preference.losses import Drawn, advantages, by_token
@@ -42,18 +42,18 @@ SAMPLES = SamplingConfig(top_p=0.95, seed=0)
 """With a fixed seed, so that only training makes a difference between two steps."""
 
 
-def continuing(renderer: Renderer) -> Sampler:
+def continuing(renderer: ChatRenderer) -> Sampler:
     """Prompts are beginnings of documents."""
     tokenizer = renderer.tokenizer
     return _sampler(renderer, lambda prompt: [tokenizer.document_id, *tokenizer.encode(prompt)])
 
 
-def answering(renderer: Renderer) -> Sampler:
+def answering(renderer: ChatRenderer) -> Sampler:
     """Prompts are what a user says."""
     return _sampler(renderer, lambda prompt: renderer.prompt([{"role": "user", "content": prompt}]))
 
 
-def _sampler(renderer: Renderer, ids: Callable[[str], list[int]]) -> Sampler:
+def _sampler(renderer: ChatRenderer, ids: Callable[[str], list[int]]) -> Sampler:
     tokenizer = renderer.tokenizer
     stop = tokenizer.end_ids | renderer.end_ids
 
@@ -88,18 +88,18 @@ def answered(
     model: Transformer,
     asked: Sequence[PolicyQuestion],
     seeds: Sequence[int],
-    renderer: Renderer,
+    renderer: ChatRenderer,
     sampling: SamplingConfig,
 ) -> list[Completion]:
     """What the model, as it is, says to each question by a seed of its own."""
-    prompts, stop = [one.prompt for one in asked], frozenset({renderer.end_id})
+    prompts, stop = [one.prompt for one in asked], renderer.end_ids
     with evaluating(model):
         return Engine(model, renderer.tokenizer.vocab_size).generate_batch(
             prompts, sampling, stop_ids=stop, seeds=seeds, batch=AT_ONCE
         )
 
 
-def judge(renderer: Renderer, question: PolicyQuestion, answer: Completion, *, marked: bool) -> Reward:
+def judge(renderer: ChatRenderer, question: PolicyQuestion, answer: Completion, *, marked: bool) -> Reward:
     """Whether the number of an answer is the right one: that behind ####, or else, unless `marked`, the last."""
     said = renderer.said(answer.ids)
     number = marked_number(said)
@@ -119,7 +119,7 @@ class Rollouts:
 
     loss: Grpo
     questions: Sequence[PolicyQuestion]
-    renderer: Renderer
+    renderer: ChatRenderer
     model: Transformer
     seed: int
     out: Path
@@ -181,7 +181,7 @@ class Rollouts:
         learned = torch.zeros_like(tokens)
         worth = torch.zeros((len(numbers), 3), dtype=torch.float64)  # right, ended, tokens
         for row, question, answer in zip(mine.tolist(), asked, answers, strict=True):
-            said = [*answer.ids, *([self.renderer.end_id] if answer.stopped else [])]
+            said = [*answer.ids, *([min(self.renderer.end_ids)] if answer.stopped else [])]
             begin, end = len(question.prompt), len(question.prompt) + len(said)
             tokens[row] = self.renderer.tokenizer.fill_id
             tokens[row, :end] = torch.tensor([*question.prompt, *said])
@@ -295,7 +295,7 @@ class HeldOut:
 
     loss: Grpo
     questions: Sequence[PolicyQuestion]
-    renderer: Renderer
+    renderer: ChatRenderer
     file: Path
     """Where the newest answers are written."""
     name: str = "validation_reward"

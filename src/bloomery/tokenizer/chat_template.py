@@ -206,6 +206,11 @@ class Renderer:
         _check_cut(tokenizer, self.template)
 
     @property
+    def name(self) -> str:
+        """Of the template."""
+        return self.template.name
+
+    @property
     def hash(self) -> str:
         """Of the template."""
         return self.template.hash
@@ -214,11 +219,6 @@ class Renderer:
     def source(self) -> str:
         """The template as Jinja."""
         return self.template.jinja()
-
-    @property
-    def end_ids(self) -> frozenset[int]:
-        """What ends an answer."""
-        return frozenset({self.end_id})
 
     def render(self, messages: Sequence[Message]) -> Rendered:
         """A whole conversation, for training. Raises DataError for an unknown role or content that is no text."""

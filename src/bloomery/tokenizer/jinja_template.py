@@ -58,16 +58,30 @@ STRUCTURE, DATA, FIRST = 0, 1, 2
 """Origins of a character: the template, anything else, and from FIRST on the messages in their order."""
 
 
+OWN = "own"
+"""The name of a template that is the model's own, and none of TEMPLATES."""
+
+
 class ChatRenderer(Protocol):
     """Makes token IDs of conversations: a template of ours (Renderer), or a model's own (JinjaRenderer)."""
 
     tokenizer: Tokenizer
     lead: str
     """Text that an assistant says before its content."""
+    end_ids: frozenset[int]
+    """Token IDs that end an answer."""
 
     @property
-    def end_ids(self) -> frozenset[int]:
-        """Token IDs that end an answer."""
+    def name(self) -> str:
+        """Of the template: a name of TEMPLATES, or OWN."""
+
+    @property
+    def hash(self) -> str:
+        """Of the template and what it is rendered with."""
+
+    @property
+    def source(self) -> str:
+        """The template in Jinja."""
 
     def render(self, messages: Sequence[Message]) -> Rendered: ...
 
@@ -546,7 +560,7 @@ class JinjaRenderer:
         that every rendering passes to the template, e.g. enable_thinking. Raises DataError for a template that is
         refused, or cannot write a question and its answer.
         """
-        self.tokenizer, self.template = tokenizer, template
+        self.tokenizer, self.source, self.name = tokenizer, template, OWN
         self._roles = {role: name for role, name in roles.items() if name is not None}
         self._variables, self._warned = dict(variables or {}), False
         self._compiled, self._has_generation = _compiled(template)

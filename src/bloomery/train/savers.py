@@ -12,7 +12,7 @@ from bloomery.tokenizer.chat_template import Renderer
 from bloomery.train import fsdp
 from bloomery.train.checkpointing import Write
 from bloomery.weights import hf
-from bloomery.weights.hf import BaseModel, Lineage
+from bloomery.weights.hf import BaseModel, Lineage, ModelLanguage
 
 
 @dataclass
@@ -20,16 +20,16 @@ class FullModelSaver:
     """Every weight."""
 
     model: Transformer
-    renderer: Renderer
+    language: ModelLanguage | Renderer
     lineage: Lineage
     of_adapters: ClassVar[bool] = False
 
     def write(self, folder: Path, step: int) -> None:
-        hf.save(folder, self.model, self.renderer, replace(self.lineage, step=step))
+        hf.save(folder, self.model, self.language, replace(self.lineage, step=step))
 
     def copied(self, world: World) -> tuple[Write, int]:
         twin = fsdp.copy_of(self.model, world)
-        return FullModelSaver(twin, self.renderer, self.lineage).write, fsdp.weight_bytes(twin)
+        return FullModelSaver(twin, self.language, self.lineage).write, fsdp.weight_bytes(twin)
 
     def fill(self, folder: Path) -> None:
         if not fsdp.is_sharded(self.model):
@@ -45,7 +45,7 @@ class AdapterSaver:
     """Saves the adapters alone. Their frozen base stays where it is."""
 
     model: Transformer
-    renderer: Renderer
+    language: ModelLanguage | Renderer
     settings: Lora
     base: BaseModel
     lineage: Lineage
@@ -64,4 +64,4 @@ class AdapterSaver:
 
     def _write(self, folder: Path, step: int, weights: lora.Weights) -> None:
         lineage = replace(self.lineage, step=step)
-        hf.save_adapters(folder, weights, self.model, self.renderer, lineage, self.settings, self.base)
+        hf.save_adapters(folder, weights, self.model, self.language, lineage, self.settings, self.base)

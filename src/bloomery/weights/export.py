@@ -18,7 +18,7 @@ from bloomery.tokenizer.chat_template import Renderer
 from bloomery.tokenizer.tokenizer import DOCUMENT, PAD
 from bloomery.weights import architectures, gguf, gguf_writer, hf, integrity, llmc
 from bloomery.weights.gguf_writer import GGUFWords
-from bloomery.weights.hf import Lineage, Loaded
+from bloomery.weights.hf import Lineage, Loaded, ModelLanguage
 from bloomery.weights.safetensors import SHARD_BYTES
 
 import torch
@@ -61,7 +61,7 @@ def write(
         model = _said_otherwise(loaded.model)
         size = sum(weight.numel() for weight in model.parameters()) * getattr(torch, number_format).itemsize
         info(f"{out}: {size / 2**30:.2f} GiB of weights in {number_format}")
-        hf.save(out, model, loaded.renderer, loaded.lineage, number_format=number_format, shard_bytes=shard_bytes)
+        hf.save(out, model, loaded.language, loaded.lineage, number_format=number_format, shard_bytes=shard_bytes)
         name = architectures.architecture(model.config).name
         with whole_file(out / CARD, "w") as file:
             file.write(card(loaded, name, number_format))
@@ -82,8 +82,11 @@ def _write_gguf(loaded: Loaded, out: Path, number_format: ExportNumbers) -> dict
 
 def _words(loaded: Loaded) -> GGUFWords:
     """What a GGUF file says about text, as `hf.save` says it in a model folder."""
-    template = loaded.renderer.template
+    words = loaded.language
+    if not words.is_ours:
+        return GGUFWords(words.roles, words.chat.source if words.chat else None, words.generation)
     chats = loaded.lineage.template is not None
+    template = loaded.renderer.template
     opening, end = (template.opening or DOCUMENT, template.end) if chats else (DOCUMENT, DOCUMENT)
     roles = {"bos_token": opening, "eos_token": end, "pad_token": PAD, "unk_token": None}
     generation = {"temperature": TEMPERATURE, "top_p": 1.0}
@@ -100,7 +103,7 @@ def card(loaded: Loaded, architecture: str, number_format: str) -> str:
         "number format": number_format,
         "context": f"{config.context_length:,} tokens",
         "vocabulary": f"{loaded.model.vocab_size:,} token IDs",
-        "chat template": loaded.renderer.template.name if lineage.template is not None else "none",
+        "chat template": loaded.renderer.name if lineage.template is not None else "none",
         "base": lineage.base or "none",
         "training data": lineage.shards,
         "license": "not known: write it here before you publish the model",
@@ -171,7 +174,7 @@ def read(source: Path, tokenizer: Path | None = None) -> Loaded:
     end = new_tokenizer.document_id
     hf.add_rows(model, source_model.vocab_size, added, {} if end in added.values() else {"eos_token_id": end})
     lineage = Lineage(tokenizer=new_tokenizer.hash, template=None, shards=hf.IMPORTED)
-    return Loaded(model.eval(), new_tokenizer, Renderer(new_tokenizer), lineage, source)
+    return Loaded(model.eval(), ModelLanguage.ours(Renderer(new_tokenizer)), lineage, source)
 
 
 def _of_one_size(source: Path, rows: int, file: Path, ids: int) -> None:
@@ -186,7 +189,7 @@ def take_in(source: Path, out: Path, tokenizer: Path | None = None) -> dict[str,
     """Make a model folder of ours of what `read` reads. Raises RunError where `out` has files in it."""
     check_new_folder(out)
     loaded = read(source, tokenizer)
-    hf.save(out, loaded.model, loaded.renderer, loaded.lineage)
+    hf.save(out, loaded.model, loaded.language, loaded.lineage)
     parameters = sum(weight.numel() for weight in loaded.model.parameters())
     name = architectures.architecture(loaded.model.config).name
     return {"architecture": name, "parameters": parameters, "vocab_size": loaded.model.vocab_size}

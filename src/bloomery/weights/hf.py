@@ -40,7 +40,7 @@ from bloomery.model.config import Base, Lora, ModelConfig, cost
 from bloomery.model.transformer import Transformer
 from bloomery.tokenizer import importers
 from bloomery.tokenizer.chat_template import TEMPLATES, Renderer, Template
-from bloomery.tokenizer.jinja_template import ChatRenderer, JinjaRenderer, renderer_named
+from bloomery.tokenizer.jinja_template import OWN, ChatRenderer, JinjaRenderer, renderer_named
 from bloomery.tokenizer.tokenizer import DOCUMENT, END, MAX_IDS, PAD, SPECIAL, Tokenizer
 from bloomery.weights import architectures as weights_architectures
 from bloomery.weights import gguf, integrity, peft
@@ -123,8 +123,6 @@ DRAWN = {"do_sample": True, "temperature": TEMPERATURE, "top_k": 0, "top_p": 1.0
 """What transformers and vLLM do unless told otherwise: as ours. Their own top_k is 50."""
 TEMPLATE_NAME = "template_name"
 """Key next to the lineage: the name in TEMPLATES of the template whose hash the lineage holds."""
-OWN_WORDS = "own"
-"""Stands for a template's name where a model that others trained keeps its own words."""
 BASE = "adapts"
 """Key next to the lineage, for adapters: the path of their base, its digest, and how it was kept."""
 THEIRS = {
@@ -228,6 +226,11 @@ class ModelLanguage:
     is_ours: bool = True
     """Whether its template is one of TEMPLATES, and documents open with its token."""
 
+    @classmethod
+    def ours(cls, renderer: Renderer) -> "ModelLanguage":
+        """The words of a model that Bloomery trains."""
+        return cls(renderer.tokenizer, renderer, DRAWN)
+
     @property
     def sampling(self) -> dict[str, Any]:
         """Fields of a SamplingConfig that the model's makers recommend."""
@@ -274,7 +277,7 @@ class Loaded:
 def save(
     folder: Path,
     model: Transformer,
-    words: Renderer | ModelLanguage,
+    words: ModelLanguage | Renderer,
     lineage: Lineage,
     *,
     number_format: NumberFormat = "float32",
@@ -316,15 +319,16 @@ def _made(piece: WeightMapping, tensors: Mapping[str, Tensor], form: torch.dtype
 
 
 def _write_words(
-    folder: Path, words: Renderer | ModelLanguage, context: int, *, chats: bool
+    folder: Path, words: ModelLanguage | Renderer, context: int, *, chats: bool
 ) -> tuple[dict[str, Any], dict[str, str]]:
     """
     Write the tokenizer, its configuration with the chat template, and the generation settings of a model. Returns the
     special token IDs of config.json, and what the lineage says of the template.
     """
+    words = ModelLanguage.ours(words) if isinstance(words, Renderer) else words
     tokenizer = words.tokenizer
     tokenizer.save(folder)
-    if isinstance(words, ModelLanguage) and not words.is_ours:
+    if not words.is_ours:
         ids = {
             f"{role}_id": tokenizer.special_id(text)
             for role, text in words.roles.items()
@@ -341,10 +345,9 @@ def _write_words(
             config["chat_template"] = words.chat.source
         write_json(folder / GENERATION, {**words.generation} | ids)
         write_json(folder / TOKENIZER_CONFIG, config)
-        return ids, {TEMPLATE_NAME: OWN_WORDS}
-    renderer = words.chat if isinstance(words, ModelLanguage) else words
-    assert isinstance(renderer, Renderer), "a language of ours has a renderer of ours"
-    template = renderer.template
+        return ids, {TEMPLATE_NAME: OWN}
+    assert isinstance(words.chat, Renderer), "a language of ours has a renderer of ours"
+    template = words.chat.template
     opening, end = (template.opening or DOCUMENT, template.end) if chats else (DOCUMENT, DOCUMENT)
     ids = {
         "bos_token_id": tokenizer.special_id(opening),
@@ -436,7 +439,7 @@ def _loaded(path: Path, device: torch.device | str, dtype: LoadFormat, special: 
         model = _filled(opened, opened.rows, dtype, device)
     elif special:
         tokenizer, added = tokenizer_of(path, opened.rows, special)
-        words = ModelLanguage(tokenizer, Renderer(tokenizer), DRAWN)
+        words = ModelLanguage.ours(Renderer(tokenizer))
         model = _filled(opened, max(opened.rows, tokenizer.vocab_size), dtype, device)
         add_rows(model, opened.rows, added, opened.facts)
         lineage = Lineage(tokenizer=tokenizer.hash, template=None, shards=IMPORTED)
@@ -457,14 +460,14 @@ def _language(opened: _Opened) -> ModelLanguage:
     if not (path / LINEAGE).is_file():
         return _language_of_folder(opened)
     saved, lineage = _read(path / LINEAGE, SavedLineage), lineage_of(path)
-    if saved.get(TEMPLATE_NAME) == OWN_WORDS:
+    if saved.get(TEMPLATE_NAME) == OWN:
         words = _language_of_folder(opened)
         _same("tokenizer", lineage.tokenizer, words.tokenizer.hash, path)
         _same("chat template", lineage.template or "", words.chat.hash if words.chat else "", path)
         return words
     tokenizer = Tokenizer.load(path)
     _same("tokenizer", lineage.tokenizer, tokenizer.hash, path)
-    return ModelLanguage(tokenizer, Renderer(tokenizer, template_of(path)), DRAWN)
+    return ModelLanguage.ours(Renderer(tokenizer, template_of(path)))
 
 
 def _language_of_folder(opened: _Opened) -> ModelLanguage:
@@ -559,7 +562,7 @@ def save_adapters(
     folder: Path,
     weights: Mapping[str, Tensor],
     model: Transformer,
-    words: Renderer | ModelLanguage,
+    words: ModelLanguage | Renderer,
     lineage: Lineage,
     settings: Lora,
     base: BaseModel,
@@ -605,7 +608,7 @@ def _adapted_language(folder: Path, base_folder: Path) -> ModelLanguage:
         return words
     lineage = lineage_of(folder)
     _same("tokenizer", lineage.tokenizer, words.tokenizer.hash, folder)
-    if _read(folder / LINEAGE, SavedLineage).get(TEMPLATE_NAME) == OWN_WORDS:
+    if _read(folder / LINEAGE, SavedLineage).get(TEMPLATE_NAME) == OWN:
         _same("chat template", lineage.template or "", words.chat.hash if words.chat else "", folder)
         return words
     return replace(words, chat=Renderer(words.tokenizer, template_of(folder)), is_ours=True)
