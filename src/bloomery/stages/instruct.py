@@ -183,7 +183,9 @@ def run(config: Instruct, inputs: Mapping[str, Path], out: Path) -> dict[str, An
     Raises DataError for sources that cannot be read, and where nothing is left to train or to validate on.
     """
     if config.start_from is None:
-        renderer = Renderer(Tokenizer.load(inputs["tokenizer"]), TEMPLATES[config.chat_template or "bloomery"])
+        renderer: ChatRenderer = Renderer(
+            Tokenizer.load(inputs["tokenizer"]), TEMPLATES[config.chat_template or "bloomery"]
+        )
     else:
         model = resolve("bloomery.weights.locate:locate_model")(config.start_from.expanduser())
         renderer = renderer_of(model, config.chat_template)

@@ -86,7 +86,8 @@ def _words(loaded: Loaded) -> GGUFWords:
     if not words.is_ours:
         return GGUFWords(words.roles, words.chat.source if words.chat else None, words.generation)
     chats = loaded.lineage.template is not None
-    template = loaded.renderer.template
+    assert isinstance(words.chat, Renderer), "a language of ours has a renderer of ours"
+    template = words.chat.template
     opening, end = (template.opening or DOCUMENT, template.end) if chats else (DOCUMENT, DOCUMENT)
     roles = {"bos_token": opening, "eos_token": end, "pad_token": PAD, "unk_token": None}
     generation = {"temperature": TEMPERATURE, "top_p": 1.0}
