@@ -93,9 +93,9 @@ def test_a_model_is_loaded_to_the_device_of_this_machine(shelf: ModelRegistry, m
     places: list[torch.device] = []
     whole = hf.load
 
-    def watched(folder: Path, place: torch.device) -> hf.Loaded:
+    def watched(folder: Path, place: torch.device, dtype: hf.LoadFormat) -> hf.Loaded:
         places.append(place)
-        return whole(folder)
+        return whole(folder, dtype=dtype)
 
     monkeypatch.setattr(hf, "load", watched)
     shelf.get("b")
@@ -108,9 +108,9 @@ def test_a_model_is_loaded_once_also_when_two_ask_for_it_at_once(
     loads: list[str] = []
     whole = chat_model.answerer
 
-    def counted(name: str, folder: Path) -> Any:
+    def counted(name: str, folder: Path, dtype: hf.LoadFormat) -> Any:
         loads.append(name)
-        return whole(name, folder)
+        return whole(name, folder, dtype)
 
     monkeypatch.setattr(chat_model, "answerer", counted)
     got: list[Answerer] = []

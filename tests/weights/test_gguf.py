@@ -5,6 +5,8 @@ import struct
 from pathlib import Path
 from typing import Any
 
+import gguf as package
+import numpy as np
 import pytest
 
 from bloomery.core.errors import CheckpointError
@@ -210,3 +212,16 @@ def test_a_published_file_is_read() -> None:
     # as transformers 5.24 and llama.cpp encode it
     assert inner.encode("The capital of France is", add_special_tokens=False).ids == [504, 3575, 282, 4649, 314]
     assert inner.encode("Hello world 1234 it's").ids == [19556, 905, 216, 33, 34, 35, 36, 357, 506]
+
+
+@pytest.mark.parametrize("kind", ["Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q6_K"])
+def test_blocks_become_the_numbers_that_the_package_of_llama_cpp_makes_of_them(kind: str) -> None:
+    form = package.GGMLQuantizationType[kind]
+    block, width = package.GGML_QUANT_SIZES[form]
+    rng = np.random.default_rng(0)
+    blocks = rng.integers(0, 256, (50, width), dtype=np.uint8)
+    blocks[:, 1] &= 0x3F  # no scale is infinite
+    blocks[:, 3] &= 0x3F
+    blocks[:, -1] &= 0x3F
+    expected = package.quants.dequantize(blocks.reshape(1, -1), form).reshape(50, block)
+    assert torch.equal(gguf.dequantize(blocks, form), torch.from_numpy(expected))

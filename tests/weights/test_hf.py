@@ -72,7 +72,7 @@ def test_transformers_draws_as_we_do_unless_told_otherwise(tmp_path: Path) -> No
     how = theirs(tmp_path).generation_config
     assert (how.do_sample, how.temperature, how.top_k, how.top_p) == (True, TEMPERATURE, 0, 1.0)
     assert SamplingConfig().temperature == Evaluate().chat_temperature == TEMPERATURE
-    assert cli.parse(["chat", "runs/demo"]).temperature == TEMPERATURE
+    assert cli.parse(["chat", "runs/demo"]).temperature is None  # the model's own
 
 
 def test_every_setting_arrives_at_transformers(tmp_path: Path) -> None:
@@ -436,7 +436,7 @@ def llama(folder: Path, rows: int, **facts: Any) -> dict[str, torch.Tensor]:
 def test_special_tokens_that_a_tokenizer_lacks_get_rows_like_the_closest_it_has(tmp_path: Path) -> None:
     size = plain_tokenizer(tmp_path)
     theirs = llama(tmp_path, size + 2)  # some models have rows that no id uses
-    found = hf.load(tmp_path)
+    found = hf.load(tmp_path, special=SPECIAL)
     assert found.model.vocab_size == found.tokenizer.vocab_size == size + len(SPECIAL)
     special = found.tokenizer.special
     embed, head = found.model.embed.weight, found.model.head.weight
@@ -454,13 +454,13 @@ def test_special_tokens_that_a_tokenizer_lacks_get_rows_like_the_closest_it_has(
 def test_what_is_no_id_neither_begins_nor_ends_a_text(tmp_path: Path, none: object) -> None:
     for name, facts in (("said", {"eos_token_id": none}), ("left out", {"eos_token_id": None})):
         llama(tmp_path / name, plain_tokenizer(tmp_path / name), **facts)
-    said, left_out = (hf.load(tmp_path / name).model.head.weight for name in ("said", "left out"))
+    said, left_out = (hf.load(tmp_path / name, special=SPECIAL).model.head.weight for name in ("said", "left out"))
     assert torch.equal(said, left_out)
 
 
 def test_a_model_of_others_answers_here_and_is_saved_as_ours(tmp_path: Path) -> None:
     llama(tmp_path / "theirs", plain_tokenizer(tmp_path / "theirs"))
-    found = hf.load(tmp_path / "theirs")
+    found = hf.load(tmp_path / "theirs", special=SPECIAL)
     prompt = found.renderer.prompt([{"role": "user", "content": "the lamp"}])
     engine = Engine(found.model, found.tokenizer.vocab_size)
     said = list(engine.stream(prompt, SamplingConfig.greedy(5), stop_ids=found.renderer.end_ids))

@@ -204,15 +204,18 @@ TOKENIZER_CONFIG, SPECIAL_MAP = "tokenizer_config.json", "special_tokens_map.jso
 ROLE_NAMES = ("bos_token", "eos_token", "pad_token", "unk_token")
 
 
-def load_foreign(path: Path, roles: Mapping[str, str | None] | None = None) -> Tokenizer:
+def load_foreign(
+    path: Path, roles: Mapping[str, str | None] | None = None, boundary_ids: Sequence[int] = ()
+) -> Tokenizer:
     """
     The tokenizer of another model, from its folder or file: no token is added, and special tokens keep their IDs.
 
-    `roles` go before what the folder says. Raises DataError, which says why it cannot be read.
+    `roles` go before what the folder says. `boundary_ids` begin or end a text where no role does. Raises DataError,
+    which says why it cannot be read.
     """
     paths = files(path)
     inner = _read(paths, foreign=True)
-    return _foreign(inner, str(paths[0]), {**roles_of(path), **(roles or {})})
+    return _foreign(inner, str(paths[0]), {**roles_of(path), **(roles or {})}, boundary_ids)
 
 
 def from_json(text: str, where: str, roles: Mapping[str, str | None]) -> Tokenizer:
@@ -234,7 +237,9 @@ def roles_of(folder: Path) -> dict[str, str | None]:
     return roles
 
 
-def _foreign(inner: tokenizers.Tokenizer, where: str, roles: Mapping[str, str | None]) -> Tokenizer:
+def _foreign(
+    inner: tokenizers.Tokenizer, where: str, roles: Mapping[str, str | None], boundary_ids: Sequence[int] = ()
+) -> Tokenizer:
     known = inner.get_vocab(with_added_tokens=True)
     special = {token.content for token in inner.get_added_tokens_decoder().values() if token.special}
     # as transformers does; a role whose token is not in the vocabulary would be a new row
@@ -242,7 +247,7 @@ def _foreign(inner: tokenizers.Tokenizer, where: str, roles: Mapping[str, str | 
     inner.add_special_tokens([AddedToken(name, normalized=False, special=True) for name in named if name])
     if len(set(inner.get_vocab(with_added_tokens=True).values())) < len(known):
         raise DataError("gives one ID to two tokens", where=where, hint=_OTHER)
-    tokenizer = Tokenizer(inner, roles)
+    tokenizer = Tokenizer(inner, roles, boundary_ids)
     unknown = tokenizer.spec["model"].get("unk_token")
     for token in tokenizer.spec["added_tokens"]:
         if token["special"] and token["content"] != unknown and token["id"] in tokenizer.encode(token["content"]):

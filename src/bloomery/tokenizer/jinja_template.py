@@ -21,7 +21,7 @@ from contextvars import ContextVar
 from dataclasses import dataclass, field
 from datetime import datetime
 from functools import cached_property
-from typing import Any, Protocol, SupportsIndex
+from typing import Any, Protocol, SupportsIndex, runtime_checkable
 
 import tokenizers
 from jinja2 import Template as CompiledTemplate
@@ -62,6 +62,7 @@ OWN = "own"
 """The name of a template that is the model's own, and none of TEMPLATES."""
 
 
+@runtime_checkable
 class ChatRenderer(Protocol):
     """Makes token IDs of conversations: a template of ours (Renderer), or a model's own (JinjaRenderer)."""
 

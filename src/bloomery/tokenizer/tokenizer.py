@@ -322,8 +322,16 @@ class Tokenizer:
     transformers' keys (bos_token, eos_token, pad_token, unk_token).
     """
 
-    def __init__(self, inner: tokenizers.Tokenizer, roles: Mapping[str, str | None] | None = None) -> None:
-        """Raises DataError where a tokenizer of ours lacks a special token, or no token can open a document."""
+    def __init__(
+        self,
+        inner: tokenizers.Tokenizer,
+        roles: Mapping[str, str | None] | None = None,
+        boundary_ids: Sequence[int] = (),
+    ) -> None:
+        """
+        `boundary_ids` are IDs that begin or end a text, for a tokenizer whose roles name none. Raises DataError where a
+        tokenizer of ours lacks a special token, or no token can open a document.
+        """
         # Text that spells a special token is text: a document or a user cannot end a turn.
         inner.encode_special_tokens = True
         # A file may say that every text gets 2^40 tokens of padding.
@@ -343,7 +351,7 @@ class Tokenizer:
         self.opening_ids: list[int] = [] if ours else _opening(inner)
         """What transformers puts before a plain text."""
         opens = [self.special.get(DOCUMENT)] if ours else [*self.opening_ids[:1], ids.get("bos_token"), self.end_id]
-        opens += [self.special_id(DOCUMENT)]
+        opens += [self.special_id(DOCUMENT), *(id for id in boundary_ids if 0 <= id < inner.get_vocab_size())]
         document_id = next((id for id in opens if id is not None), None)
         if document_id is None:
             hint = "Name its bos_token or eos_token in tokenizer_config.json."

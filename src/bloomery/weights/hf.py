@@ -309,6 +309,7 @@ def save(
     }
     ids, name = _write_words(folder, words, model.config.context_length, chats=lineage.template is not None)
     write_json(folder / CONFIG, facts | ids)
+    write_json(folder / GENERATION, {**(DRAWN if isinstance(words, Renderer) else words.generation)} | ids)
     write_json(folder / LINEAGE, asdict(lineage) | name)
     integrity.write_sums(folder)
 
@@ -322,8 +323,8 @@ def _write_words(
     folder: Path, words: ModelLanguage | Renderer, context: int, *, chats: bool
 ) -> tuple[dict[str, Any], dict[str, str]]:
     """
-    Write the tokenizer, its configuration with the chat template, and the generation settings of a model. Returns the
-    special token IDs of config.json, and what the lineage says of the template.
+    Write the tokenizer and its configuration with the chat template. Returns the special token IDs of config.json, and
+    what the lineage says of the template.
     """
     words = ModelLanguage.ours(words) if isinstance(words, Renderer) else words
     tokenizer = words.tokenizer
@@ -343,7 +344,6 @@ def _write_words(
         }
         if isinstance(words.chat, JinjaRenderer):
             config["chat_template"] = words.chat.source
-        write_json(folder / GENERATION, {**words.generation} | ids)
         write_json(folder / TOKENIZER_CONFIG, config)
         return ids, {TEMPLATE_NAME: OWN}
     assert isinstance(words.chat, Renderer), "a language of ours has a renderer of ours"
@@ -354,7 +354,6 @@ def _write_words(
         "eos_token_id": tokenizer.special_id(end),
         "pad_token_id": tokenizer.pad_id,
     }
-    write_json(folder / GENERATION, DRAWN | ids)
     chat = {"chat_template": template.jinja()} if chats else {}
     write_json(folder / TOKENIZER_CONFIG, _tokenizer_config(opening, end, context) | chat)
     return ids, {TEMPLATE_NAME: template.name} if chats else {}
@@ -413,8 +412,12 @@ class _Opened:
     rows: int
     gguf: GGUFModel | None
 
-    def tensors(self) -> TensorReader:
-        return Tensors(self.path, _again(self.path)) if self.gguf is None else self.gguf.tensors
+    def tensors(self, dtype: LoadFormat = "auto") -> TensorReader:
+        """The weights. Quantized blocks of GGUF become bfloat16 where that is how they are kept, and else float32."""
+        if self.gguf is None:
+            return Tensors(self.path, _again(self.path))
+        self.gguf.tensors.dequantized = torch.bfloat16 if dtype in ("auto", "bfloat16") else torch.float32
+        return self.gguf.tensors
 
 
 def _opened(path: Path) -> _Opened:
@@ -423,7 +426,7 @@ def _opened(path: Path) -> _Opened:
         kind, config, rows = _interpreted(model.facts, path)
         return _Opened(path, model.facts, kind, config, rows, model)
     if not (path / CONFIG).is_file():
-        hint = "Name a run folder, a stage folder, a checkpoint folder, a model folder, or a GGUF file."
+        hint = "Name a run, stage, checkpoint or model folder, a GGUF file, or hub:OWNER/NAME."
         raise CheckpointError(f"there is no {CONFIG}", where=str(path), hint=hint)
     facts, kind, config, rows = _understood(path / CONFIG)
     return _Opened(path, facts, kind, config, rows, None)
@@ -484,7 +487,9 @@ def _language_of_folder(opened: _Opened) -> ModelLanguage:
     if text is not None and not isinstance(text, str):
         what = f"its chat_template is {shorten(repr(text))}, not a text"
         raise CheckpointError(what, where=str(folder / TOKENIZER_CONFIG), hint=_again(folder))
-    tokenizer = importers.load_foreign(folder, roles)
+    boundaries = [opened.facts.get(key) for key in ("bos_token_id", "eos_token_id")]
+    flat = [id for ids in boundaries for id in (ids if isinstance(ids, list) else [ids]) if type(id) is int]
+    tokenizer = importers.load_foreign(folder, roles, flat)
     return _foreign(tokenizer, text, roles, _settings(folder / GENERATION), opened)
 
 
@@ -595,10 +600,15 @@ def _with_adapters(folder: Path, device: torch.device | str, dtype: LoadFormat, 
         _same("base", own["digest"], digest(base_folder), folder)
     loaded = load(base_folder, special=special)
     peft.merge(loaded.model, adapter, own["kept_as"], folder)
-    _keep(loaded.model, _kept_as(dtype, _opened(base_folder)), device)
+    _keep(loaded.model, _kept_as(dtype, _opened(_below(base_folder))), device)
     if not facts:
         return replace(loaded, folder=folder)
     return replace(loaded, language=_adapted_language(folder, base_folder), lineage=lineage_of(folder), folder=folder)
+
+
+def _below(path: Path) -> Path:
+    """The whole model below adapters, which may adapt others."""
+    return _below(_base(path, peft.read(path))[2]) if peft.is_adapter(path) else path
 
 
 def _adapted_language(folder: Path, base_folder: Path) -> ModelLanguage:
@@ -737,7 +747,7 @@ def _filled(opened: _Opened, num_ids: int, dtype: LoadFormat, device: torch.devi
     A model with rows for `num_ids` ids. The first rows of the tables and everything else are the weights of the files,
     each converted, and moved to the device, before the next is read.
     """
-    tensors = opened.tensors()
+    tensors = opened.tensors(dtype)
     _of_one_size(opened.config, opened.rows, tensors)
     with torch.device("meta"):
         model = Transformer(opened.config, num_ids)
@@ -824,6 +834,9 @@ def _converted(
         if tensor is None:
             what = f"{piece.theirs} is missing"
             raise CheckpointError(what, where=str(tensors.file), hint="It belongs to another model.")
+        if len(piece.ours) == 1 and not piece.transposed and tensor.shape == own[piece.ours[0]].shape:
+            yield piece.ours[0], tensor
+            continue
         weights = {name: torch.empty(own[name].shape, dtype=tensor.dtype) for name in piece.ours}
         places = {name: weight[:rows] if name in TABLES else weight for name, weight in weights.items()}
         try:

@@ -8,7 +8,7 @@ import json
 import math
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 from safetensors import SafetensorError, safe_open
 from typing_extensions import TypedDict
@@ -143,6 +143,7 @@ class WeightIndex(TypedDict):
     weight_map: dict[str, NameInside]
 
 
+@runtime_checkable
 class TensorReader(Protocol):
     """The tensors of a model's files, by transformers' names."""
 
