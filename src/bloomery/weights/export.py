@@ -16,7 +16,7 @@ from bloomery.model.transformer import Transformer
 from bloomery.tokenizer import importers
 from bloomery.tokenizer.chat_template import Renderer
 from bloomery.tokenizer.tokenizer import DOCUMENT, PAD
-from bloomery.weights import architectures, gguf, gguf_writer, hf, integrity, llmc
+from bloomery.weights import architectures, gguf, gguf_writer, hf, hub, integrity, llmc
 from bloomery.weights.gguf_writer import GGUFWords
 from bloomery.weights.hf import Lineage, Loaded, ModelLanguage
 from bloomery.weights.safetensors import SHARD_BYTES
@@ -127,8 +127,8 @@ def push(folder: Path, repository: str, *, public: bool) -> str:
     try:
         address = api.create_repo(repository, private=not public, exist_ok=True)
         api.upload_folder(repo_id=repository, folder_path=folder, commit_message="Export from Bloomery")
-    except (HfHubHTTPError, HFValidationError, OSError) as error:
-        hint = "Set HF_TOKEN to a token that may write, or log in: hf auth login"
+    except (*hub.transport_errors(HfHubHTTPError), HFValidationError, OSError) as error:
+        hint = "Check the network. HF_TOKEN must be a token that may write; or log in: hf auth login"
         first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise UnreachableError(f"was not uploaded: {first}", where=f"hub:{repository}", hint=hint) from None
     return str(address)
