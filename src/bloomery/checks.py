@@ -45,9 +45,14 @@ def _with_own_tokenizer(tree: dict[str, Any]) -> dict[str, Any]:
 
 
 def _with_template(tree: dict[str, Any]) -> dict[str, Any]:
-    """A tokenizer is trained before the first conversation is written, and a model has no row for what it lacks."""
-    instruct, tokenizer = tree.get("instruct"), tree.get("tokenizer", {})
+    """
+    A tokenizer is trained before the first conversation is written, and a model has no row for what it lacks. A model
+    that finetuning starts from has its own tokenizer.
+    """
+    instruct, tokenizer, finetune = tree.get("instruct"), tree.get("tokenizer", {}), tree.get("finetune", {})
     if not isinstance(instruct, dict) or "chat_template" not in instruct or not isinstance(tokenizer, dict):
+        return tree
+    if isinstance(finetune, dict) and "start_from" in finetune:
         return tree
     return tree | {"tokenizer": {"kind": "byte_bpe", "chat_template": instruct["chat_template"]} | tokenizer}
 

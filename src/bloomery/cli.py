@@ -315,11 +315,16 @@ def _model_verbs(verbs: Any) -> None:
     verb = _verb(
         verbs,
         "import",
-        "import a model from Hugging Face or llm.c",
+        "make a model folder of a model from Hugging Face, llama.cpp or llm.c",
         "bloomery import gpt2_124M.bin models/gpt2 --tokenizer gpt2_tokenizer.bin",
         reports=True,
     )
-    verb.add_argument("source", type=_path, metavar="IN", help="a folder of transformers, or a model .bin of llm.c")
+    verb.add_argument(
+        "source",
+        type=_path,
+        metavar="IN",
+        help="a folder of transformers, a GGUF file, hub:OWNER/NAME, or a model .bin of llm.c",
+    )
     verb.add_argument("out", type=_path, metavar="OUT", help="a new folder")
     verb.add_argument("--tokenizer", type=_path, help="of a .bin (default: *tokenizer*.bin next to it)")
 
@@ -745,7 +750,8 @@ def import_(options: argparse.Namespace) -> int:
     if options.json:
         print(json.dumps({"source": str(options.source), "out": str(options.out), **facts}))
         return 0
-    info(f"{options.out}: {facts['architecture']}, {facts['parameters']:,} parameters, {facts['vocab_size']:,} ids")
+    sizes = f"{facts['parameters']:,} parameters in {facts['number_format']}, {facts['vocab_size']:,} token IDs"
+    info(f"{options.out}: {facts['architecture']}, {sizes}")
     return 0
 
 

@@ -8,7 +8,7 @@ import pytest
 
 from bloomery.core import config, pipeline
 from bloomery.core.config import Override
-from bloomery.core.errors import ConfigError
+from bloomery.core.errors import ConfigError, DataError
 from bloomery.model.config import ModelConfig
 from bloomery.recipe import STAGES, Recipe
 from bloomery.shards import format
@@ -109,3 +109,18 @@ def test_another_model_is_another_fingerprint(base: Path, talks: Path, tmp_path:
     after = pipeline.plan_stages(STAGES, recipe(base, talks), tmp_path / "run")
     changed = [one.stage.name for one, other in zip(before, after, strict=True) if one.fingerprint != other.fingerprint]
     assert changed == ["instruct", "finetune", "evaluate"]
+
+
+def test_a_template_that_is_asked_for_replaces_that_of_the_model(base: Path, talks: Path, tmp_path: Path) -> None:
+    theirs = tmp_path / "theirs"
+    theirs.mkdir()
+    for name in ("config.json", "model.safetensors", "tokenizer.json"):
+        (theirs / name).write_bytes((base / name).read_bytes())
+    done = ran(recipe(theirs, talks, "instruct.chat_template=chatml", ("finetune.lora", None)), tmp_path / "run")
+    loaded = hf.load(locate.locate_model(done["finetune"]))
+    assert loaded.renderer.hash == TEMPLATES["chatml"].hash
+    assert loaded.model.vocab_size == small().vocab_size + 2
+    with pytest.raises(DataError, match=r"lacks <\|im_start\|>, <\|im_end\|> of the chat template 'chatml'.*adapters"):
+        ran(recipe(theirs, talks, "instruct.chat_template=chatml"), tmp_path / "adapters")
+    with pytest.raises(DataError, match=r"lacks <\|im_start\|>, <\|im_end\|> of the chat template 'chatml'"):
+        ran(recipe(base, talks, "instruct.chat_template=chatml"), tmp_path / "ours", "instruct")

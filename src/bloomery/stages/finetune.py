@@ -45,7 +45,7 @@ def train(config: Finetune, inputs: Mapping[str, Path], out: Path, world: World)
         renderer: ChatRenderer = Renderer(base.tokenizer, template_of(folder))
     else:
         renderer = own_renderer(start, rows)
-        base = load(start, rows)
+        base = load(start, rows, config)
     stretch(base.model, config, int(rows["row_tokens"]) - 1)
     lineage = Lineage(
         tokenizer=base.tokenizer.hash,
@@ -97,11 +97,19 @@ def own_renderer(start: Path, rows: Mapping[str, Any]) -> ChatRenderer:
     return renderer
 
 
-def load(start: Path, rows: Mapping[str, Any]) -> Loaded:
-    """The model to start from, with rows for the special tokens that the rows' template needs and it lacks."""
+def load(start: Path, rows: Mapping[str, Any], config: Finetune) -> Loaded:
+    """
+    The model to start from, with rows for the special tokens that the rows' template needs and it lacks. Raises
+    DataError for adapters, whose folder does not hold such rows.
+    """
     name = rows["template_name"]
-    if name == OWN or not instruct.lacking(hf.language(start).tokenizer, name):
+    missing = [] if name == OWN else instruct.lacking(hf.language(start).tokenizer, name)
+    if not missing:
         return hf.load(start)
+    if config.lora is not None:
+        what = f"its tokenizer lacks {', '.join(missing)} of the chat template {name!r}, and adapters add no tokens"
+        hint = "Train all weights: leave out finetune.lora. Or leave out instruct.chat_template."
+        raise DataError(what, where=str(start), hint=hint)
     return hf.load(start, special=special_tokens(name))
 
 

@@ -153,14 +153,16 @@ def _said_otherwise(model: Transformer) -> Transformer:
 
 def read(source: Path, tokenizer: Path | None = None) -> Loaded:
     """
-    A model to import: a folder as transformers saves it, or a model file of llm.c, whose tokenizer is in the same
-    folder or is named. Raises CheckpointError and DataError, which say what cannot be read and why.
+    A model to import: a folder as transformers saves it, a GGUF file, or hub:OWNER/NAME, each in its own number format.
+    Or a model file of llm.c, whose tokenizer is in the same folder or is named; it becomes float32. Raises
+    CheckpointError and DataError, which say what cannot be read and why.
     """
-    if source.is_dir():
+    path = hub.fetched(str(source)) if str(source).startswith(hub.PREFIX) else source
+    if path.is_dir() or path.suffix == gguf.SUFFIX:
         if tokenizer is not None:
-            hint = "Leave --tokenizer out: a folder has its own."
+            hint = "Leave --tokenizer out: the model has its own."
             raise CheckpointError("has a tokenizer of its own", where=str(source), hint=hint)
-        return hf.load(source)
+        return hf.load(path, dtype="auto")
     integrity.verify(source.parent, source.name)
     source_model = llmc.read(source)
     file = tokenizer or _beside(source)
@@ -187,13 +189,19 @@ def _of_one_size(source: Path, rows: int, file: Path, ids: int) -> None:
 
 
 def take_in(source: Path, out: Path, tokenizer: Path | None = None) -> dict[str, Any]:
-    """Make a model folder of ours of what `read` reads. Raises RunError where `out` has files in it."""
+    """Make a model folder of what `read` reads, in its number format. Raises RunError where `out` has files in it."""
     check_new_folder(out)
     loaded = read(source, tokenizer)
-    hf.save(out, loaded.model, loaded.language, loaded.lineage)
+    number_format: hf.NumberFormat = str(loaded.model.embed.weight.dtype).removeprefix("torch.")  # type: ignore[assignment]
+    hf.save(out, loaded.model, loaded.language, loaded.lineage, number_format=number_format)
     parameters = sum(weight.numel() for weight in loaded.model.parameters())
     name = architectures.architecture(loaded.model.config).name
-    return {"architecture": name, "parameters": parameters, "vocab_size": loaded.model.vocab_size}
+    return {
+        "architecture": name,
+        "parameters": parameters,
+        "vocab_size": loaded.model.vocab_size,
+        "number_format": number_format,
+    }
 
 
 def _beside(source: Path) -> Path:
