@@ -31,7 +31,14 @@ TYPES_FROM_THE_RIGHT = {"checks.py": "bloomery.recipe.Recipe"}
 IMPORTS_WHEN_CALLED = ("cli.py", "api.py")
 """Whose functions import what they need, so that `--help` and `import bloomery` start at once."""
 TORCH_IN_HW = ("hw/kernel_selection.py", "hw/device.py", "hw/distributed.py", "hw/probes.py")
-BROAD_EXCEPT_ALLOWED = ("cli.py", "serve/server.py", "train/state.py", "train/launch.py", "evaluation/sandbox_child.py")
+BROAD_EXCEPT_ALLOWED = (
+    "cli.py",
+    "serve/server.py",
+    "train/state.py",
+    "train/launch.py",
+    "evaluation/sandbox_child.py",
+    "weights/pickled.py",
+)
 """Where a process, request or rank ends with what was raised or sends it on; and hooks, which must not end a run."""
 RUNS = ("eval", "exec", "torch.load", "torch.save")
 ISOLATED = (("evaluation/sandbox_child.py", "exec"), ("weights/pickled.py", "torch.load"))
@@ -49,6 +56,7 @@ READS_JSON = {
     "evaluation/sandbox_child.py": "what the process that started this one asks",
     "hw/distributed.py": "what other ranks of the same run say",
     "hw/kernel_trials.py": "what a child process says",
+    "weights/pickled.py": "what a child process says",
     "tokenizer/importers.py": "what the library of tokenizers has just written",
     "tokenizer/tokenizer.py": "what the library of tokenizers has just written",
 }

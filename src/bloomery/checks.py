@@ -49,6 +49,8 @@ def _with_template(tree: dict[str, Any]) -> dict[str, Any]:
     instruct, tokenizer = tree.get("instruct"), tree.get("tokenizer", {})
     if not isinstance(instruct, dict) or "chat_template" not in instruct or not isinstance(tokenizer, dict):
         return tree
+    if any(isinstance(tree.get(name), dict) and "start_from" in tree[name] for name in ("finetune", "prefer")):
+        return tree  # the tokenizer is that of the model
     return tree | {"tokenizer": {"kind": "byte_bpe", "chat_template": instruct["chat_template"]} | tokenizer}
 
 

@@ -17,8 +17,7 @@ from bloomery.shards.loader import PackedDataset
 from bloomery.stages import instruct
 from bloomery.stages.config import Finetune
 from bloomery.stages.rollouts import answering
-from bloomery.tokenizer.chat_template import TEMPLATES, Renderer, Template, special_tokens
-from bloomery.tokenizer.jinja_template import OWN, ChatRenderer
+from bloomery.tokenizer.chat_template import OWN, TEMPLATES, ChatRenderer, Renderer, Template, special_tokens
 from bloomery.train import launch
 from bloomery.train.checkpointing import ModelSaver
 from bloomery.train.plan.memory import rows_per_step
@@ -53,7 +52,7 @@ def train(config: Finetune, inputs: Mapping[str, Path], out: Path, world: World)
         shards=content_hash(folder),
         base=content_hash(inputs["pretrain"]) if config.start_from is None else hf.digest(start),
     )
-    words = replace(base.language, chat=renderer, is_ours=renderer.name != OWN)
+    words = replace(base.language, chat=renderer)
     model_saver: ModelSaver = FullModelSaver(base.model, words, lineage)
     if config.lora is not None:
         below = BaseModel(start, hf.digest(start))
@@ -100,9 +99,11 @@ def own_renderer(start: Path, rows: Mapping[str, Any]) -> ChatRenderer:
 def load(start: Path, rows: Mapping[str, Any]) -> Loaded:
     """The model to start from, with rows for the special tokens that the rows' template needs and it lacks."""
     name = rows["template_name"]
-    if name == OWN or not instruct.lacking(hf.language(start).tokenizer, name):
+    if name == OWN:
         return hf.load(start)
-    return hf.load(start, special=special_tokens(name))
+    if instruct.lacking(hf.language(start).tokenizer, name):
+        return hf.load(start, special=special_tokens(name), template=name)
+    return hf.load(start, template=name)
 
 
 def stretch(model: Transformer, config: Finetune, length: int) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 
 from bloomery.core import io as core_io
 from bloomery.core import run_dir
-from bloomery.core.errors import CheckpointError, RunError
+from bloomery.core.errors import CheckpointError, DataError, RunError
 from bloomery.core.io import MANIFEST
 from bloomery.core.log import info
 from bloomery.core.pipeline import CURRENT, RECIPE, read_manifest
@@ -45,6 +45,8 @@ def locate_model(path: Path) -> Path:
         return hub.fetched(str(path))
     if not path.exists():
         raise CheckpointError("does not exist", where=str(path), hint="Name a run folder, for example runs/demo.")
+    if not path.is_dir() and (what := core_io.special(path)):
+        raise DataError(what, where=str(path), hint="Name the file or the folder of a model.")
     if (path / CURRENT).is_file():
         return _of_run(path)
     if path.is_file() and pickled.is_named(path):
