@@ -17,7 +17,7 @@ BUDGET = {
     "tokenizer": 3_020,
     "shards": 1_690,
     "model": 3_470,
-    "weights": 5_240,
+    "weights": 5_490,
     "train": 7_500,
     "generate": 270,
     "evaluation": 4_760,

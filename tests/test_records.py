@@ -32,7 +32,7 @@ from bloomery.stages import data_tools, prefer, run_report
 from bloomery.tokenizer import importers
 from bloomery.train import checkpointing, compile, extension
 from bloomery.train.state import State
-from bloomery.weights import checkpoint, hf, peft
+from bloomery.weights import checkpoint, hf, opened, peft
 from bloomery.weights.safetensors import INDEX, Tensors
 from tests.core.made import manifest
 from tests.weights.made import model
@@ -277,7 +277,7 @@ def test_a_model_folder_whose_json_has_another_shape_is_refused_or_read(name: st
 
 
 def read_model_json(folder: Path) -> None:
-    hf._understood(folder / hf.CONFIG)
+    opened.understood(folder / hf.CONFIG)
     hf.lineage_of(folder)
     hf.template_of(folder)
 

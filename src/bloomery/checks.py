@@ -45,15 +45,12 @@ def _with_own_tokenizer(tree: dict[str, Any]) -> dict[str, Any]:
 
 
 def _with_template(tree: dict[str, Any]) -> dict[str, Any]:
-    """
-    A tokenizer is trained before the first conversation is written, and a model has no row for what it lacks. A model
-    that finetuning starts from has its own tokenizer.
-    """
-    instruct, tokenizer, finetune = tree.get("instruct"), tree.get("tokenizer", {}), tree.get("finetune", {})
+    """A tokenizer is trained before the first conversation is written, and a model has no row for what it lacks."""
+    instruct, tokenizer = tree.get("instruct"), tree.get("tokenizer", {})
     if not isinstance(instruct, dict) or "chat_template" not in instruct or not isinstance(tokenizer, dict):
         return tree
-    if isinstance(finetune, dict) and "start_from" in finetune:
-        return tree
+    if any(isinstance(tree.get(name), dict) and "start_from" in tree[name] for name in ("finetune", "prefer")):
+        return tree  # the tokenizer is that of the model
     return tree | {"tokenizer": {"kind": "byte_bpe", "chat_template": instruct["chat_template"]} | tokenizer}
 
 

@@ -85,6 +85,7 @@ def parser() -> argparse.ArgumentParser:
     _run_verbs(verbs)
     _data_verbs(verbs)
     _model_verbs(verbs)
+    _export_verbs(verbs)
     _machine_verbs(verbs)
     top.set_defaults(verbs=verbs.choices)
     return top
@@ -237,9 +238,7 @@ def _model_verbs(verbs: Any) -> None:
     )
     verb.add_argument("model", type=_path, metavar="MODEL", help=MODEL)
     verb.add_argument("--prompt", action="append", default=[], help="ask this and end; may be given several times")
-    verb.add_argument(
-        "--complete", action="store_true", help="continue the text of each --prompt, without a chat template"
-    )
+    verb.add_argument("--complete", action="store_true", help="continue the text of --prompt, without a chat template")
     verb.add_argument("--template", choices=TEMPLATE_NAMES, help="chat template to use in place of the model's own")
     verb.add_argument(
         "--temperature",
@@ -249,9 +248,7 @@ def _model_verbs(verbs: Any) -> None:
     verb.add_argument("--top-k", type=_whole(0, MAX_TOKENS), help="sample from the k likeliest tokens; 0 for all")
     verb.add_argument("--top-p", type=_number(1e-6, 1), help="sample from the likeliest tokens that reach p together")
     verb.add_argument("--max-tokens", type=ANSWER_TOKENS, default=128, help="longest answer (default: 128)")
-    verb.add_argument(
-        "--seed", type=SEED, default=0, help="of sampling; the same seed gives the same answer (default: 0)"
-    )
+    verb.add_argument("--seed", type=SEED, default=0, help="the same seed samples the same answer (default: 0)")
     _dtype_argument(verb)
 
     verb = _verb(
@@ -279,6 +276,8 @@ def _model_verbs(verbs: Any) -> None:
     _dtype_argument(verb)
     _task_arguments(verb)
 
+
+def _export_verbs(verbs: Any) -> None:
     verb = _verb(
         verbs,
         "export",
@@ -295,21 +294,12 @@ def _model_verbs(verbs: Any) -> None:
         help="for transformers (default), llama.cpp and Ollama, or llm.c",
     )
     formats = ("float32", "bfloat16", "float16", "q8_0", "q4_0")
-    verb.add_argument(
-        "--dtype",
-        choices=formats,
-        default="float32",
-        help="number format of the weights; q8_0 and q4_0 for gguf alone (default: float32)",
-    )
-    verb.add_argument(
-        "--shard-size",
-        type=_number(1e-5, 1e6),
-        default=5.0,
-        help="largest file of weights of --format hf, in GB (default: 5)",
-    )
-    verb.add_argument(
-        "--push", type=_repository, metavar="hub:OWNER/NAME", help="upload the exported folder to a private repository"
-    )
+    weights = "number format of the weights; q8_0 and q4_0 for gguf alone (default: float32)"
+    verb.add_argument("--dtype", choices=formats, default="float32", help=weights)
+    size = "largest file of weights of --format hf, in GB (default: 5)"
+    verb.add_argument("--shard-size", type=_number(1e-5, 1e6), default=5.0, help=size)
+    push = "upload the exported folder to a private repository"
+    verb.add_argument("--push", type=_repository, metavar="hub:OWNER/NAME", help=push)
     verb.add_argument("--public", action="store_true", help="create a public repository with --push")
 
     verb = _verb(
@@ -319,12 +309,8 @@ def _model_verbs(verbs: Any) -> None:
         "bloomery import gpt2_124M.bin models/gpt2 --tokenizer gpt2_tokenizer.bin",
         reports=True,
     )
-    verb.add_argument(
-        "source",
-        type=_path,
-        metavar="IN",
-        help="a folder of transformers, a GGUF file, hub:OWNER/NAME, or a model .bin of llm.c",
-    )
+    source = "a folder of transformers, a GGUF file, hub:OWNER/NAME, or a model .bin of llm.c"
+    verb.add_argument("source", type=_path, metavar="IN", help=source)
     verb.add_argument("out", type=_path, metavar="OUT", help="a new folder")
     verb.add_argument("--tokenizer", type=_path, help="of a .bin (default: *tokenizer*.bin next to it)")
 

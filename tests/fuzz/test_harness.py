@@ -21,7 +21,7 @@ PLANTED = "tests.fuzz.planted:target"
 
 @pytest.fixture(scope="module")
 def worker() -> Iterator[Worker]:
-    with Worker(seconds_for_an_input=1.5) as made:
+    with Worker(seconds_for_an_input=4.0) as made:
         yield made
 
 

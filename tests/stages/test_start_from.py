@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import sentencepiece
 
 from bloomery.core import config, pipeline
 from bloomery.core.config import Override
@@ -15,10 +16,12 @@ from bloomery.shards import format
 from bloomery.stages import plan
 from bloomery.stages.plan import Wish
 from bloomery.tokenizer.chat_template import TEMPLATES, Renderer
-from bloomery.weights import hf, locate
+from bloomery.weights import architectures, hf, locate
 from bloomery.weights.hf import Lineage
 from tests.model.made import lively
 from tests.tokenizer.made import small
+
+import torch
 
 SHAPE = ModelConfig(hidden_size=16, num_layers=2, num_heads=2, num_kv_heads=1, intermediate_size=16, context_length=96)
 TINY: tuple[Override, ...] = (
@@ -111,16 +114,100 @@ def test_another_model_is_another_fingerprint(base: Path, talks: Path, tmp_path:
     assert changed == ["instruct", "finetune", "evaluate"]
 
 
+@pytest.mark.slow
+def test_a_small_baichuan2_with_pickled_weights_trains_by_its_recipe(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The folder as its makers publish it: W_pack, NormHead, a pickle, SentencePiece, code that is never run."""
+    monkeypatch.setenv("BLOOMERY_CACHE", str(tmp_path / "cache"))
+    theirs = baichuan2(tmp_path / "theirs")
+    rows = [{"instruction": f"Say {n}", "input": "please", "output": f"It is {n}."} for n in range(200)]
+    (tmp_path / "my.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    asked = (f"finetune.start_from={theirs}/pytorch_model.bin", f"instruct.sources.0.path={tmp_path}/my.jsonl")
+    small_steps: tuple[Override, ...] = (
+        "finetune.global_batch_tokens=1024",
+        "finetune.dry_run=false",
+        "finetune.device=cpu",
+        "finetune.epochs=2",
+    )
+    small_steps = (*small_steps, "finetune.optimizer.learning_rate=0.01")
+    file = Path(__file__).parents[2] / "recipes" / "baichuan2-7b-lora.toml"
+    made = config.load(Recipe, file, (*asked, *small_steps, "instruct.val_fraction=0.3", "evaluate.conversations=2"))
+    done = ran(made, tmp_path / "run", "evaluate")
+    found = stats(done["finetune"])
+    assert found["validation_loss"] < found["before"]["validation_loss"]
+    loaded = hf.load(locate.locate_model(done["finetune"]))
+    assert loaded.model.config.normalize_head
+    assert (
+        loaded.tokenizer.vocab_size
+        == hf.language(locate.locate_model(theirs / "pytorch_model.bin")).tokenizer.vocab_size
+    )
+
+
+def baichuan2(folder: Path) -> Path:
+    """A Baichuan2 of two layers: what its makers publish, scaled down."""
+    folder.mkdir()
+    text = folder / "text.txt"
+    text.write_text("\n".join(f"the lamp number {n} is on, and it is {n} o'clock" for n in range(200)))
+    sentencepiece.SentencePieceTrainer.train(
+        input=str(text),
+        model_prefix=str(folder / "tokenizer"),
+        vocab_size=400,
+        model_type="bpe",
+        byte_fallback=True,
+        user_defined_symbols=["<reserved_106>", "<reserved_107>"],
+        normalization_rule_name="identity",
+        remove_extra_whitespaces=False,
+        add_dummy_prefix=False,
+        minloglevel=2,
+    )
+    shape = ModelConfig(
+        hidden_size=32,
+        num_layers=2,
+        num_heads=4,
+        num_kv_heads=4,
+        intermediate_size=48,
+        context_length=1024,
+        tie_embeddings=False,
+        normalize_head=True,
+    )
+    kind = architectures.of_file({"architectures": ["BaichuanForCausalLM"], "num_attention_heads": 4})
+    model = lively(shape, 0, 400)
+    weights = model.state_dict()
+    theirs = {piece.theirs: architectures.gathered(piece, weights).contiguous() for piece in kind.pieces([*weights])}
+    assert "model.layers.0.self_attn.W_pack.weight" in theirs
+    torch.save({name: weight.bfloat16() for name, weight in theirs.items()}, folder / "pytorch_model.bin")
+    facts = {
+        "architectures": ["BaichuanForCausalLM"],
+        "auto_map": {"AutoModelForCausalLM": "modeling_baichuan.BaichuanForCausalLM"},
+        "model_type": "baichuan",
+        "vocab_size": 400,
+        "hidden_size": 32,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "intermediate_size": 48,
+        "max_position_embeddings": 1024,
+        "model_max_length": 1024,
+        "rms_norm_eps": 1e-6,
+        "tie_word_embeddings": False,
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+    }
+    (folder / "config.json").write_text(json.dumps(facts))
+    (folder / "tokenizer_config.json").write_text(json.dumps({"bos_token": "<s>", "eos_token": "</s>"}))
+    (folder / "modeling_baichuan.py").write_text("raise SystemExit('code of others was run')\n")
+    return folder
+
+
 def test_a_template_that_is_asked_for_replaces_that_of_the_model(base: Path, talks: Path, tmp_path: Path) -> None:
     theirs = tmp_path / "theirs"
     theirs.mkdir()
     for name in ("config.json", "model.safetensors", "tokenizer.json"):
         (theirs / name).write_bytes((base / name).read_bytes())
-    done = ran(recipe(theirs, talks, "instruct.chat_template=chatml", ("finetune.lora", None)), tmp_path / "run")
-    loaded = hf.load(locate.locate_model(done["finetune"]))
-    assert loaded.renderer.hash == TEMPLATES["chatml"].hash
-    assert loaded.model.vocab_size == small().vocab_size + 2
-    with pytest.raises(DataError, match=r"lacks <\|im_start\|>, <\|im_end\|> of the chat template 'chatml'.*adapters"):
-        ran(recipe(theirs, talks, "instruct.chat_template=chatml"), tmp_path / "adapters")
+    for number, more in enumerate(((), (("finetune.lora", None),))):
+        done = ran(recipe(theirs, talks, "instruct.chat_template=chatml", *more), tmp_path / f"run{number}")
+        loaded = hf.load(locate.locate_model(done["finetune"]))
+        assert loaded.renderer.hash == TEMPLATES["chatml"].hash
+        assert loaded.tokenizer.special_id("<|im_start|>") == small().vocab_size
     with pytest.raises(DataError, match=r"lacks <\|im_start\|>, <\|im_end\|> of the chat template 'chatml'"):
         ran(recipe(base, talks, "instruct.chat_template=chatml"), tmp_path / "ours", "instruct")

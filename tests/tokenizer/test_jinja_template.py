@@ -13,8 +13,9 @@ from transformers import PreTrainedTokenizerFast
 
 from bloomery.core.chat import Message
 from bloomery.core.errors import DataError
+from bloomery.tokenizer.chat_template import renderer_named
 from bloomery.tokenizer.importers import from_json, load_foreign
-from bloomery.tokenizer.jinja_template import _BUDGET, JinjaRenderer, OriginText, _Budget, renderer_named
+from bloomery.tokenizer.jinja_template import _BUDGET, JinjaRenderer, OriginText, _Budget
 from tests.tokenizer.made import training_texts
 
 FOLDER = Path(__file__).parent / "templates"

@@ -381,7 +381,7 @@ def test_one_poisoned_batch_is_one_skip_with_its_samples_named(
     assert line["samples"] == run.samples.order(28, 4, 0).tolist()
     assert line["skipped"].startswith("the loss is ")
     assert [one["step"] for one in lines(tmp_path, "loss")] == [n for n in range(1, LONGER + 1) if n != 8]
-    assert "step 8 is skipped" in (tmp_path / "log.txt").read_text()
+    assert "skipped step 8" in (tmp_path / "log.txt").read_text()
 
 
 def test_a_run_goes_back_behind_a_window_of_bad_batches(

@@ -27,7 +27,7 @@ from bloomery.evaluation.harness import Continuation, stable_seed
 from bloomery.evaluation.stats import Score
 from bloomery.generate.engine import Completion, Engine
 from bloomery.shards import format
-from bloomery.tokenizer.jinja_template import ChatRenderer
+from bloomery.tokenizer.chat_template import ChatRenderer
 from bloomery.weights.hf import Loaded
 
 AT_ONCE = 50

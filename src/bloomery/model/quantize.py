@@ -24,6 +24,8 @@ from torch import Tensor, nn
 
 BLOCK = 64
 """Weights that share a scale. Blocks do not reach over rows, so that a matrix can be cut by rows."""
+NUMBERS_AT_ONCE = 2**22
+"""Of a matrix, while it is quantized."""
 SCALES = 256
 """Scales of blocks that share a scale, where those are quantised too."""
 
@@ -139,18 +141,29 @@ class NF4(QuantizedLinear):
 
     def __init__(self, linear: nn.Linear, double: bool = False) -> None:
         super().__init__(linear)
-        weight = linear.weight.detach().float()
-        blocks = F.pad(weight, (0, -self.width % BLOCK)).view(self.num_rows, -1, BLOCK)
-        scales = blocks.abs().amax(2)
+        weight = linear.weight.detach()
+        scales = torch.cat([self._blocks(rows).abs().amax(2) for rows in torch.split(weight, self._rows_at_once)])
         self.register_buffer("coarse", None)
         if double:
             self._code_scales(scales)
         else:
             self.register_buffer("scales", scales.to(torch.bfloat16))
         sixteen = numbers(weight.device)
-        shares = blocks / self._scales().clamp_min(1e-30)[..., None]
-        codes = torch.bucketize(shares, (sixteen[1:] + sixteen[:-1]) / 2).to(torch.uint8)
-        self.register_buffer("weight", (codes[..., 0::2] << 4 | codes[..., 1::2]).flatten(1))
+        middles, at_once = (sixteen[1:] + sixteen[:-1]) / 2, self._rows_at_once
+        used = self._scales().clamp_min(1e-30)
+        made = []
+        for rows, some in zip(torch.split(weight, at_once), torch.split(used, at_once), strict=True):
+            codes = torch.bucketize(self._blocks(rows) / some[..., None], middles, out_int32=True).to(torch.uint8)
+            made.append((codes[..., 0::2] << 4 | codes[..., 1::2]).flatten(1))
+        self.register_buffer("weight", torch.cat(made))
+
+    @property
+    def _rows_at_once(self) -> int:
+        """What is computed at once is small beside the weights."""
+        return max(1, NUMBERS_AT_ONCE // self.width)
+
+    def _blocks(self, rows: Float[Tensor, "R I"]) -> Float[Tensor, "R K B"]:
+        return F.pad(rows.float(), (0, -self.width % BLOCK)).view(len(rows), -1, BLOCK)
 
     def dense(self, dtype: torch.dtype) -> Tensor:
         values = F.embedding(self.weight.int(), _pairs(self.weight.device)).view(self.num_rows, -1, BLOCK)

@@ -3,12 +3,14 @@
 import os
 import re
 from collections.abc import Mapping, Sequence
+from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, Field, field_validator, model_validator
 
+from bloomery.core import extras
 from bloomery.core.bounds import (
     Between,
     DiskPath,
@@ -40,11 +42,12 @@ from bloomery.data.synthesis.config import Synthesize as Synthesize
 from bloomery.evaluation import tasks
 from bloomery.evaluation.config import Evaluate as Evaluate
 from bloomery.evaluation.tasks import TASKS
+from bloomery.hw import launcher
 from bloomery.model.config import ModelConfig
 from bloomery.shards.config import Anneal, DomainWeight, ImportedShards, no_domain_twice
 from bloomery.tokenizer.chat_template import TemplateName
 from bloomery.train.config import Finetune as Finetune
-from bloomery.train.config import Training, check_training
+from bloomery.train.config import Training
 from bloomery.train.preference.config import Grpo
 from bloomery.train.preference.config import Prefer as Prefer
 from bloomery.train.scaling_rules import TOKENS_PER_PARAMETER, Depth, TokenRatio
@@ -455,6 +458,24 @@ def check_named_paths(section: str, config: Config) -> None:
 def start_digest(config: Pretrain | Finetune | Prefer | Instruct) -> str:
     """A hash of the model that a stage starts from; "" where it is the run's own, which needs no torch."""
     return "" if config.start_from is None else str(resolve("bloomery.stages.pretrain:digest")(config.start_from))
+
+
+SINKS = ("wandb", "trackio")
+"""Kinds that are a package, and an extra, of the same name."""
+
+
+def check_training(section: str, config: Training) -> None:
+    """
+    Raises DataError for a sink whose package is missing, and HardwareError for more ranks than the machine has devices.
+    Each names its key. Where a launcher has started this process, it says how many ranks there are.
+    """
+    process = launcher.launched()
+    ranks = config.num_processes if process is None else process.local_size
+    if ranks > 1 and find_spec("torch") is not None:  # which takes seconds to load
+        resolve("bloomery.hw.distributed:check_ranks")(ranks, config.device, f"{section}.num_processes")
+    for index, sink in enumerate(config.sinks):
+        if sink.kind in SINKS:
+            extras.load(sink.kind, where=f"{section}.sinks.{index}")
 
 
 def check_pretraining(section: str, config: Pretrain) -> None:

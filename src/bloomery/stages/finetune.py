@@ -17,8 +17,7 @@ from bloomery.shards.loader import PackedDataset
 from bloomery.stages import instruct
 from bloomery.stages.config import Finetune
 from bloomery.stages.rollouts import answering
-from bloomery.tokenizer.chat_template import TEMPLATES, Renderer, Template, special_tokens
-from bloomery.tokenizer.jinja_template import OWN, ChatRenderer
+from bloomery.tokenizer.chat_template import OWN, TEMPLATES, ChatRenderer, Renderer, Template, special_tokens
 from bloomery.train import launch
 from bloomery.train.checkpointing import ModelSaver
 from bloomery.train.plan.memory import rows_per_step
@@ -45,7 +44,7 @@ def train(config: Finetune, inputs: Mapping[str, Path], out: Path, world: World)
         renderer: ChatRenderer = Renderer(base.tokenizer, template_of(folder))
     else:
         renderer = own_renderer(start, rows)
-        base = load(start, rows, config)
+        base = load(start, rows)
     stretch(base.model, config, int(rows["row_tokens"]) - 1)
     lineage = Lineage(
         tokenizer=base.tokenizer.hash,
@@ -53,7 +52,7 @@ def train(config: Finetune, inputs: Mapping[str, Path], out: Path, world: World)
         shards=content_hash(folder),
         base=content_hash(inputs["pretrain"]) if config.start_from is None else hf.digest(start),
     )
-    words = replace(base.language, chat=renderer, is_ours=renderer.name != OWN)
+    words = replace(base.language, chat=renderer)
     model_saver: ModelSaver = FullModelSaver(base.model, words, lineage)
     if config.lora is not None:
         below = BaseModel(start, hf.digest(start))
@@ -97,20 +96,14 @@ def own_renderer(start: Path, rows: Mapping[str, Any]) -> ChatRenderer:
     return renderer
 
 
-def load(start: Path, rows: Mapping[str, Any], config: Finetune) -> Loaded:
-    """
-    The model to start from, with rows for the special tokens that the rows' template needs and it lacks. Raises
-    DataError for adapters, whose folder does not hold such rows.
-    """
+def load(start: Path, rows: Mapping[str, Any]) -> Loaded:
+    """The model to start from, with rows for the special tokens that the rows' template needs and it lacks."""
     name = rows["template_name"]
-    missing = [] if name == OWN else instruct.lacking(hf.language(start).tokenizer, name)
-    if not missing:
+    if name == OWN:
         return hf.load(start)
-    if config.lora is not None:
-        what = f"its tokenizer lacks {', '.join(missing)} of the chat template {name!r}, and adapters add no tokens"
-        hint = "Train all weights: leave out finetune.lora. Or leave out instruct.chat_template."
-        raise DataError(what, where=str(start), hint=hint)
-    return hf.load(start, special=special_tokens(name))
+    if instruct.lacking(hf.language(start).tokenizer, name):
+        return hf.load(start, special=special_tokens(name), template=name)
+    return hf.load(start, template=name)
 
 
 def stretch(model: Transformer, config: Finetune, length: int) -> None:

@@ -36,8 +36,7 @@ from bloomery.evaluation.report import page
 from bloomery.shards import format, packing
 from bloomery.stages import decontaminate
 from bloomery.stages.config import Instruct, start_digest
-from bloomery.tokenizer.chat_template import TEMPLATES, Rendered, Renderer, special_tokens
-from bloomery.tokenizer.jinja_template import ChatRenderer
+from bloomery.tokenizer.chat_template import TEMPLATES, ChatRenderer, Rendered, Renderer, special_tokens
 from bloomery.tokenizer.tokenizer import Tokenizer
 
 VERSION = 4
@@ -236,7 +235,7 @@ def renderer_of(model: Path, template: str | None) -> ChatRenderer:
             raise DataError("the model has no chat template", where=str(model), hint=hint)
         chat: ChatRenderer = words.chat
         return chat
-    tokenizer = words.tokenizer
+    tokenizer = words.tokenizer.promoted(TEMPLATES[template].special)
     if missing := lacking(tokenizer, template):
         if model.is_file() or any((model / name).exists() for name in ("bloomery.json", "adapter_config.json")):
             what = f"its tokenizer lacks {', '.join(missing)} of the chat template {template!r}"
@@ -253,7 +252,7 @@ def renderer_of(model: Path, template: str | None) -> ChatRenderer:
 
 def lacking(tokenizer: Tokenizer, template: str) -> list[str]:
     """The special tokens of a template that a tokenizer does not have."""
-    return [name for name in TEMPLATES[template].special if tokenizer.special_id(name) is None]
+    return [name for name in TEMPLATES[template].special if not tokenizer.holds(name)]
 
 
 def template_facts(renderer: ChatRenderer) -> dict[str, str]:

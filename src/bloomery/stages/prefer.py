@@ -45,7 +45,7 @@ from bloomery.shards.loader import PackedDataset
 from bloomery.stages import instruct
 from bloomery.stages.instruct import gone, write_line
 from bloomery.stages.rollouts import HeldOut, PolicyQuestion, Rollouts, answering
-from bloomery.tokenizer.jinja_template import ChatRenderer
+from bloomery.tokenizer.chat_template import ChatRenderer
 from bloomery.tokenizer.tokenizer import Tokenizer
 from bloomery.train import launch
 from bloomery.train.checkpointing import ModelSaver

@@ -25,7 +25,7 @@ from bloomery.hw.distributed import World
 from bloomery.model import lora
 from bloomery.model.transformer import Transformer
 from bloomery.shards.loader import IGNORE, Batch, sample_positions
-from bloomery.tokenizer.jinja_template import ChatRenderer
+from bloomery.tokenizer.chat_template import ChatRenderer
 from bloomery.train.precision import Precision
 from bloomery.train.preference.config import Grpo
 from bloomery.train.preference.losses import Drawn, advantages, by_token

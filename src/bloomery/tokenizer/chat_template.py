@@ -20,7 +20,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from functools import cached_property
-from typing import Any, Literal, get_args
+from typing import Any, Literal, Protocol, get_args, runtime_checkable
 
 from bloomery.core.chat import ROLES, Message, Role, message_problem
 from bloomery.core.errors import DataError
@@ -194,6 +194,41 @@ class Rendered:
     """1 where the id is something that the model shall learn to say: an assistant's content, and the end after it."""
 
 
+OWN = "own"
+"""The name of a template that is the model's own, and none of TEMPLATES."""
+
+
+@runtime_checkable
+class ChatRenderer(Protocol):
+    """Makes token IDs of conversations: a template of ours (Renderer), or a model's own."""
+
+    tokenizer: Tokenizer
+    lead: str
+    """Text that an assistant says before its content."""
+    end_ids: frozenset[int]
+    """Token IDs that end an answer."""
+
+    @property
+    def name(self) -> str:
+        """Of the template: a name of TEMPLATES, or OWN."""
+
+    @property
+    def hash(self) -> str:
+        """Of the template and what it is rendered with."""
+
+    @property
+    def source(self) -> str:
+        """The template in Jinja."""
+
+    def render(self, messages: Sequence[Message]) -> Rendered: ...
+
+    def prompt(self, messages: Sequence[Message], max_tokens: int | None = None) -> list[int]: ...
+
+    def said(self, ids: Sequence[int]) -> str: ...
+
+    def trouble(self, messages: Sequence[Message]) -> str: ...
+
+
 class Renderer:
     """A template bound to a tokenizer. Raises DataError where the two do not go together."""
 
@@ -262,6 +297,16 @@ class Renderer:
                 line.put(template.ends_with(role))
             line.put(template.between)
         return line
+
+
+def renderer_named(tokenizer: Tokenizer, name: str) -> Renderer:
+    """
+    A template of TEMPLATES for any tokenizer, in which the tokens that the template writes become special. Raises
+    DataError where the tokenizer lacks one.
+    """
+    if name not in TEMPLATES:
+        raise DataError(f"there is no template {name!r}", hint=f"Take one of {', '.join(TEMPLATES)}.")
+    return Renderer(tokenizer.promoted(TEMPLATES[name].special), TEMPLATES[name])
 
 
 class _Line:

@@ -268,6 +268,14 @@ def with_special(inner: tokenizers.Tokenizer, where: str, special: Sequence[str]
     return tokenizer
 
 
+def extended(tokenizer: Tokenizer, where: str, special: Sequence[str]) -> tuple[Tokenizer, dict[str, int]]:
+    """A tokenizer with special tokens that it lacked, and the IDs that these got. Raises DataError as `load` does."""
+    spec = {**tokenizer.spec, "post_processor": None}
+    made = with_special(parsed(json.dumps(spec), where), where, special)
+    ids = {name: made.special_id(name) for name in special if not tokenizer.holds(name)}
+    return made, {name: id for name, id in ids.items() if id is not None}
+
+
 def _json(text: str, where: str, *, foreign: bool = False) -> tokenizers.Tokenizer:
     inner = parsed(text, where)
     spec: dict[str, Any] = json.loads(inner.to_str())
@@ -277,9 +285,6 @@ def _json(text: str, where: str, *, foreign: bool = False) -> tokenizers.Tokeniz
     if model["type"] != "BPE" or not (by_bytes or by_pieces):
         hint = "Byte-level BPE and BPE with byte fallback can be imported."
         raise DataError(f"is a {model['type']} whose token IDs have no bytes of their own", where=where, hint=hint)
-    missing = [letter for letter in byte_letters().values() if letter not in model["vocab"]] if by_bytes else []
-    if missing and not foreign:
-        raise DataError(f"lacks {len(missing)} of the 256 bytes, so it loses text", where=where)
     # tokens around a text would make the exported file's token IDs differ from ours, and dropout random token IDs
     unset = {name: spec[name] for name in ("truncation", "padding")} | {"BPE dropout": model.get("dropout")}
     if names := [name for name, value in unset.items() if value]:

@@ -21,7 +21,7 @@ from contextvars import ContextVar
 from dataclasses import dataclass, field
 from datetime import datetime
 from functools import cached_property
-from typing import Any, Protocol, SupportsIndex, runtime_checkable
+from typing import Any, SupportsIndex
 
 import tokenizers
 from jinja2 import Template as CompiledTemplate
@@ -38,7 +38,7 @@ from bloomery.core.chat import Message, message_problem
 from bloomery.core.errors import DataError, shorten
 from bloomery.core.io import canonical, sha256_bytes
 from bloomery.core.log import info
-from bloomery.tokenizer.chat_template import SHORTER, TEMPLATES, Rendered, Renderer
+from bloomery.tokenizer.chat_template import OWN, SHORTER, Rendered
 from bloomery.tokenizer.tokenizer import Tokenizer
 
 MAX_TEMPLATE = 2**19
@@ -56,48 +56,6 @@ MAX_BITS = 2**14
 
 STRUCTURE, DATA, FIRST = 0, 1, 2
 """Origins of a character: the template, anything else, and from FIRST on the messages in their order."""
-
-
-OWN = "own"
-"""The name of a template that is the model's own, and none of TEMPLATES."""
-
-
-@runtime_checkable
-class ChatRenderer(Protocol):
-    """Makes token IDs of conversations: a template of ours (Renderer), or a model's own (JinjaRenderer)."""
-
-    tokenizer: Tokenizer
-    lead: str
-    """Text that an assistant says before its content."""
-    end_ids: frozenset[int]
-    """Token IDs that end an answer."""
-
-    @property
-    def name(self) -> str:
-        """Of the template: a name of TEMPLATES, or OWN."""
-
-    @property
-    def hash(self) -> str:
-        """Of the template and what it is rendered with."""
-
-    @property
-    def source(self) -> str:
-        """The template in Jinja."""
-
-    def render(self, messages: Sequence[Message]) -> Rendered: ...
-
-    def prompt(self, messages: Sequence[Message], max_tokens: int | None = None) -> list[int]: ...
-
-    def said(self, ids: Sequence[int]) -> str: ...
-
-    def trouble(self, messages: Sequence[Message]) -> str: ...
-
-
-def renderer_named(tokenizer: Tokenizer, name: str) -> Renderer:
-    """A template of TEMPLATES for any tokenizer. Raises DataError where the tokenizer lacks its special tokens."""
-    if name not in TEMPLATES:
-        raise DataError(f"there is no template {name!r}", hint=f"Take one of {', '.join(TEMPLATES)}.")
-    return Renderer(tokenizer, TEMPLATES[name])
 
 
 class _RefusedError(Exception):

@@ -30,7 +30,7 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple, get_args
 
 import tokenizers
-from tokenizers import Regex, decoders, models, pre_tokenizers
+from tokenizers import AddedToken, Regex, decoders, models, pre_tokenizers
 
 from bloomery.core.chat import ROLES
 from bloomery.core.errors import DataError, shorten
@@ -338,6 +338,7 @@ class Tokenizer:
         inner.no_padding()
         inner.no_truncation()
         self._inner, self._reported = inner, False
+        self._roles, self._boundary_ids = roles, boundary_ids
         vocabulary: dict[str, int] = inner.get_vocab(with_added_tokens=True)
         ours = all(name in vocabulary for name in SPECIAL)
         if roles is None and not ours:
@@ -384,6 +385,19 @@ class Tokenizer:
     def special_id(self, name: str) -> int | None:
         """The id of a special token, also of one that only some templates need; None where there is none."""
         return self._special_by_name.get(name)
+
+    def holds(self, name: str) -> bool:
+        """Whether a token has this name, special or not."""
+        return self._inner.token_to_id(name) is not None
+
+    def promoted(self, names: Iterable[str]) -> "Tokenizer":
+        """The same tokenizer, in which those of its tokens that have these names are special: no text becomes them."""
+        plain = [name for name in names if self.holds(name) and self.special_id(name) is None]
+        if not plain:
+            return self
+        inner = tokenizers.Tokenizer.from_str(self._inner.to_str())
+        inner.add_special_tokens([AddedToken(name, normalized=False, special=True) for name in plain])
+        return Tokenizer(inner, self._roles, self._boundary_ids)
 
     @cached_property
     def _special_by_name(self) -> dict[str, int]:

@@ -1,16 +1,12 @@
 """How a model is trained, as numbers. Needs no torch."""
 
 import math
-from importlib.util import find_spec
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
 
-from bloomery.core import extras
 from bloomery.core.bounds import Between, Context, DiskPath, Seed, Share, Steps, StepsOrNone
 from bloomery.core.config import VOLATILE, Config, build, plain
-from bloomery.core.pipeline import resolve
-from bloomery.hw import launcher
 from bloomery.hw.host import DeviceChoice
 from bloomery.model.config import Lora, RopeScaling
 
@@ -465,21 +461,3 @@ class Finetune(Training, Adapters):
             return self
         known = {name: value for name, value in plain(self).items() if name != "epochs" and value is not None}
         return build(type(self), known | {"steps": math.ceil(self.epochs * num_samples / rows)}, "finetune")
-
-
-SINKS = ("wandb", "trackio")
-"""Kinds that are a package, and an extra, of the same name."""
-
-
-def check_training(section: str, config: Training) -> None:
-    """
-    Raises DataError for a sink whose package is missing, and HardwareError for more ranks than the machine has devices.
-    Each names its key. Where a launcher has started this process, it says how many ranks there are.
-    """
-    process = launcher.launched()
-    ranks = config.num_processes if process is None else process.local_size
-    if ranks > 1 and find_spec("torch") is not None:  # which takes seconds to load
-        resolve("bloomery.hw.distributed:check_ranks")(ranks, config.device, f"{section}.num_processes")
-    for index, sink in enumerate(config.sinks):
-        if sink.kind in SINKS:
-            extras.load(sink.kind, where=f"{section}.sinks.{index}")

@@ -24,7 +24,7 @@ import struct
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import gguf
 import numpy as np
@@ -34,8 +34,17 @@ import bloomery.hw.require_torch  # noqa: F401
 from bloomery.core import io as core_io
 from bloomery.core.errors import CheckpointError, DataError, shorten
 from bloomery.tokenizer import importers
-from bloomery.tokenizer.tokenizer import PATTERNS, parsed
-from bloomery.weights.gguf_layouts import FACTORS, LAYOUTS, OPTIONAL, ROLES, SAMPLING, TRANSPOSED, GGUFLayout
+from bloomery.tokenizer.tokenizer import parsed
+from bloomery.weights.gguf_layouts import (
+    FACTORS,
+    LAYOUTS,
+    OPTIONAL,
+    PRE_TOKENIZERS,
+    ROLES,
+    SAMPLING,
+    TRANSPOSED,
+    GGUFLayout,
+)
 from bloomery.weights.safetensors import finite
 
 import torch
@@ -61,36 +70,6 @@ NUMBER_FORMS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 
 NORMAL, UNKNOWN, CONTROL, USER, UNUSED, BYTE = range(1, 7)
 """Types of tokens, as in SentencePiece."""
 PLAIN = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
-
-
-class PreTokenizer(NamedTuple):
-    """How a byte-level tokenizer cuts text, by the name in `tokenizer.ggml.pre`."""
-
-    regex: str | None
-    """None for the pattern of GPT-2, which the library has."""
-    digits: bool = False
-    """Whether every digit is first made a word."""
-    whole_words: bool = False
-    """Whether a word that is a token is taken as it is, without merges (`ignore_merges`)."""
-    composed: bool = False
-    """Whether the published tokenizer composes characters first (NFC)."""
-
-
-_LEADING, _CAPITAL = r"[^\r\n\p{L}\p{N}]?", r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]"
-_SMALL = r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
-_TEKKEN = (
-    rf"{_LEADING}{_CAPITAL}*{_SMALL}+|{_LEADING}{_CAPITAL}+{_SMALL}*"
-    r"|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-)
-PRE_TOKENIZERS = {
-    **dict.fromkeys(("gpt-2", "phi-2", "jina-es", "jina-de", "olmo", "mpt"), PreTokenizer(None)),
-    **dict.fromkeys(("smollm", "starcoder", "refact", "command-r", "codeshell"), PreTokenizer(None, digits=True)),
-    **dict.fromkeys(("llama-bpe", "llama3", "llama-v3"), PreTokenizer(PATTERNS["llama3"].regex, whole_words=True)),
-    **dict.fromkeys(("dbrx", "smaug-bpe"), PreTokenizer(PATTERNS["llama3"].regex)),
-    **dict.fromkeys(("qwen2", "stablelm2", "deepseek-r1-qwen"), PreTokenizer(PATTERNS["qwen2"].regex, composed=True)),
-    "gpt-4o": PreTokenizer(PATTERNS["gpt4o"].regex),
-    "tekken": PreTokenizer(_TEKKEN, whole_words=True),
-}
 
 
 @dataclass(frozen=True)
@@ -287,11 +266,8 @@ class _Header:
             if kind is None or not _is_read(kind):
                 label = number if kind is None else kind.name
                 hint = "Take the same model in another number format, for example Q8_0 or Q4_K_M."
-                raise CheckpointError(
-                    f"{name} has the number format {label}, which Bloomery does not read",
-                    where=str(self.file),
-                    hint=hint,
-                )
+                what = f"{name} has the number format {label}, which Bloomery does not read"
+                raise CheckpointError(what, where=str(self.file), hint=hint)
             if 0 in shape or shape[-1] % block:
                 raise self._torn(f"{name} has the shape {shape}, and {kind.name} has blocks of {block} numbers")
             size = math.prod(shape) // block * width

@@ -6,6 +6,9 @@ Reading and writing use the same tables. An architecture that is not in LAYOUTS 
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from bloomery.tokenizer.tokenizer import PATTERNS
 
 LLAMA_BLOCK = {
     "attn_norm.weight": ("input_layernorm.weight", "D"),
@@ -166,3 +169,33 @@ SAMPLING = {
 """Key of the metadata, and the same in a generation_config.json."""
 ROLES = {"bos_token": "bos", "eos_token": "eos", "pad_token": "padding", "unk_token": "unknown"}
 """As in a tokenizer_config.json, and in `tokenizer.ggml.…_token_id`."""
+
+
+class PreTokenizer(NamedTuple):
+    """How a byte-level tokenizer cuts text, by the name in `tokenizer.ggml.pre`."""
+
+    regex: str | None
+    """None for the pattern of GPT-2, which the library has."""
+    digits: bool = False
+    """Whether every digit is first made a word."""
+    whole_words: bool = False
+    """Whether a word that is a token is taken as it is, without merges (`ignore_merges`)."""
+    composed: bool = False
+    """Whether the published tokenizer composes characters first (NFC)."""
+
+
+_LEADING, _CAPITAL = r"[^\r\n\p{L}\p{N}]?", r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]"
+_SMALL = r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
+_TEKKEN = (
+    rf"{_LEADING}{_CAPITAL}*{_SMALL}+|{_LEADING}{_CAPITAL}+{_SMALL}*"
+    r"|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+PRE_TOKENIZERS = {
+    **dict.fromkeys(("gpt-2", "phi-2", "jina-es", "jina-de", "olmo", "mpt"), PreTokenizer(None)),
+    **dict.fromkeys(("smollm", "starcoder", "refact", "command-r", "codeshell"), PreTokenizer(None, digits=True)),
+    **dict.fromkeys(("llama-bpe", "llama3", "llama-v3"), PreTokenizer(PATTERNS["llama3"].regex, whole_words=True)),
+    **dict.fromkeys(("dbrx", "smaug-bpe"), PreTokenizer(PATTERNS["llama3"].regex)),
+    **dict.fromkeys(("qwen2", "stablelm2", "deepseek-r1-qwen"), PreTokenizer(PATTERNS["qwen2"].regex, composed=True)),
+    "gpt-4o": PreTokenizer(PATTERNS["gpt4o"].regex),
+    "tekken": PreTokenizer(_TEKKEN, whole_words=True),
+}

@@ -30,7 +30,6 @@ from bloomery.weights.gguf import (
     BYTE,
     CONTROL,
     NORMAL,
-    PRE_TOKENIZERS,
     UNKNOWN,
     UNUSED,
     USER,
@@ -38,7 +37,7 @@ from bloomery.weights.gguf import (
     llama3_factors,
     reordered,
 )
-from bloomery.weights.gguf_layouts import FACTORS, LAYOUTS, SAMPLING, GGUFLayout
+from bloomery.weights.gguf_layouts import FACTORS, LAYOUTS, PRE_TOKENIZERS, SAMPLING, GGUFLayout
 from bloomery.weights.safetensors import rounded
 
 import torch

@@ -20,37 +20,54 @@ Weights go tensor by tensor from their file to where they compute, in the format
 """
 
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any, Literal, NotRequired, TypeVar
+from typing import Any, NotRequired
 
-from pydantic import Field, ValidationError
 from typing_extensions import TypedDict
 
 from bloomery.core import cache
 from bloomery.core.chat import TEMPERATURE, sampling_of
-from bloomery.core.config import explained
 from bloomery.core.errors import CheckpointError, shorten
-from bloomery.core.io import MANIFEST, canonical, make_folder, sha256_bytes, write_json
-from bloomery.core.records import Count, RecordPath, read_record
-from bloomery.model import quantize
-from bloomery.model.config import Base, Lora, ModelConfig, cost
+from bloomery.core.io import canonical, make_folder, sha256_bytes, write_json
+from bloomery.core.records import Count, RecordPath
+from bloomery.model.config import Base, Lora, ModelConfig
 from bloomery.model.transformer import Transformer
 from bloomery.tokenizer import importers
-from bloomery.tokenizer.chat_template import TEMPLATES, Renderer, Template
-from bloomery.tokenizer.jinja_template import OWN, ChatRenderer, JinjaRenderer, renderer_named
-from bloomery.tokenizer.tokenizer import DOCUMENT, END, MAX_IDS, PAD, SPECIAL, Tokenizer
+from bloomery.tokenizer.chat_template import (
+    OWN,
+    TEMPLATES,
+    ChatRenderer,
+    Renderer,
+    Template,
+    renderer_named,
+    special_tokens,
+)
+from bloomery.tokenizer.jinja_template import JinjaRenderer
+from bloomery.tokenizer.tokenizer import DOCUMENT, END, PAD, SPECIAL, Tokenizer
 from bloomery.weights import architectures as weights_architectures
 from bloomery.weights import gguf, integrity, peft
-from bloomery.weights.architectures import BUFFERS, TABLES, Architecture, WeightMapping, gathered, spread
-from bloomery.weights.gguf import GGUFModel
+from bloomery.weights.architectures import WeightMapping, gathered
+from bloomery.weights.opened import CONFIG as CONFIG
+from bloomery.weights.opened import LoadFormat as LoadFormat
+from bloomery.weights.opened import (
+    NumberFormat,
+    OpenedModel,
+    again,
+    converted,
+    filled,
+    keep,
+    kept_as_in,
+    opened_model,
+    own_weights,
+    read_file,
+    understood,
+)
 from bloomery.weights.safetensors import (
     INDEX,
     SHARD_BYTES,
-    UNROUNDED,
-    TensorReader,
     Tensors,
     is_pickled,
     rounded,
@@ -60,7 +77,7 @@ from bloomery.weights.safetensors import WEIGHTS as WEIGHTS
 from bloomery.weights.safetensors import WEIGHTS_SUFFIX as WEIGHTS_SUFFIX
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 IMPORTED = "imported"
 """Stands for the hash of the shards in the lineage of a model that others trained."""
@@ -71,7 +88,10 @@ def tokenizer_of(folder: Path, rows: int, special: Sequence[str] = SPECIAL) -> t
     The tokenizer of a model folder or of a file, and the special tokens that were added to it, with their ids. Raises
     CheckpointError where it has more ids than the model has rows, DataError where there is none that can be read.
     """
-    tokenizer, added = importers.load_with_added(folder, special=special)
+    if folder.suffix == gguf.SUFFIX:
+        tokenizer, added = importers.extended(language(folder).tokenizer, str(folder), special)
+    else:
+        tokenizer, added = importers.load_with_added(folder, special=special)
     ids = {name: tokenizer.special_id(name) for name in special}
     added |= {name: id for name, id in ids.items() if id is not None and id >= rows}
     _check_rows(tokenizer, rows, added, folder)
@@ -115,8 +135,7 @@ def _first(value: Any) -> int | None:
     return value if type(value) is int and value >= 0 else None
 
 
-T = TypeVar("T")
-CONFIG, LINEAGE = "config.json", "bloomery.json"
+LINEAGE = "bloomery.json"
 TOKENIZER_CONFIG, GENERATION = "tokenizer_config.json", "generation_config.json"
 CHAT_TEMPLATE, SPECIAL_TOKENS = "chat_template.jinja", "special_tokens_map.json"
 DRAWN = {"do_sample": True, "temperature": TEMPERATURE, "top_k": 0, "top_p": 1.0}
@@ -125,23 +144,8 @@ TEMPLATE_NAME = "template_name"
 """Key next to the lineage: the name in TEMPLATES of the template whose hash the lineage holds."""
 BASE = "adapts"
 """Key next to the lineage, for adapters: the path of their base, its digest, and how it was kept."""
-THEIRS = {
-    "hidden_size": ("hidden_size", "n_embd"),
-    "num_layers": ("num_hidden_layers", "n_layer"),
-    "num_heads": ("num_attention_heads", "n_head"),
-    "num_kv_heads": ("num_key_value_heads",),
-    "head_dim": ("head_dim",),
-    "intermediate_size": ("intermediate_size", "n_inner"),
-    "context_length": ("max_position_embeddings", "n_positions", "n_ctx", "model_max_length"),
-    "norm_eps": ("rms_norm_eps", "layer_norm_epsilon"),
-    "tie_embeddings": ("tie_word_embeddings",),
-}
-"""Fields of a ModelConfig, and the keys of config.json that they come from under another name."""
-Size = Annotated[int, Field(ge=0, lt=2**63)]
-"""Whether it can be is for ModelConfig to say."""
-NumberFormat = Literal["float32", "bfloat16", "float16"]
-LoadFormat = Literal["auto", "float32", "bfloat16", "float16", "int8", "nf4"]
-"""How weights are kept in memory. auto: as in their file; blocks of a quantized GGUF file become bfloat16."""
+FOREIGN = "foreign"
+"""Key next to the lineage: whether the tokenizer is that of a model which others trained."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -167,7 +171,7 @@ class SavedBase(TypedDict):
 
 
 class SavedLineage(TypedDict):
-    """The content of LINEAGE: a `Lineage`, and next to it TEMPLATE_NAME and BASE."""
+    """The content of LINEAGE: a `Lineage`, and next to it TEMPLATE_NAME, BASE and FOREIGN."""
 
     tokenizer: str
     template: str | None
@@ -176,30 +180,7 @@ class SavedLineage(TypedDict):
     step: NotRequired[Count]
     template_name: NotRequired[str]
     adapts: NotRequired[SavedBase]
-
-
-class ConfigFile(TypedDict, total=False):
-    """
-    What is read of a config.json before its numbers are checked as those of a ModelConfig: whose it is, and the values
-    that are no plain numbers.
-    """
-
-    architectures: object
-    model_type: str | None
-    vocab_size: int
-    bloomery: dict[str, Any]
-    hidden_act: str
-    activation_function: str
-    rope_scaling: dict[str, Any] | None
-    rope_parameters: dict[str, Any] | None
-    rope_theta: float | None
-    layer_types: list[str] | None
-    num_hidden_layers: Annotated[int, Field(lt=10**6)]
-    num_attention_heads: Size
-    n_embd: Size
-    head_dim: Size | None
-    sliding_window: Size | None
-    max_window_layers: Count
+    foreign: NotRequired[bool]
 
 
 @dataclass(frozen=True)
@@ -291,7 +272,7 @@ def save(
     `weights`, by our names, stand in for those of the model: copies, or such as were gathered from ranks. Raises
     CheckpointError where one of them holds what the number format does not.
     """
-    kind, own = weights_architectures.architecture(model.config), _own(model)
+    kind, own = weights_architectures.architecture(model.config), own_weights(model)
     tensors = own if weights is None else {name: weights[name] for name in own}
     form: torch.dtype = getattr(torch, number_format)
     where, pieces = str(folder), kind.pieces(list(own))
@@ -321,7 +302,7 @@ def _made(piece: WeightMapping, tensors: Mapping[str, Tensor], form: torch.dtype
 
 def _write_words(
     folder: Path, words: ModelLanguage | Renderer, context: int, *, chats: bool
-) -> tuple[dict[str, Any], dict[str, str]]:
+) -> tuple[dict[str, Any], dict[str, str | bool]]:
     """
     Write the tokenizer and its configuration with the chat template. Returns the special token IDs of config.json, and
     what the lineage says of the template.
@@ -330,22 +311,20 @@ def _write_words(
     tokenizer = words.tokenizer
     tokenizer.save(folder)
     if not words.is_ours:
-        ids = {
-            f"{role}_id": tokenizer.special_id(text)
-            for role, text in words.roles.items()
-            if text and role != "unk_token"
-        }
-        ids |= {key: words.generation[key] for key in ("eos_token_id",) if key in words.generation}
+        roles = {**words.roles, **({"eos_token": words.chat.template.end} if isinstance(words.chat, Renderer) else {})}
+        ids = {f"{role}_id": tokenizer.special_id(text) for role, text in roles.items() if text and role != "unk_token"}
+        if words.generation.get("eos_token_id") is not None and not isinstance(words.chat, Renderer):
+            ids["eos_token_id"] = words.generation["eos_token_id"]
         config = {
             "tokenizer_class": "PreTrainedTokenizerFast",
             "model_max_length": context,
-            **{role: text for role, text in words.roles.items() if text},
+            **{role: text for role, text in roles.items() if text},
             "clean_up_tokenization_spaces": False,
         }
-        if isinstance(words.chat, JinjaRenderer):
+        if words.chat is not None:
             config["chat_template"] = words.chat.source
         write_json(folder / TOKENIZER_CONFIG, config)
-        return ids, {TEMPLATE_NAME: OWN}
+        return ids, {TEMPLATE_NAME: OWN if words.chat is None else words.chat.name, FOREIGN: True}
     assert isinstance(words.chat, Renderer), "a language of ours has a renderer of ours"
     template = words.chat.template
     opening, end = (template.opening or DOCUMENT, template.end) if chats else (DOCUMENT, DOCUMENT)
@@ -381,80 +360,48 @@ def load(
         integrity.verify(path)  # last: what cannot be read says more of itself than its hash
     if template is None:
         return loaded
-    language = loaded.language
-    return replace(loaded, language=replace(language, chat=renderer_named(language.tokenizer, template)))
+    chat = renderer_named(loaded.tokenizer, template)
+    return replace(loaded, language=replace(loaded.language, tokenizer=chat.tokenizer, chat=chat))
 
 
 def language(path: Path) -> ModelLanguage:
     """The words of a model, without its weights: of a model folder, a GGUF file, or adapters. Raises as `load` does."""
     if peft.is_adapter(path):
         return _adapted_language(path, _base(path, peft.read(path))[2])
-    return _language(_opened(path))
+    return _language(opened_model(path))
 
 
 def config_of(path: Path) -> tuple[ModelConfig, int]:
     """The shape of a model and how many rows its tables have, without its weights. Raises CheckpointError."""
     if peft.is_adapter(path):
         return config_of(_base(path, peft.read(path))[2])
-    opened = _opened(path)
+    opened = opened_model(path)
     return opened.config, opened.rows
-
-
-@dataclass(frozen=True)
-class _Opened:
-    """A model folder or a GGUF file, of which nothing but its configuration has been read."""
-
-    path: Path
-    facts: Mapping[str, Any]
-    """As in config.json."""
-    kind: Architecture
-    config: ModelConfig
-    rows: int
-    gguf: GGUFModel | None
-
-    def tensors(self, dtype: LoadFormat = "auto") -> TensorReader:
-        """The weights. Quantized blocks of GGUF become bfloat16 where that is how they are kept, and else float32."""
-        if self.gguf is None:
-            return Tensors(self.path, _again(self.path))
-        self.gguf.tensors.dequantized = torch.bfloat16 if dtype in ("auto", "bfloat16") else torch.float32
-        return self.gguf.tensors
-
-
-def _opened(path: Path) -> _Opened:
-    if path.is_file():
-        model = gguf.read(path)
-        kind, config, rows = _interpreted(model.facts, path)
-        return _Opened(path, model.facts, kind, config, rows, model)
-    if not (path / CONFIG).is_file():
-        hint = "Name a run, stage, checkpoint or model folder, a GGUF file, or hub:OWNER/NAME."
-        raise CheckpointError(f"there is no {CONFIG}", where=str(path), hint=hint)
-    facts, kind, config, rows = _understood(path / CONFIG)
-    return _Opened(path, facts, kind, config, rows, None)
 
 
 def _loaded(path: Path, device: torch.device | str, dtype: LoadFormat, special: Sequence[str]) -> Loaded:
     """As `load`, whatever the hashes of the files are."""
     if peft.is_adapter(path):
         return _with_adapters(path, device, dtype, special)
-    opened = _opened(path)
+    opened = opened_model(path)
     if opened.gguf is None and (path / LINEAGE).is_file():
         words, lineage = _language(opened), lineage_of(path)
-        model = _filled(opened, opened.rows, dtype, device)
-    elif special:
+        model = filled(opened, opened.rows, dtype, device)
+    elif special and not all(_language(opened).tokenizer.special_id(name) is not None for name in special):
         tokenizer, added = tokenizer_of(path, opened.rows, special)
         words = ModelLanguage.ours(Renderer(tokenizer))
-        model = _filled(opened, max(opened.rows, tokenizer.vocab_size), dtype, device)
+        model = filled(opened, max(opened.rows, tokenizer.vocab_size), dtype, device)
         add_rows(model, opened.rows, added, opened.facts)
         lineage = Lineage(tokenizer=tokenizer.hash, template=None, shards=IMPORTED)
     else:
         words = _language(opened)
-        model = _filled(opened, opened.rows, dtype, device)
+        model = filled(opened, opened.rows, dtype, device)
         template = None if words.chat is None else words.chat.hash
         lineage = Lineage(tokenizer=words.tokenizer.hash, template=template, shards=IMPORTED)
     return Loaded(model.eval(), words, lineage, path)
 
 
-def _language(opened: _Opened) -> ModelLanguage:
+def _language(opened: OpenedModel) -> ModelLanguage:
     path = opened.path
     if opened.gguf is not None:
         model = opened.gguf
@@ -462,10 +409,12 @@ def _language(opened: _Opened) -> ModelLanguage:
         return _foreign(tokenizer, model.chat_template, model.roles, dict(model.generation), opened)
     if not (path / LINEAGE).is_file():
         return _language_of_folder(opened)
-    saved, lineage = _read(path / LINEAGE, SavedLineage), lineage_of(path)
-    if saved.get(TEMPLATE_NAME) == OWN:
+    saved, lineage = read_file(path / LINEAGE, SavedLineage), lineage_of(path)
+    if saved.get(FOREIGN):
         words = _language_of_folder(opened)
         _same("tokenizer", lineage.tokenizer, words.tokenizer.hash, path)
+        if saved.get(TEMPLATE_NAME) != OWN:
+            return replace(words, chat=Renderer(words.tokenizer, template_of(path)))
         _same("chat template", lineage.template or "", words.chat.hash if words.chat else "", path)
         return words
     tokenizer = Tokenizer.load(path)
@@ -473,7 +422,7 @@ def _language(opened: _Opened) -> ModelLanguage:
     return ModelLanguage.ours(Renderer(tokenizer, template_of(path)))
 
 
-def _language_of_folder(opened: _Opened) -> ModelLanguage:
+def _language_of_folder(opened: OpenedModel) -> ModelLanguage:
     """The words of a model that others trained, from the files of transformers."""
     folder = opened.path
     settings: dict[str, Any] = _settings(folder / TOKENIZER_CONFIG)
@@ -486,7 +435,7 @@ def _language_of_folder(opened: _Opened) -> ModelLanguage:
         text = named.get("default")
     if text is not None and not isinstance(text, str):
         what = f"its chat_template is {shorten(repr(text))}, not a text"
-        raise CheckpointError(what, where=str(folder / TOKENIZER_CONFIG), hint=_again(folder))
+        raise CheckpointError(what, where=str(folder / TOKENIZER_CONFIG), hint=again(folder))
     boundaries = [opened.facts.get(key) for key in ("bos_token_id", "eos_token_id")]
     flat = [id for ids in boundaries for id in (ids if isinstance(ids, list) else [ids]) if type(id) is int]
     tokenizer = importers.load_foreign(folder, roles, flat)
@@ -495,7 +444,7 @@ def _language_of_folder(opened: _Opened) -> ModelLanguage:
 
 def _settings(file: Path) -> dict[str, Any]:
     """A file of settings that a model folder may lack."""
-    return dict(_read(file, dict[str, Any])) if file.is_file() else {}
+    return dict(read_file(file, dict[str, Any])) if file.is_file() else {}
 
 
 def _foreign(
@@ -503,7 +452,7 @@ def _foreign(
     template: str | None,
     roles: Mapping[str, str | None],
     generation: dict[str, Any],
-    opened: _Opened,
+    opened: OpenedModel,
 ) -> ModelLanguage:
     """The words of a model that others trained. Raises CheckpointError where it has fewer rows than its tokenizer."""
     _check_rows(tokenizer, opened.rows, {}, opened.path)
@@ -518,7 +467,7 @@ def _foreign(
 
 def template_of(folder: Path) -> Template | None:
     """The chat template that a model was trained with; None for none. Raises CheckpointError where ours is another."""
-    name = _read(folder / LINEAGE, SavedLineage).get(TEMPLATE_NAME, "bloomery")
+    name = read_file(folder / LINEAGE, SavedLineage).get(TEMPLATE_NAME, "bloomery")
     trained = lineage_of(folder).template
     if trained is None:
         return None
@@ -546,9 +495,9 @@ def fill(model: Transformer, folder: Path, lineage: Lineage) -> None:
     what `lineage` says (at whatever step), have another shape, are not finite, or are damaged.
     """
     _same_lineage(folder, lineage)
-    kind = _understood(folder / CONFIG)[1]  # as it was saved, by whichever version
-    tensors = Tensors(folder, _again(folder))
-    for name, weight in _converted(model, tensors, kind):
+    kind = understood(folder / CONFIG)[1]  # as it was saved, by whichever version
+    tensors = Tensors(folder, again(folder))
+    for name, weight in converted(model, tensors, kind):
         with torch.no_grad():
             model.get_parameter(name).copy_(weight)
     integrity.verify(folder)
@@ -598,12 +547,16 @@ def _with_adapters(folder: Path, device: torch.device | str, dtype: LoadFormat, 
     facts, own, base_folder = _base(folder, adapter)
     if facts:
         _same("base", own["digest"], digest(base_folder), folder)
+    words = _adapted_language(folder, base_folder)
+    if facts and words.chat is not None and words.chat.name != OWN:
+        below, names = language(base_folder).tokenizer, special_tokens(words.chat.name)
+        special = names if any(words.tokenizer.holds(name) and not below.holds(name) for name in names) else special
     loaded = load(base_folder, special=special)
     peft.merge(loaded.model, adapter, own["kept_as"], folder)
-    _keep(loaded.model, _kept_as(dtype, _opened(_below(base_folder))), device)
+    keep(loaded.model, kept_as_in(dtype, opened_model(_below(base_folder))), device)
     if not facts:
         return replace(loaded, folder=folder)
-    return replace(loaded, language=_adapted_language(folder, base_folder), lineage=lineage_of(folder), folder=folder)
+    return replace(loaded, language=words, lineage=lineage_of(folder), folder=folder)
 
 
 def _below(path: Path) -> Path:
@@ -616,12 +569,17 @@ def _adapted_language(folder: Path, base_folder: Path) -> ModelLanguage:
     words = language(base_folder)
     if not (folder / LINEAGE).is_file():
         return words
-    lineage = lineage_of(folder)
-    _same("tokenizer", lineage.tokenizer, words.tokenizer.hash, folder)
-    if _read(folder / LINEAGE, SavedLineage).get(TEMPLATE_NAME) == OWN:
+    saved, lineage = read_file(folder / LINEAGE, SavedLineage), lineage_of(folder)
+    if saved.get(TEMPLATE_NAME) == OWN:
+        _same("tokenizer", lineage.tokenizer, words.tokenizer.hash, folder)
         _same("chat template", lineage.template or "", words.chat.hash if words.chat else "", folder)
         return words
-    return replace(words, chat=Renderer(words.tokenizer, template_of(folder)), is_ours=True)
+    tokenizer = importers.load_foreign(folder) if saved.get(FOREIGN) else Tokenizer.load(folder)
+    _same("tokenizer", lineage.tokenizer, tokenizer.hash, folder)
+    chat = Renderer(tokenizer, template_of(folder))
+    if saved.get(FOREIGN):
+        return replace(words, tokenizer=tokenizer, chat=chat)
+    return replace(ModelLanguage.ours(chat), generation=words.generation)
 
 
 def num_rows(folder: Path) -> int:
@@ -638,7 +596,7 @@ def _base(folder: Path, adapter: peft.Adapter) -> tuple[dict[str, Any], dict[str
     """What adapters were made from where they are ours, what they adapt, and where that lies."""
     facts: dict[str, Any] = {}
     if (folder / LINEAGE).exists():
-        facts = {**_read(folder / LINEAGE, SavedLineage)}
+        facts = {**read_file(folder / LINEAGE, SavedLineage)}
         if BASE not in facts:
             hint = "Export the adapters again, or remove this file: the base is then the one that PEFT's file names."
             raise CheckpointError(
@@ -669,57 +627,6 @@ def digest(folder: Path) -> str:
     return sha256_bytes(canonical([[file.name, cache.sha256_of(file)] for file in names]))
 
 
-def _again(folder: Path) -> str:
-    """The hint where a file of a model folder is damaged."""
-    if (folder.parent / MANIFEST).is_file():
-        return "The file is damaged. Remove its stage's manifest.json and run the recipe again."
-    return "The file is damaged. Make the folder or fetch it again."
-
-
-def _read(file: Path, kind: Callable[..., T]) -> T:
-    return read_record(file, kind, error=CheckpointError, fix=_again(file.parent))
-
-
-def _understood(file: Path) -> tuple[dict[str, Any], Architecture, ModelConfig, int]:
-    """What a config.json says, its architecture, its model, and how many ids that has."""
-    facts: dict[str, Any] = {**_read(file, ConfigFile)}
-    if said := facts.get("quantization_config"):
-        method = said.get("quant_method", "a method without a name") if isinstance(said, dict) else said
-        what = f"its weights are quantized (quantization_config: {method}); float32, bfloat16 and float16 are read"
-        raise CheckpointError(what, where=str(file), hint=UNROUNDED)
-    return facts, *_interpreted(facts, file)
-
-
-def _interpreted(facts: Mapping[str, Any], file: Path) -> tuple[Architecture, ModelConfig, int]:
-    """The architecture and the model that a configuration is of, and how many ids that has. Raises CheckpointError."""
-    try:
-        kind = weights_architectures.of_file(facts)
-        config, rows = kind.understand(facts), facts["vocab_size"]
-        if type(rows) is not int or not 1 <= rows <= MAX_IDS:
-            raise ValueError(f"vocab_size is {shorten(repr(rows))}, and no number of ids from 1 to {MAX_IDS:,}")
-        for name in ("bos_token_id", "eos_token_id"):
-            ids = facts[name] if isinstance(facts.get(name), list) else [facts.get(name)]
-            if beyond := [id for id in ids if isinstance(id, int) and id >= rows]:
-                raise ValueError(f"{name} is {shorten(repr(beyond[0]))}, and the last of its ids is {rows - 1:,}")
-        return kind, config, rows
-    except KeyError as error:
-        what, hint = f"lacks {error}", "Fetch the folder again, or write into it what it lacks."
-    except (ValueError, TypeError) as error:
-        why = _explained(facts, error) if isinstance(error, ValidationError) else str(error)
-        what = f"is of a model that is not known here: {why}"
-        hint = "Take a model of another kind: docs/understand/model-folders.md says which can be read."
-    raise CheckpointError(what, where=str(file), hint=hint)
-
-
-def _explained(facts: Mapping[str, Any], error: ValidationError) -> str:
-    """What is wrong with the shape of a config.json, with the names and values that stand there."""
-    fields = [str(problem["loc"][0]) for problem in error.errors() if problem["loc"]]
-    keys = [key for field in fields for key in THEIRS.get(field, ()) if key in facts]
-    return "; ".join(
-        [f"{key} is {weights_architectures.shown(facts[key])}" for key in keys] + [explained(ModelConfig, error)[0]]
-    )
-
-
 def _same(what: str, trained: str, current: str, folder: Path, name: str = "") -> None:
     if trained != current:
         raise CheckpointError(
@@ -732,134 +639,8 @@ def _same(what: str, trained: str, current: str, folder: Path, name: str = "") -
 def lineage_of(folder: Path) -> Lineage:
     """What the model of a folder says it was made from. Raises CheckpointError where that cannot be read."""
 
-    saved: dict[str, Any] = {**_read(folder / LINEAGE, SavedLineage)}
+    saved: dict[str, Any] = {**read_file(folder / LINEAGE, SavedLineage)}
     return Lineage(**{one.name: saved[one.name] for one in fields(Lineage) if one.name in saved})
-
-
-def _own(model: Transformer) -> dict[str, Tensor]:
-    """The weights of a model by name, without a tied head, which is the embedding."""
-    weights: dict[str, Tensor] = model.state_dict()
-    return {name: weights[name] for name in weights if not (model.config.tie_embeddings and name == "head.weight")}
-
-
-def _filled(opened: _Opened, num_ids: int, dtype: LoadFormat, device: torch.device | str) -> Transformer:
-    """
-    A model with rows for `num_ids` ids. The first rows of the tables and everything else are the weights of the files,
-    each converted, and moved to the device, before the next is read.
-    """
-    tensors = opened.tensors(dtype)
-    _of_one_size(opened.config, opened.rows, tensors)
-    with torch.device("meta"):
-        model = Transformer(opened.config, num_ids)
-    kept_as = _kept_as(dtype, opened)
-    for name, weight in _converted(model, tensors, opened.kind, opened.rows):
-        _place(model, name, weight, kept_as, device)
-    if opened.config.tie_embeddings:
-        model.head.weight = model.embed.weight
-    return model
-
-
-def _kept_as(dtype: LoadFormat, opened: _Opened) -> Base | Literal["float16"]:
-    """The format that weights are kept in: that of the embedding in the files where it is to be theirs."""
-    if dtype != "auto":
-        return dtype
-    table = opened.kind.pieces([TABLES[0]])[0].theirs
-    stored = opened.tensors().number_format(table)
-    return {"float16": "float16", "float32": "float32"}.get(stored or "", "bfloat16")  # type: ignore[return-value]
-
-
-def _place(model: Transformer, name: str, weight: Tensor, kept_as: str, device: torch.device | str) -> None:
-    """Put a weight into a model that has none of that name yet: vectors of norms stay in float32."""
-    path, _, leaf = name.rpartition(".")
-    module = model.get_submodule(path)
-    is_matrix = isinstance(module, nn.Linear | nn.Embedding | quantize.QuantizedLinear)
-    plain = {"float32": torch.float32, "float16": torch.float16}.get(kept_as, torch.bfloat16)
-    form = plain if is_matrix else torch.float32
-    if (
-        kept_as in ("int8", "nf4", "nf4_double")
-        and isinstance(module, nn.Linear)
-        and leaf == "weight"
-        and path != "head"
-    ):
-        whole = nn.Linear(1, 1, bias=False, device="meta")
-        whole.weight = nn.Parameter(weight.to(device), requires_grad=False)
-        frozen = quantize.frozen(whole, kept_as)  # type: ignore[arg-type]
-        frozen.bias = None if module.bias is None else module.bias.detach()
-        parent, _, last = path.rpartition(".")
-        setattr(model.get_submodule(parent), last, frozen)
-        return
-    ready = rounded(name, weight, form, name).to(device)
-    if isinstance(module, quantize.QuantizedLinear):
-        module.bias = ready
-    else:
-        setattr(module, leaf, nn.Parameter(ready, requires_grad=kept_as == "float32"))
-
-
-def _keep(model: Transformer, kept_as: str, device: torch.device | str) -> None:
-    """Bring a whole model in float32 to a device in another format, weight by weight."""
-    for name, weight in _own(model).items():
-        _place(model, name, weight.detach(), kept_as, device)
-    if model.config.tie_embeddings:
-        model.head.weight = model.embed.weight
-
-
-def _of_one_size(config: ModelConfig, rows: int, tensors: TensorReader) -> None:
-    """
-    Raises CheckpointError where a configuration is of a model that its files cannot be, before it is built: a damaged
-    one can ask for any memory. What is nearly of one size is built, and told by the name of its tensor.
-    """
-    held = tensors.num_numbers()
-    layers, numbers = config.num_layers, 0
-    if layers <= len(tensors.names) and (numbers := cost(config, rows).parameters) <= 2 * held:
-        return
-    there = f"{layers:,} layers" if not numbers else f"{numbers:,} parameters"
-    what = f"holds {len(tensors.names):,} tensors of {held:,} numbers, and {CONFIG} is of a model of {there}"
-    raise CheckpointError(what, where=str(tensors.file), hint="One of the two is damaged, or of another model.")
-
-
-def _converted(
-    model: Transformer, tensors: TensorReader, kind: Architecture, rows: int | None = None
-) -> Iterator[tuple[str, Tensor]]:
-    """
-    The weights of a model from files, by our names, in the number format of the files. Of tables, only the first `rows`
-    are filled, where that is given.
-    """
-    own = _own(model)
-    pieces = kind.pieces(list(own))
-    _nothing_else(
-        tensors, {tensors.stored_name(piece.theirs) for piece in pieces}, kind, tied=model.config.tie_embeddings
-    )
-    for piece in pieces:
-        tensor = tensors.get(piece.theirs)
-        if tensor is None:
-            what = f"{piece.theirs} is missing"
-            raise CheckpointError(what, where=str(tensors.file), hint="It belongs to another model.")
-        if len(piece.ours) == 1 and not piece.transposed and tensor.shape == own[piece.ours[0]].shape:
-            yield piece.ours[0], tensor
-            continue
-        weights = {name: torch.empty(own[name].shape, dtype=tensor.dtype) for name in piece.ours}
-        places = {name: weight[:rows] if name in TABLES else weight for name, weight in weights.items()}
-        try:
-            spread(piece, tensor, places)
-        except ValueError as error:
-            raise CheckpointError(str(error), where=str(tensors.file), hint="It belongs to another model.") from None
-        yield from weights.items()
-
-
-def _nothing_else(tensors: TensorReader, used: set[str | None], kind: Architecture, *, tied: bool) -> None:
-    """Raises CheckpointError where files hold more than these tensors and what follows from the configuration."""
-    embedding, head = (kind.pieces([name])[0].theirs for name in TABLES)
-    if tied and (head_tensor := tensors.get(head)) is not None:
-        other = tensors.get(embedding)
-        if other is None or head_tensor.shape != other.shape or not torch.equal(head_tensor.float(), other.float()):
-            what = f"{head} is not {embedding}, and {CONFIG} says that it is (tie_word_embeddings)"
-            hint = f"Where the head is its own, write tie_word_embeddings: false into {CONFIG}."
-            raise CheckpointError(what, where=str(tensors.file), hint=hint)
-        used = used | {tensors.stored_name(head)}
-    if left := sorted(name for name in tensors.names - used if not BUFFERS.fullmatch(name)):
-        shown = ", ".join(left[:3]) + (f" and {len(left) - 3} more" if len(left) > 3 else "")
-        what = f"holds what a {kind.name} of this {CONFIG} does not have: {shown}"
-        raise CheckpointError(what, where=str(tensors.file), hint="One of the two belongs to another model.")
 
 
 def _tokenizer_config(opening: str, end: str, context: int) -> dict[str, Any]:

@@ -85,7 +85,7 @@ def _needed(name: str, model: HubModel, listed: Any) -> list[str]:
     else:
         needed = [file for file in sizes if "/" not in file and any(fnmatchcase(file, one) for one in FILES)]
         if not any(file.endswith(".safetensors") for file in needed):
-            hint = "Bloomery reads safetensors and GGUF files."
+            hint = "Bloomery reads safetensors and GGUF files. Fetch pickled weights yourself, and name their file."
             if ggufs:
                 hint = f"Name one of its GGUF files, as {PREFIX}{model.repository}/{ggufs[0]}"
             raise CheckpointError("has no weights as safetensors", where=name, hint=hint)

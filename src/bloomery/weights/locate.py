@@ -9,11 +9,11 @@ from typing import Any
 
 from bloomery.core import io as core_io
 from bloomery.core import run_dir
-from bloomery.core.errors import CheckpointError, RunError
+from bloomery.core.errors import CheckpointError, DataError, RunError
 from bloomery.core.io import MANIFEST
 from bloomery.core.log import info
 from bloomery.core.pipeline import CURRENT, RECIPE, read_manifest
-from bloomery.weights import hub
+from bloomery.weights import hub, pickled
 from bloomery.weights.hf import is_model
 
 TRAINED = ("prefer", "finetune", "pretrain")
@@ -39,14 +39,18 @@ def locate_model(path: Path) -> Path:
     hub:OWNER/NAME[@REVISION] stands for a model of a hub, which is fetched to the cache. A run folder stands for a
     model that its current settings have finished: that of `prefer`, else the finetuned model, else the pretrained
     model, which is logged. A finished model that is damaged is an error: no other model replaces it. A stage folder
-    stands for the model it left.
+    stands for the model it left. Weights that PyTorch pickled, named as a file, stand for their folder.
     """
     if str(path).startswith(hub.PREFIX):
         return hub.fetched(str(path))
     if not path.exists():
         raise CheckpointError("does not exist", where=str(path), hint="Name a run folder, for example runs/demo.")
+    if not path.is_dir() and (what := core_io.special(path)):
+        raise DataError(what, where=str(path), hint="Name the file or the folder of a model.")
     if (path / CURRENT).is_file():
         return _of_run(path)
+    if path.is_file() and pickled.is_named(path):
+        return pickled.converted(path)
     for folder in (path, path / "model"):
         if is_model(folder):
             return folder

@@ -108,32 +108,35 @@ def save_sharded(
     weight_map: dict[str, str] = {}
     for number, names in enumerate(files, 1):
         file_name = WEIGHTS if width == 1 else f"{stem}-{number:05}-of-{width:05}.safetensors"
-        _write_file(folder / file_name, names, shapes, tensors, form)
+        write_file(folder / file_name, names, shapes, tensors, dict.fromkeys(names, form))
         weight_map |= dict.fromkeys(names, file_name)
     if width > 1:
         core_io.write_json(folder / INDEX, {"metadata": {"total_size": total}, "weight_map": weight_map})
 
 
-def _write_file(
+def write_file(
     path: Path,
     names: Sequence[str],
     shapes: Mapping[str, list[int]],
     tensors: Mapping[str, Callable[[], Tensor]],
-    form: torch.dtype,
+    forms: Mapping[str, torch.dtype],
 ) -> None:
-    """A safetensors file: the length of its header, the header in JSON, the bytes of each tensor."""
-    kind = next(short for short, name in NUMBERS.items() if getattr(torch, name) == form)
+    """
+    Write a safetensors file: the length of its header, the header in JSON, the bytes of each tensor. A tensor is made
+    when it is written.
+    """
+    kinds = {getattr(torch, name): short for short, name in NUMBERS.items()}
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     end = 0
     for name in names:
-        begin, end = end, end + math.prod(shapes[name]) * form.itemsize
-        header[name] = {"dtype": kind, "shape": shapes[name], "data_offsets": [begin, end]}
+        begin, end = end, end + math.prod(shapes[name]) * forms[name].itemsize
+        header[name] = {"dtype": kinds[forms[name]], "shape": shapes[name], "data_offsets": [begin, end]}
     text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
     text += b" " * (-len(text) % 8)
     with core_io.whole_file(path) as file:
         file.write(len(text).to_bytes(8, "little") + text)
         for name in names:
-            ready = tensors[name]().detach().to("cpu", form).contiguous()
+            ready = tensors[name]().detach().to("cpu", forms[name]).contiguous()
             file.write(ready.view(-1).view(torch.uint8).numpy().data if ready.numel() else b"")
 
 
@@ -249,10 +252,7 @@ class Tensors:
     def _missing(self) -> CheckpointError:
         if pickled := is_pickled(self._folder):
             what = f"its weights are a pickle ({pickled}), which could run any code while it is read"
-            hint = (
-                "Take the same model as safetensors; where you trust the file, transformers makes one of it:\n"
-                "AutoModelForCausalLM.from_pretrained(FOLDER).save_pretrained(OUT)"
-            )
+            hint = f"Take the same model as safetensors. Or name the file itself: {self._folder / pickled}"
             return CheckpointError(what, where=str(self._folder), hint=hint)
         hint = "Name a run folder, a stage folder, a checkpoint folder, or a model folder."
         return CheckpointError(f"there is no {WEIGHTS}", where=str(self._folder), hint=hint)

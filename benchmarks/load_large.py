@@ -1,0 +1,177 @@
+"""
+How much memory does it take to load a large model of others, in each number format?
+
+    python benchmarks/load_large.py [--json] [--quick] [--formats bfloat16 int8 nf4] [--folder DIR] [--into FILE]
+
+A folder is written as transformers saves it: the shape of Llama 3.1 8B, weights in bfloat16 that repeat one drawn
+block, four files with an index, and a tokenizer of 257 tokens. The folder takes 16 GB of disk and is removed after the
+measurement, unless --folder names it. A process of its own loads each format. One of its threads reads the kernel's
+count of its anonymous memory (RssAnon) every 10 ms. Pages of the files do not count: the kernel takes them back when
+it needs memory. --quick takes a shape of 60 million parameters.
+"""
+
+import argparse
+import json
+import math
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import tokenizers
+from tokenizers import decoders, models, pre_tokenizers
+
+from bloomery.core.pipeline import machine, versions
+from bloomery.tokenizer.tokenizer import byte_letters
+
+import torch
+
+LLAMA_8B = {"hidden_size": 4096, "num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 8}
+LLAMA_8B |= {"intermediate_size": 14336, "vocab_size": 128256}
+QUICK = {"hidden_size": 512, "num_hidden_layers": 8, "num_attention_heads": 8, "num_key_value_heads": 4}
+QUICK |= {"intermediate_size": 1792, "vocab_size": 32000}
+FORMATS = ("bfloat16", "int8", "nf4")
+FILES = 4
+BLOCK = 2**24
+"""Numbers of the block that is repeated."""
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--json", action="store_true")
+    parser.add_argument("--quick", action="store_true")
+    parser.add_argument("--formats", nargs="+", choices=FORMATS, default=FORMATS)
+    parser.add_argument("--folder", type=Path)
+    parser.add_argument("--into", type=Path)
+    parser.add_argument("--one", choices=FORMATS, help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.one:
+        print(json.dumps(loaded(options.folder, options.one)))
+        return
+    shape = QUICK if options.quick else LLAMA_8B
+    with tempfile.TemporaryDirectory() as made:
+        folder = options.folder or Path(made) / "model"
+        if not (folder / "config.json").exists():
+            write(folder, shape)
+        cases = [in_a_process(folder, dtype) for dtype in options.formats]
+    result = {
+        "benchmark": "load_large",
+        "machine": machine(),
+        "versions": versions(),
+        "shape": shape,
+        "parameters": sum(math.prod(size) for size in sizes(shape).values()),
+        "cases": cases,
+    }
+    for case in cases:
+        print(
+            f"{case['dtype']:<9} {case['model_gib']:6.2f} GiB of weights  {case['peak_anonymous_gib']:6.2f} GiB at most"
+            f"  {case['seconds']:6.1f} s",
+            file=sys.stderr,
+        )
+    if options.into:
+        options.into.write_text(json.dumps(result, indent=1) + "\n")
+    print(json.dumps(result))
+
+
+def sizes(shape: dict[str, int]) -> dict[str, tuple[int, ...]]:
+    """The tensors of a Llama of transformers, in the order in which they are saved."""
+    D, F, V = shape["hidden_size"], shape["intermediate_size"], shape["vocab_size"]
+    kv = D * shape["num_key_value_heads"] // shape["num_attention_heads"]
+    found: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (V, D)}
+    for layer in range(shape["num_hidden_layers"]):
+        at = f"model.layers.{layer}."
+        found |= {f"{at}self_attn.q_proj.weight": (D, D), f"{at}self_attn.k_proj.weight": (kv, D)}
+        found |= {f"{at}self_attn.v_proj.weight": (kv, D), f"{at}self_attn.o_proj.weight": (D, D)}
+        found |= {f"{at}mlp.gate_proj.weight": (F, D), f"{at}mlp.up_proj.weight": (F, D)}
+        found |= {f"{at}mlp.down_proj.weight": (D, F)}
+        found |= {f"{at}input_layernorm.weight": (D,), f"{at}post_attention_layernorm.weight": (D,)}
+    return found | {"model.norm.weight": (D,), "lm_head.weight": (V, D)}
+
+
+def write(folder: Path, shape: dict[str, int]) -> None:
+    """The folder, written tensor by tensor, without the library: it would hold a whole file in memory."""
+    folder.mkdir(parents=True, exist_ok=True)
+    block = torch.randn(BLOCK, generator=torch.Generator().manual_seed(0)).mul_(0.02).bfloat16()
+    data = block.view(torch.uint8).numpy().tobytes()
+    wanted = list(sizes(shape).items())
+    share = -(-len(wanted) // FILES)
+    weight_map: dict[str, str] = {}
+    for number in range(FILES):
+        name = f"model-{number + 1:05}-of-{FILES:05}.safetensors"
+        some = wanted[number * share : (number + 1) * share]
+        weight_map |= dict.fromkeys([tensor for tensor, _ in some], name)
+        header, end = dict[str, Any](), 0
+        for tensor, size in some:
+            begin, end = end, end + 2 * math.prod(size)
+            header[tensor] = {"dtype": "BF16", "shape": list(size), "data_offsets": [begin, end]}
+        text = json.dumps(header).encode()
+        text += b" " * (-len(text) % 8)
+        with (folder / name).open("wb") as file:
+            file.write(len(text).to_bytes(8, "little") + text)
+            for piece in repeated(data, end):
+                file.write(piece)
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+    facts = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "max_position_embeddings": 8192, **shape}
+    facts |= {"rms_norm_eps": 1e-5, "rope_theta": 500000.0, "tie_word_embeddings": False, "torch_dtype": "bfloat16"}
+    facts |= {"eos_token_id": 256}
+    letters = [*byte_letters().values(), "<|end_of_text|>"]
+    inner = tokenizers.Tokenizer(models.BPE({letter: id for id, letter in enumerate(letters)}, []))
+    inner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    inner.decoder = decoders.ByteLevel()
+    inner.save(str(folder / "tokenizer.json"))
+    (folder / "tokenizer_config.json").write_text(json.dumps({"eos_token": "<|end_of_text|>"}))
+    (folder / "config.json").write_text(json.dumps(facts))
+
+
+def repeated(data: bytes, size: int) -> Iterator[bytes]:
+    while size > 0:
+        yield data[:size]
+        size -= len(data)
+
+
+def in_a_process(folder: Path, dtype: str) -> dict[str, Any]:
+    command = [sys.executable, __file__, "--folder", str(folder), "--one", dtype]
+    done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True)
+    found: dict[str, Any] = json.loads(done.stdout)
+    return found
+
+
+def loaded(folder: Path, dtype: Any) -> dict[str, Any]:
+    """Load a model here. Returns seconds, bytes of the model, and the peak of anonymous memory above what was there."""
+    from bloomery.model import quantize
+    from bloomery.weights import hf
+
+    before, stop, peak = anonymous(), threading.Event(), [0]
+
+    def watch() -> None:
+        while not stop.wait(0.01):
+            peak[0] = max(peak[0], anonymous())
+
+    watcher = threading.Thread(target=watch, daemon=True)
+    watcher.start()
+    start = time.perf_counter()
+    model = hf.load(folder, dtype=dtype).model
+    seconds = time.perf_counter() - start
+    stop.set()
+    watcher.join()
+    return {
+        "dtype": dtype,
+        "seconds": round(seconds, 1),
+        "model_gib": round(quantize.kept_bytes(model) / 2**30, 3),
+        "peak_anonymous_gib": round(peak[0] / 2**30, 3),
+        "of_the_process_before_gib": round(before / 2**30, 3),
+    }
+
+
+def anonymous() -> int:
+    """Bytes of this process that are no part of a file."""
+    status = Path("/proc/self/status").read_text()
+    return int(next(line for line in status.splitlines() if line.startswith("RssAnon")).split()[1]) * 1024
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,285 @@
+"""
+A model of a folder or a GGUF file: its configuration first, then its weights, tensor by tensor.
+
+A weight goes from its file to the device, in the number format that was asked for, before the next one is read. The
+model is built without memory for its weights, so that the peak is one tensor beside the model.
+"""
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any, Literal, TypeVar
+
+from pydantic import Field, ValidationError
+from typing_extensions import TypedDict
+
+import bloomery.hw.require_torch  # noqa: F401
+from bloomery.core.config import explained
+from bloomery.core.errors import CheckpointError, shorten
+from bloomery.core.io import MANIFEST
+from bloomery.core.records import Count, read_record
+from bloomery.model import quantize
+from bloomery.model.config import Base, ModelConfig, cost
+from bloomery.model.transformer import Transformer
+from bloomery.tokenizer.tokenizer import MAX_IDS
+from bloomery.weights import architectures as weights_architectures
+from bloomery.weights import gguf
+from bloomery.weights.architectures import BUFFERS, TABLES, Architecture, spread
+from bloomery.weights.gguf import GGUFModel
+from bloomery.weights.safetensors import UNROUNDED, TensorReader, Tensors, rounded
+
+import torch
+from torch import Tensor, nn
+
+T = TypeVar("T")
+CONFIG = "config.json"
+THEIRS = {
+    "hidden_size": ("hidden_size", "n_embd"),
+    "num_layers": ("num_hidden_layers", "n_layer"),
+    "num_heads": ("num_attention_heads", "n_head"),
+    "num_kv_heads": ("num_key_value_heads",),
+    "head_dim": ("head_dim",),
+    "intermediate_size": ("intermediate_size", "n_inner"),
+    "context_length": ("max_position_embeddings", "n_positions", "n_ctx", "model_max_length"),
+    "norm_eps": ("rms_norm_eps", "layer_norm_epsilon"),
+    "tie_embeddings": ("tie_word_embeddings",),
+}
+"""Fields of a ModelConfig, and the keys of config.json that they come from under another name."""
+Size = Annotated[int, Field(ge=0, lt=2**63)]
+"""Whether it can be is for ModelConfig to say."""
+NumberFormat = Literal["float32", "bfloat16", "float16"]
+LoadFormat = Literal["auto", "float32", "bfloat16", "float16", "int8", "nf4"]
+"""How weights are kept in memory. auto: as in their file; blocks of a quantized GGUF file become bfloat16."""
+
+
+class ConfigFile(TypedDict, total=False):
+    """
+    What is read of a config.json before its numbers are checked as those of a ModelConfig: whose it is, and the values
+    that are no plain numbers.
+    """
+
+    architectures: object
+    model_type: str | None
+    vocab_size: int
+    bloomery: dict[str, Any]
+    hidden_act: str
+    activation_function: str
+    rope_scaling: dict[str, Any] | None
+    rope_parameters: dict[str, Any] | None
+    rope_theta: float | None
+    layer_types: list[str] | None
+    num_hidden_layers: Annotated[int, Field(lt=10**6)]
+    num_attention_heads: Size
+    n_embd: Size
+    head_dim: Size | None
+    sliding_window: Size | None
+    max_window_layers: Count
+
+
+@dataclass(frozen=True)
+class OpenedModel:
+    """A model folder or a GGUF file, of which nothing but its configuration has been read."""
+
+    path: Path
+    facts: Mapping[str, Any]
+    """As in config.json."""
+    kind: Architecture
+    config: ModelConfig
+    rows: int
+    gguf: GGUFModel | None
+
+    def tensors(self, dtype: LoadFormat = "auto") -> TensorReader:
+        """The weights. Quantized blocks of GGUF become bfloat16 where that is how they are kept, and else float32."""
+        if self.gguf is None:
+            return Tensors(self.path, again(self.path))
+        self.gguf.tensors.dequantized = torch.bfloat16 if dtype in ("auto", "bfloat16") else torch.float32
+        return self.gguf.tensors
+
+
+def opened_model(path: Path) -> OpenedModel:
+    if path.is_file():
+        model = gguf.read(path)
+        kind, config, rows = _interpreted(model.facts, path)
+        return OpenedModel(path, model.facts, kind, config, rows, model)
+    if not (path / CONFIG).is_file():
+        hint = "Name a run, stage, checkpoint or model folder, a GGUF file, or hub:OWNER/NAME."
+        raise CheckpointError(f"there is no {CONFIG}", where=str(path), hint=hint)
+    facts, kind, config, rows = understood(path / CONFIG)
+    return OpenedModel(path, facts, kind, config, rows, None)
+
+
+def again(folder: Path) -> str:
+    """The hint where a file of a model folder is damaged."""
+    if (folder.parent / MANIFEST).is_file():
+        return "The file is damaged. Remove its stage's manifest.json and run the recipe again."
+    return "The file is damaged. Make the folder or fetch it again."
+
+
+def read_file(file: Path, kind: Callable[..., T]) -> T:
+    return read_record(file, kind, error=CheckpointError, fix=again(file.parent))
+
+
+def understood(file: Path) -> tuple[dict[str, Any], Architecture, ModelConfig, int]:
+    """What a config.json says, its architecture, its model, and how many ids that has."""
+    facts: dict[str, Any] = {**read_file(file, ConfigFile)}
+    if said := facts.get("quantization_config"):
+        method = said.get("quant_method", "a method without a name") if isinstance(said, dict) else said
+        what = f"its weights are quantized (quantization_config: {method}); float32, bfloat16 and float16 are read"
+        raise CheckpointError(what, where=str(file), hint=UNROUNDED)
+    return facts, *_interpreted(facts, file)
+
+
+def _interpreted(facts: Mapping[str, Any], file: Path) -> tuple[Architecture, ModelConfig, int]:
+    """The architecture and the model that a configuration is of, and how many ids that has. Raises CheckpointError."""
+    try:
+        kind = weights_architectures.of_file(facts)
+        config, rows = kind.understand(facts), facts["vocab_size"]
+        if type(rows) is not int or not 1 <= rows <= MAX_IDS:
+            raise ValueError(f"vocab_size is {shorten(repr(rows))}, and no number of ids from 1 to {MAX_IDS:,}")
+        for name in ("bos_token_id", "eos_token_id"):
+            ids = facts[name] if isinstance(facts.get(name), list) else [facts.get(name)]
+            if beyond := [id for id in ids if isinstance(id, int) and id >= rows]:
+                raise ValueError(f"{name} is {shorten(repr(beyond[0]))}, and the last of its ids is {rows - 1:,}")
+        return kind, config, rows
+    except KeyError as error:
+        what, hint = f"lacks {error}", "Fetch the folder again, or write into it what it lacks."
+    except (ValueError, TypeError) as error:
+        why = _explained(facts, error) if isinstance(error, ValidationError) else str(error)
+        what = f"is of a model that is not known here: {why}"
+        hint = "Take a model of another kind: docs/understand/model-folders.md says which can be read."
+    raise CheckpointError(what, where=str(file), hint=hint)
+
+
+def _explained(facts: Mapping[str, Any], error: ValidationError) -> str:
+    """What is wrong with the shape of a config.json, with the names and values that stand there."""
+    fields = [str(problem["loc"][0]) for problem in error.errors() if problem["loc"]]
+    keys = [key for field in fields for key in THEIRS.get(field, ()) if key in facts]
+    return "; ".join(
+        [f"{key} is {weights_architectures.shown(facts[key])}" for key in keys] + [explained(ModelConfig, error)[0]]
+    )
+
+
+def own_weights(model: Transformer) -> dict[str, Tensor]:
+    """The weights of a model by name, without a tied head, which is the embedding."""
+    weights: dict[str, Tensor] = model.state_dict()
+    return {name: weights[name] for name in weights if not (model.config.tie_embeddings and name == "head.weight")}
+
+
+def filled(opened: OpenedModel, num_ids: int, dtype: LoadFormat, device: torch.device | str) -> Transformer:
+    """
+    A model with rows for `num_ids` ids. The first rows of the tables and everything else are the weights of the files,
+    each converted, and moved to the device, before the next is read.
+    """
+    tensors = opened.tensors(dtype)
+    _of_one_size(opened.config, opened.rows, tensors)
+    with torch.device("meta"):
+        model = Transformer(opened.config, num_ids)
+    kept_as = kept_as_in(dtype, opened)
+    for name, weight in converted(model, tensors, opened.kind, opened.rows):
+        _place(model, name, weight, kept_as, device)
+    if opened.config.tie_embeddings:
+        model.head.weight = model.embed.weight
+    return model
+
+
+def kept_as_in(dtype: LoadFormat, opened: OpenedModel) -> Base | Literal["float16"]:
+    """The format that weights are kept in: that of the embedding in the files where it is to be theirs."""
+    if dtype != "auto":
+        return dtype
+    table = opened.kind.pieces([TABLES[0]])[0].theirs
+    stored = opened.tensors().number_format(table)
+    return {"float16": "float16", "float32": "float32"}.get(stored or "", "bfloat16")  # type: ignore[return-value]
+
+
+def _place(model: Transformer, name: str, weight: Tensor, kept_as: str, device: torch.device | str) -> None:
+    """Put a weight into a model that has none of that name yet: vectors of norms stay in float32."""
+    path, _, leaf = name.rpartition(".")
+    module = model.get_submodule(path)
+    is_matrix = isinstance(module, nn.Linear | nn.Embedding | quantize.QuantizedLinear)
+    plain = {"float32": torch.float32, "float16": torch.float16}.get(kept_as, torch.bfloat16)
+    form = plain if is_matrix else torch.float32
+    if (
+        kept_as in ("int8", "nf4", "nf4_double")
+        and isinstance(module, nn.Linear)
+        and leaf == "weight"
+        and path != "head"
+    ):
+        whole = nn.Linear(1, 1, bias=False, device="meta")
+        whole.weight = nn.Parameter(weight.to(device), requires_grad=False)
+        frozen = quantize.frozen(whole, kept_as)  # type: ignore[arg-type]
+        frozen.bias = None if module.bias is None else module.bias.detach()
+        parent, _, last = path.rpartition(".")
+        setattr(model.get_submodule(parent), last, frozen)
+        return
+    ready = rounded(name, weight, form, name).to(device)
+    if isinstance(module, quantize.QuantizedLinear):
+        module.bias = ready
+    else:
+        setattr(module, leaf, nn.Parameter(ready, requires_grad=kept_as == "float32"))
+
+
+def keep(model: Transformer, kept_as: str, device: torch.device | str) -> None:
+    """Bring a whole model in float32 to a device in another format, weight by weight."""
+    for name, weight in own_weights(model).items():
+        _place(model, name, weight.detach(), kept_as, device)
+    if model.config.tie_embeddings:
+        model.head.weight = model.embed.weight
+
+
+def _of_one_size(config: ModelConfig, rows: int, tensors: TensorReader) -> None:
+    """
+    Raises CheckpointError where a configuration is of a model that its files cannot be, before it is built: a damaged
+    one can ask for any memory. What is nearly of one size is built, and told by the name of its tensor.
+    """
+    held = tensors.num_numbers()
+    layers, numbers = config.num_layers, 0
+    if layers <= len(tensors.names) and (numbers := cost(config, rows).parameters) <= 2 * held:
+        return
+    there = f"{layers:,} layers" if not numbers else f"{numbers:,} parameters"
+    what = f"holds {len(tensors.names):,} tensors of {held:,} numbers, and {CONFIG} is of a model of {there}"
+    raise CheckpointError(what, where=str(tensors.file), hint="One of the two is damaged, or of another model.")
+
+
+def converted(
+    model: Transformer, tensors: TensorReader, kind: Architecture, rows: int | None = None
+) -> Iterator[tuple[str, Tensor]]:
+    """
+    The weights of a model from files, by our names, in the number format of the files. Of tables, only the first `rows`
+    are filled, where that is given.
+    """
+    own = own_weights(model)
+    pieces = kind.pieces(list(own))
+    _nothing_else(
+        tensors, {tensors.stored_name(piece.theirs) for piece in pieces}, kind, tied=model.config.tie_embeddings
+    )
+    for piece in pieces:
+        tensor = tensors.get(piece.theirs)
+        if tensor is None:
+            what = f"{piece.theirs} is missing"
+            raise CheckpointError(what, where=str(tensors.file), hint="It belongs to another model.")
+        if len(piece.ours) == 1 and not piece.transposed and tensor.shape == own[piece.ours[0]].shape:
+            yield piece.ours[0], tensor
+            continue
+        weights = {name: torch.empty(own[name].shape, dtype=tensor.dtype) for name in piece.ours}
+        places = {name: weight[:rows] if name in TABLES else weight for name, weight in weights.items()}
+        try:
+            spread(piece, tensor, places)
+        except ValueError as error:
+            raise CheckpointError(str(error), where=str(tensors.file), hint="It belongs to another model.") from None
+        yield from weights.items()
+
+
+def _nothing_else(tensors: TensorReader, used: set[str | None], kind: Architecture, *, tied: bool) -> None:
+    """Raises CheckpointError where files hold more than these tensors and what follows from the configuration."""
+    embedding, head = (kind.pieces([name])[0].theirs for name in TABLES)
+    if tied and (head_tensor := tensors.get(head)) is not None:
+        other = tensors.get(embedding)
+        if other is None or head_tensor.shape != other.shape or not torch.equal(head_tensor.float(), other.float()):
+            what = f"{head} is not {embedding}, and {CONFIG} says that it is (tie_word_embeddings)"
+            hint = f"Where the head is its own, write tie_word_embeddings: false into {CONFIG}."
+            raise CheckpointError(what, where=str(tensors.file), hint=hint)
+        used = used | {tensors.stored_name(head)}
+    if left := sorted(name for name in tensors.names - used if not BUFFERS.fullmatch(name)):
+        shown = ", ".join(left[:3]) + (f" and {len(left) - 3} more" if len(left) > 3 else "")
+        what = f"holds what a {kind.name} of this {CONFIG} does not have: {shown}"
+        raise CheckpointError(what, where=str(tensors.file), hint="One of the two belongs to another model.")
