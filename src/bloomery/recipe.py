@@ -75,6 +75,8 @@ class Recipe(Config):
     def _without_resolved_classifiers(self, dump: Callable[["Recipe"], dict[str, Any]]) -> dict[str, Any]:
         """Without what `resolve` decided: a recipe that is written and read again asks for what this one asks for."""
         data = dump(self)
+        for name in checks.skipped(self) - self.model_fields_set:
+            data.pop(name, None)
         if "classify" not in self.model_fields_set:
             data.pop("classify", None)
         elif "required" not in self.classify.model_fields_set and "classify" in data:

@@ -27,6 +27,7 @@ from bloomery.hw import device as devices
 from bloomery.stages import instruct, prefer, run_report
 from bloomery.stages.config import Evaluate
 from bloomery.stages.rollouts import SAMPLES
+from bloomery.tokenizer.chat_template import special_tokens
 from bloomery.tokenizer.tokenizer import Tokenizer
 from bloomery.weights import hf, locate
 from bloomery.weights.hf import Loaded
@@ -54,12 +55,7 @@ def run(config: Evaluate, inputs: Mapping[str, Path], out: Path) -> dict[str, An
         "answers": scores,
         "bits_per_byte": bits_per_byte(base, inputs.get("shard"), config, device),
         "leaks": leaks(judged, inputs, tuned.tokenizer),
-        **held_out_talks(
-            {"pretrain": replace(base, language=replace(base.language, chat=tuned.renderer)), last: tuned},
-            config,
-            inputs,
-            out,
-        ),
+        **held_out_talks({"pretrain": speaking(base, tuned), last: tuned}, config, inputs, out),
         **known_tasks(tuned, config, inputs, out),
         **run_report.training(inputs),
         **run_report.corpus(inputs),
@@ -84,6 +80,14 @@ def base_of(inputs: Mapping[str, Path]) -> Path:
         return inputs["pretrain"] / "model"
     first = inputs["finetune"] if "finetune" in inputs else inputs["prefer"]
     return locate.locate_model(Path(read_manifest(first)["config"]["start_from"]).expanduser())
+
+
+def speaking(base: Loaded, tuned: Loaded) -> Loaded:
+    """The base with the words of the finetuned model, and rows for the tokens that finetuning added."""
+    if tuned.tokenizer.vocab_size > base.model.vocab_size:
+        device = base.model.embed.weight.device
+        base = hf.load(base.folder, device, special=special_tokens(tuned.renderer.name))
+    return replace(base, language=tuned.language)
 
 
 def known_tasks(tuned: Loaded, config: Evaluate, inputs: Mapping[str, Path], out: Path) -> dict[str, Any]:

@@ -104,14 +104,6 @@ class GGUFModel:
     tensors: "GGUFTensors"
 
 
-def is_gguf(path: Path) -> bool:
-    """Whether a path is a file that begins as a GGUF file does."""
-    if not path.is_file():
-        return False
-    with path.open("rb") as opened:
-        return opened.read(len(MAGIC)) == MAGIC
-
-
 def read(file: Path) -> GGUFModel:
     """
     The model of a GGUF file. No weights are read yet. Raises CheckpointError where the file is damaged, where a

@@ -45,7 +45,8 @@ def locate_model(path: Path) -> Path:
         return hub.fetched(str(path))
     if not path.exists():
         raise CheckpointError("does not exist", where=str(path), hint="Name a run folder, for example runs/demo.")
-    if not path.is_dir() and (what := core_io.special(path)):
+    kernel = core_io.kernel(path)
+    if what := (f"lies in {kernel}" if kernel else "") if path.is_dir() else core_io.special(path):
         raise DataError(what, where=str(path), hint="Name the file or the folder of a model.")
     if (path / CURRENT).is_file():
         return _of_run(path)
