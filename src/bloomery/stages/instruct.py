@@ -225,7 +225,7 @@ def run(config: Instruct, inputs: Mapping[str, Path], out: Path) -> dict[str, An
 def renderer_of(model: Path, template: str | None) -> ChatRenderer:
     """
     How the conversations of a model are written: in its own template, or in one of TEMPLATES. A folder of transformers
-    gets the special tokens that its tokenizer lacks. Raises DataError for other models that lack them, and where a
+    and a GGUF file get the special tokens that their tokenizer lacks. Raises DataError for other models that lack them, and where a
     model has no template and none is named.
     """
     words = resolve("bloomery.weights.hf:language")(model)
@@ -237,11 +237,11 @@ def renderer_of(model: Path, template: str | None) -> ChatRenderer:
         return chat
     tokenizer = words.tokenizer.promoted(TEMPLATES[template].special)
     if missing := lacking(tokenizer, template):
-        if model.is_file() or any((model / name).exists() for name in ("bloomery.json", "adapter_config.json")):
+        if any((model / name).exists() for name in ("bloomery.json", "adapter_config.json")):
             what = f"its tokenizer lacks {', '.join(missing)} of the chat template {template!r}"
             hint = (
                 "Leave instruct.chat_template out, or take a template whose tokens it has. "
-                "Bloomery adds tokens only to folders of transformers."
+                "Bloomery adds tokens only to folders of transformers and to GGUF files."
             )
             raise DataError(what, where=str(model), hint=hint)
         info(f"instruct: the tokenizer lacks {', '.join(missing)}; the model gets a row for each", "yellow")
