@@ -225,8 +225,8 @@ def run(config: Instruct, inputs: Mapping[str, Path], out: Path) -> dict[str, An
 def renderer_of(model: Path, template: str | None) -> ChatRenderer:
     """
     How the conversations of a model are written: in its own template, or in one of TEMPLATES. A folder of transformers
-    and a GGUF file get the special tokens that their tokenizer lacks. Raises DataError for other models that lack them, and where a
-    model has no template and none is named.
+    and a GGUF file get the special tokens that their tokenizer lacks. Raises DataError for other models that lack
+    them, and where a model has no template and none is named.
     """
     words = resolve("bloomery.weights.hf:language")(model)
     if template is None:
