@@ -16,9 +16,10 @@ from bloomery.model.transformer import Transformer
 from bloomery.tokenizer import importers
 from bloomery.tokenizer.chat_template import Renderer
 from bloomery.tokenizer.tokenizer import DOCUMENT, PAD
-from bloomery.weights import architectures, gguf, gguf_writer, hf, hub, integrity, llmc
+from bloomery.weights import architectures, gguf, gguf_writer, hf, hub, integrity, llmc, locate, pickled
 from bloomery.weights.gguf_writer import GGUFWords
 from bloomery.weights.hf import Lineage, Loaded, ModelLanguage
+from bloomery.weights.opened import NumberFormat
 from bloomery.weights.safetensors import SHARD_BYTES
 
 import torch
@@ -124,10 +125,11 @@ def push(folder: Path, repository: str, *, public: bool) -> str:
     that of HF_TOKEN or of `hf auth login`. Raises UnreachableError where the hub refuses it or does not answer.
     """
     api = HfApi()
+    refusals: tuple[type[Exception], ...] = (*hub.transport_errors(HfHubHTTPError), HFValidationError, OSError)
     try:
         address = api.create_repo(repository, private=not public, exist_ok=True)
         api.upload_folder(repo_id=repository, folder_path=folder, commit_message="Export from Bloomery")
-    except (*hub.transport_errors(HfHubHTTPError), HFValidationError, OSError) as error:
+    except refusals as error:
         hint = "Check the network. HF_TOKEN must be a token that may write; or log in: hf auth login"
         first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise UnreachableError(f"was not uploaded: {first}", where=f"hub:{repository}", hint=hint) from None
@@ -153,11 +155,12 @@ def _said_otherwise(model: Transformer) -> Transformer:
 
 def read(source: Path, tokenizer: Path | None = None) -> Loaded:
     """
-    A model to import: a folder as transformers saves it, a GGUF file, or hub:OWNER/NAME, each in its own number format.
-    Or a model file of llm.c, whose tokenizer is in the same folder or is named; it becomes float32. Raises
-    CheckpointError and DataError, which say what cannot be read and why.
+    A model to import: a folder as transformers saves it, a GGUF file, hub:OWNER/NAME, or weights that PyTorch pickled,
+    each in its own number format. Or a model file of llm.c, whose tokenizer is in the same folder or is named; it
+    becomes float32. Raises CheckpointError and DataError, which say what cannot be read and why.
     """
-    path = hub.fetched(str(source)) if str(source).startswith(hub.PREFIX) else source
+    is_made_first = str(source).startswith(hub.PREFIX) or pickled.is_named(source)
+    path = locate.locate_model(source) if is_made_first else source
     if path.is_dir() or path.suffix == gguf.SUFFIX:
         if tokenizer is not None:
             hint = "Leave --tokenizer out: the model has its own."
@@ -192,7 +195,7 @@ def take_in(source: Path, out: Path, tokenizer: Path | None = None) -> dict[str,
     """Make a model folder of what `read` reads, in its number format. Raises RunError where `out` has files in it."""
     check_new_folder(out)
     loaded = read(source, tokenizer)
-    number_format: hf.NumberFormat = str(loaded.model.embed.weight.dtype).removeprefix("torch.")  # type: ignore[assignment]
+    number_format: NumberFormat = str(loaded.model.embed.weight.dtype).removeprefix("torch.")  # type: ignore[assignment]
     hf.save(out, loaded.model, loaded.language, loaded.lineage, number_format=number_format)
     parameters = sum(weight.numel() for weight in loaded.model.parameters())
     name = architectures.architecture(loaded.model.config).name
