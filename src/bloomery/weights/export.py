@@ -1,5 +1,6 @@
 """Models out of this house and into it: `bloomery export` and `bloomery import`."""
 
+import shutil
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
@@ -10,13 +11,14 @@ from huggingface_hub.errors import HfHubHTTPError, HFValidationError
 import bloomery.hw.require_torch  # noqa: F401
 from bloomery.core.chat import TEMPERATURE
 from bloomery.core.errors import CheckpointError, RunError, UnreachableError
-from bloomery.core.io import check_new_folder, whole_file
+from bloomery.core.io import check_new_folder, make_folder, whole_file, write_json
 from bloomery.core.log import info
+from bloomery.core.records import read_record
 from bloomery.model.transformer import Transformer
 from bloomery.tokenizer import importers
 from bloomery.tokenizer.chat_template import Renderer
 from bloomery.tokenizer.tokenizer import DOCUMENT, PAD
-from bloomery.weights import architectures, gguf, gguf_writer, hf, integrity, llmc
+from bloomery.weights import architectures, gguf, gguf_writer, hf, integrity, llmc, peft
 from bloomery.weights.gguf_writer import GGUFWords
 from bloomery.weights.hf import Lineage, Loaded, ModelLanguage
 from bloomery.weights.safetensors import SHARD_BYTES
@@ -24,6 +26,7 @@ from bloomery.weights.safetensors import SHARD_BYTES
 import torch
 
 ExportFormat = Literal["hf", "gguf", "llmc"]
+"""Formats of whole models; `write_adapters` is for PEFT."""
 ExportNumbers = Literal["float32", "bfloat16", "float16", "q8_0", "q4_0"]
 MODEL_FILE, TOKENIZER_FILE, CARD = "model.bin", "tokenizer.bin", "README.md"
 
@@ -67,6 +70,35 @@ def write(
             file.write(card(loaded, name, number_format))
         integrity.write_sums(out)
     return {"architecture": name, "number_format": number_format, "files": sorted(one.name for one in out.iterdir())}
+
+
+def write_adapters(folder: Path, out: Path) -> dict[str, Any]:
+    """
+    Write the adapters of a finetuned model for PEFT, with the tokenizer and chat template that they were trained with.
+    The base is named by its absolute path. Returns what was written, as `write` does.
+
+    Raises CheckpointError where the folder holds no adapters, or damaged ones; RunError where `out` has files in it.
+    """
+    if not peft.is_adapter(folder):
+        hint = "Leave --format out: it is a whole model. Adapters are what finetune.lora leaves."
+        raise CheckpointError("holds no adapters", where=str(folder), hint=hint)
+    check_new_folder(out)
+    adapter, words = peft.read(folder), hf.language(folder)
+    integrity.verify(folder)
+    facts = read_record(folder / peft.CONFIG, dict[str, Any], error=CheckpointError, fix="The file is damaged.")
+    base = hf.base_of(folder)
+    make_folder(out)
+    hf.write_words(out, words, hf.config_of(folder)[0].context_length, chats=words.chat is not None)
+    shutil.copyfile(folder / peft.WEIGHTS, out / peft.WEIGHTS)
+    write_json(out / peft.CONFIG, facts | {"base_model_name_or_path": str(base)})
+    name = architectures.architecture(hf.config_of(folder)[0]).name
+    ranks = {len(a) for a, _ in adapter.pairs.values()}
+    with whole_file(out / CARD, "w") as file:
+        file.write(
+            f"---\nlibrary_name: peft\nbase_model: {base.name}\n---\n\n# {out.name}\n\nAdapters for {base}, a {name}. "
+            f"Rank {', '.join(map(str, sorted(ranks)))} on {len(adapter.pairs)} matrices. Made with Bloomery.\n"
+        )
+    return {"architecture": name, "number_format": "float32", "files": sorted(one.name for one in out.iterdir())}
 
 
 def _write_gguf(loaded: Loaded, out: Path, number_format: ExportNumbers) -> dict[str, Any]:
