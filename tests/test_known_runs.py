@@ -127,7 +127,7 @@ def test_a_plan_can_be_made_before_anything_is_there(
     assert None in [one["fresh"] for one in found["stages"]]
 
 
-def test_weights_that_are_not_there_end_a_run_with_the_commands_that_bring_them(
+def test_weights_that_are_not_there_end_a_run_with_the_command_that_fetches_them(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -135,8 +135,8 @@ def test_weights_that_are_not_there_end_a_run_with_the_commands_that_bring_them(
     words += ["--runs", str(tmp_path / "runs"), "--until", "pretrain"]
     assert cli.main(["run", str(FOLDER / "gpt2-124m-finetune.toml"), *words]) == 2
     said = capsys.readouterr().err
-    assert "models/gpt2: there is no such folder" in said
-    assert "bloomery import THEIRS models/gpt2" in said
+    assert "models/gpt2: there is no such model" in said
+    assert "hf download OWNER/NAME --include '*.json' '*.safetensors' --local-dir models/gpt2" in said
 
 
 def test_an_imported_tokenizer_has_as_many_ids_as_the_recipe_says(tmp_path: Path) -> None:

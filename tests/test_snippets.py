@@ -25,12 +25,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from pydoc_data import topics
 from typing import Any
+from unittest import mock
 
 import pytest
 
 from bloomery import cli
 from bloomery.core import config
-from bloomery.core.errors import BloomeryError
+from bloomery.core.errors import BloomeryError, UnreachableError
 from bloomery.recipe import Recipe
 from tests.snippets import Shell
 
@@ -140,7 +141,12 @@ def check_command(words: list[str], folder: Path) -> str:
     """What is wrong with the options, the recipe or the settings of a command that is called in a folder; or ""."""
     said = io.StringIO()
     try:
-        with contextlib.redirect_stderr(said), contextlib.redirect_stdout(said), contextlib.chdir(folder):
+        with (
+            contextlib.redirect_stderr(said),
+            contextlib.redirect_stdout(said),
+            contextlib.chdir(folder),
+            mock.patch.dict(os.environ, {"HF_HUB_OFFLINE": "1"}),
+        ):
             options = cli.parse(words)
             recipe: Path | None = getattr(options, "recipe", None)
             if recipe is not None and not (recipe.parts[:1] == ("runs",) and recipe.name == "recipe.toml"):
@@ -148,7 +154,8 @@ def check_command(words: list[str], folder: Path) -> str:
     except SystemExit as end:
         return said.getvalue() if end.code else ""
     except BloomeryError as error:
-        return str(error)
+        is_hub = isinstance(error, UnreachableError) and "hub:" in " ".join(words)  # which no test asks
+        return "" if is_hub else str(error)
     return ""
 
 

@@ -127,7 +127,7 @@ class Model:
         """
         Logits (T, V), float32, on the model's device: row t is about the token after the first t + 1 token IDs. V is
         the size of the vocabulary. A text becomes `[tokenizer.document_id, *tokenizer.encode(text)]`, as in
-        `generate`; a model of others has its own opening, or none. T of token IDs is their number.
+        `generate`. A downloaded model has its own opening, or none. T of token IDs is their number.
 
         Raises DataError for no token ID, one outside the vocabulary, and more than the context takes.
         """

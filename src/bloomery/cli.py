@@ -85,6 +85,7 @@ def parser() -> argparse.ArgumentParser:
     _run_verbs(verbs)
     _data_verbs(verbs)
     _model_verbs(verbs)
+    _export_verbs(verbs)
     _machine_verbs(verbs)
     top.set_defaults(verbs=verbs.choices)
     return top
@@ -238,22 +239,22 @@ def _model_verbs(verbs: Any) -> None:
     verb.add_argument("model", type=_path, metavar="MODEL", help=MODEL)
     verb.add_argument("--prompt", action="append", default=[], help="ask this and end; may be given several times")
     verb.add_argument("--complete", action="store_true", help="continue the text of --prompt, without a chat template")
-    verb.add_argument("--template", choices=TEMPLATE_NAMES, help="a chat template in place of the model's own")
+    verb.add_argument("--template", choices=TEMPLATE_NAMES, help="chat template to use in place of the model's own")
     verb.add_argument(
         "--temperature",
         type=TEMPERATURES,
-        help=f"0 takes the likeliest token each time (default: the model's recommendation, or {TEMPERATURE})",
+        help=f"0 always takes the likeliest token (default: as the model recommends, or {TEMPERATURE})",
     )
-    verb.add_argument("--top-k", type=_whole(0, MAX_TOKENS), help="sample from the k likeliest tokens (0: all)")
-    verb.add_argument("--top-p", type=_number(1e-6, 1), help="sample from the fewest tokens that reach p together")
+    verb.add_argument("--top-k", type=_whole(0, MAX_TOKENS), help="sample from the k likeliest tokens; 0 for all")
+    verb.add_argument("--top-p", type=_number(1e-6, 1), help="sample from the likeliest tokens that reach p together")
     verb.add_argument("--max-tokens", type=ANSWER_TOKENS, default=128, help="longest answer (default: 128)")
-    verb.add_argument("--seed", type=SEED, default=0, help="of the draw, where the temperature is above 0")
+    verb.add_argument("--seed", type=SEED, default=0, help="the same seed samples the same answer (default: 0)")
     _dtype_argument(verb)
 
     verb = _verb(
         verbs, "serve", "serve all models over HTTP, with a page to talk to them", "bloomery serve --port 8000"
     )
-    verb.add_argument("models", nargs="*", type=_path, metavar="MODEL", help="a model besides those of --runs")
+    verb.add_argument("models", nargs="*", type=_path, metavar="MODEL", help=f"another model to serve: {MODEL}")
     verb.add_argument("--runs", type=_path, default=Path("runs"), help="folder of run folders (default: runs)")
     _dtype_argument(verb)
     verb.add_argument("--host", default="127.0.0.1", help="address to listen on (default: this machine only)")
@@ -275,6 +276,8 @@ def _model_verbs(verbs: Any) -> None:
     _dtype_argument(verb)
     _task_arguments(verb)
 
+
+def _export_verbs(verbs: Any) -> None:
     verb = _verb(
         verbs,
         "export",
@@ -288,22 +291,26 @@ def _model_verbs(verbs: Any) -> None:
         "--format",
         choices=("hf", "gguf", "peft", "llmc"),
         default="hf",
-        help="for transformers (default), llama.cpp or llm.c; peft: the adapters alone",
+        help="for transformers (default), llama.cpp and Ollama, PEFT (adapters alone), or llm.c",
     )
     formats = ("float32", "bfloat16", "float16", "q8_0", "q4_0")
-    verb.add_argument("--dtype", choices=formats, default="float32", help="of the weights (default: float32)")
-    verb.add_argument("--shard-size", type=_number(1e-5, 1e6), default=5.0, help="GB of a file of hf (default: 5)")
-    verb.add_argument("--push", type=_repository, metavar="hub:OWNER/NAME", help="upload the folder of hf, private")
-    verb.add_argument("--public", action="store_true", help="let everyone read what --push uploads")
+    weights = "number format of the weights; q8_0 and q4_0 for gguf alone (default: float32)"
+    verb.add_argument("--dtype", choices=formats, default="float32", help=weights)
+    size = "largest file of weights of --format hf, in GB (default: 5)"
+    verb.add_argument("--shard-size", type=_number(1e-5, 1e6), default=5.0, help=size)
+    push = "upload the exported folder to a private repository"
+    verb.add_argument("--push", type=_repository, metavar="hub:OWNER/NAME", help=push)
+    verb.add_argument("--public", action="store_true", help="create a public repository with --push")
 
     verb = _verb(
         verbs,
         "import",
-        "import a model from Hugging Face or llm.c",
+        "make a model folder of a model from Hugging Face, llama.cpp or llm.c",
         "bloomery import gpt2_124M.bin models/gpt2 --tokenizer gpt2_tokenizer.bin",
         reports=True,
     )
-    verb.add_argument("source", type=_path, metavar="IN", help="a folder of transformers, or a model .bin of llm.c")
+    source = "a folder of transformers, a GGUF file, hub:OWNER/NAME, or a model .bin of llm.c"
+    verb.add_argument("source", type=_path, metavar="IN", help=source)
     verb.add_argument("out", type=_path, metavar="OUT", help="a new folder")
     verb.add_argument("--tokenizer", type=_path, help="of a .bin (default: *tokenizer*.bin next to it)")
 
@@ -321,7 +328,7 @@ def _dtype_argument(verb: argparse.ArgumentParser) -> None:
         "--dtype",
         choices=("auto", "float32", "bfloat16", "float16", "int8", "nf4"),
         default="auto",
-        help="number format of the weights in memory (default: that of the file)",
+        help="number format of the weights in memory (default: as in the file; quantized GGUF: bfloat16)",
     )
 
 
@@ -732,7 +739,8 @@ def import_(options: argparse.Namespace) -> int:
     if options.json:
         print(json.dumps({"source": str(options.source), "out": str(options.out), **facts}))
         return 0
-    info(f"{options.out}: {facts['architecture']}, {facts['parameters']:,} parameters, {facts['vocab_size']:,} ids")
+    sizes = f"{facts['parameters']:,} parameters in {facts['number_format']}, {facts['vocab_size']:,} token IDs"
+    info(f"{options.out}: {facts['architecture']}, {sizes}")
     return 0
 
 

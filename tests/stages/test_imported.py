@@ -178,7 +178,7 @@ def test_a_plan_is_made_before_token_files_and_weights_are_there(tmp_path: Path,
     words = ["plan", recipe, "--runs", tmp_path, "--device", "rtx-4090"]
     words += [f"shard.imported.folder={tmp_path}/none", f"pretrain.start_from={tmp_path}/none"]
     code, out, _ = call(*words)
-    assert (code, f"unknown: {tmp_path}/none: there is no such folder" in out) == (0, True)
+    assert (code, f"unknown: {tmp_path}/none: there is no such model" in out) == (0, True)
 
 
 def test_a_choice_that_no_other_program_has_is_said_before_anything_is_done(tmp_path: Path, call: Call) -> None:

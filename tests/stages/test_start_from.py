@@ -9,7 +9,7 @@ import sentencepiece
 
 from bloomery.core import config, pipeline
 from bloomery.core.config import Override
-from bloomery.core.errors import ConfigError
+from bloomery.core.errors import ConfigError, DataError
 from bloomery.model.config import ModelConfig
 from bloomery.recipe import STAGES, Recipe
 from bloomery.shards import format
@@ -197,3 +197,17 @@ def baichuan2(folder: Path) -> Path:
     (folder / "tokenizer_config.json").write_text(json.dumps({"bos_token": "<s>", "eos_token": "</s>"}))
     (folder / "modeling_baichuan.py").write_text("raise SystemExit('code of others was run')\n")
     return folder
+
+
+def test_a_template_that_is_asked_for_replaces_that_of_the_model(base: Path, talks: Path, tmp_path: Path) -> None:
+    theirs = tmp_path / "theirs"
+    theirs.mkdir()
+    for name in ("config.json", "model.safetensors", "tokenizer.json"):
+        (theirs / name).write_bytes((base / name).read_bytes())
+    for number, more in enumerate(((), (("finetune.lora", None),))):
+        done = ran(recipe(theirs, talks, "instruct.chat_template=chatml", *more), tmp_path / f"run{number}")
+        loaded = hf.load(locate.locate_model(done["finetune"]))
+        assert loaded.renderer.hash == TEMPLATES["chatml"].hash
+        assert loaded.tokenizer.special_id("<|im_start|>") == small().vocab_size
+    with pytest.raises(DataError, match=r"lacks <\|im_start\|>, <\|im_end\|> of the chat template 'chatml'"):
+        ran(recipe(base, talks, "instruct.chat_template=chatml"), tmp_path / "ours", "instruct")

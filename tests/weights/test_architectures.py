@@ -15,6 +15,7 @@ from bloomery.model.config import PRESETS, LinearScaling, Llama3Scaling, ModelCo
 from bloomery.model.transformer import Transformer
 from bloomery.tokenizer.chat_template import Renderer
 from bloomery.weights import architectures, hf
+from bloomery.weights.gguf_layouts import LAYOUTS
 from bloomery.weights.hf import CONFIG, LINEAGE, Lineage
 from bloomery.weights.integrity import SUMS
 from tests.model.made import lively, random_config, random_ids
@@ -397,3 +398,19 @@ def test_a_missing_or_torn_part_of_the_weights_is_named(tmp_path: Path) -> None:
     parts[1].unlink()
     with pytest.raises(CheckpointError, match=f"there is no {parts[1].name}, which the index names"):
         hf.load(tmp_path / "theirs")
+
+
+def test_the_page_on_finetuning_lists_every_family_as_the_tables_have_it() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "do" / "finetune-a-model.md").read_text(encoding="utf-8")
+    section = page.partition("\n## Families\n")[2].partition("\n## ")[0]
+    lines = [line for line in section.splitlines() if line.startswith("|")][2:]
+    rows = [[cell.strip() for cell in line[1:-1].split("|")] for line in lines]
+    names = [re.findall(r"`(\w+)`", cell) for _, cell, _, _ in rows]
+    assert sorted(name for row_names in names for name in row_names) == sorted(
+        architectures.READ.keys() - {architectures.OWN.name}
+    )
+    exported = {row_names[0] for row_names, (_, _, cell, _) in zip(names, rows, strict=True) if cell == "yes"}
+    assert exported == {one.name for one in architectures.WRITTEN}
+    in_gguf = {row_names[0]: cell.strip("`") for row_names, (_, _, _, cell) in zip(names, rows, strict=True) if cell}
+    assert in_gguf.pop("MistralForCausalLM") == "llama"  # where llama.cpp has it too
+    assert in_gguf == {layout.name: arch for arch, layout in LAYOUTS.items()}

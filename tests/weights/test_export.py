@@ -58,6 +58,21 @@ def test_a_model_is_exported_in_the_number_format_that_is_asked_for(
     assert "is not empty" in refused(capsys, "export", tmp_path / "model", tmp_path / "out")
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+@pytest.mark.parametrize("source", ["folder", "file.gguf"])
+def test_an_imported_folder_has_the_number_format_and_the_words_of_its_source(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], source: str, dtype: str
+) -> None:
+    saved(tmp_path / "model", SHAPES[0])
+    form = "gguf" if source.endswith(gguf.SUFFIX) else "hf"
+    told(capsys, "export", tmp_path / "model", tmp_path / source, "--format", form, "--dtype", dtype)
+    facts = told(capsys, "import", tmp_path / source, tmp_path / "out")
+    assert facts["number_format"] == dtype
+    weights = safetensors.torch.load_file(tmp_path / "out" / "model.safetensors")
+    assert {weight.dtype for weight in weights.values()} == {getattr(torch, dtype)}
+    assert hf.load(tmp_path / "out").tokenizer.to_json() == hf.load(tmp_path / source).tokenizer.to_json()
+
+
 @pytest.mark.parametrize("shape", [SHAPES[0], llmc.shape(24, 2, 3, 40)], ids=["rmsnorm", "layernorm with biases"])
 def test_norms_without_weights_are_exported_with_weights_of_one_and_biases_of_zero(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], shape: ModelConfig

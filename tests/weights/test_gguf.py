@@ -151,7 +151,7 @@ def test_a_damaged_header_is_refused_before_anything_is_allocated(tmp_path: Path
     assert "blk.0.attn_norm.weight lies at bytes" in damaged(file, norm + 4, struct.pack("<Q", 2**40))
     assert "blk.0.attn_norm.weight lies at bytes" in damaged(file, norm + 16, struct.pack("<Q", 2**60))
     assert "blk.0.attn_norm.weight has shape (16,), not (32,)" in damaged(file, norm + 4, struct.pack("<Q", 16))
-    assert "is kept as 99, which is not read" in damaged(file, norm + 12, struct.pack("<I", 99))
+    assert "has the number format 99, which Bloomery does not read" in damaged(file, norm + 12, struct.pack("<I", 99))
     assert "share bytes of the file" in damaged(file, norm + 16, struct.pack("<Q", 0))
     first = data.index(b"blk.0.ffn_norm.weight")
     assert "twice" in damaged(file, data.index(b"blk.1.ffn_norm.weight"), b"blk.0.ffn_norm.weight")

@@ -220,7 +220,7 @@ def test_a_tokenizer_without_the_tokens_of_a_template_is_refused_by_name() -> No
 def test_a_tokenizer_that_joins_the_structure_with_what_is_said_is_refused() -> None:
     """GPT-2's pattern makes one word of two line feeds where nothing follows, and two where something does."""
     made = train([*training_texts(), "a\n\n" * 200], 900, "gpt2", chat_template.special_tokens("llama3"))
-    with pytest.raises(DataError, match="what is trained would not be what is served"):
+    with pytest.raises(DataError, match="training and serving would differ"):
         Renderer(made, TEMPLATES["llama3"])
 
 

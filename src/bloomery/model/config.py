@@ -179,7 +179,7 @@ class LongRopeScaling(Config):
 
     Queries and keys are scaled by attention_factor; None: √(1 + ln(factor) / ln(original_context_length)). Contexts
     are at most original_context_length: beyond it, long_factor replaces short_factor, also for tokens that were
-    computed before. That is not done here; long_factor is only kept for export.
+    computed before. Bloomery does not do that; long_factor is there for export.
 
     (Ding et al. 2024, https://arxiv.org/abs/2402.13753)
     """

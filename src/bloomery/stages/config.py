@@ -394,8 +394,8 @@ class Pretrain(Training):
     """Shape of the model."""
     start_from: DiskPath | None = None
     """
-    Model to start from: a run, a stage, a model folder. Without `model` and [tokenizer], its shape and tokenizer are
-    taken.
+    Model to start from: a run, stage, checkpoint or model folder, or hub:OWNER/NAME. Without `model` and [tokenizer],
+    shape and tokenizer are those of the model.
     """
     depth: Depth | None = None
     """Number of layers. Also sets width, heads, tokens, steps and learning rates that you leave out."""
@@ -416,10 +416,10 @@ class Instruct(Conversations):
     sequence_length: RowTokens = 257
     """
     Length of a packed row: the tokens of a sequence and one more, the last target. Not set: the context of
-    [pretrain.model] and one more. With `finetune.start_from`: at most 1,024 tokens of the model's context.
+    [pretrain.model] and one more. With `finetune.start_from`: the model's context, at most 1,024, and one more.
     """
     start_from: DiskPath | None = None
-    """Model whose tokenizer and chat template write the rows. Not set: that of [finetune], or [tokenizer]."""
+    """Model whose tokenizer and chat template write the rows. Not set: `finetune.start_from`, or else [tokenizer]."""
     val_fraction: InnerShare = 0.02
     """Share of conversations for validation, chosen by hash of their messages."""
     samples: Annotated[int, Between(0, 1000, "they are on one page")] = 3

@@ -224,8 +224,9 @@ def run(config: Instruct, inputs: Mapping[str, Path], out: Path) -> dict[str, An
 
 def renderer_of(model: Path, template: str | None) -> ChatRenderer:
     """
-    How the conversations of a model are written: in its own template, or in one of TEMPLATES, whose special tokens are
-    added where its tokenizer lacks them. Raises DataError where it has none and none is named.
+    How the conversations of a model are written: in its own template, or in one of TEMPLATES. A folder of transformers
+    gets the special tokens that its tokenizer lacks. Raises DataError for other models that lack them, and where a
+    model has no template and none is named.
     """
     words = resolve("bloomery.weights.hf:language")(model)
     if template is None:
@@ -236,6 +237,13 @@ def renderer_of(model: Path, template: str | None) -> ChatRenderer:
         return chat
     tokenizer = words.tokenizer.promoted(TEMPLATES[template].special)
     if missing := lacking(tokenizer, template):
+        if model.is_file() or any((model / name).exists() for name in ("bloomery.json", "adapter_config.json")):
+            what = f"its tokenizer lacks {', '.join(missing)} of the chat template {template!r}"
+            hint = (
+                "Leave instruct.chat_template out, or take a template whose tokens it has. "
+                "Bloomery adds tokens only to folders of transformers."
+            )
+            raise DataError(what, where=str(model), hint=hint)
         info(f"instruct: the tokenizer lacks {', '.join(missing)}; the model gets a row for each", "yellow")
         rows = resolve("bloomery.weights.hf:num_rows")(model)
         tokenizer = resolve("bloomery.weights.hf:tokenizer_of")(model, rows, special_tokens(template))[0]

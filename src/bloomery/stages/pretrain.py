@@ -94,11 +94,10 @@ def digest(start_from: Path) -> str:
     path = start_from.expanduser()
     if not str(start_from).startswith("hub:") and not path.exists():
         hint = (
-            "Bring a model there, say one of the hub's that bloomery can read:\n"
-            "hf download OWNER/NAME config.json model.safetensors tokenizer.json --local-dir THEIRS\n"
-            f"bloomery import THEIRS {start_from}"
+            "Name a run, stage, checkpoint or model folder, a GGUF file, or hub:OWNER/NAME. To fetch a folder:\n"
+            f"hf download OWNER/NAME --include '*.json' '*.safetensors' --local-dir {start_from}"
         )
-        raise UnreachableError("there is no such folder", where=str(start_from), hint=hint)
+        raise UnreachableError("there is no such model", where=str(start_from), hint=hint)
     return hf.digest(locate.locate_model(path))
 
 

@@ -194,7 +194,15 @@ def _evaluate(stats: Stats) -> tuple[str, str]:
     answers, bits = stats["answers"], stats["bits_per_byte"]
     if answers["n"]:
         return f"answered {100 * answers['exact']:.1f} % of {counted(answers['n'], 'question')} right", ""
-    return f"measured {bits['model']:.2f} bits per byte on {size(bits['bytes'])} of validation text", ""
+    if bits["bytes"]:
+        return f"measured {bits['model']:.2f} bits per byte on {size(bits['bytes'])} of validation text", ""
+    talks, tasks = stats.get("conversations", {}), stats.get("tasks", {})
+    if talks.get("n"):
+        last = next(name for name in TRAINED if name in talks)
+        after, before = (talks[name]["bits_per_byte"] for name in (last, "pretrain"))
+        where = counted(talks["n"], "validation conversation")
+        return f"measured {after:.2f} bits per byte on {where} ({before:.2f} before finetuning)", ""
+    return f"scored {counted(len(tasks), 'task')}" if tasks else "wrote its report", ""
 
 
 SENTENCES = {

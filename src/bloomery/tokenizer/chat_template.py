@@ -163,9 +163,9 @@ TEMPLATES: dict[str, Template] = {
     ),
 }
 """
-The templates that `instruct.chat_template` names. bloomery is ours; chatml is Qwen2's, llama3 is Llama 3.1's (whose
-tool is `ipython`), user-assistant is from 1386.ai's fourth data set, and baichuan2 has the token IDs 195 and 196 of its
-own tokenizer.
+The templates that `instruct.chat_template` names. Bloomery made `bloomery`. `chatml` is from Qwen2.
+`llama3` is from Llama 3.1, whose tool is `ipython`. `user-assistant` is from 1386.ai's fourth data set. `baichuan2` has
+the token IDs 195 and 196 of its own tokenizer.
 """
 assert tuple(TEMPLATES) == get_args(TemplateName)
 
@@ -386,7 +386,7 @@ def _check_cut(tokenizer: Tokenizer, template: Template) -> None:
         answer = template.lead + content
         if answer and tokenizer.encode(text + answer) != before + tokenizer.encode(answer):
             raise DataError(
-                f"before {answer!r} the tokenizer cuts {text!r}, which the template {template.name!r} writes there, in "
-                "another way than where nothing follows: what is trained would not be what is served",
+                f"the template {template.name!r} writes {text!r} before an answer, and the tokenizer cuts that text in "
+                f"another way where {answer!r} follows: training and serving would differ",
                 hint='Take a template that has a special token there ("bloomery"), or another tokenizer.pattern.',
             )

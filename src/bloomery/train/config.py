@@ -376,7 +376,10 @@ class Adapters(Config):
     """What finetuning has before the settings of Training: a default optimizer depends on it."""
 
     start_from: DiskPath | None = None
-    """Model to start from: a run, a stage, a model folder. Not set: the model of the stage before."""
+    """
+    Model to start from: a run, stage, checkpoint or model folder, a GGUF file, or hub:OWNER/NAME. Not set: the model of
+    the stage before.
+    """
     lora: Lora | None = None
     """Train small matrices added to frozen ones, by AdamW if no optimizer is named. None: train every weight."""
 
@@ -409,7 +412,7 @@ class Finetune(Training, Adapters):
     rope_scaling: RopeScaling | None = None
     """Stretch the positions of the model to sequences that are longer than its context. Not set: none."""
     keep: Literal["best", "last"] = "best"
-    """Which weights the run leaves: those of the lowest validation loss, or those of the last step."""
+    """Which weights the run keeps at its end: those of the lowest validation loss, or those of the last step."""
     early_stopping: EarlyStopping | None = None
     """End training when the validation loss no longer falls. Not set: all steps are trained."""
     eval_every: Steps = 100
@@ -429,7 +432,7 @@ class Finetune(Training, Adapters):
         if self.steps and self.epochs is not None:
             raise ValueError(f"steps={self.steps} and epochs={self.epochs:g} are both set; leave out one of the two")
         if not self.steps and self.epochs is None:
-            raise ValueError("says not how long it trains; set epochs, such as epochs=3, or steps")
+            raise ValueError("sets no length of training: set epochs, such as epochs=3, or steps")
         return self
 
     @model_validator(mode="after")

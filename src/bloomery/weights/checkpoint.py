@@ -267,8 +267,8 @@ def save(
     Save a checkpoint for `step` under `root`, and then remove those that need not stay.
 
     Whatever else lies there of this step or of later ones was passed over, as was what `standing` says; it goes when
-    the new one is whole. Every rank of `world` calls it, and only the first writes what is not sharded; what fails on
-    one of them fails on all, and none of them goes on to the next part. Raises RunError where a file is in the way and
+    the new one is whole. Every rank of `world` calls it, and only the first writes what is not sharded. A failure on
+    one rank fails on all, and none of them goes on to the next part. Raises RunError where a file is in the way and
     where the disk is full: before anything is written where the tensors alone, with `model_bytes` of weights, are too
     many.
     """
@@ -426,9 +426,9 @@ def newest(
     alloc: TensorPlacement | None = None,
 ) -> Checkpoint | None:
     """
-    The newest checkpoint that is whole, of those of a step before `before` where that is given, and with `goals` of
-    those that a run which has `left` some steps may go back to; or None. Raises CheckpointError where there are some,
-    and none of all is whole.
+    The newest checkpoint that is whole, or None. `before` allows only earlier steps. `goals` allows only steps that a
+    run which has `left` some steps may go back to. Raises CheckpointError where there are some, and none of all is
+    whole.
 
     The first rank of `world` decides which, and all of them read it; `alloc` says where to, if not as whole tensors.
     """

@@ -18,7 +18,7 @@ from bloomery.model.transformer import Transformer
 from bloomery.tokenizer import importers
 from bloomery.tokenizer.chat_template import Renderer
 from bloomery.tokenizer.tokenizer import DOCUMENT, PAD
-from bloomery.weights import architectures, gguf, gguf_writer, hf, integrity, llmc, peft
+from bloomery.weights import architectures, gguf, gguf_writer, hf, hub, integrity, llmc, peft
 from bloomery.weights.gguf_writer import GGUFWords
 from bloomery.weights.hf import Lineage, Loaded, ModelLanguage
 from bloomery.weights.safetensors import SHARD_BYTES
@@ -159,8 +159,8 @@ def push(folder: Path, repository: str, *, public: bool) -> str:
     try:
         address = api.create_repo(repository, private=not public, exist_ok=True)
         api.upload_folder(repo_id=repository, folder_path=folder, commit_message="Export from Bloomery")
-    except (HfHubHTTPError, HFValidationError, OSError) as error:
-        hint = "Set HF_TOKEN to a token that may write, or log in: hf auth login"
+    except (*hub.transport_errors(HfHubHTTPError), HFValidationError, OSError) as error:
+        hint = "Check the network. HF_TOKEN must be a token that may write; or log in: hf auth login"
         first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise UnreachableError(f"was not uploaded: {first}", where=f"hub:{repository}", hint=hint) from None
     return str(address)
@@ -185,14 +185,16 @@ def _said_otherwise(model: Transformer) -> Transformer:
 
 def read(source: Path, tokenizer: Path | None = None) -> Loaded:
     """
-    A model to import: a folder as transformers saves it, or a model file of llm.c, whose tokenizer is in the same
-    folder or is named. Raises CheckpointError and DataError, which say what cannot be read and why.
+    A model to import: a folder as transformers saves it, a GGUF file, or hub:OWNER/NAME, each in its own number format.
+    Or a model file of llm.c, whose tokenizer is in the same folder or is named; it becomes float32. Raises
+    CheckpointError and DataError, which say what cannot be read and why.
     """
-    if source.is_dir():
+    path = hub.fetched(str(source)) if str(source).startswith(hub.PREFIX) else source
+    if path.is_dir() or path.suffix == gguf.SUFFIX:
         if tokenizer is not None:
-            hint = "Leave --tokenizer out: a folder has its own."
+            hint = "Leave --tokenizer out: the model has its own."
             raise CheckpointError("has a tokenizer of its own", where=str(source), hint=hint)
-        return hf.load(source)
+        return hf.load(path, dtype="auto")
     integrity.verify(source.parent, source.name)
     source_model = llmc.read(source)
     file = tokenizer or _beside(source)
@@ -219,13 +221,19 @@ def _of_one_size(source: Path, rows: int, file: Path, ids: int) -> None:
 
 
 def take_in(source: Path, out: Path, tokenizer: Path | None = None) -> dict[str, Any]:
-    """Make a model folder of ours of what `read` reads. Raises RunError where `out` has files in it."""
+    """Make a model folder of what `read` reads, in its number format. Raises RunError where `out` has files in it."""
     check_new_folder(out)
     loaded = read(source, tokenizer)
-    hf.save(out, loaded.model, loaded.language, loaded.lineage)
+    number_format: hf.NumberFormat = str(loaded.model.embed.weight.dtype).removeprefix("torch.")  # type: ignore[assignment]
+    hf.save(out, loaded.model, loaded.language, loaded.lineage, number_format=number_format)
     parameters = sum(weight.numel() for weight in loaded.model.parameters())
     name = architectures.architecture(loaded.model.config).name
-    return {"architecture": name, "parameters": parameters, "vocab_size": loaded.model.vocab_size}
+    return {
+        "architecture": name,
+        "parameters": parameters,
+        "vocab_size": loaded.model.vocab_size,
+        "number_format": number_format,
+    }
 
 
 def _beside(source: Path) -> Path:

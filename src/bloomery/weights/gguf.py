@@ -258,7 +258,8 @@ class _Header:
             if kind is None or not _is_read(kind):
                 label = number if kind is None else kind.name
                 hint = "Take the same model in another number format, for example Q8_0 or Q4_K_M."
-                raise CheckpointError(f"{name} is kept as {label}, which is not read", where=str(self.file), hint=hint)
+                what = f"{name} has the number format {label}, which Bloomery does not read"
+                raise CheckpointError(what, where=str(self.file), hint=hint)
             if 0 in shape or shape[-1] % block:
                 raise self._torn(f"{name} has the shape {shape}, and {kind.name} has blocks of {block} numbers")
             size = math.prod(shape) // block * width

@@ -22,8 +22,8 @@ LLAMA_BLOCK = {
     "ffn_down.weight": ("mlp.down_proj.weight", "DF"),
 }
 """
-Name of a tensor of a layer in GGUF, its name in transformers, and its shape. D hidden size, Q and K the widths of
-queries and keys, E of a head, F of the feed-forward, V vocabulary, C context, P of queries, keys and values, G = 2F.
+Name of a tensor of a layer in GGUF, its name in transformers, and its shape. Widths: Q of queries, K of keys, P of
+queries, keys and values together, E of a head, F of the feed-forward, G = 2F. D hidden size, V vocabulary, C context.
 """
 LLAMA_OUTER = {
     "token_embd.weight": ("model.embed_tokens.weight", "VD"),

@@ -99,7 +99,7 @@ def tokenizer_of(folder: Path, rows: int, special: Sequence[str] = SPECIAL) -> t
 
 
 def _check_rows(tokenizer: Tokenizer, rows: int, added: Mapping[str, int], where: Path) -> None:
-    """Raises CheckpointError where a tokenizer has more ids than these rows, besides those of added special tokens."""
+    """Raises CheckpointError where a tokenizer has more ids than these rows, not counting added special tokens."""
     if more := set(range(rows, tokenizer.vocab_size)) - set(added.values()):
         what = f"the tokenizer has {rows + len(more)} ids, and the model {rows}"
         raise CheckpointError(what, where=str(where), hint="It is the tokenizer of another model.")
@@ -197,13 +197,13 @@ class ModelLanguage:
 
     tokenizer: Tokenizer
     chat: ChatRenderer | None
-    """None for a model of others without a chat template: it continues text."""
+    """None for a downloaded model without a chat template: it continues text."""
     generation: Mapping[str, Any]
     """What generation_config.json says."""
     roles: Mapping[str, str | None] = field(default_factory=dict)
     """bos_token, eos_token, pad_token, unk_token -> its text. Empty for models that Bloomery has trained."""
     end_ids: frozenset[int] = frozenset()
-    """Token IDs that end a text, besides the one that opens a document and those that end an answer."""
+    """More token IDs that end a text, next to the one that opens a document and those that end an answer."""
     is_ours: bool = True
     """Whether its template is one of TEMPLATES, and documents open with its token."""
 
@@ -348,12 +348,12 @@ def load(
 ) -> Loaded:
     """
     Read a model folder written by `save`, or by transformers, or a GGUF file. Raises CheckpointError if a file is
-    missing, torn or differs from its hash. The same if weights are not finite, have another shape, are quantized in a
-    way that is not known, are more than the model has or are a pickle, or if the architecture is unknown. The same if
-    the tokenizer or the template is not the model's; the error says which differ.
+    missing, torn or differs from its hash. The same if weights are not finite, have another shape, or are more than
+    the model has. The same for a pickle, an unknown quantization and an unknown architecture. The same if the
+    tokenizer or the template is not the model's; the error says which differ.
 
-    `dtype` is the number format that the weights are kept in. A model of others gets the tokens of `special` that it
-    lacks, with rows for them. `template`, a name of TEMPLATES, replaces the model's own.
+    `dtype` is the number format that the weights are kept in. A downloaded model gets the tokens of `special` that
+    it lacks, with rows for them. `template`, a name of TEMPLATES, replaces the model's own.
     """
     loaded = _loaded(path, device, dtype, special)
     if path.is_dir():

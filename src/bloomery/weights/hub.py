@@ -81,20 +81,20 @@ def _needed(name: str, model: HubModel, listed: Any) -> list[str]:
         if model.file not in sizes:
             shown = ", ".join(ggufs[:5]) or "none"
             raise CheckpointError(f"has no file {model.file}", where=name, hint=f"Its GGUF files: {shown}.")
-        wanted = [model.file]
+        needed = [model.file]
     else:
-        wanted = [file for file in sizes if "/" not in file and any(fnmatchcase(file, one) for one in FILES)]
-        if not any(file.endswith(".safetensors") for file in wanted):
+        needed = [file for file in sizes if "/" not in file and any(fnmatchcase(file, one) for one in FILES)]
+        if not any(file.endswith(".safetensors") for file in needed):
             hint = "Bloomery reads safetensors and GGUF files. Fetch pickled weights yourself, and name their file."
             if ggufs:
                 hint = f"Name one of its GGUF files, as {PREFIX}{model.repository}/{ggufs[0]}"
             raise CheckpointError("has no weights as safetensors", where=name, hint=hint)
-    size, room = sum(sizes[file] for file in wanted), shutil.disk_usage(_nearest(_cache())).free
+    size, room = sum(sizes[file] for file in needed), shutil.disk_usage(_nearest(_cache())).free
     if size > room:
         hint = "Free some, or set HF_HOME to a folder on a larger disk."
         raise CheckpointError(f"takes {size / 1e9:.1f} GB, and {room / 1e9:.1f} GB are free", where=name, hint=hint)
-    info(f"{name}: {len(wanted)} files, {size / 1e9:.2f} GB, from {listed.sha[:12]}", "dim")
-    return wanted
+    info(f"{name}: {len(needed)} files, {size / 1e9:.2f} GB, from {listed.sha[:12]}", "dim")
+    return needed
 
 
 def _cache() -> Path:
@@ -115,10 +115,15 @@ def _verify(path: Path, name: str) -> None:
             raise CheckpointError(what, where=name, hint=f"It is damaged. Remove {blob}, and try again.")
 
 
+def transport_errors(error: type[Exception]) -> tuple[type[Exception], ...]:
+    """What the hub's client raises where nobody answers: versions of it use httpx or httpx2."""
+    return tuple(kind for kind in error.__mro__ if kind.__name__ == "HTTPError")
+
+
 def _asked(name: str, call: Callable[[], T]) -> T:
     """What the hub's client answers. Raises UnreachableError and CheckpointError in place of its own errors."""
-    errors, transport = importlib.import_module("huggingface_hub.errors"), importlib.import_module("httpx")
-    connection: Sequence[type[Exception]] = (transport.HTTPError, ConnectionError, TimeoutError)
+    errors = importlib.import_module("huggingface_hub.errors")
+    connection: Sequence[type[Exception]] = (*transport_errors(errors.HfHubHTTPError), ConnectionError, TimeoutError)
     try:
         return call()
     except errors.RevisionNotFoundError:
@@ -127,11 +132,11 @@ def _asked(name: str, call: Callable[[], T]) -> T:
         hint = "Accept its terms on its page, and set HF_TOKEN to a token of that account."
         raise CheckpointError("is open only to those who accept its terms", where=name, hint=hint) from None
     except errors.RepositoryNotFoundError:
-        hint = "Look at its name. For a private one set HF_TOKEN to a token that may read it."
+        hint = "Check the name. For a private model, set HF_TOKEN to a token that may read it."
         raise CheckpointError("is not on the hub, or is private", where=name, hint=hint) from None
     except errors.LocalEntryNotFoundError:
-        hint = "Run once with a network and without HF_HUB_OFFLINE."
+        hint = "Fetch it once with a network and without HF_HUB_OFFLINE."
         raise UnreachableError("is not in the cache, and the hub was not reached", where=name, hint=hint) from None
     except (errors.HfHubHTTPError, *connection) as error:
-        hint = "Look at the network. What is in the cache is used with HF_HUB_OFFLINE=1."
+        hint = "Check the network. To use the copy in the cache, set HF_HUB_OFFLINE=1."
         raise UnreachableError(f"the hub did not answer: {error}", where=name, hint=hint) from None
