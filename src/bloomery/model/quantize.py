@@ -151,15 +151,15 @@ class NF4(QuantizedLinear):
         sixteen = numbers(weight.device)
         middles, at_once = (sixteen[1:] + sixteen[:-1]) / 2, self._rows_at_once
         used = self._scales().clamp_min(1e-30)
-        made = []
+        packed = []
         for rows, some in zip(torch.split(weight, at_once), torch.split(used, at_once), strict=True):
             codes = torch.bucketize(self._blocks(rows) / some[..., None], middles, out_int32=True).to(torch.uint8)
-            made.append((codes[..., 0::2] << 4 | codes[..., 1::2]).flatten(1))
-        self.register_buffer("weight", torch.cat(made))
+            packed.append((codes[..., 0::2] << 4 | codes[..., 1::2]).flatten(1))
+        self.register_buffer("weight", torch.cat(packed))
 
     @property
     def _rows_at_once(self) -> int:
-        """What is computed at once is small beside the weights."""
+        """Few enough that what is computed at once is small next to the weights."""
         return max(1, NUMBERS_AT_ONCE // self.width)
 
     def _blocks(self, rows: Float[Tensor, "R I"]) -> Float[Tensor, "R K B"]:

@@ -271,9 +271,9 @@ def with_special(inner: tokenizers.Tokenizer, where: str, special: Sequence[str]
 def extended(tokenizer: Tokenizer, where: str, special: Sequence[str]) -> tuple[Tokenizer, dict[str, int]]:
     """A tokenizer with special tokens that it lacked, and the IDs that these got. Raises DataError as `load` does."""
     spec = {**tokenizer.spec, "post_processor": None}
-    made = with_special(parsed(json.dumps(spec), where), where, special)
-    ids = {name: made.special_id(name) for name in special if not tokenizer.holds(name)}
-    return made, {name: id for name, id in ids.items() if id is not None}
+    longer = with_special(parsed(json.dumps(spec), where), where, special)
+    ids = {name: longer.special_id(name) for name in special if not tokenizer.holds(name)}
+    return longer, {name: id for name, id in ids.items() if id is not None}
 
 
 def _json(text: str, where: str, *, foreign: bool = False) -> tokenizers.Tokenizer:

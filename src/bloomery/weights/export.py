@@ -21,6 +21,7 @@ from bloomery.tokenizer.tokenizer import DOCUMENT, PAD
 from bloomery.weights import architectures, gguf, gguf_writer, hf, hub, integrity, llmc, peft
 from bloomery.weights.gguf_writer import GGUFWords
 from bloomery.weights.hf import Lineage, Loaded, ModelLanguage
+from bloomery.weights.opened import NumberFormat
 from bloomery.weights.safetensors import SHARD_BYTES
 
 import torch
@@ -224,7 +225,8 @@ def take_in(source: Path, out: Path, tokenizer: Path | None = None) -> dict[str,
     """Make a model folder of what `read` reads, in its number format. Raises RunError where `out` has files in it."""
     check_new_folder(out)
     loaded = read(source, tokenizer)
-    number_format: hf.NumberFormat = str(loaded.model.embed.weight.dtype).removeprefix("torch.")  # type: ignore[assignment]
+    dtype = str(loaded.model.embed.weight.dtype).removeprefix("torch.")
+    number_format: NumberFormat = dtype  # type: ignore[assignment]
     hf.save(out, loaded.model, loaded.language, loaded.lineage, number_format=number_format)
     parameters = sum(weight.numel() for weight in loaded.model.parameters())
     name = architectures.architecture(loaded.model.config).name

@@ -36,11 +36,11 @@ if sys.platform != "win32":
 WEIGHTS_NAME = re.compile(r"pytorch_model(-\d{5}-of-\d{5})?\.bin")
 INDEX_NAME = "pytorch_model.bin.index.json"
 OTHERS = ("*.json", "*.jinja", "*.txt", "tokenizer.model")
-"""Files beside the weights that a model consists of."""
+"""Files next to the weights that a model consists of."""
 MAX_OTHER_BYTES = 2**28
 """Of one of those files."""
 MEMORY_BYTES = 4 * 2**30
-"""Of the child, beside twice the file."""
+"""Of the child, in addition to twice the file."""
 SECONDS, BYTES_A_SECOND = 120, 10 * 10**6
 HINT = "Take the same model as safetensors."
 
