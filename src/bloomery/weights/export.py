@@ -157,10 +157,11 @@ def push(folder: Path, repository: str, *, public: bool) -> str:
     that of HF_TOKEN or of `hf auth login`. Raises UnreachableError where the hub refuses it or does not answer.
     """
     api = HfApi()
+    failures: tuple[type[Exception], ...] = (*hub.transport_errors(HfHubHTTPError), HFValidationError, OSError)
     try:
         address = api.create_repo(repository, private=not public, exist_ok=True)
         api.upload_folder(repo_id=repository, folder_path=folder, commit_message="Export from Bloomery")
-    except (*hub.transport_errors(HfHubHTTPError), HFValidationError, OSError) as error:
+    except failures as error:
         hint = "Check the network. HF_TOKEN must be a token that may write; or log in: hf auth login"
         first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise UnreachableError(f"was not uploaded: {first}", where=f"hub:{repository}", hint=hint) from None
