@@ -84,13 +84,12 @@ def resolve(recipe: "Recipe") -> "Recipe":
     }
     shape = start_shape(recipe)
     continued = recipe.pretrain is not None and recipe.pretrain.start_from is not None
-    if (
-        recipe.pretrain is not None
-        and continued
-        and shape is not None
-        and "model" not in recipe.pretrain.model_fields_set
-    ):
-        sections["pretrain"] = with_defaults(recipe.pretrain, model=shape)
+    if recipe.pretrain is not None and continued and shape is not None:
+        named = recipe.pretrain.model.model_fields_set if "model" in recipe.pretrain.model_fields_set else set[str]()
+        if named <= {"context_length"}:
+            length = recipe.pretrain.model.context_length if named else shape.context_length
+            model = shape.model_copy(update={"context_length": length})
+            sections["pretrain"] = with_defaults(recipe.pretrain, model=model)
     words: dict[str, Any] = {}
     if recipe.finetune is not None and recipe.finetune.start_from is not None:
         words["start_from"] = recipe.finetune.start_from

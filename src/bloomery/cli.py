@@ -289,9 +289,9 @@ def _export_verbs(verbs: Any) -> None:
     verb.add_argument("out", type=_path, metavar="OUT", help="a new folder, or a new .gguf file")
     verb.add_argument(
         "--format",
-        choices=("hf", "gguf", "llmc"),
+        choices=("hf", "gguf", "peft", "llmc"),
         default="hf",
-        help="for transformers (default), llama.cpp and Ollama, or llm.c",
+        help="for transformers (default), llama.cpp and Ollama, PEFT (adapters alone), or llm.c",
     )
     formats = ("float32", "bfloat16", "float16", "q8_0", "q4_0")
     weights = "number format of the weights; q8_0 and q4_0 for gguf alone (default: float32)"
@@ -714,11 +714,14 @@ def export(options: argparse.Namespace) -> int:
     from bloomery.weights import export as exports
     from bloomery.weights import hf, locate
 
-    loaded = hf.load(locate.locate_model(options.model))
-    if options.push is not None and options.format != "hf":
-        raise DataError("uploads folders of --format hf", where="--push", hint="Leave --format out.")
-    shard_bytes = int(options.shard_size * 10**9)
-    written = exports.write(loaded, options.out, options.format, options.dtype, shard_bytes)
+    path = locate.locate_model(options.model)
+    if options.push is not None and options.format not in ("hf", "peft"):
+        raise DataError("uploads folders of --format hf or peft", where="--push", hint="Leave --format out.")
+    if options.format == "peft":
+        written = exports.write_adapters(path, options.out)
+    else:
+        shard_bytes = int(options.shard_size * 10**9)
+        written = exports.write(hf.load(path), options.out, options.format, options.dtype, shard_bytes)
     if options.push is not None:
         written["address"] = exports.push(options.out, options.push, public=options.public)
     if options.json:

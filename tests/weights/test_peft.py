@@ -205,3 +205,17 @@ def test_adapters_that_are_torn_or_more_than_that_are_refused(tmp_path: Path) ->
     (folder / weights_peft.WEIGHTS).write_bytes((folder / weights_peft.WEIGHTS).read_bytes()[:-9])
     with pytest.raises(CheckpointError, match="holds no adapter of PEFT"):
         hf.load(folder)
+
+
+def test_adapters_are_exported_alone_with_their_words_and_the_path_of_their_base(tmp_path: Path) -> None:
+    model, folder = adapted(tmp_path / "run", SHAPES[0], Lora(rank=3))
+    written = export.write_adapters(folder, tmp_path / "out")
+    assert {"README.md", "adapter_config.json", "adapter_model.safetensors", "tokenizer.json"} <= set(written["files"])
+    assert json.loads((tmp_path / "out" / "adapter_config.json").read_text())["base_model_name_or_path"] == str(
+        (tmp_path / "run" / "base").resolve()
+    )
+    assert "chat_template" in json.loads((tmp_path / "out" / "tokenizer_config.json").read_text())
+    assert close(logits_of(hf.load(tmp_path / "out").model), logits_of(model))
+    with pytest.raises(CheckpointError, match="holds no adapters"):
+        export.write_adapters(tmp_path / "run" / "base", tmp_path / "other")
+    assert not (tmp_path / "other").exists()

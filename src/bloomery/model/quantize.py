@@ -159,7 +159,7 @@ class NF4(QuantizedLinear):
 
     @property
     def _rows_at_once(self) -> int:
-        """So few that what is computed at once is small next to the weights."""
+        """Few enough that what is computed at once is small next to the weights."""
         return max(1, NUMBERS_AT_ONCE // self.width)
 
     def _blocks(self, rows: Float[Tensor, "R I"]) -> Float[Tensor, "R K B"]:

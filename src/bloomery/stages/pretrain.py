@@ -128,6 +128,8 @@ def start(config: Pretrain, tokenizer: Tokenizer) -> Transformer:
         hint = f'Take its tokenizer: [tokenizer] kind = "import", path = "{where}".'
         raise CheckpointError(what, where=where, hint=hint)
     names = [one for one in type(shape).model_fields if shape.of_every_layer(one) != config.model.of_every_layer(one)]
+    if config.model.context_length < shape.context_length and shape.position_embedding != "learned":
+        names.remove("context_length")  # shorter sequences; the model keeps its context
     if other := [f"{name} = {getattr(shape, name)!r}, not {getattr(config.model, name)!r}" for name in names]:
         hint = "Say in [pretrain.model] what it has; known shapes have a name: preset."
         raise CheckpointError(f"has {'; '.join(other)}", where=where, hint=hint)

@@ -8,6 +8,7 @@ from typing import Any
 from bloomery.core.errors import DataError, UnreachableError
 from bloomery.core.io import canonical, sha256_bytes, sha256_file
 from bloomery.core.log import info
+from bloomery.core.pipeline import resolve
 from bloomery.data import documents
 from bloomery.data.documents import CUT, LARGEST_SHARE, is_held_out
 from bloomery.stages.config import check_named_paths
@@ -33,7 +34,14 @@ def external_inputs(config: AnyKind) -> str:
     """A hash of the files that are imported, for the stage's fingerprint; "" where nothing is."""
     if not isinstance(config, Imported):
         return ""
+    if _is_of_model(config.path):
+        return str(resolve("bloomery.stages.pretrain:digest")(config.path))
     return sha256_bytes(canonical([sha256_file(file) for file in importers.files(config.path)]))
+
+
+def _is_of_model(path: Path) -> bool:
+    """Whether the tokenizer is part of a GGUF file, or lies with a model of a hub, and torch is needed to read it."""
+    return path.suffix == ".gguf" or str(path).startswith("hub:")
 
 
 def vocab_size(config: AnyKind) -> int:
@@ -125,7 +133,14 @@ def _special(tokenizer: Tokenizer, config: AnyKind) -> dict[str, int | None]:
 
 
 def _imported(config: Imported) -> Tokenizer:
-    tokenizer = importers.load(config.path, config.pattern, chat_template.special_tokens(config.chat_template))
+    special = chat_template.special_tokens(config.chat_template)
+    if _is_of_model(config.path):
+        model = resolve("bloomery.weights.locate:locate_model")(config.path.expanduser())
+        tokenizer: Tokenizer = resolve("bloomery.weights.hf:tokenizer_of")(
+            model, resolve("bloomery.weights.hf:num_rows")(model), special
+        )[0]
+    else:
+        tokenizer = importers.load(config.path, config.pattern, special)
     if config.vocab_size not in (None, tokenizer.vocab_size):
         what = f"it has {tokenizer.vocab_size:,} ids, and vocab_size says {config.vocab_size:,}"
         raise DataError(what, where=str(config.path), hint=f"Say vocab_size = {tokenizer.vocab_size}, or leave it out.")

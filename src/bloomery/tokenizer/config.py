@@ -106,8 +106,8 @@ class Imported(SampledText):
     kind: Literal["import"] = "import"
     path: DiskPath
     """
-    tokenizer.json, ranks as `.tiktoken`, a SentencePiece `.model`, llm.c's `.bin`, or a folder with vocab.bpe and
-    encoder.json.
+    tokenizer.json, ranks as `.tiktoken`, a SentencePiece `.model`, llm.c's `.bin`, a folder with vocab.bpe and
+    encoder.json, a GGUF file, or a model of a hub.
     """
     pattern: PatternName | None = None
     """How text is cut into words, where a file does not say it: `.tiktoken`, and a tokenizer of llm.c."""

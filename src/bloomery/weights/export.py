@@ -1,5 +1,6 @@
 """Models out of this house and into it: `bloomery export` and `bloomery import`."""
 
+import shutil
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
@@ -10,13 +11,14 @@ from huggingface_hub.errors import HfHubHTTPError, HFValidationError
 import bloomery.hw.require_torch  # noqa: F401
 from bloomery.core.chat import TEMPERATURE
 from bloomery.core.errors import CheckpointError, RunError, UnreachableError
-from bloomery.core.io import check_new_folder, whole_file
+from bloomery.core.io import check_new_folder, make_folder, whole_file, write_json
 from bloomery.core.log import info
+from bloomery.core.records import read_record
 from bloomery.model.transformer import Transformer
 from bloomery.tokenizer import importers
 from bloomery.tokenizer.chat_template import Renderer
 from bloomery.tokenizer.tokenizer import DOCUMENT, PAD
-from bloomery.weights import architectures, gguf, gguf_writer, hf, hub, integrity, llmc, locate, pickled
+from bloomery.weights import architectures, gguf, gguf_writer, hf, hub, integrity, llmc, locate, peft, pickled
 from bloomery.weights.gguf_writer import GGUFWords
 from bloomery.weights.hf import Lineage, Loaded, ModelLanguage
 from bloomery.weights.opened import NumberFormat
@@ -25,6 +27,7 @@ from bloomery.weights.safetensors import SHARD_BYTES
 import torch
 
 ExportFormat = Literal["hf", "gguf", "llmc"]
+"""Formats of whole models; `write_adapters` is for PEFT."""
 ExportNumbers = Literal["float32", "bfloat16", "float16", "q8_0", "q4_0"]
 MODEL_FILE, TOKENIZER_FILE, CARD = "model.bin", "tokenizer.bin", "README.md"
 
@@ -68,6 +71,35 @@ def write(
             file.write(card(loaded, name, number_format))
         integrity.write_sums(out)
     return {"architecture": name, "number_format": number_format, "files": sorted(one.name for one in out.iterdir())}
+
+
+def write_adapters(folder: Path, out: Path) -> dict[str, Any]:
+    """
+    Write the adapters of a finetuned model for PEFT, with the tokenizer and chat template that they were trained with.
+    The base is named by its absolute path. Returns what was written, as `write` does.
+
+    Raises CheckpointError where the folder holds no adapters, or damaged ones; RunError where `out` has files in it.
+    """
+    if not peft.is_adapter(folder):
+        hint = "Leave --format out: it is a whole model. Adapters are what finetune.lora leaves."
+        raise CheckpointError("holds no adapters", where=str(folder), hint=hint)
+    check_new_folder(out)
+    adapter, words = peft.read(folder), hf.language(folder)
+    integrity.verify(folder)
+    facts = read_record(folder / peft.CONFIG, dict[str, Any], error=CheckpointError, fix="The file is damaged.")
+    base = hf.base_of(folder)
+    make_folder(out)
+    hf.write_words(out, words, hf.config_of(folder)[0].context_length, chats=words.chat is not None)
+    shutil.copyfile(folder / peft.WEIGHTS, out / peft.WEIGHTS)
+    write_json(out / peft.CONFIG, facts | {"base_model_name_or_path": str(base)})
+    name = architectures.architecture(hf.config_of(folder)[0]).name
+    ranks = {len(a) for a, _ in adapter.pairs.values()}
+    with whole_file(out / CARD, "w") as file:
+        file.write(
+            f"---\nlibrary_name: peft\nbase_model: {base.name}\n---\n\n# {out.name}\n\nAdapters for {base}, a {name}. "
+            f"Rank {', '.join(map(str, sorted(ranks)))} on {len(adapter.pairs)} matrices. Made with Bloomery.\n"
+        )
+    return {"architecture": name, "number_format": "float32", "files": sorted(one.name for one in out.iterdir())}
 
 
 def _write_gguf(loaded: Loaded, out: Path, number_format: ExportNumbers) -> dict[str, Any]:
@@ -125,11 +157,11 @@ def push(folder: Path, repository: str, *, public: bool) -> str:
     that of HF_TOKEN or of `hf auth login`. Raises UnreachableError where the hub refuses it or does not answer.
     """
     api = HfApi()
-    refusals: tuple[type[Exception], ...] = (*hub.transport_errors(HfHubHTTPError), HFValidationError, OSError)
+    failures: tuple[type[Exception], ...] = (*hub.transport_errors(HfHubHTTPError), HFValidationError, OSError)
     try:
         address = api.create_repo(repository, private=not public, exist_ok=True)
         api.upload_folder(repo_id=repository, folder_path=folder, commit_message="Export from Bloomery")
-    except refusals as error:
+    except failures as error:
         hint = "Check the network. HF_TOKEN must be a token that may write; or log in: hf auth login"
         first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise UnreachableError(f"was not uploaded: {first}", where=f"hub:{repository}", hint=hint) from None
@@ -195,7 +227,8 @@ def take_in(source: Path, out: Path, tokenizer: Path | None = None) -> dict[str,
     """Make a model folder of what `read` reads, in its number format. Raises RunError where `out` has files in it."""
     check_new_folder(out)
     loaded = read(source, tokenizer)
-    number_format: NumberFormat = str(loaded.model.embed.weight.dtype).removeprefix("torch.")  # type: ignore[assignment]
+    dtype = str(loaded.model.embed.weight.dtype).removeprefix("torch.")
+    number_format: NumberFormat = dtype  # type: ignore[assignment]
     hf.save(out, loaded.model, loaded.language, loaded.lineage, number_format=number_format)
     parameters = sum(weight.numel() for weight in loaded.model.parameters())
     name = architectures.architecture(loaded.model.config).name

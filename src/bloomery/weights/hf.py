@@ -288,7 +288,7 @@ def save(
         **kind.describe(model.config),
         "torch_dtype": number_format,
     }
-    ids, name = _write_words(folder, words, model.config.context_length, chats=lineage.template is not None)
+    ids, name = write_words(folder, words, model.config.context_length, chats=lineage.template is not None)
     write_json(folder / CONFIG, facts | ids)
     write_json(folder / GENERATION, {**(DRAWN if isinstance(words, Renderer) else words.generation)} | ids)
     write_json(folder / LINEAGE, asdict(lineage) | name)
@@ -300,7 +300,7 @@ def _made(piece: WeightMapping, tensors: Mapping[str, Tensor], form: torch.dtype
     return rounded(piece.theirs, gathered(piece, tensors), form, where)
 
 
-def _write_words(
+def write_words(
     folder: Path, words: ModelLanguage | Renderer, context: int, *, chats: bool
 ) -> tuple[dict[str, Any], dict[str, str | bool]]:
     """
@@ -525,7 +525,7 @@ def save_adapters(
     make_folder(folder)
     base_path = os.path.relpath(base.folder.resolve(), folder.resolve())
     peft.save(folder, weights, model, settings, base_path)
-    _, name = _write_words(folder, words, model.config.context_length, chats=True)
+    _, name = write_words(folder, words, model.config.context_length, chats=True)
     own = {"folder": base_path, "digest": base.digest, "kept_as": settings.base_dtype}
     write_json(folder / LINEAGE, asdict(lineage) | name | {BASE: own})
     integrity.write_sums(folder)
@@ -580,6 +580,11 @@ def _adapted_language(folder: Path, base_folder: Path) -> ModelLanguage:
     if saved.get(FOREIGN):
         return replace(words, tokenizer=tokenizer, chat=chat)
     return replace(ModelLanguage.ours(chat), generation=words.generation)
+
+
+def base_of(folder: Path) -> Path:
+    """The model that the adapters of a folder adapt. Raises CheckpointError where it is not there."""
+    return _base(folder, peft.read(folder))[2]
 
 
 def num_rows(folder: Path) -> int:

@@ -2,7 +2,7 @@
 A model of a folder or a GGUF file: its configuration first, then its weights, tensor by tensor.
 
 A weight goes from its file to the device, in the number format that was asked for, before the next one is read. The
-model is built without memory for its weights, so that the peak is the model and one tensor.
+model is built without memory for its weights, so that the peak is one tensor more than the model.
 """
 
 from collections.abc import Callable, Iterator, Mapping
