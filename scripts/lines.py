@@ -17,12 +17,12 @@ BUDGET = {
     "tokenizer": 3_020,
     "shards": 1_690,
     "model": 3_470,
-    "weights": 5_490,
+    "weights": 5_530,
     "train": 7_500,
     "generate": 270,
     "evaluation": 4_760,
     "serve": 1_440,
-    "stages": 5_450,
+    "stages": 5_490,
 }
 
 
