@@ -1,9 +1,9 @@
 """
 A hub of our own on the loopback, for tests: it speaks the hub's protocol to the hub's own client, and fails on request.
 
-Data sets are dictionaries of bytes. Large files are redirected to a second server, on another port, as the hub's go to
-its network of caches. Every request is kept, with the bytes of body that went out, so that a test can say that nothing
-was sent twice. A fault is used up by the requests that it hits.
+Data sets are dictionaries of bytes, and models are the same at other addresses. Large files are redirected to a second
+server, on another port, as the hub's go to its network of caches. Every request is kept, with the bytes of body that
+went out, so that a test can say that nothing was sent twice. A fault is used up by the requests that it hits.
 """
 
 import hashlib
@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from email.message import Message
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
-from urllib.parse import parse_qs, quote, unquote, urlsplit
+from urllib.parse import parse_qs, unquote, urlsplit
 
 PAGE_ROWS = 2
 """Rows of a listing that fit on one page, so that every test turns pages."""
@@ -130,12 +130,14 @@ class Hub:
             return self._file(data, hashlib.md5(data).hexdigest())
         if path in self.plain:
             return self._file(self.plain[path], hashlib.md5(self.plain[path]).hexdigest())
-        if found := re.fullmatch(r"/api/datasets/([^/]+/[^/]+)(?:/(revision|tree|paths-info)/([^/]+))?(/.*)?", path):
+        if found := re.fullmatch(
+            r"/api/(?:datasets|models)/([^/]+/[^/]+)(?:/(revision|tree|paths-info)/([^/]+))?(/.*)?", path
+        ):
             dataset, verb, revision, below = found.groups()
             asked = parse_qs(request.body.decode()) if verb == "paths-info" else query
             below = unquote(below or "").strip("/")
-            return self._api(dataset, verb or "revision", unquote(revision or "main"), below, asked)
-        if found := re.fullmatch(r"/datasets/([^/]+/[^/]+)/resolve/([^/]+)/(.+)", path):
+            return self._api(dataset, verb or "revision", unquote(revision or "main"), below, asked, path)
+        if found := re.fullmatch(r"/(?:datasets/)?([^/]+/[^/]+)/resolve/([^/]+)/(.+)", path):
             return self._resolve(found[1], unquote(found[2]), unquote(found[3]), request)
         return _refusal(404, "", "no such page")
 
@@ -146,13 +148,15 @@ class Hub:
         commit = home.revisions.get(revision, revision)
         return (home, commit) if commit in home.commits else _refusal(404, "RevisionNotFound", "Invalid rev id")
 
-    def _api(self, dataset: str, verb: str, revision: str, below: str, query: dict[str, list[str]]) -> Answer:
+    def _api(
+        self, dataset: str, verb: str, revision: str, below: str, query: dict[str, list[str]], address: str
+    ) -> Answer:
         found = self._commit(dataset, revision)
         if isinstance(found, Answer):
             return found
         home, commit = found
         if verb == "revision":
-            names = [{"rfilename": path} for path in sorted(home.commits[commit])]
+            names = [{"rfilename": path, "size": len(data)} for path, data in sorted(home.commits[commit].items())]
             told = {"_id": "1", "id": dataset, "sha": commit, "siblings": names, "cardData": home.card, "tags": []}
             return _json(told | {"private": False, "gated": "auto" if home.gated else False, "disabled": False})
         rows = self._rows(home.commits[commit], below)
@@ -163,8 +167,7 @@ class Hub:
         begin = int(query.get("cursor", ["0"])[0])
         page = _json(rows[begin : begin + PAGE_ROWS])
         if begin + PAGE_ROWS < len(rows):
-            address = f"{self.endpoint}/api/datasets/{dataset}/tree/{quote(revision, safe='')}/{quote(below)}"
-            page.headers["Link"] = f'<{address}?recursive=true&cursor={begin + PAGE_ROWS}>; rel="next"'
+            page.headers["Link"] = f'<{self.endpoint}{address}?recursive=true&cursor={begin + PAGE_ROWS}>; rel="next"'
         return page
 
     def _rows(self, content: dict[str, bytes], below: str) -> list[dict[str, Any]]:

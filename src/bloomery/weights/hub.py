@@ -52,18 +52,19 @@ def fetched(name: str) -> Path:
     """
     model, offline = parsed(name), os.environ.get("HF_HUB_OFFLINE", "").upper() in TRUE
     client, endpoint = importlib.import_module("huggingface_hub"), os.environ.get("HF_ENDPOINT") or None
-    patterns, revision = [model.file] if model.file else list(FILES), model.revision
+    patterns = [model.file] if model.file else list(FILES)
     if not offline:
         api = client.HfApi(endpoint=endpoint, library_name="bloomery")
-        listed = _asked(name, lambda: api.model_info(model.repository, revision=revision, files_metadata=True))
-        patterns, revision = _needed(name, model, listed), listed.sha
+        listed = _asked(name, lambda: api.model_info(model.repository, revision=model.revision, files_metadata=True))
+        patterns = _needed(name, model, listed)
     folder = _asked(
         name,
         lambda: client.snapshot_download(
             model.repository,
-            revision=revision,
+            revision=model.revision,  # not its commit, for the cache keeps which commit a branch is, for offline use
             endpoint=endpoint,
             allow_patterns=patterns,
+            ignore_patterns=None if model.file else ["*/*"],  # a pattern's * reaches into folders
             local_files_only=offline,
             library_name="bloomery",
         ),

@@ -1,0 +1,103 @@
+"""Models of a hub: only the files that are needed are fetched, once, and they open without a network afterwards."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from bloomery.cli import main
+from bloomery.core.errors import CheckpointError, UnreachableError
+from bloomery.weights import hf, hub, locate
+from tests.data import hub_server
+from tests.model.made import SHAPES
+from tests.weights.test_export import saved, told
+
+NAME = Path("hub:me/tiny")
+
+
+@pytest.fixture
+def server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[hub_server.Hub]:
+    for name in ("HF_TOKEN", "HF_HUB_OFFLINE"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_DISABLE_XET", True)
+    monkeypatch.setenv("BLOOMERY_CACHE", str(tmp_path / "ours"))
+    with hub_server.serving() as made:
+        monkeypatch.setenv("HF_ENDPOINT", made.endpoint)
+        yield made
+
+
+def files(folder: Path) -> dict[str, bytes]:
+    """A model folder as its makers publish it, with files that nobody needs."""
+    saved(folder, SHAPES[0])
+    names = ("config.json", "generation_config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json")
+    there = {name: (folder / name).read_bytes() for name in names}
+    return there | {"pytorch_model.bin": b"a pickle", "README.md": b"# tiny", "onnx/model.safetensors": b"another"}
+
+
+def test_only_files_that_are_needed_are_fetched_once_and_open_offline(
+    server: hub_server.Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    there = files(tmp_path / "model")
+    server.put("me/tiny", there)
+    folder = locate.locate_model(NAME)
+    assert {one.name for one in folder.iterdir()} == {
+        name for name in there if "/" not in name and name.endswith((".json", ".safetensors"))
+    }
+    assert hf.load(folder).tokenizer.hash == hf.load(tmp_path / "model").tokenizer.hash
+    server.forget()
+    assert locate.locate_model(NAME) == folder
+    assert not server.sent("safetensors")
+    server.forget()
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    assert locate.locate_model(NAME) == folder
+    assert not server.asked()
+    with pytest.raises(UnreachableError, match="is not in the cache"):
+        locate.locate_model(Path("hub:me/other"))
+
+
+def test_a_model_of_a_hub_is_a_model_for_every_verb(
+    server: hub_server.Hub, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    commit = server.put("me/tiny", files(tmp_path / "model"))
+    assert told(capsys, "export", NAME, tmp_path / "out")["architecture"] == "LlamaForCausalLM"
+    assert told(capsys, "import", f"{NAME}@{commit}", tmp_path / "in")["number_format"] == "float32"
+    assert main(["chat", str(NAME), "--complete", "--prompt", "The", "--max-tokens", "3"]) == 0
+    assert capsys.readouterr().out.startswith("The")
+
+
+def test_a_gguf_file_of_a_hub_is_fetched_alone(
+    server: hub_server.Hub, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    saved(tmp_path / "model", SHAPES[0])
+    told(capsys, "export", tmp_path / "model", tmp_path / "a.gguf", "--format", "gguf")
+    there = {"a.gguf": (tmp_path / "a.gguf").read_bytes(), "b.gguf": b"another", "config.json": b"{}"}
+    server.put("me/tiny", there)
+    assert hf.load(locate.locate_model(Path(f"{NAME}/a.gguf"))).model.config.hidden_size == SHAPES[0].hidden_size
+    assert not server.sent("b.gguf")
+    with pytest.raises(CheckpointError, match="has no weights as safetensors") as raised:
+        locate.locate_model(NAME)
+    assert "hub:me/tiny/a.gguf" in raised.value.hint
+
+
+def test_a_damaged_file_of_the_cache_is_refused_by_name(server: hub_server.Hub, tmp_path: Path) -> None:
+    server.put("me/tiny", files(tmp_path / "model"))
+    blob = (locate.locate_model(NAME) / "model.safetensors").resolve()
+    data = bytearray(blob.read_bytes())
+    data[-1] ^= 1
+    blob.write_bytes(data)
+    with pytest.raises(CheckpointError, match=r"model\.safetensors has the sha256"):
+        locate.locate_model(NAME)
+
+
+def test_a_hub_that_has_no_such_model_or_is_not_there_is_an_error_without_a_traceback(
+    server: hub_server.Hub, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(CheckpointError, match="is not on the hub, or is private"):
+        locate.locate_model(NAME)
+    monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:9")
+    with pytest.raises(UnreachableError, match="the hub did not answer"):
+        locate.locate_model(NAME)
+    with pytest.raises(CheckpointError, match="names no model of a hub"):
+        hub.parsed("hub:alone")
