@@ -37,7 +37,7 @@ from bloomery.core.io import MANIFEST, canonical, make_folder, sha256_bytes, wri
 from bloomery.core.records import Count, RecordPath, read_record
 from bloomery.model import quantize
 from bloomery.model.config import Base, Lora, ModelConfig, cost
-from bloomery.model.transformer import Transformer
+from bloomery.model.transformer import Transformer, on_meta
 from bloomery.tokenizer import importers
 from bloomery.tokenizer.chat_template import TEMPLATES, Renderer, Template
 from bloomery.tokenizer.jinja_template import OWN, ChatRenderer, JinjaRenderer, renderer_named
@@ -458,7 +458,7 @@ def _language(opened: _Opened) -> ModelLanguage:
     path = opened.path
     if opened.gguf is not None:
         model = opened.gguf
-        tokenizer = importers.from_json(model.tokenizer_json, str(path), model.roles)
+        tokenizer = importers.from_json(model.tokenizer_spec, str(path), model.roles)
         return _foreign(tokenizer, model.chat_template, model.roles, dict(model.generation), opened)
     if not (path / LINEAGE).is_file():
         return _language_of_folder(opened)
@@ -749,8 +749,7 @@ def _filled(opened: _Opened, num_ids: int, dtype: LoadFormat, device: torch.devi
     """
     tensors = opened.tensors(dtype)
     _of_one_size(opened.config, opened.rows, tensors)
-    with torch.device("meta"):
-        model = Transformer(opened.config, num_ids)
+    model = on_meta(opened.config, num_ids)
     kept_as = _kept_as(dtype, opened)
     for name, weight in _converted(model, tensors, opened.kind, opened.rows):
         _place(model, name, weight, kept_as, device)

