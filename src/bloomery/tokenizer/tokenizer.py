@@ -236,8 +236,8 @@ def text_of(file: Path, hint: str = "") -> str:
 
 def parsed(content: str | dict[str, Any], where: str, hint: str = "") -> tokenizers.Tokenizer:
     """
-    What `tokenizers` makes of a tokenizer.json, from its text or its content. Raises DataError where that is nothing or encodes nothing,
-    and for huge IDs: the library allocates memory for every ID up to the largest.
+    What `tokenizers` makes of a tokenizer.json, from its text or its content. Raises DataError where that is nothing or
+    encodes nothing, and for huge IDs: the library allocates memory for every ID up to the largest.
     """
     try:
         spec = json.loads(content) if isinstance(content, str) else content

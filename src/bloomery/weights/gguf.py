@@ -639,7 +639,7 @@ def _types(meta: Metadata, tokens: list[str]) -> list[int]:
 
 
 def _byte_level(meta: Metadata, tokens: list[str], unknown: str | None) -> tuple[dict[str, Any], bool]:
-    """The content of a tokenizer.json of byte-level BPE, and whether its `pre` begins texts with bos_token by default."""
+    """A tokenizer.json of byte-level BPE as data, and whether its `pre` begins texts with bos_token by default."""
     where = str(meta.file)
     pre = meta.text("tokenizer.ggml.pre", "default")
     if pre not in PRE_TOKENIZERS:
