@@ -37,7 +37,11 @@ from bloomery.evaluation import tasks as evaluation_tasks
 from bloomery.evaluation.harness import EvalRequest, QuestionResult
 from bloomery.evaluation.tasks import TaskFiles
 from bloomery.generate.engine import Engine
+from bloomery.hw import device
+from bloomery.shards.loader import PackedDataset
 from bloomery.tokenizer.tokenizer import Tokenizer
+from bloomery.train.precision import Precision
+from bloomery.train.validation import Validation
 from bloomery.weights import export as exports
 from bloomery.weights import hf
 from bloomery.weights.export import ExportNumbers
@@ -376,8 +380,9 @@ def bits_per_byte(loaded: Loaded, documents: list[str]) -> dict[str, Any]:
 
 
 CONVERSATIONS = 500
+ROW = 256
 SETTINGS = (
-    "instruct.sequence_length=257",
+    f"instruct.sequence_length={ROW + 1}",
     "instruct.val_fraction=0.1",
     "finetune.epochs=1",
     "finetune.global_batch_tokens=2048",
@@ -429,11 +434,28 @@ def finetuned(model: Path, folder: Path, kind: str, count: int) -> dict[str, Any
     return {
         "minutes": round(seconds / 60, 2),
         "cpu_minutes": round((cpu_seconds(after) - cpu_seconds(before)) / 60, 2),
-        "validation_loss": losses,
+        "validation_loss": {
+            "base": validation_loss(model, rows_of(stage)),
+            "result": validation_loss(stage / "model", rows_of(stage)),
+        },
+        "validation_loss_by_step": losses,
         "stats": {name: stats[name] for name in ("steps", "tokens", "validation_loss") if name in stats},
         "largest_difference_of_logits": differences,
         "equal": all(difference < TOLERANCE for difference in differences.values()),
     }
+
+
+def rows_of(stage: Path) -> Path:
+    """The folder of sequences that a stage was trained on."""
+    return stage.parent / read_json(stage.parent / CURRENT)["instruct"]
+
+
+def validation_loss(model: Path, rows: Path) -> float:
+    """Nats a token on the conversations that nothing was trained on."""
+    loaded = hf.load(model)
+    samples = PackedDataset(rows, "val", ROW, loaded.tokenizer.hash)
+    precision = Precision.decide("auto", device.find())
+    return Validation(samples, loaded.tokenizer, 8).measure(loaded.model, precision)["validation_loss"]
 
 
 def cpu_seconds(usage: resource.struct_rusage) -> float:
