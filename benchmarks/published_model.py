@@ -199,9 +199,9 @@ def our_answers(loaded: Loaded, prompts: list[list[Message]], count: int) -> lis
 
 def without_start(mine: list[int], theirs: list[int], tokenizer: Tokenizer) -> dict[str, list[str]]:
     """The first tokens that differ between two encodings of one text."""
-    begin = next(number for number, pair in enumerate(zip(mine, theirs, strict=False)) if pair[0] != pair[1])
-    pair = {"ours": mine, "peer": theirs}
-    return {name: [tokenizer.decode([id]) for id in ids[begin : begin + 3]] for name, ids in pair.items()}
+    begin = next(number for number, (left, right) in enumerate(zip(mine, theirs, strict=False)) if left != right)
+    both = {"ours": mine, "peer": theirs}
+    return {name: [tokenizer.decode([id]) for id in ids[begin : begin + 3]] for name, ids in both.items()}
 
 
 def peer_answers(model: Path, ours: list[list[int]], prompts: list[list[Message]], count: int) -> list[dict[str, Any]]:
@@ -209,8 +209,7 @@ def peer_answers(model: Path, ours: list[list[int]], prompts: list[list[Message]
     Answers of transformers to our token IDs, from the same file; and its own token IDs of each prompt, by its reading
     of the tokenizer and the template.
     """
-    import transformers
-
+    transformers: Any = importlib.import_module("transformers")
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
     place: dict[str, Any] = {"pretrained_model_name_or_path": str(model.parent), "gguf_file": model.name}
@@ -302,7 +301,8 @@ DOMAINS = ("web", "code", "qa", "sci")
 
 def formats(model: Path, quick: bool) -> dict[str, Any]:
     """Bits per byte of real text and peak memory, with weights kept in each number format, each in a process."""
-    found = {dtype: in_child({"model": str(model), "dtype": dtype, "windows": 1 if quick else 4}) for dtype in DTYPES}
+    asked = {"model": str(model), "windows": 1 if quick else 4}
+    found: dict[str, dict[str, Any]] = {str(dtype): in_child({**asked, "dtype": dtype}) for dtype in DTYPES}
     plain = found["float32"]["bits_per_byte"]
     worse = {dtype: round(found[dtype]["bits_per_byte"] / plain - 1, 5) for dtype in LIMITS}
     return {
@@ -447,7 +447,8 @@ def finetuned(model: Path, folder: Path, kind: str, count: int) -> dict[str, Any
 
 def rows_of(stage: Path) -> Path:
     """The folder of sequences that a stage was trained on."""
-    return stage.parent / read_json(stage.parent / CURRENT)["instruct"]
+    folder: Path = stage.parent / read_json(stage.parent / CURRENT)["instruct"]
+    return folder
 
 
 def validation_loss(model: Path, rows: Path) -> float:
@@ -477,8 +478,7 @@ def our_logits(loaded: Loaded, ids: torch.Tensor) -> torch.Tensor:
 
 def peer_logits(ids: torch.Tensor, *place: str, **options: Any) -> torch.Tensor:
     """Of transformers, in float32."""
-    import transformers
-
+    transformers: Any = importlib.import_module("transformers")
     peer = transformers.AutoModelForCausalLM.from_pretrained(*place, **options, dtype=torch.float32).eval()
     with torch.inference_mode():
         logits: torch.Tensor = peer(ids).logits
@@ -487,11 +487,10 @@ def peer_logits(ids: torch.Tensor, *place: str, **options: Any) -> torch.Tensor:
 
 def adapted_logits(ids: torch.Tensor, model: Path, adapter: Path) -> torch.Tensor:
     """Of PEFT, which puts the adapter on the base that transformers reads from the GGUF file."""
-    import transformers
-    from peft import PeftModel
-
+    transformers: Any = importlib.import_module("transformers")
+    peft: Any = importlib.import_module("peft")
     base = transformers.AutoModelForCausalLM.from_pretrained(model.parent, gguf_file=model.name, dtype=torch.float32)
-    adapted = PeftModel.from_pretrained(base, str(adapter)).eval()
+    adapted = peft.PeftModel.from_pretrained(base, str(adapter)).eval()
     with torch.inference_mode():
         logits: torch.Tensor = adapted(ids).logits
     return logits
@@ -542,8 +541,7 @@ def in_llama_cpp(
     file: Path, back: Loaded, documents: list[str], ours: list[dict[str, Any]], count: int, limit: float
 ) -> dict[str, Any]:
     """The same file in llama.cpp: token IDs of the documents, bits per byte, and greedy answers to our prompts."""
-    import llama_cpp
-
+    llama_cpp: Any = importlib.import_module("llama_cpp")
     peer = llama_cpp.Llama(str(file), n_ctx=1024, n_batch=512, logits_all=True, n_threads=2, verbose=False)
     nats, num_bytes, equal_texts = 0.0, 0, 0
     for text in documents:
