@@ -542,7 +542,7 @@ def in_llama_cpp(
 ) -> dict[str, Any]:
     """The same file in llama.cpp: token IDs of the documents, bits per byte, and greedy answers to our prompts."""
     llama_cpp: Any = importlib.import_module("llama_cpp")
-    peer = llama_cpp.Llama(str(file), n_ctx=1024, n_batch=512, logits_all=True, n_threads=2, verbose=False)
+    peer = llama_cpp.Llama(str(file), n_ctx=1024, n_batch=512, logits_all=True, n_threads=1, n_threads_batch=1, verbose=False)
     nats, num_bytes, equal_texts = 0.0, 0, 0
     for text in documents:
         own = back.tokenizer.encode(text)
