@@ -270,16 +270,15 @@ def with_special(inner: tokenizers.Tokenizer, where: str, special: Sequence[str]
 
 def _json(content: str | dict[str, Any], where: str, *, foreign: bool = False) -> tokenizers.Tokenizer:
     inner = parsed(content, where)
-    model, decoder = inner.model, _settings(inner.decoder)
+    model, decoder, letters = inner.model, _settings(inner.decoder), byte_letters().values()
     by_bytes = "ByteLevel" in decoder and "ByteLevel" in _settings(inner.pre_tokenizer)
     by_pieces = bool(getattr(model, "byte_fallback", False)) and "ByteFallback" in decoder
     if not isinstance(model, BPE) or not (by_bytes or by_pieces):
         hint = "Byte-level BPE and BPE with byte fallback can be imported."
         kind = type(model).__name__
         raise DataError(f"is a {kind} whose token IDs have no bytes of their own", where=where, hint=hint)
-    known = inner.get_vocab(with_added_tokens=False) if by_bytes and not foreign else {}
-    missing = [letter for letter in byte_letters().values() if letter not in known] if by_bytes and not foreign else []
-    if missing:
+    known = inner.get_vocab(with_added_tokens=False) if by_bytes and not foreign else dict.fromkeys(letters)
+    if missing := [letter for letter in letters if letter not in known]:
         raise DataError(f"lacks {len(missing)} of the 256 bytes, so it loses text", where=where)
     # tokens around a text would make the exported file's token IDs differ from ours, and dropout random token IDs
     unset = {"truncation": inner.truncation, "padding": inner.padding, "BPE dropout": model.dropout}
@@ -295,9 +294,9 @@ def _json(content: str | dict[str, Any], where: str, *, foreign: bool = False) -
     return parsed(spec | kept, where)
 
 
-def _settings(part: Any) -> str:
+def _settings(component: Any) -> str:
     """A normalizer, pre-tokenizer or decoder as JSON; "" for none."""
-    return "" if part is None else part.__getstate__().decode()
+    return "" if component is None else component.__getstate__().decode()
 
 
 TokenId = Annotated[int, Field(ge=0, lt=2**31)]

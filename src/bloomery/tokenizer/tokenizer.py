@@ -386,8 +386,8 @@ class Tokenizer:
         added = self._inner.get_added_tokens_decoder()
         copy = tokenizers.Tokenizer(self._inner.model)  # shares the vocabulary, which takes most of a second to read
         for name in ("normalizer", "pre_tokenizer", "decoder"):
-            if (part := getattr(self._inner, name)) is not None:
-                setattr(copy, name, part)
+            if (component := getattr(self._inner, name)) is not None:
+                setattr(copy, name, component)
         for id in sorted(added):
             (copy.add_special_tokens if added[id].special else copy.add_tokens)([added[id]])
         if copy.get_added_tokens_decoder() == added:
