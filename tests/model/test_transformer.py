@@ -1,4 +1,6 @@
 import math
+import subprocess
+import sys
 from typing import Any
 
 import pytest
@@ -7,7 +9,7 @@ from hypothesis import strategies as st
 
 from bloomery.model.attention import Cache
 from bloomery.model.config import ModelConfig
-from bloomery.model.transformer import Transformer
+from bloomery.model.transformer import Transformer, on_meta
 from tests.model.made import CHOICES, SHAPES, VOCAB_SIZE, any_config, lively, random_ids
 
 import torch
@@ -250,3 +252,28 @@ def test_scores_are_float32_under_autocast() -> None:
     model = lively(SHAPES[0])
     with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
         assert model.logits(model(random_ids(1, 3))).dtype == torch.float32
+
+
+# --- without numbers -----------------------------------------------------------------------------------------------
+
+
+@shapes
+def test_a_model_without_numbers_has_every_shape_of_one_with_them(config: ModelConfig) -> None:
+    empty, full = on_meta(config, VOCAB_SIZE), Transformer(config, VOCAB_SIZE)
+    assert {name: weight.shape for name, weight in empty.state_dict().items()} == {
+        name: weight.shape for name, weight in full.state_dict().items()
+    }
+    assert all(weight.is_meta for weight in empty.parameters())
+
+
+def test_a_model_without_numbers_leaves_the_compiler_of_torch_alone() -> None:
+    """It takes longer to import than all else that a first answer needs."""
+    program = """
+import sys
+from bloomery.model.config import ModelConfig
+from bloomery.model.transformer import on_meta
+on_meta(ModelConfig(hidden_size=32, num_layers=1, num_heads=2, num_kv_heads=2, intermediate_size=64), 100)
+print("torch._dynamo" in sys.modules)
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert done.stdout == "False\n"

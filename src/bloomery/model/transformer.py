@@ -6,6 +6,7 @@ Letters used for shapes are those of layers.py; V is the vocabulary.
 
 import math
 from contextlib import AbstractContextManager, nullcontext
+from typing import Any
 
 from jaxtyping import Float, Int
 
@@ -17,6 +18,7 @@ from bloomery.model.rope import Rotation, alibi_slopes, rotation
 
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 
 class Block(nn.Module):
@@ -49,6 +51,22 @@ class Block(nn.Module):
         added = self.mlp(read if self.mlp_norm is None else self.mlp_norm(read))
         y: Tensor = x + (added if self.mlp_post_norm is None else self.mlp_post_norm(added))
         return y
+
+
+class _Unset(TorchFunctionMode):
+    """Leaves new weights as they are. On the meta device, normal_ would import torch's compiler, which takes 2 s."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func in (nn.init.normal_, nn.init.uniform_, nn.init.kaiming_uniform_):
+            return kwargs["tensor"] if "tensor" in kwargs else args[0]
+        return func(*args, **kwargs)
+
+
+def on_meta(config: ModelConfig, vocab_size: int) -> "Transformer":
+    """A model whose weights have shapes and no numbers yet."""
+    with torch.device("meta"), _Unset():
+        return Transformer(config, vocab_size)
 
 
 class Transformer(nn.Module):

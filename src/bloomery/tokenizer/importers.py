@@ -218,9 +218,9 @@ def load_foreign(
     return _foreign(inner, str(paths[0]), {**roles_of(path), **(roles or {})}, boundary_ids)
 
 
-def from_json(text: str, where: str, roles: Mapping[str, str | None]) -> Tokenizer:
-    """As `load_foreign`, from the text of a tokenizer.json. `where` names its file in errors."""
-    return _foreign(_json(text, where, foreign=True), where, roles)
+def from_json(content: str | dict[str, Any], where: str, roles: Mapping[str, str | None]) -> Tokenizer:
+    """As `load_foreign`, from the text or the content of a tokenizer.json. `where` names its file in errors."""
+    return _foreign(_json(content, where, foreign=True), where, roles)
 
 
 def roles_of(folder: Path) -> dict[str, str | None]:
@@ -276,24 +276,32 @@ def extended(tokenizer: Tokenizer, where: str, special: Sequence[str]) -> tuple[
     return longer, {name: id for name, id in ids.items() if id is not None}
 
 
-def _json(text: str, where: str, *, foreign: bool = False) -> tokenizers.Tokenizer:
-    inner = parsed(text, where)
-    spec: dict[str, Any] = json.loads(inner.to_str())
-    model, decoder = spec["model"], json.dumps(spec["decoder"])
-    by_bytes = "ByteLevel" in decoder and "ByteLevel" in json.dumps(spec["pre_tokenizer"])
-    by_pieces = bool(model.get("byte_fallback")) and "ByteFallback" in decoder
-    if model["type"] != "BPE" or not (by_bytes or by_pieces):
+def _json(content: str | dict[str, Any], where: str, *, foreign: bool = False) -> tokenizers.Tokenizer:
+    inner = parsed(content, where)
+    model, decoder = inner.model, _settings(inner.decoder)
+    by_bytes = "ByteLevel" in decoder and "ByteLevel" in _settings(inner.pre_tokenizer)
+    by_pieces = bool(getattr(model, "byte_fallback", False)) and "ByteFallback" in decoder
+    if not isinstance(model, BPE) or not (by_bytes or by_pieces):
         hint = "Byte-level BPE and BPE with byte fallback can be imported."
-        raise DataError(f"is a {model['type']} whose token IDs have no bytes of their own", where=where, hint=hint)
+        kind = type(model).__name__
+        raise DataError(f"is a {kind} whose token IDs have no bytes of their own", where=where, hint=hint)
     # tokens around a text would make the exported file's token IDs differ from ours, and dropout random token IDs
-    unset = {name: spec[name] for name in ("truncation", "padding")} | {"BPE dropout": model.get("dropout")}
+    unset = {"truncation": inner.truncation, "padding": inner.padding, "BPE dropout": model.dropout}
     if names := [name for name, value in unset.items() if value]:
         are = "is" if len(names) == 1 else "are"
         info(f"{where}: {' and '.join(names)} {are} set to none, so that a text always has the same IDs", "yellow")
     # a foreign one says there what opens a text, and its own files keep it
+    if not names and model.dropout is None and (foreign or inner.post_processor is None):
+        return inner
+    spec: dict[str, Any] = json.loads(inner.to_str())
     after = spec["post_processor"] if foreign else None
-    kept = spec | {"post_processor": after, "truncation": None, "padding": None, "model": model | {"dropout": None}}
-    return inner if kept == spec else parsed(json.dumps(kept), where)
+    kept = {"post_processor": after, "truncation": None, "padding": None, "model": spec["model"] | {"dropout": None}}
+    return parsed(spec | kept, where)
+
+
+def _settings(component: Any) -> str:
+    """A normalizer, pre-tokenizer or decoder as JSON; "" for none."""
+    return "" if component is None else component.__getstate__().decode()
 
 
 TokenId = Annotated[int, Field(ge=0, lt=2**31)]

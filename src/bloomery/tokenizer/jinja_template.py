@@ -658,7 +658,7 @@ class JinjaRenderer:
     @cached_property
     def _recognizing(self) -> tokenizers.Tokenizer:
         """The same tokenizer, which finds special tokens in a text."""
-        return tokenizers.Tokenizer.from_str(json.dumps(self.tokenizer.spec | {"post_processor": None}))
+        return self.tokenizer.recognizing()
 
     @cached_property
     def _renamed(self) -> tuple[tokenizers.Tokenizer, dict[int, str], dict[int, int]]:

@@ -234,13 +234,13 @@ def text_of(file: Path, hint: str = "") -> str:
         raise DataError(f"is no tokenizer: {error}", where=str(file), hint=hint) from None
 
 
-def parsed(text: str, where: str, hint: str = "") -> tokenizers.Tokenizer:
+def parsed(content: str | dict[str, Any], where: str, hint: str = "") -> tokenizers.Tokenizer:
     """
-    What `tokenizers` makes of the text of a tokenizer.json. Raises DataError where that is nothing or encodes nothing,
-    and for huge IDs: the library allocates memory for every ID up to the largest.
+    What `tokenizers` makes of a tokenizer.json, from its text or its content. Raises DataError where that is nothing or
+    encodes nothing, and for huge IDs: the library allocates memory for every ID up to the largest.
     """
     try:
-        spec = json.loads(text)
+        spec = json.loads(content) if isinstance(content, str) else content
         if problem := _problem(spec) or growth_problem(_steps_of(spec)):
             raise DataError(problem, where=where, hint=hint or DAMAGED)
         inner = tokenizers.Tokenizer.from_str(json.dumps(spec))
@@ -381,6 +381,19 @@ class Tokenizer:
     def to_json(self) -> str:
         """The text of a tokenizer.json."""
         return self._inner.to_str()
+
+    def recognizing(self) -> tokenizers.Tokenizer:
+        """The same tokenizer, which finds special tokens in a text and puts none around it."""
+        added = self._inner.get_added_tokens_decoder()
+        copy = tokenizers.Tokenizer(self._inner.model)  # shares the vocabulary, which takes most of a second to read
+        for name in ("normalizer", "pre_tokenizer", "decoder"):
+            if (component := getattr(self._inner, name)) is not None:
+                setattr(copy, name, component)
+        for id in sorted(added):
+            (copy.add_special_tokens if added[id].special else copy.add_tokens)([added[id]])
+        if copy.get_added_tokens_decoder() == added:
+            return copy
+        return tokenizers.Tokenizer.from_str(json.dumps(self.spec | {"post_processor": None}))
 
     def special_id(self, name: str) -> int | None:
         """The id of a special token, also of one that only some templates need; None where there is none."""

@@ -24,7 +24,7 @@ import numpy as np
 import bloomery.hw.require_torch  # noqa: F401
 from bloomery.hw.device import Device, measured_peak
 from bloomery.hw.distributed import World
-from bloomery.model.transformer import Transformer
+from bloomery.model.transformer import Transformer, on_meta
 from bloomery.shards.loader import IGNORE, Batch
 from bloomery.train.fused_adamw import total_norm
 
@@ -103,8 +103,7 @@ def copy_of(model: Transformer, world: World | None = None) -> Transformer:
     with company.alike():
         if lacking is not None:
             raise lacking
-    with torch.device("meta"):
-        twin = Transformer(model.config, model.vocab_size)
+    twin = on_meta(model.config, model.vocab_size)
     twin.load_state_dict(copied, assign=True)
     return twin
 

@@ -91,8 +91,8 @@ class GGUFModel:
     file: Path
     facts: dict[str, Any]
     """As in a config.json of transformers."""
-    tokenizer_json: str
-    """A tokenizer.json whose token IDs are those of llama.cpp."""
+    tokenizer_spec: dict[str, Any]
+    """The content of a tokenizer.json whose token IDs are those of llama.cpp."""
     roles: dict[str, str | None]
     """Contents of the special tokens, by bos_token, eos_token, pad_token and unk_token."""
     add_bos: bool
@@ -102,6 +102,10 @@ class GGUFModel:
     """As in a generation_config.json."""
     license: str | None
     tensors: "GGUFTensors"
+
+    @property
+    def tokenizer_json(self) -> str:
+        return json.dumps(self.tokenizer_spec, ensure_ascii=False)
 
 
 def read(file: Path) -> GGUFModel:
@@ -135,11 +139,11 @@ def read(file: Path) -> GGUFModel:
     model = meta.text("tokenizer.ggml.model")
     if whole := meta.text("tokenizer.huggingface.json", ""):
         _check_same(whole, tokens, file)
-        tokenizer_json, whole_words = whole, False
+        spec, whole_words = json.loads(whole), False
     elif model == "gpt2":
-        tokenizer_json, whole_words = _byte_level(meta, tokens, roles["unk_token"])
+        spec, whole_words = _byte_level(meta, tokens, roles["unk_token"])
     elif model == "llama":
-        tokenizer_json, whole_words = _sentencepiece(meta, tokens), True
+        spec, whole_words = json.loads(_sentencepiece(meta, tokens)), True
     else:
         hint = "Byte-level BPE (gpt2) and SentencePiece's BPE (llama) can be read."
         raise CheckpointError(f"its tokenizer is of the kind {shorten(model)!r}", where=str(file), hint=hint)
@@ -150,7 +154,7 @@ def read(file: Path) -> GGUFModel:
     return GGUFModel(
         file=file,
         facts=facts | known,
-        tokenizer_json=tokenizer_json,
+        tokenizer_spec=spec,
         roles=roles,
         add_bos=meta.flag("tokenizer.ggml.add_bos_token", whole_words),
         chat_template=meta.text("tokenizer.chat_template", "") or None,
@@ -220,6 +224,20 @@ class _Header:
         except UnicodeDecodeError as error:
             raise self._torn(f"has a text that is not UTF-8 before byte {self._offset:,}: {error}") from None
 
+    def _texts(self, count: int) -> list[str]:
+        """As many texts. A tokenizer has 100,000, so each takes one step while nothing is wrong with it."""
+        texts: list[str] = []
+        length_of = struct.Struct("<Q").unpack_from
+        for _ in range(count):
+            begin = self._offset + 8
+            end = begin + length_of(self.data, self._offset)[0] if begin <= self.size else self.size + 1
+            try:
+                texts.append(self.data[begin:end].decode() if end <= self.size else self._text(most=self.size))
+            except UnicodeDecodeError:
+                self._text(most=self.size)  # raises, and says where
+            self._offset = end
+        return texts
+
     def _value(self, kind: int, key: str) -> Any:
         if kind == STRING:
             return self._text(most=self.size)
@@ -234,7 +252,7 @@ class _Header:
         if (count := self._count(f"items in {shorten(key)}", width)) > MAX_ITEMS:
             raise self._torn(f"{shorten(key)} has {count:,} items, and {MAX_ITEMS:,} is the limit")
         if inner == STRING:
-            return [self._text(most=self.size) for _ in range(count)]
+            return self._texts(count)
         return np.frombuffer(self._take(count * width), dtype=f"<{NUMBER_FORMS[inner]}")
 
     def _tensor_info(self) -> tuple[str, tuple[int, ...], int, int]:
@@ -592,8 +610,8 @@ def _types(meta: Metadata, tokens: list[str]) -> list[int]:
     return [int(kind) for kind in meta.numbers("tokenizer.ggml.token_type", len(tokens), NORMAL)]
 
 
-def _byte_level(meta: Metadata, tokens: list[str], unknown: str | None) -> tuple[str, bool]:
-    """A tokenizer.json of byte-level BPE, and whether its `pre` begins texts with bos_token by default."""
+def _byte_level(meta: Metadata, tokens: list[str], unknown: str | None) -> tuple[dict[str, Any], bool]:
+    """A tokenizer.json of byte-level BPE as data, and whether its `pre` begins texts with bos_token by default."""
     where = str(meta.file)
     pre = meta.text("tokenizer.ggml.pre", "default")
     if pre not in PRE_TOKENIZERS:
@@ -651,7 +669,7 @@ def _byte_level(meta: Metadata, tokens: list[str], unknown: str | None) -> tuple
             "merges": [list(merge) for merge in merges],
         },
     }
-    return json.dumps(spec, ensure_ascii=False), pre.startswith("llama")
+    return spec, pre.startswith("llama")
 
 
 def _sentencepiece(meta: Metadata, tokens: list[str]) -> str:

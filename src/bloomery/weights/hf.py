@@ -405,7 +405,7 @@ def _language(opened: OpenedModel) -> ModelLanguage:
     path = opened.path
     if opened.gguf is not None:
         model = opened.gguf
-        tokenizer = importers.from_json(model.tokenizer_json, str(path), model.roles)
+        tokenizer = importers.from_json(model.tokenizer_spec, str(path), model.roles)
         return _foreign(tokenizer, model.chat_template, model.roles, dict(model.generation), opened)
     if not (path / LINEAGE).is_file():
         return _language_of_folder(opened)

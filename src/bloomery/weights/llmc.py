@@ -23,7 +23,7 @@ from bloomery.core.config import explained
 from bloomery.core.errors import CheckpointError
 from bloomery.core.io import check_regular, whole_file
 from bloomery.model.config import ModelConfig, cost
-from bloomery.model.transformer import Transformer
+from bloomery.model.transformer import Transformer, on_meta
 from bloomery.weights.safetensors import finite, rounded
 
 import torch
@@ -219,8 +219,7 @@ def _header(file: Path, magic: int, what: str, versions: tuple[int, ...]) -> NDA
 
 def _empty(config: ModelConfig, rows: int) -> dict[str, Tensor]:
     """The weights of a model by name, of which only the shapes are there."""
-    with torch.device("meta"):
-        weights: dict[str, Tensor] = Transformer(config, rows).state_dict()
+    weights: dict[str, Tensor] = on_meta(config, rows).state_dict()
     del weights["head.weight"]  # tied
     return weights
 

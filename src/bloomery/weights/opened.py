@@ -20,7 +20,7 @@ from bloomery.core.io import MANIFEST
 from bloomery.core.records import Count, read_record
 from bloomery.model import quantize
 from bloomery.model.config import Base, ModelConfig, cost
-from bloomery.model.transformer import Transformer
+from bloomery.model.transformer import Transformer, on_meta
 from bloomery.tokenizer.tokenizer import MAX_IDS
 from bloomery.weights import architectures as weights_architectures
 from bloomery.weights import gguf
@@ -172,8 +172,7 @@ def filled(opened: OpenedModel, num_ids: int, dtype: LoadFormat, device: torch.d
     """
     tensors = opened.tensors(dtype)
     _of_one_size(opened.config, opened.rows, tensors)
-    with torch.device("meta"):
-        model = Transformer(opened.config, num_ids)
+    model = on_meta(opened.config, num_ids)
     kept_as = kept_as_in(dtype, opened)
     for name, weight in converted(model, tensors, opened.kind, opened.rows):
         _place(model, name, weight, kept_as, device)
