@@ -239,7 +239,8 @@ def _model_verbs(verbs: Any) -> None:
     verb.add_argument("model", type=_path, metavar="MODEL", help=MODEL)
     verb.add_argument("--prompt", action="append", default=[], help="ask this and end; may be given several times")
     verb.add_argument("--complete", action="store_true", help="continue the text of --prompt, without a chat template")
-    verb.add_argument("--template", choices=TEMPLATE_NAMES, help="chat template to use in place of the model's own")
+    template = f"chat template in place of the model's own: {', '.join(TEMPLATE_NAMES)}"
+    verb.add_argument("--template", choices=TEMPLATE_NAMES, metavar="NAME", help=template)
     verb.add_argument(
         "--temperature",
         type=TEMPERATURES,
