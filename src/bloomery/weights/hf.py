@@ -35,6 +35,7 @@ from bloomery.core.config import explained
 from bloomery.core.errors import CheckpointError, shorten
 from bloomery.core.io import MANIFEST, canonical, make_folder, sha256_bytes, write_json
 from bloomery.core.records import Count, RecordPath, read_record
+from bloomery.hw.device import return_freed_memory
 from bloomery.model import quantize
 from bloomery.model.config import Base, Lora, ModelConfig, cost
 from bloomery.model.transformer import Transformer, on_meta
@@ -755,6 +756,7 @@ def _filled(opened: _Opened, num_ids: int, dtype: LoadFormat, device: torch.devi
         _place(model, name, weight, kept_as, device)
     if opened.config.tie_embeddings:
         model.head.weight = model.embed.weight
+    return_freed_memory()  # quantizing leaves gaps, as large as the model
     return model
 
 
