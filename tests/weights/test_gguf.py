@@ -13,7 +13,7 @@ from bloomery.core.errors import CheckpointError
 from bloomery.model.config import ModelConfig
 from bloomery.model.transformer import Transformer
 from bloomery.tokenizer.tokenizer import Tokenizer, parsed
-from bloomery.weights import architectures, gguf, gguf_writer, llmc
+from bloomery.weights import architectures, gguf, gguf_layouts, gguf_writer, llmc
 from bloomery.weights.gguf_writer import GGUFFormat, GGUFWords
 from tests.model.made import SHAPES, lively, random_ids, scores
 from tests.tokenizer.made import ELSEWHERE, small
@@ -224,4 +224,4 @@ def test_blocks_become_the_numbers_that_the_package_of_llama_cpp_makes_of_them(k
     blocks[:, 3] &= 0x3F
     blocks[:, -1] &= 0x3F
     expected = package.quants.dequantize(blocks.reshape(1, -1), form).reshape(50, block)
-    assert torch.equal(gguf.dequantize(blocks, form), torch.from_numpy(expected))
+    assert torch.equal(gguf_layouts.dequantize(blocks, form), torch.from_numpy(expected))

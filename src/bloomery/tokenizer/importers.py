@@ -244,8 +244,10 @@ def _foreign(
     special = {token.content for token in inner.get_added_tokens_decoder().values() if token.special}
     # as transformers does; a role whose token is not in the vocabulary would be a new row
     named = [name for name in dict.fromkeys(roles.values()) if name in known and name not in special]
-    inner.add_special_tokens([AddedToken(name, normalized=False, special=True) for name in named if name])
-    if len(set(inner.get_vocab(with_added_tokens=True).values())) < len(known):
+    if named:
+        inner.add_special_tokens([AddedToken(name, normalized=False, special=True) for name in named if name])
+        known = inner.get_vocab(with_added_tokens=True)
+    if len(set(known.values())) < len(known):
         raise DataError("gives one ID to two tokens", where=where, hint=_OTHER)
     tokenizer = Tokenizer(inner, roles, boundary_ids)
     unknown = tokenizer.spec["model"].get("unk_token")

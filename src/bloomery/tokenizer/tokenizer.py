@@ -458,9 +458,9 @@ class Tokenizer:
     @cached_property
     def _missing(self) -> bytes:
         """Bytes of UTF-8 that a byte-level tokenizer has no token for, where the model has no unknown token."""
-        model, known = self.spec["model"], self._inner.get_vocab(with_added_tokens=False)
-        if "ByteLevel" not in json.dumps(self.spec["decoder"]) or model.get("unk_token") is not None:
+        if "ByteLevel" not in json.dumps(self.spec["decoder"]) or self.spec["model"].get("unk_token") is not None:
             return b""
+        known = self._inner.get_vocab(with_added_tokens=False)
         return bytes(byte for byte, letter in byte_letters().items() if letter not in known and byte not in _NEVER)
 
     def encode_within(self, text: str, max_tokens: int) -> list[int] | int:

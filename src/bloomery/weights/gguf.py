@@ -28,7 +28,6 @@ from typing import Any
 
 import gguf
 import numpy as np
-from numpy.typing import NDArray
 
 import bloomery.hw.require_torch  # noqa: F401
 from bloomery.core import io as core_io
@@ -44,6 +43,7 @@ from bloomery.weights.gguf_layouts import (
     SAMPLING,
     TRANSPOSED,
     GGUFLayout,
+    dequantize,
 )
 from bloomery.weights.safetensors import finite
 
@@ -91,8 +91,8 @@ class GGUFModel:
     file: Path
     facts: dict[str, Any]
     """As in a config.json of transformers."""
-    tokenizer_spec: dict[str, Any]
-    """The content of a tokenizer.json whose token IDs are those of llama.cpp."""
+    tokenizer_spec: dict[str, Any] | str
+    """A tokenizer.json, as data or text, whose token IDs are those of llama.cpp."""
     roles: dict[str, str | None]
     """Contents of the special tokens, by bos_token, eos_token, pad_token and unk_token."""
     add_bos: bool
@@ -105,7 +105,8 @@ class GGUFModel:
 
     @property
     def tokenizer_json(self) -> str:
-        return json.dumps(self.tokenizer_spec, ensure_ascii=False)
+        spec = self.tokenizer_spec
+        return spec if isinstance(spec, str) else json.dumps(spec, ensure_ascii=False)
 
 
 def read(file: Path) -> GGUFModel:
@@ -137,13 +138,14 @@ def read(file: Path) -> GGUFModel:
         raise CheckpointError(what, where=str(file), hint=DAMAGED)
     roles = {role: tokens[id] if id >= 0 else None for role, id in ids.items()}
     model = meta.text("tokenizer.ggml.model")
+    spec: dict[str, Any] | str
     if whole := meta.text("tokenizer.huggingface.json", ""):
         _check_same(whole, tokens, file)
-        spec, whole_words = json.loads(whole), False
+        spec, whole_words = whole, False
     elif model == "gpt2":
         spec, whole_words = _byte_level(meta, tokens, roles["unk_token"])
     elif model == "llama":
-        spec, whole_words = json.loads(_sentencepiece(meta, tokens)), True
+        spec, whole_words = _sentencepiece(meta, tokens), True
     else:
         hint = "Byte-level BPE (gpt2) and SentencePiece's BPE (llama) can be read."
         raise CheckpointError(f"its tokenizer is of the kind {shorten(model)!r}", where=str(file), hint=hint)
@@ -762,29 +764,6 @@ class GGUFTensors:
             numbers = dequantize(some, stored.kind).flatten()
             out[first * block : first * block + len(numbers)] = numbers
         return out.view(stored.shape)
-
-
-def dequantize(blocks: NDArray[np.uint8], kind: gguf.GGMLQuantizationType) -> Tensor:
-    """
-    The numbers of blocks (N, bytes of one) as float32 (N, numbers of one), as the package `gguf` computes them. Those
-    of Q4_0, Q4_1 and Q8_0 take torch a fifth of the time that they take the package.
-
-        Q8_0    d (float16), 32 signed bytes q                       x = d q
-        Q4_0    d, 16 bytes: low halves q_0..15, high q_16..31       x = d (q - 8)
-        Q4_1    d, m, 16 bytes                                       x = d q + m
-    """
-    if kind.name not in ("Q4_0", "Q4_1", "Q8_0"):
-        with np.errstate(all="ignore"):
-            return torch.from_numpy(gguf.quants.dequantize(blocks.reshape(1, -1), kind)).view(len(blocks), -1)
-    raw = torch.from_numpy(blocks.copy())
-    scale = raw[:, :2].contiguous().view(torch.float16).float()
-    if kind.name == "Q8_0":
-        return raw[:, 2:].view(torch.int8).float() * scale
-    packed = raw[:, -16:]
-    quants = torch.cat([packed & 15, packed >> 4], dim=1)
-    if kind.name == "Q4_0":
-        return (quants.to(torch.int8) - 8).float() * scale
-    return quants.float().mul_(scale).add_(raw[:, 2:4].contiguous().view(torch.float16).float())
 
 
 def reordered(tensor: Tensor, name: str, layout: GGUFLayout, sizes: Sizes, *, inward: bool) -> Tensor:

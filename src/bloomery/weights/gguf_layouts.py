@@ -1,5 +1,5 @@
 """
-Names in GGUF files, next to those of transformers: tensors by architecture, special tokens, sampling settings.
+What GGUF files hold, as tables: names of tensors, special tokens and settings next to transformers', and blocks.
 
 Reading and writing use the same tables. An architecture that is not in LAYOUTS is neither read nor written.
 """
@@ -8,7 +8,15 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+import gguf
+import numpy as np
+from numpy.typing import NDArray
+
+import bloomery.hw.require_torch  # noqa: F401
 from bloomery.tokenizer.tokenizer import PATTERNS
+
+import torch
+from torch import Tensor
 
 LLAMA_BLOCK = {
     "attn_norm.weight": ("input_layernorm.weight", "D"),
@@ -199,3 +207,26 @@ PRE_TOKENIZERS = {
     "gpt-4o": PreTokenizer(PATTERNS["gpt4o"].regex),
     "tekken": PreTokenizer(_TEKKEN, whole_words=True),
 }
+
+
+def dequantize(blocks: NDArray[np.uint8], kind: gguf.GGMLQuantizationType) -> Tensor:
+    """
+    The numbers of blocks (N, bytes of one) as float32 (N, numbers of one), as the package `gguf` computes them. Those
+    of Q4_0, Q4_1 and Q8_0 take torch a fifth of the time that they take the package.
+
+        Q8_0    d (float16), 32 signed bytes q                       x = d q
+        Q4_0    d, 16 bytes: low halves q_0..15, high q_16..31       x = d (q - 8)
+        Q4_1    d, m, 16 bytes                                       x = d q + m
+    """
+    if kind.name not in ("Q4_0", "Q4_1", "Q8_0"):
+        with np.errstate(all="ignore"):
+            return torch.from_numpy(gguf.quants.dequantize(blocks.reshape(1, -1), kind)).view(len(blocks), -1)
+    raw = torch.from_numpy(blocks.copy())
+    scale = raw[:, :2].contiguous().view(torch.float16).float()
+    if kind.name == "Q8_0":
+        return raw[:, 2:].view(torch.int8).float() * scale
+    packed = raw[:, -16:]
+    quants = torch.cat([packed & 15, packed >> 4], dim=1)
+    if kind.name == "Q4_0":
+        return (quants.to(torch.int8) - 8).float() * scale
+    return quants.float().mul_(scale).add_(raw[:, 2:4].contiguous().view(torch.float16).float())

@@ -18,6 +18,7 @@ from bloomery.core.config import explained
 from bloomery.core.errors import CheckpointError, shorten
 from bloomery.core.io import MANIFEST
 from bloomery.core.records import Count, read_record
+from bloomery.hw.device import return_freed_memory
 from bloomery.model import quantize
 from bloomery.model.config import Base, ModelConfig, cost
 from bloomery.model.transformer import Transformer, on_meta
@@ -178,6 +179,7 @@ def filled(opened: OpenedModel, num_ids: int, dtype: LoadFormat, device: torch.d
         _place(model, name, weight, kept_as, device)
     if opened.config.tie_embeddings:
         model.head.weight = model.embed.weight
+    return_freed_memory()  # quantizing leaves gaps, as large as the model
     return model
 
 
