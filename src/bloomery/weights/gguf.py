@@ -112,8 +112,8 @@ class GGUFModel:
     file: Path
     facts: dict[str, Any]
     """As in a config.json of transformers."""
-    tokenizer_spec: dict[str, Any]
-    """The content of a tokenizer.json whose token IDs are those of llama.cpp."""
+    tokenizer_spec: str | dict[str, Any]
+    """A tokenizer.json whose token IDs are those of llama.cpp: its text, or its content."""
     roles: dict[str, str | None]
     """Contents of the special tokens, by bos_token, eos_token, pad_token and unk_token."""
     add_bos: bool
@@ -126,7 +126,8 @@ class GGUFModel:
 
     @property
     def tokenizer_json(self) -> str:
-        return json.dumps(self.tokenizer_spec, ensure_ascii=False)
+        spec = self.tokenizer_spec
+        return spec if isinstance(spec, str) else json.dumps(spec, ensure_ascii=False)
 
 
 def is_gguf(path: Path) -> bool:
@@ -166,13 +167,14 @@ def read(file: Path) -> GGUFModel:
         raise CheckpointError(what, where=str(file), hint=DAMAGED)
     roles = {role: tokens[id] if id >= 0 else None for role, id in ids.items()}
     model = meta.text("tokenizer.ggml.model")
+    spec: str | dict[str, Any]
     if whole := meta.text("tokenizer.huggingface.json", ""):
         _check_same(whole, tokens, file)
-        spec, whole_words = json.loads(whole), False
+        spec, whole_words = whole, False
     elif model == "gpt2":
         spec, whole_words = _byte_level(meta, tokens, roles["unk_token"])
     elif model == "llama":
-        spec, whole_words = json.loads(_sentencepiece(meta, tokens)), True
+        spec, whole_words = _sentencepiece(meta, tokens), True
     else:
         hint = "Byte-level BPE (gpt2) and SentencePiece's BPE (llama) can be read."
         raise CheckpointError(f"its tokenizer is of the kind {shorten(model)!r}", where=str(file), hint=hint)
