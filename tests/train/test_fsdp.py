@@ -8,6 +8,7 @@ import os
 import random
 import resource
 import signal
+import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -330,7 +331,12 @@ def limited(task: dict[str, Any], world: World) -> dict[str, Any]:
     made = session(Path(task["shards"]), Path(task["out"]), world, **task["settings"])
     whole = made._hooks
 
+    saved = Path(task["out"]) / "checkpoints" / f"{3:09d}"
+
     def limit(state: State) -> None:
+        end = time.monotonic() + 20
+        while not saved.is_dir() and time.monotonic() < end:  # a thread may still be writing what came before
+            time.sleep(0.01)
         if task["bytes"]:
             resource.setrlimit(resource.RLIMIT_FSIZE, (task["bytes"], task["bytes"]))
         else:

@@ -277,10 +277,9 @@ def save(
     form: torch.dtype = getattr(torch, number_format)
     where, pieces = str(folder), kind.pieces(list(own))
     makers = {one.theirs: partial(_made, one, tensors, form, where) for one in pieces}
-    for make in makers.values():
-        make()  # raises before anything is written
+    shapes = {name: list(make().shape) for name, make in makers.items()}  # raises before anything is written
     make_folder(folder)
-    save_sharded(folder, makers, form, shard_bytes)
+    save_sharded(folder, makers, shapes, form, shard_bytes)
     facts = {
         "architectures": [kind.name],
         "model_type": kind.model_type,

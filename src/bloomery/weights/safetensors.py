@@ -87,17 +87,20 @@ SHARD_BYTES = 5 * 10**9
 
 
 def save_sharded(
-    folder: Path, tensors: Mapping[str, Callable[[], Tensor]], form: torch.dtype, shard_bytes: int = SHARD_BYTES
+    folder: Path,
+    tensors: Mapping[str, Callable[[], Tensor]],
+    shapes: Mapping[str, list[int]],
+    form: torch.dtype,
+    shard_bytes: int = SHARD_BYTES,
 ) -> None:
     """
     Write tensors of one number format as safetensors files of up to `shard_bytes`, with an index where that makes
     several. A tensor is made when it is written, and forgotten before the next one is made.
     """
-    shapes = {name: list(tensors[name]().shape) for name in sorted(tensors)}
     files: list[list[str]] = [[]]
     size, total = 0, 0
-    for name, shape in shapes.items():
-        tensor_bytes = math.prod(shape) * form.itemsize
+    for name in sorted(tensors):
+        tensor_bytes = math.prod(shapes[name]) * form.itemsize
         if files[-1] and size + tensor_bytes > shard_bytes:
             files.append([])
             size = 0
