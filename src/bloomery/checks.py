@@ -7,11 +7,13 @@ each of CHECKS looks at it. A check raises ValueError, and `core.config.build` m
 
 import importlib.util
 from collections.abc import Callable
+from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pydantic import Field
 
+from bloomery.core.bounds import is_of_hub
 from bloomery.core.config import Config, build, with_defaults
 from bloomery.core.errors import DataError
 from bloomery.core.pipeline import resolve as resolve_name
@@ -82,6 +84,7 @@ def resolve(recipe: "Recipe") -> "Recipe":
         for name, section in recipe
         if isinstance(section, Parallel) and "engine" not in section.model_fields_set
     }
+    _shape_at.cache_clear()
     shape = start_shape(recipe)
     continued = recipe.pretrain is not None and recipe.pretrain.start_from is not None
     if recipe.pretrain is not None and continued and shape is not None:
@@ -130,16 +133,18 @@ def start_shape(recipe: "Recipe") -> ModelConfig | None:
     """
     sections = (recipe.prefer, recipe.finetune, recipe.pretrain)
     path = next((one.start_from for one in sections if one is not None and one.start_from is not None), None)
-    if path is None or importlib.util.find_spec("torch") is None or not _is_there(path):
+    return None if path is None else _shape_at(path)
+
+
+@lru_cache(maxsize=1)
+def _shape_at(path: Path) -> ModelConfig | None:
+    """As `start_shape`, read once for all checks of a recipe: `resolve` forgets it. A hub is asked."""
+    is_there = is_of_hub(path) or path.expanduser().exists()
+    if importlib.util.find_spec("torch") is None or not is_there:
         return None
     folder = resolve_name("bloomery.weights.locate:locate_model")(path.expanduser())
     shape: ModelConfig = resolve_name("bloomery.weights.hf:config_of")(folder)[0]
     return shape
-
-
-def _is_there(path: Path) -> bool:
-    """Whether a model is on this machine, or on a hub, which is asked."""
-    return str(path).startswith("hub:") or path.expanduser().exists()
 
 
 def one_model_to_start_from(recipe: "Recipe") -> None:

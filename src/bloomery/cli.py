@@ -20,11 +20,11 @@ import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, get_args
 
 from bloomery import __version__
 from bloomery.core import errors, log
-from bloomery.core.chat import MAX_SEED, MAX_TEMPERATURE, MAX_TOKENS, TEMPERATURE, SamplingConfig
+from bloomery.core.chat import MAX_SEED, MAX_TEMPERATURE, MAX_TOKENS, TEMPERATURE, SamplingConfig, TemplateName
 from bloomery.core.errors import BloomeryError, DataError, RunError, shorten
 from bloomery.core.io import path_problem
 from bloomery.core.signals import INTERRUPTED, Terminated
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from bloomery.core.pipeline import RunCommand
     from bloomery.serve.chat_model import StreamedAnswer
 
-TEMPLATE_NAMES = ("bloomery", "chatml", "llama3", "user-assistant", "baichuan2")
+TEMPLATE_NAMES = get_args(TemplateName)
 MODEL = "a run, stage, checkpoint or model folder, a GGUF file, or hub:OWNER/NAME; for example runs/demo"
 SETTINGS = "settings that win over the recipe, in TOML's words: pretrain.steps=100 'filter.rules=[]'"
 INPUTS = "a file or a folder: text, Markdown, HTML, source code, jsonl, parquet, csv, WARC (.gz and .zst too)"

@@ -551,3 +551,13 @@ def test_the_first_generation_has_a_plain_head() -> None:
     shape = {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 8}
     heads = [kind.understand(shape | {"max_position_embeddings": 16}) for kind in (BAICHUAN1, BAICHUAN2)]
     assert [config.normalize_head for config in heads] == [False, True]
+
+
+def test_a_downloaded_model_in_another_template_ends_with_the_token_of_that_template(tmp_path: Path) -> None:
+    """In a model folder and in a GGUF file alike: both take the roles from one place."""
+    llama(tmp_path, plain_tokenizer(tmp_path))
+    words = hf.load(tmp_path).language
+    assert words.roles_with(chats=True) == words.roles
+    renderer = Renderer(small())
+    spoken = replace(words, tokenizer=small(), chat=renderer)
+    assert spoken.roles_with(chats=True) == {**words.roles, "eos_token": renderer.template.end}

@@ -62,6 +62,15 @@ def _path(path: Path) -> Path:
     return path
 
 
+HUB = "hub:"
+"""What a path begins with that names a model of a hub."""
+
+
+def is_of_hub(path: Path) -> bool:
+    """Whether a path names a model of a hub."""
+    return str(path).startswith(HUB)
+
+
 DiskPath = Annotated[Path, AfterValidator(_path)]
 """A path as a file system could hold it; whether something is there is seen when it is opened."""
 

@@ -78,6 +78,8 @@ MAX_TOKENS = 2**24
 MAX_SEED = 2**63 - 1
 """Random generators take 63 bits and a sign."""
 
+TemplateName = Literal["bloomery", "chatml", "llama3", "user-assistant", "baichuan2"]
+"""Of the chat templates that come with Bloomery: tokenizer/chat_template.py."""
 LIMITS: dict[str, tuple[float, float]] = {
     "max_tokens": (0, MAX_TOKENS),
     "temperature": (0, MAX_TEMPERATURE),

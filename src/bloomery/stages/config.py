@@ -23,6 +23,7 @@ from bloomery.core.bounds import (
     Share,
     TokenCount,
 )
+from bloomery.core.chat import TemplateName
 from bloomery.core.config import VOLATILE, Config, repeated
 from bloomery.core.errors import DataError
 from bloomery.core.extras import DATA
@@ -45,7 +46,6 @@ from bloomery.evaluation.tasks import TASKS
 from bloomery.hw import launcher
 from bloomery.model.config import ModelConfig
 from bloomery.shards.config import Anneal, DomainWeight, ImportedShards, no_domain_twice
-from bloomery.tokenizer.chat_template import TemplateName
 from bloomery.train.config import Finetune as Finetune
 from bloomery.train.config import Training
 from bloomery.train.preference.config import Grpo

@@ -43,8 +43,8 @@ def train(config: Finetune, inputs: Mapping[str, Path], out: Path, world: World)
         base = hf.load(start)
         renderer: ChatRenderer = Renderer(base.tokenizer, template_of(folder))
     else:
-        renderer = own_renderer(start, rows)
         base = load(start, rows)
+        renderer = base.renderer
     stretch(base.model, config, int(rows["row_tokens"]) - 1)
     lineage = Lineage(
         tokenizer=base.tokenizer.hash,
@@ -86,24 +86,19 @@ def model_of(config: Finetune, inputs: Mapping[str, Path]) -> Path:
     return locate.locate_model(config.start_from.expanduser())
 
 
-def own_renderer(start: Path, rows: Mapping[str, Any]) -> ChatRenderer:
-    """How the rows were written, with the model's words. Raises DataError where they were written otherwise."""
-    name = rows["template_name"]
-    renderer = instruct.renderer_of(start, None if name == OWN else name)
-    if renderer.hash != rows["template"]:
-        what = f"the rows are written in the template {rows['template'][:8]}, and the model has {renderer.hash[:8]}"
-        raise DataError(what, where=str(start), hint="Run the stage instruct again.")
-    return renderer
-
-
 def load(start: Path, rows: Mapping[str, Any]) -> Loaded:
-    """The model to start from, with rows for the special tokens that the rows' template needs and it lacks."""
-    name = rows["template_name"]
-    if name == OWN:
-        return hf.load(start)
-    if instruct.lacking(hf.language(start).tokenizer, name):
-        return hf.load(start, special=special_tokens(name), template=name)
-    return hf.load(start, template=name)
+    """
+    The model to start from, with rows for the special tokens that the rows' template needs and it lacks. Raises
+    DataError where the rows were written in another template.
+    """
+    template = None if rows["template_name"] == OWN else rows["template_name"]
+    lacks = template is not None and instruct.lacking(hf.language(start).tokenizer, template)
+    loaded = hf.load(start, special=special_tokens(template) if template and lacks else (), template=template)
+    if loaded.renderer.hash != rows["template"]:
+        what = f"the rows are written in the template {rows['template'][:8]}, "
+        what += f"and the model has {loaded.renderer.hash[:8]}"
+        raise DataError(what, where=str(start), hint="Run the stage instruct again.")
+    return loaded
 
 
 def stretch(model: Transformer, config: Finetune, length: int) -> None:

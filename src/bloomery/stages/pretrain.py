@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from bloomery.core.bounds import is_of_hub
 from bloomery.core.errors import CheckpointError, UnreachableError
 from bloomery.core.pipeline import content_hash
 from bloomery.evaluation.llmc_choices import MultipleChoiceEval
@@ -92,7 +93,7 @@ def evaluations(config: Pretrain, tokenizer: Tokenizer) -> dict[str, Evaluation]
 def digest(start_from: Path) -> str:
     """A hash of the model that training starts from. Raises UnreachableError where it is not there yet."""
     path = start_from.expanduser()
-    if not str(start_from).startswith("hub:") and not path.exists():
+    if not is_of_hub(start_from) and not path.exists():
         hint = (
             "Name a run, stage, checkpoint or model folder, a GGUF file, or hub:OWNER/NAME. To fetch a folder:\n"
             f"hf download OWNER/NAME --include '*.json' '*.safetensors' --local-dir {start_from}"

@@ -5,6 +5,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from bloomery.core.bounds import is_of_hub
 from bloomery.core.errors import DataError, UnreachableError
 from bloomery.core.io import canonical, sha256_bytes, sha256_file
 from bloomery.core.log import info
@@ -41,7 +42,7 @@ def external_inputs(config: AnyKind) -> str:
 
 def _is_of_model(path: Path) -> bool:
     """Whether the tokenizer is part of a GGUF file, or lies with a model of a hub, and torch is needed to read it."""
-    return path.suffix == ".gguf" or str(path).startswith("hub:")
+    return path.suffix == ".gguf" or is_of_hub(path)
 
 
 def vocab_size(config: AnyKind) -> int:

@@ -22,12 +22,10 @@ from dataclasses import asdict, dataclass, field, fields
 from functools import cached_property
 from typing import Any, Literal, Protocol, get_args, runtime_checkable
 
-from bloomery.core.chat import ROLES, Message, Role, message_problem
+from bloomery.core.chat import ROLES, Message, Role, TemplateName, message_problem
 from bloomery.core.errors import DataError
 from bloomery.core.io import canonical, sha256_bytes
 from bloomery.tokenizer.tokenizer import DOCUMENT, END, SPECIAL, Tokenizer
-
-TemplateName = Literal["bloomery", "chatml", "llama3", "user-assistant", "baichuan2"]
 
 
 @dataclass(frozen=True)

@@ -8,9 +8,10 @@ from typing import Annotated, Literal
 from pydantic import model_validator
 
 from bloomery.core.bounds import Between, Bytes, DiskPath, Weight
+from bloomery.core.chat import TemplateName
 from bloomery.core.config import Config, repeated
 from bloomery.core.extras import DATA
-from bloomery.tokenizer.chat_template import TemplateName, special_tokens
+from bloomery.tokenizer.chat_template import special_tokens
 from bloomery.tokenizer.tokenizer import MAX_IDS, PatternName
 
 MANY_IDS = "each token ID is a row of the embedding"

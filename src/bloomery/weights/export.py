@@ -9,6 +9,7 @@ from huggingface_hub import HfApi
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError
 
 import bloomery.hw.require_torch  # noqa: F401
+from bloomery.core.bounds import is_of_hub
 from bloomery.core.chat import TEMPERATURE
 from bloomery.core.errors import CheckpointError, RunError, UnreachableError
 from bloomery.core.io import check_new_folder, make_folder, whole_file, write_json
@@ -17,7 +18,6 @@ from bloomery.core.records import read_record
 from bloomery.model.transformer import Transformer
 from bloomery.tokenizer import importers
 from bloomery.tokenizer.chat_template import Renderer
-from bloomery.tokenizer.tokenizer import DOCUMENT, PAD
 from bloomery.weights import architectures, gguf, gguf_writer, hf, hub, integrity, llmc, locate, peft, pickled
 from bloomery.weights.gguf_writer import GGUFWords
 from bloomery.weights.hf import Lineage, Loaded, ModelLanguage
@@ -115,16 +115,10 @@ def _write_gguf(loaded: Loaded, out: Path, number_format: ExportNumbers) -> dict
 
 def _words(loaded: Loaded) -> GGUFWords:
     """What a GGUF file says about text, as `hf.save` says it in a model folder."""
-    words = loaded.language
-    if not words.is_ours:
-        return GGUFWords(words.roles, words.chat.source if words.chat else None, words.generation)
-    chats = loaded.lineage.template is not None
-    assert isinstance(words.chat, Renderer), "a language of ours has a renderer of ours"
-    template = words.chat.template
-    opening, end = (template.opening or DOCUMENT, template.end) if chats else (DOCUMENT, DOCUMENT)
-    roles = {"bos_token": opening, "eos_token": end, "pad_token": PAD, "unk_token": None}
-    generation = {"temperature": TEMPERATURE, "top_p": 1.0}
-    return GGUFWords(roles, template.jinja() if chats else None, generation)
+    words, chats = loaded.language, loaded.lineage.template is not None
+    source = words.chat.source if words.chat is not None and (chats or not words.is_ours) else None
+    generation = {"temperature": TEMPERATURE, "top_p": 1.0} if words.is_ours else words.generation
+    return GGUFWords(words.roles_with(chats=chats), source, generation)
 
 
 def card(loaded: Loaded, architecture: str, number_format: str) -> str:
@@ -191,7 +185,7 @@ def read(source: Path, tokenizer: Path | None = None) -> Loaded:
     each in its own number format. Or a model file of llm.c, whose tokenizer is in the same folder or is named; it
     becomes float32. Raises CheckpointError and DataError, which say what cannot be read and why.
     """
-    is_made_first = str(source).startswith(hub.PREFIX) or pickled.is_named(source)
+    is_made_first = is_of_hub(source) or pickled.is_named(source)
     path = locate.locate_model(source) if is_made_first else source
     if path.is_dir() or path.suffix == gguf.SUFFIX:
         if tokenizer is not None:

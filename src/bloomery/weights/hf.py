@@ -212,6 +212,15 @@ class ModelLanguage:
         """The words of a model that Bloomery trains."""
         return cls(renderer.tokenizer, renderer, DRAWN)
 
+    def roles_with(self, *, chats: bool) -> dict[str, str | None]:
+        """`roles` as files hold them. `chats`: whether a model of Bloomery ends a message, or a document."""
+        if not self.is_ours:
+            return {**self.roles, **({"eos_token": self.chat.template.end} if isinstance(self.chat, Renderer) else {})}
+        assert isinstance(self.chat, Renderer), "a language of ours has a renderer of ours"
+        template = self.chat.template
+        opening, end = (template.opening or DOCUMENT, template.end) if chats else (DOCUMENT, DOCUMENT)
+        return {"bos_token": opening, "eos_token": end, "pad_token": PAD}
+
     @property
     def sampling(self) -> dict[str, Any]:
         """Fields of a SamplingConfig that the model's makers recommend."""
@@ -287,9 +296,10 @@ def save(
         **kind.describe(model.config),
         "torch_dtype": number_format,
     }
+    words = ModelLanguage.ours(words) if isinstance(words, Renderer) else words
     ids, name = write_words(folder, words, model.config.context_length, chats=lineage.template is not None)
     write_json(folder / CONFIG, facts | ids)
-    write_json(folder / GENERATION, {**(DRAWN if isinstance(words, Renderer) else words.generation)} | ids)
+    write_json(folder / GENERATION, {**words.generation} | ids)
     write_json(folder / LINEAGE, asdict(lineage) | name)
     integrity.write_sums(folder)
 
@@ -300,41 +310,24 @@ def _made(piece: WeightMapping, tensors: Mapping[str, Tensor], form: torch.dtype
 
 
 def write_words(
-    folder: Path, words: ModelLanguage | Renderer, context: int, *, chats: bool
+    folder: Path, words: ModelLanguage, context: int, *, chats: bool
 ) -> tuple[dict[str, Any], dict[str, str | bool]]:
     """
     Write the tokenizer and its configuration with the chat template. Returns the special token IDs of config.json, and
     what the lineage says of the template.
     """
-    words = ModelLanguage.ours(words) if isinstance(words, Renderer) else words
-    tokenizer = words.tokenizer
-    tokenizer.save(folder)
-    if not words.is_ours:
-        roles = {**words.roles, **({"eos_token": words.chat.template.end} if isinstance(words.chat, Renderer) else {})}
-        ids = {f"{role}_id": tokenizer.special_id(text) for role, text in roles.items() if text and role != "unk_token"}
-        if words.generation.get("eos_token_id") is not None and not isinstance(words.chat, Renderer):
-            ids["eos_token_id"] = words.generation["eos_token_id"]
-        config = {
-            "tokenizer_class": "PreTrainedTokenizerFast",
-            "model_max_length": context,
-            **{role: text for role, text in roles.items() if text},
-            "clean_up_tokenization_spaces": False,
-        }
-        if words.chat is not None:
-            config["chat_template"] = words.chat.source
-        write_json(folder / TOKENIZER_CONFIG, config)
-        return ids, {TEMPLATE_NAME: OWN if words.chat is None else words.chat.name, FOREIGN: True}
-    assert isinstance(words.chat, Renderer), "a language of ours has a renderer of ours"
-    template = words.chat.template
-    opening, end = (template.opening or DOCUMENT, template.end) if chats else (DOCUMENT, DOCUMENT)
-    ids = {
-        "bos_token_id": tokenizer.special_id(opening),
-        "eos_token_id": tokenizer.special_id(end),
-        "pad_token_id": tokenizer.pad_id,
-    }
-    chat = {"chat_template": template.jinja()} if chats else {}
-    write_json(folder / TOKENIZER_CONFIG, _tokenizer_config(opening, end, context) | chat)
-    return ids, {TEMPLATE_NAME: template.name} if chats else {}
+    words.tokenizer.save(folder)
+    roles = {role: text for role, text in words.roles_with(chats=chats).items() if text}
+    ids = {f"{role}_id": words.tokenizer.special_id(text) for role, text in roles.items() if role != "unk_token"}
+    if isinstance(words.chat, JinjaRenderer) and words.generation.get("eos_token_id") is not None:
+        ids["eos_token_id"] = words.generation["eos_token_id"]
+    name: dict[str, str | bool] = {} if words.is_ours else {TEMPLATE_NAME: OWN, FOREIGN: True}
+    chat = {}
+    if words.chat is not None and (chats or not words.is_ours):
+        chat, name = {"chat_template": words.chat.source}, {**name, TEMPLATE_NAME: words.chat.name}
+    config = {"tokenizer_class": "PreTrainedTokenizerFast", "model_max_length": context, **roles}
+    write_json(folder / TOKENIZER_CONFIG, config | {"clean_up_tokenization_spaces": False} | chat)
+    return ids, name
 
 
 def load(
@@ -366,14 +359,14 @@ def load(
 def language(path: Path) -> ModelLanguage:
     """The words of a model, without its weights: of a model folder, a GGUF file, or adapters. Raises as `load` does."""
     if peft.is_adapter(path):
-        return _adapted_language(path, _base(path, peft.read(path))[2])
+        return _adapted_language(path, language(base_of(path)))
     return _language(opened_model(path))
 
 
 def config_of(path: Path) -> tuple[ModelConfig, int]:
     """The shape of a model and how many rows its tables have, without its weights. Raises CheckpointError."""
     if peft.is_adapter(path):
-        return config_of(_base(path, peft.read(path))[2])
+        return config_of(base_of(path))
     opened = opened_model(path)
     return opened.config, opened.rows
 
@@ -383,17 +376,17 @@ def _loaded(path: Path, device: torch.device | str, dtype: LoadFormat, special: 
     if peft.is_adapter(path):
         return _with_adapters(path, device, dtype, special)
     opened = opened_model(path)
+    words = _language(opened)
     if opened.gguf is None and (path / LINEAGE).is_file():
-        words, lineage = _language(opened), lineage_of(path)
+        lineage = lineage_of(path)
         model = filled(opened, opened.rows, dtype, device)
-    elif special and not all(_language(opened).tokenizer.special_id(name) is not None for name in special):
+    elif any(words.tokenizer.special_id(name) is None for name in special):
         tokenizer, added = tokenizer_of(path, opened.rows, special)
         words = ModelLanguage.ours(Renderer(tokenizer))
         model = filled(opened, max(opened.rows, tokenizer.vocab_size), dtype, device)
         add_rows(model, opened.rows, added, opened.facts)
         lineage = Lineage(tokenizer=tokenizer.hash, template=None, shards=IMPORTED)
     else:
-        words = _language(opened)
         model = filled(opened, opened.rows, dtype, device)
         template = None if words.chat is None else words.chat.hash
         lineage = Lineage(tokenizer=words.tokenizer.hash, template=template, shards=IMPORTED)
@@ -435,10 +428,14 @@ def _language_of_folder(opened: OpenedModel) -> ModelLanguage:
     if text is not None and not isinstance(text, str):
         what = f"its chat_template is {shorten(repr(text))}, not a text"
         raise CheckpointError(what, where=str(folder / TOKENIZER_CONFIG), hint=again(folder))
-    boundaries = [opened.facts.get(key) for key in ("bos_token_id", "eos_token_id")]
-    flat = [id for ids in boundaries for id in (ids if isinstance(ids, list) else [ids]) if type(id) is int]
-    tokenizer = importers.load_foreign(folder, roles, flat)
+    boundaries = _ids(opened.facts.get("bos_token_id"), opened.facts.get("eos_token_id"))
+    tokenizer = importers.load_foreign(folder, roles, boundaries)
     return _foreign(tokenizer, text, roles, _settings(folder / GENERATION), opened)
+
+
+def _ids(*values: Any) -> list[int]:
+    """The token IDs among values of a configuration, each one ID, several, or none."""
+    return [id for value in values for id in (value if isinstance(value, list) else [value]) if type(id) is int]
 
 
 def _settings(file: Path) -> dict[str, Any]:
@@ -455,8 +452,7 @@ def _foreign(
 ) -> ModelLanguage:
     """The words of a model that others trained. Raises CheckpointError where it has fewer rows than its tokenizer."""
     _check_rows(tokenizer, opened.rows, {}, opened.path)
-    said = [facts.get("eos_token_id") for facts in (generation, opened.facts)]
-    ends = {id for ids in said for id in (ids if isinstance(ids, list) else [ids]) if type(id) is int}
+    ends = set(_ids(generation.get("eos_token_id"), opened.facts.get("eos_token_id")))
     if (end := roles.get("eos_token")) and (id := tokenizer.special_id(end)) is not None:
         ends.add(id)
     ends = {id for id in ends if 0 <= id < opened.rows}
@@ -524,6 +520,7 @@ def save_adapters(
     make_folder(folder)
     base_path = os.path.relpath(base.folder.resolve(), folder.resolve())
     peft.save(folder, weights, model, settings, base_path)
+    words = ModelLanguage.ours(words) if isinstance(words, Renderer) else words
     _, name = write_words(folder, words, model.config.context_length, chats=True)
     own = {"folder": base_path, "digest": base.digest, "kept_as": settings.base_dtype}
     write_json(folder / LINEAGE, asdict(lineage) | name | {BASE: own})
@@ -546,10 +543,12 @@ def _with_adapters(folder: Path, device: torch.device | str, dtype: LoadFormat, 
     facts, own, base_folder = _base(folder, adapter)
     if facts:
         _same("base", own["digest"], digest(base_folder), folder)
-    words = _adapted_language(folder, base_folder)
+    below = language(base_folder)
+    words = _adapted_language(folder, below)
     if facts and words.chat is not None and words.chat.name != OWN:
-        below, names = language(base_folder).tokenizer, special_tokens(words.chat.name)
-        special = names if any(words.tokenizer.holds(name) and not below.holds(name) for name in names) else special
+        names = special_tokens(words.chat.name)
+        if any(words.tokenizer.holds(name) and not below.tokenizer.holds(name) for name in names):
+            special = names
     loaded = load(base_folder, special=special)
     peft.merge(loaded.model, adapter, own["kept_as"], folder)
     keep(loaded.model, kept_as_in(dtype, opened_model(_below(base_folder))), device)
@@ -560,12 +559,11 @@ def _with_adapters(folder: Path, device: torch.device | str, dtype: LoadFormat, 
 
 def _below(path: Path) -> Path:
     """The whole model below adapters, which may adapt others."""
-    return _below(_base(path, peft.read(path))[2]) if peft.is_adapter(path) else path
+    return _below(base_of(path)) if peft.is_adapter(path) else path
 
 
-def _adapted_language(folder: Path, base_folder: Path) -> ModelLanguage:
+def _adapted_language(folder: Path, words: ModelLanguage) -> ModelLanguage:
     """The words of adapters: those of their base, in the template that they were trained with."""
-    words = language(base_folder)
     if not (folder / LINEAGE).is_file():
         return words
     saved, lineage = read_file(folder / LINEAGE, SavedLineage), lineage_of(folder)
@@ -645,14 +643,3 @@ def lineage_of(folder: Path) -> Lineage:
 
     saved: dict[str, Any] = {**read_file(folder / LINEAGE, SavedLineage)}
     return Lineage(**{one.name: saved[one.name] for one in fields(Lineage) if one.name in saved})
-
-
-def _tokenizer_config(opening: str, end: str, context: int) -> dict[str, Any]:
-    return {
-        "tokenizer_class": "PreTrainedTokenizerFast",
-        "model_max_length": context,
-        "bos_token": opening,
-        "eos_token": end,
-        "pad_token": PAD,
-        "clean_up_tokenization_spaces": False,
-    }

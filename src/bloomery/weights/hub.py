@@ -16,10 +16,11 @@ from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
 from bloomery.core import cache
+from bloomery.core.bounds import HUB
 from bloomery.core.errors import CheckpointError, UnreachableError
 from bloomery.core.log import info
 
-PREFIX = "hub:"
+PREFIX = HUB
 NAME = re.compile(r"(?P<repository>[\w.-]+/[\w.-]+)(?:/(?P<file>[\w./-]+\.gguf))?(?:@(?P<revision>[\w./-]+))?")
 SPELLED = "Write hub:OWNER/NAME, hub:OWNER/NAME@REVISION, or hub:OWNER/NAME/FILE.gguf."
 FILES = ("*.json", "*.safetensors", "*.jinja", "tokenizer.model", "merges.txt")

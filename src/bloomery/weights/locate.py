@@ -9,6 +9,7 @@ from typing import Any
 
 from bloomery.core import io as core_io
 from bloomery.core import run_dir
+from bloomery.core.bounds import is_of_hub
 from bloomery.core.errors import CheckpointError, DataError, RunError
 from bloomery.core.io import MANIFEST
 from bloomery.core.log import info
@@ -41,7 +42,7 @@ def locate_model(path: Path) -> Path:
     model, which is logged. A finished model that is damaged is an error: no other model replaces it. A stage folder
     stands for the model it left. Weights that PyTorch pickled, named as a file, stand for their folder.
     """
-    if str(path).startswith(hub.PREFIX):
+    if is_of_hub(path):
         return hub.fetched(str(path))
     if not path.exists():
         raise CheckpointError("does not exist", where=str(path), hint="Name a run folder, for example runs/demo.")

@@ -8,7 +8,6 @@ safetensors lie in the cache, in a folder named by the hash of the files, with t
 """
 
 import json
-import os
 import re
 import shutil
 import subprocess
@@ -77,13 +76,15 @@ def converted(path: Path) -> Path:
         raise CheckpointError("is too large for a configuration or tokenizer", where=str(large), hint=HINT)
     digest = sha256_bytes(canonical([[file.name, cache.sha256_of(file)] for file in (*files, *others)]))
     ready = cache.root() / "unpickled" / digest[:32]
-    if not ready.is_dir():
-        _make(ready, files, others)
+    with cache.locked(cache.root() / f"unpickled-{ready.name}"):
+        if not ready.is_dir():
+            _make(ready, files, others)
     return ready
 
 
 def _make(ready: Path, files: Sequence[Path], others: Sequence[Path]) -> None:
-    partial = ready.with_name(f"{ready.name}.{os.getpid()}{core_io.PARTIAL}")
+    partial = ready.with_name(ready.name + core_io.PARTIAL)
+    core_io.remove_path(partial)
     partial.mkdir(parents=True)
     try:
         width, weight_map = len(files), dict[str, str]()
