@@ -72,11 +72,11 @@ def norm(width: int, given: torch.dtype, computed: torch.dtype, rows: int = 4096
     torch.autograd.backward(kernels_triton.rms_norm(x, weight, 1e-5, computed).sum())
 
 
-def turn(heads: int, width: int, dtype: torch.dtype, normed: bool, tokens: int = 1024) -> None:
+def rotate(heads: int, width: int, dtype: torch.dtype, normed: bool, tokens: int = 1024) -> None:
     x = made(4, tokens, heads, width, dtype=dtype).transpose(1, 2).requires_grad_()
     weight = made(width).requires_grad_() if normed else None
     angles = made(1, 1, tokens, width, dtype=dtype)
-    y = kernels_triton.turn(x, angles, angles, weight, 1e-5 if normed else None)
+    y = kernels_triton.rotate(x, angles, angles, weight, 1e-5 if normed else None)
     torch.autograd.backward(y, torch.empty_like(y))
 
 
@@ -98,9 +98,9 @@ CASES: Mapping[str, Callable[[], None]] = {
     "1024 wide, float32 to bfloat16": partial(norm, 1024, FULL, HALF),
     "4095 wide, float32": partial(norm, 4095, FULL, FULL),
     "8192 wide, bfloat16": partial(norm, kernels_triton.LARGEST_ROW, HALF, HALF),
-    "16 heads of 64, bfloat16": partial(turn, 16, 64, HALF, False),
-    "32 heads of 128, bfloat16, normed": partial(turn, 32, 128, HALF, True),
-    "5 heads of 80, float32, normed": partial(turn, 5, 80, FULL, True),
+    "16 heads of 64, bfloat16": partial(rotate, 16, 64, HALF, False),
+    "32 heads of 128, bfloat16, normed": partial(rotate, 32, 128, HALF, True),
+    "5 heads of 80, float32, normed": partial(rotate, 5, 80, FULL, True),
     "50257 logits, bfloat16": partial(entropy, 50257, HALF),
     "128256 logits, float32": partial(entropy, 128256, FULL),
     "2048 × 4096 × 4096, bfloat16": partial(product, 2048, (4096, 4096), HALF, False),
@@ -108,7 +108,7 @@ CASES: Mapping[str, Callable[[], None]] = {
     "1 × 4096 × 4096, bfloat16": partial(product, 1, (4096, 4096), HALF, False),
     "500 × 1024 × 1024, float32": partial(product, 500, (1024, 1024), FULL, False),
     "1 × 2 × 2, bfloat16": partial(product, 1, (2, 2), HALF, True),
-    "a token, a head of 2, bfloat16, normed": partial(turn, 1, 2, HALF, True, 1),
+    "a token, a head of 2, bfloat16, normed": partial(rotate, 1, 2, HALF, True, 1),
     "a row of 1, float32": partial(norm, 1, FULL, FULL, 1),
     "1 score, float32": partial(entropy, 1, FULL),
 }

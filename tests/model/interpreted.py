@@ -30,10 +30,10 @@ from torch import Tensor, nn
 
 KERNELS = ("rms-norm", "cross-entropy", "rotary", "rotary-norm", "nf4")
 SHARE = 0.75
-"""Of a loss, by which its slopes are multiplied on the way."""
+"""Of a loss, by which its grads are multiplied on the way."""
 LAUNCH = triton.launch
 PROGRAMS = 5
-"""That share the rows of slopes of weights, so that each has several, and the last fewer."""
+"""That share the rows of grads of weights, so that each has several, and the last fewer."""
 
 
 def far(found: Tensor, right: Tensor) -> float:
@@ -49,9 +49,9 @@ def both(ours: Callable[..., Tensor], formula: Callable[..., Tensor], *given: Te
     """Of an operation and of all its gradients."""
     one, other = [x.clone().requires_grad_() for x in given], [x.double().requires_grad_() for x in given]
     found, right = ours(*one), formula(*other)
-    slope = torch.randn(found.shape)
-    slopes = zip(torch.autograd.grad(found, one, slope), torch.autograd.grad(right, other, slope.double()), strict=True)
-    return max(far(found, right), *(far(mine, theirs) for mine, theirs in slopes))
+    grad = torch.randn(found.shape)
+    grads = zip(torch.autograd.grad(found, one, grad), torch.autograd.grad(right, other, grad.double()), strict=True)
+    return max(far(found, right), *(far(mine, theirs) for mine, theirs in grads))
 
 
 def norms() -> Iterator[tuple[str, float]]:
@@ -99,8 +99,8 @@ def turns() -> Iterator[tuple[str, float]]:
 
 def turned(cosine: Tensor, sine: Tensor, *given: Tensor, eps: float | None = None) -> float:
     return both(
-        lambda x, g=None: triton.turn(x, cosine, sine, g, eps),
-        lambda x, g=None: reference.turn(x, cosine.double(), sine.double(), g, eps),
+        lambda x, g=None: triton.rotate(x, cosine, sine, g, eps),
+        lambda x, g=None: reference.rotate(x, cosine.double(), sine.double(), g, eps),
         *given,
     )
 
@@ -116,8 +116,8 @@ def entropies() -> Iterator[tuple[str, float]]:
     hidden = torch.randn(3, 9000).index_fill(1, torch.arange(4500), -torch.inf)
     yield "entropy where the first half has no chance", entropy(hidden, torch.tensor([8999, 5000, 4500]), 0.0)
     kept = wide.clone()
-    triton.cross_entropy_(kept, targets, slopes=False)
-    yield "entropy without slopes leaves the scores", far(kept, wide)
+    triton.cross_entropy_(kept, targets, with_grads=False)
+    yield "entropy without grads leaves the scores", far(kept, wide)
     broken = torch.randn(3, 300)
     broken[1, 7], broken[2, 8] = torch.nan, torch.inf
     z, _ = triton.cross_entropy_(broken, torch.tensor([0, 1, 2]))
@@ -125,11 +125,11 @@ def entropies() -> Iterator[tuple[str, float]]:
 
 
 def entropy(scores: Tensor, targets: Tensor, z_loss: float) -> float:
-    z, reached, slopes = reference.cross_entropy(scores.double(), targets, z_loss)
+    z, reached, grads = reference.cross_entropy(scores.double(), targets, z_loss)
     found = scores.clone()
     found_z, found_reached = triton.cross_entropy_(found, targets, z_loss=z_loss, share=SHARE)
     ignored = float(found[targets < 0].abs().sum())
-    return max(far(found_z, z), far(found_reached, reached), far(found, SHARE * slopes), ignored)
+    return max(far(found_z, z), far(found_reached, reached), far(found, SHARE * grads), ignored)
 
 
 def products() -> Iterator[tuple[str, float]]:
@@ -138,7 +138,7 @@ def products() -> Iterator[tuple[str, float]]:
         matrix = NF4(nn.Linear(width, rows), double)
         sixteen = numbers(torch.device("cpu"))
         dense = reference.nf4_dense(matrix.weight, matrix.scales, sixteen, (rows, width), matrix.coarse).double()
-        x, slope, bias = torch.randn(count, width), torch.randn(count, rows), matrix.bias
+        x, grad, bias = torch.randn(count, width), torch.randn(count, rows), matrix.bias
         assert bias is not None
         assert torch.equal(dense.float(), matrix.dense(torch.float32))
 
@@ -148,18 +148,18 @@ def products() -> Iterator[tuple[str, float]]:
 
         words = f"{count} × NF4 of {rows} × {width}{', scales coded' if double else ''}"
         yield words, far(ours(x, bias=bias), x.double() @ dense.t() + bias)
-        yield f"{words}, back", far(ours(slope, back=True), slope.double() @ dense)
+        yield f"{words}, back", far(ours(grad, back=True), grad.double() @ dense)
 
 
 def models() -> Iterator[tuple[str, float]]:
     """Whole models, loss and gradients, with our kernels and with those of torch."""
     for name in ("Qwen3", "YaRN", "differential"):
         model = lively(CHOICES[name])
-        yield f"a model: {name}", trained(model, {"norm", "norm_slopes", "turn", "entropy"})
+        yield f"a model: {name}", trained(model, {"norm", "norm_grads", "rotate", "entropy"})
     model = lively(CHOICES["Qwen3"])
     lora.attach(model, Lora(base_dtype="nf4", rank=2), seed=3)
     assert any(isinstance(module, quantize.NF4) for module in model.modules())
-    yield "a model on NF4", trained(model, {"norm", "turn_slopes", "nf4_product", "entropy"})
+    yield "a model on NF4", trained(model, {"norm", "rotate_grads", "nf4_product", "entropy"})
 
 
 def trained(model: Transformer, wanted: set[str], ids: Tensor | None = None) -> float:
@@ -173,8 +173,8 @@ def trained(model: Transformer, wanted: set[str], ids: Tensor | None = None) -> 
         hidden = model(ids[:, :-1]).flatten(0, 1)
         loss, _ = token_losses(hidden, model.head.weight, ids[:, 1:].flatten(), 1e-3)
         torch.autograd.backward(loss)
-        slopes = [one.grad for one in model.parameters() if one.grad is not None]
-        results.append([loss.detach(), *(one.clone() for one in slopes)])
+        grads = [one.grad for one in model.parameters() if one.grad is not None]
+        results.append([loss.detach(), *(one.clone() for one in grads)])
         assert set(USED) >= (wanted if kernels else set()), USED
     kernel_trials.trust(())
     return max(far(found, right) for right, found in zip(*results, strict=True))
@@ -183,10 +183,10 @@ def trained(model: Transformer, wanted: set[str], ids: Tensor | None = None) -> 
 TRIALS = [
     *((f"{kernel}-{kernel_trials.OWN}", "none", "none") for kernel in KERNELS),
     ("rms-norm-triton", "norm", "zeros"),
-    ("rms-norm-triton", "norm_slopes", "flip"),
+    ("rms-norm-triton", "norm_grads", "flip"),
     ("cross-entropy-triton", "entropy", "nan"),
-    ("rotary-triton", "turn", "flip"),
-    ("rotary-norm-triton", "turn_slopes", "zeros"),
+    ("rotary-triton", "rotate", "flip"),
+    ("rotary-norm-triton", "rotate_grads", "zeros"),
     ("nf4-triton", "nf4_product", "flip"),
 ]
 """Name of a trial, a kernel of it, and what is wrong with that."""

@@ -50,7 +50,7 @@ def case(seed: int, size: tuple[int, int, int, int, int], wide: int = 6) -> tupl
     use = torch.rand(4, generator=generator) < 0.5
     allowed = torch.rand(B, T, S, generator=generator) < 0.7
     allowed |= torch.arange(S) == torch.arange(before, S)[:, None]  # everybody sees itself
-    sight = AttentionMask(
+    mask = AttentionMask(
         num_queries=T,
         num_keys=S,
         device=CPU,
@@ -59,30 +59,30 @@ def case(seed: int, size: tuple[int, int, int, int, int], wide: int = 6) -> tupl
         slopes=torch.tensor(alibi_slopes(K * group)) if use[2] else None,
         allowed=allowed if use[3] else None,
     )
-    return (q, k, v), sight
+    return (q, k, v), mask
 
 
-def by_formula(q: Tensor, k: Tensor, v: Tensor, sight: AttentionMask) -> Tensor:
+def by_formula(q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask) -> Tensor:
     """In float64, one query after the other."""
     B, H, T, E = q.shape
     out = torch.zeros(B, H, T, v.shape[3], dtype=torch.float64)
     for b in range(B):
         for t in range(T):
-            here = t + sight.offset
-            seen = [s for s in range(here + 1) if _sees(sight, b, t, here, s)]
+            here = t + mask.offset
+            seen = [s for s in range(here + 1) if _sees(mask, b, t, here, s)]
             for h in range(H):
                 keys, values = (one[b, h * k.shape[1] // H, seen].double() for one in (k, v))
                 scores = keys @ q[b, h, t].double() / math.sqrt(E)
-                if sight.slopes is not None:
-                    scores = scores - sight.slopes[h].double() * (here - torch.tensor(seen))
+                if mask.slopes is not None:
+                    scores = scores - mask.slopes[h].double() * (here - torch.tensor(seen))
                 out[b, h, t] = scores.softmax(0) @ values
     return out
 
 
-def _sees(sight: AttentionMask, b: int, t: int, here: int, s: int) -> bool:
-    near = sight.window is None or here - s < sight.window
-    same = sight.segments is None or bool(sight.segments[b, s] == sight.segments[b, here])
-    return near and same and (sight.allowed is None or bool(sight.allowed[b, t, s]))
+def _sees(mask: AttentionMask, b: int, t: int, here: int, s: int) -> bool:
+    near = mask.window is None or here - s < mask.window
+    same = mask.segments is None or bool(mask.segments[b, s] == mask.segments[b, here])
+    return near and same and (mask.allowed is None or bool(mask.allowed[b, t, s]))
 
 
 sizes = st.tuples(st.integers(1, 2), st.integers(1, 3), st.integers(1, 3), st.integers(1, 9), st.integers(0, 5))
@@ -94,43 +94,43 @@ sizes = st.tuples(st.integers(1, 2), st.integers(1, 3), st.integers(1, 3), st.in
 def test_every_way_to_attend_is_the_formula(
     seed: int, size: tuple[int, int, int, int, int], wide: int, dtype: torch.dtype
 ) -> None:
-    inputs, sight = case(seed, size, wide)
+    inputs, mask = case(seed, size, wide)
     q, k, v = (one.to(dtype) for one in inputs)
-    expected = by_formula(q, k, v, sight)
+    expected = by_formula(q, k, v, mask)
     for attend in WAYS:
-        y = attend(q, k, v, sight)
+        y = attend(q, k, v, mask)
         assert y.dtype == dtype
         assert (y.double() - expected).abs().max() <= TOLERANCE[dtype] * max(1.0, float(v.abs().max())), attend
 
 
-def gradients(attend: Way, inputs: Heads, sight: AttentionMask) -> list[Tensor]:
+def gradients(attend: Way, inputs: Heads, mask: AttentionMask) -> list[Tensor]:
     q, k, v = leaves = [one.clone().requires_grad_() for one in inputs]
-    out = attend(q, k, v, sight)
+    out = attend(q, k, v, mask)
     torch.autograd.backward((out * drawn(*out.shape, seed=9)).sum())
     return [leaf.grad for leaf in leaves if leaf.grad is not None]
 
 
-def agree(way: Way, inputs: Heads, sight: AttentionMask) -> None:
-    for ours, theirs in zip(gradients(way, inputs, sight), gradients(by_formula, inputs, sight), strict=True):
+def agree(way: Way, inputs: Heads, mask: AttentionMask) -> None:
+    for ours, theirs in zip(gradients(way, inputs, mask), gradients(by_formula, inputs, mask), strict=True):
         assert torch.allclose(ours, theirs, rtol=1e-4, atol=2e-5), way
 
 
 @settings(max_examples=20)
 @given(st.integers(0, 1000), sizes)
 def test_every_way_to_attend_has_the_gradients_of_the_formula(seed: int, size: tuple[int, int, int, int, int]) -> None:
-    inputs, sight = case(seed, size)
+    inputs, mask = case(seed, size)
     for attend in WAYS:
-        agree(attend, inputs, sight)
+        agree(attend, inputs, mask)
 
 
 @pytest.mark.parametrize("seed", range(8))
 def test_chunks_of_queries_change_nothing(seed: int) -> None:
     """A row long enough to be cut, and its last chunk is not whole."""
     T = 2 * CHUNK_QUERIES + 37
-    inputs, sight = case(seed, (1, 2, 2, T, 11 * (seed % 2)))
-    sight = replace(sight, window=None if sight.window is None else 13 + 60 * seed)
-    assert torch.allclose(processor_attention(*inputs, sight), softmax_attention(*inputs, sight), atol=2e-6)
-    ways = [gradients(way, inputs, sight) for way in (processor_attention, softmax_attention)]
+    inputs, mask = case(seed, (1, 2, 2, T, 11 * (seed % 2)))
+    mask = replace(mask, window=None if mask.window is None else 13 + 60 * seed)
+    assert torch.allclose(processor_attention(*inputs, mask), softmax_attention(*inputs, mask), atol=2e-6)
+    ways = [gradients(way, inputs, mask) for way in (processor_attention, softmax_attention)]
     for ours, theirs in zip(*ways, strict=True):
         assert torch.allclose(ours, theirs, rtol=1e-4, atol=2e-5)
 
@@ -139,48 +139,48 @@ def test_chunks_of_queries_change_nothing(seed: int) -> None:
 def test_what_may_not_be_seen_changes_no_bit(attend: Way) -> None:
     for dtype in TOLERANCE:
         for seed in range(6):
-            inputs, sight = case(seed, (2, 2, 2, 7, 0))
-            mask = torch.ones(2, 7, 7, dtype=torch.bool)
-            mask[:, 4:, 3] = False
-            mask = mask if sight.allowed is None else mask & sight.allowed
-            sight = replace(sight, allowed=mask, _made={})
+            inputs, mask = case(seed, (2, 2, 2, 7, 0))
+            visible = torch.ones(2, 7, 7, dtype=torch.bool)
+            visible[:, 4:, 3] = False
+            visible = visible if mask.allowed is None else visible & mask.allowed
+            mask = replace(mask, allowed=visible, _made={})
             q, k, v = (one.to(dtype) for one in inputs)
-            before = attend(q, k, v, sight)
+            before = attend(q, k, v, mask)
             k[:, :, 3], v[:, :, 3] = 1000.0, -1000.0
-            after = attend(q, k, v, sight)
+            after = attend(q, k, v, mask)
             assert torch.equal(after[:, :, [0, 1, 2, 4, 5, 6]], before[:, :, [0, 1, 2, 4, 5, 6]])
 
 
 def test_keys_in_another_format_than_the_queries_are_converted() -> None:
     """A cache may be wider or narrower than what autocast computes in."""
-    (q, k, v), sight = case(2, (1, 2, 2, 5, 0))
+    (q, k, v), mask = case(2, (1, 2, 2, 5, 0))
     for attend in WAYS:
-        y = attend(q.bfloat16(), k, v, sight)
-        assert torch.equal(y, attend(q.bfloat16(), k.bfloat16(), v.bfloat16(), sight))
+        y = attend(q.bfloat16(), k, v, mask)
+        assert torch.equal(y, attend(q.bfloat16(), k.bfloat16(), v.bfloat16(), mask))
 
 
 @pytest.mark.filterwarnings("ignore:.*flex_attention called without torch.compile")
 @pytest.mark.parametrize("seed", range(8))
 def test_the_kernel_made_for_a_mask_is_the_formula(seed: int) -> None:
     """As a function, without its compilation; long enough for several blocks."""
-    inputs, sight = case(seed, (2, 1, 2, 300, 0), 12)
-    sight = replace(sight, allowed=None, _made={})
-    assert torch.allclose(flexible_attention(*inputs, sight), softmax_attention(*inputs, sight), atol=2e-6)
+    inputs, mask = case(seed, (2, 1, 2, 300, 0), 12)
+    mask = replace(mask, allowed=None, _made={})
+    assert torch.allclose(flexible_attention(*inputs, mask), softmax_attention(*inputs, mask), atol=2e-6)
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("seed", range(8))
 def test_on_a_gpu_what_is_used_is_the_formula_with_its_gradients(seed: int) -> None:
     place = devices.find().torch_device
-    inputs, sight = case(seed, (2, 2, 2, 1100, 0), 64)
+    inputs, mask = case(seed, (2, 2, 2, 1100, 0), 64)
     q, k = (torch.cat((one, drawn(*one.shape[:3], 58, seed=seed)), dim=3) for one in inputs[:2])
     moved: dict[str, Any] = {
-        name: None if (value := getattr(sight, name)) is None else value.to(place) for name in ("segments", "slopes")
+        name: None if (value := getattr(mask, name)) is None else value.to(place) for name in ("segments", "slopes")
     }
-    sight = replace(sight, device=place, allowed=None, _made={}, **moved)
+    mask = replace(mask, device=place, allowed=None, _made={}, **moved)
     there = (q.to(place), k.to(place), inputs[2].to(place))
-    assert torch.allclose(fused_attention(*there, sight), softmax_attention(*there, sight), atol=1e-3)
-    ways = [gradients(way, there, sight) for way in (fused_attention, softmax_attention)]
+    assert torch.allclose(fused_attention(*there, mask), softmax_attention(*there, mask), atol=1e-3)
+    ways = [gradients(way, there, mask) for way in (fused_attention, softmax_attention)]
     for ours, theirs in zip(*ways, strict=True):
         assert torch.allclose(ours, theirs, rtol=1e-2, atol=1e-3)
 
@@ -192,11 +192,11 @@ def test_a_long_row_of_conversations_has_no_mask_of_its_size_in_memory() -> None
     q, k, v = (torch.randn(2, heads, T, E, generator=generator) for heads in (H, K, K))
     segments = (torch.arange(T) // 70).expand(2, T)
     for slopes in (None, torch.tensor([0.5, 0.25, 0.125, 0.0625])):
-        sight = AttentionMask(num_queries=T, num_keys=T, device=CPU, segments=segments, slopes=slopes)
-        found = processor_attention(q, k, v, sight)
-        made = [one for one in sight._made.values() if isinstance(one, Tensor)]
+        mask = AttentionMask(num_queries=T, num_keys=T, device=CPU, segments=segments, slopes=slopes)
+        found = processor_attention(q, k, v, mask)
+        made = [one for one in mask._made.values() if isinstance(one, Tensor)]
         assert all(one.numel() < T * T for one in made)
-        assert torch.allclose(found, softmax_attention(q, k, v, sight), atol=1e-6)
+        assert torch.allclose(found, softmax_attention(q, k, v, mask), atol=1e-6)
 
 
 def test_where_no_compiled_operations_run_nobody_looks_at_the_numbers_of_segments(
@@ -206,8 +206,8 @@ def test_where_no_compiled_operations_run_nobody_looks_at_the_numbers_of_segment
     monkeypatch.setattr(cpu, "ready", lambda *tensors: False)
     monkeypatch.setattr(AttentionMask, "_first", lambda *others: pytest.fail("looked"))
     q, k, v = (torch.randn(1, heads, 4, 8, generator=torch.Generator().manual_seed(heads)) for heads in (2, 1, 1))
-    sight = AttentionMask(num_queries=4, num_keys=4, device=q.device, segments=torch.tensor([[0, 0, 1, 1]]))
-    torch.testing.assert_close(fused_attention(q, k, v, sight), softmax_attention(q, k, v, sight))
+    mask = AttentionMask(num_queries=4, num_keys=4, device=q.device, segments=torch.tensor([[0, 0, 1, 1]]))
+    torch.testing.assert_close(fused_attention(q, k, v, mask), softmax_attention(q, k, v, mask))
 
 
 # --- attention --------------------------------------------------------------------------------------------------------
@@ -248,8 +248,8 @@ def test_differential_attention_is_its_formula(layer: int) -> None:
         y = y / torch.sqrt((y * y).mean(2, keepdim=True) + config.norm_eps) * part.pair_norm.weight
         found.append(y * (1 - start))
     expected = torch.cat(found, dim=2) @ part.out.weight.T
-    sight = AttentionMask(num_queries=T, num_keys=T, device=x.device)
-    assert torch.allclose(part(x, None, sight), expected, atol=1e-5)
+    mask = AttentionMask(num_queries=T, num_keys=T, device=x.device)
+    assert torch.allclose(part(x, None, mask), expected, atol=1e-5)
 
 
 def test_pairs_of_differential_attention_share_a_slope_of_alibi() -> None:

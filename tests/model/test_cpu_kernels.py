@@ -46,9 +46,9 @@ def compare(ours: Callable[..., Tensor], plain: Callable[..., Tensor], given: Se
     given = [one.detach().requires_grad_() for one in given]
     found, expected = ours(*given), plain(*exact)
     near(found, expected, dtype)
-    slope = torch.randn_like(found)
+    grad = torch.randn_like(found)
     for mine, theirs in zip(
-        torch.autograd.grad(found, given, slope), torch.autograd.grad(expected, exact, slope.float()), strict=True
+        torch.autograd.grad(found, given, grad), torch.autograd.grad(expected, exact, grad.float()), strict=True
     ):
         near(mine, theirs, dtype)
 
@@ -74,8 +74,8 @@ def test_a_norm_equals_that_of_torch_and_is_rounded_once(dtype: torch.dtype) -> 
     found, expected = cpu.rms_norm(x, weight, 1e-5, dtype), F.rms_norm(x, (70,), weight, 1e-5)
     assert found.dtype == dtype
     near(found, expected, dtype)
-    slope = torch.randn(x.shape).to(dtype)
-    mine, theirs = (torch.autograd.grad(y, given, slope.to(y.dtype)) for y in (found, expected))
+    grad = torch.randn(x.shape).to(dtype)
+    mine, theirs = (torch.autograd.grad(y, given, grad.to(y.dtype)) for y in (found, expected))
     for a, b in zip(mine, theirs, strict=True):
         near(a, b, torch.float32)
 
@@ -89,8 +89,8 @@ def test_a_norm_with_a_mean_equals_that_of_torch(learned: int, dtype: torch.dtyp
     found = cpu.layer_norm(x, weight, bias, 1e-5, dtype)
     expected = F.layer_norm(x, (70,), weight, bias, 1e-5)
     near(found, expected, dtype)
-    slope = torch.randn(x.shape).to(dtype)
-    mine, theirs = (torch.autograd.grad(y, [x, *some], slope.to(y.dtype)) for y in (found, expected))
+    grad = torch.randn(x.shape).to(dtype)
+    mine, theirs = (torch.autograd.grad(y, [x, *some], grad.to(y.dtype)) for y in (found, expected))
     for a, b in zip(mine, theirs, strict=True):
         near(a, b, torch.float32)
 
@@ -113,12 +113,12 @@ def test_cross_entropy_and_its_slopes_equal_those_of_torch(dtype: torch.dtype, z
     exact = scores.float().requires_grad_()
     z = exact.logsumexp(1)
     loss = F.cross_entropy(exact, targets, reduction="sum") + z_loss * z.square().sum()
-    (slopes,) = torch.autograd.grad(loss, exact)
+    (grads,) = torch.autograd.grad(loss, exact)
     untouched = scores.clone()
-    near(cpu.cross_entropy_(scores, targets, z_loss=z_loss, slopes=False), z, torch.float32)
+    near(cpu.cross_entropy_(scores, targets, z_loss=z_loss, with_grads=False), z, torch.float32)
     assert torch.equal(scores, untouched)
     near(cpu.cross_entropy_(scores, targets, z_loss=z_loss, share=0.75), z, torch.float32)
-    near(scores, 0.75 * slopes, dtype)
+    near(scores, 0.75 * grads, dtype)
     assert torch.equal(whole[:, 501:], beside)
 
 

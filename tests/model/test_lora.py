@@ -143,12 +143,12 @@ def test_the_coins_of_dropout_are_the_same_again_until_the_adapter_changes() -> 
     first = model(ids())
     assert torch.equal(first, model(ids()))
     first.square().sum().backward()
-    slopes = {name: _grad(weight).clone() for name, weight in lora.weights(model).items()}
+    grads = {name: _grad(weight).clone() for name, weight in lora.weights(model).items()}
     model.zero_grad()
     checkpoint_activations(model, "full")
     model(ids()).square().sum().backward()
     for name, weight in lora.weights(model).items():
-        assert torch.equal(_grad(weight), slopes[name]), name
+        assert torch.equal(_grad(weight), grads[name]), name
     with torch.no_grad():
         for weight in lora.weights(model).values():
             weight.mul_(1.001)

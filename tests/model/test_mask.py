@@ -37,8 +37,8 @@ def test_rows_of_one_document_without_a_limit_are_plainly_causal() -> None:
 
 
 def test_a_mask_is_made_once_and_shared_by_the_layers() -> None:
-    sight = AttentionMask(num_queries=4, num_keys=4, device=CPU)
-    assert sight.mask() is sight.mask()
-    assert sight.bias(torch.float32) is sight.bias(torch.float32)
-    assert sight.bias(torch.bfloat16).dtype == torch.bfloat16
-    assert torch.equal(sight.bias(torch.float32)[:, 0].isinf(), ~sight.mask())
+    mask = AttentionMask(num_queries=4, num_keys=4, device=CPU)
+    assert mask.mask() is mask.mask()
+    assert mask.bias(torch.float32) is mask.bias(torch.float32)
+    assert mask.bias(torch.bfloat16).dtype == torch.bfloat16
+    assert torch.equal(mask.bias(torch.float32)[:, 0].isinf(), ~mask.mask())

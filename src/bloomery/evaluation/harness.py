@@ -223,11 +223,11 @@ def _log_p(model: Transformer, hidden: Tensor, target_ids: Tensor, num_ids: int)
     size = max(1, SCORES_AT_ONCE // model.vocab_size)
     chunks = []
     for begin in range(0, len(target_ids), size):
-        scores = model.logits(hidden[None, begin : begin + size])[0]
+        logits = model.logits(hidden[None, begin : begin + size])[0]
         some = target_ids[begin : begin + size]
-        log_p = torch.log_softmax(scores, dim=-1).gather(1, some[:, None])[:, 0]
+        log_p = torch.log_softmax(logits, dim=-1).gather(1, some[:, None])[:, 0]
         check_finite(log_p)
-        best = scores[:, :num_ids].argmax(dim=-1) == some
+        best = logits[:, :num_ids].argmax(dim=-1) == some
         chunks.append((log_p.cpu().double(), best.cpu()))  # Apple's GPUs have no float64
     return torch.cat([one for one, _ in chunks]), torch.cat([one for _, one in chunks])
 

@@ -291,12 +291,12 @@ def compiled() -> None:
     plain, output = _block(x, *weights), fast(x, *weights)
     compare("forward", output, plain)
     say(trying="gradients")
-    slope = torch.randn_like(plain)
-    right = torch.autograd.grad(plain, [x, *weights], slope)
-    grads = torch.autograd.grad(output, [x, *weights], slope)
+    grad = torch.randn_like(plain)
+    right = torch.autograd.grad(plain, [x, *weights], grad)
+    grads = torch.autograd.grad(output, [x, *weights], grad)
     for name, grad, other in zip(("x", "qkv", "out", "up", "down"), grads, right, strict=True):
         compare(f"gradient of {name}", grad, other)
-    tell_time(device, lambda: torch.autograd.grad(fast(x, *weights), [x, *weights], slope))
+    tell_time(device, lambda: torch.autograd.grad(fast(x, *weights), [x, *weights], grad))
 
 
 def _block(x: Tensor, qkv: Tensor, out: Tensor, up: Tensor, down: Tensor) -> Tensor:
@@ -362,9 +362,9 @@ def attention(name: str) -> None:
     torch.manual_seed(0)
     with sdpa_kernel(getattr(SDPBackend, name)):
         for width in HEAD_WIDTHS:
-            q, k, v, slope = (torch.randn(1, 4, KERNEL_TOKENS, width).to(device.compute_dtype) for _ in range(4))
+            q, k, v, grad = (torch.randn(1, 4, KERNEL_TOKENS, width).to(device.compute_dtype) for _ in range(4))
             try:
-                forward_and_back(device, f"heads of {width}", _sdpa, plain_attention, (q, k, v), slope)
+                forward_and_back(device, f"heads of {width}", _sdpa, plain_attention, (q, k, v), grad)
             except RuntimeError as error:
                 if not any(words in str(error) for words in NOT_HERE):
                     raise
@@ -394,21 +394,21 @@ def forward_and_back(
     work: Callable[..., Tensor],
     formula: Callable[..., Tensor],
     inputs: tuple[Tensor, ...],
-    slope: Tensor,
+    grad: Tensor,
     names: str = "qkv",
 ) -> None:
     """Compare an operation and its gradients on the device with the formula in float64."""
     say(trying=case)
     theirs = [one.detach().to(device.torch_device).requires_grad_() for one in inputs]
     ours = [one.detach().double().requires_grad_() for one in inputs]
-    upstream = slope.to(device.torch_device)
+    upstream = grad.to(device.torch_device)
     poison(upstream)
     actual, expected = work(*theirs), formula(*ours)
     compare(case, actual, expected)
     say(trying=f"{case}, gradients")
     poison(*(one.detach() for one in theirs))
     grads = torch.autograd.grad(actual, theirs, upstream.to(actual.dtype))
-    right = torch.autograd.grad(expected, ours, slope.double())
+    right = torch.autograd.grad(expected, ours, grad.double())
     for name, grad, other in zip(names, grads, right, strict=True):
         compare(f"{case}, gradient of {name}", grad, other)
 
@@ -417,9 +417,9 @@ def rms_norm() -> None:
     device = find()
     tell_device(device)
     torch.manual_seed(0)
-    x, weight, slope = 3 * torch.randn(65, 328), torch.rand(328) + 0.5, torch.randn(65, 328)
+    x, weight, grad = 3 * torch.randn(65, 328), torch.rand(328) + 0.5, torch.randn(65, 328)
     forward_and_back(
-        device, "norm", lambda x, g: F.rms_norm(x, (328,), g, 1e-6), plain_rms_norm, (x, weight), slope, "xg"
+        device, "norm", lambda x, g: F.rms_norm(x, (328,), g, 1e-6), plain_rms_norm, (x, weight), grad, "xg"
     )
     rows, scale = norm_inputs(device)
 

@@ -40,7 +40,7 @@ Values = Float[Tensor, "B K S F"]
 Attended = Float[Tensor, "B H T F"]
 
 
-def softmax_attention(q: Queries, k: Keys, v: Values, sight: AttentionMask) -> Attended:
+def softmax_attention(q: Queries, k: Keys, v: Values, mask: AttentionMask) -> Attended:
     """
         y = softmax(q kᵀ / √E − m · distance, masked) v
 
@@ -49,42 +49,42 @@ def softmax_attention(q: Queries, k: Keys, v: Values, sight: AttentionMask) -> A
     group = q.shape[1] // k.shape[1]
     k, v = (one.to(q.dtype).repeat_interleave(group, dim=1) for one in (k, v))
     scores = q @ k.transpose(2, 3) * q.shape[3] ** -0.5  # (B, H, T, S)
-    if sight.slopes is not None:
-        scores = scores - sight.slopes.to(q.dtype)[:, None, None] * sight.distance(q.dtype)
-    scores = scores.masked_fill(~sight.mask()[:, None], -torch.inf)
+    if mask.slopes is not None:
+        scores = scores - mask.slopes.to(q.dtype)[:, None, None] * mask.distance(q.dtype)
+    scores = scores.masked_fill(~mask.mask()[:, None], -torch.inf)
     weights = torch.softmax(scores, dim=3)
     return weights @ v
 
 
-def sdpa_attention(q: Queries, k: Keys, v: Values, sight: AttentionMask) -> Attended:
+def sdpa_attention(q: Queries, k: Keys, v: Values, mask: AttentionMask) -> Attended:
     """PyTorch's, which has kernels of its own for a plainly causal square and takes a mask for everything else."""
     k, v = k.to(q.dtype), v.to(q.dtype)
-    if sight.is_causal and sight.num_queries in (1, sight.num_keys):
-        return F.scaled_dot_product_attention(q, k, v, is_causal=sight.num_queries > 1, enable_gqa=True)
-    mask = sight.mask()[:, None]
-    if sight.slopes is not None:
-        bias = -sight.slopes.to(q.dtype)[:, None, None] * sight.distance(q.dtype)
-        mask = bias.masked_fill(~mask, -torch.inf)
-    return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=True)
+    if mask.is_causal and mask.num_queries in (1, mask.num_keys):
+        return F.scaled_dot_product_attention(q, k, v, is_causal=mask.num_queries > 1, enable_gqa=True)
+    visible = mask.mask()[:, None]
+    if mask.slopes is not None:
+        bias = -mask.slopes.to(q.dtype)[:, None, None] * mask.distance(q.dtype)
+        visible = bias.masked_fill(~visible, -torch.inf)
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=visible, enable_gqa=True)
 
 
-def fused_attention(q: Queries, k: Keys, v: Values, sight: AttentionMask) -> Attended:
+def fused_attention(q: Queries, k: Keys, v: Values, mask: AttentionMask) -> Attended:
     """
     The fastest attention for this device: on CPUs, compiled operations or plain matmuls; on GPUs, the causal kernel.
     Long packed sequences, windows and ALiBi have their own GPU kernel, which keeps no T × S mask in memory.
     """
     if q.device.type == "cpu" and not cpu.ELSEWHERE.get():
-        if cpu.ready(q, k, v) and (first := sight.first(len(q))) is not None:  # it looks at numbers of segments
+        if cpu.ready(q, k, v) and (first := mask.first(len(q))) is not None:  # it looks at numbers of segments
             return causal_attention(q, k, v, first)
-        return processor_attention(q, k, v, sight)
-    plain = sight.is_causal and sight.num_queries in (1, sight.num_keys)
-    long = sight.allowed is None and sight.num_queries == sight.num_keys >= FLEX_TOKENS
+        return processor_attention(q, k, v, mask)
+    plain = mask.is_causal and mask.num_queries in (1, mask.num_keys)
+    long = mask.allowed is None and mask.num_queries == mask.num_keys >= FLEX_TOKENS
     if long and not plain and _has_flex_kernel(q, k, v):
-        return flexible_attention(q, k, v, sight, _compiled_flex())
-    return sdpa_attention(q, k, v, sight)
+        return flexible_attention(q, k, v, mask, _compiled_flex())
+    return sdpa_attention(q, k, v, mask)
 
 
-def processor_attention(q: Queries, k: Keys, v: Values, sight: AttentionMask) -> Attended:
+def processor_attention(q: Queries, k: Keys, v: Values, mask: AttentionMask) -> Attended:
     """
     The formula as two batched matmuls; queries that share a key head are stacked.
 
@@ -94,25 +94,25 @@ def processor_attention(q: Queries, k: Keys, v: Values, sight: AttentionMask) ->
     K, S, wide = k.shape[1], k.shape[2], v.shape[3]
     rows = (q * E**-0.5).reshape(B * K, H // K, T, E)
     keys, values = k.to(q.dtype).reshape(B * K, S, E), v.to(q.dtype).reshape(B * K, S, wide)
-    if T >= 2 * CHUNK_QUERIES or (sight.window or S) < S:
-        y: Tensor = _Chunks.apply(rows, keys, values, sight, B)  # type: ignore[no-untyped-call]
+    if T >= 2 * CHUNK_QUERIES or (mask.window or S) < S:
+        y: Tensor = _Chunks.apply(rows, keys, values, mask, B)  # type: ignore[no-untyped-call]
         return y.view(B, H, T, wide)
     scores = torch.bmm(rows.reshape(B * K, -1, E), keys.transpose(1, 2)).view(B, H, T, S)
-    weights = torch.softmax(_limited(scores, sight, ALL, ALL), dim=-1)
+    weights = torch.softmax(_limited(scores, mask, ALL, ALL), dim=-1)
     return torch.bmm(weights.view(B * K, -1, S), values).view(B, H, T, wide)
 
 
 def _limited(
-    scores: Float[Tensor, "B H t s"], sight: AttentionMask, rows: slice, seen: slice
+    scores: Float[Tensor, "B H t s"], mask: AttentionMask, rows: slice, seen: slice
 ) -> Float[Tensor, "B H t s"]:
     """Change attention scores of some queries and keys in-place: subtract the ALiBi bias, and set −∞ where masked."""
-    if sight.slopes is not None:
-        scores.addcmul_(-sight.slopes.to(scores.dtype)[:, None, None], sight.distance(scores.dtype, rows, seen))
-    if sight.num_queries > 1 or sight.segments is not None or sight.allowed is not None:  # else it sees all of them
+    if mask.slopes is not None:
+        scores.addcmul_(-mask.slopes.to(scores.dtype)[:, None, None], mask.distance(scores.dtype, rows, seen))
+    if mask.num_queries > 1 or mask.segments is not None or mask.allowed is not None:  # else it sees all of them
         if (rows, seen) == (ALL, ALL):
-            scores.add_(sight.bias(scores.dtype))
+            scores.add_(mask.bias(scores.dtype))
         else:
-            scores.masked_fill_(~sight.chunk(rows, seen)[:, None], -torch.inf)
+            scores.masked_fill_(~mask.chunk(rows, seen)[:, None], -torch.inf)
     return scores
 
 
@@ -124,18 +124,18 @@ class _Chunks(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(context: Any, q: Tensor, k: Tensor, v: Tensor, sight: AttentionMask, num_rows: int) -> Tensor:
+    def forward(context: Any, q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask, num_rows: int) -> Tensor:
         G, n, T, E = q.shape
         y, kept = q.new_empty(G, n, T, v.shape[2]), []
-        for rows, seen in _chunks(sight):
+        for rows, seen in _chunks(mask):
             scores = torch.bmm(q[:, :, rows].reshape(G, -1, E), k[:, seen].transpose(1, 2))
-            limited = _limited(scores.view(num_rows, -1, rows.stop - rows.start, scores.shape[2]), sight, rows, seen)
+            limited = _limited(scores.view(num_rows, -1, rows.stop - rows.start, scores.shape[2]), mask, rows, seen)
             weights = torch.softmax(limited, dim=-1).view(scores.shape)
             y[:, :, rows] = torch.bmm(weights, v[:, seen]).view(G, n, -1, v.shape[2])
             if any(context.needs_input_grad):
                 kept.append(weights)
         context.save_for_backward(q, k, v, *kept)
-        context.sight = sight
+        context.mask = mask
         return y
 
     @staticmethod
@@ -143,55 +143,55 @@ class _Chunks(torch.autograd.Function):
         q, k, v, *kept = context.saved_tensors
         G, n, _, E = q.shape
         grad_q, (grad_k, grad_v) = torch.empty_like(q), (torch.zeros(x.shape, device=x.device) for x in (k, v))
-        for (rows, seen), weights in zip(_chunks(context.sight), kept, strict=True):
-            slope = upstream[0][:, :, rows].reshape(G, -1, v.shape[2])
-            grad_v[:, seen] += torch.bmm(weights.transpose(1, 2), slope)
-            slope = torch.bmm(slope, v[:, seen].transpose(1, 2))
-            slope = torch._softmax_backward_data(slope, weights, -1, weights.dtype)
-            grad_q[:, :, rows] = torch.bmm(slope, k[:, seen]).view(G, n, -1, E)
-            grad_k[:, seen] += torch.bmm(slope.transpose(1, 2), q[:, :, rows].reshape(G, -1, E))
+        for (rows, seen), weights in zip(_chunks(context.mask), kept, strict=True):
+            grad = upstream[0][:, :, rows].reshape(G, -1, v.shape[2])
+            grad_v[:, seen] += torch.bmm(weights.transpose(1, 2), grad)
+            grad = torch.bmm(grad, v[:, seen].transpose(1, 2))
+            grad = torch._softmax_backward_data(grad, weights, -1, weights.dtype)
+            grad_q[:, :, rows] = torch.bmm(grad, k[:, seen]).view(G, n, -1, E)
+            grad_k[:, seen] += torch.bmm(grad.transpose(1, 2), q[:, :, rows].reshape(G, -1, E))
         return grad_q, grad_k.to(k.dtype), grad_v.to(v.dtype), None, None
 
 
-def _chunks(sight: AttentionMask) -> list[tuple[slice, slice]]:
+def _chunks(mask: AttentionMask) -> list[tuple[slice, slice]]:
     """Places of queries, and of the keys between the first and the last that one of them may see."""
     chunks = []
-    for begin in range(0, sight.num_queries, CHUNK_QUERIES):
-        end = min(begin + CHUNK_QUERIES, sight.num_queries)
-        first = 0 if sight.window is None else max(0, sight.offset + begin - sight.window + 1)
-        chunks.append((slice(begin, end), slice(first, sight.offset + end)))
+    for begin in range(0, mask.num_queries, CHUNK_QUERIES):
+        end = min(begin + CHUNK_QUERIES, mask.num_queries)
+        first = 0 if mask.window is None else max(0, mask.offset + begin - mask.window + 1)
+        chunks.append((slice(begin, end), slice(first, mask.offset + end)))
     return chunks
 
 
-def flexible_attention(q: Queries, k: Keys, v: Values, sight: AttentionMask, flex: Any = flex_attention) -> Attended:
+def flexible_attention(q: Queries, k: Keys, v: Values, mask: AttentionMask, flex: Any = flex_attention) -> Attended:
     """
     A kernel that computes the mask from positions and skips fully masked blocks
     (Dong et al. 2024, https://arxiv.org/abs/2412.05496). It has no backward pass on CPUs.
     """
-    slopes, offset = sight.slopes, sight.offset
+    slopes, offset = mask.slopes, mask.offset
     falling = None if slopes is None else (lambda score, b, h, t, s: score - slopes[h] * (t + offset - s))
     y: Tensor = flex(
         q,
         k.to(q.dtype),
         v.to(q.dtype),
         score_mod=falling,
-        block_mask=_blocks(sight),
+        block_mask=_blocks(mask),
         enable_gqa=q.shape[1] != k.shape[1],
     )
     return y
 
 
-def _blocks(sight: AttentionMask) -> BlockMask:
+def _blocks(mask: AttentionMask) -> BlockMask:
     """Which blocks of the T × S square have something to see."""
-    segments, offset, window = sight.segments, sight.offset, sight.window
+    segments, offset, window = mask.segments, mask.offset, mask.window
     limits: list[Callable[..., Tensor]] = [lambda b, h, t, s: s <= t + offset]
     if window is not None:
         limits.append(lambda b, h, t, s: s > t + offset - window)
     if segments is not None:
         limits.append(lambda b, h, t, s: segments[b, t + offset] == segments[b, s])
     sees = and_masks(*limits)
-    B, T, S = None if segments is None else len(segments), sight.num_queries, sight.num_keys
-    return sight.cached("blocks", lambda: create_block_mask(sees, B, None, T, S, device=sight.device))
+    B, T, S = None if segments is None else len(segments), mask.num_queries, mask.num_keys
+    return mask.cached("blocks", lambda: create_block_mask(sees, B, None, T, S, device=mask.device))
 
 
 def _has_flex_kernel(q: Tensor, k: Tensor, v: Tensor) -> bool:
@@ -264,7 +264,7 @@ class Attention(nn.Module):
         self.query_scale = 1.0 if scalar is None else (self.head_dim / scalar) ** 0.5
 
     def forward(
-        self, x: Float[Tensor, "B T D"], turn: Rotation | None, sight: AttentionMask, cache: Cache | None = None
+        self, x: Float[Tensor, "B T D"], rope: Rotation | None, mask: AttentionMask, cache: Cache | None = None
     ) -> Float[Tensor, "B T D"]:
         B, T, _ = x.shape
         q, k = self.q(x), self.k(x)
@@ -274,12 +274,12 @@ class Attention(nn.Module):
         q = q.view(B, T, self.num_heads, self.head_dim)
         k = k.view(B, T, self.num_kv_heads, self.head_dim)
         v = self.v(x).view(B, T, self.num_kv_heads, self.head_dim).transpose(1, 2)  # (B, K, T, E)
-        q, k = _placed(q, q_norm, turn), _placed(k, k_norm, turn)  # (B, H, T, E), (B, K, T, E)
+        q, k = _placed(q, q_norm, rope), _placed(k, k_norm, rope)  # (B, H, T, E), (B, K, T, E)
         if self.query_scale != 1.0:  # what attends divides by √E
             q = q * self.query_scale
         if cache is not None:
             k, v = cache.extend(self.layer, k, v)
-        y = self.attend(q, k, v, sight)
+        y = self.attend(q, k, v, mask)
         merged: Tensor = self.out(y.transpose(1, 2).reshape(B, T, -1))  # (B, T, D)
         return merged
 
@@ -288,22 +288,22 @@ class Attention(nn.Module):
         q: Float[Tensor, "B H T E"],
         k: Float[Tensor, "B K S E"],
         v: Float[Tensor, "B K S E"],
-        sight: AttentionMask,
+        mask: AttentionMask,
     ) -> Float[Tensor, "B N T F"]:
         """What each head, or pair of heads, found: N·F = H·E numbers a token."""
-        return fused_attention(q, k, v, sight)
+        return fused_attention(q, k, v, mask)
 
 
-def _placed(x: Float[Tensor, "B T N E"], norm: RMSNorm | None, turn: Rotation | None) -> Float[Tensor, "B N T E"]:
+def _placed(x: Float[Tensor, "B T N E"], norm: RMSNorm | None, rope: Rotation | None) -> Float[Tensor, "B N T E"]:
     """Queries or keys, with optional norm and RoPE."""
-    if norm is not None and turn is not None and turn[0].shape[-1] == x.shape[-1]:
+    if norm is not None and rope is not None and rope[0].shape[-1] == x.shape[-1]:
         gain = norm.gain()
         weights = () if gain is None else (gain,)
-        if triton.ready("rotary-norm", x, *turn, *weights):
-            return triton.turn(x.transpose(1, 2), *turn, gain, norm.eps)
+        if triton.ready("rotary-norm", x, *rope, *weights):
+            return triton.rotate(x.transpose(1, 2), *rope, gain, norm.eps)
     if norm is not None:
         x = norm(x)
-    return x.transpose(1, 2) if turn is None else rotate(x.transpose(1, 2), turn)
+    return x.transpose(1, 2) if rope is None else rotate(x.transpose(1, 2), rope)
 
 
 class DifferentialAttention(Attention):
@@ -331,10 +331,10 @@ class DifferentialAttention(Attention):
         q: Float[Tensor, "B H T E"],
         k: Float[Tensor, "B K S E"],
         v: Float[Tensor, "B K S E"],
-        sight: AttentionMask,
+        mask: AttentionMask,
     ) -> Float[Tensor, "B N T F"]:
         shared = v.reshape(len(v), -1, 2, *v.shape[2:]).transpose(2, 3).flatten(3)  # (B, K/2, S, 2E)
-        y = fused_attention(q, k, shared.repeat_interleave(2, dim=1), sight)  # (B, H, T, 2E)
+        y = fused_attention(q, k, shared.repeat_interleave(2, dim=1), mask)  # (B, H, T, 2E)
         first, second = y.reshape(len(y), self.num_kv_heads // 2, 2, -1, *y.shape[2:]).unbind(
             2
         )  # (B, K/2, H/K, T, 2E) each

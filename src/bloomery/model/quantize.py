@@ -81,9 +81,9 @@ class QuantizedLinear(nn.Module):
         """x Wᵀ + b, in the number format of x."""
         return F.linear(x, self.dense(x.dtype), bias)
 
-    def times_back(self, slope: Float[Tensor, "*lead R"]) -> Float[Tensor, "*lead D"]:
+    def times_back(self, grad: Float[Tensor, "*lead R"]) -> Float[Tensor, "*lead D"]:
         """The gradient of x: dy W, in the dtype of dy, the gradient of the output."""
-        return slope @ self.dense(slope.dtype)
+        return grad @ self.dense(grad.dtype)
 
     def forward(self, x: Float[Tensor, "*lead D"]) -> Float[Tensor, "*lead R"]:
         y: Tensor = _Product.apply(x, self)  # type: ignore[no-untyped-call]
@@ -172,8 +172,8 @@ class NF4(QuantizedLinear):
     def times(self, x: Tensor, bias: Tensor | None) -> Tensor:
         return self._fused(x, bias, back=False) if self._may_fuse(x) else super().times(x, bias)
 
-    def times_back(self, slope: Tensor) -> Tensor:
-        return self._fused(slope, None, back=True) if self._may_fuse(slope) else super().times_back(slope)
+    def times_back(self, grad: Tensor) -> Tensor:
+        return self._fused(grad, None, back=True) if self._may_fuse(grad) else super().times_back(grad)
 
     def _may_fuse(self, x: Tensor) -> bool:
         return triton.ready("nf4", x) and type(self.weight) is Tensor

@@ -97,13 +97,13 @@ def _yarn(speeds: Tensor, head_dim: int, theta: float, scaling: YarnScaling) -> 
     return speeds / scaling.factor * share + speeds * (1 - share)
 
 
-def rotate(x: Float[Tensor, "B N T E"], turn: Rotation) -> Float[Tensor, "B N T E"]:
+def rotate(x: Float[Tensor, "B N T E"], rope: Rotation) -> Float[Tensor, "B N T E"]:
     """Turn each pair of numbers of every head by its position's angle. Numbers beyond the angles stay."""
-    cos, sin = turn
+    cos, sin = rope
     if (width := cos.shape[-1]) < x.shape[-1]:
-        return torch.cat((rotate(x[..., :width].contiguous(), turn), x[..., width:]), dim=-1)
+        return torch.cat((rotate(x[..., :width].contiguous(), rope), x[..., width:]), dim=-1)
     if triton.ready("rotary", x, cos, sin):
-        return triton.turn(x, cos, sin)
+        return triton.rotate(x, cos, sin)
     if cpu.ready(x) and cpu.ready(cos, sin):
         return cpu.rotate(x, cos.float(), sin.float())
     first, second = x.chunk(2, dim=-1)

@@ -41,9 +41,9 @@ class Block(nn.Module):
         self.mlp_post_norm = norm(config) if after else None
 
     def forward(
-        self, x: Float[Tensor, "B T D"], turn: Rotation | None, sight: AttentionMask, cache: Cache | None
+        self, x: Float[Tensor, "B T D"], rope: Rotation | None, mask: AttentionMask, cache: Cache | None
     ) -> Float[Tensor, "B T D"]:
-        attended = self.attention(x if self.attention_norm is None else self.attention_norm(x), turn, sight, cache)
+        attended = self.attention(x if self.attention_norm is None else self.attention_norm(x), rope, mask, cache)
         if self.attention_post_norm is not None:
             attended = self.attention_post_norm(attended)
         entry, x = x, x + attended
@@ -146,8 +146,8 @@ class Transformer(nn.Module):
 
     def logits(self, hidden: Float[Tensor, "B T D"]) -> Float[Tensor, "B T V"]:
         with self._computing(hidden.device):
-            scores: Tensor = self.head(hidden)
-        return scores.float()
+            logits: Tensor = self.head(hidden)
+        return logits.float()
 
     def head_rows(self) -> Float[Tensor, "V D"]:
         """The matrix that logits are computed with: the head's weight, or its rows with length 1."""
@@ -178,20 +178,20 @@ class Transformer(nn.Module):
             x = x + self.positions(positions)
         if config.scale_embeddings:
             x = x * torch.tensor(config.hidden_size**0.5, dtype=self.embed.weight.dtype, device=x.device)
-        turns: dict[bool, Rotation] = {}
-        sights: dict[tuple[Window, AttentionKind], AttentionMask] = {}
+        ropes: dict[bool, Rotation] = {}
+        masks: dict[tuple[Window, AttentionKind], AttentionMask] = {}
         for number, block in enumerate(self.blocks):
             kind, window, _ = config.layer(number)
-            if (window, kind) not in sights:
-                sights[window, kind] = self._sight(kind, window, ids, before, segments, mask)
+            if (window, kind) not in masks:
+                masks[window, kind] = self._attention_mask(kind, window, ids, before, segments, mask)
             local = config.rope_local_theta is not None and window != "full"
-            if config.rotates(number) and local not in turns:
-                turns[local] = rotation(positions, config, _computed_in(x), local=local)
-            x = block(x, turns[local] if config.rotates(number) else None, sights[window, kind], cache)
+            if config.rotates(number) and local not in ropes:
+                ropes[local] = rotation(positions, config, _computed_in(x), local=local)
+            x = block(x, ropes[local] if config.rotates(number) else None, masks[window, kind], cache)
         normed: Tensor = self.norm(x)
         return normed
 
-    def _sight(
+    def _attention_mask(
         self,
         kind: AttentionKind,
         window: Window,

@@ -36,7 +36,7 @@ struct Attention {
 
 namespace {
 
-constexpr int64_t QUERIES = 64, AT_ONCE = 4;  // of which slopes are computed together; panels of keys, likewise
+constexpr int64_t QUERIES = 64, AT_ONCE = 4;  // of which grads are computed together; panels of keys, likewise
 constexpr float LOG2E = 1.44269504f;
 
 #pragma GCC push_options
@@ -235,8 +235,8 @@ void attend(const Attention &a, int64_t task, Room room) {
     }
 }
 
-// What the slopes of one head of queries are computed from, and where they go.
-struct Slopes {
+// What the gradients of one head of queries are computed from, and where they go.
+struct Gradients {
     const Attention &a;
     int64_t b, h;
     uint16_t *keys, *values;         // as columns of scores: panels of keys, along their width
@@ -245,33 +245,33 @@ struct Slopes {
     uint16_t *q_rows, *dy_rows;      // of a block of queries, 8 at a time
     uint16_t *q_columns, *dy_columns;
     float *dq;                       // [queries of a block, width]
-    uint16_t *weights, *slopes;      // of panels of keys: pairs of queries by 32 keys
-    uint16_t *slope_rows;            // of panels of keys: 8 queries by 32 keys at a time
+    uint16_t *weights, *grads;      // of panels of keys: pairs of queries by 32 keys
+    uint16_t *grad_rows;            // of panels of keys: 8 queries by 32 keys at a time
     float most[QUERIES], logarithms[QUERIES], means[QUERIES];
 };
 
-// Of a query: Σ dy · (y + rest), which is the mean of the slopes of its weights.
+// Of a query: Σ dy · (y + rest), which is the mean of the gradients of its weights.
 INLINE float mean(const uint16_t *dy, const uint16_t *y, const uint16_t *rest, int64_t width) {
     __m512 sum = _mm512_setzero_ps();
     for (int64_t e = 0; e < width; e += STEP) {
-        const __m512bh slope = (__m512bh)_mm512_loadu_si512(dy + e);
-        sum = _mm512_dpbf16_ps(sum, slope, (__m512bh)_mm512_loadu_si512(y + e));
-        sum = _mm512_dpbf16_ps(sum, slope, (__m512bh)_mm512_loadu_si512(rest + e));
+        const __m512bh grad = (__m512bh)_mm512_loadu_si512(dy + e);
+        sum = _mm512_dpbf16_ps(sum, grad, (__m512bh)_mm512_loadu_si512(y + e));
+        sum = _mm512_dpbf16_ps(sum, grad, (__m512bh)_mm512_loadu_si512(rest + e));
     }
     return _mm512_reduce_add_ps(sum);
 }
 
-// Weights and slopes of scores of 8 queries by the keys of a panel, the former from the logarithms of their sums.
-INLINE void turn_back(Slopes &s, const Eight &eight, int64_t g, int64_t panel, int64_t place) {
+// Weights and gradients of scores of 8 queries by the keys of a panel, the former from the logarithms of their sums.
+INLINE void turn_back(Gradients &s, const Eight &eight, int64_t g, int64_t panel, int64_t place) {
     const Attention &a = s.a;
     const int64_t steps = a.width / STEP, value_steps = a.value_width / STEP;
     uint16_t *const weights = s.weights + (place * QUERIES + g * ROWS) * PANEL;
-    uint16_t *const slopes = s.slopes + (place * QUERIES + g * ROWS) * PANEL;
-    uint16_t *const rows = s.slope_rows + (place * QUERIES + g * ROWS) * PANEL;
+    uint16_t *const grads = s.grads + (place * QUERIES + g * ROWS) * PANEL;
+    uint16_t *const rows = s.grad_rows + (place * QUERIES + g * ROWS) * PANEL;
     const bool none = panel < eight.begin_panel() || panel >= eight.end_panel() || eight.query >= eight.end;
     if (none) {
         std::memset(weights, 0, SUMS * 2);
-        std::memset(slopes, 0, SUMS * 2);
+        std::memset(grads, 0, SUMS * 2);
         std::memset(rows, 0, SUMS * 2);
         return;
     }
@@ -305,7 +305,7 @@ INLINE void turn_back(Slopes &s, const Eight &eight, int64_t g, int64_t panel, i
         }
         _mm512_store_si512(rows + i * STEP, rounded(sum[i][0], sum[i][1]));
     }
-    pairs(slopes);
+    pairs(grads);
 }
 
 // Adds to [keys of a panel, width]: columns of pairs of queries, by rows of them.
@@ -323,7 +323,7 @@ INLINE void gather(float *to, int64_t width, const uint16_t *pairs, const uint16
 }
 
 // Calls 8 queries of the block that comes next, of this head or of another.
-INLINE void call_block(const Slopes &s, int64_t task, int64_t query, int64_t g) {
+INLINE void call_block(const Gradients &s, int64_t task, int64_t query, int64_t g) {
     const Attention &a = s.a;
     const bool same = query + QUERIES < a.tokens;
     const int64_t place = s.b * a.heads + s.h + !same, first = (same ? query + QUERIES : 0) + g * ROWS;
@@ -336,7 +336,7 @@ INLINE void call_block(const Slopes &s, int64_t task, int64_t query, int64_t g) 
     call_rows(a, a.rest, b, h, a.value_width, first, first + ROWS);
 }
 
-void block_slopes(Slopes &s, int64_t task, int64_t query) {
+void block_grads(Gradients &s, int64_t task, int64_t query) {
     const Attention &a = s.a;
     const int64_t b = s.b, h = s.h, panels = panels_of(a), until = std::min(query + QUERIES, a.tokens);
     const int64_t steps = (until - query + STEP - 1) / STEP, groups = steps * STEP / ROWS;
@@ -372,7 +372,7 @@ void block_slopes(Slopes &s, int64_t task, int64_t query) {
                 __m512 sum[ROWS][2];
                 read_sums(sum, at, a.width);
                 for (int64_t panel = std::max(from, eight.begin_panel()); panel < std::min(to, eight.end_panel()); panel++)
-                    add<STEP, 2>(sum, s.slope_rows + ((panel - from) * QUERIES + g * ROWS) * PANEL,
+                    add<STEP, 2>(sum, s.grad_rows + ((panel - from) * QUERIES + g * ROWS) * PANEL,
                                  s.key_columns + (w * panels + panel) * PAIR);
                 keep_sums(sum, at, a.width);
             }
@@ -381,7 +381,7 @@ void block_slopes(Slopes &s, int64_t task, int64_t query) {
             const int64_t place = (panel - from) * QUERIES * PANEL;
             const int64_t late = std::max<int64_t>(0, panel * PANEL - query) / STEP;  // queries before see none of it
             gather(s.dv + panel * PANEL * a.value_width, a.value_width, s.weights + place, s.dy_columns, late, steps);
-            gather(s.dk + panel * PANEL * a.width, a.width, s.slopes + place, s.q_columns, late, steps);
+            gather(s.dk + panel * PANEL * a.width, a.width, s.grads + place, s.q_columns, late, steps);
         }
     }
     for (int64_t t = query; t < until; t++)
@@ -394,7 +394,7 @@ void block_slopes(Slopes &s, int64_t task, int64_t query) {
 void attend_back(const Attention &a, int64_t task, Room room) {
     const int64_t b = task / a.kv_heads, shared = task % a.kv_heads, group = a.heads / a.kv_heads;
     const int64_t width = a.width, wide = a.value_width, all = panels_of(a) * PANEL, many = AT_ONCE * QUERIES * PANEL;
-    Slopes s{a, b, 0};
+    Gradients s{a, b, 0};
     s.keys = room.take<uint16_t>(all * width);
     s.values = room.take<uint16_t>(all * wide);
     s.key_columns = room.take<uint16_t>(all * width);
@@ -406,15 +406,15 @@ void attend_back(const Attention &a, int64_t task, Room room) {
     s.dy_columns = room.take<uint16_t>(QUERIES * wide);
     s.dq = room.take<float>(QUERIES * width);
     s.weights = room.take<uint16_t>(many);
-    s.slopes = room.take<uint16_t>(many);
-    s.slope_rows = room.take<uint16_t>(many);
+    s.grads = room.take<uint16_t>(many);
+    s.grad_rows = room.take<uint16_t>(many);
     pack(s.keys, {a.k.at(b, shared), a.k.token, false, true}, false, 0, a.tokens, a.tokens, 0, width);
     pack(s.values, {a.v.at(b, shared), a.v.token, false, true}, false, 0, a.tokens, a.tokens, 0, wide);
     pack(s.key_columns, {a.k.at(b, shared), a.k.token, false, false}, false, 0, width, width, 0, a.tokens);
     std::memset(s.dk, 0, all * width * sizeof(float));
     std::memset(s.dv, 0, all * wide * sizeof(float));
     for (s.h = shared * group; s.h < (shared + 1) * group; s.h++)
-        for (int64_t query = 0; query < a.tokens; query += QUERIES) block_slopes(s, task, query);
+        for (int64_t query = 0; query < a.tokens; query += QUERIES) block_grads(s, task, query);
     const auto give = [&](const Heads &to, const float *from, int64_t size) {
         for (int64_t t = 0; t < a.tokens; t++)
             for (int64_t e = 0; e < size; e += PANEL)
@@ -428,9 +428,9 @@ void attend_back(const Attention &a, int64_t task, Room room) {
 #pragma GCC pop_options
 
 // Bytes that a thread needs.
-int64_t attention_room(int64_t tokens, int64_t width, int64_t wide, bool slopes) {
+int64_t attention_room(int64_t tokens, int64_t width, int64_t wide, bool grads) {
     const int64_t all = (tokens + PANEL - 1) / PANEL * PANEL;
-    if (!slopes) return 2 * (all + ROWS) * (width + wide) + 6 * all * ROWS + 64 * 8;
+    if (!grads) return 2 * (all + ROWS) * (width + wide) + 6 * all * ROWS + 64 * 8;
     return all * (8 * width + 6 * wide) + QUERIES * (8 * width + 4 * wide) + 6 * AT_ONCE * QUERIES * PANEL + 64 * 16;
 }
 

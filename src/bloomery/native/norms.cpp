@@ -1,6 +1,6 @@
-// RMSNorm and LayerNorm with their slopes (model/norms.py). x is float32, y of a kind; what is learned is float32.
+// RMSNorm and LayerNorm with their gradients (model/norms.py). x is float32, y of a kind; what is learned is float32.
 //
-// Means are divided, and not multiplied by 1 / width, whose rounding all rows would share. The slopes of what is learned
+// Means are divided, and not multiplied by 1 / width, whose rounding all rows would share. The gradients of what is learned
 // are summed up by thread, so that their last bits depend on the number of threads.
 
 #include "numbers.hpp"
@@ -33,16 +33,16 @@ template <class T> INLINE void norm(const Norm &n, void *y, float epsilon, int64
 }
 
 template <class T>
-INLINE void norm_slopes(const Norm &n, const void *dy, float *dx, float *dweight, float *dbias, int64_t begin,
+INLINE void norm_grads(const Norm &n, const void *dy, float *dx, float *dweight, float *dbias, int64_t begin,
                         int64_t end) {
     for (int64_t row = begin; row < end; row++) {
         const float *const x = n.x + row * n.width, *const weight = n.weight;
-        const T *const slope = (const T *)dy + row * n.width;
+        const T *const grad = (const T *)dy + row * n.width;
         const float inverse = n.inverses[row], mean = n.means ? n.means[row] : 0.0f;
         float along = 0, level = 0;
 #pragma omp simd reduction(+ : along, level)
         for (int64_t i = 0; i < n.width; i++) {
-            const float one = load(slope + i) * (weight ? weight[i] : 1.0f);
+            const float one = load(grad + i) * (weight ? weight[i] : 1.0f);
             along += one * (x[i] - mean);
             level += one;
         }
@@ -50,7 +50,7 @@ INLINE void norm_slopes(const Norm &n, const void *dy, float *dx, float *dweight
         level = n.means ? level / float(n.width) : 0.0f;
 #pragma omp simd
         for (int64_t i = 0; i < n.width; i++) {
-            const float one = load(slope + i), rest = x[i] - mean;
+            const float one = load(grad + i), rest = x[i] - mean;
             dx[row * n.width + i] = inverse * (one * (weight ? weight[i] : 1.0f) - level - rest * along);
             dweight[i] += one * rest * inverse;
             dbias[i] += one;
@@ -59,7 +59,7 @@ INLINE void norm_slopes(const Norm &n, const void *dy, float *dx, float *dweight
 }
 
 BOTH(norm, (const Norm &n, void *y, float epsilon, int64_t begin, int64_t end), (n, y, epsilon, begin, end))
-BOTH(norm_slopes,
+BOTH(norm_grads,
      (const Norm &n, const void *dy, float *dx, float *dweight, float *dbias, int64_t begin, int64_t end),
      (n, dy, dx, dweight, dbias, begin, end))
 
@@ -74,13 +74,13 @@ void bloomery_norm(int64_t kind, const float *x, const float *weight, const floa
     split(rows, threads, [&](int64_t begin, int64_t end, int64_t) { EITHER(kind, norm, n, y, epsilon, begin, end); });
 }
 
-// sums: [threads, 2, width] of zeros; their sum over threads is the slope of weight and of bias.
-void bloomery_norm_slopes(int64_t kind, const float *x, const float *weight, float *means, float *inverses,
+// sums: [threads, 2, width] of zeros; their sum over threads is the gradient of weight and of bias.
+void bloomery_norm_grads(int64_t kind, const float *x, const float *weight, float *means, float *inverses,
                           const void *dy, float *dx, float *sums, int64_t rows, int64_t width, int64_t threads) {
     const Norm n{x, weight, nullptr, means, inverses, width};
     split(rows, threads, [&](int64_t begin, int64_t end, int64_t part) {
         float *const own = sums + 2 * part * width;
-        EITHER(kind, norm_slopes, n, dy, dx, own, own + width, begin, end);
+        EITHER(kind, norm_grads, n, dy, dx, own, own + width, begin, end);
     });
 }
 }

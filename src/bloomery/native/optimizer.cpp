@@ -16,9 +16,9 @@ FOR_EVERY_CPU void adamw(float *p, const float *g, float *m, float *v, const Rul
     const Rule r = rule;
 #pragma omp simd
     for (int64_t i = begin; i < end; i++) {
-        const float slope = g[i] * r.factor;
-        const float mean = m[i] + (1.0f - r.beta1) * (slope - m[i]);
-        const float square = r.beta2 * v[i] + (1.0f - r.beta2) * slope * slope;
+        const float grad = g[i] * r.factor;
+        const float mean = m[i] + (1.0f - r.beta1) * (grad - m[i]);
+        const float square = r.beta2 * v[i] + (1.0f - r.beta2) * grad * grad;
         m[i] = mean;
         v[i] = square;
         p[i] = p[i] * r.shrink - r.rate * mean / (std::sqrt(square) * r.correction + r.epsilon);
@@ -50,7 +50,7 @@ FOR_EVERY_CPU void squares(const float *x, int64_t count, double *sums, int64_t 
 
 extern "C" {
 
-// p ← p · shrink − rate · m / (√v · correction + ε), with m and v the means of slopes times `factor` and of their squares.
+// p ← p · shrink − rate · m / (√v · correction + ε), with m and v the means of gradients times `factor` and of their squares.
 void bloomery_adamw(float *p, const float *g, float *m, float *v, int64_t count, float shrink, float beta1, float beta2,
                     float rate, float correction, float epsilon, float factor, int64_t threads) {
     const Rule rule{shrink, beta1, beta2, rate, correction, epsilon, factor};

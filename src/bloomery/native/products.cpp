@@ -52,10 +52,10 @@ void product(const Product &p, int64_t threads) {
     for (int64_t t = 0; t < threads; t++) one(t);
 }
 
-void attention(const Attention &a, void *room, int64_t each, bool slopes, int64_t threads) {
+void attention(const Attention &a, void *room, int64_t each, bool grads, int64_t threads) {
     split(a.batch * a.kv_heads, threads, [&](int64_t begin, int64_t end, int64_t part) {
         for (int64_t task = begin; task < end; task++)
-            (slopes ? attend_back : attend)(a, task, {(char *)room + part * each});
+            (grads ? attend_back : attend)(a, task, {(char *)room + part * each});
     });
 }
 
@@ -94,14 +94,14 @@ void bloomery_product(const void *left, int64_t left_stride, int64_t left_wide, 
     product({one, two, rows, columns, inner, Output(output), into, stride, bias, Units(units)}, threads);
 }
 
-// Bytes of room that each thread needs in attention by pairs, or for its slopes.
-int64_t bloomery_attention_room(int64_t tokens, int64_t width, int64_t value_width, int64_t slopes) {
-    return attention_room(tokens, width, value_width, slopes != 0);
+// Bytes of room that each thread needs in attention by pairs, or for its gradients.
+int64_t bloomery_attention_room(int64_t tokens, int64_t width, int64_t value_width, int64_t grads) {
+    return attention_room(tokens, width, value_width, grads != 0);
 }
 
 // q [batch, heads, tokens, width], k, v and y like it, each with its own strides (3 of each, in numbers, those of the
 // width are 1); widths are multiples of 32. first [batch, tokens]: the first key that a query sees. rest, as y, and
-// totals [batch, heads, tokens, 2] are what the slopes need again; rest may be null where there will be none. room:
+// totals [batch, heads, tokens, 2] are what the gradients need again; rest may be null where there will be none. room:
 // `each` bytes for a thread, on lines of the cache.
 void bloomery_attention(const void *q, const void *k, const void *v, void *y, void *rest, const int64_t *strides,
                         const int64_t *first, float *totals, int64_t batch, int64_t heads_of_queries, int64_t kv_heads,
@@ -113,7 +113,7 @@ void bloomery_attention(const void *q, const void *k, const void *v, void *y, vo
 }
 
 // strides: of q, k, v, y, dy, dq, dk, dv; rest has those of y.
-void bloomery_attention_slopes(const void *q, const void *k, const void *v, const void *y, const void *rest,
+void bloomery_attention_grads(const void *q, const void *k, const void *v, const void *y, const void *rest,
                                const void *dy, void *dq, void *dk, void *dv, const int64_t *strides,
                                const int64_t *first, float *totals, int64_t batch, int64_t heads_of_queries, int64_t kv_heads, int64_t tokens, int64_t width,
                                int64_t value_width, float scale, void *room, int64_t each, int64_t threads) {

@@ -15,7 +15,7 @@ namespace {
 constexpr int64_t AT_ONCE = 32;  // numbers that the widest loops take; what is left over goes one by one, and slowly
 
 // Row r of matrix n is query `start + r mod block`, which sees keys first[n / heads, query] … query.
-struct Sight {
+struct Mask {
     const int64_t *first;
     int64_t heads, tokens, start, block, rows, keys;
 };
@@ -23,21 +23,21 @@ struct Sight {
 struct Seen {
     int64_t from, count, padded;  // padded: a multiple of AT_ONCE, if the row is long enough
 
-    INLINE_MEMBER Seen(const Sight &sight, int64_t matrix, int64_t row) {
-        const int64_t query = sight.start + int32_t(row) % int32_t(sight.block);
-        from = sight.first[matrix / sight.heads * sight.tokens + query];
+    INLINE_MEMBER Seen(const Mask &mask, int64_t matrix, int64_t row) {
+        const int64_t query = mask.start + int32_t(row) % int32_t(mask.block);
+        from = mask.first[matrix / mask.heads * mask.tokens + query];
         count = query + 1 - from;
-        padded = std::min((count + AT_ONCE - 1) / AT_ONCE * AT_ONCE, sight.keys - from);
+        padded = std::min((count + AT_ONCE - 1) / AT_ONCE * AT_ONCE, mask.keys - from);
     }
 };
 
-template <class T> INLINE void softmax(void *raw, const Sight &sight, float scale, int64_t begin, int64_t end) {
-    std::vector<float> room(sight.keys);
+template <class T> INLINE void softmax(void *raw, const Mask &mask, float scale, int64_t begin, int64_t end) {
+    std::vector<float> room(mask.keys);
     float *const values = room.data();
     for (int64_t matrix = begin; matrix < end; matrix++) {
-        for (int64_t row = 0; row < sight.rows; row++) {
-            const Seen seen(sight, matrix, row);
-            T *const whole = (T *)raw + (matrix * sight.rows + row) * sight.keys, *const at = whole + seen.from;
+        for (int64_t row = 0; row < mask.rows; row++) {
+            const Seen seen(mask, matrix, row);
+            T *const whole = (T *)raw + (matrix * mask.rows + row) * mask.keys, *const at = whole + seen.from;
             int32_t highest = INT32_MIN;
             float sum = 0;
 #pragma omp simd
@@ -58,36 +58,36 @@ template <class T> INLINE void softmax(void *raw, const Sight &sight, float scal
 #pragma omp simd
             for (int64_t k = 0; k < seen.padded; k++) store(at + k, values[k] * factor);
             std::memset((void *)whole, 0, seen.from * sizeof(T));
-            std::memset((void *)(at + seen.count), 0, (sight.keys - seen.from - seen.count) * sizeof(T));
+            std::memset((void *)(at + seen.count), 0, (mask.keys - seen.from - seen.count) * sizeof(T));
         }
     }
 }
 
 template <class T>
-INLINE void softmax_slopes(const void *weights, void *slopes, const Sight &sight, float scale, int64_t begin,
+INLINE void softmax_grads(const void *weights, void *grads, const Mask &mask, float scale, int64_t begin,
                            int64_t end) {
     for (int64_t matrix = begin; matrix < end; matrix++) {
-        for (int64_t row = 0; row < sight.rows; row++) {
-            const Seen seen(sight, matrix, row);
-            const int64_t place = (matrix * sight.rows + row) * sight.keys;
+        for (int64_t row = 0; row < mask.rows; row++) {
+            const Seen seen(mask, matrix, row);
+            const int64_t place = (matrix * mask.rows + row) * mask.keys;
             const T *const p = (const T *)weights + place + seen.from;
-            T *const whole = (T *)slopes + place, *const d = whole + seen.from;
+            T *const whole = (T *)grads + place, *const d = whole + seen.from;
             float sum = 0;
 #pragma omp simd reduction(+ : sum)
             for (int64_t k = 0; k < seen.padded; k++) sum += load(p + k) * load(d + k);  // p is 0 where it is not seen
 #pragma omp simd
             for (int64_t k = 0; k < seen.padded; k++) store(d + k, load(p + k) * (load(d + k) - sum) * scale);
             std::memset((void *)whole, 0, seen.from * sizeof(T));
-            std::memset((void *)(d + seen.count), 0, (sight.keys - seen.from - seen.count) * sizeof(T));
+            std::memset((void *)(d + seen.count), 0, (mask.keys - seen.from - seen.count) * sizeof(T));
         }
     }
 }
 
-BOTH(softmax, (void *scores, const Sight &sight, float scale, int64_t begin, int64_t end),
-     (scores, sight, scale, begin, end))
-BOTH(softmax_slopes,
-     (const void *weights, void *slopes, const Sight &sight, float scale, int64_t begin, int64_t end),
-     (weights, slopes, sight, scale, begin, end))
+BOTH(softmax, (void *scores, const Mask &mask, float scale, int64_t begin, int64_t end),
+     (scores, mask, scale, begin, end))
+BOTH(softmax_grads,
+     (const void *weights, void *grads, const Mask &mask, float scale, int64_t begin, int64_t end),
+     (weights, grads, mask, scale, begin, end))
 
 // ---- positions -------------------------------------------------------------------------------------------------------
 
@@ -95,7 +95,7 @@ BOTH(softmax_slopes,
 struct Layout {
     int64_t batch, head, token;
 };
-struct Turn {
+struct Rope {
     int64_t heads, tokens, half;
     Layout from, to;
     const float *cosine, *sine;
@@ -103,7 +103,7 @@ struct Turn {
     float sign;  // −1 turns back
 };
 
-template <class T> INLINE void turn(const void *raw, void *into, const Turn &t, int64_t begin, int64_t end) {
+template <class T> INLINE void rotate(const void *raw, void *into, const Rope &t, int64_t begin, int64_t end) {
     for (int64_t row = begin; row < end; row++) {
         const int64_t b = row / (t.heads * t.tokens), n = row / t.tokens % t.heads, k = row % t.tokens;
         const T *const x = (const T *)raw + b * t.from.batch + n * t.from.head + k * t.from.token;
@@ -119,7 +119,7 @@ template <class T> INLINE void turn(const void *raw, void *into, const Turn &t, 
     }
 }
 
-BOTH(turn, (const void *x, void *y, const Turn &t, int64_t begin, int64_t end), (x, y, t, begin, end))
+BOTH(rotate, (const void *x, void *y, const Rope &t, int64_t begin, int64_t end), (x, y, t, begin, end))
 
 // ---- feed-forward ----------------------------------------------------------------------------------------------------
 
@@ -132,14 +132,14 @@ template <class T> INLINE void swiglu(const void *g, const void *u, void *y, int
 }
 
 template <class T>
-INLINE void swiglu_slopes(const void *g, const void *u, const void *dy, void *dg, void *du, int64_t begin,
+INLINE void swiglu_grads(const void *g, const void *u, const void *dy, void *dg, void *du, int64_t begin,
                           int64_t end) {
 #pragma omp simd
     for (int64_t i = begin; i < end; i++) {
-        const float gate = load((const T *)g + i), up = load((const T *)u + i), slope = load((const T *)dy + i);
+        const float gate = load((const T *)g + i), up = load((const T *)u + i), grad = load((const T *)dy + i);
         const float open = sigmoid(gate);
-        store((T *)dg + i, slope * up * open * (1.0f + gate * (1.0f - open)));
-        store((T *)du + i, slope * gate * open);
+        store((T *)dg + i, grad * up * open * (1.0f + gate * (1.0f - open)));
+        store((T *)du + i, grad * gate * open);
     }
 }
 
@@ -154,7 +154,7 @@ template <class T> INLINE void gelu(const void *x, void *y, int64_t begin, int64
     }
 }
 
-template <class T> INLINE void gelu_slopes(const void *x, const void *dy, void *dx, int64_t begin, int64_t end) {
+template <class T> INLINE void gelu_grads(const void *x, const void *dy, void *dx, int64_t begin, int64_t end) {
 #pragma omp simd
     for (int64_t i = begin; i < end; i++) {
         const float value = load((const T *)x + i), square = value * value;
@@ -165,18 +165,18 @@ template <class T> INLINE void gelu_slopes(const void *x, const void *dy, void *
 }
 
 BOTH(swiglu, (const void *g, const void *u, void *y, int64_t begin, int64_t end), (g, u, y, begin, end))
-BOTH(swiglu_slopes, (const void *g, const void *u, const void *dy, void *dg, void *du, int64_t begin, int64_t end),
+BOTH(swiglu_grads, (const void *g, const void *u, const void *dy, void *dg, void *du, int64_t begin, int64_t end),
      (g, u, dy, dg, du, begin, end))
 BOTH(gelu, (const void *x, void *y, int64_t begin, int64_t end), (x, y, begin, end))
-BOTH(gelu_slopes, (const void *x, const void *dy, void *dx, int64_t begin, int64_t end), (x, dy, dx, begin, end))
+BOTH(gelu_grads, (const void *x, const void *dy, void *dx, int64_t begin, int64_t end), (x, dy, dx, begin, end))
 
 // ---- loss ------------------------------------------------------------------------------------------------------------
 
-// totals[n] = log Σ exp(scores[n]). Scores become `share` times the slopes of total − scores[n, target] + z · total², if
+// totals[n] = log Σ exp(scores[n]). Scores become `share` times the gradients of total − scores[n, target] + z · total², if
 // wanted.
 template <class T>
 INLINE void entropy(void *scores, int64_t stride, const int64_t *targets, float *totals, int64_t vocabulary, float z,
-                    float share, bool slopes, int64_t begin, int64_t end) {
+                    float share, bool grads, int64_t begin, int64_t end) {
     std::vector<float> room(vocabulary);
     float *const values = room.data();
     for (int64_t row = begin; row < end; row++) {
@@ -196,7 +196,7 @@ INLINE void entropy(void *scores, int64_t stride, const int64_t *targets, float 
         }
         const float whole = most + std::log(sum);
         totals[row] = whole;
-        if (!slopes) continue;
+        if (!grads) continue;
         const float factor = share * (1.0f + 2 * z * whole) / sum;
         const float right = values[targets[row]] * factor - share;
 #pragma omp simd
@@ -207,8 +207,8 @@ INLINE void entropy(void *scores, int64_t stride, const int64_t *targets, float 
 
 BOTH(entropy,
      (void *scores, int64_t stride, const int64_t *targets, float *totals, int64_t vocabulary, float z, float share,
-      bool slopes, int64_t begin, int64_t end),
-     (scores, stride, targets, totals, vocabulary, z, share, slopes, begin, end))
+      bool grads, int64_t begin, int64_t end),
+     (scores, stride, targets, totals, vocabulary, z, share, grads, begin, end))
 
 // ---- biases ----------------------------------------------------------------------------------------------------------
 
@@ -243,29 +243,29 @@ extern "C" {
 // A row is a query, from `start` on, again and again every `block` rows: those of one group of heads after the other.
 void bloomery_softmax(int64_t kind, void *scores, const int64_t *first, int64_t matrices, int64_t heads, int64_t tokens,
                       int64_t start, int64_t block, int64_t rows, int64_t keys, float scale, int64_t threads) {
-    const Sight sight{first, heads, tokens, start, block, rows, keys};
+    const Mask mask{first, heads, tokens, start, block, rows, keys};
     split(matrices, threads, [&](int64_t begin, int64_t end, int64_t) {
-        EITHER(kind, softmax, scores, sight, scale, begin, end);
+        EITHER(kind, softmax, scores, mask, scale, begin, end);
     });
 }
 
-// slopes of the weights become slopes of the scores, which stood before `scale`.
-void bloomery_softmax_slopes(int64_t kind, const void *weights, void *slopes, const int64_t *first, int64_t matrices,
+// gradients of the weights become gradients of the scores, which stood before `scale`.
+void bloomery_softmax_grads(int64_t kind, const void *weights, void *grads, const int64_t *first, int64_t matrices,
                              int64_t heads, int64_t tokens, int64_t start, int64_t block, int64_t rows, int64_t keys,
                              float scale, int64_t threads) {
-    const Sight sight{first, heads, tokens, start, block, rows, keys};
+    const Mask mask{first, heads, tokens, start, block, rows, keys};
     split(matrices, threads, [&](int64_t begin, int64_t end, int64_t) {
-        EITHER(kind, softmax_slopes, weights, slopes, sight, scale, begin, end);
+        EITHER(kind, softmax_grads, weights, grads, mask, scale, begin, end);
     });
 }
 
 // strides: of x (batch, head, token), of y (the same), of cosine and sine (batch, token)
-void bloomery_turn(int64_t kind, const void *x, void *y, const float *cosine, const float *sine, int64_t batch,
+void bloomery_rotate(int64_t kind, const void *x, void *y, const float *cosine, const float *sine, int64_t batch,
                    int64_t heads, int64_t tokens, int64_t width, const int64_t *strides, float sign, int64_t threads) {
-    const Turn t{heads,  tokens, width / 2,  {strides[0], strides[1], strides[2]}, {strides[3], strides[4], strides[5]},
+    const Rope t{heads,  tokens, width / 2,  {strides[0], strides[1], strides[2]}, {strides[3], strides[4], strides[5]},
                  cosine, sine,   strides[6], strides[7],                           sign};
     split(batch * heads * tokens, threads, [&](int64_t begin, int64_t end, int64_t) {
-        EITHER(kind, turn, x, y, t, begin, end);
+        EITHER(kind, rotate, x, y, t, begin, end);
     });
 }
 
@@ -273,10 +273,10 @@ void bloomery_swiglu(int64_t kind, const void *gate, const void *up, void *y, in
     split(count, threads, [&](int64_t begin, int64_t end, int64_t) { EITHER(kind, swiglu, gate, up, y, begin, end); });
 }
 
-void bloomery_swiglu_slopes(int64_t kind, const void *gate, const void *up, const void *dy, void *dgate, void *dup,
+void bloomery_swiglu_grads(int64_t kind, const void *gate, const void *up, const void *dy, void *dgate, void *dup,
                             int64_t count, int64_t threads) {
     split(count, threads, [&](int64_t begin, int64_t end, int64_t) {
-        EITHER(kind, swiglu_slopes, gate, up, dy, dgate, dup, begin, end);
+        EITHER(kind, swiglu_grads, gate, up, dy, dgate, dup, begin, end);
     });
 }
 
@@ -284,15 +284,15 @@ void bloomery_gelu(int64_t kind, const void *x, void *y, int64_t count, int64_t 
     split(count, threads, [&](int64_t begin, int64_t end, int64_t) { EITHER(kind, gelu, x, y, begin, end); });
 }
 
-void bloomery_gelu_slopes(int64_t kind, const void *x, const void *dy, void *dx, int64_t count, int64_t threads) {
-    split(count, threads, [&](int64_t begin, int64_t end, int64_t) { EITHER(kind, gelu_slopes, x, dy, dx, begin, end); });
+void bloomery_gelu_grads(int64_t kind, const void *x, const void *dy, void *dx, int64_t count, int64_t threads) {
+    split(count, threads, [&](int64_t begin, int64_t end, int64_t) { EITHER(kind, gelu_grads, x, dy, dx, begin, end); });
 }
 
 // Rows of scores lie `stride` numbers apart.
 void bloomery_entropy(int64_t kind, void *scores, int64_t stride, const int64_t *targets, float *totals, int64_t rows,
-                      int64_t vocabulary, float z, float share, int64_t slopes, int64_t threads) {
+                      int64_t vocabulary, float z, float share, int64_t grads, int64_t threads) {
     split(rows, threads, [&](int64_t begin, int64_t end, int64_t) {
-        EITHER(kind, entropy, scores, stride, targets, totals, vocabulary, z, share, slopes != 0, begin, end);
+        EITHER(kind, entropy, scores, stride, targets, totals, vocabulary, z, share, grads != 0, begin, end);
     });
 }
 

@@ -252,13 +252,13 @@ class _Kinds:
     seen: set[Hashable] = field(default_factory=set)
     refused: set[Hashable] = field(default_factory=set)
 
-    def takes(self, x: Tensor, sight: AttentionMask, cache: Any) -> bool:
-        kind = (tuple(x.shape), sight.segments is None, sight.allowed is None, cache is None)
+    def takes(self, x: Tensor, mask: AttentionMask, cache: Any) -> bool:
+        kind = (tuple(x.shape), mask.segments is None, mask.allowed is None, cache is None)
         if not self.tried:
             self.seen.add(kind)
         elif kind not in self.seen | self.refused:
             self.refused.add(kind)
-            several = "" if sight.segments is None else " with several documents"
+            several = "" if mask.segments is None else " with several documents"
             info(f"  {x.shape[0]} rows of {x.shape[1]} tokens{several} were not tried, and run by the plain blocks")
         return kind in self.seen
 
@@ -269,9 +269,9 @@ class _Compiled:
     def __init__(self, plain: Callable[..., Tensor], compiler: Callable[..., Any], kinds: _Kinds) -> None:
         self.plain, self._fast, self._kinds = plain, compiler(plain), kinds
 
-    def __call__(self, x: Tensor, turn: Any, sight: AttentionMask, cache: Any) -> Tensor:
-        fast = torch.is_grad_enabled() and self._kinds.takes(x, sight, cache)
-        output: Tensor = (self._fast if fast else self.plain)(x, turn, sight, cache)
+    def __call__(self, x: Tensor, rope: Any, mask: AttentionMask, cache: Any) -> Tensor:
+        fast = torch.is_grad_enabled() and self._kinds.takes(x, mask, cache)
+        output: Tensor = (self._fast if fast else self.plain)(x, rope, mask, cache)
         return output
 
 

@@ -36,34 +36,34 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        context: Any, hidden: Tensor, weight: Tensor, targets: Tensor, z_loss: float, share: float, slopes: bool
+        context: Any, hidden: Tensor, weight: Tensor, targets: Tensor, z_loss: float, share: float, with_grads: bool
     ) -> tuple[Tensor, Tensor]:
         totals = torch.zeros(2, dtype=torch.float32, device=hidden.device)
         tiles = cpu.matmul_ready(hidden, weight)
         learns = context.needs_input_grad[1]
         table = weight if tiles else weight.to(hidden.dtype)
-        grad_hidden = hidden.new_empty(hidden.shape) if slopes else None
+        grad_hidden = hidden.new_empty(hidden.shape) if with_grads else None
         grad_weight: Tensor | None = None
         size = chunk_tokens(len(weight))
         for start in range(0, len(hidden), size):
             piece = slice(start, start + size)
-            sums, slope = chunk(_scores(hidden[piece], table, tiles), targets[piece], z_loss, share, slopes)
+            sums, grad = chunk(_logits(hidden[piece], table, tiles), targets[piece], z_loss, share, with_grads)
             totals += sums
-            if slope is None or grad_hidden is None:
+            if grad is None or grad_hidden is None:
                 continue
             if tiles:
-                cpu.product(slope, table, grad_hidden[piece])
+                cpu.product(grad, table, grad_hidden[piece])
                 if not learns:
                     continue
                 into = weight.new_empty(weight.shape) if grad_weight is None else grad_weight
-                grad_weight = cpu.product(slope.t(), hidden[piece], into, add=grad_weight is not None)
+                grad_weight = cpu.product(grad.t(), hidden[piece], into, add=grad_weight is not None)
                 continue
-            grad_hidden[piece] = over_the_vocabulary(slope, table)
+            grad_hidden[piece] = over_the_vocabulary(grad, table)
             if not learns:
                 continue  # the head is frozen
-            chunk_grad = slope.t() @ hidden[piece]
+            chunk_grad = grad.t() @ hidden[piece]
             grad_weight = chunk_grad.to(weight.dtype) if grad_weight is None else grad_weight.add_(chunk_grad)
-        if slopes:
+        if with_grads:
             if grad_weight is None and learns:
                 grad_weight = torch.zeros_like(weight)
             context.grads = grad_hidden, grad_weight
@@ -86,42 +86,42 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         return grad_hidden, grad_weight, None, None, None, None
 
 
-def _scores(hidden: Tensor, table: Tensor, tiles: bool) -> Tensor:
+def _logits(hidden: Tensor, table: Tensor, tiles: bool) -> Tensor:
     if tiles:
         return cpu.product(hidden, table.t(), cpu.aligned_rows(len(hidden), len(table)))
     return hidden @ table.t()
 
 
-def over_the_vocabulary(slope: Float[Tensor, "C V"], table: Float[Tensor, "V D"]) -> Float[Tensor, "C D"]:
+def over_the_vocabulary(grad: Float[Tensor, "C V"], table: Float[Tensor, "V D"]) -> Float[Tensor, "C D"]:
     """
     Gradient of the logits · table. For few rows, libraries sum over all of V in sequence: in float32 the error is ten
     times that of their code for many rows. A sum over pieces of V takes the same time without that error.
     """
     whole = len(table) // PIECE * PIECE
-    if len(slope) >= FEWEST_ROWS or slope.dtype != torch.float32 or not whole:
-        return slope @ table
-    left = slope[:, :whole].reshape(len(slope), -1, PIECE).transpose(0, 1)
+    if len(grad) >= FEWEST_ROWS or grad.dtype != torch.float32 or not whole:
+        return grad @ table
+    left = grad[:, :whole].reshape(len(grad), -1, PIECE).transpose(0, 1)
     pieces = left @ table[:whole].reshape(-1, PIECE, table.shape[1])
-    return pieces.sum(0).addmm_(slope[:, whole:], table[whole:])
+    return pieces.sum(0).addmm_(grad[:, whole:], table[whole:])
 
 
 def chunk(
-    scores: Float[Tensor, "C V"], targets: Int[Tensor, " C"], z_loss: float, share: float, slopes: bool
+    logits: Float[Tensor, "C V"], targets: Int[Tensor, " C"], z_loss: float, share: float, with_grads: bool
 ) -> tuple[Float[Tensor, "2"], Float[Tensor, "C V"] | None]:
     """
     Sum of the cross entropies and of the penalties of a chunk, and `share` times the gradient of both together with
     respect to the logits, in their format. It may overwrite the logits.
     """
-    if triton.ready("cross-entropy", scores):
-        z, reached = triton.cross_entropy_(scores, targets, z_loss=z_loss, share=share, slopes=slopes)
-        return torch.stack(((z - reached).sum(), z_loss * z.square().sum())), scores if slopes else None
-    reached = scores.gather(1, targets[:, None]).float()
-    if cpu.ready(scores):
-        z = cpu.cross_entropy_(scores, targets, z_loss=z_loss, share=share, slopes=slopes)
-        slope = scores if slopes else None
+    if triton.ready("cross-entropy", logits):
+        z, reached = triton.cross_entropy_(logits, targets, z_loss=z_loss, share=share, with_grads=with_grads)
+        return torch.stack(((z - reached).sum(), z_loss * z.square().sum())), logits if with_grads else None
+    reached = logits.gather(1, targets[:, None]).float()
+    if cpu.ready(logits):
+        z = cpu.cross_entropy_(logits, targets, z_loss=z_loss, share=share, with_grads=with_grads)
+        grad = logits if with_grads else None
     else:
-        z, slope = reference.cross_entropy_(scores, targets, z_loss, slopes, share)
-    return torch.stack(((z.flatten() - reached.flatten()).sum(), z_loss * z.square().sum())), slope
+        z, grad = reference.cross_entropy_(logits, targets, z_loss, with_grads, share)
+    return torch.stack(((z.flatten() - reached.flatten()).sum(), z_loss * z.square().sum())), grad
 
 
 def token_losses(

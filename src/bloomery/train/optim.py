@@ -217,12 +217,12 @@ class AdamW8bitOptimizer(ElementwiseOptimizer):
         signed, unsigned = self._tables[weight.device]
         state["step"] += 1
         t, (beta1, beta2) = _number(state["step"]), group["betas"]
-        flat, slope = weight.view(-1), gradient.reshape(-1)
+        flat, grad = weight.view(-1), gradient.reshape(-1)
         for numbers, blocks in _chunks(weight.numel(), group["block"]):
             kept = [
                 (state[f"{n}_codes"].view(-1)[numbers], state[f"{n}_scales"][blocks]) for n in ("exp_avg", "exp_avg_sq")
             ]
-            g = slope[numbers].float()
+            g = grad[numbers].float()
             mean = decode(*kept[0], signed, group["block"]).lerp_(g, 1 - beta1)
             square = decode(*kept[1], unsigned, group["block"]).mul_(beta2).addcmul_(g, g, value=1 - beta2)
             root = square.sqrt().div_(math.sqrt(1 - beta2**t)).add_(group["eps"])

@@ -109,7 +109,7 @@ class _Norm(torch.autograd.Function):
         dy, dx = upstream[0].contiguous(), torch.empty_like(x)
         sums = x.new_zeros(torch.get_num_threads(), 2, x.shape[-1])
         optional = (0 if one is None else one for one in (weight, means))
-        call(NORMS, "norm_slopes", KINDS[dy.dtype], x, *optional, inverses, dy, dx, sums, inverses.numel(), x.shape[-1])
+        call(NORMS, "norm_grads", KINDS[dy.dtype], x, *optional, inverses, dy, dx, sums, inverses.numel(), x.shape[-1])
         dweight, dbias = sums.sum(0)
         return dx, None if weight is None else dweight, dbias if context.biased else None, None, None, None
 
@@ -146,7 +146,7 @@ class _SwiGLU(torch.autograd.Function):
     def backward(context: Any, *upstream: Tensor) -> tuple[Tensor, Tensor]:
         gate, up = context.saved_tensors
         dgate, dup = torch.empty_like(gate), torch.empty_like(up)
-        _call("swiglu_slopes", KINDS[gate.dtype], gate, up, upstream[0].contiguous(), dgate, dup, gate.numel())
+        _call("swiglu_grads", KINDS[gate.dtype], gate, up, upstream[0].contiguous(), dgate, dup, gate.numel())
         return dgate, dup
 
 
@@ -170,7 +170,7 @@ class _Gelu(torch.autograd.Function):
     def backward(context: Any, *upstream: Tensor) -> Tensor:
         (x,) = context.saved_tensors
         dx = torch.empty_like(x)
-        _call("gelu_slopes", KINDS[x.dtype], x, upstream[0].contiguous(), dx, x.numel())
+        _call("gelu_grads", KINDS[x.dtype], x, upstream[0].contiguous(), dx, x.numel())
         return dx
 
 
@@ -201,7 +201,7 @@ def _turned(x: Tensor, y: Tensor, cosine: Tensor, sine: Tensor, sign: float) -> 
     x = x if x.stride(3) == 1 else x.contiguous()
     angles = (cosine.stride(0) if cosine.shape[0] == B else 0, cosine.stride(2))
     strides = torch.tensor([*x.stride()[:3], *y.stride()[:3], *angles])
-    _call("turn", KINDS[x.dtype], x, y, cosine, sine, B, N, T, E, strides, sign)
+    _call("rotate", KINDS[x.dtype], x, y, cosine, sine, B, N, T, E, strides, sign)
     return y
 
 
@@ -231,30 +231,30 @@ def column_sums(x: Float[Tensor, "N D"]) -> Float[Tensor, " D"]:
 
 
 def cross_entropy_(
-    scores: Float[Tensor, "N V"],
+    logits: Float[Tensor, "N V"],
     targets: Int[Tensor, " N"],
     *,
     z_loss: float = 0.0,
     share: float = 1.0,
-    slopes: bool = True,
+    with_grads: bool = True,
 ) -> Float[Tensor, " N"]:
     """
     z = log Σ exp(s) of each row s of logits, in float32; the cross entropy is z − s[target].
 
-    With `slopes` the logits are overwritten with the gradient of share · Σ (z − s[target] + z_loss · z²).
+    With `with_grads` the logits are overwritten with the gradient of share · Σ (z − s[target] + z_loss · z²).
     """
-    z = torch.empty(len(scores), dtype=torch.float32)
+    z = torch.empty(len(logits), dtype=torch.float32)
     _call(
         "entropy",
-        KINDS[scores.dtype],
-        scores,
-        scores.stride(0),
+        KINDS[logits.dtype],
+        logits,
+        logits.stride(0),
         targets.contiguous(),
         z,
-        *scores.shape,
+        *logits.shape,
         float(z_loss),
         float(share),
-        int(slopes),
+        int(with_grads),
     )
     return z
 
@@ -397,14 +397,14 @@ class _Linear(torch.autograd.Function):
     @once_differentiable
     def backward(context: Any, *upstream: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
         rows, weight = context.saved_tensors
-        slope = upstream[0].reshape(-1, len(weight))
+        grad = upstream[0].reshape(-1, len(weight))
         dx = dweight = dbias = None
         if context.needs_input_grad[0]:
-            dx = product(slope, weight, rows.new_empty(rows.shape)).view(*upstream[0].shape[:-1], -1)
+            dx = product(grad, weight, rows.new_empty(rows.shape)).view(*upstream[0].shape[:-1], -1)
         if context.needs_input_grad[1]:
-            dweight = product(slope.t(), rows, weight.new_empty(weight.shape))
+            dweight = product(grad.t(), rows, weight.new_empty(weight.shape))
         if context.biased and context.needs_input_grad[2]:
-            dbias = column_sums(slope) if ready(slope) else slope.sum(0, dtype=torch.float32)
+            dbias = column_sums(grad) if ready(grad) else grad.sum(0, dtype=torch.float32)
         return dx, dweight, dbias
 
 
@@ -453,10 +453,10 @@ class _ByPairs(torch.autograd.Function):
     @once_differentiable
     def backward(context: Any, *upstream: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:
         q, k, v, y, rest, totals, first = context.saved_tensors
-        dy, slopes = _along(upstream[0]), [_in_order_of_tokens(one, one.shape[3]) for one in (q, k, v)]
-        strides, sizes = _strides(q, k, v, y, dy, *slopes), _sizes(q, k, v, True)
-        call(MATMUL_LIBRARY, "attention_slopes", q, k, v, y, rest, dy, *slopes, strides, first, totals, *sizes)
-        dq, dk, dv = slopes
+        dy, grads = _along(upstream[0]), [_in_order_of_tokens(one, one.shape[3]) for one in (q, k, v)]
+        strides, sizes = _strides(q, k, v, y, dy, *grads), _sizes(q, k, v, True)
+        call(MATMUL_LIBRARY, "attention_grads", q, k, v, y, rest, dy, *grads, strides, first, totals, *sizes)
+        dq, dk, dv = grads
         return dq, dk, dv, None
 
 
@@ -474,14 +474,14 @@ def _strides(*tensors: Tensor) -> Tensor:
     return torch.tensor([stride for one in tensors for stride in one.stride()[:3]])
 
 
-def _sizes(q: Tensor, k: Tensor, v: Tensor, slopes: bool) -> tuple[Any, ...]:
+def _sizes(q: Tensor, k: Tensor, v: Tensor, with_grads: bool) -> tuple[Any, ...]:
     """Of all, the scale, and the memory that threads need meanwhile."""
     (B, H, T, E), K, F = q.shape, k.shape[1], v.shape[3]
     library = native.library(MATMUL_LIBRARY)
     assert library is not None
     room = library.bloomery_attention_room
     room.restype = ctypes.c_int64
-    each = room(*map(ctypes.c_int64, (T, E, F, slopes)))
+    each = room(*map(ctypes.c_int64, (T, E, F, with_grads)))
     at_once = min(torch.get_num_threads(), B * K)
     return B, H, K, T, E, F, E**-0.5, torch.empty(each * at_once, dtype=torch.uint8), each
 
@@ -514,17 +514,17 @@ class _ByProducts(torch.autograd.Function):
         dy = upstream[0].reshape(B, H // group, group, T, -1)
         dq, dk, dv = torch.empty_like(q), k, v
         for (start, stop), scores in reversed(list(zip(_blocks(T, q.dtype), weights, strict=True))):
-            slope = dy[:, :, :, start:stop].reshape(matrices, -1, v.shape[2])
+            grad = dy[:, :, :, start:stop].reshape(matrices, -1, v.shape[2])
             block = q[:, :, start:stop].reshape(matrices, -1, E)
-            inner = torch.bmm(slope, v[:, :stop].transpose(1, 2))
+            inner = torch.bmm(grad, v[:, :stop].transpose(1, 2))
             shape = matrices, matrices // B, T, start, stop - start, scores.shape[1], stop
-            call(LIBRARY, "softmax_slopes", KINDS[q.dtype], scores, inner, first, *shape, E**-0.5)
+            call(LIBRARY, "softmax_grads", KINDS[q.dtype], scores, inner, first, *shape, E**-0.5)
             dq[:, :, start:stop] = torch.bmm(inner, k[:, :stop]).view(matrices, group, stop - start, E)
             if stop == T:  # the last block has every key, and comes first
-                dk, dv = torch.bmm(inner.transpose(1, 2), block), torch.bmm(scores.transpose(1, 2), slope)
+                dk, dv = torch.bmm(inner.transpose(1, 2), block), torch.bmm(scores.transpose(1, 2), grad)
             else:
                 dk[:, :stop] += torch.bmm(inner.transpose(1, 2), block)
-                dv[:, :stop] += torch.bmm(scores.transpose(1, 2), slope)
+                dv[:, :stop] += torch.bmm(scores.transpose(1, 2), grad)
         return dq.view(B, H, T, E), dk.view(B, -1, T, E), dv.view(B, -1, T, v.shape[2]), None
 
 

@@ -19,7 +19,7 @@ def rms_norm(x: Float[Tensor, "*B D"], weight: Float[Tensor, " D"] | None, eps: 
     return y if weight is None else y * weight
 
 
-def turn(
+def rotate(
     x: Float[Tensor, "B N T E"],
     cosine: Float[Tensor, "#B 1 T E"],
     sine: Float[Tensor, "#B 1 T E"],
@@ -33,34 +33,34 @@ def turn(
 
 
 def cross_entropy(
-    scores: Float[Tensor, "C V"], targets: Int[Tensor, " C"], z_loss: float = 0.0
+    logits: Float[Tensor, "C V"], targets: Int[Tensor, " C"], z_loss: float = 0.0
 ) -> tuple[Float[Tensor, " C"], Float[Tensor, " C"], Float[Tensor, "C V"]]:
     """z = log Σ exp(logits), the targets' logits `reached`, and the gradients of Σ (z − reached + z_loss · z²)."""
     counts, labels = targets >= 0, targets.clamp_min(0)[:, None]
-    z, reached = torch.logsumexp(scores, 1), scores.gather(1, labels)[:, 0]
-    slopes = torch.softmax(scores, 1) * (1 + 2 * z_loss * z)[:, None]
-    slopes = slopes.scatter_add(1, labels, -torch.ones_like(labels, dtype=scores.dtype)) * counts[:, None]
-    return z * counts, reached * counts, slopes
+    z, reached = torch.logsumexp(logits, 1), logits.gather(1, labels)[:, 0]
+    grads = torch.softmax(logits, 1) * (1 + 2 * z_loss * z)[:, None]
+    grads = grads.scatter_add(1, labels, -torch.ones_like(labels, dtype=logits.dtype)) * counts[:, None]
+    return z * counts, reached * counts, grads
 
 
 def cross_entropy_(
-    scores: Float[Tensor, "C V"], targets: Int[Tensor, " C"], z_loss: float, slopes: bool, share: float = 1.0
+    logits: Float[Tensor, "C V"], targets: Int[Tensor, " C"], z_loss: float, with_grads: bool, share: float = 1.0
 ) -> tuple[Float[Tensor, "C 1"], Float[Tensor, "C V"] | None]:
     """
     z, and `share` times the gradients, in few passes over memory. Training uses it where there is no kernel.
 
     z is in float32, the gradients in the dtype of the logits, which may be overwritten. Every target counts.
     """
-    if not slopes:
-        return torch.logsumexp(scores.float(), 1, keepdim=True), None
+    if not with_grads:
+        return torch.logsumexp(logits.float(), 1, keepdim=True), None
     labels = targets[:, None]
-    largest, index = scores.max(1, keepdim=True)
-    shares = torch.softmax(scores, 1, dtype=torch.float32)
+    largest, index = logits.max(1, keepdim=True)
+    shares = torch.softmax(logits, 1, dtype=torch.float32)
     z = largest.float() - shares.gather(1, index).log_()  # the largest share is at least 1 / V
     if z_loss:
         shares.mul_(1 + 2 * z_loss * z)
     shares.scatter_add_(1, labels, shares.new_full(labels.shape, -1.0))
-    return z, torch.mul(shares, share, out=shares if scores.dtype == torch.float32 else scores)
+    return z, torch.mul(shares, share, out=shares if logits.dtype == torch.float32 else logits)
 
 
 def nf4_dense(

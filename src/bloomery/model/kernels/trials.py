@@ -34,14 +34,14 @@ def attention() -> None:
     dtype = find("cpu").compute_dtype
     first = torch.zeros(1, TOKENS, dtype=torch.int64)
     for width in (OTHER_WIDTH, WIDTH):  # some widths are computed by pairs, others are not
-        q, k, v, slope = (torch.randn(1, HEADS, TOKENS, width).to(dtype) for _ in range(4))
+        q, k, v, grad = (torch.randn(1, HEADS, TOKENS, width).to(dtype) for _ in range(4))
         probes.forward_and_back(
             find("cpu"),
             f"heads of {width}",
             lambda q, k, v: causal_attention(q, k, v, first),
             probes.plain_attention,
             (q, k, v),
-            slope,
+            grad,
         )
     queries, keys, values = tensors = [torch.randn(1, 8, 512, WIDTH, dtype=dtype, requires_grad=True) for _ in range(3)]
     long = torch.zeros(1, 512, dtype=torch.int64)
@@ -50,15 +50,15 @@ def attention() -> None:
 
 def cpu_rms_norm() -> None:
     device = find("cpu")
-    x, weight, slope = 3 * torch.randn(65, 328), torch.rand(328) + 0.5, torch.randn(65, 328)
-    slope = slope.to(device.compute_dtype).float()
+    x, weight, grad = 3 * torch.randn(65, 328), torch.rand(328) + 0.5, torch.randn(65, 328)
+    grad = grad.to(device.compute_dtype).float()
     probes.forward_and_back(
         device,
         "norm",
         lambda x, g: cpu.rms_norm(x, g, 1e-6, device.compute_dtype),
         probes.plain_rms_norm,
         (x, weight),
-        slope,
+        grad,
         "xg",
     )
     rows, scale = probes.norm_inputs(device)
@@ -72,14 +72,14 @@ def cpu_rms_norm() -> None:
 def cpu_cross_entropy() -> None:
     """Compared by hand, because the kernel overwrites the logits with their gradients."""
     dtype = find("cpu").compute_dtype
-    scores, targets = (4 * torch.randn(65, 5003)).to(dtype), torch.randint(0, 5003, (65,))
-    exact = scores.double()
+    logits, targets = (4 * torch.randn(65, 5003)).to(dtype), torch.randint(0, 5003, (65,))
+    exact = logits.double()
     say(trying="loss")
-    z = cpu.cross_entropy_(scores, targets)
+    z = cpu.cross_entropy_(logits, targets)
     compare("loss", z, torch.logsumexp(exact, 1))
-    slopes = torch.softmax(exact, 1)
-    slopes[torch.arange(65), targets] -= 1
-    compare("loss, gradient of s", scores, slopes)
+    grads = torch.softmax(exact, 1)
+    grads[torch.arange(65), targets] -= 1
+    compare("loss, gradient of s", logits, grads)
     many, labels = probes.entropy_inputs(find("cpu"))
     tell_time(find("cpu"), lambda: cpu.cross_entropy_(many.detach().clone(), labels))
 
@@ -111,12 +111,12 @@ def _long(device: Device) -> int:
 
 def triton_rms_norm(device: Device) -> None:
     dtype = device.compute_dtype
-    x, weight, slope = 3 * torch.randn(65, 328), torch.rand(328) + 0.5, torch.randn(65, 328).to(dtype).float()
+    x, weight, grad = 3 * torch.randn(65, 328), torch.rand(328) + 0.5, torch.randn(65, 328).to(dtype).float()
 
     def normed(x: Tensor, g: Tensor) -> Tensor:
         return triton.rms_norm(x, g, EPS, dtype)
 
-    probes.forward_and_back(device, "norm", normed, probes.plain_rms_norm, (x, weight), slope, "xg")
+    probes.forward_and_back(device, "norm", normed, probes.plain_rms_norm, (x, weight), grad, "xg")
     rows, scale = (one.requires_grad_() for one in _on(device, torch.randn(_long(device), 1024), torch.ones(1024)))
     tell_time(device, lambda: torch.autograd.grad(normed(rows, scale).sum(), (rows, scale)))
 
@@ -124,26 +124,26 @@ def triton_rms_norm(device: Device) -> None:
 Losing = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
 
 
-def _fused_loss(scores: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-    z, reached = triton.cross_entropy_(scores, targets)
-    return z - reached, scores
+def _fused_loss(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+    z, reached = triton.cross_entropy_(logits, targets)
+    return z - reached, logits
 
 
-def _plain_loss(scores: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-    reached = scores.gather(1, targets[:, None]).float()
-    z, slopes = reference.cross_entropy_(scores, targets, 0.0, True)
-    assert slopes is not None
-    return (z - reached)[:, 0], slopes
+def _plain_loss(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+    reached = logits.gather(1, targets[:, None]).float()
+    z, grads = reference.cross_entropy_(logits, targets, 0.0, True)
+    assert grads is not None
+    return (z - reached)[:, 0], grads
 
 
 def triton_cross_entropy(device: Device, lost: Losing) -> None:
     """Compared by hand, because the kernel may overwrite the logits with their gradients."""
-    scores, targets = (4 * torch.randn(65, 5003)).to(device.compute_dtype), torch.randint(0, 5003, (65,))
-    z, reached, slopes = reference.cross_entropy(scores.double(), targets)
+    logits, targets = (4 * torch.randn(65, 5003)).to(device.compute_dtype), torch.randint(0, 5003, (65,))
+    z, reached, exact_grads = reference.cross_entropy(logits.double(), targets)
     say(trying="loss")
-    losses, grads = lost(*_on(device, scores.clone(), targets))
+    losses, grads = lost(*_on(device, logits.clone(), targets))
     compare("loss", losses, z - reached)
-    compare("loss, gradient of s", grads, slopes)
+    compare("loss, gradient of s", grads, exact_grads)
     many = torch.randn(_long(device) // 4, 8192, device=device.torch_device).to(device.compute_dtype)
     places = torch.arange(len(many), device=device.torch_device)
     tell_time(device, lambda: lost(many, places))
@@ -153,7 +153,7 @@ Turning = Callable[[Tensor, Tensor, Tensor, Tensor | None], Tensor]
 
 
 def _ours(x: Tensor, cosine: Tensor, sine: Tensor, weight: Tensor | None) -> Tensor:
-    return triton.turn(x, cosine, sine, weight, None if weight is None else EPS)
+    return triton.rotate(x, cosine, sine, weight, None if weight is None else EPS)
 
 
 def _torchs(x: Tensor, cosine: Tensor, sine: Tensor, weight: Tensor | None) -> Tensor:
@@ -168,7 +168,7 @@ def rotary(device: Device, turned: Turning, normed: bool) -> None:
     dtype, width, tokens = device.compute_dtype, 80, 37
     cosine, sine = _angles(tokens, width)
     x = torch.randn(2, tokens, 3, width).to(dtype).transpose(1, 2)
-    slope = torch.randn(2, 3, tokens, width).to(dtype).float()
+    grad = torch.randn(2, 3, tokens, width).to(dtype).float()
     inputs = (x, torch.rand(width) + 0.5) if normed else (x,)
     c, s = _on(device, cosine.to(dtype), sine.to(dtype))
 
@@ -176,10 +176,10 @@ def rotary(device: Device, turned: Turning, normed: bool) -> None:
         return turned(x, c, s, weight)
 
     def formula(x: Tensor, weight: Tensor | None = None) -> Tensor:
-        turned_by = cosine.to(dtype).double(), sine.to(dtype).double()
-        return reference.turn(x, *turned_by, weight, None if weight is None else EPS)
+        rope = cosine.to(dtype).double(), sine.to(dtype).double()
+        return reference.rotate(x, *rope, weight, None if weight is None else EPS)
 
-    probes.forward_and_back(device, "turned", work, formula, inputs, slope, "xg"[: len(inputs)])
+    probes.forward_and_back(device, "rotated", work, formula, inputs, grad, "xg"[: len(inputs)])
     tokens = _long(device)
     c, s = (one.to(dtype) for one in _on(device, *_angles(tokens, 64)))
     many = [torch.randn(1, tokens, 16, 64, device=device.torch_device).to(dtype).transpose(1, 2).requires_grad_()]
@@ -216,13 +216,13 @@ def nf4(device: Device, multiplied: Multiplying) -> None:
         dense = reference.nf4_dense(
             matrix.weight, matrix.scales, numbers(torch.device("cpu")), (72, 200), matrix.coarse
         )
-        x, slope = torch.randn(65, 200).to(dtype), torch.randn(65, 72).to(dtype)
+        x, grad = torch.randn(65, 200).to(dtype), torch.randn(65, 72).to(dtype)
         right = x.double() @ dense.double().t() + (matrix.bias.double() if matrix.bias is not None else 0.0)
         matrix = matrix.to(device.torch_device)
-        inputs, back = _on(device, x, slope)
+        inputs, back = _on(device, x, grad)
         words = "product, scales coded" if double else "product"
         compare(words, multiplied(matrix, inputs, False), right)
-        compare(f"{words}, gradient of x", multiplied(matrix, back, True), slope.double() @ dense.double())
+        compare(f"{words}, gradient of x", multiplied(matrix, back, True), grad.double() @ dense.double())
     width = 2048 if _long(device) > 16 else 64
     matrix = NF4(nn.Linear(width, width)).to(device.torch_device)
     many = torch.randn(_long(device), width, device=device.torch_device).to(dtype)

@@ -86,7 +86,7 @@ PARTS = 256
 """Programs that share the rows when gradients of weights are summed: a fixed number, for sums in a fixed order."""
 TILE_VALUES = 4096
 """Numbers of several heads that one program rotates at once."""
-SCORES_AT_ONCE = 4096
+LOGITS_AT_ONCE = 4096
 
 
 def ready(kernel: str, *tensors: Tensor) -> bool:
@@ -142,7 +142,7 @@ class _RMSNorm(torch.autograd.Function):
         if rows:
             launch(
                 Launch(
-                    kernel="norm_slopes",
+                    kernel="norm_grads",
                     grid=(len(parts),),
                     arguments=at
                     | {"dy_at": dy, "dx_at": dx, "dweight_at": parts}
@@ -186,7 +186,7 @@ class _Turn(torch.autograd.Function):
             _turned(dy, dx, None, cosine, sine, None, -1.0)
             return dx, None, None, None, None
         cosine, sine, x, weight = context.saved_tensors
-        parts = _turn_slopes(x, dy, dx, weight, cosine, sine, context.eps)
+        parts = _rotate_grads(x, dy, dx, weight, cosine, sine, context.eps)
         return dx, None if weight is None else parts.sum(0).to(weight.dtype), None, None, None
 
 
@@ -220,7 +220,7 @@ def _turned(
         return
     launch(
         Launch(
-            kernel="turn",
+            kernel="rotate",
             grid=(B * T, -(-N // blocks["block_heads"])),
             arguments={"x_at": x, "y_at": y, "weight_at": x if weight is None else weight}
             | {"cosine_at": cosine, "sine_at": sine}
@@ -234,7 +234,7 @@ def _turned(
     )
 
 
-def _turn_slopes(
+def _rotate_grads(
     x: Tensor, dy: Tensor, dx: Tensor, weight: Tensor | None, cosine: Tensor, sine: Tensor, eps: float
 ) -> Float[Tensor, "parts E"]:
     B, N, T, E = x.shape
@@ -246,7 +246,7 @@ def _turn_slopes(
         return parts
     launch(
         Launch(
-            kernel="turn_slopes",
+            kernel="rotate_grads",
             grid=(programs, groups),
             arguments={"x_at": x, "dy_at": dy, "dx_at": dx, "weight_at": x if weight is None else weight}
             | {"dweight_at": parts, "cosine_at": cosine, "sine_at": sine}
@@ -262,7 +262,7 @@ def _turn_slopes(
     return parts
 
 
-def turn(
+def rotate(
     x: Float[Tensor, "B N T E"],
     cosine: Float[Tensor, "#B 1 T E"],
     sine: Float[Tensor, "#B 1 T E"],
@@ -278,29 +278,29 @@ def turn(
 
 
 def cross_entropy_(
-    scores: Float[Tensor, "C V"],
+    logits: Float[Tensor, "C V"],
     targets: Int[Tensor, " C"],
     *,
     z_loss: float = 0.0,
     share: float = 1.0,
-    slopes: bool = True,
+    with_grads: bool = True,
 ) -> tuple[Float[Tensor, " C"], Float[Tensor, " C"]]:
     """
     z = log Σ exp(s) of each row s of logits, and s[target], in float32; the cross entropy is their difference.
     Both are 0 for rows with a negative target, which do not count.
 
-    With `slopes` the logits are overwritten with the gradient of share · Σ (z − s[target] + z_loss · z²).
+    With `with_grads` the logits are overwritten with the gradient of share · Σ (z − s[target] + z_loss · z²).
     """
-    z, reached = (torch.empty(len(scores), dtype=torch.float32, device=scores.device) for _ in range(2))
-    block = min(SCORES_AT_ONCE, _power(scores.shape[1]))
-    if len(scores):
+    z, reached = (torch.empty(len(logits), dtype=torch.float32, device=logits.device) for _ in range(2))
+    block = min(LOGITS_AT_ONCE, _power(logits.shape[1]))
+    if len(logits):
         launch(
             Launch(
                 kernel="entropy",
-                grid=(len(scores),),
-                arguments={"scores_at": scores, "targets_at": targets.contiguous(), "z_at": z, "reached_at": reached}
-                | {"width": scores.shape[1], "z_loss": float(z_loss), "share": float(share)},
-                constants={"slopes": slopes, "block": block},
+                grid=(len(logits),),
+                arguments={"logits_at": logits, "targets_at": targets.contiguous(), "z_at": z, "reached_at": reached}
+                | {"width": logits.shape[1], "z_loss": float(z_loss), "share": float(share)},
+                constants={"with_grads": with_grads, "block": block},
                 warps=_warps(block),
                 stages=1,
             )

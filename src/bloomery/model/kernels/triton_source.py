@@ -29,7 +29,7 @@ def norm(x_at, weight_at, y_at, inverse_at, width, eps, weighted: tl.constexpr, 
 
 
 @triton.jit
-def norm_slopes(
+def norm_grads(
     x_at,
     weight_at,
     inverse_at,
@@ -55,9 +55,9 @@ def norm_slopes(
         dy = tl.load(dy_at + row * width + offsets, mask=inside, other=0.0).to(tl.float32)
         inverse = tl.load(inverse_at + row)
         normed = x * inverse
-        slope = dy * weight
-        along = tl.sum(slope * normed, axis=0) / width
-        dx = (slope - normed * along) * inverse
+        grad = dy * weight
+        along = tl.sum(grad * normed, axis=0) / width
+        dx = (grad - normed * along) * inverse
         tl.store(dx_at + row * width + offsets, dx.to(dx_at.dtype.element_ty), mask=inside)
         total += dy * normed
     if weighted:
@@ -85,7 +85,7 @@ def inverse_root(first, second, half, eps):
 
 
 @triton.jit
-def turn(
+def rotate(
     x_at,
     y_at,
     weight_at,
@@ -131,7 +131,7 @@ def turn(
 
 
 @triton.jit
-def turn_slopes(
+def rotate_grads(
     x_at,
     dy_at,
     dx_at,
@@ -194,10 +194,12 @@ def turn_slopes(
 
 
 @triton.jit
-def entropy(scores_at, targets_at, z_at, reached_at, width, z_loss, share, slopes: tl.constexpr, block: tl.constexpr):
+def entropy(
+    logits_at, targets_at, z_at, reached_at, width, z_loss, share, with_grads: tl.constexpr, block: tl.constexpr
+):
     """
     z = log Σ exp(s) of a row s of logits, and `reached`, the logit of its target. Both are 0 where the target is
-    negative: the row does not count. With `slopes`, the gradient of share · (z − reached + z_loss · z²) overwrites s.
+    negative: the row does not count. With `with_grads`, that of share · (z − reached + z_loss · z²) overwrites s.
 
     Each thread writes only numbers that it has read itself, so no number is read after it was overwritten.
     """
@@ -208,23 +210,23 @@ def entropy(scores_at, targets_at, z_at, reached_at, width, z_loss, share, slope
     largest, total, reached = float("-inf"), 0.0, 0.0
     for start in range(0, width, block):
         here = start + offsets
-        scores = tl.load(scores_at + row * width + here, mask=here < width, other=float("-inf")).to(tl.float32)
-        above = tl.maximum(largest, tl.max(scores, axis=0))
+        logits = tl.load(logits_at + row * width + here, mask=here < width, other=float("-inf")).to(tl.float32)
+        above = tl.maximum(largest, tl.max(logits, axis=0))
         level = tl.where(above == float("-inf"), 0.0, above)  # −∞ − −∞ is none of the numbers
-        total = total * tl.exp(largest - level) + tl.sum(tl.exp(scores - level), axis=0)
-        reached += tl.sum(tl.where(here == target, scores, 0.0), axis=0)
+        total = total * tl.exp(largest - level) + tl.sum(tl.exp(logits - level), axis=0)
+        reached += tl.sum(tl.where(here == target, logits, 0.0), axis=0)
         largest = above
     z = tl.where(largest == float("-inf"), 0.0, largest) + tl.log(total)
     tl.store(z_at + row, tl.where(counts, z, 0.0))
     tl.store(reached_at + row, tl.where(counts, reached, 0.0))
-    if slopes:
+    if with_grads:
         grown = 1.0 + 2.0 * z_loss * z
         for start in range(0, width, block):
             here = start + offsets
-            scores = tl.load(scores_at + row * width + here, mask=here < width, other=float("-inf")).to(tl.float32)
-            slope = tl.exp(scores - z) * grown - tl.where(here == target, 1.0, 0.0)
-            slope = tl.where(counts, share * slope, 0.0).to(scores_at.dtype.element_ty)
-            tl.store(scores_at + row * width + here, slope, mask=here < width)
+            logits = tl.load(logits_at + row * width + here, mask=here < width, other=float("-inf")).to(tl.float32)
+            grad = tl.exp(logits - z) * grown - tl.where(here == target, 1.0, 0.0)
+            grad = tl.where(counts, share * grad, 0.0).to(logits_at.dtype.element_ty)
+            tl.store(logits_at + row * width + here, grad, mask=here < width)
 
 
 @triton.jit

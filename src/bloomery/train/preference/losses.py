@@ -113,8 +113,8 @@ class _ChunkedLogProbs(torch.autograd.Function):
         log_p = torch.empty(len(hidden), dtype=torch.float32, device=hidden.device)
         table = weight.to(hidden.dtype)
         for piece in _pieces(len(hidden), len(weight)):
-            scores = (hidden[piece] @ table.t()).float()
-            log_p[piece] = scores.gather(1, targets[piece, None])[:, 0] - torch.logsumexp(scores, 1)
+            logits = (hidden[piece] @ table.t()).float()
+            log_p[piece] = logits.gather(1, targets[piece, None])[:, 0] - torch.logsumexp(logits, 1)
         context.save_for_backward(hidden, weight, targets)
         return log_p
 
@@ -126,12 +126,12 @@ class _ChunkedLogProbs(torch.autograd.Function):
         grad_weight = torch.zeros_like(weight) if context.needs_input_grad[1] else None
         for piece in _pieces(len(hidden), len(weight)):
             share = upstream[0][piece, None]
-            slope = torch.softmax((hidden[piece] @ table.t()).float(), 1).mul_(-share)
-            slope.scatter_add_(1, targets[piece, None], share)
-            slope = slope.to(hidden.dtype)
-            grad_hidden[piece] = slope @ table
+            grad = torch.softmax((hidden[piece] @ table.t()).float(), 1).mul_(-share)
+            grad.scatter_add_(1, targets[piece, None], share)
+            grad = grad.to(hidden.dtype)
+            grad_hidden[piece] = grad @ table
             if grad_weight is not None:
-                grad_weight += (slope.t() @ hidden[piece]).to(weight.dtype)
+                grad_weight += (grad.t() @ hidden[piece]).to(weight.dtype)
         return grad_hidden, grad_weight, None
 
 
