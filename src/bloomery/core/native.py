@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 FOLDER = Path(__file__).parents[1] / "native"
-NAMES = ("text", "training", "norms", "products", "optimizer")
+NAMES = ("text", "training", "norms", "products", "optimizer", "decode")
 LEVELS = ("avx512", "avx2", "baseline")
 SWITCH = "BLOOMERY_NATIVE"
 """BLOOMERY_NATIVE=0 in the environment: nothing compiled runs."""

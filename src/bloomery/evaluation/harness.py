@@ -258,7 +258,7 @@ class Generation:
 
 def write(loaded: Loaded, items: Sequence[EvalItem], how: Writing, seen: Callable[[int], None]) -> list[Generation]:
     """What follows each prompt, `how.samples` times. `seen` gets the number done."""
-    engine = Engine(loaded.model, loaded.tokenizer.vocab_size)
+    engine = Engine(loaded.model, loaded.tokenizer.vocab_size, pack=True)
     chat = in_conversation(loaded, how)
     room = min(how.sampling.max_tokens, engine.context // 2)
     prompts = [_ids(loaded, item.prompts[0], chat, engine.context - room) for item in items]

@@ -77,7 +77,7 @@ def drawn(candidates: Iterable[HeldOutAnswer], count: int, seed: int, longest_pr
 
 def answers(loaded: Loaded, asked: Sequence[HeldOutAnswer], sampling: SamplingConfig) -> Iterator[Completion]:
     """What the model says in place of each answer. Each has a seed of its own, which that of `sampling` decides."""
-    engine = Engine(loaded.model, loaded.tokenizer.vocab_size)
+    engine = Engine(loaded.model, loaded.tokenizer.vocab_size, pack=True)
     stop = loaded.renderer.end_ids
     for begin in range(0, len(asked), AT_ONCE):
         some = asked[begin : begin + AT_ONCE]

@@ -14,7 +14,11 @@ from jaxtyping import Float
 import bloomery.hw.require_torch  # noqa: F401
 from bloomery.core.chat import SamplingConfig
 from bloomery.core.errors import CheckpointError, DataError
+from bloomery.core.log import info, size
+from bloomery.generate.decoder import Decoder, Pages
+from bloomery.hw.host import Host, free_bytes
 from bloomery.model.attention import Cache
+from bloomery.model.quantize import kept_bytes
 from bloomery.model.transformer import Transformer
 
 import torch
@@ -22,6 +26,9 @@ from torch import Tensor
 
 MIN_TEMPERATURE = 1e-5
 """Below it, sampling is greedy. Float32 logits divided by this stay finite in float64; by 1e-308 they do not."""
+
+PROMPT_TOKENS = 256
+"""Of a prompt, that are computed at once with packed weights: what they need as room is small next to the weights."""
 
 
 def choose(
@@ -111,12 +118,17 @@ class Completion:
 
 
 class Engine:
-    """Decodes with one model, in float32."""
+    """Decodes with one model, in the number format of its weights."""
 
-    def __init__(self, model: Transformer, num_ids: int) -> None:
-        """`num_ids` of the tokenizer: rows that a model has beyond them, which others pad it with, are never said."""
+    def __init__(self, model: Transformer, num_ids: int, *, pack: bool = False) -> None:
+        """
+        `num_ids` of the tokenizer: rows that a model has beyond them, which others pad it with, are never said. `pack`
+        copies the weights in the order of the compiled library, where there is memory for it: decoding on the CPU is
+        then several times as fast. The weights must not change afterwards.
+        """
         self.model, self.num_ids = model.eval(), num_ids
         self.context = model.config.context_length
+        self.decoder = Decoder.of(model) if pack and _fits(model) else None
 
     def stream(
         self, ids: Sequence[int], sampling: SamplingConfig, *, stop_ids: frozenset[int] = frozenset()
@@ -129,16 +141,15 @@ class Engine:
         self._check(ids)
         generator = _generator(sampling.seed)
         room = min(sampling.max_tokens, self.context - len(ids))
-        cache = Cache.empty(self.model.config, 1, len(ids) + room, self.model.embed.weight)
-        logits = self._extend([list(ids)], cache)
-        seen = list(ids)
+        rows, seen = self._rows([ids], [room]), list(ids)
+        logits = rows.begin()
         for number in range(room):
             chosen = choose(logits[0], sampling, generator, seen)
             seen.append(chosen)
             yield chosen
             if chosen in stop_ids or number == room - 1:
                 return
-            logits = self._extend([[chosen]], cache)
+            logits = rows.extend([0], [chosen])
 
     def generate_batch(
         self,
@@ -171,55 +182,30 @@ class Engine:
         generators: list[torch.Generator],
         stop_ids: frozenset[int],
     ) -> list[Completion]:
-        lengths = torch.tensor([len(prompt) for prompt in prompts])
-        rooms = (self.context - lengths).clamp(max=sampling.max_tokens).tolist()
+        rooms = [min(sampling.max_tokens, self.context - len(prompt)) for prompt in prompts]
         said: list[list[int]] = [[] for _ in prompts]
         stopped = [False] * len(prompts)
         if not max(rooms):
             return [Completion(ids, end) for ids, end in zip(said, stopped, strict=True)]
-        logits, cache = self._begun(prompts, max(rooms))
-        seen = torch.arange(cache.capacity) >= (cache.length - lengths)[:, None, None]  # (B, 1, C): no one's padding
-        same = bool((lengths == lengths[0]).all())
-        for number in range(max(rooms)):
-            before = [[*prompt, *ids] for prompt, ids in zip(prompts, said, strict=True)]
-            chosen = choose_each(logits, sampling, generators, before)
-            for row, id in enumerate(chosen):
-                if len(said[row]) < rooms[row] and not stopped[row]:
+        rows = self._rows(prompts, rooms)
+        logits, open_rows = rows.begin(), list(range(len(prompts)))
+        while True:
+            before = [[*prompts[row], *said[row]] for row in open_rows]
+            chosen = choose_each(logits, sampling, [generators[row] for row in open_rows], before)
+            for row, id in zip(open_rows, chosen, strict=True):
+                if rooms[row]:
                     stopped[row] = id in stop_ids
                     said[row] += [] if stopped[row] else [id]
-            if all(end or len(ids) == room for ids, end, room in zip(said, stopped, rooms, strict=True)):
-                break
-            positions = (lengths + number).clamp(max=self.context - 1)[:, None]  # any will do for a row that is done
-            mask = None if same else seen[:, :, : cache.length + 1]
-            logits = self._extend([[id] for id in chosen], cache, positions, mask)
-        return [Completion(ids, end) for ids, end in zip(said, stopped, strict=True)]
+            going = [n for n, row in enumerate(open_rows) if not stopped[row] and len(said[row]) < rooms[row]]
+            if not going:
+                return [Completion(ids, end) for ids, end in zip(said, stopped, strict=True)]
+            open_rows, chosen = [open_rows[n] for n in going], [chosen[n] for n in going]
+            logits = rows.extend(open_rows, chosen)
 
-    def _begun(self, prompts: list[Sequence[int]], room: int) -> tuple[Tensor, Cache]:
-        """Logits (B, V) of what follows each prompt; a cache in which all end at one position, with room behind it."""
-        config, like, longest = self.model.config, self.model.embed.weight, max(map(len, prompts))
-        whole = Cache.empty(config, len(prompts), longest + room, like)
-        logits = like.new_empty(len(prompts), self.num_ids, dtype=torch.float32)
-        for length in {len(prompt) for prompt in prompts}:
-            rows = [row for row, prompt in enumerate(prompts) if len(prompt) == length]
-            cache = Cache.empty(config, len(rows), length, like)
-            logits[rows] = self._extend([prompts[row] for row in rows], cache)
-            for all_rows, some in ((whole.keys, cache.keys), (whole.values, cache.values)):
-                all_rows[:, rows, :, longest - length : longest] = some
-        whole.length = longest
-        return logits, whole
-
-    @torch.inference_mode()
-    def _extend(
-        self, rows: Sequence[Sequence[int]], cache: Cache, positions: Tensor | None = None, mask: Tensor | None = None
-    ) -> Tensor:
-        """Logits (B, V) of what follows, after each row's new IDs went into the cache. They are all finite."""
-        device = cache.keys.device
-        ids, positions = torch.tensor(rows, device=device), None if positions is None else positions.to(device)
-        mask = None if mask is None else mask.to(device)
-        hidden = self.model.extend(ids, cache, positions=positions, mask=mask)
-        logits = self.model.logits(hidden[:, -1:])[:, 0, : self.num_ids]
-        check_finite(logits.sum(dim=-1))  # which is not finite where any logit is not
-        return logits
+    def _rows(self, prompts: Sequence[Sequence[int]], rooms: Sequence[int]) -> "_PackedRows | _Rows":
+        if self.decoder is None:
+            return _Rows(self.model, self.num_ids, prompts, rooms)
+        return _PackedRows(self.decoder, self.num_ids, prompts, rooms)
 
     def _check(self, ids: Sequence[int]) -> None:
         if not ids:
@@ -227,3 +213,101 @@ class Engine:
         if len(ids) >= self.context:
             hint = "Shorten the conversation."
             raise DataError(f"the prompt has {len(ids)} tokens, and the model's context is {self.context}", hint=hint)
+
+
+class _PackedRows:
+    """Sequences that are decoded with packed weights. A sequence that has ended takes no more work."""
+
+    def __init__(self, decoder: Decoder, num_ids: int, prompts: Sequence[Sequence[int]], rooms: Sequence[int]) -> None:
+        self.decoder, self.num_ids, self.prompts = decoder, num_ids, prompts
+        self.lengths = [0] * len(prompts)
+        each = [Pages.needed(len(prompt) + room) for prompt, room in zip(prompts, rooms, strict=True)]
+        self.memory = Pages(decoder.config, sum(each), decoder.dtype)
+        self.pages = torch.zeros(len(prompts), max(each), dtype=torch.int32)
+        for row, count in enumerate(each):
+            self.pages[row, :count] = torch.arange(count) + sum(each[:row])
+
+    def begin(self) -> Tensor:
+        """Logits (B, V) of what follows each prompt."""
+        logits = torch.empty(len(self.prompts), self.num_ids)
+        for row, prompt in enumerate(self.prompts):
+            for begin in range(0, len(prompt), PROMPT_TOKENS):
+                part = prompt[begin : begin + PROMPT_TOKENS]
+                last = [len(part) - 1] if begin + len(part) == len(prompt) else []
+                positions = range(begin, begin + len(part))
+                some = self.decoder.step(part, [row] * len(part), positions, self.pages, self.memory, last)
+                if last:
+                    logits[row] = some[0, : self.num_ids]
+            self.lengths[row] = len(prompt)
+        check_finite(logits.sum(dim=-1))
+        return logits
+
+    def extend(self, rows: Sequence[int], ids: Sequence[int]) -> Tensor:
+        """Logits of what follows, for some rows, after one more ID of each."""
+        positions = [self.lengths[row] for row in rows]
+        logits = self.decoder.step(ids, rows, positions, self.pages, self.memory, range(len(rows)))[:, : self.num_ids]
+        check_finite(logits.sum(dim=-1))  # which is not finite where any logit is not
+        for row in rows:
+            self.lengths[row] += 1
+        return logits
+
+
+class _Rows:
+    """Sequences that are decoded by the model itself. All are computed until the last has ended."""
+
+    def __init__(
+        self, model: Transformer, num_ids: int, prompts: Sequence[Sequence[int]], rooms: Sequence[int]
+    ) -> None:
+        self.model, self.num_ids, self.prompts = model, num_ids, prompts
+        self.lengths = torch.tensor([len(prompt) for prompt in prompts])
+        longest, like = max(map(len, prompts)), model.embed.weight
+        self.cache = Cache.empty(model.config, len(prompts), longest + max(rooms), like)
+        self.same = bool((self.lengths == self.lengths[0]).all())
+        self.seen = torch.arange(self.cache.capacity) >= (longest - self.lengths)[:, None, None]  # (B, 1, C)
+        self.last = [0] * len(prompts)
+        self.steps = 0
+
+    def begin(self) -> Tensor:
+        """Logits (B, V) of what follows each prompt. In the cache all prompts end at the same index."""
+        like, longest = self.model.embed.weight, max(map(len, self.prompts))
+        logits = like.new_empty(len(self.prompts), self.num_ids, dtype=torch.float32)
+        for length in {len(prompt) for prompt in self.prompts}:
+            rows = [row for row, prompt in enumerate(self.prompts) if len(prompt) == length]
+            cache = Cache.empty(self.model.config, len(rows), length, like)
+            logits[rows] = self._logits([self.prompts[row] for row in rows], cache)
+            for all_rows, some in ((self.cache.keys, cache.keys), (self.cache.values, cache.values)):
+                all_rows[:, rows, :, longest - length : longest] = some
+        self.cache.length = longest
+        return logits
+
+    def extend(self, rows: Sequence[int], ids: Sequence[int]) -> Tensor:
+        """Logits of what follows, for some rows, after one more ID of each."""
+        for row, id in zip(rows, ids, strict=True):
+            self.last[row] = id
+        # Any position will do for a row that has ended.
+        positions = (self.lengths + self.steps).clamp(max=self.model.config.context_length - 1)[:, None]
+        mask = None if self.same else self.seen[:, :, : self.cache.length + 1]
+        self.steps += 1
+        return self._logits([[id] for id in self.last], self.cache, positions, mask)[list(rows)]
+
+    @torch.inference_mode()
+    def _logits(
+        self, ids: Sequence[Sequence[int]], cache: Cache, positions: Tensor | None = None, mask: Tensor | None = None
+    ) -> Tensor:
+        """Logits (B, V) of what follows, after each row's new IDs went into the cache. They are all finite."""
+        device = cache.keys.device
+        positions = None if positions is None else positions.to(device)
+        mask = None if mask is None else mask.to(device)
+        hidden = self.model.extend(torch.tensor(ids, device=device), cache, positions=positions, mask=mask)
+        logits = self.model.logits(hidden[:, -1:])[:, 0, : self.num_ids]
+        check_finite(logits.sum(dim=-1))  # which is not finite where any logit is not
+        return logits
+
+
+def _fits(model: Transformer) -> bool:
+    """Whether a copy of the weights leaves half of the free memory. Where it does not, a line says so."""
+    needed, free = kept_bytes(model), free_bytes(Host.here())
+    if model.embed.weight.device.type == "cpu" and needed > free // 2:
+        info(f"Decoding without packed weights: they take {size(needed)}, and {size(free)} are free. It is slower.")
+        return False
+    return True

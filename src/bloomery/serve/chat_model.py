@@ -233,7 +233,7 @@ def answerer(name: str, path: Path, dtype: LoadFormat = "float32") -> TextAnswer
 
 def answerer_of(name: str, loaded: Loaded) -> TextAnswerer:
     """The answerer of a model that is loaded."""
-    engine = Engine(loaded.model, loaded.tokenizer.vocab_size)
+    engine = Engine(loaded.model, loaded.tokenizer.vocab_size, pack=True)
     return TextAnswerer(name, engine, lambda: loaded.renderer, loaded.tokenizer, loaded.language.sampling)
 
 

@@ -161,7 +161,7 @@ def held_out_talks(
 
 def ask(loaded: Loaded, asked: Sequence[held_out.ToyQuestion], max_tokens: int) -> list[JudgedAnswer]:
     """Every question that fits the model's context, in turn, with progress. Raises DataError where none does."""
-    engine = Engine(loaded.model, loaded.tokenizer.vocab_size)
+    engine = Engine(loaded.model, loaded.tokenizer.vocab_size, pack=True)
     asked = held_out.fitting(engine, loaded.renderer, asked)
     judged: list[JudgedAnswer] = []
     with progress("evaluate", "questions", len(asked)) as meter:
@@ -279,7 +279,7 @@ def shown(answer: JudgedAnswer) -> dict[str, Any]:
 
 def continuations(base: Loaded) -> Iterator[dict[str, str]]:
     """What the pretrained model writes after a few beginnings, sampled with a fixed seed."""
-    tokenizer, engine = base.tokenizer, Engine(base.model, base.tokenizer.vocab_size)
+    tokenizer, engine = base.tokenizer, Engine(base.model, base.tokenizer.vocab_size, pack=True)
     sampling, stop = replace(SAMPLES, max_tokens=80), tokenizer.end_ids
     for prompt in CONTINUED:
         ids = [tokenizer.document_id, *tokenizer.encode(prompt)]

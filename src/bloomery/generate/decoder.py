@@ -1,0 +1,428 @@
+"""
+A model's weights, packed for decoding on the CPU, and steps over them by the compiled library.
+
+A step computes the next tokens of several sequences at once: one token of some, a part of a prompt of others. What a
+sequence gets does not depend on the other sequences, or on how its prompt was split: the bits are the same. Weights
+are read in the format that they are packed in (float32, bfloat16, int8 with a scale for each row, int4 with a factor
+and an offset for each group of 32, NF4 with a scale for each block of 64), and multiplied in float32.
+
+Keys and values lie in pages of PAGE tokens, which sequences may share.
+
+`Decoder.of` gives None for models that the library does not know: those with differential attention, and all models
+where the library is not built. Letters used for shapes are those of layers.py; P is a number of panels of 16 rows.
+"""
+
+import ctypes
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache as cached
+from typing import Any, Literal
+
+from jaxtyping import Float
+
+import bloomery.hw.require_torch  # noqa: F401
+from bloomery.core import native
+from bloomery.core.errors import ConfigError
+from bloomery.core.log import info
+from bloomery.model.config import GATED, ModelConfig
+from bloomery.model.kernels.cpu import call
+from bloomery.model.layers import LayerNorm, RMSNorm
+from bloomery.model.quantize import NF4, Int8, QuantizedLinear
+from bloomery.model.rope import alibi_slopes, rotation
+from bloomery.model.transformer import Block, Transformer
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+LIBRARY = "decode"
+PanelFormat = Literal["float32", "bfloat16", "int8", "int4", "nf4"]
+FORMATS = ("float32", "bfloat16", "int8", "int4", "nf4")
+"""In the order of their numbers in decode.cpp."""
+PANEL, GROUP, BLOCK, PAGE = 16, 32, 64, 32
+ACTIVATIONS = {"swiglu": 0, "geglu": 1, "geglu_tanh": 2, "gelu": 1, "gelu_tanh": 2, "relu2": 3}
+LARGE = 2**22
+"""Bytes of weights from which several threads are faster than one."""
+
+
+class _Matrix(ctypes.Structure):
+    _fields_ = [(name, ctypes.c_int64) for name in ("format", "rows", "width")] + [
+        (name, ctypes.c_void_p) for name in ("codes", "scales", "bias")
+    ]
+
+
+class _Norm(ctypes.Structure):
+    _fields_ = [("kind", ctypes.c_int64), ("gain", ctypes.c_void_p), ("bias", ctypes.c_void_p)]
+
+
+class _Layer(ctypes.Structure):
+    _fields_ = [
+        *((name, _Norm) for name in ("attention_norm", "attention_post", "mlp_norm", "mlp_post", "q_norm", "k_norm")),
+        *((name, _Matrix) for name in ("qkv", "out", "up", "down")),
+        *((name, ctypes.c_int64) for name in ("window", "mlp", "gated")),
+        *((name, ctypes.c_void_p) for name in ("cosines", "sines")),
+    ]
+
+
+class _Model(ctypes.Structure):
+    _fields_ = [
+        *(
+            (name, ctypes.c_int64)
+            for name in ("width", "layers", "heads", "kv_heads", "head", "rotary", "inner", "norm_over_width")
+        ),
+        *((name, ctypes.c_int64) for name in ("parallel", "cache_format")),
+        *((name, ctypes.c_float) for name in ("eps", "scale")),
+        ("slopes", ctypes.c_void_p),
+        ("layer", ctypes.POINTER(_Layer)),
+        ("norm", _Norm),
+        ("logits", _Matrix),
+    ]
+
+
+class _Step(ctypes.Structure):
+    _fields_ = [(name, ctypes.c_int64) for name in ("tokens", "outputs", "pages_each", "threads")] + [
+        (name, ctypes.c_void_p)
+        for name in ("sequence", "position", "wanted", "pages", "keys", "values", "x", "logits", "hidden", "room")
+    ]
+
+
+@dataclass
+class Packed:
+    """A matrix in panels: codes and scales as decode.cpp reads them. Keeps the tensors alive."""
+
+    format: PanelFormat
+    rows: int
+    width: int
+    codes: Tensor
+    scales: Tensor | None = None
+    bias: Tensor | None = None
+
+    def native(self) -> _Matrix:
+        return _Matrix(
+            FORMATS.index(self.format), self.rows, self.width, *map(_at, (self.codes, self.scales, self.bias))
+        )
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(one.numel() * one.element_size() for one in (self.codes, self.scales) if one is not None)
+
+
+def _at(tensor: Tensor | None) -> int | None:
+    return None if tensor is None else tensor.data_ptr()
+
+
+def _transposed(weight: Tensor) -> Tensor:
+    """Numbers or codes of (R, D) in panels: (P, I, 16), filled up with zeros."""
+    rows, width = weight.shape
+    weight, padded = weight.contiguous(), width + -width % BLOCK
+    panels = torch.empty(-(-rows // PANEL), padded, PANEL, dtype=weight.dtype)
+    call(LIBRARY, "panels", weight, panels, weight.element_size(), rows, width, padded)
+    return panels
+
+
+def _panels(weight: Tensor) -> Tensor:
+    """(R, D) filled up with zeros to whole panels and blocks: (P, 16, I)."""
+    filled = F.pad(weight, (0, -weight.shape[1] % BLOCK, 0, -weight.shape[0] % PANEL))
+    return filled.view(-1, PANEL, filled.shape[1])
+
+
+def pack(weight: Tensor, format: PanelFormat, bias: Tensor | None = None) -> Packed:
+    """A dense matrix (R, D) in one of FORMATS. int4 takes the smallest and the largest number of each group."""
+    rows, width = weight.shape
+    whole = width + -width % BLOCK
+    match format:
+        case "float32" | "bfloat16":
+            return Packed(format, rows, whole, _transposed(weight.to(getattr(torch, format))), bias=_float(bias))
+        case "int8":
+            scales = weight.abs().amax(1).float() / 127
+            codes = torch.round(weight / scales.clamp_min(1e-30)[:, None]).to(torch.int8)
+            return Packed(format, rows, whole, _transposed(codes), _filled(scales), _float(bias))
+        case "int4":
+            panels = _panels(weight.float())
+            groups = panels.view(len(panels), PANEL, -1, GROUP)
+            low, high = groups.amin(3), groups.amax(3)
+            # bfloat16 factors are rounded up: so the largest number of a group keeps the last code.
+            factor, low = _above((high - low) / 15), low.to(torch.bfloat16).float()
+            codes = torch.round((groups - low[..., None]) / factor.clamp_min(1e-30)[..., None]).clamp(0, 15)
+            scales = torch.stack((factor, low), 2).permute(0, 3, 2, 1).to(torch.bfloat16).contiguous()
+            return Packed(format, rows, whole, _pairs(codes.to(torch.uint8)), scales, _float(bias))
+        case "nf4":
+            raise ConfigError("a dense matrix is not packed in NF4", hint="Load the model with --dtype nf4.")
+
+
+def _filled(scales: Tensor) -> Tensor:
+    """Scales of rows, with those of the rows that fill up the last panel."""
+    return F.pad(scales.flatten(), (0, -scales.numel() % PANEL)).contiguous()
+
+
+def _above(numbers: Tensor) -> Tensor:
+    """The next bfloat16 numbers that are not smaller, as float32."""
+    rounded = numbers.to(torch.bfloat16)
+    return torch.where(
+        rounded.float() < numbers, torch.nextafter(rounded, rounded.new_tensor(torch.inf)), rounded
+    ).float()
+
+
+def _pairs(codes: Tensor) -> Tensor:
+    """Codes (P, 16, groups, n) of 4 bits -> bytes (P, groups, n/2, 16): the first half of a group in the low bits."""
+    first, second = codes.permute(0, 2, 3, 1).chunk(2, dim=2)
+    return (first | second << 4).contiguous()
+
+
+def packed(linear: nn.Module | Tensor, format: PanelFormat | Literal["auto"]) -> Packed:
+    """A linear layer. `auto` keeps the format of its weights; a frozen layer in int8 or NF4 keeps its codes."""
+    assert isinstance(linear, nn.Linear | QuantizedLinear)
+    bias = linear.bias
+    if isinstance(linear, Int8) and format in ("auto", "int8"):
+        codes = _transposed(linear.weight)
+        return Packed("int8", linear.num_rows, codes.shape[1], codes, _filled(linear.scales), _float(bias))
+    if isinstance(linear, NF4) and format in ("auto", "nf4"):
+        blocks = F.pad(linear.weight, (0, 0, 0, -linear.num_rows % PANEL)).view(
+            -1, PANEL, linear._scales().shape[1], 32
+        )
+        codes = torch.stack((blocks >> 4, blocks & 15), 4).flatten(3)
+        scales = F.pad(linear._scales(), (0, 0, 0, -linear.num_rows % PANEL)).view(*codes.shape[:3])
+        scales = scales.permute(0, 2, 1).to(torch.bfloat16).contiguous()
+        return Packed("nf4", linear.num_rows, codes.shape[2] * BLOCK, _pairs(codes), scales, _float(bias))
+    weight = linear.dense(torch.float32) if isinstance(linear, QuantizedLinear) else linear.weight.detach()
+    if format == "auto":
+        format = "bfloat16" if weight.dtype == torch.bfloat16 or isinstance(linear, QuantizedLinear) else "float32"
+    return pack(weight, format, bias)
+
+
+def _float(bias: Tensor | None) -> Tensor | None:
+    return None if bias is None else bias.detach().float().contiguous()
+
+
+def _stacked(parts: Sequence[Packed]) -> Packed:
+    """Matrices of the same input as one. Each has whole panels, so panels follow each other."""
+    first = parts[0]
+    bias = None
+    if any(part.bias is not None for part in parts):
+        bias = torch.cat([torch.zeros(part.rows) if part.bias is None else part.bias for part in parts])
+    scales = None if first.scales is None else torch.cat([part.scales for part in parts if part.scales is not None])
+    rows = sum(part.rows for part in parts)
+    return Packed(first.format, rows, first.width, torch.cat([part.codes for part in parts]), scales, bias)
+
+
+class Pages:
+    """Memory for keys and values: `count` pages of PAGE tokens, in float32 or bfloat16."""
+
+    def __init__(self, config: ModelConfig, count: int, dtype: torch.dtype) -> None:
+        shape = (count, config.num_layers, config.num_kv_heads)
+        self.keys = torch.empty(*shape, config.head_size, PAGE, dtype=dtype)
+        self.values = torch.empty(*shape, PAGE, config.head_size, dtype=dtype)
+
+    @staticmethod
+    def needed(tokens: int) -> int:
+        """Pages of a sequence of so many tokens."""
+        return -(-tokens // PAGE)
+
+
+class Decoder:
+    """A packed model. Make one with `Decoder.of`."""
+
+    def __init__(
+        self, model: Transformer, format: PanelFormat | Literal["auto"], cache: torch.dtype | None = None
+    ) -> None:
+        config = self.config = model.config
+        self._kept: list[Any] = []
+        """Tensors and structures whose addresses the library has."""
+        self.embed = model.embed.weight.detach()
+        self.positions = None if model.positions is None else model.positions.weight.detach().float()
+        self.vocab_size = model.vocab_size
+        is_float32 = format == "float32" or (format == "auto" and _is_float32(model))
+        self.dtype = cache or (torch.float32 if is_float32 else torch.bfloat16)
+        tables = {local: self._table(local) for local in (False, True)}
+        layers = (_Layer * config.num_layers)()
+        for number, block in enumerate(model.blocks):
+            assert isinstance(block, Block)
+            layers[number] = self._layer(block, number, format, tables)
+        head = pack(model.head_rows().detach(), _head_format(format, is_float32))
+        self.num_bytes = sum(part.num_bytes for part in self._kept if isinstance(part, Packed)) + head.num_bytes
+        self._model = _Model(
+            width=config.hidden_size,
+            layers=config.num_layers,
+            heads=config.num_heads,
+            kv_heads=config.num_kv_heads,
+            head=config.head_size,
+            rotary=config.rotary_size,
+            inner=config.intermediate_size,
+            norm_over_width=config.qk_norm_over == "width",
+            parallel=config.parallel_residual,
+            cache_format=self.dtype == torch.bfloat16,
+            eps=config.norm_eps,
+            scale=(config.query_pre_attn_scalar or config.head_size) ** -0.5,
+            slopes=self._address(torch.tensor(alibi_slopes(config.num_heads)))
+            if config.position_embedding == "alibi"
+            else None,
+            layer=layers,
+            norm=self._norm(model.norm),
+            logits=self._keep(head),
+        )
+        self._kept.append(layers)
+
+    @classmethod
+    def of(
+        cls,
+        model: Transformer,
+        format: PanelFormat | Literal["auto"] = "auto",
+        cache: torch.dtype | None = None,
+    ) -> "Decoder | None":
+        """
+        The model, packed; None where the library is not built or does not know the model's layers. `cache` is the
+        number format of keys and values: float32 or bfloat16; by default float32 next to weights in float32.
+        """
+        return cls(model, format, cache) if _library() is not None and is_known(model) else None
+
+    def _keep(self, part: Packed) -> _Matrix:
+        self._kept.append(part)
+        return part.native()
+
+    def _address(self, tensor: Tensor | None) -> int | None:
+        self._kept.append(tensor)
+        return _at(tensor)
+
+    def _table(self, local: bool) -> tuple[Tensor, Tensor] | None:
+        config = self.config
+        if config.position_embedding != "rope" or (local and config.rope_local_theta is None):
+            return None
+        cos, sin = rotation(torch.arange(config.context_length)[None], config, torch.float32, local=local)
+        half = config.rotary_size // 2
+        return cos[0, 0, :, :half].contiguous(), sin[0, 0, :, :half].contiguous()
+
+    def _norm(self, norm: nn.Module | None) -> _Norm:
+        match norm:
+            case RMSNorm():
+                gain = norm.gain()
+                return _Norm(1, self._address(None if gain is None else gain.detach().float().contiguous()), None)
+            case LayerNorm():
+                return _Norm(2, self._address(_float(norm.weight)), self._address(_float(norm.bias)))
+            case _:
+                return _Norm(0, None, None)
+
+    def _layer(
+        self,
+        block: Block,
+        number: int,
+        format: PanelFormat | Literal["auto"],
+        tables: dict[bool, tuple[Tensor, Tensor] | None],
+    ) -> _Layer:
+        config, attention, mlp = self.config, block.attention, block.mlp
+        _, window, kind = config.layer(number)
+        table = tables[config.rope_local_theta is not None and window != "full"] if config.rotates(number) else None
+        up = [packed(mlp.gate, format), packed(mlp.up, format)] if kind in GATED else [packed(mlp.up, format)]
+        return _Layer(
+            attention_norm=self._norm(block.attention_norm),
+            attention_post=self._norm(block.attention_post_norm),
+            mlp_norm=self._norm(block.mlp_norm),
+            mlp_post=self._norm(block.mlp_post_norm),
+            q_norm=self._norm(attention.q_norm),
+            k_norm=self._norm(attention.k_norm),
+            qkv=self._keep(_stacked([packed(one, format) for one in (attention.q, attention.k, attention.v)])),
+            out=self._keep(packed(attention.out, format)),
+            up=self._keep(_stacked(up)),
+            down=self._keep(packed(mlp.down, format)),
+            window=0 if window == "full" else window,
+            mlp=ACTIVATIONS[kind],
+            gated=kind in GATED,
+            cosines=None if table is None else self._address(table[0]),
+            sines=None if table is None else self._address(table[1]),
+        )
+
+    def step(
+        self,
+        ids: Sequence[int],
+        sequence: Sequence[int],
+        position: Sequence[int],
+        pages: Tensor,
+        memory: Pages,
+        wanted: Sequence[int],
+    ) -> Float[Tensor, "O V"]:
+        """
+        Logits after the tokens `wanted` (indices into `ids`). The keys and values of all tokens go into their pages.
+
+        Token n is at `position[n]` of sequence `sequence[n]`, whose pages are row `sequence[n]` of `pages` (int32). All
+        earlier positions of that sequence are in the pages, or are among the tokens of this step.
+        """
+        config, N = self.config, len(ids)
+        x = self.embed[torch.tensor(ids)].float()
+        if self.positions is not None:
+            x = x + self.positions[torch.tensor(position)]
+        if config.scale_embeddings:
+            x = x * torch.tensor(config.hidden_size**0.5, dtype=self.embed.dtype).float()
+        threads = torch.get_num_threads() if self.num_bytes >= LARGE or N > 1 else 1
+        numbers = [torch.tensor(one, dtype=torch.int64) for one in (sequence, position, wanted)]
+        longest = max(position) + 1
+        library = native.library(LIBRARY)
+        assert library is not None, "Decoder.of gives none without the library"
+        sizes = (ctypes.c_int64(one) for one in (N, threads, longest))
+        room = torch.zeros(library.bloomery_decode_room(ctypes.byref(self._model), *sizes))
+        padded = -(-self.vocab_size // PANEL) * PANEL
+        logits = torch.empty(len(wanted), padded)
+        addresses = (*numbers, pages, memory.keys, memory.values, x.contiguous(), logits, None, room)
+        step = _Step(N, len(wanted), pages.shape[1], threads, *map(_at, addresses))
+        library.bloomery_decode(ctypes.byref(self._model), ctypes.byref(step), ctypes.c_int64(longest))
+        return logits[:, : self.vocab_size]
+
+
+def _head_format(format: PanelFormat | Literal["auto"], is_float32: bool) -> PanelFormat:
+    """The head of weights in NF4 is in bfloat16, as the embedding is."""
+    if format == "auto":
+        return "float32" if is_float32 else "bfloat16"
+    return "bfloat16" if format == "nf4" else format
+
+
+@cached
+def _library() -> ctypes.CDLL | None:
+    """
+    The library, once it has computed the logits of two small models right. One that computes others is refused, with a
+    line that says so.
+    """
+    library = native.library(LIBRARY)
+    if library is None:
+        return None
+    library.bloomery_decode_room.restype = library.bloomery_decode_lanes.restype = ctypes.c_int64
+    library.bloomery_decode.restype = None
+    for config in TRIED:
+        model = Transformer(config, 50)
+        model.initialize(0)
+        with torch.inference_mode():
+            expected = model.logits(model(torch.arange(40)[None]))[0]
+        pages = torch.arange(Pages.needed(40), dtype=torch.int32)[None]
+        memory = Pages(config, Pages.needed(40), torch.float32)
+        logits = Decoder(model, "float32").step(range(40), [0] * 40, range(40), pages, memory, range(40))
+        if not torch.allclose(logits, expected, rtol=1e-3, atol=1e-4 * float(expected.abs().max())):
+            native.refuse(LIBRARY, "it computes other logits than torch")
+            info(f"Decoding with torch, which is slower: the compiled library is {native.state(LIBRARY)}.", "yellow")
+            return None
+    return library
+
+
+_TRIED = {"hidden_size": 64, "num_layers": 2, "num_heads": 4, "num_kv_heads": 2, "head_dim": 16, "context_length": 40}
+TRIED = (
+    ModelConfig(**_TRIED, intermediate_size=96),
+    ModelConfig(**_TRIED, intermediate_size=96, norm="layernorm", mlp=("gelu",), biases="all", sliding_window=(9,)),
+)
+
+
+def _is_float32(model: Transformer) -> bool:
+    """Whether every linear layer has its weights in float32."""
+    layers = (one for one in model.modules() if isinstance(one, nn.Linear | QuantizedLinear))
+    return all(not isinstance(one, QuantizedLinear) and one.weight.dtype == torch.float32 for one in layers)
+
+
+def is_known(model: Transformer) -> bool:
+    """Whether the library computes what this model does."""
+    config = model.config
+    widths = (config.num_heads * config.head_size, config.num_kv_heads * config.head_size, config.intermediate_size)
+    matrices = (one for block in model.blocks for name, one in block.named_modules() if name.endswith(MATRICES))
+    return (
+        model.embed.weight.device.type == "cpu"
+        and set(config.attention) == {"standard"}
+        and all(width % PANEL == 0 for width in widths)
+        and all(isinstance(one, nn.Linear | QuantizedLinear) for one in matrices)
+    )
+
+
+MATRICES = ("attention.q", "attention.k", "attention.v", "attention.out", "mlp.gate", "mlp.up", "mlp.down")

@@ -1,0 +1,203 @@
+"""Packed weights give the logits of the model, and a sequence's bits do not depend on what is computed with it."""
+
+import ctypes
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import pytest
+
+from bloomery.core import native
+from bloomery.core.chat import SamplingConfig
+from bloomery.generate import decoder
+from bloomery.generate.decoder import GROUP, LIBRARY, Decoder, Pages, pack
+from bloomery.generate.engine import Engine
+from bloomery.model import quantize
+from bloomery.model.config import Lora, ModelConfig
+from bloomery.model.transformer import Transformer
+from tests.model.made import CHOICES, SHAPES, VOCAB_SIZE, lively, random_ids
+from tests.model.test_lora import adapted
+
+import torch
+from torch import Tensor, nn
+
+pytestmark = pytest.mark.skipif(native.library(LIBRARY) is None, reason=f"native/{LIBRARY}.so: {native.state(LIBRARY)}")
+WIDE = {"hidden_size": 96, "num_layers": 3, "num_heads": 6, "num_kv_heads": 2, "head_dim": 16, "context_length": 80}
+KINDS = {
+    "Llama": ModelConfig(**WIDE, intermediate_size=160),
+    "GPT-2": ModelConfig(
+        **WIDE, intermediate_size=160, biases="all", norm="layernorm", mlp=("gelu_tanh",), position_embedding="learned"
+    ),
+    "Gemma 3": ModelConfig(
+        **WIDE,
+        intermediate_size=160,
+        norm_order="both",
+        qk_norm=True,
+        mlp=("geglu_tanh",),
+        sliding_window=(16, "full"),
+        rope_local_theta=100.0,
+        norm_plus_one=True,
+        scale_embeddings=True,
+        query_pre_attn_scalar=20.0,
+    ),
+    "OLMo 2": ModelConfig(**WIDE, intermediate_size=176, norm_order="after", qk_norm=True, qk_norm_over="width"),
+    "GPT-NeoX": ModelConfig(
+        **WIDE,
+        intermediate_size=160,
+        parallel_residual=True,
+        partial_rotary_factor=0.25,
+        biases="all",
+        norm="layernorm",
+        mlp=("gelu",),
+    ),
+    "Baichuan2-13B": ModelConfig(
+        **WIDE, intermediate_size=160, position_embedding="alibi", normalize_head=True, tie_embeddings=False
+    ),
+    "SmolLM3 and more": ModelConfig(
+        **WIDE, intermediate_size=160, rope_layers=(True, False), biases="qkv", mlp=("relu2", "geglu")
+    ),
+}
+
+
+@pytest.fixture(params=[4, 8, 16])
+def lanes(request: pytest.FixtureRequest) -> Iterator[int]:
+    """Every width of vectors that this CPU has."""
+    library = decoder._library()
+    assert library is not None
+    choose = library.bloomery_decode_lanes
+    if choose(ctypes.c_int64(request.param)) != request.param:
+        choose(ctypes.c_int64(16))
+        pytest.skip(f"this CPU has no vectors of {request.param} numbers")
+    yield request.param
+    choose(ctypes.c_int64(16))
+
+
+def of(model: Transformer, format: decoder.PanelFormat | str = "float32") -> Decoder:
+    packed = Decoder.of(model, format, torch.float32)  # type: ignore[arg-type]
+    assert packed is not None
+    return packed
+
+
+def logits(packed: Decoder, ids: Sequence[int], cuts: Sequence[int] = ()) -> Tensor:
+    """After every token of a sequence, whose pages are out of order, computed in parts."""
+    count = Pages.needed(len(ids))
+    memory, pages = Pages(packed.config, count, packed.dtype), torch.arange(count, dtype=torch.int32).flip(0)[None]
+    parts = []
+    for begin, end in zip((0, *cuts), (*cuts, len(ids)), strict=True):
+        some = range(begin, end)
+        parts.append(packed.step(ids[begin:end], [0] * len(some), some, pages, memory, range(len(some))))
+    return torch.cat(parts)
+
+
+def far(got: Tensor, right: Tensor) -> float:
+    return float((got - right).norm() / right.norm())
+
+
+def right(model: Transformer, ids: Sequence[int]) -> Tensor:
+    with torch.inference_mode():
+        return model.logits(model(torch.tensor([list(ids)])))[0]
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_logits_of_each_family_are_those_of_the_model(name: str, lanes: int) -> None:
+    model = lively(KINDS[name])
+    ids = random_ids(1, 70, 1)[0].tolist()
+    assert far(logits(of(model), ids), right(model, ids)) < 2e-6
+
+
+@pytest.mark.parametrize("format", ["float32", "bfloat16", "int8", "int4"])
+def test_bits_depend_neither_on_cuts_of_the_prompt_nor_on_threads(format: str, lanes: int) -> None:
+    packed = of(lively(KINDS["Llama"]), format)
+    ids = random_ids(1, 70, 1)[0].tolist()
+    whole, threads = logits(packed, ids), torch.get_num_threads()
+    assert torch.equal(logits(packed, ids, (7, 8, 9, 22, 23, 65)), whole)
+    try:
+        for number in (1, 2, 3):
+            torch.set_num_threads(number)
+            assert torch.equal(logits(packed, ids, (64,)), whole)
+    finally:
+        torch.set_num_threads(threads)
+
+
+@pytest.mark.parametrize("format", ["bfloat16", "int8", "int4"])
+def test_bits_do_not_depend_on_the_other_sequences_of_a_step(format: str) -> None:
+    packed = of(lively(KINDS["Gemma 3"]), format)
+    asked = [random_ids(1, length, length)[0].tolist() for length in (5, 33, 40, 1, 64, 17, 2)]
+    sizes = [Pages.needed(len(ids) + 1) for ids in asked]
+    memory = Pages(packed.config, sum(sizes), packed.dtype)
+    pages = torch.zeros(len(asked), max(sizes), dtype=torch.int32)
+    for row, size in enumerate(sizes):
+        pages[row, :size] = torch.arange(size) + sum(sizes[:row])
+    ids = [id for one in asked for id in one]
+    sequence = [row for row, one in enumerate(asked) for _ in one]
+    position = [at for one in asked for at in range(len(one))]
+    ends = [sum(map(len, asked[: row + 1])) - 1 for row in range(len(asked))]
+    together = packed.step(ids, sequence, position, pages, memory, ends)
+    next_ones = packed.step([3] * len(asked), range(len(asked)), [len(one) for one in asked], pages, memory, range(7))
+    for row, one in enumerate(asked):
+        alone = logits(packed, [*one, 3])
+        assert torch.equal(together[row], alone[-2])
+        assert torch.equal(next_ones[row], alone[-1])
+
+
+def test_codes_are_multiplied_as_the_numbers_that_they_stand_for(lanes: int) -> None:
+    """Frozen layers in int8 and NF4 keep their codes. Coded scales of NF4 are rounded to bfloat16."""
+    ids = random_ids(1, 40, 1)[0].tolist()
+    for base, limit in (("bfloat16", 2e-6), ("int8", 2e-6), ("nf4", 2e-6), ("nf4_double", 1e-2)):
+        model = lively(KINDS["Llama"])
+        for block in model.blocks:
+            for part, names in ((block.attention, "q k v out"), (block.mlp, "gate up down")):
+                for name in names.split():
+                    setattr(part, name, quantize.frozen(getattr(part, name), base))  # type: ignore[arg-type]
+        assert far(logits(of(model, "auto"), ids)[:, :VOCAB_SIZE], right_with_bfloat16_head(model, ids)) < limit, base
+
+
+def right_with_bfloat16_head(model: Transformer, ids: Sequence[int]) -> Tensor:
+    with torch.inference_mode():
+        hidden = model(torch.tensor([list(ids)]))[0]
+        return torch.matmul(hidden, model.head_rows().to(torch.bfloat16).float().t())
+
+
+@pytest.mark.parametrize("spread", [1.0, 1e-4, 300.0])
+def test_int4_is_as_near_as_its_sixteen_steps_allow(spread: float) -> None:
+    weight = spread * torch.randn(50, 200, generator=torch.Generator().manual_seed(1)) + 0.3 * spread
+    packed = pack(weight, "int4")
+    assert packed.scales is not None
+    codes = torch.cat((packed.codes & 15, packed.codes >> 4), 2)  # (P, groups, 32, 16)
+    factor, added = packed.scales.float().unbind(2)
+    numbers = codes.float() * factor[:, :, None] + added[:, :, None]
+    dense = numbers.permute(0, 3, 1, 2).reshape(-1, packed.width)[:50, :200]
+    groups = torch.nn.functional.pad(weight, (0, 24)).view(50, -1, GROUP)
+    step = (groups.amax(2) - groups.amin(2)) / 15
+    # Half a step, and the rounding of the offset to bfloat16.
+    allowed = (0.51 * step + 2.0**-8 * groups.amin(2).abs() + 2.0**-7 * 15 * step).repeat_interleave(GROUP, 1)[:, :200]
+    assert ((dense - weight).abs() <= allowed).all()
+
+
+@pytest.mark.parametrize("name", [name for name, config in CHOICES.items() if "differential" in name])
+def test_a_model_that_the_library_does_not_know_is_decoded_by_torch(name: str) -> None:
+    model = lively(CHOICES[name])
+    assert Decoder.of(model) is None
+    ids = random_ids(1, 5, 1)[0].tolist()
+    packed, plain = (Engine(model, VOCAB_SIZE, pack=pack) for pack in (True, False))
+    never = frozenset({VOCAB_SIZE})
+    greedy = SamplingConfig.greedy(9)
+    assert list(packed.stream(ids, greedy, stop_ids=never)) == list(plain.stream(ids, greedy, stop_ids=never))
+
+
+def test_adapters_and_a_library_that_computes_wrong_are_not_packed(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert Decoder.of(adapted(Lora())) is None
+    decoder._library.cache_clear()
+    monkeypatch.setattr(native, "_REFUSED", {})
+    monkeypatch.setattr(Transformer, "logits", lambda self, hidden: 2 * hidden @ self.head_rows().t())
+    assert Decoder.of(lively(KINDS["Llama"])) is None
+    assert native.state(LIBRARY) == "off (it computes other logits than torch)"
+    monkeypatch.undo()
+    decoder._library.cache_clear()
+    assert Decoder.of(lively(SHAPES[0])) is not None
+
+
+def test_a_layer_of_another_kind_is_not_packed() -> None:
+    model = lively(KINDS["Llama"])
+    mlp: Any = model.blocks[1].mlp
+    mlp.down = nn.Sequential(mlp.down)
+    assert Decoder.of(model) is None
